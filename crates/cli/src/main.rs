@@ -1,0 +1,3 @@
+//! The `granary` command.
+
+fn main() {}

@@ -1,0 +1,1 @@
+//! Verbs as a trait.
