@@ -1,1 +1,10 @@
-//! The software RNIC.
+//! A software RDMA NIC.
+//!
+//! The engine is a deterministic state machine that owns no thread, socket or clock: it is told of
+//! doorbells and of time, and executes work-queue elements in the ConnectX layout against
+//! registered memory. Ports run it: `inline` in the caller's own thread, `shm` in a thread of the
+//! memory node's process to which other processes attach.
+
+pub mod ids;
+pub mod memory;
+pub mod wqe;

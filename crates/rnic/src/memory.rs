@@ -1,0 +1,272 @@
+//! Memory that the NIC moves bytes in and out of.
+//!
+//! Such memory is shared with other processes, which may change it at any moment: it is never
+//! behind a reference, only behind a base pointer, a length and an owner that keeps the mapping
+//! alive. Every access names an offset and is checked against the length.
+//!
+//! Words that steer the NIC (doorbell records, queue indices, atomics) go through atomic loads and
+//! stores of their natural size; bulk data through raw copies.
+
+use std::any::Any;
+use std::fmt;
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+/// A span of memory mapped in this process, kept mapped by its owner.
+///
+/// Cloning shares the span; it does not copy it.
+#[derive(Clone)]
+pub struct DmaMemory {
+    base: *mut u8,
+    len: usize,
+    owner: Arc<dyn Any + Send + Sync>,
+}
+
+// SAFETY: the span outlives every clone (`owner`), and all access is by raw copies and atomics,
+// which any thread may do.
+unsafe impl Send for DmaMemory {}
+// SAFETY: as above; no method hands out a reference into the span.
+unsafe impl Sync for DmaMemory {}
+
+impl fmt::Debug for DmaMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DmaMemory({:p}, {} B)", self.base, self.len)
+    }
+}
+
+impl DmaMemory {
+    /// Describes `len` bytes at `base`.
+    ///
+    /// # Safety
+    /// The bytes must stay mapped, readable and writable for as long as `owner` lives, and must be
+    /// used by others only through raw pointers or atomics.
+    pub unsafe fn from_raw(base: *mut u8, len: usize, owner: Arc<dyn Any + Send + Sync>) -> Self {
+        Self { base, len, owner }
+    }
+
+    /// `len` zeroed bytes of this process's own, page-aligned in size and address.
+    ///
+    /// Fails with the system's error if the memory cannot be mapped.
+    pub fn anonymous(len: usize) -> Result<Self, rustix::io::Errno> {
+        let map = Mapping::anonymous(len)?;
+        let (base, len) = (map.base, map.len);
+        // SAFETY: the mapping is unmapped only when `map`, the owner, is dropped.
+        Ok(unsafe { Self::from_raw(base, len, Arc::new(map)) })
+    }
+
+    /// Maps `len` bytes of `fd` from `offset` (a multiple of the page size), shared.
+    ///
+    /// The caller has made sure that the file is as long as that and cannot shrink
+    /// (`F_SEAL_SHRINK`): access to a page beyond the end of the file raises SIGBUS.
+    pub fn map_shared(
+        fd: impl std::os::fd::AsFd,
+        offset: u64,
+        len: usize,
+    ) -> Result<Self, rustix::io::Errno> {
+        let map = Mapping::shared(fd, offset, len)?;
+        let (base, len) = (map.base, map.len);
+        // SAFETY: the mapping is unmapped only when `map`, the owner, is dropped.
+        Ok(unsafe { Self::from_raw(base, len, Arc::new(map)) })
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True for a span of no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The first byte's address in this process. Valid while this span or a clone lives.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.base
+    }
+
+    /// The address in this process as a number: the natural I/O virtual address of the span.
+    pub fn addr(&self) -> u64 {
+        self.base as u64
+    }
+
+    /// The part of the span at `offset`, `len` bytes; `None` if it reaches beyond the end.
+    pub fn slice(&self, offset: usize, len: usize) -> Option<DmaMemory> {
+        let base = self.at(offset, len)?;
+        Some(DmaMemory { base, len, owner: self.owner.clone() })
+    }
+
+    /// Pointer to `len` bytes at `offset`; `None` if they reach beyond the end.
+    pub fn at(&self, offset: usize, len: usize) -> Option<*mut u8> {
+        if offset > self.len || len > self.len - offset {
+            return None;
+        }
+        // SAFETY: offset <= self.len, so the result is within the span or one past its end.
+        Some(unsafe { self.base.add(offset) })
+    }
+
+    fn checked(&self, offset: usize, len: usize) -> *mut u8 {
+        match self.at(offset, len) {
+            Some(p) => p,
+            None => panic!("{len} bytes at {offset} lie outside a span of {}", self.len),
+        }
+    }
+
+    /// Copies bytes at `offset` out into `out`. Panics if they lie outside the span.
+    pub fn read(&self, offset: usize, out: &mut [u8]) {
+        let p = self.checked(offset, out.len());
+        // SAFETY: `checked` bounds the source; `out` is exclusively ours, so they do not overlap.
+        unsafe { ptr::copy_nonoverlapping(p, out.as_mut_ptr(), out.len()) }
+    }
+
+    /// Copies `data` in at `offset`. Panics if it would lie outside the span.
+    pub fn write(&self, offset: usize, data: &[u8]) {
+        let p = self.checked(offset, data.len());
+        // SAFETY: `checked` bounds the destination; nobody holds a reference into the span.
+        unsafe { ptr::copy_nonoverlapping(data.as_ptr(), p, data.len()) }
+    }
+
+    /// Sets `len` bytes at `offset` to zero. Panics if they lie outside the span.
+    pub fn zero(&self, offset: usize, len: usize) {
+        let p = self.checked(offset, len);
+        // SAFETY: `checked` bounds the destination.
+        unsafe { ptr::write_bytes(p, 0, len) }
+    }
+
+    /// The 32-bit word at `offset` (a multiple of 4) as an atomic. Panics outside the span.
+    pub fn word32(&self, offset: usize) -> &AtomicU32 {
+        let p = self.checked(offset, 4);
+        assert!((p as usize).is_multiple_of(4), "word32 at {offset} is not aligned");
+        // SAFETY: in bounds and aligned; others touch the word through atomics or raw copies only.
+        unsafe { AtomicU32::from_ptr(p.cast()) }
+    }
+
+    /// The 64-bit word at `offset` (a multiple of 8) as an atomic. Panics outside the span.
+    pub fn word64(&self, offset: usize) -> &AtomicU64 {
+        let p = self.checked(offset, 8);
+        assert!((p as usize).is_multiple_of(8), "word64 at {offset} is not aligned");
+        // SAFETY: in bounds and aligned; others touch the word through atomics or raw copies only.
+        unsafe { AtomicU64::from_ptr(p.cast()) }
+    }
+
+    /// Loads the big-endian 32-bit word at `offset`, with acquire ordering.
+    pub fn load_be32(&self, offset: usize) -> u32 {
+        u32::from_be(self.word32(offset).load(Ordering::Acquire))
+    }
+
+    /// Stores `value` big-endian at `offset`, with release ordering.
+    pub fn store_be32(&self, offset: usize, value: u32) {
+        self.word32(offset).store(value.to_be(), Ordering::Release)
+    }
+
+    /// Loads the big-endian 64-bit word at `offset`, with acquire ordering.
+    pub fn load_be64(&self, offset: usize) -> u64 {
+        u64::from_be(self.word64(offset).load(Ordering::Acquire))
+    }
+
+    /// Stores `value` big-endian at `offset`, with release ordering.
+    pub fn store_be64(&self, offset: usize, value: u64) {
+        self.word64(offset).store(value.to_be(), Ordering::Release)
+    }
+}
+
+/// A mapping of this process, unmapped when dropped.
+struct Mapping {
+    base: *mut u8,
+    len: usize,
+}
+
+// SAFETY: a mapping belongs to the process, not to a thread.
+unsafe impl Send for Mapping {}
+// SAFETY: it has no method that touches the memory.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    fn anonymous(len: usize) -> Result<Self, rustix::io::Errno> {
+        use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+        let len = page_multiple(len);
+        // SAFETY: a fresh mapping at an address of the kernel's choice replaces nothing.
+        let base = unsafe {
+            mmap_anonymous(
+                ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )?
+        };
+        Ok(Self { base: base.cast(), len })
+    }
+
+    fn shared(
+        fd: impl std::os::fd::AsFd,
+        offset: u64,
+        len: usize,
+    ) -> Result<Self, rustix::io::Errno> {
+        use rustix::mm::{MapFlags, ProtFlags, mmap};
+        let len = page_multiple(len);
+        // SAFETY: a fresh mapping at an address of the kernel's choice replaces nothing.
+        let base = unsafe {
+            mmap(
+                ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED | MapFlags::NORESERVE,
+                fd,
+                offset,
+            )?
+        };
+        Ok(Self { base: base.cast(), len })
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: this object owns the mapping; all spans over it have ended with it. An error
+        // would leave it mapped, which harms nobody.
+        let _ = unsafe { rustix::mm::munmap(self.base.cast(), self.len) };
+    }
+}
+
+fn page_multiple(len: usize) -> usize {
+    len.max(1).next_multiple_of(rustix::param::page_size())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_and_words_stay_in_bounds() {
+        let m = DmaMemory::anonymous(100).unwrap();
+        assert_eq!(m.len() % 4096, 0);
+        m.write(8, &0x0102_0304_0506_0708u64.to_be_bytes());
+        assert_eq!(m.load_be64(8), 0x0102_0304_0506_0708);
+        assert_eq!(m.load_be32(12), 0x0506_0708);
+        m.store_be64(16, 7);
+        let mut out = [0; 8];
+        m.read(16, &mut out);
+        assert_eq!(out, 7u64.to_be_bytes());
+        assert!(m.at(m.len(), 1).is_none());
+        assert!(m.at(usize::MAX, 2).is_none());
+        assert!(m.slice(m.len(), 0).is_some());
+    }
+
+    #[test]
+    fn a_slice_keeps_the_mapping() {
+        let s = {
+            let m = DmaMemory::anonymous(4096).unwrap();
+            m.write(4000, b"kept");
+            m.slice(4000, 4).unwrap()
+        };
+        let mut out = [0; 4];
+        s.read(0, &mut out);
+        assert_eq!(&out, b"kept");
+    }
+
+    #[test]
+    #[should_panic(expected = "outside a span")]
+    fn reading_beyond_the_end_panics() {
+        let m = DmaMemory::anonymous(4096).unwrap();
+        m.read(4090, &mut [0; 8]);
+    }
+}

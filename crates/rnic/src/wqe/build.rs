@@ -1,0 +1,235 @@
+//! Encoding: one WQE into bytes.
+
+use super::{Control, INLINE, MAX_BYTES, Remote, SEGMENT, Sge, Umr, WQEBB, opcode};
+use crate::ids::{Cqn, Key, Qpn};
+
+/// Encodes one WQE at a time into a buffer of its own.
+///
+/// ```
+/// use rnic::ids::{Key, Qpn};
+/// use rnic::wqe::{Builder, Remote, Sge};
+///
+/// let mut b = Builder::new(Qpn::new(0x11), 0);
+/// let from = Sge { addr: 0x1000, len: 64, lkey: Key(0x100) };
+/// b.rdma_write(Remote { addr: 0x2000, rkey: Key(0x200) }, &[from]).signaled();
+/// assert_eq!(b.bytes().len(), 64);
+/// ```
+pub struct Builder {
+    qpn: Qpn,
+    index: u16,
+    bytes: [u8; MAX_BYTES],
+    segments: usize,
+}
+
+impl Builder {
+    /// Starts a WQE of queue `qpn` at building-block index `index`: a NOP until an operation is
+    /// chosen.
+    pub fn new(qpn: Qpn, index: u16) -> Self {
+        let mut b = Self { qpn, index, bytes: [0; MAX_BYTES], segments: 1 };
+        b.nop();
+        b
+    }
+
+    /// The encoded WQE, padded with zeros to whole building blocks.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes[..self.blocks() as usize * WQEBB]
+    }
+
+    /// Building blocks that the WQE takes.
+    pub fn blocks(&self) -> u32 {
+        self.segments.div_ceil(WQEBB / SEGMENT) as u32
+    }
+
+    /// Asks for a completion.
+    pub fn signaled(&mut self) -> &mut Self {
+        self.flags(super::CE_SIGNALED)
+    }
+
+    /// Adds bits of `fm_ce_se`.
+    pub fn flags(&mut self, fm_ce_se: u8) -> &mut Self {
+        self.bytes[11] |= fm_ce_se;
+        self
+    }
+
+    /// NOP of one segment.
+    pub fn nop(&mut self) -> &mut Self {
+        self.start(opcode::NOP, 0, 1, 0)
+    }
+
+    /// NOP that fills `blocks` building blocks, 1 to 15.
+    pub fn nop_filling(&mut self, blocks: u32) -> &mut Self {
+        assert!((1..=15).contains(&blocks), "a NOP fills 1 to 15 building blocks, not {blocks}");
+        self.start(opcode::NOP, 0, blocks as usize * 4, 0)
+    }
+
+    /// SEND of what `from` gathers.
+    pub fn send(&mut self, from: &[Sge]) -> &mut Self {
+        self.start(opcode::SEND, 0, 1 + from.len(), 0).sges(1, from)
+    }
+
+    /// SEND with immediate data.
+    pub fn send_imm(&mut self, from: &[Sge], imm: u32) -> &mut Self {
+        self.start(opcode::SEND_IMM, 0, 1 + from.len(), imm).sges(1, from)
+    }
+
+    /// SEND of `data` itself, carried in the WQE. At most [`Builder::max_inline`] bytes.
+    pub fn send_inline(&mut self, data: &[u8]) -> &mut Self {
+        let inline = Self::inline_segments(data.len());
+        self.start(opcode::SEND, 0, 1 + inline, 0).inline(1, data)
+    }
+
+    /// RDMA WRITE of what `from` gathers.
+    pub fn rdma_write(&mut self, to: Remote, from: &[Sge]) -> &mut Self {
+        self.start(opcode::RDMA_WRITE, 0, 2 + from.len(), 0).remote(to).sges(2, from)
+    }
+
+    /// RDMA WRITE of `data` itself, carried in the WQE.
+    pub fn rdma_write_inline(&mut self, to: Remote, data: &[u8]) -> &mut Self {
+        let inline = Self::inline_segments(data.len());
+        self.start(opcode::RDMA_WRITE, 0, 2 + inline, 0).remote(to).inline(2, data)
+    }
+
+    /// RDMA READ, scattered over `to`. The length is the sum of the SGEs'.
+    pub fn rdma_read(&mut self, from: Remote, to: &[Sge]) -> &mut Self {
+        self.start(opcode::RDMA_READ, 0, 2 + to.len(), 0).remote(from).sges(2, to)
+    }
+
+    /// CAS: if the word at `at` equals `compare`, it becomes `swap`; the old value goes to `old`.
+    pub fn compare_swap(&mut self, at: Remote, compare: u64, swap: u64, old: Sge) -> &mut Self {
+        self.start(opcode::ATOMIC_CS, 0, 4, 0)
+            .remote(at)
+            .put64(32, swap)
+            .put64(40, compare)
+            .sges(3, &[old])
+    }
+
+    /// FAA: adds `add`; the old value goes to `old`.
+    pub fn fetch_add(&mut self, at: Remote, add: u64, old: Sge) -> &mut Self {
+        self.start(opcode::ATOMIC_FA, 0, 4, 0).remote(at).put64(32, add).sges(3, &[old])
+    }
+
+    /// Masked CAS: compares under `compare_mask`, replaces the bits of `swap_mask`.
+    pub fn masked_compare_swap(
+        &mut self,
+        at: Remote,
+        compare: (u64, u64),
+        swap: (u64, u64),
+        old: Sge,
+    ) -> &mut Self {
+        let ((compare, compare_mask), (swap, swap_mask)) = (compare, swap);
+        self.start(opcode::ATOMIC_MASKED_CS, EXTENDED_ATOMIC_8, 5, 0)
+            .remote(at)
+            .put64(32, swap)
+            .put64(40, compare)
+            .put64(48, swap_mask)
+            .put64(56, compare_mask)
+            .sges(4, &[old])
+    }
+
+    /// Masked FAA: the word is a row of fields, each ending at a set bit of `boundary`; fields are
+    /// added without carry between them.
+    pub fn masked_fetch_add(&mut self, at: Remote, add: u64, boundary: u64, old: Sge) -> &mut Self {
+        self.start(opcode::ATOMIC_MASKED_FA, EXTENDED_ATOMIC_8, 4, 0)
+            .remote(at)
+            .put64(32, add)
+            .put64(40, boundary)
+            .sges(3, &[old])
+    }
+
+    /// Binds or unbinds a window.
+    pub fn umr(&mut self, umr: &Umr) -> &mut Self {
+        self.start(opcode::UMR, 0, umr.segments(), umr.key.0);
+        umr.emit(&mut self.bytes);
+        self
+    }
+
+    /// LOCAL_INV of `key`.
+    pub fn local_invalidate(&mut self, key: Key) -> &mut Self {
+        self.start(opcode::LOCAL_INVAL, 0, 1, key.0)
+    }
+
+    /// WAIT until `cqn` has counted its completion number `index` (24 bits, the first is 0).
+    pub fn wait(&mut self, cqn: Cqn, index: u32) -> &mut Self {
+        self.enable(opcode::WAIT, index, cqn.raw())
+    }
+
+    /// SEND_EN: lets the managed send queue `qpn` execute up to building-block index `index`.
+    pub fn send_enable(&mut self, qpn: Qpn, index: u32) -> &mut Self {
+        self.enable(opcode::SEND_EN, index, qpn.raw())
+    }
+
+    /// RECV_EN: lets the managed receive queue of `qpn` use its WQEs up to `index`.
+    pub fn receive_enable(&mut self, qpn: Qpn, index: u32) -> &mut Self {
+        self.enable(opcode::RECV_EN, index, qpn.raw())
+    }
+
+    /// The most bytes that fit inline behind `leading` segments.
+    pub const fn max_inline(leading: usize) -> usize {
+        (super::MAX_SEGMENTS - leading) * SEGMENT - 4
+    }
+
+    fn enable(&mut self, op: u8, index: u32, number: u32) -> &mut Self {
+        self.start(op, 0, 2, 0).put32(24, index).put32(28, number)
+    }
+
+    fn start(&mut self, op: u8, opmod: u8, segments: usize, imm: u32) -> &mut Self {
+        assert!(
+            (1..=super::MAX_SEGMENTS).contains(&segments),
+            "a WQE has at most {} segments, this one {segments}",
+            super::MAX_SEGMENTS
+        );
+        let old = self.segments.max(segments).div_ceil(4) * WQEBB;
+        self.bytes[..old].fill(0);
+        self.segments = segments;
+        self.bytes[0] = opmod;
+        self.bytes[1..3].copy_from_slice(&self.index.to_be_bytes());
+        self.bytes[3] = op;
+        self.put32(4, self.qpn.raw() << 8 | segments as u32).put32(12, imm)
+    }
+
+    fn remote(&mut self, r: Remote) -> &mut Self {
+        self.put64(16, r.addr).put32(24, r.rkey.0)
+    }
+
+    fn sges(&mut self, first_segment: usize, list: &[Sge]) -> &mut Self {
+        for (i, sge) in list.iter().enumerate() {
+            self.bytes[(first_segment + i) * SEGMENT..][..SEGMENT].copy_from_slice(&sge.to_bytes());
+        }
+        self
+    }
+
+    fn inline_segments(len: usize) -> usize {
+        (4 + len).div_ceil(SEGMENT)
+    }
+
+    fn inline(&mut self, first_segment: usize, data: &[u8]) -> &mut Self {
+        let at = first_segment * SEGMENT;
+        self.put32(at, INLINE | data.len() as u32);
+        self.bytes[at + 4..at + 4 + data.len()].copy_from_slice(data);
+        self
+    }
+
+    fn put32(&mut self, at: usize, v: u32) -> &mut Self {
+        self.bytes[at..at + 4].copy_from_slice(&v.to_be_bytes());
+        self
+    }
+
+    fn put64(&mut self, at: usize, v: u64) -> &mut Self {
+        self.bytes[at..at + 8].copy_from_slice(&v.to_be_bytes());
+        self
+    }
+}
+
+/// Operation modifier of masked atomics: extended atomic on 8 bytes.
+const EXTENDED_ATOMIC_8: u8 = 9;
+
+impl Sge {
+    /// The SGE as it stands in a WQE, also the form of a receive WQE's entries.
+    pub fn to_bytes(&self) -> [u8; SEGMENT] {
+        let mut out = [0; SEGMENT];
+        out[..4].copy_from_slice(&self.len.to_be_bytes());
+        out[4..8].copy_from_slice(&self.lkey.0.to_be_bytes());
+        out[8..].copy_from_slice(&self.addr.to_be_bytes());
+        out
+    }
+}
