@@ -1,1 +1,22 @@
-//! Verbs as a trait.
+//! RDMA verbs as a trait.
+//!
+//! Everything above the NIC is written once against [`Nic`] and its objects: post work requests,
+//! poll completions, and on top of that wait for single ones. Which NIC it is, is
+//! decided where a program starts and nowhere else.
+//!
+//! The verbs are close to libibverbs, with its names; [`direct`] adds what `mlx5dv` adds: queues
+//! whose rings the owner can see and program.
+
+pub mod direct;
+mod error;
+pub mod verbs;
+
+pub use error::Error;
+pub use rnic::ids::{Access, Cqn, Key, KeyIndex, Qpn};
+pub use rnic::memory::DmaMemory;
+pub use rnic::wqe::{self, Remote, Sge};
+pub use verbs::{
+    Caps, Completion, CompletionKind, CompletionQueue, CqAttr, MemoryRegion, MemoryWindow, Nic, Op,
+    QpAttr, QpChange, QpState, QueuePair, Receive, ReceiveAttr, ReceiveQueue, ReceiveRequest,
+    Status, WorkRequest,
+};
