@@ -1,1 +1,57 @@
-//! Experiments.
+//! Experiments: measurements, records, tables, pictures.
+//!
+//! An experiment runs something, keeps latencies in [`histogram::Latencies`], and pushes one
+//! [`record::Record`] per number into a [`report::Report`], which prints them as lines of
+//! JSON for machines, or as tables and pictures for people. The numbers of the papers come
+//! from [`claims::Claims`] and stand beside ours.
+//!
+//! | module | what |
+//! | --- | --- |
+//! | [`record`] | the machine-readable record, one JSON object a line |
+//! | [`histogram`] | HDR histograms of latencies |
+//! | [`table`] | plain-text tables out of records |
+//! | [`plot`] | pictures, SVG and PNG |
+//! | [`report`] | where an experiment's results go |
+//! | [`claims`] | the papers' numbers |
+//! | [`progress`] | progress bars |
+//! | [`size`] | sizes as people write them |
+//! | [`access`] | READ and WRITE: metrics, tables, pictures |
+//! | [`bare`] | yardstick of READ and WRITE: the bare hand-off between two threads |
+
+pub mod access;
+pub mod bare;
+pub mod claims;
+pub mod histogram;
+pub mod plot;
+pub mod progress;
+pub mod record;
+pub mod report;
+pub mod size;
+pub mod table;
+
+/// What can go wrong in an experiment that is not the measured system's fault.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A `claims.toml` that is none.
+    #[error("cannot read claims.toml: {0}; compare it with the rules at its head")]
+    Claims(String),
+    /// A picture that could not be drawn.
+    #[error("cannot draw {picture}: {why}")]
+    Draw {
+        /// Name of the picture.
+        picture: String,
+        /// What the plotting library said.
+        why: String,
+    },
+    /// A file or directory that could not be written.
+    #[error("cannot write {path}: {source}; choose another directory with --out")]
+    Write {
+        /// The file or directory.
+        path: std::path::PathBuf,
+        /// What the kernel said.
+        source: std::io::Error,
+    },
+    /// Standard output is gone.
+    #[error("cannot print results: {0}")]
+    Print(std::io::Error),
+}

@@ -1,0 +1,287 @@
+//! READ and WRITE: what a client sees of one-sided access, over sizes and depths.
+//!
+//! Every way of moving bytes (the pool on some NIC, the bare hand-off of [`crate::bare`]) is
+//! measured into an [`Outcome`] and reported under the same metrics, so that a ratio between
+//! two of them in one run needs no translation:
+//!
+//! | metric | of |
+//! | --- | --- |
+//! | `read_latency_us`, `write_latency_us` | from the post to the completion |
+//! | `read_rate_per_s`, `write_rate_per_s` | completions over the run's time |
+//! | `read_bandwidth_gb_per_s`, `write_bandwidth_gb_per_s` | their bytes over the run's time |
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::Error;
+use crate::histogram::Latencies;
+use crate::plot::{Axis, Lines};
+use crate::record::{Record, Setting, Statistic, Unit};
+use crate::table::{Pivot, Table};
+
+/// Name of the experiment.
+pub const EXPERIMENT: &str = "access";
+
+/// Sizes in bytes that are measured by default: 8 B to 1 MiB.
+pub const SIZES: [usize; 10] =
+    [8, 64, 256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 128 << 10, 512 << 10, 1 << 20];
+
+/// Depths that are measured by default: one operation at a time, and as many as fill a queue.
+pub const IN_FLIGHT: [usize; 2] = [1, 64];
+
+/// Which way the bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// From the memory node to the client.
+    Read,
+    /// From the client to the memory node.
+    Write,
+}
+
+impl Direction {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::Read, Self::Write];
+
+    /// How metrics of this direction begin.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+        }
+    }
+
+    fn metric(self, what: &str) -> String {
+        format!("{}_{what}", self.name())
+    }
+}
+
+/// One measurement: what is done, for how long.
+#[derive(Clone, Copy, Debug)]
+pub struct Spec {
+    /// Which way the bytes go.
+    pub direction: Direction,
+    /// Bytes of each operation, above zero.
+    pub size: usize,
+    /// Operations outstanding at a time, above zero.
+    pub in_flight: usize,
+    /// Bytes at the memory node over which the operations go round, at least `size`.
+    pub region: usize,
+    /// For how long, once it is warm.
+    pub duration: Duration,
+}
+
+impl Spec {
+    /// Bytes from one operation's place to the next one's: whole cache lines.
+    pub fn stride(&self) -> usize {
+        self.size.next_multiple_of(64)
+    }
+
+    /// The setting of this measurement's records.
+    pub fn setting(&self, scheme: &str, nic: &str) -> Setting {
+        Setting::new()
+            .scheme(scheme)
+            .nic(nic)
+            .clients(1)
+            .size(self.size as u64)
+            .in_flight(self.in_flight as u64)
+    }
+}
+
+/// What came out of one measurement.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// Latencies: of each operation one at a time, of a sample with more in flight (reading
+    /// the clock twice for each one would be most of the time).
+    pub latencies: Latencies,
+    /// Operations that completed.
+    pub operations: u64,
+    /// In this time.
+    pub elapsed: Duration,
+}
+
+impl Outcome {
+    /// The records of a measurement.
+    pub fn records(&self, spec: &Spec, setting: &Setting) -> Vec<Record> {
+        let of =
+            |what: &str, unit| Record::of(EXPERIMENT, setting, &spec.direction.metric(what), unit);
+        let rate = self.operations as f64 / self.elapsed.as_secs_f64();
+        let mut records = self.latencies.records(&of("latency_us", Unit::Us));
+        records.push(of("rate_per_s", Unit::PerSecond).mean(rate));
+        let bandwidth = rate * spec.size as f64 / 1e9;
+        records.push(of("bandwidth_gb_per_s", Unit::GbPerSecond).mean(bandwidth));
+        records
+    }
+}
+
+/// The tables of a run: one for each direction and depth, with the ratio to the bare hand-off.
+pub fn tables(records: &[Record]) -> Vec<(String, Table)> {
+    let mut tables = Vec::new();
+    for direction in Direction::ALL {
+        for (depth, records) in by_depth(records) {
+            let latency = direction.metric("latency_us");
+            let rate = direction.metric("rate_per_s");
+            let bare = Setting::new().scheme("bare").nic("none");
+            let pivot = Pivot::rows(["size", "scheme", "nic", "clients"])
+                .column(&latency, Statistic::P50)
+                .column(&latency, Statistic::P99)
+                .column(&rate, Statistic::Mean)
+                .column(&direction.metric("bandwidth_gb_per_s"), Statistic::Mean);
+            let pivot = if depth == 1.0 {
+                pivot.ratio(&latency, Statistic::P50, &bare)
+            } else {
+                pivot.ratio(&rate, Statistic::Mean, &bare)
+            };
+            let title = format!("{}, {depth} in flight", direction.name().to_uppercase());
+            tables.push((title, pivot.table(&records)));
+        }
+    }
+    tables
+}
+
+/// Writes the pictures of a run: latency of one at a time, bandwidth at the greatest depth.
+///
+/// # Errors
+/// As [`Lines::write`].
+pub fn pictures(records: &[Record], directory: &Path) -> Result<Vec<PathBuf>, Error> {
+    let mut files = Vec::new();
+    for direction in Direction::ALL {
+        for (depth, records) in by_depth(records) {
+            let (metric, statistic, label, name) = if depth == 1.0 {
+                (direction.metric("latency_us"), Statistic::P50, "median latency (us)", "latency")
+            } else {
+                let metric = direction.metric("bandwidth_gb_per_s");
+                (metric, Statistic::Mean, "bandwidth (GB/s)", "bandwidth")
+            };
+            let title = format!("{}, {depth} in flight", direction.name().to_uppercase());
+            let mut lines =
+                Lines::new(&title, Axis::bytes("size of one operation"), Axis::log(label));
+            let mut drawn = false;
+            for (scheme, points) in series(&records, &metric, statistic) {
+                drawn = true;
+                lines = if scheme.starts_with("bare") {
+                    lines.baseline(&scheme, points)
+                } else {
+                    lines.line(&scheme, points)
+                };
+            }
+            if drawn {
+                let name = format!("{EXPERIMENT}-{}-{name}", direction.name());
+                files.extend(lines.write(directory, &name)?);
+            }
+        }
+    }
+    Ok(files)
+}
+
+/// The records of each depth, ascending.
+fn by_depth(records: &[Record]) -> Vec<(f64, Vec<Record>)> {
+    let mut depths: Vec<f64> =
+        records.iter().filter_map(|record| record.setting.number("in_flight")).collect();
+    depths.sort_by(f64::total_cmp);
+    depths.dedup();
+    let of = |depth: f64| {
+        let of_depth = |r: &&Record| r.setting.number("in_flight") == Some(depth);
+        (depth, records.iter().filter(of_depth).cloned().collect())
+    };
+    depths.into_iter().map(of).collect()
+}
+
+/// For each scheme and NIC, the points (size, value) of a metric.
+fn series(
+    records: &[Record],
+    metric: &str,
+    statistic: Statistic,
+) -> Vec<(String, Vec<(f64, f64)>)> {
+    let mut series: Vec<(String, Vec<(f64, f64)>)> = Vec::new();
+    for record in records.iter().filter(|r| r.metric == metric && r.statistic == statistic) {
+        let Some(size) = record.setting.number("size") else { continue };
+        let name: Vec<String> = ["scheme", "nic"]
+            .iter()
+            .filter_map(|key| record.setting.get(key))
+            .map(ToString::to_string)
+            .filter(|part| part != "none")
+            .collect();
+        let name = name.join(", ");
+        let point = (size, record.value);
+        match series.iter_mut().find(|(n, _)| *n == name) {
+            Some((_, points)) => points.push(point),
+            None => series.push((name, vec![point])),
+        }
+    }
+    series
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn outcome(latency_us: u64, operations: u64) -> Outcome {
+        let mut latencies = Latencies::new();
+        latencies.record(Duration::from_micros(latency_us));
+        Outcome { latencies, operations, elapsed: Duration::from_secs(2) }
+    }
+
+    fn run() -> Vec<Record> {
+        let mut records = Vec::new();
+        for in_flight in IN_FLIGHT {
+            for size in [8, 4096] {
+                let spec = Spec {
+                    direction: Direction::Read,
+                    size,
+                    in_flight,
+                    region: 1 << 20,
+                    duration: Duration::from_secs(2),
+                };
+                let bare = spec.setting("bare", "none");
+                let ours = spec.setting("onesidedmw", "shm");
+                records.extend(outcome(2, 4000).records(&spec, &bare));
+                records.extend(outcome(3, 1000).records(&spec, &ours));
+            }
+        }
+        records
+    }
+
+    #[test]
+    fn rate_and_bandwidth_are_over_the_elapsed_time() {
+        let records = run();
+        let of = |metric: &str, size: f64| {
+            let found = records
+                .iter()
+                .find(|r| r.metric == metric && r.setting.number("size") == Some(size));
+            found.unwrap().value
+        };
+        assert_eq!(of("read_rate_per_s", 8.0), 2000.0);
+        assert_eq!(of("read_bandwidth_gb_per_s", 4096.0), 2000.0 * 4096.0 / 1e9);
+    }
+
+    #[test]
+    fn a_table_for_each_depth_with_the_ratio_to_bare() {
+        let tables: Vec<_> =
+            tables(&run()).into_iter().filter(|(_, table)| !table.is_empty()).collect();
+        let titles: Vec<&str> = tables.iter().map(|(title, _)| title.as_str()).collect();
+        assert_eq!(titles, ["READ, 1 in flight", "READ, 64 in flight"]);
+        let last_column = |at: usize, row: usize| {
+            let text = tables[at].1.to_string();
+            text.lines().nth(2 + row).unwrap().split_whitespace().last().unwrap().to_owned()
+        };
+        assert_eq!((last_column(0, 0), last_column(0, 1)), ("1.00".into(), "1.50".into()));
+        assert_eq!((last_column(1, 0), last_column(1, 1)), ("1.00".into(), "0.250".into()));
+    }
+
+    #[test]
+    fn pictures_of_what_was_measured_only() {
+        let directory = tempfile::tempdir().unwrap();
+        let files = pictures(&run(), directory.path()).unwrap();
+        let names: Vec<_> =
+            files.iter().map(|f| f.file_name().unwrap().to_str().unwrap()).collect();
+        assert_eq!(
+            names,
+            [
+                "access-read-latency.svg",
+                "access-read-latency.png",
+                "access-read-bandwidth.svg",
+                "access-read-bandwidth.png"
+            ]
+        );
+    }
+}

@@ -1,0 +1,313 @@
+//! The bare hand-off between two threads: the yardstick of READ and WRITE.
+//!
+//! What is left of a software RNIC when keys, queues and work-queue elements are taken away:
+//! the client rings (one cache line), the server copies (one `memcpy` an operation), the
+//! server completes (another cache line).
+//!
+//! ```text
+//!  client thread                                server thread
+//!  doorbell = operations posted      ───────▶   copies operation by operation
+//!  polls                             ◀───────   completion = operations done
+//!
+//!  operation i:  region[(i · stride) mod region]  ⇄  local[i mod in_flight]
+//! ```
+//!
+//! Both counters only grow, so both sides need nothing but a load, a store and the difference.
+//! A waiting side spins and then yields its core, so it also finishes when both threads share
+//! one; a yielding thread does not sleep, because its peer is at work as long as it waits.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::access::{Direction, Outcome, Spec};
+use crate::histogram::Latencies;
+
+/// The scheme's name in records.
+pub const SCHEME: &str = "bare";
+/// What stands in the records' place of a NIC.
+pub const NIC: &str = "none";
+
+/// Before the clock counts: caches, page tables and the cores' frequency settle.
+const WARM_UP: Duration = Duration::from_millis(20);
+
+/// How often a waiting side looks before it yields, if it has a core of its own.
+const SPINS: u32 = 10_000;
+
+/// Measures the bare hand-off.
+pub fn measure(spec: &Spec) -> Outcome {
+    Handoff::new(spec).run()
+}
+
+/// A counter on a cache line of its own (two, because some processors fetch lines in pairs).
+#[derive(Default)]
+#[repr(align(128))]
+struct Line(AtomicU64);
+
+struct Handoff {
+    spec: Spec,
+    /// The memory node's bytes and the client's: `in_flight` places of `stride` bytes.
+    region: Vec<u8>,
+    local: Vec<u8>,
+    doorbell: Line,
+    completion: Line,
+    stop: AtomicBool,
+}
+
+/// The server's view of the buffers.
+#[derive(Clone, Copy)]
+struct Buffers {
+    from: *const u8,
+    from_places: u64,
+    to: *mut u8,
+    to_places: u64,
+    stride: usize,
+    size: usize,
+}
+
+// SAFETY: only the server thread goes through these pointers, and `Handoff::run` keeps the
+// buffers alive and untouched until that thread has ended.
+unsafe impl Send for Buffers {}
+
+impl Handoff {
+    fn new(spec: &Spec) -> Self {
+        assert!(spec.size > 0 && spec.in_flight > 0, "nothing to hand over: {spec:?}");
+        assert!(spec.region >= spec.stride(), "the region holds no operation: {spec:?}");
+        // Every page is written once here, so that no fault is measured.
+        let pattern = |at: usize| (at * 31 % 251) as u8;
+        let mut region: Vec<u8> = (0..spec.region).map(pattern).collect();
+        let mut local = vec![0xa5; spec.stride() * spec.in_flight];
+        if spec.direction == Direction::Write {
+            local.iter_mut().enumerate().for_each(|(at, byte)| *byte = pattern(at));
+            region.fill(0x5a);
+        }
+        Self {
+            spec: *spec,
+            region,
+            local,
+            doorbell: Line::default(),
+            completion: Line::default(),
+            stop: AtomicBool::new(false),
+        }
+    }
+
+    fn run(&mut self) -> Outcome {
+        let buffers = self.buffers();
+        let (doorbell, completion, stop) = (&self.doorbell.0, &self.completion.0, &self.stop);
+        let spec = self.spec;
+        thread::scope(|scope| {
+            scope.spawn(move || serve(buffers, doorbell, completion, stop));
+            let outcome = if spec.in_flight == 1 {
+                ping(&spec, doorbell, completion)
+            } else {
+                stream(&spec, doorbell, completion)
+            };
+            stop.store(true, Ordering::Release);
+            outcome
+        })
+    }
+
+    fn buffers(&mut self) -> Buffers {
+        let stride = self.spec.stride();
+        let region_places = (self.region.len() / stride) as u64;
+        let local_places = self.spec.in_flight as u64;
+        let (region, local) = (self.region.as_mut_ptr(), self.local.as_mut_ptr());
+        let (from, from_places, to, to_places) = match self.spec.direction {
+            Direction::Read => (region, region_places, local, local_places),
+            Direction::Write => (local, local_places, region, region_places),
+        };
+        Buffers {
+            from: from.cast_const(),
+            from_places,
+            to,
+            to_places,
+            stride,
+            size: self.spec.size,
+        }
+    }
+}
+
+impl Buffers {
+    /// Moves the bytes of one operation.
+    fn copy(&self, operation: u64) {
+        let place = |places: u64| (operation % places) as usize * self.stride;
+        // SAFETY: both buffers have `places` places of `stride` bytes, `size` is no more than
+        // that, the buffers are two allocations, and nobody else touches them while this
+        // thread runs (see `Send` above).
+        unsafe {
+            let from = self.from.add(place(self.from_places));
+            let to = self.to.add(place(self.to_places));
+            std::ptr::copy_nonoverlapping(from, to, self.size);
+        }
+    }
+}
+
+/// The server: copies what was rung for, in order, until it is told to stop.
+fn serve(buffers: Buffers, doorbell: &AtomicU64, completion: &AtomicU64, stop: &AtomicBool) {
+    let mut done = 0;
+    let mut wait = Wait::new();
+    while !stop.load(Ordering::Acquire) {
+        let posted = doorbell.load(Ordering::Acquire);
+        if posted == done {
+            wait.turn();
+            continue;
+        }
+        wait.reset();
+        while done < posted {
+            buffers.copy(done);
+            done += 1;
+            completion.store(done, Ordering::Release);
+        }
+    }
+}
+
+/// The client with one operation at a time: each one's latency is measured.
+fn ping(spec: &Spec, doorbell: &AtomicU64, completion: &AtomicU64) -> Outcome {
+    let mut latencies = Latencies::new();
+    let mut operations = 0;
+    let mut wait = Wait::new();
+    let mut start = Instant::now();
+    let warm = start + WARM_UP;
+    let mut counted = None;
+    let mut before = start;
+    loop {
+        operations += 1;
+        doorbell.store(operations, Ordering::Release);
+        while completion.load(Ordering::Acquire) < operations {
+            wait.turn();
+        }
+        wait.reset();
+        let now = Instant::now();
+        match counted {
+            Some(_) => latencies.record(now - before),
+            None if now >= warm => {
+                counted = Some(operations);
+                start = now;
+            }
+            None => {}
+        }
+        before = now;
+        if let Some(first) = counted
+            && now >= start + spec.duration
+        {
+            return Outcome { latencies, operations: operations - first, elapsed: now - start };
+        }
+    }
+}
+
+/// The client with many in flight: keeps the queue full, and follows one operation in
+/// `in_flight` with the clock.
+fn stream(spec: &Spec, doorbell: &AtomicU64, completion: &AtomicU64) -> Outcome {
+    let depth = spec.in_flight as u64;
+    let mut latencies = Latencies::new();
+    let mut wait = Wait::new();
+    let mut start = Instant::now();
+    let warm = start + WARM_UP;
+    let mut counted = None;
+    let mut posted = depth;
+    // The operation that the clock follows, and when it was posted.
+    let (mut followed, mut since) = (posted, start);
+    doorbell.store(posted, Ordering::Release);
+    loop {
+        let done = completion.load(Ordering::Acquire);
+        if done + depth == posted {
+            wait.turn();
+            continue;
+        }
+        wait.reset();
+        posted = done + depth;
+        doorbell.store(posted, Ordering::Release);
+        if done < followed {
+            continue;
+        }
+        let now = Instant::now();
+        match counted {
+            Some(_) => latencies.record(now - since),
+            None if now >= warm => {
+                counted = Some(done);
+                start = now;
+            }
+            None => {}
+        }
+        (followed, since) = (posted, now);
+        if let Some(first) = counted
+            && now >= start + spec.duration
+        {
+            return Outcome { latencies, operations: done - first, elapsed: now - start };
+        }
+    }
+}
+
+/// Waiting: spins while that is likely to be short, then yields the core.
+struct Wait {
+    spins: u32,
+    limit: u32,
+}
+
+impl Wait {
+    fn new() -> Self {
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        Self { spins: 0, limit: if cores == 1 { 0 } else { SPINS } }
+    }
+
+    fn turn(&mut self) {
+        if self.spins < self.limit {
+            self.spins += 1;
+            std::hint::spin_loop();
+        } else {
+            thread::yield_now();
+        }
+    }
+
+    fn reset(&mut self) {
+        self.spins = 0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(direction: Direction, size: usize, in_flight: usize) -> Spec {
+        let duration = Duration::from_millis(20);
+        Spec { direction, size, in_flight, region: 64 << 10, duration }
+    }
+
+    #[test]
+    fn bytes_arrive_where_they_belong() {
+        for (direction, size, in_flight) in [
+            (Direction::Read, 8, 1),
+            (Direction::Read, 4096, 16),
+            (Direction::Write, 100, 1),
+            (Direction::Write, 1000, 64),
+        ] {
+            let spec = spec(direction, size, in_flight);
+            let mut handoff = Handoff::new(&spec);
+            let outcome = handoff.run();
+            assert!(outcome.operations > 0 && outcome.latencies.count() > 0, "{spec:?}");
+            assert!(outcome.elapsed >= spec.duration, "{spec:?}");
+            let (from, to) = match direction {
+                Direction::Read => (&handoff.region, &handoff.local),
+                Direction::Write => (&handoff.local, &handoff.region),
+            };
+            let places = |buffer: &[u8]| buffer.len() / spec.stride();
+            // The last operations are the ones that nothing has overwritten since.
+            let done = handoff.completion.0.load(Ordering::Acquire);
+            let last = done.saturating_sub(places(to) as u64)..done;
+            assert!(!last.is_empty());
+            for operation in last {
+                let at = |buffer: &[u8]| operation as usize % places(buffer) * spec.stride();
+                let (from, to) = (&from[at(from)..][..size], &to[at(to)..][..size]);
+                assert!(from == to, "{spec:?}: operation {operation} of {done}");
+            }
+        }
+    }
+
+    #[test]
+    fn latency_and_rate_agree_one_at_a_time() {
+        let outcome = measure(&spec(Direction::Read, 64, 1));
+        let per_operation_us = outcome.elapsed.as_secs_f64() * 1e6 / outcome.operations as f64;
+        let off = outcome.latencies.mean_us() / per_operation_us;
+        assert!((0.9..1.1).contains(&off), "mean latency over time per operation is {off}");
+    }
+}

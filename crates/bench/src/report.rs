@@ -1,0 +1,130 @@
+//! Where an experiment's results go: lines of JSON for machines, tables for people.
+//!
+//! Every record goes through [`Report::push`], in both forms; in the form for machines it is
+//! printed at once, so that a run that is cut short has printed what it measured.
+
+use std::fmt::Display;
+use std::io::{self, Write};
+
+use crate::Error;
+use crate::record::Record;
+use crate::table::Table;
+
+/// Collects the records of a run and prints them.
+pub struct Report {
+    for_machines: bool,
+    records: Vec<Record>,
+    out: Box<dyn Write>,
+}
+
+impl Report {
+    /// A report on standard output; `for_machines` chooses JSON.
+    pub fn new(for_machines: bool) -> Self {
+        Self::to(for_machines, Box::new(io::stdout()))
+    }
+
+    /// A report to anywhere.
+    pub fn to(for_machines: bool, out: Box<dyn Write>) -> Self {
+        Self { for_machines, records: Vec::new(), out }
+    }
+
+    /// Adds a record.
+    ///
+    /// # Errors
+    /// [`Error::Print`] if standard output is gone.
+    pub fn push(&mut self, record: Record) -> Result<(), Error> {
+        if self.for_machines {
+            self.line(&record.to_json())?;
+        }
+        self.records.push(record);
+        Ok(())
+    }
+
+    /// Adds several records.
+    ///
+    /// # Errors
+    /// [`Error::Print`] if standard output is gone.
+    pub fn extend(&mut self, records: impl IntoIterator<Item = Record>) -> Result<(), Error> {
+        records.into_iter().try_for_each(|record| self.push(record))
+    }
+
+    /// All records so far.
+    pub fn records(&self) -> &[Record] {
+        &self.records
+    }
+
+    /// Prints a table under a title, for people only; an empty table is left out.
+    ///
+    /// # Errors
+    /// [`Error::Print`] if standard output is gone.
+    pub fn table(&mut self, title: &str, table: &Table) -> Result<(), Error> {
+        if table.is_empty() {
+            return Ok(());
+        }
+        self.say(format_args!("\n{title}\n\n{}", table.to_string().trim_end()))
+    }
+
+    /// Prints a line, for people only.
+    ///
+    /// # Errors
+    /// [`Error::Print`] if standard output is gone.
+    pub fn say(&mut self, line: impl Display) -> Result<(), Error> {
+        if self.for_machines { Ok(()) } else { self.line(&line.to_string()) }
+    }
+
+    fn line(&mut self, line: &str) -> Result<(), Error> {
+        writeln!(self.out, "{line}").and_then(|()| self.out.flush()).map_err(Error::Print)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use super::*;
+    use crate::record::{Setting, Statistic, Unit};
+    use crate::table::Pivot;
+
+    #[derive(Clone, Default)]
+    struct Paper(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Paper {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn reported(for_machines: bool) -> String {
+        let paper = Paper::default();
+        let mut report = Report::to(for_machines, Box::new(paper.clone()));
+        let setting = Setting::new().scheme("bare").size(8);
+        let builder = Record::of("access", &setting, "read_latency_us", Unit::Us);
+        report.say("a line").unwrap();
+        report.extend([builder.mean(0.26)]).unwrap();
+        let pivot = Pivot::rows(["scheme"]).column("read_latency_us", Statistic::Mean);
+        let table = pivot.table(report.records());
+        report.table("READ", &table).unwrap();
+        let nothing = pivot.table(&[]);
+        report.table("nothing", &nothing).unwrap();
+        let bytes = paper.0.lock().unwrap().clone();
+        String::from_utf8(bytes).unwrap()
+    }
+
+    #[test]
+    fn machines_get_one_object_a_line_and_nothing_else() {
+        let text = reported(true);
+        assert_eq!(text.lines().count(), 1);
+        assert_eq!(serde_json::from_str::<Record>(&text).unwrap().value, 0.26);
+    }
+
+    #[test]
+    fn people_get_tables() {
+        let text = reported(false);
+        assert!(text.starts_with("a line\n\nREAD\n\nscheme  read_latency_us mean\n"), "{text}");
+        assert!(!text.contains("nothing") && !text.contains('{'), "{text}");
+    }
+}

@@ -1,0 +1,411 @@
+//! Plain-text tables for people.
+//!
+//! [`Table`] aligns cells; [`Pivot`] makes one out of records: one row for each combination
+//! of some keys of the setting, one column for each metric and statistic, the paper's column
+//! where a record has a claim, and a ratio column against a baseline row.
+//!
+//! ```text
+//! scheme      control  clients  alloc_latency_us p50  alloc_latency_us p99  over rpc-mw-2
+//! ----------  -------  -------  --------------------  --------------------  -------------
+//! onesidedmw  -              1                  3.11                  5.92          0.061
+//! rpc-mw-2    event          1                  50.8                  97.0           1.00
+//! ```
+
+use std::fmt;
+
+use crate::record::{Record, Setting, SettingValue, Statistic, Unit};
+use crate::size::Size;
+
+/// A table of text. Columns of numbers are aligned to the right.
+#[derive(Clone, Debug, Default)]
+pub struct Table {
+    head: Vec<String>,
+    rows: Vec<Vec<Cell>>,
+}
+
+/// One cell.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Cell {
+    /// Words, aligned to the left.
+    Text(String),
+    /// A number with whatever unit it carries, aligned to the right.
+    Number(String),
+    /// Nothing to say here; printed as a dash.
+    None,
+}
+
+impl Cell {
+    /// A cell of words.
+    pub fn text(text: impl Into<String>) -> Self {
+        Self::Text(text.into())
+    }
+
+    /// A cell with a number to three significant digits.
+    pub fn number(value: f64) -> Self {
+        Self::Number(significant(value))
+    }
+
+    /// A cell with a count, its thousands set apart.
+    pub fn count(count: u64) -> Self {
+        Self::Number(thousands(count))
+    }
+
+    /// A cell with a size, rounded to three digits.
+    pub fn size(bytes: u64) -> Self {
+        Self::Number(Size(bytes).rounded())
+    }
+
+    fn as_str(&self) -> &str {
+        match self {
+            Self::Text(text) | Self::Number(text) => text,
+            Self::None => "-",
+        }
+    }
+}
+
+impl Table {
+    /// A table with these column heads.
+    pub fn new<S: Into<String>>(head: impl IntoIterator<Item = S>) -> Self {
+        Self { head: head.into_iter().map(Into::into).collect(), rows: Vec::new() }
+    }
+
+    /// Adds a row; it has a cell for each column.
+    pub fn row(&mut self, cells: impl IntoIterator<Item = Cell>) {
+        let cells: Vec<Cell> = cells.into_iter().collect();
+        assert_eq!(cells.len(), self.head.len(), "a row has a cell for each column");
+        self.rows.push(cells);
+    }
+
+    /// Whether there is no row.
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+}
+
+impl fmt::Display for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let width = |text: &str| text.chars().count();
+        let widths: Vec<usize> = (0..self.head.len())
+            .map(|at| {
+                let cells = self.rows.iter().map(|row| width(row[at].as_str()));
+                cells.chain([width(&self.head[at])]).max().unwrap_or(0)
+            })
+            .collect();
+        let right: Vec<bool> = (0..self.head.len())
+            .map(|at| {
+                self.rows.iter().any(|row| matches!(row[at], Cell::Number(_)))
+                    && !self.rows.iter().any(|row| matches!(row[at], Cell::Text(_)))
+            })
+            .collect();
+        let mut line = |cells: &mut dyn Iterator<Item = &str>| {
+            let padded: Vec<String> = cells
+                .zip(widths.iter().zip(&right))
+                .map(
+                    |(cell, (&width, &right))| {
+                        if right { format!("{cell:>width$}") } else { format!("{cell:<width$}") }
+                    },
+                )
+                .collect();
+            writeln!(f, "{}", padded.join("  ").trim_end())
+        };
+        line(&mut self.head.iter().map(String::as_str))?;
+        let rules: Vec<String> = widths.iter().map(|&width| "-".repeat(width)).collect();
+        line(&mut rules.iter().map(String::as_str))?;
+        for row in &self.rows {
+            line(&mut row.iter().map(Cell::as_str))?;
+        }
+        Ok(())
+    }
+}
+
+/// How to make a table out of records.
+#[derive(Clone, Debug, Default)]
+pub struct Pivot {
+    rows: Vec<String>,
+    columns: Vec<Column>,
+    ratio: Option<Ratio>,
+}
+
+/// A column: one statistic of one metric.
+#[derive(Clone, Debug)]
+struct Column {
+    metric: String,
+    statistic: Statistic,
+}
+
+/// A column of ratios: the value in a row over the value in its baseline row.
+#[derive(Clone, Debug)]
+struct Ratio {
+    column: Column,
+    baseline: Setting,
+}
+
+impl Column {
+    fn new(metric: &str, statistic: Statistic) -> Self {
+        Self { metric: metric.into(), statistic }
+    }
+
+    fn shows(&self, record: &Record) -> bool {
+        record.metric == self.metric && record.statistic == self.statistic
+    }
+
+    /// The record of a row: the first one with the row's values of the keys.
+    fn find<'a>(&self, records: &'a [Record], keys: &[&str], row: &Setting) -> Option<&'a Record> {
+        records.iter().find(|r| self.shows(r) && project(&r.setting, keys) == *row)
+    }
+
+    fn has_paper(&self, records: &[Record]) -> bool {
+        records.iter().any(|r| self.shows(r) && r.paper.is_some())
+    }
+}
+
+impl Pivot {
+    /// One row for each combination of these keys' values, in order of appearance. A key that
+    /// no record has makes no column.
+    pub fn rows<'a>(keys: impl IntoIterator<Item = &'a str>) -> Self {
+        Self { rows: keys.into_iter().map(Into::into).collect(), ..Self::default() }
+    }
+
+    /// One column with this statistic of this metric. Left out if no record has it.
+    pub fn column(mut self, metric: &str, statistic: Statistic) -> Self {
+        self.columns.push(Column::new(metric, statistic));
+        self
+    }
+
+    /// A last column: this statistic of this metric over the same of the baseline, which is
+    /// the row that has the values of `baseline` and this row's values of all other keys.
+    pub fn ratio(mut self, metric: &str, statistic: Statistic, baseline: &Setting) -> Self {
+        let column = Column::new(metric, statistic);
+        self.ratio = Some(Ratio { column, baseline: baseline.clone() });
+        self
+    }
+
+    /// The table of those records that one of the columns shows.
+    pub fn table(&self, records: &[Record]) -> Table {
+        let shown: Vec<&Record> =
+            records.iter().filter(|r| self.columns.iter().any(|c| c.shows(r))).collect();
+        let columns: Vec<&Column> =
+            self.columns.iter().filter(|c| shown.iter().any(|r| c.shows(r))).collect();
+        let keys: Vec<&str> = (self.rows.iter().map(String::as_str))
+            .filter(|key| shown.iter().any(|r| r.setting.get(key).is_some()))
+            .collect();
+        let mut rows: Vec<Setting> = Vec::new();
+        for record in &shown {
+            let row = project(&record.setting, &keys);
+            if !rows.contains(&row) {
+                rows.push(row);
+            }
+        }
+
+        let mut table = Table::new(self.head(records, &keys, &columns));
+        for row in &rows {
+            let mut cells: Vec<Cell> = keys.iter().map(|key| key_cell(key, row.get(key))).collect();
+            for column in &columns {
+                let record = column.find(records, &keys, row);
+                cells.push(record.map_or(Cell::None, value_cell));
+                if column.has_paper(records) {
+                    let stated = record.and_then(|r| Some((r.value, r.paper?)));
+                    cells.push(stated.map_or(Cell::None, |(_, paper)| Cell::number(paper)));
+                    cells.push(stated.map_or(Cell::None, |(ours, paper)| over(ours, paper)));
+                }
+            }
+            if let Some(ratio) = &self.ratio {
+                cells.push(ratio.cell(records, &keys, row));
+            }
+            table.row(cells);
+        }
+        table
+    }
+
+    fn head(&self, records: &[Record], keys: &[&str], columns: &[&Column]) -> Vec<String> {
+        let mut head: Vec<String> = keys.iter().map(ToString::to_string).collect();
+        for column in columns {
+            head.push(format!("{} {}", column.metric, column.statistic));
+            if column.has_paper(records) {
+                head.push("paper".into());
+                head.push("over paper".into());
+            }
+        }
+        if let Some(ratio) = &self.ratio {
+            let (_, name) = ratio.baseline.iter().next().expect("a baseline names a value");
+            head.push(format!("over {name}"));
+        }
+        head
+    }
+}
+
+impl Ratio {
+    fn cell(&self, records: &[Record], keys: &[&str], row: &Setting) -> Cell {
+        let baseline = self.baseline.iter().filter(|(key, _)| keys.contains(key));
+        let baseline = baseline.fold(row.clone(), |row, (key, value)| row.with(key, value.clone()));
+        let ours = self.column.find(records, keys, row);
+        let theirs = self.column.find(records, keys, &baseline);
+        ours.zip(theirs).map_or(Cell::None, |(ours, theirs)| over(ours.value, theirs.value))
+    }
+}
+
+/// Only the given keys of a setting, in their order.
+fn project(setting: &Setting, keys: &[&str]) -> Setting {
+    keys.iter().fold(Setting::new(), |projected, key| match setting.get(key) {
+        Some(value) => projected.with(key, value.clone()),
+        None => projected,
+    })
+}
+
+fn key_cell(key: &str, value: Option<&SettingValue>) -> Cell {
+    match value {
+        None => Cell::None,
+        Some(SettingValue::Count(bytes)) if key == "size" || key == "local" => Cell::size(*bytes),
+        Some(SettingValue::Count(n)) => Cell::count(*n),
+        Some(SettingValue::Number(x)) => Cell::number(*x),
+        Some(other) => Cell::text(other.to_string()),
+    }
+}
+
+fn value_cell(record: &Record) -> Cell {
+    match record.unit {
+        Unit::Bytes => Cell::size(record.value.max(0.0) as u64),
+        Unit::PerSecond => Cell::Number(engineering(record.value)),
+        Unit::Count if record.value >= 0.0 && record.value.fract() == 0.0 => {
+            Cell::count(record.value as u64)
+        }
+        _ => Cell::number(record.value),
+    }
+}
+
+fn over(value: f64, base: f64) -> Cell {
+    if base == 0.0 { Cell::None } else { Cell::number(value / base) }
+}
+
+/// A number to three significant digits, without an exponent where it can be read so.
+pub fn significant(value: f64) -> String {
+    if value == 0.0 {
+        return "0".into();
+    }
+    let magnitude = value.abs().log10().floor();
+    if !(-4.0..15.0).contains(&magnitude) {
+        return format!("{value:.2e}");
+    }
+    // Rounding may carry into the next magnitude: 9.999 has one decimal less than 9.99.
+    let unit = 10f64.powf(2.0 - magnitude);
+    let rounded = (value * unit).round() / unit;
+    let magnitude = rounded.abs().log10().floor();
+    let decimals = (2.0 - magnitude).max(0.0) as usize;
+    if rounded.abs() >= 1000.0 {
+        let sign = if rounded < 0.0 { "-" } else { "" };
+        return format!("{sign}{}", thousands(value.abs().round() as u64));
+    }
+    format!("{rounded:.decimals$}")
+}
+
+/// A number to three significant digits with an SI prefix: `6.80M`.
+pub fn engineering(value: f64) -> String {
+    let (prefix, scale) = [("G", 1e9), ("M", 1e6), ("k", 1e3)]
+        .into_iter()
+        .find(|(_, scale)| value.abs() >= scale * 0.9995)
+        .unwrap_or(("", 1.0));
+    format!("{}{prefix}", significant(value / scale))
+}
+
+/// A count with its thousands set apart: `6,800,000`.
+pub fn thousands(count: u64) -> String {
+    let digits = count.to_string();
+    let mut text = String::with_capacity(digits.len() + digits.len() / 3);
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::claims::Claims;
+
+    fn latency(scheme: &str, clients: u64, p50: f64) -> Record {
+        let setting = Setting::new().scheme(scheme).nic("shm").clients(clients);
+        Record::of("alloc", &setting, "alloc_latency_us", Unit::Us).value(Statistic::P50, p50)
+    }
+
+    #[test]
+    fn a_table_out_of_records() {
+        let setting = Setting::new().scheme("onesidedmw").nic("shm").clients(1);
+        let rate = Record::of("alloc", &setting, "alloc_rate_per_s", Unit::PerSecond).mean(3.3e5);
+        let records = [
+            latency("onesidedmw", 1, 3.111),
+            rate,
+            latency("rpc-mw-2", 1, 50.0),
+            latency("onesidedmw", 8, 12.0),
+            latency("rpc-mw-2", 8, 200.0),
+        ];
+        let table = Pivot::rows(["scheme", "control", "clients"])
+            .column("alloc_latency_us", Statistic::P50)
+            .column("alloc_latency_us", Statistic::P99)
+            .column("alloc_rate_per_s", Statistic::Mean)
+            .ratio("alloc_latency_us", Statistic::P50, &Setting::new().scheme("rpc-mw-2"))
+            .table(&records);
+        assert_eq!(
+            table.to_string(),
+            "\
+scheme      clients  alloc_latency_us p50  alloc_rate_per_s mean  over rpc-mw-2
+----------  -------  --------------------  ---------------------  -------------
+onesidedmw        1                  3.11                   330k         0.0622
+rpc-mw-2          1                  50.0                      -           1.00
+onesidedmw        8                  12.0                      -         0.0600
+rpc-mw-2          8                   200                      -           1.00
+"
+        );
+    }
+
+    #[test]
+    fn the_paper_has_a_column_where_it_states_the_number() {
+        let claim = Claims::builtin().get("osmw.alloc.latency.1").unwrap();
+        let records =
+            [latency("onesidedmw", 1, 21.4).against(claim), latency("onesidedmw", 8, 12.0)];
+        let table =
+            Pivot::rows(["clients"]).column("alloc_latency_us", Statistic::P50).table(&records);
+        assert_eq!(
+            table.to_string(),
+            "\
+clients  alloc_latency_us p50  paper  over paper
+-------  --------------------  -----  ----------
+      1                  21.4   10.7        2.00
+      8                  12.0      -           -
+"
+        );
+    }
+
+    #[test]
+    fn numbers_keep_three_digits() {
+        for (value, text) in [
+            (0.0, "0"),
+            (0.29, "0.290"),
+            (9.999, "10.0"),
+            (99.96, "100"),
+            (999.6, "1,000"),
+            (1234.0, "1,234"),
+            (-2.5, "-2.50"),
+            (-12345.0, "-12,345"),
+            (1.23e-9, "1.23e-9"),
+        ] {
+            assert_eq!(significant(value), text, "{value}");
+        }
+        for (value, text) in
+            [(12.0, "12.0"), (999.9, "1.00k"), (6.8e6, "6.80M"), (0.5, "0.500"), (2e9, "2.00G")]
+        {
+            assert_eq!(engineering(value), text, "{value}");
+        }
+        assert_eq!([0, 999, 1000, 1_234_567].map(thousands), ["0", "999", "1,000", "1,234,567"]);
+    }
+
+    #[test]
+    fn sizes_read_as_sizes() {
+        let setting = Setting::new().size(4096);
+        let record = Record::of("x", &setting, "paged_bytes", Unit::Bytes).mean(1536.0 * 1024.0);
+        let table = Pivot::rows(["size"]).column("paged_bytes", Statistic::Mean).table(&[record]);
+        assert!(table.to_string().ends_with("4KiB           1.50MiB\n"), "{table}");
+    }
+}
