@@ -1,0 +1,88 @@
+//! What can go wrong between a compute node and its memory node.
+
+use fabric::Status;
+
+/// An error of the pool.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The memory node has no free chunk now.
+    #[error(
+        "allocating {bytes} bytes: the memory node has no free chunk; wait for it or free some"
+    )]
+    OutOfMemory {
+        /// Bytes asked for.
+        bytes: u64,
+    },
+    /// A chunk was named that this compute node does not own.
+    #[error("freeing chunk {entry}: it is not yours, or was freed already; nothing was changed")]
+    NotYours {
+        /// The chunk's index in the memory node's table.
+        entry: u32,
+    },
+    /// An access reaches beyond its grant.
+    #[error("{op} of {len} bytes at offset {offset}: the grant has {grant_len} bytes")]
+    OutOfRange {
+        /// The operation.
+        op: &'static str,
+        /// Offset asked for.
+        offset: u64,
+        /// Bytes asked for.
+        len: u64,
+        /// Bytes of the grant.
+        grant_len: u64,
+    },
+    /// The memory node does not answer any more, or refuses this connection.
+    #[error("{attempt}: the memory node is gone: {why}; connect again, what it held is lost")]
+    Gone {
+        /// What was attempted.
+        attempt: String,
+        /// How that was noticed.
+        why: String,
+    },
+    /// The memory node refused an operation on its memory: the key is dead or not for this QP.
+    #[error("{op}: refused by the memory node's NIC: {status}")]
+    Access {
+        /// The operation.
+        op: &'static str,
+        /// The completion's status.
+        status: Status,
+    },
+    /// A setting that cannot be.
+    #[error("{setting} = {value}: {why}")]
+    Setting {
+        /// Name of the setting.
+        setting: &'static str,
+        /// Its value.
+        value: String,
+        /// What it must be.
+        why: String,
+    },
+    /// The memory node refused a request on the control connection.
+    #[error("{attempt}: refused: {why}")]
+    Refused {
+        /// What was attempted.
+        attempt: String,
+        /// Its reason.
+        why: String,
+    },
+    /// A message of the control connection could not be understood.
+    #[error("{attempt}: the other side sent something that is not understood: {why}")]
+    Protocol {
+        /// What was attempted.
+        attempt: String,
+        /// What was wrong.
+        why: String,
+    },
+    /// A verb failed.
+    #[error(transparent)]
+    Verbs(#[from] fabric::Error),
+    /// The system refused something.
+    #[error("{attempt}: {source}")]
+    System {
+        /// What was attempted.
+        attempt: String,
+        /// The system's error.
+        source: std::io::Error,
+    },
+}

@@ -1,0 +1,176 @@
+//! What an allocation scheme is.
+//!
+//! A scheme has two sides. On the memory node a [`NodeScheme`] admits compute nodes: it makes the
+//! QPs that answer theirs, and does what its design leaves to the CPU. On the compute node a
+//! [`ClientScheme`] allocates and frees chunks with verbs alone.
+//!
+//! *Released* means the same in every scheme: every key of the chunk is dead, no admitted access
+//! is pending, the chunk is cleared, in that order; only then may it be allocated again.
+
+use std::future::Future;
+
+use fabric::Key;
+use serde::{Deserialize, Serialize};
+
+use crate::Error;
+
+/// The most windows that a group has, the guard included.
+pub const MAX_GROUP: usize = 6;
+
+/// A compute node, as its memory node numbers it: never 0, which means "nobody" in `owner_id`.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
+pub struct ClientId(pub u32);
+
+/// One of a compute node's QP groups, by position (OneSidedMW §4.1; one per core, §5.1).
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub struct GroupId(pub u16);
+
+/// One of a group's access QPs, by position: which path a request takes (OneSidedMW §5.1: requests
+/// that somebody waits for on one, prefetch and write-back on another).
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub struct Lane(pub u8);
+
+/// What a compute node says of itself when it wants to be admitted: the numbers of its QPs, which
+/// are made and not yet connected.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Admission {
+    /// Management QPs, in the order that the scheme defines.
+    pub management: Vec<u32>,
+    /// Access QPs of each QP group.
+    pub groups: Vec<Vec<u32>>,
+    /// Where the memory node writes its bulletin ([`bulletin`]): address.
+    pub bulletin_addr: u64,
+    /// Where the memory node writes its bulletin: key.
+    pub bulletin_rkey: u32,
+}
+
+/// What the memory node answers: the peers of those QPs, in the same order.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Admitted {
+    /// The compute node's number.
+    pub client: u32,
+    /// Bytes of a chunk.
+    pub chunk_bytes: u64,
+    /// Windows of a group, the guard included.
+    pub group_size: u32,
+    /// Requests of one kind that the compute node may have in flight.
+    pub credits: u32,
+    /// Peers of the management QPs.
+    pub management: Vec<u32>,
+    /// Peers of the access QPs.
+    pub groups: Vec<Vec<u32>>,
+}
+
+/// The bulletin: 8 bytes in the compute node's memory that the memory node's CPU writes when its
+/// free queue runs empty and when there is memory again (OneSidedMW §4.3, "detecting empty free MW
+/// queue").
+///
+/// ```text
+/// +0 state (be32): 0 available, 1 empty   +4 generation (be32): counts the changes
+/// ```
+pub mod bulletin {
+    /// There are free chunks.
+    pub const AVAILABLE: u32 = 0;
+    /// There are none.
+    pub const EMPTY: u32 = 1;
+    /// Bytes of the bulletin.
+    pub const BYTES: usize = 8;
+}
+
+/// The right to use a chunk: where it is and one key per access QP of a group.
+///
+/// It is a value, not a handle: dropping it does not free the chunk.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Grant {
+    /// Address of the chunk at the memory node.
+    pub addr: u64,
+    /// Its length in bytes.
+    pub len: u64,
+    /// Its index in the memory node's table: what a free names.
+    pub entry: u32,
+    /// The QP group whose QPs may use it.
+    pub group: GroupId,
+    keys: [Key; MAX_GROUP],
+    lanes: u8,
+}
+
+impl Grant {
+    /// A grant with `keys`, one per lane.
+    pub fn new(addr: u64, len: u64, entry: u32, group: GroupId, keys: &[Key]) -> Self {
+        assert!(keys.len() <= MAX_GROUP, "a group has at most {MAX_GROUP} windows");
+        let mut all = [Key::default(); MAX_GROUP];
+        all[..keys.len()].copy_from_slice(keys);
+        Self { addr, len, entry, group, keys: all, lanes: keys.len() as u8 }
+    }
+
+    /// The keys, by lane.
+    pub fn keys(&self) -> &[Key] {
+        &self.keys[..self.lanes as usize]
+    }
+
+    /// The key for `lane`, taken modulo the number of lanes.
+    pub fn key(&self, lane: Lane) -> Key {
+        self.keys[lane.0 as usize % self.lanes.max(1) as usize]
+    }
+}
+
+/// What a memory node's scheme can say of itself at any time.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NodeStatus {
+    /// Name of the scheme.
+    pub scheme: String,
+    /// Bytes of a chunk.
+    pub chunk_bytes: u64,
+    /// Chunks in all.
+    pub chunks: u64,
+    /// Chunks that are free.
+    pub free: u64,
+    /// Compute nodes that are connected.
+    pub clients: u64,
+    /// Allocations that the NIC executed.
+    pub allocations_nic: u64,
+    /// Allocations that the memory node's CPU executed.
+    pub allocations_cpu: u64,
+    /// Frees that the NIC executed.
+    pub frees_nic: u64,
+    /// Frees that the memory node's CPU executed.
+    pub frees_cpu: u64,
+    /// Requests that were refused.
+    pub refused: u64,
+}
+
+/// The memory node's side of a scheme. One control thread calls it.
+pub trait NodeScheme: Send {
+    /// Admits a compute node: makes QPs for it, connected to the ones that it names.
+    fn admit(&mut self, client: ClientId, request: &Admission) -> Result<Admitted, Error>;
+
+    /// A compute node has gone: its keys die, its chunks come back.
+    fn retire(&mut self, client: ClientId) -> Result<(), Error>;
+
+    /// What the CPU has to do now, if anything: answer RPCs, repair chains that a request broke,
+    /// tell compute nodes of empty and of available again. True if it did something.
+    fn turn(&mut self) -> Result<bool, Error>;
+
+    /// True while some compute node waits for memory, so that [`NodeScheme::turn`] must be called
+    /// from time to time (`OneSidedMW §4.3`: the CPU then watches the queue).
+    fn is_watching(&self) -> bool;
+
+    /// A compute node says that it was told "empty" and waits.
+    fn client_waits(&mut self, client: ClientId);
+
+    /// The state of the scheme.
+    fn status(&self) -> NodeStatus;
+
+    /// Checks that every chunk is exactly once free or owned, as far as can be seen while no
+    /// request is in flight; an error says what is wrong.
+    fn audit(&self) -> Result<(), Error>;
+}
+
+/// The compute node's side of a scheme.
+pub trait ClientScheme: Send + Sync {
+    /// Allocates a chunk whose keys are for the QPs of `group`.
+    fn allocate(&self, group: GroupId) -> impl Future<Output = Result<Grant, Error>> + Send;
+
+    /// Frees a chunk. When this returns, the chunk is released.
+    fn free(&self, grant: &Grant) -> impl Future<Output = Result<(), Error>> + Send;
+}
