@@ -70,8 +70,23 @@ pub trait DirectQp: QueuePair {
     /// Sets a managed send queue's limit, a building-block index modulo 2^16, from the CPU.
     fn enable_send(&self, limit: u16) -> Result<(), Error>;
 
-    /// Sets a managed receive queue's limit, modulo 2^16, from the CPU.
-    fn enable_recv(&self, limit: u16) -> Result<(), Error>;
+    /// Sets a managed receive queue's limit (modulo 2^16 for up to 2^15 entries) from the CPU.
+    fn enable_recv(&self, limit: u32) -> Result<(), Error>;
+
+    /// How far the queues have come.
+    fn progress(&self) -> Result<Progress, Error>;
+}
+
+/// How far a QP's queues have come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Progress {
+    /// Index, in building blocks modulo 2^16, of the WQE that is executed next; in the error state
+    /// of the one that failed.
+    pub send_consumer: u16,
+    /// Index up to which the send queue may execute.
+    pub send_limit: u16,
+    /// Receive WQEs used so far, modulo 2^32; 0 with a shared receive queue.
+    pub recv_consumer: u32,
 }
 
 /// The ring of a shared receive queue, for chains that refill it themselves.

@@ -1,6 +1,6 @@
 //! Encoding: one WQE into bytes.
 
-use super::{Control, INLINE, MAX_BYTES, Remote, SEGMENT, Sge, Umr, WQEBB, opcode};
+use super::{INLINE, MAX_BYTES, Remote, SEGMENT, Sge, Umr, WQEBB, opcode};
 use crate::ids::{Cqn, Key, Qpn};
 
 /// Encodes one WQE at a time into a buffer of its own.
@@ -87,6 +87,11 @@ impl Builder {
     pub fn rdma_write_inline(&mut self, to: Remote, data: &[u8]) -> &mut Self {
         let inline = Self::inline_segments(data.len());
         self.start(opcode::RDMA_WRITE, 0, 2 + inline, 0).remote(to).inline(2, data)
+    }
+
+    /// RDMA WRITE with immediate data: also completes a receive at the peer.
+    pub fn rdma_write_imm(&mut self, to: Remote, from: &[Sge], imm: u32) -> &mut Self {
+        self.start(opcode::RDMA_WRITE_IMM, 0, 2 + from.len(), imm).remote(to).sges(2, from)
     }
 
     /// RDMA READ, scattered over `to`. The length is the sum of the SGEs'.
