@@ -5,7 +5,10 @@
 //! own. Nothing here names a NIC: all of it is written against `fabric`'s verbs.
 
 mod error;
+pub mod protocol;
 pub mod scheme;
+mod settings;
 
 pub use error::Error;
-pub use scheme::{Admission, Admitted, ClientId, Grant, GroupId, NodeStatus};
+pub use scheme::{Admission, Admitted, ClientId, Grant, GroupId, Lane, NodeStatus};
+pub use settings::{ControlMode, SchemeKind, Settings};

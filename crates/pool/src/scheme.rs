@@ -8,8 +8,10 @@
 //! is pending, the chunk is cleared, in that order; only then may it be allocated again.
 
 use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
 
-use fabric::Key;
+use fabric::{Key, Qpn};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
@@ -158,6 +160,22 @@ pub trait NodeScheme: Send {
     /// A compute node says that it was told "empty" and waits.
     fn client_waits(&mut self, client: ClientId);
 
+    /// A management QP of the compute node broke and its side is in state Reset: takes the memory
+    /// node's sides through Reset and connects them again. What of its requests was not answered
+    /// is not executed any more. Their numbers, in the order of [`Admitted::management`].
+    fn reset_management(&mut self, client: ClientId) -> Result<Vec<u32>, Error>;
+
+    /// An access QP of the compute node broke, or will be broken by this: resets the memory node's
+    /// side and connects it again. Its windows live on. Returns its number.
+    fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error>;
+
+    /// What the CPU sleeps on while [`NodeScheme::turn`] has nothing to do. A scheme that returns
+    /// some gets a thread that calls `turn` and waits in turns; one whose CPU has nothing to do
+    /// except while it is watching returns none, and no thread is started for it.
+    fn events(&self) -> Option<Arc<dyn CpuEvents>> {
+        None
+    }
+
     /// The state of the scheme.
     fn status(&self) -> NodeStatus;
 
@@ -166,11 +184,39 @@ pub trait NodeScheme: Send {
     fn audit(&self) -> Result<(), Error>;
 }
 
+/// What wakes the memory node's CPU when it has something to do.
+pub trait CpuEvents: Send + Sync {
+    /// Sleeps until there may be something to do or `timeout` has passed; true in the first case.
+    fn wait(&self, timeout: Duration) -> Result<bool, Error>;
+
+    /// Wakes whoever waits, from another thread.
+    fn wake(&self);
+}
+
 /// The compute node's side of a scheme.
+///
+/// It comes about in two steps, since its QPs need their peers' numbers and the other way round:
+/// the scheme's module makes a client whose management QPs are not connected yet, the memory node
+/// admits the numbers of [`ClientScheme::management`], and [`ClientScheme::connect`] connects them.
 pub trait ClientScheme: Send + Sync {
     /// Allocates a chunk whose keys are for the QPs of `group`.
     fn allocate(&self, group: GroupId) -> impl Future<Output = Result<Grant, Error>> + Send;
 
     /// Frees a chunk. When this returns, the chunk is released.
     fn free(&self, grant: &Grant) -> impl Future<Output = Result<(), Error>> + Send;
+
+    /// The management QPs, in the scheme's order: what [`Admission::management`] names.
+    fn management(&self) -> Vec<Qpn>;
+
+    /// True if a management QP is in the error state, so that requests are refused until it is
+    /// re-established: [`ClientScheme::reset`], [`NodeScheme::reset_management`] on the other side,
+    /// then [`ClientScheme::connect`].
+    fn is_broken(&self) -> bool;
+
+    /// Takes the management QPs to Reset. Requests that are in flight end with an error, which
+    /// leaves open whether they were executed.
+    fn reset(&self) -> Result<(), Error>;
+
+    /// Connects the management QPs with their peers, given in the scheme's order.
+    fn connect(&self, peers: &[Qpn]) -> Result<(), Error>;
 }

@@ -1,0 +1,279 @@
+//! The control protocol between a compute node and its memory node: connection set-up and what is
+//! rare enough to be left to the CPU. No allocation and no access passes here.
+//!
+//! ```text
+//! compute node                                         memory node
+//!   {"service":"pool","version":1}           ->
+//!                                            <-        {"id":0,"reply":"welcome","scheme":..}
+//!   {"id":1,"request":"admit",..}            ->        makes the peers of the QPs it names
+//!                                            <-        {"id":1,"reply":"admitted",..}
+//!   {"id":2,"request":"await_memory",..}     ->
+//!   {"id":3,"request":"status"}              ->
+//!                                            <-        {"id":3,"reply":"status",..}
+//!                                            <-        {"id":2,"reply":"memory",..}   (when it is there)
+//!   {"id":4,"request":"goodbye"}             ->        its keys die, its chunks come back
+//! ```
+//!
+//! - A message is one JSON object in one datagram of a `SOCK_SEQPACKET` Unix socket, at most
+//!   [`MAX_BYTES`].
+//! - The first message says which service of the memory node's process the connection is for:
+//!   `nic` (an attached function of its NIC, a protocol of its own from then on) or `pool`.
+//! - Replies carry their request's `id` and may come in another order.
+//! - What cannot be understood is answered by `error`; it never ends the process that reads it.
+//!   Unknown fields are ignored; an unknown version is refused by name.
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::Error;
+use crate::scheme::{Admission, Admitted, NodeStatus};
+use crate::settings::{ControlMode, SchemeKind};
+
+/// Version of this protocol.
+pub const VERSION: u32 = 1;
+/// The most bytes of a message.
+pub const MAX_BYTES: usize = 64 << 10;
+
+/// The first message on a connection.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Opening {
+    /// `nic` or `pool`.
+    pub service: String,
+    /// Version of that service's protocol.
+    pub version: u32,
+}
+
+impl Opening {
+    /// The opening of a connection to the pool.
+    pub fn pool() -> Self {
+        Self { service: "pool".into(), version: VERSION }
+    }
+}
+
+/// A request with its number.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Numbered<T> {
+    /// Chosen by who asks; 0 is the opening's.
+    pub id: u64,
+    /// The request or reply.
+    #[serde(flatten)]
+    pub body: T,
+}
+
+/// What a compute node asks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "request", rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Request {
+    /// Make the peers of my QPs and count me among your compute nodes.
+    Admit(Admission),
+    /// Answer when there are free chunks, or when the time is over.
+    AwaitMemory {
+        /// How long, in milliseconds.
+        timeout_ms: u64,
+    },
+    /// What is the state of the memory node?
+    Status,
+    /// My management QPs are in Reset: re-establish your side.
+    ResetManagement,
+    /// An access QP of mine is in Reset: re-establish your side.
+    ResetAccess {
+        /// The QP group.
+        group: u16,
+        /// The QP in the group.
+        lane: u8,
+    },
+    /// Is every chunk exactly once free or owned?
+    Audit,
+    /// I leave: take back what I own.
+    Goodbye,
+}
+
+/// What the memory node answers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "reply", rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Reply {
+    /// To the opening.
+    Welcome(Welcome),
+    /// To `admit`.
+    Admitted(Admitted),
+    /// To `await_memory`.
+    Memory {
+        /// True: there are free chunks. False: the time is over.
+        available: bool,
+    },
+    /// To `status`.
+    Status(Box<Status>),
+    /// To `reset_management`: the peers, in the scheme's order.
+    Management {
+        /// QP numbers.
+        peers: Vec<u32>,
+    },
+    /// To `reset_access`.
+    Access {
+        /// QP number.
+        peer: u32,
+    },
+    /// To `audit` and `goodbye`.
+    Done,
+    /// The request was refused, or not understood.
+    Error {
+        /// Why.
+        why: String,
+    },
+}
+
+/// What a memory node says of itself before a compute node makes its QPs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Welcome {
+    /// Version of the protocol that it speaks.
+    pub version: u32,
+    /// The allocation scheme.
+    pub scheme: SchemeKind,
+    /// How its CPU learns of requests.
+    pub control: ControlMode,
+    /// Bytes of a chunk.
+    pub chunk_bytes: u64,
+    /// Windows of a group, the guard included.
+    pub group_size: u32,
+    /// Requests of one kind that a compute node may have in flight.
+    pub credits: u32,
+    /// QP groups that a compute node may have.
+    pub groups_max: u32,
+}
+
+/// The state of a memory node. CPU times are nanoseconds since it started; the NIC's thread plays
+/// the hardware and is never counted as the memory node's CPU.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Status {
+    /// The scheme's part.
+    #[serde(flatten)]
+    pub node: NodeStatus,
+    /// Bytes donated.
+    pub donated_bytes: u64,
+    /// Milliseconds since it started.
+    pub uptime_ms: u64,
+    /// CPU time of the control threads: this is the memory node's CPU.
+    pub control_cpu_ns: u64,
+    /// How often a control thread woke up.
+    pub control_wakeups: u64,
+    /// CPU time of the thread that plays the NIC.
+    pub nic_cpu_ns: u64,
+    /// How often the NIC thread woke up.
+    pub nic_wakeups: u64,
+    /// Work-queue elements that the NIC executed.
+    pub nic_wqes: u64,
+    /// Name of the NIC.
+    pub nic: String,
+}
+
+/// Encodes a message. Fails if it is longer than [`MAX_BYTES`].
+pub fn encode<T: Serialize>(attempt: &str, message: &T) -> Result<Vec<u8>, Error> {
+    let bytes = serde_json::to_vec(message)
+        .map_err(|e| Error::Protocol { attempt: attempt.into(), why: e.to_string() })?;
+    if bytes.len() > MAX_BYTES {
+        let why = format!("the message has {} bytes, at most {MAX_BYTES} fit", bytes.len());
+        return Err(Error::Protocol { attempt: attempt.into(), why });
+    }
+    Ok(bytes)
+}
+
+/// Decodes a message; what is wrong with it otherwise.
+pub fn decode<T: DeserializeOwned>(attempt: &str, bytes: &[u8]) -> Result<T, Error> {
+    serde_json::from_slice(bytes)
+        .map_err(|e| Error::Protocol { attempt: attempt.into(), why: e.to_string() })
+}
+
+/// The number of a request that cannot be decoded otherwise, so that the refusal names it.
+pub fn id_of(bytes: &[u8]) -> u64 {
+    #[derive(Deserialize)]
+    struct Id {
+        id: u64,
+    }
+    serde_json::from_slice::<Id>(bytes).map_or(0, |i| i.id)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn round_trip<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(message: T) {
+        let bytes = encode("test", &message).unwrap();
+        assert_eq!(decode::<T>("test", &bytes).unwrap(), message);
+    }
+
+    #[test]
+    fn messages_are_read_back() {
+        round_trip(Opening::pool());
+        let admission = Admission {
+            management: vec![1, 2],
+            groups: vec![vec![3, 4], vec![5, 6]],
+            bulletin_addr: u64::MAX,
+            bulletin_rkey: 0x1234_5678,
+        };
+        round_trip(Numbered { id: 1, body: Request::Admit(admission) });
+        round_trip(Numbered { id: u64::MAX, body: Request::AwaitMemory { timeout_ms: 5 } });
+        round_trip(Numbered { id: 2, body: Request::ResetAccess { group: 3, lane: 1 } });
+        round_trip(Numbered { id: 3, body: Request::Goodbye });
+        let status = Status { nic: "shm".into(), nic_cpu_ns: 7, ..Status::default() };
+        round_trip(Numbered { id: 4, body: Reply::Status(Box::new(status)) });
+        round_trip(Numbered { id: 5, body: Reply::Management { peers: vec![7, 8] } });
+        round_trip(Numbered { id: 6, body: Reply::Error { why: "no".into() } });
+    }
+
+    #[test]
+    fn the_wire_form_is_as_documented() {
+        let bytes = encode("test", &Numbered { id: 3, body: Request::Status }).unwrap();
+        assert_eq!(bytes, br#"{"id":3,"request":"status"}"#);
+        let opening = encode("test", &Opening::pool()).unwrap();
+        assert_eq!(opening, br#"{"service":"pool","version":1}"#);
+    }
+
+    #[test]
+    fn what_is_not_understood_is_an_error_that_says_so() {
+        let unknown = br#"{"id":9,"request":"reboot"}"#;
+        let e = decode::<Numbered<Request>>("reading", unknown).unwrap_err().to_string();
+        assert!(e.contains("reboot"), "{e}");
+        assert_eq!(id_of(unknown), 9);
+        assert_eq!(id_of(b"\xff"), 0);
+    }
+
+    #[test]
+    fn the_largest_admission_fits() {
+        use crate::scheme::MAX_GROUP;
+        use crate::settings::Settings;
+        let group = vec![0xff_ffff; MAX_GROUP];
+        let admission = Admission {
+            management: vec![0xff_ffff; 2],
+            groups: vec![group; Settings::GROUPS_MAX as usize],
+            bulletin_addr: u64::MAX,
+            bulletin_rkey: u32::MAX,
+        };
+        encode("test", &Numbered { id: u64::MAX, body: Request::Admit(admission) }).unwrap();
+    }
+
+    proptest! {
+        #[test]
+        fn decoding_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let _ = decode::<Numbered<Request>>("test", &bytes);
+            let _ = decode::<Numbered<Reply>>("test", &bytes);
+            let _ = decode::<Opening>("test", &bytes);
+            let _ = id_of(&bytes);
+        }
+
+        #[test]
+        fn decoding_damaged_messages_never_panics(
+            at in 0usize..80,
+            byte in any::<u8>(),
+            group in any::<u16>(),
+        ) {
+            let message = Numbered { id: 1, body: Request::ResetAccess { group, lane: 0 } };
+            let mut bytes = encode("test", &message).unwrap();
+            let at = at % bytes.len();
+            bytes[at] = byte;
+            let _ = decode::<Numbered<Request>>("test", &bytes);
+        }
+    }
+}

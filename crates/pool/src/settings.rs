@@ -1,0 +1,255 @@
+//! What a memory node is told when it starts.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::Error;
+use crate::scheme::MAX_GROUP;
+
+/// Settings of a memory node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// Bytes that it donates; rounded down to whole chunks.
+    pub donate_bytes: u64,
+    /// Bytes of a chunk: a power of two, 512 B to 1 GiB.
+    pub chunk_bytes: u64,
+    /// Windows of a group, the guard included: one more than a compute node has lanes
+    /// (OneSidedMW §4.1).
+    pub group_size: u32,
+    /// Requests of one kind that a compute node may have in flight: a power of two.
+    pub credits: u32,
+    /// QP groups that a compute node may have.
+    pub groups_max: u32,
+    /// Compute nodes that may be connected.
+    pub clients_max: u32,
+    /// How chunks are allocated.
+    pub scheme: SchemeKind,
+    /// How the CPU learns of requests, where the scheme needs it.
+    pub control: ControlMode,
+}
+
+impl Default for Settings {
+    /// 256 MiB in chunks of 1 MiB, two lanes.
+    fn default() -> Self {
+        Self {
+            donate_bytes: 256 << 20,
+            chunk_bytes: 1 << 20,
+            group_size: 3,
+            credits: 16,
+            groups_max: 64,
+            clients_max: 256,
+            scheme: SchemeKind::default(),
+            control: ControlMode::default(),
+        }
+    }
+}
+
+impl Settings {
+    /// Smallest chunk.
+    pub const CHUNK_BYTES_MIN: u64 = 512;
+    /// Largest chunk.
+    pub const CHUNK_BYTES_MAX: u64 = 1 << 30;
+    /// Most requests of one kind in flight.
+    pub const CREDITS_MAX: u32 = 128;
+    /// Most QP groups of a compute node.
+    pub const GROUPS_MAX: u32 = 256;
+    /// Most compute nodes.
+    pub const CLIENTS_MAX: u32 = 4096;
+    /// Most chunks: what 24 bits of index name, less one entry that schemes keep.
+    pub const CHUNKS_MAX: u64 = (1 << 24) - 1;
+
+    /// Chunks that the donated bytes make.
+    pub fn chunks(&self) -> u64 {
+        self.donate_bytes / self.chunk_bytes.max(1)
+    }
+
+    /// Access QPs of a group: its windows without the guard.
+    pub fn lanes(&self) -> u32 {
+        self.group_size.saturating_sub(1)
+    }
+
+    /// Checks every setting; the error names the one that cannot be.
+    pub fn validate(&self) -> Result<(), Error> {
+        let chunk = self.chunk_bytes;
+        require(
+            chunk.is_power_of_two()
+                && (Self::CHUNK_BYTES_MIN..=Self::CHUNK_BYTES_MAX).contains(&chunk),
+            "chunk_bytes",
+            chunk,
+            "a chunk is a power of two from 512 B to 1 GiB",
+        )?;
+        require(
+            self.donate_bytes >= chunk,
+            "donate_bytes",
+            self.donate_bytes,
+            format!("at least one chunk of {chunk} bytes must fit"),
+        )?;
+        require(
+            self.chunks() <= Self::CHUNKS_MAX,
+            "donate_bytes",
+            self.donate_bytes,
+            format!(
+                "that makes {} chunks of {chunk} bytes, and a table has at most {}; take larger chunks",
+                self.chunks(),
+                Self::CHUNKS_MAX
+            ),
+        )?;
+        require(
+            (2..=MAX_GROUP as u32).contains(&self.group_size),
+            "group_size",
+            self.group_size,
+            format!("a group has 2 to {MAX_GROUP} windows, the guard included"),
+        )?;
+        require(
+            self.credits.is_power_of_two() && self.credits <= Self::CREDITS_MAX,
+            "credits",
+            self.credits,
+            format!("credits are a power of two up to {}", Self::CREDITS_MAX),
+        )?;
+        require(
+            (1..=Self::GROUPS_MAX).contains(&self.groups_max),
+            "groups_max",
+            self.groups_max,
+            format!("a compute node has 1 to {} QP groups", Self::GROUPS_MAX),
+        )?;
+        require(
+            (1..=Self::CLIENTS_MAX).contains(&self.clients_max),
+            "clients_max",
+            self.clients_max,
+            format!("a memory node serves 1 to {} compute nodes", Self::CLIENTS_MAX),
+        )
+    }
+}
+
+fn require(
+    holds: bool,
+    setting: &'static str,
+    value: impl ToString,
+    why: impl ToString,
+) -> Result<(), Error> {
+    if holds {
+        return Ok(());
+    }
+    Err(Error::Setting { setting, value: value.to_string(), why: why.to_string() })
+}
+
+/// An allocation scheme, by name.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum SchemeKind {
+    /// RPC to the memory node's CPU, which binds type-2 windows (OneSidedMW §2.2.2).
+    #[default]
+    #[serde(rename = "rpc-mw-2")]
+    RpcMw2,
+}
+
+impl SchemeKind {
+    /// Every scheme.
+    pub const ALL: &[SchemeKind] = &[SchemeKind::RpcMw2];
+
+    /// Its name in reports and on command lines.
+    pub const fn name(self) -> &'static str {
+        match self {
+            SchemeKind::RpcMw2 => "rpc-mw-2",
+        }
+    }
+}
+
+/// How the memory node's CPU learns of requests.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ControlMode {
+    /// It sleeps between requests.
+    #[default]
+    Event,
+    /// It polls, with a core of its own. (It yields where there is only one.)
+    Polling,
+}
+
+impl ControlMode {
+    /// Every mode.
+    pub const ALL: &[ControlMode] = &[ControlMode::Event, ControlMode::Polling];
+
+    /// Its name in reports and on command lines.
+    pub const fn name(self) -> &'static str {
+        match self {
+            ControlMode::Event => "event",
+            ControlMode::Polling => "polling",
+        }
+    }
+}
+
+macro_rules! named {
+    ($kind:ty, $setting:literal) => {
+        impl fmt::Display for $kind {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.pad(self.name())
+            }
+        }
+
+        impl FromStr for $kind {
+            type Err = Error;
+            fn from_str(s: &str) -> Result<Self, Error> {
+                Self::ALL.iter().copied().find(|k| k.name() == s).ok_or_else(|| {
+                    let names: Vec<_> = Self::ALL.iter().map(|k| k.name()).collect();
+                    Error::Setting {
+                        setting: $setting,
+                        value: s.to_string(),
+                        why: format!("it is one of {}", names.join(", ")),
+                    }
+                })
+            }
+        }
+    };
+}
+
+named!(SchemeKind, "scheme");
+named!(ControlMode, "control");
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn defaults_are_valid() {
+        Settings::default().validate().unwrap();
+    }
+
+    #[test]
+    fn errors_name_the_setting() {
+        let cases: [(&str, Settings); 8] = [
+            ("chunk_bytes", Settings { chunk_bytes: 256, ..Settings::default() }),
+            ("chunk_bytes", Settings { chunk_bytes: 3 << 20, ..Settings::default() }),
+            ("donate_bytes", Settings { donate_bytes: 1000, ..Settings::default() }),
+            (
+                "donate_bytes",
+                Settings { donate_bytes: 1 << 40, chunk_bytes: 512, ..Settings::default() },
+            ),
+            ("group_size", Settings { group_size: 1, ..Settings::default() }),
+            ("credits", Settings { credits: 12, ..Settings::default() }),
+            ("groups_max", Settings { groups_max: 0, ..Settings::default() }),
+            ("clients_max", Settings { clients_max: 1 << 20, ..Settings::default() }),
+        ];
+        for (name, settings) in cases {
+            match settings.validate() {
+                Err(Error::Setting { setting, .. }) => assert_eq!(setting, name),
+                other => panic!("{name}: {other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn names_are_read_back() {
+        for k in SchemeKind::ALL {
+            assert_eq!(k.name().parse::<SchemeKind>().unwrap(), *k);
+            assert_eq!(serde_json::to_string(k).unwrap(), format!("\"{}\"", k.name()));
+        }
+        for m in ControlMode::ALL {
+            assert_eq!(m.to_string().parse::<ControlMode>().unwrap(), *m);
+        }
+        let e = "rpc".parse::<SchemeKind>().unwrap_err().to_string();
+        assert!(e.contains("rpc-mw-2"), "{e}");
+    }
+}
