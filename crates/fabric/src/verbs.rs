@@ -274,6 +274,33 @@ pub enum Op<'a> {
         /// Where the old value goes, 8 bytes in the NIC's byte order of atomics.
         old: Sge,
     },
+    /// FAA on a word that is a row of fields, each ending at a set bit of `boundary`: they are added
+    /// without carry between them.
+    MaskedFetchAdd {
+        /// The word.
+        at: Remote,
+        /// The addends.
+        add: u64,
+        /// The last bit of each field.
+        boundary: u64,
+        /// Where the old value goes, 8 bytes in the NIC's byte order of atomics.
+        old: Sge,
+    },
+    /// CAS under masks.
+    MaskedCompareSwap {
+        /// The word.
+        at: Remote,
+        /// Compared with the word.
+        compare: u64,
+        /// The bits that are compared.
+        compare_mask: u64,
+        /// Put into the bits of `swap_mask`.
+        swap: u64,
+        /// The bits that are replaced.
+        swap_mask: u64,
+        /// Where the old value goes, 8 bytes in the NIC's byte order of atomics.
+        old: Sge,
+    },
     /// Binds or unbinds a memory window.
     Window(&'a rnic::wqe::Umr),
     /// Invalidates a window of this QP.
@@ -358,6 +385,18 @@ pub struct Completion {
     pub bytes: u32,
     /// Immediate data received.
     pub imm: Option<u32>,
+}
+
+impl Completion {
+    /// What an array for [`CompletionQueue::poll`] starts with.
+    pub const EMPTY: Completion = Completion {
+        id: 0,
+        qpn: Qpn::NONE,
+        status: Status::Success,
+        kind: CompletionKind::Send,
+        bytes: 0,
+        imm: None,
+    };
 }
 
 /// A completion queue.

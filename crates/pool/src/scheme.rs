@@ -157,8 +157,14 @@ pub trait NodeScheme: Send {
     /// from time to time (`OneSidedMW §4.3`: the CPU then watches the queue).
     fn is_watching(&self) -> bool;
 
-    /// A compute node says that it was told "empty" and waits.
-    fn client_waits(&mut self, client: ClientId);
+    /// A compute node says that it was told "empty" and would wait. True if there is none: then
+    /// all are told so, and [`NodeScheme::turn`] tells them when there is memory again. False if
+    /// there is memory by now.
+    fn client_waits(&mut self, client: ClientId) -> Result<bool, Error>;
+
+    /// Connects the node's QP that answers the compute node's QP `qpn` anew, after that one went
+    /// into the error state and was reset: an access QP alone, a management QP with its chains.
+    fn reconnect(&mut self, client: ClientId, qpn: u32) -> Result<(), Error>;
 
     /// A management QP of the compute node broke and its side is in state Reset: takes the memory
     /// node's sides through Reset and connects them again. What of its requests was not answered
@@ -177,7 +183,7 @@ pub trait NodeScheme: Send {
     }
 
     /// The state of the scheme.
-    fn status(&self) -> NodeStatus;
+    fn status(&mut self) -> Result<NodeStatus, Error>;
 
     /// Checks that every chunk is exactly once free or owned, as far as can be seen while no
     /// request is in flight; an error says what is wrong.
