@@ -195,8 +195,8 @@ fn ping(spec: &Spec, doorbell: &AtomicU64, completion: &AtomicU64) -> Outcome {
     }
 }
 
-/// The client with many in flight: keeps the queue full, and follows one operation in
-/// `in_flight` with the clock.
+/// The client with many in flight: rings for each operation, keeps the queue full, and
+/// follows one operation at a time with the clock.
 fn stream(spec: &Spec, doorbell: &AtomicU64, completion: &AtomicU64) -> Outcome {
     let depth = spec.in_flight as u64;
     let mut latencies = Latencies::new();
@@ -204,10 +204,9 @@ fn stream(spec: &Spec, doorbell: &AtomicU64, completion: &AtomicU64) -> Outcome 
     let mut start = Instant::now();
     let warm = start + WARM_UP;
     let mut counted = None;
-    let mut posted = depth;
+    let mut posted = 0;
     // The operation that the clock follows, and when it was posted.
-    let (mut followed, mut since) = (posted, start);
-    doorbell.store(posted, Ordering::Release);
+    let (mut followed, mut since) = (0, start);
     loop {
         let done = completion.load(Ordering::Acquire);
         if done + depth == posted {
@@ -215,7 +214,7 @@ fn stream(spec: &Spec, doorbell: &AtomicU64, completion: &AtomicU64) -> Outcome 
             continue;
         }
         wait.reset();
-        posted = done + depth;
+        posted += 1;
         doorbell.store(posted, Ordering::Release);
         if done < followed {
             continue;

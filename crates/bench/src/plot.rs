@@ -21,12 +21,16 @@ use crate::histogram::Latencies;
 use crate::size::Size;
 use crate::table::{engineering, significant};
 
-/// Width and height of the axes' area in logical pixels; a PNG has twice as many.
-const AREA_PX: (f64, f64) = (760.0, 440.0);
+/// Width and height in logical pixels, without the legend.
+const AREA_PX: (f64, f64) = (680.0, 440.0);
+/// Width of the legend: its frame and marker, and each character.
+const LEGEND_PX: (f64, f64) = (50.0, 7.5);
 /// Pixels of a PNG per logical pixel.
 const PNG_SCALE: f32 = 2.0;
 /// Colour of a paper's number.
 const PAPER_COLOUR: &str = "#555555";
+/// Dashes of a line at a paper's number.
+const PAPER_DASHES: &str = "2 3";
 
 /// What an axis shows, and how.
 #[derive(Clone, Debug)]
@@ -220,9 +224,14 @@ impl Lines {
             layout = layout.with_reference_line(
                 ReferenceLine::horizontal(value)
                     .with_color(PAPER_COLOUR)
-                    .with_label(name.clone())
-                    .with_dasharray("2 3"),
+                    .with_dasharray(PAPER_DASHES),
             );
+            legend.push(LegendEntry {
+                label: name.clone(),
+                color: PAPER_COLOUR.into(),
+                shape: LegendShape::Line,
+                dasharray: Some(PAPER_DASHES.into()),
+            });
         }
         layout = match (self.x.scale == Scale::Log, self.y.scale == Scale::Log) {
             (true, true) => layout.with_log_scale(),
@@ -231,21 +240,28 @@ impl Lines {
             (false, false) => layout,
         };
         if self.x.scale == Scale::LogBytes {
-            layout = layout.with_x_tick_step(self.byte_tick_step());
+            let (least, most) = self.span_of_bytes();
+            let step = ((most - least) / 10.0).ceil().max(1.0);
+            // Half a power of room on both sides, so that no marker is cut; ticks are counted
+            // from the left end.
+            let left = ((least - 0.5) / step).floor() * step;
+            layout =
+                layout.with_x_tick_step(step).with_x_axis_min(left).with_x_axis_max(most + 0.5);
         }
         if self.y.scale == Scale::Share {
             layout = layout.with_y_axis_min(0.0).with_y_axis_max(1.0).with_y_tick_step(0.25);
         }
-        let layout = look(layout, &self.title, &self.subtitle).with_legend_entries(legend);
+        let layout = look(layout, &self.title, &self.subtitle, legend);
         write(plots, layout, directory, name)
     }
 
-    /// Powers of two between ticks, so that there are about ten at most.
-    fn byte_tick_step(&self) -> f64 {
-        let placed = |(x, _): &(f64, f64)| self.x.place(*x);
-        let powers = || self.series.iter().flat_map(|s| &s.points).filter_map(placed);
-        let span = powers().fold(f64::MIN, f64::max) - powers().fold(f64::MAX, f64::min);
-        (span / 10.0).ceil().max(1.0)
+    /// The least and the greatest power of two that an axis of bytes has to show.
+    fn span_of_bytes(&self) -> (f64, f64) {
+        let powers = self.series.iter().flat_map(|series| &series.points);
+        let powers = powers.filter_map(|(x, _)| self.x.place(*x));
+        let (least, most) =
+            powers.fold((f64::MAX, f64::MIN), |(min, max), x| (min.min(x), max.max(x)));
+        (least.floor(), most.ceil())
     }
 }
 
@@ -262,7 +278,10 @@ const MARKERS: [MarkerShape; 6] = [
 impl Form {
     fn plots(self, points: &[(f64, f64)], colour: &str, marker: MarkerShape) -> Vec<Plot> {
         let line = || {
-            let style = if self == Self::Dashed { LineStyle::Dashed } else { LineStyle::Solid };
+            let style = match self {
+                Self::Dashed => LineStyle::Custom("9 6".into()),
+                _ => LineStyle::Solid,
+            };
             LinePlot::new()
                 .with_data(points.iter().copied())
                 .with_color(colour)
@@ -354,22 +373,24 @@ impl Bars {
         let layout = Layout::auto_from_plots(&plots)
             .with_y_label(&self.y.label)
             .with_y_tick_format(self.y.ticks());
-        let layout = look(layout, &self.title, &self.subtitle).with_legend_entries(legend);
+        let layout = look(layout, &self.title, &self.subtitle, legend);
         write(plots, layout, directory, name)
     }
 }
 
 /// What all pictures have in common.
-fn look(layout: Layout, title: &str, subtitle: &str) -> Layout {
+fn look(layout: Layout, title: &str, subtitle: &str, legend: Vec<LegendEntry>) -> Layout {
+    let longest = legend.iter().map(|entry| entry.label.chars().count()).max().unwrap_or(0);
     let layout = layout
         .with_title(title)
-        .with_width(AREA_PX.0)
+        .with_width(AREA_PX.0 + LEGEND_PX.0 + LEGEND_PX.1 * longest as f64)
         .with_height(AREA_PX.1)
         .with_title_size(18)
         .with_label_size(15)
         .with_tick_size(13)
         .with_body_size(13)
-        .with_legend_position(LegendPosition::OutsideRightTop);
+        .with_legend_position(LegendPosition::OutsideRightTop)
+        .with_legend_entries(legend);
     if subtitle.is_empty() { layout } else { layout.with_subtitle(subtitle) }
 }
 

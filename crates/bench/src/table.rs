@@ -5,10 +5,11 @@
 //! where a record has a claim, and a ratio column against a baseline row.
 //!
 //! ```text
-//! scheme      control  clients  alloc_latency_us p50  alloc_latency_us p99  over rpc-mw-2
-//! ----------  -------  -------  --------------------  --------------------  -------------
-//! onesidedmw  -              1                  3.11                  5.92          0.061
-//! rpc-mw-2    event          1                  50.8                  97.0           1.00
+//!                               alloc_latency_us  alloc_latency_us      over
+//! scheme      control  clients               p50               p99  rpc-mw-2
+//! ----------  -------  -------  ----------------  ----------------  --------
+//! onesidedmw  -              1              3.11              5.92     0.061
+//! rpc-mw-2    event          1              50.8              97.0      1.00
 //! ```
 
 use std::fmt;
@@ -16,7 +17,7 @@ use std::fmt;
 use crate::record::{Record, Setting, SettingValue, Statistic, Unit};
 use crate::size::Size;
 
-/// A table of text. Columns of numbers are aligned to the right.
+/// A table of text. Columns of numbers are aligned to the right. A head may have several lines.
 #[derive(Clone, Debug, Default)]
 pub struct Table {
     head: Vec<String>,
@@ -84,7 +85,7 @@ impl Table {
 
 impl fmt::Display for Table {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let width = |text: &str| text.chars().count();
+        let width = |text: &str| text.lines().map(|line| line.chars().count()).max().unwrap_or(0);
         let widths: Vec<usize> = (0..self.head.len())
             .map(|at| {
                 let cells = self.rows.iter().map(|row| width(row[at].as_str()));
@@ -108,7 +109,14 @@ impl fmt::Display for Table {
                 .collect();
             writeln!(f, "{}", padded.join("  ").trim_end())
         };
-        line(&mut self.head.iter().map(String::as_str))?;
+        let height = self.head.iter().map(|head| head.lines().count()).max().unwrap_or(0);
+        for at in 0..height {
+            // Heads stand on the rule: a shorter one begins lower.
+            line(&mut self.head.iter().map(|head| {
+                let above = height - head.lines().count();
+                at.checked_sub(above).and_then(|at| head.lines().nth(at)).unwrap_or("")
+            }))?;
+        }
         let rules: Vec<String> = widths.iter().map(|&width| "-".repeat(width)).collect();
         line(&mut rules.iter().map(String::as_str))?;
         for row in &self.rows {
@@ -220,15 +228,15 @@ impl Pivot {
     fn head(&self, records: &[Record], keys: &[&str], columns: &[&Column]) -> Vec<String> {
         let mut head: Vec<String> = keys.iter().map(ToString::to_string).collect();
         for column in columns {
-            head.push(format!("{} {}", column.metric, column.statistic));
+            head.push(format!("{}\n{}", column.metric, column.statistic));
             if column.has_paper(records) {
                 head.push("paper".into());
-                head.push("over paper".into());
+                head.push("over\npaper".into());
             }
         }
         if let Some(ratio) = &self.ratio {
             let (_, name) = ratio.baseline.iter().next().expect("a baseline names a value");
-            head.push(format!("over {name}"));
+            head.push(format!("over\n{name}"));
         }
         head
     }
@@ -348,14 +356,15 @@ mod tests {
             .ratio("alloc_latency_us", Statistic::P50, &Setting::new().scheme("rpc-mw-2"))
             .table(&records);
         assert_eq!(
-            table.to_string(),
-            "\
-scheme      clients  alloc_latency_us p50  alloc_rate_per_s mean  over rpc-mw-2
-----------  -------  --------------------  ---------------------  -------------
-onesidedmw        1                  3.11                   330k         0.0622
-rpc-mw-2          1                  50.0                      -           1.00
-onesidedmw        8                  12.0                      -         0.0600
-rpc-mw-2          8                   200                      -           1.00
+            format!("\n{table}"),
+            "
+                     alloc_latency_us  alloc_rate_per_s      over
+scheme      clients               p50              mean  rpc-mw-2
+----------  -------  ----------------  ----------------  --------
+onesidedmw        1              3.11              330k    0.0622
+rpc-mw-2          1              50.0                 -      1.00
+onesidedmw        8              12.0                 -    0.0600
+rpc-mw-2          8               200                 -      1.00
 "
         );
     }
@@ -368,12 +377,13 @@ rpc-mw-2          8                   200                      -           1.00
         let table =
             Pivot::rows(["clients"]).column("alloc_latency_us", Statistic::P50).table(&records);
         assert_eq!(
-            table.to_string(),
-            "\
-clients  alloc_latency_us p50  paper  over paper
--------  --------------------  -----  ----------
-      1                  21.4   10.7        2.00
-      8                  12.0      -           -
+            format!("\n{table}"),
+            "
+         alloc_latency_us          over
+clients               p50  paper  paper
+-------  ----------------  -----  -----
+      1              21.4   10.7   2.00
+      8              12.0      -      -
 "
         );
     }
@@ -406,6 +416,6 @@ clients  alloc_latency_us p50  paper  over paper
         let setting = Setting::new().size(4096);
         let record = Record::of("x", &setting, "paged_bytes", Unit::Bytes).mean(1536.0 * 1024.0);
         let table = Pivot::rows(["size"]).column("paged_bytes", Statistic::Mean).table(&[record]);
-        assert!(table.to_string().ends_with("4KiB           1.50MiB\n"), "{table}");
+        assert!(table.to_string().ends_with("4KiB      1.50MiB\n"), "{table}");
     }
 }

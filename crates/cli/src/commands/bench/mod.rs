@@ -1,0 +1,57 @@
+//! `granary bench`: the experiments, one file each.
+
+mod access;
+mod alloc;
+mod fault;
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use bench::report::Report;
+use bench::table::Table;
+
+/// Measure on this machine
+#[derive(clap::Subcommand, Debug)]
+#[command(after_help = EXAMPLES)]
+pub enum Bench {
+    Access(access::Access),
+    Alloc(alloc::Alloc),
+    Fault(fault::Fault),
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  granary bench access                          READ and WRITE over sizes and depths
+  granary bench alloc --nic shm --clients 1,8   the NIC's allocation against an RPC's
+  granary bench fault --json                    page faults, for machines";
+
+impl Bench {
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        match self {
+            Self::Access(access) => access.run(),
+            Self::Alloc(alloc) => alloc.run(),
+            Self::Fault(fault) => fault.run(),
+        }
+    }
+}
+
+/// Ends an experiment: tables for people, and where the pictures are.
+fn conclude(
+    report: &mut Report,
+    tables: impl IntoIterator<Item = (String, Table)>,
+    pictures: Option<&Path>,
+    draw: impl FnOnce(&Report, &Path) -> Result<Vec<std::path::PathBuf>, bench::Error>,
+) -> anyhow::Result<ExitCode> {
+    for (title, table) in tables {
+        report.table(&title, &table)?;
+    }
+    if let Some(directory) = pictures {
+        let files = draw(report, directory)?;
+        if !files.is_empty() {
+            let svgs = files.iter().filter(|file| file.extension().is_some_and(|e| e == "svg"));
+            let names: Vec<String> = svgs.map(|file| file.display().to_string()).collect();
+            report.say(format_args!("\nPictures (and as PNG): {}", names.join(" ")))?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
