@@ -1,0 +1,61 @@
+# What can be done with this project; `make help` lists it.
+#
+# A Rust toolchain (see rust-version in Cargo.toml) and a C compiler are all that `build` and
+# `quickstart` need. What the tests need besides, `test` installs where it may.
+
+CARGO ?= cargo
+# Whole-system tests and benchmarks run these two: the command, and the library that
+# `granary run` preloads, which it finds beside itself.
+PRODUCTS := -p granary-cli -p granary-preload
+GRANARY := target/release/granary
+# Where `make bench` puts records (JSON lines) and pictures (SVG and PNG).
+OUT ?= out
+
+.PHONY: help
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: toolchain
+toolchain:
+	@command -v $(CARGO) >/dev/null || { \
+	    echo "make: no cargo; install Rust from https://rustup.rs" >&2; exit 1; }
+	@command -v cc >/dev/null || { \
+	    echo "make: no C compiler, which the linker and the allocator need;" \
+	        "install one (Debian: apt-get install gcc libc6-dev)" >&2; exit 1; }
+
+.PHONY: build
+build: toolchain ## Build the granary command and its preload library, optimised
+	$(CARGO) build --release $(PRODUCTS)
+
+.PHONY: quickstart
+quickstart: build ## See it work: real programs, most of their memory in a pool
+	$(GRANARY) quickstart
+
+.PHONY: test
+test: toolchain ## Unit, property and whole-system tests
+	scripts/test-deps
+	$(CARGO) build --release $(PRODUCTS)
+	$(CARGO) test --workspace
+
+.PHONY: test-full
+test-full: test ## The same with more cases and longer runs, and once more on a single core
+	PROPTEST_CASES=4096 GRANARY_TEST_FULL=1 $(CARGO) test --workspace --release
+	taskset -c 0 $(CARGO) test --workspace
+
+.PHONY: bench
+bench: build ## All benchmarks of this machine, tables on the screen, pictures in $(OUT)
+	$(GRANARY) bench access --out $(OUT)
+	$(GRANARY) bench alloc --nic shm --out $(OUT)
+	$(GRANARY) bench alloc --nic inline --clients 1 --out $(OUT)/inline
+	$(GRANARY) bench fault --out $(OUT)
+
+.PHONY: lint
+lint: toolchain ## Formatting, clippy without a warning, licences of dependencies
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-targets -- -D warnings
+	@if command -v cargo-deny >/dev/null; then \
+	    $(CARGO) deny check bans licenses sources; \
+	else \
+	    echo "lint: cargo-deny is not installed, licences are not checked" \
+	        "(cargo install cargo-deny)"; \
+	fi
