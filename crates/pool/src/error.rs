@@ -48,6 +48,16 @@ pub enum Error {
         /// The completion's status.
         status: Status,
     },
+    /// A management QP went into the error state while a request was in flight.
+    #[error(
+        "{attempt}: the management QP broke ({status}); it is re-established by reset and connect"
+    )]
+    ManagementBroken {
+        /// What was attempted.
+        attempt: String,
+        /// The completion's status.
+        status: Status,
+    },
     /// A setting that cannot be.
     #[error("{setting} = {value}: {why}")]
     Setting {

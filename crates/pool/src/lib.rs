@@ -5,6 +5,7 @@
 //! own. Nothing here names a NIC: all of it is written against `fabric`'s verbs.
 
 mod error;
+pub mod onesidedmw;
 pub mod protocol;
 pub mod scheme;
 mod settings;

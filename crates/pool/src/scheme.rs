@@ -162,10 +162,6 @@ pub trait NodeScheme: Send {
     /// there is memory by now.
     fn client_waits(&mut self, client: ClientId) -> Result<bool, Error>;
 
-    /// Connects the node's QP that answers the compute node's QP `qpn` anew, after that one went
-    /// into the error state and was reset: an access QP alone, a management QP with its chains.
-    fn reconnect(&mut self, client: ClientId, qpn: u32) -> Result<(), Error>;
-
     /// A management QP of the compute node broke and its side is in state Reset: takes the memory
     /// node's sides through Reset and connects them again. What of its requests was not answered
     /// is not executed any more. Their numbers, in the order of [`Admitted::management`].

@@ -1,0 +1,212 @@
+//! The allocation chain (OneSidedMW §4.3, figure 5; `layout` has what it works on).
+//!
+//! | # | WQE | what it does, and what it patches |
+//! |---|---|---|
+//! | - | RECV | QPNs of the access QPs to BIND 1.. +68; reply address and rkey to the reply +16 |
+//! | 0 | WAIT | for the request's completion; its own index is moved by 11 |
+//! | 1 | FAA | moves the index of the reply's RECV_EN: the last lap's has run by now |
+//! | 2 | FAA avail, -64 | takes a permit; the old value is the address of #3 |
+//! | 3 | READ steering row | #4: word, addend, boundary; #5: opcode; #6: the null entry's address |
+//! | 4 | FAA head, +8 (or avail, +64) | the old head is the address of #5 |
+//! | 5 | CAS that swaps in 0 (or NOP) | the queue value is the address of #6 |
+//! | 6 | READ entry | all of #7 to #10, and the reply |
+//! | 7 | BIND each window | the guard to the free worker, the others to the access QPs |
+//! | 8 | FAA on the tag words | the old tags go into the reply, the next ones are ready |
+//! | 9 | WRITE owner_id | before the reply, from the memory node's constant |
+//! | 10 | SEND_EN | the reply |
+//! | 11 | FAA, FAA | the indices of WAIT and SEND_EN |
+//!
+//! A WQE is fetched only after all earlier ones of its queue have taken effect; what patches a WQE
+//! stands before it.
+
+use fabric::wqe::{Umr, offset, umr};
+use fabric::{Access, Key, MemoryRegion, Nic, Qpn, Remote, Sge};
+
+use super::layout::{self, AVAIL, DUMP_BYTES, Memory, entry, reply};
+use super::program::{PAIR, Program, REPLY_BLOCKS, Scatter, Wiring, Wrap, bump};
+
+/// Where the WQEs of one instance stand, as building-block indices.
+struct Plan {
+    steer: u32,
+    advance: u32,
+    swap: u32,
+    entry: u32,
+    binds: Vec<u32>,
+    tags: Vec<u32>,
+    owner: u32,
+}
+
+impl Plan {
+    fn new(start: u32, shape: &layout::Shape) -> Self {
+        let steer = start + 3;
+        let advance = steer + 2;
+        let swap = advance + 1;
+        let entry = swap + 2;
+        let first_bind = entry + entry_read_blocks(shape);
+        let binds: Vec<u32> = (0..shape.group as u32).map(|j| first_bind + 3 * j).collect();
+        let first_tag = first_bind + 3 * shape.group as u32;
+        let tags: Vec<u32> = (0..shape.tag_words() as u32).map(|w| first_tag + w).collect();
+        let owner = first_tag + shape.tag_words() as u32;
+        Self { steer, advance, swap, entry, binds, tags, owner }
+    }
+}
+
+/// Building blocks that a ring for `credits` instances needs.
+pub fn ring_blocks(shape: &layout::Shape, credits: u32) -> u32 {
+    let instance = Plan::new(0, shape).owner + 4;
+    (instance * credits + 2).next_power_of_two()
+}
+
+/// Scatter elements of a receive WQE.
+pub fn receive_sges(shape: &layout::Shape) -> u32 {
+    shape.group as u32
+}
+
+/// Writes the chain for the requests from `wiring.first` on.
+pub fn write<N: Nic>(memory: &Memory<N>, wiring: &Wiring, free_worker: Qpn) {
+    let mut program = Program::new(wiring.worker_ring.clone(), wiring.worker);
+    for p in 0..wiring.credits {
+        write_instance(memory, wiring, free_worker, &mut program, p);
+    }
+    let (rkey, dump) = (wiring.worker_rkey, dump8(memory));
+    let lap = wiring.worker_ring.entries;
+    program.close(|program, last| {
+        let pair = program.field(last, PAIR);
+        program.push(|b| bump(b, pair, rkey, lap, Wrap::Bits16, dump));
+    });
+}
+
+fn write_instance<N: Nic>(
+    memory: &Memory<N>,
+    w: &Wiring,
+    free_worker: Qpn,
+    program: &mut Program,
+    p: u32,
+) {
+    let shape = &memory.shape;
+    let plan = Plan::new(program.next(), shape);
+    let (slot, credits) = (w.slot(p), w.credits);
+    let at = |block: u32, field: usize| {
+        w.worker_ring.memory.addr() + (block as usize * fabric::wqe::WQEBB + field) as u64
+    };
+    let to = |len: u32, block: u32, field: usize| Sge {
+        addr: at(block, field),
+        len,
+        lkey: w.worker_lkey,
+    };
+    let dump = dump8(memory);
+    let words = |offset: usize| memory.words.remote(offset);
+
+    let wait = program.push(|b| {
+        b.wait(w.recv_cq, (w.count + p) & 0xff_ffff);
+    });
+    program.push(|b| bump(b, w.credit_pair(slot), w.front_rkey, credits, Wrap::Bits16, dump));
+    program.push(|b| {
+        let row = to(8, plan.steer, offset::REMOTE_ADDR);
+        b.masked_fetch_add(words(AVAIL), shape.take_permit(), shape.avail_boundary(), row);
+    });
+    program.push_at(plan.steer, |b| {
+        let row = Remote { addr: 0, rkey: memory.steer.key() };
+        b.rdma_read(
+            row,
+            &[
+                to(8, plan.advance, offset::REMOTE_ADDR),
+                to(16, plan.advance, offset::ATOMIC_ADD),
+                to(1, plan.swap, offset::OPCODE),
+                to(8, plan.entry, offset::REMOTE_ADDR),
+            ],
+        );
+    });
+    program.push_at(plan.advance, |b| {
+        let old = to(8, plan.swap, offset::REMOTE_ADDR);
+        b.masked_fetch_add(Remote { addr: 0, rkey: memory.words.key() }, 0, 0, old);
+    });
+    program.push_at(plan.swap, |b| {
+        let slot = Remote { addr: 0, rkey: memory.queue.key() };
+        let old = to(8, plan.entry, offset::REMOTE_ADDR);
+        b.masked_compare_swap(slot, (0, 0), (0, u64::MAX), old);
+    });
+    program.push_at(plan.entry, |b| {
+        let scatter = entry_scatter(shape, &plan, w, slot, memory.dump.sge(0, DUMP_BYTES as u32));
+        b.rdma_read(Remote { addr: 0, rkey: memory.table.key() }, scatter.list());
+    });
+    for (j, &block) in plan.binds.iter().enumerate() {
+        let qpn = if j == 0 { free_worker } else { Qpn::NONE };
+        let (mr, len) = (memory.chunks.key(), shape.chunk_bytes as u32);
+        let bind = Umr::bind(Key::default(), 0, qpn, Access::REMOTE_ALL, mr, 0, len);
+        program.push_at(block, |b| {
+            b.umr(&bind);
+        });
+    }
+    for (word, &block) in plan.tags.iter().enumerate() {
+        let old = w.staging(slot, (reply::TAGS + 8 * word) as u32, 8);
+        program.push_at(block, |b| {
+            let tags = Remote { addr: 0, rkey: memory.table.key() };
+            b.masked_fetch_add(tags, 0x0101_0101_0101_0101, 0x8080_8080_8080_8080, old);
+        });
+    }
+    program.push_at(plan.owner, |b| {
+        b.rdma_write(Remote { addr: 0, rkey: memory.table.key() }, &[w.owner_id()]);
+    });
+    let enable = program.push(|b| {
+        let limit = REPLY_BLOCKS * (w.first.wrapping_add(p + 1));
+        b.send_enable(w.front, limit & 0xffff);
+    });
+    program.push(|b| bump(b, at(wait, PAIR), w.worker_rkey, credits, Wrap::Bits24, dump));
+    let replies = REPLY_BLOCKS * credits;
+    program.push(|b| bump(b, at(enable, PAIR), w.worker_rkey, replies, Wrap::Bits16, dump));
+
+    w.write_reply(slot, w.first.wrapping_add(p), w.staging(slot, 0, reply::BYTES as u32));
+    let mut arguments = Scatter::default();
+    for &bind in &plan.binds[1..] {
+        arguments.to(3, w.worker_lkey, at(bind, umr::QPN));
+    }
+    arguments.to(12, w.front_lkey, w.reply_field(slot, offset::REMOTE_ADDR));
+    w.write_receive(slot, &arguments);
+}
+
+/// How an entry's bytes from T on go into the WQEs behind the READ.
+fn entry_scatter(shape: &layout::Shape, plan: &Plan, w: &Wiring, slot: u32, dump: Sge) -> Scatter {
+    let mut s = Scatter::default();
+    let at = |block: u32, field: usize| {
+        w.worker_ring.memory.addr() + (block as usize * fabric::wqe::WQEBB + field) as u64
+    };
+    let key = w.worker_lkey;
+    for four in plan.binds.chunks(4) {
+        for field in [offset::UMR_KEY_TAG, umr::TAG] {
+            for &bind in four {
+                s.to(1, key, at(bind, field));
+            }
+            s.skip(4 - four.len(), dump);
+        }
+    }
+    for &bind in &plan.binds {
+        s.to(1, key, at(bind, offset::OPCODE));
+        s.to(3, key, at(bind, offset::UMR_KEY_INDEX));
+        s.to(8, key, at(bind, umr::START));
+        s.to(8, key, at(bind, umr::KLM_ADDR));
+    }
+    for &tags in &plan.tags {
+        s.to(8, key, at(tags, offset::REMOTE_ADDR));
+    }
+    s.to(8, key, at(plan.owner, offset::REMOTE_ADDR));
+    let grant = w.staging(slot, 0, entry::GRANT_BYTES as u32);
+    s.to(entry::GRANT_BYTES, grant.lkey, grant.addr);
+    debug_assert_eq!(s.list().len() as u32, entry_read_sges(shape));
+    s
+}
+
+fn entry_read_sges(shape: &layout::Shape) -> u32 {
+    let group = shape.group as u32;
+    let words = shape.tag_words() as u32;
+    let dumps = if shape.group.is_multiple_of(4) { 0 } else { 2 };
+    2 * group + dumps + 4 * group + words + 2
+}
+
+fn entry_read_blocks(shape: &layout::Shape) -> u32 {
+    (2 + entry_read_sges(shape)).div_ceil(4)
+}
+
+fn dump8<N: Nic>(memory: &Memory<N>) -> Sge {
+    memory.dump.sge(0, 8)
+}

@@ -1,0 +1,242 @@
+//! Writing a chain into a ring so that it re-arms itself.
+//!
+//! A chain is R instances of the same WQEs, R a power of two, padded with NOPs to the ring's size
+//! and closed by a SEND_EN of the ring on itself, which begins the next lap. Each WAIT, SEND_EN
+//! and RECV_EN carries an index that must move on by R requests before it is met again: a masked
+//! FAA on the `{index, number}` pair at +24 moves it, its boundary where the index wraps.
+//!
+//! ```text
+//! | instance 0 | instance 1 | ... | instance R-1 | FAA on the last WQE's index | NOPs | SEND_EN |
+//! ```
+//!
+//! Position p of a lap serves request n0 + p and every R-th after it. The receive WQE that scatters
+//! that request's arguments stands in slot (n0 + p) mod R of the receive ring, and the reply in
+//! the same slot of the reply ring: a chain that was broken can be written anew for the requests
+//! that come next, without touching the connection to the compute node.
+
+use fabric::direct::Ring;
+use fabric::wqe::{Builder, WQEBB, offset};
+use fabric::{Key, Qpn, Remote, Sge};
+
+/// Where an index wraps.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Wrap {
+    /// 16 bits: building-block indices, receive indices of queues up to 2^15 entries.
+    Bits16,
+    /// 24 bits: a CQ's count.
+    Bits24,
+    /// 32 bits: receive indices of larger queues.
+    Bits32,
+}
+
+impl Wrap {
+    /// The boundary for a masked FAA on a word whose upper half is the index.
+    pub fn boundary(self) -> u64 {
+        match self {
+            Wrap::Bits16 => 1 << 47,
+            Wrap::Bits24 => 1 << 55,
+            Wrap::Bits32 => 0,
+        }
+    }
+}
+
+/// A ring that is being written, and the keys that reach its memory.
+pub struct Program {
+    ring: Ring,
+    qpn: Qpn,
+    next: u32,
+}
+
+impl Program {
+    /// Starts at the beginning of `ring`, the send ring of `qpn`.
+    pub fn new(ring: Ring, qpn: Qpn) -> Self {
+        assert_eq!(ring.stride as usize, WQEBB);
+        Self { ring, qpn, next: 0 }
+    }
+
+    /// Building-block index of the WQE that is written next.
+    pub fn next(&self) -> u32 {
+        self.next
+    }
+
+    /// Address of the field at `field` of the WQE at building block `block`.
+    pub fn field(&self, block: u32, field: usize) -> u64 {
+        let at = block as usize * WQEBB + field;
+        assert!(at < self.ring.memory.len(), "a chain refers beyond its ring");
+        self.ring.memory.addr() + at as u64
+    }
+
+    /// Writes one WQE; its building-block index.
+    pub fn push(&mut self, build: impl FnOnce(&mut Builder)) -> u32 {
+        let at = self.next;
+        let mut b = Builder::new(self.qpn, at as u16);
+        build(&mut b);
+        assert!(at + b.blocks() <= self.ring.entries, "a chain does not fit its ring");
+        self.ring.memory.write(at as usize * WQEBB, b.bytes());
+        self.next += b.blocks();
+        at
+    }
+
+    /// Writes one WQE where earlier ones expect it.
+    pub fn push_at(&mut self, expected: u32, build: impl FnOnce(&mut Builder)) {
+        let at = self.push(build);
+        assert_eq!(at, expected, "a chain's WQE is not where others patch it");
+    }
+
+    /// Closes the lap: `bump` writes the FAA that moves the index of the last WQE, whose
+    /// building-block index it is given.
+    pub fn close(mut self, bump: impl FnOnce(&mut Self, u32)) {
+        let last = self.ring.entries - 1;
+        bump(&mut self, last);
+        while self.next < last {
+            let fill = (last - self.next).min(15);
+            self.push(|b| {
+                b.nop_filling(fill);
+            });
+        }
+        let (qpn, two_laps) = (self.qpn, 2 * self.ring.entries);
+        self.push_at(last, |b| {
+            b.send_enable(qpn, two_laps);
+        });
+    }
+}
+
+/// Writes a masked FAA that moves the index of the WQE whose `{index, number}` pair is at `pair`.
+pub fn bump(b: &mut Builder, pair: u64, rkey: Key, by: u32, wrap: Wrap, dump: Sge) {
+    b.masked_fetch_add(Remote { addr: pair, rkey }, (by as u64) << 32, wrap.boundary(), dump);
+}
+
+/// A scatter list under construction.
+#[derive(Default)]
+pub struct Scatter(Vec<Sge>);
+
+impl Scatter {
+    /// The next `len` bytes go to `addr`; none if `len` is 0.
+    pub fn to(&mut self, len: usize, lkey: Key, addr: u64) -> &mut Self {
+        if len > 0 {
+            self.0.push(Sge { addr, len: len as u32, lkey });
+        }
+        self
+    }
+
+    /// The next `len` bytes go nowhere.
+    pub fn skip(&mut self, len: usize, dump: Sge) -> &mut Self {
+        assert!(len <= super::layout::DUMP_BYTES);
+        self.to(len, dump.lkey, dump.addr)
+    }
+
+    /// The list.
+    pub fn list(&self) -> &[Sge] {
+        &self.0
+    }
+
+    /// Building blocks of a READ with this list.
+    pub fn read_blocks(&self) -> u32 {
+        (2 + self.0.len() as u32).div_ceil(4)
+    }
+}
+
+/// The `{index, number}` pair of a WAIT, SEND_EN or RECV_EN.
+pub const PAIR: usize = offset::ENABLE_INDEX;
+
+/// One direction's queues at the memory node for one compute node, as the chain writers see them:
+/// rings, numbers and keys.
+pub struct Wiring {
+    /// The worker's send ring.
+    pub worker_ring: Ring,
+    /// The worker's number.
+    pub worker: Qpn,
+    /// Worker ring, for scattering into it.
+    pub worker_lkey: Key,
+    /// Worker ring, for atomics through the loopback peer.
+    pub worker_rkey: Key,
+    /// The send ring of the QP that faces the compute node: replies.
+    pub front_ring: Ring,
+    /// The receive ring of that QP: arguments.
+    pub front_recv: Ring,
+    /// That QP's number.
+    pub front: Qpn,
+    /// Front ring, for scattering into it.
+    pub front_lkey: Key,
+    /// Front ring, for atomics through the loopback peer.
+    pub front_rkey: Key,
+    /// The CQ of arguments that came.
+    pub recv_cq: fabric::Cqn,
+    /// Staging memory: 64 bytes per slot, then the 8 bytes of `owner_id`.
+    pub staging: Sge,
+    /// Instances, a power of two.
+    pub credits: u32,
+    /// The next request's number: its receive WQE stands in slot `first` mod credits.
+    pub first: u32,
+    /// What the receive CQ will have counted before that request.
+    pub count: u32,
+}
+
+/// Bytes of a staging slot.
+pub const STAGING_BYTES: u32 = 64;
+/// Building blocks of one reply and its RECV_EN in the front ring.
+pub const REPLY_BLOCKS: u32 = 2;
+
+impl Wiring {
+    /// Bytes of staging memory for `credits` slots.
+    pub const fn staging_bytes(credits: u32) -> usize {
+        (credits * STAGING_BYTES) as usize + 8
+    }
+
+    /// Slot of the request that position `p` serves first.
+    pub fn slot(&self, p: u32) -> u32 {
+        (self.first + p) % self.credits
+    }
+
+    /// `len` bytes at `offset` of slot `slot`'s staging.
+    pub fn staging(&self, slot: u32, offset: u32, len: u32) -> Sge {
+        assert!(offset + len <= STAGING_BYTES);
+        Sge {
+            addr: self.staging.addr + (slot * STAGING_BYTES + offset) as u64,
+            len,
+            ..self.staging
+        }
+    }
+
+    /// The constant `owner_id`.
+    pub fn owner_id(&self) -> Sge {
+        let addr = self.staging.addr + (self.credits * STAGING_BYTES) as u64;
+        Sge { addr, len: 8, ..self.staging }
+    }
+
+    /// Address of the field at `field` of the reply in `slot`.
+    pub fn reply_field(&self, slot: u32, field: usize) -> u64 {
+        let at = (slot * REPLY_BLOCKS) as usize * WQEBB + field;
+        self.front_ring.memory.addr() + at as u64
+    }
+
+    /// Address of the `{index, number}` pair of the RECV_EN behind the reply in `slot`.
+    pub fn credit_pair(&self, slot: u32) -> u64 {
+        self.reply_field(slot, WQEBB + PAIR)
+    }
+
+    /// Writes the reply of `slot` (a WRITE with immediate of `from` to an address that the request
+    /// patches in) and the RECV_EN that gives its credit back. `first_use` is the number of the
+    /// first request that meets it; the chain moves the RECV_EN's index by `credits` before.
+    pub fn write_reply(&self, slot: u32, first_use: u32, from: Sge) {
+        let block = slot * REPLY_BLOCKS;
+        let mut b = Builder::new(self.front, block as u16);
+        b.rdma_write_imm(Remote::default(), &[from], super::REPLY_IMM);
+        assert_eq!(b.blocks(), 1);
+        self.front_ring.memory.write(block as usize * WQEBB, b.bytes());
+        let mut b = Builder::new(self.front, block as u16 + 1);
+        b.receive_enable(self.front, first_use.wrapping_add(1) & 0xffff);
+        self.front_ring.memory.write((block as usize + 1) * WQEBB, b.bytes());
+    }
+
+    /// Writes the receive WQE of `slot`.
+    pub fn write_receive(&self, slot: u32, scatter: &Scatter) {
+        let stride = self.front_recv.stride as usize;
+        let mut wqe = vec![0u8; stride];
+        for (sge, at) in scatter.list().iter().zip(wqe.chunks_exact_mut(16)) {
+            at.copy_from_slice(&sge.to_bytes());
+        }
+        assert!(scatter.list().len() * 16 <= stride, "a receive WQE has too many elements");
+        self.front_recv.memory.write(slot as usize * stride, &wqe);
+    }
+}
