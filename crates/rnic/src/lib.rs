@@ -5,6 +5,18 @@
 //! registered memory. Ports run it: `inline` in the caller's own thread, `shm` in a thread of the
 //! memory node's process to which other processes attach.
 
+pub mod cqe;
+mod dma;
+pub mod engine;
+pub mod error;
 pub mod ids;
 pub mod memory;
+pub mod protection;
+mod qp;
+mod queue;
+mod table;
+pub mod verbs;
 pub mod wqe;
+
+pub use engine::Engine;
+pub use error::Error;

@@ -1,0 +1,478 @@
+//! Control verbs: objects are made, changed, described and destroyed.
+//!
+//! Every verb names the calling function and touches only objects of that function. A refused verb
+//! changes nothing.
+
+use super::{Core, Engine, Function, Pd};
+use crate::error::{Error, Object};
+use crate::ids::{Access, Cqn, FunctionId, Key, KeyIndex, Pdn, Qpn, Srqn};
+use crate::memory::DmaMemory;
+use crate::qp::{Peer, Qp};
+use crate::queue::{CompletionQueue, RecvQueue, SendQueue, Waiting};
+use crate::verbs::{
+    CqSpec, FunctionLimits, KeyInfo, MwKind, QpChange, QpInfo, QpSpec, QpState, Recv, RecvSpec,
+};
+
+impl Engine {
+    // --- functions -----------------------------------------------------------------------------
+
+    /// Adds a virtual function.
+    pub fn add_function(&mut self, limits: FunctionLimits) -> Result<FunctionId, Error> {
+        let core = &mut self.core;
+        // The physical function is one of the map.
+        if core.functions.len() > core.limits.functions as usize {
+            let limit = core.limits.functions as u64;
+            return Err(Error::Limit { what: "virtual functions", limit });
+        }
+        let id = FunctionId(core.next_function);
+        core.next_function += 1;
+        core.functions.insert(id, Function::new(limits));
+        Ok(id)
+    }
+
+    /// Removes a virtual function with all that it owns: its keys are dead first, then its queues go,
+    /// then its PDs. QPs of others that were connected to its QPs go to Error when they next talk to
+    /// them. An unknown function is ignored; the physical one stays.
+    pub fn remove_function(&mut self, f: FunctionId) {
+        if f == FunctionId::PHYSICAL {
+            return;
+        }
+        let Some(function) = self.core.functions.remove(&f) else { return };
+        let core = &mut self.core;
+        core.keys.remove_function(f, function.keys.into_iter());
+        let qps: Vec<u32> =
+            core.qps.iter().filter(|(_, q)| q.function == f).map(|(n, _)| n).collect();
+        for n in qps {
+            core.remove_qp(Qpn::new(n));
+        }
+        let recvs: Vec<u32> =
+            core.recvs.iter().filter(|(_, r)| r.function == f).map(|(n, _)| n).collect();
+        for n in recvs {
+            core.wake_receivers(n);
+            core.recvs.remove(n);
+        }
+        let cqs: Vec<u32> =
+            core.cqs.iter().filter(|(_, c)| c.function == f).map(|(n, _)| n).collect();
+        for n in cqs {
+            core.cqs.remove(n);
+        }
+        let pds: Vec<u32> =
+            core.pds.iter().filter(|(_, p)| p.function == f).map(|(n, _)| n).collect();
+        for n in pds {
+            core.pds.remove(n);
+        }
+    }
+
+    // --- protection domains --------------------------------------------------------------------
+
+    /// Makes a PD.
+    pub fn alloc_pd(&mut self, f: FunctionId) -> Result<Pdn, Error> {
+        let core = &mut self.core;
+        let function = core.functions.get_mut(&f).ok_or(Error::Unknown(Object::Function(f)))?;
+        admit("PDs of the function", function.used.pds, function.limits.pds)?;
+        let made = core.pds.insert(|_| true, |_| Pd { function: f, users: 0 });
+        let n = made.ok_or(full("PDs of the NIC", core.pds.capacity()))?;
+        function.used.pds += 1;
+        Ok(Pdn::new(n))
+    }
+
+    /// Ends a PD that nothing uses.
+    pub fn dealloc_pd(&mut self, f: FunctionId, pd: Pdn) -> Result<(), Error> {
+        let users = self.core.pd(f, pd)?.users;
+        refuse_used(Object::Pd(pd), users, "keys and queues")?;
+        self.core.pds.remove(pd.raw());
+        self.core.function(f)?.used.pds -= 1;
+        Ok(())
+    }
+
+    // --- keys ----------------------------------------------------------------------------------
+
+    /// Registers all of `mem`; `iova` is the address of its first byte as its owner names it. Local
+    /// read is always granted; remote write and atomics need local write (IBTA vol. 1, §10.6.3.1).
+    ///
+    /// The NIC keeps `mem` mapped until the region ends.
+    pub fn reg_mr(
+        &mut self,
+        f: FunctionId,
+        pd: Pdn,
+        mem: DmaMemory,
+        iova: u64,
+        access: Access,
+    ) -> Result<Key, Error> {
+        self.core.pd(f, pd)?;
+        let len = mem.len() as u64;
+        if len == 0 || iova.checked_add(len).is_none() {
+            return Err(Error::Argument {
+                what: "the length of a region",
+                value: len,
+                must: "more than 0, and its last address below 2^64",
+            });
+        }
+        if iova % 8 != mem.addr() % 8 {
+            return Err(Error::Argument {
+                what: "the I/O virtual address of a region",
+                value: iova,
+                must: "equal to its memory's address modulo 8, so that words are aligned in both",
+            });
+        }
+        let writing = Access(access.0 & (Access::REMOTE_WRITE | Access::REMOTE_ATOMIC).0);
+        if writing != Access::NONE && !access.allows(Access::LOCAL_WRITE) {
+            return Err(Error::Argument {
+                what: "the access of a region",
+                value: access.0 as u64,
+                must: "with local write where it has remote write or atomics",
+            });
+        }
+        let function = self.core.function(f)?;
+        let bytes = function.used.registered_bytes.saturating_add(len);
+        if bytes > function.limits.registered_bytes {
+            let limit = function.limits.registered_bytes;
+            return Err(Error::Limit { what: "registered bytes of the function", limit });
+        }
+        admit("keys of the function", function.used.keys, function.limits.keys)?;
+        let key = self.core.keys.register(f, pd, mem, iova, access | Access::LOCAL_READ)?;
+        self.core.function(f)?.used.registered_bytes = bytes;
+        self.core.key_made(f, pd, key);
+        Ok(key)
+    }
+
+    /// Ends a region. Refused while windows are bound to it.
+    pub fn dereg_mr(&mut self, f: FunctionId, key: Key) -> Result<(), Error> {
+        let (pd, len) = self.core.keys.deregister(f, key)?;
+        self.core.function(f)?.used.registered_bytes -= len;
+        self.core.key_ended(f, pd, key);
+        Ok(())
+    }
+
+    /// Makes a memory window, free. The key's tag is the current one; binding changes it.
+    pub fn alloc_mw(&mut self, f: FunctionId, pd: Pdn, kind: MwKind) -> Result<Key, Error> {
+        self.core.pd(f, pd)?;
+        if kind == MwKind::Type1 {
+            return Err(Error::Unsupported("type-1 memory windows"));
+        }
+        let function = self.core.function(f)?;
+        admit("keys of the function", function.used.keys, function.limits.keys)?;
+        let key = self.core.keys.allocate_window(f, pd)?;
+        self.core.key_made(f, pd, key);
+        Ok(key)
+    }
+
+    /// Ends a window, bound or free. Only the index of `key` counts: its tag has changed with every
+    /// bind.
+    pub fn dealloc_mw(&mut self, f: FunctionId, key: Key) -> Result<(), Error> {
+        let pd = self.core.keys.deallocate_window(f, key)?;
+        self.core.key_ended(f, pd, key);
+        Ok(())
+    }
+
+    /// Describes a key.
+    pub fn query_key(&self, f: FunctionId, index: KeyIndex) -> Result<KeyInfo, Error> {
+        self.core.keys.describe(f, index)
+    }
+
+    // --- completion queues ---------------------------------------------------------------------
+
+    /// Makes a CQ. Its ring is filled with invalid entries.
+    pub fn create_cq(&mut self, f: FunctionId, spec: CqSpec) -> Result<Cqn, Error> {
+        let core = &mut self.core;
+        let function = core.functions.get_mut(&f).ok_or(Error::Unknown(Object::Function(f)))?;
+        admit("CQs of the function", function.used.cqs, function.limits.cqs)?;
+        let cq = CompletionQueue::new(f, spec)?;
+        let made = core.cqs.insert(|_| true, |_| cq);
+        let n = made.ok_or(full("CQs of the NIC", core.cqs.capacity()))?;
+        function.used.cqs += 1;
+        Ok(Cqn::new(n))
+    }
+
+    /// Ends a CQ that no QP completes to. QPs that WAIT for it fail.
+    pub fn destroy_cq(&mut self, f: FunctionId, cqn: Cqn) -> Result<(), Error> {
+        let users = self.core.cq(f, cqn)?.users;
+        refuse_used(Object::Cq(cqn), users, "send or receive queues")?;
+        let cq = self.core.cqs.remove(cqn.raw()).expect("just seen");
+        self.core.wake(cq.waiters);
+        self.core.function(f)?.used.cqs -= 1;
+        Ok(())
+    }
+
+    /// Running number of the CQ's next completion, 24 bits.
+    pub fn cq_count(&self, f: FunctionId, cqn: Cqn) -> Result<u32, Error> {
+        Ok(self.core.cq(f, cqn)?.count)
+    }
+
+    // --- shared receive queues -----------------------------------------------------------------
+
+    /// Makes an SRQ. Completions of its WQEs go to the receive CQ of the QP that used them.
+    pub fn create_srq(&mut self, f: FunctionId, pd: Pdn, spec: RecvSpec) -> Result<Srqn, Error> {
+        self.core.pd(f, pd)?;
+        let function = self.core.function(f)?;
+        admit("SRQs of the function", function.used.srqs, function.limits.srqs)?;
+        let queue = RecvQueue::new(f, pd, spec, false, true)?;
+        let n = self.core.insert_recv(queue)?;
+        self.core.function(f)?.used.srqs += 1;
+        self.core.pd_mut(pd).users += 1;
+        Ok(Srqn::new(n))
+    }
+
+    /// Ends an SRQ that no QP uses.
+    pub fn destroy_srq(&mut self, f: FunctionId, srqn: Srqn) -> Result<(), Error> {
+        let srq = self.core.srq(f, srqn)?;
+        let pd = srq.pd;
+        refuse_used(Object::Srq(srqn), srq.users, "QPs")?;
+        self.core.wake_receivers(srqn.raw());
+        self.core.recvs.remove(srqn.raw());
+        self.core.function(f)?.used.srqs -= 1;
+        self.core.pd_mut(pd).users -= 1;
+        Ok(())
+    }
+
+    // --- queue pairs ---------------------------------------------------------------------------
+
+    /// Makes a QP, in Reset. Its number has not been in use for long, and no window is bound to it.
+    pub fn create_qp(&mut self, f: FunctionId, spec: QpSpec) -> Result<Qpn, Error> {
+        self.core.pd(f, spec.pd)?;
+        self.core.cq(f, spec.send_cq)?;
+        self.core.cq(f, spec.recv_cq)?;
+        if spec.privileged && f != FunctionId::PHYSICAL {
+            return Err(Error::NotPermitted { what: "a privileged QP", caller: f });
+        }
+        let function = self.core.function(f)?;
+        admit("QPs of the function", function.used.qps, function.limits.qps)?;
+        let send = spec.send.map(SendQueue::new).transpose()?;
+        let (recv, recv_shared) = match spec.recv {
+            Recv::None => (None, false),
+            Recv::Shared(srqn) => {
+                self.core.srq(f, srqn)?;
+                (Some(srqn.raw()), true)
+            }
+            Recv::Own { spec: recv, managed } => {
+                let queue = RecvQueue::new(f, spec.pd, recv, managed, false)?;
+                (Some(self.core.insert_recv(queue)?), false)
+            }
+        };
+        let core = &mut self.core;
+        let keys = &core.keys;
+        let made = core.qps.insert(
+            |number| !keys.names(Qpn::new(number)),
+            |number| Qp {
+                qpn: Qpn::new(number),
+                function: f,
+                pd: spec.pd,
+                privileged: spec.privileged,
+                access: spec.access,
+                state: QpState::Reset,
+                peer: Peer::None,
+                send,
+                recv,
+                recv_shared,
+                send_cq: spec.send_cq,
+                recv_cq: spec.recv_cq,
+                executed: 0,
+                queued: false,
+                waiting: Waiting::No,
+                next_waiter: Qpn::NONE,
+                long: None,
+            },
+        );
+        let Some(number) = made else {
+            if let (Some(n), false) = (recv, recv_shared) {
+                core.recvs.remove(n);
+            }
+            return Err(full("QPs of the NIC", core.qps.capacity()));
+        };
+        if let (Some(n), true) = (recv, recv_shared) {
+            core.recvs.get_mut(n).expect("just seen").users += 1;
+        }
+        core.cq_mut(spec.send_cq).users += 1;
+        core.cq_mut(spec.recv_cq).users += 1;
+        core.pd_mut(spec.pd).users += 1;
+        core.function(f)?.used.qps += 1;
+        Ok(Qpn::new(number))
+    }
+
+    /// Ends a QP. What was outstanding gives no completions. Its peer goes to Error when it next
+    /// talks to it. Windows that are bound to it stay bound, to a number that nobody has.
+    pub fn destroy_qp(&mut self, f: FunctionId, qpn: Qpn) -> Result<(), Error> {
+        self.core.qp(f, qpn)?;
+        self.core.remove_qp(qpn);
+        self.core.function(f)?.used.qps -= 1;
+        Ok(())
+    }
+
+    /// Changes the state of a QP.
+    pub fn modify_qp(&mut self, f: FunctionId, qpn: Qpn, change: QpChange) -> Result<(), Error> {
+        self.core.qp(f, qpn)?.after(change)?;
+        match change {
+            QpChange::Error => self.core.enter_error(qpn, None),
+            QpChange::Reset => self.core.reset_qp(qpn),
+            QpChange::Init => self.core.qp_mut(qpn).state = QpState::Init,
+            QpChange::ReadyToReceive { peer } => {
+                let qp = self.core.qp_mut(qpn);
+                qp.peer = Peer::Local(peer);
+                qp.state = QpState::ReadyToReceive;
+            }
+            QpChange::ReadyToSend => {
+                self.core.qp_mut(qpn).state = QpState::ReadyToSend;
+                self.core.schedule(qpn);
+            }
+        }
+        Ok(())
+    }
+
+    /// Describes a QP.
+    pub fn query_qp(&self, f: FunctionId, qpn: Qpn) -> Result<QpInfo, Error> {
+        let qp = self.core.qp(f, qpn)?;
+        let recv = qp.recv.and_then(|n| self.core.recvs.get(n));
+        Ok(QpInfo {
+            state: qp.state,
+            peer: match qp.peer {
+                Peer::None => Qpn::NONE,
+                Peer::Local(qpn) => qpn,
+            },
+            send_consumer: qp.send.as_ref().map_or(0, |s| s.consumer),
+            send_limit: qp.send.as_ref().map_or(0, |s| s.limit),
+            recv_consumer: recv.map_or(0, |r| r.consumer),
+            recv_limit: recv.map_or(0, |r| r.limit()),
+            executed: qp.executed,
+        })
+    }
+
+    /// Does from the CPU, at set-up, what SEND_EN does: the managed send queue of `qpn` may execute
+    /// its WQEs up to building-block index `limit`.
+    pub fn enable_send(&mut self, f: FunctionId, qpn: Qpn, limit: u16) -> Result<(), Error> {
+        self.core.qp(f, qpn)?;
+        match &mut self.core.qp_mut(qpn).send {
+            Some(send) if send.managed => send.limit = limit,
+            _ => return Err(Error::NotManaged { qpn, queue: "send" }),
+        }
+        self.core.schedule(qpn);
+        Ok(())
+    }
+
+    /// Does from the CPU, at set-up, what RECV_EN does: the managed receive queue of `qpn` may use
+    /// its WQEs up to index `limit`.
+    pub fn enable_recv(&mut self, f: FunctionId, qpn: Qpn, limit: u16) -> Result<(), Error> {
+        self.core.qp(f, qpn)?;
+        if !self.core.enable_receive(qpn, limit as u32) {
+            return Err(Error::NotManaged { qpn, queue: "receive" });
+        }
+        Ok(())
+    }
+}
+
+impl Core {
+    fn function(&mut self, f: FunctionId) -> Result<&mut Function, Error> {
+        self.functions.get_mut(&f).ok_or(Error::Unknown(Object::Function(f)))
+    }
+
+    fn pd(&self, f: FunctionId, pd: Pdn) -> Result<&Pd, Error> {
+        owned(self.pds.get(pd.raw()), |p| p.function, f, Object::Pd(pd))
+    }
+
+    fn pd_mut(&mut self, pd: Pdn) -> &mut Pd {
+        self.pds.get_mut(pd.raw()).expect("a PD in use lives")
+    }
+
+    fn cq(&self, f: FunctionId, cqn: Cqn) -> Result<&CompletionQueue, Error> {
+        owned(self.cqs.get(cqn.raw()), |c| c.function, f, Object::Cq(cqn))
+    }
+
+    fn cq_mut(&mut self, cqn: Cqn) -> &mut CompletionQueue {
+        self.cqs.get_mut(cqn.raw()).expect("a CQ in use lives")
+    }
+
+    fn srq(&self, f: FunctionId, srqn: Srqn) -> Result<&RecvQueue, Error> {
+        let shared = self.recvs.get(srqn.raw()).filter(|r| r.shared);
+        owned(shared, |r| r.function, f, Object::Srq(srqn))
+    }
+
+    fn qp(&self, f: FunctionId, qpn: Qpn) -> Result<&Qp, Error> {
+        owned(self.qps.get(qpn.raw()), |q| q.function, f, Object::Qp(qpn))
+    }
+
+    fn qp_mut(&mut self, qpn: Qpn) -> &mut Qp {
+        self.qps.get_mut(qpn.raw()).expect("the QP was just seen")
+    }
+
+    fn insert_recv(&mut self, queue: RecvQueue) -> Result<u32, Error> {
+        let made = self.recvs.insert(|_| true, |_| queue);
+        made.ok_or(full("receive queues of the NIC", self.recvs.capacity()))
+    }
+
+    fn key_made(&mut self, f: FunctionId, pd: Pdn, key: Key) {
+        self.pd_mut(pd).users += 1;
+        let function = self.functions.get_mut(&f).expect("the caller lives");
+        function.used.keys += 1;
+        function.keys.insert(key.index());
+    }
+
+    fn key_ended(&mut self, f: FunctionId, pd: Pdn, key: Key) {
+        self.pd_mut(pd).users -= 1;
+        let function = self.functions.get_mut(&f).expect("the caller lives");
+        function.used.keys -= 1;
+        function.keys.remove(&key.index());
+    }
+
+    /// Takes a QP out of everything that knows it.
+    fn remove_qp(&mut self, qpn: Qpn) {
+        self.unlink(qpn);
+        let qp = self.qps.remove(qpn.raw()).expect("the QP was just seen");
+        self.cq_mut(qp.send_cq).users -= 1;
+        self.cq_mut(qp.recv_cq).users -= 1;
+        self.pd_mut(qp.pd).users -= 1;
+        let Some(n) = qp.recv else { return };
+        // Who waits there for this QP finds nobody at the other end.
+        self.wake_receivers(n);
+        if qp.recv_shared {
+            self.recvs.get_mut(n).expect("an SRQ in use lives").users -= 1;
+        } else {
+            self.recvs.remove(n);
+        }
+    }
+
+    fn reset_qp(&mut self, qpn: Qpn) {
+        self.unlink(qpn);
+        let qp = self.qp_mut(qpn);
+        qp.abandon();
+        qp.state = QpState::Reset;
+        qp.peer = Peer::None;
+        if let Some(send) = &mut qp.send {
+            send.reset();
+        }
+        let (Some(n), shared) = (qp.recv, qp.recv_shared) else { return };
+        if !shared {
+            self.recvs.get_mut(n).expect("a QP's own receive queue lives").reset();
+        }
+        self.wake_receivers(n);
+    }
+}
+
+fn owned<T>(
+    found: Option<&T>,
+    function: impl Fn(&T) -> FunctionId,
+    caller: FunctionId,
+    object: Object,
+) -> Result<&T, Error> {
+    let found = found.ok_or(Error::Unknown(object))?;
+    if function(found) != caller {
+        return Err(Error::Foreign { object, caller });
+    }
+    Ok(found)
+}
+
+fn admit(what: &'static str, used: u32, limit: u32) -> Result<(), Error> {
+    if used >= limit {
+        return Err(Error::Limit { what, limit: limit as u64 });
+    }
+    Ok(())
+}
+
+fn full(what: &'static str, limit: u32) -> Error {
+    Error::Limit { what, limit: limit as u64 }
+}
+
+fn refuse_used(object: Object, users: u32, by: &'static str) -> Result<(), Error> {
+    if users > 0 {
+        return Err(Error::InUse { object, users, by });
+    }
+    Ok(())
+}

@@ -1,0 +1,336 @@
+//! The requester's half: what each opcode of a send queue does.
+//!
+//! Order of checks: the WQE's form, the local side, then the peer and the remote side. Nothing is
+//! moved before all of them passed, so that a WQE that fails has changed nothing.
+
+use super::Core;
+use super::respond::{Delivered, Message, Responder};
+use crate::cqe::Syndrome;
+use crate::dma::{Span, copy_lists};
+use crate::ids::{Access, Cqn, FunctionId, Pdn, Qpn};
+use crate::protection::{Executor, Refusal};
+use crate::qp::{Peer, Qp};
+use crate::queue::Waiting;
+use crate::verbs::QpState;
+use crate::wqe::{Control, Remote, SE_SOLICITED, Sge, Sges, Umr, Wqe, decode};
+use std::sync::atomic::Ordering;
+
+/// The QP whose WQE is executed.
+#[derive(Clone, Copy)]
+pub(super) struct Requester {
+    pub qpn: Qpn,
+    pub function: FunctionId,
+    pub pd: Pdn,
+    pub peer: Peer,
+    pub send_cq: Cqn,
+    /// Index of the WQE.
+    pub consumer: u16,
+    /// It asks for the peer's event.
+    pub solicited: bool,
+    privileged: bool,
+    managed: bool,
+    blocks: u32,
+}
+
+impl Requester {
+    #[inline]
+    pub fn of(qp: &Qp, ctrl: &Control) -> Self {
+        let send = qp.send.as_ref().expect("it executes");
+        Self {
+            qpn: qp.qpn,
+            function: qp.function,
+            pd: qp.pd,
+            peer: qp.peer,
+            send_cq: qp.send_cq,
+            consumer: send.consumer,
+            solicited: ctrl.fm_ce_se & SE_SOLICITED != 0,
+            privileged: qp.privileged,
+            managed: send.managed,
+            blocks: send.blocks(),
+        }
+    }
+
+    fn executor(&self) -> Executor {
+        Executor { qpn: self.qpn, pd: self.pd, privileged: self.privileged }
+    }
+}
+
+/// How far a WQE came.
+pub(super) enum Progress {
+    /// To its end; the bytes that it moved.
+    Done(u64),
+    /// So many bytes; the rest in later turns.
+    Part(u64),
+    /// It waits, and is executed again when woken, from `done` bytes on.
+    Blocked {
+        /// What it waits for.
+        on: Waiting,
+        /// Bytes moved before.
+        done: u64,
+    },
+}
+
+/// Why a WQE failed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Fault {
+    pub syndrome: Syndrome,
+    pub vendor: u8,
+}
+
+impl From<Syndrome> for Fault {
+    fn from(syndrome: Syndrome) -> Self {
+        Fault { syndrome, vendor: 0 }
+    }
+}
+
+impl Fault {
+    fn local(refusal: Refusal) -> Self {
+        Fault { syndrome: Syndrome::LocalProtection, vendor: refusal as u8 }
+    }
+
+    fn bind(refusal: Refusal) -> Self {
+        Fault { syndrome: Syndrome::MwBind, vendor: refusal as u8 }
+    }
+}
+
+impl Core {
+    /// Executes a fetched WQE from `done` bytes on.
+    #[inline]
+    pub fn execute(
+        &mut self,
+        me: &Requester,
+        ctrl: &Control,
+        bytes: &[u8],
+        done: u64,
+    ) -> Result<Progress, Fault> {
+        let named = ctrl.index == me.consumer && ctrl.qpn == me.qpn;
+        if ctrl.blocks() > me.blocks || !named && (!me.managed || self.limits.strict) {
+            return Err(Syndrome::LocalQpOperation.into());
+        }
+        let wqe = decode(ctrl, bytes).map_err(|_| Syndrome::LocalQpOperation)?;
+        match wqe {
+            Wqe::Nop => Ok(Progress::Done(0)),
+            Wqe::Write { to, from, imm } => self.write(me, to, from, imm, done),
+            Wqe::Read { from, to } => self.read(me, from, to, done),
+            Wqe::CompareSwap { at, compare, compare_mask, swap, swap_mask, old } => {
+                self.atomic(me, at, old, |word| {
+                    let same = (word ^ compare) & compare_mask == 0;
+                    same.then_some((word & !swap_mask) | (swap & swap_mask))
+                })
+            }
+            Wqe::FetchAdd { at, add, boundary, old } => {
+                self.atomic(me, at, old, |word| Some(add_in_fields(word, add, boundary)))
+            }
+            Wqe::Send { from, imm, invalidate } => {
+                let len = self.gather(me, from)?;
+                if len > self.limits.send_bytes_max as u64 {
+                    return Err(Syndrome::LocalLength.into());
+                }
+                self.deliver(me, Message::Send { imm, invalidate, len }, len, 0)
+            }
+            Wqe::Umr(umr) => self.umr(me, &umr),
+            Wqe::LocalInvalidate { key } => {
+                self.keys.invalidate(key, me.executor()).map_err(Fault::bind)?;
+                self.stats.unbinds += 1;
+                Ok(Progress::Done(0))
+            }
+            Wqe::Wait { cqn, index } => {
+                let cq = self.cqs.get(cqn.raw()).filter(|c| c.function == me.function);
+                let cq = cq.ok_or(Syndrome::LocalQpOperation)?;
+                if cq.reached(index) {
+                    return Ok(Progress::Done(0));
+                }
+                Ok(Progress::Blocked { on: Waiting::Count(cqn), done: 0 })
+            }
+            Wqe::SendEnable { qpn, index } => {
+                let target = self.qps.get_mut(qpn.raw()).filter(|q| q.function == me.function);
+                let target = target.ok_or(Syndrome::LocalQpOperation)?;
+                let reset = target.state == QpState::Reset;
+                match &mut target.send {
+                    Some(send) if send.managed => {
+                        // A QP in Reset takes nothing: what comes late must not run after it.
+                        if !reset {
+                            send.limit = index as u16;
+                        }
+                    }
+                    _ => return Err(Syndrome::LocalQpOperation.into()),
+                }
+                if qpn != me.qpn {
+                    self.schedule(qpn);
+                }
+                Ok(Progress::Done(0))
+            }
+            Wqe::ReceiveEnable { qpn, index } => {
+                let target = self.qps.get(qpn.raw()).filter(|q| q.function == me.function);
+                let target = target.ok_or(Syndrome::LocalQpOperation)?;
+                if target.state != QpState::Reset && !self.enable_receive(qpn, index) {
+                    return Err(Syndrome::LocalQpOperation.into());
+                }
+                Ok(Progress::Done(0))
+            }
+        }
+    }
+
+    // --- one-sided operations ------------------------------------------------------------------
+
+    #[inline]
+    fn write(
+        &mut self,
+        me: &Requester,
+        to: Remote,
+        from: Sges<'_>,
+        imm: Option<u32>,
+        mut done: u64,
+    ) -> Result<Progress, Fault> {
+        let len = self.gather(me, from)?;
+        if len > super::RDMA_BYTES_MAX {
+            return Err(Syndrome::LocalLength.into());
+        }
+        let peer = self.responder(me)?;
+        if imm.is_some() && done == 0 {
+            // The data goes only where its notice can follow.
+            if let Err(wait) = self.receive_ready(&peer)? {
+                return Ok(Progress::Blocked { on: wait, done });
+            }
+        }
+        if done < len {
+            let target = self.admit(&peer, to, len, Access::REMOTE_WRITE)?;
+            let n = (len - done).min(self.limits.slice_bytes.max(1) as u64);
+            match self.scratch.local.as_slice() {
+                [one] => target.part(done, n).copy_from(one.part(done, n)),
+                list => copy_lists(&[target], done, list, done, n),
+            }
+            self.stats.bytes += n;
+            done += n;
+            if done < len {
+                return Ok(Progress::Part(done));
+            }
+        }
+        match imm {
+            None => Ok(Progress::Done(len)),
+            Some(imm) => self.deliver(me, Message::WriteImm { imm, len }, len, done),
+        }
+    }
+
+    #[inline]
+    fn read(
+        &mut self,
+        me: &Requester,
+        from: Remote,
+        to: Sges<'_>,
+        done: u64,
+    ) -> Result<Progress, Fault> {
+        self.list_local(me, to, Access::LOCAL_WRITE)?;
+        let len = self.scratch.local.total();
+        if len > super::RDMA_BYTES_MAX {
+            return Err(Syndrome::LocalLength.into());
+        }
+        let peer = self.responder(me)?;
+        if len == 0 {
+            return Ok(Progress::Done(0));
+        }
+        let source = self.admit(&peer, from, len, Access::REMOTE_READ)?;
+        let n = (len - done).min(self.limits.slice_bytes.max(1) as u64);
+        match self.scratch.local.as_slice() {
+            [one] => one.part(done, n).copy_from(source.part(done, n)),
+            list => copy_lists(list, done, &[source], done, n),
+        }
+        self.stats.bytes += n;
+        if done + n < len { Ok(Progress::Part(done + n)) } else { Ok(Progress::Done(len)) }
+    }
+
+    /// Reads the word at `at`, stores what `change` makes of it, and puts the old one to `old`.
+    #[inline]
+    fn atomic(
+        &mut self,
+        me: &Requester,
+        at: Remote,
+        old: Sge,
+        change: impl FnOnce(u64) -> Option<u64>,
+    ) -> Result<Progress, Fault> {
+        if old.len < 8 {
+            return Err(Syndrome::LocalLength.into());
+        }
+        let result = self
+            .keys
+            .local(old.lkey, old.addr, 8, Access::LOCAL_WRITE, me.pd)
+            .map_err(Fault::local)?;
+        let peer = self.responder(me)?;
+        if !at.addr.is_multiple_of(8) {
+            return Err(self.refuse(&peer, Syndrome::RemoteInvalidRequest));
+        }
+        let word = self.admit(&peer, at, 8, Access::REMOTE_ATOMIC)?;
+        let value = word.load_be64(0, Ordering::Acquire);
+        if let Some(new) = change(value) {
+            word.store_be64(0, new, Ordering::Release);
+        }
+        result.put_be64(value);
+        Ok(Progress::Done(8))
+    }
+
+    // --- windows -------------------------------------------------------------------------------
+
+    #[inline]
+    fn umr(&mut self, me: &Requester, umr: &Umr) -> Result<Progress, Fault> {
+        if self.keys.umr(umr, me.executor()).map_err(Fault::bind)? {
+            self.stats.binds += 1;
+        } else {
+            self.stats.unbinds += 1;
+        }
+        Ok(Progress::Done(0))
+    }
+
+    // --- two-sided operations ------------------------------------------------------------------
+
+    /// Gives the gathered message to the peer's receive queue.
+    fn deliver(
+        &mut self,
+        me: &Requester,
+        message: Message,
+        len: u64,
+        done: u64,
+    ) -> Result<Progress, Fault> {
+        let peer: Responder = self.responder(me)?;
+        match self.receive(&peer, message, me.solicited)? {
+            Delivered::Yes => Ok(Progress::Done(len)),
+            Delivered::NotReady(on) => {
+                self.stats.rnr += 1;
+                Ok(Progress::Blocked { on, done })
+            }
+        }
+    }
+
+    // --- the local side ------------------------------------------------------------------------
+
+    /// Checks what is to be gathered into `scratch.local`; gives its length.
+    #[inline]
+    fn gather(&mut self, me: &Requester, from: Sges<'_>) -> Result<u64, Fault> {
+        match from {
+            Sges::List(_) => self.list_local(me, from, Access::LOCAL_READ)?,
+            Sges::Inline(data) => {
+                self.scratch.local.clear();
+                self.scratch.local.push(Span::of_bytes(data));
+            }
+        }
+        Ok(self.scratch.local.total())
+    }
+
+    #[inline]
+    fn list_local(&mut self, me: &Requester, list: Sges<'_>, need: Access) -> Result<(), Fault> {
+        let local = &mut self.scratch.local;
+        local.clear();
+        for sge in list.iter() {
+            let span = self.keys.local(sge.lkey, sge.addr, sge.len as u64, need, me.pd);
+            local.push(span.map_err(Fault::local)?);
+        }
+        Ok(())
+    }
+}
+
+/// Adds field by field: a field ends at each set bit of `boundary`, and its carry is dropped.
+///
+/// Without the boundary bits nothing carries across a field's end; they are added by XOR.
+#[inline]
+fn add_in_fields(word: u64, add: u64, boundary: u64) -> u64 {
+    (word & !boundary).wrapping_add(add & !boundary) ^ ((word ^ add) & boundary)
+}

@@ -1,0 +1,185 @@
+//! The NIC as a state machine: control verbs, doorbells and time in; completions in memory and
+//! events out.
+//!
+//! ```text
+//!   verbs (control.rs) ──> tables: functions, PDs, keys, CQs, receive queues, QPs
+//!                             │
+//!   ring() ──> ready list ──> poll() ── turn (schedule.rs) ── WQE: fetch, decode, check
+//!                 ▲                                               │
+//!                 │ wake: completion counted, RECV_EN,            ▼
+//!                 │ SEND_EN, record has moved           requester (execute.rs)
+//!              wait lists <── WAIT, RNR ────────────────          │ admit, deliver
+//!                                                       responder (respond.rs)
+//! ```
+//!
+//! Invariants:
+//! - A WQE is fetched when it is executed, once, whole, into a buffer of the NIC, and then validated.
+//! - A QP's WQEs execute in order; one ends, with all that it moved, before the next is fetched.
+//! - A QP stands in the ready list at most once, and executes nothing while it waits.
+//! - No allocation, lock or system call on the path of a WQE.
+//! - Whatever a WQE, ring or record holds, the worst outcome is the error state of the QP that they
+//!   belong to and of its peer.
+
+mod control;
+mod execute;
+mod respond;
+mod schedule;
+#[cfg(test)]
+mod tests;
+
+use crate::dma::SpanList;
+use crate::ids::{Cqn, FunctionId, KeyIndex, Qpn};
+use crate::protection::KeyTable;
+use crate::qp::Qp;
+use crate::queue::{
+    CQ_ENTRIES_MAX, CompletionQueue, Fetched, RECV_ENTRIES_MAX, RECV_ENTRIES_WIDE_MAX,
+    RECV_STRIDE_MAX, RecvQueue, SEND_BLOCKS_MAX,
+};
+use crate::table::Table;
+use crate::verbs::{AtomicOrder, AtomicScope, Caps, Event, FunctionLimits, Limits, Stats};
+use crate::wqe::MAX_SEGMENTS;
+use std::collections::{HashMap, HashSet, VecDeque};
+
+/// Bytes of a READ or WRITE at most (IBTA vol. 1, §9.7.1).
+const RDMA_BYTES_MAX: u64 = 1 << 31;
+
+/// The software NIC. See the module.
+pub struct Engine {
+    core: Core,
+    /// The WQE that is being executed.
+    wqe: Box<Fetched>,
+}
+
+/// Everything but the WQE at hand, so that a decoded WQE can borrow that while this changes.
+struct Core {
+    limits: Limits,
+    now_ns: u64,
+    functions: HashMap<FunctionId, Function>,
+    next_function: u32,
+    pds: Table<Pd>,
+    keys: KeyTable,
+    cqs: Table<CompletionQueue>,
+    recvs: Table<RecvQueue>,
+    qps: Table<Qp>,
+    /// QPs with work, in the order of their turns.
+    ready: VecDeque<Qpn>,
+    /// CQs that got a completion in this `poll`.
+    touched: Vec<Cqn>,
+    rnr: schedule::RnrWatch,
+    events: VecDeque<Event>,
+    stats: Stats,
+    scratch: Box<Scratch>,
+}
+
+/// Room for one WQE's lists.
+struct Scratch {
+    /// The requester's SGEs, checked.
+    local: SpanList,
+    /// The receive WQE's SGEs, checked.
+    receive: SpanList,
+    recv_wqe: [u8; RECV_STRIDE_MAX as usize],
+}
+
+/// A function: who owns what.
+struct Function {
+    limits: FunctionLimits,
+    used: FunctionLimits,
+    keys: HashSet<KeyIndex>,
+}
+
+/// A protection domain.
+struct Pd {
+    function: FunctionId,
+    /// Keys, QPs and SRQs in it.
+    users: u32,
+}
+
+impl Engine {
+    /// A NIC with its physical function and nothing else.
+    pub fn new(limits: Limits) -> Self {
+        let physical = Function::new(FunctionLimits::NONE);
+        let core = Core {
+            now_ns: 0,
+            functions: HashMap::from([(FunctionId::PHYSICAL, physical)]),
+            next_function: 1,
+            pds: Table::new(limits.pds),
+            keys: KeyTable::new(limits.keys),
+            cqs: Table::new(limits.cqs),
+            recvs: Table::new(limits.recvs),
+            qps: Table::new(limits.qps),
+            ready: VecDeque::with_capacity(64),
+            touched: Vec::with_capacity(64),
+            rnr: schedule::RnrWatch::default(),
+            events: VecDeque::with_capacity(64),
+            stats: Stats::default(),
+            scratch: Box::new(Scratch {
+                local: SpanList::new(),
+                receive: SpanList::new(),
+                recv_wqe: [0; RECV_STRIDE_MAX as usize],
+            }),
+            limits,
+        };
+        Self { core, wqe: Box::new(Fetched::new()) }
+    }
+
+    /// What this NIC can do.
+    pub fn caps(&self) -> Caps {
+        Caps {
+            atomic_order: AtomicOrder::BigEndian,
+            atomic_scope: AtomicScope::Nic,
+            managed_queues: true,
+            mw_type2: true,
+            mw_type1: false,
+            send_blocks_max: SEND_BLOCKS_MAX,
+            recv_entries_max: RECV_ENTRIES_MAX,
+            recv_entries_wide_max: RECV_ENTRIES_WIDE_MAX,
+            recv_stride_max: RECV_STRIDE_MAX,
+            cq_entries_max: CQ_ENTRIES_MAX,
+            rdma_sges_max: MAX_SEGMENTS as u32 - 2,
+            rdma_bytes_max: RDMA_BYTES_MAX,
+            send_bytes_max: self.core.limits.send_bytes_max,
+            keys_max: self.core.limits.keys,
+        }
+    }
+
+    /// Send doorbell: the unmanaged send queue of `qpn` has WQEs up to building-block index
+    /// `producer`. The port has made sure that who rings owns the QP. A doorbell of an unknown QP, or
+    /// of one that cannot take it, is ignored.
+    pub fn ring(&mut self, qpn: Qpn, producer: u16) {
+        self.core.ring(qpn, producer);
+    }
+
+    /// Executes up to `budget` WQEs of the QPs that are ready, in turns, at time `now_ns` (which
+    /// never goes back). Gives how many; 0 means that there is nothing to do.
+    pub fn poll(&mut self, now_ns: u64, budget: usize) -> usize {
+        self.core.poll(&mut self.wqe, now_ns, budget)
+    }
+
+    /// True if `poll` would execute something.
+    pub fn has_ready(&self) -> bool {
+        self.core.has_ready()
+    }
+
+    /// When `poll` must be called at the latest, even if no doorbell rings: a WQE waits for a receive
+    /// WQE that may be posted without any notice to the NIC.
+    pub fn next_timeout(&self) -> Option<u64> {
+        self.core.rnr.deadline_ns()
+    }
+
+    /// What happened since the last call.
+    pub fn take_events(&mut self) -> impl Iterator<Item = Event> + '_ {
+        self.core.events.drain(..)
+    }
+
+    /// Counters.
+    pub fn stats(&self) -> &Stats {
+        &self.core.stats
+    }
+}
+
+impl Function {
+    fn new(limits: FunctionLimits) -> Self {
+        let used = FunctionLimits { pds: 0, qps: 0, cqs: 0, srqs: 0, keys: 0, registered_bytes: 0 };
+        Self { limits, used, keys: HashSet::new() }
+    }
+}

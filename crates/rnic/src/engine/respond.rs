@@ -1,0 +1,226 @@
+//! The responder's half: what a QP admits from its peer.
+//!
+//! The requester's half reaches the peer only through [`Core::responder`], [`Core::admit`] and
+//! [`Core::receive`]: packets to and from another host will come between them.
+
+use super::Core;
+use super::execute::{Fault, Requester};
+use crate::cqe::{self, Cqe, Syndrome};
+use crate::dma::{Span, copy_lists};
+use crate::ids::{Access, Cqn, Key, Pdn, Qpn};
+use crate::protection::{Executor, Refusal};
+use crate::qp::Peer;
+use crate::queue::Waiting;
+use crate::wqe::{SEGMENT, Sge};
+
+/// The peer of a requester, fit to answer.
+#[derive(Clone, Copy)]
+pub(super) struct Responder {
+    qpn: Qpn,
+    pd: Pdn,
+    access: Access,
+    recv: Option<u32>,
+    recv_shared: bool,
+    recv_cq: Cqn,
+}
+
+/// What consumes a receive WQE. The data of a SEND is what the requester gathered.
+#[derive(Clone, Copy)]
+pub(super) enum Message {
+    /// SEND.
+    Send {
+        /// Immediate data.
+        imm: Option<u32>,
+        /// The responder's key to be invalidated.
+        invalidate: Option<Key>,
+        /// Bytes.
+        len: u64,
+    },
+    /// The end of a WRITE with immediate.
+    WriteImm {
+        /// Immediate data.
+        imm: u32,
+        /// Bytes that were written.
+        len: u64,
+    },
+}
+
+/// What became of a message.
+pub(super) enum Delivered {
+    /// It was received.
+    Yes,
+    /// There is no receive WQE (RNR).
+    NotReady(Waiting),
+}
+
+/// lkey of an SGE that ends a receive WQE's list (`MLX5_INVALID_LKEY`).
+pub(crate) const INVALID_LKEY: Key = Key(0x100);
+
+impl Core {
+    /// The peer, if it is connected to this requester and in a state to answer. Else the requester
+    /// hears what it would after its last retry.
+    #[inline]
+    pub fn responder(&self, me: &Requester) -> Result<Responder, Fault> {
+        let found = match me.peer {
+            Peer::Local(qpn) => self.qps.get(qpn.raw()),
+            Peer::None => None,
+        };
+        match found {
+            Some(qp) if qp.responds() && qp.peer == Peer::Local(me.qpn) => Ok(Responder {
+                qpn: qp.qpn,
+                pd: qp.pd,
+                access: qp.access,
+                recv: qp.recv,
+                recv_shared: qp.recv_shared,
+                recv_cq: qp.recv_cq,
+            }),
+            _ => Err(Syndrome::RetryExceeded.into()),
+        }
+    }
+
+    /// Checks an access by the peer's peer. A refusal ends the connection, at both ends.
+    #[inline]
+    pub fn admit(
+        &mut self,
+        to: &Responder,
+        at: crate::wqe::Remote,
+        len: u64,
+        need: Access,
+    ) -> Result<Span, Fault> {
+        let checked = if to.access.allows(need) {
+            self.keys.remote(at.rkey, at.addr, len, need, to.pd, to.qpn)
+        } else {
+            Err(Refusal::Rights)
+        };
+        checked.map_err(|_| self.refuse(to, Syndrome::RemoteAccess))
+    }
+
+    /// Puts the responder into Error; gives what the requester hears. Why exactly is not told to it.
+    #[cold]
+    pub fn refuse(&mut self, to: &Responder, syndrome: Syndrome) -> Fault {
+        self.enter_error(to.qpn, Some(syndrome));
+        syndrome.into()
+    }
+
+    /// Whether the peer has a receive WQE.
+    pub fn receive_ready(&mut self, to: &Responder) -> Result<Result<(), Waiting>, Fault> {
+        let Some(n) = to.recv else {
+            return Err(self.refuse(to, Syndrome::RemoteInvalidRequest));
+        };
+        let recv = self.recvs.get(n).expect("a receive queue in use lives");
+        Ok(if recv.credits() > 0 { Ok(()) } else { Err(Waiting::Receive(n)) })
+    }
+
+    /// Receives a message: takes a receive WQE, scatters, completes. Nothing happens in between.
+    pub fn receive(
+        &mut self,
+        to: &Responder,
+        message: Message,
+        solicited: bool,
+    ) -> Result<Delivered, Fault> {
+        let n = match (self.receive_ready(to)?, to.recv) {
+            (Ok(()), Some(n)) => n,
+            (Err(wait), _) => return Ok(Delivered::NotReady(wait)),
+            (Ok(()), None) => unreachable!("without a receive queue it is not ready"),
+        };
+        let by = Executor { qpn: to.qpn, pd: to.pd, privileged: false };
+        let mut cqe = Cqe {
+            opcode: cqe::opcode::RESP_SEND,
+            qpn: to.qpn,
+            srqn: Self::srqn_of(n, to.recv_shared),
+            solicited,
+            timestamp_ns: self.now_ns,
+            ..Cqe::default()
+        };
+        let mut revoke = None;
+        match message {
+            Message::Send { imm, invalidate, len } => {
+                cqe.byte_count = len as u32;
+                if let Some(imm) = imm {
+                    cqe.opcode = cqe::opcode::RESP_SEND_IMM;
+                    cqe.imm = imm;
+                }
+                if let Some(key) = invalidate {
+                    if self.keys.check_invalidate(key, by).is_err() {
+                        return Err(self.refuse(to, Syndrome::RemoteAccess));
+                    }
+                    cqe.opcode = cqe::opcode::RESP_SEND_INV;
+                    cqe.imm = key.0;
+                    revoke = Some(key);
+                }
+                if let Err((mine, theirs)) = self.scatter(n, len) {
+                    return Err(self.receive_failed(to, n, mine, theirs));
+                }
+            }
+            Message::WriteImm { imm, len } => {
+                cqe.opcode = cqe::opcode::RESP_WR_IMM;
+                cqe.imm = imm;
+                cqe.byte_count = len as u32;
+            }
+        }
+        if let Some(key) = revoke {
+            self.keys.invalidate(key, by).expect("it was checked");
+            self.stats.unbinds += 1;
+        }
+        let recv = self.recvs.get_mut(n).expect("a receive queue in use lives");
+        cqe.wqe_counter = recv.consumer as u16;
+        recv.advance();
+        self.stats.receives += 1;
+        if !self.push_cqe(to.recv_cq, &cqe) {
+            return Err(self.refuse(to, Syndrome::RemoteOperation));
+        }
+        Ok(Delivered::Yes)
+    }
+
+    /// Scatters what the requester gathered over the next receive WQE of queue `n`. On failure, the
+    /// syndromes of the receiver and of the sender; nothing was moved.
+    fn scatter(&mut self, n: u32, len: u64) -> Result<(), (Fault, Syndrome)> {
+        let recv = self.recvs.get(n).expect("a receive queue in use lives");
+        let scratch = &mut *self.scratch;
+        let list = recv.fetch(&mut scratch.recv_wqe);
+        scratch.receive.clear();
+        let mut left = len;
+        for sge in list.as_chunks::<SEGMENT>().0.iter().map(Sge::from_bytes) {
+            if left == 0 || sge.len == 0 && sge.lkey == INVALID_LKEY {
+                break;
+            }
+            if sge.len == 0 {
+                continue;
+            }
+            let part = left.min(sge.len as u64);
+            match self.keys.local(sge.lkey, sge.addr, part, Access::LOCAL_WRITE, recv.pd) {
+                Ok(span) => scratch.receive.push(span),
+                Err(why) => {
+                    let mine = Fault { syndrome: Syndrome::LocalProtection, vendor: why as u8 };
+                    return Err((mine, Syndrome::RemoteOperation));
+                }
+            }
+            left -= part;
+        }
+        if left > 0 {
+            return Err((Syndrome::LocalLength.into(), Syndrome::RemoteInvalidRequest));
+        }
+        copy_lists(scratch.receive.as_slice(), 0, scratch.local.as_slice(), 0, len);
+        self.stats.bytes += len;
+        Ok(())
+    }
+
+    /// Ends the receive WQE that could not take a message, and the connection with it.
+    #[cold]
+    fn receive_failed(&mut self, to: &Responder, n: u32, mine: Fault, theirs: Syndrome) -> Fault {
+        self.stats.errors += 1;
+        let recv = self.recvs.get_mut(n).expect("a receive queue in use lives");
+        let cqe = Cqe {
+            opcode: cqe::opcode::RESP_ERR,
+            qpn: to.qpn,
+            srqn: Self::srqn_of(n, to.recv_shared),
+            wqe_counter: recv.consumer as u16,
+            error: Some(cqe::CqeError { syndrome: mine.syndrome as u8, vendor: mine.vendor }),
+            ..Cqe::default()
+        };
+        recv.advance();
+        self.push_cqe(to.recv_cq, &cqe);
+        self.enter_error(to.qpn, Some(mine.syndrome));
+        theirs.into()
+    }
+}

@@ -1,0 +1,6 @@
+//! Tests of the engine: what each opcode does, what each error does, and what chains are built of.
+
+mod bed;
+mod data;
+
+use bed::*;

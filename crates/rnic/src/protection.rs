@@ -1,0 +1,453 @@
+//! The key table: memory regions and windows, and the checks that stand before every access.
+//!
+//! A key is 24 bits of index and 8 bits of tag (IBTA vol. 1, §10.6). Each index is in one of four
+//! conditions:
+//!
+//! ```text
+//!            reg_mr                 dereg_mr, refused while windows are bound
+//!   unused ---------> region ------------------------------------------------> unused
+//!            alloc_mw         bind (UMR)            dealloc_mw
+//!   unused ---------> free <-----------> bound      free or bound ----------> unused
+//!                           unbind (UMR), LOCAL_INV, SEND with invalidate
+//! ```
+//!
+//! Invariants:
+//! - A bound window lies in a region of its own PD; the region counts it and outlives it.
+//! - The tag changes with every bind and every reuse of an index: older keys are dead.
+//! - A host pointer leaves this module only as a [`Span`] that passed a check, for one step.
+
+use crate::dma::Span;
+use crate::error::{Error, Object};
+use crate::ids::{Access, FunctionId, Key, KeyIndex, Pdn, Qpn};
+use crate::memory::DmaMemory;
+use crate::verbs::{KeyInfo, KeyKind, MwKind};
+use crate::wqe::umr::{self, Umr, UmrFlags};
+use std::collections::VecDeque;
+
+/// Why a key did not allow an access or an operation. Its value is the vendor error of the CQE.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, thiserror::Error)]
+#[repr(u8)]
+pub enum Refusal {
+    /// No such index, or a region where a window is needed, or the reverse.
+    #[error("no such key")]
+    NoKey = 1,
+    /// The tag is not the current one.
+    #[error("stale tag")]
+    Tag = 2,
+    /// Another protection domain.
+    #[error("another protection domain")]
+    Pd = 3,
+    /// The window is free.
+    #[error("the window is free")]
+    Free = 4,
+    /// The window is bound already.
+    #[error("the window is bound")]
+    Bound = 5,
+    /// The window is bound to another QP.
+    #[error("bound to another QP")]
+    Qpn = 6,
+    /// Outside the range.
+    #[error("out of range")]
+    Range = 7,
+    /// The right is missing.
+    #[error("right missing")]
+    Rights = 8,
+    /// Only a privileged QP may do this.
+    #[error("only a privileged QP may do this")]
+    Privilege = 9,
+    /// The region under the window does not allow it.
+    #[error("the region under the window does not allow it")]
+    Region = 10,
+    /// The UMR's fields do not belong together.
+    #[error("the UMR's fields contradict each other")]
+    Form = 11,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Kind {
+    Unused,
+    Region,
+    Free,
+    Bound,
+}
+
+/// What the data path needs of a key.
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    kind: Kind,
+    tag: u8,
+    access: Access,
+    pd: Pdn,
+    /// A bound window's QP, else NONE.
+    qpn: Qpn,
+    /// A bound window: the index of its region. A region: the number of its windows.
+    link: u32,
+    start: u64,
+    /// The bytes, `span.len()` of them.
+    span: Span,
+}
+
+/// What the control verbs need of a key.
+struct Owner {
+    function: FunctionId,
+    /// A region's memory: keeps it mapped.
+    memory: Option<DmaMemory>,
+}
+
+/// The QP on whose behalf a key is changed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Executor {
+    pub qpn: Qpn,
+    pub pd: Pdn,
+    pub privileged: bool,
+}
+
+/// All keys of the NIC.
+pub(crate) struct KeyTable {
+    entries: Vec<Entry>,
+    owners: Vec<Owner>,
+    free: VecDeque<u32>,
+    max: u32,
+}
+
+/// The first index in use: 0 and 1 are never valid, so that a zeroed key, or mlx5's invalid lkey
+/// 0x100, names nothing.
+const FIRST_INDEX: u32 = 2;
+
+impl Entry {
+    const UNUSED: Entry = Entry {
+        kind: Kind::Unused,
+        tag: 0,
+        access: Access::NONE,
+        pd: Pdn::new(0),
+        qpn: Qpn::NONE,
+        link: 0,
+        start: 0,
+        span: Span::EMPTY,
+    };
+
+    /// The `len` bytes at `addr`, if they lie inside.
+    #[inline]
+    fn range(&self, addr: u64, len: u64) -> Result<Span, Refusal> {
+        let offset = addr.wrapping_sub(self.start);
+        if offset > self.span.len() || len > self.span.len() - offset {
+            return Err(Refusal::Range);
+        }
+        Ok(self.span.part(offset, len))
+    }
+}
+
+impl KeyTable {
+    pub fn new(max: u32) -> Self {
+        let unused = || Owner { function: FunctionId::PHYSICAL, memory: None };
+        Self {
+            entries: vec![Entry::UNUSED; FIRST_INDEX as usize],
+            owners: (0..FIRST_INDEX).map(|_| unused()).collect(),
+            free: VecDeque::new(),
+            max: max.min(KeyIndex::MAX - FIRST_INDEX),
+        }
+    }
+
+    // --- checks of the data path ---------------------------------------------------------------
+
+    #[inline]
+    fn entry(&self, key: Key) -> Result<&Entry, Refusal> {
+        let e = self.entries.get(key.index().index()).ok_or(Refusal::NoKey)?;
+        match e.kind {
+            Kind::Unused => Err(Refusal::NoKey),
+            _ if e.tag != key.tag() => Err(Refusal::Tag),
+            _ => Ok(e),
+        }
+    }
+
+    /// Local access by a QP of `pd`: the key must be a region's (IBTA vol. 1, §10.6.3.1).
+    #[inline]
+    pub fn local(
+        &self,
+        key: Key,
+        addr: u64,
+        len: u64,
+        need: Access,
+        pd: Pdn,
+    ) -> Result<Span, Refusal> {
+        let e = self.entry(key)?;
+        if e.kind != Kind::Region {
+            return Err(Refusal::NoKey);
+        }
+        if e.pd != pd {
+            return Err(Refusal::Pd);
+        }
+        if !e.access.allows(need) {
+            return Err(Refusal::Rights);
+        }
+        e.range(addr, len)
+    }
+
+    /// Access by the peer of `qpn`, a QP of `pd`: the key may be a region's or a window's that is
+    /// bound to that very QP (IBTA vol. 1, §10.6.3.2, §10.6.7.2.2).
+    #[inline]
+    pub fn remote(
+        &self,
+        key: Key,
+        addr: u64,
+        len: u64,
+        need: Access,
+        pd: Pdn,
+        qpn: Qpn,
+    ) -> Result<Span, Refusal> {
+        let e = self.entry(key)?;
+        match e.kind {
+            Kind::Bound if e.qpn != qpn => return Err(Refusal::Qpn),
+            Kind::Bound | Kind::Region => {}
+            _ => return Err(Refusal::Free),
+        }
+        if e.pd != pd {
+            return Err(Refusal::Pd);
+        }
+        if !e.access.allows(need) {
+            return Err(Refusal::Rights);
+        }
+        e.range(addr, len)
+    }
+
+    // --- windows -------------------------------------------------------------------------------
+
+    /// Executes a UMR for `by`; true if the window is bound afterwards.
+    ///
+    /// The new values are worked out and checked first, so that a refused UMR changes nothing.
+    pub fn umr(&mut self, u: &Umr, by: Executor) -> Result<bool, Refusal> {
+        let old = *self.entry(u.key)?;
+        if old.kind == Kind::Region {
+            return Err(Refusal::NoKey);
+        }
+        if old.pd != by.pd {
+            return Err(Refusal::Pd);
+        }
+        if u.mask & umr::MASK_FREE == 0 {
+            return Err(Refusal::Form);
+        }
+        if u.flags.has(UmrFlags::CHECK_FREE) && old.kind != Kind::Free {
+            return Err(Refusal::Bound);
+        }
+        if u.flags.has(UmrFlags::CHECK_QPN) {
+            match old.kind {
+                Kind::Bound if old.qpn == by.qpn => {}
+                Kind::Bound => return Err(Refusal::Qpn),
+                _ => return Err(Refusal::Free),
+            }
+        }
+        let mut new = old;
+        if u.mask & umr::MASK_MKEY != 0 {
+            new.tag = u.tag;
+        }
+        if u.mask & umr::MASK_ACCESS != 0 {
+            new.access = Access(u.access.0 & Access::REMOTE_ALL.0);
+        }
+        if u.free {
+            if !u.flags.has(UmrFlags::CHECK_QPN) && !by.privileged {
+                return Err(Refusal::Privilege);
+            }
+            self.replace(u.key.index(), Entry { kind: Kind::Free, ..new });
+            return Ok(false);
+        }
+        let others = old.kind == Kind::Bound && old.qpn != by.qpn;
+        if u.mask & umr::MASK_QPN != 0 {
+            new.qpn = u.qpn;
+        }
+        if (others || new.qpn != by.qpn) && !by.privileged {
+            return Err(Refusal::Privilege);
+        }
+        if u.mask & umr::MASK_START != 0 {
+            new.start = u.start;
+        }
+        let len = if u.mask & umr::MASK_LEN != 0 { u.len } else { old.span.len() };
+        if new.start != u.klm.addr || len != u.klm.len as u64 || len == 0 {
+            return Err(Refusal::Form);
+        }
+        let region = self.entry(u.klm.lkey).map_err(|_| Refusal::Region)?;
+        let writes = Access(new.access.0 & WRITING.0) != Access::NONE;
+        if region.kind != Kind::Region
+            || region.pd != by.pd
+            || writes && !region.access.allows(Access::LOCAL_WRITE)
+        {
+            return Err(Refusal::Region);
+        }
+        new.span = region.range(u.klm.addr, len).map_err(|_| Refusal::Region)?;
+        new.kind = Kind::Bound;
+        new.link = u.klm.lkey.index().raw();
+        self.replace(u.key.index(), new);
+        Ok(true)
+    }
+
+    /// LOCAL_INV, and the invalidation of a SEND: frees a window that is bound to the QP `by`
+    /// (IBTA vol. 1, §10.6.5).
+    pub fn invalidate(&mut self, key: Key, by: Executor) -> Result<(), Refusal> {
+        let old = self.may_invalidate(key, by)?;
+        self.replace(key.index(), Entry { kind: Kind::Free, ..old });
+        Ok(())
+    }
+
+    /// Whether [`KeyTable::invalidate`] would succeed.
+    pub fn check_invalidate(&self, key: Key, by: Executor) -> Result<(), Refusal> {
+        self.may_invalidate(key, by).map(|_| ())
+    }
+
+    fn may_invalidate(&self, key: Key, by: Executor) -> Result<Entry, Refusal> {
+        let e = *self.entry(key)?;
+        match e.kind {
+            Kind::Bound if e.pd != by.pd => Err(Refusal::Pd),
+            Kind::Bound if e.qpn != by.qpn => Err(Refusal::Qpn),
+            Kind::Bound => Ok(e),
+            Kind::Free => Err(Refusal::Free),
+            _ => Err(Refusal::NoKey),
+        }
+    }
+
+    /// Puts `new` in place of a window, and keeps the regions' counts.
+    fn replace(&mut self, index: KeyIndex, mut new: Entry) {
+        let old = self.entries[index.index()];
+        if old.kind == Kind::Bound {
+            let region = &mut self.entries[old.link as usize];
+            assert!(
+                region.kind == Kind::Region && region.link > 0,
+                "a bound window's region lives"
+            );
+            region.link -= 1;
+        }
+        if new.kind == Kind::Bound {
+            self.entries[new.link as usize].link += 1;
+        } else {
+            new.qpn = Qpn::NONE;
+            new.link = 0;
+            new.span = Span::EMPTY;
+        }
+        self.entries[index.index()] = new;
+    }
+
+    // --- control verbs -------------------------------------------------------------------------
+
+    fn allocate(&mut self, entry: Entry, owner: Owner) -> Result<Key, Error> {
+        let used = self.entries.len() - FIRST_INDEX as usize;
+        let index = if used < self.max as usize && self.free.len() < QUARANTINE {
+            self.entries.push(Entry::UNUSED);
+            self.owners.push(Owner { function: FunctionId::PHYSICAL, memory: None });
+            (self.entries.len() - 1) as u32
+        } else {
+            let limit = self.max as u64;
+            self.free.pop_front().ok_or(Error::Limit { what: "keys of the NIC", limit })?
+        };
+        let at = index as usize;
+        // Unused entries keep their last tag.
+        let tag = self.entries[at].tag.wrapping_add(1);
+        self.entries[at] = Entry { tag, ..entry };
+        self.owners[at] = owner;
+        Ok(Key::new(KeyIndex::new(index), tag))
+    }
+
+    pub fn register(
+        &mut self,
+        function: FunctionId,
+        pd: Pdn,
+        memory: DmaMemory,
+        iova: u64,
+        access: Access,
+    ) -> Result<Key, Error> {
+        let span = Span::of(&memory);
+        let entry = Entry { kind: Kind::Region, pd, access, start: iova, span, ..Entry::UNUSED };
+        self.allocate(entry, Owner { function, memory: Some(memory) })
+    }
+
+    pub fn allocate_window(&mut self, function: FunctionId, pd: Pdn) -> Result<Key, Error> {
+        let entry = Entry { kind: Kind::Free, pd, ..Entry::UNUSED };
+        self.allocate(entry, Owner { function, memory: None })
+    }
+
+    /// The entry at `index` for a control verb of `function`.
+    fn owned(&self, function: FunctionId, index: KeyIndex) -> Result<&Entry, Error> {
+        let object = Object::Key(index);
+        let e = self.entries.get(index.index()).filter(|e| e.kind != Kind::Unused);
+        let e = e.ok_or(Error::Unknown(object))?;
+        if self.owners[index.index()].function != function {
+            return Err(Error::Foreign { object, caller: function });
+        }
+        Ok(e)
+    }
+
+    /// Ends a region; gives its PD and length.
+    pub fn deregister(&mut self, function: FunctionId, key: Key) -> Result<(Pdn, u64), Error> {
+        let e = *self.owned(function, key.index())?;
+        if e.kind != Kind::Region || e.tag != key.tag() {
+            return Err(Error::Unknown(Object::Key(key.index())));
+        }
+        if e.link > 0 {
+            let (object, users) = (Object::Key(key.index()), e.link);
+            return Err(Error::InUse { object, users, by: "memory windows" });
+        }
+        self.retire(key.index());
+        Ok((e.pd, e.span.len()))
+    }
+
+    /// Ends a window, bound or free; gives its PD. Its tag may have changed since it was made.
+    pub fn deallocate_window(&mut self, function: FunctionId, key: Key) -> Result<Pdn, Error> {
+        let e = *self.owned(function, key.index())?;
+        if e.kind == Kind::Region {
+            return Err(Error::Unknown(Object::Key(key.index())));
+        }
+        self.replace(key.index(), Entry { kind: Kind::Free, ..e });
+        self.retire(key.index());
+        Ok(e.pd)
+    }
+
+    fn retire(&mut self, index: KeyIndex) {
+        let tag = self.entries[index.index()].tag;
+        self.entries[index.index()] = Entry { tag, ..Entry::UNUSED };
+        self.owners[index.index()].memory = None;
+        self.free.push_back(index.raw());
+    }
+
+    pub fn describe(&self, function: FunctionId, index: KeyIndex) -> Result<KeyInfo, Error> {
+        let e = self.owned(function, index)?;
+        let region = e.kind == Kind::Region;
+        Ok(KeyInfo {
+            kind: if region { KeyKind::Mr } else { KeyKind::Mw(MwKind::Type2) },
+            tag: e.tag,
+            pd: e.pd,
+            bound: e.kind != Kind::Free,
+            qpn: e.qpn,
+            access: e.access,
+            start: e.start,
+            len: e.span.len(),
+            windows: if region { e.link } else { 0 },
+        })
+    }
+
+    /// True if a window is bound to `qpn`.
+    pub fn names(&self, qpn: Qpn) -> bool {
+        self.entries.iter().any(|e| e.kind == Kind::Bound && e.qpn == qpn)
+    }
+
+    /// Ends all keys of `function`: windows first, then regions.
+    pub fn remove_function(&mut self, function: FunctionId, keys: impl Iterator<Item = KeyIndex>) {
+        let mut regions = Vec::new();
+        for index in keys {
+            assert_eq!(self.owners[index.index()].function, function);
+            let e = self.entries[index.index()];
+            if e.kind == Kind::Region {
+                regions.push(index);
+            } else {
+                self.replace(index, Entry { kind: Kind::Free, ..e });
+                self.retire(index);
+            }
+        }
+        for index in regions {
+            assert_eq!(self.entries[index.index()].link, 0, "windows lie in their own function");
+            self.retire(index);
+        }
+    }
+}
+
+/// Rights that change memory.
+const WRITING: Access = Access(Access::REMOTE_WRITE.0 | Access::REMOTE_ATOMIC.0);
+
+/// Fresh indices are taken until this many freed ones wait: an index is not reused soon.
+const QUARANTINE: usize = 64;

@@ -1,0 +1,110 @@
+//! A queue pair: attributes, state, and where it stands in its work.
+//!
+//! Transitions (IBTA vol. 1, §10.3.1; SQD and SQE are not there):
+//!
+//! ```text
+//! from     Init   RTR    RTS    Error   Reset
+//! Reset    yes                  yes     yes
+//! Init            yes           yes     yes
+//! RTR                    yes    yes     yes
+//! RTS                           yes     yes
+//! Error                         yes     yes
+//! ```
+
+use crate::error::Error;
+use crate::ids::{Access, Cqn, FunctionId, Pdn, Qpn};
+use crate::queue::{Fetched, SendQueue, Waiting};
+use crate::verbs::{QpChange, QpState};
+
+/// The other end of a connection. Packets to another host come in beside `Local`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Peer {
+    /// Not connected.
+    None,
+    /// A QP of this NIC.
+    Local(Qpn),
+}
+
+pub(crate) struct Qp {
+    pub qpn: Qpn,
+    pub function: FunctionId,
+    pub pd: Pdn,
+    pub privileged: bool,
+    pub access: Access,
+    pub state: QpState,
+    pub peer: Peer,
+    pub send: Option<SendQueue>,
+    /// Number of the receive queue in the engine's table.
+    pub recv: Option<u32>,
+    pub recv_shared: bool,
+    pub send_cq: Cqn,
+    pub recv_cq: Cqn,
+    pub executed: u64,
+    /// Stands in the list of ready QPs.
+    pub queued: bool,
+    pub waiting: Waiting,
+    /// The next QP of the same wait list.
+    pub next_waiter: Qpn,
+    /// The WQE that is executed in slices. Made when first needed, then kept.
+    pub long: Option<Box<Long>>,
+}
+
+/// A WQE under way.
+pub(crate) struct Long {
+    /// It is under way.
+    pub active: bool,
+    /// Bytes moved.
+    pub done: u64,
+    pub wqe: Fetched,
+}
+
+impl Qp {
+    /// True if it answers its peer's requests.
+    #[inline]
+    pub fn responds(&self) -> bool {
+        matches!(self.state, QpState::ReadyToReceive | QpState::ReadyToSend)
+    }
+
+    /// Building blocks that may be executed.
+    #[inline]
+    pub fn pending(&self) -> u32 {
+        self.send.as_ref().map_or(0, SendQueue::pending)
+    }
+
+    /// The state after `change`, if the table above has it.
+    pub fn after(&self, change: QpChange) -> Result<QpState, Error> {
+        use QpState::*;
+        let to = match change {
+            QpChange::Reset => Reset,
+            QpChange::Init => Init,
+            QpChange::ReadyToReceive { .. } => ReadyToReceive,
+            QpChange::ReadyToSend => ReadyToSend,
+            QpChange::Error => Error,
+        };
+        match (self.state, to) {
+            (_, Reset | Error)
+            | (Reset, Init)
+            | (Init, ReadyToReceive)
+            | (ReadyToReceive, ReadyToSend) => Ok(to),
+            (from, to) => Err(crate::error::Error::Transition { qpn: self.qpn, from, to }),
+        }
+    }
+
+    /// Keeps a WQE that has moved `done` bytes until its next turn.
+    pub fn put_aside(&mut self, wqe: &Fetched, done: u64) {
+        let fresh = || Box::new(Long { active: false, done: 0, wqe: Fetched::new() });
+        let long = self.long.get_or_insert_with(fresh);
+        if !long.active {
+            long.wqe.clone_from(wqe);
+            long.active = true;
+        }
+        long.done = done;
+    }
+
+    /// Forgets the WQE that is under way.
+    pub fn abandon(&mut self) {
+        if let Some(long) = &mut self.long {
+            long.active = false;
+        }
+    }
+}

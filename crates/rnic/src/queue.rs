@@ -1,0 +1,375 @@
+//! The three kinds of ring: send queue, receive queue, completion queue.
+//!
+//! Rings and records lie in memory that their owner may change at any moment. An index that the
+//! NIC keeps is never read back from there; what the owner writes (doorbells, records) is taken
+//! modulo the ring, so that a wrong value harms its writer only.
+
+use crate::cqe::{self, Cqe};
+use crate::dma::Span;
+use crate::error::Error;
+use crate::ids::{Cqn, FunctionId, Pdn, Qpn};
+use crate::memory::DmaMemory;
+use crate::verbs::{CqSpec, RecvSpec, SendSpec};
+use crate::wqe::{Control, SEGMENT, WQEBB};
+use std::sync::atomic::Ordering;
+
+/// Building blocks of a send ring at most: half the reach of its 16-bit index.
+pub(crate) const SEND_BLOCKS_MAX: u32 = 1 << 15;
+/// Receive WQEs at most where indices have 16 bits.
+pub(crate) const RECV_ENTRIES_MAX: u32 = 1 << 15;
+/// Receive WQEs at most where indices have 24 bits.
+pub(crate) const RECV_ENTRIES_WIDE_MAX: u32 = 1 << 23;
+/// Bytes of a receive WQE at most: as many segments as a send WQE can have.
+pub(crate) const RECV_STRIDE_MAX: u32 = 1024;
+/// Entries of a CQ at most: half the reach of its 24-bit index.
+pub(crate) const CQ_ENTRIES_MAX: u32 = 1 << 23;
+/// Running indices of CQs have 24 bits.
+pub(crate) const COUNT_MASK: u32 = 0xff_ffff;
+
+/// A row of QPs that wait for something, first come first: linked through the QPs themselves.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct WaitList {
+    pub first: Qpn,
+    pub last: Qpn,
+}
+
+impl WaitList {
+    pub const EMPTY: WaitList = WaitList { first: Qpn::NONE, last: Qpn::NONE };
+
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.first == Qpn::NONE
+    }
+}
+
+/// A WQE as it was fetched: once, whole.
+pub(crate) struct Fetched {
+    bytes: [u8; crate::wqe::MAX_BYTES],
+}
+
+impl Fetched {
+    pub fn new() -> Self {
+        Self { bytes: [0; crate::wqe::MAX_BYTES] }
+    }
+
+    #[inline]
+    pub fn control(&self) -> Control {
+        Control::from_bytes(self.bytes[..SEGMENT].try_into().expect("16 bytes"))
+    }
+
+    #[inline]
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    pub fn clone_from(&mut self, other: &Fetched) {
+        self.bytes = other.bytes;
+    }
+}
+
+/// A send queue.
+pub(crate) struct SendQueue {
+    ring: Span,
+    _memory: DmaMemory,
+    blocks: u32,
+    pub managed: bool,
+    /// Index of the next building block to be executed.
+    pub consumer: u16,
+    /// Index up to which building blocks may be executed: the doorbell's, or SEND_EN's.
+    pub limit: u16,
+}
+
+impl SendQueue {
+    pub fn new(spec: SendSpec) -> Result<Self, Error> {
+        power_of_two("blocks of a send ring", spec.blocks, SEND_BLOCKS_MAX)?;
+        room("a send ring", &spec.ring, spec.blocks as u64 * WQEBB as u64, WQEBB)?;
+        Ok(Self {
+            ring: Span::of(&spec.ring),
+            _memory: spec.ring,
+            blocks: spec.blocks,
+            managed: spec.managed,
+            consumer: 0,
+            limit: 0,
+        })
+    }
+
+    pub fn reset(&mut self) {
+        self.consumer = 0;
+        self.limit = 0;
+    }
+
+    /// Building blocks that may be executed. A limit behind the consumer means none.
+    #[inline]
+    pub fn pending(&self) -> u32 {
+        let ahead = self.limit.wrapping_sub(self.consumer) as u32;
+        if ahead > SEND_BLOCKS_MAX { 0 } else { ahead }
+    }
+
+    pub fn blocks(&self) -> u32 {
+        self.blocks
+    }
+
+    /// Copies the WQE at the consumer index out of the ring, around its end where need be.
+    #[inline]
+    pub fn fetch(&self, into: &mut Fetched) -> Control {
+        let mask = self.blocks - 1;
+        let first = self.consumer as u32;
+        let at = |i: u32| ((first + i) & mask) as usize * WQEBB;
+        let (blocks, _) = into.bytes.as_chunks_mut::<WQEBB>();
+        self.ring.fetch_block(at(0), &mut blocks[0]);
+        let count =
+            Control::from_bytes(blocks[0][..SEGMENT].try_into().expect("16 bytes")).blocks();
+        for i in 1..count {
+            self.ring.fetch_block(at(i), &mut blocks[i as usize]);
+        }
+        into.control()
+    }
+
+    /// The control segment alone of the WQE at the consumer index.
+    pub fn fetch_control(&self) -> Control {
+        let mut bytes = [0; SEGMENT];
+        let at = (self.consumer as u32 & (self.blocks - 1)) as usize * WQEBB;
+        self.ring.fetch(at, &mut bytes);
+        Control::from_bytes(&bytes)
+    }
+}
+
+/// A receive queue, a QP's own or shared.
+pub(crate) struct RecvQueue {
+    pub function: FunctionId,
+    pub pd: Pdn,
+    ring: Span,
+    record: Span,
+    _memory: [DmaMemory; 2],
+    entries: u32,
+    stride: u32,
+    /// Indices are taken modulo this plus 1.
+    index_mask: u32,
+    initial: u32,
+    /// The limit comes from RECV_EN, not from the record.
+    pub managed: bool,
+    /// QPs that use it; a QP's own queue has none.
+    pub users: u32,
+    /// True for an SRQ.
+    pub shared: bool,
+    /// Index of the next receive WQE.
+    pub consumer: u32,
+    limit: u32,
+    /// QPs whose WQE found no receive WQE.
+    pub waiters: WaitList,
+    /// In the engine's list of queues whose records are looked at.
+    pub watched: bool,
+}
+
+impl RecvQueue {
+    pub fn new(
+        function: FunctionId,
+        pd: Pdn,
+        spec: RecvSpec,
+        managed: bool,
+        shared: bool,
+    ) -> Result<Self, Error> {
+        let max = if managed { RECV_ENTRIES_MAX } else { RECV_ENTRIES_WIDE_MAX };
+        power_of_two("entries of a receive ring", spec.entries, max)?;
+        if spec.stride == 0
+            || !spec.stride.is_multiple_of(SEGMENT as u32)
+            || spec.stride > RECV_STRIDE_MAX
+        {
+            return Err(Error::Argument {
+                what: "the stride of a receive ring",
+                value: spec.stride as u64,
+                must: "a multiple of 16 up to 1024",
+            });
+        }
+        room("a receive ring", &spec.ring, spec.entries as u64 * spec.stride as u64, SEGMENT)?;
+        room("a receive record", &spec.record, 8, 8)?;
+        let index_mask = if spec.entries > RECV_ENTRIES_MAX { COUNT_MASK } else { 0xffff };
+        let initial = spec.initial_consumer & index_mask;
+        Ok(Self {
+            function,
+            pd,
+            ring: Span::of(&spec.ring),
+            record: Span::of(&spec.record),
+            _memory: [spec.ring, spec.record],
+            entries: spec.entries,
+            stride: spec.stride,
+            index_mask,
+            initial,
+            managed,
+            users: 0,
+            shared,
+            consumer: initial,
+            limit: initial,
+            waiters: WaitList::EMPTY,
+            watched: false,
+        })
+    }
+
+    pub fn reset(&mut self) {
+        self.consumer = self.initial;
+        self.limit = self.initial;
+    }
+
+    /// Index up to which receive WQEs may be used.
+    #[inline]
+    pub fn limit(&self) -> u32 {
+        if self.managed {
+            self.limit
+        } else {
+            self.record.load_be32(0, Ordering::Acquire) & self.index_mask
+        }
+    }
+
+    pub fn set_limit(&mut self, limit: u32) {
+        self.limit = limit & self.index_mask;
+    }
+
+    /// Receive WQEs that may be used. A limit behind the consumer means none.
+    #[inline]
+    pub fn credits(&self) -> u32 {
+        let ahead = self.limit().wrapping_sub(self.consumer) & self.index_mask;
+        if ahead > self.index_mask / 2 + 1 { 0 } else { ahead }
+    }
+
+    /// Copies the receive WQE at the consumer index into `into`; gives its bytes.
+    #[inline]
+    pub fn fetch<'a>(&self, into: &'a mut [u8; RECV_STRIDE_MAX as usize]) -> &'a [u8] {
+        let at = (self.consumer & (self.entries - 1)) as usize * self.stride as usize;
+        let bytes = &mut into[..self.stride as usize];
+        self.ring.fetch(at, bytes);
+        bytes
+    }
+
+    #[inline]
+    pub fn advance(&mut self) {
+        self.consumer = self.consumer.wrapping_add(1) & self.index_mask;
+    }
+}
+
+/// A completion queue.
+pub(crate) struct CompletionQueue {
+    pub function: FunctionId,
+    ring: Span,
+    record: Span,
+    _memory: [DmaMemory; 2],
+    entries: u32,
+    /// Running number of the next completion, 24 bits.
+    pub count: u32,
+    /// The consumer's index when it was last looked at.
+    consumer_seen: u32,
+    ignore_overrun: bool,
+    /// A completion found no room: none will be written any more.
+    pub overrun: bool,
+    /// Send and receive queues that complete to it.
+    pub users: u32,
+    /// QPs whose WAIT waits for it.
+    pub waiters: WaitList,
+    /// In the engine's list of CQs whose `armed` is looked at when `poll` ends.
+    pub touched: bool,
+}
+
+impl CompletionQueue {
+    pub fn new(function: FunctionId, spec: CqSpec) -> Result<Self, Error> {
+        power_of_two("entries of a CQ", spec.entries, CQ_ENTRIES_MAX)?;
+        room("a CQ's ring", &spec.ring, spec.entries as u64 * cqe::CQE as u64, cqe::CQE)?;
+        room("a CQ's record", &spec.record, 8, 8)?;
+        for i in 0..spec.entries as usize {
+            let mut entry = [0; cqe::CQE];
+            entry[cqe::offset::OP_OWN] = cqe::opcode::INVALID << 4 | cqe::OWNER;
+            spec.ring.write(i * cqe::CQE, &entry);
+        }
+        let count = spec.initial_count & COUNT_MASK;
+        Ok(Self {
+            function,
+            ring: Span::of(&spec.ring),
+            record: Span::of(&spec.record),
+            _memory: [spec.ring, spec.record],
+            entries: spec.entries,
+            count,
+            consumer_seen: count,
+            ignore_overrun: spec.ignore_overrun,
+            overrun: false,
+            users: 0,
+            waiters: WaitList::EMPTY,
+            touched: false,
+        })
+    }
+
+    /// Writes a completion; false if there is no room for it.
+    #[inline]
+    pub fn push(&mut self, cqe: &Cqe) -> bool {
+        if !self.ignore_overrun && !self.has_room() {
+            self.overrun = true;
+            return false;
+        }
+        let at = (self.count & (self.entries - 1)) as u64 * cqe::CQE as u64;
+        let owner = self.count / self.entries & 1;
+        cqe.store(self.ring.part(at, cqe::CQE as u64), owner as u8);
+        self.count = (self.count + 1) & COUNT_MASK;
+        true
+    }
+
+    #[inline]
+    fn has_room(&mut self) -> bool {
+        let full = |seen: u32| (self.count.wrapping_sub(seen) & COUNT_MASK) >= self.entries;
+        if self.overrun {
+            return false;
+        }
+        if full(self.consumer_seen) {
+            let seen = self.record.load_be32(0, Ordering::Acquire) & COUNT_MASK;
+            if full(seen) {
+                return false;
+            }
+            self.consumer_seen = seen;
+        }
+        true
+    }
+
+    /// Whether completion number `index` (24 bits) has been written.
+    #[inline]
+    pub fn reached(&self, index: u32) -> bool {
+        self.count.wrapping_sub(1).wrapping_sub(index) & 0x80_0000 == 0
+    }
+
+    /// Clears `armed`; true if it was set. A full fence came before.
+    pub fn disarm(&self) -> bool {
+        self.record.take_flag(4)
+    }
+}
+
+/// Where a QP waits.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Waiting {
+    /// It does not.
+    No,
+    /// For a CQ's count.
+    Count(Cqn),
+    /// For a receive WQE of this receive queue.
+    Receive(u32),
+}
+
+fn power_of_two(what: &'static str, value: u32, max: u32) -> Result<(), Error> {
+    if !value.is_power_of_two() || value > max {
+        let must = match max {
+            SEND_BLOCKS_MAX => "a power of two up to 32768",
+            _ => "a power of two up to 8388608",
+        };
+        return Err(Error::Argument { what, value: value as u64, must });
+    }
+    Ok(())
+}
+
+fn room(what: &'static str, memory: &DmaMemory, need: u64, align: usize) -> Result<(), Error> {
+    if (memory.len() as u64) < need {
+        return Err(Error::TooSmall { what, need, have: memory.len() as u64 });
+    }
+    if !(memory.as_ptr() as usize).is_multiple_of(align) {
+        let must = match align {
+            64 => "aligned to 64 bytes",
+            16 => "aligned to 16 bytes",
+            _ => "aligned to 8 bytes",
+        };
+        return Err(Error::Argument { what, value: memory.addr(), must });
+    }
+    Ok(())
+}

@@ -1,0 +1,396 @@
+//! What the control verbs take and give: limits, attributes, descriptions, events.
+
+use crate::ids::{Access, Cqn, FunctionId, Pdn, Qpn, Srqn};
+use crate::memory::DmaMemory;
+
+/// What the NIC holds at most, and how it runs. Fixed when it is made.
+#[derive(Clone, Debug)]
+pub struct Limits {
+    /// Virtual functions.
+    pub functions: u32,
+    /// Protection domains of all functions.
+    pub pds: u32,
+    /// Queue pairs of all functions.
+    pub qps: u32,
+    /// Completion queues of all functions.
+    pub cqs: u32,
+    /// Receive queues of all functions: shared ones and QPs' own.
+    pub recvs: u32,
+    /// Memory regions and windows of all functions; at most 2^24 - 1.
+    pub keys: u32,
+    /// The longest SEND, in bytes. A SEND is one indivisible step, so that this bounds how long one
+    /// client can keep the NIC from the others.
+    pub send_bytes_max: u32,
+    /// READs and WRITEs longer than this many bytes are executed in slices of it.
+    pub slice_bytes: u32,
+    /// WQEs of one QP that are executed in a row while others are ready.
+    pub turn_wqes: u32,
+    /// Check the index and QPN in the control segment of managed rings' WQEs too. Recycled rings
+    /// cannot run then; it is there to show what depends on it.
+    pub strict: bool,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            functions: 4096,
+            pds: 16 << 10,
+            qps: 64 << 10,
+            cqs: 64 << 10,
+            recvs: 64 << 10,
+            keys: (1 << 24) - 1,
+            send_bytes_max: 1 << 20,
+            slice_bytes: 256 << 10,
+            turn_wqes: 32,
+            strict: false,
+        }
+    }
+}
+
+/// What one function may have.
+#[derive(Clone, Debug)]
+pub struct FunctionLimits {
+    /// Protection domains.
+    pub pds: u32,
+    /// Queue pairs.
+    pub qps: u32,
+    /// Completion queues.
+    pub cqs: u32,
+    /// Shared receive queues.
+    pub srqs: u32,
+    /// Memory regions and windows.
+    pub keys: u32,
+    /// Bytes in its memory regions; a byte in two regions counts twice.
+    pub registered_bytes: u64,
+}
+
+impl Default for FunctionLimits {
+    fn default() -> Self {
+        Self { pds: 64, qps: 1024, cqs: 1024, srqs: 64, keys: 64 << 10, registered_bytes: 1 << 46 }
+    }
+}
+
+impl FunctionLimits {
+    /// No limit but the NIC's own.
+    pub const NONE: FunctionLimits = FunctionLimits {
+        pds: u32::MAX,
+        qps: u32::MAX,
+        cqs: u32::MAX,
+        srqs: u32::MAX,
+        keys: u32::MAX,
+        registered_bytes: u64::MAX,
+    };
+}
+
+/// Byte order in which the NIC reads the 8-byte words that atomics work on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum AtomicOrder {
+    /// Words are big-endian in memory, as WQE fields are: chains need it.
+    BigEndian,
+    /// Words are in the host's order.
+    Host,
+}
+
+/// Against whom atomics are atomic (IBTA vol. 1, §11.2.1.2).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum AtomicScope {
+    /// Against other operations of this NIC only (`IBV_ATOMIC_HCA`).
+    Nic,
+    /// Against the host's CPUs as well (`IBV_ATOMIC_GLOB`).
+    Global,
+}
+
+/// What the NIC can do: to be checked at set-up by whoever depends on it.
+#[derive(Clone, Debug)]
+pub struct Caps {
+    /// Byte order of atomics.
+    pub atomic_order: AtomicOrder,
+    /// Scope of atomics.
+    pub atomic_scope: AtomicScope,
+    /// Managed queues with WAIT, SEND_EN and RECV_EN.
+    pub managed_queues: bool,
+    /// Type-2 windows (2B: bound to one QP).
+    pub mw_type2: bool,
+    /// Type-1 windows.
+    pub mw_type1: bool,
+    /// Building blocks of a send ring.
+    pub send_blocks_max: u32,
+    /// Receive WQEs of a queue whose indices have 16 bits.
+    pub recv_entries_max: u32,
+    /// Receive WQEs of a record-driven queue whose indices have 24 bits.
+    pub recv_entries_wide_max: u32,
+    /// Bytes of one receive WQE.
+    pub recv_stride_max: u32,
+    /// Entries of a CQ.
+    pub cq_entries_max: u32,
+    /// SGEs of a READ or WRITE.
+    pub rdma_sges_max: u32,
+    /// Bytes of a READ or WRITE.
+    pub rdma_bytes_max: u64,
+    /// Bytes of a SEND.
+    pub send_bytes_max: u32,
+    /// Memory regions and windows.
+    pub keys_max: u32,
+}
+
+/// Types of memory window (IBTA vol. 1, §10.6.7.2).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum MwKind {
+    /// Open to every QP of its PD. Not supported yet.
+    Type1,
+    /// Bound to one QP (2B).
+    Type2,
+}
+
+/// What a key is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum KeyKind {
+    /// Memory region.
+    Mr,
+    /// Memory window.
+    Mw(MwKind),
+}
+
+/// One key, described.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct KeyInfo {
+    /// What it is.
+    pub kind: KeyKind,
+    /// The tag that is valid now.
+    pub tag: u8,
+    /// Its protection domain.
+    pub pd: Pdn,
+    /// A region: always true. A window: bound, that is, not free.
+    pub bound: bool,
+    /// The QP that a window is bound to, else [`Qpn::NONE`].
+    pub qpn: Qpn,
+    /// Its rights.
+    pub access: Access,
+    /// First address.
+    pub start: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// A region: windows that are bound to it.
+    pub windows: u32,
+}
+
+/// A completion queue to be made.
+#[derive(Clone, Debug)]
+pub struct CqSpec {
+    /// The ring: `entries` times 64 bytes, aligned to 64.
+    pub ring: DmaMemory,
+    /// Entries: a power of two.
+    pub entries: u32,
+    /// The record, 8 bytes, aligned to 8: at 0 the consumer's running index (big-endian, 24 bits of
+    /// 32), at 4 the word `armed` (host-endian): the consumer sets it to 1 to be told of the next
+    /// completion, the NIC swaps it to 0 when it raises [`Event::Completion`].
+    pub record: DmaMemory,
+    /// Completions overwrite older ones that were not consumed. For queues that are only counted
+    /// (by WAIT), never read.
+    pub ignore_overrun: bool,
+    /// Running number of the first completion (24 bits); the record's index starts there too. 0
+    /// but in tests of the wrap.
+    pub initial_count: u32,
+}
+
+/// A receive queue to be made, a QP's own or shared.
+///
+/// The NIC uses WQEs from its consumer index up to a limit, both running: modulo 2^16 when the queue
+/// has up to 32768 entries, else modulo 2^24 (which only record-driven queues may have; hardware has no
+/// such queues).
+#[derive(Clone, Debug)]
+pub struct RecvSpec {
+    /// The ring: `entries` times `stride` bytes, aligned to 16.
+    pub ring: DmaMemory,
+    /// Receive WQEs: a power of two.
+    pub entries: u32,
+    /// Bytes of a receive WQE: a row of SGEs, so a multiple of 16. An SGE of length 0 is skipped; one
+    /// that also has lkey 0x100 ends the list.
+    pub stride: u32,
+    /// The record, 8 bytes, aligned to 8: at 0 the producer's running index (big-endian). Not read
+    /// when the queue is managed.
+    pub record: DmaMemory,
+    /// The index of the first receive WQE to be used, also after a reset.
+    pub initial_consumer: u32,
+}
+
+/// A send queue to be made.
+#[derive(Clone, Debug)]
+pub struct SendSpec {
+    /// The ring: `blocks` times 64 bytes, aligned to 64.
+    pub ring: DmaMemory,
+    /// Building blocks: a power of two, at most 32768.
+    pub blocks: u32,
+    /// WQEs are executed up to where SEND_EN allows, not up to a doorbell.
+    pub managed: bool,
+}
+
+/// The receive side of a QP.
+#[derive(Clone, Debug)]
+pub enum Recv {
+    /// None: a SEND to this QP is an invalid request.
+    None,
+    /// A queue of its own.
+    Own {
+        /// The queue.
+        spec: RecvSpec,
+        /// Its WQEs may be used up to where RECV_EN allows, not up to the record.
+        managed: bool,
+    },
+    /// A shared queue of the same function. Its own PD guards what its WQEs name.
+    Shared(Srqn),
+}
+
+/// A queue pair to be made (RC).
+#[derive(Clone, Debug)]
+pub struct QpSpec {
+    /// Its protection domain.
+    pub pd: Pdn,
+    /// Its send queue. Without one it only responds.
+    pub send: Option<SendSpec>,
+    /// Its receive queue.
+    pub recv: Recv,
+    /// Where its send queue's completions go.
+    pub send_cq: Cqn,
+    /// Where its receive queue's completions go.
+    pub recv_cq: Cqn,
+    /// Rights that its peer has at most, whatever the key says.
+    pub access: Access,
+    /// Its WQEs may bind windows to other QPs and unbind those of others (within its PD). For the
+    /// physical function only.
+    pub privileged: bool,
+}
+
+/// States of an RC QP (IBTA vol. 1, §10.3.1).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum QpState {
+    /// Made, or reset.
+    Reset,
+    /// Receives may be posted.
+    Init,
+    /// RTR: it responds.
+    ReadyToReceive,
+    /// RTS: it responds and sends.
+    ReadyToSend,
+    /// Work is flushed.
+    Error,
+}
+
+/// A transition of a QP.
+///
+/// ```text
+/// Reset --Init--> Init --RTR(peer)--> RTR --RTS--> RTS      any --Error--> Error     any --Reset--> Reset
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum QpChange {
+    /// To Reset: indices start again, work is forgotten, the number stays.
+    Reset,
+    /// To Init.
+    Init,
+    /// To RTR, with the QP that it talks to.
+    ReadyToReceive {
+        /// The other end. It need not exist yet.
+        peer: Qpn,
+    },
+    /// To RTS.
+    ReadyToSend,
+    /// To Error: work is flushed.
+    Error,
+}
+
+/// A queue pair, described.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct QpInfo {
+    /// Its state.
+    pub state: QpState,
+    /// The other end, [`Qpn::NONE`] before RTR.
+    pub peer: Qpn,
+    /// Index of the next building block to be executed.
+    pub send_consumer: u16,
+    /// Index up to which building blocks may be executed.
+    pub send_limit: u16,
+    /// Index of the next receive WQE.
+    pub recv_consumer: u32,
+    /// Index up to which receive WQEs may be used.
+    pub recv_limit: u32,
+    /// WQEs executed since it was made.
+    pub executed: u64,
+}
+
+/// What the NIC tells its port beside completions in memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Event {
+    /// An armed CQ got a completion.
+    Completion(Cqn),
+    /// An asynchronous event (IBTA vol. 1, §11.6.3).
+    Async {
+        /// The function that it is for.
+        function: FunctionId,
+        /// What happened.
+        event: AsyncEvent,
+    },
+}
+
+/// Affiliated asynchronous events.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum AsyncEvent {
+    /// The QP went to Error because one of its WQEs failed or because it refused its peer's request.
+    QpError {
+        /// The QP.
+        qpn: Qpn,
+        /// Why.
+        syndrome: crate::cqe::Syndrome,
+    },
+    /// A completion found no room. The CQ takes no more completions; QPs that complete to it go to
+    /// Error when they try.
+    CqOverrun {
+        /// The CQ.
+        cqn: Cqn,
+    },
+}
+
+/// Counters of the NIC since it was made.
+#[derive(Clone, Debug)]
+pub struct Stats {
+    /// WQEs executed without error, by opcode.
+    pub wqes: [u64; 64],
+    /// Receive WQEs consumed.
+    pub receives: u64,
+    /// Completions written.
+    pub completions: u64,
+    /// Bytes moved by READ, WRITE and SEND.
+    pub bytes: u64,
+    /// WQEs that failed.
+    pub errors: u64,
+    /// WQEs, send and receive, flushed.
+    pub flushed: u64,
+    /// Windows bound.
+    pub binds: u64,
+    /// Windows unbound.
+    pub unbinds: u64,
+    /// Times that a WQE found no receive WQE at the peer.
+    pub rnr: u64,
+}
+
+impl Default for Stats {
+    fn default() -> Self {
+        Self {
+            wqes: [0; 64],
+            receives: 0,
+            completions: 0,
+            bytes: 0,
+            errors: 0,
+            flushed: 0,
+            binds: 0,
+            unbinds: 0,
+            rnr: 0,
+        }
+    }
+}
+
+impl Stats {
+    /// WQEs executed without error, of all opcodes.
+    pub fn wqes_total(&self) -> u64 {
+        self.wqes.iter().sum()
+    }
+}
