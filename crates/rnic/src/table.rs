@@ -70,14 +70,15 @@ impl<T> Table<T> {
         for _ in 0..self.free.len() {
             let at = self.free.pop_front().expect("counted");
             let slot = &mut self.slots[at as usize];
-            if slot.wrapped && !reusable(slot.number) {
+            for _ in 0..1 << (NUMBER_BITS - self.bits) {
+                if !slot.wrapped || reusable(slot.number) {
+                    slot.value = Some(make(slot.number));
+                    self.live += 1;
+                    return Some(slot.number);
+                }
                 slot.advance(self.bits);
-                self.free.push_back(at);
-                continue;
             }
-            slot.value = Some(make(slot.number));
-            self.live += 1;
-            return Some(slot.number);
+            self.free.push_back(at);
         }
         None
     }
@@ -157,26 +158,29 @@ mod tests {
     }
 
     #[test]
+    fn no_number_is_the_one_that_means_none() {
+        let mut slot = Slot { number: 0x1f, wrapped: false, value: None::<()> };
+        for _ in 0..1 << 20 {
+            slot.advance(5);
+            assert_ne!(slot.number, 0xff_ffff);
+            assert_eq!(slot.number & 0x1f, 0x1f);
+        }
+        assert!(slot.wrapped);
+    }
+
+    #[test]
     fn a_number_in_use_elsewhere_is_skipped_when_the_numbers_wrap() {
         let mut t = Table::new(16);
-        let mut all: Vec<u32> = (0..16).map(|_| t.insert(|_| true, |n| n).unwrap()).collect();
-        let first = all[0];
-        let last = *all.last().unwrap();
-        for n in all.drain(1..) {
-            // The other slots stay full.
-            assert_eq!(t.get(n), Some(&n));
-        }
+        // One slot is given out again and again, the others stay full.
+        let all: Vec<u32> = (0..16).map(|_| t.insert(|_| true, |n| n).unwrap()).collect();
+        let (first, last) = (all[0], all[15]);
+        let laps = 1 << (24 - 5);
         let mut n = first;
-        let mut seen = 0;
-        loop {
-            t.remove(n).unwrap();
+        for lap in 1..laps + 10 {
+            assert_eq!(t.remove(n), Some(n));
             n = t.insert(|n| n != first, |n| n).unwrap();
-            assert_ne!(n, first);
-            assert_ne!(n, 0xff_ffff);
-            seen += 1;
-            if seen > 1 << 20 {
-                break;
-            }
+            let skipped = if lap >= laps { 1 } else { 0 };
+            assert_eq!(n, first + (lap + skipped) % laps * 32);
         }
         assert_eq!(t.get(last), Some(&last));
     }
