@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::Error;
+use crate::bare;
 use crate::histogram::Latencies;
 use crate::plot::{Axis, Lines};
 use crate::record::{Record, Setting, Statistic, Unit};
@@ -120,7 +121,7 @@ pub fn tables(records: &[Record]) -> Vec<(String, Table)> {
         for (depth, records) in by_depth(records) {
             let latency = direction.metric("latency_us");
             let rate = direction.metric("rate_per_s");
-            let bare = Setting::new().scheme("bare").nic("none");
+            let bare = Setting::new().scheme(bare::SCHEME).nic(bare::NIC);
             let pivot = Pivot::rows(["size", "scheme", "nic", "clients"])
                 .column(&latency, Statistic::P50)
                 .column(&latency, Statistic::P99)
@@ -138,7 +139,8 @@ pub fn tables(records: &[Record]) -> Vec<(String, Table)> {
     tables
 }
 
-/// Writes the pictures of a run: latency of one at a time, bandwidth at the greatest depth.
+/// Writes the pictures of a run, one for each direction and depth: the latency of one
+/// operation at a time, the bandwidth of more.
 ///
 /// # Errors
 /// As [`Lines::write`].
@@ -158,14 +160,14 @@ pub fn pictures(records: &[Record], directory: &Path) -> Result<Vec<PathBuf>, Er
             let mut drawn = false;
             for (scheme, points) in series(&records, &metric, statistic) {
                 drawn = true;
-                lines = if scheme.starts_with("bare") {
+                lines = if scheme.starts_with(bare::SCHEME) {
                     lines.baseline(&scheme, points)
                 } else {
                     lines.line(&scheme, points)
                 };
             }
             if drawn {
-                let name = format!("{EXPERIMENT}-{}-{name}", direction.name());
+                let name = format!("{EXPERIMENT}-{}-{name}-{depth}", direction.name());
                 files.extend(lines.write(directory, &name)?);
             }
         }
@@ -199,7 +201,7 @@ fn series(
             .iter()
             .filter_map(|key| record.setting.get(key))
             .map(ToString::to_string)
-            .filter(|part| part != "none")
+            .filter(|part| part != bare::NIC)
             .collect();
         let name = name.join(", ");
         let point = (size, record.value);
@@ -277,10 +279,10 @@ mod tests {
         assert_eq!(
             names,
             [
-                "access-read-latency.svg",
-                "access-read-latency.png",
-                "access-read-bandwidth.svg",
-                "access-read-bandwidth.png"
+                "access-read-latency-1.svg",
+                "access-read-latency-1.png",
+                "access-read-bandwidth-64.svg",
+                "access-read-bandwidth-64.png"
             ]
         );
     }

@@ -23,9 +23,9 @@ use std::time::{Duration, Instant};
 use crate::access::{Direction, Outcome, Spec};
 use crate::histogram::Latencies;
 
-/// The scheme's name in records.
+/// The name in records of what has nothing around it, in the place of a scheme.
 pub const SCHEME: &str = "bare";
-/// What stands in the records' place of a NIC.
+/// And in the place of a NIC.
 pub const NIC: &str = "none";
 
 /// Before the clock counts: caches, page tables and the cores' frequency settle.

@@ -17,10 +17,12 @@
 //! | [`size`] | sizes as people write them |
 //! | [`access`] | READ and WRITE: metrics, tables, pictures |
 //! | [`bare`] | yardstick of READ and WRITE: the bare hand-off between two threads |
+//! | [`fault`] | page faults: metrics, tables, pictures |
 
 pub mod access;
 pub mod bare;
 pub mod claims;
+pub mod fault;
 pub mod histogram;
 pub mod plot;
 pub mod progress;

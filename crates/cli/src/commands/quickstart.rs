@@ -30,7 +30,7 @@ use crate::summary::RunSummary;
 #[command(after_help = EXAMPLES)]
 pub struct Quickstart {
     /// Text that the programs work on
-    #[arg(long, value_name = "SIZE", default_value = "64MiB")]
+    #[arg(long, value_name = "SIZE", default_value = "128MiB")]
     text: Size,
 
     /// Where to put it and the outputs [default: a temporary directory, removed at the end]
