@@ -17,8 +17,8 @@ use std::sync::atomic::Ordering;
 pub(crate) const SEND_BLOCKS_MAX: u32 = 1 << 15;
 /// Receive WQEs at most where indices have 16 bits.
 pub(crate) const RECV_ENTRIES_MAX: u32 = 1 << 15;
-/// Receive WQEs at most where indices have 24 bits.
-pub(crate) const RECV_ENTRIES_WIDE_MAX: u32 = 1 << 23;
+/// Receive WQEs at most where indices have 32 bits: as many as there can be keys.
+pub(crate) const RECV_ENTRIES_WIDE_MAX: u32 = 1 << 24;
 /// Bytes of a receive WQE at most: as many segments as a send WQE can have.
 pub(crate) const RECV_STRIDE_MAX: u32 = 1024;
 /// Entries of a CQ at most: half the reach of its 24-bit index.
@@ -143,7 +143,7 @@ pub(crate) struct RecvQueue {
     _memory: [DmaMemory; 2],
     entries: u32,
     stride: u32,
-    /// Indices are taken modulo this plus 1.
+    /// Indices are taken modulo this plus 1: 16 bits, or 32 in queues too large for that.
     index_mask: u32,
     initial: u32,
     /// The limit comes from RECV_EN, not from the record.
@@ -183,7 +183,7 @@ impl RecvQueue {
         }
         room("a receive ring", &spec.ring, spec.entries as u64 * spec.stride as u64, SEGMENT)?;
         room("a receive record", &spec.record, 8, 8)?;
-        let index_mask = if spec.entries > RECV_ENTRIES_MAX { COUNT_MASK } else { 0xffff };
+        let index_mask = if spec.entries > RECV_ENTRIES_MAX { u32::MAX } else { 0xffff };
         let initial = spec.initial_consumer & index_mask;
         Ok(Self {
             function,
@@ -352,7 +352,8 @@ fn power_of_two(what: &'static str, value: u32, max: u32) -> Result<(), Error> {
     if !value.is_power_of_two() || value > max {
         let must = match max {
             SEND_BLOCKS_MAX => "a power of two up to 32768",
-            _ => "a power of two up to 8388608",
+            CQ_ENTRIES_MAX => "a power of two up to 8388608",
+            _ => "a power of two up to 16777216 (32768 if managed)",
         };
         return Err(Error::Argument { what, value: value as u64, must });
     }

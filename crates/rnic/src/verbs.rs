@@ -117,7 +117,7 @@ pub struct Caps {
     pub send_blocks_max: u32,
     /// Receive WQEs of a queue whose indices have 16 bits.
     pub recv_entries_max: u32,
-    /// Receive WQEs of a record-driven queue whose indices have 24 bits.
+    /// Receive WQEs of a record-driven queue whose indices have 32 bits.
     pub recv_entries_wide_max: u32,
     /// Bytes of one receive WQE.
     pub recv_stride_max: u32,
@@ -196,7 +196,7 @@ pub struct CqSpec {
 /// A receive queue to be made, a QP's own or shared.
 ///
 /// The NIC uses WQEs from its consumer index up to a limit, both running: modulo 2^16 when the queue
-/// has up to 32768 entries, else modulo 2^24 (which only record-driven queues may have; hardware has no
+/// has up to 32768 entries, else modulo 2^32 (which only record-driven queues may have; hardware has no
 /// such queues).
 #[derive(Clone, Debug)]
 pub struct RecvSpec {

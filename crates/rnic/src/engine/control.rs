@@ -88,7 +88,8 @@ impl Engine {
     // --- keys ----------------------------------------------------------------------------------
 
     /// Registers all of `mem`; `iova` is the address of its first byte as its owner names it. Local
-    /// read is always granted; remote write and atomics need local write (IBTA vol. 1, §10.6.3.1).
+    /// read is always granted. Remote write and atomics do not need local write here, as they do in
+    /// IBTA vol. 1, §10.6.3.1: a region can be writable for peers alone.
     ///
     /// The NIC keeps `mem` mapped until the region ends.
     pub fn reg_mr(
@@ -113,14 +114,6 @@ impl Engine {
                 what: "the I/O virtual address of a region",
                 value: iova,
                 must: "equal to its memory's address modulo 8, so that words are aligned in both",
-            });
-        }
-        let writing = Access(access.0 & (Access::REMOTE_WRITE | Access::REMOTE_ATOMIC).0);
-        if writing != Access::NONE && !access.allows(Access::LOCAL_WRITE) {
-            return Err(Error::Argument {
-                what: "the access of a region",
-                value: access.0 as u64,
-                must: "with local write where it has remote write or atomics",
             });
         }
         let function = self.core.function(f)?;

@@ -2,5 +2,6 @@
 
 mod bed;
 mod data;
+mod windows;
 
 use bed::*;

@@ -1,0 +1,335 @@
+//! Windows: bind, unbind, invalidate, and what each of them refuses.
+
+use super::*;
+use crate::cqe::Syndrome;
+use crate::ids::{Access, Key, Pdn, Qpn};
+use crate::protection::Refusal;
+use crate::verbs::{KeyInfo, KeyKind, MwKind, QpState};
+use crate::wqe::umr::{self, Umr, UmrFlags};
+use crate::wqe::{Builder, Remote};
+
+/// A region with a window, and two QPs of one PD: `a` may bind to others if `privileged`.
+struct Windows {
+    bed: Bed,
+    a: TestQp,
+    pd: Pdn,
+    mr: Mr,
+    mw: Key,
+    /// The peer of `a`: what comes from it is remote access to `a`'s PD.
+    peer: TestQp,
+    scratch: Mr,
+}
+
+fn windows(privileged: bool) -> Windows {
+    let mut bed = Bed::new();
+    let (pd, peer_pd) = (bed.pd(PF), bed.pd(PF));
+    let mut shape = bed.shape(PF, pd);
+    shape.privileged = privileged;
+    let a = bed.qp(&shape);
+    let peer_shape = bed.shape(PF, peer_pd);
+    let peer = bed.qp(&peer_shape);
+    bed.connect(&a, &peer);
+    let mr = bed.mr(PF, pd, 8192, Access::LOCAL_WRITE);
+    let mw = bed.e.alloc_mw(PF, pd, MwKind::Type2).unwrap();
+    let scratch = bed.mr(PF, peer_pd, 8192, ALL);
+    Windows { bed, a, pd, mr, mw, peer, scratch }
+}
+
+impl Windows {
+    fn start(&self) -> u64 {
+        self.mr.mem.addr() + 4096
+    }
+
+    /// Binds the upper half to `qpn`.
+    fn bind_umr(&self, key: Key, qpn: Qpn) -> Umr {
+        let tag = key.tag().wrapping_add(1);
+        Umr::bind(key, tag, qpn, Access::REMOTE_ALL, self.mr.key, self.start(), 4096)
+    }
+
+    fn info(&self) -> KeyInfo {
+        self.bed.e.query_key(PF, self.mw.index()).unwrap()
+    }
+
+    fn key(&self) -> Key {
+        Key::new(self.mw.index(), self.info().tag)
+    }
+
+    fn umr(&mut self, umr: &Umr) {
+        let cqe = self.bed.execute(&mut self.a, |w| _ = w.umr(umr));
+        assert_eq!(cqe.error, None, "{umr:?}");
+    }
+
+    /// Executes what must fail with a bind error, for this reason, and change nothing.
+    #[track_caller]
+    fn refused(&mut self, why: Refusal, fill: impl FnOnce(&mut Builder)) {
+        let before = self.info();
+        let cqe = self.bed.execute(&mut self.a, fill);
+        assert_error(&cqe, Syndrome::MwBind);
+        assert_eq!(cqe.error.unwrap().vendor, why as u8);
+        assert_eq!(self.info(), before);
+        assert_eq!(self.bed.state(&self.a), QpState::Error);
+        self.recover();
+    }
+
+    fn recover(&mut self) {
+        for q in [&mut self.a, &mut self.peer] {
+            self.bed.e.modify_qp(PF, q.qpn, crate::verbs::QpChange::Reset).unwrap();
+            q.producer = 0;
+            while q.send_cq.reader.poll().is_some() {}
+        }
+        self.bed.connect(&self.a, &self.peer);
+    }
+
+    /// Whether the peer can READ one byte through `key` at `addr`.
+    fn reads(&mut self, key: Key, addr: u64) -> bool {
+        let to = self.scratch.sge(0, 1);
+        let from = Remote { addr, rkey: key };
+        let cqe = self.bed.execute(&mut self.peer, |w| _ = w.rdma_read(from, &[to]));
+        if let Some(e) = cqe.error {
+            assert_eq!(e.syndrome, Syndrome::RemoteAccess as u8);
+            assert_eq!(e.vendor, 0, "the peer is not told why");
+            assert_eq!(self.bed.state(&self.a), QpState::Error);
+            assert_eq!(self.bed.state(&self.peer), QpState::Error);
+            self.recover();
+        }
+        cqe.error.is_none()
+    }
+}
+
+#[test]
+fn a_bound_window_opens_its_range_to_its_qp_only() {
+    let mut t = windows(false);
+    let info = t.info();
+    assert_eq!((info.kind, info.bound, info.qpn), (KeyKind::Mw(MwKind::Type2), false, Qpn::NONE));
+    assert!(!t.reads(t.mw, t.start()), "a free window admits nobody");
+    let bind = t.bind_umr(t.mw, t.a.qpn);
+    t.umr(&bind);
+    let info = t.info();
+    assert_eq!((info.bound, info.qpn, info.tag), (true, t.a.qpn, bind.tag));
+    assert_eq!((info.start, info.len, info.access), (t.start(), 4096, Access::REMOTE_ALL));
+    assert_eq!(t.bed.e.query_key(PF, t.mr.key.index()).unwrap().windows, 1);
+    let key = t.key();
+    for (addr, allowed) in [(0, true), (4095, true), (4096, false), (u64::MAX, false)] {
+        assert_eq!(t.reads(key, t.start().wrapping_add(addr)), allowed, "at {addr:#x}");
+    }
+    assert!(!t.reads(t.mw, t.start()), "the tag from before the bind is dead");
+    assert_eq!(t.bed.e.stats().binds, 1);
+}
+
+#[test]
+fn a_window_grants_no_more_than_its_rights() {
+    let mut t = windows(false);
+    let mut bind = t.bind_umr(t.mw, t.a.qpn);
+    bind.access = Access::REMOTE_WRITE;
+    t.umr(&bind);
+    let (key, start) = (t.key(), t.start());
+    assert!(!t.reads(key, start));
+    let at = Remote { addr: start, rkey: key };
+    let from = t.scratch.sge(0, 8);
+    let cqe = t.bed.execute(&mut t.peer, |w| _ = w.rdma_write(at, &[from]));
+    assert_eq!(cqe.error, None);
+    let cqe = t.bed.execute(&mut t.peer, |w| _ = w.fetch_add(at, 1, from));
+    assert_error(&cqe, Syndrome::RemoteAccess);
+    t.recover();
+    // Local rights are not a window's to give, nor is a window's key good as an lkey.
+    let mut bind = t.bind_umr(t.key(), t.a.qpn);
+    bind.flags = UmrFlags::INLINE;
+    bind.access = Access(0xff);
+    t.umr(&bind);
+    assert_eq!(t.info().access, Access::REMOTE_ALL);
+    let as_local = crate::wqe::Sge { addr: start, len: 8, lkey: t.key() };
+    let to = t.scratch.remote(0);
+    let cqe = t.bed.execute(&mut t.a, |w| _ = w.rdma_write(to, &[as_local]));
+    assert_error(&cqe, Syndrome::LocalProtection);
+}
+
+#[test]
+fn a_qp_may_use_the_window_of_its_own_number_only() {
+    let mut t = windows(true);
+    let shape = t.bed.shape(PF, t.pd);
+    let peer_shape = t.bed.shape(PF, t.peer.pd);
+    let (b, mut b_peer) = (t.bed.qp(&shape), t.bed.qp(&peer_shape));
+    t.bed.connect(&b, &b_peer);
+    let bind = t.bind_umr(t.mw, b.qpn);
+    t.umr(&bind);
+    let (key, start) = (t.key(), t.start());
+    assert!(!t.reads(key, start), "bound to b, presented through a");
+    let from = Remote { addr: start, rkey: key };
+    let to = t.scratch.sge(0, 8);
+    let cqe = t.bed.execute(&mut b_peer, |w| _ = w.rdma_read(from, &[to]));
+    assert_eq!(cqe.error, None);
+}
+
+#[test]
+fn unbinding_kills_the_key() {
+    let mut t = windows(true);
+    for check_qpn in [true, false] {
+        let bind = t.bind_umr(t.key(), t.a.qpn);
+        t.umr(&bind);
+        let (key, start) = (t.key(), t.start());
+        assert!(t.reads(key, start));
+        t.umr(&Umr::unbind(key, check_qpn));
+        let info = t.info();
+        assert_eq!((info.bound, info.qpn, info.len), (false, Qpn::NONE, 0));
+        assert_eq!(t.bed.e.query_key(PF, t.mr.key.index()).unwrap().windows, 0);
+        assert!(!t.reads(key, start));
+    }
+    assert_eq!(t.bed.e.stats().unbinds, 2);
+}
+
+#[test]
+fn local_invalidate_frees_ones_own_window() {
+    let mut t = windows(true);
+    let (mw, mr) = (t.mw, t.mr.key);
+    t.refused(Refusal::Free, |w| _ = w.local_invalidate(mw));
+    t.refused(Refusal::NoKey, |w| _ = w.local_invalidate(mr));
+    let bind = t.bind_umr(t.mw, Qpn::new(0x77_7777));
+    t.umr(&bind);
+    let key = t.key();
+    t.refused(Refusal::Qpn, |w| _ = w.local_invalidate(key));
+    t.umr(&Umr::unbind(key, false));
+    let bind = t.bind_umr(t.key(), t.a.qpn);
+    t.umr(&bind);
+    let (key, start) = (t.key(), t.start());
+    t.refused(Refusal::Tag, |w| _ = w.local_invalidate(mw));
+    let cqe = t.bed.execute(&mut t.a, |w| _ = w.local_invalidate(key));
+    assert_eq!(cqe.error, None);
+    assert!(!t.info().bound);
+    assert!(!t.reads(key, start));
+}
+
+#[test]
+fn a_send_with_invalidate_frees_the_receivers_window() {
+    let mut t = windows(false);
+    let bind = t.bind_umr(t.mw, t.a.qpn);
+    t.umr(&bind);
+    let key = t.key();
+    let start = t.start();
+    let send_invalidate = |t: &mut Windows, key: Key| {
+        let at = t.bed.write_wqe(&mut t.peer, |w| _ = w.send(&[]).signaled());
+        t.peer.ring.write(at + 3, &[crate::wqe::opcode::SEND_INVAL]);
+        t.peer.ring.write(at + 12, &key.0.to_be_bytes());
+        t.bed.e.ring(t.peer.qpn, t.peer.producer);
+        t.bed.run();
+        t.peer.send_cq.reader.poll().unwrap()
+    };
+    t.bed.post_recv(&mut t.a, &[]);
+    assert_eq!(send_invalidate(&mut t, key).error, None);
+    let cqe = t.a.recv_cq.reader.poll().unwrap();
+    assert_eq!((cqe.opcode, cqe.imm), (crate::cqe::opcode::RESP_SEND_INV, key.0));
+    assert!(!t.info().bound);
+    assert!(!t.reads(key, start));
+    // A key that is not the receiver's ends the connection, and takes no receive.
+    let mut t = windows(true);
+    let bind = t.bind_umr(t.mw, Qpn::new(0x77_7777));
+    t.umr(&bind);
+    let key = t.key();
+    t.bed.post_recv(&mut t.a, &[]);
+    assert_error(&send_invalidate(&mut t, key), Syndrome::RemoteAccess);
+    assert!(t.info().bound);
+    assert_error(&t.a.recv_cq.reader.poll().unwrap(), Syndrome::Flushed);
+}
+
+#[test]
+fn a_bind_that_does_not_fit_changes_nothing() {
+    let mut t = windows(false);
+    let good = t.bind_umr(t.mw, t.a.qpn);
+    let read_only = t.bed.mr(PF, t.pd, 8192, Access::NONE);
+    let pd = t.bed.pd(PF);
+    let elsewhere = t.bed.mr(PF, pd, 8192, ALL);
+    let mr_end = t.mr.mem.addr() + 8192;
+    let at = |start: u64, len: u32, mut u: Umr| {
+        (u.start, u.len) = (start, len as u64);
+        (u.klm.addr, u.klm.len) = (start, len);
+        u
+    };
+    let of = |mr: &Mr, mut u: Umr| {
+        u = at(mr.mem.addr(), 64, u);
+        u.klm.lkey = mr.key;
+        u
+    };
+    let cases = [
+        (Refusal::Tag, Umr { key: Key(good.key.0 ^ 1), ..good }),
+        (Refusal::NoKey, Umr { key: Key(0xff_ff00), ..good }),
+        (Refusal::NoKey, Umr { key: Key(0), ..good }),
+        (Refusal::NoKey, Umr { key: t.mr.key, ..good }),
+        (Refusal::Form, Umr { mask: good.mask & !umr::MASK_FREE, ..good }),
+        (Refusal::Form, Umr { start: good.start + 8, ..good }),
+        (Refusal::Form, Umr { len: good.len - 1, ..good }),
+        (Refusal::Form, at(t.start(), 0, good)),
+        (Refusal::Region, at(t.start() + 1, 4096, good)),
+        (Refusal::Region, at(t.mr.mem.addr() - 8, 64, good)),
+        (Refusal::Region, at(mr_end, 1, good)),
+        (Refusal::Region, at(u64::MAX - 63, 64, good)),
+        (Refusal::Region, of(&read_only, good)),
+        (Refusal::Region, of(&elsewhere, good)),
+        (Refusal::Region, Umr { klm: umr::Klm { lkey: t.mw, ..good.klm }, ..good }),
+        (Refusal::Region, Umr { klm: umr::Klm { lkey: Key(t.mr.key.0 ^ 1), ..good.klm }, ..good }),
+        (Refusal::Privilege, Umr { qpn: Qpn::new(0x1234), ..good }),
+        (Refusal::Privilege, Umr { mask: good.mask & !umr::MASK_QPN, ..good }),
+    ];
+    for (why, umr) in cases {
+        t.refused(why, |w| _ = w.umr(&umr));
+    }
+    t.umr(&Umr { access: Access::REMOTE_READ, ..of(&read_only, good) });
+    t.umr(&Umr::unbind(t.key(), true));
+    t.umr(&Umr { key: t.key(), ..good });
+}
+
+#[test]
+fn checks_and_privilege_guard_a_bound_window() {
+    // Unprivileged: neither taking a window from another QP, nor freeing it, nor skipping the check.
+    let mut t = windows(false);
+    let shape = crate::engine::tests::bed::Shape { privileged: true, ..t.bed.shape(PF, t.pd) };
+    let (mut boss, boss_peer) = (t.bed.qp(&shape), t.bed.qp(&shape));
+    t.bed.connect(&boss, &boss_peer);
+    let bind = t.bind_umr(t.mw, Qpn::new(0x1234));
+    assert_eq!(t.bed.execute(&mut boss, |w| _ = w.umr(&bind)).error, None);
+    let (key, a) = (t.key(), t.a.qpn);
+    let again = t.bind_umr(key, a);
+    t.refused(Refusal::Bound, |w| _ = w.umr(&again));
+    let rebind = Umr { flags: UmrFlags::INLINE, ..again };
+    t.refused(Refusal::Privilege, |w| _ = w.umr(&rebind));
+    t.refused(Refusal::Qpn, |w| _ = w.umr(&Umr::unbind(key, true)));
+    t.refused(Refusal::Privilege, |w| _ = w.umr(&Umr::unbind(key, false)));
+    // Privileged: the check of the QP holds, and its absence is honoured.
+    let cqe = t.bed.execute(&mut boss, |w| _ = w.umr(&Umr::unbind(key, false)));
+    assert_eq!(cqe.error, None);
+    let cqe = t.bed.execute(&mut boss, |w| _ = w.umr(&Umr::unbind(key, true)));
+    assert_error(&cqe, Syndrome::MwBind);
+    assert_eq!(cqe.error.unwrap().vendor, Refusal::Free as u8);
+    // One's own window may be rebound at once, and freed.
+    let bind = t.bind_umr(t.key(), a);
+    t.umr(&bind);
+    let rebind = Umr { flags: UmrFlags::INLINE, ..t.bind_umr(t.key(), a) };
+    t.umr(&rebind);
+    assert_eq!(t.bed.e.query_key(PF, t.mr.key.index()).unwrap().windows, 1);
+    let key = t.key();
+    t.refused(Refusal::Privilege, |w| _ = w.umr(&Umr::unbind(key, false)));
+    t.umr(&Umr::unbind(key, true));
+}
+
+#[test]
+fn a_window_of_another_pd_is_out_of_reach() {
+    let mut t = windows(true);
+    let pd = t.bed.pd(PF);
+    let other = t.bed.e.alloc_mw(PF, pd, MwKind::Type2).unwrap();
+    let bind = t.bind_umr(other, t.a.qpn);
+    t.refused(Refusal::Pd, |w| _ = w.umr(&bind));
+}
+
+#[test]
+fn only_masked_fields_change() {
+    let mut t = windows(false);
+    let bind = t.bind_umr(t.mw, t.a.qpn);
+    t.umr(&bind);
+    t.umr(&Umr::unbind(t.key(), true));
+    assert_eq!(t.info().tag, bind.tag, "the unbinding names no tag");
+    let keep = Umr { mask: bind.mask & !(umr::MASK_MKEY | umr::MASK_ACCESS), ..bind };
+    let keep = Umr { key: t.key(), tag: 0x99, access: Access::NONE, ..keep };
+    t.umr(&keep);
+    assert_eq!((t.info().tag, t.info().access), (bind.tag, Access::REMOTE_ALL));
+    let unbind = Umr::unbind(t.key(), true);
+    t.umr(&Umr { mask: unbind.mask | umr::MASK_MKEY, tag: 0x55, ..unbind });
+    assert_eq!(t.info().tag, 0x55);
+}
