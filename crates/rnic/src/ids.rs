@@ -2,11 +2,28 @@
 
 use std::fmt;
 
+use serde::{Deserialize, Serialize};
+
 macro_rules! id24 {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
         #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+        #[derive(Serialize, Deserialize)]
+        #[serde(into = "u32", from = "u32")]
         pub struct $name(u32);
+
+        impl From<u32> for $name {
+            /// Takes the low 24 bits.
+            fn from(raw: u32) -> Self {
+                Self::new(raw)
+            }
+        }
+
+        impl From<$name> for u32 {
+            fn from(id: $name) -> u32 {
+                id.raw()
+            }
+        }
 
         impl $name {
             /// The largest value: 24 bits.
@@ -93,7 +110,7 @@ impl FunctionId {
 ///
 /// The tag changes whenever a window is bound, so that an older key of the same window is dead
 /// (IBTA vol. 1, §10.6.3).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub struct Key(pub u32);
 
 impl Key {
@@ -127,7 +144,7 @@ impl fmt::Display for Key {
 
 /// What may be done through a key or to a QP (`ibv_access_flags`; the bits are those of
 /// `access_flags` in the ConnectX mkey context, where local read has a bit of its own).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug, Serialize, Deserialize)]
 pub struct Access(pub u8);
 
 impl Access {

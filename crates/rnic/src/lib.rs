@@ -11,6 +11,7 @@ pub mod engine;
 pub mod error;
 pub mod ids;
 pub mod memory;
+pub mod port;
 pub mod protection;
 mod qp;
 mod queue;

@@ -134,7 +134,7 @@ pub struct Caps {
 }
 
 /// Types of memory window (IBTA vol. 1, §10.6.7.2).
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub enum MwKind {
     /// Open to every QP of its PD. Not supported yet.
     Type1,
@@ -143,7 +143,7 @@ pub enum MwKind {
 }
 
 /// What a key is.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub enum KeyKind {
     /// Memory region.
     Mr,
@@ -152,7 +152,7 @@ pub enum KeyKind {
 }
 
 /// One key, described.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub struct KeyInfo {
     /// What it is.
     pub kind: KeyKind,
@@ -262,7 +262,7 @@ pub struct QpSpec {
 }
 
 /// States of an RC QP (IBTA vol. 1, §10.3.1).
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub enum QpState {
     /// Made, or reset.
     Reset,
@@ -281,7 +281,7 @@ pub enum QpState {
 /// ```text
 /// Reset --Init--> Init --RTR(peer)--> RTR --RTS--> RTS      any --Error--> Error     any --Reset--> Reset
 /// ```
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub enum QpChange {
     /// To Reset: indices start again, work is forgotten, the number stays.
     Reset,
@@ -299,7 +299,7 @@ pub enum QpChange {
 }
 
 /// A queue pair, described.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub struct QpInfo {
     /// Its state.
     pub state: QpState,

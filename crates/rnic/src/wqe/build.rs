@@ -30,6 +30,12 @@ impl Builder {
         b
     }
 
+    /// Starts the next WQE, at `index`, in the same buffer.
+    pub fn restart(&mut self, index: u16) {
+        self.index = index;
+        self.nop();
+    }
+
     /// The encoded WQE, padded with zeros to whole building blocks.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes[..self.blocks() as usize * WQEBB]

@@ -1,0 +1,373 @@
+//! The control verbs as data: what a function asks of its NIC, the same in all ports.
+//!
+//! `M` is how a verb names memory: [`DmaMemory`] where the NIC executes it, a
+//! [`Span`](super::shm::wire::Span) of a registered descriptor on the way from another process.
+
+use serde::{Deserialize, Serialize};
+
+use crate::engine::Engine;
+use crate::error::Error;
+use crate::ids::{Access, Cqn, FunctionId, Key, KeyIndex, Pdn, Qpn, Srqn};
+use crate::memory::DmaMemory;
+use crate::verbs::{CqSpec, KeyInfo, MwKind, QpChange, QpInfo, QpSpec, Recv, RecvSpec, SendSpec};
+
+/// The most windows that one [`Verb::AllocMws`] allocates: their keys fit one message.
+pub const MWS_MAX: u32 = 1024;
+
+/// A control verb.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum Verb<M> {
+    /// Allocates a protection domain: [`Reply::Pd`].
+    AllocPd,
+    /// Frees a protection domain.
+    DeallocPd {
+        /// Which.
+        pd: Pdn,
+    },
+    /// Registers memory: [`Reply::Key`].
+    RegMr {
+        /// Its protection domain.
+        pd: Pdn,
+        /// The memory.
+        memory: M,
+        /// The address of its first byte as its owner sees it.
+        iova: u64,
+        /// What the key allows.
+        access: Access,
+    },
+    /// Ends a registration.
+    DeregMr {
+        /// Which.
+        key: Key,
+    },
+    /// Allocates type-2 windows: [`Reply::Keys`].
+    AllocMws {
+        /// Their protection domain.
+        pd: Pdn,
+        /// How many, at most [`MWS_MAX`].
+        count: u32,
+    },
+    /// Frees a window.
+    DeallocMw {
+        /// Which.
+        key: Key,
+    },
+    /// Looks a key up: [`Reply::KeyInfo`].
+    QueryKey {
+        /// Which.
+        index: KeyIndex,
+    },
+    /// Creates a completion queue: [`Reply::Cq`].
+    CreateCq {
+        /// `entries` entries of 64 bytes.
+        ring: M,
+        /// A power of two.
+        entries: u32,
+        /// Consumer index and armed word, 8 bytes.
+        record: M,
+        /// Overwrite what was not polled.
+        ignore_overrun: bool,
+    },
+    /// Destroys a completion queue.
+    DestroyCq {
+        /// Which.
+        cqn: Cqn,
+    },
+    /// Asks how many completions a CQ has counted: [`Reply::Count`].
+    CqCount {
+        /// Which.
+        cqn: Cqn,
+    },
+    /// Creates a shared receive queue: [`Reply::Srq`].
+    CreateSrq {
+        /// Its protection domain.
+        pd: Pdn,
+        /// Its ring.
+        ring: ReceiveRing<M>,
+    },
+    /// Destroys a shared receive queue.
+    DestroySrq {
+        /// Which.
+        srqn: Srqn,
+    },
+    /// Creates a queue pair: [`Reply::Qp`].
+    CreateQp(QpVerb<M>),
+    /// Changes a queue pair's state.
+    ModifyQp {
+        /// Which.
+        qpn: Qpn,
+        /// To what.
+        change: QpChange,
+    },
+    /// Asks for a queue pair's state: [`Reply::QpInfo`].
+    QueryQp {
+        /// Which.
+        qpn: Qpn,
+    },
+    /// Destroys a queue pair.
+    DestroyQp {
+        /// Which.
+        qpn: Qpn,
+    },
+    /// Sets a managed send queue's limit.
+    EnableSend {
+        /// Which.
+        qpn: Qpn,
+        /// Building-block index modulo 2^16.
+        limit: u16,
+    },
+    /// Sets a managed receive queue's limit.
+    EnableRecv {
+        /// Which.
+        qpn: Qpn,
+        /// Running index of the queue.
+        limit: u32,
+    },
+}
+
+/// A receive queue's memory.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ReceiveRing<M> {
+    /// `entries` receive WQEs of `stride` bytes.
+    pub ring: M,
+    /// A power of two.
+    pub entries: u32,
+    /// Bytes of a receive WQE, a multiple of 16.
+    pub stride: u32,
+    /// The producer index, 8 bytes.
+    pub record: M,
+}
+
+/// A send queue's memory.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SendRing<M> {
+    /// `blocks` building blocks of 64 bytes.
+    pub ring: M,
+    /// A power of two.
+    pub blocks: u32,
+    /// It executes up to what SEND_EN allows, and has no doorbell.
+    pub managed: bool,
+}
+
+/// What a queue pair receives into.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum ReceiveVerb<M> {
+    /// Nothing.
+    None,
+    /// A queue of its own.
+    Own {
+        /// Its ring.
+        ring: ReceiveRing<M>,
+        /// Its WQEs are usable up to what RECV_EN allows.
+        managed: bool,
+    },
+    /// A shared one.
+    Shared {
+        /// Which.
+        srqn: Srqn,
+    },
+}
+
+/// The attributes of a new queue pair.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct QpVerb<M> {
+    /// Its protection domain.
+    pub pd: Pdn,
+    /// Its send queue.
+    pub send: Option<SendRing<M>>,
+    /// What it receives into.
+    pub receive: ReceiveVerb<M>,
+    /// CQ of the send queue.
+    pub send_cq: Cqn,
+    /// CQ of the receive queue.
+    pub recv_cq: Cqn,
+    /// What peers may do through it.
+    pub access: Access,
+    /// It may bind windows to other QPs: for the physical function only.
+    pub privileged: bool,
+}
+
+/// The answer to a [`Verb`] that succeeded.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reply {
+    /// It was done.
+    Done,
+    /// The new protection domain.
+    Pd(Pdn),
+    /// The new key.
+    Key(Key),
+    /// The new windows.
+    Keys(Vec<Key>),
+    /// The new completion queue.
+    Cq(Cqn),
+    /// The new shared receive queue.
+    Srq(Srqn),
+    /// The new queue pair.
+    Qp {
+        /// Its number.
+        qpn: Qpn,
+        /// Its doorbell in the function's doorbell array, where the port has one.
+        doorbell: Option<u32>,
+    },
+    /// What the table has for a key.
+    KeyInfo(KeyInfo),
+    /// What a queue pair is doing.
+    QpInfo(QpInfo),
+    /// A count.
+    Count(u32),
+}
+
+impl Verb<DmaMemory> {
+    /// Executes the verb for function `f`.
+    pub(super) fn execute(self, engine: &mut Engine, f: FunctionId) -> Result<Reply, Error> {
+        let done = |()| Reply::Done;
+        match self {
+            Verb::AllocPd => engine.alloc_pd(f).map(Reply::Pd),
+            Verb::DeallocPd { pd } => engine.dealloc_pd(f, pd).map(done),
+            Verb::RegMr { pd, memory, iova, access } => {
+                engine.reg_mr(f, pd, memory, iova, access).map(Reply::Key)
+            }
+            Verb::DeregMr { key } => engine.dereg_mr(f, key).map(done),
+            Verb::AllocMws { pd, count } => alloc_mws(engine, f, pd, count).map(Reply::Keys),
+            Verb::DeallocMw { key } => engine.dealloc_mw(f, key).map(done),
+            Verb::QueryKey { index } => engine.query_key(f, index).map(Reply::KeyInfo),
+            Verb::CreateCq { ring, entries, record, ignore_overrun } => engine
+                .create_cq(f, CqSpec { ring, entries, record, ignore_overrun, initial_count: 0 })
+                .map(Reply::Cq),
+            Verb::DestroyCq { cqn } => engine.destroy_cq(f, cqn).map(done),
+            Verb::CqCount { cqn } => engine.cq_count(f, cqn).map(Reply::Count),
+            Verb::CreateSrq { pd, ring } => engine.create_srq(f, pd, ring.into()).map(Reply::Srq),
+            Verb::DestroySrq { srqn } => engine.destroy_srq(f, srqn).map(done),
+            Verb::CreateQp(qp) => {
+                engine.create_qp(f, qp.into()).map(|qpn| Reply::Qp { qpn, doorbell: None })
+            }
+            Verb::ModifyQp { qpn, change } => engine.modify_qp(f, qpn, change).map(done),
+            Verb::QueryQp { qpn } => engine.query_qp(f, qpn).map(Reply::QpInfo),
+            Verb::DestroyQp { qpn } => engine.destroy_qp(f, qpn).map(done),
+            Verb::EnableSend { qpn, limit } => engine.enable_send(f, qpn, limit).map(done),
+            // Managed receive queues have indices of 16 bits.
+            Verb::EnableRecv { qpn, limit } => engine.enable_recv(f, qpn, limit as u16).map(done),
+        }
+    }
+}
+
+/// All of them or none.
+fn alloc_mws(engine: &mut Engine, f: FunctionId, pd: Pdn, count: u32) -> Result<Vec<Key>, Error> {
+    if count > MWS_MAX {
+        let must = "at most 1024";
+        return Err(Error::Argument { what: "the number of windows", value: count as u64, must });
+    }
+    let mut keys = Vec::with_capacity(count as usize);
+    for _ in 0..count {
+        match engine.alloc_mw(f, pd, MwKind::Type2) {
+            Ok(key) => keys.push(key),
+            Err(e) => {
+                for key in keys {
+                    engine.dealloc_mw(f, key).expect("a window allocated just now");
+                }
+                return Err(e);
+            }
+        }
+    }
+    Ok(keys)
+}
+
+impl From<ReceiveRing<DmaMemory>> for RecvSpec {
+    fn from(r: ReceiveRing<DmaMemory>) -> Self {
+        RecvSpec {
+            ring: r.ring,
+            entries: r.entries,
+            stride: r.stride,
+            record: r.record,
+            initial_consumer: 0,
+        }
+    }
+}
+
+impl From<QpVerb<DmaMemory>> for QpSpec {
+    fn from(qp: QpVerb<DmaMemory>) -> Self {
+        QpSpec {
+            pd: qp.pd,
+            send: qp.send.map(|s| SendSpec { ring: s.ring, blocks: s.blocks, managed: s.managed }),
+            recv: match qp.receive {
+                ReceiveVerb::None => Recv::None,
+                ReceiveVerb::Own { ring, managed } => Recv::Own { spec: ring.into(), managed },
+                ReceiveVerb::Shared { srqn } => Recv::Shared(srqn),
+            },
+            send_cq: qp.send_cq,
+            recv_cq: qp.recv_cq,
+            access: qp.access,
+            privileged: qp.privileged,
+        }
+    }
+}
+
+impl<M> Verb<M> {
+    /// The same verb with every memory replaced by what `f` makes of it.
+    pub fn try_map<N, E>(self, mut f: impl FnMut(M) -> Result<N, E>) -> Result<Verb<N>, E> {
+        Ok(match self {
+            Verb::AllocPd => Verb::AllocPd,
+            Verb::DeallocPd { pd } => Verb::DeallocPd { pd },
+            Verb::RegMr { pd, memory, iova, access } => {
+                Verb::RegMr { pd, memory: f(memory)?, iova, access }
+            }
+            Verb::DeregMr { key } => Verb::DeregMr { key },
+            Verb::AllocMws { pd, count } => Verb::AllocMws { pd, count },
+            Verb::DeallocMw { key } => Verb::DeallocMw { key },
+            Verb::QueryKey { index } => Verb::QueryKey { index },
+            Verb::CreateCq { ring, entries, record, ignore_overrun } => {
+                Verb::CreateCq { ring: f(ring)?, entries, record: f(record)?, ignore_overrun }
+            }
+            Verb::DestroyCq { cqn } => Verb::DestroyCq { cqn },
+            Verb::CqCount { cqn } => Verb::CqCount { cqn },
+            Verb::CreateSrq { pd, ring } => Verb::CreateSrq { pd, ring: ring.try_map(&mut f)? },
+            Verb::DestroySrq { srqn } => Verb::DestroySrq { srqn },
+            Verb::CreateQp(qp) => Verb::CreateQp(qp.try_map(&mut f)?),
+            Verb::ModifyQp { qpn, change } => Verb::ModifyQp { qpn, change },
+            Verb::QueryQp { qpn } => Verb::QueryQp { qpn },
+            Verb::DestroyQp { qpn } => Verb::DestroyQp { qpn },
+            Verb::EnableSend { qpn, limit } => Verb::EnableSend { qpn, limit },
+            Verb::EnableRecv { qpn, limit } => Verb::EnableRecv { qpn, limit },
+        })
+    }
+}
+
+impl<M> ReceiveRing<M> {
+    fn try_map<N, E>(self, f: &mut impl FnMut(M) -> Result<N, E>) -> Result<ReceiveRing<N>, E> {
+        let Self { ring, entries, stride, record } = self;
+        Ok(ReceiveRing { ring: f(ring)?, entries, stride, record: f(record)? })
+    }
+}
+
+impl<M> QpVerb<M> {
+    fn try_map<N, E>(self, f: &mut impl FnMut(M) -> Result<N, E>) -> Result<QpVerb<N>, E> {
+        let send = match self.send {
+            None => None,
+            Some(SendRing { ring, blocks, managed }) => {
+                Some(SendRing { ring: f(ring)?, blocks, managed })
+            }
+        };
+        let receive = match self.receive {
+            ReceiveVerb::None => ReceiveVerb::None,
+            ReceiveVerb::Own { ring, managed } => {
+                ReceiveVerb::Own { ring: ring.try_map(f)?, managed }
+            }
+            ReceiveVerb::Shared { srqn } => ReceiveVerb::Shared { srqn },
+        };
+        Ok(QpVerb {
+            pd: self.pd,
+            send,
+            receive,
+            send_cq: self.send_cq,
+            recv_cq: self.recv_cq,
+            access: self.access,
+            privileged: self.privileged,
+        })
+    }
+}

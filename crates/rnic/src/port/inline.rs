@@ -1,0 +1,139 @@
+//! The `inline` port: the posting thread is the NIC.
+//!
+//! A doorbell takes the engine's lock and runs it until nothing is ready: no thread, no socket. A
+//! chain that WAITs stays blocked, at no cost, until somebody's doorbell completes what it waits
+//! for.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::time::Instant;
+
+use parking_lot::Mutex;
+
+use super::control::{Reply, Verb};
+use super::core::Core;
+use super::error::Error;
+use crate::ids::{FunctionId, Qpn};
+use crate::memory::DmaMemory;
+use crate::verbs::{Caps, FunctionLimits, Limits, Stats};
+
+/// WQEs that the engine executes between two looks at its events.
+const BUDGET: usize = 256;
+
+/// A NIC that its callers run.
+pub struct InlineNic {
+    core: Mutex<Core>,
+    started: Instant,
+    /// Some SEND waits for a receive: who posts one must run the engine.
+    waits_for_receive: AtomicBool,
+}
+
+impl InlineNic {
+    /// Makes a NIC.
+    pub fn new(limits: Limits) -> Arc<Self> {
+        Arc::new(Self {
+            core: Mutex::new(Core::new(limits)),
+            started: Instant::now(),
+            waits_for_receive: AtomicBool::new(false),
+        })
+    }
+
+    /// The physical function.
+    pub fn physical(self: &Arc<Self>) -> InlineFunction {
+        InlineFunction { nic: self.clone(), id: FunctionId::PHYSICAL, _owned: None }
+    }
+
+    /// A new virtual function, removed with the last clone of the handle.
+    pub fn function(self: &Arc<Self>, limits: FunctionLimits) -> Result<InlineFunction, Error> {
+        let id = self.core.lock().engine.add_function(limits)?;
+        let owned = Arc::new(Removal { nic: self.clone(), id });
+        Ok(InlineFunction { nic: self.clone(), id, _owned: Some(owned) })
+    }
+
+    /// What the engine can do.
+    pub fn caps(&self) -> Caps {
+        self.core.lock().engine.caps()
+    }
+
+    /// What the engine has counted.
+    pub fn stats(&self) -> Stats {
+        self.core.lock().engine.stats().clone()
+    }
+
+    fn run(&self, core: &mut Core) {
+        loop {
+            let now = self.started.elapsed().as_nanos() as u64;
+            while core.engine.poll(now, BUDGET) > 0 {
+                core.deliver_events();
+            }
+            core.deliver_events();
+            let waits = core.engine.next_timeout().is_some();
+            if self.waits_for_receive.swap(waits, Ordering::SeqCst) || !waits {
+                return;
+            }
+            // Whoever posted a receive before it could see the flag relies on this second look.
+            fence(Ordering::SeqCst);
+        }
+    }
+}
+
+/// What a process uses of an [`InlineNic`].
+#[derive(Clone)]
+pub struct InlineFunction {
+    nic: Arc<InlineNic>,
+    id: FunctionId,
+    _owned: Option<Arc<Removal>>,
+}
+
+impl InlineFunction {
+    /// The NIC.
+    pub fn nic(&self) -> &Arc<InlineNic> {
+        &self.nic
+    }
+
+    /// Executes a control verb.
+    pub fn execute(&self, verb: Verb<DmaMemory>) -> Result<Reply, Error> {
+        let mut core = self.nic.core.lock();
+        let reply = core.execute(self.id, verb)?;
+        // A verb may unblock or flush queues.
+        self.nic.run(&mut core);
+        Ok(reply)
+    }
+
+    /// Rings the doorbell of `qpn`, and is the NIC until nothing is ready.
+    #[inline]
+    pub fn ring(&self, qpn: Qpn, producer: u16) {
+        let mut core = self.nic.core.lock();
+        core.engine.ring(qpn, producer);
+        self.nic.run(&mut core);
+    }
+
+    /// To be called after a receive was posted.
+    #[inline]
+    pub fn receive_posted(&self) {
+        fence(Ordering::SeqCst);
+        if self.nic.waits_for_receive.load(Ordering::SeqCst) {
+            self.turn();
+        }
+    }
+
+    /// Is the NIC until nothing is ready.
+    pub fn turn(&self) {
+        let mut core = self.nic.core.lock();
+        self.nic.run(&mut core);
+    }
+}
+
+/// Removes a virtual function from its NIC.
+struct Removal {
+    nic: Arc<InlineNic>,
+    id: FunctionId,
+}
+
+impl Drop for Removal {
+    fn drop(&mut self) {
+        let mut core = self.nic.core.lock();
+        core.remove_function(self.id);
+        self.nic.run(&mut core);
+    }
+}

@@ -1,0 +1,138 @@
+//! Ports: how a process reaches the engine.
+//!
+//! A [`Function`] is what a process uses of a NIC. Its data path is the same in all ports: WQEs are
+//! written into a send ring in DMA memory, then the [`Doorbell`] rings; completions appear in a ring
+//! in DMA memory. What differs is who runs the engine, and how a control verb gets to it.
+//!
+//! | port | engine run by | doorbell | control verbs |
+//! | --- | --- | --- | --- |
+//! | [`inline`] | the thread that rings | a lock | the same lock |
+//! | [`shm`], local function | the NIC thread | a word in memory | a mailbox |
+//! | [`shm`], attached function | the NIC thread of another process | a word in shared memory | messages on a socket |
+
+pub mod control;
+mod core;
+mod error;
+pub mod inline;
+pub mod shm;
+
+pub use self::core::{ARMED, wake};
+pub use error::Error;
+
+use self::control::{Reply, Verb};
+use self::inline::InlineFunction;
+use self::shm::{Attached, LocalFunction, MappedDoorbell};
+use crate::ids::Qpn;
+use crate::memory::DmaMemory;
+
+/// What a process uses of a NIC.
+#[derive(Clone)]
+pub enum Function {
+    /// The caller's thread is the NIC.
+    Inline(InlineFunction),
+    /// The NIC is a thread of this process.
+    Local(LocalFunction),
+    /// The NIC is a thread of another process.
+    Attached(Attached),
+}
+
+impl Function {
+    /// The port's name for reports.
+    pub fn port_name(&self) -> &'static str {
+        match self {
+            Function::Inline(_) => "inline",
+            Function::Local(_) | Function::Attached(_) => "shm",
+        }
+    }
+
+    /// Executes a control verb.
+    pub fn execute(&self, verb: Verb<DmaMemory>) -> Result<Reply, Error> {
+        match self {
+            Function::Inline(f) => f.execute(verb),
+            Function::Local(f) => f.execute(verb),
+            Function::Attached(f) => f.execute(verb),
+        }
+    }
+
+    /// `bytes` of zeroed memory, rounded up to pages, that the NIC can reach.
+    pub fn alloc_dma(&self, bytes: usize) -> Result<DmaMemory, Error> {
+        match self {
+            Function::Inline(_) | Function::Local(_) => {
+                DmaMemory::anonymous(bytes).map_err(Error::system("mapping memory"))
+            }
+            Function::Attached(f) => f.alloc_dma(bytes),
+        }
+    }
+
+    /// Whether the NIC is still there.
+    pub fn check_alive(&self) -> Result<(), Error> {
+        match self {
+            Function::Inline(_) => Ok(()),
+            Function::Local(f) => f.check_alive(),
+            Function::Attached(f) => f.check_alive(),
+        }
+    }
+
+    /// Does the NIC's work if it is the caller's to do. Called before a caller sleeps.
+    pub fn turn(&self) {
+        if let Function::Inline(f) = self {
+            f.turn();
+        }
+    }
+
+    /// The doorbell of a new queue pair, with what [`Reply::Qp`] said of it.
+    pub fn doorbell(&self, qpn: Qpn, slot: Option<u32>) -> Result<Doorbell, Error> {
+        match (self, slot) {
+            (Function::Inline(f), _) => Ok(Doorbell::Inline { function: f.clone(), qpn }),
+            (_, None) => Ok(Doorbell::None),
+            (Function::Local(f), Some(slot)) => f.doorbell(slot).map(Doorbell::Mapped),
+            (Function::Attached(f), Some(slot)) => f.doorbell(slot).map(Doorbell::Mapped),
+        }
+    }
+
+    /// To be called after the record of a receive queue has moved: a SEND may wait for it.
+    #[inline]
+    pub fn receive_posted(&self) {
+        match self {
+            Function::Inline(f) => f.receive_posted(),
+            Function::Local(f) => f.receive_posted(),
+            Function::Attached(f) => f.receive_posted(),
+        }
+    }
+}
+
+/// The doorbell of a send queue.
+pub enum Doorbell {
+    /// The caller is the NIC.
+    Inline {
+        /// The function.
+        function: InlineFunction,
+        /// The queue pair.
+        qpn: Qpn,
+    },
+    /// A word that the NIC's thread looks at.
+    Mapped(MappedDoorbell),
+    /// None: a managed queue, or no send queue.
+    None,
+}
+
+impl Doorbell {
+    /// Tells the NIC that the ring is filled up to building-block index `producer`.
+    ///
+    /// One caller at a time, and with indices that only advance: callers hold the queue's lock.
+    #[inline]
+    pub fn ring(&mut self, producer: u16) {
+        match self {
+            Doorbell::Mapped(bell) => bell.ring(producer),
+            Doorbell::Inline { function, qpn } => function.ring(*qpn, producer),
+            Doorbell::None => {}
+        }
+    }
+
+    /// To be called when the queue pair has been reset: its indices start at 0 again.
+    pub fn reset(&mut self) {
+        if let Doorbell::Mapped(bell) = self {
+            bell.reset();
+        }
+    }
+}

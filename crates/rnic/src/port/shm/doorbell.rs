@@ -1,0 +1,110 @@
+//! The doorbell page of a function, as both sides see it.
+//!
+//! ```text
+//! +0    sleeping (u32): written by the NIC. 0 awake, 1 asleep, 2 asleep with a SEND that waits
+//!       for a receive, 3 ended
+//! +64   doorbell 0 (u32) | doorbell 1 | ... 16 of them per cache line: written by the client
+//!
+//! doorbell:  31          16 15           0
+//!           +--------------+--------------+
+//!           |  generation  |   producer   |
+//!           +--------------+--------------+
+//! ```
+//!
+//! The page belongs to the NIC's process; a client maps it shared. A doorbell holds the index up to
+//! which the client has filled the send ring. The generation changes when the queue pair in the
+//! slot is reset or another one takes the slot, so that the first doorbell after it differs from
+//! the last one before, whatever its index.
+//!
+//! Going to sleep and ringing are a store-buffer (Dekker) pair:
+//!
+//! ```text
+//! client: store doorbell; fence; load sleeping          NIC: store sleeping; fence; load doorbells
+//! ```
+//!
+//! With both fences sequentially consistent at least one of them sees the other's store: either
+//! the client finds the NIC asleep and writes its eventfd, or the NIC finds the doorbell and does not
+//! sleep. Everything in the page comes from a client that may be hostile; it is only ever compared
+//! with the value seen last, and its lower half is an index that the engine bounds by the ring.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+
+use crate::memory::DmaMemory;
+
+/// The NIC polls.
+pub(super) const AWAKE: u32 = 0;
+/// The NIC sleeps.
+pub(super) const ASLEEP: u32 = 1;
+/// The NIC sleeps, and a SEND waits for a receive to be posted.
+pub(super) const ASLEEP_RNR: u32 = 2;
+
+/// The NIC has ended.
+pub(super) const GONE: u32 = 3;
+
+/// Offset of the word `sleeping`.
+pub(super) const SLEEPING: usize = 0;
+/// Offset of the first doorbell.
+pub(super) const DOORBELLS: usize = 64;
+/// Bytes of a page with `slots` doorbells.
+pub(super) fn page_bytes(slots: u32) -> usize {
+    DOORBELLS + slots as usize * 4
+}
+
+/// A client's view of its function's doorbell page, with the eventfd that wakes the NIC.
+pub(super) struct Page {
+    pub memory: DmaMemory,
+    pub slots: u32,
+    pub wake: OwnedFd,
+}
+
+impl Page {
+    /// To be called after a store that the NIC should see: wakes it if it sleeps as deep as
+    /// `from`.
+    #[inline]
+    pub fn wake_if_asleep(&self, from: u32) {
+        fence(Ordering::SeqCst);
+        if self.memory.word32(SLEEPING).load(Ordering::Relaxed) >= from {
+            self.wake_nic();
+        }
+    }
+
+    #[cold]
+    fn wake_nic(&self) {
+        // The descriptor does not block; if its counter is full, the NIC is woken already.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+}
+
+/// The doorbell of one send queue.
+pub struct MappedDoorbell {
+    page: Arc<Page>,
+    at: usize,
+    generation: u16,
+}
+
+impl MappedDoorbell {
+    /// The doorbell in `slot`, where there is one.
+    pub(super) fn new(page: Arc<Page>, slot: u32) -> Option<Self> {
+        if slot >= page.slots {
+            return None;
+        }
+        let at = DOORBELLS + slot as usize * 4;
+        let last = page.memory.word32(at).load(Ordering::Relaxed);
+        Some(Self { page, at, generation: ((last >> 16) as u16).wrapping_add(1) })
+    }
+
+    /// Stores the producer index and wakes the NIC if it sleeps.
+    #[inline]
+    pub fn ring(&mut self, producer: u16) {
+        let value = (self.generation as u32) << 16 | producer as u32;
+        self.page.memory.word32(self.at).store(value, Ordering::Release);
+        self.page.wake_if_asleep(ASLEEP);
+    }
+
+    /// Starts a new generation.
+    pub fn reset(&mut self) {
+        self.generation = self.generation.wrapping_add(1);
+    }
+}

@@ -1,0 +1,273 @@
+//! The host of a NIC: the process whose thread runs the engine.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::thread::JoinHandleExt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rustix::fs::{MemfdFlags, SealFlags};
+
+use super::super::control::{Reply, Verb};
+use super::super::error::Error;
+use super::doorbell::{ASLEEP_RNR, MappedDoorbell, Page, page_bytes};
+use super::nic_thread::{NicThread, Shared, eventfd};
+use crate::ids::FunctionId;
+use crate::memory::DmaMemory;
+use crate::verbs::{Caps, FunctionLimits, Limits, Stats};
+
+/// Doorbells of the physical function: queue pairs whose send queue is not managed.
+const PHYSICAL_DOORBELLS: u32 = 16 << 10;
+/// The most doorbells of a virtual function, whatever its limit of queue pairs.
+const VIRTUAL_DOORBELLS: u32 = 16 << 10;
+
+/// A NIC in a thread of this process. The thread ends when the last clone, and the last function
+/// and session of this process, is dropped.
+#[derive(Clone)]
+pub struct Host(Arc<HostInner>);
+
+struct HostInner {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+    physical: Arc<Page>,
+}
+
+/// What the NIC has done.
+#[derive(Clone, Debug)]
+pub struct HostStats {
+    /// CPU time of the NIC thread: the hardware's time, not the memory node's.
+    pub cpu: Duration,
+    /// Times that the thread went to sleep.
+    pub sleeps: u64,
+    /// The engine's counters.
+    pub engine: Stats,
+}
+
+impl Host {
+    /// Starts the NIC thread.
+    pub fn start(limits: Limits) -> Result<Self, Error> {
+        let shared = Arc::new(Shared::new()?);
+        let mut nic = NicThread::new(limits, shared.clone())?;
+        let memory = DmaMemory::anonymous(page_bytes(PHYSICAL_DOORBELLS))
+            .map_err(Error::system("mapping the doorbell page"))?;
+        let physical = add_page(&mut nic, FunctionId::PHYSICAL, memory, PHYSICAL_DOORBELLS)?;
+        let thread = std::thread::Builder::new()
+            .name("granary-nic".to_string())
+            .spawn(move || nic.run())
+            .map_err(|source| Error::System { attempt: "starting the NIC thread", source })?;
+        Ok(Self(Arc::new(HostInner { shared, thread: Some(thread), physical })))
+    }
+
+    /// The physical function: the NIC owner's.
+    pub fn physical(&self) -> LocalFunction {
+        LocalFunction {
+            host: self.clone(),
+            id: FunctionId::PHYSICAL,
+            page: self.0.physical.clone(),
+            _removal: None,
+        }
+    }
+
+    /// A new virtual function for this process, removed with the last clone of the handle.
+    pub fn function(&self, limits: FunctionLimits) -> Result<LocalFunction, Error> {
+        let doorbells = limits.qps.clamp(1, VIRTUAL_DOORBELLS);
+        let memory = DmaMemory::anonymous(page_bytes(doorbells))
+            .map_err(Error::system("mapping the doorbell page"))?;
+        let (removal, page) = self.add_function(limits, memory, doorbells)?;
+        Ok(LocalFunction {
+            host: self.clone(),
+            id: removal.id,
+            page,
+            _removal: Some(Arc::new(removal)),
+        })
+    }
+
+    /// A new virtual function for another process, with the descriptor of its doorbell page.
+    pub(super) fn shared_function(
+        &self,
+        limits: FunctionLimits,
+    ) -> Result<(Removal, SharedPage), Error> {
+        let doorbells = limits.qps.clamp(1, VIRTUAL_DOORBELLS);
+        let bytes = page_bytes(doorbells);
+        let (fd, memory) = sealed_memory("granary-doorbells", bytes)?;
+        let (removal, page) = self.add_function(limits, memory, doorbells)?;
+        let wake = page
+            .wake
+            .try_clone()
+            .map_err(|source| Error::System { attempt: "duplicating an eventfd", source })?;
+        Ok((removal, SharedPage { fd, wake, doorbells }))
+    }
+
+    fn add_function(
+        &self,
+        limits: FunctionLimits,
+        memory: DmaMemory,
+        doorbells: u32,
+    ) -> Result<(Removal, Arc<Page>), Error> {
+        let (id, page) = self.call(move |nic| -> Result<_, Error> {
+            let id = nic.core.engine.add_function(limits)?;
+            match add_page(nic, id, memory, doorbells) {
+                Ok(page) => Ok((id, page)),
+                Err(e) => {
+                    nic.remove_function(id);
+                    Err(e)
+                }
+            }
+        })??;
+        Ok((Removal { host: self.clone(), id }, page))
+    }
+
+    /// What the engine can do.
+    pub fn caps(&self) -> Result<Caps, Error> {
+        self.call(|nic| nic.core.engine.caps())
+    }
+
+    /// What the NIC has done so far.
+    pub fn stats(&self) -> Result<HostStats, Error> {
+        let cpu = self.cpu_time()?;
+        let engine = self.call(|nic| nic.core.engine.stats().clone())?;
+        Ok(HostStats { cpu, sleeps: self.0.shared.sleeps.load(Ordering::Relaxed), engine })
+    }
+
+    /// CPU time that the NIC thread has taken. Does not wake it.
+    pub fn cpu_time(&self) -> Result<Duration, Error> {
+        let thread = self.0.thread.as_ref().expect("set until dropped").as_pthread_t();
+        let mut clock = 0;
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: the thread has not been joined, so its handle is valid even if it has ended.
+        let error = unsafe { libc::pthread_getcpuclockid(thread, &mut clock) };
+        if error != 0 {
+            return Err(self.gone());
+        }
+        // SAFETY: `time` is a valid place for the result.
+        if unsafe { libc::clock_gettime(clock, &mut time) } != 0 {
+            return Err(self.gone());
+        }
+        Ok(Duration::new(time.tv_sec as u64, time.tv_nsec as u32))
+    }
+
+    /// Lets the NIC thread do `job` between two looks at its doorbells.
+    pub(super) fn call<R: Send + 'static>(
+        &self,
+        job: impl FnOnce(&mut NicThread) -> R + Send + 'static,
+    ) -> Result<R, Error> {
+        let (reply, result) = mpsc::sync_channel(1);
+        let sent = self.0.shared.submit(Box::new(move |nic| {
+            // The caller waits for it below.
+            let _ = reply.send(job(nic));
+        }));
+        if !sent {
+            return Err(self.gone());
+        }
+        result.recv().map_err(|_| self.gone())
+    }
+
+    fn check_alive(&self) -> Result<(), Error> {
+        if self.0.shared.is_alive() { Ok(()) } else { Err(self.gone()) }
+    }
+
+    fn gone(&self) -> Error {
+        Error::Gone { why: "its thread has ended".to_string() }
+    }
+}
+
+impl Drop for HostInner {
+    fn drop(&mut self) {
+        self.shared.submit(Box::new(|nic| nic.stop = true));
+        if let Some(thread) = self.thread.take() {
+            // A panic of the thread has been reported where it happened.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Removes a virtual function when it is dropped.
+pub(super) struct Removal {
+    pub host: Host,
+    pub id: FunctionId,
+}
+
+impl Drop for Removal {
+    fn drop(&mut self) {
+        let id = self.id;
+        // If the thread has ended, so has the function.
+        let _ = self.host.call(move |nic| nic.remove_function(id));
+    }
+}
+
+/// A doorbell page for another process.
+pub(super) struct SharedPage {
+    pub fd: OwnedFd,
+    pub wake: OwnedFd,
+    pub doorbells: u32,
+}
+
+/// A function of the NIC's own process.
+#[derive(Clone)]
+pub struct LocalFunction {
+    host: Host,
+    id: FunctionId,
+    page: Arc<Page>,
+    _removal: Option<Arc<Removal>>,
+}
+
+impl LocalFunction {
+    /// The host.
+    pub fn host(&self) -> &Host {
+        &self.host
+    }
+
+    /// Executes a control verb.
+    pub fn execute(&self, verb: Verb<DmaMemory>) -> Result<Reply, Error> {
+        let id = self.id;
+        self.host.call(move |nic| nic.execute(id, verb))?
+    }
+
+    /// Whether the NIC thread runs.
+    pub fn check_alive(&self) -> Result<(), Error> {
+        self.host.check_alive()
+    }
+
+    /// The doorbell in `slot`.
+    pub fn doorbell(&self, slot: u32) -> Result<MappedDoorbell, Error> {
+        MappedDoorbell::new(self.page.clone(), slot).ok_or_else(|| Error::Protocol {
+            what: format!("doorbell {slot} of {}", self.page.slots),
+        })
+    }
+
+    /// To be called after a receive was posted.
+    #[inline]
+    pub fn receive_posted(&self) {
+        self.page.wake_if_asleep(ASLEEP_RNR);
+    }
+}
+
+/// Has the NIC look at the doorbells in `memory`; gives the client's view of them.
+fn add_page(
+    nic: &mut NicThread,
+    function: FunctionId,
+    memory: DmaMemory,
+    slots: u32,
+) -> Result<Arc<Page>, Error> {
+    let wake = eventfd()?;
+    let watched = wake
+        .try_clone()
+        .map_err(|source| Error::System { attempt: "duplicating an eventfd", source })?;
+    nic.add_doorbells(function, memory.clone(), slots, watched)?;
+    Ok(Arc::new(Page { memory, slots, wake }))
+}
+
+/// Memory to be shared by descriptor: of fixed size, for good.
+pub(super) fn sealed_memory(name: &str, bytes: usize) -> Result<(OwnedFd, DmaMemory), Error> {
+    let bytes = bytes.max(1).next_multiple_of(rustix::param::page_size());
+    let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+        .map_err(Error::system("creating shared memory"))?;
+    rustix::fs::ftruncate(&fd, bytes as u64).map_err(Error::system("sizing shared memory"))?;
+    rustix::fs::fcntl_add_seals(fd.as_fd(), SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
+        .map_err(Error::system("sealing shared memory"))?;
+    let memory =
+        DmaMemory::map_shared(&fd, 0, bytes).map_err(Error::system("mapping shared memory"))?;
+    Ok((fd, memory))
+}

@@ -1,0 +1,35 @@
+//! The `shm` port: the NIC is a thread, and processes attach to it.
+//!
+//! ```text
+//!  process of the NIC                                         another process
+//!  ┌───────────────────────────────────────────┐              ┌──────────────────────┐
+//!  │ NIC thread: Engine                        │   memfd      │                      │
+//!  │   scans doorbells <───────────────────────┼── page ──────┼── MappedDoorbell     │
+//!  │   fetches WQEs, moves data, writes CQEs <─┼── memfds ────┼── rings, buffers     │
+//!  │   sleeps on eventfds <────────────────────┼── eventfd ───┼── wakes it           │
+//!  │        ▲ mailbox                          │              │                      │
+//!  │ LocalFunction     Session <── caller's ───┼── socket ────┼── Attached           │
+//!  │                               event loop  │              │                      │
+//!  └───────────────────────────────────────────┘              └──────────────────────┘
+//! ```
+//!
+//! - [`Host`] owns the NIC thread. The functions of its own process are [`LocalFunction`]s.
+//! - [`Session`] is the host's side of an attached process: requests in, replies out, no socket.
+//! - [`Attached`] is the other process's side.
+//! - [`wire`] are the messages, [`socket`] moves them and the descriptors with them.
+//!
+//! The data path needs neither lock nor system call as long as both sides are awake; see the
+//! doorbell page (`doorbell.rs`) for how they wake each other.
+
+mod client;
+mod doorbell;
+mod host;
+mod nic_thread;
+mod session;
+pub mod socket;
+pub mod wire;
+
+pub use client::Attached;
+pub use doorbell::MappedDoorbell;
+pub use host::{Host, HostStats, LocalFunction};
+pub use session::{Session, SessionLimits};

@@ -1,0 +1,359 @@
+//! The NIC thread: the hardware.
+//!
+//! It looks at its mailbox (control verbs) and at the doorbells, lets the engine execute, wakes who
+//! sleeps on a completion, and starts over. When nothing has happened for a while it sleeps on the
+//! eventfds of its functions; then it takes no CPU at all.
+//!
+//! A function's eventfd is shared with its client, which may do with it what it likes. It is never
+//! read here: it is watched edge-triggered, so that each write to it is one wake-up.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use rustix::event::epoll;
+
+use super::super::control::{Reply, Verb};
+use super::super::core::Core;
+use super::super::error::Error;
+use super::doorbell::{ASLEEP, ASLEEP_RNR, AWAKE, DOORBELLS, GONE, SLEEPING};
+use crate::ids::{FunctionId, Qpn};
+use crate::memory::DmaMemory;
+use crate::verbs::{Limits, QpChange};
+
+/// WQEs that the engine executes between two looks at the doorbells.
+const BUDGET: usize = 64;
+/// After this long without work the thread offers its CPU to others between two looks.
+const SPIN: Duration = Duration::from_micros(10);
+/// After this long without work it goes to sleep.
+const SLEEP_AFTER: Duration = Duration::from_micros(100);
+/// Busy rounds between two looks at the clock.
+const ROUNDS_PER_CLOCK: u32 = 64;
+
+/// Work for the NIC thread.
+pub(super) type Job = Box<dyn FnOnce(&mut NicThread) + Send>;
+
+/// What the NIC thread shares with its process.
+pub(super) struct Shared {
+    mailbox: Mutex<Mailbox>,
+    has_mail: AtomicBool,
+    /// Like the word of the same name in a doorbell page.
+    sleeping: AtomicU32,
+    wake: OwnedFd,
+    /// Times the thread has gone to sleep.
+    pub sleeps: AtomicU64,
+}
+
+struct Mailbox {
+    /// `None`: the thread has ended.
+    jobs: Option<Vec<Job>>,
+}
+
+impl Shared {
+    pub fn new() -> Result<Self, Error> {
+        Ok(Self {
+            mailbox: Mutex::new(Mailbox { jobs: Some(Vec::new()) }),
+            has_mail: AtomicBool::new(false),
+            sleeping: AtomicU32::new(AWAKE),
+            wake: eventfd()?,
+            sleeps: AtomicU64::new(0),
+        })
+    }
+
+    /// Puts a job into the mailbox and wakes the thread if it sleeps. False if it has ended.
+    pub fn submit(&self, job: Job) -> bool {
+        match &mut self.mailbox.lock().jobs {
+            None => return false,
+            Some(jobs) => jobs.push(job),
+        }
+        self.has_mail.store(true, Ordering::Release);
+        fence(Ordering::SeqCst);
+        if self.sleeping.load(Ordering::Relaxed) != AWAKE {
+            // It does not block; if its counter is full, the thread is woken already.
+            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        }
+        true
+    }
+
+    pub fn is_alive(&self) -> bool {
+        self.mailbox.lock().jobs.is_some()
+    }
+}
+
+/// A descriptor that wakes the NIC thread.
+pub(super) fn eventfd() -> Result<OwnedFd, Error> {
+    use rustix::event::EventfdFlags;
+    rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+        .map_err(Error::system("making an eventfd"))
+}
+
+/// A function's doorbells as the NIC sees them.
+struct Doorbells {
+    function: FunctionId,
+    page: DmaMemory,
+    wake: OwnedFd,
+    /// By slot, up to the highest that was ever in use: what was seen last.
+    seen: Vec<u32>,
+    /// By slot: whose it is.
+    owner: Vec<Option<Qpn>>,
+    slots: u32,
+}
+
+/// The thread's state.
+pub(super) struct NicThread {
+    pub core: Core,
+    pub stop: bool,
+    shared: Arc<Shared>,
+    doorbells: Vec<Doorbells>,
+    epoll: OwnedFd,
+    started: Instant,
+}
+
+impl NicThread {
+    pub fn new(limits: Limits, shared: Arc<Shared>) -> Result<Self, Error> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
+            .map_err(Error::system("making an epoll instance"))?;
+        watch(&epoll, &shared.wake)?;
+        Ok(Self {
+            core: Core::new(limits),
+            stop: false,
+            shared,
+            doorbells: Vec::new(),
+            epoll,
+            started: Instant::now(),
+        })
+    }
+
+    /// Runs until a job sets `stop`.
+    pub fn run(mut self) {
+        let mut idle_since = None;
+        let mut now = 0;
+        let mut rounds = 0;
+        let mut one_cpu = has_one_cpu();
+        while !self.stop {
+            if self.work(now) {
+                idle_since = None;
+                rounds += 1;
+                if rounds % ROUNDS_PER_CLOCK == 0 {
+                    now = self.now_ns();
+                }
+                continue;
+            }
+            now = self.now_ns();
+            let since = *idle_since.get_or_insert(now);
+            let idle = Duration::from_nanos(now - since);
+            if idle >= SLEEP_AFTER {
+                self.sleep(now);
+                one_cpu = has_one_cpu();
+                idle_since = None;
+                now = self.now_ns();
+            } else if one_cpu || idle >= SPIN {
+                rustix::thread::sched_yield();
+            }
+        }
+    }
+
+    /// One look at everything; true if there was anything to do.
+    #[inline]
+    fn work(&mut self, now: u64) -> bool {
+        let mail = self.shared.has_mail.load(Ordering::Acquire) && self.take_mail();
+        let rang = self.scan();
+        let executed = self.core.engine.poll(now, BUDGET) > 0;
+        let events = self.core.deliver_events();
+        mail | rang | executed | events
+    }
+
+    #[cold]
+    fn take_mail(&mut self) -> bool {
+        self.shared.has_mail.store(false, Ordering::Relaxed);
+        let jobs = self.shared.mailbox.lock().jobs.replace(Vec::new()).unwrap_or_default();
+        let any = !jobs.is_empty();
+        for job in jobs {
+            job(self);
+        }
+        any
+    }
+
+    /// Tells the engine of doorbells that have changed.
+    #[inline]
+    fn scan(&mut self) -> bool {
+        let mut any = false;
+        for bells in &mut self.doorbells {
+            for (slot, seen) in bells.seen.iter_mut().enumerate() {
+                let bell = bells.page.word32(DOORBELLS + slot * 4).load(Ordering::Acquire);
+                if bell != *seen {
+                    *seen = bell;
+                    any = true;
+                    if let Some(qpn) = bells.owner[slot] {
+                        self.core.engine.ring(qpn, bell as u16);
+                    }
+                }
+            }
+        }
+        any
+    }
+
+    /// Sleeps until a doorbell, mail, or the engine's next timeout.
+    #[cold]
+    fn sleep(&mut self, now: u64) {
+        let timeout = self.core.engine.next_timeout();
+        self.announce(if timeout.is_some() { ASLEEP_RNR } else { ASLEEP });
+        // The other half of the pair described in `doorbell.rs`.
+        fence(Ordering::SeqCst);
+        if self.shared.has_mail.load(Ordering::Relaxed) || self.work(now) {
+            self.announce(AWAKE);
+            return;
+        }
+        self.shared.sleeps.fetch_add(1, Ordering::Relaxed);
+        let timeout = timeout.map(|at| {
+            let left = Duration::from_nanos(at.saturating_sub(now));
+            rustix::event::Timespec {
+                tv_sec: left.as_secs() as i64,
+                tv_nsec: left.subsec_nanos() as i64,
+            }
+        });
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 16];
+        // Interrupted or failed: the loop looks at everything again in any case.
+        let _ = epoll::wait(&self.epoll, &mut events[..], timeout.as_ref());
+        self.announce(AWAKE);
+    }
+
+    fn announce(&self, sleeping: u32) {
+        self.shared.sleeping.store(sleeping, Ordering::Relaxed);
+        for bells in &self.doorbells {
+            bells.page.word32(SLEEPING).store(sleeping, Ordering::Relaxed);
+        }
+    }
+
+    fn now_ns(&self) -> u64 {
+        self.started.elapsed().as_nanos() as u64
+    }
+
+    /// Looks at the doorbells of `function` from now on.
+    pub fn add_doorbells(
+        &mut self,
+        function: FunctionId,
+        page: DmaMemory,
+        slots: u32,
+        wake: OwnedFd,
+    ) -> Result<(), Error> {
+        watch(&self.epoll, &wake)?;
+        self.doorbells.push(Doorbells {
+            function,
+            page,
+            wake,
+            seen: Vec::new(),
+            owner: Vec::new(),
+            slots,
+        });
+        Ok(())
+    }
+
+    /// Removes a function with all that it has.
+    pub fn remove_function(&mut self, function: FunctionId) {
+        if let Some(at) = self.doorbells.iter().position(|b| b.function == function) {
+            let bells = self.doorbells.swap_remove(at);
+            // The client may hold the descriptor open: closing ours would not end the watch.
+            let _ = epoll::delete(&self.epoll, &bells.wake);
+        }
+        self.core.remove_function(function);
+    }
+
+    /// Executes a control verb, and minds the doorbells of the queue pairs that it makes, resets or
+    /// ends.
+    pub fn execute(&mut self, f: FunctionId, verb: Verb<DmaMemory>) -> Result<Reply, Error> {
+        let rings =
+            matches!(&verb, Verb::CreateQp(qp) if qp.send.as_ref().is_some_and(|s| !s.managed));
+        let (reset, destroyed) = match verb {
+            Verb::ModifyQp { qpn, change: QpChange::Reset } => (Some(qpn), None),
+            Verb::DestroyQp { qpn } => (None, Some(qpn)),
+            _ => (None, None),
+        };
+        let at =
+            self.doorbells.iter().position(|b| b.function == f).expect("a function's doorbells");
+        let slot = match rings.then(|| self.doorbells[at].free_slot()) {
+            None => None,
+            Some(Some(slot)) => Some(slot),
+            Some(None) => {
+                let limit = self.doorbells[at].slots as u64;
+                return Err(crate::error::Error::Limit { what: "doorbells", limit }.into());
+            }
+        };
+        let mut reply = self.core.execute(f, verb)?;
+        let bells = &mut self.doorbells[at];
+        if let (Reply::Qp { qpn, doorbell }, Some(slot)) = (&mut reply, slot) {
+            bells.take_slot(slot, *qpn);
+            *doorbell = Some(slot);
+        }
+        if let Some(qpn) = reset {
+            bells.ignore_past(qpn);
+        }
+        if let Some(qpn) = destroyed {
+            bells.release(qpn);
+        }
+        Ok(reply)
+    }
+}
+
+impl Doorbells {
+    fn free_slot(&self) -> Option<u32> {
+        let slot = self.owner.iter().position(Option::is_none).unwrap_or(self.owner.len());
+        (slot < self.slots as usize).then_some(slot as u32)
+    }
+
+    fn current(&self, slot: usize) -> u32 {
+        self.page.word32(DOORBELLS + slot * 4).load(Ordering::Acquire)
+    }
+
+    fn take_slot(&mut self, slot: u32, qpn: Qpn) {
+        let slot = slot as usize;
+        if slot == self.owner.len() {
+            self.owner.push(None);
+            self.seen.push(0);
+        }
+        self.owner[slot] = Some(qpn);
+        self.seen[slot] = self.current(slot);
+    }
+
+    /// What was rung for `qpn` so far is of no interest any more.
+    fn ignore_past(&mut self, qpn: Qpn) {
+        if let Some(slot) = self.owner.iter().position(|o| *o == Some(qpn)) {
+            self.seen[slot] = self.current(slot);
+        }
+    }
+
+    fn release(&mut self, qpn: Qpn) {
+        if let Some(slot) = self.owner.iter().position(|o| *o == Some(qpn)) {
+            self.owner[slot] = None;
+        }
+        while self.owner.last() == Some(&None) {
+            self.owner.pop();
+            self.seen.pop();
+        }
+    }
+}
+
+impl Drop for NicThread {
+    /// The thread ends, whatever the reason: who waits for it must learn it.
+    fn drop(&mut self) {
+        let jobs = self.shared.mailbox.lock().jobs.take();
+        drop(jobs);
+        self.announce(GONE);
+    }
+}
+
+fn watch(epoll: &OwnedFd, fd: &OwnedFd) -> Result<(), Error> {
+    let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+    epoll::add(epoll, fd, epoll::EventData::new_u64(0), flags)
+        .map_err(Error::system("watching an eventfd"))
+}
+
+/// Whether this thread may run on one CPU only, which spinning would take from others.
+fn has_one_cpu() -> bool {
+    rustix::thread::sched_getaffinity(None).is_ok_and(|set| set.count() == 1)
+}
