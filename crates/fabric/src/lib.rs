@@ -9,6 +9,7 @@
 
 pub mod direct;
 mod error;
+pub mod soft;
 pub mod verbs;
 
 pub use error::Error;

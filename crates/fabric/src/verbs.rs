@@ -6,7 +6,7 @@
 //! Addresses in work requests are those that the memory's owner sees: the I/O virtual address of
 //! a registered byte is its address in the process that registered it.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::{Access, Cqn, DmaMemory, Error, Key, Qpn, Remote, Sge};
 
@@ -141,7 +141,8 @@ pub trait MemoryWindow: Clone + Send + Sync + 'static {
 
 /// A receive queue that work can be posted to.
 pub trait ReceiveQueue: Clone + Send + Sync + 'static {
-    /// Posts a receive.
+    /// Posts a receive. Entries are given out in the order of the ring: the queue is full as long as
+    /// the completion of the oldest has not been polled, also if younger ones have been.
     fn post_recv(&self, wr: &ReceiveRequest<'_>) -> Result<(), Error>;
 }
 
@@ -163,7 +164,9 @@ pub enum QpState {
 /// A change of a queue pair's state (`ibv_modify_qp`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum QpChange {
-    /// To Reset, from any state: the queues are emptied, the number stays.
+    /// To Reset, from any state: the queues are emptied, the number stays. What was posted and has
+    /// not completed completes as flushed, so that whoever waits for it learns it (`ibv_modify_qp`
+    /// drops it in silence).
     Reset,
     /// Reset to Init.
     Init,
@@ -361,6 +364,45 @@ pub enum Status {
     Other(u8),
 }
 
+impl Status {
+    /// The status that a CQE's syndrome stands for (the values are those of `mlx5_err_cqe`; 0 is
+    /// success).
+    pub fn from_syndrome(syndrome: u8) -> Self {
+        match syndrome {
+            0x00 => Status::Success,
+            0x01 => Status::LocalLength,
+            0x02 => Status::LocalOperation,
+            0x04 => Status::LocalProtection,
+            0x05 => Status::Flushed,
+            0x06 => Status::Bind,
+            0x12 => Status::RemoteInvalidRequest,
+            0x13 => Status::RemoteAccess,
+            0x14 => Status::RemoteOperation,
+            0x15 => Status::RetryExceeded,
+            0x16 => Status::RnrRetryExceeded,
+            other => Status::Other(other),
+        }
+    }
+
+    /// The syndrome that stands for this status.
+    pub fn syndrome(self) -> u8 {
+        match self {
+            Status::Success => 0x00,
+            Status::LocalLength => 0x01,
+            Status::LocalOperation => 0x02,
+            Status::LocalProtection => 0x04,
+            Status::Flushed => 0x05,
+            Status::Bind => 0x06,
+            Status::RemoteInvalidRequest => 0x12,
+            Status::RemoteAccess => 0x13,
+            Status::RemoteOperation => 0x14,
+            Status::RetryExceeded => 0x15,
+            Status::RnrRetryExceeded => 0x16,
+            Status::Other(syndrome) => syndrome,
+        }
+    }
+}
+
 /// What kind of work a completion is of.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CompletionKind {
@@ -388,6 +430,14 @@ pub struct Completion {
 }
 
 impl Completion {
+    /// The completion of work that was done; otherwise how it ended.
+    pub fn ok(self) -> Result<Completion, Status> {
+        match self.status {
+            Status::Success => Ok(self),
+            status => Err(status),
+        }
+    }
+
     /// What an array for [`CompletionQueue::poll`] starts with.
     pub const EMPTY: Completion = Completion {
         id: 0,
@@ -409,7 +459,34 @@ pub trait CompletionQueue: Clone + Send + Sync + 'static {
     fn poll(&self, out: &mut [Completion]) -> usize;
 
     /// Sleeps until a completion is there to be polled or `timeout` has passed; true in the first
-    /// case. Returns at once if one is there already. Several threads may wait: one completion
-    /// wakes all of them. An error says that the NIC is gone.
-    fn wait(&self, timeout: Duration) -> Result<bool, Error>;
+    /// case. Returns at once if one is there already. An error says that the NIC is gone.
+    ///
+    /// Several threads may wait: one completion wakes all of them, and those that find it taken
+    /// sleep on. Who waits for what another thread may take wants [`CompletionQueue::wait_unless`].
+    fn wait(&self, timeout: Duration) -> Result<bool, Error> {
+        let deadline = Instant::now().checked_add(timeout);
+        loop {
+            let left = match deadline {
+                Some(deadline) => deadline.saturating_duration_since(Instant::now()),
+                None => timeout,
+            };
+            if self.wait_unless(left, &|| false)? {
+                return Ok(true);
+            }
+            if left.is_zero() {
+                return Ok(false);
+            }
+        }
+    }
+
+    /// Like [`CompletionQueue::wait`], but does not go to sleep if `done` says true, and may return
+    /// early with false: after [`CompletionQueue::wake`], or when a completion came that another
+    /// thread has taken.
+    ///
+    /// `done` is called after the queue has been armed: whoever makes it true and then calls
+    /// [`CompletionQueue::wake`] is certain that this thread does not sleep on.
+    fn wait_unless(&self, timeout: Duration, done: &dyn Fn() -> bool) -> Result<bool, Error>;
+
+    /// Wakes who sleeps in [`CompletionQueue::wait_unless`].
+    fn wake(&self);
 }

@@ -1,0 +1,321 @@
+//! Completion queues of the software NIC, as their owner sees them.
+//!
+//! ```text
+//! ring: 64-byte CQEs (rnic::cqe)   record: +0 consumer index (be32)   +4 armed (u32)
+//! ```
+//!
+//! The consumer index is written only every so often: the ring has twice the entries that were asked
+//! for, so that half of it may be consumed before the NIC is told. The record's cache line stays
+//! where it is meanwhile.
+//!
+//! Sleeping: the waiter stores 1 to `armed`, looks at the ring once more, and sleeps on `armed` as a
+//! futex. The NIC, after it has written a CQE, swaps `armed` back to 0 and wakes. Either the waiter
+//! sees the CQE or the NIC sees `armed`.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use rnic::cqe::{self, CQE, Cqe};
+use rnic::port::control::{Reply, Verb};
+use rnic::port::{ARMED, Function};
+use rustix::thread::futex;
+
+use super::queue::{ReceiveRing, SendQueue};
+use super::{MAX_ENTRIES, call, system};
+use crate::{
+    Completion, CompletionKind, CompletionQueue, CqAttr, Cqn, DmaMemory, Error, Qpn, Status,
+};
+
+/// How long a waiter sleeps before it looks whether the NIC is still there.
+const ALIVE_CHECK: Duration = Duration::from_millis(100);
+/// Running numbers of completions have 24 bits.
+const NUMBER: u32 = 0xff_ffff;
+
+/// A completion queue.
+#[derive(Clone)]
+pub struct SoftCq(pub(super) Arc<CqInner>);
+
+pub(super) struct CqInner {
+    function: Function,
+    pub cqn: Cqn,
+    ring: DmaMemory,
+    record: DmaMemory,
+    entries: u32,
+    ignore_overrun: bool,
+    /// Running number of the next completion; moved under the lock of `poller`.
+    next: AtomicU32,
+    /// The backlog is not empty.
+    has_backlog: AtomicBool,
+    poller: Mutex<Poller>,
+}
+
+struct Poller {
+    /// What the record's consumer index says.
+    recorded: u32,
+    /// The queues that complete here, by QPN.
+    members: Vec<Member>,
+    /// Index into `members` of the one that completed last.
+    recent: usize,
+    /// Completions of queues that have been reset or destroyed.
+    backlog: VecDeque<Completion>,
+}
+
+struct Member {
+    qpn: Qpn,
+    send: Option<Arc<SendQueue>>,
+    receive: Option<Arc<ReceiveRing>>,
+}
+
+impl SoftCq {
+    pub(super) fn create(function: &Function, attr: &CqAttr) -> Result<Self, Error> {
+        if attr.entries == 0 || attr.entries > MAX_ENTRIES {
+            return Err(Error::BadRequest {
+                what: format!("a CQ of {} entries; it may have 1 to {MAX_ENTRIES}", attr.entries),
+            });
+        }
+        let asked = attr.entries.next_power_of_two();
+        let entries = if attr.ignore_overrun { asked } else { 2 * asked };
+        let bytes = entries as usize * CQE;
+        let memory = function.alloc_dma(bytes + 64).map_err(system("memory of a CQ"))?;
+        let ring = memory.slice(0, bytes).expect("memory made for the ring");
+        let record = memory.slice(bytes, 8).expect("memory made for the record");
+        for entry in 0..entries as usize {
+            let at = entry * CQE + cqe::offset::OP_OWN;
+            ring.write(at, &[cqe::opcode::INVALID << 4 | cqe::OWNER]);
+        }
+        let verb = Verb::CreateCq {
+            ring: ring.clone(),
+            entries,
+            record: record.clone(),
+            ignore_overrun: attr.ignore_overrun,
+        };
+        let Reply::Cq(cqn) = call(function, "create_cq", verb)? else {
+            return Err(super::unexpected("create_cq"));
+        };
+        let poller =
+            Poller { recorded: 0, members: Vec::new(), recent: 0, backlog: VecDeque::new() };
+        Ok(SoftCq(Arc::new(CqInner {
+            function: function.clone(),
+            cqn,
+            ring,
+            record,
+            entries,
+            ignore_overrun: attr.ignore_overrun,
+            next: AtomicU32::new(0),
+            has_backlog: AtomicBool::new(false),
+            poller: Mutex::new(poller),
+        })))
+    }
+}
+
+impl CqInner {
+    /// The queues of `qpn` complete here from now on.
+    pub fn add(&self, qpn: Qpn, send: Option<Arc<SendQueue>>, receive: Option<Arc<ReceiveRing>>) {
+        let mut poller = self.poller.lock();
+        match poller.members.binary_search_by_key(&qpn, |m| m.qpn) {
+            Ok(at) => {
+                let member = &mut poller.members[at];
+                member.send = send.or(member.send.take());
+                member.receive = receive.or(member.receive.take());
+            }
+            Err(at) => poller.members.insert(at, Member { qpn, send, receive }),
+        }
+    }
+
+    /// The NIC has forgotten what was posted to `qpn`: takes in the completions that it wrote before,
+    /// and completes the rest as flushed. Queues with completions of their own (`shared` receives
+    /// are not the QP's) start again at 0.
+    pub fn forget_posted(&self, qpn: Qpn, own_receive: bool) {
+        let mut poller = self.poller.lock();
+        let mut waiting = VecDeque::new();
+        while let Some(completion) = self.take(&mut poller) {
+            waiting.push_back(completion);
+        }
+        poller.backlog.append(&mut waiting);
+        if let Some(member) = poller.find(qpn) {
+            let sends = member.send.as_ref().map(|q| q.reset()).unwrap_or_default();
+            let receives = match &member.receive {
+                Some(q) if own_receive => q.reset(),
+                _ => Vec::new(),
+            };
+            let flushed = |kind| {
+                move |id| Completion { id, qpn, status: Status::Flushed, kind, bytes: 0, imm: None }
+            };
+            poller.backlog.extend(sends.into_iter().map(flushed(CompletionKind::Send)));
+            poller.backlog.extend(receives.into_iter().map(flushed(CompletionKind::Receive)));
+        }
+        let any = !poller.backlog.is_empty();
+        self.has_backlog.store(any, Ordering::Release);
+        drop(poller);
+        if any {
+            self.wake();
+        }
+    }
+
+    /// Nothing of `qpn` completes here any more.
+    pub fn remove(&self, qpn: Qpn) {
+        let mut poller = self.poller.lock();
+        poller.members.retain(|m| m.qpn != qpn);
+    }
+
+    /// Whether a completion is there. Needs no lock.
+    #[inline]
+    fn is_ready(&self) -> bool {
+        self.valid(self.next.load(Ordering::Relaxed)).is_some()
+            || self.has_backlog.load(Ordering::Acquire)
+    }
+
+    /// The offset of CQE number `number` if the NIC has written it.
+    #[inline]
+    fn valid(&self, number: u32) -> Option<usize> {
+        let at = (number & (self.entries - 1)) as usize * CQE;
+        let last = u64::from_be(self.ring.word64(at + CQE - 8).load(Ordering::Acquire)) as u8;
+        let lap = (number >> self.entries.trailing_zeros()) as u8;
+        let written = last >> 4 != cqe::opcode::INVALID && (last ^ lap) & cqe::OWNER == 0;
+        (written && !self.ignore_overrun).then_some(at)
+    }
+
+    /// Takes the next completion off the ring.
+    #[inline]
+    fn take(&self, poller: &mut Poller) -> Option<Completion> {
+        loop {
+            let number = self.next.load(Ordering::Relaxed);
+            let at = self.valid(number)?;
+            let mut bytes = [0; CQE];
+            self.ring.read(at, &mut bytes);
+            let number = (number + 1) & NUMBER;
+            self.next.store(number, Ordering::Relaxed);
+            if (number.wrapping_sub(poller.recorded) & NUMBER) >= self.entries / 2 {
+                poller.recorded = number;
+                self.record.store_be32(0, number);
+            }
+            // A completion of a queue that is not known is of one that was destroyed.
+            if let Some(completion) = poller.complete(&Cqe::from_bytes(&bytes)) {
+                return Some(completion);
+            }
+        }
+    }
+
+    fn wake(&self) {
+        self.record.word32(ARMED).store(0, Ordering::SeqCst);
+        rnic::port::wake(&self.record);
+    }
+}
+
+impl Poller {
+    #[inline]
+    fn find(&mut self, qpn: Qpn) -> Option<&Member> {
+        if self.members.get(self.recent).is_none_or(|m| m.qpn != qpn) {
+            self.recent = self.members.binary_search_by_key(&qpn, |m| m.qpn).ok()?;
+        }
+        Some(&self.members[self.recent])
+    }
+
+    #[inline]
+    fn complete(&mut self, cqe: &Cqe) -> Option<Completion> {
+        let member = self.find(cqe.qpn)?;
+        let (kind, id) = match cqe.opcode {
+            cqe::opcode::REQ | cqe::opcode::REQ_ERR => {
+                (CompletionKind::Send, member.send.as_ref()?.complete(cqe.wqe_counter))
+            }
+            _ => (CompletionKind::Receive, member.receive.as_ref()?.complete(cqe.wqe_counter)),
+        };
+        let status = match &cqe.error {
+            None => Status::Success,
+            Some(e) => Status::from_syndrome(e.syndrome),
+        };
+        let with_imm = matches!(cqe.opcode, cqe::opcode::RESP_SEND_IMM | cqe::opcode::RESP_WR_IMM);
+        Some(Completion {
+            id,
+            qpn: cqe.qpn,
+            status,
+            kind,
+            bytes: cqe.byte_count,
+            imm: with_imm.then_some(cqe.imm),
+        })
+    }
+}
+
+impl CompletionQueue for SoftCq {
+    fn cqn(&self) -> Cqn {
+        self.0.cqn
+    }
+
+    #[inline]
+    fn poll(&self, out: &mut [Completion]) -> usize {
+        let cq = &*self.0;
+        if !cq.is_ready() {
+            return 0;
+        }
+        let Some(mut poller) = cq.poller.try_lock() else {
+            return 0;
+        };
+        let mut taken = 0;
+        if cq.has_backlog.load(Ordering::Relaxed) {
+            while taken < out.len()
+                && let Some(completion) = poller.backlog.pop_front()
+            {
+                out[taken] = completion;
+                taken += 1;
+            }
+            cq.has_backlog.store(!poller.backlog.is_empty(), Ordering::Release);
+        }
+        while taken < out.len()
+            && let Some(completion) = cq.take(&mut poller)
+        {
+            out[taken] = completion;
+            taken += 1;
+        }
+        taken
+    }
+
+    fn wait_unless(&self, timeout: Duration, done: &dyn Fn() -> bool) -> Result<bool, Error> {
+        let cq = &*self.0;
+        let deadline = Instant::now().checked_add(timeout);
+        let armed = cq.record.word32(ARMED);
+        cq.function.turn();
+        loop {
+            armed.store(1, Ordering::SeqCst);
+            fence(Ordering::SeqCst);
+            if cq.is_ready() {
+                return Ok(true);
+            }
+            if done() {
+                return Ok(false);
+            }
+            let left =
+                deadline.map_or(Duration::MAX, |d| d.saturating_duration_since(Instant::now()));
+            if left.is_zero() {
+                return Ok(false);
+            }
+            let slice = left.min(ALIVE_CHECK);
+            let slice = futex::Timespec {
+                tv_sec: slice.as_secs() as i64,
+                tv_nsec: slice.subsec_nanos() as i64,
+            };
+            let woken = futex::wait(armed, futex::Flags::empty(), 1, Some(&slice));
+            if cq.is_ready() {
+                return Ok(true);
+            }
+            if woken != Err(rustix::io::Errno::TIMEDOUT) {
+                return Ok(false);
+            }
+            cq.function.check_alive().map_err(system("waiting for a completion"))?;
+            cq.function.turn();
+        }
+    }
+
+    fn wake(&self) {
+        self.0.wake();
+    }
+}
+
+impl Drop for CqInner {
+    fn drop(&mut self) {
+        // A NIC that is gone has no queue any more.
+        let _ = self.function.execute(Verb::DestroyCq { cqn: self.cqn });
+    }
+}

@@ -1,0 +1,312 @@
+//! The owner's side of a work queue: the ring, what was posted to it, and what has come back.
+//!
+//! A queue hands out its entries in order. A send queue's come back in order too, so one index tells
+//! which are free: a completion frees all building blocks up to the end of its WQE, with them those
+//! of unsignaled WQEs before it. A shared receive queue's come back in any order, to several
+//! CQs: each entry has its own mark.
+//!
+//! Posters take turns by a lock; who polls the CQ (one at a time) reads the tables without it. What a
+//! poster wrote into a table before the doorbell is visible to who has seen the completion.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+use rnic::port::{Doorbell, Function};
+use rnic::wqe::{Builder, WQEBB};
+
+use super::work;
+use crate::{DmaMemory, Error, Key, Qpn, ReceiveRequest, Sge, WorkRequest};
+
+/// Key that ends the list of a receive WQE that is not full.
+const END_OF_LIST: Key = Key(0x100);
+
+/// A send queue.
+pub(super) struct SendQueue {
+    qpn: Qpn,
+    ring: DmaMemory,
+    blocks: u32,
+    managed: bool,
+    poster: Mutex<Poster>,
+    /// Running index of the first building block that is in use; moved by who polls.
+    done: AtomicU32,
+    /// By building block: what was posted there.
+    posted: Box<[PostedSend]>,
+}
+
+struct Poster {
+    /// Running index of the next free building block.
+    head: u32,
+    builder: Builder,
+    doorbell: Doorbell,
+}
+
+#[derive(Default)]
+struct PostedSend {
+    id: AtomicU64,
+    blocks: AtomicU32,
+}
+
+impl SendQueue {
+    pub fn new(qpn: Qpn, ring: DmaMemory, blocks: u32, managed: bool, doorbell: Doorbell) -> Self {
+        let slots = if managed { 0 } else { blocks };
+        Self {
+            qpn,
+            ring,
+            blocks,
+            managed,
+            poster: Mutex::new(Poster { head: 0, builder: Builder::new(qpn, 0), doorbell }),
+            done: AtomicU32::new(0),
+            posted: (0..slots).map(|_| PostedSend::default()).collect(),
+        }
+    }
+
+    pub fn ring(&self) -> &DmaMemory {
+        &self.ring
+    }
+
+    pub fn blocks(&self) -> u32 {
+        self.blocks
+    }
+
+    /// Writes `list` into the ring and rings the doorbell; all of it or nothing.
+    #[inline]
+    pub fn post(&self, list: &[WorkRequest<'_>]) -> Result<(), Error> {
+        if self.managed {
+            return Err(Error::BadRequest {
+                what: format!("the send queue of QP {} is managed: program its ring", self.qpn),
+            });
+        }
+        let mut need = 0;
+        for wr in list {
+            need += work::blocks(&wr.op)?;
+        }
+        let mut poster = self.poster.lock();
+        let Poster { head, builder, doorbell } = &mut *poster;
+        let in_use = head.wrapping_sub(self.done.load(Ordering::Acquire));
+        if need > self.blocks - in_use {
+            return Err(Error::QueueFull {
+                queue: format!("the send queue of QP {}", self.qpn),
+                capacity: self.blocks,
+            });
+        }
+        for wr in list {
+            builder.restart(*head as u16);
+            work::build(builder, &wr.op);
+            if wr.signaled {
+                builder.signaled();
+            }
+            self.put(*head, builder.bytes());
+            let posted = &self.posted[(*head & (self.blocks - 1)) as usize];
+            posted.id.store(wr.id, Ordering::Relaxed);
+            posted.blocks.store(builder.blocks(), Ordering::Relaxed);
+            *head = head.wrapping_add(builder.blocks());
+        }
+        if need > 0 {
+            doorbell.ring(*head as u16);
+        }
+        Ok(())
+    }
+
+    /// Copies a WQE into the ring, around its end if need be.
+    #[inline]
+    fn put(&self, head: u32, wqe: &[u8]) {
+        let at = (head & (self.blocks - 1)) as usize * WQEBB;
+        let until_end = self.blocks as usize * WQEBB - at;
+        if wqe.len() <= until_end {
+            self.ring.write(at, wqe);
+        } else {
+            self.ring.write(at, &wqe[..until_end]);
+            self.ring.write(0, &wqe[until_end..]);
+        }
+    }
+
+    /// The WQE at `counter` has completed: frees it and all before it. Its id. For who polls.
+    #[inline]
+    pub fn complete(&self, counter: u16) -> u64 {
+        if self.managed {
+            return counter as u64;
+        }
+        let done = self.done.load(Ordering::Relaxed);
+        let first = done.wrapping_add(counter.wrapping_sub(done as u16) as u32);
+        let posted = &self.posted[(first & (self.blocks - 1)) as usize];
+        let id = posted.id.load(Ordering::Relaxed);
+        let end = first.wrapping_add(posted.blocks.load(Ordering::Relaxed));
+        self.done.store(end, Ordering::Release);
+        id
+    }
+
+    /// The ids of what was posted and has not come back; all is free then, and indices start at 0
+    /// again. For who polls, when the NIC has forgotten the queue.
+    pub fn reset(&self) -> Vec<u64> {
+        if self.managed {
+            return Vec::new();
+        }
+        let mut poster = self.poster.lock();
+        let mut ids = Vec::new();
+        let mut at = self.done.load(Ordering::Relaxed);
+        while at != poster.head {
+            let posted = &self.posted[(at & (self.blocks - 1)) as usize];
+            ids.push(posted.id.load(Ordering::Relaxed));
+            at = at.wrapping_add(posted.blocks.load(Ordering::Relaxed));
+        }
+        poster.head = 0;
+        poster.doorbell.reset();
+        self.done.store(0, Ordering::Release);
+        ids
+    }
+}
+
+/// A receive queue: a queue pair's own, or a shared one.
+///
+/// Entries are posted in the order of the ring. Where several CQs take the completions of a shared
+/// queue, one that is not polled holds up the entry that it would give back, and at the latest one
+/// lap later the queue is full.
+pub(super) struct ReceiveRing {
+    name: String,
+    function: Function,
+    ring: DmaMemory,
+    record: DmaMemory,
+    entries: u32,
+    max_sges: u32,
+    managed: bool,
+    /// Running index of the next receive WQE.
+    head: Mutex<u32>,
+    /// Running index of what completed last: tells which lap a completion's 16 bits mean.
+    last: AtomicU32,
+    posted: Box<[PostedReceive]>,
+}
+
+#[derive(Default)]
+struct PostedReceive {
+    id: AtomicU64,
+    in_use: AtomicBool,
+}
+
+impl ReceiveRing {
+    /// A receive queue over `memory`: the ring, then the record.
+    pub fn new(
+        function: Function,
+        memory: &DmaMemory,
+        entries: u32,
+        max_sges: u32,
+        managed: bool,
+    ) -> Self {
+        let bytes = Self::ring_bytes(entries, max_sges);
+        Self {
+            name: "a receive queue".to_string(),
+            function,
+            ring: memory.slice(0, bytes).expect("memory made for the ring"),
+            record: memory.slice(Self::record_at(bytes), 8).expect("memory made for the record"),
+            entries,
+            max_sges,
+            managed,
+            head: Mutex::new(0),
+            last: AtomicU32::new(0),
+            posted: (0..entries).map(|_| PostedReceive::default()).collect(),
+        }
+    }
+
+    /// Bytes of memory that the queue takes.
+    pub fn bytes(entries: u32, max_sges: u32) -> usize {
+        Self::record_at(Self::ring_bytes(entries, max_sges)) + 64
+    }
+
+    fn ring_bytes(entries: u32, max_sges: u32) -> usize {
+        entries as usize * max_sges as usize * rnic::wqe::SEGMENT
+    }
+
+    /// The record has a cache line of its own behind the ring.
+    fn record_at(ring_bytes: usize) -> usize {
+        ring_bytes.next_multiple_of(64)
+    }
+
+    pub fn ring(&self) -> &DmaMemory {
+        &self.ring
+    }
+
+    pub fn record(&self) -> &DmaMemory {
+        &self.record
+    }
+
+    pub fn entries(&self) -> u32 {
+        self.entries
+    }
+
+    pub fn stride(&self) -> u32 {
+        self.max_sges * rnic::wqe::SEGMENT as u32
+    }
+
+    /// Writes a receive WQE and moves the record.
+    pub fn post(&self, wr: &ReceiveRequest<'_>) -> Result<(), Error> {
+        if wr.to.len() > self.max_sges as usize {
+            return Err(Error::BadRequest {
+                what: format!(
+                    "{} scatter entries to a receive queue made for {}",
+                    wr.to.len(),
+                    self.max_sges
+                ),
+            });
+        }
+        if self.managed {
+            return Err(Error::BadRequest {
+                what: format!("{} is managed: program its ring", self.name),
+            });
+        }
+        let mut head = self.head.lock();
+        let slot = (*head & (self.entries - 1)) as usize;
+        let posted = &self.posted[slot];
+        if posted.in_use.load(Ordering::Acquire) {
+            return Err(Error::QueueFull { queue: self.name.clone(), capacity: self.entries });
+        }
+        posted.id.store(wr.id, Ordering::Relaxed);
+        posted.in_use.store(true, Ordering::Relaxed);
+        let end = Sge { lkey: END_OF_LIST, ..Sge::default() };
+        let list = wr.to.iter().chain(std::iter::once(&end)).take(self.max_sges as usize);
+        for (i, sge) in list.enumerate() {
+            let at = slot * self.stride() as usize + i * rnic::wqe::SEGMENT;
+            self.ring.write(at, &sge.to_bytes());
+        }
+        *head = head.wrapping_add(1);
+        self.record.store_be32(0, *head);
+        self.function.receive_posted();
+        Ok(())
+    }
+
+    /// The receive WQE at `counter` has completed: frees it. Its id. For who polls.
+    pub fn complete(&self, counter: u16) -> u64 {
+        if self.managed {
+            return counter as u64;
+        }
+        // Several CQs may poll completions of a shared queue at once: `last` is a hint then, right
+        // as long as they are within 2^15 of each other.
+        let last = self.last.load(Ordering::Relaxed);
+        let index = last.wrapping_add(counter.wrapping_sub(last as u16) as i16 as u32);
+        self.last.store(index, Ordering::Relaxed);
+        let posted = &self.posted[(index & (self.entries - 1)) as usize];
+        let id = posted.id.load(Ordering::Relaxed);
+        posted.in_use.store(false, Ordering::Release);
+        id
+    }
+
+    /// The ids of what was posted and has not come back; all is free then, and indices start at 0
+    /// again. For who polls, when the NIC has forgotten the queue.
+    pub fn reset(&self) -> Vec<u64> {
+        if self.managed {
+            return Vec::new();
+        }
+        let mut head = self.head.lock();
+        let oldest = head.wrapping_sub(self.entries);
+        let mut ids = Vec::new();
+        for i in 0..self.entries {
+            let slot = (oldest.wrapping_add(i) & (self.entries - 1)) as usize;
+            let posted = &self.posted[slot];
+            if posted.in_use.swap(false, Ordering::Relaxed) {
+                ids.push(posted.id.load(Ordering::Relaxed));
+            }
+        }
+        *head = 0;
+        self.last.store(0, Ordering::Relaxed);
+        self.record.store_be32(0, 0);
+        ids
+    }
+}
