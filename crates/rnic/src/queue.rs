@@ -303,7 +303,7 @@ impl CompletionQueue {
             return false;
         }
         let at = (self.count & (self.entries - 1)) as u64 * cqe::CQE as u64;
-        let owner = self.count / self.entries & 1;
+        let owner = (self.count / self.entries) & 1;
         cqe.store(self.ring.part(at, cqe::CQE as u64), owner as u8);
         self.count = (self.count + 1) & COUNT_MASK;
         true

@@ -1,7 +1,10 @@
 //! Tests of the engine: what each opcode does, what each error does, and what chains are built of.
 
 mod bed;
+mod chains;
 mod data;
+mod errors;
+mod queues;
 mod windows;
 
 use bed::*;
