@@ -83,8 +83,8 @@ pub trait DirectQp: QueuePair {
 /// How far a QP's queues have come.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Progress {
-    /// Index, in building blocks modulo 2^16, of the WQE that is executed next; in the error state
-    /// of the one that failed.
+    /// Index, in building blocks modulo 2^16, of the WQE that is executed next, or
+    /// flushed next in the error state.
     pub send_consumer: u16,
     /// Index up to which the send queue may execute.
     pub send_limit: u16,

@@ -45,3 +45,6 @@ pub use node::Node;
 
 /// Immediate data of every reply: nothing is in it, the reply's memory has the answer.
 pub const REPLY_IMM: u32 = 0;
+
+#[cfg(test)]
+mod tests;

@@ -12,7 +12,7 @@ use std::time::Duration;
 use fabric::direct::{DirectNic, DirectQp, DirectReceive, Managed};
 use fabric::{
     Access, CompletionQueue, CqAttr, Key, MemoryRegion, MemoryWindow, Op, QpAttr, QpChange,
-    QpState, Qpn, QueuePair, Receive, ReceiveAttr, Remote, WorkRequest,
+    QpState, Qpn, QueuePair, Receive, ReceiveAttr, Remote, Status, WorkRequest,
 };
 
 use super::layout::{Memory, Shape, status};
@@ -22,6 +22,10 @@ use crate::scheme::{
     self, Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus,
 };
 use crate::{Error, Settings};
+
+/// Entries of the CQ of faults. A worker that stops flushes its lap, some hundred WQEs; it stops
+/// again only after the CPU has seen to it.
+const FAULTS: u32 = 1 << 15;
 
 fn shape(settings: &Settings) -> Shape {
     Shape {
@@ -113,7 +117,7 @@ impl<N: DirectNic> Node<N> {
         let keys: Vec<Key> = windows.iter().map(|w| w.key()).collect();
         let memory = Memory::new(&nic, shape, &data, &metadata, &keys)?;
         let sink = CqAttr { entries: 64, ignore_overrun: true };
-        let faults = nic.create_cq(CqAttr { entries: 4096, ignore_overrun: true })?;
+        let faults = nic.create_cq(CqAttr { entries: FAULTS, ignore_overrun: false })?;
         let events = Arc::new(Events::new(&nic, &data, &faults)?);
         let pushes = nic.create_cq(sink)?;
         let push_queue =
@@ -300,14 +304,14 @@ impl<N: DirectNic> Node<N> {
         }
     }
 
-    /// The worker of `client`'s free chain has stopped: answers what is in flight and writes the
-    /// chain anew.
+    /// The worker of `client`'s free chain has stopped at the WQE of index `at`: answers what is in
+    /// flight and writes the chain anew.
     ///
     /// No request can come in meanwhile: the receive queue's limit is set back, and moves on only
     /// with the replies that are sent here.
-    fn repair_free(&mut self, client: ClientId) -> Result<(), Error> {
+    fn repair_free(&mut self, client: ClientId, at: u16) -> Result<(), Error> {
         let mut c = self.clients.remove(&client).expect("checked by the caller");
-        let result = self.repair(&mut c.free, |node, d| {
+        let result = self.repair(&mut c.free, at, |node, d| {
             node.arm(d, |w| free_chain::write(&node.memory, w, node.push()))
         });
         self.clients.insert(client, c);
@@ -318,24 +322,23 @@ impl<N: DirectNic> Node<N> {
     fn repair(
         &self,
         d: &mut Direction<N>,
+        at: u16,
         arm: impl FnOnce(&Self, &Direction<N>) -> Result<(), Error>,
     ) -> Result<u64, Error> {
         let ring = d.worker.send_ring().entries;
-        let stopped =
-            free_chain::stopped_at(&self.memory.shape, ring, d.worker.progress()?.send_consumer);
+        let stopped = free_chain::stopped_at(&self.memory.shape, ring, at);
         if !stopped.refused {
             return Err(Error::Protocol {
                 attempt: "repairing a free chain".into(),
-                why: format!(
-                    "it stopped in the middle of a release (position {})",
-                    stopped.position
-                ),
+                why: format!("it stopped in the middle of a release, at building block {at}"),
             });
         }
         let credits = self.settings.credits;
         let taken = d.front.progress()?.recv_consumer;
         d.front.enable_recv(taken)?;
-        let received = d.front.progress()?.recv_consumer;
+        // Receive indices have 16 bits and are met modulo that only: one lap more keeps the
+        // subtractions below from wrapping.
+        let received = (d.front.progress()?.recv_consumer & 0xffff) + (1 << 16);
         // The request that stopped the chain: the last one at this position that has come in.
         let at = (d.first + stopped.position) % credits;
         let failed = received - 1 - (received - 1).wrapping_sub(at) % credits;
@@ -570,20 +573,22 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         let mut stopped = Vec::new();
         loop {
             let n = self.faults.poll(&mut faults);
-            for fault in &faults[..n] {
+            for fault in faults[..n].iter().filter(|f| f.status != Status::Success) {
                 done = true;
                 let owner = self.clients.iter().find(|(_, c)| c.free.worker.qpn() == fault.qpn);
-                if let Some((&id, _)) = owner.filter(|(id, _)| !stopped.contains(*id)) {
-                    stopped.push(id);
+                if let Some((&client, _)) = owner.filter(|_| fault.status != Status::Flushed) {
+                    // A managed queue's completions carry the index of their WQE.
+                    stopped.push((client, fault.id as u16));
                 }
             }
             if n == 0 {
                 break;
             }
         }
-        for client in stopped {
+        for (client, at) in stopped {
+            // It may have been re-established meanwhile.
             if self.clients[&client].free.worker.state()? == QpState::Error {
-                self.repair_free(client)?;
+                self.repair_free(client, at)?;
             }
         }
         if self.empty && self.memory.permits() > 0 {
