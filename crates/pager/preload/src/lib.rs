@@ -1,1 +1,147 @@
-//! The preload library.
+//! `libgranary_preload.so`: what `granary run` puts into a program.
+//!
+//! The constructor reads the settings ([`pager::config`]), sets the pager up, and gives the arena in its
+//! region to mimalloc. From then on the program's `malloc` and large anonymous `mmap`s are paged. Without
+//! `GRANARY_LOCAL` in the environment the library serves `malloc` from its internal heap and pages
+//! nothing.
+//!
+//! Nothing here may allocate paged memory, take a lock that the program may hold at a fault, or use the
+//! program's stdio.
+
+mod descriptors;
+mod heap;
+mod inside;
+mod malloc;
+mod mapping;
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+
+use libmimalloc_sys as mi;
+use pager::config::{Config, EXIT_PAGER};
+use pager::sys::{self, PAGE_BYTES};
+use pager::{Error, Pager};
+
+#[global_allocator]
+static INTERNAL: heap::Internal = heap::Internal;
+
+static PAGER: AtomicPtr<Pager> = AtomicPtr::new(std::ptr::null_mut());
+static ARENA_OPEN: AtomicBool = AtomicBool::new(false);
+
+/// The pager, once it runs.
+fn pager() -> Option<&'static Pager> {
+    // SAFETY: set once to a pager that is never dropped.
+    unsafe { PAGER.load(Ordering::Acquire).as_ref() }
+}
+
+/// True once mimalloc may serve the program.
+fn arena_is_open() -> bool {
+    ARENA_OPEN.load(Ordering::Acquire)
+}
+
+type Constructor = extern "C" fn(c_int, *const *const c_char, *const *const c_char);
+
+#[used]
+#[unsafe(link_section = ".init_array")]
+static CONSTRUCTOR: Constructor = construct;
+
+extern "C" fn construct(_: c_int, _: *const *const c_char, environment: *const *const c_char) {
+    let _inside = inside::Inside::new();
+    let get = |name: &str| {
+        // SAFETY: the loader passes the environment: C strings, ended by null.
+        unsafe { variable(environment, name) }
+    };
+    let started = Config::from_environment(get).and_then(|config| match config {
+        Some(config) => start(&config).map(Some),
+        None => Ok(None),
+    });
+    if let Err(error) = started {
+        sys::die(EXIT_PAGER, &error.to_string());
+    }
+}
+
+fn start(config: &Config) -> Result<(), Error> {
+    let transport = Pager::open_store(config)?;
+    let pager = Pager::new(config, transport)?;
+    pager.start_in(enter_for_good)?;
+    let pager: &'static Pager = {
+        let raw = Arc::into_raw(pager).cast_mut();
+        PAGER.store(raw, Ordering::Release);
+        // SAFETY: never turned back into an Arc, so it lives as long as the process.
+        unsafe { &*raw }
+    };
+    let region = pager.region();
+    let arena = region.arena();
+    let mut id = 0;
+    // SAFETY: the arena is committed, zero, ours, and nobody else's.
+    let managed = unsafe {
+        mi::mi_option_set(mi::mi_option_limit_os_alloc, 1);
+        mi::mi_manage_os_memory_ex(
+            region.base() as *mut c_void,
+            arena.len() * PAGE_BYTES,
+            true,
+            false,
+            true,
+            -1,
+            false,
+            &mut id,
+        )
+    };
+    if !managed {
+        return Err(Error::System {
+            what: "give the arena to the allocator".into(),
+            source: std::io::Error::last_os_error(),
+        });
+    }
+    // SAFETY: the handlers are functions of this library, which is never unloaded.
+    unsafe { libc::pthread_atfork(Some(before_fork), Some(after_in_parent), Some(after_in_child)) };
+    ARENA_OPEN.store(true, Ordering::Release);
+    Ok(())
+}
+
+unsafe extern "C" fn before_fork() {
+    let _inside = inside::Inside::new();
+    if let Some(pager) = pager() {
+        pager.before_fork();
+    }
+}
+
+unsafe extern "C" fn after_in_parent() {
+    let _inside = inside::Inside::new();
+    if let Some(pager) = pager() {
+        pager.after_fork_in_parent();
+    }
+}
+
+unsafe extern "C" fn after_in_child() {
+    let _inside = inside::Inside::new();
+    heap::renew_in_child();
+    if let Some(pager) = pager() {
+        pager.after_fork_in_child();
+    }
+}
+
+/// Every thread of the pager's is inside for good.
+fn enter_for_good() {
+    std::mem::forget(inside::Inside::new());
+}
+
+/// # Safety
+/// `environment` is an array of C strings, ended by null.
+unsafe fn variable(environment: *const *const c_char, name: &str) -> Option<String> {
+    let mut at = environment;
+    // SAFETY: by the caller.
+    while let Some(entry) = unsafe { at.as_ref() }.filter(|entry| !entry.is_null()) {
+        // SAFETY: by the caller.
+        let text = unsafe { CStr::from_ptr(*entry) }.to_string_lossy();
+        if let Some((key, value)) = text.split_once('=')
+            && key == name
+        {
+            return Some(value.to_owned());
+        }
+        // SAFETY: not at the end yet.
+        at = unsafe { at.add(1) };
+    }
+    None
+}

@@ -1,0 +1,161 @@
+//! What `granary run` tells the library in the program: environment variables.
+//!
+//! | variable | meaning |
+//! | --- | --- |
+//! | `GRANARY_LOCAL` | bytes of paged memory that may be resident, staging included |
+//! | `GRANARY_POOL` | the memory behind: see [`crate::store`] and the pool's own forms |
+//! | `GRANARY_RUN_DIR` | directory of the counters' files; absent: counters are private |
+//! | `GRANARY_REGION` | bytes of address space to reserve (default 1 TiB) |
+//! | `GRANARY_OVERFLOW_DIR` | directory of the overflow file (default `$TMPDIR`, then /var/tmp) |
+//!
+//! A child inherits them with `LD_PRELOAD`, so what a paged program starts is paged too, each process
+//! with its own bound.
+
+use std::path::PathBuf;
+
+use crate::Error;
+
+/// The smallest bound: the staging area takes [`staging_frames`] of it, and the program
+/// needs enough pages at once for a system call over many buffers to make progress.
+pub const LOCAL_BYTES_MIN: u64 = 4 << 20;
+
+/// Exit status of a program whose pages are lost: the pool is gone.
+pub const EXIT_POOL_GONE: i32 = 117;
+/// Exit status of a program that the pager had to end for another reason.
+pub const EXIT_PAGER: i32 = 118;
+
+/// Settings of a paged process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// Bytes that may be resident.
+    pub local_bytes: u64,
+    /// The memory behind.
+    pub pool: String,
+    /// Where the counters' files are.
+    pub run_directory: Option<PathBuf>,
+    /// Address space to reserve.
+    pub region_bytes: usize,
+    /// Where the overflow file is made.
+    pub overflow_directory: PathBuf,
+}
+
+impl Config {
+    /// Settings with defaults.
+    pub fn new(local_bytes: u64, pool: impl Into<String>) -> Self {
+        Self {
+            local_bytes,
+            pool: pool.into(),
+            run_directory: None,
+            region_bytes: 1 << 40,
+            overflow_directory: default_overflow_directory(),
+        }
+    }
+
+    /// Reads the environment through `get`. None if `GRANARY_LOCAL` is not set: not paged.
+    pub fn from_environment(get: impl Fn(&str) -> Option<String>) -> Result<Option<Self>, Error> {
+        let Some(local) = get("GRANARY_LOCAL") else { return Ok(None) };
+        let size = |name: &'static str, value: &str| {
+            parse_size(value).ok_or_else(|| Error::Setting {
+                name,
+                value: value.into(),
+                why: "expected a size such as 512MiB".into(),
+            })
+        };
+        let pool = get("GRANARY_POOL").ok_or_else(|| Error::Setting {
+            name: "GRANARY_POOL",
+            value: String::new(),
+            why: "it must be set where GRANARY_LOCAL is".into(),
+        })?;
+        let mut config = Self::new(size("GRANARY_LOCAL", &local)?, pool);
+        config.run_directory = get("GRANARY_RUN_DIR").map(PathBuf::from);
+        if let Some(region) = get("GRANARY_REGION") {
+            config.region_bytes = size("GRANARY_REGION", &region)? as usize;
+        }
+        if let Some(directory) = get("GRANARY_OVERFLOW_DIR") {
+            config.overflow_directory = directory.into();
+        }
+        config.check()?;
+        Ok(Some(config))
+    }
+
+    /// The environment that [`Config::from_environment`] reads.
+    pub fn to_environment(&self) -> Vec<(&'static str, std::ffi::OsString)> {
+        let mut all = vec![
+            ("GRANARY_LOCAL", self.local_bytes.to_string().into()),
+            ("GRANARY_POOL", self.pool.clone().into()),
+            ("GRANARY_REGION", self.region_bytes.to_string().into()),
+            ("GRANARY_OVERFLOW_DIR", self.overflow_directory.clone().into()),
+        ];
+        if let Some(directory) = &self.run_directory {
+            all.push(("GRANARY_RUN_DIR", directory.clone().into()));
+        }
+        all
+    }
+
+    /// Refuses what cannot work.
+    pub fn check(&self) -> Result<(), Error> {
+        if self.local_bytes < LOCAL_BYTES_MIN {
+            return Err(Error::LocalTooSmall { bytes: self.local_bytes });
+        }
+        Ok(())
+    }
+}
+
+/// Frames of staging for a bound: an eighth of it, 1 to 16 MiB.
+pub fn staging_frames(local_bytes: u64) -> u32 {
+    (local_bytes / 8).clamp(1 << 20, 16 << 20) as u32 / crate::sys::PAGE_BYTES as u32
+}
+
+fn default_overflow_directory() -> PathBuf {
+    std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from)
+}
+
+/// Bytes of `4096`, `64KiB`, `512MiB`, `2GiB`; `K`, `M`, `G` and `T` alone mean the same.
+pub fn parse_size(text: &str) -> Option<u64> {
+    let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (digits, unit) = text.split_at(split);
+    let shift = match unit.trim() {
+        "" | "B" => 0,
+        "K" | "k" | "KiB" => 10,
+        "M" | "MiB" => 20,
+        "G" | "GiB" => 30,
+        "T" | "TiB" => 40,
+        _ => return None,
+    };
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes() {
+        assert_eq!(parse_size("512MiB"), Some(512 << 20));
+        assert_eq!(parse_size("2G"), Some(2 << 30));
+        assert_eq!(parse_size("4096"), Some(4096));
+        assert_eq!(parse_size("12XB"), None);
+        assert_eq!(parse_size("MiB"), None);
+        assert_eq!(parse_size("99999999999T"), None);
+    }
+
+    #[test]
+    fn the_environment_carries_all_settings() {
+        let mut config = Config::new(64 << 20, "memory:1GiB");
+        config.run_directory = Some("/run/x".into());
+        config.overflow_directory = "/somewhere".into();
+        let variables = config.to_environment();
+        let get = |name: &str| {
+            let found = variables.iter().find(|(key, _)| *key == name);
+            found.map(|(_, value)| value.to_string_lossy().into_owned())
+        };
+        assert_eq!(Config::from_environment(get).unwrap(), Some(config));
+        assert_eq!(Config::from_environment(|_| None).unwrap(), None);
+    }
+
+    #[test]
+    fn a_bound_that_is_too_small_is_refused_with_the_minimum() {
+        let error = Config::new(1 << 20, "memory:1GiB").check().unwrap_err();
+        assert!(error.to_string().contains("4 MiB"), "{error}");
+    }
+}

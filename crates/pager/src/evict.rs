@@ -1,0 +1,323 @@
+//! Eviction: pages leave the program's memory for the staging area, and that for their slots.
+//!
+//! One thread evicts. It is called when room falls below a low mark, and makes room up to a high one, off
+//! the faults' path; a fault waits for it only when there is no room at all.
+//!
+//! Steps of a batch, with `gate` locked: set the pages BUSY; write-protect those that are dirty; copy
+//! them to frames; `MADV_DONTNEED` all; settle. A page that is clean needs no copy, one that is all
+//! zero needs neither frame nor slot. Frames are written back in batches, the oldest first,
+//! and stay as a cache until they are needed.
+
+use std::io;
+use std::os::fd::FromRawFd;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::Ordering;
+
+use crate::page_table::{Entry, PageId, State};
+use crate::pager::Pager;
+use crate::region::RangeSet;
+use crate::slots::SlotId;
+use crate::staging::{FrameId, Left};
+use crate::stats::Counter;
+use crate::sys::{self, PAGE_BYTES};
+use crate::transport::Lane;
+
+/// Pages that are taken out, and frames that are written, at a time.
+const BATCH: u32 = 64;
+
+/// What the evictor keeps between batches.
+#[derive(Default)]
+pub(crate) struct Evictor {
+    taken: Vec<(PageId, Entry)>,
+    after: Vec<Option<Entry>>,
+    frames: Vec<FrameId>,
+    pairs: Vec<(SlotId, FrameId)>,
+    memory: Option<std::fs::File>,
+}
+
+impl Pager {
+    /// The evictor's loop.
+    pub(crate) fn evictor(&self) {
+        self.evictor_thread.store(sys::thread_id(), Ordering::Relaxed);
+        let mut evictor = Evictor::default();
+        loop {
+            let calls = self.calls.load(Ordering::Acquire);
+            self.give_back_emptied();
+            let mut idle_rounds = 0;
+            while self.limit - self.resident().min(self.limit) < self.high_water() {
+                if evictor.make_room(self) > 0 {
+                    idle_rounds = 0;
+                    continue;
+                }
+                // All that is resident is in use: let those who use it run.
+                idle_rounds += 1;
+                if idle_rounds > 100 || self.residency().is_empty() {
+                    break;
+                }
+                std::thread::yield_now();
+            }
+            self.update_gauges();
+            self.evictor_sleeps.store(true, Ordering::SeqCst);
+            if self.calls.load(Ordering::SeqCst) == calls {
+                sys::futex_wait(&self.calls, calls, None);
+            }
+            self.evictor_sleeps.store(false, Ordering::SeqCst);
+        }
+    }
+
+    fn give_back_emptied(&self) {
+        let emptied =
+            std::mem::take(&mut *self.emptied.lock().expect("nobody panics with the list locked"));
+        for home in emptied {
+            self.give_back(home);
+        }
+    }
+
+    /// Writes every dirty frame. With `gate` locked.
+    pub(crate) fn flush_staging(&self, _gate: &RangeSet) {
+        let mut evictor = Evictor::default();
+        while self.staging.dirty() > 0 {
+            evictor.write_back(self);
+        }
+    }
+}
+
+impl Evictor {
+    /// Takes out a batch; returns how many pages.
+    fn make_room(&mut self, pager: &Pager) -> u32 {
+        let unreadable = pager.gate();
+        while pager.staging.dirty() + 2 * BATCH > pager.staging.len() {
+            self.write_back(pager);
+        }
+        self.taken.clear();
+        let limit = pager.limit as usize * 2;
+        {
+            let mut residency = pager.residency();
+            residency.compact(&pager.table, limit);
+            for _ in 0..BATCH {
+                let wanted = BATCH - self.taken.len() as u32;
+                if wanted == 0 {
+                    break;
+                }
+                let Some((start, pages)) = residency.pop(&pager.table, wanted) else { break };
+                for page in (start.0..start.0 + pages).map(PageId) {
+                    let admit = |e: Entry| e.state() == State::Resident && !e.is_pinned();
+                    if let Some(entry) = pager.table.try_lock(page, admit) {
+                        self.taken.push((page, entry));
+                    } else if pager.table.load(page).state() == State::Resident
+                        || pager.table.load(page).is_busy()
+                    {
+                        residency.push(&pager.table, page, 1);
+                    }
+                }
+            }
+        }
+        self.taken.sort_unstable_by_key(|(page, _)| page.0);
+        self.after.clear();
+        self.after.resize(self.taken.len(), None);
+        let runs = runs(&self.taken);
+        for run in &runs {
+            self.empty(pager, &unreadable, run.clone());
+        }
+        let mut room = 0;
+        for (&(page, entry), after) in self.taken.iter().zip(&self.after) {
+            match after {
+                Some(after) => {
+                    room += 1;
+                    pager.settle(page, *after);
+                }
+                None => {
+                    pager.settle(page, entry);
+                    pager.residency().push(&pager.table, page, 1);
+                }
+            }
+        }
+        drop(unreadable);
+        pager.stats.add(Counter::PagesEvicted, u64::from(room));
+        pager.give_room(room);
+        room
+    }
+
+    /// Empties one contiguous run of BUSY pages; `after` says what became of each.
+    fn empty(&mut self, pager: &Pager, unreadable: &RangeSet, run: std::ops::Range<usize>) {
+        let (first, _) = self.taken[run.start];
+        let start = pager.region.address(first);
+        let len = run.len() * PAGE_BYTES;
+        if self.taken[run.clone()].iter().any(|(_, entry)| entry.is_dirty()) {
+            // SAFETY: resident pages of the region, BUSY by us.
+            match unsafe { pager.uffd.protect(start, len) } {
+                Ok(()) => pager.fork_waits.store(false, Ordering::Release),
+                Err(error) => {
+                    match error.raw_os_error() {
+                        Some(libc::EAGAIN) => {
+                            // A fork waits for the handler: send it back to its events.
+                            pager.fork_waits.store(true, Ordering::Release);
+                            pager.room.fetch_add(1, Ordering::AcqRel);
+                            sys::futex_wake(&pager.room);
+                        }
+                        Some(libc::ENOENT | libc::ESRCH) => {}
+                        _ => pager.broken("write-protect pages", &error),
+                    }
+                    return;
+                }
+            }
+        }
+        for index in run.clone() {
+            let (page, entry) = self.taken[index];
+            if !entry.is_dirty() {
+                let slot = entry.slot().expect("a clean page has a slot");
+                self.after[index] = Some(Entry::remote(slot));
+                pager.stats.add(Counter::PagesCleanEvicted, 1);
+                continue;
+            }
+            self.after[index] = self.stage(pager, unreadable, page, entry);
+        }
+        // What could not be staged stays; the rest goes, run by run.
+        let mut at = run.start;
+        while at < run.end {
+            let end = (at..run.end).find(|&i| self.after[i].is_none()).unwrap_or(run.end);
+            if at < end {
+                let start = pager.region.address(self.taken[at].0);
+                // SAFETY: the content of these BUSY pages is in frames or slots, or is zero.
+                let dropped =
+                    unsafe { sys::madvise(start, (end - at) * PAGE_BYTES, libc::MADV_DONTNEED) };
+                if let Err(error) = dropped {
+                    pager.broken("take evicted pages out of memory", &error);
+                }
+            }
+            at = end + 1;
+        }
+    }
+
+    /// Copies a write-protected page to a frame. None if there is no frame.
+    fn stage(
+        &mut self,
+        pager: &Pager,
+        unreadable: &RangeSet,
+        page: PageId,
+        entry: Entry,
+    ) -> Option<Entry> {
+        let reclaim = |frame: FrameId| {
+            let page = pager.staging.page(frame);
+            let staged = |e: Entry| e.frame() == Some(frame.0);
+            if pager.table.try_lock(page, staged).is_none() {
+                return false;
+            }
+            let slot = pager.staging.slot(frame).expect("a clean frame has a slot");
+            pager.settle(page, Entry::remote(slot.0));
+            true
+        };
+        let frame = pager.staging.allocate(reclaim)?;
+        let target = pager.staging.address(frame);
+        let source = pager.region.address(page);
+        let zero = if unreadable.contains(page.0) {
+            self.copy_unreadable(pager, source, target)
+        } else {
+            // SAFETY: the page is resident, readable and BUSY by us; the frame is free.
+            unsafe { copy_page(source as *const u64, target.cast()) }
+        };
+        if zero {
+            if let Some(slot) = entry.slot() {
+                pager.free_slot(SlotId(slot));
+            }
+            pager.stats.add(Counter::PagesZeroEvicted, 1);
+            return Some(Entry::ABSENT);
+        }
+        pager.staging.fill(frame, page, entry.slot().map(SlotId));
+        Some(Entry::staged(frame.0))
+    }
+
+    /// Copies a page that is mapped without PROT_READ, through the process's memory file.
+    fn copy_unreadable(&mut self, pager: &Pager, source: usize, target: *mut u8) -> bool {
+        let file = self.memory.get_or_insert_with(|| match open_memory() {
+            Ok(file) => file,
+            Err(error) => pager.broken("open /proc/self/mem", &error),
+        });
+        let mut page = [0u8; PAGE_BYTES];
+        if let Err(error) = file.read_exact_at(&mut page, source as u64) {
+            pager.broken("read a page that is mapped without access", &error);
+        }
+        // SAFETY: the frame is free and ours for the call; the source is a local array.
+        unsafe { std::ptr::copy_nonoverlapping(page.as_ptr(), target, PAGE_BYTES) };
+        page.iter().all(|&byte| byte == 0)
+    }
+
+    /// Writes a batch of dirty frames to their slots. With `gate` locked.
+    fn write_back(&mut self, pager: &Pager) {
+        self.frames.clear();
+        pager.staging.start_writing(BATCH, &mut self.frames);
+        self.pairs.clear();
+        let mut emptied = Vec::new();
+        {
+            let mut slots = pager.slots();
+            for &frame in &self.frames {
+                let old = pager.staging.slot(frame);
+                let slot = match old {
+                    Some(slot) if !slots.is_frozen(slot) => slot,
+                    _ => {
+                        emptied.extend(old.and_then(|old| slots.free(old)));
+                        match slots.allocate(&*pager.transport) {
+                            Ok(slot) => slot,
+                            Err(error) => pager.lost(&error),
+                        }
+                    }
+                };
+                pager.staging.set_slot(frame, slot);
+                self.pairs.push((slot, frame));
+            }
+        }
+        pager.note_emptied(emptied);
+        self.pairs.sort_unstable();
+        pager.transfer(Lane::Async, true, &self.pairs);
+        pager.stats.add(Counter::PagesOut, self.pairs.len() as u64);
+        for &frame in &self.frames {
+            if let Some(orphan) = pager.staging.written(frame) {
+                pager.free_slot(orphan);
+            }
+        }
+    }
+}
+
+/// What is to be freed when a page leaves its frame for good.
+pub(crate) fn abandon(left: Left) -> Option<SlotId> {
+    match left {
+        Left::Stored(slot) => Some(slot),
+        Left::Unstored(slot) => slot,
+    }
+}
+
+/// The maximal runs of consecutive pages, as ranges of indices.
+fn runs(taken: &[(PageId, Entry)]) -> Vec<std::ops::Range<usize>> {
+    let mut runs: Vec<std::ops::Range<usize>> = Vec::new();
+    for (index, (page, _)) in taken.iter().enumerate() {
+        match runs.last_mut() {
+            Some(run) if taken[run.end - 1].0.0 + 1 == page.0 => run.end = index + 1,
+            _ => runs.push(index..index + 1),
+        }
+    }
+    runs
+}
+
+/// Copies a page; true if it is all zero.
+///
+/// # Safety
+/// Both are page-aligned and valid for a page; nobody writes either during the call.
+unsafe fn copy_page(source: *const u64, target: *mut u64) -> bool {
+    // SAFETY: by the caller.
+    unsafe {
+        std::ptr::copy_nonoverlapping(source, target, PAGE_BYTES / 8);
+        let words = std::slice::from_raw_parts(target, PAGE_BYTES / 8);
+        words.chunks_exact(8).all(|part| part.iter().fold(0, |all, word| all | word) == 0)
+    }
+}
+
+fn open_memory() -> io::Result<std::fs::File> {
+    let flags = libc::O_RDONLY | libc::O_CLOEXEC;
+    // SAFETY: the path is a C string; a descriptor that is returned is ours.
+    let fd = unsafe { libc::open(c"/proc/self/mem".as_ptr(), flags) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: just opened.
+    Ok(unsafe { std::fs::File::from_raw_fd(fd) })
+}

@@ -1,0 +1,361 @@
+//! The state of every page of the region, 8 bytes each.
+//!
+//! ```text
+//!  63                    16 15     8  7    6    5    4    3    2   1  0
+//! +------------------------+---------+----+----+----+----+----+---+----+
+//! | slot or frame (48 bit) |    -    |pin |dirt|slot|que |wait|bus|stat|
+//! +------------------------+---------+----+----+----+----+----+---+----+
+//! ```
+//!
+//! | state | the content is | payload |
+//! | --- | --- | --- |
+//! | Absent | zeros, nowhere | none |
+//! | Resident | in the program's memory; not DIRTY means write-protected and equal to its slot | slot, if SLOT |
+//! | Staged | in a frame of the staging area | frame |
+//! | Remote | in its slot | slot |
+//!
+//! Invariants:
+//! - A page changes its state only under BUSY, which one thread sets with a compare-and-swap. The
+//!   payload of a busy page stays what it was, so a reader sees where the content was before.
+//! - A fault handler that finds a page busy sets WAIT and forgets the fault; whoever clears BUSY and
+//!   finds WAIT wakes the page's waiters, which then fault again. So handlers never block on a page.
+//! - QUEUED says that the residency queue holds the page, whatever its state.
+//!
+//! The table is reserved memory that the kernel backs as it is touched: a program that uses little
+//! of the region costs little. [`PageTable::touched`] skips what was never used.
+
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+
+use crate::sys::{self, PAGE_BYTES};
+
+/// Index of a page in the region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PageId(pub u32);
+
+/// Where the content of a page is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// Never written, or dropped: zeros.
+    Absent,
+    /// In the program's memory.
+    Resident,
+    /// In a frame of the staging area.
+    Staged,
+    /// In a slot.
+    Remote,
+}
+
+/// One entry; a value, not the atomic.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Entry(u64);
+
+const STATE: u64 = 0b11;
+const BUSY: u64 = 1 << 2;
+const WAIT: u64 = 1 << 3;
+const QUEUED: u64 = 1 << 4;
+const SLOT: u64 = 1 << 5;
+const DIRTY: u64 = 1 << 6;
+const PINNED: u64 = 1 << 7;
+const PAYLOAD_SHIFT: u32 = 16;
+const LOW: u64 = (1 << PAYLOAD_SHIFT) - 1;
+
+impl Entry {
+    /// Zeros, nowhere.
+    pub const ABSENT: Self = Self(0);
+
+    /// In the program's memory and written since it was last stored in `slot`, if it has one.
+    pub fn dirty(slot: Option<u64>) -> Self {
+        match slot {
+            Some(slot) => Self(1 | DIRTY | SLOT | slot << PAYLOAD_SHIFT),
+            None => Self(1 | DIRTY),
+        }
+    }
+
+    /// In the program's memory, write-protected, equal to `slot`.
+    pub fn clean(slot: u64) -> Self {
+        Self(1 | SLOT | slot << PAYLOAD_SHIFT)
+    }
+
+    /// In `frame`.
+    pub fn staged(frame: u32) -> Self {
+        Self(2 | u64::from(frame) << PAYLOAD_SHIFT)
+    }
+
+    /// In `slot`.
+    pub fn remote(slot: u64) -> Self {
+        Self(3 | slot << PAYLOAD_SHIFT)
+    }
+
+    /// Where the content is.
+    pub fn state(self) -> State {
+        match self.0 & STATE {
+            0 => State::Absent,
+            1 => State::Resident,
+            2 => State::Staged,
+            _ => State::Remote,
+        }
+    }
+
+    /// In transition.
+    pub fn is_busy(self) -> bool {
+        self.0 & BUSY != 0
+    }
+
+    /// May differ from its slot.
+    pub fn is_dirty(self) -> bool {
+        self.0 & DIRTY != 0
+    }
+
+    /// Locked in memory by the program.
+    pub fn is_pinned(self) -> bool {
+        self.0 & PINNED != 0
+    }
+
+    /// The residency queue holds it.
+    pub fn is_queued(self) -> bool {
+        self.0 & QUEUED != 0
+    }
+
+    /// The slot of a remote or resident page.
+    pub fn slot(self) -> Option<u64> {
+        match self.state() {
+            State::Remote => Some(self.0 >> PAYLOAD_SHIFT),
+            State::Resident if self.0 & SLOT != 0 => Some(self.0 >> PAYLOAD_SHIFT),
+            _ => None,
+        }
+    }
+
+    /// The frame of a staged page.
+    pub fn frame(self) -> Option<u32> {
+        (self.state() == State::Staged).then_some((self.0 >> PAYLOAD_SHIFT) as u32)
+    }
+}
+
+impl std::fmt::Debug for Entry {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:?}({:#x}, {:#04x})", self.state(), self.0 >> PAYLOAD_SHIFT, self.0 & LOW)
+    }
+}
+
+/// Pages per block of the map of what was touched: one page of the table.
+const BLOCK_PAGES: usize = PAGE_BYTES / 8;
+
+/// The table.
+pub struct PageTable {
+    entries: *const AtomicU64,
+    touched: *const AtomicU8,
+    pages: usize,
+}
+
+// SAFETY: all access to the two arrays is atomic, and they are never unmapped before drop.
+unsafe impl Send for PageTable {}
+// SAFETY: as above.
+unsafe impl Sync for PageTable {}
+
+impl PageTable {
+    /// A table of `pages` absent pages.
+    pub fn new(pages: usize) -> io::Result<Self> {
+        let entries = sys::map_anonymous(pages * 8)? as *const AtomicU64;
+        let touched = sys::map_anonymous(pages.div_ceil(BLOCK_PAGES))? as *const AtomicU8;
+        Ok(Self { entries, touched, pages })
+    }
+
+    /// Number of pages.
+    pub fn len(&self) -> usize {
+        self.pages
+    }
+
+    /// True if the table has no page.
+    pub fn is_empty(&self) -> bool {
+        self.pages == 0
+    }
+
+    fn entry(&self, page: PageId) -> &AtomicU64 {
+        assert!((page.0 as usize) < self.pages, "page {} of {}", page.0, self.pages);
+        // SAFETY: in bounds; anonymous memory starts as zeros and is only accessed as atomics.
+        unsafe { &*self.entries.add(page.0 as usize) }
+    }
+
+    fn block(&self, index: usize) -> &AtomicU8 {
+        assert!(index < self.pages.div_ceil(BLOCK_PAGES));
+        // SAFETY: in bounds; see `entry`.
+        unsafe { &*self.touched.add(index) }
+    }
+
+    /// The entry as it is now.
+    pub fn load(&self, page: PageId) -> Entry {
+        Entry(self.entry(page).load(Ordering::Acquire))
+    }
+
+    /// Sets BUSY if `admit` agrees with the entry. None if the page is busy or not admitted.
+    pub fn try_lock(&self, page: PageId, admit: impl Fn(Entry) -> bool) -> Option<Entry> {
+        let entry = self.entry(page);
+        let mut now = entry.load(Ordering::Acquire);
+        loop {
+            if now & BUSY != 0 || !admit(Entry(now)) {
+                return None;
+            }
+            match entry.compare_exchange_weak(now, now | BUSY, Ordering::AcqRel, Ordering::Acquire)
+            {
+                Ok(_) => return Some(Entry(now)),
+                Err(other) => now = other,
+            }
+        }
+    }
+
+    /// Sets BUSY; where somebody else has it, sets WAIT and returns none.
+    pub fn lock_or_wait(&self, page: PageId) -> Option<Entry> {
+        let entry = self.entry(page);
+        let mut now = entry.load(Ordering::Acquire);
+        loop {
+            let busy = now & BUSY != 0;
+            let next = if busy { now | WAIT } else { now | BUSY };
+            match entry.compare_exchange_weak(now, next, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => return (!busy).then_some(Entry(now)),
+                Err(other) => now = other,
+            }
+        }
+    }
+
+    /// Sets BUSY, waiting for who has it. Only for threads on which no fault depends.
+    pub fn lock(&self, page: PageId) -> Entry {
+        let mut spins = 0u32;
+        loop {
+            if let Some(entry) = self.try_lock(page, |_| true) {
+                return entry;
+            }
+            spins += 1;
+            if spins < 64 {
+                std::hint::spin_loop();
+            } else {
+                std::thread::yield_now();
+            }
+        }
+    }
+
+    /// Stores the new state and clears BUSY; QUEUED and PINNED stay. True if someone waits: the
+    /// caller wakes the page.
+    #[must_use]
+    pub fn unlock(&self, page: PageId, new: Entry) -> bool {
+        let entry = self.entry(page);
+        let mut now = entry.load(Ordering::Acquire);
+        loop {
+            assert!(now & BUSY != 0, "page {} is not busy", page.0);
+            let next = new.0 & !(BUSY | WAIT | QUEUED | PINNED) | now & (QUEUED | PINNED);
+            match entry.compare_exchange_weak(now, next, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => break,
+                Err(other) => now = other,
+            }
+        }
+        let block = self.block(page.0 as usize / BLOCK_PAGES);
+        if block.load(Ordering::Relaxed) == 0 {
+            block.store(1, Ordering::Release);
+        }
+        now & WAIT != 0
+    }
+
+    /// Sets QUEUED; returns what it was.
+    pub fn set_queued(&self, page: PageId, queued: bool) -> bool {
+        let entry = self.entry(page);
+        let before = if queued {
+            entry.fetch_or(QUEUED, Ordering::AcqRel)
+        } else {
+            entry.fetch_and(!QUEUED, Ordering::AcqRel)
+        };
+        before & QUEUED != 0
+    }
+
+    /// Sets or clears PINNED.
+    pub fn set_pinned(&self, page: PageId, pinned: bool) {
+        if pinned {
+            self.entry(page).fetch_or(PINNED, Ordering::AcqRel);
+        } else {
+            self.entry(page).fetch_and(!PINNED, Ordering::AcqRel);
+        }
+        self.block(page.0 as usize / BLOCK_PAGES).store(1, Ordering::Release);
+    }
+
+    /// Calls `visit` with every maximal run of pages of `range` of which the table knows anything.
+    pub fn touched(&self, range: Range<u32>, mut visit: impl FnMut(Range<u32>)) {
+        let mut at = range.start;
+        while at < range.end {
+            let index = at as usize / BLOCK_PAGES;
+            let next = (((index + 1) * BLOCK_PAGES) as u64).min(u64::from(range.end)) as u32;
+            if self.block(index).load(Ordering::Acquire) != 0 {
+                visit(at..next);
+            }
+            at = next;
+        }
+    }
+}
+
+impl Drop for PageTable {
+    fn drop(&mut self) {
+        // SAFETY: both are ours and nothing refers to them after drop.
+        unsafe {
+            let _ = sys::munmap(self.entries as usize, self.pages * 8);
+            let _ = sys::munmap(self.touched as usize, self.pages.div_ceil(BLOCK_PAGES));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_say_what_was_put_in() {
+        let slot = (1 << 40) + 7;
+        assert_eq!(Entry::ABSENT.state(), State::Absent);
+        assert_eq!(Entry::remote(slot).slot(), Some(slot));
+        assert_eq!(Entry::clean(slot).slot(), Some(slot));
+        assert!(!Entry::clean(slot).is_dirty());
+        assert_eq!(Entry::dirty(Some(0)).slot(), Some(0));
+        assert_eq!(Entry::dirty(None).slot(), None);
+        assert_eq!(Entry::staged(9).frame(), Some(9));
+        assert_eq!(Entry::staged(9).slot(), None);
+    }
+
+    #[test]
+    fn a_busy_page_keeps_its_payload_and_remembers_who_waits() {
+        let table = PageTable::new(10_000).unwrap();
+        let page = PageId(5_000);
+        assert_eq!(table.lock(page), Entry::ABSENT);
+        assert!(!table.unlock(page, Entry::remote(3)));
+        assert_eq!(table.lock_or_wait(page).unwrap().slot(), Some(3));
+        assert_eq!(table.load(page).slot(), Some(3));
+        assert!(table.try_lock(page, |_| true).is_none());
+        assert!(table.lock_or_wait(page).is_none());
+        assert!(table.unlock(page, Entry::clean(3)), "a waiter is reported once");
+        assert_eq!(table.lock(page).state(), State::Resident);
+        assert!(!table.unlock(page, Entry::ABSENT));
+    }
+
+    #[test]
+    fn queued_and_pinned_outlive_transitions() {
+        let table = PageTable::new(16).unwrap();
+        let page = PageId(1);
+        assert!(!table.set_queued(page, true));
+        table.set_pinned(page, true);
+        table.lock(page);
+        let _ = table.unlock(page, Entry::dirty(None));
+        assert!(table.load(page).is_queued() && table.load(page).is_pinned());
+        assert!(table.set_queued(page, false));
+    }
+
+    #[test]
+    fn only_touched_blocks_are_visited() {
+        let table = PageTable::new(1 << 20).unwrap();
+        let page = PageId(513);
+        table.lock(page);
+        let _ = table.unlock(page, Entry::dirty(None));
+        let mut seen = Vec::new();
+        table.touched(100..1 << 20, |range| seen.push(range));
+        assert_eq!(seen, [512..1024]);
+        seen.clear();
+        table.touched(514..600, |range| seen.push(range));
+        assert_eq!(seen, [514..600]);
+    }
+}

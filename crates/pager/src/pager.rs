@@ -1,0 +1,483 @@
+//! The pager's state, shared by its threads and by the program's calls.
+//!
+//! | thread | does |
+//! | --- | --- |
+//! | handler (one) | reads events, brings pages in |
+//! | evictor (one) | takes pages out, writes them back, gives chunks back |
+//! | program's | map, unmap, protect and advise ([`crate::mapping`]) |
+//!
+//! Locks, in the order in which they may be taken: `space` (the program's threads only), `gate` (they
+//! and the evictor), then a page's BUSY, then `slots` or `residency`. The handler takes `gate` only to
+//! follow a fork, with no page BUSY. Who holds a lock or a BUSY touches no paged memory that may be
+//! missing, and has all signals blocked.
+//!
+//! Room: `resident` counts the pages that are resident or about to be. It is raised before a page is
+//! mapped and never passes `limit`.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+
+use crate::config::{self, Config, EXIT_PAGER, EXIT_POOL_GONE};
+use crate::page_table::{PageId, PageTable};
+use crate::region::{RangeSet, Region, Space};
+use crate::residency::Residency;
+use crate::slots::{Emptied, Home, SlotId, Slots};
+use crate::staging::{FrameId, Staging};
+use crate::stats::{Counter, Stats};
+use crate::store::FileStore;
+use crate::sys::{self, PAGE_BYTES};
+use crate::transport::{ChunkHandle, Lane, PageIo, Transport, TransportError};
+use crate::uffd::{Features, Uffd};
+use crate::{Error, descriptor};
+
+/// Frames that the handler reads into: its largest batch.
+pub(crate) const READ_FRAMES: u32 = 64;
+/// Frames that serve forked children.
+pub(crate) const CHILD_FRAMES: u32 = 1;
+
+/// A pager: one region, its pages, and the threads that move them.
+pub struct Pager {
+    pub(crate) region: Region,
+    pub(crate) table: PageTable,
+    pub(crate) uffd: Uffd,
+    pub(crate) transport: Box<dyn Transport>,
+    pub(crate) staging: Staging,
+    pub(crate) stats: Stats,
+    pub(crate) slots: Mutex<Slots>,
+    pub(crate) residency: Mutex<Residency>,
+    space: Mutex<Space>,
+    /// Pages that are mapped without PROT_READ. Whoever holds it keeps the evictor still.
+    gate: Mutex<RangeSet>,
+    /// Homes of chunks that became empty, for the evictor to give back.
+    pub(crate) emptied: Mutex<Vec<Home>>,
+    overflow: OnceLock<FileStore>,
+    overflow_directory: PathBuf,
+    /// A page of zeros per frame of the largest batch; never written.
+    pub(crate) zeros: usize,
+    pub(crate) limit: u32,
+    resident: AtomicU32,
+    /// Raised whenever room appears or the evictor cannot make any now.
+    pub(crate) room: AtomicU32,
+    /// Raised to call the evictor.
+    pub(crate) calls: AtomicU32,
+    pub(crate) evictor_sleeps: AtomicBool,
+    pub(crate) evictor_thread: AtomicU32,
+    /// A fork waits for its event to be read; nothing can be mapped or protected until then.
+    pub(crate) fork_waits: AtomicBool,
+    pub(crate) forks: crate::fork::Forks,
+    pub(crate) fork_events: bool,
+    /// Guards the frame that serves forked children.
+    pub(crate) child_frame: Mutex<()>,
+    enter: OnceLock<fn()>,
+}
+
+impl Pager {
+    /// Sets a pager up over `transport`, without threads: [`Pager::start`] brings it to life.
+    ///
+    /// # Errors
+    /// Where userfaultfd is not permitted, address space is short, or the bound is too small for the
+    /// transport's staging memory.
+    pub fn new(config: &Config, transport: Box<dyn Transport>) -> Result<Arc<Self>, Error> {
+        config.check()?;
+        let system = |what: &str| {
+            let what = what.to_string();
+            move |source| Error::System { what, source }
+        };
+        let (uffd, fork_events) = match Uffd::open(Features { fork_events: true }) {
+            Ok(uffd) => (uffd, true),
+            Err(Error::UserfaultfdApi(_)) => (Uffd::open(Features::default())?, false),
+            Err(error) => return Err(error),
+        };
+        let moved = {
+            use std::os::fd::AsRawFd;
+            descriptor::move_high(uffd.as_raw_fd())
+        };
+        let uffd = Uffd::from_fd(moved.map_err(system("move the userfaultfd to a high number"))?);
+        let region =
+            Region::reserve(config.region_bytes).map_err(system("reserve address space"))?;
+        let table =
+            PageTable::new(region.pages() as usize).map_err(system("map the page table"))?;
+        // SAFETY: the region is ours and nothing is in it yet.
+        unsafe {
+            let _ = sys::madvise(region.base(), region.len(), libc::MADV_NOHUGEPAGE);
+            let arena = region.arena().len() * PAGE_BYTES;
+            sys::mprotect(region.base(), arena, libc::PROT_READ | libc::PROT_WRITE)
+                .map_err(system("open the arena"))?;
+            uffd.register(region.base(), region.len())
+                .map_err(system("register the region with userfaultfd"))?;
+        }
+        let memory = transport.staging();
+        let reserved = READ_FRAMES + CHILD_FRAMES;
+        let frames_bytes = u64::from(memory.frames) * PAGE_BYTES as u64;
+        if memory.frames < reserved + 64 || frames_bytes * 2 > config.local_bytes {
+            return Err(Error::LocalTooSmall { bytes: config.local_bytes });
+        }
+        let limit = ((config.local_bytes - frames_bytes) / PAGE_BYTES as u64)
+            .min(u64::from(region.pages())) as u32;
+        let stats = match &config.run_directory {
+            Some(directory) => {
+                Stats::shared(directory).map_err(system("create the counters' file"))?
+            }
+            None => Stats::private().map_err(system("map the counters"))?,
+        };
+        stats.set(Counter::ChunkBytes, transport.chunk_bytes() as u64);
+        let zeros = sys::map_anonymous(READ_FRAMES as usize * PAGE_BYTES)
+            .map_err(system("map a run of zeros"))?;
+        let space = region.space();
+        Ok(Arc::new(Self {
+            table,
+            uffd,
+            staging: Staging::new(memory, reserved),
+            slots: Mutex::new(Slots::new(transport.chunk_bytes())),
+            transport,
+            stats,
+            residency: Mutex::default(),
+            space: Mutex::new(space),
+            gate: Mutex::default(),
+            region,
+            emptied: Mutex::default(),
+            overflow: OnceLock::new(),
+            overflow_directory: config.overflow_directory.clone(),
+            zeros,
+            limit,
+            resident: AtomicU32::new(0),
+            room: AtomicU32::new(0),
+            calls: AtomicU32::new(0),
+            evictor_sleeps: AtomicBool::new(false),
+            evictor_thread: AtomicU32::new(0),
+            fork_waits: AtomicBool::new(false),
+            forks: crate::fork::Forks::default(),
+            fork_events,
+            child_frame: Mutex::new(()),
+            enter: OnceLock::new(),
+        }))
+    }
+
+    /// Opens the diagnostic transport that `config` names ([`crate::store`]), sized for its bound.
+    pub fn open_store(config: &Config) -> Result<Box<dyn Transport>, Error> {
+        let frames = config::staging_frames(config.local_bytes);
+        Ok(Box::new(crate::store::FileTransport::open(&config.pool, frames)?))
+    }
+
+    /// Starts the threads. They share a descriptor table of their own, block all signals, and live
+    /// as long as the process.
+    pub fn start(self: &Arc<Self>) -> Result<(), Error> {
+        self.start_in(|| ())
+    }
+
+    /// As [`Pager::start`]; every thread calls `enter` first.
+    pub fn start_in(self: &Arc<Self>, enter: fn()) -> Result<(), Error> {
+        let pager = self.clone();
+        let _ = self.enter.set(enter);
+        let (ready, started) = std::sync::mpsc::channel();
+        let system = |source| Error::System { what: "start the pager's threads".into(), source };
+        let handler = move || {
+            let mut keep = Vec::new();
+            {
+                use std::os::fd::AsRawFd;
+                keep.push(pager.uffd.as_raw_fd());
+            }
+            pager.transport.descriptors(&mut keep);
+            let evictor = pager.clone();
+            pager.enter();
+            let result = descriptor::own_table(&keep).and_then(|()| {
+                spawn("granary-evictor", move || {
+                    evictor.enter();
+                    evictor.evictor()
+                })
+            });
+            let failed = result.is_err();
+            let _ = ready.send(result);
+            drop(ready);
+            if !failed {
+                pager.handler();
+            }
+        };
+        {
+            let _blocked = sys::SignalsBlocked::new();
+            spawn("granary-fault", handler).map_err(system)?;
+        }
+        started.recv().unwrap_or_else(|_| Err(std::io::ErrorKind::Other.into())).map_err(system)
+    }
+
+    /// Called first in every thread of the pager's.
+    pub(crate) fn enter(&self) {
+        if let Some(enter) = self.enter.get() {
+            enter();
+        }
+    }
+
+    /// The region.
+    pub fn region(&self) -> &Region {
+        &self.region
+    }
+
+    /// The counters.
+    pub fn stats(&self) -> &Stats {
+        &self.stats
+    }
+
+    /// Pages of the region that may be resident.
+    pub fn limit(&self) -> u32 {
+        self.limit
+    }
+
+    /// Pages that are resident now.
+    pub fn resident(&self) -> u32 {
+        self.resident.load(Ordering::Acquire)
+    }
+
+    /// True if the kernel tells us of forks, so that they are right.
+    pub fn follows_forks(&self) -> bool {
+        self.fork_events
+    }
+
+    pub(crate) fn space(&self) -> MutexGuard<'_, Space> {
+        self.space.lock().expect("nobody panics with the space locked")
+    }
+
+    pub(crate) fn gate(&self) -> MutexGuard<'_, RangeSet> {
+        self.gate.lock().expect("nobody panics with the gate locked")
+    }
+
+    pub(crate) fn slots(&self) -> MutexGuard<'_, Slots> {
+        self.slots.lock().expect("nobody panics with the slots locked")
+    }
+
+    pub(crate) fn residency(&self) -> MutexGuard<'_, Residency> {
+        self.residency.lock().expect("nobody panics with the queue locked")
+    }
+
+    /// Takes room for at most `wanted` pages; returns how many.
+    pub(crate) fn take_room(&self, wanted: u32) -> u32 {
+        let mut now = self.resident.load(Ordering::Acquire);
+        loop {
+            let granted = wanted.min(self.limit.saturating_sub(now));
+            if granted == 0 {
+                return 0;
+            }
+            match self.resident.compare_exchange_weak(
+                now,
+                now + granted,
+                Ordering::AcqRel,
+                Ordering::Acquire,
+            ) {
+                Ok(_) => {
+                    let after = u64::from(now + granted);
+                    self.stats.set(Counter::ResidentPages, after);
+                    self.stats.raise(Counter::ResidentPagesPeak, after);
+                    return granted;
+                }
+                Err(other) => now = other,
+            }
+        }
+    }
+
+    /// Gives room back.
+    pub(crate) fn give_room(&self, pages: u32) {
+        if pages == 0 {
+            return;
+        }
+        let before = self.resident.fetch_sub(pages, Ordering::AcqRel);
+        assert!(before >= pages, "more room is given back than was taken");
+        self.stats.set(Counter::ResidentPages, u64::from(before - pages));
+        self.room.fetch_add(1, Ordering::AcqRel);
+        if before == self.limit {
+            sys::futex_wake(&self.room);
+        }
+    }
+
+    /// Calls the evictor if room is short or `always`.
+    pub(crate) fn call_evictor(&self, always: bool) {
+        if !always && self.limit - self.resident().min(self.limit) >= self.low_water() {
+            return;
+        }
+        self.calls.fetch_add(1, Ordering::AcqRel);
+        if self.evictor_sleeps.load(Ordering::SeqCst) {
+            sys::futex_wake(&self.calls);
+        }
+    }
+
+    /// Pages of room below which the evictor is called.
+    pub(crate) fn low_water(&self) -> u32 {
+        (self.limit / 16).clamp(32, 1024)
+    }
+
+    /// Pages of room that the evictor makes before it sleeps again.
+    pub(crate) fn high_water(&self) -> u32 {
+        (self.limit / 8).clamp(64, 2048)
+    }
+
+    /// Wakes the threads that wait at a page.
+    pub(crate) fn wake(&self, page: PageId, pages: u32) {
+        let address = self.region.address(page);
+        if let Err(error) = self.uffd.wake(address, pages as usize * PAGE_BYTES) {
+            self.broken("wake a thread that waits for a page", &error);
+        }
+    }
+
+    /// Unlocks a page and wakes its waiters.
+    pub(crate) fn settle(&self, page: PageId, entry: crate::page_table::Entry) {
+        if self.table.unlock(page, entry) {
+            self.wake(page, 1);
+        }
+    }
+
+    /// Frees a slot; its chunk, if empty now, is given back by the evictor.
+    pub(crate) fn free_slot(&self, slot: SlotId) {
+        let emptied = self.slots().free(slot);
+        self.note_emptied(emptied);
+    }
+
+    pub(crate) fn note_emptied(&self, emptied: impl IntoIterator<Item = Emptied>) {
+        let mut any = false;
+        for Emptied(home) in emptied {
+            self.emptied.lock().expect("nobody panics with the list locked").push(home);
+            any = true;
+        }
+        if any {
+            self.call_evictor(true);
+        }
+    }
+
+    /// The overflow file; opened by the pager's threads only, in their descriptor table.
+    pub(crate) fn overflow(&self) -> &FileStore {
+        self.overflow.get_or_init(|| {
+            let memory = self.transport.staging();
+            let here = FileStore::unlinked(&self.overflow_directory, memory)
+                .or_else(|_| FileStore::unlinked("/var/tmp".as_ref(), memory));
+            match here {
+                Ok(store) => store,
+                Err(error) => sys::die(
+                    EXIT_PAGER,
+                    &format!(
+                        "the pool is full and no overflow file can be made in {} ({error}): set \
+                         GRANARY_OVERFLOW_DIR",
+                        self.overflow_directory.display()
+                    ),
+                ),
+            }
+        })
+    }
+
+    /// Moves pages between frames and slots: `ios` in pairs of a slot and the frame, neighbours
+    /// merged. Never returns without the pages moved.
+    pub(crate) fn transfer(&self, lane: Lane, write: bool, pairs: &[(SlotId, FrameId)]) {
+        let mut pool: Vec<PageIo> = Vec::with_capacity(pairs.len());
+        let mut overflow: Vec<(u64, u32, u16)> = Vec::new();
+        {
+            let slots = self.slots();
+            for &(slot, frame) in pairs {
+                let place = slots.place(slot);
+                match place.home {
+                    Home::Pool(chunk) => {
+                        let io = PageIo {
+                            chunk,
+                            offset_bytes: place.offset_bytes,
+                            frame: frame.0,
+                            pages: 1,
+                        };
+                        match pool.last_mut() {
+                            Some(last) if follows(last, &io) => last.pages += 1,
+                            _ => pool.push(io),
+                        }
+                    }
+                    Home::Overflow(stretch) => {
+                        let start = u64::from(stretch) * slots.chunk_bytes() as u64;
+                        overflow.push((start + u64::from(place.offset_bytes), frame.0, 1));
+                    }
+                }
+            }
+        }
+        if !pool.is_empty() {
+            let done = if write {
+                self.transport.write(lane, &pool)
+            } else {
+                self.transport.read(lane, &pool)
+            };
+            if let Err(error) = done {
+                self.lost(&error);
+            }
+        }
+        for (offset, frame, pages) in overflow {
+            let store = self.overflow();
+            let done = if write {
+                store.write(offset, frame, pages)
+            } else {
+                store.read(offset, frame, pages)
+            };
+            if let Err(error) = done {
+                self.broken("move a page to or from the overflow file", &error);
+            }
+        }
+    }
+
+    /// Gives a chunk's home back. On the pager's threads only.
+    pub(crate) fn give_back(&self, home: Home) {
+        match home {
+            Home::Pool(chunk) => self.give_back_chunk(chunk),
+            Home::Overflow(stretch) => {
+                let bytes = self.transport.chunk_bytes() as u64;
+                self.overflow().punch(u64::from(stretch) * bytes, bytes);
+            }
+        }
+    }
+
+    fn give_back_chunk(&self, chunk: ChunkHandle) {
+        if let Err(error) = self.transport.free_chunk(chunk) {
+            self.lost(&error);
+        }
+    }
+
+    /// Brings the gauges of chunks and allocations up to date.
+    pub(crate) fn update_gauges(&self) {
+        let (pool, overflow) = self.slots().held();
+        self.stats.set(Counter::PoolChunks, u64::from(pool));
+        self.stats.raise(Counter::PoolChunksPeak, u64::from(pool));
+        self.stats.set(Counter::OverflowChunks, u64::from(overflow));
+        self.stats.raise(Counter::OverflowChunksPeak, u64::from(overflow));
+        let done = self.transport.stats();
+        self.stats.set(Counter::AllocationsByNic, done.allocations_by_nic);
+        self.stats.set(Counter::AllocationsByCpu, done.allocations_by_cpu);
+    }
+
+    /// The pool is gone, and pages with it: the program cannot go on.
+    pub(crate) fn lost(&self, error: &TransportError) -> ! {
+        sys::die(
+            EXIT_POOL_GONE,
+            &format!(
+                "{error}; pages of process {} were there, so it ends now (status {EXIT_POOL_GONE})",
+                std::process::id()
+            ),
+        )
+    }
+
+    /// Something that must work does not: end rather than go on with wrong data.
+    pub(crate) fn broken(&self, what: &str, error: &std::io::Error) -> ! {
+        sys::die(
+            EXIT_PAGER,
+            &format!(
+                "cannot {what}: {error}; process {} ends now (status {EXIT_PAGER})",
+                std::process::id()
+            ),
+        )
+    }
+}
+
+fn follows(last: &PageIo, io: &PageIo) -> bool {
+    last.chunk == io.chunk
+        && last.offset_bytes + u32::from(last.pages) * PAGE_BYTES as u32 == io.offset_bytes
+        && last.frame + u32::from(last.pages) == io.frame
+        && last.pages < u16::MAX
+}
+
+/// Starts a thread of the pager's. A panic there ends the process: nobody would serve its faults.
+pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+    let guarded = move || {
+        if std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).is_err() {
+            sys::die(EXIT_PAGER, "a thread of the pager failed, so the process ends now");
+        }
+    };
+    std::thread::Builder::new().name(name.into()).stack_size(256 << 10).spawn(guarded).map(drop)
+}

@@ -1,0 +1,313 @@
+//! What `granary run` does: check, start the program with the library preloaded, wait, report.
+//!
+//! Everything that can be known to fail is checked before the program starts: it exists, it is linked
+//! dynamically (a static program has no loader that would preload anything), SIZE is large enough,
+//! userfaultfd is permitted, the library is there.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus};
+
+use crate::Error;
+use crate::config::Config;
+use crate::stats::Summary;
+use crate::uffd::{Features, Uffd};
+
+/// Name of the preload library.
+pub const LIBRARY: &str = "libgranary_preload.so";
+
+/// How a paged program ended.
+#[derive(Debug)]
+pub struct Ended {
+    /// Its own status.
+    pub status: ExitStatus,
+    /// What it and all that it started counted.
+    pub summary: Summary,
+}
+
+impl Ended {
+    /// The status as a shell would say it: 128 and the signal's number where a signal ended it.
+    pub fn code(&self) -> i32 {
+        self.status.code().unwrap_or_else(|| 128 + self.status.signal().unwrap_or(0))
+    }
+}
+
+/// Runs `program` with `arguments`, paged as `config` says, and waits for it. Standard input and
+/// output are passed on.
+///
+/// # Errors
+/// What keeps it from starting; how it ends is not an error.
+pub fn run(config: &Config, program: &OsStr, arguments: &[OsString]) -> Result<Ended, Error> {
+    config.check()?;
+    let library = find_library()?;
+    check_program(program)?;
+    drop(Uffd::open(Features::default())?);
+    let directory = RunDirectory::create()?;
+    let config = Config { run_directory: Some(directory.0.clone()), ..config.clone() };
+    let mut command = Command::new(program);
+    command.args(arguments).envs(config.to_environment());
+    command.env("LD_PRELOAD", preload(&library, std::env::var_os("LD_PRELOAD")));
+    let status = wait_passing_signals(&mut command)
+        .map_err(|source| Error::System { what: format!("run {}", program.display()), source })?;
+    let summary = Summary::read(&directory.0)
+        .map_err(|source| Error::System { what: "read the counters".into(), source })?;
+    Ok(Ended { status, summary })
+}
+
+/// Ours first, then what was preloaded before.
+fn preload(library: &Path, before: Option<OsString>) -> OsString {
+    let mut value = library.as_os_str().to_owned();
+    if let Some(before) = before.filter(|before| !before.is_empty()) {
+        value.push(":");
+        value.push(before);
+    }
+    value
+}
+
+/// A directory that goes away with its value.
+struct RunDirectory(PathBuf);
+
+impl RunDirectory {
+    fn create() -> Result<Self, Error> {
+        let parent = std::env::temp_dir();
+        let failed = |source| Error::System {
+            what: format!("make a directory in {}", parent.display()),
+            source,
+        };
+        for attempt in 0..1000 {
+            let name = format!("granary-run-{}-{attempt}", std::process::id());
+            let path = parent.join(name);
+            match std::fs::DirBuilder::new().create(&path) {
+                Ok(()) => {
+                    // Programs that change their user still count.
+                    let open = std::fs::Permissions::from_mode(0o1777);
+                    std::fs::set_permissions(&path, open).map_err(failed)?;
+                    return Ok(Self(path));
+                }
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(failed(error)),
+            }
+        }
+        Err(failed(io::ErrorKind::AlreadyExists.into()))
+    }
+}
+
+impl Drop for RunDirectory {
+    fn drop(&mut self) {
+        // Left behind, it would only take a little room.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// While the program runs, the signals that a terminal or a supervisor sends us are its to answer: those
+/// of the terminal reach it anyway, SIGTERM and SIGHUP are passed on.
+fn wait_passing_signals(command: &mut Command) -> io::Result<ExitStatus> {
+    use std::os::unix::process::CommandExt;
+    use std::sync::atomic::{AtomicI32, Ordering};
+    static CHILD: AtomicI32 = AtomicI32::new(0);
+    extern "C" fn pass_on(signal: i32) {
+        let child = CHILD.load(Ordering::Acquire);
+        if child > 0 {
+            // SAFETY: async-signal-safe; the child is not reaped while CHILD names it.
+            unsafe { libc::kill(child, signal) };
+        }
+    }
+    const IGNORED: [i32; 2] = [libc::SIGINT, libc::SIGQUIT];
+    const PASSED: [i32; 4] = [libc::SIGTERM, libc::SIGHUP, libc::SIGUSR1, libc::SIGUSR2];
+    let mut before = Vec::new();
+    // SAFETY: the handler is async-signal-safe; what was there is restored below and in the child.
+    unsafe {
+        for signal in IGNORED {
+            before.push((signal, libc::signal(signal, libc::SIG_IGN)));
+        }
+        for signal in PASSED {
+            let handler = pass_on as extern "C" fn(i32) as libc::sighandler_t;
+            before.push((signal, libc::signal(signal, handler)));
+        }
+        let restored = before.clone();
+        command.pre_exec(move || {
+            for &(signal, handler) in &restored {
+                libc::signal(signal, handler);
+            }
+            Ok(())
+        });
+    }
+    let result = command.spawn().and_then(|mut child| {
+        CHILD.store(child.id() as i32, Ordering::Release);
+        // Wait without reaping first, so that no signal goes to a number that is somebody else's.
+        loop {
+            // SAFETY: a zero siginfo is valid for the write.
+            let done = unsafe {
+                let mut info: libc::siginfo_t = std::mem::zeroed();
+                libc::waitid(libc::P_PID, child.id(), &mut info, libc::WEXITED | libc::WNOWAIT)
+            };
+            if done == 0 || io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
+                break;
+            }
+        }
+        CHILD.store(0, Ordering::Release);
+        child.wait()
+    });
+    for (signal, handler) in before {
+        // SAFETY: what was there before.
+        unsafe { libc::signal(signal, handler) };
+    }
+    result
+}
+
+/// The preload library: `GRANARY_PRELOAD`, next to this executable, or in `../lib` of it.
+pub fn find_library() -> Result<PathBuf, Error> {
+    let mut looked = Vec::new();
+    if let Some(path) = std::env::var_os("GRANARY_PRELOAD") {
+        looked.push(PathBuf::from(path));
+    } else if let Ok(executable) = std::env::current_exe()
+        && let Some(directory) = executable.parent()
+    {
+        looked.push(directory.join(LIBRARY));
+        looked.push(directory.join("../lib").join(LIBRARY));
+        // Test executables are one directory further down.
+        looked.push(directory.join("..").join(LIBRARY));
+    }
+    match looked.iter().find(|path| path.is_file()) {
+        Some(path) => std::fs::canonicalize(path)
+            .map_err(|source| Error::System { what: format!("use {}", path.display()), source }),
+        None => {
+            let looked: Vec<_> = looked.iter().map(|path| path.display().to_string()).collect();
+            Err(Error::NoPreload { looked: looked.join(", ") })
+        }
+    }
+}
+
+/// Where `program` is, as `execvp` looks for it.
+fn find_program(program: &OsStr) -> Result<PathBuf, Error> {
+    let fail =
+        |why: &str| Error::Program { program: program.display().to_string(), why: why.into() };
+    let path = Path::new(program);
+    if program.as_encoded_bytes().contains(&b'/') {
+        return if path.is_file() { Ok(path.into()) } else { Err(fail("there is no such file")) };
+    }
+    let search = std::env::var_os("PATH").unwrap_or_else(|| "/usr/local/bin:/usr/bin:/bin".into());
+    std::env::split_paths(&search)
+        .map(|directory| directory.join(path))
+        .find(|candidate| {
+            let executable = |meta: std::fs::Metadata| meta.permissions().mode() & 0o111 != 0;
+            candidate.is_file() && candidate.metadata().is_ok_and(executable)
+        })
+        .ok_or_else(|| fail("it is not found in PATH"))
+}
+
+/// Refuses a program into which nothing can be preloaded. Follows `#!` to the interpreter.
+pub fn check_program(program: &OsStr) -> Result<(), Error> {
+    let mut path = find_program(program)?;
+    let fail = |why: String| Error::Program { program: program.display().to_string(), why };
+    for _ in 0..5 {
+        let unreadable =
+            |error: io::Error| fail(format!("{} cannot be read: {error}", path.display()));
+        let file = File::open(&path).map_err(unreadable)?;
+        let mut head = Vec::new();
+        (&file).take(4096).read_to_end(&mut head).map_err(unreadable)?;
+        if let Some(line) = head.strip_prefix(b"#!") {
+            let line = line.split(|&byte| byte == b'\n').next().unwrap_or(line);
+            let line = String::from_utf8_lossy(line);
+            let mut words = line.split_whitespace();
+            let interpreter = words.next().unwrap_or_default().to_string();
+            // `#!/usr/bin/env NAME` runs NAME.
+            let named = words.find(|word| !word.starts_with('-') && !word.contains('='));
+            path = match named {
+                Some(name) if interpreter.ends_with("/env") => find_program(OsStr::new(name))?,
+                _ => find_program(OsStr::new(&interpreter))?,
+            };
+            continue;
+        }
+        return match linkage(&file, &head) {
+            Some(Linkage::Dynamic) => Ok(()),
+            Some(Linkage::Static) => Err(fail(format!(
+                "{} is linked statically, so nothing can be preloaded into it; use a dynamically linked \
+                 build",
+                path.display()
+            ))),
+            Some(Linkage::Foreign) => {
+                Err(fail(format!("{} is not for this kind of machine", path.display())))
+            }
+            None => Err(fail(format!("{} is neither a program nor a script", path.display()))),
+        };
+    }
+    Err(fail("its interpreters go round in circles".into()))
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Linkage {
+    Dynamic,
+    Static,
+    Foreign,
+}
+
+/// Reads the program headers of an ELF file (System V ABI, chapter 5). None if it is none.
+fn linkage(file: &File, head: &[u8]) -> Option<Linkage> {
+    const PT_INTERP: u32 = 3;
+    if !head.starts_with(b"\x7fELF") || head.len() < 64 {
+        return None;
+    }
+    let u16_at = |at: usize| u16::from_le_bytes([head[at], head[at + 1]]);
+    let machine = u16_at(18);
+    let ours = if cfg!(target_arch = "x86_64") { 62 } else { 183 };
+    if head[4] != 2 || head[5] != 1 || machine != ours {
+        return Some(Linkage::Foreign);
+    }
+    let offset = u64::from_le_bytes(head[32..40].try_into().expect("8 bytes"));
+    let (size, count) = (u64::from(u16_at(54)), u64::from(u16_at(56)));
+    for index in 0..count {
+        let mut kind = [0; 4];
+        file.read_exact_at(&mut kind, offset.checked_add(index * size)?).ok()?;
+        if u32::from_le_bytes(kind) == PT_INTERP {
+            return Some(Linkage::Dynamic);
+        }
+    }
+    Some(Linkage::Static)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_and_scripts_are_recognised() {
+        check_program(OsStr::new("sh")).unwrap();
+        let path = std::env::temp_dir().join(format!("granary-script-{}", std::process::id()));
+        std::fs::write(&path, "#!/usr/bin/env sh\necho\n").unwrap();
+        check_program(path.as_os_str()).unwrap();
+        std::fs::write(&path, "#!/no/such/interpreter\n").unwrap();
+        assert!(check_program(path.as_os_str()).is_err());
+        std::fs::write(&path, "just text").unwrap();
+        let error = check_program(path.as_os_str()).unwrap_err();
+        assert!(error.to_string().contains("neither a program nor a script"), "{error}");
+        std::fs::remove_file(&path).unwrap();
+        let error = check_program(OsStr::new("no-such-program-here")).unwrap_err();
+        assert!(error.to_string().contains("PATH"), "{error}");
+    }
+
+    #[test]
+    fn a_static_program_is_refused() {
+        // A minimal ELF header with no program headers.
+        let mut elf = vec![0u8; 64];
+        elf[..6].copy_from_slice(b"\x7fELF\x02\x01");
+        elf[18] = if cfg!(target_arch = "x86_64") { 62 } else { 183 };
+        elf[54] = 56;
+        let path = std::env::temp_dir().join(format!("granary-static-{}", std::process::id()));
+        std::fs::write(&path, &elf).unwrap();
+        let error = check_program(path.as_os_str()).unwrap_err();
+        std::fs::remove_file(&path).unwrap();
+        assert!(error.to_string().contains("statically"), "{error}");
+    }
+
+    #[test]
+    fn what_was_preloaded_stays() {
+        let library = Path::new("/x/lib.so");
+        assert_eq!(preload(library, None), "/x/lib.so");
+        assert_eq!(preload(library, Some("/y.so".into())), "/x/lib.so:/y.so");
+    }
+}

@@ -1,0 +1,383 @@
+//! Slots: the places of 4 KiB, in chunks, where evicted pages live.
+//!
+//! ```text
+//!  SlotId = chunk index << pages_log2 | page in chunk
+//!
+//!  chunks:  0 [pool 17]   1 [overflow 0]   2 [pool 4]   ...
+//!             ####.##       ####             #....        used / free pages
+//! ```
+//!
+//! A chunk is allocated when no open chunk has room and freed when its last page goes. When the pool
+//! is full, chunks come from the overflow file, and the pool is asked again later. Pages that are
+//! evicted together get neighbouring slots, so that they are written and read in one transfer.
+//!
+//! While a forked child may still need what is stored (see [`crate::fork`]) slots are *frozen*: they
+//! are neither overwritten nor used again until [`Slots::thaw`].
+//!
+//! Invariants: a used slot belongs to one page or one frame; `live` is the number of used slots of a
+//! chunk; a chunk without live slots does not exist.
+
+use std::time::{Duration, Instant};
+
+use crate::sys::{PAGE_BYTES, PAGE_SHIFT};
+use crate::transport::{ChunkHandle, Transport, TransportError};
+
+/// A slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SlotId(pub u64);
+
+/// Where a chunk is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Home {
+    /// In the pool.
+    Pool(ChunkHandle),
+    /// In the overflow file, at this chunk-sized stretch.
+    Overflow(u32),
+}
+
+/// Where a slot is: its chunk and the bytes from the chunk's start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The chunk.
+    pub home: Home,
+    /// Bytes from its start.
+    pub offset_bytes: u32,
+}
+
+/// What the caller does after a chunk became empty.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Emptied(pub Home);
+
+struct Chunk {
+    home: Home,
+    used: Vec<u64>,
+    frozen: Vec<u64>,
+    live: u32,
+}
+
+/// All slots of a process.
+pub struct Slots {
+    chunks: Vec<Option<Chunk>>,
+    vacant: Vec<u32>,
+    open: Option<u32>,
+    cursor: u32,
+    pages_log2: u32,
+    overflow_free: Vec<u32>,
+    overflow_next: u32,
+    full_since: Option<Instant>,
+    deferred: Vec<SlotId>,
+    pool_chunks: u32,
+    overflow_chunks: u32,
+}
+
+/// How long after an answer "full" the pool is asked again.
+const ASK_AGAIN: Duration = Duration::from_millis(100);
+
+impl Slots {
+    /// No slot yet, of chunks of `chunk_bytes`.
+    pub fn new(chunk_bytes: usize) -> Self {
+        assert!(chunk_bytes.is_power_of_two() && chunk_bytes >= PAGE_BYTES);
+        Self {
+            chunks: Vec::new(),
+            vacant: Vec::new(),
+            open: None,
+            cursor: 0,
+            pages_log2: chunk_bytes.trailing_zeros() - PAGE_SHIFT,
+            overflow_free: Vec::new(),
+            overflow_next: 0,
+            full_since: None,
+            deferred: Vec::new(),
+            pool_chunks: 0,
+            overflow_chunks: 0,
+        }
+    }
+
+    /// Chunks held in the pool and in the overflow file.
+    pub fn held(&self) -> (u32, u32) {
+        (self.pool_chunks, self.overflow_chunks)
+    }
+
+    /// Bytes of a chunk.
+    pub fn chunk_bytes(&self) -> usize {
+        PAGE_BYTES << self.pages_log2
+    }
+
+    fn chunk_pages(&self) -> u32 {
+        1 << self.pages_log2
+    }
+
+    /// A slot, next to the one given out before where that is possible.
+    ///
+    /// # Errors
+    /// Only when the pool is gone.
+    pub fn allocate(&mut self, transport: &dyn Transport) -> Result<SlotId, TransportError> {
+        loop {
+            if let Some(index) = self.open {
+                let pages = self.chunk_pages();
+                let cursor = self.cursor;
+                let chunk = self.chunks[index as usize].as_mut().expect("the open chunk exists");
+                if let Some(page) = free_page(&chunk.used, cursor, pages) {
+                    set(&mut chunk.used, page, true);
+                    chunk.live += 1;
+                    self.cursor = page + 1;
+                    return Ok(SlotId(u64::from(index) << self.pages_log2 | u64::from(page)));
+                }
+            }
+            self.open_chunk(transport)?;
+        }
+    }
+
+    /// Opens the emptiest chunk if it is at least a quarter free, or a new one.
+    fn open_chunk(&mut self, transport: &dyn Transport) -> Result<(), TransportError> {
+        self.cursor = 0;
+        let roomy = |wanted: u32, this: &Self| {
+            let pages = this.chunk_pages();
+            this.chunks
+                .iter()
+                .enumerate()
+                .filter_map(|(index, chunk)| chunk.as_ref().map(|c| (index as u32, c.live)))
+                .filter(|&(_, live)| pages - live >= wanted)
+                .min_by_key(|&(_, live)| live)
+                .map(|(index, _)| index)
+        };
+        if let Some(index) = roomy((self.chunk_pages() / 4).max(1), self) {
+            self.open = Some(index);
+            return Ok(());
+        }
+        if self.full_since.is_none_or(|since| since.elapsed() >= ASK_AGAIN) {
+            match transport.allocate_chunk() {
+                Ok(handle) => {
+                    self.full_since = None;
+                    self.pool_chunks += 1;
+                    self.open = Some(self.add_chunk(Home::Pool(handle)));
+                    return Ok(());
+                }
+                Err(TransportError::Full) => self.full_since = Some(Instant::now()),
+                Err(gone) => return Err(gone),
+            }
+        }
+        self.open = Some(match roomy(1, self) {
+            Some(index) => index,
+            None => {
+                let stretch = self.overflow_free.pop().unwrap_or_else(|| {
+                    self.overflow_next += 1;
+                    self.overflow_next - 1
+                });
+                self.overflow_chunks += 1;
+                self.add_chunk(Home::Overflow(stretch))
+            }
+        });
+        Ok(())
+    }
+
+    fn add_chunk(&mut self, home: Home) -> u32 {
+        let words = (self.chunk_pages() as usize).div_ceil(64);
+        let chunk = Chunk { home, used: vec![0; words], frozen: Vec::new(), live: 0 };
+        match self.vacant.pop() {
+            Some(index) => {
+                self.chunks[index as usize] = Some(chunk);
+                index
+            }
+            None => {
+                self.chunks.push(Some(chunk));
+                self.chunks.len() as u32 - 1
+            }
+        }
+    }
+
+    fn split(&self, slot: SlotId) -> (usize, u32) {
+        ((slot.0 >> self.pages_log2) as usize, slot.0 as u32 & (self.chunk_pages() - 1))
+    }
+
+    /// Where the slot is.
+    pub fn place(&self, slot: SlotId) -> Place {
+        let (index, page) = self.split(slot);
+        let chunk = self.chunks[index].as_ref().expect("a slot's chunk exists");
+        debug_assert!(get(&chunk.used, page), "{slot:?} is free");
+        Place { home: chunk.home, offset_bytes: page << PAGE_SHIFT }
+    }
+
+    /// True if the slot must not be overwritten.
+    pub fn is_frozen(&self, slot: SlotId) -> bool {
+        let (index, page) = self.split(slot);
+        let chunk = self.chunks[index].as_ref().expect("a slot's chunk exists");
+        !chunk.frozen.is_empty() && get(&chunk.frozen, page)
+    }
+
+    /// Frees a slot. If its chunk is empty now it is no more, and the caller gives its home back with
+    /// [`Slots::release`]'s help or to the transport.
+    #[must_use]
+    pub fn free(&mut self, slot: SlotId) -> Option<Emptied> {
+        if self.is_frozen(slot) {
+            self.deferred.push(slot);
+            return None;
+        }
+        let (index, page) = self.split(slot);
+        let chunk = self.chunks[index].as_mut().expect("a slot's chunk exists");
+        assert!(get(&chunk.used, page), "{slot:?} is freed twice");
+        set(&mut chunk.used, page, false);
+        chunk.live -= 1;
+        if chunk.live > 0 {
+            return None;
+        }
+        let home = chunk.home;
+        self.chunks[index] = None;
+        self.vacant.push(index as u32);
+        if self.open == Some(index as u32) {
+            self.open = None;
+        }
+        match home {
+            Home::Pool(_) => self.pool_chunks -= 1,
+            Home::Overflow(stretch) => {
+                self.overflow_chunks -= 1;
+                self.overflow_free.push(stretch);
+            }
+        }
+        // What was full may have room now.
+        self.full_since = None;
+        Some(Emptied(home))
+    }
+
+    /// Freezes every slot that is used now.
+    pub fn freeze(&mut self) {
+        for chunk in self.chunks.iter_mut().flatten() {
+            if chunk.frozen.is_empty() {
+                chunk.frozen = vec![0; chunk.used.len()];
+            }
+            for (frozen, used) in chunk.frozen.iter_mut().zip(&chunk.used) {
+                *frozen |= used;
+            }
+        }
+    }
+
+    /// Ends the freeze; returns the chunks that are empty by now.
+    #[must_use]
+    pub fn thaw(&mut self) -> Vec<Emptied> {
+        for chunk in self.chunks.iter_mut().flatten() {
+            chunk.frozen = Vec::new();
+        }
+        std::mem::take(&mut self.deferred).into_iter().filter_map(|slot| self.free(slot)).collect()
+    }
+}
+
+fn get(bits: &[u64], index: u32) -> bool {
+    bits[index as usize / 64] >> (index % 64) & 1 != 0
+}
+
+fn set(bits: &mut [u64], index: u32, value: bool) {
+    let mask = 1u64 << (index % 64);
+    if value {
+        bits[index as usize / 64] |= mask;
+    } else {
+        bits[index as usize / 64] &= !mask;
+    }
+}
+
+/// The first free page from `from` on, then from the start.
+fn free_page(used: &[u64], from: u32, pages: u32) -> Option<u32> {
+    let find = |range: std::ops::Range<u32>| {
+        let mut at = range.start;
+        while at < range.end {
+            let free = !used[at as usize / 64] >> (at % 64);
+            if free == 0 {
+                at = (at / 64 + 1) * 64;
+                continue;
+            }
+            at += free.trailing_zeros();
+            return (at < range.end).then_some(at);
+        }
+        None
+    };
+    find(from.min(pages)..pages).or_else(|| find(0..from.min(pages)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::FileTransport;
+    use proptest::prelude::*;
+    use std::collections::HashSet;
+
+    fn pool(chunks: u32) -> FileTransport {
+        FileTransport::open(&format!("memory:{chunks}MiB"), 4).unwrap()
+    }
+
+    fn give_back(pool: &FileTransport, emptied: impl IntoIterator<Item = Emptied>) {
+        for Emptied(home) in emptied {
+            if let Home::Pool(handle) = home {
+                pool.free_chunk(handle).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn neighbours_in_time_are_neighbours_in_place() {
+        let pool = pool(4);
+        let mut slots = Slots::new(1 << 20);
+        let first = slots.allocate(&pool).unwrap();
+        for page in 1..256 {
+            assert_eq!(slots.allocate(&pool).unwrap().0, first.0 + page);
+        }
+        assert_eq!(pool.chunks_held(), 1);
+        slots.allocate(&pool).unwrap();
+        assert_eq!(pool.chunks_held(), 2);
+    }
+
+    #[test]
+    fn a_full_pool_overflows_and_is_asked_again() {
+        let pool = pool(1);
+        let mut slots = Slots::new(1 << 20);
+        let all: Vec<_> = (0..300).map(|_| slots.allocate(&pool).unwrap()).collect();
+        assert_eq!(slots.held(), (1, 1));
+        assert!(matches!(slots.place(all[299]).home, Home::Overflow(0)));
+        for &slot in &all[..256] {
+            give_back(&pool, slots.free(slot));
+        }
+        assert_eq!((slots.held(), pool.chunks_held()), ((0, 1), 0));
+        for _ in 0..256 {
+            slots.allocate(&pool).unwrap();
+        }
+        assert_eq!(slots.held(), (1, 1), "room in the pool is used again");
+    }
+
+    #[test]
+    fn frozen_slots_are_not_used_again_until_the_thaw() {
+        let pool = pool(8);
+        let mut slots = Slots::new(1 << 20);
+        let old = slots.allocate(&pool).unwrap();
+        slots.freeze();
+        let new = slots.allocate(&pool).unwrap();
+        assert!(slots.is_frozen(old) && !slots.is_frozen(new));
+        assert_eq!(slots.free(old), None);
+        for _ in 0..400 {
+            assert_ne!(slots.allocate(&pool).unwrap(), old);
+        }
+        assert_eq!(slots.thaw(), []);
+        assert!(!slots.is_frozen(new));
+    }
+
+    proptest! {
+        #[test]
+        fn no_slot_is_given_twice_and_chunks_go_when_empty(
+            steps in prop::collection::vec(0u32..1000, 1..800)
+        ) {
+            let pool = pool(2);
+            let mut slots = Slots::new(1 << 20);
+            let mut held: Vec<SlotId> = Vec::new();
+            for step in steps {
+                if step < 700 || held.is_empty() {
+                    for _ in 0..step % 7 { held.push(slots.allocate(&pool).unwrap()); }
+                } else {
+                    let slot = held.swap_remove(step as usize % held.len());
+                    give_back(&pool, slots.free(slot));
+                }
+                prop_assert_eq!(held.iter().collect::<HashSet<_>>().len(), held.len());
+                prop_assert_eq!(slots.held().0, pool.chunks_held());
+            }
+            for slot in held {
+                give_back(&pool, slots.free(slot));
+            }
+            prop_assert_eq!((slots.held(), pool.chunks_held()), ((0, 0), 0));
+        }
+    }
+}

@@ -1,0 +1,369 @@
+//! Counters of a paged process, live in a file that outlives it.
+//!
+//! Each process maps `$GRANARY_RUN_DIR/stats.PID` and counts there with relaxed atomics; `granary
+//! run --stats` and `granary status` read the files, also of processes that were killed.
+//!
+//! ```text
+//!  u64[0]      magic and version
+//!  u64[1..64]  counters, by the number of `Counter`
+//!  u64[64..]   histogram of the time to serve a fault, in nanoseconds
+//! ```
+//!
+//! The histogram is log-linear: 8 buckets for each power of two, so a value is known within 12.5 %.
+//! The time is the handler's, from the event that it read to the page that is mapped; the kernel's part
+//! before and after is not in it (`granary bench fault` measures the whole).
+
+use std::fmt;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::sys;
+
+const MAGIC: u64 = u64::from_le_bytes(*b"granary\x01");
+const COUNTERS: usize = 64;
+const BUCKETS: usize = 62 * 8;
+const WORDS: usize = COUNTERS + BUCKETS;
+
+/// What is counted. Gauges say what is now, the others what was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Counter {
+    /// Faults on pages that were not there.
+    Faults = 1,
+    /// Faults on write-protected pages.
+    WriteFaults,
+    /// Pages filled with zeros at first touch.
+    PagesZeroed,
+    /// Pages read from slots.
+    PagesIn,
+    /// Of these, pages that were read ahead.
+    PagesReadAhead,
+    /// Pages mapped back from staging.
+    PagesRestored,
+    /// Pages written to slots.
+    PagesOut,
+    /// Pages evicted.
+    PagesEvicted,
+    /// Pages that were evicted clean: their slot was right already.
+    PagesCleanEvicted,
+    /// Pages that were evicted all zero: no slot is needed.
+    PagesZeroEvicted,
+    /// Faults that had to wait for the evictor.
+    FaultsStalled,
+    /// Gauge: chunks held in the pool.
+    PoolChunks,
+    /// Most chunks ever held in the pool.
+    PoolChunksPeak,
+    /// Gauge: chunks held in the overflow file.
+    OverflowChunks,
+    /// Most chunks ever held in the overflow file.
+    OverflowChunksPeak,
+    /// Gauge: pages resident in the region.
+    ResidentPages,
+    /// Most pages ever resident.
+    ResidentPagesPeak,
+    /// Bytes of a chunk.
+    ChunkBytes,
+    /// Chunks that the NIC allocated.
+    AllocationsByNic,
+    /// Chunks that the memory node's CPU allocated.
+    AllocationsByCpu,
+    /// Sum of the time to serve faults, in nanoseconds.
+    FaultNs,
+    /// Pages given to forked children.
+    PagesToChildren,
+}
+
+/// The live counters of this process.
+#[derive(Debug)]
+pub struct Stats {
+    words: *const AtomicU64,
+}
+
+// SAFETY: the words are atomics in a mapping that is never unmapped.
+unsafe impl Send for Stats {}
+// SAFETY: as above.
+unsafe impl Sync for Stats {}
+
+impl Stats {
+    /// Counters in private memory.
+    pub fn private() -> io::Result<Self> {
+        let base = sys::map_anonymous(WORDS * 8)?;
+        Ok(Self::at(base))
+    }
+
+    /// Counters in `directory/stats.PID`.
+    pub fn shared(directory: &Path) -> io::Result<Self> {
+        let path = directory.join(format!("stats.{}", std::process::id()));
+        let file =
+            OpenOptions::new().read(true).write(true).create(true).truncate(true).open(path)?;
+        file.set_len((WORDS * 8) as u64)?;
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: no MAP_FIXED, so no existing mapping is touched.
+        let base = unsafe { sys::mmap(0, WORDS * 8, prot, libc::MAP_SHARED, file.as_raw_fd(), 0)? };
+        Ok(Self::at(base))
+    }
+
+    fn at(base: usize) -> Self {
+        let stats = Self { words: base as *const AtomicU64 };
+        stats.word(0).store(MAGIC, Ordering::Relaxed);
+        stats
+    }
+
+    fn word(&self, index: usize) -> &AtomicU64 {
+        assert!(index < WORDS);
+        // SAFETY: in bounds of a mapping that lives as long as the process.
+        unsafe { &*self.words.add(index) }
+    }
+
+    /// Adds to a counter.
+    pub fn add(&self, counter: Counter, count: u64) {
+        self.word(counter as usize).fetch_add(count, Ordering::Relaxed);
+    }
+
+    /// Sets a gauge.
+    pub fn set(&self, gauge: Counter, value: u64) {
+        self.word(gauge as usize).store(value, Ordering::Relaxed);
+    }
+
+    /// Raises a peak.
+    pub fn raise(&self, peak: Counter, value: u64) {
+        self.word(peak as usize).fetch_max(value, Ordering::Relaxed);
+    }
+
+    /// A counter's value.
+    pub fn get(&self, counter: Counter) -> u64 {
+        self.word(counter as usize).load(Ordering::Relaxed)
+    }
+
+    /// Records the time of a fault.
+    pub fn record_fault(&self, ns: u64) {
+        self.add(Counter::FaultNs, ns);
+        self.word(COUNTERS + bucket(ns)).fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The values as they are now.
+    pub fn snapshot(&self) -> Summary {
+        let words = (0..WORDS).map(|index| self.word(index).load(Ordering::Relaxed)).collect();
+        Summary { words, processes: 1 }
+    }
+}
+
+/// The bucket of a value.
+fn bucket(value: u64) -> usize {
+    if value < 8 {
+        return value as usize;
+    }
+    let exponent = 63 - value.leading_zeros();
+    let sub = (value >> (exponent - 3)) & 7;
+    ((exponent as usize - 2) * 8 + sub as usize).min(BUCKETS - 1)
+}
+
+/// The largest value of a bucket.
+fn bucket_top(index: usize) -> u64 {
+    if index < 8 {
+        return index as u64;
+    }
+    let exponent = index / 8 + 2;
+    let sub = (index % 8) as u64;
+    (1u64 << exponent) + ((sub + 1) << (exponent - 3)) - 1
+}
+
+/// What one or more processes counted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Summary {
+    words: Vec<u64>,
+    processes: u64,
+}
+
+impl Default for Summary {
+    fn default() -> Self {
+        Self { words: vec![0; WORDS], processes: 0 }
+    }
+}
+
+impl Summary {
+    /// Adds up the files of `directory`. Files that are not ours or not complete are skipped.
+    pub fn read(directory: &Path) -> io::Result<Self> {
+        let mut sum = Self::default();
+        for entry in std::fs::read_dir(directory)? {
+            let entry = entry?;
+            if entry.file_name().to_string_lossy().starts_with("stats.")
+                && let Some(one) = Self::read_file(&entry.path())
+            {
+                sum.add(&one);
+            }
+        }
+        Ok(sum)
+    }
+
+    fn read_file(path: &Path) -> Option<Self> {
+        let mut bytes = Vec::new();
+        io::Read::read_to_end(&mut File::open(path).ok()?, &mut bytes).ok()?;
+        let words: Vec<u64> = bytes
+            .chunks_exact(8)
+            .map(|word| u64::from_le_bytes(word.try_into().expect("8 bytes")))
+            .collect();
+        (words.len() == WORDS && words[0] == MAGIC).then_some(Self { words, processes: 1 })
+    }
+
+    fn add(&mut self, other: &Self) {
+        for (index, (mine, theirs)) in self.words.iter_mut().zip(&other.words).enumerate() {
+            if index == Counter::ChunkBytes as usize {
+                *mine = (*mine).max(*theirs);
+            } else {
+                *mine += theirs;
+            }
+        }
+        self.processes += other.processes;
+    }
+
+    /// Number of processes.
+    pub fn processes(&self) -> u64 {
+        self.processes
+    }
+
+    /// A counter's sum. Peaks are sums of the processes' peaks.
+    pub fn get(&self, counter: Counter) -> u64 {
+        self.words[counter as usize]
+    }
+
+    /// Faults of both kinds.
+    pub fn faults(&self) -> u64 {
+        self.get(Counter::Faults) + self.get(Counter::WriteFaults)
+    }
+
+    /// Mean time to serve a fault, in microseconds.
+    pub fn fault_us_mean(&self) -> f64 {
+        let count: u64 = self.words[COUNTERS..].iter().sum();
+        self.get(Counter::FaultNs) as f64 / 1000.0 / count.max(1) as f64
+    }
+
+    /// The time within which the share `quantile` (0 to 1) of the faults was served, in microseconds.
+    pub fn fault_us(&self, quantile: f64) -> f64 {
+        let buckets = &self.words[COUNTERS..];
+        let count: u64 = buckets.iter().sum();
+        let wanted = ((count as f64 * quantile).ceil() as u64).max(1);
+        let mut seen = 0;
+        for (index, &hits) in buckets.iter().enumerate() {
+            seen += hits;
+            if hits > 0 && seen >= wanted {
+                return bucket_top(index) as f64 / 1000.0;
+            }
+        }
+        0.0
+    }
+
+    /// Bytes that lie in the pool at most: the peak of chunks held.
+    pub fn remote_bytes_peak(&self) -> u64 {
+        self.get(Counter::PoolChunksPeak) * self.get(Counter::ChunkBytes)
+    }
+}
+
+impl fmt::Display for Summary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        use Counter::*;
+        const MIB: f64 = 1048576.0;
+        let mib = |bytes: u64| bytes as f64 / MIB;
+        let chunk = self.get(ChunkBytes);
+        writeln!(f, "granary: {} paged process(es)", self.processes)?;
+        writeln!(
+            f,
+            "  faults        {:>12}   {} missing, {} on write-protected pages, {} waited for room",
+            self.faults(),
+            self.get(Faults),
+            self.get(WriteFaults),
+            self.get(FaultsStalled)
+        )?;
+        writeln!(
+            f,
+            "  fault time    {:>9.1} us   mean; P99 {:.1} us (in the handler)",
+            self.fault_us_mean(),
+            self.fault_us(0.99)
+        )?;
+        writeln!(
+            f,
+            "  pages in      {:>12}   {} of them read ahead; {} more mapped back from staging",
+            self.get(PagesIn),
+            self.get(PagesReadAhead),
+            self.get(PagesRestored)
+        )?;
+        writeln!(
+            f,
+            "  pages out     {:>12}   of {} evicted ({} clean, {} zero)",
+            self.get(PagesOut),
+            self.get(PagesEvicted),
+            self.get(PagesCleanEvicted),
+            self.get(PagesZeroEvicted)
+        )?;
+        writeln!(
+            f,
+            "  bytes local   {:>8.1} MiB   at most, of paged memory",
+            mib(self.get(ResidentPagesPeak) * sys::PAGE_BYTES as u64)
+        )?;
+        writeln!(
+            f,
+            "  bytes remote  {:>8.1} MiB   at most: {} chunks of {} KiB; {} held at the end",
+            mib(self.remote_bytes_peak()),
+            self.get(PoolChunksPeak),
+            chunk / 1024,
+            self.get(PoolChunks)
+        )?;
+        if self.get(OverflowChunksPeak) > 0 {
+            writeln!(
+                f,
+                "  overflow      {:>8.1} MiB   at most, in a local file: the pool was full",
+                mib(self.get(OverflowChunksPeak) * chunk)
+            )?;
+        }
+        write!(
+            f,
+            "  allocations   {:>12}   by the NIC, {} by the memory node's CPU",
+            self.get(AllocationsByNic),
+            self.get(AllocationsByCpu)
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_bucket_holds_its_values_within_an_eighth(value in 0u64..1 << 60) {
+            let index = bucket(value);
+            let top = bucket_top(index);
+            prop_assert!(value <= top, "{value} > {top}");
+            prop_assert!(top - value <= value / 8, "{top} is far above {value}");
+            prop_assert!(index == 0 || bucket_top(index - 1) < value);
+        }
+    }
+
+    #[test]
+    fn files_of_processes_add_up() {
+        let directory = std::env::temp_dir().join(format!("granary-stats-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).unwrap();
+        let stats = Stats::shared(&directory).unwrap();
+        stats.add(Counter::Faults, 3);
+        stats.set(Counter::ChunkBytes, 1 << 20);
+        for us in [1, 2, 100] {
+            stats.record_fault(us * 1000);
+        }
+        let own = directory.join(format!("stats.{}", std::process::id()));
+        std::fs::copy(own, directory.join("stats.1")).unwrap();
+        std::fs::write(directory.join("stats.2"), b"half").unwrap();
+        let sum = Summary::read(&directory).unwrap();
+        std::fs::remove_dir_all(&directory).unwrap();
+        assert_eq!((sum.processes(), sum.faults()), (2, 6));
+        assert_eq!(sum.get(Counter::ChunkBytes), 1 << 20);
+        assert!((sum.fault_us_mean() - 103.0 / 3.0).abs() < 0.01);
+        assert!((2.0..2.3).contains(&sum.fault_us(0.5)), "{}", sum.fault_us(0.5));
+        assert!((100.0..113.0).contains(&sum.fault_us(0.99)));
+        assert!(sum.to_string().contains("by the memory node's CPU"));
+    }
+}

@@ -1,0 +1,169 @@
+//! The memory system calls, made directly.
+//!
+//! Inside the preload library the symbols `mmap`, `munmap`, `madvise` and so on are the library's
+//! own, interposed ones. The pager must reach the kernel and not itself, so it calls through
+//! `syscall(2)`, which nobody interposes. The functions are thin: they add the error and nothing else.
+
+use std::io;
+
+/// Bytes of a page, the unit of paging.
+pub const PAGE_BYTES: usize = 4096;
+/// log2 of [`PAGE_BYTES`].
+pub const PAGE_SHIFT: u32 = 12;
+
+fn check(result: libc::c_long) -> io::Result<usize> {
+    if result == -1 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
+}
+
+/// `mmap(2)`.
+///
+/// # Safety
+/// With `MAP_FIXED` the range must belong to the caller, as whatever is mapped there goes away.
+pub unsafe fn mmap(
+    addr: usize,
+    len: usize,
+    prot: i32,
+    flags: i32,
+    fd: i32,
+    offset: i64,
+) -> io::Result<usize> {
+    // SAFETY: the caller vouches for a fixed range; elsewhere the kernel picks a free one.
+    check(unsafe { libc::syscall(libc::SYS_mmap, addr, len, prot, flags, fd, offset) })
+}
+
+/// Private anonymous memory, readable and writable, without a reservation of swap.
+pub fn map_anonymous(len: usize) -> io::Result<usize> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: no MAP_FIXED, so no existing mapping is touched.
+    unsafe { mmap(0, len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) }
+}
+
+/// `munmap(2)`.
+///
+/// # Safety
+/// The range must belong to the caller and nothing may refer to it any more.
+pub unsafe fn munmap(addr: usize, len: usize) -> io::Result<()> {
+    // SAFETY: the caller gives the range up.
+    check(unsafe { libc::syscall(libc::SYS_munmap, addr, len) }).map(drop)
+}
+
+/// `mremap(2)`, with the fifth argument always passed.
+///
+/// # Safety
+/// As for [`mmap`] and [`munmap`].
+pub unsafe fn mremap(
+    addr: usize,
+    old_len: usize,
+    new_len: usize,
+    flags: i32,
+    new_addr: usize,
+) -> io::Result<usize> {
+    // SAFETY: the caller gives the old range up and owns the new one.
+    check(unsafe { libc::syscall(libc::SYS_mremap, addr, old_len, new_len, flags, new_addr) })
+}
+
+/// `mprotect(2)`.
+///
+/// # Safety
+/// The range must belong to the caller, and nobody may rely on an access that is taken away.
+pub unsafe fn mprotect(addr: usize, len: usize, prot: i32) -> io::Result<()> {
+    // SAFETY: the caller owns the range.
+    check(unsafe { libc::syscall(libc::SYS_mprotect, addr, len, prot) }).map(drop)
+}
+
+/// `madvise(2)`.
+///
+/// # Safety
+/// The range must belong to the caller; destructive advice drops what is in it.
+pub unsafe fn madvise(addr: usize, len: usize, advice: i32) -> io::Result<()> {
+    // SAFETY: the caller owns the range.
+    check(unsafe { libc::syscall(libc::SYS_madvise, addr, len, advice) }).map(drop)
+}
+
+/// Writes `text` and a newline to the standard error, without a lock, an allocation of the
+/// program's or its stdio.
+pub fn say(text: &str) {
+    use std::os::fd::AsRawFd;
+    let line = format!("granary: {text}\n");
+    // The pager's threads have a descriptor table of their own.
+    let theirs = crate::descriptor::take_from_program(2);
+    let fd = theirs.as_ref().map_or(2, |fd| fd.as_raw_fd());
+    // SAFETY: the buffer lives through the call.
+    unsafe { libc::syscall(libc::SYS_write, fd, line.as_ptr(), line.len()) };
+}
+
+/// Ends the process at once, all threads, with no handler run.
+pub fn die(status: i32, text: &str) -> ! {
+    say(text);
+    loop {
+        // SAFETY: exit_group does not return.
+        unsafe { libc::syscall(libc::SYS_exit_group, status) };
+    }
+}
+
+/// The calling thread's id.
+pub fn thread_id() -> u32 {
+    // SAFETY: no argument, cannot fail.
+    unsafe { libc::syscall(libc::SYS_gettid) as u32 }
+}
+
+/// Monotonic time in nanoseconds.
+pub fn now_ns() -> u64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `time` is valid for the write.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut time) };
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+/// Blocks every signal for the calling thread while it lives.
+///
+/// A program thread that holds a lock of the pager's must not run a signal handler: the handler may
+/// touch paged memory, and the fault would wait for the lock.
+pub struct SignalsBlocked(u64);
+
+impl SignalsBlocked {
+    /// Blocks all signals.
+    pub fn new() -> Self {
+        let all = u64::MAX;
+        let mut old = 0u64;
+        // SAFETY: both sets are 8 bytes, the size the kernel is told.
+        unsafe {
+            libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &all, &mut old, 8usize)
+        };
+        Self(old)
+    }
+}
+
+impl Default for SignalsBlocked {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Drop for SignalsBlocked {
+    fn drop(&mut self) {
+        // SAFETY: the set is 8 bytes, the size the kernel is told.
+        unsafe {
+            libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &self.0, 0usize, 8usize)
+        };
+    }
+}
+
+/// Waits while `*word == expected`, at most `timeout_ms` (forever if none). May return early.
+pub fn futex_wait(word: &std::sync::atomic::AtomicU32, expected: u32, timeout_ms: Option<u64>) {
+    let time = timeout_ms.map(|ms| libc::timespec {
+        tv_sec: (ms / 1000) as i64,
+        tv_nsec: (ms % 1000 * 1_000_000) as i64,
+    });
+    let pointer = time.as_ref().map_or(std::ptr::null(), |t| t as *const libc::timespec);
+    let operation = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
+    // SAFETY: the word and the time outlive the call.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), operation, expected, pointer) };
+}
+
+/// Wakes all that wait on `word`.
+pub fn futex_wake(word: &std::sync::atomic::AtomicU32) {
+    let operation = libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG;
+    // SAFETY: the word outlives the call.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), operation, i32::MAX) };
+}
