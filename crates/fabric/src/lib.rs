@@ -7,11 +7,15 @@
 //! The verbs are close to libibverbs, with its names; [`direct`] adds what `mlx5dv` adds: queues
 //! whose rings the owner can see and program.
 
+mod backoff;
+pub mod completion;
 pub mod direct;
 mod error;
+pub mod executor;
 pub mod soft;
 pub mod verbs;
 
+pub use backoff::Backoff;
 pub use error::Error;
 pub use rnic::ids::{Access, Cqn, Key, KeyIndex, Qpn};
 pub use rnic::memory::DmaMemory;

@@ -29,8 +29,9 @@ use crate::{
     Completion, CompletionKind, CompletionQueue, CqAttr, Cqn, DmaMemory, Error, Qpn, Status,
 };
 
-/// How long a waiter sleeps before it looks whether the NIC is still there.
-const ALIVE_CHECK: Duration = Duration::from_millis(100);
+/// How long a waiter sleeps before it looks whether the NIC is still there. (In unit tests so long
+/// that a lost wake-up is noticed.)
+const ALIVE_CHECK: Duration = Duration::from_millis(if cfg!(test) { 20_000 } else { 100 });
 /// Running numbers of completions have 24 bits.
 const NUMBER: u32 = 0xff_ffff;
 

@@ -1,0 +1,407 @@
+//! The slots in which operations wait for their completions.
+//!
+//! A slot belongs to one operation from before it is posted until its completion has both arrived
+//! and been taken, or been given up. The work request carries the slot's number and generation, so
+//! that a completion finds its slot and a late one finds nothing.
+//!
+//! ```text
+//! id:   63       32 31        0        word: 63       32 31    0
+//!      +-----------+-----------+            +-----------+-------+
+//!      | generation| slot      |            | generation| state |
+//!      +-----------+-----------+            +-----------+-------+
+//!
+//!            claim          filling            filled          take
+//!  Free ──────────> Waiting ───────> Filling ─────────> Done ────────> Free
+//!                    │   ▲ watch       ▲  │
+//!                    ├──>Watched ──────┘  └──> (was Abandoned) Free
+//!                    └──>Abandoned ────┘
+//! ```
+//!
+//! Slots are never moved or freed: segments double in size, a free list (with a count against ABA)
+//! links those that are free. Nothing is allocated per operation.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::task::Waker;
+
+use parking_lot::Mutex;
+
+use crate::{Completion, CompletionKind, Qpn, Status};
+
+/// Slots of the first segment; each further one has twice as many.
+const FIRST_SEGMENT: u32 = 64;
+/// Segments: 64 * (2^20 - 1) slots in all.
+const SEGMENTS: usize = 20;
+/// The end of the free list.
+const NONE: u32 = u32::MAX;
+
+const FREE: u32 = 0;
+const WAITING: u32 = 1;
+const WATCHED: u32 = 2;
+const FILLING: u32 = 3;
+const DONE: u32 = 4;
+const ABANDONED: u32 = 5;
+
+/// The slots of a completer.
+pub(super) struct Slab {
+    segments: [OnceLock<Box<[Slot]>>; SEGMENTS],
+    /// First free slot, and a count of changes in the upper half.
+    free: AtomicU64,
+    /// Segments made.
+    grown: Mutex<usize>,
+}
+
+/// One operation's slot, on a cache line of its own.
+#[repr(align(64))]
+struct Slot {
+    word: AtomicU64,
+    result: [AtomicU64; 2],
+    next_free: AtomicU32,
+    waker: Mutex<Option<Waker>>,
+}
+
+/// The name of a claimed slot: the id of its work request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct SlotId(pub u64);
+
+impl SlotId {
+    fn new(index: u32, generation: u32) -> Self {
+        Self((generation as u64) << 32 | index as u64)
+    }
+
+    fn index(self) -> u32 {
+        self.0 as u32
+    }
+
+    fn word(self, state: u32) -> u64 {
+        self.0 & !0xffff_ffff | state as u64
+    }
+}
+
+/// What filling a slot came to.
+pub(super) enum Filled {
+    /// Somebody will take it.
+    Kept,
+    /// Somebody watched it: to be woken.
+    Watched(Option<Waker>),
+    /// Nobody waits for it: it was given up, or is not of this completer.
+    Unwanted,
+}
+
+impl Slab {
+    pub fn new() -> Self {
+        Self {
+            segments: [const { OnceLock::new() }; SEGMENTS],
+            free: AtomicU64::new(NONE as u64),
+            grown: Mutex::new(0),
+        }
+    }
+
+    /// Takes a free slot for an operation; `None` if there are too many.
+    #[inline]
+    pub fn claim(&self) -> Option<SlotId> {
+        loop {
+            let head = self.free.load(Ordering::Acquire);
+            let index = head as u32;
+            if index == NONE {
+                self.grow()?;
+                continue;
+            }
+            let slot = self.slot(index).expect("a slot of the free list");
+            let next = slot.next_free.load(Ordering::Relaxed);
+            if self.swap_free(head, next) {
+                let generation = (slot.word.load(Ordering::Relaxed) >> 32) as u32;
+                let id = SlotId::new(index, generation);
+                slot.word.store(id.word(WAITING), Ordering::Release);
+                return Some(id);
+            }
+        }
+    }
+
+    /// Gives back a slot whose operation was not posted.
+    pub fn unclaim(&self, id: SlotId) {
+        self.release(id);
+    }
+
+    /// Puts a completion into its slot.
+    #[inline]
+    pub fn fill(&self, id: SlotId, completion: &Completion) -> Filled {
+        let Some(slot) = self.slot(id.index()) else { return Filled::Unwanted };
+        let mut before = slot.word.load(Ordering::Acquire);
+        loop {
+            let state = before as u32;
+            // Several completions may carry one id: of a list whose parts failed one by one. The
+            // first counts.
+            if before != id.word(state) || !matches!(state, WAITING | WATCHED | ABANDONED) {
+                return Filled::Unwanted;
+            }
+            match slot.word.compare_exchange_weak(
+                before,
+                id.word(FILLING),
+                Ordering::Acquire,
+                Ordering::Acquire,
+            ) {
+                Ok(_) => break,
+                Err(now) => before = now,
+            }
+        }
+        if before as u32 == ABANDONED {
+            self.release(id);
+            return Filled::Unwanted;
+        }
+        let [a, b] = pack(completion);
+        slot.result[0].store(a, Ordering::Relaxed);
+        slot.result[1].store(b, Ordering::Relaxed);
+        slot.word.store(id.word(DONE), Ordering::SeqCst);
+        if before as u32 == WATCHED {
+            // None if the watcher has just seen that it is done.
+            return Filled::Watched(slot.waker.lock().take());
+        }
+        Filled::Kept
+    }
+
+    /// True if the completion is there.
+    #[inline]
+    pub fn is_done(&self, id: SlotId) -> bool {
+        self.own(id).word.load(Ordering::SeqCst) as u32 == DONE
+    }
+
+    /// Takes the completion, if it is there; the slot is free then.
+    #[inline]
+    pub fn take(&self, id: SlotId) -> Option<Completion> {
+        let slot = self.own(id);
+        if slot.word.load(Ordering::Acquire) as u32 != DONE {
+            return None;
+        }
+        let packed = [0, 1].map(|i| slot.result[i].load(Ordering::Relaxed));
+        self.release(id);
+        Some(unpack(id.0, packed))
+    }
+
+    /// Leaves a waker to be woken when the completion comes; false if it has come. `true` in the
+    /// second place if none was there before.
+    pub fn watch(&self, id: SlotId, waker: &Waker) -> (bool, bool) {
+        let slot = self.own(id);
+        {
+            let mut place = slot.waker.lock();
+            match &mut *place {
+                Some(old) => old.clone_from(waker),
+                None => *place = Some(waker.clone()),
+            }
+        }
+        let before = id.word(WAITING);
+        match slot.word.compare_exchange(
+            before,
+            id.word(WATCHED),
+            Ordering::SeqCst,
+            Ordering::SeqCst,
+        ) {
+            Ok(_) => (true, true),
+            Err(now) if now as u32 == WATCHED => (true, false),
+            Err(_) => {
+                // It is there, or will be in a moment.
+                while slot.word.load(Ordering::Acquire) as u32 == FILLING {
+                    std::thread::yield_now();
+                }
+                *slot.waker.lock() = None;
+                (false, false)
+            }
+        }
+    }
+
+    /// Gives up waiting. The slot stays reserved until the completion arrives. True if a waker was
+    /// there.
+    pub fn abandon(&self, id: SlotId) -> bool {
+        let slot = self.own(id);
+        loop {
+            let now = slot.word.load(Ordering::Acquire);
+            match now as u32 {
+                FILLING => std::thread::yield_now(),
+                DONE => {
+                    self.release(id);
+                    return false;
+                }
+                state => {
+                    let given_up = id.word(ABANDONED);
+                    let (ok, relaxed) = (Ordering::AcqRel, Ordering::Relaxed);
+                    if slot.word.compare_exchange(now, given_up, ok, relaxed).is_ok() {
+                        *slot.waker.lock() = None;
+                        return state == WATCHED;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Wakes all who watch.
+    pub fn wake_all(&self) {
+        for slot in self.segments.iter().filter_map(OnceLock::get).flatten() {
+            let waker = slot.waker.lock().clone();
+            if let Some(waker) = waker {
+                waker.wake();
+            }
+        }
+    }
+
+    fn release(&self, id: SlotId) {
+        let slot = self.own(id);
+        let generation = ((id.0 >> 32) as u32).wrapping_add(1);
+        slot.word.store((generation as u64) << 32 | FREE as u64, Ordering::Release);
+        loop {
+            let head = self.free.load(Ordering::Relaxed);
+            slot.next_free.store(head as u32, Ordering::Relaxed);
+            if self.swap_free(head, id.index()) {
+                return;
+            }
+        }
+    }
+
+    /// Makes `index` the first free slot, unless the list has changed since it was `head`.
+    #[inline]
+    fn swap_free(&self, head: u64, index: u32) -> bool {
+        let new = ((head >> 32).wrapping_add(1)) << 32 | index as u64;
+        self.free.compare_exchange(head, new, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+    }
+
+    #[cold]
+    fn grow(&self) -> Option<()> {
+        let mut grown = self.grown.lock();
+        if self.free.load(Ordering::Acquire) as u32 != NONE {
+            return Some(());
+        }
+        let segment = *grown;
+        if segment == SEGMENTS {
+            return None;
+        }
+        let count = FIRST_SEGMENT << segment;
+        let first = count - FIRST_SEGMENT;
+        let slots = (0..count)
+            .map(|i| Slot {
+                word: AtomicU64::new(FREE as u64),
+                result: [const { AtomicU64::new(0) }; 2],
+                next_free: AtomicU32::new(if i + 1 < count { first + i + 1 } else { NONE }),
+                waker: Mutex::new(None),
+            })
+            .collect();
+        assert!(self.segments[segment].set(slots).is_ok(), "a segment is made once");
+        *grown += 1;
+        let last = self.slot(first + count - 1).expect("a slot made just now");
+        loop {
+            let head = self.free.load(Ordering::Relaxed);
+            last.next_free.store(head as u32, Ordering::Relaxed);
+            if self.swap_free(head, first) {
+                return Some(());
+            }
+        }
+    }
+
+    #[inline]
+    fn slot(&self, index: u32) -> Option<&Slot> {
+        let segment = (index / FIRST_SEGMENT).checked_add(1)?.ilog2();
+        let first = (FIRST_SEGMENT << segment) - FIRST_SEGMENT;
+        self.segments.get(segment as usize)?.get()?.get((index - first) as usize)
+    }
+
+    /// The slot of an id that was claimed and not released.
+    #[inline]
+    fn own(&self, id: SlotId) -> &Slot {
+        self.slot(id.index()).expect("a claimed slot")
+    }
+}
+
+/// A completion in two words: bytes and immediate data, then the rest.
+fn pack(c: &Completion) -> [u64; 2] {
+    let kind = match c.kind {
+        CompletionKind::Send => 0,
+        CompletionKind::Receive => 1 << 32,
+    };
+    let with_imm = if c.imm.is_some() { 1 << 33 } else { 0 };
+    [
+        (c.bytes as u64) << 32 | c.imm.unwrap_or(0) as u64,
+        c.qpn.raw() as u64 | (c.status.syndrome() as u64) << 24 | kind | with_imm,
+    ]
+}
+
+fn unpack(id: u64, [a, b]: [u64; 2]) -> Completion {
+    Completion {
+        id,
+        qpn: Qpn::new(b as u32),
+        status: Status::from_syndrome((b >> 24) as u8),
+        kind: if b >> 32 & 1 == 0 { CompletionKind::Send } else { CompletionKind::Receive },
+        bytes: (a >> 32) as u32,
+        imm: (b >> 33 & 1 == 1).then_some(a as u32),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn completion(id: SlotId, bytes: u32) -> Completion {
+        Completion { id: id.0, bytes, ..Completion::EMPTY }
+    }
+
+    #[test]
+    fn a_slot_takes_one_completion_of_its_generation() {
+        let slab = Slab::new();
+        let id = slab.claim().unwrap();
+        assert!(slab.take(id).is_none());
+        assert!(matches!(slab.fill(id, &completion(id, 5)), Filled::Kept));
+        assert!(matches!(slab.fill(id, &completion(id, 6)), Filled::Unwanted));
+        assert_eq!(slab.take(id).unwrap().bytes, 5);
+        assert!(matches!(slab.fill(id, &completion(id, 7)), Filled::Unwanted));
+        let again = slab.claim().unwrap();
+        assert_eq!(again.index(), id.index());
+        assert_ne!(again, id);
+        assert!(matches!(slab.fill(id, &completion(id, 8)), Filled::Unwanted));
+        assert!(slab.take(again).is_none());
+    }
+
+    #[test]
+    fn a_given_up_slot_is_free_only_when_its_completion_came() {
+        let slab = Slab::new();
+        let id = slab.claim().unwrap();
+        slab.abandon(id);
+        let others: Vec<_> = (0..1000).map(|_| slab.claim().unwrap()).collect();
+        assert!(others.iter().all(|o| o.index() != id.index()));
+        assert!(matches!(slab.fill(id, &completion(id, 1)), Filled::Unwanted));
+        assert_eq!(slab.claim().unwrap().index(), id.index());
+    }
+
+    #[test]
+    fn threads_never_share_a_slot() {
+        let slab = Slab::new();
+        std::thread::scope(|s| {
+            for t in 0..4 {
+                let slab = &slab;
+                s.spawn(move || {
+                    for i in 0..2000 {
+                        let ids: Vec<_> = (0..50).map(|_| slab.claim().unwrap()).collect();
+                        let bytes = t << 20 | i;
+                        ids.iter().for_each(|id| drop(slab.fill(*id, &completion(*id, bytes))));
+                        assert!(ids.iter().all(|id| slab.take(*id).unwrap().bytes == bytes));
+                    }
+                });
+            }
+        });
+        assert!(*slab.grown.lock() <= 3, "200 slots at a time");
+    }
+
+    proptest! {
+        #[test]
+        fn a_completion_survives_packing(
+            id: u64, qpn: u32, syndrome: u8, receive: bool, bytes: u32, imm: Option<u32>,
+        ) {
+            let c = Completion {
+                id,
+                qpn: Qpn::new(qpn),
+                status: Status::from_syndrome(syndrome),
+                kind: if receive { CompletionKind::Receive } else { CompletionKind::Send },
+                bytes,
+                imm,
+            };
+            prop_assert_eq!(unpack(id, pack(&c)), c);
+        }
+    }
+}
