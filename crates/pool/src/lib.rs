@@ -4,6 +4,7 @@
 //! [`scheme`] says what an allocation scheme is, on both sides; each scheme has a module of its
 //! own. Nothing here names a NIC: all of it is written against `fabric`'s verbs.
 
+mod credits;
 mod error;
 pub mod onesidedmw;
 pub mod protocol;

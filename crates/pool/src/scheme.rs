@@ -219,6 +219,10 @@ pub trait ClientScheme: Send + Sync {
     /// leaves open whether they were executed.
     fn reset(&self) -> Result<(), Error>;
 
+    /// The memory node's access QPs, by group and lane, once it has admitted the compute node: for
+    /// schemes whose requests name them.
+    fn name_access(&self, _peers: Vec<Vec<Qpn>>) {}
+
     /// Connects the management QPs with their peers, given in the scheme's order.
     fn connect(&self, peers: &[Qpn]) -> Result<(), Error>;
 }

@@ -34,13 +34,14 @@
 
 pub mod alloc_chain;
 mod audit;
-
+pub mod client;
 pub mod free_chain;
 pub mod layout;
 pub mod node;
 pub mod program;
 mod reclaim;
 
+pub use client::Client;
 pub use node::Node;
 
 /// Immediate data of every reply: nothing is in it, the reply's memory has the answer.

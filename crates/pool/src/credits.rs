@@ -1,0 +1,105 @@
+//! Slots for requests in flight: a compute node has as many as the memory node has instances of a
+//! chain (or receives posted), and waits for its own replies when they are all out.
+
+use std::collections::VecDeque;
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll, Waker};
+
+use parking_lot::Mutex;
+
+/// A set of slots, each taken by one request at a time.
+pub struct Credits {
+    state: Mutex<State>,
+}
+
+struct State {
+    free: Vec<u32>,
+    waiting: VecDeque<Waker>,
+}
+
+/// A slot that is taken; given back when dropped.
+pub struct Credit<'a> {
+    of: &'a Credits,
+    slot: u32,
+}
+
+impl Credits {
+    /// `count` slots, numbered from 0.
+    pub fn new(count: u32) -> Self {
+        let free = (0..count).rev().collect();
+        Self { state: Mutex::new(State { free, waiting: VecDeque::new() }) }
+    }
+
+    /// Takes a slot, once there is one.
+    pub fn take(&self) -> Take<'_> {
+        Take(self)
+    }
+}
+
+impl Credit<'_> {
+    /// The slot's number.
+    pub fn slot(&self) -> u32 {
+        self.slot
+    }
+}
+
+impl Drop for Credit<'_> {
+    fn drop(&mut self) {
+        let waiting = {
+            let mut state = self.of.state.lock();
+            state.free.push(self.slot);
+            // All of them: one that was dropped while it waited must not swallow the wake-up.
+            std::mem::take(&mut state.waiting)
+        };
+        waiting.into_iter().for_each(Waker::wake);
+    }
+}
+
+/// Future of a [`Credit`].
+pub struct Take<'a>(&'a Credits);
+
+impl<'a> Future for Take<'a> {
+    type Output = Credit<'a>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Credit<'a>> {
+        let mut state = self.0.state.lock();
+        match state.free.pop() {
+            Some(slot) => Poll::Ready(Credit { of: self.0, slot }),
+            None => {
+                state.waiting.push_back(cx.waker().clone());
+                Poll::Pending
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::task::Wake;
+
+    struct Count(AtomicU32);
+
+    impl Wake for Count {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn the_last_slot_is_waited_for() {
+        let credits = Credits::new(1);
+        let count = Arc::new(Count(AtomicU32::new(0)));
+        let waker = Waker::from(count.clone());
+        let cx = &mut Context::from_waker(&waker);
+        let Poll::Ready(first) = Pin::new(&mut credits.take()).poll(cx) else { panic!("no slot") };
+        let mut second = credits.take();
+        assert!(Pin::new(&mut second).poll(cx).is_pending());
+        drop(first);
+        assert_eq!(count.0.load(Ordering::Relaxed), 1);
+        assert!(Pin::new(&mut second).poll(cx).is_ready());
+    }
+}

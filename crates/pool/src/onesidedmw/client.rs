@@ -1,0 +1,203 @@
+//! The compute node's side: a request is a SEND, its answer a WRITE with immediate into a slot of
+//! the compute node's own memory (OneSidedMW §4.3).
+//!
+//! ```text
+//! allocate: QPN of each access QP of the group (3 bytes each) | reply address (8) | reply rkey (4)
+//! free:     entry index (3)                                   | reply address (8) | reply rkey (4)
+//! ```
+
+use std::sync::OnceLock;
+use std::sync::atomic::{Ordering, fence};
+
+use fabric::completion::Completer;
+use fabric::{
+    Access, CqAttr, Key, MemoryRegion, Nic, Op, QpAttr, QpChange, QpState, Qpn, QueuePair, Receive,
+    ReceiveAttr, ReceiveRequest, Status, WorkRequest,
+};
+use parking_lot::Mutex;
+
+use super::layout::{reply, status};
+use crate::Error;
+use crate::credits::Credits;
+use crate::protocol::Welcome;
+use crate::scheme::{ClientScheme, Grant, GroupId, MAX_GROUP};
+
+/// Bytes of a reply slot.
+const SLOT_BYTES: usize = 64;
+/// The most bytes of a request.
+const REQUEST_BYTES: usize = 3 * (MAX_GROUP - 1) + 12;
+
+/// The scheme's compute-node side on the NIC `N`.
+pub struct Client<N: Nic> {
+    chunk_bytes: u64,
+    /// The memory node's access QPs, by group and lane: what windows are to be bound to.
+    access: OnceLock<Vec<Vec<Qpn>>>,
+    alloc: Direction<N>,
+    free: Direction<N>,
+}
+
+/// One management QP with its reply slots.
+struct Direction<N: Nic> {
+    qp: N::Qp,
+    completer: Completer<N::Cq>,
+    replies: N::Mr,
+    credits: Credits,
+    /// Receives and SENDs are posted in the same order: the n-th reply answers the n-th request.
+    order: Mutex<()>,
+}
+
+impl<N: Nic> Client<N> {
+    /// Makes the management QPs.
+    pub fn new(nic: &N, pd: &N::Pd, welcome: &Welcome) -> Result<Self, Error> {
+        Ok(Self {
+            chunk_bytes: welcome.chunk_bytes,
+            access: OnceLock::new(),
+            alloc: Direction::new(nic, pd, welcome.credits)?,
+            free: Direction::new(nic, pd, welcome.credits)?,
+        })
+    }
+}
+
+impl<N: Nic> Direction<N> {
+    fn new(nic: &N, pd: &N::Pd, credits: u32) -> Result<Self, Error> {
+        // A receive and a SEND for each request, and as many again that are flushed at a reset.
+        let cq = nic.create_cq(CqAttr { entries: credits * 4, ignore_overrun: false })?;
+        let qp = nic.create_qp(
+            pd,
+            QpAttr {
+                send_cq: &cq,
+                recv_cq: &cq,
+                send_blocks: credits * 2,
+                receive: Receive::Own(ReceiveAttr { entries: credits, max_sges: 1 }),
+                access: Access::REMOTE_WRITE,
+            },
+        )?;
+        let memory = nic.alloc_dma(credits as usize * SLOT_BYTES)?;
+        let replies = nic.reg_mr(pd, &memory, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
+        Ok(Self {
+            qp,
+            completer: Completer::new(cq),
+            replies,
+            credits: Credits::new(credits),
+            order: Mutex::new(()),
+        })
+    }
+
+    /// Sends `arguments` and the reply's target; the reply's bytes.
+    async fn ask(&self, what: &str, arguments: &[u8]) -> Result<[u8; reply::BYTES], Error> {
+        let credit = self.credits.take().await;
+        let at = credit.slot() as usize * SLOT_BYTES;
+        let memory = self.replies.memory();
+        memory.zero(at, SLOT_BYTES);
+        let mut request = [0u8; REQUEST_BYTES];
+        let target = self.replies.remote(at);
+        let n = arguments.len();
+        request[..n].copy_from_slice(arguments);
+        request[n..n + 8].copy_from_slice(&target.addr.to_be_bytes());
+        request[n + 8..n + 12].copy_from_slice(&target.rkey.0.to_be_bytes());
+        let (answered, sent) = {
+            let _order = self.order.lock();
+            let answered =
+                self.completer.submit(|id| self.qp.post_recv(&ReceiveRequest { id, to: &[] }))?;
+            let sent = self.completer.submit(|id| {
+                let op = Op::SendInline { data: &request[..n + 12] };
+                self.qp.post_send(&[WorkRequest { id, op, signaled: true }])
+            })?;
+            (answered, sent)
+        };
+        for pending in [answered, sent] {
+            let completion = pending.await?;
+            if completion.status != Status::Success {
+                return Err(Error::ManagementBroken {
+                    attempt: what.to_owned(),
+                    status: completion.status,
+                });
+            }
+        }
+        // The reply was written before its completion, which was just read.
+        fence(Ordering::Acquire);
+        let mut bytes = [0; reply::BYTES];
+        memory.read(at, &mut bytes);
+        Ok(bytes)
+    }
+}
+
+impl<N: Nic> ClientScheme for Client<N> {
+    async fn allocate(&self, group: GroupId) -> Result<Grant, Error> {
+        let groups = self.access.get().map_or(&[][..], Vec::as_slice);
+        let lanes = groups.get(group.0 as usize).ok_or_else(|| Error::Refused {
+            attempt: format!("allocating a chunk for QP group {}", group.0),
+            why: format!("this compute node has {}", groups.len()),
+        })?;
+        let mut arguments = [0u8; 3 * (MAX_GROUP - 1)];
+        for (qpn, at) in lanes.iter().zip(arguments.chunks_exact_mut(3)) {
+            at.copy_from_slice(&qpn.raw().to_be_bytes()[1..]);
+        }
+        let bytes = self.alloc.ask("allocating a chunk", &arguments[..3 * lanes.len()]).await?;
+        match bytes[reply::STATUS] {
+            status::GRANTED => {}
+            status::EMPTY => return Err(Error::OutOfMemory { bytes: self.chunk_bytes }),
+            other => return Err(not_understood("allocating a chunk", other)),
+        }
+        let be32 = |at: usize| u32::from_be_bytes(bytes[at..at + 4].try_into().expect("4 bytes"));
+        let mut keys = [Key::default(); MAX_GROUP];
+        for (lane, key) in keys[..lanes.len()].iter_mut().enumerate() {
+            let window = lane + 1;
+            let index = &bytes[reply::KEYS + 3 * window..][..3];
+            // The window's tag is the one that the table kept as the next.
+            let tag = bytes[reply::TAGS + 8 * (window / 4) + 4 + window % 4];
+            *key = Key(u32::from_be_bytes([index[0], index[1], index[2], tag]));
+        }
+        let addr = u64::from_be_bytes(bytes[..8].try_into().expect("8 bytes"));
+        let entry = be32(reply::ENTRY) >> 8;
+        Ok(Grant::new(addr, self.chunk_bytes, entry, group, &keys[..lanes.len()]))
+    }
+
+    async fn free(&self, grant: &Grant) -> Result<(), Error> {
+        loop {
+            let bytes = self.free.ask("freeing a chunk", &grant.entry.to_be_bytes()[1..]).await?;
+            match bytes[reply::FREE_STATUS + 3] {
+                status::FREED => return Ok(()),
+                status::REFUSED => return Err(Error::NotYours { entry: grant.entry }),
+                status::AGAIN => continue,
+                other => return Err(not_understood("freeing a chunk", other)),
+            }
+        }
+    }
+
+    fn management(&self) -> Vec<Qpn> {
+        vec![self.alloc.qp.qpn(), self.free.qp.qpn()]
+    }
+
+    fn is_broken(&self) -> bool {
+        [&self.alloc, &self.free]
+            .iter()
+            .any(|d| !matches!(d.qp.state(), Ok(QpState::ReadyToSend | QpState::Reset)))
+    }
+
+    fn reset(&self) -> Result<(), Error> {
+        for d in [&self.alloc, &self.free] {
+            d.qp.modify(QpChange::Reset)?;
+        }
+        Ok(())
+    }
+
+    fn name_access(&self, peers: Vec<Vec<Qpn>>) {
+        // They keep their numbers when they are re-established.
+        let _ = self.access.set(peers);
+    }
+
+    fn connect(&self, peers: &[Qpn]) -> Result<(), Error> {
+        for (d, &peer) in [&self.alloc, &self.free].into_iter().zip(peers) {
+            d.qp.connect(peer)?;
+        }
+        Ok(())
+    }
+}
+
+fn not_understood(attempt: &str, status: u8) -> Error {
+    Error::Protocol {
+        attempt: attempt.to_owned(),
+        why: format!("the reply's status is {status}, which means nothing"),
+    }
+}
