@@ -1,0 +1,193 @@
+//! What a WQE costs in the engine: `cargo bench -p granary-rnic`.
+//!
+//! One thread, loopback, a managed ring of WQEs that is executed lap after lap; each WQE is fetched,
+//! decoded, checked and executed as always. The figure is the median of several rounds, the spread
+//! their quartiles: on a busy machine compare lines of one run only.
+
+use rnic::Engine;
+use rnic::ids::{Access, FunctionId, Key, Qpn};
+use rnic::memory::DmaMemory;
+use rnic::verbs::*;
+use rnic::wqe::{Builder, Remote, Sge, Umr};
+use std::hint::black_box;
+use std::time::Instant;
+
+const PF: FunctionId = FunctionId::PHYSICAL;
+const BLOCKS: u32 = 1024;
+const RECEIVES: u32 = 1024;
+const SPAN: usize = 1 << 20;
+
+struct Bench {
+    e: Engine,
+    ring: DmaMemory,
+    record: DmaMemory,
+    qpn: Qpn,
+    a: (DmaMemory, Key),
+    b: (DmaMemory, Key),
+    window: Key,
+    received: u32,
+    limit: u16,
+}
+
+fn memory(len: usize) -> DmaMemory {
+    DmaMemory::anonymous(len).expect("memory for the benchmark")
+}
+
+impl Bench {
+    fn new() -> Self {
+        let mut e = Engine::new(Limits::default());
+        let (pa, pb) = (e.alloc_pd(PF).unwrap(), e.alloc_pd(PF).unwrap());
+        let all = Access::LOCAL_ALL | Access::REMOTE_ALL;
+        let region = |e: &mut Engine, pd| {
+            let mem = memory(SPAN);
+            let key = e.reg_mr(PF, pd, mem.clone(), mem.addr(), all).unwrap();
+            (mem, key)
+        };
+        let (a, b) = (region(&mut e, pa), region(&mut e, pb));
+        let window = e.alloc_mw(PF, pa, MwKind::Type2).unwrap();
+        let spec = || CqSpec {
+            ring: memory(64 * 1024),
+            entries: 1024,
+            record: memory(8),
+            ignore_overrun: true,
+            initial_count: 0,
+        };
+        let cq = e.create_cq(PF, spec()).unwrap();
+        let ring = memory(BLOCKS as usize * 64);
+        let qp = |pd, send, recv| QpSpec {
+            pd,
+            send,
+            recv,
+            send_cq: cq,
+            recv_cq: cq,
+            access: Access::REMOTE_ALL,
+            privileged: true,
+        };
+        let send = SendSpec { ring: ring.clone(), blocks: BLOCKS, managed: true };
+        let qpn = e.create_qp(PF, qp(pa, Some(send), Recv::None)).unwrap();
+        let (recv_ring, record) = (memory(RECEIVES as usize * 16), memory(8));
+        for i in 0..RECEIVES as usize {
+            let sge = Sge { addr: b.0.addr() + 64 * i as u64, len: 64, lkey: b.1 };
+            recv_ring.write(16 * i, &sge.to_bytes());
+        }
+        let recv = RecvSpec {
+            ring: recv_ring,
+            entries: RECEIVES,
+            stride: 16,
+            record: record.clone(),
+            initial_consumer: 0,
+        };
+        let peer = e.create_qp(PF, qp(pb, None, Recv::Own { spec: recv, managed: false })).unwrap();
+        for (q, peer) in [(qpn, peer), (peer, qpn)] {
+            for c in [QpChange::Init, QpChange::ReadyToReceive { peer }, QpChange::ReadyToSend] {
+                e.modify_qp(PF, q, c).unwrap();
+            }
+        }
+        Self { e, ring, record, qpn, a, b, window, received: 0, limit: 0 }
+    }
+
+    /// Fills the ring with what `fill` builds for place `i`; gives the WQEs of a lap.
+    fn write(&mut self, fill: impl Fn(&Self, &mut Builder, usize)) -> usize {
+        let (mut at, mut n) = (0, 0);
+        while at < BLOCKS {
+            let mut b = Builder::new(self.qpn, at as u16);
+            fill(self, &mut b, n);
+            if at + b.blocks() > BLOCKS {
+                b.nop_filling((BLOCKS - at).min(15));
+            }
+            self.ring.write(at as usize * 64, b.bytes());
+            at += b.blocks();
+            n += 1;
+        }
+        n
+    }
+
+    fn lap(&mut self, receives: u32) {
+        self.received += receives;
+        self.record.store_be32(0, self.received & 0xffff);
+        self.limit = self.limit.wrapping_add(BLOCKS as u16);
+        self.e.enable_send(PF, self.qpn, self.limit).unwrap();
+        while self.e.poll(0, 1 << 16) > 0 {}
+    }
+
+    fn measure(&mut self, name: &str, rounds: usize, fill: impl Fn(&Self, &mut Builder, usize)) {
+        let n = self.write(fill);
+        let receives = if name.starts_with("SEND") { n as u32 } else { 0 };
+        let mut ns: Vec<f64> = (0..rounds)
+            .map(|_| {
+                let laps = 20;
+                let t = Instant::now();
+                for _ in 0..laps {
+                    self.lap(receives);
+                }
+                t.elapsed().as_nanos() as f64 / (laps * n) as f64
+            })
+            .collect();
+        let state = self.e.query_qp(PF, self.qpn).unwrap().state;
+        assert_eq!(state, QpState::ReadyToSend, "{name} failed");
+        ns.sort_by(f64::total_cmp);
+        let at = |q: f64| ns[((ns.len() - 1) as f64 * q) as usize];
+        println!("{name:<28} {:>8.1} {:>8.1} {:>8.1}", at(0.5), at(0.25), at(0.75));
+    }
+
+    fn here(&self, at: usize, len: u32) -> Sge {
+        Sge { addr: self.a.0.addr() + at as u64, len, lkey: self.a.1 }
+    }
+
+    fn there(&self, at: usize) -> Remote {
+        Remote { addr: self.b.0.addr() + at as u64, rkey: self.b.1 }
+    }
+}
+
+fn main() {
+    // Cargo runs benches as tests too, without `--bench`: then only that they run matters.
+    let rounds = if std::env::args().any(|a| a == "--bench") { 51 } else { 1 };
+    let mut b = Bench::new();
+    println!("{:<28} {:>8} {:>8} {:>8}", "ns per WQE", "median", "25 %", "75 %");
+    b.measure("NOP", rounds, |_, w, _| _ = w.nop());
+    b.measure("NOP, signaled", rounds, |_, w, _| _ = w.nop().signaled());
+    for len in [8u32, 4096] {
+        let place = move |i: usize| i * len as usize % (SPAN - 4096);
+        b.measure(&format!("WRITE {len} B"), rounds, move |b, w, i| {
+            w.rdma_write(b.there(place(i)), &[b.here(place(i), len)]);
+        });
+        b.measure(&format!("READ {len} B"), rounds, move |b, w, i| {
+            w.rdma_read(b.there(place(i)), &[b.here(place(i), len)]);
+        });
+    }
+    b.measure("READ 64 B over 23 SGEs", rounds, |b, w, i| {
+        let lens = [1, 1, 1, 1, 1, 1, 3, 8, 8, 1, 3, 8, 8, 1, 3, 8, 8, 8, 8, 24, 8, 8, 8];
+        let list: Vec<Sge> =
+            lens.iter().enumerate().map(|(k, &l)| b.here((i + k) * 64 % 65536, l)).collect();
+        w.rdma_read(b.there(i * 256 % 65536), &list);
+    });
+    b.measure("WRITE 8 B inline", rounds, |b, w, i| {
+        w.rdma_write_inline(b.there(i * 8), &(i as u64).to_be_bytes());
+    });
+    b.measure("masked FAA", rounds, |b, w, i| {
+        w.masked_fetch_add(b.there(i % 64 * 8), 1 << 32, 1 << 47, b.here(i * 8, 8));
+    });
+    b.measure("masked CAS", rounds, |b, w, i| {
+        w.masked_compare_swap(b.there(i % 64 * 8), (0, 0), (7, !0), b.here(i * 8, 8));
+    });
+    b.measure("SEND 8 B to RECV", rounds, |b, w, i| {
+        w.send(&[b.here(i * 8, 8)]);
+    });
+    // A WQE of three blocks and one of two: five to a pair; what is left of the ring is NOPs.
+    let mut window = Bench::new();
+    window.measure("UMR, bind and unbind by turns", rounds, |b, w, i| {
+        let (key, qpn) = (Key::new(b.window.index(), b.window.tag()), b.qpn);
+        let start = b.a.0.addr() + (i as u64 % 128) * 4096;
+        if i >= BLOCKS as usize / 5 * 2 {
+            w.nop();
+            return;
+        }
+        let umr = if i % 2 == 0 {
+            Umr::bind(key, key.tag(), qpn, Access::REMOTE_ALL, b.a.1, start, 4096)
+        } else {
+            Umr::unbind(key, true)
+        };
+        w.umr(&umr);
+    });
+    black_box(&window.b);
+}
