@@ -1,1 +1,3 @@
 //! Helpers of the whole-system tests.
+
+pub mod pager;

@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicI32, Ordering};
 
-const MOST: usize = 16;
+const MOST: usize = 64;
 static OURS: [AtomicI32; MOST] = [const { AtomicI32::new(-1) }; MOST];
 
 /// Duplicates `fd` to a high number, close-on-exec, and remembers it as ours. The caller closes `fd`.
@@ -31,11 +31,16 @@ pub fn move_high(fd: RawFd) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(moved) })
 }
 
-/// Closes one of ours.
-pub fn close(fd: RawFd) {
+/// The descriptor is no longer ours.
+pub fn forget(fd: RawFd) {
     for ours in &OURS {
         let _ = ours.compare_exchange(fd, -1, Ordering::AcqRel, Ordering::Acquire);
     }
+}
+
+/// Closes one of ours.
+pub fn close(fd: RawFd) {
+    forget(fd);
     // SAFETY: ours, and nobody uses it any more.
     unsafe { libc::syscall(libc::SYS_close, fd) };
 }

@@ -208,7 +208,8 @@ impl Pager {
             }
         }
         self.forks.child.store(true, Ordering::Release);
-        let (_, channel) = held.channel;
+        let (parents, channel) = held.channel;
+        drop(parents);
         let connected = descriptor::move_high(channel.as_raw_fd()).and_then(|channel| {
             let (_, faults) = receive(channel.as_raw_fd())?;
             let faults = faults.ok_or(io::ErrorKind::InvalidData)?;

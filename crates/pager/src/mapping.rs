@@ -129,7 +129,7 @@ impl Pager {
 
     /// Unmaps. The part outside of the region goes to the kernel.
     pub fn unmap(&self, address: usize, len: usize) -> Result<(), Errno> {
-        if address % PAGE_BYTES != 0 || len == 0 {
+        if !address.is_multiple_of(PAGE_BYTES) || len == 0 {
             return Err(libc::EINVAL);
         }
         let range = self.region.clip(address, len);
@@ -257,7 +257,7 @@ impl Pager {
         flags: i32,
         new_address: usize,
     ) -> Result<usize, Errno> {
-        if address % PAGE_BYTES != 0 || new_len == 0 || old_len == 0 {
+        if !address.is_multiple_of(PAGE_BYTES) || new_len == 0 || old_len == 0 {
             return Err(libc::EINVAL);
         }
         let (old, new) = (pages_of(old_len)?, pages_of(new_len)?);
@@ -298,7 +298,9 @@ impl Pager {
         }
         let target = if fixed {
             match self.region.clip(new_address, new_len) {
-                Some(target) if target.len() as u32 == new && new_address % PAGE_BYTES == 0 => {
+                Some(target)
+                    if target.len() as u32 == new && new_address.is_multiple_of(PAGE_BYTES) =>
+                {
                     self.reclaim_foreign(&mut space, target.clone())?;
                     self.drop_pages(target.clone());
                     target

@@ -17,6 +17,7 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::descriptor;
 use crate::sys::{self, PAGE_BYTES};
 use crate::transport::{
     ChunkHandle, Lane, PageIo, StagingMemory, Transport, TransportError, TransportStats,
@@ -60,7 +61,7 @@ impl FileStore {
 
     /// Moves the descriptor out of the way of the program's, to a high number.
     pub fn move_descriptor(&mut self) -> io::Result<()> {
-        let moved = crate::descriptor::move_high(self.file.as_raw_fd())?;
+        let moved = descriptor::move_high(self.file.as_raw_fd())?;
         self.file = File::from(moved);
         Ok(())
     }
@@ -110,6 +111,12 @@ impl FileStore {
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         // SAFETY: a plain system call. Where the file system cannot, the space is used again later.
         unsafe { libc::fallocate(self.fd(), mode, offset as i64, len as i64) };
+    }
+}
+
+impl Drop for FileStore {
+    fn drop(&mut self) {
+        descriptor::forget(self.fd());
     }
 }
 

@@ -302,9 +302,10 @@ fn decode(message: &RawMessage) -> Event {
             write_protected: flags & FLAG_WP != 0,
             thread: thread as u32,
         }),
-        // SAFETY: the kernel has just installed this descriptor for us, nobody else owns it.
         EVENT_FORK => {
-            Event::Fork(Uffd { fd: unsafe { OwnedFd::from_raw_fd(flags as u32 as i32) } })
+            // SAFETY: the kernel has just installed this descriptor for us, nobody else owns it.
+            let fd = unsafe { OwnedFd::from_raw_fd(flags as u32 as i32) };
+            Event::Fork(Uffd { fd })
         }
         other => Event::Other(other),
     }

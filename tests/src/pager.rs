@@ -1,0 +1,154 @@
+//! Runs real programs with the preload library, and measures what they had resident.
+
+use std::io::Read;
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+
+use pager::stats::Summary;
+
+/// How a program ended.
+#[derive(Debug)]
+pub struct Outcome {
+    /// What it wrote.
+    pub stdout: Vec<u8>,
+    /// What it said.
+    pub stderr: String,
+    /// Exit code, or 128 and the signal's number.
+    pub code: i32,
+    /// Most that it had resident (VmHWM), in bytes.
+    pub resident_bytes: u64,
+    /// What the pager counted; nothing for a plain run.
+    pub summary: Summary,
+}
+
+/// The preload library, built once for a run of the tests.
+pub fn library() -> PathBuf {
+    static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
+    LIBRARY
+        .get_or_init(|| {
+            let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+            let status = Command::new(cargo)
+                .args(["build", "--quiet", "-p", "granary-preload"])
+                .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
+                .env_remove("LD_PRELOAD")
+                .status()
+                .expect("cargo runs");
+            assert!(status.success(), "the preload library does not build");
+            let mut directory = std::env::current_exe().expect("this test is a file");
+            while directory.pop() {
+                let library = directory.join(pager::run::LIBRARY);
+                if library.is_file() {
+                    return library;
+                }
+            }
+            panic!("{} is not found above the test", pager::run::LIBRARY);
+        })
+        .clone()
+}
+
+/// A directory of a test's own, removed with its value.
+pub struct Scratch(pub PathBuf);
+
+impl Scratch {
+    /// Makes one.
+    pub fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("granary-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&path).expect("the temporary directory is writable");
+        Self(path)
+    }
+
+    /// Compiles a C program into it; returns its path.
+    pub fn compile(&self, name: &str, source: &str) -> PathBuf {
+        let (file, program) = (self.0.join(format!("{name}.c")), self.0.join(name));
+        std::fs::write(&file, source).expect("the scratch directory is writable");
+        let status = Command::new("cc")
+            .args(["-O1", "-pthread", "-D_GNU_SOURCE", "-o"])
+            .args([&program, &file])
+            .status()
+            .expect("a C compiler is installed");
+        assert!(status.success(), "{name}.c does not compile");
+        program
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Runs `program` plainly.
+pub fn plain(program: &str, arguments: &[&str]) -> Outcome {
+    run(Command::new(program).args(arguments))
+}
+
+/// Runs `program` with `local` bytes of paged memory and the pool that `pool` names.
+pub fn paged(local: u64, pool: &str, program: &str, arguments: &[&str]) -> Outcome {
+    static COUNT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+    let count = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    let directory = Scratch::new(&format!("run-{count}"));
+    let mut config = pager::Config::new(local, pool);
+    config.run_directory = Some(directory.0.clone());
+    let mut command = Command::new(program);
+    command.args(arguments).envs(config.to_environment()).env("LD_PRELOAD", library());
+    let mut outcome = run(&mut command);
+    outcome.summary = Summary::read(&directory.0).expect("the counters are readable");
+    outcome
+}
+
+fn run(command: &mut Command) -> Outcome {
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program starts");
+    let status_file = format!("/proc/{}/status", child.id());
+    let watcher = std::thread::spawn(move || resident_peak(&status_file));
+    let mut errors = child.stderr.take().expect("piped");
+    let reader = std::thread::spawn(move || {
+        let mut text = String::new();
+        errors.read_to_string(&mut text).map(|_| text)
+    });
+    let mut stdout = Vec::new();
+    child.stdout.take().expect("piped").read_to_end(&mut stdout).expect("the pipe is readable");
+    let stderr = reader.join().expect("no panic").expect("the pipe is readable");
+    let status = child.wait().expect("the child is ours").into_raw();
+    let resident_bytes = watcher.join().expect("no panic");
+    let code = if libc::WIFEXITED(status) {
+        libc::WEXITSTATUS(status)
+    } else {
+        128 + libc::WTERMSIG(status)
+    };
+    Outcome { stdout, stderr, code, resident_bytes, summary: Summary::default() }
+}
+
+/// VmHWM of a process, read every few milliseconds until it has none (a zombie). The kernel keeps the
+/// maximum, so only what was added in the last milliseconds is missed. (`ru_maxrss` would count the
+/// memory of this test too, from before the exec.)
+fn resident_peak(status_file: &str) -> u64 {
+    let mut peak = 0;
+    while let Ok(status) = std::fs::read_to_string(status_file) {
+        let Some(line) = status.lines().find_map(|line| line.strip_prefix("VmHWM:")) else { break };
+        let kib = line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number of KiB");
+        peak = peak.max(kib * 1024);
+        std::thread::sleep(std::time::Duration::from_millis(3));
+    }
+    peak
+}
+
+/// Asserts that the paged run gave what the plain one gave, and stayed within its bound.
+pub fn assert_same(plain: &Outcome, paged: &Outcome, local: u64) {
+    assert_eq!(paged.code, plain.code, "stderr: {}", paged.stderr);
+    assert!(paged.stdout == plain.stdout, "the output differs; stderr: {}", paged.stderr);
+    let bound = local + pager::CONSTANT_BYTES;
+    assert!(
+        paged.resident_bytes <= bound,
+        "{} KiB resident, of {} allowed ({} plainly)",
+        paged.resident_bytes >> 10,
+        bound >> 10,
+        plain.resident_bytes >> 10,
+    );
+}

@@ -1,0 +1,103 @@
+/* mmap, munmap, mremap, madvise and mprotect on memory that is larger than the bound. */
+#include <errno.h>
+#include <fcntl.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define CHECK(what) do { if (!(what)) { fprintf(stderr, "line %d: %s (%s)\n", __LINE__, #what, strerror(errno)); exit(1); } } while (0)
+enum { PAGE = 4096, PAGES = 6144 };
+#define SIZE ((size_t)PAGES * PAGE)
+
+static sigjmp_buf back;
+static void on_fault(int signal) { siglongjmp(back, signal); }
+static int faults(volatile char *at, int write) {
+    int signal = sigsetjmp(back, 1);
+    if (signal) return signal;
+    if (write) *at = 1; else (void)*at;
+    return 0;
+}
+static unsigned char *map(size_t size) {
+    unsigned char *at = mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(at != MAP_FAILED);
+    return at;
+}
+static void fill(unsigned char *at, unsigned seed) {
+    for (size_t page = 0; page < PAGES; page++) *(unsigned *)(at + page * PAGE) = page * 3 + seed;
+}
+static int holds(unsigned char *at, size_t page, unsigned seed) {
+    return *(unsigned *)(at + page * PAGE) == page * 3 + seed;
+}
+
+int main(void) {
+    signal(SIGSEGV, on_fault);
+    unsigned char *a = map(SIZE), *b = map(SIZE);
+    fill(a, 1);
+    fill(b, 2);
+    for (size_t i = 0; i < PAGES; i++) CHECK(holds(a, i, 1) && holds(b, i, 2));
+    /* What is dropped reads as zeros, what is not stays. */
+    CHECK(!madvise(a + SIZE / 4, SIZE / 2, MADV_DONTNEED));
+    for (size_t i = 0; i < PAGES; i++) {
+        int dropped = i >= PAGES / 4 && i < PAGES * 3 / 4;
+        CHECK(dropped ? *(unsigned *)(a + i * PAGE) == 0 : holds(a, i, 1));
+    }
+    fill(a, 3);
+    /* Holes. */
+    for (size_t i = 0; i < PAGES; i += 64) CHECK(!munmap(a + i * PAGE, 16 * PAGE));
+    CHECK(faults((char *)a, 0) == SIGSEGV && faults((char *)a + 65 * PAGE, 1) == SIGSEGV);
+    for (size_t i = 0; i < PAGES; i++) if (i % 64 >= 16) CHECK(holds(a, i, 3));
+    /* A fixed mapping into a hole is zeros. */
+    CHECK(mmap(a, 16 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == a);
+    CHECK(a[0] == 0 && a[15 * PAGE] == 0 && holds(a, 16, 3));
+    /* A file over a part, and back. */
+    int fd = open("/proc/self/exe", O_RDONLY);
+    CHECK(mmap(a + 20 * PAGE, PAGE, PROT_READ, MAP_PRIVATE | MAP_FIXED, fd, 0) == a + 20 * PAGE);
+    CHECK(!memcmp(a + 20 * PAGE, "\177ELF", 4) && holds(a, 19, 3) && holds(a, 21, 3));
+    CHECK(!munmap(a + 20 * PAGE, PAGE) && faults((char *)a + 20 * PAGE, 0) == SIGSEGV);
+    CHECK(mmap(a + 20 * PAGE, PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == a + 20 * PAGE);
+    CHECK(a[20 * PAGE] == 0);
+    /* Protection: what cannot be read is paged all the same, and comes back. */
+    CHECK(!mprotect(b, SIZE, PROT_NONE) && faults((char *)b, 0) == SIGSEGV);
+    unsigned char *c = map(SIZE);
+    fill(c, 4);
+    CHECK(!mprotect(b, SIZE, PROT_READ));
+    for (size_t i = 0; i < PAGES; i++) CHECK(holds(b, i, 2));
+    CHECK(faults((char *)b + 7 * PAGE, 1) == SIGSEGV);
+    CHECK(!mprotect(b, SIZE, PROT_READ | PROT_WRITE) && faults((char *)b + 7 * PAGE + 8, 1) == 0);
+    /* A reservation of which parts are opened. */
+    unsigned char *r = mmap(0, 1ul << 34, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    CHECK(r != MAP_FAILED && faults((char *)r, 0) == SIGSEGV);
+    CHECK(!mprotect(r + (1ul << 33), SIZE, PROT_READ | PROT_WRITE));
+    fill(r + (1ul << 33), 5);
+    CHECK(!munmap(r, 1ul << 33));
+    for (size_t i = 0; i < PAGES; i++) CHECK(holds(r + (1ul << 33), i, 5));
+    CHECK(!munmap(r + (1ul << 33), 1ul << 33));
+    /* Moved and resized. */
+    unsigned char *wall = map(64 << 10);
+    (void)wall;
+    unsigned char *m = mremap(c, SIZE, 2 * SIZE, MREMAP_MAYMOVE);
+    CHECK(m != MAP_FAILED);
+    for (size_t i = 0; i < PAGES; i++) CHECK(holds(m, i, 4));
+    CHECK(m[SIZE] == 0 && m[2 * SIZE - 1] == 0);
+    fill(m + SIZE, 6);
+    CHECK(mremap(m, 2 * SIZE, SIZE, 0) == m && holds(m, PAGES - 1, 4));
+    unsigned char *target = map(SIZE);
+    CHECK(mremap(m, SIZE, SIZE, MREMAP_MAYMOVE | MREMAP_FIXED, target) == target);
+    for (size_t i = 0; i < PAGES; i++) CHECK(holds(target, i, 4));
+    /* Large blocks of the allocator, grown and given back. */
+    char *block = malloc(1 << 20);
+    memset(block, 9, 1 << 20);
+    for (size_t size = 2 << 20; size <= 24 << 20; size += 2 << 20) CHECK(block = realloc(block, size));
+    for (int i = 0; i < 1 << 20; i += 1000) CHECK(block[i] == 9);
+    free(block);
+    void *aligned;
+    CHECK(!posix_memalign(&aligned, 1 << 16, 100000) && (size_t)aligned % (1 << 16) == 0);
+    free(aligned);
+    CHECK(!munmap(target, SIZE) && !munmap(b, SIZE));
+    puts("as expected");
+    return 0;
+}
