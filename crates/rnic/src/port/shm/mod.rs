@@ -27,6 +27,8 @@ mod host;
 mod nic_thread;
 mod session;
 pub mod socket;
+#[cfg(test)]
+mod tests;
 pub mod wire;
 
 pub use client::Attached;

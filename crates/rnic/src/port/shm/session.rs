@@ -70,12 +70,12 @@ impl Session {
     ///
     /// Waits for the NIC thread, for microseconds.
     pub fn handle(&mut self, request: &[u8], descriptors: Vec<OwnedFd>) -> (Vec<u8>, Vec<OwnedFd>) {
-        let (response, descriptors) = match self.answer(request, descriptors) {
-            Ok(answer) => answer,
-            // The client's side says that the NIC refused.
-            Err(Error::Verb(e)) => (Response::Error(e.to_string()), Vec::new()),
-            Err(e) => (Response::Error(e.to_string()), Vec::new()),
-        };
+        let (response, descriptors) =
+            self.answer(request, descriptors).unwrap_or_else(|e| match e {
+                // That it was the NIC that refused, the client's error says already.
+                Error::Verb(e) => (Response::Error(e.to_string()), Vec::new()),
+                e => (Response::Error(e.to_string()), Vec::new()),
+            });
         (serde_json::to_vec(&response).expect("a response is plain data"), descriptors)
     }
 

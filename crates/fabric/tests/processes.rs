@@ -1,0 +1,427 @@
+//! The `shm` port between real processes.
+//!
+//! The other process is this test binary again: it runs one test, [`other_process`], in a role
+//! that the environment names.
+
+mod common;
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use common::{End, LONG, end, pair};
+use fabric::completion::Completer;
+use fabric::soft::SoftNic;
+use fabric::{
+    CompletionQueue, CqAttr, Error, MemoryRegion, Nic, Op, Qpn, QueuePair, ReceiveRequest, Remote,
+    Status, WorkRequest,
+};
+use rnic::port::shm::{Host, Session, SessionLimits};
+
+/// Says in which role this binary was started.
+const ROLE: &str = "GRANARY_TEST_ROLE";
+/// The socket to attach to, or to serve.
+const SOCKET: &str = "GRANARY_TEST_SOCKET";
+
+/// One test at a time: they look at what this process has mapped, and at CPU time.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[test]
+fn other_process() {
+    let Ok(role) = std::env::var(ROLE) else { return };
+    let socket = PathBuf::from(std::env::var_os(SOCKET).expect("a socket"));
+    match role.as_str() {
+        "client" => client(&socket),
+        "hammer" => hammer(&socket),
+        "host" => host_process(&socket),
+        "one_core" => one_core(),
+        other => panic!("no role {other}"),
+    }
+}
+
+/// Another process, killed at the latest when this is dropped.
+struct Other {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Other {
+    fn start(role: &str, socket: &Path) -> Self {
+        let mut child = Command::new(std::env::current_exe().expect("this binary"))
+            .args(["--exact", "other_process", "--nocapture", "--test-threads=1"])
+            .env(ROLE, role)
+            .env(SOCKET, socket)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("starting this binary again");
+        let input = child.stdin.take().expect("piped");
+        let output = BufReader::new(child.stdout.take().expect("piped"));
+        Self { child, input, output }
+    }
+
+    /// The next line of the other side that is meant for us.
+    fn hear(&mut self) -> String {
+        loop {
+            let mut line = String::new();
+            assert!(self.output.read_line(&mut line).expect("a pipe") > 0, "the process has ended");
+            // The test harness of the other side prints in between, without a line's end.
+            if let Some((_, said)) = line.trim_end().split_once("SAYS ") {
+                return said.to_string();
+            }
+        }
+    }
+
+    fn tell(&mut self, line: &str) {
+        writeln!(self.input, "{line}").expect("a pipe");
+    }
+
+    fn finish(mut self) {
+        assert!(self.child.wait().expect("a child").success(), "the other process failed");
+    }
+
+    fn kill(mut self) {
+        self.child.kill().expect("killing");
+        self.child.wait().expect("a child");
+    }
+}
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn say(line: &str) {
+    println!("SAYS {line}");
+}
+
+fn hear() -> Vec<u64> {
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).expect("a pipe");
+    line.split_whitespace().map(|n| n.parse().expect("a number")).collect()
+}
+
+/// A host that serves a socket of its own.
+struct Served {
+    nic: SoftNic,
+    host: Host,
+    socket: PathBuf,
+    sessions: &'static AtomicUsize,
+}
+
+impl Served {
+    fn start() -> Self {
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        let name = format!(
+            "granary-test-{}-{}.sock",
+            std::process::id(),
+            COUNT.fetch_add(1, Ordering::Relaxed)
+        );
+        let socket = std::env::temp_dir().join(name);
+        let (nic, host) = SoftNic::host().expect("a host");
+        let sessions: &AtomicUsize = Box::leak(Box::default());
+        accept_on(&socket, host.clone(), sessions);
+        Self { nic, host, socket, sessions }
+    }
+
+    fn wait_for_sessions(&self, count: usize) {
+        let since = Instant::now();
+        while self.sessions.load(Ordering::SeqCst) != count {
+            assert!(since.elapsed() < LONG, "sessions: {:?}", self.sessions);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        // Of no use to anybody any more.
+        let _ = std::fs::remove_file(&self.socket);
+    }
+}
+
+fn accept_on(path: &Path, host: Host, sessions: &'static AtomicUsize) {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+    let listener: OwnedFd = rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC,
+        None,
+    )
+    .expect("a socket");
+    rustix::net::bind(&listener, &SocketAddrUnix::new(path).expect("a path")).expect("binding");
+    rustix::net::listen(&listener, 8).expect("listening");
+    std::thread::spawn(move || {
+        loop {
+            let flags = SocketFlags::CLOEXEC;
+            let socket = rustix::net::accept_with(&listener, flags).expect("accepting");
+            let session = Session::new(&host, SessionLimits::default());
+            sessions.fetch_add(1, Ordering::SeqCst);
+            std::thread::spawn(move || {
+                common::serve(session, socket);
+                sessions.fetch_sub(1, Ordering::SeqCst);
+            });
+        }
+    });
+}
+
+/// Connects the end of another process with one of ours; both learn the other's memory.
+fn introduce(other: &mut Other, ours: &End) -> Remote {
+    let said: Vec<u64> = other.hear().split(' ').map(|n| n.parse().expect("a number")).collect();
+    let [qpn, addr, rkey] = said[..] else { panic!("{said:?}") };
+    ours.qp.connect(Qpn::new(qpn as u32)).expect("connecting");
+    let remote = ours.mr.remote(0);
+    other.tell(&format!("{} {} {}", ours.qp.qpn().raw(), remote.addr, remote.rkey.0));
+    Remote { addr, rkey: fabric::Key(rkey as u32) }
+}
+
+/// The other side of [`introduce`].
+fn introduce_to_parent(ours: &End) -> Remote {
+    let remote = ours.mr.remote(0);
+    say(&format!("{} {} {}", ours.qp.qpn().raw(), remote.addr, remote.rkey.0));
+    let [qpn, addr, rkey] = hear()[..] else { panic!("three numbers") };
+    ours.qp.connect(Qpn::new(qpn as u32)).expect("connecting");
+    Remote { addr, rkey: fabric::Key(rkey as u32) }
+}
+
+#[test]
+fn another_process_moves_data() {
+    let _alone = alone();
+    let served = Served::start();
+    let ours = end(&served.nic, 1 << 20);
+    let mut other = Other::start("client", &served.socket);
+    let theirs = introduce(&mut other, &ours);
+    for id in 0..16 {
+        let to = [ours.sge(512 << 10 | (id as usize) << 10, 1024)];
+        ours.qp.post_recv(&ReceiveRequest { id, to: &to }).unwrap();
+    }
+    other.tell("1");
+    for i in 0..500u64 {
+        let c = ours.next();
+        assert_eq!((c.status, c.bytes), (Status::Success, 8));
+        let at = 512 << 10 | (c.id as usize) << 10;
+        assert_eq!(ours.get(at, 8), i.to_be_bytes());
+        ours.qp.post_recv(&ReceiveRequest { id: c.id, to: &[ours.sge(at, 1024)] }).unwrap();
+    }
+    assert_eq!(other.hear(), "done");
+    assert_eq!(ours.get(0, 8), 1000u64.to_be_bytes(), "their atomics");
+    // The same the other way round: we read what they have.
+    let c = ours.run(Op::Read { from: theirs, to: &[ours.sge(0, 1 << 19)] });
+    assert_eq!(c.status, Status::Success);
+    assert_eq!(ours.get(0, 1 << 19), vec![0x5a; 1 << 19]);
+    other.tell("1");
+    other.finish();
+    served.wait_for_sessions(0);
+}
+
+fn client(socket: &Path) {
+    let nic = SoftNic::attach(socket).expect("attaching");
+    assert_eq!(nic.caps().name, "shm");
+    let ours = end(&nic, 1 << 20);
+    let at = introduce_to_parent(&ours);
+    hear();
+    for i in 0..1000u64 {
+        let old = ours.sge(0, 8);
+        assert_eq!(ours.run(Op::FetchAdd { at, add: 1, old }).status, Status::Success);
+        assert_eq!(ours.get(0, 8), i.to_be_bytes());
+    }
+    let data: Vec<u8> = (0..300_000u32).map(|i| (i * 11) as u8).collect();
+    ours.put(0, &data);
+    let beyond = Remote { addr: at.addr + 4096, ..at };
+    for size in [1, 64, 4096, 300_000] {
+        let c = ours.run(Op::Write { to: beyond, from: &[ours.sge(0, size)] });
+        assert_eq!(c.status, Status::Success);
+        let c = ours.run(Op::Read { from: beyond, to: &[ours.sge(512 << 10, size)] });
+        assert_eq!(c.status, Status::Success);
+        assert_eq!(ours.get(512 << 10, size as usize), data[..size as usize]);
+    }
+    for i in 0..500u64 {
+        let c = ours.run(Op::SendInline { data: &i.to_be_bytes() });
+        assert_eq!(c.status, Status::Success);
+    }
+    ours.put(0, &vec![0x5a; 1 << 19]);
+    say("done");
+    hear();
+    // A range beyond ours, and a dead key, are refused; and only this queue pair notices.
+    let far = Remote { addr: at.addr + (1 << 20) - 4, ..at };
+    let c = ours.run(Op::Read { from: far, to: &[ours.sge(0, 8)] });
+    assert_eq!(c.status, Status::RemoteAccess);
+}
+
+#[test]
+fn a_killed_client_leaves_nothing_behind() {
+    let _alone = alone();
+    let served = Served::start();
+    let bystander = SoftNic::attach(&served.socket).expect("attaching");
+    let (left, right) = pair(&bystander);
+    let ours = end(&served.nic, 1 << 20);
+    let maps = shared_maps();
+    let mut other = Other::start("hammer", &served.socket);
+    let theirs = introduce(&mut other, &ours);
+    served.wait_for_sessions(2);
+    other.tell("1");
+    assert_eq!(other.hear(), "hammering");
+    assert!(shared_maps() > maps);
+    let c = ours.run(Op::Read { from: theirs, to: &[ours.sge(0, 64)] });
+    assert_eq!(c.status, Status::Success);
+    other.kill();
+    served.wait_for_sessions(1);
+    let c = ours.run(Op::Read { from: theirs, to: &[ours.sge(0, 64)] });
+    assert_eq!(c.status, Status::RetryExceeded, "nobody answers any more");
+    assert_eq!(shared_maps(), maps, "their memory is not mapped any more");
+    for _ in 0..1000 {
+        let c = left.run(Op::Read { from: right.mr.remote(0), to: &[left.sge(0, 64)] });
+        assert_eq!(c.status, Status::Success);
+    }
+}
+
+fn hammer(socket: &Path) {
+    let nic = SoftNic::attach(socket).expect("attaching");
+    let ours = end(&nic, 1 << 20);
+    let from = introduce_to_parent(&ours);
+    hear();
+    say("hammering");
+    let mut batch = [fabric::Completion::EMPTY; 32];
+    loop {
+        let to = [ours.sge(0, 512 << 10)];
+        let read = WorkRequest { id: 0, op: Op::Read { from, to: &to }, signaled: true };
+        // Full most of the time.
+        let _ = ours.qp.post_send(&[read]);
+        ours.cq.poll(&mut batch);
+    }
+}
+
+/// Pieces of other processes' memory that this process has mapped.
+fn shared_maps() -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("proc");
+    // The bystander's memory is ours as well: it has the same name, and stays.
+    maps.lines().filter(|l| l.contains("memfd:granary-dma")).count()
+}
+
+#[test]
+fn a_client_learns_that_the_host_was_killed() {
+    let _alone = alone();
+    let socket = std::env::temp_dir().join(format!("granary-test-{}-h.sock", std::process::id()));
+    let mut other = Other::start("host", &socket);
+    assert_eq!(other.hear(), "serving");
+    let nic = SoftNic::attach(&socket).expect("attaching");
+    // Best effort: the test's file.
+    let _ = std::fs::remove_file(&socket);
+    let cq = nic.create_cq(CqAttr { entries: 64, ignore_overrun: false }).unwrap();
+    let completer = Completer::new(cq);
+    let (a, b) = pair(&nic);
+    let attr = fabric::QpAttr {
+        send_cq: completer.cq(),
+        recv_cq: completer.cq(),
+        send_blocks: 64,
+        receive: fabric::Receive::None,
+        access: fabric::Access::NONE,
+    };
+    let qp = nic.create_qp(&a.pd, attr).unwrap();
+    qp.connect(b.qp.qpn()).unwrap();
+    b.qp.connect(qp.qpn()).unwrap();
+    let held = |op| completer.submit(|id| qp.post_send(&[WorkRequest { id, op, signaled: true }]));
+    // Nobody posts a receive: these wait. Two threads, one of which leads; and a future.
+    let pending: Vec<_> =
+        (0..3).map(|_| held(Op::SendInline { data: b"x" }).expect("posting")).collect();
+    std::thread::scope(|s| {
+        let waiting: Vec<_> = pending
+            .into_iter()
+            .enumerate()
+            .map(|(i, pending)| {
+                s.spawn(move || match i {
+                    0 => fabric::executor::block_on(pending),
+                    _ => pending.wait(),
+                })
+            })
+            .collect();
+        std::thread::sleep(Duration::from_millis(30));
+        let killed = Instant::now();
+        other.kill();
+        for waiter in waiting {
+            let end = waiter.join().expect("no panic");
+            assert!(matches!(end, Err(Error::Gone { .. })), "{end:?}");
+        }
+        assert!(killed.elapsed() < Duration::from_secs(5), "{:?}", killed.elapsed());
+    });
+    assert!(matches!(a.cq.wait(LONG), Err(Error::Gone { .. })));
+    assert!(matches!(nic.alloc_pd(), Err(Error::Gone { .. })));
+    let after = held(Op::Nop).map(drop);
+    assert!(matches!(after, Err(Error::Gone { .. })), "{after:?}");
+}
+
+fn host_process(socket: &Path) {
+    let (_nic, host) = SoftNic::host().expect("a host");
+    accept_on(socket, host, Box::leak(Box::default()));
+    say("serving");
+    hear();
+}
+
+#[test]
+fn an_idle_nic_takes_no_cpu() {
+    let _alone = alone();
+    let served = Served::start();
+    let attached = SoftNic::attach(&served.socket).expect("attaching");
+    let (a, b) = pair(&attached);
+    let (c, d) = pair(&served.nic);
+    for (a, b) in [(&a, &b), (&c, &d)] {
+        a.run(Op::Read { from: b.mr.remote(0), to: &[a.sge(0, 64)] });
+    }
+    std::thread::sleep(Duration::from_millis(20));
+    let before = served.host.cpu_time().unwrap();
+    std::thread::sleep(Duration::from_secs(1));
+    let used = served.host.cpu_time().unwrap() - before;
+    assert!(used < Duration::from_millis(1), "{used:?} of CPU in an idle second");
+    // And it wakes up again, for either.
+    for (a, b) in [(&a, &b), (&c, &d)] {
+        let c = a.run(Op::Read { from: b.mr.remote(0), to: &[a.sge(0, 64)] });
+        assert_eq!(c.status, Status::Success);
+    }
+    let stats = served.host.stats().unwrap();
+    assert!(stats.engine.wqes_total() >= 4 && stats.sleeps > 0, "{stats:?}");
+}
+
+#[test]
+fn nic_and_client_share_one_core() {
+    let _alone = alone();
+    let socket = std::env::temp_dir().join("unused");
+    let mut other = Other::start("one_core", &socket);
+    let us: f64 = other.hear().parse().expect("a number");
+    other.finish();
+    // Two switches between threads are a few us; waiting for a time slice to end would be
+    // milliseconds.
+    assert!(us < 500.0, "{us} us for a READ on one core");
+}
+
+fn one_core() {
+    let mut one = rustix::thread::CpuSet::new();
+    let allowed = rustix::thread::sched_getaffinity(None).expect("the CPUs of this thread");
+    let cpu = (0..rustix::thread::CpuSet::MAX_CPU).find(|c| allowed.is_set(*c)).expect("a CPU");
+    one.set(cpu);
+    rustix::thread::sched_setaffinity(None, &one).expect("one CPU");
+    let (nic, _host) = SoftNic::host().expect("a host");
+    let (a, b) = pair(&nic);
+    let completer = Completer::new(a.cq.clone());
+    let since = Instant::now();
+    let rounds = 2000;
+    for _ in 0..rounds {
+        let to = [a.sge(0, 8)];
+        let op = Op::Read { from: b.mr.remote(0), to: &to };
+        let pending = completer
+            .submit(|id| a.qp.post_send(&[WorkRequest { id, op, signaled: true }]))
+            .expect("posting");
+        assert_eq!(pending.wait().expect("the NIC is there").status, Status::Success);
+    }
+    say(&format!("{:.3}", since.elapsed().as_secs_f64() * 1e6 / rounds as f64));
+}

@@ -1,0 +1,329 @@
+//! Tests of sessions against clients that do not keep to the protocol, and of the doorbell page.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use proptest::prelude::*;
+use rustix::fs::{MemfdFlags, SealFlags};
+
+use super::super::Error;
+use super::super::control::{QpVerb, ReceiveVerb, Reply, SendRing, Verb};
+use super::doorbell::{DOORBELLS, page_bytes};
+use super::wire::{Request, Response, SERVICE, Span, VERSION};
+use super::{Attached, Host, Session, SessionLimits, socket};
+use crate::cqe::CqReader;
+use crate::ids::{Access, Key, KeyIndex};
+use crate::memory::DmaMemory;
+use crate::verbs::{Limits, QpChange};
+use crate::wqe::Builder;
+
+fn host() -> Host {
+    Host::start(Limits::default()).unwrap()
+}
+
+fn session(host: &Host) -> Session {
+    Session::new(host, SessionLimits { memories: 3, memory_bytes: 1 << 20, ..Default::default() })
+}
+
+fn ask(s: &mut Session, request: &str, fds: Vec<OwnedFd>) -> (Response, Vec<OwnedFd>) {
+    let (reply, fds) = s.handle(request.as_bytes(), fds);
+    (serde_json::from_slice(&reply).expect("a response"), fds)
+}
+
+fn opened(host: &Host) -> Session {
+    let mut s = session(host);
+    let (welcome, fds) = ask(&mut s, r#"{"hello":{"version":1}}"#, Vec::new());
+    assert!(matches!(welcome, Response::Welcome { version: VERSION, .. }), "{welcome:?}");
+    assert_eq!(fds.len(), 2);
+    s
+}
+
+#[track_caller]
+fn refused(s: &mut Session, request: &str, fds: Vec<OwnedFd>, why: &str) {
+    match ask(s, request, fds) {
+        (Response::Error(e), fds) => {
+            assert!(e.contains(why), "{e}");
+            assert!(fds.is_empty());
+        }
+        other => panic!("{request}: {:?}", other.0),
+    }
+}
+
+fn memfd(bytes: u64, seals: SealFlags) -> OwnedFd {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let fd = rustix::fs::memfd_create("test", flags).unwrap();
+    rustix::fs::ftruncate(&fd, bytes).unwrap();
+    rustix::fs::fcntl_add_seals(&fd, seals).unwrap();
+    fd
+}
+
+#[test]
+fn the_greeting_comes_first_and_once() {
+    let host = host();
+    let mut s = session(&host);
+    refused(&mut s, r#"{"verb":"alloc_pd"}"#, Vec::new(), "before the hello");
+    refused(&mut s, r#"{"hello":{"version":999}}"#, Vec::new(), "version 999");
+    ask(&mut s, r#"{"hello":{"version":1}}"#, Vec::new());
+    refused(&mut s, r#"{"hello":{"version":1}}"#, Vec::new(), "second hello");
+    let (pd, _) = ask(&mut s, r#"{"verb":"alloc_pd"}"#, Vec::new());
+    assert!(matches!(pd, Response::Reply(Reply::Pd(_))), "{pd:?}");
+}
+
+#[test]
+fn bad_messages_are_refused() {
+    let host = host();
+    let mut s = opened(&host);
+    for bad in
+        ["", "{", "[]", "null", "\"hello\"", "{\"verb\":\"no_such\"}", "{\"service\":\"nic\"}"]
+    {
+        refused(&mut s, bad, Vec::new(), "a request");
+    }
+    refused(&mut s, r#"{"verb":{"alloc_mws":{"pd":0,"count":4000000000}}}"#, Vec::new(), "1024");
+    refused(&mut s, r#"{"remove_memory":{"memory":5}}"#, Vec::new(), "not shared");
+    let span = r#"{"memory":0,"offset":0,"bytes":64}"#;
+    let cq = format!(
+        r#"{{"verb":{{"create_cq":{{"ring":{span},"entries":1,"record":{span},"ignore_overrun":false}}}}}}"#
+    );
+    refused(&mut s, &cq, Vec::new(), "not shared");
+    let fds = vec![memfd(4096, SealFlags::SHRINK)];
+    assert!(matches!(ask(&mut s, r#"{"add_memory":{"bytes":4096}}"#, fds).0, Response::Memory(0)));
+    for (offset, bytes) in [(0, 4097), (4096, 1), (u64::MAX, 2), (1, u64::MAX)] {
+        let verb = Verb::RegMr {
+            pd: crate::ids::Pdn::new(0),
+            memory: Span { memory: 0, offset, bytes },
+            iova: 0,
+            access: Access::LOCAL_ALL,
+        };
+        let request = serde_json::to_string(&Request::Verb(verb)).unwrap();
+        refused(&mut s, &request, Vec::new(), "bytes at");
+    }
+}
+
+#[test]
+fn only_sealed_shared_memory_is_accepted() {
+    let host = host();
+    let mut s = opened(&host);
+    let add = |bytes: u64| format!(r#"{{"add_memory":{{"bytes":{bytes}}}}}"#);
+    let sealed = || memfd(8192, SealFlags::SHRINK);
+    refused(&mut s, &add(8192), vec![memfd(8192, SealFlags::empty())], "not sealed");
+    refused(&mut s, &add(8192), vec![memfd(8192, SealFlags::GROW)], "not sealed");
+    refused(&mut s, &add(8192), vec![super::nic_thread::eventfd().unwrap()], "memfd");
+    let file = rustix::fs::open(
+        "/proc/self/exe",
+        rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC,
+        rustix::fs::Mode::empty(),
+    );
+    refused(&mut s, &add(4096), vec![file.unwrap()], "memfd");
+    let unwritable = memfd(8192, SealFlags::SHRINK | SealFlags::WRITE);
+    refused(&mut s, &add(8192), vec![unwritable], "mapping");
+    refused(&mut s, &add(12288), vec![sealed()], "8192");
+    refused(&mut s, &add(0), vec![sealed()], "whole pages");
+    refused(&mut s, &add(100), vec![sealed()], "whole pages");
+    refused(&mut s, &add(8192), vec![], "0 descriptors");
+    refused(&mut s, &add(8192), vec![sealed(), sealed()], "2 descriptors");
+    refused(&mut s, &add(2 << 20), vec![memfd(2 << 20, SealFlags::SHRINK)], "limit is 1048576");
+    for number in 0..3 {
+        let (shared, _) = ask(&mut s, &add(8192), vec![sealed()]);
+        assert!(matches!(shared, Response::Memory(n) if n == number), "{shared:?}");
+    }
+    refused(&mut s, &add(8192), vec![sealed()], "limit is 3");
+    let (done, _) = ask(&mut s, r#"{"remove_memory":{"memory":1}}"#, Vec::new());
+    assert!(matches!(done, Response::Reply(Reply::Done)));
+    assert!(matches!(ask(&mut s, &add(8192), vec![sealed()]).0, Response::Memory(3)));
+}
+
+#[test]
+fn objects_of_others_are_out_of_reach() {
+    let host = host();
+    let (mut s, mut t) = (opened(&host), opened(&host));
+    let Response::Reply(Reply::Pd(pd)) = ask(&mut s, r#"{"verb":"alloc_pd"}"#, Vec::new()).0 else {
+        panic!("no PD");
+    };
+    let mws = format!(r#"{{"verb":{{"alloc_mws":{{"pd":{},"count":1}}}}}}"#, pd.raw());
+    refused(&mut t, &mws, Vec::new(), "another function");
+    let Response::Reply(Reply::Keys(keys)) = ask(&mut s, &mws, Vec::new()).0 else {
+        panic!("no windows");
+    };
+    let query = format!(r#"{{"verb":{{"query_key":{{"index":{}}}}}}}"#, keys[0].index().raw());
+    refused(&mut t, &query, Vec::new(), "another function");
+    assert!(matches!(ask(&mut s, &query, Vec::new()).0, Response::Reply(Reply::KeyInfo(_))));
+    // With the session its objects end.
+    drop(s);
+    refused(&mut t, &query, Vec::new(), "");
+    let gone = host.physical().execute(Verb::QueryKey { index: KeyIndex::new(keys[0].0 >> 8) });
+    assert!(matches!(gone, Err(Error::Verb(crate::Error::Unknown(_)))), "{gone:?}");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    #[test]
+    fn no_bytes_do_harm(request in proptest::collection::vec(any::<u8>(), 0..200)) {
+        let host = host();
+        let mut s = opened(&host);
+        let (reply, _) = s.handle(&request, Vec::new());
+        let response: Response = serde_json::from_slice(&reply).unwrap();
+        prop_assert!(matches!(response, Response::Error(_)));
+    }
+}
+
+#[test]
+fn no_numbers_do_harm() {
+    let host = host();
+    let mut s = opened(&host);
+    let fd = memfd(1 << 16, SealFlags::SHRINK);
+    ask(&mut s, r#"{"add_memory":{"bytes":65536}}"#, vec![fd]);
+    ask(&mut s, r#"{"verb":"alloc_pd"}"#, Vec::new());
+    // A few odd values in every place of every verb.
+    let odd = [0u32, 1, 2, 3, 7, 64, 4096, 0x7fff_ffff, 0xffff_ffff];
+    for &a in &odd {
+        for &b in &odd {
+            let span = |n: u32| Span { memory: 0, offset: a as u64, bytes: n as u64 };
+            let qp = |blocks| QpVerb {
+                pd: a.into(),
+                send: Some(SendRing { ring: span(b), blocks, managed: a == 3 }),
+                receive: ReceiveVerb::Shared { srqn: b.into() },
+                send_cq: a.into(),
+                recv_cq: b.into(),
+                access: Access(a as u8),
+                privileged: b == 7,
+            };
+            let verbs = [
+                Verb::DeallocPd { pd: b.into() },
+                Verb::RegMr {
+                    pd: a.into(),
+                    memory: span(b),
+                    iova: u64::MAX - 5,
+                    access: Access(255),
+                },
+                Verb::DeregMr { key: Key(a) },
+                Verb::DeallocMw { key: Key(a) },
+                Verb::CreateCq {
+                    ring: span(b),
+                    entries: a,
+                    record: span(8),
+                    ignore_overrun: false,
+                },
+                Verb::DestroyCq { cqn: a.into() },
+                Verb::CreateQp(qp(a)),
+                Verb::CreateQp(qp(b)),
+                Verb::ModifyQp { qpn: a.into(), change: QpChange::Reset },
+                Verb::QueryQp { qpn: a.into() },
+                Verb::DestroyQp { qpn: a.into() },
+                Verb::EnableSend { qpn: a.into(), limit: b as u16 },
+                Verb::EnableRecv { qpn: a.into(), limit: b },
+            ];
+            for verb in verbs {
+                let request = serde_json::to_vec(&Request::Verb(verb)).unwrap();
+                s.handle(&request, Vec::new());
+            }
+        }
+    }
+    assert!(host.stats().is_ok(), "the NIC thread runs");
+}
+
+#[test]
+fn doorbells_are_only_indices() {
+    let host = host();
+    let mut s = session(&host);
+    let (_, mut fds) = ask(&mut s, r#"{"hello":{"version":1}}"#, Vec::new());
+    let page = DmaMemory::map_shared(fds.remove(0), 0, page_bytes(1024)).unwrap();
+    let wake = fds.remove(0);
+    // A client may even make its eventfd block, and fill it.
+    rustix::fs::fcntl_setfl(&wake, rustix::fs::OFlags::empty()).unwrap();
+    let local = host.physical();
+    let mut x = 1u32;
+    for round in 0..200 {
+        for slot in 0..1024 {
+            x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            page.word32(DOORBELLS + slot * 4).store(x, std::sync::atomic::Ordering::Relaxed);
+        }
+        page.word32(0).store(x, std::sync::atomic::Ordering::Relaxed);
+        if round == 100 {
+            rustix::io::write(&wake, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+        }
+        assert!(matches!(local.execute(Verb::AllocPd), Ok(Reply::Pd(_))));
+    }
+    // Growing is sealed off as well as shrinking.
+    let (_, fds) = ask(&mut session(&host), r#"{"hello":{"version":1}}"#, Vec::new());
+    assert!(rustix::fs::ftruncate(&fds[0], 0).is_err());
+    assert!(rustix::fs::ftruncate(&fds[0], 1 << 20).is_err());
+}
+
+#[test]
+fn a_client_attaches_over_a_socket_and_works() {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+    let host = host();
+    let (client, server) =
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+    let mut s = Session::new(&host, SessionLimits::default());
+    let serving = std::thread::spawn(move || {
+        assert_eq!(socket::receive(&server).unwrap().unwrap().bytes, SERVICE.as_bytes());
+        while let Some(packet) = socket::receive(&server).unwrap() {
+            let (reply, fds) = s.handle(&packet.bytes, packet.descriptors);
+            let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+            socket::send(&server, &reply, &fds).unwrap();
+        }
+    });
+    {
+        let f = Attached::open(client).unwrap();
+        let memory = f.alloc_dma(3 * 4096).unwrap();
+        let foreign = DmaMemory::anonymous(4096).unwrap();
+        let pd = match f.execute(Verb::AllocPd).unwrap() {
+            Reply::Pd(pd) => pd,
+            other => panic!("{other:?}"),
+        };
+        let (access, iova) = (Access::LOCAL_ALL, 0);
+        let not_dma = f.execute(Verb::RegMr { pd, memory: foreign, iova, access });
+        assert!(matches!(not_dma, Err(Error::NotDma { .. })), "{not_dma:?}");
+        let (ring, record) = (memory.slice(0, 4096).unwrap(), memory.slice(8192, 8).unwrap());
+        for slot in 0..64 {
+            ring.write(slot * 64 + 63, &[0xf1]);
+        }
+        let verb = Verb::CreateCq {
+            ring: ring.clone(),
+            entries: 64,
+            record: record.clone(),
+            ignore_overrun: false,
+        };
+        let Reply::Cq(cqn) = f.execute(verb).unwrap() else { panic!("no CQ") };
+        let send = memory.slice(4096, 4096).unwrap();
+        let verb = Verb::CreateQp(QpVerb {
+            pd,
+            send: Some(SendRing { ring: send.clone(), blocks: 64, managed: false }),
+            receive: ReceiveVerb::None,
+            send_cq: cqn,
+            recv_cq: cqn,
+            access: Access::NONE,
+            privileged: false,
+        });
+        let Reply::Qp { qpn, doorbell } = f.execute(verb).unwrap() else { panic!("no QP") };
+        for change in
+            [QpChange::Init, QpChange::ReadyToReceive { peer: qpn }, QpChange::ReadyToSend]
+        {
+            f.execute(Verb::ModifyQp { qpn, change }).unwrap();
+        }
+        let mut bell = f.doorbell(doorbell.unwrap()).unwrap();
+        let mut cq = CqReader::new(ring, 64, record, 0);
+        for index in 0..1000u16 {
+            let mut wqe = Builder::new(qpn, index);
+            wqe.nop().signaled();
+            send.write(index as usize % 64 * 64, wqe.bytes());
+            bell.ring(index.wrapping_add(1));
+            let cqe = loop {
+                match cq.poll() {
+                    Some(cqe) => break cqe,
+                    None => std::thread::yield_now(),
+                }
+            };
+            assert_eq!((cqe.wqe_counter, cqe.qpn, cqe.error), (index, qpn, None));
+        }
+        // A doorbell that promises more than the ring holds harms its own queue pair at most.
+        for index in [1000 + 65, 0, 0xffff, 1001] {
+            bell.ring(index);
+        }
+        assert!(matches!(f.execute(Verb::QueryQp { qpn }), Ok(Reply::QpInfo(_))));
+        drop((memory, send));
+        assert!(f.check_alive().is_ok());
+    }
+    serving.join().unwrap();
+}
