@@ -86,7 +86,7 @@ pub enum Error {
     },
     /// A verb failed.
     #[error(transparent)]
-    Verbs(#[from] fabric::Error),
+    Verbs(fabric::Error),
     /// The system refused something.
     #[error("{attempt}: {source}")]
     System {
@@ -95,4 +95,14 @@ pub enum Error {
         /// The system's error.
         source: std::io::Error,
     },
+}
+
+impl From<fabric::Error> for Error {
+    fn from(e: fabric::Error) -> Self {
+        match e {
+            // The NIC of a memory node runs in its process.
+            fabric::Error::Gone { attempt, why } => Error::Gone { attempt, why },
+            e => Error::Verbs(e),
+        }
+    }
 }

@@ -32,14 +32,15 @@ use crate::settings::{ControlMode, SchemeKind};
 /// Version of this protocol.
 pub const VERSION: u32 = 1;
 /// The most bytes of a message.
-pub const MAX_BYTES: usize = 64 << 10;
+pub const MAX_BYTES: usize = rnic::port::shm::wire::MESSAGE_MAX;
 
 /// The first message on a connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Opening {
     /// `nic` or `pool`.
     pub service: String,
-    /// Version of that service's protocol.
+    /// Version of that service's protocol; `nic` states it in its own first request.
+    #[serde(default)]
     pub version: u32,
 }
 

@@ -139,19 +139,23 @@ fn require(
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum SchemeKind {
-    /// RPC to the memory node's CPU, which binds type-2 windows (OneSidedMW §2.2.2).
+    /// Chains of work requests that the memory node's NIC executes (OneSidedMW).
     #[default]
+    #[serde(rename = "onesidedmw")]
+    OneSidedMw,
+    /// RPC to the memory node's CPU, which binds type-2 windows (OneSidedMW §2.2.2).
     #[serde(rename = "rpc-mw-2")]
     RpcMw2,
 }
 
 impl SchemeKind {
     /// Every scheme.
-    pub const ALL: &[SchemeKind] = &[SchemeKind::RpcMw2];
+    pub const ALL: &[SchemeKind] = &[SchemeKind::OneSidedMw, SchemeKind::RpcMw2];
 
     /// Its name in reports and on command lines.
     pub const fn name(self) -> &'static str {
         match self {
+            SchemeKind::OneSidedMw => "onesidedmw",
             SchemeKind::RpcMw2 => "rpc-mw-2",
         }
     }

@@ -1,0 +1,144 @@
+//! The schemes behind one type, since which it is, is decided when a memory node starts.
+
+use std::sync::Arc;
+
+use fabric::direct::DirectNic;
+use fabric::{Nic, Qpn};
+
+use crate::protocol::Welcome;
+use crate::scheme::{
+    Admission, Admitted, ClientId, ClientScheme, CpuEvents, Grant, GroupId, Lane, NodeScheme,
+    NodeStatus,
+};
+use crate::settings::{SchemeKind, Settings};
+use crate::{Error, onesidedmw, rpc_mw};
+
+/// The memory node's side of any scheme.
+#[non_exhaustive]
+pub enum AnyNode<N: DirectNic> {
+    /// [`onesidedmw`].
+    OneSidedMw(Box<onesidedmw::Node<N>>),
+    /// [`rpc_mw`].
+    RpcMw2(Box<rpc_mw::Node<N>>),
+}
+
+impl<N: DirectNic> AnyNode<N> {
+    /// The scheme that `settings` name, on `nic`.
+    pub fn new(nic: &N, settings: &Settings) -> Result<Self, Error> {
+        Ok(match settings.scheme {
+            SchemeKind::OneSidedMw => {
+                Self::OneSidedMw(Box::new(onesidedmw::Node::new(nic.clone(), settings.clone())?))
+            }
+            SchemeKind::RpcMw2 => Self::RpcMw2(Box::new(rpc_mw::Node::new(nic, settings)?)),
+        })
+    }
+}
+
+macro_rules! each {
+    ($self:expr, $node:ident => $body:expr) => {
+        match $self {
+            AnyNode::OneSidedMw($node) => $body,
+            AnyNode::RpcMw2($node) => $body,
+        }
+    };
+}
+
+impl<N: DirectNic> NodeScheme for AnyNode<N> {
+    fn admit(&mut self, client: ClientId, request: &Admission) -> Result<Admitted, Error> {
+        each!(self, node => node.admit(client, request))
+    }
+
+    fn retire(&mut self, client: ClientId) -> Result<(), Error> {
+        each!(self, node => node.retire(client))
+    }
+
+    fn turn(&mut self) -> Result<bool, Error> {
+        each!(self, node => node.turn())
+    }
+
+    fn is_watching(&self) -> bool {
+        each!(self, node => node.is_watching())
+    }
+
+    fn client_waits(&mut self, client: ClientId) -> Result<bool, Error> {
+        each!(self, node => node.client_waits(client))
+    }
+
+    fn reset_management(&mut self, client: ClientId) -> Result<Vec<u32>, Error> {
+        each!(self, node => node.reset_management(client))
+    }
+
+    fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {
+        each!(self, node => node.reset_access(client, group, lane))
+    }
+
+    fn events(&self) -> Option<Arc<dyn CpuEvents>> {
+        each!(self, node => node.events())
+    }
+
+    fn status(&mut self) -> Result<NodeStatus, Error> {
+        each!(self, node => node.status())
+    }
+
+    fn audit(&self) -> Result<(), Error> {
+        each!(self, node => node.audit())
+    }
+}
+
+/// The compute node's side of any scheme.
+#[non_exhaustive]
+pub enum AnyClient<N: Nic> {
+    /// [`onesidedmw`].
+    OneSidedMw(onesidedmw::Client<N>),
+    /// [`rpc_mw`].
+    RpcMw2(rpc_mw::Client<N>),
+}
+
+impl<N: Nic> AnyClient<N> {
+    /// The scheme that the memory node named, on `nic`.
+    pub fn new(nic: &N, pd: &N::Pd, welcome: &Welcome) -> Result<Self, Error> {
+        Ok(match welcome.scheme {
+            SchemeKind::OneSidedMw => Self::OneSidedMw(onesidedmw::Client::new(nic, pd, welcome)?),
+            SchemeKind::RpcMw2 => Self::RpcMw2(rpc_mw::Client::new(nic, pd, welcome)?),
+        })
+    }
+}
+
+macro_rules! each_client {
+    ($self:expr, $client:ident => $body:expr) => {
+        match $self {
+            AnyClient::OneSidedMw($client) => $body,
+            AnyClient::RpcMw2($client) => $body,
+        }
+    };
+}
+
+impl<N: Nic> ClientScheme for AnyClient<N> {
+    async fn allocate(&self, group: GroupId) -> Result<Grant, Error> {
+        each_client!(self, client => client.allocate(group).await)
+    }
+
+    async fn free(&self, grant: &Grant) -> Result<(), Error> {
+        each_client!(self, client => client.free(grant).await)
+    }
+
+    fn management(&self) -> Vec<Qpn> {
+        each_client!(self, client => client.management())
+    }
+
+    fn is_broken(&self) -> bool {
+        each_client!(self, client => client.is_broken())
+    }
+
+    fn reset(&self) -> Result<(), Error> {
+        each_client!(self, client => client.reset())
+    }
+
+    fn name_access(&self, peers: Vec<Vec<Qpn>>) {
+        each_client!(self, client => client.name_access(peers))
+    }
+
+    fn connect(&self, peers: &[Qpn]) -> Result<(), Error> {
+        each_client!(self, client => client.connect(peers))
+    }
+}

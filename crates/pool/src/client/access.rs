@@ -1,0 +1,266 @@
+//! READ, WRITE, CAS and FAA on a grant.
+
+use fabric::{Nic, Remote};
+
+use super::buffer::PLACE_MAX;
+use super::operation::{Hold, Operation};
+use super::path::Work;
+use super::{Buffer, Inner, Pool, Transfer};
+use crate::Error;
+use crate::scheme::{Grant, Lane};
+
+/// The lane of operations that somebody waits for.
+const SYNC: Lane = Lane(0);
+
+impl<N: Nic> Pool<N> {
+    /// Reads `into.len()` bytes at `offset` of a chunk.
+    pub async fn read(&self, grant: &Grant, offset: u64, into: &mut [u8]) -> Result<(), Error> {
+        let inner = &*self.inner;
+        inner.check(grant, "read", offset, into.len())?;
+        for (at, part) in parts_mut(offset, into) {
+            let mut op = inner.read_part(grant, at, part.len())?;
+            (&mut op).await?;
+            take_out(&op, part);
+        }
+        Ok(())
+    }
+
+    /// [`Pool::read`], blocking.
+    pub fn read_blocking(&self, grant: &Grant, offset: u64, into: &mut [u8]) -> Result<(), Error> {
+        let inner = &*self.inner;
+        inner.check(grant, "read", offset, into.len())?;
+        for (at, part) in parts_mut(offset, into) {
+            let mut op = inner.read_part(grant, at, part.len())?;
+            op.finish()?;
+            take_out(&op, part);
+        }
+        Ok(())
+    }
+
+    /// Writes `from` at `offset` of a chunk.
+    pub async fn write(&self, grant: &Grant, offset: u64, from: &[u8]) -> Result<(), Error> {
+        let inner = &*self.inner;
+        inner.check(grant, "write", offset, from.len())?;
+        for (at, part) in parts(offset, from) {
+            inner.write_part(grant, at, part)?.await?;
+        }
+        Ok(())
+    }
+
+    /// [`Pool::write`], blocking.
+    pub fn write_blocking(&self, grant: &Grant, offset: u64, from: &[u8]) -> Result<(), Error> {
+        let inner = &*self.inner;
+        inner.check(grant, "write", offset, from.len())?;
+        for (at, part) in parts(offset, from) {
+            inner.write_part(grant, at, part)?.wait()?;
+        }
+        Ok(())
+    }
+
+    /// If the 8 bytes at `offset`, a multiple of 8, hold `expected`, puts `new` there; returns
+    /// what they held before. The word is big-endian in memory.
+    pub async fn compare_and_swap(
+        &self,
+        grant: &Grant,
+        offset: u64,
+        expected: u64,
+        new: u64,
+    ) -> Result<u64, Error> {
+        let mut op = self.inner.compare_and_swap(grant, offset, expected, new)?;
+        (&mut op).await?;
+        Ok(old_word(&op))
+    }
+
+    /// [`Pool::compare_and_swap`], blocking.
+    pub fn compare_and_swap_blocking(
+        &self,
+        grant: &Grant,
+        offset: u64,
+        expected: u64,
+        new: u64,
+    ) -> Result<u64, Error> {
+        let mut op = self.inner.compare_and_swap(grant, offset, expected, new)?;
+        op.finish()?;
+        Ok(old_word(&op))
+    }
+
+    /// Adds `add` to the 8 bytes at `offset`, a multiple of 8, wrapping; returns what they held
+    /// before. The word is big-endian in memory.
+    pub async fn fetch_and_add(&self, grant: &Grant, offset: u64, add: u64) -> Result<u64, Error> {
+        let mut op = self.inner.fetch_and_add(grant, offset, add)?;
+        (&mut op).await?;
+        Ok(old_word(&op))
+    }
+
+    /// [`Pool::fetch_and_add`], blocking.
+    pub fn fetch_and_add_blocking(
+        &self,
+        grant: &Grant,
+        offset: u64,
+        add: u64,
+    ) -> Result<u64, Error> {
+        let mut op = self.inner.fetch_and_add(grant, offset, add)?;
+        op.finish()?;
+        Ok(old_word(&op))
+    }
+
+    /// Starts to read from a chunk into registered memory.
+    pub fn read_into<'a>(
+        &'a self,
+        transfer: &Transfer<'_>,
+        buffer: &'a Buffer<N>,
+        lane: Lane,
+    ) -> Result<Operation<'a, N>, Error> {
+        let work = self.inner.read_work(transfer, buffer, lane)?;
+        Operation::post(&self.inner, transfer.grant.group, lane, work, Hold::Buffer(buffer))
+    }
+
+    /// Starts to write from registered memory to a chunk.
+    pub fn write_from<'a>(
+        &'a self,
+        transfer: &Transfer<'_>,
+        buffer: &'a Buffer<N>,
+        lane: Lane,
+    ) -> Result<Operation<'a, N>, Error> {
+        let work = self.inner.write_work(transfer, buffer, lane)?;
+        Operation::post(&self.inner, transfer.grant.group, lane, work, Hold::Buffer(buffer))
+    }
+}
+
+impl<N: Nic> Inner<N> {
+    /// Checks that `len` bytes at `offset` lie in a grant for one of our groups.
+    #[inline]
+    pub(super) fn check(
+        &self,
+        grant: &Grant,
+        op: &'static str,
+        offset: u64,
+        len: usize,
+    ) -> Result<(), Error> {
+        let len = len as u64;
+        if offset > grant.len || len > grant.len - offset {
+            return Err(Error::OutOfRange { op, offset, len, grant_len: grant.len });
+        }
+        self.check_group(grant.group)
+    }
+
+    pub(super) fn read_work(
+        &self,
+        t: &Transfer<'_>,
+        buffer: &Buffer<N>,
+        lane: Lane,
+    ) -> Result<Work<'static>, Error> {
+        self.check(t.grant, "read", t.offset, t.len as usize)?;
+        let to = buffer.part(t)?;
+        Ok(Work::Read { from: remote(t.grant, t.offset, lane), to })
+    }
+
+    pub(super) fn write_work(
+        &self,
+        t: &Transfer<'_>,
+        buffer: &Buffer<N>,
+        lane: Lane,
+    ) -> Result<Work<'static>, Error> {
+        self.check(t.grant, "write", t.offset, t.len as usize)?;
+        let from = buffer.part(t)?;
+        Ok(Work::Write { to: remote(t.grant, t.offset, lane), from })
+    }
+
+    fn read_part(&self, grant: &Grant, at: u64, len: usize) -> Result<Operation<'_, N>, Error> {
+        let place = self.bounce.take(len)?;
+        let work = Work::Read { from: remote(grant, at, SYNC), to: place.sge(len) };
+        Operation::post(self, grant.group, SYNC, work, Hold::Place(place))
+    }
+
+    fn write_part<'a>(
+        &'a self,
+        grant: &Grant,
+        at: u64,
+        data: &'a [u8],
+    ) -> Result<Operation<'a, N>, Error> {
+        let to = remote(grant, at, SYNC);
+        if data.len() <= self.max_inline.min(INLINE_MAX) {
+            let work = Work::WriteInline { to, data };
+            return Operation::post(self, grant.group, SYNC, work, Hold::Nothing);
+        }
+        let place = self.bounce.take(data.len())?;
+        place.write(data);
+        let work = Work::Write { to, from: place.sge(data.len()) };
+        Operation::post(self, grant.group, SYNC, work, Hold::Place(place))
+    }
+
+    fn compare_and_swap(
+        &self,
+        grant: &Grant,
+        offset: u64,
+        compare: u64,
+        swap: u64,
+    ) -> Result<Operation<'_, N>, Error> {
+        let at = self.word(grant, "compare-and-swap", offset)?;
+        let place = self.bounce.take(8)?;
+        let work = Work::CompareSwap { at, compare, swap, old: place.sge(8) };
+        Operation::post(self, grant.group, SYNC, work, Hold::Place(place))
+    }
+
+    fn fetch_and_add(
+        &self,
+        grant: &Grant,
+        offset: u64,
+        add: u64,
+    ) -> Result<Operation<'_, N>, Error> {
+        let at = self.word(grant, "fetch-and-add", offset)?;
+        let place = self.bounce.take(8)?;
+        let work = Work::FetchAdd { at, add, old: place.sge(8) };
+        Operation::post(self, grant.group, SYNC, work, Hold::Place(place))
+    }
+
+    fn word(&self, grant: &Grant, op: &'static str, offset: u64) -> Result<Remote, Error> {
+        self.check(grant, op, offset, 8)?;
+        if !offset.is_multiple_of(8) {
+            return Err(Error::Setting {
+                setting: "offset",
+                value: offset.to_string(),
+                why: format!("{op} works on 8 bytes at a multiple of 8"),
+            });
+        }
+        Ok(remote(grant, offset, SYNC))
+    }
+}
+
+/// Slices up to this long go with the request itself: beyond it, a copy through registered memory
+/// is cheaper than the blocks of the send queue.
+const INLINE_MAX: usize = 128;
+
+fn remote(grant: &Grant, offset: u64, lane: Lane) -> Remote {
+    Remote { addr: grant.addr + offset, rkey: grant.key(lane) }
+}
+
+fn take_out<N: Nic>(op: &Operation<'_, N>, part: &mut [u8]) {
+    if let Hold::Place(place) = &op.hold {
+        place.read(part);
+    }
+}
+
+fn old_word<N: Nic>(op: &Operation<'_, N>) -> u64 {
+    match &op.hold {
+        Hold::Place(place) => place.word(),
+        _ => unreachable!("an atomic has a place for the old value"),
+    }
+}
+
+/// Parts of a slice that pass through one place each, with their offsets in the chunk.
+fn parts(offset: u64, all: &[u8]) -> impl Iterator<Item = (u64, &[u8])> {
+    all.chunks(PLACE_MAX).scan(offset, |at, part| {
+        let here = *at;
+        *at += part.len() as u64;
+        Some((here, part))
+    })
+}
+
+fn parts_mut(offset: u64, all: &mut [u8]) -> impl Iterator<Item = (u64, &mut [u8])> {
+    all.chunks_mut(PLACE_MAX).scan(offset, |at, part| {
+        let here = *at;
+        *at += part.len() as u64;
+        Some((here, part))
+    })
+}

@@ -1,0 +1,436 @@
+//! The compute node: a [`Pool`] from which chunks are allocated and through which they are reached.
+//!
+//! - A *group* is a set of QPs, one per *lane*, with a CQ of their own; by default there is one
+//!   group for each core (OneSidedMW §5.1). A grant is for the QPs of one group: whoever uses it,
+//!   its requests go there.
+//! - Ranges are checked before anything is posted. The NIC checks them again.
+//! - Every operation exists as a future and blocking. Blocking calls spin briefly, then sleep; they
+//!   must not be made by futures that run under [`fabric::executor::block_on`].
+
+mod access;
+mod batch;
+mod buffer;
+pub mod control;
+mod operation;
+mod path;
+
+use std::any::Any;
+use std::path::Path as FilePath;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use fabric::executor::block_on;
+use fabric::soft::SoftNic;
+use fabric::{Access, MemoryRegion, Nic, Qpn};
+use parking_lot::Mutex;
+
+pub use batch::{Batch, Transfer};
+pub use buffer::Buffer;
+pub use operation::Operation;
+
+use self::buffer::Bounce;
+use self::control::{ControlPlane, Embedded, LocalControl, SocketControl};
+use self::operation::Hold;
+use self::path::{Group, Posted};
+use crate::any::AnyClient;
+use crate::events::cores;
+use crate::protocol::{Status, Welcome};
+use crate::scheme::{Admission, Admitted, ClientScheme, Grant, GroupId, bulletin};
+use crate::{Error, Settings};
+
+/// How a compute node connects.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// QP groups; one per core if not given.
+    pub groups: Option<u16>,
+    /// Size of each access QP's send queue, in building blocks of 64 bytes: a power of two, at
+    /// least 16. An operation takes one, a short write up to four.
+    pub send_blocks: u32,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { groups: None, send_blocks: 256 }
+    }
+}
+
+/// A connection to a memory node, used by any number of threads. Clones share it; the last one
+/// that is dropped gives everything back.
+pub struct Pool<N: Nic = SoftNic> {
+    inner: Arc<Inner<N>>,
+}
+
+impl<N: Nic> Clone for Pool<N> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone() }
+    }
+}
+
+/// What a pool did since it was connected.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PoolStats {
+    /// Chunks allocated.
+    pub allocations: u64,
+    /// Chunks freed.
+    pub frees: u64,
+    /// Allocations that found no free chunk.
+    pub empty: u64,
+    /// READs.
+    pub reads: u64,
+    /// WRITEs.
+    pub writes: u64,
+    /// CAS and FAA.
+    pub atomics: u64,
+    /// Bytes read.
+    pub bytes_read: u64,
+    /// Bytes written.
+    pub bytes_written: u64,
+}
+
+struct Inner<N: Nic> {
+    nic: N,
+    pd: N::Pd,
+    scheme: AnyClient<N>,
+    groups: Vec<Group<N>>,
+    bounce: Arc<Bounce<N>>,
+    bulletin: N::Mr,
+    /// The bulletin's generation when an allocation found no chunk last.
+    seen_empty: AtomicU32,
+    terms: Admitted,
+    welcome: Welcome,
+    max_inline: usize,
+    /// Operations that are posted with one doorbell at most.
+    burst: usize,
+    /// Taken by who re-establishes the management QPs.
+    repair: Mutex<()>,
+    abandoned: Mutex<Vec<Abandoned<N>>>,
+    allocations: AtomicU64,
+    frees: AtomicU64,
+    empty: AtomicU64,
+    control: Box<dyn ControlPlane>,
+}
+
+/// An operation that nobody waits for any more, and what it moves bytes in or out of.
+struct Abandoned<N: Nic> {
+    posted: Posted<N>,
+    _hold: Box<dyn Any + Send + Sync>,
+}
+
+impl Pool<SoftNic> {
+    /// A memory node inside this process, and one compute node connected to it: no socket, no
+    /// other process.
+    pub fn embedded(settings: Settings) -> Result<Self, Error> {
+        Self::embedded_in(&Arc::new(Embedded::start(&settings)?), Options::default())
+    }
+
+    /// Another compute node of a memory node inside this process.
+    pub fn embedded_in(embedded: &Arc<Embedded>, options: Options) -> Result<Self, Error> {
+        let control = Box::new(LocalControl::new(embedded.clone()));
+        Self::over(embedded.nic().clone(), control, options)
+    }
+
+    /// Connects to the memory node that serves the socket at `path`.
+    pub fn connect(path: impl AsRef<FilePath>, options: Options) -> Result<Self, Error> {
+        let control = Box::new(SocketControl::connect(path.as_ref())?);
+        Self::over(SoftNic::attach(path)?, control, options)
+    }
+}
+
+impl<N: Nic> Pool<N> {
+    /// Connects over `nic` to the memory node that `control` leads to.
+    pub fn over(nic: N, control: Box<dyn ControlPlane>, options: Options) -> Result<Self, Error> {
+        let welcome = control.welcome().clone();
+        let groups = checked_groups(&options, &welcome)?;
+        let pd = nic.alloc_pd()?;
+        let lanes = welcome.group_size.saturating_sub(1).max(1);
+        let groups = (0..groups)
+            .map(|g| Group::new(&nic, &pd, GroupId(g), lanes, options.send_blocks))
+            .collect::<Result<Vec<_>, _>>()?;
+        let scheme = AnyClient::new(&nic, &pd, &welcome)?;
+        let memory = nic.alloc_dma(bulletin::BYTES)?;
+        let bulletin = nic.reg_mr(&pd, &memory, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
+        let at = bulletin.remote(0);
+        let terms = control.admit(&Admission {
+            management: scheme.management().iter().map(|q| q.raw()).collect(),
+            groups: groups
+                .iter()
+                .map(|g| g.paths.iter().map(|p| p.qpn().raw()).collect())
+                .collect(),
+            bulletin_addr: at.addr,
+            bulletin_rkey: at.rkey.0,
+        })?;
+        let mut inner = Inner {
+            bounce: Bounce::new(&nic, &pd),
+            max_inline: nic.caps().max_inline as usize,
+            burst: options.send_blocks as usize / 4,
+            nic,
+            pd,
+            scheme,
+            groups,
+            bulletin,
+            seen_empty: AtomicU32::new(0),
+            terms,
+            welcome,
+            repair: Mutex::new(()),
+            abandoned: Mutex::new(Vec::new()),
+            allocations: AtomicU64::new(0),
+            frees: AtomicU64::new(0),
+            empty: AtomicU64::new(0),
+            control,
+        };
+        inner.connect()?;
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// Bytes of a chunk.
+    pub fn chunk_bytes(&self) -> u64 {
+        self.inner.terms.chunk_bytes
+    }
+
+    /// QP groups of this compute node.
+    pub fn groups(&self) -> u16 {
+        self.inner.groups.len() as u16
+    }
+
+    /// Lanes of each group.
+    pub fn lanes(&self) -> u8 {
+        self.inner.groups[0].paths.len() as u8
+    }
+
+    /// This compute node's number at the memory node.
+    pub fn client(&self) -> u32 {
+        self.inner.terms.client
+    }
+
+    /// What the memory node said of itself first: scheme, sizes.
+    pub fn welcome(&self) -> &Welcome {
+        &self.inner.welcome
+    }
+
+    /// The NIC that this pool uses.
+    pub fn nic(&self) -> &N {
+        &self.inner.nic
+    }
+
+    /// The group of the core that the calling thread runs on now.
+    pub fn current_group(&self) -> GroupId {
+        let cpu = rustix::thread::sched_getcpu();
+        GroupId((cpu % self.inner.groups.len()) as u16)
+    }
+
+    /// `bytes` of zeroed registered memory, rounded up to pages.
+    pub fn buffer(&self, bytes: usize) -> Result<Buffer<N>, Error> {
+        Buffer::new(&self.inner.nic, &self.inner.pd, bytes)
+    }
+
+    /// Allocates a chunk for the current core's group. It reads as zeros.
+    pub async fn allocate(&self) -> Result<Grant, Error> {
+        self.allocate_in(self.current_group()).await
+    }
+
+    /// Allocates a chunk for the QPs of `group`. It reads as zeros.
+    pub async fn allocate_in(&self, group: GroupId) -> Result<Grant, Error> {
+        let inner = &*self.inner;
+        inner.check_group(group)?;
+        let result = inner.scheme.allocate(group).await;
+        match &result {
+            Ok(_) => inner.allocations.fetch_add(1, Ordering::Relaxed),
+            Err(Error::OutOfMemory { .. }) => {
+                inner.seen_empty.store(inner.bulletin().1, Ordering::Relaxed);
+                inner.empty.fetch_add(1, Ordering::Relaxed)
+            }
+            Err(_) => {
+                inner.repair_management()?;
+                0
+            }
+        };
+        result
+    }
+
+    /// Frees a chunk: when this returns, its keys are dead, and it is cleared and free. Nothing of
+    /// it may be in flight any more.
+    pub async fn free(&self, grant: Grant) -> Result<(), Error> {
+        let inner = &*self.inner;
+        inner.check_group(grant.group)?;
+        let result = inner.scheme.free(&grant).await;
+        match &result {
+            Ok(()) => {
+                inner.frees.fetch_add(1, Ordering::Relaxed);
+            }
+            Err(_) => inner.repair_management()?,
+        }
+        result
+    }
+
+    /// [`Pool::allocate`], blocking.
+    pub fn allocate_blocking(&self) -> Result<Grant, Error> {
+        block_on(self.allocate())
+    }
+
+    /// [`Pool::allocate_in`], blocking.
+    pub fn allocate_in_blocking(&self, group: GroupId) -> Result<Grant, Error> {
+        block_on(self.allocate_in(group))
+    }
+
+    /// [`Pool::free`], blocking.
+    pub fn free_blocking(&self, grant: Grant) -> Result<(), Error> {
+        block_on(self.free(grant))
+    }
+
+    /// Waits until the memory node has free chunks: true; or until `timeout` has passed: false. Another
+    /// compute node may be faster in taking them.
+    pub fn wait_for_memory_blocking(&self, timeout: Duration) -> Result<bool, Error> {
+        let inner = &*self.inner;
+        // The memory node's word by RDMA, if it is newer than the last "empty": no request then.
+        let (state, generation) = inner.bulletin();
+        let seen = inner.seen_empty.load(Ordering::Relaxed);
+        if state == bulletin::AVAILABLE && generation != seen {
+            inner.seen_empty.store(generation, Ordering::Relaxed);
+            return inner.control.check_alive().map(|()| true);
+        }
+        inner.control.await_memory(timeout)
+    }
+
+    /// What this pool did.
+    pub fn stats(&self) -> PoolStats {
+        let inner = &*self.inner;
+        let mut stats = PoolStats {
+            allocations: inner.allocations.load(Ordering::Relaxed),
+            frees: inner.frees.load(Ordering::Relaxed),
+            empty: inner.empty.load(Ordering::Relaxed),
+            ..PoolStats::default()
+        };
+        for counts in inner.groups.iter().map(|g| &g.counts) {
+            stats.reads += counts.reads.load(Ordering::Relaxed);
+            stats.writes += counts.writes.load(Ordering::Relaxed);
+            stats.atomics += counts.atomics.load(Ordering::Relaxed);
+            stats.bytes_read += counts.bytes_read.load(Ordering::Relaxed);
+            stats.bytes_written += counts.bytes_written.load(Ordering::Relaxed);
+        }
+        stats
+    }
+
+    /// The memory node's state.
+    pub fn node_status(&self) -> Result<Status, Error> {
+        self.inner.control.status()
+    }
+
+    /// Has the memory node check that every chunk is exactly once free or owned. Exact only while
+    /// nobody allocates or frees.
+    pub fn audit(&self) -> Result<(), Error> {
+        self.inner.control.audit()
+    }
+
+    /// The control plane.
+    pub fn control(&self) -> &dyn ControlPlane {
+        &*self.inner.control
+    }
+}
+
+fn checked_groups(options: &Options, welcome: &Welcome) -> Result<u16, Error> {
+    let setting = |setting, value: u32, why: String| Error::Setting {
+        setting,
+        value: value.to_string(),
+        why,
+    };
+    let max = welcome.groups_max.min(u16::MAX as u32);
+    let groups = match options.groups {
+        Some(groups) => groups as u32,
+        None => (cores() as u32).min(max),
+    };
+    if !(1..=max).contains(&groups) {
+        let why = format!("the memory node gives a compute node 1 to {max}");
+        return Err(setting("groups", groups, why));
+    }
+    let blocks = options.send_blocks;
+    if !blocks.is_power_of_two() || !(16..=1 << 15).contains(&blocks) {
+        return Err(setting("send_blocks", blocks, "a power of two from 16 to 32768".into()));
+    }
+    Ok(groups as u16)
+}
+
+impl<N: Nic> Inner<N> {
+    fn connect(&mut self) -> Result<(), Error> {
+        let terms = &self.terms;
+        let fits = terms.groups.len() == self.groups.len()
+            && terms.groups.iter().zip(&self.groups).all(|(t, g)| t.len() == g.paths.len());
+        if !fits {
+            return Err(Error::Protocol {
+                attempt: "being admitted".into(),
+                why: "the memory node named other QPs than it was asked for".into(),
+            });
+        }
+        let peers: Vec<Vec<Qpn>> =
+            terms.groups.iter().map(|g| g.iter().map(|q| Qpn::new(*q)).collect()).collect();
+        for (peers, group) in peers.iter().zip(&self.groups) {
+            for (peer, path) in peers.iter().zip(&group.paths) {
+                path.connect(*peer)?;
+            }
+        }
+        self.scheme.name_access(peers);
+        let peers: Vec<Qpn> = terms.management.iter().map(|q| Qpn::new(*q)).collect();
+        self.scheme.connect(&peers)
+    }
+
+    #[inline]
+    fn group(&self, group: GroupId) -> &Group<N> {
+        &self.groups[group.0 as usize]
+    }
+
+    fn check_group(&self, group: GroupId) -> Result<(), Error> {
+        if (group.0 as usize) < self.groups.len() {
+            return Ok(());
+        }
+        Err(Error::Setting {
+            setting: "group",
+            value: group.0.to_string(),
+            why: format!("this compute node has {} QP groups", self.groups.len()),
+        })
+    }
+
+    /// What the bulletin says: state and generation.
+    fn bulletin(&self) -> (u32, u32) {
+        let both = self.bulletin.memory().load_be64(0);
+        ((both >> 32) as u32, both as u32)
+    }
+
+    /// Re-establishes the management QPs if one of them is broken.
+    #[cold]
+    fn repair_management(&self) -> Result<(), Error> {
+        let _repair = self.repair.lock();
+        if !self.scheme.is_broken() {
+            return Ok(());
+        }
+        self.scheme.reset()?;
+        let peers: Vec<Qpn> = self.control.reset_management()?.into_iter().map(Qpn::new).collect();
+        self.scheme.connect(&peers)
+    }
+
+    /// Keeps what an operation uses that nobody waits for, until it has ended.
+    fn abandon(&self, posted: Posted<N>, hold: Hold<'_, N>) {
+        let hold: Box<dyn Any + Send + Sync> = match hold {
+            Hold::Buffer(buffer) => Box::new(buffer.clone()),
+            Hold::Place(place) => Box::new(place),
+            Hold::Nothing => return,
+        };
+        let mut abandoned = self.abandoned.lock();
+        abandoned.retain_mut(|a| !has_ended(&mut a.posted));
+        abandoned.push(Abandoned { posted, _hold: hold });
+    }
+}
+
+fn has_ended<N: Nic>(posted: &mut Posted<N>) -> bool {
+    use std::future::Future;
+    use std::pin::Pin;
+    use std::task::{Context, Waker};
+    let cx = &mut Context::from_waker(Waker::noop());
+    Pin::new(&mut posted.pending).poll(cx).is_ready()
+}
+
+impl<N: Nic> Drop for Inner<N> {
+    fn drop(&mut self) {
+        // A memory node that is gone has nothing of ours any more.
+        let _ = self.control.goodbye();
+    }
+}

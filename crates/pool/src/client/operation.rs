@@ -1,0 +1,158 @@
+//! One access in flight.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::Ordering;
+use std::task::{Context, Poll};
+
+use fabric::{Completion, Nic, Status};
+
+use super::Inner;
+use super::buffer::{Buffer, Taken};
+use super::path::{Group, Posted, Work};
+use crate::Error;
+use crate::scheme::{GroupId, Lane};
+
+/// How often an operation is posted again because the QP was broken by others.
+const TRIES: u32 = 64;
+
+/// What an operation in flight moves bytes in or out of: kept until it has ended.
+pub(super) enum Hold<'a, N: Nic> {
+    Buffer(&'a Buffer<N>),
+    Place(Taken<N>),
+    /// The bytes went with the request.
+    Nothing,
+}
+
+/// An access that was posted: wait for it, or await it.
+///
+/// Dropped early it is given up, not undone: the buffer may still be read or written, and stays
+/// registered until that is over.
+#[must_use = "an access that nobody waits for may still move bytes"]
+pub struct Operation<'a, N: Nic> {
+    pool: &'a Inner<N>,
+    group: GroupId,
+    lane: Lane,
+    work: Work<'a>,
+    pub(super) hold: Hold<'a, N>,
+    posted: Option<Posted<N>>,
+    tries: u32,
+}
+
+impl<'a, N: Nic> Operation<'a, N> {
+    pub(super) fn post(
+        pool: &'a Inner<N>,
+        group: GroupId,
+        lane: Lane,
+        work: Work<'a>,
+        hold: Hold<'a, N>,
+    ) -> Result<Self, Error> {
+        let posted = Some(pool.group(group).post(lane, &[work])?);
+        Ok(Self { pool, group, lane, work, hold, posted, tries: 0 })
+    }
+
+    fn group(&self) -> &'a Group<N> {
+        self.pool.group(self.group)
+    }
+
+    /// Waits until it has been done; spins briefly, then sleeps.
+    #[inline]
+    pub fn wait(mut self) -> Result<(), Error> {
+        self.finish()
+    }
+
+    #[inline]
+    pub(super) fn finish(&mut self) -> Result<(), Error> {
+        loop {
+            let Some(Posted { pending, epoch }) = self.posted.take() else {
+                unreachable!("an operation that ended is not waited for")
+            };
+            let completion = self.group().completer.wait(pending)?;
+            if self.ended(&completion, epoch)? {
+                return Ok(());
+            }
+        }
+    }
+
+    /// True if it was done; false if it was posted again.
+    #[inline]
+    fn ended(&mut self, completion: &Completion, epoch: u64) -> Result<bool, Error> {
+        if completion.status == Status::Success {
+            self.count();
+            return Ok(true);
+        }
+        self.failed(completion.status, epoch)?;
+        Ok(false)
+    }
+
+    /// Posts it again if it was only flushed, on a QP that is re-established.
+    #[cold]
+    fn failed(&mut self, status: Status, epoch: u64) -> Result<(), Error> {
+        self.group().path(self.lane).recover(epoch, &*self.pool.control)?;
+        let innocent = match status {
+            Status::Flushed => true,
+            Status::RetryExceeded => self.work.is_idempotent(),
+            _ => false,
+        };
+        self.tries += 1;
+        if !innocent || self.tries > TRIES {
+            return Err(Error::Access { op: self.work.name(), status });
+        }
+        self.posted = Some(self.group().post(self.lane, &[self.work])?);
+        Ok(())
+    }
+
+    #[inline]
+    fn count(&self) {
+        self.group().counts.add(&self.work);
+    }
+}
+
+impl<N: Nic> Future for Operation<'_, N> {
+    type Output = Result<(), Error>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.get_mut();
+        loop {
+            let posted = this.posted.as_mut().expect("an operation that ended is not polled again");
+            let completion = match Pin::new(&mut posted.pending).poll(cx) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(completion) => completion,
+            };
+            let epoch = posted.epoch;
+            this.posted = None;
+            match completion.map_err(Error::from).and_then(|c| this.ended(&c, epoch)) {
+                Ok(true) => return Poll::Ready(Ok(())),
+                Ok(false) => {}
+                Err(e) => return Poll::Ready(Err(e)),
+            }
+        }
+    }
+}
+
+impl<N: Nic> Drop for Operation<'_, N> {
+    fn drop(&mut self) {
+        let Some(posted) = self.posted.take() else { return };
+        let hold = std::mem::replace(&mut self.hold, Hold::Nothing);
+        self.pool.abandon(posted, hold);
+    }
+}
+
+impl super::path::Counts {
+    /// Counts an operation that was done.
+    #[inline]
+    pub fn add(&self, work: &Work<'_>) {
+        let (calls, bytes, len) = match work {
+            Work::Read { to, .. } => (&self.reads, &self.bytes_read, to.len as u64),
+            Work::Write { from, .. } => (&self.writes, &self.bytes_written, from.len as u64),
+            Work::WriteInline { data, .. } => {
+                (&self.writes, &self.bytes_written, data.len() as u64)
+            }
+            Work::CompareSwap { .. } | Work::FetchAdd { .. } => (&self.atomics, &self.atomics, 0),
+        };
+        calls.fetch_add(1, Ordering::Relaxed);
+        if len > 0 {
+            bytes.fetch_add(len, Ordering::Relaxed);
+        }
+    }
+}

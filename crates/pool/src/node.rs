@@ -1,0 +1,397 @@
+//! The memory node: a scheme, the compute nodes that it knows, and the CPU thread that does what
+//! the scheme leaves to the CPU.
+//!
+//! ```text
+//!  control connections ─┐                  ┌─ QPs of compute nodes
+//!  (service.rs)         ├─► MemoryNode ◄───┤
+//!  embedded pools ──────┘   one lock       └─ CpuEvents ─► thread "granary-turn"
+//! ```
+//!
+//! All that the CPU does happens under one lock, by the control thread for a compute node that
+//! comes, goes or asks, and by the thread `granary-turn` for what the NIC reports: requests, where
+//! the scheme answers by RPC; refused requests and the watch over an empty queue, where it does
+//! not. Both count as the memory node's CPU.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::Error;
+use crate::cpu::ThreadClock;
+use crate::events::cores;
+use crate::protocol::{VERSION, Welcome};
+use crate::scheme::{
+    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus,
+};
+use crate::settings::{ControlMode, SchemeKind, Settings};
+
+/// A memory node. Clones are the same one.
+pub struct MemoryNode<S: NodeScheme> {
+    inner: Arc<Inner<S>>,
+}
+
+impl<S: NodeScheme> Clone for MemoryNode<S> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone() }
+    }
+}
+
+struct Inner<S> {
+    core: Mutex<Core<S>>,
+    settings: Settings,
+    events: Option<Arc<dyn CpuEvents>>,
+    started: Instant,
+    /// Called after a turn that did something.
+    after_turn: OnceLock<Box<dyn Fn() + Send + Sync>>,
+}
+
+struct Core<S> {
+    scheme: S,
+    clients: BTreeSet<ClientId>,
+    last: u32,
+}
+
+impl<S: NodeScheme> MemoryNode<S> {
+    /// A memory node with `scheme`, made with the same settings.
+    pub fn new(scheme: S, settings: Settings) -> Self {
+        let events = scheme.events();
+        let core = Mutex::new(Core { scheme, clients: BTreeSet::new(), last: 0 });
+        let started = Instant::now();
+        let after_turn = OnceLock::new();
+        Self { inner: Arc::new(Inner { core, settings, events, started, after_turn }) }
+    }
+
+    /// Its settings.
+    pub fn settings(&self) -> &Settings {
+        &self.inner.settings
+    }
+
+    /// Time since it was made.
+    pub fn uptime(&self) -> Duration {
+        self.inner.started.elapsed()
+    }
+
+    /// What it tells a compute node first.
+    pub fn welcome(&self) -> Welcome {
+        let s = &self.inner.settings;
+        Welcome {
+            version: VERSION,
+            scheme: s.scheme,
+            control: s.control,
+            chunk_bytes: s.chunk_bytes,
+            group_size: s.group_size,
+            credits: s.credits,
+            groups_max: s.groups_max,
+        }
+    }
+
+    /// Admits a compute node and numbers it. Numbers are not used again before all others were.
+    pub fn admit(&self, request: &Admission) -> Result<Admitted, Error> {
+        let core = &mut *self.inner.core.lock();
+        let id = core.next_id();
+        let admitted = core.scheme.admit(id, request)?;
+        core.clients.insert(id);
+        Ok(admitted)
+    }
+
+    /// A compute node has gone: its keys die, its chunks come back.
+    pub fn retire(&self, client: ClientId) -> Result<(), Error> {
+        let core = &mut *self.inner.core.lock();
+        if !core.clients.remove(&client) {
+            return Ok(());
+        }
+        let result = core.scheme.retire(client);
+        if let Some(tell) = self.inner.after_turn.get() {
+            tell();
+        }
+        result
+    }
+
+    /// True if there is memory to allocate. If not, the scheme watches for it from now on.
+    pub fn has_memory(&self, client: ClientId) -> Result<bool, Error> {
+        let waits = self.inner.core.lock().known(client)?.client_waits(client)?;
+        if waits && let Some(events) = &self.inner.events {
+            events.wake(); // it sleeps for longer than who watches may
+        }
+        Ok(!waits)
+    }
+
+    /// See [`NodeScheme::reset_management`].
+    pub fn reset_management(&self, client: ClientId) -> Result<Vec<u32>, Error> {
+        self.inner.core.lock().known(client)?.reset_management(client)
+    }
+
+    /// See [`NodeScheme::reset_access`].
+    pub fn reset_access(&self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {
+        self.inner.core.lock().known(client)?.reset_access(client, group, lane)
+    }
+
+    /// See [`NodeScheme::status`].
+    pub fn status(&self) -> Result<NodeStatus, Error> {
+        self.inner.core.lock().scheme.status()
+    }
+
+    /// See [`NodeScheme::audit`].
+    pub fn audit(&self) -> Result<(), Error> {
+        self.inner.core.lock().scheme.audit()
+    }
+
+    /// Has `tell` called after every turn that did something, and when a compute node has gone.
+    pub(crate) fn on_turn(&self, tell: impl Fn() + Send + Sync + 'static) {
+        assert!(self.inner.after_turn.set(Box::new(tell)).is_ok(), "on_turn is set once");
+    }
+
+    fn turn(&self) -> Result<Turn, Error> {
+        let core = &mut *self.inner.core.lock();
+        let busy = core.scheme.turn()?;
+        Ok(Turn { busy, watching: core.scheme.is_watching() })
+    }
+}
+
+struct Turn {
+    busy: bool,
+    watching: bool,
+}
+
+impl<S: NodeScheme> Core<S> {
+    fn next_id(&mut self) -> ClientId {
+        loop {
+            self.last = self.last.wrapping_add(1);
+            let id = ClientId(self.last);
+            if self.last != 0 && !self.clients.contains(&id) {
+                return id;
+            }
+        }
+    }
+
+    fn known(&mut self, client: ClientId) -> Result<&mut S, Error> {
+        if self.clients.contains(&client) {
+            return Ok(&mut self.scheme);
+        }
+        Err(Error::Refused {
+            attempt: format!("a request of compute node {}", client.0),
+            why: "it is not admitted".into(),
+        })
+    }
+}
+
+/// The thread that calls [`NodeScheme::turn`]; ended when dropped.
+pub struct Turner {
+    shared: Arc<TurnerShared>,
+    events: Option<Arc<dyn CpuEvents>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct TurnerShared {
+    stop: AtomicBool,
+    gate: Gate,
+    clock: ThreadClock,
+    wakeups: AtomicU64,
+    failure: Mutex<Option<String>>,
+}
+
+/// Longest sleep while nothing is watched: only a guard against a wake-up that never comes.
+const SLEEP: Duration = Duration::from_secs(10);
+/// First sleep while the free queue is watched; it doubles up to [`WATCH_MAX`].
+const WATCH_MIN: Duration = Duration::from_micros(100);
+/// Longest sleep while the free queue is watched.
+const WATCH_MAX: Duration = Duration::from_millis(4);
+/// Idle polls of a polling CPU between two offers of its core to others.
+const POLLS_PER_YIELD: u32 = 4096;
+
+impl TurnerShared {
+    /// True if the thread is to stop or to stand still.
+    fn is_called(&self) -> bool {
+        self.stop.load(Ordering::Acquire) || self.gate.is_closed()
+    }
+}
+
+impl Turner {
+    /// Starts the thread, if the scheme has anything for it.
+    pub fn start<S: NodeScheme + 'static>(node: &MemoryNode<S>) -> Result<Self, Error> {
+        let shared = Arc::new(TurnerShared {
+            stop: AtomicBool::new(false),
+            gate: Gate::default(),
+            clock: ThreadClock::default(),
+            wakeups: AtomicU64::new(0),
+            failure: Mutex::new(None),
+        });
+        let events = node.inner.events.clone();
+        let thread = match &events {
+            None => None,
+            Some(events) => {
+                let (node, events, shared) = (node.clone(), events.clone(), shared.clone());
+                let spawned = thread::Builder::new().name("granary-turn".into()).spawn(move || {
+                    shared.clock.adopt();
+                    if let Err(e) = take_turns(&node, &*events, &shared) {
+                        *shared.failure.lock() = Some(e.to_string());
+                    }
+                    shared.clock.retire();
+                    shared.gate.leave();
+                });
+                Some(spawned.map_err(|source| Error::System {
+                    attempt: "starting the memory node's control thread".into(),
+                    source,
+                })?)
+            }
+        };
+        if thread.is_none() {
+            shared.gate.leave();
+        }
+        Ok(Self { shared, events, thread })
+    }
+
+    /// CPU time of the thread.
+    pub fn cpu_time(&self) -> Duration {
+        self.shared.clock.read()
+    }
+
+    /// How often it woke up.
+    pub fn wakeups(&self) -> u64 {
+        self.shared.wakeups.load(Ordering::Relaxed)
+    }
+
+    /// Why it ended by itself, if it did.
+    pub fn failure(&self) -> Option<String> {
+        self.shared.failure.lock().clone()
+    }
+
+    /// Stops the thread at a point where it does nothing, and returns when it stands there.
+    pub fn pause(&self) {
+        self.shared.gate.close();
+        if let Some(events) = &self.events {
+            events.wake();
+        }
+        self.shared.gate.wait_closed();
+    }
+
+    /// Lets the thread go on.
+    pub fn resume(&self) {
+        self.shared.gate.open();
+    }
+}
+
+impl Drop for Turner {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        self.shared.gate.open();
+        if let Some(events) = &self.events {
+            events.wake();
+        }
+        if let Some(thread) = self.thread.take() {
+            // A panic of that thread was reported on stderr; there is nothing to add.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn take_turns<S: NodeScheme>(
+    node: &MemoryNode<S>,
+    events: &dyn CpuEvents,
+    shared: &TurnerShared,
+) -> Result<(), Error> {
+    let settings = node.settings();
+    let polling = settings.control == ControlMode::Polling && settings.scheme.needs_cpu();
+    let one_core = cores() == 1;
+    let (mut idle, mut nap) = (0u32, WATCH_MIN);
+    while !shared.stop.load(Ordering::Acquire) {
+        shared.gate.pass();
+        let turn = node.turn()?;
+        if turn.busy {
+            (idle, nap) = (0, WATCH_MIN);
+            if let Some(tell) = node.inner.after_turn.get() {
+                tell();
+            }
+        } else if polling {
+            idle = idle.wrapping_add(1);
+            match one_core || idle.is_multiple_of(POLLS_PER_YIELD) {
+                true => thread::yield_now(),
+                false => std::hint::spin_loop(),
+            }
+        } else if shared.is_called() {
+            // The turn may have taken the wake-up that says so.
+        } else {
+            let sleep = if turn.watching { nap } else { SLEEP };
+            nap = if turn.watching { (nap * 2).min(WATCH_MAX) } else { WATCH_MIN };
+            events.wait(sleep)?;
+            shared.wakeups.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+    Ok(())
+}
+
+/// A place where a thread can be held.
+#[derive(Default)]
+pub(crate) struct Gate {
+    state: Mutex<GateState>,
+    changed: Condvar,
+    closed: AtomicBool,
+}
+
+#[derive(Default)]
+struct GateState {
+    held: bool,
+    left: bool,
+}
+
+impl Gate {
+    /// Holds the calling thread while the gate is closed.
+    pub fn pass(&self) {
+        if !self.closed.load(Ordering::Acquire) {
+            return;
+        }
+        let mut state = self.state.lock();
+        state.held = true;
+        self.changed.notify_all();
+        while self.closed.load(Ordering::Acquire) {
+            self.changed.wait(&mut state);
+        }
+        state.held = false;
+    }
+
+    /// The thread that passes will not come again.
+    pub fn leave(&self) {
+        self.state.lock().left = true;
+        self.changed.notify_all();
+    }
+
+    /// Closes the gate.
+    pub fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+    }
+
+    /// True if whoever comes is held.
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    /// Returns when the thread is held, or has left.
+    pub fn wait_closed(&self) {
+        let mut state = self.state.lock();
+        while !state.held && !state.left {
+            self.changed.wait(&mut state);
+        }
+    }
+
+    /// Opens the gate.
+    pub fn open(&self) {
+        let _state = self.state.lock();
+        self.closed.store(false, Ordering::Release);
+        self.changed.notify_all();
+    }
+}
+
+impl SchemeKind {
+    /// True if every allocation needs the memory node's CPU.
+    pub const fn needs_cpu(self) -> bool {
+        match self {
+            SchemeKind::OneSidedMw => false,
+            SchemeKind::RpcMw2 => true,
+        }
+    }
+}

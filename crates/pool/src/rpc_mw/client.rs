@@ -1,0 +1,151 @@
+//! The compute node's side of `rpc-mw-2`: a request is a SEND, its answer a SEND from the memory
+//! node's CPU.
+//!
+//! The receive for the answer is posted before the request, under the same lock, and the memory
+//! node answers in order: the n-th receive gets the n-th answer.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use fabric::completion::Completer;
+use fabric::{
+    Access, CqAttr, MemoryRegion, Nic, Op, QpAttr, QpChange, Qpn, QueuePair, Receive, ReceiveAttr,
+    ReceiveRequest, Status, WorkRequest,
+};
+use parking_lot::Mutex;
+
+use super::{Ask, Outcome, REPLY_BYTES, Reply, Request};
+use crate::Error;
+use crate::credits::Credits;
+use crate::protocol::Welcome;
+use crate::scheme::{ClientScheme, Grant, GroupId};
+
+/// The compute node of `rpc-mw-2` on the NIC `N`.
+pub struct Client<N: Nic> {
+    qp: N::Qp,
+    completer: Completer<N::Cq>,
+    replies: N::Mr,
+    credits: Credits,
+    order: Mutex<()>,
+    number: AtomicU64,
+    chunk_bytes: u64,
+    lanes: usize,
+    broken: AtomicBool,
+}
+
+impl<N: Nic> Client<N> {
+    /// Makes the management QP.
+    pub fn new(nic: &N, pd: &N::Pd, welcome: &Welcome) -> Result<Self, Error> {
+        let credits = welcome.credits;
+        // A receive and a SEND for each request, and as many again that are flushed at a reset.
+        let cq = nic.create_cq(CqAttr { entries: credits * 4, ignore_overrun: false })?;
+        let qp = nic.create_qp(
+            pd,
+            QpAttr {
+                send_cq: &cq,
+                recv_cq: &cq,
+                send_blocks: credits.max(2),
+                receive: Receive::Own(ReceiveAttr { entries: credits, max_sges: 1 }),
+                access: Access::REMOTE_WRITE, // the bulletin
+            },
+        )?;
+        let memory = nic.alloc_dma(credits as usize * REPLY_BYTES)?;
+        Ok(Self {
+            qp,
+            completer: Completer::new(cq),
+            replies: nic.reg_mr(pd, &memory, Access::LOCAL_WRITE)?,
+            credits: Credits::new(credits),
+            order: Mutex::new(()),
+            number: AtomicU64::new(1),
+            chunk_bytes: welcome.chunk_bytes,
+            lanes: welcome.group_size as usize - 1,
+            broken: AtomicBool::new(false),
+        })
+    }
+
+    async fn ask(&self, attempt: &'static str, ask: Ask) -> Result<Reply, Error> {
+        let credit = self.credits.take().await;
+        let at = credit.slot() as usize * REPLY_BYTES;
+        let to = self.replies.sge(at, REPLY_BYTES as u32);
+        let number = self.number.fetch_add(1, Ordering::Relaxed);
+        let request = Request { number, ask }.to_bytes();
+        let (answered, sent) = {
+            let _order = self.order.lock();
+            let receive = |id| self.qp.post_recv(&ReceiveRequest { id, to: &[to] });
+            let answered = self.completer.submit(receive)?;
+            let sent = self.completer.submit(|id| {
+                let op = Op::SendInline { data: &request };
+                self.qp.post_send(&[WorkRequest { id, op, signaled: true }])
+            })?;
+            (answered, sent)
+        };
+        let mut bytes = [0; REPLY_BYTES];
+        for pending in [sent, answered] {
+            let completion = pending.await?;
+            if completion.status != Status::Success {
+                self.broken.store(true, Ordering::Release);
+                let (attempt, status) = (attempt.into(), completion.status);
+                return Err(Error::ManagementBroken { attempt, status });
+            }
+        }
+        self.replies.memory().read(at, &mut bytes);
+        let wrong = |why: String| Error::Protocol { attempt: attempt.into(), why };
+        let reply = Reply::parse(&bytes).ok_or_else(|| wrong("the reply is not one".into()))?;
+        if reply.number != number {
+            return Err(wrong(format!("a reply to request {}, not {number}", reply.number)));
+        }
+        match reply.outcome {
+            Outcome::Done => Ok(reply),
+            Outcome::Empty => Err(Error::OutOfMemory { bytes: self.chunk_bytes }),
+            Outcome::NotYours => Err(Error::NotYours { entry: reply.entry }),
+            Outcome::BadRequest => Err(wrong("the memory node did not understand it".into())),
+            Outcome::Failed => Err(Error::Refused {
+                attempt: attempt.into(),
+                why: "the memory node's NIC could not bind the windows; are the access QPs up?"
+                    .into(),
+            }),
+        }
+    }
+}
+
+impl<N: Nic> ClientScheme for Client<N> {
+    async fn allocate(&self, group: GroupId) -> Result<Grant, Error> {
+        let attempt = "allocating a chunk";
+        let reply = self.ask(attempt, Ask::Allocate { group: group.0 }).await?;
+        if reply.lanes != self.lanes || reply.len != self.chunk_bytes {
+            return Err(Error::Protocol {
+                attempt: attempt.into(),
+                why: format!("a grant of {} bytes with {} keys", reply.len, reply.lanes),
+            });
+        }
+        let keys = &reply.keys[..reply.lanes];
+        Ok(Grant::new(reply.addr, reply.len, reply.entry, group, keys))
+    }
+
+    async fn free(&self, grant: &Grant) -> Result<(), Error> {
+        self.ask("freeing a chunk", Ask::Free { entry: grant.entry }).await.map(drop)
+    }
+
+    fn management(&self) -> Vec<Qpn> {
+        vec![self.qp.qpn()]
+    }
+
+    fn is_broken(&self) -> bool {
+        self.broken.load(Ordering::Acquire)
+    }
+
+    fn reset(&self) -> Result<(), Error> {
+        Ok(self.qp.modify(QpChange::Reset)?)
+    }
+
+    fn connect(&self, peers: &[Qpn]) -> Result<(), Error> {
+        let [peer] = peers else {
+            return Err(Error::Protocol {
+                attempt: "connecting the management QP".into(),
+                why: format!("{} peers were named for one QP", peers.len()),
+            });
+        };
+        self.qp.connect(*peer)?;
+        self.broken.store(false, Ordering::Release);
+        Ok(())
+    }
+}

@@ -1,0 +1,220 @@
+//! `rpc-mw-2`: allocation by RPC to the memory node's CPU, which binds type-2 windows
+//! (OneSidedMW §2.2.2: the RPC-MW baseline of its evaluation; Patronus with type-2 windows).
+//!
+//! A compute node SENDs a request on its management QP; the memory node's CPU takes a chunk from a
+//! free list, binds the chunk's windows to the compute node's access QPs, waits for that, and SENDs
+//! the grant back. A free unbinds, clears and gives back. With type-2 windows a bind is posted on
+//! the QP that the window is for, so one request is one bind on each access QP of the group.
+//!
+//! The CPU knows who asks by the QP that the request came in on, so the proof of ownership that a
+//! chain takes from the guard window is a comparison here: a group has one window less.
+//!
+//! ```text
+//! request (16 B)                       reply (64 B)
+//! +0  op: 1 allocate, 2 free  (1)      +0  status                (1)
+//! +1  zero                    (1)      +1  keys                  (1)
+//! +2  QP group                (be16)   +2  zero                  (2)
+//! +4  entry to free           (be32)   +4  entry                 (be32)
+//! +8  number of the request   (be64)   +8  number of the request (be64)
+//!                                      +16 address               (be64)
+//!                                      +24 length                (be64)
+//!                                      +32 keys, one per lane    (be32 each)
+//! ```
+//!
+//! Invariants: replies come in the order of the requests of a compute node; a request is answered
+//! in any case, also when it makes no sense; the memory node posts `credits` receives for each
+//! compute node, so that who sends more waits alone.
+
+mod client;
+mod node;
+mod table;
+
+pub use client::Client;
+pub use node::Node;
+
+use fabric::Key;
+
+use crate::scheme::MAX_GROUP;
+
+/// Bytes of a request.
+const REQUEST_BYTES: usize = 16;
+/// Bytes of a reply.
+const REPLY_BYTES: usize = 64;
+
+/// What a request asks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Ask {
+    /// A chunk for the QPs of a group.
+    Allocate { group: u16 },
+    /// Take a chunk back.
+    Free { entry: u32 },
+}
+
+/// A request with its number.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Request {
+    number: u64,
+    ask: Ask,
+}
+
+const OP_ALLOCATE: u8 = 1;
+const OP_FREE: u8 = 2;
+
+impl Request {
+    fn to_bytes(self) -> [u8; REQUEST_BYTES] {
+        let mut out = [0; REQUEST_BYTES];
+        match self.ask {
+            Ask::Allocate { group } => {
+                out[0] = OP_ALLOCATE;
+                out[2..4].copy_from_slice(&group.to_be_bytes());
+            }
+            Ask::Free { entry } => {
+                out[0] = OP_FREE;
+                out[4..8].copy_from_slice(&entry.to_be_bytes());
+            }
+        }
+        out[8..16].copy_from_slice(&self.number.to_be_bytes());
+        out
+    }
+
+    /// The number, and what is asked if that is known.
+    fn parse(bytes: &[u8; REQUEST_BYTES]) -> (u64, Option<Ask>) {
+        let number = be64(bytes, 8);
+        let ask = match bytes[0] {
+            OP_ALLOCATE => Some(Ask::Allocate { group: u16::from_be_bytes([bytes[2], bytes[3]]) }),
+            OP_FREE => Some(Ask::Free { entry: be32(bytes, 4) }),
+            _ => None,
+        };
+        (number, ask)
+    }
+}
+
+/// How a request ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+enum Outcome {
+    Done = 1,
+    Empty = 2,
+    NotYours = 3,
+    BadRequest = 4,
+    Failed = 5,
+}
+
+/// A reply.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Reply {
+    number: u64,
+    outcome: Outcome,
+    entry: u32,
+    addr: u64,
+    len: u64,
+    lanes: usize,
+    keys: [Key; MAX_GROUP],
+}
+
+impl Reply {
+    /// A reply that grants nothing.
+    fn bare(number: u64, outcome: Outcome, entry: u32) -> Self {
+        Self {
+            number,
+            outcome,
+            entry,
+            addr: 0,
+            len: 0,
+            lanes: 0,
+            keys: [Key::default(); MAX_GROUP],
+        }
+    }
+
+    fn to_bytes(self) -> [u8; REPLY_BYTES] {
+        let mut out = [0; REPLY_BYTES];
+        out[0] = self.outcome as u8;
+        out[1] = self.lanes as u8;
+        out[4..8].copy_from_slice(&self.entry.to_be_bytes());
+        out[8..16].copy_from_slice(&self.number.to_be_bytes());
+        out[16..24].copy_from_slice(&self.addr.to_be_bytes());
+        out[24..32].copy_from_slice(&self.len.to_be_bytes());
+        for (i, key) in self.keys[..self.lanes].iter().enumerate() {
+            out[32 + 4 * i..36 + 4 * i].copy_from_slice(&key.0.to_be_bytes());
+        }
+        out
+    }
+
+    /// `None` if it is not a reply.
+    fn parse(bytes: &[u8; REPLY_BYTES]) -> Option<Self> {
+        let outcome = match bytes[0] {
+            1 => Outcome::Done,
+            2 => Outcome::Empty,
+            3 => Outcome::NotYours,
+            4 => Outcome::BadRequest,
+            5 => Outcome::Failed,
+            _ => return None,
+        };
+        let lanes = bytes[1] as usize;
+        if lanes > MAX_GROUP {
+            return None;
+        }
+        let mut keys = [Key::default(); MAX_GROUP];
+        for (i, key) in keys[..lanes].iter_mut().enumerate() {
+            *key = Key(be32(bytes, 32 + 4 * i));
+        }
+        Some(Self {
+            number: be64(bytes, 8),
+            outcome,
+            entry: be32(bytes, 4),
+            addr: be64(bytes, 16),
+            len: be64(bytes, 24),
+            lanes,
+            keys,
+        })
+    }
+}
+
+fn be32(bytes: &[u8], at: usize) -> u32 {
+    u32::from_be_bytes(bytes[at..at + 4].try_into().expect("4 bytes"))
+}
+
+fn be64(bytes: &[u8], at: usize) -> u64 {
+    u64::from_be_bytes(bytes[at..at + 8].try_into().expect("8 bytes"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn requests_are_read_back(number in any::<u64>(), n in any::<u32>(), free in any::<bool>()) {
+            let ask =
+                if free { Ask::Free { entry: n } } else { Ask::Allocate { group: n as u16 } };
+            let bytes = Request { number, ask }.to_bytes();
+            prop_assert_eq!(Request::parse(&bytes), (number, Some(ask)));
+        }
+
+        #[test]
+        fn replies_are_read_back(
+            number in any::<u64>(),
+            addr in any::<u64>(),
+            keys in proptest::collection::vec(any::<u32>(), 0..=MAX_GROUP),
+        ) {
+            let mut reply = Reply::bare(number, Outcome::Done, 7);
+            reply.addr = addr;
+            reply.len = 4096;
+            reply.lanes = keys.len();
+            for (to, from) in reply.keys.iter_mut().zip(&keys) {
+                *to = Key(*from);
+            }
+            prop_assert_eq!(Reply::parse(&reply.to_bytes()), Some(reply));
+        }
+
+        #[test]
+        fn reading_never_panics(bytes in any::<[u8; 32]>(), more in any::<[u8; 32]>()) {
+            let mut all = [0; REPLY_BYTES];
+            all[..32].copy_from_slice(&bytes);
+            all[32..].copy_from_slice(&more);
+            let _ = Reply::parse(&all);
+            let _ = Request::parse(all[..16].try_into().unwrap());
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! One connection to the control socket: what has been said on it, and what is still to be sent.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Instant;
+
+use fabric::Qpn;
+use rnic::port::control::Verb;
+use rnic::port::shm::socket::{self, Packet};
+use rnic::port::shm::{Session, wire};
+use rustix::io::Errno;
+
+use crate::Error;
+use crate::protocol::{self, Numbered, Reply};
+use crate::scheme::{Admission, ClientId};
+
+/// Number of a connection, for as long as the service runs.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct ConnectionId(pub u64);
+
+/// A connection.
+pub struct Connection {
+    fd: OwnedFd,
+    /// Replies that the peer was too slow to take.
+    outbox: VecDeque<(Vec<u8>, Vec<OwnedFd>)>,
+    /// What it is for.
+    pub role: Role,
+}
+
+/// What a connection is for.
+pub enum Role {
+    /// It has not said so yet.
+    Unknown,
+    /// An attached function of the NIC.
+    Nic(Box<Session>),
+    /// A compute node's control connection.
+    Pool(PoolSession),
+}
+
+/// A compute node's control connection.
+#[derive(Default)]
+pub struct PoolSession {
+    /// The compute node, once it is admitted.
+    pub client: Option<ClientId>,
+    /// The connection of the NIC session that owns its QPs.
+    pub nic: Option<ConnectionId>,
+    /// Its requests that wait until there is memory.
+    pub awaiting: Vec<Await>,
+}
+
+/// A request that waits until there is memory.
+pub struct Await {
+    /// The request's number.
+    pub id: u64,
+    /// When it is told that there is none.
+    pub deadline: Instant,
+}
+
+/// What was read from a connection.
+pub enum Input {
+    /// A message with its descriptors.
+    Message(Packet),
+    /// A message that is longer than allowed.
+    TooLong,
+    /// Nothing now.
+    Nothing,
+    /// The peer has closed, or the connection broke.
+    End,
+}
+
+impl Connection {
+    /// A connection that was just accepted.
+    pub fn new(fd: OwnedFd) -> Self {
+        Self { fd, outbox: VecDeque::new(), role: Role::Unknown }
+    }
+
+    /// Reads one message.
+    pub fn read(&self) -> Input {
+        match socket::receive(&self.fd) {
+            Ok(Some(packet)) => Input::Message(packet),
+            Ok(None) => Input::End,
+            Err(Errno::WOULDBLOCK) => Input::Nothing,
+            Err(Errno::MSGSIZE) => Input::TooLong,
+            Err(_) => Input::End,
+        }
+    }
+
+    /// Sends a message, now or when the peer takes it. False if the connection is broken.
+    pub fn send(&mut self, bytes: Vec<u8>, fds: Vec<OwnedFd>) -> bool {
+        self.outbox.push_back((bytes, fds));
+        self.flush()
+    }
+
+    /// Sends a reply of the pool.
+    pub fn reply(&mut self, id: u64, body: Reply) -> bool {
+        match protocol::encode("answering a request", &Numbered { id, body }) {
+            Ok(bytes) => self.send(bytes, Vec::new()),
+            Err(e) => self.refuse(id, &e),
+        }
+    }
+
+    /// Tells why a request is refused.
+    pub fn refuse(&mut self, id: u64, error: &Error) -> bool {
+        let why = match error {
+            Error::Refused { why, .. } => why.clone(),
+            other => other.to_string(),
+        };
+        let body = Reply::Error { why };
+        match protocol::encode("refusing a request", &Numbered { id, body }) {
+            Ok(bytes) => self.send(bytes, Vec::new()),
+            Err(_) => false,
+        }
+    }
+
+    /// Sends what waits. False if the connection is broken.
+    pub fn flush(&mut self) -> bool {
+        while let Some((bytes, fds)) = self.outbox.front() {
+            let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
+            match socket::send(&self.fd, bytes, &fds) {
+                Ok(()) => drop(self.outbox.pop_front()),
+                Err(Errno::WOULDBLOCK) => return true,
+                Err(_) => return false,
+            }
+        }
+        true
+    }
+
+    /// True if the peer must take replies before it is listened to again.
+    pub fn is_clogged(&self) -> bool {
+        !self.outbox.is_empty()
+    }
+
+    /// The pool session, if it is one.
+    pub fn pool(&mut self) -> Option<&mut PoolSession> {
+        match &mut self.role {
+            Role::Pool(session) => Some(session),
+            _ => None,
+        }
+    }
+
+    /// True if every QP that `request` names belongs to this connection's NIC session.
+    pub fn owns_all(&mut self, request: &Admission) -> bool {
+        let Role::Nic(session) = &mut self.role else { return false };
+        let named = request.management.iter().chain(request.groups.iter().flatten());
+        named.into_iter().all(|qpn| owns(session, *qpn))
+    }
+}
+
+impl AsFd for Connection {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// Asks the session as its own process would: the NIC answers for its own QPs only.
+fn owns(session: &mut Session, qpn: u32) -> bool {
+    if qpn > Qpn::MAX {
+        return false;
+    }
+    let verb = Verb::<wire::Span>::QueryQp { qpn: Qpn::new(qpn) };
+    let Ok(request) = serde_json::to_vec(&wire::Request::Verb(verb)) else { return false };
+    let (response, _) = session.handle(&request, Vec::new());
+    matches!(serde_json::from_slice(&response), Ok(wire::Response::Reply(_)))
+}

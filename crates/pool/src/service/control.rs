@@ -1,0 +1,396 @@
+//! The control thread: one loop over the listening socket, the connections and an eventfd.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use rnic::port::shm::socket::Packet;
+use rnic::port::shm::{Session, SessionLimits};
+use rustix::event::Timespec;
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::io::Errno;
+
+use super::Shared;
+use super::connection::{Await, Connection, ConnectionId, Input, PoolSession, Role};
+use crate::Error;
+use crate::protocol::{self, Numbered, Opening, Reply, Request, VERSION};
+use crate::scheme::{Admission, Admitted, ClientId, GroupId, Lane};
+use crate::socket::Listener;
+
+const LISTENER: u64 = 0;
+const WAKE: u64 = 1;
+const FIRST_CONNECTION: u64 = 2;
+
+/// Requests for memory that a connection may have waiting.
+const AWAITS_MAX: usize = 16;
+/// The longest that a request for memory waits.
+const AWAIT_MAX: Duration = Duration::from_secs(3600);
+
+/// Serves until told to stop.
+pub(super) fn run(shared: &Shared, listener: Listener) -> Result<(), Error> {
+    let mut control = Control::new(shared, listener)?;
+    let result = control.serve();
+    control.close_all();
+    result
+}
+
+struct Control<'a> {
+    shared: &'a Shared,
+    listener: Listener,
+    epoll: OwnedFd,
+    connections: BTreeMap<ConnectionId, Connection>,
+    next: u64,
+    limit: usize,
+    /// The listener is not watched: there is no room for more connections, or no descriptor.
+    full: bool,
+}
+
+impl<'a> Control<'a> {
+    fn new(shared: &'a Shared, listener: Listener) -> Result<Self, Error> {
+        let epoll = epoll::create(CreateFlags::CLOEXEC).map_err(system)?;
+        let data = EventData::new_u64;
+        epoll::add(&epoll, &listener, data(LISTENER), EventFlags::IN).map_err(system)?;
+        epoll::add(&epoll, &shared.wake, data(WAKE), EventFlags::IN).map_err(system)?;
+        Ok(Self {
+            shared,
+            listener,
+            epoll,
+            connections: BTreeMap::new(),
+            next: FIRST_CONNECTION,
+            // A pool and a NIC connection for each compute node, and some that only ask.
+            limit: shared.node.settings().clients_max as usize * 2 + 32,
+            full: false,
+        })
+    }
+
+    fn serve(&mut self) -> Result<(), Error> {
+        let mut events = Vec::with_capacity(64);
+        while !self.shared.stop.load(Ordering::Acquire) {
+            self.shared.gate.pass();
+            events.clear();
+            let timeout = self.next_deadline();
+            match epoll::wait(
+                &self.epoll,
+                rustix::buffer::spare_capacity(&mut events),
+                timeout.as_ref(),
+            ) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(e) => return Err(system(e)),
+            }
+            self.shared.wakeups.fetch_add(1, Ordering::Relaxed);
+            for event in events.drain(..) {
+                match event.data.u64() {
+                    LISTENER => self.accept()?,
+                    WAKE => {
+                        let _ = rustix::io::read(&self.shared.wake, &mut [0; 8]);
+                    }
+                    id => self.serve_connection(ConnectionId(id), event.flags),
+                }
+            }
+            self.answer_awaits();
+        }
+        Ok(())
+    }
+
+    fn accept(&mut self) -> Result<(), Error> {
+        match self.listener.accept() {
+            Ok(None) => {}
+            Ok(Some(_)) if self.connections.len() >= self.limit => {} // closed again
+            Ok(Some(fd)) => {
+                let id = self.next;
+                self.next += 1;
+                epoll::add(&self.epoll, &fd, EventData::new_u64(id), EventFlags::IN)
+                    .map_err(system)?;
+                self.connections.insert(ConnectionId(id), Connection::new(fd));
+            }
+            // No descriptor or no memory left: connections wait until one of ours ends.
+            Err(_) => self.watch_listener(false)?,
+        }
+        Ok(())
+    }
+
+    fn watch_listener(&mut self, on: bool) -> Result<(), Error> {
+        self.full = !on;
+        let flags = if on { EventFlags::IN } else { EventFlags::empty() };
+        epoll::modify(&self.epoll, &self.listener, EventData::new_u64(LISTENER), flags)
+            .map_err(system)
+    }
+
+    /// Reads one message and answers it. Level-triggered: what else is there comes round again,
+    /// after everybody else.
+    fn serve_connection(&mut self, id: ConnectionId, flags: EventFlags) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let mut alive = true;
+        if flags.contains(EventFlags::OUT) {
+            alive = connection.flush();
+        }
+        let hung_up = flags.intersects(EventFlags::HUP | EventFlags::ERR);
+        if alive && !connection.is_clogged() {
+            alive = match connection.read() {
+                Input::Message(packet) => self.handle(id, packet),
+                Input::TooLong => {
+                    let why = format!("a message has at most {} bytes", protocol::MAX_BYTES);
+                    connection.refuse(0, &protocol_error(why)) && !connection.is_clogged()
+                }
+                Input::Nothing => !hung_up,
+                Input::End => false,
+            };
+        } else if hung_up {
+            alive = false;
+        }
+        match alive {
+            true => self.watch(id),
+            false => self.close(id),
+        }
+    }
+
+    /// Watches a connection for what it is ready for: requests, or room for replies.
+    fn watch(&mut self, id: ConnectionId) {
+        let Some(connection) = self.connections.get(&id) else { return };
+        let flags = if connection.is_clogged() { EventFlags::OUT } else { EventFlags::IN };
+        if epoll::modify(&self.epoll, connection, EventData::new_u64(id.0), flags).is_err() {
+            self.close(id);
+        }
+    }
+
+    /// False if the connection is to be closed.
+    fn handle(&mut self, id: ConnectionId, packet: Packet) -> bool {
+        let Packet { bytes, descriptors } = packet;
+        let Some(connection) = self.connections.get_mut(&id) else { return false };
+        match &mut connection.role {
+            Role::Unknown => self.open(id, &bytes),
+            Role::Nic(session) => {
+                let (reply, fds) = session.handle(&bytes, descriptors);
+                connection.send(reply, fds)
+            }
+            Role::Pool(_) => {
+                match protocol::decode::<Numbered<Request>>("reading a request", &bytes) {
+                    Ok(request) => self.request(id, request.id, request.body),
+                    Err(e) => connection.refuse(protocol::id_of(&bytes), &e),
+                }
+            }
+        }
+    }
+
+    fn open(&mut self, id: ConnectionId, bytes: &[u8]) -> bool {
+        let Some(connection) = self.connections.get_mut(&id) else { return false };
+        let opening = match protocol::decode::<Opening>("reading an opening", bytes) {
+            Ok(opening) => opening,
+            Err(e) => return connection.refuse(0, &e) && connection.is_clogged(),
+        };
+        let why = match opening.service.as_str() {
+            "nic" => {
+                let session = Session::new(&self.shared.host, SessionLimits::default());
+                connection.role = Role::Nic(Box::new(session));
+                return true;
+            }
+            "pool" if opening.version == VERSION => {
+                connection.role = Role::Pool(PoolSession::default());
+                return connection.reply(0, Reply::Welcome(self.shared.node.welcome()));
+            }
+            "pool" => format!(
+                "version {} of the pool's protocol is not spoken here, {VERSION} is; use the same \
+                 release on both sides",
+                opening.version
+            ),
+            other => format!("there is no service `{other}`; there are `nic` and `pool`"),
+        };
+        connection.refuse(0, &protocol_error(why)) && connection.is_clogged()
+    }
+
+    fn request(&mut self, from: ConnectionId, id: u64, request: Request) -> bool {
+        let Some(connection) = self.connections.get_mut(&from) else { return false };
+        let client = connection.pool().and_then(|p| p.client);
+        let node = &self.shared.node;
+        let admitted = || client.ok_or_else(|| refused("it is not admitted"));
+        let reply = match request {
+            Request::Admit(admission) => self.admit(from, &admission).map(Reply::Admitted),
+            Request::AwaitMemory { timeout_ms } => match self.start_await(from, id, timeout_ms) {
+                Ok(()) => return true,
+                Err(e) => Err(e),
+            },
+            Request::Status => self.shared.status().map(|s| Reply::Status(Box::new(s))),
+            Request::ResetManagement => admitted()
+                .and_then(|c| node.reset_management(c))
+                .map(|peers| Reply::Management { peers }),
+            Request::ResetAccess { group, lane } => admitted()
+                .and_then(|c| node.reset_access(c, GroupId(group), Lane(lane)))
+                .map(|peer| Reply::Access { peer }),
+            Request::Audit => node.audit().map(|()| Reply::Done),
+            Request::Goodbye => match self.leave(from) {
+                Ok(()) => Ok(Reply::Done),
+                Err(e) => Err(e),
+            },
+        };
+        let Some(connection) = self.connections.get_mut(&from) else { return false };
+        match reply {
+            Ok(reply) => connection.reply(id, reply),
+            Err(e) => connection.refuse(id, &e),
+        }
+    }
+
+    fn admit(&mut self, from: ConnectionId, request: &Admission) -> Result<Admitted, Error> {
+        let nic = self
+            .connections
+            .iter_mut()
+            .find_map(|(id, c)| c.owns_all(request).then_some(*id))
+            .ok_or_else(|| {
+                refused("the QPs that it names are not those of one process attached to the NIC")
+            })?;
+        let session = self.connections.get_mut(&from).and_then(Connection::pool);
+        let session = session.ok_or_else(|| refused("the connection has ended"))?;
+        if session.client.is_some() {
+            return Err(refused("this connection has admitted a compute node already"));
+        }
+        let admitted = self.shared.node.admit(request)?;
+        session.client = Some(ClientId(admitted.client));
+        session.nic = Some(nic);
+        Ok(admitted)
+    }
+
+    fn start_await(&mut self, from: ConnectionId, id: u64, ms: u64) -> Result<(), Error> {
+        let session = self.connections.get_mut(&from).and_then(Connection::pool);
+        let session = session.ok_or_else(|| refused("the connection has ended"))?;
+        if session.client.is_none() {
+            return Err(refused("it is not admitted"));
+        }
+        if session.awaiting.len() >= AWAITS_MAX {
+            return Err(refused(&format!("{AWAITS_MAX} such requests wait already")));
+        }
+        let deadline = Instant::now() + Duration::from_millis(ms).min(AWAIT_MAX);
+        session.awaiting.push(Await { id, deadline });
+        // Before the look that follows: a turn after that look then wakes this thread.
+        self.shared.awaiting.fetch_add(1, Ordering::SeqCst);
+        Ok(())
+    }
+
+    /// Answers the requests for which there is memory, or whose time is over.
+    fn answer_awaits(&mut self) {
+        if self.shared.awaiting.load(Ordering::SeqCst) == 0 {
+            return;
+        }
+        let waiting: VecDeque<ConnectionId> = self
+            .connections
+            .iter_mut()
+            .filter_map(|(id, c)| c.pool().is_some_and(|p| !p.awaiting.is_empty()).then_some(*id))
+            .collect();
+        for id in waiting {
+            if !self.answer_awaits_of(id) {
+                self.close(id);
+            } else {
+                self.watch(id);
+            }
+        }
+    }
+
+    fn answer_awaits_of(&mut self, id: ConnectionId) -> bool {
+        let Some(connection) = self.connections.get_mut(&id) else { return true };
+        let Some(session) = connection.pool() else { return true };
+        let Some(client) = session.client else { return true };
+        let available = self.shared.node.has_memory(client);
+        let now = Instant::now();
+        let (ready, rest): (Vec<_>, Vec<_>) = session
+            .awaiting
+            .drain(..)
+            .partition(|a| !matches!(available, Ok(false)) || a.deadline <= now);
+        session.awaiting = rest;
+        self.shared.awaiting.fetch_sub(ready.len(), Ordering::SeqCst);
+        ready.into_iter().all(|a| match &available {
+            Ok(available) => connection.reply(a.id, Reply::Memory { available: *available }),
+            Err(e) => connection.refuse(a.id, e),
+        })
+    }
+
+    fn next_deadline(&mut self) -> Option<Timespec> {
+        if self.shared.awaiting.load(Ordering::SeqCst) == 0 {
+            return None;
+        }
+        let deadlines = self
+            .connections
+            .values_mut()
+            .filter_map(|c| c.pool().and_then(|p| p.awaiting.iter().map(|a| a.deadline).min()));
+        let left = deadlines.min()?.saturating_duration_since(Instant::now());
+        // Rounded up, so that the deadline has passed when the thread wakes.
+        let left = left + Duration::from_micros(100);
+        Some(Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos() as i64 })
+    }
+
+    /// The compute node of a connection leaves: its keys die, its chunks come back.
+    fn leave(&mut self, id: ConnectionId) -> Result<(), Error> {
+        let Some(connection) = self.connections.get_mut(&id) else { return Ok(()) };
+        let Some(session) = connection.pool() else { return Ok(()) };
+        let (client, awaiting) = (session.client.take(), std::mem::take(&mut session.awaiting));
+        session.nic = None;
+        self.shared.awaiting.fetch_sub(awaiting.len(), Ordering::SeqCst);
+        match client {
+            Some(client) => self.shared.node.retire(client),
+            None => Ok(()),
+        }
+    }
+
+    /// Ends a connection and what hangs on it.
+    fn close(&mut self, id: ConnectionId) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let linked = match &mut connection.role {
+            Role::Unknown => Vec::new(),
+            // Its compute nodes lose their QPs: they are retired before that.
+            Role::Nic(_) => {
+                let on_it: Vec<_> = self
+                    .connections
+                    .iter_mut()
+                    .filter_map(|(other, c)| {
+                        c.pool().is_some_and(|p| p.nic == Some(id)).then_some(*other)
+                    })
+                    .collect();
+                for other in &on_it {
+                    self.retire(*other);
+                }
+                on_it
+            }
+            // It did not say goodbye (then there would be no link): its NIC session ends with it.
+            Role::Pool(session) => {
+                let nic = session.nic;
+                self.retire(id);
+                let others = self.connections.iter_mut().any(|(other, c)| {
+                    *other != id && nic.is_some() && c.pool().is_some_and(|p| p.nic == nic)
+                });
+                if others { Vec::new() } else { nic.into_iter().collect() }
+            }
+        };
+        for id in linked.into_iter().chain([id]) {
+            if let Some(connection) = self.connections.remove(&id) {
+                let _ = epoll::delete(&self.epoll, &connection);
+            }
+        }
+        if self.full {
+            // If this fails, the next connection that ends tries again.
+            let _ = self.watch_listener(true);
+        }
+    }
+
+    fn retire(&mut self, id: ConnectionId) {
+        if let Err(e) = self.leave(id) {
+            // The chunks of that compute node stay its own; the pool goes on without them.
+            *self.shared.failure.lock() = Some(format!("retiring a compute node: {e}"));
+        }
+    }
+
+    fn close_all(&mut self) {
+        while let Some((&id, _)) = self.connections.first_key_value() {
+            self.close(id);
+        }
+    }
+}
+
+fn refused(why: &str) -> Error {
+    Error::Refused { attempt: "a request of a compute node".into(), why: why.into() }
+}
+
+fn protocol_error(why: String) -> Error {
+    Error::Refused { attempt: "reading a message".into(), why }
+}
+
+fn system(e: Errno) -> Error {
+    Error::System { attempt: "serving the control socket".into(), source: e.into() }
+}

@@ -1,0 +1,214 @@
+//! The memory node as a service of a process: other processes attach to its NIC and to its pool
+//! over one Unix socket.
+//!
+//! ```text
+//!            granary-control                 granary-turn              granary-nic
+//!            ┌───────────────────────┐       ┌──────────────┐          ┌──────────┐
+//!  listen ──►│ epoll                 │ lock  │ sleeps on a  │ verbs    │ engine   │
+//!  nic    ──►│  NIC sessions         ├──────►│ CQ; answers  ├─────────►│ doorbells│
+//!  pool   ──►│  pool sessions        │       │ RPCs, repairs│          │          │
+//!  eventfd──►│  (stop, memory again) │       └──────────────┘          └──────────┘
+//!            └───────────────────────┘
+//!            the memory node's CPU: both threads                       the hardware
+//! ```
+//!
+//! - Sockets do not block; a peer that does not read its replies is not read from either.
+//! - A compute node is known by its pool connection and by the NIC session that owns the QPs that
+//!   it named. When either closes, first its keys die and its chunks come back, then its NIC
+//!   session ends.
+//! - The control thread sleeps unless somebody connects, asks or leaves.
+
+mod connection;
+mod control;
+
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use fabric::soft::SoftNic;
+use parking_lot::Mutex;
+use rnic::port::shm::Host;
+use rustix::event::EventfdFlags;
+
+use crate::cpu::ThreadClock;
+use crate::node::{Gate, MemoryNode, Turner};
+use crate::protocol::Status;
+use crate::socket::{Endpoint, Listener};
+use crate::{AnyNode, Error, Settings};
+
+/// A running memory node; it stops when dropped.
+pub struct Service {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+    path: PathBuf,
+}
+
+/// What the control thread shares with its owner.
+pub(crate) struct Shared {
+    stop: AtomicBool,
+    gate: Gate,
+    clock: ThreadClock,
+    wakeups: AtomicU64,
+    /// An eventfd that wakes the control thread.
+    wake: OwnedFd,
+    failure: Mutex<Option<String>>,
+    host: Host,
+    node: MemoryNode<AnyNode<SoftNic>>,
+    turner: Turner,
+    /// Requests that wait until there is memory.
+    awaiting: AtomicUsize,
+}
+
+impl Service {
+    /// Starts a memory node that listens at `endpoint`.
+    pub fn start(settings: &Settings, endpoint: &Endpoint) -> Result<Self, Error> {
+        settings.validate()?;
+        let listener = Listener::bind(endpoint)?;
+        let path = listener.path().to_path_buf();
+        let (nic, host) = SoftNic::host()?;
+        let node = MemoryNode::new(AnyNode::new(&nic, settings)?, settings.clone());
+        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| Error::System { attempt: "making an eventfd".into(), source: e.into() })?;
+        let turner = Turner::start(&node)?;
+        let shared = Arc::new(Shared {
+            stop: AtomicBool::new(false),
+            gate: Gate::default(),
+            clock: ThreadClock::default(),
+            wakeups: AtomicU64::new(0),
+            wake,
+            failure: Mutex::new(None),
+            host,
+            node: node.clone(),
+            turner,
+            awaiting: AtomicUsize::new(0),
+        });
+        let weak = Arc::downgrade(&shared);
+        node.on_turn(move || {
+            if let Some(shared) = weak.upgrade()
+                && shared.awaiting.load(Ordering::SeqCst) > 0
+            {
+                shared.wake();
+            }
+        });
+        let thread = thread::Builder::new()
+            .name("granary-control".into())
+            .spawn({
+                let shared = shared.clone();
+                move || {
+                    shared.clock.adopt();
+                    if let Err(e) = control::run(&shared, listener) {
+                        *shared.failure.lock() = Some(e.to_string());
+                    }
+                    shared.clock.retire();
+                    shared.gate.leave();
+                }
+            })
+            .map_err(|source| Error::System {
+                attempt: "starting the memory node's control thread".into(),
+                source,
+            })?;
+        Ok(Self { shared, thread: Some(thread), path })
+    }
+
+    /// Where it listens.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The memory node itself.
+    pub fn node(&self) -> &MemoryNode<AnyNode<SoftNic>> {
+        &self.shared.node
+    }
+
+    /// Its state, as a compute node can ask for it too.
+    pub fn status(&self) -> Result<Status, Error> {
+        self.shared.status()
+    }
+
+    /// CPU time of the control threads: the memory node's CPU.
+    pub fn control_cpu(&self) -> Duration {
+        self.shared.clock.read() + self.shared.turner.cpu_time()
+    }
+
+    /// CPU time of the thread that plays the NIC.
+    pub fn nic_cpu(&self) -> Result<Duration, Error> {
+        self.shared.nic_cpu()
+    }
+
+    /// Why a control thread ended by itself, if one did.
+    pub fn failure(&self) -> Option<String> {
+        self.shared.failure.lock().clone().or_else(|| self.shared.turner.failure())
+    }
+
+    /// Stops the control threads, and returns when they stand still: nothing is left of the memory
+    /// node's CPU until [`Service::resume`]. The NIC goes on.
+    pub fn pause(&self) {
+        self.shared.gate.close();
+        self.shared.wake();
+        self.shared.gate.wait_closed();
+        self.shared.turner.pause();
+    }
+
+    /// Lets the control threads go on.
+    pub fn resume(&self) {
+        self.shared.turner.resume();
+        self.shared.gate.open();
+    }
+
+    /// Ends all connections and stops. The socket file is removed.
+    pub fn stop(mut self) {
+        self.end();
+    }
+
+    fn end(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        self.shared.gate.open();
+        self.shared.wake();
+        if let Some(thread) = self.thread.take() {
+            // A panic of that thread was reported on stderr; there is nothing to add.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+impl Shared {
+    fn wake(&self) {
+        // It does not block; if its counter is full, the thread is woken already.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    fn nic_cpu(&self) -> Result<Duration, Error> {
+        self.host.cpu_time().map_err(nic_gone)
+    }
+
+    fn status(&self) -> Result<Status, Error> {
+        let nic = self.host.stats().map_err(nic_gone)?;
+        let control = self.clock.read() + self.turner.cpu_time();
+        let wakeups = self.wakeups.load(Ordering::Relaxed) + self.turner.wakeups();
+        let settings = self.node.settings();
+        Ok(Status {
+            node: self.node.status()?,
+            donated_bytes: settings.chunks() * settings.chunk_bytes,
+            uptime_ms: self.node.uptime().as_millis() as u64,
+            control_cpu_ns: control.as_nanos() as u64,
+            control_wakeups: wakeups,
+            nic_cpu_ns: nic.cpu.as_nanos() as u64,
+            nic_wakeups: nic.sleeps,
+            nic_wqes: nic.engine.wqes_total(),
+            nic: "shm".into(),
+        })
+    }
+}
+
+fn nic_gone(e: rnic::port::Error) -> Error {
+    Error::Gone { attempt: "asking the NIC for its state".into(), why: e.to_string() }
+}

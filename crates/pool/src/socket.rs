@@ -1,0 +1,243 @@
+//! The control socket: where a memory node listens, and how it is reached. The packets themselves
+//! are moved by [`rnic::port::shm::socket`].
+
+use std::fs;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+use crate::Error;
+
+/// Where a memory node listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Endpoint {
+    /// A socket at this path. A stale one is replaced, one that is served is refused.
+    At(PathBuf),
+    /// A socket in a directory of its own that only this user can enter, removed at the end.
+    Fresh,
+}
+
+/// A listening socket; its file is removed when dropped.
+pub struct Listener {
+    fd: OwnedFd,
+    path: PathBuf,
+    inode: (u64, u64),
+    fresh: bool,
+}
+
+impl Listener {
+    /// Listens at `endpoint`. The socket file has mode 0600.
+    pub fn bind(endpoint: &Endpoint) -> Result<Self, Error> {
+        let (path, fresh) = match endpoint {
+            Endpoint::At(path) => (path.clone(), false),
+            Endpoint::Fresh => (fresh_directory()?.join("pool.sock"), true),
+        };
+        match Self::bind_at(&path, fresh) {
+            Ok(listener) => Ok(listener),
+            Err(e) => {
+                if let (true, Some(dir)) = (fresh, path.parent()) {
+                    let _ = fs::remove_dir_all(dir);
+                }
+                Err(e)
+            }
+        }
+    }
+
+    fn bind_at(path: &Path, fresh: bool) -> Result<Self, Error> {
+        let attempt = || format!("listening at {}", path.display());
+        refuse_served(path)?;
+        // Under another name until its mode is right: nobody connects in between, and a stale
+        // socket is replaced in one step.
+        let mut name = path.file_name().unwrap_or_default().to_owned();
+        name.push(format!(".{}", std::process::id()));
+        let draft = path.with_file_name(name);
+        let _ = fs::remove_file(&draft);
+        let addr = address(&draft)?;
+        let fd = seqpacket()?;
+        rustix::net::bind(&fd, &addr).map_err(|e| system(attempt(), e))?;
+        let ready = fs::set_permissions(&draft, fs::Permissions::from_mode(0o600))
+            .and_then(|()| rustix::net::listen(&fd, 64).map_err(Into::into))
+            .and_then(|()| fs::rename(&draft, path))
+            .and_then(|()| fs::symlink_metadata(path));
+        match ready {
+            Ok(meta) => {
+                let inode = (meta.dev(), meta.ino());
+                Ok(Self { fd, path: path.to_path_buf(), inode, fresh })
+            }
+            Err(source) => {
+                let _ = fs::remove_file(&draft);
+                Err(Error::System { attempt: attempt(), source })
+            }
+        }
+    }
+
+    /// Where it listens.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The next connection, which does not block; `None` if there is none now.
+    pub fn accept(&self) -> Result<Option<OwnedFd>, Errno> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        match rustix::net::accept_with(&self.fd, flags) {
+            Ok(fd) => Ok(Some(fd)),
+            Err(Errno::WOULDBLOCK | Errno::CONNABORTED | Errno::INTR) => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        let ours = fs::symlink_metadata(&self.path)
+            .is_ok_and(|meta| (meta.dev(), meta.ino()) == self.inode);
+        if ours {
+            let _ = fs::remove_file(&self.path);
+        }
+        if let (true, Some(dir)) = (self.fresh, self.path.parent()) {
+            let _ = fs::remove_dir(dir);
+        }
+    }
+}
+
+/// Fails if something is at `path` that must not be replaced.
+fn refuse_served(path: &Path) -> Result<(), Error> {
+    let refuse = |why: &str| {
+        Err(Error::Refused {
+            attempt: format!("listening at {}", path.display()),
+            why: why.to_string(),
+        })
+    };
+    match fs::symlink_metadata(path) {
+        Err(_) => Ok(()),
+        Ok(meta) if !meta.file_type().is_socket() => {
+            refuse("something that is not a socket is there; remove it or take another path")
+        }
+        Ok(_) => match rustix::net::connect(&seqpacket()?, &address(path)?) {
+            Ok(()) | Err(Errno::AGAIN) => {
+                refuse("a process serves it already; stop that one or take another path")
+            }
+            Err(_) => Ok(()),
+        },
+    }
+}
+
+fn fresh_directory() -> Result<PathBuf, Error> {
+    let base = std::env::var_os("XDG_RUNTIME_DIR")
+        .map(PathBuf::from)
+        .filter(|p| p.is_dir())
+        .unwrap_or_else(std::env::temp_dir);
+    let mut last = None;
+    for _ in 0..16 {
+        let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.subsec_nanos());
+        let dir = base.join(format!("granary-{}-{nanos:08x}", std::process::id()));
+        match fs::DirBuilder::new().mode(0o700).create(&dir) {
+            Ok(()) => return Ok(dir),
+            Err(e) => last = Some(e),
+        }
+    }
+    Err(Error::System {
+        attempt: format!("making a directory for the socket in {}", base.display()),
+        source: last.unwrap_or_else(|| Errno::EXIST.into()),
+    })
+}
+
+/// Connects to the socket at `path`; the connection blocks.
+pub fn connect(path: &Path) -> Result<OwnedFd, Error> {
+    let attempt = format!("connecting to the memory node at {}", path.display());
+    let addr = address(path)?;
+    let flags = SocketFlags::CLOEXEC;
+    let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+        .map_err(|e| system(attempt.clone(), e))?;
+    match rustix::net::connect(&fd, &addr) {
+        Ok(()) => Ok(fd),
+        Err(e @ (Errno::NOENT | Errno::CONNREFUSED)) => Err(Error::Gone {
+            attempt,
+            why: format!("nobody serves it ({e}); start one with `granary serve`"),
+        }),
+        Err(e) => Err(system(attempt, e)),
+    }
+}
+
+fn seqpacket() -> Result<OwnedFd, Error> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+        .map_err(|e| system("making a Unix socket".into(), e))
+}
+
+fn address(path: &Path) -> Result<SocketAddrUnix, Error> {
+    SocketAddrUnix::new(path).map_err(|_| Error::Setting {
+        setting: "path",
+        value: path.display().to_string(),
+        why: "the path of a Unix socket has at most 107 bytes and no zero byte".into(),
+    })
+}
+
+fn system(attempt: String, errno: Errno) -> Error {
+    Error::System { attempt, source: errno.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_file_is_private_and_goes_with_the_listener() {
+        let listener = Listener::bind(&Endpoint::Fresh).unwrap();
+        let path = listener.path().to_path_buf();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        let dir = path.parent().unwrap().to_path_buf();
+        assert_eq!(fs::metadata(&dir).unwrap().permissions().mode() & 0o777, 0o700);
+        drop(listener);
+        assert!(!dir.exists());
+    }
+
+    #[test]
+    fn a_stale_socket_is_replaced_a_served_one_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pool.sock");
+        let at = Endpoint::At(path.clone());
+        let first = Listener::bind(&at).unwrap();
+        let e = Listener::bind(&at).err().unwrap().to_string();
+        assert!(e.contains("serves it already"), "{e}");
+        // As if its process had been killed: the file stays, nobody listens.
+        let stale = fs::hard_link(&path, dir.path().join("kept"));
+        stale.unwrap();
+        drop(first);
+        fs::rename(dir.path().join("kept"), &path).unwrap();
+        let second = Listener::bind(&at).unwrap();
+        let _client = connect(&path).unwrap();
+        assert!(second.accept().unwrap().is_some());
+        drop(second);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn what_is_not_a_socket_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("notes");
+        fs::write(&path, "mine").unwrap();
+        let e = Listener::bind(&Endpoint::At(path.clone())).err().unwrap().to_string();
+        assert!(e.contains("not a socket"), "{e}");
+        assert_eq!(fs::read(&path).unwrap(), b"mine");
+        let long = dir.path().join("x".repeat(200));
+        assert!(matches!(Listener::bind(&Endpoint::At(long)), Err(Error::Setting { .. })));
+    }
+
+    #[test]
+    fn nobody_there_is_said_in_so_many_words() {
+        let dir = tempfile::tempdir().unwrap();
+        let e = connect(&dir.path().join("none")).err().unwrap().to_string();
+        assert!(e.contains("granary serve"), "{e}");
+    }
+}

@@ -1,0 +1,71 @@
+//! What every allocation scheme must keep, on every attachment of the NIC: one list of checks,
+//! run for each scheme in each place.
+
+mod checks;
+mod gone;
+mod place;
+
+use place::Place;
+use pool::SchemeKind;
+
+macro_rules! run {
+    ($scheme:expr, $place:expr, [$($check:ident),* $(,)?]) => {
+        $(
+            #[test]
+            fn $check() {
+                crate::checks::$check(&crate::Setup { scheme: $scheme, place: $place });
+            }
+        )*
+    };
+}
+
+macro_rules! scheme {
+    ($name:ident, $kind:expr) => {
+        mod $name {
+            mod inline {
+                scheme!(@all $kind, crate::Place::Embedded);
+            }
+            mod shm {
+                scheme!(@all $kind, crate::Place::SameProcess);
+            }
+            mod shm_other_process {
+                scheme!(@all $kind, crate::Place::OtherProcess);
+
+                #[test]
+                fn operations_end_when_the_node_dies() {
+                    crate::gone::operations_end_when_the_node_dies($kind);
+                }
+            }
+        }
+    };
+    (@all $kind:expr, $place:expr) => {
+        run!($kind, $place, [
+            a_chunk_is_zero_and_keeps_what_is_written,
+            the_next_owner_reads_zeros,
+            keys_are_dead_after_free,
+            ranges_are_kept,
+            a_grant_is_of_no_use_to_another_client,
+            a_key_is_for_its_lane_only,
+            what_is_not_owned_is_not_freed,
+            an_empty_pool_is_waited_for,
+            nobody_shares_a_chunk,
+            threads_share_a_pool,
+            long_and_odd_lengths,
+            batches_over_groups,
+            given_up_operations_harm_nobody,
+            a_bad_access_disturbs_no_neighbour,
+            leaving_gives_everything_back,
+            counters_count,
+        ]);
+    };
+}
+
+/// What a check is run with.
+#[derive(Clone, Copy)]
+pub struct Setup {
+    scheme: SchemeKind,
+    place: Place,
+}
+
+scheme!(onesidedmw, pool::SchemeKind::OneSidedMw);
+scheme!(rpc_mw_2, pool::SchemeKind::RpcMw2);

@@ -1,0 +1,159 @@
+//! Where the memory node is.
+
+use std::io::Write;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use pool::{ControlMode, Embedded, Endpoint, Options, Pool, SchemeKind, Service, Settings};
+
+/// Where the memory node is, as seen by its compute nodes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Place {
+    /// In the same process, on the inline NIC.
+    Embedded,
+    /// In the same process, behind its socket.
+    SameProcess,
+    /// In another process.
+    OtherProcess,
+}
+
+/// A running memory node.
+pub enum Node {
+    Embedded(Arc<Embedded>),
+    SameProcess(Service),
+    OtherProcess(ServerProcess),
+}
+
+/// A memory node in a process of its own.
+pub struct ServerProcess {
+    child: Child,
+    dir: tempfile::TempDir,
+}
+
+const SETTINGS: &str = "GRANARY_TEST_SERVE";
+
+impl Node {
+    /// Starts a memory node with `chunks` chunks of `chunk_bytes`.
+    pub fn start(place: Place, scheme: SchemeKind, chunk_bytes: u64, chunks: u64) -> Node {
+        let settings = Settings {
+            donate_bytes: chunk_bytes * chunks,
+            chunk_bytes,
+            scheme,
+            clients_max: 16,
+            groups_max: 4,
+            ..Settings::default()
+        };
+        Node::with(place, &settings)
+    }
+
+    /// Starts a memory node.
+    pub fn with(place: Place, settings: &Settings) -> Node {
+        match place {
+            Place::Embedded => Node::Embedded(Arc::new(Embedded::start(settings).unwrap())),
+            Place::SameProcess => {
+                Node::SameProcess(Service::start(settings, &Endpoint::Fresh).unwrap())
+            }
+            Place::OtherProcess => Node::OtherProcess(ServerProcess::start(settings)),
+        }
+    }
+
+    /// Connects a compute node with two groups.
+    pub fn connect(&self) -> Pool {
+        self.connect_with(Options { groups: Some(2), ..Options::default() })
+    }
+
+    /// Connects a compute node.
+    pub fn connect_with(&self, options: Options) -> Pool {
+        match self {
+            Node::Embedded(embedded) => Pool::embedded_in(embedded, options).unwrap(),
+            Node::SameProcess(service) => Pool::connect(service.path(), options).unwrap(),
+            Node::OtherProcess(server) => Pool::connect(server.path(), options).unwrap(),
+        }
+    }
+
+    /// Checks that the pool is whole: all `chunks` free, nobody connected but the one that asks.
+    pub fn check_whole(&self, chunks: u64) {
+        let asking = self.connect();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        loop {
+            asking.audit().unwrap();
+            let status = asking.node_status().unwrap().node;
+            assert_eq!(status.chunks, chunks);
+            if status.free == chunks && status.clients == 1 {
+                return;
+            }
+            // A client that left is noticed when its connection has closed.
+            assert!(Instant::now() < deadline, "the pool is not whole: {status:?}");
+            std::thread::yield_now();
+        }
+    }
+}
+
+impl ServerProcess {
+    fn start(settings: &Settings) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pool.sock");
+        let s = settings;
+        let words = format!(
+            "{} {} {} {} {} {}",
+            s.donate_bytes, s.chunk_bytes, s.clients_max, s.groups_max, s.scheme, s.control
+        );
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "place::serve_for_another_process", "--nocapture"])
+            .env(SETTINGS, format!("{words} {}", path.display()))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let server = Self { child, dir };
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while !path.exists() {
+            assert!(Instant::now() < deadline, "the memory node does not start");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        server
+    }
+
+    /// Its socket.
+    pub fn path(&self) -> std::path::PathBuf {
+        self.dir.path().join("pool.sock")
+    }
+
+    /// Kills it, as a crash would.
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for ServerProcess {
+    fn drop(&mut self) {
+        // The end of its input is what it waits for.
+        if let Some(mut input) = self.child.stdin.take() {
+            let _ = input.flush();
+        }
+        let _ = self.child.wait();
+    }
+}
+
+/// Not a test by itself: the memory node of [`Place::OtherProcess`] when it is told to be.
+#[test]
+fn serve_for_another_process() {
+    let Ok(words) = std::env::var(SETTINGS) else { return };
+    let words: Vec<&str> = words.splitn(7, ' ').collect();
+    let number = |i: usize| words[i].parse::<u64>().unwrap();
+    let settings = Settings {
+        donate_bytes: number(0),
+        chunk_bytes: number(1),
+        clients_max: number(2) as u32,
+        groups_max: number(3) as u32,
+        scheme: words[4].parse().unwrap(),
+        control: words[5].parse::<ControlMode>().unwrap(),
+        ..Settings::default()
+    };
+    let service = Service::start(&settings, &Endpoint::At(words[6].into())).unwrap();
+    std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).unwrap();
+    assert_eq!(service.failure(), None);
+    service.stop();
+}
