@@ -163,17 +163,20 @@ fn qps_whose_wqes_enable_themselves_and_wait_stay_in_order() {
     let shape = Shape { recv: Some(true), ..bed.shape(PF, pd) };
     let (mut a, b) = (bed.qp(&shape), bed.qp(&shape));
     let (mut c, _) = bed.pair();
+    let (mut other, _) = bed.pair();
     bed.connect(&a, &b);
     let (own, cqn) = (a.qpn, c.send_cq.cqn);
     bed.write_wqe(&mut a, |w| _ = w.receive_enable(own, 1));
     bed.write_wqe(&mut a, |w| _ = w.wait(cqn, 0));
     bed.post(&mut a, |w| _ = w.nop().signaled());
+    bed.post(&mut other, |w| _ = w.wait(cqn, 0).signaled());
     assert_eq!(bed.run(), 1);
     assert!(!bed.e.has_ready());
     bed.post(&mut a, |w| _ = w.nop());
     assert_eq!(bed.run(), 0, "a doorbell does not end a WAIT");
     bed.execute(&mut c, |w| _ = w.nop());
     assert!(a.send_cq.reader.poll().is_some());
+    assert!(other.send_cq.reader.poll().is_some(), "who waits behind it is not lost");
     assert_eq!(bed.e.query_qp(PF, a.qpn).unwrap().executed, 4);
 }
 

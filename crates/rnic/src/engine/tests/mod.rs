@@ -4,6 +4,7 @@ mod bed;
 mod chains;
 mod data;
 mod errors;
+mod hostile;
 mod model;
 mod queues;
 mod windows;
