@@ -43,9 +43,19 @@ impl Pager {
         loop {
             let calls = self.calls.load(Ordering::Acquire);
             self.give_back_emptied();
+            if self.forks.is_asked() {
+                let gate = self.gate();
+                self.flush_staging(&gate);
+                self.slots().freeze();
+                drop(gate);
+                self.forks.answer();
+            }
             let mut idle_rounds = 0;
             while self.limit - self.resident().min(self.limit) < self.high_water() {
                 if evictor.make_room(self) > 0 {
+                    if self.forks.is_asked() {
+                        break;
+                    }
                     idle_rounds = 0;
                     continue;
                 }
@@ -118,6 +128,10 @@ impl Evictor {
         let runs = runs(&self.taken);
         for run in &runs {
             self.empty(pager, &unreadable, run.clone());
+        }
+        if pager.forks.is_forking() {
+            // What is staged now must be in its slot before anybody can take it back.
+            pager.flush_staging(&unreadable);
         }
         let mut room = 0;
         for (&(page, entry), after) in self.taken.iter().zip(&self.after) {

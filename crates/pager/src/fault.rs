@@ -1,9 +1,8 @@
 //! Faults: from an event to a page that is mapped.
 //!
-//! One handler thread serves the events one after the other: a fault costs it one to two microseconds
-//! beyond the wake-up, so what matters is on which core it wakes, not how many there are. Two
-//! handlers that read the same descriptor wake each other for every fault, and a fork could fall between
-//! them (see [`crate::fork`]).
+//! One handler is pinned to each core, and all read the same descriptor: a fault is then answered by
+//! a thread that need not wake another core (a wake-up there costs several times the fault). The kernel
+//! wakes all readers for a fault, and the one on the faulting thread's core is there first.
 //!
 //! Steps of a missing fault: take room; set the page BUSY; by its state map zeros, copy the frame, or
 //! read the slot into a frame of the handler's and copy that; settle the entry. The page of a read is
@@ -11,7 +10,7 @@
 //! written first.
 //!
 //! Read-ahead: [`Streams`] notes for each thread where its runs of consecutive faults would go on.
-//! A run that does go on is served in growing batches, up to 64 pages.
+//! A run that does go on is served in growing batches, up to [`READ_FRAMES`] pages.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -86,19 +85,21 @@ enum Outcome {
 
 struct Handler<'a> {
     pager: &'a Pager,
-    faults: Streams,
-    writes: Streams,
+    /// First of the frames that it reads into.
+    frames: FrameId,
     batch: Vec<(PageId, Entry)>,
     pairs: Vec<(SlotId, FrameId)>,
 }
 
 impl Pager {
-    /// The handler's loop.
-    pub(crate) fn handler(self: &std::sync::Arc<Self>) {
+    /// The loop of handler number `index`.
+    pub(crate) fn handler(self: &std::sync::Arc<Self>, index: u32, core: Option<usize>) {
+        if let Some(core) = core {
+            pin(core);
+        }
         let mut handler = Handler {
             pager: self,
-            faults: Streams::default(),
-            writes: Streams::default(),
+            frames: FrameId(index * READ_FRAMES),
             batch: Vec::with_capacity(READ_FRAMES as usize),
             pairs: Vec::with_capacity(READ_FRAMES as usize),
         };
@@ -110,7 +111,7 @@ impl Pager {
                 }
                 self.broken("read page faults", &error);
             }
-            // A fork first: nothing may be mapped between it and what its child is to see.
+            // A fork first: its child's picture is to be taken soon.
             let mut faults = Vec::with_capacity(events.len());
             for event in events.drain(..) {
                 match event {
@@ -168,7 +169,7 @@ impl Handler<'_> {
             return;
         }
         let most = READ_FRAMES.min(pager.limit / 16).max(1);
-        let window = self.faults.window(fault.thread, page, most);
+        let window = pager.streams().0.window(fault.thread, page, most);
         let room = pager.wait_for_room(window);
         if room == 0 {
             pager.wake(page, 1);
@@ -198,7 +199,7 @@ impl Handler<'_> {
                 0
             }
         };
-        self.faults.served(fault.thread, page, window, mapped);
+        pager.streams().0.served(fault.thread, page, window, mapped);
         pager.give_room(room - mapped);
     }
 
@@ -255,12 +256,12 @@ impl Handler<'_> {
         self.pairs.clear();
         for (index, (_, entry)) in self.batch.iter().enumerate() {
             let slot = SlotId(entry.slot().expect("a remote page has a slot"));
-            self.pairs.push((slot, FrameId(index as u32)));
+            self.pairs.push((slot, FrameId(self.frames.0 + index as u32)));
         }
         let lane = if self.batch.len() == 1 { Lane::Sync } else { Lane::Async };
         pager.transfer(lane, false, &self.pairs);
         let start = pager.region.address(self.batch[0].0);
-        let source = pager.staging.address(FrameId(0)) as usize;
+        let source = pager.staging.address(self.frames) as usize;
         let done = map_run(self.batch.len(), |len| {
             // SAFETY: remote pages of the region, BUSY by us; the handler's frames are as long as a
             // batch and nobody else's.
@@ -331,7 +332,7 @@ impl Handler<'_> {
     fn write_protected(&mut self, fault: Fault) {
         let pager = self.pager;
         let page = pager.region.page(fault.address);
-        let window = self.writes.window(fault.thread, page, READ_FRAMES);
+        let window = pager.streams().1.window(fault.thread, page, READ_FRAMES);
         let Some(first) = pager.table.lock_or_wait(page) else { return };
         if first.state() != State::Resident {
             pager.settle(page, first);
@@ -360,13 +361,35 @@ impl Handler<'_> {
             let dirty = Entry::dirty(entry.slot());
             pager.settle(page, if index < count { dirty } else { entry });
         }
-        self.writes.served(fault.thread, page, window, count as u32);
+        pager.streams().1.served(fault.thread, page, window, count as u32);
         if let Err(error) = done {
             match error.raw_os_error() {
                 Some(libc::EAGAIN | libc::ENOENT | libc::ESRCH) => pager.wake(page, 1),
                 _ => pager.broken("lift the write protection of a page", &error),
             }
         }
+    }
+}
+
+/// The cores that the process may run on.
+pub(crate) fn cores() -> Vec<usize> {
+    // SAFETY: a zero set is valid for the write.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        if libc::sched_getaffinity(0, size_of_val(&set), &mut set) != 0 {
+            return Vec::new();
+        }
+        (0..libc::CPU_SETSIZE as usize).filter(|&core| libc::CPU_ISSET(core, &set)).collect()
+    }
+}
+
+/// Keeps the calling thread on a core. Where that is refused it is only slower.
+fn pin(core: usize) {
+    // SAFETY: a zero set is valid; the calling thread only.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        libc::CPU_SET(core, &mut set);
+        libc::sched_setaffinity(0, size_of_val(&set), &set);
     }
 }
 

@@ -22,9 +22,10 @@
 //!   parent is killed.
 //! - A child that unmaps or drops pages tells the parent, as they read as zeros from then on.
 //!
-//! The picture is exact because the forking thread waits in the kernel until the handler has read the
-//! event, in that time the kernel refuses to map or to protect pages of the region (`EAGAIN`), and the
-//! handler stops the evictor (`gate`) before it looks. `pthread_atfork` handlers ([`Pager::before_fork`],
+//! The picture is exact, although other handlers go on: before the fork the evictor writes what is
+//! staged and freezes all slots, and until the picture is taken it stages nothing that it does not write
+//! and freeze too. So a page that is not resident at the fork has a slot, keeps it in its entry whatever
+//! happens to it, and nobody overwrites it. `pthread_atfork` handlers ([`Pager::before_fork`],
 //! [`Pager::after_fork_in_parent`], [`Pager::after_fork_in_child`]) keep mappings still meanwhile. Without
 //! CAP_SYS_PTRACE the kernel does not report forks: then fork is refused in [`Pager::before_fork`].
 
@@ -39,7 +40,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use crate::config::EXIT_PAGER;
 use crate::descriptor;
 use crate::page_table::{Entry, PageId, State};
-use crate::pager::{Pager, READ_FRAMES, spawn};
+use crate::pager::{Pager, spawn};
 use crate::region::Space;
 use crate::slots::SlotId;
 use crate::staging::FrameId;
@@ -92,6 +93,8 @@ pub struct Forks {
     announced: AtomicI32,
     /// Pictures taken.
     done: AtomicU32,
+    /// 1: the evictor is asked to prepare a fork; 2: it has; 0: no fork is under way.
+    preparing: AtomicU32,
     /// Children that still need frozen slots.
     living: Mutex<u32>,
     held: UnsafeCell<Option<Held>>,
@@ -106,6 +109,23 @@ impl Forks {
     /// True in a forked child.
     pub fn is_child(&self) -> bool {
         self.child.load(Ordering::Acquire)
+    }
+
+    /// True from before the preparation of a fork to the end of the fork.
+    pub(crate) fn is_forking(&self) -> bool {
+        self.preparing.load(Ordering::Acquire) != 0
+    }
+
+    /// The evictor is asked to prepare a fork.
+    pub(crate) fn is_asked(&self) -> bool {
+        self.preparing.load(Ordering::Acquire) == 1
+    }
+
+    /// The evictor has prepared it.
+    pub(crate) fn answer(&self) {
+        *self.living.lock().expect("nobody panics with it locked") += 1;
+        self.preparing.store(2, Ordering::Release);
+        sys::futex_wake(&self.preparing);
     }
 
     /// In a child, with `space` locked: drops pages, and tells the parent that they read as zeros.
@@ -167,6 +187,11 @@ impl Pager {
         if self.forks.is_child() {
             self.forks.tell_parent(Message::FORKS, Some(channel.0.as_raw_fd()));
         } else {
+            self.forks.preparing.store(1, Ordering::Release);
+            self.call_evictor(true);
+            while self.forks.is_asked() {
+                sys::futex_wait(&self.forks.preparing, 1, None);
+            }
             self.forks.announced.store(channel.0.as_raw_fd(), Ordering::Release);
         }
         let done_before = self.forks.done.load(Ordering::Acquire);
@@ -191,9 +216,25 @@ impl Pager {
             sys::futex_wait(&self.forks.done, done, Some(1000));
         }
         self.forks.announced.store(0, Ordering::Release);
+        if !self.forks.is_child() {
+            self.slots().end_freezing();
+            self.forks.preparing.store(0, Ordering::Release);
+            if !forked {
+                self.child_is_gone();
+            }
+        }
         drop(held.channel);
         drop(held.space);
         drop(held.blocked);
+    }
+
+    /// One child less that needs frozen slots.
+    fn child_is_gone(&self) {
+        let mut living = self.forks.living.lock().expect("nobody panics with it locked");
+        *living -= 1;
+        let thawed = if *living == 0 { self.slots().thaw() } else { Vec::new() };
+        drop(living);
+        self.note_emptied(thawed);
     }
 
     /// To be called after every fork in the child: from here on it is served by its parent.
@@ -340,14 +381,19 @@ struct Child {
 
 /// The handler has read the event of a fork.
 pub(crate) fn follow(pager: &Arc<Pager>, faults: Uffd) {
+    let announced = pager.forks.announced.swap(0, Ordering::AcqRel);
     let picture = {
         let gate = pager.gate();
-        pager.flush_staging(&gate);
-        *pager.forks.living.lock().expect("nobody panics with it locked") += 1;
-        pager.slots().freeze();
+        if announced == 0 {
+            // Forked by a raw system call: prepared late, which is as good if no other thread runs.
+            pager.flush_staging(&gate);
+            *pager.forks.living.lock().expect("nobody panics with it locked") += 1;
+            let mut slots = pager.slots();
+            slots.freeze();
+            slots.end_freezing();
+        }
         picture(pager)
     };
-    let announced = pager.forks.announced.swap(0, Ordering::AcqRel);
     let channel =
         (announced != 0).then(|| descriptor::take_from_program(announced)).and_then(Result::ok);
     adopt(pager, faults, channel, Arc::new(picture));
@@ -382,16 +428,16 @@ fn adopt(
     }
 }
 
-/// The slots of all pages that are not resident. With `gate` locked and nothing staged dirty.
+/// The slots of all pages that have one, those that are resident among them: the child does not ask for
+/// what it got. With `gate` locked and nothing staged dirty.
 fn picture(pager: &Pager) -> Vec<(PageId, SlotId)> {
     let mut picture = Vec::new();
     pager.table.touched(0..pager.region.pages(), |part| {
         for page in part.map(PageId) {
             let entry: Entry = pager.table.load(page);
             let slot = match entry.state() {
-                State::Remote => entry.slot().map(SlotId),
                 State::Staged => entry.frame().and_then(|f| pager.staging.slot(FrameId(f))),
-                State::Absent | State::Resident => None,
+                State::Remote | State::Resident | State::Absent => entry.slot().map(SlotId),
             };
             picture.extend(slot.map(|slot| (page, slot)));
         }
@@ -419,12 +465,7 @@ impl Child {
                 }
             }
         }
-        let thawed = {
-            let mut living = self.living();
-            *living -= 1;
-            if *living == 0 { self.pager.slots().thaw() } else { Vec::new() }
-        };
-        self.pager.note_emptied(thawed);
+        self.pager.child_is_gone();
     }
 
     fn living(&self) -> MutexGuard<'_, u32> {
@@ -495,8 +536,8 @@ impl Child {
         }
         match self.picture.binary_search_by_key(&page, |&(page, _)| page) {
             Ok(index) => {
-                let frame = FrameId(READ_FRAMES);
-                let _one = pager.child_frame.lock().expect("nobody panics with it locked");
+                let frame = pager.child_frame();
+                let _one = pager.child_frame_lock.lock().expect("nobody panics with it locked");
                 pager.transfer(Lane::Sync, false, &[(self.picture[index].1, frame)]);
                 self.give(&pager, fault.address, pager.staging.address(frame) as usize);
             }

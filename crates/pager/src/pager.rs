@@ -2,12 +2,12 @@
 //!
 //! | thread | does |
 //! | --- | --- |
-//! | handler (one) | reads events, brings pages in |
+//! | handlers (one a core) | read events, bring pages in |
 //! | evictor (one) | takes pages out, writes them back, gives chunks back |
 //! | program's | map, unmap, protect and advise ([`crate::mapping`]) |
 //!
 //! Locks, in the order in which they may be taken: `space` (the program's threads only), `gate` (they
-//! and the evictor), then a page's BUSY, then `slots` or `residency`. The handler takes `gate` only to
+//! and the evictor), then a page's BUSY, then `slots` or `residency`. A handler takes `gate` only to
 //! follow a fork, with no page BUSY. Who holds a lock or a BUSY touches no paged memory that may be
 //! missing, and has all signals blocked.
 //!
@@ -19,6 +19,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use crate::config::{self, Config, EXIT_PAGER, EXIT_POOL_GONE};
+use crate::fault::Streams;
 use crate::page_table::{PageId, PageTable};
 use crate::region::{RangeSet, Region, Space};
 use crate::residency::Residency;
@@ -31,8 +32,10 @@ use crate::transport::{ChunkHandle, Lane, PageIo, Transport, TransportError};
 use crate::uffd::{Features, Uffd};
 use crate::{Error, descriptor};
 
-/// Frames that the handler reads into: its largest batch.
-pub(crate) const READ_FRAMES: u32 = 64;
+/// Frames that a handler reads into: its largest batch.
+pub(crate) const READ_FRAMES: u32 = 32;
+/// Most handlers.
+const HANDLERS_MAX: usize = 16;
 /// Frames that serve forked children.
 pub(crate) const CHILD_FRAMES: u32 = 1;
 
@@ -67,8 +70,12 @@ pub struct Pager {
     pub(crate) fork_waits: AtomicBool,
     pub(crate) forks: crate::fork::Forks,
     pub(crate) fork_events: bool,
+    /// Cores of the handlers.
+    cores: Vec<usize>,
+    /// Runs of missing and of write-protection faults.
+    streams: Mutex<(Streams, Streams)>,
     /// Guards the frame that serves forked children.
-    pub(crate) child_frame: Mutex<()>,
+    pub(crate) child_frame_lock: Mutex<()>,
     enter: OnceLock<fn()>,
 }
 
@@ -108,7 +115,12 @@ impl Pager {
                 .map_err(system("register the region with userfaultfd"))?;
         }
         let memory = transport.staging();
-        let reserved = READ_FRAMES + CHILD_FRAMES;
+        // At most a quarter of the staging memory is for reads.
+        let handlers_max = (memory.frames / 4 / READ_FRAMES).max(1) as usize;
+        let mut cores = crate::fault::cores();
+        cores.truncate(handlers_max.min(HANDLERS_MAX));
+        let handlers = cores.len().max(1) as u32;
+        let reserved = CHILD_FRAMES + handlers * READ_FRAMES;
         let frames_bytes = u64::from(memory.frames) * PAGE_BYTES as u64;
         if memory.frames < reserved + 64 || frames_bytes * 2 > config.local_bytes {
             return Err(Error::LocalTooSmall { bytes: config.local_bytes });
@@ -149,7 +161,9 @@ impl Pager {
             fork_waits: AtomicBool::new(false),
             forks: crate::fork::Forks::default(),
             fork_events,
-            child_frame: Mutex::new(()),
+            cores,
+            streams: Mutex::default(),
+            child_frame_lock: Mutex::new(()),
             enter: OnceLock::new(),
         }))
     }
@@ -179,19 +193,13 @@ impl Pager {
                 keep.push(pager.uffd.as_raw_fd());
             }
             pager.transport.descriptors(&mut keep);
-            let evictor = pager.clone();
             pager.enter();
-            let result = descriptor::own_table(&keep).and_then(|()| {
-                spawn("granary-evictor", move || {
-                    evictor.enter();
-                    evictor.evictor()
-                })
-            });
+            let result = descriptor::own_table(&keep).and_then(|()| pager.start_others());
             let failed = result.is_err();
             let _ = ready.send(result);
             drop(ready);
             if !failed {
-                pager.handler();
+                pager.handler(0, pager.cores.first().copied());
             }
         };
         {
@@ -199,6 +207,22 @@ impl Pager {
             spawn("granary-fault", handler).map_err(system)?;
         }
         started.recv().unwrap_or_else(|_| Err(std::io::ErrorKind::Other.into())).map_err(system)
+    }
+
+    /// The evictor and the handlers but the first, which share the calling thread's descriptors.
+    fn start_others(self: &Arc<Self>) -> std::io::Result<()> {
+        for (index, &core) in self.cores.iter().enumerate().skip(1) {
+            let pager = self.clone();
+            spawn("granary-fault", move || {
+                pager.enter();
+                pager.handler(index as u32, Some(core));
+            })?;
+        }
+        let pager = self.clone();
+        spawn("granary-evictor", move || {
+            pager.enter();
+            pager.evictor();
+        })
     }
 
     /// Called first in every thread of the pager's.
@@ -235,6 +259,15 @@ impl Pager {
 
     pub(crate) fn space(&self) -> MutexGuard<'_, Space> {
         self.space.lock().expect("nobody panics with the space locked")
+    }
+
+    pub(crate) fn streams(&self) -> MutexGuard<'_, (Streams, Streams)> {
+        self.streams.lock().expect("nobody panics with the streams locked")
+    }
+
+    /// The frame that serves forked children: after those of the handlers.
+    pub(crate) fn child_frame(&self) -> FrameId {
+        FrameId(self.cores.len().max(1) as u32 * READ_FRAMES)
     }
 
     pub(crate) fn gate(&self) -> MutexGuard<'_, RangeSet> {

@@ -66,6 +66,7 @@ pub struct Slots {
     overflow_next: u32,
     full_since: Option<Instant>,
     deferred: Vec<SlotId>,
+    freezing: bool,
     pool_chunks: u32,
     overflow_chunks: u32,
 }
@@ -87,6 +88,7 @@ impl Slots {
             overflow_next: 0,
             full_since: None,
             deferred: Vec::new(),
+            freezing: false,
             pool_chunks: 0,
             overflow_chunks: 0,
         }
@@ -119,6 +121,10 @@ impl Slots {
                 if let Some(page) = free_page(&chunk.used, cursor, pages) {
                     set(&mut chunk.used, page, true);
                     chunk.live += 1;
+                    if self.freezing {
+                        chunk.frozen.resize(chunk.used.len(), 0);
+                        set(&mut chunk.frozen, page, true);
+                    }
                     self.cursor = page + 1;
                     return Ok(SlotId(u64::from(index) << self.pages_log2 | u64::from(page)));
                 }
@@ -238,8 +244,10 @@ impl Slots {
         Some(Emptied(home))
     }
 
-    /// Freezes every slot that is used now.
+    /// Freezes every slot that is used now, and every one that is allocated until
+    /// [`Slots::end_freezing`].
     pub fn freeze(&mut self) {
+        self.freezing = true;
         for chunk in self.chunks.iter_mut().flatten() {
             if chunk.frozen.is_empty() {
                 chunk.frozen = vec![0; chunk.used.len()];
@@ -248,6 +256,11 @@ impl Slots {
                 *frozen |= used;
             }
         }
+    }
+
+    /// Slots that are allocated from now on are not frozen.
+    pub fn end_freezing(&mut self) {
+        self.freezing = false;
     }
 
     /// Ends the freeze; returns the chunks that are empty by now.
@@ -346,6 +359,9 @@ mod tests {
         let mut slots = Slots::new(1 << 20);
         let old = slots.allocate(&pool).unwrap();
         slots.freeze();
+        let during = slots.allocate(&pool).unwrap();
+        assert!(slots.is_frozen(during));
+        slots.end_freezing();
         let new = slots.allocate(&pool).unwrap();
         assert!(slots.is_frozen(old) && !slots.is_frozen(new));
         assert_eq!(slots.free(old), None);
