@@ -16,9 +16,6 @@ pub trait DirectNic: Nic<Qp: DirectQp, Srq: DirectReceive> {
         managed: Managed,
     ) -> Result<Self::Qp, Error>;
 
-    /// Allocates `count` type-2 windows at once.
-    fn alloc_mws(&self, pd: &Self::Pd, count: usize) -> Result<Vec<Self::Mw>, Error>;
-
     /// What the NIC's tables have for a key of this function: for set-up, tests and recovery.
     fn query_key(&self, key: Key) -> Result<KeyInfo, Error>;
 

@@ -41,6 +41,11 @@ pub trait Nic: Clone + Send + Sync + 'static {
     /// Allocates a type-2 memory window, unbound.
     fn alloc_mw(&self, pd: &Self::Pd) -> Result<Self::Mw, Error>;
 
+    /// Allocates `count` type-2 windows, at once where the NIC can.
+    fn alloc_mws(&self, pd: &Self::Pd, count: usize) -> Result<Vec<Self::Mw>, Error> {
+        (0..count).map(|_| self.alloc_mw(pd)).collect()
+    }
+
     /// Creates a completion queue.
     fn create_cq(&self, attr: CqAttr) -> Result<Self::Cq, Error>;
 

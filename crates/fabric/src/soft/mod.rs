@@ -121,6 +121,21 @@ impl Nic for SoftNic {
         self.alloc_mws(pd, 1)?.pop().ok_or_else(|| unexpected("alloc_mws"))
     }
 
+    fn alloc_mws(&self, pd: &SoftPd, count: usize) -> Result<Vec<SoftMw>, Error> {
+        let mut windows = Vec::with_capacity(count);
+        while windows.len() < count {
+            let batch = (count - windows.len()).min(MWS_MAX as usize) as u32;
+            let verb = Verb::AllocMws { pd: pd.number(), count: batch };
+            match call(&self.function, "alloc_mws", verb)? {
+                Reply::Keys(keys) if keys.len() == batch as usize => windows.extend(
+                    keys.into_iter().map(|key| SoftMw(Arc::new(MwInner { pd: pd.clone(), key }))),
+                ),
+                _ => return Err(unexpected("alloc_mws")),
+            }
+        }
+        Ok(windows)
+    }
+
     fn create_cq(&self, attr: CqAttr) -> Result<SoftCq, Error> {
         SoftCq::create(&self.function, &attr)
     }
@@ -142,21 +157,6 @@ impl DirectNic for SoftNic {
         managed: Managed,
     ) -> Result<SoftQp, Error> {
         SoftQp::create(pd, &attr, managed)
-    }
-
-    fn alloc_mws(&self, pd: &SoftPd, count: usize) -> Result<Vec<SoftMw>, Error> {
-        let mut windows = Vec::with_capacity(count);
-        while windows.len() < count {
-            let batch = (count - windows.len()).min(MWS_MAX as usize) as u32;
-            let verb = Verb::AllocMws { pd: pd.number(), count: batch };
-            match call(&self.function, "alloc_mws", verb)? {
-                Reply::Keys(keys) if keys.len() == batch as usize => windows.extend(
-                    keys.into_iter().map(|key| SoftMw(Arc::new(MwInner { pd: pd.clone(), key }))),
-                ),
-                _ => return Err(unexpected("alloc_mws")),
-            }
-        }
-        Ok(windows)
     }
 
     fn query_key(&self, key: Key) -> Result<KeyInfo, Error> {

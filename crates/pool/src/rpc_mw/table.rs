@@ -50,9 +50,7 @@ impl<N: Nic> Table<N> {
         let chunks = settings.chunks() as u32;
         let lanes = settings.lanes() as usize;
         let memory = nic.alloc_dma((chunks as u64 * settings.chunk_bytes) as usize)?;
-        let windows = (0..chunks as usize * lanes)
-            .map(|_| nic.alloc_mw(pd))
-            .collect::<Result<Vec<_>, _>>()?;
+        let windows = nic.alloc_mws(pd, chunks as usize * lanes)?;
         let entry = |_| Entry { owner: Owner::Nobody, group: GroupId(0), leaving: false };
         Ok(Self {
             memory: nic.reg_mr(pd, &memory, Access::LOCAL_ALL)?,
