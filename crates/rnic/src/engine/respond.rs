@@ -11,7 +11,7 @@ use crate::ids::{Access, Cqn, Key, Pdn, Qpn};
 use crate::protection::{Executor, Refusal};
 use crate::qp::Peer;
 use crate::queue::Waiting;
-use crate::wqe::{SEGMENT, Sge};
+use crate::wqe::{INVALID_LKEY, SEGMENT, Sge};
 
 /// The peer of a requester, fit to answer.
 #[derive(Clone, Copy)]
@@ -52,9 +52,6 @@ pub(super) enum Delivered {
     /// There is no receive WQE (RNR).
     NotReady(Waiting),
 }
-
-/// lkey of an SGE that ends a receive WQE's list (`MLX5_INVALID_LKEY`).
-pub(crate) const INVALID_LKEY: Key = Key(0x100);
 
 impl Core {
     /// The peer, if it is connected to this requester and in a state to answer. Else the requester

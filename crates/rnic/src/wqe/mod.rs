@@ -53,6 +53,9 @@ pub const MAX_BYTES: usize = 1024;
 /// Set in an SGE's byte count: the data follows inline (IBTA calls it inline data).
 pub const INLINE: u32 = 0x8000_0000;
 
+/// An lkey that names nothing: on an SGE of length 0 it ends a receive WQE's list.
+pub const INVALID_LKEY: Key = Key(0x100);
+
 /// Operation codes of a send queue's WQEs.
 pub mod opcode {
     /// Does nothing.

@@ -158,7 +158,7 @@ fn a_send_scatters_into_the_next_receive() {
     let from = bed.mr(PF, a.pd, 256, Access::NONE);
     let to = bed.mr(PF, b.pd, 256, Access::LOCAL_WRITE);
     from.mem.write(0, b"abcdefghijkl");
-    let end = Sge { addr: 0, len: 0, lkey: super::super::respond::INVALID_LKEY };
+    let end = Sge { addr: 0, len: 0, lkey: crate::wqe::INVALID_LKEY };
     bed.post_recv(&mut b, &[to.sge(10, 3), to.sge(20, 100), end, to.sge(0, 200)]);
     bed.post_recv(&mut b, &[to.sge(128, 64)]);
     let cqe = bed.execute(&mut a, |w| _ = w.send(&[from.sge(0, 2), from.sge(2, 10)]));
