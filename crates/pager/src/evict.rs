@@ -1,7 +1,7 @@
 //! Eviction: pages leave the program's memory for the staging area, and that for their slots.
 //!
 //! One thread evicts. It is called when room falls below a low mark, and makes room up to a high one, off
-//! the faults' path; a fault waits for it only when there is no room at all.
+//! the faults' path; where there is no room at all, the handler of a fault takes a batch out itself.
 //!
 //! Steps of a batch, with `gate` locked: set the pages BUSY; write-protect those that are dirty; copy
 //! them to frames; `MADV_DONTNEED` all; settle. A page that is clean needs no copy, one that is all
@@ -33,12 +33,14 @@ pub(crate) struct Evictor {
     frames: Vec<FrameId>,
     pairs: Vec<(SlotId, FrameId)>,
     memory: Option<std::fs::File>,
+    /// Ranges that are to be dropped.
+    gone: Vec<libc::iovec>,
 }
 
 impl Pager {
     /// The evictor's loop.
     pub(crate) fn evictor(&self) {
-        self.evictor_thread.store(sys::thread_id(), Ordering::Relaxed);
+        self.note_thread();
         let mut evictor = Evictor::default();
         loop {
             let calls = self.calls.load(Ordering::Acquire);
@@ -52,7 +54,7 @@ impl Pager {
             }
             let mut idle_rounds = 0;
             while self.limit - self.resident().min(self.limit) < self.high_water() {
-                if evictor.make_room(self) > 0 {
+                if evictor.make_room(self, self.gate()) > 0 {
                     if self.forks.is_asked() {
                         break;
                     }
@@ -93,9 +95,13 @@ impl Pager {
 }
 
 impl Evictor {
-    /// Takes out a batch; returns how many pages.
-    fn make_room(&mut self, pager: &Pager) -> u32 {
-        let unreadable = pager.gate();
+    /// Takes out a batch; returns how many pages. A handler calls it too, when there is no room at all
+    /// and the evictor is not at work.
+    pub(crate) fn make_room(
+        &mut self,
+        pager: &Pager,
+        unreadable: std::sync::MutexGuard<'_, RangeSet>,
+    ) -> u32 {
         while pager.staging.dirty() + 2 * BATCH > pager.staging.len() {
             self.write_back(pager);
         }
@@ -126,9 +132,11 @@ impl Evictor {
         self.after.clear();
         self.after.resize(self.taken.len(), None);
         let runs = runs(&self.taken);
+        self.gone.clear();
         for run in &runs {
             self.empty(pager, &unreadable, run.clone());
         }
+        self.drop_gone(pager);
         if pager.forks.is_forking() {
             // What is staged now must be in its slot before anybody can take it back.
             pager.flush_staging(&unreadable);
@@ -191,15 +199,47 @@ impl Evictor {
         while at < run.end {
             let end = (at..run.end).find(|&i| self.after[i].is_none()).unwrap_or(run.end);
             if at < end {
-                let start = pager.region.address(self.taken[at].0);
-                // SAFETY: the content of these BUSY pages is in frames or slots, or is zero.
-                let dropped =
-                    unsafe { sys::madvise(start, (end - at) * PAGE_BYTES, libc::MADV_DONTNEED) };
-                if let Err(error) = dropped {
-                    pager.broken("take evicted pages out of memory", &error);
-                }
+                self.gone.push(libc::iovec {
+                    iov_base: pager.region.address(self.taken[at].0) as *mut libc::c_void,
+                    iov_len: (end - at) * PAGE_BYTES,
+                });
             }
             at = end + 1;
+        }
+    }
+
+    /// Takes what is staged, stored or zero out of the program's memory: by one system call, with one
+    /// flush of the other cores' TLBs, where the kernel can (Linux 6.15), and range by range elsewhere.
+    fn drop_gone(&mut self, pager: &Pager) {
+        let mut done = 0;
+        if self.gone.len() > 1
+            && let Some(own) = pager.own_process()
+        {
+            // SAFETY: the content of these BUSY pages is in frames or slots, or is zero.
+            let bytes = unsafe {
+                libc::syscall(
+                    libc::SYS_process_madvise,
+                    own,
+                    self.gone.as_ptr(),
+                    self.gone.len(),
+                    libc::MADV_DONTNEED,
+                    0,
+                )
+            };
+            let mut left = bytes.max(0) as usize;
+            while done < self.gone.len() && self.gone[done].iov_len <= left {
+                left -= self.gone[done].iov_len;
+                done += 1;
+            }
+        }
+        for range in &self.gone[done..] {
+            // SAFETY: as above; to drop a range twice changes nothing, as its pages are BUSY.
+            let dropped = unsafe {
+                sys::madvise(range.iov_base as usize, range.iov_len, libc::MADV_DONTNEED)
+            };
+            if let Err(error) = dropped {
+                pager.broken("take evicted pages out of memory", &error);
+            }
         }
     }
 

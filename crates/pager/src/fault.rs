@@ -15,6 +15,7 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
+use crate::evict::Evictor;
 use crate::fork;
 use crate::page_table::{Entry, PageId, State};
 use crate::pager::{Pager, READ_FRAMES};
@@ -87,6 +88,7 @@ struct Handler<'a> {
     pager: &'a Pager,
     /// First of the frames that it reads into.
     frames: FrameId,
+    evictor: Evictor,
     batch: Vec<(PageId, Entry)>,
     pairs: Vec<(SlotId, FrameId)>,
 }
@@ -97,9 +99,11 @@ impl Pager {
         if let Some(core) = core {
             pin(core);
         }
+        self.note_thread();
         let mut handler = Handler {
             pager: self,
             frames: FrameId(index * READ_FRAMES),
+            evictor: Evictor::default(),
             batch: Vec::with_capacity(READ_FRAMES as usize),
             pairs: Vec::with_capacity(READ_FRAMES as usize),
         };
@@ -138,9 +142,9 @@ impl Pager {
         }
     }
 
-    /// Takes room for 1 to `wanted` pages, waiting for the evictor if there is none. 0 if the fault
+    /// Takes room for 1 to `wanted` pages; where there is none, makes some or waits for who does. 0 if the fault
     /// must be tried again later.
-    fn wait_for_room(&self, wanted: u32) -> u32 {
+    fn wait_for_room(&self, wanted: u32, evictor: &mut Evictor) -> u32 {
         let mut stalled = false;
         loop {
             let seen = self.room.load(Ordering::Acquire);
@@ -153,6 +157,11 @@ impl Pager {
                 stalled = true;
             }
             self.call_evictor(true);
+            if let Some(gate) = self.try_gate() {
+                if evictor.make_room(self, gate) > 0 {
+                    continue;
+                }
+            }
             sys::futex_wait(&self.room, seen, Some(100));
         }
     }
@@ -162,15 +171,15 @@ impl Handler<'_> {
     fn missing(&mut self, fault: Fault) {
         let pager = self.pager;
         let page = pager.region.page(fault.address);
-        if fault.thread == pager.evictor_thread.load(Ordering::Relaxed) {
-            // The program dropped a page by a raw system call while the evictor was copying it.
+        if pager.is_own_thread(fault.thread) {
+            // The program dropped a page by a raw system call while it was being evicted.
             // SAFETY: a page of the region that the kernel has just reported missing.
             let _ = unsafe { pager.uffd.zero(fault.address, PAGE_BYTES) };
             return;
         }
         let most = READ_FRAMES.min(pager.limit / 16).max(1);
         let window = pager.streams().0.window(fault.thread, page, most);
-        let room = pager.wait_for_room(window);
+        let room = pager.wait_for_room(window, &mut self.evictor);
         if room == 0 {
             pager.wake(page, 1);
             return;

@@ -14,6 +14,7 @@
 //! Room: `resident` counts the pages that are resident or about to be. It is raised before a page is
 //! mapped and never passes `limit`.
 
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
@@ -65,7 +66,10 @@ pub struct Pager {
     /// Raised to call the evictor.
     pub(crate) calls: AtomicU32,
     pub(crate) evictor_sleeps: AtomicBool,
-    pub(crate) evictor_thread: AtomicU32,
+    /// Threads of the pager's that touch the program's pages.
+    threads: [AtomicU32; HANDLERS_MAX + 1],
+    /// A descriptor of this process, or -1; in the pager's threads' table.
+    own_process: OnceLock<Option<OwnedFd>>,
     /// A fork waits for its event to be read; nothing can be mapped or protected until then.
     pub(crate) fork_waits: AtomicBool,
     pub(crate) forks: crate::fork::Forks,
@@ -96,10 +100,7 @@ impl Pager {
             Err(Error::UserfaultfdApi(_)) => (Uffd::open(Features::default())?, false),
             Err(error) => return Err(error),
         };
-        let moved = {
-            use std::os::fd::AsRawFd;
-            descriptor::move_high(uffd.as_raw_fd())
-        };
+        let moved = { descriptor::move_high(uffd.as_raw_fd()) };
         let uffd = Uffd::from_fd(moved.map_err(system("move the userfaultfd to a high number"))?);
         let region =
             Region::reserve(config.region_bytes).map_err(system("reserve address space"))?;
@@ -157,7 +158,8 @@ impl Pager {
             room: AtomicU32::new(0),
             calls: AtomicU32::new(0),
             evictor_sleeps: AtomicBool::new(false),
-            evictor_thread: AtomicU32::new(0),
+            threads: Default::default(),
+            own_process: OnceLock::new(),
             fork_waits: AtomicBool::new(false),
             forks: crate::fork::Forks::default(),
             fork_events,
@@ -189,7 +191,6 @@ impl Pager {
         let handler = move || {
             let mut keep = Vec::new();
             {
-                use std::os::fd::AsRawFd;
                 keep.push(pager.uffd.as_raw_fd());
             }
             pager.transport.descriptors(&mut keep);
@@ -274,6 +275,11 @@ impl Pager {
         self.gate.lock().expect("nobody panics with the gate locked")
     }
 
+    /// The gate, if nobody has it.
+    pub(crate) fn try_gate(&self) -> Option<MutexGuard<'_, RangeSet>> {
+        self.gate.try_lock().ok()
+    }
+
     pub(crate) fn slots(&self) -> MutexGuard<'_, Slots> {
         self.slots.lock().expect("nobody panics with the slots locked")
     }
@@ -330,6 +336,32 @@ impl Pager {
         if self.evictor_sleeps.load(Ordering::SeqCst) {
             sys::futex_wake(&self.calls);
         }
+    }
+
+    /// The calling thread is one that touches the program's pages.
+    pub(crate) fn note_thread(&self) {
+        let id = sys::thread_id();
+        let noted = self.threads.iter().any(|thread| {
+            thread.compare_exchange(0, id, Ordering::AcqRel, Ordering::Acquire).is_ok()
+        });
+        assert!(noted, "there is one evictor and at most {HANDLERS_MAX} handlers");
+    }
+
+    /// True for a thread that has called [`Pager::note_thread`].
+    pub(crate) fn is_own_thread(&self, id: u32) -> bool {
+        self.threads.iter().any(|thread| thread.load(Ordering::Acquire) == id)
+    }
+
+    /// A descriptor of this process, for the pager's threads.
+    pub(crate) fn own_process(&self) -> Option<i32> {
+        let open = || {
+            // SAFETY: a plain system call; the descriptor that it returns is ours.
+            unsafe {
+                let fd = libc::syscall(libc::SYS_pidfd_open, std::process::id(), 0) as i32;
+                (fd >= 0).then(|| OwnedFd::from_raw_fd(fd))
+            }
+        };
+        self.own_process.get_or_init(open).as_ref().map(|fd| fd.as_raw_fd())
     }
 
     /// Pages of room below which the evictor is called.
