@@ -1,0 +1,122 @@
+//! A pager in the test's own process against a shadow: threads write, read, drop and move pages of
+//! mappings several times the bound.
+
+use std::sync::Arc;
+
+use pager::stats::Counter;
+use pager::sys::{self, PAGE_BYTES};
+use pager::{Config, Pager};
+
+const READ_WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
+
+fn pager(pool: &str) -> Arc<Pager> {
+    let config = Config::new(8 << 20, pool);
+    let pager = Pager::new(&config, Pager::open_store(&config).unwrap()).unwrap();
+    pager.start().unwrap();
+    pager
+}
+
+fn word(base: usize, page: usize, index: usize) -> *mut u64 {
+    (base + page * PAGE_BYTES + index * 8) as *mut u64
+}
+
+/// One thread's life on mappings of its own; `seed` decides what it does.
+fn live(pager: &Pager, seed: u64) {
+    const PAGES: usize = 3000;
+    let mut base = pager.map(PAGES * PAGE_BYTES, READ_WRITE).unwrap();
+    let mut shadow = vec![0u64; PAGES];
+    let mut state = seed;
+    let mut random = move |below: usize| {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (state >> 33) as usize % below
+    };
+    for step in 0..12_000u64 {
+        let page = random(PAGES);
+        match random(100) {
+            0 => {
+                let len = random(200).min(PAGES - page);
+                if len > 0 {
+                    pager
+                        .advise(base + page * PAGE_BYTES, len * PAGE_BYTES, libc::MADV_DONTNEED)
+                        .unwrap();
+                    shadow[page..page + len].fill(0);
+                }
+            }
+            1 if step % 16 == 0 => {
+                let bytes = PAGES * PAGE_BYTES;
+                let target = pager.map(bytes, READ_WRITE).unwrap();
+                let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+                base = pager.remap(base, bytes, bytes, flags, target).unwrap();
+                assert_eq!(base, target);
+            }
+            2..=30 => {
+                // A run of reads, so that there is read-ahead.
+                for page in page..(page + 40).min(PAGES) {
+                    // SAFETY: a mapped page of this thread's.
+                    let found = unsafe { word(base, page, 7).read_volatile() };
+                    assert_eq!(found, shadow[page], "page {page} at step {step}");
+                }
+            }
+            _ => {
+                // SAFETY: a mapped page of this thread's.
+                unsafe {
+                    assert_eq!(word(base, page, 7).read_volatile(), shadow[page]);
+                    assert_eq!(word(base, page, 511).read_volatile(), shadow[page]);
+                    word(base, page, 7).write_volatile(step + 1);
+                    word(base, page, 511).write_volatile(step + 1);
+                }
+                shadow[page] = step + 1;
+            }
+        }
+        assert!(pager.resident() <= pager.limit(), "the bound holds always");
+    }
+    pager.unmap(base, PAGES * PAGE_BYTES).unwrap();
+}
+
+fn three_threads(pager: &Arc<Pager>) {
+    let threads: Vec<_> = (1..4)
+        .map(|seed| {
+            let pager = pager.clone();
+            std::thread::spawn(move || live(&pager, seed))
+        })
+        .collect();
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+}
+
+/// The evictor gives chunks back some time after the last page went.
+fn wait_for_chunks(pager: &Pager, wanted: u64) {
+    let end = sys::now_ns() + 10_000_000_000;
+    let held =
+        || pager.stats().get(Counter::PoolChunks) + pager.stats().get(Counter::OverflowChunks);
+    while held() != wanted {
+        assert!(sys::now_ns() < end, "{} chunks held, {wanted} expected", held());
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn threads_find_what_they_left_and_all_chunks_go_back() {
+    let pager = pager("memory:1GiB");
+    three_threads(&pager);
+    assert!(pager.stats().get(Counter::PagesIn) > 1000);
+    assert!(pager.stats().get(Counter::PagesRestored) > 0);
+    assert!(pager.stats().get(Counter::PoolChunksPeak) > 4);
+    wait_for_chunks(&pager, 0);
+    assert_eq!(pager.resident(), 0);
+}
+
+#[test]
+fn the_same_with_a_full_pool() {
+    let pager = pager("memory:3MiB");
+    three_threads(&pager);
+    assert!(pager.stats().get(Counter::OverflowChunksPeak) > 4);
+    wait_for_chunks(&pager, 0);
+}
+
+#[test]
+fn a_bound_below_the_staging_area_is_refused() {
+    let config = Config::new(4 << 20, "memory:1GiB");
+    let large = Config::new(64 << 20, "memory:1GiB");
+    let transport = Pager::open_store(&large).unwrap();
+    assert!(Pager::new(&config, transport).is_err(), "8 MiB of staging do not fit in 4 MiB");
+}
