@@ -71,8 +71,8 @@ const COUNTS: [usize; 3] = [64, 32, 2];
 /// The most bytes that pass through one place.
 pub(super) const PLACE_MAX: usize = SIZES[SIZES.len() - 1];
 
-/// Places in registered memory where slices pass through. More are registered when they are all
-/// taken, and kept.
+/// Places in registered memory where slices pass through. Those for up to a page are registered from
+/// the start, so that such accesses need nobody's CPU; more when all are taken, and kept.
 pub(super) struct Bounce<N: Nic> {
     nic: N,
     pd: N::Pd,
@@ -93,10 +93,15 @@ pub(super) struct Taken<N: Nic> {
 }
 
 impl<N: Nic> Bounce<N> {
-    /// None yet.
-    pub fn new(nic: &N, pd: &N::Pd) -> Arc<Self> {
+    /// Registers the first places.
+    pub fn new(nic: &N, pd: &N::Pd) -> Result<Arc<Self>, Error> {
         let free = std::array::from_fn(|_| Mutex::new(Vec::new()));
-        Arc::new(Self { nic: nic.clone(), pd: pd.clone(), free })
+        let bounce = Arc::new(Self { nic: nic.clone(), pd: pd.clone(), free });
+        for class in 0..SIZES.len() - 1 {
+            let place = bounce.grow(class)?;
+            bounce.free[class].lock().push(place);
+        }
+        Ok(bounce)
     }
 
     /// A place for `len` bytes, at most [`PLACE_MAX`].

@@ -160,8 +160,9 @@ impl<N: Nic> Pool<N> {
             bulletin_addr: at.addr,
             bulletin_rkey: at.rkey.0,
         })?;
+        let bounce = Bounce::new(&nic, &pd)?;
         let mut inner = Inner {
-            bounce: Bounce::new(&nic, &pd),
+            bounce,
             max_inline: nic.caps().max_inline as usize,
             burst: options.send_blocks as usize / 4,
             nic,

@@ -125,6 +125,11 @@ impl Connection {
         true
     }
 
+    /// True if it has not said yet what it is for.
+    pub fn is_new(&self) -> bool {
+        matches!(self.role, Role::Unknown)
+    }
+
     /// True if the peer must take replies before it is listened to again.
     pub fn is_clogged(&self) -> bool {
         !self.outbox.is_empty()

@@ -131,7 +131,7 @@ impl<'a> Control<'a> {
                 Input::Message(packet) => self.handle(id, packet),
                 Input::TooLong => {
                     let why = format!("a message has at most {} bytes", protocol::MAX_BYTES);
-                    connection.refuse(0, &protocol_error(why)) && !connection.is_clogged()
+                    connection.refuse(0, &protocol_error(why)) && !connection.is_new()
                 }
                 Input::Nothing => !hung_up,
                 Input::End => false,
@@ -177,7 +177,10 @@ impl<'a> Control<'a> {
         let Some(connection) = self.connections.get_mut(&id) else { return false };
         let opening = match protocol::decode::<Opening>("reading an opening", bytes) {
             Ok(opening) => opening,
-            Err(e) => return connection.refuse(0, &e) && connection.is_clogged(),
+            Err(e) => {
+                connection.refuse(0, &e);
+                return false;
+            }
         };
         let why = match opening.service.as_str() {
             "nic" => {
@@ -196,7 +199,8 @@ impl<'a> Control<'a> {
             ),
             other => format!("there is no service `{other}`; there are `nic` and `pool`"),
         };
-        connection.refuse(0, &protocol_error(why)) && connection.is_clogged()
+        connection.refuse(0, &protocol_error(why));
+        false
     }
 
     fn request(&mut self, from: ConnectionId, id: u64, request: Request) -> bool {

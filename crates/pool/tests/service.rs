@@ -1,0 +1,406 @@
+//! The memory node as a service: what its control socket refuses, whom it outlives, and that its
+//! CPU has no part in what the NIC does.
+
+use std::io::{BufRead, BufReader};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use pool::protocol::{MAX_BYTES, Numbered, Opening, Reply, Request};
+use pool::{Admission, Endpoint, Error, GroupId, Options, Pool, SchemeKind, Service, Settings};
+use rnic::port::shm::socket::{receive, send};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+
+fn settings(scheme: SchemeKind) -> Settings {
+    Settings {
+        donate_bytes: 64 * 4096,
+        chunk_bytes: 4096,
+        scheme,
+        clients_max: 4,
+        ..Settings::default()
+    }
+}
+
+fn service(scheme: SchemeKind) -> Service {
+    Service::start(&settings(scheme), &Endpoint::Fresh).unwrap()
+}
+
+fn connect(service: &Service) -> Pool {
+    Pool::connect(service.path(), Options { groups: Some(1), ..Options::default() }).unwrap()
+}
+
+fn check_whole(service: &Service) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        let status = service.status().unwrap().node;
+        if status.free == status.chunks && status.clients == 0 {
+            break;
+        }
+        assert!(Instant::now() < deadline, "the pool is not whole: {status:?}");
+        thread::sleep(Duration::from_millis(1));
+    }
+    service.node().audit().unwrap();
+    assert_eq!(service.failure(), None);
+}
+
+/// A connection that says whatever it likes.
+struct Raw(OwnedFd);
+
+impl Raw {
+    fn new(path: &Path) -> Self {
+        let fd = rustix::net::socket_with(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
+            None,
+        )
+        .unwrap();
+        rustix::net::connect(&fd, &SocketAddrUnix::new(path).unwrap()).unwrap();
+        let timeout = Some(Duration::from_secs(10));
+        sockopt::set_socket_timeout(&fd, sockopt::Timeout::Recv, timeout).unwrap();
+        Self(fd)
+    }
+
+    fn pool(path: &Path) -> Self {
+        let raw = Self::new(path);
+        raw.say(&serde_json::to_vec(&Opening::pool()).unwrap());
+        assert!(matches!(raw.hear().unwrap().body, Reply::Welcome(_)));
+        raw
+    }
+
+    fn say(&self, bytes: &[u8]) {
+        send(&self.0, bytes, &[]).unwrap();
+    }
+
+    fn ask(&self, id: u64, body: Request) -> Reply {
+        self.say(&serde_json::to_vec(&Numbered { id, body }).unwrap());
+        let reply = self.hear().unwrap();
+        assert_eq!(reply.id, id);
+        reply.body
+    }
+
+    /// The next reply; `None` at the end of the connection.
+    fn hear(&self) -> Option<Numbered<Reply>> {
+        let packet = receive(&self.0).expect("an answer in time")?;
+        Some(serde_json::from_slice(&packet.bytes).unwrap())
+    }
+}
+
+fn refusal(reply: Reply) -> String {
+    match reply {
+        Reply::Error { why } => why,
+        other => panic!("not refused: {other:?}"),
+    }
+}
+
+#[test]
+fn what_is_not_understood_is_refused_in_words() {
+    let service = service(SchemeKind::RpcMw2);
+    let cases: [(&[u8], &str); 5] = [
+        (b"\xff\x00", "expected value"),
+        (br#"{"service":"disk"}"#, "no service `disk`"),
+        (br#"{"service":"pool","version":99}"#, "version 99"),
+        (br#"{"version":1}"#, "service"),
+        (&[b' '; MAX_BYTES + 1], "bytes"),
+    ];
+    for (bytes, said) in cases {
+        let raw = Raw::new(service.path());
+        raw.say(bytes);
+        let why = refusal(raw.hear().unwrap().body);
+        assert!(why.contains(said), "{why}");
+        assert!(raw.hear().is_none(), "the connection stays open after: {why}");
+    }
+    // Once open, a connection survives what it said wrong.
+    let raw = Raw::pool(service.path());
+    let cases: [(&[u8], u64, &str); 4] = [
+        (br#"{"id":7,"request":"reboot"}"#, 7, "reboot"),
+        (br#"{"id":8,"request":"admit"}"#, 8, "management"),
+        (br#"[]"#, 0, "invalid"),
+        (br#"{"id":9,"request":"reset_access","group":-1,"lane":0}"#, 9, "-1"),
+    ];
+    for (bytes, id, said) in cases {
+        raw.say(bytes);
+        let reply = raw.hear().unwrap();
+        assert_eq!(reply.id, id);
+        let why = refusal(reply.body);
+        assert!(why.contains(said), "{why}");
+    }
+    for request in [
+        Request::AwaitMemory { timeout_ms: 5 },
+        Request::ResetManagement,
+        Request::ResetAccess { group: 0, lane: 0 },
+    ] {
+        assert!(refusal(raw.ask(1, request)).contains("not admitted"));
+    }
+    assert!(matches!(raw.ask(2, Request::Status), Reply::Status(_)));
+    assert_eq!(raw.ask(3, Request::Audit), Reply::Done);
+    assert_eq!(raw.ask(4, Request::Goodbye), Reply::Done);
+    drop(raw);
+    check_whole(&service);
+}
+
+#[test]
+fn only_ones_own_qps_are_admitted() {
+    let service = service(SchemeKind::RpcMw2);
+    let victim = connect(&service);
+    let grant = victim.allocate_blocking().unwrap();
+    let raw = Raw::pool(service.path());
+    // Whatever numbers it names: nobody attached to the NIC owns all of them and sits behind this
+    // connection's process with QPs made for it.
+    for first in [0, 1, 2, 3, 17, 0xff_ffff, u32::MAX] {
+        let admission = Admission {
+            management: vec![first],
+            groups: vec![vec![first.wrapping_add(1), u32::MAX]],
+            bulletin_addr: 0,
+            bulletin_rkey: 0,
+        };
+        let why = refusal(raw.ask(1, Request::Admit(admission)));
+        assert!(why.contains("attached"), "{why}");
+    }
+    victim.write_blocking(&grant, 0, b"untouched").unwrap();
+    drop((raw, victim));
+    check_whole(&service);
+}
+
+#[test]
+fn a_connection_admits_once() {
+    let service = service(SchemeKind::RpcMw2);
+    let pool = connect(&service);
+    let admission = Admission {
+        management: Vec::new(),
+        groups: Vec::new(),
+        bulletin_addr: 0,
+        bulletin_rkey: 0,
+    };
+    let e = pool.control().admit(&admission).unwrap_err().to_string();
+    assert!(e.contains("already"), "{e}");
+    let grant = pool.allocate_blocking().unwrap();
+    pool.free_blocking(grant).unwrap();
+    drop(pool);
+    check_whole(&service);
+}
+
+#[test]
+fn who_does_not_read_its_replies_delays_nobody() {
+    let service = service(SchemeKind::RpcMw2);
+    let deaf = Raw::pool(service.path());
+    rustix::io::ioctl_fionbio(&deaf.0, true).unwrap();
+    let request = serde_json::to_vec(&Numbered { id: 1, body: Request::Status }).unwrap();
+    let mut said = 0;
+    let deadline = Instant::now() + Duration::from_secs(10);
+    // Until the service stops reading.
+    let mut full_since = None;
+    while full_since.is_none_or(|t: Instant| t.elapsed() < Duration::from_millis(100)) {
+        assert!(Instant::now() < deadline, "{said} requests were taken from who reads no reply");
+        match send(&deaf.0, &request, &[]) {
+            Ok(()) => (said, full_since) = (said + 1, None),
+            Err(_) => _ = full_since.get_or_insert_with(Instant::now),
+        }
+    }
+    let pool = connect(&service);
+    let grant = pool.allocate_blocking().unwrap();
+    pool.free_blocking(grant).unwrap();
+    assert!(matches!(Raw::pool(service.path()).ask(1, Request::Status), Reply::Status(_)));
+    // When it reads at last, it gets them all.
+    rustix::io::ioctl_fionbio(&deaf.0, false).unwrap();
+    for _ in 0..said {
+        assert!(matches!(deaf.hear().unwrap().body, Reply::Status(_)));
+    }
+    drop((deaf, pool));
+    check_whole(&service);
+}
+
+#[test]
+fn the_number_of_compute_nodes_and_connections_is_bounded() {
+    let service = service(SchemeKind::RpcMw2);
+    let pools: Vec<Pool> = (0..4).map(|_| connect(&service)).collect();
+    match Pool::connect(service.path(), Options::default()) {
+        Err(Error::Refused { why, .. }) => assert!(why.contains("4 "), "{why}"),
+        Err(e) => panic!("{e}"),
+        Ok(_) => panic!("a fifth compute node was admitted"),
+    }
+    let idle: Vec<Raw> = (0..100).map(|_| Raw::new(service.path())).collect();
+    // The last ones find no room: they are closed without a word.
+    let refused =
+        idle.iter().rev().take(50).all(|raw| matches!(receive(&raw.0), Ok(None) | Err(_)));
+    assert!(refused, "100 idle connections are kept");
+    drop(idle);
+    drop(pools);
+    check_whole(&service);
+    connect(&service).allocate_blocking().unwrap();
+    check_whole(&service);
+}
+
+#[test]
+fn chains_need_no_cpu_of_the_memory_node() {
+    let service = service(SchemeKind::OneSidedMw);
+    let pools = [connect(&service), connect(&service)];
+    service.pause();
+    // Held threads have told so before they went to sleep.
+    let mut before = service.control_cpu();
+    loop {
+        thread::sleep(Duration::from_millis(5));
+        match service.control_cpu() {
+            now if now == before => break,
+            now => before = now,
+        }
+    }
+    thread::scope(|s| {
+        for (id, pool) in pools.iter().enumerate() {
+            s.spawn(move || {
+                for round in 0..3000u64 {
+                    let grant = pool.allocate_blocking().unwrap();
+                    let mark = (id as u64) << 32 | round;
+                    assert_eq!(pool.compare_and_swap_blocking(&grant, 0, 0, mark).unwrap(), 0);
+                    pool.write_blocking(&grant, 8, &mark.to_le_bytes()).unwrap();
+                    let mut out = [0; 8];
+                    pool.read_blocking(&grant, 8, &mut out).unwrap();
+                    assert_eq!(out, mark.to_le_bytes());
+                    pool.free_blocking(grant).unwrap();
+                }
+            });
+        }
+    });
+    assert_eq!(service.control_cpu(), before, "the memory node's CPU was used");
+    service.resume();
+    let status = service.status().unwrap().node;
+    assert_eq!((status.allocations_nic, status.allocations_cpu), (6000, 0));
+    assert_eq!((status.frees_nic, status.frees_cpu), (6000, 0));
+    drop(pools);
+    check_whole(&service);
+}
+
+/// The other way round: what the test above relies on is really stopped.
+#[test]
+fn rpcs_do_need_the_cpu_of_the_memory_node() {
+    let service = service(SchemeKind::RpcMw2);
+    let pool = connect(&service);
+    service.pause();
+    let done = AtomicBool::new(false);
+    thread::scope(|s| {
+        let waiting = s.spawn(|| {
+            let grant = pool.allocate_blocking().unwrap();
+            done.store(true, Ordering::Release);
+            grant
+        });
+        thread::sleep(Duration::from_millis(100));
+        assert!(!done.load(Ordering::Acquire), "a stopped CPU has answered");
+        service.resume();
+        pool.free_blocking(waiting.join().unwrap()).unwrap();
+    });
+    drop(pool);
+    check_whole(&service);
+}
+
+#[test]
+fn an_idle_service_takes_no_cpu() {
+    for scheme in SchemeKind::ALL {
+        let service = service(*scheme);
+        let pool = connect(&service);
+        let grant = pool.allocate_blocking().unwrap();
+        thread::sleep(Duration::from_millis(20));
+        let (control, nic) = (service.control_cpu(), service.nic_cpu().unwrap());
+        thread::sleep(Duration::from_millis(500));
+        let (control, nic) = (service.control_cpu() - control, service.nic_cpu().unwrap() - nic);
+        assert!(control < Duration::from_millis(5), "{scheme}: control threads took {control:?}");
+        assert!(nic < Duration::from_millis(5), "{scheme}: the NIC took {nic:?}");
+        pool.free_blocking(grant).unwrap();
+    }
+}
+
+#[test]
+fn stopping_tells_clients_and_removes_the_socket() {
+    for scheme in SchemeKind::ALL {
+        let service = service(*scheme);
+        let path = service.path().to_path_buf();
+        let pool = connect(&service);
+        let grant = pool.allocate_blocking().unwrap();
+        service.stop();
+        assert!(!path.exists() && !path.parent().unwrap().exists());
+        let start = Instant::now();
+        for result in [pool.read_blocking(&grant, 0, &mut [0; 8]), pool.free_blocking(grant)] {
+            assert!(matches!(result, Err(Error::Gone { .. })), "{result:?}");
+        }
+        assert!(matches!(pool.allocate_blocking(), Err(Error::Gone { .. })));
+        assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+    }
+}
+
+const VICTIM: &str = "GRANARY_TEST_VICTIM";
+
+/// Not a test by itself: a compute node that works until it is killed, when it is told to be.
+#[test]
+fn work_until_killed() {
+    let Ok(path) = std::env::var(VICTIM) else { return };
+    let pool = Pool::connect(&path, Options { groups: Some(2), ..Options::default() }).unwrap();
+    println!("ready");
+    let mut held = Vec::new();
+    for round in 0u64.. {
+        match pool.allocate_in_blocking(GroupId((round % 2) as u16)) {
+            Ok(grant) => {
+                pool.write_blocking(&grant, 0, &[0xdd; 4096]).unwrap();
+                held.push(grant);
+            }
+            Err(Error::OutOfMemory { .. }) => {
+                held.drain(..).for_each(|grant| pool.free_blocking(grant).unwrap());
+            }
+            Err(e) => panic!("{e}"),
+        }
+        if round % 7 == 0 && held.len() > 3 {
+            pool.free_blocking(held.swap_remove(1)).unwrap();
+        }
+    }
+}
+
+#[test]
+fn what_a_killed_process_had_comes_back() {
+    for scheme in SchemeKind::ALL {
+        let service = service(*scheme);
+        let survivor = connect(&service);
+        for round in 0..8u64 {
+            let mut child = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "work_until_killed", "--nocapture"])
+                .env(VICTIM, service.path())
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap();
+            let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+            assert!(lines.map_while(Result::ok).any(|line| line.contains("ready")));
+            let until = Instant::now() + Duration::from_micros(300 + 1700 * round);
+            while Instant::now() < until {
+                match survivor.allocate_blocking() {
+                    Ok(grant) => {
+                        assert_eq!(survivor.fetch_and_add_blocking(&grant, 0, 1).unwrap(), 0);
+                        survivor.free_blocking(grant).unwrap();
+                    }
+                    Err(Error::OutOfMemory { .. }) => {}
+                    Err(e) => panic!("{e}"),
+                }
+            }
+            child.kill().unwrap();
+            child.wait().unwrap();
+            let deadline = Instant::now() + Duration::from_secs(20);
+            loop {
+                let status = survivor.node_status().unwrap().node;
+                if status.free == status.chunks && status.clients == 1 {
+                    break;
+                }
+                assert!(Instant::now() < deadline, "{scheme}: not whole: {status:?}");
+                thread::sleep(Duration::from_millis(1));
+            }
+            survivor.audit().unwrap();
+            let grants: Vec<_> = (0..64).map(|_| survivor.allocate_blocking().unwrap()).collect();
+            for grant in grants {
+                let mut page = [1; 4096];
+                survivor.read_blocking(&grant, 0, &mut page).unwrap();
+                assert!(page == [0; 4096], "{scheme}: what a killed process wrote is still there");
+                survivor.free_blocking(grant).unwrap();
+            }
+        }
+        drop(survivor);
+        check_whole(&service);
+    }
+}
