@@ -34,6 +34,7 @@ pub mod fork;
 pub mod mapping;
 pub mod page_table;
 mod pager;
+pub mod pool_transport;
 pub mod region;
 pub mod residency;
 pub mod run;
@@ -121,7 +122,7 @@ pub enum Error {
         /// Where it was looked for.
         looked: String,
     },
-    /// The transport refused at the start.
+    /// The pool refused at the start.
     #[error("cannot use the pool: {0}")]
-    Transport(#[from] transport::TransportError),
+    Pool(#[from] pool::Error),
 }

@@ -15,13 +15,14 @@
 //! mapped and never passes `limit`.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use crate::config::{self, Config, EXIT_PAGER, EXIT_POOL_GONE};
 use crate::fault::Streams;
 use crate::page_table::{PageId, PageTable};
+use crate::pool_transport::PoolTransport;
 use crate::region::{RangeSet, Region, Space};
 use crate::residency::Residency;
 use crate::slots::{Emptied, Home, SlotId, Slots};
@@ -170,10 +171,14 @@ impl Pager {
         }))
     }
 
-    /// Opens the diagnostic transport that `config` names ([`crate::store`]), sized for its bound.
-    pub fn open_store(config: &Config) -> Result<Box<dyn Transport>, Error> {
+    /// Opens the memory that `config` names, sized for its bound: a memory node
+    /// ([`PoolTransport`]), or a file for diagnosis ([`crate::store`]).
+    pub fn open_transport(config: &Config) -> Result<Box<dyn Transport>, Error> {
         let frames = config::staging_frames(config.local_bytes);
-        Ok(Box::new(crate::store::FileTransport::open(&config.pool, frames)?))
+        Ok(match config.pool.strip_prefix(PoolTransport::PREFIX) {
+            Some(socket) => Box::new(PoolTransport::connect(Path::new(socket), frames)?),
+            None => Box::new(crate::store::FileTransport::open(&config.pool, frames)?),
+        })
     }
 
     /// Starts the threads. They share a descriptor table of their own, block all signals, and live

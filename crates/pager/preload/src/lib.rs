@@ -62,7 +62,7 @@ extern "C" fn construct(_: c_int, _: *const *const c_char, environment: *const *
 }
 
 fn start(config: &Config) -> Result<(), Error> {
-    let transport = Pager::open_store(config)?;
+    let transport = Pager::open_transport(config)?;
     let pager = Pager::new(config, transport)?;
     pager.start_in(enter_for_good)?;
     let pager: &'static Pager = {

@@ -214,6 +214,12 @@ impl<N: Nic> Pool<N> {
         &self.inner.nic
     }
 
+    /// Descriptors that the connection needs, for a thread with a descriptor table of its own: the
+    /// control connection's. (The NIC's are its function's to name.)
+    pub fn control_descriptors(&self) -> Vec<i32> {
+        self.inner.control.descriptors()
+    }
+
     /// The group of the core that the calling thread runs on now.
     pub fn current_group(&self) -> GroupId {
         let cpu = rustix::thread::sched_getcpu();

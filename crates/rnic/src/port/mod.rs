@@ -64,6 +64,14 @@ impl Function {
         }
     }
 
+    /// Descriptors that the function needs as long as it is used.
+    pub fn descriptors(&self) -> Vec<std::os::fd::RawFd> {
+        match self {
+            Function::Inline(_) | Function::Local(_) => Vec::new(),
+            Function::Attached(f) => f.descriptors(),
+        }
+    }
+
     /// Whether the NIC is still there.
     pub fn check_alive(&self) -> Result<(), Error> {
         match self {

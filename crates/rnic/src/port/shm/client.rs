@@ -1,7 +1,7 @@
 //! The client's side: a process that has attached to the NIC of another one.
 
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
@@ -115,6 +115,13 @@ impl Attached {
     /// Whether the host is still there.
     pub fn check_alive(&self) -> Result<(), Error> {
         self.0.check_alive()
+    }
+
+    /// Descriptors that the data path and the verbs need: for a thread with a descriptor table of
+    /// its own.
+    pub fn descriptors(&self) -> Vec<RawFd> {
+        let socket = self.0.socket.lock().as_raw_fd();
+        vec![socket, self.0.watched.as_raw_fd(), self.0.page.wake.as_raw_fd()]
     }
 
     /// The doorbell in `slot`.
