@@ -157,10 +157,10 @@ impl Pager {
                 stalled = true;
             }
             self.call_evictor(true);
-            if let Some(gate) = self.try_gate() {
-                if evictor.make_room(self, gate) > 0 {
-                    continue;
-                }
+            if let Some(gate) = self.try_gate()
+                && evictor.make_room(self, gate) > 0
+            {
+                continue;
             }
             sys::futex_wait(&self.room, seen, Some(100));
         }

@@ -51,10 +51,10 @@ fn live(pager: &Pager, seed: u64) {
             }
             2..=30 => {
                 // A run of reads, so that there is read-ahead.
-                for page in page..(page + 40).min(PAGES) {
+                for (page, &wanted) in shadow.iter().enumerate().skip(page).take(40) {
                     // SAFETY: a mapped page of this thread's.
                     let found = unsafe { word(base, page, 7).read_volatile() };
-                    assert_eq!(found, shadow[page], "page {page} at step {step}");
+                    assert_eq!(found, wanted, "page {page} at step {step}");
                 }
             }
             _ => {

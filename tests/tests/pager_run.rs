@@ -1,0 +1,45 @@
+//! What `granary run` is built on: statuses pass through, counters come back, and what cannot work is
+//! refused before the program starts.
+
+use std::ffi::OsStr;
+
+use granary_tests::pager::{Scratch, library};
+use pager::Config;
+use pager::run::run;
+use pager::stats::Counter;
+
+#[test]
+fn statuses_pass_through_and_the_counters_come_back() {
+    library();
+    let config = Config::new(16 << 20, "memory:1GiB");
+    let script = "x = [i for i in range(2000000)]; import sys; sys.exit(9)";
+    let ended =
+        run(&config, OsStr::new("/usr/bin/python3"), &["-c".into(), script.into()]).unwrap();
+    assert_eq!(ended.code(), 9);
+    assert!(ended.summary.get(Counter::PagesOut) > 1000, "{}", ended.summary);
+    let ended = run(&config, OsStr::new("sh"), &["-c".into(), "kill -TERM $$".into()]).unwrap();
+    assert_eq!(ended.code(), 128 + 15);
+    assert_eq!(ended.summary.processes(), 1, "also of a process that was killed");
+}
+
+#[test]
+fn what_cannot_work_is_refused_before_it_starts() {
+    library();
+    let scratch = Scratch::new("static");
+    let source = scratch.0.join("static.c");
+    std::fs::write(&source, "int main(void) { return 0; }").unwrap();
+    let program = scratch.0.join("static");
+    let compiled = std::process::Command::new("cc")
+        .args(["-static", "-o"])
+        .args([&program, &source])
+        .status()
+        .unwrap();
+    assert!(compiled.success());
+    let config = Config::new(16 << 20, "memory:1GiB");
+    let error = run(&config, program.as_os_str(), &[]).unwrap_err();
+    assert!(error.to_string().contains("statically"), "{error}");
+    let error = run(&Config::new(1 << 20, "memory:1GiB"), OsStr::new("true"), &[]).unwrap_err();
+    assert!(error.to_string().contains("at least 4 MiB"), "{error}");
+    let error = run(&config, OsStr::new("no-such-program"), &[]).unwrap_err();
+    assert!(error.to_string().contains("PATH"), "{error}");
+}
