@@ -9,7 +9,8 @@
 //! ```
 //!
 //! Freed slots wait in a queue, and each comes back with its next number: between two objects of one
-//! number lie at least 2^24 / slots reuses of the slot.
+//! number lie 2^24 / slots reuses of its slot, and as many times [`QUARANTINE`] other objects, unless
+//! the table is nearly full. Numbers are sparse: index nothing by them.
 
 use std::collections::VecDeque;
 
@@ -30,6 +31,8 @@ struct Slot<T> {
 }
 
 const NUMBER_BITS: u32 = 24;
+/// Fresh slots are taken until this many freed ones wait.
+const QUARANTINE: usize = 4096;
 /// Numbers below this are never given out: IBTA reserves QPs 0 and 1, and small ones are likely
 /// mistakes.
 const FIRST: u32 = 16;
@@ -61,13 +64,9 @@ impl<T> Table<T> {
         reusable: impl Fn(u32) -> bool,
         make: impl FnOnce(u32) -> T,
     ) -> Option<u32> {
-        if self.slots.len() < 1 << self.bits {
-            let number = self.slots.len() as u32;
-            self.slots.push(Slot { number, wrapped: false, value: Some(make(number)) });
-            self.live += 1;
-            return Some(number);
-        }
-        for _ in 0..self.free.len() {
+        let fresh = self.slots.len() < 1 << self.bits;
+        let old = if fresh && self.free.len() < QUARANTINE { 0 } else { self.free.len() };
+        for _ in 0..old {
             let at = self.free.pop_front().expect("counted");
             let slot = &mut self.slots[at as usize];
             for _ in 0..1 << (NUMBER_BITS - self.bits) {
@@ -80,7 +79,12 @@ impl<T> Table<T> {
             }
             self.free.push_back(at);
         }
-        None
+        fresh.then(|| {
+            let number = self.slots.len() as u32;
+            self.slots.push(Slot { number, wrapped: false, value: Some(make(number)) });
+            self.live += 1;
+            number
+        })
     }
 
     /// The object of this number.

@@ -155,7 +155,8 @@ impl Engine {
         self.core.poll(&mut self.wqe, now_ns, budget)
     }
 
-    /// True if `poll` would execute something.
+    /// True if `poll` has something to execute. Receive records that moved without notice are looked at
+    /// as far as that takes no time; `next_timeout` covers the rest.
     pub fn has_ready(&self) -> bool {
         self.core.has_ready()
     }

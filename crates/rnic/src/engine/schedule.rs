@@ -97,8 +97,8 @@ impl Core {
     pub fn has_ready(&self) -> bool {
         let credits = |n: &u32| self.recvs.get(*n).is_none_or(|r| r.credits() > 0);
         !self.ready.is_empty()
-            || self.rnr.wanted.iter().any(credits)
-            || self.rnr.flushing.iter().any(|&qpn| self.flushable(qpn) > 0)
+            || self.rnr.wanted.iter().take(RNR_LOOKS).any(credits)
+            || self.rnr.flushing.iter().take(RNR_LOOKS).any(|&qpn| self.flushable(qpn) > 0)
     }
 
     /// One QP's turn; gives how many WQEs it executed.

@@ -1,6 +1,8 @@
 //! What every port has around the engine: verbs with what a port must remember of them, and events
 //! turned into wake-ups.
 
+use std::collections::HashMap;
+
 use rustix::thread::futex;
 
 use super::control::{Reply, Verb};
@@ -13,16 +15,19 @@ use crate::verbs::{Event, Limits};
 /// Offset, in a CQ's record, of the word that says that somebody sleeps on it.
 pub const ARMED: usize = 4;
 
+/// By CQ: whose it is, and its record.
+type Records = HashMap<Cqn, (FunctionId, DmaMemory)>;
+
 /// An engine with its CQs' records.
 pub(super) struct Core {
     pub engine: Engine,
-    /// By CQ number: where the sleepers of a CQ sleep.
-    records: Vec<Option<(FunctionId, DmaMemory)>>,
+    /// Where the sleepers of a CQ sleep.
+    records: Records,
 }
 
 impl Core {
     pub fn new(limits: Limits) -> Self {
-        Self { engine: Engine::new(limits), records: Vec::new() }
+        Self { engine: Engine::new(limits), records: Records::new() }
     }
 
     /// Executes a control verb of function `f`.
@@ -36,14 +41,11 @@ impl Core {
             _ => None,
         };
         let reply = verb.execute(&mut self.engine, f)?;
-        if let Reply::Cq(cqn) = reply {
-            if self.records.len() <= cqn.index() {
-                self.records.resize(cqn.index() + 1, None);
-            }
-            self.records[cqn.index()] = record.map(|r| (f, r));
+        if let (Reply::Cq(cqn), Some(record)) = (&reply, record) {
+            self.records.insert(*cqn, (f, record));
         }
         if let Some(cqn) = destroyed {
-            self.records[cqn.index()] = None;
+            self.records.remove(&cqn);
         }
         Ok(reply)
     }
@@ -51,11 +53,7 @@ impl Core {
     /// Removes a function with all that it has.
     pub fn remove_function(&mut self, f: FunctionId) {
         self.engine.remove_function(f);
-        for slot in &mut self.records {
-            if slot.as_ref().is_some_and(|(owner, _)| *owner == f) {
-                *slot = None;
-            }
-        }
+        self.records.retain(|_, (owner, _)| *owner != f);
     }
 
     /// Wakes who sleeps on the CQs that the engine reports. True if it had anything to report.
@@ -74,8 +72,8 @@ impl Core {
 }
 
 #[cold]
-fn wake_sleepers(records: &[Option<(FunctionId, DmaMemory)>], cqn: Cqn) {
-    if let Some(Some((_, record))) = records.get(cqn.index()) {
+fn wake_sleepers(records: &Records, cqn: Cqn) {
+    if let Some((_, record)) = records.get(&cqn) {
         wake(record);
     }
 }

@@ -9,11 +9,14 @@ use crate::wqe::umr::Umr;
 use crate::wqe::{Builder, MAX_BYTES, Remote, Sge};
 use proptest::prelude::*;
 
+/// Places in a WQE, and what to put there.
+type Spoil = Vec<(u16, u8)>;
+
 /// What the hostile function does in one round.
 #[derive(Clone, Debug)]
 struct Round {
     /// WQEs for its rings: which operation, numbers to fill it with, bytes to spoil.
-    wqes: Vec<(u8, [u32; 6], Vec<(u16, u8)>)>,
+    wqes: Vec<(u8, [u32; 6], Spoil)>,
     /// Words for its records and for the doorbell.
     records: [u32; 6],
     doorbell: u16,
@@ -60,7 +63,7 @@ fn build(b: &mut Builder, op: u8, n: [u32; 6], keys: &[crate::ids::Key], m: &Mr,
         7 => b.send_enable(qpn(n[0]), n[1]),
         8 => b.receive_enable(qpn(n[0]), n[1]),
         9 => b.local_invalidate(key0),
-        10 => b.umr(&Umr::unbind(key0, n[1] % 2 == 0)),
+        10 => b.umr(&Umr::unbind(key0, n[1].is_multiple_of(2))),
         11 => b.umr(&Umr::bind(key0, n[1] as u8, qpn(n[2]), Access(0xff), key5, addr, n[3])),
         12 => b.nop_filling(1 + n[0] % 15),
         _ => b.rdma_write_inline(at, &[n[5] as u8; 40]),

@@ -313,7 +313,7 @@ impl World {
                 let r = &self.regions[*region];
                 *at = r.at + *at % r.len;
                 *len = 1 + (*len).min(r.at + r.len - *at - 1);
-                *by = if *len % 4 == 0 { *by } else { 0 };
+                *by = if len.is_multiple_of(4) { *by } else { 0 };
             }
             Op::Unbind { window, by, .. } | Op::Invalidate { window, by } => {
                 let bound = self.windows[window.index].bound.as_ref();
@@ -443,7 +443,7 @@ impl World {
         };
         let expected = if len > 0 && local + len > CLIENT {
             Err(Syndrome::LocalProtection)
-        } else if atomic && at % 8 != 0 {
+        } else if atomic && !at.is_multiple_of(8) {
             Err(Syndrome::RemoteInvalidRequest)
         } else if len > 0 && !self.allows(key, through, at, len, need) {
             Err(Syndrome::RemoteAccess)
