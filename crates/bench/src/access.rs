@@ -11,7 +11,7 @@
 //! | `read_bandwidth_gb_per_s`, `write_bandwidth_gb_per_s` | their bytes over the run's time |
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::Error;
 use crate::bare;
@@ -89,7 +89,7 @@ impl Spec {
 }
 
 /// What came out of one measurement.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Outcome {
     /// Latencies: of each operation one at a time, of a sample with more in flight (reading
     /// the clock twice for each one would be most of the time).
@@ -101,6 +101,13 @@ pub struct Outcome {
 }
 
 impl Outcome {
+    /// Adds another round of the same measurement.
+    pub fn merge(&mut self, other: &Self) {
+        self.latencies.merge(&other.latencies);
+        self.operations += other.operations;
+        self.elapsed += other.elapsed;
+    }
+
     /// The records of a measurement.
     pub fn records(&self, spec: &Spec, setting: &Setting) -> Vec<Record> {
         let of =
@@ -111,6 +118,58 @@ impl Outcome {
         let bandwidth = rate * spec.size as f64 / 1e9;
         records.push(of("bandwidth_gb_per_s", Unit::GbPerSecond).mean(bandwidth));
         records
+    }
+}
+
+/// Before the clock counts: caches, page tables and the cores' frequency settle.
+const WARM_UP: Duration = Duration::from_millis(20);
+
+/// The clock of a measurement: nothing counts until it is warm.
+pub(crate) struct Meter {
+    duration: Duration,
+    start: Instant,
+    warm: Instant,
+    /// Operations that had completed when it was warm.
+    first: Option<u64>,
+    outcome: Outcome,
+}
+
+impl Meter {
+    /// A clock that starts now.
+    pub fn start(spec: &Spec) -> Self {
+        let start = Instant::now();
+        let (warm, outcome) = (start + WARM_UP, Outcome::default());
+        Self { duration: spec.duration, start, warm, first: None, outcome }
+    }
+
+    /// When it started, or began to count.
+    pub fn started(&self) -> Instant {
+        self.start
+    }
+
+    /// `done` operations have completed in all, just now one that was posted at `since`.
+    /// Returns the time, or none if the measurement is over.
+    pub fn completed(&mut self, since: Instant, done: u64) -> Option<Instant> {
+        let now = Instant::now();
+        let Some(first) = self.first else {
+            if now >= self.warm {
+                self.first = Some(done);
+                self.start = now;
+            }
+            return Some(now);
+        };
+        self.outcome.latencies.record(now - since);
+        if now < self.start + self.duration {
+            return Some(now);
+        }
+        self.outcome.operations = done - first;
+        self.outcome.elapsed = now - self.start;
+        None
+    }
+
+    /// What was measured.
+    pub fn outcome(self) -> Outcome {
+        self.outcome
     }
 }
 

@@ -18,18 +18,13 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
 
-use crate::access::{Direction, Outcome, Spec};
-use crate::histogram::Latencies;
+use crate::access::{Direction, Meter, Outcome, Spec};
 
 /// The name in records of what has nothing around it, in the place of a scheme.
 pub const SCHEME: &str = "bare";
 /// And in the place of a NIC.
 pub const NIC: &str = "none";
-
-/// Before the clock counts: caches, page tables and the cores' frequency settle.
-const WARM_UP: Duration = Duration::from_millis(20);
 
 /// How often a waiting side looks before it yields, if it has a core of its own.
 const SPINS: u32 = 10_000;
@@ -163,50 +158,32 @@ fn serve(buffers: Buffers, doorbell: &AtomicU64, completion: &AtomicU64, stop: &
 
 /// The client with one operation at a time: each one's latency is measured.
 fn ping(spec: &Spec, doorbell: &AtomicU64, completion: &AtomicU64) -> Outcome {
-    let mut latencies = Latencies::new();
-    let mut operations = 0;
     let mut wait = Wait::new();
-    let mut start = Instant::now();
-    let warm = start + WARM_UP;
-    let mut counted = None;
-    let mut before = start;
-    loop {
-        operations += 1;
-        doorbell.store(operations, Ordering::Release);
-        while completion.load(Ordering::Acquire) < operations {
+    let mut meter = Meter::start(spec);
+    let mut since = meter.started();
+    for operation in 1.. {
+        doorbell.store(operation, Ordering::Release);
+        while completion.load(Ordering::Acquire) < operation {
             wait.turn();
         }
         wait.reset();
-        let now = Instant::now();
-        match counted {
-            Some(_) => latencies.record(now - before),
-            None if now >= warm => {
-                counted = Some(operations);
-                start = now;
-            }
-            None => {}
-        }
-        before = now;
-        if let Some(first) = counted
-            && now >= start + spec.duration
-        {
-            return Outcome { latencies, operations: operations - first, elapsed: now - start };
+        match meter.completed(since, operation) {
+            Some(now) => since = now,
+            None => break,
         }
     }
+    meter.outcome()
 }
 
 /// The client with many in flight: rings for each operation, keeps the queue full, and
 /// follows one operation at a time with the clock.
 fn stream(spec: &Spec, doorbell: &AtomicU64, completion: &AtomicU64) -> Outcome {
     let depth = spec.in_flight as u64;
-    let mut latencies = Latencies::new();
     let mut wait = Wait::new();
-    let mut start = Instant::now();
-    let warm = start + WARM_UP;
-    let mut counted = None;
+    let mut meter = Meter::start(spec);
     let mut posted = 0;
     // The operation that the clock follows, and when it was posted.
-    let (mut followed, mut since) = (0, start);
+    let (mut followed, mut since) = (0, meter.started());
     loop {
         let done = completion.load(Ordering::Acquire);
         if done + depth == posted {
@@ -219,20 +196,9 @@ fn stream(spec: &Spec, doorbell: &AtomicU64, completion: &AtomicU64) -> Outcome 
         if done < followed {
             continue;
         }
-        let now = Instant::now();
-        match counted {
-            Some(_) => latencies.record(now - since),
-            None if now >= warm => {
-                counted = Some(done);
-                start = now;
-            }
-            None => {}
-        }
-        (followed, since) = (posted, now);
-        if let Some(first) = counted
-            && now >= start + spec.duration
-        {
-            return Outcome { latencies, operations: done - first, elapsed: now - start };
+        match meter.completed(since, done) {
+            Some(now) => (followed, since) = (posted, now),
+            None => return meter.outcome(),
         }
     }
 }
@@ -265,6 +231,8 @@ impl Wait {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     fn spec(direction: Direction, size: usize, in_flight: usize) -> Spec {

@@ -1,6 +1,6 @@
 //! Page faults: what a program sees when it touches a page that is not here.
 //!
-//! The pager and bare userfaultfd are measured into the same
+//! The pager and bare userfaultfd (see [`crate::bare_fault`]) are measured into the same
 //! [`Outcome`] and reported under the same metrics:
 //!
 //! | pattern | metric | of |
@@ -11,6 +11,8 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
 
 use crate::Error;
 use crate::bare;
@@ -25,9 +27,10 @@ pub const EXPERIMENT: &str = "fault";
 pub const PAGE_BYTES: usize = 4096;
 
 /// The order in which pages are touched.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Pattern {
-    /// Each page once, shuffled; then again, shuffled anew.
+    /// Each page once in a shuffled order, then again.
     Random,
     /// Ascending, then from the start again.
     Sequential,
@@ -74,7 +77,7 @@ impl Spec {
 }
 
 /// What came out of one measurement.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Outcome {
     /// Latencies of the touches that fault; empty where most touches do not.
     pub latencies: Latencies,
@@ -85,6 +88,13 @@ pub struct Outcome {
 }
 
 impl Outcome {
+    /// Adds another round of the same measurement.
+    pub fn merge(&mut self, other: &Self) {
+        self.latencies.merge(&other.latencies);
+        self.pages += other.pages;
+        self.elapsed += other.elapsed;
+    }
+
     /// The records of a measurement.
     pub fn records(&self, setting: &Setting) -> Vec<Record> {
         let of = |metric| Record::of(EXPERIMENT, setting, metric, Unit::Us);

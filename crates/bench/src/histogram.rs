@@ -6,15 +6,34 @@
 use std::time::Duration;
 
 use hdrhistogram::Histogram;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::record::{Record, RecordBuilder, Statistic};
 
 /// Longest latency that is told from a longer one.
 const LATENCY_NS_MAX: u64 = 100_000_000_000;
 
-/// A histogram of latencies.
+/// A histogram of latencies. Between processes it travels as a list of pairs: nanoseconds, and
+/// how many latencies had them.
 #[derive(Clone, Debug)]
 pub struct Latencies(Histogram<u64>);
+
+impl Serialize for Latencies {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let steps = self.0.iter_recorded();
+        serializer.collect_seq(steps.map(|s| (s.value_iterated_to(), s.count_at_value())))
+    }
+}
+
+impl<'de> Deserialize<'de> for Latencies {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let mut latencies = Self::new();
+        for (ns, count) in Vec::<(u64, u64)>::deserialize(deserializer)? {
+            latencies.0.saturating_record_n(ns.min(LATENCY_NS_MAX), count);
+        }
+        Ok(latencies)
+    }
+}
 
 impl Default for Latencies {
     fn default() -> Self {
@@ -157,6 +176,9 @@ mod tests {
             let [mut first, second] = parts;
             first.merge(&second);
             prop_assert_eq!(first.cdf(), whole.cdf());
+            let text = serde_json::to_string(&whole).unwrap();
+            let read: Latencies = serde_json::from_str(&text).unwrap();
+            prop_assert_eq!(read.cdf(), whole.cdf());
             let cdf = whole.cdf();
             prop_assert!(cdf.is_sorted_by(|x, y| x.0 < y.0 && x.1 < y.1));
             prop_assert_eq!(cdf.last().unwrap().1, 1.0);

@@ -16,15 +16,23 @@
 //! | [`progress`] | progress bars |
 //! | [`size`] | sizes as people write them |
 //! | [`access`] | READ and WRITE: metrics, tables, pictures |
+//! | [`pool_access`] | READ and WRITE through the pool |
 //! | [`bare`] | yardstick of READ and WRITE: the bare hand-off between two threads |
+//! | [`alloc`] | allocation and free: the client's loop, metrics, tables, pictures |
 //! | [`fault`] | page faults: metrics, tables, pictures |
+//! | [`paged_fault`] | page faults of a paged program |
+//! | [`bare_fault`] | yardstick of the pager: bare userfaultfd |
 
 pub mod access;
+pub mod alloc;
 pub mod bare;
+pub mod bare_fault;
 pub mod claims;
 pub mod fault;
 pub mod histogram;
+pub mod paged_fault;
 pub mod plot;
+pub mod pool_access;
 pub mod progress;
 pub mod record;
 pub mod report;
@@ -53,6 +61,17 @@ pub enum Error {
         /// What the kernel said.
         source: std::io::Error,
     },
+    /// A system call of an experiment failed.
+    #[error("cannot {what}: {source}")]
+    System {
+        /// What was attempted.
+        what: &'static str,
+        /// What the kernel said.
+        source: std::io::Error,
+    },
+    /// Userfaultfd is not permitted here.
+    #[error(transparent)]
+    Pager(#[from] pager::Error),
     /// Standard output is gone.
     #[error("cannot print results: {0}")]
     Print(std::io::Error),

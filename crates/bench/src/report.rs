@@ -72,6 +72,14 @@ impl Report {
         if self.for_machines { Ok(()) } else { self.line(&line.to_string()) }
     }
 
+    /// Prints a line, for machines and people alike.
+    ///
+    /// # Errors
+    /// [`Error::Print`] if standard output is gone.
+    pub fn print(&mut self, line: impl Display) -> Result<(), Error> {
+        self.line(&line.to_string())
+    }
+
     fn line(&mut self, line: &str) -> Result<(), Error> {
         writeln!(self.out, "{line}").and_then(|()| self.out.flush()).map_err(Error::Print)
     }

@@ -14,6 +14,7 @@
 
 use std::fmt;
 
+use crate::bare;
 use crate::record::{Record, Setting, SettingValue, Statistic, Unit};
 use crate::size::Size;
 
@@ -131,7 +132,7 @@ impl fmt::Display for Table {
 pub struct Pivot {
     rows: Vec<String>,
     columns: Vec<Column>,
-    ratio: Option<Ratio>,
+    ratios: Vec<Ratio>,
 }
 
 /// A column: one statistic of one metric.
@@ -180,11 +181,12 @@ impl Pivot {
         self
     }
 
-    /// A last column: this statistic of this metric over the same of the baseline, which is
-    /// the row that has the values of `baseline` and this row's values of all other keys.
+    /// One column more, behind all others: this statistic of this metric over the same of the
+    /// baseline, which is the row that has the values of `baseline` and this row's values of all
+    /// other keys.
     pub fn ratio(mut self, metric: &str, statistic: Statistic, baseline: &Setting) -> Self {
         let column = Column::new(metric, statistic);
-        self.ratio = Some(Ratio { column, baseline: baseline.clone() });
+        self.ratios.push(Ratio { column, baseline: baseline.clone() });
         self
     }
 
@@ -217,9 +219,7 @@ impl Pivot {
                     cells.push(stated.map_or(Cell::None, |(ours, paper)| over(ours, paper)));
                 }
             }
-            if let Some(ratio) = &self.ratio {
-                cells.push(ratio.cell(records, &keys, row));
-            }
+            cells.extend(self.ratios.iter().map(|ratio| ratio.cell(records, &keys, row)));
             table.row(cells);
         }
         table
@@ -234,20 +234,25 @@ impl Pivot {
                 head.push("over\npaper".into());
             }
         }
-        if let Some(ratio) = &self.ratio {
-            let (_, name) = ratio.baseline.iter().next().expect("a baseline names a value");
-            head.push(format!("over\n{name}"));
-        }
+        head.extend(self.ratios.iter().map(Ratio::head));
         head
     }
 }
 
 impl Ratio {
+    /// What it is over: the baseline's names, one below the other.
+    fn head(&self) -> String {
+        let names = self.baseline.iter().map(|(_, name)| name.to_string());
+        let names: Vec<String> = names.filter(|name| name != bare::NIC).collect();
+        assert!(!names.is_empty(), "a baseline names a value");
+        format!("over\n{}", names.join("\n"))
+    }
+
     fn cell(&self, records: &[Record], keys: &[&str], row: &Setting) -> Cell {
         let baseline = self.baseline.iter().filter(|(key, _)| keys.contains(key));
         let baseline = baseline.fold(row.clone(), |row, (key, value)| row.with(key, value.clone()));
         let ours = self.column.find(records, keys, row);
-        let theirs = self.column.find(records, keys, &baseline);
+        let theirs = self.column.find(records, keys, &project(&baseline, keys));
         ours.zip(theirs).map_or(Cell::None, |(ours, theirs)| over(ours.value, theirs.value))
     }
 }

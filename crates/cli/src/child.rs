@@ -1,9 +1,28 @@
-//! Running a program to its end, with what it used.
+//! Programs that this one starts: run to their end with what they used, or ended with this one.
 
 use std::io;
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, ExitStatus};
 use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+
+/// Has the command's process end (by SIGTERM) when this one does, however that happens. To be
+/// started from the main thread: the kernel takes the end of the starting thread for ours.
+pub fn end_with_us(command: &mut Command) -> &mut Command {
+    let us = rustix::process::getpid();
+    // SAFETY: between fork and exec only system calls are made, and nothing is allocated.
+    unsafe {
+        command.pre_exec(move || {
+            rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
+            // We may have ended in between.
+            match rustix::process::getppid() {
+                Some(parent) if parent == us => Ok(()),
+                _ => Err(io::Error::from_raw_os_error(libc::ESRCH)),
+            }
+        })
+    }
+}
 
 /// A program that ran to its end.
 #[derive(Clone, Copy, Debug)]
@@ -43,6 +62,16 @@ pub fn finish(command: &mut Command) -> io::Result<Finished> {
         elapsed: start.elapsed(),
         peak_bytes: peak_kib * 1024,
     })
+}
+
+/// The most memory that any child that has ended and was waited for had resident, in bytes.
+pub fn peak_bytes_of_ended() -> u64 {
+    // SAFETY: rusage is a structure of integers, for which all zeros is a value.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: the pointer is to a live variable of the type that getrusage writes.
+    let done = unsafe { libc::getrusage(libc::RUSAGE_CHILDREN, &mut usage) };
+    assert_eq!(done, 0, "getrusage has no other error than a wrong argument");
+    u64::try_from(usage.ru_maxrss).unwrap_or(0) * 1024
 }
 
 #[cfg(test)]

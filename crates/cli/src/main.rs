@@ -11,8 +11,11 @@
 mod child;
 mod commands;
 mod corpus;
+mod node;
 mod options;
+mod signals;
 mod summary;
+mod team;
 
 use std::io;
 use std::process::ExitCode;
@@ -78,7 +81,8 @@ mod tests {
             let help = command.clone().render_long_help().to_string();
             assert!(help.contains("Examples:"), "{path} has no examples");
             assert!(!leaf || help.contains("--"), "{path} explains no option");
-            for sub in command.get_subcommands().filter(|sub| sub.get_name() != "help") {
+            let shown = |sub: &&clap::Command| sub.get_name() != "help" && !sub.is_hide_set();
+            for sub in command.get_subcommands().filter(shown) {
                 check(sub, &format!("{path} {}", sub.get_name()));
             }
         }

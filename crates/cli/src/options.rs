@@ -1,5 +1,6 @@
 //! Options that several commands share.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -7,6 +8,7 @@ use std::time::Duration;
 use bench::progress::Progress;
 use bench::report::Report;
 use bench::size::Size;
+use pool::Settings;
 
 use crate::UsageError;
 
@@ -57,11 +59,28 @@ pub enum NicName {
     Shm,
 }
 
+impl NicName {
+    /// Its name in records.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Inline => "inline",
+            Self::Shm => "shm",
+        }
+    }
+}
+
 /// Which pool a command uses, as `--pool` writes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PoolAddress {
     /// A `granary serve` on this machine, by its socket.
     Shm(PathBuf),
+}
+
+impl fmt::Display for PoolAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self::Shm(path) = self;
+        write!(f, "shm:{}", path.display())
+    }
 }
 
 impl FromStr for PoolAddress {
@@ -90,6 +109,12 @@ pub struct Donation {
 }
 
 impl Donation {
+    /// Settings of a memory node that donates it.
+    pub fn settings(&self) -> Settings {
+        let (donate_bytes, chunk_bytes) = (self.memory.bytes(), self.chunk.bytes());
+        Settings { donate_bytes, chunk_bytes, ..Settings::default() }
+    }
+
     /// Checks what one option alone cannot say, for a command.
     ///
     /// # Errors

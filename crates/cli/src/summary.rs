@@ -1,7 +1,16 @@
 //! What `granary run` says at the end: for people with `--stats`, as one JSON object with
 //! `--stats-json`.
 
+use std::fmt;
+
+use bench::size::Size;
+use bench::table::thousands;
+use pager::stats::{Counter, Summary};
+use pool::protocol::Status;
 use serde::{Deserialize, Serialize};
+
+use crate::child;
+use crate::node::CpuTimes;
 
 /// The summary of a run. Bytes are bytes, times are in the unit that ends the name.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -32,8 +41,51 @@ pub struct RunSummary {
     pub allocations_by_cpu: u64,
     /// Mean time of an allocation; none without one.
     pub alloc_mean_us: Option<f64>,
-    /// Time of the thread that plays the memory node's NIC.
+    /// Time of the thread that plays the memory node's NIC, while the program ran.
     pub nic_cpu_s: f64,
-    /// Time of the memory node's control CPU, from its first client to the end.
+    /// Time of the memory node's control CPU, while the program ran: connections included.
     pub control_cpu_s: f64,
+}
+
+impl RunSummary {
+    /// What the pager counted, and the memory node's states before and after. To be made as
+    /// soon as the program has ended and before any other child has.
+    pub fn new(local: Size, paged: &Summary, before: &Status, after: &Status) -> Self {
+        let CpuTimes { nic, control } = CpuTimes::between(before, after);
+        let counted = |counter| paged.get(counter);
+        let some = |us: f64| (paged.faults() > 0).then_some(us);
+        Self {
+            local_limit_bytes: local.bytes(),
+            local_peak_bytes: child::peak_bytes_of_ended(),
+            faults: paged.faults(),
+            fault_mean_us: some(paged.fault_us_mean()),
+            fault_p99_us: some(paged.fault_us(0.99)),
+            pages_in: counted(Counter::PagesIn),
+            pages_out: counted(Counter::PagesOut),
+            chunks_peak: counted(Counter::PoolChunksPeak),
+            remote_peak_bytes: paged.remote_bytes_peak(),
+            overflow_peak_bytes: counted(Counter::OverflowChunksPeak)
+                * counted(Counter::ChunkBytes),
+            allocations_by_nic: counted(Counter::AllocationsByNic),
+            allocations_by_cpu: counted(Counter::AllocationsByCpu),
+            alloc_mean_us: None,
+            nic_cpu_s: nic.as_secs_f64(),
+            control_cpu_s: control.as_secs_f64(),
+        }
+    }
+}
+
+impl fmt::Display for RunSummary {
+    /// What the pager's own summary does not have: two lines more of it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let peak = Size(self.local_peak_bytes).rounded();
+        writeln!(f, "  resident      {peak:>12}   at most, of the largest process")?;
+        let ms = |seconds: f64| thousands((seconds * 1e3).round() as u64);
+        write!(
+            f,
+            "  memory node   {:>9} ms   of control CPU; {} ms of the thread that plays its NIC",
+            ms(self.control_cpu_s),
+            ms(self.nic_cpu_s)
+        )
+    }
 }

@@ -5,6 +5,7 @@ mod quickstart;
 mod run;
 mod serve;
 mod status;
+mod worker;
 
 use std::process::ExitCode;
 
@@ -17,6 +18,8 @@ pub enum Command {
     Status(status::Status),
     #[command(subcommand)]
     Bench(bench::Bench),
+    #[command(subcommand, hide = true)]
+    Worker(worker::Worker),
 }
 
 impl Command {
@@ -28,11 +31,7 @@ impl Command {
             Self::Serve(serve) => serve.run(),
             Self::Status(status) => status.run(),
             Self::Bench(bench) => bench.run(),
+            Self::Worker(worker) => worker.run(),
         }
     }
-}
-
-/// The end of a command whose memory node, client or pager is not part of this build yet.
-fn not_in_this_build(attempted: &str, missing: &str) -> anyhow::Error {
-    anyhow::anyhow!("{attempted}: {missing} is not part of this build; take a later version")
 }

@@ -1,19 +1,24 @@
 //! `granary run`: an unmodified program with most of its memory in a pool.
 
-use std::path::PathBuf;
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use anyhow::Context;
 use bench::size::Size;
+use pager::config::Config;
 
-use super::not_in_this_build;
+use crate::node::{self, NodeProcess};
 use crate::options::{Donation, PoolAddress};
+use crate::summary::RunSummary;
 
 /// Run a program with the rest of its anonymous memory in a pool
 ///
 /// Starts an unmodified, dynamically linked program. Each of its processes keeps at most
 /// --local bytes of anonymous memory here; the rest is paged to chunks that are allocated on
-/// demand from a memory node: a private one by default. The program's output and exit status
-/// are its own.
+/// demand from a memory node: a private one by default, which ends with this command. The
+/// program's output and exit status are its own; 128 and a signal's number if that ended it.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Run {
@@ -38,7 +43,7 @@ pub struct Run {
 
     /// The program and its arguments
     #[arg(required = true, last = true, value_name = "PROGRAM")]
-    pub program: Vec<String>,
+    pub program: Vec<OsString>,
 }
 
 const EXAMPLES: &str = "\
@@ -50,9 +55,46 @@ Examples:
 impl Run {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         self.donation.check("run")?;
-        let Self { local, pool, stats, stats_json, program, .. } = self;
-        let wanted = (local, pool, stats, stats_json);
-        let attempted = format!("run {} with {wanted:?}", program.join(" "));
-        Err(not_in_this_build(&attempted, "the pager"))
+        let (program, arguments) = self.program.split_first().expect("clap asks for a program");
+        let private = match &self.pool {
+            Some(_) => None,
+            None => Some(NodeProcess::start(&self.donation.settings())?),
+        };
+        let path = match (&private, &self.pool) {
+            (Some(node), _) => node.path(),
+            (None, Some(PoolAddress::Shm(path))) => path,
+            (None, None) => unreachable!("without a pool there is a private node"),
+        };
+        // Also finds out whether a memory node is there, before the program starts.
+        let before = node::status(path)?;
+        let pool = PoolAddress::Shm(path.to_owned());
+        let ended = pager::run::run(
+            &Config::new(self.local.bytes(), pool.to_string()),
+            program,
+            arguments,
+        )?;
+        if self.stats || self.stats_json.is_some() {
+            // A memory node that went away meanwhile has nothing to tell.
+            let after = node::status(path).unwrap_or_else(|_| before.clone());
+            let summary = RunSummary::new(self.local, &ended.summary, &before, &after);
+            self.print(&ended.summary, &summary)?;
+        }
+        Ok(ExitCode::from(u8::try_from(ended.code()).unwrap_or(u8::MAX)))
     }
+
+    fn print(&self, paged: &pager::stats::Summary, summary: &RunSummary) -> anyhow::Result<()> {
+        if self.stats {
+            eprintln!("{paged}\n{summary}");
+        }
+        if let Some(path) = &self.stats_json {
+            write(path, summary).with_context(|| format!("write {}", path.display()))?;
+        }
+        Ok(())
+    }
+}
+
+fn write(path: &Path, summary: &RunSummary) -> anyhow::Result<()> {
+    let mut line = serde_json::to_vec(summary)?;
+    line.push(b'\n');
+    Ok(fs::write(path, line)?)
 }

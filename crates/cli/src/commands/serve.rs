@@ -2,19 +2,31 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
-use super::not_in_this_build;
+use anyhow::{Context, bail};
+use bench::size::Size;
+use bench::table::thousands;
+use pool::{ControlMode, Endpoint, SchemeKind, Service, Settings, protocol};
+use serde::Serialize;
+
 use crate::UsageError;
-use crate::options::Donation;
+use crate::node::{self, Ready};
+use crate::options::{Donation, Output, PoolAddress};
+use crate::signals::Signals;
 
 /// Bytes of the path in a Unix socket's address, without the final zero.
 const SOCKET_PATH_BYTES_MAX: usize = 107;
 
+/// How often the control thread is looked after, in case that it ended by itself.
+const LOOK: Duration = Duration::from_secs(1);
+
 /// Serve memory: be a memory node
 ///
 /// Donates memory, cut into chunks, to every process that attaches to its socket, and says
-/// what it serves once it does. Its software NIC runs in a thread of its own; the control
-/// thread takes no part in allocations, accesses and frees. Ends on SIGINT or SIGTERM.
+/// what it serves once it does. Its software NIC runs in a thread of its own; in scheme
+/// onesidedmw the control thread takes no part in allocations, accesses and frees. Ends on
+/// SIGINT or SIGTERM, and then says what it did.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Serve {
@@ -24,31 +36,126 @@ pub struct Serve {
     /// Socket at which clients attach [default: granary.sock in $XDG_RUNTIME_DIR or /tmp]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
+
+    /// Serve at a new socket that only this user reaches, for the command that started this
+    #[arg(long, hide = true, conflicts_with = "socket")]
+    private: bool,
+
+    /// Who allocates: onesidedmw (the NIC) or rpc-mw-2 (the CPU, on request)
+    #[arg(long, default_value_t)]
+    scheme: SchemeKind,
+
+    /// How the control thread waits for requests, in scheme rpc-mw-2: event or polling
+    #[arg(long, default_value_t)]
+    control: ControlMode,
+
+    /// Memory windows of a group: one for the grant's owner, and one for each lane
+    #[arg(long, value_name = "WINDOWS", default_value_t = Settings::default().group_size)]
+    group_size: u32,
+
+    /// Requests of one kind that a client may have in flight: a power of two
+    #[arg(long, value_name = "REQUESTS", default_value_t = Settings::default().credits)]
+    credits: u32,
+
+    #[command(flatten)]
+    output: Output,
 }
 
 const EXAMPLES: &str = "\
 Examples:
   granary serve --memory 4GiB
   granary serve --memory 256MiB --chunk 4KiB --socket /run/granary.sock
-  granary run --pool shm:/run/granary.sock --local 64MiB -- python3 train.py";
+  granary run --pool shm:/run/granary.sock --local 64MiB -- python3 train.py
+  granary serve --scheme rpc-mw-2 --control polling --json";
+
+/// What it says at its end.
+#[derive(Serialize)]
+struct Stopped<'a> {
+    event: &'static str,
+    #[serde(flatten)]
+    status: &'a protocol::Status,
+}
 
 impl Serve {
     pub fn run(self) -> anyhow::Result<ExitCode> {
+        let settings = self.settings()?;
+        let endpoint = self.endpoint()?;
+        let mut report = self.output.report();
+        // Before the service has threads, so that none of them takes a signal.
+        let signals = Signals::to_stop().context("wait for signals")?;
+        let service = Service::start(&settings, &endpoint)?;
+        let pool = PoolAddress::Shm(service.path().to_owned());
+        let ready = Ready::new(&settings, &pool);
+        report.print(match self.output.json {
+            true => serde_json::to_string(&ready)?,
+            false => introduce(&ready),
+        })?;
+
+        while !signals.wait(LOOK).context("wait for signals")? {
+            if let Some(why) = service.failure() {
+                bail!("serve at {}: {why}; start it again", service.path().display());
+            }
+        }
+        let status = service.status()?;
+        service.stop();
+        report.print(match self.output.json {
+            true => serde_json::to_string(&Stopped { event: "stopped", status: &status })?,
+            false => format!("\nstopped\n{}", node::describe(&status)),
+        })?;
+        Ok(ExitCode::SUCCESS)
+    }
+
+    fn settings(&self) -> anyhow::Result<Settings> {
         self.donation.check("serve")?;
-        let socket = self.socket();
+        let settings = Settings {
+            group_size: self.group_size,
+            credits: self.credits,
+            scheme: self.scheme,
+            control: self.control,
+            ..self.donation.settings()
+        };
+        settings.validate().map_err(|error| match error {
+            pool::Error::Setting { setting, value, why } => {
+                let option = setting.replace('_', "-");
+                UsageError(format!("--{option} {value}: {why}"), "serve").into()
+            }
+            error => anyhow::Error::from(error),
+        })?;
+        Ok(settings)
+    }
+
+    /// Where it listens; the runtime directory belongs to this user, and is preferred.
+    fn endpoint(&self) -> Result<Endpoint, UsageError> {
+        if self.private {
+            return Ok(Endpoint::Fresh);
+        }
+        let directory = || std::env::var_os("XDG_RUNTIME_DIR").map_or("/tmp".into(), PathBuf::from);
+        let socket = self.socket.clone().unwrap_or_else(|| directory().join("granary.sock"));
         if socket.as_os_str().len() > SOCKET_PATH_BYTES_MAX {
             let text = format!(
                 "--socket {}: longer than the {SOCKET_PATH_BYTES_MAX} bytes of a socket's path",
                 socket.display()
             );
-            return Err(UsageError(text, "serve").into());
+            return Err(UsageError(text, "serve"));
         }
-        Err(not_in_this_build(&format!("serve at {}", socket.display()), "the memory node"))
+        Ok(Endpoint::At(socket))
     }
+}
 
-    /// The socket's path; the runtime directory belongs to this user, and is preferred.
-    fn socket(&self) -> PathBuf {
-        let directory = || std::env::var_os("XDG_RUNTIME_DIR").map_or("/tmp".into(), PathBuf::from);
-        self.socket.clone().unwrap_or_else(|| directory().join("granary.sock"))
-    }
+/// What it serves, for people.
+fn introduce(ready: &Ready) -> String {
+    let Ready { pool, scheme, control, group_size, credits, .. } = ready;
+    let waits = if scheme.needs_cpu() { format!(", control {control}") } else { String::new() };
+    format!(
+        "serving {} in {} chunks of {}\n\
+         pool      {pool}\n\
+         scheme    {scheme}{waits}, groups of {group_size} windows, {credits} credits\n\
+         use it    granary run --pool {pool} --local 256MiB -- PROGRAM\n\
+         watch it  granary status --pool {pool}\n\
+         stop it   Ctrl-C, or kill {}",
+        Size(ready.donated_bytes),
+        thousands(ready.chunks),
+        Size(ready.chunk_bytes),
+        ready.pid,
+    )
 }

@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use super::not_in_this_build;
+use crate::node;
 use crate::options::{Output, PoolAddress};
 
 /// Show what a memory node is doing
@@ -27,9 +27,13 @@ Examples:
 
 impl Status {
     pub fn run(self) -> anyhow::Result<ExitCode> {
-        let Self { pool: PoolAddress::Shm(path), output } = self;
-        let form = if output.json { "as JSON" } else { "as a table" };
-        let attempted = format!("show the status of {} {form}", path.display());
-        Err(not_in_this_build(&attempted, "the memory node"))
+        let PoolAddress::Shm(path) = &self.pool;
+        let status = node::status(path)?;
+        let text = match self.output.json {
+            true => serde_json::to_string(&status)?,
+            false => format!("{:<12} {}\n{}", "pool", self.pool, node::describe(&status)),
+        };
+        self.output.report().print(text)?;
+        Ok(ExitCode::SUCCESS)
     }
 }

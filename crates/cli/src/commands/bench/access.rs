@@ -1,24 +1,32 @@
 //! `granary bench access`: what READ and WRITE cost.
 
 use std::process::ExitCode;
-use std::time::Duration;
+use std::sync::Arc;
 
-use bench::access::{self, Direction, Spec};
-use bench::bare;
+use bench::access::{self, Direction, Outcome, Spec};
 use bench::size::Size;
+use bench::{bare, pool_access};
+use pool::{Embedded, Pool};
 
-use super::conclude;
+use super::{Rounds, conclude};
 use crate::UsageError;
-use crate::options::{Output, Pictures, seconds};
+use crate::node::NodeProcess;
+use crate::options::{NicName, Output, Pictures};
 
 /// Measure READ and WRITE over sizes and depths
 ///
-/// Latency with one operation in flight, rate and bandwidth with many; beside them the bare
+/// Latency with one operation in flight, rate and bandwidth with many, on a chunk of the pool
+/// that belongs to this client; beside them, in the same run, the bare
 /// hand-off between two threads (scheme bare): a doorbell, a memcpy and a completion with
 /// nothing around them, which is what bounds a software NIC.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Access {
+    /// NICs
+    #[arg(long, value_name = "NICS", value_enum, value_delimiter = ',',
+          default_values_t = [NicName::Inline, NicName::Shm])]
+    nic: Vec<NicName>,
+
     /// Sizes of one operation
     #[arg(long, value_name = "SIZES", value_delimiter = ',',
           default_values_t = access::SIZES.map(|bytes| Size(bytes as u64)))]
@@ -29,9 +37,8 @@ pub struct Access {
           default_values_t = access::IN_FLIGHT.map(|depth| depth as u32))]
     in_flight: Vec<u32>,
 
-    /// Seconds for each measurement
-    #[arg(long, default_value = "0.25", value_parser = seconds)]
-    seconds: Duration,
+    #[command(flatten)]
+    rounds: Rounds,
 
     #[command(flatten)]
     output: Output,
@@ -44,6 +51,7 @@ const EXAMPLES: &str = "\
 Examples:
   granary bench access
   granary bench access --sizes 8,4KiB,1MiB --in-flight 1,16,64 --seconds 1
+  granary bench access --nic shm --seconds 0.3 --rounds 5
   granary bench access --json --out pictures > access.jsonl";
 
 /// Bytes that the operations of one measurement go round over, if they are no larger: more
@@ -54,17 +62,71 @@ const SIZE_BYTES_MAX: u64 = 1 << 30;
 /// The deepest queue that makes sense here.
 const IN_FLIGHT_MAX: u32 = 4096;
 
+/// A way of moving bytes: no pool, or one on some NIC.
+struct Way {
+    nic: &'static str,
+    scheme: &'static str,
+    pool: Option<Pool>,
+    /// The memory node behind it, if it is a process of its own.
+    _node: Option<NodeProcess>,
+}
+
+impl Way {
+    fn bare() -> Self {
+        Self { nic: bare::NIC, scheme: bare::SCHEME, pool: None, _node: None }
+    }
+
+    /// A pool on a NIC, for all of these measurements.
+    fn pool(nic: NicName, specs: &[Spec]) -> anyhow::Result<Self> {
+        let most = |of: fn(&Spec) -> usize| specs.iter().map(of).max().unwrap_or(1);
+        let settings = pool_access::settings(most(|spec| spec.region));
+        let options = pool_access::options(most(|spec| spec.in_flight));
+        let (pool, node) = match nic {
+            NicName::Inline => {
+                let embedded = Arc::new(Embedded::start(&settings)?);
+                (Pool::embedded_in(&embedded, options)?, None)
+            }
+            NicName::Shm => {
+                let node = NodeProcess::start(&settings)?;
+                (Pool::connect(node.path(), options)?, Some(node))
+            }
+        };
+        let scheme = settings.scheme.name();
+        Ok(Self { nic: nic.name(), scheme, pool: Some(pool), _node: node })
+    }
+
+    fn measure(&self, spec: &Spec) -> Result<Outcome, pool::Error> {
+        match &self.pool {
+            None => Ok(bare::measure(spec)),
+            Some(pool) => pool_access::measure(pool, spec),
+        }
+    }
+}
+
 impl Access {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let specs = self.specs()?;
         let mut report = self.output.report();
-        let bar = self.output.progress().bar("access", specs.len() as u64);
+        let mut ways = vec![Way::bare()];
+        for nic in &self.nic {
+            ways.push(Way::pool(*nic, &specs)?);
+        }
+        let rounds = self.rounds.rounds;
+        let steps = specs.len() as u64 * u64::from(rounds);
+        let bar = self.output.progress().bar("access", steps);
         for spec in specs {
             let (direction, size) = (spec.direction.name(), Size(spec.size as u64));
             bar.say(&format!("{direction} {size}, {} in flight", spec.in_flight));
-            let outcome = bare::measure(&spec);
-            report.extend(outcome.records(&spec, &spec.setting(bare::SCHEME, bare::NIC)))?;
-            bar.step();
+            let mut outcomes = vec![Outcome::default(); ways.len()];
+            for _ in 0..rounds {
+                for (way, outcome) in ways.iter().zip(&mut outcomes) {
+                    outcome.merge(&way.measure(&spec)?);
+                }
+                bar.step();
+            }
+            for (way, outcome) in ways.iter().zip(&outcomes) {
+                report.extend(outcome.records(&spec, &spec.setting(way.scheme, way.nic)))?;
+            }
         }
         drop(bar);
         let tables = access::tables(report.records());
@@ -95,7 +157,7 @@ impl Access {
                         size: bytes,
                         in_flight: in_flight as usize,
                         region: 0,
-                        duration: self.seconds,
+                        duration: self.rounds.each(),
                     };
                     spec.region = REGION_BYTES.max(spec.stride());
                     specs.push(spec);

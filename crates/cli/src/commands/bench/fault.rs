@@ -1,18 +1,26 @@
 //! `granary bench fault`: what a page fault costs.
 
-use std::process::ExitCode;
-use std::time::Duration;
+use std::process::{Command, ExitCode};
 
+use anyhow::Context;
+use bench::fault::{self, Outcome, PAGE_BYTES, Pattern, Spec};
 use bench::size::Size;
+use bench::{bare, bare_fault};
+use pool::Settings;
 
-use super::super::not_in_this_build;
-use crate::options::{Output, Pictures, seconds};
+use super::{Rounds, conclude};
+use crate::UsageError;
+use crate::commands::worker::FaultTask;
+use crate::node::NodeProcess;
+use crate::options::{Output, Pictures, PoolAddress};
+use crate::team::Member;
 
 /// Measure page faults on remote pages, ours and bare userfaultfd's
 ///
-/// Random faults one page at a time, and sequential ones as the pager batches them; beside
-/// them userfaultfd with nothing behind it: its handler on the faulting thread's own core,
-/// and 64 pages per UFFDIO_COPY with MADV_DONTNEED.
+/// Random faults one page at a time, and sequential ones as the pager batches them, in a
+/// process that `granary run` pages to a memory node; beside them, in the same run,
+/// userfaultfd with nothing behind it: its handler on the faulting thread's own core, and 64
+/// pages per UFFDIO_COPY with MADV_DONTNEED.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Fault {
@@ -24,9 +32,8 @@ pub struct Fault {
     #[arg(long, value_name = "SIZE", default_value = "64MiB")]
     local: Size,
 
-    /// Seconds for each measurement
-    #[arg(long, default_value = "1", value_parser = seconds)]
-    seconds: Duration,
+    #[command(flatten)]
+    rounds: Rounds,
 
     #[command(flatten)]
     output: Output,
@@ -41,13 +48,83 @@ Examples:
   granary bench fault --memory 1GiB --local 128MiB --seconds 5
   granary bench fault --json > fault.jsonl";
 
+/// The most memory that makes sense here.
+const MEMORY_BYTES_MAX: u64 = 1 << 40;
+/// Bytes of the memory node's chunks.
+const CHUNK_BYTES: u64 = 1 << 20;
+
 impl Fault {
     pub fn run(self) -> anyhow::Result<ExitCode> {
+        self.check()?;
+        let mut report = self.output.report();
+        let settings = Settings {
+            // The program itself has memory, too; chunks that nobody allocates take none.
+            donate_bytes: (2 * self.memory.bytes()).next_multiple_of(CHUNK_BYTES),
+            chunk_bytes: CHUNK_BYTES,
+            ..Settings::default()
+        };
+        let node = NodeProcess::start(&settings)?;
+        let rounds = self.rounds.rounds;
+        let steps = 1 + (Pattern::ALL.len() * rounds as usize) as u64;
+        let bar = self.output.progress().bar("fault", steps);
+        bar.say(&format!("page out {}", self.memory));
+        let mut paged = self.start_paged(&node)?;
+        bar.step();
+        for pattern in Pattern::ALL {
+            bar.say(&pattern.to_string());
+            let spec = self.spec(pattern);
+            let [mut bare, mut ours] = [Outcome::default(), Outcome::default()];
+            for _ in 0..rounds {
+                bare.merge(&bare_fault::measure(&spec)?);
+                paged.give(&FaultTask { pattern, duration: spec.duration })?;
+                ours.merge(&paged.result()?);
+                bar.step();
+            }
+            report.extend(bare.records(&spec.setting(bare::SCHEME, bare::NIC)))?;
+            report.extend(ours.records(&spec.setting(settings.scheme.name(), "shm")))?;
+        }
+        drop(bar);
+        drop(paged);
+        let tables = fault::tables(report.records());
         let pictures = self.pictures.directory(&self.output);
-        let attempted = format!(
-            "measure faults over {} with {} local for {:?} {pictures:?}",
-            self.memory, self.local, self.seconds
-        );
-        Err(not_in_this_build(&attempted, "the pager"))
+        conclude(&mut report, tables, pictures.as_deref(), |report, directory| {
+            fault::pictures(report.records(), directory)
+        })
+    }
+
+    fn check(&self) -> Result<(), UsageError> {
+        let (memory, local) = (self.memory.bytes(), self.local.bytes());
+        if memory > MEMORY_BYTES_MAX || memory < 2 * local || local < PAGE_BYTES as u64 {
+            let text = format!(
+                "--memory {} --local {}: take at least twice as much memory as is local, up to {}",
+                self.memory,
+                self.local,
+                Size(MEMORY_BYTES_MAX)
+            );
+            return Err(UsageError(text, "bench fault"));
+        }
+        Ok(())
+    }
+
+    fn spec(&self, pattern: Pattern) -> Spec {
+        Spec {
+            pattern,
+            memory: self.memory.bytes() as usize,
+            local: self.local.bytes() as usize,
+            duration: self.rounds.each(),
+        }
+    }
+
+    /// A paged process with the memory, filled; returns when it is.
+    fn start_paged(&self, node: &NodeProcess) -> anyhow::Result<Member> {
+        let granary = std::env::current_exe().context("find this program's own file")?;
+        let mut command = Command::new(&granary);
+        command.arg("run").arg("--local").arg(self.local.to_string());
+        command.arg("--pool").arg(PoolAddress::Shm(node.path().to_owned()).to_string());
+        command.arg("--").arg(&granary);
+        command.args(["worker", "fault", "--memory"]).arg(self.memory.to_string());
+        let mut member = Member::start(&mut command)?;
+        member.wait_ready()?;
+        Ok(member)
     }
 }

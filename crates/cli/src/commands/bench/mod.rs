@@ -6,9 +6,12 @@ mod fault;
 
 use std::path::Path;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use bench::report::Report;
 use bench::table::Table;
+
+use crate::options::seconds;
 
 /// Measure on this machine
 #[derive(clap::Subcommand, Debug)]
@@ -32,6 +35,26 @@ impl Bench {
             Self::Alloc(alloc) => alloc.run(),
             Self::Fault(fault) => fault.run(),
         }
+    }
+}
+
+/// Rounds of a measurement. Baseline and ours take turns, so that what else the machine does at
+/// a time falls on both.
+#[derive(clap::Args, Clone, Copy, Debug)]
+pub struct Rounds {
+    /// Seconds for each measurement, all rounds together
+    #[arg(long, default_value = "0.5", value_parser = seconds)]
+    seconds: Duration,
+
+    /// Rounds in which the measurements take turns
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rounds: u32,
+}
+
+impl Rounds {
+    /// How long one round is.
+    fn each(&self) -> Duration {
+        self.seconds / self.rounds
     }
 }
 

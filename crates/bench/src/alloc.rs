@@ -1,0 +1,350 @@
+//! Allocation and free: what a compute node waits, and whose CPU time it takes.
+//!
+//! Each client allocates a chunk and frees it, over and over, one request at a time. The same
+//! loop runs against every scheme:
+//!
+//! | metric | of |
+//! | --- | --- |
+//! | `alloc_latency_us`, `free_latency_us` | from the call to its return, at the client |
+//! | `alloc_rate_per_s` | allocations (each with its free) of all clients over the run's time |
+//! | `alloc_nic_cpu_us` | time of the thread that plays the memory node's NIC, for each allocation with its free |
+//! | `alloc_control_cpu_us` | the same of the memory node's CPU |
+//!
+//! On the inline NIC the clients' own threads are the NIC, so that its time is not told apart.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use fabric::Nic;
+use pool::{ControlMode, Pool, SchemeKind};
+use serde::{Deserialize, Serialize};
+
+use crate::Error;
+use crate::claims::Claims;
+use crate::histogram::Latencies;
+use crate::plot::{Axis, Lines};
+use crate::record::{Record, Setting, Statistic, Unit};
+use crate::table::{Pivot, Table};
+
+/// Name of the experiment.
+pub const EXPERIMENT: &str = "alloc";
+
+/// Clients that are measured by default.
+pub const CLIENTS: [u32; 4] = [1, 2, 4, 8];
+
+/// Rounds before the clock counts.
+const WARM_UP_ROUNDS: u32 = 64;
+
+/// Who allocates: a scheme, and how its control thread waits where it needs one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Contender {
+    /// The scheme.
+    pub scheme: SchemeKind,
+    /// How the memory node's CPU learns of requests.
+    pub control: ControlMode,
+}
+
+impl Contender {
+    /// All that are compared, the chains first.
+    pub const ALL: [Self; 3] = [
+        Self { scheme: SchemeKind::OneSidedMw, control: ControlMode::Event },
+        Self { scheme: SchemeKind::RpcMw2, control: ControlMode::Event },
+        Self { scheme: SchemeKind::RpcMw2, control: ControlMode::Polling },
+    ];
+
+    /// The setting of its records; without the control thread where that takes no part.
+    pub fn setting(&self, nic: &str, clients: u32, chunk_bytes: u64) -> Setting {
+        let setting = Setting::new().scheme(self.scheme.name()).nic(nic);
+        let setting = match self.scheme {
+            SchemeKind::OneSidedMw => setting,
+            _ => setting.control(self.control.name()),
+        };
+        setting.clients(clients.into()).size(chunk_bytes).in_flight(1)
+    }
+}
+
+/// What one client, or all clients together, measured.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Outcome {
+    /// Latencies of the allocations.
+    pub allocate: Latencies,
+    /// Latencies of the frees.
+    pub free: Latencies,
+    /// How long it took.
+    pub elapsed: Duration,
+}
+
+impl Outcome {
+    /// Adds what another client measured at the same time.
+    pub fn join(&mut self, other: &Self) {
+        self.allocate.merge(&other.allocate);
+        self.free.merge(&other.free);
+        self.elapsed = self.elapsed.max(other.elapsed);
+    }
+}
+
+/// What all rounds of one measurement gave.
+#[derive(Clone, Debug, Default)]
+pub struct Total {
+    latencies: Outcome,
+    nic_cpu: Option<Duration>,
+    control_cpu: Duration,
+}
+
+impl Total {
+    /// Adds a round: what its clients measured together, and the CPU time of the memory node's
+    /// NIC thread, where it has one, and control threads meanwhile.
+    pub fn add(&mut self, round: &Outcome, nic_cpu: Option<Duration>, control_cpu: Duration) {
+        self.latencies.allocate.merge(&round.allocate);
+        self.latencies.free.merge(&round.free);
+        self.latencies.elapsed += round.elapsed;
+        self.nic_cpu = nic_cpu.map(|cpu| self.nic_cpu.unwrap_or_default() + cpu);
+        self.control_cpu += control_cpu;
+    }
+
+    /// The records of a measurement.
+    pub fn records(&self, setting: &Setting) -> Vec<Record> {
+        let of = |metric: &str, unit| Record::of(EXPERIMENT, setting, metric, unit);
+        let Outcome { allocate, free, elapsed } = &self.latencies;
+        let mut records = allocate.records(&of("alloc_latency_us", Unit::Us));
+        records.extend(free.records(&of("free_latency_us", Unit::Us)));
+        let allocations = allocate.count() as f64;
+        if allocations == 0.0 {
+            return records;
+        }
+        let rate = allocations / elapsed.as_secs_f64();
+        records.push(of("alloc_rate_per_s", Unit::PerSecond).mean(rate));
+        let each_us = |time: Duration| time.as_secs_f64() * 1e6 / allocations;
+        let nic = self.nic_cpu.map(|cpu| of("alloc_nic_cpu_us", Unit::Us).mean(each_us(cpu)));
+        records.extend(nic);
+        records.push(of("alloc_control_cpu_us", Unit::Us).mean(each_us(self.control_cpu)));
+        records.into_iter().map(with_claim).collect()
+    }
+}
+
+/// Puts the paper's number beside ours where it states one: mean latencies at 1 and 24 threads.
+fn with_claim(record: Record) -> Record {
+    if record.metric != "alloc_latency_us" || record.statistic != Statistic::Mean {
+        return record;
+    }
+    let scheme = record.setting.get("scheme").map(ToString::to_string);
+    let id = match (scheme.as_deref(), record.setting.number("clients")) {
+        (Some("onesidedmw"), Some(1.0)) => "osmw.alloc.latency.1",
+        (Some("onesidedmw"), Some(24.0)) => "osmw.alloc.latency.24",
+        (Some("rpc-mw-2"), Some(24.0)) => "rpcmw.alloc.latency.24",
+        _ => return record,
+    };
+    match Claims::builtin().get(id) {
+        Some(claim) => record.against(claim),
+        None => record,
+    }
+}
+
+/// Allocates and frees a few times, so that what comes with the first times is over.
+///
+/// # Errors
+/// As the pool's operations.
+pub fn warm_up<N: Nic>(pool: &Pool<N>) -> Result<(), pool::Error> {
+    (0..WARM_UP_ROUNDS).try_for_each(|_| pool.free_blocking(pool.allocate_blocking()?))
+}
+
+/// One client's part: allocates and frees for `duration`.
+///
+/// # Errors
+/// As the pool's operations.
+pub fn client<N: Nic>(pool: &Pool<N>, duration: Duration) -> Result<Outcome, pool::Error> {
+    let mut outcome = Outcome::default();
+    let begin = Instant::now();
+    let mut before = begin;
+    while before < begin + duration {
+        let grant = pool.allocate_blocking()?;
+        let allocated = Instant::now();
+        pool.free_blocking(grant)?;
+        let freed = Instant::now();
+        outcome.allocate.record(allocated - before);
+        outcome.free.record(freed - allocated);
+        before = freed;
+    }
+    outcome.elapsed = before - begin;
+    Ok(outcome)
+}
+
+/// The tables of a run, with the ratio of the chains and of every control thread to the others.
+pub fn tables(records: &[Record]) -> Vec<(String, Table)> {
+    let rpc = |control: ControlMode| {
+        Setting::new().scheme(SchemeKind::RpcMw2.name()).control(control.name())
+    };
+    let latency = |metric: &str| {
+        let mut pivot = Pivot::rows(["clients", "scheme", "control", "nic", "size"]);
+        for statistic in [Statistic::Mean, Statistic::P50, Statistic::P99, Statistic::Max] {
+            pivot = pivot.column(metric, statistic);
+        }
+        for control in ControlMode::ALL {
+            pivot = pivot.ratio(metric, Statistic::P50, &rpc(*control));
+        }
+        pivot.table(records)
+    };
+    let mut rate = Pivot::rows(["clients", "scheme", "control", "nic", "size"])
+        .column("alloc_rate_per_s", Statistic::Mean)
+        .column("alloc_nic_cpu_us", Statistic::Mean)
+        .column("alloc_control_cpu_us", Statistic::Mean);
+    for control in ControlMode::ALL {
+        rate = rate.ratio("alloc_rate_per_s", Statistic::Mean, &rpc(*control));
+    }
+    vec![
+        ("Allocation (ratios of medians)".to_owned(), latency("alloc_latency_us")),
+        ("Free (ratios of medians)".to_owned(), latency("free_latency_us")),
+        (
+            "Allocations with their frees, and CPU time for each (ratios of rates)".to_owned(),
+            rate.table(records),
+        ),
+    ]
+}
+
+/// Writes the pictures of a run over the number of clients: median latency, and rate.
+///
+/// # Errors
+/// As [`Lines::write`].
+pub fn pictures(records: &[Record], directory: &Path) -> Result<Vec<PathBuf>, Error> {
+    let mut files = Vec::new();
+    for (metric, statistic, title, label, name) in [
+        (
+            "alloc_latency_us",
+            Statistic::P50,
+            "Allocation of a chunk",
+            "median latency (us)",
+            "latency",
+        ),
+        (
+            "alloc_rate_per_s",
+            Statistic::Mean,
+            "Allocations, each with its free",
+            "allocations per second",
+            "rate",
+        ),
+    ] {
+        let mut lines = Lines::new(title, Axis::linear("clients"), Axis::log(label));
+        let series = series(records, metric, statistic);
+        if series.is_empty() {
+            continue;
+        }
+        for (scheme, points) in series {
+            lines = if scheme.starts_with(SchemeKind::OneSidedMw.name()) {
+                lines.line(&scheme, points)
+            } else {
+                lines.baseline(&scheme, points)
+            };
+        }
+        files.extend(lines.write(directory, &format!("{EXPERIMENT}-{name}"))?);
+    }
+    Ok(files)
+}
+
+/// For each contender and NIC, the points (clients, value) of a metric.
+fn series(
+    records: &[Record],
+    metric: &str,
+    statistic: Statistic,
+) -> Vec<(String, Vec<(f64, f64)>)> {
+    let mut series: Vec<(String, Vec<(f64, f64)>)> = Vec::new();
+    for record in records.iter().filter(|r| r.metric == metric && r.statistic == statistic) {
+        let Some(clients) = record.setting.number("clients") else { continue };
+        let parts = ["scheme", "control", "nic"].iter().filter_map(|key| record.setting.get(key));
+        let name = parts.map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        let point = (clients, record.value);
+        match series.iter_mut().find(|(n, _)| *n == name) {
+            Some((_, points)) => points.push(point),
+            None => series.push((name, vec![point])),
+        }
+    }
+    series
+}
+
+#[cfg(test)]
+mod tests {
+    use pool::Settings;
+
+    use super::*;
+
+    #[test]
+    fn a_client_of_every_contender() {
+        for contender in Contender::ALL {
+            let Contender { scheme, control } = contender;
+            let small =
+                Settings { donate_bytes: 64 << 10, chunk_bytes: 4096, ..Settings::default() };
+            let pool = Pool::embedded(Settings { scheme, control, ..small }).unwrap();
+            warm_up(&pool).unwrap();
+            let outcome = client(&pool, Duration::from_millis(10)).unwrap();
+            assert!(outcome.allocate.count() > 0, "{contender:?}");
+            assert_eq!(outcome.allocate.count(), outcome.free.count());
+            assert!(outcome.elapsed >= Duration::from_millis(10));
+            let status = pool.node_status().unwrap().node;
+            assert_eq!(status.free, 16, "{contender:?}: {status:?}");
+        }
+    }
+
+    fn run() -> Vec<Record> {
+        let mut records = Vec::new();
+        for clients in [1, 8] {
+            for (contender, us) in Contender::ALL.iter().zip([4, 50, 8]) {
+                let mut total = Total::default();
+                for _ in 0..2 {
+                    let mut round = Outcome::default();
+                    for _ in 0..clients {
+                        let mut one = Outcome::default();
+                        one.allocate.record(Duration::from_micros(us));
+                        one.free.record(Duration::from_micros(2 * us));
+                        one.elapsed = Duration::from_micros(3 * us);
+                        round.join(&one);
+                    }
+                    let nic = Some(Duration::from_micros(clients * 2));
+                    total.add(&round, nic, Duration::from_micros(clients * 7));
+                }
+                records.extend(total.records(&contender.setting("shm", clients as u32, 4096)));
+            }
+        }
+        records
+    }
+
+    #[test]
+    fn rounds_and_clients_add_up() {
+        let records = run();
+        let of = |metric: &str, clients: f64| {
+            let found = records.iter().find(|r| {
+                r.metric == metric
+                    && r.statistic == Statistic::Mean
+                    && r.setting.number("clients") == Some(clients)
+            });
+            found.unwrap().value
+        };
+        assert!((of("alloc_rate_per_s", 8.0) - 8.0 / 12e-6).abs() < 1.0);
+        assert!((of("alloc_nic_cpu_us", 8.0) - 2.0).abs() < 1e-9);
+        assert!((of("alloc_control_cpu_us", 1.0) - 7.0).abs() < 1e-9);
+        let claimed: Vec<_> = records.iter().filter_map(|r| r.claim.as_deref()).collect();
+        assert_eq!(claimed, ["osmw.alloc.latency.1"]);
+    }
+
+    #[test]
+    fn tables_have_the_ratio_to_both_control_threads() {
+        let tables = tables(&run());
+        let (_, latency) = &tables[0];
+        let text = latency.to_string();
+        let chains = text.lines().find(|line| line.contains("onesidedmw")).unwrap();
+        let words: Vec<&str> = chains.split_whitespace().collect();
+        assert!(words.ends_with(&["0.0800", "0.500"]), "{text}");
+        let (_, rate) = &tables[2];
+        assert!(rate.to_string().contains("alloc_control_cpu_us"), "{rate}");
+    }
+
+    #[test]
+    fn pictures_over_clients() {
+        let directory = tempfile::tempdir().unwrap();
+        assert!(pictures(&[], directory.path()).unwrap().is_empty());
+        let files = pictures(&run(), directory.path()).unwrap();
+        assert_eq!(files.len(), 4);
+        let svg = std::fs::read_to_string(&files[0]).unwrap();
+        for text in ["onesidedmw, shm", "rpc-mw-2, event, shm", "rpc-mw-2, polling, shm"] {
+            assert!(svg.contains(text), "{text} is missing");
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! READ and WRITE through the pool: what [`crate::bare`] does, with keys, queues and work-queue
+//! elements around it.
+//!
+//! The bytes at the memory node are one chunk; those of the client are registered memory, so
+//! that nothing is copied but by the NIC. Operations go round over both in the same order as the
+//! bare hand-off's:
+//!
+//! ```text
+//!  operation i:  chunk[(i · stride) mod region]  ⇄  buffer[(i mod in_flight) · stride]
+//! ```
+
+use std::collections::VecDeque;
+
+use fabric::Nic;
+use pool::{Buffer, Error, Grant, Lane, Operation, Options, Pool, Settings, Transfer};
+
+use crate::access::{Direction, Meter, Outcome, Spec};
+
+/// Building blocks of a send queue that an operation takes, at most.
+const BLOCKS_PER_OPERATION: usize = 4;
+
+/// Settings of a memory node on which operations can be measured over `region` bytes.
+pub fn settings(region: usize) -> Settings {
+    let chunk_bytes = (region as u64).next_power_of_two();
+    Settings { donate_bytes: 2 * chunk_bytes, chunk_bytes, ..Settings::default() }
+}
+
+/// How a compute node connects that has `in_flight` operations outstanding.
+pub fn options(in_flight: usize) -> Options {
+    let blocks = (in_flight * BLOCKS_PER_OPERATION).next_power_of_two().clamp(256, 1 << 15);
+    Options { groups: Some(1), send_blocks: blocks as u32 }
+}
+
+/// Measures READs or WRITEs on a chunk of `pool`.
+///
+/// # Errors
+/// As the pool's operations.
+pub fn measure<N: Nic>(pool: &Pool<N>, spec: &Spec) -> Result<Outcome, Error> {
+    let grant = pool.allocate_blocking()?;
+    assert!(grant.len >= spec.region as u64, "a chunk is smaller than the region: {spec:?}");
+    let buffer = pool.buffer(spec.stride() * spec.in_flight)?;
+    let target = Target { pool, spec, grant, buffer };
+    target.touch_all()?;
+    let outcome = if spec.in_flight == 1 { target.ping() } else { target.stream() }?;
+    let Target { grant, .. } = target;
+    pool.free_blocking(grant)?;
+    Ok(outcome)
+}
+
+struct Target<'a, N: Nic> {
+    pool: &'a Pool<N>,
+    spec: &'a Spec,
+    grant: Grant,
+    buffer: Buffer<N>,
+}
+
+impl<N: Nic> Target<'_, N> {
+    /// Writes every page of both sides once, so that no fault is measured.
+    fn touch_all(&self) -> Result<(), Error> {
+        let pattern: Vec<u8> = (0..self.spec.region).map(|at| (at * 31 % 251) as u8).collect();
+        self.pool.write_blocking(&self.grant, 0, &pattern)?;
+        let memory = self.buffer.memory();
+        memory.write(0, &vec![0xa5; self.buffer.len()]);
+        Ok(())
+    }
+
+    /// Posts one operation.
+    fn post(&self, operation: u64) -> Result<Operation<'_, N>, Error> {
+        let stride = self.spec.stride();
+        let place = |places: usize| (operation % places as u64) as usize * stride;
+        let transfer = Transfer {
+            grant: &self.grant,
+            offset: place(self.spec.region / stride) as u64,
+            buffer_offset: place(self.spec.in_flight),
+            len: self.spec.size as u32,
+        };
+        match self.spec.direction {
+            Direction::Read => self.pool.read_into(&transfer, &self.buffer, Lane(0)),
+            Direction::Write => self.pool.write_from(&transfer, &self.buffer, Lane(0)),
+        }
+    }
+
+    /// One operation at a time: each one's latency is measured.
+    fn ping(&self) -> Result<Outcome, Error> {
+        let mut meter = Meter::start(self.spec);
+        let mut since = meter.started();
+        for operation in 0.. {
+            self.post(operation)?.wait()?;
+            match meter.completed(since, operation + 1) {
+                Some(now) => since = now,
+                None => break,
+            }
+        }
+        Ok(meter.outcome())
+    }
+
+    /// Many in flight: for each that ends, another one is posted; one at a time is followed with
+    /// the clock.
+    fn stream(&self) -> Result<Outcome, Error> {
+        let mut meter = Meter::start(self.spec);
+        let (mut followed, mut since) = (0, meter.started());
+        let mut outstanding = VecDeque::with_capacity(self.spec.in_flight);
+        for operation in 0..self.spec.in_flight as u64 {
+            outstanding.push_back(self.post(operation)?);
+        }
+        for done in 1.. {
+            let oldest = outstanding.pop_front().expect("as many are outstanding as ever");
+            oldest.wait()?;
+            let posted = done - 1 + self.spec.in_flight as u64;
+            if done > followed {
+                match meter.completed(since, done) {
+                    Some(now) => (followed, since) = (posted, now),
+                    None => break,
+                }
+            }
+            outstanding.push_back(self.post(posted)?);
+        }
+        // Memory must not go while the NIC still moves bytes in it.
+        outstanding.into_iter().try_for_each(Operation::wait)?;
+        Ok(meter.outcome())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn spec(direction: Direction, size: usize, in_flight: usize) -> Spec {
+        let duration = Duration::from_millis(20);
+        Spec { direction, size, in_flight, region: 64 << 10, duration }
+    }
+
+    #[test]
+    fn every_direction_and_depth() {
+        for in_flight in [1, 16] {
+            let pool = Pool::embedded(settings(64 << 10)).unwrap();
+            for direction in Direction::ALL {
+                for size in [8, 4096] {
+                    let spec = spec(direction, size, in_flight);
+                    let outcome = measure(&pool, &spec).unwrap();
+                    assert!(outcome.operations > 0 && outcome.elapsed >= spec.duration, "{spec:?}");
+                    assert!(outcome.latencies.count() > 0, "{spec:?}");
+                }
+            }
+            // Each measurement gives its chunk back.
+            assert_eq!(pool.node_status().unwrap().node.free, 2);
+        }
+    }
+
+    #[test]
+    fn bytes_arrive_where_they_belong() {
+        let spec = spec(Direction::Read, 100, 4);
+        let pool = Pool::embedded(settings(spec.region)).unwrap();
+        let grant = pool.allocate_blocking().unwrap();
+        let buffer = pool.buffer(spec.stride() * spec.in_flight).unwrap();
+        let target = Target { pool: &pool, spec: &spec, grant, buffer };
+        target.touch_all().unwrap();
+        for operation in 0..1000u64 {
+            target.post(operation).unwrap().wait().unwrap();
+            let mut place = [0; 100];
+            target.buffer.memory().read(operation as usize % 4 * spec.stride(), &mut place);
+            let from = operation as usize % (spec.region / spec.stride()) * spec.stride();
+            let expected = |at: usize| ((from + at) * 31 % 251) as u8;
+            assert!((0..100).all(|at| place[at] == expected(at)), "operation {operation}");
+        }
+    }
+}

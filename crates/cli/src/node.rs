@@ -1,0 +1,227 @@
+//! Memory nodes as processes: started for one command and ended with it, or asked for their state.
+
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use bench::size::Size;
+use bench::table::thousands;
+use pool::protocol::Status;
+use pool::{ControlMode, ControlPlane, SchemeKind, Settings};
+use serde::{Deserialize, Serialize};
+
+use crate::child;
+use crate::options::PoolAddress;
+
+/// What a memory node says once it serves, and what it serves; `event` is `ready`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ready {
+    pub event: String,
+    /// What `--pool` takes.
+    pub pool: String,
+    pub pid: u32,
+    pub donated_bytes: u64,
+    pub chunk_bytes: u64,
+    pub chunks: u64,
+    pub scheme: SchemeKind,
+    pub control: ControlMode,
+    pub group_size: u32,
+    pub credits: u32,
+}
+
+impl Ready {
+    /// A memory node with these settings in this process.
+    pub fn new(settings: &Settings, pool: &PoolAddress) -> Self {
+        Self {
+            event: "ready".into(),
+            pool: pool.to_string(),
+            pid: std::process::id(),
+            donated_bytes: settings.chunks() * settings.chunk_bytes,
+            chunk_bytes: settings.chunk_bytes,
+            chunks: settings.chunks(),
+            scheme: settings.scheme,
+            control: settings.control,
+            group_size: settings.group_size,
+            credits: settings.credits,
+        }
+    }
+}
+
+/// A memory node in a process of its own, for this command alone. Ends when it is dropped, or
+/// when this process ends, however that happens.
+pub struct NodeProcess {
+    child: Child,
+    path: PathBuf,
+    /// Held open: the node says at its end what it did.
+    _says: BufReader<ChildStdout>,
+}
+
+impl NodeProcess {
+    /// Starts `granary serve` and waits until it serves.
+    pub fn start(settings: &Settings) -> anyhow::Result<Self> {
+        Self::spawn(settings).context("start a memory node")
+    }
+
+    fn spawn(settings: &Settings) -> anyhow::Result<Self> {
+        let granary = std::env::current_exe().context("find this program's own file")?;
+        let mut command = Command::new(granary);
+        command.args(["serve", "--json", "--private"]).args(arguments(settings));
+        // A group of its own: Ctrl-C at the terminal is for the program that uses the node.
+        command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped());
+        let mut child = child::end_with_us(&mut command).spawn()?;
+        let mut says = BufReader::new(child.stdout.take().expect("its output is a pipe"));
+        let mut line = String::new();
+        says.read_line(&mut line)?;
+        if line.is_empty() {
+            bail!("it ended with {}; what it said stands above", child.wait()?);
+        }
+        let ready: Ready = serde_json::from_str(&line)
+            .with_context(|| format!("it said {line:?}; use one version of granary"))?;
+        let PoolAddress::Shm(path) = ready.pool.parse().map_err(anyhow::Error::msg)?;
+        Ok(Self { child, path, _says: says })
+    }
+
+    /// Its socket.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Its state.
+    pub fn status(&self) -> anyhow::Result<Status> {
+        status(&self.path)
+    }
+}
+
+impl Drop for NodeProcess {
+    fn drop(&mut self) {
+        // A process that has ended already needs no signal; its number is ours until `wait`.
+        let pid = rustix::process::Pid::from_child(&self.child);
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+        let _ = self.child.wait();
+    }
+}
+
+/// Settings as arguments of `granary serve`.
+fn arguments(settings: &Settings) -> Vec<String> {
+    [
+        ("--memory", settings.donate_bytes.to_string()),
+        ("--chunk", settings.chunk_bytes.to_string()),
+        ("--group-size", settings.group_size.to_string()),
+        ("--credits", settings.credits.to_string()),
+        ("--scheme", settings.scheme.to_string()),
+        ("--control", settings.control.to_string()),
+    ]
+    .into_iter()
+    .flat_map(|(name, value)| [name.to_owned(), value])
+    .collect()
+}
+
+/// Asks the memory node at a socket for its state.
+pub fn status(path: &Path) -> anyhow::Result<Status> {
+    Ok(pool::client::control::SocketControl::connect(path)?.status()?)
+}
+
+/// The CPU times of a memory node between two states of it.
+pub struct CpuTimes {
+    /// The thread that plays the NIC.
+    pub nic: Duration,
+    /// The memory node's CPU.
+    pub control: Duration,
+}
+
+impl CpuTimes {
+    /// From an earlier state to a later one.
+    pub fn between(before: &Status, after: &Status) -> Self {
+        let since = |before: u64, after: u64| Duration::from_nanos(after.saturating_sub(before));
+        Self {
+            nic: since(before.nic_cpu_ns, after.nic_cpu_ns),
+            control: since(before.control_cpu_ns, after.control_cpu_ns),
+        }
+    }
+}
+
+/// A memory node's state for people.
+pub fn describe(status: &Status) -> String {
+    let Status { node, .. } = status;
+    let seconds = |ns: u64| Duration::from_nanos(ns).as_secs_f64();
+    let held = node.chunks.saturating_sub(node.free);
+    [
+        ("scheme", format!("{} on NIC {}", node.scheme, status.nic)),
+        ("up", format!("{:.1} s", status.uptime_ms as f64 / 1e3)),
+        (
+            "memory",
+            format!(
+                "{} in {} chunks of {}: {} free, {} held",
+                Size(status.donated_bytes),
+                thousands(node.chunks),
+                Size(node.chunk_bytes),
+                thousands(node.free),
+                thousands(held),
+            ),
+        ),
+        ("clients", thousands(node.clients)),
+        ("allocations", by(node.allocations_nic, node.allocations_cpu)),
+        ("frees", by(node.frees_nic, node.frees_cpu)),
+        ("refused", thousands(node.refused)),
+        (
+            "NIC thread",
+            format!(
+                "{:.3} s of CPU time, {} work-queue elements, {} sleeps (it plays the hardware)",
+                seconds(status.nic_cpu_ns),
+                thousands(status.nic_wqes),
+                thousands(status.nic_wakeups),
+            ),
+        ),
+        (
+            "control CPU",
+            format!(
+                "{:.3} s of CPU time, {} wake-ups",
+                seconds(status.control_cpu_ns),
+                thousands(status.control_wakeups),
+            ),
+        ),
+    ]
+    .map(|(name, value)| format!("{name:<12} {value}"))
+    .join("\n")
+}
+
+fn by(nic: u64, cpu: u64) -> String {
+    format!("{} by the NIC, {} by the memory node's CPU", thousands(nic), thousands(cpu))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_state_for_people_tells_whose_time_it_was() {
+        let mut status = Status { nic: "shm".into(), donated_bytes: 1 << 30, ..Status::default() };
+        status.node.scheme = "onesidedmw".into();
+        status.node.chunks = 1024;
+        status.node.free = 1000;
+        status.node.chunk_bytes = 1 << 20;
+        status.node.allocations_nic = 12_345;
+        status.nic_cpu_ns = 1_500_000_000;
+        let text = describe(&status);
+        for part in [
+            "onesidedmw on NIC shm",
+            "1GiB in 1,024 chunks of 1MiB: 1,000 free, 24 held",
+            "12,345 by the NIC, 0 by the memory node's CPU",
+            "NIC thread   1.500 s",
+            "control CPU  0.000 s",
+        ] {
+            assert!(text.contains(part), "{part:?} is not in\n{text}");
+        }
+    }
+
+    #[test]
+    fn cpu_times_are_differences() {
+        let at =
+            |nic_cpu_ns, control_cpu_ns| Status { nic_cpu_ns, control_cpu_ns, ..Status::default() };
+        let times = CpuTimes::between(&at(10, 5), &at(30, 6));
+        assert_eq!((times.nic.as_nanos(), times.control.as_nanos()), (20, 1));
+    }
+}

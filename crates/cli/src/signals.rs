@@ -1,0 +1,52 @@
+//! Signals that are waited for, instead of handled.
+
+use std::io;
+use std::time::Duration;
+
+/// Signals that this process, and every thread that it starts from now on, keeps pending until
+/// [`Signals::wait`] takes one.
+pub struct Signals(libc::sigset_t);
+
+impl Signals {
+    /// What asks a server to stop: SIGINT, SIGTERM, SIGHUP.
+    ///
+    /// Blocks them in the calling thread; to be called before others are started.
+    ///
+    /// # Errors
+    /// As `pthread_sigmask`.
+    pub fn to_stop() -> io::Result<Self> {
+        // SAFETY: sigset_t is an array of integers, for which all zeros is a value; the calls
+        // get pointers to it, and signals that exist.
+        unsafe {
+            let mut set: libc::sigset_t = std::mem::zeroed();
+            libc::sigemptyset(&mut set);
+            for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+                libc::sigaddset(&mut set, signal);
+            }
+            match libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut()) {
+                0 => Ok(Self(set)),
+                error => Err(io::Error::from_raw_os_error(error)),
+            }
+        }
+    }
+
+    /// Waits for one of them; false if the time is over, or another signal came between.
+    ///
+    /// # Errors
+    /// As `sigtimedwait`.
+    pub fn wait(&self, timeout: Duration) -> io::Result<bool> {
+        let timeout = libc::timespec {
+            tv_sec: timeout.as_secs() as libc::time_t,
+            tv_nsec: timeout.subsec_nanos().into(),
+        };
+        // SAFETY: both pointers are to live values, and no information on the signal is asked for.
+        let taken = unsafe { libc::sigtimedwait(&self.0, std::ptr::null_mut(), &timeout) };
+        if taken > 0 {
+            return Ok(true);
+        }
+        match io::Error::last_os_error() {
+            e if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EINTR)) => Ok(false),
+            error => Err(error),
+        }
+    }
+}
