@@ -80,8 +80,8 @@ impl NodeProcess {
         }
         let ready: Ready = serde_json::from_str(&line)
             .with_context(|| format!("it said {line:?}; use one version of granary"))?;
-        let PoolAddress::Shm(path) = ready.pool.parse().map_err(anyhow::Error::msg)?;
-        Ok(Self { child, path, _says: says })
+        let pool: PoolAddress = ready.pool.parse().map_err(anyhow::Error::msg)?;
+        Ok(Self { child, path: pool.socket("serve")?.to_owned(), _says: says })
     }
 
     /// Its socket.

@@ -1,7 +1,7 @@
 //! Options that several commands share.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -74,12 +74,28 @@ impl NicName {
 pub enum PoolAddress {
     /// A `granary serve` on this machine, by its socket.
     Shm(PathBuf),
+    /// No pool, for diagnosis: is it the pool or the pager? `memory:SIZE` or `file:DIRECTORY`.
+    Store(String),
+}
+
+impl PoolAddress {
+    /// The memory node's socket, for a command that needs one.
+    pub fn socket(&self, command: &'static str) -> Result<&Path, UsageError> {
+        match self {
+            Self::Shm(path) => Ok(path),
+            Self::Store(_) => {
+                Err(UsageError(format!("--pool {self}: that is no memory node"), command))
+            }
+        }
+    }
 }
 
 impl fmt::Display for PoolAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self::Shm(path) = self;
-        write!(f, "shm:{}", path.display())
+        match self {
+            Self::Shm(path) => write!(f, "shm:{}", path.display()),
+            Self::Store(store) => f.write_str(store),
+        }
     }
 }
 
@@ -89,8 +105,9 @@ impl FromStr for PoolAddress {
     fn from_str(text: &str) -> Result<Self, String> {
         let known = "this version knows shm:PATH, PATH being the socket that granary serve prints";
         match text.split_once(':') {
-            Some(("shm", "")) => Err(format!("no path in {text:?}: {known}")),
+            Some((_, "")) => Err(format!("nothing behind the colon of {text:?}: {known}")),
             Some(("shm", path)) => Ok(Self::Shm(path.into())),
+            Some(("memory" | "file", _)) => Ok(Self::Store(text.into())),
             _ => Err(format!("no such kind of pool: {known}")),
         }
     }
@@ -158,6 +175,9 @@ mod tests {
     #[test]
     fn pools() {
         assert_eq!("shm:/run/g.sock".parse(), Ok(PoolAddress::Shm("/run/g.sock".into())));
+        let store: PoolAddress = "memory:1GiB".parse().unwrap();
+        assert_eq!(store.to_string(), "memory:1GiB");
+        assert!(store.socket("status").is_err());
         for wrong in ["", "shm", "shm:", "/run/g.sock", "roce://host"] {
             let error = wrong.parse::<PoolAddress>().unwrap_err();
             assert!(error.contains("shm:PATH"), "{error}");

@@ -39,8 +39,6 @@ pub struct RunSummary {
     pub allocations_by_nic: u64,
     /// Chunks that the memory node's CPU allocated: none, in scheme onesidedmw.
     pub allocations_by_cpu: u64,
-    /// Mean time of an allocation; none without one.
-    pub alloc_mean_us: Option<f64>,
     /// Time of the thread that plays the memory node's NIC, while the program ran.
     pub nic_cpu_s: f64,
     /// Time of the memory node's control CPU, while the program ran: connections included.
@@ -68,7 +66,6 @@ impl RunSummary {
                 * counted(Counter::ChunkBytes),
             allocations_by_nic: counted(Counter::AllocationsByNic),
             allocations_by_cpu: counted(Counter::AllocationsByCpu),
-            alloc_mean_us: None,
             nic_cpu_s: nic.as_secs_f64(),
             control_cpu_s: control.as_secs_f64(),
         }

@@ -10,15 +10,19 @@ use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
+use bench::alloc;
 use bench::progress::Bar;
 use bench::record::{Record, Setting, Statistic, Unit};
 use bench::report::Report;
 use bench::size::Size;
-use bench::table::{Cell, Table};
+use bench::table::{Cell, Table, thousands};
+use pager::uffd::{Features, Uffd};
+use pool::{Options, Pool, Settings};
 
 use crate::child::{self, Finished};
 use crate::corpus::{self, Corpus};
-use crate::options::Output;
+use crate::node::{CpuTimes, NodeProcess};
+use crate::options::{Output, PoolAddress};
 use crate::summary::RunSummary;
 
 /// See it work: real programs, three quarters of their memory in a pool
@@ -48,6 +52,11 @@ Examples:
 
 /// Name of the experiment in records.
 const EXPERIMENT: &str = "quickstart";
+/// What the memory node donates: more than any of the programs needs. What nobody uses of it
+/// takes no memory.
+const DONATED_BYTES: u64 = 4 << 30;
+/// For how long allocations are measured.
+const ALLOCATE: Duration = Duration::from_millis(300);
 /// The least that is kept local: what a program and its libraries need to run at all.
 const LOCAL_BYTES_MIN: u64 = 16 << 20;
 
@@ -107,16 +116,25 @@ struct Comparison {
 impl Quickstart {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let (directory, _removed_at_the_end) = self.directory()?;
+        // Before minutes of work: what would keep a paged program from starting.
+        pager::run::find_library()?;
+        drop(Uffd::open(Features::default())?);
         let mut report = self.output.report();
-        let bar = self.output.progress().bar("quickstart", 3 * WORKLOADS.len() as u64);
+        let bar = self.output.progress().bar("quickstart", 3 * WORKLOADS.len() as u64 + 1);
+        let settings = Settings { donate_bytes: DONATED_BYTES, ..Settings::default() };
+        let node = NodeProcess::start(&settings)?;
         let mut comparisons = Vec::new();
         for workload in &WORKLOADS {
-            let comparison = workload.compare(self.text, &directory, &bar)?;
+            let comparison = workload.compare(self.text, &directory, &node, &bar)?;
             report.extend(comparison.records())?;
             comparisons.push(comparison);
         }
+        bar.say("allocate and free");
+        let allocations = Allocations::measure(&node)?;
+        report.extend(allocations.records(&settings))?;
+        bar.step();
         drop(bar);
-        conclude(&mut report, &comparisons)
+        conclude(&mut report, &comparisons, &allocations)
     }
 
     fn directory(&self) -> anyhow::Result<(PathBuf, Option<tempfile::TempDir>)> {
@@ -143,6 +161,7 @@ impl Workload {
         &'static self,
         text: Size,
         directory: &Path,
+        node: &NodeProcess,
         bar: &Bar,
     ) -> anyhow::Result<Comparison> {
         let Self { program, .. } = *self;
@@ -168,6 +187,7 @@ impl Workload {
         let granary = std::env::current_exe().context("find this program's own file")?;
         let mut command = Command::new(granary);
         command.arg("run").arg("--local").arg(local.to_string());
+        command.arg("--pool").arg(PoolAddress::Shm(node.path().to_owned()).to_string());
         command.arg("--stats-json").arg(&stats);
         command.arg("--").arg(program).args((self.arguments)(&input));
         let paged = run(&mut command, &paged_output)
@@ -230,44 +250,70 @@ impl Comparison {
         for (metric, statistic, value) in [
             ("fault_latency_us", Statistic::Mean, summary.fault_mean_us),
             ("fault_latency_us", Statistic::P99, summary.fault_p99_us),
-            ("alloc_latency_us", Statistic::Mean, summary.alloc_mean_us),
-            ("alloc_nic_cpu_us", Statistic::Mean, self.per_allocation_us(summary.nic_cpu_s)),
-            (
-                "alloc_control_cpu_us",
-                Statistic::Mean,
-                self.per_allocation_us(summary.control_cpu_s),
-            ),
         ] {
             let builder = Record::of(EXPERIMENT, &paged, metric, Unit::Us);
             records.extend(value.map(|value| builder.value(statistic, value)));
         }
         records
     }
+}
 
-    /// A time of the run for each allocation in it.
-    fn per_allocation_us(&self, seconds: f64) -> Option<f64> {
-        let allocations = self.summary.allocations_by_nic + self.summary.allocations_by_cpu;
-        (allocations > 0).then(|| seconds * 1e6 / allocations as f64)
+/// What allocations cost on the memory node that the programs used: a client of its own
+/// allocates and frees, one chunk at a time, so that nothing else is in these times.
+struct Allocations {
+    outcome: alloc::Outcome,
+    cpu: CpuTimes,
+}
+
+impl Allocations {
+    fn measure(node: &NodeProcess) -> anyhow::Result<Self> {
+        let options = Options { groups: Some(1), ..Options::default() };
+        let pool = Pool::connect(node.path(), options)?;
+        alloc::warm_up(&pool)?;
+        let before = node.status()?;
+        let outcome = alloc::client(&pool, ALLOCATE)?;
+        let cpu = CpuTimes::between(&before, &node.status()?);
+        Ok(Self { outcome, cpu })
+    }
+
+    /// A time for each allocation with its free.
+    fn each_us(&self, time: Duration) -> f64 {
+        time.as_secs_f64() * 1e6 / self.outcome.allocate.count().max(1) as f64
+    }
+
+    fn records(&self, settings: &Settings) -> Vec<Record> {
+        let setting = Setting::new().scheme(settings.scheme.name()).nic("shm").clients(1);
+        let setting = setting.size(settings.chunk_bytes).in_flight(1);
+        let of = |metric: &str| Record::of(EXPERIMENT, &setting, metric, Unit::Us);
+        let mut records = self.outcome.allocate.records(&of("alloc_latency_us"));
+        records.extend(self.outcome.free.records(&of("free_latency_us")));
+        records.push(of("alloc_nic_cpu_us").mean(self.each_us(self.cpu.nic)));
+        records.push(of("alloc_control_cpu_us").mean(self.each_us(self.cpu.control)));
+        records
     }
 }
 
 /// Prints the table and the verdict.
-fn conclude(report: &mut Report, comparisons: &[Comparison]) -> anyhow::Result<ExitCode> {
+fn conclude(
+    report: &mut Report,
+    comparisons: &[Comparison],
+    allocations: &Allocations,
+) -> anyhow::Result<ExitCode> {
     let mut table = Table::new([
         "program",
-        "peak",
-        "local",
-        "plain s",
-        "paged s",
-        "pages in",
-        "pages out",
+        "peak\nmemory",
+        "kept\nlocal",
+        "plain\ns",
+        "paged\ns",
+        "pages\nin",
+        "pages\nout",
         "chunks",
-        "alloc us",
-        "MN CPU us/alloc",
-        "NIC us/alloc",
+        "by\nNIC",
+        "by\nCPU",
+        "MN CPU\ns",
+        "NIC\ns",
         "output",
     ]);
-    let microseconds = |us: Option<f64>| us.map_or(Cell::None, Cell::number);
     for comparison in comparisons {
         let Comparison { workload, plain, summary, .. } = comparison;
         table.row([
@@ -279,9 +325,10 @@ fn conclude(report: &mut Report, comparisons: &[Comparison]) -> anyhow::Result<E
             Cell::count(summary.pages_in),
             Cell::count(summary.pages_out),
             Cell::count(summary.chunks_peak),
-            microseconds(summary.alloc_mean_us),
-            microseconds(comparison.per_allocation_us(summary.control_cpu_s)),
-            microseconds(comparison.per_allocation_us(summary.nic_cpu_s)),
+            Cell::count(summary.allocations_by_nic),
+            Cell::count(summary.allocations_by_cpu),
+            Cell::number(summary.control_cpu_s),
+            Cell::number(summary.nic_cpu_s),
             Cell::text(match comparison.difference {
                 None => "same".to_owned(),
                 Some(difference) => format!("DIFFERS at byte {}", difference.offset),
@@ -289,19 +336,45 @@ fn conclude(report: &mut Report, comparisons: &[Comparison]) -> anyhow::Result<E
         ]);
     }
     report.table("Unmodified programs, three quarters of their memory in the pool", &table)?;
+
+    let mut table = Table::new([
+        "allocate\nmean us",
+        "P99 us",
+        "free\nmean us",
+        "P99 us",
+        "MN CPU\nus",
+        "NIC\nus",
+    ]);
+    let alloc::Outcome { allocate, free, .. } = &allocations.outcome;
+    table.row(
+        [
+            allocate.mean_us(),
+            allocate.quantile_us(0.99),
+            free.mean_us(),
+            free.quantile_us(0.99),
+            allocations.each_us(allocations.cpu.control),
+            allocations.each_us(allocations.cpu.nic),
+        ]
+        .map(Cell::number),
+    );
+    let count = thousands(allocate.count());
+    report
+        .table(&format!("One allocation with its free, of {count} after the programs"), &table)?;
+
+    report.say("")?;
     for Comparison { workload, corpus, output, .. } in comparisons {
         report.say(format_args!(
             "{} {}: {} of text out of {} files of this machine; its output has {}",
             workload.program,
             workload.does,
             Size(corpus.bytes).rounded(),
-            corpus.files,
+            thousands(corpus.files),
             output.rounded(),
         ))?;
     }
     report.say(
-        "MN CPU is the memory node's control thread; NIC is the thread that plays its RNIC, \
-         with every READ and WRITE of the run.",
+        "MN CPU is the memory node's control threads. NIC is the thread that plays its RNIC: with \
+         the programs it moved all their pages, and a free clears its chunk of 1MiB.",
     )?;
     match comparisons.iter().find(|comparison| comparison.difference.is_some()) {
         Some(comparison) => {

@@ -8,6 +8,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use bench::size::Size;
 use pager::config::Config;
+use pool::protocol::Status;
 
 use crate::node::{self, NodeProcess};
 use crate::options::{Donation, PoolAddress};
@@ -60,22 +61,18 @@ impl Run {
             Some(_) => None,
             None => Some(NodeProcess::start(&self.donation.settings())?),
         };
-        let path = match (&private, &self.pool) {
-            (Some(node), _) => node.path(),
-            (None, Some(PoolAddress::Shm(path))) => path,
+        let pool = match (&private, self.pool.clone()) {
+            (_, Some(pool)) => pool,
+            (Some(node), None) => PoolAddress::Shm(node.path().to_owned()),
             (None, None) => unreachable!("without a pool there is a private node"),
         };
         // Also finds out whether a memory node is there, before the program starts.
-        let before = node::status(path)?;
-        let pool = PoolAddress::Shm(path.to_owned());
-        let ended = pager::run::run(
-            &Config::new(self.local.bytes(), pool.to_string()),
-            program,
-            arguments,
-        )?;
+        let before = state(&pool)?;
+        let config = Config::new(self.local.bytes(), pool.to_string());
+        let ended = pager::run::run(&config, program, arguments)?;
         if self.stats || self.stats_json.is_some() {
             // A memory node that went away meanwhile has nothing to tell.
-            let after = node::status(path).unwrap_or_else(|_| before.clone());
+            let after = state(&pool).unwrap_or_else(|_| before.clone());
             let summary = RunSummary::new(self.local, &ended.summary, &before, &after);
             self.print(&ended.summary, &summary)?;
         }
@@ -90,6 +87,14 @@ impl Run {
             write(path, summary).with_context(|| format!("write {}", path.display()))?;
         }
         Ok(())
+    }
+}
+
+/// The memory node's state; of what is none, one in which nothing has happened.
+fn state(pool: &PoolAddress) -> anyhow::Result<Status> {
+    match pool {
+        PoolAddress::Shm(path) => node::status(path),
+        PoolAddress::Store(_) => Ok(Status::default()),
     }
 }
 

@@ -27,8 +27,7 @@ Examples:
 
 impl Status {
     pub fn run(self) -> anyhow::Result<ExitCode> {
-        let PoolAddress::Shm(path) = &self.pool;
-        let status = node::status(path)?;
+        let status = node::status(self.pool.socket("status")?)?;
         let text = match self.output.json {
             true => serde_json::to_string(&status)?,
             false => format!("{:<12} {}\n{}", "pool", self.pool, node::describe(&status)),

@@ -18,7 +18,8 @@ use crate::team::Member;
 /// Measure page faults on remote pages, ours and bare userfaultfd's
 ///
 /// Random faults one page at a time, and sequential ones as the pager batches them, in a
-/// process that `granary run` pages to a memory node; beside them, in the same run,
+/// process that `granary run` pages to a memory node, and in one that it pages to a file in
+/// memory (scheme memory: the pager without the pool); beside them, in the same run,
 /// userfaultfd with nothing behind it: its handler on the faulting thread's own core, and 64
 /// pages per UFFDIO_COPY with MADV_DONTNEED.
 #[derive(clap::Args, Debug)]
@@ -53,6 +54,27 @@ const MEMORY_BYTES_MAX: u64 = 1 << 40;
 /// Bytes of the memory node's chunks.
 const CHUNK_BYTES: u64 = 1 << 20;
 
+/// Who resolves faults: bare userfaultfd, or the pager over something.
+struct Way {
+    scheme: &'static str,
+    nic: &'static str,
+    /// The paged process.
+    paged: Option<Member>,
+}
+
+impl Way {
+    fn measure(&mut self, spec: &Spec) -> anyhow::Result<Outcome> {
+        match &mut self.paged {
+            None => Ok(bare_fault::measure(spec)?),
+            Some(member) => {
+                let &Spec { pattern, duration, .. } = spec;
+                member.give(&FaultTask { pattern, duration })?;
+                member.result()
+            }
+        }
+    }
+}
+
 impl Fault {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         self.check()?;
@@ -68,23 +90,34 @@ impl Fault {
         let steps = 1 + (Pattern::ALL.len() * rounds as usize) as u64;
         let bar = self.output.progress().bar("fault", steps);
         bar.say(&format!("page out {}", self.memory));
-        let mut paged = self.start_paged(&node)?;
+        let pool = PoolAddress::Shm(node.path().to_owned());
+        let store = PoolAddress::Store(format!("memory:{}", settings.donate_bytes));
+        let mut ways = [
+            Way { scheme: bare::SCHEME, nic: bare::NIC, paged: None },
+            Way { scheme: "memory", nic: bare::NIC, paged: Some(self.start_paged(&store)?) },
+            Way {
+                scheme: settings.scheme.name(),
+                nic: "shm",
+                paged: Some(self.start_paged(&pool)?),
+            },
+        ];
         bar.step();
         for pattern in Pattern::ALL {
             bar.say(&pattern.to_string());
             let spec = self.spec(pattern);
-            let [mut bare, mut ours] = [Outcome::default(), Outcome::default()];
+            let mut outcomes = [Outcome::default(), Outcome::default(), Outcome::default()];
             for _ in 0..rounds {
-                bare.merge(&bare_fault::measure(&spec)?);
-                paged.give(&FaultTask { pattern, duration: spec.duration })?;
-                ours.merge(&paged.result()?);
+                for (way, outcome) in ways.iter_mut().zip(&mut outcomes) {
+                    outcome.merge(&way.measure(&spec)?);
+                }
                 bar.step();
             }
-            report.extend(bare.records(&spec.setting(bare::SCHEME, bare::NIC)))?;
-            report.extend(ours.records(&spec.setting(settings.scheme.name(), "shm")))?;
+            for (way, outcome) in ways.iter().zip(&outcomes) {
+                report.extend(outcome.records(&spec.setting(way.scheme, way.nic)))?;
+            }
         }
         drop(bar);
-        drop(paged);
+        drop(ways);
         let tables = fault::tables(report.records());
         let pictures = self.pictures.directory(&self.output);
         conclude(&mut report, tables, pictures.as_deref(), |report, directory| {
@@ -116,11 +149,11 @@ impl Fault {
     }
 
     /// A paged process with the memory, filled; returns when it is.
-    fn start_paged(&self, node: &NodeProcess) -> anyhow::Result<Member> {
+    fn start_paged(&self, pool: &PoolAddress) -> anyhow::Result<Member> {
         let granary = std::env::current_exe().context("find this program's own file")?;
         let mut command = Command::new(&granary);
         command.arg("run").arg("--local").arg(self.local.to_string());
-        command.arg("--pool").arg(PoolAddress::Shm(node.path().to_owned()).to_string());
+        command.arg("--pool").arg(pool.to_string());
         command.arg("--").arg(&granary);
         command.args(["worker", "fault", "--memory"]).arg(self.memory.to_string());
         let mut member = Member::start(&mut command)?;
