@@ -112,7 +112,8 @@ fn median(mut values: Vec<f64>) -> f64 {
 fn main() {
     let local = 16 << 20;
     let config = Config::new(local, "memory:1GiB");
-    let pager = Pager::new(&config, Pager::open_store(&config).expect("a store")).expect("a pager");
+    let pager =
+        Pager::new(&config, Pager::open_transport(&config).expect("a store")).expect("a pager");
     pager.start().expect("threads");
     let read_write = libc::PROT_READ | libc::PROT_WRITE;
     let ours = pager.map(PAGES * PAGE_BYTES, read_write).expect("a mapping");

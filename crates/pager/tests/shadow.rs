@@ -11,7 +11,7 @@ const READ_WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
 
 fn pager(pool: &str) -> Arc<Pager> {
     let config = Config::new(8 << 20, pool);
-    let pager = Pager::new(&config, Pager::open_store(&config).unwrap()).unwrap();
+    let pager = Pager::new(&config, Pager::open_transport(&config).unwrap()).unwrap();
     pager.start().unwrap();
     pager
 }
@@ -117,6 +117,6 @@ fn the_same_with_a_full_pool() {
 fn a_bound_below_the_staging_area_is_refused() {
     let config = Config::new(4 << 20, "memory:1GiB");
     let large = Config::new(64 << 20, "memory:1GiB");
-    let transport = Pager::open_store(&large).unwrap();
+    let transport = Pager::open_transport(&large).unwrap();
     assert!(Pager::new(&config, transport).is_err(), "8 MiB of staging do not fit in 4 MiB");
 }
