@@ -2,6 +2,7 @@
 
 mod bed;
 mod chains;
+mod control;
 mod data;
 mod errors;
 mod hostile;

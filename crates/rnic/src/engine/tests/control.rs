@@ -1,0 +1,152 @@
+//! Control verbs: what they refuse, limits, and how a function leaves.
+
+use super::*;
+use crate::cqe::Syndrome;
+use crate::ids::{Access, FunctionId, Key};
+use crate::verbs::{FunctionLimits, MwKind, QpChange, QpState, SendSpec};
+
+#[test]
+fn a_removed_function_is_gone_and_its_peers_learn_it_when_they_talk() {
+    let mut bed = Bed::new();
+    let f = bed.e.add_function(FunctionLimits::default()).unwrap();
+    let (pd, pf_pd) = (bed.pd(f), bed.pd(PF));
+    let (shape, pf_shape) = (bed.shape(f, pd), bed.shape(PF, pf_pd));
+    let (client, mut server) = (bed.qp(&shape), bed.qp(&pf_shape));
+    let (client2, mut waiting) = (bed.qp(&shape), bed.qp(&pf_shape));
+    bed.connect(&client, &server);
+    bed.connect(&client2, &waiting);
+    let theirs = bed.mr(f, pd, 64, ALL);
+    let mw = bed.e.alloc_mw(f, pd, MwKind::Type2).unwrap();
+    let mut boss = client2;
+    let bind = crate::wqe::Umr::bind(
+        mw,
+        1,
+        boss.qpn,
+        Access::REMOTE_READ,
+        theirs.key,
+        theirs.mem.addr(),
+        64,
+    );
+    assert_eq!(bed.execute(&mut boss, |w| _ = w.umr(&bind)).error, None);
+    let mine = bed.mr(PF, pf_pd, 64, ALL);
+    bed.post(&mut waiting, |w| _ = w.send(&[mine.sge(0, 8)]));
+    assert_eq!(bed.run(), 0, "no receive is posted");
+    bed.e.remove_function(f);
+    bed.run();
+    assert_error(&waiting.send_cq.reader.poll().unwrap(), Syndrome::RetryExceeded);
+    assert_eq!(bed.state(&server), QpState::ReadyToSend);
+    let at = theirs.remote(0);
+    let cqe = bed.execute(&mut server, |w| _ = w.rdma_write(at, &[mine.sge(0, 8)]));
+    assert_error(&cqe, Syndrome::RetryExceeded);
+    assert!(bed.e.query_qp(f, client.qpn).is_err());
+    assert!(bed.e.query_key(PF, theirs.key.index()).is_err());
+    assert!(bed.e.alloc_pd(f).is_err());
+    assert_eq!(bed.e.core.pds.len(), 1);
+    assert_eq!((bed.e.core.qps.len(), bed.e.core.recvs.len(), bed.e.core.cqs.len()), (2, 2, 4));
+    bed.e.remove_function(f);
+    bed.e.remove_function(FunctionId::PHYSICAL);
+    assert!(bed.e.alloc_pd(PF).is_ok());
+}
+
+#[test]
+fn verbs_refuse_what_they_should() {
+    use crate::error::{Error, Object};
+    let mut bed = Bed::new();
+    let f = bed.e.add_function(FunctionLimits::default()).unwrap();
+    let (mut a, b) = bed.pair();
+    let foreign = |object| Err(Error::Foreign { object, caller: f });
+    assert_eq!(bed.e.dealloc_pd(f, a.pd), foreign(Object::Pd(a.pd)));
+    let cqn = a.send_cq.cqn;
+    assert_eq!(bed.e.destroy_cq(f, cqn), foreign(Object::Cq(cqn)));
+    assert_eq!(bed.e.destroy_qp(f, a.qpn), foreign(Object::Qp(a.qpn)));
+    assert_eq!(bed.e.modify_qp(f, a.qpn, QpChange::Error), foreign(Object::Qp(a.qpn)));
+    assert_eq!(bed.e.enable_send(f, a.qpn, 1), foreign(Object::Qp(a.qpn)));
+    let m = bed.mr(PF, a.pd, 4096, ALL);
+    assert_eq!(bed.e.dereg_mr(f, m.key), foreign(Object::Key(m.key.index())));
+    assert_eq!(bed.e.dealloc_mw(f, m.key), foreign(Object::Key(m.key.index())));
+    // Not a window, not a region, not the current tag.
+    let mw = bed.e.alloc_mw(PF, a.pd, MwKind::Type2).unwrap();
+    assert!(matches!(bed.e.dealloc_mw(PF, m.key), Err(Error::Unknown(_))));
+    assert!(matches!(bed.e.dereg_mr(PF, mw), Err(Error::Unknown(_))));
+    assert!(matches!(bed.e.dereg_mr(PF, Key(m.key.0 ^ 1)), Err(Error::Unknown(_))));
+    assert!(matches!(bed.e.alloc_mw(PF, a.pd, MwKind::Type1), Err(Error::Unsupported(_))));
+    // In use.
+    let bind = crate::wqe::Umr::bind(mw, 9, a.qpn, Access::REMOTE_READ, m.key, m.mem.addr(), 64);
+    assert_eq!(bed.execute(&mut a, |w| _ = w.umr(&bind)).error, None);
+    assert!(matches!(bed.e.dereg_mr(PF, m.key), Err(Error::InUse { users: 1, .. })));
+    assert!(matches!(bed.e.dealloc_pd(PF, a.pd), Err(Error::InUse { users: 3, .. })));
+    assert!(matches!(bed.e.destroy_cq(PF, cqn), Err(Error::InUse { users: 1, .. })));
+    bed.e.dealloc_mw(PF, mw).unwrap();
+    bed.e.dereg_mr(PF, m.key).unwrap();
+    assert!(matches!(bed.e.dereg_mr(PF, m.key), Err(Error::Unknown(_))));
+    bed.e.destroy_qp(PF, a.qpn).unwrap();
+    bed.e.destroy_cq(PF, cqn).unwrap();
+    bed.e.dealloc_pd(PF, a.pd).unwrap();
+    // Transitions.
+    let refused = bed.e.modify_qp(PF, b.qpn, QpChange::ReadyToSend);
+    assert!(matches!(refused, Err(Error::Transition { .. })), "{refused:?}");
+    assert!(bed.e.modify_qp(PF, b.qpn, QpChange::Init).is_err());
+    // Arguments.
+    let pd = bed.pd(f);
+    let (ring, mut shape) = (memory(4096), bed.shape(f, pd));
+    shape.privileged = true;
+    let cq = bed.cq(&shape);
+    let spec = |blocks, ring, privileged| crate::verbs::QpSpec {
+        pd,
+        send: Some(SendSpec { ring, blocks, managed: false }),
+        recv: crate::verbs::Recv::None,
+        send_cq: cq.cqn,
+        recv_cq: cq.cqn,
+        access: Access::NONE,
+        privileged,
+    };
+    let refused = bed.e.create_qp(f, spec(1, ring.clone(), true));
+    assert!(matches!(refused, Err(Error::NotPermitted { .. })), "{refused:?}");
+    for blocks in [0, 3, 65536] {
+        let refused = bed.e.create_qp(f, spec(blocks, ring.clone(), false));
+        assert!(matches!(refused, Err(Error::Argument { .. })), "{refused:?}");
+    }
+    let refused = bed.e.create_qp(f, spec(128, ring.clone(), false));
+    assert!(matches!(refused, Err(Error::TooSmall { .. })), "{refused:?}");
+    let refused = bed.e.create_qp(f, spec(1, ring.slice(8, 128).unwrap(), false));
+    assert!(matches!(refused, Err(Error::Argument { .. })), "{refused:?}");
+    let refused = bed.e.reg_mr(f, pd, ring.clone(), ring.addr() + 1, ALL);
+    assert!(matches!(refused, Err(Error::Argument { .. })), "{refused:?}");
+    let refused = bed.e.reg_mr(f, pd, ring.clone(), !7, ALL);
+    assert!(matches!(refused, Err(Error::Argument { .. })), "{refused:?}");
+}
+
+#[test]
+fn a_function_has_no_more_than_its_limits() {
+    use crate::error::Error;
+    let mut bed = Bed::new();
+    let limits =
+        FunctionLimits { pds: 1, cqs: 1, qps: 1, srqs: 0, keys: 2, registered_bytes: 5000 };
+    let f = bed.e.add_function(limits).unwrap();
+    let limited = |r: Result<(), Error>| assert!(matches!(r, Err(Error::Limit { .. })), "{r:?}");
+    let pd = bed.pd(f);
+    limited(bed.e.alloc_pd(f).map(|_| ()));
+    let mem = memory(4096);
+    let mr = bed.e.reg_mr(f, pd, mem.clone(), mem.addr(), ALL).unwrap();
+    limited(bed.e.reg_mr(f, pd, mem.clone(), mem.addr(), ALL).map(|_| ()));
+    bed.e.alloc_mw(f, pd, MwKind::Type2).unwrap();
+    limited(bed.e.alloc_mw(f, pd, MwKind::Type2).map(|_| ()));
+    bed.e.dereg_mr(f, mr).unwrap();
+    bed.e.reg_mr(f, pd, mem.clone(), mem.addr(), ALL).unwrap();
+    let shape = bed.shape(f, pd);
+    let cq = bed.cq(&shape);
+    let spec = crate::verbs::QpSpec {
+        pd,
+        send: None,
+        recv: crate::verbs::Recv::None,
+        send_cq: cq.cqn,
+        recv_cq: cq.cqn,
+        access: Access::NONE,
+        privileged: false,
+    };
+    let qpn = bed.e.create_qp(f, spec.clone()).unwrap();
+    limited(bed.e.create_qp(f, spec.clone()).map(|_| ()));
+    bed.e.destroy_qp(f, qpn).unwrap();
+    let next = bed.e.create_qp(f, spec).unwrap();
+    assert_ne!(next, qpn, "a number is not given out again soon");
+}
