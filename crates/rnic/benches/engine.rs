@@ -155,7 +155,7 @@ fn main() {
             w.rdma_read(b.there(place(i)), &[b.here(place(i), len)]);
         });
     }
-    b.measure("READ 64 B over 23 SGEs", rounds, |b, w, i| {
+    b.measure("READ 129 B over 23 SGEs", rounds, |b, w, i| {
         let lens = [1, 1, 1, 1, 1, 1, 3, 8, 8, 1, 3, 8, 8, 1, 3, 8, 8, 8, 8, 24, 8, 8, 8];
         let list: Vec<Sge> =
             lens.iter().enumerate().map(|(k, &l)| b.here((i + k) * 64 % 65536, l)).collect();

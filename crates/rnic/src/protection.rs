@@ -160,7 +160,7 @@ impl KeyTable {
         }
     }
 
-    /// Local access by a QP of `pd`: the key must be a region's (IBTA vol. 1, §10.6.3.1).
+    /// Local access by a QP of `pd`: the key must be a region's (IBTA vol. 1, §10.6).
     #[inline]
     pub fn local(
         &self,
@@ -184,7 +184,7 @@ impl KeyTable {
     }
 
     /// Access by the peer of `qpn`, a QP of `pd`: the key may be a region's or a window's that is
-    /// bound to that very QP (IBTA vol. 1, §10.6.3.2, §10.6.7.2.2).
+    /// bound to that very QP (IBTA vol. 1, §10.6).
     #[inline]
     pub fn remote(
         &self,
@@ -280,7 +280,7 @@ impl KeyTable {
     }
 
     /// LOCAL_INV, and the invalidation of a SEND: frees a window that is bound to the QP `by`
-    /// (IBTA vol. 1, §10.6.5).
+    /// (IBTA vol. 1, §10.6).
     pub fn invalidate(&mut self, key: Key, by: Executor) -> Result<(), Refusal> {
         let old = self.may_invalidate(key, by)?;
         self.replace(key.index(), Entry { kind: Kind::Free, ..old });

@@ -91,7 +91,7 @@ pub enum AtomicOrder {
     Host,
 }
 
-/// Against whom atomics are atomic (IBTA vol. 1, §11.2.1.2).
+/// Against whom atomics are atomic (IBTA vol. 1, §11.2.1).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AtomicScope {
     /// Against other operations of this NIC only (`IBV_ATOMIC_HCA`).
@@ -133,7 +133,7 @@ pub struct Caps {
     pub keys_max: u32,
 }
 
-/// Types of memory window (IBTA vol. 1, §10.6.7.2).
+/// Types of memory window (IBTA vol. 1, §10.6).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub enum MwKind {
     /// Open to every QP of its PD. Not supported yet.

@@ -89,7 +89,7 @@ impl Engine {
 
     /// Registers all of `mem`; `iova` is the address of its first byte as its owner names it. Local
     /// read is always granted. Remote write and atomics do not need local write here, as they do in
-    /// IBTA vol. 1, §10.6.3.1: a region can be writable for peers alone.
+    /// IBTA vol. 1, §10.6: a region can be writable for peers alone.
     ///
     /// The NIC keeps `mem` mapped until the region ends.
     pub fn reg_mr(

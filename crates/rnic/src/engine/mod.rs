@@ -40,7 +40,7 @@ use crate::verbs::{AtomicOrder, AtomicScope, Caps, Event, FunctionLimits, Limits
 use crate::wqe::MAX_SEGMENTS;
 use std::collections::{HashMap, HashSet, VecDeque};
 
-/// Bytes of a READ or WRITE at most (IBTA vol. 1, §9.7.1).
+/// Bytes of a READ or WRITE at most (IBTA vol. 1, §9.7).
 const RDMA_BYTES_MAX: u64 = 1 << 31;
 
 /// The software NIC. See the module.

@@ -241,7 +241,7 @@ impl Core {
         self.schedule(qpn);
     }
 
-    /// Completes outstanding work of a QP in Error as flushed (IBTA vol. 1, §10.3.1.5), its send
+    /// Completes outstanding work of a QP in Error as flushed (IBTA vol. 1, §10.3.1), its send
     /// queue's first.
     #[cold]
     fn flush(&mut self, qpn: Qpn, budget: usize) -> usize {
