@@ -157,7 +157,8 @@ impl ControlPlane for SocketControl {
 
     fn await_memory(&self, timeout: Duration) -> Result<bool, Error> {
         let attempt = "waiting for memory";
-        let request = Request::AwaitMemory { timeout_ms: timeout.as_millis() as u64 };
+        let timeout_ms = timeout.as_micros().div_ceil(1000).min(u64::MAX as u128) as u64;
+        let request = Request::AwaitMemory { timeout_ms };
         match self.ask(attempt, request, timeout.saturating_add(PATIENCE))? {
             Reply::Memory { available } => Ok(available),
             other => Err(unexpected(attempt, other)),

@@ -11,6 +11,7 @@ mod access;
 mod batch;
 mod buffer;
 pub mod control;
+mod finish;
 mod operation;
 mod path;
 
@@ -31,6 +32,7 @@ pub use operation::Operation;
 
 use self::buffer::Bounce;
 use self::control::{ControlPlane, Embedded, LocalControl, SocketControl};
+use self::finish::Finish;
 use self::operation::Hold;
 use self::path::{Group, Posted};
 use crate::any::AnyClient;
@@ -232,57 +234,45 @@ impl<N: Nic> Pool<N> {
     }
 
     /// Allocates a chunk for the current core's group. It reads as zeros.
+    ///
+    /// Dropped before it ends, the chunk is freed as soon as it is there.
     pub async fn allocate(&self) -> Result<Grant, Error> {
         self.allocate_in(self.current_group()).await
     }
 
-    /// Allocates a chunk for the QPs of `group`. It reads as zeros.
+    /// Allocates a chunk for the QPs of `group`, like [`Pool::allocate`].
     pub async fn allocate_in(&self, group: GroupId) -> Result<Grant, Error> {
-        let inner = &*self.inner;
-        inner.check_group(group)?;
-        let result = inner.scheme.allocate(group).await;
-        match &result {
-            Ok(_) => inner.allocations.fetch_add(1, Ordering::Relaxed),
-            Err(Error::OutOfMemory { .. }) => {
-                inner.seen_empty.store(inner.bulletin().1, Ordering::Relaxed);
-                inner.empty.fetch_add(1, Ordering::Relaxed)
+        let (inner, undo) = (self.inner.clone(), self.inner.clone());
+        let allocate = async move { inner.allocate_in(group).await };
+        Finish::new(allocate, move |result| {
+            if let Ok(grant) = result {
+                // A memory node that is gone, or a connection that broke: it is not ours any more.
+                let _ = block_on(undo.free(&grant));
             }
-            Err(_) => {
-                inner.repair_management()?;
-                0
-            }
-        };
-        result
+        })
+        .await
     }
 
     /// Frees a chunk: when this returns, its keys are dead, and it is cleared and free. Nothing of
-    /// it may be in flight any more.
+    /// it may be in flight any more. It is freed also if this is dropped before it ends.
     pub async fn free(&self, grant: Grant) -> Result<(), Error> {
-        let inner = &*self.inner;
-        inner.check_group(grant.group)?;
-        let result = inner.scheme.free(&grant).await;
-        match &result {
-            Ok(()) => {
-                inner.frees.fetch_add(1, Ordering::Relaxed);
-            }
-            Err(_) => inner.repair_management()?,
-        }
-        result
+        let inner = self.inner.clone();
+        Finish::new(async move { inner.free(&grant).await }, drop).await
     }
 
     /// [`Pool::allocate`], blocking.
     pub fn allocate_blocking(&self) -> Result<Grant, Error> {
-        block_on(self.allocate())
+        self.allocate_in_blocking(self.current_group())
     }
 
     /// [`Pool::allocate_in`], blocking.
     pub fn allocate_in_blocking(&self, group: GroupId) -> Result<Grant, Error> {
-        block_on(self.allocate_in(group))
+        block_on(self.inner.allocate_in(group))
     }
 
     /// [`Pool::free`], blocking.
     pub fn free_blocking(&self, grant: Grant) -> Result<(), Error> {
-        block_on(self.free(grant))
+        block_on(self.inner.free(&grant))
     }
 
     /// Waits until the memory node has free chunks: true; or until `timeout` has passed: false. Another
@@ -378,6 +368,34 @@ impl<N: Nic> Inner<N> {
         self.scheme.name_access(peers);
         let peers: Vec<Qpn> = terms.management.iter().map(|q| Qpn::new(*q)).collect();
         self.scheme.connect(&peers)
+    }
+
+    async fn allocate_in(&self, group: GroupId) -> Result<Grant, Error> {
+        self.check_group(group)?;
+        let result = self.scheme.allocate(group).await;
+        match &result {
+            Ok(_) => {
+                self.allocations.fetch_add(1, Ordering::Relaxed);
+            }
+            Err(Error::OutOfMemory { .. }) => {
+                self.seen_empty.store(self.bulletin().1, Ordering::Relaxed);
+                self.empty.fetch_add(1, Ordering::Relaxed);
+            }
+            Err(_) => self.repair_management()?,
+        }
+        result
+    }
+
+    async fn free(&self, grant: &Grant) -> Result<(), Error> {
+        self.check_group(grant.group)?;
+        let result = self.scheme.free(grant).await;
+        match &result {
+            Ok(()) => {
+                self.frees.fetch_add(1, Ordering::Relaxed);
+            }
+            Err(_) => self.repair_management()?,
+        }
+        result
     }
 
     #[inline]

@@ -28,6 +28,8 @@
 mod client;
 mod node;
 mod table;
+#[cfg(test)]
+mod tests;
 
 pub use client::Client;
 pub use node::Node;
@@ -176,45 +178,4 @@ fn be32(bytes: &[u8], at: usize) -> u32 {
 
 fn be64(bytes: &[u8], at: usize) -> u64 {
     u64::from_be_bytes(bytes[at..at + 8].try_into().expect("8 bytes"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    proptest! {
-        #[test]
-        fn requests_are_read_back(number in any::<u64>(), n in any::<u32>(), free in any::<bool>()) {
-            let ask =
-                if free { Ask::Free { entry: n } } else { Ask::Allocate { group: n as u16 } };
-            let bytes = Request { number, ask }.to_bytes();
-            prop_assert_eq!(Request::parse(&bytes), (number, Some(ask)));
-        }
-
-        #[test]
-        fn replies_are_read_back(
-            number in any::<u64>(),
-            addr in any::<u64>(),
-            keys in proptest::collection::vec(any::<u32>(), 0..=MAX_GROUP),
-        ) {
-            let mut reply = Reply::bare(number, Outcome::Done, 7);
-            reply.addr = addr;
-            reply.len = 4096;
-            reply.lanes = keys.len();
-            for (to, from) in reply.keys.iter_mut().zip(&keys) {
-                *to = Key(*from);
-            }
-            prop_assert_eq!(Reply::parse(&reply.to_bytes()), Some(reply));
-        }
-
-        #[test]
-        fn reading_never_panics(bytes in any::<[u8; 32]>(), more in any::<[u8; 32]>()) {
-            let mut all = [0; REPLY_BYTES];
-            all[..32].copy_from_slice(&bytes);
-            all[32..].copy_from_slice(&more);
-            let _ = Reply::parse(&all);
-            let _ = Request::parse(all[..16].try_into().unwrap());
-        }
-    }
 }

@@ -1,5 +1,6 @@
 //! The checks.
 
+use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -412,6 +413,24 @@ pub fn given_up_operations_harm_nobody(setup: &Setup) {
     pool.free_blocking(grant).unwrap();
     drop(pool);
     node.check_whole(2);
+}
+
+pub fn given_up_requests_leave_nothing_behind(setup: &Setup) {
+    let node = setup.node(256);
+    let pool = node.connect();
+    let cx = &mut std::task::Context::from_waker(std::task::Waker::noop());
+    for _ in 0..100 {
+        let _ = std::pin::pin!(pool.allocate()).poll(cx);
+        let grant = pool.allocate_blocking().unwrap();
+        let _ = std::pin::pin!(pool.free(grant)).poll(cx);
+    }
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while pool.node_status().unwrap().node.free < 256 {
+        assert!(Instant::now() < deadline, "chunks are left behind");
+        thread::yield_now();
+    }
+    drop(pool);
+    node.check_whole(256);
 }
 
 pub fn a_bad_access_disturbs_no_neighbour(setup: &Setup) {

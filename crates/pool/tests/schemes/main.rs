@@ -53,6 +53,7 @@ macro_rules! scheme {
             long_and_odd_lengths,
             batches_over_groups,
             given_up_operations_harm_nobody,
+            given_up_requests_leave_nothing_behind,
             a_bad_access_disturbs_no_neighbour,
             leaving_gives_everything_back,
             counters_count,

@@ -1,0 +1,100 @@
+//! Requests that are finished even if nobody waits for them any more.
+//!
+//! A request to allocate or free cannot be taken back once it was sent. If its future is dropped
+//! then, a thread sees it through, so that no chunk is left that nobody knows of and no reply lands
+//! in the slot of another request.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::thread;
+
+use fabric::executor::block_on;
+
+/// A future that, once polled, is run to its end in any case; `undo` gets a result that nobody
+/// waits for.
+pub(super) struct Finish<T: Send + 'static> {
+    parts: Option<Parts<T>>,
+    started: bool,
+}
+
+struct Parts<T> {
+    future: Pin<Box<dyn Future<Output = T> + Send>>,
+    undo: Box<dyn FnOnce(T) + Send>,
+}
+
+impl<T: Send> Finish<T> {
+    /// Wraps `future`.
+    pub fn new(
+        future: impl Future<Output = T> + Send + 'static,
+        undo: impl FnOnce(T) + Send + 'static,
+    ) -> Self {
+        let parts = Parts { future: Box::pin(future), undo: Box::new(undo) };
+        Self { parts: Some(parts), started: false }
+    }
+}
+
+impl<T: Send> Future for Finish<T> {
+    type Output = T;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<T> {
+        self.started = true;
+        let parts = self.parts.as_mut().expect("a future that ended is not polled again");
+        let Poll::Ready(result) = parts.future.as_mut().poll(cx) else { return Poll::Pending };
+        self.parts = None;
+        Poll::Ready(result)
+    }
+}
+
+impl<T: Send + 'static> Drop for Finish<T> {
+    fn drop(&mut self) {
+        let Some(Parts { future, undo }) = self.parts.take().filter(|_| self.started) else {
+            return;
+        };
+        let finish = move || undo(block_on(future));
+        // Without a thread it ends here: the memory node takes the chunk back with the connection.
+        let _ = thread::Builder::new().name("granary-finish".into()).spawn(finish);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::{pending, ready};
+    use std::sync::mpsc;
+    use std::task::Waker;
+    use std::time::Duration;
+
+    use super::*;
+
+    /// Pending once, then ready.
+    fn later<T: Send + 'static>(value: T) -> impl Future<Output = T> + Send {
+        let mut polled = false;
+        let mut value = Some(value);
+        std::future::poll_fn(move |cx| {
+            if std::mem::replace(&mut polled, true) {
+                return Poll::Ready(value.take().expect("polled to its end once"));
+            }
+            cx.waker().wake_by_ref();
+            Poll::Pending
+        })
+    }
+
+    #[test]
+    fn a_result_goes_to_who_waits_or_to_undo_but_not_to_both() {
+        let (undone, results) = mpsc::channel();
+        let undo = |undone: &mpsc::Sender<u32>| {
+            let undone = undone.clone();
+            move |n| undone.send(n).expect("the test listens")
+        };
+        assert_eq!(block_on(Finish::new(later(1), undo(&undone))), 1);
+        drop(Finish::new(ready(2), undo(&undone)));
+        drop(Finish::new(pending::<u32>(), undo(&undone)));
+        let mut third = Finish::new(later(3), undo(&undone));
+        let cx = &mut Context::from_waker(Waker::noop());
+        assert!(Pin::new(&mut third).poll(cx).is_pending());
+        drop(third);
+        assert_eq!(results.recv_timeout(Duration::from_secs(10)), Ok(3));
+        drop(undone);
+        assert!(results.recv().is_err(), "something else was undone");
+    }
+}
