@@ -268,7 +268,9 @@ fn project(setting: &Setting, keys: &[&str]) -> Setting {
 fn key_cell(key: &str, value: Option<&SettingValue>) -> Cell {
     match value {
         None => Cell::None,
-        Some(SettingValue::Count(bytes)) if key == "size" || key == "local" => Cell::size(*bytes),
+        Some(SettingValue::Count(bytes)) if ["size", "memory", "local"].contains(&key) => {
+            Cell::size(*bytes)
+        }
         Some(SettingValue::Count(n)) => Cell::count(*n),
         Some(SettingValue::Number(x)) => Cell::number(*x),
         Some(other) => Cell::text(other.to_string()),

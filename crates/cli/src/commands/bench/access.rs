@@ -8,7 +8,7 @@ use bench::size::Size;
 use bench::{bare, pool_access};
 use pool::{Embedded, Pool};
 
-use super::{Rounds, conclude};
+use super::{Rounds, begin, conclude};
 use crate::UsageError;
 use crate::node::NodeProcess;
 use crate::options::{NicName, Output, Pictures};
@@ -106,7 +106,7 @@ impl Way {
 impl Access {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let specs = self.specs()?;
-        let mut report = self.output.report();
+        let mut report = begin(&self.output)?;
         let mut ways = vec![Way::bare()];
         for nic in &self.nic {
             ways.push(Way::pool(*nic, &specs)?);

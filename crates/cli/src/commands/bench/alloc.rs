@@ -10,7 +10,7 @@ use bench::alloc::{self, Contender, Outcome, Total};
 use bench::size::Size;
 use pool::{Embedded, Options, Pool, Settings};
 
-use super::{Rounds, conclude};
+use super::{Rounds, begin, conclude};
 use crate::UsageError;
 use crate::commands::worker::AllocTask;
 use crate::node::{CpuTimes, NodeProcess};
@@ -78,7 +78,7 @@ impl Alloc {
             let text = format!("--clients {clients}: take 1 to {CLIENTS_MAX}");
             return Err(UsageError(text, "bench alloc").into());
         }
-        let mut report = self.output.report();
+        let mut report = begin(&self.output)?;
         let rounds = self.rounds.rounds;
         let steps = self.clients.len() * Contender::ALL.len() * rounds as usize;
         let bar = self.output.progress().bar("alloc", steps as u64);

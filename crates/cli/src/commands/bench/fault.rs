@@ -8,7 +8,7 @@ use bench::size::Size;
 use bench::{bare, bare_fault};
 use pool::Settings;
 
-use super::{Rounds, conclude};
+use super::{Rounds, begin, conclude};
 use crate::UsageError;
 use crate::commands::worker::FaultTask;
 use crate::node::NodeProcess;
@@ -78,7 +78,7 @@ impl Way {
 impl Fault {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         self.check()?;
-        let mut report = self.output.report();
+        let mut report = begin(&self.output)?;
         let settings = Settings {
             // The program itself has memory, too; chunks that nobody allocates take none.
             donate_bytes: (2 * self.memory.bytes()).next_multiple_of(CHUNK_BYTES),

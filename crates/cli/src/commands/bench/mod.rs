@@ -4,14 +4,16 @@ mod access;
 mod alloc;
 mod fault;
 
+use std::fs;
 use std::path::Path;
 use std::process::ExitCode;
+use std::thread;
 use std::time::Duration;
 
 use bench::report::Report;
 use bench::table::Table;
 
-use crate::options::seconds;
+use crate::options::{Output, seconds};
 
 /// Measure on this machine
 #[derive(clap::Subcommand, Debug)]
@@ -56,6 +58,21 @@ impl Rounds {
     fn each(&self) -> Duration {
         self.seconds / self.rounds
     }
+}
+
+/// Begins an experiment: says so if the machine has other work to do.
+fn begin(output: &Output) -> Result<Report, bench::Error> {
+    let mut report = output.report();
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let load = load.split(' ').next().and_then(|load| load.parse::<f64>().ok());
+    if let Some(load) = load.filter(|load| *load > cores as f64 / 2.0) {
+        report.say(format_args!(
+            "This machine has other work: a load of {load} on {cores} cores in the last minute. What \
+             needs two cores at once then waits for a turn of the scheduler; measure again later."
+        ))?;
+    }
+    Ok(report)
 }
 
 /// Ends an experiment: tables for people, and where the pictures are.
