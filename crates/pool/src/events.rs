@@ -4,8 +4,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use fabric::{
-    Access, Completion, CompletionQueue, Error as VerbsError, Nic, Op, QpAttr, QueuePair, Receive,
-    WorkRequest,
+    Access, Backoff, Completion, CompletionQueue, Error as VerbsError, Nic, Op, QpAttr, QueuePair,
+    Receive, WorkRequest,
 };
 
 use crate::Error;
@@ -54,11 +54,6 @@ impl<N: Nic> CpuEvents for CqEvents<N> {
 
 /// How long the NIC may take for work that touches only its own tables and memory.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Polls before the core is offered to others, where there is more than one.
-const SPINS: u32 = 2000;
-/// Times that the core is offered before the thread sleeps.
-const YIELDS: u32 = 64;
-
 /// Polls `cq` until `on`, which gets each completion, has said of `left` of them that they are what
 /// it waits for. Spins briefly, then yields, then sleeps.
 pub(crate) fn poll_until<C: CompletionQueue>(
@@ -67,22 +62,14 @@ pub(crate) fn poll_until<C: CompletionQueue>(
     mut on: impl FnMut(&Completion) -> bool,
 ) -> Result<(), Error> {
     let mut batch = [Completion::EMPTY; 32];
-    let mut idle = 0;
+    let mut backoff = Backoff::new();
     let mut deadline = None;
-    let spins = if cores() > 1 { SPINS } else { 0 };
     while left > 0 {
         let n = cq.poll(&mut batch);
         if n > 0 {
             left -= batch[..n].iter().filter(|c| on(c)).count().min(left);
-            idle = 0;
-            continue;
-        }
-        idle += 1;
-        if idle <= spins {
-            std::hint::spin_loop();
-        } else if idle <= spins + YIELDS {
-            thread::yield_now();
-        } else {
+            backoff = Backoff::new();
+        } else if !backoff.snooze() {
             cq.wait(Duration::from_millis(100))?;
             if *deadline.get_or_insert_with(|| Instant::now() + PATIENCE) < Instant::now() {
                 return Err(Error::Verbs(VerbsError::Gone {

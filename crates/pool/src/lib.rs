@@ -2,7 +2,21 @@
 //! one-sided operations.
 //!
 //! [`scheme`] says what an allocation scheme is, on both sides; each scheme has a module of its
-//! own. Nothing here names a NIC: all of it is written against `fabric`'s verbs.
+//! own. Nothing here but the service names a NIC: all of it is written against `fabric`'s verbs.
+//!
+//! ```
+//! use pool::{Pool, Settings};
+//!
+//! let pool = Pool::embedded(Settings { donate_bytes: 8 << 20, ..Settings::default() })?;
+//! let grant = pool.allocate_blocking()?;
+//! pool.write_blocking(&grant, 4096, b"hello")?;
+//! let mut out = [0; 5];
+//! pool.read_blocking(&grant, 4096, &mut out)?;
+//! assert_eq!(&out, b"hello");
+//! assert_eq!(pool.fetch_and_add_blocking(&grant, 0, 1)?, 0);
+//! pool.free_blocking(grant)?;
+//! # Ok::<(), pool::Error>(())
+//! ```
 
 mod any;
 pub mod client;
@@ -20,8 +34,8 @@ mod settings;
 mod socket;
 
 pub use any::{AnyClient, AnyNode};
-pub use client::control::{ControlPlane, Embedded};
-pub use client::{Batch, Buffer, Operation, Options, Pool, PoolStats, Transfer};
+pub use client::control::ControlPlane;
+pub use client::{Batch, Buffer, Embedded, Operation, Options, Pool, PoolStats, Transfer};
 pub use error::Error;
 pub use node::{MemoryNode, Turner};
 pub use scheme::{Admission, Admitted, ClientId, Grant, GroupId, Lane, NodeStatus};

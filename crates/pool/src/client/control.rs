@@ -1,21 +1,18 @@
-//! A compute node's way to its memory node's control thread: by socket, or by calling it where it
-//! is in the same process.
+//! A compute node's way to its memory node's control thread.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use fabric::soft::SoftNic;
 use parking_lot::{Condvar, Mutex};
 use rnic::port::shm::socket as packets;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use crate::node::{MemoryNode, Turner};
 use crate::protocol::{self, Numbered, Opening, Reply, Request, Status, VERSION, Welcome};
-use crate::scheme::{Admission, Admitted, ClientId, GroupId, Lane};
-use crate::{AnyNode, Error, Settings, socket};
+use crate::scheme::{Admission, Admitted, GroupId, Lane};
+use crate::{Error, socket};
 
 /// The control plane as a compute node sees it.
 pub trait ControlPlane: Send + Sync {
@@ -247,147 +244,5 @@ fn unexpected(attempt: &str, reply: Reply) -> Error {
             attempt: attempt.into(),
             why: format!("an answer that is not one to it: {other:?}"),
         },
-    }
-}
-
-/// A memory node inside this process, on a NIC that its users run: no socket, no NIC thread.
-pub struct Embedded {
-    nic: SoftNic,
-    node: MemoryNode<AnyNode<SoftNic>>,
-    turner: Turner,
-    memory: Memory,
-}
-
-/// Wakes who waits for memory.
-#[derive(Default)]
-struct Memory {
-    turns: std::sync::Arc<(Mutex<u64>, Condvar)>,
-}
-
-impl Embedded {
-    /// Starts it.
-    pub fn start(settings: &Settings) -> Result<Self, Error> {
-        let nic = SoftNic::inline();
-        let node = MemoryNode::new(AnyNode::new(&nic, settings)?, settings.clone());
-        let memory = Memory::default();
-        let turns = memory.turns.clone();
-        node.on_turn(move || {
-            *turns.0.lock() += 1;
-            turns.1.notify_all();
-        });
-        let turner = Turner::start(&node)?;
-        Ok(Self { nic, node, turner, memory })
-    }
-
-    /// Its NIC.
-    pub fn nic(&self) -> &SoftNic {
-        &self.nic
-    }
-
-    /// The memory node.
-    pub fn node(&self) -> &MemoryNode<AnyNode<SoftNic>> {
-        &self.node
-    }
-
-    /// The thread that is its CPU.
-    pub fn turner(&self) -> &Turner {
-        &self.turner
-    }
-}
-
-/// A compute node's control plane to an [`Embedded`] memory node.
-pub struct LocalControl {
-    embedded: std::sync::Arc<Embedded>,
-    welcome: Welcome,
-    client: Mutex<Option<ClientId>>,
-}
-
-impl LocalControl {
-    /// A compute node of `embedded` that is not admitted yet.
-    pub fn new(embedded: std::sync::Arc<Embedded>) -> Self {
-        let welcome = embedded.node.welcome();
-        Self { embedded, welcome, client: Mutex::new(None) }
-    }
-
-    fn client(&self, attempt: &str) -> Result<ClientId, Error> {
-        self.client.lock().ok_or_else(|| Error::Refused {
-            attempt: attempt.into(),
-            why: "this compute node is not admitted".into(),
-        })
-    }
-}
-
-impl ControlPlane for LocalControl {
-    fn welcome(&self) -> &Welcome {
-        &self.welcome
-    }
-
-    fn admit(&self, admission: &Admission) -> Result<Admitted, Error> {
-        let admitted = self.embedded.node.admit(admission)?;
-        *self.client.lock() = Some(ClientId(admitted.client));
-        Ok(admitted)
-    }
-
-    fn await_memory(&self, timeout: Duration) -> Result<bool, Error> {
-        let client = self.client("waiting for memory")?;
-        let deadline = Instant::now() + timeout;
-        let (turns, changed) = &*self.embedded.memory.turns;
-        loop {
-            let seen = *turns.lock();
-            if self.embedded.node.has_memory(client)? {
-                return Ok(true);
-            }
-            let mut now = turns.lock();
-            while *now == seen {
-                if changed.wait_until(&mut now, deadline).timed_out() {
-                    return Ok(false);
-                }
-            }
-        }
-    }
-
-    fn reset_management(&self) -> Result<Vec<u32>, Error> {
-        self.embedded.node.reset_management(self.client("re-establishing the management QPs")?)
-    }
-
-    fn reset_access(&self, group: GroupId, lane: Lane) -> Result<u32, Error> {
-        let client = self.client("re-establishing an access QP")?;
-        self.embedded.node.reset_access(client, group, lane)
-    }
-
-    fn status(&self) -> Result<Status, Error> {
-        let (node, turner) = (&self.embedded.node, &self.embedded.turner);
-        let settings = node.settings();
-        Ok(Status {
-            node: node.status()?,
-            donated_bytes: settings.chunks() * settings.chunk_bytes,
-            uptime_ms: node.uptime().as_millis() as u64,
-            control_cpu_ns: turner.cpu_time().as_nanos() as u64,
-            control_wakeups: turner.wakeups(),
-            nic: "inline".into(),
-            ..Status::default()
-        })
-    }
-
-    fn audit(&self) -> Result<(), Error> {
-        self.embedded.node.audit()
-    }
-
-    fn goodbye(&self) -> Result<(), Error> {
-        match self.client.lock().take() {
-            Some(client) => self.embedded.node.retire(client),
-            None => Ok(()),
-        }
-    }
-
-    fn check_alive(&self) -> Result<(), Error> {
-        match self.embedded.turner.failure() {
-            None => Ok(()),
-            Some(why) => Err(gone("looking for the memory node", why)),
-        }
-    }
-
-    fn descriptors(&self) -> Vec<i32> {
-        Vec::new()
     }
 }

@@ -11,6 +11,7 @@ mod access;
 mod batch;
 mod buffer;
 pub mod control;
+mod embedded;
 mod finish;
 mod operation;
 mod path;
@@ -28,10 +29,12 @@ use parking_lot::Mutex;
 
 pub use batch::{Batch, Transfer};
 pub use buffer::Buffer;
+pub use embedded::Embedded;
 pub use operation::Operation;
 
 use self::buffer::Bounce;
-use self::control::{ControlPlane, Embedded, LocalControl, SocketControl};
+use self::control::{ControlPlane, SocketControl};
+use self::embedded::LocalControl;
 use self::finish::Finish;
 use self::operation::Hold;
 use self::path::{Group, Posted};

@@ -27,6 +27,7 @@
 
 mod client;
 mod node;
+mod peer;
 mod table;
 #[cfg(test)]
 mod tests;

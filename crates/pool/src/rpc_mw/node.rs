@@ -9,11 +9,11 @@ use std::sync::Arc;
 
 use fabric::wqe::Umr;
 use fabric::{
-    Access, Completion, CompletionKind, CompletionQueue, CqAttr, Error as VerbsError, Key,
-    MemoryRegion, Nic, Op, QpAttr, QpChange, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest,
-    Remote, Status, WorkRequest,
+    Access, Completion, CompletionKind, CompletionQueue, CqAttr, Key, MemoryRegion, Nic, Op,
+    QpAttr, QpChange, Qpn, QueuePair, Receive, ReceiveAttr, Remote, Status, WorkRequest,
 };
 
+use super::peer::{Path, Peer};
 use super::table::{Owner, Table};
 use super::{Ask, Outcome, REPLY_BYTES, REQUEST_BYTES, Reply, Request};
 use crate::Error;
@@ -50,30 +50,6 @@ pub struct Node<N: Nic> {
     allocations: u64,
     frees: u64,
     refused: u64,
-}
-
-/// A compute node.
-struct Peer<N: Nic> {
-    management: N::Qp,
-    management_peer: Qpn,
-    /// Counts the resets of the management QP: completions from before the last one are stale.
-    epoch: u32,
-    replies: N::Cq,
-    inbox: N::Mr,
-    groups: Vec<Vec<Path<N>>>,
-    bulletin: Remote,
-    /// Changes of the bulletin.
-    generation: u32,
-    /// Its bulletin says "empty".
-    told_empty: bool,
-    /// Its management QP does not answer.
-    broken: bool,
-}
-
-/// An access QP.
-struct Path<N: Nic> {
-    qp: N::Qp,
-    peer: Qpn,
 }
 
 /// A request on its way through a turn.
@@ -511,83 +487,6 @@ impl<N: Nic> NodeScheme for Node<N> {
             Owner::Client(client) => self.peers.contains_key(&client),
             Owner::Nobody => true,
         })
-    }
-}
-
-impl<N: Nic> Peer<N> {
-    fn connect_management(&mut self, credits: u32) -> Result<(), Error> {
-        self.management.connect(self.management_peer)?;
-        while self.replies.poll(&mut [Completion::EMPTY; 16]) > 0 {}
-        self.broken = false;
-        self.told_empty = false;
-        for slot in 0..credits {
-            self.post_receive(slot)?;
-        }
-        Ok(())
-    }
-
-    fn post_receive(&self, slot: u32) -> Result<(), Error> {
-        let to = self.inbox.sge(slot as usize * REQUEST_BYTES, REQUEST_BYTES as u32);
-        let id = (self.epoch as u64) << 32 | slot as u64;
-        Ok(self.management.post_recv(&ReceiveRequest { id, to: &[to] })?)
-    }
-
-    /// Sends a reply and takes the next request into the same place. What goes wrong here is
-    /// between this compute node and its management QP, and ends with that.
-    fn answer(&mut self, slot: u32, reply: Reply) {
-        if self.broken {
-            return;
-        }
-        if reply.outcome == Outcome::Empty {
-            self.tell_empty();
-        }
-        self.post(Op::SendInline { data: &reply.to_bytes() });
-        if self.post_receive(slot).is_err() {
-            self.break_off();
-        }
-    }
-
-    fn tell_empty(&mut self) {
-        if !self.told_empty && !self.broken {
-            self.told_empty = true;
-            self.post_bulletin(bulletin::EMPTY);
-        }
-    }
-
-    fn post_bulletin(&mut self, state: u32) {
-        if self.bulletin.rkey == Key::default() {
-            return;
-        }
-        self.generation = self.generation.wrapping_add(1);
-        let mut data = [0; bulletin::BYTES];
-        data[..4].copy_from_slice(&state.to_be_bytes());
-        data[4..].copy_from_slice(&self.generation.to_be_bytes());
-        self.post(Op::WriteInline { to: self.bulletin, data: &data });
-    }
-
-    fn post(&mut self, op: Op<'_>) {
-        let mut done = [Completion::EMPTY; 16];
-        loop {
-            let n = self.replies.poll(&mut done);
-            if done[..n].iter().any(|c| c.status != Status::Success) {
-                self.broken = true;
-            }
-            if n < done.len() {
-                break;
-            }
-        }
-        match self.management.post_send(&[WorkRequest { id: 0, op, signaled: true }]) {
-            Ok(()) => {}
-            // It does not take the replies that it asked for.
-            Err(VerbsError::QueueFull { .. }) => self.break_off(),
-            Err(_) => self.broken = true,
-        }
-    }
-
-    fn break_off(&mut self) {
-        self.broken = true;
-        // If even that fails, the NIC is gone, and with it everybody's QPs.
-        let _ = self.management.modify(QpChange::Error);
     }
 }
 

@@ -8,7 +8,7 @@ use pool::{Error, GroupId, SchemeKind};
 use crate::place::{Node, Place};
 
 /// How long it may take until somebody who waits learns it.
-const NOTICED: Duration = Duration::from_millis(1500);
+const NOTICED: Duration = Duration::from_millis(1000);
 
 /// Whatever is in flight, and whatever is asked afterwards, ends with [`Error::Gone`].
 pub fn operations_end_when_the_node_dies(scheme: SchemeKind) {
