@@ -47,8 +47,8 @@ impl Backoff {
     }
 }
 
-/// Whether this process could run on one CPU only when it first waited.
+/// Whether this process had one CPU only when it first waited.
 fn has_one_cpu() -> bool {
     static ONE: OnceLock<bool> = OnceLock::new();
-    *ONE.get_or_init(|| rustix::thread::sched_getaffinity(None).is_ok_and(|set| set.count() == 1))
+    *ONE.get_or_init(rnic::port::has_one_cpu)
 }

@@ -409,7 +409,9 @@ fn one_core() {
     let allowed = rustix::thread::sched_getaffinity(None).expect("the CPUs of this thread");
     let cpu = (0..rustix::thread::CpuSet::MAX_CPU).find(|c| allowed.is_set(*c)).expect("a CPU");
     one.set(cpu);
-    rustix::thread::sched_setaffinity(None, &one).expect("one CPU");
+    for thread in [None, Some(rustix::process::getpid())] {
+        rustix::thread::sched_setaffinity(thread, &one).expect("one CPU");
+    }
     let (nic, _host) = SoftNic::host().expect("a host");
     let (a, b) = pair(&nic);
     let completer = Completer::new(a.cq.clone());

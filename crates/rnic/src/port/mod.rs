@@ -144,3 +144,11 @@ impl Doorbell {
         }
     }
 }
+
+/// Whether this process has one CPU only, which who spins would take from whom it waits for.
+///
+/// The main thread's mask stands for the process's: single threads may be pinned.
+pub fn has_one_cpu() -> bool {
+    let main = rustix::process::getpid();
+    rustix::thread::sched_getaffinity(Some(main)).is_ok_and(|set| set.count() == 1)
+}

@@ -176,7 +176,9 @@ impl Host {
 impl Drop for HostInner {
     fn drop(&mut self) {
         self.shared.submit(Box::new(|nic| nic.stop = true));
-        if let Some(thread) = self.thread.take() {
+        if let Some(thread) = self.thread.take()
+            && thread.thread().id() != std::thread::current().id()
+        {
             // A panic of the thread has been reported where it happened.
             let _ = thread.join();
         }

@@ -18,6 +18,7 @@ use rustix::event::epoll;
 use super::super::control::{Reply, Verb};
 use super::super::core::Core;
 use super::super::error::Error;
+use super::super::has_one_cpu;
 use super::doorbell::{ASLEEP, ASLEEP_RNR, AWAKE, DOORBELLS, GONE, SLEEPING};
 use crate::ids::{FunctionId, Qpn};
 use crate::memory::DmaMemory;
@@ -351,9 +352,4 @@ fn watch(epoll: &OwnedFd, fd: &OwnedFd) -> Result<(), Error> {
     let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
     epoll::add(epoll, fd, epoll::EventData::new_u64(0), flags)
         .map_err(Error::system("watching an eventfd"))
-}
-
-/// Whether this thread may run on one CPU only, which spinning would take from others.
-fn has_one_cpu() -> bool {
-    rustix::thread::sched_getaffinity(None).is_ok_and(|set| set.count() == 1)
 }
