@@ -13,13 +13,17 @@
 //! ```
 //!
 //! Both counters only grow, so both sides need nothing but a load, a store and the difference.
-//! A waiting side spins and then yields its core, so it also finishes when both threads share
-//! one; a yielding thread does not sleep, because its peer is at work as long as it waits.
+//! Each side has a core of its own, if there are two: a yardstick in which the scheduler put
+//! both on one would flatter whatever is measured by it. A waiting side spins and then yields its
+//! core, so it also finishes when there is only one; a yielding thread does not sleep, because
+//! its peer is at work as long as it waits.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
+use crate::Error;
 use crate::access::{Direction, Meter, Outcome, Spec};
+use crate::cores;
 
 /// The name in records of what has nothing around it, in the place of a scheme.
 pub const SCHEME: &str = "bare";
@@ -30,7 +34,10 @@ pub const NIC: &str = "none";
 const SPINS: u32 = 10_000;
 
 /// Measures the bare hand-off.
-pub fn measure(spec: &Spec) -> Outcome {
+///
+/// # Errors
+/// [`Error::System`] if a thread cannot be put on a core.
+pub fn measure(spec: &Spec) -> Result<Outcome, Error> {
     Handoff::new(spec).run()
 }
 
@@ -86,18 +93,30 @@ impl Handoff {
         }
     }
 
-    fn run(&mut self) -> Outcome {
+    fn run(&mut self) -> Result<Outcome, Error> {
         let buffers = self.buffers();
         let (doorbell, completion, stop) = (&self.doorbell.0, &self.completion.0, &self.stop);
         let spec = self.spec;
+        let [ours, other] = cores::two()?;
         thread::scope(|scope| {
-            scope.spawn(move || serve(buffers, doorbell, completion, stop));
-            let outcome = if spec.in_flight == 1 {
-                ping(&spec, doorbell, completion)
-            } else {
-                stream(&spec, doorbell, completion)
-            };
+            let serving = scope.spawn(move || {
+                // Serves in any case: the client waits for nothing else.
+                let pinned = cores::pin(other);
+                serve(buffers, doorbell, completion, stop);
+                pinned
+            });
+            let client = scope.spawn(move || {
+                cores::pin(ours)?;
+                let outcome = if spec.in_flight == 1 {
+                    ping(&spec, doorbell, completion)
+                } else {
+                    stream(&spec, doorbell, completion)
+                };
+                Ok(outcome)
+            });
+            let outcome = client.join().expect("the client does not panic");
             stop.store(true, Ordering::Release);
+            serving.join().expect("the server does not panic")?;
             outcome
         })
     }
@@ -250,7 +269,7 @@ mod tests {
         ] {
             let spec = spec(direction, size, in_flight);
             let mut handoff = Handoff::new(&spec);
-            let outcome = handoff.run();
+            let outcome = handoff.run().unwrap();
             assert!(outcome.operations > 0 && outcome.latencies.count() > 0, "{spec:?}");
             assert!(outcome.elapsed >= spec.duration, "{spec:?}");
             let (from, to) = match direction {
@@ -272,7 +291,7 @@ mod tests {
 
     #[test]
     fn latency_and_rate_agree_one_at_a_time() {
-        let outcome = measure(&spec(Direction::Read, 64, 1));
+        let outcome = measure(&spec(Direction::Read, 64, 1)).unwrap();
         let per_operation_us = outcome.elapsed.as_secs_f64() * 1e6 / outcome.operations as f64;
         let off = outcome.latencies.mean_us() / per_operation_us;
         assert!((0.9..1.1).contains(&off), "mean latency over time per operation is {off}");

@@ -17,16 +17,15 @@
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
-use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use pager::uffd::{Event, Features, Uffd};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
-use rustix::thread::CpuSet;
 
 use crate::Error;
+use crate::cores::{self, system};
 use crate::fault::{Outcome, PAGE_BYTES, Pattern, Spec};
 use crate::histogram::Latencies;
 
@@ -63,7 +62,7 @@ pub fn measure(spec: &Spec) -> Result<Outcome, Error> {
     let core = rustix::thread::sched_getcpu();
     thread::scope(|scope| {
         let handling = scope.spawn(|| {
-            let handled = pin(core).and_then(|()| handler.run(evicts));
+            let handled = cores::pin(core).and_then(|()| handler.run(evicts));
             if handled.is_err() {
                 // Whoever waits at a page goes on (with zeros), sees this and stops.
                 failed.store(true, Ordering::Release);
@@ -72,7 +71,7 @@ pub fn measure(spec: &Spec) -> Result<Outcome, Error> {
             handled
         });
         let touching = scope.spawn(|| {
-            let pinned = pin(core);
+            let pinned = cores::pin(core);
             let toucher = Toucher { memory: &memory, pages, failed: &failed };
             let outcome = pinned.and_then(|()| match spec.pattern {
                 Pattern::Random => toucher.random(spec.duration),
@@ -250,18 +249,6 @@ impl Drop for Mapping {
         // leaked, which harms nobody.
         let _ = unsafe { rustix::mm::munmap(self.start as *mut c_void, self.len) };
     }
-}
-
-/// Moves the calling thread to one core.
-fn pin(core: usize) -> Result<(), Error> {
-    let mut cores = CpuSet::new();
-    cores.set(core);
-    rustix::thread::sched_setaffinity(None, &cores)
-        .map_err(|errno| system("pin a thread to a core")(errno.into()))
-}
-
-fn system(what: &'static str) -> impl Fn(io::Error) -> Error {
-    move |source| Error::System { what, source }
 }
 
 /// SplitMix64 (Steele, Lea, Flood 2014): as random as a shuffle needs, and repeatable.

@@ -28,6 +28,7 @@ pub mod alloc;
 pub mod bare;
 pub mod bare_fault;
 pub mod claims;
+mod cores;
 pub mod fault;
 pub mod histogram;
 pub mod paged_fault;

@@ -95,10 +95,10 @@ impl Way {
         Ok(Self { nic: nic.name(), scheme, pool: Some(pool), _node: node })
     }
 
-    fn measure(&self, spec: &Spec) -> Result<Outcome, pool::Error> {
+    fn measure(&self, spec: &Spec) -> anyhow::Result<Outcome> {
         match &self.pool {
-            None => Ok(bare::measure(spec)),
-            Some(pool) => pool_access::measure(pool, spec),
+            None => Ok(bare::measure(spec)?),
+            Some(pool) => Ok(pool_access::measure(pool, spec)?),
         }
     }
 }
