@@ -39,6 +39,8 @@ pub struct Node<N: Nic> {
     pd: N::Pd,
     /// Requests of all compute nodes arrive here.
     requests: N::Cq,
+    /// Completions that were polled there.
+    arrived: Vec<Completion>,
     /// Binds and unbinds complete here.
     binds: N::Cq,
     events: Arc<CqEvents<N>>,
@@ -105,6 +107,7 @@ impl<N: Nic> Node<N> {
             settings: settings.clone(),
             pd,
             requests,
+            arrived: vec![Completion::EMPTY; BATCH],
             binds,
             peers: HashMap::new(),
             by_management: HashMap::new(),
@@ -186,12 +189,11 @@ impl<N: Nic> Node<N> {
 
     /// The requests that have arrived, each with what to do.
     fn collect(&mut self) -> Vec<Job> {
-        let mut arrived = [Completion::EMPTY; BATCH];
-        let n = self.requests.poll(&mut arrived);
-        arrived[..n].iter().filter_map(|c| self.take(c)).collect()
+        let n = self.requests.poll(&mut self.arrived);
+        (0..n).filter_map(|i| self.take(self.arrived[i])).collect()
     }
 
-    fn take(&mut self, c: &Completion) -> Option<Job> {
+    fn take(&mut self, c: Completion) -> Option<Job> {
         if c.kind != CompletionKind::Receive {
             return None; // somebody woke us
         }
