@@ -21,7 +21,7 @@ impl Setup {
     }
 
     fn node_of(&self, chunk_bytes: u64, chunks: u64) -> Node {
-        Node::start(self.place, self.scheme, chunk_bytes, chunks)
+        Node::start(self.place, self.scheme, self.control, chunk_bytes, chunks)
     }
 }
 

@@ -6,14 +6,15 @@ mod gone;
 mod place;
 
 use place::Place;
-use pool::SchemeKind;
+use pool::{ControlMode, SchemeKind};
 
 macro_rules! run {
-    ($scheme:expr, $place:expr, [$($check:ident),* $(,)?]) => {
+    ($scheme:expr, $control:expr, $place:expr, [$($check:ident),* $(,)?]) => {
         $(
             #[test]
             fn $check() {
-                crate::checks::$check(&crate::Setup { scheme: $scheme, place: $place });
+                let setup = crate::Setup { scheme: $scheme, control: $control, place: $place };
+                crate::checks::$check(&setup);
             }
         )*
     };
@@ -39,7 +40,7 @@ macro_rules! scheme {
         }
     };
     (@all $kind:expr, $place:expr) => {
-        run!($kind, $place, [
+        run!($kind, pool::ControlMode::Event, $place, [
             a_chunk_is_zero_and_keeps_what_is_written,
             the_next_owner_reads_zeros,
             keys_are_dead_after_free,
@@ -65,8 +66,23 @@ macro_rules! scheme {
 #[derive(Clone, Copy)]
 pub struct Setup {
     scheme: SchemeKind,
+    control: ControlMode,
     place: Place,
 }
 
 scheme!(onesidedmw, pool::SchemeKind::OneSidedMw);
 scheme!(rpc_mw_2, pool::SchemeKind::RpcMw2);
+
+/// A CPU that polls for RPCs instead of sleeping.
+mod rpc_mw_2_polling {
+    run!(
+        pool::SchemeKind::RpcMw2,
+        pool::ControlMode::Polling,
+        crate::Place::SameProcess,
+        [
+            a_chunk_is_zero_and_keeps_what_is_written,
+            an_empty_pool_is_waited_for,
+            nobody_shares_a_chunk
+        ]
+    );
+}

@@ -35,11 +35,18 @@ const SETTINGS: &str = "GRANARY_TEST_SERVE";
 
 impl Node {
     /// Starts a memory node with `chunks` chunks of `chunk_bytes`.
-    pub fn start(place: Place, scheme: SchemeKind, chunk_bytes: u64, chunks: u64) -> Node {
+    pub fn start(
+        place: Place,
+        scheme: SchemeKind,
+        control: ControlMode,
+        chunk_bytes: u64,
+        chunks: u64,
+    ) -> Node {
         let settings = Settings {
             donate_bytes: chunk_bytes * chunks,
             chunk_bytes,
             scheme,
+            control,
             clients_max: 16,
             groups_max: 4,
             ..Settings::default()
