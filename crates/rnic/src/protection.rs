@@ -14,7 +14,7 @@
 //! Invariants:
 //! - A bound window lies in a region of its own PD; the region counts it and outlives it.
 //! - The tag changes with every bind and every reuse of an index: older keys are dead.
-//! - A host pointer leaves this module only as a [`Span`] that passed a check, for one step.
+//! - A host pointer leaves this module only as a `Span` that passed a check, for one step.
 
 use crate::dma::Span;
 use crate::error::{Error, Object};
