@@ -1,3 +1,5 @@
 //! Helpers of the whole-system tests.
 
+pub mod node;
 pub mod pager;
+pub mod thread;

@@ -116,7 +116,8 @@ impl<N: Nic> Group<N> {
                 recv_cq: &cq,
                 send_blocks,
                 receive: Receive::None,
-                access: Access::NONE,
+                // The memory node may write the bulletin, the only memory whose key it has.
+                access: Access::REMOTE_WRITE,
             };
             let qp = nic.create_qp(pd, attr)?;
             Ok(Path { qp, epoch: RwLock::new(0), group, lane: Lane(lane as u8) })

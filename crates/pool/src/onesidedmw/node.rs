@@ -27,6 +27,9 @@ use crate::{Error, Settings};
 /// again only after the CPU has seen to it.
 const FAULTS: u32 = 1 << 15;
 
+/// Building blocks of the send queues that bulletins are written from.
+const BULLETIN_BLOCKS: u32 = 16;
+
 fn shape(settings: &Settings) -> Shape {
     Shape {
         chunks: settings.chunks() as u32,
@@ -48,6 +51,8 @@ pub struct Node<N: DirectNic> {
     events: Arc<Events<N>>,
     /// Counts pushes; nobody polls it.
     pushes: N::Cq,
+    /// What is written to bulletins completes here.
+    bulletins: N::Cq,
     push_queue: N::Srq,
     push_record: N::Mr,
     reclaimer: reclaim::Reclaimer<N>,
@@ -120,6 +125,10 @@ impl<N: DirectNic> Node<N> {
         let faults = nic.create_cq(CqAttr { entries: FAULTS, ignore_overrun: false })?;
         let events = Arc::new(Events::new(&nic, &data, &faults)?);
         let pushes = nic.create_cq(sink)?;
+        let bulletins = nic.create_cq(CqAttr {
+            entries: settings.clients_max * BULLETIN_BLOCKS,
+            ignore_overrun: false,
+        })?;
         let push_queue =
             nic.create_srq(&metadata, ReceiveAttr { entries: shape.slots(), max_sges: 1 })?;
         let push_record = nic.reg_mr(&metadata, &push_queue.record(), Access::REMOTE_ATOMIC)?;
@@ -134,6 +143,7 @@ impl<N: DirectNic> Node<N> {
             faults,
             events,
             pushes,
+            bulletins,
             push_queue,
             push_record,
             reclaimer,
@@ -361,15 +371,22 @@ impl<N: DirectNic> Node<N> {
     fn broadcast(&mut self, empty: bool) -> Result<(), Error> {
         self.empty = empty;
         self.generation = self.generation.wrapping_add(1);
-        let state = if empty { scheme::bulletin::EMPTY } else { scheme::bulletin::AVAILABLE };
-        let text = ((state as u64) << 32 | self.generation as u64).to_be_bytes();
+        let mut written = [fabric::Completion::EMPTY; 16];
+        while self.bulletins.poll(&mut written) > 0 {}
         for c in self.clients.values() {
-            let Some((qp, _)) = c.access.first().and_then(|lanes| lanes.first()) else { continue };
-            let op = Op::WriteInline { to: c.bulletin, data: &text };
-            // One that cannot be told has broken its own QP: it learns on its next access.
-            let _ = qp.post_send(&[WorkRequest { id: 0, op, signaled: true }]);
+            self.write_bulletin(c);
         }
         Ok(())
+    }
+
+    /// Writes the present state to a compute node's bulletin.
+    fn write_bulletin(&self, c: &Client<N>) {
+        let Some((qp, _)) = c.access.first().and_then(|lanes| lanes.first()) else { return };
+        let state = if self.empty { scheme::bulletin::EMPTY } else { scheme::bulletin::AVAILABLE };
+        let text = ((state as u64) << 32 | self.generation as u64).to_be_bytes();
+        let op = Op::WriteInline { to: c.bulletin, data: &text };
+        // One that cannot be told has broken this QP; it asks before it waits.
+        let _ = qp.post_send(&[WorkRequest { id: 0, op, signaled: true }]);
     }
 }
 
@@ -493,9 +510,9 @@ impl<N: DirectNic> NodeScheme for Node<N> {
                 let qp = self.nic.create_qp(
                     &self.data,
                     QpAttr {
-                        send_cq: &self.pushes,
-                        recv_cq: &self.pushes,
-                        send_blocks: 16,
+                        send_cq: &self.bulletins,
+                        recv_cq: &self.bulletins,
+                        send_blocks: BULLETIN_BLOCKS,
                         receive: Receive::None,
                         access: Access::REMOTE_ALL,
                     },
@@ -530,7 +547,8 @@ impl<N: DirectNic> NodeScheme for Node<N> {
     fn retire(&mut self, client: ClientId) -> Result<(), Error> {
         let Some(c) = self.clients.remove(&client) else { return Ok(()) };
         for d in [&c.alloc, &c.free] {
-            d.front.modify(QpChange::Error)?;
+            // No request comes in from now on; those that did are executed to their end.
+            d.front.modify(QpChange::Reset)?;
             self.settle(d)?;
         }
         for (qp, _) in c.access.iter().flatten() {

@@ -364,7 +364,8 @@ fn what_a_gone_compute_node_owned_comes_back() {
     assert_eq!(b.access(0, at, Some(b"secret"), 0), Status::Success);
     node.retire(b.id).unwrap();
     node.audit().unwrap();
-    assert_eq!(node.status().unwrap().frees_cpu, 63);
+    let s = node.status().unwrap();
+    assert_eq!((s.frees_cpu, s.allocations_nic), (63, 64));
     assert_eq!(b.access(0, at, None, 8), Status::RetryExceeded);
     for _ in 0..63 {
         let c = a.allocate().unwrap();
@@ -417,6 +418,8 @@ fn a_reply_that_cannot_be_written_ends_at_its_sender() {
     a.alloc.post_send(&[WorkRequest { id: 2, op, signaled: true }]).unwrap();
     a.drain();
     assert_eq!(a.alloc.state().unwrap(), QpState::Error);
+    // The one whose reply was lost, and no other: receives that are flushed are not requests.
+    assert_eq!(node.status().unwrap().free, 7);
     b.allocate().unwrap();
     let peers = {
         a.alloc.modify(fabric::QpChange::Reset).unwrap();

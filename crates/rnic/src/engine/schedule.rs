@@ -267,7 +267,7 @@ impl Core {
                 cqn = qp.recv_cq;
                 let own = qp.recv.filter(|_| !qp.recv_shared);
                 let Some(recv) = own.and_then(|n| self.recvs.get_mut(n)) else { break };
-                if recv.credits() == 0 {
+                if recv.managed || recv.credits() == 0 {
                     break;
                 }
                 cqe.opcode = cqe::opcode::RESP_ERR;
@@ -282,11 +282,13 @@ impl Core {
         flushed
     }
 
-    /// Receive WQEs that a QP in Error has to flush.
+    /// Receive WQEs that a QP in Error has to flush. Those of a managed queue are not flushed: they
+    /// are part of a program, and their completions would count as requests for who WAITs for
+    /// them.
     fn flushable(&self, qpn: Qpn) -> u32 {
         let Some(qp) = self.qps.get(qpn.raw()) else { return 0 };
         let own = qp.recv.filter(|_| !qp.recv_shared && qp.state == QpState::Error);
-        own.and_then(|n| self.recvs.get(n)).map_or(0, |r| r.credits())
+        own.and_then(|n| self.recvs.get(n)).filter(|r| !r.managed).map_or(0, |r| r.credits())
     }
 
     // --- completions ---------------------------------------------------------------------------

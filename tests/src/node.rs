@@ -1,0 +1,147 @@
+//! A memory node and its clients as processes of their own.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+/// The built `granary` command: the release build, which `make test` makes first.
+pub fn granary() -> PathBuf {
+    let target = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../target"));
+    for profile in ["release", "debug"] {
+        let path = target.join(profile).join("granary");
+        if path.is_file() {
+            return path;
+        }
+    }
+    panic!("the granary command is not built: run `make build`");
+}
+
+/// A running `granary serve`, ended with its value.
+pub struct MemoryNode {
+    child: Child,
+    directory: PathBuf,
+    /// Where clients connect.
+    pub socket: PathBuf,
+}
+
+impl MemoryNode {
+    /// Starts one with these further arguments and waits until it serves.
+    pub fn start(name: &str, arguments: &[&str]) -> Result<Self> {
+        let directory = std::env::temp_dir().join(format!("granary-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&directory)?;
+        let socket = directory.join("pool.sock");
+        let mut child = Command::new(granary())
+            .args(["serve", "--json", "--socket"])
+            .arg(&socket)
+            .args(arguments)
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("starting granary serve")?;
+        let mut ready = String::new();
+        BufReader::new(child.stdout.take().expect("piped")).read_line(&mut ready)?;
+        ensure!(!ready.is_empty(), "granary serve ended before it served");
+        Ok(Self { child, directory, socket })
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> i32 {
+        self.child.id() as i32
+    }
+
+    /// Where a test may keep files.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// Kills it without warning.
+    pub fn kill(&mut self) -> Result<()> {
+        self.child.kill()?;
+        self.child.wait()?;
+        Ok(())
+    }
+
+    /// What `granary status` says of it.
+    pub fn status(&self) -> Result<Value> {
+        let pool = format!("shm:{}", self.socket.display());
+        let out = Command::new(granary()).args(["status", "--json", "--pool", &pool]).output()?;
+        ensure!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        Ok(serde_json::from_slice(&out.stdout)?)
+    }
+
+    /// A ledger for `chunks` chunks: a file of zeros.
+    pub fn ledger(&self, chunks: u64) -> Result<PathBuf> {
+        let path = self.directory.join("ledger");
+        std::fs::File::create(&path)?.set_len((chunks * 4).next_multiple_of(4096))?;
+        Ok(path)
+    }
+}
+
+impl Drop for MemoryNode {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = std::fs::remove_dir_all(&self.directory);
+    }
+}
+
+/// A running `pool-client`.
+pub struct Client {
+    child: Child,
+    input: Option<ChildStdin>,
+    output: BufReader<ChildStdout>,
+}
+
+impl Client {
+    /// Starts one (`program` is the built `pool-client`) and waits until it is connected.
+    pub fn start(program: &str, node: &MemoryNode, arguments: &[&str]) -> Result<Self> {
+        let mut child = Command::new(program)
+            .arg("--socket")
+            .arg(&node.socket)
+            .args(arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let input = child.stdin.take();
+        let mut output = BufReader::new(child.stdout.take().expect("piped"));
+        let mut ready = String::new();
+        output.read_line(&mut ready)?;
+        ensure!(ready == "ready\n", "a client did not connect");
+        Ok(Self { child, input, output })
+    }
+
+    /// Lets it run.
+    pub fn go(&mut self) -> Result<()> {
+        Ok(self.input.as_mut().expect("it has not left").write_all(b"go\n")?)
+    }
+
+    /// What it did, once it is done.
+    pub fn report(&mut self) -> Result<Value> {
+        let mut line = String::new();
+        self.output.read_line(&mut line)?;
+        ensure!(!line.is_empty(), "a client ended early: see its error above");
+        Ok(serde_json::from_str(&line)?)
+    }
+
+    /// Lets it leave.
+    pub fn leave(mut self) -> Result<()> {
+        self.input.take();
+        let status = self.child.wait()?;
+        ensure!(status.success(), "a client ended with {status}");
+        Ok(())
+    }
+
+    /// Kills it without warning.
+    pub fn kill(&mut self) -> Result<()> {
+        self.child.kill()?;
+        self.child.wait()?;
+        Ok(())
+    }
+}
+
+/// True where the longer checks of `make test-full` are wanted.
+pub fn full() -> bool {
+    std::env::var_os("GRANARY_TEST_FULL").is_some()
+}
