@@ -35,7 +35,10 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
         let mut backoff = Backoff::new();
         while !me.is_notified() {
             let polled: usize = reactors.iter().map(|r| r.turn()).sum();
-            if polled == 0 && !backoff.snooze() {
+            if polled > 0 || reactors.iter().any(|r| r.offer_cpu()) && me.is_notified() {
+                continue;
+            }
+            if !backoff.snooze() {
                 sleep(&me, &reactors);
             }
         }

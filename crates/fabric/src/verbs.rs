@@ -459,6 +459,12 @@ pub trait CompletionQueue: Clone + Send + Sync + 'static {
     /// Its number.
     fn cqn(&self) -> Cqn;
 
+    /// Yields the calling thread's CPU to the NIC if polling on would keep that from running; false
+    /// if it does not. For who polls in a loop.
+    fn offer_cpu(&self) -> bool {
+        false
+    }
+
     /// Takes up to `out.len()` completions; how many. Several threads may poll; each completion
     /// goes to one of them.
     fn poll(&self, out: &mut [Completion]) -> usize;

@@ -1,8 +1,9 @@
 //! Faults: from an event to a page that is mapped.
 //!
-//! One handler is pinned to each core, and all read the same descriptor: a fault is then answered by
-//! a thread that need not wake another core (a wake-up there costs several times the fault). The kernel
-//! wakes all readers for a fault, and the one on the faulting thread's core is there first.
+//! One handler answers all faults, on the core where they happen: it looks now and then where the
+//! faulting thread last ran, and moves there ([`Home`]). A wake-up on the same core costs a
+//! fraction of one that has to reach another core, above all in a virtual machine; for the same
+//! reason there are not several handlers, which would all be woken by every fault.
 //!
 //! Steps of a missing fault: take room; set the page BUSY; by its state map zeros, copy the frame, or
 //! read the slot into a frame of the handler's and copy that; settle the entry. The page of a read is
@@ -94,15 +95,13 @@ struct Handler<'a> {
 }
 
 impl Pager {
-    /// The loop of handler number `index`.
-    pub(crate) fn handler(self: &std::sync::Arc<Self>, index: u32, core: Option<usize>) {
-        if let Some(core) = core {
-            pin(core);
-        }
+    /// The handler's loop.
+    pub(crate) fn handler(self: &std::sync::Arc<Self>) {
         self.note_thread();
+        let mut home = Home::default();
         let mut handler = Handler {
             pager: self,
-            frames: FrameId(index * READ_FRAMES),
+            frames: FrameId(0),
             evictor: Evictor::default(),
             batch: Vec::with_capacity(READ_FRAMES as usize),
             pairs: Vec::with_capacity(READ_FRAMES as usize),
@@ -128,6 +127,7 @@ impl Pager {
                 }
             }
             for fault in faults {
+                home.follow(fault.thread);
                 let start = sys::now_ns();
                 if fault.write_protected {
                     self.stats.add(Counter::WriteFaults, 1);
@@ -152,17 +152,23 @@ impl Pager {
             if room > 0 || self.fork_waits.load(Ordering::Acquire) {
                 return room;
             }
-            if !stalled {
-                self.stats.add(Counter::FaultsStalled, 1);
-                stalled = true;
+            if !self.evicts_inline {
+                if !stalled {
+                    self.stats.add(Counter::FaultsStalled, 1);
+                    stalled = true;
+                }
+                self.call_evictor(true);
             }
-            self.call_evictor(true);
             if let Some(gate) = self.try_gate()
                 && evictor.make_room(self, gate) > 0
             {
+                if self.evicts_inline {
+                    self.update_gauges();
+                }
                 continue;
             }
-            sys::futex_wait(&self.room, seen, Some(100));
+            // Who has the gate, or the pages that are in use, is done soon; not all of them say so.
+            sys::futex_wait(&self.room, seen, Some(if self.evicts_inline { 1 } else { 100 }));
         }
     }
 }
@@ -380,16 +386,55 @@ impl Handler<'_> {
     }
 }
 
-/// The cores that the process may run on.
-pub(crate) fn cores() -> Vec<usize> {
+/// How many cores the process may run on.
+pub(crate) fn cores() -> usize {
     // SAFETY: a zero set is valid for the write.
     unsafe {
         let mut set: libc::cpu_set_t = std::mem::zeroed();
         if libc::sched_getaffinity(0, size_of_val(&set), &mut set) != 0 {
-            return Vec::new();
+            return 1;
         }
-        (0..libc::CPU_SETSIZE as usize).filter(|&core| libc::CPU_ISSET(core, &set)).collect()
+        libc::CPU_COUNT(&set) as usize
     }
+}
+
+/// The core that the handler keeps itself on.
+#[derive(Default)]
+struct Home {
+    core: Option<usize>,
+    /// Where the last look found the faulting thread, if it was not at home.
+    elsewhere: Option<usize>,
+    faults: u32,
+}
+
+/// Faults between two looks at where they come from: a look costs about as much as a fault.
+const LOOK_EVERY: u32 = 32;
+
+impl Home {
+    /// Moves to the core of `thread`, which has just faulted, if it was found there twice in a row.
+    fn follow(&mut self, thread: u32) {
+        self.faults += 1;
+        if self.faults % LOOK_EVERY != 1 {
+            return;
+        }
+        let core = core_of(thread);
+        if core.is_some() && core != self.core {
+            if self.core.is_none() || self.elsewhere == core {
+                self.core = core;
+                core.into_iter().for_each(pin);
+            }
+            self.elsewhere = core;
+        } else {
+            self.elsewhere = None;
+        }
+    }
+}
+
+/// The core on which a thread of this process last ran.
+fn core_of(thread: u32) -> Option<usize> {
+    let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).ok()?;
+    // Field 39 (proc_pid_stat(5)); what follows the name, in parentheses, starts with field 3.
+    stat.rsplit_once(") ")?.1.split(' ').nth(36)?.parse().ok()
 }
 
 /// Keeps the calling thread on a core. Where that is refused it is only slower.

@@ -2,12 +2,12 @@
 //!
 //! | thread | does |
 //! | --- | --- |
-//! | handlers (one a core) | read events, bring pages in |
+//! | handler (one) | reads events, brings pages in |
 //! | evictor (one) | takes pages out, writes them back, gives chunks back |
 //! | program's | map, unmap, protect and advise ([`crate::mapping`]) |
 //!
 //! Locks, in the order in which they may be taken: `space` (the program's threads only), `gate` (they
-//! and the evictor), then a page's BUSY, then `slots` or `residency`. A handler takes `gate` only to
+//! and the evictor), then a page's BUSY, then `slots` or `residency`. The handler takes `gate` only to
 //! follow a fork, with no page BUSY. Who holds a lock or a BUSY touches no paged memory that may be
 //! missing, and has all signals blocked.
 //!
@@ -34,10 +34,8 @@ use crate::transport::{ChunkHandle, Lane, PageIo, Transport, TransportError};
 use crate::uffd::{Features, Uffd};
 use crate::{Error, descriptor};
 
-/// Frames that a handler reads into: its largest batch.
+/// Frames that the handler reads into: its largest batch.
 pub(crate) const READ_FRAMES: u32 = 32;
-/// Most handlers.
-const HANDLERS_MAX: usize = 16;
 /// Frames that serve forked children.
 pub(crate) const CHILD_FRAMES: u32 = 1;
 
@@ -68,15 +66,16 @@ pub struct Pager {
     pub(crate) calls: AtomicU32,
     pub(crate) evictor_sleeps: AtomicBool,
     /// Threads of the pager's that touch the program's pages.
-    threads: [AtomicU32; HANDLERS_MAX + 1],
+    threads: [AtomicU32; 2],
     /// A descriptor of this process, or -1; in the pager's threads' table.
     own_process: OnceLock<Option<OwnedFd>>,
     /// A fork waits for its event to be read; nothing can be mapped or protected until then.
     pub(crate) fork_waits: AtomicBool,
     pub(crate) forks: crate::fork::Forks,
     pub(crate) fork_events: bool,
-    /// Cores of the handlers.
-    cores: Vec<usize>,
+    /// The handler evicts: there is no core to spare for the evictor beside the program's and the one
+    /// that the NIC's thread polls on, which it would keep from answering.
+    pub(crate) evicts_inline: bool,
     /// Runs of missing and of write-protection faults.
     streams: Mutex<(Streams, Streams)>,
     /// Guards the frame that serves forked children.
@@ -117,12 +116,8 @@ impl Pager {
                 .map_err(system("register the region with userfaultfd"))?;
         }
         let memory = transport.staging();
-        // At most a quarter of the staging memory is for reads.
-        let handlers_max = (memory.frames / 4 / READ_FRAMES).max(1) as usize;
-        let mut cores = crate::fault::cores();
-        cores.truncate(handlers_max.min(HANDLERS_MAX));
-        let handlers = cores.len().max(1) as u32;
-        let reserved = CHILD_FRAMES + handlers * READ_FRAMES;
+        let evicts_inline = crate::fault::cores() <= 2;
+        let reserved = CHILD_FRAMES + READ_FRAMES;
         let frames_bytes = u64::from(memory.frames) * PAGE_BYTES as u64;
         if memory.frames < reserved + 64 || frames_bytes * 2 > config.local_bytes {
             return Err(Error::LocalTooSmall { bytes: config.local_bytes });
@@ -164,7 +159,7 @@ impl Pager {
             fork_waits: AtomicBool::new(false),
             forks: crate::fork::Forks::default(),
             fork_events,
-            cores,
+            evicts_inline,
             streams: Mutex::default(),
             child_frame_lock: Mutex::new(()),
             enter: OnceLock::new(),
@@ -200,12 +195,12 @@ impl Pager {
             }
             pager.transport.descriptors(&mut keep);
             pager.enter();
-            let result = descriptor::own_table(&keep).and_then(|()| pager.start_others());
+            let result = descriptor::own_table(&keep).and_then(|()| pager.start_evictor());
             let failed = result.is_err();
             let _ = ready.send(result);
             drop(ready);
             if !failed {
-                pager.handler(0, pager.cores.first().copied());
+                pager.handler();
             }
         };
         {
@@ -215,15 +210,8 @@ impl Pager {
         started.recv().unwrap_or_else(|_| Err(std::io::ErrorKind::Other.into())).map_err(system)
     }
 
-    /// The evictor and the handlers but the first, which share the calling thread's descriptors.
-    fn start_others(self: &Arc<Self>) -> std::io::Result<()> {
-        for (index, &core) in self.cores.iter().enumerate().skip(1) {
-            let pager = self.clone();
-            spawn("granary-fault", move || {
-                pager.enter();
-                pager.handler(index as u32, Some(core));
-            })?;
-        }
+    /// The evictor, which shares the calling thread's descriptors.
+    fn start_evictor(self: &Arc<Self>) -> std::io::Result<()> {
         let pager = self.clone();
         spawn("granary-evictor", move || {
             pager.enter();
@@ -271,9 +259,9 @@ impl Pager {
         self.streams.lock().expect("nobody panics with the streams locked")
     }
 
-    /// The frame that serves forked children: after those of the handlers.
+    /// The frame that serves forked children: after those of the handler.
     pub(crate) fn child_frame(&self) -> FrameId {
-        FrameId(self.cores.len().max(1) as u32 * READ_FRAMES)
+        FrameId(READ_FRAMES)
     }
 
     pub(crate) fn gate(&self) -> MutexGuard<'_, RangeSet> {
@@ -334,7 +322,8 @@ impl Pager {
 
     /// Calls the evictor if room is short or `always`.
     pub(crate) fn call_evictor(&self, always: bool) {
-        if !always && self.limit - self.resident().min(self.limit) >= self.low_water() {
+        let room = self.limit - self.resident().min(self.limit);
+        if !always && (self.evicts_inline || room >= self.low_water()) {
             return;
         }
         self.calls.fetch_add(1, Ordering::AcqRel);
@@ -349,7 +338,7 @@ impl Pager {
         let noted = self.threads.iter().any(|thread| {
             thread.compare_exchange(0, id, Ordering::AcqRel, Ordering::Acquire).is_ok()
         });
-        assert!(noted, "there is one evictor and at most {HANDLERS_MAX} handlers");
+        assert!(noted, "there is one evictor and one handler");
     }
 
     /// True for a thread that has called [`Pager::note_thread`].

@@ -271,6 +271,16 @@ impl Uffd {
         if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
+    /// Waits until there is something to read. The descriptor must be non-blocking.
+    pub fn wait(&self) -> io::Result<()> {
+        let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one valid entry.
+        if unsafe { libc::poll(&mut poll, 1, -1) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(())
+    }
+
     /// Waits for events and appends them to `events`, at most 32 at a time.
     pub fn read(&self, events: &mut Vec<Event>) -> io::Result<()> {
         let mut messages = [RawMessage::default(); 32];

@@ -55,6 +55,8 @@ struct Inner<C> {
 pub(crate) trait Reactor: Send + Sync {
     /// Polls once; how many completions there were.
     fn turn(&self) -> usize;
+    /// Yields this thread's CPU to the NIC if that runs there.
+    fn offer_cpu(&self) -> bool;
     /// Whether a future waits.
     fn is_watched(&self) -> bool;
     /// Sleeps on the CQ.
@@ -129,7 +131,10 @@ impl<C: CompletionQueue> Completer<C> {
             if let Some(completion) = pending.take() {
                 return Ok(completion);
             }
-            if self.0.turn() == 0 && !backoff.snooze() {
+            if self.0.turn() > 0 || self.0.cq.offer_cpu() && self.0.turn() > 0 {
+                continue;
+            }
+            if !backoff.snooze() {
                 return self.wait_asleep(pending);
             }
         }
@@ -212,6 +217,10 @@ impl<C: CompletionQueue> Inner<C> {
 impl<C: CompletionQueue> Reactor for Inner<C> {
     fn turn(&self) -> usize {
         Inner::turn(self)
+    }
+
+    fn offer_cpu(&self) -> bool {
+        self.cq.offer_cpu()
     }
 
     fn is_watched(&self) -> bool {

@@ -273,6 +273,11 @@ impl CompletionQueue for SoftCq {
         taken
     }
 
+    #[inline]
+    fn offer_cpu(&self) -> bool {
+        self.0.function.offer_cpu()
+    }
+
     fn wait_unless(&self, timeout: Duration, done: &dyn Fn() -> bool) -> Result<bool, Error> {
         let cq = &*self.0;
         let deadline = Instant::now().checked_add(timeout);

@@ -81,6 +81,16 @@ impl Function {
         }
     }
 
+    /// Yields the calling thread's CPU to the NIC if that runs there; false if it does not.
+    #[inline]
+    pub fn offer_cpu(&self) -> bool {
+        match self {
+            Function::Inline(_) => false,
+            Function::Local(f) => f.offer_cpu(),
+            Function::Attached(f) => f.offer_cpu(),
+        }
+    }
+
     /// Does the NIC's work if it is the caller's to do. Called before a caller sleeps.
     pub fn turn(&self) {
         if let Function::Inline(f) = self {

@@ -117,6 +117,12 @@ impl Attached {
         self.0.check_alive()
     }
 
+    /// Yields the calling thread's CPU to the NIC if that runs there; false if it does not.
+    #[inline]
+    pub fn offer_cpu(&self) -> bool {
+        self.0.page.offer_cpu()
+    }
+
     /// Descriptors that the data path and the verbs need: for a thread with a descriptor table of
     /// its own.
     pub fn descriptors(&self) -> Vec<RawFd> {

@@ -3,7 +3,9 @@
 //! ```text
 //! +0    sleeping (u32): written by the NIC. 0 awake, 1 asleep, 2 asleep with a SEND that waits
 //!       for a receive, 3 ended
-//! +64   doorbell 0 (u32) | doorbell 1 | ... 16 of them per cache line: written by the client
+//! +4    where (u32): written by the NIC: the CPU that it runs on, plus 1
+//! +64   waiter (u32): written by the client: a CPU, plus 1, where somebody waits for the NIC
+//! +128  doorbell 0 (u32) | doorbell 1 | ... 16 of them per cache line: written by the client
 //!
 //! doorbell:  31          16 15           0
 //!           +--------------+--------------+
@@ -21,6 +23,10 @@
 //! ```text
 //! client: store doorbell; fence; load sleeping          NIC: store sleeping; fence; load doorbells
 //! ```
+//!
+//! Where a client that polls for a completion and the NIC share a CPU, each keeps the other from
+//! running: the client sees that in `where`, leaves its CPU in `waiter` and yields; the NIC, when it
+//! has nothing to do, finds its own CPU there and yields back at once. Both words are hints.
 //!
 //! With both fences sequentially consistent at least one of them sees the other's store: either
 //! the client finds the NIC asleep and writes its eventfd, or the NIC finds the doorbell and does not
@@ -45,11 +51,22 @@ pub(super) const GONE: u32 = 3;
 
 /// Offset of the word `sleeping`.
 pub(super) const SLEEPING: usize = 0;
+/// Offset of the word `where`.
+pub(super) const WHERE: usize = 4;
+/// Offset of the word `waiter`.
+pub(super) const WAITER: usize = 64;
 /// Offset of the first doorbell.
-pub(super) const DOORBELLS: usize = 64;
+pub(super) const DOORBELLS: usize = 128;
 /// Bytes of a page with `slots` doorbells.
 pub(super) fn page_bytes(slots: u32) -> usize {
     DOORBELLS + slots as usize * 4
+}
+
+/// The CPU that the calling thread runs on, plus 1.
+#[inline]
+pub(super) fn this_cpu() -> u32 {
+    // SAFETY: takes no arguments and touches no memory of ours.
+    unsafe { libc::sched_getcpu() }.wrapping_add(1) as u32
 }
 
 /// A client's view of its function's doorbell page, with the eventfd that wakes the NIC.
@@ -68,6 +85,18 @@ impl Page {
         if self.memory.word32(SLEEPING).load(Ordering::Relaxed) >= from {
             self.wake_nic();
         }
+    }
+
+    /// Yields the calling thread's CPU to the NIC if that runs there; false if it does not.
+    #[inline]
+    pub fn offer_cpu(&self) -> bool {
+        let here = this_cpu();
+        if self.memory.word32(WHERE).load(Ordering::Relaxed) != here {
+            return false;
+        }
+        self.memory.word32(WAITER).store(here, Ordering::Relaxed);
+        rustix::thread::sched_yield();
+        true
     }
 
     #[cold]

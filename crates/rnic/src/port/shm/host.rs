@@ -227,6 +227,12 @@ impl LocalFunction {
         self.host.call(move |nic| nic.execute(id, verb))?
     }
 
+    /// Yields the calling thread's CPU to the NIC if that runs there; false if it does not.
+    #[inline]
+    pub fn offer_cpu(&self) -> bool {
+        self.page.offer_cpu()
+    }
+
     /// Whether the NIC thread runs.
     pub fn check_alive(&self) -> Result<(), Error> {
         self.host.check_alive()

@@ -19,7 +19,9 @@ use super::super::control::{Reply, Verb};
 use super::super::core::Core;
 use super::super::error::Error;
 use super::super::has_one_cpu;
-use super::doorbell::{ASLEEP, ASLEEP_RNR, AWAKE, DOORBELLS, GONE, SLEEPING};
+use super::doorbell::{
+    ASLEEP, ASLEEP_RNR, AWAKE, DOORBELLS, GONE, SLEEPING, WAITER, WHERE, this_cpu,
+};
 use crate::ids::{FunctionId, Qpn};
 use crate::memory::DmaMemory;
 use crate::verbs::{Limits, QpChange};
@@ -27,11 +29,16 @@ use crate::verbs::{Limits, QpChange};
 /// WQEs that the engine executes between two looks at the doorbells.
 const BUDGET: usize = 64;
 /// After this long without work the thread offers its CPU to others between two looks.
-const SPIN: Duration = Duration::from_micros(10);
+const SPIN: Duration = Duration::from_micros(2);
 /// After this long without work it goes to sleep.
 const SLEEP_AFTER: Duration = Duration::from_micros(100);
 /// Busy rounds between two looks at the clock.
 const ROUNDS_PER_CLOCK: u32 = 64;
+
+/// The thread leaves its CPU after it has shared it with waiting clients so often...
+const CROWDED_MAX: u32 = 32;
+/// ... and has not left one for this long.
+const STAY: Duration = Duration::from_millis(5);
 
 /// Work for the NIC thread.
 pub(super) type Job = Box<dyn FnOnce(&mut NicThread) + Send>;
@@ -110,6 +117,11 @@ pub(super) struct NicThread {
     doorbells: Vec<Doorbells>,
     epoll: OwnedFd,
     started: Instant,
+    /// The CPU that it runs on, as the doorbell pages have it.
+    cpu: u32,
+    /// How often a client waited on the NIC's own CPU since the NIC left one for that.
+    crowded: u32,
+    left_at: u64,
 }
 
 impl NicThread {
@@ -124,6 +136,9 @@ impl NicThread {
             doorbells: Vec::new(),
             epoll,
             started: Instant::now(),
+            cpu: 0,
+            crowded: 0,
+            left_at: 0,
         })
     }
 
@@ -150,10 +165,39 @@ impl NicThread {
                 one_cpu = has_one_cpu();
                 idle_since = None;
                 now = self.now_ns();
-            } else if one_cpu || idle >= SPIN {
+            } else if self.is_waited_for_here(now) || one_cpu || idle >= SPIN {
                 rustix::thread::sched_yield();
             }
         }
+    }
+
+    /// Whether a client waits on this CPU. Says first which one that is. Where that goes on, the
+    /// thread looks for another one: two that wait for each other do not look busy to the
+    /// scheduler's balancing, however many CPUs are idle.
+    #[inline]
+    fn is_waited_for_here(&mut self, now: u64) -> bool {
+        let cpu = this_cpu();
+        if cpu != self.cpu {
+            self.cpu = cpu;
+            for bells in &self.doorbells {
+                bells.page.word32(WHERE).store(cpu, Ordering::Relaxed);
+            }
+        }
+        let mut any = false;
+        for bells in &self.doorbells {
+            let waiter = bells.page.word32(WAITER);
+            if waiter.load(Ordering::Relaxed) == cpu {
+                waiter.store(0, Ordering::Relaxed);
+                any = true;
+            }
+        }
+        self.crowded += any as u32;
+        if self.crowded >= CROWDED_MAX && now - self.left_at >= STAY.as_nanos() as u64 {
+            self.crowded = 0;
+            self.left_at = now;
+            leave_cpu();
+        }
+        any
     }
 
     /// One look at everything; true if there was anything to do.
@@ -244,6 +288,7 @@ impl NicThread {
         wake: OwnedFd,
     ) -> Result<(), Error> {
         watch(&self.epoll, &wake)?;
+        page.word32(WHERE).store(self.cpu, Ordering::Relaxed);
         self.doorbells.push(Doorbells {
             function,
             page,
@@ -345,6 +390,18 @@ impl Drop for NicThread {
         let jobs = self.shared.mailbox.lock().jobs.take();
         drop(jobs);
         self.announce(GONE);
+    }
+}
+
+/// Moves the calling thread to another of the CPUs that it may run on, if there is one.
+#[cold]
+fn leave_cpu() {
+    let Ok(allowed) = rustix::thread::sched_getaffinity(None) else { return };
+    let mut others = allowed.clone();
+    others.unset(rustix::thread::sched_getcpu());
+    if others.count() > 0 && rustix::thread::sched_setaffinity(None, &others).is_ok() {
+        // It is elsewhere now; the scheduler may move it as before.
+        let _ = rustix::thread::sched_setaffinity(None, &allowed);
     }
 }
 
