@@ -242,6 +242,10 @@ impl Pager {
     pub fn after_fork_in_child(&'static self) {
         // SAFETY: the copy of the thread that holds `space`.
         let Some(held) = (unsafe { (*self.forks.held.get()).take() }) else { return };
+        let Held { space, blocked, channel, .. } = held;
+        // This thread is the only one yet. The one that is started below may take it: the allocator
+        // gives memory back whenever it is called.
+        drop(space);
         if self.forks.is_child() {
             // These were between our parent and its own.
             for fd in [&self.forks.child_channel, &self.forks.child_faults] {
@@ -249,7 +253,7 @@ impl Pager {
             }
         }
         self.forks.child.store(true, Ordering::Release);
-        let (parents, channel) = held.channel;
+        let (parents, channel) = channel;
         drop(parents);
         let connected = descriptor::move_high(channel.as_raw_fd()).and_then(|channel| {
             let (_, faults) = receive(channel.as_raw_fd())?;
@@ -279,8 +283,7 @@ impl Pager {
         if connected.is_err() {
             orphaned();
         }
-        drop(held.space);
-        drop(held.blocked);
+        drop(blocked);
     }
 }
 
