@@ -397,7 +397,7 @@ impl Drop for NicThread {
 #[cold]
 fn leave_cpu() {
     let Ok(allowed) = rustix::thread::sched_getaffinity(None) else { return };
-    let mut others = allowed.clone();
+    let mut others = allowed;
     others.unset(rustix::thread::sched_getcpu());
     if others.count() > 0 && rustix::thread::sched_setaffinity(None, &others).is_ok() {
         // It is elsewhere now; the scheduler may move it as before.
