@@ -28,7 +28,7 @@ pub trait DirectNic: Nic<Qp: DirectQp, Srq: DirectReceive> {
 pub struct KeyInfo {
     /// The key with its current tag.
     pub key: Key,
-    /// The QP that a bound type-2 window names; `None` for a free window or an MR.
+    /// The QP that a bound type-2 window names; `None` for a free window, a type-1 window or an MR.
     pub bound_to: Option<Qpn>,
     /// First address.
     pub start: u64,

@@ -46,6 +46,11 @@ pub trait Nic: Clone + Send + Sync + 'static {
         (0..count).map(|_| self.alloc_mw(pd)).collect()
     }
 
+    /// Allocates `count` type-1 windows, unbound. Any QP of the PD may use, rebind and unbind them: who
+    /// guesses a tag of 8 bits is in (OneSidedMW §2.3). For baselines, not for what others must not
+    /// reach. Needs [`Caps::type1_windows`].
+    fn alloc_type1_mws(&self, pd: &Self::Pd, count: usize) -> Result<Vec<Self::Mw>, Error>;
+
     /// Creates a completion queue.
     fn create_cq(&self, attr: CqAttr) -> Result<Self::Cq, Error>;
 
@@ -65,6 +70,8 @@ pub struct Caps {
     pub chains: bool,
     /// It has type-2B windows that a UMR binds to another QP.
     pub windows: bool,
+    /// It has type-1 windows.
+    pub type1_windows: bool,
     /// Words that atomics work on are big-endian in memory.
     pub big_endian_atomics: bool,
     /// The most scatter-gather entries of a work request.

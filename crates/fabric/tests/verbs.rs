@@ -284,6 +284,40 @@ fn windows_follow_the_queue_pair_that_they_name() {
 }
 
 #[test]
+fn a_type_1_window_is_bound_rebound_and_emptied() {
+    for (port, nic) in all_ports() {
+        assert!(nic.caps().type1_windows);
+        let (a, b) = pair(&nic);
+        let window = nic.alloc_type1_mws(&b.pd, 1).unwrap().remove(0);
+        let start = b.mr.remote(4096).addr;
+        let mut old = None;
+        for len in [64, 32, 0] {
+            let key = nic.query_key(window.key()).unwrap().key;
+            let tag = key.tag().wrapping_add(1);
+            let umr = Umr::bind_type1(key, tag, Access::REMOTE_ALL, b.mr.key(), start, len);
+            assert_eq!(b.run(Op::Window(&umr)).status, Status::Success, "{port}");
+            let info = nic.query_key(window.key()).unwrap();
+            assert_eq!((info.bound_to, info.len), (None, len as u64), "{port}");
+            let write = |rkey, len: u32| {
+                let to = Remote { addr: start, rkey };
+                let status = a.run(Op::Write { to, from: &[a.sge(0, len)] }).status;
+                if status != Status::Success {
+                    common::connect(&a, &b);
+                }
+                status
+            };
+            if len > 0 {
+                assert_eq!(write(info.key, len), Status::Success, "{port}");
+            }
+            assert_eq!(write(info.key, len + 1), Status::RemoteAccess, "{port}");
+            if let Some(old) = old.replace(info.key) {
+                assert_eq!(write(old, 1), Status::RemoteAccess, "{port}");
+            }
+        }
+    }
+}
+
+#[test]
 fn a_managed_queue_runs_when_it_is_enabled() {
     for (port, nic) in all_ports() {
         let cq = nic.create_cq(CqAttr { entries: 8, ignore_overrun: true }).unwrap();

@@ -114,7 +114,4 @@ pub enum Error {
         /// Who wanted it.
         caller: FunctionId,
     },
-    /// Something that this NIC does not have.
-    #[error("this NIC does not support {0}")]
-    Unsupported(&'static str),
 }

@@ -61,6 +61,9 @@ pub enum Refusal {
     /// The UMR's fields do not belong together.
     #[error("the UMR's fields contradict each other")]
     Form = 11,
+    /// Windows of this type cannot do this: no QP holds a type-1 window.
+    #[error("not possible with a window of this type")]
+    Type = 12,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -78,8 +81,10 @@ struct Entry {
     tag: u8,
     access: Access,
     pd: Pdn,
-    /// A bound window's QP, else NONE.
+    /// A bound type-2 window's QP, else NONE.
     qpn: Qpn,
+    /// A type-1 window: every QP of its PD may use it.
+    open: bool,
     /// A bound window: the index of its region. A region: the number of its windows.
     link: u32,
     start: u64,
@@ -121,6 +126,7 @@ impl Entry {
         access: Access::NONE,
         pd: Pdn::new(0),
         qpn: Qpn::NONE,
+        open: false,
         link: 0,
         start: 0,
         span: Span::EMPTY,
@@ -183,8 +189,8 @@ impl KeyTable {
         e.range(addr, len)
     }
 
-    /// Access by the peer of `qpn`, a QP of `pd`: the key may be a region's or a window's that is
-    /// bound to that very QP (IBTA vol. 1, §10.6).
+    /// Access by the peer of `qpn`, a QP of `pd`: the key may be a region's, a bound type-1 window's,
+    /// or a type-2 window's that is bound to that very QP (IBTA vol. 1, §10.6).
     #[inline]
     pub fn remote(
         &self,
@@ -197,7 +203,7 @@ impl KeyTable {
     ) -> Result<Span, Refusal> {
         let e = self.entry(key)?;
         match e.kind {
-            Kind::Bound if e.qpn != qpn => return Err(Refusal::Qpn),
+            Kind::Bound if e.qpn != qpn && !e.open => return Err(Refusal::Qpn),
             Kind::Bound | Kind::Region => {}
             _ => return Err(Refusal::Free),
         }
@@ -231,6 +237,7 @@ impl KeyTable {
         }
         if u.flags.has(UmrFlags::CHECK_QPN) {
             match old.kind {
+                _ if old.open => return Err(Refusal::Type),
                 Kind::Bound if old.qpn == by.qpn => {}
                 Kind::Bound => return Err(Refusal::Qpn),
                 _ => return Err(Refusal::Free),
@@ -243,19 +250,28 @@ impl KeyTable {
         if u.mask & umr::MASK_ACCESS != 0 {
             new.access = Access(u.access.0 & Access::REMOTE_ALL.0);
         }
-        if u.free {
-            if !u.flags.has(UmrFlags::CHECK_QPN) && !by.privileged {
+        // Binding a type-1 window to no bytes unbinds it (IBTA vol. 1, §10.6.7).
+        let emptied = old.open && u.mask & umr::MASK_LEN != 0 && u.len == 0 && u.klm.len == 0;
+        if u.free || emptied {
+            // Every QP of its PD may rebind and unbind a type-1 window.
+            if !old.open && !u.flags.has(UmrFlags::CHECK_QPN) && !by.privileged {
                 return Err(Refusal::Privilege);
             }
             self.replace(u.key.index(), Entry { kind: Kind::Free, ..new });
             return Ok(false);
         }
-        let others = old.kind == Kind::Bound && old.qpn != by.qpn;
         if u.mask & umr::MASK_QPN != 0 {
             new.qpn = u.qpn;
         }
-        if (others || new.qpn != by.qpn) && !by.privileged {
-            return Err(Refusal::Privilege);
+        if old.open {
+            if new.qpn != Qpn::NONE {
+                return Err(Refusal::Type);
+            }
+        } else {
+            let others = old.kind == Kind::Bound && old.qpn != by.qpn;
+            if (others || new.qpn != by.qpn) && !by.privileged {
+                return Err(Refusal::Privilege);
+            }
         }
         if u.mask & umr::MASK_START != 0 {
             new.start = u.start;
@@ -279,7 +295,7 @@ impl KeyTable {
         Ok(true)
     }
 
-    /// LOCAL_INV, and the invalidation of a SEND: frees a window that is bound to the QP `by`
+    /// LOCAL_INV, and the invalidation of a SEND: frees a type-2 window that is bound to the QP `by`
     /// (IBTA vol. 1, §10.6).
     pub fn invalidate(&mut self, key: Key, by: Executor) -> Result<(), Refusal> {
         let old = self.may_invalidate(key, by)?;
@@ -295,7 +311,8 @@ impl KeyTable {
     fn may_invalidate(&self, key: Key, by: Executor) -> Result<Entry, Refusal> {
         let e = *self.entry(key)?;
         match e.kind {
-            Kind::Bound if e.pd != by.pd => Err(Refusal::Pd),
+            Kind::Bound | Kind::Free if e.pd != by.pd => Err(Refusal::Pd),
+            Kind::Bound | Kind::Free if e.open => Err(Refusal::Type),
             Kind::Bound if e.qpn != by.qpn => Err(Refusal::Qpn),
             Kind::Bound => Ok(e),
             Kind::Free => Err(Refusal::Free),
@@ -357,8 +374,14 @@ impl KeyTable {
         self.allocate(entry, Owner { function, memory: Some(memory) })
     }
 
-    pub fn allocate_window(&mut self, function: FunctionId, pd: Pdn) -> Result<Key, Error> {
-        let entry = Entry { kind: Kind::Free, pd, ..Entry::UNUSED };
+    pub fn allocate_window(
+        &mut self,
+        function: FunctionId,
+        pd: Pdn,
+        kind: MwKind,
+    ) -> Result<Key, Error> {
+        let open = kind == MwKind::Type1;
+        let entry = Entry { kind: Kind::Free, pd, open, ..Entry::UNUSED };
         self.allocate(entry, Owner { function, memory: None })
     }
 
@@ -409,7 +432,11 @@ impl KeyTable {
         let e = self.owned(function, index)?;
         let region = e.kind == Kind::Region;
         Ok(KeyInfo {
-            kind: if region { KeyKind::Mr } else { KeyKind::Mw(MwKind::Type2) },
+            kind: match (region, e.open) {
+                (true, _) => KeyKind::Mr,
+                (false, true) => KeyKind::Mw(MwKind::Type1),
+                (false, false) => KeyKind::Mw(MwKind::Type2),
+            },
             tag: e.tag,
             pd: e.pd,
             bound: e.kind != Kind::Free,

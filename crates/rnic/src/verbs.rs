@@ -134,11 +134,16 @@ pub struct Caps {
 }
 
 /// Types of memory window (IBTA vol. 1, §10.6).
-#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
+#[derive(
+    Clone, Copy, PartialEq, Eq, Hash, Default, Debug, serde::Serialize, serde::Deserialize,
+)]
+#[serde(rename_all = "snake_case")]
 pub enum MwKind {
-    /// Open to every QP of its PD. Not supported yet.
+    /// Open to every QP of its PD: whoever guesses the 8 bits of its tag may use it (OneSidedMW
+    /// §2.3). Any QP of the PD binds, rebinds and unbinds it; it cannot be invalidated.
     Type1,
     /// Bound to one QP (2B).
+    #[default]
     Type2,
 }
 
@@ -162,7 +167,7 @@ pub struct KeyInfo {
     pub pd: Pdn,
     /// A region: always true. A window: bound, that is, not free.
     pub bound: bool,
-    /// The QP that a window is bound to, else [`Qpn::NONE`].
+    /// The QP that a type-2 window is bound to, else [`Qpn::NONE`].
     pub qpn: Qpn,
     /// Its rights.
     pub access: Access,

@@ -18,7 +18,7 @@ use rnic::ids::Pdn;
 use rnic::port::control::{MWS_MAX, Reply, Verb};
 use rnic::port::inline::InlineNic;
 use rnic::port::{Error as PortError, Function, shm};
-use rnic::verbs::Limits;
+use rnic::verbs::{Limits, MwKind};
 
 pub use cq::SoftCq;
 pub use qp::{SoftQp, SoftSrq};
@@ -86,6 +86,7 @@ impl Nic for SoftNic {
             name: self.function.port_name(),
             chains: true,
             windows: true,
+            type1_windows: true,
             big_endian_atomics: true,
             max_sges: work::MAX_SGES as u32,
             max_inline: work::MAX_INLINE as u32,
@@ -122,20 +123,12 @@ impl Nic for SoftNic {
     }
 
     fn alloc_mws(&self, pd: &SoftPd, count: usize) -> Result<Vec<SoftMw>, Error> {
-        let mut windows = Vec::with_capacity(count);
-        while windows.len() < count {
-            let batch = (count - windows.len()).min(MWS_MAX as usize) as u32;
-            let verb = Verb::AllocMws { pd: pd.number(), count: batch };
-            match call(&self.function, "alloc_mws", verb)? {
-                Reply::Keys(keys) if keys.len() == batch as usize => windows.extend(
-                    keys.into_iter().map(|key| SoftMw(Arc::new(MwInner { pd: pd.clone(), key }))),
-                ),
-                _ => return Err(unexpected("alloc_mws")),
-            }
-        }
-        Ok(windows)
+        self.alloc_windows(pd, MwKind::Type2, count)
     }
 
+    fn alloc_type1_mws(&self, pd: &SoftPd, count: usize) -> Result<Vec<SoftMw>, Error> {
+        self.alloc_windows(pd, MwKind::Type1, count)
+    }
     fn create_cq(&self, attr: CqAttr) -> Result<SoftCq, Error> {
         SoftCq::create(&self.function, &attr)
     }
@@ -146,6 +139,23 @@ impl Nic for SoftNic {
 
     fn create_qp(&self, pd: &SoftPd, attr: QpAttr<'_, Self>) -> Result<SoftQp, Error> {
         SoftQp::create(pd, &attr, Managed::default())
+    }
+}
+
+impl SoftNic {
+    fn alloc_windows(&self, pd: &SoftPd, kind: MwKind, count: usize) -> Result<Vec<SoftMw>, Error> {
+        let mut windows = Vec::with_capacity(count);
+        while windows.len() < count {
+            let batch = (count - windows.len()).min(MWS_MAX as usize) as u32;
+            let verb = Verb::AllocMws { pd: pd.number(), kind, count: batch };
+            match call(&self.function, "alloc_mws", verb)? {
+                Reply::Keys(keys) if keys.len() == batch as usize => windows.extend(
+                    keys.into_iter().map(|key| SoftMw(Arc::new(MwInner { pd: pd.clone(), key }))),
+                ),
+                _ => return Err(unexpected("alloc_mws")),
+            }
+        }
+        Ok(windows)
     }
 }
 

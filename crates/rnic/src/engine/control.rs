@@ -140,12 +140,9 @@ impl Engine {
     /// Makes a memory window, free. The key's tag is the current one; binding changes it.
     pub fn alloc_mw(&mut self, f: FunctionId, pd: Pdn, kind: MwKind) -> Result<Key, Error> {
         self.core.pd(f, pd)?;
-        if kind == MwKind::Type1 {
-            return Err(Error::Unsupported("type-1 memory windows"));
-        }
         let function = self.core.function(f)?;
         admit("keys of the function", function.used.keys, function.limits.keys)?;
-        let key = self.core.keys.allocate_window(f, pd)?;
+        let key = self.core.keys.allocate_window(f, pd, kind)?;
         self.core.key_made(f, pd, key);
         Ok(key)
     }

@@ -41,10 +41,13 @@ pub enum Verb<M> {
         /// Which.
         key: Key,
     },
-    /// Allocates type-2 windows: [`Reply::Keys`].
+    /// Allocates windows: [`Reply::Keys`].
     AllocMws {
         /// Their protection domain.
         pd: Pdn,
+        /// Their type: 2 if none is given.
+        #[serde(default)]
+        kind: MwKind,
         /// How many, at most [`MWS_MAX`].
         count: u32,
     },
@@ -234,7 +237,9 @@ impl Verb<DmaMemory> {
                 engine.reg_mr(f, pd, memory, iova, access).map(Reply::Key)
             }
             Verb::DeregMr { key } => engine.dereg_mr(f, key).map(done),
-            Verb::AllocMws { pd, count } => alloc_mws(engine, f, pd, count).map(Reply::Keys),
+            Verb::AllocMws { pd, kind, count } => {
+                alloc_mws(engine, f, pd, kind, count).map(Reply::Keys)
+            }
             Verb::DeallocMw { key } => engine.dealloc_mw(f, key).map(done),
             Verb::QueryKey { index } => engine.query_key(f, index).map(Reply::KeyInfo),
             Verb::CreateCq { ring, entries, record, ignore_overrun } => engine
@@ -258,14 +263,20 @@ impl Verb<DmaMemory> {
 }
 
 /// All of them or none.
-fn alloc_mws(engine: &mut Engine, f: FunctionId, pd: Pdn, count: u32) -> Result<Vec<Key>, Error> {
+fn alloc_mws(
+    engine: &mut Engine,
+    f: FunctionId,
+    pd: Pdn,
+    kind: MwKind,
+    count: u32,
+) -> Result<Vec<Key>, Error> {
     if count > MWS_MAX {
         let must = "at most 1024";
         return Err(Error::Argument { what: "the number of windows", value: count as u64, must });
     }
     let mut keys = Vec::with_capacity(count as usize);
     for _ in 0..count {
-        match engine.alloc_mw(f, pd, MwKind::Type2) {
+        match engine.alloc_mw(f, pd, kind) {
             Ok(key) => keys.push(key),
             Err(e) => {
                 for key in keys {
@@ -318,7 +329,7 @@ impl<M> Verb<M> {
                 Verb::RegMr { pd, memory: f(memory)?, iova, access }
             }
             Verb::DeregMr { key } => Verb::DeregMr { key },
-            Verb::AllocMws { pd, count } => Verb::AllocMws { pd, count },
+            Verb::AllocMws { pd, kind, count } => Verb::AllocMws { pd, kind, count },
             Verb::DeallocMw { key } => Verb::DeallocMw { key },
             Verb::QueryKey { index } => Verb::QueryKey { index },
             Verb::CreateCq { ring, entries, record, ignore_overrun } => {

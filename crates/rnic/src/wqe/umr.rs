@@ -169,6 +169,15 @@ impl Umr {
         }
     }
 
+    /// Binds or rebinds the type-1 window `key` over `len` bytes at `start` of the MR `mr`; its new tag
+    /// is `tag`. With `len` 0 it unbinds it (IBTA vol. 1, §10.6.7). A type-1 window is bound to no QP.
+    pub fn bind_type1(key: Key, tag: u8, access: Access, mr: Key, start: u64, len: u32) -> Self {
+        Self {
+            flags: UmrFlags::INLINE | UmrFlags::TRANSLATION_OFFSET,
+            ..Self::bind(key, tag, Qpn::NONE, access, mr, start, len)
+        }
+    }
+
     /// Segments that the WQE takes.
     pub fn segments(&self) -> usize {
         if self.free { FREE_SEGMENTS } else { BIND_SEGMENTS }

@@ -21,6 +21,10 @@ struct Windows {
 }
 
 fn windows(privileged: bool) -> Windows {
+    windows_of(MwKind::Type2, privileged)
+}
+
+fn windows_of(kind: MwKind, privileged: bool) -> Windows {
     let mut bed = Bed::new();
     let (pd, peer_pd) = (bed.pd(PF), bed.pd(PF));
     let mut shape = bed.shape(PF, pd);
@@ -30,7 +34,7 @@ fn windows(privileged: bool) -> Windows {
     let peer = bed.qp(&peer_shape);
     bed.connect(&a, &peer);
     let mr = bed.mr(PF, pd, 8192, Access::LOCAL_WRITE);
-    let mw = bed.e.alloc_mw(PF, pd, MwKind::Type2).unwrap();
+    let mw = bed.e.alloc_mw(PF, pd, kind).unwrap();
     let scratch = bed.mr(PF, peer_pd, 8192, ALL);
     Windows { bed, a, pd, mr, mw, peer, scratch }
 }
@@ -332,4 +336,134 @@ fn only_masked_fields_change() {
     let unbind = Umr::unbind(t.key(), true);
     t.umr(&Umr { mask: unbind.mask | umr::MASK_MKEY, tag: 0x55, ..unbind });
     assert_eq!(t.info().tag, 0x55);
+}
+
+// --- type 1 ------------------------------------------------------------------------------------
+
+impl Windows {
+    /// Binds the upper half as a type-1 window does, with the next tag.
+    fn open_umr(&self, len: u32) -> Umr {
+        let (key, start) = (self.key(), self.start());
+        let tag = key.tag().wrapping_add(1);
+        Umr::bind_type1(key, tag, Access::REMOTE_ALL, self.mr.key, start, len)
+    }
+
+    /// Another QP of the PD, and its peer.
+    fn neighbours(&mut self) -> (TestQp, TestQp) {
+        let shape = self.bed.shape(PF, self.pd);
+        let peer_shape = self.bed.shape(PF, self.peer.pd);
+        let (b, b_peer) = (self.bed.qp(&shape), self.bed.qp(&peer_shape));
+        self.bed.connect(&b, &b_peer);
+        (b, b_peer)
+    }
+}
+
+#[test]
+fn a_type_1_window_is_open_to_every_qp_of_its_pd() {
+    let mut t = windows_of(MwKind::Type1, false);
+    let info = t.info();
+    assert_eq!((info.kind, info.bound, info.qpn), (KeyKind::Mw(MwKind::Type1), false, Qpn::NONE));
+    assert!(!t.reads(t.mw, t.start()), "a free window admits nobody");
+    let bind = t.open_umr(4096);
+    t.umr(&bind);
+    let info = t.info();
+    assert_eq!((info.bound, info.qpn, info.tag, info.len), (true, Qpn::NONE, bind.tag, 4096));
+    let (key, start) = (t.key(), t.start());
+    assert!(t.reads(key, start));
+    assert!(t.reads(key, start + 4095));
+    assert!(!t.reads(key, start + 4096));
+    let (mut b, mut b_peer) = t.neighbours();
+    let (from, to) = (Remote { addr: start, rkey: key }, t.scratch.sge(0, 8));
+    let cqe = t.bed.execute(&mut b_peer, |w| _ = w.rdma_read(from, &[to]));
+    assert_eq!(cqe.error, None, "through another QP of the PD");
+    // Any QP of the PD rebinds it, bound as it is; the old key is dead, its region counted once.
+    let rebind = t.open_umr(64);
+    assert_eq!(t.bed.execute(&mut b, |w| _ = w.umr(&rebind)).error, None);
+    assert_eq!(t.bed.e.query_key(PF, t.mr.key.index()).unwrap().windows, 1);
+    assert!(!t.reads(key, start));
+    let key = t.key();
+    assert!(t.reads(key, start + 63));
+    assert!(!t.reads(key, start + 64));
+    // A QP of another PD has no use of it.
+    let elsewhere = t.bed.pair();
+    let (to, mut outsider) = (t.bed.mr(PF, elsewhere.0.pd, 64, ALL), elsewhere.0);
+    let from = Remote { addr: start, rkey: key };
+    let cqe = t.bed.execute(&mut outsider, |w| _ = w.rdma_read(from, &[to.sge(0, 8)]));
+    assert_error(&cqe, Syndrome::RemoteAccess);
+}
+
+#[test]
+fn a_type_1_window_is_unbound_by_a_bind_of_no_bytes_or_by_the_free_bit() {
+    let mut t = windows_of(MwKind::Type1, false);
+    for free_bit in [false, true] {
+        let bind = t.open_umr(4096);
+        t.umr(&bind);
+        let (key, start) = (t.key(), t.start());
+        assert!(t.reads(key, start));
+        let empty = if free_bit { Umr::unbind(key, false) } else { t.open_umr(0) };
+        t.umr(&empty);
+        let info = t.info();
+        assert_eq!((info.bound, info.len), (false, 0));
+        assert_eq!(info.tag, if free_bit { key.tag() } else { key.tag().wrapping_add(1) });
+        assert_eq!(t.bed.e.query_key(PF, t.mr.key.index()).unwrap().windows, 0);
+        for key in [key, t.key()] {
+            assert!(!t.reads(key, start));
+        }
+    }
+    assert_eq!(t.bed.e.stats().unbinds, 2);
+    t.bed.e.dereg_mr(PF, t.mr.key).unwrap();
+}
+
+#[test]
+fn what_a_type_1_window_refuses() {
+    let mut t = windows_of(MwKind::Type1, false);
+    let bind = t.open_umr(4096);
+    t.umr(&bind);
+    let key = t.key();
+    // It is no QP's: nothing that asks for the QP fits it, and no QP invalidates it.
+    t.refused(Refusal::Type, |w| _ = w.umr(&Umr::unbind(key, true)));
+    t.refused(Refusal::Type, |w| _ = w.local_invalidate(key));
+    let own = Umr { qpn: t.a.qpn, ..t.open_umr(64) };
+    t.refused(Refusal::Type, |w| _ = w.umr(&own));
+    let checked = Umr { flags: UmrFlags::INLINE | UmrFlags::CHECK_FREE, ..t.open_umr(64) };
+    t.refused(Refusal::Bound, |w| _ = w.umr(&checked));
+    let stale = Umr { key: t.mw, ..t.open_umr(64) };
+    t.refused(Refusal::Tag, |w| _ = w.umr(&stale));
+    let one_sided = Umr { len: 0, ..t.open_umr(64) };
+    t.refused(Refusal::Form, |w| _ = w.umr(&one_sided));
+    let other = Umr { klm: umr::Klm { lkey: t.scratch.key, ..bind.klm }, ..t.open_umr(4096) };
+    t.refused(Refusal::Region, |w| _ = w.umr(&other));
+    let pd = t.bed.pd(PF);
+    let foreign = t.bed.e.alloc_mw(PF, pd, MwKind::Type1).unwrap();
+    let other = Umr { key: foreign, ..t.open_umr(4096) };
+    t.refused(Refusal::Pd, |w| _ = w.umr(&other));
+    let start = t.start();
+    assert!(t.reads(key, start), "what was refused changed nothing");
+    t.bed.e.dealloc_mw(PF, key).unwrap();
+    assert!(!t.reads(key, start), "a window may end while it is bound");
+    // A window of type 2 is not emptied that way.
+    let mut t = windows(true);
+    let bind = t.bind_umr(t.mw, t.a.qpn);
+    t.umr(&bind);
+    let empty = t.open_umr(0);
+    t.refused(Refusal::Form, |w| _ = w.umr(&empty));
+}
+
+/// OneSidedMW §2.3: who shares the PD with a victim tries all tags of the victim's key.
+#[test]
+fn guessing_a_tag_opens_a_type_1_window_and_no_type_2_window() {
+    for (kind, opened) in [(MwKind::Type1, 1), (MwKind::Type2, 0)] {
+        let mut t = windows_of(kind, true);
+        let (victim, _victim_peer) = t.neighbours();
+        let bind = match kind {
+            MwKind::Type1 => t.open_umr(4096),
+            MwKind::Type2 => t.bind_umr(t.mw, victim.qpn),
+        };
+        t.umr(&bind);
+        let (index, start) = (t.mw.index(), t.start());
+        let guessed: Vec<u8> =
+            (0..=255).filter(|&tag| t.reads(Key::new(index, tag), start)).collect();
+        assert_eq!(guessed.len(), opened, "{kind:?}: {guessed:?}");
+        assert!(guessed.iter().all(|&tag| tag == bind.tag));
+    }
 }
