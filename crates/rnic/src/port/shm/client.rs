@@ -1,7 +1,7 @@
 //! The client's side: a process that has attached to the NIC of another one.
 
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
@@ -25,6 +25,19 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// A function of another process's NIC. It ends with its last clone and the last of its memory.
 #[derive(Clone)]
 pub struct Attached(Arc<Inner>);
+
+/// What an attached process shares with the NIC, without the protocol. See [`Attached::raw`].
+pub struct Raw<'a> {
+    /// The doorbell page: [`raw`](super::raw) has the offsets of its words.
+    pub doorbells: DmaMemory,
+    /// Doorbells in the page.
+    pub slots: u32,
+    /// The eventfd that wakes the NIC.
+    pub wake: BorrowedFd<'a>,
+    /// The session's socket, for packets with [`socket`](super::socket). A verb of the [`Attached`]
+    /// takes the next packet that arrives for its answer.
+    pub socket: BorrowedFd<'a>,
+}
 
 struct Inner {
     /// One request at a time.
@@ -121,6 +134,21 @@ impl Attached {
     #[inline]
     pub fn offer_cpu(&self) -> bool {
         self.0.page.offer_cpu()
+    }
+
+    /// What this process shares with the NIC besides the memory of [`Attached::alloc_dma`], as it
+    /// is: nothing keeps what is done with it to the protocol.
+    ///
+    /// For tests that play a hostile client. The NIC trusts none of it, so that a client has no need of
+    /// this and does no harm to others with it.
+    pub fn raw(&self) -> Raw<'_> {
+        let inner = &*self.0;
+        Raw {
+            doorbells: inner.page.memory.clone(),
+            slots: inner.page.slots,
+            wake: inner.page.wake.as_fd(),
+            socket: inner.watched.as_fd(),
+        }
     }
 
     /// Descriptors that the data path and the verbs need: for a thread with a descriptor table of

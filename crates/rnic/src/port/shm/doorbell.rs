@@ -50,13 +50,13 @@ pub(super) const ASLEEP_RNR: u32 = 2;
 pub(super) const GONE: u32 = 3;
 
 /// Offset of the word `sleeping`.
-pub(super) const SLEEPING: usize = 0;
+pub const SLEEPING: usize = 0;
 /// Offset of the word `where`.
-pub(super) const WHERE: usize = 4;
+pub const WHERE: usize = 4;
 /// Offset of the word `waiter`.
-pub(super) const WAITER: usize = 64;
+pub const WAITER: usize = 64;
 /// Offset of the first doorbell.
-pub(super) const DOORBELLS: usize = 128;
+pub const DOORBELLS: usize = 128;
 /// Bytes of a page with `slots` doorbells.
 pub(super) fn page_bytes(slots: u32) -> usize {
     DOORBELLS + slots as usize * 4

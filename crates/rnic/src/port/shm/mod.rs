@@ -31,7 +31,12 @@ pub mod socket;
 mod tests;
 pub mod wire;
 
-pub use client::Attached;
+/// Where the words of a doorbell page lie, for tests that write them raw ([`Attached::raw`]).
+pub mod raw {
+    pub use super::doorbell::{DOORBELLS, SLEEPING, WAITER, WHERE};
+}
+
+pub use client::{Attached, Raw};
 pub use doorbell::MappedDoorbell;
 pub use host::{Host, HostStats, LocalFunction};
 pub use session::{Session, SessionLimits};
