@@ -161,6 +161,19 @@ impl Engine {
         self.core.has_ready()
     }
 
+    /// The QPs of which `poll` may execute a WQE next, in the order of their numbers: for who schedules
+    /// them himself with [`Engine::step`].
+    pub fn ready_qps(&self) -> Vec<Qpn> {
+        self.core.ready_qps()
+    }
+
+    /// Executes one WQE (or slice, or flush of one) of `qpn` at time `now_ns`, whoever else is ready;
+    /// false if it is not ready itself. `poll` is free to run ready QPs in any order, so whatever order
+    /// `step` is called in, it does what some `poll` could have done: a model checker tries all.
+    pub fn step(&mut self, qpn: Qpn, now_ns: u64) -> bool {
+        self.core.step_one(&mut self.wqe, now_ns, qpn)
+    }
+
     /// When `poll` must be called at the latest, even if no doorbell rings: a WQE waits for a receive
     /// WQE that may be posted without any notice to the NIC.
     pub fn next_timeout(&self) -> Option<u64> {

@@ -101,6 +101,37 @@ impl Core {
             || self.rnr.flushing.iter().take(RNR_LOOKS).any(|&qpn| self.flushable(qpn) > 0)
     }
 
+    /// See [`super::Engine::ready_qps`].
+    pub fn ready_qps(&self) -> Vec<Qpn> {
+        let ready = |qp: &crate::qp::Qp| match qp.waiting {
+            Waiting::No => qp.queued || self.flushable(qp.qpn) > 0,
+            Waiting::Count(_) => false,
+            Waiting::Receive(n) => self.recvs.get(n).is_none_or(|r| r.credits() > 0),
+        };
+        let mut all: Vec<Qpn> =
+            self.qps.iter().filter(|(_, qp)| ready(qp)).map(|(n, _)| Qpn::new(n)).collect();
+        all.sort_unstable();
+        all
+    }
+
+    /// See [`super::Engine::step`].
+    pub fn step_one(&mut self, wqe: &mut Fetched, now_ns: u64, qpn: Qpn) -> bool {
+        self.now_ns = now_ns;
+        if let Some(Waiting::Receive(n)) = self.qps.get(qpn.raw()).map(|qp| qp.waiting)
+            && self.recvs.get(n).is_none_or(|r| r.credits() > 0)
+        {
+            self.wake_receivers(n);
+        }
+        self.schedule(qpn);
+        if !self.qps.get(qpn.raw()).is_some_and(|qp| qp.queued) {
+            return false;
+        }
+        self.ready.retain(|&q| q != qpn);
+        self.turn(qpn, wqe, 1);
+        self.raise_completion_events();
+        true
+    }
+
     /// One QP's turn; gives how many WQEs it executed.
     fn turn(&mut self, qpn: Qpn, wqe: &mut Fetched, budget: usize) -> usize {
         let Some(qp) = self.qps.get_mut(qpn.raw()) else { return 0 };

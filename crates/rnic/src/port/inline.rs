@@ -20,10 +20,15 @@ use crate::verbs::{Caps, FunctionLimits, Limits, Stats};
 /// WQEs that the engine executes between two looks at its events.
 const BUDGET: usize = 256;
 
+/// Gives memory for the NIC: so many bytes, zeroed, aligned to 64 at least.
+pub type Provider = Box<dyn Fn(usize) -> DmaMemory + Send + Sync>;
+
 /// A NIC that its callers run.
 pub struct InlineNic {
     core: Mutex<Core>,
     started: Instant,
+    /// Runs only when [`InlineNic::step`] is called, in memory from here.
+    stepped: Option<Provider>,
     /// Some SEND waits for a receive: who posts one must run the engine.
     waits_for_receive: AtomicBool,
 }
@@ -31,11 +36,36 @@ pub struct InlineNic {
 impl InlineNic {
     /// Makes a NIC.
     pub fn new(limits: Limits) -> Arc<Self> {
+        Self::made(limits, None)
+    }
+
+    /// Makes a NIC that nobody runs but [`InlineNic::step`], WQE by WQE: verbs and doorbells leave the
+    /// work where it is. Its clock stands at 0. All memory that it gives out comes from `memory`. For
+    /// model checking: who holds that memory and calls `step` holds every choice the NIC has.
+    pub fn stepped(limits: Limits, memory: Provider) -> Arc<Self> {
+        Self::made(limits, Some(memory))
+    }
+
+    fn made(limits: Limits, stepped: Option<Provider>) -> Arc<Self> {
         Arc::new(Self {
             core: Mutex::new(Core::new(limits)),
             started: Instant::now(),
+            stepped,
             waits_for_receive: AtomicBool::new(false),
         })
+    }
+
+    /// See [`Engine::ready_qps`](crate::Engine::ready_qps).
+    pub fn ready_qps(&self) -> Vec<Qpn> {
+        self.core.lock().engine.ready_qps()
+    }
+
+    /// See [`Engine::step`](crate::Engine::step).
+    pub fn step(&self, qpn: Qpn) -> bool {
+        let mut core = self.core.lock();
+        let done = core.engine.step(qpn, 0);
+        core.deliver_events();
+        done
     }
 
     /// The physical function.
@@ -61,6 +91,9 @@ impl InlineNic {
     }
 
     fn run(&self, core: &mut Core) {
+        if self.stepped.is_some() {
+            return;
+        }
         loop {
             let now = self.started.elapsed().as_nanos() as u64;
             while core.engine.poll(now, BUDGET) > 0 {
@@ -98,6 +131,22 @@ impl InlineFunction {
         // A verb may unblock or flush queues.
         self.nic.run(&mut core);
         Ok(reply)
+    }
+
+    /// `bytes` of zeroed memory, rounded up to pages (unless the NIC is a stepped one).
+    pub fn alloc_dma(&self, bytes: usize) -> Result<DmaMemory, Error> {
+        match &self.nic.stepped {
+            None => DmaMemory::anonymous(bytes).map_err(Error::system("mapping memory")),
+            Some(provider) => Ok(provider(bytes)),
+        }
+    }
+
+    /// Removes the function with all that it has, at once, as a port does when a process dies. What
+    /// is still held of it is refused from now on.
+    pub fn remove(&self) {
+        let mut core = self.nic.core.lock();
+        core.remove_function(self.id);
+        self.nic.run(&mut core);
     }
 
     /// Rings the doorbell of `qpn`, and is the NIC until nothing is ready.

@@ -57,7 +57,8 @@ impl Function {
     /// `bytes` of zeroed memory, rounded up to pages, that the NIC can reach.
     pub fn alloc_dma(&self, bytes: usize) -> Result<DmaMemory, Error> {
         match self {
-            Function::Inline(_) | Function::Local(_) => {
+            Function::Inline(f) => f.alloc_dma(bytes),
+            Function::Local(_) => {
                 DmaMemory::anonymous(bytes).map_err(Error::system("mapping memory"))
             }
             Function::Attached(f) => f.alloc_dma(bytes),

@@ -8,6 +8,7 @@ mod errors;
 mod hostile;
 mod model;
 mod queues;
+mod step;
 mod windows;
 
 use bed::*;

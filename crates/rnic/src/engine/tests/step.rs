@@ -1,0 +1,57 @@
+//! A caller that chooses whose WQE is next.
+
+use super::*;
+use crate::cqe::Syndrome;
+use crate::verbs::QpState;
+
+#[test]
+fn the_caller_chooses_and_each_step_is_one_wqe() {
+    let mut bed = Bed::new();
+    let (mut a, b) = bed.pair();
+    let (mut c, d) = bed.pair();
+    let (source, target) = (bed.mr(PF, a.pd, 64, ALL), bed.mr(PF, b.pd, 64, ALL));
+    let other = bed.mr(PF, d.pd, 64, ALL);
+    source.mem.store_be64(0, 7);
+    assert!(bed.e.ready_qps().is_empty());
+    assert!(!bed.e.step(a.qpn, 0), "it has nothing to do");
+    for at in [0, 8] {
+        bed.post(&mut a, |w| _ = w.rdma_write(target.remote(at), &[source.sge(0, 8)]));
+    }
+    bed.post(&mut c, |w| _ = w.rdma_write(other.remote(0), &[source.sge(0, 8)]));
+    assert_eq!(bed.e.ready_qps(), [a.qpn, c.qpn]);
+    assert!(bed.e.step(a.qpn, 0));
+    assert_eq!((target.mem.load_be64(0), target.mem.load_be64(8)), (7, 0));
+    assert!(bed.e.step(a.qpn, 0));
+    assert_eq!((target.mem.load_be64(8), other.mem.load_be64(0)), (7, 0));
+    assert_eq!(bed.e.ready_qps(), [c.qpn]);
+    assert!(!bed.e.step(a.qpn, 0));
+    assert!(bed.e.step(c.qpn, 0));
+    assert_eq!(bed.e.poll(0, 16), 0, "nothing is left");
+}
+
+#[test]
+fn who_waits_is_not_ready_until_what_it_waits_for_is_there() {
+    let mut bed = Bed::new();
+    let (mut a, mut b) = bed.pair();
+    let source = bed.mr(PF, a.pd, 64, ALL);
+    bed.post(&mut a, |w| _ = w.send(&[source.sge(0, 8)]));
+    assert!(bed.e.step(a.qpn, 0));
+    assert!(bed.e.ready_qps().is_empty(), "no receive is posted");
+    let target = bed.mr(PF, b.pd, 64, ALL);
+    bed.post_recv(&mut b, &[target.sge(0, 8)]);
+    assert_eq!(bed.e.ready_qps(), [a.qpn]);
+    assert!(bed.e.step(a.qpn, 0));
+    assert_eq!(b.recv_cq.reader.poll().unwrap().byte_count, 8);
+    // A QP in Error flushes one WQE a step.
+    for _ in 0..2 {
+        bed.post(&mut a, |w| _ = w.rdma_write(crate::wqe::Remote::default(), &[source.sge(0, 8)]));
+    }
+    assert!(bed.e.step(a.qpn, 0));
+    assert_eq!(bed.state(&a), QpState::Error);
+    assert_eq!(bed.e.ready_qps(), [a.qpn]);
+    assert!(bed.e.step(a.qpn, 0));
+    assert!(bed.e.ready_qps().is_empty());
+    let cq = &mut a.send_cq.reader;
+    assert_error(&cq.poll().unwrap(), Syndrome::RemoteAccess);
+    assert_error(&cq.poll().unwrap(), Syndrome::Flushed);
+}
