@@ -77,6 +77,9 @@ impl Streams {
     }
 }
 
+/// Pages of a long batch that are mapped while the NIC brings the next ones.
+const PART_PAGES: usize = 16;
+
 /// What a batch came to.
 enum Outcome {
     /// This many pages were mapped, from the first on.
@@ -107,6 +110,7 @@ impl Pager {
             pairs: Vec::with_capacity(READ_FRAMES as usize),
         };
         let mut events = Vec::with_capacity(32);
+        let mut faults = Vec::with_capacity(32);
         loop {
             if let Err(error) = self.uffd.read(&mut events) {
                 if error.kind() == io::ErrorKind::Interrupted {
@@ -115,7 +119,6 @@ impl Pager {
                 self.broken("read page faults", &error);
             }
             // A fork first: its child's picture is to be taken soon.
-            let mut faults = Vec::with_capacity(events.len());
             for event in events.drain(..) {
                 match event {
                     Event::Fork(child) => fork::follow(self, child),
@@ -126,7 +129,7 @@ impl Pager {
                     }
                 }
             }
-            for fault in faults {
+            for fault in faults.drain(..) {
                 home.follow(fault.thread);
                 let start = sys::now_ns();
                 if fault.write_protected {
@@ -273,15 +276,19 @@ impl Handler<'_> {
             let slot = SlotId(entry.slot().expect("a remote page has a slot"));
             self.pairs.push((slot, FrameId(self.frames.0 + index as u32)));
         }
-        let lane = if self.batch.len() == 1 { Lane::Sync } else { Lane::Async };
-        pager.transfer(lane, false, &self.pairs);
-        let start = pager.region.address(self.batch[0].0);
-        let source = pager.staging.address(self.frames) as usize;
-        let done = map_run(self.batch.len(), |len| {
-            // SAFETY: remote pages of the region, BUSY by us; the handler's frames are as long as a
-            // batch and nobody else's.
-            unsafe { pager.uffd.copy(start, source, len, !write) }
-        });
+        let done = if self.batch.len() < 2 * PART_PAGES {
+            let lane = if self.batch.len() == 1 { Lane::Sync } else { Lane::Async };
+            pager.transfer(lane, false, &self.pairs);
+            let start = pager.region.address(self.batch[0].0);
+            let source = pager.staging.address(self.frames) as usize;
+            map_run(self.batch.len(), |len| {
+                // SAFETY: remote pages of the region, BUSY by us; the handler's frames are as long
+                // as a batch and nobody else's.
+                unsafe { pager.uffd.copy(start, source, len, !write) }
+            })
+        } else {
+            self.fetch_parts(write)
+        };
         let outcome = self.conclude(done, |entry| {
             let slot = entry.slot().expect("a remote page has a slot");
             if write { Entry::dirty(Some(slot)) } else { Entry::clean(slot) }
@@ -291,6 +298,36 @@ impl Handler<'_> {
             pager.stats.add(Counter::PagesReadAhead, u64::from(pages.saturating_sub(1)));
         }
         outcome
+    }
+
+    /// Reads a long batch and maps it part by part: one part is mapped while the NIC brings the next.
+    /// Gives the pages that are mapped, from the first on.
+    fn fetch_parts(&self, write: bool) -> io::Result<usize> {
+        let pager = self.pager;
+        let start = pager.region.address(self.batch[0].0);
+        let source = pager.staging.address(self.frames) as usize;
+        let mut done = Ok(0);
+        pager.read_parts(&self.pairs, PART_PAGES, &mut |part| {
+            let before = part * PART_PAGES;
+            if !matches!(done, Ok(pages) if pages == before) {
+                return;
+            }
+            let at = before * PAGE_BYTES;
+            let mapped = map_run(PART_PAGES.min(self.pairs.len() - before), |len| {
+                // SAFETY: as in `fetch`. Who waits for the first page waits for the whole batch:
+                // woken earlier it would fault on the next part and wait again.
+                unsafe { pager.uffd.copy_without_wake(start + at, source + at, len, !write) }
+            });
+            match mapped {
+                Ok(pages) => done = Ok(before + pages),
+                Err(error) if before == 0 => done = Err(error),
+                Err(_) => {}
+            }
+        });
+        if let Ok(pages) = &done {
+            pager.wake(self.batch[0].0, *pages as u32);
+        }
+        done
     }
 
     /// Settles a batch of which `done` pages are mapped.
@@ -399,22 +436,31 @@ pub(crate) fn cores() -> usize {
 }
 
 /// The core that the handler keeps itself on.
-#[derive(Default)]
 struct Home {
     core: Option<usize>,
     /// Where the last look found the faulting thread, if it was not at home.
     elsewhere: Option<usize>,
-    faults: u32,
+    /// Faults until the next look at where they come from.
+    until_look: u32,
+    /// Faults between two looks.
+    look_every: u32,
 }
 
-/// Faults between two looks at where they come from: a look costs about as much as a fault.
-const LOOK_EVERY: u32 = 32;
+/// A look costs about as much as a fault. Looks become rarer as long as they find nothing new.
+const LOOK_EVERY_MIN: u32 = 32;
+const LOOK_EVERY_MAX: u32 = 512;
+
+impl Default for Home {
+    fn default() -> Self {
+        Self { core: None, elsewhere: None, until_look: 0, look_every: LOOK_EVERY_MIN }
+    }
+}
 
 impl Home {
     /// Moves to the core of `thread`, which has just faulted, if it was found there twice in a row.
     fn follow(&mut self, thread: u32) {
-        self.faults += 1;
-        if self.faults % LOOK_EVERY != 1 {
+        if self.until_look > 0 {
+            self.until_look -= 1;
             return;
         }
         let core = core_of(thread);
@@ -424,9 +470,12 @@ impl Home {
                 core.into_iter().for_each(pin);
             }
             self.elsewhere = core;
+            self.look_every = LOOK_EVERY_MIN;
         } else {
             self.elsewhere = None;
+            self.look_every = (2 * self.look_every).min(LOOK_EVERY_MAX);
         }
+        self.until_look = self.look_every;
     }
 }
 

@@ -352,7 +352,8 @@ impl Pager {
                 // of which there is a copy now, is dropped. The room of the one goes to the other.
                 let done = unsafe {
                     self.uffd
-                        .copy_without_wake(target, source, PAGE_BYTES)
+                        .copy_without_wake(target, source, PAGE_BYTES, false)
+                        .map(drop)
                         .and_then(|()| sys::madvise(source, PAGE_BYTES, libc::MADV_DONTNEED))
                 };
                 if let Err(error) = done {

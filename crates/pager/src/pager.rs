@@ -420,35 +420,10 @@ impl Pager {
         })
     }
 
-    /// Moves pages between frames and slots: `ios` in pairs of a slot and the frame, neighbours
+    /// Moves pages between frames and slots: `pairs` of a slot and the frame, neighbours
     /// merged. Never returns without the pages moved.
     pub(crate) fn transfer(&self, lane: Lane, write: bool, pairs: &[(SlotId, FrameId)]) {
-        let mut pool: Vec<PageIo> = Vec::with_capacity(pairs.len());
-        let mut overflow: Vec<(u64, u32, u16)> = Vec::new();
-        {
-            let slots = self.slots();
-            for &(slot, frame) in pairs {
-                let place = slots.place(slot);
-                match place.home {
-                    Home::Pool(chunk) => {
-                        let io = PageIo {
-                            chunk,
-                            offset_bytes: place.offset_bytes,
-                            frame: frame.0,
-                            pages: 1,
-                        };
-                        match pool.last_mut() {
-                            Some(last) if follows(last, &io) => last.pages += 1,
-                            _ => pool.push(io),
-                        }
-                    }
-                    Home::Overflow(stretch) => {
-                        let start = u64::from(stretch) * slots.chunk_bytes() as u64;
-                        overflow.push((start + u64::from(place.offset_bytes), frame.0, 1));
-                    }
-                }
-            }
-        }
+        let Plan { pool, overflow } = self.plan(pairs);
         if !pool.is_empty() {
             let done = if write {
                 self.transport.write(lane, &pool)
@@ -470,6 +445,49 @@ impl Pager {
                 self.broken("move a page to or from the overflow file", &error);
             }
         }
+    }
+
+    /// Reads slots into frames, `part` pairs at a time, and calls `arrived` with the number of each
+    /// part, in order, when it is there: the next ones are on their way then.
+    pub(crate) fn read_parts(
+        &self,
+        pairs: &[(SlotId, FrameId)],
+        part: usize,
+        arrived: &mut dyn FnMut(usize),
+    ) {
+        let plans: Vec<Plan> = pairs.chunks(part).map(|pairs| self.plan(pairs)).collect();
+        if plans.iter().any(|plan| !plan.overflow.is_empty()) {
+            self.transfer(Lane::Async, false, pairs);
+            (0..plans.len()).for_each(arrived);
+            return;
+        }
+        let parts: Vec<Vec<PageIo>> = plans.into_iter().map(|plan| plan.pool).collect();
+        if let Err(error) = self.transport.read_parts(Lane::Async, &parts, arrived) {
+            self.lost(&error);
+        }
+    }
+
+    fn plan(&self, pairs: &[(SlotId, FrameId)]) -> Plan {
+        let mut plan = Plan { pool: Vec::with_capacity(pairs.len()), overflow: Vec::new() };
+        let slots = self.slots();
+        for &(slot, frame) in pairs {
+            let place = slots.place(slot);
+            match place.home {
+                Home::Pool(chunk) => {
+                    let offset_bytes = place.offset_bytes;
+                    let io = PageIo { chunk, offset_bytes, frame: frame.0, pages: 1 };
+                    match plan.pool.last_mut() {
+                        Some(last) if follows(last, &io) => last.pages += 1,
+                        _ => plan.pool.push(io),
+                    }
+                }
+                Home::Overflow(stretch) => {
+                    let start = u64::from(stretch) * slots.chunk_bytes() as u64;
+                    plan.overflow.push((start + u64::from(place.offset_bytes), frame.0, 1));
+                }
+            }
+        }
+        plan
     }
 
     /// Gives a chunk's home back. On the pager's threads only.
@@ -522,6 +540,13 @@ impl Pager {
             ),
         )
     }
+}
+
+/// Where pages move to or from.
+struct Plan {
+    pool: Vec<PageIo>,
+    /// Byte of the overflow file, frame, pages.
+    overflow: Vec<(u64, u32, u16)>,
 }
 
 fn follows(last: &PageIo, io: &PageIo) -> bool {

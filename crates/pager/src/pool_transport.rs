@@ -62,19 +62,10 @@ impl PoolTransport {
     }
 
     fn transfer(&self, lane: Lane, ios: &[PageIo], write: bool) -> Result<(), TransportError> {
-        let lane = match lane {
-            Lane::Sync => PoolLane(0),
-            Lane::Async => PoolLane(1),
-        };
-        let of = |io: &PageIo, grant| Transfer {
-            grant,
-            offset: u64::from(io.offset_bytes),
-            buffer_offset: io.frame as usize * PAGE_BYTES,
-            len: u32::from(io.pages) * PAGE_BYTES as u32,
-        };
+        let lane = pool_lane(lane);
         let done = if let [io] = ios {
             let grant = self.grant(io.chunk);
-            let transfer = of(io, &grant);
+            let transfer = transfer_of(io, &grant);
             if write {
                 self.pool.write_from(&transfer, &self.staging, lane).and_then(|o| o.wait())
             } else {
@@ -82,7 +73,7 @@ impl PoolTransport {
             }
         } else {
             let grants: Vec<Grant> = ios.iter().map(|io| self.grant(io.chunk)).collect();
-            let all: Vec<Transfer<'_>> = ios.iter().zip(&grants).map(|(io, g)| of(io, g)).collect();
+            let all = transfers_of(ios, &grants);
             if write {
                 self.pool.write_batch_blocking(&all, &self.staging, lane)
             } else {
@@ -133,6 +124,25 @@ impl Transport for PoolTransport {
         self.transfer(lane, ios, false)
     }
 
+    fn read_parts(
+        &self,
+        lane: Lane,
+        parts: &[Vec<PageIo>],
+        arrived: &mut dyn FnMut(usize),
+    ) -> Result<(), TransportError> {
+        let lane = pool_lane(lane);
+        let start = |ios: &Vec<PageIo>| {
+            let grants: Vec<Grant> = ios.iter().map(|io| self.grant(io.chunk)).collect();
+            self.pool.start_read_batch(&transfers_of(ios, &grants), &self.staging, lane)
+        };
+        let started: Vec<_> = parts.iter().map(start).collect::<Result<_, _>>().map_err(gone)?;
+        for (part, batch) in started.into_iter().enumerate() {
+            batch.wait().map_err(gone)?;
+            arrived(part);
+        }
+        Ok(())
+    }
+
     fn write(&self, lane: Lane, ios: &[PageIo]) -> Result<(), TransportError> {
         self.transfer(lane, ios, true)
     }
@@ -151,6 +161,26 @@ impl Transport for PoolTransport {
         keep.extend(self.pool.control_descriptors());
         keep.extend(self.pool.nic().function().descriptors());
     }
+}
+
+fn pool_lane(lane: Lane) -> PoolLane {
+    match lane {
+        Lane::Sync => PoolLane(0),
+        Lane::Async => PoolLane(1),
+    }
+}
+
+fn transfer_of<'a>(io: &PageIo, grant: &'a Grant) -> Transfer<'a> {
+    Transfer {
+        grant,
+        offset: u64::from(io.offset_bytes),
+        buffer_offset: io.frame as usize * PAGE_BYTES,
+        len: u32::from(io.pages) * PAGE_BYTES as u32,
+    }
+}
+
+fn transfers_of<'a>(ios: &[PageIo], grants: &'a [Grant]) -> Vec<Transfer<'a>> {
+    ios.iter().zip(grants).map(|(io, grant)| transfer_of(io, grant)).collect()
 }
 
 /// A page that cannot be moved is lost, whatever the reason.

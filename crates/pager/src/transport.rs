@@ -81,6 +81,21 @@ pub trait Transport: Send + Sync {
     /// Fills frames from chunks.
     fn read(&self, lane: Lane, ios: &[PageIo]) -> Result<(), TransportError>;
 
+    /// Fills frames part by part: starts all parts at once, and calls `arrived` with the number of
+    /// each, in order, when it is there and while the next may be on their way.
+    fn read_parts(
+        &self,
+        lane: Lane,
+        parts: &[Vec<PageIo>],
+        arrived: &mut dyn FnMut(usize),
+    ) -> Result<(), TransportError> {
+        for (part, ios) in parts.iter().enumerate() {
+            self.read(lane, ios)?;
+            arrived(part);
+        }
+        Ok(())
+    }
+
     /// Stores frames to chunks.
     fn write(&self, lane: Lane, ios: &[PageIo]) -> Result<(), TransportError>;
 

@@ -193,18 +193,14 @@ impl Uffd {
         len: usize,
         protect: bool,
     ) -> io::Result<usize> {
-        let mode = if protect { COPY_MODE_WP } else { 0 };
-        let mut argument =
-            CopyArg { dst: start as u64, src: source as u64, len: len as u64, mode, copied: 0 };
-        match ioctl(self.fd.as_raw_fd(), IOCTL_COPY, &mut argument) {
-            Ok(()) => Ok(len),
-            // The kernel reports a part with EAGAIN and the bytes done.
-            Err(_) if argument.copied > 0 => Ok(argument.copied as usize),
-            Err(error) => Err(error),
-        }
+        // SAFETY: by the caller.
+        unsafe { self.fill(start, source, len, if protect { COPY_MODE_WP } else { 0 }) }
     }
 
     /// As [`Uffd::copy`], and wakes nobody.
+    ///
+    /// # Errors
+    /// As for [`Uffd::copy`].
     ///
     /// # Safety
     /// As for [`Uffd::copy`].
@@ -213,15 +209,24 @@ impl Uffd {
         start: usize,
         source: usize,
         len: usize,
-    ) -> io::Result<()> {
-        let mut argument = CopyArg {
-            dst: start as u64,
-            src: source as u64,
-            len: len as u64,
-            mode: COPY_MODE_DONTWAKE,
-            copied: 0,
-        };
-        ioctl(self.fd.as_raw_fd(), IOCTL_COPY, &mut argument)
+        protect: bool,
+    ) -> io::Result<usize> {
+        let mode = COPY_MODE_DONTWAKE | if protect { COPY_MODE_WP } else { 0 };
+        // SAFETY: by the caller.
+        unsafe { self.fill(start, source, len, mode) }
+    }
+
+    /// # Safety
+    /// As for [`Uffd::copy`].
+    unsafe fn fill(&self, start: usize, source: usize, len: usize, mode: u64) -> io::Result<usize> {
+        let mut argument =
+            CopyArg { dst: start as u64, src: source as u64, len: len as u64, mode, copied: 0 };
+        match ioctl(self.fd.as_raw_fd(), IOCTL_COPY, &mut argument) {
+            Ok(()) => Ok(len),
+            // The kernel reports a part with EAGAIN and the bytes done.
+            Err(_) if argument.copied > 0 => Ok(argument.copied as usize),
+            Err(error) => Err(error),
+        }
     }
 
     /// Maps the zero page at missing pages; results as for [`Uffd::copy`].
