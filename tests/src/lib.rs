@@ -2,4 +2,5 @@
 
 pub mod node;
 pub mod pager;
+pub mod run;
 pub mod thread;

@@ -1,12 +1,18 @@
-//! Runs real programs with the preload library, and measures what they had resident.
+//! Runs real programs, plainly and with the preload library, and measures what they had resident.
+//! [`crate::run`] runs them with the whole command.
 
 use std::io::Read;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::OnceLock;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use pager::stats::Summary;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// How a program ended.
 #[derive(Debug)]
@@ -19,11 +25,12 @@ pub struct Outcome {
     pub code: i32,
     /// Most that it had resident (VmHWM), in bytes.
     pub resident_bytes: u64,
-    /// What the pager counted; nothing for a plain run.
+    /// What the pager counted; nothing for a plain run, and for the command, which reports itself.
     pub summary: Summary,
 }
 
-/// The preload library, built once for a run of the tests.
+/// The preload library as these tests are built (with debug assertions in `make test`), built once for
+/// a run of the tests.
 pub fn library() -> PathBuf {
     static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
     LIBRARY
@@ -31,6 +38,7 @@ pub fn library() -> PathBuf {
             let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
             let status = Command::new(cargo)
                 .args(["build", "--quiet", "-p", "granary-preload"])
+                .args((!cfg!(debug_assertions)).then_some("--release"))
                 .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
                 .env_remove("LD_PRELOAD")
                 .status()
@@ -99,30 +107,90 @@ pub fn paged(local: u64, pool: &str, program: &str, arguments: &[&str]) -> Outco
 }
 
 fn run(command: &mut Command) -> Outcome {
-    let mut child = command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the program starts");
-    let status_file = format!("/proc/{}/status", child.id());
-    let watcher = std::thread::spawn(move || resident_peak(&status_file));
-    let mut errors = child.stderr.take().expect("piped");
-    let reader = std::thread::spawn(move || {
-        let mut text = String::new();
-        errors.read_to_string(&mut text).map(|_| text)
-    });
-    let mut stdout = Vec::new();
-    child.stdout.take().expect("piped").read_to_end(&mut stdout).expect("the pipe is readable");
-    let stderr = reader.join().expect("no panic").expect("the pipe is readable");
-    let status = child.wait().expect("the child is ours").into_raw();
-    let resident_bytes = watcher.join().expect("no panic");
-    let code = if libc::WIFEXITED(status) {
-        libc::WEXITSTATUS(status)
-    } else {
-        128 + libc::WTERMSIG(status)
-    };
-    Outcome { stdout, stderr, code, resident_bytes, summary: Summary::default() }
+    Running::start(command.stdin(Stdio::null())).finish()
+}
+
+/// A program that runs, whose output is being read.
+pub struct Running {
+    child: Child,
+    stdout: JoinHandle<Vec<u8>>,
+    stderr: JoinHandle<Vec<u8>>,
+    peak: JoinHandle<u64>,
+}
+
+impl Running {
+    /// Starts it. What is its standard input is the command's business.
+    pub fn start(command: &mut Command) -> Self {
+        let mut child = command
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the program starts");
+        let status_file = format!("/proc/{}/status", child.id());
+        let peak = std::thread::spawn(move || resident_peak(&status_file));
+        let stdout = read_all(child.stdout.take().expect("piped"));
+        let stderr = read_all(child.stderr.take().expect("piped"));
+        Self { child, stdout, stderr, peak }
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Where to write what it reads, once, if that was piped.
+    pub fn input(&mut self) -> ChildStdin {
+        self.child.stdin.take().expect("its input is piped and was not taken")
+    }
+
+    /// Waits for its end, at most for this time. True if it has ended.
+    pub fn ends_within(&self, time: Duration) -> bool {
+        let pid = Pid::from_child(&self.child);
+        let end = pidfd_open(pid, PidfdFlags::empty()).expect("it was not waited for yet");
+        let until = Instant::now() + time;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let left = Timespec::try_from(left).expect("minutes");
+            match poll(&mut [PollFd::new(&end, PollFlags::IN)], Some(&left)) {
+                Err(Errno::INTR) => {}
+                done => return done.expect("a descriptor can be polled") > 0,
+            }
+        }
+    }
+
+    /// Waits until it has ended and all that it started has closed its output.
+    ///
+    /// # Panics
+    /// If it still runs after [`PATIENCE`]: then it is ended, so that the tests end too.
+    pub fn finish(mut self) -> Outcome {
+        let ended = self.ends_within(PATIENCE);
+        if !ended {
+            self.child.kill().expect("the child is ours");
+        }
+        let status = self.child.wait().expect("the child is ours").into_raw();
+        assert!(ended, "it ran on for {PATIENCE:?}");
+        let stdout = self.stdout.join().expect("no panic");
+        let stderr = self.stderr.join().expect("no panic");
+        let resident_bytes = self.peak.join().expect("no panic");
+        let code = if libc::WIFEXITED(status) {
+            libc::WEXITSTATUS(status)
+        } else {
+            128 + libc::WTERMSIG(status)
+        };
+        let stderr = String::from_utf8_lossy(&stderr).into_owned();
+        Outcome { stdout, stderr, code, resident_bytes, summary: Summary::default() }
+    }
+}
+
+/// After how long a program is taken to hang.
+pub const PATIENCE: Duration = Duration::from_secs(480);
+
+fn read_all(mut from: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
+    std::thread::spawn(move || {
+        let mut all = Vec::new();
+        from.read_to_end(&mut all).expect("the pipe is readable");
+        all
+    })
 }
 
 /// VmHWM of a process, read every few milliseconds until it has none (a zombie). The kernel keeps the
@@ -141,9 +209,15 @@ fn resident_peak(status_file: &str) -> u64 {
 
 /// Asserts that the paged run gave what the plain one gave, and stayed within its bound.
 pub fn assert_same(plain: &Outcome, paged: &Outcome, local: u64) {
+    assert_same_within(plain, paged, local + pager::CONSTANT_BYTES);
+}
+
+/// Asserts that the paged run gave what the plain one gave, and never had more than `bound` bytes
+/// resident.
+pub fn assert_same_within(plain: &Outcome, paged: &Outcome, bound: u64) {
     assert_eq!(paged.code, plain.code, "stderr: {}", paged.stderr);
     assert!(paged.stdout == plain.stdout, "the output differs; stderr: {}", paged.stderr);
-    let bound = local + pager::CONSTANT_BYTES;
+    assert!(paged.resident_bytes > 0, "nothing was measured; stderr: {}", paged.stderr);
     assert!(
         paged.resident_bytes <= bound,
         "{} KiB resident, of {} allowed ({} plainly)",

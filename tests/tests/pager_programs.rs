@@ -1,14 +1,42 @@
 //! Unmodified programs under the pager give the output of a plain run, within their bound.
 //!
-//! The pool is a diagnostic one here (a file without a name, so that it is nobody's resident memory):
-//! what is tested is the pager and the preload library.
+//! Real programs run as a user runs them: the built `granary run`, over a memory node that it starts
+//! itself and over a running one. What the diagnostic pool is special for runs in that one (a file
+//! without a name in the program's own process): the library built with debug assertions, a pool that
+//! fails after exactly so many transfers, and forks.
 
-use std::fmt::Write;
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::process::Stdio;
 
-use granary_tests::pager::{Scratch, assert_same, paged, plain};
+use granary_tests::node::full;
+use granary_tests::over_each_node;
+use granary_tests::pager::{
+    Outcome, Running, Scratch, assert_same, assert_same_within, paged, plain,
+};
+use granary_tests::run::{Behind, Paged, Site};
+use pager::config::EXIT_POOL_GONE;
 use pager::stats::Counter;
 
 const MIB: u64 = 1 << 20;
+
+over_each_node![
+    sort_gives_the_same,
+    sort_with_a_full_pool_goes_on_in_the_overflow_file,
+    sort_ends_when_the_node_is_killed,
+    nothing_wrong_is_read_when_the_node_is_killed,
+    python_with_threads_and_subprocesses,
+    gcc_compiles_a_real_file,
+    sqlite_builds_and_queries_a_table_in_memory,
+    threads_share_paged_memory,
+    system_calls_reach_paged_buffers,
+    mappings_are_changed_as_the_kernel_would,
+];
+
+/// A size for `make test`, or the one for `make test-full`.
+fn size(short: u32, long: u32) -> u32 {
+    if full() { long } else { short }
+}
 
 /// Lines in no order, the same every time.
 fn lines(count: u32) -> String {
@@ -21,50 +49,88 @@ fn lines(count: u32) -> String {
     text
 }
 
-#[test]
-fn sort_gives_the_same_and_stays_in_its_bound() {
-    let scratch = Scratch::new("sort");
-    let input = scratch.0.join("lines");
-    std::fs::write(&input, lines(1_000_000)).unwrap();
-    let input = input.to_str().unwrap();
-    let arguments = ["--parallel=1", "-S", "300M", input];
-    let plain = plain("sort", &arguments);
-    assert!(plain.resident_bytes > 48 * MIB, "the bound must bite");
-    let paged = paged(16 * MIB, "memory:1GiB", "sort", &arguments);
-    assert_same(&plain, &paged, 16 * MIB);
-    assert!(paged.summary.get(Counter::PagesOut) > 2000, "{}", paged.summary);
-    assert!(paged.summary.get(Counter::PagesIn) > 2000, "{}", paged.summary);
+/// Runs a program plainly and paged, and compares: the same status and output, at least `pages` moved
+/// each way, within its bound; and in the end all chunks are back.
+fn compare(site: &Site, pages: u64, program: &str, arguments: &[&str]) -> (Outcome, Paged) {
+    compare_within(site.local_bytes() + pager::CONSTANT_BYTES, site, pages, program, arguments)
 }
 
-#[test]
-fn sort_in_threads_with_a_full_pool_goes_on_in_the_overflow_file() {
-    let scratch = Scratch::new("full");
-    let input = scratch.0.join("lines");
-    std::fs::write(&input, lines(400_000)).unwrap();
-    let input = input.to_str().unwrap();
-    let arguments = ["--parallel=2", "-S", "200M", input];
-    let plain = plain("sort", &arguments);
-    let paged = paged(16 * MIB, "memory:4MiB", "sort", &arguments);
-    assert_same(&plain, &paged, 16 * MIB);
-    assert_eq!(paged.summary.get(Counter::PoolChunksPeak), 4, "{}", paged.summary);
-    assert!(paged.summary.get(Counter::OverflowChunksPeak) > 8, "{}", paged.summary);
+fn compare_within(
+    bound: u64,
+    site: &Site,
+    pages: u64,
+    program: &str,
+    arguments: &[&str],
+) -> (Outcome, Paged) {
+    let plain = plain(program, arguments);
+    let paged = site.run(program, arguments);
+    assert_same_within(&plain, &paged.outcome, bound);
+    paged.assert_moved(pages);
+    site.assert_whole();
+    (plain, paged)
 }
 
-#[test]
-fn a_pool_that_goes_away_ends_the_program_with_a_message() {
-    let scratch = Scratch::new("gone");
-    let input = scratch.0.join("lines");
-    std::fs::write(&input, lines(400_000)).unwrap();
+fn sort_gives_the_same(behind: Behind) {
+    let site = Site::new(behind, "sort", 8 * MIB, "1GiB");
+    let input = site.scratch.0.join("lines");
+    std::fs::write(&input, lines(size(200_000, 1_000_000))).unwrap();
     let input = input.to_str().unwrap();
-    let paged = paged(16 * MIB, "memory:1GiB,gone-after=20", "sort", &["-S", "200M", input]);
-    assert_eq!(paged.code, pager::config::EXIT_POOL_GONE);
-    assert!(paged.stderr.contains("the memory pool is gone"), "{}", paged.stderr);
-    assert!(paged.stdout.is_empty(), "nothing was sorted yet");
+    let (plain, _) = compare(&site, 2000, "sort", &["--parallel=1", "-S", "300M", input]);
+    assert!(plain.resident_bytes > 16 * MIB, "the bound must bite");
 }
 
+fn sort_with_a_full_pool_goes_on_in_the_overflow_file(behind: Behind) {
+    let site = Site::new(behind, "full", 8 * MIB, "4MiB");
+    let input = site.scratch.0.join("lines");
+    std::fs::write(&input, lines(size(200_000, 1_000_000))).unwrap();
+    let input = input.to_str().unwrap();
+    let (_, paged) = compare(&site, 1000, "sort", &["--parallel=2", "-S", "200M", input]);
+    assert_eq!(paged.count("chunks_peak"), 4, "{}", paged.stats);
+    assert!(paged.count("overflow_peak_bytes") >= 4 * MIB, "{}", paged.stats);
+}
+
+/// The program's memory lies in the pool and it waits for more input while the memory node is killed.
+fn sort_ends_when_the_node_is_killed(behind: Behind) {
+    let mut site = Site::new(behind, "killed", 8 * MIB, "1GiB");
+    let mut command = site.command("sort", &["-S", "200M"]);
+    let mut running = Running::start(command.stdin(Stdio::piped()));
+    let mut input = running.input();
+    input.write_all(lines(400_000).as_bytes()).unwrap();
+    site.wait_for_pages_out(&running, 500);
+    site.kill_node(&running);
+    // It may have ended before it reads this.
+    let _ = input.write_all(b"the last line\n");
+    drop(input);
+    let Paged { outcome, stats } = site.finish(running);
+    assert_gone(&outcome);
+    assert!(outcome.stdout.is_empty(), "nothing was sorted yet");
+    assert!(stats["pages_out"].as_u64() >= Some(500), "{stats}");
+}
+
+/// A program that reads and checks paged memory all the time never sees anything wrong.
+fn nothing_wrong_is_read_when_the_node_is_killed(behind: Behind) {
+    let mut site = Site::new(behind, "holder", 8 * MIB, "1GiB");
+    let program = site.scratch.compile("holder", include_str!("pager_programs/holder.c"));
+    let running = Running::start(&mut site.command(program.to_str().unwrap(), &[]));
+    // More than it fills: it reads what it has written, and changes it.
+    site.wait_for_pages_out(&running, 10_000);
+    site.kill_node(&running);
+    let Paged { outcome, stats } = site.finish(running);
+    assert_gone(&outcome);
+    assert_eq!(String::from_utf8_lossy(&outcome.stdout), "filled\n");
+    assert!(stats["pages_in"].as_u64() >= Some(1000), "{stats}");
+}
+
+fn assert_gone(outcome: &Outcome) {
+    let Outcome { code, stderr, .. } = outcome;
+    assert_eq!(*code, EXIT_POOL_GONE, "{stderr}");
+    assert!(stderr.contains("the memory pool is gone"), "{stderr}");
+}
+
+/// What python runs: `ROWS` is set before.
 const PYTHON: &str = "
 import hashlib, subprocess, sys, threading
-rows = [(i * 7919 % 1000003, str(i) * 3) for i in range(300000)]
+rows = [(i * 7919 % 1000003, str(i) * 3) for i in range(ROWS)]
 table = dict(rows)
 found = []
 def look(part):
@@ -79,102 +145,145 @@ print(subprocess.run(['sh', '-c', 'exit 7'], preexec_fn=lambda: None).returncode
 sys.exit(3)
 ";
 
-#[test]
-fn python_with_threads_and_subprocesses() {
-    let plain = plain("/usr/bin/python3", &["-c", PYTHON]);
-    assert!(plain.resident_bytes > 64 * MIB, "the bound must bite");
-    let paged = paged(24 * MIB, "memory:1GiB", "/usr/bin/python3", &["-c", PYTHON]);
+fn python_with_threads_and_subprocesses(behind: Behind) {
+    let site = Site::new(behind, "python", 8 * MIB, "1GiB");
+    let script = format!("ROWS = {}\n{PYTHON}", size(40_000, 200_000));
+    let (plain, paged) = compare(&site, 2000, "/usr/bin/python3", &["-c", &script]);
     assert_eq!(plain.code, 3);
-    assert_same(&plain, &paged, 24 * MIB);
-    assert!(paged.summary.processes() >= 3, "what it starts is paged too");
+    assert!(plain.resident_bytes > 16 * MIB, "the bound must bite");
+    assert!(paged.count("processes") >= 3, "what it starts is paged too: {}", paged.stats);
 }
 
-#[test]
-fn gcc_compiles_a_real_file() {
-    let scratch = Scratch::new("gcc");
-    let mut source = String::from("#include <stdio.h>\n#include <stdlib.h>\n#include <string.h>\n");
-    for number in 0..1500 {
-        writeln!(
-            source,
-            "int f{number}(int a, char *s) {{ for (int i = 0; i < a; i++) s[i] = i * {number} \
-             + strlen(s); printf(\"%d %s\", a, s); return a * {number} + s[0]; }}"
-        )
-        .unwrap();
-    }
-    let file = scratch.0.join("real.c");
-    std::fs::write(&file, source).unwrap();
-    let file = file.to_str().unwrap();
-    let arguments = ["-O2", "-S", "-o", "-", file];
-    let plain = plain("gcc", &arguments);
-    let paged = paged(16 * MIB, "memory:1GiB", "gcc", &arguments);
-    assert_eq!(paged.code, 0, "{}", paged.stderr);
-    assert!(paged.stdout == plain.stdout, "the code differs");
-    assert!(paged.summary.get(Counter::PagesIn) > 0, "{}", paged.summary);
-}
-
-#[test]
-fn sqlite_builds_and_queries_a_table_in_memory() {
-    let statements = "create table t(a integer primary key, b text, c real); \
-        with recursive n(i) as (select 1 union all select i + 1 from n where i < 200000) \
-        insert into t select i, printf('%064d', i * 7919 % 1000003), i * 0.5 from n; \
-        create index tb on t(b); \
-        select count(*), sum(a), max(b), avg(c) from t; \
-        select a, b from t order by b limit 20 offset 100000;";
-    let arguments = [":memory:", statements];
-    let plain = plain("sqlite3", &arguments);
-    let paged = paged(12 * MIB, "memory:1GiB", "sqlite3", &arguments);
-    assert!(plain.resident_bytes > 36 * MIB, "the bound must bite");
-    assert_same(&plain, &paged, 12 * MIB);
-}
-
-#[test]
-fn without_a_bound_the_library_pages_nothing() {
-    let scratch = Scratch::new("unbound");
-    let program = scratch.compile("unbound", include_str!("pager_programs/mappings.c"));
-    let mut command = std::process::Command::new(program);
-    let output = command.env("LD_PRELOAD", granary_tests::pager::library()).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-}
-
-/// Runs a C program that checks itself, plainly and paged.
-fn self_checking(name: &str, source: &str, local: u64) {
-    let scratch = Scratch::new(name);
-    let program = scratch.compile(name, source);
-    let file = scratch.0.join("data");
-    let (program, file) = (program.to_str().unwrap(), file.to_str().unwrap());
-    let plain = plain(program, &[file]);
+/// The compiler proper has more text than other programs have memory. So its bound is what it has
+/// resident with one function to compile, when hardly anything is paged, and `--local`.
+fn gcc_compiles_a_real_file(behind: Behind) {
+    let site = Site::new(behind, "gcc", 6 * MIB, "1GiB");
+    let source = |name: &str, functions| {
+        let mut text = String::from("#include <stdio.h>\n#include <string.h>\n");
+        for number in 0..functions {
+            writeln!(
+                text,
+                "int f{number}(int a, char *s) {{ for (int i = 0; i < a; i++) s[i] = i * {number} \
+                 + strlen(s); printf(\"%d %s\", a, s); return a * {number} + s[0]; }}"
+            )
+            .unwrap();
+        }
+        let file = site.scratch.0.join(name);
+        std::fs::write(&file, text).unwrap();
+        file.to_str().unwrap().to_owned()
+    };
+    let (one, many) = (source("one.c", 1), source("many.c", size(300, 1500)));
+    let alone = site.run("gcc", &["-O1", "-S", "-o", "-", &one]);
+    assert!(alone.count("pages_out") < 100, "{}", alone.stats);
+    let bound = site.local_bytes() + alone.outcome.resident_bytes;
+    let (plain, _) = compare_within(bound, &site, 2000, "gcc", &["-O1", "-S", "-o", "-", &many]);
     assert_eq!(plain.code, 0, "{}", plain.stderr);
-    let paged = paged(local, "memory:1GiB", program, &[file]);
-    assert_same(&plain, &paged, local);
-    assert!(paged.summary.get(Counter::PagesIn) > 100, "{}", paged.summary);
 }
 
-#[test]
-fn threads_share_paged_memory() {
-    self_checking("threads", include_str!("pager_programs/threads.c"), 12 * MIB);
+fn sqlite_builds_and_queries_a_table_in_memory(behind: Behind) {
+    let site = Site::new(behind, "sqlite", 4 * MIB, "1GiB");
+    let rows = size(100_000, 200_000);
+    let statements = format!(
+        "create table t(a integer primary key, b text, c real); \
+         with recursive n(i) as (select 1 union all select i + 1 from n where i < {rows}) \
+         insert into t select i, printf('%064d', i * 7919 % 1000003), i * 0.5 from n; \
+         create index tb on t(b); \
+         select count(*), sum(a), max(b), avg(c) from t; \
+         select a, b from t order by b limit 20 offset {};",
+        rows / 2
+    );
+    let (plain, _) = compare(&site, 2000, "sqlite3", &[":memory:", &statements]);
+    assert!(plain.resident_bytes > 16 * MIB, "the bound must bite");
 }
 
-#[test]
-fn system_calls_reach_paged_buffers() {
-    self_checking("syscalls", include_str!("pager_programs/syscalls.c"), 12 * MIB);
+fn threads_share_paged_memory(behind: Behind) {
+    let steps = size(6000, 30_000).to_string();
+    self_checking(behind, "threads", include_str!("pager_programs/threads.c"), &steps);
 }
 
-#[test]
-fn mappings_are_changed_as_the_kernel_would() {
-    self_checking("mappings", include_str!("pager_programs/mappings.c"), 12 * MIB);
+fn system_calls_reach_paged_buffers(behind: Behind) {
+    self_checking(behind, "syscalls", include_str!("pager_programs/syscalls.c"), "data");
 }
 
-#[test]
-fn a_child_sees_what_was_there_at_the_fork() {
-    self_checking("forks", include_str!("pager_programs/forks.c"), 12 * MIB);
+fn mappings_are_changed_as_the_kernel_would(behind: Behind) {
+    self_checking(behind, "mappings", include_str!("pager_programs/mappings.c"), "data");
 }
 
-#[test]
-fn a_child_whose_parent_ends_says_so_and_never_reads_zeros() {
-    let scratch = Scratch::new("orphan");
-    let program = scratch.compile("orphan", include_str!("pager_programs/orphan.c"));
-    let paged = paged(12 * MIB, "memory:1GiB", program.to_str().unwrap(), &[]);
-    // The output pipe closes when the child is gone too.
-    assert_eq!(String::from_utf8_lossy(&paged.stdout), "parent ends\n");
-    assert!(paged.stderr.contains("fork and go on without exec is not supported"));
+/// Runs a C program that checks itself. `argument` is a number, or the name of a file to use.
+fn self_checking(behind: Behind, name: &str, source: &str, argument: &str) {
+    let site = Site::new(behind, name, 12 * MIB, "1GiB");
+    let program = site.scratch.compile(name, source);
+    let file = site.scratch.0.join(argument);
+    let number = argument.parse::<u32>().is_ok();
+    let argument = if number { argument } else { file.to_str().unwrap() };
+    let (plain, _) = compare(&site, 500, program.to_str().unwrap(), &[argument]);
+    assert_eq!(plain.code, 0, "{}", plain.stderr);
+}
+
+mod diagnostic_pool {
+    use super::*;
+
+    #[test]
+    fn a_pool_that_goes_away_ends_the_program_with_a_message() {
+        let scratch = Scratch::new("gone");
+        let input = scratch.0.join("lines");
+        std::fs::write(&input, lines(400_000)).unwrap();
+        let input = input.to_str().unwrap();
+        let paged = paged(16 * MIB, "memory:1GiB,gone-after=20", "sort", &["-S", "200M", input]);
+        assert_gone(&paged);
+        assert!(paged.stdout.is_empty(), "nothing was sorted yet");
+    }
+
+    #[test]
+    fn without_a_bound_the_library_pages_nothing() {
+        let scratch = Scratch::new("unbound");
+        let program = scratch.compile("unbound", include_str!("pager_programs/mappings.c"));
+        let mut command = std::process::Command::new(program);
+        let output = command.env("LD_PRELOAD", granary_tests::pager::library()).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+
+    /// Runs a C program that checks itself, plainly and paged.
+    fn self_checking(name: &str, source: &str, local: u64) {
+        let scratch = Scratch::new(&format!("{name}-diagnostic"));
+        let program = scratch.compile(name, source);
+        let file = scratch.0.join("data");
+        let (program, file) = (program.to_str().unwrap(), file.to_str().unwrap());
+        let plain = plain(program, &[file]);
+        assert_eq!(plain.code, 0, "{}", plain.stderr);
+        let paged = paged(local, "memory:1GiB", program, &[file]);
+        assert_same(&plain, &paged, local);
+        assert!(paged.summary.get(Counter::PagesIn) > 100, "{}", paged.summary);
+        assert!(paged.summary.get(Counter::PagesOut) > 100, "{}", paged.summary);
+    }
+
+    #[test]
+    fn threads_share_paged_memory() {
+        self_checking("threads", include_str!("pager_programs/threads.c"), 12 * MIB);
+    }
+
+    #[test]
+    fn system_calls_reach_paged_buffers() {
+        self_checking("syscalls", include_str!("pager_programs/syscalls.c"), 12 * MIB);
+    }
+
+    #[test]
+    fn mappings_are_changed_as_the_kernel_would() {
+        self_checking("mappings", include_str!("pager_programs/mappings.c"), 12 * MIB);
+    }
+
+    #[test]
+    fn a_child_sees_what_was_there_at_the_fork() {
+        self_checking("forks", include_str!("pager_programs/forks.c"), 12 * MIB);
+    }
+
+    #[test]
+    fn a_child_whose_parent_ends_says_so_and_never_reads_zeros() {
+        let scratch = Scratch::new("orphan");
+        let program = scratch.compile("orphan", include_str!("pager_programs/orphan.c"));
+        let paged = paged(12 * MIB, "memory:1GiB", program.to_str().unwrap(), &[]);
+        // The output pipe closes when the child is gone too.
+        assert_eq!(String::from_utf8_lossy(&paged.stdout), "parent ends\n");
+        assert!(paged.stderr.contains("fork and go on without exec is not supported"));
+    }
 }

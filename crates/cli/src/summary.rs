@@ -19,6 +19,8 @@ pub struct RunSummary {
     pub local_limit_bytes: u64,
     /// The most that the program had resident (`VmHWM`).
     pub local_peak_bytes: u64,
+    /// Processes that were paged: the program and what it started.
+    pub processes: u64,
     /// Page faults that the pager resolved.
     pub faults: u64,
     /// Their mean time; none without a fault.
@@ -55,6 +57,7 @@ impl RunSummary {
         Self {
             local_limit_bytes: local.bytes(),
             local_peak_bytes: child::peak_bytes_of_ended(),
+            processes: paged.processes(),
             faults: paged.faults(),
             fault_mean_us: some(paged.fault_us_mean()),
             fault_p99_us: some(paged.fault_us(0.99)),

@@ -1,18 +1,20 @@
-/* Four threads write and check random pages of a mapping that is larger than the bound. */
+/* Four threads write and check random pages of a mapping that is larger than the bound. argv[1] is how
+   many each of them visits; without a number there, 30000. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
 #define CHECK(what) do { if (!(what)) { fprintf(stderr, "line %d: %s\n", __LINE__, #what); exit(1); } } while (0)
-enum { THREADS = 4, PAGES = 12288, STEPS = 30000 };
+enum { THREADS = 4, PAGES = 12288 };
+static long steps;
 static unsigned char *memory;
 
 static void *worker(void *argument) {
     long id = (long)argument;
     unsigned state = id * 77 + 1;
     unsigned long sum = 0;
-    for (int step = 0; step < STEPS; step++) {
+    for (int step = 0; step < steps; step++) {
         state = state * 1103515245 + 12345;
         size_t page = (state >> 8) % (PAGES / THREADS) * THREADS + id;
         unsigned long *words = (unsigned long *)(memory + page * 4096);
@@ -27,7 +29,9 @@ static void *worker(void *argument) {
     return (void *)sum;
 }
 
-int main(void) {
+int main(int argc, char **argv) {
+    steps = argc > 1 ? atol(argv[1]) : 0;
+    if (steps <= 0) steps = 30000;
     memory = mmap(0, PAGES * 4096L, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(memory != MAP_FAILED);
     pthread_t threads[THREADS];
