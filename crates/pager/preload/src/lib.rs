@@ -9,6 +9,7 @@
 //! program's stdio.
 
 mod descriptors;
+mod direct;
 mod heap;
 mod inside;
 mod malloc;
