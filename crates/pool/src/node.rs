@@ -92,11 +92,28 @@ impl<S: NodeScheme> MemoryNode<S> {
 
     /// Admits a compute node and numbers it. Numbers are not used again before all others were.
     pub fn admit(&self, request: &Admission) -> Result<Admitted, Error> {
+        self.check(request)?;
         let core = &mut *self.inner.core.lock();
         let id = core.next_id();
         let admitted = core.scheme.admit(id, request)?;
         core.clients.insert(id);
         Ok(admitted)
+    }
+
+    /// Refuses what no scheme admits: every QP that a compute node names costs one here.
+    fn check(&self, request: &Admission) -> Result<(), Error> {
+        let refuse =
+            |why: String| Err(Error::Refused { attempt: "admitting a compute node".into(), why });
+        let (groups, max) = (request.groups.len(), self.settings().groups_max);
+        if groups > max as usize {
+            return refuse(format!("it has {groups} QP groups, and may have {max}"));
+        }
+        let mut named = BTreeSet::new();
+        let mut all = request.management.iter().chain(request.groups.iter().flatten());
+        match all.find(|qpn| !named.insert(**qpn)) {
+            Some(qpn) => refuse(format!("it names QP {qpn:#x} twice")),
+            None => Ok(()),
+        }
     }
 
     /// A compute node has gone: its keys die, its chunks come back.

@@ -143,6 +143,12 @@ impl Connection {
         }
     }
 
+    /// The process at the other end, as the kernel knows it since it connected.
+    pub fn process(&self) -> Option<i32> {
+        let peer = rustix::net::sockopt::socket_peercred(&self.fd).ok()?;
+        Some(peer.pid.as_raw_pid())
+    }
+
     /// True if every QP that `request` names belongs to this connection's NIC session.
     pub fn owns_all(&mut self, request: &Admission) -> bool {
         let Role::Nic(session) = &mut self.role else { return false };

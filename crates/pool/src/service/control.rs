@@ -235,12 +235,15 @@ impl<'a> Control<'a> {
     }
 
     fn admit(&mut self, from: ConnectionId, request: &Admission) -> Result<Admitted, Error> {
+        // Not another process's: its NIC session would end with this connection.
+        let process = self.connections.get(&from).and_then(Connection::process);
         let nic = self
             .connections
             .iter_mut()
+            .filter(|(_, c)| c.process() == process)
             .find_map(|(id, c)| c.owns_all(request).then_some(*id))
             .ok_or_else(|| {
-                refused("the QPs that it names are not those of one process attached to the NIC")
+                refused("the QPs that it names are not those of this process, attached to the NIC")
             })?;
         let session = self.connections.get_mut(&from).and_then(Connection::pool);
         let session = session.ok_or_else(|| refused("the connection has ended"))?;
