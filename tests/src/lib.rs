@@ -1,6 +1,8 @@
 //! Helpers of the whole-system tests.
 
+pub mod control;
 pub mod node;
 pub mod pager;
 pub mod run;
+pub mod scene;
 pub mod thread;

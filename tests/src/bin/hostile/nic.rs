@@ -1,0 +1,147 @@
+//! A function of the memory node's NIC whose rings, doorbells and descriptors are the attacker's to
+//! fill with anything.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::Ordering;
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use rnic::ids::{Access, Key, Pdn, Qpn};
+use rnic::memory::DmaMemory;
+use rnic::port::control::{Reply, Verb};
+use rnic::port::shm::wire::{Request, Response};
+use rnic::port::shm::{Attached, raw, socket};
+use rnic::verbs::{MwKind, QpInfo, QpState};
+use rustix::fs::{MemfdFlags, SealFlags};
+
+/// A function of the NIC.
+pub struct Nic {
+    attached: Attached,
+    /// The doorbell page.
+    pub page: DmaMemory,
+    /// Doorbells in it.
+    pub doorbells: u32,
+}
+
+/// A part of memory that the NIC has mapped too.
+pub fn part(memory: &DmaMemory, offset: usize, bytes: usize) -> DmaMemory {
+    memory.slice(offset, bytes).expect("within the memory")
+}
+
+impl Nic {
+    /// Connects and opens a function.
+    pub fn open(path: &Path) -> Result<Self> {
+        let attached = Attached::connect(path)?;
+        let (page, doorbells) = {
+            let raw = attached.raw();
+            (raw.doorbells.clone(), raw.slots)
+        };
+        Ok(Self { attached, page, doorbells })
+    }
+
+    /// Sends a request as it is; the response.
+    pub fn ask(&self, bytes: &[u8], fds: &[&OwnedFd]) -> Result<Response> {
+        let raw = self.attached.raw();
+        let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+        socket::send(raw.socket, bytes, &fds)?;
+        let packet = socket::receive(raw.socket)?.context("the connection was closed")?;
+        Ok(serde_json::from_slice(&packet.bytes)?)
+    }
+
+    /// Executes a verb; why it was refused otherwise.
+    pub fn verb(&self, verb: Verb<DmaMemory>) -> Result<Reply> {
+        Ok(self.attached.execute(verb)?)
+    }
+
+    /// Expects a verb to be refused; why it was.
+    pub fn refused(&self, verb: Verb<DmaMemory>) -> Result<String> {
+        let name = format!("{verb:?}");
+        match self.attached.execute(verb) {
+            Err(rnic::port::Error::Refused { why }) => Ok(why),
+            Err(other) => bail!("{name}: {other}"),
+            Ok(reply) => bail!("{name} was not refused: {reply:?}"),
+        }
+    }
+
+    /// Sends a descriptor as memory.
+    pub fn add_memory(&self, fd: &OwnedFd, bytes: u64) -> Result<u32> {
+        match self.ask(&serde_json::to_vec(&Request::AddMemory { bytes })?, &[fd])? {
+            Response::Memory(number) => Ok(number),
+            Response::Error(why) => Err(anyhow!("refused: {why}")),
+            other => bail!("{other:?}"),
+        }
+    }
+
+    /// Memory shared with the NIC as the protocol wants it.
+    pub fn memory(&self, bytes: usize) -> Result<DmaMemory> {
+        Ok(self.attached.alloc_dma(bytes)?)
+    }
+
+    /// A protection domain.
+    pub fn pd(&self) -> Result<Pdn> {
+        match self.verb(Verb::AllocPd)? {
+            Reply::Pd(pd) => Ok(pd),
+            other => bail!("{other:?}"),
+        }
+    }
+
+    /// Registers all of `memory` at its address here.
+    pub fn register(&self, pd: Pdn, memory: &DmaMemory, access: Access) -> Result<Key> {
+        let (iova, memory) = (memory.addr(), memory.clone());
+        match self.verb(Verb::RegMr { pd, memory, iova, access })? {
+            Reply::Key(key) => Ok(key),
+            other => bail!("{other:?}"),
+        }
+    }
+
+    /// Free windows.
+    pub fn windows(&self, pd: Pdn, kind: MwKind, count: u32) -> Result<Vec<Key>> {
+        match self.verb(Verb::AllocMws { pd, kind, count })? {
+            Reply::Keys(keys) => Ok(keys),
+            other => bail!("{other:?}"),
+        }
+    }
+
+    /// What a QP is doing.
+    pub fn query(&self, qpn: Qpn) -> Result<QpInfo> {
+        match self.verb(Verb::QueryQp { qpn })? {
+            Reply::QpInfo(info) => Ok(info),
+            other => bail!("{other:?}"),
+        }
+    }
+
+    /// Fails unless the QP is in this state.
+    pub fn expect_state(&self, qpn: Qpn, state: QpState) -> Result<()> {
+        let got = self.query(qpn)?.state;
+        ensure!(got == state, "QP {qpn} is in {got:?} and not in {state:?}");
+        Ok(())
+    }
+
+    /// Stores a doorbell and wakes the NIC.
+    pub fn ring(&self, slot: u32, value: u32) {
+        self.page.word32(raw::DOORBELLS + slot as usize * 4).store(value, Ordering::Release);
+        self.wake_if_asleep();
+    }
+
+    /// Wakes the NIC if it sleeps.
+    pub fn wake_if_asleep(&self) {
+        std::sync::atomic::fence(Ordering::SeqCst);
+        if self.page.word32(raw::SLEEPING).load(Ordering::Relaxed) != 0 {
+            self.wake();
+        }
+    }
+
+    /// Writes the eventfd, whatever the NIC does.
+    pub fn wake(&self) {
+        let _ = rustix::io::write(self.attached.raw().wake, &1u64.to_ne_bytes());
+    }
+}
+
+/// A memfd of this size with these seals.
+pub fn memfd(bytes: u64, seals: SealFlags) -> Result<OwnedFd> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let fd = rustix::fs::memfd_create("hostile", flags)?;
+    rustix::fs::ftruncate(&fd, bytes)?;
+    rustix::fs::fcntl_add_seals(&fd, seals)?;
+    Ok(fd)
+}

@@ -1,0 +1,290 @@
+//! A compute node that minds its own business while others attack: it allocates, writes, reads back,
+//! does CAS and FAA and frees, checks every byte, and records how long each operation took.
+//!
+//! Prints `ready`, then one line that describes the chunks that it holds to its end. Standard
+//! input steers it: `go` starts it, `mark` asks for what it did and how long that took since the last
+//! `mark` (one JSON object), `stop` lets it check everything once more, give all back and report.
+//! Whatever is wrong ends it with an error.
+
+use std::io::BufRead;
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, TryRecvError, channel};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use bench::histogram::Latencies;
+use pool::{Error, Grant, Options, Pool};
+use serde_json::{Value, json};
+
+/// The words at the start of a chunk that FAA and CAS work on.
+const WORDS: usize = 16;
+/// The longest piece that is written or read at once.
+const PIECE: usize = 4096;
+
+struct Arguments {
+    socket: PathBuf,
+    /// Chunks that it holds all the time.
+    hold: usize,
+    /// Pause between two rounds.
+    pause: Duration,
+    /// Another compute node may have taken everything.
+    may_be_empty: bool,
+    /// Rounds between two allocations.
+    allocate_every: u64,
+    seed: u64,
+}
+
+/// A chunk and what it must contain.
+struct Held {
+    grant: Grant,
+    mirror: Vec<u8>,
+    counter: u64,
+    word: u64,
+}
+
+#[derive(Default)]
+struct Window {
+    rounds: u64,
+    allocated: u64,
+    empty: u64,
+    read: Latencies,
+    write: Latencies,
+    atomic: Latencies,
+    allocate: Latencies,
+    free: Latencies,
+}
+
+fn main() -> Result<()> {
+    let a = arguments()?;
+    let pool = Pool::connect(&a.socket, Options { groups: Some(1), ..Options::default() })
+        .context("connecting")?;
+    let mut victim = Victim { a, pool, held: Vec::new(), random: 0, window: Window::default() };
+    victim.random = victim.a.seed | 1;
+    for _ in 0..victim.a.hold {
+        let grant = victim.pool.allocate_blocking().context("allocating what it holds")?;
+        let mirror = vec![0; grant.len as usize];
+        victim.held.push(Held { grant, mirror, counter: 0, word: 0 });
+    }
+    for i in 0..victim.held.len() {
+        victim.fill(i)?;
+    }
+    println!("ready");
+    println!("{}", Value::Array(victim.held.iter().map(|h| describe(&h.grant)).collect()));
+
+    let (told, orders) = channel();
+    std::thread::spawn(move || {
+        for line in std::io::stdin().lock().lines().map_while(Result::ok) {
+            if told.send(line).is_err() {
+                break;
+            }
+        }
+    });
+    victim.run(&orders)?;
+    println!("{}", victim.finish()?);
+    // It leaves when it is told to, or when who started it has ended.
+    while orders.recv().is_ok() {}
+    Ok(())
+}
+
+fn describe(grant: &Grant) -> Value {
+    let keys: Vec<u32> = grant.keys().iter().map(|k| k.0).collect();
+    json!({ "entry": grant.entry, "addr": grant.addr, "len": grant.len, "keys": keys })
+}
+
+struct Victim {
+    a: Arguments,
+    pool: Pool,
+    held: Vec<Held>,
+    random: u64,
+    window: Window,
+}
+
+impl Victim {
+    fn next(&mut self) -> u64 {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        self.random
+    }
+
+    fn run(&mut self, orders: &Receiver<String>) -> Result<()> {
+        let first = orders.recv()?;
+        ensure!(first == "go", "told to {first} before go");
+        loop {
+            match orders.try_recv() {
+                Ok(order) if order == "mark" => println!("{}", self.report()),
+                Ok(order) if order == "stop" => return Ok(()),
+                Ok(order) => bail!("told to {order}"),
+                Err(TryRecvError::Empty) => {}
+                Err(TryRecvError::Disconnected) => bail!("who started it has ended"),
+            }
+            self.round().with_context(|| format!("in round {}", self.window.rounds))?;
+            self.window.rounds += 1;
+            if !self.a.pause.is_zero() {
+                std::thread::sleep(self.a.pause);
+            }
+        }
+    }
+
+    fn round(&mut self) -> Result<()> {
+        if !self.held.is_empty() {
+            let i = self.next() as usize % self.held.len();
+            self.rewrite(i)?;
+            self.reread(i)?;
+            self.count(i)?;
+        }
+        if self.window.rounds.is_multiple_of(self.a.allocate_every) {
+            self.come_and_go()?;
+        }
+        Ok(())
+    }
+
+    /// A random piece of a chunk behind its words: where, and how long; now and then at its end.
+    fn piece(&mut self, len: usize) -> (usize, usize) {
+        let random = self.next() as usize;
+        let bytes = 1 + random % PIECE.min(len - WORDS);
+        let room = len - WORDS - bytes;
+        let at = if random & 1 << 40 != 0 { room } else { (random >> 16) % (room + 1) };
+        (WORDS + at, bytes)
+    }
+
+    fn fill(&mut self, i: usize) -> Result<()> {
+        let seed = self.next();
+        let held = &mut self.held[i];
+        let first = seed as usize;
+        for (at, byte) in held.mirror.iter_mut().enumerate().skip(WORDS) {
+            *byte = (first + at * 31) as u8;
+        }
+        self.pool.write_blocking(&held.grant, WORDS as u64, &held.mirror[WORDS..])?;
+        Ok(())
+    }
+
+    fn rewrite(&mut self, i: usize) -> Result<()> {
+        let (at, bytes) = self.piece(self.held[i].mirror.len());
+        let seed = self.next() as usize;
+        let held = &mut self.held[i];
+        for (n, byte) in held.mirror[at..at + bytes].iter_mut().enumerate() {
+            *byte = (seed + n * 7) as u8;
+        }
+        let start = Instant::now();
+        let result = self.pool.write_blocking(&held.grant, at as u64, &held.mirror[at..at + bytes]);
+        self.window.write.record(start.elapsed());
+        result.context("writing to a chunk that it holds")
+    }
+
+    fn reread(&mut self, i: usize) -> Result<()> {
+        let (at, bytes) = self.piece(self.held[i].mirror.len());
+        let held = &self.held[i];
+        let mut out = vec![0; bytes];
+        let start = Instant::now();
+        let result = self.pool.read_blocking(&held.grant, at as u64, &mut out);
+        self.window.read.record(start.elapsed());
+        result.context("reading a chunk that it holds")?;
+        let entry = held.grant.entry;
+        ensure!(out == held.mirror[at..at + bytes], "chunk {entry} changed at {at}, {bytes} bytes");
+        Ok(())
+    }
+
+    fn count(&mut self, i: usize) -> Result<()> {
+        let new = self.next();
+        let held = &mut self.held[i];
+        let entry = held.grant.entry;
+        let start = Instant::now();
+        let before = self.pool.fetch_and_add_blocking(&held.grant, 0, 1).context("FAA")?;
+        self.window.atomic.record(start.elapsed());
+        ensure!(before == held.counter, "chunk {entry} counts {before}, not {}", held.counter);
+        held.counter += 1;
+        let before =
+            self.pool.compare_and_swap_blocking(&held.grant, 8, held.word, new).context("CAS")?;
+        ensure!(before == held.word, "chunk {entry} has {before:#x}, not {:#x}", held.word);
+        held.word = new;
+        Ok(())
+    }
+
+    /// Allocates a chunk, checks that it is all zeros, uses it and gives it back.
+    fn come_and_go(&mut self) -> Result<()> {
+        let start = Instant::now();
+        let grant = match self.pool.allocate_blocking() {
+            Ok(grant) => grant,
+            Err(Error::OutOfMemory { .. }) if self.a.may_be_empty => {
+                self.window.empty += 1;
+                return Ok(());
+            }
+            Err(e) => return Err(e).context("allocating"),
+        };
+        self.window.allocate.record(start.elapsed());
+        self.window.allocated += 1;
+        let entry = grant.entry;
+        let mut out = vec![1; grant.len as usize];
+        self.pool.read_blocking(&grant, 0, &mut out).context("reading a new chunk")?;
+        if let Some(at) = out.iter().position(|b| *b != 0) {
+            bail!("new chunk {entry} is not zero at {at}");
+        }
+        let mark = self.next().to_le_bytes();
+        let last = grant.len - mark.len() as u64;
+        for at in [0, last] {
+            self.pool.write_blocking(&grant, at, &mark).context("writing to a new chunk")?;
+        }
+        for at in [0, last] {
+            let mut out = [0; 8];
+            self.pool.read_blocking(&grant, at, &mut out).context("reading a new chunk")?;
+            ensure!(out == mark, "new chunk {entry} was changed at {at}");
+        }
+        let start = Instant::now();
+        self.pool.free_blocking(grant).context("freeing")?;
+        self.window.free.record(start.elapsed());
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<Value> {
+        for held in std::mem::take(&mut self.held) {
+            let entry = held.grant.entry;
+            let mut out = vec![0; held.mirror.len()];
+            self.pool.read_blocking(&held.grant, 0, &mut out).context("the last look")?;
+            ensure!(out[..8] == held.counter.to_be_bytes(), "chunk {entry}: its counter changed");
+            ensure!(out[8..WORDS] == held.word.to_be_bytes(), "chunk {entry}: its word changed");
+            ensure!(out[WORDS..] == held.mirror[WORDS..], "chunk {entry}: its contents changed");
+            self.pool.free_blocking(held.grant).context("freeing what it held")?;
+        }
+        Ok(self.report())
+    }
+
+    fn report(&mut self) -> Value {
+        let w = std::mem::take(&mut self.window);
+        json!({
+            "rounds": w.rounds,
+            "allocated": w.allocated,
+            "empty": w.empty,
+            "read": w.read,
+            "write": w.write,
+            "atomic": w.atomic,
+            "allocate": w.allocate,
+            "free": w.free,
+        })
+    }
+}
+
+fn arguments() -> Result<Arguments> {
+    let mut a = Arguments {
+        socket: PathBuf::new(),
+        hold: 4,
+        pause: Duration::ZERO,
+        may_be_empty: false,
+        allocate_every: 4,
+        seed: 1,
+    };
+    let mut words = std::env::args().skip(1);
+    while let Some(name) = words.next() {
+        let mut value = || words.next().with_context(|| format!("{name} needs a value"));
+        match name.as_str() {
+            "--socket" => a.socket = value()?.into(),
+            "--hold" => a.hold = value()?.parse()?,
+            "--pause-us" => a.pause = Duration::from_micros(value()?.parse()?),
+            "--may-be-empty" => a.may_be_empty = true,
+            "--allocate-every" => a.allocate_every = value()?.parse()?,
+            "--seed" => a.seed = value()?.parse()?,
+            other => bail!("unknown option {other}"),
+        }
+    }
+    Ok(a)
+}

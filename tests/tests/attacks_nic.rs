@@ -1,0 +1,237 @@
+//! Hostile functions of the NIC: objects of others, windows, limits, descriptors, noise, the control
+//! socket. Each attacker is a process of its own; victims work beside it and must not notice.
+
+use anyhow::{Context, Result, ensure};
+use granary_tests::node::full;
+use granary_tests::scene::{Process, Programs, Scene};
+use serde_json::{Value, json};
+
+const PROGRAMS: Programs =
+    Programs { hostile: env!("CARGO_BIN_EXE_hostile"), victim: env!("CARGO_BIN_EXE_victim") };
+
+/// 64 chunks of 4 KiB.
+const SMALL: [&str; 4] = ["--memory", "256KiB", "--chunk", "4KiB"];
+/// A victim that leaves CPU to the others.
+const CALM: [&str; 4] = ["--pause-us", "100", "--seed", "21"];
+/// Another one, which must do without memory if there is none.
+const SECOND: [&str; 5] = ["--pause-us", "150", "--seed", "22", "--may-be-empty"];
+
+fn scene(name: &str) -> Result<Scene> {
+    Scene::start(name, PROGRAMS, &SMALL, &[&CALM, &SECOND])
+}
+
+fn number(of: &Value, name: &str) -> u64 {
+    of[name].as_u64().unwrap_or_else(|| panic!("no number {name} in {of}"))
+}
+
+/// An attack that is told the first victim's chunks.
+fn attack(name: &str, more: &[&str]) -> Result<Value> {
+    let mut scene = scene(name)?;
+    let of = scene.held[0].to_string();
+    let report = scene.attack(name, &[&["--of", &of], more].concat())?;
+    scene.victims_worked()?;
+    scene.end()?;
+    Ok(report)
+}
+
+/// The same with an attack that reports, holds what it has, and is told to go on.
+fn hold(name: &str, more: &[&str]) -> Result<Value> {
+    let mut scene = scene(name)?;
+    let mut attacker = scene.hostile(name, more)?;
+    attacker.tell("go")?;
+    let report = attacker.report()?;
+    scene.mark()?;
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    scene.victims_worked()?;
+    scene.newcomer().context("a newcomer, while the attacker holds all that it could get")?;
+    attacker.tell("end")?;
+    attacker.report()?;
+    attacker.end()?;
+    scene.end()?;
+    Ok(report)
+}
+
+#[test]
+fn umrs_reach_own_windows_only() -> Result<()> {
+    let report = attack("umr", &[])?;
+    ensure!(number(&report, "refused") > 60, "{report}");
+    Ok(())
+}
+
+#[test]
+fn wait_and_enable_reach_own_queues_only() -> Result<()> {
+    let report = attack("enable", &[])?;
+    ensure!(number(&report, "refused") > 900, "{report}");
+    Ok(())
+}
+
+#[test]
+fn verbs_reach_own_objects_only() -> Result<()> {
+    let report = attack("verbs", &[])?;
+    ensure!(number(&report, "refused") > 2000, "{report}");
+    Ok(())
+}
+
+#[test]
+fn qps_that_do_not_name_each_other_do_not_talk() -> Result<()> {
+    let report = attack("connect", &[])?;
+    ensure!(number(&report, "refused") > 150, "{report}");
+    Ok(())
+}
+
+#[test]
+fn objects_are_limited() -> Result<()> {
+    hold("objects", &[]).map(drop)
+}
+
+/// The memory node's process has some 65,530 mappings.
+#[test]
+#[ignore = "there is a limit for each function, but none for all: a newcomer finds no mapping left"]
+fn shared_memory_is_limited() -> Result<()> {
+    let report = hold("memories", &["--count", "40"])?;
+    println!("{report}");
+    Ok(())
+}
+
+#[test]
+#[ignore = "one process may hold all connections: a newcomer is not let in"]
+fn connections_are_limited() -> Result<()> {
+    hold("connections", &["--count", "3000"]).map(drop)
+}
+
+#[test]
+fn qps_of_many_functions_are_limited() -> Result<()> {
+    let report = hold("many-functions", &["--count", "8"])?;
+    println!("{report}");
+    Ok(())
+}
+
+/// An admission names each QP once, and no more groups than the memory node gives.
+#[test]
+fn groups_are_limited() -> Result<()> {
+    let report = attack("groups", &[])?;
+    ensure!(report["refusals"].as_array().is_some_and(|r| r.len() == 5), "{report}");
+    Ok(())
+}
+
+#[test]
+fn only_sealed_shared_memory_is_accepted() -> Result<()> {
+    let report = attack("descriptors", &[])?;
+    let refusals = report["refusals"].as_object().context("refusals")?;
+    ensure!(refusals.values().all(|why| why.as_str().is_some_and(|w| w.len() > 20)), "{report}");
+    Ok(())
+}
+
+#[test]
+fn memory_does_not_shrink_under_the_nic() -> Result<()> {
+    attack("shrink", &["--count", "200"]).map(drop)
+}
+
+/// Random bytes in every ring, record, doorbell and word that a client shares with the NIC. The full
+/// run takes minutes.
+#[test]
+fn rings_full_of_noise() -> Result<()> {
+    let (seeds, ms) = if full() { (16, "15000") } else { (3, "1000") };
+    let first = std::env::var("GRANARY_NOISE_SEED").ok().map_or(Ok(1), |s| s.parse())?;
+    for seed in first..first + seeds {
+        println!("seed {seed}");
+        let report = attack("noise", &["--seed", &seed.to_string(), "--ms", ms])?;
+        println!("{report}");
+        ensure!(number(&report, "resets") > 0, "nothing broke: {report}");
+    }
+    Ok(())
+}
+
+#[test]
+fn garbage_on_the_control_socket() -> Result<()> {
+    let ms = if full() { "20000" } else { "700" };
+    let before = std::time::Instant::now();
+    let mut scene = scene("garbage")?;
+    let descriptors = || Ok::<_, std::io::Error>(std::fs::read_dir(scene.fds())?.count());
+    let first = descriptors()?;
+    let report = scene.attack("garbage", &["--ms", ms])?;
+    println!("{report}, {:?}", before.elapsed());
+    // What came with the packets is closed.
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
+    while descriptors()? > first {
+        ensure!(
+            std::time::Instant::now() < deadline,
+            "{first} descriptors, now {}",
+            descriptors()?
+        );
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    scene.victims_worked()?;
+    scene.end()?;
+    Ok(())
+}
+
+#[test]
+fn who_never_reads_replies_delays_nobody() -> Result<()> {
+    attack("deaf", &["--count", "16", "--ms", "500"]).map(drop)
+}
+
+/// A process that is attached and not admitted yet; another one asks to be admitted with its QPs, and
+/// leaves.
+#[test]
+fn qps_of_another_process_are_not_admitted() -> Result<()> {
+    let mut scene = scene("hijack")?;
+    let mut attached = scene.hostile("hijack", &[])?;
+    attached.tell("attach")?;
+    let numbers = attached.report()?;
+    let mut attacker = scene.hostile("hijack", &[])?;
+    attacker.tell(&numbers.to_string())?;
+    let report = attacker.report()?;
+    println!("{report}");
+    drop(attacker);
+    // The memory node has seen its end once it counts nobody of its.
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    attached.tell("go on")?;
+    attached.report().context("the attached process lost its NIC session")?;
+    attached.end()?;
+    ensure!(report["why"].is_string(), "admitted with another's QPs: {report}");
+    scene.victims_worked()?;
+    scene.end()?;
+    Ok(())
+}
+
+/// OneSidedMW §2.3: who shares a server with the owner of a type-1 window finds its key by trying all
+/// 256 tags, reads what is in it and writes to it. The same attack on a type-2 window finds nothing.
+#[test]
+fn all_tags_find_a_type_1_window_and_no_type_2_window() -> Result<()> {
+    let mut scene = scene("type1")?;
+    for seed in ["1", "2", "3"] {
+        let mut server = scene.hostile("type1-server", &["--seed", seed])?;
+        let mut owner = scene.hostile("type1-client", &[])?;
+        let mut stranger = scene.hostile("type1-client", &["--count", "512"])?;
+        let go = |p: &mut Process| -> Result<Value> {
+            p.tell("go")?;
+            p.report()
+        };
+        let (serving, owners, strangers) = (go(&mut server)?, go(&mut owner)?, go(&mut stranger)?);
+        server.tell(&json!([owners, strangers]).to_string())?;
+        let windows = server.report()?;
+        let order = |order: &str, peers: &Value| {
+            json!({ "order": order, "peers": peers, "windows": windows }).to_string()
+        };
+        owner.tell(&order("own", &serving["owner"]))?;
+        owner.report()?;
+        stranger.tell(&order("search", &serving["other"]))?;
+        let found = stranger.report()?;
+        stranger.report()?;
+        owner.tell(&order("look", &serving["owner"]))?;
+        let intact = owner.report()?;
+        owner.report()?;
+        println!("seed {seed}: {found}, {intact}");
+        ensure!(found[0]["secret"] == true, "the attack on type 1 failed: {found}");
+        ensure!(found[1] == json!({ "tries": 256, "secret": false }), "type 2: {found}");
+        ensure!(intact["intact"] == json!([false, true]), "{intact}");
+        server.tell("end")?;
+        for process in [server, owner, stranger] {
+            process.end()?;
+        }
+    }
+    scene.victims_worked()?;
+    scene.end()?;
+    Ok(())
+}
