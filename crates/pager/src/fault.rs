@@ -43,7 +43,7 @@ struct Stream {
 }
 
 /// Streams that are remembered.
-const STREAMS: usize = 64;
+const STREAMS: usize = 32;
 
 impl Streams {
     /// How many pages to serve for a fault of `thread` at `page`: 1 for a new stream, and four times
@@ -51,19 +51,24 @@ impl Streams {
     pub fn window(&mut self, thread: u32, page: PageId, most: u32) -> u32 {
         self.clock += 1;
         let clock = self.clock;
-        let found = self.streams.iter_mut().find(|s| s.thread == thread && s.next == page.0);
-        if let Some(stream) = found {
-            stream.pages = (stream.pages * 4).min(most).max(1);
-            stream.used = clock;
-            stream.next = page.0 + stream.pages;
-            return stream.pages;
+        // One pass: random faults come here, find nothing and take the place of the oldest.
+        let (mut oldest, mut used) = (0, u64::MAX);
+        for (index, stream) in self.streams.iter_mut().enumerate() {
+            if stream.thread == thread && stream.next == page.0 {
+                stream.pages = (stream.pages * 4).min(most).max(1);
+                stream.used = clock;
+                stream.next = page.0 + stream.pages;
+                return stream.pages;
+            }
+            if stream.used < used {
+                (oldest, used) = (index, stream.used);
+            }
         }
         let stream = Stream { thread, next: page.0 + 1, pages: 1, used: clock };
         if self.streams.len() < STREAMS {
             self.streams.push(stream);
         } else {
-            let oldest = self.streams.iter_mut().min_by_key(|s| s.used).expect("there are streams");
-            *oldest = stream;
+            self.streams[oldest] = stream;
         }
         1
     }
@@ -217,7 +222,9 @@ impl Handler<'_> {
                 0
             }
         };
-        pager.streams().0.served(fault.thread, page, window, mapped);
+        if mapped != window {
+            pager.streams().0.served(fault.thread, page, window, mapped);
+        }
         pager.give_room(room - mapped);
     }
 
@@ -413,7 +420,9 @@ impl Handler<'_> {
             let dirty = Entry::dirty(entry.slot());
             pager.settle(page, if index < count { dirty } else { entry });
         }
-        pager.streams().1.served(fault.thread, page, window, count as u32);
+        if count as u32 != window {
+            pager.streams().1.served(fault.thread, page, window, count as u32);
+        }
         if let Err(error) = done {
             match error.raw_os_error() {
                 Some(libc::EAGAIN | libc::ENOENT | libc::ESRCH) => pager.wake(page, 1),

@@ -25,7 +25,7 @@ use crate::page_table::{PageId, PageTable};
 use crate::pool_transport::PoolTransport;
 use crate::region::{RangeSet, Region, Space};
 use crate::residency::Residency;
-use crate::slots::{Emptied, Home, SlotId, Slots};
+use crate::slots::{Emptied, Home, Place, SlotId, Slots};
 use crate::staging::{FrameId, Staging};
 use crate::stats::{Counter, Stats};
 use crate::store::FileStore;
@@ -423,16 +423,16 @@ impl Pager {
     /// Moves pages between frames and slots: `pairs` of a slot and the frame, neighbours
     /// merged. Never returns without the pages moved.
     pub(crate) fn transfer(&self, lane: Lane, write: bool, pairs: &[(SlotId, FrameId)]) {
+        if let &[(slot, frame)] = pairs {
+            // A page that somebody waits for: nothing is allocated.
+            let place = self.slots().place(slot);
+            if let Home::Pool(chunk) = place.home {
+                return self.transfer_in_pool(lane, write, &[page_io(chunk, &place, frame)]);
+            }
+        }
         let Plan { pool, overflow } = self.plan(pairs);
         if !pool.is_empty() {
-            let done = if write {
-                self.transport.write(lane, &pool)
-            } else {
-                self.transport.read(lane, &pool)
-            };
-            if let Err(error) = done {
-                self.lost(&error);
-            }
+            self.transfer_in_pool(lane, write, &pool);
         }
         for (offset, frame, pages) in overflow {
             let store = self.overflow();
@@ -444,6 +444,14 @@ impl Pager {
             if let Err(error) = done {
                 self.broken("move a page to or from the overflow file", &error);
             }
+        }
+    }
+
+    fn transfer_in_pool(&self, lane: Lane, write: bool, ios: &[PageIo]) {
+        let done =
+            if write { self.transport.write(lane, ios) } else { self.transport.read(lane, ios) };
+        if let Err(error) = done {
+            self.lost(&error);
         }
     }
 
@@ -474,8 +482,7 @@ impl Pager {
             let place = slots.place(slot);
             match place.home {
                 Home::Pool(chunk) => {
-                    let offset_bytes = place.offset_bytes;
-                    let io = PageIo { chunk, offset_bytes, frame: frame.0, pages: 1 };
+                    let io = page_io(chunk, &place, frame);
                     match plan.pool.last_mut() {
                         Some(last) if follows(last, &io) => last.pages += 1,
                         _ => plan.pool.push(io),
@@ -547,6 +554,11 @@ struct Plan {
     pool: Vec<PageIo>,
     /// Byte of the overflow file, frame, pages.
     overflow: Vec<(u64, u32, u16)>,
+}
+
+/// The transfer of one page.
+fn page_io(chunk: ChunkHandle, place: &Place, frame: FrameId) -> PageIo {
+    PageIo { chunk, offset_bytes: place.offset_bytes, frame: frame.0, pages: 1 }
 }
 
 fn follows(last: &PageIo, io: &PageIo) -> bool {
