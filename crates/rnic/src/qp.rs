@@ -11,9 +11,10 @@
 //! Error                         yes     yes
 //! ```
 
+use crate::engine::lists::{Links, Place};
 use crate::error::Error;
 use crate::ids::{Access, Cqn, FunctionId, Pdn, Qpn};
-use crate::queue::{Fetched, SendQueue, Waiting};
+use crate::queue::{Fetched, SendQueue};
 use crate::verbs::{QpChange, QpState};
 
 /// The other end of a connection. Packets to another host come in beside `Local`.
@@ -40,11 +41,16 @@ pub(crate) struct Qp {
     pub send_cq: Cqn,
     pub recv_cq: Cqn,
     pub executed: u64,
-    /// Stands in the list of ready QPs.
-    pub queued: bool,
-    pub waiting: Waiting,
-    /// The next QP of the same wait list.
-    pub next_waiter: Qpn,
+    /// Its function's share.
+    pub share: u32,
+    /// Work that it may still do in this turn; below 0, what it owes.
+    pub left: i64,
+    pub place: Place,
+    pub links: Links,
+    /// In the engine's list of QPs that flush what is posted to them.
+    pub flushing: bool,
+    /// An event was raised that nobody has taken.
+    pub reported: bool,
     /// The WQE that is executed in slices. Made when first needed, then kept.
     pub long: Option<Box<Long>>,
 }

@@ -6,8 +6,9 @@
 
 use crate::cqe::{self, Cqe};
 use crate::dma::Span;
+use crate::engine::lists::List;
 use crate::error::Error;
-use crate::ids::{Cqn, FunctionId, Pdn, Qpn};
+use crate::ids::{Cqn, FunctionId, Pdn};
 use crate::memory::DmaMemory;
 use crate::verbs::{CqSpec, RecvSpec, SendSpec};
 use crate::wqe::{Control, SEGMENT, WQEBB};
@@ -25,22 +26,6 @@ pub(crate) const RECV_STRIDE_MAX: u32 = 1024;
 pub(crate) const CQ_ENTRIES_MAX: u32 = 1 << 23;
 /// Running indices of CQs have 24 bits.
 pub(crate) const COUNT_MASK: u32 = 0xff_ffff;
-
-/// A row of QPs that wait for something, first come first: linked through the QPs themselves.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct WaitList {
-    pub first: Qpn,
-    pub last: Qpn,
-}
-
-impl WaitList {
-    pub const EMPTY: WaitList = WaitList { first: Qpn::NONE, last: Qpn::NONE };
-
-    #[inline]
-    pub fn is_empty(&self) -> bool {
-        self.first == Qpn::NONE
-    }
-}
 
 /// A WQE as it was fetched: once, whole.
 pub(crate) struct Fetched {
@@ -156,7 +141,7 @@ pub(crate) struct RecvQueue {
     pub consumer: u32,
     limit: u32,
     /// QPs whose WQE found no receive WQE.
-    pub waiters: WaitList,
+    pub waiters: List,
     /// In the engine's list of queues whose records are looked at.
     pub watched: bool,
 }
@@ -200,7 +185,7 @@ impl RecvQueue {
             shared,
             consumer: initial,
             limit: initial,
-            waiters: WaitList::EMPTY,
+            waiters: List::EMPTY,
             watched: false,
         })
     }
@@ -262,14 +247,20 @@ pub(crate) struct CompletionQueue {
     pub overrun: bool,
     /// Send and receive queues that complete to it.
     pub users: u32,
-    /// QPs whose WAIT waits for it.
-    pub waiters: WaitList,
+    /// QPs whose WAIT waits for it: all of its own function.
+    pub waiters: List,
+    /// Times that all waiters were woken.
+    pub wakes: u32,
+    /// Its function's share.
+    pub share: u32,
+    /// An event was raised that nobody has taken.
+    pub reported: bool,
     /// In the engine's list of CQs whose `armed` is looked at when `poll` ends.
     pub touched: bool,
 }
 
 impl CompletionQueue {
-    pub fn new(function: FunctionId, spec: CqSpec) -> Result<Self, Error> {
+    pub fn new(function: FunctionId, share: u32, spec: CqSpec) -> Result<Self, Error> {
         power_of_two("entries of a CQ", spec.entries, CQ_ENTRIES_MAX)?;
         room("a CQ's ring", &spec.ring, spec.entries as u64 * cqe::CQE as u64, cqe::CQE)?;
         room("a CQ's record", &spec.record, 8, 8)?;
@@ -290,7 +281,10 @@ impl CompletionQueue {
             ignore_overrun: spec.ignore_overrun,
             overrun: false,
             users: 0,
-            waiters: WaitList::EMPTY,
+            waiters: List::EMPTY,
+            wakes: 0,
+            share,
+            reported: false,
             touched: false,
         })
     }
@@ -337,11 +331,9 @@ impl CompletionQueue {
     }
 }
 
-/// Where a QP waits.
+/// What a QP waits for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Waiting {
-    /// It does not.
-    No,
     /// For a CQ's count.
     Count(Cqn),
     /// For a receive WQE of this receive queue.

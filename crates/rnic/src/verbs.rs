@@ -23,8 +23,14 @@ pub struct Limits {
     pub send_bytes_max: u32,
     /// READs and WRITEs longer than this many bytes are executed in slices of it.
     pub slice_bytes: u32,
-    /// WQEs of one QP that are executed in a row while others are ready.
-    pub turn_wqes: u32,
+    /// Work of one QP in a turn while others of its function are ready, in bytes moved. A WQE counts
+    /// as 64 bytes and 64 more for each of its segments, a completion as 64.
+    pub qp_turn: u32,
+    /// Work of one function in a turn while others are ready, and of one `poll`; counted likewise.
+    pub function_turn: u32,
+    /// While it has work, every so-many-th turn is the physical function's, however many others there
+    /// are: it answers for all of them. At least 1.
+    pub physical_every: u32,
     /// Check the index and QPN in the control segment of managed rings' WQEs too. Recycled rings
     /// cannot run then; it is there to show what depends on it.
     pub strict: bool,
@@ -39,9 +45,11 @@ impl Default for Limits {
             cqs: 64 << 10,
             recvs: 64 << 10,
             keys: (1 << 24) - 1,
-            send_bytes_max: 1 << 20,
-            slice_bytes: 256 << 10,
-            turn_wqes: 32,
+            send_bytes_max: 64 << 10,
+            slice_bytes: 32 << 10,
+            qp_turn: 8 << 10,
+            function_turn: 32 << 10,
+            physical_every: 2,
             strict: false,
         }
     }

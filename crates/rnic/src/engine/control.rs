@@ -3,12 +3,13 @@
 //! Every verb names the calling function and touches only objects of that function. A refused verb
 //! changes nothing.
 
+use super::lists::{Links, Place};
 use super::{Core, Engine, Function, Pd};
 use crate::error::{Error, Object};
 use crate::ids::{Access, Cqn, FunctionId, Key, KeyIndex, Pdn, Qpn, Srqn};
 use crate::memory::DmaMemory;
 use crate::qp::{Peer, Qp};
-use crate::queue::{CompletionQueue, RecvQueue, SendQueue, Waiting};
+use crate::queue::{CompletionQueue, RecvQueue, SendQueue};
 use crate::verbs::{
     CqSpec, FunctionLimits, KeyInfo, MwKind, QpChange, QpInfo, QpSpec, QpState, Recv, RecvSpec,
 };
@@ -26,7 +27,7 @@ impl Engine {
         }
         let id = FunctionId(core.next_function);
         core.next_function += 1;
-        core.functions.insert(id, Function::new(limits));
+        core.functions.insert(id, Function::new(limits, core.shares.add()));
         Ok(id)
     }
 
@@ -48,7 +49,6 @@ impl Engine {
         let recvs: Vec<u32> =
             core.recvs.iter().filter(|(_, r)| r.function == f).map(|(n, _)| n).collect();
         for n in recvs {
-            core.wake_receivers(n);
             core.recvs.remove(n);
         }
         let cqs: Vec<u32> =
@@ -61,6 +61,7 @@ impl Engine {
         for n in pds {
             core.pds.remove(n);
         }
+        core.shares.remove(function.share);
     }
 
     // --- protection domains --------------------------------------------------------------------
@@ -167,7 +168,7 @@ impl Engine {
         let core = &mut self.core;
         let function = core.functions.get_mut(&f).ok_or(Error::Unknown(Object::Function(f)))?;
         admit("CQs of the function", function.used.cqs, function.limits.cqs)?;
-        let cq = CompletionQueue::new(f, spec)?;
+        let cq = CompletionQueue::new(f, function.share, spec)?;
         let made = core.cqs.insert(|_| true, |_| cq);
         let n = made.ok_or(full("CQs of the NIC", core.cqs.capacity()))?;
         function.used.cqs += 1;
@@ -178,8 +179,8 @@ impl Engine {
     pub fn destroy_cq(&mut self, f: FunctionId, cqn: Cqn) -> Result<(), Error> {
         let users = self.core.cq(f, cqn)?.users;
         refuse_used(Object::Cq(cqn), users, "send or receive queues")?;
-        let cq = self.core.cqs.remove(cqn.raw()).expect("just seen");
-        self.core.wake(cq.waiters);
+        self.core.wake_waiters(cqn);
+        self.core.cqs.remove(cqn.raw());
         self.core.function(f)?.used.cqs -= 1;
         Ok(())
     }
@@ -208,7 +209,6 @@ impl Engine {
         let srq = self.core.srq(f, srqn)?;
         let pd = srq.pd;
         refuse_used(Object::Srq(srqn), srq.users, "QPs")?;
-        self.core.wake_receivers(srqn.raw());
         self.core.recvs.remove(srqn.raw());
         self.core.function(f)?.used.srqs -= 1;
         self.core.pd_mut(pd).users -= 1;
@@ -227,6 +227,7 @@ impl Engine {
         }
         let function = self.core.function(f)?;
         admit("QPs of the function", function.used.qps, function.limits.qps)?;
+        let share = function.share;
         let send = spec.send.map(SendQueue::new).transpose()?;
         let (recv, recv_shared) = match spec.recv {
             Recv::None => (None, false),
@@ -257,9 +258,12 @@ impl Engine {
                 send_cq: spec.send_cq,
                 recv_cq: spec.recv_cq,
                 executed: 0,
-                queued: false,
-                waiting: Waiting::No,
-                next_waiter: Qpn::NONE,
+                share,
+                left: 0,
+                place: Place::Nowhere,
+                links: Links::NONE,
+                flushing: false,
+                reported: false,
                 long: None,
             },
         );
@@ -404,14 +408,22 @@ impl Core {
 
     /// Takes a QP out of everything that knows it.
     fn remove_qp(&mut self, qpn: Qpn) {
-        self.unlink(qpn);
+        self.leave(qpn);
+        // Who waits for a receive of this QP finds nobody at the other end.
+        let peer = self.qp_mut(qpn).peer;
+        self.wake_peer(qpn);
         let qp = self.qps.remove(qpn.raw()).expect("the QP was just seen");
+        // Nobody who comes to have this number is taken for the QP that had it.
+        if let Peer::Local(peer) = peer
+            && let Some(peer) = self.qps.get_mut(peer.raw())
+            && peer.peer == Peer::Local(qpn)
+        {
+            peer.peer = Peer::None;
+        }
         self.cq_mut(qp.send_cq).users -= 1;
         self.cq_mut(qp.recv_cq).users -= 1;
         self.pd_mut(qp.pd).users -= 1;
         let Some(n) = qp.recv else { return };
-        // Who waits there for this QP finds nobody at the other end.
-        self.wake_receivers(n);
         if qp.recv_shared {
             self.recvs.get_mut(n).expect("an SRQ in use lives").users -= 1;
         } else {
@@ -420,7 +432,8 @@ impl Core {
     }
 
     fn reset_qp(&mut self, qpn: Qpn) {
-        self.unlink(qpn);
+        self.leave(qpn);
+        self.wake_peer(qpn);
         let qp = self.qp_mut(qpn);
         qp.abandon();
         qp.state = QpState::Reset;
@@ -432,7 +445,6 @@ impl Core {
         if !shared {
             self.recvs.get_mut(n).expect("a QP's own receive queue lives").reset();
         }
-        self.wake_receivers(n);
     }
 }
 

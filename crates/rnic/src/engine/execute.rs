@@ -201,6 +201,7 @@ impl Core {
                 list => copy_lists(&[target], done, list, done, n),
             }
             self.stats.bytes += n;
+            self.work += n;
             done += n;
             if done < len {
                 return Ok(Progress::Part(done));
@@ -236,6 +237,7 @@ impl Core {
             list => copy_lists(list, done, &[source], done, n),
         }
         self.stats.bytes += n;
+        self.work += n;
         if done + n < len { Ok(Progress::Part(done + n)) } else { Ok(Progress::Done(len)) }
     }
 
@@ -315,7 +317,7 @@ impl Core {
         Ok(self.scratch.local.total())
     }
 
-    #[inline]
+    #[inline(always)]
     fn list_local(&mut self, me: &Requester, list: Sges<'_>, need: Access) -> Result<(), Fault> {
         let local = &mut self.scratch.local;
         local.clear();

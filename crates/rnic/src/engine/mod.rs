@@ -4,28 +4,35 @@
 //! ```text
 //!   verbs (control.rs) ──> tables: functions, PDs, keys, CQs, receive queues, QPs
 //!                             │
-//!   ring() ──> ready list ──> poll() ── turn (schedule.rs) ── WQE: fetch, decode, check
-//!                 ▲                                               │
-//!                 │ wake: completion counted, RECV_EN,            ▼
-//!                 │ SEND_EN, record has moved           requester (execute.rs)
-//!              wait lists <── WAIT, RNR ────────────────          │ admit, deliver
-//!                                                       responder (respond.rs)
+//!   ring() ──> ready QPs ───> poll() ── turn (schedule.rs) ── WQE: fetch, decode, check
+//!              (lists.rs,        whose: shares.rs                 │
+//!               by function)                                      ▼
+//!                 ▲                                     requester (execute.rs)
+//!                 │ wake: completion counted, RECV_EN,            │ admit, deliver
+//!                 │ SEND_EN, record has moved (watch.rs)          ▼
+//!              waiting QPs <── WAIT, RNR ───────────────  responder (respond.rs)
 //! ```
 //!
 //! Invariants:
 //! - A WQE is fetched when it is executed, once, whole, into a buffer of the NIC, and then validated.
 //! - A QP's WQEs execute in order; one ends, with all that it moved, before the next is fetched.
-//! - A QP stands in the ready list at most once, and executes nothing while it waits.
+//! - A QP is ready or waits or neither, and executes nothing while it waits.
+//! - What one WQE, or one slice, takes is bounded, whatever the function that posted it has set up.
 //! - No allocation, lock or system call on the path of a WQE.
 //! - Whatever a WQE, ring or record holds, the worst outcome is the error state of the QP that they
 //!   belong to and of its peer.
 
 mod control;
+mod errors;
 mod execute;
+pub(crate) mod lists;
 mod respond;
 mod schedule;
+mod shares;
+mod stepped;
 #[cfg(test)]
 mod tests;
+mod watch;
 
 use crate::dma::SpanList;
 use crate::ids::{Cqn, FunctionId, KeyIndex, Qpn};
@@ -36,12 +43,19 @@ use crate::queue::{
     RECV_STRIDE_MAX, RecvQueue, SEND_BLOCKS_MAX,
 };
 use crate::table::Table;
-use crate::verbs::{AtomicOrder, AtomicScope, Caps, Event, FunctionLimits, Limits, Stats};
+use crate::verbs::{
+    AsyncEvent, AtomicOrder, AtomicScope, Caps, Event, FunctionLimits, Limits, Stats,
+};
 use crate::wqe::MAX_SEGMENTS;
+use shares::Shares;
 use std::collections::{HashMap, HashSet, VecDeque};
 
 /// Bytes of a READ or WRITE at most (IBTA vol. 1, §9.7).
 const RDMA_BYTES_MAX: u64 = 1 << 31;
+
+/// Work of fetching and decoding a WQE, of each of its segments, and of a completion, as bytes that could
+/// be moved meanwhile.
+const WQE_WORK: u64 = 64;
 
 /// The software NIC. See the module.
 pub struct Engine {
@@ -61,11 +75,13 @@ struct Core {
     cqs: Table<CompletionQueue>,
     recvs: Table<RecvQueue>,
     qps: Table<Qp>,
-    /// QPs with work, in the order of their turns.
-    ready: VecDeque<Qpn>,
+    /// QPs with work, by function.
+    shares: Shares,
+    /// Work done since the NIC was made, in bytes moved.
+    work: u64,
     /// CQs that got a completion in this `poll`.
     touched: Vec<Cqn>,
-    rnr: schedule::RnrWatch,
+    watch: watch::Watch,
     events: VecDeque<Event>,
     stats: Stats,
     scratch: Box<Scratch>,
@@ -84,6 +100,7 @@ struct Scratch {
 struct Function {
     limits: FunctionLimits,
     used: FunctionLimits,
+    share: u32,
     keys: HashSet<KeyIndex>,
 }
 
@@ -97,7 +114,7 @@ struct Pd {
 impl Engine {
     /// A NIC with its physical function and nothing else.
     pub fn new(limits: Limits) -> Self {
-        let physical = Function::new(FunctionLimits::NONE);
+        let physical = Function::new(FunctionLimits::NONE, Shares::PHYSICAL);
         let core = Core {
             now_ns: 0,
             functions: HashMap::from([(FunctionId::PHYSICAL, physical)]),
@@ -107,9 +124,10 @@ impl Engine {
             cqs: Table::new(limits.cqs),
             recvs: Table::new(limits.recvs),
             qps: Table::new(limits.qps),
-            ready: VecDeque::with_capacity(64),
+            shares: Shares::new(limits.function_turn, limits.physical_every),
+            work: 0,
             touched: Vec::with_capacity(64),
-            rnr: schedule::RnrWatch::default(),
+            watch: watch::Watch::default(),
             events: VecDeque::with_capacity(64),
             stats: Stats::default(),
             scratch: Box::new(Scratch {
@@ -149,8 +167,9 @@ impl Engine {
         self.core.ring(qpn, producer);
     }
 
-    /// Executes up to `budget` WQEs of the QPs that are ready, in turns, at time `now_ns` (which
-    /// never goes back). Gives how many; 0 means that there is nothing to do.
+    /// Executes up to `budget` WQEs, or slices of them, of the QPs that are ready, in turns, at time
+    /// `now_ns` (which never goes back), and not more work than [`Limits::function_turn`] (and what one
+    /// WQE takes beyond it). Gives how many; 0 means that there is nothing to do.
     pub fn poll(&mut self, now_ns: u64, budget: usize) -> usize {
         self.core.poll(&mut self.wqe, now_ns, budget)
     }
@@ -177,12 +196,20 @@ impl Engine {
     /// When `poll` must be called at the latest, even if no doorbell rings: a WQE waits for a receive
     /// WQE that may be posted without any notice to the NIC.
     pub fn next_timeout(&self) -> Option<u64> {
-        self.core.rnr.deadline_ns()
+        self.core.watch.deadline_ns()
     }
 
-    /// What happened since the last call.
+    /// What happened since the last call. An event of an object that was not taken is not repeated:
+    /// there are never more than two for each CQ and one for each QP.
     pub fn take_events(&mut self) -> impl Iterator<Item = Event> + '_ {
-        self.core.events.drain(..)
+        let Core { events, cqs, qps, .. } = &mut self.core;
+        events.drain(..).inspect(|event| match event {
+            Event::Completion(cqn) => _ = cqs.get_mut(cqn.raw()).map(|cq| cq.reported = false),
+            Event::Async { event: AsyncEvent::QpError { qpn, .. }, .. } => {
+                _ = qps.get_mut(qpn.raw()).map(|qp| qp.reported = false);
+            }
+            Event::Async { event: AsyncEvent::CqOverrun { .. }, .. } => {}
+        })
     }
 
     /// Counters.
@@ -192,8 +219,8 @@ impl Engine {
 }
 
 impl Function {
-    fn new(limits: FunctionLimits) -> Self {
+    fn new(limits: FunctionLimits, share: u32) -> Self {
         let used = FunctionLimits { pds: 0, qps: 0, cqs: 0, srqs: 0, keys: 0, registered_bytes: 0 };
-        Self { limits, used, keys: HashSet::new() }
+        Self { limits, used, share, keys: HashSet::new() }
     }
 }

@@ -199,6 +199,7 @@ impl Core {
         }
         copy_lists(scratch.receive.as_slice(), 0, scratch.local.as_slice(), 0, len);
         self.stats.bytes += len;
+        self.work += len + super::WQE_WORK * scratch.receive.as_slice().len() as u64;
         Ok(())
     }
 

@@ -273,7 +273,7 @@ fn service(bed: &mut Bed, first_count: u32) -> Service {
 fn a_chain_serves_clients_over_every_wrap_without_a_cpu() {
     let requests: u64 = if cfg!(miri) { 40 } else { 40_000 };
     // One WQE a turn: the QPs interleave as finely as they can.
-    let mut bed = Bed::with(Limits { turn_wqes: 1, ..Limits::default() });
+    let mut bed = Bed::with(Limits { qp_turn: 100, ..Limits::default() });
     let s = service(&mut bed, 0xff_fff0);
     let f = bed.e.add_function(FunctionLimits::default()).unwrap();
     let pd = bed.pd(f);

@@ -212,7 +212,7 @@ fn a_write_with_immediate_takes_a_receive_and_leaves_its_sges_alone() {
 
 #[test]
 fn long_transfers_run_in_slices_and_let_others_pass() {
-    let mut bed = Bed::with(Limits { slice_bytes: 1000, ..Limits::default() });
+    let mut bed = Bed::with(Limits { slice_bytes: 1000, qp_turn: 100, ..Limits::default() });
     let (mut a, b) = bed.pair();
     let (mut c, d) = bed.pair();
     let from = bed.mr(PF, a.pd, 10_000, Access::LOCAL_WRITE);
@@ -260,7 +260,8 @@ fn the_key_is_checked_at_every_slice() {
 
 #[test]
 fn ready_qps_take_turns() {
-    let mut bed = Bed::with(Limits { turn_wqes: 2, ..Limits::default() });
+    // A signaled NOP counts as 192 bytes.
+    let mut bed = Bed::with(Limits { qp_turn: 2 * 192, ..Limits::default() });
     let (mut a, _b) = bed.pair();
     let (mut c, _d) = bed.pair();
     for _ in 0..4 {

@@ -87,7 +87,8 @@ struct Hostile {
 
 impl Hostile {
     fn new() -> Self {
-        let limits = Limits { slice_bytes: 100, turn_wqes: 4, ..Limits::default() };
+        let limits =
+            Limits { slice_bytes: 100, qp_turn: 1000, function_turn: 4000, ..Limits::default() };
         let mut bed = Bed::with(limits);
         let bystanders = bed.pair();
         let bystander_mr =

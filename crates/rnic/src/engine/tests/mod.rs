@@ -5,6 +5,7 @@ mod chains;
 mod control;
 mod data;
 mod errors;
+mod fairness;
 mod hostile;
 mod model;
 mod queues;

@@ -73,7 +73,7 @@ type Expected = Result<(), Syndrome>;
 
 impl World {
     fn new() -> Self {
-        let mut bed = Bed::with(Limits { slice_bytes: 100, turn_wqes: 1, ..Limits::default() });
+        let mut bed = Bed::with(Limits { slice_bytes: 100, qp_turn: 100, ..Limits::default() });
         let (data, meta) = (bed.pd(PF), bed.pd(PF));
         let worker = Shape { privileged: true, ..bed.shape(PF, data) };
         let worker = bed.qp(&worker);

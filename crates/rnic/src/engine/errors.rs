@@ -1,0 +1,78 @@
+//! The error state: who enters it, who hears of it, and the flush of what was outstanding.
+
+use super::Core;
+use crate::cqe::{self, Cqe, Syndrome};
+use crate::ids::Qpn;
+use crate::verbs::{AsyncEvent, Event, QpState};
+
+impl Core {
+    /// Moves a QP to Error. With a syndrome, its owner hears of it.
+    #[cold]
+    pub fn enter_error(&mut self, qpn: Qpn, why: Option<Syndrome>) {
+        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return };
+        if qp.state == QpState::Error {
+            return;
+        }
+        qp.state = QpState::Error;
+        qp.abandon();
+        if let Some(syndrome) = why.filter(|_| !qp.reported) {
+            qp.reported = true;
+            let (function, event) = (qp.function, AsyncEvent::QpError { qpn, syndrome });
+            self.events.push_back(Event::Async { function, event });
+        }
+        let own = qp.recv.filter(|_| !qp.recv_shared && !qp.flushing);
+        if own.and_then(|n| self.recvs.get(n)).is_some_and(|r| !r.managed) {
+            qp.flushing = true;
+            self.watch.flush(qpn);
+        }
+        self.leave(qpn);
+        self.wake_peer(qpn);
+        self.schedule(qpn);
+    }
+
+    /// Completes the next outstanding WQE of a QP in Error as flushed (IBTA vol. 1, §10.3.1), its send
+    /// queue's first. False if there is none.
+    #[cold]
+    pub fn flush(&mut self, qpn: Qpn) -> bool {
+        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return false };
+        let mut cqe = Cqe {
+            qpn,
+            error: Some(cqe::CqeError { syndrome: Syndrome::Flushed as u8, vendor: 0 }),
+            ..Cqe::default()
+        };
+        let cqn;
+        if qp.pending() > 0 {
+            let send = qp.send.as_mut().expect("it has work");
+            let ctrl = send.fetch_control();
+            let blocks = ctrl.blocks().min(send.pending());
+            cqe.opcode = cqe::opcode::REQ_ERR;
+            cqe.wqe_opcode = ctrl.opcode;
+            cqe.wqe_counter = send.consumer;
+            send.consumer = send.consumer.wrapping_add(blocks as u16);
+            cqn = qp.send_cq;
+        } else {
+            cqn = qp.recv_cq;
+            let own = qp.recv.filter(|_| !qp.recv_shared);
+            let Some(recv) = own.and_then(|n| self.recvs.get_mut(n)) else { return false };
+            if recv.managed || recv.credits() == 0 {
+                return false;
+            }
+            cqe.opcode = cqe::opcode::RESP_ERR;
+            cqe.wqe_counter = recv.consumer as u16;
+            recv.advance();
+        }
+        self.stats.flushed += 1;
+        self.work += super::WQE_WORK;
+        self.push_cqe(cqn, &cqe);
+        true
+    }
+
+    /// Receive WQEs that a QP in Error has to flush. Those of a managed queue are not flushed: they
+    /// are part of a program, and their completions would count as requests for who WAITs for
+    /// them.
+    pub fn flushable(&self, qpn: Qpn) -> u32 {
+        let Some(qp) = self.qps.get(qpn.raw()) else { return 0 };
+        let own = qp.recv.filter(|_| !qp.recv_shared && qp.state == QpState::Error);
+        own.and_then(|n| self.recvs.get(n)).filter(|r| !r.managed).map_or(0, |r| r.credits())
+    }
+}

@@ -1,0 +1,202 @@
+//! How functions and QPs share the NIC, counted in WQEs and bytes: no clock.
+
+use super::*;
+use crate::ids::FunctionId;
+use crate::verbs::{FunctionLimits, Limits, QpState};
+
+/// A function with QPs that have more to do than they can.
+struct Client {
+    function: FunctionId,
+    qps: Vec<TestQp>,
+    _peers: Vec<TestQp>,
+}
+
+impl Client {
+    /// `count` QPs whose rings are full of READs of `bytes`.
+    fn new(bed: &mut Bed, function: FunctionId, count: usize, bytes: u32) -> Self {
+        let pd = bed.pd(function);
+        let shape = Shape { managed: true, recv: None, blocks: 512, ..bed.shape(function, pd) };
+        let mr = bed.mr(function, pd, 1 << 20, ALL);
+        let (mut qps, mut peers) = (Vec::new(), Vec::new());
+        for _ in 0..count {
+            let (mut q, peer) = (bed.qp(&shape), bed.qp(&shape));
+            bed.connect(&q, &peer);
+            for _ in 0..q.blocks {
+                let sge = mr.sge(0, bytes as usize);
+                bed.write_wqe(&mut q, |w| _ = w.rdma_read(mr.remote(0), &[sge]));
+            }
+            qps.push(q);
+            peers.push(peer);
+        }
+        Self { function, qps, _peers: peers }
+    }
+
+    fn virtual_one(bed: &mut Bed, count: usize, bytes: u32) -> Self {
+        let f = bed.e.add_function(FunctionLimits::default()).unwrap();
+        Self::new(bed, f, count, bytes)
+    }
+
+    fn refill(&self, bed: &mut Bed) {
+        for q in &self.qps {
+            let info = bed.e.query_qp(self.function, q.qpn).unwrap();
+            assert_eq!(info.state, QpState::ReadyToSend);
+            let limit = info.send_consumer.wrapping_add(q.blocks as u16);
+            bed.e.enable_send(self.function, q.qpn, limit).unwrap();
+        }
+    }
+
+    fn executed(&self, bed: &Bed) -> Vec<u64> {
+        let of = |q: &TestQp| bed.e.query_qp(self.function, q.qpn).unwrap().executed;
+        self.qps.iter().map(of).collect()
+    }
+
+    fn total(&self, bed: &Bed) -> u64 {
+        self.executed(bed).iter().sum()
+    }
+}
+
+fn run(bed: &mut Bed, clients: &[&Client], polls: usize) {
+    for _ in 0..polls {
+        for c in clients {
+            c.refill(bed);
+        }
+        bed.e.poll(0, 64);
+    }
+}
+
+/// Within a tenth of each other.
+#[track_caller]
+fn alike(a: u64, b: u64) {
+    assert!(a.abs_diff(b) * 10 <= a.max(b), "{a} and {b}");
+}
+
+const POLLS: usize = if cfg!(miri) { 60 } else { 2000 };
+
+#[test]
+fn functions_share_equally_however_many_qps_they_have() {
+    let mut bed = Bed::new();
+    let one = Client::virtual_one(&mut bed, 1, 8);
+    let many = Client::virtual_one(&mut bed, 40, 8);
+    let some = Client::virtual_one(&mut bed, 5, 8);
+    run(&mut bed, &[&one, &many, &some], POLLS);
+    alike(one.total(&bed), many.total(&bed));
+    alike(one.total(&bed), some.total(&bed));
+    for qp in some.executed(&bed) {
+        alike(5 * qp, some.total(&bed));
+    }
+}
+
+#[test]
+fn bytes_count_as_well_as_wqes() {
+    let mut bed = Bed::new();
+    let small = Client::virtual_one(&mut bed, 1, 8);
+    let large = Client::virtual_one(&mut bed, 3, 1 << 20);
+    run(&mut bed, &[&small, &large], POLLS);
+    // Of a READ: 8 bytes or 1 MiB, and 4 times 64 for the WQE, or for each slice.
+    let of_small = small.total(&bed) * (8 + 4 * 64);
+    let moved = bed.e.stats().bytes - small.total(&bed) * 8;
+    alike(of_small, moved + moved / (32 << 10) * 4 * 64);
+    assert!(large.total(&bed) > 0 || cfg!(miri), "slices add up to whole READs");
+}
+
+#[test]
+fn qps_of_a_function_share_by_bytes() {
+    let mut bed = Bed::new();
+    let f = bed.e.add_function(FunctionLimits::default()).unwrap();
+    let small = Client::new(&mut bed, f, 1, 8);
+    let large = Client::new(&mut bed, f, 1, 64 << 10);
+    run(&mut bed, &[&small, &large], POLLS);
+    let moved = bed.e.stats().bytes - small.total(&bed) * 8;
+    let large_work = moved + moved / (32 << 10) * 4 * 64;
+    let small_work = small.total(&bed) * (8 + 4 * 64);
+    assert!(small_work * 10 >= large_work * 8, "{small_work} and {large_work}");
+}
+
+#[test]
+fn the_physical_function_has_every_second_turn() {
+    let mut bed = Bed::new();
+    let clients: Vec<Client> = (0..6).map(|_| Client::virtual_one(&mut bed, 8, 8)).collect();
+    let node = Client::new(&mut bed, PF, 2, 8);
+    let mut all: Vec<&Client> = clients.iter().collect();
+    all.push(&node);
+    run(&mut bed, &all, POLLS);
+    let others: u64 = clients.iter().map(|c| c.total(&bed)).sum();
+    alike(node.total(&bed), others);
+    for c in &clients {
+        alike(6 * c.total(&bed), others);
+    }
+}
+
+#[test]
+fn a_wqe_waits_for_no_more_than_a_turn_of_each_other_function() {
+    // SENDs of the largest size, READs of 1 MiB, and one function with many that owe.
+    let mut bed = Bed::new();
+    let limits = Limits::default();
+    let floods =
+        [Client::virtual_one(&mut bed, 20, 1 << 20), Client::virtual_one(&mut bed, 1, 1 << 20)];
+    let f = bed.e.add_function(FunctionLimits::default()).unwrap();
+    let mut victim = Client::new(&mut bed, f, 1, 8);
+    let q = &mut victim.qps[0];
+    for i in 0..if cfg!(miri) { 3 } else { 200 } {
+        for c in &floods {
+            c.refill(&mut bed);
+        }
+        for _ in 0..i % 5 {
+            bed.e.poll(0, 64);
+        }
+        let before = bed.e.stats().bytes;
+        bed.e.enable_send(f, q.qpn, i + 1).unwrap();
+        while bed.e.query_qp(f, q.qpn).unwrap().executed == i as u64 {
+            assert!(bed.e.poll(0, 64) > 0);
+        }
+        let moved = bed.e.stats().bytes - before;
+        let bound =
+            2 * (limits.function_turn + limits.slice_bytes) as u64 + limits.slice_bytes as u64;
+        assert!(moved <= bound, "{moved} bytes went before");
+    }
+}
+
+#[test]
+fn many_that_wait_cost_who_completes_there_one_step() {
+    // 300 QPs of a function WAIT far ahead on the CQ of its receive queue; who sends there, and who
+    // shares the NIC, does not pay for them.
+    let mut bed = Bed::new();
+    let f = bed.e.add_function(FunctionLimits::default()).unwrap();
+    let pd = bed.pd(f);
+    let shape = bed.shape(f, pd);
+    let mut target = bed.qp(&shape);
+    let cqn = target.recv_cq.cqn;
+    let mut waiting = Vec::new();
+    for i in 0..300 {
+        let mut q = bed.qp(&shape);
+        bed.connect_to(&q, q.qpn);
+        bed.post(&mut q, |w| _ = w.wait(cqn, 1 + i % 2).signaled());
+        waiting.push(q);
+    }
+    bed.run();
+    let sender_pd = bed.pd(PF);
+    let sender_shape = bed.shape(PF, sender_pd);
+    let mut sender = bed.qp(&sender_shape);
+    bed.connect(&sender, &target);
+    for _ in 0..2 {
+        bed.post_recv(&mut target, &[]);
+    }
+    let ends = |waiting: &mut Vec<TestQp>| {
+        waiting.iter_mut().filter_map(|q| q.send_cq.reader.poll()).count()
+    };
+    bed.post(&mut sender, |w| _ = w.send(&[]).signaled());
+    assert_eq!(bed.e.poll(0, 1), 1);
+    assert!(sender.send_cq.reader.poll().is_some());
+    // They were woken in one step, and wait again when each had its look.
+    bed.run();
+    assert_eq!(ends(&mut waiting), 0);
+    // One leaves the middle of the row, one the row of those just woken; the others pass.
+    bed.e.destroy_qp(f, waiting.remove(150).qpn).unwrap();
+    bed.post(&mut sender, |w| _ = w.send(&[]));
+    bed.e.poll(0, 1);
+    bed.e.destroy_qp(f, waiting.remove(100).qpn).unwrap();
+    bed.e.modify_qp(f, waiting[0].qpn, crate::verbs::QpChange::Error).unwrap();
+    bed.run();
+    // Of 150 two were destroyed; one of the others was flushed.
+    assert_eq!(ends(&mut waiting), 148);
+}
