@@ -70,6 +70,11 @@ impl DmaMemory {
         Ok(unsafe { Self::from_raw(base, len, Arc::new(map)) })
     }
 
+    /// Whether other spans keep the same mapping.
+    pub fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.owner) > 1
+    }
+
     /// Length in bytes.
     pub fn len(&self) -> usize {
         self.len

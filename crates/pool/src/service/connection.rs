@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use fabric::Qpn;
 use rnic::port::control::Verb;
-use rnic::port::shm::socket::{self, Packet};
+use rnic::port::shm::socket::{self, Packet, PeerSocket};
 use rnic::port::shm::{Session, wire};
 use rustix::io::Errno;
 
@@ -20,7 +20,7 @@ pub struct ConnectionId(pub u64);
 
 /// A connection.
 pub struct Connection {
-    fd: OwnedFd,
+    fd: PeerSocket,
     /// Replies that the peer was too slow to take.
     outbox: VecDeque<(Vec<u8>, Vec<OwnedFd>)>,
     /// What it is for.
@@ -71,7 +71,7 @@ pub enum Input {
 impl Connection {
     /// A connection that was just accepted.
     pub fn new(fd: OwnedFd) -> Self {
-        Self { fd, outbox: VecDeque::new(), role: Role::Unknown }
+        Self { fd: fd.into(), outbox: VecDeque::new(), role: Role::Unknown }
     }
 
     /// Reads one message.

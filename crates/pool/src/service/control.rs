@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use rnic::port::shm::socket::Packet;
+use rnic::port::shm::socket::{Packet, close_aside};
 use rnic::port::shm::{Session, SessionLimits};
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
@@ -156,8 +156,12 @@ impl<'a> Control<'a> {
 
     /// False if the connection is to be closed.
     fn handle(&mut self, id: ConnectionId, packet: Packet) -> bool {
-        let Packet { bytes, descriptors } = packet;
+        let Packet { bytes, mut descriptors } = packet;
         let Some(connection) = self.connections.get_mut(&id) else { return false };
+        if !matches!(connection.role, Role::Nic(_)) {
+            // Nobody asked for them.
+            descriptors.drain(..).for_each(close_aside);
+        }
         match &mut connection.role {
             Role::Unknown => self.open(id, &bytes),
             Role::Nic(session) => {

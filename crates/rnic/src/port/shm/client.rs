@@ -13,14 +13,17 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockop
 
 use super::super::control::{Reply, Verb};
 use super::super::error::Error;
-use super::doorbell::{ASLEEP_RNR, GONE, MappedDoorbell, Page, SLEEPING, page_bytes};
-use super::host::sealed_memory;
+use super::doorbell::{ASLEEP_RNR, GONE, MappedDoorbell, Page, SLEEPING, doorbells_in, page_bytes};
+use super::sharing;
 use super::socket::{self, Packet};
 use super::wire::{Request, Response, SERVICE, Span, VERSION};
 use crate::memory::DmaMemory;
 
 /// A host that does not answer for this long is taken for dead.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Doorbells that a client brings room for: two pages' worth. The host may allow less.
+const DOORBELLS_WANTED: u32 = 2016;
 
 /// A function of another process's NIC. It ends with its last clone and the last of its memory.
 #[derive(Clone)]
@@ -77,18 +80,21 @@ impl Attached {
             .map_err(Error::system("setting the timeout of the NIC's socket"))?;
         socket::send(&socket, SERVICE.as_bytes(), &[])
             .map_err(Error::system("naming the service to the NIC's process"))?;
-        let hello = Request::Hello { version: VERSION };
-        let (response, descriptors) = exchange(&socket, &hello, None).map_err(gone)?;
+        let (page, memory) = sharing::make("granary-doorbells", page_bytes(DOORBELLS_WANTED))?;
+        let hello = Request::Hello { version: VERSION, bytes: memory.len() as u64 };
+        let (response, descriptors) = exchange(&socket, &hello, Some(&page)).map_err(gone)?;
         let doorbells = match response {
             Response::Welcome { doorbells, .. } => doorbells,
             Response::Error(why) => return Err(Error::Refused { why }),
             _ => return Err(unexpected("a hello")),
         };
-        let [page, wake] = <[OwnedFd; 2]>::try_from(descriptors).map_err(|d| Error::Protocol {
-            what: format!("{} descriptors with the welcome, not two", d.len()),
+        let [wake] = <[OwnedFd; 1]>::try_from(descriptors).map_err(|d| Error::Protocol {
+            what: format!("{} descriptors with the welcome, not one", d.len()),
         })?;
-        let memory = DmaMemory::map_shared(&page, 0, page_bytes(doorbells))
-            .map_err(Error::system("mapping the doorbell page"))?;
+        if doorbells > doorbells_in(memory.len()) {
+            let what = format!("{doorbells} doorbells in a page of {} bytes", memory.len());
+            return Err(Error::Protocol { what });
+        }
         let watched = socket
             .try_clone()
             .map_err(|source| Error::System { attempt: "duplicating the NIC's socket", source })?;
@@ -112,7 +118,7 @@ impl Attached {
 
     /// Memory of this process that the host has mapped too.
     pub fn alloc_dma(&self, bytes: usize) -> Result<DmaMemory, Error> {
-        let (fd, memory) = sealed_memory("granary-dma", bytes)?;
+        let (fd, memory) = sharing::make("granary-dma", bytes)?;
         let bytes = memory.len() as u64;
         let number = match self.0.ask(&Request::AddMemory { bytes }, Some(&fd))? {
             Response::Memory(number) => number,

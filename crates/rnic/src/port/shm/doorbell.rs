@@ -13,7 +13,7 @@
 //!           +--------------+--------------+
 //! ```
 //!
-//! The page belongs to the NIC's process; a client maps it shared. A doorbell holds the index up to
+//! The page is memory of the client, given to the NIC when it attaches. A doorbell holds the index up to
 //! which the client has filled the send ring. The generation changes when the queue pair in the
 //! slot is reset or another one takes the slot, so that the first doorbell after it differs from
 //! the last one before, whatever its index.
@@ -60,6 +60,14 @@ pub const DOORBELLS: usize = 128;
 /// Bytes of a page with `slots` doorbells.
 pub(super) fn page_bytes(slots: u32) -> usize {
     DOORBELLS + slots as usize * 4
+}
+
+/// The most bytes of a page: 16384 doorbells, in whole pages.
+pub(super) const PAGE_BYTES_MAX: usize = 68 << 10;
+
+/// Doorbells for which a page of `bytes` has room.
+pub(super) fn doorbells_in(bytes: usize) -> u32 {
+    (bytes.saturating_sub(DOORBELLS) / 4).try_into().unwrap_or(u32::MAX)
 }
 
 /// The CPU that the calling thread runs on, plus 1.

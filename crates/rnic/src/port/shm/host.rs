@@ -1,18 +1,16 @@
 //! The host of a NIC: the process whose thread runs the engine.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::thread::JoinHandleExt;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use rustix::fs::{MemfdFlags, SealFlags};
-
 use super::super::control::{Reply, Verb};
 use super::super::error::Error;
-use super::doorbell::{ASLEEP_RNR, MappedDoorbell, Page, page_bytes};
+use super::doorbell::{ASLEEP_RNR, MappedDoorbell, Page, doorbells_in, page_bytes};
 use super::nic_thread::{NicThread, Shared, eventfd};
 use crate::ids::FunctionId;
 use crate::memory::DmaMemory;
@@ -23,13 +21,19 @@ const PHYSICAL_DOORBELLS: u32 = 16 << 10;
 /// The most doorbells of a virtual function, whatever its limit of queue pairs.
 const VIRTUAL_DOORBELLS: u32 = 16 << 10;
 
+/// The most pieces of memory that attached processes may have shared: half the mappings that Linux allows
+/// a process (`vm.max_map_count`). Beyond those no `mmap` of this process would succeed.
+const PIECES_MAX: usize = 32 << 10;
+
 /// A NIC in a thread of this process. The thread ends when the last clone, and the last function
 /// and session of this process, is dropped.
 #[derive(Clone)]
-pub struct Host(Arc<HostInner>);
+pub struct Host(pub(super) Arc<HostInner>);
 
-struct HostInner {
-    shared: Arc<Shared>,
+pub(super) struct HostInner {
+    /// Pieces of other processes' memory that are mapped here.
+    pieces: Arc<AtomicUsize>,
+    pub(super) shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
     physical: Arc<Page>,
 }
@@ -57,7 +61,8 @@ impl Host {
             .name("granary-nic".to_string())
             .spawn(move || nic.run())
             .map_err(|source| Error::System { attempt: "starting the NIC thread", source })?;
-        Ok(Self(Arc::new(HostInner { shared, thread: Some(thread), physical })))
+        let pieces = Arc::default();
+        Ok(Self(Arc::new(HostInner { pieces, shared, thread: Some(thread), physical })))
     }
 
     /// The physical function: the NIC owner's.
@@ -84,20 +89,31 @@ impl Host {
         })
     }
 
-    /// A new virtual function for another process, with the descriptor of its doorbell page.
+    /// A new virtual function for another process, whose doorbells lie in `memory`; gives how many
+    /// there are, and a descriptor that wakes the NIC.
     pub(super) fn shared_function(
         &self,
         limits: FunctionLimits,
-    ) -> Result<(Removal, SharedPage), Error> {
-        let doorbells = limits.qps.clamp(1, VIRTUAL_DOORBELLS);
-        let bytes = page_bytes(doorbells);
-        let (fd, memory) = sealed_memory("granary-doorbells", bytes)?;
+        memory: DmaMemory,
+    ) -> Result<(Removal, u32, OwnedFd), Error> {
+        let doorbells = limits.qps.clamp(1, VIRTUAL_DOORBELLS).min(doorbells_in(memory.len()));
         let (removal, page) = self.add_function(limits, memory, doorbells)?;
         let wake = page
             .wake
             .try_clone()
             .map_err(|source| Error::System { attempt: "duplicating an eventfd", source })?;
-        Ok((removal, SharedPage { fd, wake, doorbells }))
+        Ok((removal, doorbells, wake))
+    }
+
+    /// Room for one more piece of other processes' memory.
+    pub(super) fn take_piece(&self) -> Result<Piece, Error> {
+        let piece = Piece(self.0.pieces.clone());
+        if piece.0.fetch_add(1, Ordering::Relaxed) >= PIECES_MAX {
+            let limit = PIECES_MAX as u64;
+            let what = "pieces of shared memory of all attached processes";
+            return Err(crate::error::Error::Limit { what, limit }.into());
+        }
+        Ok(piece)
     }
 
     fn add_function(
@@ -185,6 +201,15 @@ impl Drop for HostInner {
     }
 }
 
+/// A piece of another process's memory, counted.
+pub(super) struct Piece(Arc<AtomicUsize>);
+
+impl Drop for Piece {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// Removes a virtual function when it is dropped.
 pub(super) struct Removal {
     pub host: Host,
@@ -197,13 +222,6 @@ impl Drop for Removal {
         // If the thread has ended, so has the function.
         let _ = self.host.call(move |nic| nic.remove_function(id));
     }
-}
-
-/// A doorbell page for another process.
-pub(super) struct SharedPage {
-    pub fd: OwnedFd,
-    pub wake: OwnedFd,
-    pub doorbells: u32,
 }
 
 /// A function of the NIC's own process.
@@ -265,17 +283,4 @@ fn add_page(
         .map_err(|source| Error::System { attempt: "duplicating an eventfd", source })?;
     nic.add_doorbells(function, memory.clone(), slots, watched)?;
     Ok(Arc::new(Page { memory, slots, wake }))
-}
-
-/// Memory to be shared by descriptor: of fixed size, for good.
-pub(super) fn sealed_memory(name: &str, bytes: usize) -> Result<(OwnedFd, DmaMemory), Error> {
-    let bytes = bytes.max(1).next_multiple_of(rustix::param::page_size());
-    let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
-        .map_err(Error::system("creating shared memory"))?;
-    rustix::fs::ftruncate(&fd, bytes as u64).map_err(Error::system("sizing shared memory"))?;
-    rustix::fs::fcntl_add_seals(fd.as_fd(), SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
-        .map_err(Error::system("sealing shared memory"))?;
-    let memory =
-        DmaMemory::map_shared(&fd, 0, bytes).map_err(Error::system("mapping shared memory"))?;
-    Ok((fd, memory))
 }

@@ -16,16 +16,19 @@
 //! - [`Host`] owns the NIC thread. The functions of its own process are [`LocalFunction`]s.
 //! - [`Session`] is the host's side of an attached process: requests in, replies out, no socket.
 //! - [`Attached`] is the other process's side.
+//! - `sharing.rs` says under which conditions a client's memory becomes the NIC's as well.
 //! - [`wire`] are the messages, [`socket`] moves them and the descriptors with them.
 //!
 //! The data path needs neither lock nor system call as long as both sides are awake; see the
 //! doorbell page (`doorbell.rs`) for how they wake each other.
 
+mod aside;
 mod client;
 mod doorbell;
 mod host;
 mod nic_thread;
 mod session;
+mod sharing;
 pub mod socket;
 #[cfg(test)]
 mod tests;

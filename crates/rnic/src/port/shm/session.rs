@@ -1,32 +1,32 @@
 //! The host's side of an attached process.
 //!
 //! A session is fed by whoever has accepted the connection: it has no socket. It trusts nothing in
-//! a request. Memory is accepted only as a descriptor of ordinary shared memory, sealed against
-//! shrinking, whose size is checked once; then it is mapped once, and stays mapped for as long as a
-//! region or queue uses it.
+//! a request. Memory is accepted as [`sharing`](super::sharing) says, mapped once, and stays mapped for
+//! as long as a region or queue uses it. It counts against the limits for as long, and it is the
+//! session that unmaps it: that takes time, which is not the NIC thread's.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 
-use rustix::fs::SealFlags;
-
 use super::super::control::{Reply, Verb};
 use super::super::error::Error;
-use super::host::{Host, Removal, SharedPage};
-use super::wire::{Request, Response, Span, VERSION};
+use super::host::{Host, Piece, Removal};
+use super::socket::close_aside;
+use super::wire::{MESSAGE_MAX, Request, Response, Span, VERSION};
+use super::{doorbell, sharing};
 use crate::memory::DmaMemory;
 use crate::verbs::FunctionLimits;
 
-/// `f_type` of a file system whose files are ordinary shared memory (`TMPFS_MAGIC`). Memory of huge
-/// pages is another one's: touching it can fail when none is left.
-const TMPFS: u64 = 0x0102_1994;
+/// The most bytes of an error's text: it may quote the client.
+const WHY_MAX: usize = 1024;
 
 /// What an attached process may have.
 #[derive(Clone, Debug)]
 pub struct SessionLimits {
     /// Its function's objects.
     pub function: FunctionLimits,
-    /// Descriptors of shared memory at a time.
+    /// Pieces of shared memory at a time. All sessions of a NIC together may have 32768: a process
+    /// has a limited number of mappings.
     pub memories: usize,
     /// Bytes of shared memory at a time.
     pub memory_bytes: u64,
@@ -34,7 +34,7 @@ pub struct SessionLimits {
 
 impl Default for SessionLimits {
     fn default() -> Self {
-        Self { function: FunctionLimits::default(), memories: 4096, memory_bytes: 1 << 40 }
+        Self { function: FunctionLimits::default(), memories: 4096, memory_bytes: 64 << 30 }
     }
 }
 
@@ -43,10 +43,20 @@ impl Default for SessionLimits {
 pub struct Session {
     host: Host,
     limits: SessionLimits,
+    // Before the memory: what is mapped is unmapped here, not by the NIC thread.
     function: Option<Removal>,
-    memories: HashMap<u32, DmaMemory>,
+    page: Option<DmaMemory>,
+    memories: HashMap<u32, Shared>,
+    /// No longer shared; regions or queues may use them yet.
+    ended: Vec<Shared>,
     next_memory: u32,
     memory_bytes: u64,
+}
+
+/// A piece of a client's memory.
+struct Shared {
+    memory: DmaMemory,
+    _piece: Piece,
 }
 
 /// A response with the descriptors that go with it.
@@ -59,7 +69,9 @@ impl Session {
             host: host.clone(),
             limits,
             function: None,
+            page: None,
             memories: HashMap::new(),
+            ended: Vec::new(),
             next_memory: 0,
             memory_bytes: 0,
         }
@@ -70,20 +82,30 @@ impl Session {
     ///
     /// Waits for the NIC thread, for microseconds.
     pub fn handle(&mut self, request: &[u8], descriptors: Vec<OwnedFd>) -> (Vec<u8>, Vec<OwnedFd>) {
-        let (response, descriptors) =
-            self.answer(request, descriptors).unwrap_or_else(|e| match e {
+        self.unmap_ended();
+        let answer = self.answer(request, &descriptors);
+        // Some of those that are not memory can keep who closes them for as long as their owner
+        // likes.
+        descriptors.into_iter().for_each(close_aside);
+        let (response, descriptors) = answer.unwrap_or_else(|e| {
+            let mut why = match e {
                 // That it was the NIC that refused, the client's error says already.
-                Error::Verb(e) => (Response::Error(e.to_string()), Vec::new()),
-                e => (Response::Error(e.to_string()), Vec::new()),
-            });
-        (serde_json::to_vec(&response).expect("a response is plain data"), descriptors)
+                Error::Verb(e) => e.to_string(),
+                e => e.to_string(),
+            };
+            truncate(&mut why, WHY_MAX);
+            (Response::Error(why), Vec::new())
+        });
+        let bytes = serde_json::to_vec(&response).expect("a response is plain data");
+        debug_assert!(bytes.len() <= MESSAGE_MAX);
+        (bytes, descriptors)
     }
 
-    fn answer(&mut self, request: &[u8], descriptors: Vec<OwnedFd>) -> Result<Answer, Error> {
+    fn answer(&mut self, request: &[u8], descriptors: &[OwnedFd]) -> Result<Answer, Error> {
         let request: Request =
             serde_json::from_slice(request).map_err(|e| protocol(format!("a request: {e}")))?;
         match (request, &self.function) {
-            (Request::Hello { version }, None) => self.open(version),
+            (Request::Hello { version, bytes }, None) => self.open(version, bytes, descriptors),
             (Request::Hello { .. }, Some(_)) => Err(protocol("a second hello".to_string())),
             (_, None) => Err(protocol("a request before the hello".to_string())),
             (Request::AddMemory { bytes }, Some(_)) => {
@@ -92,7 +114,8 @@ impl Session {
             }
             (Request::RemoveMemory { memory }, Some(_)) => {
                 let memory = self.memories.remove(&memory).ok_or_else(|| unknown(memory))?;
-                self.memory_bytes -= memory.len() as u64;
+                self.ended.push(memory);
+                self.unmap_ended();
                 Ok((Response::Reply(Reply::Done), Vec::new()))
             }
             (Request::Verb(verb), Some(function)) => {
@@ -104,38 +127,63 @@ impl Session {
         }
     }
 
-    fn open(&mut self, version: u32) -> Result<Answer, Error> {
+    fn open(&mut self, version: u32, bytes: u64, page: &[OwnedFd]) -> Result<Answer, Error> {
         if version != VERSION {
             return Err(protocol(format!(
                 "version {version} of the attach protocol, and this NIC speaks {VERSION}; use the \
                  same release on both sides"
             )));
         }
-        let (function, SharedPage { fd, wake, doorbells }) =
-            self.host.shared_function(self.limits.function.clone())?;
+        let range = doorbell::page_bytes(1)..=doorbell::PAGE_BYTES_MAX;
+        if !usize::try_from(bytes).is_ok_and(|bytes| range.contains(&bytes)) {
+            return Err(protocol(format!(
+                "a doorbell page of {bytes} bytes; it has {} to {}",
+                range.start(),
+                range.end()
+            )));
+        }
+        let page = sharing::adopt(only_one("hello", page)?, bytes)?;
+        let (function, doorbells, wake) =
+            self.host.shared_function(self.limits.function.clone(), page.clone())?;
         self.function = Some(function);
-        Ok((Response::Welcome { version, doorbells }, vec![fd, wake]))
+        self.page = Some(page);
+        Ok((Response::Welcome { version, doorbells }, vec![wake]))
     }
 
-    fn add_memory(&mut self, bytes: u64, descriptors: Vec<OwnedFd>) -> Result<u32, Error> {
-        let [fd] = <[OwnedFd; 1]>::try_from(descriptors)
-            .map_err(|d| protocol(format!("{} descriptors with add_memory, not one", d.len())))?;
-        if self.memories.len() >= self.limits.memories {
+    fn add_memory(&mut self, bytes: u64, descriptors: &[OwnedFd]) -> Result<u32, Error> {
+        let fd = only_one("add_memory", descriptors)?;
+        if self.memories.len() + self.ended.len() >= self.limits.memories {
             return Err(limit("pieces of shared memory", self.limits.memories as u64));
         }
         if bytes > self.limits.memory_bytes - self.memory_bytes {
             return Err(limit("bytes of shared memory", self.limits.memory_bytes));
         }
-        let memory = map_sealed(&fd, bytes)?;
+        let piece = self.host.take_piece()?;
+        let memory = sharing::adopt(fd, bytes)?;
         let number = self.next_memory;
-        self.next_memory += 1;
+        self.next_memory =
+            number.checked_add(1).ok_or_else(|| limit("numbers", u32::MAX as u64))?;
         self.memory_bytes += memory.len() as u64;
-        self.memories.insert(number, memory);
+        self.memories.insert(number, Shared { memory, _piece: piece });
         Ok(number)
     }
 
+    /// Unmaps what is no longer shared and no longer used.
+    fn unmap_ended(&mut self) {
+        let bytes = &mut self.memory_bytes;
+        self.ended.retain(|shared| {
+            // Whoever could share it again would have to have it.
+            let in_use = shared.memory.is_shared();
+            if !in_use {
+                *bytes -= shared.memory.len() as u64;
+            }
+            in_use
+        });
+    }
+
     fn resolve(&self, span: Span) -> Result<DmaMemory, Error> {
-        let memory = self.memories.get(&span.memory).ok_or_else(|| unknown(span.memory))?;
+        let shared = self.memories.get(&span.memory).ok_or_else(|| unknown(span.memory))?;
+        let memory = &shared.memory;
         let part = match (usize::try_from(span.offset), usize::try_from(span.bytes)) {
             (Ok(offset), Ok(bytes)) => memory.slice(offset, bytes),
             _ => None,
@@ -152,29 +200,17 @@ impl Session {
     }
 }
 
-/// Maps a descriptor that a client sent, if touching it can never fail.
-fn map_sealed(fd: &OwnedFd, bytes: u64) -> Result<DmaMemory, Error> {
-    let seals = rustix::fs::fcntl_get_seals(fd).map_err(|_| {
-        protocol("the descriptor is not of shared memory that can be sealed (memfd)".to_string())
-    })?;
-    if !seals.contains(SealFlags::SHRINK) {
-        return Err(protocol(
-            "the shared memory is not sealed against shrinking (F_SEAL_SHRINK)".to_string(),
-        ));
+fn truncate(text: &mut String, max: usize) {
+    if let Some(at) = (0..=max).rev().find(|at| text.is_char_boundary(*at)) {
+        text.truncate(at);
     }
-    let kind = rustix::fs::fstatfs(fd).map_err(Error::system("looking at shared memory"))?.f_type;
-    if kind as u64 != TMPFS {
-        return Err(protocol("the shared memory is not of ordinary pages".to_string()));
+}
+
+fn only_one<'a>(request: &str, descriptors: &'a [OwnedFd]) -> Result<&'a OwnedFd, Error> {
+    match descriptors {
+        [fd] => Ok(fd),
+        d => Err(protocol(format!("{} descriptors with {request}, not one", d.len()))),
     }
-    let size = rustix::fs::fstat(fd).map_err(Error::system("looking at shared memory"))?.st_size;
-    let page = rustix::param::page_size() as u64;
-    if bytes == 0 || bytes > size as u64 || !bytes.is_multiple_of(page) {
-        return Err(protocol(format!(
-            "{bytes} bytes of shared memory that has {size}; whole pages of it can be shared"
-        )));
-    }
-    let bytes = usize::try_from(bytes).map_err(|_| protocol(format!("{bytes} bytes")))?;
-    DmaMemory::map_shared(fd, 0, bytes).map_err(Error::system("mapping shared memory"))
 }
 
 fn protocol(what: String) -> Error {

@@ -10,7 +10,12 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
+pub use super::aside::{PeerSocket, close_aside};
 use super::wire::{DESCRIPTORS_MAX, MESSAGE_MAX};
+
+/// The most descriptors that Linux lets a packet have (`SCM_MAX_FD`). There is room for all of them:
+/// those without room the kernel closes here and now, and that can take as long as their sender likes.
+const SENT_MAX: usize = 253;
 
 /// A packet.
 pub struct Packet {
@@ -38,10 +43,11 @@ pub fn send(socket: impl AsFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> 
 }
 
 /// Receives a packet; `None` when the peer has closed. A packet of more than [`MESSAGE_MAX`] bytes is
-/// refused with `EMSGSIZE`; descriptors beyond [`DESCRIPTORS_MAX`] are closed by the kernel.
+/// refused with `EMSGSIZE`, and its descriptors are closed. All descriptors of another are handed out,
+/// for the caller to refuse: to be closed by [`close_aside`].
 pub fn receive(socket: impl AsFd) -> Result<Option<Packet>, Errno> {
     let mut bytes = vec![0; MESSAGE_MAX];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SENT_MAX))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let received = loop {
         let mut parts = [IoSliceMut::new(&mut bytes)];
@@ -58,12 +64,11 @@ pub fn receive(socket: impl AsFd) -> Result<Option<Packet>, Errno> {
         })
         .flatten()
         .collect();
-    if received.flags.contains(ReturnFlags::TRUNC) {
-        return Err(Errno::MSGSIZE);
-    }
-    // No message of ours is empty: this is the end.
-    if received.bytes == 0 {
-        return Ok(None);
+    // No message of ours is empty: that is the end.
+    let too_long = received.flags.contains(ReturnFlags::TRUNC);
+    if too_long || received.bytes == 0 {
+        descriptors.into_iter().for_each(close_aside);
+        return if too_long { Err(Errno::MSGSIZE) } else { Ok(None) };
     }
     bytes.truncate(received.bytes);
     Ok(Some(Packet { bytes, descriptors }))

@@ -7,15 +7,21 @@
 //! ```text
 //! client                                    host
 //! {"service":"nic"}                   ->
-//! {"hello":{"version":1}}             ->
-//!                                     <-    {"welcome":{"version":1,"doorbells":1024}}
-//!                                           + descriptors: doorbell page, eventfd
+//! {"hello":{"version":2,"bytes":8192}} ->
+//!   + memfd: the doorbell page
+//!                                     <-    {"welcome":{"version":2,"doorbells":1024}}
+//!                                           + descriptor: eventfd
 //! {"add_memory":{"bytes":4096}}       ->
-//!   + descriptor of a sealed memfd
+//!   + memfd
 //!                                     <-    {"memory":0}
 //! {"verb":{"create_cq":{...}}}        ->
 //!                                     <-    {"reply":{"cq":3}}   or   {"error":"..."}
 //! ```
+//!
+//! All memory is the client's, made and paid for by it. It sends a memfd (`MFD_ALLOW_SEALING`, of
+//! ordinary pages) that it has mapped already and whose pages are all there; the host maps it and seals
+//! it, against shrinking, growing, writing through new mappings, and more seals. From then on nobody
+//! can take a page away from the NIC.
 
 use serde::{Deserialize, Serialize};
 
@@ -24,7 +30,7 @@ use super::super::control::{Reply, Verb};
 /// The first message of a connection to a NIC.
 pub const SERVICE: &str = r#"{"service":"nic"}"#;
 /// The version of this protocol.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// The most bytes of a message.
 pub const MESSAGE_MAX: usize = 32 << 10;
 /// The most descriptors of a message.
@@ -38,8 +44,11 @@ pub enum Request {
     Hello {
         /// [`VERSION`].
         version: u32,
+        /// Size of the doorbell page, which comes as a descriptor.
+        #[serde(default)]
+        bytes: u64,
     },
-    /// Shares memory: a descriptor, sealed against shrinking, that is mapped whole.
+    /// Shares memory, which comes as a descriptor and is mapped whole.
     AddMemory {
         /// Its size, a multiple of the page size.
         bytes: u64,
@@ -69,7 +78,7 @@ pub struct Span {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Response {
-    /// The function is open. Carries the descriptors of the doorbell page and of the eventfd.
+    /// The function is open. Carries the descriptor of the eventfd.
     Welcome {
         /// [`VERSION`].
         version: u32,

@@ -10,6 +10,9 @@ use super::super::control::{QpVerb, ReceiveVerb, Reply, SendRing, Verb};
 use super::doorbell::{DOORBELLS, page_bytes};
 use super::wire::{Request, Response, SERVICE, Span, VERSION};
 use super::{Attached, Host, Session, SessionLimits, socket};
+
+mod load;
+mod memory;
 use crate::cqe::CqReader;
 use crate::ids::{Access, Key, KeyIndex};
 use crate::memory::DmaMemory;
@@ -31,11 +34,13 @@ fn ask(s: &mut Session, request: &str, fds: Vec<OwnedFd>) -> (Response, Vec<Owne
 
 fn opened(host: &Host) -> Session {
     let mut s = session(host);
-    let (welcome, fds) = ask(&mut s, r#"{"hello":{"version":1}}"#, Vec::new());
+    let (welcome, fds) = ask(&mut s, HELLO, vec![whole(8192)]);
     assert!(matches!(welcome, Response::Welcome { version: VERSION, .. }), "{welcome:?}");
-    assert_eq!(fds.len(), 2);
+    assert_eq!(fds.len(), 1);
     s
 }
+
+const HELLO: &str = r#"{"hello":{"version":2,"bytes":8192}}"#;
 
 #[track_caller]
 fn refused(s: &mut Session, request: &str, fds: Vec<OwnedFd>, why: &str) {
@@ -52,8 +57,17 @@ fn memfd(bytes: u64, seals: SealFlags) -> OwnedFd {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let fd = rustix::fs::memfd_create("test", flags).unwrap();
     rustix::fs::ftruncate(&fd, bytes).unwrap();
+    let page = vec![0; 4096];
+    for at in (0..bytes).step_by(4096) {
+        assert_eq!(rustix::io::pwrite(&fd, &page[..(bytes - at).min(4096) as usize], at), Ok(4096));
+    }
     rustix::fs::fcntl_add_seals(&fd, seals).unwrap();
     fd
+}
+
+/// Memory that a host accepts.
+fn whole(bytes: u64) -> OwnedFd {
+    memfd(bytes, SealFlags::empty())
 }
 
 #[test]
@@ -62,8 +76,15 @@ fn the_greeting_comes_first_and_once() {
     let mut s = session(&host);
     refused(&mut s, r#"{"verb":"alloc_pd"}"#, Vec::new(), "before the hello");
     refused(&mut s, r#"{"hello":{"version":999}}"#, Vec::new(), "version 999");
-    ask(&mut s, r#"{"hello":{"version":1}}"#, Vec::new());
-    refused(&mut s, r#"{"hello":{"version":1}}"#, Vec::new(), "second hello");
+    refused(&mut s, HELLO, Vec::new(), "0 descriptors");
+    refused(&mut s, HELLO, vec![whole(4096)], "8192 bytes of shared memory that has 4096");
+    for bytes in [0, 131, 69633, u64::MAX] {
+        let hello = format!(r#"{{"hello":{{"version":2,"bytes":{bytes}}}}}"#);
+        refused(&mut s, &hello, vec![whole(8192)], "a doorbell page of");
+    }
+    let (welcome, _) = ask(&mut s, HELLO, vec![whole(8192)]);
+    assert!(matches!(welcome, Response::Welcome { doorbells: 1024, .. }), "{welcome:?}");
+    refused(&mut s, HELLO, vec![whole(8192)], "second hello");
     let (pd, _) = ask(&mut s, r#"{"verb":"alloc_pd"}"#, Vec::new());
     assert!(matches!(pd, Response::Reply(Reply::Pd(_))), "{pd:?}");
 }
@@ -84,7 +105,7 @@ fn bad_messages_are_refused() {
         r#"{{"verb":{{"create_cq":{{"ring":{span},"entries":1,"record":{span},"ignore_overrun":false}}}}}}"#
     );
     refused(&mut s, &cq, Vec::new(), "not shared");
-    let fds = vec![memfd(4096, SealFlags::SHRINK)];
+    let fds = vec![whole(4096)];
     assert!(matches!(ask(&mut s, r#"{"add_memory":{"bytes":4096}}"#, fds).0, Response::Memory(0)));
     for (offset, bytes) in [(0, 4097), (4096, 1), (u64::MAX, 2), (1, u64::MAX)] {
         let verb = Verb::RegMr {
@@ -99,36 +120,28 @@ fn bad_messages_are_refused() {
 }
 
 #[test]
-fn only_sealed_shared_memory_is_accepted() {
+fn only_memory_that_can_be_sealed_is_accepted() {
     let host = host();
     let mut s = opened(&host);
-    let add = |bytes: u64| format!(r#"{{"add_memory":{{"bytes":{bytes}}}}}"#);
-    let sealed = || memfd(8192, SealFlags::SHRINK);
-    refused(&mut s, &add(8192), vec![memfd(8192, SealFlags::empty())], "not sealed");
-    refused(&mut s, &add(8192), vec![memfd(8192, SealFlags::GROW)], "not sealed");
-    refused(&mut s, &add(8192), vec![super::nic_thread::eventfd().unwrap()], "memfd");
-    let file = rustix::fs::open(
-        "/proc/self/exe",
-        rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC,
-        rustix::fs::Mode::empty(),
-    );
-    refused(&mut s, &add(4096), vec![file.unwrap()], "memfd");
-    let unwritable = memfd(8192, SealFlags::SHRINK | SealFlags::WRITE);
-    refused(&mut s, &add(8192), vec![unwritable], "mapping");
-    refused(&mut s, &add(12288), vec![sealed()], "8192");
-    refused(&mut s, &add(0), vec![sealed()], "whole pages");
-    refused(&mut s, &add(100), vec![sealed()], "whole pages");
+    refused(&mut s, &add(12288), vec![whole(8192)], "8192");
+    refused(&mut s, &add(4096), vec![whole(8192)], "8192");
+    refused(&mut s, &add(0), vec![whole(8192)], "whole pages");
+    refused(&mut s, &add(100), vec![whole(8192)], "whole pages");
     refused(&mut s, &add(8192), vec![], "0 descriptors");
-    refused(&mut s, &add(8192), vec![sealed(), sealed()], "2 descriptors");
-    refused(&mut s, &add(2 << 20), vec![memfd(2 << 20, SealFlags::SHRINK)], "limit is 1048576");
+    refused(&mut s, &add(8192), vec![whole(8192), whole(8192)], "2 descriptors");
+    refused(&mut s, &add(2 << 20), vec![whole(2 << 20)], "limit is 1048576");
     for number in 0..3 {
-        let (shared, _) = ask(&mut s, &add(8192), vec![sealed()]);
+        let (shared, _) = ask(&mut s, &add(8192), vec![whole(8192)]);
         assert!(matches!(shared, Response::Memory(n) if n == number), "{shared:?}");
     }
-    refused(&mut s, &add(8192), vec![sealed()], "limit is 3");
+    refused(&mut s, &add(8192), vec![whole(8192)], "limit is 3");
     let (done, _) = ask(&mut s, r#"{"remove_memory":{"memory":1}}"#, Vec::new());
     assert!(matches!(done, Response::Reply(Reply::Done)));
-    assert!(matches!(ask(&mut s, &add(8192), vec![sealed()]).0, Response::Memory(3)));
+    assert!(matches!(ask(&mut s, &add(8192), vec![whole(8192)]).0, Response::Memory(3)));
+}
+
+fn add(bytes: u64) -> String {
+    format!(r#"{{"add_memory":{{"bytes":{bytes}}}}}"#)
 }
 
 #[test]
@@ -170,7 +183,7 @@ proptest! {
 fn no_numbers_do_harm() {
     let host = host();
     let mut s = opened(&host);
-    let fd = memfd(1 << 16, SealFlags::SHRINK);
+    let fd = whole(1 << 16);
     ask(&mut s, r#"{"add_memory":{"bytes":65536}}"#, vec![fd]);
     ask(&mut s, r#"{"verb":"alloc_pd"}"#, Vec::new());
     // A few odd values in every place of every verb.
@@ -225,9 +238,10 @@ fn no_numbers_do_harm() {
 fn doorbells_are_only_indices() {
     let host = host();
     let mut s = session(&host);
-    let (_, mut fds) = ask(&mut s, r#"{"hello":{"version":1}}"#, Vec::new());
-    let page = DmaMemory::map_shared(fds.remove(0), 0, page_bytes(1024)).unwrap();
-    let wake = fds.remove(0);
+    let page = whole(8192);
+    let memory = DmaMemory::map_shared(&page, 0, page_bytes(1024)).unwrap();
+    let (_, mut fds) = ask(&mut s, HELLO, vec![page]);
+    let (page, wake) = (memory, fds.remove(0));
     // A client may even make its eventfd block, and fill it.
     rustix::fs::fcntl_setfl(&wake, rustix::fs::OFlags::empty()).unwrap();
     let local = host.physical();
@@ -243,10 +257,6 @@ fn doorbells_are_only_indices() {
         }
         assert!(matches!(local.execute(Verb::AllocPd), Ok(Reply::Pd(_))));
     }
-    // Growing is sealed off as well as shrinking.
-    let (_, fds) = ask(&mut session(&host), r#"{"hello":{"version":1}}"#, Vec::new());
-    assert!(rustix::fs::ftruncate(&fds[0], 0).is_err());
-    assert!(rustix::fs::ftruncate(&fds[0], 1 << 20).is_err());
 }
 
 #[test]

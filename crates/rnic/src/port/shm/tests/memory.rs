@@ -1,0 +1,283 @@
+//! What a client may send as memory, and what it can do to memory that was accepted.
+
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags, SeekFrom};
+use rustix::io::Errno;
+
+use super::*;
+
+fn open(path: &str, flags: OFlags) -> OwnedFd {
+    rustix::fs::open(path, flags | OFlags::CLOEXEC, Mode::empty()).unwrap()
+}
+
+#[test]
+fn other_descriptors_are_refused() {
+    let host = host();
+    let mut s = opened(&host);
+    let a_file = tempfile();
+    let others = [
+        ("an eventfd", super::super::nic_thread::eventfd().unwrap()),
+        ("a program", open("/proc/self/exe", OFlags::RDONLY)),
+        ("memory of a process", open("/proc/self/mem", OFlags::RDWR)),
+        ("a file of proc", open("/proc/self/maps", OFlags::RDONLY)),
+        ("a device", open("/dev/zero", OFlags::RDWR)),
+        ("a directory", open("/", OFlags::RDONLY)),
+        ("a path", open("/", OFlags::PATH)),
+        ("a file", a_file),
+        ("a socket", TcpListener::bind("127.0.0.1:0").unwrap().into()),
+    ];
+    for (_what, fd) in others {
+        refused(&mut s, &add(8192), vec![fd], "memfd");
+    }
+    // Memory, but not as it must be.
+    let unwritable = memfd(8192, SealFlags::WRITE);
+    refused(&mut s, &add(8192), vec![unwritable], "mapping");
+    let sealed = memfd(8192, SealFlags::SHRINK | SealFlags::SEAL);
+    refused(&mut s, &add(8192), vec![sealed], "sealed");
+    let plain = rustix::fs::memfd_create("plain", MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&plain, 8192).unwrap();
+    refused(&mut s, &add(8192), vec![plain], "sealed");
+    // Read-only, by way of its name in /proc.
+    let fd = whole(8192);
+    let name = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&fd));
+    refused(&mut s, &add(8192), vec![open(&name, OFlags::RDONLY)], "mapping");
+    let huge = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
+    match rustix::fs::memfd_create("huge", huge) {
+        Ok(fd) => refused(&mut s, &add(2 << 20), vec![fd], "1048576"),
+        // A kernel without them.
+        Err(e) => eprintln!("huge pages were not tried: {e}"),
+    }
+    assert!(matches!(ask(&mut s, &add(8192), vec![whole(8192)]).0, Response::Memory(0)));
+}
+
+fn tempfile() -> OwnedFd {
+    let path = std::env::temp_dir().join(format!("granary-rnic-test-{}", std::process::id()));
+    let mut options = std::fs::File::options();
+    let file = options.create(true).truncate(true).read(true).write(true).open(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    file.set_len(8192).unwrap();
+    file.into()
+}
+
+#[test]
+fn holes_are_refused_however_they_are_hidden() {
+    let host = host();
+    let mut s = opened(&host);
+    let sparse = |bytes| {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let fd = rustix::fs::memfd_create("sparse", flags).unwrap();
+        rustix::fs::ftruncate(&fd, bytes).unwrap();
+        fd
+    };
+    refused(&mut s, &add(8192), vec![sparse(8192)], "no page at 0");
+    let fd = sparse(16384);
+    rustix::io::pwrite(&fd, &[1; 4096], 0).unwrap();
+    rustix::io::pwrite(&fd, &[1; 4096], 8192).unwrap();
+    refused(&mut s, &add(16384), vec![fd], "no page at 4096");
+    // Its pages are there, beyond its end.
+    let fd = sparse(8192);
+    rustix::fs::fallocate(&fd, FallocateFlags::KEEP_SIZE, 8192, 8192).unwrap();
+    assert_eq!(rustix::fs::fstat(&fd).unwrap().st_blocks, 16);
+    refused(&mut s, &add(8192), vec![fd], "no page at 0");
+}
+
+#[test]
+fn no_page_can_be_taken_away_again() {
+    let host = host();
+    let mut s = opened(&host);
+    let fd = whole(16384);
+    let mine = DmaMemory::map_shared(&fd, 0, 16384).unwrap();
+    let theirs = fd.try_clone().unwrap();
+    assert!(matches!(ask(&mut s, &add(16384), vec![theirs]).0, Response::Memory(0)));
+    assert_eq!(rustix::fs::ftruncate(&fd, 0), Err(Errno::PERM));
+    assert_eq!(rustix::fs::ftruncate(&fd, 1 << 20), Err(Errno::PERM));
+    for mode in [
+        FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
+        FallocateFlags::ZERO_RANGE,
+        FallocateFlags::COLLAPSE_RANGE,
+        FallocateFlags::KEEP_SIZE,
+    ] {
+        let (at, bytes) = if mode == FallocateFlags::KEEP_SIZE { (16384, 4096) } else { (0, 4096) };
+        let e = rustix::fs::fallocate(&fd, mode, at, bytes).unwrap_err();
+        assert!(matches!(e, Errno::PERM | Errno::OPNOTSUPP), "{mode:?}: {e}");
+    }
+    // SAFETY: the pages are the test's.
+    let removed = unsafe { libc::madvise(mine.as_ptr().cast(), 16384, libc::MADV_REMOVE) };
+    assert_eq!((removed, std::io::Error::last_os_error().raw_os_error()), (-1, Some(libc::EPERM)));
+    assert_eq!(rustix::io::pwrite(&fd, b"x", 0), Err(Errno::PERM));
+    assert!(DmaMemory::map_shared(&fd, 0, 16384).is_err(), "a new mapping that writes");
+    assert_eq!(rustix::fs::seek(&fd, SeekFrom::Hole(0)), Ok(16384));
+    // The one that was there before works on.
+    mine.write(0, b"still mine");
+}
+
+/// A client that shrinks and punches its memory for as long as it is let, while it is accepted.
+#[test]
+fn memory_that_changes_while_it_is_accepted_is_whole_or_refused() {
+    let host = host();
+    let mut s = opened(&host);
+    let (mut accepted, mut refused) = (0, 0);
+    let until = Instant::now() + Duration::from_millis(500);
+    while Instant::now() < until {
+        let fd = whole(65536);
+        let attacker = fd.try_clone().unwrap();
+        let attack = std::thread::spawn(move || {
+            for turn in 0.. {
+                let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                let punched = rustix::fs::fallocate(&attacker, flags, turn % 16 * 4096, 4096);
+                let _ = rustix::io::pwrite(&attacker, &[1; 4096], turn % 16 * 4096);
+                if punched.is_err() {
+                    break;
+                }
+                let _ = rustix::fs::ftruncate(&attacker, 4096);
+                let _ = rustix::fs::ftruncate(&attacker, 65536);
+                let _ = rustix::io::pwrite(&attacker, &[1; 65536], 0);
+            }
+            attacker
+        });
+        match ask(&mut s, &add(65536), vec![fd]).0 {
+            Response::Memory(number) => {
+                let fd = attack.join().unwrap();
+                assert_eq!(rustix::fs::fstat(&fd).unwrap().st_size, 65536);
+                assert_eq!(rustix::fs::seek(&fd, SeekFrom::Hole(0)), Ok(65536));
+                ask(&mut s, &format!(r#"{{"remove_memory":{{"memory":{number}}}}}"#), Vec::new());
+                accepted += 1;
+            }
+            Response::Error(_) => {
+                // Sealed or not: end the attack.
+                let fd = attack.join().unwrap();
+                drop(fd);
+                refused += 1;
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    eprintln!("accepted {accepted}, refused {refused}");
+}
+
+#[test]
+fn memory_counts_until_nothing_uses_it() {
+    let host = host();
+    let mut s = opened(&host);
+    let Response::Reply(Reply::Pd(pd)) = ask(&mut s, r#"{"verb":"alloc_pd"}"#, Vec::new()).0 else {
+        panic!("no PD");
+    };
+    let mut key = None;
+    for number in 0..3 {
+        ask(&mut s, &add(8192), vec![whole(8192)]);
+        let memory = Span { memory: number, offset: 4096, bytes: 4096 };
+        let access = Access::LOCAL_ALL;
+        let verb = Verb::RegMr { pd, memory, iova: 0, access };
+        let request = serde_json::to_string(&Request::Verb(verb)).unwrap();
+        let Response::Reply(Reply::Key(k)) = ask(&mut s, &request, Vec::new()).0 else {
+            panic!("not registered");
+        };
+        key = Some(k);
+        let remove = format!(r#"{{"remove_memory":{{"memory":{number}}}}}"#);
+        assert!(matches!(ask(&mut s, &remove, Vec::new()).0, Response::Reply(Reply::Done)));
+    }
+    refused(&mut s, &add(8192), vec![whole(8192)], "limit is 3");
+    let dereg = Request::Verb(Verb::DeregMr { key: key.unwrap() });
+    ask(&mut s, &serde_json::to_string(&dereg).unwrap(), Vec::new());
+    assert!(matches!(ask(&mut s, &add(8192), vec![whole(8192)]).0, Response::Memory(3)));
+}
+
+/// A socket whose last descriptor takes a minute to close.
+fn lingering() -> (OwnedFd, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let sender = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (receiver, _) = listener.accept().unwrap();
+    sender.set_nonblocking(true).unwrap();
+    // Until neither side takes any more.
+    while std::io::Write::write(&mut &sender, &[0; 65536]).is_ok() {}
+    sender.set_nonblocking(false).unwrap();
+    let minute = Some(Duration::from_secs(60));
+    rustix::net::sockopt::set_socket_linger(&sender, minute).unwrap();
+    (sender.into(), receiver)
+}
+
+#[test]
+fn descriptors_that_take_long_to_close_keep_nobody() {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+    let host = host();
+    let started = Instant::now();
+    let (client, server) =
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+    let server = socket::PeerSocket::from(server);
+    let mut s = opened(&host);
+    let mut receivers = Vec::new();
+    // With a request, beyond the descriptors that a request may have, and with one that is too long.
+    for (count, bytes) in [(1, add(8192)), (2, add(8192)), (1, "x".repeat(40 << 10))] {
+        let mut sent = Vec::new();
+        for _ in 0..count {
+            let (fd, receiver) = lingering();
+            sent.push(fd);
+            receivers.push(receiver);
+        }
+        let fds: Vec<_> = sent.iter().map(|fd| fd.as_fd()).collect();
+        socket::send(&client, bytes.as_bytes(), &fds).unwrap();
+        drop(sent);
+        match socket::receive(&server) {
+            Ok(Some(packet)) => {
+                assert_eq!(packet.descriptors.len(), count);
+                s.handle(&packet.bytes, packet.descriptors);
+            }
+            Err(Errno::MSGSIZE) => {}
+            other => panic!("{:?}", other.map(|p| p.is_some())),
+        }
+    }
+    // In the queue of a connection that ends.
+    let (fd, receiver) = lingering();
+    socket::send(&client, b"{}", &[fd.as_fd()]).unwrap();
+    drop(fd);
+    drop(server);
+    let end = socket::receive(&client).map(|p| p.is_some());
+    assert!(matches!(end, Ok(false) | Err(Errno::CONNRESET)), "it ended at once: {end:?}");
+    assert!(started.elapsed() < Duration::from_secs(30), "took {:?}", started.elapsed());
+    drop((receivers, receiver));
+}
+
+#[test]
+fn all_descriptors_of_a_packet_are_closed() {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+    let host = host();
+    let mut s = opened(&host);
+    let (client, server) =
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+    let (reader, writer) = rustix::pipe::pipe().unwrap();
+    let many = [writer.as_fd(); 253];
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
+    for length in [1, 5, 40 << 10] {
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(&many)));
+        let bytes = vec![b'x'; length];
+        let part = [std::io::IoSlice::new(&bytes)];
+        sendmsg(&client, &part, &mut control, SendFlags::empty()).unwrap();
+        if let Ok(Some(packet)) = socket::receive(&server) {
+            assert_eq!(packet.descriptors.len(), 253);
+            s.handle(&packet.bytes, packet.descriptors);
+        }
+    }
+    drop(writer);
+    // The end of the pipe: no descriptor of its other side is left anywhere.
+    let mut fds = [rustix::event::PollFd::new(&reader, rustix::event::PollFlags::IN)];
+    let timeout = rustix::event::Timespec { tv_sec: 20, tv_nsec: 0 };
+    assert_eq!(rustix::event::poll(&mut fds, Some(&timeout)), Ok(1), "one of them is open");
+    assert_eq!(rustix::io::read(&reader, &mut [0]), Ok(0));
+}
+
+#[test]
+fn errors_do_not_grow_with_what_they_quote() {
+    let host = host();
+    let mut s = opened(&host);
+    let quoted = format!(r#"{{"verb":{{"{}":1}}}}"#, "\\u0001".repeat(5000));
+    let (reply, _) = s.handle(quoted.as_bytes(), Vec::new());
+    assert!(reply.len() < 8 << 10, "{} bytes", reply.len());
+    for deep in ["[", r#"{"verb":"#, r#"{"verb":{"create_qp":"#] {
+        refused(&mut s, &deep.repeat(1500), Vec::new(), "a request");
+    }
+}
