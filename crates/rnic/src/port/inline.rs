@@ -64,7 +64,7 @@ impl InlineNic {
     pub fn step(&self, qpn: Qpn) -> bool {
         let mut core = self.core.lock();
         let done = core.engine.step(qpn, 0);
-        core.deliver_events();
+        while core.deliver_events() {}
         done
     }
 
@@ -99,7 +99,7 @@ impl InlineNic {
             while core.engine.poll(now, BUDGET) > 0 {
                 core.deliver_events();
             }
-            core.deliver_events();
+            while core.deliver_events() {}
             let waits = core.engine.next_timeout().is_some();
             if self.waits_for_receive.swap(waits, Ordering::SeqCst) || !waits {
                 return;

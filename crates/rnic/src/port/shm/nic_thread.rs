@@ -7,6 +7,7 @@
 //! A function's eventfd is shared with its client, which may do with it what it likes. It is never
 //! read here: it is watched edge-triggered, so that each write to it is one wake-up.
 
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
@@ -22,6 +23,7 @@ use super::super::has_one_cpu;
 use super::doorbell::{
     ASLEEP, ASLEEP_RNR, AWAKE, DOORBELLS, GONE, SLEEPING, WAITER, WHERE, this_cpu,
 };
+use crate::engine::Engine;
 use crate::ids::{FunctionId, Qpn};
 use crate::memory::DmaMemory;
 use crate::verbs::{Limits, QpChange};
@@ -37,8 +39,14 @@ const ROUNDS_PER_CLOCK: u32 = 64;
 
 /// The thread leaves its CPU after it has shared it with waiting clients so often...
 const CROWDED_MAX: u32 = 32;
-/// ... and has not left one for this long.
+/// ... and has not left one for this long. Where leaving does not help (a client that says it waits
+/// wherever the NIC is), it stays twice as long each time, up to `STAY_MAX`.
 const STAY: Duration = Duration::from_millis(5);
+const STAY_MAX: Duration = Duration::from_secs(5);
+
+/// Doorbells of a function that one look looks at. A client that has many, and keeps their cache lines
+/// to itself by writing them, makes its own doorbells slow, not those of others.
+const SCAN: usize = 64;
 
 /// Work for the NIC thread.
 pub(super) type Job = Box<dyn FnOnce(&mut NicThread) + Send>;
@@ -107,6 +115,8 @@ struct Doorbells {
     /// By slot: whose it is.
     owner: Vec<Option<Qpn>>,
     slots: u32,
+    /// Where the next look goes on.
+    next: usize,
 }
 
 /// The thread's state.
@@ -122,6 +132,7 @@ pub(super) struct NicThread {
     /// How often a client waited on the NIC's own CPU since the NIC left one for that.
     crowded: u32,
     left_at: u64,
+    stay: Duration,
 }
 
 impl NicThread {
@@ -139,6 +150,7 @@ impl NicThread {
             cpu: 0,
             crowded: 0,
             left_at: 0,
+            stay: STAY,
         })
     }
 
@@ -192,10 +204,14 @@ impl NicThread {
             }
         }
         self.crowded += any as u32;
-        if self.crowded >= CROWDED_MAX && now - self.left_at >= STAY.as_nanos() as u64 {
-            self.crowded = 0;
-            self.left_at = now;
-            leave_cpu();
+        if self.crowded >= CROWDED_MAX {
+            let here = Duration::from_nanos(now - self.left_at);
+            if here >= self.stay {
+                self.crowded = 0;
+                self.left_at = now;
+                self.stay = stay_after(self.stay, here);
+                leave_cpu();
+            }
         }
         any
     }
@@ -221,21 +237,25 @@ impl NicThread {
         any
     }
 
-    /// Tells the engine of doorbells that have changed.
+    /// Tells the engine of doorbells that have changed, among the next `SCAN` of each function.
     #[inline]
     fn scan(&mut self) -> bool {
         let mut any = false;
         for bells in &mut self.doorbells {
-            for (slot, seen) in bells.seen.iter_mut().enumerate() {
-                let bell = bells.page.word32(DOORBELLS + slot * 4).load(Ordering::Acquire);
-                if bell != *seen {
-                    *seen = bell;
-                    any = true;
-                    if let Some(qpn) = bells.owner[slot] {
-                        self.core.engine.ring(qpn, bell as u16);
-                    }
-                }
-            }
+            let from = if bells.next < bells.seen.len() { bells.next } else { 0 };
+            let to = bells.seen.len().min(from + SCAN);
+            bells.next = to;
+            any |= bells.look(&mut self.core.engine, from..to);
+        }
+        any
+    }
+
+    /// Tells the engine of all doorbells that have changed.
+    fn scan_all(&mut self) -> bool {
+        let mut any = false;
+        for bells in &mut self.doorbells {
+            let all = 0..bells.seen.len();
+            any |= bells.look(&mut self.core.engine, all);
         }
         any
     }
@@ -247,7 +267,8 @@ impl NicThread {
         self.announce(if timeout.is_some() { ASLEEP_RNR } else { ASLEEP });
         // The other half of the pair described in `doorbell.rs`.
         fence(Ordering::SeqCst);
-        if self.shared.has_mail.load(Ordering::Relaxed) || self.work(now) {
+        let rang = self.scan_all();
+        if self.shared.has_mail.load(Ordering::Relaxed) || self.work(now) || rang {
             self.announce(AWAKE);
             return;
         }
@@ -296,6 +317,7 @@ impl NicThread {
             seen: Vec::new(),
             owner: Vec::new(),
             slots,
+            next: 0,
         });
         Ok(())
     }
@@ -347,6 +369,25 @@ impl NicThread {
 }
 
 impl Doorbells {
+    /// Tells the engine of the doorbells in `slots` that have changed.
+    #[inline]
+    fn look(&mut self, engine: &mut Engine, slots: Range<usize>) -> bool {
+        let mut any = false;
+        let first = slots.start;
+        for (at, seen) in self.seen[slots].iter_mut().enumerate() {
+            let slot = first + at;
+            let bell = self.page.word32(DOORBELLS + slot * 4).load(Ordering::Acquire);
+            if bell != *seen {
+                *seen = bell;
+                any = true;
+                if let Some(qpn) = self.owner[slot] {
+                    engine.ring(qpn, bell as u16);
+                }
+            }
+        }
+        any
+    }
+
     fn free_slot(&self) -> Option<u32> {
         let slot = self.owner.iter().position(Option::is_none).unwrap_or(self.owner.len());
         (slot < self.slots as usize).then_some(slot as u32)
@@ -393,6 +434,13 @@ impl Drop for NicThread {
     }
 }
 
+/// How long the thread stays on its next CPU, when it leaves one after `here` on which it wanted to stay
+/// for `stay`.
+fn stay_after(stay: Duration, here: Duration) -> Duration {
+    // It was crowded all the while, or it had peace for a time.
+    if here < stay * 4 { (stay * 2).min(STAY_MAX) } else { STAY }
+}
+
 /// Moves the calling thread to another of the CPUs that it may run on, if there is one.
 #[cold]
 fn leave_cpu() {
@@ -409,4 +457,24 @@ fn watch(epoll: &OwnedFd, fd: &OwnedFd) -> Result<(), Error> {
     let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
     epoll::add(epoll, fd, epoll::EventData::new_u64(0), flags)
         .map_err(Error::system("watching an eventfd"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_is_crowded_wherever_it_goes_stays_longer() {
+        let mut stay = STAY;
+        let mut moves = 0;
+        let mut elapsed = Duration::ZERO;
+        while elapsed < Duration::from_secs(60) {
+            elapsed += stay;
+            stay = stay_after(stay, stay);
+            moves += 1;
+        }
+        assert!(moves < 25, "{moves} moves in a minute");
+        assert_eq!(stay, STAY_MAX);
+        assert_eq!(stay_after(stay, stay * 5), STAY, "after a time of peace");
+    }
 }

@@ -1,0 +1,135 @@
+//! What a client with much of everything gets: all of it served, at its own cost.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::super::{LocalFunction, MappedDoorbell};
+use super::*;
+use crate::ids::{Cqn, Qpn};
+
+/// A QP that is its own peer, with a CQ.
+struct Queue {
+    qpn: Qpn,
+    cqn: Cqn,
+    bell: MappedDoorbell,
+    ring: DmaMemory,
+    cq: CqReader,
+    record: DmaMemory,
+    index: u16,
+}
+
+fn queues(f: &LocalFunction, count: usize) -> Vec<Queue> {
+    let Ok(Reply::Pd(pd)) = f.execute(Verb::AllocPd) else { panic!("no PD") };
+    let one = |_| {
+        let memory = DmaMemory::anonymous(12288).unwrap();
+        let (ring, cq) = (memory.slice(0, 4096).unwrap(), memory.slice(4096, 4096).unwrap());
+        let record = memory.slice(8192, 8).unwrap();
+        for entry in 0..64 {
+            cq.write(entry * 64 + 63, &[0xf1]);
+        }
+        let (spec, ignore_overrun) = ((cq.clone(), record.clone()), false);
+        let verb = Verb::CreateCq { ring: spec.0, entries: 64, record: spec.1, ignore_overrun };
+        let Ok(Reply::Cq(cqn)) = f.execute(verb) else { panic!("no CQ") };
+        let verb = Verb::CreateQp(QpVerb {
+            pd,
+            send: Some(SendRing { ring: ring.clone(), blocks: 64, managed: false }),
+            receive: ReceiveVerb::None,
+            send_cq: cqn,
+            recv_cq: cqn,
+            access: Access::NONE,
+            privileged: false,
+        });
+        let Ok(Reply::Qp { qpn, doorbell }) = f.execute(verb) else { panic!("no QP") };
+        for change in
+            [QpChange::Init, QpChange::ReadyToReceive { peer: qpn }, QpChange::ReadyToSend]
+        {
+            f.execute(Verb::ModifyQp { qpn, change }).unwrap();
+        }
+        let bell = f.doorbell(doorbell.unwrap()).unwrap();
+        let cq = CqReader::new(cq, 64, record.clone(), 0);
+        Queue { qpn, cqn, bell, ring, cq, record, index: 0 }
+    };
+    (0..count).map(one).collect()
+}
+
+impl Queue {
+    fn post(&mut self) {
+        let mut wqe = Builder::new(self.qpn, self.index);
+        wqe.nop().signaled();
+        self.ring.write(self.index as usize % 64 * 64, wqe.bytes());
+        self.index = self.index.wrapping_add(1);
+        self.bell.ring(self.index);
+    }
+
+    fn wait(&mut self) {
+        let until = std::time::Instant::now() + Duration::from_secs(20);
+        while self.cq.poll().is_none() {
+            assert!(std::time::Instant::now() < until, "QP {} of CQ {}", self.qpn, self.cqn);
+            std::thread::yield_now();
+        }
+    }
+}
+
+#[test]
+fn every_doorbell_is_heard_however_many_there_are() {
+    let host = host();
+    let f = host.function(crate::verbs::FunctionLimits::default()).unwrap();
+    let mut queues = queues(&f, 300);
+    for round in 0..50 {
+        // All at once, then single ones while the NIC is awake, then single ones while it sleeps.
+        match round {
+            0..5 => queues.iter_mut().for_each(Queue::post),
+            _ => queues[round * 37 % 300].post(),
+        }
+        match round {
+            0..5 => queues.iter_mut().for_each(Queue::wait),
+            _ => queues[round * 37 % 300].wait(),
+        }
+        if round > 25 {
+            let sleeps = host.0.shared.sleeps.load(Ordering::Relaxed);
+            while host.0.shared.sleeps.load(Ordering::Relaxed) == sleeps {
+                std::thread::yield_now();
+            }
+        }
+    }
+}
+
+#[test]
+fn all_who_sleep_are_woken_though_not_all_at_once() {
+    use rustix::thread::futex;
+    let host = host();
+    let f = host.function(crate::verbs::FunctionLimits::default()).unwrap();
+    let mut queues = queues(&f, 40);
+    let sleepers: Vec<_> = queues
+        .iter()
+        .map(|q| {
+            let record = q.record.clone();
+            q.cq.arm();
+            std::thread::spawn(move || {
+                let armed = record.word32(super::super::super::ARMED);
+                let long = futex::Timespec { tv_sec: 20, tv_nsec: 0 };
+                while armed.load(Ordering::SeqCst) == 1 {
+                    let end = futex::wait(armed, futex::Flags::empty(), 1, Some(&long));
+                    assert_ne!(end, Err(rustix::io::Errno::TIMEDOUT), "not woken");
+                }
+            })
+        })
+        .collect();
+    queues.iter_mut().for_each(Queue::post);
+    for sleeper in sleepers {
+        sleeper.join().unwrap();
+    }
+    // A CQ may end while its turn to be woken has not come.
+    let mut more = self::queues(&f, 40);
+    more.iter().for_each(|q| q.cq.arm());
+    more.iter_mut().for_each(Queue::post);
+    for q in &more {
+        f.execute(Verb::DestroyQp { qpn: q.qpn }).unwrap();
+        f.execute(Verb::DestroyCq { cqn: q.cqn }).unwrap();
+    }
+    queues.iter_mut().for_each(|q| {
+        q.wait();
+        q.post();
+        q.wait();
+    });
+}
