@@ -24,6 +24,10 @@ const VIRTUAL_DOORBELLS: u32 = 16 << 10;
 /// The most pieces of memory that attached processes may have shared: half the mappings that Linux allows
 /// a process (`vm.max_map_count`). Beyond those no `mmap` of this process would succeed.
 const PIECES_MAX: usize = 32 << 10;
+/// Beyond that a quarter of the mappings is for who has few pieces yet: for newcomers, where others have
+/// taken what they could.
+const PIECES_RESERVED: usize = 16 << 10;
+const FEW_PIECES: usize = 64;
 
 /// A NIC in a thread of this process. The thread ends when the last clone, and the last function
 /// and session of this process, is dropped.
@@ -105,10 +109,11 @@ impl Host {
         Ok((removal, doorbells, wake))
     }
 
-    /// Room for one more piece of other processes' memory.
-    pub(super) fn take_piece(&self) -> Result<Piece, Error> {
+    /// Room for one more piece of memory of a process that has shared `held`.
+    pub(super) fn take_piece(&self, held: usize) -> Result<Piece, Error> {
         let piece = Piece(self.0.pieces.clone());
-        if piece.0.fetch_add(1, Ordering::Relaxed) >= PIECES_MAX {
+        let reserved = if held < FEW_PIECES { PIECES_RESERVED } else { 0 };
+        if piece.0.fetch_add(1, Ordering::Relaxed) >= PIECES_MAX + reserved {
             let limit = PIECES_MAX as u64;
             let what = "pieces of shared memory of all attached processes";
             return Err(crate::error::Error::Limit { what, limit }.into());

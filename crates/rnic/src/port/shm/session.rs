@@ -25,8 +25,8 @@ const WHY_MAX: usize = 1024;
 pub struct SessionLimits {
     /// Its function's objects.
     pub function: FunctionLimits,
-    /// Pieces of shared memory at a time. All sessions of a NIC together may have 32768: a process
-    /// has a limited number of mappings.
+    /// Pieces of shared memory at a time. A process has a limited number of mappings: all sessions of
+    /// a NIC together may have 32768, and then each up to 64 until there are 49152.
     pub memories: usize,
     /// Bytes of shared memory at a time.
     pub memory_bytes: u64,
@@ -34,7 +34,7 @@ pub struct SessionLimits {
 
 impl Default for SessionLimits {
     fn default() -> Self {
-        Self { function: FunctionLimits::default(), memories: 4096, memory_bytes: 64 << 30 }
+        Self { function: FunctionLimits::default(), memories: 1024, memory_bytes: 64 << 30 }
     }
 }
 
@@ -152,13 +152,14 @@ impl Session {
 
     fn add_memory(&mut self, bytes: u64, descriptors: &[OwnedFd]) -> Result<u32, Error> {
         let fd = only_one("add_memory", descriptors)?;
-        if self.memories.len() + self.ended.len() >= self.limits.memories {
+        let held = self.memories.len() + self.ended.len();
+        if held >= self.limits.memories {
             return Err(limit("pieces of shared memory", self.limits.memories as u64));
         }
         if bytes > self.limits.memory_bytes - self.memory_bytes {
             return Err(limit("bytes of shared memory", self.limits.memory_bytes));
         }
-        let piece = self.host.take_piece()?;
+        let piece = self.host.take_piece(held)?;
         let memory = sharing::adopt(fd, bytes)?;
         let number = self.next_memory;
         self.next_memory =

@@ -281,3 +281,16 @@ fn errors_do_not_grow_with_what_they_quote() {
         refused(&mut s, &deep.repeat(1500), Vec::new(), "a request");
     }
 }
+
+#[test]
+fn who_has_few_pieces_gets_some_where_others_took_all() {
+    let host = host();
+    let greedy: Vec<_> = (0..32 << 10).map(|_| host.take_piece(64).unwrap()).collect();
+    assert!(host.take_piece(64).is_err());
+    let mut s = opened(&host);
+    assert!(matches!(ask(&mut s, &add(8192), vec![whole(8192)]).0, Response::Memory(0)));
+    let more: Vec<_> = (1..16 << 10).map(|_| host.take_piece(0).unwrap()).collect();
+    refused(&mut s, &add(8192), vec![whole(8192)], "of all attached processes");
+    drop((greedy, more));
+    assert!(host.take_piece(64).is_ok());
+}
