@@ -34,7 +34,7 @@ over_each_node![
 ];
 
 /// A size for `make test`, or the one for `make test-full`.
-fn size(short: u32, long: u32) -> u32 {
+fn size<T>(short: T, long: T) -> T {
     if full() { long } else { short }
 }
 
@@ -71,18 +71,18 @@ fn compare_within(
 }
 
 fn sort_gives_the_same(behind: Behind) {
-    let site = Site::new(behind, "sort", 8 * MIB, "1GiB");
+    let site = Site::new(behind, "sort", size(8, 16) * MIB, "1GiB");
     let input = site.scratch.0.join("lines");
-    std::fs::write(&input, lines(size(200_000, 1_000_000))).unwrap();
+    std::fs::write(&input, lines(size(200_000, 600_000))).unwrap();
     let input = input.to_str().unwrap();
     let (plain, _) = compare(&site, 2000, "sort", &["--parallel=1", "-S", "300M", input]);
     assert!(plain.resident_bytes > 16 * MIB, "the bound must bite");
 }
 
 fn sort_with_a_full_pool_goes_on_in_the_overflow_file(behind: Behind) {
-    let site = Site::new(behind, "full", 8 * MIB, "4MiB");
+    let site = Site::new(behind, "full", size(8, 16) * MIB, "4MiB");
     let input = site.scratch.0.join("lines");
-    std::fs::write(&input, lines(size(200_000, 1_000_000))).unwrap();
+    std::fs::write(&input, lines(size(200_000, 600_000))).unwrap();
     let input = input.to_str().unwrap();
     let (_, paged) = compare(&site, 1000, "sort", &["--parallel=2", "-S", "200M", input]);
     assert_eq!(paged.count("chunks_peak"), 4, "{}", paged.stats);
@@ -146,8 +146,8 @@ sys.exit(3)
 ";
 
 fn python_with_threads_and_subprocesses(behind: Behind) {
-    let site = Site::new(behind, "python", 8 * MIB, "1GiB");
-    let script = format!("ROWS = {}\n{PYTHON}", size(40_000, 200_000));
+    let site = Site::new(behind, "python", size(8, 24) * MIB, "1GiB");
+    let script = format!("ROWS = {}\n{PYTHON}", size(40_000, 150_000));
     let (plain, paged) = compare(&site, 2000, "/usr/bin/python3", &["-c", &script]);
     assert_eq!(plain.code, 3);
     assert!(plain.resident_bytes > 16 * MIB, "the bound must bite");
@@ -157,7 +157,7 @@ fn python_with_threads_and_subprocesses(behind: Behind) {
 /// The compiler proper has more text than other programs have memory. So its bound is what it has
 /// resident with one function to compile, when hardly anything is paged, and `--local`.
 fn gcc_compiles_a_real_file(behind: Behind) {
-    let site = Site::new(behind, "gcc", 6 * MIB, "1GiB");
+    let site = Site::new(behind, "gcc", size(6, 16) * MIB, "1GiB");
     let source = |name: &str, functions| {
         let mut text = String::from("#include <stdio.h>\n#include <string.h>\n");
         for number in 0..functions {

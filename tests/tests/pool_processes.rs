@@ -25,7 +25,7 @@ fn chunks_are_exclusive_while_the_pool_is_near_empty() -> Result<()> {
     let node = MemoryNode::start("exclusive", &["--memory", "48KiB", "--chunk", "4KiB"])?;
     let ledger = node.ledger(12)?;
     let ledger = ledger.to_str().expect("a plain path");
-    let rounds = if full() { "1000000" } else { "100000" };
+    let rounds = if full() { "400000" } else { "100000" };
     let more = ["--rounds", rounds, "--threads", "2", "--hold", "4"];
     let mut clients = [start(&node, ledger, "1", &more)?, start(&node, ledger, "2", &more)?];
     clients.iter_mut().try_for_each(Client::go)?;

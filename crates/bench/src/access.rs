@@ -17,7 +17,7 @@ use crate::Error;
 use crate::bare;
 use crate::histogram::Latencies;
 use crate::plot::{Axis, Lines};
-use crate::record::{Record, Setting, Statistic, Unit};
+use crate::record::{Record, Setting, Statistic, Unit, series};
 use crate::table::{Pivot, Table};
 
 /// Name of the experiment.
@@ -217,7 +217,10 @@ pub fn pictures(records: &[Record], directory: &Path) -> Result<Vec<PathBuf>, Er
             let mut lines =
                 Lines::new(&title, Axis::bytes("size of one operation"), Axis::log(label));
             let mut drawn = false;
-            for (scheme, points) in series(&records, &metric, statistic) {
+            let named = ["scheme", "nic"];
+            let shown = |part: &str| part != bare::NIC;
+            let series = series(&records, &metric, statistic, "size", &named, shown);
+            for (scheme, points) in series {
                 drawn = true;
                 lines = if scheme.starts_with(bare::SCHEME) {
                     lines.baseline(&scheme, points)
@@ -245,31 +248,6 @@ fn by_depth(records: &[Record]) -> Vec<(f64, Vec<Record>)> {
         (depth, records.iter().filter(of_depth).cloned().collect())
     };
     depths.into_iter().map(of).collect()
-}
-
-/// For each scheme and NIC, the points (size, value) of a metric.
-fn series(
-    records: &[Record],
-    metric: &str,
-    statistic: Statistic,
-) -> Vec<(String, Vec<(f64, f64)>)> {
-    let mut series: Vec<(String, Vec<(f64, f64)>)> = Vec::new();
-    for record in records.iter().filter(|r| r.metric == metric && r.statistic == statistic) {
-        let Some(size) = record.setting.number("size") else { continue };
-        let name: Vec<String> = ["scheme", "nic"]
-            .iter()
-            .filter_map(|key| record.setting.get(key))
-            .map(ToString::to_string)
-            .filter(|part| part != bare::NIC)
-            .collect();
-        let name = name.join(", ");
-        let point = (size, record.value);
-        match series.iter_mut().find(|(n, _)| *n == name) {
-            Some((_, points)) => points.push(point),
-            None => series.push((name, vec![point])),
-        }
-    }
-    series
 }
 
 #[cfg(test)]

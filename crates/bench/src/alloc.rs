@@ -23,7 +23,7 @@ use crate::Error;
 use crate::claims::Claims;
 use crate::histogram::Latencies;
 use crate::plot::{Axis, Lines};
-use crate::record::{Record, Setting, Statistic, Unit};
+use crate::record::{Record, Setting, Statistic, Unit, series};
 use crate::table::{Pivot, Table};
 
 /// Name of the experiment.
@@ -224,7 +224,8 @@ pub fn pictures(records: &[Record], directory: &Path) -> Result<Vec<PathBuf>, Er
         ),
     ] {
         let mut lines = Lines::new(title, Axis::linear("clients"), Axis::log(label));
-        let series = series(records, metric, statistic);
+        let named = ["scheme", "control", "nic"];
+        let series = series(records, metric, statistic, "clients", &named, |_| true);
         if series.is_empty() {
             continue;
         }
@@ -238,26 +239,6 @@ pub fn pictures(records: &[Record], directory: &Path) -> Result<Vec<PathBuf>, Er
         files.extend(lines.write(directory, &format!("{EXPERIMENT}-{name}"))?);
     }
     Ok(files)
-}
-
-/// For each contender and NIC, the points (clients, value) of a metric.
-fn series(
-    records: &[Record],
-    metric: &str,
-    statistic: Statistic,
-) -> Vec<(String, Vec<(f64, f64)>)> {
-    let mut series: Vec<(String, Vec<(f64, f64)>)> = Vec::new();
-    for record in records.iter().filter(|r| r.metric == metric && r.statistic == statistic) {
-        let Some(clients) = record.setting.number("clients") else { continue };
-        let parts = ["scheme", "control", "nic"].iter().filter_map(|key| record.setting.get(key));
-        let name = parts.map(ToString::to_string).collect::<Vec<_>>().join(", ");
-        let point = (clients, record.value);
-        match series.iter_mut().find(|(n, _)| *n == name) {
-            Some((_, points)) => points.push(point),
-            None => series.push((name, vec![point])),
-        }
-    }
-    series
 }
 
 #[cfg(test)]

@@ -368,6 +368,31 @@ impl<'de> Deserialize<'de> for Setting {
     }
 }
 
+/// The points (`across`, value) of a metric, in a series for each combination of the settings `named`;
+/// its name is their values, those that pass `shown`.
+pub fn series(
+    records: &[Record],
+    metric: &str,
+    statistic: Statistic,
+    across: &str,
+    named: &[&str],
+    shown: impl Fn(&str) -> bool,
+) -> Vec<(String, Vec<(f64, f64)>)> {
+    let mut series: Vec<(String, Vec<(f64, f64)>)> = Vec::new();
+    for record in records.iter().filter(|r| r.metric == metric && r.statistic == statistic) {
+        let Some(x) = record.setting.number(across) else { continue };
+        let parts = named.iter().filter_map(|key| record.setting.get(key));
+        let parts = parts.map(ToString::to_string).filter(|part| shown(part));
+        let name = parts.collect::<Vec<_>>().join(", ");
+        let point = (x, record.value);
+        match series.iter_mut().find(|(n, _)| *n == name) {
+            Some((_, points)) => points.push(point),
+            None => series.push((name, vec![point])),
+        }
+    }
+    series
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
