@@ -104,7 +104,7 @@ pub fn run(bytes: &[u8]) {
 
 impl World {
     fn new() -> Self {
-        let limits = Limits { slice_bytes: 100, turn_wqes: 4, ..Limits::default() };
+        let limits = Limits { slice_bytes: 100, qp_turn: 4, ..Limits::default() };
         let mut engine = Engine::new(limits);
         let mut arena = Arena(DmaMemory::anonymous(128 << 10).expect("memory"), 0);
         let allowed =

@@ -125,8 +125,7 @@ impl Span {
     /// fence before this.
     #[inline]
     pub fn take_flag(&self, offset: u64) -> bool {
-        let flag = self.word32(offset);
-        flag.load(Ordering::Relaxed) != 0 && flag.swap(0, Ordering::SeqCst) != 0
+        crate::port::handshake::disarm(self.word32(offset))
     }
 }
 

@@ -14,13 +14,13 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use rnic::cqe::{self, CQE, Cqe};
 use rnic::port::control::{Reply, Verb};
-use rnic::port::{ARMED, Function};
+use rnic::port::{ARMED, Function, handshake};
 use rustix::thread::futex;
 
 use super::queue::{ReceiveRing, SendQueue};
@@ -284,9 +284,7 @@ impl CompletionQueue for SoftCq {
         let armed = cq.record.word32(ARMED);
         cq.function.turn();
         loop {
-            armed.store(1, Ordering::SeqCst);
-            fence(Ordering::SeqCst);
-            if cq.is_ready() {
+            if !handshake::arm(armed, || cq.is_ready()) {
                 return Ok(true);
             }
             if done() {

@@ -13,6 +13,7 @@
 pub mod control;
 mod core;
 mod error;
+pub mod handshake;
 pub mod inline;
 pub mod shm;
 

@@ -35,8 +35,9 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::Ordering;
 
+use super::super::handshake::must_wake_nic;
 use crate::memory::DmaMemory;
 
 /// The NIC polls.
@@ -89,8 +90,7 @@ impl Page {
     /// `from`.
     #[inline]
     pub fn wake_if_asleep(&self, from: u32) {
-        fence(Ordering::SeqCst);
-        if self.memory.word32(SLEEPING).load(Ordering::Relaxed) >= from {
+        if must_wake_nic(self.memory.word32(SLEEPING), from) {
             self.wake_nic();
         }
     }

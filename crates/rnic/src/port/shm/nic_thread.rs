@@ -10,7 +10,7 @@
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -19,6 +19,7 @@ use rustix::event::epoll;
 use super::super::control::{Reply, Verb};
 use super::super::core::Core;
 use super::super::error::Error;
+use super::super::handshake::{may_sleep, must_wake_nic};
 use super::super::has_one_cpu;
 use super::doorbell::{
     ASLEEP, ASLEEP_RNR, AWAKE, DOORBELLS, GONE, SLEEPING, WAITER, WHERE, this_cpu,
@@ -85,8 +86,7 @@ impl Shared {
             Some(jobs) => jobs.push(job),
         }
         self.has_mail.store(true, Ordering::Release);
-        fence(Ordering::SeqCst);
-        if self.sleeping.load(Ordering::Relaxed) != AWAKE {
+        if must_wake_nic(&self.sleeping, ASLEEP) {
             // It does not block; if its counter is full, the thread is woken already.
             let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
         }
@@ -264,11 +264,13 @@ impl NicThread {
     #[cold]
     fn sleep(&mut self, now: u64) {
         let timeout = self.core.engine.next_timeout();
-        self.announce(if timeout.is_some() { ASLEEP_RNR } else { ASLEEP });
+        let state = if timeout.is_some() { ASLEEP_RNR } else { ASLEEP };
         // The other half of the pair described in `doorbell.rs`.
-        fence(Ordering::SeqCst);
-        let rang = self.scan_all();
-        if self.shared.has_mail.load(Ordering::Relaxed) || self.work(now) || rang {
+        let look = |nic: &mut Self| {
+            let rang = nic.scan_all();
+            nic.shared.has_mail.load(Ordering::Relaxed) || nic.work(now) || rang
+        };
+        if !may_sleep::<AtomicU32, _>(self, |nic| nic.announce(state), look) {
             self.announce(AWAKE);
             return;
         }

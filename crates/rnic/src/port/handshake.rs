@@ -1,0 +1,228 @@
+//! The handshakes between who goes to sleep and who must wake it then.
+//!
+//! Both are a store-buffer (Dekker) pair: each side stores what it has to say, puts a sequentially
+//! consistent fence, and looks at what the other has said. At least one of the two sees the other's
+//! store, so that nobody sleeps for ever.
+//!
+//! | | stores | looks at |
+//! | --- | --- | --- |
+//! | who rings a doorbell | the doorbell | `sleeping`: wake the NIC? |
+//! | the NIC that goes to sleep | `sleeping` | all doorbells |
+//! | who goes to sleep on a CQ | `armed` | the ring |
+//! | the NIC that has written a completion | the CQE | `armed`: wake the sleeper? |
+//!
+//! The words are generic so that a model checker can stand in for the machine: the tests run these
+//! functions, under every interleaving and reordering that C11 allows, with and without the fence.
+
+use std::sync::atomic::{AtomicU32, Ordering, fence};
+
+/// A word that both sides see.
+pub trait Word {
+    /// Loads it.
+    fn load(&self, order: Ordering) -> u32;
+    /// Stores it.
+    fn store(&self, value: u32, order: Ordering);
+    /// Replaces it.
+    fn swap(&self, value: u32, order: Ordering) -> u32;
+    /// A sequentially consistent fence between such words.
+    fn fence();
+}
+
+impl Word for AtomicU32 {
+    #[inline]
+    fn load(&self, order: Ordering) -> u32 {
+        self.load(order)
+    }
+    #[inline]
+    fn store(&self, value: u32, order: Ordering) {
+        self.store(value, order)
+    }
+    #[inline]
+    fn swap(&self, value: u32, order: Ordering) -> u32 {
+        self.swap(value, order)
+    }
+    #[inline]
+    fn fence() {
+        fence(Ordering::SeqCst)
+    }
+}
+
+/// After a store that the NIC should see: whether it sleeps as deep as `from` and must be woken.
+#[inline]
+pub fn must_wake_nic<W: Word>(sleeping: &W, from: u32) -> bool {
+    W::fence();
+    sleeping.load(Ordering::Relaxed) >= from
+}
+
+/// The NIC goes to sleep: it says so with `announce`, and looks at everything once more. False if
+/// `look` has found something to do; then it has to say that it is awake.
+#[inline]
+pub fn may_sleep<W: Word, N>(
+    nic: &mut N,
+    announce: impl FnOnce(&N),
+    look: impl FnOnce(&mut N) -> bool,
+) -> bool {
+    announce(nic);
+    W::fence();
+    !look(nic)
+}
+
+/// Arms a CQ for a sleeper; true if it may sleep while the word is 1, because `ready` has found nothing.
+#[inline]
+pub fn arm<W: Word>(armed: &W, ready: impl FnOnce() -> bool) -> bool {
+    armed.store(1, Ordering::SeqCst);
+    W::fence();
+    !ready()
+}
+
+/// After a completion and a full fence: whether somebody sleeps on the CQ and must be woken.
+#[inline]
+pub fn disarm<W: Word>(armed: &W) -> bool {
+    armed.load(Ordering::Relaxed) != 0 && armed.swap(0, Ordering::SeqCst) != 0
+}
+
+#[cfg(all(test, not(miri)))]
+mod tests {
+    use super::*;
+    use loom::sync::atomic as model;
+    use loom::sync::{Arc, Condvar, Mutex};
+
+    /// A word of the model checker, whose fences are there or are forgotten.
+    struct Modelled<const FENCES: bool>(model::AtomicU32);
+
+    impl<const FENCES: bool> Word for Modelled<FENCES> {
+        fn load(&self, order: Ordering) -> u32 {
+            self.0.load(order)
+        }
+        fn store(&self, value: u32, order: Ordering) {
+            self.0.store(value, order)
+        }
+        fn swap(&self, value: u32, order: Ordering) -> u32 {
+            self.0.swap(value, order)
+        }
+        fn fence() {
+            if FENCES {
+                model::fence(Ordering::SeqCst)
+            }
+        }
+    }
+
+    fn word<const FENCES: bool>() -> Modelled<FENCES> {
+        Modelled(model::AtomicU32::new(0))
+    }
+
+    /// What an eventfd that is watched is to the NIC: it sleeps until it was written since.
+    struct Eventfd(Mutex<bool>, Condvar);
+
+    impl Eventfd {
+        fn new() -> Self {
+            Self(Mutex::new(false), Condvar::new())
+        }
+        fn write(&self) {
+            *self.0.lock().unwrap() = true;
+            self.1.notify_one();
+        }
+        fn sleep(&self) {
+            let mut written = self.0.lock().unwrap();
+            while !std::mem::take(&mut *written) {
+                written = self.1.wait(written).unwrap();
+            }
+        }
+    }
+
+    const AWAKE: u32 = 0;
+    const ASLEEP: u32 = 1;
+
+    /// A client rings twice while the NIC goes to sleep whenever it sees nothing new.
+    fn doorbell<const FENCES: bool>() {
+        let shared = Arc::new((word::<FENCES>(), word::<FENCES>(), Eventfd::new()));
+        let client = loom::thread::spawn({
+            let shared = shared.clone();
+            move || {
+                let (bell, sleeping, eventfd) = &*shared;
+                for value in 1..=2 {
+                    bell.store(value, Ordering::Release);
+                    if must_wake_nic(sleeping, ASLEEP) {
+                        eventfd.write();
+                    }
+                }
+            }
+        });
+        let (bell, sleeping, eventfd) = &*shared;
+        let mut seen = 0;
+        while seen < 2 {
+            let look = |seen: &mut u32| {
+                let rung = bell.load(Ordering::Acquire);
+                std::mem::replace(seen, rung) != rung
+            };
+            let announce = |_: &u32| sleeping.store(ASLEEP, Ordering::Relaxed);
+            if may_sleep::<Modelled<FENCES>, _>(&mut seen, announce, look) {
+                eventfd.sleep();
+            }
+            sleeping.store(AWAKE, Ordering::Relaxed);
+            look(&mut seen);
+        }
+        client.join().unwrap();
+    }
+
+    /// The NIC writes a completion while its reader goes to sleep on the CQ.
+    fn completion<const FENCES: bool>() {
+        // CQE, armed, and what a futex is made of.
+        let shared = Arc::new((word::<FENCES>(), word::<FENCES>(), Mutex::new(()), Condvar::new()));
+        let nic = loom::thread::spawn({
+            let shared = shared.clone();
+            move || {
+                let (cqe, armed, lock, condvar) = &*shared;
+                cqe.store(7, Ordering::Release);
+                Modelled::<FENCES>::fence();
+                if disarm(armed) {
+                    drop(lock.lock().unwrap());
+                    condvar.notify_all();
+                }
+            }
+        });
+        let (cqe, armed, lock, condvar) = &*shared;
+        let ready = || cqe.load(Ordering::Acquire) == 7;
+        while !ready() {
+            if arm(armed, ready) {
+                // A futex: looks and goes to sleep in one step.
+                let guard = lock.lock().unwrap();
+                if armed.load(Ordering::SeqCst) == 1 {
+                    drop(condvar.wait(guard).unwrap());
+                }
+            }
+        }
+        nic.join().unwrap();
+    }
+
+    /// Every interleaving with up to three preemptions; with any number where the tests run in full.
+    fn check(model: fn()) {
+        let mut builder = loom::model::Builder::new();
+        if std::env::var_os("GRANARY_TEST_FULL").is_none() {
+            builder.preemption_bound = Some(3);
+        }
+        builder.check(model);
+    }
+
+    #[test]
+    fn no_doorbell_is_lost() {
+        check(doorbell::<true>);
+    }
+
+    #[test]
+    fn no_completion_is_lost() {
+        check(completion::<true>);
+    }
+
+    #[test]
+    #[should_panic(expected = "deadlock")]
+    fn a_doorbell_without_fences_is_lost() {
+        check(doorbell::<false>);
+    }
+
+    #[test]
+    #[should_panic(expected = "deadlock")]
+    fn a_completion_without_fences_is_lost() {
+        check(completion::<false>);
+    }
+}
