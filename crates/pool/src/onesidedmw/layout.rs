@@ -177,6 +177,7 @@ impl Shape {
 /// The *data* PD holds chunks, windows and the workers' own side; the *metadata* PD has the rights
 /// to change metadata, and only the workers' loopback peers W' and F' are in it: no compute node's
 /// QP can use its keys.
+#[derive(Clone)]
 pub struct Memory<N: Nic> {
     /// The numbers.
     pub shape: Shape,

@@ -1,0 +1,518 @@
+//! All memory of a world, such that it can be put back.
+//!
+//! While a thread is *inside* its arena, what Rust allocates comes from there, and so does what the
+//! NIC hands out as DMA memory and the stack that the memory node's CPU runs on. A snapshot is then
+//! the bytes, and going back is copying those that have changed: nothing needs to be `Clone`.
+//!
+//! ```text
+//! zone      what lies there                               in the digest of a state
+//! heap      the NIC, the memory node, the clients         no: the digest asks them
+//! cpu heap  what the CPU allocates while it has a task    while it has a task
+//! dma       rings, records, table, queue, chunks          yes
+//! quiet     DMA memory whose content says nothing more    no
+//! table     the MW table, at a multiple of 4 GiB          yes
+//! far       the start of rings longer than any run        yes
+//! stack     the CPU's stack                               its living part, while it has a task
+//! ```
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::ptr;
+
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+
+/// Bytes that are compared, hashed and put back together.
+const BLOCK: usize = 256;
+/// What is skipped at once where nothing has changed.
+const PAGE: usize = 4096;
+
+/// Zones, in the order of their addresses.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Z {
+    Heap,
+    CpuHeap,
+    Dma,
+    Quiet,
+    Stack,
+    Far,
+    Table,
+}
+
+const ZONES: [(Z, usize, bool); 7] = [
+    (Z::Heap, 16 << 20, false),
+    (Z::CpuHeap, 4 << 20, false),
+    (Z::Dma, 16 << 20, true),
+    (Z::Quiet, 16 << 20, false),
+    (Z::Stack, 256 << 10, false),
+    (Z::Far, 8 * FAR, true),
+    (Z::Table, 1 << 20, true),
+];
+
+/// Alignment of the MW table's address (`pool::onesidedmw::layout`).
+const TABLE_ALIGN: usize = 1 << 32;
+/// Longer DMA allocations are far ones.
+const SHORT: usize = 96 << 10;
+/// From one far allocation to the next.
+const FAR: usize = 8 << 20;
+/// Of a far allocation only this much is kept track of: a bounded run must not reach further.
+pub const FAR_TRACKED: usize = 8 << 10;
+
+/// Where the calling thread allocates.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    Outside,
+    Heap,
+    Cpu,
+}
+
+#[derive(Clone, Copy)]
+struct Here {
+    mode: Mode,
+    /// Heap and CPU heap of this thread's arena, as addresses; 0 without one.
+    heap: usize,
+    end: usize,
+    quiet: bool,
+}
+
+thread_local! {
+    static HERE: Cell<Here> =
+        const { Cell::new(Here { mode: Mode::Outside, heap: 0, end: 0, quiet: false }) };
+}
+
+/// The allocators' state. It lies at the start of the heap, so that it is put back too.
+#[repr(C)]
+struct Head {
+    next: [usize; ZONES.len()],
+    /// By power of two: the first free piece of the heap.
+    free: [usize; 40],
+    /// By power of two: the pieces of the CPU heap that are in use.
+    cpu: [u32; CPU_CLASSES],
+}
+
+/// Pieces of the CPU heap have 2^4 to 2^16 bytes.
+const CPU_CLASSES: usize = 17;
+/// Pieces of each size in the CPU heap.
+const CPU_PIECES: u32 = 16;
+
+/// Address of the CPU heap's pieces of 2^class bytes.
+fn cpu_pieces(heap: usize, class: usize) -> usize {
+    place(heap, Z::CpuHeap).0 + CPU_PIECES as usize * ((1 << class) - 16)
+}
+
+/// The global allocator of programs that link this crate: the system's, but for threads that are
+/// inside an arena.
+pub struct Allocator;
+
+#[global_allocator]
+static ALLOCATOR: Allocator = Allocator;
+
+// SAFETY: pieces of an arena are disjoint, as large as asked for and aligned (they are powers of two at
+// multiples of themselves, up to a page); everything else is the system allocator's.
+unsafe impl GlobalAlloc for Allocator {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let here = HERE.get();
+        match here.mode {
+            // SAFETY: the caller's promise.
+            Mode::Outside => unsafe { System.alloc(layout) },
+            // SAFETY: this thread has an arena: only `Arena::inside` sets the mode.
+            Mode::Heap => unsafe { heap_alloc(here, layout) },
+            // SAFETY: as above.
+            Mode::Cpu => unsafe { cpu_alloc(here, layout) },
+        }
+    }
+
+    unsafe fn dealloc(&self, p: *mut u8, layout: Layout) {
+        let here = HERE.get();
+        let at = p as usize;
+        if at < here.heap || at >= here.end {
+            // SAFETY: it was not allocated in an arena, and arenas' objects stay in their thread.
+            return unsafe { System.dealloc(p, layout) };
+        }
+        if at < here.heap + ZONES[0].1 {
+            // SAFETY: the piece is free now, and at least 16 bytes long.
+            unsafe {
+                let free = &mut (*(here.heap as *mut Head)).free[class(layout)];
+                p.cast::<usize>().write(*free);
+                *free = at;
+            }
+            return;
+        }
+        let class = (4..CPU_CLASSES).rev().find(|&c| at >= cpu_pieces(here.heap, c));
+        let class = class.expect("a piece of the CPU heap");
+        // SAFETY: the head lies at the start of the heap.
+        let used = unsafe { &mut (*(here.heap as *mut Head)).cpu[class] };
+        *used &= !(1 << ((at - cpu_pieces(here.heap, class)) >> class));
+    }
+}
+
+/// The lowest piece that is free, so that what was allocated and freed before leaves no trace.
+///
+/// # Safety
+/// `here` is of a thread with an arena.
+unsafe fn cpu_alloc(here: Here, layout: Layout) -> *mut u8 {
+    for class in class(layout)..CPU_CLASSES {
+        // SAFETY: the head lies at the start of the heap.
+        let head = unsafe { &mut *(here.heap as *mut Head) };
+        let piece = head.cpu[class].trailing_ones();
+        if piece < CPU_PIECES {
+            head.cpu[class] |= 1 << piece;
+            let at = cpu_pieces(here.heap, class) + ((piece as usize) << class);
+            let end = at + (1 << class) - place(here.heap, Z::CpuHeap).0;
+            head.next[Z::CpuHeap as usize] = head.next[Z::CpuHeap as usize].max(end);
+            return at as *mut u8;
+        }
+    }
+    ptr::null_mut()
+}
+
+fn class(layout: Layout) -> usize {
+    layout.size().max(layout.align()).max(16).next_power_of_two().trailing_zeros() as usize
+}
+
+/// # Safety
+/// `here` is of a thread with an arena.
+unsafe fn heap_alloc(here: Here, layout: Layout) -> *mut u8 {
+    let class = class(layout);
+    let size = 1usize << class;
+    // SAFETY: the head lies at the start of the heap; a free piece holds the address of the next.
+    unsafe {
+        let free = &mut (*(here.heap as *mut Head)).free[class];
+        if *free != 0 {
+            let p = *free as *mut usize;
+            *free = *p;
+            return p.cast();
+        }
+    }
+    bump(here, Z::Heap, size, size.min(PAGE))
+}
+
+/// Takes fresh bytes of a zone.
+fn bump(here: Here, zone: Z, size: usize, align: usize) -> *mut u8 {
+    let (start, cap) = place(here.heap, zone);
+    // SAFETY: the head lies at the start of the heap.
+    let next = unsafe { &mut (*(here.heap as *mut Head)).next[zone as usize] };
+    let at = (start + *next).next_multiple_of(align);
+    if at + size > start + cap {
+        return ptr::null_mut();
+    }
+    *next = at + size - start;
+    at as *mut u8
+}
+
+/// Address and size of a zone, from the address of the heap. The table's is found apart.
+fn place(heap: usize, zone: Z) -> (usize, usize) {
+    let mut start = heap;
+    for (z, cap, _) in ZONES {
+        if z == Z::Table {
+            start = start.next_multiple_of(TABLE_ALIGN);
+        }
+        if z == zone {
+            return (start, cap);
+        }
+        start += cap;
+    }
+    unreachable!("every zone is in the list")
+}
+
+/// Bytes of address space that an arena reserves; little of it is ever touched.
+const RESERVED: usize = 2 * TABLE_ALIGN + (256 << 20);
+
+/// Takes DMA memory from the calling thread's arena; what [`rnic::port::inline::Provider`] wants.
+pub fn dma(bytes: usize) -> rnic::memory::DmaMemory {
+    let here = HERE.get();
+    assert!(here.heap != 0, "DMA memory is asked for outside an arena");
+    let base = if bytes > TABLE_ALIGN {
+        // The MW table: its owner takes the part that starts at the multiple of 4 GiB.
+        let (table, cap) = place(here.heap, Z::Table);
+        assert!(bytes - TABLE_ALIGN <= cap, "the table does not fit its zone");
+        let next = bump(here, Z::Table, bytes - TABLE_ALIGN, BLOCK);
+        assert_eq!(next as usize, table, "there is one table");
+        // All of the address space from the heap to the end of the table is this arena's.
+        here.heap as *mut u8
+    } else if bytes > SHORT {
+        assert!(bytes <= FAR, "a ring does not fit the far zone");
+        bump(here, Z::Far, FAR, PAGE)
+    } else {
+        let zone = if here.quiet { Z::Quiet } else { Z::Dma };
+        bump(here, zone, bytes, PAGE.min(bytes.next_power_of_two().max(BLOCK)))
+    };
+    assert!(!base.is_null(), "the arena is full");
+    // SAFETY: the arena stays mapped as long as its world is used, which is all that touches this.
+    unsafe { rnic::memory::DmaMemory::from_raw(base, bytes, std::sync::Arc::new(())) }
+}
+
+/// Runs `f` such that DMA memory that it takes is not part of digests: its content follows from the
+/// rest, or nobody reads it.
+pub fn quietly<R>(f: impl FnOnce() -> R) -> R {
+    let here = HERE.get();
+    HERE.set(Here { quiet: true, ..here });
+    let r = f();
+    HERE.set(Here { quiet: here.quiet, ..HERE.get() });
+    r
+}
+
+/// Runs `f` with the system's allocator, also inside an arena.
+pub fn outside<R>(f: impl FnOnce() -> R) -> R {
+    switch(Mode::Outside, f)
+}
+
+/// Runs `f` inside the calling thread's arena.
+pub fn inside<R>(f: impl FnOnce() -> R) -> R {
+    switch(Mode::Heap, f)
+}
+
+/// Runs `f` inside the calling thread's arena, in the CPU's part of it.
+pub fn inside_cpu<R>(f: impl FnOnce() -> R) -> R {
+    switch(Mode::Cpu, f)
+}
+
+fn switch<R>(mode: Mode, f: impl FnOnce() -> R) -> R {
+    struct Back(Mode);
+    impl Drop for Back {
+        fn drop(&mut self) {
+            HERE.set(Here { mode: self.0, ..HERE.get() });
+        }
+    }
+    let here = HERE.get();
+    assert!(mode == Mode::Outside || here.heap != 0, "the thread has no arena");
+    let _back = Back(here.mode);
+    HERE.set(Here { mode, ..here });
+    f()
+}
+
+/// One zone as the arena keeps track of it.
+struct Zone {
+    start: usize,
+    /// The part that was ever used: from the start, but for the stack, whose part ends at its end.
+    used: std::ops::Range<usize>,
+    hashed: bool,
+    /// What the zone held at the last mark.
+    shadow: Vec<u8>,
+    /// By block of a hashed zone.
+    hashes: Vec<u128>,
+    /// Blocks that are not part of the digest.
+    silent: Vec<usize>,
+}
+
+/// A thread's arena.
+pub struct Arena {
+    base: *mut std::ffi::c_void,
+    heap: usize,
+    zones: Vec<Zone>,
+    digest: u128,
+}
+
+/// What has to be put back to undo what happened between two marks: zone, block, content.
+pub struct Undo(Vec<(u8, u32, Box<[u8; BLOCK]>)>);
+
+impl Arena {
+    /// Makes the calling thread's arena; it has one at a time.
+    pub fn new() -> Self {
+        let here = HERE.get();
+        assert!(here.heap == 0, "a thread has one arena at a time");
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice replaces nothing.
+        let base = unsafe { mmap_anonymous(ptr::null_mut(), RESERVED, protection, flags) };
+        let base = base.expect("4 GiB of address space");
+        // The zones before the table must not reach over the multiple of 4 GiB.
+        let small: usize = ZONES.iter().map(|z| z.1).sum();
+        let mut heap = base as usize;
+        if heap.next_multiple_of(TABLE_ALIGN) - heap < small {
+            heap = heap.next_multiple_of(TABLE_ALIGN) + (2 << 20);
+        }
+        let zones = ZONES
+            .iter()
+            .map(|&(z, cap, hashed)| {
+                let (start, _) = place(heap, z);
+                let used = if z == Z::Stack { cap..cap } else { 0..0 };
+                Zone { start, used, hashed, shadow: Vec::new(), hashes: Vec::new(), silent: vec![] }
+            })
+            .collect();
+        let (end, _) = place(heap, Z::Dma);
+        // SAFETY: the heap is mapped and zero.
+        unsafe { (*(heap as *mut Head)).next[Z::Heap as usize] = size_of::<Head>() };
+        HERE.set(Here { heap, end, ..here });
+        Self { base, heap, zones, digest: 0 }
+    }
+
+    /// The CPU's stack: its lowest address, and the one behind its end.
+    pub fn stack(&self) -> (usize, usize) {
+        let (start, cap) = place(self.heap, Z::Stack);
+        (start, start + cap)
+    }
+
+    /// The pieces of the CPU heap that are in use: addresses and lengths.
+    pub fn cpu_heap(&self) -> Vec<(usize, usize)> {
+        // SAFETY: the head lies at the start of the heap.
+        let used = unsafe { (*(self.heap as *mut Head)).cpu };
+        let mut all = Vec::new();
+        for (class, used) in used.iter().enumerate() {
+            let pieces = (0..CPU_PIECES as usize).filter(|p| used >> p & 1 != 0);
+            all.extend(pieces.map(|p| (cpu_pieces(self.heap, class) + (p << class), 1 << class)));
+        }
+        all
+    }
+
+    /// The stack is in use down to `lowest`.
+    pub fn extend_stack(&mut self, lowest: usize) {
+        let zone = &mut self.zones[Z::Stack as usize];
+        let at = (lowest - zone.start) / PAGE * PAGE;
+        if at < zone.used.start {
+            // What lies below was zero at every earlier mark.
+            let grown = zone.used.start - at;
+            zone.shadow.splice(0..0, std::iter::repeat_n(0, grown));
+            zone.used.start = at;
+        }
+    }
+
+    /// Takes the `len` bytes at `addr`, which belong to a hashed zone, out of the digest.
+    pub fn silence(&mut self, addr: usize, len: usize) {
+        let zone = self.zones.iter_mut().find(|z| (z.start..z.start + (64 << 20)).contains(&addr));
+        let zone = zone.expect("an address of this arena");
+        let first = (addr - zone.start) / BLOCK;
+        let blocks = first..(addr + len - zone.start).div_ceil(BLOCK);
+        outside(|| zone.silent.extend(blocks));
+    }
+
+    /// Brings the shadow up to date, and gives what undoes the changes.
+    pub fn mark(&mut self) -> Undo {
+        let mut undo = Vec::new();
+        self.grow();
+        for (z, zone) in self.zones.iter_mut().enumerate() {
+            let Zone { start, used, hashed, shadow, hashes, silent } = zone;
+            let live = *start + used.start;
+            for at in changed(live, shadow) {
+                let old: [u8; BLOCK] = shadow[at..at + BLOCK].try_into().expect("a block");
+                let block = (used.start + at) / BLOCK;
+                // SAFETY: the block lies in a mapped zone that only this thread uses.
+                let new = unsafe { std::slice::from_raw_parts((live + at) as *const u8, BLOCK) };
+                shadow[at..at + BLOCK].copy_from_slice(new);
+                if *hashed && !silent.contains(&block) {
+                    if hashes.len() <= block {
+                        hashes.resize(block + 1, 0);
+                    }
+                    let hash = hash(new, (z as u64) << 32 | block as u64);
+                    self.digest ^= hashes[block] ^ hash;
+                    hashes[block] = hash;
+                }
+                undo.push((z as u8, block as u32, Box::new(old)));
+            }
+        }
+        Undo(undo)
+    }
+
+    /// Takes back what happened before the last mark, with what that mark gave.
+    pub fn undo(&mut self, undo: &Undo) {
+        for (z, block, old) in &undo.0 {
+            let zone = &mut self.zones[*z as usize];
+            let (block, at) = (*block as usize, *block as usize * BLOCK - zone.used.start);
+            zone.shadow[at..at + BLOCK].copy_from_slice(&old[..]);
+            // SAFETY: as in `mark`; nobody holds a reference into the arena while it is put back.
+            unsafe {
+                ptr::copy_nonoverlapping(
+                    old.as_ptr(),
+                    (zone.start + block * BLOCK) as *mut u8,
+                    BLOCK,
+                );
+            }
+            if zone.hashed && !zone.silent.contains(&block) {
+                let hash = hash(&old[..], (*z as u64) << 32 | block as u64);
+                self.digest ^= zone.hashes[block] ^ hash;
+                zone.hashes[block] = hash;
+            }
+        }
+    }
+
+    /// The digest of all hashed zones at the last mark.
+    pub fn digest(&self) -> u128 {
+        self.digest
+    }
+
+    /// Bytes that are kept track of.
+    pub fn tracked(&self) -> usize {
+        self.zones.iter().map(|z| z.used.len()).sum()
+    }
+
+    fn grow(&mut self) {
+        // SAFETY: the head lies at the start of the heap.
+        let next = unsafe { (*(self.heap as *mut Head)).next };
+        for (zone, (z, ..)) in self.zones.iter_mut().zip(ZONES) {
+            if z == Z::Stack || z == Z::Far {
+                continue;
+            }
+            zone.used.end = zone.used.end.max(next[z as usize].next_multiple_of(PAGE));
+            zone.shadow.resize(zone.used.end, 0);
+        }
+        // Each far allocation is a zone of its own behind the others.
+        let (far, _) = place(self.heap, Z::Far);
+        while self.zones.len() < ZONES.len() + next[Z::Far as usize] / FAR {
+            let start = far + (self.zones.len() - ZONES.len()) * FAR;
+            let (shadow, hashes, silent) = (vec![0; FAR_TRACKED], Vec::new(), Vec::new());
+            let used = 0..FAR_TRACKED;
+            self.zones.push(Zone { start, used, hashed: true, shadow, hashes, silent });
+        }
+    }
+}
+
+impl Default for Arena {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Drop for Arena {
+    /// What lies in the arena ends without being dropped.
+    fn drop(&mut self) {
+        HERE.set(Here { mode: Mode::Outside, heap: 0, end: 0, quiet: false });
+        // SAFETY: the arena owns the mapping, and nothing of it is used any more.
+        let _ = unsafe { munmap(self.base, RESERVED) };
+    }
+}
+
+/// The offset of each block at `live` that differs from `shadow`.
+fn changed(live: usize, shadow: &[u8]) -> Vec<usize> {
+    // SAFETY: the zone is mapped, and only this thread uses it.
+    let live = unsafe { std::slice::from_raw_parts(live as *const u8, shadow.len()) };
+    let mut all = Vec::new();
+    for (page, (now, old)) in live.chunks(PAGE).zip(shadow.chunks(PAGE)).enumerate() {
+        if now != old {
+            let blocks = now.chunks(BLOCK).zip(old.chunks(BLOCK)).enumerate();
+            all.extend(blocks.filter(|(_, (a, b))| a != b).map(|(i, _)| page * PAGE + i * BLOCK));
+        }
+    }
+    all
+}
+
+/// 128 bits of hash of `bytes`; a block of zeros has 0, so that fresh memory changes no digest.
+pub fn hash(bytes: &[u8], salt: u64) -> u128 {
+    if bytes.iter().all(|&b| b == 0) {
+        return 0;
+    }
+    // Two lanes of multiply and fold, each over all bytes, with constants of their own (wyhash's).
+    let fold = |x: u64, y: u64| {
+        let product = x as u128 * y as u128;
+        product as u64 ^ (product >> 64) as u64
+    };
+    let mut lanes = [salt ^ 0xa076_1d64_78bd_642f, salt.rotate_left(32) ^ 0xe703_7ed1_a0b4_28db];
+    let mut take = |x: u64, y: u64| {
+        lanes[0] = fold(x ^ 0x8ebc_6af0_9c88_c6e3, y ^ lanes[0]);
+        lanes[1] = fold(y ^ 0x5899_65cc_7537_4cc3, x ^ lanes[1].rotate_left(23)) ^ lanes[1];
+    };
+    let (sixteens, rest) = bytes.as_chunks::<16>();
+    let halves = |b: &[u8; 16]| {
+        let both = u128::from_le_bytes(*b);
+        (both as u64, (both >> 64) as u64)
+    };
+    for both in sixteens {
+        let (x, y) = halves(both);
+        take(x, y);
+    }
+    let mut last = [0; 16];
+    last[..rest.len()].copy_from_slice(rest);
+    let (x, y) = halves(&last);
+    take(x, y);
+    take(bytes.len() as u64, 0x1d8e_4e27_c47d_124f);
+    take(salt, 0xeb44_acca_b455_d165);
+    (lanes[0] as u128) << 64 | lanes[1] as u128
+}
