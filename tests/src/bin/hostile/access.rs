@@ -44,8 +44,8 @@ pub fn tags(a: &Arguments) -> Result<Value> {
 /// Reads and writes around every border of its chunk, whose neighbours are others'.
 pub fn borders(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(&a.socket)?;
-    // Long local memory that is never touched: so that the local side is not what refuses.
-    let long = me.nic.memory((2 << 30) + 4096)?;
+    // Named many times over in one WQE, and never touched: so that the local side is not what refuses.
+    let long = me.nic.memory(LONG_SGE)?;
     let long_key = me.nic.register(me.pd, &long, Access::LOCAL_ALL)?;
     a.ready()?;
     let chunk = me.allocate()?;
@@ -119,12 +119,15 @@ pub fn borders(a: &Arguments) -> Result<Value> {
     Ok(json!({ "granted": granted, "refused": refused }))
 }
 
-/// `len` bytes of the long memory, in SGEs that can name them.
+/// Bytes of an SGE of which those that fit a WQE name more than 2^31 bytes.
+const LONG_SGE: usize = 36 << 20;
+
+/// `len` bytes of the long memory, which SGEs name as often as need be.
 fn long_sges(memory: &rnic::memory::DmaMemory, lkey: rnic::ids::Key, len: u64) -> Vec<Sge> {
     let mut left = len;
     let mut list = Vec::new();
     while left > 0 {
-        let part = left.min(1 << 30);
+        let part = left.min(LONG_SGE as u64);
         list.push(Sge { addr: memory.addr(), len: part as u32, lkey });
         left -= part;
     }

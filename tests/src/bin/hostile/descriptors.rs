@@ -1,18 +1,25 @@
-//! Attacks by descriptors: of memory that can shrink under the NIC, or that is no memory.
+//! Attacks by descriptors: of memory that can shrink under the NIC, or that is no memory, as memory and
+//! as the doorbell page.
 
 use std::os::fd::{AsFd, OwnedFd};
 
 use anyhow::{Context, Result, bail, ensure};
+use granary_tests::control::Control;
 use rnic::ids::Access;
 use rnic::port::control::{Reply, Verb};
-use rnic::port::shm::wire::{Request, Response, Span};
+use rnic::port::shm::wire::{Request, Response, SERVICE, Span, VERSION};
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
 use serde_json::{Value, json};
 
 use crate::Arguments;
 use crate::compute::{LONG, remote};
-use crate::nic::{Nic, memfd};
+use crate::nic::{Nic, filled_memfd, memfd};
 use crate::queue::{Qp, Shape};
+
+/// Bytes of what is sent.
+const MIB: u64 = 1 << 20;
+/// Takes pages away and leaves the size.
+const PUNCH: FallocateFlags = FallocateFlags::PUNCH_HOLE.union(FallocateFlags::KEEP_SIZE);
 
 /// Sends every kind of descriptor that is not sealed shared memory.
 pub fn kinds(a: &Arguments) -> Result<Value> {
@@ -27,17 +34,25 @@ pub fn kinds(a: &Arguments) -> Result<Value> {
     rustix::fs::ftruncate(&regular, 1 << 20)?;
     std::fs::remove_file(&file)?;
     let (read, write) = rustix::pipe::pipe()?;
-    let sealed = memfd(1 << 20, SealFlags::SHRINK)?;
-    let read_only = path(&format!("/proc/self/fd/{}", raw(&sealed)), OFlags::RDONLY)?;
+    let none = SealFlags::empty();
+    let whole = filled_memfd(MIB, none)?;
+    let read_only = path(&format!("/proc/self/fd/{}", raw(&whole)), OFlags::RDONLY)?;
     let epoll = rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC)?;
+    let holed = filled_memfd(MIB, none)?;
+    rustix::fs::fallocate(&holed, PUNCH, 512 << 10, 4096)?;
+    let unwritten = memfd(MIB, none)?;
+    rustix::fs::fallocate(&unwritten, FallocateFlags::empty(), 0, MIB)?;
     let mut kinds = vec![
-        ("a memfd without seals", memfd(1 << 20, SealFlags::empty())?),
-        ("a memfd sealed against growing", memfd(1 << 20, SealFlags::GROW)?),
-        ("a memfd sealed against more seals", memfd(1 << 20, SealFlags::SEAL)?),
-        ("a memfd sealed against writing", memfd(1 << 20, SealFlags::SHRINK | SealFlags::WRITE)?),
+        ("a memfd without a page", memfd(MIB, none)?),
+        ("a memfd with a hole", holed),
+        ("a memfd with pages that were never written", unwritten),
+        ("a memfd sealed against seals", filled_memfd(MIB, SealFlags::SEAL)?),
+        ("a memfd sealed against writing", filled_memfd(MIB, SealFlags::WRITE)?),
+        ("a memfd sealed against writing later", filled_memfd(MIB, SealFlags::FUTURE_WRITE)?),
         ("a memfd open for reading", read_only),
-        ("a memfd that is too small", memfd(4096, SealFlags::SHRINK)?),
-        ("a memfd of no bytes", memfd(0, SealFlags::SHRINK)?),
+        ("a memfd that is too small", filled_memfd(4096, none)?),
+        ("a memfd that is too large", filled_memfd(2 * MIB, none)?),
+        ("a memfd of no bytes", memfd(0, none)?),
         ("a regular file", regular),
         ("a directory", path("/", OFlags::RDONLY | OFlags::DIRECTORY)?),
         ("/dev/zero", path("/dev/zero", OFlags::RDWR)?),
@@ -63,25 +78,48 @@ pub fn kinds(a: &Arguments) -> Result<Value> {
     }
     let mut refusals = serde_json::Map::new();
     for (what, fd) in &kinds {
-        match nic.add_memory(fd, 1 << 20) {
+        match nic.add_memory(fd, MIB) {
             Ok(_) => bail!("{what} was accepted"),
             Err(e) => refusals.insert((*what).into(), e.to_string().into()),
         };
+        // As the doorbell page: refused, and nothing is opened.
+        let why = open_with(a, &[fd], MIB).err();
+        ensure!(why.is_some(), "{what} was accepted as a doorbell page");
     }
-    let good = memfd(1 << 20, SealFlags::SHRINK)?;
+    let good = || filled_memfd(MIB, none);
     let add = br#"{"add_memory":{"bytes":1048576}}"#;
-    for fds in [vec![], vec![&good, &good], vec![&kinds[0].1, &good]] {
+    for fds in [vec![], vec![&good()?, &good()?], vec![&kinds[0].1, &good()?]] {
         let response = nic.ask(add, &fds)?;
         ensure!(matches!(response, Response::Error(_)), "{} descriptors: {response:?}", fds.len());
+        ensure!(open_with(a, &fds, MIB).is_err(), "opened with {} descriptors", fds.len());
     }
-    for bytes in [0, 1, 4095, 4097, (1 << 20) + 4096, u64::MAX, u64::MAX - 4095, 1 << 63] {
-        ensure!(nic.add_memory(&good, bytes).is_err(), "{bytes} bytes of 1 MiB were shared");
+    for bytes in [0, 1, 4095, 4097, MIB - 4096, MIB + 4096, u64::MAX, u64::MAX - 4095, 1 << 63] {
+        ensure!(nic.add_memory(&good()?, bytes).is_err(), "{bytes} bytes of 1 MiB were shared");
+        ensure!(open_with(a, &[&good()?], bytes).is_err(), "{bytes} bytes of doorbells");
     }
     // Descriptors where none belong are closed.
-    let response = nic.ask(br#"{"verb":"alloc_pd"}"#, &[&good, &good])?;
+    let response = nic.ask(br#"{"verb":"alloc_pd"}"#, &[&good()?, &good()?])?;
     ensure!(matches!(response, Response::Reply(_)), "{response:?}");
-    ensure!(nic.add_memory(&good, 1 << 20).is_ok(), "what is good is accepted");
+    nic.add_memory(&good()?, MIB).context("what is good")?;
+    // Twice is once too often: the second mapping would be a new one that writes.
+    let twice = good()?;
+    nic.add_memory(&twice, MIB)?;
+    ensure!(nic.add_memory(&twice, MIB).is_err(), "the same memory was accepted twice");
     Ok(json!({ "refusals": refusals }))
+}
+
+/// Opens a function of its own with these descriptors as its doorbell page.
+fn open_with(a: &Arguments, fds: &[&OwnedFd], bytes: u64) -> Result<()> {
+    let connection = Control::connect(&a.socket)?;
+    connection.say(SERVICE.as_bytes(), &[])?;
+    let hello = serde_json::to_vec(&Request::Hello { version: VERSION, bytes })?;
+    let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+    connection.say(&hello, &fds)?;
+    let packet = connection.packet()?.context("the connection was closed")?;
+    match serde_json::from_slice(&packet.bytes)? {
+        Response::Welcome { .. } => Ok(()),
+        other => bail!("{other:?}"),
+    }
 }
 
 fn raw(fd: &OwnedFd) -> i32 {
@@ -90,22 +128,20 @@ fn raw(fd: &OwnedFd) -> i32 {
 }
 
 fn nic_socket(a: &Arguments) -> Result<OwnedFd> {
-    let control = granary_tests::control::Control::connect(&a.socket)?;
+    let control = Control::connect(&a.socket)?;
     Ok(control.as_fd().try_clone_to_owned()?)
 }
 
-/// Takes memory away while the NIC works in it, as far as the kernel lets it: the seal keeps the size,
-/// and what is punched out reads as zeros.
+/// Takes memory away while the NIC works in it: its process has sealed it, so that the kernel refuses.
 pub fn shrink(a: &Arguments) -> Result<Value> {
     let nic = Nic::open(&a.socket)?;
     let pd = nic.pd()?;
-    let bytes = 1usize << 20;
-    let fd = memfd(bytes as u64, SealFlags::SHRINK)?;
-    let number = nic.add_memory(&fd, bytes as u64)?;
-    let memory = rnic::memory::DmaMemory::map_shared(&fd, 0, bytes)?;
+    let fd = filled_memfd(MIB, SealFlags::empty())?;
+    let memory = rnic::memory::DmaMemory::map_shared(&fd, 0, MIB as usize)?;
+    let number = nic.add_memory(&fd, MIB)?;
     let start = memory.addr();
     let access = Access::LOCAL_ALL | Access::REMOTE_ALL;
-    let span = Span { memory: number, offset: 0, bytes: bytes as u64 };
+    let span = Span { memory: number, offset: 0, bytes: MIB };
     let verb = Verb::RegMr { pd, memory: span, iova: start, access };
     let request = serde_json::to_vec(&Request::Verb(verb))?;
     let key = match nic.ask(&request, &[])? {
@@ -115,7 +151,7 @@ pub fn shrink(a: &Arguments) -> Result<Value> {
     let mut qp = Qp::new(&nic, pd, Shape::default())?;
     qp.connect(&nic, qp.qpn)?;
     a.ready()?;
-    let half = bytes as u32 / 2;
+    let half = MIB as u32 / 2;
     let from = rnic::wqe::Sge { addr: start, len: half, lkey: key };
     let to = remote(start + half as u64, key.0);
     let mut refused = 0;
@@ -130,18 +166,27 @@ pub fn shrink(a: &Arguments) -> Result<Value> {
             });
         }
         qp.ring(&nic);
-        for size in [0, 4096, bytes as u64 - 1] {
+        for size in [0, 4096, MIB - 1, 2 * MIB] {
             refused += rustix::fs::ftruncate(&fd, size).is_err() as u32;
         }
-        let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        rustix::fs::fallocate(&fd, punch, 0, bytes as u64).context("punching a hole")?;
+        refused += rustix::fs::fallocate(&fd, PUNCH, 0, MIB).is_err() as u32;
+        let zero = FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE;
+        refused += rustix::fs::fallocate(&fd, zero, 0, MIB).is_err() as u32;
+        refused += rustix::fs::fcntl_add_seals(&fd, SealFlags::WRITE).is_err() as u32;
         let cqe = qp.wait(LONG).context("the WRITEs did not end")?;
         ensure!(cqe.error.is_none(), "round {round}: {cqe:?}");
     }
-    ensure!(refused as u64 == 3 * rounds, "the file shrank");
-    // Growing is no harm: the mapping keeps its size.
-    rustix::fs::ftruncate(&fd, 2 * bytes as u64)?;
-    let beyond = remote(start + bytes as u64, key.0);
+    ensure!(refused as u64 == 7 * rounds, "{refused} of {} were refused", 7 * rounds);
+    // What its owner may still do with its own pages, the NIC does not notice.
+    // SAFETY: the advice drops what is mapped here; the pages are the file's and stay.
+    unsafe {
+        let advice = rustix::mm::Advice::LinuxDontNeed;
+        rustix::mm::madvise(memory.as_ptr().cast(), memory.len(), advice)?;
+    }
+    qp.post(&nic, |b| _ = b.rdma_write(to, &[from]).signaled());
+    let cqe = qp.wait(LONG).context("a WRITE did not end")?;
+    ensure!(cqe.error.is_none(), "{cqe:?}");
+    let beyond = remote(start + MIB, key.0);
     qp.post(&nic, |b| _ = b.rdma_write(beyond, &[from]).signaled());
     let cqe = qp.wait(LONG).context("a WRITE did not end")?;
     ensure!(cqe.error.is_some(), "it wrote beyond what is mapped");

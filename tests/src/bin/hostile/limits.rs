@@ -104,13 +104,14 @@ pub fn objects(a: &Arguments) -> Result<Value> {
 /// Shares as many pieces of memory as it may, over several functions: each is a mapping in the memory
 /// node's process, which has some 65,530 in all.
 pub fn memories(a: &Arguments) -> Result<Value> {
-    let fd = crate::nic::memfd(4096, rustix::fs::SealFlags::SHRINK)?;
     let mut functions = Vec::new();
     a.ready()?;
     let (mut shared, mut why) = (0u64, String::new());
     for _ in 0..a.count {
         let Ok(nic) = Nic::open(&a.socket) else { break };
         let last = loop {
+            // The NIC's process seals each: it cannot be shared twice.
+            let fd = crate::nic::filled_memfd(4096, rustix::fs::SealFlags::empty())?;
             match nic.add_memory(&fd, 4096) {
                 Ok(_) => shared += 1,
                 Err(e) => break e.to_string(),

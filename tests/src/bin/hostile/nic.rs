@@ -137,11 +137,21 @@ impl Nic {
     }
 }
 
-/// A memfd of this size with these seals.
+/// A memfd of this size with these seals, and no page in it.
 pub fn memfd(bytes: u64, seals: SealFlags) -> Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let fd = rustix::fs::memfd_create("hostile", flags)?;
     rustix::fs::ftruncate(&fd, bytes)?;
+    rustix::fs::fcntl_add_seals(&fd, seals)?;
+    Ok(fd)
+}
+
+/// The same with all its pages.
+pub fn filled_memfd(bytes: u64, seals: SealFlags) -> Result<OwnedFd> {
+    let fd = memfd(bytes, SealFlags::empty())?;
+    // Allocated and not written, they would count as holes.
+    let zeros = vec![0; bytes as usize];
+    ensure!(rustix::io::pwrite(&fd, &zeros, 0)? == zeros.len(), "writing all of a memfd");
     rustix::fs::fcntl_add_seals(&fd, seals)?;
     Ok(fd)
 }
