@@ -126,6 +126,15 @@ impl Syndrome {
     }
 }
 
+/// Fills the ring of a CQ with entries that were never written, as its owner does before the CQ is made.
+pub fn clear(ring: &DmaMemory, entries: u32) {
+    let mut entry = [0; CQE];
+    entry[offset::OP_OWN] = opcode::INVALID << 4 | OWNER;
+    for i in 0..entries as usize {
+        ring.write(i * CQE, &entry);
+    }
+}
+
 /// A completion, decoded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Cqe {

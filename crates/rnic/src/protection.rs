@@ -113,7 +113,12 @@ pub(crate) struct KeyTable {
     owners: Vec<Owner>,
     free: VecDeque<u32>,
     max: u32,
+    /// Bound windows by the low bits of the QP number that they name.
+    named: Vec<u32>,
 }
+
+/// Numbers that share an entry of [`KeyTable::named`] differ by a multiple of this.
+const NAMED: usize = 1 << 16;
 
 /// The first index in use: 0 and 1 are never valid, so that a zeroed key, or mlx5's invalid lkey
 /// 0x100, names nothing.
@@ -151,16 +156,20 @@ impl KeyTable {
             owners: (0..FIRST_INDEX).map(|_| unused()).collect(),
             free: VecDeque::new(),
             max: max.min(KeyIndex::MAX - FIRST_INDEX),
+            named: vec![0; NAMED],
         }
     }
 
     // --- checks of the data path ---------------------------------------------------------------
 
+    /// The entry of a key of `pd`. Of another PD's key nothing more is told: who tries tags of a
+    /// neighbour's key learns nothing from how his WQEs fail.
     #[inline]
-    fn entry(&self, key: Key) -> Result<&Entry, Refusal> {
+    fn entry(&self, key: Key, pd: Pdn) -> Result<&Entry, Refusal> {
         let e = self.entries.get(key.index().index()).ok_or(Refusal::NoKey)?;
         match e.kind {
             Kind::Unused => Err(Refusal::NoKey),
+            _ if e.pd != pd => Err(Refusal::Pd),
             _ if e.tag != key.tag() => Err(Refusal::Tag),
             _ => Ok(e),
         }
@@ -176,12 +185,9 @@ impl KeyTable {
         need: Access,
         pd: Pdn,
     ) -> Result<Span, Refusal> {
-        let e = self.entry(key)?;
+        let e = self.entry(key, pd)?;
         if e.kind != Kind::Region {
             return Err(Refusal::NoKey);
-        }
-        if e.pd != pd {
-            return Err(Refusal::Pd);
         }
         if !e.access.allows(need) {
             return Err(Refusal::Rights);
@@ -201,14 +207,11 @@ impl KeyTable {
         pd: Pdn,
         qpn: Qpn,
     ) -> Result<Span, Refusal> {
-        let e = self.entry(key)?;
+        let e = self.entry(key, pd)?;
         match e.kind {
             Kind::Bound if e.qpn != qpn && !e.open => return Err(Refusal::Qpn),
             Kind::Bound | Kind::Region => {}
             _ => return Err(Refusal::Free),
-        }
-        if e.pd != pd {
-            return Err(Refusal::Pd);
         }
         if !e.access.allows(need) {
             return Err(Refusal::Rights);
@@ -222,12 +225,9 @@ impl KeyTable {
     ///
     /// The new values are worked out and checked first, so that a refused UMR changes nothing.
     pub fn umr(&mut self, u: &Umr, by: Executor) -> Result<bool, Refusal> {
-        let old = *self.entry(u.key)?;
+        let old = *self.entry(u.key, by.pd)?;
         if old.kind == Kind::Region {
             return Err(Refusal::NoKey);
-        }
-        if old.pd != by.pd {
-            return Err(Refusal::Pd);
         }
         if u.mask & umr::MASK_FREE == 0 {
             return Err(Refusal::Form);
@@ -280,12 +280,9 @@ impl KeyTable {
         if new.start != u.klm.addr || len != u.klm.len as u64 || len == 0 {
             return Err(Refusal::Form);
         }
-        let region = self.entry(u.klm.lkey).map_err(|_| Refusal::Region)?;
+        let region = self.entry(u.klm.lkey, by.pd).map_err(|_| Refusal::Region)?;
         let writes = Access(new.access.0 & WRITING.0) != Access::NONE;
-        if region.kind != Kind::Region
-            || region.pd != by.pd
-            || writes && !region.access.allows(Access::LOCAL_WRITE)
-        {
+        if region.kind != Kind::Region || writes && !region.access.allows(Access::LOCAL_WRITE) {
             return Err(Refusal::Region);
         }
         new.span = region.range(u.klm.addr, len).map_err(|_| Refusal::Region)?;
@@ -309,9 +306,8 @@ impl KeyTable {
     }
 
     fn may_invalidate(&self, key: Key, by: Executor) -> Result<Entry, Refusal> {
-        let e = *self.entry(key)?;
+        let e = *self.entry(key, by.pd)?;
         match e.kind {
-            Kind::Bound | Kind::Free if e.pd != by.pd => Err(Refusal::Pd),
             Kind::Bound | Kind::Free if e.open => Err(Refusal::Type),
             Kind::Bound if e.qpn != by.qpn => Err(Refusal::Qpn),
             Kind::Bound => Ok(e),
@@ -330,9 +326,11 @@ impl KeyTable {
                 "a bound window's region lives"
             );
             region.link -= 1;
+            self.named[old.qpn.index() % NAMED] -= 1;
         }
         if new.kind == Kind::Bound {
             self.entries[new.link as usize].link += 1;
+            self.named[new.qpn.index() % NAMED] += 1;
         } else {
             new.qpn = Qpn::NONE;
             new.link = 0;
@@ -448,9 +446,9 @@ impl KeyTable {
         })
     }
 
-    /// True if a window is bound to `qpn`.
-    pub fn names(&self, qpn: Qpn) -> bool {
-        self.entries.iter().any(|e| e.kind == Kind::Bound && e.qpn == qpn)
+    /// False if no window is bound to `qpn`; true if one is, or one to a number that looks like it.
+    pub fn may_name(&self, qpn: Qpn) -> bool {
+        self.named[qpn.index() % NAMED] > 0
     }
 
     /// Ends all keys of `function`: windows first, then regions.

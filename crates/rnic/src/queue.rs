@@ -90,6 +90,11 @@ impl SendQueue {
         if ahead > SEND_BLOCKS_MAX { 0 } else { ahead }
     }
 
+    /// Bytes of its ring.
+    pub fn ring_bytes(&self) -> u64 {
+        self.blocks as u64 * WQEBB as u64
+    }
+
     pub fn blocks(&self) -> u32 {
         self.blocks
     }
@@ -195,6 +200,11 @@ impl RecvQueue {
         self.limit = self.initial;
     }
 
+    /// Bytes of its ring.
+    pub fn ring_bytes(&self) -> u64 {
+        self.entries as u64 * self.stride as u64
+    }
+
     /// Index up to which receive WQEs may be used.
     #[inline]
     pub fn limit(&self) -> u32 {
@@ -264,11 +274,6 @@ impl CompletionQueue {
         power_of_two("entries of a CQ", spec.entries, CQ_ENTRIES_MAX)?;
         room("a CQ's ring", &spec.ring, spec.entries as u64 * cqe::CQE as u64, cqe::CQE)?;
         room("a CQ's record", &spec.record, 8, 8)?;
-        for i in 0..spec.entries as usize {
-            let mut entry = [0; cqe::CQE];
-            entry[cqe::offset::OP_OWN] = cqe::opcode::INVALID << 4 | cqe::OWNER;
-            spec.ring.write(i * cqe::CQE, &entry);
-        }
         let count = spec.initial_count & COUNT_MASK;
         Ok(Self {
             function,
@@ -287,6 +292,11 @@ impl CompletionQueue {
             reported: false,
             touched: false,
         })
+    }
+
+    /// Bytes of its ring.
+    pub fn ring_bytes(&self) -> u64 {
+        self.entries as u64 * cqe::CQE as u64
     }
 
     /// Writes a completion; false if there is no room for it.

@@ -31,6 +31,8 @@ struct Slot<T> {
 }
 
 const NUMBER_BITS: u32 = 24;
+/// Freed slots that are looked at for a number that may be given out again.
+const TRIES: usize = 64;
 /// Fresh slots are taken until this many freed ones wait.
 const QUARANTINE: usize = 4096;
 /// Numbers below this are never given out: IBTA reserves QPs 0 and 1, and small ones are likely
@@ -58,7 +60,8 @@ impl<T> Table<T> {
     }
 
     /// Makes an object from its number. A number that was in use long ago is given out again only if
-    /// `reusable` says so. `None` if the table is full.
+    /// `reusable` says so. `None` if the table is full, or none of the slots that waited longest has a
+    /// number to give.
     pub fn insert(
         &mut self,
         reusable: impl Fn(u32) -> bool,
@@ -66,7 +69,7 @@ impl<T> Table<T> {
     ) -> Option<u32> {
         let fresh = self.slots.len() < 1 << self.bits;
         let old = if fresh && self.free.len() < QUARANTINE { 0 } else { self.free.len() };
-        for _ in 0..old {
+        for _ in 0..old.min(TRIES) {
             let at = self.free.pop_front().expect("counted");
             let slot = &mut self.slots[at as usize];
             for _ in 0..1 << (NUMBER_BITS - self.bits) {

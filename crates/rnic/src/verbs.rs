@@ -70,11 +70,22 @@ pub struct FunctionLimits {
     pub keys: u32,
     /// Bytes in its memory regions; a byte in two regions counts twice.
     pub registered_bytes: u64,
+    /// Bytes of its rings for sends, receives and completions: all work that can be outstanding.
+    pub ring_bytes: u64,
 }
 
 impl Default for FunctionLimits {
     fn default() -> Self {
-        Self { pds: 64, qps: 1024, cqs: 1024, srqs: 64, keys: 64 << 10, registered_bytes: 1 << 46 }
+        Self {
+            pds: 64,
+            qps: 1024,
+            cqs: 1024,
+            srqs: 64,
+            // What a function has ends in one go when it ends.
+            keys: 8 << 10,
+            registered_bytes: 1 << 46,
+            ring_bytes: 1 << 30,
+        }
     }
 }
 
@@ -87,6 +98,7 @@ impl FunctionLimits {
         srqs: u32::MAX,
         keys: u32::MAX,
         registered_bytes: u64::MAX,
+        ring_bytes: u64::MAX,
     };
 }
 
@@ -190,7 +202,7 @@ pub struct KeyInfo {
 /// A completion queue to be made.
 #[derive(Clone, Debug)]
 pub struct CqSpec {
-    /// The ring: `entries` times 64 bytes, aligned to 64.
+    /// The ring: `entries` times 64 bytes, aligned to 64, filled by [`crate::cqe::clear`].
     pub ring: DmaMemory,
     /// Entries: a power of two.
     pub entries: u32,

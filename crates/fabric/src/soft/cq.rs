@@ -83,10 +83,7 @@ impl SoftCq {
         let memory = function.alloc_dma(bytes + 64).map_err(system("memory of a CQ"))?;
         let ring = memory.slice(0, bytes).expect("memory made for the ring");
         let record = memory.slice(bytes, 8).expect("memory made for the record");
-        for entry in 0..entries as usize {
-            let at = entry * CQE + cqe::offset::OP_OWN;
-            ring.write(at, &[cqe::opcode::INVALID << 4 | cqe::OWNER]);
-        }
+        cqe::clear(&ring, entries);
         let verb = Verb::CreateCq {
             ring: ring.clone(),
             entries,

@@ -41,24 +41,16 @@ impl Engine {
         let Some(function) = self.core.functions.remove(&f) else { return };
         let core = &mut self.core;
         core.keys.remove_function(f, function.keys.into_iter());
-        let qps: Vec<u32> =
-            core.qps.iter().filter(|(_, q)| q.function == f).map(|(n, _)| n).collect();
-        for n in qps {
+        for n in function.qps {
             core.remove_qp(Qpn::new(n));
         }
-        let recvs: Vec<u32> =
-            core.recvs.iter().filter(|(_, r)| r.function == f).map(|(n, _)| n).collect();
-        for n in recvs {
+        for n in function.recvs {
             core.recvs.remove(n);
         }
-        let cqs: Vec<u32> =
-            core.cqs.iter().filter(|(_, c)| c.function == f).map(|(n, _)| n).collect();
-        for n in cqs {
+        for n in function.cqs {
             core.cqs.remove(n);
         }
-        let pds: Vec<u32> =
-            core.pds.iter().filter(|(_, p)| p.function == f).map(|(n, _)| n).collect();
-        for n in pds {
+        for n in function.pds {
             core.pds.remove(n);
         }
         core.shares.remove(function.share);
@@ -74,6 +66,7 @@ impl Engine {
         let made = core.pds.insert(|_| true, |_| Pd { function: f, users: 0 });
         let n = made.ok_or(full("PDs of the NIC", core.pds.capacity()))?;
         function.used.pds += 1;
+        function.pds.insert(n);
         Ok(Pdn::new(n))
     }
 
@@ -82,7 +75,9 @@ impl Engine {
         let users = self.core.pd(f, pd)?.users;
         refuse_used(Object::Pd(pd), users, "keys and queues")?;
         self.core.pds.remove(pd.raw());
-        self.core.function(f)?.used.pds -= 1;
+        let function = self.core.function(f)?;
+        function.used.pds -= 1;
+        function.pds.remove(&pd.raw());
         Ok(())
     }
 
@@ -163,15 +158,19 @@ impl Engine {
 
     // --- completion queues ---------------------------------------------------------------------
 
-    /// Makes a CQ. Its ring is filled with invalid entries.
+    /// Makes a CQ. Its owner has filled the ring with invalid entries ([`crate::cqe::clear`]): the NIC does
+    /// not touch it before the first completion, however large it is.
     pub fn create_cq(&mut self, f: FunctionId, spec: CqSpec) -> Result<Cqn, Error> {
         let core = &mut self.core;
         let function = core.functions.get_mut(&f).ok_or(Error::Unknown(Object::Function(f)))?;
         admit("CQs of the function", function.used.cqs, function.limits.cqs)?;
         let cq = CompletionQueue::new(f, function.share, spec)?;
+        let bytes = function.room_for_rings(cq.ring_bytes())?;
         let made = core.cqs.insert(|_| true, |_| cq);
         let n = made.ok_or(full("CQs of the NIC", core.cqs.capacity()))?;
         function.used.cqs += 1;
+        function.used.ring_bytes = bytes;
+        function.cqs.insert(n);
         Ok(Cqn::new(n))
     }
 
@@ -180,8 +179,11 @@ impl Engine {
         let users = self.core.cq(f, cqn)?.users;
         refuse_used(Object::Cq(cqn), users, "send or receive queues")?;
         self.core.wake_waiters(cqn);
-        self.core.cqs.remove(cqn.raw());
-        self.core.function(f)?.used.cqs -= 1;
+        let cq = self.core.cqs.remove(cqn.raw()).expect("just seen");
+        let function = self.core.function(f)?;
+        function.used.cqs -= 1;
+        function.used.ring_bytes -= cq.ring_bytes();
+        function.cqs.remove(&cqn.raw());
         Ok(())
     }
 
@@ -198,8 +200,12 @@ impl Engine {
         let function = self.core.function(f)?;
         admit("SRQs of the function", function.used.srqs, function.limits.srqs)?;
         let queue = RecvQueue::new(f, pd, spec, false, true)?;
+        let bytes = function.room_for_rings(queue.ring_bytes())?;
         let n = self.core.insert_recv(queue)?;
-        self.core.function(f)?.used.srqs += 1;
+        let function = self.core.function(f)?;
+        function.used.srqs += 1;
+        function.used.ring_bytes = bytes;
+        function.recvs.insert(n);
         self.core.pd_mut(pd).users += 1;
         Ok(Srqn::new(n))
     }
@@ -209,8 +215,11 @@ impl Engine {
         let srq = self.core.srq(f, srqn)?;
         let pd = srq.pd;
         refuse_used(Object::Srq(srqn), srq.users, "QPs")?;
-        self.core.recvs.remove(srqn.raw());
-        self.core.function(f)?.used.srqs -= 1;
+        let srq = self.core.recvs.remove(srqn.raw()).expect("just seen");
+        let function = self.core.function(f)?;
+        function.used.srqs -= 1;
+        function.used.ring_bytes -= srq.ring_bytes();
+        function.recvs.remove(&srqn.raw());
         self.core.pd_mut(pd).users -= 1;
         Ok(())
     }
@@ -229,21 +238,24 @@ impl Engine {
         admit("QPs of the function", function.used.qps, function.limits.qps)?;
         let share = function.share;
         let send = spec.send.map(SendQueue::new).transpose()?;
-        let (recv, recv_shared) = match spec.recv {
-            Recv::None => (None, false),
+        let send_bytes = send.as_ref().map_or(0, SendQueue::ring_bytes);
+        let (recv, recv_shared, bytes) = match spec.recv {
+            Recv::None => (None, false, function.room_for_rings(send_bytes)?),
             Recv::Shared(srqn) => {
+                let bytes = function.room_for_rings(send_bytes)?;
                 self.core.srq(f, srqn)?;
-                (Some(srqn.raw()), true)
+                (Some(srqn.raw()), true, bytes)
             }
             Recv::Own { spec: recv, managed } => {
                 let queue = RecvQueue::new(f, spec.pd, recv, managed, false)?;
-                (Some(self.core.insert_recv(queue)?), false)
+                let bytes = function.room_for_rings(send_bytes + queue.ring_bytes())?;
+                (Some(self.core.insert_recv(queue)?), false, bytes)
             }
         };
         let core = &mut self.core;
         let keys = &core.keys;
         let made = core.qps.insert(
-            |number| !keys.names(Qpn::new(number)),
+            |number| !keys.may_name(Qpn::new(number)),
             |number| Qp {
                 qpn: Qpn::new(number),
                 function: f,
@@ -279,7 +291,10 @@ impl Engine {
         core.cq_mut(spec.send_cq).users += 1;
         core.cq_mut(spec.recv_cq).users += 1;
         core.pd_mut(spec.pd).users += 1;
-        core.function(f)?.used.qps += 1;
+        let function = core.function(f)?;
+        function.used.qps += 1;
+        function.used.ring_bytes = bytes;
+        function.qps.insert(number);
         Ok(Qpn::new(number))
     }
 
@@ -287,8 +302,11 @@ impl Engine {
     /// talks to it. Windows that are bound to it stay bound, to a number that nobody has.
     pub fn destroy_qp(&mut self, f: FunctionId, qpn: Qpn) -> Result<(), Error> {
         self.core.qp(f, qpn)?;
-        self.core.remove_qp(qpn);
-        self.core.function(f)?.used.qps -= 1;
+        let bytes = self.core.remove_qp(qpn);
+        let function = self.core.function(f)?;
+        function.used.qps -= 1;
+        function.used.ring_bytes -= bytes;
+        function.qps.remove(&qpn.raw());
         Ok(())
     }
 
@@ -353,6 +371,18 @@ impl Engine {
     }
 }
 
+impl Function {
+    /// Bytes of its rings with `more`, if it may have them.
+    fn room_for_rings(&self, more: u64) -> Result<u64, Error> {
+        let limit = self.limits.ring_bytes;
+        let bytes = self.used.ring_bytes.saturating_add(more);
+        if bytes > limit {
+            return Err(Error::Limit { what: "bytes of rings of the function", limit });
+        }
+        Ok(bytes)
+    }
+}
+
 impl Core {
     fn function(&mut self, f: FunctionId) -> Result<&mut Function, Error> {
         self.functions.get_mut(&f).ok_or(Error::Unknown(Object::Function(f)))
@@ -406,8 +436,8 @@ impl Core {
         function.keys.remove(&key.index());
     }
 
-    /// Takes a QP out of everything that knows it.
-    fn remove_qp(&mut self, qpn: Qpn) {
+    /// Takes a QP out of everything that knows it. Gives the bytes of its rings.
+    fn remove_qp(&mut self, qpn: Qpn) -> u64 {
         self.leave(qpn);
         // Who waits for a receive of this QP finds nobody at the other end.
         let peer = self.qp_mut(qpn).peer;
@@ -423,12 +453,13 @@ impl Core {
         self.cq_mut(qp.send_cq).users -= 1;
         self.cq_mut(qp.recv_cq).users -= 1;
         self.pd_mut(qp.pd).users -= 1;
-        let Some(n) = qp.recv else { return };
+        let sends = qp.send.as_ref().map_or(0, SendQueue::ring_bytes);
+        let Some(n) = qp.recv else { return sends };
         if qp.recv_shared {
             self.recvs.get_mut(n).expect("an SRQ in use lives").users -= 1;
-        } else {
-            self.recvs.remove(n);
+            return sends;
         }
+        sends + self.recvs.remove(n).expect("a QP's own receive queue lives").ring_bytes()
     }
 
     fn reset_qp(&mut self, qpn: Qpn) {

@@ -187,6 +187,9 @@ impl Core {
             return Err(Syndrome::LocalLength.into());
         }
         let peer = self.responder(me)?;
+        if len == 0 {
+            self.admit_kind(&peer, Access::REMOTE_WRITE)?;
+        }
         if imm.is_some() && done == 0 {
             // The data goes only where its notice can follow.
             if let Err(wait) = self.receive_ready(&peer)? {
@@ -228,6 +231,7 @@ impl Core {
         }
         let peer = self.responder(me)?;
         if len == 0 {
+            self.admit_kind(&peer, Access::REMOTE_READ)?;
             return Ok(Progress::Done(0));
         }
         let source = self.admit(&peer, from, len, Access::REMOTE_READ)?;

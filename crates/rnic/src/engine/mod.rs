@@ -102,6 +102,11 @@ struct Function {
     used: FunctionLimits,
     share: u32,
     keys: HashSet<KeyIndex>,
+    /// Numbers of its other objects; `recvs` are shared receive queues.
+    qps: HashSet<u32>,
+    cqs: HashSet<u32>,
+    recvs: HashSet<u32>,
+    pds: HashSet<u32>,
 }
 
 /// A protection domain.
@@ -220,7 +225,24 @@ impl Engine {
 
 impl Function {
     fn new(limits: FunctionLimits, share: u32) -> Self {
-        let used = FunctionLimits { pds: 0, qps: 0, cqs: 0, srqs: 0, keys: 0, registered_bytes: 0 };
-        Self { limits, used, share, keys: HashSet::new() }
+        let used = FunctionLimits {
+            pds: 0,
+            qps: 0,
+            cqs: 0,
+            srqs: 0,
+            keys: 0,
+            registered_bytes: 0,
+            ring_bytes: 0,
+        };
+        Self {
+            limits,
+            used,
+            share,
+            keys: HashSet::new(),
+            qps: HashSet::new(),
+            cqs: HashSet::new(),
+            recvs: HashSet::new(),
+            pds: HashSet::new(),
+        }
     }
 }

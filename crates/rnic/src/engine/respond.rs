@@ -75,6 +75,15 @@ impl Core {
         }
     }
 
+    /// Checks that the peer answers such requests at all, also ones that move nothing.
+    #[inline]
+    pub fn admit_kind(&mut self, to: &Responder, need: Access) -> Result<(), Fault> {
+        if to.access.allows(need) {
+            return Ok(());
+        }
+        Err(self.refuse(to, Syndrome::RemoteAccess))
+    }
+
     /// Checks an access by the peer's peer. A refusal ends the connection, at both ends.
     #[inline]
     pub fn admit(
@@ -204,10 +213,17 @@ impl Core {
     }
 
     /// Ends the receive WQE that could not take a message, and the connection with it.
+    ///
+    /// One of a managed queue is neither used up nor completed: a chain that WAITs for requests would
+    /// count it as one, and run with what the request before it has left.
     #[cold]
     fn receive_failed(&mut self, to: &Responder, n: u32, mine: Fault, theirs: Syndrome) -> Fault {
         self.stats.errors += 1;
         let recv = self.recvs.get_mut(n).expect("a receive queue in use lives");
+        if recv.managed {
+            self.enter_error(to.qpn, Some(mine.syndrome));
+            return theirs.into();
+        }
         let cqe = Cqe {
             opcode: cqe::opcode::RESP_ERR,
             qpn: to.qpn,

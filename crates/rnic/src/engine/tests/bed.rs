@@ -115,6 +115,7 @@ impl Bed {
     pub fn cq(&mut self, s: &Shape) -> Cq {
         let (ring, record) = (memory(s.cq_entries as usize * 64), memory(8));
         record.store_be32(0, s.initial_count);
+        crate::cqe::clear(&ring, s.cq_entries);
         let cqn = self
             .e
             .create_cq(

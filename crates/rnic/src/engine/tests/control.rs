@@ -119,8 +119,15 @@ fn verbs_refuse_what_they_should() {
 fn a_function_has_no_more_than_its_limits() {
     use crate::error::Error;
     let mut bed = Bed::new();
-    let limits =
-        FunctionLimits { pds: 1, cqs: 1, qps: 1, srqs: 0, keys: 2, registered_bytes: 5000 };
+    let limits = FunctionLimits {
+        pds: 1,
+        cqs: 1,
+        qps: 1,
+        srqs: 0,
+        keys: 2,
+        registered_bytes: 5000,
+        ring_bytes: 1 << 20,
+    };
     let f = bed.e.add_function(limits).unwrap();
     let limited = |r: Result<(), Error>| assert!(matches!(r, Err(Error::Limit { .. })), "{r:?}");
     let pd = bed.pd(f);

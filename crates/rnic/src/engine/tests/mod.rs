@@ -6,6 +6,7 @@ mod control;
 mod data;
 mod errors;
 mod fairness;
+mod foreign;
 mod hostile;
 mod model;
 mod queues;

@@ -395,6 +395,7 @@ fn a_reader_sees_only_what_is_complete() {
     };
     // Whatever stood in the ring before.
     ring.write(0, &[0x20; 256]);
+    crate::cqe::clear(&ring, 4);
     bed.e.create_cq(PF, spec).unwrap();
     let mut reader = CqReader::new(ring, 4, record, 0);
     assert_eq!(reader.poll(), None);

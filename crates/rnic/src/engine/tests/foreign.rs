@@ -1,0 +1,378 @@
+//! An attacker owns a function and posts WQEs that name what is another function's: each ends with an
+//! error of its own QP, and nothing else has changed.
+
+use super::*;
+use crate::cqe::{Cqe, Syndrome};
+use crate::ids::{Access, Cqn, FunctionId, Key, Pdn, Qpn};
+use crate::protection::Refusal;
+use crate::verbs::{FunctionLimits, KeyInfo, MwKind, QpInfo, QpState};
+use crate::wqe::umr::{Klm, Umr, UmrFlags};
+use crate::wqe::{Builder, Remote, Sge};
+
+/// An attacker with a pair of QPs, and a victim with one of everything.
+struct Scene {
+    bed: Bed,
+    attacker: TestQp,
+    other_end: TestQp,
+    own: Mr,
+    own_window: Key,
+    victim: FunctionId,
+    pd: Pdn,
+    /// Connected, managed at both its queues.
+    qp: TestQp,
+    peer: TestQp,
+    mr: Mr,
+    free_window: Key,
+    bound_window: Key,
+    open_window: Key,
+}
+
+/// What an attack must leave as it was.
+#[derive(PartialEq, Debug)]
+struct State {
+    qps: [QpInfo; 2],
+    keys: Vec<KeyInfo>,
+    counts: Vec<u32>,
+    bytes: Vec<u8>,
+}
+
+fn scene() -> Scene {
+    let mut bed = Bed::new();
+    let victim = bed.e.add_function(FunctionLimits::default()).unwrap();
+    let pd = bed.pd(victim);
+    let managed = Shape { managed: true, recv: Some(true), ..bed.shape(victim, pd) };
+    let (mut qp, peer) = (bed.qp(&managed), bed.qp(&managed));
+    bed.connect(&qp, &peer);
+    let mr = bed.mr(victim, pd, 4096, ALL);
+    mr.mem.write(0, &[0x77; 4096]);
+    let window = |bed: &mut Bed, kind| bed.e.alloc_mw(victim, pd, kind).unwrap();
+    let free_window = window(&mut bed, MwKind::Type2);
+    let (bound, open) = (window(&mut bed, MwKind::Type2), window(&mut bed, MwKind::Type1));
+    let start = mr.mem.addr();
+    let all = Access::REMOTE_ALL;
+    let tag = |key: Key| key.tag().wrapping_add(1);
+    let binds = [
+        Umr::bind(bound, tag(bound), qp.qpn, all, mr.key, start, 4096),
+        Umr::bind_type1(open, tag(open), all, mr.key, start, 4096),
+    ];
+    for umr in &binds {
+        bed.write_wqe(&mut qp, |w| _ = w.umr(umr));
+    }
+    // One WQE more, which nobody has enabled.
+    bed.e.enable_send(victim, qp.qpn, qp.producer).unwrap();
+    bed.write_wqe(&mut qp, |w| _ = w.nop().signaled());
+    bed.run();
+    let f = bed.e.add_function(FunctionLimits::default()).unwrap();
+    let own_pd = bed.pd(f);
+    let shape = bed.shape(f, own_pd);
+    let (attacker, other_end) = (bed.qp(&shape), bed.qp(&shape));
+    bed.connect(&attacker, &other_end);
+    let own = bed.mr(f, own_pd, 4096, ALL);
+    let own_window = bed.e.alloc_mw(f, own_pd, MwKind::Type2).unwrap();
+    Scene {
+        bed,
+        attacker,
+        other_end,
+        own,
+        own_window,
+        victim,
+        pd,
+        qp,
+        peer,
+        mr,
+        free_window,
+        bound_window: Key::new(bound.index(), tag(bound)),
+        open_window: Key::new(open.index(), tag(open)),
+    }
+}
+
+impl Scene {
+    fn state(&self) -> State {
+        let e = &self.bed.e;
+        let qp = |q: &TestQp| e.query_qp(self.victim, q.qpn).unwrap();
+        let keys = [self.mr.key, self.free_window, self.bound_window, self.open_window];
+        let cqs = [&self.qp.send_cq, &self.qp.recv_cq, &self.peer.send_cq, &self.peer.recv_cq];
+        State {
+            qps: [qp(&self.qp), qp(&self.peer)],
+            keys: keys.map(|k| e.query_key(self.victim, k.index()).unwrap()).into(),
+            counts: cqs.map(|c| e.cq_count(self.victim, c.cqn).unwrap()).into(),
+            bytes: self.mr.bytes(0, 4096),
+        }
+    }
+
+    /// Executes a WQE that must fail so, at the attacker's QP and nowhere else.
+    #[track_caller]
+    fn refused(
+        &mut self,
+        syndrome: Syndrome,
+        why: Option<Refusal>,
+        fill: impl FnOnce(&mut Builder),
+    ) {
+        let before = self.state();
+        let cqe = self.bed.execute(&mut self.attacker, fill);
+        self.failed(&cqe, syndrome, why);
+        assert_eq!(self.state(), before);
+        for q in [&mut self.attacker, &mut self.other_end] {
+            self.bed.e.modify_qp(q.function, q.qpn, crate::verbs::QpChange::Reset).unwrap();
+            (q.producer, q.recv_producer) = (0, 0);
+            q.recv_record.store_be32(0, 0);
+            while q.send_cq.reader.poll().is_some() || q.recv_cq.reader.poll().is_some() {}
+        }
+        self.bed.connect(&self.attacker, &self.other_end);
+    }
+
+    #[track_caller]
+    fn failed(&self, cqe: &Cqe, syndrome: Syndrome, why: Option<Refusal>) {
+        assert_error(cqe, syndrome);
+        assert_eq!(cqe.error.unwrap().vendor, why.map_or(0, |w| w as u8));
+        assert_eq!(cqe.qpn, self.attacker.qpn);
+        assert_eq!(self.bed.state(&self.attacker), QpState::Error);
+    }
+
+    /// The victim's own work still goes through.
+    fn victim_works(&mut self) {
+        let limit = self.qp.producer;
+        self.bed.e.enable_send(self.victim, self.qp.qpn, limit).unwrap();
+        self.bed.run();
+        assert_eq!(self.qp.send_cq.reader.poll().unwrap().error, None);
+    }
+}
+
+#[test]
+fn wait_for_a_foreign_cq_is_refused() {
+    let mut s = scene();
+    for cqn in [s.qp.send_cq.cqn, s.qp.recv_cq.cqn, Cqn::new(0xff_fff0)] {
+        // Also where the count has been reached, or never will be.
+        for index in [0, 0x40_0000, 0xff_ffff] {
+            s.refused(Syndrome::LocalQpOperation, None, |w| _ = w.wait(cqn, index));
+        }
+    }
+    s.victim_works();
+}
+
+#[test]
+fn enabling_a_foreign_queue_is_refused() {
+    let mut s = scene();
+    for qpn in [s.qp.qpn, s.peer.qpn, Qpn::new(0xff_fff0), Qpn::NONE] {
+        s.refused(Syndrome::LocalQpOperation, None, |w| _ = w.send_enable(qpn, 0x7fff));
+        s.refused(Syndrome::LocalQpOperation, None, |w| _ = w.receive_enable(qpn, 0x7fff));
+    }
+    s.victim_works();
+}
+
+#[test]
+fn invalidating_a_foreign_key_is_refused() {
+    let mut s = scene();
+    for key in [s.bound_window, s.open_window, s.free_window, s.mr.key] {
+        s.refused(Syndrome::MwBind, Some(Refusal::Pd), |w| _ = w.local_invalidate(key));
+    }
+    s.victim_works();
+}
+
+#[test]
+fn a_umr_on_a_foreign_window_is_refused() {
+    let mut s = scene();
+    let (own, at) = (s.own.key, s.own.mem.addr());
+    for key in [s.bound_window, s.open_window, s.free_window, s.mr.key] {
+        for qpn in [s.attacker.qpn, s.qp.qpn, Qpn::NONE] {
+            for flags in [0x80, 0xa0, 0x88] {
+                let bind = Umr::bind(key, 9, qpn, Access::REMOTE_ALL, own, at, 64);
+                let umr = Umr { flags: UmrFlags(flags), ..bind };
+                s.refused(Syndrome::MwBind, Some(Refusal::Pd), |w| _ = w.umr(&umr));
+                let umr = Umr { flags: UmrFlags(flags), ..Umr::unbind(key, true) };
+                s.refused(Syndrome::MwBind, Some(Refusal::Pd), |w| _ = w.umr(&umr));
+            }
+        }
+    }
+    s.victim_works();
+}
+
+#[test]
+fn a_window_over_foreign_memory_is_refused() {
+    let mut s = scene();
+    let (key, own) = (s.own_window, s.attacker.qpn);
+    let start = s.mr.mem.addr();
+    for lkey in [s.mr.key, s.bound_window, s.open_window] {
+        let bind = Umr::bind(key, 9, own, Access::REMOTE_READ, lkey, start, 64);
+        s.refused(Syndrome::MwBind, Some(Refusal::Region), |w| _ = w.umr(&bind));
+    }
+    // Nor does an address of the victim's lie in one's own region.
+    let bind = Umr::bind(key, 9, own, Access::REMOTE_READ, s.own.key, start, 64);
+    s.refused(Syndrome::MwBind, Some(Refusal::Region), |w| _ = w.umr(&bind));
+    let bind = Umr { klm: Klm { addr: s.own.mem.addr(), ..bind.klm }, ..bind };
+    s.refused(Syndrome::MwBind, Some(Refusal::Form), |w| _ = w.umr(&bind));
+    s.victim_works();
+}
+
+#[test]
+fn a_bind_to_another_qp_and_an_unbind_without_the_check_are_refused() {
+    let mut s = scene();
+    let (key, own, at) = (s.own_window, s.own.key, s.own.mem.addr());
+    // To the victim's QP, to nobody's, and to one's own other one: only the NIC's owner may.
+    for qpn in [s.qp.qpn, Qpn::NONE, s.other_end.qpn] {
+        let bind = Umr::bind(key, 9, qpn, Access::REMOTE_ALL, own, at, 64);
+        s.refused(Syndrome::MwBind, Some(Refusal::Privilege), |w| _ = w.umr(&bind));
+    }
+    s.refused(Syndrome::MwBind, Some(Refusal::Privilege), |w| _ = w.umr(&Umr::unbind(key, false)));
+    // Nor can a function make itself a QP that may.
+    let pd = s.attacker.pd;
+    let cq = s.attacker.send_cq.cqn;
+    let spec = crate::verbs::QpSpec {
+        pd,
+        send: None,
+        recv: crate::verbs::Recv::None,
+        send_cq: cq,
+        recv_cq: cq,
+        access: Access::NONE,
+        privileged: true,
+    };
+    let f = s.attacker.function;
+    assert!(matches!(s.bed.e.create_qp(f, spec.clone()), Err(crate::Error::NotPermitted { .. })));
+    // Or one in the victim's PD, or with its CQs.
+    let plain = crate::verbs::QpSpec { privileged: false, ..spec };
+    let foreign = |r| assert!(matches!(r, Err(crate::Error::Foreign { .. })), "{r:?}");
+    foreign(s.bed.e.create_qp(f, crate::verbs::QpSpec { pd: s.pd, ..plain.clone() }));
+    let theirs = s.qp.send_cq.cqn;
+    foreign(s.bed.e.create_qp(f, crate::verbs::QpSpec { send_cq: theirs, ..plain.clone() }));
+    foreign(s.bed.e.create_qp(f, crate::verbs::QpSpec { recv_cq: theirs, ..plain }));
+    s.victim_works();
+}
+
+#[test]
+fn foreign_lkeys_are_refused_in_every_role() {
+    let mut s = scene();
+    let to = s.own.remote(0);
+    for key in [s.mr.key, s.bound_window, s.open_window] {
+        let theirs = Sge { lkey: key, ..s.mr.sge(0, 8) };
+        let why = Some(Refusal::Pd);
+        s.refused(Syndrome::LocalProtection, why, |w| _ = w.rdma_write(to, &[theirs]));
+        s.refused(Syndrome::LocalProtection, why, |w| _ = w.rdma_read(to, &[theirs]));
+        s.refused(Syndrome::LocalProtection, why, |w| _ = w.send(&[theirs]));
+        s.refused(Syndrome::LocalProtection, why, |w| _ = w.fetch_add(to, 1, theirs));
+        let own = s.own.sge(0, 8);
+        s.refused(Syndrome::LocalProtection, why, |w| _ = w.rdma_read(to, &[own, theirs]));
+        // As the place that a message of one's own is received into.
+        s.bed.post_recv(&mut s.other_end, &[theirs]);
+        s.refused(Syndrome::RemoteOperation, None, |w| _ = w.send(&[own]));
+    }
+    s.victim_works();
+}
+
+#[test]
+fn foreign_rkeys_are_refused() {
+    let mut s = scene();
+    let own = s.own.sge(0, 8);
+    for rkey in [s.mr.key, s.bound_window, s.open_window, s.free_window] {
+        let at = Remote { addr: s.mr.mem.addr(), rkey };
+        s.refused(Syndrome::RemoteAccess, None, |w| _ = w.rdma_read(at, &[own]));
+        s.refused(Syndrome::RemoteAccess, None, |w| _ = w.rdma_write(at, &[own]));
+        s.refused(Syndrome::RemoteAccess, None, |w| _ = w.fetch_add(at, 1, own));
+    }
+    s.victim_works();
+}
+
+#[test]
+fn who_tries_tags_of_a_foreign_key_is_told_the_same_each_time() {
+    let mut s = scene();
+    let to = s.own.remote(0);
+    for tag in 0..=255 {
+        let lkey = Key::new(s.bound_window.index(), tag);
+        let theirs = Sge { lkey, ..s.mr.sge(0, 8) };
+        let why = Some(Refusal::Pd);
+        s.refused(Syndrome::LocalProtection, why, |w| _ = w.rdma_write(to, &[theirs]));
+        s.refused(Syndrome::MwBind, why, |w| _ = w.local_invalidate(lkey));
+        s.refused(Syndrome::MwBind, why, |w| _ = w.umr(&Umr::unbind(lkey, true)));
+    }
+}
+
+#[test]
+fn who_names_a_qp_that_does_not_name_him_is_not_heard() {
+    let mut s = scene();
+    for peer in [s.qp.qpn, s.peer.qpn] {
+        let a = s.attacker.qpn;
+        s.bed.e.modify_qp(s.attacker.function, a, crate::verbs::QpChange::Reset).unwrap();
+        s.attacker.producer = 0;
+        s.bed.connect_to(&s.attacker, peer);
+        let (at, own) = (s.mr.remote(0), s.own.sge(0, 8));
+        s.refused(Syndrome::RetryExceeded, None, |w| _ = w.rdma_read(at, &[own]));
+    }
+    s.victim_works();
+}
+
+#[test]
+fn a_number_that_is_given_out_again_is_not_the_peer_that_it_was() {
+    let mut bed = Bed::new();
+    let (a, b) = bed.pair();
+    bed.e.destroy_qp(PF, a.qpn).unwrap();
+    // Whoever gets the number of `a` now, `b` does not name it any more.
+    assert_eq!(bed.e.query_qp(PF, b.qpn).unwrap().peer, Qpn::NONE);
+    let mut b = b;
+    assert_error(&bed.execute(&mut b, |w| _ = w.send(&[])), Syndrome::RetryExceeded);
+}
+
+// --- what reaches a managed queue --------------------------------------------------------------
+
+/// A request that does not fit must not start the chain that serves requests.
+#[test]
+fn a_message_that_a_managed_queue_cannot_take_is_no_request() {
+    for bad_key in [false, true] {
+        let mut bed = Bed::new();
+        let pd = bed.pd(PF);
+        let managed = Shape { managed: true, recv: Some(true), ..bed.shape(PF, pd) };
+        let (front, mut worker) = (bed.qp(&managed), bed.qp(&managed));
+        bed.connect_to(&worker, worker.qpn);
+        let room = bed.mr(PF, pd, 64, ALL);
+        let f = bed.e.add_function(FunctionLimits::default()).unwrap();
+        let client_pd = bed.pd(f);
+        let shape = bed.shape(f, client_pd);
+        let mut client = bed.qp(&shape);
+        bed.connect(&client, &front);
+        let mut sge = room.sge(0, 8);
+        if bad_key {
+            sge.lkey = Key(sge.lkey.0 ^ 1);
+        }
+        put_recv(&front.recv_ring, 0, &[room.sge(0, 8)]);
+        put_recv(&front.recv_ring, STRIDE as usize, &[sge]);
+        bed.e.enable_recv(PF, front.qpn, 2).unwrap();
+        // It WAITs for the second request.
+        let cqn = front.recv_cq.cqn;
+        bed.write_wqe(&mut worker, |w| _ = w.wait(cqn, 1).signaled());
+        bed.e.enable_send(PF, worker.qpn, worker.producer).unwrap();
+        let own = bed.mr(f, client_pd, 64, ALL);
+        assert_eq!(bed.execute(&mut client, |w| _ = w.send(&[own.sge(0, 8)])).error, None);
+        let len = if bad_key { 8 } else { 9 };
+        let cqe = bed.execute(&mut client, |w| _ = w.send(&[own.sge(0, len)]));
+        let told = if bad_key { Syndrome::RemoteOperation } else { Syndrome::RemoteInvalidRequest };
+        assert_error(&cqe, told);
+        assert_eq!(bed.e.cq_count(PF, cqn).unwrap(), 1, "one request came");
+        assert_eq!(bed.e.query_qp(PF, front.qpn).unwrap().recv_consumer, 1);
+        assert_eq!(bed.state(&front), QpState::Error);
+        assert!(worker.send_cq.reader.poll().is_none(), "the chain was not started");
+        assert_eq!(bed.state(&worker), QpState::ReadyToSend);
+    }
+}
+
+/// Nor may a WRITE with immediate, of no bytes, where no WRITE is admitted.
+#[test]
+fn a_qp_that_admits_no_write_takes_no_notice_of_one_either() {
+    let mut bed = Bed::new();
+    let pd = bed.pd(PF);
+    let shape = Shape { recv: Some(true), access: Access::NONE, ..bed.shape(PF, pd) };
+    let (front, client_shape) = (bed.qp(&shape), bed.shape(PF, pd));
+    bed.e.enable_recv(PF, front.qpn, 4).unwrap();
+    for op in 0..3 {
+        let mut client = bed.qp(&client_shape);
+        let _ = bed.e.modify_qp(PF, front.qpn, crate::verbs::QpChange::Reset);
+        bed.connect(&client, &front);
+        bed.e.enable_recv(PF, front.qpn, 4).unwrap();
+        let cqe = bed.execute(&mut client, |w| {
+            match op {
+                0 => w.rdma_write_imm(Remote::default(), &[], 7),
+                1 => w.rdma_write(Remote::default(), &[]),
+                _ => w.rdma_read(Remote::default(), &[]),
+            };
+        });
+        assert_error(&cqe, Syndrome::RemoteAccess);
+        assert_eq!(bed.e.cq_count(PF, front.recv_cq.cqn).unwrap(), 0);
+    }
+}
