@@ -33,17 +33,14 @@ impl MemoryNode {
         let directory = std::env::temp_dir().join(format!("granary-{name}-{}", std::process::id()));
         std::fs::create_dir_all(&directory)?;
         let socket = directory.join("pool.sock");
-        let mut child = Command::new(granary())
-            .args(["serve", "--json", "--socket"])
-            .arg(&socket)
-            .args(arguments)
-            .stdout(Stdio::piped())
-            .spawn()
-            .context("starting granary serve")?;
-        let mut ready = String::new();
-        BufReader::new(child.stdout.take().expect("piped")).read_line(&mut ready)?;
-        ensure!(!ready.is_empty(), "granary serve ended before it served");
+        let child = serve(&socket, arguments)?;
         Ok(Self { child, directory, socket })
+    }
+
+    /// Starts it again at the same path, after it was killed.
+    pub fn restart(&mut self, arguments: &[&str]) -> Result<()> {
+        self.child = serve(&self.socket, arguments)?;
+        Ok(())
     }
 
     /// Its process.
@@ -77,6 +74,21 @@ impl MemoryNode {
         std::fs::File::create(&path)?.set_len((chunks * 4).next_multiple_of(4096))?;
         Ok(path)
     }
+}
+
+/// Starts `granary serve` and waits until it serves.
+fn serve(socket: &Path, arguments: &[&str]) -> Result<Child> {
+    let mut child = Command::new(granary())
+        .args(["serve", "--json", "--socket"])
+        .arg(socket)
+        .args(arguments)
+        .stdout(Stdio::piped())
+        .spawn()
+        .context("starting granary serve")?;
+    let mut ready = String::new();
+    BufReader::new(child.stdout.take().expect("piped")).read_line(&mut ready)?;
+    ensure!(!ready.is_empty(), "granary serve ended before it served");
+    Ok(child)
 }
 
 impl Drop for MemoryNode {

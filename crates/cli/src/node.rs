@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use bench::size::Size;
 use bench::table::thousands;
+use pool::budget::{BudgetStatus, Use};
 use pool::protocol::Status;
 use pool::{ControlMode, ControlPlane, SchemeKind, Settings};
 use serde::{Deserialize, Serialize};
@@ -148,7 +149,7 @@ pub fn describe(status: &Status) -> String {
     let Status { node, .. } = status;
     let seconds = |ns: u64| Duration::from_nanos(ns).as_secs_f64();
     let held = node.chunks.saturating_sub(node.free);
-    [
+    let mut lines = vec![
         ("scheme", format!("{} on NIC {}", node.scheme, status.nic)),
         ("up", format!("{:.1} s", status.uptime_ms as f64 / 1e3)),
         (
@@ -162,7 +163,7 @@ pub fn describe(status: &Status) -> String {
                 thousands(held),
             ),
         ),
-        ("clients", thousands(node.clients)),
+        ("clients", clients(node)),
         ("allocations", by(node.allocations_nic, node.allocations_cpu)),
         ("frees", by(node.frees_nic, node.frees_cpu)),
         ("refused", thousands(node.refused)),
@@ -183,9 +184,45 @@ pub fn describe(status: &Status) -> String {
                 thousands(status.control_wakeups),
             ),
         ),
-    ]
-    .map(|(name, value)| format!("{name:<12} {value}"))
-    .join("\n")
+    ];
+    if let Some(budget) = &node.budget {
+        lines.push(("budgets", budgets(budget)));
+        lines.extend(budget.most.iter().map(|client| ("", usage(client))));
+    }
+    let line = |(name, value): &(&str, String)| format!("{name:<12} {value}");
+    lines.iter().map(line).collect::<Vec<_>>().join("\n")
+}
+
+fn clients(node: &pool::NodeStatus) -> String {
+    let leaving = match node.leaving {
+        0 => String::new(),
+        n => format!(", and {} gone whose chunks are being taken back", thousands(n)),
+    };
+    format!("{}{leaving}", thousands(node.clients))
+}
+
+fn budgets(budget: &BudgetStatus) -> String {
+    let limit = |limit: Option<u64>, unit: &str| {
+        limit.map_or(format!("any number of {unit}"), |n| format!("{} {unit}", thousands(n)))
+    };
+    format!(
+        "{}, {} a client, looked at every {} ms; {} ended so far, {} now",
+        limit(budget.requests_per_s, "requests/s"),
+        limit(budget.chunks, "chunks"),
+        budget.interval_ms,
+        thousands(budget.ended),
+        thousands(budget.suspended),
+    )
+}
+
+fn usage(client: &Use) -> String {
+    format!(
+        "client {}: {} requests/s, at most {} chunks{}",
+        client.client,
+        thousands(client.requests_per_s),
+        thousands(client.chunks),
+        if client.suspended { ", over budget: its management connection is ended" } else { "" },
+    )
 }
 
 fn by(nic: u64, cpu: u64) -> String {
@@ -205,8 +242,20 @@ mod tests {
         status.node.chunk_bytes = 1 << 20;
         status.node.allocations_nic = 12_345;
         status.nic_cpu_ns = 1_500_000_000;
+        status.node.leaving = 2;
+        status.node.budget = Some(BudgetStatus {
+            chunks: Some(512),
+            interval_ms: 50,
+            ended: 3,
+            suspended: 1,
+            most: vec![Use { client: 7, chunks: 513, suspended: true, ..Use::default() }],
+            ..BudgetStatus::default()
+        });
         let text = describe(&status);
         for part in [
+            "clients      0, and 2 gone",
+            "any number of requests/s, 512 chunks a client, looked at every 50 ms; 3 ended so far, 1 now",
+            "client 7: 0 requests/s, at most 513 chunks, over budget",
             "onesidedmw on NIC shm",
             "1GiB in 1,024 chunks of 1MiB: 1,000 free, 24 held",
             "12,345 by the NIC, 0 by the memory node's CPU",

@@ -87,6 +87,9 @@ pub struct Progress {
     pub send_limit: u16,
     /// Receive WQEs used so far, modulo 2^32; 0 with a shared receive queue.
     pub recv_consumer: u32,
+    /// WQEs of the send queue that were executed without error since the QP was made. A reset does not
+    /// set it back.
+    pub executed: u64,
 }
 
 /// The ring of a shared receive queue, for chains that refill it themselves.

@@ -148,10 +148,29 @@ impl Cpu {
 fn execute(node: &mut Node<ModelNic>, task: Task) -> Result<Vec<u32>, String> {
     match task {
         Task::Turn => node.turn().map(|_| Vec::new()),
-        Task::Retire(client) => node.retire(client).map(|()| Vec::new()),
-        Task::ResetManagement(client) => node.reset_management(client),
+        Task::Retire(client) => retire(node, client),
+        Task::ResetManagement(client) => reset_management(node, client),
     }
     .map_err(|e| e.to_string())
+}
+
+/// Retires a client wholly, which takes further turns.
+fn retire(node: &mut Node<ModelNic>, client: ClientId) -> Result<Vec<u32>, pool::Error> {
+    node.retire(client)?;
+    while !node.is_retired(client) {
+        node.turn()?;
+    }
+    Ok(Vec::new())
+}
+
+/// Asks until the old connection is at rest.
+fn reset_management(node: &mut Node<ModelNic>, client: ClientId) -> Result<Vec<u32>, pool::Error> {
+    loop {
+        if let Some(peers) = node.reset_management(client)? {
+            return Ok(peers);
+        }
+        node.turn()?;
+    }
 }
 
 /// Stands before a verb until told to go on. Nothing if who calls is not the CPU.

@@ -95,7 +95,10 @@ impl Transport for PoolTransport {
 
     fn allocate_chunk(&self) -> Result<ChunkHandle, TransportError> {
         let grant = self.pool.allocate_blocking().map_err(|error| match error {
-            pool::Error::OutOfMemory { .. } => TransportError::Full,
+            // Over its budget it gets no chunk either, and what it has stays usable.
+            pool::Error::OutOfMemory { .. } | pool::Error::OverBudget { .. } => {
+                TransportError::Full
+            }
             other => gone(other),
         })?;
         let mut chunks = self.chunks.write().expect("nobody panics with the chunks locked");
@@ -117,7 +120,12 @@ impl Transport for PoolTransport {
             chunks.grants[chunk.0 as usize] = None;
             chunks.free.push(chunk.0);
         }
-        self.pool.free_blocking(grant).map_err(gone)
+        match self.pool.free_blocking(grant) {
+            // The memory node keeps it for us until it listens again, or until we leave: no page is
+            // lost.
+            Ok(()) | Err(pool::Error::OverBudget { .. }) => Ok(()),
+            Err(other) => Err(gone(other)),
+        }
     }
 
     fn read(&self, lane: Lane, ios: &[PageIo]) -> Result<(), TransportError> {

@@ -1,6 +1,7 @@
 //! The schemes behind one type, since which it is, is decided when a memory node starts.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use fabric::direct::DirectNic;
 use fabric::{Nic, Qpn};
@@ -52,6 +53,10 @@ impl<N: DirectNic> NodeScheme for AnyNode<N> {
         each!(self, node => node.retire(client))
     }
 
+    fn is_retired(&self, client: ClientId) -> bool {
+        each!(self, node => node.is_retired(client))
+    }
+
     fn turn(&mut self) -> Result<bool, Error> {
         each!(self, node => node.turn())
     }
@@ -60,11 +65,15 @@ impl<N: DirectNic> NodeScheme for AnyNode<N> {
         each!(self, node => node.is_watching())
     }
 
+    fn next_look(&self) -> Option<Duration> {
+        each!(self, node => node.next_look())
+    }
+
     fn client_waits(&mut self, client: ClientId) -> Result<bool, Error> {
         each!(self, node => node.client_waits(client))
     }
 
-    fn reset_management(&mut self, client: ClientId) -> Result<Vec<u32>, Error> {
+    fn reset_management(&mut self, client: ClientId) -> Result<Option<Vec<u32>>, Error> {
         each!(self, node => node.reset_management(client))
     }
 

@@ -1,5 +1,7 @@
 //! What can go wrong between a compute node and its memory node.
 
+use std::time::Duration;
+
 use fabric::Status;
 
 /// An error of the pool.
@@ -58,6 +60,29 @@ pub enum Error {
         /// The completion's status.
         status: Status,
     },
+    /// The compute node is over a budget: its management connection was ended, or would be. Its
+    /// grants stay usable.
+    #[error("{attempt}: over budget: {why}; grants stay usable{}", after(retry_after))]
+    OverBudget {
+        /// What was attempted.
+        attempt: String,
+        /// Which budget, and what to do.
+        why: String,
+        /// How long the memory node refuses to re-establish the connection; zero: it was not ended.
+        retry_after: Duration,
+    },
+    /// A grant or a buffer of another connection: of a memory node that was restarted, or of
+    /// this one before it was connected again.
+    #[error(
+        "{op}: this {what} is of another connection to a memory node; what it was for is lost, \
+         allocate anew"
+    )]
+    Stale {
+        /// What was attempted.
+        op: &'static str,
+        /// `grant` or `buffer`.
+        what: &'static str,
+    },
     /// A setting that cannot be.
     #[error("{setting} = {value}: {why}")]
     Setting {
@@ -104,5 +129,12 @@ impl From<fabric::Error> for Error {
             fabric::Error::Gone { attempt, why } => Error::Gone { attempt, why },
             e => Error::Verbs(e),
         }
+    }
+}
+
+fn after(retry_after: &Duration) -> String {
+    match retry_after.is_zero() {
+        true => String::new(),
+        false => format!(", and it may be asked again in {:.1} s", retry_after.as_secs_f64()),
     }
 }

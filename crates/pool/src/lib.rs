@@ -19,6 +19,7 @@
 //! ```
 
 mod any;
+pub mod budget;
 pub mod client;
 mod cpu;
 mod credits;
@@ -34,6 +35,7 @@ mod settings;
 mod socket;
 
 pub use any::{AnyClient, AnyNode};
+pub use budget::Budget;
 pub use client::control::ControlPlane;
 pub use client::{Batch, Buffer, Embedded, Operation, Options, Pool, PoolStats, Transfer};
 pub use error::Error;

@@ -46,6 +46,7 @@ struct Inner<S> {
     settings: Settings,
     events: Option<Arc<dyn CpuEvents>>,
     started: Instant,
+    incarnation: u64,
     /// Called after a turn that did something.
     after_turn: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
@@ -53,6 +54,8 @@ struct Inner<S> {
 struct Core<S> {
     scheme: S,
     clients: BTreeSet<ClientId>,
+    /// Those that have gone, and are not retired yet.
+    leaving: BTreeSet<ClientId>,
     last: u32,
 }
 
@@ -60,10 +63,17 @@ impl<S: NodeScheme> MemoryNode<S> {
     /// A memory node with `scheme`, made with the same settings.
     pub fn new(scheme: S, settings: Settings) -> Self {
         let events = scheme.events();
-        let core = Mutex::new(Core { scheme, clients: BTreeSet::new(), last: 0 });
+        let core = Mutex::new(Core {
+            scheme,
+            clients: BTreeSet::new(),
+            leaving: BTreeSet::new(),
+            last: 0,
+        });
         let started = Instant::now();
+        let incarnation = random();
         let after_turn = OnceLock::new();
-        Self { inner: Arc::new(Inner { core, settings, events, started, after_turn }) }
+        let inner = Inner { core, settings, events, started, incarnation, after_turn };
+        Self { inner: Arc::new(inner) }
     }
 
     /// Its settings.
@@ -87,6 +97,8 @@ impl<S: NodeScheme> MemoryNode<S> {
             group_size: s.group_size,
             credits: s.credits,
             groups_max: s.groups_max,
+            incarnation: self.inner.incarnation,
+            budget_chunks: s.budget.chunks,
         }
     }
 
@@ -116,31 +128,82 @@ impl<S: NodeScheme> MemoryNode<S> {
         }
     }
 
-    /// A compute node has gone: its keys die, its chunks come back.
+    /// A compute node has gone: from now on none of its keys opens anything. Its chunks come back in
+    /// later turns, in bounded pieces: see [`MemoryNode::is_retired`].
     pub fn retire(&self, client: ClientId) -> Result<(), Error> {
         let core = &mut *self.inner.core.lock();
         if !core.clients.remove(&client) {
             return Ok(());
         }
+        core.leaving.insert(client);
         let result = core.scheme.retire(client);
+        self.wake();
+        result
+    }
+
+    /// True if nothing is left of a compute node that has gone.
+    pub fn is_retired(&self, client: ClientId) -> bool {
+        self.inner.core.lock().scheme.is_retired(client)
+    }
+
+    /// [`MemoryNode::retire`], and takes its chunks back before it returns. Others get their turns in
+    /// between.
+    pub fn retire_wholly(&self, client: ClientId) -> Result<(), Error> {
+        self.retire(client)?;
+        while !self.is_retired(client) {
+            self.turn_or_yield()?;
+        }
+        Ok(())
+    }
+
+    /// Does what a turn of the CPU does, from the calling thread.
+    fn turn_or_yield(&self) -> Result<(), Error> {
+        match self.turn()?.busy {
+            true => self.tell(),
+            false => thread::yield_now(),
+        }
+        Ok(())
+    }
+
+    /// Wakes the thread that turns: it may sleep for longer than what was begun may wait.
+    fn wake(&self) {
+        if let Some(events) = &self.inner.events {
+            events.wake();
+        }
+    }
+
+    fn tell(&self) {
         if let Some(tell) = self.inner.after_turn.get() {
             tell();
         }
-        result
     }
 
     /// True if there is memory to allocate. If not, the scheme watches for it from now on.
     pub fn has_memory(&self, client: ClientId) -> Result<bool, Error> {
         let waits = self.inner.core.lock().known(client)?.client_waits(client)?;
-        if waits && let Some(events) = &self.inner.events {
-            events.wake(); // it sleeps for longer than who watches may
+        if waits {
+            self.wake();
         }
         Ok(!waits)
     }
 
     /// See [`NodeScheme::reset_management`].
-    pub fn reset_management(&self, client: ClientId) -> Result<Vec<u32>, Error> {
-        self.inner.core.lock().known(client)?.reset_management(client)
+    pub fn reset_management(&self, client: ClientId) -> Result<Option<Vec<u32>>, Error> {
+        let result = self.inner.core.lock().known(client)?.reset_management(client);
+        if matches!(result, Ok(None)) {
+            self.wake();
+        }
+        result
+    }
+
+    /// [`MemoryNode::reset_management`], asked until it is done.
+    pub fn reset_management_wholly(&self, client: ClientId) -> Result<Vec<u32>, Error> {
+        loop {
+            match self.reset_management(client)? {
+                Some(peers) => return Ok(peers),
+                None => self.turn_or_yield()?,
+            }
+        }
     }
 
     /// See [`NodeScheme::reset_access`].
@@ -166,13 +229,26 @@ impl<S: NodeScheme> MemoryNode<S> {
     fn turn(&self) -> Result<Turn, Error> {
         let core = &mut *self.inner.core.lock();
         let busy = core.scheme.turn()?;
-        Ok(Turn { busy, watching: core.scheme.is_watching() })
+        if !core.leaving.is_empty() {
+            let scheme = &core.scheme;
+            core.leaving.retain(|client| !scheme.is_retired(*client));
+        }
+        Ok(Turn { busy, watching: core.scheme.is_watching(), look: core.scheme.next_look() })
     }
+}
+
+/// A number that another start of a memory node does not have.
+fn random() -> u64 {
+    use std::hash::{BuildHasher, Hasher, RandomState};
+    // The standard library seeds it from the system's random numbers.
+    RandomState::new().build_hasher().finish()
 }
 
 struct Turn {
     busy: bool,
     watching: bool,
+    /// The longest that the next turn may be away.
+    look: Option<Duration>,
 }
 
 impl<S: NodeScheme> Core<S> {
@@ -180,7 +256,7 @@ impl<S: NodeScheme> Core<S> {
         loop {
             self.last = self.last.wrapping_add(1);
             let id = ClientId(self.last);
-            if self.last != 0 && !self.clients.contains(&id) {
+            if self.last != 0 && !self.clients.contains(&id) && !self.leaving.contains(&id) {
                 return id;
             }
         }
@@ -321,9 +397,7 @@ fn take_turns<S: NodeScheme>(
         let turn = node.turn()?;
         if turn.busy {
             (idle, nap) = (0, WATCH_MIN);
-            if let Some(tell) = node.inner.after_turn.get() {
-                tell();
-            }
+            node.tell();
         } else if polling {
             idle = idle.wrapping_add(1);
             match one_core || idle.is_multiple_of(POLLS_PER_YIELD) {
@@ -334,6 +408,7 @@ fn take_turns<S: NodeScheme>(
             // The turn may have taken the wake-up that says so.
         } else {
             let sleep = if turn.watching { nap } else { SLEEP };
+            let sleep = sleep.min(turn.look.unwrap_or(SLEEP));
             nap = if turn.watching { (nap * 2).min(WATCH_MAX) } else { WATCH_MIN };
             events.wait(sleep)?;
             shared.wakeups.fetch_add(1, Ordering::Relaxed);

@@ -118,6 +118,13 @@ pub enum Reply {
     },
     /// To `audit` and `goodbye`.
     Done,
+    /// To `reset_management` of a compute node that is over a budget.
+    OverBudget {
+        /// Which budget, and what to do.
+        why: String,
+        /// Ask again after so many milliseconds.
+        retry_after_ms: u64,
+    },
     /// The request was refused, or not understood.
     Error {
         /// Why.
@@ -142,6 +149,13 @@ pub struct Welcome {
     pub credits: u32,
     /// QP groups that a compute node may have.
     pub groups_max: u32,
+    /// Which start of the memory node this is: a random number. What was granted before a restart is
+    /// of no use after it.
+    #[serde(default)]
+    pub incarnation: u64,
+    /// Chunks that a compute node may hold, if that is limited.
+    #[serde(default)]
+    pub budget_chunks: Option<u64>,
 }
 
 /// The state of a memory node. CPU times are nanoseconds since it started; the NIC's thread plays

@@ -15,6 +15,7 @@ use fabric::{Key, Qpn};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
+use crate::budget::BudgetStatus;
 
 /// The most windows that a group has, the guard included.
 pub const MAX_GROUP: usize = 6;
@@ -79,6 +80,16 @@ pub mod bulletin {
     pub const BYTES: usize = 8;
 }
 
+/// A connection of a compute node: which start of the memory node, and which number there. Key and
+/// QP numbers begin anew with each, so that a grant of one could fit another's by chance.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Era {
+    /// See [`crate::protocol::Welcome::incarnation`].
+    pub incarnation: u64,
+    /// The compute node's number; 0 for what was not granted.
+    pub client: u32,
+}
+
 /// The right to use a chunk: where it is and one key per access QP of a group.
 ///
 /// It is a value, not a handle: dropping it does not free the chunk.
@@ -92,17 +103,31 @@ pub struct Grant {
     pub entry: u32,
     /// The QP group whose QPs may use it.
     pub group: GroupId,
+    era: Era,
     keys: [Key; MAX_GROUP],
     lanes: u8,
 }
 
 impl Grant {
-    /// A grant with `keys`, one per lane.
+    /// A grant with `keys`, one per lane, of no connection in particular: who makes one by hand has it
+    /// judged by the memory node's NIC.
     pub fn new(addr: u64, len: u64, entry: u32, group: GroupId, keys: &[Key]) -> Self {
         assert!(keys.len() <= MAX_GROUP, "a group has at most {MAX_GROUP} windows");
         let mut all = [Key::default(); MAX_GROUP];
         all[..keys.len()].copy_from_slice(keys);
-        Self { addr, len, entry, group, keys: all, lanes: keys.len() as u8 }
+        let era = Era::default();
+        Self { addr, len, entry, group, era, keys: all, lanes: keys.len() as u8 }
+    }
+
+    /// The same as a grant of a connection.
+    pub(crate) fn of(self, era: Era) -> Self {
+        Self { era, ..self }
+    }
+
+    /// False if it was granted on another connection.
+    #[inline]
+    pub(crate) fn is_of(&self, era: Era) -> bool {
+        self.era == era || self.era == Era::default()
     }
 
     /// The keys, by lane.
@@ -129,6 +154,9 @@ pub struct NodeStatus {
     pub free: u64,
     /// Compute nodes that are connected.
     pub clients: u64,
+    /// Compute nodes that have gone, and whose chunks are being taken back.
+    #[serde(default)]
+    pub leaving: u64,
     /// Allocations that the NIC executed.
     pub allocations_nic: u64,
     /// Allocations that the memory node's CPU executed.
@@ -139,6 +167,9 @@ pub struct NodeStatus {
     pub frees_cpu: u64,
     /// Requests that were refused.
     pub refused: u64,
+    /// Budgets, if there are any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub budget: Option<BudgetStatus>,
 }
 
 /// The memory node's side of a scheme. One control thread calls it.
@@ -146,8 +177,12 @@ pub trait NodeScheme: Send {
     /// Admits a compute node: makes QPs for it, connected to the ones that it names.
     fn admit(&mut self, client: ClientId, request: &Admission) -> Result<Admitted, Error>;
 
-    /// A compute node has gone: its keys die, its chunks come back.
+    /// A compute node has gone: from now on none of its keys opens anything. Turns take its chunks
+    /// back, a bounded piece of work in each, until [`NodeScheme::is_retired`].
     fn retire(&mut self, client: ClientId) -> Result<(), Error>;
+
+    /// True if nothing is left of a compute node.
+    fn is_retired(&self, client: ClientId) -> bool;
 
     /// What the CPU has to do now, if anything: answer RPCs, repair chains that a request broke,
     /// tell compute nodes of empty and of available again. True if it did something.
@@ -157,15 +192,21 @@ pub trait NodeScheme: Send {
     /// from time to time (`OneSidedMW §4.3`: the CPU then watches the queue).
     fn is_watching(&self) -> bool;
 
+    /// How soon [`NodeScheme::turn`] must be called although nothing happens, if it must.
+    fn next_look(&self) -> Option<Duration> {
+        None
+    }
+
     /// A compute node says that it was told "empty" and would wait. True if there is none: then
     /// all are told so, and [`NodeScheme::turn`] tells them when there is memory again. False if
     /// there is memory by now.
     fn client_waits(&mut self, client: ClientId) -> Result<bool, Error>;
 
     /// A management QP of the compute node broke and its side is in state Reset: takes the memory
-    /// node's sides through Reset and connects them again. What of its requests was not answered
-    /// is not executed any more. Their numbers, in the order of [`Admitted::management`].
-    fn reset_management(&mut self, client: ClientId) -> Result<Vec<u32>, Error>;
+    /// node's sides through Reset and connects them again. What was granted and could not be
+    /// delivered is taken back. Their numbers, in the order of [`Admitted::management`]; or nothing,
+    /// while requests of that connection are still executed: to be asked again after a turn.
+    fn reset_management(&mut self, client: ClientId) -> Result<Option<Vec<u32>>, Error>;
 
     /// An access QP of the compute node broke, or will be broken by this: resets the memory node's
     /// side and connects it again. Its windows live on. Returns its number.

@@ -2,10 +2,12 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
+use crate::budget::Budget;
 use crate::scheme::MAX_GROUP;
 
 /// Settings of a memory node.
@@ -28,6 +30,8 @@ pub struct Settings {
     pub scheme: SchemeKind,
     /// How the CPU learns of requests, where the scheme needs it.
     pub control: ControlMode,
+    /// What each compute node may use, in scheme `onesidedmw`.
+    pub budget: Budget,
 }
 
 impl Default for Settings {
@@ -42,6 +46,7 @@ impl Default for Settings {
             clients_max: 256,
             scheme: SchemeKind::default(),
             control: ControlMode::default(),
+            budget: Budget::default(),
         }
     }
 }
@@ -119,6 +124,32 @@ impl Settings {
             "clients_max",
             self.clients_max,
             format!("a memory node serves 1 to {} compute nodes", Self::CLIENTS_MAX),
+        )?;
+        self.validate_budget()
+    }
+
+    fn validate_budget(&self) -> Result<(), Error> {
+        let budget = &self.budget;
+        if !budget.is_set() {
+            return Ok(());
+        }
+        require(
+            self.scheme == SchemeKind::OneSidedMw,
+            "scheme",
+            self.scheme,
+            "budgets are read from the NIC's counters, which scheme onesidedmw does; \
+             serve without --budget options",
+        )?;
+        for (name, limit) in
+            [("budget_requests_per_s", budget.requests_per_s), ("budget_chunks", budget.chunks)]
+        {
+            require(limit != Some(0), name, 0, "a budget is at least 1")?;
+        }
+        require(
+            (Duration::from_millis(1)..=Duration::from_secs(60)).contains(&budget.interval),
+            "budget_interval_ms",
+            budget.interval.as_millis(),
+            "the counters are looked at every 1 ms to 60 s",
         )
     }
 }
@@ -223,7 +254,26 @@ mod tests {
 
     #[test]
     fn errors_name_the_setting() {
-        let cases: [(&str, Settings); 8] = [
+        let budget =
+            |requests_per_s, interval| Budget { requests_per_s, interval, ..Budget::default() };
+        let fine = Duration::from_millis(50);
+        let cases: [(&str, Settings); 11] = [
+            (
+                "budget_requests_per_s",
+                Settings { budget: budget(Some(0), fine), ..Settings::default() },
+            ),
+            (
+                "budget_interval_ms",
+                Settings { budget: budget(Some(1), Duration::ZERO), ..Settings::default() },
+            ),
+            (
+                "scheme",
+                Settings {
+                    budget: budget(Some(1), fine),
+                    scheme: SchemeKind::RpcMw2,
+                    ..Settings::default()
+                },
+            ),
             ("chunk_bytes", Settings { chunk_bytes: 256, ..Settings::default() }),
             ("chunk_bytes", Settings { chunk_bytes: 3 << 20, ..Settings::default() }),
             ("donate_bytes", Settings { donate_bytes: 1000, ..Settings::default() }),

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use bench::size::Size;
 use bench::table::thousands;
-use pool::{ControlMode, Endpoint, SchemeKind, Service, Settings, protocol};
+use pool::{Budget, ControlMode, Endpoint, SchemeKind, Service, Settings, protocol};
 use serde::Serialize;
 
 use crate::UsageError;
@@ -57,6 +57,18 @@ pub struct Serve {
     #[arg(long, value_name = "REQUESTS", default_value_t = Settings::default().credits)]
     credits: u32,
 
+    /// Allocations and frees a second that a client may make; over it, it may make none for a while
+    #[arg(long, value_name = "REQUESTS")]
+    budget_requests_per_s: Option<u64>,
+
+    /// Chunks that a client may hold; over it, it may allocate and free nothing for a while
+    #[arg(long, value_name = "CHUNKS")]
+    budget_chunks: Option<u64>,
+
+    /// Milliseconds between two looks at what clients use, where there is a budget
+    #[arg(long, value_name = "MS", default_value_t = Budget::default().interval.as_millis() as u64)]
+    budget_interval_ms: u64,
+
     #[command(flatten)]
     output: Output,
 }
@@ -66,6 +78,7 @@ Examples:
   granary serve --memory 4GiB
   granary serve --memory 256MiB --chunk 4KiB --socket /run/granary.sock
   granary run --pool shm:/run/granary.sock --local 64MiB -- python3 train.py
+  granary serve --budget-chunks 512 --budget-requests-per-s 100000
   granary serve --scheme rpc-mw-2 --control polling --json";
 
 /// What it says at its end.
@@ -112,6 +125,12 @@ impl Serve {
             credits: self.credits,
             scheme: self.scheme,
             control: self.control,
+            budget: Budget {
+                requests_per_s: self.budget_requests_per_s,
+                chunks: self.budget_chunks,
+                interval: Duration::from_millis(self.budget_interval_ms),
+                ..Budget::default()
+            },
             ..self.donation.settings()
         };
         settings.validate().map_err(|error| match error {

@@ -225,6 +225,7 @@ impl DirectQp for SoftQp {
             send_consumer: info.send_consumer,
             send_limit: info.send_limit,
             recv_consumer: if shared { 0 } else { info.recv_consumer },
+            executed: info.executed,
         })
     }
 }

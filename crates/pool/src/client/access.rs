@@ -128,7 +128,7 @@ impl<N: Nic> Pool<N> {
 }
 
 impl<N: Nic> Inner<N> {
-    /// Checks that `len` bytes at `offset` lie in a grant for one of our groups.
+    /// Checks that `len` bytes at `offset` lie in a grant of ours, for one of our groups.
     #[inline]
     pub(super) fn check(
         &self,
@@ -137,6 +137,7 @@ impl<N: Nic> Inner<N> {
         offset: u64,
         len: usize,
     ) -> Result<(), Error> {
+        self.check_of(grant, op)?;
         let len = len as u64;
         if offset > grant.len || len > grant.len - offset {
             return Err(Error::OutOfRange { op, offset, len, grant_len: grant.len });
@@ -151,7 +152,7 @@ impl<N: Nic> Inner<N> {
         lane: Lane,
     ) -> Result<Work<'static>, Error> {
         self.check(t.grant, "read", t.offset, t.len as usize)?;
-        let to = buffer.part(t)?;
+        let to = buffer.part(t, "read", self.era)?;
         Ok(Work::Read { from: remote(t.grant, t.offset, lane), to })
     }
 
@@ -162,7 +163,7 @@ impl<N: Nic> Inner<N> {
         lane: Lane,
     ) -> Result<Work<'static>, Error> {
         self.check(t.grant, "write", t.offset, t.len as usize)?;
-        let from = buffer.part(t)?;
+        let from = buffer.part(t, "write", self.era)?;
         Ok(Work::Write { to: remote(t.grant, t.offset, lane), from })
     }
 

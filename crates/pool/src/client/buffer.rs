@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 
 use super::Transfer;
 use crate::Error;
+use crate::scheme::Era;
 
 /// Registered memory that chunks are read into and written from without a copy.
 ///
@@ -15,19 +16,21 @@ use crate::Error;
 /// any time, so that it is read and written by copying, never through references.
 pub struct Buffer<N: Nic> {
     mr: N::Mr,
+    /// The connection whose NIC has it registered.
+    era: Era,
 }
 
 impl<N: Nic> Clone for Buffer<N> {
     fn clone(&self) -> Self {
-        Self { mr: self.mr.clone() }
+        Self { mr: self.mr.clone(), era: self.era }
     }
 }
 
 impl<N: Nic> Buffer<N> {
     /// Registers `bytes` of zeroed memory, rounded up to pages.
-    pub(super) fn new(nic: &N, pd: &N::Pd, bytes: usize) -> Result<Self, Error> {
+    pub(super) fn new(nic: &N, pd: &N::Pd, bytes: usize, era: Era) -> Result<Self, Error> {
         let memory = nic.alloc_dma(bytes)?;
-        Ok(Self { mr: nic.reg_mr(pd, &memory, Access::LOCAL_ALL)? })
+        Ok(Self { mr: nic.reg_mr(pd, &memory, Access::LOCAL_ALL)?, era })
     }
 
     /// The memory.
@@ -52,7 +55,10 @@ impl<N: Nic> Buffer<N> {
 
     /// The transfer's bytes in this buffer, for a work request.
     #[inline]
-    pub(super) fn part(&self, t: &Transfer<'_>) -> Result<Sge, Error> {
+    pub(super) fn part(&self, t: &Transfer<'_>, op: &'static str, era: Era) -> Result<Sge, Error> {
+        if self.era != era {
+            return Err(Error::Stale { op, what: "buffer" });
+        }
         if self.memory().at(t.buffer_offset, t.len as usize).is_none() {
             return Err(Error::Setting {
                 setting: "buffer_offset",

@@ -98,6 +98,11 @@ impl SocketControl {
         packets::send(&self.fd, &bytes, &[]).map_err(|e| gone(attempt, e.to_string()))?;
         match self.reply(attempt, id, deadline)? {
             Reply::Error { why } => Err(Error::Refused { attempt: attempt.into(), why }),
+            Reply::OverBudget { why, retry_after_ms } => Err(Error::OverBudget {
+                attempt: attempt.into(),
+                why,
+                retry_after: Duration::from_millis(retry_after_ms),
+            }),
             reply => Ok(reply),
         }
     }

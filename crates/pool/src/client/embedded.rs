@@ -104,7 +104,8 @@ impl ControlPlane for LocalControl {
     }
 
     fn reset_management(&self) -> Result<Vec<u32>, Error> {
-        self.embedded.node.reset_management(self.client("re-establishing the management QPs")?)
+        let client = self.client("re-establishing the management QPs")?;
+        self.embedded.node.reset_management_wholly(client)
     }
 
     fn reset_access(&self, group: GroupId, lane: Lane) -> Result<u32, Error> {
@@ -132,7 +133,7 @@ impl ControlPlane for LocalControl {
 
     fn goodbye(&self) -> Result<(), Error> {
         match self.client.lock().take() {
-            Some(client) => self.embedded.node.retire(client),
+            Some(client) => self.embedded.node.retire_wholly(client),
             None => Ok(()),
         }
     }

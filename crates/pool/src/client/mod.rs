@@ -17,7 +17,7 @@ mod operation;
 mod path;
 
 use std::any::Any;
-use std::path::Path as FilePath;
+use std::path::{Path as FilePath, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
@@ -41,7 +41,7 @@ use self::path::{Group, Posted};
 use crate::any::AnyClient;
 use crate::events::cores;
 use crate::protocol::{Status, Welcome};
-use crate::scheme::{Admission, Admitted, ClientScheme, Grant, GroupId, bulletin};
+use crate::scheme::{Admission, Admitted, ClientScheme, Era, Grant, GroupId, bulletin};
 use crate::{Error, Settings};
 
 /// How a compute node connects.
@@ -104,6 +104,12 @@ struct Inner<N: Nic> {
     seen_empty: AtomicU32,
     terms: Admitted,
     welcome: Welcome,
+    /// What grants of this connection are marked with.
+    era: Era,
+    options: Options,
+    origin: Origin,
+    /// Chunks that are held or asked for, where that is limited.
+    held: AtomicU64,
     max_inline: usize,
     /// Operations that are posted with one doorbell at most.
     burst: usize,
@@ -114,6 +120,14 @@ struct Inner<N: Nic> {
     frees: AtomicU64,
     empty: AtomicU64,
     control: Box<dyn ControlPlane>,
+}
+
+/// How a connection was made, and can be made again.
+enum Origin {
+    Socket(PathBuf),
+    Embedded(Arc<Embedded>),
+    /// By who called [`Pool::over`].
+    Given,
 }
 
 /// An operation that nobody waits for any more, and what it moves bytes in or out of.
@@ -132,19 +146,51 @@ impl Pool<SoftNic> {
     /// Another compute node of a memory node inside this process.
     pub fn embedded_in(embedded: &Arc<Embedded>, options: Options) -> Result<Self, Error> {
         let control = Box::new(LocalControl::new(embedded.clone()));
-        Self::over(embedded.nic().clone(), control, options)
+        let origin = Origin::Embedded(embedded.clone());
+        Self::from(embedded.nic().clone(), control, options, origin)
     }
 
     /// Connects to the memory node that serves the socket at `path`.
     pub fn connect(path: impl AsRef<FilePath>, options: Options) -> Result<Self, Error> {
-        let control = Box::new(SocketControl::connect(path.as_ref())?);
-        Self::over(SoftNic::attach(path)?, control, options)
+        let path = path.as_ref();
+        let control = Box::new(SocketControl::connect(path)?);
+        let origin = Origin::Socket(path.to_path_buf());
+        Self::from(SoftNic::attach(path)?, control, options, origin)
+    }
+
+    /// Connects anew to where this pool was connected to, with the same options: after
+    /// [`Error::Gone`], when the memory node has been started again. An error if nobody serves there
+    /// yet.
+    ///
+    /// What was granted before belongs to the old connection: used with the new pool it is refused
+    /// with [`Error::Stale`], also where its keys would fit by chance. This pool and its clones stay
+    /// what they are; drop them.
+    pub fn reconnect(&self) -> Result<Self, Error> {
+        let options = self.inner.options.clone();
+        match &self.inner.origin {
+            Origin::Socket(path) => Self::connect(path, options),
+            Origin::Embedded(embedded) => Self::embedded_in(embedded, options),
+            Origin::Given => Err(Error::Setting {
+                setting: "reconnect",
+                value: "a pool over a NIC that was given to it".into(),
+                why: "only who opened that NIC can open another; call Pool::over again".into(),
+            }),
+        }
     }
 }
 
 impl<N: Nic> Pool<N> {
     /// Connects over `nic` to the memory node that `control` leads to.
     pub fn over(nic: N, control: Box<dyn ControlPlane>, options: Options) -> Result<Self, Error> {
+        Self::from(nic, control, options, Origin::Given)
+    }
+
+    fn from(
+        nic: N,
+        control: Box<dyn ControlPlane>,
+        options: Options,
+        origin: Origin,
+    ) -> Result<Self, Error> {
         let welcome = control.welcome().clone();
         let groups = checked_groups(&options, &welcome)?;
         let pd = nic.alloc_pd()?;
@@ -176,8 +222,12 @@ impl<N: Nic> Pool<N> {
             groups,
             bulletin,
             seen_empty: AtomicU32::new(0),
+            era: Era { incarnation: welcome.incarnation, client: terms.client },
             terms,
             welcome,
+            options,
+            origin,
+            held: AtomicU64::new(0),
             repair: Mutex::new(()),
             abandoned: Mutex::new(Vec::new()),
             allocations: AtomicU64::new(0),
@@ -233,7 +283,7 @@ impl<N: Nic> Pool<N> {
 
     /// `bytes` of zeroed registered memory, rounded up to pages.
     pub fn buffer(&self, bytes: usize) -> Result<Buffer<N>, Error> {
-        Buffer::new(&self.inner.nic, &self.inner.pd, bytes)
+        Buffer::new(&self.inner.nic, &self.inner.pd, bytes, self.inner.era)
     }
 
     /// Allocates a chunk for the current core's group. It reads as zeros.
@@ -375,30 +425,65 @@ impl<N: Nic> Inner<N> {
 
     async fn allocate_in(&self, group: GroupId) -> Result<Grant, Error> {
         self.check_group(group)?;
+        self.hold()?;
         let result = self.scheme.allocate(group).await;
         match &result {
             Ok(_) => {
                 self.allocations.fetch_add(1, Ordering::Relaxed);
             }
             Err(Error::OutOfMemory { .. }) => {
+                self.held.fetch_sub(1, Ordering::Relaxed);
                 self.seen_empty.store(self.bulletin().1, Ordering::Relaxed);
                 self.empty.fetch_add(1, Ordering::Relaxed);
             }
-            Err(_) => self.repair_management()?,
+            Err(_) => {
+                self.held.fetch_sub(1, Ordering::Relaxed);
+                self.repair_management()?;
+            }
         }
-        result
+        result.map(|grant| grant.of(self.era))
     }
 
     async fn free(&self, grant: &Grant) -> Result<(), Error> {
+        self.check_of(grant, "free")?;
         self.check_group(grant.group)?;
         let result = self.scheme.free(grant).await;
         match &result {
             Ok(()) => {
                 self.frees.fetch_add(1, Ordering::Relaxed);
+                self.held.fetch_sub(1, Ordering::Relaxed);
             }
+            Err(Error::NotYours { .. }) => {}
             Err(_) => self.repair_management()?,
         }
         result
+    }
+
+    /// Counts a chunk that is asked for; an error if the memory node would end the management
+    /// connection for it.
+    fn hold(&self) -> Result<(), Error> {
+        let held = self.held.fetch_add(1, Ordering::Relaxed);
+        let Some(budget) = self.welcome.budget_chunks.filter(|budget| held >= *budget) else {
+            return Ok(());
+        };
+        self.held.fetch_sub(1, Ordering::Relaxed);
+        Err(Error::OverBudget {
+            attempt: "allocating a chunk".into(),
+            why: format!(
+                "this compute node holds {held} chunks and may hold {budget}: free some, or have the \
+                 operator raise --budget-chunks"
+            ),
+            retry_after: Duration::ZERO,
+        })
+    }
+
+    /// An error if a grant is of another connection.
+    #[inline]
+    fn check_of(&self, grant: &Grant, op: &'static str) -> Result<(), Error> {
+        match grant.is_of(self.era) {
+            true => Ok(()),
+            false => Err(Error::Stale { op, what: "grant" }),
+        }
     }
 
     #[inline]

@@ -19,11 +19,13 @@
 //! A WQE is fetched only after all earlier ones of its queue have taken effect; what patches a WQE
 //! stands before it.
 
-use fabric::wqe::{Umr, offset, umr};
+use fabric::direct::Ring;
+use fabric::wqe::{Umr, WQEBB, offset, opcode, umr};
 use fabric::{Access, Key, MemoryRegion, Nic, Qpn, Remote, Sge};
 
+use super::in_flight::Hand;
 use super::layout::{self, AVAIL, DUMP_BYTES, Memory, entry, reply};
-use super::program::{PAIR, Program, REPLY_BLOCKS, Scatter, Wiring, Wrap, bump};
+use super::program::{Program, Scatter, Wiring, write_chain};
 
 /// Where the WQEs of one instance stand, as building-block indices.
 struct Plan {
@@ -49,12 +51,16 @@ impl Plan {
         let owner = first_tag + shape.tag_words() as u32;
         Self { steer, advance, swap, entry, binds, tags, owner }
     }
+
+    /// Behind the instance's last WQE.
+    fn end(&self) -> u32 {
+        self.owner + 4
+    }
 }
 
 /// Building blocks that a ring for `credits` instances needs.
 pub fn ring_blocks(shape: &layout::Shape, credits: u32) -> u32 {
-    let instance = Plan::new(0, shape).owner + 4;
-    (instance * credits + 2).next_power_of_two()
+    (Plan::new(0, shape).end() * credits + 2).next_power_of_two()
 }
 
 /// Scatter elements of a receive WQE.
@@ -64,16 +70,7 @@ pub fn receive_sges(shape: &layout::Shape) -> u32 {
 
 /// Writes the chain for the requests from `wiring.first` on.
 pub fn write<N: Nic>(memory: &Memory<N>, wiring: &Wiring, free_worker: Qpn) {
-    let mut program = Program::new(wiring.worker_ring.clone(), wiring.worker);
-    for p in 0..wiring.credits {
-        write_instance(memory, wiring, free_worker, &mut program, p);
-    }
-    let (rkey, dump) = (wiring.worker_rkey, dump8(memory));
-    let lap = wiring.worker_ring.entries;
-    program.close(|program, last| {
-        let pair = program.field(last, PAIR);
-        program.push(|b| bump(b, pair, rkey, lap, Wrap::Bits16, dump));
-    });
+    write_chain(wiring, |program, p| write_instance(memory, wiring, free_worker, program, p));
 }
 
 fn write_instance<N: Nic>(
@@ -85,22 +82,11 @@ fn write_instance<N: Nic>(
 ) {
     let shape = &memory.shape;
     let plan = Plan::new(program.next(), shape);
-    let (slot, credits) = (w.slot(p), w.credits);
-    let at = |block: u32, field: usize| {
-        w.worker_ring.memory.addr() + (block as usize * fabric::wqe::WQEBB + field) as u64
-    };
-    let to = |len: u32, block: u32, field: usize| Sge {
-        addr: at(block, field),
-        len,
-        lkey: w.worker_lkey,
-    };
-    let dump = dump8(memory);
+    let slot = w.slot(p);
+    let to = |len: u32, block: u32, field: usize| w.to(len, block, field);
     let words = |offset: usize| memory.words.remote(offset);
 
-    let wait = program.push(|b| {
-        b.wait(w.recv_cq, (w.count + p) & 0xff_ffff);
-    });
-    program.push(|b| bump(b, w.credit_pair(slot), w.front_rkey, credits, Wrap::Bits16, dump));
+    let wait = program.open(w, p);
     program.push(|b| {
         let row = to(8, plan.steer, offset::REMOTE_ADDR);
         b.masked_fetch_add(words(AVAIL), shape.take_permit(), shape.avail_boundary(), row);
@@ -148,50 +134,98 @@ fn write_instance<N: Nic>(
     program.push_at(plan.owner, |b| {
         b.rdma_write(Remote { addr: 0, rkey: memory.table.key() }, &[w.owner_id()]);
     });
-    let enable = program.push(|b| {
-        let limit = REPLY_BLOCKS * (w.first.wrapping_add(p + 1));
-        b.send_enable(w.front, limit & 0xffff);
-    });
-    program.push(|b| bump(b, at(wait, PAIR), w.worker_rkey, credits, Wrap::Bits24, dump));
-    let replies = REPLY_BLOCKS * credits;
-    program.push(|b| bump(b, at(enable, PAIR), w.worker_rkey, replies, Wrap::Bits16, dump));
+    program.finish(w, p, wait);
+    assert_eq!(program.next(), plan.end(), "the chain's plan and its WQEs differ");
 
     w.write_reply(slot, w.first.wrapping_add(p), w.staging(slot, 0, reply::BYTES as u32));
     let mut arguments = Scatter::default();
     for &bind in &plan.binds[1..] {
-        arguments.to(3, w.worker_lkey, at(bind, umr::QPN));
+        arguments.sge(w.to(3, bind, umr::QPN));
     }
     arguments.to(12, w.front_lkey, w.reply_field(slot, offset::REMOTE_ADDR));
     w.write_receive(slot, &arguments);
 }
 
+/// What a worker that stopped before the building block `at` has in hand.
+///
+/// | it stopped before | in hand |
+/// |---|---|
+/// | #0, #1, #2 | nothing |
+/// | #3, #4 | a permit |
+/// | #5, with a permit | the slot that head has passed, and its entry |
+/// | #6 to #9, with a permit | the entry, some of its windows bound |
+/// | #5 to #9, without | nothing: the permit was given back |
+/// | #10, #11 | nothing: `owner_id` names the compute node |
+pub fn in_hand<N: Nic>(memory: &Memory<N>, ring: &Ring, at: u16, credits: u32) -> Hand {
+    let block = at as u32 % ring.entries;
+    let instance = Plan::new(0, &memory.shape).end();
+    if block >= instance * credits {
+        return Hand::default(); // the end of the lap
+    }
+    let plan = Plan::new(block - block % instance, &memory.shape);
+    let field = |block: u32, field: usize| block as usize * WQEBB + field;
+    let word = |block: u32| ring.memory.load_be64(field(block, offset::REMOTE_ADDR));
+    if block < plan.steer || block > plan.owner {
+        return Hand::default();
+    }
+    if block <= plan.advance {
+        return Hand { permits: 1, ..Hand::default() };
+    }
+    let value = if block == plan.swap {
+        let mut op = [0];
+        ring.memory.read(field(plan.swap, offset::OPCODE), &mut op);
+        if op[0] != opcode::ATOMIC_MASKED_CS {
+            return Hand::default();
+        }
+        memory.take_slot(word(plan.swap))
+    } else {
+        word(plan.entry)
+    };
+    Hand { entry: memory.entry_of(value), ..Hand::default() }
+}
+
+/// Where the WAIT of a position stands.
+pub fn wait_block(shape: &layout::Shape, position: u32) -> u32 {
+    Plan::new(0, shape).end() * position
+}
+
+/// How far a worker came that stopped before the building block `at`: the position of the request
+/// that it did not finish, and whether it had begun it; with the grant's owner written, it counts as
+/// finished.
+pub fn unfinished(shape: &layout::Shape, ring: &Ring, at: u16, credits: u32) -> (u32, bool) {
+    let block = at as u32 % ring.entries;
+    let plan = Plan::new(0, shape);
+    let (position, within) = (block / plan.end(), block % plan.end());
+    match position < credits {
+        true if within > plan.owner => ((position + 1) % credits, false),
+        true => (position, within > 0),
+        false => (0, false),
+    }
+}
+
 /// How an entry's bytes from T on go into the WQEs behind the READ.
 fn entry_scatter(shape: &layout::Shape, plan: &Plan, w: &Wiring, slot: u32, dump: Sge) -> Scatter {
     let mut s = Scatter::default();
-    let at = |block: u32, field: usize| {
-        w.worker_ring.memory.addr() + (block as usize * fabric::wqe::WQEBB + field) as u64
-    };
-    let key = w.worker_lkey;
     for four in plan.binds.chunks(4) {
         for field in [offset::UMR_KEY_TAG, umr::TAG] {
             for &bind in four {
-                s.to(1, key, at(bind, field));
+                s.sge(w.to(1, bind, field));
             }
             s.skip(4 - four.len(), dump);
         }
     }
     for &bind in &plan.binds {
-        s.to(1, key, at(bind, offset::OPCODE));
-        s.to(3, key, at(bind, offset::UMR_KEY_INDEX));
-        s.to(8, key, at(bind, umr::START));
-        s.to(8, key, at(bind, umr::KLM_ADDR));
+        s.sge(w.to(1, bind, offset::OPCODE));
+        s.sge(w.to(3, bind, offset::UMR_KEY_INDEX));
+        s.sge(w.to(8, bind, umr::START));
+        s.sge(w.to(8, bind, umr::KLM_ADDR));
     }
     for &tags in &plan.tags {
-        s.to(8, key, at(tags, offset::REMOTE_ADDR));
+        s.sge(w.to(8, tags, offset::REMOTE_ADDR));
     }
-    s.to(8, key, at(plan.owner, offset::REMOTE_ADDR));
+    s.sge(w.to(8, plan.owner, offset::REMOTE_ADDR));
     let grant = w.staging(slot, 0, entry::GRANT_BYTES as u32);
-    s.to(entry::GRANT_BYTES, grant.lkey, grant.addr);
+    s.sge(grant);
     debug_assert_eq!(s.list().len() as u32, entry_read_sges(shape));
     s
 }
@@ -205,8 +239,4 @@ fn entry_read_sges(shape: &layout::Shape) -> u32 {
 
 fn entry_read_blocks(shape: &layout::Shape) -> u32 {
     (2 + entry_read_sges(shape)).div_ceil(4)
-}
-
-fn dump8<N: Nic>(memory: &Memory<N>) -> Sge {
-    memory.dump.sge(0, 8)
 }

@@ -11,6 +11,15 @@ use crate::Error;
 /// the head on; permits equal its length; windows of free chunks are unbound, of owned ones bound.
 pub fn check<N: DirectNic>(node: &Node<N>) -> Result<(), Error> {
     let broken = |why: String| Error::Protocol { attempt: "auditing the pool".into(), why };
+    if !node.leaving.is_empty() {
+        return Err(Error::Refused {
+            attempt: "auditing the pool".into(),
+            why: format!(
+                "what {} compute nodes had is being taken back: ask again when that is over",
+                node.leaving.len()
+            ),
+        });
+    }
     let memory = node.memory();
     let chunks = memory.shape.chunks;
     let (run, filled) = memory.queued();

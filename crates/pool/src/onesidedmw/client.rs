@@ -170,9 +170,7 @@ impl<N: Nic> ClientScheme for Client<N> {
     }
 
     fn is_broken(&self) -> bool {
-        [&self.alloc, &self.free]
-            .iter()
-            .any(|d| !matches!(d.qp.state(), Ok(QpState::ReadyToSend | QpState::Reset)))
+        [&self.alloc, &self.free].iter().any(|d| !matches!(d.qp.state(), Ok(QpState::ReadyToSend)))
     }
 
     fn reset(&self) -> Result<(), Error> {

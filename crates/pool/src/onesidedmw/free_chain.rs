@@ -18,13 +18,14 @@
 //!
 //! If #2 or #3 fails, nothing was changed: the entry does not exist or is not the sender's. The
 //! worker is in the error state, and the memory node's CPU answers the requests that are in
-//! flight and writes the chain anew (`node`).
+//! flight and writes the chain anew (`repair`).
 
 use fabric::wqe::{Umr, offset};
-use fabric::{Key, MemoryRegion, Nic, Remote, Sge};
+use fabric::{DmaMemory, Key, MemoryRegion, Nic, Remote, Sge};
 
+use super::in_flight::Hand;
 use super::layout::{self, AVAIL, DUMP_BYTES, Memory, entry, reply, tag_offset};
-use super::program::{PAIR, Program, REPLY_BLOCKS, Scatter, Wiring, Wrap, bump};
+use super::program::{Program, STAGING_BYTES, Scatter, Wiring, Wrap, write_chain};
 
 /// Byte of an entry's address where the three bytes of its index stand: address bits 8 to 31.
 const INDEX_AT: usize = offset::REMOTE_ADDR + 4;
@@ -57,25 +58,51 @@ pub fn ring_blocks(shape: &layout::Shape, credits: u32) -> u32 {
 /// Scatter elements of a receive WQE.
 pub const RECEIVE_SGES: u32 = 2;
 
-/// Where a worker stopped: which position of the lap, and whether before anything was changed.
+/// Where a worker stopped: which position of the lap, and what it has in hand.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Stopped {
     /// Position in the lap.
     pub position: u32,
     /// True if the request was refused: its entry is unknown, or its guard not the sender's.
+    /// Nothing was changed.
     pub refused: bool,
+    /// What was begun and not ended.
+    pub hand: Hand,
 }
 
-/// Which instance the building block `consumer` belongs to.
-pub fn stopped_at(shape: &layout::Shape, ring_entries: u32, consumer: u16) -> Stopped {
-    let block = consumer as u32 % ring_entries;
-    let instance = Plan::new(0, shape).end;
-    let within = block % instance;
-    let plan = Plan::new(0, shape);
-    Stopped {
-        position: block / instance,
-        refused: within == plan.entry || within == plan.unbinds[0],
+/// What a worker that stopped before the building block `at` has in hand; the chain's position 0
+/// serves slot `first` of `staging`.
+///
+/// | it stopped before | in hand |
+/// |---|---|
+/// | #0 to #3 | nothing |
+/// | the second unbinding of #4, #5 to #7 | the entry, not the sender's any more |
+/// | #8 | a permit, and a receive of the push queue |
+/// | #9 | a receive of the push queue |
+/// | #10, #11 | nothing |
+pub fn stopped_at<N: Nic>(
+    memory: &Memory<N>,
+    ring_entries: u32,
+    at: u16,
+    credits: u32,
+    (staging, first): (&DmaMemory, u32),
+) -> Stopped {
+    let block = at as u32 % ring_entries;
+    let plan = Plan::new(0, &memory.shape);
+    let (position, within) = (block / plan.end, block % plan.end);
+    let refused = within == plan.entry || within == plan.unbinds[0];
+    let mut stopped = Stopped { position, refused, hand: Hand::default() };
+    if position >= credits || within <= plan.unbinds[0] {
+        return Stopped { refused: refused && position < credits, ..stopped };
     }
+    let push = plan.owner + 1;
+    if within <= push {
+        let slot = ((first + position) % credits * STAGING_BYTES) as usize;
+        stopped.hand.entry = memory.entry_of(staging.load_be64(slot + entry::QUEUE_VALUE));
+    }
+    stopped.hand.permits = (within == push + 1) as u32;
+    stopped.hand.receives = (within == push + 1 || within == push + 2) as u32;
+    stopped
 }
 
 /// What pushes are made with: the record of the push queue, and where its index wraps.
@@ -87,18 +114,14 @@ pub struct Push {
     pub wrap: Wrap,
 }
 
+impl Push {
+    /// What is added to the record for one receive more: the index is its upper half.
+    pub const ADD: u64 = 1 << 32;
+}
+
 /// Writes the chain for the requests from `wiring.first` on.
 pub fn write<N: Nic>(memory: &Memory<N>, wiring: &Wiring, push: Push) {
-    let mut program = Program::new(wiring.worker_ring.clone(), wiring.worker);
-    for p in 0..wiring.credits {
-        write_instance(memory, wiring, push, &mut program, p);
-    }
-    let (rkey, dump) = (wiring.worker_rkey, memory.dump.sge(0, 8));
-    let lap = wiring.worker_ring.entries;
-    program.close(|program, last| {
-        let pair = program.field(last, PAIR);
-        program.push(|b| bump(b, pair, rkey, lap, Wrap::Bits16, dump));
-    });
+    write_chain(wiring, |program, p| write_instance(memory, wiring, push, program, p));
 }
 
 fn write_instance<N: Nic>(
@@ -110,17 +133,10 @@ fn write_instance<N: Nic>(
 ) {
     let shape = &memory.shape;
     let plan = Plan::new(program.next(), shape);
-    let (slot, credits) = (w.slot(p), w.credits);
-    let at = |block: u32, field: usize| {
-        w.worker_ring.memory.addr() + (block as usize * fabric::wqe::WQEBB + field) as u64
-    };
-    let dump = memory.dump.sge(0, 8);
+    let slot = w.slot(p);
     let table = Remote { addr: 0, rkey: memory.table.key() };
 
-    let wait = program.push(|b| {
-        b.wait(w.recv_cq, (w.count + p) & 0xff_ffff);
-    });
-    program.push(|b| bump(b, w.credit_pair(slot), w.front_rkey, credits, Wrap::Bits16, dump));
+    let wait = program.open(w, p);
     program.push_at(plan.entry, |b| {
         let dump = memory.dump.sge(0, DUMP_BYTES as u32);
         b.rdma_read(memory.table.remote(0), entry_scatter(&plan, w, slot, dump).list());
@@ -141,19 +157,13 @@ fn write_instance<N: Nic>(
         b.send(&[w.staging(slot, 0, 8)]);
     });
     give_back(memory, push, program);
-    let enable = program.push(|b| {
-        let limit = REPLY_BLOCKS * (w.first.wrapping_add(p + 1));
-        b.send_enable(w.front, limit & 0xffff);
-    });
-    program.push(|b| bump(b, at(wait, PAIR), w.worker_rkey, credits, Wrap::Bits24, dump));
-    let replies = REPLY_BLOCKS * credits;
-    program.push(|b| bump(b, at(enable, PAIR), w.worker_rkey, replies, Wrap::Bits16, dump));
+    program.finish(w, p, wait);
     assert_eq!(program.next(), plan.end, "the free chain's plan and its WQEs differ");
 
     let answer = w.staging(slot, entry::FREE_REPLY as u32, reply::FREE_BYTES as u32);
     w.write_reply(slot, w.first.wrapping_add(p), answer);
     let mut arguments = Scatter::default();
-    arguments.to(INDEX_BYTES, w.worker_lkey, at(plan.entry, INDEX_AT));
+    arguments.sge(w.to(INDEX_BYTES as u32, plan.entry, INDEX_AT));
     arguments.to(12, w.front_lkey, w.reply_field(slot, offset::REMOTE_ADDR));
     w.write_receive(slot, &arguments);
 }
@@ -165,30 +175,28 @@ fn give_back<N: Nic>(memory: &Memory<N>, push: Push, program: &mut Program) {
     program.push(|b| {
         b.masked_fetch_add(memory.words.remote(AVAIL), layout::STEER_STRIDE, boundary, dump);
     });
-    program.push(|b| bump(b, push.record.addr, push.record.rkey, 1, push.wrap, dump));
+    program.push(|b| {
+        b.masked_fetch_add(push.record, Push::ADD, push.wrap.boundary(), dump);
+    });
 }
 
 /// How an entry's bytes go into the WQEs behind the READ.
 fn entry_scatter(plan: &Plan, w: &Wiring, slot: u32, dump: Sge) -> Scatter {
-    let at = |block: u32, field: usize| {
-        w.worker_ring.memory.addr() + (block as usize * fabric::wqe::WQEBB + field) as u64
-    };
-    let key = w.worker_lkey;
     let group = plan.unbinds.len();
     let mut s = Scatter::default();
     let both = w.staging(slot, 0, entry::CHUNK as u32);
-    s.to(entry::CHUNK, both.lkey, both.addr);
-    s.to(8, key, at(plan.clear, offset::REMOTE_ADDR));
-    s.to(8, key, at(plan.owner, offset::REMOTE_ADDR));
+    s.sge(both);
+    s.sge(w.to(8, plan.clear, offset::REMOTE_ADDR));
+    s.sge(w.to(8, plan.owner, offset::REMOTE_ADDR));
     for &unbind in &plan.unbinds {
-        s.to(3, key, at(unbind, offset::UMR_KEY_INDEX));
+        s.sge(w.to(3, unbind, offset::UMR_KEY_INDEX));
     }
     s.skip(entry::T - entry::KEYS - 3 * group, dump);
     for (j, &unbind) in plan.unbinds.iter().enumerate() {
         if j > 0 && j % 4 == 0 {
             s.skip(tag_offset(j) - tag_offset(j - 1) - 1, dump);
         }
-        s.to(1, key, at(unbind, offset::UMR_KEY_TAG));
+        s.sge(w.to(1, unbind, offset::UMR_KEY_TAG));
     }
     s
 }

@@ -272,6 +272,11 @@ impl<N: Nic> Memory<N> {
         self.table.memory().load_be64(i as usize * ENTRY_BYTES + entry::OWN)
     }
 
+    /// How many entries have this `owner_id`.
+    pub fn owned(&self, owner: u64) -> u64 {
+        (0..self.shape.chunks).filter(|&i| self.owner(i) == owner).count() as u64
+    }
+
     /// Permits now: free entries less requests that are taking one. Negative while requests
     /// overdraw.
     pub fn permits(&self) -> i64 {
@@ -288,6 +293,31 @@ impl<N: Nic> Memory<N> {
         let head = (self.words.memory().load_be64(0) - self.queue.memory().addr()) as usize / 8;
         let run = (0..slots).map(|i| load(head + i)).take_while(|&v| v != 0).collect();
         (run, (0..slots).filter(|&i| load(i) != 0).count())
+    }
+
+    /// Takes what is in the free queue's slot at `addr`, which head has passed and no chain will
+    /// swap any more: from the CPU.
+    pub fn take_slot(&self, addr: u64) -> u64 {
+        let queue = self.queue.memory();
+        let at = addr.wrapping_sub(queue.addr());
+        if at >= queue.len() as u64 || !at.is_multiple_of(8) {
+            return 0;
+        }
+        let value = queue.load_be64(at as usize);
+        queue.store_be64(at as usize, 0);
+        value
+    }
+
+    /// Takes entry `i` into the CPU's hand: it has no owner from now on.
+    pub fn disown(&self, i: u32) {
+        self.table.memory().store_be64(i as usize * ENTRY_BYTES + entry::OWN, 0);
+    }
+
+    /// Writes the tag of entry `i`'s window `j`, and the one that its next binding gives it.
+    pub fn set_tag(&self, i: u32, j: usize, tag: u8) {
+        let at = i as usize * ENTRY_BYTES + tag_offset(j);
+        self.table.memory().write(at, &[tag]);
+        self.table.memory().write(at + 4, &[tag.wrapping_add(1)]);
     }
 
     /// The keys of entry `i`'s windows as they would be presented now: index and current tag.

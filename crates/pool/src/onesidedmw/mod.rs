@@ -16,7 +16,9 @@
 //! - [`layout`]: the table, the free queue and the steering table, byte by byte.
 //! - [`program`]: writes WQEs into a ring whose instances re-arm themselves.
 //! - [`alloc_chain`], [`free_chain`]: the two chains.
-//! - [`node`]: the memory node's side; [`client`]: the compute node's.
+//! - [`node`]: the memory node's side, with `connection` (what it has for one compute node), `repair`
+//!   and `in_flight` (chains that stopped, connections that are closed), `reclaim` (compute nodes that
+//!   are gone) and `budget`; [`client`]: the compute node's side.
 //!
 //! Where this differs from the paper's figure 5, and why:
 //! - An empty queue is an answer. A counter of permits steers the chain through a table, so that
@@ -34,12 +36,16 @@
 
 pub mod alloc_chain;
 mod audit;
+mod budget;
 pub mod client;
+mod connection;
 pub mod free_chain;
+mod in_flight;
 pub mod layout;
 pub mod node;
 pub mod program;
 mod reclaim;
+mod repair;
 
 pub use client::Client;
 pub use node::Node;

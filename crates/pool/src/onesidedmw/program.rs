@@ -83,11 +83,37 @@ impl Program {
         assert_eq!(at, expected, "a chain's WQE is not where others patch it");
     }
 
-    /// Closes the lap: `bump` writes the FAA that moves the index of the last WQE, whose
-    /// building-block index it is given.
-    pub fn close(mut self, bump: impl FnOnce(&mut Self, u32)) {
+    /// Opens the instance that serves position `p` first: the WAIT for its request, and the FAA that
+    /// moves the index of the RECV_EN behind its reply, since the last lap's has run by now. Gives
+    /// where the WAIT stands.
+    pub fn open(&mut self, w: &Wiring, p: u32) -> u32 {
+        let wait = self.push(|b| {
+            b.wait(w.recv_cq, (w.count + p) & 0xff_ffff);
+        });
+        let credit = w.credit_pair(w.slot(p));
+        self.push(|b| bump(b, credit, w.front_rkey, w.credits, Wrap::Bits16, w.dump));
+        wait
+    }
+
+    /// Ends the instance: SEND_EN of the reply, and the FAAs that move the indices of its WAIT and
+    /// of this SEND_EN.
+    pub fn finish(&mut self, w: &Wiring, p: u32, wait: u32) {
+        let enable = self.push(|b| {
+            let limit = REPLY_BLOCKS * (w.first.wrapping_add(p + 1));
+            b.send_enable(w.front, limit & 0xffff);
+        });
+        let (wait, enable) = (self.field(wait, PAIR), self.field(enable, PAIR));
+        let (rkey, replies) = (w.worker_rkey, REPLY_BLOCKS * w.credits);
+        self.push(|b| bump(b, wait, rkey, w.credits, Wrap::Bits24, w.dump));
+        self.push(|b| bump(b, enable, rkey, replies, Wrap::Bits16, w.dump));
+    }
+
+    /// Closes the lap: the FAA that moves the index of the last WQE, NOPs, and the SEND_EN of the
+    /// ring on itself.
+    fn close(mut self, w: &Wiring) {
         let last = self.ring.entries - 1;
-        bump(&mut self, last);
+        let (pair, lap) = (self.field(last, PAIR), self.ring.entries);
+        self.push(|b| bump(b, pair, w.worker_rkey, lap, Wrap::Bits16, w.dump));
         while self.next < last {
             let fill = (last - self.next).min(15);
             self.push(|b| {
@@ -101,8 +127,17 @@ impl Program {
     }
 }
 
+/// Writes the chain of a direction: `instance` writes the WQEs of each position.
+pub fn write_chain(w: &Wiring, mut instance: impl FnMut(&mut Program, u32)) {
+    let mut program = Program::new(w.worker_ring.clone(), w.worker);
+    for p in 0..w.credits {
+        instance(&mut program, p);
+    }
+    program.close(w);
+}
+
 /// Writes a masked FAA that moves the index of the WQE whose `{index, number}` pair is at `pair`.
-pub fn bump(b: &mut Builder, pair: u64, rkey: Key, by: u32, wrap: Wrap, dump: Sge) {
+fn bump(b: &mut Builder, pair: u64, rkey: Key, by: u32, wrap: Wrap, dump: Sge) {
     b.masked_fetch_add(Remote { addr: pair, rkey }, (by as u64) << 32, wrap.boundary(), dump);
 }
 
@@ -117,6 +152,11 @@ impl Scatter {
             self.0.push(Sge { addr, len: len as u32, lkey });
         }
         self
+    }
+
+    /// The next bytes go to `sge`.
+    pub fn sge(&mut self, sge: Sge) -> &mut Self {
+        self.to(sge.len as usize, sge.lkey, sge.addr)
     }
 
     /// The next `len` bytes go nowhere.
@@ -164,6 +204,8 @@ pub struct Wiring {
     pub recv_cq: fabric::Cqn,
     /// Staging memory: 64 bytes per slot, then the 8 bytes of `owner_id`.
     pub staging: Sge,
+    /// Where results go that nobody wants.
+    pub dump: Sge,
     /// Instances, a power of two.
     pub credits: u32,
     /// The next request's number: its receive WQE stands in slot `first` mod credits.
@@ -186,6 +228,16 @@ impl Wiring {
     /// Slot of the request that position `p` serves first.
     pub fn slot(&self, p: u32) -> u32 {
         (self.first + p) % self.credits
+    }
+
+    /// Address of the field at `field` of the worker's WQE at building block `block`.
+    pub fn at(&self, block: u32, field: usize) -> u64 {
+        self.worker_ring.memory.addr() + (block as usize * WQEBB + field) as u64
+    }
+
+    /// The same as a place that `len` bytes are scattered to.
+    pub fn to(&self, len: u32, block: u32, field: usize) -> Sge {
+        Sge { addr: self.at(block, field), len, lkey: self.worker_lkey }
     }
 
     /// `len` bytes at `offset` of slot `slot`'s staging.

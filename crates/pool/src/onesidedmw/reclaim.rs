@@ -1,46 +1,101 @@
 //! Taking back what a gone compute node owned (OneSidedMW §4.3, "handling crashed CNs").
 //!
-//! The CPU reads `owner_id` of every entry and posts, for each that names the compute node, what
-//! the free chain would have done, on a loopback pair of its own: keys dead first, then the chunk
-//! cleared, then the entry back in the queue.
+//! ```text
+//! retire: fronts reset, access QPs in Error ──> its chains come to rest ──> owner_id of every entry
+//!   is read, a piece at a time ──> each of its chunks: keys dead, cleared, back in the queue
+//! ```
+//!
+//! The CPU posts, on a loopback pair of its own, what the free chain would have done. It never
+//! waits for that: a turn posts a batch and returns, and the batch's completion brings the next turn,
+//! so that neither other compute nodes nor the lock over the memory node wait for the clearing of
+//! many or large chunks. At most two batches are with the NIC, each of at most [`CLEAR_BYTES`].
 
-use std::time::Duration;
+use std::collections::VecDeque;
 
 use fabric::direct::{DirectNic, Managed};
 use fabric::wqe::Umr;
 use fabric::{
-    Access, Completion, CompletionQueue, CqAttr, MemoryRegion, Op, QpAttr, QueuePair, Receive,
-    Remote, Status, WorkRequest,
+    Access, Completion, Key, MemoryRegion, Op, QpAttr, QpChange, Qpn, QueuePair, Receive, Remote,
+    Sge, Status, WorkRequest,
 };
 
+use super::connection::Connection;
 use super::free_chain::Push;
 use super::layout::{AVAIL, ENTRY_BYTES, Memory, STEER_STRIDE, entry};
+use super::node::Node;
 use crate::Error;
 use crate::scheme::ClientId;
 
-/// Building blocks of the reclaimer's send queue.
+/// Building blocks of the reclaimer's send queue: two batches.
 const BLOCKS: u32 = 1024;
+/// Building blocks of a batch at most.
+const BATCH_BLOCKS: u32 = BLOCKS / 2;
+/// Batches that the NIC has at most.
+const BATCHES: usize = 2;
+/// Bytes that a batch clears at most.
+const CLEAR_BYTES: u64 = 1 << 20;
+/// Entries whose owner is looked at in one turn.
+const SCAN: u32 = 1 << 15;
+/// Releases that wait to be posted, before more entries are looked at.
+const WAITING: usize = 1 << 12;
 
-/// The loopback pair that the CPU posts to.
+/// Something to be put back.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Task {
+    /// Release an entry that nobody owns: unbind, clear, push, give its permit.
+    Release(u32),
+    /// Give a permit back.
+    Permit,
+    /// Give the push queue a receive.
+    Receive,
+}
+
+/// How soon a task is wanted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Urgency {
+    /// A living compute node waits for it.
+    Now,
+    /// Behind everything else.
+    InTurn,
+}
+
+/// The loopback pair that the CPU posts to, and what it has to do.
 pub struct Reclaimer<N: DirectNic> {
     worker: N::Qp,
-    done: N::Cq,
     _loopback: N::Qp,
+    /// By urgency.
+    queues: [Queue; 2],
+    /// For each batch that the NIC has: how many tasks in turn will have ended with it.
+    batches: VecDeque<u64>,
+    /// Tasks in turn that have ended.
+    ended: u64,
+    id: u64,
+    /// Chunks released so far, those in the NIC's hands included.
+    pub released: u64,
+}
+
+#[derive(Default)]
+struct Queue {
+    tasks: VecDeque<Task>,
+    /// Bytes of the first task's chunk that are cleared.
+    cleared: u64,
+    /// Tasks that were added, and that were posted to their end.
+    added: u64,
+    posted: u64,
 }
 
 impl<N: DirectNic> Reclaimer<N> {
-    /// Makes the pair; pushes go to `push_queue`.
+    /// Makes the pair; pushes go to `push_queue`, batches complete to `done`.
     pub fn new(
         nic: &N,
-        data: &N::Pd,
-        metadata: &N::Pd,
+        (data, metadata): (&N::Pd, &N::Pd),
         push_queue: &N::Srq,
         pushes: &N::Cq,
+        done: &N::Cq,
     ) -> Result<Self, Error> {
-        let done = nic.create_cq(CqAttr { entries: 256, ignore_overrun: false })?;
         let attr = QpAttr {
-            send_cq: &done,
-            recv_cq: &done,
+            send_cq: done,
+            recv_cq: done,
             send_blocks: BLOCKS,
             receive: Receive::None,
             access: Access::NONE,
@@ -50,7 +105,7 @@ impl<N: DirectNic> Reclaimer<N> {
         let loopback = nic.create_qp(
             metadata,
             QpAttr {
-                send_cq: &done,
+                send_cq: done,
                 recv_cq: pushes,
                 send_blocks: 0,
                 receive: Receive::Shared(push_queue),
@@ -59,65 +114,300 @@ impl<N: DirectNic> Reclaimer<N> {
         )?;
         worker.connect(loopback.qpn())?;
         loopback.connect(worker.qpn())?;
-        Ok(Self { worker, done, _loopback: loopback })
+        Ok(Self {
+            worker,
+            _loopback: loopback,
+            queues: Default::default(),
+            batches: VecDeque::new(),
+            ended: 0,
+            id: 0,
+            released: 0,
+        })
     }
 
-    /// Releases every chunk of `owner`; how many.
-    pub fn reclaim(&self, memory: &Memory<N>, push: Push, owner: ClientId) -> Result<u64, Error> {
-        let mut reclaimed = 0;
-        for i in 0..memory.shape.chunks {
-            if memory.owner(i) == owner.0 as u64 {
-                self.release(memory, push, i)?;
-                reclaimed += 1;
-            }
-        }
-        Ok(reclaimed)
+    /// Number of the QP whose completions are for [`Reclaimer::completed`].
+    pub fn qpn(&self) -> Qpn {
+        self.worker.qpn()
     }
 
-    fn release(&self, memory: &Memory<N>, push: Push, i: u32) -> Result<(), Error> {
-        let shape = &memory.shape;
-        let unbinds: Vec<Umr> = memory.window_keys(i).map(|k| Umr::unbind(k, false)).collect();
-        let zeros = [memory.zeros.sge(0, shape.chunk_bytes as u32)];
-        let word = [memory.zeros.sge(0, 8)];
-        let value = memory.queue_value(i).to_be_bytes();
-        let old = memory.dump.sge(0, 8);
-        let chunk = Remote { addr: memory.chunk_addr(i), rkey: memory.chunks_clear.key() };
-        let own = memory.table.remote(i as usize * ENTRY_BYTES + entry::OWN);
-        let permit = Op::MaskedFetchAdd {
-            at: memory.words.remote(AVAIL),
-            add: STEER_STRIDE,
-            boundary: shape.avail_boundary(),
-            old,
-        };
-        let credit = Op::MaskedFetchAdd {
-            at: push.record,
-            add: 1 << 32,
-            boundary: push.wrap.boundary(),
-            old,
-        };
-        let request = |op| WorkRequest { id: i as u64, op, signaled: false };
-        let mut list: Vec<WorkRequest<'_>> =
-            unbinds.iter().map(|u| request(Op::Window(u))).collect();
-        list.push(request(Op::Write { to: chunk, from: &zeros }));
-        list.push(request(Op::Write { to: own, from: &word }));
-        list.push(request(Op::SendInline { data: &value }));
-        list.push(request(permit));
-        list.push(WorkRequest { signaled: true, ..request(credit) });
-        self.worker.post_send(&list)?;
-        self.wait(i)
+    /// Adds something to do.
+    pub fn add(&mut self, task: Task, urgency: Urgency) {
+        let queue = &mut self.queues[urgency as usize];
+        queue.tasks.push_back(task);
+        queue.added += 1;
     }
 
-    fn wait(&self, i: u32) -> Result<(), Error> {
-        let mut done = [Completion::EMPTY];
-        while self.done.poll(&mut done) == 0 {
-            self.done.wait(Duration::from_millis(100))?;
-        }
-        if done[0].status != Status::Success {
+    /// Tasks in turn that wait.
+    fn waiting(&self) -> usize {
+        self.queues[Urgency::InTurn as usize].tasks.len()
+    }
+
+    /// Tasks in turn that were added so far: a ticket for [`Reclaimer::is_done`].
+    fn ticket(&self) -> u64 {
+        self.queues[Urgency::InTurn as usize].added
+    }
+
+    /// True if all tasks in turn up to a ticket have ended.
+    fn is_done(&self, ticket: u64) -> bool {
+        self.ended >= ticket
+    }
+
+    /// A batch ended.
+    pub fn completed(&mut self, c: &Completion) -> Result<(), Error> {
+        if c.status != Status::Success {
             return Err(Error::Protocol {
-                attempt: format!("taking back chunk {i}"),
-                why: format!("the NIC refused what only the memory node posts: {}", done[0].status),
+                attempt: "taking chunks back".into(),
+                why: format!("the NIC refused what only the memory node posts: {}", c.status),
             });
         }
+        if let Some(ended) = self.batches.pop_front() {
+            self.ended = ended;
+        }
         Ok(())
+    }
+
+    /// Posts what there is to do, as far as the NIC may have it at a time. True if it posted.
+    pub fn post(&mut self, memory: &Memory<N>, push: Push) -> Result<bool, Error> {
+        let mut any = false;
+        while self.batches.len() < BATCHES && self.queues.iter().any(|q| !q.tasks.is_empty()) {
+            let mut batch = Batch::new(memory);
+            self.queues.iter_mut().for_each(|queue| queue.fill(&mut batch, memory));
+            self.id += 1;
+            self.worker.post_send(&batch.requests(memory, push, self.id))?;
+            self.batches.push_back(self.queues[Urgency::InTurn as usize].posted);
+            self.released += batch.released;
+            any = true;
+        }
+        Ok(any)
+    }
+}
+
+impl Queue {
+    /// Moves what has room into a batch.
+    fn fill<N: DirectNic>(&mut self, batch: &mut Batch, memory: &Memory<N>) {
+        let steps = RELEASE_STEPS + memory.shape.group;
+        while let Some(&task) = self.tasks.front()
+            && batch.has_room(steps)
+        {
+            match task {
+                Task::Permit => batch.steps.push(Step::Permit),
+                Task::Receive => batch.steps.push(Step::Receive),
+                Task::Release(_) if batch.clears == 0 => return,
+                Task::Release(i) => {
+                    if self.cleared == 0 {
+                        batch.unbind(memory, i);
+                    }
+                    let len = (memory.shape.chunk_bytes - self.cleared).min(batch.clears);
+                    batch.clear(memory, i, self.cleared, len);
+                    self.cleared += len;
+                    if self.cleared < memory.shape.chunk_bytes {
+                        return;
+                    }
+                    batch.give_back(memory, i);
+                    self.cleared = 0;
+                }
+            }
+            self.tasks.pop_front();
+            self.posted += 1;
+        }
+    }
+}
+
+/// Steps of a release beside its unbindings.
+const RELEASE_STEPS: usize = 5;
+
+/// Work that is posted together; its last request is signalled.
+struct Batch {
+    steps: Vec<Step>,
+    /// Bytes that may still be cleared.
+    clears: u64,
+    /// Chunks that are free when it ends.
+    released: u64,
+    old: Sge,
+}
+
+enum Step {
+    Unbind(Umr),
+    Clear(Remote, [Sge; 1]),
+    Disown(Remote, [Sge; 1]),
+    Push([u8; 8]),
+    Permit,
+    Receive,
+}
+
+impl Batch {
+    fn new<N: DirectNic>(memory: &Memory<N>) -> Self {
+        Self { steps: Vec::new(), clears: CLEAR_BYTES, released: 0, old: memory.dump.sge(0, 8) }
+    }
+
+    /// Whether `steps` more fit; each takes two blocks at most.
+    fn has_room(&self, steps: usize) -> bool {
+        2 * (self.steps.len() + steps) <= BATCH_BLOCKS as usize
+    }
+
+    fn unbind<N: DirectNic>(&mut self, memory: &Memory<N>, i: u32) {
+        let unbind = |key: Key| Step::Unbind(Umr::unbind(key, false));
+        self.steps.extend(memory.window_keys(i).map(unbind));
+    }
+
+    fn clear<N: DirectNic>(&mut self, memory: &Memory<N>, i: u32, from: u64, len: u64) {
+        let addr = memory.chunk_addr(i) + from;
+        let to = Remote { addr, rkey: memory.chunks_clear.key() };
+        self.steps.push(Step::Clear(to, [memory.zeros.sge(0, len as u32)]));
+        self.clears -= len;
+    }
+
+    fn give_back<N: DirectNic>(&mut self, memory: &Memory<N>, i: u32) {
+        let own = memory.table.remote(i as usize * ENTRY_BYTES + entry::OWN);
+        let value = memory.queue_value(i).to_be_bytes();
+        let zero = [memory.zeros.sge(0, 8)];
+        let steps = [Step::Disown(own, zero), Step::Push(value), Step::Permit, Step::Receive];
+        self.steps.extend(steps);
+        self.released += 1;
+    }
+
+    fn requests<'a, N: DirectNic>(
+        &'a self,
+        memory: &Memory<N>,
+        push: Push,
+        id: u64,
+    ) -> Vec<WorkRequest<'a>> {
+        let last = self.steps.len() - 1;
+        let of = |(n, step): (usize, &'a Step)| WorkRequest {
+            id,
+            op: step.op(memory, push, self.old),
+            signaled: n == last,
+        };
+        self.steps.iter().enumerate().map(of).collect()
+    }
+}
+
+impl Step {
+    fn op<N: DirectNic>(&self, memory: &Memory<N>, push: Push, old: Sge) -> Op<'_> {
+        match self {
+            Step::Unbind(umr) => Op::Window(umr),
+            Step::Clear(to, from) | Step::Disown(to, from) => Op::Write { to: *to, from },
+            Step::Push(value) => Op::SendInline { data: value },
+            Step::Permit => Op::MaskedFetchAdd {
+                at: memory.words.remote(AVAIL),
+                add: STEER_STRIDE,
+                boundary: memory.shape.avail_boundary(),
+                old,
+            },
+            Step::Receive => Op::MaskedFetchAdd {
+                at: push.record,
+                add: Push::ADD,
+                boundary: push.wrap.boundary(),
+                old,
+            },
+        }
+    }
+}
+
+/// A compute node that has gone.
+pub(super) struct Leaving<N: DirectNic> {
+    connection: Connection<N>,
+    stage: Stage,
+}
+
+enum Stage {
+    /// Its chains run on.
+    Settling,
+    /// The entries below this one were looked at.
+    Scanning(u32),
+    /// What it had is with the reclaimer, up to this ticket.
+    Releasing(u64),
+}
+
+impl<N: DirectNic> Leaving<N> {
+    /// Its connection.
+    pub fn connection(&mut self) -> &mut Connection<N> {
+        &mut self.connection
+    }
+
+    /// True while only time brings it on: its chains come to rest without a word to the CPU.
+    pub fn is_settling(&self) -> bool {
+        matches!(self.stage, Stage::Settling)
+    }
+}
+
+impl<N: DirectNic> Node<N> {
+    /// A compute node has gone: its requests and accesses end here.
+    pub(super) fn begin_retire(&mut self, client: ClientId) -> Result<(), Error> {
+        let Some(mut connection) = self.clients.remove(&client) else { return Ok(()) };
+        self.closing.remove(&client);
+        let closed = connection.close();
+        // From here on its keys open nothing: its windows are bound to QPs that do not answer.
+        let mut access = connection.access.iter().flatten();
+        let accesses = access.try_for_each(|(qp, _)| qp.modify(QpChange::Error));
+        self.leaving.insert(client, Leaving { connection, stage: Stage::Settling });
+        closed?;
+        Ok(accesses?)
+    }
+
+    /// Brings the compute nodes that have gone on; true if that did something.
+    pub(super) fn take_back(&mut self) -> Result<bool, Error> {
+        let mut any = false;
+        let mut leaving = std::mem::take(&mut self.leaving);
+        let mut gone = Vec::new();
+        let mut result = Ok(());
+        for (&client, l) in &mut leaving {
+            match self.bring_on(client, l) {
+                Ok(Some(done)) => {
+                    any = true;
+                    if done {
+                        gone.push(client);
+                    }
+                }
+                Ok(None) => {}
+                Err(e) => result = Err(e),
+            }
+        }
+        for client in gone {
+            if let Some(l) = leaving.remove(&client) {
+                for d in l.connection.directions() {
+                    self.workers.remove(&d.worker.qpn());
+                }
+            }
+        }
+        self.leaving = leaving;
+        result?;
+        let push = self.push();
+        Ok(self.reclaimer.post(&self.memory, push)? || any)
+    }
+
+    /// Brings one on: whether it came on, and then, whether it is through.
+    fn bring_on(&mut self, client: ClientId, l: &mut Leaving<N>) -> Result<Option<bool>, Error> {
+        match l.stage {
+            Stage::Settling => {
+                if !self.are_at_rest(&l.connection)? {
+                    return Ok(None);
+                }
+                self.empty_hands(&l.connection, Urgency::InTurn)?;
+                l.stage = Stage::Scanning(0);
+            }
+            Stage::Scanning(from) => {
+                if self.reclaimer.waiting() >= WAITING {
+                    return Ok(None); // the completion of a batch brings the next turn
+                }
+                let chunks = self.memory.shape.chunks;
+                let to = chunks.min(from + SCAN);
+                let mut next = from;
+                while next < to && self.reclaimer.waiting() < WAITING {
+                    if self.memory.owner(next) == client.0 as u64 {
+                        self.memory.disown(next);
+                        self.reclaimer.add(Task::Release(next), Urgency::InTurn);
+                    }
+                    next += 1;
+                }
+                l.stage = match next == chunks {
+                    true => Stage::Releasing(self.reclaimer.ticket()),
+                    false => Stage::Scanning(next),
+                };
+            }
+            Stage::Releasing(ticket) if self.reclaimer.is_done(ticket) => return Ok(Some(true)),
+            Stage::Releasing(_) => return Ok(None),
+        }
+        Ok(Some(false))
     }
 }

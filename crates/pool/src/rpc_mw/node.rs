@@ -26,6 +26,8 @@ use crate::settings::{SchemeKind, Settings};
 
 /// Requests that one turn answers at most.
 const BATCH: usize = 64;
+/// Bytes that one turn clears at most of what a compute node had that has gone.
+const CLEAR_BYTES: u64 = 1 << 20;
 /// Building blocks of a UMR that binds.
 const BIND_BLOCKS: u32 = 3;
 /// Building blocks that answering one request takes of a management QP: the reply, the bulletin
@@ -169,6 +171,7 @@ impl<N: Nic> Node<N> {
             generation: 0,
             told_empty: false,
             broken: false,
+            leaving: None,
         };
         peer.connect_management(credits)?;
         Ok(peer)
@@ -317,6 +320,35 @@ impl<N: Nic> Node<N> {
         })
     }
 
+    /// Takes back some of what compute nodes had that have gone: as much as it takes little time to
+    /// clear. True if there was any.
+    fn take_back(&mut self) -> Result<bool, Error> {
+        let gone = self.peers.iter_mut().find(|(_, peer)| peer.leaving.is_some());
+        let Some((&client, peer)) = gone else { return Ok(false) };
+        let some = (CLEAR_BYTES / self.settings.chunk_bytes).clamp(1, self.settings.credits as u64);
+        let entries = peer.leaving.as_mut().expect("just seen");
+        let some = entries.split_off(entries.len() - entries.len().min(some as usize));
+        if some.is_empty() {
+            self.peers.remove(&client);
+            return Ok(true);
+        }
+        let mut ops = Vec::with_capacity(some.len() * self.table.lanes());
+        for (job, entry) in some.iter().enumerate() {
+            self.window_ops(&mut ops, client, *entry, false, job);
+        }
+        ops.sort_by_key(|op| (op.group, op.lane));
+        self.run_once(&mut ops)?;
+        for op in ops.iter().filter(|op| !op.done) {
+            self.table.replace_windows(&self.nic, &self.pd, some[op.job])?;
+        }
+        for entry in some {
+            self.table.clear(entry);
+            self.table.release(entry);
+        }
+        self.tell_available();
+        Ok(true)
+    }
+
     fn path(&self, op: &WindowOp) -> Option<&Path<N>> {
         self.peers.get(&op.client)?.groups.get(op.group.0 as usize)?.get(op.lane.0 as usize)
     }
@@ -392,44 +424,31 @@ impl<N: Nic> NodeScheme for Node<N> {
     }
 
     fn retire(&mut self, client: ClientId) -> Result<(), Error> {
-        let Some(peer) = self.peers.get(&client) else { return Ok(()) };
+        let Some(peer) = self.peers.get_mut(&client) else { return Ok(()) };
+        self.by_management.remove(&peer.management.qpn());
+        peer.leaving = Some(self.table.owned_by(client));
+        (peer.broken, peer.told_empty) = (true, false);
         // From the reset on its accesses are refused; the QPs, connected to nobody but themselves,
         // still unbind their windows.
         peer.management.modify(QpChange::Reset)?;
         for path in peer.groups.iter().flatten() {
             path.qp.connect(path.qp.qpn())?;
         }
-        let entries = self.table.owned_by(client);
-        for some in entries.chunks(self.settings.credits as usize) {
-            let mut ops = Vec::with_capacity(some.len() * self.table.lanes());
-            for (job, entry) in some.iter().enumerate() {
-                self.window_ops(&mut ops, client, *entry, false, job);
-            }
-            ops.sort_by_key(|op| (op.group, op.lane));
-            self.run_once(&mut ops)?;
-            for op in ops.iter().filter(|op| !op.done) {
-                self.table.replace_windows(&self.nic, &self.pd, some[op.job])?;
-            }
-            for entry in some {
-                self.table.clear(*entry);
-                self.table.release(*entry);
-            }
-        }
-        if let Some(peer) = self.peers.remove(&client) {
-            self.by_management.remove(&peer.management.qpn());
-        }
-        self.tell_available();
         Ok(())
+    }
+
+    fn is_retired(&self, client: ClientId) -> bool {
+        !self.peers.contains_key(&client)
     }
 
     fn turn(&mut self) -> Result<bool, Error> {
         let mut jobs = self.collect();
-        if jobs.is_empty() {
-            return Ok(false);
+        let any = !jobs.is_empty();
+        if any {
+            self.move_windows(&mut jobs)?;
+            self.finish(&jobs)?;
         }
-        self.move_windows(&mut jobs)?;
-        self.finish(&jobs)?;
-        Ok(true)
+        Ok(self.take_back()? || any)
     }
 
     fn is_watching(&self) -> bool {
@@ -445,13 +464,13 @@ impl<N: Nic> NodeScheme for Node<N> {
         Ok(true)
     }
 
-    fn reset_management(&mut self, client: ClientId) -> Result<Vec<u32>, Error> {
+    fn reset_management(&mut self, client: ClientId) -> Result<Option<Vec<u32>>, Error> {
         let credits = self.settings.credits;
         let peer = self.peers.get_mut(&client).ok_or_else(|| refuse(NOT_ADMITTED))?;
         peer.management.modify(QpChange::Error)?;
         peer.epoch += 1;
         peer.connect_management(credits)?;
-        Ok(vec![peer.management.qpn().raw()])
+        Ok(Some(vec![peer.management.qpn().raw()]))
     }
 
     fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {
@@ -475,12 +494,14 @@ impl<N: Nic> NodeScheme for Node<N> {
             chunk_bytes: self.settings.chunk_bytes,
             chunks: self.table.chunks(),
             free: self.table.free(),
-            clients: self.peers.len() as u64,
+            clients: self.peers.values().filter(|p| p.leaving.is_none()).count() as u64,
+            leaving: self.peers.values().filter(|p| p.leaving.is_some()).count() as u64,
             allocations_nic: 0,
             allocations_cpu: self.allocations,
             frees_nic: 0,
             frees_cpu: self.frees,
             refused: self.refused,
+            budget: None,
         })
     }
 

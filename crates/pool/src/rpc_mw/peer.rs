@@ -31,6 +31,8 @@ pub struct Peer<N: Nic> {
     pub told_empty: bool,
     /// Its management QP does not answer.
     pub broken: bool,
+    /// It has gone, and these chunks are still to be taken back.
+    pub leaving: Option<Vec<u32>>,
 }
 
 /// An access QP.

@@ -46,6 +46,25 @@ pub struct PoolSession {
     pub nic: Option<ConnectionId>,
     /// Its requests that wait until there is memory.
     pub awaiting: Vec<Await>,
+    /// Its requests that wait until its chains are at rest, or its chunks are back.
+    pub deferred: Vec<Deferred>,
+}
+
+/// A request that is answered when the memory node has come so far.
+pub struct Deferred {
+    /// The request's number.
+    pub id: u64,
+    /// What it asked.
+    pub what: What,
+}
+
+/// What is answered later.
+#[derive(Clone, Copy)]
+pub enum What {
+    /// The management QPs are to be re-established.
+    ResetManagement(ClientId),
+    /// This compute node has left.
+    Goodbye(ClientId),
 }
 
 /// A request that waits until there is memory.
@@ -101,11 +120,14 @@ impl Connection {
 
     /// Tells why a request is refused.
     pub fn refuse(&mut self, id: u64, error: &Error) -> bool {
-        let why = match error {
-            Error::Refused { why, .. } => why.clone(),
-            other => other.to_string(),
+        let body = match error {
+            Error::Refused { why, .. } => Reply::Error { why: why.clone() },
+            Error::OverBudget { why, retry_after, .. } => Reply::OverBudget {
+                why: why.clone(),
+                retry_after_ms: retry_after.as_millis() as u64,
+            },
+            other => Reply::Error { why: other.to_string() },
         };
-        let body = Reply::Error { why };
         match protocol::encode("refusing a request", &Numbered { id, body }) {
             Ok(bytes) => self.send(bytes, Vec::new()),
             Err(_) => false,

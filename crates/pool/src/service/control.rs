@@ -12,7 +12,9 @@ use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::io::Errno;
 
 use super::Shared;
-use super::connection::{Await, Connection, ConnectionId, Input, PoolSession, Role};
+use super::connection::{
+    Await, Connection, ConnectionId, Deferred, Input, PoolSession, Role, What,
+};
 use crate::Error;
 use crate::protocol::{self, Numbered, Opening, Reply, Request, VERSION};
 use crate::scheme::{Admission, Admitted, ClientId, GroupId, Lane};
@@ -89,6 +91,7 @@ impl<'a> Control<'a> {
                 }
             }
             self.answer_awaits();
+            self.answer_deferred();
         }
         Ok(())
     }
@@ -219,15 +222,21 @@ impl<'a> Control<'a> {
                 Err(e) => Err(e),
             },
             Request::Status => self.shared.status().map(|s| Reply::Status(Box::new(s))),
-            Request::ResetManagement => admitted()
-                .and_then(|c| node.reset_management(c))
-                .map(|peers| Reply::Management { peers }),
+            Request::ResetManagement => match admitted().and_then(|c| self.reset(from, id, c)) {
+                Ok(None) => return true,
+                Ok(Some(reply)) => Ok(reply),
+                Err(e) => Err(e),
+            },
             Request::ResetAccess { group, lane } => admitted()
                 .and_then(|c| node.reset_access(c, GroupId(group), Lane(lane)))
                 .map(|peer| Reply::Access { peer }),
             Request::Audit => node.audit().map(|()| Reply::Done),
             Request::Goodbye => match self.leave(from) {
-                Ok(()) => Ok(Reply::Done),
+                Ok(None) => Ok(Reply::Done),
+                Ok(Some(client)) => {
+                    self.defer(from, id, What::Goodbye(client));
+                    return true;
+                }
                 Err(e) => Err(e),
             },
         };
@@ -236,6 +245,81 @@ impl<'a> Control<'a> {
             Ok(reply) => connection.reply(id, reply),
             Err(e) => connection.refuse(id, &e),
         }
+    }
+
+    /// Re-establishes a compute node's management QPs, now or later.
+    fn reset(
+        &mut self,
+        from: ConnectionId,
+        id: u64,
+        client: ClientId,
+    ) -> Result<Option<Reply>, Error> {
+        let deferred = self.connections.get_mut(&from).and_then(Connection::pool);
+        if deferred.is_some_and(|p| p.deferred.len() >= AWAITS_MAX) {
+            return Err(refused(&format!("{AWAITS_MAX} such requests wait already")));
+        }
+        let peers = self.shared.node.reset_management(client)?;
+        if peers.is_none() {
+            self.defer(from, id, What::ResetManagement(client));
+        }
+        Ok(peers.map(|peers| Reply::Management { peers }))
+    }
+
+    /// Answers a request later.
+    fn defer(&mut self, from: ConnectionId, id: u64, what: What) {
+        let Some(session) = self.connections.get_mut(&from).and_then(Connection::pool) else {
+            return;
+        };
+        session.deferred.push(Deferred { id, what });
+        // Before the look of this round: a turn after that look then wakes this thread.
+        self.shared.awaiting.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Answers the requests for which the memory node has come far enough.
+    fn answer_deferred(&mut self) {
+        if self.shared.awaiting.load(Ordering::SeqCst) == 0 {
+            return;
+        }
+        let waiting: Vec<ConnectionId> = self
+            .connections
+            .iter_mut()
+            .filter_map(|(id, c)| c.pool().is_some_and(|p| !p.deferred.is_empty()).then_some(*id))
+            .collect();
+        for id in waiting {
+            match self.answer_deferred_of(id) {
+                true => self.watch(id),
+                false => self.close(id),
+            }
+        }
+    }
+
+    fn answer_deferred_of(&mut self, id: ConnectionId) -> bool {
+        let Some(connection) = self.connections.get_mut(&id) else { return true };
+        let Some(session) = connection.pool() else { return true };
+        let mut alive = true;
+        for deferred in std::mem::take(&mut session.deferred) {
+            let reply = match deferred.what {
+                What::Goodbye(client) if self.shared.node.is_retired(client) => Ok(Reply::Done),
+                What::Goodbye(_) => {
+                    connection.pool().expect("just seen").deferred.push(deferred);
+                    continue;
+                }
+                What::ResetManagement(client) => match self.shared.node.reset_management(client) {
+                    Ok(None) => {
+                        connection.pool().expect("just seen").deferred.push(deferred);
+                        continue;
+                    }
+                    Ok(Some(peers)) => Ok(Reply::Management { peers }),
+                    Err(e) => Err(e),
+                },
+            };
+            self.shared.awaiting.fetch_sub(1, Ordering::SeqCst);
+            alive &= match reply {
+                Ok(reply) => connection.reply(deferred.id, reply),
+                Err(e) => connection.refuse(deferred.id, &e),
+            };
+        }
+        alive
     }
 
     fn admit(&mut self, from: ConnectionId, request: &Admission) -> Result<Admitted, Error> {
@@ -327,17 +411,18 @@ impl<'a> Control<'a> {
         Some(Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos() as i64 })
     }
 
-    /// The compute node of a connection leaves: its keys die, its chunks come back.
-    fn leave(&mut self, id: ConnectionId) -> Result<(), Error> {
-        let Some(connection) = self.connections.get_mut(&id) else { return Ok(()) };
-        let Some(session) = connection.pool() else { return Ok(()) };
-        let (client, awaiting) = (session.client.take(), std::mem::take(&mut session.awaiting));
+    /// The compute node of a connection leaves, if there is one: its keys die, and its chunks come
+    /// back in the memory node's next turns.
+    fn leave(&mut self, id: ConnectionId) -> Result<Option<ClientId>, Error> {
+        let Some(connection) = self.connections.get_mut(&id) else { return Ok(None) };
+        let Some(session) = connection.pool() else { return Ok(None) };
+        let waiting = session.awaiting.len() + session.deferred.len();
+        session.awaiting.clear();
+        session.deferred.clear();
         session.nic = None;
-        self.shared.awaiting.fetch_sub(awaiting.len(), Ordering::SeqCst);
-        match client {
-            Some(client) => self.shared.node.retire(client),
-            None => Ok(()),
-        }
+        self.shared.awaiting.fetch_sub(waiting, Ordering::SeqCst);
+        let client = session.client.take();
+        client.map_or(Ok(()), |client| self.shared.node.retire(client)).map(|()| client)
     }
 
     /// Ends a connection and what hangs on it.

@@ -202,14 +202,18 @@ pub fn what_is_not_owned_is_not_freed(setup: &Setup) {
             Err(Error::NotYours { entry }) => assert_eq!(entry, grant.entry),
             other => panic!("round {round}: {other:?}"),
         };
-        not_yours(b.free_blocking(grant));
+        let by_hand = Grant::new(grant.addr, grant.len, grant.entry, GroupId(0), grant.keys());
+        not_yours(b.free_blocking(by_hand));
+        // The library itself knows that it is another one's.
+        let stale = b.free_blocking(grant);
+        assert!(matches!(stale, Err(Error::Stale { what: "grant", .. })), "{stale:?}");
         assert_eq!(read(&a, &grant, 0, 4), b"kept");
         let own = b.allocate_blocking().unwrap();
         b.write_blocking(&own, 0, &[round; 64]).unwrap();
         b.free_blocking(own).unwrap();
         a.free_blocking(grant).unwrap();
         not_yours(a.free_blocking(grant));
-        not_yours(b.free_blocking(grant));
+        not_yours(b.free_blocking(by_hand));
         let again = a.allocate_blocking().unwrap();
         a.free_blocking(again).unwrap();
     }

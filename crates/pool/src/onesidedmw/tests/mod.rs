@@ -1,16 +1,22 @@
 //! The chains as the NIC runs them, seen from a compute node that speaks raw verbs.
 
+use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 use fabric::soft::SoftNic;
 use fabric::{
-    Access, Completion, CompletionQueue, CqAttr, Key, MemoryRegion, Nic, Op, QpAttr, QpState, Qpn,
-    QueuePair, Receive, ReceiveAttr, ReceiveRequest, Remote, Status, WorkRequest,
+    Access, Completion, CompletionQueue, CqAttr, Key, MemoryRegion, Nic, Op, QpAttr, QpChange,
+    QpState, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Remote, Status, WorkRequest,
 };
 
 use super::Node;
 use super::layout::{reply, status};
 use crate::Settings;
+
+mod crash;
+mod limits;
+mod refused;
 use crate::scheme::{Admission, ClientId, GroupId, Lane, NodeScheme};
 
 type Qp = <SoftNic as Nic>::Qp;
@@ -81,6 +87,22 @@ impl Raw {
         }
         let peers = admitted.groups[0].iter().map(|&q| Qpn::new(q)).collect();
         Self { id: ClientId(id), cq, alloc, free, access, peers, memory }
+    }
+
+    /// Re-establishes the management QPs, as a client does.
+    fn reset_management(&self, node: &mut Node<SoftNic>) {
+        for qp in [&self.alloc, &self.free] {
+            qp.modify(QpChange::Reset).unwrap();
+        }
+        let peers = loop {
+            match node.reset_management(self.id).unwrap() {
+                Some(peers) => break peers,
+                None => drop(node.turn().unwrap()),
+            }
+        };
+        self.alloc.connect(Qpn::new(peers[0])).unwrap();
+        self.free.connect(Qpn::new(peers[1])).unwrap();
+        self.drain();
     }
 
     fn send(&self, qp: &Qp, arguments: &[u8], slot: usize) {
@@ -173,6 +195,14 @@ impl Raw {
         let mut bytes = vec![0; len];
         self.memory.memory().read(40000, &mut bytes);
         bytes
+    }
+}
+
+/// Retires a compute node, and has the CPU turn until nothing is left of it.
+fn retire(node: &mut Node<SoftNic>, client: ClientId) {
+    node.retire(client).unwrap();
+    while !node.is_retired(client) {
+        node.turn().unwrap();
     }
 }
 
@@ -362,7 +392,7 @@ fn what_a_gone_compute_node_owned_comes_back() {
     assert_eq!(a.allocate().unwrap_err(), status::EMPTY);
     let at = Remote { addr: lost[5].addr, rkey: lost[5].keys[0] };
     assert_eq!(b.access(0, at, Some(b"secret"), 0), Status::Success);
-    node.retire(b.id).unwrap();
+    retire(&mut node, b.id);
     node.audit().unwrap();
     let s = node.status().unwrap();
     assert_eq!((s.frees_cpu, s.allocations_nic), (63, 64));
@@ -421,20 +451,16 @@ fn a_reply_that_cannot_be_written_ends_at_its_sender() {
     // The one whose reply was lost, and no other: receives that are flushed are not requests.
     assert_eq!(node.status().unwrap().free, 7);
     b.allocate().unwrap();
-    let peers = {
-        a.alloc.modify(fabric::QpChange::Reset).unwrap();
-        a.free.modify(fabric::QpChange::Reset).unwrap();
-        node.reset_management(a.id).unwrap()
-    };
-    a.alloc.connect(Qpn::new(peers[0])).unwrap();
-    a.free.connect(Qpn::new(peers[1])).unwrap();
+    a.reset_management(&mut node);
     a.drain();
     for _ in 0..50 {
         let c = a.allocate().unwrap();
         assert_eq!(a.free(c.entry), status::FREED);
     }
-    node.retire(a.id).unwrap();
-    node.retire(b.id).unwrap();
+    // What could not be told was taken back.
+    assert_eq!(node.status().unwrap().free, 7);
+    retire(&mut node, a.id);
+    retire(&mut node, b.id);
     node.audit().unwrap();
     assert_eq!(node.status().unwrap().free, 8);
 }

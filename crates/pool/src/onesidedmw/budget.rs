@@ -1,0 +1,97 @@
+//! Budgets as this scheme sees to them (OneSidedMW §4.4); [`crate::budget`] says how.
+
+use std::time::Instant;
+
+use fabric::direct::DirectNic;
+
+use super::connection::{Connection, Management};
+use super::node::Node;
+use crate::Error;
+use crate::budget::{BudgetStatus, Verdict};
+use crate::scheme::ClientId;
+
+impl<N: DirectNic> Node<N> {
+    /// Looks at the counters of the management QPs, if it is time to. True if a connection was ended.
+    pub(super) fn mind_budgets(&mut self) -> Result<bool, Error> {
+        let budget = self.settings.budget.clone();
+        if !budget.is_set() {
+            return Ok(false);
+        }
+        let now = Instant::now();
+        if self.look_at.is_some_and(|at| now < at) {
+            return Ok(false);
+        }
+        self.look_at = Some(now + budget.interval);
+        let mut over = Vec::new();
+        for (&client, c) in &mut self.clients {
+            if c.management != Management::Open {
+                continue;
+            }
+            let counts =
+                (self.nic.cq_count(&c.alloc.requests)?, self.nic.cq_count(&c.free.requests)?);
+            let mut verdict = c.meter.read(&budget, counts, now);
+            if verdict == Verdict::Count {
+                let held = self.memory.owned(client.0 as u64);
+                verdict = c.meter.counted(&budget, held, now.elapsed(), now);
+            }
+            if let Verdict::Over(why) = verdict {
+                over.push((client, why));
+            }
+        }
+        let any = !over.is_empty();
+        for (client, why) in over {
+            let Some(mut c) = self.clients.remove(&client) else { continue };
+            c.meter.suspend(&budget, why, now);
+            c.tell = true;
+            let closed = self.close(client, &mut c);
+            self.clients.insert(client, c);
+            closed?;
+            self.over_budget += 1;
+        }
+        Ok(any)
+    }
+
+    /// An error while the compute node must not be let in again; else its meter starts anew.
+    pub(super) fn check_suspension(
+        &self,
+        client: ClientId,
+        c: &mut Connection<N>,
+    ) -> Result<(), Error> {
+        let budget = &self.settings.budget;
+        if !budget.is_set() {
+            return Ok(());
+        }
+        if let Some((why, retry_after)) = c.meter.suspension(Instant::now()) {
+            return Err(Error::OverBudget {
+                attempt: format!("re-establishing the management QPs of compute node {}", client.0),
+                why: why.to_owned(),
+                retry_after,
+            });
+        }
+        let held = if budget.chunks.is_some() { self.memory.owned(client.0 as u64) } else { 0 };
+        let counts = (self.nic.cq_count(&c.alloc.requests)?, self.nic.cq_count(&c.free.requests)?);
+        c.meter.restart(budget, held, counts);
+        Ok(())
+    }
+
+    /// The state of budgets, if there are any.
+    pub(super) fn budget_status(&self) -> Option<BudgetStatus> {
+        let budget = &self.settings.budget;
+        if !budget.is_set() {
+            return None;
+        }
+        let ended = |c: &Connection<N>| c.management != Management::Open;
+        let mut most: Vec<_> =
+            self.clients.iter().map(|(id, c)| c.meter.usage(id.0, ended(c))).collect();
+        most.sort_by_key(|u| std::cmp::Reverse((u.suspended, u.chunks, u.requests_per_s)));
+        most.truncate(BudgetStatus::MOST);
+        Some(BudgetStatus {
+            requests_per_s: budget.requests_per_s,
+            chunks: budget.chunks,
+            interval_ms: budget.interval.as_millis() as u64,
+            ended: self.over_budget,
+            suspended: self.clients.values().filter(|c| ended(c)).count() as u64,
+            most,
+        })
+    }
+}

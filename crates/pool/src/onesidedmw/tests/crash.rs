@@ -1,0 +1,394 @@
+//! A compute node dies, or loses its management QPs, at every step of its chains: the NIC is run
+//! WQE by WQE, stopped after k of them for every k, and the pool must be whole in the end.
+
+use fabric::DmaMemory;
+use rnic::port::Function;
+use rnic::port::control::Verb;
+use rnic::port::inline::{InlineFunction, InlineNic};
+use rnic::verbs::{FunctionLimits, Limits};
+
+use super::super::connection::Management;
+use super::*;
+
+const CHUNKS: u64 = 6;
+
+/// A NIC that runs WQE by WQE, in turns among the QPs that are ready.
+struct Stepper {
+    nic: Arc<InlineNic>,
+    last: Cell<Qpn>,
+}
+
+impl Stepper {
+    fn new() -> Self {
+        let memory = |bytes: usize| DmaMemory::anonymous(bytes).unwrap();
+        let nic = InlineNic::stepped(Limits::default(), Box::new(memory));
+        Self { nic, last: Cell::new(Qpn::new(0)) }
+    }
+
+    fn physical(&self) -> SoftNic {
+        SoftNic::new(Function::Inline(self.nic.physical()))
+    }
+
+    /// Executes `wqes` WQEs, or as many as there are; how many.
+    fn run(&self, wqes: usize) -> usize {
+        for n in 0..wqes {
+            let ready = self.nic.ready_qps();
+            let after = ready.iter().find(|q| **q > self.last.get());
+            let Some(&next) = after.or(ready.first()) else { return n };
+            self.last.set(next);
+            assert!(self.nic.step(next), "{next:?} was ready");
+        }
+        wqes
+    }
+}
+
+/// A memory node with two compute nodes, of which one is in trouble.
+struct Scene {
+    stepper: Stepper,
+    node: Node<SoftNic>,
+    /// The one in trouble, in a function of its own.
+    a: Raw,
+    function: InlineFunction,
+    b: Raw,
+    /// What the other one holds, and what is in it.
+    kept: Chunk,
+    /// What the one in trouble holds.
+    held: Vec<Chunk>,
+}
+
+/// What the one in trouble has in flight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Flight {
+    Allocation,
+    Free,
+    Both,
+    /// An allocation that finds nothing.
+    Empty,
+    /// As many as its credits of each kind, the second free a double one.
+    Full,
+}
+
+const FLIGHTS: [Flight; 5] =
+    [Flight::Allocation, Flight::Free, Flight::Both, Flight::Empty, Flight::Full];
+
+impl Scene {
+    fn new(group_size: u32, flight: Flight) -> Self {
+        let stepper = Stepper::new();
+        let settings = settings(CHUNKS, group_size, 4);
+        let mut node = Node::new(stepper.physical(), settings.clone()).unwrap();
+        let function = stepper.nic.function(FunctionLimits::default()).unwrap();
+        let own = SoftNic::new(Function::Inline(function.clone()));
+        let a = Raw::join(&own, &mut node, 1, &settings);
+        let b = Raw::join(&stepper.physical(), &mut node, 2, &settings);
+        let allocate = |raw: &Raw| {
+            raw.ask_chunk(0);
+            stepper.run(usize::MAX);
+            raw.drain();
+            raw.chunk(0).unwrap()
+        };
+        let kept = allocate(&b);
+        let at = Remote { addr: kept.addr, rkey: kept.keys[0] };
+        let op = Op::WriteInline { to: at, data: b"kept" };
+        b.access[0].post_send(&[WorkRequest { id: 7, op, signaled: true }]).unwrap();
+        // So many laps that what a slot holds from earlier requests could be taken for this one's.
+        let mut held: Vec<Chunk> = (0..2).map(|_| allocate(&a)).collect();
+        if flight == Flight::Empty {
+            held.extend((0..CHUNKS - 3).map(|_| allocate(&a)));
+        }
+        let mut scene = Self { stepper, node, a, function, b, kept, held };
+        scene.launch(flight);
+        scene
+    }
+
+    fn launch(&mut self, flight: Flight) {
+        match flight {
+            Flight::Allocation | Flight::Empty => self.a.ask_chunk(8),
+            Flight::Free => self.a.ask_free(self.held[0].entry, 4),
+            Flight::Both => {
+                self.a.ask_chunk(8);
+                self.a.ask_free(self.held[0].entry, 4);
+            }
+            Flight::Full => {
+                (8..12).for_each(|slot| self.a.ask_chunk(slot));
+                let [x, y] = [self.held[0].entry, self.held[1].entry];
+                (4..8).zip([x, x, y, y]).for_each(|(slot, entry)| self.a.ask_free(entry, slot));
+            }
+        }
+        // The other one is at work as well.
+        self.b.ask_chunk(8);
+    }
+
+    /// The NIC and the CPU in turns: so many WQEs for each turn of the CPU.
+    fn pump(&mut self, wqes: usize, mut done: impl FnMut(&mut Self) -> bool) {
+        for _ in 0..100_000 {
+            if done(self) {
+                return;
+            }
+            self.node.turn().unwrap();
+            self.stepper.run(wqes);
+        }
+        panic!("it does not come to an end");
+    }
+
+    fn settle(&mut self) {
+        while self.stepper.run(usize::MAX) > 0 || self.node.turn().unwrap() {}
+    }
+
+    /// The free worker that was stopped runs again.
+    fn is_repaired(&self) -> bool {
+        let c = &self.node.clients[&ClientId(1)];
+        let runs = c.directions().iter().all(|d| d.worker.state().unwrap() != QpState::Error);
+        runs && c.management == Management::Open
+    }
+
+    fn worker(&self, index: usize) -> Qpn {
+        self.node.worker_qpns(ClientId(1)).unwrap()[index]
+    }
+
+    /// Stops a worker of the one in trouble where it is.
+    fn stop(&self, index: usize) {
+        let change = rnic::verbs::QpChange::Error;
+        let verb = Verb::ModifyQp { qpn: self.worker(index), change };
+        self.stepper.nic.physical().execute(verb).unwrap();
+    }
+
+    /// Everything is whole, and all that is not the other one's is free and zero.
+    fn check_whole(mut self) {
+        self.settle();
+        self.b.drain();
+        let mut all = vec![self.kept.clone()];
+        all.extend(self.b.chunk(8).ok());
+        self.node.audit().unwrap();
+        assert_eq!(self.node.status().unwrap().free, CHUNKS - all.len() as u64);
+        assert_eq!(self.node.memory().owned(1), 0);
+        assert_eq!(self.read(&self.kept.clone(), 4), b"kept");
+        while all.len() < CHUNKS as usize {
+            self.b.ask_chunk(0);
+            self.settle();
+            self.b.drain();
+            let chunk = self.b.chunk(0).unwrap();
+            assert!(self.read(&chunk, 4096).iter().all(|&x| x == 0), "not cleared");
+            assert!(all.iter().all(|c| c.entry != chunk.entry), "allocated twice");
+            all.push(chunk);
+        }
+        self.node.audit().unwrap();
+    }
+
+    fn read(&mut self, chunk: &Chunk, len: usize) -> Vec<u8> {
+        let to = [self.b.memory.sge(40000, len as u32)];
+        let from = Remote { addr: chunk.addr, rkey: chunk.keys[0] };
+        let op = Op::Read { from, to: &to };
+        self.b.access[0].post_send(&[WorkRequest { id: 7, op, signaled: true }]).unwrap();
+        self.settle();
+        assert!(self.b.drain().iter().all(|c| c.status == Status::Success));
+        self.b.read_back(len)
+    }
+
+    /// What the one in trouble was told that it has, and the frees whose reply it got.
+    fn known(&self) -> (HashSet<u32>, Vec<(u32, u8)>) {
+        let granted = (8..12).filter_map(|slot| self.a.chunk(slot).ok()).map(|c| c.entry);
+        let held = self.held.iter().map(|c| c.entry);
+        let [x, y] = [self.held[0].entry, self.held[1].entry];
+        let frees = (4..8).zip([x, x, y, y]).map(|(slot, entry)| (entry, self.a.free_status(slot)));
+        (held.chain(granted).collect(), frees.collect())
+    }
+}
+
+/// Group sizes and WQEs that the NIC gets done for each turn of the CPU.
+fn variants() -> Vec<(u32, usize)> {
+    match std::env::var_os("GRANARY_TEST_FULL") {
+        None => vec![(2, 1), (5, 3)],
+        Some(_) => (2..=6).flat_map(|group| [1, 2, 3, 64].map(|wqes| (group, wqes))).collect(),
+    }
+}
+
+/// Runs `trouble` after every number of WQEs, until there are no more.
+fn after_every_step(trouble: impl Fn(Scene, usize)) {
+    let mut scenes = 0;
+    for (group, wqes) in variants() {
+        for flight in FLIGHTS {
+            // Only every third step of the long ones, unless there is time.
+            let long = flight == Flight::Full && std::env::var_os("GRANARY_TEST_FULL").is_none();
+            for k in (wqes % 3..).step_by(if long { 3 } else { 1 }) {
+                let scene = Scene::new(group, flight);
+                let whole = scene.stepper.run(k) < k;
+                let result =
+                    std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| trouble(scene, wqes)));
+                if let Err(panic) = result {
+                    eprintln!("group {group}, {wqes} WQEs a turn, {flight:?}, after {k} WQEs");
+                    std::panic::resume_unwind(panic);
+                }
+                scenes += 1;
+                if whole {
+                    break;
+                }
+            }
+        }
+    }
+    assert!(scenes > 300, "{scenes}");
+}
+
+#[test]
+fn a_client_dies_at_any_step_and_the_pool_is_whole() {
+    after_every_step(|mut scene, wqes| {
+        let key = Remote { addr: scene.held[1].addr, rkey: scene.held[1].keys[0] };
+        scene.node.retire(ClientId(1)).unwrap();
+        // From now on its keys open nothing, whatever the state of its chunks.
+        let op = Op::WriteInline { to: key, data: b"late" };
+        scene.a.access[0].post_send(&[WorkRequest { id: 99, op, signaled: true }]).unwrap();
+        scene.pump(wqes, |s| s.node.is_retired(ClientId(1)));
+        scene.settle();
+        let late = scene.a.drain();
+        let late = late.iter().find(|c| c.id == 99).expect("a completion");
+        assert_eq!(late.status, Status::RetryExceeded);
+        scene.function.remove();
+        scene.check_whole();
+    });
+}
+
+#[test]
+fn a_client_dies_and_its_queues_with_it() {
+    after_every_step(|mut scene, wqes| {
+        scene.node.retire(ClientId(1)).unwrap();
+        scene.function.remove();
+        scene.pump(wqes, |s| s.node.is_retired(ClientId(1)));
+        scene.check_whole();
+    });
+}
+
+/// The chain itself stops, by what no client can bring about: what it has in hand goes back.
+#[test]
+fn a_chain_stops_at_any_step_and_nothing_is_lost() {
+    for worker in 0..2 {
+        after_every_step(|mut scene, wqes| {
+            scene.stop(worker);
+            scene.node.retire(ClientId(1)).unwrap();
+            scene.pump(wqes, |s| s.node.is_retired(ClientId(1)));
+            scene.check_whole();
+        });
+    }
+}
+
+/// The same, and the client lives: it is told, re-establishes its QPs, and owns what it knows of.
+#[test]
+fn a_client_survives_its_chains() {
+    for worker in 0..2 {
+        after_every_step(|mut scene, wqes| {
+            scene.stop(worker);
+            scene.pump(wqes, |s| {
+                let broken = |qp: &Qp| qp.state().unwrap() == QpState::Error;
+                // A free worker that stops where a refusal stops it is taken for one that refused.
+                s.is_repaired() || broken(&s.a.alloc) && broken(&s.a.free)
+            });
+            survive(scene, wqes);
+        });
+    }
+}
+
+/// The client resets its management QPs at any step: what it was not told of is not its own.
+#[test]
+fn management_is_reset_at_any_step_and_no_grant_is_lost() {
+    after_every_step(survive);
+}
+
+fn survive(mut scene: Scene, wqes: usize) {
+    for qp in [&scene.a.alloc, &scene.a.free] {
+        qp.modify(QpChange::Reset).unwrap();
+    }
+    let mut peers = None;
+    scene.pump(wqes, |s| {
+        peers = s.node.reset_management(ClientId(1)).unwrap();
+        peers.is_some()
+    });
+    let peers = peers.expect("it came to an end");
+    scene.a.alloc.connect(Qpn::new(peers[0])).unwrap();
+    scene.a.free.connect(Qpn::new(peers[1])).unwrap();
+    scene.settle();
+    scene.a.drain();
+    let (mut known, frees) = scene.known();
+    for (entry, told) in frees {
+        match told {
+            status::PENDING if known.contains(&entry) => {
+                // Whether it was executed is open: the memory node's books say.
+                if scene.node.memory().owner(entry) != 1 {
+                    known.remove(&entry);
+                }
+            }
+            status::FREED => {
+                // It may have been granted anew since.
+                if scene.node.memory().owner(entry) != 1 {
+                    known.remove(&entry);
+                }
+            }
+            status::PENDING | status::REFUSED | status::AGAIN => {}
+            other => panic!("status {other}"),
+        }
+    }
+    let owned: HashSet<u32> =
+        (0..CHUNKS as u32).filter(|&i| scene.node.memory().owner(i) == 1).collect();
+    assert_eq!(owned, known, "owned, and known to be owned");
+    scene.node.audit().unwrap();
+    // It goes on: for many laps, with a refusal in between.
+    for round in 0..12 {
+        scene.a.ask_chunk(0);
+        scene.settle();
+        scene.a.drain();
+        if let Ok(chunk) = scene.a.chunk(0) {
+            for expected in [status::FREED, status::REFUSED] {
+                scene.a.ask_free(chunk.entry, 0);
+                scene.settle();
+                scene.a.drain();
+                assert_eq!(scene.a.free_status(0), expected, "round {round}");
+            }
+        }
+    }
+    scene.node.retire(ClientId(1)).unwrap();
+    scene.pump(64, |s| s.node.is_retired(ClientId(1)));
+    scene.check_whole();
+}
+
+/// A chunk is freed by the client while it is taken back from it, because its reply was lost: it
+/// comes back once.
+#[test]
+fn what_is_taken_back_cannot_be_freed_as_well() {
+    for k in 0..40 {
+        let mut scene = Scene::new(3, Flight::Empty);
+        // Two chunks are there for whom they are granted to, and the replies go nowhere.
+        let [x, y] = [scene.held[2].entry, scene.held[1].entry];
+        scene.settle();
+        for (slot, entry) in [(4, x), (5, y)] {
+            scene.a.ask_free(entry, slot);
+        }
+        scene.settle();
+        scene.a.drain();
+        scene.a.ask_chunk(8);
+        scene.a.ask_chunk(9);
+        // The requests and the alloc worker only, so that chunks are granted and no reply has gone out.
+        for qpn in [scene.a.alloc.qpn(), scene.worker(0)] {
+            while scene.stepper.nic.step(qpn) {}
+        }
+        assert_eq!(scene.node.memory().owned(1), CHUNKS - 1);
+        for qp in [&scene.a.alloc, &scene.a.free] {
+            qp.modify(QpChange::Reset).unwrap();
+        }
+        let mut tries = 0;
+        let peers = loop {
+            if let Some(peers) = scene.node.reset_management(ClientId(1)).unwrap() {
+                break peers;
+            }
+            tries += 1;
+            scene.stepper.run(1);
+        };
+        assert!(tries > 0, "it was let in while its old chunks were still bound");
+        scene.a.alloc.connect(Qpn::new(peers[0])).unwrap();
+        scene.a.free.connect(Qpn::new(peers[1])).unwrap();
+        scene.a.ask_free(x, 4);
+        scene.a.ask_free(y, 5);
+        scene.stepper.run(k);
+        scene.settle();
+        scene.node.audit().unwrap();
+        scene.node.retire(ClientId(1)).unwrap();
+        scene.pump(3, |s| s.node.is_retired(ClientId(1)));
+        scene.check_whole();
+    }
+}

@@ -1,0 +1,232 @@
+//! Requests that a client should not make: each ends at who made it, with an answer that says so,
+//! the chain goes on, nothing is leaked, and nobody else notices.
+
+use super::*;
+
+struct Bed {
+    nic: SoftNic,
+    node: Node<SoftNic>,
+    /// Who misbehaves.
+    a: Raw,
+    b: Raw,
+    victim: Chunk,
+}
+
+impl Bed {
+    fn new() -> Self {
+        let nic = SoftNic::inline();
+        let settings = settings(16, 3, 4);
+        let mut node = Node::new(nic.clone(), settings.clone()).unwrap();
+        let a = Raw::join(&nic, &mut node, 1, &settings);
+        let b = Raw::join(&nic, &mut node, 2, &settings);
+        let victim = b.allocate().unwrap();
+        let at = Remote { addr: victim.addr, rkey: victim.keys[0] };
+        assert_eq!(b.access(0, at, Some(b"mine"), 0), Status::Success);
+        Self { nic, node, a, b, victim }
+    }
+
+    fn turn(&mut self) {
+        while self.node.turn().unwrap() {}
+        self.a.drain();
+    }
+
+    /// Both still work, the victim has its data, and all comes back in the end.
+    fn check(mut self) {
+        self.turn();
+        for raw in [&self.a, &self.b] {
+            for _ in 0..10 {
+                let c = raw.allocate().unwrap();
+                let at = Remote { addr: c.addr, rkey: c.keys[1] };
+                assert_eq!(raw.access(1, at, Some(b"work"), 0), Status::Success);
+                assert_eq!(raw.free(c.entry), status::FREED);
+            }
+        }
+        let at = Remote { addr: self.victim.addr, rkey: self.victim.keys[0] };
+        assert_eq!(self.b.access(0, at, None, 4), Status::Success);
+        assert_eq!(self.b.read_back(4), b"mine");
+        self.node.audit().unwrap();
+        assert_eq!(self.node.memory().owned(2), 1);
+        retire(&mut self.node, self.a.id);
+        assert_eq!(self.node.status().unwrap().free, 15);
+        self.node.audit().unwrap();
+        drop(self.nic);
+    }
+
+    fn reset_access(&mut self, lane: usize) {
+        let peer = self.node.reset_access(self.a.id, GroupId(0), Lane(lane as u8)).unwrap();
+        self.a.access[lane].connect(Qpn::new(peer)).unwrap();
+    }
+}
+
+#[test]
+fn a_free_while_the_same_free_is_in_flight() {
+    // The same chunk two to four times, in each order with another one.
+    for order in [[0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1], [0, 1, 1, 0], [0, 0, 0, 0]] {
+        let mut bed = Bed::new();
+        let mine: Vec<Chunk> = (0..2).map(|_| bed.a.allocate().unwrap()).collect();
+        let mut asked: Vec<usize> = order.to_vec();
+        let mut freed = [0, 0];
+        while !asked.is_empty() {
+            for (slot, &which) in asked.iter().enumerate() {
+                bed.a.ask_free(mine[which].entry, slot);
+            }
+            bed.turn();
+            let mut again = Vec::new();
+            for (slot, &which) in asked.iter().enumerate() {
+                match bed.a.free_status(slot) {
+                    status::FREED => freed[which] += 1,
+                    status::REFUSED => assert_eq!(freed[which], 1, "refused and not freed"),
+                    status::AGAIN => again.push(which),
+                    other => panic!("status {other}"),
+                }
+            }
+            asked = again;
+        }
+        assert_eq!(freed, [1, order.contains(&1) as i32]);
+        bed.check();
+    }
+}
+
+#[test]
+fn a_free_of_what_is_beyond_the_table() {
+    for entry in [16, 17, 255, 256, 0x8000, 0xff_fffe, 0xff_ffff] {
+        let mut bed = Bed::new();
+        for _ in 0..9 {
+            bed.a.ask_free(entry, 0);
+            bed.turn();
+            assert_eq!(bed.a.free_status(0), status::REFUSED, "entry {entry}");
+        }
+        bed.check();
+    }
+}
+
+/// Windows are bound to whatever QPs the request names: only who named wrong ones goes without.
+#[test]
+fn wrong_access_qps() {
+    let numbers = |bed: &Bed| {
+        let mut all = vec![0, 1, 0x7f_ffff, 0xff_ffff];
+        all.extend(bed.node.worker_qpns(bed.a.id).unwrap().map(Qpn::raw));
+        all.extend(bed.node.worker_qpns(bed.b.id).unwrap().map(Qpn::raw));
+        all.extend([&bed.a, &bed.b].iter().flat_map(|r| {
+            let own = [&r.alloc, &r.free, &r.access[0], &r.access[1]].map(|q| q.qpn().raw());
+            own.into_iter().chain(r.peers.iter().map(|q| q.raw()))
+        }));
+        // Every QP of the memory node, the loopback peers among them.
+        all.extend(1..64);
+        all
+    };
+    for qpn in numbers(&Bed::new()) {
+        let mut bed = Bed::new();
+        let foreign = bed.b.peers.contains(&Qpn::new(qpn));
+        let own = bed.a.peers.contains(&Qpn::new(qpn));
+        let arguments: Vec<u8> = [qpn, bed.a.peers[1].raw()]
+            .iter()
+            .flat_map(|q| q.to_be_bytes()[1..].to_vec())
+            .collect();
+        let alloc = &bed.a.alloc;
+        bed.a.send(alloc, &arguments, 0);
+        bed.turn();
+        let chunk = bed.a.chunk(0).unwrap();
+        let at = |lane: usize| Remote { addr: chunk.addr, rkey: chunk.keys[lane] };
+        assert_eq!(bed.a.access(1, at(1), Some(b"fine"), 0), Status::Success);
+        let first =
+            if qpn == bed.a.peers[0].raw() { Status::Success } else { Status::RemoteAccess };
+        assert_eq!(bed.a.access(0, at(0), None, 4), first, "QP {qpn:#x}, own {own}");
+        if first != Status::Success {
+            bed.reset_access(0);
+        }
+        // The window is bound to a QP of the victim if that was named: its owner gives it away.
+        let lane = bed.b.peers.iter().position(|p| p.raw() == qpn).unwrap_or(0);
+        let seen = if foreign { Status::Success } else { Status::RemoteAccess };
+        assert_eq!(bed.b.access(lane, at(0), None, 4), seen, "QP {qpn:#x}");
+        if !foreign {
+            let peer = bed.node.reset_access(bed.b.id, GroupId(0), Lane(0)).unwrap();
+            bed.b.access[0].connect(Qpn::new(peer)).unwrap();
+        }
+        assert_eq!(bed.b.free(chunk.entry), status::PENDING, "answered by the CPU only");
+        bed.turn();
+        assert_eq!(bed.b.free_status(0), status::REFUSED);
+        bed.b.drain();
+        assert_eq!(bed.a.free(chunk.entry), status::FREED);
+        bed.check();
+    }
+}
+
+#[test]
+fn a_reply_that_cannot_be_written() {
+    for (addr, rkey) in [(0, 0), (0xeeee_eeee_eeee_eeee, 0xeeee_eeee), (8, 0x0000_0101)] {
+        for free in [false, true] {
+            for behind in 0..3 {
+                let mut bed = Bed::new();
+                let mine: Vec<Chunk> = (0..4).map(|_| bed.a.allocate().unwrap()).collect();
+                let (qp, arguments) = match free {
+                    true => (&bed.a.free, mine[0].entry.to_be_bytes()[1..].to_vec()),
+                    false => {
+                        let peers = bed.a.peers.iter();
+                        (
+                            &bed.a.alloc,
+                            peers.flat_map(|q| q.raw().to_be_bytes()[1..].to_vec()).collect(),
+                        )
+                    }
+                };
+                let mut data = arguments;
+                data.extend(u64::to_be_bytes(addr));
+                data.extend(u32::to_be_bytes(rkey));
+                qp.post_recv(&ReceiveRequest { id: 1, to: &[] }).unwrap();
+                let op = Op::SendInline { data: &data };
+                qp.post_send(&[WorkRequest { id: 2, op, signaled: true }]).unwrap();
+                assert_eq!(qp.state().unwrap(), QpState::Error);
+                let broken = |qp: &Qp| {
+                    let request = WorkRequest { id: 3, op: Op::Nop, signaled: true };
+                    qp.post_send(&[request]).is_ok() && {
+                        let all = bed.a.drain();
+                        all.iter().any(|c| c.id == 3 && c.status == Status::Flushed)
+                    }
+                };
+                for _ in 0..behind {
+                    assert!(broken(qp), "a broken QP does not say so");
+                }
+                bed.turn();
+                // Nothing is leaked: the chunk was freed, or is taken back with the reset.
+                bed.a.reset_management(&mut bed.node);
+                bed.turn();
+                assert_eq!(bed.node.memory().owned(1), 4 - free as u64);
+                for c in &mine[free as usize..] {
+                    assert_eq!(bed.a.free(c.entry), status::FREED);
+                }
+                bed.check();
+            }
+        }
+    }
+}
+
+/// Messages of the wrong length: they run with what the slot held before, or break their QP; either
+/// way it is between the sender and its own chunks.
+#[test]
+fn messages_of_the_wrong_length() {
+    for free in [false, true] {
+        for len in [0, 1, 2, 3, 5, 11, 14, 16, 17, 19, 64, 200] {
+            let mut bed = Bed::new();
+            let mine: Vec<Chunk> = (0..2).map(|_| bed.a.allocate().unwrap()).collect();
+            for _ in 0..6 {
+                let qp = if free { &bed.a.free } else { &bed.a.alloc };
+                let data = vec![0xa5; len];
+                qp.post_recv(&ReceiveRequest { id: 1, to: &[] }).unwrap();
+                let op = Op::SendInline { data: &data };
+                let _ = qp.post_send(&[WorkRequest { id: 2, op, signaled: true }]);
+                bed.turn();
+                let whole = |qp: &Qp| qp.state().unwrap() == QpState::ReadyToSend;
+                if !whole(&bed.a.alloc) || !whole(&bed.a.free) {
+                    bed.a.reset_management(&mut bed.node);
+                    bed.turn();
+                }
+            }
+            // Grants that it was never told of it cannot name; it may lose what it has, no more.
+            bed.a.reset_management(&mut bed.node);
+            bed.turn();
+            let owned = bed.node.memory().owned(1);
+            assert!(owned <= 2 + 6, "{owned} of {} with {len} bytes", mine.len());
+            bed.check();
+        }
+    }
+}
