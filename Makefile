@@ -42,6 +42,20 @@ test-full: test ## The same with more cases and longer runs, and once more on a 
 	PROPTEST_CASES=4096 GRANARY_TEST_FULL=1 $(CARGO) test --workspace --release
 	taskset -c 0 $(CARGO) test --workspace
 
+# Seconds for each target of `make fuzz`.
+FUZZ_SECONDS ?= 600
+
+.PHONY: fuzz
+fuzz: toolchain ## Fuzz every target, FUZZ_SECONDS each (docs/testing.md)
+	@for target in $(basename $(notdir $(wildcard fuzz/tests/*.rs))); do \
+	    scripts/fuzz $$target $(FUZZ_SECONDS) || exit 1; \
+	done
+
+.PHONY: miri
+miri: toolchain ## The NIC engine's unsafe code under Miri (needs: rustup +nightly component add miri)
+	MIRIFLAGS=-Zmiri-disable-isolation $(CARGO) +nightly miri test --target-dir target/miri \
+	    -p granary-rnic --lib -- engine:: wqe:: cqe:: dma:: queue:: table:: protection::
+
 .PHONY: bench
 bench: build ## All benchmarks of this machine, tables on the screen, pictures in $(OUT)
 	$(GRANARY) bench access --out $(OUT)

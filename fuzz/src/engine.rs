@@ -2,7 +2,7 @@
 //! is honest.
 
 use rnic::Engine;
-use rnic::cqe::{CQE, CqReader, OWNER, offset, opcode};
+use rnic::cqe::{CqReader, clear};
 use rnic::ids::{Access, Cqn, FunctionId, Key, Pdn, Qpn};
 use rnic::memory::DmaMemory;
 use rnic::verbs::{
@@ -104,7 +104,7 @@ pub fn run(bytes: &[u8]) {
 
 impl World {
     fn new() -> Self {
-        let limits = Limits { slice_bytes: 100, qp_turn: 4, ..Limits::default() };
+        let limits = Limits { slice_bytes: 100, qp_turn: 400, ..Limits::default() };
         let mut engine = Engine::new(limits);
         let mut arena = Arena(DmaMemory::anonymous(128 << 10).expect("memory"), 0);
         let allowed =
@@ -440,9 +440,7 @@ impl Queue {
 
     /// Makes its CQ and QP, if it may have more.
     fn recreate(&mut self, engine: &mut Engine) {
-        for entry in 0..BLOCKS as usize {
-            self.cq_ring.write(entry * CQE + offset::OP_OWN, &[opcode::INVALID << 4 | OWNER]);
-        }
+        clear(&self.cq_ring, BLOCKS);
         let spec = CqSpec {
             ring: self.cq_ring.clone(),
             entries: BLOCKS,

@@ -25,7 +25,7 @@ fn host() -> &'static Host {
 
 fn open() -> (Session, DmaMemory) {
     let function =
-        FunctionLimits { pds: 4, qps: 8, cqs: 8, srqs: 4, keys: 16, registered_bytes: 1 << 20 };
+        FunctionLimits { pds: 4, qps: 8, cqs: 8, srqs: 4, keys: 16, ..FunctionLimits::default() };
     let limits = SessionLimits { function, memories: 4, memory_bytes: 1 << 20 };
     let mut session = Session::new(host(), limits);
     let fd = memory();
