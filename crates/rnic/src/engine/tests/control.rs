@@ -2,8 +2,9 @@
 
 use super::*;
 use crate::cqe::Syndrome;
+use crate::error::Error;
 use crate::ids::{Access, FunctionId, Key};
-use crate::verbs::{FunctionLimits, MwKind, QpChange, QpState, SendSpec};
+use crate::verbs::{FunctionLimits, Limits, MwKind, QpChange, QpState, SendSpec};
 
 #[test]
 fn a_removed_function_is_gone_and_its_peers_learn_it_when_they_talk() {
@@ -50,7 +51,7 @@ fn a_removed_function_is_gone_and_its_peers_learn_it_when_they_talk() {
 
 #[test]
 fn verbs_refuse_what_they_should() {
-    use crate::error::{Error, Object};
+    use crate::error::Object;
     let mut bed = Bed::new();
     let f = bed.e.add_function(FunctionLimits::default()).unwrap();
     let (mut a, b) = bed.pair();
@@ -117,7 +118,6 @@ fn verbs_refuse_what_they_should() {
 
 #[test]
 fn a_function_has_no_more_than_its_limits() {
-    use crate::error::Error;
     let mut bed = Bed::new();
     let limits = FunctionLimits {
         pds: 1,
@@ -155,4 +155,106 @@ fn a_function_has_no_more_than_its_limits() {
     bed.e.destroy_qp(f, qpn).unwrap();
     let next = bed.e.create_qp(f, spec).unwrap();
     assert_ne!(next, qpn, "a number is not given out again soon");
+}
+
+#[test]
+fn a_functions_rings_have_a_limit_and_it_is_given_back() {
+    use crate::verbs::{CqSpec, QpSpec, Recv, RecvSpec};
+    let mut bed = Bed::new();
+    // Room for a CQ of 64, and once for a send ring of 32 and a receive ring of 32 by 64 bytes.
+    let limits = FunctionLimits { ring_bytes: (64 + 32 + 32) * 64, ..FunctionLimits::default() };
+    let f = bed.e.add_function(limits).unwrap();
+    let pd = bed.pd(f);
+    let shape = bed.shape(f, pd);
+    let cq = bed.cq(&shape).cqn;
+    let limited = |r: Result<(), Error>| match r {
+        Err(Error::Limit { what, limit }) => {
+            assert_eq!((what, limit), ("bytes of rings of the function", 128 * 64));
+        }
+        other => panic!("{other:?}"),
+    };
+    let ring = memory(64 * 64);
+    let recv = |entries| RecvSpec {
+        ring: ring.clone(),
+        entries,
+        stride: 64,
+        record: memory(8),
+        initial_consumer: 0,
+    };
+    let qp = |blocks, entries| QpSpec {
+        pd,
+        send: Some(SendSpec { ring: ring.clone(), blocks, managed: false }),
+        recv: Recv::Own { spec: recv(entries), managed: false },
+        send_cq: cq,
+        recv_cq: cq,
+        access: Access::NONE,
+        privileged: false,
+    };
+    for _ in 0..3 {
+        limited(bed.e.create_qp(f, qp(64, 32)).map(|_| ()));
+        limited(bed.e.create_qp(f, qp(32, 64)).map(|_| ()));
+        let made = bed.e.create_qp(f, qp(32, 32)).unwrap();
+        limited(bed.e.create_qp(f, qp(1, 1)).map(|_| ()));
+        limited(bed.e.create_srq(f, pd, recv(1)).map(|_| ()));
+        let spec = CqSpec {
+            ring: ring.clone(),
+            entries: 1,
+            record: memory(8),
+            ignore_overrun: true,
+            initial_count: 0,
+        };
+        limited(bed.e.create_cq(f, spec.clone()).map(|_| ()));
+        bed.e.destroy_qp(f, made).unwrap();
+        let srq = bed.e.create_srq(f, pd, recv(64)).unwrap();
+        limited(bed.e.create_cq(f, spec.clone()).map(|_| ()));
+        bed.e.destroy_srq(f, srq).unwrap();
+        let other = bed.e.create_cq(f, spec).unwrap();
+        bed.e.destroy_cq(f, other).unwrap();
+    }
+}
+
+#[test]
+fn what_the_nic_has_is_limited_over_all_functions() {
+    let limits = Limits { functions: 2, qps: 8, cqs: 16, pds: 8, keys: 4, ..Limits::default() };
+    let mut bed = Bed::with(limits);
+    let limited = |r: Result<(), Error>| assert!(matches!(r, Err(Error::Limit { .. })), "{r:?}");
+    let f = bed.e.add_function(FunctionLimits::default()).unwrap();
+    bed.e.add_function(FunctionLimits::default()).unwrap();
+    limited(bed.e.add_function(FunctionLimits::default()).map(|_| ()));
+    let pd = bed.pd(f);
+    let keys: Vec<Key> = (0..4).map(|_| bed.e.alloc_mw(f, pd, MwKind::Type2).unwrap()).collect();
+    limited(bed.e.alloc_mw(f, pd, MwKind::Type1).map(|_| ()));
+    bed.e.remove_function(f);
+    let f = bed.e.add_function(FunctionLimits::default()).unwrap();
+    let pd = bed.pd(f);
+    let again = bed.e.alloc_mw(f, pd, MwKind::Type2).unwrap();
+    assert!(!keys.contains(&again), "its tag has changed");
+}
+
+#[test]
+fn events_that_nobody_takes_do_not_pile_up() {
+    let mut bed = Bed::new();
+    let (mut a, b) = bed.pair();
+    for _ in 0..50 {
+        a.send_cq.record.word32(4).store(1, std::sync::atomic::Ordering::SeqCst);
+        bed.post(&mut a, |w| _ = w.nop().signaled());
+        bed.run();
+        assert!(a.send_cq.reader.poll().is_some());
+        // Both go to Error, by an opcode that there is not.
+        let at = bed.write_wqe(&mut a, |w| _ = w.nop());
+        a.ring.write(at + 3, &[0x3f]);
+        bed.e.ring(a.qpn, a.producer);
+        bed.run();
+        while a.send_cq.reader.poll().is_some() {}
+        bed.e.modify_qp(PF, a.qpn, QpChange::Reset).unwrap();
+        a.producer = 0;
+        bed.connect_to(&a, b.qpn);
+    }
+    let events = bed.events();
+    assert_eq!(events.len(), 2, "{events:?}");
+    // Taken, they come again.
+    a.send_cq.record.word32(4).store(1, std::sync::atomic::Ordering::SeqCst);
+    bed.post(&mut a, |w| _ = w.nop().signaled());
+    bed.run();
+    assert_eq!(bed.events().len(), 1);
 }

@@ -110,8 +110,8 @@ impl Hostile {
         let mr = bed.mr(f, pd, 4096, ALL);
         let mut keys =
             vec![mr.key, granted.key, secret.key, bystander_mr.0.key, bystander_mr.1.key];
-        for _ in 0..3 {
-            keys.push(bed.e.alloc_mw(f, pd, MwKind::Type2).unwrap());
+        for kind in [MwKind::Type2, MwKind::Type2, MwKind::Type1] {
+            keys.push(bed.e.alloc_mw(f, pd, kind).unwrap());
         }
         // Its rings are memory that its own WQEs may reach.
         for q in &qps {

@@ -19,7 +19,9 @@ const CLIENT: usize = 512;
 const CLIENTS: usize = 2;
 /// Connections of each client.
 const LANES: usize = 2;
-const WINDOWS: usize = 3;
+const WINDOWS: usize = 4;
+/// The one of type 1; the others are of type 2.
+const OPEN: usize = 3;
 
 #[derive(Clone, Debug)]
 struct Region {
@@ -94,8 +96,9 @@ impl World {
                 lanes.push(Lane { client, server });
             }
         }
+        let kind = |i| if i == OPEN { MwKind::Type1 } else { MwKind::Type2 };
         let window_keys: Vec<Key> =
-            (0..WINDOWS).map(|_| bed.e.alloc_mw(PF, data, MwKind::Type2).unwrap()).collect();
+            (0..WINDOWS).map(|i| bed.e.alloc_mw(PF, data, kind(i)).unwrap()).collect();
         let server_bytes: Vec<u8> = (0..SERVER).map(|i| (i * 31 % 251) as u8).collect();
         memory.write(0, &server_bytes);
         let client_bytes: Vec<Vec<u8>> =
@@ -142,10 +145,12 @@ impl World {
             return false;
         }
         if name.window {
-            self.windows[name.index % WINDOWS]
+            let window = name.index % WINDOWS;
+            let to = |b: &Bound| window == OPEN || b.to == through;
+            self.windows[window]
                 .bound
                 .as_ref()
-                .is_some_and(|b| b.to == through && b.access.allows(need) && inside(b.at, b.len))
+                .is_some_and(|b| to(b) && b.access.allows(need) && inside(b.at, b.len))
         } else {
             let r = &self.regions[name.index % self.regions.len()];
             r.alive && !r.meta && r.access.allows(need) && inside(r.at, r.len)
@@ -210,14 +215,19 @@ impl World {
             }
             Op::Unbind { window, by, .. } | Op::Invalidate { window, by } => {
                 let bound = self.windows[window.index].bound.as_ref();
-                *by = bound.map_or(0, |b| 1 + lane_of(b.to));
+                *by = match bound {
+                    Some(_) if window.index == OPEN => *by,
+                    Some(b) => 1 + lane_of(b.to),
+                    None => 0,
+                };
             }
             Op::Access { lane, kind, key, at, len, local } => {
                 let atomic = matches!(kind, Kind::FetchAdd | Kind::CompareSwap);
                 key.stale = false;
                 let range = if key.window {
                     let bound = self.windows[key.index % WINDOWS].bound.as_ref();
-                    *lane = bound.map_or(*lane, |b| lane_of(b.to));
+                    let named = bound.filter(|_| key.index % WINDOWS != OPEN);
+                    *lane = named.map_or(*lane, |b| lane_of(b.to));
                     bound.map_or((0, 1), |b| (b.at, b.len))
                 } else {
                     key.index = live(key.index);
@@ -257,7 +267,8 @@ impl World {
                 let (executor, privileged) = self.by(by);
                 let bound = &self.windows[window.index].bound;
                 let own = bound.as_ref().is_some_and(|b| b.to == executor);
-                let fine = !window.stale && if check { own } else { privileged };
+                let open = window.index == OPEN;
+                let fine = !window.stale && if check { own && !open } else { privileged || open };
                 let key = self.key(window);
                 let cqe = self.execute_by(by, |w| _ = w.umr(&Umr::unbind(key, check)));
                 self.ended(&cqe, if fine { Ok(()) } else { Err(Syndrome::MwBind) }, by, false);
@@ -268,7 +279,8 @@ impl World {
             Op::Invalidate { window, by } => {
                 let (executor, _) = self.by(by);
                 let bound = &self.windows[window.index].bound;
-                let fine = !window.stale && bound.as_ref().is_some_and(|b| b.to == executor);
+                let own = bound.as_ref().is_some_and(|b| b.to == executor);
+                let fine = !window.stale && own && window.index != OPEN;
                 let key = self.key(window);
                 let cqe = self.execute_by(by, |w| _ = w.local_invalidate(key));
                 self.ended(&cqe, if fine { Ok(()) } else { Err(Syndrome::MwBind) }, by, false);
@@ -297,19 +309,23 @@ impl World {
     ) {
         let (executor, privileged) = self.by(by);
         let i = region % self.regions.len();
+        let open = window.index == OPEN;
+        let to = if open { Qpn::NONE } else { to };
         let (r, old) = (&self.regions[i], &self.windows[window.index]);
         let access = Access(access & Access::REMOTE_ALL.0);
         let writes = access.0 & !Access::REMOTE_READ.0 != 0;
         let fine = !window.stale
             && (old.bound.is_none() || !check)
             && (privileged
+                || open
                 || to == executor && old.bound.as_ref().is_none_or(|b| b.to == executor))
-            && len > 0
-            && r.alive
-            && !r.meta
-            && at >= r.at
-            && at + len <= r.at + r.len
-            && (!writes || r.access.allows(Access::LOCAL_WRITE));
+            && (len > 0
+                && r.alive
+                && !r.meta
+                && at >= r.at
+                && at + len <= r.at + r.len
+                && (!writes || r.access.allows(Access::LOCAL_WRITE))
+                || open && len == 0);
         let tag = old.tag.wrapping_add(1);
         let mut umr =
             Umr::bind(self.key(window), tag, to, access, r.key, self.addr(at), len as u32);
@@ -319,7 +335,7 @@ impl World {
         let cqe = self.execute_by(by, |w| _ = w.umr(&umr));
         self.ended(&cqe, if fine { Ok(()) } else { Err(Syndrome::MwBind) }, by, false);
         if fine {
-            let bound = Some(Bound { region: i, to, at, len, access });
+            let bound = (len > 0).then_some(Bound { region: i, to, at, len, access });
             self.windows[window.index] = Window { tag, bound };
         }
     }
