@@ -328,7 +328,7 @@ impl World {
                 }
             }
             11 => {
-                let memory = self.region.memory.slice(n as usize & 0xff8, 64).expect("a part");
+                let memory = self.region.memory.slice(n as usize & 0xf80, 64).expect("a part");
                 if let Ok(key) = self.engine.reg_mr(f, pd, memory, n as u64 & !7, Access(n as u8)) {
                     self.keys.push(key);
                 }
