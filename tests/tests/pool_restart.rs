@@ -1,0 +1,155 @@
+//! The memory node dies and is started again on the same path: its clients hear of it, connect again,
+//! and what they held before opens nothing, also where keys and addresses would fit by chance.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use granary_tests::node::{MemoryNode, granary};
+use pool::{Error, Grant, GroupId, Lane, Options, Pool, Transfer};
+
+const SETTINGS: [&str; 4] = ["--memory", "256KiB", "--chunk", "4KiB"];
+
+/// How long a client may take to learn that its memory node is gone.
+const NOTICED: Duration = Duration::from_secs(2);
+
+fn connect(node: &MemoryNode) -> Result<Pool> {
+    Ok(Pool::connect(&node.socket, Options { groups: Some(2), ..Options::default() })?)
+}
+
+fn is_stale(result: Result<(), Error>) {
+    assert!(matches!(result, Err(Error::Stale { .. })), "{result:?}");
+    let text = result.unwrap_err().to_string();
+    assert!(text.contains("of another connection") && text.contains("allocate anew"), "{text}");
+}
+
+/// Everything that one can do with a grant.
+fn uses(pool: &Pool, grant: &Grant) -> Vec<Result<(), Error>> {
+    let buffer = pool.buffer(4096).expect("a buffer");
+    let transfer = Transfer { grant, offset: 0, buffer_offset: 0, len: 64 };
+    vec![
+        pool.read_blocking(grant, 0, &mut [0; 8]),
+        pool.read_blocking(grant, 0, &mut [0; 4096]),
+        pool.write_blocking(grant, 0, b"stale"),
+        pool.write_blocking(grant, 0, &[7; 4096]),
+        pool.compare_and_swap_blocking(grant, 0, 0, 1).map(drop),
+        pool.fetch_and_add_blocking(grant, 0, 1).map(drop),
+        pool.read_into(&transfer, &buffer, Lane(0)).and_then(|o| o.wait()),
+        pool.write_from(&transfer, &buffer, Lane(1)).and_then(|o| o.wait()),
+        pool.read_batch_blocking(&[transfer; 3], &buffer, Lane(1)),
+        pool.write_batch_blocking(&[transfer; 3], &buffer, Lane(1)),
+        pool.free_blocking(*grant),
+    ]
+}
+
+#[test]
+fn grants_from_before_a_restart_are_refused() -> Result<()> {
+    let mut node = MemoryNode::start("restart", &SETTINGS)?;
+    for round in 0..3 {
+        let pool = connect(&node)?;
+        let before = pool.welcome().incarnation;
+        let held: Vec<Grant> =
+            (0..16).map(|i| pool.allocate_in_blocking(GroupId(i % 2))).collect::<Result<_, _>>()?;
+        for grant in &held {
+            pool.write_blocking(grant, 0, b"of before")?;
+        }
+        let buffer = pool.buffer(4096)?;
+        node.kill()?;
+
+        // Every operation says so, and soon.
+        let start = Instant::now();
+        for result in uses_of_gone(&pool, &held[0]) {
+            assert!(matches!(result, Err(Error::Gone { .. })), "round {round}: {result:?}");
+            let text = result.unwrap_err().to_string();
+            assert!(text.contains("the memory node is gone"), "{text}");
+        }
+        assert!(start.elapsed() < NOTICED, "{:?}", start.elapsed());
+        let refused = pool.reconnect();
+        assert!(refused.is_err(), "nobody serves there yet");
+
+        node.restart(&SETTINGS)?;
+        let again = pool.reconnect()?;
+        assert_ne!(again.welcome().incarnation, before);
+        // At first the same requests in the same order: the same entries and keys, down to the tags.
+        let anew: Vec<Grant> = (0..16)
+            .map(|i| again.allocate_in_blocking(GroupId(i % 2)))
+            .collect::<Result<_, _>>()?;
+        let same = |(a, b): (&Grant, &Grant)| a.keys() == b.keys() && a.entry == b.entry;
+        assert!(round > 0 || held.iter().zip(&anew).all(same), "the test shows nothing");
+        for grant in &held {
+            uses(&again, grant).into_iter().for_each(is_stale);
+        }
+        // A buffer that the old connection registered, too.
+        let transfer = Transfer { grant: &anew[0], offset: 0, buffer_offset: 0, len: 64 };
+        is_stale(again.read_into(&transfer, &buffer, Lane(0)).map(drop));
+        // The old pool stays what it was.
+        let gone = pool.allocate_blocking();
+        assert!(matches!(gone, Err(Error::Gone { .. })), "{gone:?}");
+        for grant in anew {
+            let mut zeros = [1; 4096];
+            again.read_blocking(&grant, 0, &mut zeros)?;
+            assert!(zeros == [0; 4096], "something of before, or of a stale grant, is there");
+            again.free_blocking(grant)?;
+        }
+        again.audit()?;
+        assert_eq!(again.node_status()?.node.free, 64);
+    }
+    Ok(())
+}
+
+fn uses_of_gone(pool: &Pool, grant: &Grant) -> Vec<Result<(), Error>> {
+    vec![
+        pool.read_blocking(grant, 0, &mut [0; 8]),
+        pool.write_blocking(grant, 0, &[7; 4096]),
+        pool.fetch_and_add_blocking(grant, 0, 1).map(drop),
+        pool.allocate_blocking().map(drop),
+        pool.free_blocking(*grant),
+        pool.audit(),
+    ]
+}
+
+/// Who connects again to a memory node that did not die is another compute node to it: what it held
+/// was taken back, and its old grants are as stale.
+#[test]
+fn grants_from_before_a_reconnection_are_refused() -> Result<()> {
+    let node = MemoryNode::start("reconnect", &SETTINGS)?;
+    let pool = connect(&node)?;
+    let held: Vec<Grant> =
+        (0..8).map(|_| pool.allocate_in_blocking(GroupId(0))).collect::<Result<_, _>>()?;
+    pool.write_blocking(&held[0], 0, b"secret")?;
+    let again = pool.reconnect()?;
+    assert_eq!(again.welcome().incarnation, pool.welcome().incarnation);
+    uses(&again, &held[0]).into_iter().for_each(is_stale);
+    let mut text = [0; 6];
+    pool.read_blocking(&held[0], 0, &mut text)?;
+    assert_eq!(&text, b"secret", "the first connection lives on");
+    drop(pool);
+    // Leaving ends when everything is back.
+    assert_eq!(again.node_status()?.node.free, 64);
+    let anew: Vec<Grant> =
+        (0..64).map(|_| again.allocate_in_blocking(GroupId(0))).collect::<Result<_, _>>()?;
+    for grant in &anew {
+        again.read_blocking(grant, 0, &mut text)?;
+        assert_eq!(text, [0; 6]);
+    }
+    uses(&again, &held[0]).into_iter().for_each(is_stale);
+    Ok(())
+}
+
+/// A program that holds pages in a memory node that dies is told in so many words, and the next one
+/// runs with the node that was started again.
+#[test]
+fn programs_say_that_the_memory_node_is_gone() -> Result<()> {
+    let settings = ["--memory", "64MiB", "--chunk", "1MiB"];
+    let mut node = MemoryNode::start("restart-run", &settings)?;
+    let pool = format!("shm:{}", node.socket.display());
+    node.kill()?;
+    let status = || Command::new(granary()).args(["status", "--pool", &pool]).output();
+    let out = status()?;
+    assert!(!out.status.success());
+    let text = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(text.contains("pool.sock"), "which memory node? {text}");
+    node.restart(&settings)?;
+    assert!(status()?.status.success());
+    Ok(())
+}
