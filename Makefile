@@ -57,6 +57,10 @@ miri: toolchain ## The NIC engine's unsafe code under Miri (needs: rustup +night
 	    -p granary-rnic --lib -- engine:: wqe:: cqe:: dma:: queue:: table:: protection:: \
 	    --skip a_chain_serves --skip tests::model --skip tests::fairness
 
+.PHONY: planted
+planted: toolchain ## Plant bugs in a copy of the tree: a test must fail for each (long)
+	scripts/planted-bugs
+
 .PHONY: bench
 bench: build ## All benchmarks of this machine, tables on the screen, pictures in $(OUT)
 	$(GRANARY) bench access --out $(OUT)
