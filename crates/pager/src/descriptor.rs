@@ -5,12 +5,38 @@
 //! high numbers that the interposed `close` family spares, and the pager's threads have a descriptor
 //! table of their own (`unshare(CLONE_FILES)`), whose copies nobody else can close.
 
+use std::cell::Cell;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicI32, Ordering};
 
 const MOST: usize = 64;
 static OURS: [AtomicI32; MOST] = [const { AtomicI32::new(-1) }; MOST];
+/// The process whose table the program uses; 0 before it is known.
+static PROGRAM: AtomicI32 = AtomicI32::new(0);
+
+thread_local! {
+    /// The calling thread has a table of its own: its numbers mean nothing to the program.
+    static OWN_TABLE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// The calling thread is the program's: [`take_from_program`] means its process from now on.
+pub fn note_program() {
+    PROGRAM.store(std::process::id() as i32, Ordering::Release);
+}
+
+/// The program's process.
+pub fn program() -> i32 {
+    match PROGRAM.load(Ordering::Acquire) {
+        0 => std::process::id() as i32,
+        program => program,
+    }
+}
+
+/// True if the calling thread has called [`own_table`], or was started by one that had.
+pub fn has_own_table() -> bool {
+    OWN_TABLE.get()
+}
 
 /// Duplicates `fd` to a high number, close-on-exec, and remembers it as ours. The caller closes `fd`.
 pub fn move_high(fd: RawFd) -> io::Result<OwnedFd> {
@@ -23,10 +49,12 @@ pub fn move_high(fd: RawFd) -> io::Result<OwnedFd> {
     if moved < 0 {
         return Err(io::Error::last_os_error());
     }
-    let free = OURS
-        .iter()
-        .find(|ours| ours.compare_exchange(-1, moved, Ordering::AcqRel, Ordering::Acquire).is_ok());
-    assert!(free.is_some(), "more than {MOST} descriptors to keep");
+    if !has_own_table() {
+        let free = OURS.iter().find(|ours| {
+            ours.compare_exchange(-1, moved, Ordering::AcqRel, Ordering::Acquire).is_ok()
+        });
+        assert!(free.is_some(), "more than {MOST} descriptors to keep");
+    }
     // SAFETY: just created.
     Ok(unsafe { OwnedFd::from_raw_fd(moved) })
 }
@@ -43,6 +71,21 @@ pub fn close(fd: RawFd) {
     forget(fd);
     // SAFETY: ours, and nobody uses it any more.
     unsafe { libc::syscall(libc::SYS_close, fd) };
+}
+
+/// The calling thread shares the own table of the one that started it.
+pub fn shares_own_table() {
+    OWN_TABLE.set(true);
+}
+
+/// Closes all of ours but those in `keep`: in a forked child, what was its parent's.
+pub fn close_all_but(keep: &[RawFd]) {
+    for ours in &OURS {
+        let fd = ours.load(Ordering::Acquire);
+        if fd >= 0 && !keep.contains(&fd) {
+            close(fd);
+        }
+    }
 }
 
 /// True if the descriptor is one of the pager's.
@@ -76,7 +119,7 @@ pub fn between_ours(first: u32, last: u32, mut visit: impl FnMut(u32, u32)) {
 pub fn take_from_program(fd: RawFd) -> io::Result<OwnedFd> {
     // SAFETY: plain system calls; descriptors that they return are ours.
     unsafe {
-        let own = libc::syscall(libc::SYS_pidfd_open, std::process::id(), 0) as i32;
+        let own = libc::syscall(libc::SYS_pidfd_open, program(), 0) as i32;
         if own < 0 {
             return Err(io::Error::last_os_error());
         }
@@ -114,6 +157,7 @@ pub fn own_table(keep: &[RawFd]) -> io::Result<()> {
         at = fd + 1;
     }
     close_range(at, u32::MAX);
+    OWN_TABLE.set(true);
     Ok(())
 }
 

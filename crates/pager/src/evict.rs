@@ -8,8 +8,6 @@
 //! zero needs neither frame nor slot. Frames are written back in batches, the oldest first,
 //! and stay as a cache until they are needed.
 
-use std::io;
-use std::os::fd::FromRawFd;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
 
@@ -39,19 +37,13 @@ pub(crate) struct Evictor {
 
 impl Pager {
     /// The evictor's loop.
-    pub(crate) fn evictor(&self) {
+    pub(crate) fn evictor(self: &std::sync::Arc<Self>) {
         self.note_thread();
         let mut evictor = Evictor::default();
         loop {
             let calls = self.calls.load(Ordering::Acquire);
             self.give_back_emptied();
-            if self.forks.is_asked() {
-                let gate = self.gate();
-                self.flush_staging(&gate);
-                self.slots().freeze();
-                drop(gate);
-                self.forks.answer();
-            }
+            self.help_fork();
             let mut idle_rounds = 0;
             while self.limit - self.resident().min(self.limit) < self.high_water() {
                 if evictor.make_room(self, self.gate()) > 0 {
@@ -283,7 +275,7 @@ impl Evictor {
 
     /// Copies a page that is mapped without PROT_READ, through the process's memory file.
     fn copy_unreadable(&mut self, pager: &Pager, source: usize, target: *mut u8) -> bool {
-        let file = self.memory.get_or_insert_with(|| match open_memory() {
+        let file = self.memory.get_or_insert_with(|| match sys::open_own(c"/proc/self/mem") {
             Ok(file) => file,
             Err(error) => pager.broken("open /proc/self/mem", &error),
         });
@@ -363,15 +355,4 @@ unsafe fn copy_page(source: *const u64, target: *mut u64) -> bool {
         let words = std::slice::from_raw_parts(target, PAGE_BYTES / 8);
         words.chunks_exact(8).all(|part| part.iter().fold(0, |all, word| all | word) == 0)
     }
-}
-
-fn open_memory() -> io::Result<std::fs::File> {
-    let flags = libc::O_RDONLY | libc::O_CLOEXEC;
-    // SAFETY: the path is a C string; a descriptor that is returned is ours.
-    let fd = unsafe { libc::open(c"/proc/self/mem".as_ptr(), flags) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: just opened.
-    Ok(unsafe { std::fs::File::from_raw_fd(fd) })
 }

@@ -24,7 +24,7 @@
 //! # What is not supported
 //! - A system call that pins memory and writes to it later by DMA (O_DIRECT reads, io_uring's fixed
 //!   buffers) while the page is evicted loses that write: the kernel tells a pager nothing of pins.
-//! - A process that forks and goes on without exec works only while its parent lives.
+//! - What a process is made of by a raw `fork` or `clone` system call (not through libc) has no pager of its own.
 
 pub mod config;
 pub mod descriptor;
@@ -43,13 +43,14 @@ pub mod staging;
 pub mod stats;
 pub mod store;
 pub mod sys;
+mod transfer;
 pub mod transport;
 pub mod uffd;
 
 use std::io;
 
 pub use config::Config;
-pub use pager::Pager;
+pub use pager::{Pager, current, set_current};
 
 /// What a paged process may have resident beyond `GRANARY_LOCAL`, for a program whose own text,
 /// libraries and thread stacks are small: about 12 MiB of program and libraries that any process has,

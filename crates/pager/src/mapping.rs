@@ -22,6 +22,25 @@ use crate::sys::{self, PAGE_BYTES, PAGE_SHIFT, SignalsBlocked};
 /// An `errno`.
 pub type Errno = i32;
 
+/// Not an `errno`: another pager took the place of this one, in a forked child.
+pub(crate) const MOVED: Errno = -1;
+/// Not an `errno`: a forked child needs a pager of its own for this.
+const NEEDS_GROWTH: Errno = -2;
+
+/// Makes a call with the program's pager, again where that changed meanwhile. None if there is none.
+pub fn with_current<T>(
+    call: impl Fn(&'static Pager) -> Result<T, Errno>,
+) -> Option<Result<T, Errno>> {
+    let mut pager = crate::pager::current()?;
+    loop {
+        match call(pager) {
+            Err(MOVED) => pager = pager.wait_grown(),
+            Err(NEEDS_GROWTH) => pager = pager.grow_now(),
+            result => return Some(result),
+        }
+    }
+}
+
 /// The arguments of `mmap(2)`.
 #[derive(Clone, Copy, Debug)]
 pub struct MapRequest {
@@ -90,7 +109,7 @@ impl Pager {
         }
         let pages = pages_of(len)?;
         let _blocked = SignalsBlocked::new();
-        let mut space = self.space();
+        let mut space = self.space()?;
         let range = space.free.find(pages).ok_or(libc::ENOMEM)?;
         self.set_protection(range.clone(), prot)?;
         space.free.remove(range.clone());
@@ -105,7 +124,7 @@ impl Pager {
         let whole = self.region.address(PageId(range.start)) == request.address
             && range.len() == request.len.div_ceil(PAGE_BYTES);
         let _blocked = SignalsBlocked::new();
-        let mut space = self.space();
+        let mut space = self.space()?;
         if request.flags & MAP_FIXED_NOREPLACE != 0 && !space.free.contains_all(range.clone()) {
             return Err(libc::EEXIST);
         }
@@ -139,7 +158,7 @@ impl Pager {
         }
         let Some(range) = range else { return Ok(()) };
         let _blocked = SignalsBlocked::new();
-        let mut space = self.space();
+        let mut space = self.space()?;
         self.unmap_pages(&mut space, range)
     }
 
@@ -147,14 +166,12 @@ impl Pager {
         self.reclaim_foreign(space, range.clone())?;
         let start = self.region.address(PageId(range.start));
         {
-            let _still = self.still();
+            let mut unreadable = self.gate();
             // The evictor reads pages: it must not meet those that become inaccessible here.
             // SAFETY: the program gives the range up; it stays reserved.
             unsafe { sys::mprotect(start, range.len() << PAGE_SHIFT, libc::PROT_NONE) }
                 .map_err(errno)?;
-            if let Some(mut unreadable) = _still {
-                unreadable.insert(range.clone());
-            }
+            unreadable.insert(range.clone());
         }
         self.drop_pages(range.clone());
         self.forget_protection(range.clone());
@@ -170,7 +187,7 @@ impl Pager {
         }
         let Some(range) = self.region.clip(address, len) else { return Ok(()) };
         let _blocked = SignalsBlocked::new();
-        let space = self.space();
+        let space = self.space()?;
         if !space.free.overlap(range.clone()).is_empty() {
             return Err(libc::ENOMEM);
         }
@@ -179,29 +196,20 @@ impl Pager {
 
     fn set_protection(&self, range: Range<u32>, prot: i32) -> Result<(), Errno> {
         let start = self.region.address(PageId(range.start));
-        let mut unreadable = self.still();
+        let mut unreadable = self.gate();
         // SAFETY: what the program asked for; the evictor, which reads these pages, stands still and
         // is told before it goes on.
         unsafe { sys::mprotect(start, range.len() << PAGE_SHIFT, prot) }.map_err(errno)?;
-        if let Some(unreadable) = &mut unreadable {
-            if prot & libc::PROT_READ != 0 {
-                unreadable.remove(range);
-            } else {
-                unreadable.insert(range);
-            }
+        if prot & libc::PROT_READ != 0 {
+            unreadable.remove(range);
+        } else {
+            unreadable.insert(range);
         }
         Ok(())
     }
 
     fn forget_protection(&self, range: Range<u32>) {
-        if let Some(mut unreadable) = self.still() {
-            unreadable.remove(range);
-        }
-    }
-
-    /// Keeps the evictor still; in a forked child there is none, and its lock is nobody's.
-    fn still(&self) -> Option<std::sync::MutexGuard<'_, crate::region::RangeSet>> {
-        (!self.forks.is_child()).then(|| self.gate())
+        self.gate().remove(range);
     }
 
     /// Advice. What drops pages is done here; what concerns their place is not the program's business
@@ -219,7 +227,7 @@ impl Pager {
         match advice {
             libc::MADV_DONTNEED | libc::MADV_FREE | MADV_DONTNEED_LOCKED => {
                 let _blocked = SignalsBlocked::new();
-                let space = self.space();
+                let space = self.space()?;
                 for part in space.foreign.overlap(range.clone()) {
                     let start = self.region.address(PageId(part.start));
                     // SAFETY: what the program asked for, on a mapping that is not paged.
@@ -263,7 +271,7 @@ impl Pager {
         let (old, new) = (pages_of(old_len)?, pages_of(new_len)?);
         let Some(range) = self.region.clip(address, old_len) else { return Err(libc::EFAULT) };
         let _blocked = SignalsBlocked::new();
-        let mut space = self.space();
+        let mut space = self.space()?;
         if range.len() as u32 != old || !space.free.overlap(range.clone()).is_empty() {
             return Err(libc::EFAULT);
         }
@@ -278,9 +286,9 @@ impl Pager {
             }
             return Ok(address);
         }
-        if self.forks.is_child() && new > old {
-            // A child's pages come from its parent by their place.
-            return Err(libc::ENOMEM);
+        if self.forks.is_light() {
+            // A light child's pages come from the keeper by their place.
+            return Err(NEEDS_GROWTH);
         }
         let prot = if self.gate().contains(range.start) {
             libc::PROT_NONE
@@ -367,11 +375,6 @@ impl Pager {
         self.settle(from, Entry::ABSENT);
     }
 
-    /// `mlock` on the region: the pager's bound wins, and the program is told.
-    pub fn lock_in_memory(&self) -> Errno {
-        libc::ENOMEM
-    }
-
     /// The parts of a range that are not in the region.
     fn outside(&self, address: usize, len: usize) -> Vec<(usize, usize)> {
         let end = address.saturating_add(len);
@@ -385,7 +388,11 @@ impl Pager {
 
     /// Makes the foreign parts of a range ours again: empty and registered.
     fn reclaim_foreign(&self, space: &mut Space, range: Range<u32>) -> Result<(), Errno> {
-        for part in space.foreign.overlap(range) {
+        let parts = space.foreign.overlap(range);
+        if self.forks.is_light() && !parts.is_empty() {
+            return Err(NEEDS_GROWTH);
+        }
+        for part in parts {
             let start = self.region.address(PageId(part.start));
             let len = part.len() << PAGE_SHIFT;
             let flags =
@@ -404,7 +411,7 @@ impl Pager {
 
     /// Drops the content of pages: they read as zeros. With `space` locked.
     fn drop_pages(&self, range: Range<u32>) {
-        if self.forks.is_child() {
+        if self.forks.is_light() {
             self.forks.drop_in_child(self, range);
             return;
         }

@@ -16,32 +16,62 @@
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use crate::config::{self, Config, EXIT_PAGER, EXIT_POOL_GONE};
 use crate::fault::Streams;
+use crate::fork::Inheritance;
+use crate::mapping::{Errno, MOVED};
 use crate::page_table::{PageId, PageTable};
 use crate::pool_transport::PoolTransport;
 use crate::region::{RangeSet, Region, Space};
 use crate::residency::Residency;
-use crate::slots::{Emptied, Home, Place, SlotId, Slots};
+use crate::slots::{Emptied, Home, SlotId, Slots};
 use crate::staging::{FrameId, Staging};
 use crate::stats::{Counter, Stats};
 use crate::store::FileStore;
 use crate::sys::{self, PAGE_BYTES};
-use crate::transport::{ChunkHandle, Lane, PageIo, Transport, TransportError};
+use crate::transport::{ChunkHandle, Transport, TransportError};
 use crate::uffd::{Features, Uffd};
 use crate::{Error, descriptor};
 
 /// Frames that the handler reads into: its largest batch.
 pub(crate) const READ_FRAMES: u32 = 32;
 /// Frames that serve forked children.
-pub(crate) const CHILD_FRAMES: u32 = 1;
+pub(crate) const CHILD_FRAMES: u32 = 16;
+/// Frames through which a forked child moves what it has from its parent.
+pub(crate) const HEIR_FRAMES: u32 = 16;
+
+/// The program's pager.
+static CURRENT: AtomicPtr<Pager> = AtomicPtr::new(std::ptr::null_mut());
+
+/// The pager of the program that this process runs, once it has one.
+#[inline]
+pub fn current() -> Option<&'static Pager> {
+    // SAFETY: set to pagers that are never dropped only.
+    unsafe { CURRENT.load(Ordering::Acquire).as_ref() }
+}
+
+/// The program uses this pager from now on.
+pub fn set_current(pager: &'static Arc<Pager>) {
+    CURRENT.store(Arc::as_ptr(pager).cast_mut(), Ordering::Release);
+}
+
+/// What a pager is built on.
+pub(crate) struct Foundation {
+    pub uffd: Uffd,
+    pub fork_events: bool,
+    pub region: Region,
+    pub space: Space,
+    pub unreadable: RangeSet,
+    pub inheritance: Option<Inheritance>,
+}
 
 /// A pager: one region, its pages, and the threads that move them.
 pub struct Pager {
     pub(crate) region: Region,
+    pub(crate) config: Config,
     pub(crate) table: PageTable,
     pub(crate) uffd: Uffd,
     pub(crate) transport: Box<dyn Transport>,
@@ -78,8 +108,10 @@ pub struct Pager {
     pub(crate) evicts_inline: bool,
     /// Runs of missing and of write-protection faults.
     streams: Mutex<(Streams, Streams)>,
-    /// Guards the frame that serves forked children.
-    pub(crate) child_frame_lock: Mutex<()>,
+    /// What a forked child has from its parent.
+    pub(crate) inheritance: Option<Inheritance>,
+    /// Held by the handler while it serves faults, where forks are not reported.
+    pub(crate) turn: Mutex<()>,
     enter: OnceLock<fn()>,
 }
 
@@ -104,20 +136,48 @@ impl Pager {
         let uffd = Uffd::from_fd(moved.map_err(system("move the userfaultfd to a high number"))?);
         let region =
             Region::reserve(config.region_bytes).map_err(system("reserve address space"))?;
-        let table =
-            PageTable::new(region.pages() as usize).map_err(system("map the page table"))?;
         // SAFETY: the region is ours and nothing is in it yet.
         unsafe {
             let _ = sys::madvise(region.base(), region.len(), libc::MADV_NOHUGEPAGE);
+            // The kernel would write zeros for what is not resident.
+            let _ = sys::madvise(region.base(), region.len(), libc::MADV_DONTDUMP);
+            if !fork_events {
+                let _ = sys::madvise(region.base(), region.len(), libc::MADV_DONTFORK);
+            }
             let arena = region.arena().len() * PAGE_BYTES;
             sys::mprotect(region.base(), arena, libc::PROT_READ | libc::PROT_WRITE)
                 .map_err(system("open the arena"))?;
             uffd.register(region.base(), region.len())
                 .map_err(system("register the region with userfaultfd"))?;
         }
+        let (space, unreadable) = (region.space(), RangeSet::default());
+        let foundation =
+            Foundation { uffd, fork_events, region, space, unreadable, inheritance: None };
+        Self::assemble(config, transport, foundation)
+    }
+
+    /// Puts a pager together.
+    pub(crate) fn assemble(
+        config: &Config,
+        transport: Box<dyn Transport>,
+        foundation: Foundation,
+    ) -> Result<Arc<Self>, Error> {
+        let system = |what: &str| {
+            let what = what.to_string();
+            move |source| Error::System { what, source }
+        };
+        let Foundation { uffd, fork_events, region, space, unreadable, inheritance } = foundation;
+        let table =
+            PageTable::new(region.pages() as usize).map_err(system("map the page table"))?;
         let memory = transport.staging();
+        // A forked child has no business there.
+        // SAFETY: changes only whether a fork copies the staging memory.
+        let _ = unsafe {
+            let bytes = memory.frames as usize * PAGE_BYTES;
+            sys::madvise(memory.base as usize, bytes, libc::MADV_DONTFORK)
+        };
         let evicts_inline = crate::fault::cores() <= 2;
-        let reserved = CHILD_FRAMES + READ_FRAMES;
+        let reserved = READ_FRAMES + CHILD_FRAMES + HEIR_FRAMES;
         let frames_bytes = u64::from(memory.frames) * PAGE_BYTES as u64;
         if memory.frames < reserved + 64 || frames_bytes * 2 > config.local_bytes {
             return Err(Error::LocalTooSmall { bytes: config.local_bytes });
@@ -126,15 +186,18 @@ impl Pager {
             .min(u64::from(region.pages())) as u32;
         let stats = match &config.run_directory {
             Some(directory) => {
-                Stats::shared(directory).map_err(system("create the counters' file"))?
+                // A forked child may have changed its user since: it counts for itself then.
+                Stats::shared(directory)
+                    .or_else(|error| if inheritance.is_some() { Stats::private() } else { Err(error) })
+                    .map_err(system("create the counters' file"))?
             }
             None => Stats::private().map_err(system("map the counters"))?,
         };
         stats.set(Counter::ChunkBytes, transport.chunk_bytes() as u64);
         let zeros = sys::map_anonymous(READ_FRAMES as usize * PAGE_BYTES)
             .map_err(system("map a run of zeros"))?;
-        let space = region.space();
         Ok(Arc::new(Self {
+            config: config.clone(),
             table,
             uffd,
             staging: Staging::new(memory, reserved),
@@ -143,7 +206,7 @@ impl Pager {
             stats,
             residency: Mutex::default(),
             space: Mutex::new(space),
-            gate: Mutex::default(),
+            gate: Mutex::new(unreadable),
             region,
             emptied: Mutex::default(),
             overflow: OnceLock::new(),
@@ -161,7 +224,8 @@ impl Pager {
             fork_events,
             evicts_inline,
             streams: Mutex::default(),
-            child_frame_lock: Mutex::new(()),
+            inheritance,
+            turn: Mutex::default(),
             enter: OnceLock::new(),
         }))
     }
@@ -188,11 +252,17 @@ impl Pager {
         let _ = self.enter.set(enter);
         let (ready, started) = std::sync::mpsc::channel();
         let system = |source| Error::System { what: "start the pager's threads".into(), source };
+        descriptor::note_program();
+        let life = self.forks.open_life().map_err(system)?;
+        let life_fd = life.as_raw_fd();
+        let mut transports = Vec::new();
+        self.transport.descriptors(&mut transports);
         let handler = move || {
             let mut keep = Vec::new();
             {
                 keep.push(pager.uffd.as_raw_fd());
             }
+            keep.push(life_fd);
             pager.transport.descriptors(&mut keep);
             pager.enter();
             let result = descriptor::own_table(&keep).and_then(|()| pager.start_evictor());
@@ -207,11 +277,23 @@ impl Pager {
             let _blocked = sys::SignalsBlocked::new();
             spawn("granary-fault", handler).map_err(system)?;
         }
-        started.recv().unwrap_or_else(|_| Err(std::io::ErrorKind::Other.into())).map_err(system)
+        started.recv().unwrap_or_else(|_| Err(std::io::ErrorKind::Other.into())).map_err(system)?;
+        // The pager's threads have these. In the program's table they would be in the program's way, and
+        // its forked children would keep a connection open that is not theirs.
+        transports.into_iter().for_each(descriptor::close);
+        drop(life);
+        Ok(())
+    }
+
+    /// The threads of this pager begin as those of `other` do.
+    pub(crate) fn enter_as(&self, other: &Self) {
+        if let Some(enter) = other.enter.get() {
+            let _ = self.enter.set(*enter);
+        }
     }
 
     /// The evictor, which shares the calling thread's descriptors.
-    fn start_evictor(self: &Arc<Self>) -> std::io::Result<()> {
+    pub(crate) fn start_evictor(self: &Arc<Self>) -> std::io::Result<()> {
         let pager = self.clone();
         spawn("granary-evictor", move || {
             pager.enter();
@@ -251,17 +333,31 @@ impl Pager {
         self.fork_events
     }
 
-    pub(crate) fn space(&self) -> MutexGuard<'_, Space> {
-        self.space.lock().expect("nobody panics with the space locked")
+    /// Who has which pages. `MOVED` if another pager took the place of this one.
+    pub(crate) fn space(&self) -> Result<MutexGuard<'_, Space>, Errno> {
+        let space = self.space.lock().expect("nobody panics with the space locked");
+        if self.forks.is_grown() { Err(MOVED) } else { Ok(space) }
     }
 
     pub(crate) fn streams(&self) -> MutexGuard<'_, (Streams, Streams)> {
         self.streams.lock().expect("nobody panics with the streams locked")
     }
 
-    /// The frame that serves forked children: after those of the handler.
-    pub(crate) fn child_frame(&self) -> FrameId {
+    /// The first of the frames that serve forked children: after those of the handler.
+    pub(crate) fn child_frames(&self) -> FrameId {
         FrameId(READ_FRAMES)
+    }
+
+    /// The first of the frames through which a forked child moves what it has from its parent.
+    pub(crate) fn heir_frames(&self) -> FrameId {
+        FrameId(READ_FRAMES + CHILD_FRAMES)
+    }
+
+    /// So many pages are resident from the start, be it more than may be.
+    pub(crate) fn take_what_is_there(&self, pages: u32) {
+        self.resident.store(pages, Ordering::Release);
+        self.stats.set(Counter::ResidentPages, u64::from(pages));
+        self.stats.raise(Counter::ResidentPagesPeak, u64::from(pages));
     }
 
     pub(crate) fn gate(&self) -> MutexGuard<'_, RangeSet> {
@@ -420,83 +516,6 @@ impl Pager {
         })
     }
 
-    /// Moves pages between frames and slots: `pairs` of a slot and the frame, neighbours
-    /// merged. Never returns without the pages moved.
-    pub(crate) fn transfer(&self, lane: Lane, write: bool, pairs: &[(SlotId, FrameId)]) {
-        if let &[(slot, frame)] = pairs {
-            // A page that somebody waits for: nothing is allocated.
-            let place = self.slots().place(slot);
-            if let Home::Pool(chunk) = place.home {
-                return self.transfer_in_pool(lane, write, &[page_io(chunk, &place, frame)]);
-            }
-        }
-        let Plan { pool, overflow } = self.plan(pairs);
-        if !pool.is_empty() {
-            self.transfer_in_pool(lane, write, &pool);
-        }
-        for (offset, frame, pages) in overflow {
-            let store = self.overflow();
-            let done = if write {
-                store.write(offset, frame, pages)
-            } else {
-                store.read(offset, frame, pages)
-            };
-            if let Err(error) = done {
-                self.broken("move a page to or from the overflow file", &error);
-            }
-        }
-    }
-
-    fn transfer_in_pool(&self, lane: Lane, write: bool, ios: &[PageIo]) {
-        let done =
-            if write { self.transport.write(lane, ios) } else { self.transport.read(lane, ios) };
-        if let Err(error) = done {
-            self.lost(&error);
-        }
-    }
-
-    /// Reads slots into frames, `part` pairs at a time, and calls `arrived` with the number of each
-    /// part, in order, when it is there: the next ones are on their way then.
-    pub(crate) fn read_parts(
-        &self,
-        pairs: &[(SlotId, FrameId)],
-        part: usize,
-        arrived: &mut dyn FnMut(usize),
-    ) {
-        let plans: Vec<Plan> = pairs.chunks(part).map(|pairs| self.plan(pairs)).collect();
-        if plans.iter().any(|plan| !plan.overflow.is_empty()) {
-            self.transfer(Lane::Async, false, pairs);
-            (0..plans.len()).for_each(arrived);
-            return;
-        }
-        let parts: Vec<Vec<PageIo>> = plans.into_iter().map(|plan| plan.pool).collect();
-        if let Err(error) = self.transport.read_parts(Lane::Async, &parts, arrived) {
-            self.lost(&error);
-        }
-    }
-
-    fn plan(&self, pairs: &[(SlotId, FrameId)]) -> Plan {
-        let mut plan = Plan { pool: Vec::with_capacity(pairs.len()), overflow: Vec::new() };
-        let slots = self.slots();
-        for &(slot, frame) in pairs {
-            let place = slots.place(slot);
-            match place.home {
-                Home::Pool(chunk) => {
-                    let io = page_io(chunk, &place, frame);
-                    match plan.pool.last_mut() {
-                        Some(last) if follows(last, &io) => last.pages += 1,
-                        _ => plan.pool.push(io),
-                    }
-                }
-                Home::Overflow(stretch) => {
-                    let start = u64::from(stretch) * slots.chunk_bytes() as u64;
-                    plan.overflow.push((start + u64::from(place.offset_bytes), frame.0, 1));
-                }
-            }
-        }
-        plan
-    }
-
     /// Gives a chunk's home back. On the pager's threads only.
     pub(crate) fn give_back(&self, home: Home) {
         match home {
@@ -532,7 +551,7 @@ impl Pager {
             EXIT_POOL_GONE,
             &format!(
                 "{error}; pages of process {} were there, so it ends now (status {EXIT_POOL_GONE})",
-                std::process::id()
+                descriptor::program()
             ),
         )
     }
@@ -543,34 +562,19 @@ impl Pager {
             EXIT_PAGER,
             &format!(
                 "cannot {what}: {error}; process {} ends now (status {EXIT_PAGER})",
-                std::process::id()
+                descriptor::program()
             ),
         )
     }
 }
 
-/// Where pages move to or from.
-struct Plan {
-    pool: Vec<PageIo>,
-    /// Byte of the overflow file, frame, pages.
-    overflow: Vec<(u64, u32, u16)>,
-}
-
-/// The transfer of one page.
-fn page_io(chunk: ChunkHandle, place: &Place, frame: FrameId) -> PageIo {
-    PageIo { chunk, offset_bytes: place.offset_bytes, frame: frame.0, pages: 1 }
-}
-
-fn follows(last: &PageIo, io: &PageIo) -> bool {
-    last.chunk == io.chunk
-        && last.offset_bytes + u32::from(last.pages) * PAGE_BYTES as u32 == io.offset_bytes
-        && last.frame + u32::from(last.pages) == io.frame
-        && last.pages < u16::MAX
-}
-
 /// Starts a thread of the pager's. A panic there ends the process: nobody would serve its faults.
 pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+    let own_table = descriptor::has_own_table();
     let guarded = move || {
+        if own_table {
+            descriptor::shares_own_table();
+        }
         if std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).is_err() {
             sys::die(EXIT_PAGER, "a thread of the pager failed, so the process ends now");
         }

@@ -139,6 +139,11 @@ impl Region {
         }
     }
 
+    /// The same region, for another pager of the same process; neither is ever dropped.
+    pub(crate) fn same(&self) -> Self {
+        Self { base: self.base, pages: self.pages, arena_pages: self.arena_pages }
+    }
+
     /// First address.
     pub fn base(&self) -> usize {
         self.base

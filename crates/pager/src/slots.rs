@@ -19,12 +19,28 @@
 
 use std::time::{Duration, Instant};
 
+use crate::page_table::PageId;
 use crate::sys::{PAGE_BYTES, PAGE_SHIFT};
 use crate::transport::{ChunkHandle, Transport, TransportError};
 
 /// A slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SlotId(pub u64);
+
+/// In the number of a slot that another process keeps: see [`crate::fork`].
+const INHERITED: u64 = 1 << 47;
+
+impl SlotId {
+    /// The place of a forked child's page that its parent's keeper has.
+    pub fn inherited(page: PageId) -> Self {
+        Self(INHERITED | u64::from(page.0))
+    }
+
+    /// The page, if it is such a place.
+    pub fn inherited_page(self) -> Option<PageId> {
+        (self.0 & INHERITED != 0).then_some(PageId(self.0 as u32))
+    }
+}
 
 /// Where a chunk is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,6 +85,7 @@ pub struct Slots {
     freezing: bool,
     pool_chunks: u32,
     overflow_chunks: u32,
+    inherited: u32,
 }
 
 /// How long after an answer "full" the pool is asked again.
@@ -91,7 +108,18 @@ impl Slots {
             freezing: false,
             pool_chunks: 0,
             overflow_chunks: 0,
+            inherited: 0,
         }
+    }
+
+    /// So many slots are inherited.
+    pub fn inherit(&mut self, slots: u32) {
+        self.inherited = slots;
+    }
+
+    /// How many inherited slots are still in use.
+    pub fn inherited(&self) -> u32 {
+        self.inherited
     }
 
     /// Chunks held in the pool and in the overflow file.
@@ -205,6 +233,9 @@ impl Slots {
 
     /// True if the slot must not be overwritten.
     pub fn is_frozen(&self, slot: SlotId) -> bool {
+        if slot.inherited_page().is_some() {
+            return true;
+        }
         let (index, page) = self.split(slot);
         let chunk = self.chunks[index].as_ref().expect("a slot's chunk exists");
         !chunk.frozen.is_empty() && get(&chunk.frozen, page)
@@ -214,6 +245,10 @@ impl Slots {
     /// [`Slots::release`]'s help or to the transport.
     #[must_use]
     pub fn free(&mut self, slot: SlotId) -> Option<Emptied> {
+        if slot.inherited_page().is_some() {
+            self.inherited -= 1;
+            return None;
+        }
         if self.is_frozen(slot) {
             self.deferred.push(slot);
             return None;

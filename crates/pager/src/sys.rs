@@ -101,6 +101,74 @@ pub fn die(status: i32, text: &str) -> ! {
     }
 }
 
+/// Opens a file of /proc/self for reading. A process that has changed its user may do that only while it
+/// is "dumpable", so it is for the moment.
+pub fn open_own(path: &std::ffi::CStr) -> io::Result<std::fs::File> {
+    use std::os::fd::FromRawFd;
+    // SAFETY: the path is a C string; a descriptor that is returned is ours.
+    let open = || unsafe {
+        match libc::open(path.as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC) {
+            -1 => Err(io::Error::last_os_error()),
+            fd => Ok(std::fs::File::from_raw_fd(fd)),
+        }
+    };
+    open().or_else(|_| {
+        // SAFETY: a flag of this process.
+        let before = unsafe { libc::prctl(libc::PR_GET_DUMPABLE) };
+        // SAFETY: as above.
+        unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 1) };
+        let opened = open();
+        // SAFETY: as above.
+        unsafe { libc::prctl(libc::PR_SET_DUMPABLE, before) };
+        opened
+    })
+}
+
+/// Waits for the end of a process that shares this thread's thread-local storage. Nothing is called here
+/// that would touch that.
+#[inline(never)]
+pub fn wait_for_clone(process: i32) {
+    const INTERRUPTED: isize = -(libc::EINTR as isize);
+    // SAFETY: wait4(2) with no place for a status.
+    while unsafe { wait4_bare(process, libc::__WCLONE) } == INTERRUPTED {}
+}
+
+#[cfg(target_arch = "x86_64")]
+unsafe fn wait4_bare(process: i32, options: i32) -> isize {
+    let result: isize;
+    // SAFETY: the kernel's calling convention; no memory is named.
+    unsafe {
+        std::arch::asm!(
+            "syscall",
+            inlateout("rax") libc::SYS_wait4 as isize => result,
+            in("rdi") process as isize,
+            in("rsi") 0usize,
+            in("rdx") options as isize,
+            in("r10") 0usize,
+            lateout("rcx") _,
+            lateout("r11") _,
+        );
+    }
+    result
+}
+
+#[cfg(target_arch = "aarch64")]
+unsafe fn wait4_bare(process: i32, options: i32) -> isize {
+    let result: isize;
+    // SAFETY: the kernel's calling convention; no memory is named.
+    unsafe {
+        std::arch::asm!(
+            "svc 0",
+            in("x8") libc::SYS_wait4 as isize,
+            inlateout("x0") process as isize => result,
+            in("x1") 0usize,
+            in("x2") options as isize,
+            in("x3") 0usize,
+        );
+    }
+    result
+}
+
 /// The calling thread's id.
 pub fn thread_id() -> u32 {
     // SAFETY: no argument, cannot fail.
@@ -115,7 +183,11 @@ pub fn now_ns() -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// Blocks every signal for the calling thread while it lives.
+/// All signals but number 33, with which libc has every thread change its user or group ids: `setuid`
+/// waits until all have answered, the pager's threads too, and its handler touches no paged memory.
+const BLOCKED: u64 = !(1 << 32);
+
+/// Blocks the signals for the calling thread while it lives: all but libc's own for `setuid`.
 ///
 /// A program thread that holds a lock of the pager's must not run a signal handler: the handler may
 /// touch paged memory, and the fault would wait for the lock.
@@ -124,7 +196,7 @@ pub struct SignalsBlocked(u64);
 impl SignalsBlocked {
     /// Blocks all signals.
     pub fn new() -> Self {
-        let all = u64::MAX;
+        let all = BLOCKED;
         let mut old = 0u64;
         // SAFETY: both sets are 8 bytes, the size the kernel is told.
         unsafe {

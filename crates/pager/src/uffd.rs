@@ -276,6 +276,13 @@ impl Uffd {
         if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
+    /// Makes reads wait again.
+    pub fn set_blocking(&self) -> io::Result<()> {
+        // SAFETY: changes a flag of our descriptor.
+        let done = unsafe { libc::fcntl(self.fd.as_raw_fd(), libc::F_SETFL, 0) };
+        if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
     /// Waits until there is something to read. The descriptor must be non-blocking.
     pub fn wait(&self) -> io::Result<()> {
         let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };

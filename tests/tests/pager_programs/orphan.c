@@ -25,7 +25,6 @@ int main(void) {
             if (write(1, "zeros!\n", 7) != 7) return 1;
             return 2;
         }
-    /* All was resident: possible only with a larger bound. */
     if (write(1, "read all\n", 9) != 9) return 1;
     return 0;
 }

@@ -71,7 +71,7 @@ unsafe impl dlmalloc::Allocator for Range {
 
 /// One heap for each generation of forked children: in a child, the lock of the one before may be
 /// held by a thread that is not there.
-const GENERATIONS: usize = 16;
+const GENERATIONS: usize = 1024;
 static HEAPS: [Mutex<Dlmalloc<Range>>; GENERATIONS] =
     [const { Mutex::new(Dlmalloc::new_with_allocator(Range)) }; GENERATIONS];
 static GENERATION: AtomicUsize = AtomicUsize::new(0);
@@ -89,7 +89,10 @@ fn with_heap<T>(run: impl FnOnce(&mut Dlmalloc<Range>) -> T) -> T {
 pub fn renew_in_child() {
     let next = GENERATION.load(Ordering::Acquire) + 1;
     if next == GENERATIONS {
-        sys::die(pager::config::EXIT_PAGER, "16 forks of forks without exec: not supported yet");
+        sys::die(
+            pager::config::EXIT_PAGER,
+            "a chain of more than 1023 forks without exec is not supported",
+        );
     }
     INHERITED.store(USED.load(Ordering::Acquire), Ordering::Release);
     GENERATION.store(next, Ordering::Release);

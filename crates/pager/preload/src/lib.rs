@@ -17,7 +17,7 @@ mod mapping;
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use libmimalloc_sys as mi;
 use pager::config::{Config, EXIT_PAGER};
@@ -27,13 +27,11 @@ use pager::{Error, Pager};
 #[global_allocator]
 static INTERNAL: heap::Internal = heap::Internal;
 
-static PAGER: AtomicPtr<Pager> = AtomicPtr::new(std::ptr::null_mut());
 static ARENA_OPEN: AtomicBool = AtomicBool::new(false);
 
 /// The pager, once it runs.
 fn pager() -> Option<&'static Pager> {
-    // SAFETY: set once to a pager that is never dropped.
-    unsafe { PAGER.load(Ordering::Acquire).as_ref() }
+    pager::current()
 }
 
 /// True once mimalloc may serve the program.
@@ -66,12 +64,8 @@ fn start(config: &Config) -> Result<(), Error> {
     let transport = Pager::open_transport(config)?;
     let pager = Pager::new(config, transport)?;
     pager.start_in(enter_for_good)?;
-    let pager: &'static Pager = {
-        let raw = Arc::into_raw(pager).cast_mut();
-        PAGER.store(raw, Ordering::Release);
-        // SAFETY: never turned back into an Arc, so it lives as long as the process.
-        unsafe { &*raw }
-    };
+    let pager: &'static Arc<Pager> = Box::leak(Box::new(pager));
+    pager::set_current(pager);
     let region = pager.region();
     let arena = region.arena();
     let mut id = 0;

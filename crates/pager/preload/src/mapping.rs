@@ -4,7 +4,7 @@
 use std::ffi::c_void;
 use std::io;
 
-use pager::mapping::MapRequest;
+use pager::mapping::{MapRequest, with_current};
 use pager::{Pager, sys};
 
 use crate::inside::{Inside, is_inside};
@@ -36,9 +36,21 @@ fn kernel<T>(result: io::Result<T>) -> Result<T, i32> {
     result.map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))
 }
 
-/// The pager, if the range has a part in its region.
-fn owner(address: usize, len: usize) -> Option<&'static Pager> {
-    crate::pager().filter(|pager| pager.region().clip(address, len).is_some())
+/// True if the range has a part in the pager's region.
+fn is_owned(address: usize, len: usize) -> bool {
+    crate::pager().is_some_and(|pager| pager.region().clip(address, len).is_some())
+}
+
+/// Calls the pager, which exists.
+fn paged(call: impl Fn(&'static Pager) -> Result<(), i32>) -> i32 {
+    let _inside = Inside::new();
+    answer(with_current(call).unwrap_or(Err(libc::EINVAL)))
+}
+
+/// As [`paged`], for a call that answers with an address.
+fn paged_address(call: impl Fn(&'static Pager) -> Result<usize, i32>) -> *mut c_void {
+    let _inside = Inside::new();
+    answer_address(with_current(call).unwrap_or(Err(libc::EINVAL)))
 }
 
 /// mmap(2).
@@ -55,15 +67,14 @@ pub unsafe extern "C" fn mmap(
     offset: i64,
 ) -> *mut c_void {
     let request = MapRequest { address: address as usize, len, prot, flags, fd, offset };
-    if let Some(pager) = crate::pager() {
-        if request.is_pageable() && !is_inside() {
-            let _inside = Inside::new();
-            return answer_address(pager.map(len, prot));
+    if request.is_pageable() && !is_inside() {
+        let _inside = Inside::new();
+        if let Some(mapped) = with_current(|pager| pager.map(len, prot)) {
+            return answer_address(mapped);
         }
-        if request.is_fixed() && owner(request.address, len).is_some() {
-            let _inside = Inside::new();
-            return answer_address(pager.map_fixed(request));
-        }
+    }
+    if request.is_fixed() && is_owned(request.address, len) {
+        return paged_address(|pager| pager.map_fixed(request));
     }
     // SAFETY: what the program asked for.
     answer_address(kernel(unsafe { sys::mmap(request.address, len, prot, flags, fd, offset) }))
@@ -93,9 +104,8 @@ pub unsafe extern "C" fn mmap64(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn munmap(address: *mut c_void, len: usize) -> i32 {
     let address = address as usize;
-    if let Some(pager) = owner(address, len) {
-        let _inside = Inside::new();
-        return answer(pager.unmap(address, len));
+    if is_owned(address, len) {
+        return paged(|pager| pager.unmap(address, len));
     }
     // SAFETY: what the program asked for.
     answer(kernel(unsafe { sys::munmap(address, len) }))
@@ -108,9 +118,8 @@ pub unsafe extern "C" fn munmap(address: *mut c_void, len: usize) -> i32 {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mprotect(address: *mut c_void, len: usize, prot: i32) -> i32 {
     let address = address as usize;
-    if let Some(pager) = owner(address, len) {
-        let _inside = Inside::new();
-        return answer(pager.protect(address, len, prot));
+    if is_owned(address, len) {
+        return paged(|pager| pager.protect(address, len, prot));
     }
     // SAFETY: what the program asked for.
     answer(kernel(unsafe { sys::mprotect(address, len, prot) }))
@@ -123,9 +132,8 @@ pub unsafe extern "C" fn mprotect(address: *mut c_void, len: usize, prot: i32) -
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn madvise(address: *mut c_void, len: usize, advice: i32) -> i32 {
     let address = address as usize;
-    if let Some(pager) = owner(address, len) {
-        let _inside = Inside::new();
-        return answer(pager.advise(address, len, advice));
+    if is_owned(address, len) {
+        return paged(|pager| pager.advise(address, len, advice));
     }
     // SAFETY: what the program asked for.
     answer(kernel(unsafe { sys::madvise(address, len, advice) }))
@@ -138,7 +146,7 @@ pub unsafe extern "C" fn madvise(address: *mut c_void, len: usize, advice: i32) 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn posix_madvise(address: *mut c_void, len: usize, advice: i32) -> i32 {
     const POSIX_MADV_DONTNEED: i32 = 4;
-    if advice == POSIX_MADV_DONTNEED || owner(address as usize, len).is_some() {
+    if advice == POSIX_MADV_DONTNEED || is_owned(address as usize, len) {
         return 0;
     }
     // SAFETY: what the program asked for.
@@ -162,11 +170,10 @@ pub unsafe extern "C" fn mremap(
     new_address: *mut c_void,
 ) -> *mut c_void {
     let (address, new_address) = (address as usize, new_address as usize);
-    if let Some(pager) = owner(address, old_len.max(1)) {
-        let _inside = Inside::new();
-        return answer_address(pager.remap(address, old_len, new_len, flags, new_address));
+    if is_owned(address, old_len.max(1)) {
+        return paged_address(|pager| pager.remap(address, old_len, new_len, flags, new_address));
     }
-    if flags & libc::MREMAP_FIXED != 0 && owner(new_address, new_len).is_some() {
+    if flags & libc::MREMAP_FIXED != 0 && is_owned(new_address, new_len) {
         // A mapping of another kind into the region: it would not be known there.
         return answer_address(Err(libc::EINVAL));
     }
@@ -180,8 +187,8 @@ pub unsafe extern "C" fn mremap(
 /// As in C.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mlock(address: *const c_void, len: usize) -> i32 {
-    if let Some(pager) = owner(address as usize, len) {
-        return failed(pager.lock_in_memory());
+    if is_owned(address as usize, len) {
+        return failed(libc::ENOMEM);
     }
     // SAFETY: what the program asked for.
     unsafe { libc::syscall(libc::SYS_mlock, address, len) as i32 }
@@ -193,8 +200,8 @@ pub unsafe extern "C" fn mlock(address: *const c_void, len: usize) -> i32 {
 /// As in C.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mlock2(address: *const c_void, len: usize, flags: u32) -> i32 {
-    if let Some(pager) = owner(address as usize, len) {
-        return failed(pager.lock_in_memory());
+    if is_owned(address as usize, len) {
+        return failed(libc::ENOMEM);
     }
     // SAFETY: what the program asked for.
     unsafe { libc::syscall(libc::SYS_mlock2, address, len, flags) as i32 }
@@ -204,7 +211,7 @@ pub unsafe extern "C" fn mlock2(address: *const c_void, len: usize, flags: u32) 
 #[unsafe(no_mangle)]
 pub extern "C" fn mlockall(flags: i32) -> i32 {
     match crate::pager() {
-        Some(pager) => failed(pager.lock_in_memory()),
+        Some(_) => failed(libc::ENOMEM),
         // SAFETY: what the program asked for.
         None => unsafe { libc::syscall(libc::SYS_mlockall, flags) as i32 },
     }

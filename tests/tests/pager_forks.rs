@@ -1,0 +1,111 @@
+//! Programs that fork, under the pager: every process sees what POSIX has it see, within a bound of its
+//! own, whatever becomes of the others.
+//!
+//! Real programs run over a real memory node; what no real program does in a second is done by C programs
+//! that check themselves.
+
+use granary_tests::node::full;
+use granary_tests::over_each_node;
+use granary_tests::pager::{Scratch, assert_same, paged, plain};
+use granary_tests::run::{Behind, Site};
+
+const MIB: u64 = 1 << 20;
+
+over_each_node![
+    make_with_two_jobs_of_gcc,
+    python_with_processes,
+    a_shell_script_with_subshells,
+    redis_saves_in_the_background,
+];
+
+/// Runs a program plainly and paged in a fresh directory each, and compares.
+fn compare(site: &Site, program: &str, arguments: &[&str]) {
+    compare_within(site.local_bytes(), site, program, arguments);
+}
+
+/// As [`compare`], for programs whose own text is large: with this bound instead of the site's.
+fn compare_within(bound: u64, site: &Site, program: &str, arguments: &[&str]) {
+    let plain = plain(program, arguments);
+    assert_eq!(plain.code, 0, "{}", plain.stderr);
+    let paged = site.run(program, arguments);
+    assert_same(&plain, &paged.outcome, bound);
+    site.assert_whole();
+}
+
+fn script(site: &Site, name: &str, text: &str) -> String {
+    let path = site.scratch.0.join(name);
+    std::fs::write(&path, text).unwrap();
+    path.to_str().unwrap().into()
+}
+
+fn make_with_two_jobs_of_gcc(behind: Behind) {
+    let site = Site::new(behind, "make", 12 * MIB, "1GiB");
+    let makefile = script(&site, "Makefile", include_str!("pager_programs/build.mk"));
+    let directory = site.scratch.0.to_str().unwrap();
+    let files = if full() { "FILES=1 2 3 4 5 6 7 8" } else { "FILES=1 2" };
+    let arguments = ["-s", "-B", "-j2", "-C", directory, "-f", &makefile, files];
+    // The compiler proper has 30 MiB of text.
+    compare_within(28 * MIB, &site, "make", &arguments);
+}
+
+fn python_with_processes(behind: Behind) {
+    let site = Site::new(behind, "multiprocessing", 16 * MIB, "1GiB");
+    let program = script(&site, "processes.py", include_str!("pager_programs/processes.py"));
+    let rows = if full() { "400000" } else { "60000" };
+    compare(&site, "/usr/bin/python3", &[&program, rows]);
+}
+
+fn a_shell_script_with_subshells(behind: Behind) {
+    let site = Site::new(behind, "subshells", 4 * MIB, "1GiB");
+    let program = script(&site, "subshells.sh", include_str!("pager_programs/subshells.sh"));
+    compare(&site, "sh", &[&program, if full() { "200000" } else { "60000" }]);
+}
+
+fn redis_saves_in_the_background(behind: Behind) {
+    let site = Site::new(behind, "redis", 8 * MIB, "1GiB");
+    let program = script(&site, "redis.sh", include_str!("pager_programs/redis.sh"));
+    let directory = site.scratch.0.to_str().unwrap();
+    let keys = if full() { "200000" } else { "20000" };
+    compare(&site, "sh", &[&program, directory, keys]);
+}
+
+/// Runs a C program that checks itself, plainly and paged.
+fn self_checking(name: &str, source: &str, runs: &[&[&str]]) {
+    let scratch = Scratch::new(&format!("forks-{name}"));
+    let program = scratch.compile(name, source);
+    let program = program.to_str().unwrap();
+    for arguments in runs {
+        let plain = plain(program, arguments);
+        assert_eq!(plain.code, 0, "{}", plain.stderr);
+        let paged = paged(8 * MIB, "memory:2GiB", program, arguments);
+        assert_same(&plain, &paged, 8 * MIB);
+        assert_eq!(paged.stderr, "", "{name} {arguments:?}");
+    }
+}
+
+#[test]
+fn a_family_of_processes_finds_every_page_as_it_left_it() {
+    let source = include_str!("pager_programs/family.c");
+    let seeds: Vec<String> =
+        (1..if full() { 60 } else { 5 }).map(|seed| seed.to_string()).collect();
+    let (pages, steps) = if full() { ("6000", "600") } else { ("4000", "250") };
+    let runs: Vec<[&str; 4]> =
+        seeds.iter().map(|seed| [seed.as_str(), pages, steps, "3"]).collect();
+    let runs: Vec<&[&str]> = runs.iter().map(|run| &run[..]).collect();
+    self_checking("family", source, &runs);
+}
+
+#[test]
+fn a_daemon_outlives_its_parent() {
+    self_checking("daemon", include_str!("pager_programs/daemon.c"), &[&["libc"], &["double"]]);
+}
+
+#[test]
+fn a_child_lives_on_when_its_parent_is_killed() {
+    self_checking("killed", include_str!("pager_programs/daemon.c"), &[&["killed"]]);
+}
+
+#[test]
+fn all_ways_to_make_a_process() {
+    self_checking("ways", include_str!("pager_programs/ways.c"), &[&[]]);
+}
