@@ -188,7 +188,9 @@ impl Pager {
             Some(directory) => {
                 // A forked child may have changed its user since: it counts for itself then.
                 Stats::shared(directory)
-                    .or_else(|error| if inheritance.is_some() { Stats::private() } else { Err(error) })
+                    .or_else(
+                        |error| if inheritance.is_some() { Stats::private() } else { Err(error) },
+                    )
                     .map_err(system("create the counters' file"))?
             }
             None => Stats::private().map_err(system("map the counters"))?,

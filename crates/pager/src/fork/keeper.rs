@@ -206,7 +206,7 @@ struct Keeper<'a> {
     orphaned: bool,
     /// It is a process, and not the parent's thread.
     is_process: bool,
-    children: Vec<Box<Child>>,
+    children: Vec<Child>,
 }
 
 impl<'a> Keeper<'a> {
@@ -230,7 +230,7 @@ impl<'a> Keeper<'a> {
         let mut polls: Vec<libc::pollfd> = Vec::new();
         loop {
             while let Some(child) = take_child(self.inbox) {
-                self.add(child);
+                self.add(*child);
                 self.pager.forks.kept();
             }
             if self.children.is_empty() {
@@ -282,7 +282,7 @@ impl<'a> Keeper<'a> {
         }
     }
 
-    fn add(&mut self, child: Box<Child>) {
+    fn add(&mut self, child: Child) {
         self.children.push(child);
         if self.orphaned {
             self.tell_orphaned(self.children.len() - 1);
@@ -347,7 +347,7 @@ impl<'a> Keeper<'a> {
         if introduce(&faults, grandchild.channel.as_ref()).is_ok() {
             grandchild.faults = Some(faults);
             self.pager.forks.one_more();
-            self.add(grandchild);
+            self.add(*grandchild);
         }
     }
 

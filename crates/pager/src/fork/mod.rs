@@ -196,6 +196,14 @@ fn abandoned() -> ! {
 impl Pager {
     /// To be called before every fork, by `pthread_atfork`.
     pub fn before_fork(&'static self) {
+        if !self.fork_events && !self.config.forks_unreported {
+            sys::die(
+                EXIT_PAGER,
+                "a paged process can fork only with CAP_SYS_PTRACE, which userfaultfd needs to \
+                 follow it; vfork and posix_spawn work without (GRANARY_FORK_UNREPORTED=1 tries, and is \
+                 experimental)",
+            );
+        }
         let blocked = SignalsBlocked::new();
         let Ok(space) = self.space() else {
             drop(blocked);
