@@ -7,7 +7,8 @@
 //! ```text
 //! zone      what lies there                               in the digest of a state
 //! heap      the NIC, the memory node, the clients         no: the digest asks them
-//! cpu heap  what the CPU allocates while it has a task    while it has a task
+//! node      the memory node, its side of the NIC's verbs  yes
+//! cpu heap  what the CPU allocates later                  yes, the pieces in use
 //! dma       rings, records, table, queue, chunks          yes
 //! quiet     DMA memory whose content says nothing more    no
 //! table     the MW table, at a multiple of 4 GiB          yes
@@ -31,6 +32,7 @@ const PAGE: usize = 4096;
 enum Z {
     Heap,
     CpuHeap,
+    Node,
     Dma,
     Quiet,
     Stack,
@@ -38,9 +40,10 @@ enum Z {
     Table,
 }
 
-const ZONES: [(Z, usize, bool); 7] = [
+const ZONES: [(Z, usize, bool); 8] = [
     (Z::Heap, 16 << 20, false),
     (Z::CpuHeap, 4 << 20, false),
+    (Z::Node, 16 << 20, true),
     (Z::Dma, 16 << 20, true),
     (Z::Quiet, 16 << 20, false),
     (Z::Stack, 256 << 10, false),
@@ -62,6 +65,7 @@ pub const FAR_TRACKED: usize = 8 << 10;
 enum Mode {
     Outside,
     Heap,
+    Node,
     Cpu,
 }
 
@@ -116,6 +120,7 @@ unsafe impl GlobalAlloc for Allocator {
             Mode::Outside => unsafe { System.alloc(layout) },
             // SAFETY: this thread has an arena: only `Arena::inside` sets the mode.
             Mode::Heap => unsafe { heap_alloc(here, layout) },
+            Mode::Node => bump(here, Z::Node, layout.size().max(1), layout.align().max(16)),
             // SAFETY: as above.
             Mode::Cpu => unsafe { cpu_alloc(here, layout) },
         }
@@ -136,6 +141,9 @@ unsafe impl GlobalAlloc for Allocator {
                 *free = at;
             }
             return;
+        }
+        if at >= place(here.heap, Z::Node).0 {
+            return; // what is made there stays
         }
         let class = (4..CPU_CLASSES).rev().find(|&c| at >= cpu_pieces(here.heap, c));
         let class = class.expect("a piece of the CPU heap");
@@ -259,6 +267,11 @@ pub fn outside<R>(f: impl FnOnce() -> R) -> R {
 /// Runs `f` inside the calling thread's arena.
 pub fn inside<R>(f: impl FnOnce() -> R) -> R {
     switch(Mode::Heap, f)
+}
+
+/// Runs `f` inside the calling thread's arena, where all that is allocated is part of digests.
+pub fn inside_node<R>(f: impl FnOnce() -> R) -> R {
+    switch(Mode::Node, f)
 }
 
 /// Runs `f` inside the calling thread's arena, in the CPU's part of it.

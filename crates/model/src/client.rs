@@ -129,7 +129,7 @@ impl Client {
             bulletin_addr: memory.memory().addr() + BULLETIN as u64,
             bulletin_rkey: memory.key().0,
         };
-        let admitted = node.admit(id, &request).expect("to be admitted");
+        let admitted = arena::inside_node(|| node.admit(id, &request)).expect("to be admitted");
         let fronts = [admitted.management[0], admitted.management[1]].map(Qpn::new);
         alloc.qp.connect(fronts[0]).expect("a connection");
         free.qp.connect(fronts[1]).expect("a connection");

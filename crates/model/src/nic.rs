@@ -1,5 +1,5 @@
 //! The software NIC as the memory node's CPU sees it in a world: each verb is a point where
-//! everybody else may come first.
+//! everybody else may come first. What the verbs allocate is not the node's own: it lies apart.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -58,39 +58,39 @@ impl Nic for ModelNic {
     }
 
     fn alloc_dma(&self, bytes: usize) -> Result<DmaMemory, Error> {
-        self.inner.alloc_dma(bytes)
+        arena::inside(|| self.inner.alloc_dma(bytes))
     }
 
     fn alloc_pd(&self) -> Result<SoftPd, Error> {
-        self.inner.alloc_pd()
+        arena::inside(|| self.inner.alloc_pd())
     }
 
     fn reg_mr(&self, pd: &SoftPd, memory: &DmaMemory, access: Access) -> Result<SoftMr, Error> {
-        self.inner.reg_mr(pd, memory, access)
+        arena::inside(|| self.inner.reg_mr(pd, memory, access))
     }
 
     fn alloc_mw(&self, pd: &SoftPd) -> Result<SoftMw, Error> {
-        self.inner.alloc_mw(pd)
+        arena::inside(|| self.inner.alloc_mw(pd))
     }
 
     fn alloc_type1_mws(&self, pd: &SoftPd, count: usize) -> Result<Vec<SoftMw>, Error> {
-        self.inner.alloc_type1_mws(pd, count)
+        arena::inside(|| self.inner.alloc_type1_mws(pd, count))
     }
 
     fn create_cq(&self, attr: CqAttr) -> Result<ModelCq, Error> {
         // Nobody reads a CQ that overwrites: its count says all.
         let quiet = attr.ignore_overrun;
-        let create = || self.inner.create_cq(attr);
+        let create = || arena::inside(|| self.inner.create_cq(attr));
         let inner = if quiet { arena::quietly(create)? } else { create()? };
         Ok(ModelCq { inner, polled: Arc::default() })
     }
 
     fn create_srq(&self, pd: &SoftPd, attr: ReceiveAttr) -> Result<SoftSrq, Error> {
-        self.inner.create_srq(pd, attr)
+        arena::inside(|| self.inner.create_srq(pd, attr))
     }
 
     fn create_qp(&self, pd: &SoftPd, attr: QpAttr<'_, Self>) -> Result<ModelQp, Error> {
-        self.inner.create_qp(pd, soft(&attr)).map(ModelQp)
+        arena::inside(|| self.inner.create_qp(pd, soft(&attr))).map(ModelQp)
     }
 }
 
@@ -115,10 +115,10 @@ impl DirectNic for ModelNic {
         attr: QpAttr<'_, Self>,
         managed: Managed,
     ) -> Result<ModelQp, Error> {
-        let qp = self.inner.create_managed_qp(pd, soft(&attr), managed)?;
+        let qp = arena::inside(|| self.inner.create_managed_qp(pd, soft(&attr), managed))?;
         if managed.send {
             let ring = (qp.qpn(), qp.send_ring().memory);
-            self.rings.lock().expect("one thread uses it").push(ring);
+            arena::inside(|| self.rings.lock().expect("one thread uses it").push(ring));
         }
         Ok(ModelQp(qp))
     }

@@ -91,8 +91,9 @@ impl World {
         };
         let soft = SoftNic::new(Function::Inline(physical.clone()));
         let model = ModelNic::new(soft);
-        let node = Node::new(model.clone(), settings).expect("a memory node");
-        let node: &'static mut Node<ModelNic> = Box::leak(Box::new(node));
+        let node: &'static mut Node<ModelNic> = arena::inside_node(|| {
+            Box::leak(Box::new(Node::new(model.clone(), settings).expect("a memory node")))
+        });
         let memory = node.memory().clone();
         let faults = node.faults().clone();
         let mut clients = Vec::new();
@@ -633,11 +634,13 @@ impl World {
             format!("{task:?} {:?} {}", self.cpu.standing, self.cpu.has_begun()).hash(h);
             if self.cpu.has_begun() {
                 let (low, end) = self.cpu.living(arena);
-                for (at, len) in [(low, end - low)].into_iter().chain(arena.cpu_heap()) {
-                    // SAFETY: both lie in the arena, and the CPU stands.
-                    h.write(unsafe { std::slice::from_raw_parts(at as *const u8, len) });
-                }
+                // SAFETY: the stack lies in the arena, and the CPU stands.
+                h.write(unsafe { std::slice::from_raw_parts(low as *const u8, end - low) });
             }
+        }
+        for (at, len) in arena.cpu_heap() {
+            // SAFETY: the piece lies in the arena, and the CPU stands.
+            h.write(unsafe { std::slice::from_raw_parts(at as *const u8, len) });
         }
     }
 
