@@ -82,6 +82,7 @@ pub struct Client {
     pub(crate) alive: bool,
     pub(crate) known: bool,
     pub(crate) crashes: bool,
+    pub(crate) leaves: bool,
     pub(crate) wants_reset: bool,
     pub(crate) freed: [u8; CHUNKS],
 }
@@ -171,6 +172,7 @@ impl Client {
             alive: true,
             known: true,
             crashes,
+            leaves: false,
             wants_reset: false,
             freed: [0; CHUNKS],
         };

@@ -19,9 +19,10 @@ use crate::nic::ModelNic;
 pub enum Task {
     /// `NodeScheme::turn`: look at what the NIC reports.
     Turn,
-    /// `NodeScheme::retire`: take back what a gone compute node owned.
+    /// `NodeScheme::retire`: begin to take back what a gone compute node owned.
     Retire(ClientId),
-    /// `NodeScheme::reset_management`: re-establish broken management queues.
+    /// `NodeScheme::reset_management`: re-establish broken management queues, or say that it is too
+    /// early.
     ResetManagement(ClientId),
 }
 
@@ -29,7 +30,7 @@ pub enum Task {
 #[derive(Clone, Debug)]
 pub enum Standing {
     /// It has nothing to do; how its last task ended.
-    Idle(Result<Vec<u32>, String>),
+    Idle(Result<Option<Vec<u32>>, String>),
     /// Before a verb.
     Verb,
     /// Until the CQ has counted more completions than this.
@@ -94,7 +95,7 @@ impl Cpu {
                 command = stand(way, Standing::Idle(result));
             }
         });
-        let standing = Standing::Idle(Ok(Vec::new()));
+        let standing = Standing::Idle(Ok(None));
         let mut cpu =
             Self { thread, way: ptr::null(), low: base, begun: false, task: None, standing };
         // A first task, so that it stands idle on its own stack from now on.
@@ -111,7 +112,7 @@ impl Cpu {
     }
 
     /// Lets it go on to its next verb, or to the end of its task: then how that ended.
-    pub fn go_on(&mut self) -> Option<(Task, Result<Vec<u32>, String>)> {
+    pub fn go_on(&mut self) -> Option<(Task, Result<Option<Vec<u32>>, String>)> {
         let task = self.task.expect("it has a task");
         let command = if self.begun { Command::GoOn } else { Command::Start(task) };
         self.begun = true;
@@ -145,32 +146,13 @@ impl Cpu {
     }
 }
 
-fn execute(node: &mut Node<ModelNic>, task: Task) -> Result<Vec<u32>, String> {
+fn execute(node: &mut Node<ModelNic>, task: Task) -> Result<Option<Vec<u32>>, String> {
     match task {
-        Task::Turn => node.turn().map(|_| Vec::new()),
-        Task::Retire(client) => retire(node, client),
-        Task::ResetManagement(client) => reset_management(node, client),
+        Task::Turn => node.turn().map(|_| None),
+        Task::Retire(client) => node.retire(client).map(|()| None),
+        Task::ResetManagement(client) => node.reset_management(client),
     }
     .map_err(|e| e.to_string())
-}
-
-/// Retires a client wholly, which takes further turns.
-fn retire(node: &mut Node<ModelNic>, client: ClientId) -> Result<Vec<u32>, pool::Error> {
-    node.retire(client)?;
-    while !node.is_retired(client) {
-        node.turn()?;
-    }
-    Ok(Vec::new())
-}
-
-/// Asks until the old connection is at rest.
-fn reset_management(node: &mut Node<ModelNic>, client: ClientId) -> Result<Vec<u32>, pool::Error> {
-    loop {
-        if let Some(peers) = node.reset_management(client)? {
-            return Ok(peers);
-        }
-        node.turn()?;
-    }
 }
 
 /// Stands before a verb until told to go on. Nothing if who calls is not the CPU.

@@ -60,6 +60,8 @@ struct Frame {
     undo: Undo,
     /// That action.
     by: Option<Action>,
+    /// The state.
+    digest: u128,
 }
 
 /// Visits every state of `config`, up to `limit` of them.
@@ -160,7 +162,7 @@ impl Explorer {
 
     fn run(&mut self, undo: Undo, limit: u64) -> Result<bool, Violation> {
         let actions = self.world().actions();
-        let mut stack = vec![Frame { actions, next: 0, undo, by: None }];
+        let mut stack = vec![Frame { actions, next: 0, undo, by: None, digest: self.digest() }];
         while let Some(frame) = stack.last_mut() {
             if frame.next == frame.actions.len() {
                 let frame = stack.pop().expect("just seen");
@@ -182,6 +184,12 @@ impl Explorer {
             let digest = self.digest();
             if !self.seen.insert(digest) {
                 self.arena.undo(&undo);
+                // A circle that nothing leads out of.
+                if let Some(at) = stack.iter().rposition(|f| f.digest == digest)
+                    && stack[at..].iter().all(|f| f.actions.len() == 1)
+                {
+                    return Err(self.tell(stack, Some(action), "this goes on for ever".into()));
+                }
                 continue;
             }
             let actions = self.world().actions();
@@ -194,7 +202,7 @@ impl Explorer {
                     return Err(self.tell(stack, Some(action), what));
                 }
             }
-            stack.push(Frame { actions, next: 0, undo, by: Some(action) });
+            stack.push(Frame { actions, next: 0, undo, by: Some(action), digest });
             self.report.depth = self.report.depth.max(stack.len());
             if self.seen.len() as u64 >= limit {
                 return Ok(false);

@@ -121,7 +121,8 @@ pub struct Spec {
     pub owes: [u8; CLIENTS + 1],
     /// Times that a client's free worker has released each chunk.
     pub released: [[u8; CHUNKS]; CLIENTS],
-    /// The client's process has ended.
+    /// The client's process has ended, or it has reset its queues: grants that were not delivered
+    /// are taken back.
     pub gone: [bool; CLIENTS],
     /// Who each client is.
     pub who: [Identity; CLIENTS],
@@ -247,6 +248,12 @@ impl Spec {
                 continue;
             }
             if b == 0 {
+                // What a client that is gone owned is the CPU's from here on, or from the first unbinding.
+                if let (Chunk::Owned(c), Some(By::Cpu)) = (self.chunk[i], by)
+                    && self.gone[c as usize]
+                {
+                    self.chunk[i] = Chunk::Releasing(By::Cpu);
+                }
                 let own = by.is_some_and(|by| self.chunk[i] == Chunk::Releasing(by));
                 may(own, format!("disowns chunk {i}, which is {:?}", self.chunk[i]))?;
                 said.push(format!("disowns chunk {i}"));

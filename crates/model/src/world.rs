@@ -209,19 +209,21 @@ impl World {
 
     fn tasks(&self) -> Vec<Task> {
         let mut tasks = Vec::new();
+        let mut turn = false;
         for client in self.clients.iter().filter(|c| c.known) {
-            if !client.alive {
+            if !client.alive && !client.leaves {
                 tasks.push(Task::Retire(client.id));
-            } else if client.wants_reset {
+            } else if client.alive && client.wants_reset {
                 tasks.push(Task::ResetManagement(client.id));
             }
+            turn |= client.leaves || client.wants_reset;
         }
         let faults = count(&self.physical, self.faults.cqn()).expect("the CQ lives");
         assert!(
             (faults as usize) * 64 < arena::FAR_TRACKED,
             "a run reaches beyond what is tracked"
         );
-        if faults != self.faults.polled() {
+        if turn || faults != self.faults.polled() {
             tasks.push(Task::Turn);
         }
         tasks
@@ -314,6 +316,7 @@ impl World {
             }
             Action::Recover(c) => {
                 actor = Actor::Client(c);
+                self.spec.gone[c as usize] = true;
                 arena::inside(|| self.clients[c as usize].recover())?;
             }
             Action::Begin(task) => self.cpu.start(task),
@@ -333,19 +336,17 @@ impl World {
         Ok(said)
     }
 
-    fn ended(&mut self, task: Task, result: Result<Vec<u32>, String>) -> Result<(), String> {
+    fn ended(&mut self, task: Task, result: Result<Option<Vec<u32>>, String>) -> Result<(), String> {
         let done = result.map_err(|e| format!("the CPU failed at {task:?}: {e}"))?;
         match task {
             Task::Turn => {}
             Task::Retire(id) => {
-                let c =
-                    self.clients.iter().position(|c| c.id == id).expect("a client of the world");
-                self.clients[c].known = false;
-                self.forgotten[c] = true;
-                self.spec.check_forgotten(c as u8)?;
+                let client = self.clients.iter_mut().find(|c| c.id == id).expect("a client");
+                client.leaves = true;
             }
             Task::ResetManagement(id) => {
                 let client = self.clients.iter_mut().find(|c| c.id == id).expect("a client");
+                let Some(done) = done else { return Ok(()) };
                 client.wants_reset = false;
                 if client.alive {
                     arena::inside(|| {
@@ -354,6 +355,16 @@ impl World {
                         client.free.qp.connect(peers[1]).expect("a QP in Reset");
                     });
                 }
+            }
+        }
+        for c in 0..self.clients.len() {
+            let client = &mut self.clients[c];
+            // SAFETY: the CPU stands idle, and nobody else looks at the node.
+            let node = unsafe { &*self.node };
+            if client.leaves && client.known && node.is_retired(client.id) {
+                client.known = false;
+                self.forgotten[c] = true;
+                self.spec.check_forgotten(c as u8)?;
             }
         }
         Ok(())
@@ -610,7 +621,8 @@ impl World {
         self.forgotten.hash(h);
         for client in &self.clients {
             client.outcome.hash(h);
-            (client.next, client.alive, client.known, client.wants_reset, client.freed).hash(h);
+            (client.next, client.alive, client.known, client.freed).hash(h);
+            (client.leaves, client.wants_reset).hash(h);
             for side in [&client.alloc, &client.free].into_iter().chain(&client.access) {
                 side.outstanding.hash(h);
             }
