@@ -87,7 +87,9 @@ pub fn explore(config: &Config, limit: u64) -> Result<Report, Box<Violation>> {
 fn warm_up(config: &Config) {
     let mut arena = Arena::new();
     let world = World::new(config, &mut arena);
-    while let Some(&action) = world.actions().first() {
+    // The CPU's actions come first in the list, and it may look in vain for ever.
+    for _ in 0..1000 {
+        let Some(&action) = world.actions().last() else { break };
         if world.act(action).is_err() {
             break;
         }

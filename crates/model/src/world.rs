@@ -336,7 +336,11 @@ impl World {
         Ok(said)
     }
 
-    fn ended(&mut self, task: Task, result: Result<Option<Vec<u32>>, String>) -> Result<(), String> {
+    fn ended(
+        &mut self,
+        task: Task,
+        result: Result<Option<Vec<u32>>, String>,
+    ) -> Result<(), String> {
         let done = result.map_err(|e| format!("the CPU failed at {task:?}: {e}"))?;
         match task {
             Task::Turn => {}
