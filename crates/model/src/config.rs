@@ -133,7 +133,7 @@ pub fn all() -> Vec<Config> {
         config("two chunks for three", &[BARE, BARE, BARE], 2, 1, 1).full(),
         config("three clients, two lanes", &[ROUND, ROUND, ROUND], 3, 2, 1).full(),
         // One of them crashes.
-        config("crash alone", &[ROUND], 1, 1, 1).crash(0).full(),
+        config("crash alone", &[ROUND], 1, 1, 1).crash(0),
         config("crash beside another", &[ONE, ONE], 2, 1, 1).crash(0).full(),
         config("crash over the last chunk", &[BARE, BARE], 1, 1, 1).crash(0).full(),
         config("crash, two lanes", &[ROUND, BARE], 2, 2, 1).crash(0).full(),

@@ -26,11 +26,14 @@ pub enum Task {
     ResetManagement(ClientId),
 }
 
+/// How a task ended: the numbers of management queues that were re-established, or what went wrong.
+pub type Ended = Result<Option<Vec<u32>>, String>;
+
 /// Where it stands.
 #[derive(Clone, Debug)]
 pub enum Standing {
     /// It has nothing to do; how its last task ended.
-    Idle(Result<Option<Vec<u32>>, String>),
+    Idle(Ended),
     /// Before a verb.
     Verb,
     /// Until the CQ has counted more completions than this.
@@ -112,7 +115,7 @@ impl Cpu {
     }
 
     /// Lets it go on to its next verb, or to the end of its task: then how that ended.
-    pub fn go_on(&mut self) -> Option<(Task, Result<Option<Vec<u32>>, String>)> {
+    pub fn go_on(&mut self) -> Option<(Task, Ended)> {
         let task = self.task.expect("it has a task");
         let command = if self.begun { Command::GoOn } else { Command::Start(task) };
         self.begun = true;
@@ -146,7 +149,7 @@ impl Cpu {
     }
 }
 
-fn execute(node: &mut Node<ModelNic>, task: Task) -> Result<Option<Vec<u32>>, String> {
+fn execute(node: &mut Node<ModelNic>, task: Task) -> Ended {
     match task {
         Task::Turn => node.turn().map(|_| None),
         Task::Retire(client) => node.retire(client).map(|()| None),
