@@ -222,9 +222,14 @@ impl Scene {
             ensure!(Instant::now() < deadline, "the pool is not whole: {n:?}");
             std::thread::sleep(Duration::from_millis(2));
         }
-        match control.ask(Request::Audit)? {
-            Reply::Done => Ok(()),
-            other => bail!("the audit: {other:?}"),
+        loop {
+            match control.ask(Request::Audit)? {
+                Reply::Done => return Ok(()),
+                // Somebody may be on his way out yet.
+                Reply::Error { .. } if Instant::now() < deadline => {}
+                other => bail!("the audit: {other:?}"),
+            }
+            std::thread::sleep(Duration::from_millis(2));
         }
     }
 

@@ -188,7 +188,6 @@ fn what_a_dead_client_left_is_gone() -> Result<()> {
 /// Many compute nodes stop their free chains at the same moment: what that flushes must not overflow
 /// what tells the memory node's CPU of it.
 #[test]
-#[ignore = "the CQ of faults overflows, and no refused free is answered any more"]
 fn many_refused_frees_at_once_are_all_answered() -> Result<()> {
     let mut scene = Scene::start(
         "all-stop",

@@ -21,6 +21,8 @@ pub struct ConnectionId(pub u64);
 /// A connection.
 pub struct Connection {
     fd: PeerSocket,
+    /// The process at the other end, as the kernel knows it since it connected.
+    pub process: Option<i32>,
     /// Replies that the peer was too slow to take.
     outbox: VecDeque<(Vec<u8>, Vec<OwnedFd>)>,
     /// What it is for.
@@ -90,7 +92,8 @@ pub enum Input {
 impl Connection {
     /// A connection that was just accepted.
     pub fn new(fd: OwnedFd) -> Self {
-        Self { fd: fd.into(), outbox: VecDeque::new(), role: Role::Unknown }
+        let process = process_of(&fd);
+        Self { fd: fd.into(), process, outbox: VecDeque::new(), role: Role::Unknown }
     }
 
     /// Reads one message.
@@ -165,12 +168,6 @@ impl Connection {
         }
     }
 
-    /// The process at the other end, as the kernel knows it since it connected.
-    pub fn process(&self) -> Option<i32> {
-        let peer = rustix::net::sockopt::socket_peercred(&self.fd).ok()?;
-        Some(peer.pid.as_raw_pid())
-    }
-
     /// True if every QP that `request` names belongs to this connection's NIC session.
     pub fn owns_all(&mut self, request: &Admission) -> bool {
         let Role::Nic(session) = &mut self.role else { return false };
@@ -183,6 +180,11 @@ impl AsFd for Connection {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
+}
+
+/// The process at the other end of a socket, as the kernel knows it since it connected.
+pub fn process_of(fd: impl AsFd) -> Option<i32> {
+    Some(rustix::net::sockopt::socket_peercred(fd).ok()?.pid.as_raw_pid())
 }
 
 /// Asks the session as its own process would: the NIC answers for its own QPs only.

@@ -13,7 +13,7 @@ use rustix::io::Errno;
 
 use super::Shared;
 use super::connection::{
-    Await, Connection, ConnectionId, Deferred, Input, PoolSession, Role, What,
+    Await, Connection, ConnectionId, Deferred, Input, PoolSession, Role, What, process_of,
 };
 use crate::Error;
 use crate::protocol::{self, Numbered, Opening, Reply, Request, VERSION};
@@ -23,6 +23,13 @@ use crate::socket::Listener;
 const LISTENER: u64 = 0;
 const WAKE: u64 = 1;
 const FIRST_CONNECTION: u64 = 2;
+
+/// Connections beyond two for each compute node, for those who only ask.
+const ASKING: usize = 32;
+/// Connections beyond these, for processes that have few.
+const RESERVED: usize = 16;
+/// What "few" is: a pool and a NIC connection, and as many that only ask.
+const FEW: usize = 4;
 
 /// Requests for memory that a connection may have waiting.
 const AWAITS_MAX: usize = 16;
@@ -61,7 +68,7 @@ impl<'a> Control<'a> {
             connections: BTreeMap::new(),
             next: FIRST_CONNECTION,
             // A pool and a NIC connection for each compute node, and some that only ask.
-            limit: shared.node.settings().clients_max as usize * 2 + 32,
+            limit: shared.node.settings().clients_max as usize * 2 + ASKING + RESERVED,
             full: false,
         })
     }
@@ -99,7 +106,7 @@ impl<'a> Control<'a> {
     fn accept(&mut self) -> Result<(), Error> {
         match self.listener.accept() {
             Ok(None) => {}
-            Ok(Some(_)) if self.connections.len() >= self.limit => {} // closed again
+            Ok(Some(fd)) if !self.has_room_for(&fd) => drop(fd), // closed again
             Ok(Some(fd)) => {
                 let id = self.next;
                 self.next += 1;
@@ -111,6 +118,18 @@ impl<'a> Control<'a> {
             Err(_) => self.watch_listener(false)?,
         }
         Ok(())
+    }
+
+    /// The last connections are for processes that have few: one that takes all that it can get locks
+    /// nobody else out.
+    fn has_room_for(&self, fd: &OwnedFd) -> bool {
+        let count = self.connections.len();
+        if count + RESERVED < self.limit {
+            return true;
+        }
+        let process = process_of(fd);
+        let held = self.connections.values().filter(|c| c.process == process).count();
+        count < self.limit && held < FEW
     }
 
     fn watch_listener(&mut self, on: bool) -> Result<(), Error> {
@@ -324,11 +343,11 @@ impl<'a> Control<'a> {
 
     fn admit(&mut self, from: ConnectionId, request: &Admission) -> Result<Admitted, Error> {
         // Not another process's: its NIC session would end with this connection.
-        let process = self.connections.get(&from).and_then(Connection::process);
+        let process = self.connections.get(&from).and_then(|c| c.process);
         let nic = self
             .connections
             .iter_mut()
-            .filter(|(_, c)| c.process() == process)
+            .filter(|(_, c)| c.process == process)
             .find_map(|(id, c)| c.owns_all(request).then_some(*id))
             .ok_or_else(|| {
                 refused("the QPs that it names are not those of this process, attached to the NIC")

@@ -19,7 +19,7 @@ use rnic::memory::DmaMemory;
 use rnic::port::control::{MWS_MAX, Reply, Verb};
 use rnic::port::shm::raw;
 use rnic::verbs::{MwKind, QpChange};
-use rnic::wqe::{Builder, Remote, Sge, Umr, WQEBB};
+use rnic::wqe::{Builder, Remote, Sge, Umr, UmrFlags, WQEBB};
 use serde_json::{Value, json};
 
 use crate::Arguments;
@@ -253,8 +253,11 @@ fn write_ring(me: &Compute, qp: &mut Qp, memory: &DmaMemory, key: Key, work: Wor
             Work::Faa => wqes.push(Box::new(move |b| _ = b.fetch_add(far, 1, local(8)))),
             Work::Bind => {
                 let key_of = window.expect("allocated above");
-                let bind =
-                    Umr::bind(key_of, key_of.tag(), qpn, Access::REMOTE_ALL, key, half, 4096);
+                // Without CHECK_FREE: the ring may have been stopped with the window bound.
+                let bind = Umr {
+                    flags: UmrFlags::INLINE | UmrFlags::TRANSLATION_OFFSET,
+                    ..Umr::bind(key_of, key_of.tag(), qpn, Access::REMOTE_ALL, key, half, 4096)
+                };
                 wqes.push(Box::new(move |b| _ = b.umr(&bind)));
                 wqes.push(Box::new(move |b| _ = b.umr(&Umr::unbind(key_of, true))));
             }
