@@ -7,7 +7,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use rnic::cqe::{CQE, CqReader, Cqe};
+use rnic::cqe::{CQE, CqReader, Cqe, OWNER, offset, opcode};
 use rnic::ids::{Access, Cqn, Pdn, Qpn};
 use rnic::memory::DmaMemory;
 use rnic::port::control::{QpVerb, ReceiveRing, ReceiveVerb, Reply, SendRing, Verb};
@@ -67,6 +67,10 @@ impl Qp {
         let (send, receive) = (cq_bytes, cq_bytes + shape.blocks as usize * WQEBB);
         let records = (receive + shape.receives as usize * STRIDE).next_multiple_of(64);
         let memory = nic.memory(records + 128)?;
+        // Never written: the NIC leaves that to who owns the ring.
+        for entry in 0..shape.completions as usize {
+            memory.write(entry * CQE + offset::OP_OWN, &[opcode::INVALID << 4 | OWNER]);
+        }
         let cqn = match nic.verb(Verb::CreateCq {
             ring: part(&memory, 0, cq_bytes),
             entries: shape.completions,
