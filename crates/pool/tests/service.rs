@@ -404,3 +404,36 @@ fn what_a_killed_process_had_comes_back() {
         check_whole(&service);
     }
 }
+
+/// Key, QP and client numbers begin anew with each start: a grant of the last one would fit.
+#[test]
+fn a_grant_does_not_survive_a_restart() {
+    let directory = tempfile::tempdir().unwrap();
+    let endpoint = Endpoint::At(directory.path().join("pool.sock"));
+    for &scheme in SchemeKind::ALL {
+        let start = || Service::start(&settings(scheme), &endpoint).unwrap();
+        let first = start();
+        let pool = connect(&first);
+        let held = pool.allocate_blocking().unwrap();
+        first.stop();
+        let second = start();
+        let pool = pool.reconnect().unwrap();
+        let anew = pool.allocate_blocking().unwrap();
+        assert_eq!((anew.entry, anew.keys()), (held.entry, held.keys()), "the test shows nothing");
+        let uses = [
+            pool.read_blocking(&held, 0, &mut [0; 8]),
+            pool.write_blocking(&held, 0, b"stale"),
+            pool.fetch_and_add_blocking(&held, 0, 1).map(drop),
+            pool.free_blocking(held),
+        ];
+        for result in uses {
+            assert!(matches!(result, Err(Error::Stale { .. })), "{result:?}");
+        }
+        let mut bytes = [1; 8];
+        pool.read_blocking(&anew, 0, &mut bytes).unwrap();
+        assert_eq!(bytes, [0; 8]);
+        pool.free_blocking(anew).unwrap();
+        drop(pool);
+        check_whole(&second);
+    }
+}

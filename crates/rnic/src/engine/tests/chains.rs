@@ -154,6 +154,42 @@ fn a_wqe_is_fetched_after_the_wqes_before_it_have_landed() {
     assert_eq!(m.bytes(128, 8), b"patched!");
 }
 
+/// A WQE is fetched once: one that overwrites itself while it is executed ends as what it was.
+#[test]
+fn a_wqe_that_overwrites_itself_ends_as_it_was_fetched() {
+    let operations: [fn(&mut Builder, &Mr, &Mr); 3] = [
+        |w, ring, m| _ = w.rdma_write(ring.remote(0), &[m.sge(0, 16)]),
+        |w, ring, m| _ = w.rdma_read(m.remote(0), &[ring.sge(0, 16)]),
+        |w, ring, m| _ = w.fetch_add(m.remote(0), 0, ring.sge(0, 8)),
+    ];
+    for operation in operations {
+        let mut bed = Bed::new();
+        let pd = bed.pd(PF);
+        let shape = bed.shape(PF, pd);
+        let (mut a, b) = (bed.qp(&shape), bed.qp(&shape));
+        bed.connect(&a, &b);
+        let ring = ring_mr(&mut bed, &a, pd, ALL);
+        let m = bed.mr(PF, pd, 64, ALL);
+        // Well-formed, of four blocks, and without a completion.
+        let mut other = Builder::new(a.qpn, 0);
+        other.nop_filling(4);
+        m.mem.write(0, &other.bytes()[..16]);
+        bed.write_wqe(&mut a, |w| {
+            operation(w, &ring, &m);
+            w.signaled();
+        });
+        let was = ring.bytes(offset::OPCODE, 1)[0];
+        bed.post(&mut a, |w| _ = w.nop().signaled());
+        bed.run();
+        assert_eq!(ring.bytes(0, 8), m.bytes(0, 8), "the test shows nothing");
+        for (opcode, index) in [(was, 0), (opcode::NOP, 1)] {
+            let cqe = a.send_cq.reader.poll().expect("a completion");
+            assert_eq!((cqe.error, cqe.wqe_opcode, cqe.wqe_counter), (None, opcode, index));
+        }
+        assert_eq!(a.send_cq.reader.poll(), None);
+    }
+}
+
 #[test]
 fn qps_whose_wqes_enable_themselves_and_wait_stay_in_order() {
     // RECV_EN of the QP's own receive queue while its turn runs, then a WAIT that blocks: it must

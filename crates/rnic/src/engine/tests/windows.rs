@@ -6,7 +6,7 @@ use crate::ids::{Access, Key, Pdn, Qpn};
 use crate::protection::Refusal;
 use crate::verbs::{KeyInfo, KeyKind, MwKind, QpState};
 use crate::wqe::umr::{self, Umr, UmrFlags};
-use crate::wqe::{Builder, Remote};
+use crate::wqe::{Builder, Remote, Sge};
 
 /// A region with a window, and two QPs of one PD: `a` may bind to others if `privileged`.
 struct Windows {
@@ -141,7 +141,7 @@ fn a_window_grants_no_more_than_its_rights() {
     bind.access = Access(0xff);
     t.umr(&bind);
     assert_eq!(t.info().access, Access::REMOTE_ALL);
-    let as_local = crate::wqe::Sge { addr: start, len: 8, lkey: t.key() };
+    let as_local = Sge { addr: start, len: 8, lkey: t.key() };
     let to = t.scratch.remote(0);
     let cqe = t.bed.execute(&mut t.a, |w| _ = w.rdma_write(to, &[as_local]));
     assert_error(&cqe, Syndrome::LocalProtection);
@@ -158,10 +158,27 @@ fn a_qp_may_use_the_window_of_its_own_number_only() {
     t.umr(&bind);
     let (key, start) = (t.key(), t.start());
     assert!(!t.reads(key, start), "bound to b, presented through a");
-    let from = Remote { addr: start, rkey: key };
-    let to = t.scratch.sge(0, 8);
-    let cqe = t.bed.execute(&mut b_peer, |w| _ = w.rdma_read(from, &[to]));
-    assert_eq!(cqe.error, None);
+    let at = Remote { addr: start, rkey: key };
+    let local = t.scratch.sge(0, 8);
+    t.mr.mem.store_be64(4096, 7);
+    t.scratch.mem.store_be64(0, 9);
+    // The right key, tag and all, in the same PD: every operation through a, then through b.
+    let each: [fn(&mut Builder, Remote, Sge); 4] = [
+        |w, at, local| _ = w.rdma_read(at, &[local]),
+        |w, at, local| _ = w.rdma_write(at, &[local]),
+        |w, at, local| _ = w.fetch_add(at, 1, local),
+        |w, at, local| _ = w.compare_swap(at, 7, 8, local),
+    ];
+    for fill in each {
+        let cqe = t.bed.execute(&mut t.peer, |w| fill(w, at, local));
+        assert_error(&cqe, Syndrome::RemoteAccess);
+        let words = (t.mr.mem.load_be64(4096), t.scratch.mem.load_be64(0));
+        assert_eq!(words, (7, 9), "it was refused and moved something");
+        t.recover();
+    }
+    for fill in each {
+        assert_eq!(t.bed.execute(&mut b_peer, |w| fill(w, at, local)).error, None);
+    }
 }
 
 #[test]
