@@ -8,6 +8,7 @@ use granary_tests::node::full;
 use granary_tests::over_each_node;
 use granary_tests::pager::{Scratch, assert_same, paged, plain};
 use granary_tests::run::{Behind, Site};
+use pager::config::EXIT_PAGER;
 
 const MIB: u64 = 1 << 20;
 
@@ -103,6 +104,34 @@ fn a_daemon_outlives_its_parent() {
 #[test]
 fn a_child_lives_on_when_its_parent_is_killed() {
     self_checking("killed", include_str!("pager_programs/daemon.c"), &[&["killed"]]);
+}
+
+#[test]
+fn two_hundred_children_one_after_the_other() {
+    self_checking("many", include_str!("pager_programs/many.c"), &[&["200"]]);
+}
+
+#[test]
+fn limits_that_a_program_sets_are_kept_to() {
+    let scratch = Scratch::new("forks-limits");
+    let program = scratch.compile("limits", include_str!("pager_programs/limits.c"));
+    let program = program.to_str().unwrap();
+    for limit in ["as", "data", "nproc"] {
+        let plain = plain(program, &[limit]);
+        assert_eq!(plain.code, 0, "{}", plain.stderr);
+        let paged = paged(8 * MIB, "memory:1GiB", program, &[limit]);
+        assert_same(&plain, &paged, 8 * MIB);
+    }
+}
+
+#[test]
+fn limits_that_leave_no_room_for_the_pager_are_named() {
+    for limit in ["-v 2000000", "-d 2000000", "-d 100000000"] {
+        let script = format!("ulimit {limit}; exec true");
+        let paged = paged(8 * MIB, "memory:1GiB", "sh", &["-c", &script]);
+        assert_eq!(paged.code, EXIT_PAGER, "{limit}: {}", paged.stderr);
+        assert!(paged.stderr.contains("RLIMIT_AS and RLIMIT_DATA"), "{limit}: {}", paged.stderr);
+    }
 }
 
 #[test]

@@ -120,3 +120,44 @@ fn with_the_device_file_a_user_pages_like_root() {
     assert!(count("pages_out") > 500 && count("pages_in") > 500, "{stats}");
     assert!(count("local_peak_bytes") < (4 << 20) + pager::CONSTANT_BYTES, "{stats}");
 }
+
+/// The kernel reports forks to CAP_SYS_PTRACE only. What it does not report must not happen.
+#[test]
+fn without_capabilities_fork_is_refused_and_spawning_works() {
+    const NAME: &str = "without_capabilities_fork_is_refused_and_spawning_works";
+    let scratch = Scratch::new("no-forks");
+    if let Some(why) = obstacle(&scratch) {
+        return skipped(NAME, &why);
+    }
+    let permitted = fs::read_to_string(SYSCTL).is_ok_and(|value| value.trim() != "0");
+    if !permitted && !Path::new(DEVICE).exists() {
+        return skipped(NAME, &format!("this kernel has no {DEVICE} (Linux before 6.1)"));
+    }
+    installed(&scratch);
+    let device = format!(
+        "if [ -e {DEVICE} ]; then cp -a {DEVICE} device; chmod 666 device; mount --bind device {DEVICE}; fi\n"
+    );
+    let python = |script: &str| {
+        format!("{device}nobody ./granary run --local 4MiB -- python3 -c '{script}'")
+    };
+
+    let spawning = "import os, subprocess; x = list(range(2000000)); \
+                    print(subprocess.run([\"sh\", \"-c\", \"exit 7\"]).returncode, \
+                    os.waitstatus_to_exitcode(os.system(\"exit 3\")), os.popen(\"echo hi\").read(), sum(x))";
+    let output = run(&scratch, &python(spawning));
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{stderr}");
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "7 3 hi\n 1999999000000\n");
+    assert_eq!(stderr, "");
+
+    let forking =
+        "import os; print(\"starts\", flush=True); os.fork(); print(\"forked\", flush=True)";
+    let output = run(&scratch, &python(forking));
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(pager::config::EXIT_PAGER), "{stderr}");
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "starts\n");
+    for part in ["calls fork", "CAP_SYS_PTRACE", "as root", "posix_spawn"] {
+        assert!(stderr.contains(part), "no {part:?} in {stderr}");
+    }
+    assert_eq!(stderr.lines().count(), 1, "{stderr}");
+}

@@ -37,8 +37,6 @@ pub struct Config {
     pub region_bytes: usize,
     /// Where the overflow file is made.
     pub overflow_directory: PathBuf,
-    /// Fork also where the kernel does not report it (`GRANARY_FORK_UNREPORTED=1`): experimental.
-    pub forks_unreported: bool,
 }
 
 impl Config {
@@ -50,7 +48,6 @@ impl Config {
             run_directory: None,
             region_bytes: 1 << 40,
             overflow_directory: default_overflow_directory(),
-            forks_unreported: false,
         }
     }
 
@@ -74,7 +71,6 @@ impl Config {
         if let Some(region) = get("GRANARY_REGION") {
             config.region_bytes = size("GRANARY_REGION", &region)? as usize;
         }
-        config.forks_unreported = get("GRANARY_FORK_UNREPORTED").is_some_and(|value| value == "1");
         if let Some(directory) = get("GRANARY_OVERFLOW_DIR") {
             config.overflow_directory = directory.into();
         }

@@ -123,8 +123,6 @@ impl Pager {
                 }
                 self.broken("read page faults", &error);
             }
-            let _turn = (!self.fork_events)
-                .then(|| self.turn.lock().expect("nobody panics with the turn locked"));
             // A fork first: its child's picture is to be taken soon.
             for event in events.drain(..) {
                 match event {

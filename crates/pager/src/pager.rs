@@ -58,6 +58,10 @@ pub fn set_current(pager: &'static Arc<Pager>) {
     CURRENT.store(Arc::as_ptr(pager).cast_mut(), Ordering::Release);
 }
 
+/// What fails where there is too little of it.
+const ADDRESS_SPACE: &str = "reserve address space (where a paged program starts, RLIMIT_AS and \
+                             RLIMIT_DATA, ulimit -v and -d, must be unlimited)";
+
 /// What a pager is built on.
 pub(crate) struct Foundation {
     pub uffd: Uffd,
@@ -110,8 +114,6 @@ pub struct Pager {
     streams: Mutex<(Streams, Streams)>,
     /// What a forked child has from its parent.
     pub(crate) inheritance: Option<Inheritance>,
-    /// Held by the handler while it serves faults, where forks are not reported.
-    pub(crate) turn: Mutex<()>,
     enter: OnceLock<fn()>,
 }
 
@@ -134,19 +136,19 @@ impl Pager {
         };
         let moved = { descriptor::move_high(uffd.as_raw_fd()) };
         let uffd = Uffd::from_fd(moved.map_err(system("move the userfaultfd to a high number"))?);
-        let region =
-            Region::reserve(config.region_bytes).map_err(system("reserve address space"))?;
+        let region = Region::reserve(config.region_bytes).map_err(system(ADDRESS_SPACE))?;
         // SAFETY: the region is ours and nothing is in it yet.
         unsafe {
             let _ = sys::madvise(region.base(), region.len(), libc::MADV_NOHUGEPAGE);
             // The kernel would write zeros for what is not resident.
             let _ = sys::madvise(region.base(), region.len(), libc::MADV_DONTDUMP);
             if !fork_events {
+                // A child of a raw system call finds nothing there, rather than zeros.
                 let _ = sys::madvise(region.base(), region.len(), libc::MADV_DONTFORK);
             }
             let arena = region.arena().len() * PAGE_BYTES;
             sys::mprotect(region.base(), arena, libc::PROT_READ | libc::PROT_WRITE)
-                .map_err(system("open the arena"))?;
+                .map_err(system(ADDRESS_SPACE))?;
             uffd.register(region.base(), region.len())
                 .map_err(system("register the region with userfaultfd"))?;
         }
@@ -227,7 +229,6 @@ impl Pager {
             evicts_inline,
             streams: Mutex::default(),
             inheritance,
-            turn: Mutex::default(),
             enter: OnceLock::new(),
         }))
     }

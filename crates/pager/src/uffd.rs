@@ -154,11 +154,6 @@ impl Uffd {
         Self { fd }
     }
 
-    /// Gives the descriptor back.
-    pub fn into_fd(self) -> OwnedFd {
-        self.fd
-    }
-
     /// Registers `[start, start + len)` for missing and write-protection faults.
     ///
     /// # Safety

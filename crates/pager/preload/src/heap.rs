@@ -13,6 +13,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use dlmalloc::Dlmalloc;
+use pager::config::EXIT_PAGER;
 use pager::sys::{self, PAGE_BYTES, SignalsBlocked};
 
 /// Address space of the heap.
@@ -21,6 +22,19 @@ const HEADER_BYTES: usize = 16;
 
 static BASE: AtomicUsize = AtomicUsize::new(0);
 static USED: AtomicUsize = AtomicUsize::new(0);
+
+/// Nothing works without the heap; and no message can be put together, with the heap locked.
+fn no_room() -> ! {
+    const TEXT: &str = "granary: cannot reserve 4 GiB of address space for the pager itself: where a paged \
+                        program starts, RLIMIT_AS and RLIMIT_DATA (ulimit -v and -d) must be unlimited\n";
+    loop {
+        // SAFETY: the text is valid for the read; exit_group does not return.
+        unsafe {
+            libc::syscall(libc::SYS_write, 2, TEXT.as_ptr(), TEXT.len());
+            libc::syscall(libc::SYS_exit_group, EXIT_PAGER);
+        }
+    }
+}
 
 struct Range;
 
@@ -33,7 +47,7 @@ unsafe impl dlmalloc::Allocator for Range {
         if BASE.load(Ordering::Acquire) == 0 {
             match sys::map_anonymous(RANGE_BYTES) {
                 Ok(base) => BASE.store(base, Ordering::Release),
-                Err(_) => return none,
+                Err(_) => no_room(),
             }
         }
         let at = USED.load(Ordering::Relaxed);

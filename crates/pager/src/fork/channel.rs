@@ -40,8 +40,6 @@ pub(super) const READ: u32 = 5;
 pub(super) const FAULTS: u32 = 6;
 /// Keeper: your parent has ended; what is not read from here soon keeps it from being freed.
 pub(super) const ORPHANED: u32 = 7;
-/// Child: this is the descriptor of my faults.
-pub(super) const SERVE: u32 = 8;
 
 /// Descriptors of a message.
 pub(super) const FDS: usize = 2;

@@ -353,13 +353,12 @@ impl<'a> Keeper<'a> {
 
     /// Hears a child. False if it is gone or needs nothing more.
     fn listen(&mut self, at: usize) -> bool {
-        let pager = self.pager;
         let child = &mut self.children[at];
         let Some([calls, _]) = &child.channel else { return true };
         let calls = calls.as_raw_fd();
         let Ok((message, fds)) = channel::receive(calls) else { return false };
         let range = message.start..message.end;
-        let answered = match message.kind {
+        match message.kind {
             channel::READ => return self.read(at, calls, range).is_ok(),
             channel::TAKE => {
                 // What of its faults was read and not served is reported again when it wakes them.
@@ -377,25 +376,10 @@ impl<'a> Keeper<'a> {
                     [Some(calls), Some(bell)] => Some([calls, bell]),
                     _ => None,
                 };
-                Ok(())
             }
-            channel::DROPPED => {
-                child.forget(range);
-                Ok(())
-            }
-            channel::SERVE => {
-                let [faults, _] = fds;
-                child.faults = faults.map(Uffd::from_fd);
-                child.faults.as_ref().map_or(Ok(()), |faults| faults.set_nonblocking())
-            }
-            channel::GROW => {
-                child.ask_to_grow();
-                Ok(())
-            }
+            channel::DROPPED => child.forget(range),
+            channel::GROW => child.ask_to_grow(),
             _ => return false,
-        };
-        if let Err(error) = answered {
-            pager.broken("poll for the faults of a child", &error);
         }
         channel::send(calls, Message::of(channel::DONE), &[]).is_ok()
     }

@@ -22,9 +22,9 @@
 //! - The child holds the descriptor of its own faults, so that they wait, and do not read zeros, if
 //!   the keeper is killed; then it ends with a message.
 //!
-//! How a child gets the descriptor of its faults: with CAP_SYS_PTRACE the kernel reports the fork
-//! and makes it (UFFD_FEATURE_EVENT_FORK). Without, the child makes one itself, before anything in it can touch
-//! a page that is missing ([`unreported`]).
+//! The kernel reports the fork and makes the descriptor of the child's faults
+//! (UFFD_FEATURE_EVENT_FORK). That needs CAP_SYS_PTRACE; without it `fork` ends the program with a message, since
+//! in a child that is not followed from the start what is missing reads as zeros.
 //!
 //! The picture is exact, although other handlers go on: before the fork the evictor writes what is
 //! staged and freezes all slots, and until the picture is taken it stages nothing that it does not write
@@ -36,7 +36,6 @@
 mod channel;
 mod grow;
 mod keeper;
-mod unreported;
 
 use std::cell::UnsafeCell;
 use std::io;
@@ -65,8 +64,6 @@ struct Held {
     space: MutexGuard<'static, Space>,
     /// The evictor stands still, so that the child's copy of what is unreadable is whole.
     gate: MutexGuard<'static, RangeSet>,
-    /// The handler stands still, where forks are not reported.
-    turn: Option<MutexGuard<'static, ()>>,
     blocked: SignalsBlocked,
     calls: [OwnedFd; 2],
     bell: [OwnedFd; 2],
@@ -79,8 +76,6 @@ const NONE: u32 = 0;
 const ASKED: u32 = 1;
 /// It has.
 const FROZEN: u32 = 2;
-/// The evictor is asked to hand the child to the keeper before it is there, as its fork is not reported.
-const EXPECTED: u32 = 3;
 
 /// Forks of this process.
 #[derive(Default)]
@@ -129,7 +124,7 @@ impl Forks {
 
     /// The evictor is asked to do something for a fork.
     pub(crate) fn is_asked(&self) -> bool {
-        matches!(self.preparing.load(Ordering::Acquire), ASKED | EXPECTED)
+        self.preparing.load(Ordering::Acquire) == ASKED
     }
 
     /// The number that hangs up at the end of this process.
@@ -196,12 +191,15 @@ fn abandoned() -> ! {
 impl Pager {
     /// To be called before every fork, by `pthread_atfork`.
     pub fn before_fork(&'static self) {
-        if !self.fork_events && !self.config.forks_unreported {
+        if !self.fork_events {
             sys::die(
                 EXIT_PAGER,
-                "a paged process can fork only with CAP_SYS_PTRACE, which userfaultfd needs to \
-                 follow it; vfork and posix_spawn work without (GRANARY_FORK_UNREPORTED=1 tries, and is \
-                 experimental)",
+                &format!(
+                    "process {} calls fork, and a paged process can fork only with CAP_SYS_PTRACE, \
+                     which the kernel asks for to follow it, so it ends now (status {EXIT_PAGER}); run it \
+                     as root or with that capability; vfork and posix_spawn work without",
+                    descriptor::program()
+                ),
             );
         }
         let blocked = SignalsBlocked::new();
@@ -209,18 +207,12 @@ impl Pager {
             drop(blocked);
             return self.wait_grown().before_fork();
         };
-        if self.forks.is_light() && !self.fork_events {
-            drop(space);
-            drop(blocked);
-            return self.grow_now().before_fork();
-        }
         let pairs = channel::pair().and_then(|calls| Ok((calls, channel::pair()?)));
         let (calls, bell) = match pairs {
             Ok(pairs) => pairs,
             Err(error) => self.broken("make a channel to a child", &error),
         };
         let ends = [calls[0].as_raw_fd(), bell[0].as_raw_fd()];
-        let mut turn = None;
         let done_before = self.forks.done.load(Ordering::Acquire);
         if self.forks.is_light() {
             self.forks.tell(Message::of(channel::FORKS), &ends);
@@ -230,20 +222,12 @@ impl Pager {
                 announced.store(end, Ordering::Release);
             }
         }
-        let gate = if self.fork_events {
-            let gate = self.gate();
-            // The handler waits for no room from here on: it could not get any.
-            self.fork_waits.store(true, Ordering::Release);
-            self.room.fetch_add(1, Ordering::AcqRel);
-            sys::futex_wake(&self.room);
-            gate
-        } else {
-            let (held, gate) = self.stop_for_unreported_fork();
-            turn = Some(held);
-            self.ask_evictor(EXPECTED);
-            gate
-        };
-        let held = Held { space, gate, turn, blocked, calls, bell, done_before };
+        let gate = self.gate();
+        // The handler waits for no room from here on: it could not get any.
+        self.fork_waits.store(true, Ordering::Release);
+        self.room.fetch_add(1, Ordering::AcqRel);
+        sys::futex_wake(&self.room);
+        let held = Held { space, gate, blocked, calls, bell, done_before };
         // SAFETY: this thread holds `space`.
         unsafe { *self.forks.held.get() = Some(held) };
         // SAFETY: the calling thread's own variable. A fork that fails sets it.
@@ -260,21 +244,14 @@ impl Pager {
 
     /// The evictor's part of a fork, if it is asked for one.
     pub(crate) fn help_fork(self: &Arc<Self>) {
-        match self.forks.preparing.load(Ordering::Acquire) {
-            ASKED => {
-                let gate = self.gate();
-                self.flush_staging(&gate);
-                self.slots().freeze();
-                drop(gate);
-                self.forks.one_more();
-            }
-            EXPECTED => {
-                // The forking thread keeps everybody still.
-                let (picture, touched) = self.picture();
-                self.hand_to_keeper(Child::new(None, self.announced(), picture, touched));
-            }
-            _ => return,
+        if !self.forks.is_asked() {
+            return;
         }
+        let gate = self.gate();
+        self.flush_staging(&gate);
+        self.slots().freeze();
+        drop(gate);
+        self.forks.one_more();
         self.forks.preparing.store(FROZEN, Ordering::Release);
         sys::futex_wake(&self.forks.preparing);
     }
@@ -285,12 +262,8 @@ impl Pager {
         let forked = unsafe { *libc::__errno_location() } == 0;
         // SAFETY: this thread holds `space`.
         let Some(held) = (unsafe { (*self.forks.held.get()).take() }) else { return };
-        let Held { space, gate, turn, blocked, calls, bell, done_before } = held;
-        if !self.fork_events {
-            self.hide_from_raw_forks();
-        }
+        let Held { space, gate, blocked, calls, bell, done_before } = held;
         drop(gate);
-        drop(turn);
         // A light child's own forks are followed by the keeper, not here.
         while forked && !self.forks.is_light() {
             let done = self.forks.done.load(Ordering::Acquire);
@@ -304,8 +277,7 @@ impl Pager {
             self.fork_waits.store(false, Ordering::Release);
             self.slots().end_freezing();
             self.forks.preparing.store(NONE, Ordering::Release);
-            if !forked && self.fork_events {
-                // Where a fork is not reported the keeper has the child already, and sees it go.
+            if !forked {
                 self.child_is_gone();
             }
         }
@@ -327,11 +299,10 @@ impl Pager {
     pub fn after_fork_in_child(&'static self) {
         // SAFETY: the copy of the thread that holds `space`.
         let Some(held) = (unsafe { (*self.forks.held.get()).take() }) else { return };
-        let Held { space, gate, turn, blocked, calls, bell, .. } = held;
-        let foreign = space.foreign.clone();
+        let Held { space, gate, blocked, calls, bell, .. } = held;
         // This thread is the only one yet. The one that is started below may take them: the allocator
         // gives memory back whenever it is called.
-        drop((space, gate, turn));
+        drop((space, gate));
         descriptor::note_program();
         self.forks.light.store(true, Ordering::Release);
         // These are our parent's: its userfaultfd, its channel to its own parent's keeper.
@@ -339,29 +310,18 @@ impl Pager {
         let [keepers_calls, calls] = calls;
         let [keepers_bell, bell] = bell;
         drop((keepers_calls, keepers_bell));
-        if self.enter_light(calls, bell, &foreign).is_err() {
+        if self.enter_light(calls, bell).is_err() {
             abandoned();
         }
         drop(blocked);
     }
 
-    fn enter_light(
-        &'static self,
-        calls: OwnedFd,
-        bell: OwnedFd,
-        foreign: &RangeSet,
-    ) -> io::Result<()> {
+    fn enter_light(&'static self, calls: OwnedFd, bell: OwnedFd) -> io::Result<()> {
         // Stays open as long as the process.
         let calls = ManuallyDrop::new(descriptor::move_high(calls.as_raw_fd())?).as_raw_fd();
         self.forks.calls.store(calls, Ordering::Release);
-        let faults = if self.fork_events {
-            let (_, [faults, _]) = channel::receive(bell.as_raw_fd())?;
-            faults.ok_or(io::ErrorKind::InvalidData)?
-        } else {
-            let faults = self.open_faults(foreign);
-            self.forks.tell(Message::of(channel::SERVE), &[faults.as_raw_fd()]);
-            faults.into_fd()
-        };
+        let (_, [faults, _]) = channel::receive(bell.as_raw_fd())?;
+        let faults = faults.ok_or(io::ErrorKind::InvalidData)?;
         // The grown child's mapping calls use it, in the program's table.
         let faults = ManuallyDrop::new(descriptor::move_high(faults.as_raw_fd())?);
         let life = self.forks.open_life()?;

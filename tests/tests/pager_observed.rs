@@ -1,0 +1,125 @@
+//! Programs that are traced, debugged or dumped while their memory is paged: nobody hangs, and the end is
+//! that of a plain run.
+
+use std::fs;
+use std::io::Write;
+use std::process::Command;
+
+use granary_tests::pager::{Outcome, Running, Scratch, library};
+
+const MIB: u64 = 1 << 20;
+
+/// A C program that aborts with most of its memory paged out, and what pages it.
+struct Aborting {
+    scratch: Scratch,
+    program: String,
+}
+
+impl Aborting {
+    fn new(name: &str) -> Self {
+        let scratch = Scratch::new(name);
+        let source = include_str!("pager_programs/aborts.c");
+        let program = scratch.compile("aborts", source).to_str().unwrap().to_owned();
+        Self { scratch, program }
+    }
+
+    /// Runs a command in its directory that runs programs with what [`variables`] says.
+    fn run(&self, command: &mut Command) -> Outcome {
+        Running::start(command.current_dir(&self.scratch.0)).finish()
+    }
+}
+
+/// The environment of a paged program, `NAME=VALUE`.
+fn variables() -> Vec<String> {
+    let mut all = vec![format!("LD_PRELOAD={}", library().display())];
+    for (name, value) in pager::Config::new(8 * MIB, "memory:1GiB").to_environment() {
+        all.push(format!("{name}={}", value.to_str().unwrap()));
+    }
+    all
+}
+
+fn text(outcome: &Outcome) -> String {
+    format!("{}{}", String::from_utf8_lossy(&outcome.stdout), outcome.stderr)
+}
+
+#[test]
+fn a_traced_family_gives_the_same() {
+    let scratch = Scratch::new("strace");
+    let program = scratch.compile("many", include_str!("pager_programs/many.c"));
+    let log = scratch.0.join("log");
+    let mut command = Command::new("timeout");
+    command.args(["120", "strace", "-f", "-o"]).arg(&log);
+    for variable in variables() {
+        command.args(["-E", &variable]);
+    }
+    command.arg(program).arg("20");
+    let outcome = Running::start(&mut command).finish();
+    assert_eq!(outcome.code, 0, "{}", outcome.stderr);
+    assert_eq!(String::from_utf8_lossy(&outcome.stdout), "as expected\n");
+    let log = fs::read_to_string(&log).unwrap();
+    assert!(log.contains("exited with 19"), "the children were traced too");
+}
+
+/// gdb stops all threads, those of the pager too. What is not resident it cannot read then; a function that
+/// it calls in the program can, since all threads run meanwhile.
+#[test]
+fn a_debugger_sees_the_end_and_reads_memory_by_calls() {
+    let aborting = Aborting::new("gdb");
+    let mut command = Command::new("timeout");
+    command.args(["120", "gdb", "-batch", "-nx"]);
+    let wrapper = format!("set exec-wrapper env {}", variables().join(" "));
+    for order in [
+        "set debuginfod enabled off",
+        &wrapper,
+        "run",
+        "bt",
+        "print ((unsigned *)paged)[10 * 1024]",
+        "print (unsigned)word_of_page(10)",
+        "print ((unsigned *)paged)[10 * 1024]",
+    ] {
+        command.args(["-ex", order]);
+    }
+    let outcome = aborting.run(command.args(["--args", &aborting.program]));
+    let text = text(&outcome);
+    if text.contains("ptrace: Operation not permitted") {
+        let _ = writeln!(std::io::stderr(), "gdb: skipped: ptrace is not permitted here");
+        return;
+    }
+    assert_eq!(outcome.code, 0, "{text}");
+    for part in ["all there", "SIGABRT", "in fail ", "in main "] {
+        assert!(text.contains(part), "no {part:?} in {text}");
+    }
+    assert!(text.contains("Cannot access memory at address"), "it was paged out: {text}");
+    assert!(text.contains("$1 = 11\n") && text.contains("$2 = 11\n"), "{text}");
+}
+
+#[test]
+fn a_core_dump_ends_and_holds_no_paged_memory() {
+    let aborting = Aborting::new("core");
+    let script =
+        format!("ulimit -c unlimited; exec env {} {}", variables().join(" "), aborting.program);
+    let outcome =
+        aborting.run(Command::new("timeout").args(["--foreground", "120", "sh", "-c", &script]));
+    assert_eq!(outcome.code, 128 + 6, "{}", outcome.stderr);
+    assert_eq!(String::from_utf8_lossy(&outcome.stdout), "all there\n");
+    let mut entries = fs::read_dir(&aborting.scratch.0).unwrap().map(|entry| entry.unwrap());
+    let core = entries.find(|entry| entry.file_name().to_string_lossy().starts_with("core"));
+    let Some(core) = core else {
+        let pattern = fs::read_to_string("/proc/sys/kernel/core_pattern").unwrap_or_default();
+        let pattern = pattern.trim();
+        let _ = writeln!(
+            std::io::stderr(),
+            "core: its content is not looked at: it goes to {pattern:?}"
+        );
+        return;
+    };
+    use std::os::unix::fs::MetadataExt;
+    let taken = core.metadata().unwrap().blocks() * 512;
+    assert!(taken < 8 * MIB, "{taken} bytes: paged memory is in it");
+    let core = core.path();
+    let mut command = Command::new("timeout");
+    command.args(["120", "gdb", "-batch", "-nx", "-ex", "set debuginfod enabled off", "-ex", "bt"]);
+    let outcome = aborting.run(command.arg(&aborting.program).arg(core));
+    let text = text(&outcome);
+    assert!(text.contains("in fail ") && text.contains("in main "), "{text}");
+}

@@ -1,0 +1,88 @@
+/* Limits that a program sets on itself while its memory is paged: what it has stays right, and what it
+ * cannot have is refused with ENOMEM. A child that must page for itself under such a limit may end with a
+ * message, never with anything wrong. */
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define CHECK(what) do { if (!(what)) { fprintf(stderr, "line %d: %s: %s\n", __LINE__, #what, strerror(errno)); _exit(1); } } while (0)
+enum { PAGE = 4096, PAGES = 5000, MIB = 1 << 20 };
+static unsigned *memory;
+static void look(void) { for (size_t i = 0; i < PAGES; i++) CHECK(memory[i * (PAGE / 4)] == i + 1); }
+static int wait_for(pid_t child) {
+    int status;
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+/* Allocates up to 16 MiB until refused, and uses it all. */
+static void allocate(size_t size) {
+    enum { MOST = 256 };
+    static unsigned char *all[MOST];
+    size_t got = 0, most = 16 * MIB / size < MOST ? 16 * MIB / size : MOST;
+    for (; got < most; got++) {
+        errno = 0;
+        unsigned char *block = got % 2 ? malloc(size) : mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (!block || block == MAP_FAILED) { CHECK(errno == ENOMEM); break; }
+        memset(block, (int)got + 1, size);
+        all[got] = block;
+    }
+    for (size_t i = 0; i < got; i++) {
+        for (size_t at = 0; at < size; at += 512) CHECK(all[i][at] == (unsigned char)(i + 1));
+        if (i % 2) free(all[i]); else CHECK(!munmap(all[i], size));
+    }
+}
+
+static void limit(int which, rlim_t most) {
+    struct rlimit limit;
+    CHECK(!getrlimit(which, &limit));
+    limit.rlim_cur = most;
+    CHECK(!setrlimit(which, &limit));
+    /* The first of users may have any number of processes. */
+    if (which == RLIMIT_NPROC && geteuid() == 0) CHECK(!setuid(65534));
+}
+
+int main(int count, char **arguments) {
+    CHECK(count == 2);
+    memory = malloc((size_t)PAGES * PAGE);
+    for (size_t i = 0; i < PAGES; i++) memory[i * (PAGE / 4)] = i + 1;
+    const char *name = arguments[1];
+    int which = !strcmp(name, "as") ? RLIMIT_AS : !strcmp(name, "data") ? RLIMIT_DATA : RLIMIT_NPROC;
+    int early = getenv("GRANARY_LOCAL") ? 118 : 7;
+    rlim_t limits[] = {0, which == RLIMIT_NPROC ? 1 : 16 * MIB};
+    for (int i = 0; i < 4; i++) {
+        pid_t child = fork();
+        if (child == 0) {
+            /* Before it has memory of its own, or after. */
+            if (i < 2) look();
+            limit(which, limits[i % 2]);
+            look();
+            allocate(MIB);
+            allocate(70 * 1024);
+            look();
+            _exit(7);
+        }
+        int status = wait_for(child);
+        CHECK(status == 7 || (i >= 2 && status == early));
+    }
+    limit(which, limits[1]);
+    look();
+    allocate(MIB);
+    pid_t child = fork();
+    if (child == 0) { look(); _exit(7); }
+    if (child < 0) CHECK(errno == EAGAIN || errno == ENOMEM);
+    else {
+        int status = wait_for(child);
+        /* libc may be refused memory before the pager is. */
+        CHECK(status == 7 || status == early || (early == 118 && status == 128 + SIGABRT));
+    }
+    look();
+    puts("as expected");
+    return 0;
+}
