@@ -572,9 +572,16 @@ impl Pager {
 }
 
 /// Starts a thread of the pager's. A panic there ends the process: nobody would serve its faults.
+///
+/// Not with std's threads: before those run anything of ours they have libc allocate, and by then the thread
+/// has not gone inside. It would take paged memory from the program's allocator and, in a process
+/// that forks, wait for itself. So what `run` does first is to go inside.
 pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
     let own_table = descriptor::has_own_table();
+    let name = std::ffi::CString::new(name)?;
     let guarded = move || {
+        // SAFETY: names the calling thread.
+        unsafe { libc::prctl(libc::PR_SET_NAME, name.as_ptr()) };
         if own_table {
             descriptor::shares_own_table();
         }
@@ -582,5 +589,28 @@ pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io:
             sys::die(EXIT_PAGER, "a thread of the pager failed, so the process ends now");
         }
     };
-    std::thread::Builder::new().name(name.into()).stack_size(256 << 10).spawn(guarded).map(drop)
+    type Run = Box<dyn FnOnce() + Send>;
+    extern "C" fn start(run: *mut libc::c_void) -> *mut libc::c_void {
+        // SAFETY: what is passed below, once.
+        let run: Run = *unsafe { Box::from_raw(run.cast::<Run>()) };
+        run();
+        std::ptr::null_mut()
+    }
+    let run: *mut Run = Box::into_raw(Box::new(Box::new(guarded)));
+    // SAFETY: the attributes are initialised before they are used; `run` is the new thread's, or ours again
+    // if there is none.
+    let error = unsafe {
+        let mut attributes: libc::pthread_attr_t = std::mem::zeroed();
+        libc::pthread_attr_init(&mut attributes);
+        libc::pthread_attr_setstacksize(&mut attributes, 256 << 10);
+        libc::pthread_attr_setdetachstate(&mut attributes, libc::PTHREAD_CREATE_DETACHED);
+        let mut thread = std::mem::zeroed();
+        let error = libc::pthread_create(&mut thread, &attributes, start, run.cast());
+        libc::pthread_attr_destroy(&mut attributes);
+        if error != 0 {
+            drop(Box::from_raw(run));
+        }
+        error
+    };
+    if error == 0 { Ok(()) } else { Err(std::io::Error::from_raw_os_error(error)) }
 }
