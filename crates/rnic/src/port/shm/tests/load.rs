@@ -76,6 +76,8 @@ fn every_doorbell_is_heard_however_many_there_are() {
     let f = host.function(crate::verbs::FunctionLimits::default()).unwrap();
     let mut queues = queues(&f, 300);
     for round in 0..50 {
+        // Read before the work: the NIC may be asleep again before `wait` returns.
+        let sleeps = host.0.shared.sleeps.load(Ordering::Relaxed);
         // All at once, then single ones while the NIC is awake, then single ones while it sleeps.
         match round {
             0..5 => queues.iter_mut().for_each(Queue::post),
@@ -86,7 +88,6 @@ fn every_doorbell_is_heard_however_many_there_are() {
             _ => queues[round * 37 % 300].wait(),
         }
         if round > 25 {
-            let sleeps = host.0.shared.sleeps.load(Ordering::Relaxed);
             while host.0.shared.sleeps.load(Ordering::Relaxed) == sleeps {
                 std::thread::yield_now();
             }
