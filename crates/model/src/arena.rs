@@ -113,6 +113,7 @@ static ALLOCATOR: Allocator = Allocator;
 // SAFETY: pieces of an arena are disjoint, as large as asked for and aligned (they are powers of two at
 // multiples of themselves, up to a page); everything else is the system allocator's.
 unsafe impl GlobalAlloc for Allocator {
+    // SAFETY: the caller keeps the trait's contract.
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let here = HERE.get();
         match here.mode {
@@ -126,6 +127,7 @@ unsafe impl GlobalAlloc for Allocator {
         }
     }
 
+    // SAFETY: the caller keeps the trait's contract.
     unsafe fn dealloc(&self, p: *mut u8, layout: Layout) {
         let here = HERE.get();
         let at = p as usize;

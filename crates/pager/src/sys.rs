@@ -129,12 +129,12 @@ pub fn open_own(path: &std::ffi::CStr) -> io::Result<std::fs::File> {
 #[inline(never)]
 pub fn wait_for_clone(process: i32) {
     const INTERRUPTED: isize = -(libc::EINTR as isize);
-    // SAFETY: wait4(2) with no place for a status.
-    while unsafe { wait4_bare(process, libc::__WCLONE) } == INTERRUPTED {}
+    while wait4_bare(process, libc::__WCLONE) == INTERRUPTED {}
 }
 
+/// wait4(2) with no place for a status; the result as the kernel gives it.
 #[cfg(target_arch = "x86_64")]
-unsafe fn wait4_bare(process: i32, options: i32) -> isize {
+fn wait4_bare(process: i32, options: i32) -> isize {
     let result: isize;
     // SAFETY: the kernel's calling convention; no memory is named.
     unsafe {
@@ -152,8 +152,9 @@ unsafe fn wait4_bare(process: i32, options: i32) -> isize {
     result
 }
 
+/// wait4(2) with no place for a status; the result as the kernel gives it.
 #[cfg(target_arch = "aarch64")]
-unsafe fn wait4_bare(process: i32, options: i32) -> isize {
+fn wait4_bare(process: i32, options: i32) -> isize {
     let result: isize;
     // SAFETY: the kernel's calling convention; no memory is named.
     unsafe {

@@ -173,11 +173,13 @@ pub struct Internal;
 
 // SAFETY: dlmalloc's guarantees, under a lock.
 unsafe impl GlobalAlloc for Internal {
+    // SAFETY: the caller keeps the trait's contract.
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the layout is valid by the trait's contract.
         with_heap(|heap| unsafe { heap.malloc(layout.size(), layout.align()) })
     }
 
+    // SAFETY: the caller keeps the trait's contract.
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         if !is_inherited(block) {
             // SAFETY: the block came from `alloc` with this layout.
@@ -185,6 +187,7 @@ unsafe impl GlobalAlloc for Internal {
         }
     }
 
+    // SAFETY: the caller keeps the trait's contract.
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         if is_inherited(block) {
             // SAFETY: a valid size with the alignment of a valid layout; the new block is large enough
