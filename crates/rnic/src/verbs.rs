@@ -47,8 +47,8 @@ impl Default for Limits {
             keys: (1 << 24) - 1,
             send_bytes_max: 64 << 10,
             slice_bytes: 32 << 10,
-            qp_turn: 8 << 10,
-            function_turn: 32 << 10,
+            qp_turn: 2 << 10,
+            function_turn: 4 << 10,
             physical_every: 2,
             strict: false,
         }
