@@ -3,6 +3,8 @@
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use crate::CompletionQueue;
+
 /// How long a thread polls before it offers its CPU to others between two polls.
 const SPIN: Duration = Duration::from_micros(20);
 /// How long it polls before it should sleep: about what a wake-up costs.
@@ -14,6 +16,7 @@ const SLEEP_AFTER: Duration = Duration::from_micros(60);
 pub struct Backoff {
     rounds: u32,
     since: Option<Instant>,
+    asleep: bool,
 }
 
 impl Backoff {
@@ -22,9 +25,17 @@ impl Backoff {
         Self::default()
     }
 
+    /// Starts to wait for completions of a CQ. Where time is virtual it is time to sleep at once.
+    pub fn on<C: CompletionQueue>() -> Self {
+        Self { asleep: C::VIRTUAL, ..Self::default() }
+    }
+
     /// Waits a moment; false: it is time to sleep on an event.
     #[inline]
     pub fn snooze(&mut self) -> bool {
+        if self.asleep {
+            return false;
+        }
         self.rounds += 1;
         if self.rounds < 64 && !has_one_cpu() {
             std::hint::spin_loop();

@@ -12,6 +12,7 @@ pub mod completion;
 pub mod direct;
 mod error;
 pub mod executor;
+pub mod hooked;
 pub mod soft;
 pub mod verbs;
 

@@ -6,6 +6,7 @@
 //! Addresses in work requests are those that the memory's owner sees: the I/O virtual address of
 //! a registered byte is its address in the process that registered it.
 
+use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use crate::{Access, Cqn, DmaMemory, Error, Key, Qpn, Remote, Sge};
@@ -463,6 +464,11 @@ impl Completion {
 
 /// A completion queue.
 pub trait CompletionQueue: Clone + Send + Sync + 'static {
+    /// Time is virtual: it passes only while somebody waits. Then nobody spins, who waits calls
+    /// [`CompletionQueue::wait_unless`] at once, and a future leaves its waker with
+    /// [`CompletionQueue::leave_waker`].
+    const VIRTUAL: bool = false;
+
     /// Its number.
     fn cqn(&self) -> Cqn;
 
@@ -504,6 +510,9 @@ pub trait CompletionQueue: Clone + Send + Sync + 'static {
     /// `done` is called after the queue has been armed: whoever makes it true and then calls
     /// [`CompletionQueue::wake`] is certain that this thread does not sleep on.
     fn wait_unless(&self, timeout: Duration, done: &dyn Fn() -> bool) -> Result<bool, Error>;
+
+    /// Where time is virtual: calls `waker` when a completion can be polled.
+    fn leave_waker(&self, _waker: &Waker) {}
 
     /// Wakes who sleeps in [`CompletionQueue::wait_unless`].
     fn wake(&self);

@@ -62,13 +62,13 @@ pub(crate) fn poll_until<C: CompletionQueue>(
     mut on: impl FnMut(&Completion) -> bool,
 ) -> Result<(), Error> {
     let mut batch = [Completion::EMPTY; 32];
-    let mut backoff = Backoff::new();
+    let mut backoff = Backoff::on::<C>();
     let mut deadline = None;
     while left > 0 {
         let n = cq.poll(&mut batch);
         if n > 0 {
             left -= batch[..n].iter().filter(|c| on(c)).count().min(left);
-            backoff = Backoff::new();
+            backoff = Backoff::on::<C>();
         } else if !backoff.snooze() {
             cq.wait(Duration::from_millis(100))?;
             if *deadline.get_or_insert_with(|| Instant::now() + PATIENCE) < Instant::now() {

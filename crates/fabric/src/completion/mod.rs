@@ -126,7 +126,7 @@ impl<C: CompletionQueue> Completer<C> {
     #[inline]
     pub fn wait(&self, mut pending: Pending<C>) -> Result<Completion, Error> {
         assert!(Arc::ptr_eq(&self.0, &pending.completer), "an operation of another completer");
-        let mut backoff = Backoff::new();
+        let mut backoff = Backoff::on::<C>();
         loop {
             if let Some(completion) = pending.take() {
                 return Ok(completion);
@@ -144,6 +144,9 @@ impl<C: CompletionQueue> Completer<C> {
     fn wait_asleep(&self, mut pending: Pending<C>) -> Result<Completion, Error> {
         let inner = &self.0;
         let slot = pending.slot.expect("a pending operation");
+        if C::VIRTUAL {
+            return self.wait_virtually(pending);
+        }
         let waker = Waker::from(ThreadWaker::current());
         if inner.watch(slot, &waker) {
             let done = || inner.slab.is_done(slot) || inner.gone.get().is_some();
@@ -155,6 +158,17 @@ impl<C: CompletionQueue> Completer<C> {
                 attempt: "waiting for a completion".to_string(),
                 why: "unknown".to_string(),
             })),
+        }
+    }
+
+    fn wait_virtually(&self, mut pending: Pending<C>) -> Result<Completion, Error> {
+        loop {
+            if let Some(completion) = pending.take() {
+                return Ok(completion);
+            }
+            if self.0.turn() == 0 {
+                self.0.cq.wait_unless(Duration::MAX, &|| false)?;
+            }
         }
     }
 
@@ -315,7 +329,11 @@ impl<C: CompletionQueue> Future for Pending<C> {
         if let Err(e) = self.completer.check_gone() {
             return Poll::Ready(Err(e));
         }
-        executor::drive(self.completer.clone());
+        if C::VIRTUAL {
+            self.completer.cq.leave_waker(cx.waker());
+        } else {
+            executor::drive(self.completer.clone());
+        }
         Poll::Pending
     }
 }

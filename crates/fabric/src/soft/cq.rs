@@ -109,6 +109,48 @@ impl SoftCq {
     }
 }
 
+impl SoftCq {
+    /// Like [`CompletionQueue::poll`], but leaves the completion with running number `end`, and those
+    /// after it, where they are.
+    #[inline]
+    pub fn poll_before(&self, end: Option<u32>, out: &mut [Completion]) -> usize {
+        let cq = &*self.0;
+        if !cq.is_ready() {
+            return 0;
+        }
+        let Some(mut poller) = cq.poller.try_lock() else {
+            return 0;
+        };
+        let mut taken = 0;
+        if cq.has_backlog.load(Ordering::Relaxed) {
+            while taken < out.len()
+                && let Some(completion) = poller.backlog.pop_front()
+            {
+                out[taken] = completion;
+                taken += 1;
+            }
+            cq.has_backlog.store(!poller.backlog.is_empty(), Ordering::Release);
+        }
+        while taken < out.len()
+            && let Some(completion) = cq.take(&mut poller, end)
+        {
+            out[taken] = completion;
+            taken += 1;
+        }
+        taken
+    }
+
+    /// The running number of the completion that is polled next, 24 bits.
+    pub fn consumed(&self) -> u32 {
+        self.0.next.load(Ordering::Relaxed)
+    }
+
+    /// True if completions of queues that were reset wait to be polled.
+    pub fn has_backlog(&self) -> bool {
+        self.0.has_backlog.load(Ordering::Acquire)
+    }
+}
+
 impl CqInner {
     /// The queues of `qpn` complete here from now on.
     pub fn add(&self, qpn: Qpn, send: Option<Arc<SendQueue>>, receive: Option<Arc<ReceiveRing>>) {
@@ -129,7 +171,7 @@ impl CqInner {
     pub fn forget_posted(&self, qpn: Qpn, own_receive: bool) {
         let mut poller = self.poller.lock();
         let mut waiting = VecDeque::new();
-        while let Some(completion) = self.take(&mut poller) {
+        while let Some(completion) = self.take(&mut poller, None) {
             waiting.push_back(completion);
         }
         poller.backlog.append(&mut waiting);
@@ -176,11 +218,14 @@ impl CqInner {
         (written && !self.ignore_overrun).then_some(at)
     }
 
-    /// Takes the next completion off the ring.
+    /// Takes the next completion off the ring, if its running number is not `end`.
     #[inline]
-    fn take(&self, poller: &mut Poller) -> Option<Completion> {
+    fn take(&self, poller: &mut Poller, end: Option<u32>) -> Option<Completion> {
         loop {
             let number = self.next.load(Ordering::Relaxed);
+            if end == Some(number) {
+                return None;
+            }
             let at = self.valid(number)?;
             let mut bytes = [0; CQE];
             self.ring.read(at, &mut bytes);
@@ -244,30 +289,7 @@ impl CompletionQueue for SoftCq {
 
     #[inline]
     fn poll(&self, out: &mut [Completion]) -> usize {
-        let cq = &*self.0;
-        if !cq.is_ready() {
-            return 0;
-        }
-        let Some(mut poller) = cq.poller.try_lock() else {
-            return 0;
-        };
-        let mut taken = 0;
-        if cq.has_backlog.load(Ordering::Relaxed) {
-            while taken < out.len()
-                && let Some(completion) = poller.backlog.pop_front()
-            {
-                out[taken] = completion;
-                taken += 1;
-            }
-            cq.has_backlog.store(!poller.backlog.is_empty(), Ordering::Release);
-        }
-        while taken < out.len()
-            && let Some(completion) = cq.take(&mut poller)
-        {
-            out[taken] = completion;
-            taken += 1;
-        }
-        taken
+        self.poll_before(None, out)
     }
 
     #[inline]

@@ -41,7 +41,10 @@ impl Engine {
         let Some(function) = self.core.functions.remove(&f) else { return };
         let core = &mut self.core;
         core.keys.remove_function(f, function.keys.into_iter());
-        for n in function.qps {
+        // In an order that is the same in every run.
+        let mut qps = Vec::from_iter(function.qps);
+        qps.sort_unstable();
+        for n in qps {
             core.remove_qp(Qpn::new(n));
         }
         for n in function.recvs {

@@ -49,6 +49,7 @@ use crate::verbs::{
 use crate::wqe::MAX_SEGMENTS;
 use shares::Shares;
 use std::collections::{HashMap, HashSet, VecDeque};
+pub use stepped::{Next, NextKind, Stepped};
 
 /// Bytes of a READ or WRITE at most (IBTA vol. 1, §9.7).
 const RDMA_BYTES_MAX: u64 = 1 << 31;
@@ -196,6 +197,36 @@ impl Engine {
     /// `step` is called in, it does what some `poll` could have done: a model checker tries all.
     pub fn step(&mut self, qpn: Qpn, now_ns: u64) -> bool {
         self.core.step_one(&mut self.wqe, now_ns, qpn)
+    }
+
+    /// Appends the QPs that have become ready since the last call to `into`, and forgets that they are:
+    /// the caller owes each of them a [`Engine::step_reported`]. One may be named again before that,
+    /// when more work comes for it.
+    pub fn take_ready(&mut self, into: &mut Vec<Qpn>) {
+        self.core.look_at_records();
+        self.core.drain_ready(into);
+    }
+
+    /// What `qpn` would do next; `None` if there is nothing, or no such QP.
+    pub fn peek(&mut self, qpn: Qpn) -> Option<Next> {
+        self.core.peek(&mut self.wqe, qpn)
+    }
+
+    /// Like [`Engine::step`] for who was told of `qpn` by [`Engine::take_ready`]: says what came of it,
+    /// and appends each CQ that got completions, with its count, to `completed`.
+    pub fn step_reported(
+        &mut self,
+        qpn: Qpn,
+        now_ns: u64,
+        completed: &mut Vec<(Cqn, u32)>,
+    ) -> Stepped {
+        self.core.step_told(&mut self.wqe, now_ns, qpn, completed)
+    }
+
+    /// The peer of `qpn` did not answer however often its next WQE was sent: that fails, with nothing done.
+    /// For who simulates the network; appends to `completed` as [`Engine::step_reported`] does.
+    pub fn time_out(&mut self, qpn: Qpn, completed: &mut Vec<(Cqn, u32)>) -> Stepped {
+        self.core.time_out(&mut self.wqe, qpn, completed)
     }
 
     /// When `poll` must be called at the latest, even if no doorbell rings: a WQE waits for a receive

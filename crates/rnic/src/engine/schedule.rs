@@ -208,7 +208,7 @@ impl Core {
 
     /// Ends a WQE that failed: error completion, QP to Error, the rest is flushed.
     #[cold]
-    fn fail(&mut self, qpn: Qpn, ctrl: &Control, fault: Fault) {
+    pub(super) fn fail(&mut self, qpn: Qpn, ctrl: &Control, fault: Fault) {
         self.stats.errors += 1;
         let qp = self.qps.get_mut(qpn.raw()).expect("it executes");
         let send_cq = qp.send_cq;

@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 use super::control::{Reply, Verb};
 use super::core::Core;
 use super::error::Error;
+use crate::engine::Engine;
 use crate::ids::{FunctionId, Qpn};
 use crate::memory::DmaMemory;
 use crate::verbs::{Caps, FunctionLimits, Limits, Stats};
@@ -66,6 +67,16 @@ impl InlineNic {
         let done = core.engine.step(qpn, 0);
         while core.deliver_events() {}
         done
+    }
+
+    /// Runs `f` on the engine of a [`InlineNic::stepped`] NIC, then wakes who sleeps on CQs that got
+    /// completions.
+    pub fn with_engine<T>(&self, f: impl FnOnce(&mut Engine) -> T) -> T {
+        assert!(self.stepped.is_some(), "who rings runs this NIC");
+        let mut core = self.core.lock();
+        let result = f(&mut core.engine);
+        while core.deliver_events() {}
+        result
     }
 
     /// The physical function.

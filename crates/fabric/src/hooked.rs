@@ -1,0 +1,394 @@
+//! The software NIC with somebody in between: whoever runs programs under his own schedule sees
+//! each verb before it happens, and decides when completions are seen and how waiting is done.
+//!
+//! A model checker tries all orders of verbs; a simulator gives each verb a time.
+
+use std::task::Waker;
+use std::time::Duration;
+
+use crate::direct::{DirectNic, DirectQp, KeyInfo, Managed, Progress, Ring};
+use crate::soft::{SoftCq, SoftMr, SoftMw, SoftNic, SoftPd, SoftQp, SoftSrq};
+use crate::{
+    Access, Caps, Completion, CompletionQueue, CqAttr, Cqn, DmaMemory, Error, Key, MemoryRegion,
+    Nic, QpAttr, QpChange, QpState, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveQueue,
+    ReceiveRequest, WorkRequest,
+};
+
+/// A verb, for [`Hooks::before`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Call {
+    /// `alloc_dma`, `alloc_pd`, or the creation of a queue.
+    Create,
+    /// `reg_mr`: so many bytes.
+    RegMr(u64),
+    /// `alloc_mws`: so many windows.
+    AllocMws(u64),
+    /// The last handle of a region of so many bytes is dropped: it is deregistered.
+    DeregMr(u64),
+    /// `post_send`: so many work requests to this QP.
+    PostSend(Qpn, usize),
+    /// `post_recv`.
+    PostRecv,
+    /// `poll`.
+    Poll(Cqn),
+    /// A change of a QP's state.
+    Modify,
+    /// A question to the NIC's tables.
+    Query,
+    /// A managed queue's limit is set by the CPU.
+    Enable,
+}
+
+/// Who stands in between.
+pub trait Hooks: Clone + Send + Sync + 'static {
+    /// See [`CompletionQueue::VIRTUAL`].
+    const VIRTUAL: bool;
+
+    /// The NIC's name in reports.
+    fn name(&self) -> &'static str;
+
+    /// Before a verb.
+    fn before(&self, call: Call);
+
+    /// After a verb that may have given the NIC work.
+    fn after(&self) {}
+
+    /// Runs `make`, which makes an object; `quiet` says that nobody reads its memory.
+    fn making<T>(&self, _quiet: bool, make: impl FnOnce() -> T) -> T {
+        make()
+    }
+
+    /// A QP was made that sends into the CQ `send_cq`, with its send ring if that is a managed one.
+    fn made_qp(&self, qpn: Qpn, send_cq: Cqn, managed_ring: Option<DmaMemory>);
+
+    /// A QP is to be connected with `peer`.
+    fn connects(&self, _qpn: Qpn, _peer: Qpn) {}
+
+    /// The running number (24 bits) of the first completion of a CQ that is not to be seen yet; `None`:
+    /// all are.
+    fn horizon(&self, _cqn: Cqn) -> Option<u32> {
+        None
+    }
+
+    /// Waits until there are completions of a CQ from the running number `next` on, or until `timeout`
+    /// has passed; true in the first case.
+    fn wait(&self, cqn: Cqn, next: u32, timeout: Duration) -> Result<bool, Error>;
+
+    /// Calls `waker` when there are completions of a CQ from the running number `next` on.
+    fn leave_waker(&self, _cqn: Cqn, _next: u32, _waker: &Waker) {}
+
+    /// A CQ was made.
+    fn made_cq(&self, _cqn: Cqn) {}
+
+    /// Completions were polled.
+    fn polled(&self, _all: &[Completion]) {}
+}
+
+/// A [`SoftNic`] with hooks.
+#[derive(Clone)]
+pub struct HookedNic<H> {
+    inner: SoftNic,
+    hooks: H,
+}
+
+/// Its CQ.
+#[derive(Clone)]
+pub struct HookedCq<H> {
+    inner: SoftCq,
+    hooks: H,
+}
+
+/// Its region.
+#[derive(Clone)]
+pub struct HookedMr<H: Hooks> {
+    inner: SoftMr,
+    _dereg: std::sync::Arc<Dereg<H>>,
+}
+
+struct Dereg<H: Hooks> {
+    hooks: H,
+    bytes: u64,
+}
+
+/// Its shared receive queue.
+#[derive(Clone)]
+pub struct HookedSrq<H> {
+    inner: SoftSrq,
+    hooks: H,
+}
+
+/// Its QP.
+#[derive(Clone)]
+pub struct HookedQp<H> {
+    inner: SoftQp,
+    hooks: H,
+}
+
+impl<H: Hooks> HookedNic<H> {
+    /// The verbs of `inner`, each with `hooks` before it.
+    pub fn new(inner: SoftNic, hooks: H) -> Self {
+        Self { inner, hooks }
+    }
+
+    /// The hooks.
+    pub fn hooks(&self) -> &H {
+        &self.hooks
+    }
+
+    /// The NIC below.
+    pub fn inner(&self) -> &SoftNic {
+        &self.inner
+    }
+
+    fn soft<'a>(attr: &'a QpAttr<'_, Self>) -> QpAttr<'a, SoftNic> {
+        QpAttr {
+            send_cq: &attr.send_cq.inner,
+            recv_cq: &attr.recv_cq.inner,
+            send_blocks: attr.send_blocks,
+            receive: match &attr.receive {
+                Receive::None => Receive::None,
+                Receive::Own(own) => Receive::Own(own.clone()),
+                Receive::Shared(srq) => Receive::Shared(&srq.inner),
+            },
+            access: attr.access,
+        }
+    }
+
+    fn qp(&self, inner: SoftQp, send_cq: &HookedCq<H>, managed: bool) -> HookedQp<H> {
+        let ring = managed.then(|| inner.send_ring().memory);
+        self.hooks.made_qp(inner.qpn(), send_cq.inner.cqn(), ring);
+        HookedQp { inner, hooks: self.hooks.clone() }
+    }
+}
+
+impl<H: Hooks> Nic for HookedNic<H> {
+    type Pd = SoftPd;
+    type Mr = HookedMr<H>;
+    type Mw = SoftMw;
+    type Cq = HookedCq<H>;
+    type Srq = HookedSrq<H>;
+    type Qp = HookedQp<H>;
+
+    fn caps(&self) -> Caps {
+        Caps { name: self.hooks.name(), ..self.inner.caps() }
+    }
+
+    fn alloc_dma(&self, bytes: usize) -> Result<DmaMemory, Error> {
+        self.hooks.making(false, || self.inner.alloc_dma(bytes))
+    }
+
+    fn alloc_pd(&self) -> Result<SoftPd, Error> {
+        self.hooks.before(Call::Create);
+        self.hooks.making(false, || self.inner.alloc_pd())
+    }
+
+    fn reg_mr(&self, pd: &SoftPd, memory: &DmaMemory, access: Access) -> Result<Self::Mr, Error> {
+        let bytes = memory.len() as u64;
+        self.hooks.before(Call::RegMr(bytes));
+        self.hooks.making(false, || {
+            let inner = self.inner.reg_mr(pd, memory, access)?;
+            let dereg = Dereg { hooks: self.hooks.clone(), bytes };
+            Ok(HookedMr { inner, _dereg: std::sync::Arc::new(dereg) })
+        })
+    }
+
+    fn alloc_mw(&self, pd: &SoftPd) -> Result<SoftMw, Error> {
+        self.hooks.before(Call::AllocMws(1));
+        self.hooks.making(false, || self.inner.alloc_mw(pd))
+    }
+
+    fn alloc_mws(&self, pd: &SoftPd, count: usize) -> Result<Vec<SoftMw>, Error> {
+        self.hooks.before(Call::AllocMws(count as u64));
+        self.hooks.making(false, || self.inner.alloc_mws(pd, count))
+    }
+
+    fn alloc_type1_mws(&self, pd: &SoftPd, count: usize) -> Result<Vec<SoftMw>, Error> {
+        self.hooks.before(Call::AllocMws(count as u64));
+        self.hooks.making(false, || self.inner.alloc_type1_mws(pd, count))
+    }
+
+    fn create_cq(&self, attr: CqAttr) -> Result<HookedCq<H>, Error> {
+        self.hooks.before(Call::Create);
+        // Nobody reads a CQ that overwrites: its count says all.
+        let quiet = attr.ignore_overrun;
+        let inner = self.hooks.making(quiet, || self.inner.create_cq(attr))?;
+        self.hooks.made_cq(inner.cqn());
+        Ok(HookedCq { inner, hooks: self.hooks.clone() })
+    }
+
+    fn create_srq(&self, pd: &SoftPd, attr: ReceiveAttr) -> Result<HookedSrq<H>, Error> {
+        self.hooks.before(Call::Create);
+        let inner = self.hooks.making(false, || self.inner.create_srq(pd, attr))?;
+        Ok(HookedSrq { inner, hooks: self.hooks.clone() })
+    }
+
+    fn create_qp(&self, pd: &SoftPd, attr: QpAttr<'_, Self>) -> Result<HookedQp<H>, Error> {
+        self.hooks.before(Call::Create);
+        let inner = self.hooks.making(false, || self.inner.create_qp(pd, Self::soft(&attr)))?;
+        Ok(self.qp(inner, attr.send_cq, false))
+    }
+}
+
+impl<H: Hooks> DirectNic for HookedNic<H> {
+    fn create_managed_qp(
+        &self,
+        pd: &SoftPd,
+        attr: QpAttr<'_, Self>,
+        managed: Managed,
+    ) -> Result<HookedQp<H>, Error> {
+        self.hooks.before(Call::Create);
+        let make = || self.inner.create_managed_qp(pd, Self::soft(&attr), managed);
+        let inner = self.hooks.making(false, make)?;
+        Ok(self.qp(inner, attr.send_cq, managed.send))
+    }
+
+    fn query_key(&self, key: Key) -> Result<KeyInfo, Error> {
+        self.hooks.before(Call::Query);
+        self.inner.query_key(key)
+    }
+
+    fn cq_count(&self, cq: &HookedCq<H>) -> Result<u32, Error> {
+        self.hooks.before(Call::Query);
+        self.inner.cq_count(&cq.inner)
+    }
+}
+
+impl<H: Hooks> MemoryRegion for HookedMr<H> {
+    fn key(&self) -> Key {
+        self.inner.key()
+    }
+
+    fn memory(&self) -> &DmaMemory {
+        self.inner.memory()
+    }
+}
+
+impl<H: Hooks> Drop for Dereg<H> {
+    fn drop(&mut self) {
+        self.hooks.before(Call::DeregMr(self.bytes));
+    }
+}
+
+impl<H: Hooks> CompletionQueue for HookedCq<H> {
+    const VIRTUAL: bool = H::VIRTUAL;
+
+    fn cqn(&self) -> Cqn {
+        self.inner.cqn()
+    }
+
+    fn poll(&self, out: &mut [Completion]) -> usize {
+        let cqn = self.inner.cqn();
+        self.hooks.before(Call::Poll(cqn));
+        let count = self.inner.poll_before(self.hooks.horizon(cqn), out);
+        self.hooks.polled(&out[..count]);
+        count
+    }
+
+    fn wait(&self, timeout: Duration) -> Result<bool, Error> {
+        self.wait_unless(timeout, &|| false)
+    }
+
+    fn wait_unless(&self, timeout: Duration, done: &dyn Fn() -> bool) -> Result<bool, Error> {
+        if self.inner.has_backlog() {
+            return Ok(true);
+        }
+        if done() {
+            return Ok(false);
+        }
+        self.hooks.wait(self.inner.cqn(), self.inner.consumed(), timeout)
+    }
+
+    fn leave_waker(&self, waker: &Waker) {
+        match self.inner.has_backlog() {
+            true => waker.wake_by_ref(),
+            false => self.hooks.leave_waker(self.inner.cqn(), self.inner.consumed(), waker),
+        }
+    }
+
+    fn wake(&self) {
+        self.inner.wake();
+    }
+}
+
+impl<H: Hooks> ReceiveQueue for HookedSrq<H> {
+    fn post_recv(&self, wr: &ReceiveRequest<'_>) -> Result<(), Error> {
+        self.hooks.before(Call::PostRecv);
+        self.inner.post_recv(wr)?;
+        self.hooks.after();
+        Ok(())
+    }
+}
+
+impl<H: Hooks> crate::direct::DirectReceive for HookedSrq<H> {
+    fn ring(&self) -> Ring {
+        self.inner.ring()
+    }
+
+    fn record(&self) -> DmaMemory {
+        self.inner.record()
+    }
+}
+
+impl<H: Hooks> QueuePair for HookedQp<H> {
+    fn qpn(&self) -> Qpn {
+        self.inner.qpn()
+    }
+
+    fn modify(&self, change: QpChange) -> Result<(), Error> {
+        self.hooks.before(Call::Modify);
+        if let QpChange::ReadyToReceive { peer } = change {
+            self.hooks.connects(self.inner.qpn(), peer);
+        }
+        self.inner.modify(change)?;
+        self.hooks.after();
+        Ok(())
+    }
+
+    fn state(&self) -> Result<QpState, Error> {
+        self.hooks.before(Call::Query);
+        self.inner.state()
+    }
+
+    fn post_send(&self, list: &[WorkRequest<'_>]) -> Result<(), Error> {
+        self.hooks.before(Call::PostSend(self.inner.qpn(), list.len()));
+        self.inner.post_send(list)?;
+        self.hooks.after();
+        Ok(())
+    }
+
+    fn post_recv(&self, wr: &ReceiveRequest<'_>) -> Result<(), Error> {
+        self.hooks.before(Call::PostRecv);
+        self.inner.post_recv(wr)?;
+        self.hooks.after();
+        Ok(())
+    }
+}
+
+impl<H: Hooks> DirectQp for HookedQp<H> {
+    fn send_ring(&self) -> Ring {
+        self.inner.send_ring()
+    }
+
+    fn recv_ring(&self) -> Option<Ring> {
+        self.inner.recv_ring()
+    }
+
+    fn enable_send(&self, limit: u16) -> Result<(), Error> {
+        self.hooks.before(Call::Enable);
+        self.inner.enable_send(limit)?;
+        self.hooks.after();
+        Ok(())
+    }
+
+    fn enable_recv(&self, limit: u32) -> Result<(), Error> {
+        self.hooks.before(Call::Enable);
+        self.inner.enable_recv(limit)?;
+        self.hooks.after();
+        Ok(())
+    }
+
+    fn progress(&self) -> Result<Progress, Error> {
+        self.hooks.before(Call::Query);
+        self.inner.progress()
+    }
+}

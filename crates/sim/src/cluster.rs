@@ -1,0 +1,360 @@
+//! A memory node and compute nodes in a simulated world.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use pool::client::control::ControlPlane;
+use pool::protocol::{Status, VERSION, Welcome};
+use pool::scheme::{Admission, Admitted, ClientId, GroupId, Lane, NodeScheme};
+use pool::{AnyNode, Options, Pool, Settings};
+use rnic::port::inline::InlineFunction;
+use rnic::verbs::FunctionLimits;
+
+use crate::Error;
+use crate::fiber::{self, FiberId};
+use crate::nic::{SimHooks, SimNic};
+use crate::params::Params;
+use crate::time::Time;
+use crate::world::{NodeId, Sim};
+
+/// What a cluster is made of.
+#[derive(Clone, Debug)]
+pub struct ClusterSpec {
+    /// The timing model's parameters.
+    pub params: Arc<Params>,
+    /// Decides all that is left to chance.
+    pub seed: u64,
+    /// What happens at the same moment happens in an order that the seed decides.
+    pub shuffled: bool,
+    /// Compute nodes; the memory node is node 0, they are 1 and up.
+    pub compute_nodes: u16,
+    /// The memory node's settings.
+    pub settings: Settings,
+}
+
+/// A simulated memory node with its compute nodes.
+pub struct Cluster {
+    /// The world. It ends before the node, whose CPU lives in it.
+    pub sim: Sim,
+    node: Arc<NodeCpu>,
+    nic: SimNic,
+}
+
+/// A compute node's process: what it uses, and what ends with it.
+pub struct Process {
+    /// Its connection to the memory node.
+    pub pool: Pool<SimNic>,
+    /// Its function of the NIC.
+    pub function: InlineFunction,
+    /// Its hooks: the clock.
+    pub hooks: SimHooks,
+    /// Its number at the memory node.
+    pub client: ClientId,
+}
+
+/// Something that the memory node's CPU is asked to do: true when it is done, false if it is to be asked
+/// again after a turn.
+type Job = Box<dyn FnMut(&mut Core) -> bool + Send>;
+
+struct Core {
+    scheme: AnyNode<SimNic>,
+    last: u32,
+}
+
+struct NodeCpu {
+    core: Mutex<Core>,
+    jobs: Mutex<VecDeque<Job>>,
+    fiber: OnceLock<FiberId>,
+    settings: Settings,
+    hooks: SimHooks,
+    failure: Mutex<Option<String>>,
+}
+
+/// First and longest sleep of the memory node's CPU while it watches its free queue.
+const WATCH_MIN: Duration = Duration::from_micros(100);
+const WATCH_MAX: Duration = Duration::from_millis(4);
+/// What a turn that did something takes at least.
+const TURN: Time = Time(50_000);
+
+impl Cluster {
+    /// Makes it; no time has passed for its programs then.
+    pub fn new(spec: &ClusterSpec) -> Result<Self, Error> {
+        let sim = Sim::new(&spec.params, spec.compute_nodes + 1, spec.seed, spec.shuffled);
+        let nic = SimHooks::nic(sim.shared(), NodeId(0), true, sim.shared().nic.physical());
+        let scheme = AnyNode::new(&nic, &spec.settings)?;
+        let node = Arc::new(NodeCpu {
+            core: Mutex::new(Core { scheme, last: 0 }),
+            jobs: Mutex::default(),
+            fiber: OnceLock::new(),
+            settings: spec.settings.clone(),
+            hooks: nic.hooks().clone(),
+            failure: Mutex::default(),
+        });
+        Ok(Self { sim, node, nic })
+    }
+
+    /// The memory node's NIC.
+    pub fn nic(&self) -> &SimNic {
+        &self.nic
+    }
+
+    /// Connects a process of compute node `node` (1 and up). Before [`Cluster::start`].
+    pub fn connect(&self, node: NodeId, options: Options) -> Result<Process, Error> {
+        let shared = self.sim.shared();
+        let function = shared
+            .nic
+            .function(FunctionLimits::NONE)
+            .map_err(|e| Error::Failed { attempt: "a new process".into(), why: e.to_string() })?;
+        let nic = SimHooks::nic(shared, node, false, function.clone());
+        let hooks = nic.hooks().clone();
+        let control = SimControl {
+            node: self.node.clone(),
+            welcome: self.node.welcome(),
+            client: Mutex::new(None),
+            hooks: hooks.clone(),
+        };
+        let pool = Pool::over(nic, Box::new(control), options)?;
+        let client = ClientId(pool.client());
+        Ok(Process { pool, function, hooks, client })
+    }
+
+    /// Starts the memory node's CPU.
+    pub fn start(&mut self) {
+        let node = self.node.clone();
+        let id = self.sim.spawn("memory node", Time::ZERO, move || node.run());
+        assert!(self.node.fiber.set(id).is_ok(), "a cluster starts once");
+    }
+
+    /// A process has died: its function is gone with all that it had; the memory node learns of it.
+    pub fn crash(&mut self, fiber: FiberId, function: &InlineFunction, client: ClientId) {
+        function.remove();
+        self.sim.shared().look();
+        self.sim.kill(fiber);
+        self.node.leave(client);
+    }
+
+    /// Looks at the memory node's scheme, while its CPU stands idle: else nothing.
+    pub fn with_scheme<T>(&self, f: impl FnOnce(&mut AnyNode<SimNic>) -> T) -> Option<T> {
+        self.node.core.try_lock().map(|mut core| f(&mut core.scheme))
+    }
+
+    /// Why the memory node's CPU has given up, if it has.
+    pub fn failure(&self) -> Option<String> {
+        self.node.failure.lock().clone()
+    }
+}
+
+impl NodeCpu {
+    fn welcome(&self) -> Welcome {
+        let s = &self.settings;
+        Welcome {
+            version: VERSION,
+            scheme: s.scheme,
+            control: s.control,
+            chunk_bytes: s.chunk_bytes,
+            group_size: s.group_size,
+            credits: s.credits,
+            groups_max: s.groups_max,
+            incarnation: 1,
+            budget_chunks: s.budget.chunks,
+        }
+    }
+
+    /// What the CPU does all day.
+    fn run(&self) {
+        if let Err(e) = self.work() {
+            *self.failure.lock() = Some(e.to_string());
+        }
+    }
+
+    fn work(&self) -> Result<(), pool::Error> {
+        let events = self.core.lock().scheme.events();
+        let mut nap = WATCH_MIN;
+        while !fiber::is_ending() {
+            let (busy, timeout) = {
+                let core = &mut *self.core.lock();
+                self.do_jobs(core);
+                let busy = core.scheme.turn()?;
+                let watch = core.scheme.is_watching().then_some(nap);
+                (busy, [watch, core.scheme.next_look()].into_iter().flatten().min())
+            };
+            if busy {
+                nap = WATCH_MIN;
+                fiber::spend(TURN);
+                continue;
+            }
+            nap = (nap * 2).min(WATCH_MAX);
+            match &events {
+                Some(events) => _ = events.wait(timeout.unwrap_or(Duration::MAX))?,
+                None => self.hooks.wait_until(timeout.map(|t| self.hooks.now() + Time::from(t))),
+            }
+        }
+        Ok(())
+    }
+
+    fn do_jobs(&self, core: &mut Core) {
+        let jobs = std::mem::take(&mut *self.jobs.lock());
+        let left: Vec<Job> = jobs.into_iter().filter_map(|mut j| (!j(core)).then_some(j)).collect();
+        self.jobs.lock().extend(left);
+    }
+
+    fn give(&self, job: Job) {
+        self.jobs.lock().push_back(job);
+        if let Some(fiber) = self.fiber.get() {
+            self.hooks.wake(*fiber);
+        }
+    }
+
+    /// A compute node's connection has ended.
+    fn leave(self: &Arc<Self>, client: ClientId) {
+        self.give(Box::new(move |core| {
+            // One that is not known has left before.
+            let _ = core.scheme.retire(client);
+            true
+        }));
+    }
+}
+
+/// A compute node's control connection: messages to the memory node's CPU, which answers when it has
+/// time.
+pub struct SimControl {
+    node: Arc<NodeCpu>,
+    welcome: Welcome,
+    client: Mutex<Option<ClientId>>,
+    hooks: SimHooks,
+}
+
+impl SimControl {
+    /// Has the memory node's CPU do `job`, which is asked again after each turn until it gives something.
+    fn ask<T: Send + 'static>(
+        &self,
+        mut job: impl FnMut(&mut Core) -> Option<T> + Send + 'static,
+    ) -> Result<T, pool::Error> {
+        if fiber::is_ending() {
+            return Err(gone());
+        }
+        if fiber::current().is_none() {
+            let core = &mut *self.node.core.lock();
+            loop {
+                if let Some(result) = job(core) {
+                    return Ok(result);
+                }
+                core.scheme.turn()?;
+                self.hooks.pump();
+            }
+        }
+        let latency = self.hooks.control_latency();
+        fiber::sleep(latency);
+        let answer = Arc::new(Mutex::new(None));
+        let (told, waker) = (answer.clone(), fiber::waker());
+        self.node.give(Box::new(move |core| {
+            let Some(result) = job(core) else { return false };
+            *told.lock() = Some(result);
+            waker.wake_by_ref();
+            true
+        }));
+        loop {
+            if fiber::is_ending() {
+                return Err(gone());
+            }
+            if let Some(result) = answer.lock().take() {
+                fiber::sleep(latency);
+                return Ok(result);
+            }
+            fiber::wait();
+        }
+    }
+
+    fn client(&self) -> Result<ClientId, pool::Error> {
+        self.client.lock().ok_or_else(gone)
+    }
+}
+
+fn gone() -> pool::Error {
+    pool::Error::Gone {
+        attempt: "asking the memory node".into(),
+        why: "this simulated process has ended".into(),
+    }
+}
+
+impl ControlPlane for SimControl {
+    fn welcome(&self) -> &Welcome {
+        &self.welcome
+    }
+
+    fn admit(&self, admission: &Admission) -> Result<Admitted, pool::Error> {
+        let admission = admission.clone();
+        let admitted = self.ask(move |core| {
+            core.last += 1;
+            Some(core.scheme.admit(ClientId(core.last), &admission))
+        })??;
+        *self.client.lock() = Some(ClientId(admitted.client));
+        Ok(admitted)
+    }
+
+    fn await_memory(&self, timeout: Duration) -> Result<bool, pool::Error> {
+        let client = self.client()?;
+        let (hooks, deadline) = (self.hooks.clone(), self.hooks.now() + Time::from(timeout));
+        self.ask(move |core| match core.scheme.client_waits(client) {
+            Ok(false) => Some(Ok(true)),
+            Ok(true) if hooks.now() >= deadline => Some(Ok(false)),
+            Ok(true) => None,
+            Err(e) => Some(Err(e)),
+        })?
+    }
+
+    fn reset_management(&self) -> Result<Vec<u32>, pool::Error> {
+        let client = self.client()?;
+        self.ask(move |core| core.scheme.reset_management(client).transpose())?
+    }
+
+    fn reset_access(&self, group: GroupId, lane: Lane) -> Result<u32, pool::Error> {
+        let client = self.client()?;
+        self.ask(move |core| Some(core.scheme.reset_access(client, group, lane)))?
+    }
+
+    fn status(&self) -> Result<Status, pool::Error> {
+        let node = self.ask(|core| Some(core.scheme.status()))??;
+        let settings = &self.node.settings;
+        let donated_bytes = settings.chunks() * settings.chunk_bytes;
+        Ok(Status { node, donated_bytes, nic: "simulated".into(), ..Status::default() })
+    }
+
+    fn audit(&self) -> Result<(), pool::Error> {
+        self.ask(|core| Some(core.scheme.audit()))?
+    }
+
+    fn goodbye(&self) -> Result<(), pool::Error> {
+        let Some(client) = self.client.lock().take() else { return Ok(()) };
+        // A world that ends, or a process that died, has nobody to say goodbye to.
+        if fiber::current().is_none() || fiber::is_ending() {
+            return Ok(());
+        }
+        let mut begun = false;
+        self.ask(move |core| {
+            if !begun {
+                begun = true;
+                if let Err(e) = core.scheme.retire(client) {
+                    return Some(Err(e));
+                }
+            }
+            core.scheme.is_retired(client).then_some(Ok(()))
+        })?
+    }
+
+    fn check_alive(&self) -> Result<(), pool::Error> {
+        match &*self.node.failure.lock() {
+            None => Ok(()),
+            Some(why) => Err(pool::Error::Gone {
+                attempt: "looking for the memory node".into(),
+                why: why.clone(),
+            }),
+        }
+    }
+
+    fn descriptors(&self) -> Vec<i32> {
+        Vec::new()
+    }
+}

@@ -1,0 +1,105 @@
+//! What the network does to packets besides taking time: it loses, delays and holds them.
+//!
+//! A QP is reliable: a packet that is lost is sent again after a time-out, so that what a loss amounts to
+//! is delay, on the way there or on the way back. Requests of one QP stay in order. A peer that does
+//! not answer for too long breaks the QP.
+
+use crate::random::Random;
+use crate::time::Time;
+use crate::world::NodeId;
+
+/// How bad the network is.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Faults {
+    /// One packet in so many is lost; 0: none.
+    pub loss: u64,
+    /// One packet in so many is late; 0: none.
+    pub late: u64,
+    /// By how much at most.
+    pub late_by: Time,
+    /// When nodes cannot reach each other.
+    pub partition: Option<Partition>,
+}
+
+/// A time in which two nodes cannot reach each other.
+#[derive(Clone, Copy, Debug)]
+pub struct Partition {
+    /// One of them.
+    pub a: NodeId,
+    /// The other.
+    pub b: NodeId,
+    /// Since when.
+    pub from: Time,
+    /// Until when.
+    pub until: Time,
+}
+
+impl Partition {
+    fn holds(&self, x: NodeId, y: NodeId, at: Time) -> bool {
+        let between = (self.a, self.b) == (x, y) || (self.a, self.b) == (y, x);
+        between && (self.from..self.until).contains(&at)
+    }
+}
+
+/// Tries before a QP gives up (`retry_cnt` of 7).
+pub(crate) const TRIES: u32 = 7;
+
+/// The network.
+pub(crate) struct Net {
+    faults: Faults,
+    random: Random,
+    retry: Time,
+}
+
+impl Net {
+    pub fn new(seed: u64, retry: Time) -> Self {
+        Self { faults: Faults::default(), random: Random::new(seed, 1), retry }
+    }
+
+    pub fn set(&mut self, faults: Faults) {
+        self.faults = faults;
+    }
+
+    /// How much later than it should a packet arrives that leaves at `at`; `None` if all tries to send it
+    /// are lost.
+    pub fn delay(&mut self, from: NodeId, to: NodeId, at: Time) -> Option<Time> {
+        let f = &self.faults;
+        if f.loss == 0 && f.late == 0 && f.partition.is_none() {
+            return Some(Time::ZERO);
+        }
+        let mut late = Time::ZERO;
+        for _ in 0..=TRIES {
+            let held = f.partition.is_some_and(|p| p.holds(from, to, at + late));
+            if !held && !self.random.once_in(f.loss) {
+                if self.random.once_in(f.late) {
+                    late += Time(self.random.below(f.late_by.0.max(1)));
+                }
+                return Some(late);
+            }
+            late += self.retry;
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lost_packet_comes_late_and_a_partition_ends_the_tries() {
+        let retry = Time::us(16);
+        let mut net = Net::new(1, retry);
+        let (a, b, c) = (NodeId(0), NodeId(1), NodeId(2));
+        assert_eq!(net.delay(a, b, Time::ZERO), Some(Time::ZERO));
+        net.set(Faults { loss: 2, ..Faults::default() });
+        let delays: Vec<_> = (0..64).map(|_| net.delay(a, b, Time::ZERO)).collect();
+        assert!(delays.contains(&Some(Time::ZERO)) && delays.contains(&Some(retry)));
+        let partition = Partition { a, b, from: Time::us(10), until: Time::us(1000) };
+        net.set(Faults { partition: Some(partition), ..Faults::default() });
+        assert_eq!(net.delay(b, a, Time::us(10)), None);
+        assert_eq!(net.delay(a, b, Time::us(2)), Some(Time::ZERO), "before");
+        assert_eq!(net.delay(a, b, Time::us(990)), Some(retry), "it ends before the tries do");
+        assert_eq!(net.delay(a, c, Time::us(10)), Some(Time::ZERO), "another node");
+    }
+}

@@ -1,0 +1,177 @@
+//! The NIC as a program in the simulation sees it: the verbs of `fabric`, whose time is virtual.
+
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::Duration;
+
+use fabric::hooked::{Call, HookedNic, Hooks};
+use fabric::soft::SoftNic;
+use fabric::{Completion, CompletionKind, Cqn, DmaMemory, Error, Qpn};
+use rnic::port::Function;
+use rnic::port::inline::InlineFunction;
+
+use crate::fiber;
+use crate::time::Time;
+use crate::world::{NodeId, Shared};
+
+/// A simulated NIC.
+pub type SimNic = HookedNic<SimHooks>;
+
+/// Bytes of a page.
+const PAGE: u64 = 4096;
+
+/// What stands between a program and the NIC: who it is, and what its verbs cost it.
+#[derive(Clone)]
+pub struct SimHooks {
+    shared: Arc<Shared>,
+    node: NodeId,
+    /// It is a memory node's CPU.
+    weak: bool,
+}
+
+impl SimHooks {
+    pub(crate) fn nic(
+        shared: &Arc<Shared>,
+        node: NodeId,
+        weak: bool,
+        function: InlineFunction,
+    ) -> SimNic {
+        let hooks = SimHooks { shared: shared.clone(), node, weak };
+        SimNic::new(SoftNic::new(Function::Inline(function)), hooks)
+    }
+
+    /// The time, with what the running fiber has done since it last passed.
+    pub fn now(&self) -> Time {
+        self.shared.state.lock().now + fiber::owed()
+    }
+
+    /// Adds a line to the trace, if one is written.
+    pub fn note(&self, line: impl FnOnce() -> String) {
+        self.shared.note(line);
+    }
+
+    /// Stands until the running fiber is woken or `deadline` has come.
+    pub(crate) fn wait_until(&self, deadline: Option<Time>) {
+        let me = fiber::current().expect("only fibers wait");
+        if let Some(deadline) = deadline {
+            self.shared.state.lock().set_deadline(me, deadline);
+        }
+        fiber::wait();
+    }
+
+    /// How long a message on the control connection takes, one way.
+    pub(crate) fn control_latency(&self) -> Time {
+        self.shared.state.lock().params.node_cpu.control
+    }
+
+    pub(crate) fn wake(&self, id: fiber::FiberId) {
+        self.shared.state.lock().wake(id);
+    }
+
+    /// Lets the NIC work, for who makes a world ready: nobody else is about.
+    pub(crate) fn pump(&self) -> bool {
+        self.shared.pump()
+    }
+}
+
+fn gone() -> Error {
+    Error::Gone {
+        attempt: "waiting for a completion".into(),
+        why: "this simulated process has ended".into(),
+    }
+}
+
+impl Hooks for SimHooks {
+    const VIRTUAL: bool = true;
+
+    fn name(&self) -> &'static str {
+        "simulated"
+    }
+
+    fn before(&self, call: Call) {
+        if fiber::current().is_none() || fiber::is_ending() {
+            return;
+        }
+        let params = self.shared.state.lock().params.clone();
+        fiber::spend(match call {
+            Call::PostSend(..) | Call::Enable => params.cpu.post,
+            Call::RegMr(bytes) | Call::DeregMr(bytes) if self.weak => {
+                let pages = bytes.div_ceil(PAGE);
+                params.node_cpu.register + Time(params.node_cpu.register_page.0 * pages)
+            }
+            // Others are set-up, or too short to tell.
+            _ => Time::ZERO,
+        });
+    }
+
+    fn after(&self) {
+        self.shared.look();
+    }
+
+    fn made_qp(&self, qpn: Qpn, send_cq: Cqn, managed_ring: Option<DmaMemory>) {
+        let managed = managed_ring.is_some();
+        self.shared.state.lock().made_qp(qpn, self.node, send_cq, managed);
+    }
+
+    fn connects(&self, qpn: Qpn, peer: Qpn) {
+        self.shared.state.lock().connects(qpn, peer);
+    }
+
+    fn made_cq(&self, cqn: Cqn) {
+        self.shared.state.lock().made_cq(cqn);
+    }
+
+    fn horizon(&self, cqn: Cqn) -> Option<u32> {
+        Some(self.shared.state.lock().seen(cqn))
+    }
+
+    fn polled(&self, all: &[Completion]) {
+        if all.is_empty() || fiber::current().is_none() || fiber::is_ending() {
+            return;
+        }
+        let params = self.shared.state.lock().params.clone();
+        let mut cost = params.cpu.poll;
+        if self.weak {
+            let requests = all.iter().filter(|c| c.kind == CompletionKind::Receive).count();
+            cost += Time(params.node_cpu.request.0 * requests as u64);
+        }
+        fiber::spend(cost);
+    }
+
+    fn wait(&self, cqn: Cqn, next: u32, timeout: Duration) -> Result<bool, Error> {
+        if fiber::is_ending() {
+            return Err(gone());
+        }
+        let seen = |shared: &Shared| shared.state.lock().seen(cqn) != next;
+        if fiber::current().is_none() {
+            while !seen(&self.shared) {
+                if !self.shared.pump() {
+                    return Ok(false);
+                }
+            }
+            return Ok(true);
+        }
+        if seen(&self.shared) {
+            return Ok(true);
+        }
+        let deadline = match timeout {
+            Duration::MAX => None,
+            timeout => Some(self.now() + Time::from(timeout)),
+        };
+        self.shared.state.lock().leave_waker(cqn, next, &fiber::waker());
+        self.wait_until(deadline);
+        if fiber::is_ending() {
+            return Err(gone());
+        }
+        let seen = seen(&self.shared);
+        if seen && self.weak {
+            let wakeup = self.shared.state.lock().params.node_cpu.wakeup;
+            fiber::spend(wakeup);
+        }
+        Ok(seen)
+    }
+
+    fn leave_waker(&self, cqn: Cqn, next: u32, waker: &Waker) {
+        self.shared.state.lock().leave_waker(cqn, next, waker);
+    }
+}

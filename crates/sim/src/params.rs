@@ -1,0 +1,224 @@
+//! The parameters of the timing model: a file of numbers, each with where it comes from.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+use crate::Error;
+use crate::time::Time;
+
+/// The file for the cluster of OneSidedMW's evaluation.
+pub const CONNECTX5: &str = include_str!("../params/connectx5.toml");
+
+/// One parameter as the file has it.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Entry {
+    /// The number, in the unit that its name has.
+    pub value: f64,
+    /// Where it comes from.
+    pub source: String,
+    /// Claims that it was chosen to meet.
+    #[serde(default)]
+    pub fitted: Vec<String>,
+}
+
+type Table = BTreeMap<String, Entry>;
+
+/// The file.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    name: String,
+    nic: Table,
+    pcie: Table,
+    link: Table,
+    cpu: Table,
+    node_cpu: Table,
+}
+
+/// All parameters.
+#[derive(Clone, Debug)]
+pub struct Params {
+    /// What they describe.
+    pub name: String,
+    /// A NIC.
+    pub nic: NicParams,
+    /// Its bus.
+    pub pcie: PcieParams,
+    /// The network.
+    pub link: LinkParams,
+    /// A compute node's core.
+    pub cpu: CpuParams,
+    /// A memory node's core.
+    pub node_cpu: NodeCpuParams,
+    entries: Vec<(String, Entry)>,
+}
+
+/// See the file for each one's meaning and source.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct NicParams {
+    pub units: usize,
+    pub wqe: Time,
+    pub managed_wqe: Time,
+    pub wait: Time,
+    pub window: Time,
+    pub receive: Time,
+    pub atomic: Time,
+    pub chain_slowdown: Time,
+    pub contexts: usize,
+    pub context_miss: Time,
+}
+
+/// See the file for each one's meaning and source.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct PcieParams {
+    pub doorbell: Time,
+    pub read: Time,
+    pub write: Time,
+    pub rate: f64,
+}
+
+/// See the file for each one's meaning and source.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct LinkParams {
+    pub rate: f64,
+    pub latency: Time,
+    pub retry: Time,
+}
+
+/// See the file for each one's meaning and source.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct CpuParams {
+    pub post: Time,
+    pub poll: Time,
+}
+
+/// See the file for each one's meaning and source.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct NodeCpuParams {
+    pub wakeup: Time,
+    pub request: Time,
+    pub register: Time,
+    pub register_page: Time,
+    pub control: Time,
+}
+
+impl Params {
+    /// Those of [`CONNECTX5`].
+    pub fn connectx5() -> Self {
+        Self::parse(CONNECTX5).expect("the file that is built in is right")
+    }
+
+    /// Reads a file.
+    pub fn parse(text: &str) -> Result<Self, Error> {
+        let bad = |why: String| Error::Params { why };
+        let File { name, nic, pcie, link, cpu, node_cpu } =
+            toml::from_str(text).map_err(|e| bad(e.to_string()))?;
+        let tables =
+            [("nic", nic), ("pcie", pcie), ("link", link), ("cpu", cpu), ("node_cpu", node_cpu)];
+        let mut entries = Vec::new();
+        for (section, table) in tables {
+            for (key, entry) in table {
+                let name = format!("{section}.{key}");
+                if !entry.value.is_finite() || entry.value < 0.0 {
+                    return Err(bad(format!("{name} is {}: at least 0 is needed", entry.value)));
+                }
+                if entry.source.is_empty() {
+                    return Err(bad(format!("{name} does not say where it comes from")));
+                }
+                entries.push((name, entry));
+            }
+        }
+        let mut unused: Vec<String> = entries.iter().map(|(name, _)| name.clone()).collect();
+        let mut get = |name: &str| {
+            unused.retain(|n| n != name);
+            let found = entries.iter().find(|(n, _)| n == name);
+            found.map(|(_, e)| e.value).ok_or_else(|| bad(format!("{name} is not given")))
+        };
+        let params = Params {
+            name,
+            nic: NicParams {
+                units: get("nic.units")? as usize,
+                wqe: Time::ns(get("nic.wqe")?),
+                managed_wqe: Time::ns(get("nic.managed_wqe")?),
+                wait: Time::ns(get("nic.wait")?),
+                window: Time::ns(get("nic.window")?),
+                receive: Time::ns(get("nic.receive")?),
+                atomic: Time::ns(get("nic.atomic")?),
+                chain_slowdown: Time::ns(get("nic.chain_slowdown")?),
+                contexts: get("nic.contexts")? as usize,
+                context_miss: Time::ns(get("nic.context_miss")?),
+            },
+            pcie: PcieParams {
+                doorbell: Time::ns(get("pcie.doorbell")?),
+                read: Time::ns(get("pcie.read")?),
+                write: Time::ns(get("pcie.write")?),
+                rate: get("pcie.rate")?,
+            },
+            link: LinkParams {
+                rate: get("link.rate")?,
+                latency: Time::ns(get("link.latency")?),
+                retry: Time::ns(get("link.retry")?),
+            },
+            cpu: CpuParams { post: Time::ns(get("cpu.post")?), poll: Time::ns(get("cpu.poll")?) },
+            node_cpu: NodeCpuParams {
+                wakeup: Time::ns(get("node_cpu.wakeup")?),
+                request: Time::ns(get("node_cpu.request")?),
+                register: Time::ns(get("node_cpu.register")?),
+                register_page: Time::ns(get("node_cpu.register_page")?),
+                control: Time::ns(get("node_cpu.control")?),
+            },
+            entries: Vec::new(),
+        };
+        if let Some(name) = unused.first() {
+            return Err(bad(format!("{name} is nothing that the model knows")));
+        }
+        if params.pcie.rate == 0.0 || params.link.rate == 0.0 {
+            return Err(bad("a rate of 0 moves nothing".into()));
+        }
+        Ok(Self { entries, ..params })
+    }
+
+    /// All of them by name, with their sources.
+    pub fn entries(&self) -> &[(String, Entry)] {
+        &self.entries
+    }
+
+    /// The claims that some parameter was fitted to.
+    pub fn fitted(&self) -> impl Iterator<Item = &str> {
+        self.entries.iter().flat_map(|(_, e)| e.fitted.iter().map(String::as_str))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_file_that_is_built_in_is_read_whole() {
+        let params = Params::connectx5();
+        assert_eq!(params.nic.units, 8);
+        assert_eq!(params.nic.managed_wqe, Time(540_000));
+        assert!(params.fitted().any(|c| c == "offload.read.overhead.96qp"));
+        assert!(params.entries().iter().all(|(_, e)| e.source.len() > 10));
+    }
+
+    #[test]
+    fn what_is_missing_unknown_or_without_a_source_is_named() {
+        let without = CONNECTX5.replace("[nic.units]", "[nic.union]");
+        let message = |text: &str| Params::parse(text).expect_err("a bad file").to_string();
+        assert!(message(&without).contains("nic.units"), "{}", message(&without));
+        let more = format!("{CONNECTX5}\n[nic.magic]\nvalue = 1\nsource = \"nowhere at all\"\n");
+        assert!(message(&more).contains("nic.magic"), "{}", message(&more));
+        let unsourced = CONNECTX5.replacen("source = \"RedN", "source = \"\" # ", 1);
+        assert!(Params::parse(&unsourced).is_err());
+        let negative = CONNECTX5.replacen("value = 127", "value = -127", 1);
+        assert!(message(&negative).contains("nic.wqe"), "{}", message(&negative));
+    }
+}

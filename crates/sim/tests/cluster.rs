@@ -1,0 +1,96 @@
+//! A memory node and compute nodes run the pool's own code under virtual time.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use pool::SchemeKind;
+use pool::scheme::{GroupId, NodeScheme};
+use pool::{Options, Settings};
+use sim::{Cluster, ClusterSpec, NodeId, Params, Time, fiber};
+
+fn spec(scheme: SchemeKind, clients: u32) -> ClusterSpec {
+    let settings = Settings {
+        donate_bytes: 4 << 20,
+        chunk_bytes: 4096,
+        group_size: 2,
+        credits: 2,
+        groups_max: 1,
+        clients_max: clients,
+        scheme,
+        ..Settings::default()
+    };
+    ClusterSpec {
+        params: Arc::new(Params::connectx5()),
+        seed: 1,
+        shuffled: false,
+        compute_nodes: 1,
+        settings,
+    }
+}
+
+/// Mean latencies of allocate, read and free in a loop of `clients`, in virtual microseconds; and the
+/// trace if it is wanted.
+fn loop_of(scheme: SchemeKind, clients: u32, rounds: u32, trace: bool) -> ([f64; 3], String) {
+    let mut cluster = Cluster::new(&spec(scheme, clients)).expect("a cluster");
+    let options = Options { groups: Some(1), ..Options::default() };
+    let processes: Vec<_> = (0..clients)
+        .map(|_| cluster.connect(NodeId(1), options.clone()).expect("a process"))
+        .collect();
+    cluster.start();
+    if trace {
+        cluster.sim.start_trace();
+    }
+    let sums = Arc::new(Mutex::new([Time::ZERO; 3]));
+    let fibers: Vec<_> = processes
+        .iter()
+        .enumerate()
+        .map(|(i, p)| {
+            let (pool, hooks, sums) = (p.pool.clone(), p.hooks.clone(), sums.clone());
+            cluster.sim.spawn(format!("client {i}"), Time::us(1), move || {
+                let mut page = vec![0; 4096];
+                for _ in 0..rounds {
+                    let start = hooks.now();
+                    let grant = fiber::block_on(pool.allocate_in(GroupId(0))).expect("a chunk");
+                    let granted = hooks.now();
+                    fiber::block_on(pool.read(&grant, 0, &mut page)).expect("it is readable");
+                    assert!(page.iter().all(|b| *b == 0), "old contents");
+                    let read = hooks.now();
+                    fiber::block_on(pool.write(&grant, 8, &[7; 64])).expect("it is writable");
+                    let written = hooks.now();
+                    fiber::block_on(pool.free(grant)).expect("it is freed");
+                    let freed = hooks.now();
+                    let mut sums = sums.lock();
+                    sums[0] += granted.since(start);
+                    sums[1] += read.since(granted);
+                    sums[2] += freed.since(written);
+                }
+            })
+        })
+        .collect();
+    cluster.sim.run_to_end(&fibers).expect("they end");
+    assert_eq!(cluster.failure(), None);
+    cluster.with_scheme(|s| s.audit().expect("a whole pool")).expect("the CPU is idle");
+    let all = (clients * rounds) as f64;
+    let trace = cluster.sim.take_trace();
+    let sums = *sums.lock();
+    (sums.map(|s| s.as_us() / all), trace)
+}
+
+#[test]
+fn clients_allocate_read_and_free_in_virtual_time() {
+    for scheme in [SchemeKind::OneSidedMw, SchemeKind::RpcMw2] {
+        let (one, _) = loop_of(scheme, 1, 50, false);
+        let (many, _) = loop_of(scheme, 24, 50, false);
+        println!("{scheme}: 1 client {one:.3?} us, 24 clients {many:.3?} us");
+        assert!(one.iter().zip(&many).all(|(a, b)| a <= b), "a crowd is not faster");
+        assert!(one[0] > 2.0 && many[0] < 1000.0, "{one:?} {many:?}");
+    }
+}
+
+#[test]
+fn the_same_seed_gives_the_same_trace() {
+    let first = loop_of(SchemeKind::OneSidedMw, 3, 4, true).1;
+    let second = loop_of(SchemeKind::OneSidedMw, 3, 4, true).1;
+    assert!(first.lines().count() > 200, "{first}");
+    assert_eq!(first, second);
+}
