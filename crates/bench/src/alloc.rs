@@ -45,19 +45,35 @@ pub struct Contender {
 }
 
 impl Contender {
-    /// All that are compared, the chains first.
-    pub const ALL: [Self; 3] = [
+    /// Those that are compared by default, the chains first.
+    pub const DEFAULT: [Self; 3] = [
         Self { scheme: SchemeKind::OneSidedMw, control: ControlMode::Event },
         Self { scheme: SchemeKind::RpcMw2, control: ControlMode::Event },
         Self { scheme: SchemeKind::RpcMw2, control: ControlMode::Polling },
     ];
 
+    /// Those of some schemes: one where the control thread takes no part, otherwise one for each way
+    /// that it waits.
+    pub fn of(schemes: &[SchemeKind]) -> Vec<Self> {
+        let of_one = |scheme: &SchemeKind| {
+            let modes = match scheme.needs_cpu() {
+                true => ControlMode::ALL,
+                false => &[ControlMode::Event],
+            };
+            modes
+                .iter()
+                .map(|control| Self { scheme: *scheme, control: *control })
+                .collect::<Vec<_>>()
+        };
+        schemes.iter().flat_map(of_one).collect()
+    }
+
     /// The setting of its records; without the control thread where that takes no part.
     pub fn setting(&self, nic: &str, clients: u32, chunk_bytes: u64) -> Setting {
         let setting = Setting::new().scheme(self.scheme.name()).nic(nic);
-        let setting = match self.scheme {
-            SchemeKind::OneSidedMw => setting,
-            _ => setting.control(self.control.name()),
+        let setting = match self.scheme.needs_cpu() {
+            false => setting,
+            true => setting.control(self.control.name()),
         };
         setting.clients(clients.into()).size(chunk_bytes).in_flight(1)
     }
@@ -249,7 +265,7 @@ mod tests {
 
     #[test]
     fn a_client_of_every_contender() {
-        for contender in Contender::ALL {
+        for contender in Contender::of(SchemeKind::ALL) {
             let Contender { scheme, control } = contender;
             let small =
                 Settings { donate_bytes: 64 << 10, chunk_bytes: 4096, ..Settings::default() };
@@ -264,10 +280,16 @@ mod tests {
         }
     }
 
+    #[test]
+    fn the_default_is_two_schemes() {
+        let two = [SchemeKind::OneSidedMw, SchemeKind::RpcMw2];
+        assert_eq!(Contender::of(&two), Contender::DEFAULT);
+    }
+
     fn run() -> Vec<Record> {
         let mut records = Vec::new();
         for clients in [1, 8] {
-            for (contender, us) in Contender::ALL.iter().zip([4, 50, 8]) {
+            for (contender, us) in Contender::DEFAULT.iter().zip([4, 50, 8]) {
                 let mut total = Total::default();
                 for _ in 0..2 {
                     let mut round = Outcome::default();

@@ -114,6 +114,7 @@ fn arguments(settings: &Settings) -> Vec<String> {
         ("--credits", settings.credits.to_string()),
         ("--scheme", settings.scheme.to_string()),
         ("--control", settings.control.to_string()),
+        ("--cores", settings.cores.to_string()),
     ]
     .into_iter()
     .flat_map(|(name, value)| [name.to_owned(), value])

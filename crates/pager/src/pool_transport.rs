@@ -11,7 +11,7 @@ use std::path::Path;
 use std::sync::RwLock;
 
 use fabric::soft::SoftNic;
-use pool::{Buffer, Grant, Lane as PoolLane, Options, Pool, SchemeKind, Transfer};
+use pool::{Buffer, Grant, Lane as PoolLane, Options, Pool, Transfer};
 
 use crate::Error;
 use crate::sys::PAGE_BYTES;
@@ -157,11 +157,9 @@ impl Transport for PoolTransport {
 
     fn stats(&self) -> TransportStats {
         let allocations = self.pool.stats().allocations;
-        match self.pool.welcome().scheme {
-            SchemeKind::OneSidedMw => {
-                TransportStats { allocations_by_nic: allocations, allocations_by_cpu: 0 }
-            }
-            _ => TransportStats { allocations_by_nic: 0, allocations_by_cpu: allocations },
+        match self.pool.welcome().scheme.needs_cpu() {
+            false => TransportStats { allocations_by_nic: allocations, allocations_by_cpu: 0 },
+            true => TransportStats { allocations_by_nic: 0, allocations_by_cpu: allocations },
         }
     }
 

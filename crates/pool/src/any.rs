@@ -9,18 +9,18 @@ use fabric::{Nic, Qpn};
 use crate::protocol::Welcome;
 use crate::scheme::{
     Admission, Admitted, ClientId, ClientScheme, CpuEvents, Grant, GroupId, Lane, NodeScheme,
-    NodeStatus,
+    NodeStatus, Worker,
 };
 use crate::settings::{SchemeKind, Settings};
-use crate::{Error, onesidedmw, rpc_mw};
+use crate::{Error, onesidedmw, rpc};
 
 /// The memory node's side of any scheme.
 #[non_exhaustive]
 pub enum AnyNode<N: DirectNic> {
     /// [`onesidedmw`].
     OneSidedMw(Box<onesidedmw::Node<N>>),
-    /// [`rpc_mw`].
-    RpcMw2(Box<rpc_mw::Node<N>>),
+    /// [`rpc`].
+    Rpc(Box<rpc::Node<N>>),
 }
 
 impl<N: DirectNic> AnyNode<N> {
@@ -30,7 +30,9 @@ impl<N: DirectNic> AnyNode<N> {
             SchemeKind::OneSidedMw => {
                 Self::OneSidedMw(Box::new(onesidedmw::Node::new(nic.clone(), settings.clone())?))
             }
-            SchemeKind::RpcMw2 => Self::RpcMw2(Box::new(rpc_mw::Node::new(nic, settings)?)),
+            SchemeKind::RpcMw2 | SchemeKind::RpcMw1 | SchemeKind::FineMr | SchemeKind::StaticMr => {
+                Self::Rpc(Box::new(rpc::Node::new(nic, settings)?))
+            }
         })
     }
 }
@@ -39,7 +41,7 @@ macro_rules! each {
     ($self:expr, $node:ident => $body:expr) => {
         match $self {
             AnyNode::OneSidedMw($node) => $body,
-            AnyNode::RpcMw2($node) => $body,
+            AnyNode::Rpc($node) => $body,
         }
     };
 }
@@ -85,6 +87,14 @@ impl<N: DirectNic> NodeScheme for AnyNode<N> {
         each!(self, node => node.events())
     }
 
+    fn workers(&self) -> usize {
+        each!(self, node => node.workers())
+    }
+
+    fn take_workers(&mut self) -> Vec<Box<dyn Worker>> {
+        each!(self, node => node.take_workers())
+    }
+
     fn status(&mut self) -> Result<NodeStatus, Error> {
         each!(self, node => node.status())
     }
@@ -99,8 +109,8 @@ impl<N: DirectNic> NodeScheme for AnyNode<N> {
 pub enum AnyClient<N: Nic> {
     /// [`onesidedmw`].
     OneSidedMw(onesidedmw::Client<N>),
-    /// [`rpc_mw`].
-    RpcMw2(rpc_mw::Client<N>),
+    /// [`rpc`].
+    Rpc(rpc::Client<N>),
 }
 
 impl<N: Nic> AnyClient<N> {
@@ -108,7 +118,9 @@ impl<N: Nic> AnyClient<N> {
     pub fn new(nic: &N, pd: &N::Pd, welcome: &Welcome) -> Result<Self, Error> {
         Ok(match welcome.scheme {
             SchemeKind::OneSidedMw => Self::OneSidedMw(onesidedmw::Client::new(nic, pd, welcome)?),
-            SchemeKind::RpcMw2 => Self::RpcMw2(rpc_mw::Client::new(nic, pd, welcome)?),
+            SchemeKind::RpcMw2 | SchemeKind::RpcMw1 | SchemeKind::FineMr | SchemeKind::StaticMr => {
+                Self::Rpc(rpc::Client::new(nic, pd, welcome)?)
+            }
         })
     }
 }
@@ -117,7 +129,7 @@ macro_rules! each_client {
     ($self:expr, $client:ident => $body:expr) => {
         match $self {
             AnyClient::OneSidedMw($client) => $body,
-            AnyClient::RpcMw2($client) => $body,
+            AnyClient::Rpc($client) => $body,
         }
     };
 }

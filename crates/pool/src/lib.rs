@@ -28,7 +28,7 @@ mod events;
 mod node;
 pub mod onesidedmw;
 pub mod protocol;
-pub mod rpc_mw;
+pub mod rpc;
 pub mod scheme;
 mod service;
 mod settings;

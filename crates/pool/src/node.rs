@@ -10,7 +10,8 @@
 //! All that the CPU does happens under one lock, by the control thread for a compute node that
 //! comes, goes or asks, and by the thread `granary-turn` for what the NIC reports: requests, where
 //! the scheme answers by RPC; refused requests and the watch over an empty queue, where it does
-//! not. Both count as the memory node's CPU.
+//! not. Both count as the memory node's CPU. Where requests are answered by several cores, each is a
+//! thread that turns a [`Worker`] of the scheme, beside the one lock.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -26,7 +27,7 @@ use crate::cpu::ThreadClock;
 use crate::events::cores;
 use crate::protocol::{VERSION, Welcome};
 use crate::scheme::{
-    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus,
+    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus, Worker,
 };
 use crate::settings::{ControlMode, SchemeKind, Settings};
 
@@ -47,6 +48,8 @@ struct Inner<S> {
     events: Option<Arc<dyn CpuEvents>>,
     started: Instant,
     incarnation: u64,
+    /// True while somebody has gone who is not retired yet.
+    somebody_leaves: AtomicBool,
     /// Called after a turn that did something.
     after_turn: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
@@ -72,7 +75,9 @@ impl<S: NodeScheme> MemoryNode<S> {
         let started = Instant::now();
         let incarnation = random();
         let after_turn = OnceLock::new();
-        let inner = Inner { core, settings, events, started, incarnation, after_turn };
+        let somebody_leaves = AtomicBool::new(false);
+        let inner =
+            Inner { core, settings, events, started, incarnation, somebody_leaves, after_turn };
         Self { inner: Arc::new(inner) }
     }
 
@@ -136,6 +141,7 @@ impl<S: NodeScheme> MemoryNode<S> {
             return Ok(());
         }
         core.leaving.insert(client);
+        self.inner.somebody_leaves.store(true, Ordering::Release);
         let result = core.scheme.retire(client);
         self.wake();
         result
@@ -226,13 +232,28 @@ impl<S: NodeScheme> MemoryNode<S> {
         assert!(self.inner.after_turn.set(Box::new(tell)).is_ok(), "on_turn is set once");
     }
 
-    fn turn(&self) -> Result<Turn, Error> {
-        let core = &mut *self.inner.core.lock();
-        let busy = core.scheme.turn()?;
+    fn forget_retired(&self, core: &mut Core<S>) {
         if !core.leaving.is_empty() {
             let scheme = &core.scheme;
             core.leaving.retain(|client| !scheme.is_retired(*client));
+            let left = !core.leaving.is_empty();
+            self.inner.somebody_leaves.store(left, Ordering::Release);
         }
+    }
+
+    /// A turn of one core. The lock over the memory node is taken only if somebody may have left.
+    fn turn_of(&self, worker: &mut dyn Worker) -> Result<Turn, Error> {
+        let busy = worker.turn()?;
+        if busy && self.inner.somebody_leaves.load(Ordering::Acquire) {
+            self.forget_retired(&mut self.inner.core.lock());
+        }
+        Ok(Turn { busy, watching: false, look: None })
+    }
+
+    fn turn(&self) -> Result<Turn, Error> {
+        let core = &mut *self.inner.core.lock();
+        let busy = core.scheme.turn()?;
+        self.forget_retired(core);
         Ok(Turn { busy, watching: core.scheme.is_watching(), look: core.scheme.next_look() })
     }
 }
@@ -273,13 +294,18 @@ impl<S: NodeScheme> Core<S> {
     }
 }
 
-/// The thread that calls [`NodeScheme::turn`]; ended when dropped.
+/// The threads that do the turns, one for each core that the scheme is made for; ended when dropped.
 pub struct Turner {
+    threads: Vec<TurnThread>,
+}
+
+struct TurnThread {
     shared: Arc<TurnerShared>,
-    events: Option<Arc<dyn CpuEvents>>,
+    events: Arc<dyn CpuEvents>,
     thread: Option<JoinHandle<()>>,
 }
 
+#[derive(Default)]
 struct TurnerShared {
     stop: AtomicBool,
     gate: Gate,
@@ -305,78 +331,90 @@ impl TurnerShared {
 }
 
 impl Turner {
-    /// Starts the thread, if the scheme has anything for it.
+    /// Starts the threads, if the scheme has anything for them.
     pub fn start<S: NodeScheme + 'static>(node: &MemoryNode<S>) -> Result<Self, Error> {
-        let shared = Arc::new(TurnerShared {
-            stop: AtomicBool::new(false),
-            gate: Gate::default(),
-            clock: ThreadClock::default(),
-            wakeups: AtomicU64::new(0),
-            failure: Mutex::new(None),
-        });
-        let events = node.inner.events.clone();
-        let thread = match &events {
-            None => None,
-            Some(events) => {
-                let (node, events, shared) = (node.clone(), events.clone(), shared.clone());
-                let spawned = thread::Builder::new().name("granary-turn".into()).spawn(move || {
-                    shared.clock.adopt();
-                    if let Err(e) = take_turns(&node, &*events, &shared) {
-                        *shared.failure.lock() = Some(e.to_string());
-                    }
-                    shared.clock.retire();
-                    shared.gate.leave();
-                });
-                Some(spawned.map_err(|source| Error::System {
-                    attempt: "starting the memory node's control thread".into(),
-                    source,
-                })?)
-            }
+        let Some(events) = node.inner.events.clone() else {
+            return Ok(Self { threads: Vec::new() });
         };
-        if thread.is_none() {
-            shared.gate.leave();
+        let workers = {
+            let scheme = &mut node.inner.core.lock().scheme;
+            if scheme.workers() > 1 { scheme.take_workers() } else { Vec::new() }
+        };
+        let mut threads = Vec::new();
+        if workers.is_empty() {
+            let of = node.clone();
+            threads.push(TurnThread::start(node, events, move || of.turn())?);
         }
-        Ok(Self { shared, events, thread })
+        for mut worker in workers {
+            let of = node.clone();
+            threads
+                .push(TurnThread::start(node, worker.events(), move || of.turn_of(&mut *worker))?);
+        }
+        Ok(Self { threads })
     }
 
-    /// CPU time of the thread.
+    /// CPU time of the threads.
     pub fn cpu_time(&self) -> Duration {
-        self.shared.clock.read()
+        self.threads.iter().map(|t| t.shared.clock.read()).sum()
     }
 
-    /// How often it woke up.
+    /// How often they woke up.
     pub fn wakeups(&self) -> u64 {
-        self.shared.wakeups.load(Ordering::Relaxed)
+        self.threads.iter().map(|t| t.shared.wakeups.load(Ordering::Relaxed)).sum()
     }
 
-    /// Why it ended by itself, if it did.
+    /// Why one of them ended by itself, if one did.
     pub fn failure(&self) -> Option<String> {
-        self.shared.failure.lock().clone()
+        self.threads.iter().find_map(|t| t.shared.failure.lock().clone())
     }
 
-    /// Stops the thread at a point where it does nothing, and returns when it stands there.
+    /// Stops the threads at a point where they do nothing, and returns when they stand there.
     pub fn pause(&self) {
-        self.shared.gate.close();
-        if let Some(events) = &self.events {
-            events.wake();
+        for t in &self.threads {
+            t.shared.gate.close();
+            t.events.wake();
         }
-        self.shared.gate.wait_closed();
+        self.threads.iter().for_each(|t| t.shared.gate.wait_closed());
     }
 
-    /// Lets the thread go on.
+    /// Lets the threads go on.
     pub fn resume(&self) {
-        self.shared.gate.open();
+        self.threads.iter().for_each(|t| t.shared.gate.open());
+    }
+}
+
+impl TurnThread {
+    fn start<S: NodeScheme + 'static>(
+        node: &MemoryNode<S>,
+        events: Arc<dyn CpuEvents>,
+        turn: impl FnMut() -> Result<Turn, Error> + Send + 'static,
+    ) -> Result<Self, Error> {
+        let shared = Arc::new(TurnerShared::default());
+        let (node, its_events, its_shared) = (node.clone(), events.clone(), shared.clone());
+        let thread = thread::Builder::new().name("granary-turn".into()).spawn(move || {
+            its_shared.clock.adopt();
+            if let Err(e) = take_turns(&node, turn, &*its_events, &its_shared) {
+                *its_shared.failure.lock() = Some(e.to_string());
+            }
+            its_shared.clock.retire();
+            its_shared.gate.leave();
+        });
+        let thread = thread.map_err(|source| Error::System {
+            attempt: "starting the memory node's control thread".into(),
+            source,
+        })?;
+        Ok(Self { shared, events, thread: Some(thread) })
     }
 }
 
 impl Drop for Turner {
     fn drop(&mut self) {
-        self.shared.stop.store(true, Ordering::Release);
-        self.shared.gate.open();
-        if let Some(events) = &self.events {
-            events.wake();
+        for t in &self.threads {
+            t.shared.stop.store(true, Ordering::Release);
+            t.shared.gate.open();
+            t.events.wake();
         }
-        if let Some(thread) = self.thread.take() {
+        for thread in self.threads.iter_mut().filter_map(|t| t.thread.take()) {
             // A panic of that thread was reported on stderr; there is nothing to add.
             let _ = thread.join();
         }
@@ -385,22 +423,24 @@ impl Drop for Turner {
 
 fn take_turns<S: NodeScheme>(
     node: &MemoryNode<S>,
+    mut take_turn: impl FnMut() -> Result<Turn, Error>,
     events: &dyn CpuEvents,
     shared: &TurnerShared,
 ) -> Result<(), Error> {
     let settings = node.settings();
     let polling = settings.control == ControlMode::Polling && settings.scheme.needs_cpu();
-    let one_core = cores() == 1;
+    let threads = if settings.scheme.needs_cpu() { settings.cores as usize } else { 1 };
+    let few_cores = cores() <= threads;
     let (mut idle, mut nap) = (0u32, WATCH_MIN);
     while !shared.stop.load(Ordering::Acquire) {
         shared.gate.pass();
-        let turn = node.turn()?;
+        let turn = take_turn()?;
         if turn.busy {
             (idle, nap) = (0, WATCH_MIN);
             node.tell();
         } else if polling {
             idle = idle.wrapping_add(1);
-            match one_core || idle.is_multiple_of(POLLS_PER_YIELD) {
+            match few_cores || idle.is_multiple_of(POLLS_PER_YIELD) {
                 true => thread::yield_now(),
                 false => std::hint::spin_loop(),
             }
@@ -481,9 +521,6 @@ impl Gate {
 impl SchemeKind {
     /// True if every allocation needs the memory node's CPU.
     pub const fn needs_cpu(self) -> bool {
-        match self {
-            SchemeKind::OneSidedMw => false,
-            SchemeKind::RpcMw2 => true,
-        }
+        self.is_by_rpc()
     }
 }

@@ -219,12 +219,34 @@ pub trait NodeScheme: Send {
         None
     }
 
+    /// How many cores of the memory node's CPU this is made for.
+    fn workers(&self) -> usize {
+        1
+    }
+
+    /// The work of each core, to be driven on its own: each answers some of the compute nodes, and they
+    /// may take turns at the same time. Where there are none, [`NodeScheme::turn`] is all there is;
+    /// where there are, it does a turn of each, also while they are driven. Calls of the control
+    /// plane that concern a compute node wait for the turn of its worker to end.
+    fn take_workers(&mut self) -> Vec<Box<dyn Worker>> {
+        Vec::new()
+    }
+
     /// The state of the scheme.
     fn status(&mut self) -> Result<NodeStatus, Error>;
 
     /// Checks that every chunk is exactly once free or owned, as far as can be seen while no
     /// request is in flight; an error says what is wrong.
     fn audit(&self) -> Result<(), Error>;
+}
+
+/// A core of the memory node's CPU.
+pub trait Worker: Send {
+    /// What this core has to do now, if anything. True if it did something: it is to be called again then.
+    fn turn(&mut self) -> Result<bool, Error>;
+
+    /// What the core sleeps on while there is nothing to do.
+    fn events(&self) -> Arc<dyn CpuEvents>;
 }
 
 /// What wakes the memory node's CPU when it has something to do.

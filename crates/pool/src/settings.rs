@@ -30,6 +30,9 @@ pub struct Settings {
     pub scheme: SchemeKind,
     /// How the CPU learns of requests, where the scheme needs it.
     pub control: ControlMode,
+    /// Cores that the CPU answers requests with, in the schemes by RPC; no more than there are compute
+    /// nodes.
+    pub cores: u32,
     /// What each compute node may use, in scheme `onesidedmw`.
     pub budget: Budget,
 }
@@ -46,6 +49,7 @@ impl Default for Settings {
             clients_max: 256,
             scheme: SchemeKind::default(),
             control: ControlMode::default(),
+            cores: 1,
             budget: Budget::default(),
         }
     }
@@ -62,6 +66,8 @@ impl Settings {
     pub const GROUPS_MAX: u32 = 256;
     /// Most compute nodes.
     pub const CLIENTS_MAX: u32 = 4096;
+    /// Most cores.
+    pub const CORES_MAX: u32 = 4096;
     /// Most chunks: what 24 bits of index name, less one entry that schemes keep.
     pub const CHUNKS_MAX: u64 = (1 << 24) - 1;
 
@@ -125,6 +131,18 @@ impl Settings {
             self.clients_max,
             format!("a memory node serves 1 to {} compute nodes", Self::CLIENTS_MAX),
         )?;
+        require(
+            (1..=Self::CORES_MAX).contains(&self.cores),
+            "cores",
+            self.cores,
+            format!("the CPU answers with 1 to {} cores", Self::CORES_MAX),
+        )?;
+        require(
+            self.cores == 1 || self.scheme.is_by_rpc(),
+            "cores",
+            self.cores,
+            format!("in scheme {} the CPU answers no requests", self.scheme),
+        )?;
         self.validate_budget()
     }
 
@@ -177,17 +195,48 @@ pub enum SchemeKind {
     /// RPC to the memory node's CPU, which binds type-2 windows (OneSidedMW §2.2.2).
     #[serde(rename = "rpc-mw-2")]
     RpcMw2,
+    /// The same with type-1 windows, where a free and an allocation are one rebind (OneSidedMW
+    /// §2.2.2). Unsafe: a key is 8 bits of tag away from everybody (§2.3).
+    #[serde(rename = "rpc-mw-1")]
+    RpcMw1,
+    /// RPC to the memory node's CPU, which registers a memory region for each allocation
+    /// (OneSidedMW §6).
+    #[serde(rename = "fine-mr")]
+    FineMr,
+    /// RPC to the memory node's CPU, which hands out coarse regions that were registered ahead
+    /// (OneSidedMW §2.2.1).
+    #[serde(rename = "static-mr")]
+    StaticMr,
 }
 
 impl SchemeKind {
     /// Every scheme.
-    pub const ALL: &[SchemeKind] = &[SchemeKind::OneSidedMw, SchemeKind::RpcMw2];
+    pub const ALL: &[SchemeKind] = &[
+        SchemeKind::OneSidedMw,
+        SchemeKind::RpcMw2,
+        SchemeKind::RpcMw1,
+        SchemeKind::FineMr,
+        SchemeKind::StaticMr,
+    ];
 
     /// Its name in reports and on command lines.
     pub const fn name(self) -> &'static str {
         match self {
             SchemeKind::OneSidedMw => "onesidedmw",
             SchemeKind::RpcMw2 => "rpc-mw-2",
+            SchemeKind::RpcMw1 => "rpc-mw-1",
+            SchemeKind::FineMr => "fine-mr",
+            SchemeKind::StaticMr => "static-mr",
+        }
+    }
+
+    /// True if every allocation is an RPC to the memory node's CPU.
+    pub const fn is_by_rpc(self) -> bool {
+        match self {
+            SchemeKind::OneSidedMw => false,
+            SchemeKind::RpcMw2 | SchemeKind::RpcMw1 | SchemeKind::FineMr | SchemeKind::StaticMr => {
+                true
+            }
         }
     }
 }
@@ -257,7 +306,7 @@ mod tests {
         let budget =
             |requests_per_s, interval| Budget { requests_per_s, interval, ..Budget::default() };
         let fine = Duration::from_millis(50);
-        let cases: [(&str, Settings); 11] = [
+        let cases: [(&str, Settings); 13] = [
             (
                 "budget_requests_per_s",
                 Settings { budget: budget(Some(0), fine), ..Settings::default() },
@@ -274,6 +323,8 @@ mod tests {
                     ..Settings::default()
                 },
             ),
+            ("cores", Settings { cores: 0, ..Settings::default() }),
+            ("cores", Settings { cores: 2, ..Settings::default() }),
             ("chunk_bytes", Settings { chunk_bytes: 256, ..Settings::default() }),
             ("chunk_bytes", Settings { chunk_bytes: 3 << 20, ..Settings::default() }),
             ("donate_bytes", Settings { donate_bytes: 1000, ..Settings::default() }),

@@ -41,13 +41,18 @@ pub struct Serve {
     #[arg(long, hide = true, conflicts_with = "socket")]
     private: bool,
 
-    /// Who allocates: onesidedmw (the NIC) or rpc-mw-2 (the CPU, on request)
+    /// Who allocates: onesidedmw (the NIC); or a baseline, the CPU on request: rpc-mw-2, rpc-mw-1
+    /// (unsafe), fine-mr, static-mr
     #[arg(long, default_value_t)]
     scheme: SchemeKind,
 
-    /// How the control thread waits for requests, in scheme rpc-mw-2: event or polling
+    /// How the control thread waits for requests, in the schemes by RPC: event or polling
     #[arg(long, default_value_t)]
     control: ControlMode,
+
+    /// Control threads that answer requests, in the schemes by RPC
+    #[arg(long, value_name = "CORES", default_value_t = Settings::default().cores)]
+    cores: u32,
 
     /// Memory windows of a group: one for the grant's owner, and one for each lane
     #[arg(long, value_name = "WINDOWS", default_value_t = Settings::default().group_size)]
@@ -125,6 +130,7 @@ impl Serve {
             credits: self.credits,
             scheme: self.scheme,
             control: self.control,
+            cores: self.cores,
             budget: Budget {
                 requests_per_s: self.budget_requests_per_s,
                 chunks: self.budget_chunks,

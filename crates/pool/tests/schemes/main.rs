@@ -13,7 +13,7 @@ macro_rules! run {
         $(
             #[test]
             fn $check() {
-                let setup = crate::Setup { scheme: $scheme, control: $control, place: $place };
+                let setup = crate::Setup { scheme: $scheme, control: $control, place: $place, cores: 1 };
                 crate::checks::$check(&setup);
             }
         )*
@@ -68,10 +68,70 @@ pub struct Setup {
     scheme: SchemeKind,
     control: ControlMode,
     place: Place,
+    /// Cores that answer requests.
+    cores: u32,
+}
+
+impl Setup {
+    /// True if a key is for one QP, not for all of a compute node's.
+    fn keys_are_for_one_qp(&self) -> bool {
+        matches!(self.scheme, SchemeKind::OneSidedMw | SchemeKind::RpcMw2)
+    }
+
+    /// True if a key is for one compute node: not with type-1 windows (OneSidedMW §2.3).
+    fn keys_are_for_one_client(&self) -> bool {
+        self.scheme != SchemeKind::RpcMw1
+    }
+
+    /// True if a chunk's keys are dead when its free returns: with type-1 windows they are when the
+    /// next allocation does.
+    fn dies_with_its_free(&self) -> bool {
+        self.scheme != SchemeKind::RpcMw1
+    }
 }
 
 scheme!(onesidedmw, pool::SchemeKind::OneSidedMw);
 scheme!(rpc_mw_2, pool::SchemeKind::RpcMw2);
+scheme!(rpc_mw_1, pool::SchemeKind::RpcMw1);
+scheme!(fine_mr, pool::SchemeKind::FineMr);
+scheme!(static_mr, pool::SchemeKind::StaticMr);
+
+/// Requests are answered by several cores.
+mod several_cores {
+    macro_rules! cores {
+        ($name:ident, $kind:expr) => {
+            mod $name {
+                use crate::{Place, Setup, checks};
+
+                fn setup(place: Place) -> Setup {
+                    let control = pool::ControlMode::Event;
+                    Setup { scheme: $kind, control, place, cores: 3 }
+                }
+
+                #[test]
+                fn nobody_shares_a_chunk() {
+                    checks::nobody_shares_a_chunk(&setup(Place::Embedded));
+                    checks::nobody_shares_a_chunk(&setup(Place::SameProcess));
+                }
+
+                #[test]
+                fn an_empty_pool_is_waited_for() {
+                    checks::an_empty_pool_is_waited_for(&setup(Place::Embedded));
+                    checks::an_empty_pool_is_waited_for(&setup(Place::SameProcess));
+                }
+
+                #[test]
+                fn leaving_gives_everything_back() {
+                    checks::leaving_gives_everything_back(&setup(Place::Embedded));
+                }
+            }
+        };
+    }
+    cores!(rpc_mw_2, pool::SchemeKind::RpcMw2);
+    cores!(rpc_mw_1, pool::SchemeKind::RpcMw1);
+    cores!(fine_mr, pool::SchemeKind::FineMr);
+    cores!(static_mr, pool::SchemeKind::StaticMr);
+}
 
 /// A CPU that polls for RPCs instead of sleeping.
 mod rpc_mw_2_polling {

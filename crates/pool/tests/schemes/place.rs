@@ -37,8 +37,7 @@ impl Node {
     /// Starts a memory node with `chunks` chunks of `chunk_bytes`.
     pub fn start(
         place: Place,
-        scheme: SchemeKind,
-        control: ControlMode,
+        (scheme, control, cores): (SchemeKind, ControlMode, u32),
         chunk_bytes: u64,
         chunks: u64,
     ) -> Node {
@@ -47,6 +46,7 @@ impl Node {
             chunk_bytes,
             scheme,
             control,
+            cores,
             clients_max: 16,
             groups_max: 4,
             ..Settings::default()

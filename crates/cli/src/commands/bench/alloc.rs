@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::Context;
 use bench::alloc::{self, Contender, Outcome, Total};
 use bench::size::Size;
-use pool::{Embedded, Options, Pool, Settings};
+use pool::{Embedded, Options, Pool, SchemeKind, Settings};
 
 use super::{Rounds, begin, conclude};
 use crate::UsageError;
@@ -21,7 +21,8 @@ use crate::team::Member;
 ///
 /// Latency and rate of scheme onesidedmw and, in the same run on the same NIC, of an RPC that
 /// does the same binding on the memory node's CPU (rpc-mw-2), with a control thread that
-/// sleeps between requests (event) and with one that has a core (polling). Whose time each
+/// sleeps between requests (event) and with one that has a core (polling); and of the other
+/// schemes, if they are named. Whose time each
 /// took is told apart: the NIC thread's, which plays the hardware, and the control CPU's.
 /// On shm each client is a process; on inline it is a thread, and runs the NIC itself.
 #[derive(clap::Args, Debug)]
@@ -44,6 +45,15 @@ pub struct Alloc {
     #[arg(long, value_name = "SIZE", default_value = "4KiB")]
     chunk: Size,
 
+    /// Schemes, of onesidedmw, rpc-mw-2, rpc-mw-1 (unsafe), fine-mr, static-mr; see docs/schemes.md
+    #[arg(long, value_name = "SCHEMES", value_delimiter = ',',
+          default_values_t = [SchemeKind::OneSidedMw, SchemeKind::RpcMw2])]
+    schemes: Vec<SchemeKind>,
+
+    /// Cores of the memory node's CPU that answer requests, in the schemes by RPC
+    #[arg(long, value_name = "CORES", default_value_t = 1)]
+    cores: u32,
+
     #[command(flatten)]
     rounds: Rounds,
 
@@ -58,6 +68,7 @@ const EXAMPLES: &str = "\
 Examples:
   granary bench alloc --nic shm
   granary bench alloc --nic inline --clients 1 --chunk 1MiB --memory 64MiB
+  granary bench alloc --schemes onesidedmw,rpc-mw-1,fine-mr,static-mr --clients 1
   granary bench alloc --nic shm --clients 1,8 --json > alloc.jsonl";
 
 /// The most clients that make sense here.
@@ -80,15 +91,18 @@ impl Alloc {
         }
         let mut report = begin(&self.output)?;
         let rounds = self.rounds.rounds;
-        let steps = self.clients.len() * Contender::ALL.len() * rounds as usize;
+        let contenders = Contender::of(&self.schemes);
+        let steps = self.clients.len() * contenders.len() * rounds as usize;
         let bar = self.output.progress().bar("alloc", steps as u64);
         for &clients in &self.clients {
-            let mut totals = Contender::ALL.map(|contender| (contender, Total::default()));
+            let total = |contender: &Contender| (*contender, Total::default());
+            let mut totals: Vec<_> = contenders.iter().map(total).collect();
             for _ in 0..rounds {
                 for (contender, total) in &mut totals {
                     let Contender { scheme, control } = *contender;
                     bar.say(&format!("{scheme}, {control}, {clients} clients"));
-                    let settings = Settings { scheme, control, ..donation.settings() };
+                    let cores = if scheme.needs_cpu() { self.cores } else { 1 };
+                    let settings = Settings { scheme, control, cores, ..donation.settings() };
                     let round = match self.nic {
                         NicName::Inline => inline(&settings, clients, self.rounds.each()),
                         NicName::Shm => shm(&settings, clients, self.rounds.each()),

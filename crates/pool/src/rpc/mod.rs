@@ -1,13 +1,39 @@
-//! `rpc-mw-2`: allocation by RPC to the memory node's CPU, which binds type-2 windows
-//! (OneSidedMW §2.2.2: the RPC-MW baseline of its evaluation; Patronus with type-2 windows).
+//! Allocation by RPC to the memory node's CPU: the baselines in which the CPU opens a chunk to a
+//! compute node, and closes it.
 //!
 //! A compute node SENDs a request on its management QP; the memory node's CPU takes a chunk from a
-//! free list, binds the chunk's windows to the compute node's access QPs, waits for that, and SENDs
-//! the grant back. A free unbinds, clears and gives back. With type-2 windows a bind is posted on
-//! the QP that the window is for, so one request is one bind on each access QP of the group.
+//! free list, opens it, and SENDs the grant back. A free closes the chunk, clears it and gives it back.
+//! What opens a chunk makes the scheme:
+//!
+//! | scheme | what opens a chunk | who is kept out by what | source |
+//! | --- | --- | --- | --- |
+//! | `rpc-mw-2` | a type-2 window for each access QP of the group | the window names the QP | OneSidedMW §2.2.2, Patronus |
+//! | `rpc-mw-1` | one type-1 window; a free and the next allocation are one rebind | **unsafe**: 8 bits of tag | OneSidedMW §2.2.2, §2.3 |
+//! | `fine-mr` | an MR, registered by each allocation and ended by each free | a PD for each compute node | OneSidedMW §6 |
+//! | `static-mr` | an MR that was registered ahead | a PD for each compute node | OneSidedMW §2.2.1 |
 //!
 //! The CPU knows who asks by the QP that the request came in on, so the proof of ownership that a
 //! chain takes from the guard window is a comparison here: a group has one window less.
+//!
+//! **`rpc-mw-1`** binds one window for a chunk, since any QP of the PD may use it; that is its
+//! weakness too: a compute node that guesses the 8 bits of a tag is in, and nothing can be done about
+//! it at the memory node. A free is answered without the NIC: the chunk is set aside, its window still
+//! bound. The next allocation of the same compute node takes a chunk that is free and clear, and one
+//! rebind takes the window from the old chunk to the new one. Only then is the old one cleared and free:
+//! nobody is given a chunk that another key opens. But its last owner can reach it for that long after
+//! the free has returned, so that *released* comes late. At most `credits` chunks of a compute node are
+//! aside; when the free list is empty they are unbound, cleared and free.
+//!
+//! **MRs** are keyed by PD: their key opens them on every QP of it. So each compute node has a PD of its
+//! own, with its QPs and the MRs of its chunks. (The published forms share one PD, and never end a key
+//! of Static-MR: its strong isolation is that of a chunk which has one owner for ever.) `static-mr`
+//! registers ahead, in each compute node's PD, when that is admitted and when the CPU has nothing else
+//! to do, up to [`regions::AHEAD`] chunks: an allocation takes one of these, and only finds out which. A
+//! free ends the MR, as everywhere; a chunk that is registered ahead for one goes to another when there
+//! is no free one.
+//!
+//! The CPU may be several cores ([`crate::Settings::cores`]): each has a CQ for requests and its share
+//! of the compute nodes, and all work on one [`table::Table`].
 //!
 //! ```text
 //! request (16 B)                       reply (64 B)
@@ -28,9 +54,12 @@
 mod client;
 mod node;
 mod peer;
+mod regions;
 mod table;
 #[cfg(test)]
 mod tests;
+mod windows;
+mod worker;
 
 pub use client::Client;
 pub use node::Node;

@@ -11,6 +11,8 @@ use crate::scheme::bulletin;
 
 /// A compute node.
 pub struct Peer<N: Nic> {
+    /// The PD of its QPs.
+    pub pd: N::Pd,
     /// Its requests come in here, replies and bulletins go out.
     pub management: N::Qp,
     /// The compute node's side of it.

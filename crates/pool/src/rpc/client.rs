@@ -1,4 +1,4 @@
-//! The compute node's side of `rpc-mw-2`: a request is a SEND, its answer a SEND from the memory
+//! The compute node's side of the schemes by RPC: a request is a SEND, its answer a SEND from the memory
 //! node's CPU.
 //!
 //! The receive for the answer is posted before the request, under the same lock, and the memory
@@ -19,7 +19,7 @@ use crate::credits::Credits;
 use crate::protocol::Welcome;
 use crate::scheme::{ClientScheme, Grant, GroupId};
 
-/// The compute node of `rpc-mw-2` on the NIC `N`.
+/// The compute node of the schemes by RPC on the NIC `N`.
 pub struct Client<N: Nic> {
     qp: N::Qp,
     completer: Completer<N::Cq>,

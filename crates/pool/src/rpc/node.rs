@@ -1,0 +1,335 @@
+//! The memory node's side: what the control thread does. Requests are answered by `worker`.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use fabric::{
+    Access, CqAttr, Key, MemoryRegion, Nic, QpAttr, QpChange, Qpn, QueuePair, Receive, ReceiveAttr,
+    Remote,
+};
+use parking_lot::{Mutex, MutexGuard};
+
+use super::peer::{Path, Peer};
+use super::regions::Regions;
+use super::table::{Doors, Table};
+use super::windows::{Type1, Type2};
+use super::worker::{BIND_BLOCKS, Core, Handle, Shared, State};
+use super::{REPLY_BYTES, REQUEST_BYTES};
+use crate::Error;
+use crate::scheme::{
+    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus, Worker,
+};
+use crate::settings::{SchemeKind, Settings};
+
+/// Building blocks that answering one request takes of a management QP: the reply, the bulletin
+/// before it, and the bulletin that takes that back.
+const ANSWER_BLOCKS: u32 = 4;
+
+/// The memory node of a scheme by RPC.
+pub struct Node<N: Nic> {
+    shared: Arc<Shared<N>>,
+    /// The core that serves each compute node.
+    homes: BTreeMap<ClientId, usize>,
+}
+
+impl<N: Nic> Node<N> {
+    /// Donates memory as `settings` say.
+    pub fn new(nic: &N, settings: &Settings) -> Result<Self, Error> {
+        settings.validate()?;
+        let (scheme, caps) = (settings.scheme, nic.caps());
+        let missing = match scheme {
+            SchemeKind::RpcMw2 if !caps.windows => Some("type-2 windows"),
+            SchemeKind::RpcMw1 if !caps.type1_windows => Some("type-1 windows"),
+            _ if (caps.max_inline as usize) < REPLY_BYTES => Some("enough inline data"),
+            _ => None,
+        };
+        if let Some(missing) = missing {
+            return Err(Error::Setting {
+                setting: "scheme",
+                value: scheme.name().into(),
+                why: format!("the NIC {} has no {missing}", caps.name),
+            });
+        }
+        let (chunks, chunk_bytes) = (settings.chunks() as u32, settings.chunk_bytes);
+        let lanes = settings.lanes() as usize;
+        let pd = nic.alloc_pd()?;
+        let memory = nic.alloc_dma((chunks as u64 * chunk_bytes) as usize)?;
+        let memory = nic.reg_mr(&pd, &memory, Access::LOCAL_ALL)?;
+        let all = (chunks, chunk_bytes);
+        let doors = match scheme {
+            SchemeKind::RpcMw2 => Doors::Type2(Type2::new(nic, &pd, &memory, all, lanes)?),
+            SchemeKind::RpcMw1 => Doors::Type1(Type1::new(nic, &pd, &memory, all)?),
+            SchemeKind::FineMr | SchemeKind::StaticMr => Doors::Regions(Regions::new(chunks)),
+            other => {
+                return Err(Error::Setting {
+                    setting: "scheme",
+                    value: other.name().into(),
+                    why: "it does not allocate by RPC".into(),
+                });
+            }
+        };
+        let cores = settings.cores.min(settings.clients_max) as usize;
+        let base = memory.memory().addr();
+        let table = Table::new(doors, lanes, base, chunk_bytes, chunks, cores);
+        let cores = (0..cores)
+            .map(|index| Core::new(nic, &pd, settings, index))
+            .collect::<Result<Vec<_>, _>>()?;
+        let (nic, settings, table) = (nic.clone(), settings.clone(), Mutex::new(table));
+        let shared = Arc::new(Shared { nic, settings, pd, memory, table, cores });
+        Ok(Self { shared, homes: BTreeMap::new() })
+    }
+
+    fn core_of(&self, client: ClientId) -> usize {
+        self.homes.get(&client).copied().unwrap_or(0)
+    }
+
+    /// The state of the core that serves a compute node.
+    fn state_of(&self, client: ClientId) -> MutexGuard<'_, State<N>> {
+        self.shared.cores[self.core_of(client)].state.lock()
+    }
+
+    /// The core with the fewest compute nodes, for one more; an error if all are here.
+    fn find_home(&mut self) -> Result<usize, Error> {
+        let cores = &self.shared.cores;
+        self.homes.retain(|client, core| cores[*core].state.lock().peers.contains_key(client));
+        let max = self.shared.settings.clients_max as usize;
+        if self.homes.len() >= max {
+            return Err(refuse(format!("{max} compute nodes are connected")));
+        }
+        let mut counts = vec![0; cores.len()];
+        self.homes.values().for_each(|core| counts[*core] += 1);
+        let least = counts.iter().enumerate().min_by_key(|(_, count)| **count);
+        Ok(least.expect("there is a core").0)
+    }
+
+    fn make_peer(&self, state: &State<N>, request: &Admission) -> Result<Peer<N>, Error> {
+        let settings = &self.shared.settings;
+        let (nic, credits) = (&self.shared.nic, settings.credits);
+        let lanes = settings.lanes() as usize;
+        let [management_peer] = request.management[..] else {
+            return Err(refuse(format!(
+                "scheme {} has one management QP, {} were named",
+                settings.scheme,
+                request.management.len()
+            )));
+        };
+        if !(1..=settings.groups_max as usize).contains(&request.groups.len()) {
+            return Err(refuse(format!(
+                "{} QP groups were named, 1 to {} are served",
+                request.groups.len(),
+                settings.groups_max
+            )));
+        }
+        if let Some(group) = request.groups.iter().find(|group| group.len() != lanes) {
+            return Err(refuse(format!(
+                "a QP group of {} QPs was named; windows of a group of {} serve {lanes}",
+                group.len(),
+                settings.group_size
+            )));
+        }
+        let pd = match settings.scheme {
+            SchemeKind::FineMr | SchemeKind::StaticMr => nic.alloc_pd()?,
+            _ => self.shared.pd.clone(),
+        };
+        let blocks = (credits * ANSWER_BLOCKS).next_power_of_two();
+        let replies = nic.create_cq(CqAttr { entries: blocks, ignore_overrun: false })?;
+        let management = nic.create_qp(
+            &pd,
+            QpAttr {
+                send_cq: &replies,
+                recv_cq: &state.requests,
+                send_blocks: blocks,
+                receive: Receive::Own(ReceiveAttr { entries: credits, max_sges: 1 }),
+                access: Access::NONE,
+            },
+        )?;
+        let inbox = nic.alloc_dma(credits as usize * REQUEST_BYTES)?;
+        let inbox = nic.reg_mr(&pd, &inbox, Access::LOCAL_ALL)?;
+        let path = |peer: &u32| -> Result<Path<N>, Error> {
+            let attr = QpAttr {
+                send_cq: &state.binds,
+                recv_cq: &state.binds,
+                send_blocks: (credits * BIND_BLOCKS).next_power_of_two(),
+                receive: Receive::None,
+                access: Access::REMOTE_ALL,
+            };
+            let path = Path::<N> { qp: nic.create_qp(&pd, attr)?, peer: Qpn::new(*peer) };
+            path.qp.connect(path.peer)?;
+            Ok(path)
+        };
+        let groups = request
+            .groups
+            .iter()
+            .map(|group| group.iter().map(path).collect())
+            .collect::<Result<_, _>>()?;
+        let mut peer = Peer {
+            management,
+            management_peer: Qpn::new(management_peer),
+            epoch: 0,
+            replies,
+            inbox,
+            groups,
+            bulletin: Remote { addr: request.bulletin_addr, rkey: Key(request.bulletin_rkey) },
+            generation: 0,
+            told_empty: false,
+            broken: false,
+            leaving: None,
+            pd,
+        };
+        peer.connect_management(credits)?;
+        Ok(peer)
+    }
+}
+
+impl<N: Nic> NodeScheme for Node<N> {
+    fn admit(&mut self, client: ClientId, request: &Admission) -> Result<Admitted, Error> {
+        let core = self.find_home()?;
+        let settings = &self.shared.settings;
+        let mut state = self.shared.cores[core].state.lock();
+        let peer = self.make_peer(&state, request)?;
+        let admitted = Admitted {
+            client: client.0,
+            chunk_bytes: settings.chunk_bytes,
+            group_size: settings.group_size,
+            credits: settings.credits,
+            management: vec![peer.management.qpn().raw()],
+            groups: peer
+                .groups
+                .iter()
+                .map(|group| group.iter().map(|path| path.qp.qpn().raw()).collect())
+                .collect(),
+        };
+        state.by_management.insert(peer.management.qpn(), client);
+        state.peers.insert(client, peer);
+        state.joined(client);
+        self.homes.insert(client, core);
+        Ok(admitted)
+    }
+
+    fn retire(&mut self, client: ClientId) -> Result<(), Error> {
+        let mut state = self.state_of(client);
+        let state = &mut *state;
+        let Some(peer) = state.peers.get_mut(&client) else { return Ok(()) };
+        state.by_management.remove(&peer.management.qpn());
+        peer.leaving = Some(self.shared.table.lock().owned_by(client));
+        (peer.broken, peer.told_empty) = (true, false);
+        // From the reset on its accesses are refused; the QPs, connected to nobody but themselves,
+        // still unbind their windows.
+        peer.management.modify(QpChange::Reset)?;
+        for path in peer.groups.iter().flatten() {
+            path.qp.connect(path.qp.qpn())?;
+        }
+        Ok(())
+    }
+
+    fn is_retired(&self, client: ClientId) -> bool {
+        !self.state_of(client).peers.contains_key(&client)
+    }
+
+    fn turn(&mut self) -> Result<bool, Error> {
+        let mut any = false;
+        for core in 0..self.shared.cores.len() {
+            any |= self.shared.turn(core)?;
+        }
+        Ok(any)
+    }
+
+    fn workers(&self) -> usize {
+        self.shared.cores.len()
+    }
+
+    fn take_workers(&mut self) -> Vec<Box<dyn Worker>> {
+        let worker =
+            |core| -> Box<dyn Worker> { Box::new(Handle { shared: self.shared.clone(), core }) };
+        (0..self.shared.cores.len()).map(worker).collect()
+    }
+
+    fn is_watching(&self) -> bool {
+        false // every free passes through this CPU
+    }
+
+    fn client_waits(&mut self, client: ClientId) -> Result<bool, Error> {
+        let core = self.core_of(client);
+        let mut state = self.state_of(client);
+        if !self.shared.table.lock().tell_empty(core) {
+            return Ok(false);
+        }
+        let peer = state.peers.get_mut(&client).ok_or_else(|| refuse(NOT_ADMITTED))?;
+        peer.tell_empty();
+        Ok(true)
+    }
+
+    fn reset_management(&mut self, client: ClientId) -> Result<Option<Vec<u32>>, Error> {
+        let mut state = self.state_of(client);
+        let peer = state.peers.get_mut(&client).ok_or_else(|| refuse(NOT_ADMITTED))?;
+        peer.management.modify(QpChange::Error)?;
+        peer.epoch += 1;
+        peer.connect_management(self.shared.settings.credits)?;
+        Ok(Some(vec![peer.management.qpn().raw()]))
+    }
+
+    fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {
+        let state = self.state_of(client);
+        let peer = state.peers.get(&client).ok_or_else(|| refuse(NOT_ADMITTED))?;
+        let path = peer
+            .groups
+            .get(group.0 as usize)
+            .and_then(|g| g.get(lane.0 as usize))
+            .ok_or_else(|| refuse(format!("group {} has no lane {}", group.0, lane.0)))?;
+        path.qp.connect(path.peer)?;
+        Ok(path.qp.qpn().raw())
+    }
+
+    fn events(&self) -> Option<Arc<dyn CpuEvents>> {
+        Some(Arc::new(AllCores(self.shared.clone())))
+    }
+
+    fn status(&mut self) -> Result<NodeStatus, Error> {
+        let settings = &self.shared.settings;
+        let mut status = NodeStatus {
+            scheme: settings.scheme.name().into(),
+            chunk_bytes: settings.chunk_bytes,
+            ..NodeStatus::default()
+        };
+        {
+            let table = self.shared.table.lock();
+            (status.chunks, status.free) = (table.chunks(), table.available());
+        }
+        for core in &self.shared.cores {
+            let state = core.state.lock();
+            let leaving = state.peers.values().filter(|p| p.leaving.is_some()).count() as u64;
+            status.leaving += leaving;
+            status.clients += state.peers.len() as u64 - leaving;
+            status.allocations_cpu += state.allocations;
+            status.frees_cpu += state.frees;
+            status.refused += state.refused;
+        }
+        Ok(status)
+    }
+
+    fn audit(&self) -> Result<(), Error> {
+        let states: Vec<_> = self.shared.cores.iter().map(|core| core.state.lock()).collect();
+        let exists = |client| states.iter().any(|state| state.peers.contains_key(&client));
+        self.shared.table.lock().audit(exists)
+    }
+}
+
+/// What wakes all cores. One core sleeps on it where one thread does the turns of all.
+struct AllCores<N: Nic>(Arc<Shared<N>>);
+
+impl<N: Nic> CpuEvents for AllCores<N> {
+    fn wait(&self, timeout: Duration) -> Result<bool, Error> {
+        self.0.cores[0].events.wait(timeout)
+    }
+
+    fn wake(&self) {
+        self.0.cores.iter().for_each(|core| core.events.wake());
+    }
+}
+
+const NOT_ADMITTED: &str = "this compute node is not admitted";
+
+fn refuse(why: impl ToString) -> Error {
+    Error::Refused { attempt: "admitting a compute node".into(), why: why.to_string() }
+}

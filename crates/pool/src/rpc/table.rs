@@ -1,0 +1,293 @@
+//! Which chunk is whose: the memory node's books, which all its cores share.
+//!
+//! ```text
+//! entry e: bytes [e * chunk, (e + 1) * chunk) of the donated memory
+//!
+//! free ──take──> owned ──start_free──> leaving ──release──> free
+//!   └─set aside for a compute node <──> (opened for it: before its allocation, or after its free)
+//! ```
+//!
+//! Invariants: an entry is on the free list exactly if nobody owns it; what opened a free entry is
+//! closed, and its bytes are zero. An entry that is aside has an owner, and counts as available.
+//! The lock over the books is held for as long as they are looked at or changed, never while
+//! anything is waited for.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use fabric::{Key, Nic};
+
+use super::regions::Regions;
+use super::windows::{Type1, Type2};
+use super::{Outcome, Reply};
+use crate::Error;
+use crate::scheme::{ClientId, GroupId, MAX_GROUP};
+
+/// Whose a chunk is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Owner {
+    /// It is free.
+    Nobody,
+    /// A compute node's.
+    Client(ClientId),
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum State {
+    Free,
+    Owned,
+    /// A free of it has begun.
+    Leaving,
+    /// It is opened for its owner, who does not have it yet, or any more.
+    Aside,
+}
+
+struct Entry {
+    owner: Owner,
+    group: GroupId,
+    state: State,
+}
+
+/// What opens chunks.
+pub enum Doors<N: Nic> {
+    /// A window for each lane, bound to its QP.
+    Type2(Type2<N>),
+    /// One window for all QPs.
+    Type1(Type1<N>),
+    /// An MR.
+    Regions(Regions<N>),
+}
+
+/// The books.
+pub struct Table<N: Nic> {
+    pub doors: Doors<N>,
+    lanes: usize,
+    base: u64,
+    chunk_bytes: u64,
+    entries: Vec<Entry>,
+    free: Vec<u32>,
+    aside: BTreeMap<ClientId, VecDeque<u32>>,
+    aside_count: u64,
+    /// Cores whose compute nodes were told that there is no memory.
+    told: Vec<bool>,
+}
+
+impl<N: Nic> Table<N> {
+    /// All of `chunks` chunks of `chunk_bytes` from address `base` on are free.
+    pub fn new(
+        doors: Doors<N>,
+        lanes: usize,
+        base: u64,
+        chunk_bytes: u64,
+        chunks: u32,
+        cores: usize,
+    ) -> Self {
+        let entry = |_| Entry { owner: Owner::Nobody, group: GroupId(0), state: State::Free };
+        Self {
+            doors,
+            lanes,
+            base,
+            chunk_bytes,
+            entries: (0..chunks).map(entry).collect(),
+            free: (0..chunks).rev().collect(),
+            aside: BTreeMap::new(),
+            aside_count: 0,
+            told: vec![false; cores],
+        }
+    }
+
+    /// Chunks in all.
+    pub fn chunks(&self) -> u64 {
+        self.entries.len() as u64
+    }
+
+    /// Chunks that are nobody's, or aside.
+    pub fn available(&self) -> u64 {
+        self.free.len() as u64 + self.aside_count
+    }
+
+    /// Takes a free chunk for a compute node.
+    pub fn take(&mut self, client: ClientId, group: GroupId) -> Option<u32> {
+        let entry = self.free.pop()?;
+        let owner = Owner::Client(client);
+        self.entries[entry as usize] = Entry { owner, group, state: State::Owned };
+        Some(entry)
+    }
+
+    /// Begins to take a chunk back. False if it is not the compute node's or leaves already.
+    pub fn start_free(&mut self, entry: u32, client: ClientId) -> bool {
+        match self.entries.get_mut(entry as usize) {
+            Some(e) if e.owner == Owner::Client(client) && e.state == State::Owned => {
+                e.state = State::Leaving;
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// The group that a chunk was taken for.
+    pub fn group_of(&self, entry: u32) -> GroupId {
+        self.entries[entry as usize].group
+    }
+
+    /// Sets a chunk of a compute node aside for it.
+    pub fn set_aside(&mut self, entry: u32, client: ClientId) {
+        let e = &mut self.entries[entry as usize];
+        assert_eq!(e.owner, Owner::Client(client), "entry {entry} is set aside for its owner");
+        assert_ne!(e.state, State::Aside, "entry {entry} is set aside twice");
+        e.state = State::Aside;
+        self.aside.entry(client).or_default().push_back(entry);
+        self.aside_count += 1;
+    }
+
+    /// How many chunks are aside for a compute node.
+    pub fn aside_for(&self, client: ClientId) -> usize {
+        self.aside.get(&client).map_or(0, VecDeque::len)
+    }
+
+    /// Takes what has been aside for a compute node for longest, to be given to it or closed.
+    pub fn take_aside(&mut self, client: ClientId, group: GroupId) -> Option<u32> {
+        let entry = self.aside.get_mut(&client)?.pop_front()?;
+        self.aside_count -= 1;
+        self.entries[entry as usize].state = State::Owned;
+        self.entries[entry as usize].group = group;
+        Some(entry)
+    }
+
+    /// Takes up to `most` chunks that are aside for anybody, to be closed: a bit of each one's.
+    pub fn take_aside_of_all(&mut self, most: usize) -> Vec<u32> {
+        let mut taken = Vec::new();
+        while taken.len() < most && self.aside_count > 0 {
+            for entries in self.aside.values_mut() {
+                if taken.len() < most
+                    && let Some(entry) = entries.pop_front()
+                {
+                    self.aside_count -= 1;
+                    self.entries[entry as usize].state = State::Leaving;
+                    taken.push(entry);
+                }
+            }
+        }
+        taken
+    }
+
+    /// The reply that grants a chunk that is open.
+    pub fn grant(&self, number: u64, entry: u32) -> Reply {
+        let mut keys = [Key::default(); MAX_GROUP];
+        match &self.doors {
+            Doors::Type2(windows) => {
+                keys[..self.lanes].copy_from_slice(windows.keys(entry));
+            }
+            // One key for all lanes.
+            Doors::Type1(windows) => keys[..self.lanes].fill(windows.key(entry)),
+            Doors::Regions(regions) => keys[..self.lanes].fill(regions.key(entry)),
+        }
+        Reply {
+            number,
+            outcome: Outcome::Done,
+            entry,
+            addr: self.base + entry as u64 * self.chunk_bytes,
+            len: self.chunk_bytes,
+            lanes: self.lanes,
+            keys,
+        }
+    }
+
+    /// Puts a chunk on the free list. It is clear, its keys are dead.
+    pub fn release(&mut self, entry: u32) {
+        let e = &mut self.entries[entry as usize];
+        assert_ne!(e.owner, Owner::Nobody, "entry {entry} is released twice");
+        *e = Entry { owner: Owner::Nobody, group: GroupId(0), state: State::Free };
+        self.free.push(entry);
+    }
+
+    /// The chunks of a compute node, those that are aside among them: they are so no more.
+    pub fn owned_by(&mut self, client: ClientId) -> Vec<u32> {
+        self.aside_count -= self.aside.remove(&client).map_or(0, |aside| aside.len()) as u64;
+        let owner = Owner::Client(client);
+        let mut owned = Vec::new();
+        for (at, entry) in self.entries.iter_mut().enumerate() {
+            if entry.owner == owner {
+                entry.state = State::Leaving;
+                owned.push(at as u32);
+            }
+        }
+        owned
+    }
+
+    /// A core tells a compute node of its own that there is no memory, unless there is.
+    pub fn tell_empty(&mut self, core: usize) -> bool {
+        let empty = self.available() == 0;
+        self.told[core] |= empty;
+        empty
+    }
+
+    /// Whether a core has to tell its compute nodes that there is memory again; once.
+    pub fn tell_available(&mut self, core: usize) -> bool {
+        self.available() > 0 && std::mem::take(&mut self.told[core])
+    }
+
+    /// Cores that have to tell so, and may sleep.
+    pub fn cores_to_wake(&self) -> Vec<usize> {
+        if self.available() == 0 {
+            return Vec::new();
+        }
+        (0..self.told.len()).filter(|core| self.told[*core]).collect()
+    }
+
+    /// Checks that every chunk is exactly once free, aside, or owned by somebody who `exists`.
+    pub fn audit(&self, exists: impl Fn(ClientId) -> bool) -> Result<(), Error> {
+        let wrong = |why: String| Error::Protocol { attempt: "auditing the pool".into(), why };
+        let mut seen = vec![false; self.entries.len()];
+        for entry in &self.free {
+            let at = *entry as usize;
+            if std::mem::replace(&mut seen[at], true) {
+                return Err(wrong(format!("chunk {entry} is twice on the free list")));
+            }
+            if self.entries[at].owner != Owner::Nobody {
+                return Err(wrong(format!("chunk {entry} is free and owned")));
+            }
+        }
+        let mut aside = 0;
+        for (client, entries) in &self.aside {
+            for entry in entries {
+                let e = &self.entries[*entry as usize];
+                if std::mem::replace(&mut seen[*entry as usize], true) {
+                    return Err(wrong(format!("chunk {entry} is aside, and elsewhere too")));
+                }
+                if e.owner != Owner::Client(*client) || e.state != State::Aside {
+                    return Err(wrong(format!(
+                        "chunk {entry} is aside for compute node {}, who does not own it",
+                        client.0
+                    )));
+                }
+                aside += 1;
+            }
+        }
+        if aside != self.aside_count {
+            return Err(wrong(format!(
+                "{aside} chunks are aside, {} are counted",
+                self.aside_count
+            )));
+        }
+        for (at, entry) in self.entries.iter().enumerate() {
+            match entry.owner {
+                Owner::Client(client) if !exists(client) => {
+                    let gone = client.0;
+                    return Err(wrong(format!(
+                        "chunk {at} is of compute node {gone}, who is gone"
+                    )));
+                }
+                Owner::Nobody if !seen[at] => {
+                    return Err(wrong(format!("chunk {at} is lost: nobody's, and not free")));
+                }
+                _ if (entry.state == State::Aside)
+                    != (seen[at] && entry.owner != Owner::Nobody) =>
+                {
+                    return Err(wrong(format!("chunk {at} is aside for nobody")));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}

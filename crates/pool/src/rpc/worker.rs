@@ -1,0 +1,639 @@
+//! A core of the memory node's CPU: it answers the requests of its compute nodes.
+//!
+//! A turn takes what requests have arrived (at most [`BATCH`]), decides on each, opens and closes what
+//! they need (all binds and unbinds with one doorbell per QP), waits for that, clears what was freed
+//! and posts the replies.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
+
+use fabric::wqe::Umr;
+use fabric::{
+    Access, Completion, CompletionKind, CompletionQueue, CqAttr, MemoryRegion, Nic, Op, QpAttr,
+    Qpn, QueuePair, Receive, Status, WorkRequest,
+};
+use parking_lot::Mutex;
+
+use super::peer::{Path, Peer};
+use super::regions::AHEAD;
+use super::table::{Doors, Table};
+use super::{Ask, Outcome, REQUEST_BYTES, Reply, Request};
+use crate::Error;
+use crate::events::{CqEvents, poll_until};
+use crate::scheme::{ClientId, CpuEvents, GroupId, Lane, MAX_GROUP, Worker, bulletin};
+use crate::settings::{SchemeKind, Settings};
+
+/// Requests that one turn answers at most.
+const BATCH: usize = 64;
+/// Bytes that one turn clears at most of what a compute node had that has gone.
+const CLEAR_BYTES: u64 = 1 << 20;
+/// Building blocks of a UMR that binds.
+pub(super) const BIND_BLOCKS: u32 = 3;
+
+/// What all cores share.
+pub(super) struct Shared<N: Nic> {
+    pub nic: N,
+    pub settings: Settings,
+    /// The PD of the windows and of whom they are for.
+    pub pd: N::Pd,
+    /// The donated memory, for [`Shared::pd`].
+    pub memory: N::Mr,
+    pub table: Mutex<Table<N>>,
+    pub cores: Vec<Core<N>>,
+}
+
+/// A core: what it sleeps on, and what it works on, which the control thread changes between its turns.
+pub(super) struct Core<N: Nic> {
+    pub events: Arc<CqEvents<N>>,
+    pub state: Mutex<State<N>>,
+}
+
+/// What a core works on.
+pub(super) struct State<N: Nic> {
+    /// Which core it is.
+    index: usize,
+    /// Requests of its compute nodes arrive here.
+    pub requests: N::Cq,
+    /// Completions that were polled there.
+    arrived: Vec<Completion>,
+    /// Binds and unbinds complete here.
+    pub binds: N::Cq,
+    /// Where binds of type-1 windows are posted.
+    binder: Option<N::Qp>,
+    pub peers: BTreeMap<ClientId, Peer<N>>,
+    pub by_management: HashMap<Qpn, ClientId>,
+    /// Compute nodes that may have fewer chunks aside than they should.
+    short: VecDeque<ClientId>,
+    /// Id of the next bind or unbind.
+    serial: u64,
+    pub allocations: u64,
+    pub frees: u64,
+    pub refused: u64,
+}
+
+/// A request on its way through a turn.
+struct Job {
+    client: ClientId,
+    slot: u32,
+    number: u64,
+    step: Step,
+}
+
+enum Step {
+    Refuse(Outcome, u32),
+    /// `open`: it is registered. `from`: the chunk whose window it takes over, which is then closed.
+    Allocate {
+        entry: u32,
+        open: bool,
+        from: Option<u32>,
+        failed: bool,
+    },
+    Free {
+        entry: u32,
+        failed: bool,
+    },
+    /// A free that is answered although the chunk is still open.
+    SetAside {
+        entry: u32,
+    },
+}
+
+/// One bind or unbind.
+struct WindowOp {
+    /// The QP that it is posted to; none: the binder.
+    path: Option<(ClientId, GroupId, Lane)>,
+    umr: Umr,
+    job: usize,
+    done: bool,
+}
+
+/// A core, to be driven by a thread of its own.
+pub(super) struct Handle<N: Nic> {
+    pub shared: Arc<Shared<N>>,
+    pub core: usize,
+}
+
+impl<N: Nic> Worker for Handle<N> {
+    fn turn(&mut self) -> Result<bool, Error> {
+        self.shared.turn(self.core)
+    }
+
+    fn events(&self) -> Arc<dyn CpuEvents> {
+        self.shared.cores[self.core].events.clone()
+    }
+}
+
+impl<N: Nic> Shared<N> {
+    /// A turn of a core.
+    pub fn turn(&self, core: usize) -> Result<bool, Error> {
+        let did = self.cores[core].state.lock().turn(self)?;
+        if did {
+            let wake = self.table.lock().cores_to_wake();
+            wake.iter().filter(|c| **c != core).for_each(|c| self.cores[*c].events.wake());
+        }
+        Ok(did)
+    }
+
+    fn is(&self, scheme: SchemeKind) -> bool {
+        self.settings.scheme == scheme
+    }
+
+    fn clear(&self, entry: u32) {
+        let bytes = self.settings.chunk_bytes;
+        self.memory.memory().zero((entry as u64 * bytes) as usize, bytes as usize);
+    }
+
+    /// Registers a chunk in a compute node's PD.
+    fn register(&self, pd: &N::Pd, entry: u32) -> Result<N::Mr, Error> {
+        let bytes = self.settings.chunk_bytes;
+        let all = self.memory.memory();
+        let chunk = all.slice((entry as u64 * bytes) as usize, bytes as usize);
+        let chunk = chunk.expect("a chunk lies in the donated memory");
+        Ok(self.nic.reg_mr(pd, &chunk, Access::LOCAL_WRITE | Access::REMOTE_ALL)?)
+    }
+
+    /// New windows in place of a chunk's: the old ones' keys are dead.
+    fn replace_windows(&self, entry: u32) -> Result<(), Error> {
+        match &mut self.table.lock().doors {
+            Doors::Type2(windows) => windows.replace(&self.nic, &self.pd, entry),
+            Doors::Type1(windows) => windows.replace(&self.nic, &self.pd, entry),
+            Doors::Regions(_) => Ok(()),
+        }
+    }
+}
+
+impl<N: Nic> Core<N> {
+    /// A core without compute nodes.
+    pub fn new(nic: &N, pd: &N::Pd, settings: &Settings, index: usize) -> Result<Self, Error> {
+        // A compute node that comes goes to the core that has the fewest.
+        let clients = settings.clients_max.div_ceil(settings.cores.min(settings.clients_max));
+        let in_flight = clients * settings.credits;
+        let requests = nic.create_cq(CqAttr {
+            entries: 2 * in_flight + CqEvents::<N>::MARGIN,
+            ignore_overrun: false,
+        })?;
+        let binds = nic.create_cq(CqAttr {
+            entries: 2 * BATCH.max(settings.credits as usize) as u32 * MAX_GROUP as u32,
+            ignore_overrun: false,
+        })?;
+        let binder = match settings.scheme {
+            SchemeKind::RpcMw1 => {
+                let qp = nic.create_qp(
+                    pd,
+                    QpAttr {
+                        send_cq: &binds,
+                        recv_cq: &binds,
+                        send_blocks: (BATCH.max(settings.credits as usize) as u32 * BIND_BLOCKS)
+                            .next_power_of_two(),
+                        receive: Receive::None,
+                        access: Access::NONE,
+                    },
+                )?;
+                qp.connect(qp.qpn())?;
+                Some(qp)
+            }
+            _ => None,
+        };
+        let state = State {
+            index,
+            requests,
+            arrived: vec![Completion::EMPTY; BATCH],
+            binds,
+            binder,
+            peers: BTreeMap::new(),
+            by_management: HashMap::new(),
+            short: VecDeque::new(),
+            serial: 1,
+            allocations: 0,
+            frees: 0,
+            refused: 0,
+        };
+        let events = Arc::new(CqEvents::new(nic, pd, &state.requests)?);
+        Ok(Self { events, state: Mutex::new(state) })
+    }
+}
+
+impl<N: Nic> State<N> {
+    fn turn(&mut self, shared: &Shared<N>) -> Result<bool, Error> {
+        let mut jobs = self.collect(shared)?;
+        let any = !jobs.is_empty();
+        if any {
+            self.open_and_close(shared, &mut jobs)?;
+            self.finish(shared, &jobs)?;
+        }
+        let back = self.take_back(shared)?;
+        let told = self.tell_available(shared);
+        Ok(self.open_ahead(shared)? || back || told || any)
+    }
+
+    /// A compute node has come, which may want chunks opened ahead.
+    pub fn joined(&mut self, client: ClientId) {
+        self.short.push_back(client);
+    }
+
+    /// The requests that have arrived, each with what to do.
+    fn collect(&mut self, shared: &Shared<N>) -> Result<Vec<Job>, Error> {
+        let n = self.requests.poll(&mut self.arrived);
+        let mut jobs = Vec::with_capacity(n);
+        for i in 0..n {
+            if let Some(job) = self.take(shared, self.arrived[i])? {
+                jobs.push(job);
+            }
+        }
+        Ok(jobs)
+    }
+
+    fn take(&mut self, shared: &Shared<N>, c: Completion) -> Result<Option<Job>, Error> {
+        if c.kind != CompletionKind::Receive {
+            return Ok(None); // somebody woke us
+        }
+        let Some(&client) = self.by_management.get(&c.qpn) else { return Ok(None) };
+        let Some(peer) = self.peers.get_mut(&client) else { return Ok(None) };
+        if (c.id >> 32) as u32 != peer.epoch {
+            return Ok(None);
+        }
+        if c.status != Status::Success {
+            peer.broken = true;
+            return Ok(None);
+        }
+        let slot = c.id as u32;
+        let mut bytes = [0; REQUEST_BYTES];
+        peer.inbox.memory().read(slot as usize * REQUEST_BYTES, &mut bytes);
+        let (number, ask) = Request::parse(&bytes);
+        let whole = c.bytes as usize == REQUEST_BYTES;
+        let groups = peer.groups.len();
+        let step = match ask.filter(|_| whole) {
+            Some(Ask::Allocate { group }) if (group as usize) < groups => {
+                self.start_allocate(shared, client, GroupId(group))?
+            }
+            Some(Ask::Free { entry }) => self.start_free(shared, client, entry),
+            _ => Step::Refuse(Outcome::BadRequest, 0),
+        };
+        Ok(Some(Job { client, slot, number, step }))
+    }
+
+    fn start_allocate(
+        &mut self,
+        shared: &Shared<N>,
+        client: ClientId,
+        group: GroupId,
+    ) -> Result<Step, Error> {
+        loop {
+            let mut table = shared.table.lock();
+            if shared.is(SchemeKind::StaticMr)
+                && let Some(entry) = table.take_aside(client, group)
+            {
+                self.short.push_back(client);
+                return Ok(Step::Allocate { entry, open: true, from: None, failed: false });
+            }
+            if let Some(entry) = table.take(client, group) {
+                let from = match shared.is(SchemeKind::RpcMw1) {
+                    true => table.take_aside(client, group),
+                    false => None,
+                };
+                return Ok(Step::Allocate { entry, open: false, from, failed: false });
+            }
+            if table.tell_empty(self.index) {
+                return Ok(Step::Refuse(Outcome::Empty, 0));
+            }
+            drop(table);
+            self.close_aside(shared)?;
+        }
+    }
+
+    fn start_free(&mut self, shared: &Shared<N>, client: ClientId, entry: u32) -> Step {
+        let mut table = shared.table.lock();
+        if !table.start_free(entry, client) {
+            return Step::Refuse(Outcome::NotYours, entry);
+        }
+        let room = table.aside_for(client) < shared.settings.credits as usize;
+        if shared.is(SchemeKind::RpcMw1) && room {
+            table.set_aside(entry, client);
+            return Step::SetAside { entry };
+        }
+        Step::Free { entry, failed: false }
+    }
+
+    /// Closes some of what is aside for anybody, since somebody needs it: it is free then.
+    fn close_aside(&mut self, shared: &Shared<N>) -> Result<(), Error> {
+        // Those that clear fast, a few at a time; a large one alone.
+        let most = (CLEAR_BYTES / shared.settings.chunk_bytes).clamp(1, 16) as usize;
+        let entries = shared.table.lock().take_aside_of_all(most);
+        self.close_for_good(shared, &entries)?;
+        Ok(())
+    }
+
+    /// Closes chunks, clears and releases them.
+    fn close_for_good(&mut self, shared: &Shared<N>, entries: &[u32]) -> Result<(), Error> {
+        let mut ops = Vec::new();
+        for (job, entry) in entries.iter().enumerate() {
+            self.close(shared, &mut ops, None, *entry, job);
+        }
+        self.run(&mut ops)?;
+        for op in ops.iter().filter(|op| !op.done) {
+            shared.replace_windows(entries[op.job])?;
+        }
+        for &entry in entries {
+            shared.clear(entry);
+            shared.table.lock().release(entry);
+        }
+        Ok(())
+    }
+
+    /// Opens and closes what the jobs need.
+    fn open_and_close(&mut self, shared: &Shared<N>, jobs: &mut [Job]) -> Result<(), Error> {
+        let mut ops = Vec::with_capacity(jobs.len() * shared.settings.lanes() as usize);
+        for (index, job) in jobs.iter_mut().enumerate() {
+            let client = job.client;
+            match &mut job.step {
+                Step::Allocate { entry, open: false, from, failed } => {
+                    *failed = !self.open(shared, &mut ops, client, (*entry, *from), index);
+                }
+                Step::Free { entry, .. } => {
+                    self.close(shared, &mut ops, Some(client), *entry, index);
+                }
+                _ => {}
+            }
+        }
+        self.run(&mut ops)?;
+        for op in ops.iter().filter(|op| !op.done) {
+            match &mut jobs[op.job].step {
+                Step::Allocate { failed, .. } | Step::Free { failed, .. } => *failed = true,
+                Step::Refuse(..) | Step::SetAside { .. } => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Opens a chunk, or adds to `ops` what opens it. False if it cannot be.
+    fn open(
+        &mut self,
+        shared: &Shared<N>,
+        ops: &mut Vec<WindowOp>,
+        client: ClientId,
+        (entry, from): (u32, Option<u32>),
+        job: usize,
+    ) -> bool {
+        let mut table = shared.table.lock();
+        let group = table.group_of(entry);
+        match &mut table.doors {
+            Doors::Type2(windows) => {
+                let paths = &self.peers[&client].groups[group.0 as usize];
+                for (lane, path) in paths.iter().enumerate() {
+                    let lane = Lane(lane as u8);
+                    let umr = windows.bind(entry, lane, path.qp.qpn());
+                    ops.push(WindowOp { path: Some((client, group, lane)), umr, job, done: false });
+                }
+                true
+            }
+            Doors::Type1(windows) => {
+                if let Some(from) = from {
+                    windows.exchange(entry, from);
+                }
+                ops.push(WindowOp { path: None, umr: windows.bind(entry), job, done: false });
+                true
+            }
+            Doors::Regions(_) => {
+                drop(table);
+                let Ok(region) = shared.register(&self.peers[&client].pd, entry) else {
+                    return false;
+                };
+                let Doors::Regions(regions) = &mut shared.table.lock().doors else {
+                    unreachable!("doors do not change")
+                };
+                regions.open(entry, region);
+                true
+            }
+        }
+    }
+
+    /// Closes a chunk of `client`, or adds to `ops` what closes it.
+    fn close(
+        &mut self,
+        shared: &Shared<N>,
+        ops: &mut Vec<WindowOp>,
+        client: Option<ClientId>,
+        entry: u32,
+        job: usize,
+    ) {
+        let mut table = shared.table.lock();
+        let group = table.group_of(entry);
+        match &mut table.doors {
+            Doors::Type2(windows) => {
+                let client = client.expect("a bound type-2 window is a compute node's");
+                for lane in 0..windows.lanes() {
+                    let lane = Lane(lane as u8);
+                    let umr = windows.unbind(entry, lane);
+                    ops.push(WindowOp { path: Some((client, group, lane)), umr, job, done: false });
+                }
+            }
+            Doors::Type1(windows) => {
+                ops.push(WindowOp { path: None, umr: windows.unbind(entry), job, done: false });
+            }
+            Doors::Regions(regions) => {
+                let region = regions.close(entry);
+                drop(table);
+                drop(region);
+            }
+        }
+    }
+
+    /// Executes the operations and waits for them. What fails because its QP is in the error state
+    /// (its compute node made a bad access) is tried again on the same QP, connected anew.
+    fn run(&mut self, ops: &mut [WindowOp]) -> Result<(), Error> {
+        ops.sort_by_key(|op| op.path);
+        self.run_once(ops)?;
+        if ops.iter().all(|op| op.done) {
+            return Ok(());
+        }
+        for run in ops.chunk_by(same_path).filter(|run| run.iter().any(|o| !o.done)) {
+            match (run[0].path, self.path(&run[0])) {
+                (None, Some(binder)) => binder.connect(binder.qpn())?,
+                (Some(_), Some(_)) => {
+                    let path = self.peer_path(&run[0]).expect("just seen");
+                    path.qp.connect(path.peer)?;
+                }
+                _ => {}
+            }
+        }
+        self.run_once(ops)
+    }
+
+    fn run_once(&mut self, ops: &mut [WindowOp]) -> Result<(), Error> {
+        let first = self.serial;
+        self.serial += ops.len() as u64;
+        let mut posted = 0;
+        let mut list = Vec::with_capacity(ops.len());
+        let mut index = 0;
+        for run in ops.chunk_by(same_path) {
+            list.clear();
+            for op in run {
+                if !op.done {
+                    let id = first + index;
+                    list.push(WorkRequest { id, op: Op::Window(&op.umr), signaled: true });
+                }
+                index += 1;
+            }
+            // A compute node has at most `credits` requests in a turn, which its QPs have room for.
+            if let Some(qp) = self.path(&run[0])
+                && !list.is_empty()
+                && qp.post_send(&list).is_ok()
+            {
+                posted += list.len();
+            }
+        }
+        poll_until(&self.binds, posted, |c| {
+            let Some(op) = c.id.checked_sub(first).and_then(|i| ops.get_mut(i as usize)) else {
+                return false; // of an earlier run
+            };
+            op.done = c.status == Status::Success;
+            true
+        })
+    }
+
+    /// The QP that an operation is posted to.
+    fn path(&self, op: &WindowOp) -> Option<&N::Qp> {
+        match op.path {
+            None => self.binder.as_ref(),
+            Some(_) => self.peer_path(op).map(|path| &path.qp),
+        }
+    }
+
+    fn peer_path(&self, op: &WindowOp) -> Option<&Path<N>> {
+        let (client, group, lane) = op.path?;
+        self.peers.get(&client)?.groups.get(group.0 as usize)?.get(lane.0 as usize)
+    }
+
+    /// Ends the jobs: chunks change hands, replies are posted in the order of the requests.
+    fn finish(&mut self, shared: &Shared<N>, jobs: &[Job]) -> Result<(), Error> {
+        let mut closed = Vec::new();
+        for job in jobs {
+            let reply = match job.step {
+                Step::Refuse(outcome, entry) => {
+                    self.refused += (outcome != Outcome::Empty) as u64;
+                    Reply::bare(job.number, outcome, entry)
+                }
+                Step::Allocate { entry, from, failed: false, .. } => {
+                    self.allocations += 1;
+                    closed.extend(from);
+                    shared.table.lock().grant(job.number, entry)
+                }
+                Step::Allocate { entry, from, failed: true, .. } => {
+                    self.refused += 1;
+                    for entry in [Some(entry), from].into_iter().flatten() {
+                        shared.replace_windows(entry)?;
+                    }
+                    closed.extend(from);
+                    shared.table.lock().release(entry);
+                    Reply::bare(job.number, Outcome::Failed, entry)
+                }
+                Step::Free { entry, failed } => {
+                    if failed {
+                        shared.replace_windows(entry)?;
+                    }
+                    self.frees += 1;
+                    shared.clear(entry);
+                    shared.table.lock().release(entry);
+                    self.short.push_back(job.client);
+                    Reply::bare(job.number, Outcome::Done, entry)
+                }
+                Step::SetAside { entry } => {
+                    self.frees += 1;
+                    Reply::bare(job.number, Outcome::Done, entry)
+                }
+            };
+            if let Some(peer) = self.peers.get_mut(&job.client) {
+                peer.answer(job.slot, reply);
+            }
+        }
+        // Their keys died with the rebinds; nobody waits for this.
+        for entry in closed {
+            shared.clear(entry);
+            shared.table.lock().release(entry);
+        }
+        Ok(())
+    }
+
+    /// Takes back some of what compute nodes had that have gone: as much as it takes little time to
+    /// clear. True if there was any.
+    fn take_back(&mut self, shared: &Shared<N>) -> Result<bool, Error> {
+        let gone = self.peers.iter_mut().find(|(_, peer)| peer.leaving.is_some());
+        let Some((&client, peer)) = gone else { return Ok(false) };
+        let settings = &shared.settings;
+        let some = (CLEAR_BYTES / settings.chunk_bytes).clamp(1, settings.credits as u64);
+        let entries = peer.leaving.as_mut().expect("just seen");
+        let some = entries.split_off(entries.len() - entries.len().min(some as usize));
+        if some.is_empty() {
+            self.peers.remove(&client);
+            return Ok(true);
+        }
+        let mut ops = Vec::new();
+        for (job, entry) in some.iter().enumerate() {
+            self.close(shared, &mut ops, Some(client), *entry, job);
+        }
+        ops.sort_by_key(|op| op.path);
+        self.run_once(&mut ops)?;
+        for op in ops.iter().filter(|op| !op.done) {
+            shared.replace_windows(some[op.job])?;
+        }
+        for entry in some {
+            shared.clear(entry);
+            shared.table.lock().release(entry);
+        }
+        Ok(true)
+    }
+
+    /// Opens a chunk for a compute node that has few ahead, if there is a free one. True if it did.
+    fn open_ahead(&mut self, shared: &Shared<N>) -> Result<bool, Error> {
+        if !shared.is(SchemeKind::StaticMr) {
+            self.short.clear();
+            return Ok(false);
+        }
+        while let Some(&client) = self.short.front() {
+            let peer = self.peers.get(&client).filter(|peer| peer.leaving.is_none());
+            let entry = {
+                let mut table = shared.table.lock();
+                let wants = peer.is_some() && table.aside_for(client) < AHEAD;
+                wants.then(|| table.take(client, GroupId(0))).flatten()
+            };
+            let (Some(entry), Some(peer)) = (entry, peer) else {
+                self.short.pop_front();
+                continue;
+            };
+            let region = shared.register(&peer.pd, entry);
+            let mut table = shared.table.lock();
+            let Doors::Regions(regions) = &mut table.doors else {
+                unreachable!("this scheme opens chunks by regions")
+            };
+            match region {
+                Ok(region) => {
+                    regions.open(entry, region);
+                    table.set_aside(entry, client);
+                    return Ok(true);
+                }
+                // It is registered when it is wanted, or refused then.
+                Err(_) => {
+                    table.release(entry);
+                    self.short.pop_front();
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    /// Takes "empty" back where it was said. True if it was.
+    fn tell_available(&mut self, shared: &Shared<N>) -> bool {
+        if !shared.table.lock().tell_available(self.index) {
+            return false;
+        }
+        for peer in self.peers.values_mut().filter(|p| p.told_empty) {
+            peer.told_empty = false;
+            peer.post_bulletin(bulletin::AVAILABLE);
+        }
+        true
+    }
+}
+
+fn same_path(a: &WindowOp, b: &WindowOp) -> bool {
+    a.path == b.path
+}
