@@ -151,9 +151,10 @@ pub fn pass() {
 
 /// Stands for `time`, and for what is owed.
 pub fn sleep(time: Time) {
-    let all = here(|h| h.owed.replace(Time::ZERO) + time);
-    if all.is_some() && !is_ending() {
-        stand(Stand::For(all.expect("within a fiber")));
+    if let Some(all) = here(|h| h.owed.replace(Time::ZERO) + time)
+        && !is_ending()
+    {
+        stand(Stand::For(all));
     }
 }
 

@@ -692,9 +692,8 @@ impl State {
             false => e.step_reported(qpn, now.as_ns(), &mut completed),
         });
         self.trace_step(qpn, &next, stepped);
-        let (received, answered) = if !moves || next.peer == Qpn::NONE || lost {
-            (now, now)
-        } else if stepped == Stepped::NotReady {
+        let moved = moves && next.peer != Qpn::NONE && !lost && stepped != Stepped::NotReady;
+        let (received, answered) = if !moved {
             (now, now)
         } else if far == node {
             let service = self.nodes[node.0 as usize].loopback(&params, &next, now);
