@@ -151,6 +151,10 @@ impl<N: Nic> ClientScheme for AnyClient<N> {
         each_client!(self, client => client.is_broken())
     }
 
+    fn is_closed(&self) -> bool {
+        each_client!(self, client => client.is_closed())
+    }
+
     fn reset(&self) -> Result<(), Error> {
         each_client!(self, client => client.reset())
     }

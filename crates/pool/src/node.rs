@@ -114,6 +114,10 @@ impl<S: NodeScheme> MemoryNode<S> {
         let id = core.next_id();
         let admitted = core.scheme.admit(id, request)?;
         core.clients.insert(id);
+        if core.scheme.next_look().is_some() {
+            // The first one to look at finds the thread asleep for longer than that.
+            self.wake();
+        }
         Ok(admitted)
     }
 

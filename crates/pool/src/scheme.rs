@@ -278,6 +278,13 @@ pub trait ClientScheme: Send + Sync {
     /// then [`ClientScheme::connect`].
     fn is_broken(&self) -> bool;
 
+    /// True from a [`ClientScheme::reset`] to the [`ClientScheme::connect`] that follows, which may be long:
+    /// the memory node may refuse to re-establish the QPs for a while. What was posted to a QP in Reset
+    /// would never complete. Cheap: looked at before each request.
+    fn is_closed(&self) -> bool {
+        false
+    }
+
     /// Takes the management QPs to Reset. Requests that are in flight end with an error, which
     /// leaves open whether they were executed.
     fn reset(&self) -> Result<(), Error>;

@@ -10,7 +10,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use pool::protocol::{MAX_BYTES, Numbered, Opening, Reply, Request};
-use pool::{Admission, Endpoint, Error, GroupId, Options, Pool, SchemeKind, Service, Settings};
+use pool::{
+    Admission, Budget, Endpoint, Error, GroupId, Options, Pool, SchemeKind, Service, Settings,
+};
 use rnic::port::shm::socket::{receive, send};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
@@ -403,6 +405,41 @@ fn what_a_killed_process_had_comes_back() {
         drop(survivor);
         check_whole(&service);
     }
+}
+
+/// Budgets are looked at from the first compute node on, though the thread that looks sleeps until
+/// there is one; and who is over its budget is told so as often as it asks, until it may come back.
+#[test]
+fn who_is_over_budget_is_told_so_each_time() {
+    let suspension = Duration::from_millis(300);
+    let budget = Budget { requests_per_s: Some(20), suspension, ..Budget::default() };
+    let settings = Settings { budget, ..settings(SchemeKind::OneSidedMw) };
+    let service = Service::start(&settings, &Endpoint::Fresh).unwrap();
+    let pool = connect(&service);
+    // By a thread of its own, so that a request that never ends fails the test.
+    let (done, ended) = std::sync::mpsc::channel();
+    let client = thread::spawn(move || {
+        let start = Instant::now();
+        let mut told = Vec::new();
+        let mut back = 0;
+        let held = pool.allocate_blocking().unwrap();
+        while back < 3 {
+            let result = pool.allocate_blocking().and_then(|grant| pool.free_blocking(grant));
+            match result {
+                Ok(()) if told.is_empty() => assert!(start.elapsed() < Duration::from_secs(5)),
+                Ok(()) => back += 1,
+                Err(Error::OverBudget { retry_after, .. }) => told.push(retry_after),
+                Err(e) => panic!("{e}"),
+            }
+        }
+        pool.free_blocking(held).unwrap();
+        done.send(told).unwrap();
+    });
+    let told = ended.recv_timeout(Duration::from_secs(20)).expect("a request that never ended");
+    client.join().unwrap();
+    assert!(told.len() > 1, "{told:?}");
+    assert!(told.iter().all(|left| *left <= suspension), "{told:?}");
+    check_whole(&service);
 }
 
 /// Key, QP and client numbers begin anew with each start: a grant of the last one would fit.

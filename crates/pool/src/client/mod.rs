@@ -425,6 +425,7 @@ impl<N: Nic> Inner<N> {
 
     async fn allocate_in(&self, group: GroupId) -> Result<Grant, Error> {
         self.check_group(group)?;
+        self.reopen_management()?;
         self.hold()?;
         let result = self.scheme.allocate(group).await;
         match &result {
@@ -447,6 +448,7 @@ impl<N: Nic> Inner<N> {
     async fn free(&self, grant: &Grant) -> Result<(), Error> {
         self.check_of(grant, "free")?;
         self.check_group(grant.group)?;
+        self.reopen_management()?;
         let result = self.scheme.free(grant).await;
         match &result {
             Ok(()) => {
@@ -506,6 +508,12 @@ impl<N: Nic> Inner<N> {
     fn bulletin(&self) -> (u32, u32) {
         let both = self.bulletin.memory().load_be64(0);
         ((both >> 32) as u32, both as u32)
+    }
+
+    /// Asks again where the memory node has refused to re-establish the management QPs.
+    #[inline]
+    fn reopen_management(&self) -> Result<(), Error> {
+        if self.scheme.is_closed() { self.repair_management() } else { Ok(()) }
     }
 
     /// Re-establishes the management QPs if one of them is broken.

@@ -7,7 +7,7 @@
 //! ```
 
 use std::sync::OnceLock;
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 
 use fabric::completion::Completer;
 use fabric::{
@@ -44,6 +44,8 @@ struct Direction<N: Nic> {
     credits: Credits,
     /// Receives and SENDs are posted in the same order: the n-th reply answers the n-th request.
     order: Mutex<()>,
+    /// The QP is not in Reset, where requests would not end. Changes under `order`.
+    open: AtomicBool,
 }
 
 impl<N: Nic> Client<N> {
@@ -80,6 +82,7 @@ impl<N: Nic> Direction<N> {
             replies,
             credits: Credits::new(credits),
             order: Mutex::new(()),
+            open: AtomicBool::new(false),
         })
     }
 
@@ -97,6 +100,10 @@ impl<N: Nic> Direction<N> {
         request[n + 8..n + 12].copy_from_slice(&target.rkey.0.to_be_bytes());
         let (answered, sent) = {
             let _order = self.order.lock();
+            if !self.open.load(Ordering::Relaxed) {
+                let (attempt, status) = (what.to_owned(), Status::Flushed);
+                return Err(Error::ManagementBroken { attempt, status });
+            }
             let answered =
                 self.completer.submit(|id| self.qp.post_recv(&ReceiveRequest { id, to: &[] }))?;
             let sent = self.completer.submit(|id| {
@@ -173,8 +180,14 @@ impl<N: Nic> ClientScheme for Client<N> {
         [&self.alloc, &self.free].iter().any(|d| !matches!(d.qp.state(), Ok(QpState::ReadyToSend)))
     }
 
+    fn is_closed(&self) -> bool {
+        [&self.alloc, &self.free].iter().any(|d| !d.open.load(Ordering::Acquire))
+    }
+
     fn reset(&self) -> Result<(), Error> {
         for d in [&self.alloc, &self.free] {
+            let _order = d.order.lock();
+            d.open.store(false, Ordering::Relaxed);
             d.qp.modify(QpChange::Reset)?;
         }
         Ok(())
@@ -187,7 +200,9 @@ impl<N: Nic> ClientScheme for Client<N> {
 
     fn connect(&self, peers: &[Qpn]) -> Result<(), Error> {
         for (d, &peer) in [&self.alloc, &self.free].into_iter().zip(peers) {
+            let _order = d.order.lock();
             d.qp.connect(peer)?;
+            d.open.store(true, Ordering::Release);
         }
         Ok(())
     }
