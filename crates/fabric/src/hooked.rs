@@ -279,7 +279,11 @@ impl<H: Hooks> CompletionQueue for HookedCq<H> {
     fn poll(&self, out: &mut [Completion]) -> usize {
         let cqn = self.inner.cqn();
         self.hooks.before(Call::Poll(cqn));
-        let count = self.inner.poll_before(self.hooks.horizon(cqn), out);
+        let horizon = self.hooks.horizon(cqn);
+        if horizon == Some(self.inner.consumed()) && !self.inner.has_backlog() {
+            return 0;
+        }
+        let count = self.inner.poll_before(horizon, out);
         self.hooks.polled(&out[..count]);
         count
     }

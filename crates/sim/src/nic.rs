@@ -11,6 +11,7 @@ use rnic::port::Function;
 use rnic::port::inline::InlineFunction;
 
 use crate::fiber;
+use crate::params::Params;
 use crate::time::Time;
 use crate::world::{NodeId, Shared};
 
@@ -24,6 +25,7 @@ const PAGE: u64 = 4096;
 #[derive(Clone)]
 pub struct SimHooks {
     shared: Arc<Shared>,
+    params: Arc<Params>,
     node: NodeId,
     /// It is a memory node's CPU.
     weak: bool,
@@ -36,7 +38,8 @@ impl SimHooks {
         weak: bool,
         function: InlineFunction,
     ) -> SimNic {
-        let hooks = SimHooks { shared: shared.clone(), node, weak };
+        let params = shared.state.lock().params.clone();
+        let hooks = SimHooks { shared: shared.clone(), params, node, weak };
         SimNic::new(SoftNic::new(Function::Inline(function)), hooks)
     }
 
@@ -61,7 +64,7 @@ impl SimHooks {
 
     /// How long a message on the control connection takes, one way.
     pub(crate) fn control_latency(&self) -> Time {
-        self.shared.state.lock().params.node_cpu.control
+        self.params.node_cpu.control
     }
 
     pub(crate) fn wake(&self, id: fiber::FiberId) {
@@ -92,7 +95,7 @@ impl Hooks for SimHooks {
         if fiber::current().is_none() || fiber::is_ending() {
             return;
         }
-        let params = self.shared.state.lock().params.clone();
+        let params = &self.params;
         fiber::spend(match call {
             Call::PostSend(..) | Call::Enable => params.cpu.post,
             Call::RegMr(bytes) | Call::DeregMr(bytes) if self.weak => {
@@ -129,11 +132,10 @@ impl Hooks for SimHooks {
         if all.is_empty() || fiber::current().is_none() || fiber::is_ending() {
             return;
         }
-        let params = self.shared.state.lock().params.clone();
-        let mut cost = params.cpu.poll;
+        let mut cost = self.params.cpu.poll;
         if self.weak {
             let requests = all.iter().filter(|c| c.kind == CompletionKind::Receive).count();
-            cost += Time(params.node_cpu.request.0 * requests as u64);
+            cost += Time(self.params.node_cpu.request.0 * requests as u64);
         }
         fiber::spend(cost);
     }
@@ -165,8 +167,7 @@ impl Hooks for SimHooks {
         }
         let seen = seen(&self.shared);
         if seen && self.weak {
-            let wakeup = self.shared.state.lock().params.node_cpu.wakeup;
-            fiber::spend(wakeup);
+            fiber::spend(self.params.node_cpu.wakeup);
         }
         Ok(seen)
     }

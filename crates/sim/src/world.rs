@@ -134,6 +134,8 @@ pub(crate) struct State {
     cqs: Vec<CqState>,
     nodes: Vec<NicTiming>,
     fibers: Vec<FiberState>,
+    /// Fibers that run next, at this moment, unless the world is shuffled.
+    next: VecDeque<FiberId>,
     net: Net,
     pub counters: Counters,
     ready: Vec<Qpn>,
@@ -195,6 +197,7 @@ impl Sim {
             cqs: Vec::new(),
             nodes: (0..nodes).map(|_| NicTiming::new(params)).collect(),
             fibers: Vec::new(),
+            next: VecDeque::new(),
             net: Net::new(seed, params.link.retry),
             params: params.clone(),
             counters: Counters::default(),
@@ -360,7 +363,7 @@ impl Sim {
     pub fn run_for(&mut self, time: Time) {
         let until = self.now() + time;
         loop {
-            let next = self.shared.state.lock().queue.peek().map(|e| e.0.at);
+            let next = self.shared.state.lock().next_at();
             if next.is_none_or(|at| at > until) {
                 break;
             }
@@ -446,7 +449,19 @@ impl State {
         self.queue.push(Reverse(Entry { at, chance, number: self.number, event }));
     }
 
+    /// When the next event is.
+    fn next_at(&self) -> Option<Time> {
+        match self.next.is_empty() {
+            true => self.queue.peek().map(|e| e.0.at),
+            false => Some(self.now),
+        }
+    }
+
     fn pop(&mut self) -> Option<Event> {
+        if let Some(id) = self.next.pop_front() {
+            self.counters.events += 1;
+            return Some(Event::Run(id));
+        }
         let Reverse(entry) = self.queue.pop()?;
         debug_assert!(entry.at >= self.now, "time goes on");
         self.now = entry.at;
@@ -467,7 +482,10 @@ impl State {
             fiber.notified = true;
         } else if !fiber.scheduled {
             (fiber.scheduled, fiber.waits, fiber.deadline) = (true, false, None);
-            self.push(now, Event::Run(id));
+            match self.chance {
+                Some(_) => self.push(now, Event::Run(id)),
+                None => self.next.push_back(id),
+            }
         }
     }
 
