@@ -16,8 +16,9 @@ use crate::Error;
 use crate::fiber::{self, FiberId};
 use crate::nic::{SimHooks, SimNic};
 use crate::params::Params;
+use crate::state::NodeId;
 use crate::time::Time;
-use crate::world::{NodeId, Sim};
+use crate::world::Sim;
 
 /// What a cluster is made of.
 #[derive(Clone, Debug)]

@@ -5,8 +5,8 @@
 //! not answer for too long breaks the QP.
 
 use crate::random::Random;
+use crate::state::NodeId;
 use crate::time::Time;
-use crate::world::NodeId;
 
 /// How bad the network is.
 #[derive(Clone, Copy, Debug, Default)]

@@ -12,8 +12,9 @@ use rnic::port::inline::InlineFunction;
 
 use crate::fiber;
 use crate::params::Params;
+use crate::state::NodeId;
 use crate::time::Time;
-use crate::world::{NodeId, Shared};
+use crate::world::Shared;
 
 /// A simulated NIC.
 pub type SimNic = HookedNic<SimHooks>;

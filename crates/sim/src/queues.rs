@@ -1,0 +1,216 @@
+//! What becomes of the work of queue pairs: when it is taken up, when it takes effect, and when its
+//! completions are known.
+//!
+//! ```text
+//!  doorbell, SEND_EN, a count that a WAIT waits for ──> ready ──plan──> Step ──step──> completions
+//!                                                         ^                    │
+//!                                                         └──── more work ─────┘
+//! ```
+
+use std::fmt::Write as _;
+
+use rnic::engine::{Next, NextKind, Stepped};
+use rnic::ids::{Cqn, Qpn};
+use rnic::port::inline::InlineNic;
+
+use crate::net::TRIES;
+use crate::state::{Event, NUMBER, NodeId, State};
+use crate::time::Time;
+
+#[derive(Default)]
+pub(crate) struct QpState {
+    node: NodeId,
+    send_cq: Cqn,
+    /// A step of it stands in the queue of events.
+    held: bool,
+    /// The NIC has told of it: more work than that of the step that it is held for.
+    next: Option<Next>,
+    /// When the WQE after the last may be taken up.
+    free: Time,
+    /// When the last request arrived: the next one does not arrive before.
+    arrival: Time,
+    managed: bool,
+    /// It is told of as one that carries a chain.
+    chained: bool,
+    lost: bool,
+}
+
+impl State {
+    fn qp(&mut self, qpn: Qpn) -> &mut QpState {
+        let at = qpn.raw() as usize;
+        if at >= self.qps.len() {
+            self.qps.resize_with(at + 1, QpState::default);
+        }
+        &mut self.qps[at]
+    }
+
+    /// A QP was made on a node.
+    pub fn made_qp(&mut self, qpn: Qpn, node: NodeId, send_cq: Cqn, managed: bool) {
+        let qp = self.qp(qpn);
+        if std::mem::take(&mut qp.chained) {
+            let old = qp.node;
+            self.nodes[old.0 as usize].chain_qps -= 1;
+        }
+        let qp = self.qp(qpn);
+        // A step that its predecessor is held for finds nothing to do.
+        *qp = QpState { node, send_cq, managed, held: qp.held, ..QpState::default() };
+    }
+
+    /// A QP is connected.
+    pub fn connects(&mut self, qpn: Qpn, peer: Qpn) {
+        let far = self.qp(peer).node;
+        let qp = self.qp(qpn);
+        let node = qp.node;
+        if qp.managed && !qp.chained && far != node {
+            qp.chained = true;
+            self.nodes[node.0 as usize].chain_qps += 1;
+        }
+    }
+
+    /// Takes up what has become ready, from `from` on.
+    pub fn collect(&mut self, nic: &InlineNic, from: Time) {
+        let mut ready = std::mem::take(&mut self.ready);
+        nic.with_engine(|e| e.take_ready(&mut ready));
+        for qpn in ready.drain(..) {
+            if !self.qp(qpn).held {
+                self.plan(nic, qpn, from);
+            }
+        }
+        self.ready = ready;
+    }
+
+    /// Sets when the next work of a QP takes effect, which may be taken up from `from` on.
+    fn plan(&mut self, nic: &InlineNic, qpn: Qpn, from: Time) {
+        let next = nic.with_engine(|e| e.peek(qpn));
+        let params = self.params.clone();
+        let Some(next) = next else {
+            self.qp(qpn).held = false;
+            return;
+        };
+        let (node, free) = (self.qp(qpn).node, self.qp(qpn).free);
+        let start = from.max(free);
+        let mut lost = false;
+        let at = match next.kind {
+            NextKind::Flush => start,
+            NextKind::Wait { reached: false, .. } => start,
+            NextKind::Wait { cqn, index, reached: true } => {
+                start.max(self.known(cqn, index)) + params.nic.wait
+            }
+            kind => {
+                let nic = &mut self.nodes[node.0 as usize];
+                let doorbell = if next.managed { Time::ZERO } else { params.pcie.doorbell };
+                // A queue that is at work needs no doorbell to go on.
+                let start = if start > free { start + doorbell } else { start };
+                let issued = nic.issue(&params, &next, start);
+                self.qp(qpn).free = issued;
+                let local = matches!(
+                    kind,
+                    NextKind::Nop | NextKind::Window | NextKind::Invalidate | NextKind::Enable
+                );
+                let far = self.qp(next.peer).node;
+                if local || far == node || next.peer == Qpn::NONE {
+                    issued
+                } else {
+                    let left = self.nodes[node.0 as usize].depart(&params, &next, issued);
+                    match self.transit(node, far, left) {
+                        Some(at) => at,
+                        None => {
+                            lost = true;
+                            left + Time(params.link.retry.0 * (TRIES as u64 + 1))
+                        }
+                    }
+                }
+            }
+        };
+        let qp = self.qp(qpn);
+        qp.arrival = at.max(qp.arrival);
+        (qp.held, qp.next, qp.lost) = (true, Some(next), lost);
+        let at = qp.arrival.max(self.now);
+        self.push(at, Event::Step(qpn));
+    }
+
+    fn transit(&mut self, from: NodeId, to: NodeId, left: Time) -> Option<Time> {
+        let late = self.net.delay(from, to, left);
+        if late != Some(Time::ZERO) {
+            self.counters.delayed += 1;
+        }
+        Some(left + self.params.link.latency + late?)
+    }
+
+    /// What a QP does next takes effect.
+    pub fn step(&mut self, nic: &InlineNic, qpn: Qpn) {
+        let (now, params) = (self.now, self.params.clone());
+        let qp = self.qp(qpn);
+        let (node, send_cq) = (qp.node, qp.send_cq);
+        let Some(next) = qp.next.take() else {
+            qp.held = false;
+            return;
+        };
+        let lost = std::mem::take(&mut qp.lost);
+        let far = self.qp(next.peer).node;
+        let moves = matches!(
+            next.kind,
+            NextKind::Send { .. }
+                | NextKind::Write { .. }
+                | NextKind::Read { .. }
+                | NextKind::Atomic
+        );
+        let mut completed = std::mem::take(&mut self.completed);
+        let stepped = nic.with_engine(|e| match lost {
+            true => e.time_out(qpn, &mut completed),
+            false => e.step_reported(qpn, now.as_ns(), &mut completed),
+        });
+        self.trace_step(qpn, &next, stepped);
+        let moved = moves && next.peer != Qpn::NONE && !lost && stepped != Stepped::NotReady;
+        let (received, answered) = if !moved {
+            (now, now)
+        } else if far == node {
+            let service = self.nodes[node.0 as usize].loopback(&params, &next, now);
+            (service.received, service.completed)
+        } else {
+            let (received, answer) = self.nodes[far.0 as usize].respond(&params, &next, now);
+            // An answer that is lost is sent again; the request has been executed, once.
+            let there = self
+                .transit(far, node, answer)
+                .unwrap_or(answer + Time(params.link.retry.0 * TRIES as u64));
+            (received, self.nodes[node.0 as usize].answered(&next, there))
+        };
+        for (cqn, count) in completed.drain(..) {
+            let known = if cqn == send_cq { answered } else { received };
+            self.count(cqn, count & NUMBER, known, known + params.pcie.write);
+        }
+        self.completed = completed;
+        match stepped {
+            Stepped::Done | Stepped::Failed => {
+                self.counters.verbs += 1;
+                self.counters.timeouts += lost as u64;
+                // A managed queue goes on when this has taken effect; another one has gone on already.
+                let from = if next.managed { received } else { self.qp(qpn).free };
+                self.plan(nic, qpn, from);
+            }
+            Stepped::NotReady => {
+                // The peer says when it may be tried again: the shortest that there is.
+                let qp = self.qp(qpn);
+                qp.free = now + Time::us(10);
+                qp.held = false;
+            }
+            Stepped::Waits | Stepped::Nothing => self.qp(qpn).held = false,
+        }
+        self.collect(nic, now);
+    }
+
+    fn trace_step(&mut self, qpn: Qpn, next: &Next, stepped: Stepped) {
+        let (now, node) = (self.now, self.qp(qpn).node);
+        if let Some(trace) = &mut self.trace {
+            let _ = writeln!(
+                trace,
+                "{now} node {} QP {} -> {}: {:?} {:?}",
+                node.0,
+                qpn.raw(),
+                next.peer.raw(),
+                next.kind,
+                stepped
+            );
+        }
+    }
+}
