@@ -33,6 +33,9 @@ pub struct Settings {
     /// Cores that the CPU answers requests with, in the schemes by RPC; no more than there are compute
     /// nodes.
     pub cores: u32,
+    /// How long a connection may say nothing before it has said what it is for: before it has attached
+    /// to the NIC, or is admitted as a compute node. Then it is ended, and its place is free.
+    pub silence: Duration,
     /// What each compute node may use, in scheme `onesidedmw`.
     pub budget: Budget,
 }
@@ -50,6 +53,7 @@ impl Default for Settings {
             scheme: SchemeKind::default(),
             control: ControlMode::default(),
             cores: 1,
+            silence: Duration::from_secs(10),
             budget: Budget::default(),
         }
     }
@@ -142,6 +146,12 @@ impl Settings {
             "cores",
             self.cores,
             format!("in scheme {} the CPU answers no requests", self.scheme),
+        )?;
+        require(
+            (Duration::from_millis(1)..=Duration::from_secs(3600)).contains(&self.silence),
+            "silence_ms",
+            self.silence.as_millis(),
+            "a connection may be silent for 1 ms to one hour",
         )?;
         self.validate_budget()
     }
@@ -306,7 +316,7 @@ mod tests {
         let budget =
             |requests_per_s, interval| Budget { requests_per_s, interval, ..Budget::default() };
         let fine = Duration::from_millis(50);
-        let cases: [(&str, Settings); 13] = [
+        let cases: [(&str, Settings); 14] = [
             (
                 "budget_requests_per_s",
                 Settings { budget: budget(Some(0), fine), ..Settings::default() },
@@ -325,6 +335,7 @@ mod tests {
             ),
             ("cores", Settings { cores: 0, ..Settings::default() }),
             ("cores", Settings { cores: 2, ..Settings::default() }),
+            ("silence_ms", Settings { silence: Duration::ZERO, ..Settings::default() }),
             ("chunk_bytes", Settings { chunk_bytes: 256, ..Settings::default() }),
             ("chunk_bytes", Settings { chunk_bytes: 3 << 20, ..Settings::default() }),
             ("donate_bytes", Settings { donate_bytes: 1000, ..Settings::default() }),

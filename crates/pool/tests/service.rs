@@ -9,6 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use fabric::Nic;
+use fabric::soft::SoftNic;
 use pool::protocol::{MAX_BYTES, Numbered, Opening, Reply, Request};
 use pool::{
     Admission, Budget, Endpoint, Error, GroupId, Options, Pool, SchemeKind, Service, Settings,
@@ -38,7 +40,7 @@ fn check_whole(service: &Service) {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
         let status = service.status().unwrap().node;
-        if status.free == status.chunks && status.clients == 0 {
+        if status.free == status.chunks && (status.clients, status.leaving) == (0, 0) {
             break;
         }
         assert!(Instant::now() < deadline, "the pool is not whole: {status:?}");
@@ -331,6 +333,66 @@ fn stopping_tells_clients_and_removes_the_socket() {
     }
 }
 
+/// Who connects and says nothing, or stops half-way, does not hold a place for ever; who has said what it is
+/// for may be silent as long as it likes, and who only asks has some time after each answer.
+#[test]
+fn the_silent_are_sent_away() {
+    let silence = Duration::from_secs(1);
+    let settings = Settings { silence, ..settings(SchemeKind::OneSidedMw) };
+    let service = Service::start(&settings, &Endpoint::Fresh).unwrap();
+    let settled = connect(&service);
+    let grant = settled.allocate_blocking().unwrap();
+    let attached = SoftNic::attach(service.path()).unwrap();
+    let start = Instant::now();
+    let speechless = Raw::new(service.path());
+    let no_hello = Raw::new(service.path());
+    no_hello.say(br#"{"service":"nic"}"#);
+    let wrong_hello = Raw::new(service.path());
+    wrong_hello.say(br#"{"service":"nic"}"#);
+    let not_admitted = Raw::pool(service.path());
+    let asking = Raw::pool(service.path());
+    let has_left = Raw::pool(service.path());
+    assert_eq!(has_left.ask(1, Request::Goodbye), Reply::Done);
+    // Talk that leads nowhere does not count, and requests do.
+    for _ in 0..2 {
+        thread::sleep(silence / 4);
+        send(&wrong_hello.0, b"{}", &[]).unwrap();
+        receive(&wrong_hello.0).unwrap().expect("a refusal");
+        assert_eq!(asking.ask(1, Request::Audit), Reply::Done);
+    }
+    for raw in [&speechless, &no_hello, &wrong_hello, &not_admitted, &has_left] {
+        assert!(receive(&raw.0).expect("an end in time").is_none());
+    }
+    let after = start.elapsed();
+    assert!(after >= silence, "{after:?}");
+    drop(asking.ask(2, Request::Status));
+    assert!(asking.hear().is_none());
+    // Who is settled is silent all this time, and beyond.
+    settled.write_blocking(&grant, 0, b"here").unwrap();
+    settled.free_blocking(grant).unwrap();
+    attached.alloc_pd().unwrap();
+    drop(settled);
+    check_whole(&service);
+}
+
+/// A memory node that was held does not blame others for it: what they said in time counts.
+#[test]
+fn who_spoke_while_the_memory_node_was_held_was_not_silent() {
+    let silence = Duration::from_millis(500);
+    let settings = Settings { silence, ..settings(SchemeKind::OneSidedMw) };
+    let service = Service::start(&settings, &Endpoint::Fresh).unwrap();
+    let nic = Raw::new(service.path());
+    let pool = Raw::pool(service.path());
+    service.pause();
+    nic.say(br#"{"service":"nic"}"#);
+    pool.say(&serde_json::to_vec(&Numbered { id: 3, body: Request::Audit }).unwrap());
+    thread::sleep(silence + silence / 4);
+    service.resume();
+    assert_eq!(pool.hear().map(|reply| reply.body), Some(Reply::Done));
+    assert!(receive(&nic.0).expect("an end in time").is_none(), "no hello for too long");
+    assert!(pool.hear().is_none());
+}
+
 const VICTIM: &str = "GRANARY_TEST_VICTIM";
 
 /// Not a test by itself: a compute node that works until it is killed, when it is told to be.
@@ -387,7 +449,7 @@ fn what_a_killed_process_had_comes_back() {
             let deadline = Instant::now() + Duration::from_secs(20);
             loop {
                 let status = survivor.node_status().unwrap().node;
-                if status.free == status.chunks && status.clients == 1 {
+                if status.free == status.chunks && (status.clients, status.leaving) == (1, 0) {
                     break;
                 }
                 assert!(Instant::now() < deadline, "{scheme}: not whole: {status:?}");

@@ -74,6 +74,10 @@ pub struct Serve {
     #[arg(long, value_name = "MS", default_value_t = Budget::default().interval.as_millis() as u64)]
     budget_interval_ms: u64,
 
+    /// Milliseconds that a connection may be silent before it has attached or is a client
+    #[arg(long, value_name = "MS", default_value_t = Settings::default().silence.as_millis() as u64)]
+    silence_ms: u64,
+
     #[command(flatten)]
     output: Output,
 }
@@ -131,6 +135,7 @@ impl Serve {
             scheme: self.scheme,
             control: self.control,
             cores: self.cores,
+            silence: Duration::from_millis(self.silence_ms),
             budget: Budget {
                 requests_per_s: self.budget_requests_per_s,
                 chunks: self.budget_chunks,

@@ -27,6 +27,10 @@ pub struct Connection {
     outbox: VecDeque<(Vec<u8>, Vec<OwnedFd>)>,
     /// What it is for.
     pub role: Role,
+    /// When it connected or, of those that only ask the pool something, asked last.
+    pub heard: Instant,
+    /// When it is looked at because it has not settled.
+    pub expected: Option<Instant>,
 }
 
 /// What a connection is for.
@@ -93,7 +97,8 @@ impl Connection {
     /// A connection that was just accepted.
     pub fn new(fd: OwnedFd) -> Self {
         let process = process_of(&fd);
-        Self { fd: fd.into(), process, outbox: VecDeque::new(), role: Role::Unknown }
+        let (outbox, heard) = (VecDeque::new(), Instant::now());
+        Self { fd: fd.into(), process, outbox, role: Role::Unknown, heard, expected: None }
     }
 
     /// Reads one message.
@@ -153,6 +158,15 @@ impl Connection {
     /// True if it has not said yet what it is for.
     pub fn is_new(&self) -> bool {
         matches!(self.role, Role::Unknown)
+    }
+
+    /// True if it may be silent: it is attached to the NIC, is a compute node, or waits for an answer.
+    pub fn is_settled(&self) -> bool {
+        match &self.role {
+            Role::Unknown => false,
+            Role::Nic(session) => session.is_open(),
+            Role::Pool(session) => session.client.is_some() || !session.deferred.is_empty(),
+        }
     }
 
     /// True if the peer must take replies before it is listened to again.

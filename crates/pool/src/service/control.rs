@@ -1,6 +1,6 @@
 //! The control thread: one loop over the listening socket, the connections and an eventfd.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -49,6 +49,8 @@ struct Control<'a> {
     listener: Listener,
     epoll: OwnedFd,
     connections: BTreeMap<ConnectionId, Connection>,
+    /// Those that have not settled, and until when they may say nothing.
+    silent: BTreeSet<(Instant, ConnectionId)>,
     next: u64,
     limit: usize,
     /// The listener is not watched: there is no room for more connections, or no descriptor.
@@ -66,6 +68,7 @@ impl<'a> Control<'a> {
             listener,
             epoll,
             connections: BTreeMap::new(),
+            silent: BTreeSet::new(),
             next: FIRST_CONNECTION,
             // A pool and a NIC connection for each compute node, and some that only ask.
             limit: shared.node.settings().clients_max as usize * 2 + ASKING + RESERVED,
@@ -99,6 +102,7 @@ impl<'a> Control<'a> {
             }
             self.answer_awaits();
             self.answer_deferred();
+            self.end_silent();
         }
         Ok(())
     }
@@ -113,6 +117,7 @@ impl<'a> Control<'a> {
                 epoll::add(&self.epoll, &fd, EventData::new_u64(id), EventFlags::IN)
                     .map_err(system)?;
                 self.connections.insert(ConnectionId(id), Connection::new(fd));
+                self.mind_silence(ConnectionId(id));
             }
             // No descriptor or no memory left: connections wait until one of ours ends.
             Err(_) => self.watch_listener(false)?,
@@ -130,6 +135,43 @@ impl<'a> Control<'a> {
         let process = process_of(fd);
         let held = self.connections.values().filter(|c| c.process == process).count();
         count < self.limit && held < FEW
+    }
+
+    /// A connection that has not settled has some time for it.
+    fn mind_silence(&mut self, id: ConnectionId) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        match (connection.is_settled(), connection.expected) {
+            (true, Some(until)) => {
+                self.silent.remove(&(until, id));
+                connection.expected = None;
+            }
+            (false, None) => {
+                let until = connection.heard + self.shared.node.settings().silence;
+                self.silent.insert((until, id));
+                connection.expected = Some(until);
+            }
+            _ => {}
+        }
+    }
+
+    /// Ends the connections that have taken up a place for too long without saying what for.
+    fn end_silent(&mut self) {
+        let silence = self.shared.node.settings().silence;
+        while let Some(&(until, id)) = self.silent.first()
+            && until <= Instant::now()
+        {
+            self.silent.pop_first();
+            if self.connections.get(&id).is_some_and(|c| !c.is_settled() && !c.is_clogged()) {
+                // It may have spoken in time: this thread had other things to do, or was held.
+                self.serve_connection(id, EventFlags::IN);
+            }
+            let Some(connection) = self.connections.get_mut(&id) else { continue };
+            connection.expected = None;
+            match connection.is_settled() || connection.heard + silence > Instant::now() {
+                true => self.mind_silence(id),
+                false => self.close(id),
+            }
+        }
     }
 
     fn watch_listener(&mut self, on: bool) -> Result<(), Error> {
@@ -169,6 +211,7 @@ impl<'a> Control<'a> {
 
     /// Watches a connection for what it is ready for: requests, or room for replies.
     fn watch(&mut self, id: ConnectionId) {
+        self.mind_silence(id);
         let Some(connection) = self.connections.get(&id) else { return };
         let flags = if connection.is_clogged() { EventFlags::OUT } else { EventFlags::IN };
         if epoll::modify(&self.epoll, connection, EventData::new_u64(id.0), flags).is_err() {
@@ -191,6 +234,7 @@ impl<'a> Control<'a> {
                 connection.send(reply, fds)
             }
             Role::Pool(_) => {
+                connection.heard = Instant::now();
                 match protocol::decode::<Numbered<Request>>("reading a request", &bytes) {
                     Ok(request) => self.request(id, request.id, request.body),
                     Err(e) => connection.refuse(protocol::id_of(&bytes), &e),
@@ -417,6 +461,16 @@ impl<'a> Control<'a> {
     }
 
     fn next_deadline(&mut self) -> Option<Timespec> {
+        let silent = self.silent.first().map(|(until, _)| *until);
+        let awaiting = self.next_await();
+        let next = silent.into_iter().chain(awaiting).min()?;
+        let left = next.saturating_duration_since(Instant::now());
+        // Rounded up, so that the deadline has passed when the thread wakes.
+        let left = left + Duration::from_micros(100);
+        Some(Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos() as i64 })
+    }
+
+    fn next_await(&mut self) -> Option<Instant> {
         if self.shared.awaiting.load(Ordering::SeqCst) == 0 {
             return None;
         }
@@ -424,10 +478,7 @@ impl<'a> Control<'a> {
             .connections
             .values_mut()
             .filter_map(|c| c.pool().and_then(|p| p.awaiting.iter().map(|a| a.deadline).min()));
-        let left = deadlines.min()?.saturating_duration_since(Instant::now());
-        // Rounded up, so that the deadline has passed when the thread wakes.
-        let left = left + Duration::from_micros(100);
-        Some(Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos() as i64 })
+        deadlines.min()
     }
 
     /// The compute node of a connection leaves, if there is one: its keys die, and its chunks come
@@ -476,6 +527,9 @@ impl<'a> Control<'a> {
         for id in linked.into_iter().chain([id]) {
             if let Some(connection) = self.connections.remove(&id) {
                 let _ = epoll::delete(&self.epoll, &connection);
+                if let Some(until) = connection.expected {
+                    self.silent.remove(&(until, id));
+                }
             }
         }
         if self.full {

@@ -77,6 +77,11 @@ impl Session {
         }
     }
 
+    /// True once it has said hello, and has a function.
+    pub fn is_open(&self) -> bool {
+        self.function.is_some()
+    }
+
     /// Does what a request asks; gives the response to be sent. Whatever is wrong with a request
     /// is said in the response.
     ///
