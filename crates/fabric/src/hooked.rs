@@ -25,6 +25,8 @@ pub enum Call {
     AllocMws(u64),
     /// The last handle of a region of so many bytes is dropped: it is deregistered.
     DeregMr(u64),
+    /// `zero`: so many bytes.
+    Zero(u64),
     /// `post_send`: so many work requests to this QP.
     PostSend(Qpn, usize),
     /// `post_recv`.
@@ -175,6 +177,11 @@ impl<H: Hooks> Nic for HookedNic<H> {
 
     fn alloc_dma(&self, bytes: usize) -> Result<DmaMemory, Error> {
         self.hooks.making(false, || self.inner.alloc_dma(bytes))
+    }
+
+    fn zero(&self, memory: &DmaMemory, offset: usize, len: usize) {
+        self.hooks.before(Call::Zero(len as u64));
+        memory.zero(offset, len);
     }
 
     fn alloc_pd(&self) -> Result<SoftPd, Error> {

@@ -33,6 +33,12 @@ pub trait Nic: Clone + Send + Sync + 'static {
     /// in another process it is shared with that process.
     fn alloc_dma(&self, bytes: usize) -> Result<DmaMemory, Error>;
 
+    /// Has the calling CPU write zeros over `len` bytes at `offset` of `memory`. Panics if they lie outside.
+    /// Not the NIC's work; a NIC whose time is virtual learns of the CPU's that way.
+    fn zero(&self, memory: &DmaMemory, offset: usize, len: usize) {
+        memory.zero(offset, len);
+    }
+
     /// Allocates a protection domain.
     fn alloc_pd(&self) -> Result<Self::Pd, Error>;
 

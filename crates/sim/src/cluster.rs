@@ -1,13 +1,15 @@
 //! A memory node and compute nodes in a simulated world.
 
 use std::collections::VecDeque;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use pool::client::control::ControlPlane;
 use pool::protocol::{Status, VERSION, Welcome};
-use pool::scheme::{Admission, Admitted, ClientId, GroupId, Lane, NodeScheme};
+use pool::scheme::{Admission, Admitted, ClientId, GroupId, Lane, NodeScheme, Worker};
 use pool::{AnyNode, Options, Pool, Settings};
 use rnic::port::inline::InlineFunction;
 use rnic::verbs::FunctionLimits;
@@ -67,7 +69,14 @@ struct Core {
 struct NodeCpu {
     core: Mutex<Core>,
     jobs: Mutex<VecDeque<Job>>,
+    /// The core that does jobs.
     fiber: OnceLock<FiberId>,
+    /// Workers' cores, if there are several.
+    workers: OnceLock<Vec<FiberId>>,
+    /// Workers that are in a turn, and hold what jobs need.
+    inside: AtomicU32,
+    /// Workers are to stay outside.
+    paused: AtomicBool,
     settings: Settings,
     hooks: SimHooks,
     failure: Mutex<Option<String>>,
@@ -89,6 +98,9 @@ impl Cluster {
             core: Mutex::new(Core { scheme, last: 0 }),
             jobs: Mutex::default(),
             fiber: OnceLock::new(),
+            workers: OnceLock::new(),
+            inside: AtomicU32::new(0),
+            paused: AtomicBool::new(false),
             settings: spec.settings.clone(),
             hooks: nic.hooks().clone(),
             failure: Mutex::default(),
@@ -121,11 +133,25 @@ impl Cluster {
         Ok(Process { pool, function, hooks, client })
     }
 
-    /// Starts the memory node's CPU.
+    /// Starts the memory node's CPU: one core, or as many as the scheme has workers.
     pub fn start(&mut self) {
+        let workers = {
+            let scheme = &mut self.node.core.lock().scheme;
+            if scheme.workers() > 1 { scheme.take_workers() } else { Vec::new() }
+        };
+        let mut cores = Vec::new();
+        for (i, worker) in workers.into_iter().enumerate() {
+            let node = self.node.clone();
+            let name = format!("memory node, core {i}");
+            cores.push(self.sim.spawn(name, Time::ZERO, move || node.run(|n| n.serve(worker))));
+        }
         let node = self.node.clone();
-        let id = self.sim.spawn("memory node", Time::ZERO, move || node.run());
-        assert!(self.node.fiber.set(id).is_ok(), "a cluster starts once");
+        let main = match cores.is_empty() {
+            true => self.sim.spawn("memory node", Time::ZERO, move || node.run(NodeCpu::work)),
+            false => self.sim.spawn("memory node", Time::ZERO, move || node.run(NodeCpu::manage)),
+        };
+        let first = self.node.fiber.set(main).and(self.node.workers.set(cores).map_err(|_| main));
+        assert!(first.is_ok(), "a cluster starts once");
     }
 
     /// A process has died: its function is gone with all that it had; the memory node learns of it.
@@ -136,9 +162,15 @@ impl Cluster {
         self.node.leave(client);
     }
 
-    /// Looks at the memory node's scheme, while its CPU stands idle: else nothing.
-    pub fn with_scheme<T>(&self, f: impl FnOnce(&mut AnyNode<SimNic>) -> T) -> Option<T> {
-        self.node.core.try_lock().map(|mut core| f(&mut core.scheme))
+    /// Looks at the memory node's scheme, as soon as its CPU stands between two turns.
+    pub fn with_scheme<T>(
+        &mut self,
+        f: impl FnOnce(&mut AnyNode<SimNic>) -> T,
+    ) -> Result<T, Error> {
+        let node = self.node.clone();
+        self.sim.run_until(|_| !node.core.is_locked() && node.inside.load(Relaxed) == 0)?;
+        let mut core = node.core.lock();
+        Ok(f(&mut core.scheme))
     }
 
     /// Why the memory node's CPU has given up, if it has.
@@ -163,13 +195,57 @@ impl NodeCpu {
         }
     }
 
-    /// What the CPU does all day.
-    fn run(&self) {
-        if let Err(e) = self.work() {
+    fn run(&self, core: impl FnOnce(&Self) -> Result<(), pool::Error>) {
+        if let Err(e) = core(self) {
             *self.failure.lock() = Some(e.to_string());
         }
     }
 
+    /// A worker's core.
+    fn serve(&self, mut worker: Box<dyn Worker>) -> Result<(), pool::Error> {
+        let events = worker.events();
+        while !fiber::is_ending() {
+            while self.paused.load(Relaxed) && !fiber::is_ending() {
+                fiber::wait();
+            }
+            self.inside.fetch_add(1, Relaxed);
+            let busy = worker.turn();
+            self.inside.fetch_sub(1, Relaxed);
+            if !self.jobs.lock().is_empty() {
+                self.hooks.wake(*self.fiber.get().expect("it was started"));
+            }
+            match busy? {
+                true => fiber::spend(TURN),
+                false => _ = events.wait(Duration::MAX)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// The core that does jobs where others serve: none of them is in a turn meanwhile, since all of
+    /// them run on one thread, and who stands in a turn keeps its locks.
+    fn manage(&self) -> Result<(), pool::Error> {
+        while !fiber::is_ending() {
+            if self.jobs.lock().is_empty() {
+                fiber::wait();
+                continue;
+            }
+            self.paused.store(true, Relaxed);
+            while self.inside.load(Relaxed) > 0 && !fiber::is_ending() {
+                fiber::wait();
+            }
+            self.do_jobs(&mut self.core.lock());
+            self.paused.store(false, Relaxed);
+            for worker in self.workers.get().into_iter().flatten() {
+                self.hooks.wake(*worker);
+            }
+            // What is left is asked again after somebody's turn.
+            fiber::wait();
+        }
+        Ok(())
+    }
+
+    /// The only core.
     fn work(&self) -> Result<(), pool::Error> {
         let events = self.core.lock().scheme.events();
         let mut nap = WATCH_MIN;

@@ -103,6 +103,9 @@ impl Hooks for SimHooks {
                 let pages = bytes.div_ceil(PAGE);
                 params.node_cpu.register + Time(params.node_cpu.register_page.0 * pages)
             }
+            Call::Zero(bytes) if self.weak => {
+                Time((bytes as f64 * 1e3 / params.node_cpu.clear_rate).round() as u64)
+            }
             // Others are set-up, or too short to tell.
             _ => Time::ZERO,
         });

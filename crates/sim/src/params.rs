@@ -106,6 +106,7 @@ pub struct NodeCpuParams {
     pub request: Time,
     pub register: Time,
     pub register_page: Time,
+    pub clear_rate: f64,
     pub control: Time,
 }
 
@@ -172,6 +173,7 @@ impl Params {
                 request: Time::ns(get("node_cpu.request")?),
                 register: Time::ns(get("node_cpu.register")?),
                 register_page: Time::ns(get("node_cpu.register_page")?),
+                clear_rate: get("node_cpu.clear_rate")?,
                 control: Time::ns(get("node_cpu.control")?),
             },
             entries: Vec::new(),
@@ -179,7 +181,7 @@ impl Params {
         if let Some(name) = unused.first() {
             return Err(bad(format!("{name} is nothing that the model knows")));
         }
-        if params.pcie.rate == 0.0 || params.link.rate == 0.0 {
+        if [params.pcie.rate, params.link.rate, params.node_cpu.clear_rate].contains(&0.0) {
             return Err(bad("a rate of 0 moves nothing".into()));
         }
         Ok(Self { entries, ..params })

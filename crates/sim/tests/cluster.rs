@@ -8,7 +8,7 @@ use pool::scheme::{GroupId, NodeScheme};
 use pool::{Options, Settings};
 use sim::{Cluster, ClusterSpec, NodeId, Params, Time, fiber};
 
-fn spec(scheme: SchemeKind, clients: u32) -> ClusterSpec {
+fn spec(scheme: SchemeKind, clients: u32, cores: u32) -> ClusterSpec {
     let settings = Settings {
         donate_bytes: 4 << 20,
         chunk_bytes: 4096,
@@ -17,6 +17,7 @@ fn spec(scheme: SchemeKind, clients: u32) -> ClusterSpec {
         groups_max: 1,
         clients_max: clients,
         scheme,
+        cores,
         ..Settings::default()
     };
     ClusterSpec {
@@ -30,8 +31,14 @@ fn spec(scheme: SchemeKind, clients: u32) -> ClusterSpec {
 
 /// Mean latencies of allocate, read and free in a loop of `clients`, in virtual microseconds; and the
 /// trace if it is wanted.
-fn loop_of(scheme: SchemeKind, clients: u32, rounds: u32, trace: bool) -> ([f64; 3], String) {
-    let mut cluster = Cluster::new(&spec(scheme, clients)).expect("a cluster");
+fn loop_of(
+    scheme: SchemeKind,
+    clients: u32,
+    cores: u32,
+    rounds: u32,
+    trace: bool,
+) -> ([f64; 3], String) {
+    let mut cluster = Cluster::new(&spec(scheme, clients, cores)).expect("a cluster");
     let options = Options { groups: Some(1), ..Options::default() };
     let processes: Vec<_> = (0..clients)
         .map(|_| cluster.connect(NodeId(1), options.clone()).expect("a process"))
@@ -69,7 +76,7 @@ fn loop_of(scheme: SchemeKind, clients: u32, rounds: u32, trace: bool) -> ([f64;
         .collect();
     cluster.sim.run_to_end(&fibers).expect("they end");
     assert_eq!(cluster.failure(), None);
-    cluster.with_scheme(|s| s.audit().expect("a whole pool")).expect("the CPU is idle");
+    cluster.with_scheme(|s| s.audit().expect("a whole pool")).expect("the CPU stands idle");
     let all = (clients * rounds) as f64;
     let trace = cluster.sim.take_trace();
     let sums = *sums.lock();
@@ -78,19 +85,30 @@ fn loop_of(scheme: SchemeKind, clients: u32, rounds: u32, trace: bool) -> ([f64;
 
 #[test]
 fn clients_allocate_read_and_free_in_virtual_time() {
-    for scheme in [SchemeKind::OneSidedMw, SchemeKind::RpcMw2] {
-        let (one, _) = loop_of(scheme, 1, 50, false);
-        let (many, _) = loop_of(scheme, 24, 50, false);
+    for scheme in SchemeKind::ALL.iter().copied() {
+        let (one, _) = loop_of(scheme, 1, 1, 50, false);
+        let (many, _) = loop_of(scheme, 24, 1, 50, false);
         println!("{scheme}: 1 client {one:.3?} us, 24 clients {many:.3?} us");
         assert!(one.iter().zip(&many).all(|(a, b)| a <= b), "a crowd is not faster");
         assert!(one[0] > 2.0 && many[0] < 1000.0, "{one:?} {many:?}");
     }
 }
 
+/// Many cores of the memory node serve many clients faster than one does.
+#[test]
+fn more_cores_serve_requests_in_parallel() {
+    for scheme in [SchemeKind::RpcMw1, SchemeKind::RpcMw2] {
+        let (one, _) = loop_of(scheme, 12, 1, 30, false);
+        let (many, _) = loop_of(scheme, 12, 12, 30, false);
+        println!("{scheme}: 12 clients, 1 core {one:.3?} us, 12 cores {many:.3?} us");
+        assert!(2.0 * many[0] < one[0], "{one:?} {many:?}");
+    }
+}
+
 #[test]
 fn the_same_seed_gives_the_same_trace() {
-    let first = loop_of(SchemeKind::OneSidedMw, 3, 4, true).1;
-    let second = loop_of(SchemeKind::OneSidedMw, 3, 4, true).1;
+    let first = loop_of(SchemeKind::OneSidedMw, 3, 1, 4, true).1;
+    let second = loop_of(SchemeKind::OneSidedMw, 3, 1, 4, true).1;
     assert!(first.lines().count() > 200, "{first}");
     assert_eq!(first, second);
 }

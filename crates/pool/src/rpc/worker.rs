@@ -140,7 +140,7 @@ impl<N: Nic> Shared<N> {
 
     fn clear(&self, entry: u32) {
         let bytes = self.settings.chunk_bytes;
-        self.memory.memory().zero((entry as u64 * bytes) as usize, bytes as usize);
+        self.nic.zero(self.memory.memory(), (entry as u64 * bytes) as usize, bytes as usize);
     }
 
     /// Registers a chunk in a compute node's PD.
