@@ -276,6 +276,13 @@ impl<H: Hooks> Drop for Dereg<H> {
     }
 }
 
+impl<H> HookedCq<H> {
+    /// The running number of the completion that is polled next, 24 bits.
+    pub fn consumed(&self) -> u32 {
+        self.inner.consumed()
+    }
+}
+
 impl<H: Hooks> CompletionQueue for HookedCq<H> {
     const VIRTUAL: bool = H::VIRTUAL;
 

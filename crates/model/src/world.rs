@@ -25,7 +25,7 @@ use crate::arena::{self, Arena};
 use crate::client::{Client, Grant, Outcome, wrong_qpn};
 use crate::config::{Config, Op, Wrong};
 use crate::cpu::{Cpu, Standing, Task};
-use crate::nic::ModelNic;
+use crate::nic::{ModelCq, ModelNic, Points};
 use crate::spec::{Actor, CHUNKS, CLIENTS, FORGED, GROUP, Identity, SLOTS, Spec, View, Window};
 
 /// Bytes of a chunk: the fewest that there can be.
@@ -55,7 +55,7 @@ pub struct World {
     nic: Arc<InlineNic>,
     physical: InlineFunction,
     node: *mut Node<ModelNic>,
-    faults: crate::nic::ModelCq,
+    faults: ModelCq,
     memory: Memory<ModelNic>,
     windows: [[Key; GROUP]; CHUNKS],
     clients: Vec<Client>,
@@ -93,7 +93,7 @@ impl World {
             ..Settings::default()
         };
         let soft = SoftNic::new(Function::Inline(physical.clone()));
-        let model = ModelNic::new(soft);
+        let model = Points::before(soft);
         let node: &'static mut Node<ModelNic> = arena::inside_node(|| {
             Box::leak(Box::new(Node::new(model.clone(), settings).expect("a memory node")))
         });
@@ -160,7 +160,7 @@ impl World {
             clients,
             cpu,
             roles,
-            rings: model.rings(),
+            rings: model.hooks().rings(),
             qps,
             cqs,
             in_flight: config.in_flight as usize,
@@ -226,7 +226,7 @@ impl World {
             (faults as usize) * 64 < arena::FAR_TRACKED,
             "a run reaches beyond what is tracked"
         );
-        if turn || faults != self.faults.polled() {
+        if turn || faults != self.faults.consumed() {
             tasks.push(Task::Turn);
         }
         tasks
@@ -460,7 +460,7 @@ impl World {
         for qpn in self.nic.ready_qps() {
             qpn.hash(h);
         }
-        self.faults.polled().hash(h);
+        self.faults.consumed().hash(h);
         if let Some(task) = self.cpu.task {
             format!("{task:?} {:?} {}", self.cpu.standing, self.cpu.has_begun()).hash(h);
             if self.cpu.has_begun() {
