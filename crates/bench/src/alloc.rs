@@ -10,13 +10,17 @@
 //! | `alloc_nic_cpu_us` | time of the thread that plays the memory node's NIC, for each allocation with its free |
 //! | `alloc_control_cpu_us` | the same of the memory node's CPU |
 //!
+//! In scheme odrp memory is allocated by the first write of a page, and an allocation here is one with
+//! that write of 4 KiB ("AllocWrite").
+//!
 //! On the inline NIC the clients' own threads are the NIC, so that its time is not told apart.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use fabric::Nic;
-use pool::{ControlMode, Pool, SchemeKind};
+use pool::odrp::PAGE_BYTES;
+use pool::{ControlMode, Grant, Pool, SchemeKind};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
@@ -161,7 +165,16 @@ fn with_claim(record: Record) -> Record {
 /// # Errors
 /// As the pool's operations.
 pub fn warm_up<N: Nic>(pool: &Pool<N>) -> Result<(), pool::Error> {
-    (0..WARM_UP_ROUNDS).try_for_each(|_| pool.free_blocking(pool.allocate_blocking()?))
+    (0..WARM_UP_ROUNDS).try_for_each(|_| pool.free_blocking(allocate(pool)?))
+}
+
+/// Allocates a chunk; where that is done by the first write, with it.
+fn allocate<N: Nic>(pool: &Pool<N>) -> Result<Grant, pool::Error> {
+    let grant = pool.allocate_blocking()?;
+    if pool.welcome().scheme == SchemeKind::Odrp {
+        pool.write_blocking(&grant, 0, &[1; PAGE_BYTES])?;
+    }
+    Ok(grant)
 }
 
 /// One client's part: allocates and frees for `duration`.
@@ -173,7 +186,7 @@ pub fn client<N: Nic>(pool: &Pool<N>, duration: Duration) -> Result<Outcome, poo
     let begin = Instant::now();
     let mut before = begin;
     while before < begin + duration {
-        let grant = pool.allocate_blocking()?;
+        let grant = allocate(pool)?;
         let allocated = Instant::now();
         pool.free_blocking(grant)?;
         let freed = Instant::now();

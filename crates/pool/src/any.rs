@@ -12,13 +12,15 @@ use crate::scheme::{
     NodeStatus, Worker,
 };
 use crate::settings::{SchemeKind, Settings};
-use crate::{Error, onesidedmw, rpc};
+use crate::{Error, odrp, onesidedmw, rpc};
 
 /// The memory node's side of any scheme.
 #[non_exhaustive]
 pub enum AnyNode<N: DirectNic> {
     /// [`onesidedmw`].
     OneSidedMw(Box<onesidedmw::Node<N>>),
+    /// [`odrp`].
+    Odrp(Box<odrp::Node<N>>),
     /// [`rpc`].
     Rpc(Box<rpc::Node<N>>),
 }
@@ -29,6 +31,9 @@ impl<N: DirectNic> AnyNode<N> {
         Ok(match settings.scheme {
             SchemeKind::OneSidedMw => {
                 Self::OneSidedMw(Box::new(onesidedmw::Node::new(nic.clone(), settings.clone())?))
+            }
+            SchemeKind::Odrp => {
+                Self::Odrp(Box::new(odrp::Node::new(nic.clone(), settings.clone())?))
             }
             SchemeKind::RpcMw2 | SchemeKind::RpcMw1 | SchemeKind::FineMr | SchemeKind::StaticMr => {
                 Self::Rpc(Box::new(rpc::Node::new(nic, settings)?))
@@ -41,6 +46,7 @@ macro_rules! each {
     ($self:expr, $node:ident => $body:expr) => {
         match $self {
             AnyNode::OneSidedMw($node) => $body,
+            AnyNode::Odrp($node) => $body,
             AnyNode::Rpc($node) => $body,
         }
     };
@@ -109,6 +115,8 @@ impl<N: DirectNic> NodeScheme for AnyNode<N> {
 pub enum AnyClient<N: Nic> {
     /// [`onesidedmw`].
     OneSidedMw(onesidedmw::Client<N>),
+    /// [`odrp`].
+    Odrp(odrp::Client<N>),
     /// [`rpc`].
     Rpc(rpc::Client<N>),
 }
@@ -118,6 +126,7 @@ impl<N: Nic> AnyClient<N> {
     pub fn new(nic: &N, pd: &N::Pd, welcome: &Welcome) -> Result<Self, Error> {
         Ok(match welcome.scheme {
             SchemeKind::OneSidedMw => Self::OneSidedMw(onesidedmw::Client::new(nic, pd, welcome)?),
+            SchemeKind::Odrp => Self::Odrp(odrp::Client::new(nic, pd, welcome)?),
             SchemeKind::RpcMw2 | SchemeKind::RpcMw1 | SchemeKind::FineMr | SchemeKind::StaticMr => {
                 Self::Rpc(rpc::Client::new(nic, pd, welcome)?)
             }
@@ -125,10 +134,21 @@ impl<N: Nic> AnyClient<N> {
     }
 }
 
+impl<N: Nic> AnyClient<N> {
+    /// How pages are reached, if access is not one-sided.
+    pub fn pages(&self) -> Option<&odrp::Client<N>> {
+        match self {
+            AnyClient::Odrp(client) => Some(client),
+            _ => None,
+        }
+    }
+}
+
 macro_rules! each_client {
     ($self:expr, $client:ident => $body:expr) => {
         match $self {
             AnyClient::OneSidedMw($client) => $body,
+            AnyClient::Odrp($client) => $body,
             AnyClient::Rpc($client) => $body,
         }
     };

@@ -20,12 +20,14 @@
 
 mod any;
 pub mod budget;
+pub mod chain;
 pub mod client;
 mod cpu;
 mod credits;
 mod error;
 mod events;
 mod node;
+pub mod odrp;
 pub mod onesidedmw;
 pub mod protocol;
 pub mod rpc;

@@ -99,6 +99,7 @@ impl<S: NodeScheme> MemoryNode<S> {
             scheme: s.scheme,
             control: s.control,
             chunk_bytes: s.chunk_bytes,
+            chunks: s.chunks(),
             group_size: s.group_size,
             credits: s.credits,
             groups_max: s.groups_max,

@@ -143,6 +143,9 @@ pub struct Welcome {
     pub control: ControlMode,
     /// Bytes of a chunk.
     pub chunk_bytes: u64,
+    /// Chunks in all.
+    #[serde(default)]
+    pub chunks: u64,
     /// Windows of a group, the guard included.
     pub group_size: u32,
     /// Requests of one kind that a compute node may have in flight.

@@ -258,6 +258,26 @@ pub trait CpuEvents: Send + Sync {
     fn wake(&self);
 }
 
+/// Access by whole pages, for schemes where it is not one-sided: what [`ClientScheme::allocate`] gives
+/// names a page that the memory node looks up at each access.
+///
+/// These futures must be polled to their end: [`crate::Pool`] sees to that where they are given up.
+pub trait PageScheme: Send + Sync {
+    /// Reads a page. One that was never written reads as zeros.
+    fn read_page(
+        &self,
+        page: &Grant,
+        into: &mut [u8],
+    ) -> impl Future<Output = Result<(), Error>> + Send;
+
+    /// Writes a page; memory for it is allocated by the first write.
+    fn write_page(
+        &self,
+        page: &Grant,
+        from: &[u8],
+    ) -> impl Future<Output = Result<(), Error>> + Send;
+}
+
 /// The compute node's side of a scheme.
 ///
 /// It comes about in two steps, since its QPs need their peers' numbers and the other way round:

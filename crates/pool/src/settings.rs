@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Error;
 use crate::budget::Budget;
+use crate::odrp::PAGE_BYTES;
 use crate::scheme::MAX_GROUP;
 
 /// Settings of a memory node.
@@ -110,6 +111,12 @@ impl Settings {
                 self.chunks(),
                 Self::CHUNKS_MAX
             ),
+        )?;
+        require(
+            self.scheme != SchemeKind::Odrp || chunk == PAGE_BYTES as u64,
+            "chunk_bytes",
+            chunk,
+            format!("scheme odrp has pages of {PAGE_BYTES} bytes"),
         )?;
         require(
             (2..=MAX_GROUP as u32).contains(&self.group_size),
@@ -217,6 +224,10 @@ pub enum SchemeKind {
     /// (OneSidedMW §2.2.1).
     #[serde(rename = "static-mr")]
     StaticMr,
+    /// Pages of 4 KiB behind a table for each compute node, looked up by a chain of work requests at
+    /// every access (OneSidedMW §2.2.3).
+    #[serde(rename = "odrp")]
+    Odrp,
 }
 
 impl SchemeKind {
@@ -227,6 +238,7 @@ impl SchemeKind {
         SchemeKind::RpcMw1,
         SchemeKind::FineMr,
         SchemeKind::StaticMr,
+        SchemeKind::Odrp,
     ];
 
     /// Its name in reports and on command lines.
@@ -237,13 +249,14 @@ impl SchemeKind {
             SchemeKind::RpcMw1 => "rpc-mw-1",
             SchemeKind::FineMr => "fine-mr",
             SchemeKind::StaticMr => "static-mr",
+            SchemeKind::Odrp => "odrp",
         }
     }
 
     /// True if every allocation is an RPC to the memory node's CPU.
     pub const fn is_by_rpc(self) -> bool {
         match self {
-            SchemeKind::OneSidedMw => false,
+            SchemeKind::OneSidedMw | SchemeKind::Odrp => false,
             SchemeKind::RpcMw2 | SchemeKind::RpcMw1 | SchemeKind::FineMr | SchemeKind::StaticMr => {
                 true
             }

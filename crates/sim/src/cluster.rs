@@ -187,6 +187,7 @@ impl NodeCpu {
             scheme: s.scheme,
             control: s.control,
             chunk_bytes: s.chunk_bytes,
+            chunks: s.chunks(),
             group_size: s.group_size,
             credits: s.credits,
             groups_max: s.groups_max,

@@ -42,7 +42,7 @@ pub struct Serve {
     private: bool,
 
     /// Who allocates: onesidedmw (the NIC); or a baseline, the CPU on request: rpc-mw-2, rpc-mw-1
-    /// (unsafe), fine-mr, static-mr
+    /// (unsafe), fine-mr, static-mr; or the NIC page by page, at every access: odrp
     #[arg(long, default_value_t)]
     scheme: SchemeKind,
 

@@ -1,13 +1,16 @@
 //! READ, WRITE, CAS and FAA on a grant.
 
+use fabric::executor::block_on;
 use fabric::{Nic, Remote};
 
 use super::buffer::PLACE_MAX;
+use super::finish::Finish;
 use super::operation::{Hold, Operation};
 use super::path::Work;
 use super::{Buffer, Inner, Pool, Transfer};
 use crate::Error;
-use crate::scheme::{Grant, Lane};
+use crate::odrp::PAGE_BYTES;
+use crate::scheme::{Grant, Lane, PageScheme};
 
 /// The lane of operations that somebody waits for.
 const SYNC: Lane = Lane(0);
@@ -17,6 +20,9 @@ impl<N: Nic> Pool<N> {
     pub async fn read(&self, grant: &Grant, offset: u64, into: &mut [u8]) -> Result<(), Error> {
         let inner = &*self.inner;
         inner.check(grant, "read", offset, into.len())?;
+        if inner.scheme.pages().is_some() {
+            return self.read_page(grant, offset, into).await;
+        }
         for (at, part) in parts_mut(offset, into) {
             let mut op = inner.read_part(grant, at, part.len())?;
             (&mut op).await?;
@@ -29,6 +35,9 @@ impl<N: Nic> Pool<N> {
     pub fn read_blocking(&self, grant: &Grant, offset: u64, into: &mut [u8]) -> Result<(), Error> {
         let inner = &*self.inner;
         inner.check(grant, "read", offset, into.len())?;
+        if inner.scheme.pages().is_some() {
+            return block_on(self.read_page(grant, offset, into));
+        }
         for (at, part) in parts_mut(offset, into) {
             let mut op = inner.read_part(grant, at, part.len())?;
             op.finish()?;
@@ -41,6 +50,9 @@ impl<N: Nic> Pool<N> {
     pub async fn write(&self, grant: &Grant, offset: u64, from: &[u8]) -> Result<(), Error> {
         let inner = &*self.inner;
         inner.check(grant, "write", offset, from.len())?;
+        if inner.scheme.pages().is_some() {
+            return self.write_page(grant, offset, from).await;
+        }
         for (at, part) in parts(offset, from) {
             inner.write_part(grant, at, part)?.await?;
         }
@@ -51,10 +63,43 @@ impl<N: Nic> Pool<N> {
     pub fn write_blocking(&self, grant: &Grant, offset: u64, from: &[u8]) -> Result<(), Error> {
         let inner = &*self.inner;
         inner.check(grant, "write", offset, from.len())?;
+        if inner.scheme.pages().is_some() {
+            return block_on(self.write_page(grant, offset, from));
+        }
         for (at, part) in parts(offset, from) {
             inner.write_part(grant, at, part)?.wait()?;
         }
         Ok(())
+    }
+
+    /// Reads a page where access is by pages. Given up, it ends all the same.
+    #[cold]
+    async fn read_page(&self, grant: &Grant, offset: u64, into: &mut [u8]) -> Result<(), Error> {
+        whole_page("read", offset, into.len())?;
+        let (inner, grant) = (self.inner.clone(), *grant);
+        let read = async move {
+            let mut page = vec![0; PAGE_BYTES];
+            let pages = inner.scheme.pages().expect("access is by pages");
+            pages.read_page(&grant, &mut page).await?;
+            inner.group(grant.group).counts.add_page(false);
+            Ok::<_, Error>(page)
+        };
+        into.copy_from_slice(&Finish::new(read, drop).await?);
+        Ok(())
+    }
+
+    /// Writes a page where access is by pages. Given up, it ends all the same.
+    #[cold]
+    async fn write_page(&self, grant: &Grant, offset: u64, from: &[u8]) -> Result<(), Error> {
+        whole_page("write", offset, from.len())?;
+        let (inner, grant, page) = (self.inner.clone(), *grant, from.to_vec());
+        let write = async move {
+            let pages = inner.scheme.pages().expect("access is by pages");
+            pages.write_page(&grant, &page).await?;
+            inner.group(grant.group).counts.add_page(true);
+            Ok::<_, Error>(())
+        };
+        Finish::new(write, drop).await
     }
 
     /// If the 8 bytes at `offset`, a multiple of 8, hold `expected`, puts `new` there; returns
@@ -145,6 +190,21 @@ impl<N: Nic> Inner<N> {
         self.check_group(grant.group)
     }
 
+    /// An error if access is by pages: then there are no keys for this.
+    #[inline]
+    fn check_one_sided(&self, op: &'static str) -> Result<(), Error> {
+        match self.scheme.pages() {
+            None => Ok(()),
+            Some(_) => Err(Error::Setting {
+                setting: "scheme",
+                value: self.welcome.scheme.name().into(),
+                why: format!(
+                    "it has no one-sided {op}: its pages are read and written whole, by slices"
+                ),
+            }),
+        }
+    }
+
     pub(super) fn read_work(
         &self,
         t: &Transfer<'_>,
@@ -152,6 +212,7 @@ impl<N: Nic> Inner<N> {
         lane: Lane,
     ) -> Result<Work<'static>, Error> {
         self.check(t.grant, "read", t.offset, t.len as usize)?;
+        self.check_one_sided("read")?;
         let to = buffer.part(t, "read", self.era)?;
         Ok(Work::Read { from: remote(t.grant, t.offset, lane), to })
     }
@@ -163,6 +224,7 @@ impl<N: Nic> Inner<N> {
         lane: Lane,
     ) -> Result<Work<'static>, Error> {
         self.check(t.grant, "write", t.offset, t.len as usize)?;
+        self.check_one_sided("write")?;
         let from = buffer.part(t, "write", self.era)?;
         Ok(Work::Write { to: remote(t.grant, t.offset, lane), from })
     }
@@ -217,6 +279,7 @@ impl<N: Nic> Inner<N> {
 
     fn word(&self, grant: &Grant, op: &'static str, offset: u64) -> Result<Remote, Error> {
         self.check(grant, op, offset, 8)?;
+        self.check_one_sided(op)?;
         if !offset.is_multiple_of(8) {
             return Err(Error::Setting {
                 setting: "offset",
@@ -231,6 +294,19 @@ impl<N: Nic> Inner<N> {
 /// Slices up to this long go with the request itself: beyond it, a copy through registered memory
 /// is cheaper than the blocks of the send queue.
 const INLINE_MAX: usize = 128;
+
+fn whole_page(op: &'static str, offset: u64, len: usize) -> Result<(), Error> {
+    if (offset, len) == (0, PAGE_BYTES) {
+        return Ok(());
+    }
+    Err(Error::Setting {
+        setting: "offset",
+        value: offset.to_string(),
+        why: format!(
+            "{len} bytes there: this scheme moves whole pages, {op} {PAGE_BYTES} bytes at 0"
+        ),
+    })
+}
 
 fn remote(grant: &Grant, offset: u64, lane: Lane) -> Remote {
     Remote { addr: grant.addr + offset, rkey: grant.key(lane) }

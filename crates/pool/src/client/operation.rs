@@ -139,6 +139,16 @@ impl<N: Nic> Drop for Operation<'_, N> {
 }
 
 impl super::path::Counts {
+    /// Counts a page that was moved.
+    pub fn add_page(&self, written: bool) {
+        let (calls, bytes) = match written {
+            true => (&self.writes, &self.bytes_written),
+            false => (&self.reads, &self.bytes_read),
+        };
+        calls.fetch_add(1, Ordering::Relaxed);
+        bytes.fetch_add(crate::odrp::PAGE_BYTES as u64, Ordering::Relaxed);
+    }
+
     /// Counts an operation that was done.
     #[inline]
     pub fn add(&self, work: &Work<'_>) {

@@ -7,22 +7,18 @@
 //! any ── the compute node leaves, or dies ──> it is retired (`reclaim`)
 //! ```
 
-use fabric::direct::{DirectNic, DirectQp, Managed};
+use fabric::direct::{DirectNic, DirectQp};
 use fabric::wqe::Builder;
-use fabric::{
-    Access, CompletionQueue, CqAttr, MemoryRegion, QpAttr, QpChange, Qpn, QueuePair, Receive,
-    ReceiveAttr, Remote,
-};
+use fabric::{Access, MemoryRegion, QpAttr, QpChange, Qpn, QueuePair, Receive, Remote};
 
 use super::node::Node;
-use super::program::{REPLY_BLOCKS, STAGING_BYTES, Wiring};
+use super::program::{REPLY_BLOCKS, Wiring};
 use super::{alloc_chain, free_chain};
 use crate::Error;
 use crate::budget::Meter;
+use crate::chain::direction::{Direction, Purpose};
+use crate::chain::notice::BULLETIN_BLOCKS;
 use crate::scheme::{Admission, ClientId};
-
-/// Building blocks of the send queues that bulletins are written from.
-pub(super) const BULLETIN_BLOCKS: u32 = 16;
 
 /// What the memory node has for one compute node.
 pub(super) struct Connection<N: DirectNic> {
@@ -48,30 +44,6 @@ pub(super) enum Management {
     Closing,
     /// Nothing is in flight.
     Closed,
-}
-
-/// One direction's queues: the QP that faces the compute node, the worker, its loopback peer.
-pub(super) struct Direction<N: DirectNic> {
-    pub front: N::Qp,
-    pub front_peer: Qpn,
-    pub worker: N::Qp,
-    pub loopback: N::Qp,
-    pub requests: N::Cq,
-    worker_local: N::Mr,
-    worker_remote: N::Mr,
-    front_local: N::Mr,
-    front_remote: N::Mr,
-    pub staging: N::Mr,
-    /// Number of the request that position 0 of the chain's present text serves.
-    pub first: u32,
-    /// What the CQ of requests will have counted before that request.
-    pub count: u32,
-    /// What that CQ had counted when the direction was opened.
-    pub opened: u32,
-    /// WQEs that the front had executed by then.
-    pub executed: u64,
-    /// The WQE before which the worker stopped, if it is known to be in the error state.
-    pub stopped: Option<u16>,
 }
 
 impl<N: DirectNic> Connection<N> {
@@ -112,12 +84,8 @@ impl<N: DirectNic> Node<N> {
             let why = "it must name two management QPs: for allocations and for frees".into();
             return Err(Error::Refused { attempt: "admitting a compute node".into(), why });
         };
-        let (shape, credits) = (&self.memory.shape, self.settings.credits);
-        let blocks = alloc_chain::ring_blocks(shape, credits);
-        let sges = alloc_chain::receive_sges(shape);
-        let alloc = self.direction(alloc_peer, blocks, sges, false, client)?;
-        let (blocks, sges) = (free_chain::ring_blocks(shape, credits), free_chain::RECEIVE_SGES);
-        let free = self.direction(free_peer, blocks, sges, true, client)?;
+        let alloc = Direction::new(&self.parts(), &self.alloc_purpose(client, alloc_peer))?;
+        let free = Direction::new(&self.parts(), &self.free_purpose(client, free_peer))?;
         let mut access = Vec::new();
         for group in &request.groups {
             let mut lanes = Vec::new();
@@ -125,8 +93,8 @@ impl<N: DirectNic> Node<N> {
                 let qp = self.nic.create_qp(
                     &self.data,
                     QpAttr {
-                        send_cq: &self.bulletins,
-                        recv_cq: &self.bulletins,
+                        send_cq: &self.notice.written,
+                        recv_cq: &self.notice.written,
                         send_blocks: BULLETIN_BLOCKS,
                         receive: Receive::None,
                         access: Access::REMOTE_ALL,
@@ -153,83 +121,27 @@ impl<N: DirectNic> Node<N> {
         })
     }
 
-    fn direction(
-        &self,
-        peer: u32,
-        worker_blocks: u32,
-        receive_sges: u32,
-        push: bool,
-        owner: ClientId,
-    ) -> Result<Direction<N>, Error> {
-        let (nic, credits) = (&self.nic, self.settings.credits);
-        let requests = nic.create_cq(CqAttr { entries: 64, ignore_overrun: true })?;
-        let attr = |send_cq, send_blocks, receive, access| QpAttr {
-            send_cq,
-            recv_cq: &requests,
-            send_blocks,
-            receive,
-            access,
-        };
-        let own = ReceiveAttr { entries: credits, max_sges: receive_sges };
-        let front = nic.create_managed_qp(
-            &self.data,
-            attr(&self.replies, REPLY_BLOCKS * credits, Receive::Own(own), Access::NONE),
-            Managed { send: true, recv: true, privileged: false },
-        )?;
-        let worker = nic.create_managed_qp(
-            &self.data,
-            attr(&self.faults, worker_blocks, Receive::None, Access::NONE),
-            Managed { send: true, recv: false, privileged: true },
-        )?;
-        let receive = if push { Receive::Shared(&self.push_queue) } else { Receive::None };
-        let loopback = nic.create_qp(
-            &self.metadata,
-            QpAttr { recv_cq: &self.pushes, ..attr(&self.replies, 0, receive, Access::REMOTE_ALL) },
-        )?;
-        let staging = nic.reg_mr(
-            &self.data,
-            &nic.alloc_dma(Wiring::staging_bytes(credits))?,
-            Access::LOCAL_ALL,
-        )?;
-        staging.memory().store_be64((credits * STAGING_BYTES) as usize, owner.0 as u64);
-        let (worker_ring, front_ring) = (worker.send_ring().memory, front.send_ring().memory);
-        let atomic = Access::REMOTE_ATOMIC;
-        Ok(Direction {
-            worker_local: nic.reg_mr(&self.data, &worker_ring, Access::LOCAL_WRITE)?,
-            worker_remote: nic.reg_mr(&self.metadata, &worker_ring, atomic)?,
-            front_local: nic.reg_mr(&self.data, &front_ring, Access::LOCAL_WRITE)?,
-            front_remote: nic.reg_mr(&self.metadata, &front_ring, atomic)?,
-            front,
-            front_peer: Qpn::new(peer),
-            worker,
-            loopback,
-            requests,
-            staging,
-            first: 0,
-            count: 0,
-            opened: 0,
-            executed: 0,
-            stopped: None,
-        })
+    fn alloc_purpose(&self, owner: ClientId, peer: u32) -> Purpose<'_, N> {
+        let shape = &self.memory.shape;
+        Purpose {
+            owner,
+            peer,
+            worker_blocks: alloc_chain::ring_blocks(shape, self.settings.credits),
+            reply_blocks: REPLY_BLOCKS,
+            credit_block: REPLY_BLOCKS - 1,
+            receive_sges: alloc_chain::receive_sges(shape),
+            push_queue: None,
+            waits: false,
+            copies: false,
+        }
     }
 
-    fn wiring(&self, d: &Direction<N>) -> Wiring {
-        Wiring {
-            worker_ring: d.worker.send_ring(),
-            worker: d.worker.qpn(),
-            worker_lkey: d.worker_local.key(),
-            worker_rkey: d.worker_remote.key(),
-            front_ring: d.front.send_ring(),
-            front_recv: d.front.recv_ring().expect("a management QP has its own receive queue"),
-            front: d.front.qpn(),
-            front_lkey: d.front_local.key(),
-            front_rkey: d.front_remote.key(),
-            recv_cq: d.requests.cqn(),
-            staging: d.staging.sge(0, STAGING_BYTES),
-            dump: self.memory.dump.sge(0, 8),
-            credits: self.settings.credits,
-            first: d.first,
-            count: d.count,
+    fn free_purpose(&self, owner: ClientId, peer: u32) -> Purpose<'_, N> {
+        Purpose {
+            worker_blocks: free_chain::ring_blocks(&self.memory.shape, self.settings.credits),
+            receive_sges: free_chain::RECEIVE_SGES,
+            push_queue: Some(&self.push_queue),
+            ..self.alloc_purpose(owner, peer)
         }
     }
 
@@ -244,7 +156,7 @@ impl<N: DirectNic> Node<N> {
         self.hear_faults()?;
         self.unheard.retain(|fault| fault.qpn != d.worker.qpn());
         d.stopped = None;
-        let wiring = self.wiring(d);
+        let wiring = d.wiring(self.memory.dump.sge(0, 8));
         d.worker.connect(d.loopback.qpn())?;
         d.loopback.connect(d.worker.qpn())?;
         write(self, &wiring);

@@ -24,8 +24,9 @@ use fabric::wqe::{Umr, offset};
 use fabric::{DmaMemory, Key, MemoryRegion, Nic, Remote, Sge};
 
 use super::in_flight::Hand;
-use super::layout::{self, AVAIL, DUMP_BYTES, Memory, entry, reply, tag_offset};
-use super::program::{Program, STAGING_BYTES, Scatter, Wiring, Wrap, write_chain};
+use super::layout::{self, DUMP_BYTES, Memory, entry, reply, tag_offset};
+use crate::chain::program::{Program, STAGING_BYTES, Scatter, Wiring, write_chain};
+use crate::chain::push::{Push, give_back};
 
 /// Byte of an entry's address where the three bytes of its index stand: address bits 8 to 31.
 const INDEX_AT: usize = offset::REMOTE_ADDR + 4;
@@ -105,20 +106,6 @@ pub fn stopped_at<N: Nic>(
     stopped
 }
 
-/// What pushes are made with: the record of the push queue, and where its index wraps.
-#[derive(Clone, Copy)]
-pub struct Push {
-    /// The doorbell record.
-    pub record: Remote,
-    /// Where its index wraps.
-    pub wrap: Wrap,
-}
-
-impl Push {
-    /// What is added to the record for one receive more: the index is its upper half.
-    pub const ADD: u64 = 1 << 32;
-}
-
 /// Writes the chain for the requests from `wiring.first` on.
 pub fn write<N: Nic>(memory: &Memory<N>, wiring: &Wiring, push: Push) {
     write_chain(wiring, |program, p| write_instance(memory, wiring, push, program, p));
@@ -157,7 +144,7 @@ fn write_instance<N: Nic>(
         b.send(&[w.staging(slot, 0, 8)]);
     });
     give_back(memory, push, program);
-    program.finish(w, p, wait);
+    program.finish(w, p, wait, None);
     assert_eq!(program.next(), plan.end, "the free chain's plan and its WQEs differ");
 
     let answer = w.staging(slot, entry::FREE_REPLY as u32, reply::FREE_BYTES as u32);
@@ -166,18 +153,6 @@ fn write_instance<N: Nic>(
     arguments.sge(w.to(INDEX_BYTES as u32, plan.entry, INDEX_AT));
     arguments.to(12, w.front_lkey, w.reply_field(slot, offset::REMOTE_ADDR));
     w.write_receive(slot, &arguments);
-}
-
-/// The end of a release: the permit, and a receive for the push after the next lap.
-fn give_back<N: Nic>(memory: &Memory<N>, push: Push, program: &mut Program) {
-    let dump = memory.dump.sge(0, 8);
-    let boundary = memory.shape.avail_boundary();
-    program.push(|b| {
-        b.masked_fetch_add(memory.words.remote(AVAIL), layout::STEER_STRIDE, boundary, dump);
-    });
-    program.push(|b| {
-        b.masked_fetch_add(push.record, Push::ADD, push.wrap.boundary(), dump);
-    });
 }
 
 /// How an entry's bytes go into the WQEs behind the READ.

@@ -8,15 +8,15 @@
 //! a worker that an error stopped has something in hand ([`Hand`]), and a grant whose reply
 //! was not delivered has an owner that does not know of it ([`undelivered`]).
 
+use fabric::MemoryRegion;
 use fabric::direct::{DirectNic, DirectQp};
-use fabric::wqe::{WQEBB, offset, opcode};
-use fabric::{MemoryRegion, QpState, QueuePair};
+use fabric::wqe::WQEBB;
 
 use super::alloc_chain;
-use super::connection::Direction;
 use super::layout::{Memory, reply, status};
 use super::program::{PAIR, STAGING_BYTES};
 use crate::Error;
+use crate::chain::direction::{COUNT, Direction};
 
 /// What a stopped worker took and did not put anywhere.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -28,29 +28,6 @@ pub struct Hand {
     /// Receives to be given to the push queue, beside that of `entry`.
     pub receives: u32,
 }
-
-/// Whether a worker will do nothing more, given that no request comes in: it waits for the next
-/// one, or it is in the error state and known where it stopped.
-pub(super) fn is_at_rest<N: DirectNic>(nic: &N, d: &Direction<N>) -> Result<bool, Error> {
-    if d.worker.state()? == QpState::Error {
-        return Ok(d.stopped.is_some());
-    }
-    let received = nic.cq_count(&d.requests)?;
-    let before = d.worker.progress()?.send_consumer;
-    let ring = d.worker.send_ring();
-    let at = (before as u32 % ring.entries) as usize * WQEBB;
-    let mut op = [0];
-    ring.memory.read(at + offset::OPCODE, &mut op);
-    let awaited = ring.memory.load_be32(at + PAIR) & COUNT;
-    // If the worker has not moved, that was the WQE which it executes next, unchanged: an index is
-    // moved only by WQEs behind the one that has it.
-    let stands = d.worker.progress()?.send_consumer == before;
-    let reached = received.wrapping_sub(1).wrapping_sub(awaited) & (COUNT / 2 + 1) == 0;
-    Ok(stands && op[0] == opcode::WAIT && !reached)
-}
-
-/// A CQ counts modulo 2^24.
-const COUNT: u32 = 0xff_ffff;
 
 /// The entries of `owner` whose grants were never delivered: of the allocations that came in, those
 /// that were executed and not answered. The direction is closed and at rest.

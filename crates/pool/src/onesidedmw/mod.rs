@@ -41,17 +41,13 @@ pub mod client;
 mod connection;
 pub mod free_chain;
 mod in_flight;
-pub mod layout;
 pub mod node;
-pub mod program;
 mod reclaim;
 mod repair;
 
+pub use crate::chain::{layout, program};
 pub use client::Client;
 pub use node::Node;
-
-/// Immediate data of every reply: nothing is in it, the reply's memory has the answer.
-pub const REPLY_IMM: u32 = 0;
 
 #[cfg(test)]
 mod tests;

@@ -11,18 +11,21 @@ use std::time::{Duration, Instant};
 
 use fabric::direct::{DirectNic, DirectReceive};
 use fabric::{
-    Access, Completion, CompletionQueue, CqAttr, Key, MemoryRegion, MemoryWindow, Op, Qpn,
-    QueuePair, ReceiveAttr, Status, WorkRequest,
+    Access, Completion, CompletionQueue, CqAttr, Key, MemoryRegion, MemoryWindow, Qpn, QueuePair,
+    ReceiveAttr, Status,
 };
 
-use super::connection::{BULLETIN_BLOCKS, Connection};
-use super::free_chain;
+use super::connection::Connection;
 use super::layout::{Memory, Shape};
 use super::program::Wrap;
-use super::reclaim::{Leaving, Reclaimer};
+use super::reclaim::Leaving;
+use crate::chain::direction::Parts;
+use crate::chain::notice::Notice;
+use crate::chain::push::{self, Push};
+use crate::chain::reclaimer::Reclaimer;
 use crate::events::CqEvents;
 use crate::scheme::{
-    self, Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus,
+    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus,
 };
 use crate::{Error, Settings};
 
@@ -60,8 +63,6 @@ pub struct Node<N: DirectNic> {
     /// What goes wrong with replies completes here: it is between the compute node and its QP, and
     /// nobody polls it.
     pub(super) replies: N::Cq,
-    /// What is written to bulletins completes here.
-    pub(super) bulletins: N::Cq,
     pub(super) push_queue: N::Srq,
     push_record: N::Mr,
     pub(super) reclaimer: Reclaimer<N>,
@@ -80,9 +81,7 @@ pub struct Node<N: DirectNic> {
     pub(super) over_budget: u64,
     /// When budgets are looked at next.
     pub(super) look_at: Option<Instant>,
-    empty: bool,
-    generation: u32,
-    waiting: bool,
+    pub(super) notice: Notice<N>,
     pub(super) refused: u64,
     counted: Counted,
     _windows: Vec<N::Mw>,
@@ -121,14 +120,11 @@ impl<N: DirectNic> Node<N> {
         let faults = nic.create_cq(CqAttr { entries, ignore_overrun: false })?;
         let events = Arc::new(CqEvents::new(&nic, &data, &faults)?);
         let (pushes, replies) = (nic.create_cq(sink.clone())?, nic.create_cq(sink)?);
-        let bulletins = nic.create_cq(CqAttr {
-            entries: settings.clients_max * BULLETIN_BLOCKS,
-            ignore_overrun: false,
-        })?;
+        let notice = Notice::new(&nic, settings.clients_max)?;
         let push_queue =
             nic.create_srq(&metadata, ReceiveAttr { entries: shape.slots(), max_sges: 1 })?;
         let push_record = nic.reg_mr(&metadata, &push_queue.record(), Access::REMOTE_ATOMIC)?;
-        fill_push_queue(&memory, &push_queue);
+        push::fill(&memory, &push_queue);
         let pds = (&data, &metadata);
         let reclaimer = Reclaimer::new(&nic, pds, &push_queue, &pushes, &faults)?;
         Ok(Self {
@@ -141,7 +137,6 @@ impl<N: DirectNic> Node<N> {
             events,
             pushes,
             replies,
-            bulletins,
             push_queue,
             push_record,
             reclaimer,
@@ -153,9 +148,7 @@ impl<N: DirectNic> Node<N> {
             closing: BTreeSet::new(),
             over_budget: 0,
             look_at: None,
-            empty: false,
-            generation: 0,
-            waiting: false,
+            notice,
             refused: 0,
             counted: Counted::default(),
             _windows: windows,
@@ -177,9 +170,21 @@ impl<N: DirectNic> Node<N> {
         self.clients.get(&client).map(|c| [c.alloc.worker.qpn(), c.free.worker.qpn()])
     }
 
-    pub(super) fn push(&self) -> free_chain::Push {
+    pub(super) fn parts(&self) -> Parts<'_, N> {
+        Parts {
+            nic: &self.nic,
+            data: &self.data,
+            metadata: &self.metadata,
+            faults: &self.faults,
+            replies: &self.replies,
+            pushes: &self.pushes,
+            credits: self.settings.credits,
+        }
+    }
+
+    pub(super) fn push(&self) -> Push {
         let wrap = if self.memory.shape.slots() <= 1 << 15 { Wrap::Bits16 } else { Wrap::Bits32 };
-        free_chain::Push { record: self.push_record.remote(0), wrap }
+        Push { record: self.push_record.remote(0), wrap }
     }
 
     /// Takes in what the NIC reports to the CPU: batches of the reclaimer that ended, and workers that
@@ -225,26 +230,17 @@ impl<N: DirectNic> Node<N> {
         true
     }
 
-    /// Tells every compute node whether there is memory (OneSidedMW §4.3).
-    fn broadcast(&mut self, empty: bool) -> Result<(), Error> {
-        self.empty = empty;
-        self.generation = self.generation.wrapping_add(1);
-        let mut written = [fabric::Completion::EMPTY; 16];
-        while self.bulletins.poll(&mut written) > 0 {}
-        for c in self.clients.values() {
-            self.write_bulletin(c);
+    /// Tells every compute node whether there is memory, if that is new to them (OneSidedMW §4.3).
+    fn broadcast(&mut self, empty: bool) -> bool {
+        let new = self.notice.changes(empty);
+        if new {
+            for c in self.clients.values() {
+                if let Some((qp, _)) = c.access.first().and_then(|lanes| lanes.first()) {
+                    self.notice.tell(qp, c.bulletin);
+                }
+            }
         }
-        Ok(())
-    }
-
-    /// Writes the present state to a compute node's bulletin.
-    fn write_bulletin(&self, c: &Connection<N>) {
-        let Some((qp, _)) = c.access.first().and_then(|lanes| lanes.first()) else { return };
-        let state = if self.empty { scheme::bulletin::EMPTY } else { scheme::bulletin::AVAILABLE };
-        let text = ((state as u64) << 32 | self.generation as u64).to_be_bytes();
-        let op = Op::WriteInline { to: c.bulletin, data: &text };
-        // One that cannot be told has broken this QP; it asks before it waits.
-        let _ = qp.post_send(&[WorkRequest { id: 0, op, signaled: true }]);
+        new
     }
 }
 
@@ -253,18 +249,6 @@ fn unknown(client: ClientId) -> Error {
         attempt: format!("serving compute node {}", client.0),
         why: "it is not connected".into(),
     }
-}
-
-fn fill_push_queue<N: DirectNic>(memory: &Memory<N>, queue: &N::Srq) {
-    let (ring, slots) = (queue.ring(), memory.shape.slots());
-    assert_eq!(ring.entries, slots);
-    for k in 0..slots {
-        // The first push goes behind the entries that are in the queue from the start.
-        let slot = (k + memory.shape.chunks) % slots;
-        let sge = memory.queue.sge(slot as usize * 8, 8);
-        ring.memory.write((k * ring.stride) as usize, &sge.to_bytes());
-    }
-    queue.record().store_be32(0, slots);
 }
 
 impl<N: DirectNic> NodeScheme for Node<N> {
@@ -347,17 +331,15 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         done |= self.bring_to_rest()?;
         done |= self.take_back()?;
         done |= self.mind_budgets()?;
-        if self.empty && self.memory.permits() > 0 {
-            self.waiting = false;
-            self.broadcast(false)?;
-            done = true;
+        if self.notice.is_watching() && self.memory.permits() > 0 {
+            done |= self.broadcast(false);
         }
         Ok(done)
     }
 
     fn is_watching(&self) -> bool {
         let settling = || self.leaving.values().any(Leaving::is_settling);
-        self.empty || self.waiting || !self.closing.is_empty() || settling()
+        self.notice.is_watching() || !self.closing.is_empty() || settling()
     }
 
     fn next_look(&self) -> Option<Duration> {
@@ -370,10 +352,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         if self.memory.permits() > 0 {
             return Ok(false);
         }
-        self.waiting = true;
-        if !self.empty {
-            self.broadcast(true)?;
-        }
+        self.broadcast(true);
         Ok(true)
     }
 

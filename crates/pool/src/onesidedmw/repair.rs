@@ -10,14 +10,15 @@
 use fabric::direct::{DirectNic, DirectQp};
 use fabric::{MemoryRegion, QpState, QueuePair};
 
-use super::connection::{Connection, Direction, Management};
-use super::in_flight::{Hand, is_at_rest, undelivered};
+use super::connection::{Connection, Management};
+use super::in_flight::{Hand, undelivered};
 use super::layout::{entry, reply, status};
 use super::node::Node;
 use super::program::{REPLY_BLOCKS, STAGING_BYTES};
-use super::reclaim::{Task, Urgency};
 use super::{alloc_chain, free_chain};
 use crate::Error;
+use crate::chain::direction::Direction;
+use crate::chain::reclaimer::{Task, Urgency};
 use crate::scheme::ClientId;
 
 impl<N: DirectNic> Node<N> {
@@ -179,7 +180,7 @@ impl<N: DirectNic> Node<N> {
 
     /// True if nothing is in flight: no request comes in, and the workers have done what did.
     pub(super) fn are_at_rest(&self, c: &Connection<N>) -> Result<bool, Error> {
-        Ok(is_at_rest(&self.nic, &c.alloc)? && is_at_rest(&self.nic, &c.free)?)
+        Ok(c.alloc.is_at_rest(&self.nic)? && c.free.is_at_rest(&self.nic)?)
     }
 
     /// Puts back what workers that stopped have in hand; the entries among it.

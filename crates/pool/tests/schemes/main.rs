@@ -3,6 +3,7 @@
 
 mod checks;
 mod gone;
+mod pages;
 mod place;
 
 use place::Place;
@@ -95,6 +96,43 @@ scheme!(rpc_mw_2, pool::SchemeKind::RpcMw2);
 scheme!(rpc_mw_1, pool::SchemeKind::RpcMw1);
 scheme!(fine_mr, pool::SchemeKind::FineMr);
 scheme!(static_mr, pool::SchemeKind::StaticMr);
+
+/// Access is by pages: the checks of [`checks`] that are about keys, ranges and parts of a chunk do not
+/// apply; those that do are made with pages.
+mod odrp {
+    macro_rules! pages {
+        ($name:ident, $place:expr, [$($check:ident),* $(,)?]) => {
+            mod $name {
+                $(
+                    #[test]
+                    fn $check() {
+                        crate::pages::$check($place);
+                    }
+                )*
+            }
+        };
+        ($name:ident, $place:expr) => {
+            pages!($name, $place, [
+                a_page_is_zero_and_keeps_what_is_written,
+                memory_is_allocated_by_the_first_write,
+                what_is_not_owned_is_not_freed,
+                an_empty_pool_is_waited_for,
+                nobody_shares_a_page,
+                given_up_requests_harm_nobody,
+                leaving_gives_everything_back,
+                what_is_not_a_page_is_refused,
+            ]);
+        };
+    }
+    pages!(inline, crate::Place::Embedded);
+    pages!(shm, crate::Place::SameProcess);
+    pages!(shm_other_process, crate::Place::OtherProcess);
+
+    #[test]
+    fn operations_end_when_the_node_dies() {
+        crate::pages::operations_end_when_the_node_dies();
+    }
+}
 
 /// Requests are answered by several cores.
 mod several_cores {

@@ -394,7 +394,7 @@ pub fn tag_offset(j: usize) -> usize {
 }
 
 /// Memory whose address is a multiple of `align`.
-fn aligned<N: Nic>(nic: &N, bytes: usize, align: u64) -> Result<DmaMemory, Error> {
+pub fn aligned<N: Nic>(nic: &N, bytes: usize, align: u64) -> Result<DmaMemory, Error> {
     let whole = nic.alloc_dma(bytes + align as usize)?;
     let skip = whole.addr().next_multiple_of(align) - whole.addr();
     Ok(whole.slice(skip as usize, bytes).expect("the alignment was allocated too"))

@@ -16,7 +16,7 @@
 
 use fabric::direct::Ring;
 use fabric::wqe::{Builder, WQEBB, offset};
-use fabric::{Key, Qpn, Remote, Sge};
+use fabric::{Cqn, Key, Qpn, Remote, Sge};
 
 /// Where an index wraps.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -83,6 +83,14 @@ impl Program {
         assert_eq!(at, expected, "a chain's WQE is not where others patch it");
     }
 
+    /// Writes a NOP that also covers the next `blocks` building blocks, so that they are not executed.
+    pub fn step_over(&mut self, blocks: u32) {
+        let at = self.push(|b| {
+            b.nop_filling(1 + blocks);
+        });
+        self.next = at + 1;
+    }
+
     /// Opens the instance that serves position `p` first: the WAIT for its request, and the FAA that
     /// moves the index of the RECV_EN behind its reply, since the last lap's has run by now. Gives
     /// where the WAIT stands.
@@ -96,15 +104,24 @@ impl Program {
     }
 
     /// Ends the instance: SEND_EN of the reply, and the FAAs that move the indices of its WAIT and
-    /// of this SEND_EN.
-    pub fn finish(&mut self, w: &Wiring, p: u32, wait: u32) {
+    /// of this SEND_EN. With a CQ of answers, and what it counted before the first request, a WAIT for
+    /// the reply's completion stands between them.
+    pub fn finish(&mut self, w: &Wiring, p: u32, wait: u32, answers: Option<(Cqn, u32)>) {
         let enable = self.push(|b| {
-            let limit = REPLY_BLOCKS * (w.first.wrapping_add(p + 1));
+            let limit = w.reply_blocks * (w.first.wrapping_add(p + 1));
             b.send_enable(w.front, limit & 0xffff);
         });
-        let (wait, enable) = (self.field(wait, PAIR), self.field(enable, PAIR));
-        let (rkey, replies) = (w.worker_rkey, REPLY_BLOCKS * w.credits);
-        self.push(|b| bump(b, wait, rkey, w.credits, Wrap::Bits24, w.dump));
+        let answered = answers.map(|(cqn, count)| {
+            self.push(|b| {
+                b.wait(cqn, count.wrapping_add(p) & 0xff_ffff);
+            })
+        });
+        let (rkey, replies) = (w.worker_rkey, w.reply_blocks * w.credits);
+        for wait in [Some(wait), answered].into_iter().flatten() {
+            let wait = self.field(wait, PAIR);
+            self.push(|b| bump(b, wait, rkey, w.credits, Wrap::Bits24, w.dump));
+        }
+        let enable = self.field(enable, PAIR);
         self.push(|b| bump(b, enable, rkey, replies, Wrap::Bits16, w.dump));
     }
 
@@ -208,6 +225,10 @@ pub struct Wiring {
     pub dump: Sge,
     /// Instances, a power of two.
     pub credits: u32,
+    /// Building blocks of an answer in the front ring, a power of two.
+    pub reply_blocks: u32,
+    /// Which of them is the RECV_EN that gives the credit back.
+    pub credit_block: u32,
     /// The next request's number: its receive WQE stands in slot `first` mod credits.
     pub first: u32,
     /// What the receive CQ will have counted before that request.
@@ -258,27 +279,43 @@ impl Wiring {
 
     /// Address of the field at `field` of the reply in `slot`.
     pub fn reply_field(&self, slot: u32, field: usize) -> u64 {
-        let at = (slot * REPLY_BLOCKS) as usize * WQEBB + field;
+        let at = (slot * self.reply_blocks) as usize * WQEBB + field;
         self.front_ring.memory.addr() + at as u64
     }
 
     /// Address of the `{index, number}` pair of the RECV_EN behind the reply in `slot`.
     pub fn credit_pair(&self, slot: u32) -> u64 {
-        self.reply_field(slot, WQEBB + PAIR)
+        self.reply_field(slot, self.credit_block as usize * WQEBB + PAIR)
     }
 
     /// Writes the reply of `slot` (a WRITE with immediate of `from` to an address that the request
     /// patches in) and the RECV_EN that gives its credit back. `first_use` is the number of the
     /// first request that meets it; the chain moves the RECV_EN's index by `credits` before.
     pub fn write_reply(&self, slot: u32, first_use: u32, from: Sge) {
-        let block = slot * REPLY_BLOCKS;
+        self.write_front(slot, 0, |b| {
+            b.rdma_write_imm(Remote::default(), &[from], super::REPLY_IMM);
+        });
+        self.write_credit(slot, first_use, false);
+    }
+
+    /// Writes the RECV_EN of `slot`, which the request with number `first_use` meets first; it may
+    /// say that the answer has ended.
+    pub fn write_credit(&self, slot: u32, first_use: u32, signaled: bool) {
+        self.write_front(slot, self.credit_block, |b| {
+            b.receive_enable(self.front, first_use.wrapping_add(1) & 0xffff);
+            if signaled {
+                b.signaled();
+            }
+        });
+    }
+
+    /// Writes the WQE at block `at` of the answer in `slot`.
+    pub fn write_front(&self, slot: u32, at: u32, build: impl FnOnce(&mut Builder)) {
+        let block = slot * self.reply_blocks + at;
         let mut b = Builder::new(self.front, block as u16);
-        b.rdma_write_imm(Remote::default(), &[from], super::REPLY_IMM);
+        build(&mut b);
         assert_eq!(b.blocks(), 1);
         self.front_ring.memory.write(block as usize * WQEBB, b.bytes());
-        let mut b = Builder::new(self.front, block as u16 + 1);
-        b.receive_enable(self.front, first_use.wrapping_add(1) & 0xffff);
-        self.front_ring.memory.write((block as usize + 1) * WQEBB, b.bytes());
     }
 
     /// Writes the receive WQE of `slot`.

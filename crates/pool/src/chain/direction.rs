@@ -1,0 +1,209 @@
+//! One kind of a compute node's requests at the memory node: the QP that faces the compute node, and
+//! the loopback pair whose worker executes the chain.
+
+use fabric::direct::{DirectNic, DirectQp, Managed};
+use fabric::wqe::{WQEBB, offset, opcode};
+use fabric::{
+    Access, CompletionQueue, CqAttr, MemoryRegion, QpAttr, QpState, Qpn, QueuePair, Receive,
+    ReceiveAttr, Sge,
+};
+
+use super::program::{PAIR, STAGING_BYTES, Wiring};
+use crate::Error;
+use crate::scheme::ClientId;
+
+/// One direction's queues: the QP that faces the compute node, the worker, its loopback peer.
+pub struct Direction<N: DirectNic> {
+    /// The QP that faces the compute node.
+    pub front: N::Qp,
+    /// The compute node's side of it.
+    pub front_peer: Qpn,
+    /// Executes the chain.
+    pub worker: N::Qp,
+    /// The worker's peer.
+    pub loopback: N::Qp,
+    /// Counts the requests that came.
+    pub requests: N::Cq,
+    /// Counts the answers that went, where the chain waits for them.
+    pub answers: Option<N::Cq>,
+    worker_local: N::Mr,
+    worker_remote: N::Mr,
+    front_local: N::Mr,
+    front_remote: N::Mr,
+    credits: u32,
+    reply_blocks: u32,
+    credit_block: u32,
+    /// 64 bytes for each slot, then the constant `owner_id`.
+    pub staging: N::Mr,
+    /// Number of the request that position 0 of the chain's present text serves.
+    pub first: u32,
+    /// What the CQ of requests will have counted before that request.
+    pub count: u32,
+    /// What that CQ had counted when the direction was opened.
+    pub opened: u32,
+    /// WQEs that the front had executed by then.
+    pub executed: u64,
+    /// The WQE before which the worker stopped, if it is known to be in the error state.
+    pub stopped: Option<u16>,
+}
+
+/// What directions of a memory node are made of.
+pub struct Parts<'a, N: DirectNic> {
+    /// The NIC.
+    pub nic: &'a N,
+    /// The PD of fronts and workers.
+    pub data: &'a N::Pd,
+    /// The PD of the workers' peers.
+    pub metadata: &'a N::Pd,
+    /// Workers that stop complete here.
+    pub faults: &'a N::Cq,
+    /// What goes wrong with replies completes here, and is looked at by nobody.
+    pub replies: &'a N::Cq,
+    /// Counts pushes.
+    pub pushes: &'a N::Cq,
+    /// Requests in flight.
+    pub credits: u32,
+}
+
+/// What a direction is for.
+pub struct Purpose<'a, N: DirectNic> {
+    /// The compute node.
+    pub owner: ClientId,
+    /// Its QP.
+    pub peer: u32,
+    /// Building blocks of the chain.
+    pub worker_blocks: u32,
+    /// Building blocks of an answer.
+    pub reply_blocks: u32,
+    /// Which of them gives the credit back.
+    pub credit_block: u32,
+    /// Scatter elements of a request.
+    pub receive_sges: u32,
+    /// Where its pushes go, if it makes any.
+    pub push_queue: Option<&'a N::Srq>,
+    /// The chain waits for its answers to end.
+    pub waits: bool,
+    /// The chain copies fields of its WQEs to others of them.
+    pub copies: bool,
+}
+
+impl<N: DirectNic> Direction<N> {
+    /// Makes the queues.
+    pub fn new(parts: &Parts<'_, N>, purpose: &Purpose<'_, N>) -> Result<Self, Error> {
+        let Parts { nic, data, metadata, .. } = parts;
+        let credits = parts.credits;
+        let counter = CqAttr { entries: 64, ignore_overrun: true };
+        let requests = nic.create_cq(counter.clone())?;
+        let answers = purpose.waits.then(|| nic.create_cq(counter)).transpose()?;
+        let attr = |send_cq, send_blocks, receive, access| QpAttr {
+            send_cq,
+            recv_cq: &requests,
+            send_blocks,
+            receive,
+            access,
+        };
+        let own = ReceiveAttr { entries: credits, max_sges: purpose.receive_sges };
+        let front = nic.create_managed_qp(
+            data,
+            attr(
+                answers.as_ref().unwrap_or(parts.replies),
+                purpose.reply_blocks * credits,
+                Receive::Own(own),
+                Access::NONE,
+            ),
+            Managed { send: true, recv: true, privileged: false },
+        )?;
+        let worker = nic.create_managed_qp(
+            data,
+            attr(parts.faults, purpose.worker_blocks, Receive::None, Access::NONE),
+            Managed { send: true, recv: false, privileged: true },
+        )?;
+        let receive = purpose.push_queue.map_or(Receive::None, Receive::Shared);
+        let loopback = nic.create_qp(
+            metadata,
+            QpAttr { recv_cq: parts.pushes, ..attr(parts.replies, 0, receive, Access::REMOTE_ALL) },
+        )?;
+        let staging = nic.alloc_dma(Wiring::staging_bytes(credits))?;
+        let staging = nic.reg_mr(data, &staging, Access::LOCAL_ALL)?;
+        let owner = purpose.owner.0 as u64;
+        staging.memory().store_be64((credits * STAGING_BYTES) as usize, owner);
+        let (worker_ring, front_ring) = (worker.send_ring().memory, front.send_ring().memory);
+        let (local, remote) = match purpose.copies {
+            true => (Access::LOCAL_ALL, Access::REMOTE_ATOMIC | Access::REMOTE_WRITE),
+            false => (Access::LOCAL_WRITE, Access::REMOTE_ATOMIC),
+        };
+        Ok(Self {
+            worker_local: nic.reg_mr(data, &worker_ring, local)?,
+            worker_remote: nic.reg_mr(metadata, &worker_ring, remote)?,
+            front_local: nic.reg_mr(data, &front_ring, Access::LOCAL_WRITE)?,
+            front_remote: nic.reg_mr(metadata, &front_ring, Access::REMOTE_ATOMIC)?,
+            front,
+            front_peer: Qpn::new(purpose.peer),
+            worker,
+            loopback,
+            requests,
+            answers,
+            staging,
+            credits,
+            reply_blocks: purpose.reply_blocks,
+            credit_block: purpose.credit_block,
+            first: 0,
+            count: 0,
+            opened: 0,
+            executed: 0,
+            stopped: None,
+        })
+    }
+
+    /// The queues as the chain writers see them.
+    pub fn wiring(&self, dump: Sge) -> Wiring {
+        Wiring {
+            worker_ring: self.worker.send_ring(),
+            worker: self.worker.qpn(),
+            worker_lkey: self.worker_local.key(),
+            worker_rkey: self.worker_remote.key(),
+            front_ring: self.front.send_ring(),
+            front_recv: self.front.recv_ring().expect("a management QP has its own receive queue"),
+            front: self.front.qpn(),
+            front_lkey: self.front_local.key(),
+            front_rkey: self.front_remote.key(),
+            recv_cq: self.requests.cqn(),
+            staging: self.staging.sge(0, STAGING_BYTES),
+            dump,
+            credits: self.credits,
+            reply_blocks: self.reply_blocks,
+            credit_block: self.credit_block,
+            first: self.first,
+            count: self.count,
+        }
+    }
+
+    /// Whether the worker will do nothing more, given that no request comes in: it waits for the next
+    /// one, or for an answer that will not end, or it is in the error state and known where it stopped.
+    pub fn is_at_rest(&self, nic: &N) -> Result<bool, Error> {
+        if self.worker.state()? == QpState::Error {
+            return Ok(self.stopped.is_some());
+        }
+        let received = nic.cq_count(&self.requests)?;
+        let answered = self.answers.as_ref().map(|cq| nic.cq_count(cq)).transpose()?;
+        let before = self.worker.progress()?.send_consumer;
+        let ring = self.worker.send_ring();
+        let at = (before as u32 % ring.entries) as usize * WQEBB;
+        let mut op = [0];
+        ring.memory.read(at + offset::OPCODE, &mut op);
+        let awaited = ring.memory.load_be32(at + PAIR) & COUNT;
+        let on = ring.memory.load_be32(at + offset::ENABLE_NUMBER);
+        let counted = match answered {
+            Some(answered) if on != self.requests.cqn().raw() => answered,
+            _ => received,
+        };
+        // If the worker has not moved, that was the WQE which it executes next, unchanged: an index is
+        // moved only by WQEs behind the one that has it.
+        let stands = self.worker.progress()?.send_consumer == before;
+        let reached = counted.wrapping_sub(1).wrapping_sub(awaited) & (COUNT / 2 + 1) == 0;
+        Ok(stands && op[0] == opcode::WAIT && !reached)
+    }
+}
+
+/// A CQ counts modulo 2^24.
+pub const COUNT: u32 = 0xff_ffff;

@@ -1,0 +1,302 @@
+//! The chain (OneSidedMW §2.2.3; `table` has what it works on).
+//!
+//! | # | WQE | what it does, and what it patches |
+//! |---|---|---|
+//! | - | RECV | op to #3, page number to #2, buffer to the transfer, reply's place to the reply |
+//! | 0 | WAIT | for the request's completion |
+//! | 1 | FAA | moves the index of the answer's RECV_EN: the last lap's has run by now |
+//! | 2 | READ the page's row | #3: the state; the transfer and #c1: the page; queue value to staging |
+//! | 3 | READ the request's row | the gates; opcodes of transfer and reply; status to staging |
+//! | 4 | gate | the NOP that steps over all of "allocate", or not |
+//! | a0 | WRITE | the address of #2 to #a6 |
+//! | a1 | FAA avail, -64 | takes a permit; the old value is the address of #a2 |
+//! | a2 | READ steering row | #a3: word, addend, boundary; #a4: opcode; #a5: the null entry |
+//! | a3 | FAA head, +8 (or avail, +64) | the old head is the address of #a4 |
+//! | a4 | CAS that swaps in 0 (or NOP) | the queue value is the address of #a5 |
+//! | a5 | READ image | the transfer: page and opcode; status and the new row to staging |
+//! | a6 | WRITE the row | the page is mapped |
+//! | a7 | NOP | steps over "free" |
+//! | 5 | gate | before "free" |
+//! | c0 | WRITE | the address of #2 to #c2 |
+//! | c1 | WRITE zeros | clears the page |
+//! | c2 | WRITE zeros | the row: the page is not mapped any more |
+//! | c3 | SEND the queue value | to the shared push queue, whose order is the tail |
+//! | c4, c5 | FAA, FAA | the permit; one more receive for the push queue |
+//! | 6 | SEND_EN | the answer |
+//! | 7 | WAIT | for the answer to end: the page is at rest when the next request begins |
+//! | 8 | FAA, FAA, FAA | the indices of both WAITs and of SEND_EN |
+//!
+//! ```text
+//! answer (front ring): transfer of the page | reply | RECV_EN, which completes | NOP
+//! ```
+//!
+//! The allocating part is that of [`crate::onesidedmw::alloc_chain`] without its windows. Nothing that
+//! a compute node sends makes a WQE fail before #c5 but a page number beyond its table, at #2, when
+//! nothing was changed; so a chain that stops has nothing in hand.
+
+use fabric::wqe::{WQEBB, offset};
+use fabric::{Cqn, MemoryRegion, Nic, Remote};
+
+use super::table::{Gate, ROW_BYTES, image};
+use super::{PAGE_BYTES, REPLY_BYTES};
+use crate::chain::layout::{self, AVAIL, Memory};
+use crate::chain::program::{Program, Scatter, Wiring, write_chain};
+use crate::chain::push::{Push, give_back};
+
+/// Building blocks of an answer.
+pub const ANSWER_BLOCKS: u32 = 4;
+/// Which of them gives the credit back.
+pub const CREDIT_BLOCK: u32 = 2;
+/// Scatter elements of a receive WQE.
+pub const RECEIVE_SGES: u32 = 4;
+
+/// Building blocks of "allocate" and of "free".
+const ALLOCATE_BLOCKS: u32 = 11;
+const FREE_BLOCKS: u32 = 6;
+/// The gate before "allocate".
+pub const ALLOCATE: Gate = Gate::before(ALLOCATE_BLOCKS);
+/// The gate before "free".
+pub const FREE: Gate = Gate::before(FREE_BLOCKS);
+
+/// Byte of the control segment that says how many segments a WQE has.
+const SEGMENTS: usize = 7;
+/// Byte of a row's address where the three bytes of the page number stand.
+const NUMBER_AT: usize = offset::REMOTE_ADDR + 4;
+/// Byte of the address of a request's row where the state stands.
+const STATE_AT: usize = offset::REMOTE_ADDR + 5;
+/// Byte of the address of a request's row where the op stands.
+const OP_AT: usize = offset::REMOTE_ADDR + 6;
+/// Address of the first SGE of a transfer.
+const LOCAL_ADDR: usize = offset::RDMA_SGE + 8;
+
+/// Offsets in a slot of the staging memory.
+mod staged {
+    /// The queue value of the page that is freed.
+    pub const QUEUE_VALUE: u32 = 0;
+    /// The status of the reply.
+    pub const STATUS: u32 = 8;
+    /// The row that maps the page that was allocated.
+    pub const ROW: u32 = 16;
+}
+
+/// What the chain of one compute node works on.
+pub struct Tables<N: Nic> {
+    /// Its table.
+    pub rows: N::Mr,
+    /// The table of requests.
+    pub steps: N::Mr,
+    /// How pages come back.
+    pub push: Push,
+    /// The CQ of answers that ended, and what it counted before the first.
+    pub answers: (Cqn, u32),
+}
+
+/// Where the WQEs of one instance stand, as building-block indices.
+struct Plan {
+    row: u32,
+    step: u32,
+    gate: u32,
+    steer: u32,
+    advance: u32,
+    swap: u32,
+    image: u32,
+    map: u32,
+    free_gate: u32,
+    clear: u32,
+    unmap: u32,
+    end: u32,
+}
+
+impl Plan {
+    fn new(start: u32) -> Self {
+        let row = start + 2;
+        let step = row + 2;
+        let gate = step + 2;
+        let steer = gate + 3;
+        let advance = steer + 2;
+        let swap = advance + 1;
+        let image = swap + 2;
+        let map = image + 2;
+        let free_gate = gate + 1 + ALLOCATE_BLOCKS;
+        let clear = free_gate + 2;
+        Self {
+            row,
+            step,
+            gate,
+            steer,
+            advance,
+            swap,
+            image,
+            map,
+            free_gate,
+            clear,
+            unmap: clear + 1,
+            end: free_gate + 1 + FREE_BLOCKS + 5,
+        }
+    }
+}
+
+/// Building blocks that a ring for `credits` instances needs.
+pub fn ring_blocks(credits: u32) -> u32 {
+    (Plan::new(0).end * credits + 2).next_power_of_two()
+}
+
+/// Writes the chain for the requests from `wiring.first` on.
+pub fn write<N: Nic>(memory: &Memory<N>, tables: &Tables<N>, wiring: &Wiring) {
+    write_chain(wiring, |program, p| write_instance(memory, tables, wiring, program, p));
+}
+
+fn write_instance<N: Nic>(
+    memory: &Memory<N>,
+    tables: &Tables<N>,
+    w: &Wiring,
+    program: &mut Program,
+    p: u32,
+) {
+    let plan = Plan::new(program.next());
+    let slot = w.slot(p);
+    let front = |len: usize, block: usize, field: usize, s: &mut Scatter| {
+        s.to(len, w.front_lkey, w.reply_field(slot, block * WQEBB + field));
+    };
+    let (rows, steps) = (&tables.rows, &tables.steps);
+
+    let wait = program.open(w, p);
+    program.push_at(plan.row, |b| {
+        let mut s = Scatter::default();
+        s.sge(w.to(1, plan.step, STATE_AT));
+        front(8, 0, LOCAL_ADDR, &mut s);
+        s.sge(w.to(8, plan.clear, offset::REMOTE_ADDR));
+        s.sge(w.staging(slot, staged::QUEUE_VALUE, 8));
+        b.rdma_read(rows.remote(0), s.list());
+    });
+    program.push_at(plan.step, |b| {
+        let mut s = Scatter::default();
+        s.sge(w.to(1, plan.gate, SEGMENTS));
+        front(1, 0, offset::OPCODE, &mut s);
+        front(1, 1, offset::OPCODE, &mut s);
+        s.sge(w.to(1, plan.free_gate, SEGMENTS));
+        s.sge(w.staging(slot, staged::STATUS, 8));
+        b.rdma_read(steps.remote(0), s.list());
+    });
+    program.push_at(plan.gate, |b| {
+        b.nop_filling(1);
+    });
+    write_allocate(memory, rows, w, (&plan, slot), program);
+    program.push_at(plan.free_gate, |b| {
+        b.nop_filling(1);
+    });
+    write_free(memory, tables, w, (&plan, slot), program);
+    program.finish(w, p, wait, Some(tables.answers));
+    assert_eq!(program.next(), plan.end, "the chain's plan and its WQEs differ");
+    write_answer(memory, w, slot, w.first.wrapping_add(p));
+
+    let mut arguments = Scatter::default();
+    arguments.sge(w.to(1, plan.step, OP_AT));
+    arguments.sge(w.to(3, plan.row, NUMBER_AT));
+    front(12, 0, offset::REMOTE_ADDR, &mut arguments);
+    front(12, 1, offset::REMOTE_ADDR, &mut arguments);
+    w.write_receive(slot, &arguments);
+}
+
+/// Copies the row's address from where the request put it, to the WQE at `block`.
+fn copy_row(program: &mut Program, w: &Wiring, plan: &Plan, block: u32) {
+    let to = Remote { addr: w.at(block, offset::REMOTE_ADDR), rkey: w.worker_rkey };
+    program.push(|b| {
+        b.rdma_write(to, &[w.to(8, plan.row, offset::REMOTE_ADDR)]);
+    });
+}
+
+fn write_allocate<N: Nic>(
+    memory: &Memory<N>,
+    rows: &N::Mr,
+    w: &Wiring,
+    (plan, slot): (&Plan, u32),
+    program: &mut Program,
+) {
+    let shape = &memory.shape;
+    let begin = program.next();
+    copy_row(program, w, plan, plan.map);
+    program.push(|b| {
+        let row = w.to(8, plan.steer, offset::REMOTE_ADDR);
+        let avail = memory.words.remote(AVAIL);
+        b.masked_fetch_add(avail, shape.take_permit(), shape.avail_boundary(), row);
+    });
+    program.push_at(plan.steer, |b| {
+        let to = [
+            w.to(8, plan.advance, offset::REMOTE_ADDR),
+            w.to(16, plan.advance, offset::ATOMIC_ADD),
+            w.to(1, plan.swap, offset::OPCODE),
+            w.to(8, plan.image, offset::REMOTE_ADDR),
+        ];
+        b.rdma_read(Remote { addr: 0, rkey: memory.steer.key() }, &to);
+    });
+    program.push_at(plan.advance, |b| {
+        let old = w.to(8, plan.swap, offset::REMOTE_ADDR);
+        b.masked_fetch_add(Remote { addr: 0, rkey: memory.words.key() }, 0, 0, old);
+    });
+    program.push_at(plan.swap, |b| {
+        let old = w.to(8, plan.image, offset::REMOTE_ADDR);
+        let place = Remote { addr: 0, rkey: memory.queue.key() };
+        b.masked_compare_swap(place, (0, 0), (0, u64::MAX), old);
+    });
+    program.push_at(plan.image, |b| {
+        let mut s = Scatter::default();
+        s.to(8, w.front_lkey, w.reply_field(slot, LOCAL_ADDR));
+        s.to(1, w.front_lkey, w.reply_field(slot, offset::OPCODE));
+        s.sge(w.staging(slot, staged::STATUS, 8));
+        s.sge(w.staging(slot, staged::ROW, ROW_BYTES as u32));
+        b.rdma_read(Remote { addr: 0, rkey: memory.table.key() }, s.list());
+    });
+    program.push_at(plan.map, |b| {
+        let row = w.staging(slot, staged::ROW, ROW_BYTES as u32);
+        b.rdma_write(Remote { addr: 0, rkey: rows.key() }, &[row]);
+    });
+    program.step_over(1 + FREE_BLOCKS);
+    assert_eq!(program.next() - begin, ALLOCATE_BLOCKS);
+}
+
+fn write_free<N: Nic>(
+    memory: &Memory<N>,
+    tables: &Tables<N>,
+    w: &Wiring,
+    (plan, slot): (&Plan, u32),
+    program: &mut Program,
+) {
+    let begin = program.next();
+    copy_row(program, w, plan, plan.unmap);
+    program.push_at(plan.clear, |b| {
+        let page = Remote { addr: 0, rkey: memory.chunks_clear.key() };
+        b.rdma_write(page, &[memory.zeros.sge(0, PAGE_BYTES as u32)]);
+    });
+    program.push_at(plan.unmap, |b| {
+        let row = Remote { addr: 0, rkey: tables.rows.key() };
+        b.rdma_write(row, &[memory.zeros.sge(0, ROW_BYTES as u32)]);
+    });
+    program.push(|b| {
+        b.send(&[w.staging(slot, staged::QUEUE_VALUE, 8)]);
+    });
+    give_back(memory, tables.push, program);
+    assert_eq!(program.next() - begin, FREE_BLOCKS);
+}
+
+/// Writes the answer of `slot`; the request that meets it first has number `first_use`.
+fn write_answer<N: Nic>(memory: &Memory<N>, w: &Wiring, slot: u32, first_use: u32) {
+    w.write_front(slot, 0, |b| {
+        let page = fabric::Sge { addr: 0, len: PAGE_BYTES as u32, lkey: memory.chunks.key() };
+        b.rdma_write_imm(Remote::default(), &[page], crate::chain::REPLY_IMM);
+    });
+    w.write_front(slot, 1, |b| {
+        let status = w.staging(slot, staged::STATUS, REPLY_BYTES as u32);
+        b.rdma_write_imm(Remote::default(), &[status], crate::chain::REPLY_IMM);
+    });
+    w.write_credit(slot, first_use, true);
+    w.write_front(slot, 3, |b| {
+        b.nop();
+    });
+}
+
+const _: () = {
+    assert!(image::BYTES == 8 + 1 + 8 + ROW_BYTES);
+    assert!(layout::entry::T + image::BYTES <= layout::entry::OWN);
+    assert!(staged::ROW as usize + ROW_BYTES <= crate::chain::program::STAGING_BYTES as usize);
+};

@@ -1,0 +1,568 @@
+//! The memory node's side: what is set up before the first request, and the little that the CPU does
+//! afterwards: it admits compute nodes, tells them of empty and of available again, ends the connection of
+//! one that named a page which it does not have, and takes back what a gone one had mapped.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use fabric::direct::{DirectNic, DirectQp};
+use fabric::wqe::Builder;
+use fabric::{
+    Access, Completion, CompletionQueue, CqAttr, MemoryRegion, QpAttr, QpChange, Qpn, QueuePair,
+    Receive, ReceiveAttr, Remote, Status,
+};
+
+use super::chain::{self, Tables};
+use super::{REPLY_BYTES, table};
+use crate::chain::direction::{Direction, Parts, Purpose};
+use crate::chain::layout::{Memory, Shape};
+use crate::chain::notice::{BULLETIN_BLOCKS, Notice};
+use crate::chain::program::Wrap;
+use crate::chain::push::{self, Push};
+use crate::chain::reclaimer::{Reclaimer, Task, Urgency, WAITING};
+use crate::events::CqEvents;
+use crate::scheme::{
+    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus,
+};
+use crate::{Error, Settings};
+
+/// Rows of a table that are looked at in one turn.
+const SCAN: u64 = 1 << 13;
+/// WQEs that a worker flushes at most when it stops, for each of its instances.
+const FLUSHED: u32 = 32;
+
+/// What the memory node has for one compute node.
+struct Connection<N: DirectNic> {
+    requests: Direction<N>,
+    rows: N::Mr,
+    /// Access QPs by group and lane, with the compute node's QPs: no key opens anything to them, and
+    /// only bulletins go over them.
+    access: Vec<Vec<(N::Qp, Qpn)>>,
+    bulletin: Remote,
+    stage: Stage,
+    /// Tell it, once its connection is closed.
+    tell: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Stage {
+    /// Requests come in.
+    Open,
+    /// None come in; what did is executed to its end.
+    Closing,
+    /// Nothing is in flight.
+    Closed,
+    /// It has gone; its chain runs on.
+    Settling,
+    /// The rows below this one were looked at.
+    Scanning(u64),
+    /// What it had is with the reclaimer, up to this ticket.
+    Releasing(u64),
+}
+
+impl Stage {
+    fn is_gone(self) -> bool {
+        matches!(self, Stage::Settling | Stage::Scanning(_) | Stage::Releasing(_))
+    }
+}
+
+/// The scheme's memory-node side on the NIC `N`.
+pub struct Node<N: DirectNic> {
+    nic: N,
+    settings: Settings,
+    memory: Memory<N>,
+    steps: N::Mr,
+    data: N::Pd,
+    metadata: N::Pd,
+    /// Workers that stop, and the reclaimer's batches, complete here; the CPU wakes on it.
+    faults: N::Cq,
+    events: Arc<CqEvents<N>>,
+    /// Counts pushes; nobody polls it.
+    pushes: N::Cq,
+    /// What goes wrong with loopback peers; nobody polls it.
+    sink: N::Cq,
+    push_queue: N::Srq,
+    push_record: N::Mr,
+    reclaimer: Reclaimer<N>,
+    notice: Notice<N>,
+    clients: BTreeMap<ClientId, Connection<N>>,
+    workers: HashMap<Qpn, ClientId>,
+    refused: u64,
+    frees: u64,
+    pushes_seen: u32,
+}
+
+impl<N: DirectNic> Node<N> {
+    /// Maps the memory, fills the tables and the queue.
+    pub fn new(nic: N, settings: Settings) -> Result<Self, Error> {
+        settings.validate()?;
+        let caps = nic.caps();
+        if !caps.chains || !caps.big_endian_atomics {
+            return Err(fabric::Error::Unsupported {
+                attempt: "serving with scheme odrp".into(),
+                why: format!(
+                    "it needs WAIT and SEND_EN, and big-endian atomics; {} has chains: {}, \
+                     big-endian atomics: {}",
+                    caps.name, caps.chains, caps.big_endian_atomics
+                ),
+            }
+            .into());
+        }
+        let shape = Shape {
+            chunks: settings.chunks() as u32,
+            chunk_bytes: settings.chunk_bytes,
+            group: 0,
+            in_flight: settings.clients_max * settings.credits,
+        };
+        let (data, metadata) = (nic.alloc_pd()?, nic.alloc_pd()?);
+        let memory = Memory::new(&nic, shape, &data, &metadata, &[])?;
+        table::write_images(&memory);
+        let steps = table::new_steps(&nic, &metadata, chain::ALLOCATE, chain::FREE)?;
+        let counter = CqAttr { entries: 64, ignore_overrun: true };
+        let flushes = settings.clients_max * settings.credits * FLUSHED;
+        let entries = (flushes + 1024).min(1 << 21);
+        let faults = nic.create_cq(CqAttr { entries, ignore_overrun: false })?;
+        let events = Arc::new(CqEvents::new(&nic, &data, &faults)?);
+        let (pushes, sink) = (nic.create_cq(counter.clone())?, nic.create_cq(counter)?);
+        let slots = ReceiveAttr { entries: shape.slots(), max_sges: 1 };
+        let push_queue = nic.create_srq(&metadata, slots)?;
+        let push_record = fabric::direct::DirectReceive::record(&push_queue);
+        let push_record = nic.reg_mr(&metadata, &push_record, Access::REMOTE_ATOMIC)?;
+        push::fill(&memory, &push_queue);
+        let pds = (&data, &metadata);
+        let reclaimer = Reclaimer::new(&nic, pds, &push_queue, &pushes, &faults)?;
+        Ok(Self {
+            notice: Notice::new(&nic, settings.clients_max)?,
+            nic,
+            settings,
+            memory,
+            steps,
+            data,
+            metadata,
+            faults,
+            events,
+            pushes,
+            sink,
+            push_queue,
+            push_record,
+            reclaimer,
+            clients: BTreeMap::new(),
+            workers: HashMap::new(),
+            refused: 0,
+            frees: 0,
+            pushes_seen: 0,
+        })
+    }
+
+    /// The memory that the chains work on.
+    pub fn memory(&self) -> &Memory<N> {
+        &self.memory
+    }
+
+    /// Page numbers that a compute node has: it may have all memory.
+    fn numbers(&self) -> u64 {
+        self.memory.shape.chunks as u64
+    }
+
+    fn push(&self) -> Push {
+        let wrap = if self.memory.shape.slots() <= 1 << 15 { Wrap::Bits16 } else { Wrap::Bits32 };
+        Push { record: self.push_record.remote(0), wrap }
+    }
+
+    fn connection(&self, client: ClientId, request: &Admission) -> Result<Connection<N>, Error> {
+        let [peer] = request.management[..] else {
+            return Err(refuse("it must name one management QP, for its pages"));
+        };
+        let parts = Parts {
+            nic: &self.nic,
+            data: &self.data,
+            metadata: &self.metadata,
+            faults: &self.faults,
+            replies: &self.sink,
+            pushes: &self.pushes,
+            credits: self.settings.credits,
+        };
+        let purpose = Purpose {
+            owner: client,
+            peer,
+            worker_blocks: chain::ring_blocks(self.settings.credits),
+            reply_blocks: chain::ANSWER_BLOCKS,
+            credit_block: chain::CREDIT_BLOCK,
+            receive_sges: chain::RECEIVE_SGES,
+            push_queue: Some(&self.push_queue),
+            waits: true,
+            copies: true,
+        };
+        let requests = Direction::new(&parts, &purpose)?;
+        let access = |peer: &u32| -> Result<(N::Qp, Qpn), Error> {
+            let qp = self.nic.create_qp(
+                &self.data,
+                QpAttr {
+                    send_cq: &self.notice.written,
+                    recv_cq: &self.notice.written,
+                    send_blocks: BULLETIN_BLOCKS,
+                    receive: Receive::None,
+                    access: Access::NONE,
+                },
+            )?;
+            qp.connect(Qpn::new(*peer))?;
+            Ok((qp, Qpn::new(*peer)))
+        };
+        Ok(Connection {
+            requests,
+            rows: table::new_table(&self.nic, &self.metadata, self.numbers())?,
+            access: request
+                .groups
+                .iter()
+                .map(|group| group.iter().map(access).collect())
+                .collect::<Result<_, _>>()?,
+            bulletin: Remote {
+                addr: request.bulletin_addr,
+                rkey: fabric::Key(request.bulletin_rkey),
+            },
+            stage: Stage::Closed,
+            tell: false,
+        })
+    }
+
+    /// Writes the chain anew and lets requests in; nothing is in flight.
+    fn open(&mut self, client: ClientId) -> Result<(), Error> {
+        let push = self.push();
+        let c = self.clients.get_mut(&client).ok_or_else(|| unknown(client))?;
+        let d = &mut c.requests;
+        d.worker.modify(QpChange::Reset)?;
+        // What the worker's last life left in the CQ must not count as a stop of the next.
+        self.hear_faults()?;
+        let c = self.clients.get_mut(&client).ok_or_else(|| unknown(client))?;
+        let d = &mut c.requests;
+        d.stopped = None;
+        d.first = 0;
+        d.count = self.nic.cq_count(&d.requests)?;
+        let answers = d.answers.as_ref().expect("this chain waits for its answers");
+        let answers = (answers.cqn(), self.nic.cq_count(answers)?);
+        let tables = Tables { rows: c.rows.clone(), steps: self.steps.clone(), push, answers };
+        let wiring = d.wiring(self.memory.dump.sge(0, 8));
+        d.worker.connect(d.loopback.qpn())?;
+        d.loopback.connect(d.worker.qpn())?;
+        chain::write(&self.memory, &tables, &wiring);
+        d.worker.enable_send(wiring.worker_ring.entries as u16)?;
+        d.front.connect(d.front_peer)?;
+        d.front.enable_recv(self.settings.credits)?;
+        c.stage = Stage::Open;
+        Ok(())
+    }
+
+    /// Takes in what the NIC reports to the CPU: batches of the reclaimer that ended, and workers that
+    /// stopped. True if there was anything.
+    fn hear_faults(&mut self) -> Result<bool, Error> {
+        let mut heard = false;
+        let mut some = [Completion::EMPTY; 16];
+        loop {
+            let n = self.faults.poll(&mut some);
+            if n == 0 {
+                return Ok(heard);
+            }
+            for c in &some[..n] {
+                if c.qpn == self.reclaimer.qpn() {
+                    self.reclaimer.completed(c)?;
+                    heard = true;
+                } else if c.status != Status::Success {
+                    heard |= self.hear_stop(c)?;
+                }
+            }
+        }
+    }
+
+    /// A worker stopped, at the first bad completion: its compute node named a page that it does not
+    /// have. Its connection is closed.
+    fn hear_stop(&mut self, fault: &Completion) -> Result<bool, Error> {
+        let client = self.workers.get(&fault.qpn);
+        let Some(c) = client.and_then(|client| self.clients.get_mut(client)) else {
+            return Ok(false);
+        };
+        if c.requests.stopped.is_some() {
+            return Ok(false);
+        }
+        c.requests.stopped = Some(fault.id as u16);
+        if c.stage == Stage::Open {
+            c.requests.front.modify(QpChange::Reset)?;
+            c.stage = Stage::Closing;
+            c.tell = true;
+            self.refused += 1;
+        }
+        Ok(true)
+    }
+
+    /// Brings the connections on that are being closed; true if one came on.
+    fn bring_on(&mut self) -> Result<bool, Error> {
+        let mut any = false;
+        let mut retired = Vec::new();
+        for (&client, c) in &mut self.clients {
+            any |= match c.stage {
+                Stage::Open | Stage::Closed => false,
+                Stage::Closing if !c.requests.is_at_rest(&self.nic)? => false,
+                Stage::Closing => {
+                    c.stage = Stage::Closed;
+                    if std::mem::take(&mut c.tell) {
+                        break_peer(&c.requests)?;
+                    }
+                    true
+                }
+                Stage::Settling if !c.requests.is_at_rest(&self.nic)? => false,
+                Stage::Settling => {
+                    c.stage = Stage::Scanning(0);
+                    true
+                }
+                // The completion of a batch brings the next turn.
+                Stage::Scanning(_) if self.reclaimer.waiting() >= WAITING => false,
+                Stage::Scanning(from) => {
+                    let numbers = self.memory.shape.chunks as u64;
+                    let to = numbers.min(from + SCAN);
+                    let rows = c.rows.memory();
+                    let mapped = |n| table::page_of(&self.memory, rows, n);
+                    for page in (from..to).filter_map(mapped) {
+                        self.reclaimer.add(Task::Release(page), Urgency::InTurn);
+                    }
+                    c.stage = match to == numbers {
+                        true => Stage::Releasing(self.reclaimer.ticket()),
+                        false => Stage::Scanning(to),
+                    };
+                    true
+                }
+                Stage::Releasing(ticket) => {
+                    let done = self.reclaimer.is_done(ticket);
+                    if done {
+                        retired.push(client);
+                    }
+                    done
+                }
+            };
+        }
+        for client in retired {
+            if let Some(c) = self.clients.remove(&client) {
+                self.workers.remove(&c.requests.worker.qpn());
+            }
+        }
+        let push = self.push();
+        Ok(self.reclaimer.post(&self.memory, push)? || any)
+    }
+
+    /// Tells every compute node whether there is memory, if that is new to them.
+    fn broadcast(&mut self, empty: bool) -> bool {
+        let new = self.notice.changes(empty);
+        if new {
+            for c in self.clients.values().filter(|c| !c.stage.is_gone()) {
+                if let Some((qp, _)) = c.access.first().and_then(|lanes| lanes.first()) {
+                    self.notice.tell(qp, c.bulletin);
+                }
+            }
+        }
+        new
+    }
+
+    fn living(&mut self, client: ClientId) -> Result<&mut Connection<N>, Error> {
+        let c = self.clients.get_mut(&client).filter(|c| !c.stage.is_gone());
+        c.ok_or_else(|| unknown(client))
+    }
+}
+
+/// Breaks the compute node's side of its QP, so that whoever waits for a reply learns that there will
+/// be none: a WRITE with a key that is not one. Nothing is in flight.
+fn break_peer<N: DirectNic>(d: &Direction<N>) -> Result<(), Error> {
+    d.front.connect(d.front_peer)?;
+    let mut b = Builder::new(d.front.qpn(), 0);
+    b.rdma_write(Remote::default(), &[d.staging.sge(0, REPLY_BYTES as u32)]);
+    d.front.send_ring().memory.write(0, b.bytes());
+    Ok(d.front.enable_send(b.blocks() as u16)?)
+}
+
+fn refuse(why: impl ToString) -> Error {
+    Error::Refused { attempt: "admitting a compute node".into(), why: why.to_string() }
+}
+
+fn unknown(client: ClientId) -> Error {
+    Error::Refused {
+        attempt: format!("serving compute node {}", client.0),
+        why: "it is not connected".into(),
+    }
+}
+
+impl<N: DirectNic> NodeScheme for Node<N> {
+    fn admit(&mut self, client: ClientId, request: &Admission) -> Result<Admitted, Error> {
+        if self.clients.len() >= self.settings.clients_max as usize {
+            return Err(refuse(format!(
+                "{} are connected or being taken back, the most allowed",
+                self.clients.len()
+            )));
+        }
+        let lanes = self.settings.lanes() as usize;
+        if request.groups.is_empty() || request.groups.iter().any(|g| g.len() != lanes) {
+            return Err(refuse(format!(
+                "it must have QP groups, and each of them {lanes} access QPs"
+            )));
+        }
+        if self.clients.contains_key(&client) {
+            return Err(refuse(format!("compute node {} is there already", client.0)));
+        }
+        let c = self.connection(client, request)?;
+        let admitted = Admitted {
+            client: client.0,
+            chunk_bytes: self.settings.chunk_bytes,
+            group_size: self.settings.group_size,
+            credits: self.settings.credits,
+            management: vec![c.requests.front.qpn().raw()],
+            groups: c
+                .access
+                .iter()
+                .map(|lanes| lanes.iter().map(|(qp, _)| qp.qpn().raw()).collect())
+                .collect(),
+        };
+        let worker = c.requests.worker.qpn();
+        self.clients.insert(client, c);
+        if let Err(e) = self.open(client) {
+            self.clients.remove(&client);
+            return Err(e);
+        }
+        self.workers.insert(worker, client);
+        Ok(admitted)
+    }
+
+    fn retire(&mut self, client: ClientId) -> Result<(), Error> {
+        let Ok(c) = self.living(client) else { return Ok(()) };
+        c.stage = Stage::Settling;
+        c.requests.front.modify(QpChange::Reset)?;
+        for (qp, _) in c.access.iter().flatten() {
+            qp.modify(QpChange::Error)?;
+        }
+        Ok(())
+    }
+
+    fn is_retired(&self, client: ClientId) -> bool {
+        !self.clients.contains_key(&client)
+    }
+
+    fn turn(&mut self) -> Result<bool, Error> {
+        let mut done = self.hear_faults()?;
+        done |= self.bring_on()?;
+        if self.notice.is_watching() && self.memory.permits() > 0 {
+            done |= self.broadcast(false);
+        }
+        Ok(done)
+    }
+
+    fn is_watching(&self) -> bool {
+        let moves = |c: &Connection<N>| matches!(c.stage, Stage::Closing | Stage::Settling);
+        self.notice.is_watching() || self.clients.values().any(moves)
+    }
+
+    fn client_waits(&mut self, client: ClientId) -> Result<bool, Error> {
+        self.living(client)?;
+        if self.memory.permits() > 0 {
+            return Ok(false);
+        }
+        self.broadcast(true);
+        Ok(true)
+    }
+
+    fn reset_management(&mut self, client: ClientId) -> Result<Option<Vec<u32>>, Error> {
+        self.hear_faults()?;
+        let nic = self.nic.clone();
+        let c = self.living(client)?;
+        c.tell = false; // it knows
+        if c.stage == Stage::Open {
+            c.requests.front.modify(QpChange::Reset)?;
+            c.stage = Stage::Closing;
+        }
+        if c.stage == Stage::Closing && !c.requests.is_at_rest(&nic)? {
+            return Ok(None);
+        }
+        c.requests.front.modify(QpChange::Reset)?;
+        c.stage = Stage::Closed;
+        let front = c.requests.front.qpn().raw();
+        self.open(client)?;
+        Ok(Some(vec![front]))
+    }
+
+    fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {
+        let c = self.living(client)?;
+        let lanes = c.access.get(group.0 as usize);
+        let Some((qp, peer)) = lanes.and_then(|lanes| lanes.get(lane.0 as usize)) else {
+            return Err(Error::Refused {
+                attempt: format!("re-establishing lane {} of group {}", lane.0, group.0),
+                why: "this compute node has no such QP".into(),
+            });
+        };
+        qp.connect(*peer)?;
+        Ok(qp.qpn().raw())
+    }
+
+    fn events(&self) -> Option<Arc<dyn CpuEvents>> {
+        Some(self.events.clone())
+    }
+
+    fn status(&mut self) -> Result<NodeStatus, Error> {
+        let pushed = self.nic.cq_count(&self.pushes)?;
+        self.frees += (pushed.wrapping_sub(self.pushes_seen) & 0xff_ffff) as u64;
+        self.pushes_seen = pushed;
+        let chunks = self.memory.shape.chunks as u64;
+        let free = self.memory.permits().clamp(0, chunks as i64) as u64;
+        let reclaimed = self.reclaimer.released.min(self.frees);
+        let leaving = self.clients.values().filter(|c| c.stage.is_gone()).count() as u64;
+        Ok(NodeStatus {
+            scheme: self.settings.scheme.name().into(),
+            chunk_bytes: self.settings.chunk_bytes,
+            chunks,
+            free,
+            clients: self.clients.len() as u64 - leaving,
+            leaving,
+            allocations_nic: self.frees + chunks - free,
+            allocations_cpu: 0,
+            frees_nic: self.frees - reclaimed,
+            frees_cpu: reclaimed,
+            refused: self.refused,
+            budget: None,
+        })
+    }
+
+    /// Every page is either mapped by one row of one table or once in the free queue; the queue is a
+    /// run without holes from the head on; permits equal its length.
+    fn audit(&self) -> Result<(), Error> {
+        let attempt = || "auditing the pool".into();
+        let broken = |why: String| Error::Protocol { attempt: attempt(), why };
+        if self.clients.values().any(|c| c.stage.is_gone()) {
+            let why = "what compute nodes had is being taken back: ask again when that is over";
+            return Err(Error::Refused { attempt: attempt(), why: why.into() });
+        }
+        let (run, filled) = self.memory.queued();
+        if run.len() != filled || self.memory.permits() != run.len() as i64 {
+            return Err(broken(format!(
+                "{filled} slots are filled, {} from the head on, with {} permits",
+                run.len(),
+                self.memory.permits()
+            )));
+        }
+        let mut at = vec![None; self.memory.shape.chunks as usize];
+        for value in run {
+            let page = self.memory.entry_of(value);
+            let page = page.ok_or_else(|| broken(format!("the queue holds {value:#x}")))?;
+            if at[page as usize].replace(ClientId(0)).is_some() {
+                return Err(broken(format!("page {page} is in the free queue twice")));
+            }
+        }
+        for (client, c) in &self.clients {
+            for n in 0..self.numbers() {
+                let Some(page) = table::page_of(&self.memory, c.rows.memory(), n) else { continue };
+                if let Some(other) = at[page as usize].replace(*client) {
+                    return Err(broken(format!(
+                        "page {page} is number {n} of compute node {}, and has {other:?} too",
+                        client.0
+                    )));
+                }
+            }
+        }
+        match at.iter().position(Option::is_none) {
+            None => Ok(()),
+            Some(page) => Err(broken(format!("page {page} is lost: not free, and nobody's"))),
+        }
+    }
+}

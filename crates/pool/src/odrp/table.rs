@@ -1,0 +1,175 @@
+//! What the chain works on beside the free queue: the tables of the compute nodes, the table of
+//! requests, and the images of pages. Words are big-endian.
+//!
+//! ```text
+//! row n of a compute node's table, at 256 n; zero: not mapped
+//!   0 state: 1 mapped (1)   1 page (8)   9 page (8)   17 queue value (8)
+//!
+//! row of a request, at 65536 * state + 256 * op: what each part of the chain does then
+//!   0 size of the gate before "allocate" (1)   1 opcode of the page's transfer (1)
+//!   2 opcode of the reply (1)   3 size of the gate before "free" (1)   4 status (8)
+//!
+//! image of a page, at T of its entry ([`crate::chain::layout`]); the null entry's has page 0, NOP,
+//! EMPTY and a row of zeros
+//!   0 page (8)   8 opcode of the transfer (1)   9 status (8)   17 the row that maps it (25)
+//! ```
+//!
+//! A gate is a NOP: of one building block, or as large as the part behind it, which it so steps over.
+
+use fabric::direct::DirectNic;
+use fabric::wqe::opcode;
+use fabric::{Access, DmaMemory, MemoryRegion};
+
+use super::{Ask, status};
+use crate::Error;
+use crate::chain::layout::{ENTRY_BYTES, Memory, aligned, entry};
+
+/// Bytes from one row of a compute node's table to the next.
+pub const ROW_STRIDE: usize = 256;
+/// Bytes of a row.
+pub const ROW_BYTES: usize = 25;
+/// Pages that a compute node may have: what three bytes can name.
+pub const PAGES_MAX: u64 = 1 << 24;
+/// Page numbers replace bits 8 to 31 of the table's address.
+const TABLE_ALIGN: u64 = 1 << 32;
+
+/// Offsets in a page's image.
+pub mod image {
+    /// Address of the page.
+    pub const PAGE: usize = 0;
+    /// Opcode of the transfer after an allocation.
+    pub const TRANSFER: usize = 8;
+    /// Status of the allocation.
+    pub const STATUS: usize = 9;
+    /// The row that maps the page.
+    pub const ROW: usize = 17;
+    /// Bytes of an image.
+    pub const BYTES: usize = ROW + super::ROW_BYTES;
+}
+
+/// Bytes of a row of the table of requests.
+pub const STEP_BYTES: usize = 12;
+const STEP_STRIDE: usize = 256;
+/// State and op of a request replace bits 8 to 23 of the table's address.
+const STEPS_ALIGN: u64 = 1 << 24;
+/// Rows for each state.
+const OPS: usize = 256;
+
+/// A compute node's table: every page is unmapped.
+pub fn new_table<N: DirectNic>(nic: &N, metadata: &N::Pd, pages: u64) -> Result<N::Mr, Error> {
+    let memory = aligned(nic, pages as usize * ROW_STRIDE, TABLE_ALIGN)?;
+    Ok(nic.reg_mr(metadata, &memory, Access::REMOTE_READ | Access::REMOTE_WRITE)?)
+}
+
+/// The page that row `n` maps, if it maps one.
+pub fn page_of<N: DirectNic>(memory: &Memory<N>, table: &DmaMemory, n: u64) -> Option<u32> {
+    let mut row = [0; ROW_BYTES];
+    table.read(n as usize * ROW_STRIDE, &mut row);
+    let value = u64::from_be_bytes(row[17..].try_into().expect("8 bytes"));
+    (row[0] != 0).then(|| memory.entry_of(value)).flatten()
+}
+
+/// Writes the images of all pages and of the null entry.
+pub fn write_images<N: DirectNic>(memory: &Memory<N>) {
+    for i in 0..=memory.shape.chunks {
+        let mut out = [0; image::BYTES];
+        if i < memory.shape.chunks {
+            let page = memory.chunk_addr(i).to_be_bytes();
+            out[..8].copy_from_slice(&page);
+            out[image::TRANSFER] = opcode::RDMA_READ;
+            put_status(&mut out, image::STATUS, status::DONE);
+            let row = &mut out[image::ROW..];
+            row[0] = 1;
+            row[1..9].copy_from_slice(&page);
+            row[9..17].copy_from_slice(&page);
+            row[17..25].copy_from_slice(&memory.queue_value(i).to_be_bytes());
+        } else {
+            out[image::TRANSFER] = opcode::NOP;
+            put_status(&mut out, image::STATUS, status::EMPTY);
+        }
+        memory.table.memory().write(i as usize * ENTRY_BYTES + entry::T, &out);
+    }
+}
+
+/// Sizes, in 16-byte segments, that a gate has: closed it covers what is behind it.
+#[derive(Clone, Copy, Debug)]
+pub struct Gate {
+    /// The part behind it is executed.
+    pub open: u8,
+    /// It is not.
+    pub closed: u8,
+}
+
+impl Gate {
+    /// A gate before `blocks` building blocks.
+    pub const fn before(blocks: u32) -> Self {
+        assert!(blocks < 15, "a NOP covers at most 15 building blocks");
+        Self { open: 4, closed: (4 * (blocks + 1)) as u8 }
+    }
+}
+
+/// The table of requests; `allocate` and `free` are the gates before these parts.
+pub fn new_steps<N: DirectNic>(
+    nic: &N,
+    metadata: &N::Pd,
+    allocate: Gate,
+    free: Gate,
+) -> Result<N::Mr, Error> {
+    let memory = aligned(nic, 2 * OPS * STEP_STRIDE, STEPS_ALIGN)?;
+    for mapped in [false, true] {
+        for op in 0..OPS {
+            let (gates, transfer, reply, said) = match (op as u8, mapped) {
+                (READ, true) => (
+                    (allocate.closed, free.closed),
+                    opcode::RDMA_WRITE_IMM,
+                    opcode::NOP,
+                    status::PENDING,
+                ),
+                (WRITE, true) => (
+                    (allocate.closed, free.closed),
+                    opcode::RDMA_READ,
+                    opcode::RDMA_WRITE_IMM,
+                    status::DONE,
+                ),
+                // The page's image says what becomes of it.
+                (WRITE, false) => (
+                    (allocate.open, free.closed),
+                    opcode::NOP,
+                    opcode::RDMA_WRITE_IMM,
+                    status::EMPTY,
+                ),
+                (FREE, true) => (
+                    (allocate.closed, free.open),
+                    opcode::NOP,
+                    opcode::RDMA_WRITE_IMM,
+                    status::DONE,
+                ),
+                (READ | FREE, false) => (
+                    (allocate.closed, free.closed),
+                    opcode::NOP,
+                    opcode::RDMA_WRITE_IMM,
+                    status::UNMAPPED,
+                ),
+                _ => (
+                    (allocate.closed, free.closed),
+                    opcode::NOP,
+                    opcode::RDMA_WRITE_IMM,
+                    status::BAD,
+                ),
+            };
+            let mut row = [0; STEP_BYTES];
+            row[..4].copy_from_slice(&[gates.0, transfer, reply, gates.1]);
+            put_status(&mut row, 4, said);
+            memory.write((mapped as usize * OPS + op) * STEP_STRIDE, &row);
+        }
+    }
+    Ok(nic.reg_mr(metadata, &memory, Access::REMOTE_READ)?)
+}
+
+const READ: u8 = Ask::Read as u8;
+const WRITE: u8 = Ask::Write as u8;
+const FREE: u8 = Ask::Free as u8;
+
+fn put_status(b: &mut [u8], at: usize, status: u64) {
+    b[at..at + 8].copy_from_slice(&status.to_be_bytes());
+}

@@ -1,0 +1,370 @@
+//! The chain against compute nodes that keep to the protocol and others that do not: requests posted
+//! by hand, on the inline NIC, with the test's thread as the memory node's CPU.
+
+use std::collections::BTreeMap;
+
+use fabric::soft::SoftNic;
+use fabric::{
+    Access, Completion, CompletionQueue, CqAttr, MemoryRegion, Nic, Op, QpAttr, QpState, Qpn,
+    QueuePair, Receive, ReceiveAttr, ReceiveRequest, Status, WorkRequest,
+};
+
+use super::*;
+use crate::scheme::{Admission, ClientId, NodeScheme};
+use crate::{SchemeKind, Settings};
+
+const CREDITS: u32 = 4;
+
+/// A compute node that posts what it likes: the page is at 0 of its memory, the reply behind it.
+struct Hand {
+    id: ClientId,
+    cq: <SoftNic as Nic>::Cq,
+    qp: <SoftNic as Nic>::Qp,
+    memory: <SoftNic as Nic>::Mr,
+    /// Its access QPs, which it does not use.
+    _access: Vec<<SoftNic as Nic>::Qp>,
+}
+
+const REPLY: usize = PAGE_BYTES;
+
+impl Hand {
+    fn join(nic: &SoftNic, node: &mut Node<SoftNic>, id: u32) -> Self {
+        let pd = nic.alloc_pd().unwrap();
+        let cq = nic.create_cq(CqAttr { entries: 256, ignore_overrun: false }).unwrap();
+        let attr = |receive, access| QpAttr {
+            send_cq: &cq,
+            recv_cq: &cq,
+            send_blocks: 64,
+            receive,
+            access,
+        };
+        let own = Receive::Own(ReceiveAttr { entries: 32, max_sges: 1 });
+        let rights = Access::REMOTE_READ | Access::REMOTE_WRITE;
+        let qp = nic.create_qp(&pd, attr(own, rights)).unwrap();
+        let access: Vec<_> = (0..2)
+            .map(|_| nic.create_qp(&pd, attr(Receive::None, Access::NONE)).unwrap())
+            .collect();
+        let memory = nic.alloc_dma(2 * PAGE_BYTES).unwrap();
+        let memory = nic.reg_mr(&pd, &memory, Access::LOCAL_ALL | rights).unwrap();
+        let admission = Admission {
+            management: vec![qp.qpn().raw()],
+            groups: vec![access.iter().map(|q| q.qpn().raw()).collect()],
+            bulletin_addr: memory.remote(REPLY + 64).addr,
+            bulletin_rkey: memory.key().0,
+        };
+        let id = ClientId(id);
+        let admitted = node.admit(id, &admission).unwrap();
+        qp.connect(Qpn::new(admitted.management[0])).unwrap();
+        Self { id, cq, qp, memory, _access: access }
+    }
+
+    fn request(&self, op: u8, number: u32) -> Vec<u8> {
+        let mut bytes = vec![op];
+        bytes.extend(&number.to_be_bytes()[1..]);
+        for place in [self.memory.remote(0), self.memory.remote(REPLY)] {
+            bytes.extend(place.addr.to_be_bytes());
+            bytes.extend(place.rkey.0.to_be_bytes());
+        }
+        bytes
+    }
+
+    /// Sends bytes; how everything ended that was posted for it.
+    fn send(&self, data: &[u8]) -> Vec<Status> {
+        self.memory.memory().zero(REPLY, 8);
+        self.qp.post_recv(&ReceiveRequest { id: 1, to: &[] }).unwrap();
+        let op = Op::SendInline { data };
+        self.qp.post_send(&[WorkRequest { id: 2, op, signaled: true }]).unwrap();
+        self.completions()
+    }
+
+    fn completions(&self) -> Vec<Status> {
+        let mut all = vec![Completion::EMPTY; 64];
+        let n = self.cq.poll(&mut all);
+        all[..n].iter().map(|c| c.status).collect()
+    }
+
+    fn ask_raw(&self, op: u8, number: u32) -> u64 {
+        let ended = self.send(&self.request(op, number));
+        assert_eq!(ended, [Status::Success; 2]);
+        self.memory.memory().load_be64(REPLY)
+    }
+
+    fn write(&self, number: u32, value: u8) -> u64 {
+        self.memory.memory().write(0, &[value; PAGE_BYTES]);
+        self.ask_raw(Ask::Write as u8, number)
+    }
+
+    /// The byte that the page is full of; none if it is not mapped.
+    fn read(&self, number: u32) -> Option<u8> {
+        self.memory.memory().write(0, &[0xee; PAGE_BYTES]);
+        match self.ask_raw(Ask::Read as u8, number) {
+            status::PENDING => {
+                let mut page = [0; PAGE_BYTES];
+                self.memory.memory().read(0, &mut page);
+                assert!(page.iter().all(|b| *b == page[0]), "page {number} is torn");
+                Some(page[0])
+            }
+            status::UNMAPPED => None,
+            other => panic!("status {other}"),
+        }
+    }
+
+    fn free(&self, number: u32) -> u64 {
+        self.ask_raw(Ask::Free as u8, number)
+    }
+
+    /// Re-establishes its connection.
+    fn reset(&self, node: &mut Node<SoftNic>) {
+        self.qp.modify(fabric::QpChange::Reset).unwrap();
+        let peers = loop {
+            match node.reset_management(self.id).unwrap() {
+                Some(peers) => break peers,
+                None => drop(node.turn().unwrap()),
+            }
+        };
+        self.qp.connect(Qpn::new(peers[0])).unwrap();
+        self.completions();
+    }
+}
+
+fn start(pages: u64) -> (SoftNic, Node<SoftNic>) {
+    let nic = SoftNic::inline();
+    let settings = Settings {
+        donate_bytes: pages * PAGE_BYTES as u64,
+        chunk_bytes: PAGE_BYTES as u64,
+        credits: CREDITS,
+        clients_max: 8,
+        scheme: SchemeKind::Odrp,
+        ..Settings::default()
+    };
+    let node = Node::new(nic.clone(), settings).unwrap();
+    (nic, node)
+}
+
+fn retire(node: &mut Node<SoftNic>, client: ClientId) {
+    node.retire(client).unwrap();
+    while !node.is_retired(client) {
+        node.turn().unwrap();
+    }
+}
+
+#[test]
+fn the_first_write_allocates_and_a_free_gives_back() {
+    let (nic, mut node) = start(4);
+    let hand = Hand::join(&nic, &mut node, 1);
+    let free = |node: &mut Node<SoftNic>| node.status().unwrap().free;
+    assert_eq!((hand.read(3), free(&mut node)), (None, 4));
+    assert_eq!((hand.write(3, 7), free(&mut node)), (status::DONE, 3));
+    assert_eq!((hand.write(3, 8), free(&mut node)), (status::DONE, 3));
+    assert_eq!(hand.read(3), Some(8));
+    assert_eq!(hand.read(2), None);
+    node.audit().unwrap();
+    assert_eq!((hand.free(3), free(&mut node)), (status::DONE, 4));
+    assert_eq!(hand.free(3), status::UNMAPPED, "twice");
+    assert_eq!(hand.read(3), None);
+    node.audit().unwrap();
+    let status = node.status().unwrap();
+    assert_eq!((status.allocations_nic, status.frees_nic, status.frees_cpu), (1, 1, 0));
+}
+
+#[test]
+fn an_empty_pool_is_an_answer() {
+    let (nic, mut node) = start(3);
+    let (a, b) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
+    for number in 0..3 {
+        assert_eq!(a.write(number, number as u8 + 1), status::DONE);
+    }
+    for _ in 0..20 {
+        assert_eq!(b.write(0, 9), status::EMPTY);
+        assert_eq!(b.read(0), None);
+    }
+    assert!(node.client_waits(b.id).unwrap());
+    assert!(node.is_watching());
+    assert_eq!(a.write(1, 5), status::DONE, "what is mapped is written still");
+    assert_eq!(a.free(1), status::DONE);
+    assert!(node.turn().unwrap(), "nobody is told");
+    assert!(!node.is_watching());
+    assert_eq!(b.write(0, 9), status::DONE);
+    assert_eq!((a.read(0), a.read(1), a.read(2)), (Some(1), None, Some(3)));
+    assert_eq!(b.read(0), Some(9));
+    node.audit().unwrap();
+}
+
+#[test]
+fn a_number_is_its_compute_nodes_own() {
+    let (nic, mut node) = start(8);
+    let hands: Vec<Hand> = (1..=3).map(|id| Hand::join(&nic, &mut node, id)).collect();
+    for (hand, value) in hands.iter().zip(1..) {
+        assert_eq!(hand.write(2, value), status::DONE);
+    }
+    assert_eq!(hands[1].free(2), status::DONE);
+    let seen: Vec<_> = hands.iter().map(|hand| hand.read(2)).collect();
+    assert_eq!(seen, [Some(1), None, Some(3)]);
+    node.audit().unwrap();
+}
+
+#[test]
+fn requests_that_do_not_exist_are_answered() {
+    let (nic, mut node) = start(4);
+    let hand = Hand::join(&nic, &mut node, 1);
+    assert_eq!(hand.write(0, 1), status::DONE);
+    for op in (0..=255).filter(|op| !(1..=3).contains(op)) {
+        for number in [0, 1] {
+            assert_eq!(hand.ask_raw(op, number), status::BAD, "op {op}");
+        }
+    }
+    // A request that is cut short takes the rest from an earlier one of the same compute node.
+    for len in 1..REQUEST_BYTES {
+        assert_eq!(hand.send(&hand.request(Ask::Read as u8, 0)[..len]), [Status::Success; 2]);
+    }
+    assert_eq!((hand.read(0), hand.read(1)), (Some(1), None));
+    node.audit().unwrap();
+}
+
+#[test]
+fn a_number_beyond_the_table_ends_its_senders_connection_only() {
+    let (nic, mut node) = start(4);
+    let (bad, good) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
+    assert_eq!((bad.write(0, 1), good.write(0, 2)), (status::DONE, status::DONE));
+    for (round, number) in [4, 5, 100, 0x10000, 0xff_ffff].into_iter().enumerate() {
+        for op in 1..=3 {
+            let sent = bad.send(&bad.request(op, number));
+            assert!(sent.len() < 2, "it was answered: {sent:?}");
+            while node.turn().unwrap() {}
+            assert_ne!(bad.qp.state().unwrap(), QpState::ReadyToSend, "it is not told");
+            assert_eq!(good.read(0), Some(2));
+            bad.reset(&mut node);
+            assert_eq!(bad.read(0), Some(1), "round {round}");
+        }
+    }
+    node.audit().unwrap();
+    assert_eq!(node.status().unwrap().refused, 15);
+}
+
+#[test]
+fn addresses_that_are_not_its_own_end_its_senders_connection_only() {
+    let (nic, mut node) = start(4);
+    let (bad, good) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
+    assert_eq!(good.write(0, 2), status::DONE);
+    assert_eq!(bad.write(0, 1), status::DONE);
+    // The places of the buffer's address and key, and of the reply's; and the other one's memory.
+    for (at, len) in [(4, 8), (12, 4), (16, 8), (24, 4)] {
+        for op in 1..=3 {
+            for number in [0, 1] {
+                let mut request = bad.request(op, number);
+                request[at..at + len].fill(0x5a);
+                let ended = bad.send(&request);
+                while node.turn().unwrap() {}
+                if ended != [Status::Success; 2] {
+                    bad.reset(&mut node);
+                }
+                assert_eq!(good.read(0), Some(2));
+                node.audit().unwrap();
+            }
+        }
+    }
+    let mut request = bad.request(Ask::Write as u8, 2);
+    request[4..16].copy_from_slice(&good.request(0, 0)[4..16]);
+    bad.send(&request);
+    while node.turn().unwrap() {}
+    bad.reset(&mut node);
+    assert_ne!(bad.read(2), Some(2), "it reads what is another one's");
+    retire(&mut node, bad.id);
+    node.audit().unwrap();
+    assert_eq!(node.status().unwrap().free, 3);
+}
+
+#[test]
+fn who_sends_more_than_its_credits_waits_alone() {
+    let (nic, mut node) = start(64);
+    let (eager, modest) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
+    // It takes no replies: its answers wait, and with them its credits.
+    for number in 0..3 * CREDITS {
+        let request = eager.request(Ask::Write as u8, number);
+        let op = Op::SendInline { data: &request };
+        eager.qp.post_send(&[WorkRequest { id: 2, op, signaled: true }]).unwrap();
+    }
+    assert!(eager.completions().len() as u32 <= CREDITS);
+    for round in 0..20 {
+        assert_eq!(modest.write(round, 1), status::DONE);
+    }
+    for _ in 0..3 * CREDITS {
+        eager.qp.post_recv(&ReceiveRequest { id: 1, to: &[] }).unwrap();
+    }
+    let mut done = 0;
+    while done < 3 * CREDITS as usize {
+        done += eager.completions().len();
+        node.turn().unwrap();
+    }
+    node.audit().unwrap();
+}
+
+#[test]
+fn what_was_freed_is_clear_and_whoever_leaves_gives_all_back() {
+    let (nic, mut node) = start(4);
+    for id in 1..=6 {
+        let hand = Hand::join(&nic, &mut node, id);
+        for number in 0..4 {
+            assert_eq!(hand.read(number), None);
+            assert_eq!(hand.write(number, id as u8), status::DONE);
+        }
+        if id % 2 == 0 {
+            assert_eq!(hand.free(2), status::DONE);
+        }
+        retire(&mut node, hand.id);
+        assert_eq!(node.status().unwrap().free, 4);
+        node.audit().unwrap();
+        let mut pages = vec![0xee; 4 * PAGE_BYTES];
+        node.memory().chunks.memory().read(0, &mut pages);
+        assert!(pages.iter().all(|b| *b == 0), "pages are not cleared");
+        assert_ne!(hand.send(&hand.request(Ask::Read as u8, 0)), [Status::Success; 2]);
+    }
+}
+
+/// Random requests of several compute nodes, beside a model of what each has: over many laps of the
+/// rings and past where their indices wrap.
+#[test]
+fn random_requests_do_what_the_model_does() {
+    let rounds = if std::env::var_os("GRANARY_TEST_FULL").is_some() { 400_000 } else { 70_000 };
+    let seed = 0x0dd9_u64;
+    println!("seed {seed:#x}");
+    let mut state = seed;
+    let mut random = move |below: u64| {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) % below
+    };
+    const PAGES: usize = 12;
+    let (nic, mut node) = start(PAGES as u64);
+    let hands: Vec<Hand> = (1..=3).map(|id| Hand::join(&nic, &mut node, id)).collect();
+    let mut model: Vec<BTreeMap<u32, u8>> = vec![BTreeMap::new(); hands.len()];
+    for round in 0..rounds {
+        // One of them asks for most, so that its counters wrap.
+        let who = if random(8) == 0 { 1 + random(2) as usize } else { 0 };
+        let (hand, number) = (&hands[who], random(PAGES as u64) as u32);
+        let mapped: usize = model.iter().map(BTreeMap::len).sum();
+        let mine = &mut model[who];
+        match random(4) {
+            0 => assert_eq!(hand.read(number), mine.get(&number).copied(), "round {round}"),
+            1 => {
+                let was = mine.remove(&number).is_some();
+                let expected = if was { status::DONE } else { status::UNMAPPED };
+                assert_eq!(hand.free(number), expected, "round {round}");
+            }
+            _ => {
+                let value = random(255) as u8 + 1;
+                let fits = mapped < PAGES || mine.contains_key(&number);
+                let expected = if fits { status::DONE } else { status::EMPTY };
+                assert_eq!(hand.write(number, value), expected, "round {round}");
+                if fits {
+                    mine.insert(number, value);
+                }
+            }
+        }
+        if round % 1000 == 0 {
+            node.audit().unwrap();
+            assert!(!node.turn().unwrap());
+        }
+    }
+    node.audit().unwrap();
+}
