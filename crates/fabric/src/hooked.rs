@@ -49,6 +49,9 @@ pub trait Hooks: Clone + Send + Sync + 'static {
     /// The NIC's name in reports.
     fn name(&self) -> &'static str;
 
+    /// See [`Nic::now`].
+    fn now(&self) -> Duration;
+
     /// Before a verb.
     fn before(&self, call: Call);
 
@@ -177,6 +180,10 @@ impl<H: Hooks> Nic for HookedNic<H> {
 
     fn alloc_dma(&self, bytes: usize) -> Result<DmaMemory, Error> {
         self.hooks.making(false, || self.inner.alloc_dma(bytes))
+    }
+
+    fn now(&self) -> Duration {
+        self.hooks.now()
     }
 
     fn zero(&self, memory: &DmaMemory, offset: usize, len: usize) {

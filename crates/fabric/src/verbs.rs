@@ -33,6 +33,13 @@ pub trait Nic: Clone + Send + Sync + 'static {
     /// in another process it is shared with that process.
     fn alloc_dma(&self, bytes: usize) -> Result<DmaMemory, Error>;
 
+    /// The time, from some moment in the past on; it never goes back. Who uses a NIC takes the time from it,
+    /// so that it can be virtual.
+    fn now(&self) -> Duration {
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+        Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+    }
+
     /// Has the calling CPU write zeros over `len` bytes at `offset` of `memory`. Panics if they lie outside.
     /// Not the NIC's work; a NIC whose time is virtual learns of the CPU's that way.
     fn zero(&self, memory: &DmaMemory, offset: usize, len: usize) {

@@ -16,7 +16,7 @@
 //! time, up to 64 times; a minute without a fault makes up for it. Who holds too many chunks may
 //! then free, and is ended again when it holds more than at that time.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -93,12 +93,12 @@ const FORGIVEN: Duration = Duration::from_secs(60);
 /// The CPU counts owners for at most one part in so many of the time.
 const COUNTING: u32 = 20;
 
-/// What the CPU knows of one compute node's use.
+/// What the CPU knows of one compute node's use. Moments are those of [`fabric::Nic::now`].
 #[derive(Debug)]
 pub(crate) struct Meter {
     allocations: u32,
     frees: u32,
-    read_at: Option<Instant>,
+    read_at: Option<Duration>,
     tokens: f64,
     rate: f64,
     /// Chunks held at most.
@@ -107,14 +107,14 @@ pub(crate) struct Meter {
     refused: u64,
     /// What may be held: more than the budget for one that was let in again with more.
     chunks_max: u64,
-    count_at: Option<Instant>,
+    count_at: Option<Duration>,
     strikes: u32,
     suspended: Option<Suspension>,
 }
 
 #[derive(Debug)]
 struct Suspension {
-    until: Instant,
+    until: Duration,
     why: String,
 }
 
@@ -157,7 +157,7 @@ impl Meter {
         &mut self,
         budget: &Budget,
         (allocations, frees): (u32, u32),
-        now: Instant,
+        now: Duration,
     ) -> Verdict {
         let asked = allocations.wrapping_sub(self.allocations) & COUNT;
         let given = frees.wrapping_sub(self.frees) & COUNT;
@@ -188,7 +188,13 @@ impl Meter {
     }
 
     /// Takes in how many chunks it really holds, which took `took` to find out.
-    pub fn counted(&mut self, budget: &Budget, held: u64, took: Duration, now: Instant) -> Verdict {
+    pub fn counted(
+        &mut self,
+        budget: &Budget,
+        held: u64,
+        took: Duration,
+        now: Duration,
+    ) -> Verdict {
         self.held = held;
         self.count_at = Some(now + took * COUNTING);
         let allowed = self.chunks_max;
@@ -204,8 +210,8 @@ impl Meter {
     }
 
     /// Its management connection is ended.
-    pub fn suspend(&mut self, budget: &Budget, why: String, now: Instant) {
-        let forgiven = |s: &Suspension| now.saturating_duration_since(s.until) >= FORGIVEN;
+    pub fn suspend(&mut self, budget: &Budget, why: String, now: Duration) {
+        let forgiven = |s: &Suspension| now.saturating_sub(s.until) >= FORGIVEN;
         if self.suspended.as_ref().is_none_or(forgiven) {
             self.strikes = 0;
         }
@@ -215,7 +221,7 @@ impl Meter {
     }
 
     /// Why it is suspended, and for how long still.
-    pub fn suspension(&self, now: Instant) -> Option<(&str, Duration)> {
+    pub fn suspension(&self, now: Duration) -> Option<(&str, Duration)> {
         let s = self.suspended.as_ref().filter(|s| now < s.until)?;
         Some((&s.why, s.until - now))
     }
@@ -224,7 +230,7 @@ impl Meter {
     #[cfg(test)]
     pub fn end_suspension(&mut self) {
         if let Some(s) = &mut self.suspended {
-            s.until = Instant::now();
+            s.until = Duration::ZERO;
         }
     }
 
@@ -256,7 +262,7 @@ mod tests {
     fn a_second_of_requests_may_come_at_once_and_no_more() {
         let b = budget(Some(1000), None);
         let mut m = Meter::new(&b);
-        let start = Instant::now();
+        let start = Duration::from_secs(100);
         let at = |ms| start + Duration::from_millis(ms);
         assert_eq!(m.read(&b, (600, 300), at(0)), Verdict::Within);
         // 100 are left, and 50 came in 50 ms.
@@ -276,7 +282,7 @@ mod tests {
     fn chunks_are_counted_only_if_there_may_be_too_many() {
         let b = budget(None, Some(10));
         let mut m = Meter::new(&b);
-        let start = Instant::now();
+        let start = Duration::from_secs(100);
         let at = |ms| start + Duration::from_millis(ms);
         assert_eq!(m.read(&b, (10, 0), at(0)), Verdict::Within);
         assert_eq!(m.read(&b, (20, 10), at(50)), Verdict::Within);
@@ -295,7 +301,7 @@ mod tests {
     fn a_suspension_doubles_and_is_forgiven() {
         let b = budget(Some(1), Some(10));
         let mut m = Meter::new(&b);
-        let mut now = Instant::now();
+        let mut now = Duration::from_secs(100);
         for expected in [1, 2, 4, 8, 16, 32, 64, 64] {
             m.suspend(&b, "why".into(), now);
             let (why, left) = m.suspension(now).unwrap();

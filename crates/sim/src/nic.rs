@@ -92,6 +92,10 @@ impl Hooks for SimHooks {
         "simulated"
     }
 
+    fn now(&self) -> Duration {
+        Duration::from_nanos(SimHooks::now(self).as_ns())
+    }
+
     fn before(&self, call: Call) {
         if fiber::current().is_none() || fiber::is_ending() {
             return;
@@ -162,7 +166,7 @@ impl Hooks for SimHooks {
         }
         let deadline = match timeout {
             Duration::MAX => None,
-            timeout => Some(self.now() + Time::from(timeout)),
+            timeout => Some(SimHooks::now(self) + Time::from(timeout)),
         };
         self.shared.state.lock().leave_waker(cqn, next, &fiber::waker());
         self.wait_until(deadline);

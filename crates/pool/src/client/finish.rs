@@ -9,6 +9,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::thread;
 
+use fabric::CompletionQueue;
 use fabric::executor::block_on;
 
 /// A future that, once polled, is run to its end in any case; `undo` gets a result that nobody
@@ -16,6 +17,8 @@ use fabric::executor::block_on;
 pub(super) struct Finish<T: Send + 'static> {
     parts: Option<Parts<T>>,
     started: bool,
+    /// There is a thread that can see it through: not where time is virtual.
+    threads: bool,
 }
 
 struct Parts<T> {
@@ -24,13 +27,13 @@ struct Parts<T> {
 }
 
 impl<T: Send> Finish<T> {
-    /// Wraps `future`.
-    pub fn new(
+    /// Wraps `future`, whose completions come from a CQ of type `C`.
+    pub fn new<C: CompletionQueue>(
         future: impl Future<Output = T> + Send + 'static,
         undo: impl FnOnce(T) + Send + 'static,
     ) -> Self {
         let parts = Parts { future: Box::pin(future), undo: Box::new(undo) };
-        Self { parts: Some(parts), started: false }
+        Self { parts: Some(parts), started: false, threads: !C::VIRTUAL }
     }
 }
 
@@ -48,7 +51,9 @@ impl<T: Send> Future for Finish<T> {
 
 impl<T: Send + 'static> Drop for Finish<T> {
     fn drop(&mut self) {
-        let Some(Parts { future, undo }) = self.parts.take().filter(|_| self.started) else {
+        let Some(Parts { future, undo }) =
+            self.parts.take().filter(|_| self.started && self.threads)
+        else {
             return;
         };
         let finish = move || undo(block_on(future));
@@ -59,6 +64,7 @@ impl<T: Send + 'static> Drop for Finish<T> {
 
 #[cfg(test)]
 mod tests {
+    use fabric::soft::SoftCq;
     use std::future::{pending, ready};
     use std::sync::mpsc;
     use std::task::Waker;
@@ -86,10 +92,10 @@ mod tests {
             let undone = undone.clone();
             move |n| undone.send(n).expect("the test listens")
         };
-        assert_eq!(block_on(Finish::new(later(1), undo(&undone))), 1);
-        drop(Finish::new(ready(2), undo(&undone)));
-        drop(Finish::new(pending::<u32>(), undo(&undone)));
-        let mut third = Finish::new(later(3), undo(&undone));
+        assert_eq!(block_on(Finish::new::<SoftCq>(later(1), undo(&undone))), 1);
+        drop(Finish::new::<SoftCq>(ready(2), undo(&undone)));
+        drop(Finish::new::<SoftCq>(pending::<u32>(), undo(&undone)));
+        let mut third = Finish::new::<SoftCq>(later(3), undo(&undone));
         let cx = &mut Context::from_waker(Waker::noop());
         assert!(Pin::new(&mut third).poll(cx).is_pending());
         drop(third);

@@ -297,7 +297,7 @@ impl<N: Nic> Pool<N> {
     pub async fn allocate_in(&self, group: GroupId) -> Result<Grant, Error> {
         let (inner, undo) = (self.inner.clone(), self.inner.clone());
         let allocate = async move { inner.allocate_in(group).await };
-        Finish::new(allocate, move |result| {
+        Finish::new::<N::Cq>(allocate, move |result| {
             if let Ok(grant) = result {
                 // A memory node that is gone, or a connection that broke: it is not ours any more.
                 let _ = block_on(undo.free(&grant));
@@ -310,7 +310,7 @@ impl<N: Nic> Pool<N> {
     /// it may be in flight any more. It is freed also if this is dropped before it ends.
     pub async fn free(&self, grant: Grant) -> Result<(), Error> {
         let inner = self.inner.clone();
-        Finish::new(async move { inner.free(&grant).await }, drop).await
+        Finish::new::<N::Cq>(async move { inner.free(&grant).await }, drop).await
     }
 
     /// [`Pool::allocate`], blocking.

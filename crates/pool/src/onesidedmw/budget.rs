@@ -1,7 +1,5 @@
 //! Budgets as this scheme sees to them (OneSidedMW §4.4); [`crate::budget`] says how.
 
-use std::time::Instant;
-
 use fabric::direct::DirectNic;
 
 use super::connection::{Connection, Management};
@@ -17,7 +15,7 @@ impl<N: DirectNic> Node<N> {
         if !budget.is_set() {
             return Ok(false);
         }
-        let now = Instant::now();
+        let now = self.nic.now();
         if self.look_at.is_some_and(|at| now < at) {
             return Ok(false);
         }
@@ -32,7 +30,7 @@ impl<N: DirectNic> Node<N> {
             let mut verdict = c.meter.read(&budget, counts, now);
             if verdict == Verdict::Count {
                 let held = self.memory.owned(client.0 as u64);
-                verdict = c.meter.counted(&budget, held, now.elapsed(), now);
+                verdict = c.meter.counted(&budget, held, self.nic.now().saturating_sub(now), now);
             }
             if let Verdict::Over(why) = verdict {
                 over.push((client, why));
@@ -61,7 +59,7 @@ impl<N: DirectNic> Node<N> {
         if !budget.is_set() {
             return Ok(());
         }
-        if let Some((why, retry_after)) = c.meter.suspension(Instant::now()) {
+        if let Some((why, retry_after)) = c.meter.suspension(self.nic.now()) {
             return Err(Error::OverBudget {
                 attempt: format!("re-establishing the management QPs of compute node {}", client.0),
                 why: why.to_owned(),

@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use fabric::direct::{DirectNic, DirectReceive};
 use fabric::{
@@ -80,7 +80,7 @@ pub struct Node<N: DirectNic> {
     /// Management connections that went over a budget.
     pub(super) over_budget: u64,
     /// When budgets are looked at next.
-    pub(super) look_at: Option<Instant>,
+    pub(super) look_at: Option<Duration>,
     pub(super) notice: Notice<N>,
     pub(super) refused: u64,
     counted: Counted,
