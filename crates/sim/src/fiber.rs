@@ -85,10 +85,8 @@ impl Fiber {
 
     /// Lets it run until it stands; `None` when its program has ended.
     pub fn resume(&mut self) -> Option<Stand> {
-        let before = HERE.replace(&*self.here);
-        let result = self.thread.resume(());
-        HERE.set(before);
-        match result {
+        let _inside = Inside::of(&self.here);
+        match self.thread.resume(()) {
             CoroutineResult::Yield(stand) => Some(stand),
             CoroutineResult::Return(()) => None,
         }
@@ -97,15 +95,30 @@ impl Fiber {
     /// Ends its program where it stands: what it holds is dropped, and none of it waits for anything.
     pub fn end(mut self) -> DefaultStack {
         self.here.ending.set(true);
-        let before = HERE.replace(&*self.here);
+        let inside = Inside::of(&self.here);
         if self.thread.started() && !self.thread.done() {
             self.thread.force_unwind();
         } else if !self.thread.started() {
             // SAFETY: nothing of it has run: there is nothing on its stack to drop but its program.
             unsafe { self.thread.force_reset() };
         }
-        HERE.set(before);
+        drop(inside);
         self.thread.into_stack()
+    }
+}
+
+/// A fiber runs, until this is dropped: also if its program panics.
+struct Inside(*const Here);
+
+impl Inside {
+    fn of(here: &Here) -> Self {
+        Self(HERE.replace(here))
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        HERE.set(self.0);
     }
 }
 
@@ -230,6 +243,17 @@ mod tests {
         assert_eq!(fiber.resume(), None);
         assert_eq!(*log.borrow(), ["patient", "passed", "woken"]);
         assert_eq!(current(), None);
+    }
+
+    #[test]
+    fn a_panic_comes_out_of_the_fiber_and_leaves_nobody_running() {
+        let noop = Waker::noop().clone();
+        let program = || panic!("as planned");
+        let mut fiber = Fiber::new(FiberId(1), "test".into(), Time(0), noop, None, program);
+        let run = std::panic::AssertUnwindSafe(|| fiber.resume());
+        assert!(std::panic::catch_unwind(run).is_err());
+        assert_eq!(current(), None);
+        fiber.end();
     }
 
     #[test]

@@ -62,7 +62,7 @@ fn loop_of(
                     fiber::block_on(pool.read(&grant, 0, &mut page)).expect("it is readable");
                     assert!(page.iter().all(|b| *b == 0), "old contents");
                     let read = hooks.now();
-                    fiber::block_on(pool.write(&grant, 8, &[7; 64])).expect("it is writable");
+                    fiber::block_on(pool.write(&grant, 0, &[7; 4096])).expect("it is writable");
                     let written = hooks.now();
                     fiber::block_on(pool.free(grant)).expect("it is freed");
                     let freed = hooks.now();
@@ -90,7 +90,9 @@ fn clients_allocate_read_and_free_in_virtual_time() {
         let (many, _) = loop_of(scheme, 24, 1, 50, false);
         println!("{scheme}: 1 client {one:.3?} us, 24 clients {many:.3?} us");
         assert!(one.iter().zip(&many).all(|(a, b)| a <= b), "a crowd is not faster");
-        assert!(one[0] > 2.0 && many[0] < 1000.0, "{one:?} {many:?}");
+        // ODRP gives a page number out without asking anybody.
+        let asks = scheme != SchemeKind::Odrp;
+        assert!((!asks || one[0] > 2.0) && many[0] < 1000.0, "{one:?} {many:?}");
     }
 }
 

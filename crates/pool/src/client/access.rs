@@ -84,7 +84,7 @@ impl<N: Nic> Pool<N> {
             inner.group(grant.group).counts.add_page(false);
             Ok::<_, Error>(page)
         };
-        into.copy_from_slice(&Finish::new(read, drop).await?);
+        into.copy_from_slice(&Finish::new::<N::Cq>(read, drop).await?);
         Ok(())
     }
 
@@ -99,7 +99,7 @@ impl<N: Nic> Pool<N> {
             inner.group(grant.group).counts.add_page(true);
             Ok::<_, Error>(())
         };
-        Finish::new(write, drop).await
+        Finish::new::<N::Cq>(write, drop).await
     }
 
     /// If the 8 bytes at `offset`, a multiple of 8, hold `expected`, puts `new` there; returns
