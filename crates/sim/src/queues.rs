@@ -143,10 +143,17 @@ impl State {
         let qp = self.qp(qpn);
         let (node, send_cq) = (qp.node, qp.send_cq);
         let Some(next) = qp.next.take() else {
-            qp.held = false;
-            return;
+            // It was held for a QP that had its number before.
+            return self.plan(nic, qpn, now);
         };
         let lost = std::mem::take(&mut qp.lost);
+        if let NextKind::Wait { reached: false, .. } = next.kind {
+            let again = nic.with_engine(|e| e.peek(qpn));
+            if matches!(again, Some(Next { kind: NextKind::Wait { reached: true, .. }, .. })) {
+                // It has been counted meanwhile, and the NIC may not know yet.
+                return self.plan(nic, qpn, now);
+            }
+        }
         let far = self.qp(next.peer).node;
         let moves = matches!(
             next.kind,

@@ -203,7 +203,7 @@ impl Engine {
     /// the caller owes each of them a [`Engine::step_reported`]. One may be named again before that,
     /// when more work comes for it.
     pub fn take_ready(&mut self, into: &mut Vec<Qpn>) {
-        self.core.look_at_records();
+        self.core.look_at_all_records();
         self.core.drain_ready(into);
     }
 

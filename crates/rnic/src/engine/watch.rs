@@ -69,6 +69,14 @@ impl Core {
         }
     }
 
+    /// Looks at every record, however many there are.
+    pub fn look_at_all_records(&mut self) {
+        let most = self.watch.wanted.len().max(self.watch.flushing.len());
+        for _ in 0..most.div_ceil(LOOKS) {
+            self.look_at_records();
+        }
+    }
+
     fn look_at_wanted(&mut self) {
         let looks = LOOKS.min(self.watch.wanted.len());
         for _ in 0..looks {
