@@ -69,10 +69,17 @@ impl Scratch {
 
     /// Compiles a C program into it; returns its path.
     pub fn compile(&self, name: &str, source: &str) -> PathBuf {
+        self.compile_with(name, source, &[])
+    }
+
+    /// The same, with these options too.
+    pub fn compile_with(&self, name: &str, source: &str, options: &[&str]) -> PathBuf {
         let (file, program) = (self.0.join(format!("{name}.c")), self.0.join(name));
         std::fs::write(&file, source).expect("the scratch directory is writable");
         let status = Command::new("cc")
-            .args(["-O1", "-pthread", "-D_GNU_SOURCE", "-o"])
+            .args(["-O1", "-pthread", "-D_GNU_SOURCE"])
+            .args(options)
+            .arg("-o")
             .args([&program, &file])
             .status()
             .expect("a C compiler is installed");

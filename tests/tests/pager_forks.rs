@@ -134,6 +134,27 @@ fn limits_that_leave_no_room_for_the_pager_are_named() {
     }
 }
 
+/// A thread of the pager's that takes memory from the program's allocator has a heap there; when it ends
+/// in a fork, its heap is for others to take over, and the next such thread waits for pages that itself is to
+/// bring.
+#[test]
+fn the_pagers_threads_allocate_nothing_that_is_paged() {
+    let scratch = Scratch::new("forks-inside");
+    let source = include_str!("pager_programs/inside.c");
+    let program = scratch.compile("inside", source);
+    let notes = scratch.compile_with("notes.so", source, &["-shared", "-fPIC", "-DLIBRARY"]);
+    let under = |libraries: &[&std::path::Path]| {
+        let libraries: Vec<_> = libraries.iter().map(|path| path.to_str().unwrap()).collect();
+        format!("LD_PRELOAD={} exec {}", libraries.join(":"), program.display())
+    };
+    let plain = plain("sh", &["-c", &under(&[&notes])]);
+    assert_eq!(plain.code, 0, "{}", plain.stderr);
+    let script = under(&[&notes, &granary_tests::pager::library()]);
+    let paged = paged(8 * MIB, "memory:1GiB", "sh", &["-c", &script]);
+    assert_same(&plain, &paged, 8 * MIB);
+    assert_eq!(paged.stderr, "");
+}
+
 #[test]
 fn all_ways_to_make_a_process() {
     self_checking("ways", include_str!("pager_programs/ways.c"), &[&[]]);
