@@ -52,10 +52,18 @@ fuzz: toolchain ## Fuzz every target, FUZZ_SECONDS each (docs/testing.md)
 	done
 
 .PHONY: miri
-miri: toolchain ## The NIC engine's unsafe code under Miri (needs: rustup +nightly component add miri)
-	MIRIFLAGS=-Zmiri-disable-isolation $(CARGO) +nightly miri test --target-dir target/miri \
+miri: export MIRIFLAGS = -Zmiri-disable-isolation -Zmiri-permissive-provenance
+miri: export PROPTEST_CASES = 8
+miri: toolchain ## Unsafe code under Miri, about an hour (needs: rustup +nightly component add miri)
+	$(CARGO) +nightly miri test --target-dir target/miri \
 	    -p granary-rnic --lib -- engine:: wqe:: cqe:: dma:: queue:: table:: protection:: \
 	    --skip a_chain_serves --skip tests::model --skip tests::fairness
+	$(CARGO) +nightly miri test --target-dir target/miri \
+	    -p granary-fabric --lib -- completion::slab
+
+.PHONY: tsan
+tsan: toolchain ## Tests with threads under ThreadSanitizer (needs: rustup +nightly component add rust-src)
+	scripts/tsan
 
 .PHONY: planted
 planted: toolchain ## Plant bugs in a copy of the tree: a test must fail for each (long)

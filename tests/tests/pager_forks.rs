@@ -4,7 +4,7 @@
 //! Real programs run over a real memory node; what no real program does in a second is done by C programs
 //! that check themselves.
 
-use granary_tests::node::full;
+use granary_tests::node::{MemoryNode, full};
 use granary_tests::over_each_node;
 use granary_tests::pager::{Scratch, assert_same, paged, plain};
 use granary_tests::run::{Behind, Site};
@@ -150,9 +150,13 @@ fn the_pagers_threads_allocate_nothing_that_is_paged() {
     let plain = plain("sh", &["-c", &under(&[&notes])]);
     assert_eq!(plain.code, 0, "{}", plain.stderr);
     let script = under(&[&notes, &granary_tests::pager::library()]);
-    let paged = paged(8 * MIB, "memory:1GiB", "sh", &["-c", &script]);
-    assert_same(&plain, &paged, 8 * MIB);
-    assert_eq!(paged.stderr, "");
+    // Over a memory node too: its client may start threads of its own.
+    let node = MemoryNode::start("forks-inside-node", &["--memory", "512MiB"]).unwrap();
+    for pool in ["memory:1GiB".to_owned(), format!("shm:{}", node.socket.display())] {
+        let paged = paged(8 * MIB, &pool, "sh", &["-c", &script]);
+        assert_same(&plain, &paged, 8 * MIB);
+        assert_eq!(paged.stderr, "", "{pool}");
+    }
 }
 
 #[test]
