@@ -118,6 +118,7 @@ fn arguments(settings: &Settings) -> Vec<String> {
     ]
     .into_iter()
     .flat_map(|(name, value)| [name.to_owned(), value])
+    .chain((!settings.separation).then(|| "--no-separation".to_owned()))
     .collect()
 }
 

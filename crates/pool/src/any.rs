@@ -135,6 +135,20 @@ impl<N: Nic> AnyClient<N> {
 }
 
 impl<N: Nic> AnyClient<N> {
+    /// Lends the scheme the first access QP of each group, where it allocates over them.
+    pub(crate) fn lend_access(
+        &self,
+        nic: &N,
+        pd: &N::Pd,
+        credits: u32,
+        groups: Vec<onesidedmw::client::Lent<N>>,
+    ) -> Result<(), Error> {
+        match self {
+            AnyClient::OneSidedMw(client) => client.lend_access(nic, pd, credits, groups),
+            _ => Ok(()),
+        }
+    }
+
     /// How pages are reached, if access is not one-sided.
     pub fn pages(&self) -> Option<&odrp::Client<N>> {
         match self {

@@ -105,6 +105,7 @@ impl<S: NodeScheme> MemoryNode<S> {
             groups_max: s.groups_max,
             incarnation: self.inner.incarnation,
             budget_chunks: s.budget.chunks,
+            separation: s.separation,
         }
     }
 

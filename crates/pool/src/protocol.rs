@@ -159,6 +159,13 @@ pub struct Welcome {
     /// Chunks that a compute node may hold, if that is limited.
     #[serde(default)]
     pub budget_chunks: Option<u64>,
+    /// See [`crate::Settings::separation`].
+    #[serde(default = "yes")]
+    pub separation: bool,
+}
+
+fn yes() -> bool {
+    true
 }
 
 /// The state of a memory node. CPU times are nanoseconds since it started; the NIC's thread plays

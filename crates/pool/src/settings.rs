@@ -37,6 +37,9 @@ pub struct Settings {
     /// How long a connection may say nothing before it has said what it is for: before it has attached
     /// to the NIC, or is admitted as a compute node. Then it is ended, and its place is free.
     pub silence: Duration,
+    /// In scheme `onesidedmw`: allocation has QPs of its own (OneSidedMW §4.2). Without it, to be compared
+    /// with, each access QP carries the chain that allocates for it.
+    pub separation: bool,
     /// What each compute node may use, in scheme `onesidedmw`.
     pub budget: Budget,
 }
@@ -54,6 +57,7 @@ impl Default for Settings {
             scheme: SchemeKind::default(),
             control: ControlMode::default(),
             cores: 1,
+            separation: true,
             silence: Duration::from_secs(10),
             budget: Budget::default(),
         }
@@ -159,6 +163,12 @@ impl Settings {
             "silence_ms",
             self.silence.as_millis(),
             "a connection may be silent for 1 ms to one hour",
+        )?;
+        require(
+            self.separation || self.scheme == SchemeKind::OneSidedMw && !self.budget.is_set(),
+            "separation",
+            self.separation,
+            "only scheme onesidedmw, without budgets, can do without separate management QPs",
         )?;
         self.validate_budget()
     }
@@ -329,7 +339,7 @@ mod tests {
         let budget =
             |requests_per_s, interval| Budget { requests_per_s, interval, ..Budget::default() };
         let fine = Duration::from_millis(50);
-        let cases: [(&str, Settings); 14] = [
+        let cases: [(&str, Settings); 15] = [
             (
                 "budget_requests_per_s",
                 Settings { budget: budget(Some(0), fine), ..Settings::default() },
@@ -345,6 +355,10 @@ mod tests {
                     scheme: SchemeKind::RpcMw2,
                     ..Settings::default()
                 },
+            ),
+            (
+                "separation",
+                Settings { separation: false, scheme: SchemeKind::RpcMw2, ..Settings::default() },
             ),
             ("cores", Settings { cores: 0, ..Settings::default() }),
             ("cores", Settings { cores: 2, ..Settings::default() }),

@@ -193,6 +193,7 @@ impl NodeCpu {
             groups_max: s.groups_max,
             incarnation: 1,
             budget_chunks: s.budget.chunks,
+            separation: s.separation,
         }
     }
 

@@ -54,6 +54,11 @@ pub struct Serve {
     #[arg(long, value_name = "CORES", default_value_t = Settings::default().cores)]
     cores: u32,
 
+    /// Without QPs of their own for allocation, in scheme onesidedmw: each access QP carries the chain
+    /// that allocates for it. To be compared with
+    #[arg(long)]
+    no_separation: bool,
+
     /// Memory windows of a group: one for the grant's owner, and one for each lane
     #[arg(long, value_name = "WINDOWS", default_value_t = Settings::default().group_size)]
     group_size: u32,
@@ -135,6 +140,7 @@ impl Serve {
             scheme: self.scheme,
             control: self.control,
             cores: self.cores,
+            separation: !self.no_separation,
             silence: Duration::from_millis(self.silence_ms),
             budget: Budget {
                 requests_per_s: self.budget_requests_per_s,

@@ -83,6 +83,8 @@ pub struct Purpose<'a, N: DirectNic> {
     pub push_queue: Option<&'a N::Srq>,
     /// The chain waits for its answers to end.
     pub waits: bool,
+    /// What the compute node may do over the front with keys that allow it.
+    pub access: Access,
     /// The chain copies fields of its WQEs to others of them.
     pub copies: bool,
 }
@@ -109,7 +111,7 @@ impl<N: DirectNic> Direction<N> {
                 answers.as_ref().unwrap_or(parts.replies),
                 purpose.reply_blocks * credits,
                 Receive::Own(own),
-                Access::NONE,
+                purpose.access,
             ),
             Managed { send: true, recv: true, privileged: false },
         )?;

@@ -172,7 +172,7 @@ impl<'a, N: Nic> Batch<'a, N> {
             self.works[start..end].iter().for_each(|(_, work)| group.counts.add(work));
             return Ok(());
         }
-        group.path(self.lane).recover(epoch, &*self.pool.control)?;
+        self.pool.recover(group.path(self.lane), epoch)?;
         self.tries += 1;
         if !matches!(status, Status::Flushed | Status::RetryExceeded) || self.tries > TRIES {
             return Err(Error::Access { op: work.name(), status });

@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use fabric::executor::block_on;
 use fabric::soft::SoftNic;
-use fabric::{Access, MemoryRegion, Nic, Qpn};
+use fabric::{Access, MemoryRegion, Nic, QpChange, Qpn, QueuePair};
 use parking_lot::Mutex;
 
 pub use batch::{Batch, Transfer};
@@ -36,8 +36,8 @@ use self::buffer::Bounce;
 use self::control::{ControlPlane, SocketControl};
 use self::embedded::LocalControl;
 use self::finish::Finish;
-use self::operation::Hold;
-use self::path::{Group, Posted};
+use self::operation::{Hold, TRIES};
+use self::path::{Group, Path, Posted};
 use crate::any::AnyClient;
 use crate::events::cores;
 use crate::protocol::{Status, Welcome};
@@ -195,10 +195,14 @@ impl<N: Nic> Pool<N> {
         let groups = checked_groups(&options, &welcome)?;
         let pd = nic.alloc_pd()?;
         let lanes = welcome.group_size.saturating_sub(1).max(1);
+        // Replies to allocations come over access QPs then.
+        let receives = if welcome.separation { 0 } else { welcome.credits };
         let groups = (0..groups)
-            .map(|g| Group::new(&nic, &pd, GroupId(g), lanes, options.send_blocks))
+            .map(|g| Group::new(&nic, &pd, GroupId(g), lanes, options.send_blocks, receives))
             .collect::<Result<Vec<_>, _>>()?;
         let scheme = AnyClient::new(&nic, &pd, &welcome)?;
+        let lent = |g: &Group<N>| (g.paths[0].qp().clone(), g.completer.clone());
+        scheme.lend_access(&nic, &pd, welcome.credits, groups.iter().map(lent).collect())?;
         let memory = nic.alloc_dma(bulletin::BYTES)?;
         let bulletin = nic.reg_mr(&pd, &memory, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
         let at = bulletin.remote(0);
@@ -427,7 +431,16 @@ impl<N: Nic> Inner<N> {
         self.check_group(group)?;
         self.reopen_management()?;
         self.hold()?;
-        let result = self.scheme.allocate(group).await;
+        let mut result = self.scheme.allocate(group).await;
+        for _ in 0..TRIES {
+            // Without separation somebody's bad access has broken it; what was not delivered is taken
+            // back.
+            if !self.is_broken_by_access(&result) {
+                break;
+            }
+            self.repair_management()?;
+            result = self.scheme.allocate(group).await;
+        }
         match &result {
             Ok(_) => {
                 self.allocations.fetch_add(1, Ordering::Relaxed);
@@ -449,7 +462,18 @@ impl<N: Nic> Inner<N> {
         self.check_of(grant, "free")?;
         self.check_group(grant.group)?;
         self.reopen_management()?;
-        let result = self.scheme.free(grant).await;
+        let mut result = self.scheme.free(grant).await;
+        for _ in 0..TRIES {
+            if !self.is_broken_by_access(&result) {
+                break;
+            }
+            self.repair_management()?;
+            // Whether it was executed is open: then it is not ours any more.
+            result = match self.scheme.free(grant).await {
+                Err(Error::NotYours { .. }) => Ok(()),
+                other => other,
+            };
+        }
         match &result {
             Ok(()) => {
                 self.frees.fetch_add(1, Ordering::Relaxed);
@@ -459,6 +483,10 @@ impl<N: Nic> Inner<N> {
             Err(_) => self.repair_management()?,
         }
         result
+    }
+
+    fn is_broken_by_access<T>(&self, result: &Result<T, Error>) -> bool {
+        !self.welcome.separation && matches!(result, Err(Error::ManagementBroken { .. }))
     }
 
     /// Counts a chunk that is asked for; an error if the memory node would end the management
@@ -523,9 +551,45 @@ impl<N: Nic> Inner<N> {
         if !self.scheme.is_broken() {
             return Ok(());
         }
+        if !self.welcome.separation {
+            return self.reset_everything(None);
+        }
         self.scheme.reset()?;
         let peers: Vec<Qpn> = self.control.reset_management()?.into_iter().map(Qpn::new).collect();
         self.scheme.connect(&peers)
+    }
+
+    /// Re-establishes an access QP after work that was posted in `epoch` failed, unless that was done
+    /// already.
+    fn recover(&self, path: &Path<N>, epoch: u64) -> Result<(), Error> {
+        if self.welcome.separation {
+            return path.recover(epoch, &*self.control);
+        }
+        let _repair = self.repair.lock();
+        self.reset_everything(Some((path, epoch)))
+    }
+
+    /// Without separation the access QPs are where chunks are allocated, and are re-established with
+    /// the chains: all of them, unless the one that failed was so already. What is in flight on
+    /// any of them ends as flushed.
+    #[cold]
+    fn reset_everything(&self, failed: Option<(&Path<N>, u64)>) -> Result<(), Error> {
+        let paths = || self.groups.iter().flat_map(|g| &g.paths);
+        if failed.is_some_and(|(path, epoch)| *path.epoch().read() != epoch) {
+            return Ok(());
+        }
+        let mut epochs: Vec<_> = paths().map(|path| path.epoch().write()).collect();
+        self.scheme.reset()?;
+        for path in paths() {
+            path.qp().modify(QpChange::Reset)?;
+        }
+        let peers: Vec<Qpn> = self.control.reset_management()?.into_iter().map(Qpn::new).collect();
+        for (path, peer) in paths().zip(self.terms.groups.iter().flatten()) {
+            path.connect(Qpn::new(*peer))?;
+        }
+        self.scheme.connect(&peers)?;
+        epochs.iter_mut().for_each(|epoch| **epoch += 1);
+        Ok(())
     }
 
     /// Keeps what an operation uses that nobody waits for, until it has ended.

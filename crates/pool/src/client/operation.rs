@@ -14,7 +14,7 @@ use crate::Error;
 use crate::scheme::{GroupId, Lane};
 
 /// How often an operation is posted again because the QP was broken by others.
-const TRIES: u32 = 64;
+pub(super) const TRIES: u32 = 64;
 
 /// What an operation in flight moves bytes in or out of: kept until it has ended.
 pub(super) enum Hold<'a, N: Nic> {
@@ -88,7 +88,7 @@ impl<'a, N: Nic> Operation<'a, N> {
     /// Posts it again if it was only flushed, on a QP that is re-established.
     #[cold]
     fn failed(&mut self, status: Status, epoch: u64) -> Result<(), Error> {
-        self.group().path(self.lane).recover(epoch, &*self.pool.control)?;
+        self.pool.recover(self.group().path(self.lane), epoch)?;
         let innocent = match status {
             Status::Flushed => true,
             Status::RetryExceeded => self.work.is_idempotent(),

@@ -11,13 +11,14 @@
 //! and connects it again; the flushed operations of others are posted again, since a flushed request was not
 //! executed. `epoch` counts this, so that it happens once for each break.
 
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use fabric::completion::{Completer, Pending};
 use fabric::{
     Access, CompletionQueue, CqAttr, Error as VerbsError, Nic, Op, QpAttr, QpChange, Qpn,
-    QueuePair, Receive, Remote, Sge, WorkRequest,
+    QueuePair, Receive, ReceiveAttr, Remote, Sge, WorkRequest,
 };
 use parking_lot::RwLock;
 
@@ -27,7 +28,7 @@ use crate::scheme::{GroupId, Lane};
 
 /// A QP group of a compute node.
 pub(super) struct Group<N: Nic> {
-    pub completer: Completer<N::Cq>,
+    pub completer: Arc<Completer<N::Cq>>,
     pub paths: Vec<Path<N>>,
     pub counts: Counts,
 }
@@ -106,16 +107,20 @@ impl<N: Nic> Group<N> {
         group: GroupId,
         lanes: u32,
         send_blocks: u32,
+        receives: u32,
     ) -> Result<Self, Error> {
         // Everything that is posted, and as much again that is flushed at a reset.
-        let entries = 2 * lanes * send_blocks;
+        let entries = 2 * lanes * (send_blocks + receives);
         let cq = nic.create_cq(CqAttr { entries, ignore_overrun: false })?;
         let path = |lane| -> Result<Path<N>, Error> {
             let attr = QpAttr {
                 send_cq: &cq,
                 recv_cq: &cq,
                 send_blocks,
-                receive: Receive::None,
+                receive: match receives {
+                    0 => Receive::None,
+                    entries => Receive::Own(ReceiveAttr { entries, max_sges: 1 }),
+                },
                 // The memory node may write the bulletin, the only memory whose key it has.
                 access: Access::REMOTE_WRITE,
             };
@@ -123,7 +128,7 @@ impl<N: Nic> Group<N> {
             Ok(Path { qp, epoch: RwLock::new(0), group, lane: Lane(lane as u8) })
         };
         let paths = (0..lanes).map(path).collect::<Result<_, _>>()?;
-        Ok(Self { completer: Completer::new(cq), paths, counts: Counts::default() })
+        Ok(Self { completer: Arc::new(Completer::new(cq)), paths, counts: Counts::default() })
     }
 
     /// The path of a lane, taken modulo the number of lanes.
@@ -186,6 +191,16 @@ impl<N: Nic> Path<N> {
         let request = |(i, work)| WorkRequest { id, op: Work::op(work), signaled: i == last };
         let list: Vec<WorkRequest<'_>> = works.iter().enumerate().map(request).collect();
         self.qp.post_send(&list)
+    }
+
+    /// The QP.
+    pub fn qp(&self) -> &N::Qp {
+        &self.qp
+    }
+
+    /// How often it was re-established; nobody posts while this is held for writing.
+    pub fn epoch(&self) -> &RwLock<u64> {
+        &self.epoch
     }
 
     /// Re-establishes the QP after work that was posted in `epoch` failed, unless that was done

@@ -191,6 +191,7 @@ impl<N: DirectNic> Node<N> {
             receive_sges: chain::RECEIVE_SGES,
             push_queue: Some(&self.push_queue),
             waits: true,
+            access: Access::NONE,
             copies: true,
         };
         let requests = Direction::new(&parts, &purpose)?;

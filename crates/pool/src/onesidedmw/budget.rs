@@ -26,7 +26,7 @@ impl<N: DirectNic> Node<N> {
                 continue;
             }
             let counts =
-                (self.nic.cq_count(&c.alloc.requests)?, self.nic.cq_count(&c.free.requests)?);
+                (self.nic.cq_count(&c.allocs[0].requests)?, self.nic.cq_count(&c.free.requests)?);
             let mut verdict = c.meter.read(&budget, counts, now);
             if verdict == Verdict::Count {
                 let held = self.memory.owned(client.0 as u64);
@@ -67,7 +67,8 @@ impl<N: DirectNic> Node<N> {
             });
         }
         let held = if budget.chunks.is_some() { self.memory.owned(client.0 as u64) } else { 0 };
-        let counts = (self.nic.cq_count(&c.alloc.requests)?, self.nic.cq_count(&c.free.requests)?);
+        let counts =
+            (self.nic.cq_count(&c.allocs[0].requests)?, self.nic.cq_count(&c.free.requests)?);
         c.meter.restart(budget, held, counts);
         Ok(())
     }

@@ -6,13 +6,14 @@
 //! free:     entry index (3)                                   | reply address (8) | reply rkey (4)
 //! ```
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
-use fabric::completion::Completer;
+use fabric::completion::{Completer, Pending};
 use fabric::{
-    Access, CqAttr, Key, MemoryRegion, Nic, Op, QpAttr, QpChange, QpState, Qpn, QueuePair, Receive,
-    ReceiveAttr, ReceiveRequest, Status, WorkRequest,
+    Access, CompletionQueue, CqAttr, Error as VerbsError, Key, MemoryRegion, Nic, Op, QpAttr,
+    QpChange, QpState, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Status, WorkRequest,
 };
 use parking_lot::Mutex;
 
@@ -32,14 +33,27 @@ pub struct Client<N: Nic> {
     chunk_bytes: u64,
     /// The memory node's access QPs, by group and lane: what windows are to be bound to.
     access: OnceLock<Vec<Vec<Qpn>>>,
-    alloc: Direction<N>,
+    alloc: Alloc<N>,
     free: Direction<N>,
+}
+
+/// A QP that others use too, and what gets its completions.
+pub(crate) type Lent<N> = (<N as Nic>::Qp, Arc<Completer<<N as Nic>::Cq>>);
+
+/// Where allocations go.
+enum Alloc<N: Nic> {
+    /// Over a QP of their own.
+    Separate(Direction<N>),
+    /// Without separation: over the first access QP of each group, once they are known.
+    Access(OnceLock<Vec<Direction<N>>>),
 }
 
 /// One management QP with its reply slots.
 struct Direction<N: Nic> {
     qp: N::Qp,
-    completer: Completer<N::Cq>,
+    completer: Arc<Completer<N::Cq>>,
+    /// Others post to the QP too.
+    shared: bool,
     replies: N::Mr,
     credits: Credits,
     /// Receives and SENDs are posted in the same order: the n-th reply answers the n-th request.
@@ -54,9 +68,39 @@ impl<N: Nic> Client<N> {
         Ok(Self {
             chunk_bytes: welcome.chunk_bytes,
             access: OnceLock::new(),
-            alloc: Direction::new(nic, pd, welcome.credits)?,
+            alloc: match welcome.separation {
+                true => Alloc::Separate(Direction::new(nic, pd, welcome.credits)?),
+                false => Alloc::Access(OnceLock::new()),
+            },
             free: Direction::new(nic, pd, welcome.credits)?,
         })
+    }
+}
+
+impl<N: Nic> Client<N> {
+    /// Without separation: the first access QP of each group, with its completions, to allocate over.
+    pub(crate) fn lend_access(
+        &self,
+        nic: &N,
+        pd: &N::Pd,
+        credits: u32,
+        groups: Vec<Lent<N>>,
+    ) -> Result<(), Error> {
+        let Alloc::Access(allocs) = &self.alloc else { return Ok(()) };
+        let over = |(qp, completer)| Direction::over(nic, pd, credits, (qp, completer), true);
+        let _ = allocs.set(groups.into_iter().map(over).collect::<Result<_, _>>()?);
+        Ok(())
+    }
+
+    fn allocs(&self) -> &[Direction<N>] {
+        match &self.alloc {
+            Alloc::Separate(alloc) => std::slice::from_ref(alloc),
+            Alloc::Access(allocs) => allocs.get().map_or(&[], Vec::as_slice),
+        }
+    }
+
+    fn directions(&self) -> impl Iterator<Item = &Direction<N>> {
+        self.allocs().iter().chain([&self.free])
     }
 }
 
@@ -74,11 +118,23 @@ impl<N: Nic> Direction<N> {
                 access: Access::REMOTE_WRITE,
             },
         )?;
+        Self::over(nic, pd, credits, (qp, Arc::new(Completer::new(cq))), false)
+    }
+
+    /// Requests over a QP, whose completions the completer gets.
+    fn over(
+        nic: &N,
+        pd: &N::Pd,
+        credits: u32,
+        (qp, completer): Lent<N>,
+        shared: bool,
+    ) -> Result<Self, Error> {
         let memory = nic.alloc_dma(credits as usize * SLOT_BYTES)?;
         let replies = nic.reg_mr(pd, &memory, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
         Ok(Self {
             qp,
-            completer: Completer::new(cq),
+            completer,
+            shared,
             replies,
             credits: Credits::new(credits),
             order: Mutex::new(()),
@@ -98,19 +154,13 @@ impl<N: Nic> Direction<N> {
         request[..n].copy_from_slice(arguments);
         request[n..n + 8].copy_from_slice(&target.addr.to_be_bytes());
         request[n + 8..n + 12].copy_from_slice(&target.rkey.0.to_be_bytes());
-        let (answered, sent) = {
-            let _order = self.order.lock();
-            if !self.open.load(Ordering::Relaxed) {
-                let (attempt, status) = (what.to_owned(), Status::Flushed);
-                return Err(Error::ManagementBroken { attempt, status });
+        let (answered, sent) = loop {
+            match self.post(what, &request[..n + 12]) {
+                Err(Error::Verbs(VerbsError::QueueFull { .. })) if self.shared => {
+                    self.make_room()?
+                }
+                posted => break posted?,
             }
-            let answered =
-                self.completer.submit(|id| self.qp.post_recv(&ReceiveRequest { id, to: &[] }))?;
-            let sent = self.completer.submit(|id| {
-                let op = Op::SendInline { data: &request[..n + 12] };
-                self.qp.post_send(&[WorkRequest { id, op, signaled: true }])
-            })?;
-            (answered, sent)
         };
         for pending in [answered, sent] {
             let completion = pending.await?;
@@ -129,6 +179,42 @@ impl<N: Nic> Direction<N> {
     }
 }
 
+type Posted<N> = Pending<<N as Nic>::Cq>;
+
+impl<N: Nic> Direction<N> {
+    /// Posts a request and the receive for its reply. On a QP that others post to, the SEND may find no
+    /// room: it goes first, and a reply that is faster waits for its receive.
+    fn post(&self, what: &str, request: &[u8]) -> Result<(Posted<N>, Posted<N>), Error> {
+        let receive =
+            || self.completer.submit(|id| self.qp.post_recv(&ReceiveRequest { id, to: &[] }));
+        let send = || {
+            self.completer.submit(|id| {
+                let op = Op::SendInline { data: request };
+                self.qp.post_send(&[WorkRequest { id, op, signaled: true }])
+            })
+        };
+        let _order = self.order.lock();
+        if !self.open.load(Ordering::Relaxed) {
+            let (attempt, status) = (what.to_owned(), Status::Flushed);
+            return Err(Error::ManagementBroken { attempt, status });
+        }
+        if self.shared {
+            let sent = send()?;
+            return Ok((receive()?, sent));
+        }
+        Ok((receive()?, send()?))
+    }
+
+    /// Polls for others, since room comes with their completions.
+    #[cold]
+    fn make_room(&self) -> Result<(), Error> {
+        if self.completer.turn() == 0 {
+            self.completer.cq().wait(Duration::from_millis(1))?;
+        }
+        Ok(())
+    }
+}
+
 impl<N: Nic> ClientScheme for Client<N> {
     async fn allocate(&self, group: GroupId) -> Result<Grant, Error> {
         let groups = self.access.get().map_or(&[][..], Vec::as_slice);
@@ -140,7 +226,11 @@ impl<N: Nic> ClientScheme for Client<N> {
         for (qpn, at) in lanes.iter().zip(arguments.chunks_exact_mut(3)) {
             at.copy_from_slice(&qpn.raw().to_be_bytes()[1..]);
         }
-        let bytes = self.alloc.ask("allocating a chunk", &arguments[..3 * lanes.len()]).await?;
+        let alloc = match &self.alloc {
+            Alloc::Separate(alloc) => alloc,
+            Alloc::Access(_) => &self.allocs()[group.0 as usize],
+        };
+        let bytes = alloc.ask("allocating a chunk", &arguments[..3 * lanes.len()]).await?;
         match bytes[reply::STATUS] {
             status::GRANTED => {}
             status::EMPTY => return Err(Error::OutOfMemory { bytes: self.chunk_bytes }),
@@ -173,19 +263,22 @@ impl<N: Nic> ClientScheme for Client<N> {
     }
 
     fn management(&self) -> Vec<Qpn> {
-        vec![self.alloc.qp.qpn(), self.free.qp.qpn()]
+        match &self.alloc {
+            Alloc::Separate(alloc) => vec![alloc.qp.qpn(), self.free.qp.qpn()],
+            Alloc::Access(_) => vec![self.free.qp.qpn()],
+        }
     }
 
     fn is_broken(&self) -> bool {
-        [&self.alloc, &self.free].iter().any(|d| !matches!(d.qp.state(), Ok(QpState::ReadyToSend)))
+        self.directions().any(|d| !matches!(d.qp.state(), Ok(QpState::ReadyToSend)))
     }
 
     fn is_closed(&self) -> bool {
-        [&self.alloc, &self.free].iter().any(|d| !d.open.load(Ordering::Acquire))
+        self.directions().any(|d| !d.open.load(Ordering::Acquire))
     }
 
     fn reset(&self) -> Result<(), Error> {
-        for d in [&self.alloc, &self.free] {
+        for d in self.directions() {
             let _order = d.order.lock();
             d.open.store(false, Ordering::Relaxed);
             d.qp.modify(QpChange::Reset)?;
@@ -199,11 +292,16 @@ impl<N: Nic> ClientScheme for Client<N> {
     }
 
     fn connect(&self, peers: &[Qpn]) -> Result<(), Error> {
-        for (d, &peer) in [&self.alloc, &self.free].into_iter().zip(peers) {
+        let own: Vec<_> = match &self.alloc {
+            Alloc::Separate(alloc) => vec![alloc, &self.free],
+            // Access QPs are connected before, by who has them.
+            Alloc::Access(_) => vec![&self.free],
+        };
+        for (d, &peer) in own.into_iter().zip(peers) {
             let _order = d.order.lock();
             d.qp.connect(peer)?;
-            d.open.store(true, Ordering::Release);
         }
+        self.directions().for_each(|d| d.open.store(true, Ordering::Release));
         Ok(())
     }
 }

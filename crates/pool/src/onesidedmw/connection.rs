@@ -20,12 +20,18 @@ use crate::chain::direction::{Direction, Purpose};
 use crate::chain::notice::BULLETIN_BLOCKS;
 use crate::scheme::{Admission, ClientId};
 
+/// Access QPs by group and lane, with the compute node's QPs that they are connected to.
+pub(super) type AccessQps<N> = Vec<Vec<(<N as fabric::Nic>::Qp, Qpn)>>;
+
 /// What the memory node has for one compute node.
 pub(super) struct Connection<N: DirectNic> {
-    pub alloc: Direction<N>,
+    /// Where it allocates: one QP; without separation, each of its access QPs.
+    pub allocs: Vec<Direction<N>>,
     pub free: Direction<N>,
     /// Access QPs by group and lane, with the compute node's QPs that they are connected to.
-    pub access: Vec<Vec<(N::Qp, Qpn)>>,
+    pub access: AccessQps<N>,
+    /// Its access QPs are not those that it allocates over.
+    pub separate: bool,
     pub bulletin: Remote,
     pub management: Management,
     /// Tell it, once its management is closed.
@@ -47,18 +53,20 @@ pub(super) enum Management {
 }
 
 impl<N: DirectNic> Connection<N> {
-    pub fn directions(&self) -> [&Direction<N>; 2] {
-        [&self.alloc, &self.free]
+    pub fn directions(&self) -> impl Iterator<Item = &Direction<N>> {
+        self.allocs.iter().chain([&self.free])
     }
 
     /// Numbers of the fronts, in the order of [`crate::scheme::Admitted::management`].
     pub fn management_qpns(&self) -> Vec<u32> {
-        self.directions().map(|d| d.front.qpn().raw()).to_vec()
+        let allocs = self.allocs.iter().take(if self.separate { 1 } else { 0 });
+        allocs.chain([&self.free]).map(|d| d.front.qpn().raw()).collect()
     }
 
     /// The direction of the worker `qpn`.
     pub fn direction_of(&mut self, worker: Qpn) -> Option<&mut Direction<N>> {
-        [&mut self.alloc, &mut self.free].into_iter().find(|d| d.worker.qpn() == worker)
+        let mut all = self.allocs.iter_mut().chain([&mut self.free]);
+        all.find(|d| d.worker.qpn() == worker)
     }
 
     /// No request comes in from now on, and no reply goes out.
@@ -80,12 +88,48 @@ impl<N: DirectNic> Node<N> {
         client: ClientId,
         request: &Admission,
     ) -> Result<Connection<N>, Error> {
-        let [alloc_peer, free_peer] = request.management[..] else {
-            let why = "it must name two management QPs: for allocations and for frees".into();
-            return Err(Error::Refused { attempt: "admitting a compute node".into(), why });
+        let separate = self.settings.separation;
+        let (alloc_peers, free_peer) = match (&request.management[..], separate) {
+            ([alloc, free], true) => (vec![*alloc], *free),
+            ([free], false) => (request.groups.concat(), *free),
+            _ => {
+                let why = match separate {
+                    true => "it must name two management QPs: for allocations and for frees",
+                    false => "it must name one management QP, for frees",
+                };
+                let attempt = "admitting a compute node".into();
+                return Err(Error::Refused { attempt, why: why.into() });
+            }
         };
-        let alloc = Direction::new(&self.parts(), &self.alloc_purpose(client, alloc_peer))?;
+        let alloc = |peer: &u32| Direction::new(&self.parts(), &self.alloc_purpose(client, *peer));
+        let allocs = alloc_peers.iter().map(alloc).collect::<Result<Vec<_>, _>>()?;
         let free = Direction::new(&self.parts(), &self.free_purpose(client, free_peer))?;
+        let access = match separate {
+            true => self.access_qps(request)?,
+            false => allocs
+                .chunks(self.settings.lanes() as usize)
+                .map(|lanes| lanes.iter().map(|d| (d.front.clone(), d.front_peer)).collect())
+                .collect(),
+        };
+        let bulletin =
+            Remote { addr: request.bulletin_addr, rkey: fabric::Key(request.bulletin_rkey) };
+        let management = Management::Closed;
+        let meter = Meter::new(&self.settings.budget);
+        Ok(Connection {
+            allocs,
+            free,
+            access,
+            separate,
+            bulletin,
+            management,
+            tell: false,
+            owed: Vec::new(),
+            meter,
+        })
+    }
+
+    /// The QPs that a compute node's access QPs are connected to.
+    fn access_qps(&self, request: &Admission) -> Result<AccessQps<N>, Error> {
         let mut access = Vec::new();
         for group in &request.groups {
             let mut lanes = Vec::new();
@@ -105,20 +149,7 @@ impl<N: DirectNic> Node<N> {
             }
             access.push(lanes);
         }
-        let bulletin =
-            Remote { addr: request.bulletin_addr, rkey: fabric::Key(request.bulletin_rkey) };
-        let management = Management::Closed;
-        let meter = Meter::new(&self.settings.budget);
-        Ok(Connection {
-            alloc,
-            free,
-            access,
-            bulletin,
-            management,
-            tell: false,
-            owed: Vec::new(),
-            meter,
-        })
+        Ok(access)
     }
 
     fn alloc_purpose(&self, owner: ClientId, peer: u32) -> Purpose<'_, N> {
@@ -132,6 +163,7 @@ impl<N: DirectNic> Node<N> {
             receive_sges: alloc_chain::receive_sges(shape),
             push_queue: None,
             waits: false,
+            access: if self.settings.separation { Access::NONE } else { Access::REMOTE_ALL },
             copies: false,
         }
     }
@@ -141,6 +173,7 @@ impl<N: DirectNic> Node<N> {
             worker_blocks: free_chain::ring_blocks(&self.memory.shape, self.settings.credits),
             receive_sges: free_chain::RECEIVE_SGES,
             push_queue: Some(&self.push_queue),
+            access: Access::NONE,
             ..self.alloc_purpose(owner, peer)
         }
     }
@@ -170,14 +203,16 @@ impl<N: DirectNic> Node<N> {
     /// Arms both chains and lets requests in; nothing is in flight, and the compute node has reset
     /// its side, or not been admitted yet.
     pub(super) fn open(&mut self, c: &mut Connection<N>) -> Result<(), Error> {
-        for d in [&mut c.alloc, &mut c.free] {
+        for d in c.allocs.iter_mut().chain([&mut c.free]) {
             d.first = 0;
             d.count = self.nic.cq_count(&d.requests)?;
             d.opened = d.count;
             d.executed = d.front.progress()?.executed;
         }
         let guard = c.free.worker.qpn();
-        self.arm(&mut c.alloc, |node, w| alloc_chain::write(&node.memory, w, guard))?;
+        for d in &mut c.allocs {
+            self.arm(d, |node, w| alloc_chain::write(&node.memory, w, guard))?;
+        }
         self.arm_free(&mut c.free)?;
         for d in c.directions() {
             d.front.connect(d.front_peer)?;

@@ -40,11 +40,15 @@ fn fault_entries(settings: &Settings) -> u32 {
 }
 
 fn shape(settings: &Settings) -> Shape {
+    let directions = match settings.separation {
+        true => 2,
+        false => settings.groups_max * settings.lanes() + 1,
+    };
     Shape {
         chunks: settings.chunks() as u32,
         chunk_bytes: settings.chunk_bytes,
         group: settings.group_size as usize,
-        in_flight: settings.clients_max * settings.credits * 2,
+        in_flight: settings.clients_max * settings.credits * directions,
     }
 }
 
@@ -167,7 +171,7 @@ impl<N: DirectNic> Node<N> {
 
     /// The node-side QPs that answer `client`: for tests that look behind the scenes.
     pub fn worker_qpns(&self, client: ClientId) -> Option<[Qpn; 2]> {
-        self.clients.get(&client).map(|c| [c.alloc.worker.qpn(), c.free.worker.qpn()])
+        self.clients.get(&client).map(|c| [c.allocs[0].worker.qpn(), c.free.worker.qpn()])
     }
 
     pub(super) fn parts(&self) -> Parts<'_, N> {
@@ -235,7 +239,10 @@ impl<N: DirectNic> Node<N> {
         let new = self.notice.changes(empty);
         if new {
             for c in self.clients.values() {
-                if let Some((qp, _)) = c.access.first().and_then(|lanes| lanes.first()) {
+                // Without separation their send queues are the chains': they ask the control thread.
+                if c.separate
+                    && let Some((qp, _)) = c.access.first().and_then(|lanes| lanes.first())
+                {
                     self.notice.tell(qp, c.bulletin);
                 }
             }
@@ -317,6 +324,12 @@ impl<N: DirectNic> NodeScheme for Node<N> {
                 why: "this compute node has no such QP".into(),
             });
         };
+        if !c.separate {
+            return Err(Error::Refused {
+                attempt: format!("re-establishing lane {} of group {}", lane.0, group.0),
+                why: "without separation that is done with the management QPs, all at once".into(),
+            });
+        }
         qp.connect(*peer)?;
         Ok(qp.qpn().raw())
     }

@@ -37,10 +37,10 @@ impl<N: DirectNic> Node<N> {
     }
 
     fn see_to(&mut self, client: ClientId, c: &mut Connection<N>) -> Result<(), Error> {
-        if c.management != Management::Open || c.directions().iter().all(|d| d.stopped.is_none()) {
+        if c.management != Management::Open || c.directions().all(|d| d.stopped.is_none()) {
             return Ok(());
         }
-        if c.alloc.stopped.is_none()
+        if c.allocs.iter().all(|d| d.stopped.is_none())
             && let Some(at) = c.free.stopped
         {
             debug_assert_eq!(c.free.worker.state()?, QpState::Error);
@@ -156,10 +156,12 @@ impl<N: DirectNic> Node<N> {
         }
         c.owed = self.empty_hands(c, Urgency::Now)?;
         let who = (self.settings.credits, client.0 as u64);
-        for entry in undelivered(&self.nic, &self.memory, &c.alloc, who)? {
-            self.memory.disown(entry);
-            self.reclaimer.add(Task::Release(entry), Urgency::Now);
-            c.owed.push(entry);
+        for d in &c.allocs {
+            for entry in undelivered(&self.nic, &self.memory, d, who)? {
+                self.memory.disown(entry);
+                self.reclaimer.add(Task::Release(entry), Urgency::Now);
+                c.owed.push(entry);
+            }
         }
         Ok(true)
     }
@@ -180,7 +182,12 @@ impl<N: DirectNic> Node<N> {
 
     /// True if nothing is in flight: no request comes in, and the workers have done what did.
     pub(super) fn are_at_rest(&self, c: &Connection<N>) -> Result<bool, Error> {
-        Ok(c.alloc.is_at_rest(&self.nic)? && c.free.is_at_rest(&self.nic)?)
+        for d in c.directions() {
+            if !d.is_at_rest(&self.nic)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Puts back what workers that stopped have in hand; the entries among it.
@@ -190,13 +197,15 @@ impl<N: DirectNic> Node<N> {
         urgency: Urgency,
     ) -> Result<Vec<u32>, Error> {
         let credits = self.settings.credits;
-        let mut hands = [Hand::default(); 2];
-        if let Some(at) = c.alloc.stopped {
-            let ring = c.alloc.worker.send_ring();
-            hands[0] = alloc_chain::in_hand(&self.memory, &ring, at, credits);
+        let mut hands: Vec<Hand> = Vec::new();
+        for d in &c.allocs {
+            if let Some(at) = d.stopped {
+                let ring = d.worker.send_ring();
+                hands.push(alloc_chain::in_hand(&self.memory, &ring, at, credits));
+            }
         }
         if let Some(at) = c.free.stopped {
-            hands[1] = self.free_stop(&c.free, at).hand;
+            hands.push(self.free_stop(&c.free, at).hand);
         }
         let mut entries = Vec::new();
         for hand in hands {

@@ -21,8 +21,7 @@ impl Setup {
     }
 
     fn node_of(&self, chunk_bytes: u64, chunks: u64) -> Node {
-        let how = (self.scheme, self.control, self.cores);
-        Node::start(self.place, how, chunk_bytes, chunks)
+        Node::start(self.place, self.how, chunk_bytes, chunks)
     }
 }
 
@@ -534,7 +533,7 @@ pub fn counters_count(setup: &Setup) {
     }
     let status = pool.node_status().unwrap();
     assert_eq!((status.node.free, status.node.clients), (0, 1));
-    assert_eq!(status.node.scheme, setup.scheme.name());
+    assert_eq!(status.node.scheme, setup.how.scheme.name());
     assert_eq!(status.donated_bytes, 4 * CHUNK);
     for grant in grants {
         pool.free_blocking(grant).unwrap();
@@ -544,7 +543,7 @@ pub fn counters_count(setup: &Setup) {
         - (before.allocations_cpu + before.allocations_nic);
     let frees = after.frees_cpu + after.frees_nic - (before.frees_cpu + before.frees_nic);
     assert_eq!((allocations, frees), (4, 4));
-    let by_cpu = setup.scheme.needs_cpu();
+    let by_cpu = setup.how.scheme.needs_cpu();
     assert_eq!(after.allocations_cpu > 0, by_cpu);
     assert_eq!(after.allocations_nic > 0, !by_cpu);
     let stats = pool.stats();

@@ -3,16 +3,16 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pool::{ControlMode, Error, GroupId, SchemeKind};
+use pool::{Error, GroupId};
 
-use crate::place::{Node, Place};
+use crate::place::{How, Node, Place};
 
 /// How long it may take until somebody who waits learns it.
 const NOTICED: Duration = Duration::from_millis(1000);
 
 /// Whatever is in flight, and whatever is asked afterwards, ends with [`Error::Gone`].
-pub fn operations_end_when_the_node_dies(scheme: SchemeKind) {
-    let mut node = Node::start(Place::OtherProcess, (scheme, ControlMode::Event, 1), 4096, 4);
+pub fn operations_end_when_the_node_dies(how: How) {
+    let mut node = Node::start(Place::OtherProcess, how, 4096, 4);
     let pool = node.connect();
     let grant = pool.allocate_blocking().unwrap();
     while pool.allocate_in_blocking(GroupId(1)).is_ok() {}

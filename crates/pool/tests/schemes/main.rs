@@ -6,15 +6,15 @@ mod gone;
 mod pages;
 mod place;
 
-use place::Place;
-use pool::{ControlMode, SchemeKind};
+use place::{How, Place};
+use pool::SchemeKind;
 
 macro_rules! run {
-    ($scheme:expr, $control:expr, $place:expr, [$($check:ident),* $(,)?]) => {
+    ($how:expr, $place:expr, [$($check:ident),* $(,)?]) => {
         $(
             #[test]
             fn $check() {
-                let setup = crate::Setup { scheme: $scheme, control: $control, place: $place, cores: 1 };
+                let setup = crate::Setup { how: $how, place: $place };
                 crate::checks::$check(&setup);
             }
         )*
@@ -22,26 +22,26 @@ macro_rules! run {
 }
 
 macro_rules! scheme {
-    ($name:ident, $kind:expr) => {
+    ($name:ident, $how:expr) => {
         mod $name {
             mod inline {
-                scheme!(@all $kind, crate::Place::Embedded);
+                scheme!(@all $how, crate::Place::Embedded);
             }
             mod shm {
-                scheme!(@all $kind, crate::Place::SameProcess);
+                scheme!(@all $how, crate::Place::SameProcess);
             }
             mod shm_other_process {
-                scheme!(@all $kind, crate::Place::OtherProcess);
+                scheme!(@all $how, crate::Place::OtherProcess);
 
                 #[test]
                 fn operations_end_when_the_node_dies() {
-                    crate::gone::operations_end_when_the_node_dies($kind);
+                    crate::gone::operations_end_when_the_node_dies($how);
                 }
             }
         }
     };
-    (@all $kind:expr, $place:expr) => {
-        run!($kind, pool::ControlMode::Event, $place, [
+    (@all $how:expr, $place:expr) => {
+        run!($how, $place, [
             a_chunk_is_zero_and_keeps_what_is_written,
             the_next_owner_reads_zeros,
             keys_are_dead_after_free,
@@ -66,36 +66,38 @@ macro_rules! scheme {
 /// What a check is run with.
 #[derive(Clone, Copy)]
 pub struct Setup {
-    scheme: SchemeKind,
-    control: ControlMode,
+    how: How,
     place: Place,
-    /// Cores that answer requests.
-    cores: u32,
 }
 
 impl Setup {
     /// True if a key is for one QP, not for all of a compute node's.
     fn keys_are_for_one_qp(&self) -> bool {
-        matches!(self.scheme, SchemeKind::OneSidedMw | SchemeKind::RpcMw2)
+        matches!(self.how.scheme, SchemeKind::OneSidedMw | SchemeKind::RpcMw2)
     }
 
     /// True if a key is for one compute node: not with type-1 windows (OneSidedMW §2.3).
     fn keys_are_for_one_client(&self) -> bool {
-        self.scheme != SchemeKind::RpcMw1
+        self.how.scheme != SchemeKind::RpcMw1
     }
 
     /// True if a chunk's keys are dead when its free returns: with type-1 windows they are when the
     /// next allocation does.
     fn dies_with_its_free(&self) -> bool {
-        self.scheme != SchemeKind::RpcMw1
+        self.how.scheme != SchemeKind::RpcMw1
     }
 }
 
-scheme!(onesidedmw, pool::SchemeKind::OneSidedMw);
-scheme!(rpc_mw_2, pool::SchemeKind::RpcMw2);
-scheme!(rpc_mw_1, pool::SchemeKind::RpcMw1);
-scheme!(fine_mr, pool::SchemeKind::FineMr);
-scheme!(static_mr, pool::SchemeKind::StaticMr);
+scheme!(onesidedmw, crate::How::by(pool::SchemeKind::OneSidedMw));
+// Each access QP carries a chain that allocates for it.
+scheme!(
+    onesidedmw_without_separation,
+    crate::How { separation: false, ..crate::How::by(pool::SchemeKind::OneSidedMw) }
+);
+scheme!(rpc_mw_2, crate::How::by(pool::SchemeKind::RpcMw2));
+scheme!(rpc_mw_1, crate::How::by(pool::SchemeKind::RpcMw1));
+scheme!(fine_mr, crate::How::by(pool::SchemeKind::FineMr));
+scheme!(static_mr, crate::How::by(pool::SchemeKind::StaticMr));
 
 /// Access is by pages: the checks of [`checks`] that are about keys, ranges and parts of a chunk do not
 /// apply; those that do are made with pages.
@@ -139,11 +141,10 @@ mod several_cores {
     macro_rules! cores {
         ($name:ident, $kind:expr) => {
             mod $name {
-                use crate::{Place, Setup, checks};
+                use crate::{How, Place, Setup, checks};
 
                 fn setup(place: Place) -> Setup {
-                    let control = pool::ControlMode::Event;
-                    Setup { scheme: $kind, control, place, cores: 3 }
+                    Setup { how: How { cores: 3, ..How::by($kind) }, place }
                 }
 
                 #[test]
@@ -174,8 +175,10 @@ mod several_cores {
 /// A CPU that polls for RPCs instead of sleeping.
 mod rpc_mw_2_polling {
     run!(
-        pool::SchemeKind::RpcMw2,
-        pool::ControlMode::Polling,
+        crate::How {
+            control: pool::ControlMode::Polling,
+            ..crate::How::by(pool::SchemeKind::RpcMw2)
+        },
         crate::Place::SameProcess,
         [
             a_chunk_is_zero_and_keeps_what_is_written,

@@ -5,15 +5,15 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use fabric::executor::block_on;
-use pool::{ControlMode, Error, Grant, GroupId, Lane, Pool, SchemeKind, Transfer};
+use pool::{Error, Grant, GroupId, Lane, Pool, SchemeKind, Transfer};
 
-use crate::place::{Node, Place};
+use crate::place::{How, Node, Place};
 
 const PAGE: usize = 4096;
 type Page = [u8; PAGE];
 
 fn start(place: Place, pages: u64) -> Node {
-    Node::start(place, (SchemeKind::Odrp, ControlMode::Event, 1), PAGE as u64, pages)
+    Node::start(place, How::by(SchemeKind::Odrp), PAGE as u64, pages)
 }
 
 fn read(pool: &Pool, grant: &Grant) -> Page {

@@ -18,6 +18,24 @@ pub enum Place {
     OtherProcess,
 }
 
+/// How a memory node allocates.
+#[derive(Clone, Copy)]
+pub struct How {
+    pub scheme: SchemeKind,
+    pub control: ControlMode,
+    /// Cores that answer requests.
+    pub cores: u32,
+    /// Allocation has QPs of its own.
+    pub separation: bool,
+}
+
+impl How {
+    /// As the scheme is by default.
+    pub fn by(scheme: SchemeKind) -> Self {
+        Self { scheme, control: ControlMode::Event, cores: 1, separation: true }
+    }
+}
+
 /// A running memory node.
 pub enum Node {
     Embedded(Arc<Embedded>),
@@ -35,18 +53,14 @@ const SETTINGS: &str = "GRANARY_TEST_SERVE";
 
 impl Node {
     /// Starts a memory node with `chunks` chunks of `chunk_bytes`.
-    pub fn start(
-        place: Place,
-        (scheme, control, cores): (SchemeKind, ControlMode, u32),
-        chunk_bytes: u64,
-        chunks: u64,
-    ) -> Node {
+    pub fn start(place: Place, how: How, chunk_bytes: u64, chunks: u64) -> Node {
         let settings = Settings {
             donate_bytes: chunk_bytes * chunks,
             chunk_bytes,
-            scheme,
-            control,
-            cores,
+            scheme: how.scheme,
+            control: how.control,
+            cores: how.cores,
+            separation: how.separation,
             clients_max: 16,
             groups_max: 4,
             ..Settings::default()
@@ -103,8 +117,14 @@ impl ServerProcess {
         let path = dir.path().join("pool.sock");
         let s = settings;
         let words = format!(
-            "{} {} {} {} {} {}",
-            s.donate_bytes, s.chunk_bytes, s.clients_max, s.groups_max, s.scheme, s.control
+            "{} {} {} {} {} {} {}",
+            s.donate_bytes,
+            s.chunk_bytes,
+            s.clients_max,
+            s.groups_max,
+            s.scheme,
+            s.control,
+            s.separation
         );
         let child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "place::serve_for_another_process", "--nocapture"])
@@ -148,7 +168,7 @@ impl Drop for ServerProcess {
 #[test]
 fn serve_for_another_process() {
     let Ok(words) = std::env::var(SETTINGS) else { return };
-    let words: Vec<&str> = words.splitn(7, ' ').collect();
+    let words: Vec<&str> = words.splitn(8, ' ').collect();
     let number = |i: usize| words[i].parse::<u64>().unwrap();
     let settings = Settings {
         donate_bytes: number(0),
@@ -157,9 +177,10 @@ fn serve_for_another_process() {
         groups_max: number(3) as u32,
         scheme: words[4].parse().unwrap(),
         control: words[5].parse::<ControlMode>().unwrap(),
+        separation: words[6].parse().unwrap(),
         ..Settings::default()
     };
-    let service = Service::start(&settings, &Endpoint::At(words[6].into())).unwrap();
+    let service = Service::start(&settings, &Endpoint::At(words[7].into())).unwrap();
     std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).unwrap();
     assert_eq!(service.failure(), None);
     service.stop();

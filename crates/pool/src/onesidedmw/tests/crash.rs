@@ -137,7 +137,7 @@ impl Scene {
     /// The free worker that was stopped runs again.
     fn is_repaired(&self) -> bool {
         let c = &self.node.clients[&ClientId(1)];
-        let runs = c.directions().iter().all(|d| d.worker.state().unwrap() != QpState::Error);
+        let runs = c.directions().all(|d| d.worker.state().unwrap() != QpState::Error);
         runs && c.management == Management::Open
     }
 

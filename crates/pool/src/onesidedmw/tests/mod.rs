@@ -73,15 +73,23 @@ impl Raw {
         let memory = nic.alloc_dma(64 << 10).unwrap();
         let rights = Access::LOCAL_ALL | Access::REMOTE_WRITE;
         let memory = nic.reg_mr(&pd, &memory, rights).unwrap();
+        // Without separation it allocates over its first access QP.
+        let alloc = if settings.separation { alloc } else { access[0].clone() };
+        let management = match settings.separation {
+            true => vec![alloc.qpn().raw(), free.qpn().raw()],
+            false => vec![free.qpn().raw()],
+        };
         let request = Admission {
-            management: vec![alloc.qpn().raw(), free.qpn().raw()],
+            management,
             groups: vec![access.iter().map(|q| q.qpn().raw()).collect()],
             bulletin_addr: memory.memory().addr() + 32768,
             bulletin_rkey: memory.key().0,
         };
         let admitted = node.admit(ClientId(id), &request).unwrap();
-        alloc.connect(Qpn::new(admitted.management[0])).unwrap();
-        free.connect(Qpn::new(admitted.management[1])).unwrap();
+        if settings.separation {
+            alloc.connect(Qpn::new(admitted.management[0])).unwrap();
+        }
+        free.connect(Qpn::new(*admitted.management.last().unwrap())).unwrap();
         for (qp, &peer) in access.iter().zip(&admitted.groups[0]) {
             qp.connect(Qpn::new(peer)).unwrap();
         }
@@ -208,9 +216,9 @@ fn retire(node: &mut Node<SoftNic>, client: ClientId) {
 
 #[test]
 fn chunks_of_every_group_size_are_granted_used_and_freed() {
-    for group in 2..=6 {
+    for (group, separation) in (2..=6).flat_map(|group| [(group, true), (group, false)]) {
         let nic = SoftNic::inline();
-        let settings = settings(8, group, 4);
+        let settings = Settings { separation, groups_max: 2, ..settings(8, group, 4) };
         let mut node = Node::new(nic.clone(), settings.clone()).unwrap();
         let a = Raw::join(&nic, &mut node, 1, &settings);
         let mut held = Vec::new();
@@ -239,10 +247,46 @@ fn chunks_of_every_group_size_are_granted_used_and_freed() {
     }
 }
 
+/// Without separation each access QP carries a chain, which binds for all of its group.
+#[test]
+fn without_separation_every_access_qp_allocates() {
+    let nic = SoftNic::inline();
+    let settings = Settings { separation: false, groups_max: 1, ..settings(12, 4, 4) };
+    let mut node = Node::new(nic.clone(), settings.clone()).unwrap();
+    let mut a = Raw::join(&nic, &mut node, 1, &settings);
+    for round in 0..40 {
+        for qp in a.access.clone() {
+            a.alloc = qp;
+            let chunk = a.allocate().unwrap();
+            for (lane, &rkey) in chunk.keys.iter().enumerate() {
+                let at = Remote { addr: chunk.addr, rkey };
+                assert_eq!(a.access(lane, at, Some(b"granary!"), 0), Status::Success);
+            }
+            if round > 0 {
+                assert_eq!(a.free(chunk.entry), status::FREED);
+            }
+        }
+        node.audit().unwrap();
+    }
+    // It goes with three grants, and with allocations in flight on all of them.
+    for (slot, qp) in a.access.clone().into_iter().enumerate() {
+        a.alloc = qp;
+        a.ask_chunk(slot);
+    }
+    assert_eq!(node.status().unwrap().free, 6);
+    retire(&mut node, a.id);
+    node.audit().unwrap();
+    assert_eq!(node.status().unwrap().free, 12);
+}
+
 #[test]
 fn many_laps_with_many_in_flight_keep_the_pool_whole() {
+    [true, false].into_iter().for_each(many_laps);
+}
+
+fn many_laps(separation: bool) {
     let nic = SoftNic::inline();
-    let settings = settings(7, 3, 8);
+    let settings = Settings { separation, groups_max: 1, ..settings(7, 3, 8) };
     let mut node = Node::new(nic.clone(), settings.clone()).unwrap();
     let clients: Vec<Raw> = (1..=3).map(|id| Raw::join(&nic, &mut node, id, &settings)).collect();
     let mut held: Vec<Vec<Chunk>> = vec![Vec::new(); 3];
