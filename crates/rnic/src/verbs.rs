@@ -31,6 +31,9 @@ pub struct Limits {
     /// While it has work, every so-many-th turn is the physical function's, however many others there
     /// are: it answers for all of them. At least 1.
     pub physical_every: u32,
+    /// Work of the physical function in a turn. Longer than the others', as a chain that clears a chunk
+    /// is work for one client, and must not wait for a turn of a flood with each few KiB.
+    pub physical_turn: u32,
     /// Check the index and QPN in the control segment of managed rings' WQEs too. Recycled rings
     /// cannot run then; it is there to show what depends on it.
     pub strict: bool,
@@ -50,6 +53,7 @@ impl Default for Limits {
             qp_turn: 2 << 10,
             function_turn: 4 << 10,
             physical_every: 2,
+            physical_turn: 16 << 10,
             strict: false,
         }
     }

@@ -56,6 +56,13 @@ impl List {
         self.first == Qpn::NONE
     }
 
+    /// True if one QP stands in it.
+    #[inline]
+    pub fn has_one(&self) -> bool {
+        self.first == self.last && !self.is_empty()
+    }
+
+    #[inline]
     pub fn first(&self) -> Option<Qpn> {
         (!self.is_empty()).then_some(self.first)
     }
@@ -68,16 +75,6 @@ impl List {
             Some(last) => last.links.after = qpn,
         }
         link(qps, qpn, Links { before, after: Qpn::NONE });
-    }
-
-    #[inline]
-    fn push_front(&mut self, qps: &mut Table<Qp>, qpn: Qpn) {
-        let after = std::mem::replace(&mut self.first, qpn);
-        match qps.get_mut(after.raw()) {
-            None => self.last = qpn,
-            Some(first) => first.links.before = qpn,
-        }
-        link(qps, qpn, Links { before: Qpn::NONE, after });
     }
 
     /// Takes a QP out that stands in it.
@@ -116,21 +113,23 @@ fn link(qps: &mut Table<Qp>, qpn: Qpn, links: Links) {
 impl Core {
     /// Puts a QP that stands nowhere into its function's row of ready QPs.
     #[inline]
-    pub fn make_ready(&mut self, qpn: Qpn, front: bool) {
+    pub fn make_ready(&mut self, qpn: Qpn) {
         let qp = self.qps.get_mut(qpn.raw()).expect("what becomes ready lives");
         qp.place = Place::Ready;
         let share = qp.share;
-        let ready = &mut self.shares.of(share).ready;
-        if front {
-            ready.push_front(&mut self.qps, qpn);
-        } else {
-            ready.push_back(&mut self.qps, qpn);
-        }
+        self.shares.of(share).ready.push_back(&mut self.qps, qpn);
         self.shares.activate(share);
     }
 
-    /// Takes the first ready QP of a function.
+    /// Moves a ready QP to the back of its function's row.
     #[inline]
+    pub fn requeue(&mut self, share: u32, qpn: Qpn) {
+        let ready = &mut self.shares.of(share).ready;
+        ready.remove(&mut self.qps, qpn);
+        ready.push_back(&mut self.qps, qpn);
+    }
+
+    /// Takes the first ready QP of a function.
     pub fn take_ready(&mut self, share: u32) -> Option<Qpn> {
         let ready = &mut self.shares.of(share).ready;
         let qpn = ready.first()?;

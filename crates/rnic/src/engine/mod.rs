@@ -130,7 +130,7 @@ impl Engine {
             cqs: Table::new(limits.cqs),
             recvs: Table::new(limits.recvs),
             qps: Table::new(limits.qps),
-            shares: Shares::new(limits.function_turn, limits.physical_every),
+            shares: Shares::new(&limits),
             work: 0,
             touched: Vec::with_capacity(64),
             watch: watch::Watch::default(),
@@ -168,9 +168,9 @@ impl Engine {
 
     /// Send doorbell: the unmanaged send queue of `qpn` has WQEs up to building-block index
     /// `producer`. The port has made sure that who rings owns the QP. A doorbell of an unknown QP, or
-    /// of one that cannot take it, is ignored.
-    pub fn ring(&mut self, qpn: Qpn, producer: u16) {
-        self.core.ring(qpn, producer);
+    /// of one that cannot take it, is ignored. True if the queue pair then has something to do.
+    pub fn ring(&mut self, qpn: Qpn, producer: u16) -> bool {
+        self.core.ring(qpn, producer)
     }
 
     /// Executes up to `budget` WQEs, or slices of them, of the QPs that are ready, in turns, at time

@@ -41,13 +41,19 @@ struct Done {
 }
 
 impl Core {
-    pub fn ring(&mut self, qpn: Qpn, producer: u16) {
-        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return };
+    #[inline]
+    pub fn ring(&mut self, qpn: Qpn, producer: u16) -> bool {
+        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return false };
         match &mut qp.send {
             Some(send) if !send.managed && qp.state != QpState::Reset => send.limit = producer,
-            _ => return,
+            _ => return false,
         }
-        self.schedule(qpn);
+        let Some(qp) = self.qps.get(qpn.raw()) else { return false };
+        let work = self.has_work(qp);
+        if work && qp.place == Place::Nowhere {
+            self.make_ready(qpn);
+        }
+        work
     }
 
     /// Makes a QP ready if it has work and stands nowhere.
@@ -55,7 +61,7 @@ impl Core {
     pub fn schedule(&mut self, qpn: Qpn) {
         let Some(qp) = self.qps.get(qpn.raw()) else { return };
         if qp.place == Place::Nowhere && self.has_work(qp) {
-            self.make_ready(qpn, false);
+            self.make_ready(qpn);
         }
     }
 
@@ -82,17 +88,21 @@ impl Core {
         if done.executed == 0 && self.shares.any() { 1 } else { done.executed }
     }
 
-    /// The turn, or a part of it, of the first ready QP of a function.
+    /// The turn, or a part of it, of the first ready QP of a function. The QP stays at the front of the
+    /// row meanwhile: one that has the function to itself need not be taken out and put back.
     fn turn(&mut self, share: u32, wqe: &mut Fetched, budget: usize, end: u64, done: &mut Done) {
-        let Some(qpn) = self.take_ready(share) else {
+        let share_of = self.shares.of(share);
+        let (row, left) = (share_of.ready, share_of.left);
+        let Some(qpn) = row.first() else {
             self.shares.spend(share, 0);
             return;
         };
-        let share_of = self.shares.of(share);
-        let qp = self.qps.get_mut(qpn.raw()).expect("it was ready");
-        let most = if share_of.ready.is_empty() {
+        let qp = self.qps.get_mut(qpn.raw()).expect("what is ready lives");
+        // It may have come with a whole row of a CQ.
+        qp.place = Place::Ready;
+        let most = if row.has_one() {
             // Nobody to share with.
-            share_of.left
+            left
         } else {
             if qp.left <= 0 {
                 qp.left += self.limits.qp_turn.max(1) as i64;
@@ -100,12 +110,12 @@ impl Core {
             if qp.left <= 0 {
                 // It still owes. Passing it over counts too: a function may have many such.
                 self.work += WQE_WORK;
-                self.make_ready(qpn, false);
+                self.requeue(share, qpn);
                 self.shares.spend(share, WQE_WORK as i64);
                 done.steps += 1;
                 return;
             }
-            qp.left.min(share_of.left)
+            qp.left.min(left)
         };
         let start = self.work;
         let stop = end.min(start + most as u64);
@@ -124,20 +134,29 @@ impl Core {
         done.steps += steps;
         done.executed += executed;
         let work = (self.work - start) as i64;
-        let alone = self.shares.of(share).ready.is_empty();
-        let qp = self.qps.get_mut(qpn.raw()).expect("nothing ends a QP in its turn");
-        qp.left = if alone { 0 } else { qp.left - work };
-        let front = qp.left > 0;
-        let qp = self.qps.get(qpn.raw()).expect("as before");
-        if qp.place == Place::Nowhere {
-            if self.has_work(qp) {
-                self.make_ready(qpn, front);
-            } else if front {
-                // What it leaves is forgotten.
-                self.qps.get_mut(qpn.raw()).expect("as before").left = 0;
-            }
-        }
+        self.end_turn(share, qpn, work);
         self.shares.spend(share, work);
+    }
+
+    /// After `work` of a QP: where it stands then.
+    #[inline]
+    fn end_turn(&mut self, share: u32, qpn: Qpn, work: i64) {
+        let row = self.shares.of(share).ready;
+        let qp = self.qps.get(qpn.raw()).expect("nothing ends a QP in its turn");
+        // Else it waits, or has failed and has nothing to flush.
+        let ready = qp.place == Place::Ready;
+        let alone = if ready { row.has_one() } else { row.is_empty() };
+        let left = if alone { 0 } else { qp.left - work };
+        let goes_on = ready && self.has_work(qp);
+        if ready && !goes_on {
+            self.leave(qpn);
+        } else if goes_on && !alone && left <= 0 {
+            self.requeue(share, qpn);
+        }
+        // What a QP leaves is forgotten, unless it waits.
+        let waits = !ready && self.qps.get(qpn.raw()).is_some_and(|qp| qp.place != Place::Nowhere);
+        let qp = self.qps.get_mut(qpn.raw()).expect("as before");
+        qp.left = if goes_on || waits { left } else { left.min(0) };
     }
 
     /// Executes the QP's next WQE, or the next slice of the one under way.

@@ -13,6 +13,7 @@
 //! next one. What a function or QP leaves when it runs out of work is forgotten; what it owes is not.
 
 use super::lists::List;
+use crate::verbs::Limits;
 use std::collections::VecDeque;
 
 /// A function's part.
@@ -34,6 +35,7 @@ pub(super) struct Shares {
     /// Turns that virtual functions had since the physical one's last.
     others: u32,
     physical_every: u32,
+    physical_turn: i64,
     turn: i64,
 }
 
@@ -44,14 +46,15 @@ impl Share {
 impl Shares {
     pub const PHYSICAL: u32 = 0;
 
-    pub fn new(turn: u32, physical_every: u32) -> Self {
+    pub fn new(limits: &Limits) -> Self {
         Self {
             all: vec![Share::NEW],
             unused: Vec::new(),
             row: VecDeque::with_capacity(16),
             others: 0,
-            physical_every: physical_every.max(1),
-            turn: turn.max(1) as i64,
+            physical_every: limits.physical_every.max(1),
+            physical_turn: limits.physical_turn.max(1) as i64,
+            turn: limits.function_turn.max(1) as i64,
         }
     }
 
@@ -107,7 +110,7 @@ impl Shares {
                 Some(_) if physical && self.others + 1 >= self.physical_every => Self::PHYSICAL,
                 Some(&first) => first,
             };
-            let turn = self.turn;
+            let turn = if at == Self::PHYSICAL { self.physical_turn } else { self.turn };
             let share = self.of(at);
             if share.left > 0 {
                 return Some(at);

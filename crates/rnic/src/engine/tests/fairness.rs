@@ -115,15 +115,42 @@ fn qps_of_a_function_share_by_bytes() {
 #[test]
 fn the_physical_function_has_every_second_turn() {
     let mut bed = Bed::new();
+    let limits = Limits::default();
     let clients: Vec<Client> = (0..6).map(|_| Client::virtual_one(&mut bed, 8, 8)).collect();
     let node = Client::new(&mut bed, PF, 2, 8);
     let mut all: Vec<&Client> = clients.iter().collect();
     all.push(&node);
-    run(&mut bed, &all, POLLS);
+    run(&mut bed, &all, 4 * POLLS);
     let others: u64 = clients.iter().map(|c| c.total(&bed)).sum();
-    alike(node.total(&bed), others);
+    let longer = limits.physical_turn as u64 / limits.function_turn as u64;
+    alike(node.total(&bed), longer * others);
     for c in &clients {
         alike(6 * c.total(&bed), others);
+    }
+}
+
+#[test]
+fn clearing_a_chunk_waits_for_few_turns_of_a_flood() {
+    // The last step of a free: 64 KiB, of which each slice is more than a turn.
+    let mut bed = Bed::new();
+    let flood = Client::virtual_one(&mut bed, 64, 8);
+    let node = Client::new(&mut bed, PF, 1, 64 << 10);
+    let limits = Limits::default();
+    for i in 0..if cfg!(miri) { 3 } else { 100 } {
+        for _ in 0..i % 5 {
+            flood.refill(&mut bed);
+            bed.e.poll(0, 64);
+        }
+        let before = flood.total(&bed);
+        bed.e.enable_send(PF, node.qps[0].qpn, i + 1).unwrap();
+        while node.total(&bed) == i as u64 {
+            flood.refill(&mut bed);
+            assert!(bed.e.poll(0, 64) > 0);
+        }
+        let went_before = (flood.total(&bed) - before) * (8 + 4 * 64);
+        let turns = 1 + (64 << 10) / limits.physical_turn as u64;
+        let bound = turns * (limits.function_turn + limits.qp_turn) as u64;
+        assert!(went_before <= bound, "{went_before} of work of a flood went before");
     }
 }
 

@@ -23,6 +23,7 @@
 //! doorbell page (`doorbell.rs`) for how they wake each other.
 
 mod aside;
+mod bells;
 mod client;
 mod doorbell;
 mod host;

@@ -7,7 +7,6 @@
 //! A function's eventfd is shared with its client, which may do with it what it likes. It is never
 //! read here: it is watched edge-triggered, so that each write to it is one wake-up.
 
-use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -21,11 +20,9 @@ use super::super::core::Core;
 use super::super::error::Error;
 use super::super::handshake::{may_sleep, must_wake_nic};
 use super::super::has_one_cpu;
-use super::doorbell::{
-    ASLEEP, ASLEEP_RNR, AWAKE, DOORBELLS, GONE, SLEEPING, WAITER, WHERE, this_cpu,
-};
-use crate::engine::Engine;
-use crate::ids::{FunctionId, Qpn};
+use super::bells::Bells;
+use super::doorbell::{ASLEEP, ASLEEP_RNR, AWAKE, GONE, SLEEPING, WHERE, this_cpu};
+use crate::ids::FunctionId;
 use crate::memory::DmaMemory;
 use crate::verbs::{Limits, QpChange};
 
@@ -44,10 +41,6 @@ const CROWDED_MAX: u32 = 32;
 /// wherever the NIC is), it stays twice as long each time, up to `STAY_MAX`.
 const STAY: Duration = Duration::from_millis(5);
 const STAY_MAX: Duration = Duration::from_secs(5);
-
-/// Doorbells of a function that one look looks at. A client that has many, and keeps their cache lines
-/// to itself by writing them, makes its own doorbells slow, not those of others.
-const SCAN: usize = 64;
 
 /// Work for the NIC thread.
 pub(super) type Job = Box<dyn FnOnce(&mut NicThread) + Send>;
@@ -105,26 +98,12 @@ pub(super) fn eventfd() -> Result<OwnedFd, Error> {
         .map_err(Error::system("making an eventfd"))
 }
 
-/// A function's doorbells as the NIC sees them.
-struct Doorbells {
-    function: FunctionId,
-    page: DmaMemory,
-    wake: OwnedFd,
-    /// By slot, up to the highest that was ever in use: what was seen last.
-    seen: Vec<u32>,
-    /// By slot: whose it is.
-    owner: Vec<Option<Qpn>>,
-    slots: u32,
-    /// Where the next look goes on.
-    next: usize,
-}
-
 /// The thread's state.
 pub(super) struct NicThread {
     pub core: Core,
     pub stop: bool,
     shared: Arc<Shared>,
-    doorbells: Vec<Doorbells>,
+    doorbells: Vec<Bells>,
     epoll: OwnedFd,
     started: Instant,
     /// The CPU that it runs on, as the doorbell pages have it.
@@ -178,9 +157,20 @@ impl NicThread {
                 idle_since = None;
                 now = self.now_ns();
             } else if self.is_waited_for_here(now) || one_cpu || idle >= SPIN {
-                rustix::thread::sched_yield();
+                now = self.yield_cpu(now);
             }
         }
+    }
+
+    /// Leaves its CPU to others, since `now`; gives the time when it has it again.
+    fn yield_cpu(&mut self, now: u64) -> u64 {
+        rustix::thread::sched_yield();
+        let back = self.now_ns();
+        let away = Duration::from_nanos(back - now);
+        for bells in &mut self.doorbells {
+            bells.judge(&mut self.core.engine, away, back);
+        }
+        back
     }
 
     /// Whether a client waits on this CPU. Says first which one that is. Where that goes on, the
@@ -196,12 +186,8 @@ impl NicThread {
             }
         }
         let mut any = false;
-        for bells in &self.doorbells {
-            let waiter = bells.page.word32(WAITER);
-            if waiter.load(Ordering::Relaxed) == cpu {
-                waiter.store(0, Ordering::Relaxed);
-                any = true;
-            }
+        for bells in &mut self.doorbells {
+            any |= bells.waits_on(cpu, now);
         }
         self.crowded += any as u32;
         if self.crowded >= CROWDED_MAX {
@@ -220,10 +206,12 @@ impl NicThread {
     #[inline]
     fn work(&mut self, now: u64) -> bool {
         let mail = self.shared.has_mail.load(Ordering::Acquire) && self.take_mail();
-        let rang = self.scan();
+        for bells in &mut self.doorbells {
+            bells.scan(&mut self.core.engine);
+        }
         let executed = self.core.engine.poll(now, BUDGET) > 0;
         let events = self.core.deliver_events();
-        mail | rang | executed | events
+        mail | executed | events
     }
 
     #[cold]
@@ -237,29 +225,6 @@ impl NicThread {
         any
     }
 
-    /// Tells the engine of doorbells that have changed, among the next `SCAN` of each function.
-    #[inline]
-    fn scan(&mut self) -> bool {
-        let mut any = false;
-        for bells in &mut self.doorbells {
-            let from = if bells.next < bells.seen.len() { bells.next } else { 0 };
-            let to = bells.seen.len().min(from + SCAN);
-            bells.next = to;
-            any |= bells.look(&mut self.core.engine, from..to);
-        }
-        any
-    }
-
-    /// Tells the engine of all doorbells that have changed.
-    fn scan_all(&mut self) -> bool {
-        let mut any = false;
-        for bells in &mut self.doorbells {
-            let all = 0..bells.seen.len();
-            any |= bells.look(&mut self.core.engine, all);
-        }
-        any
-    }
-
     /// Sleeps until a doorbell, mail, or the engine's next timeout.
     #[cold]
     fn sleep(&mut self, now: u64) {
@@ -267,8 +232,10 @@ impl NicThread {
         let state = if timeout.is_some() { ASLEEP_RNR } else { ASLEEP };
         // The other half of the pair described in `doorbell.rs`.
         let look = |nic: &mut Self| {
-            let rang = nic.scan_all();
-            nic.shared.has_mail.load(Ordering::Relaxed) || nic.work(now) || rang
+            for bells in &mut nic.doorbells {
+                bells.scan_all(&mut nic.core.engine);
+            }
+            nic.shared.has_mail.load(Ordering::Relaxed) || nic.work(now)
         };
         if !may_sleep::<AtomicU32, _>(self, |nic| nic.announce(state), look) {
             self.announce(AWAKE);
@@ -312,15 +279,7 @@ impl NicThread {
     ) -> Result<(), Error> {
         watch(&self.epoll, &wake)?;
         page.word32(WHERE).store(self.cpu, Ordering::Relaxed);
-        self.doorbells.push(Doorbells {
-            function,
-            page,
-            wake,
-            seen: Vec::new(),
-            owner: Vec::new(),
-            slots,
-            next: 0,
-        });
+        self.doorbells.push(Bells::new(function, page, wake, slots));
         Ok(())
     }
 
@@ -367,63 +326,6 @@ impl NicThread {
             bells.release(qpn);
         }
         Ok(reply)
-    }
-}
-
-impl Doorbells {
-    /// Tells the engine of the doorbells in `slots` that have changed.
-    #[inline]
-    fn look(&mut self, engine: &mut Engine, slots: Range<usize>) -> bool {
-        let mut any = false;
-        let first = slots.start;
-        for (at, seen) in self.seen[slots].iter_mut().enumerate() {
-            let slot = first + at;
-            let bell = self.page.word32(DOORBELLS + slot * 4).load(Ordering::Acquire);
-            if bell != *seen {
-                *seen = bell;
-                any = true;
-                if let Some(qpn) = self.owner[slot] {
-                    engine.ring(qpn, bell as u16);
-                }
-            }
-        }
-        any
-    }
-
-    fn free_slot(&self) -> Option<u32> {
-        let slot = self.owner.iter().position(Option::is_none).unwrap_or(self.owner.len());
-        (slot < self.slots as usize).then_some(slot as u32)
-    }
-
-    fn current(&self, slot: usize) -> u32 {
-        self.page.word32(DOORBELLS + slot * 4).load(Ordering::Acquire)
-    }
-
-    fn take_slot(&mut self, slot: u32, qpn: Qpn) {
-        let slot = slot as usize;
-        if slot == self.owner.len() {
-            self.owner.push(None);
-            self.seen.push(0);
-        }
-        self.owner[slot] = Some(qpn);
-        self.seen[slot] = self.current(slot);
-    }
-
-    /// What was rung for `qpn` so far is of no interest any more.
-    fn ignore_past(&mut self, qpn: Qpn) {
-        if let Some(slot) = self.owner.iter().position(|o| *o == Some(qpn)) {
-            self.seen[slot] = self.current(slot);
-        }
-    }
-
-    fn release(&mut self, qpn: Qpn) {
-        if let Some(slot) = self.owner.iter().position(|o| *o == Some(qpn)) {
-            self.owner[slot] = None;
-        }
-        while self.owner.last() == Some(&None) {
-            self.owner.pop();
-            self.seen.pop();
-        }
     }
 }
 

@@ -1,0 +1,265 @@
+//! A function's doorbells as the NIC sees them, and what its word is worth.
+//!
+//! - A doorbell counts as rung if the queue pair then has something to do. One that does not (a liar's, or
+//!   one for a queue pair that takes none) keeps the NIC neither awake nor from who waits for its CPU.
+//! - Of a function whose doorbells change for nothing fewer are looked at in each round, until one of them
+//!   is meant: it pays for that itself, by being heard later.
+//! - A function says that it waits on the NIC's CPU. If the NIC leaves it the CPU, is away for long, and that
+//!   brought no work of the function, it is not believed for a while, twice as long each time.
+
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::doorbell::{DOORBELLS, WAITER};
+use crate::engine::Engine;
+use crate::ids::{FunctionId, Qpn};
+use crate::memory::DmaMemory;
+
+/// Doorbells of a function that one look looks at. A client that has many, and keeps their cache lines
+/// to itself by writing them, makes its own doorbells slow, not those of others.
+const SCAN: usize = 64;
+/// The same for one whose doorbells change for nothing: a cache line.
+const SCAN_MIN: usize = 16;
+
+/// An absence that is long: more than two threads take that pass their CPU to and fro.
+pub(super) const LONG: Duration = Duration::from_micros(50);
+/// For how long a function is not believed, the first time and at most.
+const DOUBT_MIN: Duration = Duration::from_millis(1);
+const DOUBT_MAX: Duration = Duration::from_secs(1);
+
+/// A function's doorbells as the NIC sees them.
+pub(super) struct Bells {
+    pub function: FunctionId,
+    pub page: DmaMemory,
+    pub wake: OwnedFd,
+    pub slots: u32,
+    /// By slot, up to the highest that was ever in use: what was seen last.
+    seen: Vec<u32>,
+    /// By slot: whose it is.
+    owner: Vec<Option<Qpn>>,
+    /// Where the next look goes on, and how far it goes.
+    next: usize,
+    span: usize,
+    trust: Trust,
+    /// The NIC has just left its CPU because this function said it waited there.
+    on_trial: bool,
+}
+
+/// What a look at doorbells came to.
+#[derive(Clone, Copy, Default)]
+struct Looked {
+    /// Some had changed.
+    changed: bool,
+    /// Queue pairs have something to do.
+    work: bool,
+}
+
+impl Bells {
+    pub fn new(function: FunctionId, page: DmaMemory, wake: OwnedFd, slots: u32) -> Self {
+        Self {
+            function,
+            page,
+            wake,
+            slots,
+            seen: Vec::new(),
+            owner: Vec::new(),
+            next: 0,
+            span: SCAN,
+            trust: Trust::default(),
+            on_trial: false,
+        }
+    }
+
+    /// Tells the engine of doorbells that have changed, among the next few; true if there is something to
+    /// do.
+    #[inline]
+    pub fn scan(&mut self, engine: &mut Engine) -> bool {
+        let from = if self.next < self.seen.len() { self.next } else { 0 };
+        let to = self.seen.len().min(from + self.span);
+        self.next = to;
+        let looked = self.look(engine, from..to);
+        if looked.changed {
+            self.span = if looked.work { SCAN } else { (self.span / 2).max(SCAN_MIN) };
+        }
+        looked.work
+    }
+
+    /// Tells the engine of all doorbells that have changed.
+    pub fn scan_all(&mut self, engine: &mut Engine) {
+        self.look(engine, 0..self.seen.len());
+    }
+
+    #[inline]
+    fn look(&mut self, engine: &mut Engine, slots: Range<usize>) -> Looked {
+        let mut looked = Looked::default();
+        let first = slots.start;
+        for (at, seen) in self.seen[slots].iter_mut().enumerate() {
+            let slot = first + at;
+            let bell = self.page.word32(DOORBELLS + slot * 4).load(Ordering::Acquire);
+            if bell != *seen {
+                *seen = bell;
+                looked.changed = true;
+                if let Some(qpn) = self.owner[slot] {
+                    looked.work |= engine.ring(qpn, bell as u16);
+                }
+            }
+        }
+        looked
+    }
+
+    /// Whether the function says, and is believed, that it waits on `cpu`.
+    #[inline]
+    pub fn waits_on(&mut self, cpu: u32, now: u64) -> bool {
+        let waiter = self.page.word32(WAITER);
+        if waiter.load(Ordering::Relaxed) != cpu || !self.trust.holds(now) {
+            return false;
+        }
+        waiter.store(0, Ordering::Relaxed);
+        self.on_trial = true;
+        true
+    }
+
+    /// The NIC has the CPU again, at `now`, that it left to this function among others.
+    #[inline]
+    pub fn judge(&mut self, engine: &mut Engine, away: Duration, now: u64) {
+        if !std::mem::take(&mut self.on_trial) || away < LONG {
+            return;
+        }
+        let kept = self.scan(engine);
+        self.trust.tried(kept, now);
+    }
+
+    pub fn free_slot(&self) -> Option<u32> {
+        let slot = self.owner.iter().position(Option::is_none).unwrap_or(self.owner.len());
+        (slot < self.slots as usize).then_some(slot as u32)
+    }
+
+    fn current(&self, slot: usize) -> u32 {
+        self.page.word32(DOORBELLS + slot * 4).load(Ordering::Acquire)
+    }
+
+    pub fn take_slot(&mut self, slot: u32, qpn: Qpn) {
+        let slot = slot as usize;
+        if slot == self.owner.len() {
+            self.owner.push(None);
+            self.seen.push(0);
+        }
+        self.owner[slot] = Some(qpn);
+        self.seen[slot] = self.current(slot);
+    }
+
+    /// What was rung for `qpn` so far is of no interest any more.
+    pub fn ignore_past(&mut self, qpn: Qpn) {
+        if let Some(slot) = self.owner.iter().position(|o| *o == Some(qpn)) {
+            self.seen[slot] = self.current(slot);
+        }
+    }
+
+    pub fn release(&mut self, qpn: Qpn) {
+        if let Some(slot) = self.owner.iter().position(|o| *o == Some(qpn)) {
+            self.owner[slot] = None;
+        }
+        while self.owner.last() == Some(&None) {
+            self.owner.pop();
+            self.seen.pop();
+        }
+    }
+}
+
+/// Whether a function is believed. Times in ns since the NIC was started.
+#[derive(Default)]
+struct Trust {
+    /// It is not, until then.
+    from: u64,
+    doubt: Duration,
+}
+
+impl Trust {
+    #[inline]
+    fn holds(&self, now: u64) -> bool {
+        now >= self.from
+    }
+
+    #[cold]
+    fn tried(&mut self, kept: bool, now: u64) {
+        if kept {
+            self.doubt = Duration::ZERO;
+            return;
+        }
+        self.doubt = (self.doubt * 2).clamp(DOUBT_MIN, DOUBT_MAX);
+        self.from = now + self.doubt.as_nanos() as u64;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::verbs::{FunctionLimits, Limits};
+
+    fn nic(doorbells: u32) -> (Engine, Bells) {
+        let mut engine = Engine::new(Limits::default());
+        let function = engine.add_function(FunctionLimits::default()).unwrap();
+        let page = DmaMemory::anonymous(8192).unwrap();
+        let wake = super::super::nic_thread::eventfd().unwrap();
+        let mut bells = Bells::new(function, page, wake, doorbells);
+        // Queue pairs that nobody has made, so that they take no doorbell.
+        (0..doorbells).for_each(|slot| bells.take_slot(slot, Qpn::new(1000 + slot)));
+        (engine, bells)
+    }
+
+    #[test]
+    fn doorbells_that_change_for_nothing_are_no_work_and_are_looked_at_less() {
+        let (mut engine, mut bells) = nic(256);
+        let mut looks = 0;
+        for value in 1..200 {
+            for slot in 0..256 {
+                bells.page.word32(DOORBELLS + slot * 4).store(value, Ordering::Relaxed);
+            }
+            let before = bells.seen.clone();
+            assert!(!bells.scan(&mut engine));
+            looks += before.iter().zip(&bells.seen).filter(|(a, b)| a != b).count();
+        }
+        assert!(looks <= 64 + 32 + 197 * SCAN_MIN, "{looks}");
+        // All of them come round nevertheless.
+        (0..256 / SCAN_MIN).for_each(|_| _ = bells.scan(&mut engine));
+        assert!(bells.seen.iter().all(|seen| *seen == 199));
+    }
+
+    #[test]
+    fn who_says_for_nothing_that_it_waits_is_believed_ever_more_rarely() {
+        let (mut engine, mut bells) = nic(1);
+        let (mut now, mut absences) = (0, 0);
+        let slice = Duration::from_millis(3);
+        while now < 10_000_000_000 {
+            bells.page.word32(WAITER).store(7, Ordering::Relaxed);
+            if bells.waits_on(7, now) {
+                now += slice.as_nanos() as u64;
+                bells.judge(&mut engine, slice, now);
+                absences += 1;
+            }
+            now += 10_000;
+        }
+        assert!(absences < 25, "{absences} times in 10 s");
+    }
+
+    #[test]
+    fn short_absences_and_those_that_bring_work_cost_no_trust() {
+        let (mut engine, mut bells) = nic(1);
+        for now in 0..1000 {
+            bells.page.word32(WAITER).store(7, Ordering::Relaxed);
+            assert!(!bells.waits_on(8, now));
+            assert!(bells.waits_on(7, now));
+            assert!(!bells.waits_on(7, now), "it says so once");
+            bells.judge(&mut engine, Duration::from_micros(3), now);
+        }
+        let mut trust = Trust::default();
+        for now in 0..1000 {
+            trust.tried(false, now);
+            assert!(!trust.holds(now));
+            trust.tried(true, now + DOUBT_MIN.as_nanos() as u64);
+            assert!(trust.holds(now + DOUBT_MIN.as_nanos() as u64), "it starts anew");
+        }
+    }
+}
