@@ -22,6 +22,7 @@
 //! | [`fault`] | page faults: metrics, tables, pictures |
 //! | [`paged_fault`] | page faults of a paged program |
 //! | [`bare_fault`] | yardstick of the pager: bare userfaultfd |
+//! | [`paper`] | the papers' experiments, under virtual time and on this machine |
 
 pub mod access;
 pub mod alloc;
@@ -32,6 +33,7 @@ mod cores;
 pub mod fault;
 pub mod histogram;
 pub mod paged_fault;
+pub mod paper;
 pub mod plot;
 pub mod pool_access;
 pub mod progress;
@@ -70,6 +72,26 @@ pub enum Error {
         /// What the kernel said.
         source: std::io::Error,
     },
+    /// A verb's completion says that it failed.
+    #[error("cannot {what}: the completion says {status}")]
+    Verb {
+        /// What was attempted.
+        what: &'static str,
+        /// What the completion says.
+        status: fabric::Status,
+    },
+    /// A memory node that an experiment needs did not start.
+    #[error("cannot start a memory node: {0}")]
+    Node(String),
+    /// The pool failed in an experiment.
+    #[error(transparent)]
+    Pool(#[from] pool::Error),
+    /// The NIC failed in an experiment.
+    #[error(transparent)]
+    Fabric(#[from] fabric::Error),
+    /// The simulation failed.
+    #[error(transparent)]
+    Simulation(#[from] sim::Error),
     /// Userfaultfd is not permitted here.
     #[error(transparent)]
     Pager(#[from] pager::Error),

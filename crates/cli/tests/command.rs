@@ -28,6 +28,8 @@ fn a_wrong_command_line_is_exit_code_2_and_says_why() {
         (&["serve", "--memory", "1MB"], "take e.g. 1MiB"),
         (&["bench", "access", "--in-flight", "0"], "--in-flight 0: take 1 to"),
         (&["bench", "access", "--seconds", "0"], "more than 0"),
+        (&["bench", "paper"], "required arguments"),
+        (&["bench", "paper", "onesidedmw", "--experiment", "x"], "it is one of allocation, access"),
     ] {
         let output = run(arguments);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {}", stderr(&output));
@@ -87,6 +89,50 @@ fn people_get_tables_and_pictures() {
     names.sort();
     assert_eq!(names.len(), 8, "{names:?}");
     assert!(names.contains(&"access-read-latency-1.png".to_owned()), "{names:?}");
+}
+
+const PAPER: [&str; 6] =
+    ["bench", "paper", "onesidedmw", "--quick", "--experiment", "chain-queues"];
+
+#[test]
+fn what_is_simulated_is_marked_and_is_the_same_for_the_same_seed() {
+    let simulated = || granary(&PAPER).args(["--simulated-only", "--json"]).output().unwrap();
+    let (first, second) = (simulated(), simulated());
+    assert!(first.status.success(), "{}", stderr(&first));
+    assert_eq!(first.stdout, second.stdout);
+    let text = String::from_utf8(first.stdout).unwrap();
+    let records: Vec<Record> =
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(records.iter().all(|record| record.simulated), "{records:?}");
+    let fitted = |r: &&Record| r.claim.as_deref() == Some("offload.read.overhead.96qp");
+    assert_eq!(records.iter().find(fitted).and_then(|r| r.fitted), Some(true));
+}
+
+#[test]
+fn simulated_and_measured_have_tables_of_their_own() {
+    let directory = tempfile::tempdir().unwrap();
+    let output = granary(&PAPER).arg("--out").arg(directory.path()).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let text = String::from_utf8(output.stdout).unwrap();
+    for part in ["- simulated: ", "- measured on shm, this machine", "Claims: 0 predicted"] {
+        assert!(text.contains(part), "{text}");
+    }
+    for way in ["simulated", "measured"] {
+        let records = directory.path().join(format!("paper-onesidedmw-{way}.jsonl"));
+        let records = std::fs::read_to_string(records).unwrap();
+        let mark = format!("\"simulated\":{}", way == "simulated");
+        assert!(records.lines().count() > 3 && records.lines().all(|l| l.contains(&mark)));
+    }
+}
+
+#[test]
+fn the_list_names_every_experiments_claims() {
+    let output = run(&["bench", "paper", "--list"]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let text = String::from_utf8(output.stdout).unwrap();
+    for name in ["osmw.alloc.latency.1", "odrp.access.ratio.24", "patronus.bind", "scalability"] {
+        assert!(text.contains(name), "{name}: {text}");
+    }
 }
 
 #[test]

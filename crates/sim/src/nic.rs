@@ -103,7 +103,8 @@ impl Hooks for SimHooks {
         let params = &self.params;
         fiber::spend(match call {
             Call::PostSend(..) | Call::Enable => params.cpu.post,
-            Call::RegMr(bytes) | Call::DeregMr(bytes) if self.weak => {
+            Call::DeregMr(_) if self.weak => params.node_cpu.deregister,
+            Call::RegMr(bytes) if self.weak => {
                 let pages = bytes.div_ceil(PAGE);
                 params.node_cpu.register + Time(params.node_cpu.register_page.0 * pages)
             }

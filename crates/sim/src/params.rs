@@ -106,6 +106,7 @@ pub struct NodeCpuParams {
     pub request: Time,
     pub register: Time,
     pub register_page: Time,
+    pub deregister: Time,
     pub clear_rate: f64,
     pub control: Time,
 }
@@ -173,6 +174,7 @@ impl Params {
                 request: Time::ns(get("node_cpu.request")?),
                 register: Time::ns(get("node_cpu.register")?),
                 register_page: Time::ns(get("node_cpu.register_page")?),
+                deregister: Time::ns(get("node_cpu.deregister")?),
                 clear_rate: get("node_cpu.clear_rate")?,
                 control: Time::ns(get("node_cpu.control")?),
             },

@@ -190,7 +190,7 @@ mod tests {
         let kind = NextKind::Read { bytes: 4096 };
         let (without, with) = (alone(kind, 0), alone(kind, 96));
         assert!(with > without);
-        assert_eq!(with.since(without), Time(2_900 * 96));
+        assert_eq!(with.since(without), Time(Params::connectx5().nic.chain_slowdown.0 * 96));
     }
 
     #[test]

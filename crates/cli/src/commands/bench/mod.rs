@@ -3,6 +3,7 @@
 mod access;
 mod alloc;
 mod fault;
+mod paper;
 
 use std::fs;
 use std::path::Path;
@@ -15,20 +16,22 @@ use bench::table::Table;
 
 use crate::options::{Output, seconds};
 
-/// Measure on this machine
+/// Measure on this machine, and the papers' experiments under virtual time
 #[derive(clap::Subcommand, Debug)]
 #[command(after_help = EXAMPLES)]
 pub enum Bench {
     Access(access::Access),
     Alloc(alloc::Alloc),
     Fault(fault::Fault),
+    Paper(paper::Paper),
 }
 
 const EXAMPLES: &str = "\
 Examples:
   granary bench access                          READ and WRITE over sizes and depths
   granary bench alloc --nic shm --clients 1,8   the NIC's allocation against an RPC's
-  granary bench fault --json                    page faults, for machines";
+  granary bench fault --json                    page faults, for machines
+  granary bench paper onesidedmw                the paper's numbers beside ours";
 
 impl Bench {
     pub fn run(self) -> anyhow::Result<ExitCode> {
@@ -36,6 +39,7 @@ impl Bench {
             Self::Access(access) => access.run(),
             Self::Alloc(alloc) => alloc.run(),
             Self::Fault(fault) => fault.run(),
+            Self::Paper(paper) => paper.run(),
         }
     }
 }

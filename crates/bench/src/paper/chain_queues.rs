@@ -1,0 +1,57 @@
+//! READ latency against the number of the memory node's QPs that carry chains (OneSidedMW §3.2).
+
+use pool::SchemeKind;
+
+use super::finding::Findings;
+use super::load::{Load, Work};
+use super::{Extent, Run};
+use crate::Error;
+use crate::record::Unit;
+
+/// QPs that carry chains. Each connection of scheme onesidedmw has two: Alloc and Free.
+const QUEUES: &[u32] = &[0, 2, 24, 48, 72, 96, 120, 144, 168, 192];
+const QUEUES_QUICK: &[u32] = &[0, 2, 48, 96];
+/// Those of a connection.
+const EACH: u32 = 2;
+const ROUNDS: u32 = 1000;
+
+fn queues(extent: Extent) -> &'static [u32] {
+    match extent {
+        Extent::Full => QUEUES,
+        Extent::Quick => QUEUES_QUICK,
+    }
+}
+
+/// Steps of [`run`].
+pub fn steps(run: &Run<'_>) -> usize {
+    queues(run.extent).len()
+}
+
+/// One thread reads pages; the other connections only hold their queues.
+///
+/// # Errors
+/// As what runs.
+pub fn run(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
+    let mut none_us = 0.0;
+    for &queues in queues(run.extent) {
+        // Without any chain: a scheme that has none. The access is the same READ.
+        let scheme = if queues == 0 { SchemeKind::StaticMr } else { SchemeKind::OneSidedMw };
+        let idle = (queues / EACH).saturating_sub(1);
+        let work = Work::Access { pause_us: 0.0 };
+        let load = Load { idle, ..Load::new(scheme, work, run.extent.rounds(ROUNDS)) };
+        let outcome = run.load(&format!("{queues} queues with chains"), &load)?;
+        let mean_us = outcome.access.mean_us();
+        if queues == 0 {
+            none_us = mean_us;
+        }
+        let setting = run.setting(scheme.name()).with("chain_queues", u64::from(queues));
+        let record = findings.record(&setting, "read_latency_us", Unit::Us).mean(mean_us);
+        findings.add(format!("READ of 4 KiB, {queues} QPs with chains, mean"), record);
+        if queues == 96 {
+            let ratio = findings.record(&setting, "read_latency_ratio", Unit::Ratio);
+            let ratio = ratio.mean(mean_us / none_us);
+            findings.claimed("the same over none", ratio, "offload.read.overhead.96qp");
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,210 @@
+//! Latency of allocation and of access, with 1 thread and with 24 on one compute node (OneSidedMW §6.3,
+//! figure 10).
+
+use pool::SchemeKind;
+
+use super::finding::Findings;
+use super::load::{ACCESS_BYTES, Load, Outcome, Work};
+use super::{Extent, Run};
+use crate::Error;
+use crate::record::{Setting, Statistic, Unit};
+
+/// Threads on the paper's compute node.
+pub const THREADS: [u32; 2] = [1, 24];
+/// Threads on this machine, which has fewer cores than the paper's compute node.
+pub const THREADS_HERE: [u32; 4] = [1, 2, 8, 24];
+
+/// Who allocates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Contender {
+    /// Its name in tables and pictures.
+    pub name: &'static str,
+    /// Its scheme.
+    pub scheme: SchemeKind,
+    /// Bytes of a chunk.
+    pub chunk_bytes: u64,
+}
+
+const PAGE: u64 = ACCESS_BYTES;
+
+/// Figure 10(b), and the schemes that the paper's other figures have.
+pub const ALLOCATORS: &[Contender] = &[
+    Contender { name: "onesidedmw", scheme: SchemeKind::OneSidedMw, chunk_bytes: PAGE },
+    Contender { name: "rpc-mw-1", scheme: SchemeKind::RpcMw1, chunk_bytes: PAGE },
+    Contender { name: "rpc-mw-2", scheme: SchemeKind::RpcMw2, chunk_bytes: PAGE },
+    Contender { name: "odrp", scheme: SchemeKind::Odrp, chunk_bytes: PAGE },
+    Contender { name: "fine-mr 1 MB", scheme: SchemeKind::FineMr, chunk_bytes: 1 << 20 },
+    Contender { name: "fine-mr 4 MB", scheme: SchemeKind::FineMr, chunk_bytes: 4 << 20 },
+    Contender { name: "static-mr 16 MB", scheme: SchemeKind::StaticMr, chunk_bytes: 16 << 20 },
+];
+
+/// Measured rounds of each thread.
+const ROUNDS: u32 = 400;
+/// Rounds where a chunk is large: the memory node's memory is a chunk for each.
+const ROUNDS_LARGE: u32 = 12;
+
+/// Bytes that this machine is asked for: what its threads had is cleared when they end.
+const BYTES_HERE: u64 = 256 << 20;
+
+/// Rounds that so many bytes allow.
+fn rounds_here(chunk_bytes: u64, threads: u32) -> u32 {
+    ((BYTES_HERE / chunk_bytes / u64::from(threads)) as u32).clamp(1, ROUNDS_LARGE)
+}
+
+/// Threads, in this place.
+fn threads(run: &Run<'_>) -> &'static [u32] {
+    match (run.place.simulated(), run.extent) {
+        (true, _) => &THREADS,
+        (false, Extent::Full) => &THREADS_HERE,
+        (false, Extent::Quick) => &THREADS_HERE[..2],
+    }
+}
+
+/// Steps of [`allocation`].
+pub fn allocation_steps(run: &Run<'_>) -> usize {
+    ALLOCATORS.len() * threads(run).len()
+}
+
+/// Each thread allocates a chunk and reads a page of it; nothing is freed meanwhile. Each has a connection,
+/// and so an Alloc QP, of its own: requests of one Alloc QP are served one by one.
+///
+/// # Errors
+/// As what runs.
+pub fn allocation(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
+    for contender in ALLOCATORS {
+        let Contender { name, scheme, chunk_bytes } = *contender;
+        for &threads in threads(run) {
+            let rounds = match (chunk_bytes > PAGE, run.place.simulated()) {
+                (false, _) => ROUNDS,
+                (true, true) => ROUNDS_LARGE,
+                (true, false) => rounds_here(chunk_bytes, threads),
+            };
+            let load = Load {
+                chunk_bytes,
+                threads,
+                ..Load::new(scheme, Work::AllocateAccess, run.extent.rounds(rounds))
+            };
+            let outcome = run.load(&format!("{name}, {threads} threads"), &load)?;
+            allocation_findings(run, findings, name, threads, &outcome);
+        }
+    }
+    Ok(())
+}
+
+fn allocation_findings(
+    run: &Run<'_>,
+    findings: &mut Findings,
+    name: &str,
+    threads: u32,
+    outcome: &Outcome,
+) {
+    let setting = run.setting(name).with("threads", u64::from(threads));
+    let of = findings.record(&setting, "alloc_latency_us", Unit::Us);
+    let what = format!("{name}, {}: allocation, mean", count(threads));
+    let mean = of.mean(outcome.allocate.mean_us());
+    match (name, threads) {
+        ("onesidedmw", 1) => findings.claimed(what, mean, "osmw.alloc.latency.1"),
+        ("onesidedmw", 24) => findings.claimed(what, mean, "osmw.alloc.latency.24"),
+        // The text says RPC-MW; 10(b) has both types, which allocate alike: the one that it defends.
+        ("rpc-mw-2", 24) => findings.claimed(what, mean, "rpcmw.alloc.latency.24"),
+        _ => findings.add(what, mean),
+    }
+    let p99 = of.value(Statistic::P99, outcome.allocate.quantile_us(0.99));
+    findings.add(format!("{name}, {}: allocation, p99", count(threads)), p99);
+    let access = findings.record(&setting, "access_latency_us", Unit::Us);
+    let access = access.mean(outcome.access.mean_us());
+    findings.add(format!("{name}, {}: access after it, mean", count(threads)), access);
+}
+
+/// How a page is reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Accessor {
+    /// Its name in tables and pictures.
+    pub name: &'static str,
+    scheme: SchemeKind,
+    /// All threads share one connection, and so its management QPs.
+    shared: bool,
+}
+
+/// Figure 10(a).
+pub const ACCESSORS: &[Accessor] = &[
+    Accessor { name: "one-sided", scheme: SchemeKind::StaticMr, shared: false },
+    Accessor { name: "rpc-mw-2", scheme: SchemeKind::RpcMw2, shared: false },
+    Accessor { name: "odrp", scheme: SchemeKind::Odrp, shared: false },
+    Accessor { name: "onesidedmw", scheme: SchemeKind::OneSidedMw, shared: false },
+    Accessor { name: "onesidedmw (+Sep)", scheme: SchemeKind::OneSidedMw, shared: true },
+];
+
+/// The pause between two accesses of a thread: the paper's threads allocate there, which takes them so
+/// long (§6.3). Without it 24 threads saturate the link, and every access waits for that.
+fn pause_us(threads: u32) -> f64 {
+    if threads == 1 { 10.7 } else { 22.5 }
+}
+
+/// Steps of [`access`].
+pub fn access_steps(run: &Run<'_>) -> usize {
+    (ACCESSORS.len() + 1) * threads(run).len()
+}
+
+/// Each thread reads a page of its own chunk, and pauses.
+///
+/// Without separation every thread has its own Alloc and Free QP; with it (+Sep) all share one of each, and
+/// only their access QPs are their own.
+///
+/// # Errors
+/// As what runs.
+pub fn access(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
+    for &threads in threads(run) {
+        let mut means: Vec<(&str, f64)> = Vec::new();
+        for Accessor { name, scheme, shared } in ACCESSORS {
+            let work = Work::Access { pause_us: pause_us(threads) };
+            let rounds = run.extent.rounds(2 * ROUNDS);
+            let load = Load { threads, shared: *shared, ..Load::new(*scheme, work, rounds) };
+            let outcome = run.load(&format!("{name}, {threads} threads"), &load)?;
+            let setting = run.setting(name).with("threads", u64::from(threads));
+            let of = findings.record(&setting, "access_latency_us", Unit::Us);
+            let mean = outcome.access.mean_us();
+            let what = format!("{name}, {}: access, mean", count(threads));
+            match (*name, threads) {
+                ("odrp", 24) => findings.claimed(what, of.mean(mean), "odrp.access.latency"),
+                _ => findings.add(what, of.mean(mean)),
+            }
+            means.push((name, mean));
+        }
+        let ratios = [
+            ("onesidedmw (+Sep)", "onesidedmw", "separation.access.latency"),
+            ("odrp", "one-sided", "odrp.access.ratio.24"),
+        ];
+        for (of, over, claim) in ratios {
+            let mean = |name| means.iter().find(|(n, _)| *n == name).map(|(_, mean)| *mean);
+            let (Some(a), Some(b)) = (mean(of), mean(over)) else { continue };
+            let setting = run.setting(of).with("over", over).with("threads", u64::from(threads));
+            let record = findings.record(&setting, "access_latency_ratio", Unit::Ratio).mean(a / b);
+            let what = format!("{of} over {over}, {}: access", count(threads));
+            match threads {
+                24 => findings.claimed(what, record, claim),
+                _ => findings.add(what, record),
+            }
+        }
+        back_to_back(run, findings, threads)?;
+    }
+    Ok(())
+}
+
+/// One-sided access without a pause: what the link bears.
+fn back_to_back(run: &Run<'_>, findings: &mut Findings, threads: u32) -> Result<(), Error> {
+    let rounds = run.extent.rounds(2 * ROUNDS);
+    let work = Work::Access { pause_us: 0.0 };
+    let load = Load { threads, ..Load::new(SchemeKind::StaticMr, work, rounds) };
+    let outcome = run.load(&format!("back to back, {threads} threads"), &load)?;
+    let setting: Setting = run.setting("one-sided");
+    let setting = setting.with("threads", u64::from(threads)).with("pause", false);
+    let of = findings.record(&setting, "access_latency_us", Unit::Us);
+    let what = format!("one-sided, {}: access, back to back, mean", count(threads));
+    findings.add(what, of.mean(outcome.access.mean_us()));
+    Ok(())
+}
+
+fn count(threads: u32) -> String {
+    super::count(threads, "thread")
+}

@@ -1,0 +1,83 @@
+//! The papers' experiments, with their numbers beside ours.
+//!
+//! ```text
+//!   onesidedmw.rs   which experiments there are, and which claims they cover
+//!      │ loads                      (latency.rs, chain_queues.rs, registration.rs, scalability.rs)
+//!      ▼
+//!   Place ── simulated.rs: the papers' cluster, under virtual time
+//!       └── place.rs: this machine, threads and a memory node's process
+//!      │ findings                   (finding.rs: a record, what it is in words, how it came about)
+//!      ▼
+//!   tables and the tally (finding.rs), pictures (picture.rs)
+//! ```
+//!
+//! Each experiment is one function, generic over the place: the same loops run under virtual time and
+//! on a clock. What is simulated and what is measured never stand in one table.
+
+pub mod chain_queues;
+pub mod finding;
+pub mod latency;
+pub mod load;
+pub mod onesidedmw;
+pub mod picture;
+pub mod place;
+pub mod registration;
+pub mod scalability;
+pub mod simulated;
+pub mod verbs;
+
+#[cfg(test)]
+mod tests;
+
+use crate::Error;
+use crate::progress::Bar;
+use place::Place;
+
+/// How much of an experiment is run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Extent {
+    /// All of the paper's points.
+    Full,
+    /// Its form: fewer points, fewer rounds.
+    Quick,
+}
+
+impl Extent {
+    /// Rounds of a loop, of which a quick run makes a tenth.
+    fn rounds(self, full: u32) -> u32 {
+        match self {
+            Self::Full => full,
+            Self::Quick => (full / 10).max(full.min(2)),
+        }
+    }
+}
+
+/// What an experiment runs with.
+pub struct Run<'a> {
+    /// Where.
+    pub place: &'a dyn Place,
+    /// How much.
+    pub extent: Extent,
+    /// Says how far it is.
+    pub bar: &'a Bar,
+}
+
+impl Run<'_> {
+    /// Runs one measurement, and says so.
+    fn load(&self, what: &str, load: &load::Load) -> Result<load::Outcome, Error> {
+        self.bar.say(what);
+        let outcome = self.place.run(load)?;
+        self.bar.step();
+        Ok(outcome)
+    }
+
+    /// The first part of all its settings.
+    fn setting(&self, scheme: &str) -> crate::record::Setting {
+        crate::record::Setting::new().scheme(scheme).nic(self.place.nic())
+    }
+}
+
+/// `1 thread`, `24 threads`.
+fn count(n: u32, what: &str) -> String {
+    if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") }
+}

@@ -1,0 +1,148 @@
+//! Pictures of findings, in the papers' form.
+
+use std::path::{Path, PathBuf};
+
+use super::finding::Findings;
+use crate::Error;
+use crate::plot::{Axis, Bars, Lines};
+use crate::record::{Record, Statistic};
+
+/// Groups of bars: a group for each scheme, a bar for each number of threads; means.
+///
+/// # Errors
+/// As [`crate::plot`].
+pub fn bars(
+    findings: &Findings,
+    metric: &str,
+    (title, subtitle): (&str, &str),
+    shown: impl Fn(&str) -> bool,
+    directory: &Path,
+    name: &str,
+) -> Result<Vec<PathBuf>, Error> {
+    let records: Vec<&Record> = findings
+        .records()
+        .filter(|r| r.metric == metric && r.statistic == Statistic::Mean)
+        .filter(|r| r.setting.get("pause").is_none())
+        .collect();
+    let mut threads: Vec<u64> = Vec::new();
+    let mut schemes: Vec<String> = Vec::new();
+    for record in &records {
+        let scheme = text(record, "scheme");
+        if shown(&scheme) && !schemes.contains(&scheme) {
+            schemes.push(scheme);
+        }
+        let count = record.setting.number("threads").unwrap_or(1.0) as u64;
+        if !threads.contains(&count) {
+            threads.push(count);
+        }
+    }
+    let labels: Vec<String> = threads
+        .iter()
+        .map(|n| if *n == 1 { "1 thread".into() } else { format!("{n} threads") })
+        .collect();
+    let mut bars = Bars::new(title, "mean latency (us)", labels.iter().map(String::as_str));
+    for scheme in &schemes {
+        let of = |count: &u64| {
+            let found = records.iter().find(|r| {
+                text(r, "scheme") == *scheme && r.setting.number("threads") == Some(*count as f64)
+            });
+            found.map_or(0.0, |r| r.value)
+        };
+        bars = bars.group(scheme, threads.iter().map(of));
+    }
+    Ok(bars.subtitle(subtitle).write(directory, name)?.into())
+}
+
+/// READ latency over queues that carry chains.
+///
+/// # Errors
+/// As [`crate::plot`].
+pub fn chain_queues(
+    findings: &Findings,
+    subtitle: &str,
+    directory: &Path,
+    name: &str,
+) -> Result<Vec<PathBuf>, Error> {
+    let x = Axis::linear("queue pairs of the memory node that carry chains");
+    let lines = Lines::new("READ of 4 KiB", x, Axis::linear("mean latency (us)"));
+    let points = points(findings.records(), "read_latency_us", Statistic::Mean, "chain_queues");
+    Ok(lines.subtitle(subtitle).line("READ", points).write(directory, name)?.into())
+}
+
+/// Time to register over size.
+///
+/// # Errors
+/// As [`crate::plot`].
+pub fn registration(
+    findings: &Findings,
+    subtitle: &str,
+    directory: &Path,
+    name: &str,
+) -> Result<Vec<PathBuf>, Error> {
+    let bytes = Axis::bytes("size of the region");
+    let lines = Lines::new("Registration of memory", bytes, Axis::log("mean time (us)"));
+    let points = points(findings.records(), "register_us", Statistic::Mean, "size");
+    let bind = findings.find("bind_us", Statistic::Mean, |_| true).unwrap_or_default();
+    let ends = [points.first(), points.last()].into_iter().flatten();
+    let flat = ends.map(|(x, _)| (*x, bind)).collect();
+    let lines = lines.line("register a region", points).line("bind a window", flat);
+    Ok(lines.subtitle(subtitle).write(directory, name)?.into())
+}
+
+/// Throughput and P99 over clients.
+///
+/// # Errors
+/// As [`crate::plot`].
+pub fn scalability(
+    findings: &Findings,
+    subtitle: &str,
+    directory: &Path,
+    name: &str,
+) -> Result<Vec<PathBuf>, Error> {
+    let mut schemes: Vec<String> = Vec::new();
+    for record in findings.records() {
+        let scheme = text(record, "scheme");
+        if !schemes.contains(&scheme) {
+            schemes.push(scheme);
+        }
+    }
+    let mut files = Vec::new();
+    for (metric, statistic, title, label, rest) in [
+        (
+            "alloc_rate_per_s",
+            Statistic::Mean,
+            "Allocations, each with its free",
+            "allocations per second",
+            "rate",
+        ),
+        ("alloc_latency_us", Statistic::P99, "Allocation, 99th percentile", "latency (us)", "p99"),
+    ] {
+        let mut lines = Lines::new(title, Axis::linear("clients"), Axis::log(label));
+        for scheme in &schemes {
+            let of = findings.records().filter(|r| text(r, "scheme") == *scheme);
+            let points = points(of, metric, statistic, "clients");
+            lines = match scheme.starts_with("onesidedmw") {
+                true => lines.line(scheme, points),
+                false => lines.baseline(scheme, points),
+            };
+        }
+        files.extend(lines.subtitle(subtitle).write(directory, &format!("{name}-{rest}"))?);
+    }
+    Ok(files)
+}
+
+fn points<'a>(
+    records: impl Iterator<Item = &'a Record>,
+    metric: &str,
+    statistic: Statistic,
+    across: &str,
+) -> Vec<(f64, f64)> {
+    records
+        .filter(|r| r.metric == metric && r.statistic == statistic)
+        .filter_map(|r| Some((r.setting.number(across)?, r.value)))
+        .collect()
+}
+
+fn text(record: &Record, key: &str) -> String {
+    record.setting.get(key).map(ToString::to_string).unwrap_or_default()
+}

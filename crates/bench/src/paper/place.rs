@@ -1,0 +1,150 @@
+//! Where an experiment runs: under virtual time, or on this machine.
+
+use std::sync::{Arc, Barrier};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use fabric::executor::block_on;
+use fabric::soft::SoftNic;
+use pool::scheme::GroupId;
+use pool::{Embedded, Options, Pool, Settings};
+
+use super::load::{self, Dice, Load, Outcome, Thread};
+use super::verbs::{self, VerbTimes};
+use crate::Error;
+
+/// Where an experiment runs.
+pub trait Place {
+    /// Virtual time.
+    fn simulated(&self) -> bool;
+    /// Name of the NIC in records.
+    fn nic(&self) -> &'static str;
+    /// Runs one measurement.
+    ///
+    /// # Errors
+    /// As what runs.
+    fn run(&self, load: &Load) -> Result<Outcome, Error>;
+    /// Times verbs that the memory node's CPU calls, on regions of these sizes.
+    ///
+    /// # Errors
+    /// As the verbs.
+    fn verbs(&self, sizes: &[u64], rounds: u32) -> Result<VerbTimes, Error>;
+}
+
+/// A memory node of this machine.
+pub trait Node: Send {
+    /// Connects to it.
+    ///
+    /// # Errors
+    /// If it does not answer.
+    fn connect(&self, options: Options) -> Result<Pool, Error>;
+}
+
+/// This machine: every thread is one, with a connection of its own to a memory node.
+pub struct Machine<S> {
+    start: S,
+    nic: &'static str,
+    seed: u64,
+}
+
+impl<S: Fn(&Settings) -> Result<Box<dyn Node>, Error>> Machine<S> {
+    /// Memory nodes are what `start` starts; `nic` is what they are reached over.
+    pub fn new(nic: &'static str, seed: u64, start: S) -> Self {
+        Self { start, nic, seed }
+    }
+}
+
+struct RealThread<'a> {
+    pool: &'a Pool,
+    group: GroupId,
+    epoch: Instant,
+}
+
+impl Thread for RealThread<'_> {
+    type Nic = SoftNic;
+
+    fn pool(&self) -> &Pool {
+        self.pool
+    }
+
+    fn group(&self) -> GroupId {
+        self.group
+    }
+
+    fn now_ns(&self) -> u64 {
+        self.epoch.elapsed().as_nanos() as u64
+    }
+
+    fn wait<F: Future>(&self, request: F) -> F::Output {
+        block_on(request)
+    }
+
+    fn pause_ns(&self, ns: u64) {
+        // A sleep takes 60 us at least on most machines; what is shorter is not worth one.
+        let until = Instant::now() + Duration::from_nanos(ns);
+        while Instant::now() < until {
+            thread::yield_now();
+        }
+    }
+}
+
+impl<S: Fn(&Settings) -> Result<Box<dyn Node>, Error>> Place for Machine<S> {
+    fn simulated(&self) -> bool {
+        false
+    }
+
+    fn nic(&self) -> &'static str {
+        self.nic
+    }
+
+    fn run(&self, load: &Load) -> Result<Outcome, Error> {
+        let node = (self.start)(&load.settings())?;
+        let connect = |_| node.connect(load.options());
+        let _idle = (0..load.idle)
+            .map(|_| node.connect(Options { groups: Some(1), ..load.options() }))
+            .collect::<Result<Vec<Pool>, _>>()?;
+        let pools = (0..load.connections()).map(connect).collect::<Result<Vec<Pool>, _>>()?;
+        let barrier = Barrier::new(load.threads as usize);
+        let epoch = Instant::now();
+        let outcomes = thread::scope(|scope| {
+            let start = |at: u32| {
+                let (barrier, each, seed) = (&barrier, load.threads_each(), self.seed);
+                let pool = &pools[(at / each) as usize];
+                let thread = RealThread { pool, group: GroupId((at % each) as u16), epoch };
+                scope.spawn(move || {
+                    barrier.wait();
+                    load::run(&thread, load, Dice::new(seed, at))
+                })
+            };
+            let threads: Vec<_> = (0..load.threads).map(start).collect();
+            threads
+                .into_iter()
+                .map(|t| t.join().expect("a measured thread does not panic"))
+                .collect::<Result<Vec<Outcome>, pool::Error>>()
+        })?;
+        let mut joined = Outcome::default();
+        outcomes.iter().for_each(|one| joined.join(one));
+        Ok(joined)
+    }
+
+    fn verbs(&self, sizes: &[u64], rounds: u32) -> Result<VerbTimes, Error> {
+        let settings = Settings { donate_bytes: 1 << 20, chunk_bytes: 4096, ..Settings::default() };
+        let node = (self.start)(&settings)?;
+        let pool = node.connect(Options { groups: Some(1), ..Options::default() })?;
+        let epoch = Instant::now();
+        verbs::measure(pool.nic(), sizes, rounds, || epoch.elapsed().as_nanos() as u64)
+    }
+}
+
+impl Node for Arc<Embedded> {
+    fn connect(&self, options: Options) -> Result<Pool, Error> {
+        Ok(Pool::embedded_in(self, options)?)
+    }
+}
+
+/// This machine with the memory node in the same process, on the NIC that the threads run themselves.
+pub fn inline(seed: u64) -> impl Place {
+    Machine::new("inline", seed, |settings: &Settings| {
+        Ok(Box::new(Arc::new(Embedded::start(settings)?)) as Box<dyn Node>)
+    })
+}

@@ -1,0 +1,134 @@
+//! The cluster of OneSidedMW's evaluation, under virtual time.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use pool::scheme::GroupId;
+use pool::{Options, Pool, SchemeKind, Settings};
+use sim::{Cluster, ClusterSpec, NodeId, Params, SimHooks, SimNic, Time, fiber};
+
+use super::load::{self, Dice, Load, Outcome, Thread, Work};
+use super::place::Place;
+use super::verbs::{self, VerbTimes};
+use crate::Error;
+
+/// What a thread does may be this long before time passes for it.
+const PATIENCE: Time = Time::us(1);
+
+/// A simulated cluster.
+pub struct Simulated {
+    params: Arc<Params>,
+    seed: u64,
+}
+
+impl Simulated {
+    /// With the parameters that are built in.
+    pub fn new(seed: u64) -> Self {
+        Self { params: Arc::new(Params::connectx5()), seed }
+    }
+
+    /// The timing model's parameters.
+    pub fn params(&self) -> &Params {
+        &self.params
+    }
+
+    fn cluster(&self, compute_nodes: u16, settings: Settings) -> Result<Cluster, Error> {
+        let (params, seed) = (self.params.clone(), self.seed);
+        Ok(Cluster::new(&ClusterSpec { params, seed, shuffled: false, compute_nodes, settings })?)
+    }
+}
+
+struct SimThread {
+    pool: Pool<SimNic>,
+    hooks: SimHooks,
+    group: GroupId,
+}
+
+impl Thread for SimThread {
+    type Nic = SimNic;
+
+    fn pool(&self) -> &Pool<SimNic> {
+        &self.pool
+    }
+
+    fn group(&self) -> GroupId {
+        self.group
+    }
+
+    fn now_ns(&self) -> u64 {
+        self.hooks.now().as_ns()
+    }
+
+    fn wait<F: Future>(&self, request: F) -> F::Output {
+        fiber::block_on(request)
+    }
+
+    fn pause_ns(&self, ns: u64) {
+        fiber::sleep(Time(ns * 1_000));
+    }
+}
+
+impl Place for Simulated {
+    fn simulated(&self) -> bool {
+        true
+    }
+
+    fn nic(&self) -> &'static str {
+        "sim"
+    }
+
+    fn run(&self, load: &Load) -> Result<Outcome, Error> {
+        let nodes = u32::from(load.compute_nodes);
+        let mut cluster = self.cluster(load.compute_nodes, load.settings())?;
+        let idle = Options { groups: Some(1), ..load.options() };
+        let _idle = (0..load.idle)
+            .map(|_| cluster.connect(NodeId(1), idle.clone()))
+            .collect::<Result<Vec<_>, _>>()?;
+        let processes = (0..load.connections())
+            .map(|i| cluster.connect(NodeId(1 + (i % nodes) as u16), load.options()))
+            .collect::<Result<Vec<_>, _>>()?;
+        cluster.start();
+        let joined = Rc::new(RefCell::new(Ok(Outcome::default())));
+        let mut fibers = Vec::new();
+        for at in 0..load.threads {
+            let each = load.threads_each();
+            let process = &processes[(at / each) as usize];
+            let thread = SimThread {
+                pool: process.pool.clone(),
+                hooks: process.hooks.clone(),
+                group: GroupId((at % each) as u16),
+            };
+            let (joined, load, dice) = (joined.clone(), load.clone(), Dice::new(self.seed, at));
+            fibers.push(cluster.sim.spawn(format!("thread {at}"), PATIENCE, move || {
+                let result = load::run(&thread, &load, dice);
+                let joined = &mut *joined.borrow_mut();
+                match (&mut *joined, result) {
+                    (Ok(all), Ok(one)) => all.join(&one),
+                    (Ok(_), Err(error)) => *joined = Err(error),
+                    (Err(_), _) => {}
+                }
+            }));
+        }
+        let run = cluster.sim.run_to_end(&fibers);
+        if let Some(why) = cluster.failure() {
+            return Err(Error::Node(why));
+        }
+        run?;
+        Ok(joined.replace(Ok(Outcome::default()))?)
+    }
+
+    fn verbs(&self, sizes: &[u64], rounds: u32) -> Result<VerbTimes, Error> {
+        let settings = Load::new(SchemeKind::StaticMr, Work::AllocateFree, 1).settings();
+        let mut cluster = self.cluster(1, settings)?;
+        let (nic, sizes) = (cluster.nic().clone(), sizes.to_vec());
+        let timed = Rc::new(RefCell::new(None));
+        let told = timed.clone();
+        let fiber = cluster.sim.spawn("the memory node's CPU", Time::ZERO, move || {
+            let now = || nic.hooks().now().as_ns();
+            *told.borrow_mut() = Some(verbs::measure(&nic, &sizes, rounds, now));
+        });
+        cluster.sim.run_to_end(&[fiber])?;
+        timed.take().expect("the fiber has ended")
+    }
+}
