@@ -180,14 +180,16 @@ impl<N: DirectNic> Direction<N> {
         }
     }
 
-    /// Whether the worker will do nothing more, given that no request comes in: it waits for the next
-    /// one, or for an answer that will not end, or it is in the error state and known where it stopped.
-    pub fn is_at_rest(&self, nic: &N) -> Result<bool, Error> {
+    /// Whether the worker will do nothing more, given that no request comes in and that nothing more
+    /// completes into `others`: it waits for the next one, or for an answer that will not end, or it is
+    /// in the error state and known where it stopped.
+    pub fn is_at_rest(&self, nic: &N, others: Option<&N::Cq>) -> Result<bool, Error> {
         if self.worker.state()? == QpState::Error {
             return Ok(self.stopped.is_some());
         }
-        let received = nic.cq_count(&self.requests)?;
-        let answered = self.answers.as_ref().map(|cq| nic.cq_count(cq)).transpose()?;
+        let count = |cq: &N::Cq| Ok::<_, Error>((cq.cqn().raw(), nic.cq_count(cq)?));
+        let cqs = [Some(&self.requests), self.answers.as_ref(), others];
+        let counts = cqs.into_iter().flatten().map(count).collect::<Result<Vec<_>, _>>()?;
         let before = self.worker.progress()?.send_consumer;
         let ring = self.worker.send_ring();
         let at = (before as u32 % ring.entries) as usize * WQEBB;
@@ -195,10 +197,7 @@ impl<N: DirectNic> Direction<N> {
         ring.memory.read(at + offset::OPCODE, &mut op);
         let awaited = ring.memory.load_be32(at + PAIR) & COUNT;
         let on = ring.memory.load_be32(at + offset::ENABLE_NUMBER);
-        let counted = match answered {
-            Some(answered) if on != self.requests.cqn().raw() => answered,
-            _ => received,
-        };
+        let counted = counts.iter().find(|(cqn, _)| *cqn == on).map_or(0, |(_, counted)| *counted);
         // If the worker has not moved, that was the WQE which it executes next, unchanged: an index is
         // moved only by WQEs behind the one that has it.
         let stands = self.worker.progress()?.send_consumer == before;

@@ -125,6 +125,12 @@ impl Program {
         self.push(|b| bump(b, enable, rkey, replies, Wrap::Bits16, w.dump));
     }
 
+    /// Writes the FAA that moves the index of the WAIT, SEND_EN or RECV_EN at `block`.
+    pub fn bump(&mut self, w: &Wiring, block: u32, by: u32, wrap: Wrap) {
+        let pair = self.field(block, PAIR);
+        self.push(|b| bump(b, pair, w.worker_rkey, by, wrap, w.dump));
+    }
+
     /// Closes the lap: the FAA that moves the index of the last WQE, NOPs, and the SEND_EN of the
     /// ring on itself.
     fn close(mut self, w: &Wiring) {

@@ -127,6 +127,13 @@ impl<N: DirectNic> Reclaimer<N> {
         queue.added += 1;
     }
 
+    /// Adds something to do, if there is something.
+    pub fn take(&mut self, task: Option<Task>, urgency: Urgency) {
+        if let Some(task) = task {
+            self.add(task, urgency);
+        }
+    }
+
     /// Tasks in turn that wait.
     pub fn waiting(&self) -> usize {
         self.queues[Urgency::InTurn as usize].tasks.len()

@@ -1,11 +1,12 @@
-//! The chain (OneSidedMW §2.2.3; `table` has what it works on).
+//! The chain of writes and frees (OneSidedMW §2.2.3; `table` has what it works on). It also reads, for who
+//! does not know whether a page is mapped: [`super::read_chain`] is faster.
 //!
 //! | # | WQE | what it does, and what it patches |
 //! |---|---|---|
 //! | - | RECV | op to #3, page number to #2, buffer to the transfer, reply's place to the reply |
 //! | 0 | WAIT | for the request's completion |
 //! | 1 | FAA | moves the index of the answer's RECV_EN: the last lap's has run by now |
-//! | 2 | READ the page's row | #3: the state; the transfer and #c1: the page; queue value to staging |
+//! | 2 | READ the page's row | #3: the state; the transfer and #c5: the page; queue value to staging |
 //! | 3 | READ the request's row | the gates; opcodes of transfer and reply; status to staging |
 //! | 4 | gate | the NOP that steps over all of "allocate", or not |
 //! | a0 | WRITE | the address of #2 to #a6 |
@@ -17,11 +18,14 @@
 //! | a6 | WRITE the row | the page is mapped |
 //! | a7 | NOP | steps over "free" |
 //! | 5 | gate | before "free" |
-//! | c0 | WRITE | the address of #2 to #c2 |
-//! | c1 | WRITE zeros | clears the page |
-//! | c2 | WRITE zeros | the row: the page is not mapped any more |
-//! | c3 | SEND the queue value | to the shared push queue, whose order is the tail |
-//! | c4, c5 | FAA, FAA | the permit; one more receive for the push queue |
+//! | c0 | WRITE | the address of #2 to #c1 |
+//! | c1 | WRITE zeros | the row: the page is not mapped any more |
+//! | c2 | READ `begun` of the reads | the index of #c4 |
+//! | c3 | FAA | from the number of a read to that of its answer |
+//! | c4 | WAIT | until all reads are answered that may have looked the page up |
+//! | c5 | WRITE zeros | clears the page |
+//! | c6 | SEND the queue value | to the shared push queue, whose order is the tail |
+//! | c7, c8 | FAA, FAA | the permit; one more receive for the push queue |
 //! | 6 | SEND_EN | the answer |
 //! | 7 | WAIT | for the answer to end: the page is at rest when the next request begins |
 //! | 8 | FAA, FAA, FAA | the indices of both WAITs and of SEND_EN |
@@ -31,16 +35,18 @@
 //! ```
 //!
 //! The allocating part is that of [`crate::onesidedmw::alloc_chain`] without its windows. Nothing that
-//! a compute node sends makes a WQE fail before #c5 but a page number beyond its table, at #2, when
-//! nothing was changed; so a chain that stops has nothing in hand.
+//! a compute node sends makes a WQE fail before #c8 but a page number beyond its table, at #2, when
+//! nothing was changed. But it may wait for ever at #c4, if the compute node breaks what it reads over: then
+//! it has a page in hand ([`in_hand`]).
 
 use fabric::wqe::{WQEBB, offset};
-use fabric::{Cqn, MemoryRegion, Nic, Remote};
+use fabric::{Cqn, DmaMemory, MemoryRegion, Nic, Remote};
 
+use super::read_chain::BEGUN;
 use super::table::{Gate, ROW_BYTES, image};
 use super::{PAGE_BYTES, REPLY_BYTES};
 use crate::chain::layout::{self, AVAIL, Memory};
-use crate::chain::program::{Program, Scatter, Wiring, write_chain};
+use crate::chain::program::{PAIR, Program, STAGING_BYTES, Scatter, Wiring, Wrap, write_chain};
 use crate::chain::push::{Push, give_back};
 
 /// Building blocks of an answer.
@@ -52,7 +58,7 @@ pub const RECEIVE_SGES: u32 = 4;
 
 /// Building blocks of "allocate" and of "free".
 const ALLOCATE_BLOCKS: u32 = 11;
-const FREE_BLOCKS: u32 = 6;
+const FREE_BLOCKS: u32 = 9;
 /// The gate before "allocate".
 pub const ALLOCATE: Gate = Gate::before(ALLOCATE_BLOCKS);
 /// The gate before "free".
@@ -89,6 +95,18 @@ pub struct Tables<N: Nic> {
     pub push: Push,
     /// The CQ of answers that ended, and what it counted before the first.
     pub answers: (Cqn, u32),
+    /// The reads beside this chain.
+    pub reads: Reads<N>,
+}
+
+/// The reads of the same compute node, as a free sees them.
+pub struct Reads<N: Nic> {
+    /// Their counters.
+    pub counters: N::Mr,
+    /// The CQ of their answers.
+    pub answers: Cqn,
+    /// What is added to `begun` for the number of the last answer among them (24 bits).
+    pub delta: u32,
 }
 
 /// Where the WQEs of one instance stand, as building-block indices.
@@ -104,6 +122,8 @@ struct Plan {
     free_gate: u32,
     clear: u32,
     unmap: u32,
+    /// The WAIT for the reads.
+    settle: u32,
     end: u32,
 }
 
@@ -118,7 +138,8 @@ impl Plan {
         let image = swap + 2;
         let map = image + 2;
         let free_gate = gate + 1 + ALLOCATE_BLOCKS;
-        let clear = free_gate + 2;
+        let unmap = free_gate + 2;
+        let settle = unmap + 3;
         Self {
             row,
             step,
@@ -129,8 +150,9 @@ impl Plan {
             image,
             map,
             free_gate,
-            clear,
-            unmap: clear + 1,
+            unmap,
+            settle,
+            clear: settle + 1,
             end: free_gate + 1 + FREE_BLOCKS + 5,
         }
     }
@@ -139,6 +161,23 @@ impl Plan {
 /// Building blocks that a ring for `credits` instances needs.
 pub fn ring_blocks(credits: u32) -> u32 {
     (Plan::new(0).end * credits + 2).next_power_of_two()
+}
+
+/// The page that a chain has in hand that stands before the building block `at` for ever: one that is
+/// unmapped, and not pushed. The chain was written for requests from 0 on.
+pub fn in_hand<N: Nic>(
+    memory: &Memory<N>,
+    staging: &DmaMemory,
+    (at, ring_entries): (u16, u32),
+    credits: u32,
+) -> Option<u32> {
+    let block = at as u32 % ring_entries;
+    let plan = Plan::new(0);
+    let (position, within) = (block / plan.end, block % plan.end);
+    if position >= credits || within != plan.settle {
+        return None;
+    }
+    memory.entry_of(staging.load_be64((position * STAGING_BYTES + staged::QUEUE_VALUE) as usize))
 }
 
 /// Writes the chain for the requests from `wiring.first` on.
@@ -263,14 +302,26 @@ fn write_free<N: Nic>(
     program: &mut Program,
 ) {
     let begin = program.next();
+    let reads = &tables.reads;
     copy_row(program, w, plan, plan.unmap);
-    program.push_at(plan.clear, |b| {
-        let page = Remote { addr: 0, rkey: memory.chunks_clear.key() };
-        b.rdma_write(page, &[memory.zeros.sge(0, PAGE_BYTES as u32)]);
-    });
     program.push_at(plan.unmap, |b| {
         let row = Remote { addr: 0, rkey: tables.rows.key() };
         b.rdma_write(row, &[memory.zeros.sge(0, ROW_BYTES as u32)]);
+    });
+    program.push(|b| {
+        b.rdma_read(reads.counters.remote(BEGUN), &[w.to(4, plan.settle, PAIR)]);
+    });
+    program.push(|b| {
+        let settle = Remote { addr: w.at(plan.settle, PAIR), rkey: w.worker_rkey };
+        let add = (reads.delta as u64) << 32;
+        b.masked_fetch_add(settle, add, Wrap::Bits24.boundary(), w.dump);
+    });
+    program.push_at(plan.settle, |b| {
+        b.wait(reads.answers, 0);
+    });
+    program.push_at(plan.clear, |b| {
+        let page = Remote { addr: 0, rkey: memory.chunks_clear.key() };
+        b.rdma_write(page, &[memory.zeros.sge(0, PAGE_BYTES as u32)]);
     });
     program.push(|b| {
         b.send(&[w.staging(slot, staged::QUEUE_VALUE, 8)]);
@@ -298,5 +349,5 @@ fn write_answer<N: Nic>(memory: &Memory<N>, w: &Wiring, slot: u32, first_use: u3
 const _: () = {
     assert!(image::BYTES == 8 + 1 + 8 + ROW_BYTES);
     assert!(layout::entry::T + image::BYTES <= layout::entry::OWN);
-    assert!(staged::ROW as usize + ROW_BYTES <= crate::chain::program::STAGING_BYTES as usize);
+    assert!(staged::ROW as usize + ROW_BYTES <= STAGING_BYTES as usize);
 };

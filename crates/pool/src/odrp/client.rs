@@ -2,23 +2,26 @@
 //! the compute node's own memory.
 //!
 //! ```text
-//! op (1) | page number (3) | buffer: address (8), key (4) | reply: address (8), key (4)
+//! read:    page number (3) | buffer: address (8), key (4)
+//! others:  op (1) | page number (3) | buffer: address (8), key (4) | reply: address (8), key (4)
 //! ```
 //!
 //! Page numbers are the compute node's own: an allocation takes one that is not in use, and asks
-//! nobody; memory is allocated by the first write.
+//! nobody; memory is allocated by the first write. Which pages are mapped is known here, since the chain
+//! of reads answers for those only.
 
+use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use fabric::completion::Completer;
 use fabric::{
     Access, CqAttr, MemoryRegion, Nic, Op, QpAttr, QpChange, QpState, Qpn, QueuePair, Receive,
-    ReceiveAttr, ReceiveRequest, Status, WorkRequest,
+    ReceiveAttr, ReceiveRequest, Remote, Status, WorkRequest,
 };
 use parking_lot::Mutex;
 
 use super::table::PAGES_MAX;
-use super::{Ask, PAGE_BYTES, REQUEST_BYTES, status};
+use super::{Ask, PAGE_BYTES, READ_BYTES, REPLY_BYTES, REQUEST_BYTES, status};
 use crate::Error;
 use crate::credits::{Credit, Credits};
 use crate::protocol::Welcome;
@@ -29,6 +32,13 @@ const REPLY_STRIDE: usize = 64;
 
 /// The scheme's compute-node side on the NIC `N`.
 pub struct Client<N: Nic> {
+    reads: Queue<N>,
+    writes: Queue<N>,
+    numbers: Arc<Mutex<Numbers>>,
+}
+
+/// One QP with its slots.
+struct Queue<N: Nic> {
     qp: N::Qp,
     completer: Completer<N::Cq>,
     /// A page for each request in flight, which the memory node reads and writes.
@@ -37,7 +47,6 @@ pub struct Client<N: Nic> {
     credits: Credits,
     /// Receives and SENDs are posted in the same order: the n-th reply answers the n-th request.
     order: Mutex<()>,
-    numbers: Mutex<Numbers>,
 }
 
 /// Page numbers.
@@ -47,7 +56,29 @@ struct Numbers {
     end: u32,
     /// Numbers that were used, and are not.
     free: Vec<u32>,
-    used: Vec<bool>,
+    pages: Vec<Page>,
+}
+
+#[derive(Clone, Copy)]
+struct Page {
+    state: State,
+    /// Reads of it that are in flight.
+    reading: u32,
+}
+
+/// What is known of a page number.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum State {
+    /// Nobody has it.
+    Unused,
+    /// It was never written: it is not mapped.
+    Reserved,
+    /// It is mapped.
+    Written,
+    /// A request ended with an error: whether it is mapped is open.
+    Unknown,
+    /// It is being freed.
+    Leaving,
 }
 
 impl Numbers {
@@ -57,36 +88,63 @@ impl Numbers {
             self.fresh += (fresh < self.end) as u32;
             (fresh < self.end).then_some(fresh)
         })?;
-        if self.used.len() <= number as usize {
-            self.used.resize(number as usize + 1, false);
+        let unused = Page { state: State::Unused, reading: 0 };
+        if self.pages.len() <= number as usize {
+            self.pages.resize(number as usize + 1, unused);
         }
-        self.used[number as usize] = true;
+        self.pages[number as usize].state = State::Reserved;
         Some(number)
     }
 
-    fn is_used(&self, number: u32) -> bool {
-        self.used.get(number as usize).is_some_and(|used| *used)
+    /// The page of a number that somebody has.
+    fn get(&mut self, number: u32) -> Result<&mut Page, Error> {
+        let page = self.pages.get_mut(number as usize);
+        page.filter(|page| !matches!(page.state, State::Unused | State::Leaving))
+            .ok_or(Error::NotYours { entry: number })
     }
 
-    /// It is on its way out: nobody else may free it.
-    fn retire(&mut self, number: u32) -> bool {
-        match self.used.get_mut(number as usize) {
-            Some(used) => std::mem::replace(used, false),
-            None => false,
-        }
+    fn set(&mut self, number: u32, state: State) {
+        self.pages[number as usize].state = state;
+    }
+}
+
+/// A read of a page that is in flight.
+struct Reading<'a> {
+    numbers: &'a Mutex<Numbers>,
+    number: u32,
+}
+
+impl Drop for Reading<'_> {
+    fn drop(&mut self) {
+        self.numbers.lock().pages[self.number as usize].reading -= 1;
     }
 }
 
 impl<N: Nic> Client<N> {
-    /// Makes the QP.
+    /// Makes the QPs.
     pub fn new(nic: &N, pd: &N::Pd, welcome: &Welcome) -> Result<Self, Error> {
-        let credits = welcome.credits;
         if welcome.chunk_bytes != PAGE_BYTES as u64 {
             return Err(Error::Protocol {
                 attempt: "connecting to a memory node with scheme odrp".into(),
                 why: format!("its pages have {} bytes, not {PAGE_BYTES}", welcome.chunk_bytes),
             });
         }
+        let end = welcome.chunks.min(PAGES_MAX) as u32;
+        let numbers = Numbers { fresh: 0, end, free: Vec::new(), pages: Vec::new() };
+        Ok(Self {
+            reads: Queue::new(nic, pd, welcome.credits)?,
+            writes: Queue::new(nic, pd, welcome.credits)?,
+            numbers: Arc::new(Mutex::new(numbers)),
+        })
+    }
+
+    fn queues(&self) -> [&Queue<N>; 2] {
+        [&self.reads, &self.writes]
+    }
+}
+
+impl<N: Nic> Queue<N> {
+    fn new(nic: &N, pd: &N::Pd, credits: u32) -> Result<Self, Error> {
         // A receive and a SEND for each request, and as many again that are flushed at a reset.
         let cq = nic.create_cq(CqAttr { entries: credits * 4, ignore_overrun: false })?;
         let qp = nic.create_qp(
@@ -102,7 +160,6 @@ impl<N: Nic> Client<N> {
         let remote = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
         let pages = nic.alloc_dma(credits as usize * PAGE_BYTES)?;
         let replies = nic.alloc_dma(credits as usize * REPLY_STRIDE)?;
-        let end = welcome.chunks.min(PAGES_MAX) as u32;
         Ok(Self {
             qp,
             completer: Completer::new(cq),
@@ -110,11 +167,23 @@ impl<N: Nic> Client<N> {
             replies: nic.reg_mr(pd, &replies, remote)?,
             credits: Credits::new(credits),
             order: Mutex::new(()),
-            numbers: Mutex::new(Numbers { fresh: 0, end, free: Vec::new(), used: Vec::new() }),
         })
     }
 
-    /// Sends a request; the status that it is answered with.
+    /// Where the page of a request is.
+    fn place(&self, credit: &Credit<'_>) -> Remote {
+        self.pages.remote(credit.slot() as usize * PAGE_BYTES)
+    }
+
+    /// Asks for a page that is mapped; its bytes are in the slot then.
+    async fn read(&self, number: u32, credit: &Credit<'_>) -> Result<(), Error> {
+        let mut request = [0; READ_BYTES];
+        request[..3].copy_from_slice(&number.to_be_bytes()[1..]);
+        put(&mut request[3..], self.place(credit));
+        self.send("reading a page", &request).await
+    }
+
+    /// Sends a request that is answered with a status.
     async fn ask(
         &self,
         what: &str,
@@ -122,23 +191,24 @@ impl<N: Nic> Client<N> {
         number: u32,
         credit: &Credit<'_>,
     ) -> Result<u64, Error> {
-        let slot = credit.slot() as usize;
-        let replies = self.replies.memory();
-        replies.zero(slot * REPLY_STRIDE, REPLY_STRIDE);
+        let reply = credit.slot() as usize * REPLY_STRIDE;
+        self.replies.memory().zero(reply, REPLY_BYTES);
         let mut request = [0; REQUEST_BYTES];
         request[..4].copy_from_slice(&((ask as u32) << 24 | number).to_be_bytes());
-        let places =
-            [self.pages.remote(slot * PAGE_BYTES), self.replies.remote(slot * REPLY_STRIDE)];
-        for (place, at) in places.iter().zip(request[4..].chunks_exact_mut(12)) {
-            at[..8].copy_from_slice(&place.addr.to_be_bytes());
-            at[8..].copy_from_slice(&place.rkey.0.to_be_bytes());
-        }
+        put(&mut request[4..], self.place(credit));
+        put(&mut request[16..], self.replies.remote(reply));
+        self.send(what, &request).await?;
+        Ok(self.replies.memory().load_be64(reply))
+    }
+
+    /// Sends a request, and returns when it was answered.
+    async fn send(&self, what: &str, request: &[u8]) -> Result<(), Error> {
         let (answered, sent) = {
             let _order = self.order.lock();
             let answered =
                 self.completer.submit(|id| self.qp.post_recv(&ReceiveRequest { id, to: &[] }))?;
             let sent = self.completer.submit(|id| {
-                let op = Op::SendInline { data: &request };
+                let op = Op::SendInline { data: request };
                 self.qp.post_send(&[WorkRequest { id, op, signaled: true }])
             })?;
             (answered, sent)
@@ -150,33 +220,55 @@ impl<N: Nic> Client<N> {
                 return Err(Error::ManagementBroken { attempt, status });
             }
         }
-        // The reply was written before its completion, which was just read.
+        // The answer was written before its completion, which was just read.
         fence(Ordering::Acquire);
-        Ok(replies.load_be64(slot * REPLY_STRIDE))
+        Ok(())
     }
+}
 
-    fn check(&self, page: &Grant, op: &'static str, len: usize) -> Result<(), Error> {
-        if len != PAGE_BYTES {
-            return Err(Error::Setting {
-                setting: "length",
-                value: len.to_string(),
-                why: format!("scheme odrp moves whole pages of {PAGE_BYTES} bytes: {op} one"),
-            });
-        }
-        match self.numbers.lock().is_used(page.entry) {
-            true => Ok(()),
-            false => Err(Error::NotYours { entry: page.entry }),
-        }
+/// Address and key of a place.
+fn put(at: &mut [u8], place: Remote) {
+    at[..8].copy_from_slice(&place.addr.to_be_bytes());
+    at[8..12].copy_from_slice(&place.rkey.0.to_be_bytes());
+}
+
+fn check_whole(op: &'static str, len: usize) -> Result<(), Error> {
+    if len == PAGE_BYTES {
+        return Ok(());
     }
+    Err(Error::Setting {
+        setting: "length",
+        value: len.to_string(),
+        why: format!("scheme odrp moves whole pages of {PAGE_BYTES} bytes: {op} one"),
+    })
 }
 
 impl<N: Nic> PageScheme for Client<N> {
     async fn read_page(&self, page: &Grant, into: &mut [u8]) -> Result<(), Error> {
-        self.check(page, "read", into.len())?;
-        let credit = self.credits.take().await;
-        match self.ask("reading a page", Ask::Read, page.entry, &credit).await? {
+        check_whole("read", into.len())?;
+        let number = page.entry;
+        let (state, _reading) = {
+            let mut numbers = self.numbers.lock();
+            let page = numbers.get(number)?;
+            page.reading += 1;
+            (page.state, Reading { numbers: &self.numbers, number })
+        };
+        let queue = match state {
+            State::Written => &self.reads,
+            State::Unknown => &self.writes,
+            _ => {
+                into.fill(0);
+                return Ok(());
+            }
+        };
+        let credit = queue.credits.take().await;
+        let said = match state {
+            State::Written => queue.read(number, &credit).await.map(|()| status::PENDING),
+            _ => queue.ask("reading a page", Ask::Read, number, &credit).await,
+        };
+        match said? {
             status::PENDING => {
-                self.pages.memory().read(credit.slot() as usize * PAGE_BYTES, into);
+                queue.pages.memory().read(credit.slot() as usize * PAGE_BYTES, into);
                 Ok(())
             }
             status::UNMAPPED => {
@@ -188,13 +280,26 @@ impl<N: Nic> PageScheme for Client<N> {
     }
 
     async fn write_page(&self, page: &Grant, from: &[u8]) -> Result<(), Error> {
-        self.check(page, "write", from.len())?;
-        let credit = self.credits.take().await;
-        self.pages.memory().write(credit.slot() as usize * PAGE_BYTES, from);
-        match self.ask("writing a page", Ask::Write, page.entry, &credit).await? {
-            status::DONE => Ok(()),
-            status::EMPTY => Err(Error::OutOfMemory { bytes: PAGE_BYTES as u64 }),
-            other => Err(not_understood("writing a page", other)),
+        check_whole("write", from.len())?;
+        let number = page.entry;
+        self.numbers.lock().get(number)?;
+        let credit = self.writes.credits.take().await;
+        self.writes.pages.memory().write(credit.slot() as usize * PAGE_BYTES, from);
+        let said = self.writes.ask("writing a page", Ask::Write, number, &credit).await;
+        let mut numbers = self.numbers.lock();
+        match said {
+            Ok(status::DONE) => {
+                numbers.set(number, State::Written);
+                Ok(())
+            }
+            Ok(status::EMPTY) => Err(Error::OutOfMemory { bytes: PAGE_BYTES as u64 }),
+            Ok(other) => Err(not_understood("writing a page", other)),
+            Err(e) => {
+                if let Ok(Page { state: state @ State::Reserved, .. }) = numbers.get(number) {
+                    *state = State::Unknown;
+                }
+                Err(e)
+            }
         }
     }
 }
@@ -210,47 +315,61 @@ impl<N: Nic> ClientScheme for Client<N> {
 
     async fn free(&self, page: &Grant) -> Result<(), Error> {
         let number = page.entry;
-        if !self.numbers.lock().retire(number) {
-            return Err(Error::NotYours { entry: number });
-        }
-        let credit = self.credits.take().await;
-        let said = self.ask("freeing a page", Ask::Free, number, &credit).await;
+        let was = {
+            let mut numbers = self.numbers.lock();
+            let page = numbers.get(number)?;
+            if page.reading > 0 {
+                return Err(Error::Refused {
+                    attempt: "freeing a page".into(),
+                    why: format!("{} reads of it are in flight", page.reading),
+                });
+            }
+            std::mem::replace(&mut page.state, State::Leaving)
+        };
+        // One that was never written was never allocated.
+        let said = match was {
+            State::Reserved => Ok(status::UNMAPPED),
+            _ => {
+                let credit = self.writes.credits.take().await;
+                self.writes.ask("freeing a page", Ask::Free, number, &credit).await
+            }
+        };
         let mut numbers = self.numbers.lock();
         match said {
-            // One that was never written was never allocated.
             Ok(status::DONE | status::UNMAPPED) => {
+                numbers.set(number, State::Unused);
                 numbers.free.push(number);
                 Ok(())
             }
             Ok(other) => Err(not_understood("freeing a page", other)),
-            // Whether it was freed is open: it may be freed again.
+            // It may be freed again.
             Err(e) => {
-                numbers.used[number as usize] = true;
+                numbers.set(number, State::Unknown);
                 Err(e)
             }
         }
     }
 
     fn management(&self) -> Vec<Qpn> {
-        vec![self.qp.qpn()]
+        self.queues().map(|q| q.qp.qpn()).to_vec()
     }
 
     fn is_broken(&self) -> bool {
-        !matches!(self.qp.state(), Ok(QpState::ReadyToSend))
+        self.queues().iter().any(|q| !matches!(q.qp.state(), Ok(QpState::ReadyToSend)))
     }
 
     fn reset(&self) -> Result<(), Error> {
-        Ok(self.qp.modify(QpChange::Reset)?)
+        Ok(self.queues().iter().try_for_each(|q| q.qp.modify(QpChange::Reset))?)
     }
 
     fn connect(&self, peers: &[Qpn]) -> Result<(), Error> {
-        let [peer] = peers else {
+        if peers.len() != 2 {
             return Err(Error::Protocol {
-                attempt: "connecting the QP for pages".into(),
-                why: format!("{} peers were named for one QP", peers.len()),
+                attempt: "connecting the QPs for pages".into(),
+                why: format!("{} peers were named for two QPs", peers.len()),
             });
-        };
-        Ok(self.qp.connect(*peer)?)
+        }
+        Ok(self.queues().iter().zip(peers).try_for_each(|(q, peer)| q.qp.connect(*peer))?)
     }
 }
 

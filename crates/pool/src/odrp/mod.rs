@@ -6,9 +6,12 @@
 //!
 //! ```text
 //!  compute node                              memory node
-//!  QP == SEND op, number, buffer, reply ===> front QP   RQ: scatters the arguments into the chain
+//!  QP == SEND number, buffer ==============> front QP   RQ: scatters the arguments into the chain
+//!                                            worker R ==loopback==> R'   looks up
+//!     <== WRITE of the page ================ front QP   SQ: the page
+//!  QP == SEND op, number, buffer, reply ===> front QP   likewise
 //!                                            worker W ==loopback==> W'   looks up, allocates, frees
-//!     <== WRITE or READ of the page ======== front QP   SQ: the page, the reply, the credit
+//!     <== READ of the page, reply ========== front QP   SQ: the page, the reply, the credit
 //! ```
 //!
 //! | request | the page is mapped | it is not |
@@ -18,14 +21,17 @@
 //! | free | cleared, unmapped, back in the free queue | "not mapped" |
 //!
 //! - [`table`]: the tables, byte by byte.
-//! - [`chain`]: the one chain that does all of it.
+//! - [`read_chain`]: the chain of reads, which is short; [`chain`]: that of writes and frees.
 //! - `node`: the memory node's side; [`client`]: the compute node's.
 //!
 //! Decisions, where the paper says little:
-//! - One QP, one chain and one table for each compute node, and a request begins when the one before
-//!   has ended, its data included. So no access is pending when a page is freed, and a page is freed by the
-//!   NIC as it is allocated. Who wants more in flight connects more often.
-//! - A write READs the compute node's buffer; a read WRITEs into it, and that WRITE is the reply.
+//! - Two QPs with a chain each, and one table, for each compute node: a queue for what is read, a queue for
+//!   what is written and freed. A write or free begins when the one before has ended, its data included, and
+//!   a free waits, on the NIC, for the reads that may have looked its page up. So no access is pending when a
+//!   page is given back, and the NIC frees as it allocates. Who wants more in flight connects more often.
+//! - A write READs the compute node's buffer; a read WRITEs into it, and that WRITE is the reply. A page
+//!   that is not mapped has none: a compute node reads what it has written, and knows what that is. Who does
+//!   not know it asks the other queue.
 //! - The compute node chooses page numbers. Nothing is allocated before the first write.
 //! - Pages are cleared when they are freed, as in every scheme here.
 //!
@@ -37,6 +43,7 @@
 pub mod chain;
 pub mod client;
 pub mod node;
+pub mod read_chain;
 pub mod table;
 #[cfg(test)]
 mod tests;
@@ -73,7 +80,9 @@ pub mod status {
     pub const BAD: u64 = 4;
 }
 
-/// Bytes of a request: op (1), page number (3), buffer's address (8) and key (4), reply's address (8)
+/// Bytes of a request to read: page number (3), buffer's address (8) and key (4).
+pub const READ_BYTES: usize = 15;
+/// Bytes of a request to the other queue: op (1), page number (3), buffer's address (8) and key (4), reply's address (8)
 /// and key (4).
 pub const REQUEST_BYTES: usize = 28;
 /// Bytes of a reply: a status.

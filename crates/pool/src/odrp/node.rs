@@ -8,13 +8,13 @@ use std::sync::Arc;
 use fabric::direct::{DirectNic, DirectQp};
 use fabric::wqe::Builder;
 use fabric::{
-    Access, Completion, CompletionQueue, CqAttr, MemoryRegion, QpAttr, QpChange, Qpn, QueuePair,
-    Receive, ReceiveAttr, Remote, Status,
+    Access, Completion, CompletionQueue, CqAttr, Cqn, MemoryRegion, QpAttr, QpChange, Qpn,
+    QueuePair, Receive, ReceiveAttr, Remote, Status,
 };
 
-use super::chain::{self, Tables};
-use super::{REPLY_BYTES, table};
-use crate::chain::direction::{Direction, Parts, Purpose};
+use super::chain::{self, Reads, Tables};
+use super::{REPLY_BYTES, read_chain, table};
+use crate::chain::direction::{COUNT, Direction, Parts, Purpose};
 use crate::chain::layout::{Memory, Shape};
 use crate::chain::notice::{BULLETIN_BLOCKS, Notice};
 use crate::chain::program::Wrap;
@@ -33,7 +33,11 @@ const FLUSHED: u32 = 32;
 
 /// What the memory node has for one compute node.
 struct Connection<N: DirectNic> {
-    requests: Direction<N>,
+    reads: Direction<N>,
+    /// Writes and frees.
+    writes: Direction<N>,
+    /// What the chain of reads counts.
+    counters: N::Mr,
     rows: N::Mr,
     /// Access QPs by group and lane, with the compute node's QPs: no key opens anything to them, and
     /// only bulletins go over them.
@@ -58,6 +62,36 @@ enum Stage {
     Scanning(u64),
     /// What it had is with the reclaimer, up to this ticket.
     Releasing(u64),
+}
+
+impl<N: DirectNic> Connection<N> {
+    /// In the order of [`Admitted::management`].
+    fn directions(&self) -> [&Direction<N>; 2] {
+        [&self.reads, &self.writes]
+    }
+
+    /// No request comes in from now on, and no answer goes out.
+    fn close(&self) -> Result<(), Error> {
+        Ok(self.directions().iter().try_for_each(|d| d.front.modify(QpChange::Reset))?)
+    }
+
+    /// Whether nothing is in flight, given that it is closed.
+    fn is_at_rest(&self, nic: &N) -> Result<bool, Error> {
+        // The reads first: a free waits for them.
+        Ok(self.reads.is_at_rest(nic, None)?
+            && self.writes.is_at_rest(nic, self.reads.answers.as_ref())?)
+    }
+
+    /// A page that it has unmapped and not given back, since it waited for a read that was never
+    /// answered; given that it is at rest.
+    fn in_hand(&self, memory: &Memory<N>, credits: u32) -> Result<Option<u32>, Error> {
+        let d = &self.writes;
+        if d.stopped.is_some() {
+            return Ok(None);
+        }
+        let at = (d.worker.progress()?.send_consumer, d.worker.send_ring().entries);
+        Ok(chain::in_hand(memory, d.staging.memory(), at, credits))
+    }
 }
 
 impl Stage {
@@ -170,8 +204,8 @@ impl<N: DirectNic> Node<N> {
     }
 
     fn connection(&self, client: ClientId, request: &Admission) -> Result<Connection<N>, Error> {
-        let [peer] = request.management[..] else {
-            return Err(refuse("it must name one management QP, for its pages"));
+        let [reads, writes] = request.management[..] else {
+            return Err(refuse("it must name two management QPs: for reads, and for the rest"));
         };
         let parts = Parts {
             nic: &self.nic,
@@ -182,9 +216,21 @@ impl<N: DirectNic> Node<N> {
             pushes: &self.pushes,
             credits: self.settings.credits,
         };
-        let purpose = Purpose {
+        let read = Purpose {
             owner: client,
-            peer,
+            peer: reads,
+            worker_blocks: read_chain::ring_blocks(self.settings.credits),
+            reply_blocks: read_chain::ANSWER_BLOCKS,
+            credit_block: 0,
+            receive_sges: read_chain::RECEIVE_SGES,
+            push_queue: None,
+            waits: true,
+            access: Access::NONE,
+            copies: false,
+        };
+        let write = Purpose {
+            owner: client,
+            peer: writes,
             worker_blocks: chain::ring_blocks(self.settings.credits),
             reply_blocks: chain::ANSWER_BLOCKS,
             credit_block: chain::CREDIT_BLOCK,
@@ -194,7 +240,8 @@ impl<N: DirectNic> Node<N> {
             access: Access::NONE,
             copies: true,
         };
-        let requests = Direction::new(&parts, &purpose)?;
+        let counters = self.nic.alloc_dma(read_chain::COUNTERS_BYTES)?;
+        let rights = Access::REMOTE_ATOMIC | Access::REMOTE_READ;
         let access = |peer: &u32| -> Result<(N::Qp, Qpn), Error> {
             let qp = self.nic.create_qp(
                 &self.data,
@@ -210,7 +257,9 @@ impl<N: DirectNic> Node<N> {
             Ok((qp, Qpn::new(*peer)))
         };
         Ok(Connection {
-            requests,
+            reads: Direction::new(&parts, &read)?,
+            writes: Direction::new(&parts, &write)?,
+            counters: self.nic.reg_mr(&self.metadata, &counters, rights)?,
             rows: table::new_table(&self.nic, &self.metadata, self.numbers())?,
             access: request
                 .groups
@@ -226,29 +275,42 @@ impl<N: DirectNic> Node<N> {
         })
     }
 
-    /// Writes the chain anew and lets requests in; nothing is in flight.
+    /// Writes the chains anew and lets requests in; nothing is in flight.
     fn open(&mut self, client: ClientId) -> Result<(), Error> {
+        let c = self.clients.get(&client).ok_or_else(|| unknown(client))?;
+        for d in c.directions() {
+            d.worker.modify(QpChange::Reset)?;
+        }
+        // What the workers' last lives left in the CQ must not count as a stop of the next.
+        self.hear_faults()?;
         let push = self.push();
         let c = self.clients.get_mut(&client).ok_or_else(|| unknown(client))?;
-        let d = &mut c.requests;
-        d.worker.modify(QpChange::Reset)?;
-        // What the worker's last life left in the CQ must not count as a stop of the next.
-        self.hear_faults()?;
-        let c = self.clients.get_mut(&client).ok_or_else(|| unknown(client))?;
-        let d = &mut c.requests;
-        d.stopped = None;
-        d.first = 0;
-        d.count = self.nic.cq_count(&d.requests)?;
-        let answers = d.answers.as_ref().expect("this chain waits for its answers");
-        let answers = (answers.cqn(), self.nic.cq_count(answers)?);
-        let tables = Tables { rows: c.rows.clone(), steps: self.steps.clone(), push, answers };
-        let wiring = d.wiring(self.memory.dump.sge(0, 8));
-        d.worker.connect(d.loopback.qpn())?;
-        d.loopback.connect(d.worker.qpn())?;
-        chain::write(&self.memory, &tables, &wiring);
-        d.worker.enable_send(wiring.worker_ring.entries as u16)?;
-        d.front.connect(d.front_peer)?;
-        d.front.enable_recv(self.settings.credits)?;
+        let mut answers = [(Cqn::new(0), 0); 2];
+        for (d, answers) in [&mut c.reads, &mut c.writes].into_iter().zip(&mut answers) {
+            (d.first, d.stopped) = (0, None);
+            d.count = self.nic.cq_count(&d.requests)?;
+            let cq = d.answers.as_ref().expect("these chains have a CQ for their answers");
+            *answers = (cq.cqn(), self.nic.cq_count(cq)?);
+            d.worker.connect(d.loopback.qpn())?;
+            d.loopback.connect(d.worker.qpn())?;
+        }
+        let [(read_cqn, read_before), answers] = answers;
+        // `begun` is one ahead of the number of the next request.
+        let delta = read_before.wrapping_sub(c.reads.count).wrapping_sub(2) & COUNT;
+        let reads = Reads { counters: c.counters.clone(), answers: read_cqn, delta };
+        let (rows, steps) = (c.rows.clone(), self.steps.clone());
+        let tables = Tables { rows, steps, push, answers, reads };
+        let dump = self.memory.dump.sge(0, 8);
+        let wiring = c.reads.wiring(dump);
+        let requests = c.reads.requests.cqn();
+        read_chain::write(&self.memory, &c.rows, &c.counters, (&wiring, requests));
+        chain::write(&self.memory, &tables, &c.writes.wiring(dump));
+        let credits = self.settings.credits;
+        for (d, receives) in [(&c.reads, read_chain::receives(credits)), (&c.writes, credits)] {
+            d.worker.enable_send(d.worker.send_ring().entries as u16)?;
+            d.front.connect(d.front_peer)?;
+            d.front.enable_recv(receives)?;
+        }
         c.stage = Stage::Open;
         Ok(())
     }
@@ -281,12 +343,16 @@ impl<N: DirectNic> Node<N> {
         let Some(c) = client.and_then(|client| self.clients.get_mut(client)) else {
             return Ok(false);
         };
-        if c.requests.stopped.is_some() {
+        let d = match c.reads.worker.qpn() == fault.qpn {
+            true => &mut c.reads,
+            false => &mut c.writes,
+        };
+        if d.stopped.is_some() {
             return Ok(false);
         }
-        c.requests.stopped = Some(fault.id as u16);
+        d.stopped = Some(fault.id as u16);
         if c.stage == Stage::Open {
-            c.requests.front.modify(QpChange::Reset)?;
+            c.close()?;
             c.stage = Stage::Closing;
             c.tell = true;
             self.refused += 1;
@@ -301,16 +367,19 @@ impl<N: DirectNic> Node<N> {
         for (&client, c) in &mut self.clients {
             any |= match c.stage {
                 Stage::Open | Stage::Closed => false,
-                Stage::Closing if !c.requests.is_at_rest(&self.nic)? => false,
+                Stage::Closing | Stage::Settling if !c.is_at_rest(&self.nic)? => false,
                 Stage::Closing => {
+                    let page = c.in_hand(&self.memory, self.settings.credits)?;
+                    self.reclaimer.take(page.map(Task::Release), Urgency::Now);
                     c.stage = Stage::Closed;
                     if std::mem::take(&mut c.tell) {
-                        break_peer(&c.requests)?;
+                        c.directions().into_iter().try_for_each(break_peer)?;
                     }
                     true
                 }
-                Stage::Settling if !c.requests.is_at_rest(&self.nic)? => false,
                 Stage::Settling => {
+                    let page = c.in_hand(&self.memory, self.settings.credits)?;
+                    self.reclaimer.take(page.map(Task::Release), Urgency::InTurn);
                     c.stage = Stage::Scanning(0);
                     true
                 }
@@ -341,7 +410,9 @@ impl<N: DirectNic> Node<N> {
         }
         for client in retired {
             if let Some(c) = self.clients.remove(&client) {
-                self.workers.remove(&c.requests.worker.qpn());
+                for d in c.directions() {
+                    self.workers.remove(&d.worker.qpn());
+                }
             }
         }
         let push = self.push();
@@ -411,27 +482,27 @@ impl<N: DirectNic> NodeScheme for Node<N> {
             chunk_bytes: self.settings.chunk_bytes,
             group_size: self.settings.group_size,
             credits: self.settings.credits,
-            management: vec![c.requests.front.qpn().raw()],
+            management: c.directions().map(|d| d.front.qpn().raw()).to_vec(),
             groups: c
                 .access
                 .iter()
                 .map(|lanes| lanes.iter().map(|(qp, _)| qp.qpn().raw()).collect())
                 .collect(),
         };
-        let worker = c.requests.worker.qpn();
+        let workers = c.directions().map(|d| d.worker.qpn());
         self.clients.insert(client, c);
         if let Err(e) = self.open(client) {
             self.clients.remove(&client);
             return Err(e);
         }
-        self.workers.insert(worker, client);
+        self.workers.extend(workers.map(|worker| (worker, client)));
         Ok(admitted)
     }
 
     fn retire(&mut self, client: ClientId) -> Result<(), Error> {
         let Ok(c) = self.living(client) else { return Ok(()) };
         c.stage = Stage::Settling;
-        c.requests.front.modify(QpChange::Reset)?;
+        c.close()?;
         for (qp, _) in c.access.iter().flatten() {
             qp.modify(QpChange::Error)?;
         }
@@ -471,17 +542,20 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         let c = self.living(client)?;
         c.tell = false; // it knows
         if c.stage == Stage::Open {
-            c.requests.front.modify(QpChange::Reset)?;
+            c.close()?;
             c.stage = Stage::Closing;
         }
-        if c.stage == Stage::Closing && !c.requests.is_at_rest(&nic)? {
-            return Ok(None);
+        if c.stage == Stage::Closing {
+            if !c.is_at_rest(&nic)? {
+                return Ok(None);
+            }
+            self.bring_on()?;
         }
-        c.requests.front.modify(QpChange::Reset)?;
-        c.stage = Stage::Closed;
-        let front = c.requests.front.qpn().raw();
+        let c = self.living(client)?;
+        c.close()?;
+        let fronts = c.directions().map(|d| d.front.qpn().raw()).to_vec();
         self.open(client)?;
-        Ok(Some(vec![front]))
+        Ok(Some(fronts))
     }
 
     fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {

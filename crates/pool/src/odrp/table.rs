@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! row n of a compute node's table, at 256 n; zero: not mapped
-//!   0 state: 1 mapped (1)   1 page (8)   9 page (8)   17 queue value (8)
+//!   0 state: 9, mapped (1)   1 page (8)   9 page (8)   17 queue value (8)
 //!
 //! row of a request, at 65536 * state + 256 * op: what each part of the chain does then
 //!   0 size of the gate before "allocate" (1)   1 opcode of the page's transfer (1)
@@ -13,6 +13,8 @@
 //! EMPTY and a row of zeros
 //!   0 page (8)   8 opcode of the transfer (1)   9 status (8)   17 the row that maps it (25)
 //! ```
+//!
+//! The state of a mapped page is the opcode of the transfer that a read makes of it.
 //!
 //! A gate is a NOP: of one building block, or as large as the part behind it, which it so steps over.
 
@@ -28,6 +30,8 @@ use crate::chain::layout::{ENTRY_BYTES, Memory, aligned, entry};
 pub const ROW_STRIDE: usize = 256;
 /// Bytes of a row.
 pub const ROW_BYTES: usize = 25;
+/// State of a page that is mapped: what a read does with it.
+const MAPPED: u8 = opcode::RDMA_WRITE_IMM;
 /// Pages that a compute node may have: what three bytes can name.
 pub const PAGES_MAX: u64 = 1 << 24;
 /// Page numbers replace bits 8 to 31 of the table's address.
@@ -66,7 +70,7 @@ pub fn page_of<N: DirectNic>(memory: &Memory<N>, table: &DmaMemory, n: u64) -> O
     let mut row = [0; ROW_BYTES];
     table.read(n as usize * ROW_STRIDE, &mut row);
     let value = u64::from_be_bytes(row[17..].try_into().expect("8 bytes"));
-    (row[0] != 0).then(|| memory.entry_of(value)).flatten()
+    (row[0] == MAPPED).then(|| memory.entry_of(value)).flatten()
 }
 
 /// Writes the images of all pages and of the null entry.
@@ -79,7 +83,7 @@ pub fn write_images<N: DirectNic>(memory: &Memory<N>) {
             out[image::TRANSFER] = opcode::RDMA_READ;
             put_status(&mut out, image::STATUS, status::DONE);
             let row = &mut out[image::ROW..];
-            row[0] = 1;
+            row[0] = MAPPED;
             row[1..9].copy_from_slice(&page);
             row[9..17].copy_from_slice(&page);
             row[17..25].copy_from_slice(&memory.queue_value(i).to_be_bytes());
@@ -115,7 +119,8 @@ pub fn new_steps<N: DirectNic>(
     allocate: Gate,
     free: Gate,
 ) -> Result<N::Mr, Error> {
-    let memory = aligned(nic, 2 * OPS * STEP_STRIDE, STEPS_ALIGN)?;
+    let states = MAPPED as usize + 1;
+    let memory = aligned(nic, states * OPS * STEP_STRIDE, STEPS_ALIGN)?;
     for mapped in [false, true] {
         for op in 0..OPS {
             let (gates, transfer, reply, said) = match (op as u8, mapped) {
@@ -160,7 +165,8 @@ pub fn new_steps<N: DirectNic>(
             let mut row = [0; STEP_BYTES];
             row[..4].copy_from_slice(&[gates.0, transfer, reply, gates.1]);
             put_status(&mut row, 4, said);
-            memory.write((mapped as usize * OPS + op) * STEP_STRIDE, &row);
+            let state = if mapped { MAPPED } else { 0 };
+            memory.write((state as usize * OPS + op) * STEP_STRIDE, &row);
         }
     }
     Ok(nic.reg_mr(metadata, &memory, Access::REMOTE_READ)?)

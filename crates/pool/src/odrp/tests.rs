@@ -2,12 +2,18 @@
 //! by hand, on the inline NIC, with the test's thread as the memory node's CPU.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use fabric::soft::SoftNic;
 use fabric::{
     Access, Completion, CompletionQueue, CqAttr, MemoryRegion, Nic, Op, QpAttr, QpState, Qpn,
     QueuePair, Receive, ReceiveAttr, ReceiveRequest, Status, WorkRequest,
 };
+
+use fabric::DmaMemory;
+use rnic::port::Function;
+use rnic::port::inline::InlineNic;
+use rnic::verbs::Limits;
 
 use super::*;
 use crate::scheme::{Admission, ClientId, NodeScheme};
@@ -19,6 +25,9 @@ const CREDITS: u32 = 4;
 struct Hand {
     id: ClientId,
     cq: <SoftNic as Nic>::Cq,
+    /// Where it reads.
+    reads: <SoftNic as Nic>::Qp,
+    /// Where it writes and frees.
     qp: <SoftNic as Nic>::Qp,
     memory: <SoftNic as Nic>::Mr,
     /// Its access QPs, which it does not use.
@@ -40,22 +49,24 @@ impl Hand {
         };
         let own = Receive::Own(ReceiveAttr { entries: 32, max_sges: 1 });
         let rights = Access::REMOTE_READ | Access::REMOTE_WRITE;
-        let qp = nic.create_qp(&pd, attr(own, rights)).unwrap();
+        let qp = nic.create_qp(&pd, attr(own.clone(), rights)).unwrap();
+        let reads = nic.create_qp(&pd, attr(own, rights)).unwrap();
         let access: Vec<_> = (0..2)
             .map(|_| nic.create_qp(&pd, attr(Receive::None, Access::NONE)).unwrap())
             .collect();
         let memory = nic.alloc_dma(2 * PAGE_BYTES).unwrap();
         let memory = nic.reg_mr(&pd, &memory, Access::LOCAL_ALL | rights).unwrap();
         let admission = Admission {
-            management: vec![qp.qpn().raw()],
+            management: vec![reads.qpn().raw(), qp.qpn().raw()],
             groups: vec![access.iter().map(|q| q.qpn().raw()).collect()],
             bulletin_addr: memory.remote(REPLY + 64).addr,
             bulletin_rkey: memory.key().0,
         };
         let id = ClientId(id);
         let admitted = node.admit(id, &admission).unwrap();
-        qp.connect(Qpn::new(admitted.management[0])).unwrap();
-        Self { id, cq, qp, memory, _access: access }
+        reads.connect(Qpn::new(admitted.management[0])).unwrap();
+        qp.connect(Qpn::new(admitted.management[1])).unwrap();
+        Self { id, cq, reads, qp, memory, _access: access }
     }
 
     fn request(&self, op: u8, number: u32) -> Vec<u8> {
@@ -68,7 +79,37 @@ impl Hand {
         bytes
     }
 
-    /// Sends bytes; how everything ended that was posted for it.
+    fn read_request(&self, number: u32) -> Vec<u8> {
+        let mut bytes = number.to_be_bytes()[1..].to_vec();
+        let place = self.memory.remote(0);
+        bytes.extend(place.addr.to_be_bytes());
+        bytes.extend(place.rkey.0.to_be_bytes());
+        bytes
+    }
+
+    /// Sends bytes to the queue of reads; how everything ended that was posted for it.
+    fn send_read(&self, data: &[u8]) -> Vec<Status> {
+        self.reads.post_recv(&ReceiveRequest { id: 1, to: &[] }).unwrap();
+        let op = Op::SendInline { data };
+        self.reads.post_send(&[WorkRequest { id: 2, op, signaled: true }]).unwrap();
+        self.completions()
+    }
+
+    /// The page as the short chain gives it.
+    fn read_mapped(&self, number: u32) -> u8 {
+        self.memory.memory().write(0, &[0xee; PAGE_BYTES]);
+        assert_eq!(self.send_read(&self.read_request(number)), [Status::Success; 2]);
+        self.full_of(number)
+    }
+
+    fn full_of(&self, number: u32) -> u8 {
+        let mut page = [0; PAGE_BYTES];
+        self.memory.memory().read(0, &mut page);
+        assert!(page.iter().all(|b| *b == page[0]), "page {number} is torn");
+        page[0]
+    }
+
+    /// Sends bytes to the other queue; how everything ended that was posted for it.
     fn send(&self, data: &[u8]) -> Vec<Status> {
         self.memory.memory().zero(REPLY, 8);
         self.qp.post_recv(&ReceiveRequest { id: 1, to: &[] }).unwrap();
@@ -99,10 +140,9 @@ impl Hand {
         self.memory.memory().write(0, &[0xee; PAGE_BYTES]);
         match self.ask_raw(Ask::Read as u8, number) {
             status::PENDING => {
-                let mut page = [0; PAGE_BYTES];
-                self.memory.memory().read(0, &mut page);
-                assert!(page.iter().all(|b| *b == page[0]), "page {number} is torn");
-                Some(page[0])
+                let value = self.full_of(number);
+                assert_eq!(self.read_mapped(number), value);
+                Some(value)
             }
             status::UNMAPPED => None,
             other => panic!("status {other}"),
@@ -115,29 +155,35 @@ impl Hand {
 
     /// Re-establishes its connection.
     fn reset(&self, node: &mut Node<SoftNic>) {
-        self.qp.modify(fabric::QpChange::Reset).unwrap();
+        for qp in [&self.reads, &self.qp] {
+            qp.modify(fabric::QpChange::Reset).unwrap();
+        }
         let peers = loop {
             match node.reset_management(self.id).unwrap() {
                 Some(peers) => break peers,
                 None => drop(node.turn().unwrap()),
             }
         };
-        self.qp.connect(Qpn::new(peers[0])).unwrap();
+        self.reads.connect(Qpn::new(peers[0])).unwrap();
+        self.qp.connect(Qpn::new(peers[1])).unwrap();
         self.completions();
     }
 }
 
-fn start(pages: u64) -> (SoftNic, Node<SoftNic>) {
-    let nic = SoftNic::inline();
-    let settings = Settings {
+fn settings(pages: u64) -> Settings {
+    Settings {
         donate_bytes: pages * PAGE_BYTES as u64,
         chunk_bytes: PAGE_BYTES as u64,
         credits: CREDITS,
         clients_max: 8,
         scheme: SchemeKind::Odrp,
         ..Settings::default()
-    };
-    let node = Node::new(nic.clone(), settings).unwrap();
+    }
+}
+
+fn start(pages: u64) -> (SoftNic, Node<SoftNic>) {
+    let nic = SoftNic::inline();
+    let node = Node::new(nic.clone(), settings(pages)).unwrap();
     (nic, node)
 }
 
@@ -227,8 +273,11 @@ fn a_number_beyond_the_table_ends_its_senders_connection_only() {
     let (bad, good) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
     assert_eq!((bad.write(0, 1), good.write(0, 2)), (status::DONE, status::DONE));
     for (round, number) in [4, 5, 100, 0x10000, 0xff_ffff].into_iter().enumerate() {
-        for op in 1..=3 {
-            let sent = bad.send(&bad.request(op, number));
+        for op in 0..=3 {
+            let sent = match op {
+                0 => bad.send_read(&bad.read_request(number)),
+                _ => bad.send(&bad.request(op, number)),
+            };
             assert!(sent.len() < 2, "it was answered: {sent:?}");
             while node.turn().unwrap() {}
             assert_ne!(bad.qp.state().unwrap(), QpState::ReadyToSend, "it is not told");
@@ -238,7 +287,7 @@ fn a_number_beyond_the_table_ends_its_senders_connection_only() {
         }
     }
     node.audit().unwrap();
-    assert_eq!(node.status().unwrap().refused, 15);
+    assert_eq!(node.status().unwrap().refused, 20);
 }
 
 #[test]
@@ -262,6 +311,15 @@ fn addresses_that_are_not_its_own_end_its_senders_connection_only() {
                 node.audit().unwrap();
             }
         }
+    }
+    assert_eq!(bad.write(0, 1), status::DONE);
+    for at in [3, 11] {
+        let mut request = bad.read_request(0);
+        request[at..at + 4].fill(0x5a);
+        assert_ne!(bad.send_read(&request), [Status::Success; 2]);
+        while node.turn().unwrap() {}
+        bad.reset(&mut node);
+        assert_eq!(bad.read(0), Some(1));
     }
     let mut request = bad.request(Ask::Write as u8, 2);
     request[4..16].copy_from_slice(&good.request(0, 0)[4..16]);
@@ -318,6 +376,154 @@ fn what_was_freed_is_clear_and_whoever_leaves_gives_all_back() {
         node.memory().chunks.memory().read(0, &mut pages);
         assert!(pages.iter().all(|b| *b == 0), "pages are not cleared");
         assert_ne!(hand.send(&hand.request(Ask::Read as u8, 0)), [Status::Success; 2]);
+    }
+}
+
+/// A NIC that runs WQE by WQE, in an order that a seed gives.
+struct Stepper {
+    nic: Arc<InlineNic>,
+    state: u64,
+}
+
+impl Stepper {
+    fn new(seed: u64) -> Self {
+        let memory = |bytes: usize| DmaMemory::anonymous(bytes).unwrap();
+        let nic = InlineNic::stepped(Limits::default(), Box::new(memory));
+        Self { nic, state: seed }
+    }
+
+    fn physical(&self) -> SoftNic {
+        SoftNic::new(Function::Inline(self.nic.physical()))
+    }
+
+    fn random(&mut self, below: usize) -> usize {
+        self.state = self
+            .state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (self.state >> 33) as usize % below
+    }
+
+    /// Executes up to `wqes` WQEs, in any order among the QPs that are ready.
+    fn run(&mut self, wqes: usize) {
+        for _ in 0..wqes {
+            let ready = self.nic.ready_qps();
+            if ready.is_empty() {
+                return;
+            }
+            let next = ready[self.random(ready.len())];
+            assert!(self.nic.step(next), "{next:?} was ready");
+        }
+    }
+}
+
+impl Hand {
+    fn post(&self, qp: &<SoftNic as Nic>::Qp, data: &[u8]) {
+        qp.post_recv(&ReceiveRequest { id: 1, to: &[] }).unwrap();
+        let op = Op::SendInline { data };
+        qp.post_send(&[WorkRequest { id: 2, op, signaled: true }]).unwrap();
+    }
+}
+
+/// A page is read and freed at the same time, and another compute node waits for it: in every order
+/// of WQEs the reader sees what was its own, or no page.
+#[test]
+fn a_page_is_not_given_away_before_it_has_been_read() {
+    let seeds = if std::env::var_os("GRANARY_TEST_FULL").is_some() { 20_000 } else { 1500 };
+    let (mut read, mut unmapped, mut given) = (0, 0, 0);
+    for seed in 0..seeds {
+        let mut stepper = Stepper::new(seed);
+        let nic = stepper.physical();
+        let mut node = Node::new(nic.clone(), settings(1)).unwrap();
+        let (a, b) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
+        stepper.run(usize::MAX);
+        a.memory.memory().write(0, &[7; PAGE_BYTES]);
+        a.post(&a.qp, &a.request(Ask::Write as u8, 0));
+        stepper.run(usize::MAX);
+        a.memory.memory().write(0, &[0xee; PAGE_BYTES]);
+        b.memory.memory().write(0, &[9; PAGE_BYTES]);
+        a.post(&a.reads, &a.read_request(0));
+        stepper.run(seed as usize % 8);
+        a.post(&a.qp, &a.request(Ask::Free as u8, 0));
+        stepper.run(seed as usize % 13);
+        for _ in 0..CREDITS {
+            b.post(&b.qp, &b.request(Ask::Write as u8, 0));
+        }
+        stepper.run(usize::MAX);
+        match a.full_of(0) {
+            7 => read += 1,
+            0xee => unmapped += 1,
+            other => panic!("seed {seed}: it read {other}"),
+        }
+        given += (b.memory.memory().load_be64(REPLY) == status::DONE) as u32;
+        assert!(!node.turn().unwrap());
+        node.audit().unwrap();
+    }
+    println!("read {read}, unmapped {unmapped}, given to another one {given}");
+    assert!(read > 100 && unmapped > 10 && given > 100, "{read} {unmapped} {given}");
+}
+
+/// A compute node breaks what it reads over while it frees the page, at every step: the page is
+/// not lost, whether it comes back or goes.
+#[test]
+fn a_free_that_waits_for_a_read_that_never_ends_loses_nothing() {
+    for steps in 0..120 {
+        for leaves in [false, true] {
+            let mut stepper = Stepper::new(steps as u64);
+            let nic = stepper.physical();
+            let mut node = Node::new(nic.clone(), settings(2)).unwrap();
+            let a = Hand::join(&nic, &mut node, 1);
+            stepper.run(usize::MAX);
+            for number in 0..2 {
+                a.post(&a.qp, &a.request(Ask::Write as u8, number));
+                stepper.run(usize::MAX);
+            }
+            // The read finds no receive, or a bad key: it is not answered.
+            let mut request = a.read_request(0);
+            if steps % 2 == 0 {
+                request[11..].fill(0x5a);
+            }
+            let op = Op::SendInline { data: &request };
+            a.reads.post_send(&[WorkRequest { id: 2, op, signaled: true }]).unwrap();
+            stepper.run(steps % 10);
+            a.post(&a.qp, &a.request(Ask::Free as u8, 0));
+            stepper.run(steps);
+            let settle = |stepper: &mut Stepper, node: &mut Node<SoftNic>| {
+                stepper.run(usize::MAX);
+                node.turn().unwrap();
+            };
+            if leaves {
+                node.retire(a.id).unwrap();
+                while !node.is_retired(a.id) {
+                    settle(&mut stepper, &mut node);
+                }
+                assert_eq!(node.status().unwrap().free, 2, "after {steps} steps");
+            } else {
+                for qp in [&a.reads, &a.qp] {
+                    qp.modify(fabric::QpChange::Reset).unwrap();
+                }
+                let peers = loop {
+                    match node.reset_management(a.id).unwrap() {
+                        Some(peers) => break peers,
+                        None => settle(&mut stepper, &mut node),
+                    }
+                };
+                a.reads.connect(Qpn::new(peers[0])).unwrap();
+                a.qp.connect(Qpn::new(peers[1])).unwrap();
+                for _ in 0..10 {
+                    settle(&mut stepper, &mut node);
+                }
+                a.completions();
+                for (op, expected) in [(Ask::Write, status::DONE), (Ask::Free, status::DONE)] {
+                    a.memory.memory().zero(REPLY, 8);
+                    a.post(&a.qp, &a.request(op as u8, 0));
+                    stepper.run(usize::MAX);
+                    assert_eq!(a.memory.memory().load_be64(REPLY), expected, "after {steps} steps");
+                }
+                assert_eq!(node.status().unwrap().free, 1);
+            }
+            node.audit().unwrap();
+        }
     }
 }
 

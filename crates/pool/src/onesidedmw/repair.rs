@@ -183,7 +183,7 @@ impl<N: DirectNic> Node<N> {
     /// True if nothing is in flight: no request comes in, and the workers have done what did.
     pub(super) fn are_at_rest(&self, c: &Connection<N>) -> Result<bool, Error> {
         for d in c.directions() {
-            if !d.is_at_rest(&self.nic)? {
+            if !d.is_at_rest(&self.nic, None)? {
                 return Ok(false);
             }
         }
