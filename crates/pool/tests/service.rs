@@ -322,6 +322,7 @@ fn stopping_tells_clients_and_removes_the_socket() {
         let path = service.path().to_path_buf();
         let pool = connect(&service);
         let grant = pool.allocate_blocking().unwrap();
+        pool.write_blocking(&grant, 0, &[1; 4096]).unwrap();
         service.stop();
         assert!(!path.exists() && !path.parent().unwrap().exists());
         let start = Instant::now();
