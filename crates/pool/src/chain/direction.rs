@@ -131,7 +131,7 @@ impl<N: DirectNic> Direction<N> {
         staging.memory().store_be64((credits * STAGING_BYTES) as usize, owner);
         let (worker_ring, front_ring) = (worker.send_ring().memory, front.send_ring().memory);
         let (local, remote) = match purpose.copies {
-            true => (Access::LOCAL_ALL, Access::REMOTE_ATOMIC | Access::REMOTE_WRITE),
+            true => (Access::LOCAL_ALL, Access::REMOTE_ALL),
             false => (Access::LOCAL_WRITE, Access::REMOTE_ATOMIC),
         };
         Ok(Self {

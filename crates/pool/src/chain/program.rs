@@ -16,7 +16,7 @@
 
 use fabric::direct::Ring;
 use fabric::wqe::{Builder, WQEBB, offset};
-use fabric::{Cqn, Key, Qpn, Remote, Sge};
+use fabric::{Key, Qpn, Remote, Sge};
 
 /// Where an index wraps.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -83,14 +83,6 @@ impl Program {
         assert_eq!(at, expected, "a chain's WQE is not where others patch it");
     }
 
-    /// Writes a NOP that also covers the next `blocks` building blocks, so that they are not executed.
-    pub fn step_over(&mut self, blocks: u32) {
-        let at = self.push(|b| {
-            b.nop_filling(1 + blocks);
-        });
-        self.next = at + 1;
-    }
-
     /// Opens the instance that serves position `p` first: the WAIT for its request, and the FAA that
     /// moves the index of the RECV_EN behind its reply, since the last lap's has run by now. Gives
     /// where the WAIT stands.
@@ -104,25 +96,14 @@ impl Program {
     }
 
     /// Ends the instance: SEND_EN of the reply, and the FAAs that move the indices of its WAIT and
-    /// of this SEND_EN. With a CQ of answers, and what it counted before the first request, a WAIT for
-    /// the reply's completion stands between them.
-    pub fn finish(&mut self, w: &Wiring, p: u32, wait: u32, answers: Option<(Cqn, u32)>) {
+    /// of this SEND_EN.
+    pub fn finish(&mut self, w: &Wiring, p: u32, wait: u32) {
         let enable = self.push(|b| {
             let limit = w.reply_blocks * (w.first.wrapping_add(p + 1));
             b.send_enable(w.front, limit & 0xffff);
         });
-        let answered = answers.map(|(cqn, count)| {
-            self.push(|b| {
-                b.wait(cqn, count.wrapping_add(p) & 0xff_ffff);
-            })
-        });
-        let (rkey, replies) = (w.worker_rkey, w.reply_blocks * w.credits);
-        for wait in [Some(wait), answered].into_iter().flatten() {
-            let wait = self.field(wait, PAIR);
-            self.push(|b| bump(b, wait, rkey, w.credits, Wrap::Bits24, w.dump));
-        }
-        let enable = self.field(enable, PAIR);
-        self.push(|b| bump(b, enable, rkey, replies, Wrap::Bits16, w.dump));
+        self.bump(w, wait, w.credits, Wrap::Bits24);
+        self.bump(w, enable, w.reply_blocks * w.credits, Wrap::Bits16);
     }
 
     /// Writes the FAA that moves the index of the WAIT, SEND_EN or RECV_EN at `block`.
@@ -320,7 +301,7 @@ impl Wiring {
         let block = slot * self.reply_blocks + at;
         let mut b = Builder::new(self.front, block as u16);
         build(&mut b);
-        assert_eq!(b.blocks(), 1);
+        assert!(at + b.blocks() <= self.reply_blocks, "a WQE reaches into another answer");
         self.front_ring.memory.write(block as usize * WQEBB, b.bytes());
     }
 

@@ -6,38 +6,35 @@
 //! | - | RECV | op to #3, page number to #2, buffer to the transfer, reply's place to the reply |
 //! | 0 | WAIT | for the request's completion |
 //! | 1 | FAA | moves the index of the answer's RECV_EN: the last lap's has run by now |
-//! | 2 | READ the page's row | #3: the state; the transfer and #c5: the page; queue value to staging |
-//! | 3 | READ the request's row | the gates; opcodes of transfer and reply; status to staging |
-//! | 4 | gate | the NOP that steps over all of "allocate", or not |
-//! | a0 | WRITE | the address of #2 to #a6 |
+//! | 2 | READ the page's row | #3: the state; the transfer and #c8: the page; queue value to staging |
+//! | 3 | READ the request's row | the gates #a0 and #c0; opcodes of transfer and reply; the status to the reply |
+//! | a0 | WRITE | the address of #2 to #a6; or the NOP that steps over all of "allocate" |
 //! | a1 | FAA avail, -64 | takes a permit; the old value is the address of #a2 |
 //! | a2 | READ steering row | #a3: word, addend, boundary; #a4: opcode; #a5: the null entry |
 //! | a3 | FAA head, +8 (or avail, +64) | the old head is the address of #a4 |
 //! | a4 | CAS that swaps in 0 (or NOP) | the queue value is the address of #a5 |
-//! | a5 | READ image | the transfer: page and opcode; status and the new row to staging |
+//! | a5 | READ image | the transfer: page and opcode; the status; the new row to staging |
 //! | a6 | WRITE the row | the page is mapped |
-//! | a7 | NOP | steps over "free" |
-//! | 5 | gate | before "free" |
-//! | c0 | WRITE | the address of #2 to #c1 |
+//! | c0 | WRITE | the address of #2 to #c1; or the NOP that steps over all of "free" |
 //! | c1 | WRITE zeros | the row: the page is not mapped any more |
 //! | c2 | READ `begun` of the reads | the index of #c4 |
 //! | c3 | FAA | from the number of a read to that of its answer |
 //! | c4 | WAIT | until all reads are answered that may have looked the page up |
-//! | c5 | WRITE zeros | clears the page |
-//! | c6 | SEND the queue value | to the shared push queue, whose order is the tail |
-//! | c7, c8 | FAA, FAA | the permit; one more receive for the push queue |
-//! | 6 | SEND_EN | the answer |
-//! | 7 | WAIT | for the answer to end: the page is at rest when the next request begins |
-//! | 8 | FAA, FAA, FAA | the indices of both WAITs and of SEND_EN |
+//! | c5 to c7 | READ, FAA, WAIT | the same with the number of this request: until all before it are answered |
+//! | c8 | WRITE zeros | clears the page |
+//! | c9 | SEND the queue value | to the shared push queue, whose order is the tail |
+//! | c10, c11 | FAA, FAA | the permit; one more receive for the push queue |
+//! | 4 | SEND_EN | the answer |
+//! | 5 | FAA, FAA | the indices of WAIT and SEND_EN |
 //!
 //! ```text
-//! answer (front ring): transfer of the page | reply | RECV_EN, which completes | NOP
+//! answer (front ring): transfer of the page | reply, inline (2 blocks) | RECV_EN, which completes
 //! ```
 //!
 //! The allocating part is that of [`crate::onesidedmw::alloc_chain`] without its windows. Nothing that
-//! a compute node sends makes a WQE fail before #c8 but a page number beyond its table, at #2, when
-//! nothing was changed. But it may wait for ever at #c4, if the compute node breaks what it reads over: then
-//! it has a page in hand ([`in_hand`]).
+//! a compute node sends makes a WQE fail before #c11 but a page number beyond its table, at #2, when
+//! nothing was changed. But it may wait for ever at #c4 or #c7, if the compute node breaks what it reads or
+//! writes over: then it has a page in hand ([`in_hand`]).
 
 use fabric::wqe::{WQEBB, offset};
 use fabric::{Cqn, DmaMemory, MemoryRegion, Nic, Remote};
@@ -45,6 +42,7 @@ use fabric::{Cqn, DmaMemory, MemoryRegion, Nic, Remote};
 use super::read_chain::BEGUN;
 use super::table::{Gate, ROW_BYTES, image};
 use super::{PAGE_BYTES, REPLY_BYTES};
+use crate::chain::direction::COUNT;
 use crate::chain::layout::{self, AVAIL, Memory};
 use crate::chain::program::{PAIR, Program, STAGING_BYTES, Scatter, Wiring, Wrap, write_chain};
 use crate::chain::push::{Push, give_back};
@@ -52,17 +50,17 @@ use crate::chain::push::{Push, give_back};
 /// Building blocks of an answer.
 pub const ANSWER_BLOCKS: u32 = 4;
 /// Which of them gives the credit back.
-pub const CREDIT_BLOCK: u32 = 2;
+pub const CREDIT_BLOCK: u32 = 3;
 /// Scatter elements of a receive WQE.
 pub const RECEIVE_SGES: u32 = 4;
 
 /// Building blocks of "allocate" and of "free".
-const ALLOCATE_BLOCKS: u32 = 11;
-const FREE_BLOCKS: u32 = 9;
-/// The gate before "allocate".
-pub const ALLOCATE: Gate = Gate::before(ALLOCATE_BLOCKS);
-/// The gate before "free".
-pub const FREE: Gate = Gate::before(FREE_BLOCKS);
+const ALLOCATE_BLOCKS: u32 = 10;
+const FREE_BLOCKS: u32 = 12;
+/// The gate of "allocate".
+pub const ALLOCATE: Gate = Gate::of(ALLOCATE_BLOCKS);
+/// The gate of "free".
+pub const FREE: Gate = Gate::of(FREE_BLOCKS);
 
 /// Byte of the control segment that says how many segments a WQE has.
 const SEGMENTS: usize = 7;
@@ -72,6 +70,10 @@ const NUMBER_AT: usize = offset::REMOTE_ADDR + 4;
 const STATE_AT: usize = offset::REMOTE_ADDR + 5;
 /// Byte of the address of a request's row where the op stands.
 const OP_AT: usize = offset::REMOTE_ADDR + 6;
+/// The status in a reply: its first inline byte.
+const STATUS_AT: usize = WQEBB + offset::RDMA_SGE + 4;
+/// Bytes of a reply, so many that its WQE takes two blocks and the answer four.
+const INLINE_BYTES: usize = 32;
 /// Address of the first SGE of a transfer.
 const LOCAL_ADDR: usize = offset::RDMA_SGE + 8;
 
@@ -79,8 +81,6 @@ const LOCAL_ADDR: usize = offset::RDMA_SGE + 8;
 mod staged {
     /// The queue value of the page that is freed.
     pub const QUEUE_VALUE: u32 = 0;
-    /// The status of the reply.
-    pub const STATUS: u32 = 8;
     /// The row that maps the page that was allocated.
     pub const ROW: u32 = 16;
 }
@@ -124,6 +124,8 @@ struct Plan {
     unmap: u32,
     /// The WAIT for the reads.
     settle: u32,
+    /// The WAIT for earlier requests of this queue.
+    settle_own: u32,
     end: u32,
 }
 
@@ -131,15 +133,16 @@ impl Plan {
     fn new(start: u32) -> Self {
         let row = start + 2;
         let step = row + 2;
-        let gate = step + 2;
-        let steer = gate + 3;
+        let gate = step + 3;
+        let steer = gate + 2;
         let advance = steer + 2;
         let swap = advance + 1;
         let image = swap + 2;
         let map = image + 2;
-        let free_gate = gate + 1 + ALLOCATE_BLOCKS;
-        let unmap = free_gate + 2;
+        let free_gate = gate + ALLOCATE_BLOCKS;
+        let unmap = free_gate + 1;
         let settle = unmap + 3;
+        let settle_own = settle + 3;
         Self {
             row,
             step,
@@ -152,8 +155,9 @@ impl Plan {
             free_gate,
             unmap,
             settle,
-            clear: settle + 1,
-            end: free_gate + 1 + FREE_BLOCKS + 5,
+            settle_own,
+            clear: settle_own + 1,
+            end: free_gate + FREE_BLOCKS + 3,
         }
     }
 }
@@ -174,7 +178,7 @@ pub fn in_hand<N: Nic>(
     let block = at as u32 % ring_entries;
     let plan = Plan::new(0);
     let (position, within) = (block / plan.end, block % plan.end);
-    if position >= credits || within != plan.settle {
+    if position >= credits || ![plan.settle, plan.settle_own].contains(&within) {
         return None;
     }
     memory.entry_of(staging.load_be64((position * STAGING_BYTES + staged::QUEUE_VALUE) as usize))
@@ -210,22 +214,18 @@ fn write_instance<N: Nic>(
     });
     program.push_at(plan.step, |b| {
         let mut s = Scatter::default();
-        s.sge(w.to(1, plan.gate, SEGMENTS));
+        for gate in [plan.gate, plan.free_gate] {
+            s.sge(w.to(1, gate, offset::OPCODE));
+            s.sge(w.to(1, gate, SEGMENTS));
+        }
         front(1, 0, offset::OPCODE, &mut s);
         front(1, 1, offset::OPCODE, &mut s);
-        s.sge(w.to(1, plan.free_gate, SEGMENTS));
-        s.sge(w.staging(slot, staged::STATUS, 8));
+        front(8, 0, STATUS_AT, &mut s);
         b.rdma_read(steps.remote(0), s.list());
     });
-    program.push_at(plan.gate, |b| {
-        b.nop_filling(1);
-    });
     write_allocate(memory, rows, w, (&plan, slot), program);
-    program.push_at(plan.free_gate, |b| {
-        b.nop_filling(1);
-    });
-    write_free(memory, tables, w, (&plan, slot), program);
-    program.finish(w, p, wait, Some(tables.answers));
+    write_free(memory, tables, w, (&plan, slot, wait), program);
+    program.finish(w, p, wait);
     assert_eq!(program.next(), plan.end, "the chain's plan and its WQEs differ");
     write_answer(memory, w, slot, w.first.wrapping_add(p));
 
@@ -237,10 +237,11 @@ fn write_instance<N: Nic>(
     w.write_receive(slot, &arguments);
 }
 
-/// Copies the row's address from where the request put it, to the WQE at `block`.
-fn copy_row(program: &mut Program, w: &Wiring, plan: &Plan, block: u32) {
+/// The gate at block `at` of a part: open, it copies the row's address from where the request put it, to the
+/// WQE at `block`.
+fn gate(program: &mut Program, w: &Wiring, plan: &Plan, (at, block): (u32, u32)) {
     let to = Remote { addr: w.at(block, offset::REMOTE_ADDR), rkey: w.worker_rkey };
-    program.push(|b| {
+    program.push_at(at, |b| {
         b.rdma_write(to, &[w.to(8, plan.row, offset::REMOTE_ADDR)]);
     });
 }
@@ -253,8 +254,7 @@ fn write_allocate<N: Nic>(
     program: &mut Program,
 ) {
     let shape = &memory.shape;
-    let begin = program.next();
-    copy_row(program, w, plan, plan.map);
+    gate(program, w, plan, (plan.gate, plan.map));
     program.push(|b| {
         let row = w.to(8, plan.steer, offset::REMOTE_ADDR);
         let avail = memory.words.remote(AVAIL);
@@ -282,7 +282,7 @@ fn write_allocate<N: Nic>(
         let mut s = Scatter::default();
         s.to(8, w.front_lkey, w.reply_field(slot, LOCAL_ADDR));
         s.to(1, w.front_lkey, w.reply_field(slot, offset::OPCODE));
-        s.sge(w.staging(slot, staged::STATUS, 8));
+        s.to(8, w.front_lkey, w.reply_field(slot, STATUS_AT));
         s.sge(w.staging(slot, staged::ROW, ROW_BYTES as u32));
         b.rdma_read(Remote { addr: 0, rkey: memory.table.key() }, s.list());
     });
@@ -290,35 +290,28 @@ fn write_allocate<N: Nic>(
         let row = w.staging(slot, staged::ROW, ROW_BYTES as u32);
         b.rdma_write(Remote { addr: 0, rkey: rows.key() }, &[row]);
     });
-    program.step_over(1 + FREE_BLOCKS);
-    assert_eq!(program.next() - begin, ALLOCATE_BLOCKS);
+    assert_eq!(program.next(), plan.gate + ALLOCATE_BLOCKS);
 }
 
 fn write_free<N: Nic>(
     memory: &Memory<N>,
     tables: &Tables<N>,
     w: &Wiring,
-    (plan, slot): (&Plan, u32),
+    (plan, slot, wait): (&Plan, u32, u32),
     program: &mut Program,
 ) {
-    let begin = program.next();
     let reads = &tables.reads;
-    copy_row(program, w, plan, plan.unmap);
+    gate(program, w, plan, (plan.free_gate, plan.unmap));
     program.push_at(plan.unmap, |b| {
         let row = Remote { addr: 0, rkey: tables.rows.key() };
         b.rdma_write(row, &[memory.zeros.sge(0, ROW_BYTES as u32)]);
     });
-    program.push(|b| {
-        b.rdma_read(reads.counters.remote(BEGUN), &[w.to(4, plan.settle, PAIR)]);
-    });
-    program.push(|b| {
-        let settle = Remote { addr: w.at(plan.settle, PAIR), rkey: w.worker_rkey };
-        let add = (reads.delta as u64) << 32;
-        b.masked_fetch_add(settle, add, Wrap::Bits24.boundary(), w.dump);
-    });
-    program.push_at(plan.settle, |b| {
-        b.wait(reads.answers, 0);
-    });
+    settle(program, w, plan.settle, (reads.counters.remote(BEGUN), reads.delta, reads.answers));
+    let own = Remote { addr: w.at(wait, PAIR), rkey: w.worker_rkey };
+    // Of the requests before this one, whose number stands in its own WAIT.
+    let (answers, before) = tables.answers;
+    let delta = before.wrapping_sub(w.count).wrapping_sub(1) & COUNT;
+    settle(program, w, plan.settle_own, (own, delta, answers));
     program.push_at(plan.clear, |b| {
         let page = Remote { addr: 0, rkey: memory.chunks_clear.key() };
         b.rdma_write(page, &[memory.zeros.sge(0, PAGE_BYTES as u32)]);
@@ -327,7 +320,21 @@ fn write_free<N: Nic>(
         b.send(&[w.staging(slot, staged::QUEUE_VALUE, 8)]);
     });
     give_back(memory, tables.push, program);
-    assert_eq!(program.next() - begin, FREE_BLOCKS);
+    assert_eq!(program.next(), plan.free_gate + FREE_BLOCKS);
+}
+
+/// Waits, at block `at`, until `answers` has counted completion number "index at `from`, plus `delta`".
+fn settle(program: &mut Program, w: &Wiring, at: u32, (from, delta, answers): (Remote, u32, Cqn)) {
+    program.push(|b| {
+        b.rdma_read(from, &[w.to(4, at, PAIR)]);
+    });
+    program.push(|b| {
+        let index = Remote { addr: w.at(at, PAIR), rkey: w.worker_rkey };
+        b.masked_fetch_add(index, (delta as u64) << 32, Wrap::Bits24.boundary(), w.dump);
+    });
+    program.push_at(at, |b| {
+        b.wait(answers, 0);
+    });
 }
 
 /// Writes the answer of `slot`; the request that meets it first has number `first_use`.
@@ -337,16 +344,14 @@ fn write_answer<N: Nic>(memory: &Memory<N>, w: &Wiring, slot: u32, first_use: u3
         b.rdma_write_imm(Remote::default(), &[page], crate::chain::REPLY_IMM);
     });
     w.write_front(slot, 1, |b| {
-        let status = w.staging(slot, staged::STATUS, REPLY_BYTES as u32);
-        b.rdma_write_imm(Remote::default(), &[status], crate::chain::REPLY_IMM);
+        b.rdma_write_inline(Remote::default(), &[0; INLINE_BYTES]);
+        assert_eq!(b.blocks(), CREDIT_BLOCK - 1);
     });
     w.write_credit(slot, first_use, true);
-    w.write_front(slot, 3, |b| {
-        b.nop();
-    });
 }
 
 const _: () = {
+    assert!(REPLY_BYTES <= INLINE_BYTES);
     assert!(image::BYTES == 8 + 1 + 8 + ROW_BYTES);
     assert!(layout::entry::T + image::BYTES <= layout::entry::OWN);
     assert!(staged::ROW as usize + ROW_BYTES <= STAGING_BYTES as usize);

@@ -26,9 +26,8 @@
 //!
 //! Decisions, where the paper says little:
 //! - Two QPs with a chain each, and one table, for each compute node: a queue for what is read, a queue for
-//!   what is written and freed. A write or free begins when the one before has ended, its data included, and
-//!   a free waits, on the NIC, for the reads that may have looked its page up. So no access is pending when a
-//!   page is given back, and the NIC frees as it allocates. Who wants more in flight connects more often.
+//!   what is written and freed. A free waits, on the NIC, for the reads and writes that may have looked its
+//!   page up. So no access is pending when a page is given back, and the NIC frees as it allocates.
 //! - A write READs the compute node's buffer; a read WRITEs into it, and that WRITE is the reply. A page
 //!   that is not mapped has none: a compute node reads what it has written, and knows what that is. Who does
 //!   not know it asks the other queue.

@@ -6,8 +6,8 @@
 //!   0 state: 9, mapped (1)   1 page (8)   9 page (8)   17 queue value (8)
 //!
 //! row of a request, at 65536 * state + 256 * op: what each part of the chain does then
-//!   0 size of the gate before "allocate" (1)   1 opcode of the page's transfer (1)
-//!   2 opcode of the reply (1)   3 size of the gate before "free" (1)   4 status (8)
+//!   0 gate of "allocate": opcode, size (2)   2 gate of "free": opcode, size (2)
+//!   4 opcode of the page's transfer (1)   5 opcode of the reply (1)   6 status (8)
 //!
 //! image of a page, at T of its entry ([`crate::chain::layout`]); the null entry's has page 0, NOP,
 //! EMPTY and a row of zeros
@@ -16,7 +16,8 @@
 //!
 //! The state of a mapped page is the opcode of the transfer that a read makes of it.
 //!
-//! A gate is a NOP: of one building block, or as large as the part behind it, which it so steps over.
+//! A gate is the first WQE of a part: open it does what the part begins with, closed it is a NOP as large as
+//! the part, which so is stepped over.
 
 use fabric::direct::DirectNic;
 use fabric::wqe::opcode;
@@ -52,7 +53,7 @@ pub mod image {
 }
 
 /// Bytes of a row of the table of requests.
-pub const STEP_BYTES: usize = 12;
+pub const STEP_BYTES: usize = 14;
 const STEP_STRIDE: usize = 256;
 /// State and op of a request replace bits 8 to 23 of the table's address.
 const STEPS_ALIGN: u64 = 1 << 24;
@@ -95,24 +96,24 @@ pub fn write_images<N: DirectNic>(memory: &Memory<N>) {
     }
 }
 
-/// Sizes, in 16-byte segments, that a gate has: closed it covers what is behind it.
+/// What the first WQE of a part is: opcode, and size in 16-byte segments.
 #[derive(Clone, Copy, Debug)]
 pub struct Gate {
-    /// The part behind it is executed.
-    pub open: u8,
-    /// It is not.
-    pub closed: u8,
+    /// The part is executed: a WRITE with one SGE.
+    pub open: [u8; 2],
+    /// It is not: a NOP that covers it.
+    pub closed: [u8; 2],
 }
 
 impl Gate {
-    /// A gate before `blocks` building blocks.
-    pub const fn before(blocks: u32) -> Self {
-        assert!(blocks < 15, "a NOP covers at most 15 building blocks");
-        Self { open: 4, closed: (4 * (blocks + 1)) as u8 }
+    /// The gate of a part of `blocks` building blocks.
+    pub const fn of(blocks: u32) -> Self {
+        assert!(blocks <= 15, "a NOP covers at most 15 building blocks");
+        Self { open: [opcode::RDMA_WRITE, 3], closed: [opcode::NOP, (4 * blocks) as u8] }
     }
 }
 
-/// The table of requests; `allocate` and `free` are the gates before these parts.
+/// The table of requests; `allocate` and `free` are the gates of these parts.
 pub fn new_steps<N: DirectNic>(
     nic: &N,
     metadata: &N::Pd,
@@ -163,8 +164,10 @@ pub fn new_steps<N: DirectNic>(
                 ),
             };
             let mut row = [0; STEP_BYTES];
-            row[..4].copy_from_slice(&[gates.0, transfer, reply, gates.1]);
-            put_status(&mut row, 4, said);
+            row[..2].copy_from_slice(&gates.0);
+            row[2..4].copy_from_slice(&gates.1);
+            row[4..6].copy_from_slice(&[transfer, reply]);
+            put_status(&mut row, 6, said);
             let state = if mapped { MAPPED } else { 0 };
             memory.write((state as usize * OPS + op) * STEP_STRIDE, &row);
         }

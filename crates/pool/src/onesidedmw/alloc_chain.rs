@@ -134,7 +134,7 @@ fn write_instance<N: Nic>(
     program.push_at(plan.owner, |b| {
         b.rdma_write(Remote { addr: 0, rkey: memory.table.key() }, &[w.owner_id()]);
     });
-    program.finish(w, p, wait, None);
+    program.finish(w, p, wait);
     assert_eq!(program.next(), plan.end(), "the chain's plan and its WQEs differ");
 
     w.write_reply(slot, w.first.wrapping_add(p), w.staging(slot, 0, reply::BYTES as u32));

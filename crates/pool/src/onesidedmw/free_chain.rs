@@ -144,7 +144,7 @@ fn write_instance<N: Nic>(
         b.send(&[w.staging(slot, 0, 8)]);
     });
     give_back(memory, push, program);
-    program.finish(w, p, wait, None);
+    program.finish(w, p, wait);
     assert_eq!(program.next(), plan.end, "the free chain's plan and its WQEs differ");
 
     let answer = w.staging(slot, entry::FREE_REPLY as u32, reply::FREE_BYTES as u32);
