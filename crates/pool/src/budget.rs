@@ -162,8 +162,10 @@ impl Meter {
         let asked = allocations.wrapping_sub(self.allocations) & COUNT;
         let given = frees.wrapping_sub(self.frees) & COUNT;
         (self.allocations, self.frees) = (allocations, frees);
-        let refused = std::mem::take(&mut self.refused).min(given as u64);
-        self.held = (self.held + asked as u64).saturating_sub(given as u64 - refused);
+        // Some of those may have come in before the last look already: then too few were held at that
+        // time, and this makes up for it.
+        let refused = std::mem::take(&mut self.refused);
+        self.held = (self.held + asked as u64 + refused).saturating_sub(given as u64);
         let since = self.read_at.replace(now).map_or(budget.interval, |at| now - at);
         let seconds = since.as_secs_f64().max(1e-6);
         let requests = (asked + given) as f64;

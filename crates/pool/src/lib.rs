@@ -29,6 +29,7 @@ mod events;
 mod node;
 pub mod odrp;
 pub mod onesidedmw;
+mod pace;
 pub mod protocol;
 pub mod rpc;
 pub mod scheme;

@@ -42,6 +42,9 @@ pub struct Settings {
     pub separation: bool,
     /// What each compute node may use, in scheme `onesidedmw`.
     pub budget: Budget,
+    /// Requests that a compute node's own fault lets fail are answered at a bounded pace, in scheme
+    /// `onesidedmw`: each of them takes CPU, of which others may have need. A service always does so.
+    pub paced: bool,
 }
 
 impl Default for Settings {
@@ -60,6 +63,7 @@ impl Default for Settings {
             separation: true,
             silence: Duration::from_secs(10),
             budget: Budget::default(),
+            paced: false,
         }
     }
 }

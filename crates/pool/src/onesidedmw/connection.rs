@@ -7,6 +7,8 @@
 //! any ── the compute node leaves, or dies ──> it is retired (`reclaim`)
 //! ```
 
+use std::time::Duration;
+
 use fabric::direct::{DirectNic, DirectQp};
 use fabric::wqe::Builder;
 use fabric::{Access, MemoryRegion, QpAttr, QpChange, Qpn, QueuePair, Receive, Remote};
@@ -18,6 +20,7 @@ use crate::Error;
 use crate::budget::Meter;
 use crate::chain::direction::{Direction, Purpose};
 use crate::chain::notice::BULLETIN_BLOCKS;
+use crate::pace::Pace;
 use crate::scheme::{Admission, ClientId};
 
 /// Access QPs by group and lane, with the compute node's QPs that they are connected to.
@@ -39,7 +42,14 @@ pub(super) struct Connection<N: DirectNic> {
     /// Entries that are taken back from it although it lives.
     pub owed: Vec<u32>,
     pub meter: Meter,
+    /// How often the CPU writes its free chain anew after a free that was refused.
+    pub repairs: Pace,
 }
+
+/// Repairs at once of one compute node, and then one in this time. Only a program that is broken, or
+/// hostile, frees what is not its own.
+const REPAIRS: u32 = 16;
+const REPAIR_EACH: Duration = Duration::from_millis(2);
 
 /// The state of a compute node's management connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -125,6 +135,7 @@ impl<N: DirectNic> Node<N> {
             tell: false,
             owed: Vec::new(),
             meter,
+            repairs: Pace::new(REPAIRS, REPAIR_EACH, self.nic.now()),
         })
     }
 

@@ -77,6 +77,8 @@ pub struct Node<N: DirectNic> {
     pub(super) workers: HashMap<Qpn, ClientId>,
     /// Compute nodes with a worker that stopped.
     pub(super) stopped: Vec<ClientId>,
+    /// Compute nodes whose free chain is repaired when it is time to.
+    pub(super) later: Vec<ClientId>,
     /// What was heard of workers whose compute node was in other hands just then.
     pub(super) unheard: Vec<Completion>,
     /// Compute nodes whose management connection is being closed.
@@ -148,6 +150,7 @@ impl<N: DirectNic> Node<N> {
             leaving: BTreeMap::new(),
             workers: HashMap::new(),
             stopped: Vec::new(),
+            later: Vec::new(),
             unheard: Vec::new(),
             closing: BTreeSet::new(),
             over_budget: 0,
@@ -357,7 +360,8 @@ impl<N: DirectNic> NodeScheme for Node<N> {
 
     fn next_look(&self) -> Option<Duration> {
         let watched = self.settings.budget.is_set() && !self.clients.is_empty();
-        watched.then_some(self.settings.budget.interval)
+        let budgets = watched.then_some(self.settings.budget.interval);
+        budgets.into_iter().chain(self.next_repair()).min()
     }
 
     fn client_waits(&mut self, client: ClientId) -> Result<bool, Error> {

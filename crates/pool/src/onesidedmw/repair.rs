@@ -1,11 +1,14 @@
 //! What the CPU does when a chain stopped, or a management connection is closed.
 //!
 //! - A free that is refused stops its worker before anything was changed. That request is answered
-//!   with "refused", those behind it with "again", and the chain is written anew.
+//!   with "refused", those behind it with "again", and the chain is written anew. Who has many refused
+//!   waits for that ([`Settings::paced`](crate::Settings::paced)), alone.
 //! - A worker that stopped elsewhere has something in hand; no compute node can bring that about, but
 //!   if it happens, what is in hand goes back, and the compute node's management is closed.
 //! - A management connection that is closed leaves nothing behind: what is in flight is executed to
 //!   its end, and grants that were not delivered are taken back.
+
+use std::time::Duration;
 
 use fabric::direct::{DirectNic, DirectQp};
 use fabric::{MemoryRegion, QpState, QueuePair};
@@ -24,8 +27,9 @@ use crate::scheme::ClientId;
 impl<N: DirectNic> Node<N> {
     /// Sees to the workers that stopped; true if any did.
     pub(super) fn see_to_stopped(&mut self) -> Result<bool, Error> {
-        let stopped = std::mem::take(&mut self.stopped);
+        let mut stopped = std::mem::take(&mut self.stopped);
         let any = !stopped.is_empty();
+        stopped.append(&mut self.later);
         for client in stopped {
             // It may have left, or been re-established meanwhile.
             let Some(mut c) = self.clients.remove(&client) else { continue };
@@ -46,6 +50,16 @@ impl<N: DirectNic> Node<N> {
             debug_assert_eq!(c.free.worker.state()?, QpState::Error);
             let stop = self.free_stop(&c.free, at);
             if stop.refused {
+                if self.settings.paced {
+                    let now = self.nic.now();
+                    if c.repairs.wait(now).is_some() {
+                        if !self.later.contains(&client) {
+                            self.later.push(client);
+                        }
+                        return Ok(());
+                    }
+                    c.repairs.take(1, now);
+                }
                 c.meter.refused(self.repair_free(&mut c.free, stop.position)?);
                 self.refused += 1;
                 return Ok(());
@@ -53,6 +67,13 @@ impl<N: DirectNic> Node<N> {
         }
         c.tell = true;
         self.close(client, c)
+    }
+
+    /// How long it is until the next free chain is to be repaired.
+    pub(super) fn next_repair(&self) -> Option<Duration> {
+        let now = self.nic.now();
+        let wait = |client| self.clients.get(client)?.repairs.wait(now);
+        self.later.iter().map(|client| wait(client).unwrap_or_default()).min()
     }
 
     fn free_stop(&self, d: &Direction<N>, at: u16) -> free_chain::Stopped {

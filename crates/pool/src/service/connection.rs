@@ -25,6 +25,8 @@ pub struct Connection {
     pub process: Option<i32>,
     /// Replies that the peer was too slow to take.
     outbox: VecDeque<(Vec<u8>, Vec<OwnedFd>)>,
+    /// What it may still ask without regard to its process's pace: what setting up takes.
+    pub credit: u32,
     /// What it is for.
     pub role: Role,
     /// When it connected or, of those that only ask the pool something, asked last.
@@ -95,10 +97,10 @@ pub enum Input {
 
 impl Connection {
     /// A connection that was just accepted.
-    pub fn new(fd: OwnedFd) -> Self {
+    pub fn new(fd: OwnedFd, credit: u32) -> Self {
         let process = process_of(&fd);
         let (outbox, heard) = (VecDeque::new(), Instant::now());
-        Self { fd: fd.into(), process, outbox, role: Role::Unknown, heard, expected: None }
+        Self { fd: fd.into(), process, outbox, credit, role: Role::Unknown, heard, expected: None }
     }
 
     /// Reads one message.

@@ -15,6 +15,7 @@ use super::Shared;
 use super::connection::{
     Await, Connection, ConnectionId, Deferred, Input, PoolSession, Role, What, process_of,
 };
+use super::paces::{Paces, cost};
 use crate::Error;
 use crate::protocol::{self, Numbered, Opening, Reply, Request, VERSION};
 use crate::scheme::{Admission, Admitted, ClientId, GroupId, Lane};
@@ -53,6 +54,10 @@ struct Control<'a> {
     silent: BTreeSet<(Instant, ConnectionId)>,
     next: u64,
     limit: usize,
+    started: Instant,
+    paces: Paces,
+    /// Connections that are not read from until their process has earned it.
+    paused: Vec<ConnectionId>,
     /// The listener is not watched: there is no room for more connections, or no descriptor.
     full: bool,
 }
@@ -72,6 +77,9 @@ impl<'a> Control<'a> {
             next: FIRST_CONNECTION,
             // A pool and a NIC connection for each compute node, and some that only ask.
             limit: shared.node.settings().clients_max as usize * 2 + ASKING + RESERVED,
+            started: Instant::now(),
+            paces: Paces::default(),
+            paused: Vec::new(),
             full: false,
         })
     }
@@ -103,6 +111,7 @@ impl<'a> Control<'a> {
             self.answer_awaits();
             self.answer_deferred();
             self.end_silent();
+            self.unpause();
         }
         Ok(())
     }
@@ -116,7 +125,10 @@ impl<'a> Control<'a> {
                 self.next += 1;
                 epoll::add(&self.epoll, &fd, EventData::new_u64(id), EventFlags::IN)
                     .map_err(system)?;
-                self.connections.insert(ConnectionId(id), Connection::new(fd));
+                let now = self.started.elapsed();
+                self.paces.forget(now);
+                let credit = self.paces.open(process_of(&fd), now);
+                self.connections.insert(ConnectionId(id), Connection::new(fd, credit));
                 self.mind_silence(ConnectionId(id));
             }
             // No descriptor or no memory left: connections wait until one of ours ends.
@@ -209,19 +221,46 @@ impl<'a> Control<'a> {
         }
     }
 
-    /// Watches a connection for what it is ready for: requests, or room for replies.
+    /// Watches a connection for what it is ready for: requests, or room for replies. One whose
+    /// process has asked for too much is heard of again when it ends, or it is time to.
     fn watch(&mut self, id: ConnectionId) {
         self.mind_silence(id);
         let Some(connection) = self.connections.get(&id) else { return };
-        let flags = if connection.is_clogged() { EventFlags::OUT } else { EventFlags::IN };
+        let wait = self.paces.wait(connection.process, connection.credit, self.started.elapsed());
+        let flags = match wait {
+            _ if connection.is_clogged() => EventFlags::OUT,
+            None => EventFlags::IN,
+            Some(_) => {
+                if !self.paused.contains(&id) {
+                    self.paused.push(id);
+                }
+                EventFlags::empty()
+            }
+        };
         if epoll::modify(&self.epoll, connection, EventData::new_u64(id.0), flags).is_err() {
             self.close(id);
+        }
+    }
+
+    /// Listens again to connections for which it is time to.
+    fn unpause(&mut self) {
+        for id in std::mem::take(&mut self.paused) {
+            // If it is not time yet, this puts it back.
+            self.watch(id);
+        }
+    }
+
+    /// Takes what a request costs from what its connection and process have.
+    fn charge(&mut self, id: ConnectionId, cost: u32) {
+        if let Some(c) = self.connections.get_mut(&id) {
+            self.paces.asked(c.process, &mut c.credit, cost, self.started.elapsed());
         }
     }
 
     /// False if the connection is to be closed.
     fn handle(&mut self, id: ConnectionId, packet: Packet) -> bool {
         let Packet { bytes, mut descriptors } = packet;
+        self.charge(id, 1);
         let Some(connection) = self.connections.get_mut(&id) else { return false };
         if !matches!(connection.role, Role::Nic(_)) {
             // Nobody asked for them.
@@ -274,6 +313,7 @@ impl<'a> Control<'a> {
     }
 
     fn request(&mut self, from: ConnectionId, id: u64, request: Request) -> bool {
+        self.charge(from, cost(&request).saturating_sub(1));
         let Some(connection) = self.connections.get_mut(&from) else { return false };
         let client = connection.pool().and_then(|p| p.client);
         let node = &self.shared.node;
@@ -461,13 +501,21 @@ impl<'a> Control<'a> {
     }
 
     fn next_deadline(&mut self) -> Option<Timespec> {
+        let paused = self.next_unpause();
         let silent = self.silent.first().map(|(until, _)| *until);
         let awaiting = self.next_await();
-        let next = silent.into_iter().chain(awaiting).min()?;
+        let next = silent.into_iter().chain(awaiting).chain(paused).min()?;
         let left = next.saturating_duration_since(Instant::now());
         // Rounded up, so that the deadline has passed when the thread wakes.
         let left = left + Duration::from_micros(100);
         Some(Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos() as i64 })
+    }
+
+    fn next_unpause(&self) -> Option<Instant> {
+        let now = self.started.elapsed();
+        let paused = self.paused.iter().filter_map(|id| self.connections.get(id));
+        let wait = |c: &Connection| self.paces.wait(c.process, c.credit, now).unwrap_or_default();
+        paused.map(|c| self.started + now + wait(c)).min()
     }
 
     fn next_await(&mut self) -> Option<Instant> {

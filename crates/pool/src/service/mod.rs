@@ -16,10 +16,12 @@
 //! - A compute node is known by its pool connection and by the NIC session that owns the QPs that
 //!   it named. When either closes, first its keys die and its chunks come back, then its NIC
 //!   session ends.
+//! - A process that asks for very much is read from at a pace (`paces.rs`); nothing is refused for that.
 //! - The control thread sleeps unless somebody connects, asks or leaves.
 
 mod connection;
 mod control;
+mod paces;
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -69,7 +71,8 @@ impl Service {
         let listener = Listener::bind(endpoint)?;
         let path = listener.path().to_path_buf();
         let (nic, host) = SoftNic::host()?;
-        let node = MemoryNode::new(AnyNode::new(&nic, settings)?, settings.clone());
+        let settings = Settings { paced: true, ..settings.clone() };
+        let node = MemoryNode::new(AnyNode::new(&nic, &settings)?, settings);
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| Error::System { attempt: "making an eventfd".into(), source: e.into() })?;
         let turner = Turner::start(&node)?;

@@ -1,6 +1,8 @@
 //! Requests that a client should not make: each ends at who made it, with an answer that says so,
 //! the chain goes on, nothing is leaked, and nobody else notices.
 
+use std::time::Duration;
+
 use super::*;
 
 struct Bed {
@@ -14,8 +16,11 @@ struct Bed {
 
 impl Bed {
     fn new() -> Self {
+        Self::with(settings(16, 3, 4))
+    }
+
+    fn with(settings: Settings) -> Self {
         let nic = SoftNic::inline();
-        let settings = settings(16, 3, 4);
         let mut node = Node::new(nic.clone(), settings.clone()).unwrap();
         let a = Raw::join(&nic, &mut node, 1, &settings);
         let b = Raw::join(&nic, &mut node, 2, &settings);
@@ -98,6 +103,42 @@ fn a_free_of_what_is_beyond_the_table() {
         }
         bed.check();
     }
+}
+
+/// A repair takes CPU: who has had many waits for the next one, and nobody else does.
+#[test]
+fn refused_frees_are_answered_at_a_pace() {
+    let mut bed = Bed::with(Settings { paced: true, ..settings(16, 3, 4) });
+    let full = bed.node.clients[&bed.a.id].repairs;
+    for _ in 0..16 {
+        bed.a.ask_free(99, 0);
+        bed.turn();
+        assert_eq!(bed.a.free_status(0), status::REFUSED, "the first few at once");
+    }
+    // As many as would have used up the bucket for a minute.
+    bed.node.clients.get_mut(&bed.a.id).unwrap().repairs.take(30_000, bed.nic.now());
+    for _ in 0..3 {
+        bed.a.ask_free(99, 0);
+        bed.a.ask_free(98, 1);
+        bed.turn();
+        assert_eq!(bed.a.free_status(0), status::PENDING);
+        let look = bed.node.next_look().unwrap();
+        assert!(look > Duration::from_secs(30) && look <= Duration::from_secs(60), "{look:?}");
+        let c = bed.b.allocate().unwrap();
+        assert_eq!(bed.b.free(c.entry), status::FREED);
+        // It need not wait for the answer.
+        bed.a.reset_management(&mut bed.node);
+        assert_eq!(bed.a.allocate().map(|c| bed.a.free(c.entry)), Ok(status::FREED));
+    }
+    bed.a.ask_free(99, 0);
+    bed.a.ask_free(98, 1);
+    bed.turn();
+    bed.node.clients.get_mut(&bed.a.id).unwrap().repairs = full;
+    bed.turn();
+    assert_eq!(bed.a.free_status(0), status::REFUSED, "when it is time to");
+    assert_eq!(bed.a.free_status(1), status::AGAIN);
+    assert_eq!(bed.node.next_look(), None);
+    bed.check();
 }
 
 /// Windows are bound to whatever QPs the request names: only who named wrong ones goes without.
