@@ -2,10 +2,11 @@
 //! that beside a baseline neighbour, in one run, in windows that take turns. Prints a table.
 //!
 //! A machine of two cores has no third one for an attacker: a process that burns CPU slows its
-//! neighbours whatever the NIC does. So there are two baselines. Attackers that need no CPU (they
-//! leave the NIC work that never ends, and sleep) are compared with a neighbour that is attached and
-//! sleeps. Those that need CPU are compared with an honest neighbour that takes as much: it READs
-//! from its own chunk, one READ at a time, and spins.
+//! neighbours whatever the NIC does, and one that wakes up often interrupts them. So there are three
+//! baselines. Attackers that need no CPU (they leave the NIC work that never ends, and sleep) are
+//! compared with a neighbour that is attached and sleeps. Those that need CPU are compared with an
+//! honest neighbour that takes as much in the same manner: it READs from its own chunk, one READ at a
+//! time, and spins; or, for attackers that wait for answers, sleeps in between as they do.
 
 use anyhow::{Context, Result, ensure};
 use bench::histogram::Latencies;
@@ -17,25 +18,27 @@ use std::time::Duration;
 const PROGRAMS: Programs =
     Programs { hostile: env!("CARGO_BIN_EXE_hostile"), victim: env!("CARGO_BIN_EXE_victim") };
 
-/// Kinds of load of the attacker, by position: its name in the table, and whether it takes CPU.
-const KINDS: [(usize, &str, bool); 13] = [
-    (2, "64 endless rings of NOPs", false),
-    (3, "64 endless rings of 8 B WRITEs", false),
-    (4, "64 endless rings of 1 MiB WRITEs", false),
-    (5, "64 endless rings of FAAs", false),
-    (6, "64 endless rings of binds", false),
-    (7, "512 endless rings of 4 KiB READs", false),
-    (8, "500 QPs waiting on a busy CQ", false),
-    (9, "1,000 idle QPs", false),
-    (10, "allocations and frees, 16 deep", true),
-    (11, "refused frees", true),
-    (12, "refused accesses and resets", true),
-    (13, "slow control verbs", true),
-    (14, "lying doorbells and hints", true),
+/// Kinds of load of the attacker, by position: its name in the table, and its baseline.
+const KINDS: [(usize, &str, Baseline); 13] = [
+    (2, "64 endless rings of NOPs", ASLEEP),
+    (3, "64 endless rings of 8 B WRITEs", ASLEEP),
+    (4, "64 endless rings of 1 MiB WRITEs", ASLEEP),
+    (5, "64 endless rings of FAAs", ASLEEP),
+    (6, "64 endless rings of binds", ASLEEP),
+    (7, "512 endless rings of 4 KiB READs", ASLEEP),
+    (8, "500 QPs waiting on a busy CQ", ASLEEP),
+    (9, "1,000 idle QPs", ASLEEP),
+    (10, "allocations and frees, 16 deep", BUSY),
+    (11, "refused frees", NAPPING),
+    (12, "refused accesses and resets", BUSY),
+    (13, "slow control verbs", BUSY),
+    (14, "lying doorbells and hints", BUSY),
 ];
-/// The kinds that baselines are: asleep, and busy.
-const ASLEEP: usize = 0;
-const BUSY: usize = 1;
+/// Neighbours that attackers are compared with: the kind of load, and its name in the table.
+type Baseline = (usize, &'static str);
+const ASLEEP: Baseline = (0, "asleep");
+const BUSY: Baseline = (1, "busy");
+const NAPPING: Baseline = (15, "napping");
 
 const OPERATIONS: [&str; 5] = ["read", "write", "atomic", "allocate", "free"];
 const ROUNDS: usize = 4;
@@ -77,6 +80,7 @@ fn window(scene: &mut Scene, neighbour: &mut Process, length: Duration) -> Resul
 }
 
 /// The full run prints the table; the short one only sees that every kind of load does no harm.
+/// `GRANARY_LATENCY_KINDS` (numbers with commas) chooses some of the kinds.
 #[test]
 fn victims_beside_each_kind_of_load() -> Result<()> {
     let (length, rounds) = match full() {
@@ -86,34 +90,43 @@ fn victims_beside_each_kind_of_load() -> Result<()> {
     let serve = ["--memory", "64MiB", "--chunk", "64KiB"];
     let victim = ["--hold", "4", "--seed", "31", "--allocate-every", "8"];
     let mut scene = Scene::start("latency", PROGRAMS, &serve, &[&victim])?;
-    let baseline = |scene: &Scene, kind: usize| -> Result<Process> {
-        scene.hostile("load", &["--seed", &kind.to_string()])
-    };
-    let (mut asleep, mut busy) = (baseline(&scene, ASLEEP)?, baseline(&scene, BUSY)?);
+    let mut baselines = Vec::new();
+    for baseline in [ASLEEP, BUSY, NAPPING] {
+        let process = scene.hostile("load", &["--seed", &baseline.0.to_string()])?;
+        baselines.push((baseline, process));
+    }
     println!(
         "P99 of a victim's operations in us, beside a baseline neighbour -> beside an attacker \
          (ratio); {rounds} windows of {length:?} each, in turns"
     );
-    println!("baseline asleep: attached, no work; busy: one honest READ at a time, spinning");
-    for (kind, name, takes_cpu) in KINDS {
+    println!(
+        "baselines: asleep: attached, no work; busy: one honest READ at a time, spinning; napping: one \
+         honest READ, then a nap"
+    );
+    let only = std::env::var("GRANARY_LATENCY_KINDS").ok();
+    let wanted = |kind: usize| {
+        only.as_ref().is_none_or(|only| only.split(',').any(|k| k.parse() == Ok(kind)))
+    };
+    for (kind, name, baseline) in KINDS.into_iter().filter(|(kind, ..)| wanted(*kind)) {
         let mut attacker = scene.hostile("load", &["--seed", &kind.to_string()])?;
-        let (base, base_name) =
-            if takes_cpu { (&mut busy, "busy") } else { (&mut asleep, "asleep") };
+        let base = baselines.iter_mut().find(|(b, _)| *b == baseline).map(|(_, process)| process);
+        let base = base.context("every baseline was started")?;
         let (mut before, mut during) = (Window::new(), Window::new());
         for _ in 0..rounds {
             before.add(&window(&mut scene, base, length)?)?;
             during.add(&window(&mut scene, &mut attacker, length).context(name)?)?;
         }
         attacker.end()?;
-        print!("{name:34} {base_name:7}");
+        print!("{name:34} {:7}", baseline.1);
         for (i, operation) in OPERATIONS.iter().enumerate() {
             let (base, now) = (before.p99(i), during.p99(i));
             print!(" | {operation} {base:.1} -> {now:.1} ({:.2})", now / base);
         }
         println!();
     }
-    asleep.end()?;
-    busy.end()?;
+    for (_, process) in baselines {
+        process.end()?;
+    }
     scene.end()?;
     Ok(())
 }

@@ -25,7 +25,7 @@ use serde_json::{Value, json};
 use crate::Arguments;
 use crate::compute::{Answer, Compute, LONG, SLOT, qpn_bytes, remote};
 use crate::nic::part;
-use crate::queue::{Qp, Shape};
+use crate::queue::{NAP, Qp, Shape};
 
 /// QPs of a flood.
 const QPS: usize = 64;
@@ -117,7 +117,7 @@ trait Load {
 type Make = fn(&mut Compute) -> Result<Box<dyn Load>>;
 
 /// The kinds of load. The tests name them by position, and know which take CPU.
-const KINDS: [(&str, Make); 15] = [
+const KINDS: [(&str, Make); 16] = [
     ("an idle neighbour", |_| Ok(Box::new(Idle))),
     ("an honest neighbour that takes a CPU", |me| Ok(Box::new(Honest::new(me)?))),
     ("64 endless rings of NOPs", |me| endless(me, 1, Work::Nop)),
@@ -133,6 +133,7 @@ const KINDS: [(&str, Make); 15] = [
     ("accesses that are refused, and resets", |_| Ok(Box::new(Errors))),
     ("control verbs: windows, regions, CQs", |me| Ok(Box::new(Verbs::new(me)?))),
     ("doorbells, wake-ups and hints that say anything", |me| Ok(Box::new(Bells::new(me)?))),
+    ("an honest neighbour that naps", |me| Ok(Box::new(Napper(Honest::new(me)?)))),
 ];
 
 /// True when the time of a load is over.
@@ -183,6 +184,20 @@ impl Load for Honest {
                     std::hint::spin_loop();
                 }
             }
+        }
+        Ok(())
+    }
+}
+
+/// Reads from its own chunk, and sleeps between two READs for as long as [`Qp::wait`] does that waits for
+/// an answer which is late.
+struct Napper(Honest);
+
+impl Load for Napper {
+    fn on(&mut self, me: &mut Compute, orders: &Receiver<String>) -> Result<()> {
+        while !is_over(orders)? {
+            ensure!(me.read(0, self.0.at, 64)? == 0, "an honest READ");
+            std::thread::sleep(NAP);
         }
         Ok(())
     }

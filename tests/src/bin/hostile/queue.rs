@@ -16,6 +16,9 @@ use rnic::wqe::{Builder, WQEBB};
 
 use crate::nic::{Nic, part};
 
+/// Between two looks for an answer that is late.
+pub const NAP: Duration = Duration::from_micros(50);
+
 /// Bytes of a receive WQE: one SGE.
 pub const STRIDE: usize = 16;
 
@@ -202,7 +205,7 @@ impl Qp {
             if spins < 100 {
                 std::thread::yield_now();
             } else {
-                std::thread::sleep(Duration::from_micros(50));
+                std::thread::sleep(NAP);
             }
         }
     }
