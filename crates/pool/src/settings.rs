@@ -68,6 +68,9 @@ impl Default for Settings {
     }
 }
 
+/// Management QPs of a compute node in any scheme, with room for more.
+const MANAGEMENT_QPS_MAX: u32 = 16;
+
 impl Settings {
     /// Smallest chunk.
     pub const CHUNK_BYTES_MIN: u64 = 512;
@@ -92,6 +95,11 @@ impl Settings {
     /// Access QPs of a group: its windows without the guard.
     pub fn lanes(&self) -> u32 {
         self.group_size.saturating_sub(1)
+    }
+
+    /// QPs that a compute node needs at most: its access QPs, and those that manage.
+    pub(crate) fn client_qps(&self) -> u32 {
+        self.groups_max * self.lanes() + MANAGEMENT_QPS_MAX
     }
 
     /// Checks every setting; the error names the one that cannot be.

@@ -50,6 +50,26 @@ fn check_whole(service: &Service) {
     assert_eq!(service.failure(), None);
 }
 
+/// What the settings promise a compute node, its session must hold.
+#[test]
+fn a_compute_node_may_have_all_groups_and_lanes() {
+    let largest = Settings {
+        donate_bytes: 8 * 4096,
+        group_size: pool::scheme::MAX_GROUP as u32,
+        groups_max: Settings::GROUPS_MAX,
+        ..settings(SchemeKind::OneSidedMw)
+    };
+    let service = Service::start(&largest, &Endpoint::Fresh).unwrap();
+    let options = Options { groups: Some(Settings::GROUPS_MAX as u16), send_blocks: 16 };
+    let pool = Pool::connect(service.path(), options).unwrap();
+    let last = GroupId(Settings::GROUPS_MAX as u16 - 1);
+    let grant = pool.allocate_in_blocking(last).unwrap();
+    pool.write_blocking(&grant, 0, b"here").unwrap();
+    pool.free_blocking(grant).unwrap();
+    drop(pool);
+    check_whole(&service);
+}
+
 /// A connection that says whatever it likes.
 struct Raw(OwnedFd);
 

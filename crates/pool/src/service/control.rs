@@ -282,7 +282,16 @@ impl<'a> Control<'a> {
         }
     }
 
+    /// What one attached process may have: never less than the settings promise a compute node.
+    fn session_limits(&self) -> SessionLimits {
+        let mut limits = SessionLimits::default();
+        let f = &mut limits.function;
+        f.qps = f.qps.max(self.shared.node.settings().client_qps());
+        limits
+    }
+
     fn open(&mut self, id: ConnectionId, bytes: &[u8]) -> bool {
+        let limits = self.session_limits();
         let Some(connection) = self.connections.get_mut(&id) else { return false };
         let opening = match protocol::decode::<Opening>("reading an opening", bytes) {
             Ok(opening) => opening,
@@ -293,7 +302,7 @@ impl<'a> Control<'a> {
         };
         let why = match opening.service.as_str() {
             "nic" => {
-                let session = Session::new(&self.shared.host, SessionLimits::default());
+                let session = Session::new(&self.shared.host, limits);
                 connection.role = Role::Nic(Box::new(session));
                 return true;
             }
