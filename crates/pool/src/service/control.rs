@@ -36,6 +36,8 @@ const FEW: usize = 4;
 const AWAITS_MAX: usize = 16;
 /// The longest that a request for memory waits.
 const AWAIT_MAX: Duration = Duration::from_secs(3600);
+/// Pieces of memory that a compute node may share besides those of its queues.
+const BUFFERS: usize = 256;
 
 /// Serves until told to stop.
 pub(super) fn run(shared: &Shared, listener: Listener) -> Result<(), Error> {
@@ -78,7 +80,7 @@ impl<'a> Control<'a> {
             // A pool and a NIC connection for each compute node, and some that only ask.
             limit: shared.node.settings().clients_max as usize * 2 + ASKING + RESERVED,
             started: Instant::now(),
-            paces: Paces::default(),
+            paces: Paces::new(shared.node.settings().client_qps()),
             paused: Vec::new(),
             full: false,
         })
@@ -285,8 +287,12 @@ impl<'a> Control<'a> {
     /// What one attached process may have: never less than the settings promise a compute node.
     fn session_limits(&self) -> SessionLimits {
         let mut limits = SessionLimits::default();
-        let f = &mut limits.function;
-        f.qps = f.qps.max(self.shared.node.settings().client_qps());
+        let settings = self.shared.node.settings();
+        let qps = settings.client_qps();
+        limits.function.qps = limits.function.qps.max(qps);
+        // A ring for each QP and one for each group's CQ; buffers besides.
+        let pieces = (qps + settings.groups_max) as usize + BUFFERS;
+        limits.memories = limits.memories.max(pieces);
         limits
     }
 

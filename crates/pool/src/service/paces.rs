@@ -1,6 +1,6 @@
 //! The pace of each process at the control socket: what it may make the memory node's CPU do.
 //!
-//! A connection asks as much as setting up takes (`CREDIT`) at once. What it asks beyond that is taken
+//! A connection asks as much as setting up takes (its credit) at once. What it asks beyond that is taken
 //! from what its process has, which is refilled at a steady rate. Who has used that up is read from again
 //! when some is there: its requests wait in its own sockets, and nobody else's do. Every process may open
 //! `OPENINGS` connections with credit, and one more in `OPENING_EACH`; others start without.
@@ -11,8 +11,10 @@ use std::time::Duration;
 use crate::pace::Pace;
 use crate::protocol::Request;
 
-/// What a connection may ask at once: QPs, queues and windows of a compute node with some 50 threads.
-const CREDIT: u32 = 512;
+/// What setting up a QP takes: its memory, its queues, its states.
+const EACH_QP: u32 = 8;
+/// The least that a connection may ask at once.
+const CREDIT_MIN: u32 = 512;
 /// What all connections of a process may ask at once beyond that.
 const BURST: u32 = 256;
 /// The time in which a process may ask one more.
@@ -25,8 +27,11 @@ const OPENING_EACH: Duration = Duration::from_secs(1);
 pub type Process = Option<i32>;
 
 /// The paces of all processes that are connected, or were lately. Times are since the service was started.
-#[derive(Default)]
-pub struct Paces(HashMap<Process, Of>);
+pub struct Paces {
+    processes: HashMap<Process, Of>,
+    /// What a connection may ask at once.
+    credit: u32,
+}
 
 struct Of {
     requests: Pace,
@@ -43,14 +48,19 @@ impl Of {
 }
 
 impl Paces {
+    /// Nobody has asked for anything. A compute node sets up `qps` QPs at most.
+    pub fn new(qps: u32) -> Self {
+        Self { processes: HashMap::new(), credit: CREDIT_MIN.max(EACH_QP * qps) }
+    }
+
     /// The credit of a connection that `process` opens.
     pub fn open(&mut self, process: Process, now: Duration) -> u32 {
-        let of = self.0.entry(process).or_insert_with(|| Of::new(now));
+        let of = self.processes.entry(process).or_insert_with(|| Of::new(now));
         if of.openings.wait(now).is_some() {
             return 0;
         }
         of.openings.take(1, now);
-        CREDIT
+        self.credit
     }
 
     /// A connection of `process` with `credit` has asked for what costs so much.
@@ -58,7 +68,7 @@ impl Paces {
         let paid = cost.min(*credit);
         *credit -= paid;
         if cost > paid {
-            let of = self.0.entry(process).or_insert_with(|| Of::new(now));
+            let of = self.processes.entry(process).or_insert_with(|| Of::new(now));
             of.requests.take(cost - paid, now);
         }
     }
@@ -68,12 +78,12 @@ impl Paces {
         if credit > 0 {
             return None;
         }
-        self.0.get(&process)?.requests.wait(now)
+        self.processes.get(&process)?.requests.wait(now)
     }
 
     /// Forgets processes of which there is nothing to be remembered.
     pub fn forget(&mut self, now: Duration) {
-        self.0.retain(|_, of| !of.requests.is_full(now) || !of.openings.is_full(now));
+        self.processes.retain(|_, of| !of.requests.is_full(now) || !of.openings.is_full(now));
     }
 }
 
@@ -112,20 +122,20 @@ mod tests {
     #[test]
     fn setting_up_is_not_slowed_and_the_rest_has_a_rate() {
         let start = Duration::from_secs(1000);
-        let mut paces = Paces::default();
+        let mut paces = Paces::new(1);
         let second = Duration::from_secs(1);
         let first = asks(&mut paces, 1, start, Duration::from_millis(2), 1);
-        assert!(first >= CREDIT + BURST, "{first}");
+        assert!(first >= CREDIT_MIN + BURST, "{first}");
         let then = asks(&mut paces, 1, start + second, 10 * second, 1);
-        assert!((10_000..=10_000 + CREDIT + BURST + 1).contains(&then), "{then}");
+        assert!((10_000..=10_000 + CREDIT_MIN + BURST + 1).contains(&then), "{then}");
         let dear = asks(&mut paces, 2, start, 10 * second, 4);
-        assert!((2500..=2500 + (CREDIT + BURST) / 4 + 1).contains(&dear), "{dear}");
+        assert!((2500..=2500 + (CREDIT_MIN + BURST) / 4 + 1).contains(&dear), "{dear}");
     }
 
     #[test]
     fn connections_of_a_process_share_its_rate_and_others_have_their_own() {
         let now = Duration::from_secs(1000);
-        let mut paces = Paces::default();
+        let mut paces = Paces::new(1);
         let (mut a, mut b, c) = (0, 0, 0);
         paces.asked(Some(1), &mut a, BURST, now);
         assert_eq!(paces.wait(Some(1), b, now), None);
@@ -138,7 +148,7 @@ mod tests {
     #[test]
     fn to_open_connections_anew_gives_no_more() {
         let start = Duration::from_secs(1000);
-        let mut paces = Paces::default();
+        let mut paces = Paces::new(1);
         let with_credit = |paces: &mut Paces, now| {
             (0..1000).filter(|_| paces.open(Some(1), now) > 0).count() as u32
         };
@@ -148,7 +158,7 @@ mod tests {
         assert_eq!(with_credit(&mut paces, start + 10 * OPENING_EACH), 10);
         let later = start + 2 * OPENINGS * OPENING_EACH;
         paces.forget(later);
-        assert!(paces.0.is_empty());
+        assert!(paces.processes.is_empty());
         assert_eq!(with_credit(&mut paces, later), OPENINGS + 1);
     }
 }
