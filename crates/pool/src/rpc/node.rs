@@ -1,6 +1,6 @@
 //! The memory node's side: what the control thread does. Requests are answered by `worker`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -174,6 +174,8 @@ impl<N: Nic> Node<N> {
             generation: 0,
             told_empty: false,
             broken: false,
+            unheard: BTreeSet::new(),
+            lost: Vec::new(),
             leaving: None,
             pd,
         };
@@ -266,6 +268,9 @@ impl<N: Nic> NodeScheme for Node<N> {
         peer.management.modify(QpChange::Error)?;
         peer.epoch += 1;
         peer.connect_management(self.shared.settings.credits)?;
+        if !peer.lost.is_empty() {
+            self.shared.cores[self.core_of(client)].events.wake();
+        }
         Ok(Some(vec![peer.management.qpn().raw()]))
     }
 

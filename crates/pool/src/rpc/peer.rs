@@ -1,5 +1,7 @@
 //! What the memory node has for one compute node: its QPs, and how it is answered.
 
+use std::collections::BTreeSet;
+
 use fabric::{
     Completion, CompletionQueue, Error as VerbsError, Key, MemoryRegion, Nic, Op, QpChange, Qpn,
     QueuePair, ReceiveRequest, Remote, Status, WorkRequest,
@@ -8,6 +10,9 @@ use fabric::{
 use super::{Outcome, REQUEST_BYTES, Reply};
 use crate::Error;
 use crate::scheme::bulletin;
+
+/// Id of what grants nothing: beyond all entries.
+const NO_GRANT: u64 = u32::MAX as u64;
 
 /// A compute node.
 pub struct Peer<N: Nic> {
@@ -33,6 +38,10 @@ pub struct Peer<N: Nic> {
     pub told_empty: bool,
     /// Its management QP does not answer.
     pub broken: bool,
+    /// Chunks that were granted in replies of which it is not known that they arrived.
+    pub unheard: BTreeSet<u32>,
+    /// Chunks that were granted in replies that did not arrive: they are to be taken back.
+    pub lost: Vec<u32>,
     /// It has gone, and these chunks are still to be taken back.
     pub leaving: Option<Vec<u32>>,
 }
@@ -48,6 +57,9 @@ pub struct Path<N: Nic> {
 impl<N: Nic> Peer<N> {
     /// Connects the management QP, for the first time or anew, and takes requests.
     pub fn connect_management(&mut self, credits: u32) -> Result<(), Error> {
+        // What has not arrived by now never will.
+        self.hear();
+        self.lost.extend(std::mem::take(&mut self.unheard));
         self.management.connect(self.management_peer)?;
         while self.replies.poll(&mut [Completion::EMPTY; 16]) > 0 {}
         self.broken = false;
@@ -67,13 +79,16 @@ impl<N: Nic> Peer<N> {
     /// Sends a reply and takes the next request into the same place. What goes wrong here is
     /// between this compute node and its management QP, and ends with that.
     pub fn answer(&mut self, slot: u32, reply: Reply) {
+        let granted = (reply.outcome == Outcome::Done && reply.lanes > 0).then_some(reply.entry);
+        self.unheard.extend(granted);
         if self.broken {
             return;
         }
         if reply.outcome == Outcome::Empty {
             self.tell_empty();
         }
-        self.post(Op::SendInline { data: &reply.to_bytes() });
+        let id = granted.map_or(NO_GRANT, |entry| entry as u64);
+        self.post(id, Op::SendInline { data: &reply.to_bytes() });
         if self.post_receive(slot).is_err() {
             self.break_off();
         }
@@ -96,21 +111,29 @@ impl<N: Nic> Peer<N> {
         let mut data = [0; bulletin::BYTES];
         data[..4].copy_from_slice(&state.to_be_bytes());
         data[4..].copy_from_slice(&self.generation.to_be_bytes());
-        self.post(Op::WriteInline { to: self.bulletin, data: &data });
+        self.post(NO_GRANT, Op::WriteInline { to: self.bulletin, data: &data });
     }
 
-    fn post(&mut self, op: Op<'_>) {
+    /// Takes note of what has arrived, and of what has not.
+    pub fn hear(&mut self) {
         let mut done = [Completion::EMPTY; 16];
         loop {
             let n = self.replies.poll(&mut done);
-            if done[..n].iter().any(|c| c.status != Status::Success) {
-                self.broken = true;
+            for c in &done[..n] {
+                match c.status {
+                    Status::Success => drop(self.unheard.remove(&(c.id as u32))),
+                    _ => self.broken = true,
+                }
             }
             if n < done.len() {
                 break;
             }
         }
-        match self.management.post_send(&[WorkRequest { id: 0, op, signaled: true }]) {
+    }
+
+    fn post(&mut self, id: u64, op: Op<'_>) {
+        self.hear();
+        match self.management.post_send(&[WorkRequest { id, op, signaled: true }]) {
             Ok(()) => {}
             // It does not take the replies that it asked for.
             Err(VerbsError::QueueFull { .. }) => self.break_off(),

@@ -215,13 +215,18 @@ impl<N: Nic> Core<N> {
 
 impl<N: Nic> State<N> {
     fn turn(&mut self, shared: &Shared<N>) -> Result<bool, Error> {
+        // Before requests that come after it: a chunk could be its owner's anew.
+        let mut lost = false;
+        while self.take_lost(shared)? {
+            lost = true;
+        }
         let mut jobs = self.collect(shared)?;
         let any = !jobs.is_empty();
         if any {
             self.open_and_close(shared, &mut jobs)?;
             self.finish(shared, &jobs)?;
         }
-        let back = self.take_back(shared)?;
+        let back = self.take_back(shared)? || lost;
         let told = self.tell_available(shared);
         Ok(self.open_ahead(shared)? || back || told || any)
     }
@@ -552,6 +557,28 @@ impl<N: Nic> State<N> {
             shared.table.lock().release(entry);
         }
         Ok(())
+    }
+
+    /// Takes a chunk back that was granted to a compute node which did not get to know it. True if there
+    /// was one.
+    fn take_lost(&mut self, shared: &Shared<N>) -> Result<bool, Error> {
+        let with = |(client, peer): (&ClientId, &mut Peer<N>)| {
+            let lost = peer.lost.pop().filter(|_| peer.leaving.is_none())?;
+            Some((*client, lost))
+        };
+        let Some((client, entry)) = self.peers.iter_mut().find_map(with) else { return Ok(false) };
+        // It may have guessed, and freed it.
+        if shared.table.lock().start_free(entry, client) {
+            let mut ops = Vec::new();
+            self.close(shared, &mut ops, Some(client), entry, 0);
+            self.run(&mut ops)?;
+            if ops.iter().any(|op| !op.done) {
+                shared.replace_windows(entry)?;
+            }
+            shared.clear(entry);
+            shared.table.lock().release(entry);
+        }
+        Ok(true)
     }
 
     /// Takes back some of what compute nodes had that have gone: as much as it takes little time to

@@ -244,6 +244,39 @@ fn who_takes_no_replies_is_cut_off_and_keeps_nobody_waiting() {
     }
 }
 
+/// What was granted and could not be delivered is taken back when the connection is re-established; what
+/// was delivered is not.
+#[test]
+fn grants_that_did_not_arrive_are_taken_back() {
+    for scheme in SCHEMES {
+        let (nic, mut node) = start(scheme, 8);
+        let hand = Hand::join(&nic, &mut node, 1);
+        let delivered = hand.allocate(&mut node);
+        for _ in 0..3 {
+            // It takes no reply.
+            hand.send(&Request { number: 77, ask: Ask::Allocate { group: 0 } }.to_bytes());
+        }
+        while node.turn().unwrap() {}
+        assert_eq!(node.status().unwrap().free, 4);
+        hand.qp.modify(fabric::QpChange::Reset).unwrap();
+        let peers = node.reset_management(hand.id).unwrap();
+        hand.qp.connect(Qpn::new(peers.expect("nothing is in flight")[0])).unwrap();
+        hand.completions();
+        while node.turn().unwrap() {}
+        assert_eq!(node.status().unwrap().free, 7, "{scheme}");
+        node.audit().unwrap();
+        assert_eq!(hand.read(&delivered), Status::Success);
+        for _ in 0..7 {
+            assert_eq!(hand.allocate(&mut node).outcome, Outcome::Done);
+        }
+        assert_eq!(hand.allocate(&mut node).outcome, Outcome::Empty);
+        let free = Ask::Free { entry: delivered.entry };
+        assert_eq!(hand.ask(&mut node, free).outcome, Outcome::Done);
+        retire(&mut node, hand.id);
+        node.audit().unwrap();
+    }
+}
+
 #[test]
 fn a_bulletin_that_cannot_be_written_hurts_its_owner_only() {
     for scheme in SCHEMES {
