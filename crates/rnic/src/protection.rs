@@ -99,6 +99,19 @@ struct Owner {
     memory: Option<DmaMemory>,
 }
 
+/// What a key opens.
+pub(crate) struct Opening {
+    pub key: Key,
+    pub pd: Pdn,
+    /// The only QP that may use it, unless it is open.
+    pub qpn: Qpn,
+    /// Every QP of its PD may use it.
+    pub open: bool,
+    pub access: Access,
+    pub start: u64,
+    pub len: u64,
+}
+
 /// The QP on whose behalf a key is changed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Executor {
@@ -451,9 +464,31 @@ impl KeyTable {
         self.named[qpn.index() % NAMED] > 0
     }
 
+    /// The keys that open some of the `len` bytes from `start` on.
+    pub fn over(&self, start: u64, len: u64) -> Vec<Opening> {
+        let end = start.saturating_add(len);
+        let opening = |(at, e): (usize, &Entry)| {
+            let opens = matches!(e.kind, Kind::Bound | Kind::Region);
+            let meets = e.start < end && start < e.start.saturating_add(e.span.len());
+            (opens && meets).then(|| Opening {
+                key: Key::new(KeyIndex::new(at as u32), e.tag),
+                pd: e.pd,
+                qpn: e.qpn,
+                open: e.kind == Kind::Region || e.open,
+                access: e.access,
+                start: e.start,
+                len: e.span.len(),
+            })
+        };
+        self.entries.iter().enumerate().filter_map(opening).collect()
+    }
+
     /// Ends all keys of `function`: windows first, then regions.
     pub fn remove_function(&mut self, function: FunctionId, keys: impl Iterator<Item = KeyIndex>) {
         let mut regions = Vec::new();
+        // In an order that is the same in every run.
+        let mut keys = Vec::from_iter(keys);
+        keys.sort_unstable_by_key(|index| index.raw());
         for index in keys {
             assert_eq!(self.owners[index.index()].function, function);
             let e = self.entries[index.index()];

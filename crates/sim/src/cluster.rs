@@ -20,7 +20,7 @@ use crate::nic::{SimHooks, SimNic};
 use crate::params::Params;
 use crate::state::NodeId;
 use crate::time::Time;
-use crate::world::Sim;
+use crate::world::{Shared, Sim};
 
 /// What a cluster is made of.
 #[derive(Clone, Debug)]
@@ -55,6 +55,33 @@ pub struct Process {
     pub hooks: SimHooks,
     /// Its number at the memory node.
     pub client: ClientId,
+}
+
+/// Connects processes to a cluster's memory node, also from within fibers.
+#[derive(Clone)]
+pub struct Connector {
+    shared: Arc<Shared>,
+    node: Arc<NodeCpu>,
+}
+
+/// A process's control connection, as the memory node sees it.
+#[derive(Clone, Default)]
+pub struct Link(Arc<Mutex<LinkState>>);
+
+#[derive(Default)]
+struct LinkState {
+    client: Option<ClientId>,
+    /// It has ended.
+    ended: bool,
+    /// Its process has died: nobody waits for an answer.
+    dead: bool,
+}
+
+impl Link {
+    /// The number that the memory node gave its process.
+    pub fn client(&self) -> Option<ClientId> {
+        self.0.lock().client
+    }
 }
 
 /// Something that the memory node's CPU is asked to do: true when it is done, false if it is to be asked
@@ -113,21 +140,18 @@ impl Cluster {
         &self.nic
     }
 
+    /// What connects processes.
+    pub fn connector(&self) -> Connector {
+        Connector { shared: self.sim.shared().clone(), node: self.node.clone() }
+    }
+
     /// Connects a process of compute node `node` (1 and up). Before [`Cluster::start`].
     pub fn connect(&self, node: NodeId, options: Options) -> Result<Process, Error> {
-        let shared = self.sim.shared();
-        let function = shared
-            .nic
-            .function(FunctionLimits::NONE)
-            .map_err(|e| Error::Failed { attempt: "a new process".into(), why: e.to_string() })?;
-        let nic = SimHooks::nic(shared, node, false, function.clone());
+        let connector = self.connector();
+        let function = connector.function()?;
+        let nic = connector.nic(node, &function);
         let hooks = nic.hooks().clone();
-        let control = SimControl {
-            node: self.node.clone(),
-            welcome: self.node.welcome(),
-            client: Mutex::new(None),
-            hooks: hooks.clone(),
-        };
+        let control = connector.control(&nic, Link::default());
         let pool = Pool::over(nic, Box::new(control), options)?;
         let client = ClientId(pool.client());
         Ok(Process { pool, function, hooks, client })
@@ -162,6 +186,36 @@ impl Cluster {
         self.node.leave(client);
     }
 
+    /// A fiber of a process has died, and with it its function, if it has one by now, and its connection.
+    pub fn crash_linked(&mut self, fiber: FiberId, function: Option<&InlineFunction>, link: &Link) {
+        if let Some(function) = function {
+            function.remove();
+            self.sim.shared().look();
+        }
+        self.sim.kill(fiber);
+        let client = {
+            let mut link = link.0.lock();
+            (link.ended, link.dead) = (true, true);
+            link.client
+        };
+        if let Some(client) = client {
+            self.node.leave(client);
+        }
+    }
+
+    /// The fibers of the memory node's CPU, once it is started.
+    pub fn node_fibers(&self) -> Vec<FiberId> {
+        let workers = self.node.workers.get().into_iter().flatten();
+        self.node.fiber.get().into_iter().chain(workers).copied().collect()
+    }
+
+    /// Looks at the memory node's scheme, if its CPU stands between two turns.
+    pub fn try_scheme<T>(&self, f: impl FnOnce(&mut AnyNode<SimNic>) -> T) -> Option<T> {
+        let inside = self.node.inside.load(Relaxed) > 0;
+        let core = self.node.core.try_lock().filter(|_| !inside);
+        core.map(|mut core| f(&mut core.scheme))
+    }
+
     /// Looks at the memory node's scheme, as soon as its CPU stands between two turns.
     pub fn with_scheme<T>(
         &mut self,
@@ -176,6 +230,29 @@ impl Cluster {
     /// Why the memory node's CPU has given up, if it has.
     pub fn failure(&self) -> Option<String> {
         self.node.failure.lock().clone()
+    }
+}
+
+impl Connector {
+    /// A function of the NIC for a new process.
+    pub fn function(&self) -> Result<InlineFunction, Error> {
+        let made = self.shared.nic.function(FunctionLimits::NONE);
+        made.map_err(|e| Error::Failed { attempt: "a new process".into(), why: e.to_string() })
+    }
+
+    /// The verbs of a process on compute node `node` (1 and up).
+    pub fn nic(&self, node: NodeId, function: &InlineFunction) -> SimNic {
+        SimHooks::nic(&self.shared, node, false, function.clone())
+    }
+
+    /// A control connection.
+    pub fn control(&self, nic: &SimNic, link: Link) -> SimControl {
+        SimControl {
+            node: self.node.clone(),
+            welcome: self.node.welcome(),
+            link,
+            hooks: nic.hooks().clone(),
+        }
     }
 }
 
@@ -213,7 +290,9 @@ impl NodeCpu {
             self.inside.fetch_add(1, Relaxed);
             let busy = worker.turn();
             self.inside.fetch_sub(1, Relaxed);
-            if !self.jobs.lock().is_empty() {
+            // Who manages waits for this turn to end, or for one that did something.
+            let may_go_on = self.paused.load(Relaxed) || matches!(busy, Ok(true));
+            if may_go_on && !self.jobs.lock().is_empty() {
                 self.hooks.wake(*self.fiber.get().expect("it was started"));
             }
             match busy? {
@@ -241,8 +320,10 @@ impl NodeCpu {
             for worker in self.workers.get().into_iter().flatten() {
                 self.hooks.wake(*worker);
             }
-            // What is left is asked again after somebody's turn.
-            fiber::wait();
+            // What is left is asked again after somebody's turn, and when it may be too late.
+            let asked = !self.jobs.lock().is_empty();
+            let nap = asked.then(|| self.hooks.now() + Time::from(WATCH_MAX));
+            self.hooks.wait_until(nap);
         }
         Ok(())
     }
@@ -256,7 +337,9 @@ impl NodeCpu {
                 let core = &mut *self.core.lock();
                 self.do_jobs(core);
                 let busy = core.scheme.turn()?;
-                let watch = core.scheme.is_watching().then_some(nap);
+                // What could not be answered yet may be by then, or too late.
+                let asked = !self.jobs.lock().is_empty();
+                let watch = (asked || core.scheme.is_watching()).then_some(nap);
                 (busy, [watch, core.scheme.next_look()].into_iter().flatten().min())
             };
             if busy {
@@ -301,7 +384,7 @@ impl NodeCpu {
 pub struct SimControl {
     node: Arc<NodeCpu>,
     welcome: Welcome,
-    client: Mutex<Option<ClientId>>,
+    link: Link,
     hooks: SimHooks,
 }
 
@@ -327,8 +410,11 @@ impl SimControl {
         let latency = self.hooks.control_latency();
         fiber::sleep(latency);
         let answer = Arc::new(Mutex::new(None));
-        let (told, waker) = (answer.clone(), fiber::waker());
+        let (told, waker, link) = (answer.clone(), fiber::waker(), self.link.clone());
         self.node.give(Box::new(move |core| {
+            if link.0.lock().dead {
+                return true;
+            }
             let Some(result) = job(core) else { return false };
             *told.lock() = Some(result);
             waker.wake_by_ref();
@@ -347,7 +433,7 @@ impl SimControl {
     }
 
     fn client(&self) -> Result<ClientId, pool::Error> {
-        self.client.lock().ok_or_else(gone)
+        self.link.client().ok_or_else(gone)
     }
 }
 
@@ -364,13 +450,24 @@ impl ControlPlane for SimControl {
     }
 
     fn admit(&self, admission: &Admission) -> Result<Admitted, pool::Error> {
-        let admission = admission.clone();
-        let admitted = self.ask(move |core| {
+        let (admission, link) = (admission.clone(), self.link.clone());
+        self.ask(move |core| {
+            if link.0.lock().ended {
+                return Some(Err(gone()));
+            }
             core.last += 1;
-            Some(core.scheme.admit(ClientId(core.last), &admission))
-        })??;
-        *self.client.lock() = Some(ClientId(admitted.client));
-        Ok(admitted)
+            let admitted = core.scheme.admit(ClientId(core.last), &admission);
+            if let Ok(admitted) = &admitted {
+                let client = ClientId(admitted.client);
+                let mut link = link.0.lock();
+                link.client = Some(client);
+                // It died while it was admitted.
+                if link.ended {
+                    let _ = core.scheme.retire(client);
+                }
+            }
+            Some(admitted)
+        })?
     }
 
     fn await_memory(&self, timeout: Duration) -> Result<bool, pool::Error> {
@@ -406,7 +503,14 @@ impl ControlPlane for SimControl {
     }
 
     fn goodbye(&self) -> Result<(), pool::Error> {
-        let Some(client) = self.client.lock().take() else { return Ok(()) };
+        let client = {
+            let mut link = self.link.0.lock();
+            if std::mem::replace(&mut link.ended, true) {
+                return Ok(());
+            }
+            link.client
+        };
+        let Some(client) = client else { return Ok(()) };
         // A world that ends, or a process that died, has nobody to say goodbye to.
         if fiber::current().is_none() || fiber::is_ending() {
             return Ok(());

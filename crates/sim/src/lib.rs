@@ -15,6 +15,7 @@
 //!   answer has come back.
 //! - All nodes' NICs share one engine: what differs between them is where a QP was made.
 
+pub mod check;
 mod cluster;
 mod error;
 pub mod fiber;
@@ -29,11 +30,12 @@ mod time;
 mod timing;
 mod world;
 
-pub use cluster::{Cluster, ClusterSpec, Process, SimControl};
+pub use cluster::{Cluster, ClusterSpec, Connector, Link, Process, SimControl};
 pub use error::Error;
 pub use net::{Faults, Partition};
 pub use nic::{SimHooks, SimNic};
 pub use params::Params;
+pub use queues::Observed;
 pub use random::Random;
 pub use state::{Counters, NodeId};
 pub use time::Time;

@@ -2,7 +2,13 @@
 //!
 //! A QP is reliable: a packet that is lost is sent again after a time-out, so that what a loss amounts to
 //! is delay, on the way there or on the way back. Requests of one QP stay in order. A peer that does
-//! not answer for too long breaks the QP.
+//! not answer for too long breaks the QP: its request was not done if the way there was cut, and was done
+//! if it was the way back.
+//!
+//! The memory node's QPs are patient: they try for as long as it takes. (InfiniBand's longest time-out is
+//! hours.) A compute node that waits for a reply has nothing in flight that could fail, so it would never
+//! hear that the memory node has given up; and who is gone, the memory node learns on the control
+//! connection.
 
 use crate::random::Random;
 use crate::state::NodeId;
@@ -61,14 +67,16 @@ impl Net {
     }
 
     /// How much later than it should a packet arrives that leaves at `at`; `None` if all tries to send it
-    /// are lost.
-    pub fn delay(&mut self, from: NodeId, to: NodeId, at: Time) -> Option<Time> {
+    /// are lost. Who is `patient` tries for as long as it takes.
+    pub fn delay(&mut self, from: NodeId, to: NodeId, at: Time, patient: bool) -> Option<Time> {
         let f = &self.faults;
         if f.loss == 0 && f.late == 0 && f.partition.is_none() {
             return Some(Time::ZERO);
         }
         let mut late = Time::ZERO;
-        for _ in 0..=TRIES {
+        let mut tries = 0;
+        while patient || tries <= TRIES {
+            tries += 1;
             let held = f.partition.is_some_and(|p| p.holds(from, to, at + late));
             if !held && !self.random.once_in(f.loss) {
                 if self.random.once_in(f.late) {
@@ -91,15 +99,21 @@ mod tests {
         let retry = Time::us(16);
         let mut net = Net::new(1, retry);
         let (a, b, c) = (NodeId(0), NodeId(1), NodeId(2));
-        assert_eq!(net.delay(a, b, Time::ZERO), Some(Time::ZERO));
+        assert_eq!(net.delay(a, b, Time::ZERO, false), Some(Time::ZERO));
         net.set(Faults { loss: 2, ..Faults::default() });
-        let delays: Vec<_> = (0..64).map(|_| net.delay(a, b, Time::ZERO)).collect();
+        let delays: Vec<_> = (0..64).map(|_| net.delay(a, b, Time::ZERO, false)).collect();
         assert!(delays.contains(&Some(Time::ZERO)) && delays.contains(&Some(retry)));
         let partition = Partition { a, b, from: Time::us(10), until: Time::us(1000) };
         net.set(Faults { partition: Some(partition), ..Faults::default() });
-        assert_eq!(net.delay(b, a, Time::us(10)), None);
-        assert_eq!(net.delay(a, b, Time::us(2)), Some(Time::ZERO), "before");
-        assert_eq!(net.delay(a, b, Time::us(990)), Some(retry), "it ends before the tries do");
-        assert_eq!(net.delay(a, c, Time::us(10)), Some(Time::ZERO), "another node");
+        assert_eq!(net.delay(b, a, Time::us(10), false), None);
+        assert_eq!(net.delay(a, b, Time::us(2), false), Some(Time::ZERO), "before");
+        assert_eq!(
+            net.delay(a, b, Time::us(990), false),
+            Some(retry),
+            "it ends before the tries do"
+        );
+        assert_eq!(net.delay(a, c, Time::us(10), false), Some(Time::ZERO), "another node");
+        let patient = net.delay(b, a, Time::us(10), true).expect("it tries on");
+        assert!((Time::us(990)..Time::us(1010)).contains(&patient), "{patient}");
     }
 }

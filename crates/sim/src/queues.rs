@@ -9,13 +9,35 @@
 
 use std::fmt::Write as _;
 
-use rnic::engine::{Next, NextKind, Stepped};
-use rnic::ids::{Cqn, Qpn};
+use rnic::engine::{Aim, Next, NextKind, Stepped};
+use rnic::ids::{Cqn, FunctionId, Qpn};
 use rnic::port::inline::InlineNic;
 
 use crate::net::TRIES;
 use crate::state::{Event, NUMBER, NodeId, State};
 use crate::time::Time;
+
+/// The memory node.
+const MEMORY_NODE: NodeId = NodeId(0);
+
+/// What a QP did, for who watches.
+#[derive(Clone, Copy, Debug)]
+pub struct Observed {
+    /// The QP.
+    pub qpn: Qpn,
+    /// Its function.
+    pub function: FunctionId,
+    /// What it did.
+    pub next: Next,
+    /// What came of it.
+    pub stepped: Stepped,
+    /// It was sent as often as it may be, and never arrived.
+    pub lost: bool,
+    /// It was done, but the answer is lost for good: the requester hears of a time-out.
+    pub unanswered: bool,
+    /// What it did to its peer's memory, if it did.
+    pub aim: Option<Aim>,
+}
 
 #[derive(Default)]
 pub(crate) struct QpState {
@@ -44,6 +66,11 @@ impl State {
         &mut self.qps[at]
     }
 
+    /// The node of a QP; nobody's, if there is no such QP.
+    fn node_of(&self, qpn: Qpn) -> NodeId {
+        self.qps.get(qpn.raw() as usize).map_or(NodeId::default(), |qp| qp.node)
+    }
+
     /// A QP was made on a node.
     pub fn made_qp(&mut self, qpn: Qpn, node: NodeId, send_cq: Cqn, managed: bool) {
         let qp = self.qp(qpn);
@@ -58,7 +85,7 @@ impl State {
 
     /// A QP is connected.
     pub fn connects(&mut self, qpn: Qpn, peer: Qpn) {
-        let far = self.qp(peer).node;
+        let far = self.node_of(peer);
         let qp = self.qp(qpn);
         let node = qp.node;
         if qp.managed && !qp.chained && far != node {
@@ -107,7 +134,7 @@ impl State {
                     kind,
                     NextKind::Nop | NextKind::Window | NextKind::Invalidate | NextKind::Enable
                 );
-                let far = self.qp(next.peer).node;
+                let far = self.node_of(next.peer);
                 if local || far == node || next.peer == Qpn::NONE {
                     issued
                 } else {
@@ -130,7 +157,7 @@ impl State {
     }
 
     fn transit(&mut self, from: NodeId, to: NodeId, left: Time) -> Option<Time> {
-        let late = self.net.delay(from, to, left);
+        let late = self.net.delay(from, to, left, from == MEMORY_NODE);
         if late != Some(Time::ZERO) {
             self.counters.delayed += 1;
         }
@@ -154,7 +181,7 @@ impl State {
                 return self.plan(nic, qpn, now);
             }
         }
-        let far = self.qp(next.peer).node;
+        let far = self.node_of(next.peer);
         let moves = matches!(
             next.kind,
             NextKind::Send { .. }
@@ -163,11 +190,27 @@ impl State {
                 | NextKind::Atomic
         );
         let mut completed = std::mem::take(&mut self.completed);
-        let stepped = nic.with_engine(|e| match lost {
-            true => e.time_out(qpn, &mut completed),
-            false => e.step_reported(qpn, now.as_ns(), &mut completed),
+        let aim = match self.watched {
+            true => nic.with_engine(|e| e.function_of(qpn).map(|f| (f, e.aim(qpn)))),
+            false => None,
+        };
+        // What a compute node sends next acknowledges all that it has got from the memory node: an
+        // acknowledgement that is lost there does not count.
+        let crosses = moves && next.peer != Qpn::NONE && far != node && node != MEMORY_NODE;
+        let back = match crosses && !lost {
+            true => self.net.delay(far, node, now, false),
+            false => Some(Time::ZERO),
+        };
+        let stepped = nic.with_engine(|e| match (lost, back) {
+            (true, _) => e.time_out(qpn, &mut completed),
+            (false, None) => e.step_unanswered(qpn, now.as_ns(), &mut completed),
+            (false, Some(_)) => e.step_reported(qpn, now.as_ns(), &mut completed),
         });
-        self.trace_step(qpn, &next, stepped);
+        self.trace_step(qpn, &next, stepped, (lost, back.is_none()));
+        self.observed = aim.map(|(function, aim)| {
+            let unanswered = back.is_none();
+            Observed { qpn, function, next, stepped, lost, unanswered, aim }
+        });
         let moved = moves && next.peer != Qpn::NONE && !lost && stepped != Stepped::NotReady;
         let (received, answered) = if !moved {
             (now, now)
@@ -177,9 +220,9 @@ impl State {
         } else {
             let (received, answer) = self.nodes[far.0 as usize].respond(&params, &next, now);
             // An answer that is lost is sent again; the request has been executed, once.
-            let there = self
-                .transit(far, node, answer)
-                .unwrap_or(answer + Time(params.link.retry.0 * TRIES as u64));
+            let late = back.unwrap_or(Time(params.link.retry.0 * (TRIES as u64 + 1)));
+            self.counters.delayed += (late != Time::ZERO) as u64;
+            let there = answer + params.link.latency + late;
             (received, self.nodes[node.0 as usize].answered(&next, there))
         };
         for (cqn, count) in completed.drain(..) {
@@ -190,7 +233,7 @@ impl State {
         match stepped {
             Stepped::Done | Stepped::Failed => {
                 self.counters.verbs += 1;
-                self.counters.timeouts += lost as u64;
+                self.counters.timeouts += (lost || back.is_none()) as u64;
                 // A managed queue goes on when this has taken effect; another one has gone on already.
                 let from = if next.managed { received } else { self.qp(qpn).free };
                 self.plan(nic, qpn, from);
@@ -206,17 +249,25 @@ impl State {
         self.collect(nic, now);
     }
 
-    fn trace_step(&mut self, qpn: Qpn, next: &Next, stepped: Stepped) {
+    fn trace_step(
+        &mut self,
+        qpn: Qpn,
+        next: &Next,
+        stepped: Stepped,
+        (lost, unanswered): (bool, bool),
+    ) {
         let (now, node) = (self.now, self.qp(qpn).node);
         if let Some(trace) = &mut self.trace {
+            let (from, peer) = (qpn.raw(), next.peer.raw());
+            let lost = match (lost, unanswered) {
+                (true, _) => ", lost",
+                (_, true) => ", the answer lost",
+                _ => "",
+            };
             let _ = writeln!(
                 trace,
-                "{now} node {} QP {} -> {}: {:?} {:?}",
-                node.0,
-                qpn.raw(),
-                next.peer.raw(),
-                next.kind,
-                stepped
+                "{now} node {} QP {from} -> {peer}: {:?} {stepped:?}{lost}",
+                node.0, next.kind,
             );
         }
     }

@@ -10,7 +10,7 @@ use rnic::ids::{Cqn, Qpn};
 use crate::fiber::FiberId;
 use crate::net::Net;
 use crate::params::Params;
-use crate::queues::QpState;
+use crate::queues::{Observed, QpState};
 use crate::random::Random;
 use crate::time::Time;
 use crate::timing::NicTiming;
@@ -116,6 +116,8 @@ pub(crate) struct State {
     pub ready: Vec<Qpn>,
     pub completed: Vec<(Cqn, u32)>,
     pub trace: Option<String>,
+    pub watched: bool,
+    pub observed: Option<Observed>,
 }
 
 /// Bit 23 of a difference of two running numbers of completions says that it is negative.
@@ -145,6 +147,8 @@ impl State {
             ready: Vec::new(),
             completed: Vec::new(),
             trace: None,
+            watched: false,
+            observed: None,
         }
     }
 

@@ -6,6 +6,7 @@ use std::task::{Wake, Waker};
 
 use corosensei::stack::DefaultStack;
 use parking_lot::Mutex;
+use rnic::engine::Reach;
 use rnic::memory::DmaMemory;
 use rnic::port::inline::InlineNic;
 use rnic::verbs::Limits;
@@ -14,6 +15,7 @@ use crate::Error;
 use crate::fiber::{self, Fiber, FiberId, Stand};
 use crate::net::Faults;
 use crate::params::Params;
+use crate::queues::Observed;
 use crate::state::{Counters, Event, NodeId, State};
 use crate::time::Time;
 
@@ -95,6 +97,26 @@ impl Sim {
     /// Adds a line to the trace, if one is written.
     pub fn note(&self, line: impl FnOnce() -> String) {
         self.shared.note(line);
+    }
+
+    /// From now on [`Sim::take_observed`] tells what QPs do.
+    pub fn watch(&self) {
+        self.shared.state.lock().watched = true;
+    }
+
+    /// What a QP did in the last step, if one did anything.
+    pub fn take_observed(&self) -> Option<Observed> {
+        self.shared.state.lock().observed.take()
+    }
+
+    /// Appends every way in which a QP could reach some of the `len` bytes from `start` on now.
+    pub fn reaches(&self, start: u64, len: u64, into: &mut Vec<Reach>) {
+        self.shared.nic.with_engine(|e| e.reaches(start, len, into));
+    }
+
+    /// When the next event is.
+    pub fn next_at(&self) -> Option<Time> {
+        self.shared.state.lock().next_at()
     }
 
     /// Starts `program` on a core of its own. What it spends passes when that is more than

@@ -4,6 +4,7 @@ mod bench;
 mod quickstart;
 mod run;
 mod serve;
+mod sim;
 mod status;
 mod worker;
 
@@ -18,6 +19,8 @@ pub enum Command {
     Status(status::Status),
     #[command(subcommand)]
     Bench(bench::Bench),
+    #[command(subcommand)]
+    Sim(sim::Sim),
     #[command(subcommand, hide = true)]
     Worker(worker::Worker),
 }
@@ -31,6 +34,7 @@ impl Command {
             Self::Serve(serve) => serve.run(),
             Self::Status(status) => status.run(),
             Self::Bench(bench) => bench.run(),
+            Self::Sim(sim) => sim.run(),
             Self::Worker(worker) => worker.run(),
         }
     }

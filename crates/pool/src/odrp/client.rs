@@ -213,12 +213,14 @@ impl<N: Nic> Queue<N> {
             })?;
             (answered, sent)
         };
-        for pending in [answered, sent] {
-            let completion = pending.await?;
-            if completion.status != Status::Success {
-                let (attempt, status) = (what.to_owned(), completion.status);
-                return Err(Error::ManagementBroken { attempt, status });
-            }
+        let (answered, sent) = (answered.await?, sent.await?);
+        // A reply that has come says that the request was done, whatever is known of its way there.
+        if answered.status != Status::Success {
+            let status = match sent.status {
+                Status::Success => answered.status,
+                status => status,
+            };
+            return Err(Error::ManagementBroken { attempt: what.to_owned(), status });
         }
         // The answer was written before its completion, which was just read.
         fence(Ordering::Acquire);

@@ -162,14 +162,14 @@ impl<N: Nic> Direction<N> {
                 posted => break posted?,
             }
         };
-        for pending in [answered, sent] {
-            let completion = pending.await?;
-            if completion.status != Status::Success {
-                return Err(Error::ManagementBroken {
-                    attempt: what.to_owned(),
-                    status: completion.status,
-                });
-            }
+        let (answered, sent) = (answered.await?, sent.await?);
+        // A reply that has come says that the request was done, whatever is known of its way there.
+        if answered.status != Status::Success {
+            let status = match sent.status {
+                Status::Success => answered.status,
+                status => status,
+            };
+            return Err(Error::ManagementBroken { attempt: what.to_owned(), status });
         }
         // The reply was written before its completion, which was just read.
         fence(Ordering::Acquire);

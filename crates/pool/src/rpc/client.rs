@@ -78,15 +78,17 @@ impl<N: Nic> Client<N> {
             })?;
             (answered, sent)
         };
-        let mut bytes = [0; REPLY_BYTES];
-        for pending in [sent, answered] {
-            let completion = pending.await?;
-            if completion.status != Status::Success {
-                self.broken.store(true, Ordering::Release);
-                let (attempt, status) = (attempt.into(), completion.status);
-                return Err(Error::ManagementBroken { attempt, status });
-            }
+        let (answered, sent) = (answered.await?, sent.await?);
+        // A reply that has come says that the request was done, whatever is known of its way there.
+        if answered.status != Status::Success {
+            self.broken.store(true, Ordering::Release);
+            let status = match sent.status {
+                Status::Success => answered.status,
+                status => status,
+            };
+            return Err(Error::ManagementBroken { attempt: attempt.into(), status });
         }
+        let mut bytes = [0; REPLY_BYTES];
         self.replies.memory().read(at, &mut bytes);
         let wrong = |why: String| Error::Protocol { attempt: attempt.into(), why };
         let reply = Reply::parse(&bytes).ok_or_else(|| wrong("the reply is not one".into()))?;

@@ -51,6 +51,7 @@
 //! in any case, also when it makes no sense; the memory node posts `credits` receives for each
 //! compute node, so that who sends more waits alone.
 
+mod books;
 mod client;
 mod node;
 mod peer;
@@ -61,6 +62,7 @@ mod tests;
 mod windows;
 mod worker;
 
+pub use books::{Books, ChunkState};
 pub use client::Client;
 pub use node::Node;
 

@@ -10,6 +10,7 @@ use fabric::{
 };
 use parking_lot::{Mutex, MutexGuard};
 
+use super::books::Books;
 use super::peer::{Path, Peer};
 use super::regions::Regions;
 use super::table::{Doors, Table};
@@ -78,6 +79,11 @@ impl<N: Nic> Node<N> {
         let (nic, settings, table) = (nic.clone(), settings.clone(), Mutex::new(table));
         let shared = Arc::new(Shared { nic, settings, pd, memory, table, cores });
         Ok(Self { shared, homes: BTreeMap::new() })
+    }
+
+    /// A look into the books.
+    pub fn books(&self) -> Books<N> {
+        Books(self.shared.clone())
     }
 
     fn core_of(&self, client: ClientId) -> usize {

@@ -16,6 +16,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use fabric::{Key, Nic};
 
+use super::books::ChunkState;
 use super::regions::Regions;
 use super::windows::{Type1, Type2};
 use super::{Outcome, Reply};
@@ -98,6 +99,21 @@ impl<N: Nic> Table<N> {
     /// Chunks in all.
     pub fn chunks(&self) -> u64 {
         self.entries.len() as u64
+    }
+
+    /// What is said of a chunk.
+    pub fn state_of(&self, entry: u32) -> ChunkState {
+        let e = &self.entries[entry as usize];
+        let owner = match e.owner {
+            Owner::Nobody => None,
+            Owner::Client(client) => Some(client),
+        };
+        ChunkState { owner, aside: e.state == State::Aside, leaving: e.state == State::Leaving }
+    }
+
+    /// Chunks that are nobody's.
+    pub fn free_list(&self) -> &[u32] {
+        &self.free
     }
 
     /// Chunks that are nobody's, or aside.

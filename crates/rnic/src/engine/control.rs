@@ -13,6 +13,7 @@ use crate::queue::{CompletionQueue, RecvQueue, SendQueue};
 use crate::verbs::{
     CqSpec, FunctionLimits, KeyInfo, MwKind, QpChange, QpInfo, QpSpec, QpState, Recv, RecvSpec,
 };
+use std::collections::HashSet;
 
 impl Engine {
     // --- functions -----------------------------------------------------------------------------
@@ -42,18 +43,21 @@ impl Engine {
         let core = &mut self.core;
         core.keys.remove_function(f, function.keys.into_iter());
         // In an order that is the same in every run.
-        let mut qps = Vec::from_iter(function.qps);
-        qps.sort_unstable();
-        for n in qps {
+        let sorted = |numbers: HashSet<u32>| {
+            let mut numbers = Vec::from_iter(numbers);
+            numbers.sort_unstable();
+            numbers
+        };
+        for n in sorted(function.qps) {
             core.remove_qp(Qpn::new(n));
         }
-        for n in function.recvs {
+        for n in sorted(function.recvs) {
             core.recvs.remove(n);
         }
-        for n in function.cqs {
+        for n in sorted(function.cqs) {
             core.cqs.remove(n);
         }
-        for n in function.pds {
+        for n in sorted(function.pds) {
             core.pds.remove(n);
         }
         core.shares.remove(function.share);

@@ -25,6 +25,7 @@
 mod control;
 mod errors;
 mod execute;
+mod inspect;
 pub(crate) mod lists;
 mod respond;
 mod schedule;
@@ -47,6 +48,7 @@ use crate::verbs::{
     AsyncEvent, AtomicOrder, AtomicScope, Caps, Event, FunctionLimits, Limits, Stats,
 };
 use crate::wqe::MAX_SEGMENTS;
+pub use inspect::{Aim, Reach};
 use shares::Shares;
 use std::collections::{HashMap, HashSet, VecDeque};
 pub use stepped::{Next, NextKind, Stepped};
@@ -227,6 +229,32 @@ impl Engine {
     /// For who simulates the network; appends to `completed` as [`Engine::step_reported`] does.
     pub fn time_out(&mut self, qpn: Qpn, completed: &mut Vec<(Cqn, u32)>) -> Stepped {
         self.core.time_out(&mut self.wqe, qpn, completed)
+    }
+
+    /// Like [`Engine::step_reported`], but the answer is lost however often the peer sends it: what was
+    /// asked for is done, and the requester hears that its peer does not answer.
+    pub fn step_unanswered(
+        &mut self,
+        qpn: Qpn,
+        now_ns: u64,
+        completed: &mut Vec<(Cqn, u32)>,
+    ) -> Stepped {
+        self.core.step_unanswered(&mut self.wqe, now_ns, qpn, completed)
+    }
+
+    /// What `qpn` would do next to its peer's memory, if that is what it does next.
+    pub fn aim(&mut self, qpn: Qpn) -> Option<Aim> {
+        self.core.aim(&mut self.wqe, qpn)
+    }
+
+    /// Appends every way in which a QP could reach some of the `len` bytes from `start` on now.
+    pub fn reaches(&self, start: u64, len: u64, into: &mut Vec<Reach>) {
+        self.core.reaches(start, len, into);
+    }
+
+    /// Whose a QP is.
+    pub fn function_of(&self, qpn: Qpn) -> Option<FunctionId> {
+        self.core.function_of(qpn)
     }
 
     /// When `poll` must be called at the latest, even if no doorbell rings: a WQE waits for a receive

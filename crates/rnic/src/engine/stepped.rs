@@ -207,6 +207,44 @@ impl Core {
         stepped
     }
 
+    /// See [`super::Engine::step_unanswered`].
+    pub fn step_unanswered(
+        &mut self,
+        wqe: &mut Fetched,
+        now_ns: u64,
+        qpn: Qpn,
+        completed: &mut Vec<(Cqn, u32)>,
+    ) -> Stepped {
+        use super::execute::{Progress, Requester};
+        self.now_ns = now_ns;
+        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return Stepped::Nothing };
+        let whole = qp.long.as_ref().is_none_or(|long| !long.active);
+        let send = qp.send.as_mut().filter(|s| qp.state == QpState::ReadyToSend && s.pending() > 0);
+        let Some(send) = send.filter(|_| whole) else {
+            return self.step_told(wqe, now_ns, qpn, completed);
+        };
+        let ctrl = send.fetch(wqe);
+        let me = Requester::of(qp, &ctrl);
+        self.leave(qpn);
+        let stepped = match self.execute(&me, &ctrl, wqe.bytes(), 0) {
+            Ok(Progress::Done(_) | Progress::Part(_)) => {
+                self.fail(qpn, &ctrl, crate::cqe::Syndrome::RetryExceeded.into());
+                Stepped::Failed
+            }
+            Ok(Progress::Blocked { on, .. }) => {
+                self.wait(qpn, on);
+                Stepped::NotReady
+            }
+            Err(fault) => {
+                self.fail(qpn, &ctrl, fault);
+                Stepped::Failed
+            }
+        };
+        self.schedule(qpn);
+        self.tell_completed(completed);
+        stepped
+    }
+
     /// See [`super::Engine::time_out`].
     pub fn time_out(
         &mut self,

@@ -130,6 +130,11 @@ pub struct InlineFunction {
 }
 
 impl InlineFunction {
+    /// Its number at the NIC.
+    pub fn id(&self) -> FunctionId {
+        self.id
+    }
+
     /// The NIC.
     pub fn nic(&self) -> &Arc<InlineNic> {
         &self.nic

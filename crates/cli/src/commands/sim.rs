@@ -1,0 +1,187 @@
+//! `granary sim`: the pool's own code under virtual time.
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use bench::progress::Progress;
+use pool::SchemeKind;
+use sim::check;
+
+use crate::UsageError;
+use crate::options::seconds;
+
+/// The pool's own code under virtual time
+#[derive(clap::Subcommand, Debug)]
+#[command(after_help = EXAMPLES)]
+pub enum Sim {
+    Check(Check),
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  granary sim check --seeds 0..1000    a thousand worlds in which much goes wrong";
+
+/// Check the pool where clients crash, packets are lost and somebody attacks
+///
+/// Runs the memory node and its clients, the same code that a real NIC runs, in a simulated world
+/// for each seed. The seed decides how large the world is and what goes wrong: clients crash,
+/// stand still and go on at any step; packets are lost and late; nodes cannot reach each other;
+/// the memory node's CPU is slow; hostile clients replay requests, guess keys and send wrong
+/// arguments. After every step the scheme's invariants must hold: no chunk has two owners, no
+/// access takes effect outside its owner's chunk or after its release, what is free is clear and
+/// free once, whatever the dead had comes back in bounded time, every request ends.
+///
+/// A seed decides everything: the same seed gives the same steps on any machine. A seed that
+/// fails is printed with the command that runs it again and tells every step.
+#[derive(clap::Args, Debug)]
+#[command(after_help = CHECK_EXAMPLES)]
+pub struct Check {
+    /// Scheme to check, or "all"
+    #[arg(long, value_name = "SCHEME", default_value = "all")]
+    scheme: String,
+
+    /// Seeds: from A up to, and not with, B
+    #[arg(long, value_name = "A..B", default_value = "0..1000", conflicts_with = "seed")]
+    seeds: Seeds,
+
+    /// One seed
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+
+    /// Print what happened, step by step, to standard output
+    #[arg(long)]
+    trace: bool,
+
+    /// Stop after so many minutes, wherever that is
+    #[arg(long, value_name = "MINUTES", value_parser = minutes)]
+    minutes: Option<Duration>,
+
+    /// Go on after a seed that fails
+    #[arg(long)]
+    keep_going: bool,
+}
+
+const CHECK_EXAMPLES: &str = "\
+Examples:
+  granary sim check                                          a thousand seeds of each scheme
+  granary sim check --scheme onesidedmw --seeds 0..100000    many of one
+  granary sim check --scheme rpc-mw-2 --seed 17 --trace      one, step by step
+  granary sim check --seeds 0..1000000 --minutes 10          as many as ten minutes allow
+
+Exit codes: 0 nothing was violated, 1 something was, 2 wrong command line.";
+
+/// A range of seeds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seeds {
+    from: u64,
+    to: u64,
+}
+
+impl std::str::FromStr for Seeds {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("{text:?} is no range of seeds: write e.g. 0..1000");
+        let (from, to) = text.split_once("..").ok_or_else(wrong)?;
+        let from = from.parse().map_err(|_| wrong())?;
+        let to = to.parse().map_err(|_| wrong())?;
+        if from < to { Ok(Self { from, to }) } else { Err(wrong()) }
+    }
+}
+
+fn minutes(text: &str) -> Result<Duration, String> {
+    let minutes: f64 = text.parse().map_err(|_| "write minutes, e.g. 10".to_owned())?;
+    seconds(&(minutes * 60.0).to_string())
+}
+
+impl Sim {
+    pub fn run(self) -> anyhow::Result<ExitCode> {
+        match self {
+            Self::Check(check) => check.run(),
+        }
+    }
+}
+
+impl Check {
+    fn run(self) -> anyhow::Result<ExitCode> {
+        let schemes = self.schemes()?;
+        let seeds = match self.seed {
+            Some(seed) => Seeds { from: seed, to: seed.saturating_add(1) },
+            None => self.seeds,
+        };
+        let deadline = self.minutes.map(|m| Instant::now() + m);
+        let mut failed = false;
+        for scheme in schemes {
+            failed |= self.check(scheme, seeds, deadline);
+            if failed && !self.keep_going {
+                break;
+            }
+        }
+        Ok(ExitCode::from(failed as u8))
+    }
+
+    fn schemes(&self) -> Result<Vec<SchemeKind>, UsageError> {
+        if self.scheme == "all" {
+            return Ok(check::SCHEMES.to_vec());
+        }
+        let known = check::SCHEMES.iter().find(|s| s.name() == self.scheme);
+        known.map(|s| vec![*s]).ok_or_else(|| {
+            let names: Vec<_> = check::SCHEMES.iter().map(|s| s.name()).collect();
+            let text = format!("--scheme {}: it is one of all, {}", self.scheme, names.join(", "));
+            UsageError(text, "sim check")
+        })
+    }
+
+    /// True if something was violated.
+    fn check(&self, scheme: SchemeKind, seeds: Seeds, deadline: Option<Instant>) -> bool {
+        let bar = Progress::new(self.trace).bar(&format!("check {scheme}"), seeds.to - seeds.from);
+        let (start, mut ran, mut failures) = (Instant::now(), 0, 0);
+        let mut seen = check::Seen::default();
+        for seed in seeds.from..seeds.to {
+            if deadline.is_some_and(|d| Instant::now() >= d) {
+                break;
+            }
+            let outcome = check::run(scheme, seed, self.trace);
+            if let Some(trace) = &outcome.trace {
+                print!("{trace}");
+            }
+            seen.add(&outcome.seen);
+            ran += 1;
+            bar.step();
+            if let Some(why) = outcome.violation {
+                failures += 1;
+                println!("\n{scheme}: seed {seed}: {why}");
+                println!("  granary sim check --scheme {scheme} --seed {seed} --trace");
+                if !self.keep_going {
+                    break;
+                }
+            }
+        }
+        drop(bar);
+        let took = start.elapsed().as_secs_f64();
+        println!(
+            "{scheme}: {ran} seeds, {failures} with a violation, in {took:.1} s; {} NIC steps, {} chunks \
+             granted, {} accesses, {} processes killed, {} requests refused or broken",
+            seen.steps,
+            seen.grants.iter().sum::<u64>(),
+            seen.accesses,
+            seen.deaths,
+            seen.errors.iter().sum::<u64>(),
+        );
+        failures > 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn seeds_are_a_range() {
+        assert_eq!("3..17".parse(), Ok(Seeds { from: 3, to: 17 }));
+        for wrong in ["", "3", "3..", "..3", "5..5", "6..5", "a..b"] {
+            assert!(wrong.parse::<Seeds>().is_err(), "{wrong}");
+        }
+        assert_eq!(minutes("0.5"), Ok(Duration::from_secs(30)));
+    }
+}

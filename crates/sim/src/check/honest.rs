@@ -1,0 +1,393 @@
+//! A client that keeps to the rules: it allocates, writes what only it writes, reads it back, and frees.
+//!
+//! It knows what each of its chunks must hold, byte by byte, and says so when that is not so.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::Poll;
+use std::time::Duration;
+
+use fabric::Status;
+use pool::scheme::{Grant, GroupId, Lane};
+use pool::{Error, Options, Pool, Transfer};
+
+use super::Context;
+use super::scenario::{End, Role};
+use crate::fiber;
+use crate::nic::SimNic;
+use crate::random::Random;
+use crate::time::Time;
+
+/// Errors after which a client gives up and leaves.
+const PATIENCE: u32 = 40;
+
+/// A chunk, and what must be in it.
+struct Held {
+    grant: Grant,
+    bytes: Vec<u8>,
+    /// These bytes, from there on, are what they were or these: nobody knows.
+    doubt: Option<(usize, Vec<u8>)>,
+}
+
+/// A client at work.
+struct Honest {
+    cx: Context,
+    pool: Pool<SimNic>,
+    held: Vec<Held>,
+    random: Random,
+    errors: u32,
+}
+
+/// What the fiber of an honest client runs.
+pub(super) fn run(cx: Context, role: Role, mut random: Random) {
+    let pool = loop {
+        match connect(&cx) {
+            Ok(pool) => break pool,
+            // Those that died are still there.
+            Err(Error::Refused { .. }) => fiber::sleep(Time::us(200 + random.below(2000))),
+            Err(e) => return cx.tell(|o| o.error(cx.who, "connects", &e)),
+        }
+    };
+    let mut me = Honest { cx, pool, held: Vec::new(), random, errors: 0 };
+    for _ in 0..role.rounds {
+        if me.errors > PATIENCE {
+            break;
+        }
+        me.round();
+    }
+    me.end(role.end);
+}
+
+fn connect(cx: &Context) -> Result<Pool<SimNic>, Error> {
+    let nic = cx.nic();
+    let control = cx.connector.control(&nic, cx.link.clone());
+    let options = Options { groups: Some(cx.groups), send_blocks: 16 };
+    Pool::over(nic, Box::new(control), options)
+}
+
+impl Honest {
+    fn round(&mut self) {
+        let room = self.held.len() < 4;
+        match self.random.below(16) {
+            0..=4 if room => self.allocate(1),
+            5 if room => {
+                let several = 2 + self.random.below(2);
+                self.allocate(several);
+            }
+            0..=6 | 14.. => self.free_one(),
+            7..=9 => self.write(),
+            10..=11 => self.verify(),
+            12 => self.add(),
+            _ => self.swap(),
+        }
+        if self.random.below(4) == 0 {
+            fiber::sleep(Time(self.random.below(Time::us(30).0)));
+        }
+    }
+
+    fn end(mut self, end: End) {
+        match end {
+            End::Tidy => {
+                while !self.held.is_empty() && self.errors <= PATIENCE {
+                    self.free_one();
+                }
+                self.nothing_is_left();
+            }
+            End::Careless => {}
+            // The world ends it.
+            End::Dies => return self.cx.die(),
+        }
+        self.cx.leaves();
+        // Dropped, the pool says goodbye.
+    }
+
+    /// What it was granted, it knows of; some time after the last request.
+    fn nothing_is_left(&mut self) {
+        // The schemes by RPC keep a grant whose reply was lost until its owner leaves.
+        let calm = self.cx.tell(|o| o.calm);
+        if !self.held.is_empty() || self.cx.by_rpc && !calm {
+            return;
+        }
+        let who = self.cx.who;
+        for _ in 0..20 {
+            if self.cx.tell(|o| o.owned(who).is_empty()) {
+                return;
+            }
+            fiber::sleep(Time::us(2000));
+        }
+        self.cx.tell(|o| {
+            let (name, owned) = (o.name(who), o.owned(who));
+            o.wrong(format!("{name} has freed all that it had, and owns chunks {owned:?}"));
+        });
+    }
+
+    fn failed(&mut self, what: &str, error: &Error) {
+        self.errors += 1;
+        self.cx.tell(|o| o.error(self.cx.who, what, error));
+    }
+
+    // --- allocate and free ---------------------------------------------------------------------
+
+    fn allocate(&mut self, count: u64) {
+        let group = GroupId(self.random.below(self.cx.groups as u64) as u16);
+        let who = self.cx.who;
+        let asks = (0..count).map(|_| {
+            self.cx.tell(|o| o.asks(who));
+            let pool = self.pool.clone();
+            let ask: Ask = Box::pin(async move { pool.allocate_in(group).await });
+            ask
+        });
+        let asks = asks.collect();
+        let cx = self.cx.clone();
+        // Each is told of when it comes: the others may take longer.
+        let told = |result: &Result<Grant, Error>| match result {
+            Ok(grant) => cx.tell(|o| o.granted(who, grant)),
+            Err(Error::OutOfMemory { .. }) => cx.tell(|o| {
+                o.seen.empty += 1;
+                o.not_granted(who, "there is none");
+            }),
+            Err(e) => cx.tell(|o| o.not_granted(who, &e.to_string())),
+        };
+        let mut empty = false;
+        for result in fiber::block_on(all(asks, told)) {
+            match result {
+                Ok(grant) => {
+                    let bytes = vec![0; grant.len as usize];
+                    self.held.push(Held { grant, bytes, doubt: None });
+                    let last = self.held.len() - 1;
+                    if self.random.below(2) == 0 {
+                        self.verify_chunk(last);
+                    }
+                    if self.random.below(4) != 0 {
+                        self.write_to(last);
+                    }
+                }
+                Err(Error::OutOfMemory { .. }) => empty = true,
+                Err(e) => self.failed("allocates", &e),
+            }
+        }
+        if empty && self.random.below(2) == 0 {
+            self.wait_for_memory();
+        }
+    }
+
+    fn wait_for_memory(&mut self) {
+        let timeout = Duration::from_micros(50 + self.random.below(3000));
+        let before = self.cx.now();
+        match self.pool.wait_for_memory_blocking(timeout) {
+            Ok(memory) => self.cx.tell(|o| {
+                o.note(|o| format!("{} has waited for memory: {memory}", o.name(self.cx.who)));
+            }),
+            Err(e) => self.failed("waits for memory", &e),
+        }
+        let waited = self.cx.now().since(before);
+        self.cx.tell(|o| {
+            let limit = Time::from(timeout) + o.slack;
+            if waited > limit {
+                let name = o.name(self.cx.who);
+                o.wrong(format!(
+                    "{name} would wait for memory for {timeout:?} and waited {waited}"
+                ));
+            }
+        });
+    }
+
+    fn free_one(&mut self) {
+        if self.held.is_empty() {
+            return;
+        }
+        let at = self.random.below(self.held.len() as u64) as usize;
+        if self.random.below(2) == 0 {
+            self.verify_chunk(at);
+        }
+        let Held { grant, .. } = self.held.swap_remove(at);
+        let (who, entry) = (self.cx.who, grant.entry);
+        let keys = grant.keys().to_vec();
+        self.cx.tell(|o| o.frees(who, entry, &keys));
+        let mut asked_before = false;
+        // One that broke on its way is asked again, before anything else could be granted to this client:
+        // "not yours" says then that it was freed.
+        while self.errors <= PATIENCE {
+            match fiber::block_on(self.pool.free(grant)) {
+                Ok(()) => return self.cx.tell(|o| o.freed(who, entry, &keys)),
+                Err(Error::NotYours { .. }) if asked_before => {
+                    return self.cx.tell(|o| o.freed(who, entry, &keys));
+                }
+                Err(e) => self.failed("frees", &e),
+            }
+            asked_before = true;
+        }
+    }
+
+    // --- accesses ------------------------------------------------------------------------------
+
+    fn some_chunk(&mut self) -> Option<usize> {
+        let count = self.held.len() as u64;
+        (count > 0).then(|| self.random.below(count) as usize)
+    }
+
+    fn write(&mut self) {
+        if let Some(at) = self.some_chunk() {
+            self.write_to(at);
+        }
+    }
+
+    fn write_to(&mut self, at: usize) {
+        if !self.is_known(at) {
+            return;
+        }
+        let len = self.held[at].bytes.len() as u64;
+        let from = self.random.below(len - 8);
+        let length = 1 + self.random.below((len - from).min(300));
+        // No byte is 0, so that whose it is shows.
+        let mark = 1 + (self.cx.who as u8 * 37 + self.random.below(30) as u8) % 250;
+        let data: Vec<u8> = (0..length).map(|i| mark.wrapping_add(i as u8).max(1)).collect();
+        let grant = self.held[at].grant;
+        let result = match self.random.below(2) {
+            0 => fiber::block_on(self.pool.write(&grant, from, &data)),
+            _ => self.write_on_a_lane(&grant, from, &data),
+        };
+        let held = &mut self.held[at];
+        let range = from as usize..from as usize + data.len();
+        match result {
+            Ok(()) => held.bytes[range].copy_from_slice(&data),
+            Err(e) => {
+                held.doubt = Some((from as usize, data));
+                self.failed("writes", &e);
+            }
+        }
+    }
+
+    /// Writes from registered memory, on any lane.
+    fn write_on_a_lane(&mut self, grant: &Grant, from: u64, data: &[u8]) -> Result<(), Error> {
+        let lane = Lane(self.random.below(self.cx.lanes as u64) as u8);
+        let buffer = self.pool.buffer(data.len())?;
+        buffer.memory().write(0, data);
+        let transfer = Transfer { grant, offset: from, buffer_offset: 0, len: data.len() as u32 };
+        fiber::block_on(self.pool.write_from(&transfer, &buffer, lane)?)
+    }
+
+    fn verify(&mut self) {
+        if let Some(at) = self.some_chunk() {
+            self.verify_chunk(at);
+        }
+    }
+
+    /// True if it is known what is in a chunk: reads it if it is not.
+    fn is_known(&mut self, at: usize) -> bool {
+        self.held[at].doubt.is_none() || self.verify_chunk(at)
+    }
+
+    /// Reads a chunk and compares; true if it could be read.
+    fn verify_chunk(&mut self, at: usize) -> bool {
+        let grant = self.held[at].grant;
+        let mut bytes = vec![0; grant.len as usize];
+        if let Err(e) = fiber::block_on(self.pool.read(&grant, 0, &mut bytes)) {
+            self.failed("reads", &e);
+            return false;
+        }
+        let held = &mut self.held[at];
+        if let Some((from, new)) = held.doubt.take()
+            && bytes[from..from + new.len()] == new
+        {
+            held.bytes[from..from + new.len()].copy_from_slice(&new);
+        }
+        if let Some(i) = (0..bytes.len()).find(|i| bytes[*i] != held.bytes[*i]) {
+            let (is, must) = (bytes[i], held.bytes[i]);
+            self.cx.tell(|o| {
+                let name = o.name(self.cx.who);
+                let entry = grant.entry;
+                o.wrong(format!(
+                    "{name} reads {is:#x} at byte {i} of chunk {entry}, not {must:#x}"
+                ));
+            });
+        }
+        true
+    }
+
+    /// The word at a random place of a chunk.
+    fn some_word(&mut self, at: usize) -> (u64, u64) {
+        let held = &self.held[at];
+        let from = 8 * self.random.below(held.bytes.len() as u64 / 8);
+        let word = &held.bytes[from as usize..][..8];
+        (from, u64::from_be_bytes(word.try_into().expect("8 bytes")))
+    }
+
+    fn add(&mut self) {
+        let Some(at) = self.some_chunk().filter(|at| self.is_known(*at)) else { return };
+        let (from, old) = self.some_word(at);
+        let add = 1 + self.random.below(1000);
+        let grant = self.held[at].grant;
+        let result = fiber::block_on(self.pool.fetch_and_add(&grant, from, add));
+        self.changed(at, from, (old, old.wrapping_add(add)), "adds", result);
+    }
+
+    fn swap(&mut self) {
+        let Some(at) = self.some_chunk().filter(|at| self.is_known(*at)) else { return };
+        let (from, old) = self.some_word(at);
+        let (new, fits) = (self.random.bits(), self.random.below(2) == 0);
+        let expected = if fits { old } else { !old };
+        let grant = self.held[at].grant;
+        let result = fiber::block_on(self.pool.compare_and_swap(&grant, from, expected, new));
+        let new = if fits { new } else { old };
+        self.changed(at, from, (old, new), "swaps", result);
+    }
+
+    fn changed(
+        &mut self,
+        at: usize,
+        from: u64,
+        (old, new): (u64, u64),
+        what: &str,
+        result: Result<u64, Error>,
+    ) {
+        let held = &mut self.held[at];
+        let entry = held.grant.entry;
+        match result {
+            Ok(was) => {
+                held.bytes[from as usize..][..8].copy_from_slice(&new.to_be_bytes());
+                if was != old {
+                    self.cx.tell(|o| {
+                        let name = o.name(self.cx.who);
+                        o.wrong(format!(
+                            "{name} {what} at byte {from} of chunk {entry} and finds {was:#x}, not {old:#x}"
+                        ));
+                    });
+                }
+            }
+            // It was refused before it was done.
+            Err(e @ Error::Access { status: Status::Flushed, .. }) => self.failed(what, &e),
+            Err(e) => {
+                held.doubt = Some((from as usize, new.to_be_bytes().to_vec()));
+                self.failed(what, &e);
+            }
+        }
+    }
+}
+
+type Ask = Pin<Box<dyn Future<Output = Result<Grant, Error>>>>;
+
+/// Runs futures together; `told` hears of each result when it comes.
+async fn all<T>(
+    futures: Vec<Pin<Box<dyn Future<Output = T>>>>,
+    mut told: impl FnMut(&T),
+) -> Vec<T> {
+    let mut futures: Vec<_> = futures.into_iter().map(Some).collect();
+    let mut results = Vec::new();
+    std::future::poll_fn(move |cx| {
+        for slot in &mut futures {
+            if let Some(future) = slot
+                && let Poll::Ready(result) = future.as_mut().poll(cx)
+            {
+                told(&result);
+                results.push(result);
+                *slot = None;
+            }
+        }
+        match futures.iter().all(Option::is_none) {
+            true => Poll::Ready(std::mem::take(&mut results)),
+            false => Poll::Pending,
+        }
+    })
+    .await
+}

@@ -1,0 +1,121 @@
+//! Faults by seed: clients of all kinds in a world where much goes wrong, and what must hold all the same.
+//!
+//! A seed decides everything: how large the world is, who is in it and what they do ([`scenario`]), what
+//! fails and when ([`drive`]). After every step the [`oracle`] compares what is with what must be.
+//!
+//! - [`honest`]: clients that keep to the rules, on the pool's own client.
+//! - [`hostile`]: clients that do not, on raw verbs.
+//! - [`books`]: the memory node's books, whichever scheme keeps them.
+
+mod books;
+mod drive;
+mod honest;
+mod hostile;
+mod oracle;
+mod scenario;
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use pool::SchemeKind;
+use rnic::port::inline::InlineFunction;
+
+use crate::cluster::{Connector, Link};
+use crate::fiber;
+use crate::nic::SimNic;
+use crate::params::Params;
+use crate::state::NodeId;
+use crate::time::Time;
+
+pub use oracle::Seen;
+pub use scenario::{End, Role, Scenario, Trouble};
+
+use oracle::{Oracle, Who};
+
+/// The schemes that are checked.
+pub const SCHEMES: &[SchemeKind] = &[
+    SchemeKind::OneSidedMw,
+    SchemeKind::RpcMw2,
+    SchemeKind::RpcMw1,
+    SchemeKind::FineMr,
+    SchemeKind::StaticMr,
+];
+
+/// What came of a seed.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// What was wrong, if anything was.
+    pub violation: Option<String>,
+    /// What happened, line by line, if that was wanted.
+    pub trace: Option<String>,
+    /// What happened, in numbers.
+    pub seen: Seen,
+    /// Virtual time that passed.
+    pub took: Time,
+}
+
+/// Runs the world that a seed draws, to its end or to the first violation.
+pub fn run(scheme: SchemeKind, seed: u64, trace: bool) -> Outcome {
+    thread_local! {
+        static PARAMS: Arc<Params> = Arc::new(Params::connectx5());
+    }
+    let scenario = Scenario::draw(scheme, seed);
+    PARAMS.with(|params| drive::run(&scenario, seed, params, trace))
+}
+
+/// What a client's fiber shares with who drives the world.
+#[derive(Clone)]
+struct Context {
+    who: Who,
+    oracle: Rc<RefCell<Oracle>>,
+    connector: Connector,
+    link: Link,
+    /// Its function of the NIC, once it has one.
+    function: Rc<RefCell<Option<InlineFunction>>>,
+    /// It wants to die.
+    dies: Rc<Cell<bool>>,
+    node: NodeId,
+    groups: u16,
+    lanes: usize,
+    by_rpc: bool,
+}
+
+impl Context {
+    /// Tells the oracle something, or asks it.
+    fn tell<T>(&self, f: impl FnOnce(&mut Oracle) -> T) -> T {
+        f(&mut self.oracle.borrow_mut())
+    }
+
+    /// The verbs of this process.
+    fn nic(&self) -> SimNic {
+        let function = match &*self.function.borrow() {
+            Some(function) => function.clone(),
+            None => self.connector.function().expect("the NIC has functions enough"),
+        };
+        self.tell(|o| o.has_function(self.who, function.id()));
+        *self.function.borrow_mut() = Some(function.clone());
+        self.connector.nic(self.node, &function)
+    }
+
+    fn now(&self) -> Time {
+        self.tell(|o| o.now)
+    }
+
+    /// It is about to say goodbye: from now on nothing is its own.
+    fn leaves(&self) {
+        self.tell(|o| {
+            let by = o.now + drive::RECLAIM;
+            o.gone(self.who, by);
+            o.note(|o| format!("{} leaves", o.name(self.who)));
+        });
+    }
+
+    /// Waits to be killed.
+    fn die(&self) {
+        self.dies.set(true);
+        loop {
+            fiber::wait();
+        }
+    }
+}

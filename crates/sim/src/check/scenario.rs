@@ -1,0 +1,125 @@
+//! What a seed draws: how large the world is, who is in it, and what goes wrong.
+
+use pool::{SchemeKind, Settings};
+
+use crate::random::Random;
+use crate::time::Time;
+
+/// A world to be checked.
+#[derive(Clone, Debug)]
+pub struct Scenario {
+    /// The memory node's settings.
+    pub settings: Settings,
+    /// Who is there from the start.
+    pub clients: Vec<Role>,
+    /// What goes wrong.
+    pub trouble: Trouble,
+    /// Groups of each client.
+    pub groups: u16,
+}
+
+/// What a client does.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Role {
+    /// It keeps to no rule.
+    pub hostile: bool,
+    /// Things that it does.
+    pub rounds: u32,
+    /// How it ends.
+    pub end: End,
+}
+
+/// How a client ends that comes to the end of what it does.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum End {
+    /// It frees what it has, and says goodbye.
+    Tidy,
+    /// It says goodbye, with chunks in its hands.
+    Careless,
+    /// Its process dies.
+    Dies,
+}
+
+/// What goes wrong while clients work.
+#[derive(Clone, Copy, Debug)]
+pub struct Trouble {
+    /// Most events between two troubles; 0: there are none.
+    pub gap: u64,
+    /// Processes die, so many at most; a new one comes for each.
+    pub crashes: u32,
+    /// Clients stand still, for so long at most.
+    pub stalls: Time,
+    /// The memory node's CPU stands still, for so long at most.
+    pub node_stalls: Time,
+    /// Packets are lost, one in so many; 0: none.
+    pub loss: u64,
+    /// Packets are late, one in so many; 0: none.
+    pub late: u64,
+    /// Nodes cannot reach each other, for so long at most.
+    pub partitions: Time,
+}
+
+impl Trouble {
+    /// True if the network loses or delays anything.
+    pub fn of_network(&self) -> bool {
+        self.loss > 0 || self.late > 0 || self.partitions > Time::ZERO
+    }
+}
+
+/// Bytes of a chunk: the smallest, and somewhat larger.
+const CHUNK_BYTES: [u64; 3] = [512, 512, 1024];
+
+impl Scenario {
+    /// What `seed` draws.
+    pub fn draw(scheme: SchemeKind, seed: u64) -> Self {
+        let r = &mut Random::new(seed, 100);
+        let count = 1 + r.below(4) as usize;
+        let hostile = r.below(3) == 0;
+        let clients: Vec<Role> = (0..count)
+            .map(|at| Role {
+                hostile: hostile && (at == 0 || r.below(4) == 0),
+                rounds: 4 + r.below(20) as u32,
+                end: *r.pick(&[End::Tidy, End::Tidy, End::Careless, End::Dies]),
+            })
+            .collect();
+        let chunk_bytes = *r.pick(&CHUNK_BYTES);
+        let chunks = 2 + r.below(7);
+        let groups = 1 + r.below(2) as u16;
+        let settings = Settings {
+            donate_bytes: chunks * chunk_bytes,
+            chunk_bytes,
+            group_size: 2 + r.below(2) as u32,
+            credits: *r.pick(&[1, 2, 4]),
+            groups_max: groups as u32,
+            // A process that died may still be there when the next one comes.
+            clients_max: 8,
+            scheme,
+            cores: if scheme.is_by_rpc() { 1 + r.below(2) as u32 } else { 1 },
+            ..Settings::default()
+        };
+        Self { settings, clients, trouble: Trouble::draw(r), groups }
+    }
+}
+
+impl Trouble {
+    fn draw(r: &mut Random) -> Self {
+        let mut up_to =
+            |most: Time| if r.below(2) == 0 { Time(1 + r.below(most.0)) } else { Time::ZERO };
+        let stalls = up_to(Time::us(400));
+        let node_stalls = up_to(Time::us(1500));
+        let partitions = if r.below(3) == 0 { Time::us(100 + r.below(2000)) } else { Time::ZERO };
+        let once_in = |r: &mut Random, least: u64| match r.below(3) {
+            0 => least + r.below(8 * least),
+            _ => 0,
+        };
+        Self {
+            gap: if r.below(8) == 0 { 0 } else { 20 + r.below(600) },
+            crashes: if r.below(2) == 0 { 1 + r.below(3) as u32 } else { 0 },
+            stalls,
+            node_stalls,
+            loss: once_in(r, 5),
+            late: once_in(r, 4),
+            partitions,
+        }
+    }
+}
