@@ -153,7 +153,7 @@ impl Hooks for SimHooks {
         if fiber::is_ending() {
             return Err(gone());
         }
-        let seen = |shared: &Shared| shared.state.lock().seen(cqn) != next;
+        let seen = |shared: &Shared| shared.state.lock().is_seen(cqn, next);
         if fiber::current().is_none() {
             while !seen(&self.shared) {
                 if !self.shared.pump() {

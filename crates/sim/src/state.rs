@@ -253,15 +253,22 @@ impl State {
         cq.seen
     }
 
+    /// Whether a completion from the running number `next` on can be seen. Who takes a QP through Reset
+    /// takes in what completed before: he may be ahead of what can be seen.
+    pub fn is_seen(&mut self, cqn: Cqn, next: u32) -> bool {
+        let seen = self.seen(cqn);
+        seen != next && reaches(seen, next)
+    }
+
     /// Calls `waker` when a completion from the running number `next` on can be seen.
     pub fn leave_waker(&mut self, cqn: Cqn, next: u32, waker: &Waker) {
         let now = self.now;
+        let is_seen = self.is_seen(cqn, next);
         let cq = self.cq(cqn);
-        cq.advance(now);
         if !cq.wakers.iter().any(|w| w.will_wake(waker)) {
             cq.wakers.push(waker.clone());
         }
-        let at = match cq.seen != next {
+        let at = match is_seen {
             true => Some(now),
             false => cq.log.front().map(|(_, _, seen)| *seen),
         };

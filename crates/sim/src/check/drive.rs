@@ -26,7 +26,7 @@ pub(super) const RECLAIM: Time = Time::us(30_000);
 /// How long clients may take to come to their end when nothing goes wrong any more.
 const TO_THE_END: Time = Time::us(2_000_000);
 /// Events of a world at most.
-const EVENTS: u64 = 4_000_000;
+const EVENTS: u64 = 200_000;
 
 /// A client's process.
 struct Body {
