@@ -180,7 +180,7 @@ impl Lines {
         self
     }
 
-    /// Adds a horizontal line at a value that a paper states.
+    /// Adds a horizontal line at a value that a paper states, or that does not depend on x.
     pub fn paper(mut self, name: &str, value: f64) -> Self {
         self.papers.push((name.into(), value));
         self

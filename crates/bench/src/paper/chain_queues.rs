@@ -38,18 +38,19 @@ pub fn run(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
         let scheme = if queues == 0 { SchemeKind::StaticMr } else { SchemeKind::OneSidedMw };
         let idle = (queues / EACH).saturating_sub(1);
         let work = Work::Access { pause_us: 0.0 };
-        let load = Load { idle, ..Load::new(scheme, work, run.extent.rounds(ROUNDS)) };
+        let load = Load { idle, ..Load::new(scheme, work, run.rounds(ROUNDS)) };
         let outcome = run.load(&format!("{queues} queues with chains"), &load)?;
-        let mean_us = outcome.access.mean_us();
+        let (statistic, us) = run.typical(&outcome.access);
         if queues == 0 {
-            none_us = mean_us;
+            none_us = us;
         }
         let setting = run.setting(scheme.name()).with("chain_queues", u64::from(queues));
-        let record = findings.record(&setting, "read_latency_us", Unit::Us).mean(mean_us);
-        findings.add(format!("READ of 4 KiB, {queues} QPs with chains, mean"), record);
+        let record = findings.record(&setting, "read_latency_us", Unit::Us);
+        let record = record.value(statistic, us);
+        findings.add(format!("READ of 4 KiB, {queues} QPs with chains, {statistic}"), record);
         if queues == 96 {
             let ratio = findings.record(&setting, "read_latency_ratio", Unit::Ratio);
-            let ratio = ratio.mean(mean_us / none_us);
+            let ratio = ratio.mean(us / none_us);
             findings.claimed("the same over none", ratio, "offload.read.overhead.96qp");
         }
     }

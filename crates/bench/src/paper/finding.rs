@@ -109,6 +109,11 @@ impl Findings {
         self.all.push(Finding { what: what.into(), record, kind });
     }
 
+    /// The statistic of its latencies.
+    pub fn typical(&self) -> Statistic {
+        super::typical_of(self.simulated)
+    }
+
     /// All records.
     pub fn records(&self) -> impl Iterator<Item = &Record> {
         self.all.iter().map(|finding| &finding.record)

@@ -16,6 +16,9 @@ pub const ACCESS_BYTES: u64 = 4096;
 /// Access QPs' send queues, in building blocks: a thread has one request in flight.
 const SEND_BLOCKS: u32 = 16;
 
+/// Requests that a connection may have in flight, at least: the default of a memory node.
+const CREDITS: u32 = 16;
+
 /// What every thread does, over and over.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Work {
@@ -98,7 +101,8 @@ impl Load {
             chunk_bytes: self.chunk_bytes,
             // One lane: each thread works on memory of its own.
             group_size: 2,
-            credits: (2 * self.threads_each()).next_power_of_two().min(Settings::CREDITS_MAX),
+            // A chain that has served so many requests starts over, which costs it a few steps more.
+            credits: self.threads_each().next_power_of_two().clamp(CREDITS, Settings::CREDITS_MAX),
             groups_max: self.threads_each(),
             clients_max: self.connections() + self.idle,
             scheme: self.scheme,

@@ -30,7 +30,9 @@ pub mod verbs;
 mod tests;
 
 use crate::Error;
+use crate::histogram::Latencies;
 use crate::progress::Bar;
+use crate::record::Statistic;
 use place::Place;
 
 /// How much of an experiment is run.
@@ -71,10 +73,29 @@ impl Run<'_> {
         Ok(outcome)
     }
 
+    /// Rounds of a loop: a clock sees a scheduler besides, and needs more of them.
+    fn rounds(&self, full: u32) -> u32 {
+        self.extent.rounds(if self.place.simulated() { full } else { 3 * full })
+    }
+
+    /// A latency as one number, with what it is: the mean, as the papers have it; on a clock the median,
+    /// since one turn of the scheduler outweighs a thousand requests.
+    fn typical(&self, all: &Latencies) -> (Statistic, f64) {
+        match typical_of(self.place.simulated()) {
+            Statistic::P50 => (Statistic::P50, all.quantile_us(0.5)),
+            _ => (Statistic::Mean, all.mean_us()),
+        }
+    }
+
     /// The first part of all its settings.
     fn setting(&self, scheme: &str) -> crate::record::Setting {
         crate::record::Setting::new().scheme(scheme).nic(self.place.nic())
     }
+}
+
+/// See [`Run::typical`].
+fn typical_of(simulated: bool) -> Statistic {
+    if simulated { Statistic::Mean } else { Statistic::P50 }
 }
 
 /// `1 thread`, `24 threads`.

@@ -7,7 +7,7 @@ use crate::Error;
 use crate::plot::{Axis, Bars, Lines};
 use crate::record::{Record, Statistic};
 
-/// Groups of bars: a group for each scheme, a bar for each number of threads; means.
+/// Groups of bars: a group for each scheme, a bar for each number of threads.
 ///
 /// # Errors
 /// As [`crate::plot`].
@@ -19,10 +19,11 @@ pub fn bars(
     directory: &Path,
     name: &str,
 ) -> Result<Vec<PathBuf>, Error> {
+    let typical = findings.typical();
     let records: Vec<&Record> = findings
         .records()
-        .filter(|r| r.metric == metric && r.statistic == Statistic::Mean)
-        .filter(|r| r.setting.get("pause").is_none())
+        .filter(|r| r.metric == metric && r.statistic == typical)
+        .filter(|r| r.setting.get("pause").is_none() && r.setting.get("between").is_none())
         .collect();
     let mut threads: Vec<u64> = Vec::new();
     let mut schemes: Vec<String> = Vec::new();
@@ -40,7 +41,7 @@ pub fn bars(
         .iter()
         .map(|n| if *n == 1 { "1 thread".into() } else { format!("{n} threads") })
         .collect();
-    let mut bars = Bars::new(title, "mean latency (us)", labels.iter().map(String::as_str));
+    let mut bars = Bars::new(title, &label(typical, "latency"), labels.iter().map(String::as_str));
     for scheme in &schemes {
         let of = |count: &u64| {
             let found = records.iter().find(|r| {
@@ -64,8 +65,9 @@ pub fn chain_queues(
     name: &str,
 ) -> Result<Vec<PathBuf>, Error> {
     let x = Axis::linear("queue pairs of the memory node that carry chains");
-    let lines = Lines::new("READ of 4 KiB", x, Axis::linear("mean latency (us)"));
-    let points = points(findings.records(), "read_latency_us", Statistic::Mean, "chain_queues");
+    let typical = findings.typical();
+    let lines = Lines::new("READ of 4 KiB", x, Axis::linear(&label(typical, "latency")));
+    let points = points(findings.records(), "read_latency_us", typical, "chain_queues");
     Ok(lines.subtitle(subtitle).line("READ", points).write(directory, name)?.into())
 }
 
@@ -80,12 +82,11 @@ pub fn registration(
     name: &str,
 ) -> Result<Vec<PathBuf>, Error> {
     let bytes = Axis::bytes("size of the region");
-    let lines = Lines::new("Registration of memory", bytes, Axis::log("mean time (us)"));
-    let points = points(findings.records(), "register_us", Statistic::Mean, "size");
-    let bind = findings.find("bind_us", Statistic::Mean, |_| true).unwrap_or_default();
-    let ends = [points.first(), points.last()].into_iter().flatten();
-    let flat = ends.map(|(x, _)| (*x, bind)).collect();
-    let lines = lines.line("register a region", points).line("bind a window", flat);
+    let typical = findings.typical();
+    let lines = Lines::new("Registration of memory", bytes, Axis::log(&label(typical, "time")));
+    let points = points(findings.records(), "register_us", typical, "size");
+    let bind = findings.find("bind_us", typical, |_| true).unwrap_or_default();
+    let lines = lines.line("register a region", points).paper("bind a window of 4 MiB", bind);
     Ok(lines.subtitle(subtitle).write(directory, name)?.into())
 }
 
@@ -129,6 +130,11 @@ pub fn scalability(
         files.extend(lines.subtitle(subtitle).write(directory, &format!("{name}-{rest}"))?);
     }
     Ok(files)
+}
+
+fn label(statistic: Statistic, what: &str) -> String {
+    let which = if statistic == Statistic::Mean { "mean" } else { "median" };
+    format!("{which} {what} (us)")
 }
 
 fn points<'a>(

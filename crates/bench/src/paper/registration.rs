@@ -4,6 +4,7 @@
 use super::finding::Findings;
 use super::{Extent, Run};
 use crate::Error;
+use crate::histogram::Latencies;
 use crate::record::Unit;
 use crate::size::Size;
 
@@ -29,34 +30,40 @@ pub fn run(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
         Extent::Quick => SIZES_QUICK,
     };
     run.bar.say("regions and windows");
-    let times = run.place.verbs(sizes, run.extent.rounds(ROUNDS))?;
+    let times = run.place.verbs(sizes, run.rounds(ROUNDS))?;
     run.bar.step();
     let setting = run.setting("mr");
     for (bytes, register, deregister) in &times.regions {
         let setting = setting.clone().size(*bytes);
         let of = findings.record(&setting, "register_us", Unit::Us);
-        let (what, record) = (format!("register {}", Size(*bytes)), of.mean(register.mean_us()));
+        let (statistic, register_us) = run.typical(register);
+        let record = of.value(statistic, register_us);
+        let what = format!("register {}", Size(*bytes));
         match *bytes {
             UNIT_BYTES => findings.claimed(what, record, "mr.generate.4m"),
             _ => findings.add(what, record),
         }
         if *bytes == UNIT_BYTES {
             let of = findings.record(&setting, "deregister_us", Unit::Us);
-            let record = of.mean(deregister.mean_us());
+            let record = of.value(statistic, run.typical(deregister).1);
             findings.claimed(format!("deregister {}", Size(*bytes)), record, "mr.invalidate.4m");
         }
         if Some(bytes) == sizes.last() {
-            let each = register.mean_us() * UNIT_BYTES as f64 / *bytes as f64;
-            let record = findings.record(&setting, "register_4mib_us", Unit::Us).mean(each);
+            let each = register_us * UNIT_BYTES as f64 / *bytes as f64;
+            let of = findings.record(&setting, "register_4mib_us", Unit::Us);
+            let record = of.value(statistic, each);
             let what = format!("register {}, each 4 MiB of it", Size(*bytes));
             findings.claimed(what, record, "mr.generate.100g");
         }
     }
     let setting = run.setting("mw").size(UNIT_BYTES);
-    let record = |metric: &str, us: f64| findings.record(&setting, metric, Unit::Us).mean(us);
-    let bind = record("bind_us", times.bind.mean_us());
-    let unbind = record("unbind_us", times.unbind.mean_us());
-    let rebind = record("rebind_us", times.rebind.mean_us());
+    let record = |metric: &str, all: &Latencies| {
+        let (statistic, us) = run.typical(all);
+        findings.record(&setting, metric, Unit::Us).value(statistic, us)
+    };
+    let bind = record("bind_us", &times.bind);
+    let unbind = record("unbind_us", &times.unbind);
+    let rebind = record("rebind_us", &times.rebind);
     findings.claimed("bind a window (FineMem)", bind.clone(), "mw.generate.4m");
     findings.claimed("bind a window (Patronus)", bind, "patronus.bind");
     findings.claimed("unbind a window", unbind, "mw.invalidate.4m");

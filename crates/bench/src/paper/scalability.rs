@@ -17,7 +17,7 @@ const CLIENTS_QUICK: &[u32] = &[1, 24, 96];
 /// Clients on this machine.
 const CLIENTS_HERE: &[u32] = &[1, 2, 4, 8, 16];
 /// Operations, allocations and frees, of all clients of a point.
-const OPERATIONS: u32 = 40_000;
+const OPERATIONS: u32 = 100_000;
 /// The least rounds of a client.
 const ROUNDS_MIN: u32 = 40;
 
@@ -81,7 +81,7 @@ pub fn run(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
                 cores: *cores,
                 compute_nodes: NODES,
                 threads: clients,
-                ..Load::new(*scheme, Work::AllocateFree, run.extent.rounds(rounds))
+                ..Load::new(*scheme, Work::AllocateFree, run.rounds(rounds))
             };
             let outcome = run.load(&format!("{name}, {clients} clients"), &load)?;
             let setting = run.setting(name).clients(clients.into());

@@ -34,7 +34,9 @@ use crate::options::{Output, Pictures};
 ///   measured    on a clock, on other hardware than the paper's
 ///   no claim    no text states it
 ///
-/// At the end stands how many predicted claims are within 10% and 20%, and a note for each that is off
+/// Simulated latencies are means, as the papers have them, measured ones medians.
+///
+/// Behind the simulated tables stands how many predicted claims are within 10% and 20%, and a note for each that is off
 /// by more than 10%. The parameters and their sources: docs/simulator.md.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
