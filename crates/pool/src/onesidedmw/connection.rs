@@ -49,7 +49,7 @@ pub(super) struct Connection<N: DirectNic> {
 /// Repairs at once of one compute node, and then one in this time. Only a program that is broken, or
 /// hostile, frees what is not its own.
 const REPAIRS: u32 = 16;
-const REPAIR_EACH: Duration = Duration::from_millis(2);
+const REPAIR_EACH: Duration = Duration::from_millis(10);
 
 /// The state of a compute node's management connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
