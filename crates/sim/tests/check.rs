@@ -51,6 +51,26 @@ fn static_mr() {
     check_seeds(SchemeKind::StaticMr);
 }
 
+/// Seeds that found something, and what.
+#[test]
+fn what_was_found_stays_mended() {
+    let found = [
+        // A bulletin that was written before its client had connected broke the access QP.
+        (SchemeKind::OneSidedMw, 1404),
+        // A grant whose answer was lost stayed its owner's when that had re-established its connection.
+        (SchemeKind::RpcMw2, 91),
+        (SchemeKind::RpcMw2, 97),
+        // Bulletins to a client that did not answer for a while left no room for its replies.
+        (SchemeKind::RpcMw2, 1091),
+        (SchemeKind::FineMr, 2557),
+        // Who had taken in more than was to be seen never stood still.
+        (SchemeKind::OneSidedMw, 0),
+    ];
+    for (scheme, seed) in found {
+        assert_eq!(check::run(scheme, seed, false).violation, None, "{scheme}, seed {seed}");
+    }
+}
+
 #[test]
 fn a_seed_decides_every_step() {
     for scheme in check::SCHEMES {

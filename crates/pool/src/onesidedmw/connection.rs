@@ -63,6 +63,11 @@ pub(super) enum Management {
 }
 
 impl<N: DirectNic> Connection<N> {
+    /// True once it has sent a request: all its QPs are connected then.
+    pub fn has_asked(&self, nic: &N) -> bool {
+        self.directions().any(|d| nic.cq_count(&d.requests).is_ok_and(|count| count > 0))
+    }
+
     pub fn directions(&self) -> impl Iterator<Item = &Direction<N>> {
         self.allocs.iter().chain([&self.free])
     }

@@ -242,8 +242,11 @@ impl<N: DirectNic> Node<N> {
         let new = self.notice.changes(empty);
         if new {
             for c in self.clients.values() {
-                // Without separation their send queues are the chains': they ask the control thread.
+                // Without separation their send queues are the chains': they ask the control thread. Who
+                // has sent no request may not have connected its QPs yet, and the write would break ours;
+                // it was not told "empty" before either.
                 if c.separate
+                    && c.has_asked(&self.nic)
                     && let Some((qp, _)) = c.access.first().and_then(|lanes| lanes.first())
                 {
                     self.notice.tell(qp, c.bulletin);

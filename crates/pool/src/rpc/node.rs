@@ -178,6 +178,7 @@ impl<N: Nic> Node<N> {
             groups,
             bulletin: Remote { addr: request.bulletin_addr, rkey: Key(request.bulletin_rkey) },
             generation: 0,
+            bulletins: 0,
             told_empty: false,
             broken: false,
             unheard: BTreeSet::new(),

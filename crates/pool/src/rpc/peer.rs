@@ -13,6 +13,10 @@ use crate::scheme::bulletin;
 
 /// Id of what grants nothing: beyond all entries.
 const NO_GRANT: u64 = u32::MAX as u64;
+/// Id of the work request of a bulletin.
+const BULLETIN: u64 = NO_GRANT - 1;
+/// Changes of a bulletin that may be on their way.
+const BULLETINS: u32 = 2;
 
 /// A compute node.
 pub struct Peer<N: Nic> {
@@ -34,6 +38,8 @@ pub struct Peer<N: Nic> {
     pub bulletin: Remote,
     /// Changes of the bulletin.
     pub generation: u32,
+    /// Changes of the bulletin that are on their way.
+    pub bulletins: u32,
     /// Its bulletin says "empty".
     pub told_empty: bool,
     /// Its management QP does not answer.
@@ -62,6 +68,7 @@ impl<N: Nic> Peer<N> {
         self.lost.extend(std::mem::take(&mut self.unheard));
         self.management.connect(self.management_peer)?;
         while self.replies.poll(&mut [Completion::EMPTY; 16]) > 0 {}
+        self.bulletins = 0;
         self.broken = false;
         self.told_empty = false;
         for slot in 0..credits {
@@ -102,16 +109,19 @@ impl<N: Nic> Peer<N> {
         }
     }
 
-    /// Writes the bulletin, if there is one.
+    /// Writes the bulletin, if there is one. Of a compute node that does not answer for a while some are
+    /// left out, so that there is room for its replies: it asks before it waits.
     pub fn post_bulletin(&mut self, state: u32) {
-        if self.bulletin.rkey == Key::default() {
+        self.hear();
+        if self.bulletin.rkey == Key::default() || self.bulletins == BULLETINS {
             return;
         }
+        self.bulletins += 1;
         self.generation = self.generation.wrapping_add(1);
         let mut data = [0; bulletin::BYTES];
         data[..4].copy_from_slice(&state.to_be_bytes());
         data[4..].copy_from_slice(&self.generation.to_be_bytes());
-        self.post(NO_GRANT, Op::WriteInline { to: self.bulletin, data: &data });
+        self.post(BULLETIN, Op::WriteInline { to: self.bulletin, data: &data });
     }
 
     /// Takes note of what has arrived, and of what has not.
@@ -120,6 +130,7 @@ impl<N: Nic> Peer<N> {
         loop {
             let n = self.replies.poll(&mut done);
             for c in &done[..n] {
+                self.bulletins -= (c.id == BULLETIN && self.bulletins > 0) as u32;
                 match c.status {
                     Status::Success => drop(self.unheard.remove(&(c.id as u32))),
                     _ => self.broken = true,

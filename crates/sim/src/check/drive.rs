@@ -142,7 +142,6 @@ impl<'a> World<'a> {
             node,
             groups: self.scenario.groups,
             lanes: self.scenario.settings.lanes() as usize,
-            by_rpc: self.scenario.settings.scheme.is_by_rpc(),
         };
         let (function, dies) = (cx.function.clone(), cx.dies.clone());
         let random = Random::new(self.seed, 1000 + who as u64);

@@ -103,9 +103,7 @@ impl Honest {
 
     /// What it was granted, it knows of; some time after the last request.
     fn nothing_is_left(&mut self) {
-        // The schemes by RPC keep a grant whose reply was lost until its owner leaves.
-        let calm = self.cx.tell(|o| o.calm);
-        if !self.held.is_empty() || self.cx.by_rpc && !calm {
+        if !self.held.is_empty() {
             return;
         }
         let who = self.cx.who;

@@ -78,7 +78,6 @@ struct Context {
     node: NodeId,
     groups: u16,
     lanes: usize,
-    by_rpc: bool,
 }
 
 impl Context {
