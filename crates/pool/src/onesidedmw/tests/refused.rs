@@ -116,7 +116,7 @@ fn refused_frees_are_answered_at_a_pace() {
         assert_eq!(bed.a.free_status(0), status::REFUSED, "the first few at once");
     }
     // As many as would have used up the bucket for a minute.
-    bed.node.clients.get_mut(&bed.a.id).unwrap().repairs.take(30_000, bed.nic.now());
+    bed.node.clients.get_mut(&bed.a.id).unwrap().repairs.take(6_000, bed.nic.now());
     for _ in 0..3 {
         bed.a.ask_free(99, 0);
         bed.a.ask_free(98, 1);
