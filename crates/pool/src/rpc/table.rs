@@ -216,13 +216,14 @@ impl<N: Nic> Table<N> {
         self.free.push(entry);
     }
 
-    /// The chunks of a compute node, those that are aside among them: they are so no more.
+    /// The chunks of a compute node, those that are aside among them: they are so no more. Without those
+    /// that another core closes just now, which releases them.
     pub fn owned_by(&mut self, client: ClientId) -> Vec<u32> {
         self.aside_count -= self.aside.remove(&client).map_or(0, |aside| aside.len()) as u64;
         let owner = Owner::Client(client);
         let mut owned = Vec::new();
         for (at, entry) in self.entries.iter_mut().enumerate() {
-            if entry.owner == owner {
+            if entry.owner == owner && entry.state != State::Leaving {
                 entry.state = State::Leaving;
                 owned.push(at as u32);
             }
@@ -305,5 +306,33 @@ impl<N: Nic> Table<N> {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rpc::regions::Regions;
+    use fabric::soft::SoftNic;
+
+    /// One core closes what is aside for a compute node while another learns that it has gone.
+    #[test]
+    fn what_one_core_closes_is_not_taken_back_by_another() {
+        let doors = Doors::Regions(Regions::<SoftNic>::new(3));
+        let mut table = Table::new(doors, 1, 0, 4096, 3, 2);
+        let client = ClientId(7);
+        let taken: Vec<u32> =
+            (0..3).map(|_| table.take(client, GroupId(0)).expect("a free one")).collect();
+        table.set_aside(taken[0], client);
+        table.set_aside(taken[1], client);
+        let closing = table.take_aside_of_all(1);
+        assert_eq!(closing, [taken[0]]);
+        let mut left = table.owned_by(client);
+        left.sort_unstable();
+        let mut others = taken[1..].to_vec();
+        others.sort_unstable();
+        assert_eq!(left, others, "each chunk is closed once");
+        closing.into_iter().chain(left).for_each(|entry| table.release(entry));
+        table.audit(|_| false).expect("a whole table");
     }
 }
