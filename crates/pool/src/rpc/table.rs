@@ -38,6 +38,8 @@ enum State {
     Owned,
     /// A free of it has begun.
     Leaving,
+    /// It was aside, and a core closes it, which need not be its owner's.
+    Closing,
     /// It is opened for its owner, who does not have it yet, or any more.
     Aside,
 }
@@ -108,7 +110,11 @@ impl<N: Nic> Table<N> {
             Owner::Nobody => None,
             Owner::Client(client) => Some(client),
         };
-        ChunkState { owner, aside: e.state == State::Aside, leaving: e.state == State::Leaving }
+        ChunkState {
+            owner,
+            aside: e.state == State::Aside,
+            leaving: matches!(e.state, State::Leaving | State::Closing),
+        }
     }
 
     /// Chunks that are nobody's.
@@ -178,7 +184,7 @@ impl<N: Nic> Table<N> {
                     && let Some(entry) = entries.pop_front()
                 {
                     self.aside_count -= 1;
-                    self.entries[entry as usize].state = State::Leaving;
+                    self.entries[entry as usize].state = State::Closing;
                     taken.push(entry);
                 }
             }
@@ -223,7 +229,7 @@ impl<N: Nic> Table<N> {
         let owner = Owner::Client(client);
         let mut owned = Vec::new();
         for (at, entry) in self.entries.iter_mut().enumerate() {
-            if entry.owner == owner && entry.state != State::Leaving {
+            if entry.owner == owner && entry.state != State::Closing {
                 entry.state = State::Leaving;
                 owned.push(at as u32);
             }
