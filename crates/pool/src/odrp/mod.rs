@@ -41,6 +41,7 @@
 
 pub mod chain;
 pub mod client;
+mod connection;
 pub mod node;
 pub mod read_chain;
 pub mod table;

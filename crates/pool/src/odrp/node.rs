@@ -6,14 +6,14 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use fabric::direct::{DirectNic, DirectQp};
-use fabric::wqe::Builder;
 use fabric::{
     Access, Completion, CompletionQueue, CqAttr, Cqn, MemoryRegion, QpAttr, QpChange, Qpn,
     QueuePair, Receive, ReceiveAttr, Remote, Status,
 };
 
 use super::chain::{self, Reads, Tables};
-use super::{REPLY_BYTES, read_chain, table};
+use super::connection::{Connection, Stage, break_peer};
+use super::{read_chain, table};
 use crate::chain::direction::{COUNT, Direction, Parts, Purpose};
 use crate::chain::layout::{Memory, Shape};
 use crate::chain::notice::{BULLETIN_BLOCKS, Notice};
@@ -30,75 +30,6 @@ use crate::{Error, Settings};
 const SCAN: u64 = 1 << 13;
 /// WQEs that a worker flushes at most when it stops, for each of its instances.
 const FLUSHED: u32 = 32;
-
-/// What the memory node has for one compute node.
-struct Connection<N: DirectNic> {
-    reads: Direction<N>,
-    /// Writes and frees.
-    writes: Direction<N>,
-    /// What the chain of reads counts.
-    counters: N::Mr,
-    rows: N::Mr,
-    /// Access QPs by group and lane, with the compute node's QPs: no key opens anything to them, and
-    /// only bulletins go over them.
-    access: Vec<Vec<(N::Qp, Qpn)>>,
-    bulletin: Remote,
-    stage: Stage,
-    /// Tell it, once its connection is closed.
-    tell: bool,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Stage {
-    /// Requests come in.
-    Open,
-    /// None come in; what did is executed to its end.
-    Closing,
-    /// Nothing is in flight.
-    Closed,
-    /// It has gone; its chain runs on.
-    Settling,
-    /// The rows below this one were looked at.
-    Scanning(u64),
-    /// What it had is with the reclaimer, up to this ticket.
-    Releasing(u64),
-}
-
-impl<N: DirectNic> Connection<N> {
-    /// In the order of [`Admitted::management`].
-    fn directions(&self) -> [&Direction<N>; 2] {
-        [&self.reads, &self.writes]
-    }
-
-    /// No request comes in from now on, and no answer goes out.
-    fn close(&self) -> Result<(), Error> {
-        Ok(self.directions().iter().try_for_each(|d| d.front.modify(QpChange::Reset))?)
-    }
-
-    /// Whether nothing is in flight, given that it is closed.
-    fn is_at_rest(&self, nic: &N) -> Result<bool, Error> {
-        // The reads first: a free waits for them.
-        Ok(self.reads.is_at_rest(nic, None)?
-            && self.writes.is_at_rest(nic, self.reads.answers.as_ref())?)
-    }
-
-    /// A page that it has unmapped and not given back, since it waited for a read that was never
-    /// answered; given that it is at rest.
-    fn in_hand(&self, memory: &Memory<N>, credits: u32) -> Result<Option<u32>, Error> {
-        let d = &self.writes;
-        if d.stopped.is_some() {
-            return Ok(None);
-        }
-        let at = (d.worker.progress()?.send_consumer, d.worker.send_ring().entries);
-        Ok(chain::in_hand(memory, d.staging.memory(), at, credits))
-    }
-}
-
-impl Stage {
-    fn is_gone(self) -> bool {
-        matches!(self, Stage::Settling | Stage::Scanning(_) | Stage::Releasing(_))
-    }
-}
 
 /// The scheme's memory-node side on the NIC `N`.
 pub struct Node<N: DirectNic> {
@@ -436,16 +367,6 @@ impl<N: DirectNic> Node<N> {
         let c = self.clients.get_mut(&client).filter(|c| !c.stage.is_gone());
         c.ok_or_else(|| unknown(client))
     }
-}
-
-/// Breaks the compute node's side of its QP, so that whoever waits for a reply learns that there will
-/// be none: a WRITE with a key that is not one. Nothing is in flight.
-fn break_peer<N: DirectNic>(d: &Direction<N>) -> Result<(), Error> {
-    d.front.connect(d.front_peer)?;
-    let mut b = Builder::new(d.front.qpn(), 0);
-    b.rdma_write(Remote::default(), &[d.staging.sge(0, REPLY_BYTES as u32)]);
-    d.front.send_ring().memory.write(0, b.bytes());
-    Ok(d.front.enable_send(b.blocks() as u16)?)
 }
 
 fn refuse(why: impl ToString) -> Error {

@@ -4,29 +4,29 @@
 //! they need (all binds and unbinds with one doorbell per QP), waits for that, clears what was freed
 //! and posts the replies.
 
+mod aside;
+mod binds;
+
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
-use fabric::wqe::Umr;
 use fabric::{
-    Access, Completion, CompletionKind, CompletionQueue, CqAttr, MemoryRegion, Nic, Op, QpAttr,
-    Qpn, QueuePair, Receive, Status, WorkRequest,
+    Access, Completion, CompletionKind, CompletionQueue, CqAttr, MemoryRegion, Nic, QpAttr, Qpn,
+    QueuePair, Receive, Status,
 };
 use parking_lot::Mutex;
 
-use super::peer::{Path, Peer};
-use super::regions::AHEAD;
+use self::binds::WindowOp;
+use super::peer::Peer;
 use super::table::{Doors, Table};
 use super::{Ask, Outcome, REQUEST_BYTES, Reply, Request};
 use crate::Error;
-use crate::events::{CqEvents, poll_until};
-use crate::scheme::{ClientId, CpuEvents, GroupId, Lane, MAX_GROUP, Worker, bulletin};
+use crate::events::CqEvents;
+use crate::scheme::{ClientId, CpuEvents, GroupId, Lane, MAX_GROUP, Worker};
 use crate::settings::{SchemeKind, Settings};
 
 /// Requests that one turn answers at most.
 const BATCH: usize = 64;
-/// Bytes that one turn clears at most of what a compute node had that has gone.
-const CLEAR_BYTES: u64 = 1 << 20;
 /// Building blocks of a UMR that binds.
 pub(super) const BIND_BLOCKS: u32 = 3;
 
@@ -96,15 +96,6 @@ enum Step {
     SetAside {
         entry: u32,
     },
-}
-
-/// One bind or unbind.
-struct WindowOp {
-    /// The QP that it is posted to; none: the binder.
-    path: Option<(ClientId, GroupId, Lane)>,
-    umr: Umr,
-    job: usize,
-    done: bool,
 }
 
 /// A core, to be driven by a thread of its own.
@@ -319,32 +310,6 @@ impl<N: Nic> State<N> {
         Step::Free { entry, failed: false }
     }
 
-    /// Closes some of what is aside for anybody, since somebody needs it: it is free then.
-    fn close_aside(&mut self, shared: &Shared<N>) -> Result<(), Error> {
-        // Those that clear fast, a few at a time; a large one alone.
-        let most = (CLEAR_BYTES / shared.settings.chunk_bytes).clamp(1, 16) as usize;
-        let entries = shared.table.lock().take_aside_of_all(most);
-        self.close_for_good(shared, &entries)?;
-        Ok(())
-    }
-
-    /// Closes chunks, clears and releases them.
-    fn close_for_good(&mut self, shared: &Shared<N>, entries: &[u32]) -> Result<(), Error> {
-        let mut ops = Vec::new();
-        for (job, entry) in entries.iter().enumerate() {
-            self.close(shared, &mut ops, None, *entry, job);
-        }
-        self.run(&mut ops)?;
-        for op in ops.iter().filter(|op| !op.done) {
-            shared.replace_windows(entries[op.job])?;
-        }
-        for &entry in entries {
-            shared.clear(entry);
-            shared.table.lock().release(entry);
-        }
-        Ok(())
-    }
-
     /// Opens and closes what the jobs need.
     fn open_and_close(&mut self, shared: &Shared<N>, jobs: &mut [Job]) -> Result<(), Error> {
         let mut ops = Vec::with_capacity(jobs.len() * shared.settings.lanes() as usize);
@@ -443,72 +408,6 @@ impl<N: Nic> State<N> {
         }
     }
 
-    /// Executes the operations and waits for them. What fails because its QP is in the error state
-    /// (its compute node made a bad access) is tried again on the same QP, connected anew.
-    fn run(&mut self, ops: &mut [WindowOp]) -> Result<(), Error> {
-        ops.sort_by_key(|op| op.path);
-        self.run_once(ops)?;
-        if ops.iter().all(|op| op.done) {
-            return Ok(());
-        }
-        for run in ops.chunk_by(same_path).filter(|run| run.iter().any(|o| !o.done)) {
-            match (run[0].path, self.path(&run[0])) {
-                (None, Some(binder)) => binder.connect(binder.qpn())?,
-                (Some(_), Some(_)) => {
-                    let path = self.peer_path(&run[0]).expect("just seen");
-                    path.qp.connect(path.peer)?;
-                }
-                _ => {}
-            }
-        }
-        self.run_once(ops)
-    }
-
-    fn run_once(&mut self, ops: &mut [WindowOp]) -> Result<(), Error> {
-        let first = self.serial;
-        self.serial += ops.len() as u64;
-        let mut posted = 0;
-        let mut list = Vec::with_capacity(ops.len());
-        let mut index = 0;
-        for run in ops.chunk_by(same_path) {
-            list.clear();
-            for op in run {
-                if !op.done {
-                    let id = first + index;
-                    list.push(WorkRequest { id, op: Op::Window(&op.umr), signaled: true });
-                }
-                index += 1;
-            }
-            // A compute node has at most `credits` requests in a turn, which its QPs have room for.
-            if let Some(qp) = self.path(&run[0])
-                && !list.is_empty()
-                && qp.post_send(&list).is_ok()
-            {
-                posted += list.len();
-            }
-        }
-        poll_until(&self.binds, posted, |c| {
-            let Some(op) = c.id.checked_sub(first).and_then(|i| ops.get_mut(i as usize)) else {
-                return false; // of an earlier run
-            };
-            op.done = c.status == Status::Success;
-            true
-        })
-    }
-
-    /// The QP that an operation is posted to.
-    fn path(&self, op: &WindowOp) -> Option<&N::Qp> {
-        match op.path {
-            None => self.binder.as_ref(),
-            Some(_) => self.peer_path(op).map(|path| &path.qp),
-        }
-    }
-
-    fn peer_path(&self, op: &WindowOp) -> Option<&Path<N>> {
-        let (client, group, lane) = op.path?;
-        self.peers.get(&client)?.groups.get(group.0 as usize)?.get(lane.0 as usize)
-    }
-
     /// Ends the jobs: chunks change hands, replies are posted in the order of the requests.
     fn finish(&mut self, shared: &Shared<N>, jobs: &[Job]) -> Result<(), Error> {
         let mut closed = Vec::new();
@@ -558,109 +457,4 @@ impl<N: Nic> State<N> {
         }
         Ok(())
     }
-
-    /// Takes a chunk back that was granted to a compute node which did not get to know it. True if there
-    /// was one.
-    fn take_lost(&mut self, shared: &Shared<N>) -> Result<bool, Error> {
-        let with = |(client, peer): (&ClientId, &mut Peer<N>)| {
-            let lost = peer.lost.pop().filter(|_| peer.leaving.is_none())?;
-            Some((*client, lost))
-        };
-        let Some((client, entry)) = self.peers.iter_mut().find_map(with) else { return Ok(false) };
-        // It may have guessed, and freed it.
-        if shared.table.lock().start_free(entry, client) {
-            let mut ops = Vec::new();
-            self.close(shared, &mut ops, Some(client), entry, 0);
-            self.run(&mut ops)?;
-            if ops.iter().any(|op| !op.done) {
-                shared.replace_windows(entry)?;
-            }
-            shared.clear(entry);
-            shared.table.lock().release(entry);
-        }
-        Ok(true)
-    }
-
-    /// Takes back some of what compute nodes had that have gone: as much as it takes little time to
-    /// clear. True if there was any.
-    fn take_back(&mut self, shared: &Shared<N>) -> Result<bool, Error> {
-        let gone = self.peers.iter_mut().find(|(_, peer)| peer.leaving.is_some());
-        let Some((&client, peer)) = gone else { return Ok(false) };
-        let settings = &shared.settings;
-        let some = (CLEAR_BYTES / settings.chunk_bytes).clamp(1, settings.credits as u64);
-        let entries = peer.leaving.as_mut().expect("just seen");
-        let some = entries.split_off(entries.len() - entries.len().min(some as usize));
-        if some.is_empty() {
-            self.peers.remove(&client);
-            return Ok(true);
-        }
-        let mut ops = Vec::new();
-        for (job, entry) in some.iter().enumerate() {
-            self.close(shared, &mut ops, Some(client), *entry, job);
-        }
-        ops.sort_by_key(|op| op.path);
-        self.run_once(&mut ops)?;
-        for op in ops.iter().filter(|op| !op.done) {
-            shared.replace_windows(some[op.job])?;
-        }
-        for entry in some {
-            shared.clear(entry);
-            shared.table.lock().release(entry);
-        }
-        Ok(true)
-    }
-
-    /// Opens a chunk for a compute node that has few ahead, if there is a free one. True if it did.
-    fn open_ahead(&mut self, shared: &Shared<N>) -> Result<bool, Error> {
-        if !shared.is(SchemeKind::StaticMr) {
-            self.short.clear();
-            return Ok(false);
-        }
-        while let Some(&client) = self.short.front() {
-            let peer = self.peers.get(&client).filter(|peer| peer.leaving.is_none());
-            let entry = {
-                let mut table = shared.table.lock();
-                let wants = peer.is_some() && table.aside_for(client) < AHEAD;
-                wants.then(|| table.take(client, GroupId(0))).flatten()
-            };
-            let (Some(entry), Some(peer)) = (entry, peer) else {
-                self.short.pop_front();
-                continue;
-            };
-            let region = shared.register(&peer.pd, entry);
-            let mut table = shared.table.lock();
-            let Doors::Regions(regions) = &mut table.doors else {
-                unreachable!("this scheme opens chunks by regions")
-            };
-            match region {
-                Ok(region) => {
-                    regions.open(entry, region);
-                    table.set_aside(entry, client);
-                    return Ok(true);
-                }
-                // It is registered when it is wanted, or refused then.
-                Err(_) => {
-                    table.release(entry);
-                    self.short.pop_front();
-                }
-            }
-        }
-        Ok(false)
-    }
-
-    /// Takes "empty" back where it was said. True if it was.
-    fn tell_available(&mut self, shared: &Shared<N>) -> bool {
-        if !shared.table.lock().tell_available(self.index) {
-            return false;
-        }
-        for peer in self.peers.values_mut().filter(|p| p.told_empty) {
-            peer.told_empty = false;
-            peer.post_bulletin(bulletin::AVAILABLE);
-        }
-        true
-    }
-}
-
-fn same_path(a: &WindowOp, b: &WindowOp) -> bool {
-    a.path == b.path
 }

@@ -1,6 +1,8 @@
 //! The control thread: one loop over the listening socket, the connections and an eventfd.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+mod later;
+
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -12,9 +14,7 @@ use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::io::Errno;
 
 use super::Shared;
-use super::connection::{
-    Await, Connection, ConnectionId, Deferred, Input, PoolSession, Role, What, process_of,
-};
+use super::connection::{Connection, ConnectionId, Input, PoolSession, Role, What, process_of};
 use super::paces::{Paces, cost};
 use crate::Error;
 use crate::protocol::{self, Numbered, Opening, Reply, Request, VERSION};
@@ -34,8 +34,6 @@ const FEW: usize = 4;
 
 /// Requests for memory that a connection may have waiting.
 const AWAITS_MAX: usize = 16;
-/// The longest that a request for memory waits.
-const AWAIT_MAX: Duration = Duration::from_secs(3600);
 /// Pieces of memory that a compute node may share besides those of its queues.
 const BUFFERS: usize = 256;
 
@@ -383,63 +381,6 @@ impl<'a> Control<'a> {
         Ok(peers.map(|peers| Reply::Management { peers }))
     }
 
-    /// Answers a request later.
-    fn defer(&mut self, from: ConnectionId, id: u64, what: What) {
-        let Some(session) = self.connections.get_mut(&from).and_then(Connection::pool) else {
-            return;
-        };
-        session.deferred.push(Deferred { id, what });
-        // Before the look of this round: a turn after that look then wakes this thread.
-        self.shared.awaiting.fetch_add(1, Ordering::SeqCst);
-    }
-
-    /// Answers the requests for which the memory node has come far enough.
-    fn answer_deferred(&mut self) {
-        if self.shared.awaiting.load(Ordering::SeqCst) == 0 {
-            return;
-        }
-        let waiting: Vec<ConnectionId> = self
-            .connections
-            .iter_mut()
-            .filter_map(|(id, c)| c.pool().is_some_and(|p| !p.deferred.is_empty()).then_some(*id))
-            .collect();
-        for id in waiting {
-            match self.answer_deferred_of(id) {
-                true => self.watch(id),
-                false => self.close(id),
-            }
-        }
-    }
-
-    fn answer_deferred_of(&mut self, id: ConnectionId) -> bool {
-        let Some(connection) = self.connections.get_mut(&id) else { return true };
-        let Some(session) = connection.pool() else { return true };
-        let mut alive = true;
-        for deferred in std::mem::take(&mut session.deferred) {
-            let reply = match deferred.what {
-                What::Goodbye(client) if self.shared.node.is_retired(client) => Ok(Reply::Done),
-                What::Goodbye(_) => {
-                    connection.pool().expect("just seen").deferred.push(deferred);
-                    continue;
-                }
-                What::ResetManagement(client) => match self.shared.node.reset_management(client) {
-                    Ok(None) => {
-                        connection.pool().expect("just seen").deferred.push(deferred);
-                        continue;
-                    }
-                    Ok(Some(peers)) => Ok(Reply::Management { peers }),
-                    Err(e) => Err(e),
-                },
-            };
-            self.shared.awaiting.fetch_sub(1, Ordering::SeqCst);
-            alive &= match reply {
-                Ok(reply) => connection.reply(deferred.id, reply),
-                Err(e) => connection.refuse(deferred.id, &e),
-            };
-        }
-        alive
-    }
-
     fn admit(&mut self, from: ConnectionId, request: &Admission) -> Result<Admitted, Error> {
         // Not another process's: its NIC session would end with this connection.
         let process = self.connections.get(&from).and_then(|c| c.process);
@@ -462,59 +403,6 @@ impl<'a> Control<'a> {
         Ok(admitted)
     }
 
-    fn start_await(&mut self, from: ConnectionId, id: u64, ms: u64) -> Result<(), Error> {
-        let session = self.connections.get_mut(&from).and_then(Connection::pool);
-        let session = session.ok_or_else(|| refused("the connection has ended"))?;
-        if session.client.is_none() {
-            return Err(refused("it is not admitted"));
-        }
-        if session.awaiting.len() >= AWAITS_MAX {
-            return Err(refused(&format!("{AWAITS_MAX} such requests wait already")));
-        }
-        let deadline = Instant::now() + Duration::from_millis(ms).min(AWAIT_MAX);
-        session.awaiting.push(Await { id, deadline });
-        // Before the look that follows: a turn after that look then wakes this thread.
-        self.shared.awaiting.fetch_add(1, Ordering::SeqCst);
-        Ok(())
-    }
-
-    /// Answers the requests for which there is memory, or whose time is over.
-    fn answer_awaits(&mut self) {
-        if self.shared.awaiting.load(Ordering::SeqCst) == 0 {
-            return;
-        }
-        let waiting: VecDeque<ConnectionId> = self
-            .connections
-            .iter_mut()
-            .filter_map(|(id, c)| c.pool().is_some_and(|p| !p.awaiting.is_empty()).then_some(*id))
-            .collect();
-        for id in waiting {
-            if !self.answer_awaits_of(id) {
-                self.close(id);
-            } else {
-                self.watch(id);
-            }
-        }
-    }
-
-    fn answer_awaits_of(&mut self, id: ConnectionId) -> bool {
-        let Some(connection) = self.connections.get_mut(&id) else { return true };
-        let Some(session) = connection.pool() else { return true };
-        let Some(client) = session.client else { return true };
-        let available = self.shared.node.has_memory(client);
-        let now = Instant::now();
-        let (ready, rest): (Vec<_>, Vec<_>) = session
-            .awaiting
-            .drain(..)
-            .partition(|a| !matches!(available, Ok(false)) || a.deadline <= now);
-        session.awaiting = rest;
-        self.shared.awaiting.fetch_sub(ready.len(), Ordering::SeqCst);
-        ready.into_iter().all(|a| match &available {
-            Ok(available) => connection.reply(a.id, Reply::Memory { available: *available }),
-            Err(e) => connection.refuse(a.id, e),
-        })
-    }
-
     fn next_deadline(&mut self) -> Option<Timespec> {
         let paused = self.next_unpause();
         let silent = self.silent.first().map(|(until, _)| *until);
@@ -531,17 +419,6 @@ impl<'a> Control<'a> {
         let paused = self.paused.iter().filter_map(|id| self.connections.get(id));
         let wait = |c: &Connection| self.paces.wait(c.process, c.credit, now).unwrap_or_default();
         paused.map(|c| self.started + now + wait(c)).min()
-    }
-
-    fn next_await(&mut self) -> Option<Instant> {
-        if self.shared.awaiting.load(Ordering::SeqCst) == 0 {
-            return None;
-        }
-        let deadlines = self
-            .connections
-            .values_mut()
-            .filter_map(|c| c.pool().and_then(|p| p.awaiting.iter().map(|a| a.deadline).min()));
-        deadlines.min()
     }
 
     /// The compute node of a connection leaves, if there is one: its keys die, and its chunks come

@@ -1,0 +1,91 @@
+//! Binds and unbinds: posted with one doorbell per QP, and waited for.
+
+use fabric::wqe::Umr;
+use fabric::{Nic, Op, QueuePair, Status, WorkRequest};
+
+use super::State;
+use crate::Error;
+use crate::events::poll_until;
+use crate::rpc::peer::Path;
+use crate::scheme::{ClientId, GroupId, Lane};
+
+/// One bind or unbind.
+pub(super) struct WindowOp {
+    /// The QP that it is posted to; none: the binder.
+    pub(super) path: Option<(ClientId, GroupId, Lane)>,
+    pub(super) umr: Umr,
+    pub(super) job: usize,
+    pub(super) done: bool,
+}
+
+impl<N: Nic> State<N> {
+    /// Executes the operations and waits for them. What fails because its QP is in the error state
+    /// (its compute node made a bad access) is tried again on the same QP, connected anew.
+    pub(super) fn run(&mut self, ops: &mut [WindowOp]) -> Result<(), Error> {
+        ops.sort_by_key(|op| op.path);
+        self.run_once(ops)?;
+        if ops.iter().all(|op| op.done) {
+            return Ok(());
+        }
+        for run in ops.chunk_by(same_path).filter(|run| run.iter().any(|o| !o.done)) {
+            match (run[0].path, self.path(&run[0])) {
+                (None, Some(binder)) => binder.connect(binder.qpn())?,
+                (Some(_), Some(_)) => {
+                    let path = self.peer_path(&run[0]).expect("just seen");
+                    path.qp.connect(path.peer)?;
+                }
+                _ => {}
+            }
+        }
+        self.run_once(ops)
+    }
+
+    pub(super) fn run_once(&mut self, ops: &mut [WindowOp]) -> Result<(), Error> {
+        let first = self.serial;
+        self.serial += ops.len() as u64;
+        let mut posted = 0;
+        let mut list = Vec::with_capacity(ops.len());
+        let mut index = 0;
+        for run in ops.chunk_by(same_path) {
+            list.clear();
+            for op in run {
+                if !op.done {
+                    let id = first + index;
+                    list.push(WorkRequest { id, op: Op::Window(&op.umr), signaled: true });
+                }
+                index += 1;
+            }
+            // A compute node has at most `credits` requests in a turn, which its QPs have room for.
+            if let Some(qp) = self.path(&run[0])
+                && !list.is_empty()
+                && qp.post_send(&list).is_ok()
+            {
+                posted += list.len();
+            }
+        }
+        poll_until(&self.binds, posted, |c| {
+            let Some(op) = c.id.checked_sub(first).and_then(|i| ops.get_mut(i as usize)) else {
+                return false; // of an earlier run
+            };
+            op.done = c.status == Status::Success;
+            true
+        })
+    }
+
+    /// The QP that an operation is posted to.
+    fn path(&self, op: &WindowOp) -> Option<&N::Qp> {
+        match op.path {
+            None => self.binder.as_ref(),
+            Some(_) => self.peer_path(op).map(|path| &path.qp),
+        }
+    }
+
+    fn peer_path(&self, op: &WindowOp) -> Option<&Path<N>> {
+        let (client, group, lane) = op.path?;
+        self.peers.get(&client)?.groups.get(group.0 as usize)?.get(lane.0 as usize)
+    }
+}
+
+fn same_path(a: &WindowOp, b: &WindowOp) -> bool {
+    a.path == b.path
+}
