@@ -311,7 +311,7 @@ impl World {
             1 => drop(self.engine.modify_qp(f, qpn, QpChange::Init)),
             2 => {
                 let peer = [victim, self.server.qpn, qpn][n as usize % 3];
-                drop(self.engine.modify_qp(f, qpn, QpChange::ReadyToReceive { peer }));
+                drop(self.engine.modify_qp(f, qpn, QpChange::ReadyToReceive { peer: peer.into() }));
             }
             3 => drop(self.engine.modify_qp(f, qpn, QpChange::ReadyToSend)),
             4 => drop(self.engine.modify_qp(f, qpn, QpChange::Error)),
@@ -475,7 +475,9 @@ impl Queue {
 }
 
 fn connect(engine: &mut Engine, queue: &Queue, peer: Qpn) {
-    for change in [QpChange::Init, QpChange::ReadyToReceive { peer }, QpChange::ReadyToSend] {
+    for change in
+        [QpChange::Init, QpChange::ReadyToReceive { peer: peer.into() }, QpChange::ReadyToSend]
+    {
         // A hostile function may have ended its QP.
         let _ = engine.modify_qp(queue.function, queue.qpn, change);
     }

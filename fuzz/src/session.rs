@@ -204,11 +204,11 @@ fn verb(input: &mut Input<'_>) -> Verb<Span> {
             privileged: n[1] & 8 == 8,
         }),
         15 => {
-            let peer = n[1].into();
+            let peer: rnic::ids::Qpn = n[1].into();
             let changes = [
                 QpChange::Reset,
                 QpChange::Init,
-                QpChange::ReadyToReceive { peer },
+                QpChange::ReadyToReceive { peer: peer.into() },
                 QpChange::ReadyToSend,
                 QpChange::Error,
             ];

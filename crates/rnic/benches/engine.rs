@@ -79,7 +79,11 @@ impl Bench {
         };
         let peer = e.create_qp(PF, qp(pb, None, Recv::Own { spec: recv, managed: false })).unwrap();
         for (q, peer) in [(qpn, peer), (peer, qpn)] {
-            for c in [QpChange::Init, QpChange::ReadyToReceive { peer }, QpChange::ReadyToSend] {
+            for c in [
+                QpChange::Init,
+                QpChange::ReadyToReceive { peer: peer.into() },
+                QpChange::ReadyToSend,
+            ] {
                 e.modify_qp(PF, q, c).unwrap();
             }
         }

@@ -68,8 +68,11 @@ impl Client {
             let (qpn, peer) =
                 (e.create_qp(f, spec(Some(send))).unwrap(), e.create_qp(f, spec(None)).unwrap());
             for (q, peer) in [(qpn, peer), (peer, qpn)] {
-                for c in [QpChange::Init, QpChange::ReadyToReceive { peer }, QpChange::ReadyToSend]
-                {
+                for c in [
+                    QpChange::Init,
+                    QpChange::ReadyToReceive { peer: peer.into() },
+                    QpChange::ReadyToSend,
+                ] {
                     e.modify_qp(f, q, c).unwrap();
                 }
             }

@@ -106,6 +106,25 @@ pub enum Error {
         /// `send` or `receive`.
         queue: &'static str,
     },
+    /// This NIC cannot talk to others.
+    #[error(
+        "QP {qpn} cannot be connected to another NIC: this one has no wire; make it with \
+         `Limits::wire` set, or connect QPs of this NIC"
+    )]
+    NoWire {
+        /// The queue pair.
+        qpn: Qpn,
+    },
+    /// Addresses between which no packet can go.
+    #[error(
+        "no packet goes from {local} to {address}; name two single addresses of the same kind, and a port"
+    )]
+    Address {
+        /// The peer's.
+        address: std::net::SocketAddr,
+        /// One's own.
+        local: std::net::IpAddr,
+    },
     /// A right that only the physical function has.
     #[error("{what} is for the physical function only, and the caller is {caller:?}")]
     NotPermitted {

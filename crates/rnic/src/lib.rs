@@ -17,6 +17,7 @@ mod qp;
 mod queue;
 mod table;
 pub mod verbs;
+pub mod wire;
 pub mod wqe;
 
 pub use engine::Engine;

@@ -2,6 +2,7 @@
 
 use crate::ids::{Access, Cqn, FunctionId, Pdn, Qpn, Srqn};
 use crate::memory::DmaMemory;
+use crate::wire::PeerAddress;
 
 /// What the NIC holds at most, and how it runs. Fixed when it is made.
 #[derive(Clone, Debug)]
@@ -319,7 +320,7 @@ pub enum QpChange {
     /// To RTR, with the QP that it talks to.
     ReadyToReceive {
         /// The other end. It need not exist yet.
-        peer: Qpn,
+        peer: PeerAddress,
     },
     /// To RTS.
     ReadyToSend,

@@ -159,7 +159,9 @@ impl QueuePair for SoftQp {
         let to = match change {
             QpChange::Reset => rnic::verbs::QpChange::Reset,
             QpChange::Init => rnic::verbs::QpChange::Init,
-            QpChange::ReadyToReceive { peer } => rnic::verbs::QpChange::ReadyToReceive { peer },
+            QpChange::ReadyToReceive { peer } => {
+                rnic::verbs::QpChange::ReadyToReceive { peer: peer.into() }
+            }
             QpChange::ReadyToSend => rnic::verbs::QpChange::ReadyToSend,
             QpChange::Error => rnic::verbs::QpChange::Error,
         };

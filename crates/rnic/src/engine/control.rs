@@ -13,6 +13,7 @@ use crate::queue::{CompletionQueue, RecvQueue, SendQueue};
 use crate::verbs::{
     CqSpec, FunctionLimits, KeyInfo, MwKind, QpChange, QpInfo, QpSpec, QpState, Recv, RecvSpec,
 };
+use crate::wire::PeerAddress;
 use std::collections::HashSet;
 
 impl Engine {
@@ -324,7 +325,11 @@ impl Engine {
             QpChange::Error => self.core.enter_error(qpn, None),
             QpChange::Reset => self.core.reset_qp(qpn),
             QpChange::Init => self.core.qp_mut(qpn).state = QpState::Init,
-            QpChange::ReadyToReceive { peer } => {
+            QpChange::ReadyToReceive { peer: PeerAddress::Remote(peer) } => {
+                peer.check()?;
+                return Err(Error::NoWire { qpn });
+            }
+            QpChange::ReadyToReceive { peer: PeerAddress::Local(peer) } => {
                 let qp = self.core.qp_mut(qpn);
                 qp.peer = Peer::Local(peer);
                 qp.state = QpState::ReadyToReceive;

@@ -133,7 +133,9 @@ impl Qp {
 
     /// Init, RTR, RTS.
     pub fn connect(&self, nic: &Nic, peer: Qpn) -> Result<()> {
-        for change in [QpChange::Init, QpChange::ReadyToReceive { peer }, QpChange::ReadyToSend] {
+        for change in
+            [QpChange::Init, QpChange::ReadyToReceive { peer: peer.into() }, QpChange::ReadyToSend]
+        {
             nic.verb(Verb::ModifyQp { qpn: self.qpn, change })?;
         }
         Ok(())

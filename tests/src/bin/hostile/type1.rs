@@ -80,7 +80,7 @@ pub fn server(a: &Arguments) -> Result<Value> {
     owner.connect(&nic, Qpn::new(owners[0]))?;
     for (qpn, peer) in others.iter().zip(strangers) {
         let peer = Qpn::new(*peer);
-        for change in [QpChange::Init, QpChange::ReadyToReceive { peer }] {
+        for change in [QpChange::Init, QpChange::ReadyToReceive { peer: peer.into() }] {
             nic.verb(Verb::ModifyQp { qpn: *qpn, change })?;
         }
     }

@@ -186,7 +186,9 @@ impl Bed {
 
     /// Brings a QP to RTS with `peer`.
     pub fn connect_to(&mut self, q: &TestQp, peer: Qpn) {
-        for change in [QpChange::Init, QpChange::ReadyToReceive { peer }, QpChange::ReadyToSend] {
+        for change in
+            [QpChange::Init, QpChange::ReadyToReceive { peer: peer.into() }, QpChange::ReadyToSend]
+        {
             self.e.modify_qp(q.function, q.qpn, change).unwrap();
         }
     }

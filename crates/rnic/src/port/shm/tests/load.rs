@@ -41,7 +41,7 @@ fn queues(f: &LocalFunction, count: usize) -> Vec<Queue> {
         });
         let Ok(Reply::Qp { qpn, doorbell }) = f.execute(verb) else { panic!("no QP") };
         for change in
-            [QpChange::Init, QpChange::ReadyToReceive { peer: qpn }, QpChange::ReadyToSend]
+            [QpChange::Init, QpChange::ReadyToReceive { peer: qpn.into() }, QpChange::ReadyToSend]
         {
             f.execute(Verb::ModifyQp { qpn, change }).unwrap();
         }

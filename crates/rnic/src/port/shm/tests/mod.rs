@@ -308,7 +308,7 @@ fn a_client_attaches_over_a_socket_and_works() {
         });
         let Reply::Qp { qpn, doorbell } = f.execute(verb).unwrap() else { panic!("no QP") };
         for change in
-            [QpChange::Init, QpChange::ReadyToReceive { peer: qpn }, QpChange::ReadyToSend]
+            [QpChange::Init, QpChange::ReadyToReceive { peer: qpn.into() }, QpChange::ReadyToSend]
         {
             f.execute(Verb::ModifyQp { qpn, change }).unwrap();
         }

@@ -1,0 +1,99 @@
+//! The invariant CRC: the last four bytes of a RoCEv2 packet (IBTA vol. 1, annex A17.3.3).
+//!
+//! CRC-32 over eight bytes of ones, the IP header, the UDP header, and the packet up to the ICRC, with ones
+//! in place of what changes on the way:
+//!
+//! ```text
+//! IPv4: type of service, time to live, header checksum      UDP: checksum
+//! IPv6: traffic class, flow label, hop limit                BTH: byte 4 (FECN, BECN, reserved)
+//! ```
+//!
+//! It is appended with its least significant byte first. IPv4's identification and its don't-fragment bit
+//! are covered, so who checks has to know them: a plain UDP socket does not tell.
+
+use std::net::{IpAddr, SocketAddr};
+
+use super::packet::{BTH, ICRC};
+
+/// What the headers below a packet hold.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Route {
+    /// Sender.
+    pub source: SocketAddr,
+    /// Receiver, of the same kind of address.
+    pub destination: SocketAddr,
+    /// IPv4's identification; 0 where Linux sends an unconnected UDP socket's packets that it must not
+    /// fragment.
+    pub identification: u16,
+    /// IPv4's don't-fragment bit.
+    pub dont_fragment: bool,
+}
+
+impl Route {
+    /// The route of a packet that must not be fragmented, with identification 0.
+    pub fn new(source: SocketAddr, destination: SocketAddr) -> Self {
+        Self { source, destination, identification: 0, dont_fragment: true }
+    }
+}
+
+/// Bytes before the packet's own that are covered at most: ones, IPv6 header, UDP header.
+const BEFORE: usize = 8 + 40 + 8;
+
+/// The ICRC of a packet; `packet` ends where the ICRC begins. `None` if it is shorter than a BTH, or the two
+/// addresses are of different kinds.
+pub fn of(route: &Route, packet: &[u8]) -> Option<u32> {
+    let (bth, rest) = packet.split_first_chunk::<BTH>()?;
+    let udp_len = (8 + packet.len() + ICRC) as u16;
+    let mut head = [0xff; BEFORE + BTH];
+    let ip = &mut head[8..];
+    let ip_len = match (route.source.ip(), route.destination.ip()) {
+        (IpAddr::V4(source), IpAddr::V4(destination)) => {
+            ip[0] = 0x45;
+            ip[2..4].copy_from_slice(&(20 + udp_len).to_be_bytes());
+            ip[4..6].copy_from_slice(&route.identification.to_be_bytes());
+            ip[6..8].copy_from_slice(&[(route.dont_fragment as u8) << 6, 0]);
+            // Time to live (8) and checksum (10) stay ones.
+            ip[9] = 17;
+            ip[12..16].copy_from_slice(&source.octets());
+            ip[16..20].copy_from_slice(&destination.octets());
+            20
+        }
+        (IpAddr::V6(source), IpAddr::V6(destination)) => {
+            ip[0] = 0x6f;
+            ip[4..6].copy_from_slice(&udp_len.to_be_bytes());
+            ip[6] = 17;
+            ip[8..24].copy_from_slice(&source.octets());
+            ip[24..40].copy_from_slice(&destination.octets());
+            40
+        }
+        _ => return None,
+    };
+    let udp = &mut ip[ip_len..];
+    udp[0..2].copy_from_slice(&route.source.port().to_be_bytes());
+    udp[2..4].copy_from_slice(&route.destination.port().to_be_bytes());
+    udp[4..6].copy_from_slice(&udp_len.to_be_bytes());
+    udp[8..8 + BTH].copy_from_slice(bth);
+    udp[8 + 4] = 0xff;
+    let mut crc = crc32fast::Hasher::new();
+    crc.update(&head[..8 + ip_len + 8 + BTH]);
+    crc.update(rest);
+    Some(crc.finalize())
+}
+
+/// Puts the ICRC into the last four bytes of `packet`. A packet that has none is left as it is.
+pub fn seal(route: &Route, packet: &mut [u8]) {
+    let Some((inside, place)) = packet.split_last_chunk_mut::<ICRC>() else { return };
+    if let Some(crc) = of(route, inside) {
+        *place = crc.to_le_bytes();
+    }
+}
+
+/// Whether the last four bytes of `packet` are its ICRC.
+pub fn check(route: &Route, packet: &[u8]) -> bool {
+    let Some((inside, place)) = packet.split_last_chunk::<ICRC>() else { return false };
+    of(route, inside) == Some(u32::from_le_bytes(*place))
+}
+
+#[cfg(test)]
+#[path = "icrc_tests.rs"]
+mod tests;

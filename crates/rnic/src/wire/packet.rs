@@ -1,0 +1,586 @@
+//! Packets of reliable connections: RoCEv2's UDP payload, from the base transport header to the ICRC
+//! (IBTA vol. 1, §9.2 to §9.4; RoCEv2 is annex A17).
+//!
+//! ```text
+//! BTH                                              RETH                    AETH
+//! +0  opcode                                       +0  address  (8)        +0  syndrome
+//! +1  SE (1) | M (1) | pad (2) | version (4)       +8  rkey     (4)        +1  MSN (3)
+//! +2  partition key (2)                            +12 length   (4)
+//! +4  FECN (1) | BECN (1) | reserved (6)
+//! +5  destination QPN (3)                          AtomicETH               AtomicAckETH
+//! +8  ack request (1) | reserved (7)               +0  address  (8)        +0  old value (8)
+//! +9  PSN (3)                                      +8  rkey     (4)
+//!                                                  +12 swap/add (8)        ImmDt, IETH
+//! then headers, payload, pad, ICRC (4)             +20 compare  (8)        +0  data or rkey (4)
+//! ```
+//!
+//! [`Packet::parse`] takes any bytes: what is no packet is refused with a reason. Nothing is read twice.
+
+use crate::ids::{Key, Psn, Qpn};
+use crate::wqe::Remote;
+
+/// Bytes of the base transport header.
+pub const BTH: usize = 12;
+/// Bytes of the ICRC.
+pub const ICRC: usize = 4;
+/// Bytes of the longest row of headers: BTH and AtomicETH.
+pub const HEADERS_MAX: usize = BTH + 28;
+/// Bytes behind the payload at most: padding and ICRC.
+pub const TRAILER_MAX: usize = 3 + ICRC;
+/// Bytes of the longest packet.
+pub const PACKET_MAX: usize = 4096 + HEADERS_MAX + TRAILER_MAX;
+/// The partition key that everybody has (IBTA vol. 1, §10.9.1).
+const PKEY: u16 = 0xffff;
+
+/// Opcodes of reliable connections.
+pub mod opcode {
+    #![expect(missing_docs, reason = "the names say it")]
+    pub const SEND_FIRST: u8 = 0x00;
+    pub const SEND_MIDDLE: u8 = 0x01;
+    pub const SEND_LAST: u8 = 0x02;
+    pub const SEND_LAST_IMM: u8 = 0x03;
+    pub const SEND_ONLY: u8 = 0x04;
+    pub const SEND_ONLY_IMM: u8 = 0x05;
+    pub const WRITE_FIRST: u8 = 0x06;
+    pub const WRITE_MIDDLE: u8 = 0x07;
+    pub const WRITE_LAST: u8 = 0x08;
+    pub const WRITE_LAST_IMM: u8 = 0x09;
+    pub const WRITE_ONLY: u8 = 0x0a;
+    pub const WRITE_ONLY_IMM: u8 = 0x0b;
+    pub const READ_REQUEST: u8 = 0x0c;
+    pub const READ_RESPONSE_FIRST: u8 = 0x0d;
+    pub const READ_RESPONSE_MIDDLE: u8 = 0x0e;
+    pub const READ_RESPONSE_LAST: u8 = 0x0f;
+    pub const READ_RESPONSE_ONLY: u8 = 0x10;
+    pub const ACKNOWLEDGE: u8 = 0x11;
+    pub const ATOMIC_ACKNOWLEDGE: u8 = 0x12;
+    pub const COMPARE_SWAP: u8 = 0x13;
+    pub const FETCH_ADD: u8 = 0x14;
+    pub const SEND_LAST_INV: u8 = 0x16;
+    pub const SEND_ONLY_INV: u8 = 0x17;
+}
+
+/// Why bytes are not a packet of a reliable connection.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, thiserror::Error)]
+pub enum Malformed {
+    /// Fewer bytes than the headers of its opcode and the ICRC take.
+    #[error("shorter than its headers")]
+    Short,
+    /// Longer than the largest packet.
+    #[error("longer than any packet")]
+    Long,
+    /// The transport header's version is not 0.
+    #[error("another version of the transport header")]
+    Version,
+    /// Not an opcode of a reliable connection.
+    #[error("an opcode that is not one of a reliable connection")]
+    Opcode,
+    /// Not the partition that everybody is in.
+    #[error("another partition")]
+    Partition,
+    /// Padding where there cannot be any, or a length that is no multiple of four.
+    #[error("wrong padding")]
+    Pad,
+    /// A payload where there cannot be one, or none where there must be one.
+    #[error("a payload that does not fit the opcode")]
+    Payload,
+    /// An AETH syndrome that IBTA reserves.
+    #[error("a reserved AETH syndrome")]
+    Syndrome,
+}
+
+impl Malformed {
+    /// All reasons, in the order in which they are counted.
+    pub const ALL: [Malformed; 8] = [
+        Malformed::Short,
+        Malformed::Long,
+        Malformed::Version,
+        Malformed::Opcode,
+        Malformed::Partition,
+        Malformed::Pad,
+        Malformed::Payload,
+        Malformed::Syndrome,
+    ];
+}
+
+/// Where a packet stands in its message.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Part {
+    /// The first of several.
+    First,
+    /// Neither the first nor the last.
+    Middle,
+    /// The last of several.
+    Last,
+    /// All there is.
+    Only,
+}
+
+impl Part {
+    /// It begins a message.
+    pub fn begins(self) -> bool {
+        matches!(self, Part::First | Part::Only)
+    }
+
+    /// It ends a message.
+    pub fn ends(self) -> bool {
+        matches!(self, Part::Last | Part::Only)
+    }
+
+    /// Packet `at` of `count`.
+    pub fn of(at: u32, count: u32) -> Part {
+        match (at == 0, at + 1 >= count) {
+            (true, true) => Part::Only,
+            (true, false) => Part::First,
+            (false, true) => Part::Last,
+            (false, false) => Part::Middle,
+        }
+    }
+}
+
+/// What the end of a SEND carries beside its data.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Notice {
+    /// Nothing.
+    None,
+    /// Immediate data.
+    Imm(u32),
+    /// A key of the responder to be invalidated.
+    Invalidate(Key),
+}
+
+/// What an acknowledgement says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Syndrome {
+    /// All up to its PSN arrived. The code of how many receive WQEs there are; 31 says nothing.
+    Ack(u8),
+    /// No receive WQE for this PSN: again after the time of this code.
+    Rnr(u8),
+    /// This PSN was refused.
+    Nak(Nak),
+}
+
+/// Why a request was refused (IBTA vol. 1, §9.7.5.2.8).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub enum Nak {
+    /// A packet before it is missing.
+    Sequence = 0,
+    /// The request makes no sense.
+    InvalidRequest = 1,
+    /// A key, range or right does not allow it.
+    RemoteAccess = 2,
+    /// The responder cannot execute it.
+    RemoteOperation = 3,
+}
+
+/// An acknowledgement's header.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Aeth {
+    /// What it says.
+    pub syndrome: Syndrome,
+    /// Messages completed by the responder, modulo 2^24.
+    pub msn: u32,
+}
+
+/// The target of a READ or WRITE.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Reth {
+    /// Where.
+    pub at: Remote,
+    /// Bytes of the whole message.
+    pub len: u32,
+}
+
+/// What an atomic does.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum AtomicOp {
+    /// Stores `swap` if the word equals `compare`.
+    CompareSwap {
+        /// Compared.
+        compare: u64,
+        /// Stored.
+        swap: u64,
+    },
+    /// Adds.
+    FetchAdd {
+        /// The addend.
+        add: u64,
+    },
+}
+
+/// A packet's kind with its headers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Body {
+    /// SEND. Only the last part has a notice.
+    Send {
+        /// Where in its message.
+        part: Part,
+        /// What comes with the end.
+        notice: Notice,
+    },
+    /// WRITE. The first part has a target, only the last one immediate data.
+    Write {
+        /// Where in its message.
+        part: Part,
+        /// Target of the whole message.
+        reth: Option<Reth>,
+        /// Immediate data.
+        imm: Option<u32>,
+    },
+    /// READ request.
+    Read(Reth),
+    /// A part of what was read. All but middle ones acknowledge.
+    ReadResponse {
+        /// Where in the response.
+        part: Part,
+        /// Its acknowledgement.
+        aeth: Option<Aeth>,
+    },
+    /// ACK, NAK or RNR NAK.
+    Acknowledge(Aeth),
+    /// The old value of an atomic's word.
+    AtomicAcknowledge {
+        /// Its acknowledgement.
+        aeth: Aeth,
+        /// The old value.
+        old: u64,
+    },
+    /// CAS or FAA request.
+    Atomic {
+        /// The word.
+        at: Remote,
+        /// What to do.
+        op: AtomicOp,
+    },
+}
+
+/// A packet: headers, and the payload where it lies.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Packet<'a> {
+    /// The QP that it is for.
+    pub qpn: Qpn,
+    /// Its number.
+    pub psn: Psn,
+    /// The responder shall acknowledge.
+    pub ack_request: bool,
+    /// The receiver's completion is a solicited one.
+    pub solicited: bool,
+    /// What it is.
+    pub body: Body,
+    /// Data.
+    pub payload: &'a [u8],
+}
+
+impl<'a> Packet<'a> {
+    /// Reads a packet. The ICRC, its last four bytes, is not looked at.
+    pub fn parse(bytes: &'a [u8]) -> Result<Self, Malformed> {
+        if bytes.len() > PACKET_MAX {
+            return Err(Malformed::Long);
+        }
+        let (bth, rest) = bytes.split_at_checked(BTH).ok_or(Malformed::Short)?;
+        let inside = rest.len().checked_sub(ICRC).ok_or(Malformed::Short)?;
+        let mut left = Reader(&rest[..inside]);
+        if bth[1] & 0x0f != 0 {
+            return Err(Malformed::Version);
+        }
+        let body = read_body(bth[0], &mut left)?;
+        // The upper bit tells full members from limited ones, who may talk to full ones.
+        if u16::from_be_bytes([bth[2], bth[3]]) | 0x8000 != PKEY {
+            return Err(Malformed::Partition);
+        }
+        let pad = (bth[1] >> 4 & 3) as usize;
+        if !left.0.len().is_multiple_of(4) {
+            return Err(Malformed::Pad);
+        }
+        let len = left.0.len().checked_sub(pad).ok_or(Malformed::Pad)?;
+        let payload = &left.0[..len];
+        match body.payload() {
+            Carries::Nothing if !payload.is_empty() || pad != 0 => return Err(Malformed::Payload),
+            Carries::Something if payload.is_empty() => return Err(Malformed::Payload),
+            // A first or middle part is full, and the path MTU a multiple of four.
+            _ if pad != 0 && body.part().is_some_and(|p| !p.ends()) => return Err(Malformed::Pad),
+            _ if payload.len() > 4096 => return Err(Malformed::Long),
+            _ => {}
+        }
+        Ok(Packet {
+            qpn: Qpn::new(be24(&bth[5..8])),
+            psn: Psn::new(be24(&bth[9..12])),
+            ack_request: bth[8] & 0x80 != 0,
+            solicited: bth[1] & 0x80 != 0,
+            body,
+            payload,
+        })
+    }
+
+    /// Writes the headers of a packet whose payload, of `len` bytes, is put behind them later; gives
+    /// their bytes. `out` has room for [`HEADERS_MAX`].
+    pub fn encode_headers(&self, len: usize, out: &mut [u8]) -> usize {
+        let pad = padding(len) as u8;
+        out[0] = self.body.opcode();
+        out[1] = (self.solicited as u8) << 7 | 1 << 6 | pad << 4;
+        out[2..4].copy_from_slice(&PKEY.to_be_bytes());
+        out[4] = 0;
+        out[5..8].copy_from_slice(&self.qpn.raw().to_be_bytes()[1..]);
+        out[8] = (self.ack_request as u8) << 7;
+        out[9..12].copy_from_slice(&self.psn.raw().to_be_bytes()[1..]);
+        let mut w = Writer { out, at: BTH };
+        self.body.write(&mut w);
+        w.at
+    }
+
+    /// Writes the whole packet, with four zero bytes where the ICRC goes; gives its bytes.
+    pub fn encode(&self, out: &mut [u8]) -> usize {
+        let headers = self.encode_headers(self.payload.len(), out);
+        let end = headers + self.payload.len();
+        out[headers..end].copy_from_slice(self.payload);
+        let total = end + padding(self.payload.len()) + ICRC;
+        out[end..total].fill(0);
+        total
+    }
+}
+
+/// Bytes that bring a payload to a multiple of four.
+#[inline]
+pub fn padding(len: usize) -> usize {
+    len.wrapping_neg() & 3
+}
+
+/// Whether a kind of packet has a payload.
+enum Carries {
+    Nothing,
+    Something,
+    Anything,
+}
+
+impl Body {
+    fn payload(&self) -> Carries {
+        match self {
+            Body::Send { part: Part::Only, .. } | Body::Write { part: Part::Only, .. } => {
+                Carries::Anything
+            }
+            Body::ReadResponse { part: Part::Only, .. } => Carries::Anything,
+            Body::Send { .. } | Body::Write { .. } | Body::ReadResponse { .. } => {
+                Carries::Something
+            }
+            _ => Carries::Nothing,
+        }
+    }
+
+    fn part(&self) -> Option<Part> {
+        match self {
+            Body::Send { part, .. }
+            | Body::Write { part, .. }
+            | Body::ReadResponse { part, .. } => Some(*part),
+            _ => None,
+        }
+    }
+
+    /// True if it answers a request of the QP that it is for.
+    pub fn is_response(&self) -> bool {
+        matches!(
+            self,
+            Body::ReadResponse { .. } | Body::Acknowledge(_) | Body::AtomicAcknowledge { .. }
+        )
+    }
+
+    /// Its opcode.
+    pub fn opcode(&self) -> u8 {
+        use opcode::*;
+        match *self {
+            Body::Send { part: Part::First, .. } => SEND_FIRST,
+            Body::Send { part: Part::Middle, .. } => SEND_MIDDLE,
+            Body::Send { part: Part::Last, notice } => match notice {
+                Notice::None => SEND_LAST,
+                Notice::Imm(_) => SEND_LAST_IMM,
+                Notice::Invalidate(_) => SEND_LAST_INV,
+            },
+            Body::Send { part: Part::Only, notice } => match notice {
+                Notice::None => SEND_ONLY,
+                Notice::Imm(_) => SEND_ONLY_IMM,
+                Notice::Invalidate(_) => SEND_ONLY_INV,
+            },
+            Body::Write { part: Part::First, .. } => WRITE_FIRST,
+            Body::Write { part: Part::Middle, .. } => WRITE_MIDDLE,
+            Body::Write { part: Part::Last, imm, .. } => match imm {
+                None => WRITE_LAST,
+                Some(_) => WRITE_LAST_IMM,
+            },
+            Body::Write { part: Part::Only, imm, .. } => match imm {
+                None => WRITE_ONLY,
+                Some(_) => WRITE_ONLY_IMM,
+            },
+            Body::Read(_) => READ_REQUEST,
+            Body::ReadResponse { part: Part::First, .. } => READ_RESPONSE_FIRST,
+            Body::ReadResponse { part: Part::Middle, .. } => READ_RESPONSE_MIDDLE,
+            Body::ReadResponse { part: Part::Last, .. } => READ_RESPONSE_LAST,
+            Body::ReadResponse { part: Part::Only, .. } => READ_RESPONSE_ONLY,
+            Body::Acknowledge(_) => ACKNOWLEDGE,
+            Body::AtomicAcknowledge { .. } => ATOMIC_ACKNOWLEDGE,
+            Body::Atomic { op: AtomicOp::CompareSwap { .. }, .. } => COMPARE_SWAP,
+            Body::Atomic { op: AtomicOp::FetchAdd { .. }, .. } => FETCH_ADD,
+        }
+    }
+
+    fn write(&self, w: &mut Writer<'_>) {
+        match *self {
+            Body::Send { notice, .. } => match notice {
+                Notice::None => {}
+                Notice::Imm(imm) => w.put(&imm.to_be_bytes()),
+                Notice::Invalidate(key) => w.put(&key.0.to_be_bytes()),
+            },
+            Body::Write { reth, imm, .. } => {
+                if let Some(reth) = reth {
+                    reth.write(w);
+                }
+                if let Some(imm) = imm {
+                    w.put(&imm.to_be_bytes());
+                }
+            }
+            Body::Read(reth) => reth.write(w),
+            Body::ReadResponse { aeth, .. } => {
+                if let Some(aeth) = aeth {
+                    aeth.write(w);
+                }
+            }
+            Body::Acknowledge(aeth) => aeth.write(w),
+            Body::AtomicAcknowledge { aeth, old } => {
+                aeth.write(w);
+                w.put(&old.to_be_bytes());
+            }
+            Body::Atomic { at, op } => {
+                let (swap_add, compare) = match op {
+                    AtomicOp::CompareSwap { compare, swap } => (swap, compare),
+                    AtomicOp::FetchAdd { add } => (add, 0),
+                };
+                w.put(&at.addr.to_be_bytes());
+                w.put(&at.rkey.0.to_be_bytes());
+                w.put(&swap_add.to_be_bytes());
+                w.put(&compare.to_be_bytes());
+            }
+        }
+    }
+}
+
+/// Reads the headers of `code`.
+fn read_body(code: u8, r: &mut Reader<'_>) -> Result<Body, Malformed> {
+    use opcode::*;
+    let send = |part, notice| Body::Send { part, notice };
+    let write = |part, reth, imm| Body::Write { part, reth, imm };
+    let response = |part, aeth| Body::ReadResponse { part, aeth };
+    Ok(match code {
+        SEND_FIRST => send(Part::First, Notice::None),
+        SEND_MIDDLE => send(Part::Middle, Notice::None),
+        SEND_LAST => send(Part::Last, Notice::None),
+        SEND_LAST_IMM => send(Part::Last, Notice::Imm(r.be32()?)),
+        SEND_LAST_INV => send(Part::Last, Notice::Invalidate(Key(r.be32()?))),
+        SEND_ONLY => send(Part::Only, Notice::None),
+        SEND_ONLY_IMM => send(Part::Only, Notice::Imm(r.be32()?)),
+        SEND_ONLY_INV => send(Part::Only, Notice::Invalidate(Key(r.be32()?))),
+        WRITE_FIRST => write(Part::First, Some(r.reth()?), None),
+        WRITE_MIDDLE => write(Part::Middle, None, None),
+        WRITE_LAST => write(Part::Last, None, None),
+        WRITE_LAST_IMM => write(Part::Last, None, Some(r.be32()?)),
+        WRITE_ONLY => write(Part::Only, Some(r.reth()?), None),
+        WRITE_ONLY_IMM => {
+            let reth = r.reth()?;
+            write(Part::Only, Some(reth), Some(r.be32()?))
+        }
+        READ_REQUEST => Body::Read(r.reth()?),
+        READ_RESPONSE_FIRST => response(Part::First, Some(r.aeth()?)),
+        READ_RESPONSE_MIDDLE => response(Part::Middle, None),
+        READ_RESPONSE_LAST => response(Part::Last, Some(r.aeth()?)),
+        READ_RESPONSE_ONLY => response(Part::Only, Some(r.aeth()?)),
+        ACKNOWLEDGE => Body::Acknowledge(r.aeth()?),
+        ATOMIC_ACKNOWLEDGE => Body::AtomicAcknowledge { aeth: r.aeth()?, old: r.be64()? },
+        COMPARE_SWAP | FETCH_ADD => {
+            let at = Remote { addr: r.be64()?, rkey: Key(r.be32()?) };
+            let (swap_add, compare) = (r.be64()?, r.be64()?);
+            let op = match code {
+                COMPARE_SWAP => AtomicOp::CompareSwap { compare, swap: swap_add },
+                _ => AtomicOp::FetchAdd { add: swap_add },
+            };
+            Body::Atomic { at, op }
+        }
+        _ => return Err(Malformed::Opcode),
+    })
+}
+
+impl Reth {
+    fn write(&self, w: &mut Writer<'_>) {
+        w.put(&self.at.addr.to_be_bytes());
+        w.put(&self.at.rkey.0.to_be_bytes());
+        w.put(&self.len.to_be_bytes());
+    }
+}
+
+impl Aeth {
+    fn write(&self, w: &mut Writer<'_>) {
+        let syndrome = match self.syndrome {
+            Syndrome::Ack(credits) => credits & 0x1f,
+            Syndrome::Rnr(timer) => 0x20 | timer & 0x1f,
+            Syndrome::Nak(nak) => 0x60 | nak as u8,
+        };
+        w.put(&((syndrome as u32) << 24 | self.msn & 0xff_ffff).to_be_bytes());
+    }
+}
+
+/// Bytes that are read from the front.
+struct Reader<'a>(&'a [u8]);
+
+impl Reader<'_> {
+    fn take<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
+        let (first, rest) = self.0.split_first_chunk::<N>().ok_or(Malformed::Short)?;
+        self.0 = rest;
+        Ok(*first)
+    }
+
+    fn be32(&mut self) -> Result<u32, Malformed> {
+        self.take().map(u32::from_be_bytes)
+    }
+
+    fn be64(&mut self) -> Result<u64, Malformed> {
+        self.take().map(u64::from_be_bytes)
+    }
+
+    fn reth(&mut self) -> Result<Reth, Malformed> {
+        let at = Remote { addr: self.be64()?, rkey: Key(self.be32()?) };
+        Ok(Reth { at, len: self.be32()? })
+    }
+
+    fn aeth(&mut self) -> Result<Aeth, Malformed> {
+        let word = self.be32()?;
+        let (kind, value) = (word >> 29, (word >> 24) as u8 & 0x1f);
+        let syndrome = match (kind, value) {
+            (0, credits) => Syndrome::Ack(credits),
+            (1, timer) => Syndrome::Rnr(timer),
+            (3, 0) => Syndrome::Nak(Nak::Sequence),
+            (3, 1) => Syndrome::Nak(Nak::InvalidRequest),
+            (3, 2) => Syndrome::Nak(Nak::RemoteAccess),
+            (3, 3) => Syndrome::Nak(Nak::RemoteOperation),
+            _ => return Err(Malformed::Syndrome),
+        };
+        Ok(Aeth { syndrome, msn: word & 0xff_ffff })
+    }
+}
+
+/// Bytes that are written from the front.
+struct Writer<'a> {
+    out: &'a mut [u8],
+    at: usize,
+}
+
+impl Writer<'_> {
+    fn put(&mut self, bytes: &[u8]) {
+        self.out[self.at..][..bytes.len()].copy_from_slice(bytes);
+        self.at += bytes.len();
+    }
+}
+
+fn be24(b: &[u8]) -> u32 {
+    u32::from_be_bytes([0, b[0], b[1], b[2]])
+}
+
+#[cfg(test)]
+#[path = "packet_tests.rs"]
+mod tests;

@@ -1,0 +1,228 @@
+//! The other end of a connection, as `modify_qp` takes it.
+
+use std::net::{IpAddr, SocketAddr};
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::Error;
+use crate::ids::{Psn, Qpn};
+
+/// The QP that a QP talks to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PeerAddress {
+    /// A QP of this NIC.
+    Local(Qpn),
+    /// A QP of another one, over RoCEv2.
+    Remote(RemotePeer),
+}
+
+impl From<Qpn> for PeerAddress {
+    fn from(qpn: Qpn) -> Self {
+        PeerAddress::Local(qpn)
+    }
+}
+
+impl From<RemotePeer> for PeerAddress {
+    fn from(peer: RemotePeer) -> Self {
+        PeerAddress::Remote(peer)
+    }
+}
+
+impl PeerAddress {
+    /// The number of the QP.
+    pub fn qpn(&self) -> Qpn {
+        match self {
+            PeerAddress::Local(qpn) => *qpn,
+            PeerAddress::Remote(peer) => peer.qpn,
+        }
+    }
+}
+
+/// A QP of another NIC, and how to talk to it: what `ibv_modify_qp` takes on the way to RTR and RTS.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RemotePeer {
+    /// Where its packets go: its IP address, and as a rule [`super::UDP_PORT`]. Packets from another IP
+    /// address are dropped; the port that they come from is free.
+    pub address: SocketAddr,
+    /// The IP address that the peer knows this end by: what packets are sent from and arrive at.
+    pub local: IpAddr,
+    /// Its number.
+    pub qpn: Qpn,
+    /// The most payload of a packet, the same at both ends.
+    pub mtu: PathMtu,
+    /// PSN of the first request that is sent. Best taken at random.
+    pub sq_psn: Psn,
+    /// PSN of the first request that is expected: the other end's `sq_psn`.
+    pub rq_psn: Psn,
+    /// Local ACK timeout, 1 to 31: 4.096 us times two to this power (IBTA vol. 1, §9.7.6.1.3). What is
+    /// measured of the connection makes retransmissions earlier, never later.
+    pub timeout: u8,
+    /// How many timeouts in a row are waited for beyond the first, 0 to 7: who has not answered
+    /// anything for `retry_cnt + 1` timeouts is given up.
+    pub retry_cnt: u8,
+    /// How often in a row a request is sent again that found no receive WQE, 0 to 6; 7 for ever.
+    pub rnr_retry: u8,
+    /// How long the peer shall wait when its request finds no receive WQE: a code of 0 to 31 (IBTA
+    /// vol. 1, §9.7.5.2.8).
+    pub min_rnr_timer: u8,
+    /// READs and atomics that are outstanding at the peer at most, 1 to 16.
+    pub max_rd_atomic: u8,
+    /// READs and atomics of the peer that are outstanding here at most, 1 to 16; more are invalid
+    /// requests.
+    pub max_dest_rd_atomic: u8,
+}
+
+impl RemotePeer {
+    /// READs and atomics outstanding at most.
+    pub const RD_ATOMIC_MAX: u8 = 16;
+
+    /// A peer with values that suit one network: a timeout of 67 ms, seven retries, waiting for ever for
+    /// receives, 16 READs and atomics each way, an MTU of 1024, PSNs from 0.
+    pub fn new(address: SocketAddr, local: IpAddr, qpn: Qpn) -> Self {
+        Self {
+            address,
+            local,
+            qpn,
+            mtu: PathMtu::Mtu1024,
+            sq_psn: Psn::new(0),
+            rq_psn: Psn::new(0),
+            timeout: 14,
+            retry_cnt: 7,
+            rnr_retry: 7,
+            min_rnr_timer: 1,
+            max_rd_atomic: Self::RD_ATOMIC_MAX,
+            max_dest_rd_atomic: Self::RD_ATOMIC_MAX,
+        }
+    }
+
+    /// Refuses what no connection can have.
+    pub fn check(&self) -> Result<(), Error> {
+        let within = |what, value: u8, from: u8, to: u8, must| {
+            let value = value as u64;
+            let inside = (from as u64..=to as u64).contains(&value);
+            if inside { Ok(()) } else { Err(Error::Argument { what, value, must }) }
+        };
+        within("the local ACK timeout of a connection", self.timeout, 1, 31, "1 to 31")?;
+        within("the retry count of a connection", self.retry_cnt, 0, 7, "0 to 7")?;
+        within("the RNR retry count of a connection", self.rnr_retry, 0, 7, "0 to 7")?;
+        within("the RNR timer code of a connection", self.min_rnr_timer, 0, 31, "0 to 31")?;
+        let most = Self::RD_ATOMIC_MAX;
+        within("max_rd_atomic", self.max_rd_atomic, 1, most, "1 to 16")?;
+        within("max_dest_rd_atomic", self.max_dest_rd_atomic, 1, most, "1 to 16")?;
+        let ip = self.address.ip();
+        let nobody = |ip: IpAddr| ip.is_unspecified() || ip.is_multicast();
+        if nobody(ip) || nobody(self.local) || self.address.port() == 0 {
+            return Err(Error::Address { address: self.address, local: self.local });
+        }
+        if ip.is_ipv4() != self.local.is_ipv4() {
+            return Err(Error::Address { address: self.address, local: self.local });
+        }
+        Ok(())
+    }
+}
+
+/// Bytes of payload of a packet at most.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
+#[serde(into = "u16", try_from = "u16")]
+pub enum PathMtu {
+    /// 256 bytes.
+    Mtu256,
+    /// 512 bytes.
+    Mtu512,
+    /// 1024 bytes: fits Ethernet's 1500.
+    Mtu1024,
+    /// 2048 bytes.
+    Mtu2048,
+    /// 4096 bytes.
+    Mtu4096,
+}
+
+impl PathMtu {
+    /// All of them.
+    pub const ALL: [PathMtu; 5] =
+        [PathMtu::Mtu256, PathMtu::Mtu512, PathMtu::Mtu1024, PathMtu::Mtu2048, PathMtu::Mtu4096];
+
+    /// Bytes.
+    #[inline]
+    pub const fn bytes(self) -> u32 {
+        256 << self as u32
+    }
+
+    /// The largest whose packets, with all headers, fit IP packets of `bytes`. `None` if none does.
+    pub fn fitting(bytes: u32) -> Option<Self> {
+        // IPv6, UDP, the longest row of transport headers, padding and ICRC.
+        let around = 40 + 8 + super::packet::HEADERS_MAX as u32 + super::packet::TRAILER_MAX as u32;
+        Self::ALL.into_iter().rev().find(|mtu| mtu.bytes() + around <= bytes)
+    }
+}
+
+impl From<PathMtu> for u16 {
+    fn from(mtu: PathMtu) -> u16 {
+        mtu.bytes() as u16
+    }
+}
+
+impl TryFrom<u16> for PathMtu {
+    type Error = &'static str;
+
+    fn try_from(bytes: u16) -> Result<Self, Self::Error> {
+        let found = Self::ALL.into_iter().find(|mtu| mtu.bytes() == bytes as u32);
+        found.ok_or("a path MTU is 256, 512, 1024, 2048 or 4096 bytes")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn peer() -> RemotePeer {
+        RemotePeer::new(
+            "10.0.0.2:4791".parse().unwrap(),
+            "10.0.0.1".parse().unwrap(),
+            Qpn::new(0x123),
+        )
+    }
+
+    #[test]
+    fn what_no_connection_can_have_is_refused() {
+        assert_eq!(peer().check(), Ok(()));
+        let wrong: [fn(&mut RemotePeer); 10] = [
+            |p| p.timeout = 0,
+            |p| p.timeout = 32,
+            |p| p.retry_cnt = 8,
+            |p| p.rnr_retry = 8,
+            |p| p.min_rnr_timer = 32,
+            |p| p.max_rd_atomic = 0,
+            |p| p.max_dest_rd_atomic = 17,
+            |p| p.address = "[::1]:4791".parse().unwrap(),
+            |p| p.address = "0.0.0.0:4791".parse().unwrap(),
+            |p| p.local = "224.0.0.1".parse().unwrap(),
+        ];
+        for (i, spoil) in wrong.into_iter().enumerate() {
+            let mut p = peer();
+            spoil(&mut p);
+            assert!(p.check().is_err(), "{i}");
+        }
+    }
+
+    #[test]
+    fn peers_travel_as_text() {
+        for address in [PeerAddress::from(peer()), PeerAddress::from(Qpn::new(77))] {
+            let text = serde_json::to_string(&address).unwrap();
+            assert_eq!(serde_json::from_str::<PeerAddress>(&text).unwrap(), address, "{text}");
+        }
+        let odd = serde_json::to_string(&peer()).unwrap().replace("1024", "1000");
+        assert!(serde_json::from_str::<RemotePeer>(&odd).is_err());
+    }
+
+    #[test]
+    fn the_mtu_leaves_room_for_headers() {
+        assert_eq!(PathMtu::fitting(1500), Some(PathMtu::Mtu1024));
+        assert_eq!(PathMtu::fitting(9000), Some(PathMtu::Mtu4096));
+        assert_eq!(PathMtu::fitting(65536), Some(PathMtu::Mtu4096));
+        assert_eq!(PathMtu::fitting(300), None);
+        assert_eq!(PathMtu::ALL.map(PathMtu::bytes), [256, 512, 1024, 2048, 4096]);
+    }
+}
