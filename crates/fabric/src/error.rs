@@ -13,6 +13,14 @@ pub enum Error {
         /// Entries it has.
         capacity: u32,
     },
+    /// A queue pair takes no such work in its state.
+    #[error("posting to {queue}, which is in {state:?}; connect it first")]
+    NotReady {
+        /// Which queue.
+        queue: String,
+        /// The queue pair's state.
+        state: crate::QpState,
+    },
     /// A work request does not fit a WQE.
     #[error("posting a work request: {what}")]
     BadRequest {

@@ -9,9 +9,9 @@ use std::time::Duration;
 use crate::direct::{DirectNic, DirectQp, KeyInfo, Managed, Progress, Ring};
 use crate::soft::{SoftCq, SoftMr, SoftMw, SoftNic, SoftPd, SoftQp, SoftSrq};
 use crate::{
-    Access, Caps, Completion, CompletionQueue, CqAttr, Cqn, DmaMemory, Error, Key, MemoryRegion,
-    Nic, QpAttr, QpChange, QpState, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveQueue,
-    ReceiveRequest, WorkRequest,
+    Access, Caps, Completion, CompletionQueue, CqAttr, Cqn, DeviceInfo, DmaMemory, Error, Events,
+    Feature, Key, MemoryRegion, Nic, QpAttr, QpChange, QpInfo, Qpn, QueuePair, Receive,
+    ReceiveAttr, ReceiveQueue, ReceiveRequest, Rereg, SrqInfo, WorkRequest,
 };
 
 /// A verb, for [`Hooks::before`].
@@ -82,12 +82,32 @@ pub trait Hooks: Clone + Send + Sync + 'static {
     /// Calls `waker` when there are completions of a CQ from the running number `next` on.
     fn leave_waker(&self, _cqn: Cqn, _next: u32, _waker: &Waker) {}
 
+    /// Lets `time` pass; false if it cannot: who waits for something without a CQ gives up then.
+    fn nap(&self, _time: Duration) -> bool {
+        false
+    }
+
     /// A CQ was made.
     fn made_cq(&self, _cqn: Cqn) {}
 
     /// Completions were polled.
     fn polled(&self, _all: &[Completion]) {}
 }
+
+/// What the software NIC can do also with somebody in between: where waiting is somebody else's, solicited
+/// completions are not told from others.
+const FEATURES: [Feature; 7] = [
+    Feature::Rereg,
+    Feature::ZeroBased,
+    Feature::AsyncEvents,
+    Feature::SrqLimit,
+    Feature::MaskedAtomics,
+    Feature::ModifyAccess,
+    Feature::CqOverrun,
+];
+
+/// Who waits for events looks so often.
+const NAP: Duration = Duration::from_micros(10);
 
 /// A [`SoftNic`] with hooks.
 #[derive(Clone)]
@@ -107,7 +127,7 @@ pub struct HookedCq<H> {
 #[derive(Clone)]
 pub struct HookedMr<H: Hooks> {
     inner: SoftMr,
-    _dereg: std::sync::Arc<Dereg<H>>,
+    dereg: std::sync::Arc<Dereg<H>>,
 }
 
 struct Dereg<H: Hooks> {
@@ -175,7 +195,29 @@ impl<H: Hooks> Nic for HookedNic<H> {
     type Qp = HookedQp<H>;
 
     fn caps(&self) -> Caps {
-        Caps { name: self.hooks.name(), ..self.inner.caps() }
+        Caps { name: self.hooks.name(), features: &FEATURES, ..self.inner.caps() }
+    }
+
+    fn query_device(&self) -> Result<DeviceInfo, Error> {
+        self.hooks.before(Call::Query);
+        self.inner.query_device()
+    }
+
+    fn take_events(&self) -> Result<Events, Error> {
+        self.hooks.before(Call::Query);
+        self.inner.take_events()
+    }
+
+    fn wait_events(&self, timeout: Duration) -> Result<Events, Error> {
+        let deadline = self.now().saturating_add(timeout);
+        loop {
+            let events = self.take_events()?;
+            let left = deadline.saturating_sub(self.now());
+            let over = !events.events.is_empty() || left.is_zero();
+            if over || !self.hooks.nap(left.min(NAP)) {
+                return Ok(events);
+            }
+        }
     }
 
     fn alloc_dma(&self, bytes: usize) -> Result<DmaMemory, Error> {
@@ -197,13 +239,35 @@ impl<H: Hooks> Nic for HookedNic<H> {
     }
 
     fn reg_mr(&self, pd: &SoftPd, memory: &DmaMemory, access: Access) -> Result<Self::Mr, Error> {
+        self.reg_mr_iova(pd, memory, memory.addr(), access)
+    }
+
+    fn reg_mr_iova(
+        &self,
+        pd: &SoftPd,
+        memory: &DmaMemory,
+        iova: u64,
+        access: Access,
+    ) -> Result<Self::Mr, Error> {
         let bytes = memory.len() as u64;
         self.hooks.before(Call::RegMr(bytes));
         self.hooks.making(false, || {
-            let inner = self.inner.reg_mr(pd, memory, access)?;
+            let inner = self.inner.reg_mr_iova(pd, memory, iova, access)?;
             let dereg = Dereg { hooks: self.hooks.clone(), bytes };
-            Ok(HookedMr { inner, _dereg: std::sync::Arc::new(dereg) })
+            Ok(HookedMr { inner, dereg: std::sync::Arc::new(dereg) })
         })
+    }
+
+    fn rereg_mr(&self, mr: Self::Mr, change: Rereg<'_, Self>) -> Result<Self::Mr, Error> {
+        let HookedMr { inner, mut dereg } = mr;
+        let bytes = change.memory.map_or(0, |memory| memory.len() as u64);
+        self.hooks.before(Call::RegMr(bytes));
+        let Rereg { pd, memory, access } = change;
+        let inner = self.inner.rereg_mr(inner, Rereg { pd, memory, access })?;
+        if let (Some(memory), Some(dereg)) = (memory, std::sync::Arc::get_mut(&mut dereg)) {
+            dereg.bytes = memory.len() as u64;
+        }
+        Ok(HookedMr { inner, dereg })
     }
 
     fn alloc_mw(&self, pd: &SoftPd) -> Result<SoftMw, Error> {
@@ -275,6 +339,10 @@ impl<H: Hooks> MemoryRegion for HookedMr<H> {
     fn memory(&self) -> &DmaMemory {
         self.inner.memory()
     }
+
+    fn iova(&self) -> u64 {
+        self.inner.iova()
+    }
 }
 
 impl<H: Hooks> Drop for Dereg<H> {
@@ -295,6 +363,10 @@ impl<H: Hooks> CompletionQueue for HookedCq<H> {
 
     fn cqn(&self) -> Cqn {
         self.inner.cqn()
+    }
+
+    fn entries(&self) -> u32 {
+        self.inner.entries()
     }
 
     fn poll(&self, out: &mut [Completion]) -> usize {
@@ -342,6 +414,20 @@ impl<H: Hooks> ReceiveQueue for HookedSrq<H> {
         self.hooks.after();
         Ok(())
     }
+
+    fn set_limit(&self, limit: u32) -> Result<(), Error> {
+        self.hooks.before(Call::Modify);
+        self.inner.set_limit(limit)
+    }
+
+    fn query(&self) -> Result<SrqInfo, Error> {
+        self.hooks.before(Call::Query);
+        self.inner.query()
+    }
+
+    fn srqn(&self) -> rnic::ids::Srqn {
+        self.inner.srqn()
+    }
 }
 
 impl<H: Hooks> crate::direct::DirectReceive for HookedSrq<H> {
@@ -369,9 +455,9 @@ impl<H: Hooks> QueuePair for HookedQp<H> {
         Ok(())
     }
 
-    fn state(&self) -> Result<QpState, Error> {
+    fn query(&self) -> Result<QpInfo, Error> {
         self.hooks.before(Call::Query);
-        self.inner.state()
+        self.inner.query()
     }
 
     fn post_send(&self, list: &[WorkRequest<'_>]) -> Result<(), Error> {

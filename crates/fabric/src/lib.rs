@@ -15,14 +15,18 @@ pub mod executor;
 pub mod hooked;
 pub mod soft;
 pub mod verbs;
+mod wc;
+mod work;
 
 pub use backoff::Backoff;
 pub use error::Error;
 pub use rnic::ids::{Access, Cqn, Key, KeyIndex, Qpn};
 pub use rnic::memory::DmaMemory;
+pub use rnic::verbs::{AsyncEvent, MwKind, SrqInfo};
 pub use rnic::wqe::{self, Remote, Sge};
 pub use verbs::{
-    Caps, Completion, CompletionKind, CompletionQueue, CqAttr, MemoryRegion, MemoryWindow, Nic, Op,
-    QpAttr, QpChange, QpState, QueuePair, Receive, ReceiveAttr, ReceiveQueue, ReceiveRequest,
-    Status, WorkRequest,
+    Caps, CompletionQueue, CqAttr, DeviceInfo, Events, Feature, MemoryRegion, MemoryWindow, Nic,
+    QpAttr, QpChange, QpInfo, QpState, QueuePair, Receive, ReceiveAttr, ReceiveQueue, Rereg,
 };
+pub use wc::{Completion, CompletionKind, Status, WcOpcode};
+pub use work::{Bind, Data, Op, ReceiveRequest, SendFlags, WorkRequest};

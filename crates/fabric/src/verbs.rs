@@ -9,7 +9,13 @@
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use crate::{Access, Cqn, DmaMemory, Error, Key, Qpn, Remote, Sge};
+use crate::{
+    Access, Completion, Cqn, DmaMemory, Error, Key, Qpn, ReceiveRequest, Remote, Sge, WorkRequest,
+};
+use rnic::verbs::{MwKind, SrqInfo};
+
+pub use rnic::port::control::Events;
+pub use rnic::verbs::DeviceInfo;
 
 /// A function of a NIC: what a process opens to use it.
 pub trait Nic: Clone + Send + Sync + 'static {
@@ -28,6 +34,17 @@ pub trait Nic: Clone + Send + Sync + 'static {
 
     /// What the NIC can do.
     fn caps(&self) -> Caps;
+
+    /// What this function may have at most (`ibv_query_device`).
+    fn query_device(&self) -> Result<DeviceInfo, Error>;
+
+    /// Takes the asynchronous events of this function that have come so far (`ibv_get_async_event`). Those of
+    /// objects that have been destroyed are not among them. They need not be taken: a few hundred are kept,
+    /// and [`Events::lost`] counts the others.
+    fn take_events(&self) -> Result<Events, Error>;
+
+    /// Like [`Nic::take_events`], but sleeps up to `timeout` until there are some.
+    fn wait_events(&self, timeout: Duration) -> Result<Events, Error>;
 
     /// Zeroed memory that this NIC can register: `bytes`, rounded up to pages. On a NIC that runs
     /// in another process it is shared with that process.
@@ -51,6 +68,21 @@ pub trait Nic: Clone + Send + Sync + 'static {
 
     /// Registers `memory`, all or a slice of what [`Nic::alloc_dma`] gave.
     fn reg_mr(&self, pd: &Self::Pd, memory: &DmaMemory, access: Access) -> Result<Self::Mr, Error>;
+
+    /// Like [`Nic::reg_mr`], but the first byte has the address `iova` in work requests; it must equal
+    /// the memory's address modulo 8. With 0 the region is a zero-based one (`IBV_ACCESS_ZERO_BASED`).
+    fn reg_mr_iova(
+        &self,
+        pd: &Self::Pd,
+        memory: &DmaMemory,
+        iova: u64,
+        access: Access,
+    ) -> Result<Self::Mr, Error>;
+
+    /// Changes a region (`ibv_rereg_mr`): it has another key then, and the old one is dead. Refused while
+    /// windows are bound to it, or while others hold its handle; the region is deregistered then, as
+    /// it is after any failure. Needs [`Feature::Rereg`].
+    fn rereg_mr(&self, mr: Self::Mr, change: Rereg<'_, Self>) -> Result<Self::Mr, Error>;
 
     /// Allocates a type-2 memory window, unbound.
     fn alloc_mw(&self, pd: &Self::Pd) -> Result<Self::Mw, Error>;
@@ -94,6 +126,64 @@ pub struct Caps {
     pub max_inline: u32,
     /// The most entries of a send or receive queue.
     pub max_queue: u32,
+    /// What else it can do, and not every NIC.
+    pub features: &'static [Feature],
+}
+
+impl Caps {
+    /// Whether it has `feature`.
+    pub fn has(&self, feature: Feature) -> bool {
+        self.features.contains(&feature)
+    }
+}
+
+/// What one NIC can do and another cannot.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum Feature {
+    /// Regions change ([`Nic::rereg_mr`]).
+    Rereg,
+    /// Regions and windows whose first byte has address 0.
+    ZeroBased,
+    /// Asynchronous events reach the function.
+    AsyncEvents,
+    /// An SRQ's limit can be armed.
+    SrqLimit,
+    /// [`CompletionQueue::wait_solicited`] tells solicited completions from others.
+    SolicitedEvents,
+    /// Masked CAS and FAA.
+    MaskedAtomics,
+    /// A QP's rights change while it is connected.
+    ModifyAccess,
+    /// A CQ that runs over takes no more completions and says so, if it was asked to.
+    CqOverrun,
+    /// A region must allow binds (`IBV_ACCESS_MW_BIND`), else they are refused.
+    BindRight,
+    /// A region that peers may write must allow local writes too, else it is refused.
+    RemoteNeedsLocalWrite,
+    /// A CQ changes its size (`ibv_resize_cq`).
+    ResizeCq,
+    /// An SRQ changes its size (`IBV_SRQ_MAX_WR`).
+    ResizeSrq,
+    /// FLUSH and ATOMIC WRITE.
+    PersistentMemory,
+}
+
+/// What changes of a region ([`Nic::rereg_mr`]); the rest stays.
+#[derive(Clone)]
+pub struct Rereg<'a, N: Nic> {
+    /// Another protection domain.
+    pub pd: Option<&'a N::Pd>,
+    /// Other memory.
+    pub memory: Option<&'a DmaMemory>,
+    /// Other rights.
+    pub access: Option<Access>,
+}
+
+impl<N: Nic> Default for Rereg<'_, N> {
+    fn default() -> Self {
+        Self { pd: None, memory: None, access: None }
+    }
 }
 
 /// Attributes of a completion queue.
@@ -147,15 +237,20 @@ pub trait MemoryRegion: Clone + Send + Sync + 'static {
     /// The memory.
     fn memory(&self) -> &DmaMemory;
 
+    /// The address of the first byte in work requests.
+    fn iova(&self) -> u64 {
+        self.memory().addr()
+    }
+
     /// The SGE of `len` bytes at `offset`. Panics if they lie outside the region.
     fn sge(&self, offset: usize, len: u32) -> Sge {
         assert!(self.memory().at(offset, len as usize).is_some(), "SGE outside its region");
-        Sge { addr: self.memory().addr() + offset as u64, len, lkey: self.key() }
+        Sge { addr: self.iova() + offset as u64, len, lkey: self.key() }
     }
 
     /// The remote address of the byte at `offset`, for whoever holds the key.
     fn remote(&self, offset: usize) -> Remote {
-        Remote { addr: self.memory().addr() + offset as u64, rkey: self.key() }
+        Remote { addr: self.iova() + offset as u64, rkey: self.key() }
     }
 }
 
@@ -163,6 +258,9 @@ pub trait MemoryRegion: Clone + Send + Sync + 'static {
 pub trait MemoryWindow: Clone + Send + Sync + 'static {
     /// The window's key as it was when it was allocated; each bind changes the tag.
     fn key(&self) -> Key;
+
+    /// Its type.
+    fn kind(&self) -> MwKind;
 }
 
 /// A receive queue that work can be posted to.
@@ -170,6 +268,16 @@ pub trait ReceiveQueue: Clone + Send + Sync + 'static {
     /// Posts a receive. Entries are given out in the order of the ring: the queue is full as long as
     /// the completion of the oldest has not been polled, also if younger ones have been.
     fn post_recv(&self, wr: &ReceiveRequest<'_>) -> Result<(), Error>;
+
+    /// Arms the limit, once: [`AsyncEvent::SrqLimit`](crate::AsyncEvent::SrqLimit) comes when a message has left fewer than `limit`
+    /// receives, or has found none (`IBV_SRQ_LIMIT`). 0 disarms it. Needs [`Feature::SrqLimit`].
+    fn set_limit(&self, limit: u32) -> Result<(), Error>;
+
+    /// What the NIC knows of it (`ibv_query_srq`).
+    fn query(&self) -> Result<SrqInfo, Error>;
+
+    /// Its number, as [`AsyncEvent::SrqLimit`](crate::AsyncEvent::SrqLimit) names it.
+    fn srqn(&self) -> rnic::ids::Srqn;
 }
 
 /// States of a queue pair (IBTA vol. 1, §10.3.1).
@@ -205,6 +313,27 @@ pub enum QpChange {
     ReadyToSend,
     /// To Error, from any state.
     Error,
+    /// What the peer may do, from now on (`IBV_QP_ACCESS_FLAGS`). In Init, RTR and RTS, and the state stays.
+    /// Needs [`Feature::ModifyAccess`].
+    Access {
+        /// The rights.
+        access: Access,
+    },
+}
+
+/// What the NIC knows of a queue pair (`ibv_query_qp`).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct QpInfo {
+    /// Its state.
+    pub state: QpState,
+    /// The QP that it is connected to, if it is.
+    pub peer: Option<Qpn>,
+    /// What the peer may do.
+    pub access: Access,
+    /// Building blocks of its send queue; 0: none.
+    pub send_blocks: u32,
+    /// Entries of its own receive queue; 0: none.
+    pub recv_entries: u32,
 }
 
 /// An RC queue pair.
@@ -217,8 +346,13 @@ pub trait QueuePair: Clone + Send + Sync + 'static {
     /// Changes its state.
     fn modify(&self, change: QpChange) -> Result<(), Error>;
 
+    /// What the NIC knows of it.
+    fn query(&self) -> Result<QpInfo, Error>;
+
     /// Its state as the NIC has it.
-    fn state(&self) -> Result<QpState, Error>;
+    fn state(&self) -> Result<QpState, Error> {
+        Ok(self.query()?.state)
+    }
 
     /// Reset, Init, RTR and RTS in one go.
     fn connect(&self, peer: Qpn) -> Result<(), Error> {
@@ -228,251 +362,12 @@ pub trait QueuePair: Clone + Send + Sync + 'static {
         self.modify(QpChange::ReadyToSend)
     }
 
-    /// Posts `list` to the send queue and rings the doorbell once. All of it is posted, or none.
+    /// Posts `list` to the send queue and rings the doorbell once. All of it is posted, or none. In Reset, Init
+    /// and RTR nothing is: [`Error::NotReady`] (IBTA vol. 1, chapter 10, states of a queue pair).
     fn post_send(&self, list: &[WorkRequest<'_>]) -> Result<(), Error>;
 
-    /// Posts a receive to the QP's own receive queue.
+    /// Posts a receive to the QP's own receive queue; not in Reset.
     fn post_recv(&self, wr: &ReceiveRequest<'_>) -> Result<(), Error>;
-}
-
-/// Work for a send queue.
-#[derive(Clone, Copy, Debug)]
-pub struct WorkRequest<'a> {
-    /// Comes back with the completion.
-    pub id: u64,
-    /// What to do.
-    pub op: Op<'a>,
-    /// Ask for a completion. One that fails completes in any case.
-    pub signaled: bool,
-}
-
-/// What a work request does.
-#[derive(Clone, Copy, Debug)]
-#[non_exhaustive]
-pub enum Op<'a> {
-    /// Nothing.
-    Nop,
-    /// SEND of what the list gathers.
-    Send {
-        /// Local memory.
-        from: &'a [Sge],
-    },
-    /// SEND of the bytes themselves.
-    SendInline {
-        /// At most [`Caps::max_inline`] bytes.
-        data: &'a [u8],
-    },
-    /// RDMA READ.
-    Read {
-        /// Remote memory.
-        from: Remote,
-        /// Local memory.
-        to: &'a [Sge],
-    },
-    /// RDMA WRITE.
-    Write {
-        /// Remote memory.
-        to: Remote,
-        /// Local memory.
-        from: &'a [Sge],
-    },
-    /// RDMA WRITE of the bytes themselves.
-    WriteInline {
-        /// Remote memory.
-        to: Remote,
-        /// At most [`Caps::max_inline`] bytes.
-        data: &'a [u8],
-    },
-    /// CAS of 8 bytes.
-    CompareSwap {
-        /// The word.
-        at: Remote,
-        /// Compared with the word.
-        compare: u64,
-        /// Replaces it if equal.
-        swap: u64,
-        /// Where the old value goes, 8 bytes in the NIC's byte order of atomics.
-        old: Sge,
-    },
-    /// FAA of 8 bytes.
-    FetchAdd {
-        /// The word.
-        at: Remote,
-        /// The addend.
-        add: u64,
-        /// Where the old value goes, 8 bytes in the NIC's byte order of atomics.
-        old: Sge,
-    },
-    /// FAA on a word that is a row of fields, each ending at a set bit of `boundary`: they are added
-    /// without carry between them.
-    MaskedFetchAdd {
-        /// The word.
-        at: Remote,
-        /// The addends.
-        add: u64,
-        /// The last bit of each field.
-        boundary: u64,
-        /// Where the old value goes, 8 bytes in the NIC's byte order of atomics.
-        old: Sge,
-    },
-    /// CAS under masks.
-    MaskedCompareSwap {
-        /// The word.
-        at: Remote,
-        /// Compared with the word.
-        compare: u64,
-        /// The bits that are compared.
-        compare_mask: u64,
-        /// Put into the bits of `swap_mask`.
-        swap: u64,
-        /// The bits that are replaced.
-        swap_mask: u64,
-        /// Where the old value goes, 8 bytes in the NIC's byte order of atomics.
-        old: Sge,
-    },
-    /// Binds or unbinds a memory window.
-    Window(&'a rnic::wqe::Umr),
-    /// Invalidates a window of this QP.
-    LocalInvalidate {
-        /// The window's key.
-        key: Key,
-    },
-}
-
-/// Work for a receive queue.
-#[derive(Clone, Copy, Debug)]
-pub struct ReceiveRequest<'a> {
-    /// Comes back with the completion.
-    pub id: u64,
-    /// Where the message goes.
-    pub to: &'a [Sge],
-}
-
-/// How a piece of work ended (`ibv_wc_status`).
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum Status {
-    /// It was done.
-    #[error("success")]
-    Success,
-    /// A message did not fit where it should go.
-    #[error("local length error")]
-    LocalLength,
-    /// The work request is malformed or not allowed on this QP.
-    #[error("local QP operation error")]
-    LocalOperation,
-    /// A local key does not allow it.
-    #[error("local protection error")]
-    LocalProtection,
-    /// The QP went into the error state before this was done.
-    #[error("flushed: the QP is in the error state")]
-    Flushed,
-    /// A window could not be bound, unbound or invalidated.
-    #[error("memory window bind error")]
-    Bind,
-    /// The peer does not understand the request.
-    #[error("remote invalid request")]
-    RemoteInvalidRequest,
-    /// The remote key does not allow it: dead, another QP's, or out of its range.
-    #[error("remote access error")]
-    RemoteAccess,
-    /// The peer failed while it executed the request.
-    #[error("remote operational error")]
-    RemoteOperation,
-    /// The peer does not answer.
-    #[error("the peer does not answer (retry limit exceeded)")]
-    RetryExceeded,
-    /// The peer posted no receive in time.
-    #[error("the peer has no receive posted (RNR retry limit exceeded)")]
-    RnrRetryExceeded,
-    /// A syndrome that has no name here.
-    #[error("completion error with syndrome {0:#x}")]
-    Other(u8),
-}
-
-impl Status {
-    /// The status that a CQE's syndrome stands for (the values are those of `mlx5_err_cqe`; 0 is
-    /// success).
-    pub fn from_syndrome(syndrome: u8) -> Self {
-        match syndrome {
-            0x00 => Status::Success,
-            0x01 => Status::LocalLength,
-            0x02 => Status::LocalOperation,
-            0x04 => Status::LocalProtection,
-            0x05 => Status::Flushed,
-            0x06 => Status::Bind,
-            0x12 => Status::RemoteInvalidRequest,
-            0x13 => Status::RemoteAccess,
-            0x14 => Status::RemoteOperation,
-            0x15 => Status::RetryExceeded,
-            0x16 => Status::RnrRetryExceeded,
-            other => Status::Other(other),
-        }
-    }
-
-    /// The syndrome that stands for this status.
-    pub fn syndrome(self) -> u8 {
-        match self {
-            Status::Success => 0x00,
-            Status::LocalLength => 0x01,
-            Status::LocalOperation => 0x02,
-            Status::LocalProtection => 0x04,
-            Status::Flushed => 0x05,
-            Status::Bind => 0x06,
-            Status::RemoteInvalidRequest => 0x12,
-            Status::RemoteAccess => 0x13,
-            Status::RemoteOperation => 0x14,
-            Status::RetryExceeded => 0x15,
-            Status::RnrRetryExceeded => 0x16,
-            Status::Other(syndrome) => syndrome,
-        }
-    }
-}
-
-/// What kind of work a completion is of.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum CompletionKind {
-    /// Work of a send queue.
-    Send,
-    /// A received message.
-    Receive,
-}
-
-/// A completion (`ibv_wc`).
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Completion {
-    /// The work request's id.
-    pub id: u64,
-    /// The QP it was posted to.
-    pub qpn: Qpn,
-    /// How it ended.
-    pub status: Status,
-    /// Of which queue.
-    pub kind: CompletionKind,
-    /// Bytes received.
-    pub bytes: u32,
-    /// Immediate data received.
-    pub imm: Option<u32>,
-}
-
-impl Completion {
-    /// The completion of work that was done; otherwise how it ended.
-    pub fn ok(self) -> Result<Completion, Status> {
-        match self.status {
-            Status::Success => Ok(self),
-            status => Err(status),
-        }
-    }
-
-    /// What an array for [`CompletionQueue::poll`] starts with.
-    pub const EMPTY: Completion = Completion {
-        id: 0,
-        qpn: Qpn::NONE,
-        status: Status::Success,
-        kind: CompletionKind::Send,
-        bytes: 0,
-        imm: None,
-    };
 }
 
 /// A completion queue.
@@ -484,6 +379,9 @@ pub trait CompletionQueue: Clone + Send + Sync + 'static {
 
     /// Its number.
     fn cqn(&self) -> Cqn;
+
+    /// Completions that fit it before one must be polled.
+    fn entries(&self) -> u32;
 
     /// Yields the calling thread's CPU to the NIC if polling on would keep that from running; false
     /// if it does not. For who polls in a loop.
@@ -523,6 +421,13 @@ pub trait CompletionQueue: Clone + Send + Sync + 'static {
     /// `done` is called after the queue has been armed: whoever makes it true and then calls
     /// [`CompletionQueue::wake`] is certain that this thread does not sleep on.
     fn wait_unless(&self, timeout: Duration, done: &dyn Fn() -> bool) -> Result<bool, Error>;
+
+    /// Like [`CompletionQueue::wait`], but only completions that their senders solicited, and those with an
+    /// error, wake it (`ibv_req_notify_cq` with `solicited_only`). One that is there already, whatever it
+    /// is, returns at once. Needs [`Feature::SolicitedEvents`]; otherwise any completion wakes it.
+    fn wait_solicited(&self, timeout: Duration) -> Result<bool, Error> {
+        self.wait(timeout)
+    }
 
     /// Where time is virtual: calls `waker` when a completion can be polled.
     fn leave_waker(&self, _waker: &Waker) {}

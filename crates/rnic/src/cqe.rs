@@ -70,7 +70,10 @@ pub const OWNER: u8 = 1;
 pub const SOLICITED: u8 = 2;
 
 /// Why a WQE failed: the syndrome of an error CQE (IBTA vol. 1, §11.6.2).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, thiserror::Error)]
+#[derive(
+    Clone, Copy, PartialEq, Eq, Hash, Debug, thiserror::Error, serde::Serialize, serde::Deserialize,
+)]
+#[serde(rename_all = "snake_case")]
 #[repr(u8)]
 pub enum Syndrome {
     /// The message is longer than the NIC or the receive WQE allows.

@@ -45,6 +45,11 @@ impl Span {
         self.len
     }
 
+    /// Where this span starts in `outer`, of which it is a part.
+    pub fn offset_in(self, outer: Span) -> u64 {
+        (self.ptr as u64).wrapping_sub(outer.ptr as u64)
+    }
+
     /// `len` bytes at `offset`, which the caller has checked to lie inside.
     #[inline]
     pub fn part(self, offset: u64, len: u64) -> Span {
@@ -121,11 +126,11 @@ impl Span {
         u32::from_be(self.word32(offset).load(order))
     }
 
-    /// True if the host-endian flag at `offset` was set; it is cleared. The caller has put a full
-    /// fence before this.
+    /// True if the host-endian flag at `offset` was set, for such an event; it is cleared then. The
+    /// caller has put a full fence before this.
     #[inline]
-    pub fn take_flag(&self, offset: u64) -> bool {
-        crate::port::handshake::disarm(self.word32(offset))
+    pub fn take_flag(&self, offset: u64, solicited: bool) -> bool {
+        crate::port::handshake::disarm(self.word32(offset), solicited)
     }
 }
 

@@ -3,7 +3,7 @@
 //! Errors of work requests are not here: they are completions with a [`crate::cqe::Syndrome`].
 
 use crate::ids::{Cqn, FunctionId, KeyIndex, Pdn, Qpn, Srqn};
-use crate::verbs::QpState;
+use crate::verbs::{QpChange, QpState};
 use std::fmt;
 
 /// An object of the NIC, as errors name it.
@@ -89,14 +89,14 @@ pub enum Error {
         have: u64,
     },
     /// A transition that the state machine of queue pairs does not have (IBTA vol. 1, §10.3.1).
-    #[error("QP {qpn} is in {from:?} and cannot go to {to:?} from there")]
+    #[error("QP {qpn} is in {from:?}, where {change:?} is not possible")]
     Transition {
         /// The queue pair.
         qpn: Qpn,
         /// Where it is.
         from: QpState,
-        /// Where it should have gone.
-        to: QpState,
+        /// What was to change.
+        change: QpChange,
     },
     /// The verb needs a managed queue.
     #[error("the {queue} queue of QP {qpn} is not a managed one; make it with `managed` set")]

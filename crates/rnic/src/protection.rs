@@ -20,7 +20,7 @@ use crate::dma::Span;
 use crate::error::{Error, Object};
 use crate::ids::{Access, FunctionId, Key, KeyIndex, Pdn, Qpn};
 use crate::memory::DmaMemory;
-use crate::verbs::{KeyInfo, KeyKind, MwKind};
+use crate::verbs::{KeyInfo, KeyKind, MwKind, RegionChange};
 use crate::wqe::umr::{self, Umr, UmrFlags};
 use std::collections::VecDeque;
 
@@ -290,7 +290,13 @@ impl KeyTable {
             new.start = u.start;
         }
         let len = if u.mask & umr::MASK_LEN != 0 { u.len } else { old.span.len() };
-        if new.start != u.klm.addr || len != u.klm.len as u64 || len == 0 {
+        // A zero-based window is addressed from 0 on (IBTA vol. 1, §10.6).
+        let based = new.start == u.klm.addr || new.start == 0;
+        if !based || len != u.klm.len as u64 || len == 0 {
+            return Err(Refusal::Form);
+        }
+        // Words must be aligned both as they are addressed and as they lie in memory.
+        if new.access.allows(Access::REMOTE_ATOMIC) && new.start % 8 != u.klm.addr % 8 {
             return Err(Refusal::Form);
         }
         let region = self.entry(u.klm.lkey, by.pd).map_err(|_| Refusal::Region)?;
@@ -407,8 +413,8 @@ impl KeyTable {
         Ok(e)
     }
 
-    /// Ends a region; gives its PD and length.
-    pub fn deregister(&mut self, function: FunctionId, key: Key) -> Result<(Pdn, u64), Error> {
+    /// A region that may end or change: its PD and length.
+    pub fn region(&self, function: FunctionId, key: Key) -> Result<(Pdn, u64), Error> {
         let e = *self.owned(function, key.index())?;
         if e.kind != Kind::Region || e.tag != key.tag() {
             return Err(Error::Unknown(Object::Key(key.index())));
@@ -417,8 +423,28 @@ impl KeyTable {
             let (object, users) = (Object::Key(key.index()), e.link);
             return Err(Error::InUse { object, users, by: "memory windows" });
         }
-        self.retire(key.index());
         Ok((e.pd, e.span.len()))
+    }
+
+    /// Ends a region; gives its PD and length.
+    pub fn deregister(&mut self, function: FunctionId, key: Key) -> Result<(Pdn, u64), Error> {
+        let what = self.region(function, key)?;
+        self.retire(key.index());
+        Ok(what)
+    }
+
+    /// Changes a region that [`KeyTable::region`] has found; gives its new key.
+    pub fn reregister(&mut self, key: Key, to: RegionChange) -> Key {
+        let index = key.index();
+        let e = &mut self.entries[index.index()];
+        e.tag = e.tag.wrapping_add(1);
+        e.pd = to.pd.unwrap_or(e.pd);
+        e.access = to.access.unwrap_or(e.access);
+        if let Some((memory, iova)) = to.memory {
+            (e.start, e.span) = (iova, Span::of(&memory));
+            self.owners[index.index()].memory = Some(memory);
+        }
+        Key::new(index, self.entries[index.index()].tag)
     }
 
     /// Ends a window, bound or free; gives its PD. Its tag may have changed since it was made.
@@ -469,18 +495,30 @@ impl KeyTable {
         let end = start.saturating_add(len);
         let opening = |(at, e): (usize, &Entry)| {
             let opens = matches!(e.kind, Kind::Bound | Kind::Region);
-            let meets = e.start < end && start < e.start.saturating_add(e.span.len());
+            let first = self.owners_address(e);
+            let meets = first < end && start < first.saturating_add(e.span.len());
             (opens && meets).then(|| Opening {
                 key: Key::new(KeyIndex::new(at as u32), e.tag),
                 pd: e.pd,
                 qpn: e.qpn,
                 open: e.kind == Kind::Region || e.open,
                 access: e.access,
-                start: e.start,
+                start: first,
                 len: e.span.len(),
             })
         };
         self.entries.iter().enumerate().filter_map(opening).collect()
+    }
+
+    /// The address of a key's first byte in its region, also if the key itself is addressed from 0 on.
+    fn owners_address(&self, e: &Entry) -> u64 {
+        match e.kind {
+            Kind::Bound => {
+                let region = &self.entries[e.link as usize];
+                region.start.wrapping_add(e.span.offset_in(region.span))
+            }
+            _ => e.start,
+        }
     }
 
     /// Ends all keys of `function`: windows first, then regions.

@@ -51,6 +51,8 @@ pub(crate) struct Qp {
     pub flushing: bool,
     /// An event was raised that nobody has taken.
     pub reported: bool,
+    /// The event of its last WQE was raised and not taken.
+    pub last_reported: bool,
     /// The WQE that is executed in slices. Made when first needed, then kept.
     pub long: Option<Box<Long>>,
 }
@@ -80,20 +82,18 @@ impl Qp {
     /// The state after `change`, if the table above has it.
     pub fn after(&self, change: QpChange) -> Result<QpState, Error> {
         use QpState::*;
-        let to = match change {
-            QpChange::Reset => Reset,
-            QpChange::Init => Init,
-            QpChange::ReadyToReceive { .. } => ReadyToReceive,
-            QpChange::ReadyToSend => ReadyToSend,
-            QpChange::Error => Error,
+        let allowed = match (self.state, change) {
+            (_, QpChange::Reset) => Some(Reset),
+            (_, QpChange::Error) => Some(Error),
+            (Reset, QpChange::Init) => Some(Init),
+            (Init, QpChange::ReadyToReceive { .. }) => Some(ReadyToReceive),
+            (ReadyToReceive, QpChange::ReadyToSend) => Some(ReadyToSend),
+            (Init | ReadyToReceive | ReadyToSend, QpChange::Access { .. }) => Some(self.state),
+            _ => None,
         };
-        match (self.state, to) {
-            (_, Reset | Error)
-            | (Reset, Init)
-            | (Init, ReadyToReceive)
-            | (ReadyToReceive, ReadyToSend) => Ok(to),
-            (from, to) => Err(crate::error::Error::Transition { qpn: self.qpn, from, to }),
-        }
+        let refused =
+            || crate::error::Error::Transition { qpn: self.qpn, from: self.state, change };
+        allowed.ok_or_else(refused)
     }
 
     /// Keeps a WQE that has moved `done` bytes until its next turn.

@@ -149,6 +149,8 @@ pub(crate) struct RecvQueue {
     pub waiters: List,
     /// In the engine's list of queues whose records are looked at.
     pub watched: bool,
+    /// An SRQ's limit: an event is raised when fewer receive WQEs are left. 0: not armed.
+    pub alarm: u32,
 }
 
 impl RecvQueue {
@@ -192,6 +194,7 @@ impl RecvQueue {
             limit: initial,
             waiters: List::EMPTY,
             watched: false,
+            alarm: 0,
         })
     }
 
@@ -213,6 +216,16 @@ impl RecvQueue {
         } else {
             self.record.load_be32(0, Ordering::Acquire) & self.index_mask
         }
+    }
+
+    /// Receive WQEs that its ring holds.
+    pub fn entries(&self) -> u32 {
+        self.entries
+    }
+
+    /// Bytes of a receive WQE.
+    pub fn stride(&self) -> u32 {
+        self.stride
     }
 
     pub fn set_limit(&mut self, limit: u32) {
@@ -267,6 +280,8 @@ pub(crate) struct CompletionQueue {
     pub reported: bool,
     /// In the engine's list of CQs whose `armed` is looked at when `poll` ends.
     pub touched: bool,
+    /// Among the completions since that look was one with an error, or one whose sender asked for an event.
+    pub solicited: bool,
 }
 
 impl CompletionQueue {
@@ -291,6 +306,7 @@ impl CompletionQueue {
             share,
             reported: false,
             touched: false,
+            solicited: false,
         })
     }
 
@@ -335,9 +351,11 @@ impl CompletionQueue {
         self.count.wrapping_sub(1).wrapping_sub(index) & 0x80_0000 == 0
     }
 
-    /// Clears `armed`; true if it was set. A full fence came before.
-    pub fn disarm(&self) -> bool {
-        self.record.take_flag(4)
+    /// Clears `armed` if the completions since the last call are what it asks for; true if it was set. A
+    /// full fence came before.
+    pub fn disarm(&mut self) -> bool {
+        let solicited = std::mem::take(&mut self.solicited);
+        self.record.take_flag(4, solicited)
     }
 }
 

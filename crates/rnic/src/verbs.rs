@@ -326,6 +326,12 @@ pub enum QpChange {
     ReadyToSend,
     /// To Error: work is flushed.
     Error,
+    /// What its peer may do at most, from now on (`IBV_QP_ACCESS_FLAGS`). Not in Reset or Error; the
+    /// state stays.
+    Access {
+        /// The rights.
+        access: Access,
+    },
 }
 
 /// A queue pair, described.
@@ -345,6 +351,67 @@ pub struct QpInfo {
     pub recv_limit: u32,
     /// WQEs executed since it was made.
     pub executed: u64,
+    /// Rights that its peer has at most.
+    pub access: Access,
+    /// Building blocks of its send ring; 0 without one.
+    pub send_blocks: u32,
+    /// Receive WQEs of its own receive ring; 0 without one.
+    pub recv_entries: u32,
+}
+
+/// A shared receive queue, described.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
+pub struct SrqInfo {
+    /// Receive WQEs that its ring holds.
+    pub entries: u32,
+    /// Bytes of a receive WQE.
+    pub stride: u32,
+    /// Receive WQEs that are posted and not used yet.
+    pub posted: u32,
+    /// Its limit; 0: none is armed.
+    pub limit: u32,
+}
+
+/// What a function may have at most (`ibv_device_attr`): its own limits, or the NIC's where they are lower.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
+pub struct DeviceInfo {
+    /// Protection domains.
+    pub pds: u32,
+    /// Queue pairs.
+    pub qps: u32,
+    /// Completion queues.
+    pub cqs: u32,
+    /// Shared receive queues.
+    pub srqs: u32,
+    /// Memory regions and windows together.
+    pub keys: u32,
+    /// Bytes in memory regions.
+    pub registered_bytes: u64,
+    /// Bytes of rings.
+    pub ring_bytes: u64,
+    /// Building blocks of a send ring.
+    pub send_blocks: u32,
+    /// Receive WQEs of a queue that is not managed.
+    pub recv_entries: u32,
+    /// Entries of a CQ.
+    pub cq_entries: u32,
+    /// SGEs of a READ or WRITE.
+    pub sges: u32,
+    /// Bytes of a READ or WRITE.
+    pub rdma_bytes: u64,
+    /// Bytes of a SEND.
+    pub send_bytes: u32,
+}
+
+/// What changes of a memory region ([`crate::Engine::rereg_mr`]).
+#[derive(Clone, Debug, Default)]
+pub struct RegionChange {
+    /// Another protection domain.
+    pub pd: Option<Pdn>,
+    /// Other memory, and the address of its first byte.
+    pub memory: Option<(DmaMemory, u64)>,
+    /// Other rights.
+    pub access: Option<Access>,
 }
 
 /// What the NIC tells its port beside completions in memory.
@@ -361,8 +428,9 @@ pub enum Event {
     },
 }
 
-/// Affiliated asynchronous events.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+/// Affiliated asynchronous events (IBTA vol. 1, chapter 11, "asynchronous events").
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum AsyncEvent {
     /// The QP went to Error because one of its WQEs failed or because it refused its peer's request.
     QpError {
@@ -370,12 +438,25 @@ pub enum AsyncEvent {
         qpn: Qpn,
         /// Why.
         syndrome: crate::cqe::Syndrome,
+        /// It refused a request of its peer; no completion of its own says so. Else one of its own WQEs
+        /// failed.
+        by_peer: bool,
     },
     /// A completion found no room. The CQ takes no more completions; QPs that complete to it go to
     /// Error when they try.
     CqOverrun {
         /// The CQ.
         cqn: Cqn,
+    },
+    /// Fewer receive WQEs are left in the SRQ than its limit, which is no longer armed.
+    SrqLimit {
+        /// The SRQ.
+        srqn: Srqn,
+    },
+    /// The QP is in Error, and uses no receive WQE of its SRQ any more.
+    LastWqeReached {
+        /// The QP.
+        qpn: Qpn,
     },
 }
 

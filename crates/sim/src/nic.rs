@@ -181,6 +181,14 @@ impl Hooks for SimHooks {
         Ok(seen)
     }
 
+    fn nap(&self, time: Duration) -> bool {
+        if fiber::current().is_none() || fiber::is_ending() {
+            return false;
+        }
+        self.wait_until(Some(SimHooks::now(self) + Time::from(time)));
+        true
+    }
+
     fn leave_waker(&self, cqn: Cqn, next: u32, waker: &Waker) {
         self.shared.state.lock().leave_waker(cqn, next, waker);
     }

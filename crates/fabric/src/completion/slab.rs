@@ -26,7 +26,7 @@ use std::task::Waker;
 
 use parking_lot::Mutex;
 
-use crate::{Completion, CompletionKind, Qpn, Status};
+use crate::{Completion, CompletionKind, Key, Qpn, Status, WcOpcode};
 
 /// Slots of the first segment; each further one has twice as many.
 const FIRST_SEGMENT: u32 = 64;
@@ -309,27 +309,39 @@ impl Slab {
     }
 }
 
-/// A completion in two words: bytes and immediate data, then the rest.
+/// A completion in two words:
+///
+/// ```text
+/// bytes (32) | immediate data, or the invalidated key (32)
+/// 0 (16) | vendor error (8) | 0 | opcode (4) | invalidated, imm, receive (3) | syndrome (8) | QPN (24)
+/// ```
 fn pack(c: &Completion) -> [u64; 2] {
-    let kind = match c.kind {
-        CompletionKind::Send => 0,
-        CompletionKind::Receive => 1 << 32,
-    };
-    let with_imm = if c.imm.is_some() { 1 << 33 } else { 0 };
+    let flag = |set: bool, bit: u32| (set as u64) << bit;
+    let word = c.imm.or(c.invalidated.map(|key| key.0)).unwrap_or(0);
     [
-        (c.bytes as u64) << 32 | c.imm.unwrap_or(0) as u64,
-        c.qpn.raw() as u64 | (c.status.syndrome() as u64) << 24 | kind | with_imm,
+        (c.bytes as u64) << 32 | word as u64,
+        c.qpn.raw() as u64
+            | (c.status.syndrome() as u64) << 24
+            | flag(c.kind == CompletionKind::Receive, 32)
+            | flag(c.imm.is_some(), 33)
+            | flag(c.invalidated.is_some(), 34)
+            | (c.opcode as u64) << 35
+            | (c.vendor_error as u64) << 40,
     ]
 }
 
 fn unpack(id: u64, [a, b]: [u64; 2]) -> Completion {
+    let flag = |bit: u32| b >> bit & 1 == 1;
     Completion {
         id,
         qpn: Qpn::new(b as u32),
         status: Status::from_syndrome((b >> 24) as u8),
-        kind: if b >> 32 & 1 == 0 { CompletionKind::Send } else { CompletionKind::Receive },
+        kind: if flag(32) { CompletionKind::Receive } else { CompletionKind::Send },
+        opcode: WcOpcode::ALL.get((b >> 35 & 0xf) as usize).copied().unwrap_or(WcOpcode::Unknown),
         bytes: (a >> 32) as u32,
-        imm: (b >> 33 & 1 == 1).then_some(a as u32),
+        imm: flag(33).then_some(a as u32),
+        invalidated: flag(34).then_some(Key(a as u32)),
+        vendor_error: (b >> 40) as u8,
     }
 }
 
@@ -393,15 +405,19 @@ mod tests {
     proptest! {
         #[test]
         fn a_completion_survives_packing(
-            id: u64, qpn: u32, syndrome: u8, receive: bool, bytes: u32, imm: Option<u32>,
+            id: u64, qpn: u32, syndrome: u8, receive: bool, bytes: u32, word: u32, what in 0..3,
+            opcode in 0..WcOpcode::ALL.len(), vendor_error: u8,
         ) {
             let c = Completion {
                 id,
                 qpn: Qpn::new(qpn),
                 status: Status::from_syndrome(syndrome),
                 kind: if receive { CompletionKind::Receive } else { CompletionKind::Send },
+                opcode: WcOpcode::ALL[opcode],
                 bytes,
-                imm,
+                imm: (what == 1).then_some(word),
+                invalidated: (what == 2).then_some(Key(word)),
+                vendor_error,
             };
             prop_assert_eq!(unpack(id, pack(&c)), c);
         }

@@ -26,12 +26,14 @@ use rustix::thread::futex;
 use super::queue::{ReceiveRing, SendQueue};
 use super::{MAX_ENTRIES, call, system};
 use crate::{
-    Completion, CompletionKind, CompletionQueue, CqAttr, Cqn, DmaMemory, Error, Qpn, Status,
+    Completion, CompletionKind, CompletionQueue, CqAttr, Cqn, DmaMemory, Error, Key, Qpn, Status,
+    WcOpcode,
 };
 
 /// How long a waiter sleeps before it looks whether the NIC is still there. (In unit tests so long
 /// that a lost wake-up is noticed.)
-const ALIVE_CHECK: Duration = Duration::from_millis(if cfg!(test) { 20_000 } else { 100 });
+pub(super) const ALIVE_CHECK: Duration =
+    Duration::from_millis(if cfg!(test) { 20_000 } else { 100 });
 /// Running numbers of completions have 24 bits.
 const NUMBER: u32 = 0xff_ffff;
 
@@ -51,6 +53,16 @@ pub(super) struct CqInner {
     /// The backlog is not empty.
     has_backlog: AtomicBool,
     poller: Mutex<Poller>,
+}
+
+/// Why a sleep ended.
+enum Woken {
+    /// Its slice of the time is over.
+    TimedOut,
+    /// The time is over.
+    Late,
+    /// Somebody has woken it, or the word was not what it should be.
+    Called,
 }
 
 struct Poller {
@@ -181,9 +193,7 @@ impl CqInner {
                 Some(q) if own_receive => q.reset(),
                 _ => Vec::new(),
             };
-            let flushed = |kind| {
-                move |id| Completion { id, qpn, status: Status::Flushed, kind, bytes: 0, imm: None }
-            };
+            let flushed = |kind| move |id| Completion::flushed(id, qpn, kind);
             poller.backlog.extend(sends.into_iter().map(flushed(CompletionKind::Send)));
             poller.backlog.extend(receives.into_iter().map(flushed(CompletionKind::Receive)));
         }
@@ -243,6 +253,28 @@ impl CqInner {
         }
     }
 
+    /// Sleeps while `armed` is `value`, a slice of the time until `deadline`.
+    fn sleep(&self, value: u32, deadline: Option<Instant>) -> Result<Woken, Error> {
+        let left = deadline.map_or(Duration::MAX, |d| d.saturating_duration_since(Instant::now()));
+        if left.is_zero() {
+            return Ok(Woken::Late);
+        }
+        let slice = left.min(ALIVE_CHECK);
+        let slice = futex::Timespec {
+            tv_sec: slice.as_secs() as i64,
+            tv_nsec: slice.subsec_nanos() as i64,
+        };
+        let armed = self.record.word32(ARMED);
+        let woken = futex::wait(armed, futex::Flags::empty(), value, Some(&slice));
+        if woken != Err(rustix::io::Errno::TIMEDOUT) {
+            return Ok(Woken::Called);
+        }
+        if !self.is_ready() {
+            self.function.check_alive().map_err(system("waiting for a completion"))?;
+        }
+        Ok(Woken::TimedOut)
+    }
+
     fn wake(&self) {
         self.record.word32(ARMED).store(0, Ordering::SeqCst);
         rnic::port::wake(&self.record);
@@ -272,13 +304,21 @@ impl Poller {
             Some(e) => Status::from_syndrome(e.syndrome),
         };
         let with_imm = matches!(cqe.opcode, cqe::opcode::RESP_SEND_IMM | cqe::opcode::RESP_WR_IMM);
+        let invalidated = cqe.opcode == cqe::opcode::RESP_SEND_INV;
         Some(Completion {
             id,
             qpn: cqe.qpn,
             status,
             kind,
+            opcode: match (kind, cqe.opcode) {
+                (CompletionKind::Send, _) => WcOpcode::of_wqe(cqe.wqe_opcode),
+                (_, cqe::opcode::RESP_WR_IMM) => WcOpcode::ReceiveWrite,
+                _ => WcOpcode::Receive,
+            },
             bytes: cqe.byte_count,
             imm: with_imm.then_some(cqe.imm),
+            invalidated: invalidated.then_some(Key(cqe.imm)),
+            vendor_error: cqe.error.map_or(0, |e| e.vendor),
         })
     }
 }
@@ -286,6 +326,10 @@ impl Poller {
 impl CompletionQueue for SoftCq {
     fn cqn(&self) -> Cqn {
         self.0.cqn
+    }
+
+    fn entries(&self) -> u32 {
+        self.0.entries
     }
 
     #[inline]
@@ -310,25 +354,32 @@ impl CompletionQueue for SoftCq {
             if done() {
                 return Ok(false);
             }
-            let left =
-                deadline.map_or(Duration::MAX, |d| d.saturating_duration_since(Instant::now()));
-            if left.is_zero() {
-                return Ok(false);
+            match cq.sleep(handshake::ANY, deadline)? {
+                Woken::TimedOut => cq.function.turn(),
+                Woken::Late | Woken::Called => return Ok(cq.is_ready()),
             }
-            let slice = left.min(ALIVE_CHECK);
-            let slice = futex::Timespec {
-                tv_sec: slice.as_secs() as i64,
-                tv_nsec: slice.subsec_nanos() as i64,
-            };
-            let woken = futex::wait(armed, futex::Flags::empty(), 1, Some(&slice));
             if cq.is_ready() {
                 return Ok(true);
             }
-            if woken != Err(rustix::io::Errno::TIMEDOUT) {
-                return Ok(false);
+        }
+    }
+
+    fn wait_solicited(&self, timeout: Duration) -> Result<bool, Error> {
+        let cq = &*self.0;
+        let deadline = Instant::now().checked_add(timeout);
+        cq.function.turn();
+        loop {
+            let armed = cq.record.word32(ARMED);
+            let Some(value) = handshake::arm_solicited(armed, || cq.is_ready()) else {
+                return Ok(true);
+            };
+            match cq.sleep(value, deadline)? {
+                // Whatever has come meanwhile was not solicited.
+                Woken::TimedOut => cq.function.turn(),
+                Woken::Late => return Ok(false),
+                // Or another thread's arming was used up; then this one arms again.
+                Woken::Called => {}
             }
-            cq.function.check_alive().map_err(system("waiting for a completion"))?;
-            cq.function.turn();
         }
     }
 

@@ -13,6 +13,7 @@ mod work;
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use rnic::ids::Pdn;
 use rnic::port::control::{MWS_MAX, Reply, Verb};
@@ -25,14 +26,26 @@ pub use qp::{SoftQp, SoftSrq};
 
 use crate::direct::{DirectNic, KeyInfo, Managed};
 use crate::{
-    Access, Caps, CompletionQueue, CqAttr, DmaMemory, Error, Key, MemoryRegion, MemoryWindow, Nic,
-    QpAttr, ReceiveAttr,
+    Access, Caps, CompletionQueue, CqAttr, DeviceInfo, DmaMemory, Error, Events, Feature, Key,
+    MemoryRegion, MemoryWindow, Nic, QpAttr, ReceiveAttr, Rereg,
 };
 
 /// The most building blocks of a send queue, and receive WQEs of a managed receive queue.
 const MAX_QUEUE: u32 = 1 << 15;
 /// The most entries of a CQ or of a receive queue that is not managed.
 const MAX_ENTRIES: u32 = 1 << 21;
+
+/// What this NIC can do and others cannot.
+const FEATURES: [Feature; 8] = [
+    Feature::Rereg,
+    Feature::ZeroBased,
+    Feature::AsyncEvents,
+    Feature::SrqLimit,
+    Feature::SolicitedEvents,
+    Feature::MaskedAtomics,
+    Feature::ModifyAccess,
+    Feature::CqOverrun,
+];
 
 /// A function of a software NIC.
 #[derive(Clone)]
@@ -91,6 +104,42 @@ impl Nic for SoftNic {
             max_sges: work::MAX_SGES as u32,
             max_inline: work::MAX_INLINE as u32,
             max_queue: MAX_QUEUE,
+            features: &FEATURES,
+        }
+    }
+
+    fn query_device(&self) -> Result<DeviceInfo, Error> {
+        match call(&self.function, "query_device", Verb::QueryDevice)? {
+            Reply::Device(info) => Ok(DeviceInfo {
+                recv_entries: info.recv_entries.min(MAX_ENTRIES),
+                cq_entries: info.cq_entries.min(MAX_ENTRIES),
+                ..info
+            }),
+            _ => Err(unexpected("query_device")),
+        }
+    }
+
+    fn take_events(&self) -> Result<Events, Error> {
+        match call(&self.function, "take_events", Verb::TakeEvents)? {
+            Reply::Events(events) => Ok(events),
+            _ => Err(unexpected("take_events")),
+        }
+    }
+
+    fn wait_events(&self, timeout: Duration) -> Result<Events, Error> {
+        let attempt = "waiting for asynchronous events";
+        let deadline = Instant::now().checked_add(timeout);
+        let word = self.function.event_word().map_err(system(attempt))?;
+        loop {
+            self.function.turn();
+            word.arm();
+            let events = self.take_events()?;
+            let left =
+                deadline.map_or(Duration::MAX, |d| d.saturating_duration_since(Instant::now()));
+            if !events.events.is_empty() || left.is_zero() {
+                return Ok(events);
+            }
+            word.sleep(left.min(cq::ALIVE_CHECK));
         }
     }
 
@@ -108,14 +157,46 @@ impl Nic for SoftNic {
     }
 
     fn reg_mr(&self, pd: &SoftPd, memory: &DmaMemory, access: Access) -> Result<SoftMr, Error> {
-        let verb =
-            Verb::RegMr { pd: pd.number(), memory: memory.clone(), iova: memory.addr(), access };
+        self.reg_mr_iova(pd, memory, memory.addr(), access)
+    }
+
+    fn reg_mr_iova(
+        &self,
+        pd: &SoftPd,
+        memory: &DmaMemory,
+        iova: u64,
+        access: Access,
+    ) -> Result<SoftMr, Error> {
+        let memory = memory.clone();
+        let verb = Verb::RegMr { pd: pd.number(), memory: memory.clone(), iova, access };
         match call(&self.function, "reg_mr", verb)? {
-            Reply::Key(key) => {
-                Ok(SoftMr(Arc::new(MrInner { pd: pd.clone(), key, memory: memory.clone() })))
-            }
+            Reply::Key(key) => Ok(SoftMr(Arc::new(MrInner { pd: pd.clone(), key, memory, iova }))),
             _ => Err(unexpected("reg_mr")),
         }
+    }
+
+    fn rereg_mr(&self, mut mr: SoftMr, change: Rereg<'_, Self>) -> Result<SoftMr, Error> {
+        let inner = Arc::get_mut(&mut mr.0).ok_or_else(|| Error::Refused {
+            verb: "rereg_mr",
+            why: "others hold the region's handle".to_string(),
+        })?;
+        let verb = Verb::ReregMr {
+            key: inner.key,
+            pd: change.pd.map(SoftPd::number),
+            memory: change.memory.map(|memory| (memory.clone(), memory.addr())),
+            access: change.access,
+        };
+        match call(&self.function, "rereg_mr", verb)? {
+            Reply::Key(key) => inner.key = key,
+            _ => return Err(unexpected("rereg_mr")),
+        }
+        if let Some(pd) = change.pd {
+            inner.pd = pd.clone();
+        }
+        if let Some(memory) = change.memory {
+            (inner.memory, inner.iova) = (memory.clone(), memory.addr());
+        }
+        Ok(mr)
     }
 
     fn alloc_mw(&self, pd: &SoftPd) -> Result<SoftMw, Error> {
@@ -129,6 +210,7 @@ impl Nic for SoftNic {
     fn alloc_type1_mws(&self, pd: &SoftPd, count: usize) -> Result<Vec<SoftMw>, Error> {
         self.alloc_windows(pd, MwKind::Type1, count)
     }
+
     fn create_cq(&self, attr: CqAttr) -> Result<SoftCq, Error> {
         SoftCq::create(&self.function, &attr)
     }
@@ -150,7 +232,8 @@ impl SoftNic {
             let verb = Verb::AllocMws { pd: pd.number(), kind, count: batch };
             match call(&self.function, "alloc_mws", verb)? {
                 Reply::Keys(keys) if keys.len() == batch as usize => windows.extend(
-                    keys.into_iter().map(|key| SoftMw(Arc::new(MwInner { pd: pd.clone(), key }))),
+                    keys.into_iter()
+                        .map(|key| SoftMw(Arc::new(MwInner { pd: pd.clone(), key, kind }))),
                 ),
                 _ => return Err(unexpected("alloc_mws")),
             }
@@ -223,6 +306,7 @@ struct MrInner {
     pd: SoftPd,
     key: Key,
     memory: DmaMemory,
+    iova: u64,
 }
 
 impl MemoryRegion for SoftMr {
@@ -232,6 +316,10 @@ impl MemoryRegion for SoftMr {
 
     fn memory(&self) -> &DmaMemory {
         &self.0.memory
+    }
+
+    fn iova(&self) -> u64 {
+        self.0.iova
     }
 }
 
@@ -250,11 +338,16 @@ pub struct SoftMw(Arc<MwInner>);
 struct MwInner {
     pd: SoftPd,
     key: Key,
+    kind: MwKind,
 }
 
 impl MemoryWindow for SoftMw {
     fn key(&self) -> Key {
         self.0.key
+    }
+
+    fn kind(&self) -> MwKind {
+        self.0.kind
     }
 }
 

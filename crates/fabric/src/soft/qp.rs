@@ -11,8 +11,8 @@ use super::queue::{ReceiveRing, SendQueue};
 use super::{MAX_ENTRIES, MAX_QUEUE, SoftNic, SoftPd, call, system, unexpected, work};
 use crate::direct::{DirectQp, DirectReceive, Managed, Progress, Ring};
 use crate::{
-    DmaMemory, Error, QpAttr, QpChange, QpState, Qpn, QueuePair, Receive, ReceiveAttr,
-    ReceiveQueue, ReceiveRequest, WorkRequest,
+    DmaMemory, Error, QpAttr, QpChange, QpInfo, QpState, Qpn, QueuePair, Receive, ReceiveAttr,
+    ReceiveQueue, ReceiveRequest, SrqInfo, WorkRequest,
 };
 
 /// A queue pair.
@@ -140,6 +140,16 @@ impl OwnOrShared {
 }
 
 impl QpInner {
+    /// What may be posted changes.
+    fn set_state(&self, state: QpState) {
+        if let Some(send) = &self.send {
+            send.set_state(state);
+        }
+        if let OwnOrShared::Own(queue) = &self.receive {
+            queue.set_state(state);
+        }
+    }
+
     /// The NIC has forgotten what was posted: gives it back.
     fn forget_posted(&self) {
         let own_receive = matches!(self.receive, OwnOrShared::Own(_));
@@ -156,6 +166,10 @@ impl QueuePair for SoftQp {
     }
 
     fn modify(&self, change: QpChange) -> Result<(), Error> {
+        if change == QpChange::Reset {
+            // What is posted from now on would be forgotten.
+            self.0.set_state(QpState::Reset);
+        }
         let to = match change {
             QpChange::Reset => rnic::verbs::QpChange::Reset,
             QpChange::Init => rnic::verbs::QpChange::Init,
@@ -164,21 +178,34 @@ impl QueuePair for SoftQp {
             }
             QpChange::ReadyToSend => rnic::verbs::QpChange::ReadyToSend,
             QpChange::Error => rnic::verbs::QpChange::Error,
+            QpChange::Access { access } => rnic::verbs::QpChange::Access { access },
         };
         call(&self.0.function, "modify_qp", Verb::ModifyQp { qpn: self.0.qpn, change: to })?;
-        if change == QpChange::Reset {
-            self.0.forget_posted();
+        match change {
+            QpChange::Reset => self.0.forget_posted(),
+            QpChange::Init => self.0.set_state(QpState::Init),
+            QpChange::ReadyToReceive { .. } => self.0.set_state(QpState::ReadyToReceive),
+            QpChange::ReadyToSend => self.0.set_state(QpState::ReadyToSend),
+            QpChange::Error => self.0.set_state(QpState::Error),
+            QpChange::Access { .. } => {}
         }
         Ok(())
     }
 
-    fn state(&self) -> Result<QpState, Error> {
-        Ok(match self.info()?.state {
-            rnic::verbs::QpState::Reset => QpState::Reset,
-            rnic::verbs::QpState::Init => QpState::Init,
-            rnic::verbs::QpState::ReadyToReceive => QpState::ReadyToReceive,
-            rnic::verbs::QpState::ReadyToSend => QpState::ReadyToSend,
-            rnic::verbs::QpState::Error => QpState::Error,
+    fn query(&self) -> Result<QpInfo, Error> {
+        let info = self.info()?;
+        Ok(QpInfo {
+            state: match info.state {
+                rnic::verbs::QpState::Reset => QpState::Reset,
+                rnic::verbs::QpState::Init => QpState::Init,
+                rnic::verbs::QpState::ReadyToReceive => QpState::ReadyToReceive,
+                rnic::verbs::QpState::ReadyToSend => QpState::ReadyToSend,
+                rnic::verbs::QpState::Error => QpState::Error,
+            },
+            peer: (info.peer != Qpn::NONE).then_some(info.peer),
+            access: info.access,
+            send_blocks: info.send_blocks,
+            recv_entries: info.recv_entries,
         })
     }
 
@@ -246,6 +273,7 @@ impl SoftSrq {
     pub(super) fn create(pd: &SoftPd, attr: &ReceiveAttr) -> Result<Self, Error> {
         let function = pd.function().clone();
         let queue = Arc::new(receive_ring(&function, attr, false)?);
+        queue.set_state(QpState::ReadyToReceive);
         let verb = Verb::CreateSrq { pd: pd.number(), ring: describe(&queue) };
         let Reply::Srq(srqn) = call(&function, "create_srq", verb)? else {
             return Err(unexpected("create_srq"));
@@ -257,6 +285,22 @@ impl SoftSrq {
 impl ReceiveQueue for SoftSrq {
     fn post_recv(&self, wr: &ReceiveRequest<'_>) -> Result<(), Error> {
         self.0.queue.post(wr)
+    }
+
+    fn set_limit(&self, limit: u32) -> Result<(), Error> {
+        let verb = Verb::ModifySrq { srqn: self.0.srqn, limit };
+        call(&self.0.function, "modify_srq", verb).map(drop)
+    }
+
+    fn query(&self) -> Result<SrqInfo, Error> {
+        match call(&self.0.function, "query_srq", Verb::QuerySrq { srqn: self.0.srqn })? {
+            Reply::SrqInfo(info) => Ok(info),
+            _ => Err(unexpected("query_srq")),
+        }
+    }
+
+    fn srqn(&self) -> rnic::ids::Srqn {
+        self.0.srqn
     }
 }
 

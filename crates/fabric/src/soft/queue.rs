@@ -8,14 +8,14 @@
 //! Posters take turns by a lock; who polls the CQ (one at a time) reads the tables without it. What a
 //! poster wrote into a table before the doorbell is visible to who has seen the completion.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use rnic::port::{Doorbell, Function};
 use rnic::wqe::{Builder, WQEBB};
 
 use super::work;
-use crate::{DmaMemory, Error, Key, Qpn, ReceiveRequest, Sge, WorkRequest};
+use crate::{DmaMemory, Error, Key, QpState, Qpn, ReceiveRequest, Sge, WorkRequest};
 
 /// Key that ends the list of a receive WQE that is not full.
 const END_OF_LIST: Key = Key(0x100);
@@ -29,8 +29,37 @@ pub(super) struct SendQueue {
     poster: Mutex<Poster>,
     /// Running index of the first building block that is in use; moved by who polls.
     done: AtomicU32,
+    /// The queue pair's state, as its owner has set it.
+    state: State,
     /// By building block: what was posted there.
     posted: Box<[PostedSend]>,
+}
+
+/// A queue pair's state as its owner has set it. An error that the NIC has met is not in it: work may be
+/// posted then, and is flushed.
+struct State(AtomicU8);
+
+impl State {
+    const ALL: [QpState; 5] = [
+        QpState::Reset,
+        QpState::Init,
+        QpState::ReadyToReceive,
+        QpState::ReadyToSend,
+        QpState::Error,
+    ];
+
+    fn new(state: QpState) -> Self {
+        Self(AtomicU8::new(state as u8))
+    }
+
+    fn set(&self, state: QpState) {
+        self.0.store(state as u8, Ordering::Relaxed);
+    }
+
+    #[inline]
+    fn get(&self) -> QpState {
+        Self::ALL[self.0.load(Ordering::Relaxed) as usize]
+    }
 }
 
 struct Poster {
@@ -56,6 +85,7 @@ impl SendQueue {
             managed,
             poster: Mutex::new(Poster { head: 0, builder: Builder::new(qpn, 0), doorbell }),
             done: AtomicU32::new(0),
+            state: State::new(QpState::Reset),
             posted: (0..slots).map(|_| PostedSend::default()).collect(),
         }
     }
@@ -68,6 +98,11 @@ impl SendQueue {
         self.blocks
     }
 
+    /// The queue pair is now in `state`.
+    pub fn set_state(&self, state: QpState) {
+        self.state.set(state);
+    }
+
     /// Writes `list` into the ring and rings the doorbell; all of it or nothing.
     #[inline]
     pub fn post(&self, list: &[WorkRequest<'_>]) -> Result<(), Error> {
@@ -75,6 +110,11 @@ impl SendQueue {
             return Err(Error::BadRequest {
                 what: format!("the send queue of QP {} is managed: program its ring", self.qpn),
             });
+        }
+        let state = self.state.get();
+        if !matches!(state, QpState::ReadyToSend | QpState::Error) {
+            let queue = format!("the send queue of QP {}", self.qpn);
+            return Err(Error::NotReady { queue, state });
         }
         let mut need = 0;
         for wr in list {
@@ -91,7 +131,7 @@ impl SendQueue {
         }
         for wr in list {
             builder.restart(*head as u16);
-            work::build(builder, &wr.op);
+            work::build(builder, self.qpn, &wr.op);
             if wr.signaled {
                 builder.signaled();
             }
@@ -169,6 +209,8 @@ pub(super) struct ReceiveRing {
     entries: u32,
     max_sges: u32,
     managed: bool,
+    /// The queue pair's state; a shared queue is always ready.
+    state: State,
     /// Running index of the next receive WQE.
     head: Mutex<u32>,
     /// Running index of what completed last: tells which lap a completion's 16 bits mean.
@@ -200,6 +242,7 @@ impl ReceiveRing {
             entries,
             max_sges,
             managed,
+            state: State::new(QpState::Reset),
             head: Mutex::new(0),
             last: AtomicU32::new(0),
             posted: (0..entries).map(|_| PostedReceive::default()).collect(),
@@ -236,6 +279,11 @@ impl ReceiveRing {
         self.max_sges * rnic::wqe::SEGMENT as u32
     }
 
+    /// The queue pair is now in `state`; of a shared queue: it can be posted to.
+    pub fn set_state(&self, state: QpState) {
+        self.state.set(state);
+    }
+
     /// Writes a receive WQE and moves the record.
     pub fn post(&self, wr: &ReceiveRequest<'_>) -> Result<(), Error> {
         if wr.to.len() > self.max_sges as usize {
@@ -251,6 +299,10 @@ impl ReceiveRing {
             return Err(Error::BadRequest {
                 what: format!("{} is managed: program its ring", self.name),
             });
+        }
+        let state = self.state.get();
+        if state == QpState::Reset {
+            return Err(Error::NotReady { queue: self.name.clone(), state });
         }
         let mut head = self.head.lock();
         let slot = (*head & (self.entries - 1)) as usize;

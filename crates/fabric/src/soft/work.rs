@@ -1,8 +1,10 @@
 //! Work requests into WQEs.
 
-use rnic::wqe::{Builder, MAX_SEGMENTS, SEGMENT, WQEBB};
+use rnic::wqe::{Builder, FM_FENCE, MAX_SEGMENTS, SE_SOLICITED, SEGMENT, Umr, WQEBB, umr};
 
-use crate::{Error, Op};
+use rnic::verbs::MwKind;
+
+use crate::{Bind, Data, Error, Op, Qpn, SendFlags};
 
 /// The most scatter-gather entries of a work request.
 pub(super) const MAX_SGES: usize = MAX_SEGMENTS - 2;
@@ -21,14 +23,22 @@ pub(super) fn blocks(op: &Op<'_>) -> Result<u32, Error> {
         Op::WriteInline { data, .. } => 2 + inline(data.len())?,
         Op::CompareSwap { .. } | Op::FetchAdd { .. } | Op::MaskedFetchAdd { .. } => 4,
         Op::MaskedCompareSwap { .. } => 5,
+        Op::SendImm { data, .. } | Op::SendInvalidate { data, .. } => 1 + carried(&data)?,
+        Op::WriteImm { data, .. } => 2 + carried(&data)?,
         Op::Window(umr) => umr.segments(),
+        Op::Bind(_) => umr::BIND_SEGMENTS,
+        Op::With { op: Op::With { .. }, .. } => {
+            let what = "flags of a request that has flags already".to_string();
+            return Err(Error::BadRequest { what });
+        }
+        Op::With { op, .. } => return blocks(op),
     };
     Ok((segments * SEGMENT).div_ceil(WQEBB) as u32)
 }
 
-/// Encodes `op`, which [`blocks`] has found good.
+/// Encodes `op`, which [`blocks`] has found good, for a queue of `qpn`.
 #[inline]
-pub(super) fn build(b: &mut Builder, op: &Op<'_>) {
+pub(super) fn build(b: &mut Builder, qpn: Qpn, op: &Op<'_>) {
     match *op {
         Op::Nop => b.nop(),
         Op::Send { from } => b.send(from),
@@ -42,9 +52,45 @@ pub(super) fn build(b: &mut Builder, op: &Op<'_>) {
         Op::MaskedCompareSwap { at, compare, compare_mask, swap, swap_mask, old } => {
             b.masked_compare_swap(at, (compare, compare_mask), (swap, swap_mask), old)
         }
+        Op::SendImm { data: Data::Gather(from), imm } => b.send_imm(from, imm),
+        Op::SendImm { data: Data::Inline(data), imm } => b.send_imm_inline(data, imm),
+        Op::SendInvalidate { data: Data::Gather(from), key } => b.send_invalidate(from, key),
+        Op::SendInvalidate { data: Data::Inline(data), key } => b.send_invalidate_inline(data, key),
+        Op::WriteImm { to, data: Data::Gather(from), imm } => b.rdma_write_imm(to, from, imm),
+        Op::WriteImm { to, data: Data::Inline(data), imm } => {
+            b.rdma_write_imm_inline(to, data, imm)
+        }
         Op::Window(umr) => b.umr(umr),
+        Op::Bind(bind) => b.umr(&umr_of(bind, qpn)),
         Op::LocalInvalidate { key } => b.local_invalidate(key),
+        Op::With { flags, op } => {
+            build(b, qpn, op);
+            b.flags(bits(flags))
+        }
     };
+}
+
+/// The UMR of a bind that is posted to `qpn`.
+fn umr_of(bind: &Bind, qpn: Qpn) -> Umr {
+    let Bind { key, kind, tag, region, addr, len, access, zero_based } = *bind;
+    let umr = match kind {
+        MwKind::Type1 => Umr::bind_type1(key, tag, access, region, addr, len),
+        MwKind::Type2 => Umr::bind(key, tag, qpn, access, region, addr, len),
+    };
+    if zero_based { umr.zero_based() } else { umr }
+}
+
+/// `fm_ce_se` bits.
+fn bits(flags: SendFlags) -> u8 {
+    let bit = |set, bit| if set { bit } else { 0 };
+    bit(flags.fence, FM_FENCE) | bit(flags.solicited, SE_SOLICITED)
+}
+
+fn carried(data: &Data<'_>) -> Result<usize, Error> {
+    match data {
+        Data::Gather(from) => sges(from.len()),
+        Data::Inline(data) => inline(data.len()),
+    }
 }
 
 fn sges(count: usize) -> Result<usize, Error> {

@@ -1,19 +1,17 @@
-//! Control verbs: objects are made, changed, described and destroyed.
+//! Control verbs: objects are made and destroyed. `attributes.rs` changes and describes them.
 //!
 //! Every verb names the calling function and touches only objects of that function. A refused verb
 //! changes nothing.
 
+use super::attributes::check_region;
 use super::lists::{Links, Place};
 use super::{Core, Engine, Function, Pd};
 use crate::error::{Error, Object};
-use crate::ids::{Access, Cqn, FunctionId, Key, KeyIndex, Pdn, Qpn, Srqn};
+use crate::ids::{Access, Cqn, FunctionId, Key, Pdn, Qpn, Srqn};
 use crate::memory::DmaMemory;
 use crate::qp::{Peer, Qp};
 use crate::queue::{CompletionQueue, RecvQueue, SendQueue};
-use crate::verbs::{
-    CqSpec, FunctionLimits, KeyInfo, MwKind, QpChange, QpInfo, QpSpec, QpState, Recv, RecvSpec,
-};
-use crate::wire::PeerAddress;
+use crate::verbs::{CqSpec, FunctionLimits, MwKind, QpSpec, QpState, Recv, RecvSpec};
 use std::collections::HashSet;
 
 impl Engine {
@@ -105,21 +103,8 @@ impl Engine {
         access: Access,
     ) -> Result<Key, Error> {
         self.core.pd(f, pd)?;
+        check_region(&mem, iova)?;
         let len = mem.len() as u64;
-        if len == 0 || iova.checked_add(len).is_none() {
-            return Err(Error::Argument {
-                what: "the length of a region",
-                value: len,
-                must: "more than 0, and its last address below 2^64",
-            });
-        }
-        if iova % 8 != mem.addr() % 8 {
-            return Err(Error::Argument {
-                what: "the I/O virtual address of a region",
-                value: iova,
-                must: "equal to its memory's address modulo 8, so that words are aligned in both",
-            });
-        }
         let function = self.core.function(f)?;
         let bytes = function.used.registered_bytes.saturating_add(len);
         if bytes > function.limits.registered_bytes {
@@ -159,11 +144,6 @@ impl Engine {
         Ok(())
     }
 
-    /// Describes a key.
-    pub fn query_key(&self, f: FunctionId, index: KeyIndex) -> Result<KeyInfo, Error> {
-        self.core.keys.describe(f, index)
-    }
-
     // --- completion queues ---------------------------------------------------------------------
 
     /// Makes a CQ. Its owner has filled the ring with invalid entries ([`crate::cqe::clear`]): the NIC does
@@ -193,11 +173,6 @@ impl Engine {
         function.used.ring_bytes -= cq.ring_bytes();
         function.cqs.remove(&cqn.raw());
         Ok(())
-    }
-
-    /// Running number of the CQ's next completion, 24 bits.
-    pub fn cq_count(&self, f: FunctionId, cqn: Cqn) -> Result<u32, Error> {
-        Ok(self.core.cq(f, cqn)?.count)
     }
 
     // --- shared receive queues -----------------------------------------------------------------
@@ -284,6 +259,7 @@ impl Engine {
                 links: Links::NONE,
                 flushing: false,
                 reported: false,
+                last_reported: false,
                 long: None,
             },
         );
@@ -316,48 +292,6 @@ impl Engine {
         function.used.ring_bytes -= bytes;
         function.qps.remove(&qpn.raw());
         Ok(())
-    }
-
-    /// Changes the state of a QP.
-    pub fn modify_qp(&mut self, f: FunctionId, qpn: Qpn, change: QpChange) -> Result<(), Error> {
-        self.core.qp(f, qpn)?.after(change)?;
-        match change {
-            QpChange::Error => self.core.enter_error(qpn, None),
-            QpChange::Reset => self.core.reset_qp(qpn),
-            QpChange::Init => self.core.qp_mut(qpn).state = QpState::Init,
-            QpChange::ReadyToReceive { peer: PeerAddress::Remote(peer) } => {
-                peer.check()?;
-                return Err(Error::NoWire { qpn });
-            }
-            QpChange::ReadyToReceive { peer: PeerAddress::Local(peer) } => {
-                let qp = self.core.qp_mut(qpn);
-                qp.peer = Peer::Local(peer);
-                qp.state = QpState::ReadyToReceive;
-            }
-            QpChange::ReadyToSend => {
-                self.core.qp_mut(qpn).state = QpState::ReadyToSend;
-                self.core.schedule(qpn);
-            }
-        }
-        Ok(())
-    }
-
-    /// Describes a QP.
-    pub fn query_qp(&self, f: FunctionId, qpn: Qpn) -> Result<QpInfo, Error> {
-        let qp = self.core.qp(f, qpn)?;
-        let recv = qp.recv.and_then(|n| self.core.recvs.get(n));
-        Ok(QpInfo {
-            state: qp.state,
-            peer: match qp.peer {
-                Peer::None => Qpn::NONE,
-                Peer::Local(qpn) => qpn,
-            },
-            send_consumer: qp.send.as_ref().map_or(0, |s| s.consumer),
-            send_limit: qp.send.as_ref().map_or(0, |s| s.limit),
-            recv_consumer: recv.map_or(0, |r| r.consumer),
-            recv_limit: recv.map_or(0, |r| r.limit()),
-            executed: qp.executed,
-        })
     }
 
     /// Does from the CPU, at set-up, what SEND_EN does: the managed send queue of `qpn` may execute
@@ -396,36 +330,36 @@ impl Function {
 }
 
 impl Core {
-    fn function(&mut self, f: FunctionId) -> Result<&mut Function, Error> {
+    pub(super) fn function(&mut self, f: FunctionId) -> Result<&mut Function, Error> {
         self.functions.get_mut(&f).ok_or(Error::Unknown(Object::Function(f)))
     }
 
-    fn pd(&self, f: FunctionId, pd: Pdn) -> Result<&Pd, Error> {
+    pub(super) fn pd(&self, f: FunctionId, pd: Pdn) -> Result<&Pd, Error> {
         owned(self.pds.get(pd.raw()), |p| p.function, f, Object::Pd(pd))
     }
 
-    fn pd_mut(&mut self, pd: Pdn) -> &mut Pd {
+    pub(super) fn pd_mut(&mut self, pd: Pdn) -> &mut Pd {
         self.pds.get_mut(pd.raw()).expect("a PD in use lives")
     }
 
-    fn cq(&self, f: FunctionId, cqn: Cqn) -> Result<&CompletionQueue, Error> {
+    pub(super) fn cq(&self, f: FunctionId, cqn: Cqn) -> Result<&CompletionQueue, Error> {
         owned(self.cqs.get(cqn.raw()), |c| c.function, f, Object::Cq(cqn))
     }
 
-    fn cq_mut(&mut self, cqn: Cqn) -> &mut CompletionQueue {
+    pub(super) fn cq_mut(&mut self, cqn: Cqn) -> &mut CompletionQueue {
         self.cqs.get_mut(cqn.raw()).expect("a CQ in use lives")
     }
 
-    fn srq(&self, f: FunctionId, srqn: Srqn) -> Result<&RecvQueue, Error> {
+    pub(super) fn srq(&self, f: FunctionId, srqn: Srqn) -> Result<&RecvQueue, Error> {
         let shared = self.recvs.get(srqn.raw()).filter(|r| r.shared);
         owned(shared, |r| r.function, f, Object::Srq(srqn))
     }
 
-    fn qp(&self, f: FunctionId, qpn: Qpn) -> Result<&Qp, Error> {
+    pub(super) fn qp(&self, f: FunctionId, qpn: Qpn) -> Result<&Qp, Error> {
         owned(self.qps.get(qpn.raw()), |q| q.function, f, Object::Qp(qpn))
     }
 
-    fn qp_mut(&mut self, qpn: Qpn) -> &mut Qp {
+    pub(super) fn qp_mut(&mut self, qpn: Qpn) -> &mut Qp {
         self.qps.get_mut(qpn.raw()).expect("the QP was just seen")
     }
 
@@ -434,7 +368,7 @@ impl Core {
         made.ok_or(full("receive queues of the NIC", self.recvs.capacity()))
     }
 
-    fn key_made(&mut self, f: FunctionId, pd: Pdn, key: Key) {
+    pub(super) fn key_made(&mut self, f: FunctionId, pd: Pdn, key: Key) {
         self.pd_mut(pd).users += 1;
         let function = self.functions.get_mut(&f).expect("the caller lives");
         function.used.keys += 1;
@@ -474,7 +408,7 @@ impl Core {
         sends + self.recvs.remove(n).expect("a QP's own receive queue lives").ring_bytes()
     }
 
-    fn reset_qp(&mut self, qpn: Qpn) {
+    pub(super) fn reset_qp(&mut self, qpn: Qpn) {
         self.leave(qpn);
         self.wake_peer(qpn);
         let qp = self.qp_mut(qpn);

@@ -6,9 +6,19 @@ use crate::ids::Qpn;
 use crate::verbs::{AsyncEvent, Event, QpState};
 
 impl Core {
-    /// Moves a QP to Error. With a syndrome, its owner hears of it.
+    /// Moves a QP to Error. With a syndrome, which one of its own WQEs met, its owner hears of it.
     #[cold]
     pub fn enter_error(&mut self, qpn: Qpn, why: Option<Syndrome>) {
+        self.fall_into_error(qpn, why, false);
+    }
+
+    /// Moves a QP to Error that refuses a request of its peer.
+    #[cold]
+    pub fn enter_error_refusing(&mut self, qpn: Qpn, syndrome: Syndrome) {
+        self.fall_into_error(qpn, Some(syndrome), true);
+    }
+
+    fn fall_into_error(&mut self, qpn: Qpn, why: Option<Syndrome>, by_peer: bool) {
         let Some(qp) = self.qps.get_mut(qpn.raw()) else { return };
         if qp.state == QpState::Error {
             return;
@@ -17,8 +27,14 @@ impl Core {
         qp.abandon();
         if let Some(syndrome) = why.filter(|_| !qp.reported) {
             qp.reported = true;
-            let (function, event) = (qp.function, AsyncEvent::QpError { qpn, syndrome });
-            self.events.push_back(Event::Async { function, event });
+            let event = AsyncEvent::QpError { qpn, syndrome, by_peer };
+            self.events.push_back(Event::Async { function: qp.function, event });
+        }
+        // A SEND takes its receive WQE in one step: none is under way.
+        if qp.recv_shared && !qp.last_reported {
+            qp.last_reported = true;
+            let event = AsyncEvent::LastWqeReached { qpn };
+            self.events.push_back(Event::Async { function: qp.function, event });
         }
         let own = qp.recv.filter(|_| !qp.recv_shared && !qp.flushing);
         if own.and_then(|n| self.recvs.get(n)).is_some_and(|r| !r.managed) {

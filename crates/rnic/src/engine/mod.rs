@@ -22,6 +22,7 @@
 //! - Whatever a WQE, ring or record holds, the worst outcome is the error state of the QP that they
 //!   belong to and of its peer.
 
+mod attributes;
 mod control;
 mod errors;
 mod execute;
@@ -264,7 +265,7 @@ impl Engine {
     }
 
     /// What happened since the last call. An event of an object that was not taken is not repeated:
-    /// there are never more than two for each CQ and one for each QP.
+    /// there are never more than two for each CQ and QP. That of an SRQ's limit has to be armed each time.
     pub fn take_events(&mut self) -> impl Iterator<Item = Event> + '_ {
         let Core { events, cqs, qps, .. } = &mut self.core;
         events.drain(..).inspect(|event| match event {
@@ -272,7 +273,11 @@ impl Engine {
             Event::Async { event: AsyncEvent::QpError { qpn, .. }, .. } => {
                 _ = qps.get_mut(qpn.raw()).map(|qp| qp.reported = false);
             }
-            Event::Async { event: AsyncEvent::CqOverrun { .. }, .. } => {}
+            Event::Async { event: AsyncEvent::LastWqeReached { qpn }, .. } => {
+                _ = qps.get_mut(qpn.raw()).map(|qp| qp.last_reported = false);
+            }
+            Event::Async { event: AsyncEvent::CqOverrun { .. }, .. }
+            | Event::Async { event: AsyncEvent::SrqLimit { .. }, .. } => {}
         })
     }
 

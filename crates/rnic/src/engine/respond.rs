@@ -104,7 +104,7 @@ impl Core {
     /// Puts the responder into Error; gives what the requester hears. Why exactly is not told to it.
     #[cold]
     pub fn refuse(&mut self, to: &Responder, syndrome: Syndrome) -> Fault {
-        self.enter_error(to.qpn, Some(syndrome));
+        self.enter_error_refusing(to.qpn, syndrome);
         syndrome.into()
     }
 
@@ -114,7 +114,11 @@ impl Core {
             return Err(self.refuse(to, Syndrome::RemoteInvalidRequest));
         };
         let recv = self.recvs.get(n).expect("a receive queue in use lives");
-        Ok(if recv.credits() > 0 { Ok(()) } else { Err(Waiting::Receive(n)) })
+        if recv.credits() > 0 {
+            return Ok(Ok(()));
+        }
+        self.look_at_limit(n);
+        Ok(Err(Waiting::Receive(n)))
     }
 
     /// Receives a message: takes a receive WQE, scatters, completes. Nothing happens in between.
@@ -171,6 +175,9 @@ impl Core {
         let recv = self.recvs.get_mut(n).expect("a receive queue in use lives");
         cqe.wqe_counter = recv.consumer as u16;
         recv.advance();
+        if recv.alarm != 0 {
+            self.look_at_limit(n);
+        }
         self.stats.receives += 1;
         if !self.push_cqe(to.recv_cq, &cqe) {
             return Err(self.refuse(to, Syndrome::RemoteOperation));
@@ -233,6 +240,7 @@ impl Core {
             ..Cqe::default()
         };
         recv.advance();
+        self.look_at_limit(n);
         self.push_cqe(to.recv_cq, &cqe);
         self.enter_error(to.qpn, Some(mine.syndrome));
         theirs.into()

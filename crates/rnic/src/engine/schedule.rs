@@ -267,6 +267,7 @@ impl Core {
             cq.touched = true;
             self.touched.push(cqn);
         }
+        cq.solicited |= cqe.solicited || cqe.error.is_some();
         if !cq.waiters.is_empty() {
             self.wake_waiters(cqn);
         }

@@ -9,15 +9,25 @@ use crate::engine::Engine;
 use crate::error::Error;
 use crate::ids::{Access, Cqn, FunctionId, Key, KeyIndex, Pdn, Qpn, Srqn};
 use crate::memory::DmaMemory;
-use crate::verbs::{CqSpec, KeyInfo, MwKind, QpChange, QpInfo, QpSpec, Recv, RecvSpec, SendSpec};
+use crate::verbs::{
+    AsyncEvent, CqSpec, DeviceInfo, KeyInfo, MwKind, QpChange, QpInfo, QpSpec, Recv, RecvSpec,
+    RegionChange, SendSpec, SrqInfo,
+};
 
 /// The most windows that one [`Verb::AllocMws`] allocates: their keys fit one message.
 pub const MWS_MAX: u32 = 1024;
+
+/// The most events that one [`Verb::TakeEvents`] takes: they fit one message.
+pub const EVENTS_MAX: usize = 256;
 
 /// A control verb.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Verb<M> {
+    /// Asks what the function may have: [`Reply::Device`].
+    QueryDevice,
+    /// Takes up to [`EVENTS_MAX`] asynchronous events: [`Reply::Events`].
+    TakeEvents,
     /// Allocates a protection domain: [`Reply::Pd`].
     AllocPd,
     /// Frees a protection domain.
@@ -35,6 +45,17 @@ pub enum Verb<M> {
         iova: u64,
         /// What the key allows.
         access: Access,
+    },
+    /// Changes a registration: [`Reply::Key`].
+    ReregMr {
+        /// Which.
+        key: Key,
+        /// Its new protection domain, if that changes.
+        pd: Option<Pdn>,
+        /// Its new memory, if that changes, with the address of its first byte as its owner sees it.
+        memory: Option<(M, u64)>,
+        /// What the key allows, if that changes.
+        access: Option<Access>,
     },
     /// Ends a registration.
     DeregMr {
@@ -88,6 +109,18 @@ pub enum Verb<M> {
         pd: Pdn,
         /// Its ring.
         ring: ReceiveRing<M>,
+    },
+    /// Arms a shared receive queue's limit.
+    ModifySrq {
+        /// Which.
+        srqn: Srqn,
+        /// 0: none.
+        limit: u32,
+    },
+    /// Describes a shared receive queue: [`Reply::SrqInfo`].
+    QuerySrq {
+        /// Which.
+        srqn: Srqn,
     },
     /// Destroys a shared receive queue.
     DestroySrq {
@@ -222,8 +255,23 @@ pub enum Reply {
     KeyInfo(KeyInfo),
     /// What a queue pair is doing.
     QpInfo(QpInfo),
+    /// What a shared receive queue is doing.
+    SrqInfo(SrqInfo),
+    /// What the function may have.
+    Device(DeviceInfo),
+    /// What has happened.
+    Events(Events),
     /// A count.
     Count(u32),
+}
+
+/// Asynchronous events, in the order in which they happened.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Events {
+    /// The events.
+    pub events: Vec<AsyncEvent>,
+    /// Older ones that were dropped since the last answer: nobody had taken them in time.
+    pub lost: u32,
 }
 
 impl Verb<DmaMemory> {
@@ -231,10 +279,16 @@ impl Verb<DmaMemory> {
     pub(super) fn execute(self, engine: &mut Engine, f: FunctionId) -> Result<Reply, Error> {
         let done = |()| Reply::Done;
         match self {
+            Verb::QueryDevice => engine.query_device(f).map(Reply::Device),
+            // Events are the port's to keep: the engine has none for one function.
+            Verb::TakeEvents => Ok(Reply::Events(Events::default())),
             Verb::AllocPd => engine.alloc_pd(f).map(Reply::Pd),
             Verb::DeallocPd { pd } => engine.dealloc_pd(f, pd).map(done),
             Verb::RegMr { pd, memory, iova, access } => {
                 engine.reg_mr(f, pd, memory, iova, access).map(Reply::Key)
+            }
+            Verb::ReregMr { key, pd, memory, access } => {
+                engine.rereg_mr(f, key, RegionChange { pd, memory, access }).map(Reply::Key)
             }
             Verb::DeregMr { key } => engine.dereg_mr(f, key).map(done),
             Verb::AllocMws { pd, kind, count } => {
@@ -248,6 +302,8 @@ impl Verb<DmaMemory> {
             Verb::DestroyCq { cqn } => engine.destroy_cq(f, cqn).map(done),
             Verb::CqCount { cqn } => engine.cq_count(f, cqn).map(Reply::Count),
             Verb::CreateSrq { pd, ring } => engine.create_srq(f, pd, ring.into()).map(Reply::Srq),
+            Verb::ModifySrq { srqn, limit } => engine.modify_srq(f, srqn, limit).map(done),
+            Verb::QuerySrq { srqn } => engine.query_srq(f, srqn).map(Reply::SrqInfo),
             Verb::DestroySrq { srqn } => engine.destroy_srq(f, srqn).map(done),
             Verb::CreateQp(qp) => {
                 engine.create_qp(f, qp.into()).map(|qpn| Reply::Qp { qpn, doorbell: None })
@@ -323,10 +379,19 @@ impl<M> Verb<M> {
     /// The same verb with every memory replaced by what `f` makes of it.
     pub fn try_map<N, E>(self, mut f: impl FnMut(M) -> Result<N, E>) -> Result<Verb<N>, E> {
         Ok(match self {
+            Verb::QueryDevice => Verb::QueryDevice,
+            Verb::TakeEvents => Verb::TakeEvents,
             Verb::AllocPd => Verb::AllocPd,
             Verb::DeallocPd { pd } => Verb::DeallocPd { pd },
             Verb::RegMr { pd, memory, iova, access } => {
                 Verb::RegMr { pd, memory: f(memory)?, iova, access }
+            }
+            Verb::ReregMr { key, pd, memory, access } => {
+                let memory = match memory {
+                    Some((memory, iova)) => Some((f(memory)?, iova)),
+                    None => None,
+                };
+                Verb::ReregMr { key, pd, memory, access }
             }
             Verb::DeregMr { key } => Verb::DeregMr { key },
             Verb::AllocMws { pd, kind, count } => Verb::AllocMws { pd, kind, count },
@@ -338,6 +403,8 @@ impl<M> Verb<M> {
             Verb::DestroyCq { cqn } => Verb::DestroyCq { cqn },
             Verb::CqCount { cqn } => Verb::CqCount { cqn },
             Verb::CreateSrq { pd, ring } => Verb::CreateSrq { pd, ring: ring.try_map(&mut f)? },
+            Verb::ModifySrq { srqn, limit } => Verb::ModifySrq { srqn, limit },
+            Verb::QuerySrq { srqn } => Verb::QuerySrq { srqn },
             Verb::DestroySrq { srqn } => Verb::DestroySrq { srqn },
             Verb::CreateQp(qp) => Verb::CreateQp(qp.try_map(&mut f)?),
             Verb::ModifyQp { qpn, change } => Verb::ModifyQp { qpn, change },

@@ -7,6 +7,7 @@ use rustix::thread::futex;
 
 use super::control::{Reply, Verb};
 use super::error::Error;
+use super::events::EventQueues;
 use crate::engine::Engine;
 use crate::ids::{Cqn, FunctionId};
 use crate::memory::DmaMemory;
@@ -29,6 +30,8 @@ pub(super) struct Core {
     records: HashMap<Cqn, Record>,
     /// Functions with CQs whose sleepers are to be woken: they take turns.
     wakes: VecDeque<(FunctionId, VecDeque<Cqn>)>,
+    /// Asynchronous events.
+    pub events: EventQueues,
 }
 
 /// A CQ's record.
@@ -41,7 +44,12 @@ struct Record {
 
 impl Core {
     pub fn new(limits: Limits) -> Self {
-        Self { engine: Engine::new(limits), records: HashMap::new(), wakes: VecDeque::new() }
+        Self {
+            engine: Engine::new(limits),
+            records: HashMap::new(),
+            wakes: VecDeque::new(),
+            events: EventQueues::default(),
+        }
     }
 
     /// Executes a control verb of function `f`.
@@ -54,6 +62,13 @@ impl Core {
             Verb::DestroyCq { cqn } => Some(cqn),
             _ => None,
         };
+        let ends = match verb {
+            Verb::TakeEvents => return Ok(Reply::Events(self.events.take(f))),
+            Verb::DestroyQp { qpn } => Some(Verb::DestroyQp { qpn }),
+            Verb::DestroyCq { cqn } => Some(Verb::DestroyCq { cqn }),
+            Verb::DestroySrq { srqn } => Some(Verb::DestroySrq { srqn }),
+            _ => None,
+        };
         let reply = verb.execute(&mut self.engine, f)?;
         if let (Reply::Cq(cqn), Some(record)) = (&reply, record) {
             let record = Record { function: f, memory: record, queued: false };
@@ -62,6 +77,10 @@ impl Core {
         if let Some(cqn) = destroyed {
             self.records.remove(&cqn);
         }
+        if let Some(verb) = ends {
+            self.deliver_events();
+            self.events.forget_ended(f, &verb);
+        }
         Ok(reply)
     }
 
@@ -69,6 +88,9 @@ impl Core {
     pub fn remove_function(&mut self, f: FunctionId) {
         self.engine.remove_function(f);
         self.records.retain(|_, record| record.function != f);
+        // So that none of its events comes later.
+        self.deliver_events();
+        self.events.remove(f);
         self.wakes.retain(|(owner, _)| *owner != f);
     }
 
@@ -76,7 +98,7 @@ impl Core {
     /// may be more.
     #[inline]
     pub fn deliver_events(&mut self) -> bool {
-        let Self { engine, records, wakes } = self;
+        let Self { engine, records, wakes, events } = self;
         let mut any = false;
         let mut left = WAKES;
         for event in engine.take_events() {
@@ -87,7 +109,7 @@ impl Core {
                     wake_now(records, cqn);
                 }
                 Event::Completion(cqn) => queue_wake(records, wakes, cqn),
-                Event::Async { .. } => {}
+                Event::Async { function, event } => events.push(function, event),
             }
         }
         if !self.wakes.is_empty() {

@@ -24,6 +24,8 @@ pub trait Word {
     fn store(&self, value: u32, order: Ordering);
     /// Replaces it.
     fn swap(&self, value: u32, order: Ordering) -> u32;
+    /// Replaces 0 by `value`; what was there.
+    fn set_if_zero(&self, value: u32) -> u32;
     /// A sequentially consistent fence between such words.
     fn fence();
 }
@@ -40,6 +42,10 @@ impl Word for AtomicU32 {
     #[inline]
     fn swap(&self, value: u32, order: Ordering) -> u32 {
         self.swap(value, order)
+    }
+    #[inline]
+    fn set_if_zero(&self, value: u32) -> u32 {
+        self.compare_exchange(0, value, Ordering::SeqCst, Ordering::SeqCst).unwrap_or_else(|v| v)
     }
     #[inline]
     fn fence() {
@@ -67,18 +73,39 @@ pub fn may_sleep<W: Word, N>(
     !look(nic)
 }
 
-/// Arms a CQ for a sleeper; true if it may sleep while the word is 1, because `ready` has found nothing.
+/// In `armed`: any completion wakes who sleeps.
+pub const ANY: u32 = 1;
+/// In `armed`: one with an error, or one whose sender asked for an event, wakes who sleeps.
+pub const SOLICITED: u32 = 2;
+
+/// Arms a CQ for a sleeper; true if it may sleep while the word is [`ANY`], because `ready` has found
+/// nothing.
 #[inline]
 pub fn arm<W: Word>(armed: &W, ready: impl FnOnce() -> bool) -> bool {
-    armed.store(1, Ordering::SeqCst);
+    armed.store(ANY, Ordering::SeqCst);
     W::fence();
     !ready()
 }
 
-/// After a completion and a full fence: whether somebody sleeps on the CQ and must be woken.
+/// Arms a CQ for a sleeper whom only solicited completions shall wake; `Some` of the value while which it
+/// may sleep, because `ready` has found nothing. Who sleeps for any completion stays armed
+/// (IBTA vol. 1, chapter 11, "request completion notification").
 #[inline]
-pub fn disarm<W: Word>(armed: &W) -> bool {
-    armed.load(Ordering::Relaxed) != 0 && armed.swap(0, Ordering::SeqCst) != 0
+pub fn arm_solicited<W: Word>(armed: &W, ready: impl FnOnce() -> bool) -> Option<u32> {
+    let before = armed.set_if_zero(SOLICITED);
+    W::fence();
+    (!ready()).then_some(if before == 0 { SOLICITED } else { before })
+}
+
+/// After a completion and a full fence: whether somebody sleeps on the CQ and must be woken for it;
+/// `solicited` says whether it is one for which [`SOLICITED`] sleepers wake.
+#[inline]
+pub fn disarm<W: Word>(armed: &W, solicited: bool) -> bool {
+    match armed.load(Ordering::Relaxed) {
+        0 => false,
+        SOLICITED if !solicited => false,
+        _ => armed.swap(0, Ordering::SeqCst) != 0,
+    }
 }
 
 #[cfg(all(test, not(miri)))]
@@ -99,6 +126,10 @@ mod tests {
         }
         fn swap(&self, value: u32, order: Ordering) -> u32 {
             self.0.swap(value, order)
+        }
+        fn set_if_zero(&self, value: u32) -> u32 {
+            let order = Ordering::SeqCst;
+            self.0.compare_exchange(0, value, order, order).unwrap_or_else(|v| v)
         }
         fn fence() {
             if FENCES {
@@ -175,7 +206,7 @@ mod tests {
                 let (cqe, armed, lock, condvar) = &*shared;
                 cqe.store(7, Ordering::Release);
                 Modelled::<FENCES>::fence();
-                if disarm(armed) {
+                if disarm(armed, true) {
                     drop(lock.lock().unwrap());
                     condvar.notify_all();
                 }
@@ -197,9 +228,13 @@ mod tests {
 
     /// Every interleaving with up to three preemptions; with any number where the tests run in full.
     fn check(model: fn()) {
+        check_up_to(3, model);
+    }
+
+    fn check_up_to(preemptions: usize, model: fn()) {
         let mut builder = loom::model::Builder::new();
         if std::env::var_os("GRANARY_TEST_FULL").is_none() {
-            builder.preemption_bound = Some(3);
+            builder.preemption_bound = Some(preemptions);
         }
         builder.check(model);
     }
@@ -207,6 +242,52 @@ mod tests {
     #[test]
     fn no_doorbell_is_lost() {
         check(doorbell::<true>);
+    }
+
+    /// The NIC writes a completion that was not solicited, then one that was, while one thread goes to sleep
+    /// for any, and another for solicited ones.
+    #[test]
+    fn no_solicited_completion_is_lost() {
+        check_up_to(2, || {
+            let shared = Arc::new((word::<true>(), word::<true>(), Mutex::new(()), Condvar::new()));
+            let spawn = |program: fn(&Cq)| {
+                let shared = shared.clone();
+                loom::thread::spawn(move || program(&shared))
+            };
+            type Cq = (Modelled<true>, Modelled<true>, Mutex<()>, Condvar);
+            fn sleep((_, armed, lock, condvar): &Cq, value: u32) {
+                let guard = lock.lock().unwrap();
+                if armed.load(Ordering::SeqCst) == value {
+                    drop(condvar.wait(guard).unwrap());
+                }
+            }
+            let nic = spawn(|(cqe, armed, lock, condvar)| {
+                for number in 1..=2 {
+                    cqe.store(number, Ordering::Release);
+                    Modelled::<true>::fence();
+                    if disarm(armed, number == 2) {
+                        drop(lock.lock().unwrap());
+                        condvar.notify_all();
+                    }
+                }
+            });
+            let any = spawn(|cq| {
+                let ready = || cq.0.load(Ordering::Acquire) >= 1;
+                while !ready() {
+                    if arm(&cq.1, ready) {
+                        sleep(cq, ANY);
+                    }
+                }
+            });
+            let ready = || shared.0.load(Ordering::Acquire) == 2;
+            while !ready() {
+                if let Some(value) = arm_solicited(&shared.1, ready) {
+                    sleep(&shared, value);
+                }
+            }
+            nic.join().unwrap();
+            any.join().unwrap();
+        });
     }
 
     #[test]

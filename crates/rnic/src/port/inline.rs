@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 use super::control::{Reply, Verb};
 use super::core::Core;
 use super::error::Error;
+use super::events::EventWord;
 use crate::engine::Engine;
 use crate::ids::{FunctionId, Qpn};
 use crate::memory::DmaMemory;
@@ -155,6 +156,17 @@ impl InlineFunction {
             None => DmaMemory::anonymous(bytes).map_err(Error::system("mapping memory")),
             Some(provider) => Ok(provider(bytes)),
         }
+    }
+
+    /// The word that who waits for asynchronous events sleeps on. Made when it is first asked for.
+    pub fn event_word(&self) -> Result<EventWord, Error> {
+        let events = &mut self.nic.core.lock().events;
+        if let Some(word) = events.word(self.id) {
+            return Ok(word);
+        }
+        let memory = DmaMemory::anonymous(4).map_err(Error::system("mapping memory"))?;
+        events.watch(self.id, EventWord::new(memory));
+        Ok(events.word(self.id).expect("made just now"))
     }
 
     /// Removes the function with all that it has, at once, as a port does when a process dies. What

@@ -13,12 +13,14 @@
 pub mod control;
 mod core;
 mod error;
+mod events;
 pub mod handshake;
 pub mod inline;
 pub mod shm;
 
 pub use self::core::{ARMED, wake};
 pub use error::Error;
+pub use events::EventWord;
 
 use self::control::{Reply, Verb};
 use self::inline::InlineFunction;
@@ -63,6 +65,15 @@ impl Function {
                 DmaMemory::anonymous(bytes).map_err(Error::system("mapping memory"))
             }
             Function::Attached(f) => f.alloc_dma(bytes),
+        }
+    }
+
+    /// The word that who waits for asynchronous events sleeps on.
+    pub fn event_word(&self) -> Result<EventWord, Error> {
+        match self {
+            Function::Inline(f) => f.event_word(),
+            Function::Local(f) => Ok(f.event_word()),
+            Function::Attached(f) => Ok(f.event_word()),
         }
     }
 

@@ -84,6 +84,23 @@ impl Builder {
         self.start(opcode::SEND, 0, 1 + inline, 0).inline(1, data)
     }
 
+    /// SEND with immediate data of `data` itself, carried in the WQE.
+    pub fn send_imm_inline(&mut self, data: &[u8], imm: u32) -> &mut Self {
+        let inline = Self::inline_segments(data.len());
+        self.start(opcode::SEND_IMM, 0, 1 + inline, imm).inline(1, data)
+    }
+
+    /// SEND that invalidates the peer's window `key`.
+    pub fn send_invalidate(&mut self, from: &[Sge], key: Key) -> &mut Self {
+        self.start(opcode::SEND_INVAL, 0, 1 + from.len(), key.0).sges(1, from)
+    }
+
+    /// SEND of `data` itself that invalidates the peer's window `key`.
+    pub fn send_invalidate_inline(&mut self, data: &[u8], key: Key) -> &mut Self {
+        let inline = Self::inline_segments(data.len());
+        self.start(opcode::SEND_INVAL, 0, 1 + inline, key.0).inline(1, data)
+    }
+
     /// RDMA WRITE of what `from` gathers.
     pub fn rdma_write(&mut self, to: Remote, from: &[Sge]) -> &mut Self {
         self.start(opcode::RDMA_WRITE, 0, 2 + from.len(), 0).remote(to).sges(2, from)
@@ -98,6 +115,12 @@ impl Builder {
     /// RDMA WRITE with immediate data: also completes a receive at the peer.
     pub fn rdma_write_imm(&mut self, to: Remote, from: &[Sge], imm: u32) -> &mut Self {
         self.start(opcode::RDMA_WRITE_IMM, 0, 2 + from.len(), imm).remote(to).sges(2, from)
+    }
+
+    /// RDMA WRITE with immediate data of `data` itself, carried in the WQE.
+    pub fn rdma_write_imm_inline(&mut self, to: Remote, data: &[u8], imm: u32) -> &mut Self {
+        let inline = Self::inline_segments(data.len());
+        self.start(opcode::RDMA_WRITE_IMM, 0, 2 + inline, imm).remote(to).inline(2, data)
     }
 
     /// RDMA READ, scattered over `to`. The length is the sum of the SGEs'.

@@ -178,6 +178,12 @@ impl Umr {
         }
     }
 
+    /// The same bind, of a window whose first byte has address 0 instead of the one it has in its region
+    /// (`IBV_ACCESS_ZERO_BASED`).
+    pub fn zero_based(self) -> Self {
+        Self { start: 0, ..self }
+    }
+
     /// Segments that the WQE takes.
     pub fn segments(&self) -> usize {
         if self.free { FREE_SEGMENTS } else { BIND_SEGMENTS }

@@ -48,7 +48,7 @@ impl Pair {
         assert_eq!(flushed.wqe_counter, wqe_counter.wrapping_add(blocks));
         assert_eq!(self.a.send_cq.reader.poll(), None);
         assert_eq!(self.bed.state(&self.a), QpState::Error);
-        let event = AsyncEvent::QpError { qpn: self.a.qpn, syndrome };
+        let event = AsyncEvent::QpError { qpn: self.a.qpn, syndrome, by_peer: false };
         assert!(self.bed.events().contains(&Event::Async { function: PF, event }));
         cqe
     }

@@ -1,5 +1,6 @@
 //! Tests of the engine: what each opcode does, what each error does, and what chains are built of.
 
+mod attributes;
 mod bed;
 mod chains;
 mod control;

@@ -13,6 +13,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockop
 
 use super::super::control::{Reply, Verb};
 use super::super::error::Error;
+use super::super::events::EventWord;
 use super::doorbell::{ASLEEP_RNR, GONE, MappedDoorbell, Page, SLEEPING, doorbells_in, page_bytes};
 use super::sharing;
 use super::socket::{self, Packet};
@@ -162,6 +163,11 @@ impl Attached {
     pub fn descriptors(&self) -> Vec<RawFd> {
         let socket = self.0.socket.lock().as_raw_fd();
         vec![socket, self.0.watched.as_raw_fd(), self.0.page.wake.as_raw_fd()]
+    }
+
+    /// The word that who waits for asynchronous events sleeps on.
+    pub fn event_word(&self) -> EventWord {
+        self.0.page.event_word()
     }
 
     /// The doorbell in `slot`.

@@ -5,6 +5,8 @@
 //!       for a receive, 3 ended
 //! +4    where (u32): written by the NIC: the CPU that it runs on, plus 1
 //! +64   waiter (u32): written by the client: a CPU, plus 1, where somebody waits for the NIC
+//! +68   events (u32): the client stores 1 when it waits for asynchronous events, the NIC swaps it to 0
+//!       and wakes it
 //! +128  doorbell 0 (u32) | doorbell 1 | ... 16 of them per cache line: written by the client
 //!
 //! doorbell:  31          16 15           0
@@ -37,6 +39,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use super::super::events::EventWord;
 use super::super::handshake::must_wake_nic;
 use crate::memory::DmaMemory;
 
@@ -56,6 +59,8 @@ pub const SLEEPING: usize = 0;
 pub const WHERE: usize = 4;
 /// Offset of the word `waiter`.
 pub const WAITER: usize = 64;
+/// Offset of the word that who waits for asynchronous events sleeps on.
+pub const EVENTS: usize = 68;
 /// Offset of the first doorbell.
 pub const DOORBELLS: usize = 128;
 /// Bytes of a page with `slots` doorbells.
@@ -76,6 +81,11 @@ pub(super) fn doorbells_in(bytes: usize) -> u32 {
 pub(super) fn this_cpu() -> u32 {
     // SAFETY: takes no arguments and touches no memory of ours.
     unsafe { libc::sched_getcpu() }.wrapping_add(1) as u32
+}
+
+/// The word for asynchronous events in a doorbell page.
+pub(super) fn event_word(page: &DmaMemory) -> EventWord {
+    EventWord::new(page.slice(EVENTS, 4).expect("a page has its words"))
 }
 
 /// A client's view of its function's doorbell page, with the eventfd that wakes the NIC.
@@ -105,6 +115,11 @@ impl Page {
         self.memory.word32(WAITER).store(here, Ordering::Relaxed);
         rustix::thread::sched_yield();
         true
+    }
+
+    /// The word that who waits for asynchronous events sleeps on.
+    pub fn event_word(&self) -> EventWord {
+        event_word(&self.memory)
     }
 
     #[cold]

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use super::super::control::{Reply, Verb};
 use super::super::error::Error;
+use super::super::events::EventWord;
 use super::doorbell::{ASLEEP_RNR, MappedDoorbell, Page, doorbells_in, page_bytes};
 use super::nic_thread::{NicThread, Shared, eventfd};
 use crate::ids::FunctionId;
@@ -259,6 +260,11 @@ impl LocalFunction {
     /// Whether the NIC thread runs.
     pub fn check_alive(&self) -> Result<(), Error> {
         self.host.check_alive()
+    }
+
+    /// The word that who waits for asynchronous events sleeps on.
+    pub fn event_word(&self) -> EventWord {
+        self.page.event_word()
     }
 
     /// The doorbell in `slot`.

@@ -37,7 +37,7 @@ pub mod wire;
 
 /// Where the words of a doorbell page lie, for tests that write them raw ([`Attached::raw`]).
 pub mod raw {
-    pub use super::doorbell::{DOORBELLS, SLEEPING, WAITER, WHERE};
+    pub use super::doorbell::{DOORBELLS, EVENTS, SLEEPING, WAITER, WHERE};
 }
 
 pub use client::{Attached, Raw};

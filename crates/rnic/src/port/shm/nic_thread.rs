@@ -21,7 +21,7 @@ use super::super::error::Error;
 use super::super::handshake::{may_sleep, must_wake_nic};
 use super::super::has_one_cpu;
 use super::bells::Bells;
-use super::doorbell::{ASLEEP, ASLEEP_RNR, AWAKE, GONE, SLEEPING, WHERE, this_cpu};
+use super::doorbell::{ASLEEP, ASLEEP_RNR, AWAKE, GONE, SLEEPING, WHERE, event_word, this_cpu};
 use crate::ids::FunctionId;
 use crate::memory::DmaMemory;
 use crate::verbs::{Limits, QpChange};
@@ -279,6 +279,7 @@ impl NicThread {
     ) -> Result<(), Error> {
         watch(&self.epoll, &wake)?;
         page.word32(WHERE).store(self.cpu, Ordering::Relaxed);
+        self.core.events.watch(function, event_word(&page));
         self.doorbells.push(Bells::new(function, page, wake, slots));
         Ok(())
     }

@@ -7,9 +7,9 @@
 //! ```text
 //! client                                    host
 //! {"service":"nic"}                   ->
-//! {"hello":{"version":2,"bytes":8192}} ->
+//! {"hello":{"version":3,"bytes":8192}} ->
 //!   + memfd: the doorbell page
-//!                                     <-    {"welcome":{"version":2,"doorbells":1024}}
+//!                                     <-    {"welcome":{"version":3,"doorbells":1024}}
 //!                                           + descriptor: eventfd
 //! {"add_memory":{"bytes":4096}}       ->
 //!   + memfd
@@ -30,7 +30,7 @@ use super::super::control::{Reply, Verb};
 /// The first message of a connection to a NIC.
 pub const SERVICE: &str = r#"{"service":"nic"}"#;
 /// The version of this protocol.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// The most bytes of a message.
 pub const MESSAGE_MAX: usize = 32 << 10;
 /// The most descriptors of a message.

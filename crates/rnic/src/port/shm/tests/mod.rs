@@ -40,7 +40,7 @@ fn opened(host: &Host) -> Session {
     s
 }
 
-const HELLO: &str = r#"{"hello":{"version":2,"bytes":8192}}"#;
+const HELLO: &str = r#"{"hello":{"version":3,"bytes":8192}}"#;
 
 #[track_caller]
 fn refused(s: &mut Session, request: &str, fds: Vec<OwnedFd>, why: &str) {
@@ -79,7 +79,7 @@ fn the_greeting_comes_first_and_once() {
     refused(&mut s, HELLO, Vec::new(), "0 descriptors");
     refused(&mut s, HELLO, vec![whole(4096)], "8192 bytes of shared memory that has 4096");
     for bytes in [0, 131, 69633, u64::MAX] {
-        let hello = format!(r#"{{"hello":{{"version":2,"bytes":{bytes}}}}}"#);
+        let hello = format!(r#"{{"hello":{{"version":3,"bytes":{bytes}}}}}"#);
         refused(&mut s, &hello, vec![whole(8192)], "a doorbell page of");
     }
     let (welcome, _) = ask(&mut s, HELLO, vec![whole(8192)]);

@@ -1,0 +1,190 @@
+//! Control verbs: objects are changed and described.
+
+use super::{Core, Engine};
+use crate::error::{Error, Object};
+use crate::ids::{Access, Cqn, FunctionId, Key, KeyIndex, Qpn, Srqn};
+use crate::memory::DmaMemory;
+use crate::qp::Peer;
+use crate::verbs::{
+    AsyncEvent, DeviceInfo, Event, KeyInfo, QpChange, QpInfo, QpState, RegionChange, SrqInfo,
+};
+use crate::wire::PeerAddress;
+
+impl Engine {
+    // --- the function --------------------------------------------------------------------------
+
+    /// What a function may have at most.
+    pub fn query_device(&self, f: FunctionId) -> Result<DeviceInfo, Error> {
+        let core = &self.core;
+        let own = core.functions.get(&f).ok_or(Error::Unknown(Object::Function(f)))?.limits.clone();
+        let (nic, caps) = (&core.limits, self.caps());
+        Ok(DeviceInfo {
+            pds: own.pds.min(nic.pds),
+            qps: own.qps.min(nic.qps),
+            cqs: own.cqs.min(nic.cqs),
+            srqs: own.srqs.min(nic.recvs),
+            keys: own.keys.min(nic.keys),
+            registered_bytes: own.registered_bytes,
+            ring_bytes: own.ring_bytes,
+            send_blocks: caps.send_blocks_max,
+            recv_entries: caps.recv_entries_wide_max,
+            cq_entries: caps.cq_entries_max,
+            sges: caps.rdma_sges_max,
+            rdma_bytes: caps.rdma_bytes_max,
+            send_bytes: caps.send_bytes_max,
+        })
+    }
+
+    // --- keys ----------------------------------------------------------------------------------
+
+    /// Changes a region (IBTA vol. 1, chapter 11, "reregister memory region"): gives its new key. The old
+    /// one is dead, so that what is admitted by it from now on is nothing. Refused while windows are bound to
+    /// the region. As with [`Engine::reg_mr`], local read is always granted.
+    pub fn rereg_mr(&mut self, f: FunctionId, key: Key, to: RegionChange) -> Result<Key, Error> {
+        if let Some(pd) = to.pd {
+            self.core.pd(f, pd)?;
+        }
+        if let Some((memory, iova)) = &to.memory {
+            check_region(memory, *iova)?;
+        }
+        let (old_pd, old_len) = self.core.keys.region(f, key)?;
+        let new_len = to.memory.as_ref().map_or(old_len, |(m, _)| m.len() as u64);
+        let function = self.core.function(f)?;
+        let bytes = (function.used.registered_bytes - old_len).saturating_add(new_len);
+        if bytes > function.limits.registered_bytes {
+            let limit = function.limits.registered_bytes;
+            return Err(Error::Limit { what: "registered bytes of the function", limit });
+        }
+        function.used.registered_bytes = bytes;
+        let new_pd = to.pd.unwrap_or(old_pd);
+        let access = to.access.map(|a| a | Access::LOCAL_READ);
+        let key = self.core.keys.reregister(key, RegionChange { access, ..to });
+        self.core.pd_mut(old_pd).users -= 1;
+        self.core.pd_mut(new_pd).users += 1;
+        Ok(key)
+    }
+
+    /// Describes a key.
+    pub fn query_key(&self, f: FunctionId, index: KeyIndex) -> Result<KeyInfo, Error> {
+        self.core.keys.describe(f, index)
+    }
+
+    // --- completion queues ---------------------------------------------------------------------
+
+    /// Running number of the CQ's next completion, 24 bits.
+    pub fn cq_count(&self, f: FunctionId, cqn: Cqn) -> Result<u32, Error> {
+        Ok(self.core.cq(f, cqn)?.count)
+    }
+
+    // --- shared receive queues -----------------------------------------------------------------
+
+    /// Arms the limit of an SRQ, once: [`AsyncEvent::SrqLimit`] is raised when a message has left it with
+    /// fewer receive WQEs than `limit`, or found none. 0 disarms it
+    /// (IBTA vol. 1, chapter 11, "modify shared receive queue").
+    pub fn modify_srq(&mut self, f: FunctionId, srqn: Srqn, limit: u32) -> Result<(), Error> {
+        let entries = self.core.srq(f, srqn)?.entries();
+        if limit > entries {
+            return Err(Error::Argument {
+                what: "the limit of an SRQ",
+                value: limit as u64,
+                must: "at most the number of its entries",
+            });
+        }
+        self.core.recvs.get_mut(srqn.raw()).expect("just seen").alarm = limit;
+        Ok(())
+    }
+
+    /// Describes an SRQ.
+    pub fn query_srq(&self, f: FunctionId, srqn: Srqn) -> Result<SrqInfo, Error> {
+        let srq = self.core.srq(f, srqn)?;
+        Ok(SrqInfo {
+            entries: srq.entries(),
+            stride: srq.stride(),
+            // What its owner claims beyond the ring is not there.
+            posted: srq.credits().min(srq.entries()),
+            limit: srq.alarm,
+        })
+    }
+
+    // --- queue pairs ---------------------------------------------------------------------------
+
+    /// Changes the state of a QP.
+    pub fn modify_qp(&mut self, f: FunctionId, qpn: Qpn, change: QpChange) -> Result<(), Error> {
+        self.core.qp(f, qpn)?.after(change)?;
+        match change {
+            QpChange::Error => self.core.enter_error(qpn, None),
+            QpChange::Reset => self.core.reset_qp(qpn),
+            QpChange::Init => self.core.qp_mut(qpn).state = QpState::Init,
+            QpChange::ReadyToReceive { peer: PeerAddress::Remote(peer) } => {
+                peer.check()?;
+                return Err(Error::NoWire { qpn });
+            }
+            QpChange::ReadyToReceive { peer: PeerAddress::Local(peer) } => {
+                let qp = self.core.qp_mut(qpn);
+                qp.peer = Peer::Local(peer);
+                qp.state = QpState::ReadyToReceive;
+            }
+            QpChange::ReadyToSend => {
+                self.core.qp_mut(qpn).state = QpState::ReadyToSend;
+                self.core.schedule(qpn);
+            }
+            QpChange::Access { access } => self.core.qp_mut(qpn).access = access,
+        }
+        Ok(())
+    }
+
+    /// Describes a QP.
+    pub fn query_qp(&self, f: FunctionId, qpn: Qpn) -> Result<QpInfo, Error> {
+        let qp = self.core.qp(f, qpn)?;
+        let recv = qp.recv.and_then(|n| self.core.recvs.get(n));
+        Ok(QpInfo {
+            state: qp.state,
+            peer: match qp.peer {
+                Peer::None => Qpn::NONE,
+                Peer::Local(qpn) => qpn,
+            },
+            send_consumer: qp.send.as_ref().map_or(0, |s| s.consumer),
+            send_limit: qp.send.as_ref().map_or(0, |s| s.limit),
+            recv_consumer: recv.map_or(0, |r| r.consumer),
+            recv_limit: recv.map_or(0, |r| r.limit()),
+            executed: qp.executed,
+            access: qp.access,
+            send_blocks: qp.send.as_ref().map_or(0, |s| s.blocks()),
+            recv_entries: recv.filter(|_| !qp.recv_shared).map_or(0, |r| r.entries()),
+        })
+    }
+}
+
+impl Core {
+    /// Raises the event of an SRQ's limit if it is armed and there are fewer receive WQEs.
+    #[cold]
+    pub fn look_at_limit(&mut self, n: u32) {
+        let recv = self.recvs.get_mut(n).expect("a receive queue in use lives");
+        if recv.alarm == 0 || recv.credits() >= recv.alarm {
+            return;
+        }
+        recv.alarm = 0;
+        let event = AsyncEvent::SrqLimit { srqn: Srqn::new(n) };
+        self.events.push_back(Event::Async { function: recv.function, event });
+    }
+}
+
+/// Whether `memory`, whose first byte its owner names `iova`, can be a region.
+pub(super) fn check_region(memory: &DmaMemory, iova: u64) -> Result<(), Error> {
+    let len = memory.len() as u64;
+    if len == 0 || iova.checked_add(len).is_none() {
+        return Err(Error::Argument {
+            what: "the length of a region",
+            value: len,
+            must: "more than 0, and its last address below 2^64",
+        });
+    }
+    if iova % 8 != memory.addr() % 8 {
+        return Err(Error::Argument {
+            what: "the I/O virtual address of a region",
+            value: iova,
+            must: "equal to its memory's address modulo 8, so that words are aligned in both",
+        });
+    }
+    Ok(())
+}
