@@ -96,7 +96,9 @@ pub trait Hooks: Clone + Send + Sync + 'static {
 
 /// What the software NIC can do also with somebody in between: where waiting is somebody else's, solicited
 /// completions are not told from others.
-const FEATURES: [Feature; 7] = [
+const FEATURES: [Feature; 9] = [
+    Feature::Type1Windows,
+    Feature::Type2Windows,
     Feature::Rereg,
     Feature::ZeroBased,
     Feature::AsyncEvents,

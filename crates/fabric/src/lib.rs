@@ -9,6 +9,7 @@
 
 mod backoff;
 pub mod completion;
+pub mod conformance;
 pub mod direct;
 mod error;
 pub mod executor;

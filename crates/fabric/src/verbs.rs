@@ -141,6 +141,10 @@ impl Caps {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Feature {
+    /// Type-1 windows.
+    Type1Windows,
+    /// Type-2 windows, each bound to one queue pair (2B).
+    Type2Windows,
     /// Regions change ([`Nic::rereg_mr`]).
     Rereg,
     /// Regions and windows whose first byte has address 0.
@@ -157,16 +161,8 @@ pub enum Feature {
     ModifyAccess,
     /// A CQ that runs over takes no more completions and says so, if it was asked to.
     CqOverrun,
-    /// A region must allow binds (`IBV_ACCESS_MW_BIND`), else they are refused.
-    BindRight,
     /// A region that peers may write must allow local writes too, else it is refused.
     RemoteNeedsLocalWrite,
-    /// A CQ changes its size (`ibv_resize_cq`).
-    ResizeCq,
-    /// An SRQ changes its size (`IBV_SRQ_MAX_WR`).
-    ResizeSrq,
-    /// FLUSH and ATOMIC WRITE.
-    PersistentMemory,
 }
 
 /// What changes of a region ([`Nic::rereg_mr`]); the rest stays.
@@ -394,7 +390,9 @@ pub trait CompletionQueue: Clone + Send + Sync + 'static {
     fn poll(&self, out: &mut [Completion]) -> usize;
 
     /// Sleeps until a completion is there to be polled or `timeout` has passed; true in the first
-    /// case. Returns at once if one is there already. An error says that the NIC is gone.
+    /// case. Returns at once if one is there already. An error says that the NIC is gone. Where time is
+    /// [virtual](CompletionQueue::VIRTUAL) it may end early with false, as who waits may be woken for other
+    /// reasons, too.
     ///
     /// Several threads may wait: one completion wakes all of them, and those that find it taken
     /// sleep on. Who waits for what another thread may take wants [`CompletionQueue::wait_unless`].

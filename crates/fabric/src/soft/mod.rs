@@ -36,7 +36,9 @@ const MAX_QUEUE: u32 = 1 << 15;
 const MAX_ENTRIES: u32 = 1 << 21;
 
 /// What this NIC can do and others cannot.
-const FEATURES: [Feature; 8] = [
+const FEATURES: [Feature; 10] = [
+    Feature::Type1Windows,
+    Feature::Type2Windows,
     Feature::Rereg,
     Feature::ZeroBased,
     Feature::AsyncEvents,

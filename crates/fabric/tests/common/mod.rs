@@ -2,6 +2,8 @@
 
 #![allow(dead_code)]
 
+pub mod process;
+
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 

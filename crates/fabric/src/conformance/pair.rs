@@ -1,0 +1,286 @@
+//! What a case works with: two ends of a connection.
+
+use std::time::Duration;
+
+use super::Bench;
+use crate::{
+    Access, AsyncEvent, Bind, Completion, CompletionQueue, CqAttr, DmaMemory, Key, MemoryRegion,
+    MemoryWindow, Nic, Op, QpAttr, QpChange, QueuePair, Receive, ReceiveAttr, ReceiveRequest,
+    Remote, Sge, Status, WorkRequest,
+};
+
+/// Long enough for anything here on a busy machine.
+pub const LONG: Duration = Duration::from_secs(20);
+/// Long enough for what should not happen to happen.
+pub const SHORT: Duration = Duration::from_millis(20);
+
+/// How an end is made.
+#[derive(Clone, Debug)]
+pub struct Shape {
+    /// Bytes of its region.
+    pub bytes: usize,
+    /// Rights of its region.
+    pub region: Access,
+    /// Rights that its QP gives its peer.
+    pub qp: Access,
+    /// Entries of its CQ.
+    pub cq_entries: u32,
+    /// Building blocks of its send queue.
+    pub send_blocks: u32,
+    /// Its receive queue.
+    pub receive: ReceiveAttr,
+}
+
+impl Default for Shape {
+    fn default() -> Self {
+        Self {
+            bytes: 64 << 10,
+            region: Access::LOCAL_ALL | Access::REMOTE_ALL,
+            qp: Access::REMOTE_ALL,
+            cq_entries: 128,
+            send_blocks: 128,
+            receive: ReceiveAttr { entries: 32, max_sges: 4 },
+        }
+    }
+}
+
+/// One end of a connection.
+pub struct End<N: Nic> {
+    /// Its function.
+    pub nic: N,
+    /// Its protection domain.
+    pub pd: N::Pd,
+    /// The CQ of both of its queues.
+    pub cq: N::Cq,
+    /// Its queue pair.
+    pub qp: N::Qp,
+    /// Its region.
+    pub mr: N::Mr,
+}
+
+/// Both ends.
+pub struct Pair<'a, B: Bench> {
+    bench: &'a B,
+    /// The client's.
+    pub client: End<B::Nic>,
+    /// The server's.
+    pub server: End<B::Nic>,
+}
+
+impl<'a, B: Bench> Pair<'a, B> {
+    /// Two ends of the usual shape, connected.
+    pub fn new(bench: &'a B) -> Self {
+        Self::of(bench, &Shape::default(), &Shape::default())
+    }
+
+    /// Two ends, connected.
+    pub fn of(bench: &'a B, client: &Shape, server: &Shape) -> Self {
+        let pair = Self::unconnected(bench, client, server);
+        pair.connect();
+        pair
+    }
+
+    /// Two ends whose QPs are in Reset.
+    pub fn unconnected(bench: &'a B, client: &Shape, server: &Shape) -> Self {
+        let client = End::new(bench.client(), client);
+        let server = End::new(bench.server(), server);
+        Self { bench, client, server }
+    }
+
+    /// Resets both QPs and connects them again; completions that are left are dropped.
+    pub fn connect(&self) {
+        let (a, b) = (&self.client.qp, &self.server.qp);
+        for end in [&self.client, &self.server] {
+            end.qp.modify(QpChange::Reset).expect("any QP can be reset");
+            end.drain();
+        }
+        connect(self.bench, a, b);
+    }
+
+    /// The client runs what the server must refuse: then both QPs are in the error state. They are connected again
+    /// after it.
+    #[track_caller]
+    pub fn refused(&self, op: Op<'_>, status: Status) {
+        let c = self.client.run(op);
+        assert_eq!(c.status, status, "{op:?}");
+        assert_eq!(self.client.qp.state().expect("a state"), crate::QpState::Error);
+        assert_eq!(self.server.qp.state().expect("a state"), crate::QpState::Error);
+        self.connect();
+    }
+}
+
+/// Resets and connects two queue pairs.
+pub fn connect<B: Bench>(bench: &B, a: &<B::Nic as Nic>::Qp, b: &<B::Nic as Nic>::Qp) {
+    for (qp, peer) in [(a, b), (b, a)] {
+        qp.modify(QpChange::Reset).expect("any QP can be reset");
+        qp.modify(QpChange::Init).expect("Reset to Init");
+        bench.to_rtr(qp, peer).expect("Init to RTR");
+    }
+    for qp in [a, b] {
+        qp.modify(QpChange::ReadyToSend).expect("RTR to RTS");
+    }
+}
+
+impl<N: Nic> End<N> {
+    /// An end whose QP is in Reset.
+    pub fn new(nic: &N, shape: &Shape) -> Self {
+        let pd = nic.alloc_pd().expect("a PD");
+        let attr = CqAttr { entries: shape.cq_entries, ignore_overrun: false };
+        let cq = nic.create_cq(attr).expect("a CQ");
+        let attr = QpAttr {
+            send_cq: &cq,
+            recv_cq: &cq,
+            send_blocks: shape.send_blocks,
+            receive: Receive::Own(shape.receive.clone()),
+            access: shape.qp,
+        };
+        let qp = nic.create_qp(&pd, attr).expect("a QP");
+        let memory = nic.alloc_dma(shape.bytes).expect("memory");
+        let mr = nic.reg_mr(&pd, &memory, shape.region).expect("a region");
+        End { nic: nic.clone(), pd, cq, qp, mr }
+    }
+
+    /// Another region of its PD.
+    pub fn region(&self, bytes: usize, access: Access) -> N::Mr {
+        let memory = self.nic.alloc_dma(bytes).expect("memory");
+        self.nic.reg_mr(&self.pd, &memory, access).expect("a region")
+    }
+
+    /// Posts signaled work.
+    #[track_caller]
+    pub fn post(&self, id: u64, op: Op<'_>) {
+        self.qp.post_send(&[WorkRequest { id, op, signaled: true }]).expect("posting");
+    }
+
+    /// Posts a receive.
+    #[track_caller]
+    pub fn receive(&self, id: u64, to: &[Sge]) {
+        self.qp.post_recv(&ReceiveRequest { id, to }).expect("posting a receive");
+    }
+
+    /// Posts signaled work and takes its completion, which is the next one.
+    #[track_caller]
+    pub fn run(&self, op: Op<'_>) -> Completion {
+        self.post(77, op);
+        let c = self.next();
+        assert_eq!((c.id, c.qpn), (77, self.qp.qpn()), "{c:?}");
+        c
+    }
+
+    /// Runs what must succeed.
+    #[track_caller]
+    pub fn ok(&self, op: Op<'_>) -> Completion {
+        let c = self.run(op);
+        assert_eq!(c.status, Status::Success, "{op:?}: {c:?}");
+        c
+    }
+
+    /// The next completion of its CQ.
+    #[track_caller]
+    pub fn next(&self) -> Completion {
+        next(&self.cq)
+    }
+
+    /// Asserts that nothing completes for a while.
+    #[track_caller]
+    pub fn nothing(&self) {
+        let mut out = [Completion::EMPTY];
+        let any = self.cq.wait(SHORT).expect("the NIC is there") && self.cq.poll(&mut out) > 0;
+        assert!(!any, "{:?}", out[0]);
+    }
+
+    /// Drops what has completed.
+    pub fn drain(&self) {
+        let mut out = [Completion::EMPTY; 16];
+        while self.cq.poll(&mut out) > 0 {}
+    }
+
+    /// Writes into its region, with the CPU.
+    pub fn put(&self, offset: usize, data: &[u8]) {
+        self.mr.memory().write(offset, data);
+    }
+
+    /// Reads from its region, with the CPU.
+    pub fn get(&self, offset: usize, len: usize) -> Vec<u8> {
+        bytes(self.mr.memory(), offset, len)
+    }
+
+    /// A piece of its region.
+    pub fn sge(&self, offset: usize, len: u32) -> Sge {
+        self.mr.sge(offset, len)
+    }
+
+    /// A place in its region, for the peer.
+    pub fn at(&self, offset: usize) -> Remote {
+        self.mr.remote(offset)
+    }
+
+    /// A word as atomics of this NIC see it.
+    pub fn word(&self, value: u64) -> [u8; 8] {
+        if self.nic.caps().big_endian_atomics { value.to_be_bytes() } else { value.to_le_bytes() }
+    }
+
+    /// A bind of `window`, whose key is `key` now, over `len` bytes at `offset` of its region.
+    pub fn bind_of(&self, window: &N::Mw, key: Key, offset: usize, len: u32) -> Bind {
+        Bind {
+            key,
+            kind: window.kind(),
+            tag: key.tag().wrapping_add(1),
+            region: self.mr.key(),
+            addr: self.mr.iova() + offset as u64,
+            len,
+            access: Access::REMOTE_ALL,
+            zero_based: false,
+        }
+    }
+
+    /// Waits for an asynchronous event that `wanted` wants; others are dropped.
+    #[track_caller]
+    pub fn event(&self, wanted: impl Fn(&AsyncEvent) -> bool) -> AsyncEvent {
+        for _ in 0..1000 {
+            let events = self.nic.wait_events(LONG).expect("the NIC is there").events;
+            assert!(!events.is_empty(), "no event");
+            if let Some(event) = events.into_iter().find(&wanted) {
+                return event;
+            }
+        }
+        panic!("not this event");
+    }
+}
+
+/// The next completion of a CQ.
+#[track_caller]
+pub fn next<C: CompletionQueue>(cq: &C) -> Completion {
+    let mut out = [Completion::EMPTY];
+    while cq.poll(&mut out) == 0 {
+        assert!(arrives(cq), "no completion");
+    }
+    out[0]
+}
+
+/// Whether a completion comes to a CQ in time.
+pub fn arrives<C: CompletionQueue>(cq: &C) -> bool {
+    // Where time is virtual, a wait may end early.
+    let tries = if C::VIRTUAL { 10 } else { 1 };
+    (0..tries).any(|_| cq.wait(LONG).expect("the NIC is there"))
+}
+
+/// Bytes of memory.
+pub fn bytes(memory: &DmaMemory, offset: usize, len: usize) -> Vec<u8> {
+    let mut out = vec![0; len];
+    memory.read(offset, &mut out);
+    out
+}
+
+/// `len` bytes that differ by `seed`.
+pub fn pattern(seed: u8, len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i as u8).wrapping_mul(31).wrapping_add(seed)).collect()
+}
+
+/// Connects a queue pair with itself.
+pub fn connect_to_itself<B: Bench>(bench: &B, qp: &<B::Nic as Nic>::Qp) {
+    qp.modify(QpChange::Reset).expect("any QP can be reset");
+    qp.modify(QpChange::Init).expect("Reset to Init");
+    bench.to_rtr(qp, qp).expect("Init to RTR");
+    qp.modify(QpChange::ReadyToSend).expect("RTR to RTS");
+}
