@@ -40,6 +40,11 @@ impl Span {
         Self { ptr: bytes.as_ptr().cast_mut(), len: bytes.len() as u64 }
     }
 
+    /// `bytes` as a target to copy to, within the step that holds them.
+    pub fn of_bytes_mut(bytes: &mut [u8]) -> Self {
+        Self { ptr: bytes.as_mut_ptr(), len: bytes.len() as u64 }
+    }
+
     /// Bytes.
     pub fn len(self) -> u64 {
         self.len
@@ -118,6 +123,17 @@ impl Span {
     #[inline]
     pub fn load_be64(&self, offset: u64, order: Ordering) -> u64 {
         u64::from_be(self.word64(offset).load(order))
+    }
+
+    /// Stores what `change` makes of the big-endian 8-byte word at the start (aligned), if it makes
+    /// anything of it; gives the old one. Atomic against the NIC, whose thread this is.
+    #[inline]
+    pub fn update_be64(self, change: impl FnOnce(u64) -> Option<u64>) -> u64 {
+        let old = self.load_be64(0, Ordering::Acquire);
+        if let Some(new) = change(old) {
+            self.store_be64(0, new, Ordering::Release);
+        }
+        old
     }
 
     /// Loads the big-endian 4-byte word at `offset` (aligned).

@@ -115,6 +115,16 @@ pub enum Error {
         /// The queue pair.
         qpn: Qpn,
     },
+    /// Another QP of this NIC is connected to that QP.
+    #[error("QP {peer} at {address} is the peer of QP {by} here; reset that one first")]
+    PeerTaken {
+        /// Where the peer is.
+        address: std::net::IpAddr,
+        /// The peer.
+        peer: Qpn,
+        /// Who is connected to it.
+        by: Qpn,
+    },
     /// Addresses between which no packet can go.
     #[error(
         "no packet goes from {local} to {address}; name two single addresses of the same kind, and a port"

@@ -12,18 +12,21 @@
 //! ```
 
 use crate::engine::lists::{Links, Place};
+use crate::engine::remote::Connection;
 use crate::error::Error;
 use crate::ids::{Access, Cqn, FunctionId, Pdn, Qpn};
 use crate::queue::{Fetched, SendQueue};
 use crate::verbs::{QpChange, QpState};
 
-/// The other end of a connection. Packets to another host come in beside `Local`.
+/// The other end of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Peer {
     /// Not connected.
     None,
     /// A QP of this NIC.
     Local(Qpn),
+    /// A QP of another NIC: the connection is in `Qp::remote`.
+    Remote(Qpn),
 }
 
 pub(crate) struct Qp {
@@ -55,6 +58,11 @@ pub(crate) struct Qp {
     pub last_reported: bool,
     /// The WQE that is executed in slices. Made when first needed, then kept.
     pub long: Option<Box<Long>>,
+    /// The index of the WQE that a message of another NIC has taken out of a shared receive queue, while it
+    /// arrives.
+    pub taken: Option<u16>,
+    /// The connection to a QP of another NIC.
+    pub remote: Option<Box<Connection>>,
 }
 
 /// A WQE under way.

@@ -47,6 +47,11 @@ impl Fetched {
         &self.bytes
     }
 
+    /// The bytes, to be filled with a WQE that was fetched before.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes
+    }
+
     pub fn clone_from(&mut self, other: &Fetched) {
         self.bytes = other.bytes;
     }
@@ -246,6 +251,16 @@ impl RecvQueue {
         let bytes = &mut into[..self.stride as usize];
         self.ring.fetch(at, bytes);
         bytes
+    }
+
+    /// The index of a WQE that is used up: of one that was taken before, or else of the next one.
+    #[inline]
+    pub fn use_one(&mut self, taken: Option<u16>) -> u16 {
+        taken.unwrap_or_else(|| {
+            let index = self.consumer as u16;
+            self.advance();
+            index
+        })
     }
 
     #[inline]

@@ -38,6 +38,28 @@ pub struct Limits {
     /// Check the index and QPN in the control segment of managed rings' WQEs too. Recycled rings
     /// cannot run then; it is there to show what depends on it.
     pub strict: bool,
+    /// What connections to other NICs may take. Without it there are none.
+    pub wire: Option<WireLimits>,
+}
+
+/// What connections to other NICs may take.
+#[derive(Clone, Debug)]
+pub struct WireLimits {
+    /// Bytes of packets that wait to be sent.
+    pub outbox_bytes: usize,
+    /// Bytes in flight of one connection at most, in either direction. What the other host's sockets
+    /// cannot hold is lost and sent again.
+    pub window_bytes: u32,
+    /// WQEs of a QP that were fetched and are not acknowledged at most.
+    pub requests: u32,
+    /// Building blocks of these WQEs together; 16 at least, the longest WQE.
+    pub blocks: u32,
+}
+
+impl Default for WireLimits {
+    fn default() -> Self {
+        Self { outbox_bytes: 1 << 20, window_bytes: 256 << 10, requests: 128, blocks: 256 }
+    }
 }
 
 impl Default for Limits {
@@ -56,6 +78,7 @@ impl Default for Limits {
             physical_every: 2,
             physical_turn: 16 << 10,
             strict: false,
+            wire: None,
         }
     }
 }
@@ -77,6 +100,9 @@ pub struct FunctionLimits {
     pub registered_bytes: u64,
     /// Bytes of its rings for sends, receives and completions: all work that can be outstanding.
     pub ring_bytes: u64,
+    /// QPs that are connected to QPs of other NICs. What such a connection keeps of WQEs counts among
+    /// `ring_bytes`.
+    pub remote_peers: u32,
 }
 
 impl Default for FunctionLimits {
@@ -90,6 +116,8 @@ impl Default for FunctionLimits {
             keys: 8 << 10,
             registered_bytes: 1 << 46,
             ring_bytes: 1 << 30,
+            // Whom a client may send packets to is the owner's to say.
+            remote_peers: 0,
         }
     }
 }
@@ -104,6 +132,7 @@ impl FunctionLimits {
         keys: u32::MAX,
         registered_bytes: u64::MAX,
         ring_bytes: u64::MAX,
+        remote_peers: u32::MAX,
     };
 }
 

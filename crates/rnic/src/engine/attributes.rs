@@ -116,8 +116,7 @@ impl Engine {
             QpChange::Reset => self.core.reset_qp(qpn),
             QpChange::Init => self.core.qp_mut(qpn).state = QpState::Init,
             QpChange::ReadyToReceive { peer: PeerAddress::Remote(peer) } => {
-                peer.check()?;
-                return Err(Error::NoWire { qpn });
+                self.core.connect(f, qpn, peer)?;
             }
             QpChange::ReadyToReceive { peer: PeerAddress::Local(peer) } => {
                 let qp = self.core.qp_mut(qpn);
@@ -141,7 +140,7 @@ impl Engine {
             state: qp.state,
             peer: match qp.peer {
                 Peer::None => Qpn::NONE,
-                Peer::Local(qpn) => qpn,
+                Peer::Local(qpn) | Peer::Remote(qpn) => qpn,
             },
             send_consumer: qp.send.as_ref().map_or(0, |s| s.consumer),
             send_limit: qp.send.as_ref().map_or(0, |s| s.limit),

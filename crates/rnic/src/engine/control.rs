@@ -261,6 +261,8 @@ impl Engine {
                 reported: false,
                 last_reported: false,
                 long: None,
+                remote: None,
+                taken: None,
             },
         );
         let Some(number) = made else {
@@ -319,7 +321,7 @@ impl Engine {
 
 impl Function {
     /// Bytes of its rings with `more`, if it may have them.
-    fn room_for_rings(&self, more: u64) -> Result<u64, Error> {
+    pub(super) fn room_for_rings(&self, more: u64) -> Result<u64, Error> {
         let limit = self.limits.ring_bytes;
         let bytes = self.used.ring_bytes.saturating_add(more);
         if bytes > limit {
@@ -385,6 +387,7 @@ impl Core {
     /// Takes a QP out of everything that knows it. Gives the bytes of its rings.
     fn remove_qp(&mut self, qpn: Qpn) -> u64 {
         self.leave(qpn);
+        self.disconnect(qpn);
         // Who waits for a receive of this QP finds nobody at the other end.
         let peer = self.qp_mut(qpn).peer;
         self.wake_peer(qpn);
@@ -411,8 +414,10 @@ impl Core {
     pub(super) fn reset_qp(&mut self, qpn: Qpn) {
         self.leave(qpn);
         self.wake_peer(qpn);
+        self.disconnect(qpn);
         let qp = self.qp_mut(qpn);
         qp.abandon();
+        qp.taken = None;
         qp.state = QpState::Reset;
         qp.peer = Peer::None;
         if let Some(send) = &mut qp.send {

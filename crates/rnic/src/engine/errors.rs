@@ -30,7 +30,10 @@ impl Core {
             let event = AsyncEvent::QpError { qpn, syndrome, by_peer };
             self.events.push_back(Event::Async { function: qp.function, event });
         }
-        // A SEND takes its receive WQE in one step: none is under way.
+        if qp.taken.is_some() {
+            self.flush_taken(qpn);
+        }
+        let qp = self.qps.get_mut(qpn.raw()).expect("just seen");
         if qp.recv_shared && !qp.last_reported {
             qp.last_reported = true;
             let event = AsyncEvent::LastWqeReached { qpn };
@@ -44,6 +47,24 @@ impl Core {
         self.leave(qpn);
         self.wake_peer(qpn);
         self.schedule(qpn);
+    }
+
+    /// Completes as flushed the receive WQE of a shared queue that a message has begun to fill.
+    #[cold]
+    fn flush_taken(&mut self, qpn: Qpn) {
+        let qp = self.qps.get_mut(qpn.raw()).expect("just seen");
+        let Some(counter) = qp.taken.take() else { return };
+        let cqe = Cqe {
+            opcode: cqe::opcode::RESP_ERR,
+            qpn,
+            srqn: Self::srqn_of(qp.recv.unwrap_or(0), qp.recv_shared),
+            wqe_counter: counter,
+            error: Some(cqe::CqeError { syndrome: Syndrome::Flushed as u8, vendor: 0 }),
+            ..Cqe::default()
+        };
+        let recv_cq = qp.recv_cq;
+        self.stats.flushed += 1;
+        self.push_cqe(recv_cq, &cqe);
     }
 
     /// Completes the next outstanding WQE of a QP in Error as flushed (IBTA vol. 1, §10.3.1), its send

@@ -13,7 +13,6 @@ use crate::qp::{Peer, Qp};
 use crate::queue::Waiting;
 use crate::verbs::QpState;
 use crate::wqe::{Control, Remote, SE_SOLICITED, Sge, Sges, Umr, Wqe, decode};
-use std::sync::atomic::Ordering;
 
 /// The QP whose WQE is executed.
 #[derive(Clone, Copy)]
@@ -84,7 +83,7 @@ impl From<Syndrome> for Fault {
 }
 
 impl Fault {
-    fn local(refusal: Refusal) -> Self {
+    pub fn local(refusal: Refusal) -> Self {
         Fault { syndrome: Syndrome::LocalProtection, vendor: refusal as u8 }
     }
 
@@ -103,10 +102,7 @@ impl Core {
         bytes: &[u8],
         done: u64,
     ) -> Result<Progress, Fault> {
-        let named = ctrl.index == me.consumer && ctrl.qpn == me.qpn;
-        if ctrl.blocks() > me.blocks || !named && (!me.managed || self.limits.strict) {
-            return Err(Syndrome::LocalQpOperation.into());
-        }
+        self.check_form(me, ctrl)?;
         let wqe = decode(ctrl, bytes).map_err(|_| Syndrome::LocalQpOperation)?;
         match wqe {
             Wqe::Nop => Ok(Progress::Done(0)),
@@ -169,6 +165,16 @@ impl Core {
                 Ok(Progress::Done(0))
             }
         }
+    }
+
+    /// Checks what a control segment says of itself.
+    #[inline]
+    pub fn check_form(&self, me: &Requester, ctrl: &Control) -> Result<(), Fault> {
+        let named = ctrl.index == me.consumer && ctrl.qpn == me.qpn;
+        if ctrl.blocks() > me.blocks || !named && (!me.managed || self.limits.strict) {
+            return Err(Syndrome::LocalQpOperation.into());
+        }
+        Ok(())
     }
 
     // --- one-sided operations ------------------------------------------------------------------
@@ -266,11 +272,7 @@ impl Core {
             return Err(self.refuse(&peer, Syndrome::RemoteInvalidRequest));
         }
         let word = self.admit(&peer, at, 8, Access::REMOTE_ATOMIC)?;
-        let value = word.load_be64(0, Ordering::Acquire);
-        if let Some(new) = change(value) {
-            word.store_be64(0, new, Ordering::Release);
-        }
-        result.put_be64(value);
+        result.put_be64(word.update_be64(change));
         Ok(Progress::Done(8))
     }
 
@@ -310,7 +312,7 @@ impl Core {
 
     /// Checks what is to be gathered into `scratch.local`; gives its length.
     #[inline]
-    fn gather(&mut self, me: &Requester, from: Sges<'_>) -> Result<u64, Fault> {
+    pub fn gather(&mut self, me: &Requester, from: Sges<'_>) -> Result<u64, Fault> {
         match from {
             Sges::List(_) => self.list_local(me, from, Access::LOCAL_READ)?,
             Sges::Inline(data) => {
@@ -322,7 +324,12 @@ impl Core {
     }
 
     #[inline(always)]
-    fn list_local(&mut self, me: &Requester, list: Sges<'_>, need: Access) -> Result<(), Fault> {
+    pub fn list_local(
+        &mut self,
+        me: &Requester,
+        list: Sges<'_>,
+        need: Access,
+    ) -> Result<(), Fault> {
         let local = &mut self.scratch.local;
         local.clear();
         for sge in list.iter() {

@@ -11,11 +11,14 @@
 //!                 │ wake: completion counted, RECV_EN,            │ admit, deliver
 //!                 │ SEND_EN, record has moved (watch.rs)          ▼
 //!              waiting QPs <── WAIT, RNR ───────────────  responder (respond.rs)
+//!                                                                 ▲
+//!   receive() ── packets of other NICs ── remote/ ────────────────┘ ──> outbox
 //! ```
 //!
 //! Invariants:
 //! - A WQE is fetched when it is executed, once, whole, into a buffer of the NIC, and then validated.
-//! - A QP's WQEs execute in order; one ends, with all that it moved, before the next is fetched.
+//! - A QP's WQEs execute in order; one ends, with all that it moved, before the next is fetched. Those of a
+//!   QP that is connected to another NIC are sent in order, and several may be on their way.
 //! - A QP is ready or waits or neither, and executes nothing while it waits.
 //! - What one WQE, or one slice, takes is bounded, whatever the function that posted it has set up.
 //! - No allocation, lock or system call on the path of a WQE.
@@ -28,6 +31,7 @@ mod errors;
 mod execute;
 mod inspect;
 pub(crate) mod lists;
+pub(crate) mod remote;
 mod respond;
 mod schedule;
 mod shares;
@@ -48,10 +52,12 @@ use crate::table::Table;
 use crate::verbs::{
     AsyncEvent, AtomicOrder, AtomicScope, Caps, Event, FunctionLimits, Limits, Stats,
 };
+use crate::wire::{Outbox, WireStats};
 use crate::wqe::MAX_SEGMENTS;
 pub use inspect::{Aim, Reach};
 use shares::Shares;
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::net::IpAddr;
 pub use stepped::{Next, NextKind, Stepped};
 
 /// Bytes of a READ or WRITE at most (IBTA vol. 1, §9.7).
@@ -86,6 +92,7 @@ struct Core {
     /// CQs that got a completion in this `poll`.
     touched: Vec<Cqn>,
     watch: watch::Watch,
+    wire: remote::Wire,
     events: VecDeque<Event>,
     stats: Stats,
     scratch: Box<Scratch>,
@@ -137,6 +144,7 @@ impl Engine {
             work: 0,
             touched: Vec::with_capacity(64),
             watch: watch::Watch::default(),
+            wire: remote::Wire::new(limits.wire.as_ref()),
             events: VecDeque::with_capacity(64),
             stats: Stats::default(),
             scratch: Box::new(Scratch {
@@ -258,10 +266,34 @@ impl Engine {
         self.core.function_of(qpn)
     }
 
-    /// When `poll` must be called at the latest, even if no doorbell rings: a WQE waits for a receive
-    /// WQE that may be posted without any notice to the NIC.
+    /// A packet came, at time `now_ns` (which never goes back): the payload of a UDP datagram from `source`
+    /// to `destination`, from the BTH to the ICRC, which whoever calls has checked if it could. Takes
+    /// bounded time, whatever the packet holds; what is no packet of a connected peer is dropped and
+    /// counted. [`Engine::poll`] is to be called after the last of some packets: answers are made and
+    /// completions announced there.
+    pub fn receive(&mut self, now_ns: u64, source: IpAddr, destination: IpAddr, packet: &[u8]) {
+        self.core.receive_packet(&mut self.wqe, now_ns, source, destination, packet);
+    }
+
+    /// The packets that `poll` has made. They lie there until the caller, who has sent them, clears them;
+    /// when there is no more room `poll` leaves QPs with packets as they are.
+    pub fn outbox(&mut self) -> &mut Outbox {
+        &mut self.core.wire.outbox
+    }
+
+    /// Counters of connections to other NICs.
+    pub fn wire_stats(&self) -> &WireStats {
+        &self.core.wire.stats
+    }
+
+    /// When `poll` must be called at the latest, even if no doorbell rings and no packet comes: a WQE waits
+    /// for a receive WQE that may be posted without any notice to the NIC, or a packet is to be sent again.
     pub fn next_timeout(&self) -> Option<u64> {
-        self.core.watch.deadline_ns()
+        let (records, wire) = (self.core.watch.deadline_ns(), self.core.wire.deadline_ns());
+        match (records, wire) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        }
     }
 
     /// What happened since the last call. An event of an object that was not taken is not repeated:
@@ -297,6 +329,7 @@ impl Function {
             keys: 0,
             registered_bytes: 0,
             ring_bytes: 0,
+            remote_peers: 0,
         };
         Self {
             limits,

@@ -1,7 +1,7 @@
 //! The responder's half: what a QP admits from its peer.
 //!
-//! The requester's half reaches the peer only through [`Core::responder`], [`Core::admit`] and
-//! [`Core::receive`]: packets to and from another host will come between them.
+//! Both kinds of requester reach it through [`Core::admit`], [`Core::receive`] and what these are made of: a
+//! QP of this NIC within the step of its WQE, one of another NIC by packets (`remote/`).
 
 use super::Core;
 use super::execute::{Fault, Requester};
@@ -9,19 +9,19 @@ use crate::cqe::{self, Cqe, Syndrome};
 use crate::dma::{Span, copy_lists};
 use crate::ids::{Access, Cqn, Key, Pdn, Qpn};
 use crate::protection::{Executor, Refusal};
-use crate::qp::Peer;
+use crate::qp::{Peer, Qp};
 use crate::queue::Waiting;
 use crate::wqe::{INVALID_LKEY, SEGMENT, Sge};
 
 /// The peer of a requester, fit to answer.
 #[derive(Clone, Copy)]
 pub(super) struct Responder {
-    qpn: Qpn,
+    pub qpn: Qpn,
     pd: Pdn,
     access: Access,
-    recv: Option<u32>,
-    recv_shared: bool,
-    recv_cq: Cqn,
+    pub recv: Option<u32>,
+    pub recv_shared: bool,
+    pub recv_cq: Cqn,
 }
 
 /// What consumes a receive WQE. The data of a SEND is what the requester gathered.
@@ -53,6 +53,24 @@ pub(super) enum Delivered {
     NotReady(Waiting),
 }
 
+impl Responder {
+    #[inline]
+    pub fn of(qp: &Qp) -> Self {
+        Responder {
+            qpn: qp.qpn,
+            pd: qp.pd,
+            access: qp.access,
+            recv: qp.recv,
+            recv_shared: qp.recv_shared,
+            recv_cq: qp.recv_cq,
+        }
+    }
+
+    fn executor(&self) -> Executor {
+        Executor { qpn: self.qpn, pd: self.pd, privileged: false }
+    }
+}
+
 impl Core {
     /// The peer, if it is connected to this requester and in a state to answer. Else the requester
     /// hears what it would after its last retry.
@@ -60,17 +78,10 @@ impl Core {
     pub fn responder(&self, me: &Requester) -> Result<Responder, Fault> {
         let found = match me.peer {
             Peer::Local(qpn) => self.qps.get(qpn.raw()),
-            Peer::None => None,
+            Peer::None | Peer::Remote(_) => None,
         };
         match found {
-            Some(qp) if qp.responds() && qp.peer == Peer::Local(me.qpn) => Ok(Responder {
-                qpn: qp.qpn,
-                pd: qp.pd,
-                access: qp.access,
-                recv: qp.recv,
-                recv_shared: qp.recv_shared,
-                recv_cq: qp.recv_cq,
-            }),
+            Some(qp) if qp.responds() && qp.peer == Peer::Local(me.qpn) => Ok(Responder::of(qp)),
             _ => Err(Syndrome::RetryExceeded.into()),
         }
     }
@@ -133,7 +144,40 @@ impl Core {
             (Err(wait), _) => return Ok(Delivered::NotReady(wait)),
             (Ok(()), None) => unreachable!("without a receive queue it is not ready"),
         };
-        let by = Executor { qpn: to.qpn, pd: to.pd, privileged: false };
+        if let Message::Send { invalidate, len, .. } = message {
+            self.may_revoke(to, invalidate)?;
+            let recv = self.recvs.get(n).expect("a receive queue in use lives");
+            let stride = recv.fetch(&mut self.scratch.recv_wqe).len();
+            if let Err((mine, theirs)) = self.scatter(n, stride, 0, len) {
+                return Err(self.receive_failed(to, n, None, mine, theirs));
+            }
+        }
+        self.received(to, n, None, message, solicited)?;
+        Ok(Delivered::Yes)
+    }
+
+    /// Refuses a SEND that would invalidate what it may not.
+    #[inline]
+    pub fn may_revoke(&mut self, to: &Responder, key: Option<Key>) -> Result<(), Fault> {
+        match key {
+            Some(key) if self.keys.check_invalidate(key, to.executor()).is_err() => {
+                Err(self.refuse(to, Syndrome::RemoteAccess))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Completes a receive of queue `n`: of its next WQE, or of one that was taken before, which had this
+    /// index. A key that is to be invalidated has been looked at.
+    #[inline]
+    pub fn received(
+        &mut self,
+        to: &Responder,
+        n: u32,
+        taken: Option<u16>,
+        message: Message,
+        solicited: bool,
+    ) -> Result<(), Fault> {
         let mut cqe = Cqe {
             opcode: cqe::opcode::RESP_SEND,
             qpn: to.qpn,
@@ -142,7 +186,6 @@ impl Core {
             timestamp_ns: self.now_ns,
             ..Cqe::default()
         };
-        let mut revoke = None;
         match message {
             Message::Send { imm, invalidate, len } => {
                 cqe.byte_count = len as u32;
@@ -151,15 +194,10 @@ impl Core {
                     cqe.imm = imm;
                 }
                 if let Some(key) = invalidate {
-                    if self.keys.check_invalidate(key, by).is_err() {
-                        return Err(self.refuse(to, Syndrome::RemoteAccess));
-                    }
                     cqe.opcode = cqe::opcode::RESP_SEND_INV;
                     cqe.imm = key.0;
-                    revoke = Some(key);
-                }
-                if let Err((mine, theirs)) = self.scatter(n, len) {
-                    return Err(self.receive_failed(to, n, mine, theirs));
+                    self.keys.invalidate(key, to.executor()).expect("it was checked");
+                    self.stats.unbinds += 1;
                 }
             }
             Message::WriteImm { imm, len } => {
@@ -168,13 +206,8 @@ impl Core {
                 cqe.byte_count = len as u32;
             }
         }
-        if let Some(key) = revoke {
-            self.keys.invalidate(key, by).expect("it was checked");
-            self.stats.unbinds += 1;
-        }
         let recv = self.recvs.get_mut(n).expect("a receive queue in use lives");
-        cqe.wqe_counter = recv.consumer as u16;
-        recv.advance();
+        cqe.wqe_counter = recv.use_one(taken);
         if recv.alarm != 0 {
             self.look_at_limit(n);
         }
@@ -182,26 +215,36 @@ impl Core {
         if !self.push_cqe(to.recv_cq, &cqe) {
             return Err(self.refuse(to, Syndrome::RemoteOperation));
         }
-        Ok(Delivered::Yes)
+        Ok(())
     }
 
-    /// Scatters what the requester gathered over the next receive WQE of queue `n`. On failure, the
-    /// syndromes of the receiver and of the sender; nothing was moved.
-    fn scatter(&mut self, n: u32, len: u64) -> Result<(), (Fault, Syndrome)> {
+    /// Scatters what the requester gathered over the receive WQE in `scratch.recv_wqe`, of queue `n` and
+    /// `stride` bytes, from byte `skip` on. On failure, the syndromes of the receiver and of the sender;
+    /// nothing was moved.
+    #[inline]
+    pub fn scatter(
+        &mut self,
+        n: u32,
+        stride: usize,
+        mut skip: u64,
+        len: u64,
+    ) -> Result<(), (Fault, Syndrome)> {
         let recv = self.recvs.get(n).expect("a receive queue in use lives");
         let scratch = &mut *self.scratch;
-        let list = recv.fetch(&mut scratch.recv_wqe);
+        let list = &scratch.recv_wqe[..stride];
         scratch.receive.clear();
         let mut left = len;
         for sge in list.as_chunks::<SEGMENT>().0.iter().map(Sge::from_bytes) {
             if left == 0 || sge.len == 0 && sge.lkey == INVALID_LKEY {
                 break;
             }
-            if sge.len == 0 {
+            if sge.len as u64 <= skip {
+                skip -= sge.len as u64;
                 continue;
             }
-            let part = left.min(sge.len as u64);
-            match self.keys.local(sge.lkey, sge.addr, part, Access::LOCAL_WRITE, recv.pd) {
+            let part = left.min(sge.len as u64 - skip);
+            let addr = sge.addr.wrapping_add(std::mem::take(&mut skip));
+            match self.keys.local(sge.lkey, addr, part, Access::LOCAL_WRITE, recv.pd) {
                 Ok(span) => scratch.receive.push(span),
                 Err(why) => {
                     let mine = Fault { syndrome: Syndrome::LocalProtection, vendor: why as u8 };
@@ -224,7 +267,14 @@ impl Core {
     /// One of a managed queue is neither used up nor completed: a chain that WAITs for requests would
     /// count it as one, and run with what the request before it has left.
     #[cold]
-    fn receive_failed(&mut self, to: &Responder, n: u32, mine: Fault, theirs: Syndrome) -> Fault {
+    pub fn receive_failed(
+        &mut self,
+        to: &Responder,
+        n: u32,
+        taken: Option<u16>,
+        mine: Fault,
+        theirs: Syndrome,
+    ) -> Fault {
         self.stats.errors += 1;
         let recv = self.recvs.get_mut(n).expect("a receive queue in use lives");
         if recv.managed {
@@ -235,11 +285,10 @@ impl Core {
             opcode: cqe::opcode::RESP_ERR,
             qpn: to.qpn,
             srqn: Self::srqn_of(n, to.recv_shared),
-            wqe_counter: recv.consumer as u16,
+            wqe_counter: recv.use_one(taken),
             error: Some(cqe::CqeError { syndrome: mine.syndrome as u8, vendor: mine.vendor }),
             ..Cqe::default()
         };
-        recv.advance();
         self.look_at_limit(n);
         self.push_cqe(to.recv_cq, &cqe);
         self.enter_error(to.qpn, Some(mine.syndrome));

@@ -67,6 +67,9 @@ impl Core {
 
     #[inline]
     fn has_work(&self, qp: &Qp) -> bool {
+        if let Some(connection) = &qp.remote {
+            return self.remote_has_work(qp, connection);
+        }
         match qp.state {
             QpState::ReadyToSend => qp.pending() > 0,
             QpState::Error => qp.pending() > 0 || self.flushable(qp.qpn) > 0,
@@ -77,9 +80,12 @@ impl Core {
     pub fn poll(&mut self, wqe: &mut Fetched, now_ns: u64, budget: usize) -> usize {
         self.now_ns = now_ns;
         self.look_at_records();
+        if self.wire.deadline_ns().is_some_and(|at| at <= now_ns) {
+            self.run_timers();
+        }
         let end = self.work + self.limits.function_turn.max(1) as u64;
         let mut done = Done::default();
-        while done.steps < budget && self.work < end {
+        while done.steps < budget && self.work < end && !self.wire.outbox.is_stalled() {
             let Some(share) = self.shares.next() else { break };
             self.turn(share, wqe, budget, end, &mut done);
         }
@@ -163,6 +169,9 @@ impl Core {
     #[inline]
     pub(super) fn step(&mut self, qpn: Qpn, wqe: &mut Fetched) -> Step {
         let Some(qp) = self.qps.get_mut(qpn.raw()) else { return Step::Idle };
+        if qp.remote.is_some() {
+            return self.step_remote(qpn, wqe);
+        }
         if qp.state != QpState::ReadyToSend {
             let flushed = qp.state == QpState::Error && self.flush(qpn);
             return if flushed { Step::Executed } else { Step::Idle };

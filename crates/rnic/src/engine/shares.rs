@@ -137,6 +137,14 @@ impl Shares {
         }
     }
 
+    /// Counts work that was done for `at` outside its turns: it owes for it, up to a few turns.
+    #[inline]
+    pub fn charge(&mut self, at: u32, work: i64) {
+        let most = if at == Self::PHYSICAL { self.physical_turn } else { self.turn };
+        let share = self.of(at);
+        share.left = (share.left - work).max(share.left.min(-4 * most));
+    }
+
     /// Ends the turn of `at`.
     #[inline]
     fn pass(&mut self, at: u32) {

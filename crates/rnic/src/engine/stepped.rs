@@ -139,7 +139,7 @@ impl Core {
     pub fn peek(&self, wqe: &mut Fetched, qpn: Qpn) -> Option<Next> {
         let qp = self.qps.get(qpn.raw())?;
         let peer = match qp.peer {
-            Peer::Local(peer) => peer,
+            Peer::Local(peer) | Peer::Remote(peer) => peer,
             Peer::None => Qpn::NONE,
         };
         let managed = qp.send.as_ref().is_some_and(|s| s.managed);

@@ -1,21 +1,30 @@
-//! RoCEv2 without I/O: packets, and what a connection to a QP of another host remembers.
+//! RoCEv2 without I/O: packets, and what a connection to a QP of another NIC remembers.
 //!
 //! ```text
-//!   datagram ──> icrc::check (the port) ──> Packet::parse ──> engine ──┬─> responder: requests
-//!                                                                      └─> requester: answers
-//!   outbox  <── icrc::seal (the port) <── Packet::encode  <── engine, in the QP's turns
+//!   datagram ──> icrc::check (the port) ──> Packet::parse ──> engine ──┬─> Responder: requests
+//!                                                                      └─> Requester: answers
+//!   outbox  ──> icrc::seal (the port) ──> datagram
+//!     ^
+//!     └── Packet::encode_headers <── engine, in the QP's turns <── what the two say is next
 //! ```
 //!
-//! Nothing here knows of sockets, threads or clocks. Packets are the payload of UDP datagrams to port
-//! [`UDP_PORT`]; the port has the addresses, so it makes and checks the ICRC.
+//! Nothing here knows of sockets, threads, clocks, memory or keys. Packets are the payload of UDP datagrams
+//! to port [`UDP_PORT`]; the port has the addresses, so it makes and checks the ICRC.
 
 pub mod icrc;
+mod outbox;
+mod pace;
 pub mod packet;
 mod peer;
 mod psn;
+pub(crate) mod requester;
+pub(crate) mod responder;
+mod stats;
 
+pub use outbox::{Burst, Envelope, Outbox};
 pub use packet::{Malformed, Packet};
 pub use peer::{PathMtu, PeerAddress, RemotePeer};
+pub use stats::WireStats;
 
 /// The UDP port of RoCEv2, assigned by IANA.
 pub const UDP_PORT: u16 = 4791;

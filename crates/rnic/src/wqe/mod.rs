@@ -127,6 +127,9 @@ pub const SE_SOLICITED: u8 = 1 << 1;
 /// `fm_ce_se`: wait for this QP's earlier READs and atomics (fence).
 pub const FM_FENCE: u8 = 4 << 5;
 
+/// The bits of `fm_ce_se` that say what a WQE waits for.
+pub(crate) const FENCE_MASK: u8 = 7 << 5;
+
 /// The control segment's fields.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Control {

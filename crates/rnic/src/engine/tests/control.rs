@@ -127,6 +127,7 @@ fn a_function_has_no_more_than_its_limits() {
         keys: 2,
         registered_bytes: 5000,
         ring_bytes: 1 << 20,
+        remote_peers: 0,
     };
     let f = bed.e.add_function(limits).unwrap();
     let limited = |r: Result<(), Error>| assert!(matches!(r, Err(Error::Limit { .. })), "{r:?}");

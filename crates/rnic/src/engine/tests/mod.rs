@@ -13,5 +13,6 @@ mod model;
 mod queues;
 mod step;
 mod windows;
+mod wire;
 
 use bed::*;

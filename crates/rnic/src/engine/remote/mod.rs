@@ -1,0 +1,350 @@
+//! QPs whose peer is on another NIC.
+//!
+//! ```text
+//!                    step: one of these, in this order
+//!                    ┌─ answers (transmit.rs) ─────────────┐
+//!   ready QP ────────┼─ packets of fetched WQEs ───────────┼──> outbox
+//!                    └─ fetch the next WQE (fetch.rs)      │
+//!                                                          │
+//!   receive() ─┬─ requests: keys, memory, receive WQEs (receive.rs) ──> answers that are due
+//!              └─ responses: memory, requests that have ended ──> completions
+//! ```
+//!
+//! A WQE is fetched when all before it have been sent, and kept until it is acknowledged; completions come in
+//! order. Memory is reached through keys that are looked up for every packet, in either direction: no packet
+//! carries bytes of a region or window that has ended.
+//!
+//! While a connection works it is out of its QP (`Qp::remote` is `None`), so that it can be changed beside
+//! everything else; [`Core::put_back`] puts it there again, sets its timer and makes its QP ready.
+
+mod fetch;
+mod receive;
+mod transmit;
+
+use super::schedule::Step;
+use super::{Core, lists::Place};
+use crate::cqe::{self, Cqe, Syndrome};
+use crate::error::Error;
+use crate::ids::{FunctionId, Qpn};
+use crate::qp::{Peer, Qp};
+use crate::queue::Fetched;
+use crate::verbs::{QpState, WireLimits};
+use crate::wire::requester::{Request, Requester, Retired};
+use crate::wire::responder::Responder;
+use crate::wire::{Envelope, Outbox, RemotePeer, WireStats};
+use std::collections::{BTreeSet, HashMap};
+use std::net::IpAddr;
+
+/// Building blocks of the longest WQE.
+const LONGEST_BLOCKS: u32 = 16;
+
+/// What a NIC has for its connections to others.
+pub(super) struct Wire {
+    pub outbox: Outbox,
+    pub stats: WireStats,
+    /// When connections want to be looked at, at the latest; one entry of each.
+    timers: BTreeSet<(u64, u32)>,
+    /// Who is connected to whom: no two QPs to the same one.
+    ends: HashMap<(IpAddr, Qpn), Qpn>,
+}
+
+/// A connection to a QP of another NIC.
+pub(crate) struct Connection {
+    pub peer: RemotePeer,
+    pub requester: Requester,
+    pub responder: Responder,
+    /// Why the next WQE was not executed when it was looked at.
+    held: Held,
+    /// Its entry among the timers.
+    armed: Option<u64>,
+    /// Bytes that its function pays for it.
+    bytes: u64,
+}
+
+/// What must come before the next WQE.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Held {
+    No,
+    /// The end of all requests.
+    All,
+    /// The end of all READs and atomics.
+    Reads,
+}
+
+impl Wire {
+    pub fn new(limits: Option<&WireLimits>) -> Self {
+        Self {
+            outbox: Outbox::new(limits.map_or(0, |l| l.outbox_bytes)),
+            stats: WireStats::default(),
+            timers: BTreeSet::new(),
+            ends: HashMap::new(),
+        }
+    }
+
+    /// When some connection wants to be looked at.
+    pub fn deadline_ns(&self) -> Option<u64> {
+        self.timers.first().map(|&(at, _)| at)
+    }
+}
+
+impl Connection {
+    fn envelope(&self) -> Envelope {
+        Envelope { from: self.peer.local, to: self.peer.address }
+    }
+
+    /// True if the next WQE may be fetched.
+    fn may_fetch(&self) -> bool {
+        self.requester.has_room(LONGEST_BLOCKS)
+            && match self.held {
+                Held::No => true,
+                Held::All => self.requester.is_empty(),
+                Held::Reads => !self.requester.reads_outstanding(),
+            }
+    }
+
+    /// True if there is a packet to be made.
+    fn has_packets(&self, state: QpState) -> bool {
+        self.responder.has_output()
+            || state == QpState::ReadyToSend && self.requester.next().is_some()
+    }
+}
+
+impl Core {
+    // --- control verbs -------------------------------------------------------------------------
+
+    /// Connects a QP in Init to one of another NIC.
+    pub fn connect(&mut self, f: FunctionId, qpn: Qpn, peer: RemotePeer) -> Result<(), Error> {
+        peer.check()?;
+        let limits = self.limits.wire.as_ref().ok_or(Error::NoWire { qpn })?;
+        let end = (peer.address.ip(), peer.qpn);
+        if let Some(&by) = self.wire.ends.get(&end) {
+            return Err(Error::PeerTaken { address: end.0, peer: peer.qpn, by });
+        }
+        let qp = self.qps.get(qpn.raw()).expect("the QP was just seen");
+        let stride = qp.recv.and_then(|n| self.recvs.get(n)).map_or(0, |r| r.stride());
+        let blocks = limits.blocks.max(LONGEST_BLOCKS);
+        let requests = limits.requests.max(1);
+        let bytes = blocks as u64 * crate::wqe::WQEBB as u64
+            + requests as u64 * size_of::<Request>() as u64
+            + size_of::<Connection>() as u64
+            + stride as u64;
+        let function = self.functions.get_mut(&f).expect("the caller lives");
+        let limit = function.limits.remote_peers;
+        if function.used.remote_peers >= limit {
+            let what = "connections of the function to other NICs";
+            return Err(Error::Limit { what, limit: limit as u64 });
+        }
+        function.used.ring_bytes = function.room_for_rings(bytes)?;
+        function.used.remote_peers += 1;
+        let connection = Connection {
+            peer,
+            requester: Requester::new(&peer, requests, blocks, limits.window_bytes),
+            responder: Responder::new(&peer, stride),
+            held: Held::No,
+            armed: None,
+            bytes,
+        };
+        self.wire.ends.insert(end, qpn);
+        let qp = self.qps.get_mut(qpn.raw()).expect("the QP was just seen");
+        qp.peer = Peer::Remote(peer.qpn);
+        qp.remote = Some(Box::new(connection));
+        qp.state = QpState::ReadyToReceive;
+        Ok(())
+    }
+
+    /// Ends the connection of a QP, if it has one. What comes for it later is not heard.
+    pub fn disconnect(&mut self, qpn: Qpn) {
+        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return };
+        let Some(connection) = qp.remote.take() else { return };
+        let owner = qp.function;
+        if let Some(at) = connection.armed {
+            self.wire.timers.remove(&(at, qpn.raw()));
+        }
+        self.wire.ends.remove(&(connection.peer.address.ip(), connection.peer.qpn));
+        if let Some(function) = self.functions.get_mut(&owner) {
+            function.used.ring_bytes -= connection.bytes;
+            function.used.remote_peers -= 1;
+        }
+    }
+
+    // --- turns ---------------------------------------------------------------------------------
+
+    /// See `Core::has_work`.
+    pub fn remote_has_work(&self, qp: &Qp, connection: &Connection) -> bool {
+        connection.has_packets(qp.state)
+            || match qp.state {
+                QpState::ReadyToSend => qp.pending() > 0 && connection.may_fetch(),
+                QpState::Error => {
+                    qp.pending() > 0
+                        || !connection.requester.is_empty()
+                        || self.flushable(qp.qpn) > 0
+                }
+                _ => false,
+            }
+    }
+
+    /// Does one thing of a connected QP: makes some packets, or fetches a WQE, or flushes one.
+    pub fn step_remote(&mut self, qpn: Qpn, wqe: &mut Fetched) -> Step {
+        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return Step::Idle };
+        let Some(mut connection) = qp.remote.take() else { return Step::Idle };
+        let state = qp.state;
+        let step = self.step_connection(&mut connection, qpn, state, wqe);
+        self.put_back(qpn, connection);
+        step
+    }
+
+    fn step_connection(
+        &mut self,
+        connection: &mut Connection,
+        qpn: Qpn,
+        state: QpState,
+        wqe: &mut Fetched,
+    ) -> Step {
+        if state == QpState::Error {
+            connection.responder.close();
+        }
+        if connection.has_packets(state) {
+            if self.wire.outbox.room().is_none() {
+                return Step::Idle;
+            }
+            if connection.responder.has_output() {
+                self.send_answers(connection, qpn);
+            } else {
+                self.send_requests(connection, qpn, wqe);
+            }
+            return Step::Executed;
+        }
+        match state {
+            QpState::ReadyToSend => {
+                let pending = self.qps.get(qpn.raw()).is_some_and(|qp| qp.pending() > 0);
+                if !pending || !connection.may_fetch() {
+                    return Step::Idle;
+                }
+                self.fetch_request(connection, qpn, wqe)
+            }
+            QpState::Error => {
+                let flushed = self.flush_connection(connection, qpn) || self.flush(qpn);
+                if flushed { Step::Executed } else { Step::Idle }
+            }
+            _ => Step::Idle,
+        }
+    }
+
+    /// Gives a connection back to its QP, sets its timer, and makes the QP ready if that can do something.
+    fn put_back(&mut self, qpn: Qpn, mut connection: Box<Connection>) {
+        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return };
+        // An earlier entry stays: when it comes, it is put where it belongs then.
+        let deadline = connection.requester.deadline().filter(|_| qp.state == QpState::ReadyToSend);
+        if let Some(at) = deadline
+            && connection.armed.is_none_or(|armed| at < armed)
+        {
+            if let Some(armed) = connection.armed.replace(at) {
+                self.wire.timers.remove(&(armed, qpn.raw()));
+            }
+            self.wire.timers.insert((at, qpn.raw()));
+        }
+        if qp.state == QpState::Error
+            && let Some(armed) = connection.armed.take()
+        {
+            self.wire.timers.remove(&(armed, qpn.raw()));
+        }
+        let packets = connection.has_packets(qp.state) || qp.state == QpState::Error;
+        qp.remote = Some(connection);
+        if packets && matches!(qp.place, Place::Count { .. }) {
+            // Its next WQE waits, the connection does not.
+            self.leave(qpn);
+        }
+        self.schedule(qpn);
+    }
+
+    /// Looks at the connections whose time has come.
+    #[cold]
+    pub fn run_timers(&mut self) {
+        while let Some(&(at, number)) = self.wire.timers.first()
+            && at <= self.now_ns
+        {
+            self.wire.timers.pop_first();
+            let qpn = Qpn::new(number);
+            let Some(qp) = self.qps.get_mut(number) else { continue };
+            let Some(mut connection) = qp.remote.take() else { continue };
+            connection.armed = None;
+            if connection.requester.on_time(self.now_ns) {
+                self.wire.stats.timeouts += 1;
+            }
+            self.retire(&mut connection, qpn);
+            self.put_back(qpn, connection);
+        }
+    }
+
+    // --- the end of requests -------------------------------------------------------------------
+
+    /// Completes the requests that have ended, in order.
+    fn retire(&mut self, connection: &mut Connection, qpn: Qpn) {
+        let Some(qp) = self.qps.get(qpn.raw()) else { return };
+        if qp.state != QpState::ReadyToSend {
+            return;
+        }
+        while let Some(ended) = connection.requester.retire() {
+            let done = match ended {
+                Retired::Done(request) => self.complete_request(qpn, &request),
+                Retired::Failed(request, syndrome, vendor) => {
+                    self.stats.errors += 1;
+                    self.push_request_error(qpn, &request, syndrome, vendor);
+                    self.enter_error(qpn, Some(syndrome));
+                    false
+                }
+            };
+            if !done {
+                return;
+            }
+        }
+    }
+
+    /// Ends a request that succeeded; false if its completion found no room.
+    fn complete_request(&mut self, qpn: Qpn, request: &Request) -> bool {
+        self.stats.wqes[(request.opcode & 0x3f) as usize] += 1;
+        let qp = self.qps.get_mut(qpn.raw()).expect("its connection works");
+        qp.executed += 1;
+        if !request.signaled {
+            return true;
+        }
+        let send_cq = qp.send_cq;
+        let cqe = Cqe {
+            opcode: cqe::opcode::REQ,
+            qpn,
+            wqe_opcode: request.opcode,
+            wqe_counter: request.counter,
+            byte_count: request.len,
+            timestamp_ns: self.now_ns,
+            ..Cqe::default()
+        };
+        let written = self.push_cqe(send_cq, &cqe);
+        if !written {
+            self.enter_error(qpn, Some(Syndrome::LocalQpOperation));
+        }
+        written
+    }
+
+    fn push_request_error(&mut self, qpn: Qpn, request: &Request, why: Syndrome, vendor: u8) {
+        let send_cq = self.qps.get(qpn.raw()).expect("its connection works").send_cq;
+        let cqe = Cqe {
+            opcode: cqe::opcode::REQ_ERR,
+            qpn,
+            wqe_opcode: request.opcode,
+            wqe_counter: request.counter,
+            error: Some(cqe::CqeError { syndrome: why as u8, vendor }),
+            ..Cqe::default()
+        };
+        self.push_cqe(send_cq, &cqe);
+    }
+
+    /// Completes as flushed a send WQE that a QP in Error has fetched. False if there is none.
+    #[cold]
+    fn flush_connection(&mut self, connection: &mut Connection, qpn: Qpn) -> bool {
+        let Some(request) = connection.requester.flush() else { return false };
+        self.push_request_error(qpn, &request, Syndrome::Flushed, 0);
+        self.stats.flushed += 1;
+        self.work += super::WQE_WORK;
+        true
+    }
+}

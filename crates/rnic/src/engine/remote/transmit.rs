@@ -1,0 +1,203 @@
+//! Making packets: of requests that were fetched, and answers to the peer's.
+
+use super::Connection;
+use crate::cqe::Syndrome;
+use crate::dma::{Span, copy_lists};
+use crate::engine::execute::{Fault, Requester};
+use crate::engine::respond;
+use crate::engine::{Core, WQE_WORK};
+use crate::ids::{Access, Qpn};
+use crate::queue::Fetched;
+use crate::wire::packet::{self, Aeth, AtomicOp, Body, Nak, Notice, Packet, Part, Reth};
+use crate::wire::requester::{Kind, Plan, Request};
+use crate::wire::responder::Output;
+use crate::wire::{Envelope, Outbox};
+use crate::wqe::{Remote, Wqe, decode};
+
+/// Packets that one step makes at most.
+const STEP_PACKETS: usize = 16;
+
+/// What a refusal is called on the wire.
+pub(super) fn nak_of(syndrome: Syndrome) -> Nak {
+    match syndrome {
+        Syndrome::RemoteInvalidRequest => Nak::InvalidRequest,
+        Syndrome::RemoteAccess => Nak::RemoteAccess,
+        _ => Nak::RemoteOperation,
+    }
+}
+
+impl Core {
+    /// Sends packets of the next request that has any to be sent.
+    pub(super) fn send_requests(
+        &mut self,
+        connection: &mut Connection,
+        qpn: Qpn,
+        wqe: &mut Fetched,
+    ) {
+        let Some(mut plan) = connection.requester.next() else { return };
+        let at = plan.request;
+        connection.requester.wqe(at, wqe.bytes_mut());
+        let ctrl = wqe.control();
+        let qp = self.qps.get(qpn.raw()).expect("its connection works");
+        let me = Requester::of(qp, &ctrl);
+        let Ok(decoded) = decode(&ctrl, wqe.bytes()) else {
+            unreachable!("it was decoded when it was fetched");
+        };
+        self.work += WQE_WORK;
+        // The keys as they are now: what was fetched long ago may name a region that has ended.
+        if let Wqe::Send { from, .. } | Wqe::Write { from, .. } = decoded
+            && let Err(Fault { syndrome, vendor }) = self.gather(&me, from)
+        {
+            connection.requester.fault(at, syndrome, vendor);
+            self.retire(connection, qpn);
+            return;
+        }
+        let (envelope, mtu) = (connection.envelope(), connection.peer.mtu.bytes());
+        for _ in 0..STEP_PACKETS {
+            let request = connection.requester.request(at);
+            let skip = plan.packet as u64 * mtu as u64;
+            let len = match request.kind {
+                Kind::Send | Kind::Write => (request.len as u64 - skip).min(mtu as u64) as usize,
+                _ => 0,
+            };
+            let packet = Packet {
+                qpn: connection.peer.qpn,
+                psn: plan.psn,
+                ack_request: plan.ack,
+                solicited: me.solicited && plan.packet + plan.count == request.packets,
+                body: body_of(&decoded, request, &plan, mtu),
+                payload: &[],
+            };
+            let list = self.scratch.local.as_slice();
+            let fill = |to: Span| copy_lists(&[to], 0, list, skip, len as u64);
+            if !put(&mut self.wire.outbox, envelope, &packet, len, fill) {
+                return;
+            }
+            self.wire.stats.packets_out += 1;
+            self.stats.bytes += len as u64;
+            self.work += WQE_WORK + len as u64;
+            if connection.requester.sent(&plan, self.now_ns) {
+                self.wire.stats.repeated += 1;
+            }
+            match connection.requester.next() {
+                Some(next) if next.request == at => plan = next,
+                _ => return,
+            }
+        }
+    }
+
+    /// Sends answers that are due.
+    pub(super) fn send_answers(&mut self, connection: &mut Connection, qpn: Qpn) {
+        let (envelope, mtu) = (connection.envelope(), connection.peer.mtu.bytes());
+        let qp = self.qps.get(qpn.raw()).expect("its connection works");
+        let to = respond::Responder::of(qp);
+        for _ in 0..STEP_PACKETS {
+            if self.wire.outbox.room().is_none() {
+                return;
+            }
+            let responder = &mut connection.responder;
+            let aeth = Aeth { syndrome: responder.positive(), msn: responder.msn() };
+            let mut source = Span::EMPTY;
+            let (psn, body) = match responder.output() {
+                Some(Output::Read { psn, at, left, fresh }) => {
+                    let len = left.min(mtu);
+                    if len > 0 {
+                        // As it is now: nothing is read under a key that has ended meanwhile.
+                        match self.admit(&to, at, len as u64, Access::REMOTE_READ) {
+                            Ok(span) => source = span,
+                            Err(fault) => {
+                                responder.refuse_at(psn, nak_of(fault.syndrome));
+                                continue;
+                            }
+                        }
+                    }
+                    let part = match (fresh, left <= mtu) {
+                        (true, true) => Part::Only,
+                        (true, false) => Part::First,
+                        (false, false) => Part::Middle,
+                        (false, true) => Part::Last,
+                    };
+                    responder.read_sent(len);
+                    let aeth = (part != Part::Middle).then_some(aeth);
+                    (psn, Body::ReadResponse { part, aeth })
+                }
+                Some(Output::Atomic { psn, old }) => {
+                    responder.atomic_sent();
+                    (psn, Body::AtomicAcknowledge { aeth, old })
+                }
+                None => match responder.take_reply() {
+                    Some((psn, syndrome)) => {
+                        if !matches!(syndrome, packet::Syndrome::Ack(_)) {
+                            self.wire.stats.naks_out += 1;
+                        }
+                        (psn, Body::Acknowledge(Aeth { syndrome, msn: responder.msn() }))
+                    }
+                    None => return,
+                },
+            };
+            let packet = Packet {
+                qpn: connection.peer.qpn,
+                psn,
+                ack_request: false,
+                solicited: false,
+                body,
+                payload: &[],
+            };
+            let len = source.len();
+            put(&mut self.wire.outbox, envelope, &packet, len as usize, |to| to.copy_from(source));
+            self.wire.stats.packets_out += 1;
+            self.stats.bytes += len;
+            self.work += WQE_WORK + len;
+        }
+    }
+}
+
+/// The headers of a request's packet.
+fn body_of(wqe: &Wqe<'_>, request: &Request, plan: &Plan, mtu: u32) -> Body {
+    let part = Part::of(plan.packet, request.packets);
+    match *wqe {
+        Wqe::Send { imm, invalidate, .. } => {
+            let notice = match (imm, invalidate) {
+                _ if !part.ends() => Notice::None,
+                (Some(imm), _) => Notice::Imm(imm),
+                (None, Some(key)) => Notice::Invalidate(key),
+                (None, None) => Notice::None,
+            };
+            Body::Send { part, notice }
+        }
+        Wqe::Write { to, imm, .. } => Body::Write {
+            part,
+            reth: part.begins().then_some(Reth { at: to, len: request.len }),
+            imm: imm.filter(|_| part.ends()),
+        },
+        Wqe::Read { from, .. } => {
+            let skip = plan.packet as u64 * mtu as u64;
+            let len = (request.len as u64 - skip).min(plan.count as u64 * mtu as u64);
+            let at = Remote { addr: from.addr.wrapping_add(skip), rkey: from.rkey };
+            Body::Read(Reth { at, len: len as u32 })
+        }
+        Wqe::CompareSwap { at, compare, swap, .. } => {
+            Body::Atomic { at, op: AtomicOp::CompareSwap { compare, swap } }
+        }
+        Wqe::FetchAdd { at, add, .. } => Body::Atomic { at, op: AtomicOp::FetchAdd { add } },
+        _ => unreachable!("local operations have no packets"),
+    }
+}
+
+/// Writes a packet whose payload of `len` bytes `fill` puts in place; false if there is no room.
+#[inline]
+fn put(
+    outbox: &mut Outbox,
+    envelope: Envelope,
+    packet: &Packet<'_>,
+    len: usize,
+    fill: impl FnOnce(Span),
+) -> bool {
+    let Some(room) = outbox.room() else { return false };
+    let headers = packet.encode_headers(len, room);
+    fill(Span::of_bytes_mut(&mut room[headers..headers + len]));
+    let end = headers + len + packet::padding(len) + packet::ICRC;
+    room[headers + len..end].fill(0);
+    outbox.commit(envelope, end);
+    true
+}

@@ -1,0 +1,13 @@
+//! Two engines with a network between them, which may lose, repeat, delay, reorder and spoil packets.
+
+mod data;
+mod errors;
+mod lossy;
+mod net;
+mod order;
+
+use super::*;
+use crate::ids::Qpn;
+use crate::verbs::QpChange;
+use crate::wqe::Builder;
+use net::*;

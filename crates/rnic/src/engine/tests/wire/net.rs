@@ -1,0 +1,281 @@
+//! A network in virtual time, and two beds at its ends.
+
+use super::*;
+use crate::ids::Psn;
+use crate::verbs::{Limits, WireLimits};
+use crate::wire::icrc::{self, Route};
+use crate::wire::{PathMtu, RemotePeer};
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+
+/// What the network does to packets, each so often out of 10,000.
+#[derive(Clone, Copy, Default, Debug)]
+pub struct Faults {
+    pub loss: u32,
+    pub duplicates: u32,
+    /// Late by up to 300 us, so that others overtake.
+    pub delays: u32,
+    /// A bit is changed: the ICRC must tell.
+    pub spoilt: u32,
+}
+
+/// SplitMix64.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ z >> 31
+    }
+
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+
+    fn one_in_10000(&mut self, times: u32) -> bool {
+        times > 0 && self.below(10_000) < times as u64
+    }
+}
+
+/// A packet under way.
+struct Flying {
+    to: usize,
+    source: SocketAddr,
+    destination: SocketAddr,
+    bytes: Vec<u8>,
+}
+
+/// Two engines and what is between them.
+pub struct Net {
+    pub beds: [Bed; 2],
+    pub now: u64,
+    pub faults: Faults,
+    pub random: Random,
+    pub v6: bool,
+    flying: BTreeMap<(u64, u64), Flying>,
+    sequence: u64,
+    pub spoilt: u64,
+    /// Everything that was sent, if it is kept.
+    pub log: Option<Vec<(usize, Vec<u8>)>>,
+}
+
+/// How two QPs are connected.
+#[derive(Clone, Copy, Debug)]
+pub struct Link {
+    pub mtu: PathMtu,
+    pub psn: [u32; 2],
+    pub rd_atomic: u8,
+    pub timeout: u8,
+    pub retry_cnt: u8,
+    pub rnr_retry: u8,
+    pub min_rnr_timer: u8,
+}
+
+impl Default for Link {
+    fn default() -> Self {
+        Self {
+            mtu: PathMtu::Mtu1024,
+            psn: [0xff_fff0, 77],
+            rd_atomic: 16,
+            timeout: 14,
+            retry_cnt: 7,
+            rnr_retry: 7,
+            min_rnr_timer: 1,
+        }
+    }
+}
+
+pub fn address(end: usize, v6: bool) -> IpAddr {
+    match v6 {
+        false => IpAddr::from([10, 0, 0, 1 + end as u8]),
+        true => IpAddr::from([0xfd00, 0, 0, 0, 0, 0, 0, 1 + end as u16]),
+    }
+}
+
+/// Limits of an engine with a wire.
+pub fn wired() -> Limits {
+    Limits { wire: Some(WireLimits::default()), ..Limits::default() }
+}
+
+impl Net {
+    pub fn new(seed: u64) -> Self {
+        Self::with(seed, wired())
+    }
+
+    pub fn with(seed: u64, limits: Limits) -> Self {
+        Self {
+            beds: [Bed::with(limits.clone()), Bed::with(limits)],
+            now: 0,
+            faults: Faults::default(),
+            random: Random(seed),
+            v6: seed & 1 == 1,
+            flying: BTreeMap::new(),
+            sequence: 0,
+            spoilt: 0,
+            log: None,
+        }
+    }
+
+    /// The peer of a QP at `end`, as `link` has it.
+    pub fn peer(&self, end: usize, of: Qpn, link: &Link) -> RemotePeer {
+        let to = SocketAddr::new(address(1 - end, self.v6), crate::wire::UDP_PORT);
+        RemotePeer {
+            mtu: link.mtu,
+            sq_psn: Psn::new(link.psn[end]),
+            rq_psn: Psn::new(link.psn[1 - end]),
+            timeout: link.timeout,
+            retry_cnt: link.retry_cnt,
+            rnr_retry: link.rnr_retry,
+            min_rnr_timer: link.min_rnr_timer,
+            max_rd_atomic: link.rd_atomic,
+            max_dest_rd_atomic: link.rd_atomic,
+            ..RemotePeer::new(to, address(end, self.v6), of)
+        }
+    }
+
+    pub fn connect(&mut self, qps: [&TestQp; 2], link: &Link) {
+        for end in 0..2 {
+            let peer = self.peer(end, qps[1 - end].qpn, link).into();
+            let q = qps[end];
+            for change in [QpChange::Init, QpChange::ReadyToReceive { peer }, QpChange::ReadyToSend]
+            {
+                self.beds[end].e.modify_qp(q.function, q.qpn, change).unwrap();
+            }
+        }
+    }
+
+    /// Two connected QPs, one at each end, changed by `shape` before they are made.
+    pub fn pair_of(&mut self, link: &Link, shape: impl Fn(usize, &mut Shape)) -> [TestQp; 2] {
+        let qps = [0, 1].map(|end| {
+            let bed = &mut self.beds[end];
+            let pd = bed.pd(PF);
+            let mut s = bed.shape(PF, pd);
+            shape(end, &mut s);
+            bed.qp(&s)
+        });
+        self.connect([&qps[0], &qps[1]], link);
+        qps
+    }
+
+    pub fn pair(&mut self, link: &Link) -> [TestQp; 2] {
+        self.pair_of(link, |_, _| {})
+    }
+
+    /// Runs an engine until it has nothing to do, and takes its packets.
+    pub fn turn(&mut self, end: usize) {
+        loop {
+            let bed = &mut self.beds[end];
+            bed.now = self.now;
+            let done = bed.e.poll(self.now, 64);
+            self.collect(end);
+            if done == 0 {
+                return;
+            }
+        }
+    }
+
+    /// Takes what is in the outbox of an engine.
+    fn collect(&mut self, end: usize) {
+        let outbox = self.beds[end].e.outbox();
+        if outbox.is_empty() {
+            return;
+        }
+        let mut packets = Vec::with_capacity(outbox.len());
+        for (envelope, bytes) in outbox.packets() {
+            let source = SocketAddr::new(envelope.from, 0xc123);
+            icrc::seal(&Route::new(source, envelope.to), bytes);
+            packets.push((source, envelope.to, bytes.to_vec()));
+        }
+        outbox.clear();
+        for (source, to, bytes) in packets {
+            self.carry(end, source, to, bytes);
+        }
+    }
+
+    fn carry(&mut self, end: usize, source: SocketAddr, destination: SocketAddr, bytes: Vec<u8>) {
+        if let Some(log) = &mut self.log {
+            log.push((end, bytes.clone()));
+        }
+        let faults = self.faults;
+        let copies = 1 + self.random.one_in_10000(faults.duplicates) as u32;
+        for _ in 0..copies {
+            if self.random.one_in_10000(faults.loss) {
+                continue;
+            }
+            let mut bytes = bytes.clone();
+            if self.random.one_in_10000(faults.spoilt) {
+                let at = self.random.below(bytes.len() as u64) as usize;
+                bytes[at] ^= 1 << self.random.below(8);
+            }
+            let mut delay = 5_000;
+            if self.random.one_in_10000(faults.delays) {
+                delay += self.random.below(300_000);
+            }
+            self.sequence += 1;
+            let flying = Flying { to: 1 - end, source, destination, bytes };
+            self.flying.insert((self.now + delay, self.sequence), flying);
+        }
+    }
+
+    /// Lets time pass until the next thing happens; false if nothing ever will.
+    pub fn pass(&mut self) -> bool {
+        let flying = self.flying.first_key_value().map(|((at, _), _)| *at);
+        let timers = self.beds.iter().filter_map(|b| b.e.next_timeout());
+        let Some(next) = timers.chain(flying).min() else { return false };
+        self.now = self.now.max(next);
+        while let Some(first) = self.flying.first_entry()
+            && first.key().0 <= self.now
+        {
+            let f = first.remove();
+            let route = Route::new(f.source, f.destination);
+            if !icrc::check(&route, &f.bytes) {
+                self.spoilt += 1;
+                continue;
+            }
+            let (source, destination) = (f.source.ip(), f.destination.ip());
+            self.beds[f.to].e.receive(self.now, source, destination, &f.bytes);
+        }
+        self.turn(0);
+        self.turn(1);
+        true
+    }
+
+    /// Runs until nothing is under way any more, in the time of a minute at most.
+    pub fn run(&mut self) {
+        self.run_for(60_000_000_000);
+    }
+
+    /// Runs until nothing is under way, or so long.
+    pub fn run_for(&mut self, ns: u64) {
+        let end = self.now + ns;
+        self.turn(0);
+        self.turn(1);
+        while self.now < end && self.pass() {}
+    }
+
+    /// A packet that nobody sent arrives at once.
+    pub fn inject(&mut self, to: usize, from: IpAddr, bytes: &[u8]) {
+        let destination = address(to, self.v6);
+        self.beds[to].e.receive(self.now, from, destination, bytes);
+        self.turn(to);
+    }
+
+    /// Posts one signaled WQE at an end, runs, and gives its completion.
+    #[track_caller]
+    pub fn execute(
+        &mut self,
+        end: usize,
+        q: &mut TestQp,
+        fill: impl FnOnce(&mut Builder),
+    ) -> crate::cqe::Cqe {
+        self.beds[end].post(q, |b| {
+            fill(b);
+            b.signaled();
+        });
+        self.run();
+        q.send_cq.reader.poll().expect("a completion")
+    }
+}

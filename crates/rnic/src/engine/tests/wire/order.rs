@@ -1,0 +1,189 @@
+//! The order of a send queue, and what of it waits for the network.
+
+use super::*;
+use crate::ids::Access;
+use crate::wqe::{FM_FENCE, opcode};
+
+#[test]
+fn completions_come_in_order_and_local_operations_with_them() {
+    let mut net = Net::new(1);
+    let [mut a, b] = net.pair(&Link::default());
+    let mine = net.beds[0].mr(PF, a.pd, 8192, ALL);
+    let theirs = net.beds[1].mr(PF, b.pd, 8192, ALL);
+    let wqes: [fn(&mut Builder, &Mr, &Mr); 5] = [
+        |w, m, t| _ = w.rdma_read(t.remote(0), &[m.sge(0, 5000)]),
+        |w, _, _| _ = w.nop(),
+        |w, m, t| _ = w.rdma_write(t.remote(0), &[m.sge(0, 8)]),
+        |w, m, t| _ = w.fetch_add(t.remote(8), 1, m.sge(16, 8)),
+        |w, _, _| _ = w.nop(),
+    ];
+    for fill in wqes {
+        net.beds[0].post(&mut a, |w| {
+            fill(w, &mine, &theirs);
+            w.signaled();
+        });
+    }
+    net.turn(0);
+    assert_eq!(a.send_cq.reader.poll(), None, "the NOP waits for its turn");
+    assert_eq!(net.beds[0].e.query_qp(PF, a.qpn).unwrap().send_consumer, a.producer);
+    net.run();
+    let seen: Vec<u8> =
+        std::iter::from_fn(|| a.send_cq.reader.poll()).map(|c| c.wqe_opcode).collect();
+    let want = [opcode::RDMA_READ, 0, opcode::RDMA_WRITE, opcode::ATOMIC_FA, 0];
+    assert_eq!(seen, want);
+}
+
+#[test]
+fn a_fence_waits_for_reads_and_an_invalidation_for_all() {
+    let mut net = Net::new(2);
+    let [mut a, b] = net.pair(&Link::default());
+    let mine = net.beds[0].mr(PF, a.pd, 8192, ALL);
+    let theirs = net.beds[1].mr(PF, b.pd, 8192, ALL);
+    let packets = |net: &Net| net.beds[0].e.wire_stats().packets_out;
+    net.beds[0].post(&mut a, |w| _ = w.rdma_read(theirs.remote(0), &[mine.sge(0, 8)]));
+    net.beds[0].post(&mut a, |w| {
+        w.rdma_write(theirs.remote(0), &[mine.sge(0, 8)]).flags(FM_FENCE).signaled();
+    });
+    net.turn(0);
+    assert_eq!(packets(&net), 1);
+    net.run();
+    assert_eq!((packets(&net), a.send_cq.reader.poll().unwrap().error), (2, None));
+    let window = net.beds[0].e.alloc_mw(PF, a.pd, Default::default()).unwrap();
+    net.beds[0].post(&mut a, |w| _ = w.rdma_write(theirs.remote(0), &[mine.sge(0, 8)]));
+    let umr =
+        crate::wqe::Umr::bind(window, 9, a.qpn, Access::REMOTE_READ, mine.key, mine.mem.addr(), 64);
+    net.beds[0].post(&mut a, |w| _ = w.umr(&umr).signaled());
+    net.turn(0);
+    assert!(!net.beds[0].e.query_key(PF, window.index()).unwrap().bound);
+    net.run();
+    assert!(net.beds[0].e.query_key(PF, window.index()).unwrap().bound);
+    assert_eq!(a.send_cq.reader.poll().unwrap().error, None);
+}
+
+/// A managed pair as a server has it: a request enables nothing, WAIT sees it, the reply follows.
+#[test]
+fn a_chain_answers_a_client_of_another_host() {
+    for loss in [0, 1000] {
+        let mut net = Net::new(3 + loss as u64);
+        net.faults.loss = loss;
+        let [mut client, mut server] = net.pair_of(&Link::default(), |end, s| {
+            if end == 1 {
+                s.managed = true;
+                s.recv = Some(true);
+                s.ignore_overrun = true;
+            }
+        });
+        let mine = net.beds[0].mr(PF, client.pd, 8192, ALL);
+        let theirs = net.beds[1].mr(PF, server.pd, 8192, ALL);
+        // 16 times: wait for the request, write what it said back.
+        for n in 0..16u32 {
+            let wait = server.recv_cq.cqn;
+            net.beds[1].write_wqe(&mut server, |w| _ = w.wait(wait, n));
+            net.beds[1].write_wqe(&mut server, |w| {
+                let at = n as usize * 64;
+                w.rdma_write(mine.remote(4096 + at), &[theirs.sge(at, 64)]);
+            });
+        }
+        for n in 0..16 {
+            put_recv(&server.recv_ring, n * STRIDE as usize, &[theirs.sge(n * 64, 64)]);
+        }
+        net.beds[1].e.enable_send(PF, server.qpn, server.producer).unwrap();
+        net.turn(1);
+        assert_eq!(net.beds[1].e.wire_stats().packets_out, 0, "it waits");
+        for n in 0..16u16 {
+            mine.mem.write(0, &[n as u8 + 1; 64]);
+            net.beds[0].post(&mut client, |w| _ = w.send(&[mine.sge(0, 64)]).signaled());
+            net.run_for(1_000_000);
+            assert_eq!(mine.bytes(4096 + n as usize * 64, 64), [0; 64], "no receive was enabled");
+            net.beds[1].e.enable_recv(PF, server.qpn, n + 1).unwrap();
+            net.run();
+            assert_eq!(client.send_cq.reader.poll().unwrap().error, None);
+            assert_eq!(mine.bytes(4096 + n as usize * 64, 64), [n as u8 + 1; 64]);
+        }
+    }
+}
+
+#[test]
+fn messages_of_two_peers_fill_one_shared_queue() {
+    let mut net = Net::new(5);
+    net.faults.delays = 3000;
+    let pd = net.beds[1].pd(PF);
+    let (ring, record) = (memory(16 * 64), memory(8));
+    let spec = crate::verbs::RecvSpec {
+        ring: ring.clone(),
+        entries: 16,
+        stride: 64,
+        record: record.clone(),
+        initial_consumer: 0,
+    };
+    let srqn = net.beds[1].e.create_srq(PF, pd, spec).unwrap();
+    let link = |n: u32| Link { psn: [n, n + 5], ..Link::default() };
+    let shape = |end: usize, s: &mut Shape| {
+        if end == 1 {
+            (s.pd, s.srq) = (pd, Some(srqn));
+        }
+    };
+    let mut pairs = [net.pair_of(&link(1), shape), net.pair_of(&link(2), shape)];
+    let theirs = net.beds[1].mr(PF, pd, 16 << 12, ALL);
+    for n in 0..16 {
+        put_recv(&ring, n * 64, &[theirs.sge(n << 12, 4096)]);
+    }
+    record.store_be32(0, 12);
+    let mine = [0, 1].map(|i| net.beds[0].mr(PF, pairs[i].each_ref()[0].pd, 4096, ALL));
+    for (i, pair) in pairs.iter_mut().enumerate() {
+        mine[i].mem.write(0, &[i as u8 + 1; 4096]);
+        for n in 0..6 {
+            net.beds[0].post(&mut pair[0], |w| {
+                w.send(&[mine[i].sge(0, 4000 - n)]).signaled();
+            });
+        }
+    }
+    net.run();
+    let mut used = 0u32;
+    for (i, pair) in pairs.iter_mut().enumerate() {
+        for n in 0..6 {
+            assert_eq!(pair[0].send_cq.reader.poll().unwrap().error, None);
+            let cqe = pair[1].recv_cq.reader.poll().unwrap();
+            assert_eq!((cqe.error, cqe.byte_count), (None, 4000 - n));
+            let at = cqe.wqe_counter as usize;
+            assert_eq!(
+                theirs.bytes(at << 12, 4000 - n as usize),
+                vec![i as u8 + 1; 4000 - n as usize]
+            );
+            used |= 1 << at;
+        }
+    }
+    assert_eq!(used, 0xfff, "each receive WQE was used once");
+    // One whose message breaks off is flushed with its QP.
+    record.store_be32(0, 13);
+    net.beds[0].post(&mut pairs[0][0], |w| _ = w.send(&[mine[0].sge(0, 4000)]));
+    net.turn(0);
+    net.faults.loss = 10_000;
+    net.pass();
+    net.run_for(1_000);
+    net.beds[1].e.modify_qp(PF, pairs[0][1].qpn, QpChange::Error).unwrap();
+    net.run_for(1_000);
+    let cqe = pairs[0][1].recv_cq.reader.poll();
+    assert!(cqe.is_some(), "the WQE is not lost: {cqe:?}");
+}
+
+#[test]
+fn posting_while_the_outbox_is_full_goes_on_when_it_is_cleared() {
+    let mut limits = wired();
+    limits.wire.as_mut().unwrap().outbox_bytes = 1;
+    let mut net = Net::with(6, limits);
+    let [mut a, b] = net.pair(&Link::default());
+    let mine = net.beds[0].mr(PF, a.pd, 64 << 10, ALL);
+    let theirs = net.beds[1].mr(PF, b.pd, 64 << 10, ALL);
+    (0..64).for_each(|i| mine.mem.write(i << 10, &[i as u8; 1024]));
+    net.beds[0].post(&mut a, |w| {
+        w.rdma_write(theirs.remote(0), &[mine.sge(0, 64 << 10)]).signaled();
+    });
+    assert!(net.beds[0].e.poll(0, 64) > 0);
+    let made = net.beds[0].e.outbox().len();
+    assert!(made >= 1 && net.beds[0].e.poll(0, 64) > 0, "it has more to do");
+    assert_eq!(net.beds[0].e.outbox().len(), made);
+    net.run();
+    assert_eq!(a.send_cq.reader.poll().unwrap().error, None);
+    assert_eq!(theirs.bytes(0, 64 << 10), mine.bytes(0, 64 << 10));
+}

@@ -1,0 +1,142 @@
+//! The responder without packets: duplicates, gaps, the order of answers.
+
+use super::*;
+use crate::ids::{Key, Qpn};
+
+fn responder(psn: u32) -> Responder {
+    let mut peer =
+        RemotePeer::new("10.0.0.2:4791".parse().unwrap(), "10.0.0.1".parse().unwrap(), Qpn::new(9));
+    peer.rq_psn = Psn::new(psn);
+    peer.max_dest_rd_atomic = 2;
+    Responder::new(&peer, 64)
+}
+
+fn at(addr: u64) -> Remote {
+    Remote { addr, rkey: Key(1) }
+}
+
+/// Sends everything: PSNs, and what acknowledgements say.
+fn answers(r: &mut Responder) -> Vec<(u32, Option<Syndrome>)> {
+    let mut all = Vec::new();
+    loop {
+        match r.output() {
+            Some(Output::Read { psn, left, .. }) => {
+                r.read_sent(left.min(1024));
+                all.push((psn.raw(), None));
+            }
+            Some(Output::Atomic { psn, .. }) => {
+                r.atomic_sent();
+                all.push((psn.raw(), None));
+            }
+            None => match r.take_reply() {
+                Some((psn, says)) => all.push((psn.raw(), Some(says))),
+                None => return all,
+            },
+        }
+    }
+}
+
+const ACK: Option<Syndrome> = Some(Syndrome::Ack(31));
+
+#[test]
+fn acknowledgements_are_gathered() {
+    let mut r = responder(0xff_ffff);
+    for psn in [0xff_ffff, 0, 1] {
+        assert_eq!(r.arrival(Psn::new(psn)), Arrival::Expected);
+        r.accepted(1, true, true);
+    }
+    assert_eq!(answers(&mut r), [(1, ACK)]);
+    assert_eq!(r.msn(), 3);
+    assert_eq!(r.arrival(Psn::new(0)), Arrival::Duplicate);
+    r.acknowledge();
+    assert_eq!(answers(&mut r), [(1, ACK)]);
+}
+
+#[test]
+fn a_gap_is_told_once_until_it_is_filled() {
+    let mut r = responder(5);
+    for psn in 6..9 {
+        assert_eq!(r.arrival(Psn::new(psn)), Arrival::Ahead);
+    }
+    let gap = Some(Syndrome::Nak(Nak::Sequence));
+    assert_eq!(answers(&mut r), [(5, gap)]);
+    r.arrival(Psn::new(7));
+    assert_eq!(answers(&mut r), []);
+    assert_eq!(r.arrival(Psn::new(5)), Arrival::Expected);
+    r.accepted(1, true, false);
+    r.arrival(Psn::new(7));
+    // It is filled before the NAK has left.
+    assert_eq!(r.arrival(Psn::new(6)), Arrival::Expected);
+    r.accepted(1, true, true);
+    assert_eq!(answers(&mut r), [(6, ACK)]);
+}
+
+#[test]
+fn reads_are_answered_in_order_and_again_from_where_it_is_asked() {
+    let mut r = responder(0);
+    r.arrival(Psn::new(0));
+    r.read(at(0), 5000);
+    r.accepted(5, true, true);
+    r.arrival(Psn::new(5));
+    r.atomic(77);
+    r.accepted(1, true, true);
+    assert!(!r.has_room());
+    r.read_sent(1024);
+    r.read_sent(1024);
+    // What is still to come is not asked for twice; what was sent comes once more, then the rest.
+    r.read_again(Psn::new(3), at(3072), 5000 - 3072);
+    r.atomic_again(Psn::new(5));
+    r.read_again(Psn::new(1), at(1024), 5000 - 1024);
+    let want: Vec<_> = (1..6).map(|p| (p, None)).chain([(5, ACK)]).collect();
+    assert_eq!(answers(&mut r), want);
+    // Beyond what was ever asked, or across it.
+    r.read_again(Psn::new(4), at(0), 5000);
+    r.atomic_again(Psn::new(2));
+    assert_eq!(answers(&mut r), []);
+    r.atomic_again(Psn::new(5));
+    assert_eq!(r.output(), Some(Output::Atomic { psn: Psn::new(5), old: 77 }));
+    assert!(r.has_room(), "what is repeated takes no place from what is new");
+    // No more than agreed is repeated at once.
+    for psn in 0..4 {
+        r.read_again(Psn::new(psn), at(0), 1);
+    }
+    assert_eq!(answers(&mut r).len(), 2);
+}
+
+#[test]
+fn results_are_kept_as_long_as_they_may_be_asked_for() {
+    let mut r = responder(0);
+    for old in 0..3 {
+        r.atomic(old);
+        r.accepted(1, true, true);
+        answers(&mut r);
+    }
+    r.atomic_again(Psn::new(0));
+    assert_eq!(answers(&mut r), [], "two outstanding at most, so nobody waits for this one");
+    r.atomic_again(Psn::new(1));
+    assert_eq!(r.output(), Some(Output::Atomic { psn: Psn::new(1), old: 1 }));
+}
+
+#[test]
+fn a_refusal_is_repeated_to_who_has_missed_it() {
+    let mut r = responder(3);
+    r.arrival(Psn::new(3));
+    r.read(at(0), 10);
+    r.accepted(1, true, true);
+    r.arrival(Psn::new(4));
+    r.refuse(Nak::RemoteAccess);
+    r.close();
+    let nak = Some(Syndrome::Nak(Nak::RemoteAccess));
+    assert_eq!(answers(&mut r), [(3, None), (4, nak)], "what came before it is answered");
+    r.refuse_again(Psn::new(3));
+    assert_eq!(answers(&mut r), []);
+    r.refuse_again(Psn::new(4));
+    r.refuse_again(Psn::new(6));
+    assert_eq!(answers(&mut r), [(4, nak)]);
+    // Without a refusal a QP in Error says nothing.
+    let mut r = responder(3);
+    r.acknowledge();
+    r.close();
+    r.refuse_again(Psn::new(3));
+    assert_eq!(answers(&mut r), []);
+}
