@@ -38,11 +38,14 @@ pub struct Partition {
     pub from: Time,
     /// Until when.
     pub until: Time,
+    /// Only what `a` sends to `b` is held: what `b` asks arrives, and is not answered.
+    pub one_way: bool,
 }
 
 impl Partition {
     fn holds(&self, x: NodeId, y: NodeId, at: Time) -> bool {
-        let between = (self.a, self.b) == (x, y) || (self.a, self.b) == (y, x);
+        let there = (self.a, self.b) == (x, y);
+        let between = there || !self.one_way && (self.a, self.b) == (y, x);
         between && (self.from..self.until).contains(&at)
     }
 }
@@ -103,7 +106,8 @@ mod tests {
         net.set(Faults { loss: 2, ..Faults::default() });
         let delays: Vec<_> = (0..64).map(|_| net.delay(a, b, Time::ZERO, false)).collect();
         assert!(delays.contains(&Some(Time::ZERO)) && delays.contains(&Some(retry)));
-        let partition = Partition { a, b, from: Time::us(10), until: Time::us(1000) };
+        let (from, until) = (Time::us(10), Time::us(1000));
+        let partition = Partition { a, b, from, until, one_way: false };
         net.set(Faults { partition: Some(partition), ..Faults::default() });
         assert_eq!(net.delay(b, a, Time::us(10), false), None);
         assert_eq!(net.delay(a, b, Time::us(2), false), Some(Time::ZERO), "before");
@@ -113,7 +117,11 @@ mod tests {
             "it ends before the tries do"
         );
         assert_eq!(net.delay(a, c, Time::us(10), false), Some(Time::ZERO), "another node");
-        let patient = net.delay(b, a, Time::us(10), true).expect("it tries on");
+        let one_way = Some(Partition { one_way: true, ..partition });
+        net.set(Faults { partition: one_way, ..Faults::default() });
+        assert_eq!(net.delay(a, b, Time::us(10), false), None);
+        assert_eq!(net.delay(b, a, Time::us(10), false), Some(Time::ZERO), "the other way");
+        let patient = net.delay(a, b, Time::us(10), true).expect("it tries on");
         assert!((Time::us(990)..Time::us(1010)).contains(&patient), "{patient}");
     }
 }

@@ -27,6 +27,8 @@ pub struct Observed {
     pub qpn: Qpn,
     /// Its function.
     pub function: FunctionId,
+    /// The function of its peer.
+    pub towards: Option<FunctionId>,
     /// What it did.
     pub next: Next,
     /// What came of it.
@@ -191,7 +193,9 @@ impl State {
         );
         let mut completed = std::mem::take(&mut self.completed);
         let aim = match self.watched {
-            true => nic.with_engine(|e| e.function_of(qpn).map(|f| (f, e.aim(qpn)))),
+            true => nic.with_engine(|e| {
+                e.function_of(qpn).map(|f| (f, e.function_of(next.peer), e.aim(qpn)))
+            }),
             false => None,
         };
         // What a compute node sends next acknowledges all that it has got from the memory node: an
@@ -207,9 +211,9 @@ impl State {
             (false, Some(_)) => e.step_reported(qpn, now.as_ns(), &mut completed),
         });
         self.trace_step(qpn, &next, stepped, (lost, back.is_none()));
-        self.observed = aim.map(|(function, aim)| {
+        self.observed = aim.map(|(function, towards, aim)| {
             let unanswered = back.is_none();
-            Observed { qpn, function, next, stepped, lost, unanswered, aim }
+            Observed { qpn, function, towards, next, stepped, lost, unanswered, aim }
         });
         let moved = moves && next.peer != Qpn::NONE && !lost && stepped != Stepped::NotReady;
         let (received, answered) = if !moved {

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use fabric::direct::{DirectNic, DirectQp};
 use fabric::{
-    Access, Completion, CompletionQueue, CqAttr, Cqn, MemoryRegion, QpAttr, QpChange, Qpn,
-    QueuePair, Receive, ReceiveAttr, Remote, Status,
+    Access, Completion, CompletionQueue, CqAttr, Cqn, DmaMemory, MemoryRegion, QpAttr, QpChange,
+    Qpn, QueuePair, Receive, ReceiveAttr, Remote, Status,
 };
 
 use super::chain::{self, Reads, Tables};
@@ -122,6 +122,14 @@ impl<N: DirectNic> Node<N> {
     /// The memory that the chains work on.
     pub fn memory(&self) -> &Memory<N> {
         &self.memory
+    }
+
+    /// The tables of the compute nodes whose chains may still run, for who checks them from outside: rows
+    /// as [`table`] has them.
+    pub fn tables(&self) -> Vec<(ClientId, DmaMemory)> {
+        let runs = |c: &Connection<N>| !matches!(c.stage, Stage::Scanning(_) | Stage::Releasing(_));
+        let rows = |(id, c): (&ClientId, &Connection<N>)| (*id, c.rows.memory().clone());
+        self.clients.iter().filter(|(_, c)| runs(c)).map(rows).collect()
     }
 
     /// Page numbers that a compute node has: it may have all memory.

@@ -7,7 +7,7 @@ use crate::ids::{Access, FunctionId, Key, Qpn};
 use crate::qp::Peer;
 use crate::queue::Fetched;
 use crate::verbs::QpState;
-use crate::wqe::{Wqe, decode};
+use crate::wqe::{Sges, Wqe, decode};
 
 /// What the WQE that a QP executes next would do to its peer's memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -20,6 +20,8 @@ pub struct Aim {
     pub len: u64,
     /// The key that it presents.
     pub key: Key,
+    /// First address of its own side; 0 if the WQE holds the bytes.
+    pub local: u64,
 }
 
 /// A way to a piece of memory that is open: a QP that answers, and a key that it takes.
@@ -56,15 +58,21 @@ impl Core {
             }
             _ => send.fetch(wqe),
         };
-        let (need, at, len) = match decode(&ctrl, wqe.bytes()).ok()? {
-            Wqe::Write { to, from, .. } => (Access::REMOTE_WRITE, to, from.total_len()),
-            Wqe::Read { from, to } => (Access::REMOTE_READ, from, to.total_len()),
-            Wqe::CompareSwap { at, .. } | Wqe::FetchAdd { at, .. } => {
-                (Access::REMOTE_ATOMIC, at, 8)
+        let first = |sges: &Sges<'_>| match sges {
+            Sges::List(_) => sges.iter().next().map_or(0, |sge| sge.addr),
+            Sges::Inline(_) => 0,
+        };
+        let (need, at, len, local) = match decode(&ctrl, wqe.bytes()).ok()? {
+            Wqe::Write { to, from, .. } => {
+                (Access::REMOTE_WRITE, to, from.total_len(), first(&from))
+            }
+            Wqe::Read { from, to } => (Access::REMOTE_READ, from, to.total_len(), first(&to)),
+            Wqe::CompareSwap { at, old, .. } | Wqe::FetchAdd { at, old, .. } => {
+                (Access::REMOTE_ATOMIC, at, 8, old.addr)
             }
             _ => return None,
         };
-        Some(Aim { need, addr: at.addr, len, key: at.rkey })
+        Some(Aim { need, addr: at.addr, len, key: at.rkey, local })
     }
 
     /// See [`super::Engine::reaches`].

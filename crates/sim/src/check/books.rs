@@ -2,16 +2,46 @@
 
 use fabric::{DmaMemory, MemoryRegion};
 use pool::AnyNode;
+use pool::odrp::table::page_of;
 use pool::onesidedmw::layout::Memory;
 use pool::rpc;
 use pool::scheme::ClientId;
 
 use crate::nic::SimNic;
 
+/// The tables of compute nodes that are there.
+#[derive(Default)]
+pub(super) struct Tables {
+    all: Vec<(ClientId, DmaMemory)>,
+    /// They cannot be seen now.
+    hidden: bool,
+}
+
+impl Tables {
+    /// Whose a page is, once for each row that maps it.
+    fn owners(&self, memory: &Memory<SimNic>, entry: u32) -> impl Iterator<Item = ClientId> {
+        let pages = memory.shape.chunks as u64;
+        let maps = move |rows: &DmaMemory| {
+            (0..pages).filter(|n| page_of(memory, rows, *n) == Some(entry)).count()
+        };
+        self.all.iter().flat_map(move |(client, rows)| (0..maps(rows)).map(|_| *client))
+    }
+}
+
+/// The tables of compute nodes whose chains may run.
+pub(super) fn tables(node: &AnyNode<SimNic>) -> Vec<(ClientId, DmaMemory)> {
+    match node {
+        AnyNode::Odrp(node) => node.tables(),
+        _ => Vec::new(),
+    }
+}
+
 /// A look into them.
 pub(super) enum Books {
     /// Table and free queue of `onesidedmw`.
     Chains(Box<Memory<SimNic>>),
+    /// Free queue of `odrp`, and the tables of its compute nodes.
+    Pages(Box<Memory<SimNic>>, Tables),
     /// The CPU's table.
     Rpc(rpc::Books<SimNic>),
 }
@@ -21,6 +51,7 @@ impl Books {
         match node {
             AnyNode::OneSidedMw(node) => Self::Chains(Box::new(node.memory().clone())),
             AnyNode::Rpc(node) => Self::Rpc(node.books()),
+            AnyNode::Odrp(node) => Self::Pages(Box::new(node.memory().clone()), Tables::default()),
             _ => unreachable!("a scheme that this check does not know"),
         }
     }
@@ -28,7 +59,7 @@ impl Books {
     /// The donated memory.
     pub fn memory(&self) -> DmaMemory {
         match self {
-            Self::Chains(memory) => memory.chunks.memory().clone(),
+            Self::Chains(memory) | Self::Pages(memory, _) => memory.chunks.memory().clone(),
             Self::Rpc(books) => books.memory(),
         }
     }
@@ -40,14 +71,35 @@ impl Books {
                 0 => Some(None),
                 owner => Some(Some(ClientId(owner as u32))),
             },
+            Self::Pages(memory, tables) => {
+                (!tables.hidden).then(|| tables.owners(memory, entry).next())
+            }
             Self::Rpc(books) => books.chunk(entry).map(|c| c.owner),
+        }
+    }
+
+    /// A page that two have, or one twice.
+    pub fn has_two(&self, entry: u32) -> Option<(ClientId, ClientId)> {
+        let Self::Pages(memory, tables) = self else { return None };
+        if tables.hidden {
+            return None;
+        }
+        let mut owners = tables.owners(memory, entry);
+        Some((owners.next()?, owners.next()?))
+    }
+
+    /// Compute nodes' tables are these now; `None`: that cannot be seen.
+    pub fn tables_are(&mut self, now: Option<Vec<(ClientId, DmaMemory)>>) {
+        if let Self::Pages(_, tables) = self {
+            tables.hidden = now.is_none();
+            tables.all = now.unwrap_or_default();
         }
     }
 
     /// A chunk is opened for its owner, who does not have it.
     pub fn is_aside(&self, entry: u32) -> bool {
         match self {
-            Self::Chains(_) => false,
+            Self::Chains(_) | Self::Pages(..) => false,
             Self::Rpc(books) => books.chunk(entry).is_some_and(|c| c.aside),
         }
     }
@@ -57,9 +109,9 @@ impl Books {
     /// # Errors
     /// What is wrong with the free queue itself.
     pub fn free(&self) -> Result<Option<Vec<u32>>, String> {
-        let Self::Chains(memory) = self else {
-            let Self::Rpc(books) = self else { unreachable!("there are two kinds") };
-            return Ok(books.free());
+        let memory = match self {
+            Self::Chains(memory) | Self::Pages(memory, _) => memory,
+            Self::Rpc(books) => return Ok(books.free()),
         };
         // All slots: one that head has passed and nobody has emptied yet holds a free entry too.
         let slots = 0..memory.shape.slots() as usize;

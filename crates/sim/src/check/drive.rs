@@ -9,7 +9,8 @@ use std::sync::Arc;
 use pool::scheme::NodeScheme;
 use rnic::port::inline::InlineFunction;
 
-use super::books::Books;
+use super::books::{self, Books};
+use super::invariant::{Invariant, Violation};
 use super::oracle::{Oracle, Who};
 use super::scenario::{Role, Scenario};
 use super::{Context, Outcome, honest, hostile};
@@ -71,7 +72,7 @@ pub(super) fn run(scenario: &Scenario, seed: u64, params: &Arc<Params>, trace: b
         Err(panic) => {
             let text = panic.downcast_ref::<String>().cloned();
             let text = text.or_else(|| panic.downcast_ref::<&str>().map(|s| s.to_string()));
-            Some(format!("a panic: {}", text.unwrap_or_default()))
+            Some(broken(Invariant::GoesOn, format!("a panic: {}", text.unwrap_or_default())))
         }
     };
     let Some(oracle) = oracle else {
@@ -79,17 +80,17 @@ pub(super) fn run(scenario: &Scenario, seed: u64, params: &Arc<Params>, trace: b
         return Outcome { violation: failed, trace: None, seen, took };
     };
     let mut oracle = oracle.borrow_mut();
-    if let Some(why) = failed {
-        oracle.wrong(why);
+    if let Some(violation) = failed.filter(|_| oracle.violation.is_none()) {
+        oracle.wrong(violation.invariant, violation.why);
     }
     let violation = oracle.violation.take();
     Outcome { violation, trace: oracle.take_trace(), seen: oracle.seen, took: oracle.now }
 }
 
 impl<'a> World<'a> {
-    fn new(scenario: &'a Scenario, seed: u64, params: &Arc<Params>) -> Result<Self, String> {
+    fn new(scenario: &'a Scenario, seed: u64, params: &Arc<Params>) -> Result<Self, Violation> {
         let settings = scenario.settings.clone();
-        let (scheme, chunk_bytes) = (settings.scheme, settings.chunk_bytes);
+        let chunk_bytes = settings.chunk_bytes;
         let chunks = settings.chunks() as u32;
         let spec = ClusterSpec {
             params: params.clone(),
@@ -98,10 +99,10 @@ impl<'a> World<'a> {
             compute_nodes: scenario.clients.len() as u16,
             settings,
         };
-        let mut cluster = Cluster::new(&spec).map_err(|e| e.to_string())?;
+        let mut cluster = Cluster::new(&spec).map_err(|e| broken(Invariant::GoesOn, e))?;
         let books = cluster.try_scheme(|s| Books::of(s)).expect("nobody else is about");
         let donated = (books.memory().addr(), chunks as u64 * chunk_bytes);
-        let oracle = Oracle::new(scheme, books, (chunks, chunk_bytes));
+        let oracle = Oracle::new(scenario.case, books, (chunks, chunk_bytes));
         cluster.start();
         cluster.sim.watch();
         let mut world = Self {
@@ -142,6 +143,8 @@ impl<'a> World<'a> {
             node,
             groups: self.scenario.groups,
             lanes: self.scenario.settings.lanes() as usize,
+            case: self.scenario.case,
+            meddles: self.scenario.meddling.then(|| Random::new(self.seed, 5000 + who as u64)),
         };
         let (function, dies) = (cx.function.clone(), cx.dies.clone());
         let random = Random::new(self.seed, 1000 + who as u64);
@@ -152,7 +155,7 @@ impl<'a> World<'a> {
         self.bodies.push(Body { fiber, who, role, node, link, function, dies });
     }
 
-    fn run(&mut self) -> Result<(), String> {
+    fn run(&mut self) -> Result<(), Violation> {
         let trouble = self.scenario.trouble;
         let length = 200 + self.random.below(6000);
         let mut next = self.pause();
@@ -170,7 +173,7 @@ impl<'a> World<'a> {
             self.step()?;
             if self.cluster.sim.now() > by || self.events > EVENTS {
                 let who = self.tell(|o| o.name(self.bodies[0].who).to_string());
-                return Err(format!("{who} has not come to its end"));
+                return Err(broken(Invariant::Answers, format!("{who} has not come to its end")));
             }
         }
         self.settle()
@@ -181,20 +184,21 @@ impl<'a> World<'a> {
     }
 
     /// The next event, and the look after it.
-    fn step(&mut self) -> Result<(), String> {
+    fn step(&mut self) -> Result<(), Violation> {
         if !self.cluster.sim.step() {
             let waits = self.bodies.first().map(|b| self.tell(|o| o.name(b.who).to_string()));
-            return Err(format!("nothing can happen any more, and {waits:?} still waits"));
+            let why = format!("nothing can happen any more, and {waits:?} still waits");
+            return Err(broken(Invariant::Answers, why));
         }
         self.look();
         self.events += 1;
         self.bury()?;
         if let Some(why) = self.cluster.failure() {
-            return Err(format!("the memory node's CPU gave up: {why}"));
+            return Err(broken(Invariant::GoesOn, format!("the memory node's CPU gave up: {why}")));
         }
         match self.tell(|o| o.violation.clone()) {
             None => Ok(()),
-            Some(_) => Err(String::new()),
+            Some(violation) => Err(violation),
         }
     }
 
@@ -204,6 +208,9 @@ impl<'a> World<'a> {
         let look = |into: &mut _| sim.reaches(start, len, into);
         let mut oracle = self.oracle.borrow_mut();
         oracle.now = sim.now();
+        if self.scenario.case.is_paged() {
+            oracle.tables_are(self.cluster.try_scheme(|s| books::tables(s)));
+        }
         match sim.take_observed() {
             Some(observed) => oracle.after_step(&observed, look),
             None => oracle.after_cpu(look),
@@ -211,7 +218,7 @@ impl<'a> World<'a> {
     }
 
     /// Sees to who has come to his end, and whether those that went are forgotten in time.
-    fn bury(&mut self) -> Result<(), String> {
+    fn bury(&mut self) -> Result<(), Violation> {
         let mut at = 0;
         while at < self.bodies.len() {
             let ended = self.cluster.sim.has_ended(self.bodies[at].fiber);
@@ -232,14 +239,15 @@ impl<'a> World<'a> {
         Ok(())
     }
 
-    fn check_gone(&mut self) -> Result<(), String> {
+    fn check_gone(&mut self) -> Result<(), Violation> {
         let deaths = self.tell(|o| o.deaths.clone());
         let now = self.cluster.sim.now();
         for (by, id) in deaths {
             match self.cluster.try_scheme(|s| s.is_retired(id)) {
                 Some(true) => self.tell(|o| o.deaths.retain(|(_, d)| *d != id)),
                 Some(false) if now > by => {
-                    return Err(format!("{now} and compute node {} is still there", id.0));
+                    let why = format!("{now} and compute node {} is still there", id.0);
+                    return Err(broken(Invariant::Forgotten, why));
                 }
                 _ => {}
             }
@@ -317,7 +325,8 @@ impl<'a> World<'a> {
                 let b = NodeId(1 + self.random.below(self.scenario.clients.len() as u64) as u16);
                 let from = self.cluster.sim.now();
                 let until = from + Time(1 + self.random.below(trouble.partitions.0));
-                faults.partition = Some(Partition { a: NodeId(0), b, from, until });
+                faults.partition =
+                    Some(Partition { a: NodeId(0), b, from, until, one_way: trouble.one_way });
             }
         }
         self.tell(|o| o.note(|_| format!("the network: {faults:?}")));
@@ -327,7 +336,7 @@ impl<'a> World<'a> {
     // --- the end -------------------------------------------------------------------------------
 
     /// All have gone: some time later all is as it was in the beginning.
-    fn settle(&mut self) -> Result<(), String> {
+    fn settle(&mut self) -> Result<(), Violation> {
         let slack = self.tell(|o| o.deaths.iter().map(|(by, _)| *by).max()).unwrap_or_default();
         let until = slack.max(self.cluster.sim.now()) + Time::us(1);
         while self.cluster.sim.next_at().is_some_and(|at| at <= until) {
@@ -340,18 +349,26 @@ impl<'a> World<'a> {
                 Some(result) => break result,
                 // The CPU is in the middle of something.
                 None if tries < 10_000 && self.cluster.sim.step() => tries += 1,
-                None => return Err("the memory node's CPU does not come to rest".into()),
+                None => {
+                    let why = "the memory node's CPU does not come to rest";
+                    return Err(broken(Invariant::GoesOn, why));
+                }
             }
         };
         let (audit, status) = result;
-        audit.map_err(|e| e.to_string())?;
-        let status = status.map_err(|e| e.to_string())?;
+        audit.map_err(|e| broken(Invariant::Forgotten, e))?;
+        let status = status.map_err(|e| broken(Invariant::GoesOn, e))?;
         if status.free != status.chunks || status.clients + status.leaving > 0 {
-            return Err(format!(
+            let why = format!(
                 "all have gone, and {} of {} chunks are free; {} are connected, {} leaving",
                 status.free, status.chunks, status.clients, status.leaving
-            ));
+            );
+            return Err(broken(Invariant::Forgotten, why));
         }
-        self.tell(|o| o.check_empty())
+        self.tell(|o| o.check_empty()).map_err(|why| broken(Invariant::Forgotten, why))
     }
+}
+
+fn broken(invariant: Invariant, why: impl ToString) -> Violation {
+    Violation { invariant, why: why.to_string() }
 }

@@ -12,6 +12,7 @@ use pool::scheme::{Grant, GroupId, Lane};
 use pool::{Error, Options, Pool, Transfer};
 
 use super::Context;
+use super::invariant::Invariant;
 use super::scenario::{End, Role};
 use crate::fiber;
 use crate::nic::SimNic;
@@ -77,6 +78,8 @@ impl Honest {
             0..=6 | 14.. => self.free_one(),
             7..=9 => self.write(),
             10..=11 => self.verify(),
+            // Pages are read and written as a whole.
+            12..=13 if self.cx.case.is_paged() => self.write(),
             12 => self.add(),
             _ => self.swap(),
         }
@@ -115,7 +118,10 @@ impl Honest {
         }
         self.cx.tell(|o| {
             let (name, owned) = (o.name(who), o.owned(who));
-            o.wrong(format!("{name} has freed all that it had, and owns chunks {owned:?}"));
+            o.wrong(
+                Invariant::Forgotten,
+                format!("{name} has freed all that it had, and owns chunks {owned:?}"),
+            );
         });
     }
 
@@ -183,9 +189,10 @@ impl Honest {
             let limit = Time::from(timeout) + o.slack;
             if waited > limit {
                 let name = o.name(self.cx.who);
-                o.wrong(format!(
-                    "{name} would wait for memory for {timeout:?} and waited {waited}"
-                ));
+                o.wrong(
+                    Invariant::Answers,
+                    format!("{name} would wait for memory for {timeout:?} and waited {waited}"),
+                );
             }
         });
     }
@@ -235,13 +242,15 @@ impl Honest {
             return;
         }
         let len = self.held[at].bytes.len() as u64;
-        let from = self.random.below(len - 8);
-        let length = 1 + self.random.below((len - from).min(300));
+        let paged = self.cx.case.is_paged();
+        let from = if paged { 0 } else { self.random.below(len - 8) };
+        let length = if paged { len } else { 1 + self.random.below((len - from).min(300)) };
         // No byte is 0, so that whose it is shows.
         let mark = 1 + (self.cx.who as u8 * 37 + self.random.below(30) as u8) % 250;
         let data: Vec<u8> = (0..length).map(|i| mark.wrapping_add(i as u8).max(1)).collect();
         let grant = self.held[at].grant;
         let result = match self.random.below(2) {
+            _ if paged => fiber::block_on(self.pool.write(&grant, from, &data)),
             0 => fiber::block_on(self.pool.write(&grant, from, &data)),
             _ => self.write_on_a_lane(&grant, from, &data),
         };
@@ -249,6 +258,8 @@ impl Honest {
         let range = from as usize..from as usize + data.len();
         match result {
             Ok(()) => held.bytes[range].copy_from_slice(&data),
+            // A page is there from the first write on.
+            Err(Error::OutOfMemory { .. }) if paged => self.cx.tell(|o| o.seen.empty += 1),
             Err(e) => {
                 held.doubt = Some((from as usize, data));
                 self.failed("writes", &e);
@@ -295,9 +306,10 @@ impl Honest {
             self.cx.tell(|o| {
                 let name = o.name(self.cx.who);
                 let entry = grant.entry;
-                o.wrong(format!(
-                    "{name} reads {is:#x} at byte {i} of chunk {entry}, not {must:#x}"
-                ));
+                o.wrong(
+                    Invariant::Contents,
+                    format!("{name} reads {is:#x} at byte {i} of chunk {entry}, not {must:#x}"),
+                );
             });
         }
         true
@@ -347,7 +359,7 @@ impl Honest {
                 if was != old {
                     self.cx.tell(|o| {
                         let name = o.name(self.cx.who);
-                        o.wrong(format!(
+                        o.wrong(Invariant::Contents, format!(
                             "{name} {what} at byte {from} of chunk {entry} and finds {was:#x}, not {old:#x}"
                         ));
                     });

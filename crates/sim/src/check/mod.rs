@@ -8,9 +8,11 @@
 //! - [`books`]: the memory node's books, whichever scheme keeps them.
 
 mod books;
+mod case;
 mod drive;
 mod honest;
 mod hostile;
+mod invariant;
 mod oracle;
 mod scenario;
 
@@ -18,35 +20,28 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use pool::SchemeKind;
 use rnic::port::inline::InlineFunction;
 
 use crate::cluster::{Connector, Link};
 use crate::fiber;
 use crate::nic::SimNic;
 use crate::params::Params;
+use crate::random::Random;
 use crate::state::NodeId;
 use crate::time::Time;
 
+pub use case::Case;
+pub use invariant::{Invariant, Violation};
 pub use oracle::Seen;
 pub use scenario::{End, Role, Scenario, Trouble};
 
 use oracle::{Oracle, Who};
 
-/// The schemes that are checked.
-pub const SCHEMES: &[SchemeKind] = &[
-    SchemeKind::OneSidedMw,
-    SchemeKind::RpcMw2,
-    SchemeKind::RpcMw1,
-    SchemeKind::FineMr,
-    SchemeKind::StaticMr,
-];
-
 /// What came of a seed.
 #[derive(Clone, Debug)]
 pub struct Outcome {
     /// What was wrong, if anything was.
-    pub violation: Option<String>,
+    pub violation: Option<Violation>,
     /// What happened, line by line, if that was wanted.
     pub trace: Option<String>,
     /// What happened, in numbers.
@@ -56,11 +51,11 @@ pub struct Outcome {
 }
 
 /// Runs the world that a seed draws, to its end or to the first violation.
-pub fn run(scheme: SchemeKind, seed: u64, trace: bool) -> Outcome {
+pub fn run(case: Case, seed: u64, trace: bool) -> Outcome {
     thread_local! {
         static PARAMS: Arc<Params> = Arc::new(Params::connectx5());
     }
-    let scenario = Scenario::draw(scheme, seed);
+    let scenario = Scenario::draw(case, seed);
     PARAMS.with(|params| drive::run(&scenario, seed, params, trace))
 }
 
@@ -78,6 +73,9 @@ struct Context {
     node: NodeId,
     groups: u16,
     lanes: usize,
+    case: Case,
+    /// What it draws from for what it does with its NIC, if it does such things.
+    meddles: Option<Random>,
 }
 
 impl Context {

@@ -1,7 +1,9 @@
 //! What a seed draws: how large the world is, who is in it, and what goes wrong.
 
-use pool::{SchemeKind, Settings};
+use pool::Settings;
+use pool::odrp::PAGE_BYTES;
 
+use super::case::Case;
 use crate::random::Random;
 use crate::time::Time;
 
@@ -16,6 +18,10 @@ pub struct Scenario {
     pub trouble: Trouble,
     /// Groups of each client.
     pub groups: u16,
+    /// Who is hostile does forbidden things with its NIC too.
+    pub meddling: bool,
+    /// What it is a world of.
+    pub case: Case,
 }
 
 /// What a client does.
@@ -57,6 +63,8 @@ pub struct Trouble {
     pub late: u64,
     /// Nodes cannot reach each other, for so long at most.
     pub partitions: Time,
+    /// Then requests arrive, and answers do not.
+    pub one_way: bool,
 }
 
 impl Trouble {
@@ -71,7 +79,7 @@ const CHUNK_BYTES: [u64; 3] = [512, 512, 1024];
 
 impl Scenario {
     /// What `seed` draws.
-    pub fn draw(scheme: SchemeKind, seed: u64) -> Self {
+    pub fn draw(case: Case, seed: u64) -> Self {
         let r = &mut Random::new(seed, 100);
         let count = 1 + r.below(4) as usize;
         let hostile = r.below(3) == 0;
@@ -83,9 +91,10 @@ impl Scenario {
             })
             .collect();
         let chunk_bytes = *r.pick(&CHUNK_BYTES);
+        let chunk_bytes = if case.is_paged() { PAGE_BYTES as u64 } else { chunk_bytes };
         let chunks = 2 + r.below(7);
         let groups = 1 + r.below(2) as u16;
-        let settings = Settings {
+        let settings = case.set(Settings {
             donate_bytes: chunks * chunk_bytes,
             chunk_bytes,
             group_size: 2 + r.below(2) as u32,
@@ -93,11 +102,15 @@ impl Scenario {
             groups_max: groups as u32,
             // A process that died may still be there when the next one comes.
             clients_max: 8,
-            scheme,
-            cores: if scheme.is_by_rpc() { 1 + r.below(2) as u32 } else { 1 },
+            cores: if case.scheme.is_by_rpc() { 1 + r.below(2) as u32 } else { 1 },
             ..Settings::default()
-        };
-        Self { settings, clients, trouble: Trouble::draw(r), groups }
+        });
+        let mut trouble = Trouble::draw(r);
+        // Later inventions draw elsewhere, so that worlds without them are what they were.
+        let more = &mut Random::new(seed, 102);
+        let meddling = more.below(2) == 0;
+        trouble.one_way = more.below(2) == 0;
+        Self { settings, clients, trouble, groups, meddling, case }
     }
 }
 
@@ -120,6 +133,7 @@ impl Trouble {
             loss: once_in(r, 5),
             late: once_in(r, 4),
             partitions,
+            one_way: false,
         }
     }
 }

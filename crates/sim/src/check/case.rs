@@ -1,0 +1,98 @@
+//! What can be checked: the schemes, each as it is set.
+
+use std::fmt;
+use std::str::FromStr;
+
+use pool::{SchemeKind, Settings};
+
+/// A scheme, and what of its settings no seed draws.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Case {
+    /// Its name on command lines and in traces.
+    pub name: &'static str,
+    /// The scheme.
+    pub scheme: SchemeKind,
+    /// [`Settings::separation`].
+    pub separation: bool,
+    /// Windows of a group, if no seed draws them.
+    pub group_size: Option<u32>,
+    /// Hostile clients guess keys although the scheme does not withstand that: what is violated then, and
+    /// why.
+    pub unsafe_by_design: Option<&'static str>,
+}
+
+impl Case {
+    /// A scheme as it is usually set.
+    pub const fn of(scheme: SchemeKind) -> Self {
+        Self {
+            name: scheme.name(),
+            scheme,
+            separation: true,
+            group_size: None,
+            unsafe_by_design: None,
+        }
+    }
+
+    /// All that must hold: every scheme, and `onesidedmw` without separation and without grouping.
+    pub const ALL: &[Case] = &[
+        Self::of(SchemeKind::OneSidedMw),
+        Case {
+            name: "onesidedmw-without-separation",
+            separation: false,
+            ..Self::of(SchemeKind::OneSidedMw)
+        },
+        Case {
+            name: "onesidedmw-without-grouping",
+            group_size: Some(2),
+            ..Self::of(SchemeKind::OneSidedMw)
+        },
+        Self::of(SchemeKind::RpcMw2),
+        Self::of(SchemeKind::RpcMw1),
+        Self::of(SchemeKind::FineMr),
+        Self::of(SchemeKind::StaticMr),
+        Self::of(SchemeKind::Odrp),
+    ];
+
+    /// `rpc-mw-1` where keys are guessed: they open what they name, to whoever has them.
+    pub const GUESSED: Case = Case {
+        name: "rpc-mw-1-guessed",
+        unsafe_by_design: Some("a type-1 window opens to whoever guesses its key"),
+        ..Self::of(SchemeKind::RpcMw1)
+    };
+
+    /// Names of all cases, also those that do not hold.
+    pub fn names() -> Vec<&'static str> {
+        Self::ALL.iter().chain([&Self::GUESSED]).map(|case| case.name).collect()
+    }
+
+    /// Puts what it says into settings.
+    pub(super) fn set(&self, settings: Settings) -> Settings {
+        let scheme = self.scheme;
+        Settings {
+            scheme,
+            separation: self.separation,
+            group_size: self.group_size.unwrap_or(settings.group_size),
+            ..settings
+        }
+    }
+
+    /// Access is by pages, whose places their users never learn.
+    pub(super) fn is_paged(&self) -> bool {
+        self.scheme == SchemeKind::Odrp
+    }
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name)
+    }
+}
+
+impl FromStr for Case {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let known = Self::ALL.iter().chain([&Self::GUESSED]).find(|case| case.name == name);
+        known.copied().ok_or_else(|| format!("{name} is none of {}", Self::names().join(", ")))
+    }
+}

@@ -1,0 +1,80 @@
+//! What it does with keys: those that it had, those of others, and those that it guesses.
+
+use fabric::{Key, MemoryRegion, Op, Remote};
+
+use super::{Hostile, SCRATCH, to};
+
+impl Hostile {
+    /// Some access of a random kind.
+    pub(super) fn access_at(&mut self, lane: usize, at: Remote, len: u32) {
+        let local = self.memory.sge(SCRATCH, len.min(1024));
+        let local = [local];
+        let word = self.memory.sge(SCRATCH, 8);
+        let op = match self.random.below(4) {
+            0 => Op::Read { from: at, to: &local },
+            1 => Op::Write { to: at, from: &local },
+            2 => Op::FetchAdd { at, add: 1, old: word },
+            _ => Op::CompareSwap { at, compare: 0, swap: u64::MAX, old: word },
+        };
+        let group = self.random.below(self.access.len() as u64) as usize;
+        self.access(group, lane, op);
+    }
+
+    pub(super) fn some_lane(&mut self) -> usize {
+        self.random.below(self.cx.lanes as u64) as usize
+    }
+
+    pub(super) fn use_what_was(&mut self) {
+        if self.had.is_empty() {
+            return;
+        }
+        let at = self.random.below(self.had.len() as u64) as usize;
+        let (grant, lane) = (self.had[at], self.some_lane());
+        let offset = 8 * self.random.below(8);
+        self.access_at(lane, to(&grant, lane, offset), 8);
+    }
+
+    /// Uses a key that somebody else was granted.
+    pub(super) fn steal(&mut self) {
+        let all = self.cx.tell(|o| o.keys_of_others(self.cx.who));
+        if all.is_empty() {
+            return self.guess();
+        }
+        let (_, addr, rkey) = *self.random.pick(&all);
+        let lane = self.some_lane();
+        self.access_at(lane, Remote { addr, rkey }, 8);
+    }
+
+    /// Tries tags of keys that it had, and keys beside them, at any chunk.
+    pub(super) fn guess(&mut self) {
+        let Some(grant) = self.had.last().copied() else { return };
+        let base = grant.addr - grant.entry as u64 * grant.len;
+        for _ in 0..4 {
+            let lane = self.some_lane();
+            let key = grant.keys()[lane].0;
+            let by = self.random.below(16) as u32;
+            let rkey = match self.random.below(2) {
+                0 => Key(key.wrapping_add(by)),
+                _ => {
+                    Key((key & 0xff).wrapping_add((key >> 8).wrapping_sub(8).wrapping_add(by) << 8))
+                }
+            };
+            let addr = base + self.random.below(8) * grant.len;
+            self.cx.tell(|o| o.seen.guesses += 1);
+            self.access_at(lane, Remote { addr, rkey }, 8);
+        }
+    }
+
+    pub(super) fn reach_beyond(&mut self) {
+        let Some(grant) = self.held.last().copied() else { return };
+        let lane = self.some_lane();
+        let key = grant.keys()[lane];
+        let (addr, len) = match self.random.below(4) {
+            0 => (grant.addr + grant.len - 8, 16),
+            1 => (grant.addr - 8, 16),
+            2 => (grant.addr + grant.len, 8),
+            _ => (grant.addr, grant.len as u32 + 8),
+        };
+        self.access_at(lane, Remote { addr, rkey: key }, len);
+    }
+}

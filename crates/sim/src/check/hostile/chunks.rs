@@ -1,0 +1,223 @@
+//! What it does with requests: it asks for others, for what it had, and for nothing that makes sense.
+
+use fabric::{Key, MemoryRegion, Op, Qpn, Remote};
+use pool::onesidedmw::layout::{reply, status};
+use pool::scheme::{Grant, GroupId};
+
+use super::{Hostile, to};
+use crate::check::invariant::Invariant;
+
+impl Hostile {
+    pub(super) fn ask_allocate(&mut self, named: &[u32], target: Remote) -> Vec<u8> {
+        self.number += 1;
+        if self.scheme.is_by_rpc() {
+            let mut data = vec![0; 16];
+            data[0] = 1;
+            data[8..].copy_from_slice(&self.number.to_be_bytes());
+            return data;
+        }
+        let own = &self.terms.groups[0];
+        let names = own.iter().enumerate().map(|(i, q)| named.get(i).copied().unwrap_or(*q));
+        let mut data: Vec<u8> = names.flat_map(|q| q.to_be_bytes()[1..].to_vec()).collect();
+        data.extend(target.addr.to_be_bytes());
+        data.extend(target.rkey.0.to_be_bytes());
+        data
+    }
+
+    pub(super) fn ask_free(&mut self, entry: u32, target: Remote) -> Vec<u8> {
+        self.number += 1;
+        let mut data = vec![];
+        if self.scheme.is_by_rpc() {
+            data.resize(16, 0);
+            data[0] = 2;
+            data[4..8].copy_from_slice(&entry.to_be_bytes());
+            data[8..].copy_from_slice(&self.number.to_be_bytes());
+        } else {
+            data.extend(&entry.to_be_bytes()[1..]);
+            data.extend(target.addr.to_be_bytes());
+            data.extend(target.rkey.0.to_be_bytes());
+        }
+        data
+    }
+
+    pub(super) fn free_side(&self) -> usize {
+        self.kinds() - 1
+    }
+
+    /// Allocates, for the QPs that are `named` instead of its own.
+    pub(super) fn allocate(&mut self, named: &[u32]) {
+        let who = self.cx.who;
+        let target = self.memory.remote(0);
+        let data = self.ask_allocate(named, target);
+        self.cx.tell(|o| o.asks(who));
+        let sent = self.send(0, &data);
+        match sent.then(|| self.answer(0)).flatten() {
+            Some(true) => match self.granted() {
+                Some(grant) => {
+                    self.cx.tell(|o| o.granted(who, &grant));
+                    self.held.push(grant);
+                    self.had.push(grant);
+                    let data = [0xbb; 8];
+                    self.access(0, 0, Op::WriteInline { to: to(&grant, 0, 8), data: &data });
+                }
+                None => self.cx.tell(|o| o.not_granted(who, "there is none")),
+            },
+            _ => {
+                self.recover();
+                self.cx.tell(|o| o.not_granted(who, "the connection broke"));
+            }
+        }
+    }
+
+    /// The grant that stands in its memory.
+    pub(super) fn granted(&self) -> Option<Grant> {
+        let mut b = [0; 64];
+        self.memory.memory().read(0, &mut b);
+        let lanes = self.cx.lanes;
+        let be32 = |at: usize| u32::from_be_bytes(b[at..at + 4].try_into().expect("4 bytes"));
+        let be64 = |at: usize| u64::from_be_bytes(b[at..at + 8].try_into().expect("8 bytes"));
+        let bytes = self.terms.chunk_bytes;
+        if self.scheme.is_by_rpc() {
+            let keys: Vec<Key> = (0..lanes).map(|i| Key(be32(32 + 4 * i))).collect();
+            return (b[0] == 1).then(|| Grant::new(be64(16), bytes, be32(4), GroupId(0), &keys));
+        }
+        let key = |window: usize| {
+            let index = &b[reply::KEYS + 3 * window..][..3];
+            let tag = b[reply::TAGS + 8 * (window / 4) + 4 + window % 4];
+            Key(u32::from_be_bytes([index[0], index[1], index[2], tag]))
+        };
+        let keys: Vec<Key> = (1..=lanes).map(key).collect();
+        let entry = be32(reply::ENTRY) >> 8;
+        let granted = b[reply::STATUS] == status::GRANTED;
+        granted.then(|| Grant::new(be64(reply::CHUNK), bytes, entry, GroupId(0), &keys))
+    }
+
+    pub(super) fn free_own(&mut self) {
+        let Some(grant) = self.held.pop() else { return };
+        let (who, keys) = (self.cx.who, grant.keys().to_vec());
+        self.cx.tell(|o| o.frees(who, grant.entry, &keys));
+        if self.free(grant.entry) {
+            self.cx.tell(|o| o.freed(who, grant.entry, &keys));
+        }
+    }
+
+    /// Asks for an entry to be freed; true if that is answered with "freed".
+    pub(super) fn free(&mut self, entry: u32) -> bool {
+        let which = self.free_side();
+        let target = self.memory.remote(which * 128);
+        let data = self.ask_free(entry, target);
+        let mine = self.cx.tell(|o| o.may_own(self.cx.who, entry));
+        let sent = self.send(which, &data);
+        if sent.then(|| self.answer(which)).flatten() != Some(true) {
+            self.recover();
+            return false;
+        }
+        let mut b = [0; 64];
+        self.memory.memory().read(which * 128, &mut b);
+        let freed = match self.scheme.is_by_rpc() {
+            true => b[0] == 1,
+            false => b[reply::FREE_STATUS + 3] == status::FREED,
+        };
+        if freed && !mine {
+            self.cx.tell(|o| {
+                let name = o.name(self.cx.who);
+                o.wrong(
+                    Invariant::Owners,
+                    format!("{name} frees chunk {entry}, which is not its own"),
+                );
+            });
+        }
+        freed
+    }
+
+    /// Frees again what it had, whoever has it now.
+    pub(super) fn free_what_was(&mut self) {
+        if self.had.is_empty() {
+            return;
+        }
+        let at = self.random.below(self.had.len() as u64) as usize;
+        let entry = self.had[at].entry;
+        self.free_and_forget(entry);
+    }
+
+    pub(super) fn free_anything(&mut self) {
+        let entry = match self.random.below(4) {
+            0 => self.random.bits() as u32 & 0xff_ffff,
+            _ => self.random.below(10) as u32,
+        };
+        self.free_and_forget(entry);
+    }
+
+    pub(super) fn free_and_forget(&mut self, entry: u32) {
+        let who = self.cx.who;
+        let held = self.held.iter().position(|g| g.entry == entry);
+        let held = held.map(|at| self.held.swap_remove(at));
+        if let Some(grant) = &held {
+            self.cx.tell(|o| o.frees(who, entry, grant.keys()));
+        }
+        let freed = self.free(entry);
+        if let Some(grant) = held.filter(|_| freed) {
+            self.cx.tell(|o| o.freed(who, entry, grant.keys()));
+        }
+    }
+
+    pub(super) fn name_others(&mut self) {
+        self.cx.tell(|o| o.misnamed = true);
+        let lane = self.terms.groups[0][0];
+        let near = lane.wrapping_add_signed(self.random.below(60) as i32 - 30) & Qpn::MAX;
+        let named = *self.random.pick(&[near, near, self.terms.management[0], Qpn::NONE.raw(), 0]);
+        self.allocate(&[named, named]);
+    }
+
+    /// Wants an answer where none can be: no key opens it, or nobody waits.
+    pub(super) fn unanswerable(&mut self) {
+        if self.random.below(2) == 0 {
+            return self.malformed();
+        }
+        let who = self.cx.who;
+        let rkey = Key(self.random.bits() as u32);
+        let target = Remote { addr: self.memory.remote(0).addr, rkey };
+        self.cx.tell(|o| o.asks(who));
+        let data = self.ask_allocate(&[], target);
+        self.send(0, &data);
+        let _ = self.answer(0);
+        self.recover();
+        self.cx.tell(|o| o.not_granted(who, "it wanted no answer"));
+    }
+
+    /// Something that is no request.
+    pub(super) fn malformed(&mut self) {
+        let which = self.random.below(self.kinds() as u64) as usize;
+        let data: Vec<u8> = (0..self.random.below(60)).map(|_| self.random.bits() as u8).collect();
+        // It may happen to be one, and to free what is its own.
+        let who = self.cx.who;
+        for grant in std::mem::take(&mut self.held) {
+            self.cx.tell(|o| o.frees(who, grant.entry, grant.keys()));
+        }
+        self.cx.tell(|o| {
+            o.misnamed = true;
+            o.asks(who);
+        });
+        self.send(which, &data);
+        let _ = self.answer(which);
+        self.recover();
+        self.cx.tell(|o| o.not_granted(who, "it sent what is no request"));
+    }
+
+    /// More requests than it may have in flight, at once.
+    pub(super) fn flood(&mut self) {
+        let which = self.free_side();
+        let count = 1 + self.random.below(8);
+        for _ in 0..count {
+            let entry = 0xff_ff00 + self.random.below(0xff) as u32;
+            let target = self.memory.remote(which * 128);
+            let data = self.ask_free(entry, target);
+            self.send(which, &data);
+        }
+        for _ in 0..count {
+            if self.answer(which) != Some(true) {
+                return self.recover();
+            }
+        }
+    }
+}

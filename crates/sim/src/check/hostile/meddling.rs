@@ -1,0 +1,184 @@
+//! What it does with its NIC: it binds windows, and waits for and enables queues, as only their owners may.
+
+use fabric::direct::{DirectNic, DirectQp, Managed};
+use fabric::wqe::{Builder, Umr};
+use fabric::{
+    Access, CompletionKind, CompletionQueue, CqAttr, Cqn, Key, MemoryRegion, MemoryWindow, Nic, Op,
+    QpAttr, QpState, Qpn, QueuePair, Receive, Remote, Status,
+};
+
+use super::{Hostile, SCRATCH, Side};
+use crate::check::invariant::Invariant;
+
+/// Numbers below its own of which it names one.
+const NEAR: u64 = 48;
+
+impl Hostile {
+    /// Binds windows of its own in ways that only the NIC's owner may.
+    pub(super) fn windows(&mut self) {
+        let Ok(window) = self.nic.alloc_mw(&self.pd) else { return };
+        let own = self.access[0][0].qp.qpn();
+        let others = Qpn::new(self.terms.groups[0][0]);
+        let bind = |qpn: Qpn| {
+            let key = window.key();
+            let (mr, start) = (self.memory.key(), self.memory.remote(0).addr);
+            Umr::bind(key, key.tag().wrapping_add(1), qpn, Access::REMOTE_READ, mr, start, 64)
+        };
+        let (foreign, proper) = (bind(others), bind(own));
+        let bound = Key::new(window.key().index(), window.key().tag().wrapping_add(1));
+        if self.access(0, 0, Op::Window(&foreign)) {
+            self.cx.tell(|o| {
+                o.wrong(Invariant::Privilege, "a guest's window is bound to another's QP")
+            });
+        }
+        if self.access(0, 0, Op::Window(&proper))
+            && self.access(0, 0, Op::Window(&Umr::unbind(bound, false)))
+        {
+            self.cx.tell(|o| o.wrong(Invariant::Privilege, "a guest unbinds without the QP check"));
+        }
+    }
+
+    /// One of the things that the NIC must refuse, or do to nobody but it.
+    pub(super) fn meddle(&mut self) {
+        match self.meddles.as_mut().expect("it meddles").below(6) {
+            0 | 1 => self.control(Control::Wait),
+            2 | 3 => self.control(Control::Enable),
+            4 => self.overwrite_itself(),
+            _ => self.reach_one_byte_beyond(),
+        }
+    }
+
+    /// How many requests it sends as its last.
+    pub(super) fn last_words(&mut self) -> u64 {
+        if self.meddles.is_some() { self.below(12) } else { 0 }
+    }
+
+    /// Sends a request that makes sense.
+    pub(super) fn say_anything(&mut self) {
+        let number = self.below(9) as u32;
+        let which = self.below(self.kinds() as u64) as usize;
+        let data = match (self.cx.case.is_paged(), self.below(2)) {
+            (true, _) => self.any_request(which, number),
+            (false, 0) if which == self.free_side() => {
+                let target = self.memory.remote(which * 128);
+                self.ask_free(number, target)
+            }
+            (false, _) if which == 0 => {
+                self.cx.tell(|o| o.asks(self.cx.who));
+                let target = self.memory.remote(0);
+                self.ask_allocate(&[], target)
+            }
+            _ => return,
+        };
+        self.send(which, &data);
+    }
+
+    fn below(&mut self, below: u64) -> u64 {
+        self.meddles.as_mut().expect("it meddles").below(below)
+    }
+
+    /// A queue of its own whose WQEs it writes itself.
+    fn managed(&self) -> Option<Side> {
+        let cq = self.nic.create_cq(CqAttr { entries: 16, ignore_overrun: false }).ok()?;
+        let attr = QpAttr {
+            send_cq: &cq,
+            recv_cq: &cq,
+            send_blocks: 16,
+            receive: Receive::None,
+            access: Access::REMOTE_READ,
+        };
+        let managed = Managed { send: true, ..Managed::default() };
+        let qp = self.nic.create_managed_qp(&self.pd, attr, managed).ok()?;
+        qp.connect(qp.qpn()).ok()?;
+        Some(Side { qp, cq })
+    }
+
+    /// WAITs for a CQ that is not its own, or enables a queue that is not: that must fail.
+    fn control(&mut self, what: Control) {
+        let Some(side) = self.managed() else { return };
+        let sides = || self.management.iter().chain(self.access.iter().flatten());
+        let mut b = Builder::new(side.qp.qpn(), 0);
+        let named = match what {
+            Control::Wait => {
+                let own: Vec<u32> = sides().map(|s| s.cq.cqn().raw()).collect();
+                let of = side.cq.cqn().raw();
+                let Some(cqn) = self.near(of, &own) else { return };
+                b.wait(Cqn::new(cqn), 0).signaled();
+                format!("waits for CQ {cqn}")
+            }
+            Control::Enable => {
+                let own: Vec<u32> = sides().map(|s| s.qp.qpn().raw()).collect();
+                let of = side.qp.qpn().raw();
+                let Some(qpn) = self.near(of, &own) else { return };
+                b.send_enable(Qpn::new(qpn), 1).signaled();
+                format!("enables QP {qpn}")
+            }
+        };
+        side.qp.send_ring().memory.write(0, b.bytes());
+        if side.qp.enable_send(b.blocks() as u16).is_err() {
+            return;
+        }
+        let refused = match self.next(&side.cq, CompletionKind::Send) {
+            Some(status) => status != Status::Success,
+            None => matches!(side.qp.state(), Ok(QpState::Error)),
+        };
+        if !refused {
+            let name = self.cx.tell(|o| o.name(self.cx.who).to_owned());
+            let why = format!("{name} {named}, which is not its own");
+            self.cx.tell(|o| o.wrong(Invariant::Privilege, why));
+        }
+    }
+
+    /// A number below `of` that is none of its own.
+    fn near(&mut self, of: u32, own: &[u32]) -> Option<u32> {
+        let number = of.checked_sub(1 + self.below(NEAR) as u32)?;
+        (!own.contains(&number)).then_some(number)
+    }
+
+    /// A WQE that overwrites itself with one that would not complete: it ends as it was fetched.
+    fn overwrite_itself(&mut self) {
+        let Some(side) = self.managed() else { return };
+        let ring = side.qp.send_ring().memory;
+        let Ok(ring) = self.nic.reg_mr(&self.pd, &ring, Access::LOCAL_WRITE) else { return };
+        let rights = Access::LOCAL_WRITE | Access::REMOTE_READ;
+        let Ok(memory) = self.nic.alloc_dma(64) else { return };
+        let Ok(source) = self.nic.reg_mr(&self.pd, &memory, rights) else { return };
+        let mut other = Builder::new(side.qp.qpn(), 0);
+        other.nop();
+        source.memory().write(0, other.bytes());
+        let mut b = Builder::new(side.qp.qpn(), 0);
+        let from = Remote { addr: source.remote(0).addr, rkey: source.key() };
+        b.rdma_read(from, &[ring.sge(0, other.bytes().len() as u32)]).signaled();
+        ring.memory().write(0, b.bytes());
+        if side.qp.enable_send(b.blocks() as u16).is_err() {
+            return;
+        }
+        if self.next(&side.cq, CompletionKind::Send).is_none()
+            && side.cq.poll(&mut [fabric::Completion::EMPTY]) == 0
+        {
+            let name = self.cx.tell(|o| o.name(self.cx.who).to_owned());
+            let why =
+                format!("{name} overwrites a WQE that is executed, which then does not complete");
+            self.cx.tell(|o| o.wrong(Invariant::Answers, why));
+        }
+    }
+
+    /// The last byte of what it reads is not its own any more.
+    fn reach_one_byte_beyond(&mut self) {
+        let Some(grant) = self.held.last().copied() else { return };
+        let lane = self.below(self.cx.lanes as u64) as usize;
+        let at = match self.below(2) {
+            0 => grant.addr + grant.len - 7,
+            _ => grant.addr - 1,
+        };
+        let from = Remote { addr: at, rkey: grant.keys()[lane] };
+        let to = [self.memory.sge(SCRATCH, 8)];
+        self.access(0, lane, Op::Read { from, to: &to });
+    }
+}
+
+/// A WQE that works on queues.
+enum Control {
+    Wait,
+    Enable,
+}

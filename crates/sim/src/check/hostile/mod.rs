@@ -1,0 +1,303 @@
+//! A client that keeps to no rule, on raw verbs: it replays what it had, names what is not its own, guesses
+//! keys, reaches beyond borders, wants replies where none can be written, and sends what makes no sense.
+//!
+//! It is admitted like any other and allocates honestly now and then, so that there is something to replay.
+//! What it may not gain, the oracle sees; that others go on, their own checks show.
+
+mod accesses;
+mod chunks;
+mod meddling;
+mod pages;
+
+use std::time::Duration;
+
+use fabric::hooked::{HookedCq, HookedMr, HookedQp};
+use fabric::soft::SoftPd;
+use fabric::{
+    Access, Completion, CompletionKind, CompletionQueue, CqAttr, MemoryRegion, Nic, Op, QpAttr,
+    QpChange, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Remote, Status, WorkRequest,
+};
+use pool::SchemeKind;
+use pool::client::control::ControlPlane;
+use pool::odrp::PAGE_BYTES;
+use pool::scheme::{Admission, Admitted, Grant, GroupId, Lane};
+
+use super::Context;
+use super::scenario::{End, Role};
+use crate::cluster::SimControl;
+use crate::fiber;
+use crate::nic::{SimHooks, SimNic};
+use crate::random::Random;
+use crate::time::Time;
+
+/// Where in its memory replies go, accesses read and write, and the bulletin is.
+const SCRATCH: usize = 1024;
+const BULLETIN: usize = 3072;
+/// Where a page is, if access is by pages.
+const PAGE: usize = 4096;
+/// How long it waits for an answer that may never come.
+const PATIENCE: Duration = Duration::from_micros(300);
+
+#[derive(Clone)]
+struct Side {
+    qp: HookedQp<SimHooks>,
+    cq: HookedCq<SimHooks>,
+}
+
+struct Hostile {
+    cx: Context,
+    nic: SimNic,
+    pd: SoftPd,
+    memory: HookedMr<SimHooks>,
+    management: Vec<Side>,
+    access: Vec<Vec<Side>>,
+    control: SimControl,
+    terms: Admitted,
+    scheme: SchemeKind,
+    random: Random,
+    held: Vec<Grant>,
+    /// All that it ever had.
+    had: Vec<Grant>,
+    number: u64,
+    /// Its connection is over.
+    out: bool,
+    /// What it draws from for what it does with its NIC, if it does such things.
+    meddles: Option<Random>,
+}
+
+/// What the fiber of a hostile client runs.
+pub(super) fn run(cx: Context, role: Role, random: Random) {
+    let Some(mut me) = Hostile::join(cx, random) else { return };
+    for _ in 0..role.rounds {
+        if me.out {
+            break;
+        }
+        me.round();
+        if me.random.below(3) == 0 {
+            fiber::sleep(Time(me.random.below(Time::us(40).0)));
+        }
+    }
+    match role.end {
+        End::Dies => me.cx.die(),
+        End::Tidy | End::Careless => {
+            // With requests on their way, which nobody waits for.
+            for _ in 0..me.last_words() {
+                me.say_anything();
+            }
+            me.cx.leaves();
+            let _ = me.control.goodbye();
+        }
+    }
+}
+
+fn side(nic: &SimNic, pd: &SoftPd, receives: u32) -> Option<Side> {
+    let cq = nic.create_cq(CqAttr { entries: 256, ignore_overrun: false }).ok()?;
+    let receive = match receives {
+        0 => Receive::None,
+        entries => Receive::Own(ReceiveAttr { entries, max_sges: 1 }),
+    };
+    let attr = QpAttr {
+        send_cq: &cq,
+        recv_cq: &cq,
+        send_blocks: 64,
+        receive,
+        access: Access::REMOTE_READ | Access::REMOTE_WRITE,
+    };
+    let qp = nic.create_qp(pd, attr).ok()?;
+    Some(Side { qp, cq })
+}
+
+impl Hostile {
+    fn join(cx: Context, mut random: Random) -> Option<Self> {
+        let nic = cx.nic();
+        let control = cx.connector.control(&nic, cx.link.clone());
+        let scheme = control.welcome().scheme;
+        let pd = nic.alloc_pd().ok()?;
+        let separation = cx.case.separation;
+        let rights = Access::LOCAL_ALL | Access::REMOTE_READ | Access::REMOTE_WRITE;
+        let bytes = if cx.case.is_paged() { PAGE + PAGE_BYTES } else { PAGE };
+        let memory = nic.reg_mr(&pd, &nic.alloc_dma(bytes).ok()?, rights).ok()?;
+        let sides = if scheme.is_by_rpc() || !separation { 1 } else { 2 };
+        let management: Vec<Side> =
+            (0..sides).map(|_| side(&nic, &pd, 16)).collect::<Option<_>>()?;
+        // Without separation allocations go over the first lane.
+        let receives = |lane: usize| if separation || lane > 0 { 0 } else { 16 };
+        let group = |_| {
+            (0..cx.lanes).map(|lane| side(&nic, &pd, receives(lane))).collect::<Option<Vec<_>>>()
+        };
+        let access: Vec<Vec<Side>> = (0..cx.groups).map(group).collect::<Option<_>>()?;
+        let bulletin = memory.remote(BULLETIN);
+        let wrong_bulletin = random.below(4) == 0;
+        let numbers = |sides: &[Side]| sides.iter().map(|s| s.qp.qpn().raw()).collect();
+        let admission = Admission {
+            management: numbers(&management),
+            groups: access.iter().map(|g| numbers(g)).collect(),
+            bulletin_addr: bulletin.addr,
+            bulletin_rkey: if wrong_bulletin { 0x1234_5678 } else { bulletin.rkey.0 },
+        };
+        let terms = loop {
+            match control.admit(&admission) {
+                Ok(terms) => break terms,
+                Err(pool::Error::Refused { .. }) => fiber::sleep(Time::us(500)),
+                Err(_) => return None,
+            }
+        };
+        let me = Self {
+            meddles: cx.meddles.clone(),
+            cx,
+            nic,
+            pd,
+            memory,
+            management,
+            access,
+            control,
+            terms,
+            scheme,
+            random,
+            held: Vec::new(),
+            had: Vec::new(),
+            number: 1,
+            out: false,
+        };
+        let peers = me.terms.management.iter().map(|q| Qpn::new(*q));
+        for (side, peer) in me.management.iter().zip(peers) {
+            side.qp.connect(peer).ok()?;
+        }
+        me.connect_access()?;
+        Some(me)
+    }
+
+    fn connect_access(&self) -> Option<()> {
+        for (sides, peers) in self.access.iter().zip(&self.terms.groups) {
+            for (side, peer) in sides.iter().zip(peers) {
+                side.qp.connect(Qpn::new(*peer)).ok()?;
+            }
+        }
+        Some(())
+    }
+
+    fn round(&mut self) {
+        if self.meddles.as_mut().is_some_and(|random| random.below(4) == 0) {
+            return self.meddle();
+        }
+        if self.cx.case.is_paged() {
+            return self.round_on_pages();
+        }
+        // A type-1 window opens to whoever guesses its key: that is what is unsafe about it.
+        let withstands = self.scheme != SchemeKind::RpcMw1;
+        let may_guess = withstands || self.cx.case.unsafe_by_design.is_some();
+        match self.random.below(16) {
+            0..=3 => self.allocate(&[]),
+            4 => self.free_own(),
+            5 => self.free_what_was(),
+            6 => self.free_anything(),
+            7 => self.use_what_was(),
+            8 if withstands => self.steal(),
+            9 if may_guess => self.guess(),
+            10 => self.reach_beyond(),
+            11 if !self.scheme.is_by_rpc() => self.name_others(),
+            12 => self.unanswerable(),
+            13 => self.malformed(),
+            14 => self.flood(),
+            _ => self.windows(),
+        }
+    }
+
+    // --- requests ------------------------------------------------------------------------------
+
+    /// How many queues take requests.
+    fn kinds(&self) -> usize {
+        if self.cx.case.separation { self.management.len() } else { 2 }
+    }
+
+    /// Where requests of a kind go.
+    fn side(&self, which: usize) -> &Side {
+        match (self.cx.case.separation, which) {
+            (true, which) => &self.management[which],
+            (false, 0) => &self.access[0][0],
+            (false, _) => &self.management[0],
+        }
+    }
+
+    /// Posts a request; false if there is no room.
+    fn send(&mut self, which: usize, data: &[u8]) -> bool {
+        let to = self.memory.sge(which * 128, 64);
+        let to = if self.scheme.is_by_rpc() { &[to][..] } else { &[] };
+        let side = self.side(which);
+        let receive = ReceiveRequest { id: 1, to };
+        let op = Op::SendInline { data };
+        side.qp.post_recv(&receive).is_ok()
+            && side.qp.post_send(&[WorkRequest { id: 2, op, signaled: true }]).is_ok()
+    }
+
+    /// The next answer: whether it came, and came well.
+    fn answer(&mut self, which: usize) -> Option<bool> {
+        let cq = self.side(which).cq.clone();
+        self.next(&cq, CompletionKind::Receive).map(|status| status == Status::Success)
+    }
+
+    fn next(&self, cq: &HookedCq<SimHooks>, kind: CompletionKind) -> Option<Status> {
+        let mut one = [Completion::EMPTY];
+        let until = self.cx.now() + Time::from(PATIENCE);
+        while self.cx.now() < until {
+            if cq.poll(&mut one) == 0 {
+                cq.wait(PATIENCE).ok()?;
+            } else if one[0].kind == kind || one[0].status != Status::Success {
+                return Some(one[0].status);
+            }
+        }
+        None
+    }
+
+    /// Re-establishes its management connection.
+    fn recover(&mut self) {
+        // Without separation all is re-established at once.
+        let access = self.access.iter().flatten().filter(|_| !self.cx.case.separation);
+        let mut old = [Completion::EMPTY; 16];
+        for side in self.management.iter().chain(access) {
+            let _ = side.qp.modify(QpChange::Reset);
+            while side.cq.poll(&mut old) > 0 {}
+        }
+        match self.control.reset_management() {
+            Ok(peers) => {
+                if !self.cx.case.separation {
+                    let _ = self.connect_access();
+                }
+                for (side, peer) in self.management.iter().zip(peers) {
+                    let _ = side.qp.connect(Qpn::new(peer));
+                }
+            }
+            Err(_) => self.out = true,
+        }
+    }
+
+    // --- accesses ------------------------------------------------------------------------------
+
+    /// Posts an access on a lane, and re-establishes that if it broke. True if it was done.
+    fn access(&mut self, group: usize, lane: usize, op: Op<'_>) -> bool {
+        let side = &self.access[group][lane];
+        let (qp, cq) = (side.qp.clone(), side.cq.clone());
+        if qp.post_send(&[WorkRequest { id: 3, op, signaled: true }]).is_err() {
+            return false;
+        }
+        if self.next(&cq, CompletionKind::Send) == Some(Status::Success) {
+            return true;
+        }
+        if !self.cx.case.separation {
+            self.recover();
+            return false;
+        }
+        let _ = qp.modify(QpChange::Reset);
+        let mut old = [Completion::EMPTY; 16];
+        while cq.poll(&mut old) > 0 {}
+        match self.control.reset_access(GroupId(group as u16), Lane(lane as u8)) {
+            Ok(peer) => _ = qp.connect(Qpn::new(peer)),
+            Err(_) => self.out = true,
+        }
+        false
+    }
+}
+
+fn to(grant: &Grant, lane: usize, offset: u64) -> Remote {
+    Remote { addr: grant.addr + offset, rkey: grant.keys()[lane] }
+}

@@ -1,0 +1,134 @@
+//! What clients say and are told: who holds which chunk, under which keys.
+
+use fabric::Key;
+use pool::SchemeKind;
+use pool::scheme::Grant;
+
+use super::{FRESH, Hold, Oracle, Who};
+use crate::check::invariant::Invariant;
+
+impl Oracle {
+    pub fn asks(&mut self, who: Who) {
+        self.clients[who].asking += 1;
+        self.note(|o| format!("{} asks for a chunk", o.name(who)));
+    }
+
+    /// A request to allocate has ended without a grant.
+    pub fn not_granted(&mut self, who: Who, why: &str) {
+        self.clients[who].asking -= 1;
+        self.note(|o| format!("{} gets none: {why}", o.name(who)));
+    }
+
+    pub fn granted(&mut self, who: Who, grant: &Grant) {
+        self.clients[who].asking -= 1;
+        let honest = self.clients[who].honest;
+        self.seen.grants[!honest as usize] += 1;
+        let entry = grant.entry;
+        if self.case.is_paged() {
+            // A number of its own: whose the page is, the tables say.
+            return self.note(|o| format!("{} takes page number {entry}", o.name(who)));
+        }
+        self.note(|o| format!("{} is granted chunk {entry}", o.name(who)));
+        if entry >= self.chunks
+            || grant.len != self.chunk_bytes
+            || grant.addr != self.memory.addr() + entry as u64 * self.chunk_bytes
+        {
+            return self.wrong(
+                Invariant::Owners,
+                format!("{} is granted what is no chunk", self.name(who)),
+            );
+        }
+        if let Some(owner) = self.books.owner(entry)
+            && !owner.is_some_and(|id| self.is(who, id))
+        {
+            let name = self.name(who);
+            self.wrong(
+                Invariant::Owners,
+                format!("{name} is granted chunk {entry}, whose owner is {owner:?}"),
+            );
+        }
+        if let Some(last) = self.holds[entry as usize].last()
+            && !last.freeing
+        {
+            let (name, other) = (self.name(who), self.name(last.who));
+            self.wrong(
+                Invariant::Owners,
+                format!("{name} is granted chunk {entry}, which {other} holds"),
+            );
+        }
+        let at = entry as usize * self.chunk_bytes as usize;
+        if honest && self.image[at..at + self.chunk_bytes as usize].iter().any(|b| *b != 0) {
+            let name = self.name(who);
+            self.wrong(
+                Invariant::Contents,
+                format!("{name} is granted chunk {entry}, which shows old contents"),
+            );
+        }
+        let keys = grant.keys().to_vec();
+        let old = keys.iter().find(|k| self.granted.contains(k));
+        if let Some(key) = old.filter(|_| self.granted.len() < FRESH) {
+            let (name, tag) = (self.name(who), key.tag());
+            self.wrong(
+                Invariant::Keys,
+                format!("{name} is granted chunk {entry} under an old key (tag {tag})"),
+            );
+        }
+        self.granted.extend(&keys);
+        self.holds[entry as usize].push(Hold { who, keys, freeing: false });
+    }
+
+    /// A client asks for a chunk to be freed.
+    pub fn frees(&mut self, who: Who, entry: u32, keys: &[Key]) {
+        self.note(|o| format!("{} frees chunk {entry}", o.name(who)));
+        if let Some(hold) = self.hold_of(who, entry, keys) {
+            hold.freeing = true;
+        }
+    }
+
+    fn hold_of(&mut self, who: Who, entry: u32, keys: &[Key]) -> Option<&mut Hold> {
+        let holds = self.holds.get_mut(entry as usize)?;
+        holds.iter_mut().find(|h| h.who == who && h.keys == keys)
+    }
+
+    /// A client is told that the chunk is free.
+    pub fn freed(&mut self, who: Who, entry: u32, keys: &[Key]) {
+        self.note(|o| format!("{} has freed chunk {entry}", o.name(who)));
+        let honest = self.clients[who].honest;
+        self.seen.frees[!honest as usize] += 1;
+        if let Some(holds) = self.holds.get_mut(entry as usize) {
+            holds.retain(|h| h.who != who || h.keys != keys);
+        }
+        if self.case.scheme == SchemeKind::RpcMw1 {
+            return; // by design its windows are rebound by the next allocation
+        }
+        self.dead.extend(keys);
+        if self.reaches.iter().any(|r| keys.contains(&r.key)) {
+            let name = self.name(who);
+            self.wrong(
+                Invariant::Releases,
+                format!("{name} was told that chunk {entry} is free, and its key still opens it"),
+            );
+        }
+    }
+
+    /// An error of an honest client: is it one that may be?
+    pub fn error(&mut self, who: Who, what: &str, error: &pool::Error) {
+        use pool::Error as E;
+        let honest = self.clients[who].honest;
+        self.seen.errors[!honest as usize] += 1;
+        self.note(|o| format!("{} {what}: {error}", o.name(who)));
+        if !honest {
+            return;
+        }
+        let may_be = match error {
+            E::OutOfMemory { .. } => true,
+            // What only the network may bring about.
+            E::Access { .. } | E::ManagementBroken { .. } | E::Refused { .. } => !self.calm,
+            _ => false,
+        };
+        if !may_be {
+            let name = self.name(who);
+            self.wrong(Invariant::Answers, format!("{name} {what}, and that ends with: {error}"));
+        }
+    }
+}
