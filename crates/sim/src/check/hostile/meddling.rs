@@ -7,7 +7,9 @@ use fabric::{
     QpAttr, QpState, Qpn, QueuePair, Receive, Remote, Status,
 };
 
-use super::{Hostile, SCRATCH, Side};
+use pool::scheme::Grant;
+
+use super::{Hostile, SCRATCH, Side, to};
 use crate::check::invariant::Invariant;
 
 /// Numbers below its own of which it names one.
@@ -40,10 +42,12 @@ impl Hostile {
 
     /// One of the things that the NIC must refuse, or do to nobody but it.
     pub(super) fn meddle(&mut self) {
-        match self.meddles.as_mut().expect("it meddles").below(6) {
+        match self.meddles.as_mut().expect("it meddles").below(8) {
             0 | 1 => self.control(Control::Wait),
             2 | 3 => self.control(Control::Enable),
             4 => self.overwrite_itself(),
+            5 | 6 if self.cx.case.is_paged() => self.read_while_it_is_freed(),
+            5 | 6 => self.use_a_dead_key_at_home(),
             _ => self.reach_one_byte_beyond(),
         }
     }
@@ -161,6 +165,25 @@ impl Hostile {
                 format!("{name} overwrites a WQE that is executed, which then does not complete");
             self.cx.tell(|o| o.wrong(Invariant::Answers, why));
         }
+    }
+
+    /// A chunk that it has again, under the key that it had it under before.
+    fn use_a_dead_key_at_home(&mut self) {
+        while self.held.len() < 2 {
+            let before = self.held.len();
+            self.allocate(&[]);
+            if self.out || self.held.len() == before {
+                return;
+            }
+        }
+        self.free_own();
+        self.allocate(&[]);
+        let (held, lane) = (self.held.clone(), self.below(self.cx.lanes as u64) as usize);
+        let again =
+            |old: &&Grant| held.iter().any(|g| g.entry == old.entry && g.keys() != old.keys());
+        let Some(old) = self.had.iter().rev().find(again).copied() else { return };
+        let data = [0xbb; 8];
+        self.access(0, lane, Op::WriteInline { to: to(&old, lane, 0), data: &data });
     }
 
     /// The last byte of what it reads is not its own any more.

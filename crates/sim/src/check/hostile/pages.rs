@@ -114,6 +114,20 @@ impl Hostile {
         self.recover();
     }
 
+    /// Frees a page while a read of it is on its way.
+    pub(super) fn read_while_it_is_freed(&mut self) {
+        let number = self.random.below(4) as u32;
+        if self.ask(Ask::Write as u8, number) != Some(status::DONE) {
+            return;
+        }
+        let read = request_to_read(number, self.place());
+        let free = request(Ask::Free as u8, number, self.place(), self.reply());
+        let sent = self.send(READS, &read) & self.send(WRITES, &free);
+        if !sent || self.answer(WRITES) != Some(true) || self.answer(READS) != Some(true) {
+            self.recover();
+        }
+    }
+
     pub(super) fn any_request(&mut self, which: usize, number: u32) -> Vec<u8> {
         match which {
             READS => request_to_read(number, self.place()),
