@@ -66,8 +66,9 @@ tsan: toolchain ## Tests with threads under ThreadSanitizer (needs: rustup +nigh
 	scripts/tsan
 
 .PHONY: planted
-planted: toolchain ## Plant bugs in a copy of the tree: a test must fail for each (long)
+planted: toolchain ## Plant bugs in a copy of the tree: tests and the simulator must find them (long)
 	scripts/planted-bugs
+	scripts/planted-bugs --sim
 
 .PHONY: bench
 bench: build ## All benchmarks of this machine, tables on the screen, pictures in $(OUT)
