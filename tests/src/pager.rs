@@ -2,7 +2,7 @@
 //! [`crate::run`] runs them with the whole command.
 
 use std::io::Read;
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::OnceLock;
@@ -108,9 +108,28 @@ pub fn paged(local: u64, pool: &str, program: &str, arguments: &[&str]) -> Outco
     config.run_directory = Some(directory.0.clone());
     let mut command = Command::new(program);
     command.args(arguments).envs(config.to_environment()).env("LD_PRELOAD", library());
+    as_asked(&mut command);
     let mut outcome = run(&mut command);
     outcome.summary = Summary::read(&directory.0).expect("the counters are readable");
     outcome
+}
+
+/// With `GRANARY_TEST_UNPRIVILEGED` set the kernel reports no forks to what `command` starts: it has not the
+/// capability that is asked for. Only root has it to lose.
+pub fn as_asked(command: &mut Command) {
+    if std::env::var_os("GRANARY_TEST_UNPRIVILEGED").is_none()
+        || !rustix::process::geteuid().is_root()
+    {
+        return;
+    }
+    const CAP_SYS_PTRACE: i32 = 19;
+    // SAFETY: one system call in the new process.
+    unsafe {
+        command.pre_exec(|| match libc::prctl(libc::PR_CAPBSET_DROP, CAP_SYS_PTRACE, 0, 0, 0) {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        });
+    }
 }
 
 fn run(command: &mut Command) -> Outcome {

@@ -13,7 +13,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use crate::node::{MemoryNode, granary};
-use crate::pager::{Outcome, Running, Scratch};
+use crate::pager::{Outcome, Running, Scratch, as_asked};
 
 /// Which memory node is behind a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,6 +81,7 @@ impl Site {
             Some(node) => command.arg("--pool").arg(format!("shm:{}", node.socket.display())),
         };
         command.arg("--").arg(program).args(arguments).stdin(Stdio::null());
+        as_asked(&mut command);
         command
     }
 

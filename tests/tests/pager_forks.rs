@@ -1,6 +1,8 @@
 //! Programs that fork, under the pager: every process sees what POSIX has it see, within a bound of its
 //! own, whatever becomes of the others.
 //!
+//! With `GRANARY_TEST_UNPRIVILEGED=1` all of it runs where the kernel reports no forks (`pager::fork::birth`).
+//!
 //! Real programs run over a real memory node; what no real program does in a second is done by C programs
 //! that check themselves.
 
@@ -156,6 +158,30 @@ fn the_pagers_threads_allocate_nothing_that_is_paged() {
         let paged = paged(8 * MIB, &pool, "sh", &["-c", &script]);
         assert_same(&plain, &paged, 8 * MIB);
         assert_eq!(paged.stderr, "", "{pool}");
+    }
+}
+
+/// Streams, the name service and thread-specific data, which libc touches in a fork, and handlers of a library that is
+/// initialised before the pager's: with all of it paged out, and no room for it.
+#[test]
+fn what_is_touched_in_the_middle_of_a_fork() {
+    let scratch = Scratch::new("forks-streams");
+    let source = include_str!("pager_programs/streams.c");
+    let program = scratch.compile("streams", source);
+    let early = scratch.compile_with("early.so", source, &["-shared", "-fPIC", "-DLIBRARY"]);
+    let forks = if full() { 140 } else { 12 };
+    let under = |libraries: &[&std::path::Path]| {
+        let libraries: Vec<_> = libraries.iter().map(|path| path.to_str().unwrap()).collect();
+        format!("LD_PRELOAD={} exec {} {forks}", libraries.join(":"), program.display())
+    };
+    let library = granary_tests::pager::library();
+    let plain = plain("sh", &["-c", &under(&[&early])]);
+    assert_eq!(plain.code, 0, "{}", plain.stderr);
+    // What stands behind in the list is initialised first.
+    for libraries in [&[&*library, &*early][..], &[&*library]] {
+        let paged = paged(8 * MIB, "memory:1GiB", "sh", &["-c", &under(libraries)]);
+        assert_same(&plain, &paged, 8 * MIB);
+        assert_eq!(paged.stderr, "", "{libraries:?}");
     }
 }
 

@@ -1,5 +1,5 @@
 //! A user without privileges: what `granary run` says where userfaultfd is refused, and that it works
-//! where the device file is open to that user.
+//! where the device file is open to that user, process trees too.
 //!
 //! Only root can take privileges away for a test; anybody else is told that these are skipped.
 
@@ -9,7 +9,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use granary_tests::node::granary;
+use granary_tests::node::{full, granary};
 use granary_tests::pager::Scratch;
 
 const DEVICE: &str = "/dev/userfaultfd";
@@ -121,43 +121,145 @@ fn with_the_device_file_a_user_pages_like_root() {
     assert!(count("local_peak_bytes") < (4 << 20) + pager::CONSTANT_BYTES, "{stats}");
 }
 
-/// The kernel reports forks to CAP_SYS_PTRACE only. What it does not report must not happen.
-#[test]
-fn without_capabilities_fork_is_refused_and_spawning_works() {
-    const NAME: &str = "without_capabilities_fork_is_refused_and_spawning_works";
-    let scratch = Scratch::new("no-forks");
-    if let Some(why) = obstacle(&scratch) {
-        return skipped(NAME, &why);
-    }
+/// A place where `nobody` may run paged programs; None, and a line that says why, where there can be none.
+fn place(test: &str) -> Option<Scratch> {
+    // The path of a socket in it must not be too long.
+    let scratch = Scratch::new(&format!("user-{}", &test[..test.len().min(24)]));
     let permitted = fs::read_to_string(SYSCTL).is_ok_and(|value| value.trim() != "0");
-    if !permitted && !Path::new(DEVICE).exists() {
-        return skipped(NAME, &format!("this kernel has no {DEVICE} (Linux before 6.1)"));
-    }
-    installed(&scratch);
-    let device = format!(
-        "if [ -e {DEVICE} ]; then cp -a {DEVICE} device; chmod 666 device; mount --bind device {DEVICE}; fi\n"
-    );
-    let python = |script: &str| {
-        format!("{device}nobody ./granary run --local 4MiB -- python3 -c '{script}'")
+    let why = match obstacle(&scratch) {
+        None if !permitted && !Path::new(DEVICE).exists() => {
+            Some(format!("this kernel has no {DEVICE} (Linux before 6.1)"))
+        }
+        other => other,
     };
+    match why {
+        Some(why) => skipped(test, &why),
+        None => {
+            installed(&scratch);
+            return Some(scratch);
+        }
+    }
+    None
+}
 
-    let spawning = "import os, subprocess; x = list(range(2000000)); \
-                    print(subprocess.run([\"sh\", \"-c\", \"exit 7\"]).returncode, \
-                    os.waitstatus_to_exitcode(os.system(\"exit 3\")), os.popen(\"echo hi\").read(), sum(x))";
-    let output = run(&scratch, &python(spawning));
+/// Opens the device file, for this script alone.
+fn device() -> String {
+    format!(
+        "if [ -e {DEVICE} ]; then cp -a {DEVICE} device; chmod 666 device; mount --bind device {DEVICE}; fi\n"
+    )
+}
+
+/// Runs a command as nobody, plainly and then paged, which has to say the same and pass no further than its bound.
+/// `$d` is a directory of its own.
+fn same_paged(scratch: &Scratch, local_mib: u64, command: &str) {
+    let script = format!(
+        "{}d=$PWD/tmp/d; export d\n\
+         nobody mkdir $d; nobody sh -c '{command}' > plain; rm -rf $d; nobody mkdir $d\n\
+         nobody ./granary run --local {local_mib}MiB --stats-json tmp/stats -- sh -c '{command}' > paged\n\
+         cmp plain paged; test -s plain",
+        device()
+    );
+    let output = run(scratch, &script);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{command}: {stderr}");
+    let stats = fs::read_to_string(scratch.0.join("tmp/stats")).unwrap();
+    let stats: serde_json::Value = serde_json::from_str(&stats).unwrap();
+    let peak = stats["local_peak_bytes"].as_u64().unwrap();
+    assert!(peak > 0 && peak < (local_mib << 20) + pager::CONSTANT_BYTES, "{stats}");
+}
+
+/// A file of the tests' where everybody may read it.
+fn share(scratch: &Scratch, name: &str, text: &str) -> String {
+    let path = scratch.0.join(name);
+    fs::write(&path, text).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    path.to_str().unwrap().into()
+}
+
+/// The kernel reports forks to CAP_SYS_PTRACE only; without it they are followed all the same.
+#[test]
+fn a_shell_script_of_a_user() {
+    let Some(scratch) = place("a_shell_script_of_a_user") else { return };
+    let script = share(&scratch, "subshells.sh", include_str!("pager_programs/subshells.sh"));
+    same_paged(&scratch, 4, &format!("sh {script} 60000"));
+}
+
+#[test]
+fn make_with_two_jobs_of_gcc_of_a_user() {
+    let Some(scratch) = place("make_with_two_jobs_of_gcc_of_a_user") else { return };
+    let makefile = share(&scratch, "Makefile", include_str!("pager_programs/build.mk"));
+    same_paged(&scratch, 28, &format!("make -s -B -j2 -C $d -f {makefile} FILES=\"1 2\""));
+}
+
+#[test]
+fn python_with_processes_of_a_user() {
+    let Some(scratch) = place("python_with_processes_of_a_user") else { return };
+    let program = share(&scratch, "processes.py", include_str!("pager_programs/processes.py"));
+    same_paged(&scratch, 16, &format!("python3 {program} 60000"));
+}
+
+#[test]
+fn redis_of_a_user_saves_in_the_background() {
+    let Some(scratch) = place("redis_of_a_user_saves_in_the_background") else { return };
+    let program = share(&scratch, "redis.sh", include_str!("pager_programs/redis.sh"));
+    same_paged(&scratch, 8, &format!("sh {program} $d 20000"));
+}
+
+#[test]
+fn a_family_of_a_user_finds_every_page_as_it_left_it() {
+    let Some(scratch) = place("a_family_of_a_user_finds_every_page_as_it_left_it") else { return };
+    let family = scratch.compile("family", include_str!("pager_programs/family.c"));
+    let seeds = if full() { 40 } else { 4 };
+    let family = family.to_str().unwrap();
+    let command = format!(
+        "i=0; while [ $i -lt {seeds} ]; do i=$((i + 1)); {family} $i 4000 250 3 || exit; done"
+    );
+    // The last process of one family may end when the next one has begun.
+    same_paged(&scratch, 8, &format!("{{ {command}; echo whole; }} | sort"));
+}
+
+/// A child that cannot follow its own memory ends before it sees any of it.
+#[test]
+fn a_child_that_can_open_no_userfaultfd_ends_with_a_message() {
+    let Some(scratch) = place("a_child_that_can_open_no_userfaultfd_ends_with_a_message") else {
+        return;
+    };
+    if fs::read_to_string(SYSCTL).is_ok_and(|value| value.trim() != "0") {
+        let why = "vm.unprivileged_userfaultfd permits it to everybody here";
+        return skipped("a_child_that_can_open_no_userfaultfd_ends_with_a_message", why);
+    }
+    let program = "import os, sys; x = list(range(1000000)); print(\"ready\", flush=True)\n\
+                   sys.stdin.readline(); child = os.fork()\n\
+                   if child == 0: print(\"forked\", flush=True)\n\
+                   print(os.waitstatus_to_exitcode(os.wait()[1]), sum(x))";
+    let program = share(&scratch, "forks.py", program);
+    // The device file is closed when the program has begun. Both hold both ends of the FIFO, so that neither waits for
+    // the other to open it.
+    let script = format!(
+        "{}mkfifo go; exec 3<>go; touch out\n\
+         {{ for i in $(seq 3000); do if grep -q ready out; then break; fi; sleep 0.01; done\n\
+         chmod 600 {DEVICE}; echo >&3; }} &\n\
+         nobody ./granary run --local 4MiB -- python3 {program} <&3 > out; cat out",
+        device()
+    );
+    let output = run(&scratch, &script);
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{stderr}");
-    assert_eq!(String::from_utf8_lossy(&output.stdout), "7 3 hi\n 1999999000000\n");
-    assert_eq!(stderr, "");
-
-    let forking =
-        "import os; print(\"starts\", flush=True); os.fork(); print(\"forked\", flush=True)";
-    let output = run(&scratch, &python(forking));
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(pager::config::EXIT_PAGER), "{stderr}");
-    assert_eq!(String::from_utf8_lossy(&output.stdout), "starts\n");
-    for part in ["calls fork", "CAP_SYS_PTRACE", "as root", "posix_spawn"] {
-        assert!(stderr.contains(part), "no {part:?} in {stderr}");
-    }
+    let expected = format!("ready\n{} 499999500000\n", pager::config::EXIT_PAGER);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), expected, "{stderr}");
+    assert!(stderr.contains("cannot open a userfaultfd of its own"), "{stderr}");
     assert_eq!(stderr.lines().count(), 1, "{stderr}");
+}
+
+/// What is made of a process by a raw system call has none of its memory, rather than zeros.
+#[test]
+fn a_raw_fork_of_a_user_finds_nothing() {
+    let Some(scratch) = place("a_raw_fork_of_a_user_finds_nothing") else { return };
+    let program = scratch.compile("raw", include_str!("pager_programs/raw.c"));
+    let script =
+        format!("{}nobody ./granary run --local 4MiB -- {}", device(), program.to_str().unwrap());
+    let output = run(&scratch, &script);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{stderr}");
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "as expected\n");
 }

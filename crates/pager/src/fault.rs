@@ -192,8 +192,12 @@ impl Handler<'_> {
             return;
         }
         let most = READ_FRAMES.min(pager.limit / 16).max(1);
-        let window = pager.streams().0.window(fault.thread, page, most);
-        let room = pager.wait_for_room(window, &mut self.evictor);
+        let forks = pager.forks.is_forking_thread(fault.thread);
+        let window = if forks { 1 } else { pager.streams().0.window(fault.thread, page, most) };
+        let room = match forks {
+            true => pager.take_room_beyond(),
+            false => pager.wait_for_room(window, &mut self.evictor),
+        };
         if room == 0 {
             pager.wake(page, 1);
             return;
@@ -222,7 +226,7 @@ impl Handler<'_> {
                 0
             }
         };
-        if mapped != window {
+        if mapped != window && !forks {
             pager.streams().0.served(fault.thread, page, window, mapped);
         }
         pager.give_room(room - mapped);

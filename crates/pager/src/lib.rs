@@ -43,6 +43,7 @@ pub mod staging;
 pub mod stats;
 pub mod store;
 pub mod sys;
+mod threads;
 mod transfer;
 pub mod transport;
 pub mod uffd;

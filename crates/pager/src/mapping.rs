@@ -14,7 +14,7 @@ use crate::descriptor;
 use crate::evict::abandon;
 use crate::page_table::{Entry, PageId, State};
 use crate::pager::Pager;
-use crate::region::Space;
+use crate::region::{RangeSet, Space};
 use crate::slots::SlotId;
 use crate::staging::FrameId;
 use crate::sys::{self, PAGE_BYTES, PAGE_SHIFT, SignalsBlocked};
@@ -134,6 +134,7 @@ impl Pager {
             self.reclaim_foreign(&mut space, range.clone())?;
             self.drop_pages(range.clone());
             self.set_protection(range.clone(), request.prot)?;
+            self.keep_from_children(&mut space, range.clone(), false)?;
             space.free.remove(range);
             return Ok(request.address);
         }
@@ -175,6 +176,7 @@ impl Pager {
         }
         self.drop_pages(range.clone());
         self.forget_protection(range.clone());
+        self.keep_from_children(space, range.clone(), false)?;
         space.free.insert(range);
         Ok(())
     }
@@ -247,13 +249,61 @@ impl Pager {
             | libc::MADV_UNMERGEABLE
             | MADV_COLD
             | MADV_PAGEOUT => Ok(()),
-            MADV_COLLAPSE => Err(libc::EINVAL),
+            // What is paged out would be there in the child. Programs know kernels that cannot do it either.
+            MADV_COLLAPSE | libc::MADV_WIPEONFORK => Err(libc::EINVAL),
+            libc::MADV_DONTFORK | libc::MADV_DOFORK => {
+                let _blocked = SignalsBlocked::new();
+                let mut space = self.space()?;
+                for part in space.foreign.overlap(range.clone()) {
+                    let start = self.region.address(PageId(part.start));
+                    // SAFETY: what the program asked for, on a mapping that is not paged.
+                    unsafe { sys::madvise(start, part.len() << PAGE_SHIFT, advice) }
+                        .map_err(errno)?;
+                }
+                self.keep_from_children(&mut space, range, advice == libc::MADV_DONTFORK)
+            }
             other => {
                 let start = self.region.address(PageId(range.start));
                 // SAFETY: what the program asked for; such advice drops nothing.
                 unsafe { sys::madvise(start, range.len() << PAGE_SHIFT, other) }.map_err(errno)
             }
         }
+    }
+
+    /// Pages that are ours are in children, or are not, from now on.
+    fn keep_from_children(
+        &self,
+        space: &mut Space,
+        range: Range<u32>,
+        kept: bool,
+    ) -> Result<(), Errno> {
+        if !kept && space.unforked.overlap(range.clone()).is_empty() {
+            return Ok(());
+        }
+        if self.fork_events {
+            let mut ours = RangeSet::default();
+            ours.insert(range.clone());
+            space.foreign.overlap(range.clone()).into_iter().for_each(|part| ours.remove(part));
+            let advice = if kept { libc::MADV_DONTFORK } else { libc::MADV_DOFORK };
+            for part in ours.overlap(range.clone()) {
+                let start = self.region.address(PageId(part.start));
+                // SAFETY: changes only what a fork copies.
+                unsafe { sys::madvise(start, part.len() << PAGE_SHIFT, advice) }.map_err(errno)?;
+            }
+        }
+        if kept {
+            space.unforked.insert(range)
+        } else {
+            space.unforked.remove(range)
+        }
+        Ok(())
+    }
+
+    /// What of the region a forked child gets and has to register: addresses and bytes.
+    pub(crate) fn parts_for_children(&self, space: &Space) -> Vec<(usize, usize)> {
+        let parts = space.for_children(0..self.region.pages()).into_iter();
+        let address = |page| self.region.address(PageId(page));
+        parts.map(|part| (address(part.start), part.len() << PAGE_SHIFT)).collect()
     }
 
     /// Resizes or moves a mapping that begins in the region.
@@ -400,6 +450,7 @@ impl Pager {
             // SAFETY: the range is in the region, and what the program mapped there goes away.
             unsafe {
                 sys::mmap(start, len, libc::PROT_NONE, flags, -1, 0).map_err(errno)?;
+                self.region.prepare(start, len, self.fork_events);
                 if let Err(error) = self.uffd.register(start, len) {
                     self.broken("register a part of the region again", &error);
                 }

@@ -100,6 +100,25 @@ pub struct Space {
     pub free: RangeSet,
     /// Pages behind which there is a mapping that is not ours (a file, shared memory).
     pub foreign: RangeSet,
+    /// Pages that the program keeps from its children (MADV_DONTFORK).
+    pub unforked: RangeSet,
+}
+
+impl Space {
+    /// What of `pages` is ours and for forked children too, ascending.
+    pub fn for_children(&self, pages: Range<u32>) -> Vec<Range<u32>> {
+        let mut not = self.foreign.clone();
+        self.unforked.overlap(pages.clone()).into_iter().for_each(|part| not.insert(part));
+        let mut at = pages.start;
+        let mut parts = Vec::new();
+        for part in not.overlap(pages.clone()) {
+            parts.push(at..part.start);
+            at = part.end;
+        }
+        parts.push(at..pages.end);
+        parts.retain(|part| !part.is_empty());
+        parts
+    }
 }
 
 /// The region.
@@ -173,7 +192,7 @@ impl Region {
     pub fn space(&self) -> Space {
         let mut free = RangeSet::default();
         free.insert(self.arena_pages..self.pages);
-        Space { free, foreign: RangeSet::default() }
+        Space { free, foreign: RangeSet::default(), unforked: RangeSet::default() }
     }
 
     /// True if the address is in the region.
@@ -190,6 +209,16 @@ impl Region {
     /// The address of a page.
     pub fn address(&self, page: PageId) -> usize {
         self.base + ((page.0 as usize) << PAGE_SHIFT)
+    }
+
+    /// Advice for a part of the region that holds nothing yet: small pages, not in core dumps (the kernel would write
+    /// zeros for what is not resident) and, unless `forked`, not in children.
+    pub(crate) fn prepare(&self, start: usize, len: usize, forked: bool) {
+        let children = if forked { libc::MADV_DOFORK } else { libc::MADV_DONTFORK };
+        for advice in [libc::MADV_NOHUGEPAGE, libc::MADV_DONTDUMP, children] {
+            // SAFETY: a part of the region, in which nothing is.
+            let _ = unsafe { sys::madvise(start, len, advice) };
+        }
     }
 
     /// The pages of `[address, address + len)` that are in the region; none if there are none.
@@ -238,6 +267,20 @@ mod tests {
                 prop_assert_eq!(set.contains_all(10..13), model[10..13].iter().all(|&m| m));
             }
         }
+    }
+
+    #[test]
+    fn children_get_what_is_ours_and_not_kept_from_them() {
+        let region = Region { base: 0, pages: 100, arena_pages: 50 };
+        let region = std::mem::ManuallyDrop::new(region);
+        let mut space = region.space();
+        assert_eq!(space.for_children(0..100), vec![0..100u32; 1]);
+        space.foreign.insert(0..3);
+        space.unforked.insert(2..5);
+        space.unforked.insert(40..41);
+        space.foreign.insert(98..100);
+        assert_eq!(space.for_children(0..100), [5..40, 41..98]);
+        assert_eq!(space.for_children(4..41), vec![5..40u32; 1]);
     }
 
     #[test]

@@ -154,6 +154,11 @@ impl Uffd {
         Self { fd }
     }
 
+    /// The descriptor alone.
+    pub fn into_fd(self) -> OwnedFd {
+        self.fd
+    }
+
     /// Registers `[start, start + len)` for missing and write-protection faults.
     ///
     /// # Safety
@@ -346,9 +351,10 @@ fn open_descriptor() -> Result<OwnedFd, Error> {
         return Ok(unsafe { OwnedFd::from_raw_fd(fd) });
     }
     let refused = io::Error::last_os_error();
+    let (path, flags) = (c"/dev/userfaultfd".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
+    // Without libc: a forked child comes here before libc is itself again.
     // SAFETY: the path is a C string; a descriptor that is returned is ours.
-    let device =
-        unsafe { libc::open(c"/dev/userfaultfd".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) };
+    let device = unsafe { libc::syscall(libc::SYS_openat, libc::AT_FDCWD, path, flags) } as i32;
     if device < 0 {
         return Err(Error::Userfaultfd { syscall: refused, device: io::Error::last_os_error() });
     }

@@ -10,6 +10,7 @@
 
 mod descriptors;
 mod direct;
+mod forks;
 mod heap;
 mod inside;
 mod malloc;
@@ -89,32 +90,9 @@ fn start(config: &Config) -> Result<(), Error> {
             source: std::io::Error::last_os_error(),
         });
     }
-    // SAFETY: the handlers are functions of this library, which is never unloaded.
-    unsafe { libc::pthread_atfork(Some(before_fork), Some(after_in_parent), Some(after_in_child)) };
+    forks::register();
     ARENA_OPEN.store(true, Ordering::Release);
     Ok(())
-}
-
-unsafe extern "C" fn before_fork() {
-    let _inside = inside::Inside::new();
-    if let Some(pager) = pager() {
-        pager.before_fork();
-    }
-}
-
-unsafe extern "C" fn after_in_parent() {
-    let _inside = inside::Inside::new();
-    if let Some(pager) = pager() {
-        pager.after_fork_in_parent();
-    }
-}
-
-unsafe extern "C" fn after_in_child() {
-    let _inside = inside::Inside::new();
-    heap::renew_in_child();
-    if let Some(pager) = pager() {
-        pager.after_fork_in_child();
-    }
 }
 
 /// Every thread of the pager's is inside for good.

@@ -8,6 +8,9 @@
 //!     bell   <-- FAULTS (once, a descriptor), GROW, ORPHANED --
 //! ```
 //!
+//! Where the kernel does not report forks, the child has the descriptor, and FAULTS goes the other way: first of all
+//! calls, and not answered.
+//!
 //! A socket that hangs up says that the other side is gone, however it ended.
 
 use std::io;
@@ -36,7 +39,7 @@ pub(super) const GROW: u32 = 3;
 pub(super) const TAKE: u32 = 4;
 /// Child: these pages, as they were at the fork. Answered by their content, without a message.
 pub(super) const READ: u32 = 5;
-/// Keeper: the descriptor of your faults.
+/// The descriptor of your faults, or of mine.
 pub(super) const FAULTS: u32 = 6;
 /// Keeper: your parent has ended; what is not read from here soon keeps it from being freed.
 pub(super) const ORPHANED: u32 = 7;

@@ -16,10 +16,11 @@ use super::{Forks, abandoned};
 use crate::config::EXIT_PAGER;
 use crate::descriptor;
 use crate::page_table::{Entry, PageId, State};
-use crate::pager::{Foundation, HEIR_FRAMES, Pager, current, set_current, spawn};
+use crate::pager::{Foundation, HEIR_FRAMES, Pager, current, set_current};
 use crate::slots::SlotId;
 use crate::staging::FrameId;
 use crate::sys::{self, PAGE_BYTES};
+use crate::threads::spawn;
 use crate::transport::Lane;
 use crate::uffd::Uffd;
 

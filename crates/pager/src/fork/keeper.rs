@@ -13,10 +13,12 @@
 //!
 //! The thread lends the process its thread-local storage, and meanwhile makes no call that touches it.
 
+use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 
@@ -45,7 +47,7 @@ pub(super) type Touched = BTreeSet<u32>;
 
 /// A child, as the keeper sees it.
 pub(super) struct Child {
-    /// Of a light child, once it is known.
+    /// Of a light child, once it is known; a child that opens it itself sends it.
     pub faults: Option<Uffd>,
     /// Calls and bell; a child that was forked by a raw system call has none.
     pub channel: Option<[OwnedFd; 2]>,
@@ -54,7 +56,8 @@ pub(super) struct Child {
     pub picture: Arc<Picture>,
     /// The channel of a fork that the child has announced.
     forks: Option<[OwnedFd; 2]>,
-    touched: Touched,
+    /// Shared with children that the child has while it is light: a block too many harms nobody.
+    touched: Rc<RefCell<Touched>>,
     given: u32,
     asked_to_grow: bool,
 }
@@ -72,7 +75,7 @@ impl Child {
             kin: None,
             picture,
             forks: None,
-            touched,
+            touched: Rc::new(RefCell::new(touched)),
             given: 0,
             asked_to_grow: false,
         })
@@ -97,7 +100,7 @@ impl Inbox {
             Self { reader: OwnedFd::from_raw_fd(ends[0]), writer: OwnedFd::from_raw_fd(ends[1]) }
         };
         let (pager, reader) = (pager.clone(), inbox.reader.as_raw_fd());
-        crate::pager::spawn("granary-keeper", move || {
+        crate::threads::spawn("granary-keeper", move || {
             pager.enter();
             lend(&pager, reader);
         })?;
@@ -305,7 +308,7 @@ impl<'a> Keeper<'a> {
         let child = &mut self.children[at];
         if let Some([_, bell]) = &child.channel {
             // A light child pages for itself first. One that is gone is noticed by its calls.
-            let kind = if child.faults.is_some() { channel::GROW } else { channel::ORPHANED };
+            let kind = if child.kin.is_none() { channel::GROW } else { channel::ORPHANED };
             child.asked_to_grow |= kind == channel::GROW;
             let _ = channel::send(bell.as_raw_fd(), Message::of(kind), &[]);
         }
@@ -331,21 +334,24 @@ impl<'a> Keeper<'a> {
         for event in events {
             match event {
                 Event::Fault(fault) => self.fault(at, fault),
-                Event::Fork(grandchild) => self.adopt(at, grandchild),
+                Event::Fork(grandchild) => self.adopt(at, Some(grandchild)),
                 Event::Other(_) => {}
             }
         }
         true
     }
 
-    /// A light child has forked: its child was given what it was given, and needs what it needs.
-    fn adopt(&mut self, at: usize, faults: Uffd) {
+    /// A light child has forked: its child was given what it was given, and needs what it needs. Where it opens
+    /// its faults itself it is adopted before it is there; if it never is, its channel hangs up.
+    fn adopt(&mut self, at: usize, faults: Option<Uffd>) {
         let child = &mut self.children[at];
-        let (picture, touched) = (child.picture.clone(), child.touched.clone());
-        let mut grandchild = Child::new(None, child.forks.take(), picture, touched);
+        let mut grandchild =
+            Child::new(None, child.forks.take(), child.picture.clone(), Touched::new());
+        grandchild.touched = child.touched.clone();
         grandchild.given = child.given;
-        if introduce(&faults, grandchild.channel.as_ref()).is_ok() {
-            grandchild.faults = Some(faults);
+        let known = faults.as_ref().map(|faults| introduce(faults, grandchild.channel.as_ref()));
+        if known.is_none_or(|known| known.is_ok()) {
+            grandchild.faults = faults;
             self.pager.forks.one_more();
             self.add(*grandchild);
         }
@@ -376,6 +382,14 @@ impl<'a> Keeper<'a> {
                     [Some(calls), Some(bell)] => Some([calls, bell]),
                     _ => None,
                 };
+                if !self.pager.fork_events && child.forks.is_some() {
+                    self.adopt(at, None);
+                }
+            }
+            channel::FAULTS if child.faults.is_none() && child.kin.is_none() => {
+                let [faults, _] = fds;
+                child.faults = faults.map(Uffd::from_fd);
+                return child.faults.as_ref().is_some_and(|own| own.set_nonblocking().is_ok());
             }
             channel::DROPPED => child.forget(range),
             channel::GROW => child.ask_to_grow(),
@@ -445,7 +459,7 @@ impl<'a> Keeper<'a> {
             return;
         }
         child.given += 1;
-        child.touched.insert(page.0 / channel::BLOCK_PAGES);
+        child.touched.borrow_mut().insert(page.0 / channel::BLOCK_PAGES);
         let source = match child.slot(page) {
             Some(slot) => {
                 let frame = pager.child_frames();
@@ -491,7 +505,8 @@ impl Child {
     /// All blocks in which the child may have a page, and the pages there that we have.
     fn blocks(&self) -> Vec<Block> {
         let mut blocks: Vec<Block> = Vec::new();
-        let mut given = self.touched.iter().copied().peekable();
+        let touched = self.touched.borrow();
+        let mut given = touched.iter().copied().peekable();
         let empty = |index: u32| Block { index: u64::from(index), bits: [0; 8] };
         for &(page, _) in self.picture.iter() {
             let index = page.0 / channel::BLOCK_PAGES;

@@ -23,8 +23,8 @@
 //!   the keeper is killed; then it ends with a message.
 //!
 //! The kernel reports the fork and makes the descriptor of the child's faults
-//! (UFFD_FEATURE_EVENT_FORK). That needs CAP_SYS_PTRACE; without it `fork` ends the program with a message, since
-//! in a child that is not followed from the start what is missing reads as zeros.
+//! (UFFD_FEATURE_EVENT_FORK). That needs CAP_SYS_PTRACE; without it the child opens one itself, before anything
+//! else runs in it ([`birth`]), and sends it to the keeper.
 //!
 //! The picture is exact, although other handlers go on: before the fork the evictor writes what is
 //! staged and freezes all slots, and until the picture is taken it stages nothing that it does not write
@@ -33,6 +33,7 @@
 //! [`Pager::after_fork_in_parent`], [`Pager::after_fork_in_child`]) keep mappings and the evictor still
 //! meanwhile.
 
+mod birth;
 mod channel;
 mod grow;
 mod keeper;
@@ -45,16 +46,18 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
+use self::birth::Birth;
 use self::channel::Message;
 use self::keeper::{Child, Inbox, Picture, Touched};
 use crate::config::EXIT_PAGER;
 use crate::descriptor;
 use crate::page_table::{Entry, PageId, State};
-use crate::pager::{Pager, spawn};
+use crate::pager::Pager;
 use crate::region::{RangeSet, Space};
 use crate::slots::SlotId;
 use crate::staging::FrameId;
 use crate::sys::{self, PAGE_BYTES, SignalsBlocked};
+use crate::threads::spawn;
 use crate::uffd::Uffd;
 
 pub(crate) use self::grow::Inheritance;
@@ -68,14 +71,20 @@ struct Held {
     calls: [OwnedFd; 2],
     bell: [OwnedFd; 2],
     done_before: u32,
+    /// Where the kernel reports nothing.
+    birth: Option<Box<Birth>>,
 }
 
-/// Steps of the preparation of a fork.
+/// Steps of a fork.
 const NONE: u32 = 0;
 /// The evictor is asked to write and freeze.
 const ASKED: u32 = 1;
 /// It has.
 const FROZEN: u32 = 2;
+/// There is a child that the kernel did not report: the evictor is asked to hand it to the keeper.
+const BORN: u32 = 3;
+/// It has.
+const HANDED: u32 = 4;
 
 /// Forks of this process.
 #[derive(Default)]
@@ -94,7 +103,9 @@ pub struct Forks {
     announced: [AtomicI32; 2],
     /// Children that the keeper has got.
     done: AtomicU32,
-    preparing: AtomicU32,
+    step: AtomicU32,
+    /// The thread that forks, from when it holds up all others, or 0.
+    thread: AtomicU32,
     /// Children that still need frozen slots.
     living: Mutex<u32>,
     inbox: OnceLock<Inbox>,
@@ -119,12 +130,17 @@ impl Forks {
 
     /// True from before the preparation of a fork to the end of the fork.
     pub(crate) fn is_forking(&self) -> bool {
-        self.preparing.load(Ordering::Acquire) != NONE
+        self.step.load(Ordering::Acquire) != NONE
+    }
+
+    /// True for the thread that holds up who makes room.
+    pub(crate) fn is_forking_thread(&self, thread: u32) -> bool {
+        self.thread.load(Ordering::Acquire) == thread
     }
 
     /// The evictor is asked to do something for a fork.
     pub(crate) fn is_asked(&self) -> bool {
-        self.preparing.load(Ordering::Acquire) == ASKED
+        matches!(self.step.load(Ordering::Acquire), ASKED | BORN)
     }
 
     /// The number that hangs up at the end of this process.
@@ -188,20 +204,22 @@ fn abandoned() -> ! {
     )
 }
 
+/// There is no way to follow a fork, and what is not followed must not happen.
+fn cannot_fork(error: &io::Error) -> ! {
+    sys::die(
+        EXIT_PAGER,
+        &format!(
+            "process {} calls fork, and a paged process can fork only with CAP_SYS_PTRACE, or where the \
+             kernel has Syscall User Dispatch (Linux 5.11, x86-64; here: {error}), so it ends now (status \
+             {EXIT_PAGER}); run it as root or with that capability; vfork and posix_spawn work without",
+            descriptor::program()
+        ),
+    )
+}
+
 impl Pager {
     /// To be called before every fork, by `pthread_atfork`.
     pub fn before_fork(&'static self) {
-        if !self.fork_events {
-            sys::die(
-                EXIT_PAGER,
-                &format!(
-                    "process {} calls fork, and a paged process can fork only with CAP_SYS_PTRACE, \
-                     which the kernel asks for to follow it, so it ends now (status {EXIT_PAGER}); run it \
-                     as root or with that capability; vfork and posix_spawn work without",
-                    descriptor::program()
-                ),
-            );
-        }
         let blocked = SignalsBlocked::new();
         let Ok(space) = self.space() else {
             drop(blocked);
@@ -224,10 +242,14 @@ impl Pager {
         }
         let gate = self.gate();
         // The handler waits for no room from here on: it could not get any.
+        self.forks.thread.store(sys::thread_id(), Ordering::Release);
         self.fork_waits.store(true, Ordering::Release);
         self.room.fetch_add(1, Ordering::AcqRel);
         sys::futex_wake(&self.room);
-        let held = Held { space, gate, blocked, calls, bell, done_before };
+        let birth = (!self.fork_events).then(|| {
+            Birth::prepare(self, &space, &calls, &bell).unwrap_or_else(|error| cannot_fork(&error))
+        });
+        let held = Held { space, gate, blocked, calls, bell, done_before, birth };
         // SAFETY: this thread holds `space`.
         unsafe { *self.forks.held.get() = Some(held) };
         // SAFETY: the calling thread's own variable. A fork that fails sets it.
@@ -235,25 +257,41 @@ impl Pager {
     }
 
     fn ask_evictor(&self, step: u32) {
-        self.forks.preparing.store(step, Ordering::Release);
+        self.forks.step.store(step, Ordering::Release);
         self.call_evictor(true);
         while self.forks.is_asked() {
-            sys::futex_wait(&self.forks.preparing, step, None);
+            sys::futex_wait(&self.forks.step, step, None);
         }
     }
 
     /// The evictor's part of a fork, if it is asked for one.
     pub(crate) fn help_fork(self: &Arc<Self>) {
-        if !self.forks.is_asked() {
-            return;
-        }
-        let gate = self.gate();
-        self.flush_staging(&gate);
-        self.slots().freeze();
-        drop(gate);
-        self.forks.one_more();
-        self.forks.preparing.store(FROZEN, Ordering::Release);
-        sys::futex_wake(&self.forks.preparing);
+        let done = match self.forks.step.load(Ordering::Acquire) {
+            ASKED => {
+                let gate = self.gate();
+                self.flush_staging(&gate);
+                self.slots().freeze();
+                drop(gate);
+                self.forks.one_more();
+                FROZEN
+            }
+            BORN => {
+                let channel = self.announced().unwrap_or_else(|| {
+                    let error = io::Error::last_os_error();
+                    self.broken("take over the channel to a forked child", &error)
+                });
+                let (picture, touched) = {
+                    let _gate = self.gate();
+                    self.picture()
+                };
+                // The descriptor of its faults comes by the channel.
+                self.hand_to_keeper(Child::new(None, Some(channel), picture, touched));
+                HANDED
+            }
+            _ => return,
+        };
+        self.forks.step.store(done, Ordering::Release);
+        sys::futex_wake(&self.forks.step);
     }
 
     /// To be called after every fork in the parent, also one that failed: `errno` tells.
@@ -262,8 +300,18 @@ impl Pager {
         let forked = unsafe { *libc::__errno_location() } == 0;
         // SAFETY: this thread holds `space`.
         let Some(held) = (unsafe { (*self.forks.held.get()).take() }) else { return };
-        let Held { space, gate, blocked, calls, bell, done_before } = held;
+        let Held { space, gate, blocked, calls, bell, done_before, birth } = held;
+        let unreported = birth.is_some();
+        let forked = match birth.map(|mut birth| birth.end()) {
+            None => forked,
+            Some(Ok(forked)) => forked,
+            Some(Err(error)) => self.broken("keep memory from what is forked otherwise", &error),
+        };
+        self.forks.thread.store(0, Ordering::Release);
         drop(gate);
+        if forked && unreported && !self.forks.is_light() {
+            self.ask_evictor(BORN);
+        }
         // A light child's own forks are followed by the keeper, not here.
         while forked && !self.forks.is_light() {
             let done = self.forks.done.load(Ordering::Acquire);
@@ -276,7 +324,7 @@ impl Pager {
             self.forks.announced.iter().for_each(|end| end.store(0, Ordering::Release));
             self.fork_waits.store(false, Ordering::Release);
             self.slots().end_freezing();
-            self.forks.preparing.store(NONE, Ordering::Release);
+            self.forks.step.store(NONE, Ordering::Release);
             if !forked {
                 self.child_is_gone();
             }
@@ -299,7 +347,7 @@ impl Pager {
     pub fn after_fork_in_child(&'static self) {
         // SAFETY: the copy of the thread that holds `space`.
         let Some(held) = (unsafe { (*self.forks.held.get()).take() }) else { return };
-        let Held { space, gate, blocked, calls, bell, .. } = held;
+        let Held { space, gate, blocked, calls, bell, birth, .. } = held;
         // This thread is the only one yet. The one that is started below may take them: the allocator
         // gives memory back whenever it is called.
         drop((space, gate));
@@ -309,19 +357,35 @@ impl Pager {
         descriptor::close_all_but(&[]);
         let [keepers_calls, calls] = calls;
         let [keepers_bell, bell] = bell;
-        drop((keepers_calls, keepers_bell));
-        if self.enter_light(calls, bell).is_err() {
+        let faults = birth.map(|mut birth| birth.end_in_child());
+        match faults {
+            // It has closed them, and their numbers may be others' by now.
+            Some(_) => std::mem::forget((keepers_calls, keepers_bell)),
+            None => drop((keepers_calls, keepers_bell)),
+        }
+        if self.enter_light(calls, bell, faults).is_err() {
             abandoned();
         }
         drop(blocked);
     }
 
-    fn enter_light(&'static self, calls: OwnedFd, bell: OwnedFd) -> io::Result<()> {
+    /// The descriptor of its faults comes from the keeper, unless the child has made it.
+    fn enter_light(
+        &'static self,
+        calls: OwnedFd,
+        bell: OwnedFd,
+        faults: Option<OwnedFd>,
+    ) -> io::Result<()> {
         // Stays open as long as the process.
         let calls = ManuallyDrop::new(descriptor::move_high(calls.as_raw_fd())?).as_raw_fd();
         self.forks.calls.store(calls, Ordering::Release);
-        let (_, [faults, _]) = channel::receive(bell.as_raw_fd())?;
-        let faults = faults.ok_or(io::ErrorKind::InvalidData)?;
+        let faults = match faults {
+            Some(faults) => faults,
+            None => {
+                let (_, [faults, _]) = channel::receive(bell.as_raw_fd())?;
+                faults.ok_or(io::ErrorKind::InvalidData)?
+            }
+        };
         // The grown child's mapping calls use it, in the program's table.
         let faults = ManuallyDrop::new(descriptor::move_high(faults.as_raw_fd())?);
         let life = self.forks.open_life()?;

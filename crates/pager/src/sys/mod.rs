@@ -6,6 +6,8 @@
 
 use std::io;
 
+pub mod dispatch;
+
 /// Bytes of a page, the unit of paging.
 pub const PAGE_BYTES: usize = 4096;
 /// log2 of [`PAGE_BYTES`].

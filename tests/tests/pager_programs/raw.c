@@ -1,0 +1,53 @@
+/* What children have of the region where the kernel reports no forks: those of fork(3) all of it but what the program
+ * keeps from them; those of a raw system call nothing. */
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define CHECK(what) do { if (!(what)) { fprintf(stderr, "line %d: %s\n", __LINE__, #what); _exit(1); } } while (0)
+enum { PAGE = 4096, PAGES = 4000 };
+static unsigned *memory;
+
+static int end_of(pid_t child) {
+    int status;
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+static int has(unsigned page) { return memory[page * (PAGE / 4)] == page + 1 ? 3 : 4; }
+static int forked(unsigned page) {
+    pid_t child = fork();
+    if (child == 0) _exit(has(page));
+    return end_of(child);
+}
+static int raw(unsigned page) {
+    pid_t child = syscall(SYS_fork);
+    if (child == 0) _exit(has(page));
+    return end_of(child);
+}
+static void all(void) { for (unsigned i = 0; i < PAGES; i++) memory[i * (PAGE / 4)] = i + 1; }
+
+int main(void) {
+    memory = mmap(0, PAGES * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(memory != MAP_FAILED);
+    all();
+    void *part = memory + 1000 * (PAGE / 4);
+    for (unsigned page = 0; page < PAGES; page += 999) CHECK(raw(page) == -SIGSEGV && forked(page) == 3);
+    CHECK(!madvise(part, 100 * PAGE, MADV_DONTFORK));
+    CHECK(forked(999) == 3 && forked(1000) == -SIGSEGV && forked(1099) == -SIGSEGV && forked(1100) == 3);
+    CHECK(!madvise(part, 50 * PAGE, MADV_DOFORK));
+    CHECK(forked(1049) == 3 && forked(1050) == -SIGSEGV && raw(1049) == -SIGSEGV);
+    /* What is mapped there later is not kept from anybody. */
+    CHECK(mmap(part, 100 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == part);
+    all();
+    CHECK(forked(1060) == 3);
+    /* The copy would have to be zeros; what is paged out would not be. */
+    CHECK(madvise(part, PAGE, MADV_WIPEONFORK) == -1);
+    for (unsigned page = 0; page < PAGES; page++) CHECK(has(page) == 3);
+    puts("as expected");
+    return 0;
+}
