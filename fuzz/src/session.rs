@@ -96,7 +96,7 @@ fn step(session: &mut Session, page: &DmaMemory, input: &mut Input<'_>) {
                 let at = raw::DOORBELLS + input.byte() as usize * 4;
                 let word = input.number() << 16 | input.number();
                 page.word32(at).store(word, std::sync::atomic::Ordering::Relaxed);
-                let hint = [raw::SLEEPING, raw::WHERE, raw::WAITER][word as usize % 3];
+                let hint = [raw::SLEEPING, raw::WHERE, raw::WAITER, raw::EVENTS][word as usize % 4];
                 page.word32(hint).store(word, std::sync::atomic::Ordering::Relaxed);
             }
         }
@@ -159,7 +159,7 @@ fn verb(input: &mut Input<'_>) -> Verb<Span> {
         record: span(input),
     };
     let pd = Pdn::from(n[0]);
-    match input.byte() % 20 {
+    match input.byte() % 25 {
         0 => Verb::AllocPd,
         1 => Verb::DeallocPd { pd },
         2 => Verb::RegMr {
@@ -211,12 +211,23 @@ fn verb(input: &mut Input<'_>) -> Verb<Span> {
                 QpChange::ReadyToReceive { peer: peer.into() },
                 QpChange::ReadyToSend,
                 QpChange::Error,
+                QpChange::Access { access: Access(n[3] as u8) },
             ];
             Verb::ModifyQp { qpn: n[0].into(), change: changes[n[2] as usize % changes.len()] }
         }
         16 => Verb::QueryQp { qpn: n[0].into() },
         17 => Verb::DestroyQp { qpn: n[0].into() },
         18 => Verb::EnableSend { qpn: n[0].into(), limit: n[1] as u16 },
+        20 => Verb::QueryDevice,
+        21 => Verb::TakeEvents,
+        22 => Verb::ReregMr {
+            key: Key(n[0]),
+            pd: (n[2] & 1 == 1).then_some(Pdn::from(n[1])),
+            memory: (n[2] & 2 == 2).then(|| (span(input), (n[1] as u64) << (n[2] % 64))),
+            access: (n[2] & 4 == 4).then_some(Access(n[3] as u8)),
+        },
+        23 => Verb::ModifySrq { srqn: n[0].into(), limit: n[1] },
+        24 => Verb::QuerySrq { srqn: n[0].into() },
         _ => Verb::EnableRecv { qpn: n[0].into(), limit: n[1] },
     }
 }

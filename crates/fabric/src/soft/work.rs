@@ -108,3 +108,33 @@ fn inline(bytes: usize) -> Result<usize, Error> {
     let what = format!("{bytes} bytes of inline data; a WQE has room for {MAX_INLINE}");
     Err(Error::BadRequest { what })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Sge;
+    use rnic::wqe::Control;
+
+    fn control(op: &Op<'_>) -> Control {
+        blocks(op).expect("a WQE");
+        let mut builder = Builder::new(Qpn::new(7), 0);
+        build(&mut builder, Qpn::new(7), op);
+        Control::from_bytes(builder.bytes()[..SEGMENT].try_into().expect("16 bytes"))
+    }
+
+    #[test]
+    fn flags_stand_in_the_wqe() {
+        // Between QPs of one NIC a fence changes nothing: that it is there can be seen here only.
+        let list = [Sge::default()];
+        let op = Op::Send { from: &list };
+        for (fence, solicited) in [(false, false), (true, false), (false, true), (true, true)] {
+            let flags = SendFlags { fence, solicited };
+            let bits = control(&Op::With { flags, op: &op }).fm_ce_se;
+            assert_eq!((bits & FM_FENCE != 0, bits & SE_SOLICITED != 0), (fence, solicited));
+        }
+        let flags = SendFlags::default();
+        let twice = Op::With { flags, op: &op };
+        let refused = blocks(&Op::With { flags, op: &twice });
+        assert!(matches!(refused, Err(Error::BadRequest { .. })), "{refused:?}");
+    }
+}

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use super::super::Error;
-use super::super::control::{QpVerb, ReceiveVerb, Reply, SendRing, Verb};
+use super::super::control::{QpVerb, ReceiveRing, ReceiveVerb, Reply, SendRing, Verb};
 use super::doorbell::{DOORBELLS, page_bytes};
 use super::wire::{Request, Response, SERVICE, Span, VERSION};
 use super::{Attached, Host, Session, SessionLimits, socket};
@@ -16,7 +16,7 @@ mod memory;
 use crate::cqe::CqReader;
 use crate::ids::{Access, Key, KeyIndex};
 use crate::memory::DmaMemory;
-use crate::verbs::{Limits, QpChange};
+use crate::verbs::{AsyncEvent, Limits, QpChange};
 use crate::wqe::Builder;
 
 fn host() -> Host {
@@ -159,6 +159,46 @@ fn objects_of_others_are_out_of_reach() {
     let query = format!(r#"{{"verb":{{"query_key":{{"index":{}}}}}}}"#, keys[0].index().raw());
     refused(&mut t, &query, Vec::new(), "another function");
     assert!(matches!(ask(&mut s, &query, Vec::new()).0, Response::Reply(Reply::KeyInfo(_))));
+    // So are events.
+    let fd = whole(1 << 16);
+    ask(&mut s, r#"{"add_memory":{"bytes":65536}}"#, vec![fd]);
+    let span = |offset, bytes| Span { memory: 0, offset, bytes };
+    let record = |at: u64| span(32768 + at, 8);
+    let mut verb =
+        |verb| ask(&mut s, &serde_json::to_string(&Request::Verb(verb)).unwrap(), vec![]);
+    let cq = Verb::CreateCq {
+        ring: span(0, 64 * 64),
+        entries: 64,
+        record: record(0),
+        ignore_overrun: false,
+    };
+    let Response::Reply(Reply::Cq(cqn)) = verb(cq).0 else { panic!("no CQ") };
+    let ring = ReceiveRing { ring: span(8192, 256), entries: 16, stride: 16, record: record(8) };
+    let Response::Reply(Reply::Srq(srqn)) = verb(Verb::CreateSrq { pd, ring }).0 else {
+        panic!("no SRQ")
+    };
+    let qp = QpVerb {
+        pd,
+        send: None,
+        receive: ReceiveVerb::Shared { srqn },
+        send_cq: cqn,
+        recv_cq: cqn,
+        access: Access::NONE,
+        privileged: false,
+    };
+    let Response::Reply(Reply::Qp { qpn, .. }) = verb(Verb::CreateQp(qp)).0 else {
+        panic!("no QP")
+    };
+    verb(Verb::ModifyQp { qpn, change: QpChange::Error });
+    let limit = serde_json::to_string(&Request::Verb(Verb::ModifySrq { srqn, limit: 1 })).unwrap();
+    refused(&mut t, &limit, Vec::new(), "another function");
+    let events = |s: &mut Session| match ask(s, r#"{"verb":"take_events"}"#, Vec::new()).0 {
+        Response::Reply(Reply::Events(events)) => events.events,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(events(&mut t), []);
+    assert_eq!(events(&mut s), [AsyncEvent::LastWqeReached { qpn }]);
+    assert_eq!(events(&mut s), []);
     // With the session its objects end.
     drop(s);
     refused(&mut t, &query, Vec::new(), "");
@@ -224,6 +264,20 @@ fn no_numbers_do_harm() {
                 Verb::DestroyQp { qpn: a.into() },
                 Verb::EnableSend { qpn: a.into(), limit: b as u16 },
                 Verb::EnableRecv { qpn: a.into(), limit: b },
+                Verb::ModifyQp {
+                    qpn: a.into(),
+                    change: QpChange::Access { access: Access(b as u8) },
+                },
+                Verb::ReregMr {
+                    key: Key(a),
+                    pd: Some(b.into()),
+                    memory: Some((span(b), u64::MAX - 5)),
+                    access: Some(Access(255)),
+                },
+                Verb::ModifySrq { srqn: a.into(), limit: b },
+                Verb::QuerySrq { srqn: a.into() },
+                Verb::QueryDevice,
+                Verb::TakeEvents,
             ];
             for verb in verbs {
                 let request = serde_json::to_vec(&Request::Verb(verb)).unwrap();
