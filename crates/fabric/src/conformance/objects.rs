@@ -278,8 +278,9 @@ fn change_rights<B: Bench>(bench: &B) {
     let region = p.server.region(4096, Access::LOCAL_ALL);
     p.refused(Op::WriteInline { to: region.remote(0), data: &[1] }, Status::RemoteAccess);
     let to = |access| Rereg { access: Some(access), ..Rereg::default() };
-    let nic = &p.server.nic;
+    let (nic, first) = (&p.server.nic, region.remote(0));
     let region = nic.rereg_mr(region, to(Access::LOCAL_ALL | Access::REMOTE_WRITE)).expect("more");
+    p.refused(Op::WriteInline { to: first, data: &[1] }, Status::RemoteAccess);
     p.client.ok(Op::WriteInline { to: region.remote(0), data: &[2] });
     let old = region.remote(0);
     let region = nic.rereg_mr(region, to(Access::LOCAL_ALL)).expect("less");
