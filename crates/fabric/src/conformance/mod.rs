@@ -39,6 +39,11 @@ pub trait Bench {
     /// Another function, or the same. What differs between the two is the back end's affair.
     fn server(&self) -> &Self::Nic;
 
+    /// What the connection between the two cannot do, though their NICs can.
+    fn connection_lacks(&self) -> &'static [Feature] {
+        &[]
+    }
+
     /// Both are one function.
     fn is_one_function(&self) -> bool {
         false
@@ -118,8 +123,11 @@ pub fn run<B: Bench>(bench: &B) -> Report {
             Body::Always(program) => program,
             Body::With(feature, program) => {
                 let both = [bench.client(), bench.server()];
-                if !both.iter().all(|nic| nic.caps().has(feature)) {
-                    let name = bench.client().caps().name;
+                let name = match both.iter().find(|nic| !nic.caps().has(feature)) {
+                    Some(nic) => Some(nic.caps().name),
+                    None => bench.connection_lacks().contains(&feature).then_some("the connection"),
+                };
+                if let Some(name) = name {
                     report.skipped.push((case.name, format!("{name} lacks {feature:?}")));
                     continue;
                 }

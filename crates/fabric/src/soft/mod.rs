@@ -9,6 +9,8 @@
 mod cq;
 mod qp;
 mod queue;
+#[cfg(test)]
+mod tests;
 mod work;
 
 use std::path::Path;

@@ -1,0 +1,86 @@
+//! Wake-ups of who waits for solicited completions and for events. A waiter looks for itself as well, now and
+//! then; in unit tests so rarely that a lost wake-up is noticed.
+
+use std::time::{Duration, Instant};
+
+use super::*;
+use crate::{AsyncEvent, Op, QueuePair, Receive, ReceiveRequest, SendFlags, WorkRequest};
+
+const LONG: Duration = Duration::from_secs(60);
+/// Sooner than a waiter looks for itself.
+const SOON: Duration = Duration::from_secs(10);
+
+struct Bed {
+    nic: SoftNic,
+    cqs: [SoftCq; 2],
+    qps: [SoftQp; 2],
+}
+
+fn beds() -> [Bed; 2] {
+    [SoftNic::inline(), SoftNic::host().unwrap().0].map(|nic| {
+        let pd = nic.alloc_pd().unwrap();
+        let cq = || nic.create_cq(CqAttr { entries: 64, ignore_overrun: false }).unwrap();
+        let cqs = [cq(), cq()];
+        let qp = |cq: &SoftCq| {
+            let receive = Receive::Own(ReceiveAttr { entries: 16, max_sges: 1 });
+            let (send_cq, recv_cq, access) = (cq, cq, Access::NONE);
+            nic.create_qp(&pd, QpAttr { send_cq, recv_cq, send_blocks: 16, receive, access })
+        };
+        let qps = [qp(&cqs[0]).unwrap(), qp(&cqs[1]).unwrap()];
+        qps[0].connect(qps[1].qpn()).unwrap();
+        qps[1].connect(qps[0].qpn()).unwrap();
+        Bed { nic, cqs, qps }
+    })
+}
+
+/// Runs `wake` when `wait` sleeps, as far as that can be told; gives what came of `wait`, which must come soon.
+fn woken<T: Send>(wait: impl FnOnce() -> T + Send, wake: impl FnOnce()) -> T {
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| {
+            let since = Instant::now();
+            let result = wait();
+            assert!(since.elapsed() < SOON, "the wake-up was lost");
+            result
+        });
+        std::thread::sleep(Duration::from_millis(20));
+        assert!(!waiter.is_finished(), "it has not waited");
+        wake();
+        waiter.join().unwrap()
+    })
+}
+
+#[test]
+fn a_solicited_message_wakes() {
+    for bed in beds() {
+        for _ in 0..3 {
+            bed.qps[1].post_recv(&ReceiveRequest { id: 1, to: &[] }).unwrap();
+            let solicited = SendFlags { solicited: true, ..SendFlags::default() };
+            let op = Op::With { flags: solicited, op: &Op::SendInline { data: &[] } };
+            let send = [WorkRequest { id: 2, op, signaled: false }];
+            let came = woken(
+                || bed.cqs[1].wait_solicited(LONG).unwrap(),
+                || bed.qps[0].post_send(&send).unwrap(),
+            );
+            assert!(came);
+            assert_eq!(bed.cqs[1].poll(&mut [crate::Completion::EMPTY; 2]), 1);
+        }
+    }
+}
+
+#[test]
+fn an_event_wakes() {
+    for bed in beds() {
+        for _ in 0..3 {
+            let bad = Op::LocalInvalidate { key: Key(0) };
+            let bad = [WorkRequest { id: 2, op: bad, signaled: true }];
+            let events = woken(
+                || bed.nic.wait_events(LONG).unwrap(),
+                || bed.qps[0].post_send(&bad).unwrap(),
+            );
+            let qpn = bed.qps[0].qpn();
+            let own = |e: &AsyncEvent| matches!(e, AsyncEvent::QpError { qpn: at, by_peer: false, .. } if *at == qpn);
+            assert!(events.events.iter().any(own), "{events:?}");
+            bed.qps[0].connect(bed.qps[1].qpn()).unwrap();
+        }
+    }
+}
