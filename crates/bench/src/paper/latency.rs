@@ -126,15 +126,21 @@ pub struct Accessor {
     scheme: SchemeKind,
     /// All threads share one connection, and so its management QPs.
     shared: bool,
+    /// The scheme has management QPs of their own.
+    separation: bool,
+}
+
+const fn accessor(name: &'static str, scheme: SchemeKind) -> Accessor {
+    Accessor { name, scheme, shared: false, separation: true }
 }
 
 /// Figure 10(a).
 pub const ACCESSORS: &[Accessor] = &[
-    Accessor { name: "one-sided", scheme: SchemeKind::StaticMr, shared: false },
-    Accessor { name: "rpc-mw-2", scheme: SchemeKind::RpcMw2, shared: false },
-    Accessor { name: "odrp", scheme: SchemeKind::Odrp, shared: false },
-    Accessor { name: "onesidedmw", scheme: SchemeKind::OneSidedMw, shared: false },
-    Accessor { name: "onesidedmw (+Sep)", scheme: SchemeKind::OneSidedMw, shared: true },
+    accessor("one-sided", SchemeKind::StaticMr),
+    accessor("rpc-mw-2", SchemeKind::RpcMw2),
+    accessor("odrp", SchemeKind::Odrp),
+    Accessor { separation: false, ..accessor("onesidedmw", SchemeKind::OneSidedMw) },
+    Accessor { shared: true, ..accessor("onesidedmw (+Sep)", SchemeKind::OneSidedMw) },
 ];
 
 /// The pause between two accesses of a thread: the paper's threads allocate there, which takes them so
@@ -150,18 +156,19 @@ pub fn access_steps(run: &Run<'_>) -> usize {
 
 /// Each thread reads a page of its own chunk, and pauses; then once more between allocations.
 ///
-/// Without separation every thread has its own Alloc and Free QP; with it (+Sep) all share one of each, and
-/// only their access QPs are their own.
+/// Without separation each thread's access QP carries the chain that allocates, and it has a Free QP of its own; with
+/// it (+Sep) all share one Alloc and one Free QP, and only their access QPs are their own.
 ///
 /// # Errors
 /// As what runs.
 pub fn access(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
     for &threads in threads(run) {
         let mut all: Vec<(&str, f64)> = Vec::new();
-        for Accessor { name, scheme, shared } in ACCESSORS {
+        for Accessor { name, scheme, shared, separation } in ACCESSORS {
             let work = Work::Access { pause_us: pause_us(threads) };
             let rounds = run.rounds(2 * ROUNDS);
-            let load = Load { threads, shared: *shared, ..Load::new(*scheme, work, rounds) };
+            let (shared, separation) = (*shared, *separation);
+            let load = Load { threads, shared, separation, ..Load::new(*scheme, work, rounds) };
             let outcome = run.load(&format!("{name}, {threads} threads"), &load)?;
             let setting = run.setting(name).with("threads", u64::from(threads));
             let of = findings.record(&setting, "access_latency_us", Unit::Us);

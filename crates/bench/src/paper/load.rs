@@ -49,6 +49,8 @@ pub struct Load {
     /// All threads of a compute node share a connection, in which each has a QP group of its own; if not,
     /// each thread has a connection, and so management QPs, of its own.
     pub shared: bool,
+    /// See [`Settings::separation`].
+    pub separation: bool,
     /// Connections besides, which do nothing.
     pub idle: u32,
     /// What the threads do.
@@ -67,6 +69,7 @@ impl Load {
             compute_nodes: 1,
             threads: 1,
             shared: false,
+            separation: true,
             idle: 0,
             work,
             rounds,
@@ -107,6 +110,7 @@ impl Load {
             clients_max: self.connections() + self.idle,
             scheme: self.scheme,
             cores: self.cores.min(self.connections()),
+            separation: self.separation,
             ..Settings::default()
         }
     }

@@ -180,8 +180,8 @@ pub fn note(id: &str) -> Option<&'static str> {
              chain does not wait for host memory."
         }
         "separation.access.latency" => {
-            "Without separation each thread has 2 queues with chains here, 48 in all; how many the paper's \
-             has is not stated, and 0.894 is what 96 do."
+            "Without separation each thread's access QP has a chain here, and its Free QP, 48 in all; how many the \
+             paper's has is not stated, and 0.894 is what 96 do."
         }
         _ => return None,
     })
