@@ -450,7 +450,7 @@ impl<H: Hooks> QueuePair for HookedQp<H> {
     fn modify(&self, change: QpChange) -> Result<(), Error> {
         self.hooks.before(Call::Modify);
         if let QpChange::ReadyToReceive { peer } = change {
-            self.hooks.connects(self.inner.qpn(), peer);
+            self.hooks.connects(self.inner.qpn(), peer.qpn());
         }
         self.inner.modify(change)?;
         self.hooks.after();

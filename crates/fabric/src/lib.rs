@@ -21,9 +21,10 @@ mod work;
 
 pub use backoff::Backoff;
 pub use error::Error;
-pub use rnic::ids::{Access, Cqn, Key, KeyIndex, Qpn};
+pub use rnic::ids::{Access, Cqn, Key, KeyIndex, Psn, Qpn};
 pub use rnic::memory::DmaMemory;
 pub use rnic::verbs::{AsyncEvent, MwKind, SrqInfo};
+pub use rnic::wire::{PathMtu, PeerAddress, RemotePeer};
 pub use rnic::wqe::{self, Remote, Sge};
 pub use verbs::{
     Caps, CompletionQueue, CqAttr, DeviceInfo, Events, Feature, MemoryRegion, MemoryWindow, Nic,

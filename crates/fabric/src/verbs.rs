@@ -10,7 +10,8 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use crate::{
-    Access, Completion, Cqn, DmaMemory, Error, Key, Qpn, ReceiveRequest, Remote, Sge, WorkRequest,
+    Access, Completion, Cqn, DmaMemory, Error, Key, PeerAddress, Qpn, ReceiveRequest, Remote, Sge,
+    WorkRequest,
 };
 use rnic::verbs::{MwKind, SrqInfo};
 
@@ -302,8 +303,8 @@ pub enum QpChange {
     Init,
     /// Init to RTR, connected to the QP `peer`.
     ReadyToReceive {
-        /// The peer's number.
-        peer: Qpn,
+        /// The peer: a QP of this NIC, or of another one.
+        peer: PeerAddress,
     },
     /// RTR to RTS.
     ReadyToSend,
@@ -351,10 +352,10 @@ pub trait QueuePair: Clone + Send + Sync + 'static {
     }
 
     /// Reset, Init, RTR and RTS in one go.
-    fn connect(&self, peer: Qpn) -> Result<(), Error> {
+    fn connect(&self, peer: impl Into<PeerAddress>) -> Result<(), Error> {
         self.modify(QpChange::Reset)?;
         self.modify(QpChange::Init)?;
-        self.modify(QpChange::ReadyToReceive { peer })?;
+        self.modify(QpChange::ReadyToReceive { peer: peer.into() })?;
         self.modify(QpChange::ReadyToSend)
     }
 

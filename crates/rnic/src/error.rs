@@ -119,7 +119,7 @@ pub enum Error {
     #[error("QP {peer} at {address} is the peer of QP {by} here; reset that one first")]
     PeerTaken {
         /// Where the peer is.
-        address: std::net::IpAddr,
+        address: std::net::SocketAddr,
         /// The peer.
         peer: Qpn,
         /// Who is connected to it.

@@ -56,7 +56,7 @@ pub trait Bench {
         qp: &<Self::Nic as Nic>::Qp,
         peer: &<Self::Nic as Nic>::Qp,
     ) -> Result<(), Error> {
-        qp.modify(QpChange::ReadyToReceive { peer: peer.qpn() })
+        qp.modify(QpChange::ReadyToReceive { peer: peer.qpn().into() })
     }
 }
 

@@ -13,6 +13,7 @@ mod queue;
 mod tests;
 mod work;
 
+use std::net::UdpSocket;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,6 +21,7 @@ use std::time::{Duration, Instant};
 use rnic::ids::Pdn;
 use rnic::port::control::{MWS_MAX, Reply, Verb};
 use rnic::port::inline::InlineNic;
+use rnic::port::roce::Wire;
 use rnic::port::{Error as PortError, Function, shm};
 use rnic::verbs::{Limits, MwKind};
 
@@ -68,6 +70,16 @@ impl SoftNic {
     pub fn host() -> Result<(Self, shm::Host), Error> {
         let host =
             shm::Host::start(Limits::default()).map_err(system("starting the NIC's thread"))?;
+        let nic = Self { function: Function::Local(host.physical()) };
+        Ok((nic, host))
+    }
+
+    /// Like [`SoftNic::host`], with a way to other hosts: QPs can be connected to those of a NIC that is reached
+    /// over UDP. Packets come to, and leave from, the address that `socket` is bound to.
+    pub fn host_over(socket: UdpSocket) -> Result<(Self, shm::Host), Error> {
+        let wire = Wire::new(socket).map_err(system("opening the way to other hosts"))?;
+        let host = shm::Host::start_over(Limits::default(), wire)
+            .map_err(system("starting the NIC's thread"))?;
         let nic = Self { function: Function::Local(host.physical()) };
         Ok((nic, host))
     }

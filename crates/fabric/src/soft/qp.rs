@@ -173,9 +173,7 @@ impl QueuePair for SoftQp {
         let to = match change {
             QpChange::Reset => rnic::verbs::QpChange::Reset,
             QpChange::Init => rnic::verbs::QpChange::Init,
-            QpChange::ReadyToReceive { peer } => {
-                rnic::verbs::QpChange::ReadyToReceive { peer: peer.into() }
-            }
+            QpChange::ReadyToReceive { peer } => rnic::verbs::QpChange::ReadyToReceive { peer },
             QpChange::ReadyToSend => rnic::verbs::QpChange::ReadyToSend,
             QpChange::Error => rnic::verbs::QpChange::Error,
             QpChange::Access { access } => rnic::verbs::QpChange::Access { access },

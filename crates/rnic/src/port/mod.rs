@@ -8,6 +8,7 @@
 //! | --- | --- | --- | --- |
 //! | [`inline`] | the thread that rings | a lock | the same lock |
 //! | [`shm`], local function | the NIC thread | a word in memory | a mailbox |
+//! | [`roce`]: the same, with a UDP socket | the NIC thread | a word in memory | a mailbox |
 //! | [`shm`], attached function | the NIC thread of another process | a word in shared memory | messages on a socket |
 
 pub mod control;
@@ -16,6 +17,7 @@ mod error;
 mod events;
 pub mod handshake;
 pub mod inline;
+pub mod roce;
 pub mod shm;
 
 pub use self::core::{ARMED, wake};
@@ -44,6 +46,7 @@ impl Function {
     pub fn port_name(&self) -> &'static str {
         match self {
             Function::Inline(_) => "inline",
+            Function::Local(f) if f.host().is_wired() => "roce",
             Function::Local(_) | Function::Attached(_) => "shm",
         }
     }

@@ -65,3 +65,35 @@ fn scapy_agrees() {
     ];
     assert!(check(&route(false), &packet));
 }
+
+#[test]
+fn any_identification_is_found_and_damage_is_not_taken_for_one() {
+    let mut packet: Vec<u8> = (0..200u32).map(|i| (i * 37) as u8).collect();
+    for identification in [0, 1, 2, 63, 0x100, 0x8000, 0xffff, 0x1234] {
+        for len in [16, 17, 20, 64, 200] {
+            let packet = &mut packet[..len];
+            seal(&Route { identification, ..route(false) }, packet);
+            assert!(check_unidentified(&route(false), packet), "{identification:#x}, {len} bytes");
+            for at in (0..len).filter(|at| *at != 4) {
+                packet[at] ^= 0x10;
+                assert!(!check_unidentified(&route(false), packet), "{len} bytes, byte {at}");
+                packet[at] ^= 0x10;
+            }
+        }
+    }
+    seal(&route(true), &mut packet);
+    assert!(check_unidentified(&route(true), &packet));
+    packet[20] ^= 1;
+    assert!(!check_unidentified(&route(true), &packet));
+    assert!(!check_unidentified(&route(false), &[1, 2, 3]));
+}
+
+#[test]
+fn powers_have_inverses() {
+    let x = ONE >> 1;
+    let mut power = ONE;
+    for n in 0..200 {
+        assert_eq!(times(power, inverse_power(n)), ONE, "x^{n}");
+        power = times(power, x);
+    }
+}

@@ -21,7 +21,7 @@ pub(crate) mod requester;
 pub(crate) mod responder;
 mod stats;
 
-pub use outbox::{Burst, Envelope, Outbox};
+pub use outbox::{Burst, Bursts, Envelope, Outbox};
 pub use packet::{Malformed, Packet};
 pub use peer::{PathMtu, PeerAddress, RemotePeer};
 pub use stats::WireStats;

@@ -86,27 +86,18 @@ impl Outbox {
     }
 
     /// The packets in runs that one system call with segmentation can send.
-    pub fn bursts(&self) -> impl Iterator<Item = Burst> + '_ {
-        let mut at = 0;
-        std::iter::from_fn(move || {
-            let (envelope, first_end) = *self.packets.get(at)?;
-            let start = if at == 0 { 0 } else { self.packets[at - 1].1 };
-            let packet_bytes = first_end - start;
-            let (mut end, mut packets) = (first_end, 1);
-            for &(other, other_end) in &self.packets[at + 1..] {
-                let len = other_end - end;
-                let fits = packets < BURST_PACKETS && other_end - start <= BURST_BYTES;
-                if other != envelope || len > packet_bytes || !fits {
-                    break;
-                }
-                (end, packets) = (other_end, packets + 1);
-                if len < packet_bytes {
-                    break;
-                }
+    pub fn bursts(&self) -> Bursts<'_> {
+        Bursts { packets: &self.packets, at: 0 }
+    }
+
+    /// Gives each packet to `f` with its index in its burst, to be sealed.
+    pub fn each_in_burst(&mut self, mut f: impl FnMut(Envelope, usize, &mut [u8])) {
+        for burst in (Bursts { packets: &self.packets, at: 0 }) {
+            let bytes = &mut self.bytes[burst.bytes];
+            for (index, packet) in bytes.chunks_mut(burst.packet_bytes).enumerate() {
+                f(burst.envelope, index, packet);
             }
-            at += packets;
-            Some(Burst { envelope, bytes: start..end, packet_bytes, packets })
-        })
+        }
     }
 
     /// Forgets all packets: they were sent, or are lost.
@@ -137,6 +128,37 @@ impl Outbox {
     pub(crate) fn commit(&mut self, envelope: Envelope, len: usize) {
         self.used += len;
         self.packets.push((envelope, self.used));
+    }
+}
+
+/// What is in an outbox, by bursts.
+#[derive(Clone)]
+pub struct Bursts<'a> {
+    packets: &'a [(Envelope, usize)],
+    at: usize,
+}
+
+impl Iterator for Bursts<'_> {
+    type Item = Burst;
+
+    fn next(&mut self) -> Option<Burst> {
+        let (envelope, first_end) = *self.packets.get(self.at)?;
+        let start = if self.at == 0 { 0 } else { self.packets[self.at - 1].1 };
+        let packet_bytes = first_end - start;
+        let (mut end, mut packets) = (first_end, 1);
+        for &(other, other_end) in &self.packets[self.at + 1..] {
+            let len = other_end - end;
+            let fits = packets < BURST_PACKETS && other_end - start <= BURST_BYTES;
+            if other != envelope || len > packet_bytes || !fits {
+                break;
+            }
+            (end, packets) = (other_end, packets + 1);
+            if len < packet_bytes {
+                break;
+            }
+        }
+        self.at += packets;
+        Some(Burst { envelope, bytes: start..end, packet_bytes, packets })
     }
 }
 

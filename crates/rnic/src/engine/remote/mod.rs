@@ -33,7 +33,7 @@ use crate::wire::requester::{Request, Requester, Retired};
 use crate::wire::responder::Responder;
 use crate::wire::{Envelope, Outbox, RemotePeer, WireStats};
 use std::collections::{BTreeSet, HashMap};
-use std::net::IpAddr;
+use std::net::SocketAddr;
 
 /// Building blocks of the longest WQE.
 const LONGEST_BLOCKS: u32 = 16;
@@ -45,7 +45,7 @@ pub(super) struct Wire {
     /// When connections want to be looked at, at the latest; one entry of each.
     timers: BTreeSet<(u64, u32)>,
     /// Who is connected to whom: no two QPs to the same one.
-    ends: HashMap<(IpAddr, Qpn), Qpn>,
+    ends: HashMap<(SocketAddr, Qpn), Qpn>,
 }
 
 /// A connection to a QP of another NIC.
@@ -116,7 +116,7 @@ impl Core {
     pub fn connect(&mut self, f: FunctionId, qpn: Qpn, peer: RemotePeer) -> Result<(), Error> {
         peer.check()?;
         let limits = self.limits.wire.as_ref().ok_or(Error::NoWire { qpn })?;
-        let end = (peer.address.ip(), peer.qpn);
+        let end = (peer.address, peer.qpn);
         if let Some(&by) = self.wire.ends.get(&end) {
             return Err(Error::PeerTaken { address: end.0, peer: peer.qpn, by });
         }
@@ -160,7 +160,7 @@ impl Core {
         if let Some(at) = connection.armed {
             self.wire.timers.remove(&(at, qpn.raw()));
         }
-        self.wire.ends.remove(&(connection.peer.address.ip(), connection.peer.qpn));
+        self.wire.ends.remove(&(connection.peer.address, connection.peer.qpn));
         if let Some(function) = self.functions.get_mut(&owner) {
             function.used.ring_bytes -= connection.bytes;
             function.used.remote_peers -= 1;

@@ -11,6 +11,7 @@ use std::time::Duration;
 use super::super::control::{Reply, Verb};
 use super::super::error::Error;
 use super::super::events::EventWord;
+use super::super::roce::Wire;
 use super::doorbell::{ASLEEP_RNR, MappedDoorbell, Page, doorbells_in, page_bytes};
 use super::nic_thread::{NicThread, Shared, eventfd};
 use crate::ids::FunctionId;
@@ -41,6 +42,8 @@ pub(super) struct HostInner {
     pub(super) shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
     physical: Arc<Page>,
+    /// It talks to those of other hosts.
+    wired: bool,
 }
 
 /// What the NIC has done.
@@ -57,8 +60,19 @@ pub struct HostStats {
 impl Host {
     /// Starts the NIC thread.
     pub fn start(limits: Limits) -> Result<Self, Error> {
+        Self::start_with(limits, None)
+    }
+
+    /// Starts the thread of a NIC that talks to those of other hosts too.
+    pub fn start_over(limits: Limits, wire: Wire) -> Result<Self, Error> {
+        let limits = Limits { wire: Some(limits.wire.unwrap_or_default()), ..limits };
+        Self::start_with(limits, Some(wire))
+    }
+
+    fn start_with(limits: Limits, wire: Option<Wire>) -> Result<Self, Error> {
         let shared = Arc::new(Shared::new()?);
-        let mut nic = NicThread::new(limits, shared.clone())?;
+        let wired = wire.is_some();
+        let mut nic = NicThread::new(limits, shared.clone(), wire)?;
         let memory = DmaMemory::anonymous(page_bytes(PHYSICAL_DOORBELLS))
             .map_err(Error::system("mapping the doorbell page"))?;
         let physical = add_page(&mut nic, FunctionId::PHYSICAL, memory, PHYSICAL_DOORBELLS)?;
@@ -67,7 +81,12 @@ impl Host {
             .spawn(move || nic.run())
             .map_err(|source| Error::System { attempt: "starting the NIC thread", source })?;
         let pieces = Arc::default();
-        Ok(Self(Arc::new(HostInner { pieces, shared, thread: Some(thread), physical })))
+        Ok(Self(Arc::new(HostInner { pieces, shared, thread: Some(thread), physical, wired })))
+    }
+
+    /// Whether its QPs can talk to those of other hosts.
+    pub fn is_wired(&self) -> bool {
+        self.0.wired
     }
 
     /// The physical function: the NIC owner's.

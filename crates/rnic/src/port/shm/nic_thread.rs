@@ -20,6 +20,7 @@ use super::super::core::Core;
 use super::super::error::Error;
 use super::super::handshake::{may_sleep, must_wake_nic};
 use super::super::has_one_cpu;
+use super::super::roce::Wire;
 use super::bells::Bells;
 use super::doorbell::{ASLEEP, ASLEEP_RNR, AWAKE, GONE, SLEEPING, WHERE, event_word, this_cpu};
 use crate::ids::FunctionId;
@@ -104,6 +105,8 @@ pub(super) struct NicThread {
     pub stop: bool,
     shared: Arc<Shared>,
     doorbells: Vec<Bells>,
+    /// The way to other hosts.
+    wire: Option<Wire>,
     epoll: OwnedFd,
     started: Instant,
     /// The CPU that it runs on, as the doorbell pages have it.
@@ -115,15 +118,21 @@ pub(super) struct NicThread {
 }
 
 impl NicThread {
-    pub fn new(limits: Limits, shared: Arc<Shared>) -> Result<Self, Error> {
+    pub fn new(limits: Limits, shared: Arc<Shared>, wire: Option<Wire>) -> Result<Self, Error> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
             .map_err(Error::system("making an epoll instance"))?;
         watch(&epoll, &shared.wake)?;
+        if let Some(wire) = &wire {
+            let flags = epoll::EventFlags::IN;
+            epoll::add(&epoll, wire, epoll::EventData::new_u64(0), flags)
+                .map_err(Error::system("watching the UDP socket"))?;
+        }
         Ok(Self {
             core: Core::new(limits),
             stop: false,
             shared,
             doorbells: Vec::new(),
+            wire,
             epoll,
             started: Instant::now(),
             cpu: 0,
@@ -209,9 +218,21 @@ impl NicThread {
         for bells in &mut self.doorbells {
             bells.scan(&mut self.core.engine);
         }
+        let received = self.wire.is_some() && self.receive(now);
         let executed = self.core.engine.poll(now, BUDGET) > 0;
+        let sent = self.wire.as_mut().is_some_and(|wire| wire.send(self.core.engine.outbox()));
         let events = self.core.deliver_events();
-        mail | executed | events
+        mail | received | executed | sent | events
+    }
+
+    /// Takes in what other hosts have sent.
+    #[inline(never)]
+    fn receive(&mut self, now: u64) -> bool {
+        let Self { wire, core, .. } = self;
+        let Some(wire) = wire else { return false };
+        wire.receive(|source, destination, packet| {
+            core.engine.receive(now, source, destination, packet);
+        })
     }
 
     #[cold]

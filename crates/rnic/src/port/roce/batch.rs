@@ -1,0 +1,334 @@
+//! Many datagrams with one system call: recvmmsg and sendmmsg, with segmentation by the kernel both ways.
+//!
+//! ```text
+//!  receive   slots of 64 KiB   |A A A A a|B|A A|...    UDP GRO: a slot has datagrams of one sender, equally
+//!  send      bursts            |A A A A a|B|...        long but the last; UDP GSO: so has a burst
+//! ```
+//!
+//! All system calls of the port with pointers in them are here.
+
+use std::mem::{MaybeUninit, size_of};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use rustix::io::Errno;
+
+/// Datagrams, or rows of them, that one call receives.
+const SLOTS: usize = 16;
+/// Bytes of a slot: what UDP GRO brings at most.
+const SLOT_BYTES: usize = 1 << 16;
+/// Bursts that one call sends.
+const BURSTS: usize = 64;
+/// Room for the ancillary data of a message: GRO or GSO size, and an address.
+const CONTROL_WORDS: usize = 16;
+
+type Control = [u64; CONTROL_WORDS];
+
+/// A row of datagrams that came in one slot.
+#[derive(Clone, Copy, Debug)]
+pub struct Row<'a> {
+    /// Who sent them.
+    pub source: SocketAddr,
+    /// The address that they were sent to, if the kernel says.
+    pub destination: Option<IpAddr>,
+    /// All of them.
+    pub bytes: &'a [u8],
+    /// Bytes of each but the last.
+    pub each: usize,
+}
+
+/// What is received into.
+pub struct Receiver {
+    bytes: Box<[u8]>,
+    names: Box<[libc::sockaddr_storage; SLOTS]>,
+    controls: Box<[Control; SLOTS]>,
+    received: usize,
+    lens: [u32; SLOTS],
+    control_lens: [usize; SLOTS],
+}
+
+impl Receiver {
+    /// With room for a call's worth.
+    pub fn new() -> Self {
+        Self {
+            bytes: vec![0; SLOTS * SLOT_BYTES].into(),
+            names: Box::new([no_name(); SLOTS]),
+            controls: Box::new([[0; CONTROL_WORDS]; SLOTS]),
+            received: 0,
+            lens: [0; SLOTS],
+            control_lens: [0; SLOTS],
+        }
+    }
+
+    /// Receives what is there; how many slots of it. `WOULDBLOCK` if nothing is.
+    pub fn receive(&mut self, socket: BorrowedFd<'_>) -> Result<usize, Errno> {
+        self.received = 0;
+        let mut parts = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; SLOTS];
+        let mut messages = [no_message(); SLOTS];
+        let slots = self.bytes.chunks_exact_mut(SLOT_BYTES);
+        let rest = self.names.iter_mut().zip(self.controls.iter_mut());
+        for (((part, message), slot), (name, control)) in
+            parts.iter_mut().zip(&mut messages).zip(slots).zip(rest)
+        {
+            part.iov_base = slot.as_mut_ptr().cast();
+            part.iov_len = slot.len();
+            let header = &mut message.msg_hdr;
+            header.msg_name = std::ptr::from_mut(name).cast();
+            header.msg_namelen = size_of::<libc::sockaddr_storage>() as u32;
+            header.msg_iov = part;
+            header.msg_iovlen = 1;
+            header.msg_control = control.as_mut_ptr().cast();
+            header.msg_controllen = size_of::<Control>();
+        }
+        // SAFETY: each message names a name, a part and a control block of its own, which live, with their
+        // lengths, until the call returns, and which nothing else uses meanwhile.
+        let got = unsafe {
+            libc::recvmmsg(
+                socket.as_raw_fd(),
+                messages.as_mut_ptr(),
+                SLOTS as u32,
+                libc::MSG_DONTWAIT,
+                std::ptr::null_mut(),
+            )
+        };
+        if got < 0 {
+            return Err(last_error());
+        }
+        self.received = got as usize;
+        for (i, message) in messages[..self.received].iter().enumerate() {
+            self.lens[i] = message.msg_len;
+            // What was cut off is no packet.
+            let cut = message.msg_hdr.msg_flags & (libc::MSG_TRUNC | libc::MSG_CTRUNC) != 0;
+            self.control_lens[i] = if cut { 0 } else { message.msg_hdr.msg_controllen };
+            if cut {
+                self.lens[i] = 0;
+            }
+        }
+        Ok(self.received)
+    }
+
+    /// What the last call received.
+    pub fn rows(&self) -> impl Iterator<Item = Row<'_>> {
+        (0..self.received).filter_map(|i| {
+            let len = self.lens[i] as usize;
+            let bytes = &self.bytes[i * SLOT_BYTES..][..len];
+            let (each, destination) = read_control(&self.controls[i], self.control_lens[i]);
+            let each = each.filter(|each| *each > 0).unwrap_or(len);
+            let source = read_name(&self.names[i])?;
+            (len > 0).then_some(Row { source, destination, bytes, each })
+        })
+    }
+}
+
+/// Datagrams to one place, all as long as the first but the last.
+#[derive(Clone, Copy, Debug)]
+pub struct Outgoing<'a> {
+    /// The address to send them from; the system's choice if none.
+    pub from: Option<IpAddr>,
+    /// Where to.
+    pub to: SocketAddr,
+    /// All of them.
+    pub bytes: &'a [u8],
+    /// Bytes of each but the last.
+    pub each: usize,
+}
+
+/// What is sent from.
+pub struct Sender {
+    names: Box<[libc::sockaddr_storage; BURSTS]>,
+    controls: Box<[Control; BURSTS]>,
+}
+
+impl Sender {
+    /// With room for a call's worth.
+    pub fn new() -> Self {
+        Self {
+            names: Box::new([no_name(); BURSTS]),
+            controls: Box::new([[0; CONTROL_WORDS]; BURSTS]),
+        }
+    }
+
+    /// Sends bursts; how many were taken, or why the first was not. `bursts` gives up to 64 of them.
+    pub fn send<'a>(
+        &mut self,
+        socket: BorrowedFd<'_>,
+        bursts: impl Iterator<Item = Outgoing<'a>>,
+    ) -> Result<usize, Errno> {
+        let mut parts = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; BURSTS];
+        let mut messages = [no_message(); BURSTS];
+        let mut count = 0;
+        let places = self.names.iter_mut().zip(self.controls.iter_mut());
+        for (((part, message), (name, control)), burst) in
+            parts.iter_mut().zip(&mut messages).zip(places).zip(bursts)
+        {
+            part.iov_base = burst.bytes.as_ptr().cast_mut().cast();
+            part.iov_len = burst.bytes.len();
+            let header = &mut message.msg_hdr;
+            header.msg_namelen = write_name(name, burst.to);
+            header.msg_name = std::ptr::from_mut(name).cast();
+            header.msg_iov = part;
+            header.msg_iovlen = 1;
+            let segment = (burst.each < burst.bytes.len()).then_some(burst.each as u16);
+            header.msg_controllen = write_control(control, segment, burst.from);
+            if header.msg_controllen > 0 {
+                header.msg_control = control.as_mut_ptr().cast();
+            }
+            count += 1;
+        }
+        if count == 0 {
+            return Ok(0);
+        }
+        let (fd, flags) = (socket.as_raw_fd(), libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL);
+        // SAFETY: as in `receive`; the parts are only read.
+        let sent = unsafe { libc::sendmmsg(fd, messages.as_mut_ptr(), count as u32, flags) };
+        if sent < 0 { Err(last_error()) } else { Ok(sent as usize) }
+    }
+}
+
+pub fn last_error() -> Errno {
+    let code = std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
+    Errno::from_raw_os_error(code)
+}
+
+fn no_name() -> libc::sockaddr_storage {
+    // SAFETY: all zeros is a valid value of this structure of integers.
+    unsafe { MaybeUninit::zeroed().assume_init() }
+}
+
+fn no_message() -> libc::mmsghdr {
+    // SAFETY: all zeros is a valid value of this structure of integers and pointers.
+    unsafe { MaybeUninit::zeroed().assume_init() }
+}
+
+// --- addresses -----------------------------------------------------------------------------------
+
+fn write_name(name: &mut libc::sockaddr_storage, address: SocketAddr) -> u32 {
+    let place = std::ptr::from_mut(name);
+    match address {
+        SocketAddr::V4(v4) => {
+            let it = libc::sockaddr_in {
+                sin_family: libc::AF_INET as u16,
+                sin_port: v4.port().to_be(),
+                sin_addr: libc::in_addr { s_addr: u32::from_ne_bytes(v4.ip().octets()) },
+                sin_zero: [0; 8],
+            };
+            // SAFETY: a `sockaddr_storage` has room for, and the alignment of, every socket address.
+            unsafe { place.cast::<libc::sockaddr_in>().write(it) };
+            size_of::<libc::sockaddr_in>() as u32
+        }
+        SocketAddr::V6(v6) => {
+            let it = libc::sockaddr_in6 {
+                sin6_family: libc::AF_INET6 as u16,
+                sin6_port: v6.port().to_be(),
+                sin6_flowinfo: 0,
+                sin6_addr: libc::in6_addr { s6_addr: v6.ip().octets() },
+                sin6_scope_id: v6.scope_id(),
+            };
+            // SAFETY: as above.
+            unsafe { place.cast::<libc::sockaddr_in6>().write(it) };
+            size_of::<libc::sockaddr_in6>() as u32
+        }
+    }
+}
+
+fn read_name(name: &libc::sockaddr_storage) -> Option<SocketAddr> {
+    let place = std::ptr::from_ref(name);
+    match i32::from(name.ss_family) {
+        libc::AF_INET => {
+            // SAFETY: a `sockaddr_storage` is as large and aligned as a `sockaddr_in`, which is plain integers.
+            let it = unsafe { place.cast::<libc::sockaddr_in>().read() };
+            let ip = Ipv4Addr::from(it.sin_addr.s_addr.to_ne_bytes());
+            Some(SocketAddrV4::new(ip, u16::from_be(it.sin_port)).into())
+        }
+        libc::AF_INET6 => {
+            // SAFETY: as above, of a `sockaddr_in6`.
+            let it = unsafe { place.cast::<libc::sockaddr_in6>().read() };
+            let ip = Ipv6Addr::from(it.sin6_addr.s6_addr);
+            let port = u16::from_be(it.sin6_port);
+            Some(SocketAddrV6::new(ip, port, 0, it.sin6_scope_id).into())
+        }
+        _ => None,
+    }
+}
+
+// --- ancillary data ------------------------------------------------------------------------------
+//
+// struct cmsghdr: +0 length with this header (usize)  +8 level (i32)  +12 type (i32)  +16 data; the next
+// begins at a multiple of 8.
+
+const HEADER: usize = 16;
+
+fn put_item(bytes: &mut [u8], at: usize, level: i32, kind: i32, data: &[u8]) -> usize {
+    let len = HEADER + data.len();
+    let item = &mut bytes[at..at + len.next_multiple_of(8)];
+    item[0..8].copy_from_slice(&len.to_ne_bytes());
+    item[8..12].copy_from_slice(&level.to_ne_bytes());
+    item[12..16].copy_from_slice(&kind.to_ne_bytes());
+    item[HEADER..len].copy_from_slice(data);
+    at + len.next_multiple_of(8)
+}
+
+fn write_control(control: &mut Control, segment: Option<u16>, from: Option<IpAddr>) -> usize {
+    let mut bytes = [0; size_of::<Control>()];
+    let mut at = 0;
+    if let Some(segment) = segment {
+        let data = segment.to_ne_bytes();
+        at = put_item(&mut bytes, at, libc::SOL_UDP, libc::UDP_SEGMENT, &data);
+    }
+    match from {
+        Some(IpAddr::V4(ip)) => {
+            // struct in_pktinfo: +0 interface  +4 source address  +8 (unused)
+            let mut data = [0; 12];
+            data[4..8].copy_from_slice(&ip.octets());
+            at = put_item(&mut bytes, at, libc::IPPROTO_IP, libc::IP_PKTINFO, &data);
+        }
+        Some(IpAddr::V6(ip)) => {
+            // struct in6_pktinfo: +0 source address  +16 interface
+            let mut data = [0; 20];
+            data[..16].copy_from_slice(&ip.octets());
+            at = put_item(&mut bytes, at, libc::IPPROTO_IPV6, libc::IPV6_PKTINFO, &data);
+        }
+        None => {}
+    }
+    for (word, bytes) in control.iter_mut().zip(bytes.chunks_exact(8)) {
+        *word = u64::from_ne_bytes(bytes.try_into().expect("eight bytes"));
+    }
+    at
+}
+
+/// The size of a row's datagrams, and the address that they were sent to.
+fn read_control(control: &Control, len: usize) -> (Option<usize>, Option<IpAddr>) {
+    let mut bytes = [0; size_of::<Control>()];
+    for (word, bytes) in control.iter().zip(bytes.chunks_exact_mut(8)) {
+        bytes.copy_from_slice(&word.to_ne_bytes());
+    }
+    let (mut each, mut destination) = (None, None);
+    let mut rest = &bytes[..len.min(bytes.len())];
+    while let Some((header, _)) = rest.split_first_chunk::<HEADER>() {
+        let [len, kind] = [&header[..8], &header[8..]].map(|b| b.try_into().expect("eight bytes"));
+        let len = usize::from_ne_bytes(len);
+        let (level, kind) = {
+            let kind: [u8; 8] = kind;
+            let (level, kind) = kind.split_at(4);
+            let int = |b: &[u8]| i32::from_ne_bytes(b.try_into().expect("four bytes"));
+            (int(level), int(kind))
+        };
+        let Some(data) = rest.get(HEADER..len) else { break };
+        match (level, kind) {
+            (libc::SOL_UDP, libc::UDP_GRO) => {
+                each = data.first_chunk().map(|b| i32::from_ne_bytes(*b) as usize);
+            }
+            (libc::IPPROTO_IP, libc::IP_PKTINFO) => {
+                // The address in the header is the last of its fields.
+                let ip: Option<[u8; 4]> = data.get(8..12).and_then(|b| b.try_into().ok());
+                destination = ip.map(IpAddr::from);
+            }
+            (libc::IPPROTO_IPV6, libc::IPV6_PKTINFO) => {
+                destination = data.first_chunk::<16>().map(|b| IpAddr::from(*b));
+            }
+            _ => {}
+        }
+        rest = rest.get(len.next_multiple_of(8)..).unwrap_or_default();
+    }
+    (each, destination)
+}

@@ -1,0 +1,165 @@
+//! The socket, and what comes and goes through it.
+
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+
+use rustix::io::Errno;
+use rustix::net::sockopt;
+
+use super::super::error::Error;
+use super::batch::{Outgoing, Receiver, Sender};
+use crate::wire::Outbox;
+use crate::wire::icrc::{self, Route};
+
+/// Bytes that the kernel keeps for us until we read them, if it lets us have so much.
+const RECEIVE_BYTES: usize = 8 << 20;
+const SEND_BYTES: usize = 8 << 20;
+
+/// A NIC's UDP socket.
+pub struct Wire {
+    socket: UdpSocket,
+    local: SocketAddr,
+    receiver: Receiver,
+    sender: Sender,
+    /// What has come and gone, for reports.
+    pub counts: WireCounts,
+}
+
+/// Packets that never reached the engine or the network.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WireCounts {
+    /// Came with a wrong ICRC.
+    pub bad_icrc: u64,
+    /// The kernel did not take them: its buffers were full, or there is no way to the peer.
+    pub unsent: u64,
+}
+
+impl Wire {
+    /// The wire of a NIC that is reached at the address that `socket` is bound to.
+    pub fn new(socket: UdpSocket) -> Result<Self, Error> {
+        let attempt = "setting up the UDP socket of RoCEv2";
+        let system = |source: std::io::Error| Error::System { attempt, source };
+        let errno = |e: Errno| Error::System { attempt, source: e.into() };
+        socket.set_nonblocking(true).map_err(system)?;
+        let local = socket.local_addr().map_err(system)?;
+        // Packets must not be fragmented: they carry identification 0, which the ICRC covers.
+        match local {
+            SocketAddr::V4(_) => {
+                let never = sockopt::Ipv4PathMtuDiscovery::DO;
+                sockopt::set_ip_mtu_discover(&socket, never).map_err(errno)?;
+                set(&socket, libc::IPPROTO_IP, libc::IP_PKTINFO, 1).map_err(errno)?;
+            }
+            SocketAddr::V6(_) => {
+                let never = sockopt::Ipv6PathMtuDiscovery::DO;
+                sockopt::set_ipv6_mtu_discover(&socket, never).map_err(errno)?;
+                set(&socket, libc::IPPROTO_IPV6, libc::IPV6_RECVPKTINFO, 1).map_err(errno)?;
+            }
+        }
+        // Where the kernel is too old for it, datagrams come one by one.
+        let _ = set(&socket, libc::SOL_UDP, libc::UDP_GRO, 1);
+        // More than a user may have needs a privilege; without, what the system lets a user have.
+        if sockopt::set_socket_recv_buffer_size_force(&socket, RECEIVE_BYTES).is_err() {
+            let _ = sockopt::set_socket_recv_buffer_size(&socket, RECEIVE_BYTES);
+        }
+        if set(&socket, libc::SOL_SOCKET, libc::SO_SNDBUFFORCE, SEND_BYTES as i32).is_err() {
+            let _ = sockopt::set_socket_send_buffer_size(&socket, SEND_BYTES);
+        }
+        Ok(Self {
+            socket,
+            local,
+            receiver: Receiver::new(),
+            sender: Sender::new(),
+            counts: WireCounts::default(),
+        })
+    }
+
+    /// The address that it is bound to.
+    pub fn local(&self) -> SocketAddr {
+        self.local
+    }
+
+    /// Gives each packet that has come to `take`, with its source and the address that it came to. True if
+    /// there was any; there may be more.
+    #[inline]
+    pub fn receive(&mut self, mut take: impl FnMut(IpAddr, IpAddr, &[u8])) -> bool {
+        match self.receiver.receive(self.socket.as_fd()) {
+            // An error is one of an earlier send (ICMP), and has been taken by that.
+            Ok(0) | Err(_) => return false,
+            Ok(_) => {}
+        }
+        for row in self.receiver.rows() {
+            let destination = row.destination.unwrap_or(self.local.ip());
+            let to = SocketAddr::new(destination, self.local.port());
+            let mut route = Route::new(row.source, to);
+            for (i, packet) in row.bytes.chunks(row.each).enumerate() {
+                // As Linux numbers what it cuts into segments.
+                route.identification = i as u16;
+                if icrc::check(&route, packet) || icrc::check_unidentified(&route, packet) {
+                    take(row.source.ip(), destination, packet);
+                } else {
+                    self.counts.bad_icrc += 1;
+                }
+            }
+        }
+        true
+    }
+
+    /// Seals and sends what is in the outbox, and clears it. True if there was anything.
+    #[inline]
+    pub fn send(&mut self, outbox: &mut Outbox) -> bool {
+        if outbox.is_empty() {
+            return false;
+        }
+        self.seal(outbox);
+        let mut bursts = outbox.bursts().peekable();
+        while bursts.peek().is_some() {
+            let all = outbox.bytes();
+            let next = bursts.clone().map(|b| Outgoing {
+                from: Some(b.envelope.from),
+                to: b.envelope.to,
+                bytes: &all[b.bytes],
+                each: b.packet_bytes,
+            });
+            let sent = match self.sender.send(self.socket.as_fd(), next) {
+                Ok(sent) => sent,
+                Err(Errno::INTR) => continue,
+                // This burst is lost; those to others need not be.
+                Err(_) => {
+                    self.counts.unsent += bursts.peek().map_or(0, |b| b.packets as u64);
+                    1
+                }
+            };
+            bursts.by_ref().take(sent).for_each(drop);
+        }
+        drop(bursts);
+        outbox.clear();
+        true
+    }
+
+    /// Puts the ICRC into each packet. The kernel numbers the segments of a burst from 0.
+    fn seal(&self, outbox: &mut Outbox) {
+        let port = self.local.port();
+        outbox.each_in_burst(|envelope, index, packet| {
+            let source = SocketAddr::new(envelope.from, port);
+            let mut route = Route::new(source, envelope.to);
+            route.identification = index as u16;
+            icrc::seal(&route, packet);
+        });
+    }
+}
+
+impl AsFd for Wire {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+/// Sets an option that is an int.
+fn set(socket: &UdpSocket, level: i32, name: i32, value: i32) -> Result<(), Errno> {
+    let value = std::ptr::from_ref(&value);
+    // SAFETY: the value lives, with its length, until the call returns.
+    let done = unsafe {
+        libc::setsockopt(socket.as_raw_fd(), level, name, value.cast(), size_of::<i32>() as u32)
+    };
+    if done == 0 { Ok(()) } else { Err(super::batch::last_error()) }
+}
