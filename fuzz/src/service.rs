@@ -100,12 +100,13 @@ fn request(input: &mut Input<'_>) -> Request {
                 groups: (0..groups).map(|_| (0..lanes).map(|_| input.number()).collect()).collect(),
                 bulletin_addr: input.number() as u64 * 8,
                 bulletin_rkey: input.number(),
+                ..Admission::default()
             })
         }
         1 => Request::AwaitMemory { timeout_ms: input.number().into() },
         2 => Request::Status,
-        3 => Request::ResetManagement,
-        4 => Request::ResetAccess { group: input.short(), lane: input.byte() },
+        3 => Request::ResetManagement { psn: input.short().into() },
+        4 => Request::ResetAccess { group: input.short(), lane: input.byte(), psn: 0 },
         5 => Request::Audit,
         6 => Request::Goodbye,
         _ => Request::AwaitMemory { timeout_ms: u64::MAX },

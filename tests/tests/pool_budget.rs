@@ -7,6 +7,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use fabric::PeerAddress;
 use fabric::soft::SoftNic;
 use granary_tests::scene::{Programs, Scene};
 use pool::budget::BudgetStatus;
@@ -188,10 +189,10 @@ impl ControlPlane for Unaware {
     fn await_memory(&self, timeout: Duration) -> Result<bool, Error> {
         self.control.await_memory(timeout)
     }
-    fn reset_management(&self) -> Result<Vec<u32>, Error> {
+    fn reset_management(&self) -> Result<Vec<PeerAddress>, Error> {
         self.control.reset_management()
     }
-    fn reset_access(&self, group: GroupId, lane: Lane) -> Result<u32, Error> {
+    fn reset_access(&self, group: GroupId, lane: Lane) -> Result<PeerAddress, Error> {
         self.control.reset_access(group, lane)
     }
     fn status(&self) -> Result<Status, Error> {

@@ -129,6 +129,7 @@ impl Client {
             groups: vec![access.iter().map(|s| s.qp.qpn().raw()).collect()],
             bulletin_addr: memory.memory().addr() + BULLETIN as u64,
             bulletin_rkey: memory.key().0,
+            ..Admission::default()
         };
         let admitted = arena::inside_node(|| node.admit(id, &request)).expect("to be admitted");
         let fronts = [admitted.management[0], admitted.management[1]].map(Qpn::new);

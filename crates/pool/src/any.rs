@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fabric::direct::DirectNic;
-use fabric::{Nic, Qpn};
+use fabric::{Nic, PeerAddress, Psn, Qpn};
 
 use crate::protocol::Welcome;
 use crate::scheme::{
@@ -87,6 +87,10 @@ impl<N: DirectNic> NodeScheme for AnyNode<N> {
 
     fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {
         each!(self, node => node.reset_access(client, group, lane))
+    }
+
+    fn set_psn(&mut self, client: ClientId, psn: Psn) {
+        each!(self, node => node.set_psn(client, psn))
     }
 
     fn events(&self) -> Option<Arc<dyn CpuEvents>> {
@@ -197,7 +201,7 @@ impl<N: Nic> ClientScheme for AnyClient<N> {
         each_client!(self, client => client.name_access(peers))
     }
 
-    fn connect(&self, peers: &[Qpn]) -> Result<(), Error> {
+    fn connect(&self, peers: &[PeerAddress]) -> Result<(), Error> {
         each_client!(self, client => client.connect(peers))
     }
 }

@@ -18,6 +18,7 @@
 //! # Ok::<(), pool::Error>(())
 //! ```
 
+mod address;
 mod any;
 pub mod budget;
 pub mod chain;
@@ -31,19 +32,22 @@ pub mod odrp;
 pub mod onesidedmw;
 mod pace;
 pub mod protocol;
+pub mod remote;
 pub mod rpc;
 pub mod scheme;
 mod service;
 mod settings;
 mod socket;
 
+pub use address::{Address, LocalNic, Remote};
 pub use any::{AnyClient, AnyNode};
 pub use budget::Budget;
 pub use client::control::ControlPlane;
 pub use client::{Batch, Buffer, Embedded, Operation, Options, Pool, PoolStats, Transfer};
 pub use error::Error;
 pub use node::{MemoryNode, Turner};
+pub use remote::{Listen, RemoteAddress, Token};
 pub use scheme::{Admission, Admitted, ClientId, Grant, GroupId, Lane, NodeStatus};
-pub use service::Service;
+pub use service::{NicService, Service};
 pub use settings::{ControlMode, SchemeKind, Settings};
 pub use socket::Endpoint;

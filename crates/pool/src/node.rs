@@ -20,6 +20,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use fabric::{Psn, Qpn};
 use parking_lot::{Condvar, Mutex};
 
 use crate::Error;
@@ -106,6 +107,8 @@ impl<S: NodeScheme> MemoryNode<S> {
             incarnation: self.inner.incarnation,
             budget_chunks: s.budget.chunks,
             separation: s.separation,
+            roce: None,
+            proof: None,
         }
     }
 
@@ -133,7 +136,8 @@ impl<S: NodeScheme> MemoryNode<S> {
         }
         let mut named = BTreeSet::new();
         let mut all = request.management.iter().chain(request.groups.iter().flatten());
-        match all.find(|qpn| !named.insert(**qpn)) {
+        match all.find(|qpn| **qpn > Qpn::MAX || !named.insert(**qpn)) {
+            Some(qpn) if *qpn > Qpn::MAX => refuse(format!("{qpn:#x} is no QP number")),
             Some(qpn) => refuse(format!("it names QP {qpn:#x} twice")),
             None => Ok(()),
         }
@@ -221,6 +225,12 @@ impl<S: NodeScheme> MemoryNode<S> {
     /// See [`NodeScheme::reset_access`].
     pub fn reset_access(&self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {
         self.inner.core.lock().known(client)?.reset_access(client, group, lane)
+    }
+
+    /// See [`NodeScheme::set_psn`].
+    pub fn set_psn(&self, client: ClientId, psn: Psn) -> Result<(), Error> {
+        self.inner.core.lock().known(client)?.set_psn(client, psn);
+        Ok(())
     }
 
     /// See [`NodeScheme::status`].

@@ -26,6 +26,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
+use crate::remote::RoceEnd;
 use crate::scheme::{Admission, Admitted, NodeStatus};
 use crate::settings::{ControlMode, SchemeKind};
 
@@ -42,12 +43,15 @@ pub struct Opening {
     /// Version of that service's protocol; `nic` states it in its own first request.
     #[serde(default)]
     pub version: u32,
+    /// From another host: that who connects has the token.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub proof: Option<String>,
 }
 
 impl Opening {
     /// The opening of a connection to the pool.
     pub fn pool() -> Self {
-        Self { service: "pool".into(), version: VERSION }
+        Self { service: "pool".into(), version: VERSION, proof: None }
     }
 }
 
@@ -76,13 +80,20 @@ pub enum Request {
     /// What is the state of the memory node?
     Status,
     /// My management QPs are in Reset: re-establish your side.
-    ResetManagement,
+    ResetManagement {
+        /// From another host: the PSN that they begin with.
+        #[serde(default)]
+        psn: u32,
+    },
     /// An access QP of mine is in Reset: re-establish your side.
     ResetAccess {
         /// The QP group.
         group: u16,
         /// The QP in the group.
         lane: u8,
+        /// From another host: the PSN that it begins with.
+        #[serde(default)]
+        psn: u32,
     },
     /// Is every chunk exactly once free or owned?
     Audit,
@@ -162,6 +173,12 @@ pub struct Welcome {
     /// See [`crate::Settings::separation`].
     #[serde(default = "yes")]
     pub separation: bool,
+    /// To another host: what the memory node's NIC is reached by.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub roce: Option<RoceEnd>,
+    /// To another host: that the memory node has the token.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub proof: Option<String>,
 }
 
 fn yes() -> bool {
@@ -237,10 +254,11 @@ mod tests {
             groups: vec![vec![3, 4], vec![5, 6]],
             bulletin_addr: u64::MAX,
             bulletin_rkey: 0x1234_5678,
+            ..Admission::default()
         };
         round_trip(Numbered { id: 1, body: Request::Admit(admission) });
         round_trip(Numbered { id: u64::MAX, body: Request::AwaitMemory { timeout_ms: 5 } });
-        round_trip(Numbered { id: 2, body: Request::ResetAccess { group: 3, lane: 1 } });
+        round_trip(Numbered { id: 2, body: Request::ResetAccess { group: 3, lane: 1, psn: 9 } });
         round_trip(Numbered { id: 3, body: Request::Goodbye });
         let status = Status { nic: "shm".into(), nic_cpu_ns: 7, ..Status::default() };
         round_trip(Numbered { id: 4, body: Reply::Status(Box::new(status)) });
@@ -275,6 +293,7 @@ mod tests {
             groups: vec![group; Settings::GROUPS_MAX as usize],
             bulletin_addr: u64::MAX,
             bulletin_rkey: u32::MAX,
+            ..Admission::default()
         };
         encode("test", &Numbered { id: u64::MAX, body: Request::Admit(admission) }).unwrap();
     }
@@ -294,7 +313,7 @@ mod tests {
             byte in any::<u8>(),
             group in any::<u16>(),
         ) {
-            let message = Numbered { id: 1, body: Request::ResetAccess { group, lane: 0 } };
+            let message = Numbered { id: 1, body: Request::ResetAccess { group, lane: 0, psn: 0 } };
             let mut bytes = encode("test", &message).unwrap();
             let at = at % bytes.len();
             bytes[at] = byte;

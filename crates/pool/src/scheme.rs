@@ -11,11 +11,12 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fabric::{Key, Qpn};
+use fabric::{Key, PeerAddress, Psn, Qpn};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
 use crate::budget::BudgetStatus;
+use crate::remote::{RoceEnd, Route};
 
 /// The most windows that a group has, the guard included.
 pub const MAX_GROUP: usize = 6;
@@ -35,7 +36,7 @@ pub struct Lane(pub u8);
 
 /// What a compute node says of itself when it wants to be admitted: the numbers of its QPs, which
 /// are made and not yet connected.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Admission {
     /// Management QPs, in the order that the scheme defines.
     pub management: Vec<u32>,
@@ -45,6 +46,23 @@ pub struct Admission {
     pub bulletin_addr: u64,
     /// Where the memory node writes its bulletin: key.
     pub bulletin_rkey: u32,
+    /// On another host: what its NIC is reached by.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub roce: Option<RoceEnd>,
+    /// On another host: the PSN that its QPs begin with.
+    #[serde(default)]
+    pub psn: u32,
+    /// On another host: how its QPs are reached from here. The memory node finds that out.
+    #[serde(skip)]
+    pub route: Option<Route>,
+}
+
+impl Admission {
+    /// The QP that it names by `qpn`, as it is reached from here.
+    pub fn peer(&self, qpn: u32) -> PeerAddress {
+        let qpn = Qpn::new(qpn);
+        self.route.map_or(qpn.into(), |route| route.peer(qpn, Psn::new(self.psn)))
+    }
 }
 
 /// What the memory node answers: the peers of those QPs, in the same order.
@@ -212,6 +230,9 @@ pub trait NodeScheme: Send {
     /// side and connects it again. Its windows live on. Returns its number.
     fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error>;
 
+    /// The PSN that QPs of a compute node on another host begin with when they are connected from now on.
+    fn set_psn(&mut self, client: ClientId, psn: Psn);
+
     /// What the CPU sleeps on while [`NodeScheme::turn`] has nothing to do. A scheme that returns
     /// some gets a thread that calls `turn` and waits in turns; one whose CPU has nothing to do
     /// except while it is watching returns none, and no thread is started for it.
@@ -314,5 +335,5 @@ pub trait ClientScheme: Send + Sync {
     fn name_access(&self, _peers: Vec<Vec<Qpn>>) {}
 
     /// Connects the management QPs with their peers, given in the scheme's order.
-    fn connect(&self, peers: &[Qpn]) -> Result<(), Error>;
+    fn connect(&self, peers: &[PeerAddress]) -> Result<(), Error>;
 }

@@ -154,8 +154,8 @@ fn what_is_not_understood_is_refused_in_words() {
     }
     for request in [
         Request::AwaitMemory { timeout_ms: 5 },
-        Request::ResetManagement,
-        Request::ResetAccess { group: 0, lane: 0 },
+        Request::ResetManagement { psn: 0 },
+        Request::ResetAccess { group: 0, lane: 0, psn: 0 },
     ] {
         assert!(refusal(raw.ask(1, request)).contains("not admitted"));
     }
@@ -180,6 +180,7 @@ fn only_ones_own_qps_are_admitted() {
             groups: vec![vec![first.wrapping_add(1), u32::MAX]],
             bulletin_addr: 0,
             bulletin_rkey: 0,
+            ..Admission::default()
         };
         let why = refusal(raw.ask(1, Request::Admit(admission)));
         assert!(why.contains("attached"), "{why}");
@@ -198,6 +199,7 @@ fn a_connection_admits_once() {
         groups: Vec::new(),
         bulletin_addr: 0,
         bulletin_rkey: 0,
+        ..Admission::default()
     };
     let e = pool.control().admit(&admission).unwrap_err().to_string();
     assert!(e.contains("already"), "{e}");

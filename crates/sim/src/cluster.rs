@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use fabric::PeerAddress;
 use parking_lot::Mutex;
 use pool::client::control::ControlPlane;
 use pool::protocol::{Status, VERSION, Welcome};
@@ -271,6 +272,8 @@ impl NodeCpu {
             incarnation: 1,
             budget_chunks: s.budget.chunks,
             separation: s.separation,
+            roce: None,
+            proof: None,
         }
     }
 
@@ -481,14 +484,16 @@ impl ControlPlane for SimControl {
         })?
     }
 
-    fn reset_management(&self) -> Result<Vec<u32>, pool::Error> {
+    fn reset_management(&self) -> Result<Vec<PeerAddress>, pool::Error> {
         let client = self.client()?;
-        self.ask(move |core| core.scheme.reset_management(client).transpose())?
+        let peers = self.ask(move |core| core.scheme.reset_management(client).transpose())??;
+        Ok(peers.into_iter().map(|qpn| self.peer(qpn)).collect())
     }
 
-    fn reset_access(&self, group: GroupId, lane: Lane) -> Result<u32, pool::Error> {
+    fn reset_access(&self, group: GroupId, lane: Lane) -> Result<PeerAddress, pool::Error> {
         let client = self.client()?;
-        self.ask(move |core| Some(core.scheme.reset_access(client, group, lane)))?
+        let peer = self.ask(move |core| Some(core.scheme.reset_access(client, group, lane)))??;
+        Ok(self.peer(peer))
     }
 
     fn status(&self) -> Result<Status, pool::Error> {

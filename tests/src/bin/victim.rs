@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use bench::histogram::Latencies;
-use pool::{Error, Grant, Options, Pool};
+use pool::{Address, Error, Grant, Options, Pool};
 use serde_json::{Value, json};
 
 /// The words at the start of a chunk that FAA and CAS work on.
@@ -22,7 +22,7 @@ const WORDS: usize = 16;
 const PIECE: usize = 4096;
 
 struct Arguments {
-    socket: PathBuf,
+    node: Address,
     /// Chunks that it holds all the time.
     hold: usize,
     /// Pause between two rounds.
@@ -56,8 +56,8 @@ struct Window {
 
 fn main() -> Result<()> {
     let a = arguments()?;
-    let pool = Pool::connect(&a.socket, Options { groups: Some(1), ..Options::default() })
-        .context("connecting")?;
+    let options = Options { groups: Some(1), ..Options::default() };
+    let pool = a.node.connect(options).context("connecting")?;
     let mut victim = Victim { a, pool, held: Vec::new(), random: 0, window: Window::default() };
     victim.random = victim.a.seed | 1;
     for _ in 0..victim.a.hold {
@@ -266,7 +266,7 @@ impl Victim {
 
 fn arguments() -> Result<Arguments> {
     let mut a = Arguments {
-        socket: PathBuf::new(),
+        node: Address::Shm(PathBuf::new()),
         hold: 4,
         pause: Duration::ZERO,
         may_be_empty: false,
@@ -277,7 +277,8 @@ fn arguments() -> Result<Arguments> {
     while let Some(name) = words.next() {
         let mut value = || words.next().with_context(|| format!("{name} needs a value"));
         match name.as_str() {
-            "--socket" => a.socket = value()?.into(),
+            "--socket" => a.node = Address::Shm(value()?.into()),
+            "--pool" => a.node = value()?.parse().map_err(anyhow::Error::msg)?,
             "--hold" => a.hold = value()?.parse()?,
             "--pause-us" => a.pause = Duration::from_micros(value()?.parse()?),
             "--may-be-empty" => a.may_be_empty = true,

@@ -4,8 +4,8 @@
 use fabric::direct::{DirectNic, DirectQp, Managed};
 use fabric::wqe::{WQEBB, offset, opcode};
 use fabric::{
-    Access, CompletionQueue, CqAttr, MemoryRegion, QpAttr, QpState, Qpn, QueuePair, Receive,
-    ReceiveAttr, Sge,
+    Access, CompletionQueue, CqAttr, MemoryRegion, PeerAddress, QpAttr, QpState, QueuePair,
+    Receive, ReceiveAttr, Sge,
 };
 
 use super::program::{PAIR, STAGING_BYTES, Wiring};
@@ -17,7 +17,7 @@ pub struct Direction<N: DirectNic> {
     /// The QP that faces the compute node.
     pub front: N::Qp,
     /// The compute node's side of it.
-    pub front_peer: Qpn,
+    pub front_peer: PeerAddress,
     /// Executes the chain.
     pub worker: N::Qp,
     /// The worker's peer.
@@ -70,7 +70,7 @@ pub struct Purpose<'a, N: DirectNic> {
     /// The compute node.
     pub owner: ClientId,
     /// Its QP.
-    pub peer: u32,
+    pub peer: PeerAddress,
     /// Building blocks of the chain.
     pub worker_blocks: u32,
     /// Building blocks of an answer.
@@ -140,7 +140,7 @@ impl<N: DirectNic> Direction<N> {
             front_local: nic.reg_mr(data, &front_ring, Access::LOCAL_WRITE)?,
             front_remote: nic.reg_mr(metadata, &front_ring, Access::REMOTE_ATOMIC)?,
             front,
-            front_peer: Qpn::new(purpose.peer),
+            front_peer: purpose.peer,
             worker,
             loopback,
             requests,

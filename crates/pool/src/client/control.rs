@@ -1,18 +1,20 @@
 //! A compute node's way to its memory node's control thread.
 
 use std::collections::HashMap;
-use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use fabric::{PeerAddress, Psn, Qpn};
 use parking_lot::{Condvar, Mutex};
-use rnic::port::shm::socket as packets;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
 
+use crate::Error;
 use crate::protocol::{self, Numbered, Opening, Reply, Request, Status, VERSION, Welcome};
+use crate::remote::link::{CLOSED, Link};
+use crate::remote::route::{RoceEnd, Route, random_psn};
+use crate::remote::token::{self, Greeting, Nonce, Nonces, Side};
+use crate::remote::{RemoteAddress, Token};
 use crate::scheme::{Admission, Admitted, GroupId, Lane};
-use crate::{Error, socket};
 
 /// The control plane as a compute node sees it.
 pub trait ControlPlane: Send + Sync {
@@ -20,12 +22,16 @@ pub trait ControlPlane: Send + Sync {
     fn welcome(&self) -> &Welcome;
     /// Is admitted, once.
     fn admit(&self, admission: &Admission) -> Result<Admitted, Error>;
+    /// The memory node's QP that was named when this compute node was admitted, as it is reached from here.
+    fn peer(&self, qpn: u32) -> PeerAddress {
+        Qpn::new(qpn).into()
+    }
     /// Returns when there are free chunks (true) or the time is over (false).
     fn await_memory(&self, timeout: Duration) -> Result<bool, Error>;
     /// See [`crate::scheme::NodeScheme::reset_management`].
-    fn reset_management(&self) -> Result<Vec<u32>, Error>;
+    fn reset_management(&self) -> Result<Vec<PeerAddress>, Error>;
     /// See [`crate::scheme::NodeScheme::reset_access`].
-    fn reset_access(&self, group: GroupId, lane: Lane) -> Result<u32, Error>;
+    fn reset_access(&self, group: GroupId, lane: Lane) -> Result<PeerAddress, Error>;
     /// The memory node's state.
     fn status(&self) -> Result<Status, Error>;
     /// Has the memory node check its books.
@@ -41,11 +47,16 @@ pub trait ControlPlane: Send + Sync {
 /// How long a memory node may take to answer a request that it does not hold back.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The control plane over a Unix socket. Several threads may ask at the same time: one of them
-/// reads for all.
+/// The control plane over a connection: a Unix socket, or TCP to another host. Several threads may ask at
+/// the same time: one of them reads for all.
 pub struct SocketControl {
-    fd: OwnedFd,
+    link: Link,
     welcome: Welcome,
+    /// On another host: the way there.
+    route: Option<Route>,
+    /// What this end's NIC is reached by, and the PSN that the QPs begin with.
+    here: Option<RoceEnd>,
+    psn: OnceLock<Psn>,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -59,27 +70,59 @@ struct State {
     gone: Option<String>,
 }
 
+const GREETING: &str = "greeting the memory node";
+
 impl SocketControl {
     /// Connects to the memory node that serves `path`.
     pub fn connect(path: &Path) -> Result<Self, Error> {
-        let attempt = "greeting the memory node";
-        let fd = socket::connect(path)?;
-        let opening = protocol::encode(attempt, &Opening::pool())?;
-        packets::send(&fd, &opening, &[]).map_err(|e| gone(attempt, e.to_string()))?;
-        if !wait_readable(&fd, PATIENCE).map_err(|e| gone(attempt, e.to_string()))? {
-            return Err(gone(attempt, format!("no answer for {PATIENCE:?}")));
+        let link = Link::local(path)?;
+        let welcome = open(&link, &Opening::pool())?;
+        Ok(Self::new(link, welcome, None, None))
+    }
+
+    /// Connects to a memory node on another host. `here` is what a NIC of this process is reached by, at the
+    /// address that leads there; none, if the memory node is only asked something.
+    pub fn connect_remote(
+        to: &RemoteAddress,
+        token: Option<&Token>,
+        here: impl FnOnce(&Link) -> Result<Option<RoceEnd>, Error>,
+    ) -> Result<Self, Error> {
+        let link = Link::remote(to)?;
+        let nonces = greet(&link, token)?;
+        let proof = token.map(|token| token.proof(Side::Client, &nonces));
+        let welcome = open(&link, &Opening { proof, ..Opening::pool() })?;
+        let refused = |why: &str| {
+            Err(Error::Refused { attempt: format!("connecting to {to}"), why: why.into() })
+        };
+        let proof = welcome.proof.as_deref().unwrap_or_default();
+        if token.is_some_and(|token| !token.is_proved(Side::Server, &nonces, proof)) {
+            return refused(
+                "it has not proved that it has the token: another memory node answers there",
+            );
         }
-        match read(&fd).map_err(|why| gone(attempt, why))?.body {
-            Reply::Welcome(welcome) if welcome.version == VERSION => {
-                let state = Mutex::new(State::default());
-                Ok(Self { fd, welcome, state, changed: Condvar::new() })
-            }
-            Reply::Welcome(welcome) => Err(Error::Refused {
-                attempt: attempt.into(),
-                why: format!("it speaks version {}, this program {VERSION}", welcome.version),
-            }),
-            other => Err(unexpected(attempt, other)),
-        }
+        let Some(there) = welcome.roce else {
+            return refused("it names no RoCEv2 port");
+        };
+        let here = here(&link)?;
+        let remote = link.as_remote().expect("just connected so");
+        let route = here.map(|here| Route::between(remote.local, here, remote.peer.ip(), there));
+        Ok(Self::new(link, welcome, route, here))
+    }
+
+    fn new(link: Link, welcome: Welcome, route: Option<Route>, here: Option<RoceEnd>) -> Self {
+        let (state, changed) = (Mutex::default(), Condvar::new());
+        Self { link, welcome, route, here, psn: OnceLock::new(), state, changed }
+    }
+
+    /// The QP `qpn`, at an end that begins with `psn`.
+    fn peer_from(&self, qpn: u32, psn: Psn) -> PeerAddress {
+        let qpn = Qpn::new(qpn);
+        self.route.map_or(qpn.into(), |route| route.peer(qpn, psn))
+    }
+
+    /// A PSN for QPs that are connected anew, where that matters.
+    fn fresh_psn(&self) -> Result<Psn, Error> {
+        self.route.map_or(Ok(Psn::new(0)), |_| random_psn())
     }
 
     /// Sends a request and waits for its reply.
@@ -94,8 +137,7 @@ impl SocketControl {
             state.last
         };
         let bytes = protocol::encode(attempt, &Numbered { id, body: request })?;
-        // Packets are sent whole, so that several threads may send.
-        packets::send(&self.fd, &bytes, &[]).map_err(|e| gone(attempt, e.to_string()))?;
+        self.link.send(&bytes).map_err(|e| gone(attempt, e.to_string()))?;
         match self.reply(attempt, id, deadline)? {
             Reply::Error { why } => Err(Error::Refused { attempt: attempt.into(), why }),
             Reply::OverBudget { why, retry_after_ms } => Err(Error::OverBudget {
@@ -126,8 +168,8 @@ impl SocketControl {
             }
             state.reading = true;
             drop(state);
-            let got = match wait_readable(&self.fd, deadline - now) {
-                Ok(true) => Some(read(&self.fd)),
+            let got = match self.link.wait_readable(deadline - now) {
+                Ok(true) => read(&self.link).transpose(),
                 Ok(false) => None,
                 Err(e) => Some(Err(e.to_string())),
             };
@@ -151,7 +193,10 @@ impl ControlPlane for SocketControl {
 
     fn admit(&self, admission: &Admission) -> Result<Admitted, Error> {
         let attempt = "being admitted";
-        match self.ask(attempt, Request::Admit(admission.clone()), PATIENCE)? {
+        let psn = self.fresh_psn()?;
+        let admission = Admission { roce: self.here, psn: psn.raw(), ..admission.clone() };
+        let _ = self.psn.set(psn);
+        match self.ask(attempt, Request::Admit(admission), PATIENCE)? {
             Reply::Admitted(admitted) => Ok(admitted),
             other => Err(unexpected(attempt, other)),
         }
@@ -167,19 +212,27 @@ impl ControlPlane for SocketControl {
         }
     }
 
-    fn reset_management(&self) -> Result<Vec<u32>, Error> {
+    fn peer(&self, qpn: u32) -> PeerAddress {
+        self.peer_from(qpn, self.psn.get().copied().unwrap_or(Psn::new(0)))
+    }
+
+    fn reset_management(&self) -> Result<Vec<PeerAddress>, Error> {
         let attempt = "re-establishing the management QPs";
-        match self.ask(attempt, Request::ResetManagement, PATIENCE)? {
-            Reply::Management { peers } => Ok(peers),
+        let psn = self.fresh_psn()?;
+        match self.ask(attempt, Request::ResetManagement { psn: psn.raw() }, PATIENCE)? {
+            Reply::Management { peers } => {
+                Ok(peers.into_iter().map(|qpn| self.peer_from(qpn, psn)).collect())
+            }
             other => Err(unexpected(attempt, other)),
         }
     }
 
-    fn reset_access(&self, group: GroupId, lane: Lane) -> Result<u32, Error> {
+    fn reset_access(&self, group: GroupId, lane: Lane) -> Result<PeerAddress, Error> {
         let attempt = "re-establishing an access QP";
-        let request = Request::ResetAccess { group: group.0, lane: lane.0 };
+        let psn = self.fresh_psn()?;
+        let request = Request::ResetAccess { group: group.0, lane: lane.0, psn: psn.raw() };
         match self.ask(attempt, request, PATIENCE)? {
-            Reply::Access { peer } => Ok(peer),
+            Reply::Access { peer } => Ok(self.peer_from(peer, psn)),
             other => Err(unexpected(attempt, other)),
         }
     }
@@ -201,41 +254,78 @@ impl ControlPlane for SocketControl {
     }
 
     fn check_alive(&self) -> Result<(), Error> {
-        let mut fds = [PollFd::new(&self.fd, PollFlags::RDHUP)];
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        match poll(&mut fds, Some(&now)) {
-            Ok(0) | Err(_) => Ok(()),
-            Ok(_) => Err(gone("looking for the memory node", CLOSED.into())),
+        match self.link.is_closed() {
+            false => Ok(()),
+            true => Err(gone("looking for the memory node", CLOSED.into())),
         }
     }
 
     fn descriptors(&self) -> Vec<i32> {
-        use std::os::fd::AsRawFd;
-        vec![self.fd.as_raw_fd()]
+        vec![self.link.descriptor()]
     }
 }
 
-const CLOSED: &str = "its process has closed the connection";
-
-fn wait_readable(fd: &OwnedFd, timeout: Duration) -> Result<bool, Errno> {
-    let mut fds = [PollFd::new(fd, PollFlags::IN)];
-    let timeout = Timespec {
-        tv_sec: timeout.as_secs().min(1 << 32) as i64,
-        tv_nsec: timeout.subsec_nanos() as i64,
+/// Exchanges greetings with a memory node on another host.
+fn greet(link: &Link, token: Option<&Token>) -> Result<Nonces, Error> {
+    let client = Nonce::random()?;
+    let greeting = Greeting { granary: token::VERSION, nonce: client, token: token.is_some() };
+    let answer = converse(link, &protocol::encode(GREETING, &greeting)?)?;
+    let answer: Greeting = match protocol::decode(GREETING, &answer) {
+        Ok(answer) => answer,
+        Err(e) => match protocol::decode::<Numbered<Reply>>(GREETING, &answer) {
+            Ok(reply) => return Err(unexpected(GREETING, reply.body)),
+            Err(_) => return Err(e),
+        },
     };
-    match poll(&mut fds, Some(&timeout)) {
-        Ok(n) => Ok(n > 0),
-        Err(Errno::INTR) => Ok(false),
-        Err(e) => Err(e),
+    let why = match (answer.granary, answer.token, token.is_some()) {
+        (token::VERSION, true, true) | (token::VERSION, false, false) => {
+            return Ok(Nonces { server: answer.nonce, client });
+        }
+        (token::VERSION, true, false) => "it asks for a token: give the file that has it".into(),
+        (token::VERSION, false, true) => {
+            "it asks for no token, and a token was given: another memory node answers there, or it was \
+             started without"
+                .into()
+        }
+        (version, ..) => {
+            format!("it greets in version {version}, this program in {}", token::VERSION)
+        }
+    };
+    Err(Error::Refused { attempt: GREETING.into(), why })
+}
+
+/// Opens the connection to the pool; what the memory node says of itself.
+fn open(link: &Link, opening: &Opening) -> Result<Welcome, Error> {
+    let answer = converse(link, &protocol::encode(GREETING, opening)?)?;
+    match protocol::decode::<Numbered<Reply>>(GREETING, &answer)?.body {
+        Reply::Welcome(welcome) if welcome.version == VERSION => Ok(welcome),
+        Reply::Welcome(welcome) => Err(Error::Refused {
+            attempt: GREETING.into(),
+            why: format!("it speaks version {}, this program {VERSION}", welcome.version),
+        }),
+        other => Err(unexpected(GREETING, other)),
     }
 }
 
-fn read(fd: &OwnedFd) -> Result<Numbered<Reply>, String> {
-    match packets::receive(fd) {
-        Ok(None) => Err(CLOSED.into()),
-        Ok(Some(p)) => protocol::decode("reading a reply", &p.bytes).map_err(|e| e.to_string()),
-        Err(e) => Err(format!("reading its answer: {e}")),
+/// Says something and waits for the answer, while nobody else uses the connection.
+fn converse(link: &Link, message: &[u8]) -> Result<Vec<u8>, Error> {
+    link.send(message).map_err(|e| gone(GREETING, e.to_string()))?;
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(gone(GREETING, format!("no answer for {PATIENCE:?}")));
+        }
+        let come = link.wait_readable(left).map_err(|e| gone(GREETING, e.to_string()))?;
+        if come && let Some(bytes) = link.receive().map_err(|why| gone(GREETING, why))? {
+            return Ok(bytes);
+        }
     }
+}
+
+fn read(link: &Link) -> Result<Option<Numbered<Reply>>, String> {
+    let decode = |bytes: Vec<u8>| protocol::decode("reading a reply", &bytes);
+    link.receive()?.map(decode).transpose().map_err(|e| e.to_string())
 }
 
 fn gone(attempt: &str, why: String) -> Error {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use fabric::PeerAddress;
 use fabric::soft::SoftNic;
 use parking_lot::{Condvar, Mutex};
 
@@ -103,14 +104,15 @@ impl ControlPlane for LocalControl {
         }
     }
 
-    fn reset_management(&self) -> Result<Vec<u32>, Error> {
+    fn reset_management(&self) -> Result<Vec<PeerAddress>, Error> {
         let client = self.client("re-establishing the management QPs")?;
-        self.embedded.node.reset_management_wholly(client)
+        let peers = self.embedded.node.reset_management_wholly(client)?;
+        Ok(peers.into_iter().map(|qpn| self.peer(qpn)).collect())
     }
 
-    fn reset_access(&self, group: GroupId, lane: Lane) -> Result<u32, Error> {
+    fn reset_access(&self, group: GroupId, lane: Lane) -> Result<PeerAddress, Error> {
         let client = self.client("re-establishing an access QP")?;
-        self.embedded.node.reset_access(client, group, lane)
+        self.embedded.node.reset_access(client, group, lane).map(|qpn| self.peer(qpn))
     }
 
     fn status(&self) -> Result<Status, Error> {

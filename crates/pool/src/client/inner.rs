@@ -15,10 +15,11 @@ use super::control::ControlPlane;
 use super::embedded::Embedded;
 use super::operation::{Hold, TRIES};
 use super::path::{Group, Path, Posted};
-use crate::Error;
 use crate::any::AnyClient;
 use crate::protocol::Welcome;
+use crate::remote::route::beside;
 use crate::scheme::{Admitted, ClientScheme, Era, Grant, GroupId};
+use crate::{Error, Remote};
 
 /// What all clones of a [`Pool`](super::Pool) share.
 pub(super) struct Inner<N: Nic> {
@@ -53,6 +54,7 @@ pub(super) struct Inner<N: Nic> {
 /// How a connection was made, and can be made again.
 pub(super) enum Origin {
     Socket(PathBuf),
+    Remote(Remote),
     Embedded(Arc<Embedded>),
     /// By who called [`Pool::over`].
     Given,
@@ -79,11 +81,11 @@ impl<N: Nic> Inner<N> {
             terms.groups.iter().map(|g| g.iter().map(|q| Qpn::new(*q)).collect()).collect();
         for (peers, group) in peers.iter().zip(&self.groups) {
             for (peer, path) in peers.iter().zip(&group.paths) {
-                path.connect(*peer)?;
+                path.connect(self.control.peer(peer.raw()))?;
             }
         }
         self.scheme.name_access(peers);
-        let peers: Vec<Qpn> = terms.management.iter().map(|q| Qpn::new(*q)).collect();
+        let peers: Vec<_> = terms.management.iter().map(|q| self.control.peer(*q)).collect();
         self.scheme.connect(&peers)
     }
 
@@ -215,8 +217,7 @@ impl<N: Nic> Inner<N> {
             return self.reset_everything(None);
         }
         self.scheme.reset()?;
-        let peers: Vec<Qpn> = self.control.reset_management()?.into_iter().map(Qpn::new).collect();
-        self.scheme.connect(&peers)
+        self.scheme.connect(&self.control.reset_management()?)
     }
 
     /// Re-establishes an access QP after work that was posted in `epoch` failed, unless that was done
@@ -243,9 +244,10 @@ impl<N: Nic> Inner<N> {
         for path in paths() {
             path.qp().modify(QpChange::Reset)?;
         }
-        let peers: Vec<Qpn> = self.control.reset_management()?.into_iter().map(Qpn::new).collect();
-        for (path, peer) in paths().zip(self.terms.groups.iter().flatten()) {
-            path.connect(Qpn::new(*peer))?;
+        let peers = self.control.reset_management()?;
+        for (path, qpn) in paths().zip(self.terms.groups.iter().flatten()) {
+            let qpn = Qpn::new(*qpn);
+            path.connect(peers.first().map_or(qpn.into(), |peer| beside(*peer, qpn)))?;
         }
         self.scheme.connect(&peers)?;
         epochs.iter_mut().for_each(|epoch| **epoch += 1);

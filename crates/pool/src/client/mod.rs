@@ -17,6 +17,8 @@ mod inner;
 mod operation;
 mod path;
 
+use std::io::ErrorKind;
+use std::net::UdpSocket;
 use std::path::Path as FilePath;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -41,8 +43,9 @@ use self::path::Group;
 use crate::any::AnyClient;
 use crate::events::cores;
 use crate::protocol::{Status, Welcome};
+use crate::remote::RoceEnd;
 use crate::scheme::{Admission, ClientScheme, Era, Grant, GroupId, bulletin};
-use crate::{Error, Settings};
+use crate::{Error, Remote, Settings};
 
 /// How a compute node connects.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -115,6 +118,31 @@ impl Pool<SoftNic> {
         Self::from(SoftNic::attach(path)?, control, options, origin)
     }
 
+    /// Connects to a memory node on another host, over RoCEv2: with the NIC of this host that `to` names, or with
+    /// one of this process's own, which is a thread of it.
+    pub fn connect_remote(to: &Remote, options: Options) -> Result<Self, Error> {
+        let token = to.token()?;
+        let mut nic = None;
+        let control = SocketControl::connect_remote(&to.to, token.as_ref(), |link| {
+            let attempt = || format!("opening the way to {}", to.to);
+            let system = |source| Error::System { attempt: attempt(), source };
+            let (opened, port) = match &to.nic {
+                Some(local) => (SoftNic::attach(&local.socket)?, local.port),
+                None => {
+                    let local = link.as_remote().map(|link| link.local);
+                    let local = local.ok_or_else(|| system(ErrorKind::NotConnected.into()))?;
+                    let socket = UdpSocket::bind((local, 0)).map_err(system)?;
+                    let port = socket.local_addr().map_err(system)?.port();
+                    (SoftNic::host_over(socket)?.0, port)
+                }
+            };
+            nic = Some(opened);
+            RoceEnd::of(link, port).map(Some).map_err(|e| system(e.into()))
+        })?;
+        let nic = nic.expect("opened while it connected");
+        Self::from(nic, Box::new(control), options, Origin::Remote(to.clone()))
+    }
+
     /// Connects anew to where this pool was connected to, with the same options: after
     /// [`Error::Gone`], when the memory node has been started again. An error if nobody serves there
     /// yet.
@@ -126,6 +154,7 @@ impl Pool<SoftNic> {
         let options = self.inner.options.clone();
         match &self.inner.origin {
             Origin::Socket(path) => Self::connect(path, options),
+            Origin::Remote(to) => Self::connect_remote(to, options),
             Origin::Embedded(embedded) => Self::embedded_in(embedded, options),
             Origin::Given => Err(Error::Setting {
                 setting: "reconnect",
@@ -171,6 +200,7 @@ impl<N: Nic> Pool<N> {
                 .collect(),
             bulletin_addr: at.addr,
             bulletin_rkey: at.rkey.0,
+            ..Admission::default()
         })?;
         let bounce = Bounce::new(&nic, &pd)?;
         let mut inner = Inner {

@@ -17,8 +17,8 @@ use std::time::Duration;
 
 use fabric::completion::{Completer, Pending};
 use fabric::{
-    Access, CompletionQueue, CqAttr, Error as VerbsError, Nic, Op, QpAttr, QpChange, Qpn,
-    QueuePair, Receive, ReceiveAttr, Remote, Sge, WorkRequest,
+    Access, CompletionQueue, CqAttr, Error as VerbsError, Nic, Op, PeerAddress, QpAttr, QpChange,
+    Qpn, QueuePair, Receive, ReceiveAttr, Remote, Sge, WorkRequest,
 };
 use parking_lot::RwLock;
 
@@ -179,7 +179,7 @@ impl<N: Nic> Path<N> {
     }
 
     /// Connects the QP for the first time.
-    pub fn connect(&self, peer: Qpn) -> Result<(), Error> {
+    pub fn connect(&self, peer: PeerAddress) -> Result<(), Error> {
         Ok(self.qp.connect(peer)?)
     }
 
@@ -212,7 +212,7 @@ impl<N: Nic> Path<N> {
         }
         self.qp.modify(QpChange::Reset)?;
         let peer = control.reset_access(self.group, self.lane)?;
-        self.qp.connect(Qpn::new(peer))?;
+        self.qp.connect(peer)?;
         *now += 1;
         Ok(())
     }

@@ -15,8 +15,8 @@ use std::sync::atomic::{Ordering, fence};
 
 use fabric::completion::Completer;
 use fabric::{
-    Access, CqAttr, MemoryRegion, Nic, Op, QpAttr, QpChange, QpState, Qpn, QueuePair, Receive,
-    ReceiveAttr, ReceiveRequest, Remote, Status, WorkRequest,
+    Access, CqAttr, MemoryRegion, Nic, Op, PeerAddress, QpAttr, QpChange, QpState, Qpn, QueuePair,
+    Receive, ReceiveAttr, ReceiveRequest, Remote, Status, WorkRequest,
 };
 use parking_lot::Mutex;
 
@@ -364,7 +364,7 @@ impl<N: Nic> ClientScheme for Client<N> {
         Ok(self.queues().iter().try_for_each(|q| q.qp.modify(QpChange::Reset))?)
     }
 
-    fn connect(&self, peers: &[Qpn]) -> Result<(), Error> {
+    fn connect(&self, peers: &[PeerAddress]) -> Result<(), Error> {
         if peers.len() != 2 {
             return Err(Error::Protocol {
                 attempt: "connecting the QPs for pages".into(),

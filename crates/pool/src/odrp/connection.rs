@@ -2,7 +2,7 @@
 
 use fabric::direct::{DirectNic, DirectQp};
 use fabric::wqe::Builder;
-use fabric::{MemoryRegion, QpChange, Qpn, QueuePair, Remote};
+use fabric::{MemoryRegion, PeerAddress, QpChange, QueuePair, Remote};
 
 use super::{REPLY_BYTES, chain};
 use crate::Error;
@@ -19,7 +19,7 @@ pub struct Connection<N: DirectNic> {
     pub rows: N::Mr,
     /// Access QPs by group and lane, with the compute node's QPs: no key opens anything to them, and
     /// only bulletins go over them.
-    pub access: Vec<Vec<(N::Qp, Qpn)>>,
+    pub access: Vec<Vec<(N::Qp, PeerAddress)>>,
     pub bulletin: Remote,
     pub stage: Stage,
     /// Tell it, once its connection is closed.

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use fabric::direct::{DirectNic, DirectQp};
 use fabric::{
-    Access, Completion, CompletionQueue, CqAttr, Cqn, DmaMemory, MemoryRegion, QpAttr, QpChange,
-    Qpn, QueuePair, Receive, ReceiveAttr, Remote, Status,
+    Access, Completion, CompletionQueue, CqAttr, Cqn, DmaMemory, MemoryRegion, PeerAddress, Psn,
+    QpAttr, QpChange, Qpn, QueuePair, Receive, ReceiveAttr, Remote, Status,
 };
 
 use super::chain::{self, Reads, Tables};
@@ -21,6 +21,7 @@ use crate::chain::program::Wrap;
 use crate::chain::push::{self, Push};
 use crate::chain::reclaimer::{Reclaimer, Task, Urgency, WAITING};
 use crate::events::CqEvents;
+use crate::remote::route::from_psn;
 use crate::scheme::{
     Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus,
 };
@@ -157,7 +158,7 @@ impl<N: DirectNic> Node<N> {
         };
         let read = Purpose {
             owner: client,
-            peer: reads,
+            peer: request.peer(reads),
             worker_blocks: read_chain::ring_blocks(self.settings.credits),
             reply_blocks: read_chain::ANSWER_BLOCKS,
             credit_block: 0,
@@ -169,7 +170,7 @@ impl<N: DirectNic> Node<N> {
         };
         let write = Purpose {
             owner: client,
-            peer: writes,
+            peer: request.peer(writes),
             worker_blocks: chain::ring_blocks(self.settings.credits),
             reply_blocks: chain::ANSWER_BLOCKS,
             credit_block: chain::CREDIT_BLOCK,
@@ -181,7 +182,8 @@ impl<N: DirectNic> Node<N> {
         };
         let counters = self.nic.alloc_dma(read_chain::COUNTERS_BYTES)?;
         let rights = Access::REMOTE_ATOMIC | Access::REMOTE_READ;
-        let access = |peer: &u32| -> Result<(N::Qp, Qpn), Error> {
+        let access = |peer: &u32| -> Result<(N::Qp, PeerAddress), Error> {
+            let peer = request.peer(*peer);
             let qp = self.nic.create_qp(
                 &self.data,
                 QpAttr {
@@ -192,8 +194,8 @@ impl<N: DirectNic> Node<N> {
                     access: Access::NONE,
                 },
             )?;
-            qp.connect(Qpn::new(*peer))?;
-            Ok((qp, Qpn::new(*peer)))
+            qp.connect(peer)?;
+            Ok((qp, peer))
         };
         Ok(Connection {
             reads: Direction::new(&parts, &read)?,
@@ -498,6 +500,16 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         };
         qp.connect(*peer)?;
         Ok(qp.qpn().raw())
+    }
+
+    fn set_psn(&mut self, client: ClientId, psn: Psn) {
+        let Some(c) = self.clients.get_mut(&client) else { return };
+        for d in [&mut c.reads, &mut c.writes] {
+            d.front_peer = from_psn(d.front_peer, psn);
+        }
+        for (_, peer) in c.access.iter_mut().flatten() {
+            *peer = from_psn(*peer, psn);
+        }
     }
 
     fn events(&self) -> Option<Arc<dyn CpuEvents>> {

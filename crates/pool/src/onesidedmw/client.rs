@@ -12,8 +12,9 @@ use std::time::Duration;
 
 use fabric::completion::{Completer, Pending};
 use fabric::{
-    Access, CompletionQueue, CqAttr, Error as VerbsError, Key, MemoryRegion, Nic, Op, QpAttr,
-    QpChange, QpState, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Status, WorkRequest,
+    Access, CompletionQueue, CqAttr, Error as VerbsError, Key, MemoryRegion, Nic, Op, PeerAddress,
+    QpAttr, QpChange, QpState, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Status,
+    WorkRequest,
 };
 use parking_lot::Mutex;
 
@@ -291,7 +292,7 @@ impl<N: Nic> ClientScheme for Client<N> {
         let _ = self.access.set(peers);
     }
 
-    fn connect(&self, peers: &[Qpn]) -> Result<(), Error> {
+    fn connect(&self, peers: &[PeerAddress]) -> Result<(), Error> {
         let own: Vec<_> = match &self.alloc {
             Alloc::Separate(alloc) => vec![alloc, &self.free],
             // Access QPs are connected before, by who has them.

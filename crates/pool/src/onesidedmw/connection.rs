@@ -11,7 +11,9 @@ use std::time::Duration;
 
 use fabric::direct::{DirectNic, DirectQp};
 use fabric::wqe::Builder;
-use fabric::{Access, MemoryRegion, QpAttr, QpChange, Qpn, QueuePair, Receive, Remote};
+use fabric::{
+    Access, MemoryRegion, PeerAddress, QpAttr, QpChange, Qpn, QueuePair, Receive, Remote,
+};
 
 use super::node::Node;
 use super::program::{REPLY_BLOCKS, Wiring};
@@ -24,7 +26,7 @@ use crate::pace::Pace;
 use crate::scheme::{Admission, ClientId};
 
 /// Access QPs by group and lane, with the compute node's QPs that they are connected to.
-pub(super) type AccessQps<N> = Vec<Vec<(<N as fabric::Nic>::Qp, Qpn)>>;
+pub(super) type AccessQps<N> = Vec<Vec<(<N as fabric::Nic>::Qp, PeerAddress)>>;
 
 /// What the memory node has for one compute node.
 pub(super) struct Connection<N: DirectNic> {
@@ -116,9 +118,12 @@ impl<N: DirectNic> Node<N> {
                 return Err(Error::Refused { attempt, why: why.into() });
             }
         };
-        let alloc = |peer: &u32| Direction::new(&self.parts(), &self.alloc_purpose(client, *peer));
+        let alloc = |peer: &u32| {
+            Direction::new(&self.parts(), &self.alloc_purpose(client, request.peer(*peer)))
+        };
         let allocs = alloc_peers.iter().map(alloc).collect::<Result<Vec<_>, _>>()?;
-        let free = Direction::new(&self.parts(), &self.free_purpose(client, free_peer))?;
+        let free =
+            Direction::new(&self.parts(), &self.free_purpose(client, request.peer(free_peer)))?;
         let access = match separate {
             true => self.access_qps(request)?,
             false => allocs
@@ -160,15 +165,16 @@ impl<N: DirectNic> Node<N> {
                         access: Access::REMOTE_ALL,
                     },
                 )?;
-                qp.connect(Qpn::new(peer))?;
-                lanes.push((qp, Qpn::new(peer)));
+                let peer = request.peer(peer);
+                qp.connect(peer)?;
+                lanes.push((qp, peer));
             }
             access.push(lanes);
         }
         Ok(access)
     }
 
-    fn alloc_purpose(&self, owner: ClientId, peer: u32) -> Purpose<'_, N> {
+    fn alloc_purpose(&self, owner: ClientId, peer: PeerAddress) -> Purpose<'_, N> {
         let shape = &self.memory.shape;
         Purpose {
             owner,
@@ -184,7 +190,7 @@ impl<N: DirectNic> Node<N> {
         }
     }
 
-    fn free_purpose(&self, owner: ClientId, peer: u32) -> Purpose<'_, N> {
+    fn free_purpose(&self, owner: ClientId, peer: PeerAddress) -> Purpose<'_, N> {
         Purpose {
             worker_blocks: free_chain::ring_blocks(&self.memory.shape, self.settings.credits),
             receive_sges: free_chain::RECEIVE_SGES,

@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use fabric::direct::{DirectNic, DirectReceive};
 use fabric::{
-    Access, Completion, CompletionQueue, CqAttr, Key, MemoryRegion, MemoryWindow, Qpn, QueuePair,
-    ReceiveAttr, Status,
+    Access, Completion, CompletionQueue, CqAttr, Key, MemoryRegion, MemoryWindow, Psn, Qpn,
+    QueuePair, ReceiveAttr, Status,
 };
 
 use super::connection::Connection;
@@ -24,6 +24,7 @@ use crate::chain::notice::Notice;
 use crate::chain::push::{self, Push};
 use crate::chain::reclaimer::Reclaimer;
 use crate::events::CqEvents;
+use crate::remote::route::from_psn;
 use crate::scheme::{
     Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus,
 };
@@ -338,6 +339,16 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         }
         qp.connect(*peer)?;
         Ok(qp.qpn().raw())
+    }
+
+    fn set_psn(&mut self, client: ClientId, psn: Psn) {
+        let Some(c) = self.clients.get_mut(&client) else { return };
+        for d in c.allocs.iter_mut().chain([&mut c.free]) {
+            d.front_peer = from_psn(d.front_peer, psn);
+        }
+        for (_, peer) in c.access.iter_mut().flatten() {
+            *peer = from_psn(*peer, psn);
+        }
     }
 
     fn events(&self) -> Option<Arc<dyn CpuEvents>> {

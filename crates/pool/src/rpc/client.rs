@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use fabric::completion::Completer;
 use fabric::{
-    Access, CqAttr, MemoryRegion, Nic, Op, QpAttr, QpChange, Qpn, QueuePair, Receive, ReceiveAttr,
-    ReceiveRequest, Status, WorkRequest,
+    Access, CqAttr, MemoryRegion, Nic, Op, PeerAddress, QpAttr, QpChange, Qpn, QueuePair, Receive,
+    ReceiveAttr, ReceiveRequest, Status, WorkRequest,
 };
 use parking_lot::Mutex;
 
@@ -139,7 +139,7 @@ impl<N: Nic> ClientScheme for Client<N> {
         Ok(self.qp.modify(QpChange::Reset)?)
     }
 
-    fn connect(&self, peers: &[Qpn]) -> Result<(), Error> {
+    fn connect(&self, peers: &[PeerAddress]) -> Result<(), Error> {
         let [peer] = peers else {
             return Err(Error::Protocol {
                 attempt: "connecting the management QP".into(),

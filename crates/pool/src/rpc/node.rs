@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fabric::{
-    Access, CqAttr, Key, MemoryRegion, Nic, QpAttr, QpChange, Qpn, QueuePair, Receive, ReceiveAttr,
+    Access, CqAttr, Key, MemoryRegion, Nic, Psn, QpAttr, QpChange, QueuePair, Receive, ReceiveAttr,
     Remote,
 };
 use parking_lot::{Mutex, MutexGuard};
@@ -18,6 +18,7 @@ use super::windows::{Type1, Type2};
 use super::worker::{BIND_BLOCKS, Core, Handle, Shared, State};
 use super::{REPLY_BYTES, REQUEST_BYTES};
 use crate::Error;
+use crate::remote::route::from_psn;
 use crate::scheme::{
     Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus, Worker,
 };
@@ -160,7 +161,7 @@ impl<N: Nic> Node<N> {
                 receive: Receive::None,
                 access: Access::REMOTE_ALL,
             };
-            let path = Path::<N> { qp: nic.create_qp(&pd, attr)?, peer: Qpn::new(*peer) };
+            let path = Path::<N> { qp: nic.create_qp(&pd, attr)?, peer: request.peer(*peer) };
             path.qp.connect(path.peer)?;
             Ok(path)
         };
@@ -171,7 +172,7 @@ impl<N: Nic> Node<N> {
             .collect::<Result<_, _>>()?;
         let mut peer = Peer {
             management,
-            management_peer: Qpn::new(management_peer),
+            management_peer: request.peer(management_peer),
             epoch: 0,
             replies,
             inbox,
@@ -291,6 +292,15 @@ impl<N: Nic> NodeScheme for Node<N> {
             .ok_or_else(|| refuse(format!("group {} has no lane {}", group.0, lane.0)))?;
         path.qp.connect(path.peer)?;
         Ok(path.qp.qpn().raw())
+    }
+
+    fn set_psn(&mut self, client: ClientId, psn: Psn) {
+        let mut state = self.state_of(client);
+        let Some(peer) = state.peers.get_mut(&client) else { return };
+        peer.management_peer = from_psn(peer.management_peer, psn);
+        for path in peer.groups.iter_mut().flatten() {
+            path.peer = from_psn(path.peer, psn);
+        }
     }
 
     fn events(&self) -> Option<Arc<dyn CpuEvents>> {

@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 
 use fabric::{
-    Completion, CompletionQueue, Error as VerbsError, Key, MemoryRegion, Nic, Op, QpChange, Qpn,
-    QueuePair, ReceiveRequest, Remote, Status, WorkRequest,
+    Completion, CompletionQueue, Error as VerbsError, Key, MemoryRegion, Nic, Op, PeerAddress,
+    QpChange, QueuePair, ReceiveRequest, Remote, Status, WorkRequest,
 };
 
 use super::{Outcome, REQUEST_BYTES, Reply};
@@ -25,7 +25,7 @@ pub struct Peer<N: Nic> {
     /// Its requests come in here, replies and bulletins go out.
     pub management: N::Qp,
     /// The compute node's side of it.
-    pub management_peer: Qpn,
+    pub management_peer: PeerAddress,
     /// Counts the resets of the management QP: completions from before the last one are stale.
     pub epoch: u32,
     /// Where what goes out completes.
@@ -57,7 +57,7 @@ pub struct Path<N: Nic> {
     /// The memory node's side.
     pub qp: N::Qp,
     /// The compute node's side.
-    pub peer: Qpn,
+    pub peer: PeerAddress,
 }
 
 impl<N: Nic> Peer<N> {

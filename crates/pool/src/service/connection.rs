@@ -1,6 +1,7 @@
 //! One connection to the control socket: what has been said on it, and what is still to be sent.
 
 use std::collections::VecDeque;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Instant;
 
@@ -9,9 +10,14 @@ use rnic::port::control::Verb;
 use rnic::port::shm::socket::{self, Packet, PeerSocket};
 use rnic::port::shm::{Session, wire};
 use rustix::io::Errno;
+use rustix::net::SendFlags;
 
+use super::paces::Asker;
 use crate::Error;
 use crate::protocol::{self, Numbered, Reply};
+use crate::remote::frames::{Inbox, Read, frame};
+use crate::remote::route::RoceEnd;
+use crate::remote::token::Nonces;
 use crate::scheme::{Admission, ClientId};
 
 /// Number of a connection, for as long as the service runs.
@@ -20,9 +26,9 @@ pub struct ConnectionId(pub u64);
 
 /// A connection.
 pub struct Connection {
-    fd: PeerSocket,
-    /// The process at the other end, as the kernel knows it since it connected.
-    pub process: Option<i32>,
+    socket: Socket,
+    /// Who is at the other end.
+    pub asker: Asker,
     /// Replies that the peer was too slow to take.
     outbox: VecDeque<(Vec<u8>, Vec<OwnedFd>)>,
     /// What it may still ask without regard to its process's pace: what setting up takes.
@@ -35,10 +41,36 @@ pub struct Connection {
     pub expected: Option<Instant>,
 }
 
+enum Socket {
+    /// A process of this host: messages are packets, descriptors may come with them.
+    Local(PeerSocket),
+    /// Another host: messages are frames in a stream.
+    Remote {
+        stream: OwnedFd,
+        inbox: Inbox,
+        /// Bytes of the first reply in the outbox that the stream has taken.
+        taken: usize,
+        ends: Ends,
+    },
+}
+
+/// Where the NICs at the ends of a connection between hosts are.
+#[derive(Clone, Copy, Debug)]
+pub struct Ends {
+    /// The address here that the other host has connected to.
+    pub local: IpAddr,
+    /// The other host's.
+    pub remote: IpAddr,
+    /// What the NIC here is reached by.
+    pub here: RoceEnd,
+}
+
 /// What a connection is for.
 pub enum Role {
     /// It has not said so yet.
     Unknown,
+    /// It has not said so yet, but greeted: another host.
+    Greeted(Nonces),
     /// An attached function of the NIC.
     Nic(Box<Session>),
     /// A compute node's control connection.
@@ -87,6 +119,8 @@ pub struct Await {
 pub enum Input {
     /// A message with its descriptors.
     Message(Packet),
+    /// A part of one.
+    Part,
     /// A message that is longer than allowed.
     TooLong,
     /// Nothing now.
@@ -96,26 +130,63 @@ pub enum Input {
 }
 
 impl Connection {
-    /// A connection that was just accepted.
-    pub fn new(fd: OwnedFd, credit: u32) -> Self {
-        let process = process_of(&fd);
-        let (outbox, heard) = (VecDeque::new(), Instant::now());
-        Self { fd: fd.into(), process, outbox, credit, role: Role::Unknown, heard, expected: None }
+    /// A connection of a process of this host, just accepted.
+    pub fn local(fd: OwnedFd, credit: u32) -> Self {
+        let asker = Asker::Process(process_of(&fd));
+        Self::new(Socket::Local(fd.into()), asker, credit)
     }
 
-    /// Reads one message.
-    pub fn read(&self) -> Input {
-        match socket::receive(&self.fd) {
-            Ok(Some(packet)) => Input::Message(packet),
-            Ok(None) => Input::End,
-            Err(Errno::WOULDBLOCK) => Input::Nothing,
-            Err(Errno::MSGSIZE) => Input::TooLong,
-            Err(_) => Input::End,
+    /// A connection of another host, just accepted, to a memory node whose RoCEv2 has UDP port `port`.
+    pub fn remote(stream: OwnedFd, port: u16, credit: u32) -> Result<Self, Errno> {
+        let local = ip_of(rustix::net::getsockname(&stream)?)?;
+        let remote = ip_of(rustix::net::getpeername(&stream)?.ok_or(Errno::NOTCONN)?)?;
+        let here = RoceEnd::of(&stream, port)?;
+        let ends = Ends { local, remote, here };
+        let socket = Socket::Remote { stream, inbox: Inbox::default(), taken: 0, ends };
+        Ok(Self::new(socket, Asker::Host(remote), credit))
+    }
+
+    fn new(socket: Socket, asker: Asker, credit: u32) -> Self {
+        let (outbox, heard) = (VecDeque::new(), Instant::now());
+        Self { socket, asker, outbox, credit, role: Role::Unknown, heard, expected: None }
+    }
+
+    /// Where the NICs are, of a connection between hosts.
+    pub fn ends(&self) -> Option<Ends> {
+        match &self.socket {
+            Socket::Local(_) => None,
+            Socket::Remote { ends, .. } => Some(*ends),
+        }
+    }
+
+    /// Reads one message, or a part of one.
+    pub fn read(&mut self) -> Input {
+        match &mut self.socket {
+            Socket::Local(fd) => match socket::receive(&*fd) {
+                Ok(Some(packet)) => Input::Message(packet),
+                Ok(None) => Input::End,
+                Err(Errno::WOULDBLOCK) => Input::Nothing,
+                Err(Errno::MSGSIZE) => Input::TooLong,
+                Err(_) => Input::End,
+            },
+            Socket::Remote { stream, inbox, .. } => match inbox.read(&*stream) {
+                Ok(Read::Message(bytes)) => {
+                    Input::Message(Packet { bytes, descriptors: Vec::new() })
+                }
+                Ok(Read::Part) => Input::Part,
+                Ok(Read::Wrong(_)) => Input::TooLong,
+                Err(Errno::WOULDBLOCK | Errno::INTR) => Input::Nothing,
+                Ok(Read::End) | Err(_) => Input::End,
+            },
         }
     }
 
     /// Sends a message, now or when the peer takes it. False if the connection is broken.
     pub fn send(&mut self, bytes: Vec<u8>, fds: Vec<OwnedFd>) -> bool {
+        let bytes = match self.socket {
+            Socket::Local(_) => bytes,
+            Socket::Remote { .. } => frame(&bytes),
+        };
         self.outbox.push_back((bytes, fds));
         self.flush()
     }
@@ -147,8 +218,14 @@ impl Connection {
     /// Sends what waits. False if the connection is broken.
     pub fn flush(&mut self) -> bool {
         while let Some((bytes, fds)) = self.outbox.front() {
-            let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
-            match socket::send(&self.fd, bytes, &fds) {
+            let sent = match &mut self.socket {
+                Socket::Local(fd) => {
+                    let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
+                    socket::send(&*fd, bytes, &fds)
+                }
+                Socket::Remote { stream, taken, .. } => send_rest(stream, bytes, taken),
+            };
+            match sent {
                 Ok(()) => drop(self.outbox.pop_front()),
                 Err(Errno::WOULDBLOCK) => return true,
                 Err(_) => return false,
@@ -159,13 +236,13 @@ impl Connection {
 
     /// True if it has not said yet what it is for.
     pub fn is_new(&self) -> bool {
-        matches!(self.role, Role::Unknown)
+        matches!(self.role, Role::Unknown | Role::Greeted(_))
     }
 
     /// True if it may be silent: it is attached to the NIC, is a compute node, or waits for an answer.
     pub fn is_settled(&self) -> bool {
         match &self.role {
-            Role::Unknown => false,
+            Role::Unknown | Role::Greeted(_) => false,
             Role::Nic(session) => session.is_open(),
             Role::Pool(session) => session.client.is_some() || !session.deferred.is_empty(),
         }
@@ -194,8 +271,30 @@ impl Connection {
 
 impl AsFd for Connection {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+        match &self.socket {
+            Socket::Local(fd) => fd.as_fd(),
+            Socket::Remote { stream, .. } => stream.as_fd(),
+        }
     }
+}
+
+/// Sends what the stream has not taken yet of `bytes`.
+fn send_rest(stream: &OwnedFd, bytes: &[u8], taken: &mut usize) -> Result<(), Errno> {
+    while *taken < bytes.len() {
+        match rustix::net::send(stream, &bytes[*taken..], SendFlags::NOSIGNAL) {
+            Ok(sent) => *taken += sent,
+            Err(Errno::INTR) => {}
+            Err(e) => return Err(e),
+        }
+    }
+    *taken = 0;
+    Ok(())
+}
+
+/// An IPv4 address that came over an IPv6 socket is an IPv4 address: that is what packets go to.
+fn ip_of(address: rustix::net::SocketAddrAny) -> Result<IpAddr, Errno> {
+    let address = SocketAddr::try_from(address)?;
+    Ok(address.ip().to_canonical())
 }
 
 /// The process at the other end of a socket, as the kernel knows it since it connected.

@@ -21,8 +21,10 @@
 
 mod connection;
 mod control;
+mod nic;
 mod paces;
 
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -35,9 +37,11 @@ use parking_lot::Mutex;
 use rnic::port::shm::Host;
 use rustix::event::EventfdFlags;
 
+pub use self::nic::NicService;
 use crate::cpu::ThreadClock;
 use crate::node::{Gate, MemoryNode, Turner};
 use crate::protocol::Status;
+use crate::remote::{Listen, RemoteListener};
 use crate::socket::{Endpoint, Listener};
 use crate::{AnyNode, Error, Settings};
 
@@ -46,6 +50,7 @@ pub struct Service {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
     path: PathBuf,
+    address: Option<SocketAddr>,
 }
 
 /// What the control thread shares with its owner.
@@ -65,12 +70,26 @@ pub(crate) struct Shared {
 }
 
 impl Service {
-    /// Starts a memory node that listens at `endpoint`.
+    /// Starts a memory node that listens at `endpoint`, for processes of this host.
     pub fn start(settings: &Settings, endpoint: &Endpoint) -> Result<Self, Error> {
+        Self::start_with(settings, endpoint, None)
+    }
+
+    /// Starts a memory node that listens at `endpoint`, and for other hosts at `listen`.
+    pub fn start_with(
+        settings: &Settings,
+        endpoint: &Endpoint,
+        listen: Option<&Listen>,
+    ) -> Result<Self, Error> {
         settings.validate()?;
         let listener = Listener::bind(endpoint)?;
         let path = listener.path().to_path_buf();
-        let (nic, host) = SoftNic::host()?;
+        let (remote, wire) = listen.map(RemoteListener::bind).transpose()?.unzip();
+        let address = remote.as_ref().map(RemoteListener::address);
+        let (nic, host) = match wire {
+            None => SoftNic::host()?,
+            Some(wire) => SoftNic::host_over(wire)?,
+        };
         let settings = Settings { paced: true, ..settings.clone() };
         let node = MemoryNode::new(AnyNode::new(&nic, &settings)?, settings);
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
@@ -102,7 +121,7 @@ impl Service {
                 let shared = shared.clone();
                 move || {
                     shared.clock.adopt();
-                    if let Err(e) = control::run(&shared, listener) {
+                    if let Err(e) = control::run(&shared, listener, remote) {
                         *shared.failure.lock() = Some(e.to_string());
                     }
                     shared.clock.retire();
@@ -113,12 +132,17 @@ impl Service {
                 attempt: "starting the memory node's control thread".into(),
                 source,
             })?;
-        Ok(Self { shared, thread: Some(thread), path })
+        Ok(Self { shared, thread: Some(thread), path, address })
     }
 
     /// Where it listens.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Where it listens for other hosts, if it does.
+    pub fn address(&self) -> Option<SocketAddr> {
+        self.address
     }
 
     /// The memory node itself.

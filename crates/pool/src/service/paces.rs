@@ -6,6 +6,7 @@
 //! `OPENINGS` connections with credit, and one more in `OPENING_EACH`; others start without.
 
 use std::collections::HashMap;
+use std::net::IpAddr;
 use std::time::Duration;
 
 use crate::pace::Pace;
@@ -23,12 +24,18 @@ const EACH: Duration = Duration::from_millis(1);
 const OPENINGS: u32 = 256;
 const OPENING_EACH: Duration = Duration::from_secs(1);
 
-/// A process, as the kernel names it.
-pub type Process = Option<i32>;
+/// Who asks.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Asker {
+    /// A process of this host, as the kernel names it.
+    Process(Option<i32>),
+    /// Another host, by its address: nobody can tell its processes apart.
+    Host(IpAddr),
+}
 
 /// The paces of all processes that are connected, or were lately. Times are since the service was started.
 pub struct Paces {
-    processes: HashMap<Process, Of>,
+    askers: HashMap<Asker, Of>,
     /// What a connection may ask at once.
     credit: u32,
 }
@@ -50,12 +57,12 @@ impl Of {
 impl Paces {
     /// Nobody has asked for anything. A compute node sets up `qps` QPs at most.
     pub fn new(qps: u32) -> Self {
-        Self { processes: HashMap::new(), credit: CREDIT_MIN.max(EACH_QP * qps) }
+        Self { askers: HashMap::new(), credit: CREDIT_MIN.max(EACH_QP * qps) }
     }
 
     /// The credit of a connection that `process` opens.
-    pub fn open(&mut self, process: Process, now: Duration) -> u32 {
-        let of = self.processes.entry(process).or_insert_with(|| Of::new(now));
+    pub fn open(&mut self, asker: Asker, now: Duration) -> u32 {
+        let of = self.askers.entry(asker).or_insert_with(|| Of::new(now));
         if of.openings.wait(now).is_some() {
             return 0;
         }
@@ -64,26 +71,26 @@ impl Paces {
     }
 
     /// A connection of `process` with `credit` has asked for what costs so much.
-    pub fn asked(&mut self, process: Process, credit: &mut u32, cost: u32, now: Duration) {
+    pub fn asked(&mut self, asker: Asker, credit: &mut u32, cost: u32, now: Duration) {
         let paid = cost.min(*credit);
         *credit -= paid;
         if cost > paid {
-            let of = self.processes.entry(process).or_insert_with(|| Of::new(now));
+            let of = self.askers.entry(asker).or_insert_with(|| Of::new(now));
             of.requests.take(cost - paid, now);
         }
     }
 
     /// How long a connection with `credit` is not to be read from.
-    pub fn wait(&self, process: Process, credit: u32, now: Duration) -> Option<Duration> {
+    pub fn wait(&self, asker: Asker, credit: u32, now: Duration) -> Option<Duration> {
         if credit > 0 {
             return None;
         }
-        self.processes.get(&process)?.requests.wait(now)
+        self.askers.get(&asker)?.requests.wait(now)
     }
 
     /// Forgets processes of which there is nothing to be remembered.
     pub fn forget(&mut self, now: Duration) {
-        self.processes.retain(|_, of| !of.requests.is_full(now) || !of.openings.is_full(now));
+        self.askers.retain(|_, of| !of.requests.is_full(now) || !of.openings.is_full(now));
     }
 }
 
@@ -91,7 +98,7 @@ impl Paces {
 pub fn cost(request: &Request) -> u32 {
     match request {
         Request::AwaitMemory { .. } => 1,
-        Request::ResetAccess { .. } | Request::ResetManagement | Request::Goodbye => 4,
+        Request::ResetAccess { .. } | Request::ResetManagement { .. } | Request::Goodbye => 4,
         Request::Status => 4,
         // QPs and windows of all groups; every entry of the table.
         Request::Admit(_) | Request::Audit => 16,
@@ -105,12 +112,12 @@ mod tests {
     /// Asks on one connection whenever it is read from; how often in `time`.
     fn asks(paces: &mut Paces, process: i32, start: Duration, time: Duration, cost: u32) -> u32 {
         let (mut now, mut count) = (start, 0);
-        let mut credit = paces.open(Some(process), now);
+        let mut credit = paces.open(Asker::Process(Some(process)), now);
         while now < start + time {
-            match paces.wait(Some(process), credit, now) {
+            match paces.wait(Asker::Process(Some(process)), credit, now) {
                 Some(wait) => now += wait,
                 None => {
-                    paces.asked(Some(process), &mut credit, cost, now);
+                    paces.asked(Asker::Process(Some(process)), &mut credit, cost, now);
                     count += 1;
                     now += Duration::from_micros(1);
                 }
@@ -137,12 +144,16 @@ mod tests {
         let now = Duration::from_secs(1000);
         let mut paces = Paces::new(1);
         let (mut a, mut b, c) = (0, 0, 0);
-        paces.asked(Some(1), &mut a, BURST, now);
-        assert_eq!(paces.wait(Some(1), b, now), None);
-        paces.asked(Some(1), &mut b, 10, now);
-        assert_eq!(paces.wait(Some(1), a, now), Some(10 * EACH));
-        assert_eq!(paces.wait(Some(1), 1, now), None, "one that has credit goes on");
-        assert_eq!(paces.wait(Some(2), c, now), None);
+        paces.asked(Asker::Process(Some(1)), &mut a, BURST, now);
+        assert_eq!(paces.wait(Asker::Process(Some(1)), b, now), None);
+        paces.asked(Asker::Process(Some(1)), &mut b, 10, now);
+        assert_eq!(paces.wait(Asker::Process(Some(1)), a, now), Some(10 * EACH));
+        assert_eq!(
+            paces.wait(Asker::Process(Some(1)), 1, now),
+            None,
+            "one that has credit goes on"
+        );
+        assert_eq!(paces.wait(Asker::Process(Some(2)), c, now), None);
     }
 
     #[test]
@@ -150,7 +161,7 @@ mod tests {
         let start = Duration::from_secs(1000);
         let mut paces = Paces::new(1);
         let with_credit = |paces: &mut Paces, now| {
-            (0..1000).filter(|_| paces.open(Some(1), now) > 0).count() as u32
+            (0..1000).filter(|_| paces.open(Asker::Process(Some(1)), now) > 0).count() as u32
         };
         assert_eq!(with_credit(&mut paces, start), OPENINGS + 1);
         // Closing them, and coming back, is no way round that.
@@ -158,7 +169,7 @@ mod tests {
         assert_eq!(with_credit(&mut paces, start + 10 * OPENING_EACH), 10);
         let later = start + 2 * OPENINGS * OPENING_EACH;
         paces.forget(later);
-        assert!(paces.processes.is_empty());
+        assert!(paces.askers.is_empty());
         assert_eq!(with_credit(&mut paces, later), OPENINGS + 1);
     }
 }

@@ -160,6 +160,7 @@ impl Compute {
             groups: vec![access.iter().map(|q| q.qpn.raw()).collect()],
             bulletin_addr: local.addr(),
             bulletin_rkey: lkey.0,
+            ..Admission::default()
         };
         let terms = match control.ask(Request::Admit(admission))? {
             Reply::Admitted(terms) => terms,
@@ -262,7 +263,7 @@ impl Compute {
         let qp = &mut self.access[lane];
         qp.reset(&self.nic)?;
         while qp.poll().is_some() {}
-        let request = Request::ResetAccess { group: 0, lane: lane as u8 };
+        let request = Request::ResetAccess { group: 0, lane: lane as u8, psn: 0 };
         match self.control.ask(request)? {
             Reply::Access { peer } => qp.connect(&self.nic, Qpn::new(peer)),
             other => bail!("lane {lane} was not re-established: {other:?}"),
@@ -275,7 +276,7 @@ impl Compute {
             m.qp.reset(&self.nic)?;
             while m.qp.poll().is_some() {}
         }
-        match self.control.ask(Request::ResetManagement)? {
+        match self.control.ask(Request::ResetManagement { psn: 0 })? {
             Reply::Management { peers } => {
                 for (m, peer) in [&self.alloc, &self.free].into_iter().zip(peers) {
                     m.qp.connect(&self.nic, Qpn::new(peer))?;

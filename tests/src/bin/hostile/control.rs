@@ -143,6 +143,7 @@ pub fn hijack(a: &Arguments) -> Result<Value> {
         groups: vec![vec![third, fourth]],
         bulletin_addr: 0,
         bulletin_rkey: 0,
+        ..Admission::default()
     };
     let why = match control.ask(Request::Admit(admission))? {
         Reply::Error { why } => why,

@@ -164,6 +164,7 @@ pub fn groups(a: &Arguments) -> Result<Value> {
             groups: vec![vec![qp, qp]; groups],
             bulletin_addr: 0,
             bulletin_rkey: 0,
+            ..Admission::default()
         };
         match control.ask(Request::Admit(admission))? {
             Reply::Error { why } => refusals.push(why),

@@ -206,7 +206,7 @@ impl Noise {
         for lane in 0..me.access.len() {
             if me.nic.query(me.access[lane].qpn)?.state != QpState::ReadyToSend {
                 me.access[lane].reset(&me.nic)?;
-                me.control.ask(Request::ResetAccess { group: 0, lane: lane as u8 })?;
+                me.control.ask(Request::ResetAccess { group: 0, lane: lane as u8, psn: 0 })?;
                 me.access[lane].connect(&me.nic, Qpn::new(me.terms.groups[0][lane]))?;
                 resets += 1;
             }
@@ -216,7 +216,7 @@ impl Noise {
             for m in [&mut me.alloc, &mut me.free] {
                 m.qp.reset(&me.nic)?;
             }
-            me.control.ask(Request::ResetManagement)?;
+            me.control.ask(Request::ResetManagement { psn: 0 })?;
             for (m, peer) in [&me.alloc, &me.free].into_iter().zip(&me.terms.management) {
                 m.qp.connect(&me.nic, Qpn::new(*peer))?;
             }

@@ -49,6 +49,7 @@ impl Hand {
             groups: vec![access.iter().map(|q| q.qpn().raw()).collect()],
             bulletin_addr: memory.remote(REPLY + 64).addr,
             bulletin_rkey: memory.key().0,
+            ..Admission::default()
         };
         let id = ClientId(id);
         let admitted = node.admit(id, &admission).unwrap();

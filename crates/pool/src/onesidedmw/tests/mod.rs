@@ -84,6 +84,7 @@ impl Raw {
             groups: vec![access.iter().map(|q| q.qpn().raw()).collect()],
             bulletin_addr: memory.memory().addr() + 32768,
             bulletin_rkey: memory.key().0,
+            ..Admission::default()
         };
         let admitted = node.admit(ClientId(id), &request).unwrap();
         if settings.separation {

@@ -77,6 +77,7 @@ impl Hand {
             groups: vec![lanes.iter().map(|q| q.qpn().raw()).collect()],
             bulletin_addr: memory.remote(BULLETIN).addr,
             bulletin_rkey: memory.key().0,
+            ..Admission::default()
         };
         change(&mut request);
         let id = ClientId(id);
@@ -371,6 +372,7 @@ fn admissions_that_do_not_fit_are_refused() {
             groups,
             bulletin_addr: 0,
             bulletin_rkey: 0,
+            ..Admission::default()
         };
         for (request, said) in [
             (admission(vec![], vec![lanes.clone()]), "one management QP"),

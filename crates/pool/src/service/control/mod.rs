@@ -7,6 +7,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use fabric::Psn;
 use rnic::port::shm::socket::{Packet, close_aside};
 use rnic::port::shm::{Session, SessionLimits};
 use rustix::event::Timespec;
@@ -14,16 +15,22 @@ use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::io::Errno;
 
 use super::Shared;
-use super::connection::{Connection, ConnectionId, Input, PoolSession, Role, What, process_of};
-use super::paces::{Paces, cost};
+use super::connection::{
+    Connection, ConnectionId, Ends, Input, PoolSession, Role, What, process_of,
+};
+use super::paces::{Asker, Paces, cost};
 use crate::Error;
-use crate::protocol::{self, Numbered, Opening, Reply, Request, VERSION};
+use crate::protocol::{self, Numbered, Opening, Reply, Request, VERSION, Welcome};
+use crate::remote::RemoteListener;
+use crate::remote::route::Route;
+use crate::remote::token::{self, Greeting, Nonce, Nonces, Side};
 use crate::scheme::{Admission, Admitted, ClientId, GroupId, Lane};
 use crate::socket::Listener;
 
 const LISTENER: u64 = 0;
 const WAKE: u64 = 1;
-const FIRST_CONNECTION: u64 = 2;
+const REMOTE_LISTENER: u64 = 2;
+const FIRST_CONNECTION: u64 = 3;
 
 /// Connections beyond two for each compute node, for those who only ask.
 const ASKING: usize = 32;
@@ -38,8 +45,12 @@ const AWAITS_MAX: usize = 16;
 const BUFFERS: usize = 256;
 
 /// Serves until told to stop.
-pub(super) fn run(shared: &Shared, listener: Listener) -> Result<(), Error> {
-    let mut control = Control::new(shared, listener)?;
+pub(super) fn run(
+    shared: &Shared,
+    listener: Listener,
+    remote: Option<RemoteListener>,
+) -> Result<(), Error> {
+    let mut control = Control::new(shared, listener, remote)?;
     let result = control.serve();
     control.close_all();
     result
@@ -48,6 +59,8 @@ pub(super) fn run(shared: &Shared, listener: Listener) -> Result<(), Error> {
 struct Control<'a> {
     shared: &'a Shared,
     listener: Listener,
+    /// For other hosts.
+    remote: Option<RemoteListener>,
     epoll: OwnedFd,
     connections: BTreeMap<ConnectionId, Connection>,
     /// Those that have not settled, and until when they may say nothing.
@@ -63,14 +76,22 @@ struct Control<'a> {
 }
 
 impl<'a> Control<'a> {
-    fn new(shared: &'a Shared, listener: Listener) -> Result<Self, Error> {
+    fn new(
+        shared: &'a Shared,
+        listener: Listener,
+        remote: Option<RemoteListener>,
+    ) -> Result<Self, Error> {
         let epoll = epoll::create(CreateFlags::CLOEXEC).map_err(system)?;
         let data = EventData::new_u64;
         epoll::add(&epoll, &listener, data(LISTENER), EventFlags::IN).map_err(system)?;
         epoll::add(&epoll, &shared.wake, data(WAKE), EventFlags::IN).map_err(system)?;
+        if let Some(remote) = &remote {
+            epoll::add(&epoll, remote, data(REMOTE_LISTENER), EventFlags::IN).map_err(system)?;
+        }
         Ok(Self {
             shared,
             listener,
+            remote,
             epoll,
             connections: BTreeMap::new(),
             silent: BTreeSet::new(),
@@ -102,6 +123,7 @@ impl<'a> Control<'a> {
             for event in events.drain(..) {
                 match event.data.u64() {
                     LISTENER => self.accept()?,
+                    REMOTE_LISTENER => self.accept_remote()?,
                     WAKE => {
                         let _ = rustix::io::read(&self.shared.wake, &mut [0; 8]);
                     }
@@ -119,33 +141,62 @@ impl<'a> Control<'a> {
     fn accept(&mut self) -> Result<(), Error> {
         match self.listener.accept() {
             Ok(None) => {}
-            Ok(Some(fd)) if !self.has_room_for(&fd) => drop(fd), // closed again
             Ok(Some(fd)) => {
-                let id = self.next;
-                self.next += 1;
-                epoll::add(&self.epoll, &fd, EventData::new_u64(id), EventFlags::IN)
-                    .map_err(system)?;
-                let now = self.started.elapsed();
-                self.paces.forget(now);
-                let credit = self.paces.open(process_of(&fd), now);
-                self.connections.insert(ConnectionId(id), Connection::new(fd, credit));
-                self.mind_silence(ConnectionId(id));
+                let asker = Asker::Process(process_of(&fd));
+                if self.has_room_for(asker) {
+                    let credit = self.credit(asker);
+                    self.add(Connection::local(fd, credit))?;
+                }
             }
             // No descriptor or no memory left: connections wait until one of ours ends.
-            Err(_) => self.watch_listener(false)?,
+            Err(_) => self.watch_listeners(false)?,
         }
         Ok(())
     }
 
-    /// The last connections are for processes that have few: one that takes all that it can get locks
+    fn accept_remote(&mut self) -> Result<(), Error> {
+        let Some(listener) = &self.remote else { return Ok(()) };
+        let port = listener.address().port();
+        match listener.accept() {
+            Ok(None) => {}
+            // An error here is that it has gone again.
+            Ok(Some(fd)) => {
+                if let Ok(mut connection) = Connection::remote(fd, port, 0)
+                    && self.has_room_for(connection.asker)
+                {
+                    connection.credit = self.credit(connection.asker);
+                    self.add(connection)?;
+                }
+            }
+            Err(_) => self.watch_listeners(false)?,
+        }
+        Ok(())
+    }
+
+    fn credit(&mut self, asker: Asker) -> u32 {
+        let now = self.started.elapsed();
+        self.paces.forget(now);
+        self.paces.open(asker, now)
+    }
+
+    fn add(&mut self, connection: Connection) -> Result<(), Error> {
+        let id = self.next;
+        self.next += 1;
+        let data = EventData::new_u64(id);
+        epoll::add(&self.epoll, &connection, data, EventFlags::IN).map_err(system)?;
+        self.connections.insert(ConnectionId(id), connection);
+        self.mind_silence(ConnectionId(id));
+        Ok(())
+    }
+
+    /// The last connections are for those who have few: one that takes all that it can get locks
     /// nobody else out.
-    fn has_room_for(&self, fd: &OwnedFd) -> bool {
+    fn has_room_for(&self, asker: Asker) -> bool {
         let count = self.connections.len();
         if count + RESERVED < self.limit {
             return true;
         }
-        let process = process_of(fd);
-        let held = self.connections.values().filter(|c| c.process == process).count();
+        let held = self.connections.values().filter(|c| c.asker == asker).count();
         count < self.limit && held < FEW
     }
 
@@ -186,11 +237,17 @@ impl<'a> Control<'a> {
         }
     }
 
-    fn watch_listener(&mut self, on: bool) -> Result<(), Error> {
+    fn watch_listeners(&mut self, on: bool) -> Result<(), Error> {
         self.full = !on;
         let flags = if on { EventFlags::IN } else { EventFlags::empty() };
-        epoll::modify(&self.epoll, &self.listener, EventData::new_u64(LISTENER), flags)
-            .map_err(system)
+        let (data, epoll) = (EventData::new_u64, &self.epoll);
+        epoll::modify(epoll, &self.listener, data(LISTENER), flags).map_err(system)?;
+        match &self.remote {
+            Some(remote) => {
+                epoll::modify(epoll, remote, data(REMOTE_LISTENER), flags).map_err(system)
+            }
+            None => Ok(()),
+        }
     }
 
     /// Reads one message and answers it. Level-triggered: what else is there comes round again,
@@ -205,6 +262,11 @@ impl<'a> Control<'a> {
         if alive && !connection.is_clogged() {
             alive = match connection.read() {
                 Input::Message(packet) => self.handle(id, packet),
+                Input::Part => {
+                    // Who sends byte by byte pays for each.
+                    self.charge(id, 1);
+                    true
+                }
                 Input::TooLong => {
                     let why = format!("a message has at most {} bytes", protocol::MAX_BYTES);
                     connection.refuse(0, &protocol_error(why)) && !connection.is_new()
@@ -226,7 +288,7 @@ impl<'a> Control<'a> {
     fn watch(&mut self, id: ConnectionId) {
         self.mind_silence(id);
         let Some(connection) = self.connections.get(&id) else { return };
-        let wait = self.paces.wait(connection.process, connection.credit, self.started.elapsed());
+        let wait = self.paces.wait(connection.asker, connection.credit, self.started.elapsed());
         let flags = match wait {
             _ if connection.is_clogged() => EventFlags::OUT,
             None => EventFlags::IN,
@@ -253,7 +315,7 @@ impl<'a> Control<'a> {
     /// Takes what a request costs from what its connection and process have.
     fn charge(&mut self, id: ConnectionId, cost: u32) {
         if let Some(c) = self.connections.get_mut(&id) {
-            self.paces.asked(c.process, &mut c.credit, cost, self.started.elapsed());
+            self.paces.asked(c.asker, &mut c.credit, cost, self.started.elapsed());
         }
     }
 
@@ -266,8 +328,10 @@ impl<'a> Control<'a> {
             // Nobody asked for them.
             descriptors.drain(..).for_each(close_aside);
         }
+        let is_remote = connection.ends().is_some();
         match &mut connection.role {
-            Role::Unknown => self.open(id, &bytes),
+            Role::Unknown if is_remote => self.greet(id, &bytes),
+            Role::Unknown | Role::Greeted(_) => self.open(id, &bytes),
             Role::Nic(session) => {
                 let (reply, fds) = session.handle(&bytes, descriptors);
                 connection.send(reply, fds)
@@ -294,8 +358,39 @@ impl<'a> Control<'a> {
         limits
     }
 
+    /// Answers the greeting of another host.
+    fn greet(&mut self, id: ConnectionId, bytes: &[u8]) -> bool {
+        let Some(connection) = self.connections.get_mut(&id) else { return false };
+        let token = self.remote.as_ref().is_some_and(|remote| remote.token.is_some());
+        let greeted = protocol::decode::<Greeting>("reading a greeting", bytes).and_then(|theirs| {
+            if theirs.granary != token::VERSION {
+                let why = format!(
+                    "version {} of the greeting is not spoken here, {} is; use the same release on both sides",
+                    theirs.granary,
+                    token::VERSION
+                );
+                return Err(protocol_error(why));
+            }
+            let server = Nonce::random()?;
+            let ours = Greeting { granary: token::VERSION, nonce: server, token };
+            let answer = protocol::encode("greeting another host", &ours)?;
+            Ok((Nonces { server, client: theirs.nonce }, answer))
+        });
+        match greeted {
+            Ok((nonces, answer)) => {
+                connection.role = Role::Greeted(nonces);
+                connection.send(answer, Vec::new())
+            }
+            Err(e) => {
+                connection.refuse(0, &e);
+                false
+            }
+        }
+    }
+
     fn open(&mut self, id: ConnectionId, bytes: &[u8]) -> bool {
         let limits = self.session_limits();
+        let token = self.remote.as_ref().and_then(|remote| remote.token.as_ref());
         let Some(connection) = self.connections.get_mut(&id) else { return false };
         let opening = match protocol::decode::<Opening>("reading an opening", bytes) {
             Ok(opening) => opening,
@@ -304,15 +399,32 @@ impl<'a> Control<'a> {
                 return false;
             }
         };
+        let ends = connection.ends();
+        let nonces = match connection.role {
+            Role::Greeted(nonces) => Some(nonces),
+            _ => None,
+        };
+        let proof = opening.proof.as_deref().unwrap_or_default();
+        let is_let_in = match (nonces, token) {
+            (Some(nonces), Some(token)) => token.is_proved(Side::Client, &nonces, proof),
+            _ => true,
+        };
         let why = match opening.service.as_str() {
-            "nic" => {
+            _ if !is_let_in => {
+                "the token is wrong, or missing: give the file that the memory node has".into()
+            }
+            "nic" if ends.is_none() => {
                 let session = Session::new(&self.shared.host, limits);
                 connection.role = Role::Nic(Box::new(session));
                 return true;
             }
+            "nic" => "a NIC is attached to on its own host only".into(),
             "pool" if opening.version == VERSION => {
                 connection.role = Role::Pool(PoolSession::default());
-                return connection.reply(0, Reply::Welcome(self.shared.node.welcome()));
+                let proof = nonces.and_then(|nonces| Some(token?.proof(Side::Server, &nonces)));
+                let roce = ends.map(|ends| ends.here);
+                let welcome = Welcome { roce, proof, ..self.shared.node.welcome() };
+                return connection.reply(0, Reply::Welcome(welcome));
             }
             "pool" => format!(
                 "version {} of the pool's protocol is not spoken here, {VERSION} is; use the same \
@@ -338,12 +450,16 @@ impl<'a> Control<'a> {
                 Err(e) => Err(e),
             },
             Request::Status => self.shared.status().map(|s| Reply::Status(Box::new(s))),
-            Request::ResetManagement => match admitted().and_then(|c| self.reset(from, id, c)) {
-                Ok(None) => return true,
-                Ok(Some(reply)) => Ok(reply),
-                Err(e) => Err(e),
-            },
-            Request::ResetAccess { group, lane } => admitted()
+            Request::ResetManagement { psn } => {
+                let begin = |c| psn_of(psn).and_then(|psn| node.set_psn(c, psn)).map(|()| c);
+                match admitted().and_then(begin).and_then(|c| self.reset(from, id, c)) {
+                    Ok(None) => return true,
+                    Ok(Some(reply)) => Ok(reply),
+                    Err(e) => Err(e),
+                }
+            }
+            Request::ResetAccess { group, lane, psn } => admitted()
+                .and_then(|c| psn_of(psn).and_then(|psn| node.set_psn(c, psn)).map(|()| c))
                 .and_then(|c| node.reset_access(c, GroupId(group), Lane(lane)))
                 .map(|peer| Reply::Access { peer }),
             Request::Audit => node.audit().map(|()| Reply::Done),
@@ -382,25 +498,33 @@ impl<'a> Control<'a> {
     }
 
     fn admit(&mut self, from: ConnectionId, request: &Admission) -> Result<Admitted, Error> {
-        // Not another process's: its NIC session would end with this connection.
-        let process = self.connections.get(&from).and_then(|c| c.process);
-        let nic = self
-            .connections
-            .iter_mut()
-            .filter(|(_, c)| c.process == process)
-            .find_map(|(id, c)| c.owns_all(request).then_some(*id))
-            .ok_or_else(|| {
-                refused("the QPs that it names are not those of this process, attached to the NIC")
-            })?;
+        let connection = self.connections.get(&from);
+        let connection = connection.ok_or_else(|| refused("the connection has ended"))?;
+        let (nic, route) = match connection.ends() {
+            None => (Some(self.nic_of(connection.asker, request)?), None),
+            Some(ends) => (None, Some(route_of(&ends, request)?)),
+        };
         let session = self.connections.get_mut(&from).and_then(Connection::pool);
         let session = session.ok_or_else(|| refused("the connection has ended"))?;
         if session.client.is_some() {
             return Err(refused("this connection has admitted a compute node already"));
         }
-        let admitted = self.shared.node.admit(request)?;
+        let admitted = self.shared.node.admit(&Admission { route, ..request.clone() })?;
         session.client = Some(ClientId(admitted.client));
-        session.nic = Some(nic);
+        session.nic = nic;
         Ok(admitted)
+    }
+
+    /// The NIC session that owns all QPs that are named, of the same process: another's would end with this
+    /// connection.
+    fn nic_of(&mut self, asker: Asker, request: &Admission) -> Result<ConnectionId, Error> {
+        self.connections
+            .iter_mut()
+            .filter(|(_, c)| c.asker == asker)
+            .find_map(|(id, c)| c.owns_all(request).then_some(*id))
+            .ok_or_else(|| {
+                refused("the QPs that it names are not those of this process, attached to the NIC")
+            })
     }
 
     fn next_deadline(&mut self) -> Option<Timespec> {
@@ -417,7 +541,7 @@ impl<'a> Control<'a> {
     fn next_unpause(&self) -> Option<Instant> {
         let now = self.started.elapsed();
         let paused = self.paused.iter().filter_map(|id| self.connections.get(id));
-        let wait = |c: &Connection| self.paces.wait(c.process, c.credit, now).unwrap_or_default();
+        let wait = |c: &Connection| self.paces.wait(c.asker, c.credit, now).unwrap_or_default();
         paused.map(|c| self.started + now + wait(c)).min()
     }
 
@@ -439,7 +563,7 @@ impl<'a> Control<'a> {
     fn close(&mut self, id: ConnectionId) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         let linked = match &mut connection.role {
-            Role::Unknown => Vec::new(),
+            Role::Unknown | Role::Greeted(_) => Vec::new(),
             // Its compute nodes lose their QPs: they are retired before that.
             Role::Nic(_) => {
                 let on_it: Vec<_> = self
@@ -474,7 +598,7 @@ impl<'a> Control<'a> {
         }
         if self.full {
             // If this fails, the next connection that ends tries again.
-            let _ = self.watch_listener(true);
+            let _ = self.watch_listeners(true);
         }
     }
 
@@ -489,6 +613,24 @@ impl<'a> Control<'a> {
         while let Some((&id, _)) = self.connections.first_key_value() {
             self.close(id);
         }
+    }
+}
+
+/// How the QPs of a compute node on another host are reached.
+fn route_of(ends: &Ends, request: &Admission) -> Result<Route, Error> {
+    psn_of(request.psn)?;
+    let there =
+        request.roce.ok_or_else(|| refused("it does not say what its NIC is reached by"))?;
+    if there.port == 0 {
+        return Err(refused("its NIC is reached by UDP port 0, which is none"));
+    }
+    Ok(Route::between(ends.local, ends.here, ends.remote, there))
+}
+
+fn psn_of(psn: u32) -> Result<Psn, Error> {
+    match psn {
+        0..=Psn::MAX => Ok(Psn::new(psn)),
+        _ => Err(refused(&format!("{psn:#x} is no PSN"))),
     }
 }
 

@@ -134,6 +134,7 @@ impl Hostile {
             groups: access.iter().map(|g| numbers(g)).collect(),
             bulletin_addr: bulletin.addr,
             bulletin_rkey: if wrong_bulletin { 0x1234_5678 } else { bulletin.rkey.0 },
+            ..Admission::default()
         };
         let terms = loop {
             match control.admit(&admission) {
@@ -264,7 +265,7 @@ impl Hostile {
                     let _ = self.connect_access();
                 }
                 for (side, peer) in self.management.iter().zip(peers) {
-                    let _ = side.qp.connect(Qpn::new(peer));
+                    let _ = side.qp.connect(peer);
                 }
             }
             Err(_) => self.out = true,
@@ -291,7 +292,7 @@ impl Hostile {
         let mut old = [Completion::EMPTY; 16];
         while cq.poll(&mut old) > 0 {}
         match self.control.reset_access(GroupId(group as u16), Lane(lane as u8)) {
-            Ok(peer) => _ = qp.connect(Qpn::new(peer)),
+            Ok(peer) => _ = qp.connect(peer),
             Err(_) => self.out = true,
         }
         false

@@ -1,0 +1,156 @@
+//! Which memory node: what `--pool` and `GRANARY_POOL` name.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use crate::client::control::SocketControl;
+use crate::remote::{RemoteAddress, Token};
+use crate::{Error, Options, Pool};
+
+/// A memory node, and what is needed to reach it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Address {
+    /// `shm:PATH`: on this host, by its socket.
+    Shm(PathBuf),
+    /// `roce://HOST:PORT`: on another host.
+    Roce(Remote),
+}
+
+/// A memory node on another host.
+///
+/// Its text is `roce://HOST:PORT`, and behind it, if given, `;token=FILE` and `;nic=SOCKET;port=PORT`.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Remote {
+    /// Where it is.
+    pub to: RemoteAddress,
+    /// The file that has the token.
+    pub token: Option<PathBuf>,
+    /// The NIC of this host that is used; without, the process has one of its own.
+    pub nic: Option<LocalNic>,
+}
+
+/// A NIC of this host that processes attach to: see [`crate::NicService`].
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct LocalNic {
+    /// Its socket.
+    pub socket: PathBuf,
+    /// UDP port of its RoCEv2.
+    pub port: u16,
+}
+
+impl Address {
+    /// Connects to the memory node.
+    pub fn connect(&self, options: Options) -> Result<Pool, Error> {
+        match self {
+            Self::Shm(path) => Pool::connect(path, options),
+            Self::Roce(remote) => Pool::connect_remote(remote, options),
+        }
+    }
+
+    /// A connection to ask the memory node something with, not to use its memory.
+    pub fn ask(&self) -> Result<SocketControl, Error> {
+        match self {
+            Self::Shm(path) => SocketControl::connect(path),
+            Self::Roce(remote) => {
+                SocketControl::connect_remote(&remote.to, remote.token()?.as_ref(), |_| Ok(None))
+            }
+        }
+    }
+}
+
+impl Remote {
+    /// The token, if there is a file that has one.
+    pub fn token(&self) -> Result<Option<Token>, Error> {
+        self.token.as_deref().map(Token::read).transpose()
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Shm(path) => write!(f, "shm:{}", path.display()),
+            Self::Roce(Remote { to, token, nic }) => {
+                write!(f, "{to}")?;
+                if let Some(token) = token {
+                    write!(f, ";token={}", token.display())?;
+                }
+                if let Some(nic) = nic {
+                    write!(f, ";nic={};port={}", nic.socket.display(), nic.port)?;
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+impl FromStr for Address {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        const KNOWN: &str = "a pool is shm:PATH, PATH being the socket that granary serve prints, or \
+                             roce://HOST:PORT, a granary serve --listen";
+        if text.starts_with(RemoteAddress::SCHEME) {
+            return Remote::from_str(text).map(Self::Roce);
+        }
+        match text.split_once(':') {
+            Some((_, "")) => Err(format!("nothing behind the colon of {text:?}: {KNOWN}")),
+            Some(("shm", path)) => Ok(Self::Shm(path.into())),
+            _ => Err(format!("{text:?} is no pool: {KNOWN}")),
+        }
+    }
+}
+
+impl FromStr for Remote {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut parts = text.split(';');
+        let to = parts.next().unwrap_or_default().parse()?;
+        let (mut token, mut socket, mut port) = (None, None, None);
+        for part in parts {
+            match part.split_once('=') {
+                Some(("token", file)) if !file.is_empty() => token = Some(PathBuf::from(file)),
+                Some(("nic", path)) if !path.is_empty() => socket = Some(PathBuf::from(path)),
+                Some(("port", number)) => port = number.parse().ok().filter(|port| *port > 0),
+                _ => return Err(format!("{part:?} is none of token=FILE, nic=SOCKET, port=PORT")),
+            }
+        }
+        let nic = match (socket, port) {
+            (Some(socket), Some(port)) => Some(LocalNic { socket, port }),
+            (None, None) => None,
+            _ => return Err(format!("{text:?}: nic=SOCKET and port=PORT go together")),
+        };
+        Ok(Self { to, token, nic })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pools_are_read_and_written() {
+        for text in [
+            "shm:/run/g.sock",
+            "roce://host:4791",
+            "roce://[::1]:7;token=/etc/token",
+            "roce://host:4791;token=t;nic=/tmp/n.sock;port=40000",
+        ] {
+            let address: Address = text.parse().unwrap();
+            assert_eq!(address.to_string(), text);
+        }
+        for (text, why) in [
+            ("", "no pool"),
+            ("shm:", "behind the colon"),
+            ("/run/g.sock", "no pool"),
+            ("roce://", "no name"),
+            ("roce://h;nic=/n", "go together"),
+            ("roce://h;nic=/n;port=0", "go together"),
+            ("roce://h;token=", "none of"),
+        ] {
+            let error = text.parse::<Address>().unwrap_err();
+            assert!(error.contains(why), "{text}: {error}");
+        }
+    }
+}

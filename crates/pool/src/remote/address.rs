@@ -1,0 +1,140 @@
+//! `roce://HOST:PORT`: a memory node on another host, by name or IP address.
+
+use std::fmt;
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::str::FromStr;
+
+use crate::Error;
+
+/// The port of a memory node, for TCP and UDP alike, if none is named: RoCEv2's.
+pub const PORT: u16 = rnic::wire::UDP_PORT;
+
+/// Where a memory node can be reached. `HOST` is a name, an IPv4 address, or an IPv6 address in brackets.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct RemoteAddress {
+    host: String,
+    port: u16,
+}
+
+impl RemoteAddress {
+    /// What a pool's address between hosts starts with.
+    pub const SCHEME: &str = "roce://";
+
+    /// The IP addresses that the name stands for, in the system's order.
+    pub fn resolve(&self) -> Result<Vec<SocketAddr>, Error> {
+        let attempt = || format!("looking up {}", self.host);
+        let found = (self.host.as_str(), self.port)
+            .to_socket_addrs()
+            .map_err(|source| Error::System { attempt: attempt(), source })?;
+        let found: Vec<SocketAddr> = found.collect();
+        if found.is_empty() {
+            let why = "the name has no address; check it, or write the IP address".into();
+            return Err(Error::Gone { attempt: attempt(), why });
+        }
+        Ok(found)
+    }
+}
+
+impl From<SocketAddr> for RemoteAddress {
+    fn from(address: SocketAddr) -> Self {
+        Self { host: address.ip().to_string(), port: address.port() }
+    }
+}
+
+impl fmt::Display for RemoteAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { host, port } = self;
+        let scheme = Self::SCHEME;
+        match host.contains(':') {
+            true => write!(f, "{scheme}[{host}]:{port}"),
+            false => write!(f, "{scheme}{host}:{port}"),
+        }
+    }
+}
+
+impl FromStr for RemoteAddress {
+    type Err = String;
+
+    /// With `roce://` in front or without; without a port it is [`PORT`].
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = |why: &str| {
+            Err(format!("{text:?} is no roce://HOST:PORT: {why} (an IPv6 address in brackets)"))
+        };
+        let rest = text.strip_prefix(Self::SCHEME).unwrap_or(text);
+        let (host, port) = match rest.strip_prefix('[') {
+            Some(rest) => match rest.split_once(']') {
+                Some((host, "")) => (host, None),
+                Some((host, port)) => match port.strip_prefix(':') {
+                    Some(port) => (host, Some(port)),
+                    None => return wrong("something is behind the bracket"),
+                },
+                None => return wrong("a bracket is not closed"),
+            },
+            None => match rest.split_once(':') {
+                Some((_, port)) if port.contains(':') => return wrong("it has too many colons"),
+                Some((host, port)) => (host, Some(port)),
+                None => (rest, None),
+            },
+        };
+        let odd = |c: char| c.is_whitespace() || c.is_control() || "/@?#".contains(c);
+        if host.is_empty() || host.contains(odd) {
+            return wrong("the host is no name or address");
+        }
+        let port = match port.map(str::parse::<u16>) {
+            None => PORT,
+            Some(Ok(port)) if port > 0 => port,
+            Some(_) => return wrong("the port is no number from 1 to 65535"),
+        };
+        Ok(Self { host: host.into(), port })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn addresses_are_read_and_written() {
+        for (text, full) in [
+            ("roce://memory-1", "roce://memory-1:4791"),
+            ("memory-1:7", "roce://memory-1:7"),
+            ("roce://10.0.0.2:4792", "roce://10.0.0.2:4792"),
+            ("roce://[fd00::2]", "roce://[fd00::2]:4791"),
+            ("[::1]:9", "roce://[::1]:9"),
+        ] {
+            let address: RemoteAddress = text.parse().unwrap();
+            assert_eq!(address.to_string(), full);
+            assert_eq!(full.parse(), Ok(address));
+        }
+        for (text, why) in [
+            ("roce://", "no name"),
+            ("fd00::2", "too many colons"),
+            ("[fd00::2", "not closed"),
+            ("[fd00::2]4791", "behind the bracket"),
+            ("host:0", "1 to 65535"),
+            ("host:70000", "1 to 65535"),
+            ("ho st", "no name"),
+            ("host/pool", "no name"),
+        ] {
+            let error = text.parse::<RemoteAddress>().unwrap_err();
+            assert!(error.contains(why), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn what_is_an_address_already_is_not_looked_up() {
+        let address: RemoteAddress = "[::1]:7".parse().unwrap();
+        assert_eq!(address.resolve().unwrap(), ["[::1]:7".parse().unwrap()]);
+        assert_eq!(RemoteAddress::from("[::1]:7".parse::<SocketAddr>().unwrap()), address);
+    }
+
+    proptest! {
+        #[test]
+        fn reading_never_panics(text in ".{0,40}") {
+            if let Ok(address) = text.parse::<RemoteAddress>() {
+                prop_assert_eq!(address.to_string().parse(), Ok(address));
+            }
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! Messages in a stream of bytes.
+//!
+//! ```text
+//! +0 length of the message (be32), 1 to MAX_BYTES    +4 the message: one JSON object
+//! ```
+//!
+//! Nothing is read beyond a message, so that a level-triggered watch on the stream tells of the next.
+
+use std::os::fd::AsFd;
+
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
+
+use crate::protocol::MAX_BYTES;
+
+/// Bytes of the length.
+const HEADER: usize = 4;
+
+/// The part of a message that has been read.
+#[derive(Default)]
+pub struct Inbox {
+    bytes: Vec<u8>,
+}
+
+/// What a read came to.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Read {
+    /// A whole message.
+    Message(Vec<u8>),
+    /// A part of one.
+    Part,
+    /// The peer has ended the stream.
+    End,
+    /// What follows is no message: the length is 0, or more than a message has.
+    Wrong(usize),
+}
+
+impl Inbox {
+    /// Reads once from `stream` what the message still lacks.
+    ///
+    /// # Errors
+    /// Those of the system call; `WOULDBLOCK` if there is nothing now.
+    pub fn read(&mut self, stream: impl AsFd) -> Result<Read, Errno> {
+        let have = self.bytes.len();
+        let want = if have < HEADER { HEADER } else { HEADER + self.announced() };
+        self.bytes.resize(want, 0);
+        let got = rustix::net::recv(stream, &mut self.bytes[have..], RecvFlags::empty());
+        let got = match got {
+            Ok((got, _)) => got,
+            Err(e) => {
+                self.bytes.truncate(have);
+                return Err(e);
+            }
+        };
+        self.bytes.truncate(have + got);
+        Ok(match got {
+            0 => Read::End,
+            _ if self.bytes.len() < HEADER => Read::Part,
+            _ => match self.announced() {
+                wrong if wrong == 0 || wrong > MAX_BYTES => Read::Wrong(wrong),
+                len if self.bytes.len() < HEADER + len => Read::Part,
+                _ => {
+                    let message = self.bytes.split_off(HEADER);
+                    self.bytes.clear();
+                    Read::Message(message)
+                }
+            },
+        })
+    }
+
+    /// The length of the message whose header is there.
+    fn announced(&self) -> usize {
+        let header = self.bytes.first_chunk::<HEADER>().expect("the header is there");
+        u32::from_be_bytes(*header) as usize
+    }
+}
+
+/// A message as it goes into the stream.
+pub fn frame(message: &[u8]) -> Vec<u8> {
+    debug_assert!((1..=MAX_BYTES).contains(&message.len()));
+    let mut bytes = Vec::with_capacity(HEADER + message.len());
+    bytes.extend_from_slice(&(message.len() as u32).to_be_bytes());
+    bytes.extend_from_slice(message);
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::net::Shutdown;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use proptest::prelude::*;
+
+    fn read_all(inbox: &mut Inbox, from: &UnixStream) -> Vec<Read> {
+        from.set_nonblocking(true).unwrap();
+        let mut all = Vec::new();
+        loop {
+            match inbox.read(from) {
+                Ok(Read::Part) => {}
+                Ok(read) => {
+                    let over = !matches!(read, Read::Message(_));
+                    all.push(read);
+                    if over {
+                        return all;
+                    }
+                }
+                Err(e) => {
+                    assert_eq!(e, Errno::WOULDBLOCK);
+                    return all;
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_length_that_no_message_has_is_told_before_anything_is_kept() {
+        for length in [0, MAX_BYTES as u32 + 1, u32::MAX] {
+            let (mut a, b) = UnixStream::pair().unwrap();
+            a.write_all(&length.to_be_bytes()).unwrap();
+            let mut inbox = Inbox::default();
+            assert_eq!(read_all(&mut inbox, &b), [Read::Wrong(length as usize)]);
+            assert!(inbox.bytes.capacity() < 64);
+        }
+    }
+
+    #[test]
+    fn an_end_in_the_middle_is_an_end() {
+        let (mut a, b) = UnixStream::pair().unwrap();
+        a.write_all(&frame(b"{}")[..5]).unwrap();
+        a.shutdown(Shutdown::Write).unwrap();
+        assert_eq!(read_all(&mut Inbox::default(), &b), [Read::End]);
+    }
+
+    proptest! {
+        #[test]
+        fn messages_arrive_however_they_are_cut(
+            messages in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 1..300), 0..6),
+            cuts in proptest::collection::vec(1usize..64, 1..20),
+        ) {
+            let (mut a, b) = UnixStream::pair().unwrap();
+            let bytes: Vec<u8> = messages.iter().flat_map(|m| frame(m)).collect();
+            let (mut inbox, mut got, mut at) = (Inbox::default(), Vec::new(), 0);
+            let mut cuts = cuts.iter().cycle();
+            while at < bytes.len() {
+                let n = (*cuts.next().unwrap()).min(bytes.len() - at);
+                a.write_all(&bytes[at..at + n]).unwrap();
+                at += n;
+                got.extend(read_all(&mut inbox, &b));
+            }
+            let sent: Vec<Read> = messages.into_iter().map(Read::Message).collect();
+            prop_assert_eq!(got, sent);
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! A compute node's end of a control connection: messages, whole, over a Unix socket or between hosts.
+//!
+//! Several threads may send. One at a time receives.
+
+use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rnic::port::shm::socket as packets;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::SendFlags;
+
+use super::address::RemoteAddress;
+use super::frames::{Inbox, Read, frame};
+use super::listener::mind_the_peer;
+use crate::{Error, socket};
+
+/// How long a host may take to answer a connection.
+const CONNECT: Duration = Duration::from_secs(5);
+/// How long a peer may take to make room for a message.
+const ROOM: Duration = Duration::from_secs(30);
+
+/// The end of a connection.
+pub enum Link {
+    /// To a memory node on this host: `SOCK_SEQPACKET`, which keeps messages whole.
+    Local(OwnedFd),
+    /// To another host.
+    Remote(RemoteLink),
+}
+
+/// A TCP connection.
+pub struct RemoteLink {
+    stream: TcpStream,
+    sending: Mutex<()>,
+    inbox: Mutex<Inbox>,
+    /// The memory node.
+    pub peer: SocketAddr,
+    /// The address here.
+    pub local: IpAddr,
+}
+
+/// Why nothing more comes.
+pub const CLOSED: &str = "its process has closed the connection";
+
+impl Link {
+    /// Connects to the memory node that serves the socket at `path`.
+    pub fn local(path: &Path) -> Result<Self, Error> {
+        socket::connect(path).map(Self::Local)
+    }
+
+    /// Connects to a memory node on another host: to the first of its addresses that answers.
+    pub fn remote(to: &RemoteAddress) -> Result<Self, Error> {
+        let mut last = None;
+        for peer in to.resolve()? {
+            match RemoteLink::connect(peer) {
+                Ok(link) => return Ok(Self::Remote(link)),
+                Err(e) => last = Some(e),
+            }
+        }
+        let source = last.expect("a name that is resolved has an address");
+        let hint = match source.kind() {
+            std::io::ErrorKind::ConnectionRefused => {
+                "; nobody serves there: start one with `granary serve --listen`"
+            }
+            _ => "; check the address, the network and its firewalls",
+        };
+        let attempt = format!("connecting to the memory node at {to}");
+        Err(Error::Gone { attempt, why: format!("{source}{hint}") })
+    }
+
+    /// Sends a message.
+    pub fn send(&self, message: &[u8]) -> Result<(), Errno> {
+        match self {
+            Link::Local(fd) => packets::send(fd, message, &[]),
+            Link::Remote(link) => link.send(message),
+        }
+    }
+
+    /// Receives what has come; `None` if that is no whole message yet. An error says why none will come any more.
+    pub fn receive(&self) -> Result<Option<Vec<u8>>, String> {
+        match self {
+            Link::Local(fd) => match packets::receive(fd) {
+                Ok(None) => Err(CLOSED.into()),
+                Ok(Some(packet)) => Ok(Some(packet.bytes)),
+                Err(e) => Err(format!("reading its answer: {e}")),
+            },
+            Link::Remote(link) => match link.inbox.lock().read(&link.stream) {
+                Ok(Read::Message(bytes)) => Ok(Some(bytes)),
+                Ok(Read::Part) | Err(Errno::WOULDBLOCK | Errno::INTR) => Ok(None),
+                Ok(Read::End) => Err(CLOSED.into()),
+                Ok(Read::Wrong(len)) => Err(format!(
+                    "it sends a message of {len} bytes: no memory node, or another version"
+                )),
+                Err(e) => Err(format!("reading its answer: {e}")),
+            },
+        }
+    }
+
+    /// Waits until something has come; false if the time is over.
+    pub fn wait_readable(&self, timeout: Duration) -> Result<bool, Errno> {
+        match poll_for(self.as_fd(), PollFlags::IN, timeout) {
+            Err(Errno::INTR) => Ok(false),
+            result => result,
+        }
+    }
+
+    /// True if the other end is known to be gone.
+    pub fn is_closed(&self) -> bool {
+        matches!(poll_for(self.as_fd(), PollFlags::RDHUP, Duration::ZERO), Ok(true))
+    }
+
+    /// The connection between hosts, if it is one.
+    pub fn as_remote(&self) -> Option<&RemoteLink> {
+        match self {
+            Link::Local(_) => None,
+            Link::Remote(link) => Some(link),
+        }
+    }
+
+    /// Its descriptor.
+    pub fn descriptor(&self) -> i32 {
+        self.as_fd().as_raw_fd()
+    }
+}
+
+impl AsFd for Link {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Link::Local(fd) => fd.as_fd(),
+            Link::Remote(link) => link.stream.as_fd(),
+        }
+    }
+}
+
+impl RemoteLink {
+    fn connect(peer: SocketAddr) -> std::io::Result<Self> {
+        let stream = TcpStream::connect_timeout(&peer, CONNECT)?;
+        stream.set_nonblocking(true)?;
+        mind_the_peer(&stream)?;
+        let local = stream.local_addr()?.ip();
+        Ok(Self { stream, sending: Mutex::default(), inbox: Mutex::default(), peer, local })
+    }
+
+    fn send(&self, message: &[u8]) -> Result<(), Errno> {
+        let _alone = self.sending.lock();
+        let bytes = frame(message);
+        let mut left = &bytes[..];
+        while !left.is_empty() {
+            match rustix::net::send(&self.stream, left, SendFlags::NOSIGNAL) {
+                Ok(sent) => left = &left[sent..],
+                Err(Errno::INTR) => {}
+                Err(Errno::WOULDBLOCK) => match poll_for(self.stream.as_fd(), PollFlags::OUT, ROOM)
+                {
+                    Ok(true) | Err(Errno::INTR) => {}
+                    Ok(false) => return Err(Errno::TIMEDOUT),
+                    Err(e) => return Err(e),
+                },
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
+    }
+}
+
+fn poll_for(fd: BorrowedFd<'_>, flags: PollFlags, timeout: Duration) -> Result<bool, Errno> {
+    let mut fds = [PollFd::from_borrowed_fd(fd, flags)];
+    let timeout = Timespec {
+        tv_sec: timeout.as_secs().min(1 << 32) as i64,
+        tv_nsec: timeout.subsec_nanos() as i64,
+    };
+    poll(&mut fds, Some(&timeout)).map(|n| n > 0)
+}

@@ -1,0 +1,273 @@
+//! The secret that a memory node and its compute nodes share, and how each end proves that it has it.
+//!
+//! ```text
+//! compute node                                             memory node
+//!   {"granary":1,"nonce":C}                    ->
+//!                                              <-          {"granary":1,"nonce":S,"token":true}
+//!   {"service":"pool","version":1,"proof":P}   ->          P = HMAC-SHA256(token, "client" S C)
+//!                                              <-          {"reply":"welcome",..,"proof":Q}
+//!                                                          Q = HMAC-SHA256(token, "server" S C)
+//! ```
+//!
+//! Nonces are 32 random bytes each, so that no proof serves twice, and the token itself is never sent. The compute
+//! node proves first: who has no token gets nothing to try tokens on. Who listens to a connection can try
+//! tokens on what he heard, so that a token is a random text, not a word.
+
+use std::fmt;
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use hmac::{Hmac, KeyInit, Mac};
+use rustix::rand::{GetRandomFlags, getrandom};
+use serde::{Deserialize, Serialize};
+use sha2::Sha256;
+
+use crate::Error;
+
+/// Version of the greeting.
+pub const VERSION: u32 = 1;
+/// The shortest token, in bytes: shorter ones can be found by trying.
+const TOKEN_MIN: usize = 16;
+/// The longest.
+const TOKEN_MAX: usize = 1024;
+
+/// A shared secret.
+#[derive(Clone)]
+pub struct Token(Vec<u8>);
+
+impl Token {
+    /// The token that `text` is.
+    ///
+    /// # Errors
+    /// It is shorter than 16 bytes or longer than 1024, without the white space around it.
+    pub fn new(text: &str) -> Result<Self, Error> {
+        Self::checked(text.trim().as_bytes(), || "the token".into())
+    }
+
+    /// Reads a token from a file that only its owner may read.
+    pub fn read(path: &Path) -> Result<Self, Error> {
+        let attempt = || format!("reading the token in {}", path.display());
+        let system = |source| Error::System { attempt: attempt(), source };
+        let refuse = |why: &str| Error::Refused { attempt: attempt(), why: why.into() };
+        let mut file = File::open(path).map_err(system)?;
+        let meta = file.metadata().map_err(system)?;
+        if !meta.is_file() {
+            return Err(refuse("it is no file"));
+        }
+        if meta.mode() & 0o077 != 0 {
+            return Err(refuse("others than its owner may read or write it; chmod 600 it"));
+        }
+        let mut text = Vec::new();
+        file.by_ref().take(2 * TOKEN_MAX as u64).read_to_end(&mut text).map_err(system)?;
+        Self::checked(text.trim_ascii(), attempt)
+    }
+
+    fn checked(text: &[u8], attempt: impl Fn() -> String) -> Result<Self, Error> {
+        if !(TOKEN_MIN..=TOKEN_MAX).contains(&text.len()) {
+            let why = format!(
+                "it has {} bytes; a token has {TOKEN_MIN} to {TOKEN_MAX}, best random ones: \
+                 head -c 32 /dev/urandom | base64",
+                text.len()
+            );
+            return Err(Error::Refused { attempt: attempt(), why });
+        }
+        Ok(Self(text.to_vec()))
+    }
+
+    fn mac(&self, side: Side, nonces: &Nonces) -> Hmac<Sha256> {
+        let mut mac =
+            Hmac::<Sha256>::new_from_slice(&self.0).expect("HMAC takes keys of any length");
+        mac.update(side.name());
+        mac.update(&nonces.server.0);
+        mac.update(&nonces.client.0);
+        mac
+    }
+
+    /// What `side` says to prove that it has the token, on the connection with these nonces.
+    pub fn proof(&self, side: Side, nonces: &Nonces) -> String {
+        hex(&self.mac(side, nonces).finalize().into_bytes())
+    }
+
+    /// Whether `side` has proved that it has the token. Takes the same time wherever a wrong proof differs.
+    pub fn is_proved(&self, side: Side, nonces: &Nonces, proof: &str) -> bool {
+        unhex(proof).is_some_and(|proof| self.mac(side, nonces).verify_slice(&proof).is_ok())
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token(..)")
+    }
+}
+
+/// Who proves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// The compute node.
+    Client,
+    /// The memory node.
+    Server,
+}
+
+impl Side {
+    fn name(self) -> &'static [u8] {
+        match self {
+            Side::Client => b"granary client 1",
+            Side::Server => b"granary server 1",
+        }
+    }
+}
+
+/// 32 random bytes, chosen for one connection.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct Nonce([u8; 32]);
+
+impl Nonce {
+    /// One that nobody has had before.
+    pub fn random() -> Result<Self, Error> {
+        let mut bytes = [0; 32];
+        match getrandom(&mut bytes[..], GetRandomFlags::empty()) {
+            Ok(32) => Ok(Self(bytes)),
+            // Up to 256 bytes come whole.
+            Ok(_) | Err(rustix::io::Errno::INTR) => Self::random(),
+            Err(e) => {
+                Err(Error::System { attempt: "drawing random numbers".into(), source: e.into() })
+            }
+        }
+    }
+}
+
+impl From<Nonce> for String {
+    fn from(nonce: Nonce) -> Self {
+        hex(&nonce.0)
+    }
+}
+
+impl TryFrom<String> for Nonce {
+    type Error = &'static str;
+
+    fn try_from(text: String) -> Result<Self, &'static str> {
+        let bytes = unhex(&text).and_then(|bytes| bytes.try_into().ok());
+        bytes.map(Self).ok_or("a nonce is 64 hexadecimal digits")
+    }
+}
+
+/// The nonces of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Nonces {
+    /// The memory node's.
+    pub server: Nonce,
+    /// The compute node's.
+    pub client: Nonce,
+}
+
+/// The first message in either direction.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Greeting {
+    /// [`VERSION`].
+    pub granary: u32,
+    /// Who greets chose it.
+    pub nonce: Nonce,
+    /// The memory node asks for a token.
+    #[serde(default)]
+    pub token: bool,
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// Up to 64 bytes.
+fn unhex(text: &str) -> Option<Vec<u8>> {
+    let digit = |c: u8| (c as char).to_digit(16).map(|d| d as u8);
+    let pairs = text.as_bytes().chunks(2);
+    if text.len() > 128 {
+        return None;
+    }
+    pairs.map(|p| Some(digit(*p.first()?)? << 4 | digit(*p.get(1)?)?)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+    use proptest::prelude::*;
+
+    fn nonces(server: u8, client: u8) -> Nonces {
+        Nonces { server: Nonce([server; 32]), client: Nonce([client; 32]) }
+    }
+
+    #[test]
+    fn a_proof_is_of_one_token_one_side_and_one_connection() {
+        let token = Token::new("correct horse battery").unwrap();
+        let other = Token::new("correct horse buttery").unwrap();
+        let proof = token.proof(Side::Client, &nonces(1, 2));
+        assert!(token.is_proved(Side::Client, &nonces(1, 2), &proof));
+        assert!(!token.is_proved(Side::Server, &nonces(1, 2), &proof));
+        assert!(!token.is_proved(Side::Client, &nonces(2, 1), &proof));
+        assert!(!token.is_proved(Side::Client, &nonces(1, 3), &proof));
+        assert!(!other.is_proved(Side::Client, &nonces(1, 2), &proof));
+        assert!(!token.is_proved(Side::Client, &nonces(1, 2), &proof[..62]));
+        assert!(!token.is_proved(Side::Client, &nonces(1, 2), ""));
+    }
+
+    #[test]
+    fn proofs_are_hmac_sha256() {
+        // RFC 4231, test case 2, by the same calls.
+        let mut mac = Hmac::<Sha256>::new_from_slice(b"Jefe").unwrap();
+        mac.update(b"what do ya want for nothing?");
+        assert_eq!(
+            hex(&mac.finalize().into_bytes()),
+            "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"
+        );
+    }
+
+    #[test]
+    fn a_token_is_long_and_its_file_is_private() {
+        assert!(Token::new("  0123456789abcde \n").is_err());
+        assert!(Token::new(&"x".repeat(TOKEN_MAX + 1)).is_err());
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("token");
+        std::fs::write(&path, "0123456789abcdef\n").unwrap();
+        let mode = |mode| {
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+            Token::read(&path).map_err(|e| e.to_string())
+        };
+        assert!(mode(0o640).unwrap_err().contains("chmod 600"));
+        let token = mode(0o600).unwrap();
+        let same = Token::new("0123456789abcdef").unwrap();
+        assert_eq!(
+            token.proof(Side::Server, &nonces(0, 0)),
+            same.proof(Side::Server, &nonces(0, 0))
+        );
+        assert_eq!(format!("{token:?}"), "Token(..)");
+        assert!(Token::read(dir.path()).is_err());
+        assert!(Token::read(&dir.path().join("none")).is_err());
+    }
+
+    #[test]
+    fn nonces_differ_and_travel_as_text() {
+        let a = Nonce::random().unwrap();
+        assert_ne!(a, Nonce::random().unwrap());
+        let text = serde_json::to_string(&a).unwrap();
+        assert_eq!(serde_json::from_str::<Nonce>(&text).unwrap(), a);
+        assert!(serde_json::from_str::<Nonce>("\"00\"").is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_is_taken_for_a_proof(text in ".{0,140}") {
+            let token = Token::new("0123456789abcdef").unwrap();
+            prop_assert!(!token.is_proved(Side::Client, &nonces(1, 2), &text));
+        }
+
+        #[test]
+        fn hexadecimal_text_is_read_back(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
+            prop_assert_eq!(unhex(&hex(&bytes)), Some(bytes));
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! A NIC of this host, for the processes of one user: what paged programs use to reach another host.
+//!
+//! ```text
+//!  paged program ─┐  Unix socket, shared memory   ┌───────────────┐
+//!  its children  ─┼──────────────────────────────>│ NIC thread    │── UDP ──> memory node
+//!                 │                               └───────────────┘
+//!                 └── TCP: control connections, one for each process ──────> memory node
+//! ```
+//!
+//! A process that is forked has no threads of its parent's, and a program that ends takes its threads with it, while
+//! the keeper of its children's pages goes on. So the NIC is in a process of its own.
+
+use std::net::UdpSocket;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+
+use fabric::soft::SoftNic;
+use rnic::port::shm::socket::{self, PeerSocket};
+use rnic::port::shm::{Host, Session, SessionLimits};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::io::Errno;
+
+use crate::Error;
+use crate::protocol::{self, Opening};
+use crate::socket::{Endpoint, Listener};
+
+/// Connections that are a QP's peer on another host, of each process: an access QP for each lane and core, and
+/// management.
+const REMOTE_PEERS: u32 = 1024;
+
+/// A NIC that serves until it is dropped. Only the user's own processes reach it.
+pub struct NicService {
+    path: PathBuf,
+    stop: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl NicService {
+    /// A NIC whose packets come to, and leave from, the address that `wire` is bound to.
+    pub fn start(wire: UdpSocket) -> Result<Self, Error> {
+        let listener = Listener::bind(&Endpoint::Fresh)?;
+        let path = listener.path().to_path_buf();
+        let (_, host) = SoftNic::host_over(wire)?;
+        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| Error::System { attempt: "making an eventfd".into(), source: e.into() })?;
+        let stop = Arc::new(stop);
+        let stopped = stop.clone();
+        let thread = thread::Builder::new()
+            .name("granary-control".into())
+            .spawn(move || serve(&host, &listener, &stopped))
+            .map_err(|source| Error::System {
+                attempt: "starting a NIC's thread".into(),
+                source,
+            })?;
+        Ok(Self { path, stop, thread: Some(thread) })
+    }
+
+    /// Its socket.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for NicService {
+    fn drop(&mut self) {
+        // It does not block; if its counter is full, the thread is woken already.
+        let _ = rustix::io::write(&*self.stop, &1u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            // A panic of that thread was reported on stderr; there is nothing to add.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Accepts processes until `stop` can be read.
+fn serve(host: &Host, listener: &Listener, stop: &OwnedFd) {
+    loop {
+        let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
+        match poll(&mut fds, None) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(_) => return,
+        }
+        if !fds[1].revents().is_empty() {
+            return;
+        }
+        // Where there is no descriptor or thread left, this process is refused, and hears it.
+        if let Ok(Some(fd)) = listener.accept() {
+            let (host, peer) = (host.clone(), PeerSocket::from(fd));
+            let named = thread::Builder::new().name("granary-session".into());
+            let _ = named.spawn(move || attend(&host, peer));
+        }
+    }
+}
+
+/// Serves one attached process until it goes.
+fn attend(host: &Host, peer: PeerSocket) {
+    let mut limits = SessionLimits::default();
+    limits.function.remote_peers = REMOTE_PEERS;
+    let mut session = None;
+    loop {
+        let mut fds = [PollFd::new(&peer, PollFlags::IN)];
+        match poll(&mut fds, None) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(_) => return,
+        }
+        let packet = match socket::receive(&peer) {
+            Ok(Some(packet)) => packet,
+            Err(Errno::WOULDBLOCK) => continue,
+            Ok(None) | Err(_) => return,
+        };
+        let Some(session) = &mut session else {
+            let opening = protocol::decode::<Opening>("reading an opening", &packet.bytes);
+            match opening {
+                Ok(opening) if opening.service == "nic" => {
+                    session = Some(Session::new(host, limits.clone()));
+                    continue;
+                }
+                // Whoever this is, there is nothing else here.
+                _ => return,
+            }
+        };
+        let (reply, descriptors) = session.handle(&packet.bytes, packet.descriptors);
+        let descriptors: Vec<_> = descriptors.iter().map(std::os::fd::AsFd::as_fd).collect();
+        // A reply has its place in the socket's buffer: one is asked for at a time.
+        if socket::send(&peer, &reply, &descriptors).is_err() {
+            return;
+        }
+    }
+}

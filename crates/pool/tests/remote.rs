@@ -1,0 +1,178 @@
+//! A memory node and its compute nodes over RoCEv2, on the loopback interface.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::time::{Duration, Instant};
+
+use pool::remote::address::PORT;
+use pool::{Address, Endpoint, Error, Listen, Options, Pool, Remote, Service, Settings, Token};
+
+fn settings() -> Settings {
+    Settings { donate_bytes: 1 << 20, chunk_bytes: 64 << 10, ..Settings::default() }
+}
+
+fn serve(address: &str) -> (Service, Remote) {
+    let listen = Listen::new(address.parse().unwrap(), None);
+    let service = Service::start_with(&settings(), &Endpoint::Fresh, Some(&listen)).unwrap();
+    let to = service.address().unwrap().into();
+    (service, Remote { to, token: None, nic: None })
+}
+
+fn options() -> Options {
+    Options { groups: Some(2), ..Options::default() }
+}
+
+#[test]
+fn chunks_are_allocated_used_and_freed_over_the_wire() {
+    for address in ["127.0.0.1:0", "[::1]:0"] {
+        let (service, remote) = serve(address);
+        let pool = Pool::connect_remote(&remote, options()).unwrap();
+        assert_eq!(pool.nic().function().port_name(), "roce");
+        let data: Vec<u8> =
+            (0..64 << 10).map(|i: u32| (i.wrapping_mul(2654435761) >> 13) as u8).collect();
+        for round in 0..4 {
+            let grants: Vec<_> = (0..16).map(|_| pool.allocate_blocking().unwrap()).collect();
+            assert!(matches!(pool.allocate_blocking(), Err(Error::OutOfMemory { .. })));
+            for grant in &grants {
+                let mut zeros = vec![1; 64 << 10];
+                pool.read_blocking(grant, 0, &mut zeros).unwrap();
+                assert!(zeros.iter().all(|b| *b == 0), "round {round}");
+                pool.write_blocking(grant, 0, &data).unwrap();
+                let mut back = vec![0; 64 << 10];
+                pool.read_blocking(grant, 0, &mut back).unwrap();
+                assert!(back == data);
+                pool.write_blocking(grant, 8, &7u64.to_be_bytes()).unwrap();
+                assert_eq!(pool.fetch_and_add_blocking(grant, 8, 5).unwrap(), 7);
+                assert_eq!(pool.compare_and_swap_blocking(grant, 8, 12, 1).unwrap(), 12);
+            }
+            grants.into_iter().for_each(|grant| pool.free_blocking(grant).unwrap());
+        }
+        drop(pool);
+        let start = Instant::now();
+        while service.status().unwrap().node.free != 16 {
+            assert!(start.elapsed() < Duration::from_secs(10), "what it had comes back");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        service.node().audit().unwrap();
+    }
+}
+
+#[test]
+fn a_refused_access_breaks_nothing_else() {
+    let (_service, remote) = serve("127.0.0.1:0");
+    let (a, b) = (
+        Pool::connect_remote(&remote, options()).unwrap(),
+        Pool::connect_remote(&remote, options()).unwrap(),
+    );
+    let (mine, theirs) = (a.allocate_blocking().unwrap(), b.allocate_blocking().unwrap());
+    b.write_blocking(&theirs, 0, b"theirs").unwrap();
+    // Another's chunk, under the key of one's own and under its own.
+    for keys in [mine.keys().to_vec(), theirs.keys().to_vec()] {
+        let forged = pool::Grant::new(theirs.addr, theirs.len, theirs.entry, mine.group, &keys);
+        let refused = a.write_blocking(&forged, 0, b"mine");
+        assert!(matches!(refused, Err(Error::Access { .. })), "{refused:?}");
+        let refused = a.free_blocking(forged);
+        assert!(matches!(refused, Err(Error::NotYours { .. })), "{refused:?}");
+    }
+    let mut bytes = [0; 6];
+    b.read_blocking(&theirs, 0, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"theirs");
+    // The QPs have been re-established, with PSNs of their own.
+    a.write_blocking(&mine, 0, b"mine").unwrap();
+    let freed = mine;
+    a.free_blocking(mine).unwrap();
+    let refused = a.write_blocking(&freed, 0, b"late");
+    assert!(matches!(refused, Err(Error::Access { .. })), "{refused:?}");
+    let again = a.allocate_blocking().unwrap();
+    a.write_blocking(&again, 0, b"again").unwrap();
+}
+
+#[test]
+fn the_memory_node_ends() {
+    let (service, remote) = serve("127.0.0.1:0");
+    let pool = Pool::connect_remote(&remote, options()).unwrap();
+    let grant = pool.allocate_blocking().unwrap();
+    service.stop();
+    let start = Instant::now();
+    let gone = pool.read_blocking(&grant, 0, &mut [0; 8]);
+    assert!(matches!(gone, Err(Error::Gone { .. })), "{gone:?}");
+    let gone = pool.allocate_blocking();
+    assert!(matches!(gone, Err(Error::Gone { .. })), "{gone:?}");
+    assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
+    assert!(Pool::connect_remote(&remote, options()).is_err());
+}
+
+/// What the memory node answers to these bytes before it closes the connection.
+fn say(address: SocketAddr, bytes: &[u8]) -> String {
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    stream.write_all(bytes).unwrap();
+    let mut said = Vec::new();
+    // It may be reset where it was closed with bytes of ours unread.
+    let _ = stream.read_to_end(&mut said);
+    String::from_utf8_lossy(&said).into_owned()
+}
+
+fn frame(message: &str) -> Vec<u8> {
+    [&(message.len() as u32).to_be_bytes()[..], message.as_bytes()].concat()
+}
+
+#[test]
+fn who_does_not_speak_the_protocol_is_told_so_and_others_are_served() {
+    let (service, remote) = serve("127.0.0.1:0");
+    let address = service.address().unwrap();
+    let nonce = "00".repeat(32);
+    let greeting = frame(&format!(r#"{{"granary":1,"nonce":"{nonce}"}}"#));
+    assert_eq!(say(address, b"GET / HTTP/1.1\r\n\r\n").matches("at most").count(), 1);
+    assert!(say(address, &frame("{}")).contains("error"));
+    let old = frame(&format!(r#"{{"granary":9,"nonce":"{nonce}"}}"#));
+    assert!(say(address, &old).contains("version 9"));
+    for (opening, why) in [
+        (r#"{"service":"nic"}"#, "on its own host only"),
+        (r#"{"service":"tea"}"#, "there is no service"),
+        (r#"{"service":"pool","version":77}"#, "version 77"),
+    ] {
+        let said = say(address, &[greeting.clone(), frame(opening)].concat());
+        assert!(said.contains(why), "{opening}: {said}");
+    }
+    // One that says nothing more keeps nobody from it.
+    let mut silent = TcpStream::connect(address).unwrap();
+    silent.write_all(&greeting[..3]).unwrap();
+    let pool = Pool::connect_remote(&remote, options()).unwrap();
+    pool.allocate_blocking().unwrap();
+}
+
+#[test]
+fn both_ends_prove_that_they_have_the_token() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        let private = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+        std::fs::set_permissions(&path, private).unwrap();
+        path
+    };
+    let (right, wrong) = (file("right", "0123456789abcdef"), file("wrong", "fedcba9876543210"));
+    let token = Token::read(&right).unwrap();
+    let listen = Listen::new("127.0.0.1:0".parse().unwrap(), Some(token));
+    let service = Service::start_with(&settings(), &Endpoint::Fresh, Some(&listen)).unwrap();
+    let remote = |token| Remote { to: service.address().unwrap().into(), token, nic: None };
+    Pool::connect_remote(&remote(Some(right.clone())), options()).unwrap();
+    let error = |token| {
+        Pool::connect_remote(&remote(token), options()).err().expect("it is refused").to_string()
+    };
+    assert!(error(Some(wrong)).contains("the token is wrong"));
+    assert!(error(None).contains("asks for a token"));
+    // One that has no token is not taken for one that has.
+    let (_open, remote) = serve("127.0.0.1:0");
+    let e =
+        Pool::connect_remote(&Remote { token: Some(right), ..remote }, options()).err().unwrap();
+    assert!(e.to_string().contains("asks for no token"), "{e}");
+}
+
+#[test]
+fn addresses_name_a_port_or_get_the_usual_one() {
+    let text = "roce://[::1]";
+    let Address::Roce(remote) = text.parse().unwrap() else { panic!("{text}") };
+    assert_eq!(remote.to.to_string(), format!("roce://[::1]:{PORT}"));
+}
