@@ -11,6 +11,7 @@
 mod child;
 mod commands;
 mod corpus;
+mod nic;
 mod node;
 mod options;
 mod signals;

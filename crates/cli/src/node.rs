@@ -1,6 +1,7 @@
 //! Memory nodes as processes: started for one command and ended with it, or asked for their state.
 
 use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
@@ -11,11 +12,11 @@ use bench::size::Size;
 use bench::table::thousands;
 use pool::budget::{BudgetStatus, Use};
 use pool::protocol::Status;
-use pool::{ControlMode, ControlPlane, SchemeKind, Settings};
+use pool::{Address, ControlMode, ControlPlane, RemoteAddress, SchemeKind, Settings};
 use serde::{Deserialize, Serialize};
 
 use crate::child;
-use crate::options::PoolAddress;
+use crate::options::{NicName, PoolAddress};
 
 /// What a memory node says once it serves, and what it serves; `event` is `ready`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -23,6 +24,9 @@ pub struct Ready {
     pub event: String,
     /// What `--pool` takes.
     pub pool: String,
+    /// What it takes on other hosts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub remote: Option<String>,
     pub pid: u32,
     pub donated_bytes: u64,
     pub chunk_bytes: u64,
@@ -35,10 +39,11 @@ pub struct Ready {
 
 impl Ready {
     /// A memory node with these settings in this process.
-    pub fn new(settings: &Settings, pool: &PoolAddress) -> Self {
+    pub fn new(settings: &Settings, pool: &PoolAddress, remote: Option<SocketAddr>) -> Self {
         Self {
             event: "ready".into(),
             pool: pool.to_string(),
+            remote: remote.map(|address| RemoteAddress::from(address).to_string()),
             pid: std::process::id(),
             donated_bytes: settings.chunks() * settings.chunk_bytes,
             chunk_bytes: settings.chunk_bytes,
@@ -56,6 +61,7 @@ impl Ready {
 pub struct NodeProcess {
     child: Child,
     path: PathBuf,
+    remote: Option<Address>,
     /// Held open: the node says at its end what it did.
     _says: BufReader<ChildStdout>,
 }
@@ -63,13 +69,19 @@ pub struct NodeProcess {
 impl NodeProcess {
     /// Starts `granary serve` and waits until it serves.
     pub fn start(settings: &Settings) -> anyhow::Result<Self> {
-        Self::spawn(settings).context("start a memory node")
+        Self::spawn(settings, &[]).context("start a memory node")
     }
 
-    fn spawn(settings: &Settings) -> anyhow::Result<Self> {
+    /// The same, to be reached over `nic`: between hosts it is this host's loopback interface.
+    pub fn start_on(settings: &Settings, nic: NicName) -> anyhow::Result<Self> {
+        let more: &[&str] = if nic == NicName::Roce { &["--listen", "127.0.0.1:0"] } else { &[] };
+        Self::spawn(settings, more).context("start a memory node")
+    }
+
+    fn spawn(settings: &Settings, more: &[&str]) -> anyhow::Result<Self> {
         let granary = std::env::current_exe().context("find this program's own file")?;
         let mut command = Command::new(granary);
-        command.args(["serve", "--json", "--private"]).args(arguments(settings));
+        command.args(["serve", "--json", "--private"]).args(more).args(arguments(settings));
         // A group of its own: Ctrl-C at the terminal is for the program that uses the node.
         command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped());
         let mut child = child::end_with_us(&mut command).spawn()?;
@@ -81,8 +93,12 @@ impl NodeProcess {
         }
         let ready: Ready = serde_json::from_str(&line)
             .with_context(|| format!("it said {line:?}; use one version of granary"))?;
-        let pool: PoolAddress = ready.pool.parse().map_err(anyhow::Error::msg)?;
-        Ok(Self { child, path: pool.socket("serve")?.to_owned(), _says: says })
+        let parse = |text: &str| text.parse::<Address>().map_err(anyhow::Error::msg);
+        let Address::Shm(path) = parse(&ready.pool)? else {
+            bail!("it serves no socket, but {}", ready.pool);
+        };
+        let remote = ready.remote.as_deref().map(parse).transpose()?;
+        Ok(Self { child, path, remote, _says: says })
     }
 
     /// Its socket.
@@ -90,9 +106,14 @@ impl NodeProcess {
         &self.path
     }
 
+    /// How it is reached, between hosts if it was started so.
+    pub fn address(&self) -> Address {
+        self.remote.clone().unwrap_or_else(|| Address::Shm(self.path.clone()))
+    }
+
     /// Its state.
     pub fn status(&self) -> anyhow::Result<Status> {
-        status(&self.path)
+        status(&Address::Shm(self.path.clone()))
     }
 }
 
@@ -122,9 +143,9 @@ fn arguments(settings: &Settings) -> Vec<String> {
     .collect()
 }
 
-/// Asks the memory node at a socket for its state.
-pub fn status(path: &Path) -> anyhow::Result<Status> {
-    Ok(pool::client::control::SocketControl::connect(path)?.status()?)
+/// Asks a memory node for its state.
+pub fn status(node: &Address) -> anyhow::Result<Status> {
+    Ok(node.ask()?.status()?)
 }
 
 /// The CPU times of a memory node between two states of it.

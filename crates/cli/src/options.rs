@@ -8,7 +8,7 @@ use std::time::Duration;
 use bench::progress::Progress;
 use bench::report::Report;
 use bench::size::Size;
-use pool::Settings;
+use pool::{Address, Remote, Settings};
 
 use crate::UsageError;
 
@@ -57,6 +57,8 @@ pub enum NicName {
     Inline,
     /// Software NIC in the memory node's process, queues in shared memory
     Shm,
+    /// A software NIC in either process, RoCEv2 between them over the loopback interface
+    Roce,
 }
 
 impl NicName {
@@ -65,6 +67,7 @@ impl NicName {
         match self {
             Self::Inline => "inline",
             Self::Shm => "shm",
+            Self::Roce => "roce",
         }
     }
 }
@@ -72,19 +75,38 @@ impl NicName {
 /// Which pool a command uses, as `--pool` writes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PoolAddress {
-    /// A `granary serve` on this machine, by its socket.
-    Shm(PathBuf),
+    /// A `granary serve`, on this machine or another.
+    Node(Address),
     /// No pool, for diagnosis: is it the pool or the pager? `memory:SIZE` or `file:DIRECTORY`.
     Store(String),
 }
 
 impl PoolAddress {
     /// The memory node's socket, for a command that needs one.
-    pub fn socket(&self, command: &'static str) -> Result<&Path, UsageError> {
+    pub fn node(&self, command: &'static str) -> Result<&Address, UsageError> {
         match self {
-            Self::Shm(path) => Ok(path),
+            Self::Node(address) => Ok(address),
             Self::Store(_) => {
                 Err(UsageError(format!("--pool {self}: that is no memory node"), command))
+            }
+        }
+    }
+
+    /// The same, with the token that is in `file`, if one is named.
+    pub fn with_token(
+        self,
+        file: Option<&Path>,
+        command: &'static str,
+    ) -> Result<Self, UsageError> {
+        match (self, file) {
+            (it, None) => Ok(it),
+            (Self::Node(Address::Roce(remote)), Some(file)) => {
+                let token = Some(file.to_owned());
+                Ok(Self::Node(Address::Roce(Remote { token, ..remote })))
+            }
+            (other, Some(_)) => {
+                let text = format!("--token-file: --pool {other} asks for no token");
+                Err(UsageError(text, command))
             }
         }
     }
@@ -93,7 +115,7 @@ impl PoolAddress {
 impl fmt::Display for PoolAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Shm(path) => write!(f, "shm:{}", path.display()),
+            Self::Node(address) => address.fmt(f),
             Self::Store(store) => f.write_str(store),
         }
     }
@@ -103,14 +125,19 @@ impl FromStr for PoolAddress {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let known = "this version knows shm:PATH, PATH being the socket that granary serve prints";
         match text.split_once(':') {
-            Some((_, "")) => Err(format!("nothing behind the colon of {text:?}: {known}")),
-            Some(("shm", path)) => Ok(Self::Shm(path.into())),
-            Some(("memory" | "file", _)) => Ok(Self::Store(text.into())),
-            _ => Err(format!("no such kind of pool: {known}")),
+            Some(("memory" | "file", rest)) if !rest.is_empty() => Ok(Self::Store(text.into())),
+            _ => text.parse().map(Self::Node),
         }
     }
+}
+
+/// What a memory node on another host asks for.
+#[derive(clap::Args, Clone, Debug, Default)]
+pub struct TokenFile {
+    /// File with the token that the memory node of --pool roce://HOST asks for; only its owner may read it
+    #[arg(long, value_name = "FILE")]
+    pub token_file: Option<PathBuf>,
 }
 
 /// What a memory node donates.
@@ -174,11 +201,17 @@ mod tests {
 
     #[test]
     fn pools() {
-        assert_eq!("shm:/run/g.sock".parse(), Ok(PoolAddress::Shm("/run/g.sock".into())));
+        let shm = PoolAddress::Node(Address::Shm("/run/g.sock".into()));
+        assert_eq!("shm:/run/g.sock".parse(), Ok(shm.clone()));
+        let file = Path::new("/etc/token");
+        assert!(shm.with_token(Some(file), "run").is_err());
+        let roce: PoolAddress = "roce://host".parse().unwrap();
+        let roce = roce.with_token(Some(file), "run").unwrap();
+        assert_eq!(roce.to_string(), "roce://host:4791;token=/etc/token");
         let store: PoolAddress = "memory:1GiB".parse().unwrap();
         assert_eq!(store.to_string(), "memory:1GiB");
-        assert!(store.socket("status").is_err());
-        for wrong in ["", "shm", "shm:", "/run/g.sock", "roce://host"] {
+        assert!(store.node("status").is_err());
+        for wrong in ["", "shm", "shm:", "/run/g.sock", "memory:"] {
             let error = wrong.parse::<PoolAddress>().unwrap_err();
             assert!(error.contains("shm:PATH"), "{error}");
         }

@@ -15,7 +15,7 @@
 //! mapped and never passes `limit`.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
@@ -232,9 +232,9 @@ impl Pager {
     /// ([`PoolTransport`]), or a file for diagnosis ([`crate::store`]).
     pub fn open_transport(config: &Config) -> Result<Box<dyn Transport>, Error> {
         let frames = config::staging_frames(config.local_bytes);
-        Ok(match config.pool.strip_prefix(PoolTransport::PREFIX) {
-            Some(socket) => Box::new(PoolTransport::connect(Path::new(socket), frames)?),
-            None => Box::new(crate::store::FileTransport::open(&config.pool, frames)?),
+        Ok(match config.pool.parse::<pool::Address>() {
+            Ok(node) => Box::new(PoolTransport::connect(&node, frames)?),
+            Err(_) => Box::new(crate::store::FileTransport::open(&config.pool, frames)?),
         })
     }
 

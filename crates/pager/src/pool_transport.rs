@@ -1,17 +1,16 @@
 //! The transport over a memory node: chunks are the pool's chunks, pages are READ and WRITTEN.
 //!
-//! `GRANARY_POOL=shm:PATH` names the socket of a memory node on this host. A page that somebody waits
+//! `GRANARY_POOL` names it: [`pool::Address`]. A page that somebody waits
 //! for goes through lane 0, batches through lane 1, so that a READ does not queue behind a
 //! write-back (OneSidedMW §5.1).
 //!
 //! Everything that this needs lies outside the paged region: the staging memory and the queues are
 //! shared with the NIC, the rest is the library's own heap.
 
-use std::path::Path;
 use std::sync::RwLock;
 
 use fabric::soft::SoftNic;
-use pool::{Buffer, Grant, Lane as PoolLane, Options, Pool, Transfer};
+use pool::{Address, Buffer, Grant, Lane as PoolLane, Options, Pool, Transfer};
 
 use crate::Error;
 use crate::sys::PAGE_BYTES;
@@ -19,7 +18,7 @@ use crate::transport::{
     ChunkHandle, Lane, PageIo, StagingMemory, Transport, TransportError, TransportStats,
 };
 
-/// A transport over a pool on this host.
+/// A transport over a pool.
 pub struct PoolTransport {
     pool: Pool,
     staging: Buffer<SoftNic>,
@@ -35,17 +34,14 @@ struct Chunks {
 }
 
 impl PoolTransport {
-    /// What `GRANARY_POOL` starts with for this transport.
-    pub const PREFIX: &str = "shm:";
-
-    /// Connects to the memory node at `socket` with `frames` frames of staging.
-    pub fn connect(socket: &Path, frames: u32) -> Result<Self, Error> {
-        let pool = Pool::connect(socket, Options::default())?;
+    /// Connects to a memory node with `frames` frames of staging.
+    pub fn connect(node: &Address, frames: u32) -> Result<Self, Error> {
+        let pool = node.connect(Options::default())?;
         let chunk = pool.chunk_bytes();
         if chunk < PAGE_BYTES as u64 {
             return Err(Error::Setting {
                 name: "GRANARY_POOL",
-                value: format!("{}{}", Self::PREFIX, socket.display()),
+                value: node.to_string(),
                 why: format!(
                     "its chunks have {chunk} bytes, less than a page of {PAGE_BYTES}: serve with \
                      --chunk 4KiB or more, best 1MiB"

@@ -1,6 +1,7 @@
 //! The commands, one file each.
 
 mod bench;
+mod nic;
 mod quickstart;
 mod run;
 mod serve;
@@ -21,6 +22,8 @@ pub enum Command {
     Bench(bench::Bench),
     #[command(subcommand)]
     Sim(sim::Sim),
+    #[command(hide = true)]
+    Nic(nic::Nic),
     #[command(subcommand, hide = true)]
     Worker(worker::Worker),
 }
@@ -35,6 +38,7 @@ impl Command {
             Self::Status(status) => status.run(),
             Self::Bench(bench) => bench.run(),
             Self::Sim(sim) => sim.run(),
+            Self::Nic(nic) => nic.run(),
             Self::Worker(worker) => worker.run(),
         }
     }

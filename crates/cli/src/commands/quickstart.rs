@@ -186,7 +186,7 @@ impl Workload {
         let granary = std::env::current_exe().context("find this program's own file")?;
         let mut command = Command::new(granary);
         command.arg("run").arg("--local").arg(local.to_string());
-        command.arg("--pool").arg(PoolAddress::Shm(node.path().to_owned()).to_string());
+        command.arg("--pool").arg(PoolAddress::Node(node.address()).to_string());
         command.arg("--stats-json").arg(&stats);
         command.arg("--").arg(program).args((self.arguments)(&input));
         let paged = run(&mut command, &paged_output)

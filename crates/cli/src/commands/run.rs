@@ -8,10 +8,12 @@ use std::process::ExitCode;
 use anyhow::Context;
 use bench::size::Size;
 use pager::config::Config;
+use pool::Address;
 use pool::protocol::Status;
 
+use crate::nic::NicProcess;
 use crate::node::{self, NodeProcess};
-use crate::options::{Donation, PoolAddress};
+use crate::options::{Donation, PoolAddress, TokenFile};
 use crate::summary::RunSummary;
 
 /// Run a program with the rest of its anonymous memory in a pool
@@ -27,9 +29,12 @@ pub struct Run {
     #[arg(long, value_name = "SIZE")]
     local: Size,
 
-    /// Use a running memory node: shm:PATH [default: a private one]
+    /// Use a running memory node: shm:PATH or roce://HOST[:PORT] [default: a private one]
     #[arg(long, value_name = "POOL", conflicts_with_all = ["memory", "chunk"])]
     pool: Option<PoolAddress>,
+
+    #[command(flatten)]
+    token: TokenFile,
 
     #[command(flatten)]
     donation: Donation,
@@ -51,7 +56,8 @@ const EXAMPLES: &str = "\
 Examples:
   granary run --local 256MiB -- sort -S 1G big.txt -o sorted.txt
   granary run --local 64MiB --memory 8GiB --stats -- python3 train.py
-  granary run --local 64MiB --pool shm:/run/granary.sock -- sqlite3 big.db .dump";
+  granary run --local 64MiB --pool shm:/run/granary.sock -- sqlite3 big.db .dump
+  granary run --local 64MiB --pool roce://memory-1 --token-file ~/granary.token -- make -j4";
 
 impl Run {
     pub fn run(self) -> anyhow::Result<ExitCode> {
@@ -61,14 +67,21 @@ impl Run {
             Some(_) => None,
             None => Some(NodeProcess::start(&self.donation.settings())?),
         };
+        let token = self.token.token_file.as_deref();
         let pool = match (&private, self.pool.clone()) {
-            (_, Some(pool)) => pool,
-            (Some(node), None) => PoolAddress::Shm(node.path().to_owned()),
+            (_, Some(pool)) => pool.with_token(token, "run")?,
+            (Some(node), None) => PoolAddress::Node(node.address()),
             (None, None) => unreachable!("without a pool there is a private node"),
         };
         // Also finds out whether a memory node is there, before the program starts.
         let before = state(&pool)?;
-        let config = Config::new(self.local.bytes(), pool.to_string());
+        // A NIC for all processes of the program, which outlives each of them.
+        let nic = match &pool {
+            PoolAddress::Node(Address::Roce(remote)) => Some(NicProcess::start(remote)?),
+            _ => None,
+        };
+        let named = nic.as_ref().map_or(pool.to_string(), |nic| nic.address().to_string());
+        let config = Config::new(self.local.bytes(), named);
         let ended = pager::run::run(&config, program, arguments)?;
         if self.stats || self.stats_json.is_some() {
             // A memory node that went away meanwhile has nothing to tell.
@@ -93,7 +106,7 @@ impl Run {
 /// The memory node's state; of what is none, one in which nothing has happened.
 fn state(pool: &PoolAddress) -> anyhow::Result<Status> {
     match pool {
-        PoolAddress::Shm(path) => node::status(path),
+        PoolAddress::Node(address) => node::status(address),
         PoolAddress::Store(_) => Ok(Status::default()),
     }
 }

@@ -1,5 +1,6 @@
 //! `granary serve`: a memory node.
 
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -7,7 +8,9 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use bench::size::Size;
 use bench::table::thousands;
-use pool::{Budget, ControlMode, Endpoint, SchemeKind, Service, Settings, protocol};
+use pool::{
+    Address, Budget, ControlMode, Endpoint, Listen, SchemeKind, Service, Settings, Token, protocol,
+};
 use serde::Serialize;
 
 use crate::UsageError;
@@ -36,6 +39,18 @@ pub struct Serve {
     /// Socket at which clients attach [default: granary.sock in $XDG_RUNTIME_DIR or /tmp]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
+
+    /// Serve other hosts too, over RoCEv2: TCP and UDP at this address [default port: 4791]
+    #[arg(long, value_name = "ADDRESS[:PORT]", value_parser = listen_address)]
+    listen: Option<SocketAddr>,
+
+    /// File with the token that other hosts must have; only its owner may read it
+    #[arg(long, value_name = "FILE", requires = "listen")]
+    token_file: Option<PathBuf>,
+
+    /// Serve whoever reaches the address of --listen, without a token
+    #[arg(long, requires = "listen", conflicts_with = "token_file")]
+    open_to_all: bool,
 
     /// Serve at a new socket that only this user reaches, for the command that started this
     #[arg(long, hide = true, conflicts_with = "socket")]
@@ -92,6 +107,7 @@ Examples:
   granary serve --memory 4GiB
   granary serve --memory 256MiB --chunk 4KiB --socket /run/granary.sock
   granary run --pool shm:/run/granary.sock --local 64MiB -- python3 train.py
+  granary serve --memory 64GiB --listen 10.0.0.2 --token-file /etc/granary.token
   granary serve --budget-chunks 512 --budget-requests-per-s 100000
   granary serve --scheme rpc-mw-2 --control polling --json";
 
@@ -110,9 +126,10 @@ impl Serve {
         let mut report = self.output.report();
         // Before the service has threads, so that none of them takes a signal.
         let signals = Signals::to_stop().context("wait for signals")?;
-        let service = Service::start(&settings, &endpoint)?;
-        let pool = PoolAddress::Shm(service.path().to_owned());
-        let ready = Ready::new(&settings, &pool);
+        let listen = self.listen()?;
+        let service = Service::start_with(&settings, &endpoint, listen.as_ref())?;
+        let pool = PoolAddress::Node(Address::Shm(service.path().to_owned()));
+        let ready = Ready::new(&settings, &pool, service.address());
         report.print(match self.output.json {
             true => serde_json::to_string(&ready)?,
             false => introduce(&ready),
@@ -160,6 +177,23 @@ impl Serve {
         Ok(settings)
     }
 
+    /// How other hosts reach it.
+    fn listen(&self) -> anyhow::Result<Option<Listen>> {
+        let Some(address) = self.listen else { return Ok(None) };
+        let token = self.token_file.as_deref().map(Token::read).transpose()?;
+        let listen = Listen { address, token, open_to_all: self.open_to_all };
+        match listen.check() {
+            Err(pool::Error::Setting { value, .. }) => {
+                let text = format!(
+                    "--listen {value}: other hosts reach it, and it has no token, so that whoever reaches it \
+                     may take memory; give --token-file FILE, or say --open-to-all"
+                );
+                Err(UsageError(text, "serve").into())
+            }
+            other => Ok(other.map(|()| Some(listen))?),
+        }
+    }
+
     /// Where it listens; the runtime directory belongs to this user, and is preferred.
     fn endpoint(&self) -> Result<Endpoint, UsageError> {
         if self.private {
@@ -178,13 +212,27 @@ impl Serve {
     }
 }
 
+/// An IP address, with a port or without.
+fn listen_address(text: &str) -> Result<SocketAddr, String> {
+    let bare = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
+    match (text.parse(), bare.parse::<IpAddr>()) {
+        (Ok(address), _) => Ok(address),
+        (_, Ok(ip)) => Ok(SocketAddr::new(ip, pool::remote::address::PORT)),
+        _ => {
+            Err("write an IP address of this host, and a port: 10.0.0.2:4791, [fd00::2]:4791"
+                .into())
+        }
+    }
+}
+
 /// What it serves, for people.
 fn introduce(ready: &Ready) -> String {
     let Ready { pool, scheme, control, group_size, credits, .. } = ready;
+    let remote = ready.remote.as_ref().map_or(String::new(), |r| format!("\nremote    {r}"));
     let waits = if scheme.needs_cpu() { format!(", control {control}") } else { String::new() };
     format!(
         "serving {} in {} chunks of {}\n\
-         pool      {pool}\n\
+         pool      {pool}{remote}\n\
          scheme    {scheme}{waits}, groups of {group_size} windows, {credits} credits\n\
          use it    granary run --pool {pool} --local 256MiB -- PROGRAM\n\
          watch it  granary status --pool {pool}\n\

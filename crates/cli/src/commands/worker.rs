@@ -1,7 +1,6 @@
 //! `granary worker`: what benchmarks start in other processes. Not for people; see
 //! [`crate::team`].
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -9,7 +8,7 @@ use anyhow::{Context, bail};
 use bench::fault::Pattern;
 use bench::paged_fault::Memory;
 use bench::size::Size;
-use pool::{Options, Pool};
+use pool::{Address, Options};
 use serde::{Deserialize, Serialize};
 
 use crate::team;
@@ -19,9 +18,9 @@ use crate::team;
 pub enum Worker {
     /// Allocate and free
     Alloc {
-        /// The memory node's socket
+        /// The memory node
         #[arg(long)]
-        socket: PathBuf,
+        pool: Address,
     },
     /// Touch memory page by page
     Fault {
@@ -47,16 +46,16 @@ pub struct FaultTask {
 impl Worker {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self {
-            Self::Alloc { socket } => alloc(&socket),
+            Self::Alloc { pool } => alloc(&pool),
             Self::Fault { memory } => fault(memory),
         }?;
         Ok(ExitCode::SUCCESS)
     }
 }
 
-fn alloc(socket: &PathBuf) -> anyhow::Result<()> {
+fn alloc(node: &Address) -> anyhow::Result<()> {
     let options = Options { groups: Some(1), ..Options::default() };
-    let pool = Pool::connect(socket, options)?;
+    let pool = node.connect(options)?;
     bench::alloc::warm_up(&pool)?;
     team::say_ready()?;
     while let Some(AllocTask { duration }) = team::next_task()? {

@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use anyhow::bail;
 use bench::access::{self, Direction, Outcome, Spec};
 use bench::size::Size;
 use bench::{bare, pool_access};
@@ -11,7 +12,7 @@ use pool::{Embedded, Pool};
 use super::{Rounds, begin, conclude};
 use crate::UsageError;
 use crate::node::NodeProcess;
-use crate::options::{NicName, Output, Pictures};
+use crate::options::{NicName, Output, Pictures, PoolAddress, TokenFile};
 
 /// Measure READ and WRITE over sizes and depths
 ///
@@ -26,6 +27,13 @@ pub struct Access {
     #[arg(long, value_name = "NICS", value_enum, value_delimiter = ',',
           default_values_t = [NicName::Inline, NicName::Shm])]
     nic: Vec<NicName>,
+
+    /// Use a running memory node instead: shm:PATH or roce://HOST[:PORT]; its chunks must have 8MiB or more
+    #[arg(long, value_name = "POOL", conflicts_with = "nic")]
+    pool: Option<PoolAddress>,
+
+    #[command(flatten)]
+    token: TokenFile,
 
     /// Sizes of one operation
     #[arg(long, value_name = "SIZES", value_delimiter = ',',
@@ -51,9 +59,12 @@ const EXAMPLES: &str = "\
 Examples:
   granary bench access
   granary bench access --sizes 8,4KiB,1MiB --in-flight 1,16,64 --seconds 1
-  granary bench access --nic shm --seconds 0.3 --rounds 5
+  granary bench access --nic shm,roce --seconds 0.3 --rounds 5
+  granary bench access --pool roce://memory-1 --token-file ~/granary.token
   granary bench access --json --out pictures > access.jsonl";
 
+/// What usage errors name.
+const COMMAND: &str = "bench access";
 /// Bytes that the operations of one measurement go round over, if they are no larger: more
 /// than a core's own caches, less than the last one that all share.
 const REGION_BYTES: usize = 8 << 20;
@@ -86,13 +97,29 @@ impl Way {
                 let embedded = Arc::new(Embedded::start(&settings)?);
                 (Pool::embedded_in(&embedded, options)?, None)
             }
-            NicName::Shm => {
-                let node = NodeProcess::start(&settings)?;
-                (Pool::connect(node.path(), options)?, Some(node))
+            NicName::Shm | NicName::Roce => {
+                let node = NodeProcess::start_on(&settings, nic)?;
+                (node.address().connect(options)?, Some(node))
             }
         };
         let scheme = settings.scheme.name();
         Ok(Self { nic: nic.name(), scheme, pool: Some(pool), _node: node })
+    }
+
+    /// A memory node that is there already.
+    fn given(pool: &PoolAddress, specs: &[Spec]) -> anyhow::Result<Self> {
+        let most = |of: fn(&Spec) -> usize| specs.iter().map(of).max().unwrap_or(1);
+        let options = pool_access::options(most(|spec| spec.in_flight));
+        let it = pool.node(COMMAND)?.connect(options)?;
+        let region = Size(most(|spec| spec.region) as u64);
+        if it.chunk_bytes() < region.bytes() {
+            let chunk = Size(it.chunk_bytes());
+            bail!(
+                "{pool}: its chunks have {chunk}, and this takes {region}; serve with --chunk {region}"
+            );
+        }
+        let (nic, scheme) = (it.nic().function().port_name(), it.welcome().scheme.name());
+        Ok(Self { nic, scheme, pool: Some(it), _node: None })
     }
 
     fn measure(&self, spec: &Spec) -> anyhow::Result<Outcome> {
@@ -108,8 +135,16 @@ impl Access {
         let specs = self.specs()?;
         let mut report = begin(&self.output)?;
         let mut ways = vec![Way::bare()];
-        for nic in &self.nic {
-            ways.push(Way::pool(*nic, &specs)?);
+        match &self.pool {
+            None => {
+                for nic in &self.nic {
+                    ways.push(Way::pool(*nic, &specs)?);
+                }
+            }
+            Some(pool) => {
+                let token = self.token.token_file.as_deref();
+                ways.push(Way::given(&pool.clone().with_token(token, COMMAND)?, &specs)?);
+            }
         }
         let rounds = self.rounds.rounds;
         let steps = specs.len() as u64 * u64::from(rounds);
@@ -138,7 +173,7 @@ impl Access {
 
     /// The measurements, in the order of the options.
     fn specs(&self) -> Result<Vec<Spec>, UsageError> {
-        let usage = |text| UsageError(text, "bench access");
+        let usage = |text| UsageError(text, COMMAND);
         let mut specs = Vec::new();
         for direction in Direction::ALL {
             for &in_flight in &self.in_flight {

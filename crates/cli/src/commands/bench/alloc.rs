@@ -106,7 +106,7 @@ impl Alloc {
                     let settings = Settings { scheme, control, cores, ..donation.settings() };
                     let round = match self.nic {
                         NicName::Inline => inline(&settings, clients, self.rounds.each()),
-                        NicName::Shm => shm(&settings, clients, self.rounds.each()),
+                        nic => processes(&settings, nic, clients, self.rounds.each()),
                     };
                     let round = round.with_context(|| {
                         format!("measure {scheme}, control {control}, with {clients} clients")
@@ -161,12 +161,17 @@ fn inline(settings: &Settings, clients: u32, duration: Duration) -> anyhow::Resu
 }
 
 /// A round on the NIC of a memory node's process, with clients in processes of their own.
-fn shm(settings: &Settings, clients: u32, duration: Duration) -> anyhow::Result<Round> {
-    let node = NodeProcess::start(settings)?;
+fn processes(
+    settings: &Settings,
+    nic: NicName,
+    clients: u32,
+    duration: Duration,
+) -> anyhow::Result<Round> {
+    let node = NodeProcess::start_on(settings, nic)?;
     let granary = std::env::current_exe().context("find this program's own file")?;
     let start = |_| {
         let mut command = Command::new(&granary);
-        Member::start(command.args(["worker", "alloc", "--socket"]).arg(node.path()))
+        Member::start(command.args(["worker", "alloc", "--pool", &node.address().to_string()]))
     };
     let mut team = (0..clients).map(start).collect::<Result<Vec<Member>, _>>()?;
     team.iter_mut().try_for_each(Member::wait_ready)?;

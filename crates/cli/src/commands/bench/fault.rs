@@ -90,7 +90,7 @@ impl Fault {
         let steps = 1 + (Pattern::ALL.len() * rounds as usize) as u64;
         let bar = self.output.progress().bar("fault", steps);
         bar.say(&format!("page out {}", self.memory));
-        let pool = PoolAddress::Shm(node.path().to_owned());
+        let pool = PoolAddress::Node(node.address());
         let store = PoolAddress::Store(format!("memory:{}", settings.donate_bytes));
         let mut ways = [
             Way { scheme: bare::SCHEME, nic: bare::NIC, paged: None },
