@@ -5,11 +5,13 @@
 //! | --- | --- | --- |
 //! | `wqe` | a WQE | decoding ends, and stays within the bytes |
 //! | `engine` | rings, records, doorbells and verbs of a function | another function sees no error and no changed byte |
+//! | `packets` | packets of a QP's peer on another host | another connection works, other memory is as it was, the NIC comes to rest |
 //! | `session` | packets and requests to the shared-memory port | each has an answer; another session works |
 //! | `service` | packets to a memory node's socket | the memory node answers another client |
 
 pub mod engine;
 mod input;
+pub mod packets;
 pub mod service;
 pub mod session;
 pub mod wqe;

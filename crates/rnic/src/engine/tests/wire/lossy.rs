@@ -78,14 +78,14 @@ impl End {
     }
 }
 
-struct Run {
-    net: Net,
+pub struct Run {
+    pub net: Net,
     ends: [End; 2],
     mtu: usize,
 }
 
 impl Run {
-    fn new(seed: u64, faults: Faults, link: &Link) -> Self {
+    pub fn new(seed: u64, faults: Faults, link: &Link) -> Self {
         let mut net = Net::new(seed);
         let qps = net.pair(link);
         let mut end = 0;
@@ -271,7 +271,7 @@ impl Run {
         }
     }
 
-    fn go(&mut self, ops: u64) {
+    pub fn go(&mut self, ops: u64) {
         let mut idle = 0;
         while self.ends.iter().any(|e| e.completed < ops) {
             for end in 0..2 {

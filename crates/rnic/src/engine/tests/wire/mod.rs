@@ -5,6 +5,7 @@ mod errors;
 mod lossy;
 mod net;
 mod order;
+mod tools;
 
 use super::*;
 use crate::ids::Qpn;

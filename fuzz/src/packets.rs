@@ -1,0 +1,398 @@
+//! A NIC on a network: the packets of a QP's peer are the input, beside a connection that is honest.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+
+use rnic::Engine;
+use rnic::cqe::{CqReader, clear};
+use rnic::ids::{Access, FunctionId, Key, Psn, Qpn};
+use rnic::memory::DmaMemory;
+use rnic::verbs::{
+    CqSpec, Limits, QpChange, QpSpec, QpState, Recv, RecvSpec, SendSpec, WireLimits,
+};
+use rnic::wire::packet::{Aeth, AtomicOp, Body, Nak, Notice, PACKET_MAX, Part, Reth, Syndrome};
+use rnic::wire::{Packet, PathMtu, RemotePeer, UDP_PORT};
+use rnic::wqe::{Builder, Remote, Sge};
+
+use crate::Input;
+
+const ALL: Access = Access(Access::LOCAL_ALL.0 | Access::REMOTE_ALL.0);
+const PF: FunctionId = FunctionId::PHYSICAL;
+const BLOCKS: u32 = 16;
+const RECEIVES: u32 = 8;
+const STRIDE: u32 = 64;
+const STEPS: usize = 300;
+/// Bytes of a region.
+const REGION: usize = 4096;
+
+/// The NIC, the honest peer's, the one of the input.
+const HERE: u8 = 1;
+const FRIEND: u8 = 2;
+const HOSTILE: u8 = 3;
+
+fn ip(of: u8) -> IpAddr {
+    IpAddr::V4(Ipv4Addr::new(10, 0, 0, of))
+}
+
+/// A QP with its memory.
+struct Queue {
+    qpn: Qpn,
+    ring: DmaMemory,
+    record: DmaMemory,
+    reader: CqReader,
+    producer: u16,
+    posted: u32,
+    region: DmaMemory,
+    key: Key,
+}
+
+struct World {
+    nic: Engine,
+    friend: Engine,
+    now: u64,
+    /// The QP whose peer the input is.
+    victim: Queue,
+    /// The honest connection, from the NIC's end and from the other.
+    honest: [Queue; 2],
+    /// Memory of the NIC that nobody was told of.
+    secret: DmaMemory,
+    secret_key: Key,
+    /// What the input counts its PSNs from.
+    psn: Psn,
+    rounds: u8,
+}
+
+/// Plays `bytes`; the packets' own form first.
+pub fn run(bytes: &[u8]) {
+    again(bytes);
+    let mut world = World::new();
+    let mut input = Input::new(bytes);
+    for _ in 0..STEPS {
+        if input.is_empty() {
+            break;
+        }
+        world.step(&mut input);
+    }
+    world.exchange();
+    world.rest();
+}
+
+/// What is read of any bytes is what is written of it.
+fn again(bytes: &[u8]) {
+    let Ok(packet) = Packet::parse(bytes) else { return };
+    let mut out = [0; PACKET_MAX];
+    let len = packet.encode(&mut out);
+    assert_eq!(len, bytes.len());
+    assert_eq!(Packet::parse(&out[..len]), Ok(packet));
+}
+
+impl World {
+    fn new() -> Self {
+        let wire = WireLimits { outbox_bytes: 64 << 10, ..WireLimits::default() };
+        let limits = Limits { wire: Some(wire), ..Limits::default() };
+        let (mut nic, mut friend) = (Engine::new(limits.clone()), Engine::new(limits));
+        let victim = Queue::make(&mut nic);
+        let honest = [Queue::make(&mut nic), Queue::make(&mut friend)];
+        connect(&mut nic, &honest[0], HERE, FRIEND, honest[1].qpn);
+        connect(&mut friend, &honest[1], FRIEND, HERE, honest[0].qpn);
+        connect(&mut nic, &victim, HERE, HOSTILE, Qpn::new(0x77));
+        let pd = nic.alloc_pd(PF).expect("a PD");
+        let secret = DmaMemory::anonymous(REGION).expect("memory");
+        secret.write(0, &[0x5e; REGION]);
+        let secret_key = nic.reg_mr(PF, pd, secret.clone(), secret.addr(), ALL).expect("a region");
+        let psn = Psn::new(0xff_fff0);
+        Self { nic, friend, now: 0, victim, honest, secret, secret_key, psn, rounds: 0 }
+    }
+
+    fn step(&mut self, input: &mut Input<'_>) {
+        match input.byte() % 16 {
+            0..=6 => self.packet(input),
+            7 => {
+                let bytes = input.byte() as usize;
+                let bytes = input.take(bytes).to_vec();
+                self.arrive(ip(HOSTILE), &bytes);
+            }
+            8 | 9 => self.post(input),
+            10 => {
+                self.now += 1_000 * (1 + input.number() as u64 % 100_000);
+                self.turn();
+            }
+            11 => {
+                self.victim.posted = self.victim.posted.wrapping_add(1) & 0xffff;
+                self.victim.record.store_be32(0, self.victim.posted);
+            }
+            12 => self.exchange(),
+            13 => self.reconnect(),
+            14 => {
+                // Memory ends under what is on its way.
+                let _ = self.nic.dereg_mr(PF, self.victim.key);
+                let (region, pd) = (self.victim.region.clone(), self.nic.alloc_pd(PF));
+                if let Ok(pd) = pd
+                    && let Ok(key) = self.nic.reg_mr(PF, pd, region.clone(), region.addr(), ALL)
+                {
+                    self.victim.key = key;
+                }
+            }
+            _ => self.turn(),
+        }
+    }
+
+    /// A packet of the hostile peer, whole or spoilt.
+    fn packet(&mut self, input: &mut Input<'_>) {
+        let (kind, flags) = (input.byte(), input.byte());
+        let part = [Part::First, Part::Middle, Part::Last, Part::Only][(flags & 3) as usize];
+        let base = if flags & 4 == 0 { self.victim.region.addr() } else { self.secret.addr() };
+        let rkey = if flags & 8 == 0 { self.victim.key } else { self.secret_key };
+        let at = Remote { addr: base.wrapping_add(input.number() as u64 * 8), rkey };
+        let len = input.number().wrapping_mul(16);
+        let word = input.number();
+        let reth = Reth { at, len };
+        let nak = [Nak::Sequence, Nak::InvalidRequest, Nak::RemoteAccess, Nak::RemoteOperation];
+        let syndrome = match word % 4 {
+            0 | 1 => Syndrome::Ack(31),
+            2 => Syndrome::Rnr((word >> 2) as u8 & 31),
+            _ => Syndrome::Nak(nak[(word >> 2) as usize % 4]),
+        };
+        let aeth = Aeth { syndrome, msn: word };
+        let notice = match word % 3 {
+            _ if !part.ends() => Notice::None,
+            0 => Notice::None,
+            1 => Notice::Imm(word),
+            _ => Notice::Invalidate(rkey),
+        };
+        let imm = (word % 2 == 1 && part.ends()).then_some(word);
+        let body = match kind % 12 {
+            0 | 1 => Body::Send { part, notice },
+            2 | 3 => Body::Write { part, reth: part.begins().then_some(reth), imm },
+            4 | 5 => Body::Read(reth),
+            6 => Body::Atomic { at, op: AtomicOp::FetchAdd { add: word as u64 } },
+            7 => {
+                let op = AtomicOp::CompareSwap { compare: 0, swap: word as u64 };
+                Body::Atomic { at, op }
+            }
+            8 | 9 => Body::ReadResponse { part, aeth: (part != Part::Middle).then_some(aeth) },
+            10 => Body::AtomicAcknowledge { aeth, old: word as u64 },
+            _ => Body::Acknowledge(aeth),
+        };
+        let data = [0xd0; 1024];
+        let bytes =
+            match body {
+                Body::Send { .. } | Body::Write { .. } | Body::ReadResponse { .. } => {
+                    if part.ends() { (len as usize).min(256) } else { 256 }
+                }
+                _ => 0,
+            };
+        // As a rule the next one, of which the peer cannot be sure.
+        let delta = input.byte();
+        let psn = match delta {
+            0..=0xbf => self.psn,
+            _ => self.psn.plus((delta as u32 & 0x3f).wrapping_sub(32)),
+        };
+        if delta < 0xa0 {
+            let packets = if let Body::Read(_) = body { len.div_ceil(256).max(1) } else { 1 };
+            self.psn = self.psn.plus(packets);
+        }
+        let honest = flags & 0x30 == 0x30;
+        let packet = Packet {
+            qpn: if honest { self.honest[0].qpn } else { self.victim.qpn },
+            psn,
+            ack_request: flags & 0x40 == 0,
+            solicited: flags & 0x80 != 0,
+            body,
+            payload: &data[..bytes],
+        };
+        let mut out = [0; PACKET_MAX];
+        let len = packet.encode(&mut out);
+        for _ in 0..kind >> 6 {
+            let at = input.short() as usize % len;
+            out[at] = input.byte();
+        }
+        self.arrive(ip(HOSTILE), &out[..len]);
+    }
+
+    fn arrive(&mut self, from: IpAddr, bytes: &[u8]) {
+        self.nic.receive(self.now, from, ip(HERE), bytes);
+    }
+
+    /// The victim asks its peer for something.
+    fn post(&mut self, input: &mut Input<'_>) {
+        let (op, at, len) = (input.byte(), input.number() as u64 * 8, input.number());
+        let q = &mut self.victim;
+        let sge = Sge { addr: q.region.addr() + at, len, lkey: q.key };
+        let there = Remote { addr: 0x1000 + at, rkey: Key(7) };
+        let mut b = Builder::new(q.qpn, q.producer);
+        match op % 6 {
+            0 => b.rdma_read(there, &[sge, sge]),
+            1 => b.rdma_write(there, &[sge, sge]),
+            2 => b.send(&[sge]),
+            3 => b.fetch_add(there, 3, sge),
+            4 => b.nop(),
+            _ => b.local_invalidate(q.key),
+        };
+        b.signaled();
+        q.put(&b);
+        self.nic.ring(self.victim.qpn, self.victim.producer);
+    }
+
+    /// The victim is connected anew.
+    fn reconnect(&mut self) {
+        let q = &mut self.victim;
+        let reset = self.nic.modify_qp(PF, q.qpn, QpChange::Reset);
+        reset.expect("every QP can be reset");
+        (q.producer, q.posted) = (0, 0);
+        q.record.store_be32(0, 0);
+        connect(&mut self.nic, q, HERE, HOSTILE, Qpn::new(0x77));
+        self.psn = Psn::new(0xff_fff0);
+    }
+
+    /// Both engines run, and what they have for each other arrives.
+    fn turn(&mut self) {
+        for _ in 0..64 {
+            let mut idle = true;
+            for end in 0..2 {
+                let (from, to) = if end == 0 {
+                    (&mut self.nic, &mut self.friend)
+                } else {
+                    (&mut self.friend, &mut self.nic)
+                };
+                idle &= from.poll(self.now, 64) == 0;
+                for (envelope, bytes) in from.outbox().packets() {
+                    // What goes to the hostile peer nobody reads.
+                    if envelope.to.ip() != ip(HOSTILE) {
+                        to.receive(self.now, envelope.from, envelope.to.ip(), bytes);
+                        idle = false;
+                    }
+                }
+                from.outbox().clear();
+            }
+            if idle {
+                return;
+            }
+        }
+    }
+
+    /// The honest connection works: a WRITE, and a READ of what was written.
+    fn exchange(&mut self) {
+        self.rounds = self.rounds.wrapping_add(1);
+        let [near, far] = &mut self.honest;
+        near.region.write(0, &[self.rounds; 600]);
+        let there = Remote { addr: far.region.addr() + 64, rkey: far.key };
+        let part = |at: u64| Sge { addr: near.region.addr() + at, len: 600, lkey: near.key };
+        let (out, back) = (part(0), part(2048));
+        let mut b = Builder::new(near.qpn, near.producer);
+        b.rdma_write(there, &[out]).signaled();
+        near.put(&b);
+        let mut b = Builder::new(near.qpn, near.producer);
+        b.rdma_read(there, &[back]).signaled();
+        near.put(&b);
+        self.nic.ring(near.qpn, near.producer);
+        let mut done = 0;
+        for _ in 0..1000 {
+            self.now += 1_000;
+            self.turn();
+            while let Some(cqe) = self.honest[0].reader.poll() {
+                assert_eq!(cqe.error, None, "the honest connection");
+                done += 1;
+            }
+            if done == 2 {
+                break;
+            }
+        }
+        assert_eq!(done, 2, "the honest connection is not served");
+        let mut got = [0; 600];
+        self.honest[0].region.read(2048, &mut got);
+        assert!(got == [self.rounds; 600]);
+    }
+
+    /// Nothing was touched that must not be, and what is left ends.
+    fn rest(&mut self) {
+        let mut secret = [0; REGION];
+        self.secret.read(0, &mut secret);
+        assert!(secret == [0x5e; REGION], "memory that nobody was told of");
+        let state = self.nic.query_qp(PF, self.honest[0].qpn).expect("the honest QP").state;
+        assert_eq!(state, QpState::ReadyToSend);
+        for _ in 0..1000 {
+            match self.nic.next_timeout() {
+                Some(at) => self.now = self.now.max(at),
+                None => return,
+            }
+            self.turn();
+        }
+        panic!("the NIC waits for something for ever");
+    }
+}
+
+impl Queue {
+    fn make(engine: &mut Engine) -> Self {
+        let memory = |bytes| DmaMemory::anonymous(bytes).expect("memory");
+        let pd = engine.alloc_pd(PF).expect("a PD");
+        let region = memory(REGION);
+        let key = engine.reg_mr(PF, pd, region.clone(), region.addr(), ALL).expect("a region");
+        let (cq_ring, cq_record) = (memory(BLOCKS as usize * 64), memory(8));
+        clear(&cq_ring, BLOCKS);
+        let spec = CqSpec {
+            ring: cq_ring.clone(),
+            entries: BLOCKS,
+            record: cq_record.clone(),
+            // Nobody reads the victim's.
+            ignore_overrun: true,
+            initial_count: 0,
+        };
+        let cqn = engine.create_cq(PF, spec).expect("a CQ");
+        let (ring, receives, record) =
+            (memory(BLOCKS as usize * 64), memory((RECEIVES * STRIDE) as usize), memory(8));
+        for n in 0..RECEIVES {
+            let sge = |at: u64, len| Sge { addr: region.addr() + 1024 + at, len, lkey: key };
+            receives.write((n * STRIDE) as usize, &sge(n as u64 * 64, 50).to_bytes());
+            receives.write((n * STRIDE) as usize + 16, &sge(512, 1000).to_bytes());
+        }
+        let recv = RecvSpec {
+            ring: receives,
+            entries: RECEIVES,
+            stride: STRIDE,
+            record: record.clone(),
+            initial_consumer: 0,
+        };
+        let spec = QpSpec {
+            pd,
+            send: Some(SendSpec { ring: ring.clone(), blocks: BLOCKS, managed: false }),
+            recv: Recv::Own { spec: recv, managed: false },
+            send_cq: cqn,
+            recv_cq: cqn,
+            access: ALL,
+            privileged: false,
+        };
+        let qpn = engine.create_qp(PF, spec).expect("a QP");
+        let reader = CqReader::new(cq_ring, BLOCKS, cq_record, 0);
+        Self { qpn, ring, record, reader, producer: 0, posted: 0, region, key }
+    }
+
+    fn put(&mut self, b: &Builder) {
+        for (i, block) in b.bytes().chunks(64).enumerate() {
+            let slot = (self.producer as usize + i) % BLOCKS as usize;
+            self.ring.write(slot * 64, block);
+        }
+        self.producer = self.producer.wrapping_add(b.blocks() as u16);
+    }
+}
+
+/// Connects a QP of the NIC at `here` to one at `there`.
+fn connect(engine: &mut Engine, queue: &Queue, here: u8, there: u8, peer: Qpn) {
+    let address = SocketAddr::new(ip(there), UDP_PORT);
+    let start = Psn::new(0xff_fff0);
+    let peer = RemotePeer {
+        mtu: PathMtu::Mtu256,
+        sq_psn: start,
+        rq_psn: start,
+        timeout: 8,
+        retry_cnt: 1,
+        rnr_retry: 3,
+        max_rd_atomic: 4,
+        max_dest_rd_atomic: 4,
+        ..RemotePeer::new(address, ip(here), peer)
+    };
+    for change in
+        [QpChange::Init, QpChange::ReadyToReceive { peer: peer.into() }, QpChange::ReadyToSend]
+    {
+        engine.modify_qp(PF, queue.qpn, change).expect("a connection");
+    }
+}
