@@ -41,6 +41,7 @@ test: toolchain ## Unit, property and whole-system tests
 test-full: test ## The same with more cases and longer runs, and once more on a single core
 	PROPTEST_CASES=4096 GRANARY_TEST_FULL=1 $(CARGO) test --workspace --release
 	taskset -c 0 $(CARGO) test --workspace
+	GRANARY_TEST_UNPRIVILEGED=1 $(CARGO) test -p granary-tests --test pager_forks
 
 # Seconds for each target of `make fuzz`.
 FUZZ_SECONDS ?= 600
