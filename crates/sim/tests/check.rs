@@ -105,6 +105,10 @@ fn what_was_found_stays_mended() {
         // Bulletins to a client that did not answer for a while left no room for its replies.
         (SchemeKind::RpcMw2, 1091),
         (SchemeKind::FineMr, 2557),
+        // A free of a chunk whose window an allocation took over in the same turn released it twice.
+        (SchemeKind::RpcMw1, 1361),
+        // The check itself took what a QP was to do for what it did, when it had been connected anew in between.
+        (SchemeKind::Odrp, 2315),
         // Who had taken in more than was to be seen never stood still.
         (SchemeKind::OneSidedMw, 0),
     ];

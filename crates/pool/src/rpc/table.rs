@@ -38,7 +38,7 @@ enum State {
     Owned,
     /// A free of it has begun.
     Leaving,
-    /// It was aside, and a core closes it, which need not be its owner's.
+    /// It was aside, and a core closes it, which need not be its owner's. Nobody can free it.
     Closing,
     /// It is opened for its owner, who does not have it yet, or any more.
     Aside,
@@ -166,12 +166,21 @@ impl<N: Nic> Table<N> {
         self.aside.get(&client).map_or(0, VecDeque::len)
     }
 
-    /// Takes what has been aside for a compute node for longest, to be given to it or closed.
+    /// Takes what has been aside for a compute node for longest, to be given to it.
     pub fn take_aside(&mut self, client: ClientId, group: GroupId) -> Option<u32> {
         let entry = self.aside.get_mut(&client)?.pop_front()?;
         self.aside_count -= 1;
         self.entries[entry as usize].state = State::Owned;
         self.entries[entry as usize].group = group;
+        Some(entry)
+    }
+
+    /// Takes what has been aside for a compute node for longest, to be closed: it is not its any more, also if
+    /// it frees it once more.
+    pub fn take_aside_to_close(&mut self, client: ClientId) -> Option<u32> {
+        let entry = self.aside.get_mut(&client)?.pop_front()?;
+        self.aside_count -= 1;
+        self.entries[entry as usize].state = State::Closing;
         Some(entry)
     }
 

@@ -90,6 +90,25 @@ fn what_is_set_aside_is_there_for_others_closed_and_clear() {
     node.audit().unwrap();
 }
 
+/// Whoever frees a chunk again whose window his allocation takes over just now, in the same turn, frees nothing.
+#[test]
+fn what_an_allocation_takes_over_is_not_freed_again() {
+    let (nic, mut node) = start(SchemeKind::RpcMw1, 4);
+    let hand = Hand::join(&nic, &mut node, 1);
+    let entry = hand.allocate(&mut node).entry;
+    assert_eq!(hand.ask(&mut node, Ask::Free { entry }).outcome, Outcome::Done);
+    for ask in [Ask::Allocate { group: 0 }, Ask::Free { entry }] {
+        hand.receive();
+        hand.send(&Request { number: 77, ask }.to_bytes());
+    }
+    assert!(node.turn().unwrap());
+    assert!(hand.completions().iter().all(|c| c.status == Status::Success));
+    let last = hand.reply();
+    assert_eq!((last.outcome, last.entry), (Outcome::NotYours, entry));
+    node.audit().unwrap();
+    assert_eq!(node.status().unwrap().free, 3);
+}
+
 #[test]
 fn no_more_is_set_aside_than_there_are_credits() {
     let (nic, mut node) = start(SchemeKind::RpcMw1, 16);

@@ -284,7 +284,7 @@ impl<N: Nic> State<N> {
             }
             if let Some(entry) = table.take(client, group) {
                 let from = match shared.is(SchemeKind::RpcMw1) {
-                    true => table.take_aside(client, group),
+                    true => table.take_aside_to_close(client),
                     false => None,
                 };
                 return Ok(Step::Allocate { entry, open: false, from, failed: false });

@@ -25,7 +25,7 @@ impl Oracle {
         // A page is written by a READ of what its owner has sent.
         let answers = o.function == FunctionId::PHYSICAL;
         let asked = o.towards.filter(|_| answers).and_then(|f| self.of_function(f));
-        let fetches = matches!(o.next.kind, NextKind::Read { .. });
+        let fetches = o.aim.is_some_and(|aim| aim.need == Access::REMOTE_READ);
         self.seen.accesses += (done && asked.is_some()) as u64;
         if let Some(aim) = o.aim.filter(|_| done && answers) {
             match asked {
