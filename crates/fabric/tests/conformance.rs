@@ -47,7 +47,7 @@ fn check(bench: &Soft, lacks: &[&str]) -> Report {
 }
 
 /// The back ends that pass what every NIC must, in the words of the table.
-const ALL: &str = "inline, shm, simulated";
+const ALL: &str = "inline, shm, roce, simulated";
 
 /// What the software NIC does differently, whatever the port.
 const LACKS: [&str; 1] = ["regions.remote_write_needs_local_write"];
@@ -111,7 +111,8 @@ fn the_table_in_the_docs_names_every_case() {
             Body::With(feature, _) => {
                 let passed_by = match feature {
                     _ if LACKS.contains(&case.name) => "",
-                    Feature::SolicitedEvents => "inline, shm",
+                    Feature::SolicitedEvents => "inline, shm, roce",
+                    Feature::MaskedAtomics => "inline, shm, simulated",
                     _ => ALL,
                 };
                 (format!("NICs with `{feature:?}`"), passed_by)

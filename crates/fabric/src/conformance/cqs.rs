@@ -5,8 +5,8 @@ use std::time::Duration;
 use super::pair::{LONG, Pair, SHORT, Shape, arrives};
 use super::{Bench, Case, always, never, with};
 use crate::{
-    AsyncEvent, Completion, CompletionKind, CompletionQueue, CqAttr, Feature, Nic, Op, QpState,
-    QueuePair, SendFlags, Status, WorkRequest,
+    AsyncEvent, Completion, CompletionKind, CompletionQueue, CqAttr, Feature, Nic, Op, QpChange,
+    QpState, QueuePair, SendFlags, Status, WorkRequest,
 };
 
 pub fn cases<B: Bench>() -> Vec<Case<B>> {
@@ -155,6 +155,7 @@ fn two_for_one<B: Bench>(bench: &B) {
         access: crate::Access::NONE,
     };
     let qp = end.nic.create_qp(&end.pd, attr).expect("a QP");
+    end.qp.modify(QpChange::Reset).expect("any QP can be reset");
     super::pair::connect(bench, &p.client.qp, &qp);
     qp.post_recv(&crate::ReceiveRequest { id: 5, to: &[end.sge(0, 8)] }).expect("a receive");
     p.client.receive(6, &[p.client.sge(0, 8)]);

@@ -3,8 +3,8 @@
 use super::pair::{Pair, SHORT, Shape};
 use super::{Bench, Case, always, with};
 use crate::{
-    Access, AsyncEvent, CompletionKind, Feature, Key, MemoryRegion, Nic, Op, QpAttr, QpState,
-    QueuePair, Receive, Remote, Sge, Status,
+    Access, AsyncEvent, CompletionKind, Feature, Key, MemoryRegion, Nic, Op, QpAttr, QpChange,
+    QpState, QueuePair, Receive, Remote, Sge, Status,
 };
 
 pub fn cases<B: Bench>() -> Vec<Case<B>> {
@@ -123,6 +123,7 @@ fn no_receive_queue<B: Bench>(bench: &B) {
         access: Access::REMOTE_ALL,
     };
     let qp = end.nic.create_qp(&end.pd, attr).expect("a QP");
+    end.qp.modify(QpChange::Reset).expect("any QP can be reset");
     super::pair::connect(bench, &p.client.qp, &qp);
     p.client.ok(Op::WriteInline { to: end.at(0), data: &[1] });
     let c = p.client.run(Op::SendInline { data: &[1] });

@@ -49,15 +49,24 @@ pub trait Bench {
         false
     }
 
-    /// Takes `qp` from Init to RTR, connected with `peer`, which is of the other function (or of the same, if
-    /// both are the client's).
+    /// Takes `qp` from Init to RTR, connected with `peer`; each with the function that it is of. Both ends of a
+    /// connection are brought there, in any order, before work is posted; a queue pair can be its own peer.
     fn to_rtr(
         &self,
-        qp: &<Self::Nic as Nic>::Qp,
-        peer: &<Self::Nic as Nic>::Qp,
+        (_, qp): (Side, &<Self::Nic as Nic>::Qp),
+        (_, peer): (Side, &<Self::Nic as Nic>::Qp),
     ) -> Result<(), Error> {
         qp.modify(QpChange::ReadyToReceive { peer: peer.qpn().into() })
     }
+}
+
+/// One of a bench's functions.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Side {
+    /// The client's.
+    Client,
+    /// The server's.
+    Server,
 }
 
 /// One test.

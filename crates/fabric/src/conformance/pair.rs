@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::Bench;
+use super::Side::{Client, Server};
 use crate::{
     Access, AsyncEvent, Bind, Completion, CompletionQueue, CqAttr, DmaMemory, Key, MemoryRegion,
     MemoryWindow, Nic, Op, QpAttr, QpChange, QueuePair, Receive, ReceiveAttr, ReceiveRequest,
@@ -109,11 +110,11 @@ impl<'a, B: Bench> Pair<'a, B> {
     }
 }
 
-/// Resets and connects two queue pairs.
+/// Resets and connects a queue pair of the client's and one of the server's.
 pub fn connect<B: Bench>(bench: &B, a: &<B::Nic as Nic>::Qp, b: &<B::Nic as Nic>::Qp) {
-    for (qp, peer) in [(a, b), (b, a)] {
-        qp.modify(QpChange::Reset).expect("any QP can be reset");
-        qp.modify(QpChange::Init).expect("Reset to Init");
+    for (qp, peer) in [((Client, a), (Server, b)), ((Server, b), (Client, a))] {
+        qp.1.modify(QpChange::Reset).expect("any QP can be reset");
+        qp.1.modify(QpChange::Init).expect("Reset to Init");
         bench.to_rtr(qp, peer).expect("Init to RTR");
     }
     for qp in [a, b] {
@@ -277,10 +278,10 @@ pub fn pattern(seed: u8, len: usize) -> Vec<u8> {
     (0..len).map(|i| (i as u8).wrapping_mul(31).wrapping_add(seed)).collect()
 }
 
-/// Connects a queue pair with itself.
+/// Connects a queue pair of the client's with itself.
 pub fn connect_to_itself<B: Bench>(bench: &B, qp: &<B::Nic as Nic>::Qp) {
     qp.modify(QpChange::Reset).expect("any QP can be reset");
     qp.modify(QpChange::Init).expect("Reset to Init");
-    bench.to_rtr(qp, qp).expect("Init to RTR");
+    bench.to_rtr((Client, qp), (Client, qp)).expect("Init to RTR");
     qp.modify(QpChange::ReadyToSend).expect("RTR to RTS");
 }

@@ -1,6 +1,7 @@
 //! Queue pairs: what they are made with, their states, what they take in each, and the flush
 //! (IBTA vol. 1, chapter 10, queue pairs and their states).
 
+use super::Side::{Client, Server};
 use super::pair::{End, Pair, Shape, connect};
 use super::{Bench, Case, always, never, with};
 use crate::{
@@ -116,7 +117,7 @@ fn bad_attributes<B: Bench>(bench: &B) {
     }
 }
 
-/// Brings a fresh QP, or one that was used, into a state.
+/// Brings a QP into a state; into RTR and RTS only one of the client's, with itself.
 fn bring<B: Bench>(bench: &B, end: &End<B::Nic>, to: QpState) {
     let qp = &end.qp;
     qp.modify(QpChange::Reset).expect("any QP can be reset");
@@ -135,7 +136,7 @@ fn change<B: Bench>(bench: &B, end: &End<B::Nic>, to: QpState) -> Result<(), Err
     match to {
         QpState::Reset => end.qp.modify(QpChange::Reset),
         QpState::Init => end.qp.modify(QpChange::Init),
-        QpState::ReadyToReceive => bench.to_rtr(&end.qp, &end.qp),
+        QpState::ReadyToReceive => bench.to_rtr((Client, &end.qp), (Client, &end.qp)),
         QpState::ReadyToSend => end.qp.modify(QpChange::ReadyToSend),
         QpState::Error => end.qp.modify(QpChange::Error),
     }
@@ -171,12 +172,12 @@ fn receive_in_reset<B: Bench>(bench: &B) {
     assert!(matches!(refused, Err(Error::NotReady { .. })), "{refused:?}");
     p.server.qp.modify(QpChange::Init).expect("Reset to Init");
     post(2).expect("Init takes receives");
-    bench.to_rtr(&p.server.qp, &p.client.qp).expect("Init to RTR");
+    bench.to_rtr((Server, &p.server.qp), (Client, &p.client.qp)).expect("Init to RTR");
     post(3).expect("RTR takes receives");
     let client = &p.client.qp;
     client.modify(QpChange::Reset).expect("any QP can be reset");
     client.modify(QpChange::Init).expect("Reset to Init");
-    bench.to_rtr(client, &p.server.qp).expect("Init to RTR");
+    bench.to_rtr((Client, client), (Server, &p.server.qp)).expect("Init to RTR");
     client.modify(QpChange::ReadyToSend).expect("RTR to RTS");
     for id in [2, 3] {
         p.client.ok(Op::SendInline { data: &[1] });
@@ -328,8 +329,8 @@ fn responds_in_rtr<B: Bench>(bench: &B) {
     for qp in [&c.qp, &s.qp] {
         qp.modify(QpChange::Init).expect("Reset to Init");
     }
-    bench.to_rtr(&s.qp, &c.qp).expect("Init to RTR");
-    bench.to_rtr(&c.qp, &s.qp).expect("Init to RTR");
+    bench.to_rtr((Server, &s.qp), (Client, &c.qp)).expect("Init to RTR");
+    bench.to_rtr((Client, &c.qp), (Server, &s.qp)).expect("Init to RTR");
     c.qp.modify(QpChange::ReadyToSend).expect("RTR to RTS");
     c.ok(Op::WriteInline { to: s.at(0), data: &[3] });
     assert_eq!((s.get(0, 1), s.qp.state().expect("a state")), (vec![3], QpState::ReadyToReceive));

@@ -1,0 +1,85 @@
+//! The conformance suite over RoCEv2: two NICs of one process, each with its own socket.
+
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use fabric::conformance::{self, Bench, Side};
+use fabric::soft::{SoftNic, SoftQp};
+use fabric::{Error, Feature, PeerAddress, Psn, QpChange, QueuePair, RemotePeer};
+
+/// Local ACK timeout: 0.27 s, so that eight of them pass on a busy machine only where nobody answers.
+const TIMEOUT: u8 = 16;
+
+/// Two NICs that reach each other over UDP.
+struct Roce {
+    client: SoftNic,
+    server: SoftNic,
+    addresses: [SocketAddr; 2],
+    /// Ends of connections so far.
+    ends: AtomicU32,
+}
+
+impl Roce {
+    fn over(address: IpAddr) -> Self {
+        let socket = || UdpSocket::bind((address, 0)).expect("a socket");
+        let sockets = [socket(), socket()];
+        let addresses = [0, 1].map(|i: usize| sockets[i].local_addr().expect("an address"));
+        let [client, server] = sockets.map(|s| SoftNic::host_over(s).expect("a NIC").0);
+        Self { client, server, addresses, ends: AtomicU32::new(0) }
+    }
+}
+
+impl Bench for Roce {
+    type Nic = SoftNic;
+
+    fn client(&self) -> &SoftNic {
+        &self.client
+    }
+
+    fn server(&self) -> &SoftNic {
+        &self.server
+    }
+
+    fn connection_lacks(&self) -> &'static [Feature] {
+        // The wire has no opcode for them.
+        &[Feature::MaskedAtomics]
+    }
+
+    fn to_rtr(
+        &self,
+        (here, qp): (Side, &SoftQp),
+        (there, peer): (Side, &SoftQp),
+    ) -> Result<(), Error> {
+        // Each connection has PSNs of its own, so that what is left of the one before is not taken for its.
+        let ends = if here == there { 2 } else { 1 };
+        let connection = self.ends.fetch_add(ends, Ordering::Relaxed) / 2;
+        let psn = Psn::new(connection.wrapping_mul(0x1_0000).wrapping_sub(5));
+        let [here, there] = [here, there].map(|side| self.addresses[side as usize]);
+        let peer = RemotePeer::new(there, here.ip(), peer.qpn());
+        let peer = RemotePeer { sq_psn: psn, rq_psn: psn, timeout: TIMEOUT, ..peer };
+        qp.modify(QpChange::ReadyToReceive { peer: PeerAddress::Remote(peer) })
+    }
+}
+
+fn check(address: IpAddr) {
+    let report = conformance::run(&Roce::over(address));
+    println!("{report}");
+    let lacking: Vec<_> =
+        report.skipped.iter().filter(|(_, why)| why.contains(" lacks ")).map(|s| s.0).collect();
+    assert_eq!(lacking, ["regions.remote_write_needs_local_write", "atomics.masked"]);
+}
+
+#[test]
+fn roce_over_ipv4() {
+    check("127.0.0.1".parse().expect("an address"));
+}
+
+#[test]
+fn roce_over_ipv6() {
+    let loopback: IpAddr = "::1".parse().expect("an address");
+    if UdpSocket::bind((loopback, 0)).is_err() {
+        println!("not run: this machine has no IPv6");
+        return;
+    }
+    check(loopback);
+}
