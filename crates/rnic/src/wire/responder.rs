@@ -249,7 +249,9 @@ impl Responder {
     /// Queues the result of an atomic once more; it is not executed again. Without a result, which is
     /// older than any that its sender may still ask for, nothing is answered.
     pub fn atomic_again(&mut self, psn: Psn) {
-        let Some(&(_, old)) = self.results.iter().find(|(of, _)| *of == psn) else { return };
+        // The latest: a number comes again when the circle has closed.
+        let found = self.results.iter().rev().find(|(of, _)| *of == psn);
+        let Some(&(_, old)) = found else { return };
         let again = Output::Atomic { psn, old };
         if !self.outputs.iter().any(|due| due.output == again) {
             self.insert(psn, again);

@@ -118,6 +118,24 @@ fn results_are_kept_as_long_as_they_may_be_asked_for() {
 }
 
 #[test]
+fn a_number_that_comes_again_has_the_latest_result() {
+    let mut r = responder(9);
+    r.atomic(1);
+    r.accepted(1, true, true);
+    // Once around the circle.
+    for _ in 0..4 {
+        r.accepted(1 << 22, true, false);
+    }
+    r.accepted(Psn::MAX, true, false);
+    answers(&mut r);
+    r.atomic(2);
+    r.accepted(1, true, true);
+    answers(&mut r);
+    r.atomic_again(Psn::new(9));
+    assert_eq!(r.output(), Some(Output::Atomic { psn: Psn::new(9), old: 2 }));
+}
+
+#[test]
 fn a_refusal_is_repeated_to_who_has_missed_it() {
     let mut r = responder(3);
     r.arrival(Psn::new(3));

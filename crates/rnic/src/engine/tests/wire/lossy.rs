@@ -319,6 +319,7 @@ fn operations(few: u64) -> u64 {
 const LOSSES: [u32; 3] = [10, 100, 1000];
 
 #[test]
+#[cfg_attr(miri, ignore = "thousands of operations")]
 fn mixed_operations_survive_loss() {
     for (seed, loss) in LOSSES.into_iter().enumerate() {
         let faults = Faults { loss, ..Faults::default() };
@@ -329,6 +330,7 @@ fn mixed_operations_survive_loss() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "thousands of operations")]
 fn mixed_operations_survive_everything_at_once() {
     for (seed, loss) in LOSSES.into_iter().enumerate() {
         let faults = Faults { loss, duplicates: 500, delays: 500, spoilt: loss };
@@ -341,6 +343,7 @@ fn mixed_operations_survive_everything_at_once() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "thousands of operations")]
 fn mixed_operations_on_a_good_network_repeat_nothing() {
     for (seed, mtu) in [(300, PathMtu::Mtu256), (301, PathMtu::Mtu4096)] {
         let link = Link { mtu, ..Link::default() };
@@ -354,6 +357,7 @@ fn mixed_operations_on_a_good_network_repeat_nothing() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "thousands of operations")]
 fn sequence_numbers_close_their_circle() {
     // With 1 KiB packets a run takes a few tens of thousands of PSNs: start right before the end.
     for (seed, back) in [(400, 1), (401, 1000), (402, 5000)] {
