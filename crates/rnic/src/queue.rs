@@ -105,7 +105,7 @@ impl SendQueue {
     }
 
     /// Copies the WQE at the consumer index out of the ring, around its end where need be.
-    #[inline]
+    #[inline(always)]
     pub fn fetch(&self, into: &mut Fetched) -> Control {
         let mask = self.blocks - 1;
         let first = self.consumer as u32;

@@ -93,8 +93,8 @@ impl Fault {
 }
 
 impl Core {
-    /// Executes a fetched WQE from `done` bytes on.
-    #[inline]
+    /// Executes a fetched WQE from `done` bytes on. Always inlined: out of line a NOP takes half as long again.
+    #[inline(always)]
     pub fn execute(
         &mut self,
         me: &Requester,
@@ -168,7 +168,7 @@ impl Core {
     }
 
     /// Checks what a control segment says of itself.
-    #[inline]
+    #[inline(always)]
     pub fn check_form(&self, me: &Requester, ctrl: &Control) -> Result<(), Fault> {
         let named = ctrl.index == me.consumer && ctrl.qpn == me.qpn;
         if ctrl.blocks() > me.blocks || !named && (!me.managed || self.limits.strict) {

@@ -133,6 +133,7 @@ impl Core {
     }
 
     /// Receives a message: takes a receive WQE, scatters, completes. Nothing happens in between.
+    #[inline(always)]
     pub fn receive(
         &mut self,
         to: &Responder,

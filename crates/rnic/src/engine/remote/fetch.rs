@@ -1,6 +1,6 @@
 //! Fetching a WQE of a connected QP: once, whole, checked, and then kept as a request.
 
-use super::{Connection, Held};
+use super::{Connection, Held, decode_kept};
 use crate::cqe::Syndrome;
 use crate::engine::execute::{Fault, Progress, Requester};
 use crate::engine::schedule::Step;
@@ -8,7 +8,7 @@ use crate::engine::{Core, RDMA_BYTES_MAX, WQE_WORK};
 use crate::ids::{Access, Qpn};
 use crate::queue::{Fetched, Waiting};
 use crate::wire::requester::{Kind, Request, SPAN_MAX};
-use crate::wqe::{Control, FENCE_MASK, Sge, WQEBB, Wqe, decode};
+use crate::wqe::{Control, FENCE_MASK, Sge, WQEBB, Wqe};
 
 /// What a WQE becomes.
 enum Becomes {
@@ -72,7 +72,7 @@ impl Core {
         bytes: &[u8],
     ) -> Result<Becomes, Fault> {
         self.check_form(me, ctrl)?;
-        let wqe = decode(ctrl, bytes).map_err(|_| Syndrome::LocalQpOperation)?;
+        let wqe = decode_kept(ctrl, bytes).map_err(|_| Syndrome::LocalQpOperation)?;
         if ctrl.fm_ce_se & FENCE_MASK != 0 && connection.requester.reads_outstanding() {
             return Ok(Becomes::Held(Held::Reads));
         }

@@ -32,6 +32,7 @@ use crate::verbs::{QpState, WireLimits};
 use crate::wire::requester::{Request, Requester, Retired};
 use crate::wire::responder::Responder;
 use crate::wire::{Envelope, Outbox, RemotePeer, WireStats};
+use crate::wqe::{Control, DecodeError, Wqe, decode};
 use std::collections::{BTreeSet, HashMap};
 use std::net::SocketAddr;
 
@@ -69,6 +70,12 @@ enum Held {
     All,
     /// The end of all READs and atomics.
     Reads,
+}
+
+/// Not inlined, as [`decode`] is where QPs of this NIC execute.
+#[inline(never)]
+fn decode_kept<'a>(ctrl: &Control, bytes: &'a [u8]) -> Result<Wqe<'a>, DecodeError> {
+    decode(ctrl, bytes)
 }
 
 impl Wire {
@@ -169,7 +176,8 @@ impl Core {
 
     // --- turns ---------------------------------------------------------------------------------
 
-    /// See `Core::has_work`.
+    /// See `Core::has_work`. Not inlined, nor is the step: what QPs of this NIC do stays small.
+    #[inline(never)]
     pub fn remote_has_work(&self, qp: &Qp, connection: &Connection) -> bool {
         connection.has_packets(qp.state)
             || match qp.state {
@@ -184,6 +192,7 @@ impl Core {
     }
 
     /// Does one thing of a connected QP: makes some packets, or fetches a WQE, or flushes one.
+    #[inline(never)]
     pub fn step_remote(&mut self, qpn: Qpn, wqe: &mut Fetched) -> Step {
         let Some(qp) = self.qps.get_mut(qpn.raw()) else { return Step::Idle };
         let Some(mut connection) = qp.remote.take() else { return Step::Idle };

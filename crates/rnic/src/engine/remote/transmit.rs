@@ -1,6 +1,6 @@
 //! Making packets: of requests that were fetched, and answers to the peer's.
 
-use super::Connection;
+use super::{Connection, decode_kept};
 use crate::cqe::Syndrome;
 use crate::dma::{Span, copy_lists};
 use crate::engine::execute::{Fault, Requester};
@@ -12,7 +12,7 @@ use crate::wire::packet::{self, Aeth, AtomicOp, Body, Nak, Notice, Packet, Part,
 use crate::wire::requester::{Kind, Plan, Request};
 use crate::wire::responder::Output;
 use crate::wire::{Envelope, Outbox};
-use crate::wqe::{Remote, Wqe, decode};
+use crate::wqe::{Remote, Wqe};
 
 /// Packets that one step makes at most.
 const STEP_PACKETS: usize = 16;
@@ -40,7 +40,7 @@ impl Core {
         let ctrl = wqe.control();
         let qp = self.qps.get(qpn.raw()).expect("its connection works");
         let me = Requester::of(qp, &ctrl);
-        let Ok(decoded) = decode(&ctrl, wqe.bytes()) else {
+        let Ok(decoded) = decode_kept(&ctrl, wqe.bytes()) else {
             unreachable!("it was decoded when it was fetched");
         };
         self.work += WQE_WORK;
