@@ -113,11 +113,15 @@ impl Client {
         writeln!(input, "{order}").context("steering a client")
     }
 
-    /// Its rounds since it was asked last.
-    fn rounds(&mut self) -> Result<u64> {
-        self.tell("mark")?;
-        let report: Value = serde_json::from_str(&self.line()?)?;
-        report["rounds"].as_u64().context("a report has rounds")
+    /// Returns when it has done so many more rounds.
+    fn work(&mut self, rounds: u64) -> Result<()> {
+        let mut done = 0;
+        while done < rounds {
+            self.tell("mark")?;
+            let report: Value = serde_json::from_str(&self.line()?)?;
+            done += report["rounds"].as_u64().context("a report has rounds")?;
+        }
+        Ok(())
     }
 
     /// Lets it check everything once more and leave.
@@ -151,13 +155,12 @@ fn clients_of_another_host_work_and_are_cleaned_up_after() -> Result<()> {
         let mut clients: Vec<_> =
             (1..=3).map(|seed| Client::start(&hosts, &pool, seed)).collect::<Result<_>>()?;
         for client in &mut clients {
-            while client.rounds()? < 200 {}
+            client.work(200)?;
         }
         // One is killed, the others do not notice.
         drop(clients.pop());
         for client in &mut clients {
-            client.rounds()?;
-            while client.rounds()? < 50 {}
+            client.work(50)?;
         }
         clients.into_iter().try_for_each(Client::finish)?;
         node.wait_until_whole()?;
@@ -175,7 +178,7 @@ fn a_bad_cable_costs_time_and_nothing_else() -> Result<()> {
         let pool = node.pool(V4[0]);
         let mut clients = vec![Client::start(&hosts, &pool, 5)?, Client::start(&hosts, &pool, 6)?];
         for client in &mut clients {
-            while client.rounds()? < if full() { 2000 } else { 100 } {}
+            client.work(if full() { 2000 } else { 100 })?;
         }
         clients.into_iter().try_for_each(Client::finish)?;
         node.wait_until_whole()?;
@@ -188,7 +191,7 @@ fn a_host_that_vanishes_is_noticed_and_what_it_had_comes_back() -> Result<()> {
     let Some(hosts) = Hosts::new()? else { return Ok(()) };
     let node = Node::start(&hosts, "vanish", V4[0], &SMALL)?;
     let mut client = Client::start(&hosts, &node.pool(V4[0]), 9)?;
-    while client.rounds()? < 20 {}
+    client.work(20)?;
     ensure!(node.status()?["free"] != node.status()?["chunks"], "the client holds chunks");
     hosts.unplug(1)?;
     let took = node.wait_until_whole()?;

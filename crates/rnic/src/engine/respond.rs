@@ -104,12 +104,22 @@ impl Core {
         len: u64,
         need: Access,
     ) -> Result<Span, Fault> {
-        let checked = if to.access.allows(need) {
-            self.keys.remote(at.rkey, at.addr, len, need, to.pd, to.qpn)
-        } else {
-            Err(Refusal::Rights)
-        };
-        checked.map_err(|_| self.refuse(to, Syndrome::RemoteAccess))
+        self.check(to, at, len, need).map_err(|_| self.refuse(to, Syndrome::RemoteAccess))
+    }
+
+    /// [`Core::admit`] without consequences.
+    #[inline]
+    pub fn check(
+        &self,
+        to: &Responder,
+        at: crate::wqe::Remote,
+        len: u64,
+        need: Access,
+    ) -> Result<Span, Refusal> {
+        if !to.access.allows(need) {
+            return Err(Refusal::Rights);
+        }
+        self.keys.remote(at.rkey, at.addr, len, need, to.pd, to.qpn)
     }
 
     /// Puts the responder into Error; gives what the requester hears. Why exactly is not told to it.

@@ -66,6 +66,11 @@ pub(crate) enum Output {
         psn: Psn,
         old: u64,
     },
+    /// That a READ is refused which was answered before.
+    Refusal {
+        /// Its PSN.
+        psn: Psn,
+    },
 }
 
 /// An answer that is due.
@@ -280,6 +285,19 @@ impl Responder {
         self.outputs.front().map(|due| due.output)
     }
 
+    /// True if what is to be sent next was asked for again.
+    pub fn is_again(&self) -> bool {
+        self.outputs.front().is_some_and(|due| due.again)
+    }
+
+    /// The READ in front cannot be answered a second time. Who still waits for it hears that; to others the
+    /// PSN is a past one.
+    pub fn refuse_output(&mut self) {
+        if let Some(Due { output: Output::Read { psn, .. }, .. }) = self.outputs.pop_front() {
+            self.outputs.push_front(Due { output: Output::Refusal { psn }, again: true });
+        }
+    }
+
     /// `bytes` of the READ in front were sent, in a packet.
     pub fn read_sent(&mut self, bytes: u32) {
         let Some(Due { output: Output::Read { psn, at, left, fresh }, .. }) =
@@ -297,7 +315,7 @@ impl Responder {
         *fresh = false;
     }
 
-    /// The atomic's result in front was sent.
+    /// The atomic's result, or the refusal, in front was sent.
     pub fn atomic_sent(&mut self) {
         self.outputs.pop_front();
     }
@@ -339,7 +357,7 @@ impl Responder {
 fn reach(output: &Output, mtu: u32) -> (Psn, Psn) {
     match *output {
         Output::Read { psn, left, .. } => (psn, psn.plus(left.div_ceil(mtu).max(1))),
-        Output::Atomic { psn, .. } => (psn, psn.plus(1)),
+        Output::Atomic { psn, .. } | Output::Refusal { psn } => (psn, psn.plus(1)),
     }
 }
 

@@ -28,6 +28,7 @@ fn answers(r: &mut Responder) -> Vec<(u32, Option<Syndrome>)> {
                 r.atomic_sent();
                 all.push((psn.raw(), None));
             }
+            Some(Output::Refusal { .. }) => panic!("nothing is refused here"),
             None => match r.take_reply() {
                 Some((psn, says)) => all.push((psn.raw(), Some(says))),
                 None => return all,

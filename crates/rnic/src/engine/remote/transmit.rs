@@ -103,9 +103,16 @@ impl Core {
                     let len = left.min(mtu);
                     if len > 0 {
                         // As it is now: nothing is read under a key that has ended meanwhile.
-                        match self.admit(&to, at, len as u64, Access::REMOTE_READ) {
+                        match self.check(&to, at, len as u64, Access::REMOTE_READ) {
                             Ok(span) => source = span,
-                            Err(fault) => {
+                            // What is asked for again was answered once. As a rule nobody waits for it any
+                            // more, and the key has ended since: that breaks nothing.
+                            Err(_) if responder.is_again() => {
+                                responder.refuse_output();
+                                continue;
+                            }
+                            Err(_) => {
+                                let fault = self.refuse(&to, Syndrome::RemoteAccess);
                                 responder.refuse_at(psn, nak_of(fault.syndrome));
                                 continue;
                             }
@@ -124,6 +131,12 @@ impl Core {
                 Some(Output::Atomic { psn, old }) => {
                     responder.atomic_sent();
                     (psn, Body::AtomicAcknowledge { aeth, old })
+                }
+                Some(Output::Refusal { psn }) => {
+                    responder.atomic_sent();
+                    self.wire.stats.naks_out += 1;
+                    let syndrome = packet::Syndrome::Nak(Nak::RemoteAccess);
+                    (psn, Body::Acknowledge(Aeth { syndrome, msn: responder.msn() }))
                 }
                 None => match responder.take_reply() {
                     Some((psn, syndrome)) => {

@@ -353,3 +353,42 @@ fn connections_are_counted_and_ended() {
     let refused = bed.e.modify_qp(PF, a.qpn, QpChange::ReadyToReceive { peer: peers[0].into() });
     assert!(matches!(refused, Err(Error::NoWire { .. })), "{refused:?}");
 }
+
+/// The network brings a READ once more, long after it was answered, and its key has ended since.
+#[test]
+fn a_late_copy_of_a_read_whose_key_has_ended_breaks_nothing() {
+    let (mut net, [mut a, b], [mine, theirs]) = world(&Link::default());
+    let other = net.beds[1].mr(PF, b.pd, 4096, ALL);
+    for len in [8, 5000] {
+        let old = net.beds[1].mr(PF, b.pd, 8192, ALL);
+        net.log = Some(Vec::new());
+        let read = |w: &mut Builder| _ = w.rdma_read(old.remote(0), &[mine.sge(0, len)]);
+        assert_eq!(net.execute(0, &mut a, read).error, None);
+        let log = net.log.take().unwrap();
+        let (_, request) = log.into_iter().find(|(end, _)| *end == 0).expect("a request");
+        net.beds[1].e.dereg_mr(PF, old.key).unwrap();
+        net.inject(1, address(0, net.v6), &request);
+        net.run();
+        let add = |w: &mut Builder| _ = w.fetch_add(other.remote(0), 1, mine.sge(0, 8));
+        assert_eq!(net.execute(0, &mut a, add).error, None, "{len} bytes");
+    }
+    let _ = theirs;
+}
+
+/// The answer of a READ is lost, and its key ends before it is asked for again: its sender hears of that.
+#[test]
+fn a_read_whose_key_has_ended_before_it_was_answered_is_refused() {
+    let (mut net, [mut a, _b], [mine, theirs]) = world(&Link::default());
+    net.beds[0].post(&mut a, |w| {
+        w.rdma_read(theirs.remote(0), &[mine.sge(0, 8)]).signaled();
+    });
+    net.turn(0);
+    net.faults.loss = 10_000;
+    // The request arrives, the answer does not.
+    net.pass();
+    net.faults.loss = 0;
+    net.beds[1].e.dereg_mr(PF, theirs.key).unwrap();
+    net.run();
+    let cqe = a.send_cq.reader.poll().expect("a completion");
+    assert_eq!(cqe.error.map(|e| e.syndrome), Some(Syndrome::RemoteAccess as u8));
+}
