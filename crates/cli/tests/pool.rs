@@ -306,9 +306,9 @@ fn no_benchmark_outlives_its_patience() {
     let socket = directory.path().join("pool.sock");
     let (mut node, mut says) = started(serve(&socket));
     line(&mut says);
-    let mut worker = granary(["worker", "alloc", "--socket"]);
+    let mut worker = granary(["worker", "alloc", "--pool"]);
     let mut worker = worker
-        .arg(&socket)
+        .arg(format!("shm:{}", socket.display()))
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())

@@ -107,6 +107,8 @@ fn what_was_found_stays_mended() {
         (SchemeKind::FineMr, 2557),
         // A free of a chunk whose window an allocation took over in the same turn released it twice.
         (SchemeKind::RpcMw1, 1361),
+        // A free that waited for a read went on, after its page had been taken from it, when its owner was told.
+        (SchemeKind::Odrp, 2890),
         // The check itself took what a QP was to do for what it did, when it had been connected anew in between.
         (SchemeKind::Odrp, 2315),
         // Who had taken in more than was to be seen never stood still.

@@ -60,9 +60,18 @@ impl<N: DirectNic> Connection<N> {
             && self.writes.is_at_rest(nic, self.reads.answers.as_ref())?)
     }
 
-    /// A page that it has unmapped and not given back, since it waited for a read that was never
-    /// answered; given that it is at rest.
-    pub fn in_hand(&self, memory: &Memory<N>, credits: u32) -> Result<Option<u32>, Error> {
+    /// Ends its chains, which are at rest. Gives a page that they have unmapped and not given back, since they
+    /// waited for a read that was never answered.
+    ///
+    /// A free that waits for such a read must not go on after its page was taken from it: anything that completes to
+    /// the CQ of the answers, be it an error, would let it.
+    pub fn stop(&self, memory: &Memory<N>, credits: u32) -> Result<Option<u32>, Error> {
+        let page = self.in_hand(memory, credits)?;
+        self.directions().iter().try_for_each(|d| d.worker.modify(QpChange::Reset))?;
+        Ok(page)
+    }
+
+    fn in_hand(&self, memory: &Memory<N>, credits: u32) -> Result<Option<u32>, Error> {
         let d = &self.writes;
         if d.stopped.is_some() {
             return Ok(None);

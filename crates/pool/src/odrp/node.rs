@@ -310,7 +310,7 @@ impl<N: DirectNic> Node<N> {
                 Stage::Open | Stage::Closed => false,
                 Stage::Closing | Stage::Settling if !c.is_at_rest(&self.nic)? => false,
                 Stage::Closing => {
-                    let page = c.in_hand(&self.memory, self.settings.credits)?;
+                    let page = c.stop(&self.memory, self.settings.credits)?;
                     self.reclaimer.take(page.map(Task::Release), Urgency::Now);
                     c.stage = Stage::Closed;
                     if std::mem::take(&mut c.tell) {
@@ -319,7 +319,7 @@ impl<N: DirectNic> Node<N> {
                     true
                 }
                 Stage::Settling => {
-                    let page = c.in_hand(&self.memory, self.settings.credits)?;
+                    let page = c.stop(&self.memory, self.settings.credits)?;
                     self.reclaimer.take(page.map(Task::Release), Urgency::InTurn);
                     c.stage = Stage::Scanning(0);
                     true
@@ -432,7 +432,8 @@ impl<N: DirectNic> NodeScheme for Node<N> {
 
     fn retire(&mut self, client: ClientId) -> Result<(), Error> {
         let Ok(c) = self.living(client) else { return Ok(()) };
-        c.stage = Stage::Settling;
+        // What had come to rest, and was stopped, has nothing in hand.
+        c.stage = if c.stage == Stage::Closed { Stage::Scanning(0) } else { Stage::Settling };
         c.close()?;
         for (qp, _) in c.access.iter().flatten() {
             qp.modify(QpChange::Error)?;
