@@ -8,8 +8,10 @@
 //! | `packets` | packets of a QP's peer on another host | another connection works, other memory is as it was, the NIC comes to rest |
 //! | `session` | packets and requests to the shared-memory port | each has an answer; another session works |
 //! | `service` | packets to a memory node's socket | the memory node answers another client |
+//! | `hosts` | bytes to a memory node's TCP port | the memory node answers another host |
 
 pub mod engine;
+pub mod hosts;
 mod input;
 pub mod packets;
 pub mod service;

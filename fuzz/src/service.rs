@@ -91,7 +91,8 @@ fn input_length(kind: u8) -> usize {
     1 + kind as usize * 2
 }
 
-fn request(input: &mut Input<'_>) -> Request {
+/// Something that a compute node asks.
+pub(crate) fn request(input: &mut Input<'_>) -> Request {
     match input.byte() % 8 {
         0 => {
             let (groups, lanes) = (input.byte() as usize % 80, input.byte() as usize % 10);
