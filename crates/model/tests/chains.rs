@@ -1,20 +1,25 @@
-//! Every state of the small configurations; with `GRANARY_TEST_FULL=1` of the larger ones too.
+//! Every state of the small configurations; with `GRANARY_TEST_FULL=1` 200,000 of the larger ones too.
 //!
 //! The allocator that makes this possible is per thread, so the tests may run side by side.
 
 use model::config::{self, Config};
 use model::{Report, explore, prepare};
 
-/// States after which a configuration of the full run is given up and called bounded. Memory, not
-/// time, is what ends first: 16 bytes a state, and some.
-const LIMIT: u64 = 30_000_000;
+/// States after which a configuration of the full run is called bounded: half a minute of each on one core.
+const LIMIT: u64 = 200_000;
+
+/// [`LIMIT`], or what `GRANARY_MODEL_STATES` says. A state takes 16 bytes, and some 0.1 ms.
+fn limit() -> u64 {
+    let given = std::env::var("GRANARY_MODEL_STATES").ok();
+    given.map_or(LIMIT, |n| n.parse().expect("GRANARY_MODEL_STATES is a number"))
+}
 
 fn full() -> bool {
     std::env::var_os("GRANARY_TEST_FULL").is_some_and(|v| v == "1")
 }
 
 fn check(config: &Config) -> Report {
-    match explore(config, if full() { LIMIT } else { config.quick }) {
+    match explore(config, if full() { limit() } else { config.quick }) {
         Ok(report) => {
             println!(
                 "{}: {} states, {} actions, {} ends, longest run {}, {:.1} s, {}",
