@@ -89,7 +89,10 @@ fn the_reduction_loses_no_end() {
     for (whole, reduced) in pairs {
         assert!(!whole.reduce && reduced.reduce);
         let (whole, reduced) = (check(whole), check(reduced));
-        assert_eq!(whole.outcomes, reduced.outcomes);
+        assert!(reduced.exhausted, "too large to be exhausted, and to be compared");
+        // Of what is too large to be exhausted, each end that was seen.
+        assert!(whole.outcomes.is_subset(&reduced.outcomes), "an end is lost");
+        assert!(!whole.exhausted || whole.outcomes == reduced.outcomes);
         assert!(reduced.states < whole.states, "it reduces nothing");
     }
 }
