@@ -49,7 +49,7 @@ fn anothers_chunk_is_not_freed() -> Result<()> {
 /// One after the other, and up to 15 frees of the same chunk in flight at once.
 #[test]
 fn a_chunk_is_freed_once() -> Result<()> {
-    let report = attack("double-free", if full() { "5000" } else { "200" })?;
+    let report = attack("double-free", if full() { "1000" } else { "200" })?;
     ensure!(number(&report, "refused") >= 400, "{report}");
     Ok(())
 }
@@ -118,7 +118,7 @@ fn a_chunk_ends_at_its_borders() -> Result<()> {
 /// Frees with WRITEs in flight, which go on after the free.
 #[test]
 fn a_released_key_is_dead() -> Result<()> {
-    let report = attack("reuse", if full() { "20000" } else { "400" })?;
+    let report = attack("reuse", if full() { "4000" } else { "400" })?;
     ensure!(number(&report, "cut_off_by_it") > 0, "{report}");
     Ok(())
 }
@@ -212,7 +212,7 @@ fn resets_with_requests_in_flight_lose_no_chunk() -> Result<()> {
         &SMALL,
         &[&[&CALM[..], &may].concat(), &[&SECOND[..], &may].concat()],
     )?;
-    scene.attack("reset-storm", &["--count", if full() { "20000" } else { "300" }])?;
+    scene.attack("reset-storm", &["--count", if full() { "6000" } else { "300" }])?;
     scene.victims_worked()?;
     scene.end()?;
     Ok(())
