@@ -13,6 +13,8 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
+
 use crate::Error;
 use crate::bare;
 use crate::histogram::Latencies;
@@ -89,7 +91,7 @@ impl Spec {
 }
 
 /// What came out of one measurement.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Outcome {
     /// Latencies: of each operation one at a time, of a sample with more in flight (reading
     /// the clock twice for each one would be most of the time).
@@ -110,12 +112,24 @@ impl Outcome {
 
     /// The records of a measurement.
     pub fn records(&self, spec: &Spec, setting: &Setting) -> Vec<Record> {
-        let of =
-            |what: &str, unit| Record::of(EXPERIMENT, setting, &spec.direction.metric(what), unit);
+        self.records_of(EXPERIMENT, spec.direction.name(), spec.size, setting)
+    }
+
+    /// The records of `operation`s of `size` bytes in another experiment.
+    pub fn records_of(
+        &self,
+        experiment: &str,
+        operation: &str,
+        size: usize,
+        setting: &Setting,
+    ) -> Vec<Record> {
+        let of = |what: &str, unit| {
+            Record::of(experiment, setting, &format!("{operation}_{what}"), unit)
+        };
         let rate = self.operations as f64 / self.elapsed.as_secs_f64();
         let mut records = self.latencies.records(&of("latency_us", Unit::Us));
         records.push(of("rate_per_s", Unit::PerSecond).mean(rate));
-        let bandwidth = rate * spec.size as f64 / 1e9;
+        let bandwidth = rate * size as f64 / 1e9;
         records.push(of("bandwidth_gb_per_s", Unit::GbPerSecond).mean(bandwidth));
         records
     }
@@ -136,10 +150,10 @@ pub(crate) struct Meter {
 
 impl Meter {
     /// A clock that starts now.
-    pub fn start(spec: &Spec) -> Self {
+    pub fn start(duration: Duration) -> Self {
         let start = Instant::now();
         let (warm, outcome) = (start + WARM_UP, Outcome::default());
-        Self { duration: spec.duration, start, warm, first: None, outcome }
+        Self { duration, start, warm, first: None, outcome }
     }
 
     /// When it started, or began to count.
@@ -150,6 +164,11 @@ impl Meter {
     /// `done` operations have completed in all, just now one that was posted at `since`.
     /// Returns the time, or none if the measurement is over.
     pub fn completed(&mut self, since: Instant, done: u64) -> Option<Instant> {
+        self.completed_each(since, done, 1)
+    }
+
+    /// Like [`Meter::completed`], where `each` operations, one after the other, began at `since`.
+    pub fn completed_each(&mut self, since: Instant, done: u64, each: u32) -> Option<Instant> {
         let now = Instant::now();
         let Some(first) = self.first else {
             if now >= self.warm {
@@ -158,7 +177,7 @@ impl Meter {
             }
             return Some(now);
         };
-        self.outcome.latencies.record(now - since);
+        self.outcome.latencies.record((now - since) / each);
         if now < self.start + self.duration {
             return Some(now);
         }

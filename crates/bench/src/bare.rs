@@ -178,7 +178,7 @@ fn serve(buffers: Buffers, doorbell: &AtomicU64, completion: &AtomicU64, stop: &
 /// The client with one operation at a time: each one's latency is measured.
 fn ping(spec: &Spec, doorbell: &AtomicU64, completion: &AtomicU64) -> Outcome {
     let mut wait = Wait::new();
-    let mut meter = Meter::start(spec);
+    let mut meter = Meter::start(spec.duration);
     let mut since = meter.started();
     for operation in 1.. {
         doorbell.store(operation, Ordering::Release);
@@ -199,7 +199,7 @@ fn ping(spec: &Spec, doorbell: &AtomicU64, completion: &AtomicU64) -> Outcome {
 fn stream(spec: &Spec, doorbell: &AtomicU64, completion: &AtomicU64) -> Outcome {
     let depth = spec.in_flight as u64;
     let mut wait = Wait::new();
-    let mut meter = Meter::start(spec);
+    let mut meter = Meter::start(spec.duration);
     let mut posted = 0;
     // The operation that the clock follows, and when it was posted.
     let (mut followed, mut since) = (0, meter.started());

@@ -18,6 +18,7 @@
 //! | [`access`] | READ and WRITE: metrics, tables, pictures |
 //! | [`pool_access`] | READ and WRITE through the pool |
 //! | [`bare`] | yardstick of READ and WRITE: the bare hand-off between two threads |
+//! | [`pingpong`] | messages between two programs |
 //! | [`alloc`] | allocation and free: the client's loop, metrics, tables, pictures |
 //! | [`fault`] | page faults: metrics, tables, pictures |
 //! | [`paged_fault`] | page faults of a paged program |
@@ -34,6 +35,7 @@ pub mod fault;
 pub mod histogram;
 pub mod paged_fault;
 pub mod paper;
+pub mod pingpong;
 pub mod plot;
 pub mod pool_access;
 pub mod progress;

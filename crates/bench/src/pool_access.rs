@@ -82,7 +82,7 @@ impl<N: Nic> Target<'_, N> {
 
     /// One operation at a time: each one's latency is measured.
     fn ping(&self) -> Result<Outcome, Error> {
-        let mut meter = Meter::start(self.spec);
+        let mut meter = Meter::start(self.spec.duration);
         let mut since = meter.started();
         for operation in 0.. {
             self.post(operation)?.wait()?;
@@ -97,7 +97,7 @@ impl<N: Nic> Target<'_, N> {
     /// Many in flight: for each that ends, another one is posted; one at a time is followed with
     /// the clock.
     fn stream(&self) -> Result<Outcome, Error> {
-        let mut meter = Meter::start(self.spec);
+        let mut meter = Meter::start(self.spec.duration);
         let (mut followed, mut since) = (0, meter.started());
         let mut outstanding = VecDeque::with_capacity(self.spec.in_flight);
         for operation in 0..self.spec.in_flight as u64 {

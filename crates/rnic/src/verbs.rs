@@ -19,8 +19,9 @@ pub struct Limits {
     pub recvs: u32,
     /// Memory regions and windows of all functions; at most 2^24 - 1.
     pub keys: u32,
-    /// The longest SEND, in bytes. A SEND is one indivisible step, so that this bounds how long one
-    /// client can keep the NIC from the others.
+    /// The longest SEND to a QP of this NIC, in bytes. It is one indivisible step, so that this bounds how long
+    /// one client can keep the NIC from the others. One to another NIC is a step for each packet, and may be as
+    /// long as a WRITE.
     pub send_bytes_max: u32,
     /// READs and WRITEs longer than this many bytes are executed in slices of it.
     pub slice_bytes: u32,

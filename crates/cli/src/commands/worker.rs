@@ -1,12 +1,14 @@
 //! `granary worker`: what benchmarks start in other processes. Not for people; see
 //! [`crate::team`].
 
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
 use bench::fault::Pattern;
 use bench::paged_fault::Memory;
+use bench::pingpong::{Place, Side, Station, Task};
 use bench::size::Size;
 use pool::{Address, Options};
 use serde::{Deserialize, Serialize};
@@ -22,6 +24,12 @@ pub enum Worker {
         #[arg(long)]
         pool: Address,
     },
+    /// Exchange messages with another worker
+    Pingpong {
+        /// The socket of the NIC that both are on; without, each has its own, with a UDP socket
+        #[arg(long)]
+        socket: Option<PathBuf>,
+    },
     /// Touch memory page by page
     Fault {
         /// How much
@@ -36,6 +44,19 @@ pub struct AllocTask {
     pub duration: Duration,
 }
 
+/// What a worker of `bench pingpong` does next.
+#[derive(Serialize, Deserialize)]
+pub enum PingpongStep {
+    /// Make a QP for this; its place is the answer.
+    Prepare(Task),
+    /// Connect it to this; the answer says that it is ready.
+    Connect(Place),
+    /// Be the initiator; what was measured is the answer.
+    Measure,
+    /// Be the responder; the answer comes when the initiator has ended.
+    Answer,
+}
+
 /// Touch pages in this order for this long.
 #[derive(Serialize, Deserialize)]
 pub struct FaultTask {
@@ -47,6 +68,7 @@ impl Worker {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self {
             Self::Alloc { pool } => alloc(&pool),
+            Self::Pingpong { socket } => pingpong(socket.as_deref()),
             Self::Fault { memory } => fault(memory),
         }?;
         Ok(ExitCode::SUCCESS)
@@ -60,6 +82,36 @@ fn alloc(node: &Address) -> anyhow::Result<()> {
     team::say_ready()?;
     while let Some(AllocTask { duration }) = team::next_task()? {
         team::say(&bench::alloc::client(&pool, duration)?)?;
+    }
+    Ok(())
+}
+
+fn pingpong(socket: Option<&Path>) -> anyhow::Result<()> {
+    let station = match socket {
+        Some(socket) => Station::shm(socket)?,
+        None => Station::roce()?,
+    };
+    team::say_ready()?;
+    let mut side: Option<Side> = None;
+    while let Some(step) = team::next_task()? {
+        if let PingpongStep::Prepare(task) = step {
+            let made = side.insert(station.side(&task)?);
+            team::say(&made.place())?;
+            continue;
+        }
+        let side = side.as_mut().context("take part in a measurement that was not prepared")?;
+        match step {
+            PingpongStep::Connect(place) => {
+                side.connect(&place)?;
+                team::say_ready()?;
+            }
+            PingpongStep::Measure => team::say(&side.measure()?)?,
+            PingpongStep::Answer => {
+                side.answer()?;
+                team::say_ready()?;
+            }
+            PingpongStep::Prepare(_) => unreachable!("handled above"),
+        }
     }
     Ok(())
 }

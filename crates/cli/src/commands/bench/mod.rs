@@ -4,6 +4,7 @@ mod access;
 mod alloc;
 mod fault;
 mod paper;
+mod pingpong;
 
 use std::fs;
 use std::path::Path;
@@ -24,12 +25,14 @@ pub enum Bench {
     Alloc(alloc::Alloc),
     Fault(fault::Fault),
     Paper(paper::Paper),
+    Pingpong(pingpong::Pingpong),
 }
 
 const EXAMPLES: &str = "\
 Examples:
   granary bench access                          READ and WRITE over sizes and depths
   granary bench alloc --nic shm --clients 1,8   the NIC's allocation against an RPC's
+  granary bench pingpong --nic roce             messages between two programs
   granary bench fault --json                    page faults, for machines
   granary bench paper onesidedmw                the paper's numbers beside ours";
 
@@ -40,6 +43,7 @@ impl Bench {
             Self::Alloc(alloc) => alloc.run(),
             Self::Fault(fault) => fault.run(),
             Self::Paper(paper) => paper.run(),
+            Self::Pingpong(pingpong) => pingpong.run(),
         }
     }
 }

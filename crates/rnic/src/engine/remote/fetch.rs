@@ -93,13 +93,8 @@ impl Core {
                     }
                 });
             }
-            Wqe::Send { from, .. } => {
-                let len = self.gather(me, from)?;
-                if len > self.limits.send_bytes_max as u64 {
-                    return Err(Syndrome::LocalLength.into());
-                }
-                (Kind::Send, len)
-            }
+            // As long as any: unlike one between QPs of this NIC it is not one step, but one for each packet.
+            Wqe::Send { from, .. } => (Kind::Send, self.gather(me, from)?),
             Wqe::Write { from, .. } => (Kind::Write, self.gather(me, from)?),
             Wqe::Read { to, .. } => {
                 self.list_local(me, to, Access::LOCAL_WRITE)?;

@@ -138,7 +138,7 @@ impl Core {
         };
         let len = before + bytes;
         let full = if part.ends() { bytes <= mtu } else { bytes == mtu };
-        if !full || len > self.limits.send_bytes_max as u64 {
+        if !full || len > RDMA_BYTES_MAX {
             return Err(self.refuse(to, Syndrome::RemoteInvalidRequest));
         }
         let (imm, invalidate) = match notice {

@@ -85,6 +85,25 @@ fn sends_of_all_lengths_and_kinds_arrive() {
 }
 
 #[test]
+fn a_send_to_another_nic_may_be_longer_than_one_within() {
+    let mut net = Net::new(7);
+    let [mut a, mut b] = net.pair(&Link { mtu: PathMtu::Mtu4096, ..Link::default() });
+    let len = 5 * net.beds[0].e.caps().send_bytes_max as usize + 3;
+    let mine = net.beds[0].mr(PF, a.pd, 1 << 20, ALL);
+    let theirs = net.beds[1].mr(PF, b.pd, 1 << 20, ALL);
+    let data = pattern(len, 3);
+    mine.mem.write(0, &data);
+    net.beds[1].post_recv(&mut b, &[theirs.sge(0, 1 << 20)]);
+    let cqe = net.execute(0, &mut a, |w| {
+        w.send(&[mine.sge(0, len)]);
+    });
+    assert_eq!((cqe.error, cqe.byte_count), (None, len as u32));
+    let cqe = b.recv_cq.reader.poll().expect("a receive");
+    assert_eq!((cqe.error, cqe.byte_count), (None, len as u32));
+    assert_eq!(theirs.bytes(0, len), data);
+}
+
+#[test]
 fn immediates_inline_data_and_atomics() {
     let mut net = Net::new(3);
     let [mut a, mut b] = net.pair(&Link { mtu: PathMtu::Mtu256, ..Link::default() });
