@@ -8,8 +8,8 @@
 //!
 //! What other messaging libraries' benchmarks measure as well, so that theirs can stand beside it:
 //!
-//! - One in flight, latency is half of a round trip. Either side goes on when it has the other one's message
-//!   and the completion of its own.
+//! - One in flight, latency is half of a round trip. Either side goes on when it has the other one's message;
+//!   completions of its own it takes as they come, and lets [`OWN_OUTSTANDING`] be outstanding. What fits into a WQE is posted inline.
 //! - With more in flight rate and bandwidth are those of the initiator's completions. They say that the message is in
 //!   the receiver's memory.
 //! - All messages have one buffer at either end, and receives are posted before anything is sent.
@@ -28,9 +28,9 @@ use std::time::Duration;
 
 use fabric::soft::{SoftCq, SoftMr, SoftNic, SoftPd, SoftQp};
 use fabric::{
-    Access, Backoff, Completion, CompletionQueue, CqAttr, Data, Key, MemoryRegion, Nic, Op,
-    PathMtu, PeerAddress, QpAttr, QpChange, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest,
-    Remote, RemotePeer, Sge, Status, WorkRequest,
+    Access, Backoff, Completion, CompletionKind, CompletionQueue, CqAttr, Data, Key, MemoryRegion,
+    Nic, Op, PathMtu, PeerAddress, QpAttr, QpChange, Qpn, QueuePair, Receive, ReceiveAttr,
+    ReceiveRequest, Remote, RemotePeer, Sge, Status, WorkRequest,
 };
 use serde::{Deserialize, Serialize};
 
@@ -51,8 +51,12 @@ pub const IN_FLIGHT: [usize; 2] = [1, 32];
 /// Receives that are posted beyond those of the messages in flight: a message that is acknowledged has
 /// freed its place, and the receiver may not have seen that yet.
 const RECEIVES_AHEAD: usize = 128;
+/// Messages of a side that may be unacknowledged when it answers.
+const OWN_OUTSTANDING: u32 = 8;
 /// Work requests that are posted with one doorbell at most.
 const LIST: usize = 16;
+/// The longest message that is posted inline.
+const INLINE_MAX: usize = 64;
 /// Immediate data of the message that ends a measurement.
 const END: u32 = 0x656e_6421;
 /// A peer that is silent for so long is gone.
@@ -132,7 +136,7 @@ impl Station {
         let system = |source| Error::System { what: "open a UDP socket", source };
         let socket = UdpSocket::bind("127.0.0.1:0").map_err(system)?;
         let address = socket.local_addr().map_err(system)?;
-        let (nic, _) = SoftNic::host_over(socket)?;
+        let nic = SoftNic::over(socket)?;
         Ok(Self { pd: nic.alloc_pd()?, nic, address: Some(address) })
     }
 
@@ -243,6 +247,7 @@ impl Side {
         let mut since = meter.started();
         for trip in 1.. {
             self.send(None)?;
+            turns.outstanding += 1;
             turns.wait(self)?;
             match meter.completed_each(since, 2 * trip, 2) {
                 Some(now) => since = now,
@@ -250,14 +255,16 @@ impl Side {
             }
         }
         self.send(Some(END))?;
-        self.next(&mut [Completion::EMPTY; 1])?;
+        turns.outstanding += 1;
+        turns.drain(self)?;
         Ok(meter.outcome())
     }
 
     fn pong(&self) -> Result<(), Error> {
-        let mut turns = Turns { sent: true, ..Turns::default() };
+        let mut turns = Turns::default();
         while turns.wait(self)? {
             self.send(None)?;
+            turns.outstanding += 1;
         }
         Ok(())
     }
@@ -315,8 +322,13 @@ impl Side {
 
     /// Posts one message; the last one has immediate data.
     fn send(&self, imm: Option<u32>) -> Result<(), Error> {
-        let from = [self.ours()];
+        let (from, mut inline) = ([self.ours()], [0; INLINE_MAX]);
         let op = match imm {
+            None if self.task.size <= INLINE_MAX => {
+                let data = &mut inline[..self.task.size];
+                self.mr.memory().read(0, data);
+                Op::SendInline { data }
+            }
             None => self.message(&from),
             Some(imm) => Op::SendImm { data: Data::Inline(&[]), imm },
         };
@@ -364,32 +376,45 @@ impl Side {
     }
 }
 
-/// Whose turn it is: a side sends when it has received, and what it sent before is complete.
+/// Whose turn it is: a side sends when it has received, and not too much of its own is outstanding.
 #[derive(Default)]
 struct Turns {
-    sent: bool,
+    outstanding: u32,
     received: bool,
     ended: bool,
 }
 
 impl Turns {
-    /// Waits for both; false if the other side has ended.
+    /// Waits for the other side's message; false if it has ended.
     fn wait(&mut self, side: &Side) -> Result<bool, Error> {
+        while !(self.ended || self.received && self.outstanding < OWN_OUTSTANDING) {
+            self.take(side)?;
+        }
+        self.received = false;
+        Ok(!self.ended)
+    }
+
+    /// Waits until nothing is outstanding.
+    fn drain(&mut self, side: &Side) -> Result<(), Error> {
+        while self.outstanding > 0 {
+            self.take(side)?;
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, side: &Side) -> Result<(), Error> {
         let mut batch = [Completion::EMPTY; 4];
-        while !(self.ended || self.sent && self.received) {
-            let count = side.next(&mut batch)?;
-            for completion in &batch[..count] {
-                match completion.kind {
-                    fabric::CompletionKind::Send => self.sent = true,
-                    fabric::CompletionKind::Receive => {
-                        (self.received, self.ended) = (true, completion.imm == Some(END));
-                        side.receive()?;
-                    }
+        let count = side.next(&mut batch)?;
+        for completion in &batch[..count] {
+            match completion.kind {
+                CompletionKind::Send => self.outstanding -= 1,
+                CompletionKind::Receive => {
+                    (self.received, self.ended) = (true, completion.imm == Some(END));
+                    side.receive()?;
                 }
             }
         }
-        (self.sent, self.received) = (false, false);
-        Ok(!self.ended)
+        Ok(())
     }
 }
 

@@ -19,12 +19,24 @@ struct Roce {
     ends: AtomicU32,
 }
 
+/// Who runs the NICs.
+#[derive(Clone, Copy)]
+enum RunBy {
+    /// A thread of each.
+    Thread,
+    /// Threads that wait, too.
+    Callers,
+}
+
 impl Roce {
-    fn over(address: IpAddr) -> Self {
+    fn over(address: IpAddr, by: RunBy) -> Self {
         let socket = || UdpSocket::bind((address, 0)).expect("a socket");
         let sockets = [socket(), socket()];
         let addresses = [0, 1].map(|i: usize| sockets[i].local_addr().expect("an address"));
-        let [client, server] = sockets.map(|s| SoftNic::host_over(s).expect("a NIC").0);
+        let [client, server] = sockets.map(|s| match by {
+            RunBy::Thread => SoftNic::host_over(s).expect("a NIC").0,
+            RunBy::Callers => SoftNic::over(s).expect("a NIC"),
+        });
         Self { client, server, addresses, ends: AtomicU32::new(0) }
     }
 }
@@ -61,8 +73,8 @@ impl Bench for Roce {
     }
 }
 
-fn check(address: IpAddr) {
-    let report = conformance::run(&Roce::over(address));
+fn check(address: IpAddr, by: RunBy) {
+    let report = conformance::run(&Roce::over(address, by));
     println!("{report}");
     let lacking: Vec<_> =
         report.skipped.iter().filter(|(_, why)| why.contains(" lacks ")).map(|s| s.0).collect();
@@ -71,7 +83,12 @@ fn check(address: IpAddr) {
 
 #[test]
 fn roce_over_ipv4() {
-    check("127.0.0.1".parse().expect("an address"));
+    check("127.0.0.1".parse().expect("an address"), RunBy::Thread);
+}
+
+#[test]
+fn roce_run_by_its_callers() {
+    check("127.0.0.1".parse().expect("an address"), RunBy::Callers);
 }
 
 #[test]
@@ -81,5 +98,5 @@ fn roce_over_ipv6() {
         println!("not run: this machine has no IPv6");
         return;
     }
-    check(loopback);
+    check(loopback, RunBy::Thread);
 }

@@ -127,7 +127,7 @@ impl SoftCq {
     #[inline]
     pub fn poll_before(&self, end: Option<u32>, out: &mut [Completion]) -> usize {
         let cq = &*self.0;
-        if !cq.is_ready() {
+        if !(cq.is_ready() || cq.function.wait_turn() && cq.is_ready()) {
             return 0;
         }
         let Some(mut poller) = cq.poller.try_lock() else {

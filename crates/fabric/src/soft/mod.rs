@@ -84,6 +84,16 @@ impl SoftNic {
         Ok((nic, host))
     }
 
+    /// A new NIC for this process alone, with a way to other hosts as [`SoftNic::host_over`] has it. Threads that poll
+    /// for completions run it meanwhile, in place of its thread: messages are not handed from one thread
+    /// to another.
+    pub fn over(socket: UdpSocket) -> Result<Self, Error> {
+        let wire = Wire::new(socket).map_err(system("opening the way to other hosts"))?;
+        let host = shm::Host::start_own(Limits::default(), wire)
+            .map_err(system("starting the NIC's thread"))?;
+        Ok(Self { function: Function::Local(host.physical()) })
+    }
+
     /// Attaches to the NIC of the process that serves the socket at `path`.
     pub fn attach(path: impl AsRef<Path>) -> Result<Self, Error> {
         let attached =

@@ -133,7 +133,7 @@ impl Pool<SoftNic> {
                     let local = local.ok_or_else(|| system(ErrorKind::NotConnected.into()))?;
                     let socket = UdpSocket::bind((local, 0)).map_err(system)?;
                     let port = socket.local_addr().map_err(system)?.port();
-                    (SoftNic::host_over(socket)?.0, port)
+                    (SoftNic::over(socket)?, port)
                 }
             };
             nic = Some(opened);

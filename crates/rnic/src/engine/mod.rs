@@ -281,6 +281,18 @@ impl Engine {
         &mut self.core.wire.outbox
     }
 
+    /// With `hold`, acknowledgements of few packets wait, until it is called without; they may take as long as is nothing
+    /// to the timeouts of the peers, which is well below a millisecond. For ports that know that
+    /// something more urgent is about to come.
+    pub fn hold_acks(&mut self, hold: bool) {
+        self.core.hold_acks(hold);
+    }
+
+    /// Whether requests were sent to other NICs that have not been answered.
+    pub fn awaits_answers(&self) -> bool {
+        self.core.wire.awaiting > 0
+    }
+
     /// Counters of connections to other NICs.
     pub fn wire_stats(&self) -> &WireStats {
         &self.core.wire.stats

@@ -107,10 +107,22 @@ impl Function {
         }
     }
 
-    /// Does the NIC's work if it is the caller's to do. Called before a caller sleeps.
+    /// Does the NIC's work if it is the caller's to do, or sees to it that its thread does. Called before a
+    /// caller sleeps.
     pub fn turn(&self) {
-        if let Function::Inline(f) = self {
-            f.turn();
+        match self {
+            Function::Inline(f) => f.turn(),
+            Function::Local(f) => f.before_sleep(),
+            Function::Attached(_) => {}
+        }
+    }
+
+    /// Does a round of the NIC's work where who waits for it may do it; true if there was anything to do.
+    #[inline]
+    pub fn wait_turn(&self) -> bool {
+        match self {
+            Function::Local(f) => f.wait_turn(),
+            Function::Inline(_) | Function::Attached(_) => false,
         }
     }
 

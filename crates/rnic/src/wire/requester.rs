@@ -205,6 +205,11 @@ impl Requester {
         self.requests.is_empty()
     }
 
+    /// True if packets were sent that are not acknowledged.
+    pub fn awaits_answer(&self) -> bool {
+        self.una != self.high
+    }
+
     /// True if a READ or atomic is outstanding, of those that have been sent.
     pub fn reads_outstanding(&self) -> bool {
         !self.segments.is_empty()

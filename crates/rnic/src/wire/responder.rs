@@ -81,6 +81,9 @@ struct Due {
     again: bool,
 }
 
+/// Packets whose acknowledgement may wait for better times.
+const HELD_MAX: u32 = 4;
+
 /// What is said when all outputs have left.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Reply {
@@ -95,6 +98,8 @@ pub(crate) struct Responder {
     mtu: u32,
     expected: Psn,
     msn: u32,
+    /// PSNs that have arrived since an acknowledgement was sent.
+    unacknowledged: u32,
     rnr_timer: u8,
     pub message: Message,
     /// Bytes of the receive WQE that the SEND at hand has taken.
@@ -118,6 +123,7 @@ impl Responder {
             mtu: peer.mtu.bytes(),
             expected: peer.rq_psn,
             msn: 0,
+            unacknowledged: 0,
             rnr_timer: peer.min_rnr_timer,
             message: Message::None,
             receive_wqe: vec![0; stride as usize].into(),
@@ -156,6 +162,7 @@ impl Responder {
     /// The expected request, of so many PSNs, was executed.
     pub fn accepted(&mut self, packets: u32, ends_message: bool, ack_request: bool) {
         self.expected = self.expected.plus(packets);
+        self.unacknowledged = self.unacknowledged.saturating_add(packets);
         self.msn = self.msn.wrapping_add(ends_message as u32);
         if matches!(self.reply, Reply::Gap | Reply::NotReady) {
             self.reply = Reply::None;
@@ -280,6 +287,16 @@ impl Responder {
         !self.outputs.is_empty() || self.reply != Reply::None
     }
 
+    /// True if all that is to be sent is that a few requests have arrived.
+    pub fn owes_little(&self) -> bool {
+        self.owes_only_an_ack() && self.unacknowledged <= HELD_MAX
+    }
+
+    /// True if all that is to be sent is that requests have arrived.
+    pub fn owes_only_an_ack(&self) -> bool {
+        self.outputs.is_empty() && self.reply == Reply::Ack
+    }
+
     /// The answer with data that is to be sent next.
     pub fn output(&self) -> Option<Output> {
         self.outputs.front().map(|due| due.output)
@@ -325,6 +342,7 @@ impl Responder {
         if !self.outputs.is_empty() {
             return None;
         }
+        self.unacknowledged = 0;
         let (expected, last) = (self.expected, self.expected.plus(Psn::MAX));
         Some(match std::mem::replace(&mut self.reply, Reply::None) {
             Reply::None => return None,

@@ -36,6 +36,10 @@ use crate::wqe::{Control, DecodeError, Wqe, decode};
 use std::collections::{BTreeSet, HashMap};
 use std::net::SocketAddr;
 
+/// WQEs that are fetched at most while an acknowledgement is due. Behind their packets, and shorter, it can leave in
+/// one send with them.
+const FETCHED_BEFORE_ACK: u8 = 4;
+
 /// Building blocks of the longest WQE.
 const LONGEST_BLOCKS: u32 = 16;
 
@@ -47,6 +51,11 @@ pub(super) struct Wire {
     timers: BTreeSet<(u64, u32)>,
     /// Who is connected to whom: no two QPs to the same one.
     ends: HashMap<(SocketAddr, Qpn), Qpn>,
+    /// Connections with requests in flight.
+    pub awaiting: u32,
+    /// Acknowledgements of little wait; whose do.
+    pub holds_acks: bool,
+    holding: Vec<Qpn>,
 }
 
 /// A connection to a QP of another NIC.
@@ -58,6 +67,11 @@ pub(crate) struct Connection {
     held: Held,
     /// Its entry among the timers.
     armed: Option<u64>,
+    /// WQEs that were fetched while an acknowledgement was due.
+    fetched: u8,
+    /// It is one of `Wire::awaiting`, or of `Wire::holding`.
+    awaits: bool,
+    holds: bool,
     /// Bytes that its function pays for it.
     bytes: u64,
 }
@@ -85,6 +99,9 @@ impl Wire {
             stats: WireStats::default(),
             timers: BTreeSet::new(),
             ends: HashMap::new(),
+            awaiting: 0,
+            holds_acks: false,
+            holding: Vec::new(),
         }
     }
 
@@ -111,7 +128,7 @@ impl Connection {
 
     /// True if there is a packet to be made.
     fn has_packets(&self, state: QpState) -> bool {
-        self.responder.has_output()
+        self.responder.has_output() && !self.holds
             || state == QpState::ReadyToSend && self.requester.next().is_some()
     }
 }
@@ -149,6 +166,9 @@ impl Core {
             responder: Responder::new(&peer, stride),
             held: Held::No,
             armed: None,
+            fetched: 0,
+            awaits: false,
+            holds: false,
             bytes,
         };
         self.wire.ends.insert(end, qpn);
@@ -167,6 +187,7 @@ impl Core {
         if let Some(at) = connection.armed {
             self.wire.timers.remove(&(at, qpn.raw()));
         }
+        self.wire.awaiting -= connection.awaits as u32;
         self.wire.ends.remove(&(connection.peer.address, connection.peer.qpn));
         if let Some(function) = self.functions.get_mut(&owner) {
             function.used.ring_bytes -= connection.bytes;
@@ -216,11 +237,26 @@ impl Core {
             if self.wire.outbox.room().is_none() {
                 return Step::Idle;
             }
-            if connection.responder.has_output() {
-                self.send_answers(connection, qpn);
-            } else {
+            if connection.holds {
                 self.send_requests(connection, qpn, wqe);
+                return Step::Executed;
             }
+            if connection.responder.owes_only_an_ack() && state == QpState::ReadyToSend {
+                if connection.requester.next().is_some() {
+                    self.send_requests(connection, qpn, wqe);
+                } else if connection.fetched < FETCHED_BEFORE_ACK
+                    && self.qps.get(qpn.raw()).is_some_and(|qp| qp.pending() > 0)
+                    && connection.may_fetch()
+                {
+                    connection.fetched += 1;
+                    return self.fetch_request(connection, qpn, wqe);
+                }
+                connection.fetched = 0;
+            } else if !connection.responder.has_output() {
+                self.send_requests(connection, qpn, wqe);
+                return Step::Executed;
+            }
+            self.send_answers(connection, qpn);
             return Step::Executed;
         }
         match state {
@@ -257,6 +293,14 @@ impl Core {
         {
             self.wire.timers.remove(&(armed, qpn.raw()));
         }
+        let awaits = qp.state == QpState::ReadyToSend && connection.requester.awaits_answer();
+        self.wire.awaiting = self.wire.awaiting + awaits as u32 - connection.awaits as u32;
+        connection.awaits = awaits;
+        let holds = self.wire.holds_acks && connection.responder.owes_little();
+        if holds && !connection.holds {
+            self.wire.holding.push(qpn);
+        }
+        connection.holds = holds;
         let packets = connection.has_packets(qp.state) || qp.state == QpState::Error;
         qp.remote = Some(connection);
         if packets && matches!(qp.place, Place::Count { .. }) {
@@ -264,6 +308,20 @@ impl Core {
             self.leave(qpn);
         }
         self.schedule(qpn);
+    }
+
+    /// Acknowledgements wait, or leave with the next `poll`.
+    pub fn hold_acks(&mut self, hold: bool) {
+        self.wire.holds_acks = hold;
+        if hold || self.wire.holding.is_empty() {
+            return;
+        }
+        for qpn in std::mem::take(&mut self.wire.holding) {
+            let Some(qp) = self.qps.get_mut(qpn.raw()) else { continue };
+            if let Some(connection) = qp.remote.take() {
+                self.put_back(qpn, connection);
+            }
+        }
     }
 
     /// Looks at the connections whose time has come.

@@ -15,6 +15,8 @@ use rustix::io::Errno;
 
 /// Datagrams, or rows of them, that one call receives.
 const SLOTS: usize = 16;
+/// Of these, how many are offered at least.
+const OFFERED_MIN: usize = 1;
 /// Bytes of a slot: what UDP GRO brings at most.
 const SLOT_BYTES: usize = 1 << 16;
 /// Bursts that one call sends.
@@ -43,6 +45,10 @@ pub struct Receiver {
     names: Box<[libc::sockaddr_storage; SLOTS]>,
     controls: Box<[Control; SLOTS]>,
     received: usize,
+    /// How many slots the next call offers: more when they were filled. To look for nothing costs by the slot.
+    offered: usize,
+    /// The call before received something.
+    again: bool,
     lens: [u32; SLOTS],
     control_lens: [usize; SLOTS],
 }
@@ -55,6 +61,8 @@ impl Receiver {
             names: Box::new([no_name(); SLOTS]),
             controls: Box::new([[0; CONTROL_WORDS]; SLOTS]),
             received: 0,
+            offered: OFFERED_MIN,
+            again: false,
             lens: [0; SLOTS],
             control_lens: [0; SLOTS],
         }
@@ -63,16 +71,17 @@ impl Receiver {
     /// Receives what is there; how many slots of it. `WOULDBLOCK` if nothing is.
     pub fn receive(&mut self, socket: BorrowedFd<'_>) -> Result<usize, Errno> {
         self.received = 0;
-        let mut parts = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; SLOTS];
-        let mut messages = [no_message(); SLOTS];
-        let slots = self.bytes.chunks_exact_mut(SLOT_BYTES);
+        let mut parts = [const { MaybeUninit::<libc::iovec>::uninit() }; SLOTS];
+        let mut messages = [const { MaybeUninit::<libc::mmsghdr>::uninit() }; SLOTS];
+        let offered = self.offered;
+        let slots = self.bytes.chunks_exact_mut(SLOT_BYTES).take(offered);
         let rest = self.names.iter_mut().zip(self.controls.iter_mut());
         for (((part, message), slot), (name, control)) in
             parts.iter_mut().zip(&mut messages).zip(slots).zip(rest)
         {
-            part.iov_base = slot.as_mut_ptr().cast();
-            part.iov_len = slot.len();
-            let header = &mut message.msg_hdr;
+            let part =
+                part.write(libc::iovec { iov_base: slot.as_mut_ptr().cast(), iov_len: slot.len() });
+            let header = &mut message.write(no_message()).msg_hdr;
             header.msg_name = std::ptr::from_mut(name).cast();
             header.msg_namelen = size_of::<libc::sockaddr_storage>() as u32;
             header.msg_iov = part;
@@ -80,22 +89,52 @@ impl Receiver {
             header.msg_control = control.as_mut_ptr().cast();
             header.msg_controllen = size_of::<Control>();
         }
-        // SAFETY: each message names a name, a part and a control block of its own, which live, with their
-        // lengths, until the call returns, and which nothing else uses meanwhile.
+        if offered == 1 {
+            // What waits for one message looks often: this is the cheaper call.
+            // SAFETY: as below, of the first message, which is written.
+            let got = unsafe {
+                let header = &mut messages[0].assume_init_mut().msg_hdr;
+                libc::recvmsg(socket.as_raw_fd(), header, libc::MSG_DONTWAIT)
+            };
+            if got < 0 {
+                self.again = false;
+                return Err(last_error());
+            }
+            // SAFETY: it was written above.
+            unsafe { messages[0].assume_init_mut() }.msg_len = got as u32;
+            // Twice in a row: there are more.
+            self.offered = if std::mem::replace(&mut self.again, true) { 2 } else { 1 };
+            self.note(&messages[..1]);
+            return Ok(1);
+        }
+        // SAFETY: each of the first `offered` messages names a name, a part and a control block of its own, which
+        // live, with their lengths, until the call returns, and which nothing else uses meanwhile.
         let got = unsafe {
             libc::recvmmsg(
                 socket.as_raw_fd(),
-                messages.as_mut_ptr(),
-                SLOTS as u32,
+                messages.as_mut_ptr().cast(),
+                offered as u32,
                 libc::MSG_DONTWAIT,
                 std::ptr::null_mut(),
             )
         };
         if got < 0 {
+            // Who looks in vain looks for one.
+            (self.offered, self.again) = (OFFERED_MIN, false);
             return Err(last_error());
         }
-        self.received = got as usize;
-        for (i, message) in messages[..self.received].iter().enumerate() {
+        let got = got as usize;
+        self.offered = if got == offered { SLOTS.min(2 * offered) } else { got };
+        self.note(&messages[..got]);
+        Ok(got)
+    }
+
+    /// Notes what has come into the first slots; their messages are written.
+    fn note(&mut self, messages: &[MaybeUninit<libc::mmsghdr>]) {
+        self.received = messages.len();
+        for (i, message) in messages.iter().enumerate() {
+            // SAFETY: see above.
+            let message = unsafe { message.assume_init_ref() };
             self.lens[i] = message.msg_len;
             // What was cut off is no packet.
             let cut = message.msg_hdr.msg_flags & (libc::MSG_TRUNC | libc::MSG_CTRUNC) != 0;
@@ -104,7 +143,6 @@ impl Receiver {
                 self.lens[i] = 0;
             }
         }
-        Ok(self.received)
     }
 
     /// What the last call received.
@@ -154,16 +192,18 @@ impl Sender {
         socket: BorrowedFd<'_>,
         bursts: impl Iterator<Item = Outgoing<'a>>,
     ) -> Result<usize, Errno> {
-        let mut parts = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; BURSTS];
-        let mut messages = [no_message(); BURSTS];
+        let mut parts = [const { MaybeUninit::<libc::iovec>::uninit() }; BURSTS];
+        let mut messages = [const { MaybeUninit::<libc::mmsghdr>::uninit() }; BURSTS];
         let mut count = 0;
         let places = self.names.iter_mut().zip(self.controls.iter_mut());
         for (((part, message), (name, control)), burst) in
             parts.iter_mut().zip(&mut messages).zip(places).zip(bursts)
         {
-            part.iov_base = burst.bytes.as_ptr().cast_mut().cast();
-            part.iov_len = burst.bytes.len();
-            let header = &mut message.msg_hdr;
+            let part = part.write(libc::iovec {
+                iov_base: burst.bytes.as_ptr().cast_mut().cast(),
+                iov_len: burst.bytes.len(),
+            });
+            let header = &mut message.write(no_message()).msg_hdr;
             header.msg_namelen = write_name(name, burst.to);
             header.msg_name = std::ptr::from_mut(name).cast();
             header.msg_iov = part;
@@ -179,8 +219,13 @@ impl Sender {
             return Ok(0);
         }
         let (fd, flags) = (socket.as_raw_fd(), libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL);
-        // SAFETY: as in `receive`; the parts are only read.
-        let sent = unsafe { libc::sendmmsg(fd, messages.as_mut_ptr(), count as u32, flags) };
+        if count == 1 {
+            // SAFETY: as below.
+            let sent = unsafe { libc::sendmsg(fd, &messages[0].assume_init_ref().msg_hdr, flags) };
+            return if sent < 0 { Err(last_error()) } else { Ok(1) };
+        }
+        // SAFETY: as in `receive`, of the first `count` messages; the parts are only read.
+        let sent = unsafe { libc::sendmmsg(fd, messages.as_mut_ptr().cast(), count as u32, flags) };
         if sent < 0 { Err(last_error()) } else { Ok(sent as usize) }
     }
 }

@@ -43,17 +43,21 @@ impl Wire {
         socket.set_nonblocking(true).map_err(system)?;
         let local = socket.local_addr().map_err(system)?;
         // Packets must not be fragmented: they carry identification 0, which the ICRC covers.
-        match local {
+        let info = match local {
             SocketAddr::V4(_) => {
                 let never = sockopt::Ipv4PathMtuDiscovery::DO;
                 sockopt::set_ip_mtu_discover(&socket, never).map_err(errno)?;
-                set(&socket, libc::IPPROTO_IP, libc::IP_PKTINFO, 1).map_err(errno)?;
+                (libc::IPPROTO_IP, libc::IP_PKTINFO)
             }
             SocketAddr::V6(_) => {
                 let never = sockopt::Ipv6PathMtuDiscovery::DO;
                 sockopt::set_ipv6_mtu_discover(&socket, never).map_err(errno)?;
-                set(&socket, libc::IPPROTO_IPV6, libc::IPV6_RECVPKTINFO, 1).map_err(errno)?;
+                (libc::IPPROTO_IPV6, libc::IPV6_RECVPKTINFO)
             }
+        };
+        // A socket with one address need not be told which one a packet came to.
+        if local.ip().is_unspecified() {
+            set(&socket, info.0, info.1, 1).map_err(errno)?;
         }
         // Where the kernel is too old for it, datagrams come one by one.
         let _ = set(&socket, libc::SOL_UDP, libc::UDP_GRO, 1);
@@ -115,7 +119,7 @@ impl Wire {
         while bursts.peek().is_some() {
             let all = outbox.bytes();
             let next = bursts.clone().map(|b| Outgoing {
-                from: Some(b.envelope.from),
+                from: (b.envelope.from != self.local.ip()).then_some(b.envelope.from),
                 to: b.envelope.to,
                 bytes: &all[b.bytes],
                 each: b.packet_bytes,

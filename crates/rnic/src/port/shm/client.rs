@@ -102,7 +102,7 @@ impl Attached {
         Ok(Self(Arc::new(Inner {
             socket: Mutex::new(socket),
             watched,
-            page: Arc::new(Page { memory, slots: doorbells, wake }),
+            page: Arc::new(Page { memory, slots: doorbells, wake, seat: None }),
             memories: Mutex::new(BTreeMap::new()),
             gone: OnceLock::new(),
         })))

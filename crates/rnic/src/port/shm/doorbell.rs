@@ -41,6 +41,7 @@ use std::sync::atomic::Ordering;
 
 use super::super::events::EventWord;
 use super::super::handshake::must_wake_nic;
+use super::seat::Seat;
 use crate::memory::DmaMemory;
 
 /// The NIC polls.
@@ -93,6 +94,8 @@ pub(super) struct Page {
     pub memory: DmaMemory,
     pub slots: u32,
     pub wake: OwnedFd,
+    /// Where callers may run the NIC themselves.
+    pub seat: Option<Arc<Seat>>,
 }
 
 impl Page {
@@ -102,6 +105,19 @@ impl Page {
     pub fn wake_if_asleep(&self, from: u32) {
         if must_wake_nic(self.memory.word32(SLEEPING), from) {
             self.wake_nic();
+        }
+    }
+
+    /// A doorbell was rung: wakes the NIC if it sleeps, or runs it.
+    #[inline]
+    pub fn rung(&self) {
+        match &self.seat {
+            None => self.wake_if_asleep(ASLEEP),
+            Some(seat) => {
+                if !seat.rung(|| self.memory.word32(SLEEPING).load(Ordering::Relaxed) >= ASLEEP) {
+                    self.wake_nic();
+                }
+            }
         }
     }
 
@@ -152,7 +168,7 @@ impl MappedDoorbell {
     pub fn ring(&mut self, producer: u16) {
         let value = (self.generation as u32) << 16 | producer as u32;
         self.page.memory.word32(self.at).store(value, Ordering::Release);
-        self.page.wake_if_asleep(ASLEEP);
+        self.page.rung();
     }
 
     /// Starts a new generation.

@@ -14,6 +14,7 @@ use super::super::events::EventWord;
 use super::super::roce::Wire;
 use super::doorbell::{ASLEEP_RNR, MappedDoorbell, Page, doorbells_in, page_bytes};
 use super::nic_thread::{NicThread, Shared, eventfd};
+use super::seat::Seat;
 use crate::ids::FunctionId;
 use crate::memory::DmaMemory;
 use crate::verbs::{Caps, FunctionLimits, Limits, Stats};
@@ -41,6 +42,7 @@ pub(super) struct HostInner {
     pieces: Arc<AtomicUsize>,
     pub(super) shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
+    seat: Arc<Seat>,
     physical: Arc<Page>,
     /// It talks to those of other hosts.
     wired: bool,
@@ -60,28 +62,39 @@ pub struct HostStats {
 impl Host {
     /// Starts the NIC thread.
     pub fn start(limits: Limits) -> Result<Self, Error> {
-        Self::start_with(limits, None)
+        Self::start_with(limits, None, false)
     }
 
     /// Starts the thread of a NIC that talks to those of other hosts too.
     pub fn start_over(limits: Limits, wire: Wire) -> Result<Self, Error> {
         let limits = Limits { wire: Some(limits.wire.unwrap_or_default()), ..limits };
-        Self::start_with(limits, Some(wire))
+        Self::start_with(limits, Some(wire), false)
     }
 
-    fn start_with(limits: Limits, wire: Option<Wire>) -> Result<Self, Error> {
+    /// The same for the use of this process alone: threads of it that wait for a completion run the NIC meanwhile,
+    /// in place of its thread, so that [`Host::cpu_time`] is not all that it takes.
+    pub fn start_own(limits: Limits, wire: Wire) -> Result<Self, Error> {
+        let limits = Limits { wire: Some(limits.wire.unwrap_or_default()), ..limits };
+        Self::start_with(limits, Some(wire), true)
+    }
+
+    fn start_with(limits: Limits, wire: Option<Wire>, callers: bool) -> Result<Self, Error> {
         let shared = Arc::new(Shared::new()?);
         let wired = wire.is_some();
         let mut nic = NicThread::new(limits, shared.clone(), wire)?;
         let memory = DmaMemory::anonymous(page_bytes(PHYSICAL_DOORBELLS))
             .map_err(Error::system("mapping the doorbell page"))?;
-        let physical = add_page(&mut nic, FunctionId::PHYSICAL, memory, PHYSICAL_DOORBELLS)?;
+        let wake = add_page(&mut nic, FunctionId::PHYSICAL, memory.clone(), PHYSICAL_DOORBELLS)?;
+        let seat = Arc::new(Seat::new(nic, shared.clone(), callers)?);
+        let own = callers.then(|| seat.clone());
+        let physical = Page { memory, slots: PHYSICAL_DOORBELLS, wake, seat: own };
+        let (physical, of_thread) = (Arc::new(physical), seat.clone());
         let thread = std::thread::Builder::new()
             .name("granary-nic".to_string())
-            .spawn(move || nic.run())
+            .spawn(move || of_thread.run())
             .map_err(|source| Error::System { attempt: "starting the NIC thread", source })?;
-        let pieces = Arc::default();
-        Ok(Self(Arc::new(HostInner { pieces, shared, thread: Some(thread), physical, wired })))
+        let (pieces, thread) = (Arc::default(), Some(thread));
+        Ok(Self(Arc::new(HostInner { pieces, shared, thread, seat, physical, wired })))
     }
 
     /// Whether its QPs can talk to those of other hosts.
@@ -147,17 +160,20 @@ impl Host {
         memory: DmaMemory,
         doorbells: u32,
     ) -> Result<(Removal, Arc<Page>), Error> {
-        let (id, page) = self.call(move |nic| -> Result<_, Error> {
+        let of_nic = memory.clone();
+        let (id, wake) = self.call(move |nic| -> Result<_, Error> {
             let id = nic.core.engine.add_function(limits)?;
-            match add_page(nic, id, memory, doorbells) {
-                Ok(page) => Ok((id, page)),
+            match add_page(nic, id, of_nic, doorbells) {
+                Ok(wake) => Ok((id, wake)),
                 Err(e) => {
                     nic.remove_function(id);
                     Err(e)
                 }
             }
         })??;
-        Ok((Removal { host: self.clone(), id }, page))
+        let seat = self.0.seat.is_shared().then(|| self.0.seat.clone());
+        let page = Page { memory, slots: doorbells, wake, seat };
+        Ok((Removal { host: self.clone(), id }, Arc::new(page)))
     }
 
     /// What the engine can do.
@@ -276,6 +292,19 @@ impl LocalFunction {
         self.page.offer_cpu()
     }
 
+    /// A turn of the NIC, for who waits for it; true if there was anything to do.
+    #[inline]
+    pub fn wait_turn(&self) -> bool {
+        self.page.seat.as_ref().is_some_and(|seat| seat.wait_turn())
+    }
+
+    /// To be called by who goes to sleep until a completion comes.
+    pub fn before_sleep(&self) {
+        if let Some(seat) = &self.page.seat {
+            seat.before_sleep();
+        }
+    }
+
     /// Whether the NIC thread runs.
     pub fn check_alive(&self) -> Result<(), Error> {
         self.host.check_alive()
@@ -300,17 +329,17 @@ impl LocalFunction {
     }
 }
 
-/// Has the NIC look at the doorbells in `memory`; gives the client's view of them.
+/// Has the NIC look at the doorbells in `memory`; gives what wakes it.
 fn add_page(
     nic: &mut NicThread,
     function: FunctionId,
     memory: DmaMemory,
     slots: u32,
-) -> Result<Arc<Page>, Error> {
+) -> Result<OwnedFd, Error> {
     let wake = eventfd()?;
     let watched = wake
         .try_clone()
         .map_err(|source| Error::System { attempt: "duplicating an eventfd", source })?;
-    nic.add_doorbells(function, memory.clone(), slots, watched)?;
-    Ok(Arc::new(Page { memory, slots, wake }))
+    nic.add_doorbells(function, memory, slots, watched)?;
+    Ok(wake)
 }

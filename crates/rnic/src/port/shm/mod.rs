@@ -28,6 +28,7 @@ mod client;
 mod doorbell;
 mod host;
 mod nic_thread;
+mod seat;
 mod session;
 mod sharing;
 pub mod socket;

@@ -2,7 +2,8 @@
 //!
 //! It looks at its mailbox (control verbs) and at the doorbells, lets the engine execute, wakes who
 //! sleeps on a completion, and starts over. When nothing has happened for a while it sleeps on the
-//! eventfds of its functions; then it takes no CPU at all.
+//! eventfds of its functions; then it takes no CPU at all. `seat.rs` has that loop, and says who else may run
+//! the NIC.
 //!
 //! A function's eventfd is shared with its client, which may do with it what it likes. It is never
 //! read here: it is watched edge-triggered, so that each write to it is one wake-up.
@@ -13,13 +14,12 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use rustix::event::epoll;
+use rustix::event::{Timespec, epoll};
 
 use super::super::control::{Reply, Verb};
 use super::super::core::Core;
 use super::super::error::Error;
 use super::super::handshake::{may_sleep, must_wake_nic};
-use super::super::has_one_cpu;
 use super::super::roce::Wire;
 use super::bells::Bells;
 use super::doorbell::{ASLEEP, ASLEEP_RNR, AWAKE, GONE, SLEEPING, WHERE, event_word, this_cpu};
@@ -29,12 +29,16 @@ use crate::verbs::{Limits, QpChange};
 
 /// WQEs that the engine executes between two looks at the doorbells.
 const BUDGET: usize = 64;
+/// Bytes of packets that are sent together where there is more to execute: what one send with segmentation takes.
+const SEND_BYTES: usize = 60 << 10;
+/// Times that the engine executes before packets are sent at the latest.
+const POLLS: u32 = 8;
 /// After this long without work the thread offers its CPU to others between two looks.
-const SPIN: Duration = Duration::from_micros(2);
+pub(super) const SPIN: Duration = Duration::from_micros(2);
 /// After this long without work it goes to sleep.
-const SLEEP_AFTER: Duration = Duration::from_micros(100);
+pub(super) const SLEEP_AFTER: Duration = Duration::from_micros(100);
 /// Busy rounds between two looks at the clock.
-const ROUNDS_PER_CLOCK: u32 = 64;
+pub(super) const ROUNDS_PER_CLOCK: u32 = 64;
 
 /// The thread leaves its CPU after it has shared it with waiting clients so often...
 const CROWDED_MAX: u32 = 32;
@@ -53,6 +57,8 @@ pub(super) struct Shared {
     /// Like the word of the same name in a doorbell page.
     sleeping: AtomicU32,
     wake: OwnedFd,
+    /// What wakes the thread.
+    pub epoll: OwnedFd,
     /// Times the thread has gone to sleep.
     pub sleeps: AtomicU64,
 }
@@ -64,11 +70,16 @@ struct Mailbox {
 
 impl Shared {
     pub fn new() -> Result<Self, Error> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
+            .map_err(Error::system("making an epoll instance"))?;
+        let wake = eventfd()?;
+        watch(&epoll, &wake)?;
         Ok(Self {
             mailbox: Mutex::new(Mailbox { jobs: Some(Vec::new()) }),
             has_mail: AtomicBool::new(false),
             sleeping: AtomicU32::new(AWAKE),
-            wake: eventfd()?,
+            wake,
+            epoll,
             sleeps: AtomicU64::new(0),
         })
     }
@@ -81,10 +92,25 @@ impl Shared {
         }
         self.has_mail.store(true, Ordering::Release);
         if must_wake_nic(&self.sleeping, ASLEEP) {
-            // It does not block; if its counter is full, the thread is woken already.
-            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+            self.wake_thread();
         }
         true
+    }
+
+    /// Wakes the thread, if it sleeps.
+    pub fn wake_thread(&self) {
+        // It does not block; if its counter is full, the thread is woken already.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    /// Sleeps until something wakes the thread, or this time is over.
+    pub fn wait(&self, timeout: Option<Timespec>) {
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 16];
+        // Interrupted or failed: the loop looks at everything again in any case.
+        let _ = epoll::wait(&self.epoll, &mut events[..], timeout.as_ref());
     }
 
     pub fn is_alive(&self) -> bool {
@@ -107,8 +133,7 @@ pub(super) struct NicThread {
     doorbells: Vec<Bells>,
     /// The way to other hosts.
     wire: Option<Wire>,
-    epoll: OwnedFd,
-    started: Instant,
+    pub started: Instant,
     /// The CPU that it runs on, as the doorbell pages have it.
     cpu: u32,
     /// How often a client waited on the NIC's own CPU since the NIC left one for that.
@@ -119,12 +144,9 @@ pub(super) struct NicThread {
 
 impl NicThread {
     pub fn new(limits: Limits, shared: Arc<Shared>, wire: Option<Wire>) -> Result<Self, Error> {
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
-            .map_err(Error::system("making an epoll instance"))?;
-        watch(&epoll, &shared.wake)?;
         if let Some(wire) = &wire {
             let flags = epoll::EventFlags::IN;
-            epoll::add(&epoll, wire, epoll::EventData::new_u64(0), flags)
+            epoll::add(&shared.epoll, wire, epoll::EventData::new_u64(0), flags)
                 .map_err(Error::system("watching the UDP socket"))?;
         }
         Ok(Self {
@@ -133,7 +155,6 @@ impl NicThread {
             shared,
             doorbells: Vec::new(),
             wire,
-            epoll,
             started: Instant::now(),
             cpu: 0,
             crowded: 0,
@@ -142,37 +163,8 @@ impl NicThread {
         })
     }
 
-    /// Runs until a job sets `stop`.
-    pub fn run(mut self) {
-        let mut idle_since = None;
-        let mut now = 0;
-        let mut rounds = 0;
-        let mut one_cpu = has_one_cpu();
-        while !self.stop {
-            if self.work(now) {
-                idle_since = None;
-                rounds += 1;
-                if rounds % ROUNDS_PER_CLOCK == 0 {
-                    now = self.now_ns();
-                }
-                continue;
-            }
-            now = self.now_ns();
-            let since = *idle_since.get_or_insert(now);
-            let idle = Duration::from_nanos(now - since);
-            if idle >= SLEEP_AFTER {
-                self.sleep(now);
-                one_cpu = has_one_cpu();
-                idle_since = None;
-                now = self.now_ns();
-            } else if self.is_waited_for_here(now) || one_cpu || idle >= SPIN {
-                now = self.yield_cpu(now);
-            }
-        }
-    }
-
     /// Leaves its CPU to others, since `now`; gives the time when it has it again.
-    fn yield_cpu(&mut self, now: u64) -> u64 {
+    pub fn yield_cpu(&mut self, now: u64) -> u64 {
         rustix::thread::sched_yield();
         let back = self.now_ns();
         let away = Duration::from_nanos(back - now);
@@ -186,7 +178,7 @@ impl NicThread {
     /// thread looks for another one: two that wait for each other do not look busy to the
     /// scheduler's balancing, however many CPUs are idle.
     #[inline]
-    fn is_waited_for_here(&mut self, now: u64) -> bool {
+    pub fn is_waited_for_here(&mut self, now: u64) -> bool {
         let cpu = this_cpu();
         if cpu != self.cpu {
             self.cpu = cpu;
@@ -213,16 +205,66 @@ impl NicThread {
 
     /// One look at everything; true if there was anything to do.
     #[inline]
-    fn work(&mut self, now: u64) -> bool {
+    pub fn work(&mut self, now: u64) -> bool {
         let mail = self.shared.has_mail.load(Ordering::Acquire) && self.take_mail();
         for bells in &mut self.doorbells {
             bells.scan(&mut self.core.engine);
         }
-        let received = self.wire.is_some() && self.receive(now);
+        if self.wire.is_some() {
+            return self.work_wired(now) | mail;
+        }
         let executed = self.core.engine.poll(now, BUDGET) > 0;
-        let sent = self.wire.as_mut().is_some_and(|wire| wire.send(self.core.engine.outbox()));
         let events = self.core.deliver_events();
-        mail | received | executed | sent | events
+        mail | executed | events
+    }
+
+    #[inline(never)]
+    fn work_wired(&mut self, now: u64) -> bool {
+        let received = self.receive(now);
+        let executed = self.execute_wired(now);
+        let sent = self.send();
+        let events = self.core.deliver_events();
+        received | executed | sent | events
+    }
+
+    /// Lets the engine execute until there is nothing left, or enough to be sent.
+    fn execute_wired(&mut self, now: u64) -> bool {
+        for polls in 0..POLLS {
+            if self.core.engine.poll(now, BUDGET) == 0 {
+                return polls > 0;
+            }
+            if self.core.engine.outbox().bytes().len() >= SEND_BYTES {
+                break;
+            }
+            for bells in &mut self.doorbells {
+                bells.scan(&mut self.core.engine);
+            }
+        }
+        true
+    }
+
+    fn send(&mut self) -> bool {
+        self.wire.as_mut().is_some_and(|wire| wire.send(self.core.engine.outbox()))
+    }
+
+    /// A turn of a thread that uses the NIC: one that waits, or one that has rung a doorbell. What it has been sent
+    /// is acknowledged when it has nothing else to do.
+    pub fn caller_turn(&mut self, now: u64, waits: bool) -> bool {
+        for bells in &mut self.doorbells {
+            bells.scan_all(&mut self.core.engine);
+        }
+        self.core.engine.hold_acks(true);
+        let received = waits && self.receive(now);
+        if waits && !received {
+            self.core.engine.hold_acks(false);
+        }
+        let executed = self.execute_wired(now);
+        let sent = self.send();
+        let mut events = false;
+        while self.core.deliver_events() {
+            events = true;
+        }
+        received | executed | sent | events
     }
 
     /// Takes in what other hosts have sent.
@@ -236,7 +278,7 @@ impl NicThread {
     }
 
     #[cold]
-    fn take_mail(&mut self) -> bool {
+    pub fn take_mail(&mut self) -> bool {
         self.shared.has_mail.store(false, Ordering::Relaxed);
         let jobs = self.shared.mailbox.lock().jobs.replace(Vec::new()).unwrap_or_default();
         let any = !jobs.is_empty();
@@ -246,9 +288,10 @@ impl NicThread {
         any
     }
 
-    /// Sleeps until a doorbell, mail, or the engine's next timeout.
+    /// Says that the thread will sleep until a doorbell, mail, or the engine's next timeout, which is in so much
+    /// time. Outer `None`: there is something to do.
     #[cold]
-    fn sleep(&mut self, now: u64) {
+    pub fn fall_asleep(&mut self, now: u64) -> Option<Option<Timespec>> {
         let timeout = self.core.engine.next_timeout();
         let state = if timeout.is_some() { ASLEEP_RNR } else { ASLEEP };
         // The other half of the pair described in `doorbell.rs`.
@@ -260,23 +303,64 @@ impl NicThread {
         };
         if !may_sleep::<AtomicU32, _>(self, |nic| nic.announce(state), look) {
             self.announce(AWAKE);
-            return;
+            return None;
         }
         self.shared.sleeps.fetch_add(1, Ordering::Relaxed);
-        let timeout = timeout.map(|at| {
+        Some(timeout.map(|at| {
             let left = Duration::from_nanos(at.saturating_sub(now));
-            rustix::event::Timespec {
-                tv_sec: left.as_secs() as i64,
-                tv_nsec: left.subsec_nanos() as i64,
-            }
-        });
-        let mut events = [epoll::Event {
-            flags: epoll::EventFlags::empty(),
-            data: epoll::EventData::new_u64(0),
-        }; 16];
-        // Interrupted or failed: the loop looks at everything again in any case.
-        let _ = epoll::wait(&self.epoll, &mut events[..], timeout.as_ref());
+            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos() as i64 }
+        }))
+    }
+
+    /// Says that the thread is awake.
+    pub fn wake_up(&self) {
         self.announce(AWAKE);
+    }
+
+    /// Says that callers run the NIC: they need not wake the thread, packets neither; verbs must.
+    #[cold]
+    pub fn leave_to_callers(&mut self) {
+        self.announce(AWAKE);
+        self.shared.sleeping.store(ASLEEP, Ordering::SeqCst);
+        self.cpu = 0;
+        for bells in &self.doorbells {
+            bells.page.word32(WHERE).store(0, Ordering::Relaxed);
+        }
+        self.watch_wire(epoll::EventFlags::empty());
+    }
+
+    /// The thread runs the NIC again.
+    #[cold]
+    pub fn take_back(&mut self) {
+        self.core.engine.hold_acks(false);
+        self.announce(AWAKE);
+        self.watch_wire(epoll::EventFlags::IN);
+        self.look_at_all();
+    }
+
+    /// One look at all doorbells and everything else.
+    #[cold]
+    pub fn look_at_all(&mut self) {
+        for bells in &mut self.doorbells {
+            bells.scan_all(&mut self.core.engine);
+        }
+        let now = self.now_ns();
+        self.work(now);
+    }
+
+    fn watch_wire(&self, flags: epoll::EventFlags) {
+        if let Some(wire) = &self.wire {
+            // It is there since the beginning: nothing can go wrong.
+            let _ = epoll::modify(&self.shared.epoll, wire, epoll::EventData::new_u64(0), flags);
+        }
+    }
+
+    /// The thread ends, whatever the reason: who waits for it must learn it.
+    pub fn end(&mut self) {
+        self.stop = true;
+        let jobs = self.shared.mailbox.lock().jobs.take();
+        drop(jobs);
+        self.announce(GONE);
     }
 
     fn announce(&self, sleeping: u32) {
@@ -286,7 +370,7 @@ impl NicThread {
         }
     }
 
-    fn now_ns(&self) -> u64 {
+    pub fn now_ns(&self) -> u64 {
         self.started.elapsed().as_nanos() as u64
     }
 
@@ -298,7 +382,7 @@ impl NicThread {
         slots: u32,
         wake: OwnedFd,
     ) -> Result<(), Error> {
-        watch(&self.epoll, &wake)?;
+        watch(&self.shared.epoll, &wake)?;
         page.word32(WHERE).store(self.cpu, Ordering::Relaxed);
         self.core.events.watch(function, event_word(&page));
         self.doorbells.push(Bells::new(function, page, wake, slots));
@@ -310,7 +394,7 @@ impl NicThread {
         if let Some(at) = self.doorbells.iter().position(|b| b.function == function) {
             let bells = self.doorbells.swap_remove(at);
             // The client may hold the descriptor open: closing ours would not end the watch.
-            let _ = epoll::delete(&self.epoll, &bells.wake);
+            let _ = epoll::delete(&self.shared.epoll, &bells.wake);
         }
         self.core.remove_function(function);
     }
@@ -351,15 +435,6 @@ impl NicThread {
     }
 }
 
-impl Drop for NicThread {
-    /// The thread ends, whatever the reason: who waits for it must learn it.
-    fn drop(&mut self) {
-        let jobs = self.shared.mailbox.lock().jobs.take();
-        drop(jobs);
-        self.announce(GONE);
-    }
-}
-
 /// How long the thread stays on its next CPU, when it leaves one after `here` on which it wanted to stay
 /// for `stay`.
 fn stay_after(stay: Duration, here: Duration) -> Duration {
@@ -379,7 +454,7 @@ fn leave_cpu() {
     }
 }
 
-fn watch(epoll: &OwnedFd, fd: &OwnedFd) -> Result<(), Error> {
+pub(super) fn watch(epoll: &OwnedFd, fd: &OwnedFd) -> Result<(), Error> {
     let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
     epoll::add(epoll, fd, epoll::EventData::new_u64(0), flags)
         .map_err(Error::system("watching an eventfd"))

@@ -256,6 +256,15 @@ impl Net {
         while self.now < end && self.pass() {}
     }
 
+    /// Runs until no packet is under way; nothing is waited for.
+    pub fn deliver(&mut self) {
+        self.turn(0);
+        self.turn(1);
+        while !self.flying.is_empty() {
+            self.pass();
+        }
+    }
+
     /// A packet that nobody sent arrives at once.
     pub fn inject(&mut self, to: usize, from: IpAddr, bytes: &[u8]) {
         let destination = address(to, self.v6);

@@ -187,3 +187,79 @@ fn posting_while_the_outbox_is_full_goes_on_when_it_is_cleared() {
     assert_eq!(a.send_cq.reader.poll().unwrap().error, None);
     assert_eq!(theirs.bytes(0, 64 << 10), mine.bytes(0, 64 << 10));
 }
+
+/// Opcodes that an end has sent since `net.log` was emptied.
+fn sent_by(net: &mut Net, end: usize) -> Vec<u8> {
+    let log = net.log.replace(Vec::new()).unwrap_or_default();
+    log.iter().filter(|(by, _)| *by == end).map(|(_, bytes)| bytes[0]).collect()
+}
+
+const SEND_ONLY: u8 = 0x04;
+const ACKNOWLEDGE: u8 = 0x11;
+
+#[test]
+fn a_lone_acknowledgement_leaves_behind_requests() {
+    let mut net = Net::new(3);
+    let [mut a, mut b] = net.pair(&Link::default());
+    let mine = net.beds[0].mr(PF, a.pd, 8192, ALL);
+    let theirs = net.beds[1].mr(PF, b.pd, 8192, ALL);
+    net.beds[0].post_recv(&mut a, &[mine.sge(4096, 64)]);
+    net.beds[1].post_recv(&mut b, &[theirs.sge(4096, 64)]);
+    net.beds[0].post(&mut a, |w| _ = w.send(&[mine.sge(0, 64)]).signaled());
+    net.turn(0);
+    net.beds[1].post(&mut b, |w| _ = w.nop());
+    net.beds[1].post(&mut b, |w| _ = w.send(&[theirs.sge(0, 64)]).signaled());
+    net.log = Some(Vec::new());
+    // b's SEND has its doorbell before the packet comes, and is executed with it.
+    net.pass();
+    assert_eq!(sent_by(&mut net, 1), [SEND_ONLY, ACKNOWLEDGE]);
+    net.run();
+    assert_eq!(a.send_cq.reader.poll().unwrap().error, None);
+    assert_eq!(b.send_cq.reader.poll().unwrap().error, None);
+    // Local operations without end do not hold it up.
+    net.beds[1].post_recv(&mut b, &[theirs.sge(4096, 64)]);
+    for _ in 0..20 {
+        net.beds[1].post(&mut b, |w| _ = w.nop());
+    }
+    net.execute(0, &mut a, |w| _ = w.send(&[mine.sge(0, 64)]));
+}
+
+#[test]
+fn few_packets_wait_for_their_acknowledgement_where_the_port_says_so() {
+    let mut net = Net::new(4);
+    let [mut a, mut b] = net.pair(&Link::default());
+    let mine = net.beds[0].mr(PF, a.pd, 8192, ALL);
+    let theirs = net.beds[1].mr(PF, b.pd, 8192, ALL);
+    let arrive = |net: &mut Net, a: &mut TestQp, b: &mut TestQp| {
+        net.beds[1].post_recv(b, &[theirs.sge(4096, 64)]);
+        net.beds[0].post(a, |w| _ = w.send(&[mine.sge(0, 64)]).signaled());
+        net.deliver();
+        b.recv_cq.reader.poll().expect("a receive");
+    };
+    net.beds[1].e.hold_acks(true);
+    net.log = Some(Vec::new());
+    (0..4).for_each(|_| arrive(&mut net, &mut a, &mut b));
+    assert_eq!((sent_by(&mut net, 1), a.send_cq.reader.poll()), (vec![], None));
+    // More than a few: now.
+    arrive(&mut net, &mut a, &mut b);
+    assert_eq!(sent_by(&mut net, 1), [ACKNOWLEDGE]);
+    (0..5).for_each(|_| assert_eq!(a.send_cq.reader.poll().unwrap().error, None));
+    // What is asked of the one who holds it leaves before it, and it waits on.
+    arrive(&mut net, &mut a, &mut b);
+    net.beds[0].post_recv(&mut a, &[mine.sge(4096, 64)]);
+    net.beds[1].post(&mut b, |w| _ = w.send(&[theirs.sge(0, 64)]).signaled());
+    net.deliver();
+    assert_eq!(sent_by(&mut net, 1), [SEND_ONLY]);
+    // Nothing urgent any more.
+    net.beds[1].e.hold_acks(false);
+    net.deliver();
+    assert_eq!(sent_by(&mut net, 1), [ACKNOWLEDGE]);
+    assert_eq!(a.send_cq.reader.poll().unwrap().error, None);
+    // Neither READs nor refusals wait.
+    net.beds[1].e.hold_acks(true);
+    let cqe = net.execute(0, &mut a, |w| _ = w.rdma_read(theirs.remote(0), &[mine.sge(0, 64)]));
+    assert_eq!(cqe.error, None);
+    let cqe =
+        net.execute(0, &mut a, |w| _ = w.rdma_write(theirs.remote(1 << 30), &[mine.sge(0, 64)]));
+    assert!(cqe.error.is_some());
+}

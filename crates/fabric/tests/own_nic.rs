@@ -1,0 +1,192 @@
+//! A NIC that the threads of its process run while they wait, over UDP: who has it when.
+
+use std::net::{SocketAddr, UdpSocket};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use fabric::soft::{SoftCq, SoftMr, SoftNic, SoftPd, SoftQp};
+use fabric::{
+    Access, Completion, CompletionQueue, CqAttr, MemoryRegion, Nic, Op, PeerAddress, QpAttr,
+    QpChange, QueuePair, Receive, ReceiveAttr, ReceiveRequest, RemotePeer, Status, WorkRequest,
+};
+
+/// Long enough for anything here on a busy machine.
+const LONG: Duration = Duration::from_secs(20);
+
+struct End {
+    nic: SoftNic,
+    _pd: SoftPd,
+    cq: SoftCq,
+    qp: SoftQp,
+    mr: SoftMr,
+    address: SocketAddr,
+}
+
+impl End {
+    fn new() -> Self {
+        let socket = UdpSocket::bind("127.0.0.1:0").expect("a socket");
+        let address = socket.local_addr().expect("an address");
+        let nic = SoftNic::over(socket).expect("a NIC");
+        let pd = nic.alloc_pd().expect("a PD");
+        let cq = nic.create_cq(CqAttr { entries: 256, ignore_overrun: false }).expect("a CQ");
+        let attr = QpAttr {
+            send_cq: &cq,
+            recv_cq: &cq,
+            send_blocks: 64,
+            receive: Receive::Own(ReceiveAttr { entries: 64, max_sges: 1 }),
+            access: Access::REMOTE_ALL,
+        };
+        let qp = nic.create_qp(&pd, attr).expect("a QP");
+        let memory = nic.alloc_dma(1 << 20).expect("memory");
+        let mr = nic.reg_mr(&pd, &memory, Access::LOCAL_ALL | Access::REMOTE_ALL).expect("an MR");
+        Self { nic, _pd: pd, cq, qp, mr, address }
+    }
+
+    fn pair() -> [Self; 2] {
+        let ends = [Self::new(), Self::new()];
+        for (here, there) in [(0, 1), (1, 0)] {
+            let (here, there) = (&ends[here], &ends[there]);
+            let peer = RemotePeer::new(there.address, here.address.ip(), there.qp.qpn());
+            here.qp.modify(QpChange::Init).expect("Init");
+            let peer = PeerAddress::Remote(RemotePeer { timeout: 18, ..peer });
+            here.qp.modify(QpChange::ReadyToReceive { peer }).expect("RTR");
+            here.qp.modify(QpChange::ReadyToSend).expect("RTS");
+        }
+        ends
+    }
+
+    fn post(&self, op: Op<'_>) {
+        self.qp.post_send(&[WorkRequest { id: 7, op, signaled: true }]).expect("room");
+    }
+
+    fn receive(&self) {
+        let to = [self.mr.sge(4096, 4096)];
+        self.qp.post_recv(&ReceiveRequest { id: 9, to: &to }).expect("room");
+    }
+
+    /// The next completion, by polling alone: this thread is the NIC meanwhile.
+    fn poll(&self) -> Completion {
+        let (mut out, end) = ([Completion::EMPTY], Instant::now() + LONG);
+        while self.cq.poll(&mut out) == 0 {
+            assert!(Instant::now() < end, "no completion");
+        }
+        assert_eq!(out[0].status, Status::Success);
+        out[0]
+    }
+
+    /// The next completion, asleep: the NIC's thread is the NIC.
+    fn sleep(&self) -> Completion {
+        let mut out = [Completion::EMPTY];
+        assert!(self.cq.wait(LONG).expect("the NIC is there"), "no completion");
+        assert_eq!((self.cq.poll(&mut out), out[0].status), (1, Status::Success));
+        out[0]
+    }
+}
+
+#[test]
+fn who_polls_and_who_sleeps_get_their_completions() {
+    let [a, b] = End::pair();
+    for round in 0..300 {
+        let to = [a.mr.sge(0, 512)];
+        b.mr.memory().write(0, &[round as u8; 512]);
+        a.post(Op::Read { from: b.mr.remote(0), to: &to });
+        // By turns, in all orders of who had it before.
+        if round % 3 == 0 {
+            a.poll()
+        } else {
+            a.sleep()
+        };
+        let mut got = [0; 512];
+        a.mr.memory().read(0, &mut got);
+        assert_eq!(got, [round as u8; 512]);
+        if round % 50 == 0 {
+            // Long enough for either NIC to go to sleep.
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+#[test]
+fn what_arrives_is_answered_when_callers_have_gone() {
+    let [a, b] = End::pair();
+    for _ in 0..20 {
+        // b's caller has its NIC; then it does something else, and nobody polls there.
+        b.post(Op::Write { to: a.mr.remote(0), from: &[b.mr.sge(0, 64)] });
+        b.poll();
+        a.post(Op::Read { from: b.mr.remote(0), to: &[a.mr.sge(0, 64)] });
+        a.poll();
+    }
+    // Also where it never polls for what it has posted.
+    b.receive();
+    b.post(Op::Write { to: a.mr.remote(512), from: &[b.mr.sge(0, 64)] });
+    b.post(Op::SendInline { data: b"done" });
+    a.receive();
+    let c = a.sleep();
+    assert_eq!((c.id, c.bytes), (9, 4));
+}
+
+#[test]
+fn a_child_leaves_the_socket_to_its_parent() {
+    let [a, b] = End::pair();
+    a.post(Op::Read { from: b.mr.remote(0), to: &[a.mr.sge(0, 64)] });
+    a.poll();
+    // SAFETY: the child allocates nothing, takes no lock that a thread holds for good, and ends.
+    match unsafe { libc::fork() } {
+        0 => {
+            let mut out = [Completion::EMPTY];
+            let end = Instant::now() + Duration::from_millis(50);
+            while Instant::now() < end {
+                a.cq.poll(&mut out);
+            }
+            // SAFETY: ends the process, and runs nothing of it.
+            unsafe { libc::_exit(0) }
+        }
+        child => {
+            assert!(child > 0, "forking");
+            let end = Instant::now() + Duration::from_millis(50);
+            while Instant::now() < end {
+                a.post(Op::Read { from: b.mr.remote(0), to: &[a.mr.sge(0, 64)] });
+                a.poll();
+            }
+            let mut status = 0;
+            // SAFETY: `status` is a valid place for the result.
+            assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+            assert_eq!(status, 0);
+        }
+    }
+}
+
+#[test]
+fn verbs_are_executed_while_callers_have_the_nic() {
+    let [a, b] = End::pair();
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !over.load(Ordering::Relaxed) {
+                a.post(Op::Read { from: b.mr.remote(0), to: &[a.mr.sge(0, 64)] });
+                a.poll();
+            }
+        });
+        for _ in 0..200 {
+            let pd = a.nic.alloc_pd().expect("a PD");
+            let memory = a.nic.alloc_dma(4096).expect("memory");
+            a.nic.reg_mr(&pd, &memory, Access::LOCAL_ALL).expect("an MR");
+        }
+        over.store(true, Ordering::Relaxed);
+    });
+}
+
+#[test]
+fn several_threads_wait_on_cqs_of_their_own() {
+    let ends: Vec<_> = (0..3).map(|_| End::pair()).collect();
+    std::thread::scope(|scope| {
+        for [a, b] in &ends {
+            scope.spawn(move || {
+                for _ in 0..500 {
+                    a.post(Op::Read { from: b.mr.remote(0), to: &[a.mr.sge(0, 64)] });
+                    a.poll();
+                }
+            });
+        }
+    });
+}

@@ -1,0 +1,331 @@
+//! Who runs a NIC: its thread, or for a while the threads that use it.
+//!
+//! A thread that waits for a completion has nothing else to do, and the NIC's thread wants a CPU beside it. On a NIC
+//! that is this process's own, one with a wire, the one who waits plays the NIC as on the inline port: it
+//! reads the socket, executes, and sends. That saves two hand-overs between threads for each message.
+//!
+//! ```text
+//!            a caller waits                          no caller had a turn for a while,
+//!   thread ────────────────────────> callers ──────  or one goes to sleep ─────────────> thread
+//!     │ nothing to do                   ^
+//!     v                                 │ a caller rings or waits
+//!   asleep ─────────────────────────────┘
+//! ```
+//!
+//! - Who holds the lock runs the NIC. The thread lets go of it only while it sleeps, with or without callers.
+//! - While callers run the NIC the thread sleeps, looks every [`ABSENT`] whether one of them still does, and takes
+//!   over if not: what arrives when they compute waits so long at most, once. It also answers control verbs.
+//! - A doorbell is a turn as well, so that the first message leaves at once. Where answers are awaited and a
+//!   caller has just had a turn, the next turn takes it along: that makes rows of packets.
+//! - What a caller has been sent is acknowledged in the first turn in which nothing comes: it has just been given a
+//!   completion, and what it answers is more urgent.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Mutex, MutexGuard};
+use rustix::mm::Advice;
+use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
+
+use super::super::error::Error;
+use super::super::has_one_cpu;
+use super::nic_thread::{NicThread, ROUNDS_PER_CLOCK, SLEEP_AFTER, SPIN, Shared, watch};
+use crate::memory::DmaMemory;
+
+/// Callers that had no turn for this long do something else.
+const ABSENT: Duration = Duration::from_micros(200);
+/// One that had a turn this long ago will soon have another one.
+const NEAR_NS: u64 = 20_000;
+
+/// After so many turns with nothing to do a caller offers its CPU between two turns.
+const IDLE_TURNS: u32 = 12;
+
+/// The place of who runs the NIC.
+pub(super) struct Seat {
+    nic: Mutex<NicThread>,
+    shared: Arc<Shared>,
+    started: Instant,
+    /// A word that is 0 in a child of this process: that has a copy of all this, and must leave the socket to its
+    /// parent.
+    here: DmaMemory,
+    /// Wakes the thread when callers have had time enough. None: the thread alone runs this NIC.
+    timer: Option<OwnedFd>,
+    /// Callers run it. Changes under the lock.
+    callers: AtomicBool,
+    /// A caller has found the thread running.
+    wanted: AtomicBool,
+    /// A caller goes to sleep.
+    left: AtomicBool,
+    /// A doorbell was rung while another caller had a turn.
+    again: AtomicBool,
+    /// Callers' turns so far.
+    turns: AtomicU32,
+    /// Of them, in a row, those of waiting callers that found nothing to do.
+    idle: AtomicU32,
+    /// When the last one ended, in ns since `started`; whether answers of other NICs were awaited then.
+    last_ns: AtomicU64,
+    awaits: AtomicBool,
+}
+
+/// Callers' turns end when the NIC does.
+struct End<'a>(&'a Seat);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        self.0.nic.lock().end();
+    }
+}
+
+impl Seat {
+    /// With callers' turns, if they are to be.
+    pub fn new(nic: NicThread, shared: Arc<Shared>, callers: bool) -> Result<Self, Error> {
+        let timer = callers.then(|| timer(&shared)).transpose()?;
+        Ok(Self {
+            started: nic.started,
+            here: wiped_on_fork()?,
+            nic: Mutex::new(nic),
+            shared,
+            timer,
+            callers: AtomicBool::new(false),
+            wanted: AtomicBool::new(false),
+            left: AtomicBool::new(false),
+            again: AtomicBool::new(false),
+            turns: AtomicU32::new(0),
+            idle: AtomicU32::new(0),
+            last_ns: AtomicU64::new(0),
+            awaits: AtomicBool::new(false),
+        })
+    }
+
+    /// Whether callers have turns.
+    pub fn is_shared(&self) -> bool {
+        self.timer.is_some()
+    }
+
+    // --- the thread ----------------------------------------------------------------------------
+
+    /// The thread's life: runs the NIC until a job sets `stop`.
+    pub fn run(&self) {
+        let _end = End(self);
+        let mut nic = self.nic.lock();
+        let mut idle_since = None;
+        let mut now = 0;
+        let mut rounds = 0;
+        let mut one_cpu = has_one_cpu();
+        while !nic.stop {
+            if self.wanted.load(Ordering::Relaxed) {
+                self.leave(&mut nic);
+                (idle_since, now) = (None, nic.now_ns());
+                continue;
+            }
+            if nic.work(now) {
+                idle_since = None;
+                rounds += 1;
+                if rounds % ROUNDS_PER_CLOCK == 0 {
+                    now = nic.now_ns();
+                }
+                continue;
+            }
+            now = nic.now_ns();
+            let since = *idle_since.get_or_insert(now);
+            let idle = Duration::from_nanos(now - since);
+            if idle >= SLEEP_AFTER {
+                self.sleep(&mut nic, now);
+                one_cpu = has_one_cpu();
+                idle_since = None;
+                now = nic.now_ns();
+            } else if nic.is_waited_for_here(now) || one_cpu || idle >= SPIN {
+                now = nic.yield_cpu(now);
+            }
+        }
+    }
+
+    /// Sleeps until there is something to do; callers may take the NIC over meanwhile.
+    #[cold]
+    fn sleep(&self, nic: &mut MutexGuard<'_, NicThread>, now: u64) {
+        self.wanted.store(false, Ordering::Relaxed);
+        let Some(timeout) = nic.fall_asleep(now) else { return };
+        MutexGuard::unlocked(nic, || self.shared.wait(timeout));
+        if self.callers.load(Ordering::Relaxed) {
+            self.stand_by(nic);
+        } else {
+            nic.wake_up();
+        }
+    }
+
+    /// Leaves the NIC to callers.
+    #[cold]
+    fn leave(&self, nic: &mut MutexGuard<'_, NicThread>) {
+        self.wanted.store(false, Ordering::Relaxed);
+        self.give(nic);
+        // Who has rung and could not see that relies on this look: see `handshake.rs`.
+        fence(Ordering::SeqCst);
+        nic.look_at_all();
+        self.stand_by(nic);
+    }
+
+    /// Callers run the NIC from now on.
+    fn give(&self, nic: &mut NicThread) {
+        nic.leave_to_callers();
+        self.callers.store(true, Ordering::SeqCst);
+    }
+
+    /// Sleeps as long as callers run the NIC, then takes it back.
+    fn stand_by(&self, nic: &mut MutexGuard<'_, NicThread>) {
+        let mut seen = self.turns.load(Ordering::Relaxed);
+        while !nic.stop {
+            MutexGuard::unlocked(nic, || self.shared.wait(Some(timespec(ABSENT))));
+            if nic.take_mail() {
+                nic.look_at_all();
+            }
+            let turns = self.turns.load(Ordering::Relaxed);
+            if self.left.swap(false, Ordering::SeqCst) || turns == seen {
+                break;
+            }
+            seen = turns;
+        }
+        self.callers.store(false, Ordering::SeqCst);
+        if !nic.stop {
+            nic.take_back();
+        }
+    }
+
+    // --- callers -------------------------------------------------------------------------------
+
+    /// A turn of who waits for a completion; true if there was anything to do.
+    pub fn wait_turn(&self) -> bool {
+        if self.timer.is_none() || !self.is_here() {
+            return false;
+        }
+        let Some(mut nic) = self.nic.try_lock() else {
+            if !self.callers.load(Ordering::Relaxed) {
+                self.wanted.store(true, Ordering::Relaxed);
+            }
+            return false;
+        };
+        let did = self.turn(&mut nic, true);
+        drop(nic);
+        let idle = if did { 0 } else { self.idle.load(Ordering::Relaxed).saturating_add(1) };
+        self.idle.store(idle, Ordering::Relaxed);
+        if idle > IDLE_TURNS {
+            // The other side may want this CPU.
+            rustix::thread::sched_yield();
+        }
+        did
+    }
+
+    /// A doorbell was rung: the NIC executes it now, or somebody will soon. False if the thread has to be
+    /// woken for that.
+    pub fn rung(&self, asleep: impl FnOnce() -> bool) -> bool {
+        fence(Ordering::SeqCst);
+        if !self.is_here() {
+            return true;
+        }
+        if self.callers.load(Ordering::Relaxed) {
+            if self.awaits.load(Ordering::Relaxed) && self.since_turn() < NEAR_NS {
+                return true;
+            }
+            // Whoever has the NIC at the moment looks again, or takes it back and looks then.
+            self.post_turn();
+            return true;
+        }
+        !asleep() || self.post_turn()
+    }
+
+    fn is_here(&self) -> bool {
+        self.here.word32(0).load(Ordering::Relaxed) != 0
+    }
+
+    /// A turn of who has rung; false if another one has the NIC, who will look again.
+    fn post_turn(&self) -> bool {
+        loop {
+            let Some(mut nic) = self.nic.try_lock() else {
+                self.again.store(true, Ordering::SeqCst);
+                if self.nic.is_locked() {
+                    return false;
+                }
+                continue;
+            };
+            self.again.store(false, Ordering::SeqCst);
+            self.turn(&mut nic, false);
+            drop(nic);
+            fence(Ordering::SeqCst);
+            if !self.again.load(Ordering::SeqCst) {
+                return true;
+            }
+        }
+    }
+
+    fn turn(&self, nic: &mut NicThread, waits: bool) -> bool {
+        if nic.stop {
+            return false;
+        }
+        if !self.callers.load(Ordering::Relaxed) {
+            // The thread sleeps, or it would have the lock.
+            self.give(nic);
+            if let Some(timer) = &self.timer {
+                let value = Itimerspec {
+                    it_interval: timespec(Duration::ZERO),
+                    it_value: timespec(ABSENT),
+                };
+                // It can fail for want of arguments only.
+                let _ = rustix::time::timerfd_settime(timer, TimerfdTimerFlags::empty(), &value);
+            }
+        }
+        let guard = Unwinding(&mut *nic);
+        let now = guard.0.now_ns();
+        let did = guard.0.caller_turn(now, waits);
+        let awaits = guard.0.core.engine.awaits_answers();
+        std::mem::forget(guard);
+        self.awaits.store(awaits, Ordering::Relaxed);
+        self.last_ns.store(now, Ordering::Relaxed);
+        self.turns.store(self.turns.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+        did
+    }
+
+    fn since_turn(&self) -> u64 {
+        let now = self.started.elapsed().as_nanos() as u64;
+        now.saturating_sub(self.last_ns.load(Ordering::Relaxed))
+    }
+
+    /// A caller goes to sleep until a completion comes: the thread takes the NIC back.
+    pub fn before_sleep(&self) {
+        if self.callers.load(Ordering::SeqCst) {
+            self.left.store(true, Ordering::SeqCst);
+            self.shared.wake_thread();
+        }
+    }
+}
+
+/// A panic in a caller's turn is one of the NIC, which has to end then: half of its work is done.
+struct Unwinding<'a>(&'a mut NicThread);
+
+impl Drop for Unwinding<'_> {
+    fn drop(&mut self) {
+        self.0.stop = true;
+    }
+}
+
+/// Memory whose first word is 1 here, and 0 in children of this process.
+fn wiped_on_fork() -> Result<DmaMemory, Error> {
+    let memory = DmaMemory::anonymous(4).map_err(Error::system("mapping memory"))?;
+    // SAFETY: the advice changes no contents of what is mapped.
+    unsafe { rustix::mm::madvise(memory.as_ptr().cast(), memory.len(), Advice::LinuxWipeOnFork) }
+        .map_err(Error::system("having memory wiped on fork"))?;
+    memory.word32(0).store(1, Ordering::Relaxed);
+    Ok(memory)
+}
+
+fn timespec(time: Duration) -> Timespec {
+    Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos() as i64 }
+}
+
+fn timer(shared: &Shared) -> Result<OwnedFd, Error> {
+    let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+    let timer = rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags)
+        .map_err(Error::system("making a timer"))?;
+    watch(&shared.epoll, &timer)?;
+    Ok(timer)
+}
