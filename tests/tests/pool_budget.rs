@@ -192,6 +192,9 @@ impl ControlPlane for Unaware {
     fn reset_management(&self) -> Result<Vec<PeerAddress>, Error> {
         self.control.reset_management()
     }
+    fn management_is_open(&self) -> Option<bool> {
+        self.control.management_is_open()
+    }
     fn reset_access(&self, group: GroupId, lane: Lane) -> Result<PeerAddress, Error> {
         self.control.reset_access(group, lane)
     }

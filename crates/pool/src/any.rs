@@ -9,7 +9,7 @@ use fabric::{Nic, PeerAddress, Psn, Qpn};
 use crate::protocol::Welcome;
 use crate::scheme::{
     Admission, Admitted, ClientId, ClientScheme, CpuEvents, Grant, GroupId, Lane, NodeScheme,
-    NodeStatus, Worker,
+    NodeStatus, WhenIdle, Worker,
 };
 use crate::settings::{SchemeKind, Settings};
 use crate::{Error, odrp, onesidedmw, rpc};
@@ -83,6 +83,10 @@ impl<N: DirectNic> NodeScheme for AnyNode<N> {
 
     fn reset_management(&mut self, client: ClientId) -> Result<Option<Vec<u32>>, Error> {
         each!(self, node => node.reset_management(client))
+    }
+
+    fn management_is_open(&self, client: ClientId) -> Result<bool, Error> {
+        each!(self, node => node.management_is_open(client))
     }
 
     fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {
@@ -195,6 +199,14 @@ impl<N: Nic> ClientScheme for AnyClient<N> {
 
     fn reset(&self) -> Result<(), Error> {
         each_client!(self, client => client.reset())
+    }
+
+    fn break_management(&self) -> Result<(), Error> {
+        each_client!(self, client => client.break_management())
+    }
+
+    fn when_idle(&self, look: &WhenIdle) {
+        each_client!(self, client => client.when_idle(look))
     }
 
     fn name_access(&self, peers: Vec<Vec<Qpn>>) {

@@ -222,6 +222,11 @@ impl<S: NodeScheme> MemoryNode<S> {
         }
     }
 
+    /// See [`NodeScheme::management_is_open`].
+    pub fn management_is_open(&self, client: ClientId) -> Result<bool, Error> {
+        self.inner.core.lock().known(client)?.management_is_open(client)
+    }
+
     /// See [`NodeScheme::reset_access`].
     pub fn reset_access(&self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {
         self.inner.core.lock().known(client)?.reset_access(client, group, lane)

@@ -85,6 +85,8 @@ pub enum Request {
         #[serde(default)]
         psn: u32,
     },
+    /// Do my management QPs take requests at your side? Asked by who waits long for an answer to one.
+    ManagementState,
     /// An access QP of mine is in Reset: re-establish your side.
     ResetAccess {
         /// The QP group.
@@ -121,6 +123,11 @@ pub enum Reply {
     Management {
         /// QP numbers.
         peers: Vec<u32>,
+    },
+    /// To `management_state`.
+    ManagementState {
+        /// False: what was asked over them is not answered any more.
+        open: bool,
     },
     /// To `reset_access`.
     Access {
@@ -260,6 +267,8 @@ mod tests {
         round_trip(Numbered { id: u64::MAX, body: Request::AwaitMemory { timeout_ms: 5 } });
         round_trip(Numbered { id: 2, body: Request::ResetAccess { group: 3, lane: 1, psn: 9 } });
         round_trip(Numbered { id: 3, body: Request::Goodbye });
+        round_trip(Numbered { id: 3, body: Request::ManagementState });
+        round_trip(Numbered { id: 3, body: Reply::ManagementState { open: false } });
         let status = Status { nic: "shm".into(), nic_cpu_ns: 7, ..Status::default() };
         round_trip(Numbered { id: 4, body: Reply::Status(Box::new(status)) });
         round_trip(Numbered { id: 5, body: Reply::Management { peers: vec![7, 8] } });

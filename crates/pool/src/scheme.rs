@@ -190,6 +190,9 @@ pub struct NodeStatus {
     pub budget: Option<BudgetStatus>,
 }
 
+/// What a compute node looks at while an answer does not come: see [`ClientScheme::when_idle`].
+pub type WhenIdle = Arc<dyn Fn() + Send + Sync>;
+
 /// The memory node's side of a scheme. One control thread calls it.
 pub trait NodeScheme: Send {
     /// Admits a compute node: makes QPs for it, connected to the ones that it names.
@@ -225,6 +228,10 @@ pub trait NodeScheme: Send {
     /// delivered is taken back. Their numbers, in the order of [`Admitted::management`]; or nothing,
     /// while requests of that connection are still executed: to be asked again after a turn.
     fn reset_management(&mut self, client: ClientId) -> Result<Option<Vec<u32>>, Error>;
+
+    /// Whether the memory node's sides of the compute node's management QPs take requests and answer them. It
+    /// cannot tell a compute node on another host that they do not: that one asks, when it waits for long.
+    fn management_is_open(&self, client: ClientId) -> Result<bool, Error>;
 
     /// An access QP of the compute node broke, or will be broken by this: resets the memory node's
     /// side and connects it again. Its windows live on. Returns its number.
@@ -329,6 +336,12 @@ pub trait ClientScheme: Send + Sync {
     /// Takes the management QPs to Reset. Requests that are in flight end with an error, which
     /// leaves open whether they were executed.
     fn reset(&self) -> Result<(), Error>;
+
+    /// Takes the management QPs to Error: requests that are in flight end with an error.
+    fn break_management(&self) -> Result<(), Error>;
+
+    /// Has `look` called from time to time by who waits for an answer that does not come.
+    fn when_idle(&self, look: &WhenIdle);
 
     /// The memory node's access QPs, by group and lane, once it has admitted the compute node: for
     /// schemes whose requests name them.

@@ -4,6 +4,7 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
+use pool::budget::Budget;
 use pool::remote::address::PORT;
 use pool::{Address, Endpoint, Error, Listen, Options, Pool, Remote, Service, Settings, Token};
 
@@ -175,4 +176,44 @@ fn addresses_name_a_port_or_get_the_usual_one() {
     let text = "roce://[::1]";
     let Address::Roce(remote) = text.parse().unwrap() else { panic!("{text}") };
     assert_eq!(remote.to.to_string(), format!("roce://[::1]:{PORT}"));
+}
+
+/// A request that was acknowledged and will not be answered: no NIC notices.
+#[test]
+fn a_management_connection_that_is_ended_ends_for_who_waits_too() {
+    let budget = Budget { requests_per_s: Some(200), ..Budget::default() };
+    let listen = Listen::new("127.0.0.1:0".parse().unwrap(), None);
+    let settings = Settings { budget, ..settings() };
+    let service = Service::start_with(&settings, &Endpoint::Fresh, Some(&listen)).unwrap();
+    let to = service.address().unwrap().into();
+    let pool = Pool::connect_remote(&Remote { to, token: None, nic: None }, options()).unwrap();
+    let kept = pool.allocate_blocking().unwrap();
+    let (ended, end) = std::sync::mpsc::channel();
+    for _ in 0..4 {
+        let (pool, ended) = (pool.clone(), ended.clone());
+        std::thread::spawn(move || {
+            let error = loop {
+                if let Err(e) = pool.allocate_blocking().and_then(|g| pool.free_blocking(g)) {
+                    break e;
+                }
+            };
+            let _ = ended.send(error);
+        });
+    }
+    for _ in 0..4 {
+        let error = end.recv_timeout(Duration::from_secs(60)).expect("who waits is told");
+        let told = matches!(error, Error::OverBudget { .. } | Error::ManagementBroken { .. });
+        assert!(told, "{error}");
+    }
+    // What it has stays usable, and it may come back.
+    pool.write_blocking(&kept, 0, b"kept").unwrap();
+    let start = Instant::now();
+    loop {
+        match pool.allocate_blocking() {
+            Ok(grant) => break pool.free_blocking(grant).unwrap(),
+            Err(Error::OverBudget { retry_after, .. }) => std::thread::sleep(retry_after),
+            Err(e) => panic!("{e}"),
+        }
+        assert!(start.elapsed() < Duration::from_secs(60), "it may come back");
+    }
 }

@@ -49,7 +49,12 @@ struct Inner<C> {
     gone: OnceLock<String>,
     /// The thread that polls for executors that are not ours.
     driver: OnceLock<Thread>,
+    /// See [`Completer::when_idle`].
+    idle: OnceLock<WhenIdle>,
 }
+
+/// What is called while no completion comes.
+pub type WhenIdle = Arc<dyn Fn() + Send + Sync>;
 
 /// Something that completes futures when it is polled.
 pub(crate) trait Reactor: Send + Sync {
@@ -61,6 +66,8 @@ pub(crate) trait Reactor: Send + Sync {
     fn is_watched(&self) -> bool;
     /// Sleeps on the CQ.
     fn wait(&self, timeout: Duration, done: &dyn Fn() -> bool) -> Result<(), Error>;
+    /// Nothing has come for a while.
+    fn idle(&self);
     /// Wakes who sleeps on the CQ.
     fn wake_leader(&self);
     /// Polls, and sleeps when there is nothing, until `done`.
@@ -96,6 +103,7 @@ impl<C: CompletionQueue> Completer<C> {
             watched: AtomicUsize::new(0),
             gone: OnceLock::new(),
             driver: OnceLock::new(),
+            idle: OnceLock::new(),
         }))
     }
 
@@ -172,6 +180,16 @@ impl<C: CompletionQueue> Completer<C> {
         }
     }
 
+    /// Has `look` called about every [`Completer::IDLE`] while somebody sleeps and no completion comes: for
+    /// those whose completions depend on more than the NIC. It is called by a thread that completes for all,
+    /// so it must not wait. Only the first one counts. (Under virtual time nothing is called.)
+    pub fn when_idle(&self, look: WhenIdle) {
+        let _ = self.0.idle.set(look);
+    }
+
+    /// How long nothing comes before [`Completer::when_idle`] is heard.
+    pub const IDLE: Duration = sleep::SLEEP_MAX;
+
     /// Polls once, for whoever waits; how many completions there were.
     #[inline]
     pub fn turn(&self) -> usize {
@@ -242,12 +260,12 @@ impl<C: CompletionQueue> Reactor for Inner<C> {
     }
 
     fn wait(&self, timeout: Duration, done: &dyn Fn() -> bool) -> Result<(), Error> {
-        match self.cq.wait_unless(timeout, done) {
-            Ok(_) => Ok(()),
-            Err(e) => {
-                self.give_up(&e);
-                Err(e)
-            }
+        self.cq.wait_unless(timeout, done).map(drop).inspect_err(|e| self.give_up(e))
+    }
+
+    fn idle(&self) {
+        if let Some(look) = self.idle.get() {
+            look();
         }
     }
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Wake;
 use std::thread::Thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -20,7 +20,7 @@ use crate::Error;
 
 /// The longest sleep in one go. Nothing depends on waking up then: it bounds what a defect of a
 /// NIC can do. (In tests it is so long that a lost wake-up is noticed.)
-const SLEEP_MAX: Duration = Duration::from_millis(if cfg!(test) { 20_000 } else { 100 });
+pub(super) const SLEEP_MAX: Duration = Duration::from_millis(if cfg!(test) { 20_000 } else { 100 });
 
 thread_local! {
     static ME: Arc<ThreadWaker> = Arc::new(ThreadWaker {
@@ -127,8 +127,14 @@ impl Sleepers {
 
 fn lead_until(reactor: &Arc<dyn Reactor>, done: &dyn Fn() -> bool) -> Result<(), Error> {
     while !done() {
+        let asleep = Instant::now();
         reactor.wait(SLEEP_MAX, done)?;
-        if reactor.turn() == 0 {
+        if reactor.turn() > 0 {
+            continue;
+        }
+        if asleep.elapsed() >= SLEEP_MAX {
+            reactor.idle();
+        } else {
             // Another thread may be polling just now: let it.
             std::thread::yield_now();
         }

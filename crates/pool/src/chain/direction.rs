@@ -89,6 +89,18 @@ pub struct Purpose<'a, N: DirectNic> {
     pub copies: bool,
 }
 
+/// Whether the fronts of all `directions` are connected and not broken.
+pub fn takes_requests<'a, N: DirectNic>(
+    directions: impl IntoIterator<Item = &'a Direction<N>>,
+) -> Result<bool, Error> {
+    for d in directions {
+        if d.front.state()? != QpState::ReadyToSend {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
 impl<N: DirectNic> Direction<N> {
     /// Makes the queues.
     pub fn new(parts: &Parts<'_, N>, purpose: &Purpose<'_, N>) -> Result<Self, Error> {

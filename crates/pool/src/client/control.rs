@@ -30,6 +30,13 @@ pub trait ControlPlane: Send + Sync {
     fn await_memory(&self, timeout: Duration) -> Result<bool, Error>;
     /// See [`crate::scheme::NodeScheme::reset_management`].
     fn reset_management(&self) -> Result<Vec<PeerAddress>, Error>;
+    /// Whether the memory node still answers what is asked over the management QPs
+    /// ([`crate::scheme::NodeScheme::management_is_open`]). Never waits: the first call asks, and says
+    /// `None` as later ones do until the answer is there; then the next call asks anew. Where the memory node
+    /// can always tell a compute node that it does not, nothing need be asked.
+    fn management_is_open(&self) -> Option<bool> {
+        Some(true)
+    }
     /// See [`crate::scheme::NodeScheme::reset_access`].
     fn reset_access(&self, group: GroupId, lane: Lane) -> Result<PeerAddress, Error>;
     /// The memory node's state.
@@ -66,6 +73,8 @@ struct State {
     last: u64,
     reading: bool,
     replies: HashMap<u64, Reply>,
+    /// The question after the management's state that is not answered yet.
+    asked: Option<u64>,
     /// Why no reply will come any more.
     gone: Option<String>,
 }
@@ -128,16 +137,8 @@ impl SocketControl {
     /// Sends a request and waits for its reply.
     fn ask(&self, attempt: &str, request: Request, patience: Duration) -> Result<Reply, Error> {
         let deadline = Instant::now() + patience;
-        let id = {
-            let mut state = self.state.lock();
-            if let Some(why) = &state.gone {
-                return Err(gone(attempt, why.clone()));
-            }
-            state.last += 1;
-            state.last
-        };
-        let bytes = protocol::encode(attempt, &Numbered { id, body: request })?;
-        self.link.send(&bytes).map_err(|e| gone(attempt, e.to_string()))?;
+        let id = self.state.lock().number(attempt)?;
+        self.send(attempt, id, request)?;
         match self.reply(attempt, id, deadline)? {
             Reply::Error { why } => Err(Error::Refused { attempt: attempt.into(), why }),
             Reply::OverBudget { why, retry_after_ms } => Err(Error::OverBudget {
@@ -149,15 +150,18 @@ impl SocketControl {
         }
     }
 
+    fn send(&self, attempt: &str, id: u64, body: Request) -> Result<(), Error> {
+        let bytes = protocol::encode(attempt, &Numbered { id, body })?;
+        self.link.send(&bytes).map_err(|e| gone(attempt, e.to_string()))
+    }
+
     fn reply(&self, attempt: &str, id: u64, deadline: Instant) -> Result<Reply, Error> {
         let mut state = self.state.lock();
         loop {
             if let Some(reply) = state.replies.remove(&id) {
                 return Ok(reply);
             }
-            if let Some(why) = &state.gone {
-                return Err(gone(attempt, why.clone()));
-            }
+            state.check(attempt)?;
             let now = Instant::now();
             if now >= deadline {
                 return Err(gone(attempt, "no answer in time".into()));
@@ -175,13 +179,57 @@ impl SocketControl {
             };
             state = self.state.lock();
             state.reading = false;
-            match got {
-                None => {}
-                // A number that nobody waits for is of a request that was given up.
-                Some(Ok(reply)) => drop(state.replies.insert(reply.id, reply.body)),
-                Some(Err(why)) => state.gone = Some(why),
-            }
+            state.take_in(got);
             self.changed.notify_all();
+        }
+    }
+
+    fn look_at_management(&self) -> Result<Option<bool>, Error> {
+        let attempt = "asking for the state of the management QPs";
+        let mut state = self.state.lock();
+        let Some(id) = state.asked else {
+            let id = state.number(attempt)?;
+            state.asked = Some(id);
+            drop(state);
+            // A few bytes, and never more than these: there is room for them.
+            self.send(attempt, id, Request::ManagementState)?;
+            return Ok(None);
+        };
+        if !state.reading && self.link.wait_readable(Duration::ZERO).unwrap_or(true) {
+            state.take_in(read(&self.link).transpose());
+            self.changed.notify_all();
+        }
+        match state.replies.remove(&id) {
+            Some(reply) => {
+                state.asked = None;
+                Ok(Some(!matches!(reply, Reply::ManagementState { open: false })))
+            }
+            None => state.check(attempt).map(|()| None),
+        }
+    }
+}
+
+impl State {
+    fn check(&self, attempt: &str) -> Result<(), Error> {
+        match &self.gone {
+            None => Ok(()),
+            Some(why) => Err(gone(attempt, why.clone())),
+        }
+    }
+
+    /// A number for a request.
+    fn number(&mut self, attempt: &str) -> Result<u64, Error> {
+        self.check(attempt)?;
+        self.last += 1;
+        Ok(self.last)
+    }
+
+    /// Takes in what was read. A number that nobody waits for is of a request that was given up.
+    fn take_in(&mut self, got: Option<Result<Numbered<Reply>, String>>) {
+        match got {
+            None => {}
+            Some(Ok(reply)) => drop(self.replies.insert(reply.id, reply.body)),
+            Some(Err(why)) => self.gone = Some(why),
         }
     }
 }
@@ -225,6 +273,11 @@ impl ControlPlane for SocketControl {
             }
             other => Err(unexpected(attempt, other)),
         }
+    }
+
+    fn management_is_open(&self) -> Option<bool> {
+        // One that cannot be asked any more answers nothing else either.
+        self.look_at_management().unwrap_or(Some(false))
     }
 
     fn reset_access(&self, group: GroupId, lane: Lane) -> Result<PeerAddress, Error> {

@@ -42,8 +42,10 @@ pub(super) struct Inner<N: Nic> {
     pub(super) max_inline: usize,
     /// Operations that are posted with one doorbell at most.
     pub(super) burst: usize,
-    /// Taken by who re-establishes the management QPs.
-    pub(super) repair: Mutex<()>,
+    /// Taken by who re-establishes the management QPs; how often that was done.
+    pub(super) repair: Mutex<u64>,
+    /// What is asked of the memory node while its answers do not come.
+    pub(super) watch: Mutex<Watch>,
     pub(super) abandoned: Mutex<Vec<Abandoned<N>>>,
     pub(super) allocations: AtomicU64,
     pub(super) frees: AtomicU64,
@@ -58,6 +60,18 @@ pub(super) enum Origin {
     Embedded(Arc<Embedded>),
     /// By who called [`Pool::over`].
     Given,
+}
+
+/// So often nothing has come, [`Completer::IDLE`](fabric::completion::Completer::IDLE) each, until the memory
+/// node is asked whether it still answers.
+const LOOKS: u32 = 10;
+
+/// See [`Inner::look_after_management`].
+#[derive(Default)]
+pub(super) struct Watch {
+    looks: u32,
+    /// A question is on its way; it was asked when the management QPs had been re-established so often.
+    asked_after: Option<u64>,
 }
 
 /// An operation that nobody waits for any more, and what it moves bytes in or out of.
@@ -209,15 +223,37 @@ impl<N: Nic> Inner<N> {
     /// Re-establishes the management QPs if one of them is broken.
     #[cold]
     pub(super) fn repair_management(&self) -> Result<(), Error> {
-        let _repair = self.repair.lock();
+        let mut repairs = self.repair.lock();
         if !self.scheme.is_broken() {
             return Ok(());
         }
+        *repairs += 1;
         if !self.welcome.separation {
             return self.reset_everything(None);
         }
         self.scheme.reset()?;
         self.scheme.connect(&self.control.reset_management()?)
+    }
+
+    /// Nothing has come for a while, although somebody waits. An answer that the memory node does not send any
+    /// more is never missed by the NICs: what was asked has arrived and was acknowledged. A memory node on another
+    /// host that has ended the management connection, or whose side of it broke, cannot say so over it:
+    /// it is asked, and then who waits is told. Never waits itself.
+    pub(super) fn look_after_management(&self) {
+        let Some(mut watch) = self.watch.try_lock() else { return };
+        // Whoever holds it re-establishes them just now.
+        let Some(repairs) = self.repair.try_lock() else { return };
+        if watch.looks < LOOKS {
+            watch.looks += 1;
+            return;
+        }
+        let asked_after = *watch.asked_after.get_or_insert(*repairs);
+        let Some(open) = self.control.management_is_open() else { return };
+        *watch = Watch::default();
+        if !open && asked_after == *repairs {
+            // What cannot be taken to Error is in Reset, and has nothing in flight.
+            let _ = self.scheme.break_management();
+        }
     }
 
     /// Re-establishes an access QP after work that was posted in `epoch` failed, unless that was done
@@ -226,7 +262,8 @@ impl<N: Nic> Inner<N> {
         if self.welcome.separation {
             return path.recover(epoch, &*self.control);
         }
-        let _repair = self.repair.lock();
+        let mut repairs = self.repair.lock();
+        *repairs += 1;
         self.reset_everything(Some((path, epoch)))
     }
 

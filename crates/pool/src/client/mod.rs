@@ -44,7 +44,7 @@ use crate::any::AnyClient;
 use crate::events::cores;
 use crate::protocol::{Status, Welcome};
 use crate::remote::RoceEnd;
-use crate::scheme::{Admission, ClientScheme, Era, Grant, GroupId, bulletin};
+use crate::scheme::{Admission, ClientScheme, Era, Grant, GroupId, WhenIdle, bulletin};
 use crate::{Error, Remote, Settings};
 
 /// How a compute node connects.
@@ -219,7 +219,8 @@ impl<N: Nic> Pool<N> {
             options,
             origin,
             held: AtomicU64::new(0),
-            repair: Mutex::new(()),
+            repair: Mutex::default(),
+            watch: Mutex::default(),
             abandoned: Mutex::new(Vec::new()),
             allocations: AtomicU64::new(0),
             frees: AtomicU64::new(0),
@@ -227,7 +228,11 @@ impl<N: Nic> Pool<N> {
             control,
         };
         inner.connect()?;
-        Ok(Self { inner: Arc::new(inner) })
+        let inner = Arc::new(inner);
+        let pool = Arc::downgrade(&inner);
+        let look = move || pool.upgrade().into_iter().for_each(|p| p.look_after_management());
+        inner.scheme.when_idle(&(Arc::new(look) as WhenIdle));
+        Ok(Self { inner })
     }
 
     /// Bytes of a chunk.

@@ -25,7 +25,7 @@ use super::{Ask, PAGE_BYTES, READ_BYTES, REPLY_BYTES, REQUEST_BYTES, status};
 use crate::Error;
 use crate::credits::{Credit, Credits};
 use crate::protocol::Welcome;
-use crate::scheme::{ClientScheme, Grant, GroupId, PageScheme};
+use crate::scheme::{ClientScheme, Grant, GroupId, PageScheme, WhenIdle};
 
 /// Bytes from one reply to the next.
 const REPLY_STRIDE: usize = 64;
@@ -362,6 +362,14 @@ impl<N: Nic> ClientScheme for Client<N> {
 
     fn reset(&self) -> Result<(), Error> {
         Ok(self.queues().iter().try_for_each(|q| q.qp.modify(QpChange::Reset))?)
+    }
+
+    fn break_management(&self) -> Result<(), Error> {
+        Ok(self.queues().iter().try_for_each(|q| q.qp.modify(QpChange::Error))?)
+    }
+
+    fn when_idle(&self, look: &WhenIdle) {
+        self.queues().iter().for_each(|q| q.completer.when_idle(look.clone()));
     }
 
     fn connect(&self, peers: &[PeerAddress]) -> Result<(), Error> {

@@ -14,7 +14,7 @@ use fabric::{
 use super::chain::{self, Reads, Tables};
 use super::connection::{Connection, Stage, break_peer};
 use super::{read_chain, table};
-use crate::chain::direction::{COUNT, Direction, Parts, Purpose};
+use crate::chain::direction::{COUNT, Direction, Parts, Purpose, takes_requests};
 use crate::chain::layout::{Memory, Shape};
 use crate::chain::notice::{BULLETIN_BLOCKS, Notice};
 use crate::chain::program::Wrap;
@@ -488,6 +488,11 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         let fronts = c.directions().map(|d| d.front.qpn().raw()).to_vec();
         self.open(client)?;
         Ok(Some(fronts))
+    }
+
+    fn management_is_open(&self, client: ClientId) -> Result<bool, Error> {
+        let c = self.clients.get(&client).ok_or_else(|| unknown(client))?;
+        Ok(c.stage == Stage::Open && takes_requests(c.directions())?)
     }
 
     fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {

@@ -22,7 +22,7 @@ use super::layout::{reply, status};
 use crate::Error;
 use crate::credits::Credits;
 use crate::protocol::Welcome;
-use crate::scheme::{ClientScheme, Grant, GroupId, MAX_GROUP};
+use crate::scheme::{ClientScheme, Grant, GroupId, MAX_GROUP, WhenIdle};
 
 /// Bytes of a reply slot.
 const SLOT_BYTES: usize = 64;
@@ -285,6 +285,14 @@ impl<N: Nic> ClientScheme for Client<N> {
             d.qp.modify(QpChange::Reset)?;
         }
         Ok(())
+    }
+
+    fn break_management(&self) -> Result<(), Error> {
+        Ok(self.directions().try_for_each(|d| d.qp.modify(QpChange::Error))?)
+    }
+
+    fn when_idle(&self, look: &WhenIdle) {
+        self.directions().for_each(|d| d.completer.when_idle(look.clone()));
     }
 
     fn name_access(&self, peers: Vec<Vec<Qpn>>) {

@@ -15,11 +15,11 @@ use fabric::{
     QueuePair, ReceiveAttr, Status,
 };
 
-use super::connection::Connection;
+use super::connection::{Connection, Management};
 use super::layout::{Memory, Shape};
 use super::program::Wrap;
 use super::reclaim::Leaving;
-use crate::chain::direction::Parts;
+use crate::chain::direction::{Parts, takes_requests};
 use crate::chain::notice::Notice;
 use crate::chain::push::{self, Push};
 use crate::chain::reclaimer::Reclaimer;
@@ -320,6 +320,11 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         let result = self.reestablish(client, &mut c);
         self.clients.insert(client, c);
         result
+    }
+
+    fn management_is_open(&self, client: ClientId) -> Result<bool, Error> {
+        let c = self.clients.get(&client).ok_or_else(|| unknown(client))?;
+        Ok(c.management == Management::Open && takes_requests(c.directions())?)
     }
 
     fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {

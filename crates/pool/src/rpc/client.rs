@@ -17,7 +17,7 @@ use super::{Ask, Outcome, REPLY_BYTES, Reply, Request};
 use crate::Error;
 use crate::credits::Credits;
 use crate::protocol::Welcome;
-use crate::scheme::{ClientScheme, Grant, GroupId};
+use crate::scheme::{ClientScheme, Grant, GroupId, WhenIdle};
 
 /// The compute node of the schemes by RPC on the NIC `N`.
 pub struct Client<N: Nic> {
@@ -137,6 +137,14 @@ impl<N: Nic> ClientScheme for Client<N> {
 
     fn reset(&self) -> Result<(), Error> {
         Ok(self.qp.modify(QpChange::Reset)?)
+    }
+
+    fn break_management(&self) -> Result<(), Error> {
+        Ok(self.qp.modify(QpChange::Error)?)
+    }
+
+    fn when_idle(&self, look: &WhenIdle) {
+        self.completer.when_idle(look.clone());
     }
 
     fn connect(&self, peers: &[PeerAddress]) -> Result<(), Error> {

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fabric::{
-    Access, CqAttr, Key, MemoryRegion, Nic, Psn, QpAttr, QpChange, QueuePair, Receive, ReceiveAttr,
-    Remote,
+    Access, CqAttr, Key, MemoryRegion, Nic, Psn, QpAttr, QpChange, QpState, QueuePair, Receive,
+    ReceiveAttr, Remote,
 };
 use parking_lot::{Mutex, MutexGuard};
 
@@ -280,6 +280,12 @@ impl<N: Nic> NodeScheme for Node<N> {
             self.shared.cores[self.core_of(client)].events.wake();
         }
         Ok(Some(vec![peer.management.qpn().raw()]))
+    }
+
+    fn management_is_open(&self, client: ClientId) -> Result<bool, Error> {
+        let state = self.state_of(client);
+        let peer = state.peers.get(&client).ok_or_else(|| refuse(NOT_ADMITTED))?;
+        Ok(!peer.broken && peer.management.state()? == QpState::ReadyToSend)
     }
 
     fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {

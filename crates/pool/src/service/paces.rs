@@ -97,7 +97,7 @@ impl Paces {
 /// What a request to the pool costs, where a verb of the NIC costs 1.
 pub fn cost(request: &Request) -> u32 {
     match request {
-        Request::AwaitMemory { .. } => 1,
+        Request::AwaitMemory { .. } | Request::ManagementState => 1,
         Request::ResetAccess { .. } | Request::ResetManagement { .. } | Request::Goodbye => 4,
         Request::Status => 4,
         // QPs and windows of all groups; every entry of the table.

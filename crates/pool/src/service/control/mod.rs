@@ -458,6 +458,9 @@ impl<'a> Control<'a> {
                     Err(e) => Err(e),
                 }
             }
+            Request::ManagementState => admitted()
+                .and_then(|c| node.management_is_open(c))
+                .map(|open| Reply::ManagementState { open }),
             Request::ResetAccess { group, lane, psn } => admitted()
                 .and_then(|c| psn_of(psn).and_then(|psn| node.set_psn(c, psn)).map(|()| c))
                 .and_then(|c| node.reset_access(c, GroupId(group), Lane(lane)))
