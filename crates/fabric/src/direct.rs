@@ -28,12 +28,20 @@ pub trait DirectNic: Nic<Qp: DirectQp, Srq: DirectReceive> {
 pub struct KeyInfo {
     /// The key with its current tag.
     pub key: Key,
-    /// The QP that a bound type-2 window names; `None` for a free window, a type-1 window or an MR.
+    /// The QP that a bound type-2 window names; `None` for a free window, a type-1 window or an MR, and for a window
+    /// that was bound to QP 0xffffff, which is none.
     pub bound_to: Option<Qpn>,
     /// First address.
     pub start: u64,
     /// Bytes.
     pub len: u64,
+}
+
+impl KeyInfo {
+    /// Whether a window is bound; to whom does not matter.
+    pub fn is_bound(&self) -> bool {
+        self.len > 0
+    }
 }
 
 /// Which queues of a QP are managed, and what its WQEs may do.

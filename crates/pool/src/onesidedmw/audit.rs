@@ -49,10 +49,10 @@ pub fn check<N: DirectNic>(node: &Node<N>) -> Result<(), Error> {
         for key in memory.window_keys(i) {
             // The table's tag is the next binding's to present; a bound window has it already.
             let info = node.nic.query_key(key)?;
-            if info.bound_to.is_some() != (owner != 0) {
+            if info.is_bound() != (owner != 0) {
                 return Err(broken(format!(
-                    "chunk {i} has owner {owner}, its window {key} is bound to {:?}",
-                    info.bound_to
+                    "chunk {i} has owner {owner}, its window {key} has {} bytes, for {:?}",
+                    info.len, info.bound_to
                 )));
             }
             if info.key != key {
