@@ -278,11 +278,24 @@ impl Wiring {
     /// Writes the reply of `slot` (a WRITE with immediate of `from` to an address that the request
     /// patches in) and the RECV_EN that gives its credit back. `first_use` is the number of the
     /// first request that meets it; the chain moves the RECV_EN's index by `credits` before.
+    ///
+    /// The address that the last request has patched in stays: its reply may not have been sent yet, or has to
+    /// be sent again, since the network has lost it.
     pub fn write_reply(&self, slot: u32, first_use: u32, from: Sge) {
+        let to = self.reply_target(slot);
         self.write_front(slot, 0, |b| {
-            b.rdma_write_imm(Remote::default(), &[from], super::REPLY_IMM);
+            b.rdma_write_imm(to, &[from], super::REPLY_IMM);
         });
         self.write_credit(slot, first_use, false);
+    }
+
+    /// Where the reply in `slot` goes; nowhere, before the first request.
+    fn reply_target(&self, slot: u32) -> Remote {
+        let at = (slot * self.reply_blocks) as usize * WQEBB + offset::REMOTE_ADDR;
+        let (mut addr, mut rkey) = ([0; 8], [0; 4]);
+        self.front_ring.memory.read(at, &mut addr);
+        self.front_ring.memory.read(at + addr.len(), &mut rkey);
+        Remote { addr: u64::from_be_bytes(addr), rkey: Key(u32::from_be_bytes(rkey)) }
     }
 
     /// Writes the RECV_EN of `slot`, which the request with number `first_use` meets first; it may

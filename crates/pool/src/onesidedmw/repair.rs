@@ -105,9 +105,7 @@ impl<N: DirectNic> Node<N> {
             let at = slot + entry::FREE_REPLY + reply::FREE_STATUS;
             d.staging.memory().store_be32(at, answer as u32);
         }
-        let replies = Replies::keep(d, failed..received, credits);
         self.arm_free(d)?;
-        replies.restore(d);
         d.front.enable_send((REPLY_BLOCKS * received) as u16)?;
         Ok(received - failed)
     }
@@ -250,32 +248,5 @@ impl<N: DirectNic> Node<N> {
             self.memory.set_tag(i, j, now.tag());
         }
         Ok(())
-    }
-}
-
-/// The replies to requests that a stopped chain did not answer: their target addresses stand in
-/// the front ring, and writing the chain anew would wipe them out.
-struct Replies(Vec<(usize, [u8; 12])>);
-
-impl Replies {
-    fn keep<N: DirectNic>(d: &Direction<N>, of: std::ops::Range<u32>, credits: u32) -> Self {
-        let ring = d.front.send_ring().memory;
-        Self(
-            of.map(|request| {
-                let block = (request % credits * REPLY_BLOCKS) as usize;
-                let at = block * fabric::wqe::WQEBB + fabric::wqe::offset::REMOTE_ADDR;
-                let mut target = [0; 12];
-                ring.read(at, &mut target);
-                (at, target)
-            })
-            .collect(),
-        )
-    }
-
-    fn restore<N: DirectNic>(&self, d: &Direction<N>) {
-        let ring = d.front.send_ring().memory;
-        for (at, target) in &self.0 {
-            ring.write(*at, target);
-        }
     }
 }

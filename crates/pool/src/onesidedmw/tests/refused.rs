@@ -3,6 +3,11 @@
 
 use std::time::Duration;
 
+use fabric::direct::DirectQp;
+use fabric::wqe::WQEBB;
+use fabric::wqe::offset::REMOTE_ADDR;
+
+use super::super::program::REPLY_BLOCKS;
 use super::*;
 
 struct Bed {
@@ -103,6 +108,37 @@ fn a_free_of_what_is_beyond_the_table() {
         }
         bed.check();
     }
+}
+
+/// A reply that has been sent may have to be sent again, by a NIC that reads it from the queue again: its target
+/// stays what it was when the chain is written anew.
+#[test]
+fn replies_that_may_be_sent_again_keep_their_targets() {
+    let mut bed = Bed::new();
+    let targets = |bed: &Bed| -> Vec<[u8; 12]> {
+        let ring = bed.node.clients[&bed.a.id].free.front.send_ring().memory;
+        let at = |slot: u32| (slot * REPLY_BLOCKS) as usize * WQEBB + REMOTE_ADDR;
+        (0..4)
+            .map(|slot| {
+                let mut target = [0; 12];
+                ring.read(at(slot), &mut target);
+                target
+            })
+            .collect()
+    };
+    for slot in 0..3 {
+        let chunk = bed.a.allocate().unwrap();
+        bed.a.ask_free(chunk.entry, slot);
+        bed.turn();
+        assert_eq!(bed.a.free_status(slot), status::FREED);
+    }
+    let before = targets(&bed);
+    bed.a.ask_free(99, 3);
+    bed.turn();
+    assert_eq!(bed.a.free_status(3), status::REFUSED);
+    assert_eq!(targets(&bed)[..3], before[..3]);
+    assert!(before[..3].iter().all(|target| *target != [0; 12]));
+    bed.check();
 }
 
 /// A repair takes CPU: who has had many waits for the next one, and nobody else does.
