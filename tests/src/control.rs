@@ -4,16 +4,36 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
+use pool::Remote;
 use pool::protocol::{Numbered, Opening, Reply, Request};
+use pool::remote::link::Link;
+use pool::remote::token::{Greeting, Nonce, Nonces, Side, VERSION};
+use pool::remote::{RoceEnd, Route};
 use rnic::port::shm::socket::{Packet, receive, send};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
 /// How long an answer may take.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A connection to the memory node's socket.
-pub struct Control(OwnedFd);
+/// A control connection.
+pub struct Control(Connection);
+
+enum Connection {
+    /// To the memory node's socket.
+    Here(OwnedFd),
+    /// To its host.
+    There(Link),
+}
+
+/// The way to the NIC of a memory node on another host.
+#[derive(Clone, Copy)]
+pub struct Way {
+    /// To there.
+    pub route: Route,
+    /// From here.
+    pub here: RoceEnd,
+}
 
 impl Control {
     /// Connects, and says nothing.
@@ -22,7 +42,7 @@ impl Control {
         let fd = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
         rustix::net::connect(&fd, &SocketAddrUnix::new(path)?).context("connecting")?;
         sockopt::set_socket_timeout(&fd, sockopt::Timeout::Recv, Some(PATIENCE))?;
-        Ok(Self(fd))
+        Ok(Self(Connection::Here(fd)))
     }
 
     /// Connects to the pool, as a compute node would.
@@ -35,20 +55,64 @@ impl Control {
         }
     }
 
-    /// Sends a packet.
-    pub fn say(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<()> {
-        Ok(send(&self.0, bytes, descriptors)?)
+    /// The same on another host, with the NIC that `remote` names; and the way between the NICs.
+    pub fn remote(remote: &Remote) -> Result<(Self, Way)> {
+        let port = remote.nic.as_ref().context("which NIC?")?.port;
+        let control = Self(Connection::There(Link::remote(&remote.to)?));
+        let client = Nonce::random()?;
+        let greeting = Greeting { granary: VERSION, nonce: client, token: remote.token.is_some() };
+        control.say(&serde_json::to_vec(&greeting)?, &[])?;
+        let answer = control.message()?.context("no greeting")?;
+        let answer: Greeting = serde_json::from_slice(&answer).context("reading a greeting")?;
+        let nonces = Nonces { server: answer.nonce, client };
+        let proof = remote.token()?.map(|token| token.proof(Side::Client, &nonces));
+        let opening = Opening { proof, ..Opening::pool() };
+        control.say(&serde_json::to_vec(&opening)?, &[])?;
+        let welcome = match control.hear()? {
+            Some(Numbered { body: Reply::Welcome(welcome), .. }) => welcome,
+            other => bail!("no welcome: {other:?}"),
+        };
+        let Connection::There(link) = &control.0 else { unreachable!("just connected so") };
+        let tcp = link.as_remote().context("a connection to another host")?;
+        let here = RoceEnd::of(link, port)?;
+        let there = welcome.roce.context("it names no RoCEv2 port")?;
+        let route = Route::between(tcp.local, here, tcp.peer.ip(), there);
+        Ok((control, Way { route, here }))
     }
 
-    /// The next packet; nothing at the end of the connection.
+    /// Sends a packet. Descriptors do not go to another host.
+    pub fn say(&self, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<()> {
+        match &self.0 {
+            Connection::Here(fd) => Ok(send(fd, bytes, descriptors)?),
+            Connection::There(link) => Ok(link.send(bytes)?),
+        }
+    }
+
+    /// The next packet on this host; nothing at the end of the connection.
     pub fn packet(&self) -> Result<Option<Packet>> {
-        receive(&self.0).context("waiting for an answer")
+        let Connection::Here(fd) = &self.0 else { bail!("there are no packets between hosts") };
+        receive(fd).context("waiting for an answer")
+    }
+
+    /// The bytes of the next message; nothing at the end of the connection.
+    fn message(&self) -> Result<Option<Vec<u8>>> {
+        let Connection::There(link) = &self.0 else {
+            return Ok(self.packet()?.map(|packet| packet.bytes));
+        };
+        loop {
+            ensure!(link.wait_readable(PATIENCE)?, "no answer for {PATIENCE:?}");
+            match link.receive() {
+                Ok(Some(bytes)) => return Ok(Some(bytes)),
+                Ok(None) => {}
+                Err(_) => return Ok(None),
+            }
+        }
     }
 
     /// The next reply of the pool; nothing at the end of the connection.
     pub fn hear(&self) -> Result<Option<Numbered<Reply>>> {
-        let Some(packet) = self.packet()? else { return Ok(None) };
-        Ok(Some(serde_json::from_slice(&packet.bytes).context("reading a reply")?))
+        let Some(bytes) = self.message()? else { return Ok(None) };
+        Ok(Some(serde_json::from_slice(&bytes).context("reading a reply")?))
     }
 
     /// Asks the pool; its reply, which may be an error.
@@ -68,6 +132,9 @@ impl Control {
 
 impl AsFd for Control {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+        match &self.0 {
+            Connection::Here(fd) => fd.as_fd(),
+            Connection::There(link) => link.as_fd(),
+        }
     }
 }

@@ -7,6 +7,8 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
+use crate::hosts::Hosts;
+
 /// The built `granary` command: the release build, which `make test` makes first.
 pub fn granary() -> PathBuf {
     let target = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../target"));
@@ -23,9 +25,12 @@ pub fn granary() -> PathBuf {
 pub struct MemoryNode {
     child: Child,
     directory: PathBuf,
-    /// Where clients connect.
+    /// Where clients of its host connect.
     pub socket: PathBuf,
 }
+
+/// The token of memory nodes that serve other hosts.
+const TOKEN: &str = "a token of twenty-odd bytes\n";
 
 impl MemoryNode {
     /// Starts one with these further arguments and waits until it serves.
@@ -35,6 +40,31 @@ impl MemoryNode {
         let socket = directory.join("pool.sock");
         let child = serve(&socket, arguments)?;
         Ok(Self { child, directory, socket })
+    }
+
+    /// Starts one on host 0 that serves other hosts too, at the address and port `listen`.
+    pub fn start_on(hosts: &Hosts, name: &str, listen: &str, arguments: &[&str]) -> Result<Self> {
+        let directory = std::env::temp_dir().join(format!("granary-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&directory)?;
+        let token = directory.join("token");
+        std::fs::write(&token, TOKEN)?;
+        std::fs::set_permissions(&token, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
+        let mut command = hosts.command(0, granary());
+        command.args(["serve", "--json", "--listen", listen, "--token-file"]).arg(&token);
+        let socket = directory.join("pool.sock");
+        let child = wait_until_it_serves(command.arg("--socket").arg(&socket).args(arguments))?;
+        Ok(Self { child, directory, socket })
+    }
+
+    /// The file with the token that other hosts need.
+    pub fn token(&self) -> PathBuf {
+        self.directory.join("token")
+    }
+
+    /// What `--pool` takes on host 1, where host 0 has the address `address`.
+    pub fn pool_at(&self, address: &str) -> String {
+        let host = if address.contains(':') { format!("[{address}]") } else { address.into() };
+        format!("roce://{host};token={}", self.token().display())
     }
 
     /// Starts it again at the same path, after it was killed.
@@ -78,13 +108,13 @@ impl MemoryNode {
 
 /// Starts `granary serve` and waits until it serves.
 fn serve(socket: &Path, arguments: &[&str]) -> Result<Child> {
-    let mut child = Command::new(granary())
-        .args(["serve", "--json", "--socket"])
-        .arg(socket)
-        .args(arguments)
-        .stdout(Stdio::piped())
-        .spawn()
-        .context("starting granary serve")?;
+    let mut command = Command::new(granary());
+    command.args(["serve", "--json", "--socket"]).arg(socket).args(arguments);
+    wait_until_it_serves(&mut command)
+}
+
+fn wait_until_it_serves(command: &mut Command) -> Result<Child> {
+    let mut child = command.stdout(Stdio::piped()).spawn().context("starting granary serve")?;
     let mut ready = String::new();
     BufReader::new(child.stdout.take().expect("piped")).read_line(&mut ready)?;
     ensure!(!ready.is_empty(), "granary serve ended before it served");

@@ -9,7 +9,8 @@ use pool::protocol::{Reply, Request};
 use serde_json::Value;
 
 use crate::control::Control;
-use crate::node::MemoryNode;
+use crate::hosts::{Hosts, V4};
+use crate::node::{MemoryNode, granary};
 
 /// How long an attack may take.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -29,16 +30,27 @@ pub struct Programs {
 pub struct Scene {
     /// The memory node.
     pub node: MemoryNode,
+    /// The others are on another host.
+    far: Option<Far>,
     programs: Programs,
     victims: Vec<Process>,
     /// What each victim holds, as it described it: an array of chunks.
     pub held: Vec<Value>,
 }
 
+/// Where victims and attackers are, if not beside the memory node.
+struct Far {
+    hosts: Hosts,
+    /// What `--pool` takes there.
+    pool: String,
+}
+
 /// A process of the scene; killed if it is dropped early.
 pub struct Process {
     name: String,
     child: Child,
+    /// The NIC of its host, if it has one of its own.
+    _nic: Option<NicProcess>,
     input: Option<ChildStdin>,
     output: BufReader<ChildStdout>,
 }
@@ -46,7 +58,16 @@ pub struct Process {
 impl Process {
     /// Starts a program.
     pub fn start(program: &str, arguments: &[&str]) -> Result<Self> {
-        let mut child = Command::new(program)
+        Self::start_by(Command::new(program), program, arguments, None)
+    }
+
+    fn start_by(
+        mut command: Command,
+        program: &str,
+        arguments: &[&str],
+        nic: Option<NicProcess>,
+    ) -> Result<Self> {
+        let mut child = command
             .args(arguments)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -55,7 +76,7 @@ impl Process {
         let input = child.stdin.take();
         let output = BufReader::new(child.stdout.take().expect("piped"));
         let name = arguments.first().map_or(program, |a| *a).to_owned();
-        Ok(Self { name, child, input, output })
+        Ok(Self { name, child, _nic: nic, input, output })
     }
 
     /// Its process id.
@@ -120,7 +141,53 @@ impl Drop for Process {
     }
 }
 
+/// A running `granary nic` on host 1, ended with its value.
+struct NicProcess {
+    child: Child,
+    /// What is added to an address so that this NIC is used.
+    part: String,
+}
+
+impl NicProcess {
+    fn start(hosts: &Hosts) -> Result<Self> {
+        let mut command = hosts.command(1, granary());
+        command.args(["nic", "--local", V4[1]]).stdin(Stdio::null()).stdout(Stdio::piped());
+        let mut child = command.spawn().context("starting granary nic")?;
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line)?;
+        let ready: Value = serde_json::from_str(&line).context("granary nic says where it is")?;
+        let socket = ready["socket"].as_str().context("a socket")?;
+        Ok(Self { child, part: format!(";nic={socket};port={}", ready["port"]) })
+    }
+}
+
+impl Drop for NicProcess {
+    fn drop(&mut self) {
+        // It removes its socket when it is told to end.
+        // SAFETY: kill takes no pointers; the child was not waited for, so the number is its own.
+        unsafe { libc::kill(self.child.id() as i32, libc::SIGTERM) };
+        let _ = self.child.wait();
+    }
+}
+
 impl Scene {
+    /// The same as [`Scene::start`], with the memory node on host 0 and all others on host 1: victims have a NIC
+    /// each in their process, attackers one in a process of its own.
+    pub fn start_between(
+        hosts: Hosts,
+        name: &str,
+        programs: Programs,
+        serve: &[&str],
+        victims: &[&[&str]],
+    ) -> Result<Self> {
+        let node = MemoryNode::start_on(&hosts, name, V4[0], serve)?;
+        let far = Some(Far { pool: node.pool_at(V4[0]), hosts });
+        Self::with_victims(
+            Self { node, far, programs, victims: Vec::new(), held: Vec::new() },
+            victims,
+        )
+    }
+
     /// Starts a memory node with `serve` as further arguments, and a victim for each list of arguments
     /// in `victims`. The victims work when this returns.
     pub fn start(
@@ -130,9 +197,13 @@ impl Scene {
         victims: &[&[&str]],
     ) -> Result<Self> {
         let node = MemoryNode::start(name, serve)?;
-        let mut scene = Self { node, programs, victims: Vec::new(), held: Vec::new() };
+        let scene = Self { node, far: None, programs, victims: Vec::new(), held: Vec::new() };
+        Self::with_victims(scene, victims)
+    }
+
+    fn with_victims(mut scene: Self, victims: &[&[&str]]) -> Result<Self> {
         for arguments in victims {
-            let mut victim = scene.process(programs.victim, None, arguments)?;
+            let mut victim = scene.process(scene.programs.victim, None, arguments)?;
             let ready = victim.line()?;
             ensure!(ready == "ready\n", "a victim said {ready}");
             scene.held.push(victim.report()?);
@@ -143,11 +214,19 @@ impl Scene {
     }
 
     fn process(&self, program: &str, first: Option<&str>, more: &[&str]) -> Result<Process> {
-        let socket = self.node.socket.to_str().context("an odd path")?;
         let mut arguments: Vec<&str> = first.into_iter().collect();
-        arguments.extend(["--socket", socket]);
+        let Some(Far { hosts, pool }) = &self.far else {
+            let socket = self.node.socket.to_str().context("an odd path")?;
+            arguments.extend(["--socket", socket]);
+            arguments.extend(more);
+            return Process::start(program, &arguments);
+        };
+        let attacks = program == self.programs.hostile;
+        let nic = attacks.then(|| NicProcess::start(hosts)).transpose()?;
+        let pool = format!("{pool}{}", nic.as_ref().map_or("", |nic| &nic.part));
+        arguments.extend(["--pool", &pool]);
         arguments.extend(more);
-        Process::start(program, &arguments)
+        Process::start_by(hosts.command(1, program), program, &arguments, nic)
     }
 
     /// Starts an attacker and waits until it is ready: that is, it has attached and will go on when it

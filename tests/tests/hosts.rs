@@ -1,13 +1,12 @@
 //! A memory node and its clients on different hosts (network namespaces), over RoCEv2.
 
 use std::io::{BufRead, BufReader, Write};
-use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use granary_tests::hosts::{Hosts, Trouble, V4, V6};
-use granary_tests::node::{full, granary};
+use granary_tests::node::{MemoryNode, full, granary};
 use serde_json::Value;
 
 const VICTIM: &str = env!("CARGO_BIN_EXE_victim");
@@ -15,70 +14,16 @@ const VICTIM: &str = env!("CARGO_BIN_EXE_victim");
 /// How long a memory node may take to see that a host is gone, and to take back what that had.
 const GONE: Duration = Duration::from_secs(40);
 
-/// A memory node on host 0.
-struct Node {
-    child: Child,
-    directory: PathBuf,
-}
-
-impl Node {
-    fn start(hosts: &Hosts, name: &str, listen: &str, arguments: &[&str]) -> Result<Self> {
-        let directory = std::env::temp_dir().join(format!("granary-{name}-{}", std::process::id()));
-        std::fs::create_dir_all(&directory)?;
-        let token = directory.join("token");
-        std::fs::write(&token, "a token of twenty-odd bytes\n")?;
-        std::fs::set_permissions(&token, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
-        let mut command = hosts.command(0, granary());
-        command.args(["serve", "--json", "--listen", listen, "--token-file"]).arg(&token);
-        command.arg("--socket").arg(directory.join("pool.sock")).args(arguments);
-        let mut child = command.stdout(Stdio::piped()).spawn()?;
-        let mut ready = String::new();
-        BufReader::new(child.stdout.take().expect("piped")).read_line(&mut ready)?;
-        let node = Self { child, directory };
-        ensure!(!ready.is_empty(), "granary serve ended before it served");
-        Ok(node)
-    }
-
-    fn token(&self) -> PathBuf {
-        self.directory.join("token")
-    }
-
-    /// What `--pool` takes on host 1.
-    fn pool(&self, address: &str) -> String {
-        let host = if address.contains(':') { format!("[{address}]") } else { address.into() };
-        format!("roce://{host};token={}", self.token().display())
-    }
-
-    /// Its state, asked for on its own host.
-    fn status(&self) -> Result<Value> {
-        let pool = format!("shm:{}", self.directory.join("pool.sock").display());
-        let out = Command::new(granary()).args(["status", "--json", "--pool", &pool]).output()?;
-        ensure!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
-        Ok(serde_json::from_slice(&out.stdout)?)
-    }
-
-    /// Waits until nobody is there and every chunk is free.
-    fn wait_until_whole(&self) -> Result<Duration> {
-        let start = Instant::now();
-        loop {
-            let status = self.status()?;
-            if status["clients"] == 0
-                && status["leaving"] == 0
-                && status["free"] == status["chunks"]
-            {
-                return Ok(start.elapsed());
-            }
-            ensure!(start.elapsed() < GONE, "not whole after {GONE:?}: {status}");
-            std::thread::sleep(Duration::from_millis(50));
+/// Waits until nobody is there and every chunk is free.
+fn wait_until_whole(node: &MemoryNode) -> Result<Duration> {
+    let start = Instant::now();
+    loop {
+        let status = node.status()?;
+        if status["clients"] == 0 && status["leaving"] == 0 && status["free"] == status["chunks"] {
+            return Ok(start.elapsed());
         }
-    }
-}
-
-impl Drop for Node {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        let _ = std::fs::remove_dir_all(&self.directory);
+        ensure!(start.elapsed() < GONE, "not whole after {GONE:?}: {status}");
+        std::thread::sleep(Duration::from_millis(50));
     }
 }
 
@@ -150,8 +95,8 @@ fn clients_of_another_host_work_and_are_cleaned_up_after() -> Result<()> {
     for (name, address, listen) in
         [("v4", V4[0], V4[0]), ("v6", V6[0], V6[0]), ("any", V4[0], "0.0.0.0")]
     {
-        let node = Node::start(&hosts, &format!("hosts-{name}"), listen, &SMALL)?;
-        let pool = node.pool(address);
+        let node = MemoryNode::start_on(&hosts, &format!("hosts-{name}"), listen, &SMALL)?;
+        let pool = node.pool_at(address);
         let mut clients: Vec<_> =
             (1..=3).map(|seed| Client::start(&hosts, &pool, seed)).collect::<Result<_>>()?;
         for client in &mut clients {
@@ -163,7 +108,7 @@ fn clients_of_another_host_work_and_are_cleaned_up_after() -> Result<()> {
             client.work(50)?;
         }
         clients.into_iter().try_for_each(Client::finish)?;
-        node.wait_until_whole()?;
+        wait_until_whole(&node)?;
     }
     Ok(())
 }
@@ -174,14 +119,14 @@ fn a_bad_cable_costs_time_and_nothing_else() -> Result<()> {
     for &lost in rates {
         let trouble = Trouble { lost, doubled: lost, late: lost, seed: 77 + u64::from(lost) };
         let Some(hosts) = Hosts::with(trouble)? else { return Ok(()) };
-        let node = Node::start(&hosts, &format!("cable-{lost}"), V4[0], &SMALL)?;
-        let pool = node.pool(V4[0]);
+        let node = MemoryNode::start_on(&hosts, &format!("cable-{lost}"), V4[0], &SMALL)?;
+        let pool = node.pool_at(V4[0]);
         let mut clients = vec![Client::start(&hosts, &pool, 5)?, Client::start(&hosts, &pool, 6)?];
         for client in &mut clients {
             client.work(if full() { 2000 } else { 100 })?;
         }
         clients.into_iter().try_for_each(Client::finish)?;
-        node.wait_until_whole()?;
+        wait_until_whole(&node)?;
     }
     Ok(())
 }
@@ -189,12 +134,12 @@ fn a_bad_cable_costs_time_and_nothing_else() -> Result<()> {
 #[test]
 fn a_host_that_vanishes_is_noticed_and_what_it_had_comes_back() -> Result<()> {
     let Some(hosts) = Hosts::new()? else { return Ok(()) };
-    let node = Node::start(&hosts, "vanish", V4[0], &SMALL)?;
-    let mut client = Client::start(&hosts, &node.pool(V4[0]), 9)?;
+    let node = MemoryNode::start_on(&hosts, "vanish", V4[0], &SMALL)?;
+    let mut client = Client::start(&hosts, &node.pool_at(V4[0]), 9)?;
     client.work(20)?;
     ensure!(node.status()?["free"] != node.status()?["chunks"], "the client holds chunks");
     hosts.unplug(1)?;
-    let took = node.wait_until_whole()?;
+    let took = wait_until_whole(&node)?;
     eprintln!("whole again {took:.1?} after the host was gone");
     Ok(())
 }
@@ -202,17 +147,17 @@ fn a_host_that_vanishes_is_noticed_and_what_it_had_comes_back() -> Result<()> {
 #[test]
 fn who_has_no_token_gets_nothing() -> Result<()> {
     let Some(hosts) = Hosts::new()? else { return Ok(()) };
-    let node = Node::start(&hosts, "token", V4[0], &SMALL)?;
+    let node = MemoryNode::start_on(&hosts, "token", V4[0], &SMALL)?;
     let status = |pool: &str| -> Result<(bool, String)> {
         let out = hosts.command(1, granary()).args(["status", "--pool", pool]).output()?;
         Ok((out.status.success(), String::from_utf8_lossy(&out.stderr).into_owned()))
     };
-    let (ok, said) = status(&node.pool(V4[0]))?;
+    let (ok, said) = status(&node.pool_at(V4[0]))?;
     ensure!(ok, "{said}");
     let bare = format!("roce://{}", V4[0]);
     let (ok, said) = status(&bare)?;
     ensure!(!ok && said.contains("asks for a token"), "{said}");
-    let wrong = node.directory.join("wrong");
+    let wrong = node.directory().join("wrong");
     std::fs::write(&wrong, "another token of that length")?;
     std::fs::set_permissions(&wrong, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
     let (ok, said) = status(&format!("{bare};token={}", wrong.display()))?;
@@ -236,7 +181,7 @@ fn beyond_loopback_it_serves_with_a_token_or_when_told_so_by_name() -> Result<()
 #[test]
 fn programs_page_to_another_host() -> Result<()> {
     let Some(hosts) = Hosts::new()? else { return Ok(()) };
-    let node = Node::start(&hosts, "pages", V6[0], &["--memory", "256MiB"])?;
+    let node = MemoryNode::start_on(&hosts, "pages", V6[0], &["--memory", "256MiB"])?;
     // Sorts 1,000,000 lines in memory, beside a child that is forked with half of it.
     let script = "import hashlib, os\n\
         lines = [b'%020d' % (i * 7919 % 1000003) for i in range(400000)]\n\
@@ -255,6 +200,6 @@ fn programs_page_to_another_host() -> Result<()> {
     ensure!(paged.status.success(), "{said}");
     ensure!(paged.stdout == plain.stdout, "the same output; it said {said}");
     ensure!(node.status()?["allocations_nic"].as_u64() > Some(0), "pages were moved: {said}");
-    node.wait_until_whole()?;
+    wait_until_whole(&node)?;
     Ok(())
 }

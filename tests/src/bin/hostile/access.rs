@@ -11,7 +11,7 @@ use crate::{Arguments, Random};
 
 /// Tries all 256 tags of others' keys, on each of its lanes, with each kind of access.
 pub fn tags(a: &Arguments) -> Result<Value> {
-    let mut me = Compute::join(&a.socket)?;
+    let mut me = Compute::join(a)?;
     a.ready()?;
     let mut refused = 0;
     for chunk in &a.of {
@@ -43,7 +43,7 @@ pub fn tags(a: &Arguments) -> Result<Value> {
 
 /// Reads and writes around every border of its chunk, whose neighbours are others'.
 pub fn borders(a: &Arguments) -> Result<Value> {
-    let mut me = Compute::join(&a.socket)?;
+    let mut me = Compute::join(a)?;
     // Named many times over in one WQE, and never touched: so that the local side is not what refuses.
     let long = me.nic.memory(LONG_SGE)?;
     let long_key = me.nic.register(me.pd, &long, Access::LOCAL_ALL)?;
@@ -137,7 +137,7 @@ fn long_sges(memory: &rnic::memory::DmaMemory, lkey: rnic::ids::Key, len: u64) -
 /// Frees a chunk with its own WRITEs to it still in flight and goes on to use its key: whoever owns the
 /// chunk next (victims, or itself) finds zeros, and the old key is dead.
 pub fn reuse(a: &Arguments) -> Result<Value> {
-    let mut me = Compute::join(&a.socket)?;
+    let mut me = Compute::join(a)?;
     a.ready()?;
     me.local.write(4096, &vec![0xee; 64 << 10]);
     let (mut late, mut dead) = (0, 0);
@@ -204,7 +204,7 @@ impl Compute {
 
 /// Takes chunks, fills them with a pattern, and waits to be killed.
 pub fn spoil(a: &Arguments) -> Result<Value> {
-    let mut me = Compute::join(&a.socket)?;
+    let mut me = Compute::join(a)?;
     a.ready()?;
     let lanes = me.lanes();
     me.local.write(4096, &vec![0xaa; me.local.len() - 4096]);
@@ -231,7 +231,7 @@ pub fn spoil(a: &Arguments) -> Result<Value> {
 
 /// Takes every chunk that it can get, as soon as it can, and looks for what others left in it.
 pub fn scavenge(a: &Arguments) -> Result<Value> {
-    let mut me = Compute::join(&a.socket)?;
+    let mut me = Compute::join(a)?;
     a.ready()?;
     let lanes = me.lanes();
     let deadline = std::time::Instant::now() + LONG;

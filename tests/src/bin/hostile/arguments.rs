@@ -14,7 +14,7 @@ use crate::{Arguments, Random};
 /// Allocates for QPs that are not its own access QPs: nothing is won, and the chunk is freed as any
 /// other (§4.4: "only makes the CN itself unable to access the allocated memory").
 pub fn wrong_qpn(a: &Arguments) -> Result<Value> {
-    let mut me = Compute::join(&a.socket)?;
+    let mut me = Compute::join(a)?;
     a.ready()?;
     let lanes = me.lanes();
     let near = |by: i32| lanes[0].wrapping_add_signed(by) & Qpn::MAX;
@@ -30,7 +30,9 @@ pub fn wrong_qpn(a: &Arguments) -> Result<Value> {
         Qpn::NONE.raw(),
     ];
     // Whoever was admitted before has the numbers before: victims, and the memory node's workers.
-    named.extend((1..=24).map(|by| near(-by)).filter(|n| !lanes.contains(n)));
+    named.extend((1..=24).map(|by| near(-by)));
+    // Between hosts its own numbers may be those of its peers.
+    named.retain(|n| !lanes.contains(n));
     let mut refused = 0;
     for &qpn in &named {
         let chunk = me.allocate_for(&[qpn, qpn])?.context("the pool is empty")?;
@@ -59,7 +61,7 @@ pub fn wrong_qpn(a: &Arguments) -> Result<Value> {
 /// Wants replies where none can be written. Its management connection breaks; once it has
 /// re-established that, it works; what was allocated in between is its own until it leaves.
 pub fn unwritable_reply(a: &Arguments) -> Result<Value> {
-    let mut me = Compute::join(&a.socket)?;
+    let mut me = Compute::join(a)?;
     let readable = me.nic.memory(4096)?;
     let read_only = me.nic.register(me.pd, &readable, Access::REMOTE_READ)?;
     let other_pd = me.nic.pd()?;
@@ -105,7 +107,7 @@ pub fn unwritable_reply(a: &Arguments) -> Result<Value> {
 
 /// Requests that are too short, too long or not SENDs at all.
 pub fn malformed(a: &Arguments) -> Result<Value> {
-    let mut me = Compute::join(&a.socket)?;
+    let mut me = Compute::join(a)?;
     a.ready()?;
     let mut random = Random::new(a.seed);
     let (mut answered, mut broke, mut silent) = (0, [0u32; 256], 0);
@@ -153,7 +155,7 @@ pub fn malformed(a: &Arguments) -> Result<Value> {
 
 /// Sends many more requests than it has credits, all at once. They wait, and only its own do.
 pub fn over_credit(a: &Arguments) -> Result<Value> {
-    let mut me = Compute::join(&a.socket)?;
+    let mut me = Compute::join(a)?;
     a.ready()?;
     let lanes = qpn_bytes(&me.lanes());
     let requests = 200;
@@ -189,7 +191,7 @@ pub fn over_credit(a: &Arguments) -> Result<Value> {
 
 /// Has a CQ that overflows, since it never polls; and posts no receives for its replies.
 pub fn never_poll(a: &Arguments) -> Result<Value> {
-    let mut me = Compute::join(&a.socket)?;
+    let mut me = Compute::join(a)?;
     a.ready()?;
     let chunk = me.allocate()?;
     // The CQ of an access QP has 256 entries and nobody reads it.
@@ -222,7 +224,7 @@ pub fn never_poll(a: &Arguments) -> Result<Value> {
 /// Re-establishes its management connection again and again with requests in flight: a chain that has
 /// begun must come to its end before it is written anew, or a chunk is lost.
 pub fn reset_storm(a: &Arguments) -> Result<Value> {
-    let mut me = Compute::join(&a.socket)?;
+    let mut me = Compute::join(a)?;
     a.ready()?;
     let lanes = qpn_bytes(&me.lanes());
     let mut random = Random::new(a.seed);

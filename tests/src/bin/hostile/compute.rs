@@ -1,18 +1,20 @@
 //! A compute node of the pool, made by hand: it is admitted as others are, and then posts what it
 //! likes.
 
-use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use granary_tests::control::Control;
+use fabric::PeerAddress;
+use granary_tests::control::{Control, Way};
 use pool::protocol::{Reply, Request};
+use pool::remote::route::random_psn;
 use pool::{Admission, Admitted};
 use rnic::cqe::Cqe;
-use rnic::ids::{Access, Key, Pdn, Qpn};
+use rnic::ids::{Access, Key, Pdn, Psn, Qpn};
 use rnic::memory::DmaMemory;
 use rnic::wqe::{Remote, Sge};
 
+use crate::Arguments;
 use crate::nic::Nic;
 use crate::queue::{Qp, Shape};
 
@@ -36,6 +38,10 @@ pub mod status {
 pub struct Compute {
     pub nic: Nic,
     pub control: Control,
+    /// The memory node is on another host: how it is reached.
+    way: Option<Way>,
+    /// PSN that its QPs begin with there.
+    psn: Psn,
     pub pd: Pdn,
     pub alloc: Management,
     pub free: Management,
@@ -140,14 +146,16 @@ impl Management {
 
 impl Compute {
     /// Attaches and is admitted.
-    pub fn join(path: &Path) -> Result<Self> {
-        let nic = Nic::open(path)?;
-        let control = Control::pool(path)?;
-        Self::join_over(nic, control)
-    }
-
-    /// The same over connections that are there.
-    pub fn join_over(nic: Nic, control: Control) -> Result<Self> {
+    pub fn join(a: &Arguments) -> Result<Self> {
+        let nic = Nic::open(&a.socket)?;
+        let (control, way) = match &a.remote {
+            None => (Control::pool(&a.socket)?, None),
+            Some(remote) => {
+                let (control, way) = Control::remote(remote)?;
+                (control, Some(way))
+            }
+        };
+        let psn = random_psn()?;
         let pd = nic.pd()?;
         let (alloc, free) = (Management::new(&nic, pd, 16)?, Management::new(&nic, pd, 16)?);
         let lanes = 2;
@@ -160,19 +168,33 @@ impl Compute {
             groups: vec![access.iter().map(|q| q.qpn.raw()).collect()],
             bulletin_addr: local.addr(),
             bulletin_rkey: lkey.0,
+            roce: way.map(|way| way.here),
+            psn: psn.raw(),
             ..Admission::default()
         };
         let terms = match control.ask(Request::Admit(admission))? {
             Reply::Admitted(terms) => terms,
             other => bail!("not admitted: {other:?}"),
         };
-        let it = Self { nic, control, pd, alloc, free, access, terms, local, lkey };
-        it.alloc.qp.connect(&it.nic, Qpn::new(it.terms.management[0]))?;
-        it.free.qp.connect(&it.nic, Qpn::new(it.terms.management[1]))?;
+        let it = Self { nic, control, way, psn, pd, alloc, free, access, terms, local, lkey };
+        it.alloc.qp.connect(&it.nic, it.peer(it.terms.management[0]))?;
+        it.free.qp.connect(&it.nic, it.peer(it.terms.management[1]))?;
         for (qp, peer) in it.access.iter().zip(&it.terms.groups[0]) {
-            qp.connect(&it.nic, Qpn::new(*peer))?;
+            qp.connect(&it.nic, it.peer(*peer))?;
         }
         Ok(it)
+    }
+
+    /// A QP of the memory node, as it is reached from here.
+    pub fn peer(&self, qpn: u32) -> PeerAddress {
+        let qpn = Qpn::new(qpn);
+        self.way.map_or(qpn.into(), |way| way.route.peer(qpn, self.psn))
+    }
+
+    /// The next connections begin with another PSN: packets of the last ones may be on their way.
+    pub fn begin_anew(&mut self) -> Result<u32> {
+        self.psn = random_psn()?;
+        Ok(self.psn.raw())
     }
 
     /// How many chunks the pool has.
@@ -263,9 +285,10 @@ impl Compute {
         let qp = &mut self.access[lane];
         qp.reset(&self.nic)?;
         while qp.poll().is_some() {}
-        let request = Request::ResetAccess { group: 0, lane: lane as u8, psn: 0 };
+        let psn = self.begin_anew()?;
+        let request = Request::ResetAccess { group: 0, lane: lane as u8, psn };
         match self.control.ask(request)? {
-            Reply::Access { peer } => qp.connect(&self.nic, Qpn::new(peer)),
+            Reply::Access { peer } => self.access[lane].connect(&self.nic, self.peer(peer)),
             other => bail!("lane {lane} was not re-established: {other:?}"),
         }
     }
@@ -276,10 +299,11 @@ impl Compute {
             m.qp.reset(&self.nic)?;
             while m.qp.poll().is_some() {}
         }
-        match self.control.ask(Request::ResetManagement { psn: 0 })? {
+        let psn = self.begin_anew()?;
+        match self.control.ask(Request::ResetManagement { psn })? {
             Reply::Management { peers } => {
                 for (m, peer) in [&self.alloc, &self.free].into_iter().zip(peers) {
-                    m.qp.connect(&self.nic, Qpn::new(peer))?;
+                    m.qp.connect(&self.nic, self.peer(peer))?;
                 }
                 Ok(())
             }

@@ -8,7 +8,7 @@ use crate::compute::{Answer, Compute, LONG, SLOT, status};
 
 /// Frees chunks of others.
 pub fn foreign(a: &Arguments) -> Result<Value> {
-    let mut me = Compute::join(&a.socket)?;
+    let mut me = Compute::join(a)?;
     a.ready()?;
     let mut refused = 0;
     for round in 0..a.count.max(1) {
@@ -28,7 +28,7 @@ pub fn foreign(a: &Arguments) -> Result<Value> {
 
 /// Frees its own chunks twice: one after the other, and with the first free still in flight.
 pub fn double(a: &Arguments) -> Result<Value> {
-    let mut me = Compute::join(&a.socket)?;
+    let mut me = Compute::join(a)?;
     a.ready()?;
     let rounds = a.count.max(1);
     let mut refused = 0;
@@ -79,7 +79,7 @@ fn free_at_once(me: &mut Compute, entry: u32, n: usize) -> Result<u32> {
 
 /// Frees entries that are none: the null entry, and all beyond the table.
 pub fn unknown(a: &Arguments) -> Result<Value> {
-    let mut me = Compute::join(&a.socket)?;
+    let mut me = Compute::join(a)?;
     a.ready()?;
     let chunks = a.count as u32;
     let mut refused = 0;
@@ -99,7 +99,7 @@ pub fn unknown(a: &Arguments) -> Result<Value> {
 pub fn all_stop_at_once(a: &Arguments) -> Result<Value> {
     let mut all = Vec::new();
     while (all.len() as u64) < a.count {
-        match Compute::join(&a.socket) {
+        match Compute::join(a) {
             Ok(me) => all.push(me),
             Err(e) if all.len() > 1 && e.to_string().contains("connected") => break,
             Err(e) => return Err(e),

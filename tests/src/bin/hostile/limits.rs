@@ -19,7 +19,7 @@ use crate::queue::{Qp, Shape};
 
 /// Allocates every chunk, keeps asking for a while, and holds all until it is killed.
 pub fn hoard(a: &Arguments) -> Result<Value> {
-    let mut me = Compute::join(&a.socket)?;
+    let mut me = Compute::join(a)?;
     a.ready()?;
     let lanes = me.lanes();
     let (mut held, mut empty) = (0, 0);

@@ -34,7 +34,7 @@ const BLOCKS: u32 = 64;
 
 /// Leaves requests of every kind in flight and says so; goes on when it is told to, if it lives.
 pub fn in_flight(a: &Arguments) -> Result<Value> {
-    let mut me = Compute::join(&a.socket)?;
+    let mut me = Compute::join(a)?;
     a.ready()?;
     let chunk = me.allocate()?;
     let lanes = qpn_bytes(&me.lanes());
@@ -83,7 +83,7 @@ pub fn in_flight(a: &Arguments) -> Result<Value> {
 /// position in [`KINDS`].
 pub fn switched(a: &Arguments) -> Result<Value> {
     let (name, make) = KINDS.get(a.seed as usize).context("there is no such kind of load")?;
-    let mut me = Compute::join(&a.socket)?;
+    let mut me = Compute::join(a)?;
     let mut load = make(&mut me)?;
     println!("ready");
     let (told, orders) = channel();

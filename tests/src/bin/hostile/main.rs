@@ -1,9 +1,9 @@
 //! A hostile compute node. It speaks the attach and control protocols itself, writes its own WQEs, and
 //! has one subcommand for each attack.
 //!
-//! `hostile ATTACK --socket PATH [--of CHUNKS] [--seed N] [--count N] [--ms N]`. It attaches, prints
-//! `ready`, waits for a line on standard input, attacks, and prints what came of it as one JSON
-//! object. It ends with an error if something was granted to it that must be refused. An attack with
+//! `hostile ATTACK --socket PATH [--of CHUNKS] [--seed N] [--count N] [--ms N]`, with `--pool ADDRESS` and
+//! the NIC of its own in that where the memory node is on another host. It attaches, prints `ready`,
+//! waits for a line on standard input, attacks, and prints what came of it as one JSON object. It ends with an error if something was granted to it that must be refused. An attack with
 //! several phases reports after each and waits for a line before the next.
 
 mod access;
@@ -25,14 +25,17 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use pool::Remote;
 use serde_json::Value;
 
 use crate::compute::Chunk;
 
 /// What an attack is told.
 pub struct Arguments {
-    /// The memory node's socket.
+    /// The memory node's socket; that of the NIC of this host, if the memory node is on another one.
     pub socket: PathBuf,
+    /// The memory node, if it is on another host.
+    pub remote: Option<Remote>,
     /// Chunks of others, as their owners know them.
     pub of: Vec<Chunk>,
     /// What random choices follow from.
@@ -96,6 +99,7 @@ fn main() -> Result<()> {
     let attack = words.next().context("which attack?")?;
     let mut a = Arguments {
         socket: PathBuf::new(),
+        remote: None,
         of: Vec::new(),
         seed: 1,
         count: 0,
@@ -105,6 +109,11 @@ fn main() -> Result<()> {
         let value = words.next().with_context(|| format!("{name} needs a value"))?;
         match name.as_str() {
             "--socket" => a.socket = value.into(),
+            "--pool" => {
+                let remote: Remote = value.parse().map_err(anyhow::Error::msg)?;
+                a.socket = remote.nic.as_ref().context("which NIC of this host?")?.socket.clone();
+                a.remote = Some(remote);
+            }
             "--of" => a.of = serde_json::from_str(&value).context("the chunks of --of")?,
             "--seed" => a.seed = value.parse()?,
             "--count" => a.count = value.parse()?,

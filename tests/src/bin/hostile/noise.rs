@@ -32,7 +32,7 @@ struct Noise {
 
 /// Fills everything with noise for a while.
 pub fn rings(a: &Arguments) -> Result<Value> {
-    let mut me = Compute::join(&a.socket)?;
+    let mut me = Compute::join(a)?;
     let managed = Shape { managed: true, receives: 64, ..Shape::default() };
     let plain = Shape { receives: 64, ..Shape::default() };
     let shapes = [plain, plain, managed, managed, Shape { ignore_overrun: true, ..plain }];
@@ -206,8 +206,9 @@ impl Noise {
         for lane in 0..me.access.len() {
             if me.nic.query(me.access[lane].qpn)?.state != QpState::ReadyToSend {
                 me.access[lane].reset(&me.nic)?;
-                me.control.ask(Request::ResetAccess { group: 0, lane: lane as u8, psn: 0 })?;
-                me.access[lane].connect(&me.nic, Qpn::new(me.terms.groups[0][lane]))?;
+                let psn = me.begin_anew()?;
+                me.control.ask(Request::ResetAccess { group: 0, lane: lane as u8, psn })?;
+                me.access[lane].connect(&me.nic, me.peer(me.terms.groups[0][lane]))?;
                 resets += 1;
             }
         }
@@ -216,9 +217,10 @@ impl Noise {
             for m in [&mut me.alloc, &mut me.free] {
                 m.qp.reset(&me.nic)?;
             }
-            me.control.ask(Request::ResetManagement { psn: 0 })?;
+            let psn = me.begin_anew()?;
+            me.control.ask(Request::ResetManagement { psn })?;
             for (m, peer) in [&me.alloc, &me.free].into_iter().zip(&me.terms.management) {
-                m.qp.connect(&me.nic, Qpn::new(*peer))?;
+                m.qp.connect(&me.nic, me.peer(*peer))?;
             }
             resets += 1;
         }

@@ -7,6 +7,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
+use fabric::PeerAddress;
 use rnic::cqe::{CQE, CqReader, Cqe, OWNER, offset, opcode};
 use rnic::ids::{Access, Cqn, Pdn, Qpn};
 use rnic::memory::DmaMemory;
@@ -132,10 +133,9 @@ impl Qp {
     }
 
     /// Init, RTR, RTS.
-    pub fn connect(&self, nic: &Nic, peer: Qpn) -> Result<()> {
-        for change in
-            [QpChange::Init, QpChange::ReadyToReceive { peer: peer.into() }, QpChange::ReadyToSend]
-        {
+    pub fn connect(&self, nic: &Nic, peer: impl Into<PeerAddress>) -> Result<()> {
+        let ready_to_receive = QpChange::ReadyToReceive { peer: peer.into() };
+        for change in [QpChange::Init, ready_to_receive, QpChange::ReadyToSend] {
             nic.verb(Verb::ModifyQp { qpn: self.qpn, change })?;
         }
         Ok(())

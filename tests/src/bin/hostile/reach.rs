@@ -58,7 +58,7 @@ impl Loop {
 
 /// UMRs and LOCAL_INV on keys of others, without the QP check, or to the benefit of other QPs.
 pub fn umr(a: &Arguments) -> Result<Value> {
-    let mut me = Compute::join(&a.socket)?;
+    let mut me = Compute::join(a)?;
     let mut own = Loop::new(&me.nic, me.pd)?;
     let own_mr = me.nic.register(me.pd, &me.local, Access::LOCAL_ALL)?;
     let other_pd = me.nic.pd()?;
@@ -130,7 +130,7 @@ pub fn umr(a: &Arguments) -> Result<Value> {
 
 /// WAIT on CQs of others, SEND_EN and RECV_EN of queues of others.
 pub fn enable(a: &Arguments) -> Result<Value> {
-    let me = Compute::join(&a.socket)?;
+    let me = Compute::join(a)?;
     let mut own = Loop::new(&me.nic, me.pd)?;
     a.ready()?;
     let bad = Syndrome::LocalQpOperation;
@@ -160,7 +160,7 @@ pub fn enable(a: &Arguments) -> Result<Value> {
 
 /// Every control verb that names an object, with objects of others.
 pub fn verbs(a: &Arguments) -> Result<Value> {
-    let me = Compute::join(&a.socket)?;
+    let me = Compute::join(a)?;
     a.ready()?;
     let nic = &me.nic;
     let qps = [&me.alloc.qp, &me.free.qp, &me.access[0], &me.access[1]];
@@ -233,7 +233,7 @@ fn make_qp(
 
 /// Connects QPs of its own to QPs of others, which do not name them.
 pub fn connect(a: &Arguments) -> Result<Value> {
-    let me = Compute::join(&a.socket)?;
+    let me = Compute::join(a)?;
     let nic = &me.nic;
     let pd = nic.pd()?;
     let shape = Shape { receives: 16, ..Shape::default() };
