@@ -39,7 +39,9 @@ test: toolchain ## Unit, property and whole-system tests
 
 .PHONY: test-full
 test-full: test ## The same with more cases and longer runs, and once more on a single core
-	PROPTEST_CASES=4096 GRANARY_TEST_FULL=1 $(CARGO) test --workspace --release
+	# Optimised, but each test binary is linked without LTO: there are many, and each would be compiled anew.
+	PROPTEST_CASES=4096 GRANARY_TEST_FULL=1 CARGO_PROFILE_RELEASE_LTO=off \
+	    $(CARGO) test --workspace --release
 	taskset -c 0 $(CARGO) test --workspace
 	GRANARY_TEST_UNPRIVILEGED=1 $(CARGO) test -p granary-tests --test pager_forks
 
