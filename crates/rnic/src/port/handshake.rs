@@ -228,14 +228,17 @@ mod tests {
 
     /// Every interleaving with up to three preemptions; with any number where the tests run in full.
     fn check(model: fn()) {
-        check_up_to(3, model);
+        check_up_to(Some(3), None, model);
     }
 
-    fn check_up_to(preemptions: usize, model: fn()) {
+    /// Every interleaving with up to so many preemptions, and with so many where the tests run in full. A model with
+    /// three threads has about eight times as many for each one more.
+    fn check_up_to(short: Option<usize>, full: Option<usize>, model: fn()) {
         let mut builder = loom::model::Builder::new();
-        if std::env::var_os("GRANARY_TEST_FULL").is_none() {
-            builder.preemption_bound = Some(preemptions);
-        }
+        builder.preemption_bound = match std::env::var_os("GRANARY_TEST_FULL") {
+            None => short,
+            Some(_) => full,
+        };
         builder.check(model);
     }
 
@@ -248,7 +251,7 @@ mod tests {
     /// for any, and another for solicited ones.
     #[test]
     fn no_solicited_completion_is_lost() {
-        check_up_to(2, || {
+        check_up_to(Some(2), Some(4), || {
             let shared = Arc::new((word::<true>(), word::<true>(), Mutex::new(()), Condvar::new()));
             let spawn = |program: fn(&Cq)| {
                 let shared = shared.clone();
