@@ -109,10 +109,15 @@ fn who_polls_and_who_sleeps_get_their_completions() {
 #[test]
 fn what_arrives_is_answered_when_callers_have_gone() {
     let [a, b] = End::pair();
-    for _ in 0..20 {
+    for round in 0..20 {
         // b's caller has its NIC; then it does something else, and nobody polls there.
         b.post(Op::Write { to: a.mr.remote(0), from: &[b.mr.sge(0, 64)] });
         b.poll();
+        // Long enough for its thread to have looked at it more than once.
+        let end = Instant::now() + Duration::from_millis(round % 4);
+        while Instant::now() < end {
+            assert_eq!(b.cq.poll(&mut [Completion::EMPTY]), 0);
+        }
         a.post(Op::Read { from: b.mr.remote(0), to: &[a.mr.sge(0, 64)] });
         a.poll();
     }

@@ -346,6 +346,14 @@ impl CompletionQueue for SoftCq {
         let cq = &*self.0;
         let deadline = Instant::now().checked_add(timeout);
         let armed = cq.record.word32(ARMED);
+        while cq.function.busy_turn() {
+            if cq.is_ready() {
+                return Ok(true);
+            }
+            if done() || deadline.is_some_and(|at| at <= Instant::now()) {
+                return Ok(false);
+            }
+        }
         cq.function.turn();
         loop {
             if !handshake::arm(armed, || cq.is_ready()) {

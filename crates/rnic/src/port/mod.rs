@@ -126,6 +126,14 @@ impl Function {
         }
     }
 
+    /// The same for who would go to sleep otherwise: true as long as there is so much to do that it should not.
+    pub fn busy_turn(&self) -> bool {
+        match self {
+            Function::Local(f) => f.busy_turn(),
+            Function::Inline(_) | Function::Attached(_) => false,
+        }
+    }
+
     /// The doorbell of a new queue pair, with what [`Reply::Qp`] said of it.
     pub fn doorbell(&self, qpn: Qpn, slot: Option<u32>) -> Result<Doorbell, Error> {
         match (self, slot) {

@@ -298,6 +298,11 @@ impl LocalFunction {
         self.page.seat.as_ref().is_some_and(|seat| seat.wait_turn())
     }
 
+    /// A turn of the NIC for who would go to sleep; true if it should have another one.
+    pub fn busy_turn(&self) -> bool {
+        self.page.seat.as_ref().is_some_and(|seat| seat.busy_turn())
+    }
+
     /// To be called by who goes to sleep until a completion comes.
     pub fn before_sleep(&self) {
         if let Some(seat) = &self.page.seat {

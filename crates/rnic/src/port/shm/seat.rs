@@ -39,6 +39,8 @@ const ABSENT: Duration = Duration::from_micros(200);
 /// One that had a turn this long ago will soon have another one.
 const NEAR_NS: u64 = 20_000;
 
+/// Where callers' turns had something to do this long ago, who waits does not sleep.
+const BUSY_NS: u64 = 60_000;
 /// After so many turns with nothing to do a caller offers its CPU between two turns.
 const IDLE_TURNS: u32 = 12;
 
@@ -66,6 +68,8 @@ pub(super) struct Seat {
     idle: AtomicU32,
     /// When the last one ended, in ns since `started`; whether answers of other NICs were awaited then.
     last_ns: AtomicU64,
+    /// When one last had something to do.
+    worked_ns: AtomicU64,
     awaits: AtomicBool,
 }
 
@@ -95,6 +99,7 @@ impl Seat {
             turns: AtomicU32::new(0),
             idle: AtomicU32::new(0),
             last_ns: AtomicU64::new(0),
+            worked_ns: AtomicU64::new(0),
             awaits: AtomicBool::new(false),
         })
     }
@@ -169,19 +174,34 @@ impl Seat {
     /// Callers run the NIC from now on.
     fn give(&self, nic: &mut NicThread) {
         nic.leave_to_callers();
+        self.look_in(ABSENT);
         self.callers.store(true, Ordering::SeqCst);
+    }
+
+    /// Has the thread look after its NIC in so much time, while it stands by. (The times of `epoll_wait` are
+    /// milliseconds.)
+    fn look_in(&self, time: Duration) {
+        if let Some(timer) = &self.timer {
+            let it_interval = timespec(Duration::ZERO);
+            let value = Itimerspec { it_interval, it_value: timespec(time) };
+            // It can fail for want of arguments only.
+            let _ = rustix::time::timerfd_settime(timer, TimerfdTimerFlags::empty(), &value);
+        }
     }
 
     /// Sleeps as long as callers run the NIC, then takes it back.
     fn stand_by(&self, nic: &mut MutexGuard<'_, NicThread>) {
         let mut seen = self.turns.load(Ordering::Relaxed);
-        while !nic.stop {
-            MutexGuard::unlocked(nic, || self.shared.wait(Some(timespec(ABSENT))));
+        // The other half of `before_sleep`.
+        fence(Ordering::SeqCst);
+        while !nic.stop && !self.left.swap(false, Ordering::SeqCst) {
+            self.look_in(ABSENT);
+            MutexGuard::unlocked(nic, || self.shared.wait(None));
             if nic.take_mail() {
                 nic.look_at_all();
             }
             let turns = self.turns.load(Ordering::Relaxed);
-            if self.left.swap(false, Ordering::SeqCst) || turns == seen {
+            if turns == seen {
                 break;
             }
             seen = turns;
@@ -201,6 +221,7 @@ impl Seat {
         }
         let Some(mut nic) = self.nic.try_lock() else {
             if !self.callers.load(Ordering::Relaxed) {
+                self.left.store(false, Ordering::Relaxed);
                 self.wanted.store(true, Ordering::Relaxed);
             }
             return false;
@@ -214,6 +235,13 @@ impl Seat {
             rustix::thread::sched_yield();
         }
         did
+    }
+
+    /// A turn of who would sleep otherwise; true as long as packets come and go, so that it should not.
+    pub fn busy_turn(&self) -> bool {
+        self.wait_turn();
+        let quiet_ns = self.now_ns().saturating_sub(self.worked_ns.load(Ordering::Relaxed));
+        self.callers.load(Ordering::Relaxed) && quiet_ns < BUSY_NS
     }
 
     /// A doorbell was rung: the NIC executes it now, or somebody will soon. False if the thread has to be
@@ -265,14 +293,6 @@ impl Seat {
         if !self.callers.load(Ordering::Relaxed) {
             // The thread sleeps, or it would have the lock.
             self.give(nic);
-            if let Some(timer) = &self.timer {
-                let value = Itimerspec {
-                    it_interval: timespec(Duration::ZERO),
-                    it_value: timespec(ABSENT),
-                };
-                // It can fail for want of arguments only.
-                let _ = rustix::time::timerfd_settime(timer, TimerfdTimerFlags::empty(), &value);
-            }
         }
         let guard = Unwinding(&mut *nic);
         let now = guard.0.now_ns();
@@ -281,19 +301,31 @@ impl Seat {
         std::mem::forget(guard);
         self.awaits.store(awaits, Ordering::Relaxed);
         self.last_ns.store(now, Ordering::Relaxed);
+        if did {
+            self.worked_ns.store(now, Ordering::Relaxed);
+        }
         self.turns.store(self.turns.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
         did
     }
 
     fn since_turn(&self) -> u64 {
-        let now = self.started.elapsed().as_nanos() as u64;
-        now.saturating_sub(self.last_ns.load(Ordering::Relaxed))
+        self.now_ns().saturating_sub(self.last_ns.load(Ordering::Relaxed))
+    }
+
+    fn now_ns(&self) -> u64 {
+        self.started.elapsed().as_nanos() as u64
     }
 
     /// A caller goes to sleep until a completion comes: the thread takes the NIC back.
     pub fn before_sleep(&self) {
-        if self.callers.load(Ordering::SeqCst) {
-            self.left.store(true, Ordering::SeqCst);
+        if self.timer.is_none() {
+            return;
+        }
+        // It may have asked for the NIC, and not have got it yet.
+        self.wanted.store(false, Ordering::Relaxed);
+        self.left.store(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        if self.callers.load(Ordering::Relaxed) {
             self.shared.wake_thread();
         }
     }
