@@ -52,6 +52,8 @@ impl Wire {
             SocketAddr::V6(_) => {
                 let never = sockopt::Ipv6PathMtuDiscovery::DO;
                 sockopt::set_ipv6_mtu_discover(&socket, never).map_err(errno)?;
+                // Others leave UDP's checksum out, as RoCEv2 lets them.
+                set(&socket, libc::SOL_UDP, libc::UDP_NO_CHECK6_RX, 1).map_err(errno)?;
                 (libc::IPPROTO_IPV6, libc::IPV6_RECVPKTINFO)
             }
         };
@@ -166,4 +168,35 @@ fn set(socket: &UdpSocket, level: i32, name: i32, value: i32) -> Result<(), Errn
         libc::setsockopt(socket.as_raw_fd(), level, name, value.cast(), size_of::<i32>() as u32)
     };
     if done == 0 { Ok(()) } else { Err(super::batch::last_error()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    /// RoCEv2's senders may leave UDP's checksum out, over IPv6 too (Linux's soft-RoCE does): the ICRC is
+    /// there.
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn packets_over_ipv6_need_no_udp_checksum() {
+        let loopback = "[::1]:0";
+        let Ok(sender) = UdpSocket::bind(loopback) else {
+            eprintln!("not run: this machine has no IPv6");
+            return;
+        };
+        set(&sender, libc::SOL_UDP, libc::UDP_NO_CHECK6_TX, 1).expect("an option");
+        let mut wire = Wire::new(UdpSocket::bind(loopback).expect("a socket")).expect("a wire");
+        let mut packet = *b"0123456789abcdefICRC";
+        let route = Route::new(sender.local_addr().expect("an address"), wire.local());
+        icrc::seal(&route, &mut packet);
+        sender.send_to(&packet, wire.local()).expect("sending");
+        let (start, mut came) = (Instant::now(), Vec::new());
+        while came.is_empty() && start.elapsed() < Duration::from_secs(5) {
+            wire.receive(|_, _, bytes| came.push(bytes.to_vec()));
+            std::thread::yield_now();
+        }
+        assert_eq!((came, wire.counts.bad_icrc), (vec![packet.to_vec()], 0));
+    }
 }
