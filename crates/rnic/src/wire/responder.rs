@@ -9,8 +9,9 @@
 //!   outputs   [ READ 17.. ][ atomic 21 ] then the reply: ACK, NAK or RNR NAK for what came last
 //! ```
 //!
-//! Answers leave in the order of PSNs; acknowledgements that had no time to leave are one. After a refusal the
-//! same NAK is given again to whoever asks again, until the QP is reset.
+//! Answers leave in the order of PSNs; acknowledgements that had no time to leave are one. They carry the PSN of a
+//! SEND or WRITE: a READ or atomic is answered with its data, and by nothing else. After a refusal the same NAK is
+//! given again to whoever asks again, until the QP is reset.
 
 use std::collections::VecDeque;
 
@@ -30,6 +31,17 @@ pub(crate) enum Arrival {
     Expected,
     Duplicate,
     Ahead,
+}
+
+/// What an executed request is answered with.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Answer {
+    /// The data of a READ, the result of an atomic.
+    Data,
+    /// An acknowledgement, of a SEND or WRITE that asks for one.
+    Ack,
+    /// Nothing: a later request will ask.
+    Nothing,
 }
 
 /// The message that is arriving.
@@ -97,6 +109,9 @@ enum Reply {
 pub(crate) struct Responder {
     mtu: u32,
     expected: Psn,
+    /// What acknowledgements carry: the last SEND or WRITE, if that is not half a circle ago. An acknowledgement with
+    /// the PSN of a READ or atomic could be taken for its end, though its data was lost.
+    acknowledged: Option<Psn>,
     msn: u32,
     /// PSNs that have arrived since an acknowledgement was sent.
     unacknowledged: u32,
@@ -122,6 +137,7 @@ impl Responder {
         Self {
             mtu: peer.mtu.bytes(),
             expected: peer.rq_psn,
+            acknowledged: None,
             msn: 0,
             unacknowledged: 0,
             rnr_timer: peer.min_rnr_timer,
@@ -160,23 +176,40 @@ impl Responder {
     }
 
     /// The expected request, of so many PSNs, was executed.
-    pub fn accepted(&mut self, packets: u32, ends_message: bool, ack_request: bool) {
+    pub fn accepted(&mut self, packets: u32, ends_message: bool, answer: Answer) {
+        let last = self.expected.plus(packets - 1);
         self.expected = self.expected.plus(packets);
-        self.unacknowledged = self.unacknowledged.saturating_add(packets);
+        (self.acknowledged, self.unacknowledged) = match answer {
+            // The data acknowledges what is before it.
+            Answer::Data => (self.acknowledged.filter(|psn| psn.is_before(self.expected)), 0),
+            _ => (Some(last), self.unacknowledged.saturating_add(packets)),
+        };
         self.msn = self.msn.wrapping_add(ends_message as u32);
         if matches!(self.reply, Reply::Gap | Reply::NotReady) {
             self.reply = Reply::None;
         }
-        if ack_request {
+        if answer == Answer::Ack {
             self.acknowledge();
         }
     }
 
     /// An acknowledgement is due.
     pub fn acknowledge(&mut self) {
-        // The others acknowledge as well.
-        if self.reply == Reply::None {
+        // The others acknowledge as well; so do answers to what is behind.
+        let implied = |due: &Due| {
+            let (psn, _) = reach(&due.output, self.mtu);
+            self.acknowledged.is_some_and(|last| last.is_before(psn))
+        };
+        if self.reply == Reply::None && !self.outputs.iter().any(implied) {
             self.reply = Reply::Ack;
+        }
+    }
+
+    /// An answer with data is to leave, with PSNs from `psn` on. It acknowledges what is before it; saying so
+    /// again behind it would go back in the order of PSNs.
+    fn implies_acknowledgement(&mut self, psn: Psn) {
+        if self.reply == Reply::Ack && self.acknowledged.is_some_and(|last| last.is_before(psn)) {
+            self.reply = Reply::None;
         }
     }
 
@@ -221,6 +254,7 @@ impl Responder {
     pub fn read(&mut self, at: Remote, len: u32) {
         let output = Output::Read { psn: self.expected, at, left: len, fresh: true };
         self.outputs.push_back(Due { output, again: false });
+        self.implies_acknowledgement(self.expected);
     }
 
     /// Keeps and queues the result of an atomic that was executed.
@@ -231,6 +265,7 @@ impl Responder {
         self.results.push_back((self.expected, old));
         let output = Output::Atomic { psn: self.expected, old };
         self.outputs.push_back(Due { output, again: false });
+        self.implies_acknowledgement(self.expected);
     }
 
     /// Queues a READ once more. One that contradicts what was asked before is dropped.
@@ -277,6 +312,7 @@ impl Responder {
         let behind = |due: &Due| !reach(&due.output, self.mtu).0.is_before(psn);
         let at = self.outputs.iter().position(behind).unwrap_or(self.outputs.len());
         self.outputs.insert(at, Due { output, again: true });
+        self.implies_acknowledgement(psn);
     }
 
     // --- answers -------------------------------------------------------------------------------
@@ -343,10 +379,10 @@ impl Responder {
             return None;
         }
         self.unacknowledged = 0;
-        let (expected, last) = (self.expected, self.expected.plus(Psn::MAX));
+        let expected = self.expected;
         Some(match std::mem::replace(&mut self.reply, Reply::None) {
             Reply::None => return None,
-            Reply::Ack => (last, Syndrome::Ack(NO_CREDITS)),
+            Reply::Ack => (self.acknowledged?, Syndrome::Ack(NO_CREDITS)),
             Reply::Gap => (expected, Syndrome::Nak(Nak::Sequence)),
             Reply::NotReady => (expected, Syndrome::Rnr(self.rnr_timer)),
             Reply::Refusal => (expected, Syndrome::Nak(self.refused?)),

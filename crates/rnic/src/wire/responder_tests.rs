@@ -44,7 +44,7 @@ fn acknowledgements_are_gathered() {
     let mut r = responder(0xff_ffff);
     for psn in [0xff_ffff, 0, 1] {
         assert_eq!(r.arrival(Psn::new(psn)), Arrival::Expected);
-        r.accepted(1, true, true);
+        r.accepted(1, true, Answer::Ack);
     }
     assert_eq!(answers(&mut r), [(1, ACK)]);
     assert_eq!(r.msn(), 3);
@@ -64,11 +64,11 @@ fn a_gap_is_told_once_until_it_is_filled() {
     r.arrival(Psn::new(7));
     assert_eq!(answers(&mut r), []);
     assert_eq!(r.arrival(Psn::new(5)), Arrival::Expected);
-    r.accepted(1, true, false);
+    r.accepted(1, true, Answer::Nothing);
     r.arrival(Psn::new(7));
     // It is filled before the NAK has left.
     assert_eq!(r.arrival(Psn::new(6)), Arrival::Expected);
-    r.accepted(1, true, true);
+    r.accepted(1, true, Answer::Ack);
     assert_eq!(answers(&mut r), [(6, ACK)]);
 }
 
@@ -77,10 +77,10 @@ fn reads_are_answered_in_order_and_again_from_where_it_is_asked() {
     let mut r = responder(0);
     r.arrival(Psn::new(0));
     r.read(at(0), 5000);
-    r.accepted(5, true, true);
+    r.accepted(5, true, Answer::Data);
     r.arrival(Psn::new(5));
     r.atomic(77);
-    r.accepted(1, true, true);
+    r.accepted(1, true, Answer::Data);
     assert!(!r.has_room());
     r.read_sent(1024);
     r.read_sent(1024);
@@ -88,7 +88,7 @@ fn reads_are_answered_in_order_and_again_from_where_it_is_asked() {
     r.read_again(Psn::new(3), at(3072), 5000 - 3072);
     r.atomic_again(Psn::new(5));
     r.read_again(Psn::new(1), at(1024), 5000 - 1024);
-    let want: Vec<_> = (1..6).map(|p| (p, None)).chain([(5, ACK)]).collect();
+    let want: Vec<_> = (1..6).map(|p| (p, None)).collect();
     assert_eq!(answers(&mut r), want);
     // Beyond what was ever asked, or across it.
     r.read_again(Psn::new(4), at(0), 5000);
@@ -104,12 +104,45 @@ fn reads_are_answered_in_order_and_again_from_where_it_is_asked() {
     assert_eq!(answers(&mut r).len(), 2);
 }
 
+/// Soft-RoCE takes an acknowledgement with the PSN of a READ or atomic for its end, also if the data never came.
+#[test]
+fn what_is_answered_with_data_is_never_acknowledged_without() {
+    let mut r = responder(0);
+    r.accepted(1, true, Answer::Ack);
+    r.atomic(7);
+    r.accepted(1, true, Answer::Data);
+    assert_eq!(answers(&mut r), [(1, None)], "and that acknowledges what is before it");
+    // A SEND before it comes again: its sender may have the one answer, and not the other.
+    assert_eq!(r.arrival(Psn::new(0)), Arrival::Duplicate);
+    r.acknowledge();
+    assert_eq!(answers(&mut r), [(0, ACK)]);
+    r.read(at(0), 5000);
+    r.accepted(5, true, Answer::Data);
+    answers(&mut r);
+    r.acknowledge();
+    assert_eq!(answers(&mut r), [(0, ACK)]);
+    // Nor behind data that acknowledges more.
+    r.acknowledge();
+    r.atomic_again(Psn::new(1));
+    r.acknowledge();
+    assert_eq!(answers(&mut r), [(1, None)]);
+    // What is behind it may be: who misses the data is told so by that.
+    r.accepted(1, true, Answer::Ack);
+    assert_eq!(answers(&mut r), [(7, ACK)]);
+    // Nor after half of the circle, where a PSN could be taken for a later one.
+    for _ in 0..2 {
+        r.accepted(1 << 22, true, Answer::Data);
+    }
+    r.acknowledge();
+    assert_eq!(answers(&mut r), []);
+}
+
 #[test]
 fn results_are_kept_as_long_as_they_may_be_asked_for() {
     let mut r = responder(0);
     for old in 0..3 {
         r.atomic(old);
-        r.accepted(1, true, true);
+        r.accepted(1, true, Answer::Data);
         answers(&mut r);
     }
     r.atomic_again(Psn::new(0));
@@ -122,15 +155,15 @@ fn results_are_kept_as_long_as_they_may_be_asked_for() {
 fn a_number_that_comes_again_has_the_latest_result() {
     let mut r = responder(9);
     r.atomic(1);
-    r.accepted(1, true, true);
+    r.accepted(1, true, Answer::Data);
     // Once around the circle.
     for _ in 0..4 {
-        r.accepted(1 << 22, true, false);
+        r.accepted(1 << 22, true, Answer::Nothing);
     }
-    r.accepted(Psn::MAX, true, false);
+    r.accepted(Psn::MAX, true, Answer::Nothing);
     answers(&mut r);
     r.atomic(2);
-    r.accepted(1, true, true);
+    r.accepted(1, true, Answer::Data);
     answers(&mut r);
     r.atomic_again(Psn::new(9));
     assert_eq!(r.output(), Some(Output::Atomic { psn: Psn::new(9), old: 2 }));
@@ -141,7 +174,7 @@ fn a_refusal_is_repeated_to_who_has_missed_it() {
     let mut r = responder(3);
     r.arrival(Psn::new(3));
     r.read(at(0), 10);
-    r.accepted(1, true, true);
+    r.accepted(1, true, Answer::Data);
     r.arrival(Psn::new(4));
     r.refuse(Nak::RemoteAccess);
     r.close();

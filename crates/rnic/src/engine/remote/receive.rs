@@ -15,7 +15,7 @@ use crate::queue::Fetched;
 use crate::verbs::QpState;
 use crate::wire::packet::{self, AtomicOp, Body, Malformed, Notice, Packet, Part, Reth};
 use crate::wire::requester::Response;
-use crate::wire::responder::{Arrival, Message, READ_PACKETS_MAX};
+use crate::wire::responder::{Answer, Arrival, Message, READ_PACKETS_MAX};
 use crate::wqe::{Remote, Wqe};
 use std::net::IpAddr;
 
@@ -112,7 +112,12 @@ impl Core {
         };
         match verdict {
             Ok(Verdict::Done { packets, ends }) => {
-                connection.responder.accepted(packets, ends, packet.ack_request);
+                let answer = match packet.body {
+                    Body::Read(_) | Body::Atomic { .. } => Answer::Data,
+                    _ if packet.ack_request => Answer::Ack,
+                    _ => Answer::Nothing,
+                };
+                connection.responder.accepted(packets, ends, answer);
             }
             Ok(Verdict::NotReady) => {
                 self.stats.rnr += 1;
