@@ -38,7 +38,8 @@ test: toolchain ## Unit, property and whole-system tests
 	$(CARGO) test --workspace
 
 .PHONY: test-full
-test-full: test ## The same with more cases and longer runs, and once more on a single core
+test-full: test ## More cases, longer runs, Linux's soft-RoCE in qemu, and all once more on a single core
+	GRANARY_TEST_FULL=1 scripts/test-deps
 	# Optimised, but each test binary is linked without LTO: there are many, and each would be compiled anew.
 	PROPTEST_CASES=4096 GRANARY_TEST_FULL=1 CARGO_PROFILE_RELEASE_LTO=off \
 	    $(CARGO) test --workspace --release

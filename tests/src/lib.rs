@@ -1,6 +1,8 @@
 //! Helpers of the whole-system tests.
 
+pub mod cable;
 pub mod control;
+pub mod guest;
 pub mod hosts;
 pub mod node;
 pub mod pager;
