@@ -11,9 +11,6 @@ use fabric::{
 };
 use granary_tests::guest::{Guest, pattern};
 use granary_tests::hosts::{V4, V6};
-use rnic::port::roce::Wire;
-use rnic::port::{Function, shm};
-use rnic::verbs::Limits;
 
 /// Bytes of each end's memory: half of it for peers, half for what work requests name.
 pub const BUFFER: usize = 4 << 20;
@@ -90,10 +87,7 @@ impl Bench {
         let mut nics = Vec::new();
         for address in [V4[0], V6[0]] {
             let socket = guest.socket(SocketAddr::new(address.parse()?, rnic::wire::UDP_PORT))?;
-            // Longer SENDs than it takes unless it is told to.
-            let limits = Limits { send_bytes_max: 1 << 20, ..Limits::default() };
-            let host = shm::Host::start_over(limits, Wire::new(socket)?)?;
-            nics.push(SoftNic::new(Function::Local(host.physical())));
+            nics.push(SoftNic::host_over(socket)?.0);
         }
         let nics = nics.try_into().map_err(|_| ()).expect("two");
         Ok(Self { guest, nics, slots: [false; 16], connections: 0 })
