@@ -230,6 +230,9 @@ impl<N: DirectNic> Node<N> {
             d.count = self.nic.cq_count(&d.requests)?;
             d.opened = d.count;
             d.executed = d.front.progress()?.executed;
+            // Nothing of an earlier connection is sent any more: replies go nowhere until they are asked for.
+            let ring = d.front.send_ring().memory;
+            ring.zero(0, ring.len());
         }
         let guard = c.free.worker.qpn();
         for d in &mut c.allocs {
