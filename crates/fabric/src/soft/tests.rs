@@ -4,7 +4,10 @@
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::{AsyncEvent, Op, QueuePair, Receive, ReceiveRequest, SendFlags, WorkRequest};
+use crate::{
+    AsyncEvent, Completion, Op, QpChange, QueuePair, Receive, ReceiveRequest, SendFlags, Status,
+    WorkRequest,
+};
 
 const LONG: Duration = Duration::from_secs(60);
 /// Sooner than a waiter looks for itself.
@@ -47,6 +50,22 @@ fn woken<T: Send>(wait: impl FnOnce() -> T + Send, wake: impl FnOnce()) -> T {
         wake();
         waiter.join().unwrap()
     })
+}
+
+/// Nobody rings for a receive, and the NIC sleeps after a tenth of a millisecond without work.
+#[test]
+fn a_receive_that_is_flushed_wakes_the_nic() {
+    for bed in beds() {
+        bed.qps[0].modify(QpChange::Error).unwrap();
+        for id in 0..3 {
+            std::thread::sleep(Duration::from_millis(20));
+            bed.qps[0].post_recv(&ReceiveRequest { id, to: &[] }).unwrap();
+            assert!(bed.cqs[0].wait(SOON).unwrap(), "the NIC has not seen it");
+            let mut out = [Completion::EMPTY; 2];
+            assert_eq!(bed.cqs[0].poll(&mut out), 1);
+            assert_eq!((out[0].id, out[0].status), (id, Status::Flushed));
+        }
+    }
 }
 
 #[test]

@@ -308,6 +308,11 @@ impl Engine {
         }
     }
 
+    /// Whether somebody waits for receive WQEs of which nobody tells the NIC.
+    pub fn minds_receives(&self) -> bool {
+        self.core.minds_receives()
+    }
+
     /// What happened since the last call. An event of an object that was not taken is not repeated:
     /// there are never more than two for each CQ and QP. That of an SRQ's limit has to be armed each time.
     pub fn take_events(&mut self) -> impl Iterator<Item = Event> + '_ {

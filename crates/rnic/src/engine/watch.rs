@@ -52,6 +52,11 @@ impl Watch {
 }
 
 impl Core {
+    /// Whether somebody waits for receives to be posted: a sender, or who is told that they are flushed.
+    pub fn minds_receives(&self) -> bool {
+        !(self.watch.wanted.is_empty() && self.watch.flushing.is_empty())
+    }
+
     pub fn has_ready(&self) -> bool {
         let credits = |n: &u32| self.recvs.get(*n).is_none_or(|r| r.credits() > 0);
         self.shares.any()

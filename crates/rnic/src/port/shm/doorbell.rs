@@ -48,7 +48,7 @@ use crate::memory::DmaMemory;
 pub(super) const AWAKE: u32 = 0;
 /// The NIC sleeps.
 pub(super) const ASLEEP: u32 = 1;
-/// The NIC sleeps, and a SEND waits for a receive to be posted.
+/// The NIC sleeps, and a receive that is posted wakes it: a SEND waits for one, or a QP in Error flushes them.
 pub(super) const ASLEEP_RNR: u32 = 2;
 
 /// The NIC has ended.

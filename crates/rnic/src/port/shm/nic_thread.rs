@@ -293,7 +293,8 @@ impl NicThread {
     #[cold]
     pub fn fall_asleep(&mut self, now: u64) -> Option<Option<Timespec>> {
         let timeout = self.core.engine.next_timeout();
-        let state = if timeout.is_some() { ASLEEP_RNR } else { ASLEEP };
+        let receives = self.core.engine.minds_receives();
+        let state = if receives || timeout.is_some() { ASLEEP_RNR } else { ASLEEP };
         // The other half of the pair described in `doorbell.rs`.
         let look = |nic: &mut Self| {
             for bells in &mut nic.doorbells {
