@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::pair::{LONG, Pair, SHORT, Shape, arrives};
+use super::pair::{LONG, Pair, SHORT, Shape, Sleeper, arrives};
 use super::{Bench, Case, always, never, with};
 use crate::{
     AsyncEvent, Completion, CompletionKind, CompletionQueue, CqAttr, Feature, Nic, Op, QpChange,
@@ -88,10 +88,13 @@ fn solicited_events<B: Bench>(bench: &B) {
     let quiet = |wait: Duration| s.cq.wait_solicited(wait).expect("the NIC is there");
     assert!(!quiet(SHORT));
     for _ in 0..5 {
+        let sleeper = Sleeper::default();
         std::thread::scope(|scope| {
-            let waiter = scope.spawn(|| quiet(LONG));
-            // Most of the time it sleeps by then.
-            std::thread::sleep(Duration::from_millis(5));
+            let waiter = scope.spawn(|| {
+                sleeper.begins();
+                quiet(LONG)
+            });
+            sleeper.until_asleep();
             assert!(!waiter.is_finished());
             s.receive(1, &[s.sge(0, 8)]);
             c.ok(Op::With { flags: solicited, op: &send });
@@ -105,9 +108,13 @@ fn solicited_events<B: Bench>(bench: &B) {
         assert_eq!(s.next().status, Status::Success);
     }
     // Unsolicited ones do not wake who sleeps; an error does.
+    let sleeper = Sleeper::default();
     std::thread::scope(|scope| {
-        let waiter = scope.spawn(|| quiet(LONG));
-        std::thread::sleep(Duration::from_millis(20));
+        let waiter = scope.spawn(|| {
+            sleeper.begins();
+            quiet(LONG)
+        });
+        sleeper.until_asleep();
         s.receive(1, &[s.sge(0, 8)]);
         c.ok(send);
         std::thread::sleep(Duration::from_millis(20));

@@ -1,6 +1,7 @@
 //! What a case works with: two ends of a connection.
 
-use std::time::Duration;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
 use super::Bench;
 use super::Side::{Client, Server};
@@ -14,6 +15,35 @@ use crate::{
 pub const LONG: Duration = Duration::from_secs(20);
 /// Long enough for what should not happen to happen.
 pub const SHORT: Duration = Duration::from_millis(20);
+
+/// A thread that waits for something, as others see it.
+#[derive(Default)]
+pub struct Sleeper(OnceLock<i32>);
+
+impl Sleeper {
+    /// Called by the thread itself, before it waits.
+    pub fn begins(&self) {
+        let _ = self.0.set(rustix::thread::gettid().as_raw_nonzero().get());
+    }
+
+    /// Returns when the kernel has had it asleep for three looks in a row: it does not only stop for a moment.
+    pub fn until_asleep(&self) {
+        let start = Instant::now();
+        let mut asleep = 0;
+        while asleep < 3 {
+            assert!(start.elapsed() < LONG, "a thread that waits goes to sleep");
+            std::thread::sleep(Duration::from_millis(1));
+            asleep = if self.0.get().is_some_and(|tid| sleeps(*tid)) { asleep + 1 } else { 0 };
+        }
+    }
+}
+
+/// Whether the thread `tid` of this process is asleep, as proc(5) has it.
+fn sleeps(tid: i32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/self/task/{tid}/stat"));
+    let stat = stat.expect("the kernel tells of a thread of this process that lives");
+    stat.rsplit(')').next().is_some_and(|behind_name| behind_name.starts_with(" S"))
+}
 
 /// How an end is made.
 #[derive(Clone, Debug)]
