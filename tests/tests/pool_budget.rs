@@ -87,15 +87,16 @@ fn check_nothing_else_ended(
     let suspended: Vec<u32> =
         status.most.iter().filter(|used| used.suspended).map(|used| used.client).collect();
     ensure!(suspended == [over.client()], "{status:?}");
+    // At once: it may come back after a second.
+    let refused = match over.allocate_blocking() {
+        Err(e) => check_told(&e, told)?,
+        Ok(grant) => bail!("{grant:?} although its management connection was ended"),
+    };
     check_usable(over, held)?;
     let beside = Pool::connect(&scene.node.socket, options()).context("another compute node")?;
     beside.free_blocking(take(&beside, 0)?)?;
     drop(beside);
     scene.mark()?; // what they did until now is not what is asked for
-    let refused = match over.allocate_blocking() {
-        Err(e) => check_told(&e, told)?,
-        Ok(grant) => bail!("{grant:?} although its management connection was ended"),
-    };
     check_usable(over, held)?;
     // It may come back then, and not before: this is the time that it was told.
     std::thread::sleep(refused);
