@@ -148,13 +148,25 @@ fn who_holds_too_much_is_stopped_and_nobody_else() -> Result<()> {
     // One that does not know of the budget, or does not want to.
     let control = Unaware::connect(&scene)?;
     let pool = Pool::over(SoftNic::attach(&scene.node.socket)?, Box::new(control), options())?;
-    let held = (0..CHUNKS + 4).map(|mark| take(&pool, mark)).collect::<Result<Vec<_>, _>>()?;
+    let mut held = Vec::new();
+    while (held.len() as u64) < CHUNKS + 4 {
+        match take(&pool, held.len() as u64) {
+            Ok(grant) => held.push(grant),
+            // It was looked at before it had them all.
+            Err(Error::OverBudget { .. } | Error::ManagementBroken { .. })
+                if held.len() as u64 > CHUNKS =>
+            {
+                break;
+            }
+            Err(e) => return Err(e.into()),
+        }
+    }
     let start = Instant::now();
     while budgets(&pool)?.ended == 0 {
         ensure!(start.elapsed() < PATIENCE, "it holds {} chunks, and nobody minds", held.len());
         std::thread::sleep(Duration::from_millis(1));
     }
-    let told = ["holds 12 chunks", "budget is 8", "--budget-chunks", "stay usable"];
+    let told = ["holds ", " chunks", "budget is 8", "--budget-chunks", "stay usable"];
     check_nothing_else_ended(&mut scene, &pool, &held, &told)?;
     check_usable(&honest, &kept)?;
     // Back again: it may keep what it has, and free.
