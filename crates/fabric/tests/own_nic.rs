@@ -1,25 +1,31 @@
 //! A NIC that the threads of its process run while they wait, over UDP: who has it when.
 
+mod common;
+
 use std::net::{SocketAddr, UdpSocket};
+use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use fabric::soft::{SoftCq, SoftMr, SoftNic, SoftPd, SoftQp};
+use common::LONG;
+use fabric::soft::SoftNic;
 use fabric::{
-    Access, Completion, CompletionQueue, CqAttr, MemoryRegion, Nic, Op, PeerAddress, QpAttr,
-    QpChange, QueuePair, Receive, ReceiveAttr, ReceiveRequest, RemotePeer, Status, WorkRequest,
+    Access, Completion, CompletionQueue, MemoryRegion, Nic, Op, PeerAddress, QpChange, QueuePair,
+    ReceiveRequest, RemotePeer, Status, WorkRequest,
 };
 
-/// Long enough for anything here on a busy machine.
-const LONG: Duration = Duration::from_secs(20);
-
+/// An end on a NIC of its own.
 struct End {
-    nic: SoftNic,
-    _pd: SoftPd,
-    cq: SoftCq,
-    qp: SoftQp,
-    mr: SoftMr,
+    end: common::End,
     address: SocketAddr,
+}
+
+impl Deref for End {
+    type Target = common::End;
+
+    fn deref(&self) -> &common::End {
+        &self.end
+    }
 }
 
 impl End {
@@ -27,19 +33,7 @@ impl End {
         let socket = UdpSocket::bind("127.0.0.1:0").expect("a socket");
         let address = socket.local_addr().expect("an address");
         let nic = SoftNic::over(socket).expect("a NIC");
-        let pd = nic.alloc_pd().expect("a PD");
-        let cq = nic.create_cq(CqAttr { entries: 256, ignore_overrun: false }).expect("a CQ");
-        let attr = QpAttr {
-            send_cq: &cq,
-            recv_cq: &cq,
-            send_blocks: 64,
-            receive: Receive::Own(ReceiveAttr { entries: 64, max_sges: 1 }),
-            access: Access::REMOTE_ALL,
-        };
-        let qp = nic.create_qp(&pd, attr).expect("a QP");
-        let memory = nic.alloc_dma(1 << 20).expect("memory");
-        let mr = nic.reg_mr(&pd, &memory, Access::LOCAL_ALL | Access::REMOTE_ALL).expect("an MR");
-        Self { nic, _pd: pd, cq, qp, mr, address }
+        Self { end: common::end(&nic, 1 << 20), address }
     }
 
     fn pair() -> [Self; 2] {
