@@ -27,6 +27,7 @@ mod cpu;
 mod credits;
 mod error;
 mod events;
+pub mod finemem;
 mod node;
 pub mod odrp;
 pub mod onesidedmw;

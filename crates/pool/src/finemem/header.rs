@@ -1,0 +1,325 @@
+//! The 64-bit headers of spans and sections: a bitmap and, in the same word, the log of the last change,
+//! so that one CAS commits both (FineMem §4.1, §4.2).
+//!
+//! ```text
+//!  63                            32 31 30 29    25 24 22 21       15 14            1  0
+//! ┌────────────────────────────────┬─────┬────────┬─────┬───────────┬───────────────┬────┐
+//! │ bitmap (32)                    │retry│ offset │size │ timestamp │ user          │ in │
+//! │                                │ (2) │  (5)   │ (3) │    (7)    │ (14)          │use │
+//! └────────────────────────────────┴─────┴────────┴─────┴───────────┴───────────────┴────┘
+//! span:    one bit per chunk: 1 taken            in use: its chunks are given out one by one
+//! section: two bits per span: 00 empty, 01 normal, 10 contended, 11 full      in use: 0
+//! ```
+//!
+//! - *offset* and *size*: the block that the last change was about: its first chunk (section: its first
+//!   span), and the logarithm of its length. Whether it was taken or given back shows in the bitmap.
+//! - *user*: a compute node, as the memory node numbers those that are there (1 up). Applications of one
+//!   compute node are told apart by the service that allocates for them, not here.
+//! - *timestamp*: moves when a change is of another kind than the one before (FineMem §4.2). It makes two
+//!   words different that would otherwise be the same with a history in between; a verb that is late by 128
+//!   such changes would not notice.
+
+/// Chunks of a span.
+pub const CHUNKS: u32 = 32;
+/// Spans of a section.
+pub const SPANS: u32 = 16;
+/// Largest block of chunks within a span: half of it, as a logarithm.
+pub const CHUNK_ORDER_MAX: u32 = 4;
+/// Largest block of spans: a section, as a logarithm.
+pub const SPAN_ORDER_MAX: u32 = 4;
+
+/// A field of the word: where its lowest bit is, and how many it has.
+#[derive(Clone, Copy)]
+struct Field(u32, u32);
+
+const IN_USE: Field = Field(0, 1);
+const USER: Field = Field(1, 14);
+const TIMESTAMP: Field = Field(15, 7);
+const SIZE: Field = Field(22, 3);
+const OFFSET: Field = Field(25, 5);
+const RETRY: Field = Field(30, 2);
+const BITMAP: Field = Field(32, 32);
+
+const fn fills_a_word(fields: &[Field]) -> bool {
+    let (mut at, mut i) = (0, 0);
+    while i < fields.len() {
+        if fields[i].0 != at {
+            return false;
+        }
+        at += fields[i].1;
+        i += 1;
+    }
+    at == 64
+}
+const _: () = assert!(fills_a_word(&[IN_USE, USER, TIMESTAMP, SIZE, OFFSET, RETRY, BITMAP]));
+const _: () = assert!(CHUNKS == BITMAP.1 && 2 * SPANS == BITMAP.1);
+const _: () = assert!(
+    CHUNKS <= 1 << OFFSET.1 && CHUNK_ORDER_MAX < Record::OPENED && Record::OPENED < 1 << SIZE.1
+);
+
+impl Field {
+    const fn get(self, word: u64) -> u32 {
+        ((word >> self.0) & ((1 << self.1) - 1)) as u32
+    }
+
+    const fn put(self, word: u64, value: u32) -> u64 {
+        let mask = ((1 << self.1) - 1) << self.0;
+        (word & !mask) | (((value as u64) << self.0) & mask)
+    }
+}
+
+/// A timestamp of 7 bits, modulo 128.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
+pub struct Timestamp(u32);
+
+impl Timestamp {
+    /// Modulo 128.
+    pub const fn new(value: u32) -> Self {
+        Self(value % 128)
+    }
+
+    /// The one that follows.
+    pub const fn next(self) -> Self {
+        Self::new(self.0 + 1)
+    }
+
+    /// Its number, below 128.
+    pub const fn raw(self) -> u32 {
+        self.0
+    }
+
+    /// True if it is later than `other`, provided that they are less than 64 apart.
+    pub const fn is_after(self, other: Self) -> bool {
+        let ahead = (self.0 + 128 - other.0) % 128;
+        ahead != 0 && ahead < 64
+    }
+}
+
+/// A compute node, in 14 bits; 0 is nobody.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
+pub struct User(u16);
+
+impl User {
+    /// Nobody.
+    pub const NOBODY: User = User(0);
+    /// The largest number.
+    pub const MAX: u16 = (1 << USER.1) - 1;
+
+    /// A user by number; `None` beyond [`User::MAX`].
+    pub const fn new(number: u16) -> Option<Self> {
+        if number <= Self::MAX { Some(Self(number)) } else { None }
+    }
+
+    /// Its number.
+    pub const fn raw(self) -> u16 {
+        self.0
+    }
+}
+
+/// The temporary log of a header: what its last change was about.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Record {
+    /// First chunk in the span, or first span in the section.
+    pub offset: u32,
+    /// Logarithm of how many, or [`Record::OPENED`].
+    pub size: u32,
+    /// When.
+    pub timestamp: Timestamp,
+    /// Whose the block is, or was until then.
+    pub user: User,
+}
+
+impl Record {
+    /// In a section: the span at `offset` was opened, to be given out in chunks. There is no block to it.
+    pub const OPENED: u32 = 7;
+}
+
+/// What the chunks or spans of a header are used for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub enum Spread {
+    /// Nothing of it is taken.
+    Empty = 0b00,
+    /// Some of it is.
+    Normal = 0b01,
+    /// The same, and many try to.
+    Contended = 0b10,
+    /// All of it is.
+    Full = 0b11,
+}
+
+impl Spread {
+    const fn of(bits: u32) -> Self {
+        match bits {
+            0b00 => Self::Empty,
+            0b01 => Self::Normal,
+            0b10 => Self::Contended,
+            _ => Self::Full,
+        }
+    }
+}
+
+/// A header as it is in memory.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Hash)]
+pub struct Header(pub u64);
+
+impl std::fmt::Debug for Header {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (r, in_use) = (self.record(), self.in_use());
+        write!(f, "[{:032b} retry {} ", self.bitmap(), self.retry())?;
+        write!(f, "{}+2^{} t{} u{}", r.offset, r.size, r.timestamp.0, r.user.0)?;
+        write!(f, "{}]", if in_use { " in use" } else { "" })
+    }
+}
+
+impl Header {
+    /// The bitmap.
+    pub const fn bitmap(self) -> u32 {
+        BITMAP.get(self.0)
+    }
+
+    /// With another bitmap.
+    pub const fn with_bitmap(self, bitmap: u32) -> Self {
+        Self(BITMAP.put(self.0, bitmap))
+    }
+
+    /// How often the last allocation's CAS failed: 0 below the lower threshold, 1 below the upper one, 2.
+    pub const fn retry(self) -> u32 {
+        RETRY.get(self.0)
+    }
+
+    /// With another count of failures.
+    pub const fn with_retry(self, level: u32) -> Self {
+        Self(RETRY.put(self.0, level))
+    }
+
+    /// True if a span's chunks are given out one by one.
+    pub const fn in_use(self) -> bool {
+        IN_USE.get(self.0) == 1
+    }
+
+    /// In use or not.
+    pub const fn with_in_use(self, in_use: bool) -> Self {
+        Self(IN_USE.put(self.0, in_use as u32))
+    }
+
+    /// The temporary log.
+    pub const fn record(self) -> Record {
+        Record {
+            offset: OFFSET.get(self.0),
+            size: SIZE.get(self.0),
+            timestamp: Timestamp(TIMESTAMP.get(self.0)),
+            user: User(USER.get(self.0) as u16),
+        }
+    }
+
+    /// With another temporary log.
+    pub const fn with_record(self, record: Record) -> Self {
+        let word = OFFSET.put(self.0, record.offset);
+        let word = SIZE.put(word, record.size);
+        let word = TIMESTAMP.put(word, record.timestamp.0);
+        Self(USER.put(word, record.user.0 as u32))
+    }
+
+    /// Of a section: the state of a span.
+    pub const fn spread(self, span: u32) -> Spread {
+        Spread::of(self.bitmap() >> (2 * span) & 0b11)
+    }
+
+    /// Of a section: with another state of a span.
+    pub const fn with_spread(self, span: u32, spread: Spread) -> Self {
+        let cleared = self.bitmap() & !(0b11 << (2 * span));
+        self.with_bitmap(cleared | (spread as u32) << (2 * span))
+    }
+}
+
+/// The bits of a block of 2^`order` in a span's bitmap.
+pub const fn chunk_mask(offset: u32, order: u32) -> u32 {
+    ((1u32 << (1 << order)) - 1) << offset
+}
+
+/// The bits of a block of 2^`order` spans in a section's bitmap: all of them full.
+pub const fn span_mask(offset: u32, order: u32) -> u32 {
+    let bits = ((1u64 << (2 << order)) - 1) as u32;
+    bits << (2 * offset)
+}
+
+/// The first free, aligned block of 2^`order` in `bitmap` at or after chunk `from`, wrapping around.
+pub fn find_chunks(bitmap: u32, order: u32, from: u32) -> Option<u32> {
+    let count = CHUNKS >> order;
+    let first = (from % CHUNKS) >> order;
+    let mut offsets = (0..count).map(|i| ((first + i) % count) << order);
+    offsets.find(|offset| bitmap & chunk_mask(*offset, order) == 0)
+}
+
+/// The first aligned block of 2^`order` empty spans.
+pub fn find_spans(bitmap: u32, order: u32) -> Option<u32> {
+    let mut offsets = (0..SPANS >> order).map(|i| i << order);
+    offsets.find(|offset| bitmap & span_mask(*offset, order) == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn every_field_is_read_back_and_leaves_the_others(
+            word in any::<u64>(), bitmap in any::<u32>(), retry in 0u32..4, offset in 0u32..32,
+            size in 0u32..8, time in 0u32..128, user in 0u16..=User::MAX, in_use in any::<bool>(),
+        ) {
+            let record = Record {
+                offset, size, timestamp: Timestamp::new(time), user: User::new(user).unwrap(),
+            };
+            let before = Header(word);
+            let logged = before.with_record(record);
+            prop_assert_eq!(logged.record(), record);
+            prop_assert_eq!(
+                (logged.bitmap(), logged.retry(), logged.in_use()),
+                (before.bitmap(), before.retry(), before.in_use())
+            );
+            let all = logged.with_bitmap(bitmap).with_retry(retry).with_in_use(in_use);
+            prop_assert_eq!(all.record(), record);
+            prop_assert_eq!((all.bitmap(), all.retry(), all.in_use()), (bitmap, retry, in_use));
+        }
+
+        #[test]
+        fn a_block_that_is_found_is_free_and_aligned(
+            bitmap in any::<u32>(), order in 0u32..=CHUNK_ORDER_MAX, from in 0u32..64,
+        ) {
+            match find_chunks(bitmap, order, from) {
+                Some(at) => {
+                    prop_assert_eq!(at % (1 << order), 0);
+                    prop_assert_eq!(bitmap & chunk_mask(at, order), 0);
+                }
+                None => for at in (0..CHUNKS).step_by(1 << order) {
+                    prop_assert_ne!(bitmap & chunk_mask(at, order), 0);
+                },
+            }
+        }
+    }
+
+    #[test]
+    fn timestamps_are_compared_around_their_end() {
+        let t = Timestamp::new;
+        assert!(t(1).is_after(t(0)) && t(0).is_after(t(127)) && t(63).is_after(t(0)));
+        assert!(!t(0).is_after(t(0)) && !t(64).is_after(t(0)) && !t(127).is_after(t(0)));
+        assert_eq!(t(127).next(), t(0));
+    }
+
+    #[test]
+    fn states_of_spans_are_two_bits_each() {
+        use Spread::*;
+        let all = [Empty, Normal, Contended, Full];
+        let word = (0..SPANS).fold(Header(0), |h, s| h.with_spread(s, all[s as usize % 4]));
+        (0..SPANS).for_each(|s| assert_eq!(word.spread(s), all[s as usize % 4]));
+        assert_eq!(span_mask(0, SPAN_ORDER_MAX), u32::MAX);
+        assert_eq!(find_spans(Header(0).with_spread(1, Full).bitmap(), 1), Some(2));
+    }
+
+    #[test]
+    fn the_largest_number_of_a_user_fits() {
+        assert!(User::new(User::MAX).is_some() && User::new(User::MAX + 1).is_none());
+    }
+}

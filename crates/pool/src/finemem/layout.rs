@@ -1,0 +1,183 @@
+//! Where what is in the memory node's metadata, and which blocks there are.
+//!
+//! ```text
+//! metadata (8-byte words, big-endian)                                   blocks of 2^order chunks
+//! ┌────────────────┬──────────────────────┬────────────────┬────────────────────────────────┐
+//! │ section headers│ span headers         │ full logs      │ capabilities                   │
+//! │ one per section│ 16 per section       │ one per chunk  │ order 0 │ order 1 │ ... │ 9    │
+//! └────────────────┴──────────────────────┴────────────────┴────────────────────────────────┘
+//! ```
+//!
+//! A block is 2^order chunks, aligned to its length: orders 0 to 4 (1 to 16 chunks) lie within a span,
+//! 5 to 9 (1 to 16 spans) within a section. Each block has a window bound ahead, and an entry in the
+//! capability table with its key. (FineMem §4.3 names windows for chunks, spans and sections; a block
+//! between these would need several keys. One for each aligned block costs twice as many windows, and
+//! each grant has one key.) A pool need not end with a section: chunks that it does not have are taken from
+//! the start, by nobody.
+
+use super::header::{CHUNK_ORDER_MAX, CHUNKS, SPAN_ORDER_MAX, SPANS};
+use super::log::Layer;
+
+/// Orders that there are.
+pub const ORDERS: u32 = CHUNK_ORDER_MAX + SPAN_ORDER_MAX + 2;
+/// Chunks of a section.
+pub const SECTION: u32 = CHUNKS * SPANS;
+/// The order of a span.
+pub const SPAN_ORDER: u32 = CHUNK_ORDER_MAX + 1;
+/// Most bytes of a block: what the length of a window counts.
+pub const BLOCK_BYTES_MAX: u64 = 1 << 31;
+const _: () = assert!(1 << SPAN_ORDER == CHUNKS && 1 << (ORDERS - 1) == SECTION);
+
+/// Index of a word in the metadata.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Word(pub u32);
+
+/// A block: an aligned run of 2^order chunks.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Block {
+    /// Its first chunk.
+    pub chunk: u32,
+    /// Logarithm of its length in chunks.
+    pub order: u32,
+}
+
+impl Block {
+    /// Its chunks.
+    pub fn chunks(self) -> std::ops::Range<u32> {
+        self.chunk..self.chunk + (1 << self.order)
+    }
+
+    /// Whether a span's header or a section's has it.
+    pub fn layer(self) -> Layer {
+        if self.order < SPAN_ORDER { Layer::Span } else { Layer::Section }
+    }
+}
+
+/// How large a tree is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Shape {
+    /// Chunks.
+    pub chunks: u32,
+    /// Bytes of a chunk.
+    pub chunk_bytes: u64,
+}
+
+impl Shape {
+    /// Sections, the last of them maybe in part.
+    pub fn sections(self) -> u32 {
+        self.chunks.div_ceil(SECTION)
+    }
+
+    /// Spans with a header.
+    pub fn spans(self) -> u32 {
+        self.sections() * SPANS
+    }
+
+    /// Blocks of an order that lie within the pool.
+    pub fn blocks(self, order: u32) -> u32 {
+        if self.block_bytes(order) > BLOCK_BYTES_MAX { 0 } else { self.chunks >> order }
+    }
+
+    /// Bytes of a block.
+    pub fn block_bytes(self, order: u32) -> u64 {
+        self.chunk_bytes << order
+    }
+
+    /// The largest block that there is.
+    pub fn order_max(self) -> u32 {
+        (0..ORDERS).rev().find(|order| self.blocks(*order) > 0).unwrap_or(0)
+    }
+
+    /// The order of the smallest block of at least `bytes`; `None` if no block is as large.
+    pub fn order_for(self, bytes: u64) -> Option<u32> {
+        (0..=self.order_max()).find(|order| self.block_bytes(*order) >= bytes)
+    }
+
+    /// A section's header.
+    pub fn section(self, section: u32) -> Word {
+        Word(section)
+    }
+
+    /// A span's header; spans are counted through all sections.
+    pub fn span(self, span: u32) -> Word {
+        Word(self.sections() + span)
+    }
+
+    /// A chunk's full log.
+    pub fn log(self, chunk: u32) -> Word {
+        Word(self.sections() + self.spans() + chunk)
+    }
+
+    fn capabilities(self) -> u32 {
+        self.sections() + self.spans() + self.chunks
+    }
+
+    /// Entries of the capability table.
+    pub fn entries(self) -> u32 {
+        (0..ORDERS).map(|order| self.blocks(order)).sum()
+    }
+
+    /// The entry of a block.
+    pub fn entry(self, block: Block) -> u32 {
+        (0..block.order).map(|order| self.blocks(order)).sum::<u32>() + (block.chunk >> block.order)
+    }
+
+    /// The block of an entry; `None` if there is none.
+    pub fn block(self, entry: u32) -> Option<Block> {
+        let mut left = entry;
+        for order in 0..ORDERS {
+            let blocks = self.blocks(order);
+            if left < blocks {
+                return Some(Block { chunk: left << order, order });
+            }
+            left -= blocks;
+        }
+        None
+    }
+
+    /// The capability of an entry.
+    pub fn capability(self, entry: u32) -> Word {
+        Word(self.capabilities() + entry)
+    }
+
+    /// Words in all.
+    pub fn words(self) -> u32 {
+        self.capabilities() + self.entries()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn an_entry_names_one_block(chunks in 1u32..3000, pick in any::<u32>()) {
+            let shape = Shape { chunks, chunk_bytes: 4096 };
+            let entry = pick % shape.entries();
+            let block = shape.block(entry).unwrap();
+            prop_assert_eq!(shape.entry(block), entry);
+            prop_assert_eq!(block.chunk % (1 << block.order), 0);
+            prop_assert!(block.chunks().end <= chunks);
+            prop_assert_eq!(shape.block(shape.entries()), None);
+            prop_assert!(shape.capability(entry).0 < shape.words());
+        }
+    }
+
+    #[test]
+    fn a_whole_section_has_twice_as_many_windows_as_chunks() {
+        let shape = Shape { chunks: SECTION, chunk_bytes: 4096 };
+        assert_eq!((shape.sections(), shape.spans(), shape.entries()), (1, 16, 2 * SECTION - 1));
+        assert_eq!(shape.order_max(), 9);
+        assert_eq!(shape.order_for(4097), Some(1));
+        assert_eq!(shape.order_for(2 << 20), Some(9));
+        assert_eq!(shape.order_for((2 << 20) + 1), None);
+    }
+
+    #[test]
+    fn no_window_is_longer_than_its_length_can_say() {
+        let shape = Shape { chunks: SECTION, chunk_bytes: 1 << 28 };
+        assert_eq!(shape.order_max(), 3);
+    }
+}

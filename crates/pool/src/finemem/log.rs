@@ -1,0 +1,151 @@
+//! The full redo log and the capability table: 8 bytes each for a chunk and for a block.
+//!
+//! ```text
+//! full log, one for each chunk; what is known of a block is kept at its first chunk
+//!  63                                        26 25    24    23  21 20       14 13       0
+//! ┌────────────────────────────────────────────┬──────┬─────┬──────┬───────────┬─────────┐
+//! │ zero                                       │layer │taken│ size │ timestamp │ user    │
+//! └────────────────────────────────────────────┴──────┴─────┴──────┴───────────┴─────────┘
+//!
+//! capability, one for each block
+//!  63                                  32 31                                   0
+//! ┌──────────────────────────────────────┬──────────────────────────────────────┐
+//! │ main key                             │ backup key                           │
+//! └──────────────────────────────────────┴──────────────────────────────────────┘
+//! free or granted: (key, 0)     quarantined: (0, the old key)
+//! ```
+
+use fabric::Key;
+
+use super::header::{Record, Timestamp, User};
+
+/// Which header a record of the log came from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Layer {
+    /// A span's: the block is one of chunks.
+    #[default]
+    Span,
+    /// A section's: the block is one of spans.
+    Section,
+}
+
+/// What the full log of a chunk says: the last that happened to the block that begins there.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct FullLog {
+    /// Whose it is, or was.
+    pub user: User,
+    /// When.
+    pub timestamp: Timestamp,
+    /// Logarithm of the block's length, in chunks or spans.
+    pub size: u32,
+    /// It was taken, not given back.
+    pub taken: bool,
+    /// Of what the block is one.
+    pub layer: Layer,
+}
+
+const TIMESTAMP_AT: u32 = 14;
+const SIZE_AT: u32 = 21;
+const TAKEN_AT: u32 = 24;
+const LAYER_AT: u32 = 25;
+const _: () = assert!(User::MAX as u64 == (1 << TIMESTAMP_AT) - 1);
+const _: () = assert!(SIZE_AT == TIMESTAMP_AT + 7 && TAKEN_AT == SIZE_AT + 3);
+
+impl FullLog {
+    /// What a header's temporary log becomes.
+    pub fn of(record: Record, taken: bool, layer: Layer) -> Self {
+        let Record { size, timestamp, user, .. } = record;
+        Self { user, timestamp, size, taken, layer }
+    }
+
+    /// The word.
+    pub fn to_word(self) -> u64 {
+        self.user.raw() as u64
+            | (self.timestamp.raw() as u64) << TIMESTAMP_AT
+            | (self.size as u64) << SIZE_AT
+            | (self.taken as u64) << TAKEN_AT
+            | ((self.layer == Layer::Section) as u64) << LAYER_AT
+    }
+
+    /// What a word says; bits beyond the fields are ignored.
+    pub fn parse(word: u64) -> Self {
+        let bits = |at: u32, count: u32| (word >> at) as u32 & ((1 << count) - 1);
+        Self {
+            user: User::new(bits(0, TIMESTAMP_AT) as u16).expect("14 bits"),
+            timestamp: Timestamp::new(bits(TIMESTAMP_AT, 7)),
+            size: bits(SIZE_AT, 3),
+            taken: bits(TAKEN_AT, 1) == 1,
+            layer: if bits(LAYER_AT, 1) == 1 { Layer::Section } else { Layer::Span },
+        }
+    }
+}
+
+/// An entry of the capability table.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Capability {
+    /// What opens the block; no key while it is quarantined.
+    pub main: Key,
+    /// What opens it next; of a block in quarantine, what opened it.
+    pub backup: Key,
+}
+
+impl Capability {
+    /// A block with a key.
+    pub fn open(key: Key) -> Self {
+        Self { main: key, backup: Key::default() }
+    }
+
+    /// A block that its owner has given up, and whose key may still open it.
+    pub fn quarantined(key: Key) -> Self {
+        Self { main: Key::default(), backup: key }
+    }
+
+    /// True for a block in quarantine.
+    pub fn is_quarantined(self) -> bool {
+        self.main == Key::default() && self.backup != Key::default()
+    }
+
+    /// The word.
+    pub fn to_word(self) -> u64 {
+        (self.main.0 as u64) << 32 | self.backup.0 as u64
+    }
+
+    /// What a word says.
+    pub fn parse(word: u64) -> Self {
+        Self { main: Key((word >> 32) as u32), backup: Key(word as u32) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_log_is_read_back(
+            user in 0u16..=User::MAX, time in 0u32..128, size in 0u32..8, taken in any::<bool>(),
+            section in any::<bool>(),
+        ) {
+            let layer = if section { Layer::Section } else { Layer::Span };
+            let user = User::new(user).unwrap();
+            let log = FullLog { user, timestamp: Timestamp::new(time), size, taken, layer };
+            prop_assert_eq!(FullLog::parse(log.to_word()), log);
+            prop_assert_eq!(log.to_word() >> (LAYER_AT + 1), 0);
+        }
+
+        #[test]
+        fn any_word_is_a_log_and_a_capability(word in any::<u64>()) {
+            let log = FullLog::parse(word);
+            prop_assert_eq!(FullLog::parse(log.to_word()), log);
+            prop_assert_eq!(Capability::parse(word).to_word(), word);
+        }
+    }
+
+    #[test]
+    fn a_quarantined_block_has_no_main_key() {
+        let key = Key(0x703);
+        assert!(Capability::quarantined(key).is_quarantined());
+        assert!(!Capability::open(key).is_quarantined() && !Capability::default().is_quarantined());
+    }
+}

@@ -1,0 +1,244 @@
+//! The two-layer bitmap tree: how blocks are taken and given back by READ and CAS alone (FineMem §4.1,
+//! §4.2).
+//!
+//! What is here owns no NIC and no clock: it asks for one verb after another ([`Verbs`]) and goes on with
+//! the results, so that it runs over a management QP, on the memory node's own memory, and in tests that
+//! stop it, or have it crash, between any two verbs.
+//!
+//! **Layers.** A span belongs to the section's header, which gives it out whole, or to its own header,
+//! which gives out its chunks. The words must never disagree about that, whoever is late:
+//!
+//! ```text
+//!            section's word                            span's word
+//! take spans 00 ──CAS──> 11
+//! open       any but 11 ──CAS──> 01, and a new log ──> CAS that expects what was seen before:
+//!                                                      first bits, in use
+//! close      s, as it was before ───────────────────── CAS: no bits, not in use, a new timestamp
+//!            CAS s ──> 00
+//! ```
+//!
+//! An opening changes the section's word, and a closing the span's word, in every case: of an opening and a
+//! closing that overlap, one fails. A state 00 therefore says that nobody has anything of the span, or can
+//! still get it. The other states are hints that may be wrong for a while; who finds them wrong on the way
+//! to memory sets them right.
+//!
+//! **Where this is not as published.** FineMem updates the section by an RDMA WRITE after a commit in the
+//! span. A WRITE of a word that another has changed since undoes that change, also one that took spans.
+//! Here it is a CAS from the word that was seen, tried once: it costs the same and undoes nothing. The first
+//! chunk of an empty span costs one CAS more than published (the opening), since a span's commit alone does
+//! not keep others from taking the span whole at the same time.
+//!
+//! **Logs.** A header is overwritten only after its temporary log is in the full log; see `flush`.
+
+mod allocate;
+mod flush;
+mod give_back;
+mod recover;
+#[cfg(test)]
+mod tests;
+
+use std::future::Future;
+
+use parking_lot::Mutex;
+
+use super::header::{Header, SPANS, Spread, User};
+use super::layout::{Shape, Word};
+use super::log::Layer;
+
+/// CAS failures of one allocation from which on a span is contended (FineMem §4.1).
+pub const CONTENDED_FROM: u32 = 10;
+/// CAS failures below which it is not contended any more.
+pub const CONTENDED_BELOW: u32 = 3;
+/// Headers that are read with one READ.
+pub const BATCH: usize = 64;
+
+/// READ and CAS on the words of the metadata.
+pub trait Verbs: Sync {
+    /// What goes wrong.
+    type Error: Send;
+
+    /// Reads the words from `at` on. Each is read whole; they need not be of one moment.
+    fn read(
+        &self,
+        at: Word,
+        out: &mut [u64],
+    ) -> impl Future<Output = Result<(), Self::Error>> + Send;
+
+    /// Puts `new` into a word if it is `expected`; what it was.
+    fn cas(
+        &self,
+        at: Word,
+        expected: u64,
+        new: u64,
+    ) -> impl Future<Output = Result<u64, Self::Error>> + Send;
+
+    /// Reads `first` and then `second`, posted together where that is possible.
+    fn read_both(
+        &self,
+        first: Word,
+        second: Word,
+    ) -> impl Future<Output = Result<(u64, u64), Self::Error>> + Send {
+        async move {
+            let (mut a, mut b) = ([0], [0]);
+            self.read(first, &mut a).await?;
+            self.read(second, &mut b).await?;
+            Ok((a[0], b[0]))
+        }
+    }
+}
+
+/// A header as it was seen last.
+#[derive(Clone, Copy, Debug, Default)]
+struct Seen {
+    header: Header,
+    /// Its temporary log is in the full log, as far as is known here.
+    flushed: bool,
+}
+
+/// What is known of the headers. It is brought up to date by what CASes find, and read anew only when
+/// nothing else is left (FineMem §4.1, lazy updates).
+struct Cache {
+    sections: Vec<Option<Seen>>,
+    spans: Vec<Option<Seen>>,
+}
+
+/// One of the two kinds of headers, by index.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Place {
+    layer: Layer,
+    index: u32,
+}
+
+impl Place {
+    fn section(index: u32) -> Self {
+        Self { layer: Layer::Section, index }
+    }
+
+    fn span(index: u32) -> Self {
+        Self { layer: Layer::Span, index }
+    }
+
+    fn word(self, shape: Shape) -> Word {
+        match self.layer {
+            Layer::Section => shape.section(self.index),
+            Layer::Span => shape.span(self.index),
+        }
+    }
+}
+
+/// A tree as one of its users sees it.
+pub struct Tree {
+    shape: Shape,
+    user: User,
+    cache: Mutex<Cache>,
+}
+
+impl Tree {
+    /// The tree of that shape, for `user`, of which nothing is known yet.
+    pub fn new(shape: Shape, user: User) -> Self {
+        let cache = Cache {
+            sections: vec![None; shape.sections() as usize],
+            spans: vec![None; shape.spans() as usize],
+        };
+        Self { shape, user, cache: Mutex::new(cache) }
+    }
+
+    /// Its shape.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    fn known(&self, place: Place) -> Option<Seen> {
+        let cache = self.cache.lock();
+        match place.layer {
+            Layer::Section => cache.sections[place.index as usize],
+            Layer::Span => cache.spans[place.index as usize],
+        }
+    }
+
+    fn remember(&self, place: Place, header: Header, flushed: bool) -> Seen {
+        let mut cache = self.cache.lock();
+        let slot = match place.layer {
+            Layer::Section => &mut cache.sections[place.index as usize],
+            Layer::Span => &mut cache.spans[place.index as usize],
+        };
+        // A log that is known to be flushed stays so, whatever else of the word changes.
+        let same = |seen: &Seen| seen.header.record() == header.record();
+        let flushed = flushed || slot.is_some_and(|seen| seen.flushed && same(&seen));
+        let seen = Seen { header, flushed };
+        *slot = Some(seen);
+        seen
+    }
+
+    /// Reads a header anew.
+    async fn look<V: Verbs>(&self, verbs: &V, place: Place) -> Result<Seen, V::Error> {
+        let mut word = [0];
+        verbs.read(place.word(self.shape), &mut word).await?;
+        Ok(self.remember(place, Header(word[0]), false))
+    }
+
+    /// A header, as it is known or as it is now, with its neighbours.
+    async fn see<V: Verbs>(&self, verbs: &V, place: Place) -> Result<Seen, V::Error> {
+        if let Some(seen) = self.known(place) {
+            return Ok(seen);
+        }
+        let (first, count) = match place.layer {
+            Layer::Section => (place.index, self.shape.sections() - place.index),
+            Layer::Span => (place.index / SPANS * SPANS, SPANS),
+        };
+        self.read_headers(verbs, Place { index: first, ..place }, count as usize).await?;
+        Ok(self.known(place).unwrap_or_default())
+    }
+
+    /// Reads up to [`BATCH`] headers from a place on.
+    async fn read_headers<V: Verbs>(
+        &self,
+        verbs: &V,
+        from: Place,
+        count: usize,
+    ) -> Result<(), V::Error> {
+        let mut words = [0; BATCH];
+        let words = &mut words[..count.min(BATCH)];
+        verbs.read(from.word(self.shape), words).await?;
+        for (i, word) in words.iter().enumerate() {
+            let place = Place { index: from.index + i as u32, ..from };
+            self.remember(place, Header(*word), false);
+        }
+        Ok(())
+    }
+
+    /// Changes a header from what was seen; what was found instead, if it was another.
+    async fn change<V: Verbs>(
+        &self,
+        verbs: &V,
+        place: Place,
+        from: Header,
+        to: Header,
+    ) -> Result<Result<(), Seen>, V::Error> {
+        let found = Header(verbs.cas(place.word(self.shape), from.0, to.0).await?);
+        if found == from {
+            self.remember(place, to, false);
+            return Ok(Ok(()));
+        }
+        Ok(Err(self.remember(place, found, false)))
+    }
+
+    /// Sets a hint right, in one attempt: the state of a span that its own header has for its chunks. `seen`
+    /// is the section's header as it was before the span's was found in use.
+    async fn hint<V: Verbs>(
+        &self,
+        verbs: &V,
+        span: u32,
+        seen: Header,
+        spread: Spread,
+    ) -> Result<(), V::Error> {
+        let (section, at) = (span / SPANS, span % SPANS);
+        // An empty span is opened, never hinted at: then the section's word was too old.
+        if seen.spread(at) != spread && seen.spread(at) != Spread::Empty {
+            let _ = self
+                .change(verbs, Place::section(section), seen, seen.with_spread(at, spread))
+                .await?;
+        }
+        Ok(())
+    }
+}

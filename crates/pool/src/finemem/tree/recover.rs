@@ -1,0 +1,134 @@
+//! What somebody has, and what a crash left, from headers and logs alone (FineMem §4.2).
+//!
+//! A section at a time, while others work on: nobody waits for it.
+
+use super::flush::pending;
+use super::{BATCH, Place, Tree, Verbs};
+use crate::finemem::header::{
+    CHUNKS, Header, SPAN_ORDER_MAX, SPANS, Spread, User, chunk_mask, span_mask,
+};
+use crate::finemem::layout::{Block, SECTION, SPAN_ORDER};
+use crate::finemem::log::{FullLog, Layer};
+
+impl Tree {
+    /// What `user` has in a section. It must not be at work any more.
+    pub async fn taken_by<V: Verbs>(
+        &self,
+        verbs: &V,
+        user: User,
+        section: u32,
+    ) -> Result<Vec<Block>, V::Error> {
+        let header = self.flush_section(verbs, section).await?;
+        let end = self.shape.chunks.min((section + 1) * SECTION);
+        let mut blocks = Vec::new();
+        let mut logs = [0; BATCH];
+        for first in (section * SECTION..end).step_by(BATCH) {
+            let logs = &mut logs[..BATCH.min((end - first) as usize)];
+            verbs.read(self.shape.log(first), logs).await?;
+            for (chunk, log) in (first..).zip(logs.iter()) {
+                let log = FullLog::parse(*log);
+                if log.user == user
+                    && let Some(block) = self.block_of(header, chunk, log)
+                {
+                    blocks.push(block);
+                }
+            }
+        }
+        Ok(blocks)
+    }
+
+    /// Flushes the temporary log of every header of a section; the section's own.
+    async fn flush_section<V: Verbs>(&self, verbs: &V, index: u32) -> Result<Header, V::Error> {
+        for span in index * SPANS..(index + 1) * SPANS {
+            let place = Place::span(span);
+            let seen = self.look(verbs, place).await?;
+            self.flush(verbs, place, seen).await?;
+        }
+        let place = Place::section(index);
+        let seen = self.look(verbs, place).await?;
+        self.flush(verbs, place, seen).await?;
+        Ok(seen.header)
+    }
+
+    /// The block that a log says is taken, if the bitmaps say so too.
+    fn block_of(&self, section: Header, chunk: u32, log: FullLog) -> Option<Block> {
+        let span = self.known(Place::span(chunk / CHUNKS))?.header;
+        let order = match log.layer {
+            Layer::Span => log.size,
+            Layer::Section => log.size + SPAN_ORDER,
+        };
+        let (from, size) = match log.layer {
+            Layer::Span => (chunk % CHUNKS, 1 << log.size),
+            Layer::Section => (chunk % SECTION / CHUNKS, 1 << log.size),
+        };
+        let fits = match log.layer {
+            Layer::Span => order < SPAN_ORDER && from + size <= CHUNKS,
+            Layer::Section => log.size <= SPAN_ORDER_MAX && from + size <= SPANS,
+        };
+        let taken = log.taken
+            && fits
+            && match log.layer {
+                Layer::Span => {
+                    let mask = chunk_mask(from, log.size);
+                    span.in_use() && span.bitmap() & mask == mask
+                }
+                Layer::Section => {
+                    let mask = span_mask(from, log.size);
+                    !span.in_use() && section.bitmap() & mask == mask
+                }
+            };
+        taken.then_some(Block { chunk, order })
+    }
+
+    /// Sets right what crashes left in a section: spans that are open and have nothing (an opening or a
+    /// closing that was not finished), or that the section has as full and nobody has. How many there were.
+    pub async fn settle<V: Verbs>(&self, verbs: &V, index: u32) -> Result<u32, V::Error> {
+        let mut closed = 0;
+        for at in 0..SPANS {
+            let span = index * SPANS + at;
+            let section = self.look(verbs, Place::section(index)).await?.header;
+            if section.spread(at) == Spread::Empty {
+                continue;
+            }
+            let seen = self.look(verbs, Place::span(span)).await?.header;
+            if seen.in_use() || seen.bitmap() != 0 {
+                continue;
+            }
+            if section.spread(at) == Spread::Full && self.has_owner(verbs, section, span).await? {
+                continue;
+            }
+            // The section's word was seen before this, and must still be the same after it.
+            if self.renew(verbs, span, seen).await?.is_none() {
+                continue;
+            }
+            let empty = section.with_spread(at, Spread::Empty);
+            let done = self.change(verbs, Place::section(index), section, empty).await?;
+            closed += done.is_ok() as u32;
+        }
+        Ok(closed)
+    }
+
+    /// Whether the logs say that somebody has a span whole.
+    async fn has_owner<V: Verbs>(
+        &self,
+        verbs: &V,
+        section: Header,
+        span: u32,
+    ) -> Result<bool, V::Error> {
+        let index = span / SPANS;
+        for size in 0..=SPAN_ORDER_MAX {
+            let chunk = (span >> size << size) * CHUNKS;
+            let says = |log: FullLog| log.taken && log.layer == Layer::Section && log.size == size;
+            let newest = pending(Layer::Section, index, section);
+            if newest.is_some_and(|(at, log)| at == chunk && says(log)) {
+                return Ok(true);
+            }
+            let mut log = [0];
+            verbs.read(self.shape.log(chunk), &mut log).await?;
+            if says(FullLog::parse(log[0])) && newest.is_none_or(|(at, _)| at != chunk) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+}

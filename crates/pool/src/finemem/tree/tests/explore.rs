@@ -1,0 +1,212 @@
+//! Every interleaving of a few clients, with a crash after any verb.
+//!
+//! A state is the memory and what each task has seen; what follows from two equal states is the same, so
+//! each is looked at once. A state is reached anew by its schedule.
+
+use std::collections::HashSet;
+use std::collections::hash_map::DefaultHasher;
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
+
+use super::world::{Stepped, Task};
+use super::*;
+
+/// What a client does: takes a block and gives it back, for each order.
+#[derive(Clone, Copy)]
+struct Client {
+    orders: &'static [u32],
+    /// Crashes after so many verbs; its recovery begins then.
+    crash: Option<usize>,
+}
+
+/// Who has what: told when an allocation returns, and before it is given back.
+#[derive(Default)]
+struct Held(Mutex<Vec<(User, Block)>>);
+
+impl Held {
+    fn take(&self, user: User, block: Block) {
+        let mut all = self.0.lock();
+        for (other, had) in all.iter() {
+            let apart = had.chunks().end <= block.chunk || block.chunks().end <= had.chunks().start;
+            assert!(apart, "{other:?} has {had:?}, and {user:?} is given {block:?}");
+        }
+        all.push((user, block));
+    }
+
+    fn leave(&self, user: User, block: Block) {
+        self.0.lock().retain(|held| *held != (user, block));
+    }
+
+    fn forget(&self, user: User) {
+        self.0.lock().retain(|(of, _)| *of != user);
+    }
+}
+
+struct World {
+    memory: Memory,
+    held: Arc<Held>,
+    tasks: Vec<Task>,
+    clients: Vec<Client>,
+    crashed: Vec<bool>,
+}
+
+fn client(memory: Memory, me: User, orders: &'static [u32], held: Arc<Held>) -> Task {
+    let shape = memory.shape();
+    Task::new(move |verbs: Stepped| async move {
+        let tree = Tree::new(shape, me);
+        for order in orders {
+            let Ok(block) = tree.allocate(&verbs, *order).await;
+            let Some(block) = block else { continue };
+            held.take(me, block);
+            memory.check_log(block, me);
+            held.leave(me, block);
+            let Ok(()) = tree.give_back(&verbs, &[block], me).await;
+        }
+    })
+}
+
+/// What a memory node does for one that crashed.
+fn recovery(shape: Shape, of: User) -> Task {
+    Task::new(move |verbs: Stepped| async move {
+        let tree = Tree::new(shape, user(100));
+        for section in 0..shape.sections() {
+            let Ok(blocks) = tree.taken_by(&verbs, of, section).await;
+            for block in blocks {
+                let Ok(()) = tree.give_back(&verbs, &[block], of).await;
+            }
+            let Ok(_) = tree.settle(&verbs, section).await;
+        }
+    })
+}
+
+impl World {
+    fn new(shape: Shape, clients: &[Client]) -> Self {
+        let held = Arc::new(Held::default());
+        let memory = Memory::new(shape);
+        let tasks = clients
+            .iter()
+            .enumerate()
+            .map(|(i, c)| client(memory.clone(), user(i as u16 + 1), c.orders, held.clone()))
+            .collect();
+        Self { memory, held, tasks, clients: clients.to_vec(), crashed: vec![false; clients.len()] }
+    }
+
+    fn step(&mut self, shape: Shape, at: usize) {
+        self.tasks[at].step(&self.memory);
+        if let Some(client) = self.clients.get(at)
+            && client.crash == Some(self.tasks[at].history.len())
+            && !self.tasks[at].ended
+        {
+            let of = user(at as u16 + 1);
+            self.crashed[at] = true;
+            self.tasks[at].ended = true;
+            self.held.forget(of);
+            self.tasks.push(recovery(shape, of));
+        }
+    }
+
+    fn ready(&self) -> Vec<usize> {
+        (0..self.tasks.len()).filter(|i| !self.tasks[*i].ended).collect()
+    }
+
+    fn state(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.memory.words().hash(&mut hasher);
+        for task in &self.tasks {
+            (task.ended, &task.history).hash(&mut hasher);
+        }
+        hasher.finish()
+    }
+
+    /// Nothing is leaked, whatever has happened.
+    fn check_end(&self, shape: Shape) {
+        let tree = Tree::new(shape, user(101));
+        for section in 0..shape.sections() {
+            for number in 1..=self.clients.len() as u16 {
+                let left = run(tree.taken_by(&self.memory, user(number), section));
+                assert_eq!(left, [], "of client {number}");
+            }
+            run(tree.settle(&self.memory, section));
+        }
+        self.memory.check_empty();
+        for chunk in 0..shape.chunks {
+            assert!(!self.memory.log(chunk).taken, "the log of chunk {chunk}");
+        }
+    }
+}
+
+/// All interleavings; how many states, and how many ends.
+fn explore(shape: Shape, clients: &[Client]) -> (usize, usize) {
+    let mut seen = HashSet::new();
+    let mut ends = 0;
+    let mut open: Vec<Vec<u8>> = vec![Vec::new()];
+    while let Some(schedule) = open.pop() {
+        let mut world = World::new(shape, clients);
+        schedule.iter().for_each(|at| world.step(shape, *at as usize));
+        // On from here, as long as it is new; what else could come next is kept for later.
+        let mut schedule = schedule;
+        while seen.insert(world.state()) {
+            let ready = world.ready();
+            let Some((first, others)) = ready.split_first() else {
+                ends += 1;
+                world.check_end(shape);
+                break;
+            };
+            for other in others {
+                let mut next = schedule.clone();
+                next.push(*other as u8);
+                open.push(next);
+            }
+            schedule.push(*first as u8);
+            assert!(schedule.len() < 400, "it does not end: {schedule:?}");
+            world.step(shape, *first);
+        }
+    }
+    (seen.len(), ends)
+}
+
+fn working(orders: &'static [u32]) -> Client {
+    Client { orders, crash: None }
+}
+
+fn full() -> bool {
+    std::env::var_os("GRANARY_TEST_FULL").is_some()
+}
+
+#[test]
+fn two_clients_in_one_span() {
+    let (states, ends) = explore(SMALL, &[working(&[0]), working(&[4])]);
+    println!("{states} states, {ends} ends");
+    assert!(states > 500 && ends > 10);
+}
+
+/// One opens and closes a span that another would take whole.
+#[test]
+fn a_span_is_opened_and_taken_whole() {
+    let (states, ends) = explore(SMALL, &[working(&[0]), working(&[5])]);
+    println!("{states} states, {ends} ends");
+    assert!(states > 500 && ends > 10);
+    if full() {
+        println!("{:?}", explore(SMALL, &[working(&[0, 0]), working(&[5])]));
+        println!("{:?}", explore(SMALL, &[working(&[0]), working(&[0]), working(&[5])]));
+    }
+}
+
+/// A crash after any verb, with the recovery and another client interleaved.
+#[test]
+fn a_crash_after_any_verb() {
+    let mut pairs: Vec<(&[u32], &[u32])> = vec![(&[0], &[5]), (&[5], &[0])];
+    // Twenty million states.
+    pairs.extend(full().then_some((&[0u32] as &[u32], &[0u32] as &[u32])));
+    for (orders, other) in pairs {
+        let step = if full() { 1 } else { 7 };
+        let mut total = (0, 0);
+        for crash in (3..20).step_by(step) {
+            let crashing = Client { orders, crash: Some(crash) };
+            let (states, ends) = explore(SMALL, &[crashing, working(other)]);
+            total = (total.0 + states, total.1 + ends);
+        }
+        println!("{orders:?} crashes beside {other:?}: {} states, {} ends", total.0, total.1);
+        assert!(total.1 > 20);
+    }
+}

@@ -1,0 +1,113 @@
+//! Random runs: several clients, any sizes, crashes, and verbs in any order.
+
+use std::sync::Arc;
+
+use proptest::prelude::*;
+
+use super::world::{Stepped, Task};
+use super::*;
+
+#[derive(Clone, Debug)]
+struct Plan {
+    orders: Vec<(u32, bool)>,
+    crash: Option<usize>,
+}
+
+type Held = Arc<Mutex<Vec<Option<u16>>>>;
+
+/// Takes blocks, and gives each back at once or at the end.
+fn client(memory: Memory, me: u16, plan: Plan, held: Held) -> Task {
+    let shape = memory.shape();
+    Task::new(move |verbs: Stepped| async move {
+        let tree = Tree::new(shape, user(me));
+        let mut kept = Vec::new();
+        let leave = |block: Block| {
+            let mut held = held.lock();
+            for chunk in block.chunks() {
+                assert_eq!(held[chunk as usize].take(), Some(me));
+            }
+        };
+        for (order, keep) in plan.orders {
+            let Ok(Some(block)) = tree.allocate(&verbs, order).await else { continue };
+            for chunk in block.chunks() {
+                let before = held.lock()[chunk as usize].replace(me);
+                assert_eq!(before, None, "chunk {chunk} has two owners");
+            }
+            memory.check_log(block, user(me));
+            if keep {
+                kept.push(block);
+                continue;
+            }
+            leave(block);
+            let Ok(()) = tree.give_back(&verbs, &[block], user(me)).await;
+        }
+        for block in kept {
+            leave(block);
+            let Ok(()) = tree.give_back(&verbs, &[block], user(me)).await;
+        }
+    })
+}
+
+fn plans() -> impl Strategy<Value = Vec<Plan>> {
+    let plan = (
+        prop::collection::vec((0u32..7, any::<bool>()), 1..8),
+        prop::option::weighted(0.4, 1usize..60),
+    );
+    prop::collection::vec(plan.prop_map(|(orders, crash)| Plan { orders, crash }), 2..5)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+
+    #[test]
+    fn nobody_shares_and_nothing_is_leaked(
+        chunks in prop_oneof![Just(32u32), Just(40), Just(64), Just(512)],
+        plans in plans(),
+        choices in prop::collection::vec(any::<u16>(), 2000),
+    ) {
+        let shape = Shape { chunks, chunk_bytes: 4096 };
+        let memory = Memory::new(shape);
+        let held: Held = Arc::new(Mutex::new(vec![None; chunks as usize]));
+        let clients: Vec<(u16, Plan)> =
+            plans.into_iter().enumerate().map(|(i, plan)| (i as u16 + 1, plan)).collect();
+        let mut tasks: Vec<Task> = clients
+            .iter()
+            .map(|(me, plan)| client(memory.clone(), *me, plan.clone(), held.clone()))
+            .collect();
+        let mut choices = choices.into_iter().cycle();
+        let mut steps = 0;
+        loop {
+            let ready: Vec<usize> = (0..tasks.len()).filter(|i| !tasks[*i].ended).collect();
+            if ready.is_empty() {
+                break;
+            }
+            let at = ready[choices.next().unwrap() as usize % ready.len()];
+            tasks[at].step(&memory);
+            steps += 1;
+            prop_assert!(steps < 100_000, "it does not end");
+            if let Some((me, plan)) = clients.get(at)
+                && plan.crash == Some(tasks[at].history.len())
+                && !tasks[at].ended
+            {
+                tasks[at].ended = true;
+                held.lock().iter_mut().filter(|h| **h == Some(*me)).for_each(|h| *h = None);
+                let me = user(*me);
+                tasks.push(Task::new(move |verbs: Stepped| async move {
+                    let tree = Tree::new(shape, user(100));
+                    for section in 0..shape.sections() {
+                        let Ok(blocks) = tree.taken_by(&verbs, me, section).await;
+                        for block in blocks {
+                            let Ok(()) = tree.give_back(&verbs, &[block], me).await;
+                        }
+                    }
+                }));
+            }
+        }
+        let tree = Tree::new(shape, user(101));
+        (0..shape.sections()).for_each(|section| _ = run(tree.settle(&memory, section)));
+        memory.check_empty();
+        for chunk in 0..chunks {
+            prop_assert!(!memory.log(chunk).taken, "the log of chunk {chunk}");
+        }
+    }
+}

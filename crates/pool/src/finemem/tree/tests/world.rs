@@ -1,0 +1,239 @@
+//! Memory that verbs work on, one at a time, and tasks that can be stopped between them.
+
+use std::cell::Cell;
+use std::convert::Infallible;
+use std::future::Future;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::task::{Context, Poll, Waker};
+
+use parking_lot::Mutex;
+
+use super::*;
+use crate::finemem::log::FullLog;
+use crate::finemem::table::initial;
+
+/// Runs a future that never waits.
+pub fn run<T>(future: impl Future<Output = Result<T, Infallible>>) -> T {
+    match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(Ok(value)) => value,
+        _ => panic!("a verb on memory has waited"),
+    }
+}
+
+/// The metadata.
+#[derive(Clone)]
+pub struct Memory {
+    shape: Shape,
+    words: Arc<Mutex<Vec<u64>>>,
+    counts: Arc<(AtomicU32, AtomicU32)>,
+}
+
+impl Memory {
+    pub fn new(shape: Shape) -> Self {
+        let mut words = vec![0; shape.words() as usize];
+        initial(shape, |at, word| words[at.0 as usize] = word);
+        Self { shape, words: Arc::new(Mutex::new(words)), counts: Arc::default() }
+    }
+
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// The full log names who has a block.
+    pub fn check_log(&self, block: Block, owner: User) {
+        let log = self.log(block.chunk);
+        let order = match log.layer {
+            Layer::Span => log.size,
+            Layer::Section => log.size + SPAN_ORDER,
+        };
+        assert_eq!((log.user, log.taken, order), (owner, true, block.order), "{block:?}");
+    }
+
+    pub fn words(&self) -> Vec<u64> {
+        self.words.lock().clone()
+    }
+
+    pub fn section(&self, index: u32) -> Header {
+        Header(self.words.lock()[self.shape.section(index).0 as usize])
+    }
+
+    pub fn span(&self, index: u32) -> Header {
+        Header(self.words.lock()[self.shape.span(index).0 as usize])
+    }
+
+    pub fn log(&self, chunk: u32) -> FullLog {
+        FullLog::parse(self.words.lock()[self.shape.log(chunk).0 as usize])
+    }
+
+    pub fn set(&self, at: Word, header: Header) {
+        self.words.lock()[at.0 as usize] = header.0;
+    }
+
+    /// READs and CASes since the last time.
+    pub fn count(&self) -> (u32, u32) {
+        (self.counts.0.swap(0, Ordering::Relaxed), self.counts.1.swap(0, Ordering::Relaxed))
+    }
+
+    pub fn check_distinct(&self, blocks: &[Block]) {
+        let mut seen = vec![false; self.shape.chunks as usize];
+        for chunk in blocks.iter().flat_map(|b| b.chunks()) {
+            assert!(!std::mem::replace(&mut seen[chunk as usize], true), "chunk {chunk} twice");
+        }
+    }
+
+    /// Everything is as it was in the beginning, but for logs.
+    pub fn check_empty(&self) {
+        let mut fresh = vec![0; self.shape.words() as usize];
+        initial(self.shape, |at, word| fresh[at.0 as usize] = word);
+        for index in 0..self.shape.sections() {
+            let before = Header(fresh[self.shape.section(index).0 as usize]);
+            for at in 0..SPANS {
+                let span = index * SPANS + at;
+                let (is, was) = (self.span(span), Header(fresh[self.shape.span(span).0 as usize]));
+                assert_eq!(is.bitmap(), was.bitmap(), "span {span}: {is:?}");
+                assert_eq!(is.in_use(), was.in_use(), "span {span}: {is:?}");
+                let (is, was) = (self.section(index).spread(at), before.spread(at));
+                assert!(is == was || was != Spread::Empty, "span {span}: {is:?}, was {was:?}");
+            }
+        }
+    }
+}
+
+impl Verbs for Memory {
+    type Error = Infallible;
+
+    async fn read(&self, at: Word, out: &mut [u64]) -> Result<(), Infallible> {
+        self.counts.0.fetch_add(1, Ordering::Relaxed);
+        let from = at.0 as usize;
+        out.copy_from_slice(&self.words.lock()[from..from + out.len()]);
+        Ok(())
+    }
+
+    async fn cas(&self, at: Word, expected: u64, new: u64) -> Result<u64, Infallible> {
+        self.counts.1.fetch_add(1, Ordering::Relaxed);
+        let word = &mut self.words.lock()[at.0 as usize];
+        let old = *word;
+        if old == expected {
+            *word = new;
+        }
+        Ok(old)
+    }
+}
+
+/// Memory where a word is changed by others just before the next few CASes on it.
+pub struct Disturbed<'a> {
+    memory: &'a Memory,
+    word: Word,
+    left: Mutex<Cell<u32>>,
+}
+
+impl<'a> Disturbed<'a> {
+    pub fn new(memory: &'a Memory, word: Word, times: u32) -> Self {
+        Self { memory, word, left: Mutex::new(Cell::new(times)) }
+    }
+}
+
+impl Verbs for Disturbed<'_> {
+    type Error = Infallible;
+
+    async fn read(&self, at: Word, out: &mut [u64]) -> Result<(), Infallible> {
+        self.memory.read(at, out).await
+    }
+
+    async fn cas(&self, at: Word, expected: u64, new: u64) -> Result<u64, Infallible> {
+        let left = self.left.lock().get();
+        if at == self.word && left > 0 {
+            self.left.lock().set(left - 1);
+            let word = &mut self.memory.words.lock()[at.0 as usize];
+            let header = Header(*word);
+            // The user number of the log stands for an operation of somebody.
+            let record = header.record();
+            let other = User::new(record.user.raw() % 100 + 1).unwrap();
+            *word = header.with_record(crate::finemem::header::Record { user: other, ..record }).0;
+        }
+        self.memory.cas(at, expected, new).await
+    }
+}
+
+/// A verb that waits to be executed.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Request {
+    Read(Word, usize),
+    Cas(Word, u64, u64),
+}
+
+#[derive(Default)]
+struct Port {
+    request: Option<Request>,
+    reply: Option<Vec<u64>>,
+}
+
+/// The verbs of a task: each waits until it is stepped.
+#[derive(Clone, Default)]
+pub struct Stepped(Arc<Mutex<Port>>);
+
+impl Stepped {
+    async fn ask(&self, request: Request) -> Vec<u64> {
+        self.0.lock().request = Some(request);
+        std::future::poll_fn(|_| match self.0.lock().reply.take() {
+            Some(reply) => Poll::Ready(reply),
+            None => Poll::Pending,
+        })
+        .await
+    }
+}
+
+impl Verbs for Stepped {
+    type Error = Infallible;
+
+    async fn read(&self, at: Word, out: &mut [u64]) -> Result<(), Infallible> {
+        out.copy_from_slice(&self.ask(Request::Read(at, out.len())).await);
+        Ok(())
+    }
+
+    async fn cas(&self, at: Word, expected: u64, new: u64) -> Result<u64, Infallible> {
+        Ok(self.ask(Request::Cas(at, expected, new)).await[0])
+    }
+}
+
+/// Something that is under way, a verb at a time.
+pub struct Task {
+    port: Stepped,
+    future: Pin<Box<dyn Future<Output = ()>>>,
+    pub ended: bool,
+    /// Verbs that were executed, with their results.
+    pub history: Vec<(Request, Vec<u64>)>,
+}
+
+impl Task {
+    pub fn new<F: Future<Output = ()> + 'static>(make: impl FnOnce(Stepped) -> F) -> Self {
+        let port = Stepped::default();
+        let future = Box::pin(make(port.clone()));
+        let mut task = Self { port, future, ended: false, history: Vec::new() };
+        task.poll();
+        task
+    }
+
+    fn poll(&mut self) {
+        let cx = &mut Context::from_waker(Waker::noop());
+        self.ended = self.future.as_mut().poll(cx).is_ready();
+    }
+
+    /// Executes the verb that it waits for, and lets it come to the next.
+    pub fn step(&mut self, memory: &Memory) {
+        let request = self.port.0.lock().request.take().expect("a task waits for a verb");
+        let reply = match request {
+            Request::Read(at, count) => {
+                let mut words = vec![0; count];
+                run(memory.read(at, &mut words));
+                words
+            }
+            Request::Cas(at, expected, new) => vec![run(memory.cas(at, expected, new))],
+        };
+        self.history.push((request, reply.clone()));
+        self.port.0.lock().reply = Some(reply);
+        self.poll();
+    }
+}
