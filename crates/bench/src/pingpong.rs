@@ -13,7 +13,8 @@
 //! - With more in flight rate and bandwidth are those of the initiator's completions. They say that the message is in
 //!   the receiver's memory.
 //! - All messages have one buffer at either end, and receives are posted before anything is sent.
-//! - READ is one-sided: the responder's program sleeps. Latency is from the post to the completion.
+//! - READ is one-sided: the responder's program sleeps. Latency is from the post to the completion. With more in flight a list
+//!   of them has one completion, as is usual where rates are measured.
 //! - Who waits polls, and offers its CPU to the NIC; after [`Backoff`]'s time it sleeps.
 //!
 //! | metric | of |
@@ -145,7 +146,14 @@ impl Station {
     /// # Errors
     /// As the NIC's.
     pub fn shm(path: &Path) -> Result<Self, Error> {
-        let nic = SoftNic::attach(path)?;
+        Self::on(SoftNic::attach(path)?)
+    }
+
+    /// A NIC that the other program is on as well.
+    ///
+    /// # Errors
+    /// As the NIC's.
+    pub fn on(nic: SoftNic) -> Result<Self, Error> {
         Ok(Self { pd: nic.alloc_pd()?, nic, address: None })
     }
 
@@ -279,10 +287,14 @@ impl Side {
         while !over || done < posted {
             while !over && posted < done + depth {
                 let count = (done + depth - posted).min(LIST as u64);
-                self.post(count as usize)?;
                 posted += count;
+                self.post(count as usize, posted)?;
             }
-            done += self.next(&mut batch)? as u64;
+            let count = self.next(&mut batch)?;
+            done = match self.task.operation {
+                Operation::Send => done + count as u64,
+                Operation::Read => batch[count - 1].id,
+            };
             if !over && done > followed {
                 match meter.completed(since, done) {
                     Some(now) => (followed, since) = (posted, now),
@@ -343,14 +355,17 @@ impl Side {
         Op::Send { from }
     }
 
-    /// Posts `count` operations with one doorbell.
-    fn post(&self, count: usize) -> Result<(), Error> {
+    /// Posts `count` operations with one doorbell, so that `posted` are. READs complete by lists: queues are executed in
+    /// order, and the last one's completion, which has that number, is that of all.
+    fn post(&self, count: usize, posted: u64) -> Result<(), Error> {
         let (from, to) = ([self.ours()], [self.theirs()]);
-        let op = match self.task.operation {
-            Operation::Send => self.message(&from),
-            Operation::Read => Op::Read { from: self.there, to: &to },
+        let (op, signaled) = match self.task.operation {
+            Operation::Send => (self.message(&from), true),
+            Operation::Read => (Op::Read { from: self.there, to: &to }, false),
         };
-        Ok(self.qp.post_send(&[WorkRequest { id: 0, op, signaled: true }; LIST][..count])?)
+        let mut list = [WorkRequest { id: 0, op, signaled }; LIST];
+        list[count - 1] = WorkRequest { id: posted, op, signaled: true };
+        Ok(self.qp.post_send(&list[..count])?)
     }
 
     /// Waits for completions; there are some, and all of them are of what succeeded.

@@ -1,4 +1,4 @@
-//! A NIC that the threads of its process run while they wait, over UDP: who has it when.
+//! A NIC that the threads of its process run while they wait, over UDP or with others attached: who has it when.
 
 mod common;
 
@@ -188,4 +188,87 @@ fn several_threads_wait_on_cqs_of_their_own() {
             });
         }
     });
+}
+
+/// An end on a NIC that its process runs while it waits, and one on a function of another process's kind.
+fn served() -> [common::End; 2] {
+    let (own, host) = SoftNic::host_own().expect("a NIC");
+    let attached = common::attach_in_process(&host);
+    let ends = [common::end(&own, 1 << 16), common::end(&attached, 1 << 16)];
+    common::connect(&ends[0], &ends[1]);
+    ends
+}
+
+fn receive(end: &common::End) {
+    let to = [end.mr.sge(4096, 4096)];
+    end.qp.post_recv(&ReceiveRequest { id: 9, to: &to }).expect("room");
+}
+
+fn send(end: &common::End, bytes: u32) {
+    let op = Op::Send { from: &[end.mr.sge(0, bytes)] };
+    end.qp.post_send(&[WorkRequest { id: 7, op, signaled: true }]).expect("room");
+}
+
+/// Takes completions until a message has come; how many bytes it has.
+fn message(end: &common::End, sleeps: bool) -> u32 {
+    let (mut out, limit) = ([Completion::EMPTY], Instant::now() + LONG);
+    loop {
+        if end.cq.poll(&mut out) == 0 {
+            assert!(Instant::now() < limit, "no completion");
+            if sleeps {
+                assert!(end.cq.wait(LONG).expect("the NIC is there"), "no completion");
+            } else if !end.cq.offer_cpu() {
+                std::thread::yield_now();
+            }
+            continue;
+        }
+        assert_eq!(out[0].status, Status::Success);
+        if out[0].id == 9 {
+            return out[0].bytes;
+        }
+    }
+}
+
+#[test]
+fn messages_come_and_go_between_its_owner_and_who_is_attached() {
+    let [owner, other] = &served();
+    let rounds = 600;
+    // By turns, in all combinations of who polls and who sleeps.
+    let sleeps = |round: u32, bit: u32| (round / 20) >> bit & 1 == 1;
+    receive(owner);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for round in 1..=rounds {
+                receive(other);
+                send(other, round);
+                assert_eq!(message(other, sleeps(round, 0)), round);
+            }
+        });
+        for round in 1..=rounds {
+            assert_eq!(message(owner, sleeps(round, 1)), round);
+            receive(owner);
+            send(owner, round);
+        }
+    });
+}
+
+#[test]
+fn who_is_attached_is_heard_when_its_owner_waits_no_more() {
+    let [owner, other] = &served();
+    for round in 0..30u8 {
+        // Its owner has the NIC, and then does something else.
+        let end = Instant::now() + Duration::from_millis(u64::from(round) % 4);
+        while Instant::now() < end {
+            assert_eq!(owner.cq.poll(&mut [Completion::EMPTY]), 0);
+        }
+        owner.mr.memory().write(0, &[round; 512]);
+        let op = Op::Read { from: owner.mr.remote(0), to: &[other.mr.sge(512, 512)] };
+        other.qp.post_send(&[WorkRequest { id: 7, op, signaled: true }]).expect("room");
+        let mut out = [Completion::EMPTY];
+        assert!(other.cq.wait(LONG).expect("the NIC is there"), "no completion");
+        assert_eq!((other.cq.poll(&mut out), out[0].status), (1, Status::Success));
+        let mut got = [0; 512];
+        other.mr.memory().read(512, &mut got);
+        assert_eq!(got, [round; 512]);
+    }
 }

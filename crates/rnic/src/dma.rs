@@ -11,7 +11,7 @@
 //! Order: the last (up to 8) bytes of a copy are stored after all others, so that a reader who sees
 //! them, with acquire ordering, sees the rest.
 
-use crate::memory::DmaMemory;
+use crate::memory::{DmaMemory, For, prefetch};
 use std::ptr;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, compiler_fence, fence};
 
@@ -94,6 +94,13 @@ impl Span {
     #[inline]
     pub fn fetch_block(self, offset: usize, out: &mut [u8; 64]) {
         self.fetch(offset, out)
+    }
+
+    /// Begins to bring the cache line at `offset` near.
+    #[inline(always)]
+    pub fn prefetch(self, offset: u64, to: For) {
+        debug_assert!(offset < self.len);
+        prefetch(self.ptr.wrapping_add(offset as usize), to);
     }
 
     fn word64(&self, offset: u64) -> &AtomicU64 {

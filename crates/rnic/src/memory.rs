@@ -102,6 +102,7 @@ impl DmaMemory {
     }
 
     /// Pointer to `len` bytes at `offset`; `None` if they reach beyond the end.
+    #[inline]
     pub fn at(&self, offset: usize, len: usize) -> Option<*mut u8> {
         if offset > self.len || len > self.len - offset {
             return None;
@@ -110,6 +111,7 @@ impl DmaMemory {
         Some(unsafe { self.base.add(offset) })
     }
 
+    #[inline]
     fn checked(&self, offset: usize, len: usize) -> *mut u8 {
         match self.at(offset, len) {
             Some(p) => p,
@@ -129,6 +131,23 @@ impl DmaMemory {
         let p = self.checked(offset, data.len());
         // SAFETY: `checked` bounds the destination; nobody holds a reference into the span.
         unsafe { ptr::copy_nonoverlapping(data.as_ptr(), p, data.len()) }
+    }
+
+    /// Begins to bring the cache line at `offset` near. Panics outside the span.
+    #[inline]
+    pub fn prefetch(&self, offset: usize, to: For) {
+        prefetch(self.checked(offset, 1), to);
+    }
+
+    /// [`DmaMemory::write`] of a WQE's building block, by words: it was made of words a moment ago.
+    #[inline]
+    pub fn write_block(&self, offset: usize, block: &[u8; 64]) {
+        let p = self.checked(offset, block.len()).cast::<u64>();
+        assert!(p.is_aligned(), "write_block at {offset} is not aligned");
+        for (i, word) in block.as_chunks().0.iter().enumerate() {
+            // SAFETY: as in `write`; aligned.
+            unsafe { p.add(i).write_volatile(u64::from_ne_bytes(*word)) }
+        }
     }
 
     /// Sets `len` bytes at `offset` to zero. Panics if they lie outside the span.
@@ -173,6 +192,34 @@ impl DmaMemory {
     pub fn store_be64(&self, offset: usize, value: u64) {
         self.word64(offset).store(value.to_be(), Ordering::Release)
     }
+}
+
+/// What a cache line is brought near for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum For {
+    /// To be read soon.
+    Read,
+    /// To be written soon.
+    Write,
+}
+
+/// Begins to bring the cache line of `line` near. It may be another core's, which takes longer than a whole WQE
+/// does; nothing is waited for here, and no byte changes.
+#[inline(always)]
+pub(crate) fn prefetch(line: *const u8, to: For) {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    {
+        use std::arch::x86_64::{_MM_HINT_ET0, _MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a hint reads and writes nothing, and raises no fault, wherever it points.
+        unsafe {
+            match to {
+                For::Read => _mm_prefetch::<_MM_HINT_T0>(line.cast()),
+                For::Write => _mm_prefetch::<_MM_HINT_ET0>(line.cast()),
+            }
+        }
+    }
+    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
+    let _ = (line, to);
 }
 
 /// A mapping of this process, unmapped when dropped.

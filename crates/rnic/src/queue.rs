@@ -9,7 +9,7 @@ use crate::dma::Span;
 use crate::engine::lists::List;
 use crate::error::Error;
 use crate::ids::{Cqn, FunctionId, Pdn};
-use crate::memory::DmaMemory;
+use crate::memory::{DmaMemory, For};
 use crate::verbs::{CqSpec, RecvSpec, SendSpec};
 use crate::wqe::{Control, SEGMENT, WQEBB};
 use std::sync::atomic::Ordering;
@@ -24,6 +24,9 @@ pub(crate) const RECV_ENTRIES_WIDE_MAX: u32 = 1 << 24;
 pub(crate) const RECV_STRIDE_MAX: u32 = 1024;
 /// Entries of a CQ at most: half the reach of its 24-bit index.
 pub(crate) const CQ_ENTRIES_MAX: u32 = 1 << 23;
+/// So many building blocks, and completions, ahead their cache lines are brought near: they were another core's
+/// last.
+const AHEAD: u32 = 4;
 /// Running indices of CQs have 24 bits.
 pub(crate) const COUNT_MASK: u32 = 0xff_ffff;
 
@@ -95,6 +98,16 @@ impl SendQueue {
         if ahead > SEND_BLOCKS_MAX { 0 } else { ahead }
     }
 
+    /// A doorbell: building blocks up to `limit` may be executed.
+    #[inline]
+    pub fn allow(&mut self, limit: u16) {
+        self.limit = limit;
+        for i in 0..self.pending().min(AHEAD) {
+            let at = (self.consumer as u32 + i) & (self.blocks - 1);
+            self.ring.prefetch(at as u64 * WQEBB as u64, For::Read);
+        }
+    }
+
     /// Bytes of its ring.
     pub fn ring_bytes(&self) -> u64 {
         self.blocks as u64 * WQEBB as u64
@@ -110,6 +123,9 @@ impl SendQueue {
         let mask = self.blocks - 1;
         let first = self.consumer as u32;
         let at = |i: u32| ((first + i) & mask) as usize * WQEBB;
+        if self.pending() > AHEAD {
+            self.ring.prefetch(at(AHEAD) as u64, For::Read);
+        }
         let (blocks, _) = into.bytes.as_chunks_mut::<WQEBB>();
         self.ring.fetch_block(at(0), &mut blocks[0]);
         let count =
@@ -340,6 +356,8 @@ impl CompletionQueue {
         let at = (self.count & (self.entries - 1)) as u64 * cqe::CQE as u64;
         let owner = (self.count / self.entries) & 1;
         cqe.store(self.ring.part(at, cqe::CQE as u64), owner as u8);
+        let ahead = (self.count.wrapping_add(AHEAD) & (self.entries - 1)) as u64 * cqe::CQE as u64;
+        self.ring.prefetch(ahead, For::Write);
         self.count = (self.count + 1) & COUNT_MASK;
         true
     }

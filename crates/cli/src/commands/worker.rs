@@ -10,7 +10,7 @@ use bench::fault::Pattern;
 use bench::paged_fault::Memory;
 use bench::pingpong::{Place, Side, Station, Task};
 use bench::size::Size;
-use pool::{Address, Options};
+use pool::{Address, NicService, Options};
 use serde::{Deserialize, Serialize};
 
 use crate::team;
@@ -29,6 +29,9 @@ pub enum Worker {
         /// The socket of the NIC that both are on; without, each has its own, with a UDP socket
         #[arg(long)]
         socket: Option<PathBuf>,
+        /// Serve the NIC to the other one, and say where
+        #[arg(long, conflicts_with = "socket")]
+        serve: bool,
     },
     /// Touch memory page by page
     Fault {
@@ -68,7 +71,7 @@ impl Worker {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self {
             Self::Alloc { pool } => alloc(&pool),
-            Self::Pingpong { socket } => pingpong(socket.as_deref()),
+            Self::Pingpong { socket, serve } => pingpong(socket.as_deref(), serve),
             Self::Fault { memory } => fault(memory),
         }?;
         Ok(ExitCode::SUCCESS)
@@ -86,12 +89,17 @@ fn alloc(node: &Address) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn pingpong(socket: Option<&Path>) -> anyhow::Result<()> {
-    let station = match socket {
-        Some(socket) => Station::shm(socket)?,
-        None => Station::roce()?,
+fn pingpong(socket: Option<&Path>, serve: bool) -> anyhow::Result<()> {
+    let served = serve.then(NicService::start_own).transpose()?;
+    let station = match (socket, &served) {
+        (Some(socket), _) => Station::shm(socket)?,
+        (None, Some((nic, _))) => Station::on(nic.clone())?,
+        (None, None) => Station::roce()?,
     };
     team::say_ready()?;
+    if let Some((_, service)) = &served {
+        team::say(&service.path())?;
+    }
     let mut side: Option<Side> = None;
     while let Some(step) = team::next_task()? {
         if let PingpongStep::Prepare(task) = step {

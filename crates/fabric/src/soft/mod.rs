@@ -89,9 +89,21 @@ impl SoftNic {
     /// to another.
     pub fn over(socket: UdpSocket) -> Result<Self, Error> {
         let wire = Wire::new(socket).map_err(system("opening the way to other hosts"))?;
+        Ok(Self::own(Some(wire))?.0)
+    }
+
+    /// Like [`SoftNic::host`], but for a process that uses the NIC itself: its threads that poll for completions run
+    /// the NIC meanwhile, as with [`SoftNic::over`]. See [`shm::Host::start_own`] for what that means to
+    /// those that attach.
+    pub fn host_own() -> Result<(Self, shm::Host), Error> {
+        Self::own(None)
+    }
+
+    fn own(wire: Option<Wire>) -> Result<(Self, shm::Host), Error> {
         let host = shm::Host::start_own(Limits::default(), wire)
             .map_err(system("starting the NIC's thread"))?;
-        Ok(Self { function: Function::Local(host.physical()) })
+        let nic = Self { function: Function::Local(host.physical()) };
+        Ok((nic, host))
     }
 
     /// Attaches to the NIC of the process that serves the socket at `path`.

@@ -40,16 +40,26 @@ pub struct NicService {
 impl NicService {
     /// A NIC whose packets come to, and leave from, the address that `wire` is bound to.
     pub fn start(wire: UdpSocket) -> Result<Self, Error> {
+        let (_, host) = SoftNic::host_over(wire)?;
+        Self::serve(host)
+    }
+
+    /// A NIC that this process uses itself ([`SoftNic::host_own`]), and serves to others.
+    pub fn start_own() -> Result<(SoftNic, Self), Error> {
+        let (nic, host) = SoftNic::host_own()?;
+        Ok((nic, Self::serve(host)?))
+    }
+
+    fn serve(host: Host) -> Result<Self, Error> {
         let listener = Listener::bind(&Endpoint::Fresh)?;
         let path = listener.path().to_path_buf();
-        let (_, host) = SoftNic::host_over(wire)?;
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| Error::System { attempt: "making an eventfd".into(), source: e.into() })?;
         let stop = Arc::new(stop);
         let stopped = stop.clone();
         let thread = thread::Builder::new()
             .name("granary-control".into())
-            .spawn(move || serve(&host, &listener, &stopped))
+            .spawn(move || accept(&host, &listener, &stopped))
             .map_err(|source| Error::System {
                 attempt: "starting a NIC's thread".into(),
                 source,
@@ -75,7 +85,7 @@ impl Drop for NicService {
 }
 
 /// Accepts processes until `stop` can be read.
-fn serve(host: &Host, listener: &Listener, stop: &OwnedFd) {
+fn accept(host: &Host, listener: &Listener, stop: &OwnedFd) {
     loop {
         let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
         match poll(&mut fds, None) {

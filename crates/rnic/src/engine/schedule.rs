@@ -45,7 +45,7 @@ impl Core {
     pub fn ring(&mut self, qpn: Qpn, producer: u16) -> bool {
         let Some(qp) = self.qps.get_mut(qpn.raw()) else { return false };
         match &mut qp.send {
-            Some(send) if !send.managed && qp.state != QpState::Reset => send.limit = producer,
+            Some(send) if !send.managed && qp.state != QpState::Reset => send.allow(producer),
             _ => return false,
         }
         let Some(qp) = self.qps.get(qpn.raw()) else { return false };

@@ -30,15 +30,22 @@ impl Builder {
         b
     }
 
-    /// Starts the next WQE, at `index`, in the same buffer.
+    /// Starts the next WQE, at `index`, in the same buffer. The bytes are the last one's until an operation is
+    /// chosen.
+    #[inline]
     pub fn restart(&mut self, index: u16) {
         self.index = index;
-        self.nop();
     }
 
     /// The encoded WQE, padded with zeros to whole building blocks.
     pub fn bytes(&self) -> &[u8] {
-        &self.bytes[..self.blocks() as usize * WQEBB]
+        self.building_blocks().as_flattened()
+    }
+
+    /// The same as building blocks.
+    #[inline]
+    pub fn building_blocks(&self) -> &[[u8; WQEBB]] {
+        &self.bytes.as_chunks().0[..self.blocks() as usize]
     }
 
     /// Building blocks that the WQE takes.
@@ -53,8 +60,7 @@ impl Builder {
 
     /// Adds bits of `fm_ce_se`.
     pub fn flags(&mut self, fm_ce_se: u8) -> &mut Self {
-        self.bytes[11] |= fm_ce_se;
-        self
+        self.add64(8, (fm_ce_se as u64) << 32)
     }
 
     /// NOP of one segment.
@@ -206,28 +212,36 @@ impl Builder {
         self.start(op, 0, 2, 0).put32(24, index).put32(28, number)
     }
 
+    #[inline]
     fn start(&mut self, op: u8, opmod: u8, segments: usize, imm: u32) -> &mut Self {
         assert!(
             (1..=super::MAX_SEGMENTS).contains(&segments),
             "a WQE has at most {} segments, this one {segments}",
             super::MAX_SEGMENTS
         );
-        let old = self.segments.max(segments).div_ceil(4) * WQEBB;
-        self.bytes[..old].fill(0);
+        let old = self.segments.max(segments).div_ceil(WQEBB / SEGMENT);
+        let (first, more) = self.bytes.as_chunks_mut::<WQEBB>().0.split_at_mut(1);
+        // Most have one block, which a few stores clear.
+        first[0] = [0; WQEBB];
+        if old > 1 {
+            more[..old - 1].fill([0; WQEBB]);
+        }
         self.segments = segments;
-        self.bytes[0] = opmod;
-        self.bytes[1..3].copy_from_slice(&self.index.to_be_bytes());
-        self.bytes[3] = op;
-        self.put32(4, self.qpn.raw() << 8 | segments as u32).put32(12, imm)
+        let what = (opmod as u32) << 24 | (self.index as u32) << 8 | op as u32;
+        let whose = self.qpn.raw() << 8 | segments as u32;
+        self.put64(0, (what as u64) << 32 | whose as u64).put64(8, imm as u64)
     }
 
+    #[inline]
     fn remote(&mut self, r: Remote) -> &mut Self {
-        self.put64(16, r.addr).put32(24, r.rkey.0)
+        self.put64(16, r.addr).put64(24, (r.rkey.0 as u64) << 32)
     }
 
+    #[inline]
     fn sges(&mut self, first_segment: usize, list: &[Sge]) -> &mut Self {
         for (i, sge) in list.iter().enumerate() {
-            self.bytes[(first_segment + i) * SEGMENT..][..SEGMENT].copy_from_slice(&sge.to_bytes());
+            let at = (first_segment + i) * SEGMENT;
+            self.put64(at, (sge.len as u64) << 32 | sge.lkey.0 as u64).put64(at + 8, sge.addr);
         }
         self
     }
@@ -243,14 +257,31 @@ impl Builder {
         self
     }
 
+    /// The 4 bytes at `at`, where there are zeros.
     fn put32(&mut self, at: usize, v: u32) -> &mut Self {
-        self.bytes[at..at + 4].copy_from_slice(&v.to_be_bytes());
+        let shift = if at.is_multiple_of(8) { 32 } else { 0 };
+        self.add64(at - at % 8, (v as u64) << shift)
+    }
+
+    /// Adds bits to the word at `at`. By words, because what has just been stored in pieces is not read as a whole
+    /// before the pieces are in the cache, and whoever posts reads all of it at once.
+    #[inline]
+    fn add64(&mut self, at: usize, v: u64) -> &mut Self {
+        let word = self.word(at);
+        *word = (u64::from_be_bytes(*word) | v).to_be_bytes();
         self
     }
 
+    #[inline]
     fn put64(&mut self, at: usize, v: u64) -> &mut Self {
-        self.bytes[at..at + 8].copy_from_slice(&v.to_be_bytes());
+        *self.word(at) = v.to_be_bytes();
         self
+    }
+
+    #[inline]
+    fn word(&mut self, at: usize) -> &mut [u8; 8] {
+        debug_assert!(at.is_multiple_of(8));
+        &mut self.bytes.as_chunks_mut().0[at / 8]
     }
 }
 

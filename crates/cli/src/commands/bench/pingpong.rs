@@ -1,5 +1,6 @@
 //! `granary bench pingpong`: what messages between two programs cost.
 
+use std::path::Path;
 use std::process::{Command, ExitCode};
 
 use anyhow::Context;
@@ -19,8 +20,8 @@ use crate::team::Member;
 ///
 /// Two processes. One in flight: they send to each other by turns, and latency is half of a round trip. More
 /// in flight: one sends to the other one. Over roce each has a software NIC of its own, and there are RoCEv2
-/// packets between them on the loopback interface; on shm both are clients of one NIC in a third
-/// process. This is what ucx_perftest and fi_pingpong measure of other libraries; bench/peers puts them side by side.
+/// packets between them on the loopback interface; on shm the receiver has the NIC and the other one is attached
+/// to it, or both are attached to that of a third process (--owner third), as clients of a memory node are. This is what ucx_perftest and fi_pingpong measure of other libraries; bench/peers puts them side by side.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Pingpong {
@@ -28,6 +29,10 @@ pub struct Pingpong {
     #[arg(long, value_name = "NICS", value_enum, value_delimiter = ',',
           default_values_t = [NicName::Roce, NicName::Shm])]
     nic: Vec<NicName>,
+
+    /// On shm: the process that has the NIC
+    #[arg(long, value_name = "OWNER", value_enum, default_value_t = Owner::Peer)]
+    owner: Owner,
 
     /// Operations
     #[arg(long, value_name = "OPERATIONS", value_enum, value_delimiter = ',',
@@ -85,28 +90,34 @@ struct Programs {
     nic: NicName,
     initiator: Member,
     responder: Member,
-    /// Whose NIC both are on, if it is not their own.
-    _node: Option<NodeProcess>,
+    /// Whose NIC both are on, if it is neither's.
+    _third: Option<NodeProcess>,
+}
+
+/// Which process has the NIC that two programs on shm share.
+#[derive(clap::ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+enum Owner {
+    /// The one that answers: while it waits for a message it runs the NIC.
+    Peer,
+    /// A third one.
+    Third,
 }
 
 impl Programs {
-    fn start(nic: NicName) -> anyhow::Result<Self> {
-        let node = (nic == NicName::Shm)
+    fn start(nic: NicName, owner: Owner) -> anyhow::Result<Self> {
+        let third = (nic == NicName::Shm && owner == Owner::Third)
             .then(|| NodeProcess::start(&Settings { donate_bytes: 1 << 20, ..Settings::default() }))
             .transpose()?;
-        let granary = std::env::current_exe().context("find this program's own file")?;
-        let start = || {
-            let mut command = Command::new(&granary);
-            command.args(["worker", "pingpong"]);
-            if let Some(node) = &node {
-                command.arg("--socket").arg(node.path());
-            }
-            Member::start(&mut command)
-        };
-        let (mut initiator, mut responder) = (start()?, start()?);
-        initiator.wait_ready()?;
+        let serves = nic == NicName::Shm && owner == Owner::Peer;
+        let mut socket = third.as_ref().map(|third| third.path().to_owned());
+        let mut responder = program(socket.as_deref(), serves)?;
         responder.wait_ready()?;
-        Ok(Self { nic, initiator, responder, _node: node })
+        if serves {
+            socket = Some(responder.result()?);
+        }
+        let mut initiator = program(socket.as_deref(), false)?;
+        initiator.wait_ready()?;
+        Ok(Self { nic, initiator, responder, _third: third })
     }
 
     fn measure(&mut self, task: &Task) -> anyhow::Result<Outcome> {
@@ -127,12 +138,28 @@ impl Programs {
     }
 }
 
+/// One of the two, on the NIC at `socket` or on one of its own, which it serves or not.
+fn program(socket: Option<&Path>, serves: bool) -> anyhow::Result<Member> {
+    let granary = std::env::current_exe().context("find this program's own file")?;
+    let mut command = Command::new(granary);
+    command.args(["worker", "pingpong"]);
+    if serves {
+        command.arg("--serve");
+    } else if let Some(socket) = socket {
+        command.arg("--socket").arg(socket);
+    }
+    Member::start(&mut command)
+}
+
 impl Pingpong {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let tasks = self.tasks()?;
         let mut report = begin(&self.output)?;
-        let mut programs =
-            self.nic.iter().map(|nic| Programs::start(*nic)).collect::<Result<Vec<_>, _>>()?;
+        let mut programs = self
+            .nic
+            .iter()
+            .map(|nic| Programs::start(*nic, self.owner))
+            .collect::<Result<Vec<_>, _>>()?;
         let rounds = self.rounds.rounds;
         let bar = self.output.progress().bar("pingpong", tasks.len() as u64 * u64::from(rounds));
         for task in tasks {
