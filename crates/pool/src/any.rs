@@ -12,13 +12,15 @@ use crate::scheme::{
     NodeStatus, WhenIdle, Worker,
 };
 use crate::settings::{SchemeKind, Settings};
-use crate::{Error, odrp, onesidedmw, rpc};
+use crate::{Error, finemem, odrp, onesidedmw, rpc};
 
 /// The memory node's side of any scheme.
 #[non_exhaustive]
 pub enum AnyNode<N: DirectNic> {
     /// [`onesidedmw`].
     OneSidedMw(Box<onesidedmw::Node<N>>),
+    /// [`finemem`].
+    FineMem(Box<finemem::Node<N>>),
     /// [`odrp`].
     Odrp(Box<odrp::Node<N>>),
     /// [`rpc`].
@@ -32,6 +34,7 @@ impl<N: DirectNic> AnyNode<N> {
             SchemeKind::OneSidedMw => {
                 Self::OneSidedMw(Box::new(onesidedmw::Node::new(nic.clone(), settings.clone())?))
             }
+            SchemeKind::FineMem => Self::FineMem(Box::new(finemem::Node::new(nic, settings)?)),
             SchemeKind::Odrp => {
                 Self::Odrp(Box::new(odrp::Node::new(nic.clone(), settings.clone())?))
             }
@@ -46,6 +49,7 @@ macro_rules! each {
     ($self:expr, $node:ident => $body:expr) => {
         match $self {
             AnyNode::OneSidedMw($node) => $body,
+            AnyNode::FineMem($node) => $body,
             AnyNode::Odrp($node) => $body,
             AnyNode::Rpc($node) => $body,
         }
@@ -123,6 +127,8 @@ impl<N: DirectNic> NodeScheme for AnyNode<N> {
 pub enum AnyClient<N: Nic> {
     /// [`onesidedmw`].
     OneSidedMw(onesidedmw::Client<N>),
+    /// [`finemem`].
+    FineMem(finemem::Client<N>),
     /// [`odrp`].
     Odrp(odrp::Client<N>),
     /// [`rpc`].
@@ -134,6 +140,7 @@ impl<N: Nic> AnyClient<N> {
     pub fn new(nic: &N, pd: &N::Pd, welcome: &Welcome) -> Result<Self, Error> {
         Ok(match welcome.scheme {
             SchemeKind::OneSidedMw => Self::OneSidedMw(onesidedmw::Client::new(nic, pd, welcome)?),
+            SchemeKind::FineMem => Self::FineMem(finemem::Client::new(nic, pd, welcome)?),
             SchemeKind::Odrp => Self::Odrp(odrp::Client::new(nic, pd, welcome)?),
             SchemeKind::RpcMw2 | SchemeKind::RpcMw1 | SchemeKind::FineMr | SchemeKind::StaticMr => {
                 Self::Rpc(rpc::Client::new(nic, pd, welcome)?)
@@ -170,6 +177,7 @@ macro_rules! each_client {
     ($self:expr, $client:ident => $body:expr) => {
         match $self {
             AnyClient::OneSidedMw($client) => $body,
+            AnyClient::FineMem($client) => $body,
             AnyClient::Odrp($client) => $body,
             AnyClient::Rpc($client) => $body,
         }
@@ -179,6 +187,10 @@ macro_rules! each_client {
 impl<N: Nic> ClientScheme for AnyClient<N> {
     async fn allocate(&self, group: GroupId) -> Result<Grant, Error> {
         each_client!(self, client => client.allocate(group).await)
+    }
+
+    async fn allocate_bytes(&self, group: GroupId, bytes: u64) -> Result<Grant, Error> {
+        each_client!(self, client => client.allocate_bytes(group, bytes).await)
     }
 
     async fn free(&self, grant: &Grant) -> Result<(), Error> {
@@ -205,12 +217,20 @@ impl<N: Nic> ClientScheme for AnyClient<N> {
         each_client!(self, client => client.break_management())
     }
 
+    async fn recall(&self) {
+        each_client!(self, client => client.recall().await)
+    }
+
     fn when_idle(&self, look: &WhenIdle) {
         each_client!(self, client => client.when_idle(look))
     }
 
     fn name_access(&self, peers: Vec<Vec<Qpn>>) {
         each_client!(self, client => client.name_access(peers))
+    }
+
+    fn admitted(&self, terms: &Admitted) {
+        each_client!(self, client => client.admitted(terms))
     }
 
     fn connect(&self, peers: &[PeerAddress]) -> Result<(), Error> {

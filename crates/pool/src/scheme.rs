@@ -80,6 +80,24 @@ pub struct Admitted {
     pub management: Vec<u32>,
     /// Peers of the access QPs.
     pub groups: Vec<Vec<u32>>,
+    /// Where the compute node allocates by itself: what it works on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub metadata: Option<Metadata>,
+}
+
+/// The metadata of a memory node on which compute nodes allocate with READ and CAS.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Metadata {
+    /// Address of its first word.
+    pub addr: u64,
+    /// Key, for the management QP only.
+    pub rkey: u32,
+    /// What the compute node is called in it.
+    pub user: u16,
+    /// Address of the first chunk.
+    pub data: u64,
+    /// Chunks of the pool.
+    pub chunks: u32,
 }
 
 /// The bulletin: 8 bytes in the compute node's memory that the memory node's CPU writes when its
@@ -315,7 +333,33 @@ pub trait ClientScheme: Send + Sync {
     /// Allocates a chunk whose keys are for the QPs of `group`.
     fn allocate(&self, group: GroupId) -> impl Future<Output = Result<Grant, Error>> + Send;
 
-    /// Frees a chunk. When this returns, the chunk is released.
+    /// Allocates at least `bytes`, where a scheme has more than one size. Others refuse what their chunks do not
+    /// hold.
+    fn allocate_bytes(
+        &self,
+        group: GroupId,
+        bytes: u64,
+    ) -> impl Future<Output = Result<Grant, Error>> + Send {
+        async move {
+            let grant = self.allocate(group).await?;
+            if bytes <= grant.len {
+                return Ok(grant);
+            }
+            self.free(&grant).await?;
+            Err(Error::Setting {
+                setting: "bytes",
+                value: bytes.to_string(),
+                why: format!(
+                    "this pool's scheme has chunks of {} bytes only; serve with larger ones \
+                     (--chunk), or with scheme finemem",
+                    grant.len
+                ),
+            })
+        }
+    }
+
+    /// Frees a chunk. When this returns, the chunk is released; in scheme `finemem` and `rpc-mw-1` it is
+    /// set aside until it can be.
     fn free(&self, grant: &Grant) -> impl Future<Output = Result<(), Error>> + Send;
 
     /// The management QPs, in the scheme's order: what [`Admission::management`] names.
@@ -340,12 +384,22 @@ pub trait ClientScheme: Send + Sync {
     /// Takes the management QPs to Error: requests that are in flight end with an error.
     fn break_management(&self) -> Result<(), Error>;
 
+    /// Gives back what a request that broke off may have got, where that is the compute node's to find out. Asked
+    /// after a request has failed, when the management QPs are re-established.
+    fn recall(&self) -> impl Future<Output = ()> + Send {
+        async {}
+    }
+
     /// Has `look` called from time to time by who waits for an answer that does not come.
     fn when_idle(&self, look: &WhenIdle);
 
     /// The memory node's access QPs, by group and lane, once it has admitted the compute node: for
     /// schemes whose requests name them.
     fn name_access(&self, _peers: Vec<Vec<Qpn>>) {}
+
+    /// What the memory node said when it admitted the compute node, before the QPs are connected: for
+    /// schemes that need more of it than QP numbers.
+    fn admitted(&self, _terms: &Admitted) {}
 
     /// Connects the management QPs with their peers, given in the scheme's order.
     fn connect(&self, peers: &[PeerAddress]) -> Result<(), Error>;

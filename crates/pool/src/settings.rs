@@ -250,6 +250,11 @@ pub enum SchemeKind {
     /// every access (OneSidedMW §2.2.3).
     #[serde(rename = "odrp")]
     Odrp,
+    /// The compute node allocates by itself, with READ and CAS on a bitmap tree in the memory node; a freed block
+    /// is set aside until its key is dead and it is cleared (FineMem). Windows are of type 1: compute
+    /// nodes trust each other not to guess keys.
+    #[serde(rename = "finemem")]
+    FineMem,
 }
 
 impl SchemeKind {
@@ -261,6 +266,7 @@ impl SchemeKind {
         SchemeKind::FineMr,
         SchemeKind::StaticMr,
         SchemeKind::Odrp,
+        SchemeKind::FineMem,
     ];
 
     /// Its name in reports and on command lines.
@@ -272,13 +278,14 @@ impl SchemeKind {
             SchemeKind::FineMr => "fine-mr",
             SchemeKind::StaticMr => "static-mr",
             SchemeKind::Odrp => "odrp",
+            SchemeKind::FineMem => "finemem",
         }
     }
 
     /// True if every allocation is an RPC to the memory node's CPU.
     pub const fn is_by_rpc(self) -> bool {
         match self {
-            SchemeKind::OneSidedMw | SchemeKind::Odrp => false,
+            SchemeKind::OneSidedMw | SchemeKind::Odrp | SchemeKind::FineMem => false,
             SchemeKind::RpcMw2 | SchemeKind::RpcMw1 | SchemeKind::FineMr | SchemeKind::StaticMr => {
                 true
             }

@@ -70,6 +70,11 @@ fn static_mr() {
     check_seeds(Case::of(SchemeKind::StaticMr));
 }
 
+#[test]
+fn finemem() {
+    check_seeds(Case::of(SchemeKind::FineMem));
+}
+
 /// What is unsafe about `rpc-mw-1` is no matter of luck: within a few worlds a key is guessed, and opens another's
 /// chunk. The same guesses open nothing in the same worlds where windows are of type 2.
 #[test]

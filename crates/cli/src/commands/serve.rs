@@ -56,7 +56,8 @@ pub struct Serve {
     #[arg(long, hide = true, conflicts_with = "socket")]
     private: bool,
 
-    /// Who allocates: onesidedmw (the NIC); or a baseline, the CPU on request: rpc-mw-2, rpc-mw-1
+    /// Who allocates: onesidedmw (the NIC); finemem (the compute node; compute nodes trust each other);
+    /// or a baseline, the CPU on request: rpc-mw-2, rpc-mw-1
     /// (unsafe), fine-mr, static-mr; or the NIC page by page, at every access: odrp
     #[arg(long, default_value_t)]
     scheme: SchemeKind,

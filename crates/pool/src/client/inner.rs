@@ -99,15 +99,21 @@ impl<N: Nic> Inner<N> {
             }
         }
         self.scheme.name_access(peers);
+        self.scheme.admitted(&self.terms);
         let peers: Vec<_> = terms.management.iter().map(|q| self.control.peer(*q)).collect();
         self.scheme.connect(&peers)
     }
 
-    pub(super) async fn allocate_in(&self, group: GroupId) -> Result<Grant, Error> {
+    /// Allocates a chunk, or `bytes`.
+    pub(super) async fn allocate_in(
+        &self,
+        group: GroupId,
+        bytes: Option<u64>,
+    ) -> Result<Grant, Error> {
         self.check_group(group)?;
         self.reopen_management()?;
         self.hold()?;
-        let mut result = self.scheme.allocate(group).await;
+        let mut result = self.ask_for(group, bytes).await;
         for _ in 0..TRIES {
             // Without separation somebody's bad access has broken it; what was not delivered is taken
             // back.
@@ -115,7 +121,7 @@ impl<N: Nic> Inner<N> {
                 break;
             }
             self.repair_management()?;
-            result = self.scheme.allocate(group).await;
+            result = self.ask_for(group, bytes).await;
         }
         match &result {
             Ok(_) => {
@@ -129,9 +135,17 @@ impl<N: Nic> Inner<N> {
             Err(_) => {
                 self.held.fetch_sub(1, Ordering::Relaxed);
                 self.repair_management()?;
+                self.scheme.recall().await;
             }
         }
         result.map(|grant| grant.of(self.era))
+    }
+
+    async fn ask_for(&self, group: GroupId, bytes: Option<u64>) -> Result<Grant, Error> {
+        match bytes {
+            None => self.scheme.allocate(group).await,
+            Some(bytes) => self.scheme.allocate_bytes(group, bytes).await,
+        }
     }
 
     pub(super) async fn free(&self, grant: &Grant) -> Result<(), Error> {
@@ -156,7 +170,10 @@ impl<N: Nic> Inner<N> {
                 self.held.fetch_sub(1, Ordering::Relaxed);
             }
             Err(Error::NotYours { .. }) => {}
-            Err(_) => self.repair_management()?,
+            Err(_) => {
+                self.repair_management()?;
+                self.scheme.recall().await;
+            }
         }
         result
     }

@@ -291,8 +291,19 @@ impl<N: Nic> Pool<N> {
 
     /// Allocates a chunk for the QPs of `group`, like [`Pool::allocate`].
     pub async fn allocate_in(&self, group: GroupId) -> Result<Grant, Error> {
+        self.allocate_some(group, None).await
+    }
+
+    /// Allocates at least `bytes` for the current core's group, like [`Pool::allocate`]: the grant says how
+    /// many there are. Scheme `finemem` has blocks of any power of two of chunks up to 512 of them; of others an
+    /// error says that a chunk does not hold as many.
+    pub async fn allocate_bytes(&self, bytes: u64) -> Result<Grant, Error> {
+        self.allocate_some(self.current_group(), Some(bytes)).await
+    }
+
+    async fn allocate_some(&self, group: GroupId, bytes: Option<u64>) -> Result<Grant, Error> {
         let (inner, undo) = (self.inner.clone(), self.inner.clone());
-        let allocate = async move { inner.allocate_in(group).await };
+        let allocate = async move { inner.allocate_in(group, bytes).await };
         Finish::new::<N::Cq>(allocate, move |result| {
             if let Ok(grant) = result {
                 // A memory node that is gone, or a connection that broke: it is not ours any more.
@@ -302,8 +313,8 @@ impl<N: Nic> Pool<N> {
         .await
     }
 
-    /// Frees a chunk: when this returns, its keys are dead, and it is cleared and free. Nothing of
-    /// it may be in flight any more. It is freed also if this is dropped before it ends.
+    /// Frees a chunk: when this returns, its keys are dead, and it is cleared and free; in schemes `finemem` and
+    /// `rpc-mw-1` it is set aside until it can be. Nothing of it may be in flight any more. It is freed also if this is dropped before it ends.
     pub async fn free(&self, grant: Grant) -> Result<(), Error> {
         let inner = self.inner.clone();
         Finish::new::<N::Cq>(async move { inner.free(&grant).await }, drop).await
@@ -316,7 +327,12 @@ impl<N: Nic> Pool<N> {
 
     /// [`Pool::allocate_in`], blocking.
     pub fn allocate_in_blocking(&self, group: GroupId) -> Result<Grant, Error> {
-        block_on(self.inner.allocate_in(group))
+        block_on(self.inner.allocate_in(group, None))
+    }
+
+    /// [`Pool::allocate_bytes`], blocking.
+    pub fn allocate_bytes_blocking(&self, bytes: u64) -> Result<Grant, Error> {
+        block_on(self.inner.allocate_in(self.current_group(), Some(bytes)))
     }
 
     /// [`Pool::free`], blocking.

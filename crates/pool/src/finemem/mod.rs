@@ -1,10 +1,38 @@
-//! FineMem: one-sided allocation by a bitmap tree in the memory node's memory.
+//! FineMem: the compute node allocates by itself, with READ and CAS on a bitmap tree in the memory node.
 //!
-//! Here are the layouts of its metadata ([`header`], [`log`], [`layout`]) and the algorithms on them
-//! ([`tree`]), which own no NIC.
+//! ```text
+//! compute node                                     memory node's memory
+//!   allocate   CAS header ─────────────────────────► span or section: bits and temporary log, committed
+//!              READ log, READ header, CAS log ─────► full log of the block
+//!              READ capability ◄──────────────────── its key: a window was bound ahead
+//!   access     READ, WRITE, atomics under that key, on its access QPs
+//!   free       CAS capability ─────────────────────► quarantined
+//!                                                    scan (CPU): rebind, clear, new key, bits cleared
+//! ```
+//!
+//! - [`header`], [`log`] and [`layout`] are the words, [`tree`] is what is done with them.
+//! - The metadata is opened to the management QP of each compute node by a type-2 window that is bound to
+//!   that QP. Who runs on a compute node and has access QPs only cannot reach it, whatever he guesses.
+//! - Windows over the blocks are of type 1, since nobody knows who will use one when it is bound: a key
+//!   is 8 bits of tag away from each compute node's access QPs (OneSidedMW §2.3), as in `rpc-mw-1`.
+//! - A compute node is trusted with the metadata (FineMem §4.3): it is a service that allocates for the
+//!   applications there.
+//! - A block that is freed is given to nobody before its old key is dead and it is cleared.
 
+mod audit;
+mod books;
+mod client;
 pub mod header;
+mod keys;
 pub mod layout;
 pub mod log;
-pub mod table;
+mod node;
+mod peer;
+mod scan;
+mod table;
 pub mod tree;
+mod words;
+
+pub use books::Books;
+pub use client::Client;
+pub use node::Node;

@@ -5,7 +5,7 @@ use super::layout::{Shape, Word};
 
 /// The words of a tree of which nothing is taken that are not zero: chunks that the pool does not have are
 /// taken, by nobody, and so are their spans.
-pub fn initial(shape: Shape, mut set: impl FnMut(Word, u64)) {
+pub(super) fn initial(shape: Shape, mut set: impl FnMut(Word, u64)) {
     for section in 0..shape.sections() {
         let mut header = Header(0);
         for at in 0..SPANS {

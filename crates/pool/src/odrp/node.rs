@@ -419,6 +419,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
                 .iter()
                 .map(|lanes| lanes.iter().map(|(qp, _)| qp.qpn().raw()).collect())
                 .collect(),
+            metadata: None,
         };
         let workers = c.directions().map(|d| d.worker.qpn());
         self.clients.insert(client, c);

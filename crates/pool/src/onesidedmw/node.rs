@@ -300,6 +300,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
                 .iter()
                 .map(|lanes| lanes.iter().map(|(qp, _)| qp.qpn().raw()).collect())
                 .collect(),
+            metadata: None,
         };
         self.workers.extend(c.directions().map(|d| (d.worker.qpn(), client)));
         self.clients.insert(client, c);

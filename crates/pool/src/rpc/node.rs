@@ -209,6 +209,7 @@ impl<N: Nic> NodeScheme for Node<N> {
                 .iter()
                 .map(|group| group.iter().map(|path| path.qp.qpn().raw()).collect())
                 .collect(),
+            metadata: None,
         };
         state.by_management.insert(peer.management.qpn(), client);
         state.peers.insert(client, peer);

@@ -78,13 +78,13 @@ impl Setup {
 
     /// True if a key is for one compute node: not with type-1 windows (OneSidedMW §2.3).
     fn keys_are_for_one_client(&self) -> bool {
-        self.how.scheme != SchemeKind::RpcMw1
+        !matches!(self.how.scheme, SchemeKind::RpcMw1 | SchemeKind::FineMem)
     }
 
-    /// True if a chunk's keys are dead when its free returns: with type-1 windows they are when the
-    /// next allocation does.
+    /// True if a chunk's keys are dead when its free returns: with type-1 windows they are when somebody
+    /// gets the chunk, at the latest.
     fn dies_with_its_free(&self) -> bool {
-        self.how.scheme != SchemeKind::RpcMw1
+        !matches!(self.how.scheme, SchemeKind::RpcMw1 | SchemeKind::FineMem)
     }
 }
 
@@ -98,6 +98,7 @@ scheme!(rpc_mw_2, crate::How::by(pool::SchemeKind::RpcMw2));
 scheme!(rpc_mw_1, crate::How::by(pool::SchemeKind::RpcMw1));
 scheme!(fine_mr, crate::How::by(pool::SchemeKind::FineMr));
 scheme!(static_mr, crate::How::by(pool::SchemeKind::StaticMr));
+scheme!(finemem, crate::How::by(pool::SchemeKind::FineMem));
 
 /// Access is by pages: the checks of [`checks`] that are about keys, ranges and parts of a chunk do not
 /// apply; those that do are made with pages.

@@ -2,6 +2,7 @@
 
 use fabric::{DmaMemory, MemoryRegion};
 use pool::AnyNode;
+use pool::finemem;
 use pool::odrp::table::page_of;
 use pool::onesidedmw::layout::Memory;
 use pool::rpc;
@@ -44,6 +45,8 @@ pub(super) enum Books {
     Pages(Box<Memory<SimNic>>, Tables),
     /// The CPU's table.
     Rpc(rpc::Books<SimNic>),
+    /// Bitmaps and logs of `finemem`.
+    Tree(finemem::Books),
 }
 
 impl Books {
@@ -52,6 +55,7 @@ impl Books {
             AnyNode::OneSidedMw(node) => Self::Chains(Box::new(node.memory().clone())),
             AnyNode::Rpc(node) => Self::Rpc(node.books()),
             AnyNode::Odrp(node) => Self::Pages(Box::new(node.memory().clone()), Tables::default()),
+            AnyNode::FineMem(node) => Self::Tree(node.books()),
             _ => unreachable!("a scheme that this check does not know"),
         }
     }
@@ -61,6 +65,7 @@ impl Books {
         match self {
             Self::Chains(memory) | Self::Pages(memory, _) => memory.chunks.memory().clone(),
             Self::Rpc(books) => books.memory(),
+            Self::Tree(books) => books.memory(),
         }
     }
 
@@ -75,6 +80,7 @@ impl Books {
                 (!tables.hidden).then(|| tables.owners(memory, entry).next())
             }
             Self::Rpc(books) => books.chunk(entry).map(|c| c.owner),
+            Self::Tree(books) => Some(books.owner(entry)),
         }
     }
 
@@ -96,11 +102,17 @@ impl Books {
         }
     }
 
+    /// True for an address of what compute nodes allocate on.
+    pub fn is_metadata(&self, addr: u64) -> bool {
+        matches!(self, Self::Tree(books) if books.is_metadata(addr))
+    }
+
     /// A chunk is opened for its owner, who does not have it.
     pub fn is_aside(&self, entry: u32) -> bool {
         match self {
             Self::Chains(_) | Self::Pages(..) => false,
             Self::Rpc(books) => books.chunk(entry).is_some_and(|c| c.aside),
+            Self::Tree(books) => books.is_quarantined(entry),
         }
     }
 
@@ -112,6 +124,9 @@ impl Books {
         let memory = match self {
             Self::Chains(memory) | Self::Pages(memory, _) => memory,
             Self::Rpc(books) => return Ok(books.free()),
+            Self::Tree(books) => {
+                return Ok(Some((0..books.chunks()).filter(|c| !books.is_taken(*c)).collect()));
+            }
         };
         // All slots: one that head has passed and nobody has emptied yet holds a free entry too.
         let slots = 0..memory.shape.slots() as usize;

@@ -51,6 +51,7 @@ impl Case {
         Self::of(SchemeKind::FineMr),
         Self::of(SchemeKind::StaticMr),
         Self::of(SchemeKind::Odrp),
+        Self::of(SchemeKind::FineMem),
     ];
 
     /// `rpc-mw-1` where keys are guessed: they open what they name, to whoever has them.
@@ -74,6 +75,11 @@ impl Case {
             group_size: self.group_size.unwrap_or(settings.group_size),
             ..settings
         }
+    }
+
+    /// Compute nodes trust each other: nobody is hostile, and any window opens to whoever has its key.
+    pub(super) fn is_trusting(&self) -> bool {
+        self.scheme == SchemeKind::FineMem
     }
 
     /// Access is by pages, whose places their users never learn.

@@ -45,7 +45,7 @@ pub struct Alloc {
     #[arg(long, value_name = "SIZE", default_value = "4KiB")]
     chunk: Size,
 
-    /// Schemes, of onesidedmw, rpc-mw-2, rpc-mw-1 (unsafe), fine-mr, static-mr, and odrp (4KiB), whose
+    /// Schemes, of onesidedmw, finemem, rpc-mw-2, rpc-mw-1 (unsafe), fine-mr, static-mr, and odrp (4KiB), whose
     /// allocation is the first write of a page; see docs/schemes.md
     #[arg(long, value_name = "SCHEMES", value_delimiter = ',',
           default_values_t = [SchemeKind::OneSidedMw, SchemeKind::RpcMw2])]

@@ -37,6 +37,8 @@ mod recover;
 #[cfg(test)]
 mod tests;
 
+pub(super) use flush::pending;
+
 use std::future::Future;
 
 use parking_lot::Mutex;

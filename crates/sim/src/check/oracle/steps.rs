@@ -94,6 +94,9 @@ impl Oracle {
         if !surely {
             return; // what it wrote is seen in the bytes
         }
+        if self.books.is_metadata(aim.addr) {
+            return; // it allocates or frees
+        }
         self.seen.accesses += 1;
         let kind = match aim.need {
             Access::REMOTE_READ => "reads",

@@ -98,8 +98,8 @@ impl Oracle {
         if let Some(holds) = self.holds.get_mut(entry as usize) {
             holds.retain(|h| h.who != who || h.keys != keys);
         }
-        if self.case.scheme == SchemeKind::RpcMw1 {
-            return; // by design its windows are rebound by the next allocation
+        if matches!(self.case.scheme, SchemeKind::RpcMw1 | SchemeKind::FineMem) {
+            return; // by design its windows are rebound later, before the next allocation of the chunk has ended
         }
         self.dead.extend(keys);
         if self.reaches.iter().any(|r| keys.contains(&r.key)) {

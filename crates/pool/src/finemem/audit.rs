@@ -1,0 +1,63 @@
+//! What must be true of tree, logs and keys while no request is in flight.
+
+use fabric::Nic;
+
+use super::header::{CHUNKS, Header, SPANS, Spread, chunk_mask};
+use super::layout::{Block, SECTION, SPAN_ORDER};
+use super::log::{Capability, FullLog, Layer};
+use super::node::Node;
+use crate::Error;
+
+/// Checks that every chunk is free, or in one block that its log names and a compute node has; and that the
+/// capability table has the keys that the windows have.
+pub(super) fn check<N: Nic>(node: &Node<N>) -> Result<(), Error> {
+    let wrong = |why: String| Err(Error::Protocol { attempt: "auditing the pool".into(), why });
+    let (shape, load) = (node.shape, |at| node.words.load(at));
+    let section = |index| Header(load(shape.section(index)));
+    let span = |index| Header(load(shape.span(index)));
+    let mut owned = vec![false; shape.chunks as usize];
+    for chunk in 0..shape.chunks {
+        let log = FullLog::parse(load(shape.log(chunk)));
+        if !log.taken {
+            continue;
+        }
+        if node.peers.values().all(|peer| peer.user != log.user) {
+            return wrong(format!("chunk {chunk} is user {}'s, who is not there", log.user.raw()));
+        }
+        let order = log.size + if log.layer == Layer::Section { SPAN_ORDER } else { 0 };
+        for chunk in (Block { chunk, order }).chunks() {
+            match owned.get_mut(chunk as usize) {
+                Some(owned @ false) => *owned = true,
+                _ => return wrong(format!("chunk {chunk} is in two blocks, or in none")),
+            }
+        }
+    }
+    for chunk in 0..shape.chunks {
+        let (index, at) = (chunk / SECTION, chunk / CHUNKS % SPANS);
+        let header = span(chunk / CHUNKS);
+        let taken = match section(index).spread(at) {
+            Spread::Empty if header.in_use() || header.bitmap() != 0 => {
+                return wrong(format!(
+                    "span {} is empty for its section, and not for itself",
+                    chunk / CHUNKS
+                ));
+            }
+            _ if header.in_use() => header.bitmap() & chunk_mask(chunk % CHUNKS, 0) != 0,
+            spread => spread == Spread::Full,
+        };
+        if taken != owned[chunk as usize] {
+            let of = if taken { "taken, and no log says so" } else { "free, and a log says not" };
+            return wrong(format!("chunk {chunk} is {of}"));
+        }
+    }
+    for entry in 0..shape.entries() {
+        let capability = Capability::parse(load(shape.capability(entry)));
+        let key = node.keys.key(entry);
+        if capability != Capability::open(key) && capability != Capability::quarantined(key) {
+            return wrong(format!(
+                "the table has {capability:?} for entry {entry}, whose key is {key:?}"
+            ));
+        }
+    }
+    Ok(())
+}

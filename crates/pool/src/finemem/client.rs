@@ -1,0 +1,400 @@
+//! The compute node's side: the tree's READs and CASes go over the management QP, whose peer the memory
+//! node has opened the metadata to. A free is one CAS on the capability of the block.
+//!
+//! An allocation or free that broke off may have been executed or not. What this compute node owns
+//! without having been told is found in the logs, and put into quarantine, before the next allocation.
+
+use std::collections::HashMap;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use fabric::completion::{Completer, Pending};
+use fabric::{
+    Access, Completion, CqAttr, Key, MemoryRegion, Nic, Op, PeerAddress, QpAttr, QpChange, QpState,
+    Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Remote, Status, WorkRequest,
+};
+use parking_lot::Mutex;
+
+use super::header::User;
+use super::layout::{Shape, Word};
+use super::log::Capability;
+use super::tree::{BATCH, Tree, Verbs};
+use crate::Error;
+use crate::credits::{Credit, Credits};
+use crate::protocol::Welcome;
+use crate::scheme::{Admitted, ClientScheme, Grant, GroupId, MAX_GROUP, WhenIdle};
+
+/// Bytes that a request in flight has for what its verbs return.
+const SLOT_BYTES: usize = 8 * BATCH;
+/// Building blocks of the management QP for each request in flight: two READs at once, or a bell, and as many
+/// again that were completed and not polled.
+const BLOCKS: u32 = 4;
+/// How often an allocation has quarantines ended, as long as that ends any.
+const RINGS: u32 = 64;
+
+/// The scheme's compute-node side on the NIC `N`.
+pub struct Client<N: Nic> {
+    qp: N::Qp,
+    completer: Completer<N::Cq>,
+    /// What verbs return: a slot for each request in flight.
+    scratch: N::Mr,
+    /// What the answer to a bell goes to.
+    answers: N::Mr,
+    credits: Credits,
+    in_flight: u32,
+    chunk_bytes: u64,
+    lanes: usize,
+    /// Taken to ring, and to clear doubts.
+    alone: Credits,
+    order: Mutex<()>,
+    /// The QP is not in Reset. Changes under `order`.
+    open: AtomicBool,
+    admitted: OnceLock<Terms>,
+    /// Blocks that this compute node has been granted, with the keys that it was told.
+    held: Mutex<HashMap<u32, Key>>,
+    /// An allocation broke off, and may have taken something.
+    in_doubt: AtomicBool,
+}
+
+/// What the memory node said when it admitted this compute node.
+struct Terms {
+    metadata: Remote,
+    data: u64,
+    user: User,
+    tree: Tree,
+}
+
+impl<N: Nic> Client<N> {
+    /// Makes the management QP.
+    pub fn new(nic: &N, pd: &N::Pd, welcome: &Welcome) -> Result<Self, Error> {
+        let credits = welcome.credits;
+        let blocks = (credits * BLOCKS).next_power_of_two().max(16);
+        let cq = nic.create_cq(CqAttr { entries: 2 * blocks, ignore_overrun: false })?;
+        let attr = QpAttr {
+            send_cq: &cq,
+            recv_cq: &cq,
+            send_blocks: blocks,
+            receive: Receive::Own(ReceiveAttr { entries: 2, max_sges: 1 }),
+            access: Access::NONE,
+        };
+        let qp = nic.create_qp(pd, attr)?;
+        let local = |bytes| -> Result<N::Mr, Error> {
+            Ok(nic.reg_mr(pd, &nic.alloc_dma(bytes)?, Access::LOCAL_ALL)?)
+        };
+        Ok(Self {
+            qp,
+            completer: Completer::new(cq),
+            scratch: local(credits as usize * SLOT_BYTES)?,
+            answers: local(8)?,
+            credits: Credits::new(credits),
+            in_flight: credits,
+            chunk_bytes: welcome.chunk_bytes,
+            lanes: (welcome.group_size as usize).saturating_sub(1).clamp(1, MAX_GROUP),
+            alone: Credits::new(1),
+            order: Mutex::new(()),
+            open: AtomicBool::new(false),
+            admitted: OnceLock::new(),
+            held: Mutex::default(),
+            in_doubt: AtomicBool::new(false),
+        })
+    }
+
+    fn terms(&self, attempt: &'static str) -> Result<&Terms, Error> {
+        self.admitted.get().ok_or_else(|| Error::Protocol {
+            attempt: attempt.into(),
+            why: "the memory node did not say where its metadata is".into(),
+        })
+    }
+
+    /// A place among the requests in flight.
+    async fn session(&self, attempt: &'static str) -> Result<Session<'_, N>, Error> {
+        let metadata = self.terms(attempt)?.metadata;
+        Ok(Session { client: self, credit: self.credits.take().await, metadata, attempt })
+    }
+
+    /// Posts requests of which the last one is signaled.
+    fn post(&self, attempt: &str, list: &mut [WorkRequest<'_>]) -> Result<Pending<N::Cq>, Error> {
+        let _order = self.order.lock();
+        self.check_open(attempt)?;
+        Ok(self.completer.submit(|id| {
+            list.iter_mut().for_each(|wr| wr.id = id);
+            self.qp.post_send(list)
+        })?)
+    }
+
+    fn check_open(&self, attempt: &str) -> Result<(), Error> {
+        match self.open.load(Ordering::Relaxed) {
+            true => Ok(()),
+            false => Err(broken(attempt, Status::Flushed)),
+        }
+    }
+
+    /// Asks the memory node's CPU to end the quarantines that there are, and waits for that; how many it has
+    /// ended, and how many chunks are free.
+    async fn ring(&self, attempt: &str) -> Result<(u32, u32), Error> {
+        let _alone = self.alone.take().await;
+        let (answered, sent) = {
+            let _order = self.order.lock();
+            self.check_open(attempt)?;
+            let to = self.answers.sge(0, 8);
+            let receive = |id| self.qp.post_recv(&ReceiveRequest { id, to: &[to] });
+            let answered = self.completer.submit(receive)?;
+            let sent = self.completer.submit(|id| {
+                let op = Op::SendInline { data: &[0; 8] };
+                self.qp.post_send(&[WorkRequest { id, op, signaled: true }])
+            })?;
+            (answered, sent)
+        };
+        check(attempt, answered.await?)?;
+        check(attempt, sent.await?)?;
+        let answer = self.answers.memory().load_be64(0);
+        Ok(((answer >> 32) as u32, answer as u32))
+    }
+
+    /// Puts into quarantine what this compute node owns and was not told of. Nothing else is in flight
+    /// meanwhile.
+    async fn clear_doubts(&self, attempt: &'static str) -> Result<(), Error> {
+        let _alone = self.alone.take().await;
+        let mut all = Vec::new();
+        for _ in 1..self.in_flight {
+            all.push(self.credits.take().await);
+        }
+        let session = self.session(attempt).await?;
+        if !self.in_doubt.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let Terms { tree, user, .. } = self.terms(attempt)?;
+        let shape = tree.shape();
+        for section in 0..shape.sections() {
+            for block in tree.taken_by(&session, *user, section).await? {
+                let entry = shape.entry(block);
+                let at = shape.capability(entry);
+                let mut word = [0];
+                session.read(at, &mut word).await?;
+                let capability = Capability::parse(word[0]);
+                let is_held = self.held.lock().get(&entry) == Some(&capability.main);
+                // It may be in quarantine already: of a free that broke off.
+                if !is_held && !capability.is_quarantined() {
+                    let given_up = Capability::quarantined(capability.main);
+                    session.cas(at, word[0], given_up.to_word()).await?;
+                }
+            }
+        }
+        self.in_doubt.store(false, Ordering::Release);
+        Ok(())
+    }
+
+    async fn try_allocate(
+        &self,
+        attempt: &'static str,
+        group: GroupId,
+        order: u32,
+    ) -> Result<Option<Grant>, Error> {
+        let session = self.session(attempt).await?;
+        let Terms { tree, data, .. } = self.terms(attempt)?;
+        let shape = tree.shape();
+        let granted = async {
+            let Some(block) = tree.allocate(&session, order).await? else { return Ok(None) };
+            let entry = shape.entry(block);
+            let mut word = [0];
+            session.read(shape.capability(entry), &mut word).await?;
+            let key = Capability::parse(word[0]).main;
+            let addr = data + block.chunk as u64 * shape.chunk_bytes;
+            // One window for all lanes.
+            let keys = &[key; MAX_GROUP][..self.lanes];
+            Ok(Some(Grant::new(addr, shape.block_bytes(order), entry, group, keys)))
+        };
+        let granted: Result<Option<Grant>, Error> = granted.await;
+        match &granted {
+            Ok(Some(grant)) => _ = self.held.lock().insert(grant.entry, grant.keys()[0]),
+            Ok(None) => {}
+            Err(_) => self.in_doubt.store(true, Ordering::Release),
+        }
+        granted
+    }
+}
+
+/// A request in flight.
+struct Session<'a, N: Nic> {
+    client: &'a Client<N>,
+    credit: Credit<'a>,
+    metadata: Remote,
+    attempt: &'static str,
+}
+
+impl<N: Nic> Session<'_, N> {
+    fn at(&self, word: Word) -> Remote {
+        Remote { addr: self.metadata.addr + 8 * word.0 as u64, ..self.metadata }
+    }
+
+    fn slot(&self, word: usize) -> usize {
+        self.credit.slot() as usize * SLOT_BYTES + 8 * word
+    }
+
+    fn result(&self, word: usize) -> u64 {
+        self.client.scratch.memory().load_be64(self.slot(word))
+    }
+
+    async fn run(&self, list: &mut [WorkRequest<'_>]) -> Result<(), Error> {
+        let pending = self.client.post(self.attempt, list)?;
+        check(self.attempt, pending.await?)
+    }
+}
+
+impl<N: Nic> Verbs for Session<'_, N> {
+    type Error = Error;
+
+    async fn read(&self, at: Word, out: &mut [u64]) -> Result<(), Error> {
+        let to = [self.client.scratch.sge(self.slot(0), 8 * out.len() as u32)];
+        let op = Op::Read { from: self.at(at), to: &to };
+        self.run(&mut [WorkRequest { id: 0, op, signaled: true }]).await?;
+        (0..).zip(out).for_each(|(i, word)| *word = self.result(i));
+        Ok(())
+    }
+
+    async fn cas(&self, at: Word, expected: u64, new: u64) -> Result<u64, Error> {
+        let old = self.client.scratch.sge(self.slot(0), 8);
+        let op = Op::CompareSwap { at: self.at(at), compare: expected, swap: new, old };
+        self.run(&mut [WorkRequest { id: 0, op, signaled: true }]).await?;
+        Ok(self.result(0))
+    }
+
+    async fn read_both(&self, first: Word, second: Word) -> Result<(u64, u64), Error> {
+        let to = [0, 1].map(|word| [self.client.scratch.sge(self.slot(word), 8)]);
+        let read = |at, to| Op::Read { from: self.at(at), to };
+        self.run(&mut [
+            WorkRequest { id: 0, op: read(first, &to[0]), signaled: false },
+            WorkRequest { id: 0, op: read(second, &to[1]), signaled: true },
+        ])
+        .await?;
+        Ok((self.result(0), self.result(1)))
+    }
+}
+
+impl<N: Nic> ClientScheme for Client<N> {
+    async fn allocate(&self, group: GroupId) -> Result<Grant, Error> {
+        self.allocate_bytes(group, self.chunk_bytes).await
+    }
+
+    async fn allocate_bytes(&self, group: GroupId, bytes: u64) -> Result<Grant, Error> {
+        let attempt = "allocating a block";
+        let shape: Shape = self.terms(attempt)?.tree.shape();
+        let Some(order) = shape.order_for(bytes) else {
+            let most = shape.block_bytes(shape.order_max());
+            return Err(Error::Setting {
+                setting: "bytes",
+                value: bytes.to_string(),
+                why: format!("the largest block of this pool has {most}; allocate several"),
+            });
+        };
+        if self.in_doubt.load(Ordering::Acquire) {
+            self.clear_doubts(attempt).await?;
+        }
+        if let Some(grant) = self.try_allocate(attempt, group, order).await? {
+            return Ok(grant);
+        }
+        // What is in quarantine may be all that is missing; others may be faster, and free it again.
+        for _ in 0..RINGS {
+            let (ended, free) = self.ring(attempt).await?;
+            if let Some(grant) = self.try_allocate(attempt, group, order).await? {
+                return Ok(grant);
+            }
+            if ended == 0 && (free == 0 || order > 0) {
+                break;
+            }
+        }
+        Err(Error::OutOfMemory { bytes })
+    }
+
+    async fn free(&self, grant: &Grant) -> Result<(), Error> {
+        let attempt = "freeing a block";
+        let shape = self.terms(attempt)?.tree.shape();
+        let not_yours = Error::NotYours { entry: grant.entry };
+        let key = grant.keys().first().copied().unwrap_or_default();
+        let is_held = || self.held.lock().get(&grant.entry) == Some(&key);
+        if !is_held() {
+            return Err(not_yours);
+        }
+        let session = self.session(attempt).await?;
+        let (open, given_up) = (Capability::open(key), Capability::quarantined(key));
+        let at = shape.capability(grant.entry);
+        let found = session.cas(at, open.to_word(), given_up.to_word()).await;
+        if let Ok(found) = &found
+            && *found != open.to_word()
+        {
+            return Err(not_yours); // somebody else was faster
+        }
+        if is_held() {
+            self.held.lock().remove(&grant.entry);
+        }
+        // Whether it was freed is open after an error: then it will be.
+        self.in_doubt.fetch_or(found.is_err(), Ordering::AcqRel);
+        found.map(drop)
+    }
+
+    fn management(&self) -> Vec<Qpn> {
+        vec![self.qp.qpn()]
+    }
+
+    fn is_broken(&self) -> bool {
+        !matches!(self.qp.state(), Ok(QpState::ReadyToSend))
+    }
+
+    fn is_closed(&self) -> bool {
+        !self.open.load(Ordering::Acquire)
+    }
+
+    fn reset(&self) -> Result<(), Error> {
+        let _order = self.order.lock();
+        self.open.store(false, Ordering::Release);
+        Ok(self.qp.modify(QpChange::Reset)?)
+    }
+
+    fn break_management(&self) -> Result<(), Error> {
+        Ok(self.qp.modify(QpChange::Error)?)
+    }
+
+    async fn recall(&self) {
+        if self.in_doubt.load(Ordering::Acquire) {
+            // If it breaks off again the doubts remain, and the next allocation begins with them.
+            let _ = self.clear_doubts("looking for what was not told").await;
+        }
+    }
+
+    fn when_idle(&self, look: &WhenIdle) {
+        self.completer.when_idle(look.clone());
+    }
+
+    fn admitted(&self, terms: &Admitted) {
+        let Some(m) = &terms.metadata else { return };
+        let shape = Shape { chunks: m.chunks, chunk_bytes: terms.chunk_bytes };
+        let Some(user) = User::new(m.user) else { return };
+        let metadata = Remote { addr: m.addr, rkey: Key(m.rkey) };
+        let _ =
+            self.admitted.set(Terms { metadata, data: m.data, user, tree: Tree::new(shape, user) });
+    }
+
+    fn connect(&self, peers: &[PeerAddress]) -> Result<(), Error> {
+        let [peer] = peers else {
+            return Err(Error::Protocol {
+                attempt: "connecting the management QP".into(),
+                why: format!("{} peers were named for one QP", peers.len()),
+            });
+        };
+        let _order = self.order.lock();
+        self.qp.connect(*peer)?;
+        self.open.store(true, Ordering::Release);
+        Ok(())
+    }
+}
+
+fn broken(attempt: &str, status: Status) -> Error {
+    Error::ManagementBroken { attempt: attempt.into(), status }
+}
+
+fn check(attempt: &str, completion: Completion) -> Result<(), Error> {
+    match completion.status {
+        Status::Success => Ok(()),
+        status => Err(broken(attempt, status)),
+    }
+}

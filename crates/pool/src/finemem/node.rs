@@ -1,0 +1,344 @@
+//! The memory node's side: it lays out the metadata and binds the windows; later it admits compute nodes,
+//! and ends quarantines (`scan`). It has no part in an allocation.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use fabric::{Access, CqAttr, MemoryRegion, Nic, Psn, QpState, QueuePair};
+
+use super::books::{Books, Names};
+use super::header::{CHUNKS, SPANS, Spread, User};
+use super::keys::Keys;
+use super::layout::Shape;
+use super::log::{Capability, FullLog};
+use super::peer::{Common, Leaving, Peer};
+use super::scan::Scan;
+use super::table::initial;
+use super::tree::Tree;
+use super::words::Words;
+use crate::Error;
+use crate::events::CqEvents;
+use crate::remote::route::from_psn;
+use crate::scheme::{
+    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, Metadata, NodeScheme, NodeStatus,
+};
+use crate::settings::Settings;
+
+/// The memory node of scheme `finemem`.
+pub struct Node<N: Nic> {
+    pub(super) nic: N,
+    settings: Settings,
+    pub(super) shape: Shape,
+    data: N::Pd,
+    pub(super) memory: N::Mr,
+    metadata_pd: N::Pd,
+    metadata: N::Mr,
+    pub(super) words: Words,
+    pub(super) keys: Keys<N>,
+    /// The tree as the memory node's CPU sees it.
+    pub(super) tree: Tree,
+    /// Bells of compute nodes.
+    pub(super) requests: N::Cq,
+    events: Arc<CqEvents<N>>,
+    pub(super) peers: BTreeMap<ClientId, Peer<N>>,
+    names: Names,
+    /// The user number that was given out last.
+    last_user: u16,
+    pub(super) scan: Scan,
+    /// Somebody waits for memory.
+    pub(super) watching: bool,
+}
+
+impl<N: Nic> Node<N> {
+    /// Donates memory as `settings` say, with a window bound for every block.
+    pub fn new(nic: &N, settings: &Settings) -> Result<Self, Error> {
+        settings.validate()?;
+        let caps = nic.caps();
+        if !caps.type1_windows || !caps.windows || !caps.big_endian_atomics {
+            return Err(fabric::Error::Unsupported {
+                attempt: "serving with scheme finemem".into(),
+                why: format!(
+                    "it needs windows of types 1 and 2B, and big-endian atomics; {} has type 1: {}, \
+                     type 2B: {}, big-endian atomics: {}",
+                    caps.name, caps.type1_windows, caps.windows, caps.big_endian_atomics
+                ),
+            }
+            .into());
+        }
+        let shape = Shape { chunks: settings.chunks() as u32, chunk_bytes: settings.chunk_bytes };
+        let (data, metadata_pd) = (nic.alloc_pd()?, nic.alloc_pd()?);
+        let memory = nic.alloc_dma((shape.chunks as u64 * shape.chunk_bytes) as usize)?;
+        let memory = nic.reg_mr(&data, &memory, Access::LOCAL_ALL)?;
+        let keys = Keys::new(nic, &data, &memory, shape)?;
+        let words = Words(nic.alloc_dma(shape.words() as usize * 8)?);
+        initial(shape, |at, word| words.store(at, word));
+        for entry in 0..shape.entries() {
+            words.store(shape.capability(entry), Capability::open(keys.key(entry)).to_word());
+        }
+        let metadata = nic.reg_mr(&metadata_pd, &words.0, Access::LOCAL_ALL)?;
+        let entries = settings.clients_max * 8 + CqEvents::<N>::MARGIN;
+        let requests = nic.create_cq(CqAttr { entries, ignore_overrun: false })?;
+        let events = Arc::new(CqEvents::new(nic, &metadata_pd, &requests)?);
+        Ok(Self {
+            nic: nic.clone(),
+            settings: settings.clone(),
+            shape,
+            data,
+            memory,
+            metadata_pd,
+            metadata,
+            words,
+            keys,
+            tree: Tree::new(shape, User::NOBODY),
+            requests,
+            events,
+            peers: BTreeMap::new(),
+            names: Names::default(),
+            last_user: 0,
+            scan: Scan::default(),
+            watching: false,
+        })
+    }
+
+    /// A look into the metadata.
+    pub fn books(&self) -> Books {
+        Books {
+            shape: self.shape,
+            memory: self.memory.memory().clone(),
+            words: Words(self.words.0.clone()),
+            names: self.names.clone(),
+        }
+    }
+
+    /// A user number that nobody has; the one that was given up last comes last.
+    fn new_user(&mut self) -> Result<User, Error> {
+        for _ in 0..User::MAX {
+            self.last_user = self.last_user % User::MAX + 1;
+            let user = User::new(self.last_user).expect("it is at most the largest");
+            if self.peers.values().all(|peer| peer.user != user) {
+                return Ok(user);
+            }
+        }
+        Err(refuse("all user numbers are taken"))
+    }
+
+    fn peer(&self, client: ClientId) -> Result<&Peer<N>, Error> {
+        let peer = self.peers.get(&client).filter(|peer| peer.leaving.is_none());
+        peer.ok_or_else(|| refuse(NOT_ADMITTED))
+    }
+
+    fn peer_mut(&mut self, client: ClientId) -> Result<&mut Peer<N>, Error> {
+        let peer = self.peers.get_mut(&client).filter(|peer| peer.leaving.is_none());
+        peer.ok_or_else(|| refuse(NOT_ADMITTED))
+    }
+
+    /// Chunks that nobody has, as the headers say.
+    pub(super) fn free_chunks(&self) -> u64 {
+        let mut free = 0;
+        for index in 0..self.shape.sections() {
+            let section = super::header::Header(self.words.load(self.shape.section(index)));
+            for at in 0..SPANS {
+                let span = self.shape.span(index * SPANS + at);
+                let span = super::header::Header(self.words.load(span));
+                free += match section.spread(at) {
+                    _ if span.in_use() => span.bitmap().count_zeros() as u64,
+                    Spread::Full => 0,
+                    _ => CHUNKS as u64,
+                };
+            }
+        }
+        free
+    }
+
+    /// Blocks that are in quarantine, and all that are taken, those among them.
+    fn taken_blocks(&self) -> (u64, u64) {
+        let word = |at| self.words.load(at);
+        let quarantined = (0..self.shape.entries())
+            .filter(|e| Capability::parse(word(self.shape.capability(*e))).is_quarantined())
+            .count();
+        let taken = (0..self.shape.chunks)
+            .filter(|chunk| FullLog::parse(word(self.shape.log(*chunk))).taken)
+            .count();
+        (quarantined as u64, taken as u64)
+    }
+}
+
+impl<N: Nic> NodeScheme for Node<N> {
+    fn admit(&mut self, client: ClientId, request: &Admission) -> Result<Admitted, Error> {
+        let settings = &self.settings;
+        let (lanes, max) = (settings.lanes() as usize, settings.clients_max as usize);
+        if self.peers.len() >= max {
+            return Err(refuse(format!("{max} compute nodes are connected")));
+        }
+        if request.groups.is_empty() || request.groups.iter().any(|g| g.len() != lanes) {
+            return Err(refuse(format!("each of its QP groups must have {lanes} access QPs")));
+        }
+        let user = self.new_user()?;
+        let common = Common {
+            nic: &self.nic,
+            data: &self.data,
+            metadata_pd: &self.metadata_pd,
+            metadata: &self.metadata,
+            requests: &self.requests,
+        };
+        let peer = Peer::new(&common, user, request)?;
+        let settings = &self.settings;
+        let admitted = Admitted {
+            client: client.0,
+            chunk_bytes: settings.chunk_bytes,
+            group_size: settings.group_size,
+            credits: settings.credits,
+            management: vec![peer.management.qpn().raw()],
+            groups: peer
+                .groups
+                .iter()
+                .map(|lanes| lanes.iter().map(|(qp, _)| qp.qpn().raw()).collect())
+                .collect(),
+            metadata: Some(Metadata {
+                addr: self.metadata.memory().addr(),
+                rkey: peer.key.0,
+                user: user.raw(),
+                data: self.memory.memory().addr(),
+                chunks: self.shape.chunks,
+            }),
+        };
+        self.names.lock().insert(user, client);
+        self.peers.insert(client, peer);
+        Ok(admitted)
+    }
+
+    fn retire(&mut self, client: ClientId) -> Result<(), Error> {
+        match self.peers.get_mut(&client).filter(|peer| peer.leaving.is_none()) {
+            Some(peer) => peer.shut(),
+            None => Ok(()),
+        }
+    }
+
+    fn is_retired(&self, client: ClientId) -> bool {
+        !self.peers.contains_key(&client)
+    }
+
+    fn turn(&mut self) -> Result<bool, Error> {
+        let mut done = self.hear_bells()?;
+        done |= self.take_back()?;
+        done |= self.go_on_scanning()?;
+        if self.watching && self.free_chunks() > 0 {
+            (self.watching, done) = (false, true);
+        }
+        Ok(done)
+    }
+
+    fn is_watching(&self) -> bool {
+        self.watching
+    }
+
+    fn next_look(&self) -> Option<Duration> {
+        (!self.peers.is_empty()).then(|| self.scan.due_in(self.nic.now()))
+    }
+
+    fn client_waits(&mut self, client: ClientId) -> Result<bool, Error> {
+        self.peer(client)?;
+        self.watching = self.free_chunks() == 0;
+        Ok(self.watching)
+    }
+
+    fn reset_management(&mut self, client: ClientId) -> Result<Option<Vec<u32>>, Error> {
+        let peer = self.peer_mut(client)?;
+        peer.reconnect()?;
+        Ok(Some(vec![peer.management.qpn().raw()]))
+    }
+
+    fn management_is_open(&self, client: ClientId) -> Result<bool, Error> {
+        Ok(self.peer(client)?.management.state()? == QpState::ReadyToSend)
+    }
+
+    fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {
+        let lanes = self.peer(client)?.groups.get(group.0 as usize);
+        let Some((qp, peer)) = lanes.and_then(|lanes| lanes.get(lane.0 as usize)) else {
+            return Err(refuse(format!("group {} has no lane {}", group.0, lane.0)));
+        };
+        qp.connect(*peer)?;
+        Ok(qp.qpn().raw())
+    }
+
+    fn set_psn(&mut self, client: ClientId, psn: Psn) {
+        let Ok(peer) = self.peer_mut(client) else { return };
+        peer.management_peer = from_psn(peer.management_peer, psn);
+        for (_, peer) in peer.groups.iter_mut().flatten() {
+            *peer = from_psn(*peer, psn);
+        }
+    }
+
+    fn events(&self) -> Option<Arc<dyn CpuEvents>> {
+        Some(self.events.clone())
+    }
+
+    fn status(&mut self) -> Result<NodeStatus, Error> {
+        let (quarantined, taken) = self.taken_blocks();
+        let leaving = self.peers.values().filter(|p| p.leaving.is_some()).count() as u64;
+        let scan = &self.scan;
+        Ok(NodeStatus {
+            scheme: self.settings.scheme.name().into(),
+            chunk_bytes: self.settings.chunk_bytes,
+            chunks: self.shape.chunks as u64,
+            free: self.free_chunks(),
+            clients: self.peers.len() as u64 - leaving,
+            leaving,
+            allocations_nic: scan.released + taken,
+            frees_nic: scan.released + quarantined - scan.reclaimed,
+            frees_cpu: scan.reclaimed,
+            ..NodeStatus::default()
+        })
+    }
+
+    fn audit(&self) -> Result<(), Error> {
+        super::audit::check(self)
+    }
+}
+
+impl<N: Nic> Node<N> {
+    /// Brings on who has gone: from the logs, what he had is put into quarantine, which the scan ends.
+    /// Nobody waits for it. True if that did something.
+    fn take_back(&mut self) -> Result<bool, Error> {
+        let Self { peers, words, tree, scan, shape, keys, .. } = self;
+        let mut any = false;
+        let mut gone = Vec::new();
+        for (client, peer) in peers.iter_mut() {
+            match peer.leaving {
+                None => continue,
+                Some(Leaving::Sections(section)) if section < shape.sections() => {
+                    for block in super::words::now(tree.taken_by(words, peer.user, section)) {
+                        let entry = shape.entry(block);
+                        let key = keys.key(entry);
+                        let (open, shut) = (Capability::open(key), Capability::quarantined(key));
+                        // It may have been freed in its last moment.
+                        let at = shape.capability(entry);
+                        if words.swap(at, open.to_word(), shut.to_word()) == open.to_word() {
+                            scan.reclaimed += 1;
+                        }
+                    }
+                    super::words::now(tree.settle(words, section));
+                    peer.leaving = Some(Leaving::Sections(section + 1));
+                    any = true;
+                }
+                Some(Leaving::Sections(_)) => {
+                    peer.leaving = Some(Leaving::Scanned(scan.begun));
+                    scan.hurry();
+                    any = true;
+                }
+                Some(Leaving::Scanned(after)) if scan.is_over(after) => gone.push(*client),
+                Some(Leaving::Scanned(_)) => {}
+            }
+        }
+        any |= !gone.is_empty();
+        gone.iter().for_each(|client| _ = peers.remove(client));
+        Ok(any)
+    }
+}
+
+const NOT_ADMITTED: &str = "this compute node is not admitted";
+
+fn refuse(why: impl ToString) -> Error {
+    Error::Refused { attempt: "a request of a compute node".into(), why: why.to_string() }
+}
