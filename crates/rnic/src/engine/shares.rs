@@ -10,7 +10,9 @@
 //! Work is counted in bytes: those that are moved, and for fetching, checking and completing as many
 //! as could be moved meanwhile. A turn of a function is `function_turn` of them, a turn of a QP
 //! `qp_turn`. What a turn took too much, because a WQE's slice is not cut shorter, is missing from the
-//! next one. What a function or QP leaves when it runs out of work is forgotten; what it owes is not.
+//! next one. What a function or QP leaves when it runs out of work is forgotten; what it owes is not. But a
+//! function pays for it with the turns that it would have had meanwhile: one that has waited long enough between two
+//! requests owes nothing, and the second one does not wait for what the first one was too long.
 
 use super::lists::List;
 use crate::verbs::Limits;
@@ -24,6 +26,8 @@ pub(super) struct Share {
     pub left: i64,
     /// It has a turn, or stands in the row for one.
     active: bool,
+    /// When what it owes was last reckoned ([`Shares::now`]); while it is not active.
+    since: u64,
 }
 
 /// All functions' parts. The physical function's is [`Shares::PHYSICAL`].
@@ -34,13 +38,22 @@ pub(super) struct Shares {
     row: VecDeque<u32>,
     /// Turns that virtual functions had since the physical one's last.
     others: u32,
+    /// Turns that virtual functions had in all.
+    turns: u64,
+    /// Rounds of the row, in parts of [`ROUND`].
+    rounds: u64,
     physical_every: u32,
     physical_turn: i64,
     turn: i64,
 }
 
+/// A round in which each function of the row had a turn.
+const ROUND: u64 = 1 << 16;
+/// So many turns of each count as over when the NIC has nothing to do: nobody has waited.
+const IDLE: u64 = 16;
+
 impl Share {
-    const NEW: Share = Share { ready: List::EMPTY, left: 0, active: false };
+    const NEW: Share = Share { ready: List::EMPTY, left: 0, active: false, since: 0 };
 }
 
 impl Shares {
@@ -52,6 +65,8 @@ impl Shares {
             unused: Vec::new(),
             row: VecDeque::with_capacity(16),
             others: 0,
+            turns: 0,
+            rounds: 0,
             physical_every: limits.physical_every.max(1),
             physical_turn: limits.physical_turn.max(1) as i64,
             turn: limits.function_turn.max(1) as i64,
@@ -86,9 +101,9 @@ impl Shares {
     /// Puts a function that has got work into the row.
     #[inline]
     pub fn activate(&mut self, at: u32) {
-        let share = &mut self.all[at as usize];
-        if !share.active {
-            share.active = true;
+        if !self.all[at as usize].active {
+            self.reckon(at);
+            self.all[at as usize].active = true;
             if at != Self::PHYSICAL {
                 self.row.push_back(at);
             }
@@ -106,7 +121,11 @@ impl Shares {
             let physical = self.all[0].active;
             let at = match self.row.front() {
                 None if physical => Self::PHYSICAL,
-                None => return None,
+                None => {
+                    self.rounds = self.rounds.wrapping_add(IDLE * ROUND);
+                    self.turns = self.turns.wrapping_add(IDLE * self.physical_every as u64);
+                    return None;
+                }
                 Some(_) if physical && self.others + 1 >= self.physical_every => Self::PHYSICAL,
                 Some(&first) => first,
             };
@@ -132,6 +151,7 @@ impl Shares {
             share.active = false;
             share.left = share.left.min(0);
             self.pass(at);
+            self.all[at as usize].since = self.now(at);
         } else if share.left <= 0 {
             self.pass(at);
         }
@@ -141,8 +161,30 @@ impl Shares {
     #[inline]
     pub fn charge(&mut self, at: u32, work: i64) {
         let most = if at == Self::PHYSICAL { self.physical_turn } else { self.turn };
+        if !self.all[at as usize].active {
+            self.reckon(at);
+        }
         let share = self.of(at);
         share.left = (share.left - work).max(share.left.min(-4 * most));
+    }
+
+    /// What the turns are counted by that `at` would have had if it had stood in the row all the time.
+    #[inline]
+    fn now(&self, at: u32) -> u64 {
+        if at == Self::PHYSICAL { self.turns } else { self.rounds }
+    }
+
+    /// Pays what `at`, which is not active, owes with the turns that have gone by without it.
+    #[inline]
+    fn reckon(&mut self, at: u32) {
+        let (now, turn, part) = match at {
+            Self::PHYSICAL => (self.turns, self.physical_turn, self.physical_every as u64),
+            _ => (self.rounds, self.turn, ROUND),
+        };
+        let share = &mut self.all[at as usize];
+        let missed = (now.wrapping_sub(share.since) / part).min(i32::MAX as u64) as i64;
+        share.left = share.left.saturating_add(missed.saturating_mul(turn)).min(0);
+        share.since = now;
     }
 
     /// Ends the turn of `at`.
@@ -153,6 +195,8 @@ impl Shares {
             return;
         }
         self.others = self.others.saturating_add(1);
+        self.turns = self.turns.wrapping_add(1);
+        self.rounds = self.rounds.wrapping_add(ROUND / (self.row.len() as u64).max(1));
         let first = self.row.pop_front();
         debug_assert_eq!(first, Some(at), "it was its turn");
         if self.all[at as usize].active {

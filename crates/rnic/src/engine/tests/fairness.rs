@@ -99,6 +99,40 @@ fn bytes_count_as_well_as_wqes() {
     assert!(large.total(&bed) > 0 || cfg!(miri), "slices add up to whole READs");
 }
 
+/// Polls until `qp` has executed one WQE more, while `flood` has always work.
+fn polls_for_one(bed: &mut Bed, client: &Client, qp: usize, flood: &Client) -> usize {
+    let q = &client.qps[qp];
+    let info = bed.e.query_qp(client.function, q.qpn).unwrap();
+    bed.e.enable_send(client.function, q.qpn, info.send_consumer.wrapping_add(1)).unwrap();
+    for polls in 1.. {
+        run(bed, &[flood], 1);
+        if bed.e.query_qp(client.function, q.qpn).unwrap().executed > info.executed {
+            return polls;
+        }
+    }
+    unreachable!("a NIC that does not starve it")
+}
+
+#[test]
+fn what_one_owes_is_paid_by_the_turns_that_it_does_not_ask_for() {
+    let mut bed = Bed::new();
+    let flood = Client::virtual_one(&mut bed, 8, 8);
+    let f = bed.e.add_function(FunctionLimits::default()).unwrap();
+    let (large, small) = (Client::new(&mut bed, f, 1, 32 << 10), Client::new(&mut bed, f, 1, 8));
+    run(&mut bed, &[&flood], 10);
+    assert!(polls_for_one(&mut bed, &large, 0, &flood) <= 2);
+    // Sixteen turns' worth at once: who comes back at once waits for the others to have as much.
+    assert!(polls_for_one(&mut bed, &small, 0, &flood) >= 12);
+    assert!(polls_for_one(&mut bed, &large, 0, &flood) <= 3);
+    run(&mut bed, &[&flood], 20);
+    assert!(polls_for_one(&mut bed, &small, 0, &flood) <= 2, "the others have had as much");
+    assert!(polls_for_one(&mut bed, &large, 0, &flood) <= 3);
+    // With nobody else there it keeps nobody waiting.
+    while bed.e.poll(0, 64) > 0 {}
+    bed.e.poll(0, 64);
+    assert!(polls_for_one(&mut bed, &small, 0, &flood) <= 2, "nobody has waited");
+}
+
 #[test]
 fn qps_of_a_function_share_by_bytes() {
     let mut bed = Bed::new();
