@@ -310,18 +310,22 @@ impl Core {
         self.schedule(qpn);
     }
 
-    /// Acknowledgements wait, or leave with the next `poll`.
-    pub fn hold_acks(&mut self, hold: bool) {
+    /// Acknowledgements wait, or leave with the next `poll`: then, whether there may be any.
+    pub fn hold_acks(&mut self, hold: bool) -> bool {
         self.wire.holds_acks = hold;
         if hold || self.wire.holding.is_empty() {
-            return;
+            return false;
         }
-        for qpn in std::mem::take(&mut self.wire.holding) {
+        let mut holding = std::mem::take(&mut self.wire.holding);
+        for qpn in holding.drain(..) {
             let Some(qp) = self.qps.get_mut(qpn.raw()) else { continue };
             if let Some(connection) = qp.remote.take() {
                 self.put_back(qpn, connection);
             }
         }
+        // With its room.
+        self.wire.holding = holding;
+        true
     }
 
     /// Looks at the connections whose time has come.

@@ -131,8 +131,9 @@ pub(super) struct NicThread {
     pub stop: bool,
     shared: Arc<Shared>,
     doorbells: Vec<Bells>,
-    /// The way to other hosts.
+    /// The way to other hosts; what comes wakes the thread.
     wire: Option<Wire>,
+    watched: bool,
     pub started: Instant,
     /// The CPU that it runs on, as the doorbell pages have it.
     cpu: u32,
@@ -154,6 +155,7 @@ impl NicThread {
             stop: false,
             shared,
             doorbells: Vec::new(),
+            watched: wire.is_some(),
             wire,
             started: Instant::now(),
             cpu: 0,
@@ -248,17 +250,17 @@ impl NicThread {
     }
 
     /// A turn of a thread that uses the NIC: one that waits, or one that has rung a doorbell. What it has been sent
-    /// is acknowledged when it has nothing else to do.
+    /// is acknowledged behind what it sends, in the same burst, or when it has nothing else to do.
     pub fn caller_turn(&mut self, now: u64, waits: bool) -> bool {
         for bells in &mut self.doorbells {
             bells.scan_all(&mut self.core.engine);
         }
         self.core.engine.hold_acks(true);
         let received = waits && self.receive(now);
-        if waits && !received {
-            self.core.engine.hold_acks(false);
+        let mut executed = self.execute_wired(now);
+        if !received && self.core.engine.hold_acks(false) {
+            executed |= self.execute_wired(now);
         }
-        let executed = self.execute_wired(now);
         let sent = self.send();
         let mut events = false;
         while self.core.deliver_events() {
@@ -292,6 +294,9 @@ impl NicThread {
     /// time. Outer `None`: there is something to do.
     #[cold]
     pub fn fall_asleep(&mut self, now: u64) -> Option<Option<Timespec>> {
+        if !self.watch_wire() {
+            return None;
+        }
         let timeout = self.core.engine.next_timeout();
         let receives = self.core.engine.minds_receives();
         let state = if receives || timeout.is_some() { ASLEEP_RNR } else { ASLEEP };
@@ -327,7 +332,10 @@ impl NicThread {
         for bells in &self.doorbells {
             bells.page.word32(WHERE).store(0, Ordering::Relaxed);
         }
-        self.watch_wire(epoll::EventFlags::empty());
+        // Not only without flags: then the kernel would still tell the instance of each packet.
+        if let Some(wire) = self.wire.as_ref().filter(|_| self.watched) {
+            self.watched = epoll::delete(&self.shared.epoll, wire).is_err();
+        }
     }
 
     /// The thread runs the NIC again.
@@ -335,7 +343,7 @@ impl NicThread {
     pub fn take_back(&mut self) {
         self.core.engine.hold_acks(false);
         self.announce(AWAKE);
-        self.watch_wire(epoll::EventFlags::IN);
+        self.watch_wire();
         self.look_at_all();
     }
 
@@ -349,11 +357,13 @@ impl NicThread {
         self.work(now);
     }
 
-    fn watch_wire(&self, flags: epoll::EventFlags) {
-        if let Some(wire) = &self.wire {
-            // It is there since the beginning: nothing can go wrong.
-            let _ = epoll::modify(&self.shared.epoll, wire, epoll::EventData::new_u64(0), flags);
+    /// Has the socket wake the thread; false if the system has no room for that.
+    fn watch_wire(&mut self) -> bool {
+        if let Some(wire) = self.wire.as_ref().filter(|_| !self.watched) {
+            let (data, flags) = (epoll::EventData::new_u64(0), epoll::EventFlags::IN);
+            self.watched = epoll::add(&self.shared.epoll, wire, data, flags).is_ok();
         }
+        self.watched || self.wire.is_none()
     }
 
     /// The thread ends, whatever the reason: who waits for it must learn it.

@@ -13,12 +13,13 @@
 //! ```
 //!
 //! - Who holds the lock runs the NIC. The thread lets go of it only while it sleeps, with or without callers.
-//! - While callers run the NIC the thread sleeps, looks every [`ABSENT`] whether one of them still does, and takes
-//!   over if not: what arrives when they compute waits so long at most, once. It also answers control verbs.
+//! - While callers run the NIC the thread sleeps, looks every now and then whether one of them still does, and takes over
+//!   if not: what arrives when they compute waits so long at most, once. A look takes a CPU from a caller, so the time
+//!   between two grows with how long they run it already, from [`ABSENT`] to [`LOOK_MAX`]. It also answers control verbs.
 //! - A doorbell is a turn as well, so that the first message leaves at once. Where answers are awaited and a
 //!   caller has just had a turn, the next turn takes it along: that makes rows of packets.
-//! - What a caller has been sent is acknowledged in the first turn in which nothing comes: it has just been given a
-//!   completion, and what it answers is more urgent.
+//! - What a caller has been sent is acknowledged behind what it sends next, or in the first turn in which nothing comes: it
+//!   has just been given a completion, and what it answers is more urgent.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -36,6 +37,8 @@ use crate::memory::DmaMemory;
 
 /// Callers that had no turn for this long do something else.
 const ABSENT: Duration = Duration::from_micros(200);
+/// The longest time between two looks: below the shortest time after which other NICs send again.
+const LOOK_MAX: Duration = Duration::from_micros(800);
 /// One that had a turn this long ago will soon have another one.
 const NEAR_NS: u64 = 20_000;
 
@@ -62,8 +65,6 @@ pub(super) struct Seat {
     left: AtomicBool,
     /// A doorbell was rung while another caller had a turn.
     again: AtomicBool,
-    /// Callers' turns so far.
-    turns: AtomicU32,
     /// Of them, in a row, those of waiting callers that found nothing to do.
     idle: AtomicU32,
     /// When the last one ended, in ns since `started`; whether answers of other NICs were awaited then.
@@ -96,7 +97,6 @@ impl Seat {
             wanted: AtomicBool::new(false),
             left: AtomicBool::new(false),
             again: AtomicBool::new(false),
-            turns: AtomicU32::new(0),
             idle: AtomicU32::new(0),
             last_ns: AtomicU64::new(0),
             worked_ns: AtomicU64::new(0),
@@ -191,20 +191,19 @@ impl Seat {
 
     /// Sleeps as long as callers run the NIC, then takes it back.
     fn stand_by(&self, nic: &mut MutexGuard<'_, NicThread>) {
-        let mut seen = self.turns.load(Ordering::Relaxed);
+        let mut next = ABSENT;
         // The other half of `before_sleep`.
         fence(Ordering::SeqCst);
         while !nic.stop && !self.left.swap(false, Ordering::SeqCst) {
-            self.look_in(ABSENT);
+            self.look_in(next);
             MutexGuard::unlocked(nic, || self.shared.wait(None));
             if nic.take_mail() {
                 nic.look_at_all();
             }
-            let turns = self.turns.load(Ordering::Relaxed);
-            if turns == seen {
+            if self.since_turn() >= ABSENT.as_nanos() as u64 {
                 break;
             }
-            seen = turns;
+            next = LOOK_MAX.min(2 * next);
         }
         self.callers.store(false, Ordering::SeqCst);
         if !nic.stop {
@@ -304,7 +303,6 @@ impl Seat {
         if did {
             self.worked_ns.store(now, Ordering::Relaxed);
         }
-        self.turns.store(self.turns.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
         did
     }
 

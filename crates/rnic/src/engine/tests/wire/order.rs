@@ -251,7 +251,8 @@ fn few_packets_wait_for_their_acknowledgement_where_the_port_says_so() {
     net.deliver();
     assert_eq!(sent_by(&mut net, 1), [SEND_ONLY]);
     // Nothing urgent any more.
-    net.beds[1].e.hold_acks(false);
+    assert!(net.beds[1].e.hold_acks(false), "one waits");
+    assert!(!net.beds[1].e.hold_acks(false), "none does any more");
     net.deliver();
     assert_eq!(sent_by(&mut net, 1), [ACKNOWLEDGE]);
     assert_eq!(a.send_cq.reader.poll().unwrap().error, None);
