@@ -30,8 +30,8 @@ use crate::wqe::WQEBB;
 pub(crate) const SPAN_MAX: u32 = 1 << 22;
 /// Bytes of a READ segment at most.
 const SEGMENT_BYTES: u32 = 64 << 10;
-/// A message asks for an acknowledgement every so many packets, and at its end.
-const ACK_EVERY: u32 = 16;
+/// A message asks for an acknowledgement every so many packets, and at its end: in the last packet of a full burst.
+const ACK_EVERY: u32 = 15;
 
 /// What a request does.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -14,8 +14,8 @@ use crate::wire::responder::Output;
 use crate::wire::{Envelope, Outbox};
 use crate::wqe::{Remote, Wqe};
 
-/// Packets that one step makes at most.
-const STEP_PACKETS: usize = 16;
+/// Packets that one step makes at most: as many of the longest ones as one send with segmentation takes.
+const STEP_PACKETS: usize = 15;
 
 /// What a refusal is called on the wire.
 pub(super) fn nak_of(syndrome: Syndrome) -> Nak {

@@ -19,6 +19,8 @@ const SLOTS: usize = 16;
 const OFFERED_MIN: usize = 1;
 /// Bytes of a slot: what UDP GRO brings at most.
 const SLOT_BYTES: usize = 1 << 16;
+/// Rows as long as this are received one by one, each into the same place: it stays in the cache.
+const LONG_BYTES: u32 = SLOT_BYTES as u32 / 4;
 /// Bursts that one call sends.
 const BURSTS: usize = 64;
 /// Room for the ancillary data of a message: GRO or GSO size, and an address.
@@ -103,7 +105,8 @@ impl Receiver {
             // SAFETY: it was written above.
             unsafe { messages[0].assume_init_mut() }.msg_len = got as u32;
             // Twice in a row: there are more.
-            self.offered = if std::mem::replace(&mut self.again, true) { 2 } else { 1 };
+            let again = std::mem::replace(&mut self.again, true);
+            self.offered = if again && (got as u32) < LONG_BYTES { 2 } else { 1 };
             self.note(&messages[..1]);
             return Ok(1);
         }
@@ -126,6 +129,9 @@ impl Receiver {
         let got = got as usize;
         self.offered = if got == offered { SLOTS.min(2 * offered) } else { got };
         self.note(&messages[..got]);
+        if self.lens[..got].iter().any(|len| *len >= LONG_BYTES) {
+            self.offered = OFFERED_MIN;
+        }
         Ok(got)
     }
 
