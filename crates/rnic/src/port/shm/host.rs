@@ -74,7 +74,7 @@ impl Host {
     /// A NIC that this process has first of all for itself: threads of it that wait for a completion run the NIC
     /// meanwhile, in place of its thread, so that [`Host::cpu_time`] is not all that it takes. Other
     /// processes may attach; when those threads have stopped waiting without going to sleep, the next doorbell of another
-    /// process is heard some 200 to 400 us late.
+    /// process is heard up to 1 ms late.
     pub fn start_own(limits: Limits, wire: Option<Wire>) -> Result<Self, Error> {
         let limits = match wire {
             Some(_) => Limits { wire: Some(limits.wire.unwrap_or_default()), ..limits },
