@@ -6,15 +6,22 @@ use std::time::{Duration, Instant};
 
 use pool::budget::Budget;
 use pool::remote::address::PORT;
-use pool::{Address, Endpoint, Error, Listen, Options, Pool, Remote, Service, Settings, Token};
+use pool::{
+    Address, Endpoint, Error, Listen, Options, Pool, Remote, SchemeKind, Service, Settings, Token,
+};
 
 fn settings() -> Settings {
     Settings { donate_bytes: 1 << 20, chunk_bytes: 64 << 10, ..Settings::default() }
 }
 
 fn serve(address: &str) -> (Service, Remote) {
+    serve_by(SchemeKind::OneSidedMw, address)
+}
+
+fn serve_by(scheme: SchemeKind, address: &str) -> (Service, Remote) {
     let listen = Listen::new(address.parse().unwrap(), None);
-    let service = Service::start_with(&settings(), &Endpoint::Fresh, Some(&listen)).unwrap();
+    let settings = Settings { scheme, ..settings() };
+    let service = Service::start_with(&settings, &Endpoint::Fresh, Some(&listen)).unwrap();
     let to = service.address().unwrap().into();
     (service, Remote { to, token: None, nic: None })
 }
@@ -25,8 +32,11 @@ fn options() -> Options {
 
 #[test]
 fn chunks_are_allocated_used_and_freed_over_the_wire() {
-    for address in ["127.0.0.1:0", "[::1]:0"] {
-        let (service, remote) = serve(address);
+    let (onesidedmw, finemem) = (SchemeKind::OneSidedMw, SchemeKind::FineMem);
+    for (scheme, address) in
+        [(onesidedmw, "127.0.0.1:0"), (onesidedmw, "[::1]:0"), (finemem, "127.0.0.1:0")]
+    {
+        let (service, remote) = serve_by(scheme, address);
         let pool = Pool::connect_remote(&remote, options()).unwrap();
         assert_eq!(pool.nic().function().port_name(), "roce");
         let data: Vec<u8> =
