@@ -3,9 +3,12 @@
 //! ```text
 //!  physical function ──────────────> every `physical_every`-th turn, while it has work
 //!  virtual ones: A ─> B ─> C ─> A    the others in order
-//!                │
+//!          D ─┘  │
 //!                └─ ready QPs: 7 ─> 9 ─> 12 ─> 7
 //! ```
+//!
+//! D has just got work, and had no turn for a round: it has that now, before A, and then stands at the end. Who asks
+//! for little waits for the turn that is on, not for one of each other function; and nobody has two turns in a round.
 //!
 //! Work is counted in bytes: those that are moved, and for fetching, checking and completing as many
 //! as could be moved meanwhile. A turn of a function is `function_turn` of them, a turn of a QP
@@ -24,10 +27,20 @@ pub(super) struct Share {
     pub ready: List,
     /// Work that it may still do in this turn; below 0, what it owes.
     pub left: i64,
-    /// It has a turn, or stands in the row for one.
-    active: bool,
-    /// When what it owes was last reckoned ([`Shares::now`]); while it is not active.
+    stands: Stands,
+    /// When what it owes was last reckoned ([`Shares::now`]); while it stands nowhere.
     since: u64,
+}
+
+/// Where a function stands.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stands {
+    /// It has no work.
+    Nowhere,
+    /// In the row.
+    Row,
+    /// Before the row: it has missed a round.
+    Ahead,
 }
 
 /// All functions' parts. The physical function's is [`Shares::PHYSICAL`].
@@ -36,6 +49,8 @@ pub(super) struct Shares {
     unused: Vec<u32>,
     /// The virtual functions with work; the first one's turn is on, or next.
     row: VecDeque<u32>,
+    /// Those that go before the row, once.
+    ahead: VecDeque<u32>,
     /// Turns that virtual functions had since the physical one's last.
     others: u32,
     /// Turns that virtual functions had in all.
@@ -53,7 +68,11 @@ const ROUND: u64 = 1 << 16;
 const IDLE: u64 = 16;
 
 impl Share {
-    const NEW: Share = Share { ready: List::EMPTY, left: 0, active: false, since: 0 };
+    const NEW: Share = Share { ready: List::EMPTY, left: 0, stands: Stands::Nowhere, since: 0 };
+
+    fn is_active(&self) -> bool {
+        self.stands != Stands::Nowhere
+    }
 }
 
 impl Shares {
@@ -64,6 +83,7 @@ impl Shares {
             all: vec![Share::NEW],
             unused: Vec::new(),
             row: VecDeque::with_capacity(16),
+            ahead: VecDeque::with_capacity(16),
             others: 0,
             turns: 0,
             rounds: 0,
@@ -81,8 +101,9 @@ impl Shares {
         } else {
             self.all[at as usize] = Share::NEW;
         }
-        // Who becomes active never makes the row grow.
+        // Who becomes active never makes a row grow.
         self.row.reserve(self.all.len() - self.row.len());
+        self.ahead.reserve(self.all.len() - self.ahead.len());
         at
     }
 
@@ -90,6 +111,7 @@ impl Shares {
     pub fn remove(&mut self, at: u32) {
         assert!(at != Self::PHYSICAL && self.of(at).ready.is_empty(), "its QPs ended before");
         self.row.retain(|&other| other != at);
+        self.ahead.retain(|&other| other != at);
         self.unused.push(at);
     }
 
@@ -98,28 +120,38 @@ impl Shares {
         &mut self.all[at as usize]
     }
 
-    /// Puts a function that has got work into the row.
+    /// Puts a function that has got work into the row; or before it, if it has not had a turn for a round: then this is
+    /// the one that it has missed.
     #[inline]
     pub fn activate(&mut self, at: u32) {
-        if !self.all[at as usize].active {
-            self.reckon(at);
-            self.all[at as usize].active = true;
-            if at != Self::PHYSICAL {
-                self.row.push_back(at);
-            }
+        if self.of(at).is_active() {
+            return;
+        }
+        let missed = self.reckon(at);
+        let share = self.of(at);
+        share.stands = if missed > 0 && share.left == 0 { Stands::Ahead } else { Stands::Row };
+        match share.stands {
+            _ if at == Self::PHYSICAL => {}
+            Stands::Ahead => self.ahead.push_back(at),
+            _ => self.row.push_back(at),
         }
     }
 
     pub fn any(&self) -> bool {
-        self.all[0].active || !self.row.is_empty()
+        self.all[0].is_active() || self.first().is_some()
+    }
+
+    #[inline]
+    fn first(&self) -> Option<u32> {
+        self.ahead.front().or(self.row.front()).copied()
     }
 
     /// Whose turn it is. It has something left to spend.
     #[inline]
     pub fn next(&mut self) -> Option<u32> {
         loop {
-            let physical = self.all[0].active;
-            let at = match self.row.front() {
+            let physical = self.all[0].is_active();
+            let at = match self.first() {
                 None if physical => Self::PHYSICAL,
                 None => {
                     self.rounds = self.rounds.wrapping_add(IDLE * ROUND);
@@ -127,7 +159,7 @@ impl Shares {
                     return None;
                 }
                 Some(_) if physical && self.others + 1 >= self.physical_every => Self::PHYSICAL,
-                Some(&first) => first,
+                Some(first) => first,
             };
             let turn = if at == Self::PHYSICAL { self.physical_turn } else { self.turn };
             let share = self.of(at);
@@ -138,7 +170,7 @@ impl Shares {
             if share.left > 0 {
                 return Some(at);
             }
-            self.pass(at);
+            self.pass(at, Stands::Row);
         }
     }
 
@@ -148,12 +180,11 @@ impl Shares {
         let share = self.of(at);
         share.left -= work;
         if share.ready.is_empty() {
-            share.active = false;
             share.left = share.left.min(0);
-            self.pass(at);
-            self.all[at as usize].since = self.now(at);
+            self.pass(at, Stands::Nowhere);
+            self.of(at).since = self.now(at);
         } else if share.left <= 0 {
-            self.pass(at);
+            self.pass(at, Stands::Row);
         }
     }
 
@@ -161,7 +192,7 @@ impl Shares {
     #[inline]
     pub fn charge(&mut self, at: u32, work: i64) {
         let most = if at == Self::PHYSICAL { self.physical_turn } else { self.turn };
-        if !self.all[at as usize].active {
+        if !self.of(at).is_active() {
             self.reckon(at);
         }
         let share = self.of(at);
@@ -174,32 +205,36 @@ impl Shares {
         if at == Self::PHYSICAL { self.turns } else { self.rounds }
     }
 
-    /// Pays what `at`, which is not active, owes with the turns that have gone by without it.
+    /// Pays what `at`, which is not active, owes with the turns that have gone by without it; how many these were.
     #[inline]
-    fn reckon(&mut self, at: u32) {
+    fn reckon(&mut self, at: u32) -> i64 {
         let (now, turn, part) = match at {
             Self::PHYSICAL => (self.turns, self.physical_turn, self.physical_every as u64),
             _ => (self.rounds, self.turn, ROUND),
         };
-        let share = &mut self.all[at as usize];
+        let share = self.of(at);
         let missed = (now.wrapping_sub(share.since) / part).min(i32::MAX as u64) as i64;
         share.left = share.left.saturating_add(missed.saturating_mul(turn)).min(0);
         share.since = now;
+        missed
     }
 
-    /// Ends the turn of `at`.
+    /// Ends the turn of `at`, which stands there from now on.
     #[inline]
-    fn pass(&mut self, at: u32) {
+    fn pass(&mut self, at: u32, stands: Stands) {
+        let stood = std::mem::replace(&mut self.of(at).stands, stands);
         if at == Self::PHYSICAL {
             self.others = 0;
             return;
         }
         self.others = self.others.saturating_add(1);
         self.turns = self.turns.wrapping_add(1);
-        self.rounds = self.rounds.wrapping_add(ROUND / (self.row.len() as u64).max(1));
-        let first = self.row.pop_front();
+        let all = self.row.len() + self.ahead.len();
+        self.rounds = self.rounds.wrapping_add(ROUND / (all as u64).max(1));
+        let row = if stood == Stands::Ahead { &mut self.ahead } else { &mut self.row };
+        let first = row.pop_front();
         debug_assert_eq!(first, Some(at), "it was its turn");
-        if self.all[at as usize].active {
+        if stands == Stands::Row {
             self.row.push_back(at);
         }
     }

@@ -99,13 +99,13 @@ fn bytes_count_as_well_as_wqes() {
     assert!(large.total(&bed) > 0 || cfg!(miri), "slices add up to whole READs");
 }
 
-/// Polls until `qp` has executed one WQE more, while `flood` has always work.
-fn polls_for_one(bed: &mut Bed, client: &Client, qp: usize, flood: &Client) -> usize {
-    let q = &client.qps[qp];
+/// Polls until the first QP has executed one WQE more, while each of `floods` has always work.
+fn polls_for_one(bed: &mut Bed, client: &Client, floods: &[&Client]) -> usize {
+    let q = &client.qps[0];
     let info = bed.e.query_qp(client.function, q.qpn).unwrap();
     bed.e.enable_send(client.function, q.qpn, info.send_consumer.wrapping_add(1)).unwrap();
     for polls in 1.. {
-        run(bed, &[flood], 1);
+        run(bed, floods, 1);
         if bed.e.query_qp(client.function, q.qpn).unwrap().executed > info.executed {
             return polls;
         }
@@ -120,17 +120,50 @@ fn what_one_owes_is_paid_by_the_turns_that_it_does_not_ask_for() {
     let f = bed.e.add_function(FunctionLimits::default()).unwrap();
     let (large, small) = (Client::new(&mut bed, f, 1, 32 << 10), Client::new(&mut bed, f, 1, 8));
     run(&mut bed, &[&flood], 10);
-    assert!(polls_for_one(&mut bed, &large, 0, &flood) <= 2);
+    assert!(polls_for_one(&mut bed, &large, &[&flood]) <= 2);
     // Sixteen turns' worth at once: who comes back at once waits for the others to have as much.
-    assert!(polls_for_one(&mut bed, &small, 0, &flood) >= 12);
-    assert!(polls_for_one(&mut bed, &large, 0, &flood) <= 3);
+    assert!(polls_for_one(&mut bed, &small, &[&flood]) >= 12);
+    assert!(polls_for_one(&mut bed, &large, &[&flood]) <= 3);
     run(&mut bed, &[&flood], 20);
-    assert!(polls_for_one(&mut bed, &small, 0, &flood) <= 2, "the others have had as much");
-    assert!(polls_for_one(&mut bed, &large, 0, &flood) <= 3);
+    assert!(polls_for_one(&mut bed, &small, &[&flood]) <= 2, "the others have had as much");
+    assert!(polls_for_one(&mut bed, &large, &[&flood]) <= 3);
     // With nobody else there it keeps nobody waiting.
     while bed.e.poll(0, 64) > 0 {}
     bed.e.poll(0, 64);
-    assert!(polls_for_one(&mut bed, &small, 0, &flood) <= 2, "nobody has waited");
+    assert!(polls_for_one(&mut bed, &small, &[&flood]) <= 2, "nobody has waited");
+}
+
+#[test]
+fn who_asks_for_little_waits_for_the_turn_that_is_on() {
+    let mut bed = Bed::new();
+    let floods: Vec<Client> = (0..6).map(|_| Client::virtual_one(&mut bed, 8, 8)).collect();
+    let floods: Vec<&Client> = floods.iter().collect();
+    let one = Client::virtual_one(&mut bed, 1, 8);
+    for _ in 0..20 {
+        run(&mut bed, &floods, 8);
+        assert!(polls_for_one(&mut bed, &one, &floods) <= 2);
+    }
+}
+
+#[test]
+fn who_comes_and_goes_has_no_more_than_who_stays() {
+    let mut bed = Bed::new();
+    let stays = Client::virtual_one(&mut bed, 1, 1 << 10);
+    let floods: Vec<Client> = (0..3).map(|_| Client::virtual_one(&mut bed, 4, 8)).collect();
+    // Two, so that one or the other has work at almost any time.
+    let (one, other) =
+        (Client::virtual_one(&mut bed, 1, 1 << 10), Client::virtual_one(&mut bed, 1, 1 << 10));
+    let mut all: Vec<&Client> = floods.iter().collect();
+    all.push(&stays);
+    for _ in 0..POLLS / 4 {
+        for client in [&one, &other] {
+            polls_for_one(&mut bed, client, &all);
+        }
+    }
+    let stayed = stays.total(&bed);
+    for client in [&one, &other] {
+        assert!(client.total(&bed) <= stayed + stayed / 10, "{} and {stayed}", client.total(&bed));
+    }
 }
 
 #[test]
