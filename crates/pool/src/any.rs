@@ -217,7 +217,7 @@ impl<N: Nic> ClientScheme for AnyClient<N> {
         each_client!(self, client => client.break_management())
     }
 
-    async fn recall(&self) {
+    async fn recall(&self) -> Result<(), Error> {
         each_client!(self, client => client.recall().await)
     }
 

@@ -385,9 +385,10 @@ pub trait ClientScheme: Send + Sync {
     fn break_management(&self) -> Result<(), Error>;
 
     /// Gives back what a request that broke off may have got, where that is the compute node's to find out. Asked
-    /// after a request has failed, when the management QPs are re-established.
-    fn recall(&self) -> impl Future<Output = ()> + Send {
-        async {}
+    /// after a request has failed, when the management QPs are re-established. If it breaks off itself, it is
+    /// asked again, now or with the next request.
+    fn recall(&self) -> impl Future<Output = Result<(), Error>> + Send {
+        async { Ok(()) }
     }
 
     /// Has `look` called from time to time by who waits for an answer that does not come.

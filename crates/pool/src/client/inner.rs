@@ -62,6 +62,9 @@ pub(super) enum Origin {
     Given,
 }
 
+/// How often what a failed request may have got is looked for at once.
+const RECALLS: u32 = 4;
+
 /// So often nothing has come, [`Completer::IDLE`](fabric::completion::Completer::IDLE) each, until the memory
 /// node is asked whether it still answers.
 const LOOKS: u32 = 10;
@@ -134,8 +137,7 @@ impl<N: Nic> Inner<N> {
             }
             Err(_) => {
                 self.held.fetch_sub(1, Ordering::Relaxed);
-                self.repair_management()?;
-                self.scheme.recall().await;
+                self.mend().await?;
             }
         }
         result.map(|grant| grant.of(self.era))
@@ -170,12 +172,21 @@ impl<N: Nic> Inner<N> {
                 self.held.fetch_sub(1, Ordering::Relaxed);
             }
             Err(Error::NotYours { .. }) => {}
-            Err(_) => {
-                self.repair_management()?;
-                self.scheme.recall().await;
-            }
+            Err(_) => self.mend().await?,
         }
         result
+    }
+
+    /// Re-establishes the management QPs after a request has failed, and has the scheme give back what it may
+    /// have got. That may break them again; who waits for the error of his request does not wait for long.
+    async fn mend(&self) -> Result<(), Error> {
+        for _ in 0..RECALLS {
+            self.repair_management()?;
+            if self.scheme.recall().await.is_ok() {
+                break;
+            }
+        }
+        self.repair_management()
     }
 
     pub(super) fn is_broken_by_access<T>(&self, result: &Result<T, Error>) -> bool {

@@ -354,10 +354,10 @@ impl<N: Nic> ClientScheme for Client<N> {
         Ok(self.qp.modify(QpChange::Error)?)
     }
 
-    async fn recall(&self) {
-        if self.in_doubt.load(Ordering::Acquire) {
-            // If it breaks off again the doubts remain, and the next allocation begins with them.
-            let _ = self.clear_doubts("looking for what was not told").await;
+    async fn recall(&self) -> Result<(), Error> {
+        match self.in_doubt.load(Ordering::Acquire) {
+            true => self.clear_doubts("looking for what was not told").await,
+            false => Ok(()),
         }
     }
 
