@@ -1,5 +1,6 @@
 //! What a neighbour costs a victim: the 99th percentile of its operations beside each kind of attacker, over
-//! that beside a baseline neighbour, in one run, in windows that take turns. Prints a table.
+//! that beside a baseline neighbour, in one run, in windows that take turns. Prints a table of medians: a scheduler
+//! that puts two of the threads on one core for a while spoils a window, not the line.
 //!
 //! A machine of two cores has no third one for an attacker: a process that burns CPU slows its
 //! neighbours whatever the NIC does, and one that wakes up often interrupts them. So there are three
@@ -41,26 +42,24 @@ const BUSY: Baseline = (1, "busy");
 const NAPPING: Baseline = (15, "napping");
 
 const OPERATIONS: [&str; 5] = ["read", "write", "atomic", "allocate", "free"];
-const ROUNDS: usize = 4;
+const ROUNDS: usize = 9;
 
-/// Latencies of each operation.
-struct Window([Latencies; OPERATIONS.len()]);
+/// The 99th percentile of each operation in a window, in us.
+type P99s = [f64; OPERATIONS.len()];
 
-impl Window {
-    fn new() -> Self {
-        Self(std::array::from_fn(|_| Latencies::new()))
+fn p99s(report: &Value) -> Result<P99s> {
+    let mut all = P99s::default();
+    for (p99, name) in all.iter_mut().zip(OPERATIONS) {
+        let latencies: Latencies =
+            serde_json::from_value(report[name].clone()).context("a histogram")?;
+        *p99 = latencies.quantile_us(0.99);
     }
+    Ok(all)
+}
 
-    fn add(&mut self, report: &Value) -> Result<()> {
-        for (sum, name) in self.0.iter_mut().zip(OPERATIONS) {
-            sum.merge(&serde_json::from_value(report[name].clone()).context("a histogram")?);
-        }
-        Ok(())
-    }
-
-    fn p99(&self, operation: usize) -> f64 {
-        self.0[operation].quantile_us(0.99)
-    }
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
 }
 
 /// One window with a neighbour at work; what the victim did in it.
@@ -84,7 +83,7 @@ fn window(scene: &mut Scene, neighbour: &mut Process, length: Duration) -> Resul
 #[test]
 fn victims_beside_each_kind_of_load() -> Result<()> {
     let (length, rounds) = match full() {
-        true => (Duration::from_millis(300), ROUNDS),
+        true => (Duration::from_millis(200), ROUNDS),
         false => (Duration::from_millis(60), 1),
     };
     let serve = ["--memory", "64MiB", "--chunk", "64KiB"];
@@ -97,7 +96,7 @@ fn victims_beside_each_kind_of_load() -> Result<()> {
     }
     println!(
         "P99 of a victim's operations in us, beside a baseline neighbour -> beside an attacker \
-         (ratio); {rounds} windows of {length:?} each, in turns"
+         (ratio of two windows, one after the other); medians of {rounds} windows of {length:?} each, in turns"
     );
     println!(
         "baselines: asleep: attached, no work; busy: one honest READ at a time, spinning; napping: one \
@@ -111,16 +110,20 @@ fn victims_beside_each_kind_of_load() -> Result<()> {
         let mut attacker = scene.hostile("load", &["--seed", &kind.to_string()])?;
         let base = baselines.iter_mut().find(|(b, _)| *b == baseline).map(|(_, process)| process);
         let base = base.context("every baseline was started")?;
-        let (mut before, mut during) = (Window::new(), Window::new());
+        let mut pairs = Vec::new();
         for _ in 0..rounds {
-            before.add(&window(&mut scene, base, length)?)?;
-            during.add(&window(&mut scene, &mut attacker, length).context(name)?)?;
+            let before = p99s(&window(&mut scene, base, length)?)?;
+            pairs.push((before, p99s(&window(&mut scene, &mut attacker, length).context(name)?)?));
         }
         attacker.end()?;
         print!("{name:34} {:7}", baseline.1);
         for (i, operation) in OPERATIONS.iter().enumerate() {
-            let (base, now) = (before.p99(i), during.p99(i));
-            print!(" | {operation} {base:.1} -> {now:.1} ({:.2})", now / base);
+            let of = |value: fn(f64, f64) -> f64| {
+                median(pairs.iter().map(|(before, during)| value(before[i], during[i])).collect())
+            };
+            let (before, during) = (of(|before, _| before), of(|_, during| during));
+            let ratio = of(|before, during| during / before);
+            print!(" | {operation} {before:.1} -> {during:.1} ({ratio:.2})");
         }
         println!();
     }

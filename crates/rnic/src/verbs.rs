@@ -25,6 +25,8 @@ pub struct Limits {
     pub send_bytes_max: u32,
     /// READs and WRITEs longer than this many bytes are executed in slices of it.
     pub slice_bytes: u32,
+    /// The same while several functions have turns: somebody waits for the end of each.
+    pub shared_slice_bytes: u32,
     /// Work of one QP in a turn while others of its function are ready, in bytes moved. A WQE counts
     /// as 64 bytes and 64 more for each of its segments, a completion as 64.
     pub qp_turn: u32,
@@ -74,6 +76,7 @@ impl Default for Limits {
             keys: (1 << 24) - 1,
             send_bytes_max: 64 << 10,
             slice_bytes: 32 << 10,
+            shared_slice_bytes: 8 << 10,
             qp_turn: 1 << 10,
             function_turn: 2 << 10,
             physical_every: 2,

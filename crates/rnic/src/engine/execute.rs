@@ -204,7 +204,7 @@ impl Core {
         }
         if done < len {
             let target = self.admit(&peer, to, len, Access::REMOTE_WRITE)?;
-            let n = (len - done).min(self.limits.slice_bytes.max(1) as u64);
+            let n = (len - done).min(self.slice);
             match self.scratch.local.as_slice() {
                 [one] => target.part(done, n).copy_from(one.part(done, n)),
                 list => copy_lists(&[target], done, list, done, n),
@@ -241,7 +241,7 @@ impl Core {
             return Ok(Progress::Done(0));
         }
         let source = self.admit(&peer, from, len, Access::REMOTE_READ)?;
-        let n = (len - done).min(self.limits.slice_bytes.max(1) as u64);
+        let n = (len - done).min(self.slice);
         match self.scratch.local.as_slice() {
             [one] => one.part(done, n).copy_from(source.part(done, n)),
             list => copy_lists(list, done, &[source], done, n),

@@ -66,6 +66,8 @@ const RDMA_BYTES_MAX: u64 = 1 << 31;
 /// Work of fetching and decoding a WQE, of each of its segments, and of a completion, as bytes that could
 /// be moved meanwhile.
 const WQE_WORK: u64 = 64;
+/// What it counts if the QP whose turn it is has nothing to execute, which brings it near for nothing.
+const LOOK_WORK: u64 = 256;
 
 /// The software NIC. See the module.
 pub struct Engine {
@@ -96,6 +98,8 @@ struct Core {
     events: VecDeque<Event>,
     stats: Stats,
     scratch: Box<Scratch>,
+    /// READs and WRITEs are executed in slices of so many bytes now.
+    slice: u64,
 }
 
 /// Room for one WQE's lists.
@@ -152,6 +156,7 @@ impl Engine {
                 receive: SpanList::new(),
                 recv_wqe: [0; RECV_STRIDE_MAX as usize],
             }),
+            slice: limits.slice_bytes.max(1) as u64,
             limits,
         };
         Self { core, wqe: Box::new(Fetched::new()) }

@@ -12,12 +12,12 @@
 
 use super::execute::{Fault, Progress, Requester};
 use super::lists::Place;
-use super::{Core, WQE_WORK};
+use super::{Core, LOOK_WORK, WQE_WORK};
 use crate::cqe::{self, Cqe, Syndrome};
 use crate::ids::{Cqn, Qpn, Srqn};
 use crate::qp::Qp;
 use crate::queue::Fetched;
-use crate::verbs::{AsyncEvent, Event, QpState};
+use crate::verbs::{AsyncEvent, Event, Limits, QpState};
 use crate::wqe::Control;
 use std::sync::atomic::{Ordering, fence};
 
@@ -83,6 +83,9 @@ impl Core {
         if self.wire.deadline_ns().is_some_and(|at| at <= now_ns) {
             self.run_timers();
         }
+        let Limits { slice_bytes, shared_slice_bytes, .. } = self.limits;
+        let shared = if self.shares.is_shared() { shared_slice_bytes } else { slice_bytes };
+        self.slice = shared.min(slice_bytes).max(1) as u64;
         let end = self.work + self.limits.function_turn.max(1) as u64;
         let mut done = Done::default();
         while done.steps < budget && self.work < end && !self.wire.outbox.is_stalled() {
@@ -139,6 +142,9 @@ impl Core {
         }
         done.steps += steps;
         done.executed += executed;
+        if executed == 0 {
+            self.work += LOOK_WORK;
+        }
         let work = (self.work - start) as i64;
         self.end_turn(share, qpn, work);
         self.shares.spend(share, work);

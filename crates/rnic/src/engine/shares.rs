@@ -53,6 +53,9 @@ pub(super) struct Shares {
     ahead: VecDeque<u32>,
     /// Turns that virtual functions had since the physical one's last.
     others: u32,
+    /// Who had the last turn, and how many in a row before that.
+    last: u32,
+    in_a_row: u32,
     /// Turns that virtual functions had in all.
     turns: u64,
     /// Rounds of the row, in parts of [`ROUND`].
@@ -64,6 +67,8 @@ pub(super) struct Shares {
 
 /// A round in which each function of the row had a turn.
 const ROUND: u64 = 1 << 16;
+/// Who had so many turns in a row has the NIC to itself.
+const ALONE: u32 = 64;
 /// So many turns of each count as over when the NIC has nothing to do: nobody has waited.
 const IDLE: u64 = 16;
 
@@ -85,6 +90,8 @@ impl Shares {
             row: VecDeque::with_capacity(16),
             ahead: VecDeque::with_capacity(16),
             others: 0,
+            last: Self::PHYSICAL,
+            in_a_row: ALONE,
             turns: 0,
             rounds: 0,
             physical_every: limits.physical_every.max(1),
@@ -135,6 +142,12 @@ impl Shares {
             Stands::Ahead => self.ahead.push_back(at),
             _ => self.row.push_back(at),
         }
+    }
+
+    /// Several functions have had turns lately.
+    #[inline]
+    pub fn is_shared(&self) -> bool {
+        self.in_a_row < ALONE
     }
 
     pub fn any(&self) -> bool {
@@ -223,6 +236,8 @@ impl Shares {
     #[inline]
     fn pass(&mut self, at: u32, stands: Stands) {
         let stood = std::mem::replace(&mut self.of(at).stands, stands);
+        self.in_a_row = if at == self.last { self.in_a_row.saturating_add(1) } else { 0 };
+        self.last = at;
         if at == Self::PHYSICAL {
             self.others = 0;
             return;

@@ -115,7 +115,7 @@ fn polls_for_one(bed: &mut Bed, client: &Client, floods: &[&Client]) -> usize {
 
 #[test]
 fn what_one_owes_is_paid_by_the_turns_that_it_does_not_ask_for() {
-    let mut bed = Bed::new();
+    let mut bed = Bed::with(Limits { shared_slice_bytes: 32 << 10, ..Limits::default() });
     let flood = Client::virtual_one(&mut bed, 8, 8);
     let f = bed.e.add_function(FunctionLimits::default()).unwrap();
     let (large, small) = (Client::new(&mut bed, f, 1, 32 << 10), Client::new(&mut bed, f, 1, 8));

@@ -37,8 +37,8 @@ const POLLS: u32 = 8;
 pub(super) const SPIN: Duration = Duration::from_micros(2);
 /// After this long without work it goes to sleep.
 pub(super) const SLEEP_AFTER: Duration = Duration::from_micros(100);
-/// Busy rounds between two looks at the clock.
-pub(super) const ROUNDS_PER_CLOCK: u32 = 64;
+/// Busy rounds between two looks at the clock, and at who waits on the NIC's CPU: a few microseconds.
+pub(super) const ROUNDS_PER_CLOCK: u32 = 16;
 
 /// The thread leaves its CPU after it has shared it with waiting clients so often...
 const CROWDED_MAX: u32 = 32;

@@ -130,6 +130,10 @@ impl Seat {
                 rounds += 1;
                 if rounds % ROUNDS_PER_CLOCK == 0 {
                     now = nic.now_ns();
+                    // Who waits on this CPU for what is done already would wait until the scheduler takes it away.
+                    if nic.is_waited_for_here(now) {
+                        now = nic.yield_cpu(now);
+                    }
                 }
                 continue;
             }
