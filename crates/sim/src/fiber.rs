@@ -8,7 +8,9 @@ use std::cell::Cell;
 use std::future::Future;
 use std::pin::pin;
 use std::ptr;
-use std::task::{Context, Poll, Waker};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
 
 use corosensei::stack::DefaultStack;
 use corosensei::{Coroutine, CoroutineResult, Yielder};
@@ -191,16 +193,41 @@ pub fn waker() -> Waker {
     here(|h| h.waker.clone()).expect("a fiber runs")
 }
 
+/// Wakes a future's fiber, and keeps in mind that it did.
+struct FutureWaker {
+    fiber: Waker,
+    woken: AtomicBool,
+}
+
+impl Wake for FutureWaker {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.woken.store(true, Ordering::SeqCst);
+        self.fiber.wake_by_ref();
+    }
+}
+
 /// Runs a future on the running fiber.
+///
+/// The future may wait for something in the middle of a poll, as who re-establishes a connection does. That
+/// takes the fiber's wake-ups, also one that was meant for the future: so it is kept in mind.
 pub fn block_on<F: Future>(future: F) -> F::Output {
     let mut future = pin!(future);
-    let waker = waker();
+    let me = Arc::new(FutureWaker { fiber: waker(), woken: AtomicBool::new(false) });
+    let waker = Waker::from(me.clone());
     let mut cx = Context::from_waker(&waker);
     loop {
+        me.woken.store(false, Ordering::SeqCst);
         if let Poll::Ready(output) = future.as_mut().poll(&mut cx) {
             return output;
         }
         assert!(!is_ending(), "a program that is being ended starts nothing");
+        if me.woken.load(Ordering::SeqCst) {
+            me.fiber.wake_by_ref();
+        }
         wait();
     }
 }
@@ -210,6 +237,7 @@ mod tests {
     use super::*;
     use std::cell::RefCell;
     use std::rc::Rc;
+    use std::sync::atomic::AtomicU32;
 
     #[test]
     fn a_fiber_stands_and_goes_on() {
@@ -243,6 +271,44 @@ mod tests {
         assert_eq!(fiber.resume(), None);
         assert_eq!(*log.borrow(), ["patient", "passed", "woken"]);
         assert_eq!(current(), None);
+    }
+
+    /// A future's waker is called, then it waits in the middle of its poll for something else: the fiber goes
+    /// on with the future all the same.
+    #[test]
+    fn a_wait_within_a_poll_does_not_swallow_the_wake_up_of_a_future() {
+        struct Wakes(AtomicU32);
+        impl Wake for Wakes {
+            fn wake(self: Arc<Self>) {
+                self.0.fetch_add(1, Ordering::SeqCst);
+            }
+        }
+        let wakes = Arc::new(Wakes(AtomicU32::new(0)));
+        let mut fiber = Fiber::new(
+            FiberId(2),
+            "test".into(),
+            Time(0),
+            Waker::from(wakes.clone()),
+            None,
+            || {
+                let mut polls = 0;
+                block_on(std::future::poll_fn(|cx| {
+                    polls += 1;
+                    if polls == 1 {
+                        cx.waker().wake_by_ref();
+                        wait();
+                    }
+                    if polls < 3 { Poll::Pending } else { Poll::Ready(()) }
+                }));
+            },
+        );
+        assert_eq!(fiber.resume(), Some(Stand::Waits), "in the middle of the poll");
+        let before = wakes.0.load(Ordering::SeqCst);
+        assert_eq!(fiber.resume(), Some(Stand::Waits));
+        assert_eq!(wakes.0.load(Ordering::SeqCst), before + 1, "the future is to be polled again");
+        assert_eq!(fiber.resume(), Some(Stand::Waits));
+        assert_eq!(wakes.0.load(Ordering::SeqCst), before + 1, "nobody has woken it since");
+        assert_eq!(fiber.resume(), None);
     }
 
     #[test]

@@ -118,6 +118,10 @@ fn what_was_found_stays_mended() {
         (SchemeKind::Odrp, 2315),
         // Who had taken in more than was to be seen never stood still.
         (SchemeKind::OneSidedMw, 0),
+        // A wake-up of a request was taken by another one's wait for its connection: the simulator's mistake.
+        (SchemeKind::FineMem, 4301),
+        // Who looked for what it owned and was not told of freed again what it had freed, while that got its new key.
+        (SchemeKind::FineMem, 6921),
     ];
     for (scheme, seed) in found {
         assert_eq!(
