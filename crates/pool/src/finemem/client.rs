@@ -132,7 +132,11 @@ impl<N: Nic> Client<N> {
     /// Asks the memory node's CPU to end the quarantines that there are, and waits for that; how many it has
     /// ended, and how many chunks are free.
     async fn ring(&self, attempt: &str) -> Result<(u32, u32), Error> {
-        let _alone = self.alone.take().await;
+        let alone = self.alone.take().await;
+        self.ring_alone(attempt, &alone).await
+    }
+
+    async fn ring_alone(&self, attempt: &str, _: &Credit<'_>) -> Result<(u32, u32), Error> {
         let (answered, sent) = {
             let _order = self.order.lock();
             self.check_open(attempt)?;
@@ -153,8 +157,11 @@ impl<N: Nic> Client<N> {
 
     /// Puts into quarantine what this compute node owns and was not told of. Nothing else is in flight
     /// meanwhile.
+    ///
+    /// What it has freed is in the logs as its own until the quarantine has ended, and has its new key a moment
+    /// before that: then it looks like what it was granted last. So it has all quarantines ended first.
     async fn clear_doubts(&self, attempt: &'static str) -> Result<(), Error> {
-        let _alone = self.alone.take().await;
+        let alone = self.alone.take().await;
         let mut all = Vec::new();
         for _ in 1..self.in_flight {
             all.push(self.credits.take().await);
@@ -163,6 +170,7 @@ impl<N: Nic> Client<N> {
         if !self.in_doubt.load(Ordering::Acquire) {
             return Ok(());
         }
+        self.ring_alone(attempt, &alone).await?;
         let Terms { tree, user, .. } = self.terms(attempt)?;
         let shape = tree.shape();
         for section in 0..shape.sections() {
@@ -173,7 +181,6 @@ impl<N: Nic> Client<N> {
                 session.read(at, &mut word).await?;
                 let capability = Capability::parse(word[0]);
                 let is_held = self.held.lock().get(&entry) == Some(&capability.main);
-                // It may be in quarantine already: of a free that broke off.
                 if !is_held && !capability.is_quarantined() {
                     let given_up = Capability::quarantined(capability.main);
                     session.cas(at, word[0], given_up.to_word()).await?;
