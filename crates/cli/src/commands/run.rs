@@ -8,8 +8,8 @@ use std::process::ExitCode;
 use anyhow::Context;
 use bench::size::Size;
 use pager::config::Config;
-use pool::Address;
 use pool::protocol::Status;
+use pool::{Address, SchemeKind, Settings};
 
 use crate::nic::NicProcess;
 use crate::node::{self, NodeProcess};
@@ -30,8 +30,12 @@ pub struct Run {
     local: Size,
 
     /// Use a running memory node: shm:PATH or roce://HOST[:PORT] [default: a private one]
-    #[arg(long, value_name = "POOL", conflicts_with_all = ["memory", "chunk"])]
+    #[arg(long, value_name = "POOL", conflicts_with_all = ["memory", "chunk", "scheme"])]
     pool: Option<PoolAddress>,
+
+    /// Allocation scheme of the private memory node, as of granary serve
+    #[arg(long, value_name = "SCHEME", default_value_t = SchemeKind::OneSidedMw)]
+    scheme: SchemeKind,
 
     #[command(flatten)]
     token: TokenFile,
@@ -56,6 +60,7 @@ const EXAMPLES: &str = "\
 Examples:
   granary run --local 256MiB -- sort -S 1G big.txt -o sorted.txt
   granary run --local 64MiB --memory 8GiB --stats -- python3 train.py
+  granary run --local 64MiB --scheme finemem -- gcc -O2 -c big.c
   granary run --local 64MiB --pool shm:/run/granary.sock -- sqlite3 big.db .dump
   granary run --local 64MiB --pool roce://memory-1 --token-file ~/granary.token -- make -j4";
 
@@ -65,7 +70,10 @@ impl Run {
         let (program, arguments) = self.program.split_first().expect("clap asks for a program");
         let private = match &self.pool {
             Some(_) => None,
-            None => Some(NodeProcess::start(&self.donation.settings())?),
+            None => {
+                let settings = Settings { scheme: self.scheme, ..self.donation.settings() };
+                Some(NodeProcess::start(&settings)?)
+            }
         };
         let token = self.token.token_file.as_deref();
         let pool = match (&private, self.pool.clone()) {
