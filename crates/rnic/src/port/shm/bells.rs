@@ -5,7 +5,8 @@
 //! - Of a function whose doorbells change for nothing fewer are looked at in each round, until one of them
 //!   is meant: it pays for that itself, by being heard later.
 //! - A function says that it waits on the NIC's CPU. If the NIC leaves it the CPU, is away for long, and that
-//!   brought no work of the function, it is not believed for a while, twice as long each time.
+//!   brought no work of the function, it is not believed for a while, twice as long each time; also if it brought some,
+//!   where the NIC had work of others meanwhile.
 
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -121,13 +122,13 @@ impl Bells {
         true
     }
 
-    /// The NIC has the CPU again, at `now`, that it left to this function among others.
+    /// The NIC has the CPU again, at `now`, that it left to this function among others, `busy` or not.
     #[inline]
-    pub fn judge(&mut self, engine: &mut Engine, away: Duration, now: u64) {
+    pub fn judge(&mut self, engine: &mut Engine, away: Duration, now: u64, busy: bool) {
         if !std::mem::take(&mut self.on_trial) || away < LONG {
             return;
         }
-        let kept = self.scan(engine);
+        let kept = self.scan(engine) && !busy;
         self.trust.tried(kept, now);
     }
 
@@ -236,7 +237,7 @@ mod tests {
             bells.page.word32(WAITER).store(7, Ordering::Relaxed);
             if bells.waits_on(7, now) {
                 now += slice.as_nanos() as u64;
-                bells.judge(&mut engine, slice, now);
+                bells.judge(&mut engine, slice, now, false);
                 absences += 1;
             }
             now += 10_000;
@@ -252,7 +253,7 @@ mod tests {
             assert!(!bells.waits_on(8, now));
             assert!(bells.waits_on(7, now));
             assert!(!bells.waits_on(7, now), "it says so once");
-            bells.judge(&mut engine, Duration::from_micros(3), now);
+            bells.judge(&mut engine, Duration::from_micros(3), now, true);
         }
         let mut trust = Trust::default();
         for now in 0..1000 {

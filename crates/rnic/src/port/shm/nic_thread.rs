@@ -165,13 +165,13 @@ impl NicThread {
         })
     }
 
-    /// Leaves its CPU to others, since `now`; gives the time when it has it again.
-    pub fn yield_cpu(&mut self, now: u64) -> u64 {
+    /// Leaves its CPU to others, since `now`, with or without work of its own left; gives the time when it has it again.
+    pub fn yield_cpu(&mut self, now: u64, busy: bool) -> u64 {
         rustix::thread::sched_yield();
         let back = self.now_ns();
         let away = Duration::from_nanos(back - now);
         for bells in &mut self.doorbells {
-            bells.judge(&mut self.core.engine, away, back);
+            bells.judge(&mut self.core.engine, away, back, busy);
         }
         back
     }

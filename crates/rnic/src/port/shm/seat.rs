@@ -132,7 +132,7 @@ impl Seat {
                     now = nic.now_ns();
                     // Who waits on this CPU for what is done already would wait until the scheduler takes it away.
                     if nic.is_waited_for_here(now) {
-                        now = nic.yield_cpu(now);
+                        now = nic.yield_cpu(now, true);
                     }
                 }
                 continue;
@@ -146,7 +146,7 @@ impl Seat {
                 idle_since = None;
                 now = nic.now_ns();
             } else if nic.is_waited_for_here(now) || one_cpu || idle >= SPIN {
-                now = nic.yield_cpu(now);
+                now = nic.yield_cpu(now, false);
             }
         }
     }
