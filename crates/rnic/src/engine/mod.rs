@@ -37,7 +37,7 @@ mod schedule;
 mod shares;
 mod stepped;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod watch;
 
 use crate::dma::SpanList;

@@ -157,7 +157,7 @@ impl Core {
             }
             _ => (send.fetch(wqe), 0),
         };
-        let slice = |bytes: u64| (bytes - done.min(bytes)).min(self.limits.slice_bytes as u64);
+        let slice = |bytes: u64| (bytes - done.min(bytes)).min(self.slice);
         let is_inline = |sges: &crate::wqe::Sges<'_>| matches!(sges, crate::wqe::Sges::Inline(_));
         let kind = match decode(&ctrl, wqe.bytes()) {
             Err(_) | Ok(Wqe::Nop) => NextKind::Nop,

@@ -1,7 +1,7 @@
 //! Tests of the engine: what each opcode does, what each error does, and what chains are built of.
 
 mod attributes;
-mod bed;
+pub(crate) mod bed;
 mod chains;
 mod control;
 mod data;

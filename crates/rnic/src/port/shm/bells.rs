@@ -197,6 +197,7 @@ impl Trust {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::tests::bed::Bed;
     use crate::verbs::{FunctionLimits, Limits};
 
     fn nic(doorbells: u32) -> (Engine, Bells) {
@@ -243,6 +244,33 @@ mod tests {
             now += 10_000;
         }
         assert!(absences < 25, "{absences} times in 10 s");
+    }
+
+    /// Whether a function is believed that has had the NIC's CPU for long and then brings work, `busy` or not.
+    fn is_believed_after_work(busy: bool) -> bool {
+        let mut bed = Bed::new();
+        let function = bed.e.add_function(FunctionLimits::default()).unwrap();
+        let pd = bed.pd(function);
+        let shape = bed.shape(function, pd);
+        let (mut qp, peer) = (bed.qp(&shape), bed.qp(&shape));
+        bed.connect(&qp, &peer);
+        let page = DmaMemory::anonymous(8192).unwrap();
+        let wake = super::super::nic_thread::eventfd().unwrap();
+        let mut bells = Bells::new(function, page, wake, 1);
+        bells.take_slot(0, qp.qpn);
+        bells.page.word32(WAITER).store(7, Ordering::Relaxed);
+        assert!(bells.waits_on(7, 0));
+        bed.write_wqe(&mut qp, |w| _ = w.nop());
+        bells.page.word32(DOORBELLS).store(u32::from(qp.producer), Ordering::Relaxed);
+        bells.judge(&mut bed.e, LONG, 1000, busy);
+        bells.page.word32(WAITER).store(7, Ordering::Relaxed);
+        bells.waits_on(7, 1001)
+    }
+
+    #[test]
+    fn who_keeps_the_cpu_of_a_busy_nic_for_long_is_not_believed_whatever_it_brings() {
+        assert!(is_believed_after_work(false));
+        assert!(!is_believed_after_work(true));
     }
 
     #[test]
