@@ -8,8 +8,8 @@ use fabric::{Nic, PeerAddress, Psn, Qpn};
 
 use crate::protocol::Welcome;
 use crate::scheme::{
-    Admission, Admitted, ClientId, ClientScheme, CpuEvents, Grant, GroupId, Lane, NodeScheme,
-    NodeStatus, WhenIdle, Worker,
+    Admission, Admitted, ClientId, ClientScheme, CpuEvents, Effort, Grant, GroupId, Lane,
+    NodeScheme, NodeStatus, WhenIdle, Worker,
 };
 use crate::settings::{SchemeKind, Settings};
 use crate::{Error, finemem, odrp, onesidedmw, rpc};
@@ -34,13 +34,18 @@ impl<N: DirectNic> AnyNode<N> {
             SchemeKind::OneSidedMw => {
                 Self::OneSidedMw(Box::new(onesidedmw::Node::new(nic.clone(), settings.clone())?))
             }
-            SchemeKind::FineMem => Self::FineMem(Box::new(finemem::Node::new(nic, settings)?)),
+            SchemeKind::FineMem | SchemeKind::PremmapOneSided => {
+                Self::FineMem(Box::new(finemem::Node::new(nic, settings)?))
+            }
             SchemeKind::Odrp => {
                 Self::Odrp(Box::new(odrp::Node::new(nic.clone(), settings.clone())?))
             }
-            SchemeKind::RpcMw2 | SchemeKind::RpcMw1 | SchemeKind::FineMr | SchemeKind::StaticMr => {
-                Self::Rpc(Box::new(rpc::Node::new(nic, settings)?))
-            }
+            SchemeKind::RpcMw2
+            | SchemeKind::RpcMw1
+            | SchemeKind::FineMr
+            | SchemeKind::StaticMr
+            | SchemeKind::PremmapRpc
+            | SchemeKind::OnDemandRpc => Self::Rpc(Box::new(rpc::Node::new(nic, settings)?)),
         })
     }
 }
@@ -140,11 +145,16 @@ impl<N: Nic> AnyClient<N> {
     pub fn new(nic: &N, pd: &N::Pd, welcome: &Welcome) -> Result<Self, Error> {
         Ok(match welcome.scheme {
             SchemeKind::OneSidedMw => Self::OneSidedMw(onesidedmw::Client::new(nic, pd, welcome)?),
-            SchemeKind::FineMem => Self::FineMem(finemem::Client::new(nic, pd, welcome)?),
-            SchemeKind::Odrp => Self::Odrp(odrp::Client::new(nic, pd, welcome)?),
-            SchemeKind::RpcMw2 | SchemeKind::RpcMw1 | SchemeKind::FineMr | SchemeKind::StaticMr => {
-                Self::Rpc(rpc::Client::new(nic, pd, welcome)?)
+            SchemeKind::FineMem | SchemeKind::PremmapOneSided => {
+                Self::FineMem(finemem::Client::new(nic, pd, welcome)?)
             }
+            SchemeKind::Odrp => Self::Odrp(odrp::Client::new(nic, pd, welcome)?),
+            SchemeKind::RpcMw2
+            | SchemeKind::RpcMw1
+            | SchemeKind::FineMr
+            | SchemeKind::StaticMr
+            | SchemeKind::PremmapRpc
+            | SchemeKind::OnDemandRpc => Self::Rpc(rpc::Client::new(nic, pd, welcome)?),
         })
     }
 }
@@ -219,6 +229,10 @@ impl<N: Nic> ClientScheme for AnyClient<N> {
 
     async fn recall(&self) -> Result<(), Error> {
         each_client!(self, client => client.recall().await)
+    }
+
+    fn effort(&self) -> Effort {
+        each_client!(self, client => client.effort())
     }
 
     fn when_idle(&self, look: &WhenIdle) {

@@ -48,7 +48,7 @@ pub use client::{Batch, Buffer, Embedded, Operation, Options, Pool, PoolStats, T
 pub use error::Error;
 pub use node::{MemoryNode, Turner};
 pub use remote::{Listen, RemoteAddress, Token};
-pub use scheme::{Admission, Admitted, ClientId, Grant, GroupId, Lane, NodeStatus};
+pub use scheme::{Admission, Admitted, ClientId, Effort, Grant, GroupId, Lane, NodeStatus};
 pub use service::{NicService, Service};
 pub use settings::{ControlMode, SchemeKind, Settings};
 pub use socket::Endpoint;

@@ -211,6 +211,21 @@ pub struct NodeStatus {
 /// What a compute node looks at while an answer does not come: see [`ClientScheme::when_idle`].
 pub type WhenIdle = Arc<dyn Fn() + Send + Sync>;
 
+/// What allocations have cost a compute node that does them itself, by CAS. Other schemes leave it at zero.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Effort {
+    /// Blocks that it got.
+    pub allocations: u64,
+    /// Round trips of all attempts to allocate; verbs that are posted together are one.
+    pub round_trips: u64,
+    /// CASes tried, for whatever is part of an allocation: to take, to log, to give back what cannot be had whole.
+    pub cas: u64,
+    /// Those of them that found another word than they expected.
+    pub cas_retries: u64,
+    /// The most of these in one attempt.
+    pub cas_retries_max: u64,
+}
+
 /// The memory node's side of a scheme. One control thread calls it.
 pub trait NodeScheme: Send {
     /// Admits a compute node: makes QPs for it, connected to the ones that it names.
@@ -324,6 +339,18 @@ pub trait PageScheme: Send + Sync {
     ) -> impl Future<Output = Result<(), Error>> + Send;
 }
 
+/// The error for `bytes` that are more than the `most` that can be allocated at once.
+pub(crate) fn too_large(bytes: u64, most: u64, has_sizes: bool) -> Error {
+    let why = match has_sizes {
+        true => format!("the largest block of this pool has {most}; allocate several"),
+        false => format!(
+            "this pool's scheme has chunks of {most} bytes only; serve with larger ones (--chunk), or with \
+             scheme finemem"
+        ),
+    };
+    Error::Setting { setting: "bytes", value: bytes.to_string(), why }
+}
+
 /// The compute node's side of a scheme.
 ///
 /// It comes about in two steps, since its QPs need their peers' numbers and the other way round:
@@ -346,15 +373,7 @@ pub trait ClientScheme: Send + Sync {
                 return Ok(grant);
             }
             self.free(&grant).await?;
-            Err(Error::Setting {
-                setting: "bytes",
-                value: bytes.to_string(),
-                why: format!(
-                    "this pool's scheme has chunks of {} bytes only; serve with larger ones \
-                     (--chunk), or with scheme finemem",
-                    grant.len
-                ),
-            })
+            Err(too_large(bytes, grant.len, false))
         }
     }
 
@@ -389,6 +408,11 @@ pub trait ClientScheme: Send + Sync {
     /// asked again, now or with the next request.
     fn recall(&self) -> impl Future<Output = Result<(), Error>> + Send {
         async { Ok(()) }
+    }
+
+    /// What its allocations have cost, where it does them by CAS.
+    fn effort(&self) -> Effort {
+        Effort::default()
     }
 
     /// Has `look` called from time to time by who waits for an answer that does not come.

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Error;
 use crate::budget::Budget;
+use crate::finemem::layout::Shape;
 use crate::odrp::PAGE_BYTES;
 use crate::scheme::MAX_GROUP;
 
@@ -90,6 +91,12 @@ impl Settings {
     /// Chunks that the donated bytes make.
     pub fn chunks(&self) -> u64 {
         self.donate_bytes / self.chunk_bytes.max(1)
+    }
+
+    /// The most bytes that one allocation can have: those of the largest block where there are several sizes.
+    pub fn largest_bytes(&self) -> u64 {
+        let shape = Shape { chunks: self.chunks() as u32, chunk_bytes: self.chunk_bytes };
+        shape.block_bytes(if self.scheme.has_sizes() { shape.order_max() } else { 0 })
     }
 
     /// Access QPs of a group: its windows without the guard.
@@ -250,6 +257,18 @@ pub enum SchemeKind {
     /// every access (OneSidedMW §2.2.3).
     #[serde(rename = "odrp")]
     Odrp,
+    /// The compute node allocates by itself, with CAS on an array of one word for each chunk: `finemem` without its
+    /// tree (CXL-SHM's free array, FineMem §6.1).
+    #[serde(rename = "premmap-onesided")]
+    PremmapOneSided,
+    /// RPC to the memory node's CPU, which hands out blocks of several sizes whose windows are bound ahead
+    /// (FineMem §6.1). Windows are of type 1: compute nodes trust each other not to guess keys.
+    #[serde(rename = "premmap-rpc")]
+    PremmapRpc,
+    /// RPC to the memory node's CPU, which registers a memory region for each allocation of any size
+    /// (FineMem §6.1): `fine-mr` with several sizes.
+    #[serde(rename = "ondemand-rpc")]
+    OnDemandRpc,
     /// The compute node allocates by itself, with READ and CAS on a bitmap tree in the memory node; a freed block
     /// is set aside until its key is dead and it is cleared (FineMem). Windows are of type 1: compute
     /// nodes trust each other not to guess keys.
@@ -267,6 +286,9 @@ impl SchemeKind {
         SchemeKind::StaticMr,
         SchemeKind::Odrp,
         SchemeKind::FineMem,
+        SchemeKind::PremmapOneSided,
+        SchemeKind::PremmapRpc,
+        SchemeKind::OnDemandRpc,
     ];
 
     /// Its name in reports and on command lines.
@@ -279,17 +301,48 @@ impl SchemeKind {
             SchemeKind::StaticMr => "static-mr",
             SchemeKind::Odrp => "odrp",
             SchemeKind::FineMem => "finemem",
+            SchemeKind::PremmapOneSided => "premmap-onesided",
+            SchemeKind::PremmapRpc => "premmap-rpc",
+            SchemeKind::OnDemandRpc => "ondemand-rpc",
         }
     }
 
     /// True if every allocation is an RPC to the memory node's CPU.
     pub const fn is_by_rpc(self) -> bool {
         match self {
-            SchemeKind::OneSidedMw | SchemeKind::Odrp | SchemeKind::FineMem => false,
-            SchemeKind::RpcMw2 | SchemeKind::RpcMw1 | SchemeKind::FineMr | SchemeKind::StaticMr => {
-                true
-            }
+            SchemeKind::OneSidedMw
+            | SchemeKind::Odrp
+            | SchemeKind::FineMem
+            | SchemeKind::PremmapOneSided => false,
+            SchemeKind::RpcMw2
+            | SchemeKind::RpcMw1
+            | SchemeKind::FineMr
+            | SchemeKind::StaticMr
+            | SchemeKind::PremmapRpc
+            | SchemeKind::OnDemandRpc => true,
         }
+    }
+
+    /// True if every allocation is the compute node's own work on the memory node's metadata, with which it is
+    /// trusted.
+    pub const fn is_by_cas(self) -> bool {
+        matches!(self, SchemeKind::FineMem | SchemeKind::PremmapOneSided)
+    }
+
+    /// True if there are blocks of several sizes: powers of two of chunks.
+    pub const fn has_sizes(self) -> bool {
+        self.is_by_cas() || matches!(self, SchemeKind::PremmapRpc | SchemeKind::OnDemandRpc)
+    }
+
+    /// True if memory is opened by windows of type 1, whose keys are a guess of 8 bits away from every access QP
+    /// (OneSidedMW §2.3).
+    pub const fn has_type1_windows(self) -> bool {
+        self.is_by_cas() || matches!(self, SchemeKind::RpcMw1 | SchemeKind::PremmapRpc)
+    }
+
+    /// True if a free returns before the chunk is released: it is set aside until it can be.
+    pub const fn releases_late(self) -> bool {
+        self.is_by_cas() || matches!(self, SchemeKind::RpcMw1)
     }
 }
 

@@ -75,6 +75,21 @@ fn finemem() {
     check_seeds(Case::of(SchemeKind::FineMem));
 }
 
+#[test]
+fn premmap_onesided() {
+    check_seeds(Case::of(SchemeKind::PremmapOneSided));
+}
+
+#[test]
+fn premmap_rpc() {
+    check_seeds(Case::of(SchemeKind::PremmapRpc));
+}
+
+#[test]
+fn ondemand_rpc() {
+    check_seeds(Case::of(SchemeKind::OnDemandRpc));
+}
+
 /// What is unsafe about `rpc-mw-1` is no matter of luck: within a few worlds a key is guessed, and opens another's
 /// chunk. The same guesses open nothing in the same worlds where windows are of type 2.
 #[test]

@@ -44,7 +44,7 @@ use crate::any::AnyClient;
 use crate::events::cores;
 use crate::protocol::{Status, Welcome};
 use crate::remote::RoceEnd;
-use crate::scheme::{Admission, ClientScheme, Era, Grant, GroupId, WhenIdle, bulletin};
+use crate::scheme::{Admission, ClientScheme, Effort, Era, Grant, GroupId, WhenIdle, bulletin};
 use crate::{Error, Remote, Settings};
 
 /// How a compute node connects.
@@ -84,6 +84,10 @@ pub struct PoolStats {
     pub frees: u64,
     /// Allocations that found no free chunk.
     pub empty: u64,
+    /// CASes that failed, of allocations that the compute node does itself ([`Pool::effort`] has more).
+    pub cas_retries: u64,
+    /// The most of these in one allocation.
+    pub cas_retries_max: u64,
     /// READs.
     pub reads: u64,
     /// WRITEs.
@@ -295,8 +299,8 @@ impl<N: Nic> Pool<N> {
     }
 
     /// Allocates at least `bytes` for the current core's group, like [`Pool::allocate`]: the grant says how
-    /// many there are. Scheme `finemem` has blocks of any power of two of chunks up to 512 of them; of others an
-    /// error says that a chunk does not hold as many.
+    /// many there are. Schemes with sizes ([`SchemeKind::has_sizes`](crate::SchemeKind::has_sizes)) have blocks of
+    /// powers of two of chunks; of others an error says that a chunk does not hold as many.
     pub async fn allocate_bytes(&self, bytes: u64) -> Result<Grant, Error> {
         self.allocate_some(self.current_group(), Some(bytes)).await
     }
@@ -354,10 +358,18 @@ impl<N: Nic> Pool<N> {
         inner.control.await_memory(timeout)
     }
 
+    /// What its allocations have cost in round trips and CASes, in schemes where it does them by CAS.
+    pub fn effort(&self) -> Effort {
+        self.inner.scheme.effort()
+    }
+
     /// What this pool did.
     pub fn stats(&self) -> PoolStats {
         let inner = &*self.inner;
+        let effort = inner.scheme.effort();
         let mut stats = PoolStats {
+            cas_retries: effort.cas_retries,
+            cas_retries_max: effort.cas_retries_max,
             allocations: inner.allocations.load(Ordering::Relaxed),
             frees: inner.frees.load(Ordering::Relaxed),
             empty: inner.empty.load(Ordering::Relaxed),

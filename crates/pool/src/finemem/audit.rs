@@ -2,16 +2,54 @@
 
 use fabric::Nic;
 
+use super::array::Taker;
 use super::header::{CHUNKS, Header, SPANS, Spread, chunk_mask};
 use super::layout::{Block, SECTION, SPAN_ORDER};
 use super::log::{Capability, FullLog, Layer};
+use super::map::Map;
 use super::node::Node;
 use crate::Error;
 
 /// Checks that every chunk is free, or in one block that its log names and a compute node has; and that the
 /// capability table has the keys that the windows have.
 pub(super) fn check<N: Nic>(node: &Node<N>) -> Result<(), Error> {
-    let wrong = |why: String| Err(Error::Protocol { attempt: "auditing the pool".into(), why });
+    match node.map {
+        Map::Tree(_) => check_tree(node)?,
+        Map::Array(_) => check_array(node)?,
+    }
+    for entry in 0..node.shape.entries() {
+        let capability = Capability::parse(node.words.load(node.shape.capability(entry)));
+        let key = node.keys.key(entry);
+        if capability != Capability::open(key) && capability != Capability::quarantined(key) {
+            return wrong(format!(
+                "the table has {capability:?} for entry {entry}, whose key is {key:?}"
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn wrong(why: String) -> Result<(), Error> {
+    Err(Error::Protocol { attempt: "auditing the pool".into(), why })
+}
+
+fn check_array<N: Nic>(node: &Node<N>) -> Result<(), Error> {
+    let word = |chunk| node.words.load(node.shape.log(chunk));
+    for chunk in 0..node.shape.chunks {
+        let Some(taker) = Taker::parse(word(chunk)) else { continue };
+        if node.peers.values().all(|peer| peer.user != taker.user) {
+            let user = taker.user.raw();
+            return wrong(format!("chunk {chunk} is user {user}'s, who is not there"));
+        }
+        let block = taker.block(node.shape, chunk);
+        if !block.is_some_and(|block| block.chunks().all(|other| word(other) == word(chunk))) {
+            return wrong(format!("chunk {chunk} is of a block that was taken in part: {taker:?}"));
+        }
+    }
+    Ok(())
+}
+
+fn check_tree<N: Nic>(node: &Node<N>) -> Result<(), Error> {
     let (shape, load) = (node.shape, |at| node.words.load(at));
     let section = |index| Header(load(shape.section(index)));
     let span = |index| Header(load(shape.span(index)));
@@ -48,15 +86,6 @@ pub(super) fn check<N: Nic>(node: &Node<N>) -> Result<(), Error> {
         if taken != owned[chunk as usize] {
             let of = if taken { "taken, and no log says so" } else { "free, and a log says not" };
             return wrong(format!("chunk {chunk} is {of}"));
-        }
-    }
-    for entry in 0..shape.entries() {
-        let capability = Capability::parse(load(shape.capability(entry)));
-        let key = node.keys.key(entry);
-        if capability != Capability::open(key) && capability != Capability::quarantined(key) {
-            return wrong(format!(
-                "the table has {capability:?} for entry {entry}, whose key is {key:?}"
-            ));
         }
     }
     Ok(())

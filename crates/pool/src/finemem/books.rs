@@ -6,6 +6,7 @@ use std::sync::Arc;
 use fabric::DmaMemory;
 use parking_lot::Mutex;
 
+use super::array::Taker;
 use super::header::{CHUNKS, Header, SPANS, Spread, User};
 use super::layout::{Block, Shape};
 use super::log::{Capability, FullLog, Layer};
@@ -22,6 +23,7 @@ pub struct Books {
     pub(super) memory: DmaMemory,
     pub(super) words: Words,
     pub(super) names: Names,
+    pub(super) is_array: bool,
 }
 
 impl Books {
@@ -35,6 +37,11 @@ impl Books {
         self.shape.chunks
     }
 
+    /// What the array says of a chunk, if there is one in the tree's place.
+    fn taker(&self, chunk: u32) -> Option<Taker> {
+        Taker::parse(self.words.load(self.shape.log(chunk))).filter(|_| self.is_array)
+    }
+
     /// True for an address in the metadata.
     pub fn is_metadata(&self, addr: u64) -> bool {
         let words = &self.words.0;
@@ -46,6 +53,9 @@ impl Books {
         if !self.is_taken(chunk) {
             return None;
         }
+        if let Some(taker) = self.taker(chunk) {
+            return self.names.lock().get(&taker.user).copied();
+        }
         let span = Header(self.words.load(self.shape.span(chunk / CHUNKS)));
         let log = match pending(Layer::Span, chunk / CHUNKS, span) {
             Some((at, log)) if at == chunk => log,
@@ -56,6 +66,9 @@ impl Books {
 
     /// True if the bitmaps have a chunk as taken.
     pub fn is_taken(&self, chunk: u32) -> bool {
+        if self.is_array {
+            return self.taker(chunk).is_some();
+        }
         let index = chunk / CHUNKS;
         let span = Header(self.words.load(self.shape.span(index)));
         match span.in_use() {

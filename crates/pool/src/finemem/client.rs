@@ -15,14 +15,19 @@ use fabric::{
 };
 use parking_lot::Mutex;
 
+use super::effort::{EffortCounts, Spent};
 use super::header::User;
 use super::layout::{Shape, Word};
 use super::log::Capability;
-use super::tree::{BATCH, Tree, Verbs};
+use super::map::Map;
+use super::tree::{BATCH, Verbs};
 use crate::Error;
 use crate::credits::{Credit, Credits};
 use crate::protocol::Welcome;
-use crate::scheme::{Admitted, ClientScheme, Grant, GroupId, MAX_GROUP, WhenIdle};
+use crate::scheme::{
+    Admitted, ClientScheme, Effort, Grant, GroupId, MAX_GROUP, WhenIdle, too_large,
+};
+use crate::settings::SchemeKind;
 
 /// Bytes that a request in flight has for what its verbs return.
 const SLOT_BYTES: usize = 8 * BATCH;
@@ -42,6 +47,7 @@ pub struct Client<N: Nic> {
     answers: N::Mr,
     credits: Credits,
     in_flight: u32,
+    scheme: SchemeKind,
     chunk_bytes: u64,
     lanes: usize,
     /// Taken to ring, and to clear doubts.
@@ -54,6 +60,7 @@ pub struct Client<N: Nic> {
     held: Mutex<HashMap<u32, Key>>,
     /// An allocation broke off, and may have taken something.
     in_doubt: AtomicBool,
+    effort: EffortCounts,
 }
 
 /// What the memory node said when it admitted this compute node.
@@ -61,7 +68,7 @@ struct Terms {
     metadata: Remote,
     data: u64,
     user: User,
-    tree: Tree,
+    map: Map,
 }
 
 impl<N: Nic> Client<N> {
@@ -88,6 +95,7 @@ impl<N: Nic> Client<N> {
             answers: local(8)?,
             credits: Credits::new(credits),
             in_flight: credits,
+            scheme: welcome.scheme,
             chunk_bytes: welcome.chunk_bytes,
             lanes: (welcome.group_size as usize).saturating_sub(1).clamp(1, MAX_GROUP),
             alone: Credits::new(1),
@@ -96,6 +104,7 @@ impl<N: Nic> Client<N> {
             admitted: OnceLock::new(),
             held: Mutex::default(),
             in_doubt: AtomicBool::new(false),
+            effort: EffortCounts::default(),
         })
     }
 
@@ -109,7 +118,8 @@ impl<N: Nic> Client<N> {
     /// A place among the requests in flight.
     async fn session(&self, attempt: &'static str) -> Result<Session<'_, N>, Error> {
         let metadata = self.terms(attempt)?.metadata;
-        Ok(Session { client: self, credit: self.credits.take().await, metadata, attempt })
+        let credit = self.credits.take().await;
+        Ok(Session { client: self, credit, metadata, attempt, spent: Spent::default() })
     }
 
     /// Posts requests of which the last one is signaled.
@@ -171,10 +181,10 @@ impl<N: Nic> Client<N> {
             return Ok(());
         }
         self.ring_alone(attempt, &alone).await?;
-        let Terms { tree, user, .. } = self.terms(attempt)?;
-        let shape = tree.shape();
+        let Terms { map, user, .. } = self.terms(attempt)?;
+        let shape = map.shape();
         for section in 0..shape.sections() {
-            for block in tree.taken_by(&session, *user, section).await? {
+            for block in map.taken_by(&session, *user, section).await? {
                 let entry = shape.entry(block);
                 let at = shape.capability(entry);
                 let mut word = [0];
@@ -198,20 +208,20 @@ impl<N: Nic> Client<N> {
         order: u32,
     ) -> Result<Option<Grant>, Error> {
         let session = self.session(attempt).await?;
-        let Terms { tree, data, .. } = self.terms(attempt)?;
-        let shape = tree.shape();
+        let Terms { map, data, .. } = self.terms(attempt)?;
+        let shape = map.shape();
         let granted = async {
-            let Some(block) = tree.allocate(&session, order).await? else { return Ok(None) };
-            let entry = shape.entry(block);
-            let mut word = [0];
-            session.read(shape.capability(entry), &mut word).await?;
-            let key = Capability::parse(word[0]).main;
+            let Some((block, capability)) = map.allocate(&session, order).await? else {
+                return Ok(None);
+            };
+            let (entry, key) = (shape.entry(block), capability.main);
             let addr = data + block.chunk as u64 * shape.chunk_bytes;
             // One window for all lanes.
             let keys = &[key; MAX_GROUP][..self.lanes];
             Ok(Some(Grant::new(addr, shape.block_bytes(order), entry, group, keys)))
         };
         let granted: Result<Option<Grant>, Error> = granted.await;
+        self.effort.add(&session.spent, matches!(granted, Ok(Some(_))));
         match &granted {
             Ok(Some(grant)) => _ = self.held.lock().insert(grant.entry, grant.keys()[0]),
             Ok(None) => {}
@@ -227,6 +237,7 @@ struct Session<'a, N: Nic> {
     credit: Credit<'a>,
     metadata: Remote,
     attempt: &'static str,
+    spent: Spent,
 }
 
 impl<N: Nic> Session<'_, N> {
@@ -243,6 +254,7 @@ impl<N: Nic> Session<'_, N> {
     }
 
     async fn run(&self, list: &mut [WorkRequest<'_>]) -> Result<(), Error> {
+        self.spent.round_trip();
         let pending = self.client.post(self.attempt, list)?;
         check(self.attempt, pending.await?)
     }
@@ -263,7 +275,9 @@ impl<N: Nic> Verbs for Session<'_, N> {
         let old = self.client.scratch.sge(self.slot(0), 8);
         let op = Op::CompareSwap { at: self.at(at), compare: expected, swap: new, old };
         self.run(&mut [WorkRequest { id: 0, op, signaled: true }]).await?;
-        Ok(self.result(0))
+        let found = self.result(0);
+        self.spent.cas(found == expected);
+        Ok(found)
     }
 
     async fn read_both(&self, first: Word, second: Word) -> Result<(u64, u64), Error> {
@@ -285,14 +299,9 @@ impl<N: Nic> ClientScheme for Client<N> {
 
     async fn allocate_bytes(&self, group: GroupId, bytes: u64) -> Result<Grant, Error> {
         let attempt = "allocating a block";
-        let shape: Shape = self.terms(attempt)?.tree.shape();
+        let shape: Shape = self.terms(attempt)?.map.shape();
         let Some(order) = shape.order_for(bytes) else {
-            let most = shape.block_bytes(shape.order_max());
-            return Err(Error::Setting {
-                setting: "bytes",
-                value: bytes.to_string(),
-                why: format!("the largest block of this pool has {most}; allocate several"),
-            });
+            return Err(too_large(bytes, shape.block_bytes(shape.order_max()), true));
         };
         if self.in_doubt.load(Ordering::Acquire) {
             self.clear_doubts(attempt).await?;
@@ -315,7 +324,7 @@ impl<N: Nic> ClientScheme for Client<N> {
 
     async fn free(&self, grant: &Grant) -> Result<(), Error> {
         let attempt = "freeing a block";
-        let shape = self.terms(attempt)?.tree.shape();
+        let shape = self.terms(attempt)?.map.shape();
         let not_yours = Error::NotYours { entry: grant.entry };
         let key = grant.keys().first().copied().unwrap_or_default();
         let is_held = || self.held.lock().get(&grant.entry) == Some(&key);
@@ -368,6 +377,10 @@ impl<N: Nic> ClientScheme for Client<N> {
         }
     }
 
+    fn effort(&self) -> Effort {
+        self.effort.get()
+    }
+
     fn when_idle(&self, look: &WhenIdle) {
         self.completer.when_idle(look.clone());
     }
@@ -377,8 +390,8 @@ impl<N: Nic> ClientScheme for Client<N> {
         let shape = Shape { chunks: m.chunks, chunk_bytes: terms.chunk_bytes };
         let Some(user) = User::new(m.user) else { return };
         let metadata = Remote { addr: m.addr, rkey: Key(m.rkey) };
-        let _ =
-            self.admitted.set(Terms { metadata, data: m.data, user, tree: Tree::new(shape, user) });
+        let map = Map::new(self.scheme, shape, user);
+        let _ = self.admitted.set(Terms { metadata, data: m.data, user, map });
     }
 
     fn connect(&self, peers: &[PeerAddress]) -> Result<(), Error> {

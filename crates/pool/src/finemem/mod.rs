@@ -10,6 +10,7 @@
 //!                                                    scan (CPU): rebind, clear, new key, bits cleared
 //! ```
 //!
+//! - Scheme `premmap-onesided` is the same with a free array in the tree's place ([`array`]).
 //! - [`header`], [`log`] and [`layout`] are the words, [`tree`] is what is done with them.
 //! - The metadata is opened to the management QP of each compute node by a type-2 window that is bound to
 //!   that QP. Who runs on a compute node and has access QPs only cannot reach it, whatever he guesses.
@@ -19,13 +20,16 @@
 //!   applications there.
 //! - A block that is freed is given to nobody before its old key is dead and it is cleared.
 
+pub mod array;
 mod audit;
 mod books;
 mod client;
+mod effort;
 pub mod header;
 mod keys;
 pub mod layout;
 pub mod log;
+mod map;
 mod node;
 mod peer;
 mod scan;

@@ -8,14 +8,14 @@ use std::time::Duration;
 use fabric::{Access, CqAttr, MemoryRegion, Nic, Psn, QpState, QueuePair};
 
 use super::books::{Books, Names};
-use super::header::{CHUNKS, SPANS, Spread, User};
+use super::header::User;
 use super::keys::Keys;
 use super::layout::Shape;
-use super::log::{Capability, FullLog};
+use super::log::Capability;
+use super::map::Map;
 use super::peer::{Common, Leaving, Peer};
 use super::scan::Scan;
 use super::table::initial;
-use super::tree::Tree;
 use super::words::Words;
 use crate::Error;
 use crate::events::CqEvents;
@@ -25,7 +25,7 @@ use crate::scheme::{
 };
 use crate::settings::Settings;
 
-/// The memory node of scheme `finemem`.
+/// The memory node of the schemes in which the compute node allocates.
 pub struct Node<N: Nic> {
     pub(super) nic: N,
     settings: Settings,
@@ -36,8 +36,8 @@ pub struct Node<N: Nic> {
     metadata: N::Mr,
     pub(super) words: Words,
     pub(super) keys: Keys<N>,
-    /// The tree as the memory node's CPU sees it.
-    pub(super) tree: Tree,
+    /// What is taken, as the memory node's CPU sees it.
+    pub(super) map: Map,
     /// Bells of compute nodes.
     pub(super) requests: N::Cq,
     events: Arc<CqEvents<N>>,
@@ -57,7 +57,7 @@ impl<N: Nic> Node<N> {
         let caps = nic.caps();
         if !caps.type1_windows || !caps.windows || !caps.big_endian_atomics {
             return Err(fabric::Error::Unsupported {
-                attempt: "serving with scheme finemem".into(),
+                attempt: format!("serving with scheme {}", settings.scheme),
                 why: format!(
                     "it needs windows of types 1 and 2B, and big-endian atomics; {} has type 1: {}, \
                      type 2B: {}, big-endian atomics: {}",
@@ -72,7 +72,10 @@ impl<N: Nic> Node<N> {
         let memory = nic.reg_mr(&data, &memory, Access::LOCAL_ALL)?;
         let keys = Keys::new(nic, &data, &memory, shape)?;
         let words = Words(nic.alloc_dma(shape.words() as usize * 8)?);
-        initial(shape, |at, word| words.store(at, word));
+        let map = Map::new(settings.scheme, shape, User::NOBODY);
+        if let Map::Tree(_) = map {
+            initial(shape, |at, word| words.store(at, word));
+        }
         for entry in 0..shape.entries() {
             words.store(shape.capability(entry), Capability::open(keys.key(entry)).to_word());
         }
@@ -90,7 +93,7 @@ impl<N: Nic> Node<N> {
             metadata,
             words,
             keys,
-            tree: Tree::new(shape, User::NOBODY),
+            map,
             requests,
             events,
             peers: BTreeMap::new(),
@@ -108,6 +111,7 @@ impl<N: Nic> Node<N> {
             memory: self.memory.memory().clone(),
             words: Words(self.words.0.clone()),
             names: self.names.clone(),
+            is_array: matches!(self.map, Map::Array(_)),
         }
     }
 
@@ -135,20 +139,7 @@ impl<N: Nic> Node<N> {
 
     /// Chunks that nobody has, as the headers say.
     pub(super) fn free_chunks(&self) -> u64 {
-        let mut free = 0;
-        for index in 0..self.shape.sections() {
-            let section = super::header::Header(self.words.load(self.shape.section(index)));
-            for at in 0..SPANS {
-                let span = self.shape.span(index * SPANS + at);
-                let span = super::header::Header(self.words.load(span));
-                free += match section.spread(at) {
-                    _ if span.in_use() => span.bitmap().count_zeros() as u64,
-                    Spread::Full => 0,
-                    _ => CHUNKS as u64,
-                };
-            }
-        }
-        free
+        self.map.free_chunks(|at| self.words.load(at))
     }
 
     /// Blocks that are in quarantine, and all that are taken, those among them.
@@ -157,10 +148,7 @@ impl<N: Nic> Node<N> {
         let quarantined = (0..self.shape.entries())
             .filter(|e| Capability::parse(word(self.shape.capability(*e))).is_quarantined())
             .count();
-        let taken = (0..self.shape.chunks)
-            .filter(|chunk| FullLog::parse(word(self.shape.log(*chunk))).taken)
-            .count();
-        (quarantined as u64, taken as u64)
+        (quarantined as u64, self.map.taken_blocks(word))
     }
 }
 
@@ -301,14 +289,14 @@ impl<N: Nic> Node<N> {
     /// Brings on who has gone: from the logs, what he had is put into quarantine, which the scan ends.
     /// Nobody waits for it. True if that did something.
     fn take_back(&mut self) -> Result<bool, Error> {
-        let Self { peers, words, tree, scan, shape, keys, .. } = self;
+        let Self { peers, words, map, scan, shape, keys, .. } = self;
         let mut any = false;
         let mut gone = Vec::new();
         for (client, peer) in peers.iter_mut() {
             match peer.leaving {
                 None => continue,
                 Some(Leaving::Sections(section)) if section < shape.sections() => {
-                    for block in super::words::now(tree.taken_by(words, peer.user, section)) {
+                    for block in super::words::now(map.taken_by(words, peer.user, section)) {
                         let entry = shape.entry(block);
                         let key = keys.key(entry);
                         let (open, shut) = (Capability::open(key), Capability::quarantined(key));
@@ -318,7 +306,7 @@ impl<N: Nic> Node<N> {
                             scan.reclaimed += 1;
                         }
                     }
-                    super::words::now(tree.settle(words, section));
+                    super::words::now(map.settle(words, section));
                     peer.leaving = Some(Leaving::Sections(section + 1));
                     any = true;
                 }

@@ -18,6 +18,7 @@ use super::header::{CHUNKS, User};
 use super::keys;
 use super::layout::{Block, SECTION};
 use super::log::{Capability, FullLog, Layer};
+use super::map::Map;
 use super::node::Node;
 use super::words::now;
 use crate::Error;
@@ -169,11 +170,15 @@ impl<N: Nic> Node<N> {
 
     /// Clears the bits of blocks of one header, with one CAS, and says so in their logs.
     fn give_back(&mut self, blocks: &[Block]) {
+        let tree = match &self.map {
+            Map::Tree(tree) => tree,
+            Map::Array(array) => return now(array.give_back(&self.words, blocks)),
+        };
         let Some((last, others)) = blocks.split_last() else { return };
         let log = |block: &Block| self.words.load(self.shape.log(block.chunk));
         let owner: User = FullLog::parse(log(last)).user;
         let before: Vec<u64> = others.iter().map(log).collect();
-        now(self.tree.give_back(&self.words, blocks, owner));
+        now(tree.give_back(&self.words, blocks, owner));
         // The header's log names the last one only. If one of the others has a new owner by now, its log is
         // another one, or will be.
         for (block, before) in others.iter().zip(before) {

@@ -32,8 +32,8 @@ impl<N: Nic> Books<N> {
         self.0.table.try_lock().map(|table| table.state_of(entry))
     }
 
-    /// The free list; nothing while somebody writes in the books.
+    /// The free chunks; nothing while somebody writes in the books.
     pub fn free(&self) -> Option<Vec<u32>> {
-        self.0.table.try_lock().map(|table| table.free_list().to_vec())
+        self.0.table.try_lock().map(|table| table.free_chunks())
     }
 }

@@ -13,11 +13,12 @@ use fabric::{
 };
 use parking_lot::Mutex;
 
+use super::blocks::Blocks;
 use super::{Ask, Outcome, REPLY_BYTES, Reply, Request};
 use crate::Error;
 use crate::credits::Credits;
 use crate::protocol::Welcome;
-use crate::scheme::{ClientScheme, Grant, GroupId, WhenIdle};
+use crate::scheme::{ClientScheme, Grant, GroupId, WhenIdle, too_large};
 
 /// The compute node of the schemes by RPC on the NIC `N`.
 pub struct Client<N: Nic> {
@@ -27,7 +28,7 @@ pub struct Client<N: Nic> {
     credits: Credits,
     order: Mutex<()>,
     number: AtomicU64,
-    chunk_bytes: u64,
+    blocks: Blocks,
     lanes: usize,
     broken: AtomicBool,
 }
@@ -56,13 +57,18 @@ impl<N: Nic> Client<N> {
             credits: Credits::new(credits),
             order: Mutex::new(()),
             number: AtomicU64::new(1),
-            chunk_bytes: welcome.chunk_bytes,
+            blocks: Blocks::new(
+                welcome.chunks as u32,
+                welcome.chunk_bytes,
+                welcome.scheme.has_sizes(),
+            ),
             lanes: welcome.group_size as usize - 1,
             broken: AtomicBool::new(false),
         })
     }
 
-    async fn ask(&self, attempt: &'static str, ask: Ask) -> Result<Reply, Error> {
+    /// `wanted`: bytes that are asked for, if it is memory.
+    async fn ask(&self, attempt: &'static str, ask: Ask, wanted: u64) -> Result<Reply, Error> {
         let credit = self.credits.take().await;
         let at = credit.slot() as usize * REPLY_BYTES;
         let to = self.replies.sge(at, REPLY_BYTES as u32);
@@ -97,7 +103,7 @@ impl<N: Nic> Client<N> {
         }
         match reply.outcome {
             Outcome::Done => Ok(reply),
-            Outcome::Empty => Err(Error::OutOfMemory { bytes: self.chunk_bytes }),
+            Outcome::Empty | Outcome::NoBlock => Err(Error::OutOfMemory { bytes: wanted }),
             Outcome::NotYours => Err(Error::NotYours { entry: reply.entry }),
             Outcome::BadRequest => Err(wrong("the memory node did not understand it".into())),
             Outcome::Failed => Err(Error::Refused {
@@ -111,9 +117,18 @@ impl<N: Nic> Client<N> {
 
 impl<N: Nic> ClientScheme for Client<N> {
     async fn allocate(&self, group: GroupId) -> Result<Grant, Error> {
+        self.allocate_bytes(group, self.blocks.bytes(0)).await
+    }
+
+    async fn allocate_bytes(&self, group: GroupId, bytes: u64) -> Result<Grant, Error> {
         let attempt = "allocating a chunk";
-        let reply = self.ask(attempt, Ask::Allocate { group: group.0 }).await?;
-        if reply.lanes != self.lanes || reply.len != self.chunk_bytes {
+        let Some(order) = self.blocks.order_for(bytes) else {
+            let has_sizes = self.blocks.order_max() > 0;
+            return Err(too_large(bytes, self.blocks.bytes_max(), has_sizes));
+        };
+        let ask = Ask::Allocate { group: group.0, order: order as u8 };
+        let reply = self.ask(attempt, ask, bytes).await?;
+        if reply.lanes != self.lanes || reply.len != self.blocks.bytes(order) {
             return Err(Error::Protocol {
                 attempt: attempt.into(),
                 why: format!("a grant of {} bytes with {} keys", reply.len, reply.lanes),
@@ -124,7 +139,7 @@ impl<N: Nic> ClientScheme for Client<N> {
     }
 
     async fn free(&self, grant: &Grant) -> Result<(), Error> {
-        self.ask("freeing a chunk", Ask::Free { entry: grant.entry }).await.map(drop)
+        self.ask("freeing a chunk", Ask::Free { entry: grant.entry }, 0).await.map(drop)
     }
 
     fn management(&self) -> Vec<Qpn> {

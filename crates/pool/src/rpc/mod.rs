@@ -11,6 +11,8 @@
 //! | `rpc-mw-1` | one type-1 window; a free and the next allocation are one rebind | **unsafe**: 8 bits of tag | OneSidedMW §2.2.2, §2.3 |
 //! | `fine-mr` | an MR, registered by each allocation and ended by each free | a PD for each compute node | OneSidedMW §6 |
 //! | `static-mr` | an MR that was registered ahead | a PD for each compute node | OneSidedMW §2.2.1 |
+//! | `ondemand-rpc` | as `fine-mr`, of several sizes | a PD for each compute node | FineMem §6.1 |
+//! | `premmap-rpc` | a type-1 window that was bound ahead; a free rebinds it | **trust**: 8 bits of tag | FineMem §6.1 |
 //!
 //! The CPU knows who asks by the QP that the request came in on, so the proof of ownership that a
 //! chain takes from the guard window is a comparison here: a group has one window less.
@@ -32,13 +34,20 @@
 //! free ends the MR, as everywhere; a chunk that is registered ahead for one goes to another when there
 //! is no free one.
 //!
+//! **Sizes.** `premmap-rpc` and `ondemand-rpc` hand out blocks of every power of two of chunks ([`blocks`]); the
+//! others have chunks.
+//!
+//! **`premmap-rpc`** has a window bound ahead over every block, so that an allocation only finds out which. The
+//! published form ("memory is premapped") has one region and one key, which stays good for ever. Here a
+//! free rebinds the block's window before it is answered: the old key is dead, and the next one is there.
+//!
 //! The CPU may be several cores ([`crate::Settings::cores`]): each has a CQ for requests and its share
 //! of the compute nodes, and all work on one [`table::Table`].
 //!
 //! ```text
 //! request (16 B)                       reply (64 B)
 //! +0  op: 1 allocate, 2 free  (1)      +0  status                (1)
-//! +1  zero                    (1)      +1  keys                  (1)
+//! +1  log of chunks wanted    (1)      +1  keys                  (1)
 //! +2  QP group                (be16)   +2  zero                  (2)
 //! +4  entry to free           (be32)   +4  entry                 (be32)
 //! +8  number of the request   (be64)   +8  number of the request (be64)
@@ -51,6 +60,7 @@
 //! in any case, also when it makes no sense; the memory node posts `credits` receives for each
 //! compute node, so that who sends more waits alone.
 
+mod blocks;
 mod books;
 mod client;
 mod node;
@@ -78,8 +88,8 @@ const REPLY_BYTES: usize = 64;
 /// What a request asks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Ask {
-    /// A chunk for the QPs of a group.
-    Allocate { group: u16 },
+    /// 2^`order` chunks for the QPs of a group.
+    Allocate { group: u16, order: u8 },
     /// Take a chunk back.
     Free { entry: u32 },
 }
@@ -98,8 +108,9 @@ impl Request {
     fn to_bytes(self) -> [u8; REQUEST_BYTES] {
         let mut out = [0; REQUEST_BYTES];
         match self.ask {
-            Ask::Allocate { group } => {
+            Ask::Allocate { group, order } => {
                 out[0] = OP_ALLOCATE;
+                out[1] = order;
                 out[2..4].copy_from_slice(&group.to_be_bytes());
             }
             Ask::Free { entry } => {
@@ -115,7 +126,10 @@ impl Request {
     fn parse(bytes: &[u8; REQUEST_BYTES]) -> (u64, Option<Ask>) {
         let number = be64(bytes, 8);
         let ask = match bytes[0] {
-            OP_ALLOCATE => Some(Ask::Allocate { group: u16::from_be_bytes([bytes[2], bytes[3]]) }),
+            OP_ALLOCATE => {
+                let group = u16::from_be_bytes([bytes[2], bytes[3]]);
+                Some(Ask::Allocate { group, order: bytes[1] })
+            }
             OP_FREE => Some(Ask::Free { entry: be32(bytes, 4) }),
             _ => None,
         };
@@ -132,6 +146,8 @@ enum Outcome {
     NotYours = 3,
     BadRequest = 4,
     Failed = 5,
+    /// There is memory, and no block as large.
+    NoBlock = 6,
 }
 
 /// A reply.
@@ -182,6 +198,7 @@ impl Reply {
             3 => Outcome::NotYours,
             4 => Outcome::BadRequest,
             5 => Outcome::Failed,
+            6 => Outcome::NoBlock,
             _ => return None,
         };
         let lanes = bytes[1] as usize;

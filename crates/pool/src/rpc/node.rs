@@ -10,6 +10,7 @@ use fabric::{
 };
 use parking_lot::{Mutex, MutexGuard};
 
+use super::blocks::Blocks;
 use super::books::Books;
 use super::peer::{Path, Peer};
 use super::regions::Regions;
@@ -42,7 +43,9 @@ impl<N: Nic> Node<N> {
         let (scheme, caps) = (settings.scheme, nic.caps());
         let missing = match scheme {
             SchemeKind::RpcMw2 if !caps.windows => Some("type-2 windows"),
-            SchemeKind::RpcMw1 if !caps.type1_windows => Some("type-1 windows"),
+            SchemeKind::RpcMw1 | SchemeKind::PremmapRpc if !caps.type1_windows => {
+                Some("type-1 windows")
+            }
             _ if (caps.max_inline as usize) < REPLY_BYTES => Some("enough inline data"),
             _ => None,
         };
@@ -53,16 +56,20 @@ impl<N: Nic> Node<N> {
                 why: format!("the NIC {} has no {missing}", caps.name),
             });
         }
-        let (chunks, chunk_bytes) = (settings.chunks() as u32, settings.chunk_bytes);
+        let blocks = Blocks::of(settings);
         let lanes = settings.lanes() as usize;
         let pd = nic.alloc_pd()?;
-        let memory = nic.alloc_dma((chunks as u64 * chunk_bytes) as usize)?;
+        let memory = nic.alloc_dma((settings.chunks() * settings.chunk_bytes) as usize)?;
         let memory = nic.reg_mr(&pd, &memory, Access::LOCAL_ALL)?;
-        let all = (chunks, chunk_bytes);
         let doors = match scheme {
-            SchemeKind::RpcMw2 => Doors::Type2(Type2::new(nic, &pd, &memory, all, lanes)?),
-            SchemeKind::RpcMw1 => Doors::Type1(Type1::new(nic, &pd, &memory, all)?),
-            SchemeKind::FineMr | SchemeKind::StaticMr => Doors::Regions(Regions::new(chunks)),
+            SchemeKind::RpcMw2 => Doors::Type2(Type2::new(nic, &pd, &memory, blocks, lanes)?),
+            SchemeKind::RpcMw1 | SchemeKind::PremmapRpc => {
+                let ahead = scheme == SchemeKind::PremmapRpc;
+                Doors::Type1(Type1::new(nic, &pd, &memory, blocks, ahead)?)
+            }
+            SchemeKind::FineMr | SchemeKind::StaticMr | SchemeKind::OnDemandRpc => {
+                Doors::Regions(Regions::new(blocks.count()))
+            }
             other => {
                 return Err(Error::Setting {
                     setting: "scheme",
@@ -73,12 +80,15 @@ impl<N: Nic> Node<N> {
         };
         let cores = settings.cores.min(settings.clients_max) as usize;
         let base = memory.memory().addr();
-        let table = Table::new(doors, lanes, base, chunk_bytes, chunks, cores);
+        let table = Table::new(doors, lanes, base, blocks, cores);
         let cores = (0..cores)
             .map(|index| Core::new(nic, &pd, settings, index))
             .collect::<Result<Vec<_>, _>>()?;
         let (nic, settings, table) = (nic.clone(), settings.clone(), Mutex::new(table));
-        let shared = Arc::new(Shared { nic, settings, pd, memory, table, cores });
+        let shared = Arc::new(Shared { nic, settings, pd, memory, blocks, table, cores });
+        if scheme == SchemeKind::PremmapRpc {
+            shared.cores[0].state.lock().bind_ahead(&shared)?;
+        }
         Ok(Self { shared, homes: BTreeMap::new() })
     }
 
@@ -136,7 +146,9 @@ impl<N: Nic> Node<N> {
             )));
         }
         let pd = match settings.scheme {
-            SchemeKind::FineMr | SchemeKind::StaticMr => nic.alloc_pd()?,
+            SchemeKind::FineMr | SchemeKind::StaticMr | SchemeKind::OnDemandRpc => {
+                nic.alloc_pd()?
+            }
             _ => self.shared.pd.clone(),
         };
         let blocks = (credits * ANSWER_BLOCKS).next_power_of_two();

@@ -13,9 +13,9 @@ pub struct Regions<N: Nic> {
 }
 
 impl<N: Nic> Regions<N> {
-    /// None of `chunks` chunks is registered.
-    pub fn new(chunks: u32) -> Self {
-        Self { regions: (0..chunks).map(|_| None).collect() }
+    /// None of `count` blocks is registered.
+    pub fn new(count: u32) -> Self {
+        Self { regions: (0..count).map(|_| None).collect() }
     }
 
     /// The key of a chunk that is registered; otherwise one that opens nothing.

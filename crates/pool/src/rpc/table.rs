@@ -1,21 +1,22 @@
 //! Which chunk is whose: the memory node's books, which all its cores share.
 //!
 //! ```text
-//! entry e: bytes [e * chunk, (e + 1) * chunk) of the donated memory
+//! entry: a block of the donated memory, in most schemes a chunk (see `blocks`)
 //!
 //! free ──take──> owned ──start_free──> leaving ──release──> free
 //!   └─set aside for a compute node <──> (opened for it: before its allocation, or after its free)
 //! ```
 //!
-//! Invariants: an entry is on the free list exactly if nobody owns it; what opened a free entry is
+//! Invariants: a chunk lies in a block that is free or in one that somebody owns, and in no other such one; what opened a free entry is
 //! closed, and its bytes are zero. An entry that is aside has an owner, and counts as available.
 //! The lock over the books is held for as long as they are looked at or changed, never while
 //! anything is waited for.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use fabric::{Key, Nic};
 
+use super::blocks::{Blocks, Free};
 use super::books::ChunkState;
 use super::regions::Regions;
 use super::windows::{Type1, Type2};
@@ -65,9 +66,9 @@ pub struct Table<N: Nic> {
     pub doors: Doors<N>,
     lanes: usize,
     base: u64,
-    chunk_bytes: u64,
+    blocks: Blocks,
     entries: Vec<Entry>,
-    free: Vec<u32>,
+    free: Free,
     aside: BTreeMap<ClientId, VecDeque<u32>>,
     aside_count: u64,
     /// Cores whose compute nodes were told that there is no memory.
@@ -75,23 +76,16 @@ pub struct Table<N: Nic> {
 }
 
 impl<N: Nic> Table<N> {
-    /// All of `chunks` chunks of `chunk_bytes` from address `base` on are free.
-    pub fn new(
-        doors: Doors<N>,
-        lanes: usize,
-        base: u64,
-        chunk_bytes: u64,
-        chunks: u32,
-        cores: usize,
-    ) -> Self {
+    /// All `blocks` from address `base` on are free.
+    pub fn new(doors: Doors<N>, lanes: usize, base: u64, blocks: Blocks, cores: usize) -> Self {
         let entry = |_| Entry { owner: Owner::Nobody, group: GroupId(0), state: State::Free };
         Self {
             doors,
             lanes,
             base,
-            chunk_bytes,
-            entries: (0..chunks).map(entry).collect(),
-            free: (0..chunks).rev().collect(),
+            blocks,
+            entries: (0..blocks.count()).map(entry).collect(),
+            free: Free::all(blocks),
             aside: BTreeMap::new(),
             aside_count: 0,
             told: vec![false; cores],
@@ -100,11 +94,13 @@ impl<N: Nic> Table<N> {
 
     /// Chunks in all.
     pub fn chunks(&self) -> u64 {
-        self.entries.len() as u64
+        self.blocks.chunks() as u64
     }
 
-    /// What is said of a chunk.
-    pub fn state_of(&self, entry: u32) -> ChunkState {
+    /// What is said of the block that a chunk lies in.
+    pub fn state_of(&self, chunk: u32) -> ChunkState {
+        let owned = |entry: &u32| self.entries[*entry as usize].owner != Owner::Nobody;
+        let entry = self.blocks.over(chunk).find(owned).unwrap_or(chunk);
         let e = &self.entries[entry as usize];
         let owner = match e.owner {
             Owner::Nobody => None,
@@ -118,18 +114,23 @@ impl<N: Nic> Table<N> {
     }
 
     /// Chunks that are nobody's.
-    pub fn free_list(&self) -> &[u32] {
-        &self.free
+    pub fn free_chunks(&self) -> Vec<u32> {
+        self.free.entries().flat_map(|entry| self.blocks.block(entry).chunks()).collect()
+    }
+
+    /// True if some chunk is aside for somebody.
+    pub fn is_any_aside(&self) -> bool {
+        self.aside_count > 0
     }
 
     /// Chunks that are nobody's, or aside.
     pub fn available(&self) -> u64 {
-        self.free.len() as u64 + self.aside_count
+        self.free.chunks() + self.aside_count
     }
 
-    /// Takes a free chunk for a compute node.
-    pub fn take(&mut self, client: ClientId, group: GroupId) -> Option<u32> {
-        let entry = self.free.pop()?;
+    /// Takes 2^`order` free chunks for a compute node.
+    pub fn take(&mut self, client: ClientId, group: GroupId, order: u32) -> Option<u32> {
+        let entry = self.free.take(order)?;
         let owner = Owner::Client(client);
         self.entries[entry as usize] = Entry { owner, group, state: State::Owned };
         Some(entry)
@@ -212,12 +213,13 @@ impl<N: Nic> Table<N> {
             Doors::Type1(windows) => keys[..self.lanes].fill(windows.key(entry)),
             Doors::Regions(regions) => keys[..self.lanes].fill(regions.key(entry)),
         }
+        let (offset, len) = self.blocks.range(entry);
         Reply {
             number,
             outcome: Outcome::Done,
             entry,
-            addr: self.base + entry as u64 * self.chunk_bytes,
-            len: self.chunk_bytes,
+            addr: self.base + offset,
+            len,
             lanes: self.lanes,
             keys,
         }
@@ -228,7 +230,7 @@ impl<N: Nic> Table<N> {
         let e = &mut self.entries[entry as usize];
         assert_ne!(e.owner, Owner::Nobody, "entry {entry} is released twice");
         *e = Entry { owner: Owner::Nobody, group: GroupId(0), state: State::Free };
-        self.free.push(entry);
+        self.free.give(entry);
     }
 
     /// The chunks of a compute node, those that are aside among them: they are so no more. Without those
@@ -269,58 +271,58 @@ impl<N: Nic> Table<N> {
     /// Checks that every chunk is exactly once free, aside, or owned by somebody who `exists`.
     pub fn audit(&self, exists: impl Fn(ClientId) -> bool) -> Result<(), Error> {
         let wrong = |why: String| Error::Protocol { attempt: "auditing the pool".into(), why };
-        let mut seen = vec![false; self.entries.len()];
-        for entry in &self.free {
-            let at = *entry as usize;
-            if std::mem::replace(&mut seen[at], true) {
-                return Err(wrong(format!("chunk {entry} is twice on the free list")));
-            }
-            if self.entries[at].owner != Owner::Nobody {
+        let mut covered = vec![false; self.blocks.chunks() as usize];
+        let mut cover = |entry: u32| {
+            let chunks = self.blocks.block(entry).chunks();
+            chunks.into_iter().find(|c| std::mem::replace(&mut covered[*c as usize], true))
+        };
+        for entry in self.free.entries() {
+            if self.entries[entry as usize].owner != Owner::Nobody {
                 return Err(wrong(format!("chunk {entry} is free and owned")));
             }
+            if let Some(chunk) = cover(entry) {
+                return Err(wrong(format!("chunk {chunk} is twice on the free list")));
+            }
         }
-        let mut aside = 0;
+        let mut aside = BTreeSet::new();
         for (client, entries) in &self.aside {
             for entry in entries {
                 let e = &self.entries[*entry as usize];
-                if std::mem::replace(&mut seen[*entry as usize], true) {
-                    return Err(wrong(format!("chunk {entry} is aside, and elsewhere too")));
-                }
                 if e.owner != Owner::Client(*client) || e.state != State::Aside {
                     return Err(wrong(format!(
                         "chunk {entry} is aside for compute node {}, who does not own it",
                         client.0
                     )));
                 }
-                aside += 1;
+                if !aside.insert(*entry) {
+                    return Err(wrong(format!("chunk {entry} is aside twice")));
+                }
             }
         }
-        if aside != self.aside_count {
+        if aside.len() as u64 != self.aside_count {
             return Err(wrong(format!(
-                "{aside} chunks are aside, {} are counted",
+                "{} chunks are aside, {} are counted",
+                aside.len(),
                 self.aside_count
             )));
         }
-        for (at, entry) in self.entries.iter().enumerate() {
-            match entry.owner {
-                Owner::Client(client) if !exists(client) => {
-                    let gone = client.0;
-                    return Err(wrong(format!(
-                        "chunk {at} is of compute node {gone}, who is gone"
-                    )));
-                }
-                Owner::Nobody if !seen[at] => {
-                    return Err(wrong(format!("chunk {at} is lost: nobody's, and not free")));
-                }
-                _ if (entry.state == State::Aside)
-                    != (seen[at] && entry.owner != Owner::Nobody) =>
-                {
-                    return Err(wrong(format!("chunk {at} is aside for nobody")));
-                }
-                _ => {}
+        for (at, entry) in (0..).zip(&self.entries) {
+            let Owner::Client(client) = entry.owner else { continue };
+            if !exists(client) {
+                let gone = client.0;
+                return Err(wrong(format!("chunk {at} is of compute node {gone}, who is gone")));
+            }
+            if (entry.state == State::Aside) != aside.contains(&at) {
+                return Err(wrong(format!("chunk {at} is aside for nobody")));
+            }
+            if let Some(chunk) = cover(at) {
+                return Err(wrong(format!("chunk {chunk} is owned, and free or owned once more")));
             }
         }
-        Ok(())
+        match covered.iter().position(|covered| !covered) {
+            Some(chunk) => Err(wrong(format!("chunk {chunk} is lost: nobody's, and not free"))),
+            None => Ok(()),
+        }
     }
 }
 
@@ -334,10 +336,10 @@ mod tests {
     #[test]
     fn what_one_core_closes_is_not_taken_back_by_another() {
         let doors = Doors::Regions(Regions::<SoftNic>::new(3));
-        let mut table = Table::new(doors, 1, 0, 4096, 3, 2);
+        let mut table = Table::new(doors, 1, 0, Blocks::new(3, 4096, false), 2);
         let client = ClientId(7);
         let taken: Vec<u32> =
-            (0..3).map(|_| table.take(client, GroupId(0)).expect("a free one")).collect();
+            (0..3).map(|_| table.take(client, GroupId(0), 0).expect("a free one")).collect();
         table.set_aside(taken[0], client);
         table.set_aside(taken[1], client);
         let closing = table.take_aside_of_all(1);

@@ -3,29 +3,32 @@
 use fabric::wqe::Umr;
 use fabric::{Access, Key, MemoryRegion, MemoryWindow, Nic, Qpn};
 
+use super::blocks::Blocks;
 use crate::Error;
 use crate::scheme::{Lane, MAX_GROUP};
 
-/// The chunks as windows see them.
-struct Chunks {
+/// The blocks as windows see them.
+struct Ranges {
     mr: Key,
     base: u64,
-    bytes: u64,
+    blocks: Blocks,
 }
 
-impl Chunks {
-    fn of<M: MemoryRegion>(memory: &M, bytes: u64) -> Self {
-        Self { mr: memory.key(), base: memory.memory().addr(), bytes }
+impl Ranges {
+    fn of<M: MemoryRegion>(memory: &M, blocks: Blocks) -> Self {
+        Self { mr: memory.key(), base: memory.memory().addr(), blocks }
     }
 
-    fn start(&self, entry: u32) -> u64 {
-        self.base + entry as u64 * self.bytes
+    /// Address and bytes of a block.
+    fn of_entry(&self, entry: u32) -> (u64, u32) {
+        let (offset, bytes) = self.blocks.range(entry);
+        (self.base + offset, bytes as u32)
     }
 }
 
 /// Type-2 windows: entry e has those from e * lanes on, each bound to one QP.
 pub struct Type2<N: Nic> {
-    chunks: Chunks,
+    ranges: Ranges,
     lanes: usize,
     windows: Vec<N::Mw>,
     /// The windows' keys as their last bind left them.
@@ -33,17 +36,17 @@ pub struct Type2<N: Nic> {
 }
 
 impl<N: Nic> Type2<N> {
-    /// Allocates the windows for `count` chunks of `bytes`.
+    /// Allocates the windows for `blocks`.
     pub fn new(
         nic: &N,
         pd: &N::Pd,
         memory: &N::Mr,
-        (count, bytes): (u32, u64),
+        blocks: Blocks,
         lanes: usize,
     ) -> Result<Self, Error> {
-        let windows = nic.alloc_mws(pd, count as usize * lanes)?;
+        let windows = nic.alloc_mws(pd, blocks.count() as usize * lanes)?;
         let keys = windows.iter().map(|w| w.key()).collect();
-        Ok(Self { chunks: Chunks::of(memory, bytes), lanes, windows, keys })
+        Ok(Self { ranges: Ranges::of(memory, blocks), lanes, windows, keys })
     }
 
     /// Windows of a chunk.
@@ -60,8 +63,8 @@ impl<N: Nic> Type2<N> {
     pub fn bind(&mut self, entry: u32, lane: Lane, qpn: Qpn) -> Umr {
         let key = &mut self.keys[entry as usize * self.lanes + lane.0 as usize];
         let tag = key.tag().wrapping_add(1);
-        let (start, len) = (self.chunks.start(entry), self.chunks.bytes as u32);
-        let umr = Umr::bind(*key, tag, qpn, Access::REMOTE_ALL, self.chunks.mr, start, len);
+        let (start, len) = self.ranges.of_entry(entry);
+        let umr = Umr::bind(*key, tag, qpn, Access::REMOTE_ALL, self.ranges.mr, start, len);
         *key = Key::new(key.index(), tag);
         umr
     }
@@ -82,26 +85,37 @@ impl<N: Nic> Type2<N> {
     }
 }
 
-/// Type-1 windows: as many as there are chunks, each over some chunk or over none.
+/// Type-1 windows: as many as there are blocks, each over some block or over none.
 pub struct Type1<N: Nic> {
-    chunks: Chunks,
+    ranges: Ranges,
     windows: Vec<N::Mw>,
     keys: Vec<Key>,
-    /// The window of each chunk.
+    /// The window of each block.
     of: Vec<u32>,
+    /// Blocks that are open before anybody has them, if they are to be.
+    ahead: Option<Vec<bool>>,
 }
 
 impl<N: Nic> Type1<N> {
-    /// Allocates the windows for `count` chunks of `bytes`.
+    /// Allocates the windows for `blocks`, which are to be bound `ahead` of allocations, or by them.
     pub fn new(
         nic: &N,
         pd: &N::Pd,
         memory: &N::Mr,
-        (count, bytes): (u32, u64),
+        blocks: Blocks,
+        ahead: bool,
     ) -> Result<Self, Error> {
+        let count = blocks.count();
         let windows = nic.alloc_type1_mws(pd, count as usize)?;
         let keys = windows.iter().map(|w| w.key()).collect();
-        Ok(Self { chunks: Chunks::of(memory, bytes), windows, keys, of: (0..count).collect() })
+        let ahead = ahead.then(|| vec![false; count as usize]);
+        let ranges = Ranges::of(memory, blocks);
+        Ok(Self { ranges, windows, keys, of: (0..count).collect(), ahead })
+    }
+
+    /// True if a block need not be bound for an allocation.
+    pub fn is_ahead(&self, entry: u32) -> bool {
+        self.ahead.as_ref().is_some_and(|ahead| ahead[entry as usize])
     }
 
     /// The key of a chunk.
@@ -111,19 +125,26 @@ impl<N: Nic> Type1<N> {
 
     /// The UMR that takes a chunk's window to it, from wherever it was: a bind or a rebind.
     pub fn bind(&mut self, entry: u32) -> Umr {
-        let (start, len) = (self.chunks.start(entry), self.chunks.bytes as u32);
+        let (start, len) = self.ranges.of_entry(entry);
+        if let Some(ahead) = &mut self.ahead {
+            ahead[entry as usize] = true;
+        }
         self.change(entry, Access::REMOTE_ALL, start, len)
     }
 
-    /// The UMR that unbinds the window of a chunk.
-    pub fn unbind(&mut self, entry: u32) -> Umr {
-        self.change(entry, Access::NONE, self.chunks.start(entry), 0)
+    /// The UMR that ends the key of a block: an unbind, or where windows are bound ahead the bind for whoever has
+    /// the block next.
+    pub fn close(&mut self, entry: u32) -> Umr {
+        match self.ahead {
+            Some(_) => self.bind(entry),
+            None => self.change(entry, Access::NONE, self.ranges.of_entry(entry).0, 0),
+        }
     }
 
     fn change(&mut self, entry: u32, access: Access, start: u64, len: u32) -> Umr {
         let key = &mut self.keys[self.of[entry as usize] as usize];
         let tag = key.tag().wrapping_add(1);
-        let umr = Umr::bind_type1(*key, tag, access, self.chunks.mr, start, len);
+        let umr = Umr::bind_type1(*key, tag, access, self.ranges.mr, start, len);
         *key = Key::new(key.index(), tag);
         umr
     }
@@ -144,6 +165,9 @@ impl<N: Nic> Type1<N> {
             });
         };
         (self.windows[at], self.keys[at]) = (new.clone(), new.key());
+        if let Some(ahead) = &mut self.ahead {
+            ahead[entry as usize] = false;
+        }
         Ok(())
     }
 }

@@ -78,13 +78,13 @@ impl Setup {
 
     /// True if a key is for one compute node: not with type-1 windows (OneSidedMW §2.3).
     fn keys_are_for_one_client(&self) -> bool {
-        !matches!(self.how.scheme, SchemeKind::RpcMw1 | SchemeKind::FineMem)
+        !self.how.scheme.has_type1_windows()
     }
 
     /// True if a chunk's keys are dead when its free returns: with type-1 windows they are when somebody
     /// gets the chunk, at the latest.
     fn dies_with_its_free(&self) -> bool {
-        !matches!(self.how.scheme, SchemeKind::RpcMw1 | SchemeKind::FineMem)
+        !self.how.scheme.releases_late()
     }
 }
 
@@ -99,6 +99,9 @@ scheme!(rpc_mw_1, crate::How::by(pool::SchemeKind::RpcMw1));
 scheme!(fine_mr, crate::How::by(pool::SchemeKind::FineMr));
 scheme!(static_mr, crate::How::by(pool::SchemeKind::StaticMr));
 scheme!(finemem, crate::How::by(pool::SchemeKind::FineMem));
+scheme!(premmap_onesided, crate::How::by(pool::SchemeKind::PremmapOneSided));
+scheme!(premmap_rpc, crate::How::by(pool::SchemeKind::PremmapRpc));
+scheme!(ondemand_rpc, crate::How::by(pool::SchemeKind::OnDemandRpc));
 
 /// Access is by pages: the checks of [`checks`] that are about keys, ranges and parts of a chunk do not
 /// apply; those that do are made with pages.
@@ -171,6 +174,8 @@ mod several_cores {
     cores!(rpc_mw_1, pool::SchemeKind::RpcMw1);
     cores!(fine_mr, pool::SchemeKind::FineMr);
     cores!(static_mr, pool::SchemeKind::StaticMr);
+    cores!(premmap_rpc, pool::SchemeKind::PremmapRpc);
+    cores!(ondemand_rpc, pool::SchemeKind::OnDemandRpc);
 }
 
 /// A CPU that polls for RPCs instead of sleeping.

@@ -52,6 +52,9 @@ impl Case {
         Self::of(SchemeKind::StaticMr),
         Self::of(SchemeKind::Odrp),
         Self::of(SchemeKind::FineMem),
+        Self::of(SchemeKind::PremmapOneSided),
+        Self::of(SchemeKind::PremmapRpc),
+        Self::of(SchemeKind::OnDemandRpc),
     ];
 
     /// `rpc-mw-1` where keys are guessed: they open what they name, to whoever has them.
@@ -79,7 +82,12 @@ impl Case {
 
     /// Compute nodes trust each other: nobody is hostile, and any window opens to whoever has its key.
     pub(super) fn is_trusting(&self) -> bool {
-        self.scheme == SchemeKind::FineMem
+        self.scheme.is_by_cas()
+    }
+
+    /// Windows are bound before anybody has what they open: whose each is, is judged by who uses it.
+    pub(super) fn is_bound_ahead(&self) -> bool {
+        self.is_trusting() || self.scheme == SchemeKind::PremmapRpc
     }
 
     /// Access is by pages, whose places their users never learn.

@@ -18,8 +18,14 @@ use crate::{SchemeKind, Settings};
 const CREDITS: u32 = 4;
 
 /// The schemes by RPC.
-const SCHEMES: [SchemeKind; 4] =
-    [SchemeKind::RpcMw2, SchemeKind::RpcMw1, SchemeKind::FineMr, SchemeKind::StaticMr];
+const SCHEMES: [SchemeKind; 6] = [
+    SchemeKind::RpcMw2,
+    SchemeKind::RpcMw1,
+    SchemeKind::FineMr,
+    SchemeKind::StaticMr,
+    SchemeKind::PremmapRpc,
+    SchemeKind::OnDemandRpc,
+];
 
 fn settings(scheme: SchemeKind, chunks: u64) -> Settings {
     Settings {
@@ -124,7 +130,7 @@ impl Hand {
     }
 
     fn allocate(&self, node: &mut Node<SoftNic>) -> Reply {
-        self.ask(node, Ask::Allocate { group: 0 })
+        self.ask(node, Ask::Allocate { group: 0, order: 0 })
     }
 
     fn bulletin(&self) -> (u32, u32) {
@@ -153,9 +159,12 @@ fn requests_that_make_no_sense_are_answered() {
     for scheme in SCHEMES {
         let (nic, mut node) = start(scheme, 2);
         let hand = Hand::join(&nic, &mut node, 1);
-        assert_eq!(hand.ask(&mut node, Ask::Allocate { group: 1 }).outcome, Outcome::BadRequest);
         assert_eq!(
-            hand.ask(&mut node, Ask::Allocate { group: u16::MAX }).outcome,
+            hand.ask(&mut node, Ask::Allocate { group: 1, order: 0 }).outcome,
+            Outcome::BadRequest
+        );
+        assert_eq!(
+            hand.ask(&mut node, Ask::Allocate { group: u16::MAX, order: 0 }).outcome,
             Outcome::BadRequest
         );
         for entry in [0, 1, 2, 1 << 24, u32::MAX] {
@@ -216,7 +225,9 @@ fn who_sends_more_than_its_credits_waits_alone() {
         let (eager, modest) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
         for _ in 0..3 * CREDITS {
             eager.receive();
-            eager.send(&Request { number: 77, ask: Ask::Allocate { group: 0 } }.to_bytes());
+            eager.send(
+                &Request { number: 77, ask: Ask::Allocate { group: 0, order: 0 } }.to_bytes(),
+            );
         }
         assert_eq!(eager.completions().len() as u32, CREDITS, "the others found no receive");
         assert_eq!(modest.allocate(&mut node).outcome, Outcome::Done);
@@ -255,7 +266,9 @@ fn grants_that_did_not_arrive_are_taken_back() {
         let delivered = hand.allocate(&mut node);
         for _ in 0..3 {
             // It takes no reply.
-            hand.send(&Request { number: 77, ask: Ask::Allocate { group: 0 } }.to_bytes());
+            hand.send(
+                &Request { number: 77, ask: Ask::Allocate { group: 0, order: 0 } }.to_bytes(),
+            );
         }
         while node.turn().unwrap() {}
         assert_eq!(node.status().unwrap().free, 4);
@@ -289,7 +302,7 @@ fn a_bulletin_that_cannot_be_written_hurts_its_owner_only() {
         assert_eq!(good.allocate(&mut node).outcome, Outcome::Empty);
         assert_eq!(good.bulletin(), (bulletin::EMPTY, 1));
         bad.receive();
-        bad.send(&Request { number: 77, ask: Ask::Allocate { group: 0 } }.to_bytes());
+        bad.send(&Request { number: 77, ask: Ask::Allocate { group: 0, order: 0 } }.to_bytes());
         node.turn().unwrap();
         assert!(bad.completions().iter().any(|c| c.status != Status::Success));
         assert_eq!(none.allocate(&mut node).outcome, Outcome::Empty);
@@ -393,7 +406,7 @@ proptest! {
     #[test]
     fn requests_are_read_back(number in any::<u64>(), n in any::<u32>(), free in any::<bool>()) {
         let ask =
-            if free { Ask::Free { entry: n } } else { Ask::Allocate { group: n as u16 } };
+            if free { Ask::Free { entry: n } } else { Ask::Allocate { group: n as u16, order: 0 } };
         let bytes = Request { number, ask }.to_bytes();
         prop_assert_eq!(Request::parse(&bytes), (number, Some(ask)));
     }

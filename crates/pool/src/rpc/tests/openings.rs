@@ -32,7 +32,7 @@ fn a_guessed_tag_opens_type_1_windows_and_nothing_else() {
                 thief.completions();
             }
         }
-        assert_eq!(opened, (scheme == SchemeKind::RpcMw1) as u32, "{scheme}");
+        assert_eq!(opened, scheme.has_type1_windows() as u32, "{scheme}");
     }
 }
 
@@ -97,7 +97,7 @@ fn what_an_allocation_takes_over_is_not_freed_again() {
     let hand = Hand::join(&nic, &mut node, 1);
     let entry = hand.allocate(&mut node).entry;
     assert_eq!(hand.ask(&mut node, Ask::Free { entry }).outcome, Outcome::Done);
-    for ask in [Ask::Allocate { group: 0 }, Ask::Free { entry }] {
+    for ask in [Ask::Allocate { group: 0, order: 0 }, Ask::Free { entry }] {
         hand.receive();
         hand.send(&Request { number: 77, ask }.to_bytes());
     }
@@ -208,7 +208,7 @@ fn cores_share_one_table() {
                     for round in 0..ROUNDS {
                         let mut mine = Vec::new();
                         for _ in 0..1 + round % 2 {
-                            let granted = hand.ask_and_wait(Ask::Allocate { group: 0 });
+                            let granted = hand.ask_and_wait(Ask::Allocate { group: 0, order: 0 });
                             if granted.outcome == Outcome::Done {
                                 let new = held.lock().unwrap().insert(granted.entry);
                                 assert!(new, "chunk {} has two owners", granted.entry);

@@ -3,7 +3,7 @@
 
 use fabric::Nic;
 
-use super::{Shared, State};
+use super::{BATCH, Shared, State};
 use crate::Error;
 use crate::rpc::peer::Peer;
 use crate::rpc::regions::AHEAD;
@@ -15,6 +15,23 @@ use crate::settings::SchemeKind;
 const CLEAR_BYTES: u64 = 1 << 20;
 
 impl<N: Nic> State<N> {
+    /// Binds the windows of all blocks, before there is anybody.
+    pub fn bind_ahead(&mut self, shared: &Shared<N>) -> Result<(), Error> {
+        let all: Vec<u32> = (0..shared.blocks.count()).collect();
+        for some in all.chunks(BATCH) {
+            let mut ops = Vec::with_capacity(some.len());
+            for (job, entry) in some.iter().enumerate() {
+                self.close(shared, &mut ops, None, *entry, job);
+            }
+            self.run(&mut ops)?;
+            // One that could not be is bound by its first allocation.
+            for op in ops.iter().filter(|op| !op.done) {
+                shared.replace_windows(some[op.job])?;
+            }
+        }
+        Ok(())
+    }
+
     /// Closes some of what is aside for anybody, since somebody needs it: it is free then.
     pub(super) fn close_aside(&mut self, shared: &Shared<N>) -> Result<(), Error> {
         // Those that clear fast, a few at a time; a large one alone.
@@ -68,10 +85,17 @@ impl<N: Nic> State<N> {
     pub(super) fn take_back(&mut self, shared: &Shared<N>) -> Result<bool, Error> {
         let gone = self.peers.iter_mut().find(|(_, peer)| peer.leaving.is_some());
         let Some((&client, peer)) = gone else { return Ok(false) };
-        let settings = &shared.settings;
-        let some = (CLEAR_BYTES / settings.chunk_bytes).clamp(1, settings.credits as u64);
         let entries = peer.leaving.as_mut().expect("just seen");
-        let some = entries.split_off(entries.len() - entries.len().min(some as usize));
+        let mut left = CLEAR_BYTES;
+        let fits = |entry: &&u32| {
+            let bytes = shared.blocks.range(**entry).1;
+            let fits = left == CLEAR_BYTES || bytes <= left;
+            left = left.saturating_sub(bytes);
+            fits
+        };
+        let most = shared.settings.credits as usize;
+        let some = entries.iter().rev().take(most).take_while(fits).count();
+        let some = entries.split_off(entries.len() - some);
         if some.is_empty() {
             self.peers.remove(&client);
             return Ok(true);
@@ -103,7 +127,7 @@ impl<N: Nic> State<N> {
             let entry = {
                 let mut table = shared.table.lock();
                 let wants = peer.is_some() && table.aside_for(client) < AHEAD;
-                wants.then(|| table.take(client, GroupId(0))).flatten()
+                wants.then(|| table.take(client, GroupId(0), 0)).flatten()
             };
             let (Some(entry), Some(peer)) = (entry, peer) else {
                 self.short.pop_front();

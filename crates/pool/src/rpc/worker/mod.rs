@@ -17,6 +17,7 @@ use fabric::{
 use parking_lot::Mutex;
 
 use self::binds::WindowOp;
+use super::blocks::Blocks;
 use super::peer::Peer;
 use super::table::{Doors, Table};
 use super::{Ask, Outcome, REQUEST_BYTES, Reply, Request};
@@ -38,6 +39,7 @@ pub(super) struct Shared<N: Nic> {
     pub pd: N::Pd,
     /// The donated memory, for [`Shared::pd`].
     pub memory: N::Mr,
+    pub blocks: Blocks,
     pub table: Mutex<Table<N>>,
     pub cores: Vec<Core<N>>,
 }
@@ -130,15 +132,15 @@ impl<N: Nic> Shared<N> {
     }
 
     fn clear(&self, entry: u32) {
-        let bytes = self.settings.chunk_bytes;
-        self.nic.zero(self.memory.memory(), (entry as u64 * bytes) as usize, bytes as usize);
+        let (offset, bytes) = self.blocks.range(entry);
+        self.nic.zero(self.memory.memory(), offset as usize, bytes as usize);
     }
 
     /// Registers a chunk in a compute node's PD.
     fn register(&self, pd: &N::Pd, entry: u32) -> Result<N::Mr, Error> {
-        let bytes = self.settings.chunk_bytes;
+        let (offset, bytes) = self.blocks.range(entry);
         let all = self.memory.memory();
-        let chunk = all.slice((entry as u64 * bytes) as usize, bytes as usize);
+        let chunk = all.slice(offset as usize, bytes as usize);
         let chunk = chunk.expect("a chunk lies in the donated memory");
         Ok(self.nic.reg_mr(pd, &chunk, Access::LOCAL_WRITE | Access::REMOTE_ALL)?)
     }
@@ -168,7 +170,7 @@ impl<N: Nic> Core<N> {
             ignore_overrun: false,
         })?;
         let binder = match settings.scheme {
-            SchemeKind::RpcMw1 => {
+            SchemeKind::RpcMw1 | SchemeKind::PremmapRpc => {
                 let qp = nic.create_qp(
                     pd,
                     QpAttr {
@@ -259,8 +261,10 @@ impl<N: Nic> State<N> {
         let whole = c.bytes as usize == REQUEST_BYTES;
         let groups = peer.groups.len();
         let step = match ask.filter(|_| whole) {
-            Some(Ask::Allocate { group }) if (group as usize) < groups => {
-                self.start_allocate(shared, client, GroupId(group))?
+            Some(Ask::Allocate { group, order })
+                if (group as usize) < groups && order as u32 <= shared.blocks.order_max() =>
+            {
+                self.start_allocate(shared, client, GroupId(group), order as u32)?
             }
             Some(Ask::Free { entry }) => self.start_free(shared, client, entry),
             _ => Step::Refuse(Outcome::BadRequest, 0),
@@ -273,6 +277,7 @@ impl<N: Nic> State<N> {
         shared: &Shared<N>,
         client: ClientId,
         group: GroupId,
+        order: u32,
     ) -> Result<Step, Error> {
         loop {
             let mut table = shared.table.lock();
@@ -282,7 +287,7 @@ impl<N: Nic> State<N> {
                 self.short.push_back(client);
                 return Ok(Step::Allocate { entry, open: true, from: None, failed: false });
             }
-            if let Some(entry) = table.take(client, group) {
+            if let Some(entry) = table.take(client, group, order) {
                 let from = match shared.is(SchemeKind::RpcMw1) {
                     true => table.take_aside_to_close(client),
                     false => None,
@@ -291,6 +296,9 @@ impl<N: Nic> State<N> {
             }
             if table.tell_empty(self.index) {
                 return Ok(Step::Refuse(Outcome::Empty, 0));
+            }
+            if !table.is_any_aside() {
+                return Ok(Step::Refuse(Outcome::NoBlock, 0));
             }
             drop(table);
             self.close_aside(shared)?;
@@ -360,7 +368,9 @@ impl<N: Nic> State<N> {
                 if let Some(from) = from {
                     windows.exchange(entry, from);
                 }
-                ops.push(WindowOp { path: None, umr: windows.bind(entry), job, done: false });
+                if !windows.is_ahead(entry) {
+                    ops.push(WindowOp { path: None, umr: windows.bind(entry), job, done: false });
+                }
                 true
             }
             Doors::Regions(_) => {
@@ -398,7 +408,7 @@ impl<N: Nic> State<N> {
                 }
             }
             Doors::Type1(windows) => {
-                ops.push(WindowOp { path: None, umr: windows.unbind(entry), job, done: false });
+                ops.push(WindowOp { path: None, umr: windows.close(entry), job, done: false });
             }
             Doors::Regions(regions) => {
                 let region = regions.close(entry);
@@ -414,7 +424,8 @@ impl<N: Nic> State<N> {
         for job in jobs {
             let reply = match job.step {
                 Step::Refuse(outcome, entry) => {
-                    self.refused += (outcome != Outcome::Empty) as u64;
+                    let empty = matches!(outcome, Outcome::Empty | Outcome::NoBlock);
+                    self.refused += !empty as u64;
                     Reply::bare(job.number, outcome, entry)
                 }
                 Step::Allocate { entry, from, failed: false, .. } => {

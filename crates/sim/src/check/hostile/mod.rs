@@ -185,7 +185,7 @@ impl Hostile {
             return self.round_on_pages();
         }
         // A type-1 window opens to whoever guesses its key: that is what is unsafe about it.
-        let withstands = self.scheme != SchemeKind::RpcMw1;
+        let withstands = !self.scheme.has_type1_windows();
         let may_guess = withstands || self.cx.case.unsafe_by_design.is_some();
         match self.random.below(16) {
             0..=3 => self.allocate(&[]),

@@ -14,7 +14,7 @@ impl Oracle {
         look(&mut reaches);
         // The memory node's own queues work on chunks too.
         reaches.retain(|r| r.function != FunctionId::PHYSICAL);
-        if self.case.is_trusting() {
+        if self.case.is_bound_ahead() {
             reaches.clear(); // what is bound ahead opens to whoever has the key: see what is accessed
         }
         self.reaches = reaches;

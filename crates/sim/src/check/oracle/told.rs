@@ -1,7 +1,6 @@
 //! What clients say and are told: who holds which chunk, under which keys.
 
 use fabric::Key;
-use pool::SchemeKind;
 use pool::scheme::Grant;
 
 use super::{FRESH, Hold, Oracle, Who};
@@ -98,7 +97,7 @@ impl Oracle {
         if let Some(holds) = self.holds.get_mut(entry as usize) {
             holds.retain(|h| h.who != who || h.keys != keys);
         }
-        if matches!(self.case.scheme, SchemeKind::RpcMw1 | SchemeKind::FineMem) {
+        if self.case.scheme.releases_late() {
             return; // by design its windows are rebound later, before the next allocation of the chunk has ended
         }
         self.dead.extend(keys);

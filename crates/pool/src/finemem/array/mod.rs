@@ -1,0 +1,197 @@
+//! The free array in the tree's place: scheme `premmap-onesided`, the one-sided baseline of FineMem (§3.1, §6.1;
+//! it is CXL-SHM's).
+//!
+//! ```text
+//! one word for each chunk, where the tree has its full logs
+//!  63                                                   19 18        14 13             0
+//! ┌───────────────────────────────────────────────────────┬────────────┬───────────────┐
+//! │ zero                                                  │ order (5)  │ user (14)     │
+//! └───────────────────────────────────────────────────────┴────────────┴───────────────┘
+//! all zero: free
+//! ```
+//!
+//! A compute node goes through the array and tries one word after another by CAS, a round trip each, from where
+//! its last search ended; its first one begins at the first chunk (§6.3). What it tries first and what it finds
+//! taken costs as much as what it takes.
+//!
+//! A block of several chunks takes a CAS for each, in their order. If one fails, those before it are given back,
+//! by a CAS each, and the search goes on behind. So what of a block was taken when its taker died is its
+//! beginning, and a block whose words all say the same was taken.
+//!
+//! Keys, quarantine, crashes and all else are as in scheme `finemem`: what differs is how free chunks are found.
+//! Published, all memory is premapped under one key, which stays good for ever; here a READ for the block's own
+//! key follows the CAS. A free is one CAS for a block of any size (on its capability); the CPU of the memory node
+//! gives the words back when the quarantine ends.
+
+#[cfg(test)]
+mod tests;
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::header::User;
+use super::layout::{Block, ORDERS, SECTION, Shape};
+use super::tree::{BATCH, Verbs};
+
+const ORDER_AT: u32 = 14;
+const ORDER_BITS: u64 = 31;
+const _: () = assert!(User::MAX as u64 == (1 << ORDER_AT) - 1 && ORDERS as u64 <= ORDER_BITS);
+
+/// What the word of a chunk says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Taker {
+    /// Who has it.
+    pub user: User,
+    /// Of the block that it was taken in.
+    pub order: u32,
+}
+
+impl Taker {
+    /// The word.
+    pub fn to_word(self) -> u64 {
+        self.user.raw() as u64 | (self.order as u64) << ORDER_AT
+    }
+
+    /// What a word says; `None`: the chunk is free. Bits beyond the fields are ignored.
+    pub fn parse(word: u64) -> Option<Self> {
+        let user = User::new((word & User::MAX as u64) as u16).unwrap_or(User::NOBODY);
+        let order = (word >> ORDER_AT & ORDER_BITS) as u32;
+        (word != 0).then_some(Self { user, order })
+    }
+
+    /// The block that `chunk` was taken in, if the pool has it.
+    pub fn block(self, shape: Shape, chunk: u32) -> Option<Block> {
+        let Self { order, .. } = self;
+        let there = order < ORDERS && chunk >> order < shape.blocks(order);
+        there.then(|| Block { chunk: chunk >> order << order, order })
+    }
+}
+
+/// The array as one of its users sees it.
+pub struct Array {
+    shape: Shape,
+    user: User,
+    /// The chunk that the next search begins at.
+    next: AtomicU32,
+}
+
+impl Array {
+    /// The array of that shape, for `user`.
+    pub fn new(shape: Shape, user: User) -> Self {
+        Self { shape, user, next: AtomicU32::new(0) }
+    }
+
+    /// Its shape.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// Takes a block of 2^`order` chunks; `None` if there was none on a whole lap.
+    ///
+    /// # Errors
+    /// Those of the verbs. It is open then what was taken.
+    pub async fn allocate<V: Verbs>(
+        &self,
+        verbs: &V,
+        order: u32,
+    ) -> Result<Option<Block>, V::Error> {
+        let blocks = self.shape.blocks(order);
+        // Others of this compute node that search at the same time begin behind this one.
+        let begin = self.next.fetch_add(1 << order, Ordering::Relaxed).div_ceil(1 << order);
+        for i in 0..blocks {
+            let at = (begin % blocks + i) % blocks;
+            let block = Block { chunk: at << order, order };
+            if self.try_block(verbs, block).await? {
+                if i > 0 {
+                    self.next.store(block.chunks().end, Ordering::Relaxed);
+                }
+                return Ok(Some(block));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Takes a block, if all of it is free.
+    async fn try_block<V: Verbs>(&self, verbs: &V, block: Block) -> Result<bool, V::Error> {
+        let taken = Taker { user: self.user, order: block.order }.to_word();
+        for chunk in block.chunks() {
+            if verbs.cas(self.shape.log(chunk), 0, taken).await? != 0 {
+                for chunk in (block.chunk..chunk).rev() {
+                    verbs.cas(self.shape.log(chunk), taken, 0).await?;
+                }
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// What `user` has that begins in a section. It must not be at work any more. Blocks that it has in part
+    /// are given back: nobody was told of them.
+    pub async fn taken_by<V: Verbs>(
+        &self,
+        verbs: &V,
+        user: User,
+        section: u32,
+    ) -> Result<Vec<Block>, V::Error> {
+        let (begin, end) = (section * SECTION, self.shape.chunks.min((section + 1) * SECTION));
+        let mut words = vec![0; (end - begin) as usize];
+        self.read(verbs, begin, &mut words).await?;
+        let (mut blocks, mut chunk) = (Vec::new(), begin);
+        while chunk < end {
+            let word = words[(chunk - begin) as usize];
+            let taker = Taker::parse(word).filter(|taker| taker.user == user);
+            let Some(taker) = taker else {
+                chunk += 1;
+                continue;
+            };
+            let alone = Block { chunk, order: 0 };
+            let block = taker.block(self.shape, chunk).unwrap_or(alone);
+            if block.chunk >= begin {
+                let mut all = vec![0; 1 << block.order];
+                self.read(verbs, block.chunk, &mut all).await?;
+                match all.iter().all(|other| *other == word) {
+                    true => blocks.push(block),
+                    false => self.drop_part(verbs, block, word).await?,
+                }
+            } // else it begins in an earlier section, and was seen to there
+            // What stopped the taking of a block may be a smaller one of the same user.
+            let rest = (chunk - begin) as usize..(block.chunks().end.min(end) - begin) as usize;
+            let rest = &words[rest];
+            chunk += rest.iter().take_while(|other| **other == word).count() as u32;
+        }
+        Ok(blocks)
+    }
+
+    async fn drop_part<V: Verbs>(
+        &self,
+        verbs: &V,
+        block: Block,
+        word: u64,
+    ) -> Result<(), V::Error> {
+        for chunk in block.chunks().rev() {
+            verbs.cas(self.shape.log(chunk), word, 0).await?;
+        }
+        Ok(())
+    }
+
+    async fn read<V: Verbs>(
+        &self,
+        verbs: &V,
+        from: u32,
+        words: &mut [u64],
+    ) -> Result<(), V::Error> {
+        for (first, some) in (from..).step_by(BATCH).zip(words.chunks_mut(BATCH)) {
+            verbs.read(self.shape.log(first), some).await?;
+        }
+        Ok(())
+    }
+
+    /// Gives blocks back whose quarantine has ended: nobody else changes their words.
+    pub async fn give_back<V: Verbs>(&self, verbs: &V, blocks: &[Block]) -> Result<(), V::Error> {
+        for block in blocks {
+            let mut word = [0];
+            verbs.read(self.shape.log(block.chunk), &mut word).await?;
+            self.drop_part(verbs, *block, word[0]).await?;
+        }
+        Ok(())
+    }
+}

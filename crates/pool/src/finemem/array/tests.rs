@@ -1,0 +1,178 @@
+//! The array on plain memory: who gets what, in any order of verbs, and what a crash leaves.
+
+use std::convert::Infallible;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll, Waker};
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::finemem::layout::Word;
+
+/// Memory on which each verb waits once before it is executed.
+struct Memory(Vec<AtomicU64>);
+
+impl Memory {
+    fn new(shape: Shape) -> Self {
+        Self((0..shape.words()).map(|_| AtomicU64::new(0)).collect())
+    }
+
+    fn load(&self, at: Word) -> u64 {
+        self.0[at.0 as usize].load(Ordering::Relaxed)
+    }
+}
+
+/// Ready when it is polled for the second time.
+async fn once() {
+    let mut waited = false;
+    std::future::poll_fn(|_| match std::mem::replace(&mut waited, true) {
+        true => Poll::Ready(()),
+        false => Poll::Pending,
+    })
+    .await
+}
+
+impl Verbs for Memory {
+    type Error = Infallible;
+
+    async fn read(&self, at: Word, out: &mut [u64]) -> Result<(), Infallible> {
+        once().await;
+        (at.0..).zip(out).for_each(|(at, word)| *word = self.load(Word(at)));
+        Ok(())
+    }
+
+    async fn cas(&self, at: Word, expected: u64, new: u64) -> Result<u64, Infallible> {
+        once().await;
+        let (word, relaxed) = (&self.0[at.0 as usize], Ordering::Relaxed);
+        Ok(word.compare_exchange(expected, new, relaxed, relaxed).unwrap_or_else(|found| found))
+    }
+}
+
+fn shape(chunks: u32) -> Shape {
+    Shape { chunks, chunk_bytes: 4096 }
+}
+
+fn user(number: u16) -> User {
+    User::new(number).unwrap()
+}
+
+fn step<T>(task: &mut Pin<Box<dyn Future<Output = Result<T, Infallible>> + '_>>) -> Option<T> {
+    match task.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(Ok(value)) => Some(value),
+        Poll::Ready(Err(never)) => match never {},
+        Poll::Pending => None,
+    }
+}
+
+fn run<T>(future: impl Future<Output = Result<T, Infallible>>) -> T {
+    let mut task: Pin<Box<dyn Future<Output = _>>> = Box::pin(future);
+    loop {
+        if let Some(value) = step(&mut task) {
+            return value;
+        }
+    }
+}
+
+#[test]
+fn a_search_goes_on_where_the_last_one_ended() {
+    let shape = shape(8);
+    let (memory, array) = (Memory::new(shape), Array::new(shape, user(1)));
+    let take = |order| run(array.allocate(&memory, order)).map(|block| block.chunk);
+    assert_eq!((take(0), take(0), take(1), take(0)), (Some(0), Some(1), Some(2), Some(4)));
+    run(array.give_back(&memory, &[Block { chunk: 0, order: 0 }]));
+    assert_eq!((take(1), take(0), take(0), take(0)), (Some(6), Some(0), Some(5), None));
+    let other = Array::new(shape, user(2));
+    run(array.give_back(&memory, &[Block { chunk: 6, order: 1 }]));
+    assert_eq!(run(other.allocate(&memory, 0)), Some(Block { chunk: 6, order: 0 }));
+    assert_eq!(run(other.allocate(&memory, 1)), None);
+    assert_eq!(memory.load(shape.log(7)), 0, "a part of a block is given back");
+}
+
+#[test]
+fn what_is_no_word_of_ours_is_not_believed() {
+    let shape = shape(600);
+    let memory = Memory::new(shape);
+    let me = user(3);
+    for (chunk, word) in [
+        (0, Taker { user: me, order: 31 }.to_word()),
+        (9, Taker { user: me, order: 9 }.to_word()),
+        (599, Taker { user: me, order: 3 }.to_word()),
+        (20, u64::MAX),
+        (30, Taker { user: user(4), order: 0 }.to_word()),
+    ] {
+        memory.0[shape.log(chunk).0 as usize].store(word, Ordering::Relaxed);
+    }
+    let array = Array::new(shape, User::NOBODY);
+    let found: Vec<_> = (0..2).flat_map(|at| run(array.taken_by(&memory, me, at))).collect();
+    assert!(found.iter().all(|block| block.order == 0), "{found:?}");
+}
+
+/// A block that could not be taken whole, since its taker has a part of it, must not hide that part.
+#[test]
+fn who_dies_before_his_own_block_is_not_forgotten() {
+    let shape = shape(16);
+    let (memory, array) = (Memory::new(shape), Array::new(shape, user(1)));
+    let take = |order| run(array.allocate(&memory, order)).unwrap();
+    let blocks: Vec<_> = [2, 1].map(take).into();
+    run(array.give_back(&memory, &blocks[..1]));
+    array.next.store(0, Ordering::Relaxed);
+    let mut task: Pin<Box<dyn Future<Output = _>>> = Box::pin(array.allocate(&memory, 3));
+    for _ in 0..4 {
+        assert_eq!(step(&mut task), None);
+    }
+    drop(task);
+    assert_ne!(memory.load(shape.log(0)), 0, "it has begun to take");
+    assert_eq!(run(array.taken_by(&memory, user(1), 0)), [Block { chunk: 4, order: 1 }]);
+    assert_eq!(memory.load(shape.log(0)), 0);
+}
+
+proptest! {
+    /// Several users at once, stopped between any two verbs, some of them for ever: no chunk has two owners, and
+    /// what those had who stopped is found.
+    #[test]
+    fn nobody_shares_a_chunk(
+        chunks in 1u32..80,
+        orders in prop::collection::vec(prop::collection::vec(0u32..4, 1..5), 2..5),
+        turns in prop::collection::vec(any::<prop::sample::Index>(), 0..400),
+    ) {
+        let shape = shape(chunks);
+        let memory = &Memory::new(shape);
+        let users: Vec<_> = (1..).zip(&orders).map(|(n, _)| Array::new(shape, user(n))).collect();
+        let mut held: Vec<Vec<Block>> = vec![Vec::new(); users.len()];
+        {
+            let mut at = vec![0; users.len()];
+            let mut tasks: Vec<Pin<Box<dyn Future<Output = _>>>> = users
+                .iter()
+                .zip(&orders)
+                .map(|(array, orders)| Box::pin(array.allocate(memory, orders[0])) as Pin<Box<_>>)
+                .collect();
+            for turn in turns {
+                let who = turn.index(users.len());
+                if at[who] == orders[who].len() {
+                    continue;
+                }
+                if let Some(block) = step(&mut tasks[who]) {
+                    held[who].extend(block);
+                    at[who] += 1;
+                    let next = orders[who].get(at[who]).copied().unwrap_or(0);
+                    tasks[who] = Box::pin(users[who].allocate(memory, next));
+                }
+            }
+        }
+        // All of them crash here.
+        let mut owned = vec![false; chunks as usize];
+        for (array, held) in users.iter().zip(&held) {
+            let found = run(array.taken_by(memory, array.user, 0));
+            for block in held {
+                prop_assert!(found.contains(block), "{block:?} is forgotten");
+            }
+            for chunk in found.iter().flat_map(|block| block.chunks()) {
+                prop_assert!(!std::mem::replace(&mut owned[chunk as usize], true));
+            }
+            run(array.give_back(memory, &found));
+        }
+        prop_assert!((0..chunks).all(|chunk| memory.load(shape.log(chunk)) == 0));
+    }
+}

@@ -1,0 +1,109 @@
+//! How free chunks are found and taken: what differs between the schemes in which the compute node allocates.
+
+use super::array::{Array, Taker};
+use super::header::{CHUNKS, Header, SPANS, Spread, User};
+use super::layout::{Block, Shape, Word};
+use super::log::{Capability, FullLog};
+use super::tree::{Tree, Verbs};
+use crate::settings::SchemeKind;
+
+/// The tree, or what stands in its place.
+pub(super) enum Map {
+    /// Scheme `finemem`.
+    Tree(Tree),
+    /// Scheme `premmap-onesided`.
+    Array(Array),
+}
+
+impl Map {
+    /// The scheme's, as `user` sees it.
+    pub fn new(scheme: SchemeKind, shape: Shape, user: User) -> Self {
+        match scheme {
+            SchemeKind::PremmapOneSided => Self::Array(Array::new(shape, user)),
+            _ => Self::Tree(Tree::new(shape, user)),
+        }
+    }
+
+    /// How large it is.
+    pub fn shape(&self) -> Shape {
+        match self {
+            Self::Tree(tree) => tree.shape(),
+            Self::Array(array) => array.shape(),
+        }
+    }
+
+    /// Takes a block of 2^`order` chunks, and reads what opens it; `None` if there is none.
+    pub async fn allocate<V: Verbs>(
+        &self,
+        verbs: &V,
+        order: u32,
+    ) -> Result<Option<(Block, Capability)>, V::Error> {
+        let taken = match self {
+            Self::Tree(tree) => tree.allocate(verbs, order).await?,
+            Self::Array(array) => array.allocate(verbs, order).await?,
+        };
+        let Some(block) = taken else { return Ok(None) };
+        let mut word = [0];
+        let shape = self.shape();
+        verbs.read(shape.capability(shape.entry(block)), &mut word).await?;
+        Ok(Some((block, Capability::parse(word[0]))))
+    }
+
+    /// What `user` has that begins in a section. It must not be at work any more.
+    pub async fn taken_by<V: Verbs>(
+        &self,
+        verbs: &V,
+        user: User,
+        section: u32,
+    ) -> Result<Vec<Block>, V::Error> {
+        match self {
+            Self::Tree(tree) => tree.taken_by(verbs, user, section).await,
+            Self::Array(array) => array.taken_by(verbs, user, section).await,
+        }
+    }
+
+    /// Sets right what crashes left half-way in a section.
+    pub async fn settle<V: Verbs>(&self, verbs: &V, section: u32) -> Result<(), V::Error> {
+        match self {
+            Self::Tree(tree) => tree.settle(verbs, section).await.map(drop),
+            Self::Array(_) => Ok(()),
+        }
+    }
+
+    /// Chunks that nobody has, by what `load` reads.
+    pub fn free_chunks(&self, load: impl Fn(Word) -> u64) -> u64 {
+        let shape = self.shape();
+        if let Self::Array(_) = self {
+            return (0..shape.chunks).filter(|chunk| load(shape.log(*chunk)) == 0).count() as u64;
+        }
+        let mut free = 0;
+        for index in 0..shape.sections() {
+            let section = Header(load(shape.section(index)));
+            for at in 0..SPANS {
+                let span = Header(load(shape.span(index * SPANS + at)));
+                free += match section.spread(at) {
+                    _ if span.in_use() => span.bitmap().count_zeros() as u64,
+                    Spread::Full => 0,
+                    _ => CHUNKS as u64,
+                };
+            }
+        }
+        free
+    }
+
+    /// Blocks that somebody has, or that are quarantined.
+    pub fn taken_blocks(&self, load: impl Fn(Word) -> u64) -> u64 {
+        let shape = self.shape();
+        let begins = |chunk: &u32| {
+            let word = load(shape.log(*chunk));
+            match self {
+                Self::Tree(_) => FullLog::parse(word).taken,
+                Self::Array(_) => {
+                    let block = Taker::parse(word).and_then(|taker| taker.block(shape, *chunk));
+                    block.is_some_and(|block| block.chunk == *chunk)
+                }
+            }
+        };
+        (0..shape.chunks).filter(begins).count() as u64
+    }
+}

@@ -1,0 +1,231 @@
+//! What can be allocated: chunks, or in schemes with several sizes every power of two of chunks, aligned to
+//! its length; and which of it is free (a buddy allocator).
+//!
+//! An entry is the number of a block. Those of single chunks come first, so that an entry below the number of
+//! chunks is that chunk in every scheme.
+
+use crate::finemem::layout::{Block, Shape};
+use crate::settings::Settings;
+
+/// The blocks that there are.
+#[derive(Clone, Copy)]
+pub struct Blocks {
+    shape: Shape,
+    order_max: u32,
+}
+
+impl Blocks {
+    /// Those of a memory node with `settings`.
+    pub fn of(settings: &Settings) -> Self {
+        Self::new(settings.chunks() as u32, settings.chunk_bytes, settings.scheme.has_sizes())
+    }
+
+    /// Those of `chunks` chunks of `chunk_bytes`.
+    pub fn new(chunks: u32, chunk_bytes: u64, sizes: bool) -> Self {
+        let shape = Shape { chunks, chunk_bytes };
+        Self { shape, order_max: if sizes { shape.order_max() } else { 0 } }
+    }
+
+    /// Chunks.
+    pub fn chunks(self) -> u32 {
+        self.shape.chunks
+    }
+
+    /// The largest block's order.
+    pub fn order_max(self) -> u32 {
+        self.order_max
+    }
+
+    /// Bytes of the largest block.
+    pub fn bytes_max(self) -> u64 {
+        self.shape.block_bytes(self.order_max)
+    }
+
+    /// The order of the smallest block of at least `bytes`.
+    pub fn order_for(self, bytes: u64) -> Option<u32> {
+        self.shape.order_for(bytes).filter(|order| *order <= self.order_max)
+    }
+
+    /// Bytes of a block of an order.
+    pub fn bytes(self, order: u32) -> u64 {
+        self.shape.block_bytes(order)
+    }
+
+    /// Entries.
+    pub fn count(self) -> u32 {
+        if self.order_max == 0 { self.shape.chunks } else { self.shape.entries() }
+    }
+
+    /// The block of an entry that there is.
+    pub fn block(self, entry: u32) -> Block {
+        self.shape.block(entry).expect("an entry of the table")
+    }
+
+    /// The entry of a block.
+    pub fn entry(self, block: Block) -> u32 {
+        self.shape.entry(block)
+    }
+
+    /// Where a block begins in the donated memory, and its bytes.
+    pub fn range(self, entry: u32) -> (u64, u64) {
+        let block = self.block(entry);
+        (block.chunk as u64 * self.shape.chunk_bytes, self.shape.block_bytes(block.order))
+    }
+
+    /// The block of an order that a chunk lies in, if all of it is in the pool.
+    fn around(self, chunk: u32, order: u32) -> Option<Block> {
+        let there = order <= self.order_max && chunk >> order < self.shape.blocks(order);
+        there.then_some(Block { chunk: chunk >> order << order, order })
+    }
+
+    /// Entries of all blocks that a chunk lies in.
+    pub fn over(self, chunk: u32) -> impl Iterator<Item = u32> {
+        let around = move |order| self.around(chunk, order).map(|block| self.entry(block));
+        (0..=self.order_max).filter_map(around)
+    }
+}
+
+/// Not on a list.
+const NOWHERE: u32 = u32::MAX;
+
+/// The free blocks: as large as they can be, none of two halves that are both free.
+pub struct Free {
+    blocks: Blocks,
+    /// Entries of free blocks, by order. The last one is given first.
+    lists: Vec<Vec<u32>>,
+    /// Where in its list an entry is.
+    at: Vec<u32>,
+    chunks: u64,
+}
+
+impl Free {
+    /// All are free.
+    pub fn all(blocks: Blocks) -> Self {
+        let orders = blocks.order_max() as usize + 1;
+        let at = vec![NOWHERE; blocks.count() as usize];
+        let mut free = Self { blocks, lists: vec![Vec::new(); orders], at, chunks: 0 };
+        let mut largest = Vec::new();
+        let mut chunk = 0;
+        while chunk < blocks.chunks() {
+            let begins = |block: &Block| block.chunk == chunk;
+            let orders = (0..=blocks.order_max()).rev();
+            let mut begin_here =
+                orders.filter_map(|order| blocks.around(chunk, order).filter(begins));
+            let block = begin_here.next().expect("a chunk of the pool is a block");
+            largest.push(block);
+            chunk = block.chunks().end;
+        }
+        largest.into_iter().rev().for_each(|block| free.put(block));
+        free
+    }
+
+    /// Chunks that are free.
+    pub fn chunks(&self) -> u64 {
+        self.chunks
+    }
+
+    /// Entries of the free blocks.
+    pub fn entries(&self) -> impl Iterator<Item = u32> {
+        self.lists.iter().flatten().copied()
+    }
+
+    /// Takes a block, of the smallest that there are.
+    pub fn take(&mut self, order: u32) -> Option<u32> {
+        let from = (order as usize..self.lists.len()).find(|at| !self.lists[*at].is_empty())?;
+        let entry = *self.lists[from].last().expect("just seen");
+        self.remove(entry);
+        let Block { chunk, order: whole } = self.blocks.block(entry);
+        for order in (order..whole).rev() {
+            self.put(Block { chunk: chunk + (1 << order), order });
+        }
+        Some(self.blocks.entry(Block { chunk, order }))
+    }
+
+    /// Gives a block back.
+    pub fn give(&mut self, entry: u32) {
+        let mut block = self.blocks.block(entry);
+        while let Some(whole) = self.blocks.around(block.chunk, block.order + 1) {
+            let other = Block { chunk: block.chunk ^ (1 << block.order), order: block.order };
+            let other = self.blocks.entry(other);
+            if self.at[other as usize] == NOWHERE {
+                break;
+            }
+            self.remove(other);
+            block = whole;
+        }
+        self.put(block);
+    }
+
+    fn put(&mut self, block: Block) {
+        let entry = self.blocks.entry(block);
+        let list = &mut self.lists[block.order as usize];
+        self.at[entry as usize] = list.len() as u32;
+        list.push(entry);
+        self.chunks += 1 << block.order;
+    }
+
+    fn remove(&mut self, entry: u32) {
+        let order = self.blocks.block(entry).order;
+        let list = &mut self.lists[order as usize];
+        let at = std::mem::replace(&mut self.at[entry as usize], NOWHERE) as usize;
+        list.swap_remove(at);
+        if let Some(moved) = list.get(at) {
+            self.at[*moved as usize] = at as u32;
+        }
+        self.chunks -= 1 << order;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn chunks_come_in_order_and_the_last_one_back_is_the_next() {
+        let mut free = Free::all(Blocks::new(5, 4096, false));
+        assert_eq!(
+            (0..5).map(|_| free.take(0)).collect::<Option<Vec<_>>>(),
+            Some(vec![0, 1, 2, 3, 4])
+        );
+        assert_eq!((free.take(0), free.chunks()), (None, 0));
+        free.give(3);
+        free.give(1);
+        assert_eq!((free.take(0), free.take(0)), (Some(1), Some(3)));
+    }
+
+    proptest! {
+        /// Whatever is taken and given back: no chunk is given twice, and in the end all is one again.
+        #[test]
+        fn halves_become_whole_again(
+            chunks in 1u32..1500,
+            steps in prop::collection::vec((any::<bool>(), 0u32..10, any::<prop::sample::Index>()), 1..200),
+        ) {
+            let blocks = Blocks::new(chunks, 4096, true);
+            let mut free = Free::all(blocks);
+            let whole: Vec<_> = { let mut all: Vec<_> = free.entries().collect(); all.sort_unstable(); all };
+            let mut taken = vec![false; chunks as usize];
+            let mut held = Vec::new();
+            for (take, order, which) in steps {
+                if take {
+                    let Some(entry) = free.take(order) else { continue };
+                    let block = blocks.block(entry);
+                    prop_assert_eq!(block.order, order);
+                    for chunk in block.chunks() {
+                        prop_assert!(!std::mem::replace(&mut taken[chunk as usize], true));
+                    }
+                    held.push(entry);
+                } else if !held.is_empty() {
+                    let entry = held.swap_remove(which.index(held.len()));
+                    blocks.block(entry).chunks().for_each(|chunk| taken[chunk as usize] = false);
+                    free.give(entry);
+                }
+                prop_assert_eq!(free.chunks(), taken.iter().filter(|t| !**t).count() as u64);
+            }
+            held.into_iter().for_each(|entry| free.give(entry));
+            let mut now: Vec<_> = free.entries().collect();
+            now.sort_unstable();
+            prop_assert_eq!(now, whole);
+        }
+    }
+}

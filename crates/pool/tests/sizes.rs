@@ -1,0 +1,125 @@
+//! Schemes that have blocks of several sizes, and those that have not.
+
+use std::time::{Duration, Instant};
+
+use pool::{Error, Grant, Pool, SchemeKind, Settings};
+
+const CHUNK: u64 = 4096;
+
+fn with_sizes() -> impl Iterator<Item = SchemeKind> {
+    SchemeKind::ALL.iter().copied().filter(|scheme| scheme.has_sizes())
+}
+
+fn settings(scheme: SchemeKind, chunks: u64) -> Settings {
+    Settings {
+        donate_bytes: chunks * CHUNK,
+        chunk_bytes: CHUNK,
+        scheme,
+        clients_max: 4,
+        ..Settings::default()
+    }
+}
+
+fn check_whole(pool: &Pool, chunks: u64) {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while pool.node_status().unwrap().node.free < chunks {
+        assert!(Instant::now() < deadline, "{:?}", pool.node_status());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    pool.audit().unwrap();
+}
+
+#[test]
+fn every_size_up_to_a_section() {
+    for scheme in with_sizes() {
+        let pool = Pool::embedded(settings(scheme, 1024)).unwrap();
+        for order in 0..10 {
+            let bytes = CHUNK << order;
+            let grant = pool.allocate_bytes_blocking(bytes).unwrap();
+            assert_eq!(grant.len, bytes, "{scheme}");
+            let mut all = vec![1; bytes as usize];
+            pool.read_blocking(&grant, 0, &mut all).unwrap();
+            assert!(all.iter().all(|b| *b == 0));
+            pool.write_blocking(&grant, bytes - 8, b"the last").unwrap();
+            let beyond = Grant::new(grant.addr + 8, bytes, grant.entry, grant.group, grant.keys());
+            assert!(pool.write_blocking(&beyond, bytes - 8, b"too far.").is_err());
+            pool.free_blocking(grant).unwrap();
+        }
+        assert_eq!(pool.allocate_bytes_blocking(CHUNK + 1).unwrap().len, 2 * CHUNK);
+        let too_large = pool.allocate_bytes_blocking((CHUNK << 10) + 1).unwrap_err();
+        assert!(too_large.to_string().contains("largest block"), "{scheme}: {too_large}");
+    }
+}
+
+/// Small blocks and large ones take from each other what is free, in both directions.
+#[test]
+fn sizes_share_the_memory() {
+    for scheme in with_sizes() {
+        share_the_memory(scheme);
+    }
+}
+
+fn share_the_memory(scheme: SchemeKind) {
+    let chunks = 512;
+    let pool = Pool::embedded(settings(scheme, chunks)).unwrap();
+    let mut seed = 1u64;
+    for _ in 0..3 {
+        let mut held = Vec::new();
+        let mut taken = 0;
+        while taken < chunks / 2 {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1);
+            let order = (seed >> 33) % 7;
+            let grant = pool.allocate_bytes_blocking(CHUNK << order).unwrap();
+            taken += 1 << order;
+            pool.write_blocking(&grant, 0, &[held.len() as u8 + 1; 64]).unwrap();
+            held.push(grant);
+        }
+        pool.audit().unwrap();
+        for (i, grant) in held.into_iter().enumerate() {
+            let mut mark = [0; 64];
+            pool.read_blocking(&grant, 0, &mut mark).unwrap();
+            assert_eq!(mark, [i as u8 + 1; 64]);
+            pool.free_blocking(grant).unwrap();
+        }
+        let all = pool.allocate_bytes_blocking(chunks * CHUNK).unwrap();
+        let mut bytes = vec![1; all.len as usize];
+        pool.read_blocking(&all, 0, &mut bytes).unwrap();
+        assert!(bytes.iter().all(|b| *b == 0), "what was freed is still there");
+        pool.free_blocking(all).unwrap();
+    }
+    check_whole(&pool, chunks);
+}
+
+/// There is memory, and none of it in one piece: that is said at once, and harms nobody.
+#[test]
+fn pieces_are_not_a_whole() {
+    for scheme in with_sizes() {
+        let pool = Pool::embedded(settings(scheme, 64)).unwrap();
+        let mut held: Vec<_> = (0..64).map(|_| pool.allocate_blocking().unwrap()).collect();
+        let (odd, even): (Vec<_>, Vec<_>) =
+            held.drain(..).partition(|grant| grant.addr / CHUNK % 2 == 1);
+        even.into_iter().for_each(|grant| pool.free_blocking(grant).unwrap());
+        let none = pool.allocate_bytes_blocking(2 * CHUNK);
+        assert!(matches!(none, Err(Error::OutOfMemory { .. })), "{scheme}: {none:?}");
+        let one = pool.allocate_blocking().unwrap();
+        pool.free_blocking(one).unwrap();
+        odd.into_iter().for_each(|grant| pool.free_blocking(grant).unwrap());
+        let all = pool.allocate_bytes_blocking(64 * CHUNK).unwrap();
+        pool.free_blocking(all).unwrap();
+        check_whole(&pool, 64);
+    }
+}
+
+#[test]
+fn other_schemes_have_one_size() {
+    for scheme in [SchemeKind::OneSidedMw, SchemeKind::RpcMw2, SchemeKind::FineMr] {
+        assert!(!scheme.has_sizes());
+        let pool = Pool::embedded(settings(scheme, 8)).unwrap();
+        let grant = pool.allocate_bytes_blocking(100).unwrap();
+        assert_eq!(grant.len, CHUNK);
+        pool.free_blocking(grant).unwrap();
+        let e = pool.allocate_bytes_blocking(CHUNK + 1).unwrap_err().to_string();
+        assert!(e.contains("finemem"), "{e}");
+        check_whole(&pool, 8);
+    }
+}
