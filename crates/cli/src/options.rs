@@ -77,6 +77,8 @@ impl NicName {
 pub enum PoolAddress {
     /// A `granary serve`, on this machine or another.
     Node(Address),
+    /// Several, with commas between them.
+    Nodes(Vec<Address>),
     /// No pool, for diagnosis: is it the pool or the pager? `memory:SIZE` or `file:DIRECTORY`.
     Store(String),
 }
@@ -86,6 +88,9 @@ impl PoolAddress {
     pub fn node(&self, command: &'static str) -> Result<&Address, UsageError> {
         match self {
             Self::Node(address) => Ok(address),
+            Self::Nodes(_) => {
+                Err(UsageError(format!("--pool {self}: name one memory node"), command))
+            }
             Self::Store(_) => {
                 Err(UsageError(format!("--pool {self}: that is no memory node"), command))
             }
@@ -104,6 +109,15 @@ impl PoolAddress {
                 let token = Some(file.to_owned());
                 Ok(Self::Node(Address::Roce(Remote { token, ..remote })))
             }
+            (Self::Nodes(nodes), Some(file)) => {
+                let with = |node| match node {
+                    Address::Roce(remote) => {
+                        Address::Roce(Remote { token: Some(file.to_owned()), ..remote })
+                    }
+                    other => other,
+                };
+                Ok(Self::Nodes(nodes.into_iter().map(with).collect()))
+            }
             (other, Some(_)) => {
                 let text = format!("--token-file: --pool {other} asks for no token");
                 Err(UsageError(text, command))
@@ -116,6 +130,7 @@ impl fmt::Display for PoolAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Node(address) => address.fmt(f),
+            Self::Nodes(all) => f.write_str(&Address::write_list(all)),
             Self::Store(store) => f.write_str(store),
         }
     }
@@ -127,7 +142,10 @@ impl FromStr for PoolAddress {
     fn from_str(text: &str) -> Result<Self, String> {
         match text.split_once(':') {
             Some(("memory" | "file", rest)) if !rest.is_empty() => Ok(Self::Store(text.into())),
-            _ => text.parse().map(Self::Node),
+            _ => Address::list(text).map(|mut all| match all.len() {
+                1 => Self::Node(all.remove(0)),
+                _ => Self::Nodes(all),
+            }),
         }
     }
 }
@@ -211,6 +229,10 @@ mod tests {
         let store: PoolAddress = "memory:1GiB".parse().unwrap();
         assert_eq!(store.to_string(), "memory:1GiB");
         assert!(store.node("status").is_err());
+        let several: PoolAddress = "shm:/a,roce://host".parse().unwrap();
+        assert!(several.node("status").is_err());
+        let several = several.with_token(Some(file), "run").unwrap();
+        assert_eq!(several.to_string(), "shm:/a,roce://host:4791;token=/etc/token");
         for wrong in ["", "shm", "shm:", "/run/g.sock", "memory:"] {
             let error = wrong.parse::<PoolAddress>().unwrap_err();
             assert!(error.contains("shm:PATH"), "{error}");

@@ -232,8 +232,8 @@ impl Pager {
     /// ([`PoolTransport`]), or a file for diagnosis ([`crate::store`]).
     pub fn open_transport(config: &Config) -> Result<Box<dyn Transport>, Error> {
         let frames = config::staging_frames(config.local_bytes);
-        Ok(match config.pool.parse::<pool::Address>() {
-            Ok(node) => Box::new(PoolTransport::connect(&node, frames)?),
+        Ok(match pool::Address::list(&config.pool) {
+            Ok(nodes) => Box::new(PoolTransport::connect(&nodes, frames)?),
             Err(_) => Box::new(crate::store::FileTransport::open(&config.pool, frames)?),
         })
     }

@@ -1,6 +1,9 @@
-//! The transport over a memory node: chunks are the pool's chunks, pages are READ and WRITTEN.
+//! The transport over memory nodes: chunks are the pool's chunks, pages are READ and WRITTEN.
 //!
-//! `GRANARY_POOL` names it: [`pool::Address`]. A page that somebody waits
+//! `GRANARY_POOL` names them: [`pool::Address`], several behind commas. Chunks go to each in turn, and to the others
+//! when one is full or gone; the pages of one that is gone are lost. Each memory node's NIC has staging memory of
+//! its own: the first one's is the pager's, and pages on their way to and from others are copied into the same
+//! frames of theirs. A page that somebody waits
 //! for goes through lane 0, batches through lane 1, so that a READ does not queue behind a
 //! write-back (OneSidedMW §5.1).
 //!
@@ -10,7 +13,10 @@
 use std::sync::RwLock;
 
 use fabric::soft::SoftNic;
-use pool::{Address, Buffer, Grant, Lane as PoolLane, Options, Pool, Transfer};
+use pool::{
+    Address, Batch, Buffer, Grant, Lane as PoolLane, NodeIndex, Options, Placed, Placement, Pool,
+    Pools, Transfer,
+};
 
 use crate::Error;
 use crate::sys::PAGE_BYTES;
@@ -18,79 +24,164 @@ use crate::transport::{
     ChunkHandle, Lane, PageIo, StagingMemory, Transport, TransportError, TransportStats,
 };
 
-/// A transport over a pool.
+/// A transport over one memory node or several.
 pub struct PoolTransport {
-    pool: Pool,
-    staging: Buffer<SoftNic>,
+    pools: Pools,
+    nodes: Vec<Node>,
     frames: u32,
     chunks: RwLock<Chunks>,
+}
+
+/// A memory node, and the staging memory that its NIC reaches.
+struct Node {
+    pool: Pool,
+    staging: Buffer<SoftNic>,
 }
 
 /// Grants by handle.
 #[derive(Default)]
 struct Chunks {
-    grants: Vec<Option<Grant>>,
+    grants: Vec<Option<Placed>>,
     free: Vec<u32>,
 }
 
 impl PoolTransport {
-    /// Connects to a memory node with `frames` frames of staging.
-    pub fn connect(node: &Address, frames: u32) -> Result<Self, Error> {
-        let pool = node.connect(Options::default())?;
-        let chunk = pool.chunk_bytes();
+    /// Connects to memory nodes with `frames` frames of staging.
+    pub fn connect(nodes: &[Address], frames: u32) -> Result<Self, Error> {
+        let pools = Pools::connect(nodes, Options::default(), Placement::RoundRobin)?;
+        let chunk = pools.chunk_bytes();
         if chunk < PAGE_BYTES as u64 {
             return Err(Error::Setting {
                 name: "GRANARY_POOL",
-                value: node.to_string(),
+                value: Address::write_list(nodes),
                 why: format!(
                     "its chunks have {chunk} bytes, less than a page of {PAGE_BYTES}: serve with \
                      --chunk 4KiB or more, best 1MiB"
                 ),
             });
         }
-        let staging = pool.buffer(frames as usize * PAGE_BYTES)?;
-        Ok(Self { pool, staging, frames, chunks: RwLock::default() })
+        let node = |index| -> Result<Node, Error> {
+            let pool = pools.node(NodeIndex(index));
+            let staging = pool.buffer(frames as usize * PAGE_BYTES)?;
+            Ok(Node { pool, staging })
+        };
+        let nodes = (0..nodes.len() as u16).map(node).collect::<Result<_, _>>()?;
+        Ok(Self { pools, nodes, frames, chunks: RwLock::default() })
     }
 
-    fn grant(&self, chunk: ChunkHandle) -> Grant {
+    fn grant(&self, chunk: ChunkHandle) -> Placed {
         let chunks = self.chunks.read().expect("nobody panics with the chunks locked");
         chunks.grants[chunk.0 as usize].expect("the pager names chunks that it holds")
     }
 
     fn transfer(&self, lane: Lane, ios: &[PageIo], write: bool) -> Result<(), TransportError> {
-        let lane = pool_lane(lane);
-        let done = if let [io] = ios {
-            let grant = self.grant(io.chunk);
-            let transfer = transfer_of(io, &grant);
-            if write {
-                self.pool.write_from(&transfer, &self.staging, lane).and_then(|o| o.wait())
-            } else {
-                self.pool.read_into(&transfer, &self.staging, lane).and_then(|o| o.wait())
-            }
-        } else {
-            let grants: Vec<Grant> = ios.iter().map(|io| self.grant(io.chunk)).collect();
-            let all = transfers_of(ios, &grants);
-            if write {
-                self.pool.write_batch_blocking(&all, &self.staging, lane)
-            } else {
-                self.pool.read_batch_blocking(&all, &self.staging, lane)
-            }
+        let [io] = ios else {
+            return self.start(lane, ios, write)?.into_iter().try_for_each(|part| self.end(part));
         };
-        done.map_err(gone)
+        let Placed { node: index, grant } = self.grant(io.chunk);
+        let (node, lane) = (&self.nodes[index.0 as usize], pool_lane(lane));
+        let transfer = transfer_of(io, &grant);
+        let done = if write {
+            self.copy_out(index, ios);
+            node.pool.write_from(&transfer, &node.staging, lane).and_then(|o| o.wait())
+        } else {
+            node.pool.read_into(&transfer, &node.staging, lane).and_then(|o| o.wait())
+        };
+        done.map_err(|e| self.failed(index, e))?;
+        if !write {
+            self.copy_in(index, ios);
+        }
+        Ok(())
     }
+
+    /// Starts transfers, those of each memory node together.
+    fn start(
+        &self,
+        lane: Lane,
+        ios: &[PageIo],
+        write: bool,
+    ) -> Result<Vec<Part<'_>>, TransportError> {
+        let placed: Vec<Placed> = ios.iter().map(|io| self.grant(io.chunk)).collect();
+        let mut parts = Vec::new();
+        for (index, node) in (0..).map(NodeIndex).zip(&self.nodes) {
+            let here = ios.iter().zip(&placed).filter(|(_, placed)| placed.node == index);
+            let (ios, grants): (Vec<PageIo>, Vec<Grant>) =
+                here.map(|(io, placed)| (*io, placed.grant)).unzip();
+            if ios.is_empty() {
+                continue;
+            }
+            let (all, lane) = (transfers_of(&ios, &grants), pool_lane(lane));
+            let batch = if write {
+                self.copy_out(index, &ios);
+                node.pool.start_write_batch(&all, &node.staging, lane)
+            } else {
+                node.pool.start_read_batch(&all, &node.staging, lane)
+            };
+            let batch = batch.map_err(|e| self.failed(index, e))?;
+            parts.push(Part { node: index, ios: if write { Vec::new() } else { ios }, batch });
+        }
+        Ok(parts)
+    }
+
+    /// Waits for them.
+    fn end(&self, part: Part<'_>) -> Result<(), TransportError> {
+        part.batch.wait().map_err(|e| self.failed(part.node, e))?;
+        self.copy_in(part.node, &part.ios);
+        Ok(())
+    }
+
+    /// From the pager's frames to those that a memory node's NIC reaches.
+    fn copy_out(&self, index: NodeIndex, ios: &[PageIo]) {
+        self.copy((NodeIndex(0), index), ios);
+    }
+
+    /// And back.
+    fn copy_in(&self, index: NodeIndex, ios: &[PageIo]) {
+        self.copy((index, NodeIndex(0)), ios);
+    }
+
+    fn copy(&self, (from, to): (NodeIndex, NodeIndex), ios: &[PageIo]) {
+        if from == to {
+            return;
+        }
+        let [from, to] = [from, to].map(|index| self.nodes[index.0 as usize].staging.memory());
+        let mut page = [0; PAGE_BYTES];
+        for io in ios {
+            for at in 0..usize::from(io.pages) {
+                let offset = (io.frame as usize + at) * PAGE_BYTES;
+                from.read(offset, &mut page);
+                to.write(offset, &page);
+            }
+        }
+    }
+
+    /// A page that cannot be moved is lost, whatever the reason.
+    fn failed(&self, index: NodeIndex, error: pool::Error) -> TransportError {
+        self.pools.failed(index, &error);
+        gone(error)
+    }
+}
+
+/// Transfers under way, of one memory node.
+struct Part<'a> {
+    node: NodeIndex,
+    /// What is to be copied when they are there.
+    ios: Vec<PageIo>,
+    batch: Batch<'a, SoftNic>,
 }
 
 impl Transport for PoolTransport {
     fn chunk_bytes(&self) -> usize {
-        self.pool.chunk_bytes() as usize
+        self.pools.chunk_bytes() as usize
     }
 
     fn staging(&self) -> StagingMemory {
-        StagingMemory { base: self.staging.memory().as_ptr(), frames: self.frames }
+        let staging = &self.nodes[0].staging;
+        StagingMemory { base: staging.memory().as_ptr(), frames: self.frames }
     }
 
     fn allocate_chunk(&self) -> Result<ChunkHandle, TransportError> {
-        let grant = self.pool.allocate_blocking().map_err(|error| match error {
+        let grant = self.pools.allocate_blocking().map_err(|error| match error {
             // Over its budget it gets no chunk either, and what it has stays usable.
             pool::Error::OutOfMemory { .. } | pool::Error::OverBudget { .. } => {
                 TransportError::Full
@@ -116,7 +207,7 @@ impl Transport for PoolTransport {
             chunks.grants[chunk.0 as usize] = None;
             chunks.free.push(chunk.0);
         }
-        match self.pool.free_blocking(grant) {
+        match self.pools.free_blocking(grant) {
             // The memory node keeps it for us until it listens again, or until we leave: no page is
             // lost.
             Ok(()) | Err(pool::Error::OverBudget { .. }) => Ok(()),
@@ -134,15 +225,11 @@ impl Transport for PoolTransport {
         parts: &[Vec<PageIo>],
         arrived: &mut dyn FnMut(usize),
     ) -> Result<(), TransportError> {
-        let lane = pool_lane(lane);
-        let start = |ios: &Vec<PageIo>| {
-            let grants: Vec<Grant> = ios.iter().map(|io| self.grant(io.chunk)).collect();
-            self.pool.start_read_batch(&transfers_of(ios, &grants), &self.staging, lane)
-        };
-        let started: Vec<_> = parts.iter().map(start).collect::<Result<_, _>>().map_err(gone)?;
-        for (part, batch) in started.into_iter().enumerate() {
-            batch.wait().map_err(gone)?;
-            arrived(part);
+        let start = |ios: &Vec<PageIo>| self.start(lane, ios, false);
+        let started: Vec<_> = parts.iter().map(start).collect::<Result<_, _>>()?;
+        for (number, parts) in started.into_iter().enumerate() {
+            parts.into_iter().try_for_each(|part| self.end(part))?;
+            arrived(number);
         }
         Ok(())
     }
@@ -152,16 +239,22 @@ impl Transport for PoolTransport {
     }
 
     fn stats(&self) -> TransportStats {
-        let allocations = self.pool.stats().allocations;
-        match self.pool.welcome().scheme.needs_cpu() {
-            false => TransportStats { allocations_by_nic: allocations, allocations_by_cpu: 0 },
-            true => TransportStats { allocations_by_nic: 0, allocations_by_cpu: allocations },
+        let mut stats = TransportStats::default();
+        for Node { pool, .. } in &self.nodes {
+            let allocations = pool.stats().allocations;
+            match pool.welcome().scheme.needs_cpu() {
+                false => stats.allocations_by_nic += allocations,
+                true => stats.allocations_by_cpu += allocations,
+            }
         }
+        stats
     }
 
     fn descriptors(&self, keep: &mut Vec<i32>) {
-        keep.extend(self.pool.control_descriptors());
-        keep.extend(self.pool.nic().function().descriptors());
+        for Node { pool, .. } in &self.nodes {
+            keep.extend(pool.control_descriptors());
+            keep.extend(pool.nic().function().descriptors());
+        }
     }
 }
 

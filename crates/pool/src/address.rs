@@ -40,6 +40,32 @@ pub struct LocalNic {
 }
 
 impl Address {
+    /// Several, with commas between them.
+    ///
+    /// # Errors
+    /// What the first that is none says.
+    pub fn list(text: &str) -> Result<Vec<Self>, String> {
+        let (mut all, mut rest) = (Vec::new(), text);
+        loop {
+            // A comma in a path is one of the path, unless the next one begins behind it.
+            let begins = |at: &usize| {
+                let behind = &rest[at + 1..];
+                behind.starts_with("shm:") || behind.starts_with(RemoteAddress::SCHEME)
+            };
+            let end = rest.match_indices(',').map(|(at, _)| at).find(begins);
+            all.push(rest[..end.unwrap_or(rest.len())].parse()?);
+            match end {
+                Some(at) => rest = &rest[at + 1..],
+                None => return Ok(all),
+            }
+        }
+    }
+
+    /// The text that [`Address::list`] reads.
+    pub fn write_list(all: &[Self]) -> String {
+        all.iter().map(Self::to_string).collect::<Vec<_>>().join(",")
+    }
+
     /// Connects to the memory node.
     pub fn connect(&self, options: Options) -> Result<Pool, Error> {
         match self {
@@ -140,6 +166,11 @@ mod tests {
             let address: Address = text.parse().unwrap();
             assert_eq!(address.to_string(), text);
         }
+        let several = "shm:/run/a,b.sock,roce://host:4791;token=t,shm:/c";
+        let all = Address::list(several).unwrap();
+        assert_eq!((all.len(), Address::write_list(&all)), (3, several.to_string()));
+        assert_eq!(Address::list("shm:/a").unwrap(), [Address::Shm("/a".into())]);
+        assert!(Address::list("memory:1GiB").is_err() && Address::list("shm:/a,shm:").is_err());
         for (text, why) in [
             ("", "no pool"),
             ("shm:", "behind the colon"),

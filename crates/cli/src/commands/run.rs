@@ -29,7 +29,8 @@ pub struct Run {
     #[arg(long, value_name = "SIZE")]
     local: Size,
 
-    /// Use a running memory node: shm:PATH or roce://HOST[:PORT] [default: a private one]
+    /// Use a running memory node: shm:PATH or roce://HOST[:PORT], or several with commas between them [default: a
+    /// private one]
     #[arg(long, value_name = "POOL", conflicts_with_all = ["memory", "chunk", "scheme"])]
     pool: Option<PoolAddress>,
 
@@ -62,6 +63,7 @@ Examples:
   granary run --local 64MiB --memory 8GiB --stats -- python3 train.py
   granary run --local 64MiB --scheme finemem -- gcc -O2 -c big.c
   granary run --local 64MiB --pool shm:/run/granary.sock -- sqlite3 big.db .dump
+  granary run --local 64MiB --pool shm:/run/a.sock,shm:/run/b.sock -- sort big.txt
   granary run --local 64MiB --pool roce://memory-1 --token-file ~/granary.token -- make -j4";
 
 impl Run {
@@ -83,12 +85,24 @@ impl Run {
         };
         // Also finds out whether a memory node is there, before the program starts.
         let before = state(&pool)?;
-        // A NIC for all processes of the program, which outlives each of them.
-        let nic = match &pool {
-            PoolAddress::Node(Address::Roce(remote)) => Some(NicProcess::start(remote)?),
-            _ => None,
+        // A NIC for all processes of the program, which outlives each of them; one for each memory node.
+        let mut nics = Vec::new();
+        let named = match nodes(&pool) {
+            [] => pool.to_string(),
+            nodes => {
+                let mut addresses = Vec::new();
+                for node in nodes {
+                    addresses.push(match node {
+                        Address::Roce(remote) => {
+                            nics.push(NicProcess::start(remote)?);
+                            nics.last().expect("just made").address().clone()
+                        }
+                        other => other.clone(),
+                    });
+                }
+                Address::write_list(&addresses)
+            }
         };
-        let named = nic.as_ref().map_or(pool.to_string(), |nic| nic.address().to_string());
         let config = Config::new(self.local.bytes(), named);
         let ended = pager::run::run(&config, program, arguments)?;
         if self.stats || self.stats_json.is_some() {
@@ -111,12 +125,26 @@ impl Run {
     }
 }
 
-/// The memory node's state; of what is none, one in which nothing has happened.
-fn state(pool: &PoolAddress) -> anyhow::Result<Status> {
+/// The memory nodes of a pool; of a store none.
+fn nodes(pool: &PoolAddress) -> &[Address] {
     match pool {
-        PoolAddress::Node(address) => node::status(address),
-        PoolAddress::Store(_) => Ok(Status::default()),
+        PoolAddress::Node(address) => std::slice::from_ref(address),
+        PoolAddress::Nodes(all) => all,
+        PoolAddress::Store(_) => &[],
     }
+}
+
+/// The memory node's state, of several with their times together; of what is none, one in which nothing has
+/// happened.
+fn state(pool: &PoolAddress) -> anyhow::Result<Status> {
+    let mut all = Status::default();
+    for address in nodes(pool) {
+        let (nic, control) = (all.nic_cpu_ns, all.control_cpu_ns);
+        all = node::status(address)?;
+        all.nic_cpu_ns += nic;
+        all.control_cpu_ns += control;
+    }
+    Ok(all)
 }
 
 fn write(path: &Path, summary: &RunSummary) -> anyhow::Result<()> {
