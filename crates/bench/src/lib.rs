@@ -20,6 +20,7 @@
 //! | [`bare`] | yardstick of READ and WRITE: the bare hand-off between two threads |
 //! | [`pingpong`] | messages between two programs |
 //! | [`alloc`] | allocation and free: the client's loop, metrics, tables, pictures |
+//! | [`recovery`] | how fast scheme `finemem` takes back what was left behind |
 //! | [`fault`] | page faults: metrics, tables, pictures |
 //! | [`paged_fault`] | page faults of a paged program |
 //! | [`bare_fault`] | yardstick of the pager: bare userfaultfd |
@@ -40,6 +41,7 @@ pub mod plot;
 pub mod pool_access;
 pub mod progress;
 pub mod record;
+pub mod recovery;
 pub mod report;
 pub mod size;
 pub mod table;

@@ -1,0 +1,142 @@
+//! How fast scheme `finemem` takes back what a compute node had that has gone (FineMem §6.2): in this process, on the
+//! inline NIC, whose time is the memory node's CPU time here.
+
+use std::time::{Duration, Instant};
+
+use fabric::soft::SoftNic;
+use fabric::{Access, CqAttr, Nic, QpAttr, Qpn, QueuePair, Receive};
+use pool::finemem::{Client, Node, ReleaseTimes};
+use pool::scheme::{ClientScheme, NodeScheme};
+use pool::{Admission, ClientId, Error, GroupId, MemoryNode, SchemeKind, Settings};
+
+/// What was measured.
+#[derive(Clone, Copy, Debug)]
+pub struct Recovery {
+    /// Blocks that the compute node had.
+    pub entries: u64,
+    /// From the end of its connection until it is forgotten: all is free and clear, under new keys.
+    pub total: Duration,
+    /// The longest that anybody else could have waited for the memory node's CPU.
+    pub longest_turn: Duration,
+    /// Where the time went.
+    pub times: ReleaseTimes,
+}
+
+impl Recovery {
+    /// Entries a second, all included.
+    pub fn rate(&self) -> f64 {
+        self.entries as f64 / self.total.as_secs_f64()
+    }
+
+    /// Entries a second without the writing of zeros, which FineMem does not do: logs found, windows rebound,
+    /// headers freed.
+    pub fn rate_without_clearing(&self) -> f64 {
+        self.entries as f64 / (self.total - self.times.clearing).as_secs_f64()
+    }
+}
+
+impl std::fmt::Display for Recovery {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let each = |time: Duration| time.as_nanos() as f64 / self.entries as f64;
+        let e = &self.times;
+        write!(
+            f,
+            "{} entries in {:?}: {:.0} a second, {:.0} without clearing; of each entry's time finding {:.0} ns, \
+             rebinding {:.0} ns, clearing {:.0} ns, freeing {:.0} ns; longest turn {:?}",
+            self.entries,
+            self.total,
+            self.rate(),
+            self.rate_without_clearing(),
+            each(e.finding),
+            each(e.rebinding),
+            each(e.clearing),
+            each(e.freeing),
+            self.longest_turn,
+        )
+    }
+}
+
+/// A compute node takes all `chunks` one by one, and goes without a word.
+///
+/// # Errors
+/// What the pool says.
+pub fn recovery(chunks: u64, chunk_bytes: u64) -> Result<Recovery, Error> {
+    let settings = Settings {
+        donate_bytes: chunks * chunk_bytes,
+        chunk_bytes,
+        scheme: SchemeKind::FineMem,
+        ..Settings::default()
+    };
+    let nic = SoftNic::inline();
+    let mut node = Node::new(&nic, &settings)?;
+    let welcome = MemoryNode::new(Node::new(&nic, &small(&settings))?, settings.clone()).welcome();
+    let pd = nic.alloc_pd()?;
+    let client = Client::new(&nic, &pd, &welcome)?;
+    let cq = nic.create_cq(CqAttr { entries: 16, ignore_overrun: false })?;
+    let lane = || {
+        let attr = QpAttr {
+            send_cq: &cq,
+            recv_cq: &cq,
+            send_blocks: 16,
+            receive: Receive::None,
+            access: Access::NONE,
+        };
+        nic.create_qp(&pd, attr)
+    };
+    let lanes = (0..settings.lanes()).map(|_| lane()).collect::<Result<Vec<_>, _>>()?;
+    let id = ClientId(1);
+    let request = Admission {
+        management: client.management().iter().map(|qpn| qpn.raw()).collect(),
+        groups: vec![lanes.iter().map(|qp| qp.qpn().raw()).collect()],
+        ..Admission::default()
+    };
+    let admitted = node.admit(id, &request)?;
+    client.admitted(&admitted);
+    let peers: Vec<_> = admitted.management.iter().map(|qpn| Qpn::new(*qpn).into()).collect();
+    client.connect(&peers)?;
+    for _ in 0..chunks {
+        fabric::executor::block_on(client.allocate(GroupId(0)))?;
+    }
+    // As its pages were written.
+    let memory = node.books().memory();
+    let page = [1; 4096];
+    let bytes = (chunks * chunk_bytes) as usize;
+    for at in (0..bytes).step_by(page.len()) {
+        memory.write(at, &page[..page.len().min(bytes - at)]);
+    }
+    let before = node.release_times();
+    let (started, mut longest_turn) = (Instant::now(), Duration::ZERO);
+    node.retire(id)?;
+    while !node.is_retired(id) {
+        let turn = Instant::now();
+        node.turn()?;
+        longest_turn = longest_turn.max(turn.elapsed());
+    }
+    let total = started.elapsed();
+    node.audit()?;
+    let now = node.release_times();
+    let times = ReleaseTimes {
+        finding: now.finding - before.finding,
+        rebinding: now.rebinding - before.rebinding,
+        clearing: now.clearing - before.clearing,
+        freeing: now.freeing - before.freeing,
+    };
+    Ok(Recovery { entries: chunks, total, longest_turn, times })
+}
+
+fn small(settings: &Settings) -> Settings {
+    Settings { donate_bytes: settings.chunk_bytes, ..settings.clone() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn everything_comes_back() {
+        let r = recovery(3000, 4096).unwrap();
+        println!("{r}");
+        assert_eq!(r.entries, 3000);
+        assert!(r.times.clearing <= r.total && r.longest_turn <= r.total);
+    }
+}
