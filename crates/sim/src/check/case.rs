@@ -80,7 +80,8 @@ impl Case {
         }
     }
 
-    /// Compute nodes trust each other: nobody is hostile, and any window opens to whoever has its key.
+    /// Compute nodes allocate by themselves: who has a management QP is trusted, and any window opens to whoever has
+    /// its key. Who is hostile has access QPs only.
     pub(super) fn is_trusting(&self) -> bool {
         self.scheme.is_by_cas()
     }

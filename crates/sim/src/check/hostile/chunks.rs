@@ -46,6 +46,9 @@ impl Hostile {
 
     /// Allocates, for the QPs that are `named` instead of its own.
     pub(super) fn allocate(&mut self, named: &[u32]) {
+        if self.service.is_some() {
+            return self.allocate_by_service();
+        }
         let who = self.cx.who;
         let target = self.memory.remote(0);
         let data = self.ask_allocate(named, target);
@@ -96,7 +99,11 @@ impl Hostile {
         let Some(grant) = self.held.pop() else { return };
         let (who, keys) = (self.cx.who, grant.keys().to_vec());
         self.cx.tell(|o| o.frees(who, grant.entry, &keys));
-        if self.free(grant.entry) {
+        let freed = match self.service.is_some() {
+            true => self.free_by_service(&grant),
+            false => self.free(grant.entry),
+        };
+        if freed {
             self.cx.tell(|o| o.freed(who, grant.entry, &keys));
         }
     }

@@ -43,6 +43,8 @@ impl Hostile {
     /// One of the things that the NIC must refuse, or do to nobody but it.
     pub(super) fn meddle(&mut self) {
         match self.meddles.as_mut().expect("it meddles").below(8) {
+            // Its service's queues are its own too.
+            0..=3 if self.service.is_some() => self.use_a_dead_key_at_home(),
             0 | 1 => self.control(Control::Wait),
             2 | 3 => self.control(Control::Enable),
             4 => self.overwrite_itself(),
@@ -54,7 +56,7 @@ impl Hostile {
 
     /// How many requests it sends as its last.
     pub(super) fn last_words(&mut self) -> u64 {
-        if self.meddles.is_some() { self.below(12) } else { 0 }
+        if self.meddles.is_some() && self.service.is_none() { self.below(12) } else { 0 }
     }
 
     /// Sends a request that makes sense.

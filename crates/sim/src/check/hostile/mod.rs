@@ -8,6 +8,7 @@ mod accesses;
 mod chunks;
 mod meddling;
 mod pages;
+mod trees;
 
 use std::time::Duration;
 
@@ -20,7 +21,7 @@ use fabric::{
 use pool::SchemeKind;
 use pool::client::control::ControlPlane;
 use pool::odrp::PAGE_BYTES;
-use pool::scheme::{Admission, Admitted, Grant, GroupId, Lane};
+use pool::scheme::{Admission, Admitted, ClientScheme, Grant, GroupId, Lane};
 
 use super::Context;
 use super::scenario::{End, Role};
@@ -50,6 +51,8 @@ struct Hostile {
     pd: SoftPd,
     memory: HookedMr<SimHooks>,
     management: Vec<Side>,
+    /// Who allocates for it, if compute nodes do that by themselves.
+    service: Option<trees::Service>,
     access: Vec<Vec<Side>>,
     control: SimControl,
     terms: Admitted,
@@ -117,7 +120,16 @@ impl Hostile {
         let rights = Access::LOCAL_ALL | Access::REMOTE_READ | Access::REMOTE_WRITE;
         let bytes = if cx.case.is_paged() { PAGE + PAGE_BYTES } else { PAGE };
         let memory = nic.reg_mr(&pd, &nic.alloc_dma(bytes).ok()?, rights).ok()?;
-        let sides = if scheme.is_by_rpc() || !separation { 1 } else { 2 };
+        let by_itself = cx.case.is_trusting();
+        let sides = match scheme.is_by_rpc() || !separation {
+            _ if by_itself => 0,
+            true => 1,
+            false => 2,
+        };
+        let service = match by_itself {
+            true => Some(Box::new(pool::finemem::Client::new(&nic, &pd, control.welcome()).ok()?)),
+            false => None,
+        };
         let management: Vec<Side> =
             (0..sides).map(|_| side(&nic, &pd, 16)).collect::<Option<_>>()?;
         // Without separation allocations go over the first lane.
@@ -130,7 +142,10 @@ impl Hostile {
         let wrong_bulletin = random.below(4) == 0;
         let numbers = |sides: &[Side]| sides.iter().map(|s| s.qp.qpn().raw()).collect();
         let admission = Admission {
-            management: numbers(&management),
+            management: match &service {
+                Some(service) => service.management().iter().map(|q| q.raw()).collect(),
+                None => numbers(&management),
+            },
             groups: access.iter().map(|g| numbers(g)).collect(),
             bulletin_addr: bulletin.addr,
             bulletin_rkey: if wrong_bulletin { 0x1234_5678 } else { bulletin.rkey.0 },
@@ -150,6 +165,7 @@ impl Hostile {
             pd,
             memory,
             management,
+            service,
             access,
             control,
             terms,
@@ -163,6 +179,9 @@ impl Hostile {
         let peers = me.terms.management.iter().map(|q| Qpn::new(*q));
         for (side, peer) in me.management.iter().zip(peers) {
             side.qp.connect(peer).ok()?;
+        }
+        if let Some(service) = &me.service {
+            trees::start(service, &me.terms)?;
         }
         me.connect_access()?;
         Some(me)
@@ -183,6 +202,9 @@ impl Hostile {
         }
         if self.cx.case.is_paged() {
             return self.round_on_pages();
+        }
+        if self.service.is_some() {
+            return self.round_on_trees();
         }
         // A type-1 window opens to whoever guesses its key: that is what is unsafe about it.
         let withstands = !self.scheme.has_type1_windows();

@@ -105,8 +105,10 @@ pub(super) struct Oracle {
     holds: Vec<Vec<Hold>>,
     /// Keys that were ever granted.
     granted: Vec<Key>,
-    /// Keys of what was released, as its owner was told.
+    /// Keys of what was released, as its owner was told, or since it is free.
     dead: HashSet<Key>,
+    /// Keys that each chunk was granted under since it was free.
+    live: Vec<Vec<Key>>,
     /// Pages that were cleared, and that nobody has had since.
     clear: Vec<bool>,
     pub clients: Vec<Known>,
@@ -140,6 +142,7 @@ impl Oracle {
             holds: vec![Vec::new(); chunks as usize],
             granted: Vec::new(),
             dead: HashSet::new(),
+            live: vec![Vec::new(); chunks as usize],
             clear: vec![true; chunks as usize],
             clients: Vec::new(),
             reaches: Vec::new(),

@@ -146,6 +146,11 @@ impl Oracle {
                     format!("chunk {entry} is free, and {name} can reach it"),
                 );
             }
+            // What it was granted under opens nothing from here on, also where its last owner has it again.
+            let keys = std::mem::take(&mut self.live[entry as usize]);
+            if self.case.is_trusting() {
+                self.dead.extend(keys);
+            }
             let at = entry as usize * self.chunk_bytes as usize;
             if self.image[at..at + self.chunk_bytes as usize].iter().any(|b| *b != 0) {
                 return self.wrong(

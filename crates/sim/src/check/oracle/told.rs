@@ -73,6 +73,7 @@ impl Oracle {
             );
         }
         self.granted.extend(&keys);
+        self.live[entry as usize].extend(&keys);
         self.holds[entry as usize].push(Hold { who, keys, freeing: false });
     }
 
