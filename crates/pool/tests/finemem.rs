@@ -25,6 +25,30 @@ fn check_whole(pool: &Pool, chunks: u64) {
     pool.audit().unwrap();
 }
 
+/// A block of several sections that a compute node leaves behind comes back, and so does all else.
+#[test]
+fn sections_of_who_has_gone_come_back() {
+    let embedded = std::sync::Arc::new(pool::Embedded::start(&settings(2048)).unwrap());
+    let staying = Pool::embedded_in(&embedded, Default::default()).unwrap();
+    for _ in 0..2 {
+        let leaving = Pool::embedded_in(&embedded, Default::default()).unwrap();
+        let large = leaving.allocate_bytes_blocking(CHUNK << 10).unwrap();
+        leaving.write_blocking(&large, large.len - 8, b"the last").unwrap();
+        leaving.allocate_bytes_blocking(CHUNK << 9).unwrap();
+        leaving.allocate_bytes_blocking(CHUNK).unwrap();
+        assert!(staying.allocate_bytes_blocking(CHUNK << 11).is_err());
+        staying.audit().unwrap();
+        drop(leaving);
+        check_whole(&staying, 2048);
+        let all = staying.allocate_bytes_blocking(CHUNK << 11).unwrap();
+        let mut bytes = vec![1; all.len as usize];
+        staying.read_blocking(&all, 0, &mut bytes).unwrap();
+        assert!(bytes.iter().all(|b| *b == 0), "what was left behind is still there");
+        staying.free_blocking(all).unwrap();
+    }
+    check_whole(&staying, 2048);
+}
+
 /// A freed block is its last owner's no more, and nobody else's before its key is dead and it is clear.
 #[test]
 fn an_old_key_is_dead_when_the_block_has_a_new_owner() {

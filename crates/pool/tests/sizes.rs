@@ -30,10 +30,10 @@ fn check_whole(pool: &Pool, chunks: u64) {
 }
 
 #[test]
-fn every_size_up_to_a_section() {
+fn every_size_up_to_several_sections() {
     for scheme in with_sizes() {
         let pool = Pool::embedded(settings(scheme, 1024)).unwrap();
-        for order in 0..10 {
+        for order in 0..11 {
             let bytes = CHUNK << order;
             let grant = pool.allocate_bytes_blocking(bytes).unwrap();
             assert_eq!(grant.len, bytes, "{scheme}");

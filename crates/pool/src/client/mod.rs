@@ -300,7 +300,8 @@ impl<N: Nic> Pool<N> {
 
     /// Allocates at least `bytes` for the current core's group, like [`Pool::allocate`]: the grant says how
     /// many there are. Schemes with sizes ([`SchemeKind::has_sizes`](crate::SchemeKind::has_sizes)) have blocks of
-    /// powers of two of chunks; of others an error says that a chunk does not hold as many.
+    /// powers of two of chunks, up to what the pool has, and 2 GiB; of others an error says that a chunk does not hold as
+    /// many.
     pub async fn allocate_bytes(&self, bytes: u64) -> Result<Grant, Error> {
         self.allocate_some(self.current_group(), Some(bytes)).await
     }

@@ -4,8 +4,8 @@ use fabric::Nic;
 
 use super::array::Taker;
 use super::header::{CHUNKS, Header, SPANS, Spread, chunk_mask};
-use super::layout::{Block, SECTION, SPAN_ORDER};
-use super::log::{Capability, FullLog, Layer};
+use super::layout::{Block, SECTION};
+use super::log::{Capability, FullLog};
 use super::map::Map;
 use super::node::Node;
 use crate::Error;
@@ -17,7 +17,7 @@ pub(super) fn check<N: Nic>(node: &Node<N>) -> Result<(), Error> {
         Map::Tree(_) => check_tree(node)?,
         Map::Array(_) => check_array(node)?,
     }
-    for entry in 0..node.shape.entries() {
+    for entry in (0..node.shape.entries()).filter(|entry| !node.scan.is_releasing(*entry)) {
         let capability = Capability::parse(node.words.load(node.shape.capability(entry)));
         let key = node.keys.key(entry);
         if capability != Capability::open(key) && capability != Capability::quarantined(key) {
@@ -62,8 +62,10 @@ fn check_tree<N: Nic>(node: &Node<N>) -> Result<(), Error> {
         if node.peers.values().all(|peer| peer.user != log.user) {
             return wrong(format!("chunk {chunk} is user {}'s, who is not there", log.user.raw()));
         }
-        let order = log.size + if log.layer == Layer::Section { SPAN_ORDER } else { 0 };
-        for chunk in (Block { chunk, order }).chunks() {
+        let block = Block::of(chunk, log);
+        // Of several sections each says so.
+        let here = if block.parts().is_some() { Block::section(chunk / SECTION) } else { block };
+        for chunk in here.chunks() {
             match owned.get_mut(chunk as usize) {
                 Some(owned @ false) => *owned = true,
                 _ => return wrong(format!("chunk {chunk} is in two blocks, or in none")),

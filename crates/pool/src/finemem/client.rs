@@ -31,9 +31,9 @@ use crate::settings::SchemeKind;
 
 /// Bytes that a request in flight has for what its verbs return.
 const SLOT_BYTES: usize = 8 * BATCH;
-/// Building blocks of the management QP for each request in flight: two READs at once, or a bell, and as many
-/// again that were completed and not polled.
-const BLOCKS: u32 = 4;
+/// Building blocks of the management QP for each request in flight: a CAS and three READs at once, or a bell, and
+/// as many again that were completed and not polled.
+const BLOCKS: u32 = 8;
 /// How often an allocation has quarantines ended, as long as that ends any.
 const RINGS: u32 = 64;
 
@@ -183,18 +183,22 @@ impl<N: Nic> Client<N> {
         self.ring_alone(attempt, &alone).await?;
         let Terms { map, user, .. } = self.terms(attempt)?;
         let shape = map.shape();
+        // All are found before any is given up: one that is given up is soon in other hands, and parts of a block are
+        // told by its first section's.
+        let mut blocks = Vec::new();
         for section in 0..shape.sections() {
-            for block in map.taken_by(&session, *user, section).await? {
-                let entry = shape.entry(block);
-                let at = shape.capability(entry);
-                let mut word = [0];
-                session.read(at, &mut word).await?;
-                let capability = Capability::parse(word[0]);
-                let is_held = self.held.lock().get(&entry) == Some(&capability.main);
-                if !is_held && !capability.is_quarantined() {
-                    let given_up = Capability::quarantined(capability.main);
-                    session.cas(at, word[0], given_up.to_word()).await?;
-                }
+            blocks.extend(map.taken_by(&session, *user, section).await?);
+        }
+        for block in blocks {
+            let entry = shape.entry(block);
+            let at = shape.capability(entry);
+            let mut word = [0];
+            session.read(at, &mut word).await?;
+            let capability = Capability::parse(word[0]);
+            let is_held = self.held.lock().get(&entry) == Some(&capability.main);
+            if !is_held && !capability.is_quarantined() {
+                let given_up = Capability::quarantined(capability.main);
+                session.cas(at, word[0], given_up.to_word()).await?;
             }
         }
         self.in_doubt.store(false, Ordering::Release);
@@ -289,6 +293,29 @@ impl<N: Nic> Verbs for Session<'_, N> {
         ])
         .await?;
         Ok((self.result(0), self.result(1)))
+    }
+
+    async fn cas_and_read(
+        &self,
+        at: Word,
+        expected: u64,
+        new: u64,
+        then: [Word; 3],
+    ) -> Result<(u64, [u64; 3]), Error> {
+        // A QP's requests are executed in their order.
+        let old = self.client.scratch.sge(self.slot(0), 8);
+        let op = Op::CompareSwap { at: self.at(at), compare: expected, swap: new, old };
+        let to = [1, 2, 3].map(|word| [self.client.scratch.sge(self.slot(word), 8)]);
+        let read = |at, to| Op::Read { from: self.at(at), to };
+        self.run(&mut [
+            WorkRequest { id: 0, op, signaled: false },
+            WorkRequest { id: 0, op: read(then[0], &to[0]), signaled: false },
+            WorkRequest { id: 0, op: read(then[1], &to[1]), signaled: false },
+            WorkRequest { id: 0, op: read(then[2], &to[2]), signaled: true },
+        ])
+        .await?;
+        self.spent.cas(self.result(0) == expected);
+        Ok((self.result(0), [1, 2, 3].map(|word| self.result(word))))
     }
 }
 

@@ -12,7 +12,9 @@
 //! ```
 //!
 //! - *offset* and *size*: the block that the last change was about: its first chunk (section: its first
-//!   span), and the logarithm of its length. Whether it was taken or given back shows in the bitmap.
+//!   span), and the logarithm of its length. Whether it was taken or given back shows in the bitmap. A section
+//!   that is a part of a larger block has a *size* of its own, and *offset* has the logarithm of the block's
+//!   sections ([`Record::PART`]).
 //! - *user*: a compute node, as the memory node numbers those that are there (1 up). Applications of one
 //!   compute node are told apart by the service that allocates for them, not here.
 //! - *timestamp*: moves when a change is of another kind than the one before (FineMem §4.2). It makes two
@@ -27,6 +29,8 @@ pub const SPANS: u32 = 16;
 pub const CHUNK_ORDER_MAX: u32 = 4;
 /// Largest block of spans: a section, as a logarithm.
 pub const SPAN_ORDER_MAX: u32 = 4;
+/// Most sections of a block, as a logarithm.
+pub const PARTS_ORDER_MAX: u32 = 14;
 
 /// A field of the word: where its lowest bit is, and how many it has.
 #[derive(Clone, Copy)]
@@ -55,6 +59,11 @@ const _: () = assert!(fills_a_word(&[IN_USE, USER, TIMESTAMP, SIZE, OFFSET, RETR
 const _: () = assert!(CHUNKS == BITMAP.1 && 2 * SPANS == BITMAP.1);
 const _: () = assert!(
     CHUNKS <= 1 << OFFSET.1 && CHUNK_ORDER_MAX < Record::OPENED && Record::OPENED < 1 << SIZE.1
+);
+const _: () = assert!(
+    SPAN_ORDER_MAX < Record::PART
+        && Record::PART < Record::OPENED
+        && PARTS_ORDER_MAX < 1 << OFFSET.1
 );
 
 impl Field {
@@ -119,9 +128,10 @@ impl User {
 /// The temporary log of a header: what its last change was about.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Record {
-    /// First chunk in the span, or first span in the section.
+    /// First chunk in the span, or first span in the section; of a [`Record::PART`] the logarithm of the sections
+    /// of its block.
     pub offset: u32,
-    /// Logarithm of how many, or [`Record::OPENED`].
+    /// Logarithm of how many, or [`Record::OPENED`], or [`Record::PART`].
     pub size: u32,
     /// When.
     pub timestamp: Timestamp,
@@ -132,6 +142,8 @@ pub struct Record {
 impl Record {
     /// In a section: the span at `offset` was opened, to be given out in chunks. There is no block to it.
     pub const OPENED: u32 = 7;
+    /// The whole section, as a part of a block of several.
+    pub const PART: u32 = 5;
 }
 
 /// What the chunks or spans of a header are used for.

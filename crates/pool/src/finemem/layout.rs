@@ -4,29 +4,31 @@
 //! metadata (8-byte words, big-endian)                                   blocks of 2^order chunks
 //! ┌────────────────┬──────────────────────┬────────────────┬────────────────────────────────┐
 //! │ section headers│ span headers         │ full logs      │ capabilities                   │
-//! │ one per section│ 16 per section       │ one per chunk  │ order 0 │ order 1 │ ... │ 9    │
+//! │ one per section│ 16 per section       │ one per chunk  │ order 0 │ order 1 │ ...        │
 //! └────────────────┴──────────────────────┴────────────────┴────────────────────────────────┘
 //! ```
 //!
 //! A block is 2^order chunks, aligned to its length: orders 0 to 4 (1 to 16 chunks) lie within a span,
-//! 5 to 9 (1 to 16 spans) within a section. Each block has a window bound ahead, and an entry in the
+//! 5 to 9 (1 to 16 spans) within a section, larger ones are several sections. Each block has a window bound ahead, and an entry in the
 //! capability table with its key. (FineMem §4.3 names windows for chunks, spans and sections; a block
 //! between these would need several keys. One for each aligned block costs twice as many windows, and
 //! each grant has one key.) A pool need not end with a section: chunks that it does not have are taken from
 //! the start, by nobody.
 
-use super::header::{CHUNK_ORDER_MAX, CHUNKS, SPAN_ORDER_MAX, SPANS};
-use super::log::Layer;
+use super::header::{CHUNK_ORDER_MAX, CHUNKS, PARTS_ORDER_MAX, Record, SPAN_ORDER_MAX, SPANS};
+use super::log::{FullLog, Layer};
 
 /// Orders that there are.
-pub const ORDERS: u32 = CHUNK_ORDER_MAX + SPAN_ORDER_MAX + 2;
+pub const ORDERS: u32 = SECTION_ORDER + PARTS_ORDER_MAX + 1;
 /// Chunks of a section.
 pub const SECTION: u32 = CHUNKS * SPANS;
 /// The order of a span.
 pub const SPAN_ORDER: u32 = CHUNK_ORDER_MAX + 1;
+/// The order of a section.
+pub const SECTION_ORDER: u32 = SPAN_ORDER + SPAN_ORDER_MAX;
 /// Most bytes of a block: what the length of a window counts.
 pub const BLOCK_BYTES_MAX: u64 = 1 << 31;
-const _: () = assert!(1 << SPAN_ORDER == CHUNKS && 1 << (ORDERS - 1) == SECTION);
+const _: () = assert!(1 << SPAN_ORDER == CHUNKS && 1 << SECTION_ORDER == SECTION);
 
 /// Index of a word in the metadata.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -45,6 +47,29 @@ impl Block {
     /// Its chunks.
     pub fn chunks(self) -> std::ops::Range<u32> {
         self.chunk..self.chunk + (1 << self.order)
+    }
+
+    /// The block that the full log of a chunk is about: it begins there, or in an earlier section.
+    pub fn of(chunk: u32, log: FullLog) -> Self {
+        match log.layer {
+            Layer::Span => Self { chunk, order: log.size },
+            Layer::Section if log.size == Record::PART => {
+                let order = SECTION_ORDER + log.sections.min(PARTS_ORDER_MAX);
+                Self { chunk: chunk >> order << order, order }
+            }
+            Layer::Section => Self { chunk, order: log.size + SPAN_ORDER },
+        }
+    }
+
+    /// Its sections, of one that has several.
+    pub fn parts(self) -> Option<std::ops::Range<u32>> {
+        let first = self.chunk / SECTION;
+        (self.order > SECTION_ORDER).then(|| first..first + (1 << (self.order - SECTION_ORDER)))
+    }
+
+    /// The section `index` as a block of its own.
+    pub fn section(index: u32) -> Self {
+        Self { chunk: index * SECTION, order: SECTION_ORDER }
     }
 
     /// Whether a span's header or a section's has it.
@@ -173,6 +198,24 @@ mod tests {
         assert_eq!(shape.order_for(4097), Some(1));
         assert_eq!(shape.order_for(2 << 20), Some(9));
         assert_eq!(shape.order_for((2 << 20) + 1), None);
+    }
+
+    #[test]
+    fn blocks_of_several_sections_are_aligned_and_within_the_pool() {
+        let shape = Shape { chunks: 7 * SECTION + 5, chunk_bytes: 4096 };
+        assert_eq!((shape.order_max(), shape.blocks(11), shape.blocks(10)), (11, 1, 3));
+        assert_eq!(shape.order_for((4 << 20) + 1), Some(11));
+        let log = FullLog {
+            size: Record::PART,
+            sections: 2,
+            taken: true,
+            layer: Layer::Section,
+            ..FullLog::default()
+        };
+        let block = Block::of(3 * SECTION, log);
+        assert_eq!((block, block.parts()), (Block { chunk: 0, order: 11 }, Some(0..4)));
+        let large = Shape { chunks: 1 << 23, chunk_bytes: 4096 };
+        assert_eq!(large.block_bytes(large.order_max()), BLOCK_BYTES_MAX);
     }
 
     #[test]

@@ -2,10 +2,11 @@
 //!
 //! ```text
 //! full log, one for each chunk; what is known of a block is kept at its first chunk
-//!  63                                        26 25    24    23  21 20       14 13       0
-//! ┌────────────────────────────────────────────┬──────┬─────┬──────┬───────────┬─────────┐
-//! │ zero                                       │layer │taken│ size │ timestamp │ user    │
-//! └────────────────────────────────────────────┴──────┴─────┴──────┴───────────┴─────────┘
+//!  63                              31 30     26 25    24    23  21 20       14 13       0
+//! ┌──────────────────────────────────┬─────────┬──────┬─────┬──────┬───────────┬─────────┐
+//! │ zero                             │sections │layer │taken│ size │ timestamp │ user    │
+//! └──────────────────────────────────┴─────────┴──────┴─────┴──────┴───────────┴─────────┘
+//! of a block of several sections each section's first chunk has one: size 5, and the logarithm of how many
 //!
 //! capability, one for each block
 //!  63                                  32 31                                   0
@@ -36,8 +37,10 @@ pub struct FullLog {
     pub user: User,
     /// When.
     pub timestamp: Timestamp,
-    /// Logarithm of the block's length, in chunks or spans.
+    /// Logarithm of the block's length, in chunks or spans; [`Record::PART`] of one that has several sections.
     pub size: u32,
+    /// Of one that has several, the logarithm of how many; else 0.
+    pub sections: u32,
     /// It was taken, not given back.
     pub taken: bool,
     /// Of what the block is one.
@@ -48,14 +51,16 @@ const TIMESTAMP_AT: u32 = 14;
 const SIZE_AT: u32 = 21;
 const TAKEN_AT: u32 = 24;
 const LAYER_AT: u32 = 25;
+const SECTIONS_AT: u32 = 26;
 const _: () = assert!(User::MAX as u64 == (1 << TIMESTAMP_AT) - 1);
 const _: () = assert!(SIZE_AT == TIMESTAMP_AT + 7 && TAKEN_AT == SIZE_AT + 3);
 
 impl FullLog {
     /// What a header's temporary log becomes.
     pub fn of(record: Record, taken: bool, layer: Layer) -> Self {
-        let Record { size, timestamp, user, .. } = record;
-        Self { user, timestamp, size, taken, layer }
+        let Record { offset, size, timestamp, user } = record;
+        let sections = if layer == Layer::Section && size == Record::PART { offset } else { 0 };
+        Self { user, timestamp, size, sections, taken, layer }
     }
 
     /// The word.
@@ -65,6 +70,7 @@ impl FullLog {
             | (self.size as u64) << SIZE_AT
             | (self.taken as u64) << TAKEN_AT
             | ((self.layer == Layer::Section) as u64) << LAYER_AT
+            | (self.sections as u64) << SECTIONS_AT
     }
 
     /// What a word says; bits beyond the fields are ignored.
@@ -76,6 +82,7 @@ impl FullLog {
             size: bits(SIZE_AT, 3),
             taken: bits(TAKEN_AT, 1) == 1,
             layer: if bits(LAYER_AT, 1) == 1 { Layer::Section } else { Layer::Span },
+            sections: bits(SECTIONS_AT, 5),
         }
     }
 }
@@ -125,13 +132,13 @@ mod tests {
         #[test]
         fn a_log_is_read_back(
             user in 0u16..=User::MAX, time in 0u32..128, size in 0u32..8, taken in any::<bool>(),
-            section in any::<bool>(),
+            section in any::<bool>(), sections in 0u32..32,
         ) {
             let layer = if section { Layer::Section } else { Layer::Span };
             let user = User::new(user).unwrap();
-            let log = FullLog { user, timestamp: Timestamp::new(time), size, taken, layer };
+            let log = FullLog { user, timestamp: Timestamp::new(time), size, sections, taken, layer };
             prop_assert_eq!(FullLog::parse(log.to_word()), log);
-            prop_assert_eq!(log.to_word() >> (LAYER_AT + 1), 0);
+            prop_assert_eq!(log.to_word() >> (SECTIONS_AT + 5), 0);
         }
 
         #[test]

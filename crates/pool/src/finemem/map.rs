@@ -38,11 +38,14 @@ impl Map {
         verbs: &V,
         order: u32,
     ) -> Result<Option<(Block, Capability)>, V::Error> {
-        let taken = match self {
-            Self::Tree(tree) => tree.allocate(verbs, order).await?,
-            Self::Array(array) => array.allocate(verbs, order).await?,
+        let array = match self {
+            Self::Tree(tree) => {
+                let taken = tree.allocate(verbs, order).await?;
+                return Ok(taken.map(|taken| (taken.block, taken.capability)));
+            }
+            Self::Array(array) => array,
         };
-        let Some(block) = taken else { return Ok(None) };
+        let Some(block) = array.allocate(verbs, order).await? else { return Ok(None) };
         let mut word = [0];
         let shape = self.shape();
         verbs.read(shape.capability(shape.entry(block)), &mut word).await?;
@@ -97,7 +100,10 @@ impl Map {
         let begins = |chunk: &u32| {
             let word = load(shape.log(*chunk));
             match self {
-                Self::Tree(_) => FullLog::parse(word).taken,
+                Self::Tree(_) => {
+                    let log = FullLog::parse(word);
+                    log.taken && Block::of(*chunk, log).chunk == *chunk
+                }
                 Self::Array(_) => {
                     let block = Taker::parse(word).and_then(|taker| taker.block(shape, *chunk));
                     block.is_some_and(|block| block.chunk == *chunk)

@@ -40,3 +40,4 @@ mod words;
 pub use books::Books;
 pub use client::Client;
 pub use node::Node;
+pub use scan::ReleaseTimes;

@@ -14,7 +14,7 @@ use super::layout::Shape;
 use super::log::Capability;
 use super::map::Map;
 use super::peer::{Common, Leaving, Peer};
-use super::scan::Scan;
+use super::scan::{ReleaseTimes, Scan};
 use super::table::initial;
 use super::words::Words;
 use crate::Error;
@@ -102,6 +102,11 @@ impl<N: Nic> Node<N> {
             scan: Scan::default(),
             watching: false,
         })
+    }
+
+    /// What taking blocks back has cost so far.
+    pub fn release_times(&self) -> ReleaseTimes {
+        self.scan.times
     }
 
     /// A look into the metadata.
@@ -210,8 +215,11 @@ impl<N: Nic> NodeScheme for Node<N> {
     fn turn(&mut self) -> Result<bool, Error> {
         let mut done = self.hear_bells()?;
         done |= self.take_back()?;
+        let before = (self.scan.released, self.scan.ended());
         done |= self.go_on_scanning()?;
-        if self.watching && self.free_chunks() > 0 {
+        // That takes a look at every header, and it is the scan that frees.
+        let may_have_freed = before != (self.scan.released, self.scan.ended());
+        if self.watching && may_have_freed && self.free_chunks() > 0 {
             (self.watching, done) = (false, true);
         }
         Ok(done)
@@ -289,6 +297,11 @@ impl<N: Nic> Node<N> {
     /// Brings on who has gone: from the logs, what he had is put into quarantine, which the scan ends.
     /// Nobody waits for it. True if that did something.
     fn take_back(&mut self) -> Result<bool, Error> {
+        if self.scan.is_busy() {
+            // Blocks that are half-way back do not look like anything.
+            return Ok(false);
+        }
+        let began = self.nic.now();
         let Self { peers, words, map, scan, shape, keys, .. } = self;
         let mut any = false;
         let mut gone = Vec::new();
@@ -318,6 +331,9 @@ impl<N: Nic> Node<N> {
                 Some(Leaving::Scanned(after)) if scan.is_over(after) => gone.push(*client),
                 Some(Leaving::Scanned(_)) => {}
             }
+        }
+        if any {
+            scan.times.finding += self.nic.now().saturating_sub(began);
         }
         any |= !gone.is_empty();
         gone.iter().for_each(|client| _ = peers.remove(client));

@@ -29,14 +29,33 @@ const EVERY_MIN: Duration = Duration::from_millis(2);
 const EVERY_MAX: Duration = Duration::from_millis(100);
 /// Entries that one turn looks at.
 const PIECE: u32 = 1 << 15;
+/// Bytes that one turn clears: about a millisecond of a slow CPU.
+const CLEARED: u64 = 4 << 20;
+
+/// Time of the memory node's CPU that went into taking blocks back, in all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ReleaseTimes {
+    /// Finding in the logs what compute nodes had that have gone, and putting it into quarantine.
+    pub finding: Duration,
+    /// Rebinding windows, so that old keys are dead.
+    pub rebinding: Duration,
+    /// Writing zeros over blocks.
+    pub clearing: Duration,
+    /// New keys into the table, headers and logs: the blocks are free.
+    pub freeing: Duration,
+}
 
 /// How far the scan is.
 #[derive(Default)]
 pub(super) struct Scan {
+    /// What it has cost.
+    pub times: ReleaseTimes,
     /// The entry that is looked at next, while one is under way.
     at: Option<u32>,
     /// Blocks that it found.
     found: u64,
+    /// Those whose old keys are dead, and that are being cleared.
+    releasing: Option<Releasing>,
     /// Scans that have begun.
     pub begun: u64,
     /// Blocks whose quarantine has ended.
@@ -49,7 +68,29 @@ pub(super) struct Scan {
     next: Duration,
 }
 
+/// Blocks on their way back: a few, as far as one turn goes, or one that takes several.
+struct Releasing {
+    entries: Vec<u32>,
+    /// The one that is cleared next, and from which byte on.
+    at: (usize, u64),
+}
+
 impl Scan {
+    /// True if the block of an entry has a key that is not in the table yet.
+    pub fn is_releasing(&self, entry: u32) -> bool {
+        self.releasing.as_ref().is_some_and(|r| r.entries.contains(&entry))
+    }
+
+    /// Scans that have ended.
+    pub fn ended(&self) -> u64 {
+        self.begun - self.at.is_some() as u64
+    }
+
+    /// True if blocks are half-way back.
+    pub fn is_busy(&self) -> bool {
+        self.releasing.is_some()
+    }
+
     /// One begins soon.
     pub fn hurry(&mut self) {
         self.hurried = true;
@@ -57,7 +98,7 @@ impl Scan {
 
     /// True if a scan has ended that began after `begun` had.
     pub fn is_over(&self, begun: u64) -> bool {
-        self.begun - self.at.is_some() as u64 > begun
+        self.ended() > begun
     }
 
     /// How long until there is something to do.
@@ -97,6 +138,11 @@ impl<N: Nic> Node<N> {
     /// Begins a scan if it is time to, and goes on with it. True if that did something.
     pub(super) fn go_on_scanning(&mut self) -> Result<bool, Error> {
         let time = self.nic.now();
+        if self.scan.is_busy() {
+            self.clear_some();
+            self.end_if_over(time);
+            return Ok(true);
+        }
         let scan = &mut self.scan;
         if scan.at.is_none() {
             if !scan.hurried && !self.watching && time < scan.next {
@@ -116,20 +162,27 @@ impl<N: Nic> Node<N> {
             }
             next += 1;
         }
-        self.release(&found)?;
+        self.scan.found += found.len() as u64;
+        self.scan.at = Some(next);
+        let any = !found.is_empty();
+        self.release(found)?;
+        self.end_if_over(time);
+        Ok(any || self.scan.at.is_some())
+    }
+
+    /// Ends the scan that has come to the end of the table.
+    fn end_if_over(&mut self, time: Duration) {
         let scan = &mut self.scan;
-        scan.found += found.len() as u64;
-        scan.released += found.len() as u64;
-        scan.at = (next < self.shape.entries()).then_some(next);
-        if scan.at.is_none() {
-            scan.every = match scan.found {
-                0 => (scan.every * 2).clamp(EVERY_MIN, EVERY_MAX),
-                _ => EVERY_MIN,
-            };
-            scan.next = time + scan.every;
-            self.answer_bells();
+        if scan.is_busy() || scan.at != Some(self.shape.entries()) {
+            return;
         }
-        Ok(!found.is_empty() || self.scan.at.is_some())
+        scan.at = None;
+        scan.every = match scan.found {
+            0 => (scan.every * 2).clamp(EVERY_MIN, EVERY_MAX),
+            _ => EVERY_MIN,
+        };
+        scan.next = time + scan.every;
+        self.answer_bells();
     }
 
     fn answer_bells(&mut self) {
@@ -142,18 +195,51 @@ impl<N: Nic> Node<N> {
         self.peers.values_mut().filter(|p| waits(p.bell)).for_each(|p| p.answer(ended, free));
     }
 
-    /// Ends the quarantine of blocks: see the module.
-    fn release(&mut self, entries: &[u32]) -> Result<(), Error> {
+    /// Ends the quarantine of blocks, or begins to: see the module.
+    fn release(&mut self, entries: Vec<u32>) -> Result<(), Error> {
         if entries.is_empty() {
             return Ok(());
         }
-        self.keys.renew(entries)?;
+        let began = self.nic.now();
+        self.keys.renew(&entries)?;
+        self.scan.times.rebinding += self.nic.now().saturating_sub(began);
+        self.scan.releasing = Some(Releasing { entries, at: (0, 0) });
+        self.clear_some();
+        Ok(())
+    }
+
+    /// Clears as much as a turn may; when all is clear, the blocks are free.
+    fn clear_some(&mut self) {
+        let Some(mut releasing) = self.scan.releasing.take() else { return };
+        let began = self.nic.now();
+        let mut left = CLEARED;
+        while let Some(&entry) = releasing.entries.get(releasing.at.0).filter(|_| left > 0) {
+            let (start, bytes) = self.keys.range(entry);
+            let from = releasing.at.1;
+            let some = left.min(bytes - from);
+            let offset = start - self.memory.memory().addr() + from;
+            self.nic.zero(self.memory.memory(), offset as usize, some as usize);
+            left -= some;
+            releasing.at = match from + some == bytes {
+                true => (releasing.at.0 + 1, 0),
+                false => (releasing.at.0, from + some),
+            };
+        }
+        let cleared = self.nic.now();
+        self.scan.times.clearing += cleared.saturating_sub(began);
+        if releasing.at.0 < releasing.entries.len() {
+            self.scan.releasing = Some(releasing);
+            return;
+        }
+        self.set_free(&releasing.entries);
+        self.scan.times.freeing += self.nic.now().saturating_sub(cleared);
+    }
+
+    /// Puts new keys into the table, and says in headers and logs that blocks are free.
+    fn set_free(&mut self, entries: &[u32]) {
         let mut by_header: BTreeMap<(bool, u32), Vec<Block>> = BTreeMap::new();
         for &entry in entries {
             let block = self.shape.block(entry).expect("an entry of the table");
-            let (start, bytes) = self.keys.range(entry);
-            let offset = start - self.memory.memory().addr();
-            self.nic.zero(self.memory.memory(), offset as usize, bytes as usize);
             let open = Capability::open(self.keys.key(entry));
             self.words.store(self.shape.capability(entry), open.to_word());
             let header = match block.layer() {
@@ -165,7 +251,7 @@ impl<N: Nic> Node<N> {
         for blocks in by_header.values() {
             self.give_back(blocks);
         }
-        Ok(())
+        self.scan.released += entries.len() as u64;
     }
 
     /// Clears the bits of blocks of one header, with one CAS, and says so in their logs.

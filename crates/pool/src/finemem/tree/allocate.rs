@@ -1,12 +1,22 @@
 //! Taking a block.
+//!
+//! ```text
+//! CAS header, READ full log, READ header, READ capability   one post: committed, if the CAS says so
+//! CAS full log                                              flushed
+//! ```
+//!
+//! A block of several sections is taken a section at a time, its last first. Who finds one that is not free
+//! gives back those that he has. The first one is the commit point: whose log it has owns the block, and the
+//! other sections then have the same log. Where somebody left parts behind, the first is not among them.
 
-use super::flush::has_taken;
-use super::{CONTENDED_BELOW, CONTENDED_FROM, Place, Seen, Tree, Verbs};
+use super::flush::{has_taken, pending};
+use super::{BATCH, CONTENDED_BELOW, CONTENDED_FROM, Place, Seen, Tree, Verbs};
 use crate::finemem::header::{
-    Header, Record, SPANS, Spread, Timestamp, chunk_mask, find_chunks, find_spans, span_mask,
+    CHUNKS, Header, Record, SPANS, Spread, Timestamp, chunk_mask, find_chunks, find_spans,
+    span_mask,
 };
-use crate::finemem::layout::{Block, SECTION, SPAN_ORDER};
-use crate::finemem::log::Layer;
+use crate::finemem::layout::{Block, SECTION, SECTION_ORDER, SPAN_ORDER, Word};
+use crate::finemem::log::{Capability, Layer};
 
 /// What spans are tried in turn (FineMem §4.1).
 const PREFERENCE: [Spread; 3] = [Spread::Normal, Spread::Empty, Spread::Contended];
@@ -29,6 +39,49 @@ enum Search {
     All,
 }
 
+/// A block that was taken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Taken {
+    /// Which.
+    pub block: Block,
+    /// What opens it.
+    pub capability: Capability,
+}
+
+/// What of a section's spans somebody wants.
+#[derive(Clone, Copy)]
+enum Wanted {
+    /// 2^order of them, aligned, as a block.
+    Spans(u32),
+    /// All, as a part of that block of several sections.
+    Part(Block),
+}
+
+impl Wanted {
+    /// Where there is room: the block, its bits in the header, and what the log says of it.
+    fn find(self, section: u32, header: Header) -> Option<(Block, u32, Record)> {
+        match self {
+            Self::Spans(size) => {
+                let offset = find_spans(header.bitmap(), size)?;
+                let chunk = section * SECTION + (offset << SPAN_ORDER);
+                let block = Block { chunk, order: size + SPAN_ORDER };
+                let record = Record { offset, size, ..Record::default() };
+                Some((block, span_mask(offset, size), record))
+            }
+            Self::Part(block) => {
+                let record = part(block);
+                (header.bitmap() == 0).then_some((block, u32::MAX, record))
+            }
+        }
+    }
+}
+
+/// What the log of a section says that is a part of a block; not when, and whose.
+pub(super) fn part(block: Block) -> Record {
+    let offset = block.order - SECTION_ORDER;
+    Record { offset, size: Record::PART, ..Record::default() }
+}
+
 fn level(failures: u32) -> u32 {
     (failures >= CONTENDED_BELOW) as u32 + (failures >= CONTENDED_FROM) as u32
 }
@@ -48,20 +101,21 @@ impl Tree {
     /// user's, and the full log says so.
     ///
     /// # Errors
-    /// Those of the verbs. It is open then whether a block was taken; its log says.
+    /// Those of the verbs. It is open then whether a block was taken, or parts of one; the logs say.
     pub async fn allocate<V: Verbs>(
         &self,
         verbs: &V,
         order: u32,
-    ) -> Result<Option<Block>, V::Error> {
+    ) -> Result<Option<Taken>, V::Error> {
         if self.shape.blocks(order) == 0 {
             return Ok(None);
         }
         for search in [Search::Known, Search::All] {
             self.know_sections(verbs, search).await?;
-            let found = match order < SPAN_ORDER {
-                true => self.search_spans(verbs, order, search).await?,
-                false => self.search_sections(verbs, order - SPAN_ORDER, search).await?,
+            let found = match search {
+                _ if order > SECTION_ORDER => self.search_groups(verbs, order).await?,
+                Search::Known => self.search_known(verbs, order).await?,
+                Search::All => self.search_all(verbs, order).await?,
             };
             if found.is_some() {
                 return Ok(found);
@@ -71,8 +125,8 @@ impl Tree {
     }
 
     async fn know_sections<V: Verbs>(&self, verbs: &V, search: Search) -> Result<(), V::Error> {
-        for first in (0..self.shape.sections()).step_by(super::BATCH) {
-            let count = (self.shape.sections() - first) as usize;
+        for first in (0..self.shape.sections()).step_by(BATCH) {
+            let count = self.shape.sections() - first;
             if search == Search::All || self.known(Place::section(first)).is_none() {
                 self.read_headers(verbs, Place::section(first), count).await?;
             }
@@ -85,25 +139,99 @@ impl Tree {
         self.user.raw() as u32
     }
 
-    async fn search_spans<V: Verbs>(
+    /// By what is known: in the spans of the preferred state, wherever they are, then in those of the next.
+    async fn search_known<V: Verbs>(
         &self,
         verbs: &V,
         order: u32,
+    ) -> Result<Option<Taken>, V::Error> {
+        let states = if order < SPAN_ORDER { &PREFERENCE[..] } else { &[Spread::Empty] };
+        let all = self.shape.sections();
+        let start = self.start() % all;
+        for &spread in states {
+            for range in [start..all, 0..start] {
+                let mut from = range.start;
+                let next = |from| self.cache.lock().next(from, spread, order);
+                while let Some(section) = next(from).filter(|section| *section < range.end) {
+                    let search = Search::Known;
+                    let taken = self.try_section(verbs, section, order, spread, search).await?;
+                    if taken.is_some() {
+                        return Ok(taken);
+                    }
+                    self.cache.lock().found_none(section, spread, order);
+                    from = section + 1;
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Everywhere: all headers of spans are read anew, many with one READ, some sections after the other.
+    async fn search_all<V: Verbs>(&self, verbs: &V, order: u32) -> Result<Option<Taken>, V::Error> {
+        const AT_ONCE: u32 = BATCH as u32 / SPANS;
+        let all = self.shape.sections();
+        let batches = all.div_ceil(AT_ONCE);
+        for i in 0..batches {
+            let first = (self.start() + i) % batches * AT_ONCE;
+            let sections = first..all.min(first + AT_ONCE);
+            if order >= SPAN_ORDER {
+                for section in sections {
+                    let (spread, search) = (Spread::Empty, Search::All);
+                    let taken = self.try_section(verbs, section, order, spread, search).await?;
+                    if taken.is_some() {
+                        return Ok(taken);
+                    }
+                }
+                continue;
+            }
+            let spans = (sections.end - sections.start) * SPANS;
+            self.read_headers(verbs, Place::span(first * SPANS), spans).await?;
+            // Also in what a section has as full: that may be an old hint.
+            for spread in PREFERENCE.into_iter().chain([Spread::Full]) {
+                for section in sections.clone() {
+                    let search = Search::All;
+                    let taken = self.try_section(verbs, section, order, spread, search).await?;
+                    if taken.is_some() {
+                        return Ok(taken);
+                    }
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Takes a block in a section: one of chunks in its spans of that state, or one of spans.
+    async fn try_section<V: Verbs>(
+        &self,
+        verbs: &V,
+        index: u32,
+        order: u32,
+        spread: Spread,
         search: Search,
-    ) -> Result<Option<Block>, V::Error> {
-        let all = self.shape.spans();
-        let first = self.start() * SPANS + self.start() % SPANS;
-        let also: &[Spread] = if search == Search::All { &[Spread::Full] } else { &[] };
-        for &spread in PREFERENCE.iter().chain(also) {
-            for i in 0..all {
-                let span = (first + i) % all;
-                let Some(section) = self.known(Place::section(span / SPANS)) else { continue };
-                if section.header.spread(span % SPANS) != spread {
-                    continue;
-                }
-                if let Some(block) = self.try_span(verbs, span, order, section, search).await? {
-                    return Ok(Some(block));
-                }
+    ) -> Result<Option<Taken>, V::Error> {
+        if order >= SPAN_ORDER {
+            let wanted = Wanted::Spans(order - SPAN_ORDER);
+            return self.try_spans(verbs, index, wanted, search).await;
+        }
+        let mut is_fresh = search == Search::All;
+        for i in 0..SPANS {
+            let at = (self.start() + i) % SPANS;
+            let Some(section) = self.known(Place::section(index)) else { return Ok(None) };
+            if section.header.spread(at) != spread {
+                continue;
+            }
+            let span = index * SPANS + at;
+            let known = || self.known(Place::span(span)).map(|seen| seen.header.bitmap());
+            let before = known();
+            let taken = self.try_span(verbs, span, order, section, search).await?;
+            if taken.is_some() {
+                return Ok(taken);
+            }
+            if !is_fresh && before.is_some() && before != known() {
+                // What is known of these spans is old: one READ says of all of them what CASes that fail would
+                // say of one each.
+                self.read_headers(verbs, Place::span(index * SPANS), SPANS).await?;
+                is_fresh = true;
             }
         }
         Ok(None)
@@ -117,12 +245,9 @@ impl Tree {
         order: u32,
         mut section: Seen,
         search: Search,
-    ) -> Result<Option<Block>, V::Error> {
+    ) -> Result<Option<Taken>, V::Error> {
         let (place, at) = (Place::span(span), span % SPANS);
-        let mut seen = match search {
-            Search::Known => self.see(verbs, place).await?,
-            Search::All => self.look(verbs, place).await?,
-        };
+        let mut seen = self.see(verbs, place).await?;
         let mut failures = 0;
         loop {
             let header = seen.header;
@@ -151,13 +276,12 @@ impl Tree {
                 .with_record(record)
                 .with_retry(level(failures))
                 .with_in_use(true);
-            match self.change(verbs, place, header, taken).await? {
-                Ok(()) => {
-                    self.flush(verbs, place, Seen { header: taken, flushed: false }).await?;
+            let block = Block { chunk: span * CHUNKS + offset, order };
+            match self.commit(verbs, place, header, taken, block).await? {
+                Ok(capability) => {
                     let spread = spread_after(taken, section.header.spread(at), failures);
                     self.hint(verbs, span, section.header, spread).await?;
-                    let chunk = span * crate::finemem::header::CHUNKS + offset;
-                    return Ok(Some(Block { chunk, order }));
+                    return Ok(Some(Taken { block, capability }));
                 }
                 Err(found) => seen = found,
             }
@@ -167,6 +291,30 @@ impl Tree {
                 return Ok(None);
             }
         }
+    }
+
+    /// Takes something by a change of a header: that is the commit point. What was found in its place, or
+    /// what opens `block`, once the full log has what the header's log says.
+    async fn commit<V: Verbs>(
+        &self,
+        verbs: &V,
+        place: Place,
+        from: Header,
+        to: Header,
+        block: Block,
+    ) -> Result<Result<Capability, Seen>, V::Error> {
+        let at = place.word(self.shape);
+        let log = pending(place.layer, place.index, to).map_or(block.chunk, |(chunk, _)| chunk);
+        let capability = self.shape.capability(self.shape.entry(block));
+        let then: [Word; 3] = [self.shape.log(log), at, capability];
+        let (found, [full, now, capability]) = verbs.cas_and_read(at, from.0, to.0, then).await?;
+        if found != from.0 {
+            return Ok(Err(self.remember(place, Header(found), false)));
+        }
+        self.remember(place, to, false);
+        let seen = Seen { header: to, flushed: false };
+        self.flush_from(verbs, place, seen, Some((full, now))).await?;
+        Ok(Ok(Capability::parse(capability)))
     }
 
     /// Opens a span, to be given out in chunks; `None` if somebody has it whole. The section's header as it
@@ -196,49 +344,28 @@ impl Tree {
         }
     }
 
-    async fn search_sections<V: Verbs>(
-        &self,
-        verbs: &V,
-        order: u32,
-        search: Search,
-    ) -> Result<Option<Block>, V::Error> {
-        let all = self.shape.sections();
-        for i in 0..all {
-            let index = (self.start() + i) % all;
-            if let Some(block) = self.try_section(verbs, index, order, search).await? {
-                return Ok(Some(block));
-            }
-        }
-        Ok(None)
-    }
-
-    /// Takes 2^`order` spans of a section by one CAS, if it has them.
-    async fn try_section<V: Verbs>(
+    /// Takes spans of a section by one CAS, if it has them.
+    async fn try_spans<V: Verbs>(
         &self,
         verbs: &V,
         index: u32,
-        order: u32,
+        wanted: Wanted,
         search: Search,
-    ) -> Result<Option<Block>, V::Error> {
+    ) -> Result<Option<Taken>, V::Error> {
         let place = Place::section(index);
         let mut seen = self.see(verbs, place).await?;
         let mut failures = 0;
         loop {
             let header = seen.header;
-            let Some(offset) = find_spans(header.bitmap(), order) else { return Ok(None) };
+            let Some((block, mask, record)) = wanted.find(index, header) else { return Ok(None) };
             self.flush(verbs, place, seen).await?;
             let timestamp = timestamp(Layer::Section, header, true);
-            let record = Record { offset, size: order, timestamp, user: self.user };
             let taken = header
-                .with_bitmap(header.bitmap() | span_mask(offset, order))
-                .with_record(record)
+                .with_bitmap(header.bitmap() | mask)
+                .with_record(Record { timestamp, user: self.user, ..record })
                 .with_retry(level(failures));
-            match self.change(verbs, place, header, taken).await? {
-                Ok(()) => {
-                    self.flush(verbs, place, Seen { header: taken, flushed: false }).await?;
-                    let chunk = index * SECTION + (offset << SPAN_ORDER);
-                    return Ok(Some(Block { chunk, order: order + SPAN_ORDER }));
-                }
+            match self.commit(verbs, place, header, taken, block).await? {
+                Ok(capability) => return Ok(Some(Taken { block, capability })),
                 Err(found) => seen = found,
             }
             failures += 1;
@@ -246,5 +373,44 @@ impl Tree {
                 return Ok(None);
             }
         }
+    }
+
+    /// Takes a block of several sections where all of them are known to be empty.
+    async fn search_groups<V: Verbs>(
+        &self,
+        verbs: &V,
+        order: u32,
+    ) -> Result<Option<Taken>, V::Error> {
+        let all = self.shape.blocks(order);
+        for i in 0..all {
+            let block = Block { chunk: ((self.start() + i) % all) << order, order };
+            let Some(parts) = block.parts() else { return Ok(None) };
+            let empty = self.cache.lock().are_empty(parts);
+            if empty && let Some(taken) = self.try_group(verbs, block).await? {
+                return Ok(Some(taken));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Takes the sections of a block, or none of them: the first one is taken last, and says whose the block is.
+    async fn try_group<V: Verbs>(
+        &self,
+        verbs: &V,
+        block: Block,
+    ) -> Result<Option<Taken>, V::Error> {
+        let parts = block.parts().unwrap_or_default();
+        let mut all = None;
+        for section in parts.clone().rev() {
+            let wanted = Wanted::Part(block);
+            all = self.try_spans(verbs, section, wanted, Search::All).await?;
+            if all.is_none() {
+                for taken in section + 1..parts.end {
+                    self.give_back_part(verbs, taken, block, self.user).await?;
+                }
+                break;
+            }
+        }
+        Ok(all)
     }
 }

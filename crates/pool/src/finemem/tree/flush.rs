@@ -10,26 +10,29 @@
 //! If the header has another log by now, who put it there has flushed this one. If it has not, and
 //! another log comes between the second READ and the CAS, this one was flushed by then, the full log is no
 //! longer what was read, and the CAS fails. So it does not matter how late anybody is, nor how long ago the
-//! full log was written, nor of which layer it is: a span that is not in use has a header that still holds
-//! its last chunk's log, but a section's log that came later was put in by who had flushed that one, and the
-//! section's word holds its own.
+//! full log was written.
+//!
+//! A span that is not in use has a header that still holds its last chunk's log, while the section's header gives
+//! the span out whole. A full log of a section is the later one then, and stays: that of the chunk was
+//! flushed before the span was closed, and nothing of the span's can come later while it is not in use (FineMem
+//! §4.2 looks at the in-use bit too, where the layers differ).
 //!
 //! FineMem compares the timestamps of both logs instead. They say which is later only within 64 changes: a
 //! chunk that was not touched for longer would have its new log taken for an old one, and lost.
 
 use super::{Place, Seen, Tree, Verbs};
-use crate::finemem::header::{CHUNKS, Header, Record, Spread, User};
+use crate::finemem::header::{CHUNKS, Header, Record, SPANS, Spread, User};
 use crate::finemem::layout::SECTION;
 use crate::finemem::log::{FullLog, Layer};
 
 /// True if the last change of a header took its block.
 pub(in crate::finemem) fn has_taken(layer: Layer, header: Header) -> bool {
-    let at = header.record().offset;
-    match layer {
-        Layer::Span => header.bitmap() >> at & 1 == 1,
-        Layer::Section => {
-            header.record().size != Record::OPENED && header.spread(at) == Spread::Full
-        }
+    let Record { offset, size, .. } = header.record();
+    match (layer, size) {
+        (Layer::Span, _) => header.bitmap() >> offset & 1 == 1,
+        (Layer::Section, Record::OPENED) => false,
+        (Layer::Section, Record::PART) => header.bitmap() == u32::MAX,
+        (Layer::Section, _) => header.spread(offset % SPANS) == Spread::Full,
     }
 }
 
@@ -46,8 +49,9 @@ pub(in crate::finemem) fn pending(
     }
     let chunk = match layer {
         Layer::Span => index * CHUNKS + record.offset,
+        Layer::Section if record.size == Record::PART => index * SECTION,
         // A section has 16 spans; a larger offset is none of ours.
-        Layer::Section => index * SECTION + record.offset % super::SPANS * CHUNKS,
+        Layer::Section => index * SECTION + record.offset % SPANS * CHUNKS,
     };
     Some((chunk, FullLog::of(record, has_taken(layer, header), layer)))
 }
@@ -60,6 +64,17 @@ impl Tree {
         place: Place,
         seen: Seen,
     ) -> Result<(), V::Error> {
+        self.flush_from(verbs, place, seen, None).await
+    }
+
+    /// The same, for who has read the full log and then the header already.
+    pub(super) async fn flush_from<V: Verbs>(
+        &self,
+        verbs: &V,
+        place: Place,
+        seen: Seen,
+        mut read: Option<(u64, u64)>,
+    ) -> Result<(), V::Error> {
         let Place { layer, index } = place;
         let pending =
             pending(layer, index, seen.header).filter(|(chunk, _)| *chunk < self.shape.chunks);
@@ -67,12 +82,16 @@ impl Tree {
         let (record, taken) = (seen.header.record(), log.taken);
         let (at, wanted) = (self.shape.log(chunk), log.to_word());
         loop {
-            let (full, now) = verbs.read_both(at, place.word(self.shape)).await?;
+            let (full, now) = match read.take() {
+                Some(read) => read,
+                None => verbs.read_both(at, place.word(self.shape)).await?,
+            };
             let now = Header(now);
             if now.record() != record || has_taken(layer, now) != taken {
                 return Ok(());
             }
-            if full == wanted {
+            let is_older = layer == Layer::Span && !now.in_use();
+            if full == wanted || is_older && FullLog::parse(full).layer == Layer::Section {
                 break;
             }
             let found = verbs.cas(at, full, wanted).await?;

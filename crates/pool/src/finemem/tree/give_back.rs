@@ -1,13 +1,15 @@
-//! Giving blocks back, and closing a span that has become empty.
+//! Giving blocks back, and closing a span that has become empty. A block of several sections is given back first
+//! section first: from then on nobody has it.
 
-use super::allocate::timestamp;
+use super::allocate::{part, timestamp};
 use super::{Place, Seen, Tree, Verbs};
 use crate::finemem::header::{CHUNKS, Header, Record, SPANS, Spread, User, chunk_mask, span_mask};
 use crate::finemem::layout::{Block, SECTION, SPAN_ORDER};
 use crate::finemem::log::Layer;
 
 impl Tree {
-    /// Gives back blocks of `owner`, all of one span or all of one section, by one CAS. They must be taken,
+    /// Gives back blocks of `owner`, all of one span or all of one section, by one CAS; or one of several sections,
+    /// by one CAS each. They must be taken,
     /// and nobody else may be giving them back.
     ///
     /// The temporary log names the last of them only: where there are several, it is for the caller to have the
@@ -121,21 +123,47 @@ impl Tree {
         last: Block,
         owner: User,
     ) -> Result<(), V::Error> {
-        let index = last.chunk / SECTION;
-        let place = Place::section(index);
+        if let Some(parts) = last.parts() {
+            for section in parts {
+                self.give_back_part(verbs, section, last, owner).await?;
+            }
+            return Ok(());
+        }
         let offset = |b: &Block| (b.chunk % SECTION) >> SPAN_ORDER;
         let mask = blocks.iter().fold(0, |m, b| m | span_mask(offset(b), b.order - SPAN_ORDER));
+        let (offset, size) = (offset(&last), last.order - SPAN_ORDER);
+        let record = Record { offset, size, user: owner, ..Record::default() };
+        self.clear_spans(verbs, last.chunk / SECTION, mask, record).await
+    }
+
+    /// Gives back a section that is a part of `block`.
+    pub(super) async fn give_back_part<V: Verbs>(
+        &self,
+        verbs: &V,
+        section: u32,
+        block: Block,
+        owner: User,
+    ) -> Result<(), V::Error> {
+        let record = Record { user: owner, ..part(block) };
+        self.clear_spans(verbs, section, u32::MAX, record).await
+    }
+
+    async fn clear_spans<V: Verbs>(
+        &self,
+        verbs: &V,
+        index: u32,
+        mask: u32,
+        record: Record,
+    ) -> Result<(), V::Error> {
+        let place = Place::section(index);
         let mut seen = self.see(verbs, place).await?;
         let free = loop {
             let header = seen.header;
             self.flush(verbs, place, seen).await?;
-            let record = Record {
-                offset: offset(&last),
-                size: last.order - SPAN_ORDER,
-                timestamp: timestamp(Layer::Section, header, false),
-                user: owner,
-            };
-            let free = header.with_bitmap(header.bitmap() & !mask).with_record(record);
+            let timestamp = timestamp(Layer::Section, header, false);
+            let free = header
+                .with_bitmap(header.bitmap() & !mask)
+                .with_record(Record { timestamp, ..record });
             match self.change(verbs, place, header, free).await? {
                 Ok(()) => break free,
                 Err(found) => seen = found,

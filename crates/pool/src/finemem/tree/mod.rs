@@ -31,17 +31,21 @@
 //! **Logs.** A header is overwritten only after its temporary log is in the full log; see `flush`.
 
 mod allocate;
+mod cache;
 mod flush;
 mod give_back;
 mod recover;
 #[cfg(test)]
 mod tests;
 
+pub use allocate::Taken;
 pub(super) use flush::pending;
 
 use std::future::Future;
 
 use parking_lot::Mutex;
+
+use cache::Cache;
 
 use super::header::{Header, SPANS, Spread, User};
 use super::layout::{Shape, Word};
@@ -51,8 +55,8 @@ use super::log::Layer;
 pub const CONTENDED_FROM: u32 = 10;
 /// CAS failures below which it is not contended any more.
 pub const CONTENDED_BELOW: u32 = 3;
-/// Headers that are read with one READ.
-pub const BATCH: usize = 64;
+/// Words that are read with one READ at most.
+pub const BATCH: usize = 512;
 
 /// READ and CAS on the words of the metadata.
 pub trait Verbs: Sync {
@@ -87,6 +91,26 @@ pub trait Verbs: Sync {
             Ok((a[0], b[0]))
         }
     }
+
+    /// A CAS, and what the words in `then` are after it, read in this order, posted together where that is
+    /// possible. What was read after a CAS that failed may be anything.
+    fn cas_and_read(
+        &self,
+        at: Word,
+        expected: u64,
+        new: u64,
+        then: [Word; 3],
+    ) -> impl Future<Output = Result<(u64, [u64; 3]), Self::Error>> + Send {
+        async move {
+            let (found, mut words) = (self.cas(at, expected, new).await?, [0; 3]);
+            if found == expected {
+                for (at, word) in then.into_iter().zip(words.chunks_mut(1)) {
+                    self.read(at, word).await?;
+                }
+            }
+            Ok((found, words))
+        }
+    }
 }
 
 /// A header as it was seen last.
@@ -95,13 +119,6 @@ struct Seen {
     header: Header,
     /// Its temporary log is in the full log, as far as is known here.
     flushed: bool,
-}
-
-/// What is known of the headers. It is brought up to date by what CASes find, and read anew only when
-/// nothing else is left (FineMem §4.1, lazy updates).
-struct Cache {
-    sections: Vec<Option<Seen>>,
-    spans: Vec<Option<Seen>>,
 }
 
 /// One of the two kinds of headers, by index.
@@ -132,17 +149,13 @@ impl Place {
 pub struct Tree {
     shape: Shape,
     user: User,
-    cache: Mutex<Cache>,
+    cache: Box<Mutex<Cache>>,
 }
 
 impl Tree {
     /// The tree of that shape, for `user`, of which nothing is known yet.
     pub fn new(shape: Shape, user: User) -> Self {
-        let cache = Cache {
-            sections: vec![None; shape.sections() as usize],
-            spans: vec![None; shape.spans() as usize],
-        };
-        Self { shape, user, cache: Mutex::new(cache) }
+        Self { shape, user, cache: Box::new(Mutex::new(Cache::new(shape))) }
     }
 
     /// Its shape.
@@ -151,25 +164,11 @@ impl Tree {
     }
 
     fn known(&self, place: Place) -> Option<Seen> {
-        let cache = self.cache.lock();
-        match place.layer {
-            Layer::Section => cache.sections[place.index as usize],
-            Layer::Span => cache.spans[place.index as usize],
-        }
+        self.cache.lock().known(place)
     }
 
     fn remember(&self, place: Place, header: Header, flushed: bool) -> Seen {
-        let mut cache = self.cache.lock();
-        let slot = match place.layer {
-            Layer::Section => &mut cache.sections[place.index as usize],
-            Layer::Span => &mut cache.spans[place.index as usize],
-        };
-        // A log that is known to be flushed stays so, whatever else of the word changes.
-        let same = |seen: &Seen| seen.header.record() == header.record();
-        let flushed = flushed || slot.is_some_and(|seen| seen.flushed && same(&seen));
-        let seen = Seen { header, flushed };
-        *slot = Some(seen);
-        seen
+        self.cache.lock().remember(place, header, flushed)
     }
 
     /// Reads a header anew.
@@ -188,7 +187,7 @@ impl Tree {
             Layer::Section => (place.index, self.shape.sections() - place.index),
             Layer::Span => (place.index / SPANS * SPANS, SPANS),
         };
-        self.read_headers(verbs, Place { index: first, ..place }, count as usize).await?;
+        self.read_headers(verbs, Place { index: first, ..place }, count).await?;
         Ok(self.known(place).unwrap_or_default())
     }
 
@@ -197,14 +196,13 @@ impl Tree {
         &self,
         verbs: &V,
         from: Place,
-        count: usize,
+        count: u32,
     ) -> Result<(), V::Error> {
-        let mut words = [0; BATCH];
-        let words = &mut words[..count.min(BATCH)];
-        verbs.read(from.word(self.shape), words).await?;
-        for (i, word) in words.iter().enumerate() {
-            let place = Place { index: from.index + i as u32, ..from };
-            self.remember(place, Header(*word), false);
+        let mut words = vec![0; BATCH.min(count as usize)];
+        verbs.read(from.word(self.shape), &mut words).await?;
+        let mut cache = self.cache.lock();
+        for (index, word) in (from.index..).zip(&words) {
+            cache.remember(Place { index, ..from }, Header(*word), false);
         }
         Ok(())
     }

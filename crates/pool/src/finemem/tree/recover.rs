@@ -5,13 +5,15 @@
 use super::flush::pending;
 use super::{BATCH, Place, Tree, Verbs};
 use crate::finemem::header::{
-    CHUNKS, Header, SPAN_ORDER_MAX, SPANS, Spread, User, chunk_mask, span_mask,
+    CHUNKS, Header, Record, SPAN_ORDER_MAX, SPANS, Spread, User, chunk_mask, span_mask,
 };
 use crate::finemem::layout::{Block, SECTION, SPAN_ORDER};
 use crate::finemem::log::{FullLog, Layer};
 
 impl Tree {
-    /// What `user` has in a section. It must not be at work any more.
+    /// What `user` has that begins in a section. It must not be at work any more.
+    ///
+    /// Parts of a block of several sections that was not taken as a whole are blocks of one section each.
     pub async fn taken_by<V: Verbs>(
         &self,
         verbs: &V,
@@ -21,7 +23,7 @@ impl Tree {
         let header = self.flush_section(verbs, section).await?;
         let end = self.shape.chunks.min((section + 1) * SECTION);
         let mut blocks = Vec::new();
-        let mut logs = [0; BATCH];
+        let mut logs = vec![0; BATCH.min((end - section * SECTION) as usize)];
         for first in (section * SECTION..end).step_by(BATCH) {
             let logs = &mut logs[..BATCH.min((end - first) as usize)];
             verbs.read(self.shape.log(first), logs).await?;
@@ -30,11 +32,49 @@ impl Tree {
                 if log.user == user
                     && let Some(block) = self.block_of(header, chunk, log)
                 {
-                    blocks.push(block);
+                    match block.parts() {
+                        None => blocks.push(block),
+                        Some(_) => blocks.extend(self.part_of(verbs, user, section, block).await?),
+                    }
                 }
             }
         }
         Ok(blocks)
+    }
+
+    /// `user` has `section` as a part of a block: that, if it begins here, since its first section is taken last;
+    /// nothing, if he has that too, where it is found; else the section, which was left behind.
+    async fn part_of<V: Verbs>(
+        &self,
+        verbs: &V,
+        user: User,
+        section: u32,
+        block: Block,
+    ) -> Result<Option<Block>, V::Error> {
+        let first = block.chunk / SECTION;
+        if section == first {
+            return Ok(Some(block));
+        }
+        let is_whole = self.has_part(verbs, user, first, block).await?;
+        Ok((!is_whole).then(|| Block::section(section)))
+    }
+
+    async fn has_part<V: Verbs>(
+        &self,
+        verbs: &V,
+        user: User,
+        section: u32,
+        block: Block,
+    ) -> Result<bool, V::Error> {
+        // Not flushed yet, maybe.
+        let place = Place::section(section);
+        let seen = self.look(verbs, place).await?;
+        self.flush(verbs, place, seen).await?;
+        let mut log = [0];
+        verbs.read(self.shape.log(section * SECTION), &mut log).await?;
+        let log = FullLog::parse(log[0]);
+        let says = log.taken && log.user == user && log.size == Record::PART;
+        Ok(says && log.layer == Layer::Section && Block::of(section * SECTION, log) == block)
     }
 
     /// Flushes the temporary log of every header of a section; the section's own.
@@ -53,10 +93,13 @@ impl Tree {
     /// The block that a log says is taken, if the bitmaps say so too.
     fn block_of(&self, section: Header, chunk: u32, log: FullLog) -> Option<Block> {
         let span = self.known(Place::span(chunk / CHUNKS))?.header;
-        let order = match log.layer {
-            Layer::Span => log.size,
-            Layer::Section => log.size + SPAN_ORDER,
-        };
+        let block = Block::of(chunk, log);
+        if block.parts().is_some() {
+            let fits = self.shape.blocks(block.order) > block.chunk >> block.order;
+            let taken = log.taken && section.bitmap() == u32::MAX && !span.in_use();
+            return (fits && taken && chunk.is_multiple_of(SECTION)).then_some(block);
+        }
+        let order = block.order;
         let (from, size) = match log.layer {
             Layer::Span => (chunk % CHUNKS, 1 << log.size),
             Layer::Section => (chunk % SECTION / CHUNKS, 1 << log.size),
@@ -77,7 +120,7 @@ impl Tree {
                     !span.in_use() && section.bitmap() & mask == mask
                 }
             };
-        taken.then_some(Block { chunk, order })
+        taken.then_some(block)
     }
 
     /// Sets right what crashes left in a section: spans that are open and have nothing (an opening or a
@@ -116,8 +159,9 @@ impl Tree {
         span: u32,
     ) -> Result<bool, V::Error> {
         let index = span / SPANS;
-        for size in 0..=SPAN_ORDER_MAX {
-            let chunk = (span >> size << size) * CHUNKS;
+        for size in (0..=SPAN_ORDER_MAX).chain([Record::PART]) {
+            let first = if size == Record::PART { index * SPANS } else { span >> size << size };
+            let chunk = first * CHUNKS;
             let says = |log: FullLog| log.taken && log.layer == Layer::Section && log.size == size;
             let newest = pending(Layer::Section, index, section);
             if newest.is_some_and(|(at, log)| at == chunk && says(log)) {

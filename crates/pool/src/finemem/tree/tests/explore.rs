@@ -58,8 +58,9 @@ fn client(memory: Memory, me: User, orders: &'static [u32], held: Arc<Held>) -> 
     Task::new(move |verbs: Stepped| async move {
         let tree = Tree::new(shape, me);
         for order in orders {
-            let Ok(block) = tree.allocate(&verbs, *order).await;
-            let Some(block) = block else { continue };
+            let Ok(Some(Taken { block, .. })) = tree.allocate(&verbs, *order).await else {
+                continue;
+            };
             held.take(me, block);
             memory.check_log(block, me);
             held.leave(me, block);
@@ -85,7 +86,8 @@ fn recovery(shape: Shape, of: User) -> Task {
 impl World {
     fn new(shape: Shape, clients: &[Client]) -> Self {
         let held = Arc::new(Held::default());
-        let memory = Memory::new(shape);
+        // Timestamps go around at once.
+        let memory = Memory::at(shape, 127);
         let tasks = clients
             .iter()
             .enumerate()
@@ -216,6 +218,36 @@ fn a_span_is_opened_and_taken_whole() {
             println!("{count} clients, {PREEMPTIONS} preemptions: {states} states, {ends} ends");
             assert!(ends > 10);
         }
+    }
+}
+
+/// Two sections: one wants both, another a chunk or a section. Nobody is left with a part.
+#[test]
+fn a_block_of_two_sections_beside_parts_of_it() {
+    let pairs: [(&'static [u32], &'static [u32]); 3] =
+        [(&[10], &[10]), (&[10], &[9]), (&[10], &[0])];
+    for (one, other) in pairs {
+        let most = (!full()).then_some(2);
+        let (states, ends) = explore(TWO_SECTIONS, &[working(one), working(other)], most);
+        println!("{one:?} beside {other:?}: {states} states, {ends} ends");
+        assert!(states > 200 && ends > 5);
+    }
+}
+
+/// Who takes two sections crashes after any verb, with the recovery and another client interleaved.
+#[test]
+fn a_crash_in_the_middle_of_two_sections() {
+    let step = if full() { 1 } else { 9 };
+    for (other, most) in [(&[9u32] as &[u32], 2), (&[10], 2)] {
+        let mut total = (0, 0);
+        for crash in (3..24).step_by(step) {
+            let crashing = Client { orders: &[10], crash: Some(crash) };
+            let (states, ends) = explore(TWO_SECTIONS, &[crashing, working(other)], Some(most));
+            total = (total.0 + states, total.1 + ends);
+        }
+        let (states, ends) = total;
+        println!("crashes beside {other:?}, {most} preemptions: {states} states, {ends} ends");
+        assert!(ends > 10);
     }
 }
 

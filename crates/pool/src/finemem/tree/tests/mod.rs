@@ -4,12 +4,20 @@ mod explore;
 mod random;
 mod world;
 
+use std::convert::Infallible;
+
 use super::*;
 use crate::finemem::layout::{Block, SPAN_ORDER};
 use world::{Memory, run};
 
 const SMALL: Shape = Shape { chunks: 32, chunk_bytes: 4096 };
 const SECTION: Shape = Shape { chunks: 512, chunk_bytes: 4096 };
+const TWO_SECTIONS: Shape = Shape { chunks: 1024, chunk_bytes: 4096 };
+
+/// Takes a block.
+fn take(tree: &Tree, memory: &impl Verbs<Error = Infallible>, order: u32) -> Option<Block> {
+    run(tree.allocate(memory, order)).map(|taken| taken.block)
+}
 
 fn user(number: u16) -> User {
     User::new(number).unwrap()
@@ -17,14 +25,16 @@ fn user(number: u16) -> User {
 
 #[test]
 fn every_size_is_taken_and_given_back() {
-    for order in 0..=9 {
-        let memory = Memory::new(SECTION);
-        let tree = Tree::new(SECTION, user(1));
+    let eight = Shape { chunks: 8 * 512, chunk_bytes: 4096 };
+    for (order, shape) in (0..=9).map(|o| (o, SECTION)).chain((9..=12).map(|o| (o, eight))) {
+        let memory = Memory::new(shape);
+        let tree = Tree::new(shape, user(1));
         let mut blocks = Vec::new();
-        while let Some(block) = run(tree.allocate(&memory, order)) {
+        while let Some(block) = take(&tree, &memory, order) {
             blocks.push(block);
         }
-        assert_eq!(blocks.len(), 512 >> order, "order {order}");
+        assert_eq!(blocks.len() as u32, shape.chunks >> order, "order {order}");
+        blocks.iter().for_each(|b| memory.check_log(*b, user(1)));
         memory.check_distinct(&blocks);
         blocks.iter().for_each(|b| run(tree.give_back(&memory, &[*b], user(1))));
         memory.check_empty();
@@ -38,7 +48,7 @@ fn a_pool_that_ends_within_a_span_gives_out_what_it_has() {
         let memory = Memory::new(shape);
         let tree = Tree::new(shape, user(3));
         let mut blocks = Vec::new();
-        while let Some(block) = run(tree.allocate(&memory, 0)) {
+        while let Some(block) = take(&tree, &memory, 0) {
             assert!(block.chunk < chunks);
             blocks.push(block);
         }
@@ -48,28 +58,90 @@ fn a_pool_that_ends_within_a_span_gives_out_what_it_has() {
     }
 }
 
+/// Of a block of several sections that are not all free nothing is taken, and nothing stays behind.
+#[test]
+fn sections_that_were_taken_in_vain_are_given_back() {
+    let shape = Shape { chunks: 4 * 512, chunk_bytes: 4096 };
+    let memory = Memory::new(shape);
+    let (one, two) = (Tree::new(shape, user(1)), Tree::new(shape, user(2)));
+    // One knows all as empty, and not that the second section is taken since.
+    let block = take(&one, &memory, 11).unwrap();
+    run(one.give_back(&memory, &[block], user(1)));
+    for _ in 0..4 {
+        take(&two, &memory, 9).unwrap();
+    }
+    [0, 2, 3].iter().for_each(|i| run(two.give_back(&memory, &[Block::section(*i)], user(2))));
+    assert_eq!(take(&one, &memory, 11), None);
+    for index in [0, 2, 3] {
+        assert_eq!(memory.section(index).bitmap(), 0);
+        assert!(!memory.log(index * 512).taken, "section {index}");
+    }
+    // Two of them were taken in between.
+    assert_eq!(memory.section(2).record().user, user(1));
+    memory.check_log(Block::section(1), user(2));
+}
+
+/// What a crash leaves of a block of several sections: all of it, or parts without its first.
+#[test]
+fn what_was_taken_in_part_is_found_as_sections() {
+    let shape = Shape { chunks: 4 * 512, chunk_bytes: 4096 };
+    let memory = Memory::new(shape);
+    let one = Tree::new(shape, user(1));
+    let block = take(&one, &memory, 11).unwrap();
+    let found = |section| run(Tree::new(shape, user(9)).taken_by(&memory, user(1), section));
+    assert_eq!(found(0), [block]);
+    assert_eq!((found(1), found(3)), (vec![], vec![]));
+    run(one.give_back_part(&memory, 0, block, user(1)));
+    let sections: Vec<Block> = (0..4).flat_map(found).collect();
+    assert_eq!(sections, [1, 2, 3].map(Block::section));
+    run(one.give_back_part(&memory, 1, block, user(1)));
+    assert_eq!((found(1), found(2)), (vec![], vec![Block::section(2)]));
+}
+
+/// The header of a span that nobody has in chunks any more keeps its last log, while the span is taken whole: who
+/// has never seen it before must not put it over the owner's.
+#[test]
+fn an_old_log_of_a_span_does_not_undo_that_of_who_has_it_whole() {
+    let memory = Memory::new(SECTION);
+    // Its searches begin with the first span.
+    let before = Tree::new(SECTION, user(16));
+    let chunk = take(&before, &memory, 0).unwrap();
+    assert_eq!(chunk.chunk, 0);
+    run(before.give_back(&memory, &[chunk], user(16)));
+    let owner = Tree::new(SECTION, user(2));
+    let block = take(&owner, &memory, SPAN_ORDER).unwrap();
+    assert_eq!(block.chunk, 0);
+    // The section's log is about another span now.
+    take(&owner, &memory, SPAN_ORDER).unwrap();
+    let fresh = Tree::new(SECTION, user(100));
+    let found = run(fresh.taken_by(&memory, user(2), 0));
+    memory.check_log(block, user(2));
+    assert_eq!(found.len(), 2);
+}
+
 /// One CAS commits: the others are the log, and the opening of the first.
 #[test]
 fn verbs_of_an_allocation() {
     let memory = Memory::new(SECTION);
     let tree = Tree::new(SECTION, user(1));
-    run(tree.allocate(&memory, 0)).unwrap();
+    take(&tree, &memory, 0).unwrap();
     memory.count();
-    let block = run(tree.allocate(&memory, 0)).unwrap();
-    assert_eq!(memory.count(), (2, 2), "reads and CASes of an allocation in a span that is known");
+    let block = take(&tree, &memory, 0).unwrap();
+    // READs of the full log, the header and the capability are posted with the first CAS.
+    assert_eq!(memory.count(), (3, 2), "reads and CASes of an allocation in a span that is known");
     run(tree.give_back(&memory, &[block], user(1)));
     assert_eq!(memory.count(), (2, 2), "reads and CASes of giving back");
-    run(tree.allocate(&memory, SPAN_ORDER)).unwrap();
+    take(&tree, &memory, SPAN_ORDER).unwrap();
     memory.count();
-    run(tree.allocate(&memory, SPAN_ORDER)).unwrap();
-    assert_eq!(memory.count(), (2, 2), "reads and CASes of taking a span");
+    take(&tree, &memory, SPAN_ORDER).unwrap();
+    assert_eq!(memory.count(), (3, 2), "reads and CASes of taking a span");
 }
 
 #[test]
 fn several_blocks_of_a_span_are_given_back_by_one_cas() {
     let memory = Memory::new(SMALL);
     let tree = Tree::new(SMALL, user(1));
-    let blocks: Vec<Block> = (0..4).map(|_| run(tree.allocate(&memory, 1)).unwrap()).collect();
+    let blocks: Vec<Block> = (0..4).map(|_| take(&tree, &memory, 1).unwrap()).collect();
     memory.count();
     run(tree.give_back(&memory, &blocks[..3], user(1)));
     assert_eq!(memory.count(), (2, 2));
@@ -81,16 +153,16 @@ fn several_blocks_of_a_span_are_given_back_by_one_cas() {
 fn who_finds_a_full_span_says_so_and_who_finds_room_too() {
     let memory = Memory::new(SECTION);
     let (one, two) = (Tree::new(SECTION, user(1)), Tree::new(SECTION, user(2)));
-    let blocks: Vec<Block> = (0..32).map(|_| run(one.allocate(&memory, 0)).unwrap()).collect();
+    let blocks: Vec<Block> = (0..32).map(|_| take(&one, &memory, 0).unwrap()).collect();
     let span = blocks[0].chunk / 32;
     assert_eq!(memory.section(0).spread(span), Spread::Full);
     run(two.give_back(&memory, &blocks[..1], user(1)));
     assert_eq!(memory.section(0).spread(span), Spread::Normal);
     // As after a hint that was lost.
     memory.set(SECTION.section(0), memory.section(0).with_spread(span, Spread::Full));
-    let all: Vec<Block> = (0..481).map(|_| run(two.allocate(&memory, 0)).unwrap()).collect();
+    let all: Vec<Block> = (0..481).map(|_| take(&two, &memory, 0).unwrap()).collect();
     memory.check_distinct(&all);
-    assert_eq!(run(one.allocate(&memory, 0)), None);
+    assert_eq!(take(&one, &memory, 0), None);
 }
 
 /// Where the CAS fails often the span is marked, and others prefer another one.
@@ -98,9 +170,9 @@ fn who_finds_a_full_span_says_so_and_who_finds_room_too() {
 fn contention_is_marked_avoided_and_forgotten() {
     let memory = Memory::new(SECTION);
     let one = Tree::new(SECTION, user(1));
-    let span = run(one.allocate(&memory, 0)).unwrap().chunk / 32;
+    let span = take(&one, &memory, 0).unwrap().chunk / 32;
     let disturbed = world::Disturbed::new(&memory, SECTION.span(span), CONTENDED_FROM);
-    let other = run(one.allocate(&disturbed, 0)).unwrap();
+    let other = take(&one, &disturbed, 0).unwrap();
     assert_ne!(other.chunk / 32, span);
     assert_eq!(memory.section(0).spread(span), Spread::Contended);
     // Somebody who has nothing else.
@@ -108,7 +180,7 @@ fn contention_is_marked_avoided_and_forgotten() {
         memory.set(SECTION.section(0), memory.section(0).with_spread(at, Spread::Full));
     }
     let two = Tree::new(SECTION, user(2));
-    assert_eq!(run(two.allocate(&memory, 0)).unwrap().chunk / 32, span);
+    assert_eq!(take(&two, &memory, 0).unwrap().chunk / 32, span);
     assert_eq!(memory.section(0).spread(span), Spread::Normal);
 }
 
@@ -117,15 +189,15 @@ fn contention_is_marked_avoided_and_forgotten() {
 fn a_log_is_flushed_over_one_that_is_128_changes_old() {
     let memory = Memory::new(SMALL);
     let tree = Tree::new(SMALL, user(1));
-    let old = run(tree.allocate(&memory, 0)).unwrap();
+    let old = take(&tree, &memory, 0).unwrap();
     run(tree.give_back(&memory, &[old], user(1)));
     for changes in [30, 60, 70, 100, 126] {
-        let kept = run(tree.allocate(&memory, 4)).unwrap();
+        let kept = take(&tree, &memory, 4).unwrap();
         for _ in 0..changes / 2 {
-            let block = run(tree.allocate(&memory, 4)).unwrap();
+            let block = take(&tree, &memory, 4).unwrap();
             run(tree.give_back(&memory, &[block], user(1)));
         }
-        let block = run(tree.allocate(&memory, 0)).unwrap();
+        let block = take(&tree, &memory, 0).unwrap();
         assert!(memory.log(block.chunk).taken, "{changes} changes later");
         run(tree.give_back(&memory, &[block], user(1)));
         run(tree.give_back(&memory, &[kept], user(1)));

@@ -28,7 +28,8 @@ fn client(memory: Memory, me: u16, plan: Plan, held: Held) -> Task {
             }
         };
         for (order, keep) in plan.orders {
-            let Ok(Some(block)) = tree.allocate(&verbs, order).await else { continue };
+            let Ok(Some(taken)) = tree.allocate(&verbs, order).await else { continue };
+            let block = taken.block;
             for chunk in block.chunks() {
                 let before = held.lock()[chunk as usize].replace(me);
                 assert_eq!(before, None, "chunk {chunk} has two owners");
@@ -50,7 +51,7 @@ fn client(memory: Memory, me: u16, plan: Plan, held: Held) -> Task {
 
 fn plans() -> impl Strategy<Value = Vec<Plan>> {
     let plan = (
-        prop::collection::vec((0u32..7, any::<bool>()), 1..8),
+        prop::collection::vec((prop_oneof![5 => 0u32..7, 1 => 7u32..12], any::<bool>()), 1..8),
         prop::option::weighted(0.4, 1usize..60),
     );
     prop::collection::vec(plan.prop_map(|(orders, crash)| Plan { orders, crash }), 2..5)
@@ -61,12 +62,14 @@ proptest! {
 
     #[test]
     fn nobody_shares_and_nothing_is_leaked(
-        chunks in prop_oneof![Just(32u32), Just(40), Just(64), Just(512)],
+        chunks in prop_oneof![Just(32u32), Just(40), Just(64), Just(512), Just(2048)],
         plans in plans(),
+        // Of 128: they go around while clients are at work.
+        time in prop_oneof![Just(0u32), Just(61), Just(120), Just(127)],
         choices in prop::collection::vec(any::<u16>(), 2000),
     ) {
         let shape = Shape { chunks, chunk_bytes: 4096 };
-        let memory = Memory::new(shape);
+        let memory = Memory::at(shape, time);
         let held: Held = Arc::new(Mutex::new(vec![None; chunks as usize]));
         let clients: Vec<(u16, Plan)> =
             plans.into_iter().enumerate().map(|(i, plan)| (i as u16 + 1, plan)).collect();

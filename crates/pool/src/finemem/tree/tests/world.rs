@@ -37,18 +37,32 @@ impl Memory {
         Self { shape, words: Arc::new(Mutex::new(words)), counts: Arc::default() }
     }
 
+    /// As after so many changes that the timestamps of all headers are there.
+    pub fn at(shape: Shape, time: u32) -> Self {
+        let memory = Self::new(shape);
+        let sections = (0..shape.sections()).map(|index| shape.section(index));
+        for at in sections.chain((0..shape.spans()).map(|index| shape.span(index))) {
+            let word = &mut memory.words.lock()[at.0 as usize];
+            let timestamp = crate::finemem::header::Timestamp::new(time);
+            let header = Header(*word);
+            let record = crate::finemem::header::Record { timestamp, ..header.record() };
+            *word = header.with_record(record).0;
+        }
+        memory
+    }
+
     pub fn shape(&self) -> Shape {
         self.shape
     }
 
     /// The full log names who has a block.
     pub fn check_log(&self, block: Block, owner: User) {
-        let log = self.log(block.chunk);
-        let order = match log.layer {
-            Layer::Span => log.size,
-            Layer::Section => log.size + SPAN_ORDER,
-        };
-        assert_eq!((log.user, log.taken, order), (owner, true, block.order), "{block:?}");
+        let parts = block.parts().into_iter().flatten().map(|index| index * SECTION.chunks);
+        for chunk in parts.chain([block.chunk]) {
+            let log = self.log(chunk);
+            assert_eq!((log.user, log.taken), (owner, true), "{block:?}");
+            assert_eq!(Block::of(chunk, log), block);
+        }
     }
 
     pub fn words(&self) -> Vec<u64> {
@@ -195,6 +209,22 @@ impl Verbs for Stepped {
 
     async fn cas(&self, at: Word, expected: u64, new: u64) -> Result<u64, Infallible> {
         Ok(self.ask(Request::Cas(at, expected, new)).await[0])
+    }
+
+    /// Without the capability, which nobody changes here.
+    async fn cas_and_read(
+        &self,
+        at: Word,
+        expected: u64,
+        new: u64,
+        then: [Word; 3],
+    ) -> Result<(u64, [u64; 3]), Infallible> {
+        let (found, mut words) = (self.cas(at, expected, new).await?, [0; 3]);
+        if found == expected {
+            self.read(then[0], &mut words[..1]).await?;
+            self.read(then[1], &mut words[1..2]).await?;
+        }
+        Ok((found, words))
     }
 }
 

@@ -1,0 +1,183 @@
+//! What a user knows of the headers, and where it is of use to look.
+//!
+//! It is brought up to date by what CASes find, and read anew only when nothing else is left (FineMem §4.1,
+//! lazy updates). Sections are indexed by what their spans are, so that a search of a pool of a hundred thousand
+//! sections does not walk through them.
+
+use super::{Place, Seen};
+use crate::finemem::header::{Header, SPANS, Spread, find_chunks, find_spans};
+use crate::finemem::layout::{SECTION_ORDER, SPAN_ORDER, Shape};
+use crate::finemem::log::Layer;
+
+/// States of spans, for each order within a section.
+const KINDS: usize = 4 * (SECTION_ORDER as usize + 1);
+const _: () = assert!(KINDS <= 64);
+
+/// A set of sections.
+#[derive(Default)]
+struct Sections(Vec<u64>);
+
+impl Sections {
+    fn new(count: u32) -> Self {
+        Self(vec![0; count.div_ceil(64) as usize])
+    }
+
+    fn set(&mut self, section: u32, is_in: bool) {
+        let (word, bit) = (&mut self.0[section as usize / 64], 1u64 << (section % 64));
+        *word = if is_in { *word | bit } else { *word & !bit };
+    }
+}
+
+/// See the module.
+pub(super) struct Cache {
+    sections: Vec<Option<Seen>>,
+    spans: Vec<Option<Seen>>,
+    /// Sections that have spans of that state, by [`Spread`].
+    having: [Sections; 4],
+    /// Sections whose spans of that state have no room for a block of that order, by [`kind`]; until
+    /// anything of theirs is seen to change.
+    without: Vec<Sections>,
+    /// The kinds by which a section is there.
+    kinds: Vec<u64>,
+}
+
+impl Cache {
+    /// Nothing is known.
+    pub fn new(shape: Shape) -> Self {
+        let (sections, spans) = (shape.sections(), shape.spans());
+        Self {
+            sections: vec![None; sections as usize],
+            spans: vec![None; spans as usize],
+            having: std::array::from_fn(|_| Sections::new(sections)),
+            without: (0..KINDS).map(|_| Sections::new(sections)).collect(),
+            kinds: vec![0; sections as usize],
+        }
+    }
+
+    pub fn known(&self, place: Place) -> Option<Seen> {
+        match place.layer {
+            Layer::Section => self.sections[place.index as usize],
+            Layer::Span => self.spans[place.index as usize],
+        }
+    }
+
+    pub fn remember(&mut self, place: Place, header: Header, flushed: bool) -> Seen {
+        let (slot, section) = match place.layer {
+            Layer::Section => (&mut self.sections[place.index as usize], place.index),
+            Layer::Span => (&mut self.spans[place.index as usize], place.index / SPANS),
+        };
+        // A log that is known to be flushed stays so, whatever else of the word changes.
+        let same = |seen: &Seen| seen.header.record() == header.record();
+        let flushed = flushed || slot.is_some_and(|seen| seen.flushed && same(&seen));
+        let before = slot.map(|seen| seen.header.bitmap());
+        let seen = Seen { header, flushed };
+        *slot = Some(seen);
+        if before != Some(header.bitmap()) {
+            let mut kinds = std::mem::take(&mut self.kinds[section as usize]);
+            while kinds != 0 {
+                self.without[kinds.trailing_zeros() as usize].set(section, false);
+                kinds &= kinds - 1;
+            }
+            if place.layer == Layer::Section {
+                let states = states(header);
+                let all = (0..).zip(&mut self.having);
+                all.for_each(|(at, having)| having.set(section, states >> at & 1 == 1));
+            }
+        }
+        seen
+    }
+
+    /// The first section from `from` on that has spans of that state, and where a block of `order` may be.
+    pub fn next(&self, from: u32, spread: Spread, order: u32) -> Option<u32> {
+        let (having, without) =
+            (&self.having[spread as usize].0, &self.without[kind(spread, order)].0);
+        let mut mask = u64::MAX << (from % 64);
+        for at in from as usize / 64..having.len() {
+            let found = having[at] & !without[at] & mask;
+            if found != 0 {
+                return Some(at as u32 * 64 + found.trailing_zeros());
+            }
+            mask = u64::MAX;
+        }
+        None
+    }
+
+    /// The spans of a section that are in that state were searched for a block of that order, in vain: if what
+    /// is known of them says why, they are not searched again.
+    pub fn found_none(&mut self, section: u32, spread: Spread, order: u32) {
+        let Some(seen) = self.sections[section as usize] else { return };
+        let has_room = |at: &u32| match self.spans[(section * SPANS + at) as usize] {
+            Some(span) => find_chunks(span.header.bitmap(), order, 0).is_some(),
+            None => true,
+        };
+        let mut spans = (0..SPANS).filter(|at| seen.header.spread(*at) == spread);
+        let room = match order < SPAN_ORDER {
+            true => spans.any(|at| has_room(&at)),
+            false => find_spans(seen.header.bitmap(), order - SPAN_ORDER).is_some(),
+        };
+        if !room {
+            self.without[kind(spread, order)].set(section, true);
+            self.kinds[section as usize] |= 1 << kind(spread, order);
+        }
+    }
+
+    /// True if all of these sections are known to be empty.
+    pub fn are_empty(&self, sections: std::ops::Range<u32>) -> bool {
+        let mut all = self.sections[sections.start as usize..sections.end as usize].iter();
+        all.all(|seen| seen.is_some_and(|seen| seen.header.bitmap() == 0))
+    }
+}
+
+fn kind(spread: Spread, order: u32) -> usize {
+    order as usize * 4 + spread as usize
+}
+
+/// The states that spans of a section are in: a bit for each [`Spread`].
+fn states(section: Header) -> u32 {
+    const LOW: u32 = 0x5555_5555;
+    let (low, high) = (section.bitmap() & LOW, section.bitmap() >> 1 & LOW);
+    let any = |spans: u32| (spans != 0) as u32;
+    any(!low & !high & LOW) | any(low & !high) << 1 | any(!low & high) << 2 | any(low & high) << 3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn states_are_those_of_the_spans(word in any::<u64>(), mask in any::<u64>()) {
+            let header = Header(word & mask);
+            let all = (0..SPANS).fold(0, |all, span| all | 1 << header.spread(span) as u32);
+            prop_assert_eq!(states(header), all);
+        }
+    }
+
+    #[test]
+    fn a_section_is_passed_over_until_it_changes() {
+        let shape = Shape { chunks: 200 * 512, chunk_bytes: 4096 };
+        let mut cache = Cache::new(shape);
+        assert_eq!(cache.next(0, Spread::Empty, 0), None);
+        for index in [3, 70, 199] {
+            cache.remember(Place::section(index), Header(0), false);
+        }
+        assert_eq!(cache.next(0, Spread::Empty, 0), Some(3));
+        assert_eq!(cache.next(4, Spread::Empty, 0), Some(70));
+        let half = (0..SPANS).fold(Header(0), |h, at| match at % 2 {
+            0 => h.with_spread(at, Spread::Full),
+            _ => h,
+        });
+        cache.remember(Place::section(70), half, false);
+        let two = SPAN_ORDER + 1;
+        cache.found_none(70, Spread::Empty, two);
+        assert_eq!(cache.next(4, Spread::Empty, two), Some(199));
+        assert_eq!(cache.next(4, Spread::Empty, SPAN_ORDER), Some(70));
+        cache.remember(Place::section(70), Header(0), false);
+        assert_eq!(cache.next(4, Spread::Empty, two), Some(70));
+        // Its spans are not known: there may be room.
+        cache.found_none(70, Spread::Empty, 0);
+        assert_eq!(cache.next(4, Spread::Empty, 0), Some(70));
+        assert_eq!(cache.next(0, Spread::Full, 0), None);
+    }
+}
