@@ -5,6 +5,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use pool::budget::Budget;
+use pool::protocol::{self, Opening};
 use pool::remote::address::PORT;
 use pool::{
     Address, Endpoint, Error, Listen, Options, Pool, Remote, SchemeKind, Service, Settings, Token,
@@ -151,6 +152,30 @@ fn who_does_not_speak_the_protocol_is_told_so_and_others_are_served() {
     silent.write_all(&greeting[..3]).unwrap();
     let pool = Pool::connect_remote(&remote, options()).unwrap();
     pool.allocate_blocking().unwrap();
+}
+
+/// In a stream nobody knows where the next message begins after one that is none. Nothing is kept of what follows.
+#[test]
+fn a_message_that_is_too_long_ends_the_connection_also_of_who_was_let_in() {
+    let (service, remote) = serve("127.0.0.1:0");
+    let nonce = "00".repeat(32);
+    let greeting = frame(&format!(r#"{{"granary":1,"nonce":"{nonce}"}}"#));
+    let opening = String::from_utf8(protocol::encode("a test", &Opening::pool()).unwrap()).unwrap();
+    let mut stream = TcpStream::connect(service.address().unwrap()).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    stream.write_all(&[greeting, frame(&opening)].concat()).unwrap();
+    let mut answers = Vec::new();
+    while !String::from_utf8_lossy(&answers).contains("chunk_bytes") {
+        let mut some = [0; 4096];
+        let got = stream.read(&mut some).expect("the opening is answered");
+        assert_ne!(got, 0, "it was let in: {}", String::from_utf8_lossy(&answers));
+        answers.extend_from_slice(&some[..got]);
+    }
+    stream.write_all(&(protocol::MAX_BYTES as u32 + 1).to_be_bytes()).unwrap();
+    let mut last = Vec::new();
+    stream.read_to_end(&mut last).expect("the connection ends");
+    assert!(String::from_utf8_lossy(&last).contains("at most"));
+    Pool::connect_remote(&remote, options()).unwrap().allocate_blocking().unwrap();
 }
 
 #[test]

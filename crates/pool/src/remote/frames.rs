@@ -31,7 +31,8 @@ pub enum Read {
     Part,
     /// The peer has ended the stream.
     End,
-    /// What follows is no message: the length is 0, or more than a message has.
+    /// What follows is no message: the length is 0, or more than a message has. Nobody knows where the next one
+    /// begins: nothing more is read.
     Wrong(usize),
 }
 
@@ -41,6 +42,9 @@ impl Inbox {
     /// # Errors
     /// Those of the system call; `WOULDBLOCK` if there is nothing now.
     pub fn read(&mut self, stream: impl AsFd) -> Result<Read, Errno> {
+        if let Some(wrong) = self.wrong() {
+            return Ok(Read::Wrong(wrong));
+        }
         let have = self.bytes.len();
         let want = if have < HEADER { HEADER } else { HEADER + self.announced() };
         self.bytes.resize(want, 0);
@@ -53,19 +57,23 @@ impl Inbox {
             }
         };
         self.bytes.truncate(have + got);
-        Ok(match got {
-            0 => Read::End,
-            _ if self.bytes.len() < HEADER => Read::Part,
-            _ => match self.announced() {
-                wrong if wrong == 0 || wrong > MAX_BYTES => Read::Wrong(wrong),
-                len if self.bytes.len() < HEADER + len => Read::Part,
-                _ => {
-                    let message = self.bytes.split_off(HEADER);
-                    self.bytes.clear();
-                    Read::Message(message)
-                }
-            },
+        Ok(match self.wrong() {
+            _ if got == 0 => Read::End,
+            Some(wrong) => Read::Wrong(wrong),
+            None if self.bytes.len() < HEADER => Read::Part,
+            None if self.bytes.len() < HEADER + self.announced() => Read::Part,
+            None => {
+                let message = self.bytes.split_off(HEADER);
+                self.bytes.clear();
+                Read::Message(message)
+            }
         })
+    }
+
+    /// What the header announces, if it is there and no message has that length.
+    fn wrong(&self) -> Option<usize> {
+        let there = self.bytes.len() >= HEADER;
+        there.then(|| self.announced()).filter(|len| *len == 0 || *len > MAX_BYTES)
     }
 
     /// The length of the message whose header is there.
@@ -120,6 +128,9 @@ mod tests {
             let (mut a, b) = UnixStream::pair().unwrap();
             a.write_all(&length.to_be_bytes()).unwrap();
             let mut inbox = Inbox::default();
+            assert_eq!(read_all(&mut inbox, &b), [Read::Wrong(length as usize)]);
+            // Nor is what comes after it, however often it is looked at.
+            a.write_all(&[0x5a; 100]).unwrap();
             assert_eq!(read_all(&mut inbox, &b), [Read::Wrong(length as usize)]);
             assert!(inbox.bytes.capacity() < 64);
         }

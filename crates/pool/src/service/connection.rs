@@ -159,6 +159,11 @@ impl Connection {
         }
     }
 
+    /// True if messages are parts of a stream: after what is none nobody knows where the next one begins.
+    pub fn is_stream(&self) -> bool {
+        matches!(self.socket, Socket::Remote { .. })
+    }
+
     /// Reads one message, or a part of one.
     pub fn read(&mut self) -> Input {
         match &mut self.socket {

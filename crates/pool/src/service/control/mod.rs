@@ -269,7 +269,8 @@ impl<'a> Control<'a> {
                 }
                 Input::TooLong => {
                     let why = format!("a message has at most {} bytes", protocol::MAX_BYTES);
-                    connection.refuse(0, &protocol_error(why)) && !connection.is_new()
+                    let goes_on = !connection.is_new() && !connection.is_stream();
+                    connection.refuse(0, &protocol_error(why)) && goes_on
                 }
                 Input::Nothing => !hung_up,
                 Input::End => false,
