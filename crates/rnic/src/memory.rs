@@ -209,12 +209,18 @@ pub enum For {
 pub(crate) fn prefetch(line: *const u8, to: For) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     {
-        use std::arch::x86_64::{_MM_HINT_ET0, _MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a hint reads and writes nothing, and raises no fault, wherever it points.
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: hints read and write nothing, and raise no fault, wherever they point. `prefetchw` does nothing
+        // on processors that do not have it. The intrinsic for writing would become the one for reading here,
+        // since the compiler does not count on it: then the line comes shared, and the write waits all the same.
         unsafe {
             match to {
                 For::Read => _mm_prefetch::<_MM_HINT_T0>(line.cast()),
-                For::Write => _mm_prefetch::<_MM_HINT_ET0>(line.cast()),
+                For::Write => std::arch::asm!(
+                    "prefetchw [{}]",
+                    in(reg) line,
+                    options(nostack, preserves_flags, readonly)
+                ),
             }
         }
     }

@@ -26,7 +26,7 @@ pub(crate) const RECV_STRIDE_MAX: u32 = 1024;
 pub(crate) const CQ_ENTRIES_MAX: u32 = 1 << 23;
 /// So many building blocks, and completions, ahead their cache lines are brought near: they were another core's
 /// last.
-const AHEAD: u32 = 4;
+const AHEAD: u32 = 12;
 /// Running indices of CQs have 24 bits.
 pub(crate) const COUNT_MASK: u32 = 0xff_ffff;
 

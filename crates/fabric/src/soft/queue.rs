@@ -19,7 +19,7 @@ use super::work;
 use crate::{DmaMemory, Error, Key, QpState, Qpn, ReceiveRequest, Sge, WorkRequest};
 
 /// So many building blocks ahead their cache lines are brought near: the NIC was the last to have them.
-const AHEAD: u32 = 4;
+const AHEAD: u32 = 12;
 /// Key that ends the list of a receive WQE that is not full.
 const END_OF_LIST: Key = Key(0x100);
 
