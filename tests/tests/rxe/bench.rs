@@ -114,32 +114,17 @@ impl Bench {
         let qp = nic.create_qp(pd, attr)?;
         let mr = nic.reg_mr(pd, &nic.alloc_dma(BUFFER)?, Access::LOCAL_ALL | Access::REMOTE_ALL)?;
 
-        let slot = self.slots.iter().position(|taken| !taken).context("too many connections")?;
+        let slot = self.take_slot()?;
         let words = self.guest.ask(&format!("mr {slot} 0 {BUFFER} {BINDABLE}"))?;
         let theirs = (words[0].parse()?, words[1].parse()?);
         let their_qpn = self.guest.number(&format!("qp {slot}"))? as u32;
-        self.slots[slot] = true;
 
         // Both circles of PSNs end soon.
         self.connections += 1;
         let psn = |end: u32| 0xff_fff0 - 40 * end - self.connections % 7;
         let (our_psn, their_psn) = (psn(0), psn(1));
-        let [ours, their_address]: [IpAddr; 2] = {
-            let both = if how.v6 { V6 } else { V4 };
-            [both[0].parse()?, both[1].parse()?]
-        };
-        let gid = |address: IpAddr| match address {
-            IpAddr::V4(v4) => v4.to_ipv6_mapped(),
-            IpAddr::V6(v6) => v6,
-        };
-        let (timeout, retries) = how.patience;
-        self.guest.ask(&format!(
-            "up {slot} {} {their_psn} {our_psn} {} {timeout} {retries} 7 {} {}",
-            qp.qpn().raw() + astray,
-            how.mtu.bytes(),
-            gid(their_address),
-            gid(ours),
-        ))?;
+        let [ours, their_address] = Self::addresses(how)?;
+        self.up(how, slot, qp.qpn().raw() + astray, (their_psn, our_psn))?;
         let there = SocketAddr::new(their_address, rnic::wire::UDP_PORT);
         qp.connect(RemotePeer {
             mtu: how.mtu,
@@ -150,6 +135,51 @@ impl Bench {
             ..RemotePeer::new(there, ours, Qpn::new(their_qpn))
         })?;
         Ok(Link { nic, pd: pd.clone(), cq, qp, mr, slot, theirs })
+    }
+
+    /// Our address and the guest's.
+    pub fn addresses(how: How) -> Result<[IpAddr; 2]> {
+        let [ours, theirs] = if how.v6 { V6 } else { V4 };
+        Ok([ours.parse()?, theirs.parse()?])
+    }
+
+    /// The NIC that the guest reaches so.
+    pub fn nic(&self, how: How) -> SoftNic {
+        self.nics[usize::from(how.v6)].clone()
+    }
+
+    /// A slot of the guest's that is free; taken from now on.
+    pub fn take_slot(&mut self) -> Result<usize> {
+        let slot = self.slots.iter().position(|taken| !taken).context("too many connections")?;
+        self.slots[slot] = true;
+        Ok(slot)
+    }
+
+    /// Has the guest connect the QP in `slot` to our `qpn`; both directions begin with `psn`.
+    pub fn connect(&mut self, how: How, slot: usize, qpn: u32, psn: u32) -> Result<()> {
+        self.up(how, slot, qpn, (psn, psn))
+    }
+
+    /// The same with the guest's PSN and ours.
+    fn up(&mut self, how: How, slot: usize, qpn: u32, (theirs, ours): (u32, u32)) -> Result<()> {
+        let gid = |address: IpAddr| match address {
+            IpAddr::V4(v4) => v4.to_ipv6_mapped(),
+            IpAddr::V6(v6) => v6,
+        };
+        let [here, there] = Self::addresses(how)?.map(gid);
+        let (mtu, (timeout, retries)) = (how.mtu.bytes(), how.patience);
+        let order =
+            format!("up {slot} {qpn} {theirs} {ours} {mtu} {timeout} {retries} 7 {there} {here}");
+        self.guest.ask(&order).map(drop)
+    }
+
+    /// Has the kernel run a request on the QP in `slot`, `verb` with the rest of its line; how it ended.
+    pub fn run_on(&mut self, slot: usize, verb: &str, rest: &str) -> Result<u32> {
+        self.guest.ask(&format!("{verb} {slot} 77 {rest}"))?;
+        self.guest.tell(&format!("wait {slot}"))?;
+        let wc = self.hear_completion().with_context(|| format!("{verb} {rest}"))?;
+        ensure!(wc.id == 77, "another request's completion: {wc:?}");
+        Ok(wc.status)
     }
 
     /// Ends a connection. No window of the guest's may be bound to it: its kernel waits for that.

@@ -8,6 +8,7 @@
 
 mod bench;
 mod capture;
+mod finemem;
 mod kernel_answers;
 mod kernel_asks;
 mod mixed;
@@ -159,6 +160,8 @@ fn soft_roce_and_this_nic_understand_each_other() -> Result<()> {
         mixed::kernel_answers(b, plain, MIXED, 2)
     })?;
 
+    runner.run("finemem: chunks by READ, WRITE and CAS", |b| finemem::chunks(b, plain))?;
+
     let v6 = How { v6: true, ..plain };
     runner.bench.guest.cable.keep(capture::MOST);
     runner.cases("IPv6", v6, &TRAFFIC)?;
@@ -181,6 +184,8 @@ fn soft_roce_and_this_nic_understand_each_other() -> Result<()> {
     runner.run("10,000 mixed operations over a bad cable, kernel answers", |b| {
         mixed::kernel_answers(b, plain, MIXED, 4)
     })?;
+    runner
+        .run("bad cable, finemem: chunks by READ, WRITE and CAS", |b| finemem::chunks(b, plain))?;
     println!("the cable: {:?}", runner.bench.guest.cable.counts());
 
     let Runner { bench, passed, failed, .. } = runner;
