@@ -143,6 +143,15 @@ fn arguments(settings: &Settings) -> Vec<String> {
     .collect()
 }
 
+/// Says on standard error what is unsafe about a scheme, if something is.
+pub fn warn_of(scheme: SchemeKind) {
+    if let Some(why) = scheme.unsafe_because() {
+        eprintln!(
+            "granary: warning: scheme {scheme} is unsafe, and only there to be compared with: {why}"
+        );
+    }
+}
+
 /// Asks a memory node for its state.
 pub fn status(node: &Address) -> anyhow::Result<Status> {
     Ok(node.ask()?.status()?)
@@ -173,7 +182,7 @@ pub fn describe(status: &Status) -> String {
     let seconds = |ns: u64| Duration::from_nanos(ns).as_secs_f64();
     let held = node.chunks.saturating_sub(node.free);
     let mut lines = vec![
-        ("scheme", format!("{} on NIC {}", node.scheme, status.nic)),
+        ("scheme", format!("{}{} on NIC {}", node.scheme, unsafety(&node.scheme), status.nic)),
         ("up", format!("{:.1} s", status.uptime_ms as f64 / 1e3)),
         (
             "memory",
@@ -214,6 +223,13 @@ pub fn describe(status: &Status) -> String {
     }
     let line = |(name, value): &(&str, String)| format!("{name:<12} {value}");
     lines.iter().map(line).collect::<Vec<_>>().join("\n")
+}
+
+fn unsafety(scheme: &str) -> &'static str {
+    match scheme.parse::<SchemeKind>() {
+        Ok(scheme) if scheme.unsafe_because().is_some() => " (unsafe)",
+        _ => "",
+    }
 }
 
 fn clients(node: &pool::NodeStatus) -> String {

@@ -10,7 +10,7 @@ use crate::direct::{DirectNic, DirectQp, KeyInfo, Managed, Progress, Ring};
 use crate::soft::{SoftCq, SoftMr, SoftMw, SoftNic, SoftPd, SoftQp, SoftSrq};
 use crate::{
     Access, Caps, Completion, CompletionQueue, CqAttr, Cqn, DeviceInfo, DmaMemory, Error, Events,
-    Feature, Key, MemoryRegion, Nic, QpAttr, QpChange, QpInfo, Qpn, QueuePair, Receive,
+    Feature, Guards, Key, MemoryRegion, Nic, QpAttr, QpChange, QpInfo, Qpn, QueuePair, Receive,
     ReceiveAttr, ReceiveQueue, ReceiveRequest, Rereg, SrqInfo, WorkRequest,
 };
 
@@ -96,9 +96,10 @@ pub trait Hooks: Clone + Send + Sync + 'static {
 
 /// What the software NIC can do also with somebody in between: where waiting is somebody else's, solicited
 /// completions are not told from others.
-const FEATURES: [Feature; 9] = [
+const FEATURES: [Feature; 10] = [
     Feature::Type1Windows,
     Feature::Type2Windows,
+    Feature::GuardedWindows,
     Feature::Rereg,
     Feature::ZeroBased,
     Feature::AsyncEvents,
@@ -285,6 +286,17 @@ impl<H: Hooks> Nic for HookedNic<H> {
     fn alloc_type1_mws(&self, pd: &SoftPd, count: usize) -> Result<Vec<SoftMw>, Error> {
         self.hooks.before(Call::AllocMws(count as u64));
         self.hooks.making(false, || self.inner.alloc_type1_mws(pd, count))
+    }
+
+    fn alloc_guarded_mws(
+        &self,
+        pd: &SoftPd,
+        guards: &Guards<'_, Self>,
+    ) -> Result<Vec<SoftMw>, Error> {
+        self.hooks.before(Call::AllocMws(guards.words.len() as u64));
+        let Guards { region, mask, words } = *guards;
+        let guards = Guards { region: &region.inner, mask, words };
+        self.hooks.making(false, || self.inner.alloc_guarded_mws(pd, &guards))
     }
 
     fn create_cq(&self, attr: CqAttr) -> Result<HookedCq<H>, Error> {

@@ -27,8 +27,8 @@ pub use rnic::verbs::{AsyncEvent, MwKind, SrqInfo};
 pub use rnic::wire::{PathMtu, PeerAddress, RemotePeer};
 pub use rnic::wqe::{self, Remote, Sge};
 pub use verbs::{
-    Caps, CompletionQueue, CqAttr, DeviceInfo, Events, Feature, MemoryRegion, MemoryWindow, Nic,
-    QpAttr, QpChange, QpInfo, QpState, QueuePair, Receive, ReceiveAttr, ReceiveQueue, Rereg,
+    Caps, CompletionQueue, CqAttr, DeviceInfo, Events, Feature, Guards, MemoryRegion, MemoryWindow,
+    Nic, QpAttr, QpChange, QpInfo, QpState, QueuePair, Receive, ReceiveAttr, ReceiveQueue, Rereg,
 };
 pub use wc::{Completion, CompletionKind, Status, WcOpcode};
 pub use work::{Bind, Data, Op, ReceiveRequest, SendFlags, WorkRequest};

@@ -98,6 +98,19 @@ pub trait Nic: Clone + Send + Sync + 'static {
     /// reach. Needs [`Caps::type1_windows`].
     fn alloc_type1_mws(&self, pd: &Self::Pd, count: usize) -> Result<Vec<Self::Mw>, Error>;
 
+    /// Allocates type-1 windows, unbound, that words of memory guard: one for each word. Needs
+    /// [`Feature::GuardedWindows`].
+    fn alloc_guarded_mws(
+        &self,
+        _pd: &Self::Pd,
+        _guards: &Guards<'_, Self>,
+    ) -> Result<Vec<Self::Mw>, Error> {
+        Err(Error::Unsupported {
+            attempt: "allocating guarded windows".into(),
+            why: format!("{} has none", self.caps().name),
+        })
+    }
+
     /// Creates a completion queue.
     fn create_cq(&self, attr: CqAttr) -> Result<Self::Cq, Error>;
 
@@ -146,6 +159,9 @@ pub enum Feature {
     Type1Windows,
     /// Type-2 windows, each bound to one queue pair (2B).
     Type2Windows,
+    /// Type-1 windows that are used only through queue pairs that a word of memory admits ([`Guards`]). Of
+    /// software NICs.
+    GuardedWindows,
     /// Regions change ([`Nic::rereg_mr`]).
     Rereg,
     /// Regions and windows whose first byte has address 0.
@@ -181,6 +197,22 @@ impl<N: Nic> Default for Rereg<'_, N> {
     fn default() -> Self {
         Self { pd: None, memory: None, access: None }
     }
+}
+
+/// What guards type-1 windows: for each a word of memory, which the NIC reads whenever the window is used. Through a
+/// queue pair it is used only while `(word ^ (value | the queue pair's tag)) & mask == 0`
+/// ([`QpChange::Tag`]). Who is refused hears what he would hear of a key that does not exist.
+///
+/// A type-1 window is bound before it is known whose queue pairs will use it, and so opens to all that guess its
+/// key. A word that says whose the memory is keeps out those whose it is not.
+#[derive(Clone)]
+pub struct Guards<'a, N: Nic> {
+    /// The words lie in it, 8 bytes aligned and big-endian. It lives as long as the windows.
+    pub region: &'a N::Mr,
+    /// The bits of a word that count.
+    pub mask: u64,
+    /// For each window the address of its word, as work requests have it, and the value.
+    pub words: &'a [(u64, u64)],
 }
 
 /// Attributes of a completion queue.
@@ -315,6 +347,12 @@ pub enum QpChange {
     Access {
         /// The rights.
         access: Access,
+    },
+    /// What is compared with the words that guard windows ([`Guards`]), from now on; 0 until then. In any state, which
+    /// stays; it outlives a reset. Needs [`Feature::GuardedWindows`].
+    Tag {
+        /// The tag.
+        tag: u64,
     },
 }
 

@@ -34,7 +34,7 @@ impl<N: DirectNic> AnyNode<N> {
             SchemeKind::OneSidedMw => {
                 Self::OneSidedMw(Box::new(onesidedmw::Node::new(nic.clone(), settings.clone())?))
             }
-            SchemeKind::FineMem | SchemeKind::PremmapOneSided => {
+            SchemeKind::FineMem | SchemeKind::FineMemPaper | SchemeKind::PremmapOneSided => {
                 Self::FineMem(Box::new(finemem::Node::new(nic, settings)?))
             }
             SchemeKind::Odrp => {
@@ -145,7 +145,7 @@ impl<N: Nic> AnyClient<N> {
     pub fn new(nic: &N, pd: &N::Pd, welcome: &Welcome) -> Result<Self, Error> {
         Ok(match welcome.scheme {
             SchemeKind::OneSidedMw => Self::OneSidedMw(onesidedmw::Client::new(nic, pd, welcome)?),
-            SchemeKind::FineMem | SchemeKind::PremmapOneSided => {
+            SchemeKind::FineMem | SchemeKind::FineMemPaper | SchemeKind::PremmapOneSided => {
                 Self::FineMem(finemem::Client::new(nic, pd, welcome)?)
             }
             SchemeKind::Odrp => Self::Odrp(odrp::Client::new(nic, pd, welcome)?),

@@ -270,10 +270,14 @@ pub enum SchemeKind {
     #[serde(rename = "ondemand-rpc")]
     OnDemandRpc,
     /// The compute node allocates by itself, with READ and CAS on a bitmap tree in the memory node; a freed block
-    /// is set aside until its key is dead and it is cleared (FineMem). Windows are of type 1: compute
-    /// nodes trust each other not to guess keys.
+    /// is set aside until its key is dead and it is cleared (FineMem). Windows are of type 1; on a NIC that has no
+    /// guarded ones compute nodes trust each other not to guess keys.
     #[serde(rename = "finemem")]
     FineMem,
+    /// `finemem` as published (FineMem §4.3), to be compared with: a freed block is free at once, under a backup key.
+    /// Unsafe: see [`SchemeKind::unsafe_because`].
+    #[serde(rename = "finemem-paper")]
+    FineMemPaper,
 }
 
 impl SchemeKind {
@@ -286,6 +290,7 @@ impl SchemeKind {
         SchemeKind::StaticMr,
         SchemeKind::Odrp,
         SchemeKind::FineMem,
+        SchemeKind::FineMemPaper,
         SchemeKind::PremmapOneSided,
         SchemeKind::PremmapRpc,
         SchemeKind::OnDemandRpc,
@@ -301,9 +306,25 @@ impl SchemeKind {
             SchemeKind::StaticMr => "static-mr",
             SchemeKind::Odrp => "odrp",
             SchemeKind::FineMem => "finemem",
+            SchemeKind::FineMemPaper => "finemem-paper",
             SchemeKind::PremmapOneSided => "premmap-onesided",
             SchemeKind::PremmapRpc => "premmap-rpc",
             SchemeKind::OnDemandRpc => "ondemand-rpc",
+        }
+    }
+
+    /// Why a scheme is only there to be compared with; `None` for one that is safe to use. It is never chosen but by
+    /// its name, and who starts it is told.
+    pub const fn unsafe_because(self) -> Option<&'static str> {
+        match self {
+            SchemeKind::FineMemPaper => Some(
+                "a freed block is somebody else's while its last owner's key still opens it, and is not cleared; \
+                 keys are 8 bits to be guessed",
+            ),
+            SchemeKind::RpcMw1 | SchemeKind::PremmapOneSided | SchemeKind::PremmapRpc => {
+                Some("keys are 8 bits to be guessed")
+            }
+            _ => None,
         }
     }
 
@@ -313,6 +334,7 @@ impl SchemeKind {
             SchemeKind::OneSidedMw
             | SchemeKind::Odrp
             | SchemeKind::FineMem
+            | SchemeKind::FineMemPaper
             | SchemeKind::PremmapOneSided => false,
             SchemeKind::RpcMw2
             | SchemeKind::RpcMw1
@@ -326,7 +348,7 @@ impl SchemeKind {
     /// True if every allocation is the compute node's own work on the memory node's metadata, with which it is
     /// trusted.
     pub const fn is_by_cas(self) -> bool {
-        matches!(self, SchemeKind::FineMem | SchemeKind::PremmapOneSided)
+        matches!(self, SchemeKind::FineMem | SchemeKind::FineMemPaper | SchemeKind::PremmapOneSided)
     }
 
     /// True if there are blocks of several sizes: powers of two of chunks.
@@ -335,9 +357,19 @@ impl SchemeKind {
     }
 
     /// True if memory is opened by windows of type 1, whose keys are a guess of 8 bits away from every access QP
-    /// (OneSidedMW §2.3).
+    /// (OneSidedMW §2.3): in `finemem` only on NICs that have no guarded windows.
     pub const fn has_type1_windows(self) -> bool {
         self.is_by_cas() || matches!(self, SchemeKind::RpcMw1 | SchemeKind::PremmapRpc)
+    }
+
+    /// True if its windows are guarded, on a NIC that can: a key opens what it names to one compute node only.
+    pub const fn is_guarded(self) -> bool {
+        matches!(self, SchemeKind::FineMem)
+    }
+
+    /// True if a chunk is out of its last owner's reach, and cleared, before anybody has it again.
+    pub const fn releases(self) -> bool {
+        !matches!(self, SchemeKind::FineMemPaper)
     }
 
     /// True if a free returns before the chunk is released: it is set aside until it can be.

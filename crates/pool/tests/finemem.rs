@@ -1,8 +1,12 @@
-//! What only scheme `finemem` has: the quarantine of what was freed.
+//! What only scheme `finemem` has: the quarantine of what was freed, and windows that the logs guard; and what
+//! `finemem-paper`, which is as published, lacks of it.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use pool::{Error, GroupId, Pool, SchemeKind, Settings};
+use fabric::Key;
+use pool::finemem::layout::{Block, Shape};
+use pool::{Embedded, Error, Grant, GroupId, Options, Pool, SchemeKind, Settings};
 
 const CHUNK: u64 = 4096;
 
@@ -69,4 +73,117 @@ fn an_old_key_is_dead_when_the_block_has_a_new_owner() {
         pool.free_blocking(new).unwrap();
     }
     check_whole(&pool, 1);
+}
+
+/// Compute nodes of one memory node in this process: who owns, and who would like to.
+struct Two {
+    victim: Pool,
+    thief: Pool,
+}
+
+fn two(scheme: SchemeKind, chunks: u64) -> Two {
+    let node = Arc::new(Embedded::start(&Settings { scheme, ..settings(chunks) }).unwrap());
+    let connect = || Pool::embedded_in(&node, Options::default()).unwrap();
+    Two { victim: connect(), thief: connect() }
+}
+
+/// The block of `order` chunks (as a logarithm) that begins where `grant` does, with any key.
+fn block_at(grant: &Grant, chunks: u32, order: u32, windows: u32, tag: u8) -> Grant {
+    let shape = Shape { chunks, chunk_bytes: CHUNK };
+    let at = shape.block(grant.entry).unwrap();
+    let entry = shape.entry(Block { order, ..at });
+    let key = grant.keys()[0].index().raw() - windows * grant.entry + windows * entry;
+    let keys = [Key::new(key.into(), tag); 2];
+    Grant::new(grant.addr, CHUNK << order, entry, GroupId(0), &keys)
+}
+
+/// Tags with which `pool` can read where `grant` begins, in its own window (of each block there are `windows`) or in that
+/// of a block that begins there and is `larger`.
+fn guessed(pool: &Pool, grant: &Grant, chunks: u32, larger: u32, windows: u32) -> Vec<u8> {
+    let order = larger + Shape { chunks, chunk_bytes: CHUNK }.block(grant.entry).unwrap().order;
+    let opens = |tag: &u8| {
+        let guess = block_at(grant, chunks, order, windows, *tag);
+        pool.read_blocking(&guess, 0, &mut [0; 8]).is_ok()
+    };
+    (0..=255).filter(opens).collect()
+}
+
+/// OneSidedMW §2.3 on windows that are guarded by the log: of 256 tags none opens a block of another compute node.
+#[test]
+fn no_tag_opens_another_compute_nodes_block() {
+    let Two { victim, thief } = two(SchemeKind::FineMem, 32);
+    for order in 0..6 {
+        let own = victim.allocate_bytes_blocking(CHUNK << order).unwrap();
+        victim.write_blocking(&own, 0, b"a secret").unwrap();
+        // Both windows that begin there; a thief who has memory himself has the same right.
+        let his = (order < 5).then(|| thief.allocate_bytes_blocking(CHUNK << order).unwrap());
+        for larger in [0, 1].into_iter().filter(|larger| order + larger < 6) {
+            assert!(guessed(&thief, &own, 32, larger, 1).is_empty(), "order {order} + {larger}");
+        }
+        // A key is right or wrong by the log: the owner of a chunk has no use of a larger window that begins there.
+        assert_eq!(guessed(&victim, &own, 32, 0, 1), [own.keys()[0].tag()]);
+        if order < 5 {
+            assert!(guessed(&victim, &own, 32, 1, 1).is_empty());
+        }
+        let mut found = [0; 8];
+        victim.read_blocking(&own, 0, &mut found).unwrap();
+        assert_eq!(&found, b"a secret");
+        victim.free_blocking(own).unwrap();
+        his.into_iter().for_each(|grant| thief.free_blocking(grant).unwrap());
+    }
+    check_whole(&victim, 32);
+}
+
+/// What is free is nobody's, under any key: not its last owner's either.
+#[test]
+fn no_tag_opens_what_is_free() {
+    let Two { victim, thief } = two(SchemeKind::FineMem, 4);
+    let own = victim.allocate_blocking().unwrap();
+    victim.free_blocking(own).unwrap();
+    check_whole(&victim, 4);
+    for pool in [&victim, &thief] {
+        assert!(guessed(pool, &own, 4, 0, 1).is_empty());
+        assert!(guessed(pool, &own, 4, 1, 1).is_empty());
+    }
+    let his = thief.allocate_blocking().unwrap();
+    assert!(guessed(&victim, &his, 4, 0, 1).is_empty());
+    assert_eq!(guessed(&thief, &his, 4, 0, 1).len(), 1);
+}
+
+/// What makes `finemem-paper` unsafe, each of which fails in `finemem` (the tests above): a guessed key opens another's
+/// block, a key that was given up opens it in its next owner's hands, and he finds what was in it.
+#[test]
+fn as_published_keys_are_guessed_and_late_ones_work() {
+    let Two { victim, thief } = two(SchemeKind::FineMemPaper, 1);
+    let mut found = [0; 8];
+    let mut worked = false;
+    for _ in 0..100 {
+        let late = thief.allocate_blocking().unwrap();
+        thief.write_blocking(&late, 0, b"mine: 11").unwrap();
+        thief.free_blocking(late).unwrap();
+        let own = victim.allocate_blocking().unwrap();
+        assert_eq!(own.addr, late.addr);
+        assert_ne!(own.keys()[0], late.keys()[0]);
+        victim.read_blocking(&own, 0, &mut found).unwrap();
+        assert_eq!(&found, b"mine: 11", "old contents");
+        victim.write_blocking(&own, 0, b"a secret").unwrap();
+        // The memory node's scan may have been faster.
+        worked = thief.read_blocking(&late, 0, &mut found).is_ok();
+        if worked {
+            assert_eq!(&found, b"a secret");
+        }
+        // Both windows of the block open, with one tag each, and neither asks who comes.
+        let tags = guessed(&thief, &own, 1, 0, 2);
+        assert_eq!(tags.len(), 1);
+        let guess = block_at(&own, 1, 0, 2, tags[0]);
+        thief.write_blocking(&guess, 0, b"changed!").unwrap();
+        victim.read_blocking(&own, 0, &mut found).unwrap();
+        assert_eq!(&found, b"changed!");
+        victim.free_blocking(own).unwrap();
+        if worked {
+            break;
+        }
+    }
+    assert!(worked, "the scan was faster a hundred times");
+    check_whole(&victim, 1);
 }

@@ -103,6 +103,11 @@ impl Span {
         prefetch(self.ptr.wrapping_add(offset as usize), to);
     }
 
+    /// True for 8 bytes that are aligned.
+    pub fn is_word(self) -> bool {
+        self.len == 8 && self.ptr.cast::<u64>().is_aligned()
+    }
+
     fn word64(&self, offset: u64) -> &AtomicU64 {
         assert!(offset + 8 <= self.len);
         let p = self.ptr.wrapping_add(offset as usize).cast::<u64>();

@@ -9,6 +9,7 @@ pub mod cqe;
 mod dma;
 pub mod engine;
 pub mod error;
+mod guard;
 pub mod ids;
 pub mod memory;
 pub mod port;

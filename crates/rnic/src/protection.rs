@@ -14,13 +14,15 @@
 //! Invariants:
 //! - A bound window lies in a region of its own PD; the region counts it and outlives it.
 //! - The tag changes with every bind and every reuse of an index: older keys are dead.
+//! - A guarded window's word lies in a region that counts it, too (`guard`).
 //! - A host pointer leaves this module only as a `Span` that passed a check, for one step.
 
 use crate::dma::Span;
 use crate::error::{Error, Object};
+use crate::guard::{Guard, Guards};
 use crate::ids::{Access, FunctionId, Key, KeyIndex, Pdn, Qpn};
 use crate::memory::DmaMemory;
-use crate::verbs::{KeyInfo, KeyKind, MwKind, RegionChange};
+use crate::verbs::{GuardSpec, KeyInfo, KeyKind, MwKind, RegionChange};
 use crate::wqe::umr::{self, Umr, UmrFlags};
 use std::collections::VecDeque;
 
@@ -64,6 +66,9 @@ pub enum Refusal {
     /// Windows of this type cannot do this: no QP holds a type-1 window.
     #[error("not possible with a window of this type")]
     Type = 12,
+    /// The word that guards the window does not admit the QP.
+    #[error("the word that guards the window says another")]
+    Guard = 13,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -72,6 +77,17 @@ enum Kind {
     Region,
     Free,
     Bound,
+}
+
+/// Who may use a key, of the QPs of its PD.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Admits {
+    /// A type-2 window: the QP that it is bound to.
+    OneQp,
+    /// A region, a type-1 window: all.
+    All,
+    /// A guarded type-1 window: those that its word says.
+    Guarded,
 }
 
 /// What the data path needs of a key.
@@ -83,9 +99,9 @@ struct Entry {
     pd: Pdn,
     /// A bound type-2 window's QP, else NONE.
     qpn: Qpn,
-    /// A type-1 window: every QP of its PD may use it.
-    open: bool,
-    /// A bound window: the index of its region. A region: the number of its windows.
+    admits: Admits,
+    /// A bound window: the index of its region. A region: the number of windows that are bound to it, and of
+    /// those whose words lie in it.
     link: u32,
     start: u64,
     /// The bytes, `span.len()` of them.
@@ -105,11 +121,20 @@ pub(crate) struct Opening {
     pub pd: Pdn,
     /// The only QP that may use it, unless it is open.
     pub qpn: Qpn,
-    /// Every QP of its PD may use it.
+    /// Every QP of its PD may use it; of a guarded window, those that its word says.
     pub open: bool,
     pub access: Access,
     pub start: u64,
     pub len: u64,
+}
+
+/// The QP through which somebody uses a key.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Through {
+    pub qpn: Qpn,
+    pub pd: Pdn,
+    /// What its owner has given it, to be compared with words that guard windows.
+    pub tag: u64,
 }
 
 /// The QP on whose behalf a key is changed.
@@ -124,6 +149,7 @@ pub(crate) struct Executor {
 pub(crate) struct KeyTable {
     entries: Vec<Entry>,
     owners: Vec<Owner>,
+    guards: Guards,
     free: VecDeque<u32>,
     max: u32,
     /// Bound windows by the low bits of the QP number that they name.
@@ -144,11 +170,17 @@ impl Entry {
         access: Access::NONE,
         pd: Pdn::new(0),
         qpn: Qpn::NONE,
-        open: false,
+        admits: Admits::OneQp,
         link: 0,
         start: 0,
         span: Span::EMPTY,
     };
+
+    /// It is no window of type 2.
+    #[inline]
+    fn open(&self) -> bool {
+        self.admits != Admits::OneQp
+    }
 
     /// The `len` bytes at `addr`, if they lie inside.
     #[inline]
@@ -167,6 +199,7 @@ impl KeyTable {
         Self {
             entries: vec![Entry::UNUSED; FIRST_INDEX as usize],
             owners: (0..FIRST_INDEX).map(|_| unused()).collect(),
+            guards: Guards::default(),
             free: VecDeque::new(),
             max: max.min(KeyIndex::MAX - FIRST_INDEX),
             named: vec![0; NAMED],
@@ -208,8 +241,8 @@ impl KeyTable {
         e.range(addr, len)
     }
 
-    /// Access by the peer of `qpn`, a QP of `pd`: the key may be a region's, a bound type-1 window's,
-    /// or a type-2 window's that is bound to that very QP (IBTA vol. 1, §10.6).
+    /// Access by the peer of the QP `by`: the key may be a region's, a bound type-1 window's (whose guard, if it
+    /// has one, admits the QP), or a type-2 window's that is bound to that very QP (IBTA vol. 1, §10.6).
     #[inline]
     pub fn remote(
         &self,
@@ -217,19 +250,22 @@ impl KeyTable {
         addr: u64,
         len: u64,
         need: Access,
-        pd: Pdn,
-        qpn: Qpn,
+        by: Through,
     ) -> Result<Span, Refusal> {
-        let e = self.entry(key, pd)?;
+        let e = self.entry(key, by.pd)?;
         match e.kind {
-            Kind::Bound if e.qpn != qpn && !e.open => return Err(Refusal::Qpn),
+            Kind::Bound if e.qpn != by.qpn && !e.open() => return Err(Refusal::Qpn),
             Kind::Bound | Kind::Region => {}
             _ => return Err(Refusal::Free),
         }
         if !e.access.allows(need) {
             return Err(Refusal::Rights);
         }
-        e.range(addr, len)
+        let span = e.range(addr, len)?;
+        if e.admits == Admits::Guarded && !self.guards.admits(key.index(), by.tag) {
+            return Err(Refusal::Guard);
+        }
+        Ok(span)
     }
 
     // --- windows -------------------------------------------------------------------------------
@@ -250,7 +286,7 @@ impl KeyTable {
         }
         if u.flags.has(UmrFlags::CHECK_QPN) {
             match old.kind {
-                _ if old.open => return Err(Refusal::Type),
+                _ if old.open() => return Err(Refusal::Type),
                 Kind::Bound if old.qpn == by.qpn => {}
                 Kind::Bound => return Err(Refusal::Qpn),
                 _ => return Err(Refusal::Free),
@@ -264,10 +300,10 @@ impl KeyTable {
             new.access = Access(u.access.0 & Access::REMOTE_ALL.0);
         }
         // Binding a type-1 window to no bytes unbinds it (IBTA vol. 1, §10.6.7).
-        let emptied = old.open && u.mask & umr::MASK_LEN != 0 && u.len == 0 && u.klm.len == 0;
+        let emptied = old.open() && u.mask & umr::MASK_LEN != 0 && u.len == 0 && u.klm.len == 0;
         if u.free || emptied {
             // Every QP of its PD may rebind and unbind a type-1 window.
-            if !old.open && !u.flags.has(UmrFlags::CHECK_QPN) && !by.privileged {
+            if !old.open() && !u.flags.has(UmrFlags::CHECK_QPN) && !by.privileged {
                 return Err(Refusal::Privilege);
             }
             self.replace(u.key.index(), Entry { kind: Kind::Free, ..new });
@@ -276,7 +312,7 @@ impl KeyTable {
         if u.mask & umr::MASK_QPN != 0 {
             new.qpn = u.qpn;
         }
-        if old.open {
+        if old.open() {
             if new.qpn != Qpn::NONE {
                 return Err(Refusal::Type);
             }
@@ -327,7 +363,7 @@ impl KeyTable {
     fn may_invalidate(&self, key: Key, by: Executor) -> Result<Entry, Refusal> {
         let e = *self.entry(key, by.pd)?;
         match e.kind {
-            Kind::Bound | Kind::Free if e.open => Err(Refusal::Type),
+            Kind::Bound | Kind::Free if e.open() => Err(Refusal::Type),
             Kind::Bound if e.qpn != by.qpn => Err(Refusal::Qpn),
             Kind::Bound => Ok(e),
             Kind::Free => Err(Refusal::Free),
@@ -387,7 +423,15 @@ impl KeyTable {
         access: Access,
     ) -> Result<Key, Error> {
         let span = Span::of(&memory);
-        let entry = Entry { kind: Kind::Region, pd, access, start: iova, span, ..Entry::UNUSED };
+        let entry = Entry {
+            kind: Kind::Region,
+            admits: Admits::All,
+            pd,
+            access,
+            start: iova,
+            span,
+            ..Entry::UNUSED
+        };
         self.allocate(entry, Owner { function, memory: Some(memory) })
     }
 
@@ -397,9 +441,38 @@ impl KeyTable {
         pd: Pdn,
         kind: MwKind,
     ) -> Result<Key, Error> {
-        let open = kind == MwKind::Type1;
-        let entry = Entry { kind: Kind::Free, pd, open, ..Entry::UNUSED };
+        let admits = match kind {
+            MwKind::Type1 => Admits::All,
+            MwKind::Type2 => Admits::OneQp,
+        };
+        let entry = Entry { kind: Kind::Free, pd, admits, ..Entry::UNUSED };
         self.allocate(entry, Owner { function, memory: None })
+    }
+
+    /// Makes a type-1 window that is guarded by a word in a region of `function`.
+    pub fn allocate_guarded(
+        &mut self,
+        function: FunctionId,
+        pd: Pdn,
+        guard: &GuardSpec,
+    ) -> Result<Key, Error> {
+        let region = guard.region.index();
+        let found = *self.owned(function, region)?;
+        if found.kind != Kind::Region || found.tag != guard.region.tag() {
+            return Err(Error::Unknown(Object::Key(region)));
+        }
+        let word = found.range(guard.addr, 8).ok().filter(|word| word.is_word());
+        let word = word.ok_or(Error::Argument {
+            what: "the address of a word that guards a window",
+            value: guard.addr,
+            must: "that of 8 bytes in the region, aligned",
+        })?;
+        let entry = Entry { kind: Kind::Free, pd, admits: Admits::Guarded, ..Entry::UNUSED };
+        let key = self.allocate(entry, Owner { function, memory: None })?;
+        let (value, mask) = (guard.value, guard.mask);
+        self.guards.set(key.index(), Guard { word, region, value, mask });
+        self.entries[region.index()].link += 1;
+        Ok(key)
     }
 
     /// The entry at `index` for a control verb of `function`.
@@ -459,6 +532,11 @@ impl KeyTable {
     }
 
     fn retire(&mut self, index: KeyIndex) {
+        if let Some(guard) = self.guards.take(index) {
+            let region = &mut self.entries[guard.region.index()];
+            assert!(region.kind == Kind::Region && region.link > 0, "a guard's region lives");
+            region.link -= 1;
+        }
         let tag = self.entries[index.index()].tag;
         self.entries[index.index()] = Entry { tag, ..Entry::UNUSED };
         self.owners[index.index()].memory = None;
@@ -469,7 +547,7 @@ impl KeyTable {
         let e = self.owned(function, index)?;
         let region = e.kind == Kind::Region;
         Ok(KeyInfo {
-            kind: match (region, e.open) {
+            kind: match (region, e.open()) {
                 (true, _) => KeyKind::Mr,
                 (false, true) => KeyKind::Mw(MwKind::Type1),
                 (false, false) => KeyKind::Mw(MwKind::Type2),
@@ -490,6 +568,12 @@ impl KeyTable {
         self.named[qpn.index() % NAMED] > 0
     }
 
+    /// Whether the word that guards a window, if one does, admits a QP with `tag` now.
+    pub fn guard_admits(&self, index: KeyIndex, tag: u64) -> bool {
+        let e = &self.entries[index.index()];
+        e.admits != Admits::Guarded || self.guards.admits(index, tag)
+    }
+
     /// The keys that open some of the `len` bytes from `start` on.
     pub fn over(&self, start: u64, len: u64) -> Vec<Opening> {
         let end = start.saturating_add(len);
@@ -501,7 +585,7 @@ impl KeyTable {
                 key: Key::new(KeyIndex::new(at as u32), e.tag),
                 pd: e.pd,
                 qpn: e.qpn,
-                open: e.kind == Kind::Region || e.open,
+                open: e.open(),
                 access: e.access,
                 start: first,
                 len: e.span.len(),

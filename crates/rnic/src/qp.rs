@@ -35,6 +35,8 @@ pub(crate) struct Qp {
     pub pd: Pdn,
     pub privileged: bool,
     pub access: Access,
+    /// What is compared with words that guard windows.
+    pub tag: u64,
     pub state: QpState,
     pub peer: Peer,
     pub send: Option<SendQueue>,
@@ -97,6 +99,7 @@ impl Qp {
             (Init, QpChange::ReadyToReceive { .. }) => Some(ReadyToReceive),
             (ReadyToReceive, QpChange::ReadyToSend) => Some(ReadyToSend),
             (Init | ReadyToReceive | ReadyToSend, QpChange::Access { .. }) => Some(self.state),
+            (_, QpChange::Tag { .. }) => Some(self.state),
             _ => None,
         };
         let refused =

@@ -1,6 +1,6 @@
 //! What the control verbs take and give: limits, attributes, descriptions, events.
 
-use crate::ids::{Access, Cqn, FunctionId, Pdn, Qpn, Srqn};
+use crate::ids::{Access, Cqn, FunctionId, Key, Pdn, Qpn, Srqn};
 use crate::memory::DmaMemory;
 use crate::wire::PeerAddress;
 
@@ -171,6 +171,8 @@ pub struct Caps {
     pub mw_type2: bool,
     /// Type-1 windows.
     pub mw_type1: bool,
+    /// Type-1 windows that a word guards.
+    pub mw_guarded: bool,
     /// Building blocks of a send ring.
     pub send_blocks_max: u32,
     /// Receive WQEs of a queue whose indices have 16 bits.
@@ -205,6 +207,24 @@ pub enum MwKind {
     Type2,
 }
 
+/// What guards a type-1 window: a word of memory, which the NIC reads each time that the window is used. Through a QP
+/// it is used only while `(word ^ (value | the QP's tag)) & mask == 0`. Who is refused hears what he would hear of
+/// a key that does not exist.
+///
+/// It closes windows against keys that are guessed, without being bound to a QP. An extension of this NIC; no
+/// hardware has it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
+pub struct GuardSpec {
+    /// The region that the word lies in, of any PD of the window's function.
+    pub region: Key,
+    /// The word's address in it, a multiple of 8. The word is big-endian.
+    pub addr: u64,
+    /// What the word is compared with, together with the QP's tag.
+    pub value: u64,
+    /// The bits that are compared.
+    pub mask: u64,
+}
+
 /// What a key is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub enum KeyKind {
@@ -233,7 +253,7 @@ pub struct KeyInfo {
     pub start: u64,
     /// Length in bytes.
     pub len: u64,
-    /// A region: windows that are bound to it.
+    /// A region: windows that are bound to it, and windows whose guards lie in it.
     pub windows: u32,
 }
 
@@ -364,6 +384,12 @@ pub enum QpChange {
     Access {
         /// The rights.
         access: Access,
+    },
+    /// What is compared with words that guard windows, from now on ([`GuardSpec`]); 0 until then. In any state, which
+    /// stays; it outlives a reset, as the number does.
+    Tag {
+        /// The tag.
+        tag: u64,
     },
 }
 

@@ -76,6 +76,11 @@ fn finemem() {
 }
 
 #[test]
+fn finemem_paper() {
+    check_seeds(Case::of(SchemeKind::FineMemPaper));
+}
+
+#[test]
 fn premmap_onesided() {
     check_seeds(Case::of(SchemeKind::PremmapOneSided));
 }

@@ -74,6 +74,7 @@ impl Run {
             Some(_) => None,
             None => {
                 let settings = Settings { scheme: self.scheme, ..self.donation.settings() };
+                node::warn_of(settings.scheme);
                 Some(NodeProcess::start(&settings)?)
             }
         };

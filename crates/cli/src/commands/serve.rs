@@ -56,8 +56,8 @@ pub struct Serve {
     #[arg(long, hide = true, conflicts_with = "socket")]
     private: bool,
 
-    /// Who allocates: onesidedmw (the NIC); finemem (the compute node; compute nodes trust each other);
-    /// or a baseline, the CPU on request: rpc-mw-2, rpc-mw-1
+    /// Who allocates: onesidedmw (the NIC); finemem (the compute node); finemem-paper (the same as published:
+    /// unsafe, to be compared with); or a baseline, the CPU on request: rpc-mw-2, rpc-mw-1
     /// (unsafe), fine-mr, static-mr; or the NIC page by page, at every access: odrp
     #[arg(long, default_value_t)]
     scheme: SchemeKind,
@@ -125,6 +125,9 @@ impl Serve {
         let settings = self.settings()?;
         let endpoint = self.endpoint()?;
         let mut report = self.output.report();
+        if !self.private {
+            node::warn_of(settings.scheme);
+        }
         // Before the service has threads, so that none of them takes a signal.
         let signals = Signals::to_stop().context("wait for signals")?;
         let listen = self.listen()?;

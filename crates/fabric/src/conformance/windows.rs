@@ -3,8 +3,8 @@
 use super::pair::{End, Pair, Shape, connect};
 use super::{Bench, Case, never, with};
 use crate::{
-    Access, Bind, Data, Feature, Key, MemoryRegion, MemoryWindow, Nic, Op, QpAttr, QpState,
-    QueuePair, Receive, ReceiveAttr, Remote, Status, WcOpcode, WorkRequest,
+    Access, Bind, Data, Feature, Guards, Key, MemoryRegion, MemoryWindow, MwKind, Nic, Op, QpAttr,
+    QpChange, QpState, QueuePair, Receive, ReceiveAttr, Remote, Status, WcOpcode, WorkRequest,
 };
 
 /// Where windows begin in the server's region, and their bytes.
@@ -28,6 +28,18 @@ pub fn cases<B: Bench>() -> Vec<Case<B>> {
             type_1_unbound,
         ),
         with(One, "windows.type_1_is_open_to_its_pd", &[], type_1_is_open_to_its_pd),
+        with(
+            Feature::GuardedWindows,
+            "windows.a_guarded_one_asks_its_word",
+            &[],
+            a_guarded_one_asks_its_word,
+        ),
+        with(
+            Feature::GuardedWindows,
+            "windows.guards_are_words_of_a_region",
+            &[],
+            guards_are_words,
+        ),
         with(One, "windows.type_1_cannot_be_invalidated", &[], type_1_cannot_be_invalidated),
         with(Two, "windows.type_2_bind", &["test_mr.test_mw_type2"], type_2_bind),
         with(
@@ -155,6 +167,64 @@ fn type_1_is_open_to_its_pd<B: Bench>(bench: &B) {
     assert_eq!(p.client.next().status, Status::Success);
     assert_eq!(theirs.state().expect("a state"), QpState::ReadyToSend);
     assert_eq!(p.server.get(START, 8), [9; 8]);
+}
+
+fn a_guarded_one_asks_its_word<B: Bench>(bench: &B) {
+    const WORD: usize = 32 << 10;
+    let p = Pair::new(bench);
+    let s = &p.server;
+    let says = |word: u64| s.put(WORD, &word.to_be_bytes());
+    let words = [(s.at(WORD).addr, 0x1200), (s.at(WORD).addr, 0x1300)];
+    let guards = Guards { region: &s.mr, mask: 0xffff, words: &words };
+    let windows = s.nic.alloc_guarded_mws(&s.pd, &guards).expect("windows");
+    assert!(windows.iter().all(|w| w.kind() == MwKind::Type1));
+    let [one, two] = [0, 1].map(|i| bind(s, s.bind_of(&windows[i], windows[i].key(), START, LEN)));
+    s.qp.modify(QpChange::Tag { tag: 0x34 }).expect("a tag");
+    closed(&p, one);
+    says(0xffff_0000_0000_1234);
+    opens(&p, one, LEN, 1);
+    closed(&p, two);
+    for word in [0x1233, 0x1235, 0x1200, 0x1334, 0x9234] {
+        says(word);
+        closed(&p, one);
+    }
+    says(0x1334);
+    opens(&p, two, LEN, 2);
+    says(0x1234);
+    // One more connection, which has another tag.
+    let (mine, theirs) = second_connection(bench, &p);
+    theirs.modify(QpChange::Tag { tag: 0x35 }).expect("a tag");
+    let write = Op::WriteInline { to: one, data: &[9; 8] };
+    mine.post_send(&[WorkRequest { id: 5, op: write, signaled: true }]).expect("posting");
+    assert_eq!(p.client.next().status, Status::RemoteAccess);
+    opens(&p, one, LEN, 3);
+    says(0x1235);
+    connect(bench, &mine, &theirs);
+    mine.post_send(&[WorkRequest { id: 6, op: write, signaled: true }]).expect("posting");
+    assert_eq!(p.client.next().status, Status::Success, "the tag outlives a reset");
+    closed(&p, one);
+}
+
+fn guards_are_words<B: Bench>(bench: &B) {
+    let p = Pair::new(bench);
+    let s = &p.server;
+    let end = s.mr.memory().len();
+    for addr in [s.at(4).addr, s.at(0).addr + end as u64, s.at(0).addr - 8, 0] {
+        let guards = Guards { region: &s.mr, mask: 1, words: &[(s.at(0).addr, 0), (addr, 0)] };
+        let refused = s.nic.alloc_guarded_mws(&s.pd, &guards);
+        assert!(matches!(refused, Err(crate::Error::Refused { .. })), "{addr:#x}");
+    }
+    // The region is there as long as a window that it guards, also without a handle.
+    let region = s.region(4096, Access::LOCAL_ALL);
+    region.memory().store_be64(0, 1);
+    let words = [(region.iova(), 1)];
+    let guards = Guards { region: &region, mask: 1, words: &words };
+    let window = s.nic.alloc_guarded_mws(&s.pd, &guards).expect("a window").remove(0);
+    let at = bind(s, s.bind_of(&window, window.key(), START, LEN));
+    drop(region);
+    opens(&p, at, LEN, 4);
+    drop(window);
+    closed(&p, at);
 }
 
 fn type_1_cannot_be_invalidated<B: Bench>(bench: &B) {

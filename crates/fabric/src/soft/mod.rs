@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rnic::ids::Pdn;
-use rnic::port::control::{MWS_MAX, Reply, Verb};
+use rnic::port::control::{GUARDED_MWS_MAX, MWS_MAX, Reply, Verb};
 use rnic::port::inline::InlineNic;
 use rnic::port::roce::Wire;
 use rnic::port::{Error as PortError, Function, shm};
@@ -30,8 +30,8 @@ pub use qp::{SoftQp, SoftSrq};
 
 use crate::direct::{DirectNic, KeyInfo, Managed};
 use crate::{
-    Access, Caps, CompletionQueue, CqAttr, DeviceInfo, DmaMemory, Error, Events, Feature, Key,
-    MemoryRegion, MemoryWindow, Nic, QpAttr, ReceiveAttr, Rereg,
+    Access, Caps, CompletionQueue, CqAttr, DeviceInfo, DmaMemory, Error, Events, Feature, Guards,
+    Key, MemoryRegion, MemoryWindow, Nic, QpAttr, ReceiveAttr, Rereg,
 };
 
 /// The most building blocks of a send queue, and receive WQEs of a managed receive queue.
@@ -40,9 +40,10 @@ const MAX_QUEUE: u32 = 1 << 15;
 const MAX_ENTRIES: u32 = 1 << 21;
 
 /// What this NIC can do and others cannot.
-const FEATURES: [Feature; 10] = [
+const FEATURES: [Feature; 11] = [
     Feature::Type1Windows,
     Feature::Type2Windows,
+    Feature::GuardedWindows,
     Feature::Rereg,
     Feature::ZeroBased,
     Feature::AsyncEvents,
@@ -249,6 +250,22 @@ impl Nic for SoftNic {
         self.alloc_windows(pd, MwKind::Type1, count)
     }
 
+    fn alloc_guarded_mws(
+        &self,
+        pd: &SoftPd,
+        guards: &Guards<'_, Self>,
+    ) -> Result<Vec<SoftMw>, Error> {
+        let mut windows = Vec::with_capacity(guards.words.len());
+        for words in guards.words.chunks(GUARDED_MWS_MAX as usize) {
+            let (pd_number, region, mask) = (pd.number(), guards.region.key(), guards.mask);
+            let words = words.to_vec();
+            let verb = Verb::AllocGuardedMws { pd: pd_number, region, mask, words };
+            let keys = call(&self.function, "alloc_guarded_mws", verb)?;
+            windows.extend(pd.windows(keys, MwKind::Type1, Some(guards.region))?);
+        }
+        Ok(windows)
+    }
+
     fn create_cq(&self, attr: CqAttr) -> Result<SoftCq, Error> {
         SoftCq::create(&self.function, &attr)
     }
@@ -268,13 +285,7 @@ impl SoftNic {
         while windows.len() < count {
             let batch = (count - windows.len()).min(MWS_MAX as usize) as u32;
             let verb = Verb::AllocMws { pd: pd.number(), kind, count: batch };
-            match call(&self.function, "alloc_mws", verb)? {
-                Reply::Keys(keys) if keys.len() == batch as usize => windows.extend(
-                    keys.into_iter()
-                        .map(|key| SoftMw(Arc::new(MwInner { pd: pd.clone(), key, kind }))),
-                ),
-                _ => return Err(unexpected("alloc_mws")),
-            }
+            windows.extend(pd.windows(call(&self.function, "alloc_mws", verb)?, kind, None)?);
         }
         Ok(windows)
     }
@@ -327,6 +338,20 @@ impl SoftPd {
     fn function(&self) -> &Function {
         &self.0.function
     }
+
+    /// The windows that a verb has allocated.
+    fn windows(
+        &self,
+        reply: Reply,
+        kind: MwKind,
+        guards: Option<&SoftMr>,
+    ) -> Result<impl Iterator<Item = SoftMw>, Error> {
+        let Reply::Keys(keys) = reply else { return Err(unexpected("alloc_mws")) };
+        let (pd, guards) = (self.clone(), guards.cloned());
+        Ok(keys.into_iter().map(move |key| {
+            SoftMw(Arc::new(MwInner { pd: pd.clone(), key, kind, _guards: guards.clone() }))
+        }))
+    }
 }
 
 impl Drop for PdInner {
@@ -377,6 +402,8 @@ struct MwInner {
     pd: SoftPd,
     key: Key,
     kind: MwKind,
+    /// Where the word is that guards it.
+    _guards: Option<SoftMr>,
 }
 
 impl MemoryWindow for SoftMw {

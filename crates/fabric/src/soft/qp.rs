@@ -177,6 +177,7 @@ impl QueuePair for SoftQp {
             QpChange::ReadyToSend => rnic::verbs::QpChange::ReadyToSend,
             QpChange::Error => rnic::verbs::QpChange::Error,
             QpChange::Access { access } => rnic::verbs::QpChange::Access { access },
+            QpChange::Tag { tag } => rnic::verbs::QpChange::Tag { tag },
         };
         call(&self.0.function, "modify_qp", Verb::ModifyQp { qpn: self.0.qpn, change: to })?;
         match change {
@@ -185,7 +186,7 @@ impl QueuePair for SoftQp {
             QpChange::ReadyToReceive { .. } => self.0.set_state(QpState::ReadyToReceive),
             QpChange::ReadyToSend => self.0.set_state(QpState::ReadyToSend),
             QpChange::Error => self.0.set_state(QpState::Error),
-            QpChange::Access { .. } => {}
+            QpChange::Access { .. } | QpChange::Tag { .. } => {}
         }
         Ok(())
     }

@@ -19,10 +19,10 @@ pub(super) fn check<N: Nic>(node: &Node<N>) -> Result<(), Error> {
     }
     for entry in (0..node.shape.entries()).filter(|entry| !node.scan.is_releasing(*entry)) {
         let capability = Capability::parse(node.words.load(node.shape.capability(entry)));
-        let key = node.keys.key(entry);
-        if capability != Capability::open(key) && capability != Capability::quarantined(key) {
+        if !node.keys.fits(entry, capability) {
+            let keys = node.keys.capability(entry);
             return wrong(format!(
-                "the table has {capability:?} for entry {entry}, whose key is {key:?}"
+                "the table has {capability:?} for entry {entry}, whose keys are {keys:?}"
             ));
         }
     }

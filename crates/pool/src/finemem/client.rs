@@ -20,6 +20,7 @@ use super::header::User;
 use super::layout::{Shape, Word};
 use super::log::Capability;
 use super::map::Map;
+use super::release::Release;
 use super::tree::{BATCH, Verbs};
 use crate::Error;
 use crate::credits::{Credit, Credits};
@@ -56,8 +57,9 @@ pub struct Client<N: Nic> {
     /// The QP is not in Reset. Changes under `order`.
     open: AtomicBool,
     admitted: OnceLock<Terms>,
-    /// Blocks that this compute node has been granted, with the keys that it was told.
-    held: Mutex<HashMap<u32, Key>>,
+    /// Blocks that this compute node has been granted, with their capabilities as they were then.
+    held: Mutex<HashMap<u32, Capability>>,
+    release: Release,
     /// An allocation broke off, and may have taken something.
     in_doubt: AtomicBool,
     effort: EffortCounts,
@@ -103,6 +105,7 @@ impl<N: Nic> Client<N> {
             open: AtomicBool::new(false),
             admitted: OnceLock::new(),
             held: Mutex::default(),
+            release: Release::of(welcome.scheme),
             in_doubt: AtomicBool::new(false),
             effort: EffortCounts::default(),
         })
@@ -116,7 +119,7 @@ impl<N: Nic> Client<N> {
     }
 
     /// A place among the requests in flight.
-    async fn session(&self, attempt: &'static str) -> Result<Session<'_, N>, Error> {
+    pub(super) async fn session(&self, attempt: &'static str) -> Result<Session<'_, N>, Error> {
         let metadata = self.terms(attempt)?.metadata;
         let credit = self.credits.take().await;
         Ok(Session { client: self, credit, metadata, attempt, spent: Spent::default() })
@@ -141,7 +144,7 @@ impl<N: Nic> Client<N> {
 
     /// Asks the memory node's CPU to end the quarantines that there are, and waits for that; how many it has
     /// ended, and how many chunks are free.
-    async fn ring(&self, attempt: &str) -> Result<(u32, u32), Error> {
+    pub(super) async fn ring(&self, attempt: &str) -> Result<(u32, u32), Error> {
         let alone = self.alone.take().await;
         self.ring_alone(attempt, &alone).await
     }
@@ -195,7 +198,7 @@ impl<N: Nic> Client<N> {
             let mut word = [0];
             session.read(at, &mut word).await?;
             let capability = Capability::parse(word[0]);
-            let is_held = self.held.lock().get(&entry) == Some(&capability.main);
+            let is_held = self.held(entry, capability.main).is_some();
             if !is_held && !capability.is_quarantined() {
                 let given_up = Capability::quarantined(capability.main);
                 session.cas(at, word[0], given_up.to_word()).await?;
@@ -222,21 +225,39 @@ impl<N: Nic> Client<N> {
             let addr = data + block.chunk as u64 * shape.chunk_bytes;
             // One window for all lanes.
             let keys = &[key; MAX_GROUP][..self.lanes];
-            Ok(Some(Grant::new(addr, shape.block_bytes(order), entry, group, keys)))
+            let grant = Grant::new(addr, shape.block_bytes(order), entry, group, keys);
+            self.held.lock().insert(entry, capability);
+            Ok(Some(grant))
         };
         let granted: Result<Option<Grant>, Error> = granted.await;
         self.effort.add(&session.spent, matches!(granted, Ok(Some(_))));
-        match &granted {
-            Ok(Some(grant)) => _ = self.held.lock().insert(grant.entry, grant.keys()[0]),
-            Ok(None) => {}
-            Err(_) => self.in_doubt.store(true, Ordering::Release),
+        if granted.is_err() {
+            self.in_doubt.store(true, Ordering::Release);
         }
         granted
+    }
+
+    /// The capability of a block that was granted under `key`, as it was then.
+    pub(super) fn held(&self, entry: u32, key: Key) -> Option<Capability> {
+        self.held.lock().get(&entry).copied().filter(|held| held.main == key)
+    }
+
+    /// A block that was granted under `key` is given up.
+    pub(super) fn forget(&self, entry: u32, key: Key) {
+        let mut held = self.held.lock();
+        if held.get(&entry).is_some_and(|held| held.main == key) {
+            held.remove(&entry);
+        }
+    }
+
+    /// What there is to be taken, and who this compute node is there.
+    pub(super) fn map(&self, attempt: &'static str) -> Result<(&Map, User), Error> {
+        self.terms(attempt).map(|terms| (&terms.map, terms.user))
     }
 }
 
 /// A request in flight.
-struct Session<'a, N: Nic> {
+pub(super) struct Session<'a, N: Nic> {
     client: &'a Client<N>,
     credit: Credit<'a>,
     metadata: Remote,
@@ -351,28 +372,23 @@ impl<N: Nic> ClientScheme for Client<N> {
 
     async fn free(&self, grant: &Grant) -> Result<(), Error> {
         let attempt = "freeing a block";
-        let shape = self.terms(attempt)?.map.shape();
-        let not_yours = Error::NotYours { entry: grant.entry };
         let key = grant.keys().first().copied().unwrap_or_default();
-        let is_held = || self.held.lock().get(&grant.entry) == Some(&key);
-        if !is_held() {
-            return Err(not_yours);
+        if self.held(grant.entry, key).is_none() {
+            return Err(Error::NotYours { entry: grant.entry });
         }
-        let session = self.session(attempt).await?;
-        let (open, given_up) = (Capability::open(key), Capability::quarantined(key));
-        let at = shape.capability(grant.entry);
-        let found = session.cas(at, open.to_word(), given_up.to_word()).await;
-        if let Ok(found) = &found
-            && *found != open.to_word()
-        {
-            return Err(not_yours); // somebody else was faster
+        let freed = match self.release {
+            Release::Quarantined => self.give_up(attempt, (grant.entry, key)).await,
+            Release::AtOnce => self.free_at_once(attempt, (grant.entry, key)).await,
+        };
+        if freed.is_err() {
+            // Whether it was freed is open: then it will be.
+            self.forget(grant.entry, key);
+            self.in_doubt.store(true, Ordering::Release);
         }
-        if is_held() {
-            self.held.lock().remove(&grant.entry);
+        match freed? {
+            true => Ok(()),
+            false => Err(Error::NotYours { entry: grant.entry }), // somebody else was faster
         }
-        // Whether it was freed is open after an error: then it will be.
-        self.in_doubt.fetch_or(found.is_err(), Ordering::AcqRel);
-        found.map(drop)
     }
 
     fn management(&self) -> Vec<Qpn> {

@@ -14,11 +14,13 @@
 //! │ main key                             │ backup key                           │
 //! └──────────────────────────────────────┴──────────────────────────────────────┘
 //! free or granted: (key, 0)     quarantined: (0, the old key)
+//! in finemem-paper (key, backup key); (what was the backup key, 0) until there is another
 //! ```
 
 use fabric::Key;
 
 use super::header::{Record, Timestamp, User};
+use super::layout::{Block, SECTION_ORDER, SPAN_ORDER};
 
 /// Which header a record of the log came from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -73,6 +75,22 @@ impl FullLog {
             | (self.sections as u64) << SECTIONS_AT
     }
 
+    /// The bits that say whose a block is, and which: all but the timestamp.
+    pub const OWNERSHIP: u64 = !(0x7f << TIMESTAMP_AT);
+
+    /// What says that `user` has a block, at no time.
+    pub fn taken(user: User, block: Block) -> Self {
+        let (layer, timestamp) = (block.layer(), Timestamp::default());
+        let (size, sections) = match layer {
+            Layer::Span => (block.order, 0),
+            Layer::Section if block.order > SECTION_ORDER => {
+                (Record::PART, block.order - SECTION_ORDER)
+            }
+            Layer::Section => (block.order - SPAN_ORDER, 0),
+        };
+        Self { user, timestamp, size, sections, taken: true, layer }
+    }
+
     /// What a word says; bits beyond the fields are ignored.
     pub fn parse(word: u64) -> Self {
         let bits = |at: u32, count: u32| (word >> at) as u32 & ((1 << count) - 1);
@@ -105,6 +123,11 @@ impl Capability {
     /// A block that its owner has given up, and whose key may still open it.
     pub fn quarantined(key: Key) -> Self {
         Self { main: Key::default(), backup: key }
+    }
+
+    /// True for a block with a key and none to follow it.
+    pub fn lacks_backup(self) -> bool {
+        self.main != Key::default() && self.backup == Key::default()
     }
 
     /// True for a block in quarantine.

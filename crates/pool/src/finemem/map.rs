@@ -52,6 +52,19 @@ impl Map {
         Ok(Some((block, Capability::parse(word[0]))))
     }
 
+    /// Gives back a block of `user`. Nobody else may be giving it back.
+    pub async fn give_back<V: Verbs>(
+        &self,
+        verbs: &V,
+        block: Block,
+        user: User,
+    ) -> Result<(), V::Error> {
+        match self {
+            Self::Tree(tree) => tree.give_back(verbs, &[block], user).await,
+            Self::Array(array) => array.give_back(verbs, &[block]).await,
+        }
+    }
+
     /// What `user` has that begins in a section. It must not be at work any more.
     pub async fn taken_by<V: Verbs>(
         &self,

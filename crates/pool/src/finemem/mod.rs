@@ -14,11 +14,13 @@
 //! - [`header`], [`log`] and [`layout`] are the words, [`tree`] is what is done with them.
 //! - The metadata is opened to the management QP of each compute node by a type-2 window that is bound to
 //!   that QP. Who runs on a compute node and has access QPs only cannot reach it, whatever he guesses.
-//! - Windows over the blocks are of type 1, since nobody knows who will use one when it is bound: a key
-//!   is 8 bits of tag away from each compute node's access QPs (OneSidedMW §2.3), as in `rpc-mw-1`.
+//! - Windows over the blocks are of type 1, since nobody knows who will use one when it is bound. Where the NIC has
+//!   guarded windows, each asks the full log whose its block is; elsewhere a key is 8 bits of tag away from each
+//!   compute node's access QPs (OneSidedMW §2.3), as in `rpc-mw-1`.
 //! - A compute node is trusted with the metadata (FineMem §4.3): it is a service that allocates for the
 //!   applications there.
-//! - A block that is freed is given to nobody before its old key is dead and it is cleared.
+//! - A block that is freed is given to nobody before its old key is dead and it is cleared. Scheme `finemem-paper`
+//!   frees at once, as published; it is unsafe, and there to be compared with (`release`).
 
 pub mod array;
 mod audit;
@@ -32,6 +34,7 @@ pub mod log;
 mod map;
 mod node;
 mod peer;
+mod release;
 mod scan;
 mod table;
 pub mod tree;

@@ -14,6 +14,7 @@ use super::layout::Shape;
 use super::log::Capability;
 use super::map::Map;
 use super::peer::{Common, Leaving, Peer};
+use super::release::Release;
 use super::scan::{ReleaseTimes, Scan};
 use super::table::initial;
 use super::words::Words;
@@ -36,6 +37,7 @@ pub struct Node<N: Nic> {
     metadata: N::Mr,
     pub(super) words: Words,
     pub(super) keys: Keys<N>,
+    pub(super) release: Release,
     /// What is taken, as the memory node's CPU sees it.
     pub(super) map: Map,
     /// Bells of compute nodes.
@@ -70,16 +72,17 @@ impl<N: Nic> Node<N> {
         let (data, metadata_pd) = (nic.alloc_pd()?, nic.alloc_pd()?);
         let memory = nic.alloc_dma((shape.chunks as u64 * shape.chunk_bytes) as usize)?;
         let memory = nic.reg_mr(&data, &memory, Access::LOCAL_ALL)?;
-        let keys = Keys::new(nic, &data, &memory, shape)?;
+        let release = Release::of(settings.scheme);
         let words = Words(nic.alloc_dma(shape.words() as usize * 8)?);
         let map = Map::new(settings.scheme, shape, User::NOBODY);
         if let Map::Tree(_) = map {
             initial(shape, |at, word| words.store(at, word));
         }
-        for entry in 0..shape.entries() {
-            words.store(shape.capability(entry), Capability::open(keys.key(entry)).to_word());
-        }
         let metadata = nic.reg_mr(&metadata_pd, &words.0, Access::LOCAL_ALL)?;
+        let keys = Keys::new(nic, &data, (&memory, &metadata), shape, settings.scheme)?;
+        for entry in 0..shape.entries() {
+            words.store(shape.capability(entry), keys.capability(entry).to_word());
+        }
         let entries = settings.clients_max * 8 + CqEvents::<N>::MARGIN;
         let requests = nic.create_cq(CqAttr { entries, ignore_overrun: false })?;
         let events = Arc::new(CqEvents::new(nic, &metadata_pd, &requests)?);
@@ -93,6 +96,7 @@ impl<N: Nic> Node<N> {
             metadata,
             words,
             keys,
+            release,
             map,
             requests,
             events,
@@ -147,6 +151,13 @@ impl<N: Nic> Node<N> {
         self.map.free_chunks(|at| self.words.load(at))
     }
 
+    /// Blocks that were freed at once and have no backup key yet.
+    fn lacking_blocks(&self) -> u64 {
+        let word = |entry| self.words.load(self.shape.capability(entry));
+        let lacks = |entry: &u32| Capability::parse(word(*entry)).lacks_backup();
+        (0..self.shape.entries()).filter(lacks).count() as u64
+    }
+
     /// Blocks that are in quarantine, and all that are taken, those among them.
     fn taken_blocks(&self) -> (u64, u64) {
         let word = |at| self.words.load(at);
@@ -174,6 +185,7 @@ impl<N: Nic> NodeScheme for Node<N> {
             metadata_pd: &self.metadata_pd,
             metadata: &self.metadata,
             requests: &self.requests,
+            guarded: super::keys::are_guarded(&self.nic, self.settings.scheme),
         };
         let peer = Peer::new(&common, user, request)?;
         let settings = &self.settings;
@@ -272,6 +284,10 @@ impl<N: Nic> NodeScheme for Node<N> {
 
     fn status(&mut self) -> Result<NodeStatus, Error> {
         let (quarantined, taken) = self.taken_blocks();
+        let lacking = match self.release {
+            Release::Quarantined => 0,
+            Release::AtOnce => self.lacking_blocks(),
+        };
         let leaving = self.peers.values().filter(|p| p.leaving.is_some()).count() as u64;
         let scan = &self.scan;
         Ok(NodeStatus {
@@ -281,8 +297,8 @@ impl<N: Nic> NodeScheme for Node<N> {
             free: self.free_chunks(),
             clients: self.peers.len() as u64 - leaving,
             leaving,
-            allocations_nic: scan.released + taken,
-            frees_nic: scan.released + quarantined - scan.reclaimed,
+            allocations_nic: scan.released + scan.regenerated + lacking + taken,
+            frees_nic: scan.released + scan.regenerated + lacking + quarantined - scan.reclaimed,
             frees_cpu: scan.reclaimed,
             ..NodeStatus::default()
         })
@@ -302,7 +318,7 @@ impl<N: Nic> Node<N> {
             return Ok(false);
         }
         let began = self.nic.now();
-        let Self { peers, words, map, scan, shape, keys, .. } = self;
+        let Self { peers, words, map, scan, shape, .. } = self;
         let mut any = false;
         let mut gone = Vec::new();
         for (client, peer) in peers.iter_mut() {
@@ -310,12 +326,12 @@ impl<N: Nic> Node<N> {
                 None => continue,
                 Some(Leaving::Sections(section)) if section < shape.sections() => {
                     for block in super::words::now(map.taken_by(words, peer.user, section)) {
-                        let entry = shape.entry(block);
-                        let key = keys.key(entry);
-                        let (open, shut) = (Capability::open(key), Capability::quarantined(key));
+                        let at = shape.capability(shape.entry(block));
+                        let word = words.load(at);
+                        let open = Capability::parse(word);
                         // It may have been freed in its last moment.
-                        let at = shape.capability(entry);
-                        if words.swap(at, open.to_word(), shut.to_word()) == open.to_word() {
+                        let shut = Capability::quarantined(open.main).to_word();
+                        if !open.is_quarantined() && words.swap(at, word, shut) == word {
                             scan.reclaimed += 1;
                         }
                     }

@@ -57,6 +57,8 @@ pub(super) struct Common<'a, N: Nic> {
     pub metadata: &'a N::Mr,
     /// Bells ring here.
     pub requests: &'a N::Cq,
+    /// The windows of blocks ask whose QP it is.
+    pub guarded: bool,
 }
 
 impl<N: Nic> Peer<N> {
@@ -91,6 +93,9 @@ impl<N: Nic> Peer<N> {
                 access: Access::REMOTE_ALL,
             };
             let (qp, peer) = (nic.create_qp(common.data, attr)?, request.peer(*peer));
+            if common.guarded {
+                qp.modify(QpChange::Tag { tag: user.raw() as u64 })?;
+            }
             qp.connect(peer)?;
             Ok((qp, peer))
         };

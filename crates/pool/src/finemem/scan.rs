@@ -1,9 +1,13 @@
 //! The end of a quarantine: the only work of the memory node's CPU for a free.
 //!
 //! ```text
-//! scan of the capability table ─> quarantined blocks ─> one rebind each: the old key is dead
-//!   ─> the blocks are cleared ─> their new keys are in the table ─> one CAS for all of a span: they are free
+//! scan of the capability table ─> quarantined blocks ─> their logs say that nobody has them: a NIC that asks these
+//!   admits nobody ─> one rebind each: the old key is dead ─> the blocks are cleared ─> their new keys are in the
+//!   table ─> one CAS for all of a span: they are free
 //! ```
+//!
+//! In scheme `finemem-paper` a block that was freed is free already, and lacks a backup key: the window of its old key is
+//! rebound for one (FineMem §4.3, regeneration).
 //!
 //! A scan begins from time to time, since a free is a CAS that wakes nobody: after [`EVERY_MAX`] if there is
 //! nothing to do (FineMem §6.2), sooner while there is. Who finds no memory asks for one: a *bell*, a SEND
@@ -12,14 +16,16 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use fabric::{Completion, CompletionKind, CompletionQueue, MemoryRegion, Nic, QueuePair, Status};
+use fabric::{
+    Completion, CompletionKind, CompletionQueue, Key, MemoryRegion, Nic, QueuePair, Status,
+};
 
 use super::header::{CHUNKS, User};
-use super::keys;
 use super::layout::{Block, SECTION};
 use super::log::{Capability, FullLog, Layer};
 use super::map::Map;
 use super::node::Node;
+use super::release::Release;
 use super::words::now;
 use crate::Error;
 
@@ -27,6 +33,8 @@ use crate::Error;
 const EVERY_MIN: Duration = Duration::from_millis(2);
 /// Between two scans, when they have not for a while.
 const EVERY_MAX: Duration = Duration::from_millis(100);
+/// Blocks that one turn sees to.
+const FOUND_MAX: usize = super::keys::BATCH;
 /// Entries that one turn looks at.
 const PIECE: u32 = 1 << 15;
 /// Bytes that one turn clears: about a millisecond of a slow CPU.
@@ -43,6 +51,10 @@ pub struct ReleaseTimes {
     pub clearing: Duration,
     /// New keys into the table, headers and logs: the blocks are free.
     pub freeing: Duration,
+    /// Looking at the capability table for what was freed.
+    pub looking: Duration,
+    /// Entries of it that were looked at.
+    pub entries: u64,
 }
 
 /// How far the scan is.
@@ -60,6 +72,8 @@ pub(super) struct Scan {
     pub begun: u64,
     /// Blocks whose quarantine has ended.
     pub released: u64,
+    /// Backup keys that were made in place of used ones.
+    pub regenerated: u64,
     /// Those of them that their owners left behind.
     pub reclaimed: u64,
     /// One is to begin as soon as none is under way.
@@ -152,20 +166,28 @@ impl<N: Nic> Node<N> {
             scan.begun += 1;
         }
         let from = scan.at.unwrap_or(0);
-        let mut found = Vec::new();
+        let (mut found, mut lacking) = (Vec::new(), Vec::new());
         let end = self.shape.entries().min(from + PIECE);
+        let at_once = self.release == Release::AtOnce;
         let mut next = from;
-        while next < end && found.len() < keys::BATCH {
+        while next < end && found.len() + lacking.len() < FOUND_MAX {
             let word = self.words.load(self.shape.capability(next));
-            if Capability::parse(word).is_quarantined() {
+            let capability = Capability::parse(word);
+            if capability.is_quarantined() {
                 found.push(next);
+            } else if at_once && capability.lacks_backup() {
+                lacking.push(next);
             }
             next += 1;
         }
-        self.scan.found += found.len() as u64;
+        let looked = self.nic.now();
+        self.scan.times.entries += (next - from) as u64;
+        self.scan.times.looking += looked.saturating_sub(time);
+        self.scan.found += (found.len() + lacking.len()) as u64;
         self.scan.at = Some(next);
-        let any = !found.is_empty();
+        let any = !found.is_empty() || !lacking.is_empty();
         self.release(found)?;
+        self.regenerate(&lacking)?;
         self.end_if_over(time);
         Ok(any || self.scan.at.is_some())
     }
@@ -201,8 +223,18 @@ impl<N: Nic> Node<N> {
             return Ok(());
         }
         let began = self.nic.now();
-        self.keys.renew(&entries)?;
+        if let Map::Tree(tree) = &self.map {
+            for block in entries.iter().filter_map(|entry| self.shape.block(*entry)) {
+                now(tree.withdraw(&self.words, block));
+            }
+        }
+        let windows: Vec<u32> = entries.iter().flat_map(|e| self.keys.windows(*e)).collect();
+        self.keys.renew(&windows)?;
         self.scan.times.rebinding += self.nic.now().saturating_sub(began);
+        if self.release == Release::AtOnce {
+            self.set_free(&entries);
+            return Ok(());
+        }
         self.scan.releasing = Some(Releasing { entries, at: (0, 0) });
         self.clear_some();
         Ok(())
@@ -235,13 +267,13 @@ impl<N: Nic> Node<N> {
         self.scan.times.freeing += self.nic.now().saturating_sub(cleared);
     }
 
-    /// Puts new keys into the table, and says in headers and logs that blocks are free.
+    /// Puts new keys into the table, and says in headers that blocks are free.
     fn set_free(&mut self, entries: &[u32]) {
         let mut by_header: BTreeMap<(bool, u32), Vec<Block>> = BTreeMap::new();
         for &entry in entries {
             let block = self.shape.block(entry).expect("an entry of the table");
-            let open = Capability::open(self.keys.key(entry));
-            self.words.store(self.shape.capability(entry), open.to_word());
+            let keys = self.keys.capability(entry);
+            self.words.store(self.shape.capability(entry), keys.to_word());
             let header = match block.layer() {
                 Layer::Span => (false, block.chunk / CHUNKS),
                 Layer::Section => (true, block.chunk / SECTION),
@@ -254,23 +286,37 @@ impl<N: Nic> Node<N> {
         self.scan.released += entries.len() as u64;
     }
 
-    /// Clears the bits of blocks of one header, with one CAS, and says so in their logs.
+    /// Clears the bits of blocks of one header, with one CAS. Their logs say that already.
     fn give_back(&mut self, blocks: &[Block]) {
         let tree = match &self.map {
             Map::Tree(tree) => tree,
             Map::Array(array) => return now(array.give_back(&self.words, blocks)),
         };
-        let Some((last, others)) = blocks.split_last() else { return };
-        let log = |block: &Block| self.words.load(self.shape.log(block.chunk));
-        let owner: User = FullLog::parse(log(last)).user;
-        let before: Vec<u64> = others.iter().map(log).collect();
+        let Some(last) = blocks.last() else { return };
+        let owner: User = FullLog::parse(self.words.load(self.shape.log(last.chunk))).user;
         now(tree.give_back(&self.words, blocks, owner));
-        // The header's log names the last one only. If one of the others has a new owner by now, its log is
-        // another one, or will be.
-        for (block, before) in others.iter().zip(before) {
-            let log = FullLog::parse(before);
-            let free = FullLog { taken: false, timestamp: log.timestamp.next(), ..log };
-            self.words.swap(self.shape.log(block.chunk), before, free.to_word());
+    }
+
+    /// Gives blocks that were freed at once a new backup key, in place of the key that their last owner had: it is
+    /// dead from here on.
+    fn regenerate(&mut self, entries: &[u32]) -> Result<(), Error> {
+        let main = |entry| Capability::parse(self.words.load(self.shape.capability(entry))).main;
+        let of = |entry: &u32| Some((*entry, self.keys.other_than(*entry, main(*entry))?));
+        let (entries, windows): (Vec<u32>, Vec<u32>) = entries.iter().filter_map(of).unzip();
+        let began = self.nic.now();
+        self.keys.renew(&windows)?;
+        self.scan.times.rebinding += self.nic.now().saturating_sub(began);
+        self.scan.regenerated += windows.len() as u64;
+        for (entry, window) in entries.into_iter().zip(windows) {
+            let at = self.shape.capability(entry);
+            let word = self.words.load(at);
+            let main = Capability::parse(word).main;
+            // It may have been given up meanwhile; the scan comes by again.
+            if Capability::open(main).to_word() == word && main != Key::default() {
+                let both = Capability { main, backup: self.keys.key(window) };
+                self.words.swap(at, word, both.to_word());
+            }
         }
+        Ok(())
     }
 }

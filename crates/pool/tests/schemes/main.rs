@@ -76,9 +76,14 @@ impl Setup {
         matches!(self.how.scheme, SchemeKind::OneSidedMw | SchemeKind::RpcMw2)
     }
 
-    /// True if a key is for one compute node: not with type-1 windows (OneSidedMW §2.3).
+    /// True if a key is for one compute node: not with type-1 windows that nothing guards (OneSidedMW §2.3).
     fn keys_are_for_one_client(&self) -> bool {
-        !self.how.scheme.has_type1_windows()
+        !self.how.scheme.has_type1_windows() || self.how.scheme.is_guarded()
+    }
+
+    /// True if a chunk is cleared before it has another owner.
+    fn clears(&self) -> bool {
+        self.how.scheme.releases()
     }
 
     /// True if a chunk's keys are dead when its free returns: with type-1 windows they are when somebody
@@ -99,6 +104,7 @@ scheme!(rpc_mw_1, crate::How::by(pool::SchemeKind::RpcMw1));
 scheme!(fine_mr, crate::How::by(pool::SchemeKind::FineMr));
 scheme!(static_mr, crate::How::by(pool::SchemeKind::StaticMr));
 scheme!(finemem, crate::How::by(pool::SchemeKind::FineMem));
+scheme!(finemem_paper, crate::How::by(pool::SchemeKind::FineMemPaper));
 scheme!(premmap_onesided, crate::How::by(pool::SchemeKind::PremmapOneSided));
 scheme!(premmap_rpc, crate::How::by(pool::SchemeKind::PremmapRpc));
 scheme!(ondemand_rpc, crate::How::by(pool::SchemeKind::OnDemandRpc));

@@ -128,6 +128,7 @@ impl Engine {
                 self.core.schedule(qpn);
             }
             QpChange::Access { access } => self.core.qp_mut(qpn).access = access,
+            QpChange::Tag { tag } => self.core.qp_mut(qpn).tag = tag,
         }
         Ok(())
     }

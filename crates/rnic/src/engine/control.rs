@@ -11,7 +11,7 @@ use crate::ids::{Access, Cqn, FunctionId, Key, Pdn, Qpn, Srqn};
 use crate::memory::DmaMemory;
 use crate::qp::{Peer, Qp};
 use crate::queue::{CompletionQueue, RecvQueue, SendQueue};
-use crate::verbs::{CqSpec, FunctionLimits, MwKind, QpSpec, QpState, Recv, RecvSpec};
+use crate::verbs::{CqSpec, FunctionLimits, GuardSpec, MwKind, QpSpec, QpState, Recv, RecvSpec};
 use std::collections::HashSet;
 
 impl Engine {
@@ -136,6 +136,22 @@ impl Engine {
         Ok(key)
     }
 
+    /// Makes a type-1 window, free, that is used only through QPs whose tag fits a word of memory: see
+    /// [`GuardSpec`]. The word's region cannot end or change before the window does.
+    pub fn alloc_guarded_mw(
+        &mut self,
+        f: FunctionId,
+        pd: Pdn,
+        guard: &GuardSpec,
+    ) -> Result<Key, Error> {
+        self.core.pd(f, pd)?;
+        let function = self.core.function(f)?;
+        admit("keys of the function", function.used.keys, function.limits.keys)?;
+        let key = self.core.keys.allocate_guarded(f, pd, guard)?;
+        self.core.key_made(f, pd, key);
+        Ok(key)
+    }
+
     /// Ends a window, bound or free. Only the index of `key` counts: its tag has changed with every
     /// bind.
     pub fn dealloc_mw(&mut self, f: FunctionId, key: Key) -> Result<(), Error> {
@@ -245,6 +261,7 @@ impl Engine {
                 pd: spec.pd,
                 privileged: spec.privileged,
                 access: spec.access,
+                tag: 0,
                 state: QpState::Reset,
                 peer: Peer::None,
                 send,

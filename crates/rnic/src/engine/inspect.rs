@@ -4,6 +4,7 @@
 
 use super::Core;
 use crate::ids::{Access, FunctionId, Key, Qpn};
+use crate::protection::Opening;
 use crate::qp::Peer;
 use crate::queue::Fetched;
 use crate::verbs::QpState;
@@ -35,7 +36,7 @@ pub struct Reach {
     pub responder: Qpn,
     /// The key, with its current tag.
     pub key: Key,
-    /// Every QP of the key's PD may use it: it is no type-2 window's.
+    /// Every QP of the key's PD may use it, if its guard admits that: it is no type-2 window's.
     pub open: bool,
     /// What it opens: first address.
     pub start: u64,
@@ -84,7 +85,9 @@ impl Core {
             if !qp.responds() || asks.peer != Peer::Local(Qpn::new(number)) {
                 continue;
             }
-            let fits = keys.iter().filter(|k| k.pd == qp.pd && (k.open || k.qpn == qp.qpn));
+            let guard = |k: &Opening| self.keys.guard_admits(k.key.index(), qp.tag);
+            let fits =
+                keys.iter().filter(|k| k.pd == qp.pd && (k.open && guard(k) || k.qpn == qp.qpn));
             into.extend(fits.filter_map(|k| {
                 let access = Access(k.access.0 & qp.access.0 & Access::REMOTE_ALL.0);
                 (access != Access::NONE).then_some(Reach {

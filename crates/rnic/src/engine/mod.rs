@@ -170,6 +170,7 @@ impl Engine {
             managed_queues: true,
             mw_type2: true,
             mw_type1: true,
+            mw_guarded: true,
             send_blocks_max: SEND_BLOCKS_MAX,
             recv_entries_max: RECV_ENTRIES_MAX,
             recv_entries_wide_max: RECV_ENTRIES_WIDE_MAX,

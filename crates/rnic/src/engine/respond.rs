@@ -8,7 +8,7 @@ use super::execute::{Fault, Requester};
 use crate::cqe::{self, Cqe, Syndrome};
 use crate::dma::{Span, copy_lists};
 use crate::ids::{Access, Cqn, Key, Pdn, Qpn};
-use crate::protection::{Executor, Refusal};
+use crate::protection::{Executor, Refusal, Through};
 use crate::qp::{Peer, Qp};
 use crate::queue::Waiting;
 use crate::wqe::{INVALID_LKEY, SEGMENT, Sge};
@@ -18,6 +18,7 @@ use crate::wqe::{INVALID_LKEY, SEGMENT, Sge};
 pub(super) struct Responder {
     pub qpn: Qpn,
     pd: Pdn,
+    tag: u64,
     access: Access,
     pub recv: Option<u32>,
     pub recv_shared: bool,
@@ -59,6 +60,7 @@ impl Responder {
         Responder {
             qpn: qp.qpn,
             pd: qp.pd,
+            tag: qp.tag,
             access: qp.access,
             recv: qp.recv,
             recv_shared: qp.recv_shared,
@@ -119,7 +121,8 @@ impl Core {
         if !to.access.allows(need) {
             return Err(Refusal::Rights);
         }
-        self.keys.remote(at.rkey, at.addr, len, need, to.pd, to.qpn)
+        let by = Through { qpn: to.qpn, pd: to.pd, tag: to.tag };
+        self.keys.remote(at.rkey, at.addr, len, need, by)
     }
 
     /// Puts the responder into Error; gives what the requester hears. Why exactly is not told to it.

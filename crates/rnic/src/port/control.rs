@@ -10,12 +10,15 @@ use crate::error::Error;
 use crate::ids::{Access, Cqn, FunctionId, Key, KeyIndex, Pdn, Qpn, Srqn};
 use crate::memory::DmaMemory;
 use crate::verbs::{
-    AsyncEvent, CqSpec, DeviceInfo, KeyInfo, MwKind, QpChange, QpInfo, QpSpec, Recv, RecvSpec,
-    RegionChange, SendSpec, SrqInfo,
+    AsyncEvent, CqSpec, DeviceInfo, GuardSpec, KeyInfo, MwKind, QpChange, QpInfo, QpSpec, Recv,
+    RecvSpec, RegionChange, SendSpec, SrqInfo,
 };
 
 /// The most windows that one [`Verb::AllocMws`] allocates: their keys fit one message.
 pub const MWS_MAX: u32 = 1024;
+
+/// The most windows that one [`Verb::AllocGuardedMws`] allocates: what guards them fits one message.
+pub const GUARDED_MWS_MAX: u32 = 512;
 
 /// The most events that one [`Verb::TakeEvents`] takes: they fit one message.
 pub const EVENTS_MAX: usize = 256;
@@ -71,6 +74,17 @@ pub enum Verb<M> {
         kind: MwKind,
         /// How many, at most [`MWS_MAX`].
         count: u32,
+    },
+    /// Allocates guarded type-1 windows: [`Reply::Keys`].
+    AllocGuardedMws {
+        /// Their protection domain.
+        pd: Pdn,
+        /// The region that their words lie in.
+        region: Key,
+        /// The bits of the words that count.
+        mask: u64,
+        /// Address and value of each window's word, at most [`GUARDED_MWS_MAX`].
+        words: Vec<(u64, u64)>,
     },
     /// Frees a window.
     DeallocMw {
@@ -294,6 +308,9 @@ impl Verb<DmaMemory> {
             Verb::AllocMws { pd, kind, count } => {
                 alloc_mws(engine, f, pd, kind, count).map(Reply::Keys)
             }
+            Verb::AllocGuardedMws { pd, region, mask, words } => {
+                alloc_guarded_mws(engine, f, pd, (region, mask), &words).map(Reply::Keys)
+            }
             Verb::DeallocMw { key } => engine.dealloc_mw(f, key).map(done),
             Verb::QueryKey { index } => engine.query_key(f, index).map(Reply::KeyInfo),
             Verb::CreateCq { ring, entries, record, ignore_overrun } => engine
@@ -330,9 +347,37 @@ fn alloc_mws(
         let must = "at most 1024";
         return Err(Error::Argument { what: "the number of windows", value: count as u64, must });
     }
-    let mut keys = Vec::with_capacity(count as usize);
-    for _ in 0..count {
-        match engine.alloc_mw(f, pd, kind) {
+    all_or_none(engine, f, count as usize, |engine, _| engine.alloc_mw(f, pd, kind))
+}
+
+/// All of them or none.
+fn alloc_guarded_mws(
+    engine: &mut Engine,
+    f: FunctionId,
+    pd: Pdn,
+    (region, mask): (Key, u64),
+    words: &[(u64, u64)],
+) -> Result<Vec<Key>, Error> {
+    let count = words.len();
+    if count > GUARDED_MWS_MAX as usize {
+        let must = "at most 512";
+        return Err(Error::Argument { what: "the number of windows", value: count as u64, must });
+    }
+    all_or_none(engine, f, count, |engine, i| {
+        let (addr, value) = words[i];
+        engine.alloc_guarded_mw(f, pd, &GuardSpec { region, addr, value, mask })
+    })
+}
+
+fn all_or_none(
+    engine: &mut Engine,
+    f: FunctionId,
+    count: usize,
+    make: impl Fn(&mut Engine, usize) -> Result<Key, Error>,
+) -> Result<Vec<Key>, Error> {
+    let mut keys = Vec::with_capacity(count);
+    for i in 0..count {
+        match make(engine, i) {
             Ok(key) => keys.push(key),
             Err(e) => {
                 for key in keys {
@@ -395,6 +440,9 @@ impl<M> Verb<M> {
             }
             Verb::DeregMr { key } => Verb::DeregMr { key },
             Verb::AllocMws { pd, kind, count } => Verb::AllocMws { pd, kind, count },
+            Verb::AllocGuardedMws { pd, region, mask, words } => {
+                Verb::AllocGuardedMws { pd, region, mask, words }
+            }
             Verb::DeallocMw { key } => Verb::DeallocMw { key },
             Verb::QueryKey { index } => Verb::QueryKey { index },
             Verb::CreateCq { ring, entries, record, ignore_overrun } => {

@@ -52,6 +52,7 @@ impl Case {
         Self::of(SchemeKind::StaticMr),
         Self::of(SchemeKind::Odrp),
         Self::of(SchemeKind::FineMem),
+        Self::of(SchemeKind::FineMemPaper),
         Self::of(SchemeKind::PremmapOneSided),
         Self::of(SchemeKind::PremmapRpc),
         Self::of(SchemeKind::OnDemandRpc),
@@ -86,9 +87,11 @@ impl Case {
         self.scheme.is_by_cas()
     }
 
-    /// Windows are bound before anybody has what they open: whose each is, is judged by who uses it.
+    /// Windows are bound before anybody has what they open, and open to whoever has the key: whose each is, is judged by
+    /// who uses it.
     pub(super) fn is_bound_ahead(&self) -> bool {
-        self.is_trusting() || self.scheme == SchemeKind::PremmapRpc
+        let ahead = self.is_trusting() || self.scheme == SchemeKind::PremmapRpc;
+        ahead && !self.scheme.is_guarded()
     }
 
     /// Access is by pages, whose places their users never learn.

@@ -163,7 +163,10 @@ impl Honest {
         for result in fiber::block_on(all(asks, told)) {
             match result {
                 Ok(grant) => {
-                    let bytes = vec![0; grant.len as usize];
+                    let bytes = match self.cx.case.scheme.releases() {
+                        true => vec![0; grant.len as usize],
+                        false => self.cx.tell(|o| o.contents(grant.entry)),
+                    };
                     self.held.push(Held { grant, bytes, doubt: None });
                     let last = self.held.len() - 1;
                     if self.random.below(2) == 0 {

@@ -37,6 +37,7 @@ mod give_back;
 mod recover;
 #[cfg(test)]
 mod tests;
+mod withdraw;
 
 pub use allocate::Taken;
 pub(super) use flush::pending;

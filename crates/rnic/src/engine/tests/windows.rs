@@ -9,22 +9,22 @@ use crate::wqe::umr::{self, Umr, UmrFlags};
 use crate::wqe::{Builder, Remote, Sge};
 
 /// A region with a window, and two QPs of one PD: `a` may bind to others if `privileged`.
-struct Windows {
-    bed: Bed,
-    a: TestQp,
-    pd: Pdn,
-    mr: Mr,
-    mw: Key,
+pub(super) struct Windows {
+    pub bed: Bed,
+    pub a: TestQp,
+    pub pd: Pdn,
+    pub mr: Mr,
+    pub mw: Key,
     /// The peer of `a`: what comes from it is remote access to `a`'s PD.
-    peer: TestQp,
-    scratch: Mr,
+    pub peer: TestQp,
+    pub scratch: Mr,
 }
 
 fn windows(privileged: bool) -> Windows {
     windows_of(MwKind::Type2, privileged)
 }
 
-fn windows_of(kind: MwKind, privileged: bool) -> Windows {
+pub(super) fn windows_of(kind: MwKind, privileged: bool) -> Windows {
     let mut bed = Bed::new();
     let (pd, peer_pd) = (bed.pd(PF), bed.pd(PF));
     let mut shape = bed.shape(PF, pd);
@@ -40,7 +40,7 @@ fn windows_of(kind: MwKind, privileged: bool) -> Windows {
 }
 
 impl Windows {
-    fn start(&self) -> u64 {
+    pub fn start(&self) -> u64 {
         self.mr.mem.addr() + 4096
     }
 
@@ -54,11 +54,11 @@ impl Windows {
         self.bed.e.query_key(PF, self.mw.index()).unwrap()
     }
 
-    fn key(&self) -> Key {
+    pub fn key(&self) -> Key {
         Key::new(self.mw.index(), self.info().tag)
     }
 
-    fn umr(&mut self, umr: &Umr) {
+    pub fn umr(&mut self, umr: &Umr) {
         let cqe = self.bed.execute(&mut self.a, |w| _ = w.umr(umr));
         assert_eq!(cqe.error, None, "{umr:?}");
     }
@@ -75,7 +75,7 @@ impl Windows {
         self.recover();
     }
 
-    fn recover(&mut self) {
+    pub fn recover(&mut self) {
         for q in [&mut self.a, &mut self.peer] {
             self.bed.e.modify_qp(PF, q.qpn, crate::verbs::QpChange::Reset).unwrap();
             q.producer = 0;
@@ -85,7 +85,7 @@ impl Windows {
     }
 
     /// Whether the peer can READ one byte through `key` at `addr`.
-    fn reads(&mut self, key: Key, addr: u64) -> bool {
+    pub fn reads(&mut self, key: Key, addr: u64) -> bool {
         let to = self.scratch.sge(0, 1);
         let from = Remote { addr, rkey: key };
         let cqe = self.bed.execute(&mut self.peer, |w| _ = w.rdma_read(from, &[to]));

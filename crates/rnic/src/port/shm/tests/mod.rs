@@ -274,6 +274,13 @@ fn no_numbers_do_harm() {
                     memory: Some((span(b), u64::MAX - 5)),
                     access: Some(Access(255)),
                 },
+                Verb::ModifyQp { qpn: a.into(), change: QpChange::Tag { tag: b as u64 } },
+                Verb::AllocGuardedMws {
+                    pd: b.into(),
+                    region: Key(a),
+                    mask: b as u64,
+                    words: vec![(a as u64, 0), (u64::MAX - b as u64, b as u64)],
+                },
                 Verb::ModifySrq { srqn: a.into(), limit: b },
                 Verb::QuerySrq { srqn: a.into() },
                 Verb::QueryDevice,
