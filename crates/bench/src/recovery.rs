@@ -120,6 +120,8 @@ pub fn recovery(chunks: u64, chunk_bytes: u64) -> Result<Recovery, Error> {
         rebinding: now.rebinding - before.rebinding,
         clearing: now.clearing - before.clearing,
         freeing: now.freeing - before.freeing,
+        looking: now.looking - before.looking,
+        entries: now.entries - before.entries,
     };
     Ok(Recovery { entries: chunks, total, longest_turn, times })
 }

@@ -187,3 +187,13 @@ fn as_published_keys_are_guessed_and_late_ones_work() {
     assert!(worked, "the scan was faster a hundred times");
     check_whole(&victim, 1);
 }
+
+/// A pool with more blocks than the NIC has windows does not start, and says what to do.
+#[test]
+fn too_many_blocks_for_the_nic_are_refused_at_the_start() {
+    for (scheme, chunks) in [(SchemeKind::FineMem, 9 << 20), (SchemeKind::FineMemPaper, 5 << 20)] {
+        let refused = Pool::embedded(Settings { scheme, ..settings(chunks) }).err().unwrap();
+        let says = refused.to_string();
+        assert!(says.contains("memory windows") && says.contains("larger chunks"), "{says}");
+    }
+}

@@ -27,7 +27,15 @@ struct Bench {
     window: Key,
     received: u32,
     limit: u16,
+    peer: Qpn,
+    peer_pd: rnic::ids::Pdn,
+    /// Words that guard windows.
+    words: (DmaMemory, Key),
+    /// A QP of the peer's PD that binds: its number, its ring, and where its next WQE goes.
+    binder: (Qpn, DmaMemory, u16),
 }
+
+const BINDER_BLOCKS: u32 = 64;
 
 fn memory(len: usize) -> DmaMemory {
     DmaMemory::anonymous(len).expect("memory for the benchmark")
@@ -87,7 +95,34 @@ impl Bench {
                 e.modify_qp(PF, q, c).unwrap();
             }
         }
-        Self { e, ring, record, qpn, a, b, window, received: 0, limit: 0 }
+        let bind_ring = memory(BINDER_BLOCKS as usize * 64);
+        let send = SendSpec { ring: bind_ring.clone(), blocks: BINDER_BLOCKS, managed: true };
+        let binder = e.create_qp(PF, qp(pb, Some(send), Recv::None)).unwrap();
+        for c in [
+            QpChange::Init,
+            QpChange::ReadyToReceive { peer: binder.into() },
+            QpChange::ReadyToSend,
+        ] {
+            e.modify_qp(PF, binder, c).unwrap();
+        }
+        let words_pd = e.alloc_pd(PF).unwrap();
+        let words = memory(SPAN);
+        let key = e.reg_mr(PF, words_pd, words.clone(), words.addr(), all).unwrap();
+        Self {
+            e,
+            ring,
+            record,
+            qpn,
+            a,
+            b,
+            window,
+            received: 0,
+            limit: 0,
+            peer,
+            peer_pd: pb,
+            words: (words, key),
+            binder: (binder, bind_ring, 0),
+        }
     }
 
     /// Fills the ring with what `fill` builds for place `i`; gives the WQEs of a lap.
@@ -134,6 +169,72 @@ impl Bench {
         println!("{name:<28} {:>8.1} {:>8.1} {:>8.1}", at(0.5), at(0.25), at(0.75));
     }
 
+    /// Binds `count` type-1 windows of 64 bytes in the peer's PD, each guarded by a word of its own if they are
+    /// `guarded`; their keys.
+    fn windows(&mut self, count: usize, guarded: bool) -> Vec<Key> {
+        const TAG: u64 = 5;
+        let (words, region) = self.words.clone();
+        let spec = |i: usize| GuardSpec {
+            region,
+            addr: words.addr() + 8 * i as u64,
+            value: 1 << 24,
+            mask: !(0x7f << 14),
+        };
+        self.e.modify_qp(PF, self.peer, QpChange::Tag { tag: TAG }).unwrap();
+        let mut keys = Vec::new();
+        for i in 0..count {
+            words.store_be64(8 * i, 1 << 24 | 3 << 14 | TAG);
+            let window = match guarded {
+                true => self.e.alloc_guarded_mw(PF, self.peer_pd, &spec(i)).unwrap(),
+                false => self.e.alloc_mw(PF, self.peer_pd, MwKind::Type1).unwrap(),
+            };
+            let tag = window.tag().wrapping_add(1);
+            let start = self.b.0.addr() + 64 * i as u64;
+            let umr = Umr::bind_type1(window, tag, Access::REMOTE_ALL, self.b.1, start, 64);
+            let mut b = Builder::new(self.binder.0, self.binder.2);
+            b.umr(&umr);
+            let at = (self.binder.2 as u32 % BINDER_BLOCKS) as usize * 64;
+            self.binder.1.write(at, b.bytes());
+            self.binder.2 = self.binder.2.wrapping_add(b.blocks() as u16 + 1);
+            self.binder.1.write((at + 192) % (BINDER_BLOCKS as usize * 64), &{
+                let mut nop = Builder::new(self.binder.0, self.binder.2.wrapping_sub(1));
+                nop.nop();
+                nop.bytes().to_vec()
+            });
+            self.e.enable_send(PF, self.binder.0, self.binder.2).unwrap();
+            while self.e.poll(0, 64) > 0 {}
+            keys.push(Key::new(window.index(), tag));
+        }
+        keys
+    }
+
+    /// READs of 64 B under two sets of keys, by turns: medians of both, and of the ratios of neighbours.
+    fn compare(&mut self, name: &str, rounds: usize, keys: [&[Key]; 2]) {
+        let mut ns: [Vec<f64>; 2] = [Vec::new(), Vec::new()];
+        for round in 0..2 * rounds {
+            let keys = keys[round % 2];
+            let n = self.write(|b, w, i| {
+                let at = i % keys.len();
+                let from = Remote { addr: b.b.0.addr() + 64 * at as u64, rkey: keys[at] };
+                w.rdma_read(from, &[b.here(64 * at, 64)]);
+            });
+            self.lap(0); // with what this lap needs near
+            let t = Instant::now();
+            (0..10).for_each(|_| self.lap(0));
+            ns[round % 2].push(t.elapsed().as_nanos() as f64 / (10 * n) as f64);
+        }
+        let state = self.e.query_qp(PF, self.qpn).unwrap().state;
+        assert_eq!(state, QpState::ReadyToSend, "{name} failed");
+        let mut ratios: Vec<f64> = ns[1].iter().zip(&ns[0]).map(|(b, a)| b / a).collect();
+        let at = |v: &mut Vec<f64>, q: f64| {
+            v.sort_by(f64::total_cmp);
+            v[((v.len() - 1) as f64 * q) as usize]
+        };
+        let (plain, guarded) = (at(&mut ns[0], 0.5), at(&mut ns[1], 0.5));
+        let [low, mid, high] = [0.25, 0.5, 0.75].map(|q| at(&mut ratios, q));
+        println!("{name:<28} {plain:>8.1} {guarded:>8.1}   ratio {mid:.3} ({low:.3} to {high:.3})");
+    }
+
     fn here(&self, at: usize, len: u32) -> Sge {
         Sge { addr: self.a.0.addr() + at as u64, len, lkey: self.a.1 }
     }
@@ -177,6 +278,11 @@ fn main() {
     b.measure("SEND 8 B to RECV", rounds, |b, w, i| {
         w.send(&[b.here(i * 8, 8)]);
     });
+    println!("{:<28} {:>8} {:>8}", "READ 64 B, type-1 windows", "plain", "guarded");
+    let mut g = Bench::new();
+    let (plain, guarded) = (g.windows(1024, false), g.windows(1024, true));
+    g.compare("one window", rounds, [&plain[..1], &guarded[..1]]);
+    g.compare("1,024 windows", rounds, [&plain, &guarded]);
     // A WQE of three blocks and one of two: five to a pair; what is left of the ring is NOPs.
     let mut window = Bench::new();
     window.measure("UMR, bind and unbind by turns", rounds, |b, w, i| {

@@ -118,6 +118,28 @@ fn a_guessed_key_opens_a_type_1_window_and_no_type_2_window() {
     assert!(guesses > 100);
 }
 
+/// Nor is it in `finemem-paper`: a key that was given up changes the next owner's chunk. In `finemem` the same clients, who
+/// also guess and steal keys there, reach nothing.
+#[test]
+fn a_late_key_opens_a_block_that_is_free_at_once_and_none_that_is_quarantined() {
+    let late = Case::LATE_KEYS;
+    assert!(late.unsafe_by_design.is_some() && !Case::ALL.contains(&late));
+    let run = |seed| (seed, check::run(late, seed, false).violation);
+    let found = (0..1000).map(run).find_map(|(seed, v)| Some((seed, v?)));
+    let (seed, violation) = found.expect("a late key is used");
+    println!("{late}, seed {seed}: {violation}");
+    assert_eq!(violation.invariant, Invariant::Accesses, "{violation}");
+
+    let mut guesses = 0;
+    for seed in 0..seed + 200 {
+        let outcome = check::run(Case::of(SchemeKind::FineMem), seed, false);
+        assert_eq!(outcome.violation, None, "finemem, seed {seed}");
+        guesses += outcome.seen.guesses;
+    }
+    println!("finemem: {guesses} guesses opened nothing");
+    assert!(guesses > 100);
+}
+
 /// Seeds that found something, and what.
 #[test]
 fn what_was_found_stays_mended() {

@@ -44,6 +44,25 @@ pub(super) fn are_guarded<N: Nic>(nic: &N, scheme: SchemeKind) -> bool {
     scheme.is_guarded() && nic.caps().has(Feature::GuardedWindows)
 }
 
+/// Whether the NIC has windows for all blocks; an error that says what to do if it has not.
+pub(super) fn check<N: Nic>(nic: &N, shape: Shape, scheme: SchemeKind) -> Result<(), Error> {
+    let count = shape.entries() as u64 * Release::of(scheme).windows() as u64;
+    let there = nic.query_device()?.keys as u64;
+    if count + OTHER_KEYS <= there {
+        return Ok(());
+    }
+    Err(Error::Setting {
+        setting: "chunk_bytes",
+        value: shape.chunk_bytes.to_string(),
+        why: format!(
+            "{} chunks need {count} memory windows, and this NIC has {there} keys in all; take larger chunks \
+             (twice as large: half as many windows), donate less, or serve with several memory nodes, each \
+             on a NIC of its own",
+            shape.chunks
+        ),
+    })
+}
+
 impl<N: Nic> Keys<N> {
     /// Makes and binds them all, over `memory`. The words of `metadata` guard them, if they are guarded.
     pub fn new(
@@ -55,10 +74,6 @@ impl<N: Nic> Keys<N> {
     ) -> Result<Self, Error> {
         let each = Release::of(scheme).windows();
         let count = shape.entries() * each;
-        let there = nic.query_device()?.keys;
-        if count.saturating_add(OTHER_KEYS) > there {
-            return Err(too_few(shape, count, there));
-        }
         let windows = match are_guarded(nic, scheme) {
             true => guarded(nic, pd, metadata, shape)?,
             false => nic.alloc_type1_mws(pd, count as usize)?,
@@ -178,17 +193,4 @@ fn guarded<N: Nic>(
 }
 
 /// Keys that a memory node has beside those of blocks and compute nodes.
-const OTHER_KEYS: u32 = 64;
-
-fn too_few(shape: Shape, count: u32, there: u32) -> Error {
-    Error::Setting {
-        setting: "chunk_bytes",
-        value: shape.chunk_bytes.to_string(),
-        why: format!(
-            "{} chunks need {count} memory windows, and this NIC has {there} keys in all; take larger chunks \
-             (twice as large: half as many windows), donate less, or serve from several NICs, each with \
-             a memory node of its own",
-            shape.chunks
-        ),
-    }
-}
+const OTHER_KEYS: u64 = 1 << 10;

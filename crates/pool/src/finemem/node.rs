@@ -69,6 +69,7 @@ impl<N: Nic> Node<N> {
             .into());
         }
         let shape = Shape { chunks: settings.chunks() as u32, chunk_bytes: settings.chunk_bytes };
+        super::keys::check(nic, shape, settings.scheme)?;
         let (data, metadata_pd) = (nic.alloc_pd()?, nic.alloc_pd()?);
         let memory = nic.alloc_dma((shape.chunks as u64 * shape.chunk_bytes) as usize)?;
         let memory = nic.reg_mr(&data, &memory, Access::LOCAL_ALL)?;

@@ -65,9 +65,25 @@ impl Case {
         ..Self::of(SchemeKind::RpcMw1)
     };
 
+    /// `finemem-paper` beside somebody who uses the keys that he has given up.
+    pub const LATE_KEYS: Case = Case {
+        name: "finemem-paper-late-keys",
+        unsafe_by_design: Some("a key that was given up opens its block in the next owner's hands"),
+        ..Self::of(SchemeKind::FineMemPaper)
+    };
+
+    fn every() -> impl Iterator<Item = &'static Case> {
+        Self::ALL.iter().chain([&Self::GUESSED, &Self::LATE_KEYS])
+    }
+
     /// Names of all cases, also those that do not hold.
     pub fn names() -> Vec<&'static str> {
-        Self::ALL.iter().chain([&Self::GUESSED]).map(|case| case.name).collect()
+        Self::every().map(|case| case.name).collect()
+    }
+
+    /// Somebody may be hostile: not where the scheme promises too little to withstand it.
+    pub(super) fn may_be_hostile(&self) -> bool {
+        self.scheme.releases() || self.unsafe_by_design.is_some()
     }
 
     /// Puts what it says into settings.
@@ -110,7 +126,7 @@ impl FromStr for Case {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        let known = Self::ALL.iter().chain([&Self::GUESSED]).find(|case| case.name == name);
+        let known = Self::every().find(|case| case.name == name);
         known.copied().ok_or_else(|| format!("{name} is none of {}", Self::names().join(", ")))
     }
 }

@@ -82,7 +82,7 @@ impl Scenario {
     pub fn draw(case: Case, seed: u64) -> Self {
         let r = &mut Random::new(seed, 100);
         let count = 1 + r.below(4) as usize;
-        let hostile = r.below(3) == 0;
+        let hostile = r.below(3) == 0 && case.may_be_hostile();
         let clients: Vec<Role> = (0..count)
             .map(|at| Role {
                 hostile: hostile && (at == 0 || r.below(4) == 0),

@@ -23,8 +23,13 @@ pub(super) fn start(service: &Service, terms: &Admitted) -> Option<()> {
 
 impl Hostile {
     pub(super) fn round_on_trees(&mut self) {
+        // Windows that ask the log withstand also who has the right key.
+        let withstands = self.scheme.is_guarded();
         match self.random.below(16) {
-            0..=4 => self.allocate(&[]),
+            0..=2 => self.allocate(&[]),
+            3 if withstands => self.steal(),
+            4 if withstands => self.guess(),
+            3..=4 => self.allocate(&[]),
             5..=6 => self.free_own(),
             7..=9 => self.use_what_was(),
             10..=11 => self.reach_beyond(),
