@@ -30,6 +30,9 @@ pub(super) fn timestamp(layer: Layer, header: Header, taking: bool) -> Timestamp
     if same_kind { last.timestamp } else { last.timestamp.next() }
 }
 
+/// Sections whose spans' headers are read with one READ.
+const AT_ONCE: u32 = BATCH as u32 / SPANS;
+
 /// How a search goes on.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Search {
@@ -148,15 +151,29 @@ impl Tree {
         let states = if order < SPAN_ORDER { &PREFERENCE[..] } else { &[Spread::Empty] };
         let all = self.shape.sections();
         let start = self.start() % all;
+        // Sections whose headers were read anew since the search began.
+        let mut fresh = 0..0;
         for &spread in states {
             for range in [start..all, 0..start] {
                 let mut from = range.start;
                 let next = |from| self.cache.lock().next(from, spread, order);
                 while let Some(section) = next(from).filter(|section| *section < range.end) {
                     let search = Search::Known;
-                    let taken = self.try_section(verbs, section, order, spread, search).await?;
+                    let mut is_old = false;
+                    let old = (!fresh.contains(&section)).then_some(&mut is_old);
+                    let taken =
+                        self.try_section(verbs, section, order, spread, search, old).await?;
                     if taken.is_some() {
                         return Ok(taken);
+                    }
+                    if is_old {
+                        // Two READs say of many what CASes that fail would say of one each.
+                        fresh = section..all.min(section + AT_ONCE);
+                        let count = fresh.end - fresh.start;
+                        self.read_headers(verbs, Place::section(section), count).await?;
+                        let first = Place::span(section * SPANS);
+                        self.read_headers(verbs, first, count * SPANS).await?;
+                        continue;
                     }
                     self.cache.lock().found_none(section, spread, order);
                     from = section + 1;
@@ -168,7 +185,6 @@ impl Tree {
 
     /// Everywhere: all headers of spans are read anew, many with one READ, some sections after the other.
     async fn search_all<V: Verbs>(&self, verbs: &V, order: u32) -> Result<Option<Taken>, V::Error> {
-        const AT_ONCE: u32 = BATCH as u32 / SPANS;
         let all = self.shape.sections();
         let batches = all.div_ceil(AT_ONCE);
         for i in 0..batches {
@@ -177,7 +193,8 @@ impl Tree {
             if order >= SPAN_ORDER {
                 for section in sections {
                     let (spread, search) = (Spread::Empty, Search::All);
-                    let taken = self.try_section(verbs, section, order, spread, search).await?;
+                    let taken =
+                        self.try_section(verbs, section, order, spread, search, None).await?;
                     if taken.is_some() {
                         return Ok(taken);
                     }
@@ -190,7 +207,8 @@ impl Tree {
             for spread in PREFERENCE.into_iter().chain([Spread::Full]) {
                 for section in sections.clone() {
                     let search = Search::All;
-                    let taken = self.try_section(verbs, section, order, spread, search).await?;
+                    let taken =
+                        self.try_section(verbs, section, order, spread, search, None).await?;
                     if taken.is_some() {
                         return Ok(taken);
                     }
@@ -200,7 +218,8 @@ impl Tree {
         Ok(None)
     }
 
-    /// Takes a block in a section: one of chunks in its spans of that state, or one of spans.
+    /// Takes a block in a section: one of chunks in its spans of that state, or one of spans. If what is known of
+    /// its spans turns out to be old, `is_old` is set, and the others are left.
     async fn try_section<V: Verbs>(
         &self,
         verbs: &V,
@@ -208,16 +227,21 @@ impl Tree {
         order: u32,
         spread: Spread,
         search: Search,
+        mut is_old: Option<&mut bool>,
     ) -> Result<Option<Taken>, V::Error> {
         if order >= SPAN_ORDER {
             let wanted = Wanted::Spans(order - SPAN_ORDER);
             return self.try_spans(verbs, index, wanted, search).await;
         }
-        let mut is_fresh = search == Search::All;
+        // Of those that the section has as full only the ones where that is wrong.
+        let some = match spread {
+            Spread::Full => self.cache.lock().with_room(index, order),
+            _ => u32::MAX,
+        };
         for i in 0..SPANS {
             let at = (self.start() + i) % SPANS;
             let Some(section) = self.known(Place::section(index)) else { return Ok(None) };
-            if section.header.spread(at) != spread {
+            if section.header.spread(at) != spread || some >> at & 1 == 0 {
                 continue;
             }
             let span = index * SPANS + at;
@@ -227,11 +251,12 @@ impl Tree {
             if taken.is_some() {
                 return Ok(taken);
             }
-            if !is_fresh && before.is_some() && before != known() {
-                // What is known of these spans is old: one READ says of all of them what CASes that fail would
-                // say of one each.
-                self.read_headers(verbs, Place::span(index * SPANS), SPANS).await?;
-                is_fresh = true;
+            if let Some(is_old) = is_old.as_deref_mut()
+                && before.is_some()
+                && before != known()
+            {
+                *is_old = true;
+                break;
             }
         }
         Ok(None)
@@ -252,7 +277,7 @@ impl Tree {
         loop {
             let header = seen.header;
             let Some(offset) = find_chunks(header.bitmap(), order, 0) else {
-                if header.bitmap() == u32::MAX {
+                if header.bitmap() == u32::MAX && failures == 0 {
                     self.hint(verbs, span, section.header, Spread::Full).await?;
                 }
                 return Ok(None);

@@ -121,6 +121,18 @@ impl Cache {
         }
     }
 
+    /// The spans of a section that are known to have room for a block of that order: a bit for each.
+    pub fn with_room(&self, section: u32, order: u32) -> u32 {
+        let spans = &self.spans[(section * SPANS) as usize..][..SPANS as usize];
+        let room = |seen: &Seen| {
+            let bitmap = seen.header.bitmap();
+            bitmap != u32::MAX && find_chunks(bitmap, order, 0).is_some()
+        };
+        (0..)
+            .zip(spans)
+            .fold(0, |all, (at, seen)| all | (seen.as_ref().is_some_and(room) as u32) << at)
+    }
+
     /// True if all of these sections are known to be empty.
     pub fn are_empty(&self, sections: std::ops::Range<u32>) -> bool {
         let mut all = self.sections[sections.start as usize..sections.end as usize].iter();

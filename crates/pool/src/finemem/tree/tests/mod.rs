@@ -58,6 +58,66 @@ fn a_pool_that_ends_within_a_span_gives_out_what_it_has() {
     }
 }
 
+/// A pool of any size of which everything is taken: what its headers say.
+struct Full {
+    shape: Shape,
+    reads: std::sync::atomic::AtomicU32,
+}
+
+impl Verbs for Full {
+    type Error = Infallible;
+
+    async fn read(&self, at: Word, out: &mut [u64]) -> Result<(), Infallible> {
+        self.reads.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let full = Header(0).with_bitmap(u32::MAX);
+        for (word, at) in out.iter_mut().zip(at.0..) {
+            *word = full.with_in_use(at >= self.shape.sections()).0;
+        }
+        Ok(())
+    }
+
+    async fn cas(&self, _: Word, _: u64, _: u64) -> Result<u64, Infallible> {
+        panic!("there is nothing to be taken")
+    }
+}
+
+/// A search that finds nothing costs one READ for 512 headers, in a large pool too.
+#[test]
+fn a_search_in_vain_reads_headers_in_batches() {
+    for sections in [1, 1000, 100_000u32] {
+        let shape = Shape { chunks: sections * 512, chunk_bytes: 4096 };
+        let full = Full { shape, reads: Default::default() };
+        let tree = Tree::new(shape, user(7));
+        for order in [0, 4, SPAN_ORDER, 9, 10] {
+            let began = std::time::Instant::now();
+            assert_eq!(run(tree.allocate(&full, order)), None);
+            let reads = full.reads.swap(0, std::sync::atomic::Ordering::Relaxed);
+            println!("{sections} sections, order {order}: {reads} READs, {:?}", began.elapsed());
+            let spans = if order < SPAN_ORDER { shape.spans().div_ceil(512) } else { 0 };
+            assert!(reads <= 2 * sections.div_ceil(512) + spans);
+        }
+    }
+}
+
+/// And one that finds something looks at what it takes only, once it knows the sections.
+#[test]
+fn a_large_pool_is_searched_as_fast_as_a_small_one() {
+    for sections in [1, 1000u32] {
+        let shape = Shape { chunks: sections * 512, chunk_bytes: 4096 };
+        let memory = Memory::new(shape);
+        let tree = Tree::new(shape, user(7));
+        take(&tree, &memory, 0).unwrap();
+        memory.count();
+        let began = std::time::Instant::now();
+        for _ in 0..25 {
+            take(&tree, &memory, 0).unwrap();
+        }
+        let (reads, cases) = memory.count();
+        println!("{sections} sections: {reads} READs, {cases} CASes, {:?}", began.elapsed());
+        assert_eq!((reads, cases), (25 * 3, 25 * 2));
+    }
+}
+
 /// Of a block of several sections that are not all free nothing is taken, and nothing stays behind.
 #[test]
 fn sections_that_were_taken_in_vain_are_given_back() {
