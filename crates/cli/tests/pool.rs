@@ -186,6 +186,36 @@ fn a_paged_program_gives_the_same_output_and_the_nic_allocated() {
     assert!(stats["nic_cpu_s"].as_f64().unwrap() > 0.0, "{stats}");
 }
 
+/// Neither of the two has memory enough.
+#[test]
+fn a_program_pages_over_two_memory_nodes() {
+    let directory = tempfile::tempdir().unwrap();
+    let nodes = ["a", "b"].map(|name| {
+        let socket = directory.path().join(name);
+        let mut command = granary(["serve", "--json", "--memory", "24MiB", "--chunk", "256KiB"]);
+        command.args(["--scheme", "finemem", "--socket"]).arg(&socket);
+        let (node, mut says) = started(command);
+        assert!(line(&mut says).contains("ready"));
+        (node, says, format!("shm:{}", socket.display()))
+    });
+    let [pool_a, pool_b] = nodes.each_ref().map(|(_, _, pool)| pool);
+    let script = "import hashlib\nl = [b'%020d' % (i * 7919) for i in range(300000)]\n\
+                  print(hashlib.sha256(b''.join(l)).hexdigest())";
+    let program = ["python3", "-c", script];
+    let plain = Command::new(program[0]).args(&program[1..]).output().unwrap();
+    let mut command = granary(["run", "--local", "16MiB", "--pool", &format!("{pool_a},{pool_b}")]);
+    let paged = command.arg("--").args(program).output().unwrap();
+    succeeded(&paged);
+    assert_eq!(stdout(&plain), stdout(&paged));
+    for (mut node, _says, pool) in nodes {
+        let output = granary(["status", "--json", "--pool", &pool]).output().unwrap();
+        let status: Value = serde_json::from_str(stdout(&output)).unwrap();
+        assert!(status["allocations_nic"].as_u64().unwrap() > 10, "{pool}: {status}");
+        signal(&node, Signal::TERM);
+        node.wait().unwrap();
+    }
+}
+
 #[test]
 fn a_private_memory_node_ends_with_its_command_even_if_that_is_killed() {
     let script = "echo ready; sleep 1000";
