@@ -13,6 +13,9 @@
 //! In scheme odrp memory is allocated by the first write of a page, and an allocation here is one with
 //! that write of 4 KiB ("AllocWrite").
 //!
+//! [`Served`] says how a scheme serves a size: those that have several by a block of that size, the others by
+//! chunks as large, and which they do not serve.
+//!
 //! On the inline NIC the clients' own threads are the NIC, so that its time is not told apart.
 
 use std::path::{Path, PathBuf};
@@ -20,21 +23,25 @@ use std::time::{Duration, Instant};
 
 use fabric::Nic;
 use pool::odrp::PAGE_BYTES;
-use pool::{ControlMode, Grant, Pool, SchemeKind};
+use pool::{ControlMode, Grant, Pool, SchemeKind, Settings};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
 use crate::claims::Claims;
 use crate::histogram::Latencies;
-use crate::plot::{Axis, Lines};
+use crate::plot::{Axis, Lines, Panels};
 use crate::record::{Record, Setting, Statistic, Unit, series};
-use crate::table::{Pivot, Table};
+use crate::size::Size;
+use crate::table::{Cell, Pivot, Table, engineering};
 
 /// Name of the experiment.
 pub const EXPERIMENT: &str = "alloc";
 
 /// Clients that are measured by default.
 pub const CLIENTS: [u32; 4] = [1, 2, 4, 8];
+
+/// How long memory may be wanting.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Rounds before the clock counts.
 const WARM_UP_ROUNDS: u32 = 64;
@@ -59,9 +66,14 @@ impl Contender {
     /// Those of some schemes: one where the control thread takes no part, otherwise one for each way
     /// that it waits.
     pub fn of(schemes: &[SchemeKind]) -> Vec<Self> {
+        Self::with(schemes, ControlMode::ALL)
+    }
+
+    /// [`Contender::of`], with control threads that wait in one of these ways.
+    pub fn with(schemes: &[SchemeKind], controls: &[ControlMode]) -> Vec<Self> {
         let of_one = |scheme: &SchemeKind| {
             let modes = match scheme.needs_cpu() {
-                true => ControlMode::ALL,
+                true => controls,
                 false => &[ControlMode::Event],
             };
             modes
@@ -72,6 +84,14 @@ impl Contender {
         schemes.iter().flat_map(of_one).collect()
     }
 
+    /// Its name, with how its control thread waits where that takes part.
+    pub fn name(&self) -> String {
+        match self.scheme.needs_cpu() {
+            true => format!("{} {}", self.scheme, self.control),
+            false => self.scheme.to_string(),
+        }
+    }
+
     /// The setting of its records; without the control thread where that takes no part.
     pub fn setting(&self, nic: &str, clients: u32, chunk_bytes: u64) -> Setting {
         let setting = Setting::new().scheme(self.scheme.name()).nic(nic);
@@ -80,6 +100,40 @@ impl Contender {
             true => setting.control(self.control.name()),
         };
         setting.clients(clients.into()).size(chunk_bytes).in_flight(1)
+    }
+}
+
+/// How a scheme serves requests of a size.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Served {
+    /// By a memory node with these settings.
+    By(Box<Settings>),
+    /// Not, for this reason.
+    Not(String),
+}
+
+impl Served {
+    /// Requests of `bytes`, by the contender that `settings` are for. Where it has one size, chunks are as large as
+    /// the requests.
+    pub fn of(settings: Settings, bytes: u64) -> Self {
+        let chunk_bytes = match settings.scheme {
+            SchemeKind::Odrp => PAGE_BYTES as u64,
+            scheme if scheme.has_sizes() => settings.chunk_bytes.min(bytes),
+            _ => bytes,
+        };
+        let settings = Settings { chunk_bytes, ..settings };
+        let most = settings.largest_bytes();
+        match settings.validate() {
+            Err(pool::Error::Setting { setting, value, why }) => {
+                Self::Not(format!("{setting} {value}: {why}"))
+            }
+            Err(e) => Self::Not(e.to_string()),
+            Ok(()) if settings.scheme == SchemeKind::Odrp && bytes != chunk_bytes => {
+                Self::Not(format!("it has pages of {} only", Size(chunk_bytes)))
+            }
+            Ok(()) if most < bytes => Self::Not(format!("its largest block has {}", Size(most))),
+            Ok(()) => Self::By(Box::new(settings)),
+        }
     }
 }
 
@@ -165,28 +219,45 @@ fn with_claim(record: Record) -> Record {
 /// # Errors
 /// As the pool's operations.
 pub fn warm_up<N: Nic>(pool: &Pool<N>) -> Result<(), pool::Error> {
-    (0..WARM_UP_ROUNDS).try_for_each(|_| pool.free_blocking(allocate(pool)?))
+    (0..WARM_UP_ROUNDS).try_for_each(|_| pool.free_blocking(allocate(pool, None)?))
 }
 
-/// Allocates a chunk; where that is done by the first write, with it.
-fn allocate<N: Nic>(pool: &Pool<N>) -> Result<Grant, pool::Error> {
-    let grant = pool.allocate_blocking()?;
+/// Allocates a chunk or `bytes`; where that is done by the first write, with it.
+fn allocate<N: Nic>(pool: &Pool<N>, bytes: Option<u64>) -> Result<Grant, pool::Error> {
+    let until = Instant::now() + PATIENCE;
+    let grant = loop {
+        let grant = match bytes {
+            Some(bytes) => pool.allocate_bytes_blocking(bytes),
+            None => pool.allocate_blocking(),
+        };
+        match grant {
+            // What all have freed may be in quarantine: then this is what an allocation waits for.
+            Err(pool::Error::OutOfMemory { .. }) if Instant::now() < until => {
+                std::thread::yield_now();
+            }
+            grant => break grant?,
+        }
+    };
     if pool.welcome().scheme == SchemeKind::Odrp {
         pool.write_blocking(&grant, 0, &[1; PAGE_BYTES])?;
     }
     Ok(grant)
 }
 
-/// One client's part: allocates and frees for `duration`.
+/// One client's part: allocates and frees for `duration` a chunk at a time, or `bytes`.
 ///
 /// # Errors
 /// As the pool's operations.
-pub fn client<N: Nic>(pool: &Pool<N>, duration: Duration) -> Result<Outcome, pool::Error> {
+pub fn client<N: Nic>(
+    pool: &Pool<N>,
+    duration: Duration,
+    bytes: Option<u64>,
+) -> Result<Outcome, pool::Error> {
     let mut outcome = Outcome::default();
     let begin = Instant::now();
     let mut before = begin;
     while before < begin + duration {
-        let grant = allocate(pool)?;
+        let grant = allocate(pool, bytes)?;
         let allocated = Instant::now();
         pool.free_blocking(grant)?;
         let freed = Instant::now();
@@ -228,6 +299,127 @@ pub fn tables(records: &[Record]) -> Vec<(String, Table)> {
             rate.table(records),
         ),
     ]
+}
+
+/// The table of a run over sizes and clients: a row for each size and scheme, `refused` for those that are not
+/// served.
+pub fn comparison(records: &[Record], refused: &[(u64, Contender, String)]) -> Table {
+    let distinct = |key: &str| {
+        let mut all: Vec<u64> =
+            records.iter().filter_map(|r| r.setting.number(key)).map(|n| n as u64).collect();
+        all.sort_unstable();
+        all.dedup();
+        all
+    };
+    let (clients, mut sizes) = (distinct("clients"), distinct("size"));
+    sizes.extend(refused.iter().map(|(bytes, ..)| *bytes));
+    sizes.sort_unstable();
+    sizes.dedup();
+    let columns = [
+        ("alloc_latency_us", Statistic::P50, "alloc us\np50"),
+        ("alloc_latency_us", Statistic::P99, "alloc us\np99"),
+        ("free_latency_us", Statistic::P50, "free us\np50"),
+        ("alloc_rate_per_s", Statistic::Mean, "pairs\nper s"),
+    ];
+    let mut head = vec!["size".to_owned(), "scheme".to_owned()];
+    for n in &clients {
+        head.extend(columns.iter().map(|(.., label)| format!("{n} cl.\n{label}")));
+    }
+    head.push("not served, since".into());
+    let mut table = Table::new(head);
+    let mut schemes: Vec<String> = Vec::new();
+    let known = records.iter().map(name_of).chain(refused.iter().map(|(_, who, _)| who.name()));
+    known.for_each(|name| {
+        if !schemes.contains(&name) {
+            schemes.push(name);
+        }
+    });
+    for size in sizes {
+        for scheme in &schemes {
+            let value = |n: u64, metric: &str, statistic: Statistic| {
+                let found = records.iter().find(|r| {
+                    r.metric == metric
+                        && r.statistic == statistic
+                        && name_of(r) == *scheme
+                        && r.setting.number("size") == Some(size as f64)
+                        && r.setting.number("clients") == Some(n as f64)
+                });
+                found.map_or(Cell::None, |r| Cell::Number(engineering(r.value)))
+            };
+            let mut row = vec![Cell::size(size), Cell::text(scheme)];
+            for n in &clients {
+                row.extend(columns.iter().map(|(metric, which, _)| value(*n, metric, *which)));
+            }
+            let why = refused.iter().find(|(at, who, _)| *at == size && who.name() == *scheme);
+            row.push(why.map_or(Cell::None, |(.., why)| Cell::text(why)));
+            table.row(row);
+        }
+    }
+    table
+}
+
+/// As [`Contender::name`].
+fn name_of(record: &Record) -> String {
+    let text = |key| record.setting.get(key).map(ToString::to_string);
+    let (scheme, control) = (text("scheme").unwrap_or_default(), text("control"));
+    control.map_or(scheme.clone(), |control| format!("{scheme} {control}"))
+}
+
+/// The picture of a run over sizes and clients: median, P99 and rate, over sizes with the fewest clients and over
+/// clients with the smallest size.
+///
+/// # Errors
+/// As [`Lines::write`].
+pub fn comparison_picture(
+    records: &[Record],
+    subtitle: &str,
+    directory: &Path,
+) -> Result<Vec<PathBuf>, Error> {
+    let least = |key: &str| {
+        records.iter().filter_map(|r| r.setting.number(key)).min_by(f64::total_cmp).unwrap_or(0.0)
+    };
+    let (clients, size) = (least("clients"), least("size"));
+    let mut controls: Vec<_> = records.iter().filter_map(|r| r.setting.get("control")).collect();
+    controls.dedup();
+    let named: &[&str] = if controls.len() > 1 { &["scheme", "control"] } else { &["scheme"] };
+    let mut panels = Panels::new(&format!("Allocation: {subtitle}"), 2);
+    for (metric, statistic, what, label) in [
+        ("alloc_latency_us", Statistic::P50, "median", "latency (us)"),
+        ("alloc_latency_us", Statistic::P99, "P99", "latency (us)"),
+        ("alloc_rate_per_s", Statistic::Mean, "rate, each with its free", "per second"),
+    ] {
+        for (x, fixed, at, axis, title) in [
+            (
+                "size",
+                "clients",
+                clients,
+                Axis::bytes("size"),
+                format!("{what}, {clients} client{}", if clients == 1.0 { "" } else { "s" }),
+            ),
+            (
+                "clients",
+                "size",
+                size,
+                Axis::linear("clients"),
+                format!("{what}, {}", Size(size as u64)),
+            ),
+        ] {
+            let shown: Vec<Record> =
+                records.iter().filter(|r| r.setting.number(fixed) == Some(at)).cloned().collect();
+            let series = series(&shown, metric, statistic, x, named, |_| true);
+            let mut lines = Lines::new(&title, axis, Axis::log(label));
+            for (name, points) in series {
+                lines = match name.starts_with(SchemeKind::OneSidedMw.name())
+                    || name.starts_with(SchemeKind::FineMem.name())
+                {
+                    true => lines.line(&name, points),
+                    false => lines.baseline(&name, points),
+                };
+            }
+            panels = panels.panel(lines);
+        }
+    }
+    Ok(panels.write(directory, &format!("{EXPERIMENT}-schemes"))?.into())
 }
 
 /// Writes the pictures of a run over the number of clients: median latency, and rate.
@@ -272,8 +464,6 @@ pub fn pictures(records: &[Record], directory: &Path) -> Result<Vec<PathBuf>, Er
 
 #[cfg(test)]
 mod tests {
-    use pool::Settings;
-
     use super::*;
 
     #[test]
@@ -284,7 +474,8 @@ mod tests {
                 Settings { donate_bytes: 64 << 10, chunk_bytes: 4096, ..Settings::default() };
             let pool = Pool::embedded(Settings { scheme, control, ..small }).unwrap();
             warm_up(&pool).unwrap();
-            let outcome = client(&pool, Duration::from_millis(10)).unwrap();
+            let bytes = if scheme.has_sizes() { Some(4 * 4096) } else { None };
+            let outcome = client(&pool, Duration::from_millis(10), bytes).unwrap();
             assert!(outcome.allocate.count() > 0, "{contender:?}");
             assert_eq!(outcome.allocate.count(), outcome.free.count());
             assert!(outcome.elapsed >= Duration::from_millis(10));
@@ -305,6 +496,41 @@ mod tests {
     fn the_default_is_two_schemes() {
         let two = [SchemeKind::OneSidedMw, SchemeKind::RpcMw2];
         assert_eq!(Contender::of(&two), Contender::DEFAULT);
+    }
+
+    #[test]
+    fn a_size_is_served_or_there_is_a_reason() {
+        let served = |scheme, bytes| {
+            let settings = Settings { scheme, donate_bytes: 64 << 20, ..Settings::default() };
+            match Served::of(Settings { chunk_bytes: 4096, ..settings }, bytes) {
+                Served::By(settings) => Ok(settings.chunk_bytes),
+                Served::Not(why) => Err(why),
+            }
+        };
+        assert_eq!(served(SchemeKind::FineMem, 65536), Ok(4096));
+        assert_eq!(served(SchemeKind::FineMem, 1024), Ok(1024));
+        assert_eq!(served(SchemeKind::OneSidedMw, 65536), Ok(65536));
+        assert_eq!(served(SchemeKind::Odrp, 4096), Ok(4096));
+        let why = served(SchemeKind::Odrp, 65536).unwrap_err();
+        assert!(why.contains("4KiB"), "{why}");
+        let why = served(SchemeKind::PremmapRpc, 128 << 20).unwrap_err();
+        assert!(why.contains("largest block"), "{why}");
+        let why = served(SchemeKind::OneSidedMw, 128 << 20).unwrap_err();
+        assert!(why.contains("donate_bytes"), "{why}");
+        assert!(served(SchemeKind::RpcMw2, 5000).unwrap_err().contains("power of two"));
+    }
+
+    #[test]
+    fn a_comparison_has_a_row_for_each_size_and_scheme() {
+        let refused = vec![(65536, Contender::DEFAULT[0], "why not".to_owned())];
+        let table = comparison(&run(), &refused).to_string();
+        let lines: Vec<&str> = table.lines().collect();
+        assert_eq!(lines.len(), 4 + 2 * 3, "{table}");
+        assert!(lines.iter().any(|l| l.contains("4KiB") && l.contains("rpc-mw-2 event")));
+        assert!(lines.iter().any(|l| l.contains("onesidedmw") && l.ends_with("why not")));
+        let directory = tempfile::tempdir().unwrap();
+        let files = comparison_picture(&run(), "shm", directory.path()).unwrap();
+        assert_eq!(files.len(), 2);
     }
 
     fn run() -> Vec<Record> {

@@ -10,10 +10,10 @@ use std::path::{Path, PathBuf};
 
 use kuva::backend::svg::SvgBackend;
 use kuva::prelude::{
-    BarPlot, Layout, LegendEntry, LegendPosition, LegendShape, LinePlot, LineStyle, MarkerShape,
-    Plot, ReferenceLine, ScatterPlot, TickFormat,
+    BarPlot, Figure, FigureLegendPosition, Layout, LegendEntry, LegendPosition, LegendShape,
+    LinePlot, LineStyle, MarkerShape, Plot, ReferenceLine, ScatterPlot, TickFormat,
 };
-use kuva::render::render::render_multiple;
+use kuva::render::render::{Scene, render_multiple};
 use kuva::{Palette, RasterBackend};
 
 use crate::Error;
@@ -196,7 +196,20 @@ impl Lines {
     /// [`Error::Write`] if a file cannot be written; [`Error::Draw`] if nothing can be shown
     /// (no series has a point that its axes can show).
     pub fn write(&self, directory: &Path, name: &str) -> Result<[PathBuf; 2], Error> {
-        let colours = Palette::tol_bright();
+        let (plots, layout, legend) = self.drawn(name, 10.0)?;
+        let layout = look(layout, &self.title, &self.subtitle, legend);
+        write(plots, layout, directory, name)
+    }
+
+    /// What is drawn, without the look that pictures of one panel have. An axis of bytes has room for `ticks`.
+    fn drawn(
+        &self,
+        name: &str,
+        ticks: f64,
+    ) -> Result<(Vec<Plot>, Layout, Vec<LegendEntry>), Error> {
+        let bright = Palette::tol_bright();
+        let enough = self.series.len() <= bright.len();
+        let colours = if enough { bright } else { Palette::tol_muted() };
         let mut plots = Vec::new();
         let mut legend = Vec::new();
         for (at, series) in self.series.iter().enumerate() {
@@ -241,7 +254,7 @@ impl Lines {
         };
         if self.x.scale == Scale::LogBytes {
             let (least, most) = self.span_of_bytes();
-            let step = ((most - least) / 10.0).ceil().max(1.0);
+            let step = ((most - least) / ticks).ceil().max(1.0);
             // Half a power of room on both sides, so that no marker is cut; ticks are counted
             // from the left end.
             let left = ((least - 0.5) / step).floor() * step;
@@ -251,8 +264,7 @@ impl Lines {
         if self.y.scale == Scale::Share {
             layout = layout.with_y_axis_min(0.0).with_y_axis_max(1.0).with_y_tick_step(0.25);
         }
-        let layout = look(layout, &self.title, &self.subtitle, legend);
-        write(plots, layout, directory, name)
+        Ok((plots, layout, legend))
     }
 
     /// The least and the greatest power of two that an axis of bytes has to show.
@@ -308,6 +320,52 @@ impl Form {
             _ => LegendShape::Marker(marker),
         };
         LegendEntry { label: name.into(), color: colour.into(), shape, dasharray: None }
+    }
+}
+
+/// Several pictures of the same series in one, with one legend. Each must have the same series in the same order.
+#[derive(Clone, Debug)]
+pub struct Panels {
+    title: String,
+    columns: usize,
+    panels: Vec<Lines>,
+}
+
+impl Panels {
+    /// No panels yet; they fill rows of `columns`.
+    pub fn new(title: &str, columns: usize) -> Self {
+        Self { title: title.into(), columns, panels: Vec::new() }
+    }
+
+    /// Adds a panel, under its title.
+    pub fn panel(mut self, lines: Lines) -> Self {
+        self.panels.push(lines);
+        self
+    }
+
+    /// As [`Lines::write`].
+    ///
+    /// # Errors
+    /// As [`Lines::write`].
+    pub fn write(&self, directory: &Path, name: &str) -> Result<[PathBuf; 2], Error> {
+        let (mut plots, mut layouts, mut legend) = (Vec::new(), Vec::new(), Vec::new());
+        for lines in &self.panels {
+            let (drawn, layout, entries) = lines.drawn(name, 5.0)?;
+            plots.push(drawn);
+            layouts.push(layout.with_title(&lines.title).with_title_size(15).with_body_size(13));
+            for entry in entries {
+                if legend.iter().all(|known: &LegendEntry| known.label != entry.label) {
+                    legend.push(entry);
+                }
+            }
+        }
+        let figure = Figure::new(self.panels.len().div_ceil(self.columns), self.columns)
+            .with_title(&self.title)
+            .with_plots(plots)
+            .with_layouts(layouts)
+            .with_shared_legend_position(FigureLegendPosition::RightTop)
+            .with_shared_legend_entries(legend);
+        write_scene(&figure.render(), directory, name)
     }
 }
 
@@ -400,11 +458,14 @@ fn write(
     directory: &Path,
     name: &str,
 ) -> Result<[PathBuf; 2], Error> {
-    let scene = render_multiple(plots, layout);
-    let svg = SvgBackend::new().render_scene(&scene);
+    write_scene(&render_multiple(plots, layout), directory, name)
+}
+
+fn write_scene(scene: &Scene, directory: &Path, name: &str) -> Result<[PathBuf; 2], Error> {
+    let svg = SvgBackend::new().render_scene(scene);
     let png = RasterBackend::new()
         .with_scale(PNG_SCALE)
-        .render_scene(&scene)
+        .render_scene(scene)
         .map_err(|why| Error::Draw { picture: name.into(), why })?;
     let failed = |path: &Path| {
         let path = path.to_owned();
@@ -461,6 +522,23 @@ mod tests {
             .write(directory.path(), "cdf")
             .unwrap();
         assert!(written(files).0.contains("share of all"));
+    }
+
+    #[test]
+    fn panels_share_a_legend() {
+        let directory = tempfile::tempdir().unwrap();
+        let panel = |title| {
+            Lines::new(title, Axis::bytes("size"), Axis::log("latency (us)"))
+                .line("onesidedmw", vec![(4096.0, 0.6), (65536.0, 4.0)])
+                .baseline("finemem", vec![(4096.0, 0.5)])
+        };
+        let panels = Panels::new("allocation", 2).panel(panel("median")).panel(panel("P99"));
+        let (svg, png) = written(panels.write(directory.path(), "panels").unwrap());
+        for text in ["allocation", "median", "P99", "64KiB"] {
+            assert!(svg.contains(text), "{text} is missing");
+        }
+        assert_eq!(svg.matches("onesidedmw").count(), 1, "one legend");
+        assert!(png.starts_with(b"\x89PNG"));
     }
 
     #[test]

@@ -124,3 +124,52 @@ fn other_schemes_have_one_size() {
         check_whole(&pool, 8);
     }
 }
+
+/// What allocations cost is counted where compute nodes allocate by CAS, and nowhere else.
+#[test]
+fn effort_is_counted() {
+    for scheme in [SchemeKind::PremmapOneSided, SchemeKind::FineMem, SchemeKind::PremmapRpc] {
+        let pool = Pool::embedded(settings(scheme, 512)).unwrap();
+        for _ in 0..64 {
+            pool.allocate_blocking().unwrap();
+        }
+        let small = pool.effort();
+        pool.allocate_bytes_blocking(64 * CHUNK).unwrap();
+        let all = pool.effort();
+        println!("{scheme}: {small:?}, with 64 chunks at once {all:?}");
+        assert_eq!(pool.stats().cas_retries, all.cas_retries);
+        match scheme {
+            SchemeKind::PremmapOneSided => {
+                // A CAS and the READ of the key each; a CAS for each chunk of a large one.
+                let counts = (small.allocations, small.round_trips, small.cas, small.cas_retries);
+                assert_eq!(counts, (64, 128, 64, 0));
+                assert_eq!((all.cas - small.cas, all.round_trips - small.round_trips), (64, 65));
+            }
+            SchemeKind::FineMem => {
+                assert_eq!(small.allocations, 64);
+                assert!(small.cas >= 64 && small.round_trips >= 128 && small.cas_retries == 0);
+                assert!(
+                    all.round_trips - small.round_trips < 10,
+                    "a block is a CAS whatever its size"
+                );
+            }
+            _ => assert_eq!(all, pool::Effort::default()),
+        }
+    }
+}
+
+#[test]
+fn who_comes_later_tries_what_is_taken() {
+    let settings = settings(SchemeKind::PremmapOneSided, 64);
+    let node = std::sync::Arc::new(pool::Embedded::start(&settings).unwrap());
+    let connect = || Pool::embedded_in(&node, pool::Options::default()).unwrap();
+    let (first, second) = (connect(), connect());
+    for _ in 0..16 {
+        first.allocate_blocking().unwrap();
+    }
+    second.allocate_blocking().unwrap();
+    let pool::Effort { cas, cas_retries, cas_retries_max, .. } = second.effort();
+    assert_eq!((cas, cas_retries, cas_retries_max), (17, 16, 16));
+    second.allocate_blocking().unwrap();
+    assert_eq!(second.effort().cas, 18, "a search goes on where the last one ended");
+}

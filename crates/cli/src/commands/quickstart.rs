@@ -270,7 +270,7 @@ impl Allocations {
         let pool = Pool::connect(node.path(), options)?;
         alloc::warm_up(&pool)?;
         let before = node.status()?;
-        let outcome = alloc::client(&pool, ALLOCATE)?;
+        let outcome = alloc::client(&pool, ALLOCATE, None)?;
         let cpu = CpuTimes::between(&before, &node.status()?);
         Ok(Self { outcome, cpu })
     }

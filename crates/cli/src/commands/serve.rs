@@ -56,9 +56,10 @@ pub struct Serve {
     #[arg(long, hide = true, conflicts_with = "socket")]
     private: bool,
 
-    /// Who allocates: onesidedmw (the NIC); finemem (the compute node); finemem-paper (the same as published:
-    /// unsafe, to be compared with); or a baseline, the CPU on request: rpc-mw-2, rpc-mw-1
-    /// (unsafe), fine-mr, static-mr; or the NIC page by page, at every access: odrp
+    /// Who allocates: onesidedmw (the NIC); finemem (the compute node); or one to be compared with: finemem-paper
+    /// (as published), premmap-onesided (the compute node, on an array), rpc-mw-1, premmap-rpc (these four are
+    /// unsafe), rpc-mw-2, fine-mr, static-mr, ondemand-rpc (the CPU on request); or the NIC page by page, at every
+    /// access: odrp. See docs/choosing.md
     #[arg(long, default_value_t)]
     scheme: SchemeKind,
 

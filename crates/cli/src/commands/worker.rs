@@ -41,10 +41,11 @@ pub enum Worker {
     },
 }
 
-/// Allocate and free for this long.
+/// Allocate and free for this long, a chunk at a time or so many bytes.
 #[derive(Serialize, Deserialize)]
 pub struct AllocTask {
     pub duration: Duration,
+    pub bytes: Option<u64>,
 }
 
 /// What a worker of `bench pingpong` does next.
@@ -83,8 +84,8 @@ fn alloc(node: &Address) -> anyhow::Result<()> {
     let pool = node.connect(options)?;
     bench::alloc::warm_up(&pool)?;
     team::say_ready()?;
-    while let Some(AllocTask { duration }) = team::next_task()? {
-        team::say(&bench::alloc::client(&pool, duration)?)?;
+    while let Some(AllocTask { duration, bytes }) = team::next_task()? {
+        team::say(&bench::alloc::client(&pool, duration, bytes)?)?;
     }
     Ok(())
 }

@@ -1,14 +1,16 @@
 //! `granary bench alloc`: what an allocation costs.
 
+use std::fmt;
 use std::process::{Command, ExitCode};
+use std::str::FromStr;
 use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Duration;
 
 use anyhow::Context;
-use bench::alloc::{self, Contender, Outcome, Total};
+use bench::alloc::{self, Contender, Outcome, Served, Total};
 use bench::size::Size;
-use pool::{Embedded, Options, Pool, SchemeKind, Settings};
+use pool::{ControlMode, Embedded, Options, Pool, SchemeKind, Settings};
 
 use super::{Rounds, begin, conclude};
 use crate::UsageError;
@@ -25,6 +27,8 @@ use crate::team::Member;
 /// schemes, if they are named. Whose time each
 /// took is told apart: the NIC thread's, which plays the hardware, and the control CPU's.
 /// On shm each client is a process; on inline it is a thread, and runs the NIC itself.
+/// With --sizes all are compared over size and number of clients, in one table and one picture: schemes
+/// with several sizes have chunks of --chunk, the others chunks as large as what is asked for.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Alloc {
@@ -45,11 +49,19 @@ pub struct Alloc {
     #[arg(long, value_name = "SIZE", default_value = "4KiB")]
     chunk: Size,
 
-    /// Schemes, of onesidedmw, finemem, rpc-mw-2, rpc-mw-1 (unsafe), fine-mr, static-mr, and odrp (4KiB), whose
-    /// allocation is the first write of a page; see docs/schemes.md
-    #[arg(long, value_name = "SCHEMES", value_delimiter = ',',
-          default_values_t = [SchemeKind::OneSidedMw, SchemeKind::RpcMw2])]
-    schemes: Vec<SchemeKind>,
+    /// Sizes to compare the schemes over, instead of allocating chunks
+    #[arg(long, value_name = "SIZES", value_delimiter = ',')]
+    sizes: Vec<Size>,
+
+    /// Schemes, of those that granary serve has, or all; an allocation of odrp is the first write of a page; see
+    /// docs/choosing.md
+    #[arg(long, value_name = "SCHEMES", value_delimiter = ',', default_values_t = Schemes::DEFAULT)]
+    schemes: Vec<Schemes>,
+
+    /// How the control thread waits for requests, in the schemes by RPC: event, polling [default: both; event with
+    /// --sizes]
+    #[arg(long, value_name = "MODES", value_delimiter = ',')]
+    control: Vec<ControlMode>,
 
     /// Cores of the memory node's CPU that answer requests, in the schemes by RPC
     #[arg(long, value_name = "CORES", default_value_t = 1)]
@@ -70,7 +82,52 @@ Examples:
   granary bench alloc --nic shm
   granary bench alloc --nic inline --clients 1 --chunk 1MiB --memory 64MiB
   granary bench alloc --schemes onesidedmw,rpc-mw-1,fine-mr,static-mr --clients 1
+  granary bench alloc --schemes all --sizes 4KiB,64KiB,2MiB --clients 1,2,4 --memory 256MiB
   granary bench alloc --nic shm --clients 1,8 --json > alloc.jsonl";
+
+/// Schemes on the command line.
+#[derive(Clone, Copy, Debug)]
+enum Schemes {
+    All,
+    One(SchemeKind),
+}
+
+impl Schemes {
+    const DEFAULT: [Self; 2] = [Self::One(SchemeKind::OneSidedMw), Self::One(SchemeKind::RpcMw2)];
+
+    fn named(all: &[Self]) -> Vec<SchemeKind> {
+        let mut kinds = Vec::new();
+        for scheme in all {
+            let some = match scheme {
+                Self::All => SchemeKind::ALL,
+                Self::One(kind) => &[*kind],
+            };
+            for kind in some {
+                if !kinds.contains(kind) {
+                    kinds.push(*kind);
+                }
+            }
+        }
+        kinds
+    }
+}
+
+impl FromStr for Schemes {
+    type Err = pool::Error;
+
+    fn from_str(name: &str) -> Result<Self, pool::Error> {
+        if name == "all" { Ok(Self::All) } else { name.parse().map(Self::One) }
+    }
+}
+
+impl fmt::Display for Schemes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::All => f.pad("all"),
+            Self::One(kind) => kind.fmt(f),
+        }
+    }
+}
 
 /// The most clients that make sense here.
 const CLIENTS_MAX: u32 = 128;
@@ -90,9 +147,13 @@ impl Alloc {
             let text = format!("--clients {clients}: take 1 to {CLIENTS_MAX}");
             return Err(UsageError(text, "bench alloc").into());
         }
+        if !self.sizes.is_empty() {
+            return self.compare(&donation);
+        }
         let mut report = begin(&self.output)?;
         let rounds = self.rounds.rounds;
-        let contenders = Contender::of(&self.schemes);
+        let controls = if self.control.is_empty() { ControlMode::ALL } else { &self.control };
+        let contenders = Contender::with(&Schemes::named(&self.schemes), controls);
         let steps = self.clients.len() * contenders.len() * rounds as usize;
         let bar = self.output.progress().bar("alloc", steps as u64);
         for &clients in &self.clients {
@@ -104,13 +165,7 @@ impl Alloc {
                     bar.say(&format!("{scheme}, {control}, {clients} clients"));
                     let cores = if scheme.needs_cpu() { self.cores } else { 1 };
                     let settings = Settings { scheme, control, cores, ..donation.settings() };
-                    let round = match self.nic {
-                        NicName::Inline => inline(&settings, clients, self.rounds.each()),
-                        nic => processes(&settings, nic, clients, self.rounds.each()),
-                    };
-                    let round = round.with_context(|| {
-                        format!("measure {scheme}, control {control}, with {clients} clients")
-                    })?;
+                    let round = self.round(&settings, clients, None)?;
                     total.add(&round.outcome, round.nic_cpu, round.control_cpu);
                     bar.step();
                 }
@@ -128,10 +183,80 @@ impl Alloc {
             alloc::pictures(report.records(), directory)
         })
     }
+
+    /// All schemes over sizes and clients.
+    fn compare(&self, donation: &Donation) -> anyhow::Result<ExitCode> {
+        let mut report = begin(&self.output)?;
+        let controls =
+            if self.control.is_empty() { &[ControlMode::Event][..] } else { &self.control };
+        let contenders = Contender::with(&Schemes::named(&self.schemes), controls);
+        let (mut served, mut refused) = (Vec::new(), Vec::new());
+        for size in self.sizes.iter().map(|size| size.bytes()) {
+            for contender in &contenders {
+                let Contender { scheme, control } = *contender;
+                let cores = if scheme.needs_cpu() { self.cores } else { 1 };
+                let settings = Settings { scheme, control, cores, ..donation.settings() };
+                match Served::of(settings, size) {
+                    Served::By(settings) => served.push((size, *contender, *settings)),
+                    Served::Not(why) => refused.push((size, *contender, why)),
+                }
+            }
+        }
+        let rounds = self.rounds.rounds;
+        let steps = self.clients.len() * served.len() * rounds as usize;
+        let bar = self.output.progress().bar("alloc", steps as u64);
+        for &clients in &self.clients {
+            let mut totals: Vec<_> = served.iter().map(|_| Total::default()).collect();
+            for _ in 0..rounds {
+                for ((size, contender, settings), total) in served.iter().zip(&mut totals) {
+                    let bytes = settings.scheme.has_sizes().then_some(*size);
+                    let name = contender.name();
+                    bar.say(&format!("{name}, {}, {clients} clients", Size(*size)));
+                    let round = self.round(settings, clients, bytes)?;
+                    total.add(&round.outcome, round.nic_cpu, round.control_cpu);
+                    bar.step();
+                }
+            }
+            for ((size, contender, _), total) in served.iter().zip(&totals) {
+                let setting = contender.setting(self.nic.name(), clients, *size);
+                report.extend(total.records(&setting))?;
+            }
+        }
+        drop(bar);
+        let table = alloc::comparison(report.records(), &refused);
+        let nic = self.nic.name();
+        let title = format!("Allocation on {nic}: latency, and allocations with their frees");
+        let pictures = self.pictures.directory(&self.output);
+        conclude(&mut report, [(title, table)], pictures.as_deref(), |report, directory| {
+            alloc::comparison_picture(report.records(), nic, directory)
+        })
+    }
+
+    fn round(
+        &self,
+        settings: &Settings,
+        clients: u32,
+        bytes: Option<u64>,
+    ) -> anyhow::Result<Round> {
+        let round = match self.nic {
+            NicName::Inline => inline(settings, clients, self.rounds.each(), bytes),
+            nic => processes(settings, nic, clients, self.rounds.each(), bytes),
+        };
+        round.with_context(|| {
+            let Settings { scheme, control, .. } = settings;
+            let of = bytes.map_or(String::new(), |bytes| format!(" of {}", Size(bytes)));
+            format!("measure {scheme}{of}, control {control}, with {clients} clients")
+        })
+    }
 }
 
 /// A round on a NIC that the clients, threads of this process, run themselves.
-fn inline(settings: &Settings, clients: u32, duration: Duration) -> anyhow::Result<Round> {
+fn inline(
+    settings: &Settings,
+    clients: u32,
+    duration: Duration,
+    bytes: Option<u64>,
+) -> anyhow::Result<Round> {
     let embedded = Arc::new(Embedded::start(settings)?);
     let connect = |_| -> anyhow::Result<Pool> {
         let options = Options { groups: Some(1), ..Options::default() };
@@ -147,7 +272,7 @@ fn inline(settings: &Settings, clients: u32, duration: Duration) -> anyhow::Resu
             let barrier = &barrier;
             scope.spawn(move || {
                 barrier.wait();
-                alloc::client(pool, duration)
+                alloc::client(pool, duration, bytes)
             })
         };
         let threads: Vec<_> = pools.iter().map(start).collect();
@@ -166,6 +291,7 @@ fn processes(
     nic: NicName,
     clients: u32,
     duration: Duration,
+    bytes: Option<u64>,
 ) -> anyhow::Result<Round> {
     let node = NodeProcess::start_on(settings, nic)?;
     let granary = std::env::current_exe().context("find this program's own file")?;
@@ -176,7 +302,7 @@ fn processes(
     let mut team = (0..clients).map(start).collect::<Result<Vec<Member>, _>>()?;
     team.iter_mut().try_for_each(Member::wait_ready)?;
     let before = node.status()?;
-    team.iter_mut().try_for_each(|member| member.give(&AllocTask { duration }))?;
+    team.iter_mut().try_for_each(|member| member.give(&AllocTask { duration, bytes }))?;
     let outcomes = team.iter_mut().map(Member::result).collect::<Result<Vec<Outcome>, _>>()?;
     let CpuTimes { nic, control } = CpuTimes::between(&before, &node.status()?);
     Ok(Round { outcome: join(&outcomes), nic_cpu: Some(nic), control_cpu: control })
