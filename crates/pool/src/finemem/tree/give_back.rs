@@ -40,12 +40,18 @@ impl Tree {
         let (place, at) = (Place::span(span), span % SPANS);
         let mask = blocks.iter().fold(0, |m, b| m | chunk_mask(b.chunk % CHUNKS, b.order));
         // As it was before the span changes.
-        let section = self.see(verbs, Place::section(span / SPANS)).await?;
+        let mut section = self.see(verbs, Place::section(span / SPANS)).await?;
+        let mut is_new = false;
         let mut seen = self.see(verbs, place).await?;
         let free = loop {
             let header = seen.header;
             self.flush(verbs, place, seen).await?;
             let bitmap = header.bitmap() & !mask;
+            if bitmap == 0 && !is_new {
+                // From an older word who closes would take an opening of long ago for one of just now.
+                section = self.look(verbs, Place::section(span / SPANS)).await?;
+                is_new = true;
+            }
             let record = Record {
                 offset: last.chunk % CHUNKS,
                 size: last.order,
