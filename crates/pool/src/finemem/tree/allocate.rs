@@ -274,12 +274,21 @@ impl Tree {
         let (place, at) = (Place::span(span), span % SPANS);
         let mut seen = self.see(verbs, place).await?;
         let mut failures = 0;
+        let mut is_late = false;
         loop {
             let header = seen.header;
             let Some(offset) = find_chunks(header.bitmap(), order, 0) else {
-                if header.bitmap() == u32::MAX && failures == 0 {
-                    self.hint(verbs, span, section.header, Spread::Full).await?;
+                if header.bitmap() != u32::MAX || failures > 0 {
+                    return Ok(None);
                 }
+                if !is_late {
+                    // It may have been full long before the section's word was seen, and be closed since: then
+                    // nobody would ever look into it again.
+                    seen = self.look(verbs, place).await?;
+                    is_late = true;
+                    continue;
+                }
+                self.hint(verbs, span, section.header, Spread::Full).await?;
                 return Ok(None);
             };
             if !header.in_use() {

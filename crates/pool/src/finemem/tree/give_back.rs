@@ -90,8 +90,10 @@ impl Tree {
                     Ok(()) => return Ok(()),
                     Err(found) => section = found.header,
                 }
+                // That the span is full is a late hint: who opens it would have it as normal or contended.
                 let last = section.record();
-                if last.size == Record::OPENED && last.offset == at {
+                let is_opened = last.size == Record::OPENED && last.offset == at;
+                if is_opened && section.spread(at) != Spread::Full {
                     return Ok(());
                 }
             } else {

@@ -7,6 +7,7 @@ mod world;
 use std::convert::Infallible;
 
 use super::*;
+use crate::finemem::header::{CHUNKS, Record, SPANS, Spread};
 use crate::finemem::layout::{Block, SPAN_ORDER};
 use world::{Memory, run};
 
@@ -156,6 +157,49 @@ fn what_was_taken_in_part_is_found_as_sections() {
     assert_eq!(sections, [1, 2, 3].map(Block::section));
     run(one.give_back_part(&memory, 1, block, user(1)));
     assert_eq!((found(1), found(2)), (vec![], vec![Block::section(2)]));
+}
+
+/// What is full in the section's header and neither in use nor anybody's is lost to all.
+fn check_not_lost(memory: &Memory, span: u32) {
+    let (section, header) = (memory.section(span / SPANS), memory.span(span));
+    let is_full = section.spread(span % SPANS) == Spread::Full;
+    assert!(!is_full || header.in_use(), "span {span} is lost: {section:?}, {header:?}");
+}
+
+/// Somebody took a span for full just before it is closed: it is closed all the same, although the last log of the
+/// section is still that of its opening.
+#[test]
+fn a_late_hint_does_not_keep_a_span_from_being_closed() {
+    let memory = Memory::new(SECTION);
+    let node = Tree::new(SECTION, User::NOBODY);
+    let owner = Tree::new(SECTION, user(16));
+    let block = take(&owner, &memory, 0).unwrap();
+    assert_eq!(block.chunk, 0);
+    run(node.look(&memory, Place::section(0)));
+    memory.set(SECTION.section(0), memory.section(0).with_spread(0, Spread::Full));
+    run(node.give_back(&memory, &[block], user(16)));
+    check_not_lost(&memory, 0);
+    memory.check_empty();
+}
+
+/// Who knows a span as full from long ago, and the section as it is now, does not say that it is full.
+#[test]
+fn no_span_is_called_full_for_what_it_was_long_ago() {
+    let memory = Memory::new(SECTION);
+    let (others, late) = (Tree::new(SECTION, user(16)), Tree::new(SECTION, user(16)));
+    let blocks: Vec<_> = (0..CHUNKS).map(|_| take(&others, &memory, 0).unwrap()).collect();
+    run(late.look(&memory, Place::span(0)));
+    run(others.give_back(&memory, &blocks, user(16)));
+    // Somebody begins to open it, and goes no further.
+    let section = memory.section(0);
+    let record = Record { timestamp: section.record().timestamp.next(), ..section.record() };
+    let opened = Record { offset: 0, size: Record::OPENED, ..record };
+    let section = section.with_spread(0, Spread::Normal).with_record(opened);
+    memory.set(SECTION.section(0), section);
+    run(late.look(&memory, Place::section(0)));
+    take(&late, &memory, 0).unwrap();
+    check_not_lost(&memory, 0);
+    assert_eq!(take(&Tree::new(SECTION, user(32)), &memory, 0).map(|b| b.chunk / CHUNKS), Some(0));
 }
 
 /// The header of a span that nobody has in chunks any more keeps its last log, while the span is taken whole: who
