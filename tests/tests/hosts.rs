@@ -27,6 +27,19 @@ fn wait_until_whole(node: &MemoryNode) -> Result<Duration> {
     }
 }
 
+/// Waits until only `living` compute nodes are there and nothing is left of others.
+fn wait_for_the_dead(node: &MemoryNode, living: u64) -> Result<()> {
+    let start = Instant::now();
+    loop {
+        let status = node.status()?;
+        if status["clients"] == living && status["leaving"] == 0 {
+            return Ok(());
+        }
+        ensure!(start.elapsed() < GONE, "the dead are there after {GONE:?}: {status}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
 /// A compute node on host 1 that checks every byte.
 struct Client {
     child: Child,
@@ -126,6 +139,38 @@ fn a_bad_cable_costs_time_and_nothing_else() -> Result<()> {
             client.work(if full() { 2000 } else { 100 })?;
         }
         clients.into_iter().try_for_each(Client::finish)?;
+        wait_until_whole(&node)?;
+    }
+    Ok(())
+}
+
+/// Compute nodes are killed over a cable that loses packets, at moments that the seed says, while another one
+/// goes on; each time all that they had comes back.
+#[test]
+fn clients_are_killed_over_a_bad_cable() -> Result<()> {
+    let kills = if full() { 60 } else { 3 };
+    for scheme in ["onesidedmw", "finemem"] {
+        let trouble = Trouble { lost: 10, doubled: 10, late: 10, seed: 78 };
+        let Some(hosts) = Hosts::with(trouble)? else { return Ok(()) };
+        let arguments = [&SMALL[..], &["--scheme", scheme]].concat();
+        let node = MemoryNode::start_on(&hosts, &format!("bad-{scheme}"), V4[0], &arguments)?;
+        let pool = node.pool_at(V4[0]);
+        let mut living = Client::start(&hosts, &pool, 8)?;
+        let mut random = 0x5eed_u64;
+        for seed in 0..kills {
+            let mut victims = [
+                Client::start(&hosts, &pool, 100 + seed)?,
+                Client::start(&hosts, &pool, 200 + seed)?,
+            ];
+            victims.each_mut().map(|victim| victim.work(1)).into_iter().collect::<Result<()>>()?;
+            // It is in the midst of whatever it is in.
+            random = random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+            std::thread::sleep(Duration::from_micros(random >> 50));
+            drop(victims);
+            living.work(5)?;
+            wait_for_the_dead(&node, 1)?;
+        }
+        living.finish()?;
         wait_until_whole(&node)?;
     }
     Ok(())

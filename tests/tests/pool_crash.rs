@@ -1,5 +1,6 @@
 //! Compute nodes are killed at random moments, under load, again and again: after each time the pool
-//! is whole, and those who live have lost nothing.
+//! is whole, and those who live have lost nothing. Of the schemes: the one where the memory node's NIC allocates,
+//! and the one where the compute nodes do.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -128,14 +129,24 @@ fn check_whole(living: &[Living], held: u64) -> Result<Duration> {
 
 #[test]
 fn clients_are_killed_at_random_moments() -> Result<()> {
+    kill_at_random_moments("onesidedmw")
+}
+
+#[test]
+fn clients_that_allocate_by_themselves_are_killed_at_random_moments() -> Result<()> {
+    kill_at_random_moments("finemem")
+}
+
+fn kill_at_random_moments(scheme: &str) -> Result<()> {
     let kills = if full() { 2500 } else { 60 };
     let seed = match std::env::var("GRANARY_TEST_SEED") {
         Ok(seed) => seed.parse()?,
         Err(_) => std::time::UNIX_EPOCH.elapsed()?.as_nanos() as u64 | 1,
     };
-    println!("seed {seed} (GRANARY_TEST_SEED)");
+    println!("{scheme}: seed {seed} (GRANARY_TEST_SEED)");
     let memory = (CHUNKS * 4096).to_string();
-    let node = MemoryNode::start("kill", &["--memory", &memory, "--chunk", "4KiB"])?;
+    let arguments = ["--memory", &memory, "--chunk", "4KiB", "--scheme", scheme];
+    let node = MemoryNode::start(&format!("kill-{scheme}"), &arguments)?;
     let living: Vec<Living> = (0..LIVING).map(|_| Living::connect(&node)).collect::<Result<_>>()?;
     let (gate, stop) = (RwLock::new(()), AtomicBool::new(false));
     let start = Instant::now();
@@ -156,7 +167,7 @@ fn clients_are_killed_at_random_moments() -> Result<()> {
     })?;
     let took = start.elapsed();
     println!(
-        "{kills} clients killed in {:.1} s; the slowest to be gone took {:.1} ms; the living did {:?} \
+        "{scheme}: {kills} clients killed in {:.1} s; the slowest to be gone took {:.1} ms; the living did {:?} \
          rounds",
         took.as_secs_f64(),
         slowest.as_secs_f64() * 1e3,
