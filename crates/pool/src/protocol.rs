@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! compute node                                         memory node
-//!   {"service":"pool","version":1}           ->
+//!   {"service":"pool","version":2}           ->
 //!                                            <-        {"id":0,"reply":"welcome","scheme":..}
 //!   {"id":1,"request":"admit",..}            ->        makes the peers of the QPs it names
 //!                                            <-        {"id":1,"reply":"admitted",..}
@@ -30,8 +30,8 @@ use crate::remote::RoceEnd;
 use crate::scheme::{Admission, Admitted, NodeStatus};
 use crate::settings::{ControlMode, SchemeKind};
 
-/// Version of this protocol.
-pub const VERSION: u32 = 1;
+/// Version of this protocol, and of what compute nodes read and write in a memory node by themselves.
+pub const VERSION: u32 = 2;
 /// The most bytes of a message.
 pub const MAX_BYTES: usize = rnic::port::shm::wire::MESSAGE_MAX;
 
@@ -280,7 +280,7 @@ mod tests {
         let bytes = encode("test", &Numbered { id: 3, body: Request::Status }).unwrap();
         assert_eq!(bytes, br#"{"id":3,"request":"status"}"#);
         let opening = encode("test", &Opening::pool()).unwrap();
-        assert_eq!(opening, br#"{"service":"pool","version":1}"#);
+        assert_eq!(opening, br#"{"service":"pool","version":2}"#);
     }
 
     #[test]

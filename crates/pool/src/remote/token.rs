@@ -4,7 +4,7 @@
 //! compute node                                             memory node
 //!   {"granary":1,"nonce":C}                    ->
 //!                                              <-          {"granary":1,"nonce":S,"token":true}
-//!   {"service":"pool","version":1,"proof":P}   ->          P = HMAC-SHA256(token, "client" S C)
+//!   {"service":"pool","version":2,"proof":P}   ->          P = HMAC-SHA256(token, "client" S C)
 //!                                              <-          {"reply":"welcome",..,"proof":Q}
 //!                                                          Q = HMAC-SHA256(token, "server" S C)
 //! ```
