@@ -81,6 +81,7 @@ bench: build ## All benchmarks of this machine, tables on the screen, pictures i
 	$(GRANARY) bench alloc --nic inline --clients 1 --out $(OUT)/inline
 	$(GRANARY) bench fault --out $(OUT)
 	$(GRANARY) bench paper onesidedmw --out $(OUT)
+	$(GRANARY) bench paper finemem --out $(OUT)
 
 .PHONY: lint
 lint: toolchain ## Formatting, clippy without a warning, licences of dependencies

@@ -264,6 +264,8 @@ impl<H: Hooks> Nic for HookedNic<H> {
     fn rereg_mr(&self, mr: Self::Mr, change: Rereg<'_, Self>) -> Result<Self::Mr, Error> {
         let HookedMr { inner, mut dereg } = mr;
         let bytes = change.memory.map_or(0, |memory| memory.len() as u64);
+        // Its key ends and another is made; the pages of memory that stays are pinned already.
+        self.hooks.before(Call::DeregMr(dereg.bytes));
         self.hooks.before(Call::RegMr(bytes));
         let Rereg { pd, memory, access } = change;
         let inner = self.inner.rereg_mr(inner, Rereg { pd, memory, access })?;

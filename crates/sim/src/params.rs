@@ -10,6 +10,9 @@ use crate::time::Time;
 /// The file for the cluster of OneSidedMW's evaluation.
 pub const CONNECTX5: &str = include_str!("../params/connectx5.toml");
 
+/// The file for the cluster of FineMem's evaluation.
+pub const CONNECTX6: &str = include_str!("../params/connectx6.toml");
+
 /// One parameter as the file has it.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -66,6 +69,7 @@ pub struct NicParams {
     pub window: Time,
     pub receive: Time,
     pub atomic: Time,
+    pub atomic_same: Time,
     pub chain_slowdown: Time,
     pub contexts: usize,
     pub context_miss: Time,
@@ -117,6 +121,11 @@ impl Params {
         Self::parse(CONNECTX5).expect("the file that is built in is right")
     }
 
+    /// Those of [`CONNECTX6`].
+    pub fn connectx6() -> Self {
+        Self::parse(CONNECTX6).expect("the file that is built in is right")
+    }
+
     /// Reads a file.
     pub fn parse(text: &str) -> Result<Self, Error> {
         let bad = |why: String| Error::Params { why };
@@ -153,6 +162,7 @@ impl Params {
                 window: Time::ns(get("nic.window")?),
                 receive: Time::ns(get("nic.receive")?),
                 atomic: Time::ns(get("nic.atomic")?),
+                atomic_same: Time::ns(get("nic.atomic_same")?),
                 chain_slowdown: Time::ns(get("nic.chain_slowdown")?),
                 contexts: get("nic.contexts")? as usize,
                 context_miss: Time::ns(get("nic.context_miss")?),
@@ -211,6 +221,7 @@ mod tests {
         assert_eq!(params.nic.managed_wqe, Time(540_000));
         assert!(params.fitted().any(|c| c == "offload.read.overhead.96qp"));
         assert!(params.entries().iter().all(|(_, e)| e.source.len() > 10));
+        assert!(Params::connectx6().fitted().any(|c| c == "finemem.rkey.added"));
     }
 
     #[test]

@@ -192,6 +192,13 @@ impl State {
                 | NextKind::Atomic
         );
         let mut completed = std::mem::take(&mut self.completed);
+        // Where an atomic aims decides what it waits for there.
+        let addr = match next.kind {
+            NextKind::Atomic if params.nic.atomic_same != Time::ZERO => {
+                nic.with_engine(|e| e.aim(qpn)).map_or(0, |aim| aim.addr)
+            }
+            _ => 0,
+        };
         let aim = match self.watched {
             true => nic.with_engine(|e| {
                 e.function_of(qpn).map(|f| (f, e.function_of(next.peer), e.aim(qpn)))
@@ -222,7 +229,7 @@ impl State {
             let service = self.nodes[node.0 as usize].loopback(&params, &next, now);
             (service.received, service.completed)
         } else {
-            let (received, answer) = self.nodes[far.0 as usize].respond(&params, &next, now);
+            let (received, answer) = self.nodes[far.0 as usize].respond(&params, &next, addr, now);
             // An answer that is lost is sent again; the request has been executed, once.
             let late = back.unwrap_or(Time(params.link.retry.0 * (TRIES as u64 + 1)));
             self.counters.delayed += (late != Time::ZERO) as u64;

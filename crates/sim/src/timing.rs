@@ -23,12 +23,17 @@ use rnic::ids::Qpn;
 const HEADER: u64 = 64;
 /// Pipelines that take packets in.
 const RECEIVERS: usize = 4;
+/// Atomics on words whose addresses are alike below this are taken for atomics on one word: so NICs lock
+/// them (from memory: Kalia et al., ATC'16, §3).
+const LOCKED: u64 = 4096;
 
 /// One node's NIC.
 pub(crate) struct NicTiming {
     units: Servers,
     receivers: Servers,
     atomics: Servers,
+    /// When the lock of a word is free again, by what its address is alike in.
+    locks: Vec<Time>,
     out: Pipe,
     into: Pipe,
     reads: Pipe,
@@ -54,6 +59,7 @@ impl NicTiming {
             units: Servers::new(p.nic.units),
             receivers: Servers::new(RECEIVERS),
             atomics: Servers::new(1),
+            locks: vec![Time::ZERO; (LOCKED / 8) as usize],
             out: Pipe::new(p.link.rate),
             into: Pipe::new(p.link.rate),
             reads: Pipe::new(p.pcie.rate),
@@ -96,9 +102,19 @@ impl NicTiming {
         }
     }
 
-    /// A request from another node has arrived at `now`, for `peer`: when what it asked for is done, and
-    /// the answer leaves. Gives both.
-    pub fn respond(&mut self, p: &Params, next: &Next, now: Time) -> (Time, Time) {
+    /// An atomic on the word at `addr`, from `at` on: when the unit is done with it. The word is locked for
+    /// longer, and whoever comes for it meanwhile waits without holding the unit.
+    fn atomic(&mut self, p: &Params, addr: u64, at: Time) -> Time {
+        let taken_up = self.atomics.serve(at, p.nic.atomic);
+        let lock = &mut self.locks[(addr % LOCKED / 8) as usize];
+        let begin = taken_up.max(*lock);
+        *lock = begin + p.nic.atomic_same;
+        begin
+    }
+
+    /// A request from another node has arrived at `now`, for `peer`; an atomic is one on the word at `addr`. When
+    /// what it asked for is done, and when the answer leaves.
+    pub fn respond(&mut self, p: &Params, next: &Next, addr: u64, now: Time) -> (Time, Time) {
         let (bytes, _) = payload(&next.kind);
         let whole = self.into.leave(now, HEADER + bytes);
         let mut at = self.receivers.serve(whole, p.nic.receive);
@@ -110,7 +126,7 @@ impl NicTiming {
                 (there, self.out.follow(&self.reads, there, HEADER + bytes))
             }
             NextKind::Atomic => {
-                let done = self.atomics.serve(at, p.nic.atomic) + p.pcie.read;
+                let done = self.atomic(p, addr, at) + p.pcie.read;
                 (done, self.out.enter(done, HEADER))
             }
             _ => (self.writes.follow(&self.into, at, bytes), at),
@@ -172,7 +188,7 @@ mod tests {
         theirs.context(&p, next.peer);
         let issued = mine.issue(&p, &next, Time::ZERO);
         let there = mine.depart(&p, &next, issued) + p.link.latency;
-        let (_, answer) = theirs.respond(&p, &next, there);
+        let (_, answer) = theirs.respond(&p, &next, 0, there);
         mine.answered(&next, answer + p.link.latency)
     }
 
@@ -191,6 +207,19 @@ mod tests {
         let (without, with) = (alone(kind, 0), alone(kind, 96));
         assert!(with > without);
         assert_eq!(with.since(without), Time(Params::connectx5().nic.chain_slowdown.0 * 96));
+    }
+
+    #[test]
+    fn atomics_on_one_word_wait_for_each_other_and_those_on_others_do_not() {
+        let p = Params::connectx6();
+        let mut nic = NicTiming::new(&p);
+        let same = [0; 8].map(|_| nic.atomic(&p, 0x1000, Time::ZERO));
+        assert_eq!(same[7].since(same[0]), Time(p.nic.atomic_same.0 * 7));
+        let mut nic = NicTiming::new(&p);
+        let others = [0, 1, 2, 3, 4, 5, 6, 7].map(|i| nic.atomic(&p, 0x1000 + 8 * i, Time::ZERO));
+        assert_eq!(others[7].since(others[0]), Time(p.nic.atomic.0 * 7));
+        let alike = nic.atomic(&p, 0x3000, Time::ZERO);
+        assert!(alike.since(others[0]) >= p.nic.atomic_same, "they share a lock");
     }
 
     #[test]

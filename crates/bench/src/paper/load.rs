@@ -8,6 +8,9 @@ use fabric::Nic;
 use pool::scheme::GroupId;
 use pool::{Options, Pool, SchemeKind, Settings};
 
+use super::churn::{self, Churn};
+use super::meeting::Member;
+use super::traces::{self, Replay};
 use crate::histogram::Latencies;
 
 /// Bytes of an access: a page, as in the papers.
@@ -31,6 +34,10 @@ pub enum Work {
     },
     /// Allocates a chunk and frees it.
     AllocateFree,
+    /// FineMem's microbenchmark.
+    Churn(Churn),
+    /// Requests of a trace.
+    Replay(Replay),
 }
 
 /// One measurement.
@@ -95,12 +102,18 @@ impl Load {
     pub fn settings(&self) -> Settings {
         let each = match self.work {
             Work::AllocateAccess => self.rounds + self.warm_up(),
+            Work::Churn(_) | Work::Replay(_) => 0,
             Work::Access { .. } | Work::AllocateFree => 1,
         };
         // Some are registered ahead, or on their way back.
         let chunks = u64::from(self.threads * each + 4 * (self.connections() + self.idle) + 8);
+        let donate_bytes = match self.work {
+            Work::Churn(churn) => churn.donated(self.threads),
+            Work::Replay(replay) => replay.donated(self.threads),
+            _ => chunks * self.chunk_bytes,
+        };
         Settings {
-            donate_bytes: chunks * self.chunk_bytes,
+            donate_bytes,
             chunk_bytes: self.chunk_bytes,
             // One lane: each thread works on memory of its own.
             group_size: 2,
@@ -132,6 +145,35 @@ pub struct Outcome {
     pub free: Latencies,
     /// Rounds a second of all threads together.
     pub rate_per_s: f64,
+    /// Replayed traces: how much later than in the trace the last request of each thread was done.
+    pub late: Latencies,
+    /// CASes of allocations that failed, where the scheme counts them: see [`Retries`].
+    pub retries: Retries,
+}
+
+/// CASes that failed and were tried again.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Retries {
+    /// Allocations, the first ones included.
+    pub allocations: u64,
+    /// Failed CASes of all of them.
+    pub all: u64,
+    /// Failed CASes of the allocation that had most.
+    pub most: u64,
+}
+
+impl Retries {
+    /// Failed CASes of an allocation, on average.
+    pub fn mean(&self) -> f64 {
+        self.all as f64 / self.allocations.max(1) as f64
+    }
+
+    /// Adds those of another connection.
+    pub fn join(&mut self, other: &Self) {
+        self.allocations += other.allocations;
+        self.all += other.all;
+        self.most = self.most.max(other.most);
+    }
 }
 
 impl Outcome {
@@ -140,7 +182,9 @@ impl Outcome {
         self.allocate.merge(&other.allocate);
         self.access.merge(&other.access);
         self.free.merge(&other.free);
+        self.late.merge(&other.late);
         self.rate_per_s += other.rate_per_s;
+        self.retries.join(&other.retries);
     }
 }
 
@@ -152,6 +196,8 @@ pub trait Thread {
     fn pool(&self) -> &Pool<Self::Nic>;
     /// Its QP group.
     fn group(&self) -> GroupId;
+    /// Where it waits for the others.
+    fn member(&self) -> &Member;
     /// The time in nanoseconds.
     fn now_ns(&self) -> u64;
     /// Runs a request to its end.
@@ -184,6 +230,11 @@ impl Dice {
 /// # Errors
 /// As the pool's operations.
 pub fn run<T: Thread>(thread: &T, load: &Load, mut dice: Dice) -> Result<Outcome, pool::Error> {
+    match &load.work {
+        Work::Churn(churn) => return churn::run(thread, load, churn, &mut dice),
+        Work::Replay(replay) => return traces::run(thread, replay, &mut dice),
+        _ => {}
+    }
     let pool = thread.pool();
     let mut page = vec![0; ACCESS_BYTES as usize];
     let mut outcome = Outcome::default();
@@ -198,7 +249,7 @@ pub fn run<T: Thread>(thread: &T, load: &Load, mut dice: Dice) -> Result<Outcome
     };
     let held = match load.work {
         Work::Access { .. } => Some(allocate()?),
-        Work::AllocateAccess | Work::AllocateFree => None,
+        _ => None,
     };
     // Threads do not begin in step.
     thread.pause_ns(dice.below(20_000));
@@ -234,6 +285,7 @@ pub fn run<T: Thread>(thread: &T, load: &Load, mut dice: Dice) -> Result<Outcome
                 outcome.allocate.record_ns(granted - start);
                 outcome.free.record_ns(thread.now_ns() - granted);
             }
+            Work::Churn(_) | Work::Replay(_) => unreachable!("they have loops of their own"),
         }
     }
     let elapsed_ns = (thread.now_ns() - begin).max(1);

@@ -1,10 +1,10 @@
 //! The papers' experiments, with their numbers beside ours.
 //!
 //! ```text
-//!   onesidedmw.rs   which experiments there are, and which claims they cover
-//!      │ loads                      (latency.rs, chain_queues.rs, registration.rs, scalability.rs)
+//!   onesidedmw.rs, finemem   which experiments there are (experiment.rs), and which claims they cover
+//!      │ loads                      (latency.rs, chain_queues.rs, registration.rs, scalability.rs, ...)
 //!      ▼
-//!   Place ── simulated.rs: the papers' cluster, under virtual time
+//!   Place ── simulated.rs: a paper's cluster, under virtual time
 //!       └── place.rs: this machine, threads and a memory node's process
 //!      │ findings                   (finding.rs: a record, what it is in words, how it came about)
 //!      ▼
@@ -15,15 +15,20 @@
 //! on a clock. What is simulated and what is measured never stand in one table.
 
 pub mod chain_queues;
+pub mod churn;
+pub mod experiment;
 pub mod finding;
+pub mod finemem;
 pub mod latency;
 pub mod load;
+pub mod meeting;
 pub mod onesidedmw;
 pub mod picture;
 pub mod place;
 pub mod registration;
 pub mod scalability;
 pub mod simulated;
+pub mod traces;
 pub mod verbs;
 
 #[cfg(test)]

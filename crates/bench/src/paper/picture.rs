@@ -1,7 +1,8 @@
 //! Pictures of findings, in the papers' form.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
+use super::experiment::Canvas;
 use super::finding::Findings;
 use crate::Error;
 use crate::plot::{Axis, Bars, Lines};
@@ -14,10 +15,9 @@ use crate::record::{Record, Statistic};
 pub fn bars(
     findings: &Findings,
     metric: &str,
-    (title, subtitle): (&str, &str),
+    title: &str,
     shown: impl Fn(&str) -> bool,
-    directory: &Path,
-    name: &str,
+    canvas: &Canvas<'_>,
 ) -> Result<Vec<PathBuf>, Error> {
     let typical = findings.typical();
     let records: Vec<&Record> = findings
@@ -51,55 +51,97 @@ pub fn bars(
         };
         bars = bars.group(scheme, threads.iter().map(of));
     }
-    Ok(bars.subtitle(subtitle).write(directory, name)?.into())
+    Ok(bars.subtitle(canvas.subtitle).write(canvas.directory, canvas.name)?.into())
 }
 
 /// READ latency over queues that carry chains.
 ///
 /// # Errors
 /// As [`crate::plot`].
-pub fn chain_queues(
-    findings: &Findings,
-    subtitle: &str,
-    directory: &Path,
-    name: &str,
-) -> Result<Vec<PathBuf>, Error> {
+pub fn chain_queues(findings: &Findings, canvas: &Canvas<'_>) -> Result<Vec<PathBuf>, Error> {
     let x = Axis::linear("queue pairs of the memory node that carry chains");
     let typical = findings.typical();
     let lines = Lines::new("READ of 4 KiB", x, Axis::linear(&label(typical, "latency")));
     let points = points(findings.records(), "read_latency_us", typical, "chain_queues");
-    Ok(lines.subtitle(subtitle).line("READ", points).write(directory, name)?.into())
+    let lines = lines.subtitle(canvas.subtitle).line("READ", points);
+    Ok(lines.write(canvas.directory, canvas.name)?.into())
 }
 
 /// Time to register over size.
 ///
 /// # Errors
 /// As [`crate::plot`].
-pub fn registration(
-    findings: &Findings,
-    subtitle: &str,
-    directory: &Path,
-    name: &str,
-) -> Result<Vec<PathBuf>, Error> {
+pub fn registration(findings: &Findings, canvas: &Canvas<'_>) -> Result<Vec<PathBuf>, Error> {
     let bytes = Axis::bytes("size of the region");
     let typical = findings.typical();
     let lines = Lines::new("Registration of memory", bytes, Axis::log(&label(typical, "time")));
     let points = points(findings.records(), "register_us", typical, "size");
     let bind = findings.find("bind_us", typical, |_| true).unwrap_or_default();
     let lines = lines.line("register a region", points).paper("bind a window of 4 MiB", bind);
-    Ok(lines.subtitle(subtitle).write(directory, name)?.into())
+    Ok(lines.subtitle(canvas.subtitle).write(canvas.directory, canvas.name)?.into())
+}
+
+/// What a picture of lines shows.
+#[derive(Clone, Copy, Debug)]
+pub struct Series {
+    /// The metric.
+    pub metric: &'static str,
+    /// The statistic of it.
+    pub statistic: Statistic,
+    /// The setting that it is drawn over.
+    pub across: &'static str,
+    /// What names of our own schemes begin with: they have solid lines.
+    pub ours: &'static str,
+}
+
+/// A line for each scheme, over the values of a setting.
+///
+/// # Errors
+/// As [`crate::plot`].
+pub fn lines(
+    findings: &Findings,
+    series: &Series,
+    title: &str,
+    x: Axis,
+    canvas: &Canvas<'_>,
+) -> Result<Vec<PathBuf>, Error> {
+    let Series { metric, statistic, across, ours } = *series;
+    let y = Axis::log(&if metric.ends_with("_per_s") {
+        "allocations per second".to_owned()
+    } else {
+        label(statistic, "latency")
+    });
+    let mut lines = Lines::new(title, x, y);
+    for scheme in &schemes(findings) {
+        let of = findings.records().filter(|r| text(r, "scheme") == *scheme);
+        let points = points(of, metric, statistic, across);
+        lines = match scheme.starts_with(ours) {
+            true => lines.line(scheme, points),
+            false => lines.baseline(scheme, points),
+        };
+    }
+    Ok(lines.subtitle(canvas.subtitle).write(canvas.directory, canvas.name)?.into())
 }
 
 /// Throughput and P99 over clients.
 ///
 /// # Errors
 /// As [`crate::plot`].
-pub fn scalability(
-    findings: &Findings,
-    subtitle: &str,
-    directory: &Path,
-    name: &str,
-) -> Result<Vec<PathBuf>, Error> {
+pub fn scalability(findings: &Findings, canvas: &Canvas<'_>) -> Result<Vec<PathBuf>, Error> {
+    let mut files = Vec::new();
+    for (metric, statistic, title, rest) in [
+        ("alloc_rate_per_s", Statistic::Mean, "Allocations, each with its free", "rate"),
+        ("alloc_latency_us", Statistic::P99, "Allocation, 99th percentile", "p99"),
+    ] {
+        let series = Series { metric, statistic, across: "clients", ours: "onesidedmw" };
+        let name = canvas.file(rest);
+        let canvas = Canvas { name: &name, ..*canvas };
+        files.extend(lines(findings, &series, title, Axis::linear("clients"), &canvas)?);
+    }
+    Ok(files)
+}
+
+fn schemes(findings: &Findings) -> Vec<String> {
     let mut schemes: Vec<String> = Vec::new();
     for record in findings.records() {
         let scheme = text(record, "scheme");
@@ -107,33 +149,15 @@ pub fn scalability(
             schemes.push(scheme);
         }
     }
-    let mut files = Vec::new();
-    for (metric, statistic, title, label, rest) in [
-        (
-            "alloc_rate_per_s",
-            Statistic::Mean,
-            "Allocations, each with its free",
-            "allocations per second",
-            "rate",
-        ),
-        ("alloc_latency_us", Statistic::P99, "Allocation, 99th percentile", "latency (us)", "p99"),
-    ] {
-        let mut lines = Lines::new(title, Axis::linear("clients"), Axis::log(label));
-        for scheme in &schemes {
-            let of = findings.records().filter(|r| text(r, "scheme") == *scheme);
-            let points = points(of, metric, statistic, "clients");
-            lines = match scheme.starts_with("onesidedmw") {
-                true => lines.line(scheme, points),
-                false => lines.baseline(scheme, points),
-            };
-        }
-        files.extend(lines.subtitle(subtitle).write(directory, &format!("{name}-{rest}"))?);
-    }
-    Ok(files)
+    schemes
 }
 
 fn label(statistic: Statistic, what: &str) -> String {
-    let which = if statistic == Statistic::Mean { "mean" } else { "median" };
+    let which = match statistic {
+        Statistic::Mean => "mean",
+        Statistic::P99 => "99th percentile of the",
+        _ => "median",
+    };
     format!("{which} {what} (us)")
 }
 

@@ -10,6 +10,7 @@ use pool::scheme::GroupId;
 use pool::{Embedded, Options, Pool, Settings};
 
 use super::load::{self, Dice, Load, Outcome, Thread};
+use super::meeting::{self, Member};
 use super::verbs::{self, VerbTimes};
 use crate::Error;
 
@@ -57,6 +58,7 @@ impl<S: Fn(&Settings) -> Result<Box<dyn Node>, Error>> Machine<S> {
 struct RealThread<'a> {
     pool: &'a Pool,
     group: GroupId,
+    member: Member,
     epoch: Instant,
 }
 
@@ -71,6 +73,10 @@ impl Thread for RealThread<'_> {
         self.group
     }
 
+    fn member(&self) -> &Member {
+        &self.member
+    }
+
     fn now_ns(&self) -> u64 {
         self.epoch.elapsed().as_nanos() as u64
     }
@@ -81,6 +87,10 @@ impl Thread for RealThread<'_> {
 
     fn pause_ns(&self, ns: u64) {
         // A sleep takes 60 us at least on most machines; what is shorter is not worth one.
+        if ns > 1_000_000 {
+            thread::sleep(Duration::from_nanos(ns));
+            return;
+        }
         let until = Instant::now() + Duration::from_nanos(ns);
         while Instant::now() < until {
             thread::yield_now();
@@ -107,16 +117,17 @@ impl<S: Fn(&Settings) -> Result<Box<dyn Node>, Error>> Place for Machine<S> {
         let barrier = Barrier::new(load.threads as usize);
         let epoch = Instant::now();
         let outcomes = thread::scope(|scope| {
-            let start = |at: u32| {
+            let start = |(at, member): (u32, Member)| {
                 let (barrier, each, seed) = (&barrier, load.threads_each(), self.seed);
                 let pool = &pools[(at / each) as usize];
-                let thread = RealThread { pool, group: GroupId((at % each) as u16), epoch };
+                let thread = RealThread { pool, group: GroupId((at % each) as u16), member, epoch };
                 scope.spawn(move || {
                     barrier.wait();
                     load::run(&thread, load, Dice::new(seed, at))
                 })
             };
-            let threads: Vec<_> = (0..load.threads).map(start).collect();
+            let members = meeting::of(load.threads);
+            let threads: Vec<_> = (0..load.threads).zip(members).map(start).collect();
             threads
                 .into_iter()
                 .map(|t| t.join().expect("a measured thread does not panic"))

@@ -1,4 +1,4 @@
-//! The cluster of OneSidedMW's evaluation, under virtual time.
+//! A paper's cluster, under virtual time.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -9,6 +9,7 @@ use pool::{Options, Pool, SchemeKind, Settings};
 use sim::{Cluster, ClusterSpec, NodeId, Params, SimHooks, SimNic, Time, fiber};
 
 use super::load::{self, Dice, Load, Outcome, Thread, Work};
+use super::meeting::{self, Member};
 use super::place::Place;
 use super::verbs::{self, VerbTimes};
 use crate::Error;
@@ -23,9 +24,9 @@ pub struct Simulated {
 }
 
 impl Simulated {
-    /// With the parameters that are built in.
-    pub fn new(seed: u64) -> Self {
-        Self { params: Arc::new(Params::connectx5()), seed }
+    /// With these parameters.
+    pub fn new(params: Params, seed: u64) -> Self {
+        Self { params: Arc::new(params), seed }
     }
 
     /// The timing model's parameters.
@@ -43,6 +44,7 @@ struct SimThread {
     pool: Pool<SimNic>,
     hooks: SimHooks,
     group: GroupId,
+    member: Member,
 }
 
 impl Thread for SimThread {
@@ -54,6 +56,10 @@ impl Thread for SimThread {
 
     fn group(&self) -> GroupId {
         self.group
+    }
+
+    fn member(&self) -> &Member {
+        &self.member
     }
 
     fn now_ns(&self) -> u64 {
@@ -91,13 +97,14 @@ impl Place for Simulated {
         cluster.start();
         let joined = Rc::new(RefCell::new(Ok(Outcome::default())));
         let mut fibers = Vec::new();
-        for at in 0..load.threads {
+        for (at, member) in (0..load.threads).zip(meeting::of(load.threads)) {
             let each = load.threads_each();
             let process = &processes[(at / each) as usize];
             let thread = SimThread {
                 pool: process.pool.clone(),
                 hooks: process.hooks.clone(),
                 group: GroupId((at % each) as u16),
+                member,
             };
             let (joined, load, dice) = (joined.clone(), load.clone(), Dice::new(self.seed, at));
             fibers.push(cluster.sim.spawn(format!("thread {at}"), PATIENCE, move || {

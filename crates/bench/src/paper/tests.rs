@@ -1,21 +1,24 @@
 //! Quick versions of all experiments: their form, and the order that the paper states.
 
+use super::experiment::{Experiment, Paper};
 use super::finding::{Findings, Kind, Tally};
-use super::onesidedmw::{Experiment, note};
+use super::onesidedmw::{ACCESS, ALLOCATION, CHAIN_QUEUES, PAPER, SCALABILITY};
 use super::place::{Place, inline};
 use super::simulated::Simulated;
-use super::{Extent, Run};
+use super::{Extent, Run, finemem, registration};
 use crate::progress::Progress;
 use crate::record::{Setting, Statistic};
 
-fn quick(place: &dyn Place, params: Option<&sim::Params>, experiment: Experiment) -> Findings {
+const PAPERS: [&Paper; 2] = [&PAPER, &finemem::PAPER];
+
+fn quick(place: &dyn Place, params: Option<&sim::Params>, experiment: &Experiment) -> Findings {
     let bar = Progress::Silent.bar("paper", 1);
     let run = Run { place, extent: Extent::Quick, bar: &bar };
     experiment.run(&run, params).expect("it runs")
 }
 
-fn simulated(experiment: Experiment) -> Findings {
-    let place = Simulated::new(1);
+fn simulated(paper: &Paper, experiment: &Experiment) -> Findings {
+    let place = Simulated::new((paper.params)(), 1);
     quick(&place, Some(place.params()), experiment)
 }
 
@@ -27,7 +30,7 @@ fn is(scheme: &str, key: &str, value: f64) -> impl Fn(&Setting) -> bool {
 
 #[test]
 fn allocation_by_chains_bears_a_crowd_better_than_by_rpc() {
-    let findings = simulated(Experiment::Allocation);
+    let findings = simulated(&PAPER, &ALLOCATION);
     let of = |scheme: &str, threads: f64| {
         findings.find("alloc_latency_us", Statistic::Mean, is(scheme, "threads", threads)).unwrap()
     };
@@ -42,7 +45,7 @@ fn allocation_by_chains_bears_a_crowd_better_than_by_rpc() {
 
 #[test]
 fn separation_lowers_the_latency_of_access() {
-    let findings = simulated(Experiment::Access);
+    let findings = simulated(&PAPER, &ACCESS);
     let of = |scheme: &str, threads: f64| {
         let at = is(scheme, "threads", threads);
         findings.find("access_latency_us", Statistic::Mean, at).unwrap()
@@ -55,7 +58,7 @@ fn separation_lowers_the_latency_of_access() {
 
 #[test]
 fn chains_slow_plain_reads_evenly() {
-    let findings = simulated(Experiment::ChainQueues);
+    let findings = simulated(&PAPER, &CHAIN_QUEUES);
     let of = |queues: f64| {
         let at = |s: &Setting| s.number("chain_queues") == Some(queues);
         findings.find("read_latency_us", Statistic::Mean, at).unwrap()
@@ -66,7 +69,7 @@ fn chains_slow_plain_reads_evenly() {
 
 #[test]
 fn a_window_takes_a_hundredth_of_a_region() {
-    let findings = simulated(Experiment::Registration);
+    let findings = simulated(&PAPER, &registration::EXPERIMENT);
     let bind = findings.find("bind_us", Statistic::Mean, |_| true).unwrap();
     let four = |s: &Setting| s.number("size") == Some((4 << 20) as f64);
     let register = findings.find("register_us", Statistic::Mean, four).unwrap();
@@ -75,7 +78,7 @@ fn a_window_takes_a_hundredth_of_a_region() {
 
 #[test]
 fn rpc_is_bound_by_the_memory_nodes_core() {
-    let findings = simulated(Experiment::Scalability);
+    let findings = simulated(&PAPER, &SCALABILITY);
     let of = |scheme: &str, clients: f64| {
         findings.find("alloc_rate_per_s", Statistic::Mean, is(scheme, "clients", clients)).unwrap()
     };
@@ -86,32 +89,38 @@ fn rpc_is_bound_by_the_memory_nodes_core() {
 
 #[test]
 fn every_claim_of_an_experiment_is_there_once_and_fitted_ones_are_met() {
-    let mut all = Vec::new();
-    for &experiment in Experiment::ALL {
-        let findings = simulated(experiment);
-        let claims: Vec<_> = findings.records().filter_map(|r| r.claim.clone()).collect();
-        for claim in &claims {
-            assert!(experiment.claims().contains(&claim.as_str()), "{claim} is not announced");
+    for paper in PAPERS {
+        let mut all = Vec::new();
+        for experiment in paper.experiments {
+            let findings = simulated(paper, experiment);
+            let claims: Vec<_> = findings.records().filter_map(|r| r.claim.clone()).collect();
+            for claim in &claims {
+                assert!(experiment.claims.contains(&claim.as_str()), "{claim} is not announced");
+            }
+            for finding in findings.all.iter().filter(|f| f.kind == Kind::Fitted) {
+                // A quick run has a tenth of the rounds.
+                assert!(finding.off().unwrap() < 0.03, "fit anew: {finding:?}");
+            }
+            all.push(findings);
         }
-        for finding in findings.all.iter().filter(|f| f.kind == Kind::Fitted) {
-            // A quick run has a tenth of the rounds.
-            assert!(finding.off().unwrap() < 0.03, "fit anew: {finding:?}");
+        let tally = Tally::of(&all);
+        assert!(
+            3 * tally.within(0.1) >= 2 * tally.predicted.len(),
+            "{:#?}",
+            tally.lines(paper.note)
+        );
+        for far in tally.predicted.iter().filter(|f| !f.is_within(0.2)) {
+            let id = far.record.claim.as_deref().expect("it has a claim");
+            assert!((paper.note)(id).is_some(), "it says why: {far:?}");
         }
-        all.push(findings);
-    }
-    let tally = Tally::of(&all);
-    assert!(3 * tally.within(0.1) >= 2 * tally.predicted.len(), "{:#?}", tally.lines(note));
-    for far in tally.predicted.iter().filter(|f| !f.is_within(0.2)) {
-        let id = far.record.claim.as_deref().expect("it has a claim");
-        assert!(note(id).is_some(), "it says why: {far:?}");
     }
 }
 
 #[test]
 fn the_same_seed_gives_the_same_table() {
     let table = |seed| {
-        let place = Simulated::new(seed);
-        quick(&place, Some(place.params()), Experiment::Access).table().to_string()
+        let place = Simulated::new((PAPER.params)(), seed);
+        quick(&place, Some(place.params()), &ACCESS).table().to_string()
     };
     assert_eq!(table(7), table(7));
     assert_ne!(table(7), table(8));
@@ -120,13 +129,13 @@ fn the_same_seed_gives_the_same_table() {
 #[test]
 fn all_of_it_runs_on_this_machine_too() {
     let place = inline(1);
-    for &experiment in Experiment::ALL {
+    for experiment in PAPERS.iter().flat_map(|paper| paper.experiments) {
         let findings = quick(&place, None, experiment);
         assert!(!findings.all.is_empty());
         assert!(findings.records().all(|r| !r.simulated));
         assert!(findings.all.iter().all(|f| matches!(f.kind, Kind::Measured | Kind::NoClaim)));
         let directory = tempfile::tempdir().unwrap();
         let files = experiment.draw(&findings, "measured", directory.path(), "paper").unwrap();
-        assert!(!files.is_empty(), "{experiment}");
+        assert!(!files.is_empty(), "{experiment:?}");
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use fabric::wqe::Umr;
 use fabric::{
     Access, Completion, CompletionQueue, CqAttr, Key, MemoryRegion, MemoryWindow, Nic, Op, QpAttr,
-    QueuePair, Receive, WorkRequest,
+    QueuePair, Receive, Rereg, WorkRequest,
 };
 
 use crate::Error;
@@ -14,15 +14,33 @@ use crate::histogram::Latencies;
 /// What was timed.
 #[derive(Clone, Debug, Default)]
 pub struct VerbTimes {
-    /// By size: to register a region, and to deregister it.
-    pub regions: Vec<(u64, Latencies, Latencies)>,
+    /// By size.
+    pub regions: Vec<Region>,
     /// To bind a window, from the post to the completion.
     pub bind: Latencies,
+    /// To bind a window after another, each waited for: for one of them.
+    pub pass: Latencies,
     /// To unbind it.
     pub unbind: Latencies,
     /// To unbind it and bind it again: a new key.
     pub rebind: Latencies,
 }
+
+/// What a memory region takes.
+#[derive(Clone, Debug, Default)]
+pub struct Region {
+    /// Its bytes.
+    pub bytes: u64,
+    /// To register it.
+    pub register: Latencies,
+    /// To deregister it.
+    pub deregister: Latencies,
+    /// To give it another key, by changing its rights: its pages stay pinned.
+    pub reregister: Latencies,
+}
+
+/// Windows of a pass: of 4 MiB over 100 GiB.
+const PASS: usize = 25 << 10;
 
 /// Bytes of the windows that are bound (FineMem, table 1).
 const WINDOW_BYTES: u64 = 4 << 20;
@@ -41,16 +59,20 @@ pub fn measure<N: Nic>(
     let pd = nic.alloc_pd()?;
     for &bytes in sizes {
         let memory = nic.alloc_dma(bytes as usize)?;
-        let (mut register, mut deregister) = (Latencies::default(), Latencies::default());
+        let mut times_of = Region { bytes, ..Region::default() };
         for _ in 0..rounds.div_ceil(10) {
             let start = now_ns();
             let region = nic.reg_mr(&pd, &memory, Access::REMOTE_ALL | Access::LOCAL_WRITE)?;
             let registered = now_ns();
+            let access = Some(Access::REMOTE_READ);
+            let region = nic.rereg_mr(region, Rereg { access, ..Rereg::default() })?;
+            let reregistered = now_ns();
             drop(region);
-            register.record_ns(registered - start);
-            deregister.record_ns(now_ns() - registered);
+            times_of.register.record_ns(registered - start);
+            times_of.reregister.record_ns(reregistered - registered);
+            times_of.deregister.record_ns(now_ns() - reregistered);
         }
-        times.regions.push((bytes, register, deregister));
+        times.regions.push(times_of);
     }
     windows(nic, &pd, rounds, &now_ns, &mut times)?;
     Ok(times)
@@ -103,5 +125,13 @@ fn windows<N: Nic>(
         times.unbind.record_ns(unbound - bound);
         times.rebind.record_ns(unbound - start);
     }
+    // A bind does not look at the memory: it is the same 4 MiB for all of them.
+    let many = nic.alloc_mws(pd, PASS * rounds.min(100) as usize / 100)?;
+    let start = now_ns();
+    for key in many.iter().map(MemoryWindow::key) {
+        let (tag, base, bytes) = (key.tag().wrapping_add(1), memory.addr(), WINDOW_BYTES as u32);
+        execute(&Umr::bind(key, tag, one.qpn(), Access::REMOTE_ALL, region.key(), base, bytes))?;
+    }
+    times.pass.record_ns((now_ns() - start) / many.len() as u64);
     Ok(())
 }

@@ -306,6 +306,11 @@ impl<N: Nic> Pool<N> {
         self.allocate_some(self.current_group(), Some(bytes)).await
     }
 
+    /// [`Pool::allocate_bytes`] for the QPs of a given group.
+    pub async fn allocate_bytes_in(&self, group: GroupId, bytes: u64) -> Result<Grant, Error> {
+        self.allocate_some(group, Some(bytes)).await
+    }
+
     async fn allocate_some(&self, group: GroupId, bytes: Option<u64>) -> Result<Grant, Error> {
         let (inner, undo) = (self.inner.clone(), self.inner.clone());
         let allocate = async move { inner.allocate_in(group, bytes).await };

@@ -34,7 +34,7 @@ Examples:
   granary bench alloc --nic shm --clients 1,8   the NIC's allocation against an RPC's
   granary bench pingpong --nic roce             messages between two programs
   granary bench fault --json                    page faults, for machines
-  granary bench paper onesidedmw                the paper's numbers beside ours";
+  granary bench paper finemem                   the papers' numbers beside ours";
 
 impl Bench {
     pub fn run(self) -> anyhow::Result<ExitCode> {

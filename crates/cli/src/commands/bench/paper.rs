@@ -6,14 +6,15 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use bench::claims::Claims;
+use bench::paper::experiment::{self, Experiment};
 use bench::paper::finding::{Findings, Tally};
-use bench::paper::onesidedmw::{self, Experiment};
 use bench::paper::place::{Machine, Node, Place};
 use bench::paper::simulated::Simulated;
-use bench::paper::{Extent, Run};
+use bench::paper::{Extent, Run, finemem, onesidedmw};
 use bench::record::Record;
 use bench::report::Report;
 use bench::table::{Cell, Table};
+use clap::ValueEnum as _;
 use pool::{Options, Pool, Settings};
 
 use super::begin;
@@ -23,9 +24,8 @@ use crate::options::{Output, Pictures};
 
 /// Run a paper's experiments: its numbers beside ours, simulated and measured
 ///
-/// Each experiment runs twice: simulated, on the paper's cluster under virtual time (six compute nodes
-/// and a memory node with ConnectX-5 NICs; the same protocol code as everywhere, on a NIC with a
-/// timing model), and measured, on this machine over shared memory. Each way has tables of its own: what
+/// Each experiment runs twice: simulated, on the paper's cluster under virtual time (the same protocol code as
+/// everywhere, on NICs with a timing model), and measured, on this machine over shared memory. Each way has tables of its own: what
 /// it is, the number that the paper states, ours, their ratio, and how ours came about:
 ///
 ///   predicted   the timing model knows nothing of the paper's number
@@ -51,7 +51,7 @@ pub struct Paper {
 
     /// Only this experiment; may be given several times
     #[arg(long, value_name = "NAME")]
-    experiment: Vec<Experiment>,
+    experiment: Vec<String>,
 
     /// Only under virtual time
     #[arg(long, conflicts_with = "real_only")]
@@ -81,6 +81,17 @@ pub struct Paper {
 enum PaperName {
     /// OneSidedMW (NSDI'26): allocation and access
     Onesidedmw,
+    /// FineMem (OSDI'25): allocation by compute nodes themselves
+    Finemem,
+}
+
+impl PaperName {
+    fn paper(self) -> &'static experiment::Paper {
+        match self {
+            Self::Onesidedmw => &onesidedmw::PAPER,
+            Self::Finemem => &finemem::PAPER,
+        }
+    }
 }
 
 const EXAMPLES: &str = "\
@@ -90,35 +101,46 @@ Examples:
   granary bench paper onesidedmw --simulated-only --experiment allocation
   granary bench paper onesidedmw --real-only --out results
   granary bench paper onesidedmw --simulated-only --json > onesidedmw.jsonl
+  granary bench paper finemem --quick
 
 In the directory for pictures stand the records, too: paper-onesidedmw-simulated.jsonl and
 paper-onesidedmw-measured.jsonl, one JSON object a line.";
 
 /// One way to run the experiments.
 struct Way {
+    paper: &'static experiment::Paper,
     /// In names of files.
     name: &'static str,
     /// Above tables and under pictures' titles.
-    head: &'static str,
+    head: String,
 }
 
-const SIMULATED: Way =
-    Way { name: "simulated", head: "simulated: the paper's cluster under virtual time" };
-const MEASURED: Way = Way { name: "measured", head: "measured on shm, this machine" };
+impl Way {
+    fn simulated(paper: &'static experiment::Paper) -> Self {
+        Self { paper, name: "simulated", head: format!("simulated: {}", paper.cluster) }
+    }
+
+    fn measured(paper: &'static experiment::Paper) -> Self {
+        Self { paper, name: "measured", head: "measured on shm, this machine".into() }
+    }
+}
 
 impl Paper {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         if self.list {
             return self.print_list();
         }
+        let paper = self.paper.expect("clap asks for it").paper();
+        self.experiments(paper)?;
         let mut report = begin_for(&self)?;
         let directory = self.pictures.directory(&self.output);
         if !self.real_only {
-            let place = Simulated::new(self.seed);
-            let all = self.run_at(&place, Some(place.params()), &SIMULATED, &mut report)?;
-            self.finish(&all, &SIMULATED, directory.as_deref(), &mut report)?;
+            let place = Simulated::new((paper.params)(), self.seed);
+            let way = Way::simulated(paper);
+            let all = self.run_at(&place, Some(place.params()), &way, &mut report)?;
+            self.finish(&all, &way, directory.as_deref(), &mut report)?;
             report.say("")?;
-            for line in Tally::of(all.iter().map(|(_, f)| f)).lines(onesidedmw::note) {
+            for line in Tally::of(all.iter().map(|(_, f)| f)).lines(paper.note) {
                 report.say(line)?;
             }
         }
@@ -128,21 +150,24 @@ impl Paper {
                 let node = node.map_err(|e| bench::Error::Node(format!("{e:#}")))?;
                 Ok(Box::new(Shm(node)) as Box<dyn Node>)
             });
-            let all = self.run_at(&place, None, &MEASURED, &mut report)?;
-            self.finish(&all, &MEASURED, directory.as_deref(), &mut report)?;
-            report.say(
-                "\nThis machine is no cluster: a thread plays the memory node's NIC, and there is no \
-                 network. More threads than cores wait for turns of the scheduler, so that with 8 and \
-                 24 the order of the schemes says something and the times say little.",
-            )?;
+            let way = Way::measured(paper);
+            let all = self.run_at(&place, None, &way, &mut report)?;
+            self.finish(&all, &way, directory.as_deref(), &mut report)?;
+            report.say(format_args!("\n{}", paper.measured))?;
         }
         Ok(ExitCode::SUCCESS)
     }
 
     /// The experiments that were asked for.
-    fn experiments(&self) -> Vec<Experiment> {
-        let wanted = |e: &&Experiment| self.experiment.is_empty() || self.experiment.contains(e);
-        Experiment::ALL.iter().filter(wanted).copied().collect()
+    fn experiments(
+        &self,
+        paper: &'static experiment::Paper,
+    ) -> Result<Vec<&'static Experiment>, UsageError> {
+        if self.experiment.is_empty() {
+            return Ok(paper.experiments.iter().collect());
+        }
+        let named = self.experiment.iter().map(|name| paper.experiment(name));
+        named.collect::<Result<_, _>>().map_err(|why| UsageError(why, "bench paper"))
     }
 
     fn run_at(
@@ -151,20 +176,20 @@ impl Paper {
         params: Option<&sim::Params>,
         way: &Way,
         report: &mut Report,
-    ) -> anyhow::Result<Vec<(Experiment, Findings)>> {
+    ) -> anyhow::Result<Vec<(&'static Experiment, Findings)>> {
         let extent = if self.quick { Extent::Quick } else { Extent::Full };
-        let run_one = |experiment: Experiment| {
+        let run_one = |experiment: &Experiment| {
             let silent = bench::progress::Progress::Silent.bar("", 0);
-            let steps = experiment.steps(&Run { place, extent, bar: &silent });
-            let bar = self.output.progress().bar(experiment.name(), steps as u64);
+            let steps = (experiment.steps)(&Run { place, extent, bar: &silent });
+            let bar = self.output.progress().bar(experiment.name, steps as u64);
             let findings = experiment.run(&Run { place, extent, bar: &bar }, params);
-            findings.with_context(|| format!("run experiment {experiment}, {}", way.name))
+            findings.with_context(|| format!("run experiment {}, {}", experiment.name, way.name))
         };
         let mut all = Vec::new();
-        for experiment in self.experiments() {
+        for experiment in self.experiments(way.paper)? {
             let findings = run_one(experiment)?;
             report.extend(findings.records().cloned())?;
-            let title = format!("{} - {}", experiment.title(), way.head);
+            let title = format!("{} - {}", experiment.title, way.head);
             report.table(&title, &findings.table())?;
             all.push((experiment, findings));
         }
@@ -174,16 +199,16 @@ impl Paper {
     /// Writes pictures and records.
     fn finish(
         &self,
-        all: &[(Experiment, Findings)],
+        all: &[(&Experiment, Findings)],
         way: &Way,
         directory: Option<&Path>,
         report: &mut Report,
     ) -> anyhow::Result<()> {
         let Some(directory) = directory else { return Ok(()) };
-        let prefix = format!("paper-onesidedmw-{}", way.name);
+        let prefix = format!("paper-{}-{}", way.paper.name, way.name);
         let mut files: Vec<PathBuf> = Vec::new();
         for (experiment, findings) in all {
-            files.extend(experiment.draw(findings, way.head, directory, &prefix)?);
+            files.extend(experiment.draw(findings, &way.head, directory, &prefix)?);
         }
         let path = directory.join(format!("{prefix}.jsonl"));
         let lines: Vec<String> =
@@ -203,33 +228,42 @@ impl Paper {
                 UsageError("--list is for people: leave --json out".into(), "bench paper").into()
             );
         }
-        let mut table = Table::new(["experiment", "claim", "paper", "unit", "setting"]);
-        for experiment in self.experiments() {
-            let mut claims = experiment.claims().iter().peekable();
-            if claims.peek().is_none() {
-                let title = Cell::text(experiment.title());
-                table.row([
-                    Cell::text(experiment.name()),
-                    Cell::None,
-                    Cell::None,
-                    Cell::None,
-                    title,
-                ]);
-            }
-            for id in claims {
-                let claim = Claims::builtin().get(id).expect("experiments name claims that are");
-                table.row([
-                    Cell::text(experiment.name()),
-                    Cell::text(*id),
-                    Cell::number(claim.value),
-                    Cell::text(&claim.unit),
-                    Cell::text(format!("{} {}: {}", claim.paper, claim.section, claim.setting)),
-                ]);
-            }
+        let papers = match self.paper {
+            Some(name) => vec![name.paper()],
+            None => PaperName::value_variants().iter().map(|name| name.paper()).collect(),
+        };
+        let mut report = self.output.report();
+        for paper in papers {
+            let title = format!("{}: {}", paper.name, paper.title);
+            report.table(&title, &claims_of(&self.experiments(paper)?))?;
         }
-        self.output.report().table("onesidedmw: OneSidedMW (NSDI'26)", &table)?;
         Ok(ExitCode::SUCCESS)
     }
+}
+
+/// Experiments with the claims that each covers.
+fn claims_of(experiments: &[&Experiment]) -> Table {
+    let mut table = Table::new(["experiment", "claim", "paper", "unit", "setting"]);
+    for experiment in experiments {
+        let name = || Cell::text(experiment.name);
+        if experiment.claims.is_empty() {
+            let title = Cell::text(experiment.title);
+            table.row([name(), Cell::None, Cell::None, Cell::None, title]);
+        }
+        for id in experiment.claims {
+            let claim = Claims::builtin().get(id).expect("experiments name claims that are");
+            let setting = format!("{} {}: {}", claim.paper, claim.section, claim.setting);
+            let number = Cell::number(claim.value);
+            table.row([
+                name(),
+                Cell::text(*id),
+                number,
+                Cell::text(&claim.unit),
+                Cell::text(setting),
+            ]);
+        }
+    }
+    table
 }
 
 /// Begins; the load of this machine matters only to what is measured on it.

@@ -1,0 +1,92 @@
+//! FineMem's microbenchmark (§6.2): threads fill memory, free a part of it at random, allocate as much anew.
+//!
+//! ```text
+//! all allocate what they hold ─┬─> all free a part ─> a rest ─> all allocate as much ─┐
+//!                              └──────────────── so many epochs ──────────────────────┘
+//! ```
+//!
+//! Threads wait for each other between the parts, so that all of them allocate at the same time, in memory
+//! that is in pieces. The rest is as long as quarantines and the memory node's regeneration of keys take.
+
+use super::load::{Dice, Load, Outcome, Thread};
+use crate::record::Setting;
+
+/// What each thread does.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Churn {
+    /// Bytes of a block.
+    pub bytes: u64,
+    /// Blocks that a thread holds when it has allocated.
+    pub held: u32,
+    /// How many of them it frees in each epoch.
+    pub freed: u32,
+    /// Milliseconds between frees and allocations.
+    pub rest_ms: u64,
+}
+
+/// The part of the memory that is taken when all hold what they hold: 140 GB of 200 (§6.1, §6.2).
+pub const FILL: f64 = 0.7;
+/// Memory is donated by sections of a FineMem tree with chunks of 4 KiB.
+const SECTION_BYTES: u64 = 2 << 20;
+
+impl Churn {
+    /// Bytes that a memory node donates for so many threads.
+    pub fn donated(&self, threads: u32) -> u64 {
+        donated(u64::from(threads) * u64::from(self.held) * self.bytes)
+    }
+
+    /// Its part of a record's setting.
+    pub fn setting(&self, setting: Setting) -> Setting {
+        setting.size(self.bytes).with("held", u64::from(self.held))
+    }
+}
+
+/// Bytes that a memory node donates for so many that are held.
+pub fn donated(held_bytes: u64) -> u64 {
+    let bytes = (held_bytes as f64 / FILL).ceil() as u64;
+    bytes.div_ceil(SECTION_BYTES).max(1) * SECTION_BYTES
+}
+
+/// One thread's part.
+///
+/// # Errors
+/// As the pool's operations.
+pub(super) fn run<T: Thread>(
+    thread: &T,
+    load: &Load,
+    churn: &Churn,
+    dice: &mut Dice,
+) -> Result<Outcome, pool::Error> {
+    let (pool, mut outcome) = (thread.pool(), Outcome::default());
+    let allocate = || thread.wait(pool.allocate_bytes_in(thread.group(), churn.bytes));
+    let mut held = Vec::with_capacity(churn.held as usize);
+    for _ in 0..churn.held {
+        held.push(allocate()?);
+    }
+    let mut spent_ns = 0;
+    for _ in 0..load.rounds {
+        thread.wait(thread.member().meet());
+        for _ in 0..churn.freed {
+            let grant = held.swap_remove(dice.below(held.len() as u64) as usize);
+            let start = thread.now_ns();
+            thread.wait(pool.free(grant))?;
+            outcome.free.record_ns(thread.now_ns() - start);
+        }
+        thread.wait(thread.member().meet());
+        thread.pause_ns(churn.rest_ms * 1_000_000);
+        thread.wait(thread.member().meet());
+        let begin = thread.now_ns();
+        for _ in 0..churn.freed {
+            let start = thread.now_ns();
+            held.push(allocate()?);
+            outcome.allocate.record_ns(thread.now_ns() - start);
+        }
+        spent_ns += thread.now_ns() - begin;
+    }
+    outcome.rate_per_s = f64::from(load.rounds * churn.freed) * 1e9 / spent_ns.max(1) as f64;
+    thread.wait(thread.member().meet());
+    for grant in held {
+        thread.wait(pool.free(grant))?;
+    }
+    Ok(outcome)
+}

@@ -1,0 +1,263 @@
+//! Allocation by many (FineMem §6.2): table 2, figures 1(b), 9 and 10.
+
+use std::path::PathBuf;
+
+use pool::SchemeKind;
+
+use crate::Error;
+use crate::paper::churn::Churn;
+use crate::paper::experiment::{Canvas, Experiment};
+use crate::paper::finding::Findings;
+use crate::paper::load::{Load, Outcome, Work};
+use crate::paper::picture::{Series, lines};
+use crate::paper::{Extent, Run, count};
+use crate::plot::Axis;
+use crate::record::{Setting, Statistic, Unit};
+use crate::size::Size;
+
+/// Table 2.
+pub const TABLE_2: Experiment = Experiment {
+    name: "crowd",
+    title: "Allocation of 4 KiB by 512 threads (§6.2, table 2)",
+    claims: &["finemem.alloc.512.mean", "finemem.alloc.512.p99"],
+    steps: |run| contenders(run).count(),
+    run: table_2,
+    draw: |findings, canvas| {
+        crate::paper::picture::bars(
+            findings,
+            "alloc_latency_us",
+            "Allocation of 4 KiB",
+            |_| true,
+            canvas,
+        )
+    },
+};
+
+/// Figure 10, left.
+pub const THREADS: Experiment = Experiment {
+    name: "threads",
+    title: "Allocation of 4 KiB against the number of threads (§6.2, figure 10, left)",
+    claims: &[],
+    steps: |run| contenders(run).count() * threads(run).len(),
+    run: |run, findings| against_threads(run, findings, HALF),
+    draw: |findings, canvas| draw_threads(findings, canvas, "Allocation of 4 KiB in pieces"),
+};
+
+/// Figure 1(b).
+pub const ALL_AT_ONCE: Experiment = Experiment {
+    name: "threadtest",
+    title: "Threads that allocate and free all, over and over (§2.2, figure 1(b))",
+    claims: &[],
+    steps: |run| contenders(run).count() * threads(run).len(),
+    run: |run, findings| against_threads(run, findings, WHOLE),
+    draw: |findings, canvas| draw_threads(findings, canvas, "Allocation of 4 KiB in empty memory"),
+};
+
+/// Figure 9.
+pub const SIZES: Experiment = Experiment {
+    name: "sizes",
+    title: "Allocation against the size (§6.2, figure 9), 128 threads",
+    claims: &[],
+    steps: |run| contenders(run).count() * sizes(run).len(),
+    run: against_sizes,
+    draw: draw_sizes,
+};
+
+/// Who allocates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Contender {
+    /// Its scheme.
+    pub scheme: SchemeKind,
+    /// Threads of a compute node share a connection: FineMem's allocation service.
+    pub shared: bool,
+}
+
+/// FineMem and its baselines.
+const CONTENDERS: &[Contender] = &[Contender { scheme: SchemeKind::FineMem, shared: true }];
+
+/// Who takes part here.
+pub fn contenders(_run: &Run<'_>) -> impl Iterator<Item = &'static Contender> {
+    CONTENDERS.iter()
+}
+
+/// Compute nodes.
+pub const NODES: u16 = 16;
+const PAGE: u64 = 4096;
+/// What is freed of what is held.
+const HALF: f64 = 0.5;
+const WHOLE: f64 = 1.0;
+/// Threads of figure 9. The text names none; 16 nodes of 8 threads, as in the traces.
+const THREADS_OF_SIZES: u32 = 128;
+/// Blocks that a thread holds, at most: the memory is a seventeenth of a hundredth of the paper's.
+const HELD: u32 = 60;
+const HELD_MIN: u32 = 4;
+/// Bytes that are held in all, as far as [`HELD_MIN`] allows: under virtual time, and on this machine.
+const BYTES: u64 = 2 << 30;
+const BYTES_HERE: u64 = 128 << 20;
+const EPOCHS: u32 = 3;
+
+fn threads(run: &Run<'_>) -> &'static [u32] {
+    match (run.place.simulated(), run.extent) {
+        (true, Extent::Full) => &[1, 16, 32, 64, 128, 256, 512],
+        (true, Extent::Quick) => &[1, 32],
+        (false, Extent::Full) => &[1, 2, 8],
+        (false, Extent::Quick) => &[1, 2],
+    }
+}
+
+fn sizes(run: &Run<'_>) -> &'static [u64] {
+    match run.extent {
+        Extent::Full => &[
+            PAGE,
+            PAGE << 1,
+            PAGE << 2,
+            PAGE << 3,
+            PAGE << 4,
+            PAGE << 5,
+            PAGE << 6,
+            PAGE << 7,
+            PAGE << 8,
+            PAGE << 9,
+        ],
+        Extent::Quick => &[PAGE, PAGE << 4, PAGE << 9],
+    }
+}
+
+/// The crowd of table 2, in this place.
+fn crowd(run: &Run<'_>) -> u32 {
+    match (run.place.simulated(), run.extent) {
+        (true, Extent::Full) => 512,
+        (true, Extent::Quick) => 64,
+        (false, _) => 8,
+    }
+}
+
+/// One measurement of the microbenchmark.
+pub fn measure(
+    run: &Run<'_>,
+    contender: &Contender,
+    threads: u32,
+    bytes: u64,
+    freed: f64,
+) -> Result<(Churn, Outcome), Error> {
+    let simulated = run.place.simulated();
+    let all = if simulated { BYTES } else { BYTES_HERE };
+    let held = (all / bytes / u64::from(threads)).clamp(HELD_MIN.into(), HELD.into()) as u32;
+    let freed = ((f64::from(held) * freed) as u32).max(1);
+    let churn = Churn { bytes, held, freed, rest_ms: 200 };
+    let epochs = if run.extent == Extent::Full { EPOCHS } else { 1 };
+    let load = Load {
+        compute_nodes: NODES.min(threads as u16),
+        threads,
+        shared: contender.shared && simulated,
+        ..Load::new(contender.scheme, Work::Churn(churn), epochs)
+    };
+    let what = format!("{}, {}, {}", contender.scheme, count(threads, "thread"), Size(bytes));
+    Ok((churn, run.load(&what, &load)?))
+}
+
+fn setting(run: &Run<'_>, contender: &Contender, threads: u32, churn: &Churn) -> Setting {
+    let setting = run.setting(contender.scheme.name()).with("threads", u64::from(threads));
+    churn.setting(setting)
+}
+
+fn table_2(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
+    let threads = crowd(run);
+    for contender in contenders(run) {
+        let (churn, outcome) = measure(run, contender, threads, PAGE, HALF)?;
+        let setting = setting(run, contender, threads, &churn);
+        let of = findings.record(&setting, "alloc_latency_us", Unit::Us);
+        let name = contender.scheme.name();
+        let (statistic, us) = run.typical(&outcome.allocate);
+        let p99 = of.value(Statistic::P99, outcome.allocate.quantile_us(0.99));
+        let retries = findings.record(&setting, "cas_retries", Unit::Count);
+        let (mean, most) = (
+            retries.mean(outcome.retries.mean()),
+            retries.value(Statistic::Max, outcome.retries.most as f64),
+        );
+        let what = |of: &str| format!("{name}, {}: {of}", count(threads, "thread"));
+        let ids = match contender.scheme {
+            _ if threads != 512 => None,
+            SchemeKind::FineMem => Some(["finemem.alloc.512.mean", "finemem.alloc.512.p99"]),
+            _ => None,
+        };
+        let typical = (what(&format!("allocation, {statistic}")), of.value(statistic, us));
+        let all = [typical, (what("allocation, p99"), p99)];
+        for (at, (what, record)) in all.into_iter().enumerate() {
+            match ids {
+                Some(ids) => findings.claimed(what, record, ids[at]),
+                None => findings.add(what, record),
+            }
+        }
+        findings.add(what("CAS retries, mean"), mean);
+        findings.add(what("CAS retries, most"), most);
+    }
+    Ok(())
+}
+
+fn against_threads(run: &Run<'_>, findings: &mut Findings, freed: f64) -> Result<(), Error> {
+    for contender in contenders(run) {
+        for &threads in threads(run) {
+            let (churn, outcome) = measure(run, contender, threads, PAGE, freed)?;
+            let setting = setting(run, contender, threads, &churn);
+            add(run, findings, &setting, &count(threads, "thread"), &outcome);
+        }
+    }
+    Ok(())
+}
+
+fn against_sizes(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
+    let threads = match (run.place.simulated(), run.extent) {
+        (true, Extent::Full) => THREADS_OF_SIZES,
+        (true, Extent::Quick) => 16,
+        (false, _) => 2,
+    };
+    for contender in contenders(run) {
+        for &bytes in sizes(run) {
+            let (churn, outcome) = measure(run, contender, threads, bytes, HALF)?;
+            let setting = setting(run, contender, threads, &churn);
+            add(run, findings, &setting, &Size(bytes).to_string(), &outcome);
+        }
+    }
+    Ok(())
+}
+
+fn add(run: &Run<'_>, findings: &mut Findings, setting: &Setting, what: &str, outcome: &Outcome) {
+    let name = setting.get("scheme").map(ToString::to_string).unwrap_or_default();
+    for (metric, verb, all) in [
+        ("alloc_latency_us", "allocation", &outcome.allocate),
+        ("free_latency_us", "free", &outcome.free),
+    ] {
+        let of = findings.record(setting, metric, Unit::Us);
+        let (statistic, us) = run.typical(all);
+        findings.add(format!("{name}, {what}: {verb}, {statistic}"), of.value(statistic, us));
+        if metric == "alloc_latency_us" {
+            let p99 = of.value(Statistic::P99, all.quantile_us(0.99));
+            findings.add(format!("{name}, {what}: {verb}, p99"), p99);
+        }
+    }
+}
+
+fn draw_threads(
+    findings: &Findings,
+    canvas: &Canvas<'_>,
+    title: &str,
+) -> Result<Vec<PathBuf>, Error> {
+    let series = Series {
+        metric: "alloc_latency_us",
+        statistic: findings.typical(),
+        across: "threads",
+        ours: "finemem",
+    };
+    lines(findings, &series, title, Axis::log("threads"), canvas)
+}
+
+fn draw_sizes(findings: &Findings, canvas: &Canvas<'_>) -> Result<Vec<PathBuf>, Error> {
+    let series = Series {
+        metric: "alloc_latency_us",
+        statistic: findings.typical(),
+        across: "size",
+        ours: "finemem",
+    };
+    lines(findings, &series, "Allocation in pieces", Axis::bytes("size of a block"), canvas)
+}
