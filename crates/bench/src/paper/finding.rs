@@ -5,7 +5,7 @@ use std::fmt;
 
 use sim::Params;
 
-use crate::claims::Claims;
+use crate::claims::{self, Claims};
 use crate::record::{Record, RecordBuilder, Setting, Statistic, Unit};
 use crate::table::{Cell, Table, significant};
 
@@ -18,6 +18,8 @@ pub enum Kind {
     Predicted,
     /// Follows from the workload alone: no evidence.
     Arithmetic,
+    /// The paper says only that it is no more than its number, or no less: met or not.
+    Bound,
     /// Measured on a clock, on other hardware than the paper's.
     Measured,
     /// The text of no paper states it.
@@ -30,6 +32,7 @@ impl fmt::Display for Kind {
             Self::Fitted => "fitted",
             Self::Predicted => "predicted",
             Self::Arithmetic => "arithmetic",
+            Self::Bound => "bound",
             Self::Measured => "measured",
             Self::NoClaim => "no claim",
         })
@@ -109,6 +112,19 @@ impl Findings {
         self.all.push(Finding { what: what.into(), record, kind });
     }
 
+    /// Adds a number of which a paper states the most, or the least, that it is.
+    pub fn bounded(&mut self, what: impl Into<String>, record: Record, id: &str) {
+        let claim = Claims::builtin().get(id).expect("experiments name claims that there are");
+        let met = match claim.kind {
+            claims::Kind::Max => record.value <= claim.value,
+            claims::Kind::Min => record.value >= claim.value,
+            claims::Kind::Point => panic!("{id} states no bound"),
+        };
+        let kind = if self.simulated { Kind::Bound } else { Kind::Measured };
+        let what = format!("{} ({})", what.into(), if met { "met" } else { "missed" });
+        self.all.push(Finding { what, record: record.against(claim), kind });
+    }
+
     /// The statistic of its latencies.
     pub fn typical(&self) -> Statistic {
         super::typical_of(self.simulated)
@@ -169,7 +185,7 @@ impl Tally {
                 Kind::Predicted => tally.predicted.push(finding.clone()),
                 Kind::Fitted => tally.fitted += 1,
                 Kind::Arithmetic => tally.arithmetic += 1,
-                Kind::Measured | Kind::NoClaim => {}
+                Kind::Bound | Kind::Measured | Kind::NoClaim => {}
             }
         }
         tally
@@ -234,6 +250,19 @@ mod tests {
         let lines = tally.lines(|id| (id == "osmw.alloc.latency.24").then_some("Because."));
         assert!(lines[0].contains("2 predicted, of which 1 within 10% and 2 within 20%"));
         assert_eq!(lines[1..], ["  osmw.alloc.latency.24: 1.15 of the paper's. Because."]);
+    }
+
+    #[test]
+    fn a_bound_is_met_or_not_and_in_no_tally() {
+        let params = Params::connectx6();
+        for (value, word) in [(999.0, "met"), (1001.0, "missed")] {
+            let mut findings = Findings::new("costs", Some(&params));
+            let record = findings.record(&Setting::new(), "free_latency_us", Unit::Us);
+            let record = record.value(Statistic::Max, value);
+            findings.bounded("a free", record, "finemem.free.peak");
+            assert_eq!(findings.all[0].what, format!("a free ({word})"));
+            assert_eq!(Tally::of([&findings]), Tally::default());
+        }
     }
 
     #[test]

@@ -34,6 +34,8 @@ pub enum Work {
     },
     /// Allocates a chunk and frees it.
     AllocateFree,
+    /// READs a word of a chunk that it has had before, and CASes it.
+    Words,
     /// FineMem's microbenchmark.
     Churn(Churn),
     /// Requests of a trace.
@@ -103,7 +105,7 @@ impl Load {
         let each = match self.work {
             Work::AllocateAccess => self.rounds + self.warm_up(),
             Work::Churn(_) | Work::Replay(_) => 0,
-            Work::Access { .. } | Work::AllocateFree => 1,
+            Work::Access { .. } | Work::AllocateFree | Work::Words => 1,
         };
         // Some are registered ahead, or on their way back.
         let chunks = u64::from(self.threads * each + 4 * (self.connections() + self.idle) + 8);
@@ -141,6 +143,8 @@ pub struct Outcome {
     pub allocate: Latencies,
     /// Latencies of accesses.
     pub access: Latencies,
+    /// Latencies of CASes.
+    pub atomic: Latencies,
     /// Latencies of frees.
     pub free: Latencies,
     /// Rounds a second of all threads together.
@@ -181,6 +185,7 @@ impl Outcome {
     pub fn join(&mut self, other: &Self) {
         self.allocate.merge(&other.allocate);
         self.access.merge(&other.access);
+        self.atomic.merge(&other.atomic);
         self.free.merge(&other.free);
         self.late.merge(&other.late);
         self.rate_per_s += other.rate_per_s;
@@ -248,7 +253,7 @@ pub fn run<T: Thread>(thread: &T, load: &Load, mut dice: Dice) -> Result<Outcome
         Ok::<_, pool::Error>(grant)
     };
     let held = match load.work {
-        Work::Access { .. } => Some(allocate()?),
+        Work::Access { .. } | Work::Words => Some(allocate()?),
         _ => None,
     };
     // Threads do not begin in step.
@@ -277,6 +282,14 @@ pub fn run<T: Thread>(thread: &T, load: &Load, mut dice: Dice) -> Result<Outcome
                 if longest > 0 {
                     thread.pause_ns(dice.below(longest));
                 }
+            }
+            Work::Words => {
+                let held = held.as_ref().expect("it was allocated before");
+                thread.wait(pool.read(held, 0, &mut page[..8]))?;
+                let read = thread.now_ns();
+                thread.wait(pool.compare_and_swap(held, 0, 0, 0))?;
+                outcome.access.record_ns(read - start);
+                outcome.atomic.record_ns(thread.now_ns() - read);
             }
             Work::AllocateFree => {
                 let grant = allocate()?;

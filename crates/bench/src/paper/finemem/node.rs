@@ -1,0 +1,103 @@
+//! What FineMem costs the memory node, and what its steps add (FineMem §6.2).
+//!
+//! What the memory node's CPU computes takes no time in the simulation: how long a scan takes and how fast a compute
+//! node's memory is taken back is measured on a clock only.
+
+use std::path::PathBuf;
+
+use pool::SchemeKind;
+use pool::finemem::layout::Shape;
+
+use super::crowd;
+use crate::Error;
+use crate::paper::experiment::{Canvas, Experiment};
+use crate::paper::finding::Findings;
+use crate::paper::load::{Load, Work};
+use crate::paper::{Extent, Run};
+use crate::plot::Bars;
+use crate::record::{Statistic, Unit};
+
+/// §6.2, factor analysis and overhead.
+pub const COSTS: Experiment = Experiment {
+    name: "costs",
+    title: "What its steps add, and what it costs the memory node (§6.2)",
+    claims: &[
+        "finemem.rkey.added",
+        "finemem.log.added",
+        "finemem.free.peak",
+        "finemem.metadata.share",
+    ],
+    steps: |_| 3,
+    run,
+    draw,
+};
+
+/// The paper's memory: 100 GB of chunks of 4 KiB.
+const PAPER: Shape = Shape { chunks: 25 << 20, chunk_bytes: 4096 };
+
+fn run(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
+    steps(run, findings)?;
+    frees(run, findings)?;
+    metadata(run, findings);
+    run.bar.step();
+    Ok(())
+}
+
+/// The READ that fetches a key, and the CAS that flushes a log: of one word, with nothing else in the way.
+fn steps(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
+    let load = Load::new(SchemeKind::FineMem, Work::Words, run.rounds(200));
+    let outcome = run.load("READ and CAS of a word", &load)?;
+    for (metric, what, all, id) in [
+        ("read_us", "a READ of a word: fetches a key", &outcome.access, "finemem.rkey.added"),
+        ("cas_us", "a CAS of a word: flushes a log", &outcome.atomic, "finemem.log.added"),
+    ] {
+        let (statistic, us) = run.typical(all);
+        let of = findings.record(&run.setting("finemem"), metric, Unit::Us);
+        findings.claimed(format!("{what}, {statistic}"), of.value(statistic, us), id);
+    }
+    Ok(())
+}
+
+fn frees(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
+    let threads = match (run.place.simulated(), run.extent) {
+        (true, Extent::Full) => 512,
+        (true, Extent::Quick) => 16,
+        (false, _) => 2,
+    };
+    for contender in crowd::contenders(run).filter(|c| c.name.starts_with("finemem")) {
+        let (_, outcome) = crowd::measure(run, contender, threads, 4096, 0.5)?;
+        let setting = run.setting(contender.name).with("threads", u64::from(threads));
+        let of = findings.record(&setting, "free_latency_us", Unit::Us);
+        let most = of.value(Statistic::Max, outcome.free.max_us());
+        let what = format!("{}, {threads} threads: the longest free", contender.name);
+        match contender.scheme {
+            SchemeKind::FineMem => findings.bounded(what, most, "finemem.free.peak"),
+            _ => findings.add(what, most),
+        }
+    }
+    Ok(())
+}
+
+/// What the metadata has of the memory, by what it is for.
+fn metadata(run: &Run<'_>, findings: &mut Findings) {
+    let shape = PAPER;
+    let bytes = f64::from(shape.chunks) * shape.chunk_bytes as f64;
+    let share = |words: u32| 8.0 * f64::from(words) / bytes;
+    let headers = shape.sections() + shape.spans();
+    let keys = shape.words() - headers - shape.chunks;
+    let setting = run.setting("finemem").size(shape.chunk_bytes);
+    let record = |of: f64| findings.record(&setting, "metadata_ratio", Unit::Ratio).mean(of);
+    let [all, headers, logs, keys] =
+        [shape.words(), headers, shape.chunks, keys].map(|words| record(share(words)));
+    findings.claimed("metadata over memory, chunks of 4 KiB: all", all, "finemem.metadata.share");
+    findings.add("headers of sections and spans", headers);
+    findings.add("logs: 8 B for each chunk", logs);
+    findings.add("keys: for each block of each size", keys);
+}
+
+fn draw(findings: &Findings, canvas: &Canvas<'_>) -> Result<Vec<PathBuf>, Error> {
+    let of = |metric| findings.find(metric, findings.typical(), |_| true).unwrap_or_default();
+    let bars = Bars::new("What a step adds to an allocation", "latency (us)", ["one word"]);
+    let bars = bars.group("READ: a key", [of("read_us")]).group("CAS: a log", [of("cas_us")]);
+    Ok(bars.subtitle(canvas.subtitle).write(canvas.directory, canvas.name)?.into())
+}
