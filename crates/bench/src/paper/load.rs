@@ -172,6 +172,16 @@ impl Retries {
         self.all as f64 / self.allocations.max(1) as f64
     }
 
+    /// Those of a connection.
+    pub fn of<N: Nic>(pool: &Pool<N>) -> Self {
+        let effort = pool.effort();
+        Self {
+            allocations: effort.allocations,
+            all: effort.cas_retries,
+            most: effort.cas_retries_max,
+        }
+    }
+
     /// Adds those of another connection.
     pub fn join(&mut self, other: &Self) {
         self.allocations += other.allocations;

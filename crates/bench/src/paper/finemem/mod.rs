@@ -1,6 +1,7 @@
 //! FineMem (OSDI'25): its experiments on allocation.
 
 pub mod crowd;
+pub mod factors;
 pub mod mixed;
 pub mod node;
 
@@ -21,6 +22,7 @@ pub static PAPER: Paper = Paper {
         crowd::THREADS,
         crowd::ALL_AT_ONCE,
         crowd::SIZES,
+        factors::FACTORS,
         node::COSTS,
         mixed::TRACES_REPLAYED,
     ],
