@@ -8,7 +8,7 @@
 //! Threads wait for each other between the parts, so that all of them allocate at the same time, in memory
 //! that is in pieces. The rest is as long as quarantines and the memory node's regeneration of keys take.
 
-use super::load::{Dice, Load, Outcome, Thread};
+use super::load::{Dice, Load, Outcome, Retries, Thread};
 use crate::record::Setting;
 
 /// What each thread does.
@@ -63,7 +63,7 @@ pub(super) fn run<T: Thread>(
     for _ in 0..churn.held {
         held.push(allocate()?);
     }
-    let mut spent_ns = 0;
+    let (mut spent_ns, filled) = (0, Retries::of(pool));
     for _ in 0..load.rounds {
         thread.wait(thread.member().meet());
         for _ in 0..churn.freed {
@@ -83,6 +83,7 @@ pub(super) fn run<T: Thread>(
         }
         spent_ns += thread.now_ns() - begin;
     }
+    outcome.retries = Retries::of(pool).since(&filled);
     outcome.rate_per_s = f64::from(load.rounds * churn.freed) * 1e9 / spent_ns.max(1) as f64;
     thread.wait(thread.member().meet());
     for grant in held {

@@ -158,7 +158,7 @@ pub struct Outcome {
 /// CASes that failed and were tried again.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Retries {
-    /// Allocations, the first ones included.
+    /// Allocations.
     pub allocations: u64,
     /// Failed CASes of all of them.
     pub all: u64,
@@ -179,6 +179,15 @@ impl Retries {
             allocations: effort.allocations,
             all: effort.cas_retries,
             most: effort.cas_retries_max,
+        }
+    }
+
+    /// Those since `before`; the most of one allocation is that of all of them, `before` included.
+    pub fn since(&self, before: &Self) -> Self {
+        Self {
+            allocations: self.allocations - before.allocations,
+            all: self.all - before.all,
+            most: self.most,
         }
     }
 

@@ -9,7 +9,7 @@ use fabric::soft::SoftNic;
 use pool::scheme::GroupId;
 use pool::{Embedded, Options, Pool, Settings};
 
-use super::load::{self, Dice, Load, Outcome, Retries, Thread};
+use super::load::{self, Dice, Load, Outcome, Thread};
 use super::meeting::{self, Member};
 use super::verbs::{self, VerbTimes};
 use crate::Error;
@@ -135,7 +135,6 @@ impl<S: Fn(&Settings) -> Result<Box<dyn Node>, Error>> Place for Machine<S> {
         })?;
         let mut joined = Outcome::default();
         outcomes.iter().for_each(|one| joined.join(one));
-        pools.iter().for_each(|pool| joined.retries.join(&Retries::of(pool)));
         Ok(joined)
     }
 

@@ -8,7 +8,7 @@ use pool::scheme::GroupId;
 use pool::{Options, Pool, SchemeKind, Settings};
 use sim::{Cluster, ClusterSpec, NodeId, Params, SimHooks, SimNic, Time, fiber};
 
-use super::load::{self, Dice, Load, Outcome, Retries, Thread, Work};
+use super::load::{self, Dice, Load, Outcome, Thread, Work};
 use super::meeting::{self, Member};
 use super::place::Place;
 use super::verbs::{self, VerbTimes};
@@ -122,9 +122,7 @@ impl Place for Simulated {
             return Err(Error::Node(why));
         }
         run?;
-        let mut outcome = joined.replace(Ok(Outcome::default()))?;
-        processes.iter().for_each(|p| outcome.retries.join(&Retries::of(&p.pool)));
-        Ok(outcome)
+        Ok(joined.replace(Ok(Outcome::default()))?)
     }
 
     fn verbs(&self, sizes: &[u64], rounds: u32) -> Result<VerbTimes, Error> {
