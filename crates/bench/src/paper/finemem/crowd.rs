@@ -100,13 +100,15 @@ const HALF: f64 = 0.5;
 const WHOLE: f64 = 1.0;
 /// Threads of figure 9. The text names none; 16 nodes of 8 threads, as in the traces.
 const THREADS_OF_SIZES: u32 = 128;
-/// Blocks that a thread holds, at most: the memory is a seventeenth of a hundredth of the paper's.
+/// Blocks that a thread holds, at most, and all of them together: a search through an array by so many, from its
+/// start, takes CASes by the square.
 const HELD: u32 = 60;
 const HELD_MIN: u32 = 4;
+const BLOCKS: u64 = 8192;
 /// Bytes that are held in all, as far as [`HELD_MIN`] allows: under virtual time, and on this machine.
-const BYTES: u64 = 2 << 30;
+const BYTES: u64 = 1 << 30;
 const BYTES_HERE: u64 = 128 << 20;
-const EPOCHS: u32 = 3;
+const EPOCHS: u32 = 2;
 
 fn threads(run: &Run<'_>) -> &'static [u32] {
     match (run.place.simulated(), run.extent) {
@@ -119,18 +121,7 @@ fn threads(run: &Run<'_>) -> &'static [u32] {
 
 fn sizes(run: &Run<'_>) -> &'static [u64] {
     match run.extent {
-        Extent::Full => &[
-            PAGE,
-            PAGE << 1,
-            PAGE << 2,
-            PAGE << 3,
-            PAGE << 4,
-            PAGE << 5,
-            PAGE << 6,
-            PAGE << 7,
-            PAGE << 8,
-            PAGE << 9,
-        ],
+        Extent::Full => &[PAGE, PAGE << 2, PAGE << 4, PAGE << 6, PAGE << 8, PAGE << 9],
         Extent::Quick => &[PAGE, PAGE << 4, PAGE << 9],
     }
 }
@@ -158,7 +149,8 @@ pub fn measure(
 ) -> Result<(Churn, Outcome), Error> {
     let simulated = run.place.simulated();
     let all = if simulated { BYTES } else { BYTES_HERE };
-    let held = (all / bytes / u64::from(threads)).clamp(HELD_MIN.into(), HELD.into()) as u32;
+    let held = (all / bytes).min(BLOCKS) / u64::from(threads);
+    let held = held.clamp(HELD_MIN.into(), HELD.into()) as u32;
     let freed = ((f64::from(held) * freed) as u32).max(1);
     let churn = Churn { bytes, held, freed, rest_ms: 200 };
     let epochs = if run.extent == Extent::Full { EPOCHS } else { 1 };

@@ -16,7 +16,7 @@ use crate::size::Size;
 /// Figure 14.
 pub const TRACES_REPLAYED: Experiment = Experiment {
     name: "traces",
-    title: "Requests of mixed sizes from traces (§6.3, figures 13 and 14); each thread frees its oldest block when it holds 8 MiB",
+    title: "Requests of mixed sizes from traces (§6.3, figures 13 and 14); each thread frees its oldest block when it holds 4 MiB",
     claims: &[],
     steps: |run| contenders(run).count() * traces(run).len(),
     run: replay,
@@ -38,7 +38,7 @@ fn replay(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
     }
     let (threads, requests) = match (run.place.simulated(), run.extent) {
         // 16 nodes of 8 threads (§6.3).
-        (true, Extent::Full) => (128, 200),
+        (true, Extent::Full) => (128, 50),
         (true, Extent::Quick) => (16, 20),
         (false, Extent::Full) => (2, 1000),
         (false, Extent::Quick) => (2, 20),

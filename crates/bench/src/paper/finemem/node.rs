@@ -26,6 +26,7 @@ pub const COSTS: Experiment = Experiment {
         "finemem.log.added",
         "finemem.free.peak",
         "finemem.metadata.share",
+        "finemem.recovery.rate",
     ],
     steps: |_| 3,
     run,
@@ -39,6 +40,9 @@ fn run(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
     steps(run, findings)?;
     frees(run, findings)?;
     metadata(run, findings);
+    if !run.place.simulated() {
+        recovery(run, findings)?;
+    }
     run.bar.step();
     Ok(())
 }
@@ -93,6 +97,25 @@ fn metadata(run: &Run<'_>, findings: &mut Findings) {
     findings.add("headers of sections and spans", headers);
     findings.add("logs: 8 B for each chunk", logs);
     findings.add("keys: for each block of each size", keys);
+}
+
+/// How fast comes back what a compute node had that has gone.
+fn recovery(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
+    run.bar.say("a compute node has gone");
+    let entries = if run.extent == Extent::Full { 100_000 } else { 3_000 };
+    let recovered = crate::recovery::recovery(entries, 4096)?;
+    let setting = run.setting("finemem").with("entries", entries);
+    let of = findings.record(&setting, "recovery_per_s", Unit::PerSecond);
+    let (all, without) = (of.mean(recovered.rate()), recovered.rate_without_clearing());
+    let what = "entries taken back a second, 4 KiB each, cleared";
+    findings.claimed(what, all, "finemem.recovery.rate");
+    let setting = setting.with("clearing", false);
+    let of = findings.record(&setting, "recovery_per_s", Unit::PerSecond);
+    findings.add("the same without the clearing", of.mean(without));
+    let of = findings.record(&setting, "longest_turn_us", Unit::Us);
+    let longest = of.value(Statistic::Max, recovered.longest_turn.as_secs_f64() * 1e6);
+    findings.add("the longest that its CPU is away for others meanwhile", longest);
+    Ok(())
 }
 
 fn draw(findings: &Findings, canvas: &Canvas<'_>) -> Result<Vec<PathBuf>, Error> {
