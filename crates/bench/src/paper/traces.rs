@@ -17,8 +17,8 @@ use flate2::read::GzDecoder;
 use super::churn::donated;
 use super::load::{Dice, Outcome, Thread};
 
-/// Bytes that a thread holds at most: four of the largest blocks.
-pub const HELD_BYTES: u64 = 8 << 20;
+/// Bytes that a thread holds at most: two of the largest blocks.
+pub const HELD_BYTES: u64 = 4 << 20;
 /// Orders of blocks: 4 KiB to 2 MiB.
 pub const ORDERS: usize = 10;
 const CHUNK_BYTES: u64 = 4096;
