@@ -19,6 +19,8 @@ use super::load::{Dice, Outcome, Thread};
 
 /// Bytes that a thread holds at most: two of the largest blocks.
 pub const HELD_BYTES: u64 = 4 << 20;
+/// How many times as much is donated as the churn of one size has.
+const SPARE: u64 = 3;
 /// Orders of blocks: 4 KiB to 2 MiB.
 pub const ORDERS: usize = 10;
 const CHUNK_BYTES: u64 = 4096;
@@ -104,9 +106,10 @@ pub struct Replay {
 }
 
 impl Replay {
-    /// Bytes that a memory node donates for so many threads.
+    /// Bytes that a memory node donates for so many threads: several times what they hold, since a block of 2 MiB needs a
+    /// whole section, and where all sizes are mixed few are empty in a pool that is nearly full.
     pub fn donated(&self, threads: u32) -> u64 {
-        donated(u64::from(threads) * HELD_BYTES)
+        donated(SPARE * u64::from(threads) * HELD_BYTES)
     }
 }
 
