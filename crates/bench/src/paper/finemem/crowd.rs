@@ -63,7 +63,7 @@ pub const ALL_AT_ONCE: Experiment = Experiment {
 /// Figure 9.
 pub const SIZES: Experiment = Experiment {
     name: "sizes",
-    title: "Allocation against the size (§6.2, figure 9), 128 threads",
+    title: "Allocation against the size (§6.2, figure 9); 128 threads where it is simulated",
     claims: &[],
     steps: |run| contenders(run).count() * sizes(run).len(),
     run: against_sizes,
