@@ -1,32 +1,17 @@
 //! What only scheme `finemem` has: the quarantine of what was freed, and windows that the logs guard; and what
 //! `finemem-paper`, which is as published, lacks of it.
 
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+mod common;
 
+use std::sync::Arc;
+
+use common::{CHUNK, check_whole};
 use fabric::Key;
 use pool::finemem::layout::{Block, Shape};
 use pool::{Embedded, Error, Grant, GroupId, Options, Pool, SchemeKind, Settings};
 
-const CHUNK: u64 = 4096;
-
 fn settings(chunks: u64) -> Settings {
-    Settings {
-        donate_bytes: chunks * CHUNK,
-        chunk_bytes: CHUNK,
-        scheme: SchemeKind::FineMem,
-        clients_max: 4,
-        ..Settings::default()
-    }
-}
-
-fn check_whole(pool: &Pool, chunks: u64) {
-    let deadline = Instant::now() + Duration::from_secs(10);
-    while pool.node_status().unwrap().node.free < chunks {
-        assert!(Instant::now() < deadline, "{:?}", pool.node_status());
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    pool.audit().unwrap();
+    common::settings(SchemeKind::FineMem, chunks)
 }
 
 /// A block of several sections that a compute node leaves behind comes back, and so does all else.

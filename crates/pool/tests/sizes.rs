@@ -1,32 +1,12 @@
 //! Schemes that have blocks of several sizes, and those that have not.
 
-use std::time::{Duration, Instant};
+mod common;
 
-use pool::{Error, Grant, Pool, SchemeKind, Settings};
-
-const CHUNK: u64 = 4096;
+use common::{CHUNK, check_whole, settings};
+use pool::{Error, Grant, Pool, SchemeKind};
 
 fn with_sizes() -> impl Iterator<Item = SchemeKind> {
     SchemeKind::ALL.iter().copied().filter(|scheme| scheme.has_sizes())
-}
-
-fn settings(scheme: SchemeKind, chunks: u64) -> Settings {
-    Settings {
-        donate_bytes: chunks * CHUNK,
-        chunk_bytes: CHUNK,
-        scheme,
-        clients_max: 4,
-        ..Settings::default()
-    }
-}
-
-fn check_whole(pool: &Pool, chunks: u64) {
-    let deadline = Instant::now() + Duration::from_secs(10);
-    while pool.node_status().unwrap().node.free < chunks {
-        assert!(Instant::now() < deadline, "{:?}", pool.node_status());
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    pool.audit().unwrap();
 }
 
 #[test]
