@@ -116,3 +116,88 @@ fn the_same_seed_gives_the_same_trace() {
     assert!(first.lines().count() > 200, "{first}");
     assert_eq!(first, second);
 }
+
+/// What one compute node leaves behind comes back, whichever step of that is the last one before the memory node's
+/// background work is broken off; and so does what another one leaves that dies then. Who stays keeps what he has.
+#[test]
+fn a_recovery_broken_off_after_each_step_ends_all_the_same() {
+    let orders = [0u32, 3, 5, 9, 10];
+    let mut steps = 0;
+    loop {
+        steps += 1;
+        let mut spec = spec(SchemeKind::FineMem, 4, 1);
+        spec.settings.donate_bytes = 6144 * 512;
+        spec.settings.chunk_bytes = 512;
+        let mut cluster = Cluster::new(&spec).expect("a cluster");
+        let options = Options { groups: Some(1), ..Options::default() };
+        let processes: Vec<_> = (0..3)
+            .map(|_| cluster.connect(NodeId(1), options.clone()).expect("a process"))
+            .collect();
+        cluster.start();
+        let fibers: Vec<_> = processes
+            .iter()
+            .enumerate()
+            .map(|(i, p)| {
+                let pool = p.pool.clone();
+                cluster.sim.spawn(format!("client {i}"), Time::us(1), move || {
+                    // The last one has a chunk between those of the others; one that was freed is on its way back.
+                    let some = if i == 0 { &orders } else { &orders[..2] };
+                    for order in some {
+                        let block = pool.allocate_bytes_in(GroupId(0), 512 << order);
+                        fiber::block_on(block).expect("a block");
+                    }
+                    if i == 0 {
+                        let freed = fiber::block_on(pool.allocate_bytes_in(GroupId(0), 512 << 4));
+                        fiber::block_on(pool.free(freed.expect("a block"))).expect("it is freed");
+                    }
+                    // They stay connected.
+                    fiber::block_on(std::future::pending::<()>());
+                })
+            })
+            .collect();
+        let settled = cluster.sim.now() + Time::us(1500);
+        cluster.sim.run_until(|sim| sim.now() >= settled).expect("they allocate");
+        let arm = |cluster: &mut Cluster| {
+            cluster
+                .with_scheme(|scheme| match scheme {
+                    pool::AnyNode::FineMem(node) => node.break_off_after(steps),
+                    _ => unreachable!("it is finemem"),
+                })
+                .expect("a turn ends");
+        };
+        let broken = |cluster: &mut Cluster| {
+            let of = |scheme: &mut pool::AnyNode<_>| match scheme {
+                pool::AnyNode::FineMem(node) => node.broken_off(),
+                _ => unreachable!("it is finemem"),
+            };
+            cluster.with_scheme(of).expect("a turn ends")
+        };
+        arm(&mut cluster);
+        cluster.crash(fibers[0], &processes[0].function, processes[0].client);
+        let (first, second) = (processes[0].client, processes[1].client);
+        let by = cluster.sim.now() + Time::us(200_000);
+        let mut second_died = false;
+        while !cluster.with_scheme(|s| s.is_retired(first)).expect("a turn ends")
+            || second_died && !cluster.with_scheme(|s| s.is_retired(second)).expect("a turn ends")
+        {
+            assert!(cluster.sim.now() < by, "it does not end when broken off after {steps} steps");
+            cluster.sim.step();
+            if !second_died && broken(&mut cluster) == 1 {
+                second_died = true;
+                cluster.crash(fibers[1], &processes[1].function, second);
+            }
+        }
+        assert_eq!(cluster.failure(), None);
+        let (audit, status) =
+            cluster.with_scheme(|s| (s.audit(), s.status())).expect("a turn ends");
+        audit.unwrap_or_else(|e| panic!("broken off after {steps} steps: {e}"));
+        let status = status.expect("a status");
+        let left = if second_died { 9 } else { 18 };
+        assert_eq!(status.free, status.chunks - left, "broken off after {steps} steps");
+        if !second_died {
+            println!("a recovery has {} steps", steps - 1);
+            break;
+        }
+    }
+    assert!(steps > 30);
+}

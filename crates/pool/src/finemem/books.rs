@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 
 use super::array::Taker;
 use super::header::{CHUNKS, Header, SPANS, Spread, User};
-use super::layout::{Block, Shape};
+use super::layout::{Block, SECTION, SECTION_ORDER, Shape};
 use super::log::{Capability, FullLog, Layer};
 use super::tree::pending;
 use super::words::Words;
@@ -44,24 +44,51 @@ impl Books {
 
     /// True for an address in the metadata.
     pub fn is_metadata(&self, addr: u64) -> bool {
-        let words = &self.words.0;
+        let words = self.words.memory();
         (words.addr()..words.addr() + words.len() as u64).contains(&addr)
     }
 
-    /// Who has a chunk that was taken by itself, not in a larger block; nobody has one that is free.
+    /// Who has a chunk, or had it until it was freed; nobody has one that is free.
     pub fn owner(&self, chunk: u32) -> Option<ClientId> {
         if !self.is_taken(chunk) {
             return None;
         }
-        if let Some(taker) = self.taker(chunk) {
-            return self.names.lock().get(&taker.user).copied();
-        }
-        let span = Header(self.words.load(self.shape.span(chunk / CHUNKS)));
-        let log = match pending(Layer::Span, chunk / CHUNKS, span) {
-            Some((at, log)) if at == chunk => log,
-            _ => FullLog::parse(self.words.load(self.shape.log(chunk))),
+        let user = match self.taker(chunk) {
+            Some(taker) => taker.user,
+            None => {
+                self.taken_with(chunk).map_or_else(|| self.log(chunk).user, |(_, log)| log.user)
+            }
         };
-        self.names.lock().get(&log.user).copied()
+        self.names.lock().get(&user).copied()
+    }
+
+    /// What the log of a chunk says: the one of its header, if that is newer.
+    fn log(&self, chunk: u32) -> FullLog {
+        let (span, section) = (chunk / CHUNKS, chunk / SECTION);
+        let header = |at| Header(self.words.load(at));
+        let of_span = pending(Layer::Span, span, header(self.shape.span(span)));
+        let of_section = pending(Layer::Section, section, header(self.shape.section(section)));
+        let in_use = header(self.shape.span(span)).in_use();
+        let of_section = of_section.filter(|_| !in_use);
+        let newest = [of_span.filter(|_| in_use), of_section].into_iter().flatten();
+        let newest = newest.into_iter().find(|(at, _)| *at == chunk);
+        let full = || FullLog::parse(self.words.load(self.shape.log(chunk)));
+        newest.map_or_else(full, |(_, log)| log)
+    }
+
+    /// The block that a chunk is taken with, by the log of the chunk that it begins with.
+    fn taken_with(&self, chunk: u32) -> Option<(Block, FullLog)> {
+        (0..=self.shape.order_max()).find_map(|order| {
+            // Of several sections each says so.
+            let first = match order > SECTION_ORDER {
+                true => chunk / SECTION * SECTION,
+                false => chunk >> order << order,
+            };
+            let log = self.log(first);
+            let block = Block::of(first, log);
+            let fits = block.order == order && block.chunks().contains(&chunk);
+            (log.taken && fits).then_some((block, log))
+        })
     }
 
     /// True if the bitmaps have a chunk as taken.
@@ -80,9 +107,14 @@ impl Books {
         }
     }
 
-    /// True if a chunk was freed, and its old key may still open it.
+    /// True if a chunk was freed, by itself or in a larger block, and its old key may still open it.
     pub fn is_quarantined(&self, chunk: u32) -> bool {
-        let entry = self.shape.entry(Block { chunk, order: 0 });
+        let alone = Block { chunk, order: 0 };
+        let block = match self.is_array {
+            true => alone,
+            false => self.taken_with(chunk).map_or(alone, |(block, _)| block),
+        };
+        let entry = self.shape.entry(block);
         Capability::parse(self.words.load(self.shape.capability(entry))).is_quarantined()
     }
 }

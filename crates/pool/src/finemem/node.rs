@@ -17,7 +17,7 @@ use super::peer::{Common, Leaving, Peer};
 use super::release::Release;
 use super::scan::{ReleaseTimes, Scan};
 use super::table::initial;
-use super::words::Words;
+use super::words::{Words, now};
 use crate::Error;
 use crate::events::CqEvents;
 use crate::remote::route::from_psn;
@@ -74,12 +74,12 @@ impl<N: Nic> Node<N> {
         let memory = nic.alloc_dma((shape.chunks as u64 * shape.chunk_bytes) as usize)?;
         let memory = nic.reg_mr(&data, &memory, Access::LOCAL_ALL)?;
         let release = Release::of(settings.scheme);
-        let words = Words(nic.alloc_dma(shape.words() as usize * 8)?);
+        let words = Words::new(nic.alloc_dma(shape.words() as usize * 8)?);
         let map = Map::new(settings.scheme, shape, User::NOBODY);
         if let Map::Tree(_) = map {
             initial(shape, |at, word| words.store(at, word));
         }
-        let metadata = nic.reg_mr(&metadata_pd, &words.0, Access::LOCAL_ALL)?;
+        let metadata = nic.reg_mr(&metadata_pd, words.memory(), Access::LOCAL_ALL)?;
         let keys = Keys::new(nic, &data, (&memory, &metadata), shape, settings.scheme)?;
         for entry in 0..shape.entries() {
             words.store(shape.capability(entry), keys.capability(entry).to_word());
@@ -119,7 +119,7 @@ impl<N: Nic> Node<N> {
         Books {
             shape: self.shape,
             memory: self.memory.memory().clone(),
-            words: Words(self.words.0.clone()),
+            words: Words::new(self.words.memory().clone()),
             names: self.names.clone(),
             is_array: matches!(self.map, Map::Array(_)),
         }
@@ -227,9 +227,15 @@ impl<N: Nic> NodeScheme for Node<N> {
 
     fn turn(&mut self) -> Result<bool, Error> {
         let mut done = self.hear_bells()?;
-        done |= self.take_back()?;
         let before = (self.scan.released, self.scan.ended());
-        done |= self.go_on_scanning()?;
+        match self.work_in_background() {
+            Ok(any) => done |= any,
+            Err(_) if self.words.was_broken_off() => {
+                self.begin_anew();
+                done = true;
+            }
+            Err(e) => return Err(e),
+        }
         // That takes a look at every header, and it is the scan that frees.
         let may_have_freed = before != (self.scan.released, self.scan.ended());
         if self.watching && may_have_freed && self.free_chunks() > 0 {
@@ -311,10 +317,39 @@ impl<N: Nic> NodeScheme for Node<N> {
 }
 
 impl<N: Nic> Node<N> {
+    /// Has the background work (recovery, regeneration) broken off after so many more steps, each a change of a word,
+    /// windows that are rebound with one doorbell, or a piece that is cleared: whatever it had in its own variables is
+    /// lost, and the next turn begins anew from what is in memory. For tests of that, in schemes that have a tree.
+    pub fn break_off_after(&mut self, steps: u64) {
+        if let Map::Tree(_) = self.map {
+            self.words.break_off_after(steps);
+        }
+    }
+
+    /// How often that has happened.
+    pub fn broken_off(&self) -> u64 {
+        self.scan.broken_off
+    }
+
+    fn work_in_background(&mut self) -> Result<bool, Error> {
+        let mut done = self.mend()?;
+        done |= self.take_back()?;
+        done |= self.go_on_scanning()?;
+        Ok(done)
+    }
+
+    /// Nothing is known of what was under way: see [`Anew`](super::scan::Anew).
+    fn begin_anew(&mut self) {
+        self.scan.begin_anew();
+        for peer in self.peers.values_mut().filter(|peer| peer.leaving.is_some()) {
+            peer.leaving = Some(Leaving::Sections(0));
+        }
+    }
+
     /// Brings on who has gone: from the logs, what he had is put into quarantine, which the scan ends.
     /// Nobody waits for it. True if that did something.
     fn take_back(&mut self) -> Result<bool, Error> {
-        if self.scan.is_busy() {
+        if self.scan.is_busy() || self.scan.is_anew() {
             // Blocks that are half-way back do not look like anything.
             return Ok(false);
         }
@@ -326,17 +361,18 @@ impl<N: Nic> Node<N> {
             match peer.leaving {
                 None => continue,
                 Some(Leaving::Sections(section)) if section < shape.sections() => {
-                    for block in super::words::now(map.taken_by(words, peer.user, section)) {
+                    for block in now(map.taken_by(words, peer.user, section))? {
                         let at = shape.capability(shape.entry(block));
                         let word = words.load(at);
                         let open = Capability::parse(word);
                         // It may have been freed in its last moment.
                         let shut = Capability::quarantined(open.main).to_word();
-                        if !open.is_quarantined() && words.swap(at, word, shut) == word {
-                            scan.reclaimed += 1;
+                        if !open.is_quarantined() {
+                            words.step()?;
+                            scan.reclaimed += (words.swap(at, word, shut) == word) as u64;
                         }
                     }
-                    super::words::now(map.settle(words, section));
+                    now(map.settle(words, section))?;
                     peer.leaving = Some(Leaving::Sections(section + 1));
                     any = true;
                 }

@@ -80,6 +80,25 @@ pub(super) struct Scan {
     hurried: bool,
     every: Duration,
     next: Duration,
+    /// It was broken off, and what that left is not set right yet.
+    anew: Option<Anew>,
+    /// How often it was.
+    pub broken_off: u64,
+}
+
+/// What is to be done once background work was broken off, before anything else than a scan.
+///
+/// What is in quarantine is found by the next scan, however far its release had come: each step of that can be done
+/// again. What has its new key in the table and is not free is found by nothing but its log, which says that it is
+/// nobody's, where a header has it as taken. So there is a whole scan first; then no block is half-way back, and
+/// what headers have as taken and no log has is given back. Until then nobody who has gone is looked for in logs:
+/// what is withdrawn in part looks like what a crash has left.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Anew {
+    /// A scan, after this many.
+    Scan(u64),
+    /// Sections below this one are right.
+    Sections(u32),
 }
 
 /// Blocks on their way back: a few, as far as one turn goes, or one that takes several.
@@ -105,6 +124,18 @@ impl Scan {
         self.releasing.is_some()
     }
 
+    /// True until what a break left is set right.
+    pub fn is_anew(&self) -> bool {
+        self.anew.is_some()
+    }
+
+    /// What was under way is not known any more.
+    pub fn begin_anew(&mut self) {
+        (self.at, self.releasing, self.hurried) = (None, None, true);
+        self.anew = Some(Anew::Scan(self.begun));
+        self.broken_off += 1;
+    }
+
     /// One begins soon.
     pub fn hurry(&mut self) {
         self.hurried = true;
@@ -117,7 +148,7 @@ impl Scan {
 
     /// How long until there is something to do.
     pub fn due_in(&self, now: Duration) -> Duration {
-        if self.at.is_some() || self.hurried {
+        if self.at.is_some() || self.hurried || self.anew.is_some() {
             Duration::ZERO
         } else {
             self.next.saturating_sub(now)
@@ -149,11 +180,34 @@ impl<N: Nic> Node<N> {
         }
     }
 
+    /// Sets right what a break left, a section in a turn. True if that did something.
+    pub(super) fn mend(&mut self) -> Result<bool, Error> {
+        let index = match self.scan.anew {
+            Some(Anew::Scan(after)) if self.scan.is_over(after) => 0,
+            Some(Anew::Sections(index)) => index,
+            _ => return Ok(false),
+        };
+        // Blocks that are on their way back are nobody's too.
+        if self.scan.is_busy() {
+            return Ok(false);
+        }
+        if let Map::Tree(tree) = &self.map {
+            now(tree.mend(&self.words, index))?;
+        }
+        self.scan.anew = Some(Anew::Sections(index + 1));
+        if index + 1 == self.shape.sections() {
+            self.scan.anew = None;
+            // Who waits for memory is told of it.
+            self.scan.hurry();
+        }
+        Ok(true)
+    }
+
     /// Begins a scan if it is time to, and goes on with it. True if that did something.
     pub(super) fn go_on_scanning(&mut self) -> Result<bool, Error> {
         let time = self.nic.now();
         if self.scan.is_busy() {
-            self.clear_some();
+            self.clear_some()?;
             self.end_if_over(time);
             return Ok(true);
         }
@@ -208,7 +262,7 @@ impl<N: Nic> Node<N> {
     }
 
     fn answer_bells(&mut self) {
-        if self.peers.values().all(|peer| peer.bell.is_none()) {
+        if self.scan.is_anew() || self.peers.values().all(|peer| peer.bell.is_none()) {
             return;
         }
         let (scan, free) = (&self.scan, self.free_chunks() as u32);
@@ -225,24 +279,23 @@ impl<N: Nic> Node<N> {
         let began = self.nic.now();
         if let Map::Tree(tree) = &self.map {
             for block in entries.iter().filter_map(|entry| self.shape.block(*entry)) {
-                now(tree.withdraw(&self.words, block));
+                now(tree.withdraw(&self.words, block))?;
             }
         }
         let windows: Vec<u32> = entries.iter().flat_map(|e| self.keys.windows(*e)).collect();
+        self.words.step()?;
         self.keys.renew(&windows)?;
         self.scan.times.rebinding += self.nic.now().saturating_sub(began);
         if self.release == Release::AtOnce {
-            self.set_free(&entries);
-            return Ok(());
+            return self.set_free(&entries);
         }
         self.scan.releasing = Some(Releasing { entries, at: (0, 0) });
-        self.clear_some();
-        Ok(())
+        self.clear_some()
     }
 
     /// Clears as much as a turn may; when all is clear, the blocks are free.
-    fn clear_some(&mut self) {
-        let Some(mut releasing) = self.scan.releasing.take() else { return };
+    fn clear_some(&mut self) -> Result<(), Error> {
+        let Some(mut releasing) = self.scan.releasing.take() else { return Ok(()) };
         let began = self.nic.now();
         let mut left = CLEARED;
         while let Some(&entry) = releasing.entries.get(releasing.at.0).filter(|_| left > 0) {
@@ -250,6 +303,7 @@ impl<N: Nic> Node<N> {
             let from = releasing.at.1;
             let some = left.min(bytes - from);
             let offset = start - self.memory.memory().addr() + from;
+            self.words.step()?;
             self.nic.zero(self.memory.memory(), offset as usize, some as usize);
             left -= some;
             releasing.at = match from + some == bytes {
@@ -261,40 +315,40 @@ impl<N: Nic> Node<N> {
         self.scan.times.clearing += cleared.saturating_sub(began);
         if releasing.at.0 < releasing.entries.len() {
             self.scan.releasing = Some(releasing);
-            return;
+            return Ok(());
         }
-        self.set_free(&releasing.entries);
+        self.set_free(&releasing.entries)?;
         self.scan.times.freeing += self.nic.now().saturating_sub(cleared);
+        Ok(())
     }
 
     /// Puts new keys into the table, and says in headers that blocks are free.
-    fn set_free(&mut self, entries: &[u32]) {
+    fn set_free(&mut self, entries: &[u32]) -> Result<(), Error> {
         let mut by_header: BTreeMap<(bool, u32), Vec<Block>> = BTreeMap::new();
         for &entry in entries {
             let block = self.shape.block(entry).expect("an entry of the table");
             let keys = self.keys.capability(entry);
+            self.words.step()?;
             self.words.store(self.shape.capability(entry), keys.to_word());
+            self.scan.released += 1;
             let header = match block.layer() {
                 Layer::Span => (false, block.chunk / CHUNKS),
                 Layer::Section => (true, block.chunk / SECTION),
             };
             by_header.entry(header).or_default().push(block);
         }
-        for blocks in by_header.values() {
-            self.give_back(blocks);
-        }
-        self.scan.released += entries.len() as u64;
+        by_header.values().try_for_each(|blocks| self.give_back(blocks))
     }
 
     /// Clears the bits of blocks of one header, with one CAS. Their logs say that already.
-    fn give_back(&mut self, blocks: &[Block]) {
+    fn give_back(&self, blocks: &[Block]) -> Result<(), Error> {
         let tree = match &self.map {
             Map::Tree(tree) => tree,
-            Map::Array(array) => return now(array.give_back(&self.words, blocks)),
+            Map::Array(array) => return Ok(now(array.give_back(&self.words, blocks))?),
         };
-        let Some(last) = blocks.last() else { return };
+        let Some(last) = blocks.last() else { return Ok(()) };
         let owner: User = FullLog::parse(self.words.load(self.shape.log(last.chunk))).user;
-        now(tree.give_back(&self.words, blocks, owner));
+        Ok(now(tree.give_back(&self.words, blocks, owner))?)
     }
 
     /// Gives blocks that were freed at once a new backup key, in place of the key that their last owner had: it is
@@ -304,6 +358,9 @@ impl<N: Nic> Node<N> {
         let of = |entry: &u32| Some((*entry, self.keys.other_than(*entry, main(*entry))?));
         let (entries, windows): (Vec<u32>, Vec<u32>) = entries.iter().filter_map(of).unzip();
         let began = self.nic.now();
+        if !windows.is_empty() {
+            self.words.step()?;
+        }
         self.keys.renew(&windows)?;
         self.scan.times.rebinding += self.nic.now().saturating_sub(began);
         self.scan.regenerated += windows.len() as u64;
@@ -314,6 +371,7 @@ impl<N: Nic> Node<N> {
             // It may have been given up meanwhile; the scan comes by again.
             if Capability::open(main).to_word() == word && main != Key::default() {
                 let both = Capability { main, backup: self.keys.key(window) };
+                self.words.step()?;
                 self.words.swap(at, word, both.to_word());
             }
         }

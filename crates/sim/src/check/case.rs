@@ -14,6 +14,8 @@ pub struct Case {
     pub scheme: SchemeKind,
     /// [`Settings::separation`].
     pub separation: bool,
+    /// Blocks of all sizes, in larger pools; clients keep to the rules.
+    pub sizes: bool,
     /// Windows of a group, if no seed draws them.
     pub group_size: Option<u32>,
     /// Hostile clients guess keys although the scheme does not withstand that: what is violated then, and
@@ -28,6 +30,7 @@ impl Case {
             name: scheme.name(),
             scheme,
             separation: true,
+            sizes: false,
             group_size: None,
             unsafe_by_design: None,
         }
@@ -72,8 +75,12 @@ impl Case {
         ..Self::of(SchemeKind::FineMemPaper)
     };
 
+    /// `finemem` with blocks of one chunk up to several sections. A world takes a hundred times as long.
+    pub const SIZES: Case =
+        Case { name: "finemem-sizes", sizes: true, ..Self::of(SchemeKind::FineMem) };
+
     fn every() -> impl Iterator<Item = &'static Case> {
-        Self::ALL.iter().chain([&Self::GUESSED, &Self::LATE_KEYS])
+        Self::ALL.iter().chain([&Self::GUESSED, &Self::LATE_KEYS, &Self::SIZES])
     }
 
     /// Names of all cases, also those that do not hold.
@@ -83,7 +90,7 @@ impl Case {
 
     /// Somebody may be hostile: not where the scheme promises too little to withstand it.
     pub(super) fn may_be_hostile(&self) -> bool {
-        self.scheme.releases() || self.unsafe_by_design.is_some()
+        !self.sizes && (self.scheme.releases() || self.unsafe_by_design.is_some())
     }
 
     /// Puts what it says into settings.
@@ -108,6 +115,11 @@ impl Case {
     pub(super) fn is_bound_ahead(&self) -> bool {
         let ahead = self.is_trusting() || self.scheme == SchemeKind::PremmapRpc;
         ahead && !self.scheme.is_guarded()
+    }
+
+    /// Compute nodes allocate on a tree, and the memory node's CPU has background work that can be broken off.
+    pub(super) fn has_tree(&self) -> bool {
+        matches!(self.scheme, SchemeKind::FineMem | SchemeKind::FineMemPaper)
     }
 
     /// Access is by pages, whose places their users never learn.

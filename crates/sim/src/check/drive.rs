@@ -6,6 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::sync::Arc;
 
+use pool::AnyNode;
 use pool::scheme::NodeScheme;
 use rnic::port::inline::InlineFunction;
 
@@ -53,6 +54,8 @@ struct World<'a> {
     /// The network is as bad as it gets.
     bad: bool,
     crashes: u32,
+    /// What the memory node's background work is broken off by, if it is, and the event after which that is next.
+    breaks: Option<(Random, u64)>,
 }
 
 /// Runs a scenario.
@@ -116,6 +119,7 @@ impl<'a> World<'a> {
             events: 0,
             bad: false,
             crashes: 0,
+            breaks: scenario.breaks.then(|| (Random::new(seed, 103), 0)),
         };
         for (at, role) in scenario.clients.iter().enumerate() {
             world.spawn(*role, NodeId(1 + at as u16));
@@ -165,7 +169,10 @@ impl<'a> World<'a> {
                 self.make_trouble();
                 next = self.events + self.pause();
             }
+            self.break_off();
         }
+        // What is to be broken off still, is: somebody has to find out.
+        self.breaks = None;
         self.cluster.sim.set_faults(Faults::default());
         self.tell(|o| o.note(|_| "nothing goes wrong from here on".into()));
         let by = self.cluster.sim.now() + TO_THE_END;
@@ -305,6 +312,31 @@ impl<'a> World<'a> {
             6 | 7 if trouble.of_network() => self.trouble_the_network(),
             _ => {}
         }
+    }
+
+    /// Has the memory node's background work broken off a few steps from here.
+    fn break_off(&mut self) {
+        let Some((random, next)) = &mut self.breaks else { return };
+        if self.events < *next {
+            return;
+        }
+        *next = self.events + 1 + random.below(300);
+        // Few steps are as likely as many: what a death leaves to be done has some dozens.
+        let shift = random.below(6);
+        let steps = 1 + random.below(1 << shift);
+        let broken = self.cluster.try_scheme(|scheme| match scheme {
+            AnyNode::FineMem(node) => {
+                node.break_off_after(steps);
+                node.broken_off()
+            }
+            _ => 0,
+        });
+        self.tell(|o| {
+            // It takes as long again as it took so far.
+            o.pardon(Time::us(200));
+            o.seen.broken_off = broken.unwrap_or(o.seen.broken_off);
+            o.note(|_| format!("the memory node's background work breaks off in {steps} steps"));
+        });
     }
 
     fn some(&mut self, most: Time) -> Time {

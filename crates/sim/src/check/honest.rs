@@ -8,6 +8,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use fabric::Status;
+use pool::finemem::layout::{SECTION_ORDER, SPAN_ORDER};
 use pool::scheme::{Grant, GroupId, Lane};
 use pool::{Error, Options, Pool, Transfer};
 
@@ -144,8 +145,13 @@ impl Honest {
         let who = self.cx.who;
         let asks = (0..count).map(|_| {
             self.cx.tell(|o| o.asks(who));
-            let pool = self.pool.clone();
-            let ask: Ask = Box::pin(async move { pool.allocate_in(group).await });
+            let (pool, order) = (self.pool.clone(), self.some_order());
+            let ask: Ask = Box::pin(async move {
+                match order {
+                    None => pool.allocate_in(group).await,
+                    Some(order) => pool.allocate_bytes_in(group, pool.chunk_bytes() << order).await,
+                }
+            });
             ask
         });
         let asks = asks.collect();
@@ -185,6 +191,18 @@ impl Honest {
         }
     }
 
+    /// The logarithm of how many chunks are to be in a block, where there are several sizes: as often a few chunks as a
+    /// few spans and as a few sections.
+    fn some_order(&mut self) -> Option<u32> {
+        let layout = self.cx.tell(|o| o.shape())?;
+        let order = match self.random.below(3) {
+            0 => self.random.below(SPAN_ORDER as u64) as u32,
+            1 => SPAN_ORDER + self.random.below((SECTION_ORDER - SPAN_ORDER) as u64) as u32,
+            _ => SECTION_ORDER + self.random.below(3) as u32,
+        };
+        Some(order.min(layout.order_max()))
+    }
+
     fn wait_for_memory(&mut self) {
         let timeout = Duration::from_micros(50 + self.random.below(3000));
         let before = self.cx.now();
@@ -216,7 +234,7 @@ impl Honest {
             self.verify_chunk(at);
         }
         let Held { grant, .. } = self.held.swap_remove(at);
-        let (who, entry) = (self.cx.who, grant.entry);
+        let (who, entry) = (self.cx.who, self.cx.tell(|o| o.first_chunk(&grant)));
         let keys = grant.keys().to_vec();
         self.cx.tell(|o| o.frees(who, entry, &keys));
         let mut asked_before = false;

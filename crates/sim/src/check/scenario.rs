@@ -20,6 +20,8 @@ pub struct Scenario {
     pub groups: u16,
     /// Who is hostile does forbidden things with its NIC too.
     pub meddling: bool,
+    /// The memory node's background work is broken off again and again, in the middle of anything, and begins anew.
+    pub breaks: bool,
     /// What it is a world of.
     pub case: Case,
 }
@@ -92,7 +94,12 @@ impl Scenario {
             .collect();
         let chunk_bytes = *r.pick(&CHUNK_BYTES);
         let chunk_bytes = if case.is_paged() { PAGE_BYTES as u64 } else { chunk_bytes };
-        let chunks = 2 + r.below(7);
+        let chunks = match case.sizes {
+            // Within a section, one and a part of another, and several.
+            true => *r.pick(&[48, 544, 1024, 1100, 2048]),
+            false => 2 + r.below(7),
+        };
+        let chunk_bytes = if case.sizes { CHUNK_BYTES[0] } else { chunk_bytes };
         let groups = 1 + r.below(2) as u16;
         let settings = case.set(Settings {
             donate_bytes: chunks * chunk_bytes,
@@ -110,7 +117,8 @@ impl Scenario {
         let more = &mut Random::new(seed, 102);
         let meddling = more.below(2) == 0;
         trouble.one_way = more.below(2) == 0;
-        Self { settings, clients, trouble, groups, meddling, case }
+        let breaks = case.has_tree() && more.below(2) == 0;
+        Self { settings, clients, trouble, groups, meddling, breaks, case }
     }
 }
 

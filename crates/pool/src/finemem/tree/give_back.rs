@@ -36,9 +36,20 @@ impl Tree {
         last: Block,
         owner: User,
     ) -> Result<(), V::Error> {
+        let mask = blocks.iter().fold(0, |m, b| m | chunk_mask(b.chunk % CHUNKS, b.order));
+        self.give_back_bits(verbs, mask, last, owner).await
+    }
+
+    /// Gives back chunks of a span, the block `last` among them.
+    pub(super) async fn give_back_bits<V: Verbs>(
+        &self,
+        verbs: &V,
+        mask: u32,
+        last: Block,
+        owner: User,
+    ) -> Result<(), V::Error> {
         let span = last.chunk / CHUNKS;
         let (place, at) = (Place::span(span), span % SPANS);
-        let mask = blocks.iter().fold(0, |m, b| m | chunk_mask(b.chunk % CHUNKS, b.order));
         // As it was before the span changes.
         let mut section = self.see(verbs, Place::section(span / SPANS)).await?;
         let mut is_new = false;

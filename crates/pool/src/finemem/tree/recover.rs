@@ -151,6 +151,45 @@ impl Tree {
         Ok(closed)
     }
 
+    /// Gives back what headers of a section have as taken, and no log has as anybody's: what was withdrawn by somebody
+    /// who went no further. Nobody may be at giving back what was withdrawn, and nothing that was may be in
+    /// quarantine still.
+    pub async fn mend<V: Verbs>(&self, verbs: &V, index: u32) -> Result<(), V::Error> {
+        for span in index * SPANS..(index + 1) * SPANS {
+            let first = span * CHUNKS;
+            let there = self.shape.chunks.saturating_sub(first).min(CHUNKS);
+            let place = Place::span(span);
+            let seen = self.look(verbs, place).await?;
+            if there == 0 || !seen.header.in_use() {
+                continue;
+            }
+            // Then every bit of the header has its log, or had when it was seen.
+            self.flush(verbs, place, seen).await?;
+            let mut words = [0; CHUNKS as usize];
+            verbs.read(self.shape.log(first), &mut words[..there as usize]).await?;
+            let logs = words.map(FullLog::parse);
+            let mut nobodys = (0..there).fold(seen.header.bitmap(), |bits, at| {
+                let log = logs[at as usize];
+                let whole = log.layer == Layer::Span && log.size < SPAN_ORDER;
+                match log.taken && whole && at + (1 << log.size) <= CHUNKS {
+                    true => bits & !chunk_mask(at, log.size),
+                    false => bits,
+                }
+            });
+            // Chunks that the pool does not have are taken, by nobody.
+            nobodys &= ((1u64 << there) - 1) as u32;
+            if nobodys != 0 {
+                let at = nobodys.trailing_zeros();
+                let log = logs[at as usize];
+                // A block's log is at its first chunk.
+                let size = if log.layer == Layer::Span { log.size.min(SPAN_ORDER - 1) } else { 0 };
+                let last = Block { chunk: first + at, order: size };
+                self.give_back_bits(verbs, nobodys, last, log.user).await?;
+            }
+        }
+        self.settle(verbs, index).await.map(drop)
+    }
+
     /// Whether the logs say that somebody has a span whole.
     async fn has_owner<V: Verbs>(
         &self,

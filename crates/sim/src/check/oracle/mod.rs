@@ -17,6 +17,7 @@ use std::collections::HashSet;
 use std::fmt::Write as _;
 
 use fabric::{DmaMemory, Key};
+use pool::finemem::layout::Shape;
 use pool::scheme::ClientId;
 use rnic::engine::Reach;
 use rnic::ids::FunctionId;
@@ -75,6 +76,8 @@ pub struct Seen {
     pub deaths: u64,
     /// Keys that were guessed.
     pub guesses: u64,
+    /// How often the memory node's background work was broken off.
+    pub broken_off: u64,
 }
 
 impl Seen {
@@ -89,6 +92,7 @@ impl Seen {
         self.accesses += other.accesses;
         self.deaths += other.deaths;
         self.guesses += other.guesses;
+        self.broken_off += other.broken_off;
     }
 }
 
@@ -100,6 +104,10 @@ pub(super) struct Oracle {
     chunk_bytes: u64,
     chunks: u32,
     image: Vec<u8>,
+    /// Chunks that were looked at and found clear, and have not changed since.
+    found_clear: Vec<bool>,
+    /// Steps of the memory node's CPU.
+    cpu_steps: u64,
     now_bytes: Vec<u8>,
     /// Holds of each chunk: the last is the one that counts, those before it are being freed.
     holds: Vec<Vec<Hold>>,
@@ -138,6 +146,8 @@ impl Oracle {
             chunk_bytes,
             chunks,
             image: vec![0; bytes],
+            found_clear: vec![false; chunks as usize],
+            cpu_steps: 0,
             now_bytes: vec![0; bytes],
             holds: vec![Vec::new(); chunks as usize],
             granted: Vec::new(),
@@ -155,6 +165,12 @@ impl Oracle {
             now: Time::ZERO,
             trace: None,
         }
+    }
+
+    /// What the memory is divided into, where blocks have several sizes.
+    pub fn shape(&self) -> Option<Shape> {
+        let shape = Shape { chunks: self.chunks, chunk_bytes: self.chunk_bytes };
+        self.case.sizes.then_some(shape)
     }
 
     // --- the trace -----------------------------------------------------------------------------

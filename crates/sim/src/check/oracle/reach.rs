@@ -34,7 +34,8 @@ impl Oracle {
         for at in 0..self.reaches.len() {
             let r = self.reaches[at];
             let Some((entry, within)) = self.place(r.start) else { continue };
-            if within + r.len > self.chunk_bytes {
+            let most = if self.case.sizes { self.image.len() as u64 } else { self.chunk_bytes };
+            if within + r.len > most {
                 return self.wrong(
                     Invariant::Owners,
                     format!("a key of chunk {entry} opens what is beyond it"),
@@ -45,20 +46,23 @@ impl Oracle {
                 let name = self.name(who);
                 return self.wrong(Invariant::Owners, format!("{name} has a key to page {entry}"));
             }
-            // A type-1 window opens to all who have its key: that is what is unsafe about it.
-            if type1 || self.is_given_away(entry) {
-                continue;
+            let last = ((within + r.len).max(1) - 1) / self.chunk_bytes;
+            for entry in entry..=entry + last as u32 {
+                // A type-1 window opens to all who have its key: that is what is unsafe about it.
+                if type1 || self.is_given_away(entry) {
+                    continue;
+                }
+                if let Some(other) = by[entry as usize].replace(who)
+                    && other != who
+                {
+                    let (a, b) = (self.name(other), self.name(who));
+                    return self.wrong(
+                        Invariant::Owners,
+                        format!("chunk {entry} can be reached by {a} and by {b}"),
+                    );
+                }
+                self.check_reach(who, entry);
             }
-            if let Some(other) = by[entry as usize].replace(who)
-                && other != who
-            {
-                let (a, b) = (self.name(other), self.name(who));
-                return self.wrong(
-                    Invariant::Owners,
-                    format!("chunk {entry} can be reached by {a} and by {b}"),
-                );
-            }
-            self.check_reach(who, entry);
         }
     }
 
@@ -119,13 +123,11 @@ impl Oracle {
             Ok(None) => return,
             Err(why) => return self.wrong(Invariant::FreeQueue, why),
         };
-        let mut seen = 0u64;
+        let mut seen = vec![false; self.chunks as usize];
         for entry in free {
-            let bit = 1 << (entry % 64);
-            if seen & bit != 0 {
+            if std::mem::replace(&mut seen[entry as usize], true) {
                 return self.wrong(Invariant::FreeQueue, format!("chunk {entry} is free twice"));
             }
-            seen |= bit;
             if let Some(Some(owner)) = self.books.owner(entry) {
                 return self.wrong(
                     Invariant::FreeQueue,
@@ -151,8 +153,12 @@ impl Oracle {
             if self.case.is_trusting() {
                 self.dead.extend(keys);
             }
+            if self.found_clear[entry as usize] {
+                continue;
+            }
             let at = entry as usize * self.chunk_bytes as usize;
             let bytes = &self.image[at..at + self.chunk_bytes as usize];
+            self.found_clear[entry as usize] = bytes.iter().all(|b| *b == 0);
             if self.case.scheme.releases() && bytes.iter().any(|b| *b != 0) {
                 return self.wrong(
                     Invariant::Contents,

@@ -1,5 +1,7 @@
 //! What clients say and are told: who holds which chunk, under which keys.
 
+use std::ops::Range;
+
 use fabric::Key;
 use pool::scheme::Grant;
 
@@ -28,15 +30,51 @@ impl Oracle {
             return self.note(|o| format!("{} takes page number {entry}", o.name(who)));
         }
         self.note(|o| format!("{} is granted chunk {entry}", o.name(who)));
-        if entry >= self.chunks
-            || grant.len != self.chunk_bytes
-            || grant.addr != self.memory.addr() + entry as u64 * self.chunk_bytes
-        {
+        let Some(chunks) = self.chunks_of(grant) else {
             return self.wrong(
                 Invariant::Owners,
                 format!("{} is granted what is no chunk", self.name(who)),
             );
+        };
+        let keys = grant.keys().to_vec();
+        let old = keys.iter().find(|k| self.granted.contains(k));
+        if let Some(key) = old.filter(|_| self.granted.len() < FRESH) {
+            let (name, tag) = (self.name(who), key.tag());
+            self.wrong(
+                Invariant::Keys,
+                format!("{name} is granted chunk {entry} under an old key (tag {tag})"),
+            );
         }
+        self.granted.extend(&keys);
+        for entry in chunks {
+            self.chunk_granted(who, entry, &keys);
+        }
+    }
+
+    /// The chunks of a grant, if it is of what there is.
+    fn chunks_of(&self, grant: &Grant) -> Option<Range<u32>> {
+        let (first, within) = self.place(grant.addr)?;
+        let count = (grant.len / self.chunk_bytes) as u32;
+        let fits = within == 0
+            && grant.len == count as u64 * self.chunk_bytes
+            && first + count <= self.chunks
+            && match self.case.sizes {
+                true => count.is_power_of_two() && first.is_multiple_of(count),
+                false => count == 1 && first == grant.entry,
+            };
+        fits.then_some(first..first + count)
+    }
+
+    /// The first chunk of what was granted: the number that it has here.
+    pub fn first_chunk(&self, grant: &Grant) -> u32 {
+        match self.case.sizes {
+            true => self.place(grant.addr).map_or(u32::MAX, |(chunk, _)| chunk),
+            false => grant.entry,
+        }
+    }
+
+    fn chunk_granted(&mut self, who: Who, entry: u32, keys: &[Key]) {
+        let honest = self.clients[who].honest;
         if let Some(owner) = self.books.owner(entry)
             && !owner.is_some_and(|id| self.is(who, id))
         {
@@ -66,18 +104,8 @@ impl Oracle {
                 format!("{name} is granted chunk {entry}, which shows old contents"),
             );
         }
-        let keys = grant.keys().to_vec();
-        let old = keys.iter().find(|k| self.granted.contains(k));
-        if let Some(key) = old.filter(|_| self.granted.len() < FRESH) {
-            let (name, tag) = (self.name(who), key.tag());
-            self.wrong(
-                Invariant::Keys,
-                format!("{name} is granted chunk {entry} under an old key (tag {tag})"),
-            );
-        }
-        self.granted.extend(&keys);
-        self.live[entry as usize].extend(&keys);
-        self.holds[entry as usize].push(Hold { who, keys, freeing: false });
+        self.live[entry as usize].extend(keys);
+        self.holds[entry as usize].push(Hold { who, keys: keys.to_vec(), freeing: false });
     }
 
     /// What is in a chunk, for who is granted one that was not cleared.
@@ -89,14 +117,16 @@ impl Oracle {
     /// A client asks for a chunk to be freed.
     pub fn frees(&mut self, who: Who, entry: u32, keys: &[Key]) {
         self.note(|o| format!("{} frees chunk {entry}", o.name(who)));
-        if let Some(hold) = self.hold_of(who, entry, keys) {
-            hold.freeing = true;
+        for holds in self.holds_from(entry) {
+            let hold = holds.iter_mut().find(|h| h.who == who && h.keys == keys);
+            hold.into_iter().for_each(|hold| hold.freeing = true);
         }
     }
 
-    fn hold_of(&mut self, who: Who, entry: u32, keys: &[Key]) -> Option<&mut Hold> {
-        let holds = self.holds.get_mut(entry as usize)?;
-        holds.iter_mut().find(|h| h.who == who && h.keys == keys)
+    /// Holds of a chunk; and of those behind it, where it may be the first of several.
+    fn holds_from(&mut self, entry: u32) -> impl Iterator<Item = &mut Vec<Hold>> {
+        let count = if self.case.sizes { usize::MAX } else { 1 };
+        self.holds.iter_mut().skip(entry as usize).take(count)
     }
 
     /// A client is told that the chunk is free.
@@ -104,9 +134,7 @@ impl Oracle {
         self.note(|o| format!("{} has freed chunk {entry}", o.name(who)));
         let honest = self.clients[who].honest;
         self.seen.frees[!honest as usize] += 1;
-        if let Some(holds) = self.holds.get_mut(entry as usize) {
-            holds.retain(|h| h.who != who || h.keys != keys);
-        }
+        self.holds_from(entry).for_each(|holds| holds.retain(|h| h.who != who || h.keys != keys));
         if self.case.scheme.releases_late() {
             return; // by design its windows are rebound later, before the next allocation of the chunk has ended
         }

@@ -24,10 +24,10 @@ struct Client {
 
 /// Who has what: told when an allocation returns, and before it is given back.
 #[derive(Default)]
-struct Held(Mutex<Vec<(User, Block)>>);
+pub struct Held(Mutex<Vec<(User, Block)>>);
 
 impl Held {
-    fn take(&self, user: User, block: Block) {
+    pub fn take(&self, user: User, block: Block) {
         let mut all = self.0.lock();
         for (other, had) in all.iter() {
             let apart = had.chunks().end <= block.chunk || block.chunks().end <= had.chunks().start;
@@ -36,13 +36,25 @@ impl Held {
         all.push((user, block));
     }
 
-    fn leave(&self, user: User, block: Block) {
+    pub fn leave(&self, user: User, block: Block) {
         self.0.lock().retain(|held| *held != (user, block));
     }
 
-    fn forget(&self, user: User) {
+    pub fn forget(&self, user: User) {
         self.0.lock().retain(|(of, _)| *of != user);
     }
+}
+
+/// What is explored: tasks that go on a verb at a time.
+pub trait Explored {
+    /// Task `at` goes on.
+    fn step(&mut self, at: usize);
+    /// Tasks that can.
+    fn ready(&self) -> Vec<usize>;
+    /// What follows is the same from states that are equal.
+    fn state(&self) -> u64;
+    /// What must hold when none can go on.
+    fn check_end(&self);
 }
 
 struct World {
@@ -95,8 +107,11 @@ impl World {
             .collect();
         Self { memory, held, tasks, clients: clients.to_vec(), crashed: vec![false; clients.len()] }
     }
+}
 
-    fn step(&mut self, shape: Shape, at: usize) {
+impl Explored for World {
+    fn step(&mut self, at: usize) {
+        let shape = self.memory.shape();
         self.tasks[at].step(&self.memory);
         if let Some(client) = self.clients.get(at)
             && client.crash == Some(self.tasks[at].history.len())
@@ -124,7 +139,8 @@ impl World {
     }
 
     /// Nothing is leaked, whatever has happened.
-    fn check_end(&self, shape: Shape) {
+    fn check_end(&self) {
+        let shape = self.memory.shape();
         let tree = Tree::new(shape, user(101));
         for section in 0..shape.sections() {
             for number in 1..=self.clients.len() as u16 {
@@ -143,16 +159,21 @@ impl World {
 /// All interleavings, or those with at most `most` preemptions: one is when somebody goes on while who went
 /// last could. How many states, and how many ends.
 fn explore(shape: Shape, clients: &[Client], most: Option<usize>) -> (usize, usize) {
+    explore_all(|| World::new(shape, clients), most)
+}
+
+/// The same for anything.
+pub fn explore_all<W: Explored>(make: impl Fn() -> W, most: Option<usize>) -> (usize, usize) {
     let mut seen = HashSet::new();
     let mut ends = 0;
     let mut open: Vec<Vec<u8>> = vec![Vec::new()];
     while let Some(mut schedule) = open.pop() {
-        let mut world = World::new(shape, clients);
+        let mut world = make();
         let (mut last, mut preemptions) = (None, 0);
         for at in &schedule {
             let at = *at as usize;
             preemptions += is_preemption(&world, last, at) as usize;
-            world.step(shape, at);
+            world.step(at);
             last = Some(at);
         }
         // On from here, as long as it is new; what else could come next is kept for later. What may follow
@@ -163,7 +184,7 @@ fn explore(shape: Shape, clients: &[Client], most: Option<usize>) -> (usize, usi
             ready.sort_by_key(|at| Some(*at) != last);
             let Some((first, others)) = ready.split_first() else {
                 ends += 1;
-                world.check_end(shape);
+                world.check_end();
                 break;
             };
             for other in others {
@@ -175,23 +196,23 @@ fn explore(shape: Shape, clients: &[Client], most: Option<usize>) -> (usize, usi
                 }
             }
             schedule.push(*first as u8);
-            assert!(schedule.len() < 400, "it does not end: {schedule:?}");
-            world.step(shape, *first);
+            assert!(schedule.len() < 1000, "it does not end: {schedule:?}");
+            world.step(*first);
             last = Some(*first);
         }
     }
     (seen.len(), ends)
 }
 
-fn is_preemption(world: &World, last: Option<usize>, at: usize) -> bool {
-    last.is_some_and(|last| last != at && !world.tasks[last].ended)
+fn is_preemption(world: &impl Explored, last: Option<usize>, at: usize) -> bool {
+    last.is_some_and(|last| last != at && world.ready().contains(&last))
 }
 
 fn working(orders: &'static [u32]) -> Client {
     Client { orders, crash: None }
 }
 
-fn full() -> bool {
+pub fn full() -> bool {
     std::env::var_os("GRANARY_TEST_FULL").is_some()
 }
 

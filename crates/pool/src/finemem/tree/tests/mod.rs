@@ -1,7 +1,9 @@
 //! The tree, stopped and crashed between any two verbs.
 
 mod explore;
+mod pass;
 mod random;
+mod withdraw;
 mod world;
 
 use std::convert::Infallible;

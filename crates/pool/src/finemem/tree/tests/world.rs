@@ -11,7 +11,7 @@ use std::task::{Context, Poll, Waker};
 use parking_lot::Mutex;
 
 use super::*;
-use crate::finemem::log::FullLog;
+use crate::finemem::log::{Capability, FullLog};
 use crate::finemem::table::initial;
 
 /// Runs a future that never waits.
@@ -51,8 +51,32 @@ impl Memory {
         memory
     }
 
+    /// With a window for each block, whose key is a word behind the metadata, and in the capability table.
+    pub fn with_windows(shape: Shape, time: u32) -> Self {
+        let memory = Self::at(shape, time);
+        {
+            let mut words = memory.words.lock();
+            words.resize((shape.words() + shape.entries()) as usize, 0);
+            for entry in 0..shape.entries() {
+                let key = fabric::Key((1 + entry) << 8 | 1);
+                words[shape.capability(entry).0 as usize] = Capability::open(key).to_word();
+                words[window(shape, entry).0 as usize] = key.0 as u64;
+            }
+        }
+        memory
+    }
+
     pub fn shape(&self) -> Shape {
         self.shape
+    }
+
+    /// What opens a block.
+    pub fn window(&self, entry: u32) -> fabric::Key {
+        fabric::Key(self.words.lock()[window(self.shape, entry).0 as usize] as u32)
+    }
+
+    pub fn capability(&self, entry: u32) -> Capability {
+        Capability::parse(self.words.lock()[self.shape.capability(entry).0 as usize])
     }
 
     /// The full log names who has a block.
@@ -136,6 +160,11 @@ impl Verbs for Memory {
     }
 }
 
+/// Where the key of a block's window is.
+pub fn window(shape: Shape, entry: u32) -> Word {
+    Word(shape.words() + entry)
+}
+
 /// Memory where a word is changed by others just before the next few CASes on it.
 pub struct Disturbed<'a> {
     memory: &'a Memory,
@@ -186,12 +215,21 @@ struct Port {
 
 /// The verbs of a task: each waits until it is stepped.
 #[derive(Clone, Default)]
-pub struct Stepped(Arc<Mutex<Port>>);
+pub struct Stepped {
+    port: Arc<Mutex<Port>>,
+    /// Capabilities are read too.
+    keys: bool,
+}
 
 impl Stepped {
+    /// The same, with keys.
+    pub fn with_keys(self) -> Self {
+        Self { keys: true, ..self }
+    }
+
     async fn ask(&self, request: Request) -> Vec<u64> {
-        self.0.lock().request = Some(request);
-        std::future::poll_fn(|_| match self.0.lock().reply.take() {
+        self.port.lock().request = Some(request);
+        std::future::poll_fn(|_| match self.port.lock().reply.take() {
             Some(reply) => Poll::Ready(reply),
             None => Poll::Pending,
         })
@@ -211,7 +249,7 @@ impl Verbs for Stepped {
         Ok(self.ask(Request::Cas(at, expected, new)).await[0])
     }
 
-    /// Without the capability, which nobody changes here.
+    /// Without the capability where nobody changes any.
     async fn cas_and_read(
         &self,
         at: Word,
@@ -223,6 +261,9 @@ impl Verbs for Stepped {
         if found == expected {
             self.read(then[0], &mut words[..1]).await?;
             self.read(then[1], &mut words[1..2]).await?;
+            if self.keys {
+                self.read(then[2], &mut words[2..]).await?;
+            }
         }
         Ok((found, words))
     }
@@ -253,7 +294,7 @@ impl Task {
 
     /// Executes the verb that it waits for, and lets it come to the next.
     pub fn step(&mut self, memory: &Memory) {
-        let request = self.port.0.lock().request.take().expect("a task waits for a verb");
+        let request = self.port.port.lock().request.take().expect("a task waits for a verb");
         let reply = match request {
             Request::Read(at, count) => {
                 let mut words = vec![0; count];
@@ -263,7 +304,7 @@ impl Task {
             Request::Cas(at, expected, new) => vec![run(memory.cas(at, expected, new))],
         };
         self.history.push((request, reply.clone()));
-        self.port.0.lock().reply = Some(reply);
+        self.port.port.lock().reply = Some(reply);
         self.poll();
     }
 }
