@@ -206,6 +206,12 @@ impl<H: Hooks> Nic for HookedNic<H> {
         self.inner.query_device()
     }
 
+    fn open_function(&self) -> Result<Self, Error> {
+        self.hooks.before(Call::Create);
+        let inner = self.hooks.making(false, || self.inner.open_function())?;
+        Ok(Self { inner, hooks: self.hooks.clone() })
+    }
+
     fn take_events(&self) -> Result<Events, Error> {
         self.hooks.before(Call::Query);
         self.inner.take_events()

@@ -39,6 +39,19 @@ pub trait Nic: Clone + Send + Sync + 'static {
     /// What this function may have at most (`ibv_query_device`).
     fn query_device(&self) -> Result<DeviceInfo, Error>;
 
+    /// Opens a further function of the same NIC, up to [`DeviceInfo::functions`] of them: one with keys, windows and
+    /// limits of its own (`ibv_open_device` on another virtual function). What is made through one belongs to it
+    /// alone: a QP reaches keys of its own function, or its peer's, and those of others do not exist for it. QPs of different
+    /// functions can be connected. It ends with its last handle and object.
+    ///
+    /// For who needs more windows than a function has (FineMem §4.3).
+    fn open_function(&self) -> Result<Self, Error> {
+        Err(Error::Unsupported {
+            attempt: "opening a further function of the NIC".into(),
+            why: format!("{} has one", self.caps().name),
+        })
+    }
+
     /// Takes the asynchronous events of this function that have come so far (`ibv_get_async_event`). Those of
     /// objects that have been destroyed are not among them. They need not be taken: a few hundred are kept,
     /// and [`Events::lost`] counts the others.

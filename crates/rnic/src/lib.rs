@@ -16,6 +16,7 @@ pub mod port;
 pub mod protection;
 mod qp;
 mod queue;
+mod spaces;
 mod table;
 pub mod verbs;
 pub mod wire;

@@ -115,6 +115,10 @@ struct Owner {
     memory: Option<DmaMemory>,
 }
 
+/// Bytes that a key takes in the table.
+#[cfg(test)]
+pub(crate) const KEY_BYTES: usize = size_of::<Entry>() + size_of::<Owner>();
+
 /// What a key opens.
 pub(crate) struct Opening {
     pub key: Key,

@@ -16,6 +16,7 @@ use crate::engine::remote::Connection;
 use crate::error::Error;
 use crate::ids::{Access, Cqn, FunctionId, Pdn, Qpn};
 use crate::queue::{Fetched, SendQueue};
+use crate::spaces::Space;
 use crate::verbs::{QpChange, QpState};
 
 /// The other end of a connection.
@@ -33,6 +34,8 @@ pub(crate) struct Qp {
     pub qpn: Qpn,
     pub function: FunctionId,
     pub pd: Pdn,
+    /// Where its keys, and those that its peer presents, are looked up.
+    pub space: Space,
     pub privileged: bool,
     pub access: Access,
     /// What is compared with words that guard windows.

@@ -17,8 +17,13 @@ pub struct Limits {
     pub cqs: u32,
     /// Receive queues of all functions: shared ones and QPs' own.
     pub recvs: u32,
-    /// Memory regions and windows of all functions; at most 2^24 - 1.
+    /// Memory regions and windows of a key table, at most 2^24 - 1: of the physical function and those of clients
+    /// together, and as many again of each function that the owner opens.
     pub keys: u32,
+    /// Memory windows of each function.
+    pub windows: u32,
+    /// Functions that the NIC's owner may use, the physical one among them (FineMem §4.3: 128 of a ConnectX-6).
+    pub owner_functions: u32,
     /// The longest SEND to a QP of this NIC, in bytes. It is one indivisible step, so that this bounds how long
     /// one client can keep the NIC from the others. One to another NIC is a step for each packet, and may be as
     /// long as a WRITE.
@@ -74,6 +79,8 @@ impl Default for Limits {
             cqs: 64 << 10,
             recvs: 64 << 10,
             keys: (1 << 24) - 1,
+            windows: (1 << 24) - 1,
+            owner_functions: 128,
             send_bytes_max: 64 << 10,
             slice_bytes: 32 << 10,
             shared_slice_bytes: 8 << 10,
@@ -100,6 +107,10 @@ pub struct FunctionLimits {
     pub srqs: u32,
     /// Memory regions and windows.
     pub keys: u32,
+    /// Memory windows.
+    pub windows: u32,
+    /// Functions that it may open besides itself ([`crate::Engine::open_function`]).
+    pub functions: u32,
     /// Bytes in its memory regions; a byte in two regions counts twice.
     pub registered_bytes: u64,
     /// Bytes of its rings for sends, receives and completions: all work that can be outstanding.
@@ -118,6 +129,9 @@ impl Default for FunctionLimits {
             srqs: 64,
             // What a function has ends in one go when it ends.
             keys: 8 << 10,
+            windows: 8 << 10,
+            // Further functions are the owner's.
+            functions: 0,
             registered_bytes: 1 << 46,
             ring_bytes: 1 << 30,
             // Whom a client may send packets to is the owner's to say.
@@ -134,6 +148,8 @@ impl FunctionLimits {
         cqs: u32::MAX,
         srqs: u32::MAX,
         keys: u32::MAX,
+        windows: u32::MAX,
+        functions: u32::MAX,
         registered_bytes: u64::MAX,
         ring_bytes: u64::MAX,
         remote_peers: u32::MAX,
@@ -444,6 +460,13 @@ pub struct DeviceInfo {
     pub srqs: u32,
     /// Memory regions and windows together.
     pub keys: u32,
+    /// Memory windows.
+    #[serde(default)]
+    pub windows: u32,
+    /// Functions of the NIC that who has this one may use, this one among them. Each has keys of its own, and
+    /// limits like these.
+    #[serde(default)]
+    pub functions: u32,
     /// Bytes in memory regions.
     pub registered_bytes: u64,
     /// Bytes of rings.

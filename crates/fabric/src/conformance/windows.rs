@@ -68,6 +68,7 @@ pub fn cases<B: Bench>() -> Vec<Case<B>> {
         with(Two, "windows.stay_in_their_region_and_pd", &[], stay_in_their_region_and_pd),
         with(Two, "windows.a_window_is_no_local_key", &[], a_window_is_no_local_key),
         with(Feature::ZeroBased, "windows.zero_based", &[], zero_based),
+        with(One, "windows.are_of_one_function", &[], are_of_one_function),
         never(
             "windows.wrong_type",
             &["test_mr.test_reg_mw_wrong_type"],
@@ -314,6 +315,46 @@ fn second_connection<B: Bench>(
     let (mine, theirs) = (qp(&p.client), qp(&p.server));
     connect(bench, &mine, &theirs);
     (mine, theirs)
+}
+
+/// Who owns a NIC opens further functions of it: a window of one is reached over queue pairs of that one only. Whose
+/// function is the only one is refused another.
+fn are_of_one_function<B: Bench>(bench: &B) {
+    let p = Pair::new(bench);
+    let functions = p.server.nic.query_device().expect("limits").functions;
+    assert!(functions > 0);
+    let Some(opened) = p.server.nic.open_function().ok().filter(|_| functions > 1) else {
+        assert!(functions == 1, "{functions} functions, and no other is opened");
+        assert!(p.server.nic.open_function().is_err(), "one function, and another is opened");
+        return;
+    };
+    let device = opened.query_device().expect("limits");
+    assert_eq!(device.windows, p.server.nic.query_device().expect("limits").windows);
+    // The same memory, registered in both; in the new one a window that has no number of the old one's.
+    let there = End::new(&opened, &Shape::default());
+    let mr = opened.reg_mr(&there.pd, p.server.mr.memory(), Access::LOCAL_ALL).expect("a region");
+    let there = End { mr, ..there };
+    let mine = End::new(&p.client.nic, &Shape::default());
+    connect(bench, &mine.qp, &there.qp);
+    let windows = opened.alloc_type1_mws(&there.pd, 300).expect("windows");
+    let last = windows.last().expect("300");
+    let bound = bind(&there, there.bind_of(last, last.key(), START, LEN));
+    let write = |end: &End<B::Nic>| end.run(Op::WriteInline { to: bound, data: &[3; 8] }).status;
+    assert_eq!(write(&mine), Status::Success);
+    assert_eq!(p.server.get(START, 8), [3; 8]);
+    p.server.put(START, &[0; 8]);
+    closed(&p, bound);
+    assert_eq!(p.server.get(START, 8), [0; 8]);
+    // The other way round: what is the old function's, over the new one's queue pair. What has its number there, if
+    // anything has, is bound to nothing.
+    let (_window, at) = bound_type_1(&p);
+    opens(&p, at, LEN, 4);
+    let status = mine.run(Op::WriteInline { to: at, data: &[5; 8] }).status;
+    assert_eq!(status, Status::RemoteAccess);
+    opens(&p, at, LEN, 6);
+    // It ends with its objects, and its place is free.
+    drop((windows, there, opened));
+    p.server.nic.open_function().expect("another function");
 }
 
 fn type_2_is_one_queue_pairs<B: Bench>(bench: &B) {

@@ -63,14 +63,23 @@ pub struct SoftNic {
 impl SoftNic {
     /// A new NIC that its callers run: no thread, no socket.
     pub fn inline() -> Self {
-        Self { function: Function::Inline(InlineNic::new(Limits::default()).physical()) }
+        Self::inline_with(Limits::default())
+    }
+
+    /// The same with other limits than usual.
+    pub fn inline_with(limits: Limits) -> Self {
+        Self { function: Function::Inline(InlineNic::new(limits).physical()) }
     }
 
     /// A new NIC in a thread of this process, to which other processes can attach: its physical
     /// function, and the handle that makes sessions for others.
     pub fn host() -> Result<(Self, shm::Host), Error> {
-        let host =
-            shm::Host::start(Limits::default()).map_err(system("starting the NIC's thread"))?;
+        Self::host_with(Limits::default())
+    }
+
+    /// The same with other limits than usual.
+    pub fn host_with(limits: Limits) -> Result<(Self, shm::Host), Error> {
+        let host = shm::Host::start(limits).map_err(system("starting the NIC's thread"))?;
         let nic = Self { function: Function::Local(host.physical()) };
         Ok((nic, host))
     }
@@ -78,9 +87,14 @@ impl SoftNic {
     /// Like [`SoftNic::host`], with a way to other hosts: QPs can be connected to those of a NIC that is reached
     /// over UDP. Packets come to, and leave from, the address that `socket` is bound to.
     pub fn host_over(socket: UdpSocket) -> Result<(Self, shm::Host), Error> {
+        Self::host_over_with(socket, Limits::default())
+    }
+
+    /// The same with other limits than usual.
+    pub fn host_over_with(socket: UdpSocket, limits: Limits) -> Result<(Self, shm::Host), Error> {
         let wire = Wire::new(socket).map_err(system("opening the way to other hosts"))?;
-        let host = shm::Host::start_over(Limits::default(), wire)
-            .map_err(system("starting the NIC's thread"))?;
+        let host =
+            shm::Host::start_over(limits, wire).map_err(system("starting the NIC's thread"))?;
         let nic = Self { function: Function::Local(host.physical()) };
         Ok((nic, host))
     }
@@ -156,6 +170,14 @@ impl Nic for SoftNic {
             }),
             _ => Err(unexpected("query_device")),
         }
+    }
+
+    fn open_function(&self) -> Result<Self, Error> {
+        let function = self.function.open().map_err(|e| match e {
+            PortError::Verb(e) => Error::Refused { verb: "open_function", why: e.to_string() },
+            e => system("open_function")(e),
+        })?;
+        Ok(Self { function })
     }
 
     fn take_events(&self) -> Result<Events, Error> {

@@ -24,6 +24,8 @@ impl Engine {
             cqs: own.cqs.min(nic.cqs),
             srqs: own.srqs.min(nic.recvs),
             keys: own.keys.min(nic.keys),
+            windows: own.windows.min(nic.windows).min(nic.keys),
+            functions: own.functions.min(nic.owner_functions.saturating_sub(1)) + 1,
             registered_bytes: own.registered_bytes,
             ring_bytes: own.ring_bytes,
             send_blocks: caps.send_blocks_max,
@@ -47,7 +49,8 @@ impl Engine {
         if let Some((memory, iova)) = &to.memory {
             check_region(memory, *iova)?;
         }
-        let (old_pd, old_len) = self.core.keys.region(f, key)?;
+        let space = self.core.function(f)?.space;
+        let (old_pd, old_len) = self.core.keys[space].region(f, key)?;
         let new_len = to.memory.as_ref().map_or(old_len, |(m, _)| m.len() as u64);
         let function = self.core.function(f)?;
         let bytes = (function.used.registered_bytes - old_len).saturating_add(new_len);
@@ -58,7 +61,7 @@ impl Engine {
         function.used.registered_bytes = bytes;
         let new_pd = to.pd.unwrap_or(old_pd);
         let access = to.access.map(|a| a | Access::LOCAL_READ);
-        let key = self.core.keys.reregister(key, RegionChange { access, ..to });
+        let key = self.core.keys[space].reregister(key, RegionChange { access, ..to });
         self.core.pd_mut(old_pd).users -= 1;
         self.core.pd_mut(new_pd).users += 1;
         Ok(key)
@@ -66,7 +69,9 @@ impl Engine {
 
     /// Describes a key.
     pub fn query_key(&self, f: FunctionId, index: KeyIndex) -> Result<KeyInfo, Error> {
-        self.core.keys.describe(f, index)
+        let function = self.core.functions.get(&f);
+        let space = function.ok_or(Error::Unknown(Object::Function(f)))?.space;
+        self.core.keys[space].describe(f, index)
     }
 
     // --- completion queues ---------------------------------------------------------------------

@@ -11,6 +11,7 @@ use crate::ids::{Access, Cqn, FunctionId, Key, Pdn, Qpn, Srqn};
 use crate::memory::DmaMemory;
 use crate::qp::{Peer, Qp};
 use crate::queue::{CompletionQueue, RecvQueue, SendQueue};
+use crate::spaces::{KeySpaces, Space};
 use crate::verbs::{CqSpec, FunctionLimits, GuardSpec, MwKind, QpSpec, QpState, Recv, RecvSpec};
 use std::collections::HashSet;
 
@@ -27,7 +28,23 @@ impl Engine {
         }
         let id = FunctionId(core.next_function);
         core.next_function += 1;
-        core.functions.insert(id, Function::new(limits, core.shares.add()));
+        let function = Function::new(limits, core.shares.add(), KeySpaces::FIRST);
+        core.functions.insert(id, function);
+        Ok(id)
+    }
+
+    /// Opens a further function for `f`, with a key table of its own and no limits but the NIC's: what a NIC's owner
+    /// does who needs more windows than a function has (FineMem §4.3).
+    pub fn open_function(&mut self, f: FunctionId) -> Result<FunctionId, Error> {
+        let most = self.core.limits.owner_functions.saturating_sub(1);
+        let opener = self.core.function(f)?;
+        let limit = opener.limits.functions.min(most);
+        admit("further functions of one owner", opener.used.functions, limit)?;
+        let id = self.add_function(FunctionLimits { functions: 0, ..FunctionLimits::NONE })?;
+        self.core.function(f)?.used.functions += 1;
+        let space = self.core.keys.add();
+        let function = self.core.function(id)?;
+        (function.space, function.opener) = (space, Some(f));
         Ok(id)
     }
 
@@ -40,7 +57,13 @@ impl Engine {
         }
         let Some(function) = self.core.functions.remove(&f) else { return };
         let core = &mut self.core;
-        core.keys.remove_function(f, function.keys.into_iter());
+        core.keys[function.space].remove_function(f, function.keys.into_iter());
+        if function.space != KeySpaces::FIRST {
+            core.keys.remove(function.space);
+        }
+        if let Some(opener) = function.opener.and_then(|f| core.functions.get_mut(&f)) {
+            opener.used.functions -= 1;
+        }
         // In an order that is the same in every run.
         let sorted = |numbers: HashSet<u32>| {
             let mut numbers = Vec::from_iter(numbers);
@@ -112,7 +135,9 @@ impl Engine {
             return Err(Error::Limit { what: "registered bytes of the function", limit });
         }
         admit("keys of the function", function.used.keys, function.limits.keys)?;
-        let key = self.core.keys.register(f, pd, mem, iova, access | Access::LOCAL_READ)?;
+        let space = function.space;
+        let access = access | Access::LOCAL_READ;
+        let key = self.core.keys[space].register(f, pd, mem, iova, access)?;
         self.core.function(f)?.used.registered_bytes = bytes;
         self.core.key_made(f, pd, key);
         Ok(key)
@@ -120,7 +145,8 @@ impl Engine {
 
     /// Ends a region. Refused while windows are bound to it.
     pub fn dereg_mr(&mut self, f: FunctionId, key: Key) -> Result<(), Error> {
-        let (pd, len) = self.core.keys.deregister(f, key)?;
+        let space = self.core.function(f)?.space;
+        let (pd, len) = self.core.keys[space].deregister(f, key)?;
         self.core.function(f)?.used.registered_bytes -= len;
         self.core.key_ended(f, pd, key);
         Ok(())
@@ -128,11 +154,9 @@ impl Engine {
 
     /// Makes a memory window, free. The key's tag is the current one; binding changes it.
     pub fn alloc_mw(&mut self, f: FunctionId, pd: Pdn, kind: MwKind) -> Result<Key, Error> {
-        self.core.pd(f, pd)?;
-        let function = self.core.function(f)?;
-        admit("keys of the function", function.used.keys, function.limits.keys)?;
-        let key = self.core.keys.allocate_window(f, pd, kind)?;
-        self.core.key_made(f, pd, key);
+        let space = self.core.room_for_window(f, pd)?;
+        let key = self.core.keys[space].allocate_window(f, pd, kind)?;
+        self.core.window_made(f, pd, key);
         Ok(key)
     }
 
@@ -144,19 +168,19 @@ impl Engine {
         pd: Pdn,
         guard: &GuardSpec,
     ) -> Result<Key, Error> {
-        self.core.pd(f, pd)?;
-        let function = self.core.function(f)?;
-        admit("keys of the function", function.used.keys, function.limits.keys)?;
-        let key = self.core.keys.allocate_guarded(f, pd, guard)?;
-        self.core.key_made(f, pd, key);
+        let space = self.core.room_for_window(f, pd)?;
+        let key = self.core.keys[space].allocate_guarded(f, pd, guard)?;
+        self.core.window_made(f, pd, key);
         Ok(key)
     }
 
     /// Ends a window, bound or free. Only the index of `key` counts: its tag has changed with every
     /// bind.
     pub fn dealloc_mw(&mut self, f: FunctionId, key: Key) -> Result<(), Error> {
-        let pd = self.core.keys.deallocate_window(f, key)?;
+        let space = self.core.function(f)?.space;
+        let pd = self.core.keys[space].deallocate_window(f, key)?;
         self.core.key_ended(f, pd, key);
+        self.core.function(f)?.used.windows -= 1;
         Ok(())
     }
 
@@ -235,7 +259,7 @@ impl Engine {
         }
         let function = self.core.function(f)?;
         admit("QPs of the function", function.used.qps, function.limits.qps)?;
-        let share = function.share;
+        let (share, space) = (function.share, function.space);
         let send = spec.send.map(SendQueue::new).transpose()?;
         let send_bytes = send.as_ref().map_or(0, SendQueue::ring_bytes);
         let (recv, recv_shared, bytes) = match spec.recv {
@@ -259,6 +283,7 @@ impl Engine {
                 qpn: Qpn::new(number),
                 function: f,
                 pd: spec.pd,
+                space,
                 privileged: spec.privileged,
                 access: spec.access,
                 tag: 0,
@@ -385,6 +410,21 @@ impl Core {
     fn insert_recv(&mut self, queue: RecvQueue) -> Result<u32, Error> {
         let made = self.recvs.insert(|_| true, |_| queue);
         made.ok_or(full("receive queues of the NIC", self.recvs.capacity()))
+    }
+
+    /// The space where a function may have one more window.
+    fn room_for_window(&mut self, f: FunctionId, pd: Pdn) -> Result<Space, Error> {
+        self.pd(f, pd)?;
+        let most = self.limits.windows;
+        let Function { limits, used, space, .. } = self.function(f)?;
+        admit("keys of the function", used.keys, limits.keys)?;
+        admit("windows of the function", used.windows, limits.windows.min(most))?;
+        Ok(*space)
+    }
+
+    fn window_made(&mut self, f: FunctionId, pd: Pdn, key: Key) {
+        self.key_made(f, pd, key);
+        self.functions.get_mut(&f).expect("the caller lives").used.windows += 1;
     }
 
     pub(super) fn key_made(&mut self, f: FunctionId, pd: Pdn, key: Key) {

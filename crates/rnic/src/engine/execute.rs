@@ -11,6 +11,7 @@ use crate::ids::{Access, Cqn, FunctionId, Pdn, Qpn};
 use crate::protection::{Executor, Refusal};
 use crate::qp::{Peer, Qp};
 use crate::queue::Waiting;
+use crate::spaces::Space;
 use crate::verbs::QpState;
 use crate::wqe::{Control, Remote, SE_SOLICITED, Sge, Sges, Umr, Wqe, decode};
 
@@ -20,6 +21,7 @@ pub(super) struct Requester {
     pub qpn: Qpn,
     pub function: FunctionId,
     pub pd: Pdn,
+    pub space: Space,
     pub peer: Peer,
     pub send_cq: Cqn,
     /// Index of the WQE.
@@ -39,6 +41,7 @@ impl Requester {
             qpn: qp.qpn,
             function: qp.function,
             pd: qp.pd,
+            space: qp.space,
             peer: qp.peer,
             send_cq: qp.send_cq,
             consumer: send.consumer,
@@ -126,7 +129,7 @@ impl Core {
             }
             Wqe::Umr(umr) => self.umr(me, &umr),
             Wqe::LocalInvalidate { key } => {
-                self.keys.invalidate(key, me.executor()).map_err(Fault::bind)?;
+                self.keys[me.space].invalidate(key, me.executor()).map_err(Fault::bind)?;
                 self.stats.unbinds += 1;
                 Ok(Progress::Done(0))
             }
@@ -263,8 +266,7 @@ impl Core {
         if old.len < 8 {
             return Err(Syndrome::LocalLength.into());
         }
-        let result = self
-            .keys
+        let result = self.keys[me.space]
             .local(old.lkey, old.addr, 8, Access::LOCAL_WRITE, me.pd)
             .map_err(Fault::local)?;
         let peer = self.responder(me)?;
@@ -280,7 +282,7 @@ impl Core {
 
     #[inline]
     fn umr(&mut self, me: &Requester, umr: &Umr) -> Result<Progress, Fault> {
-        if self.keys.umr(umr, me.executor()).map_err(Fault::bind)? {
+        if self.keys[me.space].umr(umr, me.executor()).map_err(Fault::bind)? {
             self.stats.binds += 1;
         } else {
             self.stats.unbinds += 1;
@@ -333,7 +335,7 @@ impl Core {
         let local = &mut self.scratch.local;
         local.clear();
         for sge in list.iter() {
-            let span = self.keys.local(sge.lkey, sge.addr, sge.len as u64, need, me.pd);
+            let span = self.keys[me.space].local(sge.lkey, sge.addr, sge.len as u64, need, me.pd);
             local.push(span.map_err(Fault::local)?);
         }
         Ok(())

@@ -7,6 +7,7 @@ use crate::ids::{Access, FunctionId, Key, Qpn};
 use crate::protection::Opening;
 use crate::qp::Peer;
 use crate::queue::Fetched;
+use crate::spaces::KeySpaces;
 use crate::verbs::QpState;
 use crate::wqe::{Sges, Wqe, decode};
 
@@ -21,6 +22,9 @@ pub struct Aim {
     pub len: u64,
     /// The key that it presents.
     pub key: Key,
+    /// Where its peer looks that up: 0 for the physical function and those of clients, then one after another for
+    /// functions in the order in which their owner has opened them.
+    pub space: u32,
     /// First address of its own side; 0 if the WQE holds the bytes.
     pub local: u64,
 }
@@ -73,7 +77,12 @@ impl Core {
             }
             _ => return None,
         };
-        Some(Aim { need, addr: at.addr, len, key: at.rkey, local })
+        let peer = match qp.peer {
+            Peer::Local(peer) => self.qps.get(peer.raw()),
+            Peer::None | Peer::Remote(_) => None,
+        };
+        let space = peer.map_or(KeySpaces::FIRST, |peer| peer.space);
+        Some(Aim { need, addr: at.addr, len, key: at.rkey, space, local })
     }
 
     /// See [`super::Engine::reaches`].
@@ -85,7 +94,7 @@ impl Core {
             if !qp.responds() || asks.peer != Peer::Local(Qpn::new(number)) {
                 continue;
             }
-            let guard = |k: &Opening| self.keys.guard_admits(k.key.index(), qp.tag);
+            let guard = |k: &Opening| self.keys[qp.space].guard_admits(k.key.index(), qp.tag);
             let fits =
                 keys.iter().filter(|k| k.pd == qp.pd && (k.open && guard(k) || k.qpn == qp.qpn));
             into.extend(fits.filter_map(|k| {

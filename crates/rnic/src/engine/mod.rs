@@ -42,12 +42,12 @@ mod watch;
 
 use crate::dma::SpanList;
 use crate::ids::{Cqn, FunctionId, KeyIndex, Qpn};
-use crate::protection::KeyTable;
 use crate::qp::Qp;
 use crate::queue::{
     CQ_ENTRIES_MAX, CompletionQueue, Fetched, RECV_ENTRIES_MAX, RECV_ENTRIES_WIDE_MAX,
     RECV_STRIDE_MAX, RecvQueue, SEND_BLOCKS_MAX,
 };
+use crate::spaces::{KeySpaces, Space};
 use crate::table::Table;
 use crate::verbs::{
     AsyncEvent, AtomicOrder, AtomicScope, Caps, Event, FunctionLimits, Limits, Stats,
@@ -83,7 +83,7 @@ struct Core {
     functions: HashMap<FunctionId, Function>,
     next_function: u32,
     pds: Table<Pd>,
-    keys: KeyTable,
+    keys: KeySpaces,
     cqs: Table<CompletionQueue>,
     recvs: Table<RecvQueue>,
     qps: Table<Qp>,
@@ -116,6 +116,10 @@ struct Function {
     limits: FunctionLimits,
     used: FunctionLimits,
     share: u32,
+    /// Where its keys are.
+    space: Space,
+    /// Who has opened it, if that is a function.
+    opener: Option<FunctionId>,
     keys: HashSet<KeyIndex>,
     /// Numbers of its other objects; `recvs` are shared receive queues.
     qps: HashSet<u32>,
@@ -134,13 +138,13 @@ struct Pd {
 impl Engine {
     /// A NIC with its physical function and nothing else.
     pub fn new(limits: Limits) -> Self {
-        let physical = Function::new(FunctionLimits::NONE, Shares::PHYSICAL);
+        let physical = Function::new(FunctionLimits::NONE, Shares::PHYSICAL, KeySpaces::FIRST);
         let core = Core {
             now_ns: 0,
             functions: HashMap::from([(FunctionId::PHYSICAL, physical)]),
             next_function: 1,
             pds: Table::new(limits.pds),
-            keys: KeyTable::new(limits.keys),
+            keys: KeySpaces::new(limits.keys),
             cqs: Table::new(limits.cqs),
             recvs: Table::new(limits.recvs),
             qps: Table::new(limits.qps),
@@ -343,13 +347,15 @@ impl Engine {
 }
 
 impl Function {
-    fn new(limits: FunctionLimits, share: u32) -> Self {
+    fn new(limits: FunctionLimits, share: u32, space: Space) -> Self {
         let used = FunctionLimits {
             pds: 0,
             qps: 0,
             cqs: 0,
             srqs: 0,
             keys: 0,
+            windows: 0,
+            functions: 0,
             registered_bytes: 0,
             ring_bytes: 0,
             remote_peers: 0,
@@ -358,6 +364,8 @@ impl Function {
             limits,
             used,
             share,
+            space,
+            opener: None,
             keys: HashSet::new(),
             qps: HashSet::new(),
             cqs: HashSet::new(),

@@ -11,6 +11,7 @@ use crate::ids::{Access, Cqn, Key, Pdn, Qpn};
 use crate::protection::{Executor, Refusal, Through};
 use crate::qp::{Peer, Qp};
 use crate::queue::Waiting;
+use crate::spaces::Space;
 use crate::wqe::{INVALID_LKEY, SEGMENT, Sge};
 
 /// The peer of a requester, fit to answer.
@@ -18,6 +19,7 @@ use crate::wqe::{INVALID_LKEY, SEGMENT, Sge};
 pub(super) struct Responder {
     pub qpn: Qpn,
     pd: Pdn,
+    pub space: Space,
     tag: u64,
     access: Access,
     pub recv: Option<u32>,
@@ -60,6 +62,7 @@ impl Responder {
         Responder {
             qpn: qp.qpn,
             pd: qp.pd,
+            space: qp.space,
             tag: qp.tag,
             access: qp.access,
             recv: qp.recv,
@@ -122,7 +125,7 @@ impl Core {
             return Err(Refusal::Rights);
         }
         let by = Through { qpn: to.qpn, pd: to.pd, tag: to.tag };
-        self.keys.remote(at.rkey, at.addr, len, need, by)
+        self.keys[to.space].remote(at.rkey, at.addr, len, need, by)
     }
 
     /// Puts the responder into Error; gives what the requester hears. Why exactly is not told to it.
@@ -162,7 +165,7 @@ impl Core {
             self.may_revoke(to, invalidate)?;
             let recv = self.recvs.get(n).expect("a receive queue in use lives");
             let stride = recv.fetch(&mut self.scratch.recv_wqe).len();
-            if let Err((mine, theirs)) = self.scatter(n, stride, 0, len) {
+            if let Err((mine, theirs)) = self.scatter(to.space, n, stride, 0, len) {
                 return Err(self.receive_failed(to, n, None, mine, theirs));
             }
         }
@@ -174,7 +177,7 @@ impl Core {
     #[inline]
     pub fn may_revoke(&mut self, to: &Responder, key: Option<Key>) -> Result<(), Fault> {
         match key {
-            Some(key) if self.keys.check_invalidate(key, to.executor()).is_err() => {
+            Some(key) if self.keys[to.space].check_invalidate(key, to.executor()).is_err() => {
                 Err(self.refuse(to, Syndrome::RemoteAccess))
             }
             _ => Ok(()),
@@ -210,7 +213,7 @@ impl Core {
                 if let Some(key) = invalidate {
                     cqe.opcode = cqe::opcode::RESP_SEND_INV;
                     cqe.imm = key.0;
-                    self.keys.invalidate(key, to.executor()).expect("it was checked");
+                    self.keys[to.space].invalidate(key, to.executor()).expect("it was checked");
                     self.stats.unbinds += 1;
                 }
             }
@@ -232,12 +235,13 @@ impl Core {
         Ok(())
     }
 
-    /// Scatters what the requester gathered over the receive WQE in `scratch.recv_wqe`, of queue `n` and
-    /// `stride` bytes, from byte `skip` on. On failure, the syndromes of the receiver and of the sender;
+    /// Scatters what the requester gathered over the receive WQE in `scratch.recv_wqe`, of queue `n` of a function with
+    /// this key space and `stride` bytes, from byte `skip` on. On failure, the syndromes of the receiver and of the sender;
     /// nothing was moved.
     #[inline]
     pub fn scatter(
         &mut self,
+        space: Space,
         n: u32,
         stride: usize,
         mut skip: u64,
@@ -258,7 +262,7 @@ impl Core {
             }
             let part = left.min(sge.len as u64 - skip);
             let addr = sge.addr.wrapping_add(std::mem::take(&mut skip));
-            match self.keys.local(sge.lkey, addr, part, Access::LOCAL_WRITE, recv.pd) {
+            match self.keys[space].local(sge.lkey, addr, part, Access::LOCAL_WRITE, recv.pd) {
                 Ok(span) => scratch.receive.push(span),
                 Err(why) => {
                     let mine = Fault { syndrome: Syndrome::LocalProtection, vendor: why as u8 };

@@ -88,8 +88,12 @@ impl InlineNic {
     /// A new virtual function, removed with the last clone of the handle.
     pub fn function(self: &Arc<Self>, limits: FunctionLimits) -> Result<InlineFunction, Error> {
         let id = self.core.lock().engine.add_function(limits)?;
+        Ok(self.owned(id))
+    }
+
+    fn owned(self: &Arc<Self>, id: FunctionId) -> InlineFunction {
         let owned = Arc::new(Removal { nic: self.clone(), id });
-        Ok(InlineFunction { nic: self.clone(), id, _owned: Some(owned) })
+        InlineFunction { nic: self.clone(), id, _owned: Some(owned) }
     }
 
     /// What the engine can do.
@@ -139,6 +143,12 @@ impl InlineFunction {
     /// The NIC.
     pub fn nic(&self) -> &Arc<InlineNic> {
         &self.nic
+    }
+
+    /// A further function with keys of its own, for who has this one.
+    pub fn open(&self) -> Result<InlineFunction, Error> {
+        let id = self.nic.core.lock().engine.open_function(self.id)?;
+        Ok(self.nic.owned(id))
     }
 
     /// Executes a control verb.

@@ -42,6 +42,19 @@ pub enum Function {
 }
 
 impl Function {
+    /// Opens a further function of the NIC for its owner, with keys of its own, in the same port. It is removed with the
+    /// last clone of the handle.
+    pub fn open(&self) -> Result<Function, Error> {
+        match self {
+            Function::Inline(f) => f.open().map(Function::Inline),
+            Function::Local(f) => f.open().map(Function::Local),
+            Function::Attached(_) => {
+                let why = "only the owner of a NIC opens further functions of it".to_string();
+                Err(Error::Refused { why })
+            }
+        }
+    }
+
     /// The port's name for reports.
     pub fn port_name(&self) -> &'static str {
         match self {

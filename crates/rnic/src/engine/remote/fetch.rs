@@ -131,6 +131,8 @@ impl Core {
         if old.len < 8 {
             return Err(Syndrome::LocalLength.into());
         }
-        self.keys.local(old.lkey, old.addr, 8, Access::LOCAL_WRITE, me.pd).map_err(Fault::local)
+        self.keys[me.space]
+            .local(old.lkey, old.addr, 8, Access::LOCAL_WRITE, me.pd)
+            .map_err(Fault::local)
     }
 }

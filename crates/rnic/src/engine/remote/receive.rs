@@ -180,7 +180,7 @@ impl Core {
         }
         let stride = responder.receive_wqe.len();
         self.scratch.recv_wqe[..stride].copy_from_slice(&responder.receive_wqe);
-        if let Err((mine, theirs)) = self.scatter(n, stride, before, bytes) {
+        if let Err((mine, theirs)) = self.scatter(to.space, n, stride, before, bytes) {
             let taken = self.taken_by(to);
             return Err(self.receive_failed(to, n, taken, mine, theirs));
         }

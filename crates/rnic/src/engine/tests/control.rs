@@ -125,6 +125,8 @@ fn a_function_has_no_more_than_its_limits() {
         qps: 1,
         srqs: 0,
         keys: 2,
+        windows: 1,
+        functions: 0,
         registered_bytes: 5000,
         ring_bytes: 1 << 20,
         remote_peers: 0,

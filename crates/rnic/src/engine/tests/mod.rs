@@ -8,6 +8,7 @@ mod data;
 mod errors;
 mod fairness;
 mod foreign;
+mod functions;
 mod guards;
 mod hostile;
 mod model;

@@ -15,6 +15,7 @@ use super::super::roce::Wire;
 use super::doorbell::{ASLEEP_RNR, MappedDoorbell, Page, doorbells_in, page_bytes};
 use super::nic_thread::{NicThread, Shared, eventfd};
 use super::seat::Seat;
+use crate::engine::Engine;
 use crate::ids::FunctionId;
 use crate::memory::DmaMemory;
 use crate::verbs::{Caps, FunctionLimits, Limits, Stats};
@@ -23,6 +24,8 @@ use crate::verbs::{Caps, FunctionLimits, Limits, Stats};
 const PHYSICAL_DOORBELLS: u32 = 16 << 10;
 /// The most doorbells of a virtual function, whatever its limit of queue pairs.
 const VIRTUAL_DOORBELLS: u32 = 16 << 10;
+/// Doorbells of a function that another one has opened: it is there for its keys.
+const OPENED_DOORBELLS: u32 = 1 << 10;
 
 /// The most pieces of memory that attached processes may have shared: half the mappings that Linux allows
 /// a process (`vm.max_map_count`). Beyond those no `mmap` of this process would succeed.
@@ -122,13 +125,14 @@ impl Host {
         let doorbells = limits.qps.clamp(1, VIRTUAL_DOORBELLS);
         let memory = DmaMemory::anonymous(page_bytes(doorbells))
             .map_err(Error::system("mapping the doorbell page"))?;
-        let (removal, page) = self.add_function(limits, memory, doorbells)?;
-        Ok(LocalFunction {
-            host: self.clone(),
-            id: removal.id,
-            page,
-            _removal: Some(Arc::new(removal)),
-        })
+        let make = move |engine: &mut Engine| engine.add_function(limits);
+        let (removal, page) = self.add_function(make, memory, doorbells)?;
+        Ok(self.local(removal, page))
+    }
+
+    fn local(&self, removal: Removal, page: Arc<Page>) -> LocalFunction {
+        let (host, id) = (self.clone(), removal.id);
+        LocalFunction { host, id, page, _removal: Some(Arc::new(removal)) }
     }
 
     /// A new virtual function for another process, whose doorbells lie in `memory`; gives how many
@@ -139,7 +143,8 @@ impl Host {
         memory: DmaMemory,
     ) -> Result<(Removal, u32, OwnedFd), Error> {
         let doorbells = limits.qps.clamp(1, VIRTUAL_DOORBELLS).min(doorbells_in(memory.len()));
-        let (removal, page) = self.add_function(limits, memory, doorbells)?;
+        let make = move |engine: &mut Engine| engine.add_function(limits);
+        let (removal, page) = self.add_function(make, memory, doorbells)?;
         let wake = page
             .wake
             .try_clone()
@@ -161,13 +166,13 @@ impl Host {
 
     fn add_function(
         &self,
-        limits: FunctionLimits,
+        make: impl FnOnce(&mut Engine) -> Result<FunctionId, crate::error::Error> + Send + 'static,
         memory: DmaMemory,
         doorbells: u32,
     ) -> Result<(Removal, Arc<Page>), Error> {
         let of_nic = memory.clone();
         let (id, wake) = self.call(move |nic| -> Result<_, Error> {
-            let id = nic.core.engine.add_function(limits)?;
+            let id = make(&mut nic.core.engine)?;
             match add_page(nic, id, of_nic, doorbells) {
                 Ok(wake) => Ok((id, wake)),
                 Err(e) => {
@@ -283,6 +288,16 @@ impl LocalFunction {
     /// The host.
     pub fn host(&self) -> &Host {
         &self.host
+    }
+
+    /// A further function with keys of its own, for who has this one.
+    pub fn open(&self) -> Result<LocalFunction, Error> {
+        let memory = DmaMemory::anonymous(page_bytes(OPENED_DOORBELLS))
+            .map_err(Error::system("mapping the doorbell page"))?;
+        let id = self.id;
+        let make = move |engine: &mut Engine| engine.open_function(id);
+        let (removal, page) = self.host.add_function(make, memory, OPENED_DOORBELLS)?;
+        Ok(self.host.local(removal, page))
     }
 
     /// Executes a control verb.
