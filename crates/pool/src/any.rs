@@ -110,6 +110,10 @@ impl<N: DirectNic> NodeScheme for AnyNode<N> {
         each!(self, node => node.events())
     }
 
+    fn functions(&self) -> u32 {
+        each!(self, node => node.functions())
+    }
+
     fn workers(&self) -> usize {
         each!(self, node => node.workers())
     }

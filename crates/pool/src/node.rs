@@ -47,6 +47,8 @@ struct Inner<S> {
     core: Mutex<Core<S>>,
     settings: Settings,
     events: Option<Arc<dyn CpuEvents>>,
+    /// See [`NodeScheme::functions`].
+    functions: u32,
     started: Instant,
     incarnation: u64,
     /// True while somebody has gone who is not retired yet.
@@ -66,7 +68,7 @@ struct Core<S> {
 impl<S: NodeScheme> MemoryNode<S> {
     /// A memory node with `scheme`, made with the same settings.
     pub fn new(scheme: S, settings: Settings) -> Self {
-        let events = scheme.events();
+        let (events, functions) = (scheme.events(), scheme.functions());
         let core = Mutex::new(Core {
             scheme,
             clients: BTreeSet::new(),
@@ -77,14 +79,27 @@ impl<S: NodeScheme> MemoryNode<S> {
         let incarnation = random();
         let after_turn = OnceLock::new();
         let somebody_leaves = AtomicBool::new(false);
-        let inner =
-            Inner { core, settings, events, started, incarnation, somebody_leaves, after_turn };
+        let inner = Inner {
+            core,
+            settings,
+            events,
+            functions,
+            started,
+            incarnation,
+            somebody_leaves,
+            after_turn,
+        };
         Self { inner: Arc::new(inner) }
     }
 
     /// Its settings.
     pub fn settings(&self) -> &Settings {
         &self.inner.settings
+    }
+
+    /// QPs that a compute node needs at most.
+    pub(crate) fn client_qps(&self) -> u32 {
+        self.settings().client_qps(self.inner.functions)
     }
 
     /// Time since it was made.
@@ -102,6 +117,7 @@ impl<S: NodeScheme> MemoryNode<S> {
             chunk_bytes: s.chunk_bytes,
             chunks: s.chunks(),
             group_size: s.group_size,
+            functions: self.inner.functions,
             credits: s.credits,
             groups_max: s.groups_max,
             incarnation: self.inner.incarnation,

@@ -91,7 +91,7 @@ pub enum Request {
     ResetAccess {
         /// The QP group.
         group: u16,
-        /// The QP in the group.
+        /// The QP in the group, by its place in the admission.
         lane: u8,
         /// From another host: the PSN that it begins with.
         #[serde(default)]
@@ -166,6 +166,10 @@ pub struct Welcome {
     pub chunks: u64,
     /// Windows of a group, the guard included.
     pub group_size: u32,
+    /// Functions of the memory node's NIC that windows are in. A group has access QPs for each of them; those of the
+    /// first come first.
+    #[serde(default = "one")]
+    pub functions: u32,
     /// Requests of one kind that a compute node may have in flight.
     pub credits: u32,
     /// QP groups that a compute node may have.
@@ -190,6 +194,10 @@ pub struct Welcome {
 
 fn yes() -> bool {
     true
+}
+
+fn one() -> u32 {
+    1
 }
 
 /// The state of a memory node. CPU times are nanoseconds since it started; the NIC's thread plays

@@ -21,6 +21,9 @@ use crate::remote::{RoceEnd, Route};
 /// The most windows that a group has, the guard included.
 pub const MAX_GROUP: usize = 6;
 
+/// The most access QPs of a group: lanes to all functions of the memory node's NIC.
+pub(crate) const QPS_MAX: u32 = 1 << 8;
+
 /// A compute node, as its memory node numbers it: never 0, which means "nobody" in `owner_id`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 pub struct ClientId(pub u32);
@@ -29,7 +32,7 @@ pub struct ClientId(pub u32);
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct GroupId(pub u16);
 
-/// One of a group's access QPs, by position: which path a request takes (OneSidedMW §5.1: requests
+/// One of a group's access QPs for a function of the memory node's NIC, by position: which path a request takes (OneSidedMW §5.1: requests
 /// that somebody waits for on one, prefetch and write-back on another).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct Lane(pub u8);
@@ -40,7 +43,8 @@ pub struct Lane(pub u8);
 pub struct Admission {
     /// Management QPs, in the order that the scheme defines.
     pub management: Vec<u32>,
-    /// Access QPs of each QP group.
+    /// Access QPs of each QP group: those of each lane for the first function of the memory node's NIC, then those for
+    /// the next.
     pub groups: Vec<Vec<u32>>,
     /// Where the memory node writes its bulletin ([`bulletin`]): address.
     pub bulletin_addr: u64,
@@ -139,6 +143,8 @@ pub struct Grant {
     pub entry: u32,
     /// The QP group whose QPs may use it.
     pub group: GroupId,
+    /// Which of the memory node's NIC functions its keys are of: requests go to the QPs of that function.
+    pub function: u8,
     era: Era,
     keys: [Key; MAX_GROUP],
     lanes: u8,
@@ -151,8 +157,13 @@ impl Grant {
         assert!(keys.len() <= MAX_GROUP, "a group has at most {MAX_GROUP} windows");
         let mut all = [Key::default(); MAX_GROUP];
         all[..keys.len()].copy_from_slice(keys);
-        let era = Era::default();
-        Self { addr, len, entry, group, era, keys: all, lanes: keys.len() as u8 }
+        let (era, function, lanes) = (Era::default(), 0, keys.len() as u8);
+        Self { addr, len, entry, group, function, era, keys: all, lanes }
+    }
+
+    /// The same with keys of another of the memory node's NIC functions.
+    pub fn in_function(self, function: u8) -> Self {
+        Self { function, ..self }
     }
 
     /// The same as a grant of a connection.
@@ -278,6 +289,11 @@ pub trait NodeScheme: Send {
     /// except while it is watching returns none, and no thread is started for it.
     fn events(&self) -> Option<Arc<dyn CpuEvents>> {
         None
+    }
+
+    /// How many functions of the NIC the windows are in: a compute node has access QPs for each.
+    fn functions(&self) -> u32 {
+        1
     }
 
     /// How many cores of the memory node's CPU this is made for.

@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
+use rnic::verbs::Limits;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
@@ -46,6 +47,9 @@ pub struct Settings {
     /// Requests that a compute node's own fault lets fail are answered at a bounded pace, in scheme
     /// `onesidedmw`: each of them takes CPU, of which others may have need. A service always does so.
     pub paced: bool,
+    /// Memory windows that each function of the memory node's own NIC has, where they are to be fewer than it could have
+    /// (16.7 million).
+    pub nic_windows: Option<u32>,
 }
 
 impl Default for Settings {
@@ -65,6 +69,7 @@ impl Default for Settings {
             silence: Duration::from_secs(10),
             budget: Budget::default(),
             paced: false,
+            nic_windows: None,
         }
     }
 }
@@ -87,6 +92,8 @@ impl Settings {
     pub const CORES_MAX: u32 = 4096;
     /// Most chunks: what 24 bits of index name, less one entry that schemes keep.
     pub const CHUNKS_MAX: u64 = (1 << 24) - 1;
+    /// Most chunks where compute nodes allocate by themselves: the metadata is opened by one window, of up to 2 GiB.
+    pub const CHUNKS_MAX_BY_CAS: u64 = 1 << 26;
 
     /// Chunks that the donated bytes make.
     pub fn chunks(&self) -> u64 {
@@ -104,14 +111,24 @@ impl Settings {
         self.group_size.saturating_sub(1)
     }
 
-    /// QPs that a compute node needs at most: its access QPs, and those that manage.
-    pub(crate) fn client_qps(&self) -> u32 {
-        self.groups_max * self.lanes() + MANAGEMENT_QPS_MAX
+    /// The limits of a NIC that is made for such a memory node.
+    pub fn nic_limits(&self) -> Limits {
+        let usual = Limits::default();
+        Limits { windows: self.nic_windows.unwrap_or(usual.windows), ..usual }
+    }
+
+    /// QPs that a compute node needs at most: its access QPs for so many functions of the NIC, and those that manage.
+    pub(crate) fn client_qps(&self, functions: u32) -> u32 {
+        self.groups_max * self.lanes() * functions + MANAGEMENT_QPS_MAX
     }
 
     /// Checks every setting; the error names the one that cannot be.
     pub fn validate(&self) -> Result<(), Error> {
         let chunk = self.chunk_bytes;
+        let chunks_max = match self.scheme.is_by_cas() {
+            true => Self::CHUNKS_MAX_BY_CAS,
+            false => Self::CHUNKS_MAX,
+        };
         require(
             chunk.is_power_of_two()
                 && (Self::CHUNK_BYTES_MIN..=Self::CHUNK_BYTES_MAX).contains(&chunk),
@@ -126,13 +143,13 @@ impl Settings {
             format!("at least one chunk of {chunk} bytes must fit"),
         )?;
         require(
-            self.chunks() <= Self::CHUNKS_MAX,
+            self.chunks() <= chunks_max,
             "donate_bytes",
             self.donate_bytes,
             format!(
                 "that makes {} chunks of {chunk} bytes, and a table has at most {}; take larger chunks",
                 self.chunks(),
-                Self::CHUNKS_MAX
+                chunks_max
             ),
         )?;
         require(
@@ -188,6 +205,12 @@ impl Settings {
             "separation",
             self.separation,
             "only scheme onesidedmw, without budgets, can do without separate management QPs",
+        )?;
+        require(
+            self.nic_windows != Some(0),
+            "nic_windows",
+            0,
+            "a function of a NIC has at least one memory window",
         )?;
         self.validate_budget()
     }

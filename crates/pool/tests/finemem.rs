@@ -176,9 +176,19 @@ fn as_published_keys_are_guessed_and_late_ones_work() {
 /// A pool with more blocks than the NIC has windows does not start, and says what to do.
 #[test]
 fn too_many_blocks_for_the_nic_are_refused_at_the_start() {
-    for (scheme, chunks) in [(SchemeKind::FineMem, 9 << 20), (SchemeKind::FineMemPaper, 5 << 20)] {
-        let refused = Pool::embedded(Settings { scheme, ..settings(chunks) }).err().unwrap();
+    for (scheme, windows) in [(SchemeKind::FineMem, 2047), (SchemeKind::FineMemPaper, 4094)] {
+        let settings = Settings { scheme, nic_windows: Some(4 + 8), ..settings(1024) };
+        let refused = Pool::embedded(settings).err().unwrap();
         let says = refused.to_string();
-        assert!(says.contains("memory windows") && says.contains("larger chunks"), "{says}");
+        let needs = format!("{windows} memory windows");
+        assert!(says.contains(&needs) && says.contains("larger chunks"), "{says}");
+        assert!(
+            says.contains("128 functions of 12 each") && says.contains("1024 in all"),
+            "{says}"
+        );
     }
+    // As many as the compute nodes take are none.
+    let settings = Settings { nic_windows: Some(4), ..settings(1) };
+    let says = Pool::embedded(settings).err().unwrap().to_string();
+    assert!(says.contains("of which 0 are left"), "{says}");
 }

@@ -22,6 +22,7 @@ fn every_size_up_to_several_sections() {
             assert!(all.iter().all(|b| *b == 0) || !scheme.releases());
             pool.write_blocking(&grant, bytes - 8, b"the last").unwrap();
             let beyond = Grant::new(grant.addr + 8, bytes, grant.entry, grant.group, grant.keys());
+            let beyond = beyond.in_function(grant.function);
             assert!(pool.write_blocking(&beyond, bytes - 8, b"too far.").is_err());
             pool.free_blocking(grant).unwrap();
         }

@@ -106,6 +106,8 @@ struct NodeCpu {
     /// Workers are to stay outside.
     paused: AtomicBool,
     settings: Settings,
+    /// Of its NIC, with windows.
+    functions: u32,
     hooks: SimHooks,
     failure: Mutex<Option<String>>,
 }
@@ -119,9 +121,14 @@ const TURN: Time = Time(50_000);
 impl Cluster {
     /// Makes it; no time has passed for its programs then.
     pub fn new(spec: &ClusterSpec) -> Result<Self, Error> {
-        let sim = Sim::new(&spec.params, spec.compute_nodes + 1, spec.seed, spec.shuffled);
+        let mut params = spec.params.clone();
+        if let Some(windows) = spec.settings.nic_windows {
+            Arc::make_mut(&mut params).nic.windows = windows;
+        }
+        let sim = Sim::new(&params, spec.compute_nodes + 1, spec.seed, spec.shuffled);
         let nic = SimHooks::nic(sim.shared(), NodeId(0), true, sim.shared().nic.physical());
         let scheme = AnyNode::new(&nic, &spec.settings)?;
+        let functions = scheme.functions();
         let node = Arc::new(NodeCpu {
             core: Mutex::new(Core { scheme, last: 0 }),
             jobs: Mutex::default(),
@@ -130,6 +137,7 @@ impl Cluster {
             inside: AtomicU32::new(0),
             paused: AtomicBool::new(false),
             settings: spec.settings.clone(),
+            functions,
             hooks: nic.hooks().clone(),
             failure: Mutex::default(),
         });
@@ -139,6 +147,11 @@ impl Cluster {
     /// The memory node's NIC.
     pub fn nic(&self) -> &SimNic {
         &self.nic
+    }
+
+    /// Functions of the memory node's NIC that windows are in. They are the first ones of all.
+    pub fn functions(&self) -> u32 {
+        self.node.functions
     }
 
     /// What connects processes.
@@ -267,6 +280,7 @@ impl NodeCpu {
             chunk_bytes: s.chunk_bytes,
             chunks: s.chunks(),
             group_size: s.group_size,
+            functions: self.functions,
             credits: s.credits,
             groups_max: s.groups_max,
             incarnation: 1,

@@ -73,6 +73,8 @@ pub struct NicParams {
     pub chain_slowdown: Time,
     pub contexts: usize,
     pub context_miss: Time,
+    pub windows: u32,
+    pub functions: u32,
 }
 
 /// See the file for each one's meaning and source.
@@ -166,6 +168,8 @@ impl Params {
                 chain_slowdown: Time::ns(get("nic.chain_slowdown")?),
                 contexts: get("nic.contexts")? as usize,
                 context_miss: Time::ns(get("nic.context_miss")?),
+                windows: get("nic.windows")? as u32,
+                functions: get("nic.functions")? as u32,
             },
             pcie: PcieParams {
                 doorbell: Time::ns(get("pcie.doorbell")?),

@@ -53,7 +53,12 @@ impl Sim {
     /// A world with `nodes` nodes. `shuffled`: what happens at the same moment happens in an order that
     /// the seed decides.
     pub fn new(params: &Arc<Params>, nodes: u16, seed: u64, shuffled: bool) -> Self {
-        let limits = Limits { slice_bytes: 1 << 30, ..Limits::default() };
+        let limits = Limits {
+            slice_bytes: 1 << 30,
+            windows: params.nic.windows,
+            owner_functions: params.nic.functions,
+            ..Limits::default()
+        };
         let memory = Box::new(|bytes| DmaMemory::anonymous(bytes).expect("memory for the NIC"));
         let state = State::new(params, nodes, seed, shuffled);
         let shared = Shared { nic: InlineNic::stepped(limits, memory), state: Mutex::new(state) };

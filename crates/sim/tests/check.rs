@@ -110,6 +110,18 @@ fn finemem_paper() {
     check_seeds(Case::of(SchemeKind::FineMemPaper));
 }
 
+/// Each function of the memory node's NIC has a third of the chunks' windows. Who is hostile uses his keys, and those of
+/// others, over QPs of all functions.
+#[test]
+fn finemem_over_functions() {
+    check_seeds(named("finemem-over-functions"));
+}
+
+#[test]
+fn finemem_paper_over_functions() {
+    check_seeds(named("finemem-paper-over-functions"));
+}
+
 #[test]
 fn premmap_onesided() {
     check_seeds(Case::of(SchemeKind::PremmapOneSided));

@@ -80,6 +80,11 @@ pub struct Serve {
     #[arg(long, value_name = "WINDOWS", default_value_t = Settings::default().group_size)]
     group_size: u32,
 
+    /// Memory windows that each function of the NIC has, to have fewer than its 16.7 million; in scheme finemem the
+    /// memory node takes as many functions as it needs
+    #[arg(long, value_name = "WINDOWS")]
+    nic_windows: Option<u32>,
+
     /// Requests of one kind that a client may have in flight: a power of two
     #[arg(long, value_name = "REQUESTS", default_value_t = Settings::default().credits)]
     credits: u32,
@@ -163,6 +168,7 @@ impl Serve {
             control: self.control,
             cores: self.cores,
             separation: !self.no_separation,
+            nic_windows: self.nic_windows,
             silence: Duration::from_millis(self.silence_ms),
             budget: Budget {
                 requests_per_s: self.budget_requests_per_s,

@@ -157,7 +157,7 @@ impl<N: Nic> Pool<N> {
         lane: Lane,
     ) -> Result<Operation<'a, N>, Error> {
         let work = self.inner.read_work(transfer, buffer, lane)?;
-        Operation::post(&self.inner, transfer.grant.group, lane, work, Hold::Buffer(buffer))
+        Operation::post(&self.inner, transfer.grant, lane, work, Hold::Buffer(buffer))
     }
 
     /// Starts to write from registered memory to a chunk.
@@ -168,7 +168,7 @@ impl<N: Nic> Pool<N> {
         lane: Lane,
     ) -> Result<Operation<'a, N>, Error> {
         let work = self.inner.write_work(transfer, buffer, lane)?;
-        Operation::post(&self.inner, transfer.grant.group, lane, work, Hold::Buffer(buffer))
+        Operation::post(&self.inner, transfer.grant, lane, work, Hold::Buffer(buffer))
     }
 }
 
@@ -232,7 +232,7 @@ impl<N: Nic> Inner<N> {
     fn read_part(&self, grant: &Grant, at: u64, len: usize) -> Result<Operation<'_, N>, Error> {
         let place = self.bounce.take(len)?;
         let work = Work::Read { from: remote(grant, at, SYNC), to: place.sge(len) };
-        Operation::post(self, grant.group, SYNC, work, Hold::Place(place))
+        Operation::post(self, grant, SYNC, work, Hold::Place(place))
     }
 
     fn write_part<'a>(
@@ -244,12 +244,12 @@ impl<N: Nic> Inner<N> {
         let to = remote(grant, at, SYNC);
         if data.len() <= self.max_inline.min(INLINE_MAX) {
             let work = Work::WriteInline { to, data };
-            return Operation::post(self, grant.group, SYNC, work, Hold::Nothing);
+            return Operation::post(self, grant, SYNC, work, Hold::Nothing);
         }
         let place = self.bounce.take(data.len())?;
         place.write(data);
         let work = Work::Write { to, from: place.sge(data.len()) };
-        Operation::post(self, grant.group, SYNC, work, Hold::Place(place))
+        Operation::post(self, grant, SYNC, work, Hold::Place(place))
     }
 
     fn compare_and_swap(
@@ -262,7 +262,7 @@ impl<N: Nic> Inner<N> {
         let at = self.word(grant, "compare-and-swap", offset)?;
         let place = self.bounce.take(8)?;
         let work = Work::CompareSwap { at, compare, swap, old: place.sge(8) };
-        Operation::post(self, grant.group, SYNC, work, Hold::Place(place))
+        Operation::post(self, grant, SYNC, work, Hold::Place(place))
     }
 
     fn fetch_and_add(
@@ -274,7 +274,7 @@ impl<N: Nic> Inner<N> {
         let at = self.word(grant, "fetch-and-add", offset)?;
         let place = self.bounce.take(8)?;
         let work = Work::FetchAdd { at, add, old: place.sge(8) };
-        Operation::post(self, grant.group, SYNC, work, Hold::Place(place))
+        Operation::post(self, grant, SYNC, work, Hold::Place(place))
     }
 
     fn word(&self, grant: &Grant, op: &'static str, offset: u64) -> Result<Remote, Error> {

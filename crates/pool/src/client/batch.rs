@@ -3,7 +3,7 @@
 use fabric::{Completion, Nic, Status};
 
 use super::operation::Hold;
-use super::path::{Posted, Work};
+use super::path::{Posted, Way, Work};
 use super::{Buffer, Inner, Pool};
 use crate::Error;
 use crate::scheme::{Grant, GroupId, Lane};
@@ -20,6 +20,9 @@ pub struct Transfer<'a> {
     /// Bytes.
     pub len: u32,
 }
+
+/// A QP of this compute node: its group, and which it is there.
+type Qp = (GroupId, Way);
 
 /// How often a batch is posted again because a QP was broken by others.
 const TRIES: u32 = 64;
@@ -73,8 +76,9 @@ impl<N: Nic> Pool<N> {
         lane: Lane,
     ) -> Result<Batch<'a, N>, Error> {
         let inner = &*self.inner;
-        let work = |t: &Transfer<'_>| Ok((t.grant.group, inner.read_work(t, buffer, lane)?));
-        Batch::post(inner, buffer, lane, transfers.iter().map(work).collect::<Result<_, Error>>()?)
+        let work =
+            |t: &Transfer<'_>| Ok((inner.qp_of(t.grant, lane)?, inner.read_work(t, buffer, lane)?));
+        Batch::post(inner, buffer, transfers.iter().map(work).collect::<Result<_, Error>>()?)
     }
 
     /// Starts to write many pieces from one buffer.
@@ -85,8 +89,10 @@ impl<N: Nic> Pool<N> {
         lane: Lane,
     ) -> Result<Batch<'a, N>, Error> {
         let inner = &*self.inner;
-        let work = |t: &Transfer<'_>| Ok((t.grant.group, inner.write_work(t, buffer, lane)?));
-        Batch::post(inner, buffer, lane, transfers.iter().map(work).collect::<Result<_, Error>>()?)
+        let work = |t: &Transfer<'_>| {
+            Ok((inner.qp_of(t.grant, lane)?, inner.write_work(t, buffer, lane)?))
+        };
+        Batch::post(inner, buffer, transfers.iter().map(work).collect::<Result<_, Error>>()?)
     }
 }
 
@@ -96,27 +102,33 @@ impl<N: Nic> Pool<N> {
 pub struct Batch<'a, N: Nic> {
     pool: &'a Inner<N>,
     buffer: &'a Buffer<N>,
-    lane: Lane,
-    /// Sorted by group.
-    works: Vec<(GroupId, Work<'static>)>,
+    /// Sorted by QP.
+    works: Vec<(Qp, Work<'static>)>,
     /// What was posted, with the range of `works` that it is of.
     posted: Vec<(Posted<N>, usize, usize)>,
     tries: u32,
+}
+
+impl<N: Nic> Inner<N> {
+    /// The QP that accesses to `grant` on a lane take.
+    fn qp_of(&self, grant: &Grant, lane: Lane) -> Result<Qp, Error> {
+        self.check_group(grant.group)?;
+        Ok((grant.group, self.group(grant.group).way(grant.function, lane)))
+    }
 }
 
 impl<'a, N: Nic> Batch<'a, N> {
     fn post(
         pool: &'a Inner<N>,
         buffer: &'a Buffer<N>,
-        lane: Lane,
-        mut works: Vec<(GroupId, Work<'static>)>,
+        mut works: Vec<(Qp, Work<'static>)>,
     ) -> Result<Self, Error> {
-        works.sort_by_key(|(group, _)| *group);
-        let mut batch = Self { pool, buffer, lane, works, posted: Vec::new(), tries: 0 };
+        works.sort_by_key(|(qp, _)| *qp);
+        let mut batch = Self { pool, buffer, works, posted: Vec::new(), tries: 0 };
         let mut start = 0;
         while start < batch.works.len() {
-            let group = batch.works[start].0;
-            let run = batch.works[start..].iter().take_while(|(g, _)| *g == group).count();
+            let qp = batch.works[start].0;
+            let run = batch.works[start..].iter().take_while(|(q, _)| *q == qp).count();
             let end = start + run.min(pool.burst);
             let posted = batch.post_range(start, end)?;
             batch.posted.push((posted, start, end));
@@ -126,9 +138,9 @@ impl<'a, N: Nic> Batch<'a, N> {
     }
 
     fn post_range(&self, start: usize, end: usize) -> Result<Posted<N>, Error> {
-        let group = self.works[start].0;
+        let (group, way) = self.works[start].0;
         let list: Vec<Work<'static>> = self.works[start..end].iter().map(|(_, w)| *w).collect();
-        self.pool.group(group).post(self.lane, &list)
+        self.pool.group(group).post(way, &list)
     }
 
     /// Waits for all of them; spins briefly, then sleeps. If some fail, an error of one of them is
@@ -136,7 +148,7 @@ impl<'a, N: Nic> Batch<'a, N> {
     pub fn wait(mut self) -> Result<(), Error> {
         let mut result = Ok(());
         while let Some((posted, start, end)) = self.posted.pop() {
-            let completer = &self.pool.group(self.works[start].0).completer;
+            let completer = &self.pool.group(self.works[start].0.0).completer;
             let Posted { pending, epoch } = posted;
             let ended = completer.wait(pending).map_err(Error::from);
             result = self.settle(ended, epoch, start, end).and(result);
@@ -166,13 +178,13 @@ impl<'a, N: Nic> Batch<'a, N> {
         end: usize,
     ) -> Result<(), Error> {
         let status = ended?.status;
-        let (group, work) = self.works[start];
+        let ((group, way), work) = self.works[start];
         let group = self.pool.group(group);
         if status == Status::Success {
             self.works[start..end].iter().for_each(|(_, work)| group.counts.add(work));
             return Ok(());
         }
-        self.pool.recover(group.path(self.lane), epoch)?;
+        self.pool.recover(group.path(way), epoch)?;
         self.tries += 1;
         if !matches!(status, Status::Flushed | Status::RetryExceeded) || self.tries > TRIES {
             return Err(Error::Access { op: work.name(), status });

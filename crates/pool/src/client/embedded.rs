@@ -25,7 +25,7 @@ pub struct Embedded {
 impl Embedded {
     /// Starts it.
     pub fn start(settings: &Settings) -> Result<Self, Error> {
-        let nic = SoftNic::inline();
+        let nic = SoftNic::inline_with(settings.nic_limits());
         let node = MemoryNode::new(AnyNode::new(&nic, settings)?, settings.clone());
         let turns = Arc::new((Mutex::new(0), Condvar::new()));
         let turned = turns.clone();

@@ -44,7 +44,9 @@ use crate::any::AnyClient;
 use crate::events::cores;
 use crate::protocol::{Status, Welcome};
 use crate::remote::RoceEnd;
-use crate::scheme::{Admission, ClientScheme, Effort, Era, Grant, GroupId, WhenIdle, bulletin};
+use crate::scheme::{
+    Admission, ClientScheme, Effort, Era, Grant, GroupId, QPS_MAX, WhenIdle, bulletin,
+};
 use crate::{Error, Remote, Settings};
 
 /// How a compute node connects.
@@ -184,11 +186,11 @@ impl<N: Nic> Pool<N> {
         let welcome = control.welcome().clone();
         let groups = checked_groups(&options, &welcome)?;
         let pd = nic.alloc_pd()?;
-        let lanes = welcome.group_size.saturating_sub(1).max(1);
+        let ways = checked_ways(&welcome)?;
         // Replies to allocations come over access QPs then.
         let receives = if welcome.separation { 0 } else { welcome.credits };
         let groups = (0..groups)
-            .map(|g| Group::new(&nic, &pd, GroupId(g), lanes, options.send_blocks, receives))
+            .map(|g| Group::new(&nic, &pd, GroupId(g), ways, options.send_blocks, receives))
             .collect::<Result<Vec<_>, _>>()?;
         let scheme = AnyClient::new(&nic, &pd, &welcome)?;
         let lent = |g: &Group<N>| (g.paths[0].qp().clone(), g.completer.clone());
@@ -251,7 +253,7 @@ impl<N: Nic> Pool<N> {
 
     /// Lanes of each group.
     pub fn lanes(&self) -> u8 {
-        self.inner.groups[0].paths.len() as u8
+        self.inner.groups[0].lanes()
     }
 
     /// This compute node's number at the memory node.
@@ -405,6 +407,19 @@ impl<N: Nic> Pool<N> {
     /// The control plane.
     pub fn control(&self) -> &dyn ControlPlane {
         &*self.inner.control
+    }
+}
+
+/// Lanes, and functions of the memory node's NIC that windows are in.
+fn checked_ways(welcome: &Welcome) -> Result<(u8, u8), Error> {
+    let lanes = welcome.group_size.saturating_sub(1).max(1);
+    let functions = welcome.functions.max(1);
+    match (u8::try_from(lanes), u8::try_from(functions)) {
+        (Ok(few), Ok(of)) if lanes * functions <= QPS_MAX => Ok((few, of)),
+        _ => Err(Error::Protocol {
+            attempt: "connecting to the memory node".into(),
+            why: format!("it wants {lanes} lanes to each of {functions} functions of its NIC"),
+        }),
     }
 }
 

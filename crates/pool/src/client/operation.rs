@@ -9,9 +9,9 @@ use fabric::{Completion, Nic, Status};
 
 use super::Inner;
 use super::buffer::{Buffer, Taken};
-use super::path::{Group, Posted, Work};
+use super::path::{Group, Posted, Way, Work};
 use crate::Error;
-use crate::scheme::{GroupId, Lane};
+use crate::scheme::{Grant, GroupId, Lane};
 
 /// How often an operation is posted again because the QP was broken by others.
 pub(super) const TRIES: u32 = 64;
@@ -32,7 +32,7 @@ pub(super) enum Hold<'a, N: Nic> {
 pub struct Operation<'a, N: Nic> {
     pool: &'a Inner<N>,
     group: GroupId,
-    lane: Lane,
+    way: Way,
     work: Work<'a>,
     pub(super) hold: Hold<'a, N>,
     posted: Option<Posted<N>>,
@@ -42,13 +42,16 @@ pub struct Operation<'a, N: Nic> {
 impl<'a, N: Nic> Operation<'a, N> {
     pub(super) fn post(
         pool: &'a Inner<N>,
-        group: GroupId,
+        grant: &Grant,
         lane: Lane,
         work: Work<'a>,
         hold: Hold<'a, N>,
     ) -> Result<Self, Error> {
-        let posted = Some(pool.group(group).post(lane, &[work])?);
-        Ok(Self { pool, group, lane, work, hold, posted, tries: 0 })
+        let group = pool.group(grant.group);
+        let way = group.way(grant.function, lane);
+        let posted = Some(group.post(way, &[work])?);
+        let group = grant.group;
+        Ok(Self { pool, group, way, work, hold, posted, tries: 0 })
     }
 
     fn group(&self) -> &'a Group<N> {
@@ -88,7 +91,7 @@ impl<'a, N: Nic> Operation<'a, N> {
     /// Posts it again if it was only flushed, on a QP that is re-established.
     #[cold]
     fn failed(&mut self, status: Status, epoch: u64) -> Result<(), Error> {
-        self.pool.recover(self.group().path(self.lane), epoch)?;
+        self.pool.recover(self.group().path(self.way), epoch)?;
         let innocent = match status {
             Status::Flushed => true,
             Status::RetryExceeded => self.work.is_idempotent(),
@@ -98,7 +101,7 @@ impl<'a, N: Nic> Operation<'a, N> {
         if !innocent || self.tries > TRIES {
             return Err(Error::Access { op: self.work.name(), status });
         }
-        self.posted = Some(self.group().post(self.lane, &[self.work])?);
+        self.posted = Some(self.group().post(self.way, &[self.work])?);
         Ok(())
     }
 

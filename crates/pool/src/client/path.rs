@@ -6,6 +6,11 @@
 //!   lane 1 ── QP ══ memory node's QP
 //! ```
 //!
+//! Where the memory node's windows are in several functions of its NIC there are as many QPs again for each: a key
+//! is of one function, and only a QP that is connected there reaches it. A grant says which. They are
+//! all connected when the compute node is admitted, so that no access is ever held up by a connection that is
+//! not there yet.
+//!
 //! A refused access puts its QP into the error state, and everything else on that QP is flushed.
 //! Windows live on, since both QPs keep their numbers: whoever notices resets the QP on both sides
 //! and connects it again; the flushed operations of others are posted again, since a flushed request was not
@@ -30,6 +35,8 @@ use crate::scheme::{GroupId, Lane};
 pub(super) struct Group<N: Nic> {
     pub completer: Arc<Completer<N::Cq>>,
     pub paths: Vec<Path<N>>,
+    /// QPs for each function.
+    lanes: u8,
     pub counts: Counts,
 }
 
@@ -44,13 +51,17 @@ pub(super) struct Counts {
     pub bytes_written: AtomicU64,
 }
 
+/// An access QP of a group, by its place in the admission: function by function, and the lanes in each.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) struct Way(u8);
+
 /// An access QP.
 pub(super) struct Path<N: Nic> {
     qp: N::Qp,
     /// How often it was re-established. Held for reading while something is posted.
     epoch: RwLock<u64>,
     group: GroupId,
-    lane: Lane,
+    way: Way,
 }
 
 /// One operation, in a form that can be posted again.
@@ -105,14 +116,15 @@ impl<N: Nic> Group<N> {
         nic: &N,
         pd: &N::Pd,
         group: GroupId,
-        lanes: u32,
+        (lanes, functions): (u8, u8),
         send_blocks: u32,
         receives: u32,
     ) -> Result<Self, Error> {
+        let count = lanes as u32 * functions as u32;
         // Everything that is posted, and as much again that is flushed at a reset.
-        let entries = 2 * lanes * (send_blocks + receives);
+        let entries = 2 * count * (send_blocks + receives);
         let cq = nic.create_cq(CqAttr { entries, ignore_overrun: false })?;
-        let path = |lane| -> Result<Path<N>, Error> {
+        let path = |way| -> Result<Path<N>, Error> {
             let attr = QpAttr {
                 send_cq: &cq,
                 recv_cq: &cq,
@@ -125,23 +137,38 @@ impl<N: Nic> Group<N> {
                 access: Access::REMOTE_WRITE,
             };
             let qp = nic.create_qp(pd, attr)?;
-            Ok(Path { qp, epoch: RwLock::new(0), group, lane: Lane(lane as u8) })
+            Ok(Path { qp, epoch: RwLock::new(0), group, way: Way(way as u8) })
         };
-        let paths = (0..lanes).map(path).collect::<Result<_, _>>()?;
-        Ok(Self { completer: Arc::new(Completer::new(cq)), paths, counts: Counts::default() })
+        let paths = (0..count).map(path).collect::<Result<_, _>>()?;
+        let completer = Arc::new(Completer::new(cq));
+        Ok(Self { completer, paths, lanes, counts: Counts::default() })
     }
 
-    /// The path of a lane, taken modulo the number of lanes.
-    pub fn path(&self, lane: Lane) -> &Path<N> {
-        &self.paths[lane.0 as usize % self.paths.len()]
+    /// The way to a function of the memory node's NIC on a lane, taken modulo the number of lanes.
+    #[inline]
+    pub fn way(&self, function: u8, lane: Lane) -> Way {
+        let way = function as usize * self.lanes as usize + (lane.0 % self.lanes) as usize;
+        // A function that there is not is some forged grant's.
+        Way(if way < self.paths.len() { way } else { way % self.paths.len() } as u8)
+    }
+
+    /// The path of a way of this group.
+    #[inline]
+    pub fn path(&self, way: Way) -> &Path<N> {
+        &self.paths[way.0 as usize]
+    }
+
+    /// QPs for each function.
+    pub fn lanes(&self) -> u8 {
+        self.lanes
     }
 
     /// Posts operations with one doorbell; what is waited for is the last of them, or the first
     /// that fails.
     ///
     /// They fit the send queue: 1 or a few blocks each.
-    pub fn post(&self, lane: Lane, works: &[Work<'_>]) -> Result<Posted<N>, Error> {
-        let path = self.path(lane);
+    pub fn post(&self, way: Way, works: &[Work<'_>]) -> Result<Posted<N>, Error> {
+        let path = self.path(way);
         let mut tries = 0;
         loop {
             let epoch = path.epoch.read();
@@ -211,7 +238,7 @@ impl<N: Nic> Path<N> {
             return Ok(());
         }
         self.qp.modify(QpChange::Reset)?;
-        let peer = control.reset_access(self.group, self.lane)?;
+        let peer = control.reset_access(self.group, Lane(self.way.0))?;
         self.qp.connect(peer)?;
         *now += 1;
         Ok(())

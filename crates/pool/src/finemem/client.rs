@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 
 use super::effort::{EffortCounts, Spent};
 use super::header::User;
-use super::layout::{Shape, Word};
+use super::layout::{Functions, Shape, Word};
 use super::log::Capability;
 use super::map::Map;
 use super::release::Release;
@@ -50,6 +50,8 @@ pub struct Client<N: Nic> {
     in_flight: u32,
     scheme: SchemeKind,
     chunk_bytes: u64,
+    /// Of the memory node's NIC, with windows.
+    functions: u32,
     lanes: usize,
     /// Taken to ring, and to clear doubts.
     alone: Credits,
@@ -71,6 +73,7 @@ struct Terms {
     data: u64,
     user: User,
     map: Map,
+    functions: Functions,
 }
 
 impl<N: Nic> Client<N> {
@@ -99,6 +102,7 @@ impl<N: Nic> Client<N> {
             in_flight: credits,
             scheme: welcome.scheme,
             chunk_bytes: welcome.chunk_bytes,
+            functions: welcome.functions,
             lanes: (welcome.group_size as usize).saturating_sub(1).clamp(1, MAX_GROUP),
             alone: Credits::new(1),
             order: Mutex::new(()),
@@ -215,7 +219,7 @@ impl<N: Nic> Client<N> {
         order: u32,
     ) -> Result<Option<Grant>, Error> {
         let session = self.session(attempt).await?;
-        let Terms { map, data, .. } = self.terms(attempt)?;
+        let Terms { map, data, functions, .. } = self.terms(attempt)?;
         let shape = map.shape();
         let granted = async {
             let Some((block, capability)) = map.allocate(&session, order).await? else {
@@ -225,7 +229,8 @@ impl<N: Nic> Client<N> {
             let addr = data + block.chunk as u64 * shape.chunk_bytes;
             // One window for all lanes.
             let keys = &[key; MAX_GROUP][..self.lanes];
-            let grant = Grant::new(addr, shape.block_bytes(order), entry, group, keys);
+            let grant = Grant::new(addr, shape.block_bytes(order), entry, group, keys)
+                .in_function(functions.of(entry) as u8);
             self.held.lock().insert(entry, capability);
             Ok(Some(grant))
         };
@@ -434,7 +439,8 @@ impl<N: Nic> ClientScheme for Client<N> {
         let Some(user) = User::new(m.user) else { return };
         let metadata = Remote { addr: m.addr, rkey: Key(m.rkey) };
         let map = Map::new(self.scheme, shape, user);
-        let _ = self.admitted.set(Terms { metadata, data: m.data, user, map });
+        let functions = Functions::new(shape, self.functions);
+        let _ = self.admitted.set(Terms { metadata, data: m.data, user, map, functions });
     }
 
     fn connect(&self, peers: &[PeerAddress]) -> Result<(), Error> {

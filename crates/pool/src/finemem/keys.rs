@@ -5,14 +5,17 @@
 //! and makes the new one. Where the NIC has guarded windows, each of them asks the full log of its block's first
 //! chunk: whose key it is decides what is written there anyway, and no key is to be guessed.
 
+use std::ops::Range;
+
 use fabric::wqe::Umr;
 use fabric::{
-    Access, CqAttr, Feature, Guards, Key, MemoryRegion, MemoryWindow, Nic, Op, QpAttr, QueuePair,
-    Receive, Status, WorkRequest,
+    Access, Feature, Guards, Key, MemoryRegion, MemoryWindow, Nic, Op, QueuePair, Status,
+    WorkRequest,
 };
 
+use super::function::Function;
 use super::header::User;
-use super::layout::Shape;
+use super::layout::{Functions, Shape};
 use super::log::{Capability, FullLog};
 use super::release::Release;
 use crate::Error;
@@ -22,21 +25,19 @@ use crate::settings::SchemeKind;
 /// Windows that are rebound with one doorbell.
 pub(super) const BATCH: usize = 64;
 /// Building blocks of a UMR that binds.
-const BIND_BLOCKS: u32 = 3;
+pub(super) const BIND_BLOCKS: u32 = 3;
 /// Windows that are allocated with one call.
 const PIECE: usize = 1 << 15;
 
 /// The windows of all blocks, by entry of the capability table.
 pub(super) struct Keys<N: Nic> {
     shape: Shape,
-    memory: N::Mr,
     /// Windows of each block.
     each: u32,
     keys: Vec<Key>,
     _windows: Vec<N::Mw>,
-    /// Where binds are posted.
-    binder: N::Qp,
-    binds: N::Cq,
+    division: Functions,
+    functions: Vec<Function<N>>,
 }
 
 /// Whether the windows of blocks are guarded on this NIC.
@@ -44,59 +45,42 @@ pub(super) fn are_guarded<N: Nic>(nic: &N, scheme: SchemeKind) -> bool {
     scheme.is_guarded() && nic.caps().has(Feature::GuardedWindows)
 }
 
-/// Whether the NIC has windows for all blocks; an error that says what to do if it has not.
-pub(super) fn check<N: Nic>(nic: &N, shape: Shape, scheme: SchemeKind) -> Result<(), Error> {
-    let count = shape.entries() as u64 * Release::of(scheme).windows() as u64;
-    let there = nic.query_device()?.keys as u64;
-    if count + OTHER_KEYS <= there {
-        return Ok(());
-    }
-    Err(Error::Setting {
-        setting: "chunk_bytes",
-        value: shape.chunk_bytes.to_string(),
-        why: format!(
-            "{} chunks need {count} memory windows, and this NIC has {there} keys in all; take larger chunks \
-             (twice as large: half as many windows), donate less, or serve with several memory nodes, each \
-             on a NIC of its own",
-            shape.chunks
-        ),
-    })
-}
-
 impl<N: Nic> Keys<N> {
-    /// Makes and binds them all, over `memory`. The words of `metadata` guard them, if they are guarded.
+    /// Makes and binds them all, in `functions`: each has those of its run of entries.
     pub fn new(
-        nic: &N,
-        pd: &N::Pd,
-        (memory, metadata): (&N::Mr, &N::Mr),
+        functions: Vec<Function<N>>,
         shape: Shape,
         scheme: SchemeKind,
     ) -> Result<Self, Error> {
         let each = Release::of(scheme).windows();
-        let count = shape.entries() * each;
-        let windows = match are_guarded(nic, scheme) {
-            true => guarded(nic, pd, metadata, shape)?,
-            false => nic.alloc_type1_mws(pd, count as usize)?,
-        };
-        let binds = nic.create_cq(CqAttr { entries: 2 * BATCH as u32, ignore_overrun: false })?;
-        let attr = QpAttr {
-            send_cq: &binds,
-            recv_cq: &binds,
-            send_blocks: (BATCH as u32 * BIND_BLOCKS).next_power_of_two(),
-            receive: Receive::None,
-            access: Access::NONE,
-        };
-        let binder = nic.create_qp(pd, attr)?;
-        binder.connect(binder.qpn())?;
+        let division = Functions::new(shape, functions.len() as u32);
+        let mut windows = Vec::with_capacity((shape.entries() * each) as usize);
+        for (index, function) in (0..).zip(&functions) {
+            let entries = division.entries(shape, index);
+            let Function { nic, pd, .. } = function;
+            windows.extend(match are_guarded(nic, scheme) {
+                true => guarded(function, shape, entries)?,
+                false => nic.alloc_type1_mws(pd, entries.len() * each as usize)?,
+            });
+        }
         let keys = windows.iter().map(|w| w.key()).collect();
-        let memory = memory.clone();
-        let mut all = Self { shape, memory, each, keys, _windows: windows, binder, binds };
-        all.renew(&(0..count).collect::<Vec<u32>>())?;
+        let mut all = Self { shape, each, keys, _windows: windows, division, functions };
+        all.renew(&(0..shape.entries() * each).collect::<Vec<u32>>())?;
         Ok(all)
     }
 
+    /// The functions that the windows are in.
+    pub fn functions(&self) -> &[Function<N>] {
+        &self.functions
+    }
+
+    /// The function of a window.
+    fn function(&self, window: u32) -> usize {
+        self.division.of(window / self.each) as usize
+    }
+
     /// The windows of a block.
-    pub fn windows(&self, entry: u32) -> std::ops::Range<u32> {
+    pub fn windows(&self, entry: u32) -> Range<u32> {
         entry * self.each..(entry + 1) * self.each
     }
 
@@ -131,24 +115,34 @@ impl<N: Nic> Keys<N> {
     /// Address and bytes of a block.
     pub fn range(&self, entry: u32) -> (u64, u64) {
         let block = self.shape.block(entry).expect("an entry of the table");
-        let start = self.memory.memory().addr() + block.chunk as u64 * self.shape.chunk_bytes;
+        let memory = self.functions[0].memory.memory();
+        let start = memory.addr() + block.chunk as u64 * self.shape.chunk_bytes;
         (start, self.shape.block_bytes(block.order))
     }
 
     /// Gives windows new keys. When this returns the old ones are dead, and no access under them is pending.
     pub fn renew(&mut self, windows: &[u32]) -> Result<(), Error> {
-        windows.chunks(BATCH).try_for_each(|some| self.renew_some(some))
+        if self.functions.len() == 1 {
+            return windows.chunks(BATCH).try_for_each(|some| self.renew_some(0, some));
+        }
+        let mut by_function = vec![Vec::new(); self.functions.len()];
+        windows.iter().for_each(|window| by_function[self.function(*window)].push(*window));
+        (0..).zip(&by_function).try_for_each(|(function, windows)| {
+            windows.chunks(BATCH).try_for_each(|some| self.renew_some(function, some))
+        })
     }
 
-    fn renew_some(&mut self, windows: &[u32]) -> Result<(), Error> {
+    /// Those of one function, with one doorbell.
+    fn renew_some(&mut self, function: usize, windows: &[u32]) -> Result<(), Error> {
+        let Function { binder, binds, .. } = &self.functions[function];
         let umrs: Vec<Umr> = windows.iter().map(|window| self.rebind(*window)).collect();
         let list: Vec<_> = (0..)
             .zip(&umrs)
             .map(|(id, umr)| WorkRequest { id, op: Op::Window(umr), signaled: true })
             .collect();
-        self.binder.post_send(&list)?;
+        binder.post_send(&list)?;
         let mut failed = None;
-        poll_until(&self.binds, umrs.len(), |c| {
+        poll_until(binds, umrs.len(), |c| {
             failed = failed.or((c.status != Status::Success).then_some(c.status));
             true
         })?;
@@ -166,31 +160,29 @@ impl<N: Nic> Keys<N> {
     fn rebind(&self, window: u32) -> Umr {
         let (key, (start, bytes)) = (self.key(window), self.range(window / self.each));
         let tag = key.tag().wrapping_add(1);
-        Umr::bind_type1(key, tag, Access::REMOTE_ALL, self.memory.key(), start, bytes as u32)
+        let memory = self.functions[self.function(window)].memory.key();
+        Umr::bind_type1(key, tag, Access::REMOTE_ALL, memory, start, bytes as u32)
     }
 }
 
 /// A window for each block, used only through QPs whose tag is the number of the user that the full log says has
 /// exactly this block.
 fn guarded<N: Nic>(
-    nic: &N,
-    pd: &N::Pd,
-    metadata: &N::Mr,
+    function: &Function<N>,
     shape: Shape,
+    entries: Range<u32>,
 ) -> Result<Vec<N::Mw>, Error> {
+    let Function { nic, pd, metadata, .. } = function;
     let word = |entry| {
         let block = shape.block(entry).expect("an entry of the table");
         let addr = metadata.memory().addr() + 8 * shape.log(block.chunk).0 as u64;
         (addr, FullLog::taken(User::NOBODY, block).to_word())
     };
-    let mut windows = Vec::with_capacity(shape.entries() as usize);
-    for first in (0..shape.entries()).step_by(PIECE) {
-        let words: Vec<_> = (first..shape.entries().min(first + PIECE as u32)).map(word).collect();
+    let mut windows = Vec::with_capacity(entries.len());
+    for first in entries.clone().step_by(PIECE) {
+        let words: Vec<_> = (first..entries.end.min(first + PIECE as u32)).map(word).collect();
         let guards = Guards { region: metadata, mask: FullLog::OWNERSHIP, words: &words };
         windows.extend(nic.alloc_guarded_mws(pd, &guards)?);
     }
     Ok(windows)
 }
-
-/// Keys that a memory node has beside those of blocks and compute nodes.
-const OTHER_KEYS: u64 = 1 << 10;

@@ -78,6 +78,36 @@ impl Block {
     }
 }
 
+/// In which function of the memory node's NIC the windows of a block are. Functions have equal runs of the capability
+/// table, in its order:
+///
+/// ```text
+/// entries   0 ... share-1 │ share ... 2*share-1 │ ...      share: entries / functions, rounded up
+/// function         0      │          1          │ ...
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Functions {
+    share: u32,
+}
+
+impl Functions {
+    /// The windows of a pool in `count` functions.
+    pub fn new(shape: Shape, count: u32) -> Self {
+        Self { share: shape.entries().div_ceil(count.max(1)).max(1) }
+    }
+
+    /// The function of an entry.
+    pub fn of(self, entry: u32) -> u32 {
+        entry / self.share
+    }
+
+    /// Entries of a function.
+    pub fn entries(self, shape: Shape, function: u32) -> std::ops::Range<u32> {
+        let at = |function: u32| self.share.saturating_mul(function).min(shape.entries());
+        at(function)..at(function + 1)
+    }
+}
+
 /// How large a tree is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Shape {
@@ -190,6 +220,21 @@ mod tests {
         }
     }
 
+    proptest! {
+        #[test]
+        fn functions_share_the_table(chunks in 1u32..3000, count in 1u32..130, pick in any::<u32>()) {
+            let shape = Shape { chunks, chunk_bytes: 4096 };
+            let functions = Functions::new(shape, count);
+            let entry = pick % shape.entries();
+            let of = functions.of(entry);
+            prop_assert!(of < count && functions.entries(shape, of).contains(&entry));
+            let all: Vec<u32> = (0..count).flat_map(|f| functions.entries(shape, f)).collect();
+            prop_assert_eq!(all, Vec::from_iter(0..shape.entries()));
+            let most = shape.entries().div_ceil(count) as usize;
+            prop_assert!((0..count).all(|f| functions.entries(shape, f).len() <= most));
+        }
+    }
+
     #[test]
     fn a_whole_section_has_twice_as_many_windows_as_chunks() {
         let shape = Shape { chunks: SECTION, chunk_bytes: 4096 };
@@ -216,6 +261,23 @@ mod tests {
         assert_eq!((block, block.parts()), (Block { chunk: 0, order: 11 }, Some(0..4)));
         let large = Shape { chunks: 1 << 23, chunk_bytes: 4096 };
         assert_eq!(large.block_bytes(large.order_max()), BLOCK_BYTES_MAX);
+    }
+
+    #[test]
+    fn the_largest_pool_has_numbers_for_all_that_it_has() {
+        let chunks = crate::Settings::CHUNKS_MAX_BY_CAS as u32;
+        let shape = Shape { chunks, chunk_bytes: 4096 };
+        assert!(
+            shape.words() as u64 * 8 <= BLOCK_BYTES_MAX,
+            "the metadata is opened by one window"
+        );
+        let last = shape.entries() - 1;
+        let block = shape.block(last).unwrap();
+        assert_eq!((shape.entry(block), block.order), (last, shape.order_max()));
+        // As many windows as a key can name in each function; two for each block.
+        let functions = Functions::new(shape, 17);
+        assert_eq!(functions.of(last), 16);
+        assert!(functions.entries(shape, 0).len() * 2 < (1 << 24) - (1 << 16));
     }
 
     #[test]

@@ -27,6 +27,7 @@ mod audit;
 mod books;
 mod client;
 mod effort;
+mod function;
 pub mod header;
 mod keys;
 pub mod layout;

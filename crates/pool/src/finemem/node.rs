@@ -5,9 +5,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fabric::{Access, CqAttr, MemoryRegion, Nic, Psn, QpState, QueuePair};
+use fabric::{Access, CqAttr, DmaMemory, MemoryRegion, Nic, Psn, QpState, QueuePair};
 
 use super::books::{Books, Names};
+use super::function::{self, Function};
 use super::header::User;
 use super::keys::Keys;
 use super::layout::Shape;
@@ -31,8 +32,7 @@ pub struct Node<N: Nic> {
     pub(super) nic: N,
     settings: Settings,
     pub(super) shape: Shape,
-    data: N::Pd,
-    pub(super) memory: N::Mr,
+    pub(super) memory: DmaMemory,
     metadata_pd: N::Pd,
     metadata: N::Mr,
     pub(super) words: Words,
@@ -69,10 +69,9 @@ impl<N: Nic> Node<N> {
             .into());
         }
         let shape = Shape { chunks: settings.chunks() as u32, chunk_bytes: settings.chunk_bytes };
-        super::keys::check(nic, shape, settings.scheme)?;
-        let (data, metadata_pd) = (nic.alloc_pd()?, nic.alloc_pd()?);
+        let functions = function::needed(nic, shape, settings)?;
+        let metadata_pd = nic.alloc_pd()?;
         let memory = nic.alloc_dma((shape.chunks as u64 * shape.chunk_bytes) as usize)?;
-        let memory = nic.reg_mr(&data, &memory, Access::LOCAL_ALL)?;
         let release = Release::of(settings.scheme);
         let words = Words::new(nic.alloc_dma(shape.words() as usize * 8)?);
         let map = Map::new(settings.scheme, shape, User::NOBODY);
@@ -80,7 +79,8 @@ impl<N: Nic> Node<N> {
             initial(shape, |at, word| words.store(at, word));
         }
         let metadata = nic.reg_mr(&metadata_pd, words.memory(), Access::LOCAL_ALL)?;
-        let keys = Keys::new(nic, &data, (&memory, &metadata), shape, settings.scheme)?;
+        let functions = Function::open_all(nic, functions, (&memory, words.memory()))?;
+        let keys = Keys::new(functions, shape, settings.scheme)?;
         for entry in 0..shape.entries() {
             words.store(shape.capability(entry), keys.capability(entry).to_word());
         }
@@ -91,7 +91,6 @@ impl<N: Nic> Node<N> {
             nic: nic.clone(),
             settings: settings.clone(),
             shape,
-            data,
             memory,
             metadata_pd,
             metadata,
@@ -118,7 +117,7 @@ impl<N: Nic> Node<N> {
     pub fn books(&self) -> Books {
         Books {
             shape: self.shape,
-            memory: self.memory.memory().clone(),
+            memory: self.memory.clone(),
             words: Words::new(self.words.memory().clone()),
             names: self.names.clone(),
             is_array: matches!(self.map, Map::Array(_)),
@@ -176,13 +175,15 @@ impl<N: Nic> NodeScheme for Node<N> {
         if self.peers.len() >= max {
             return Err(refuse(format!("{max} compute nodes are connected")));
         }
-        if request.groups.is_empty() || request.groups.iter().any(|g| g.len() != lanes) {
-            return Err(refuse(format!("each of its QP groups must have {lanes} access QPs")));
+        let qps = lanes * self.keys.functions().len();
+        if request.groups.is_empty() || request.groups.iter().any(|g| g.len() != qps) {
+            return Err(refuse(format!("each of its QP groups must have {qps} access QPs")));
         }
         let user = self.new_user()?;
         let common = Common {
             nic: &self.nic,
-            data: &self.data,
+            functions: self.keys.functions(),
+            lanes,
             metadata_pd: &self.metadata_pd,
             metadata: &self.metadata,
             requests: &self.requests,
@@ -205,7 +206,7 @@ impl<N: Nic> NodeScheme for Node<N> {
                 addr: self.metadata.memory().addr(),
                 rkey: peer.key.0,
                 user: user.raw(),
-                data: self.memory.memory().addr(),
+                data: self.memory.addr(),
                 chunks: self.shape.chunks,
             }),
         };
@@ -283,6 +284,10 @@ impl<N: Nic> NodeScheme for Node<N> {
         for (_, peer) in peer.groups.iter_mut().flatten() {
             *peer = from_psn(*peer, psn);
         }
+    }
+
+    fn functions(&self) -> u32 {
+        self.keys.functions().len() as u32
     }
 
     fn events(&self) -> Option<Arc<dyn CpuEvents>> {

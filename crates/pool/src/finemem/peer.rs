@@ -7,6 +7,7 @@ use fabric::{
     WorkRequest,
 };
 
+use super::function::Function;
 use super::header::User;
 use crate::Error;
 use crate::events::poll_until;
@@ -30,7 +31,7 @@ pub(super) struct Peer<N: Nic> {
     /// The window that opens the metadata to that QP, and its key.
     _window: N::Mw,
     pub key: Key,
-    /// Access QPs by group and lane, with whom they are connected to.
+    /// Access QPs by group, function and lane, with whom they are connected to.
     pub groups: Vec<Vec<(N::Qp, PeerAddress)>>,
     /// It asked for a scan, which is to begin after this many were begun.
     pub bell: Option<u64>,
@@ -50,8 +51,10 @@ pub(super) enum Leaving {
 /// What QPs of all compute nodes share.
 pub(super) struct Common<'a, N: Nic> {
     pub nic: &'a N,
-    /// The PD of the donated memory.
-    pub data: &'a N::Pd,
+    /// What answers accesses.
+    pub functions: &'a [Function<N>],
+    /// Access QPs of a group to each of them.
+    pub lanes: usize,
     /// The PD of the metadata.
     pub metadata_pd: &'a N::Pd,
     pub metadata: &'a N::Mr,
@@ -84,25 +87,15 @@ impl<N: Nic> Peer<N> {
         )?;
         let inbox = nic.alloc_dma(8 * BELLS as usize)?;
         let inbox = nic.reg_mr(common.metadata_pd, &inbox, Access::LOCAL_ALL)?;
-        let path = |peer: &u32| -> Result<(N::Qp, PeerAddress), Error> {
-            let attr = QpAttr {
-                send_cq: &sent,
-                recv_cq: &sent,
-                send_blocks: 0,
-                receive: Receive::None,
-                access: Access::REMOTE_ALL,
-            };
-            let (qp, peer) = (nic.create_qp(common.data, attr)?, request.peer(*peer));
-            if common.guarded {
-                qp.modify(QpChange::Tag { tag: user.raw() as u64 })?;
-            }
-            qp.connect(peer)?;
-            Ok((qp, peer))
+        let path = |(at, peer): (usize, &u32)| -> Result<(N::Qp, PeerAddress), Error> {
+            let function = &common.functions[at / common.lanes];
+            let peer = request.peer(*peer);
+            Ok((function.answer(peer, common.guarded.then_some(user))?, peer))
         };
         let groups = request
             .groups
             .iter()
-            .map(|group| group.iter().map(path).collect())
+            .map(|group| group.iter().enumerate().map(path).collect())
             .collect::<Result<_, _>>()?;
         let window = nic.alloc_mw(common.metadata_pd)?;
         let (bell, leaving) = (None, None);

@@ -16,9 +16,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use fabric::{
-    Completion, CompletionKind, CompletionQueue, Key, MemoryRegion, Nic, QueuePair, Status,
-};
+use fabric::{Completion, CompletionKind, CompletionQueue, Key, Nic, QueuePair, Status};
 
 use super::header::{CHUNKS, User};
 use super::layout::{Block, SECTION};
@@ -302,9 +300,9 @@ impl<N: Nic> Node<N> {
             let (start, bytes) = self.keys.range(entry);
             let from = releasing.at.1;
             let some = left.min(bytes - from);
-            let offset = start - self.memory.memory().addr() + from;
+            let offset = start - self.memory.addr() + from;
             self.words.step()?;
-            self.nic.zero(self.memory.memory(), offset as usize, some as usize);
+            self.nic.zero(&self.memory, offset as usize, some as usize);
             left -= some;
             releasing.at = match from + some == bytes {
                 true => (releasing.at.0 + 1, 0),

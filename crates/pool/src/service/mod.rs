@@ -87,8 +87,8 @@ impl Service {
         let (remote, wire) = listen.map(RemoteListener::bind).transpose()?.unzip();
         let address = remote.as_ref().map(RemoteListener::address);
         let (nic, host) = match wire {
-            None => SoftNic::host()?,
-            Some(wire) => SoftNic::host_over(wire)?,
+            None => SoftNic::host_with(settings.nic_limits())?,
+            Some(wire) => SoftNic::host_over_with(wire, settings.nic_limits())?,
         };
         let settings = Settings { paced: true, ..settings.clone() };
         let node = MemoryNode::new(AnyNode::new(&nic, &settings)?, settings);

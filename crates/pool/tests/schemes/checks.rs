@@ -33,7 +33,12 @@ fn dead_grant(pool: &Pool, setup: &Setup) -> Grant {
         return grant;
     }
     let keys: Vec<Key> = grant.keys().iter().map(|_| Key(0xdead_be00)).collect();
-    Grant::new(grant.addr, grant.len, grant.entry, GroupId(0), &keys)
+    copy(&grant, GroupId(0), &keys)
+}
+
+/// The same by hand, with these keys: it belongs to no connection.
+fn copy(grant: &Grant, group: GroupId, keys: &[Key]) -> Grant {
+    Grant::new(grant.addr, grant.len, grant.entry, group, keys).in_function(grant.function)
 }
 
 fn is_refused<T: std::fmt::Debug>(result: Result<T, Error>) -> bool {
@@ -142,8 +147,10 @@ pub fn ranges_are_kept(setup: &Setup) {
     pool.read_blocking(&grant, CHUNK, &mut []).unwrap();
 
     // Who forges a larger grant is stopped by the NIC, at both ends and for each operation.
-    let forged =
-        |addr: u64, len: u64| Grant::new(addr, len, grant.entry, grant.group, grant.keys());
+    let forged = |addr: u64, len: u64| {
+        let forged = Grant::new(addr, len, grant.entry, grant.group, grant.keys());
+        forged.in_function(grant.function)
+    };
     let wide = forged(grant.addr - 8, CHUNK + 16);
     for offset in [0, CHUNK + 8, CHUNK + 1, 1] {
         assert!(is_refused(pool.read_blocking(&wide, offset, &mut [0; 8])), "{offset}");
@@ -171,21 +178,21 @@ pub fn a_grant_is_of_no_use_to_another_client(setup: &Setup) {
     let grant = owner.allocate_blocking().unwrap();
     owner.write_blocking(&grant, 0, b"mine").unwrap();
     for group in 0..thief.groups() {
-        let copy = Grant::new(grant.addr, grant.len, grant.entry, GroupId(group), grant.keys());
+        let copy = copy(&grant, GroupId(group), grant.keys());
         assert!(is_refused(thief.read_blocking(&copy, 0, &mut [0; 4])));
         assert!(is_refused(thief.write_blocking(&copy, 0, b"gone")));
         assert!(is_refused(thief.fetch_and_add_blocking(&copy, 0, 1)));
     }
     // Nor to another group of its owner, where the key names a QP.
     let elsewhere = GroupId(1 - grant.group.0);
-    let copy = Grant::new(grant.addr, grant.len, grant.entry, elsewhere, grant.keys());
-    let refused = owner.read_blocking(&copy, 0, &mut [0; 4]).is_err();
+    let moved = copy(&grant, elsewhere, grant.keys());
+    let refused = owner.read_blocking(&moved, 0, &mut [0; 4]).is_err();
     assert_eq!(refused, setup.keys_are_for_one_qp());
     // Every tag of its keys.
     let own = thief.allocate_in_blocking(GroupId(0)).unwrap();
     for tag in 0..=255 {
         let keys: Vec<Key> = grant.keys().iter().map(|k| Key::new(k.index(), tag)).collect();
-        let guess = Grant::new(grant.addr, grant.len, grant.entry, GroupId(0), &keys);
+        let guess = copy(&grant, GroupId(0), &keys);
         assert!(is_refused(thief.read_blocking(&guess, 0, &mut [0; 4])));
     }
     thief.write_blocking(&own, 0, b"still works").unwrap();
@@ -209,7 +216,7 @@ pub fn a_key_is_for_its_lane_only(setup: &Setup) {
     }
     let mut keys = grant.keys().to_vec();
     keys.rotate_left(1);
-    let swapped = Grant::new(grant.addr, grant.len, grant.entry, grant.group, &keys);
+    let swapped = copy(&grant, grant.group, &keys);
     for lane in 0..pool.lanes() {
         assert!(is_refused(
             pool.read_into(&transfer(&swapped), &buffer, Lane(lane)).unwrap().wait()
@@ -231,7 +238,7 @@ pub fn what_is_not_owned_is_not_freed(setup: &Setup) {
             Err(Error::NotYours { entry }) => assert_eq!(entry, grant.entry),
             other => panic!("round {round}: {other:?}"),
         };
-        let by_hand = Grant::new(grant.addr, grant.len, grant.entry, GroupId(0), grant.keys());
+        let by_hand = copy(&grant, GroupId(0), grant.keys());
         not_yours(b.free_blocking(by_hand));
         // The library itself knows that it is another one's.
         let stale = b.free_blocking(grant);

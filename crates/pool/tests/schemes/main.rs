@@ -2,6 +2,8 @@
 //! run for each scheme in each place.
 
 mod checks;
+#[path = "../common/mod.rs"]
+mod common;
 mod gone;
 mod pages;
 mod place;
@@ -105,6 +107,15 @@ scheme!(fine_mr, crate::How::by(pool::SchemeKind::FineMr));
 scheme!(static_mr, crate::How::by(pool::SchemeKind::StaticMr));
 scheme!(finemem, crate::How::by(pool::SchemeKind::FineMem));
 scheme!(finemem_paper, crate::How::by(pool::SchemeKind::FineMemPaper));
+// Windows in several functions of the NIC.
+scheme!(
+    finemem_over_functions,
+    crate::How { few_windows: true, ..crate::How::by(pool::SchemeKind::FineMem) }
+);
+scheme!(
+    finemem_paper_over_functions,
+    crate::How { few_windows: true, ..crate::How::by(pool::SchemeKind::FineMemPaper) }
+);
 scheme!(premmap_onesided, crate::How::by(pool::SchemeKind::PremmapOneSided));
 scheme!(premmap_rpc, crate::How::by(pool::SchemeKind::PremmapRpc));
 scheme!(ondemand_rpc, crate::How::by(pool::SchemeKind::OnDemandRpc));

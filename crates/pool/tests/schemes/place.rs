@@ -5,6 +5,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::common;
 use pool::{ControlMode, Embedded, Endpoint, Options, Pool, SchemeKind, Service, Settings};
 
 /// Where the memory node is, as seen by its compute nodes.
@@ -27,12 +28,14 @@ pub struct How {
     pub cores: u32,
     /// Allocation has QPs of its own.
     pub separation: bool,
+    /// Functions of the NIC have few windows: chunks are spread over three of them.
+    pub few_windows: bool,
 }
 
 impl How {
     /// As the scheme is by default.
     pub fn by(scheme: SchemeKind) -> Self {
-        Self { scheme, control: ControlMode::Event, cores: 1, separation: true }
+        Self { scheme, control: ControlMode::Event, cores: 1, separation: true, few_windows: false }
     }
 }
 
@@ -64,6 +67,10 @@ impl Node {
             clients_max: 16,
             groups_max: 4,
             ..Settings::default()
+        };
+        let settings = match how.few_windows {
+            true => common::over_functions(settings),
+            false => settings,
         };
         Node::with(place, &settings)
     }
@@ -117,14 +124,15 @@ impl ServerProcess {
         let path = dir.path().join("pool.sock");
         let s = settings;
         let words = format!(
-            "{} {} {} {} {} {} {}",
+            "{} {} {} {} {} {} {} {}",
             s.donate_bytes,
             s.chunk_bytes,
             s.clients_max,
             s.groups_max,
             s.scheme,
             s.control,
-            s.separation
+            s.separation,
+            s.nic_windows.unwrap_or(u32::MAX)
         );
         let child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "place::serve_for_another_process", "--nocapture"])
@@ -168,7 +176,7 @@ impl Drop for ServerProcess {
 #[test]
 fn serve_for_another_process() {
     let Ok(words) = std::env::var(SETTINGS) else { return };
-    let words: Vec<&str> = words.splitn(8, ' ').collect();
+    let words: Vec<&str> = words.splitn(9, ' ').collect();
     let number = |i: usize| words[i].parse::<u64>().unwrap();
     let settings = Settings {
         donate_bytes: number(0),
@@ -178,9 +186,10 @@ fn serve_for_another_process() {
         scheme: words[4].parse().unwrap(),
         control: words[5].parse::<ControlMode>().unwrap(),
         separation: words[6].parse().unwrap(),
+        nic_windows: Some(number(7) as u32).filter(|windows| *windows < u32::MAX),
         ..Settings::default()
     };
-    let service = Service::start(&settings, &Endpoint::At(words[7].into())).unwrap();
+    let service = Service::start(&settings, &Endpoint::At(words[8].into())).unwrap();
     std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).unwrap();
     assert_eq!(service.failure(), None);
     service.stop();

@@ -18,6 +18,9 @@ pub struct Case {
     pub sizes: bool,
     /// Windows of a group, if no seed draws them.
     pub group_size: Option<u32>,
+    /// Chunks are spread over so many functions of the memory node's NIC, if there are as many: each has few windows.
+    /// Blocks of several chunks are in further ones.
+    pub functions: u32,
     /// Hostile clients guess keys although the scheme does not withstand that: what is violated then, and
     /// why.
     pub unsafe_by_design: Option<&'static str>,
@@ -32,6 +35,7 @@ impl Case {
             separation: true,
             sizes: false,
             group_size: None,
+            functions: 1,
             unsafe_by_design: None,
         }
     }
@@ -59,6 +63,12 @@ impl Case {
         Self::of(SchemeKind::PremmapOneSided),
         Self::of(SchemeKind::PremmapRpc),
         Self::of(SchemeKind::OnDemandRpc),
+        Case { name: "finemem-over-functions", functions: 3, ..Self::of(SchemeKind::FineMem) },
+        Case {
+            name: "finemem-paper-over-functions",
+            functions: 3,
+            ..Self::of(SchemeKind::FineMemPaper)
+        },
     ];
 
     /// `rpc-mw-1` where keys are guessed: they open what they name, to whoever has them.
@@ -96,7 +106,14 @@ impl Case {
     /// Puts what it says into settings.
     pub(super) fn set(&self, settings: Settings) -> Settings {
         let scheme = self.scheme;
+        let nic_windows = (self.functions > 1).then(|| {
+            // One for each key that a block has at a time, and for each compute node one over the metadata.
+            let each = if scheme.releases() { 1 } else { 2 };
+            let chunks = settings.chunks().div_ceil(self.functions as u64) as u32;
+            chunks * each + settings.clients_max
+        });
         Settings {
+            nic_windows,
             scheme,
             separation: self.separation,
             group_size: self.group_size.unwrap_or(settings.group_size),

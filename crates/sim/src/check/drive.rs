@@ -105,7 +105,7 @@ impl<'a> World<'a> {
         let mut cluster = Cluster::new(&spec).map_err(|e| broken(Invariant::GoesOn, e))?;
         let books = cluster.try_scheme(|s| Books::of(s)).expect("nobody else is about");
         let donated = (books.memory().addr(), chunks as u64 * chunk_bytes);
-        let oracle = Oracle::new(scenario.case, books, (chunks, chunk_bytes));
+        let oracle = Oracle::new(scenario.case, cluster.functions(), books, (chunks, chunk_bytes));
         cluster.start();
         cluster.sim.watch();
         let mut world = Self {

@@ -99,7 +99,7 @@ impl<'a> Control<'a> {
             // A pool and a NIC connection for each compute node, and some that only ask.
             limit: shared.node.settings().clients_max as usize * 2 + ASKING + RESERVED,
             started: Instant::now(),
-            paces: Paces::new(shared.node.settings().client_qps()),
+            paces: Paces::new(shared.node.client_qps()),
             paused: Vec::new(),
             full: false,
         })
@@ -351,7 +351,7 @@ impl<'a> Control<'a> {
     fn session_limits(&self) -> SessionLimits {
         let mut limits = SessionLimits::default();
         let settings = self.shared.node.settings();
-        let qps = settings.client_qps();
+        let qps = self.shared.node.client_qps();
         limits.function.qps = limits.function.qps.max(qps);
         // A ring for each QP and one for each group's CQ; buffers besides.
         let pieces = (qps + settings.groups_max) as usize + BUFFERS;

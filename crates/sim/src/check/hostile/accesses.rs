@@ -6,7 +6,7 @@ use super::{Hostile, SCRATCH, to};
 
 impl Hostile {
     /// Some access of a random kind.
-    pub(super) fn access_at(&mut self, lane: usize, at: Remote, len: u32) {
+    pub(super) fn access_at(&mut self, way: usize, at: Remote, len: u32) {
         let local = self.memory.sge(SCRATCH, len.min(1024));
         let local = [local];
         let word = self.memory.sge(SCRATCH, 8);
@@ -17,11 +17,19 @@ impl Hostile {
             _ => Op::CompareSwap { at, compare: 0, swap: u64::MAX, old: word },
         };
         let group = self.random.below(self.access.len() as u64) as usize;
-        self.access(group, lane, op);
+        self.access(group, way, op);
     }
 
     pub(super) fn some_lane(&mut self) -> usize {
         self.random.below(self.cx.lanes as u64) as usize
+    }
+
+    /// The QP on a lane to a function of the memory node's NIC, or to some other one.
+    pub(super) fn some_way(&mut self, function: u8, lane: usize) -> usize {
+        let functions = self.access[0].len() / self.cx.lanes;
+        let stray = functions > 1 && self.random.below(4) == 0;
+        let some = if stray { self.random.below(functions as u64) } else { function as u64 };
+        some as usize * self.cx.lanes + lane
     }
 
     pub(super) fn use_what_was(&mut self) {
@@ -31,7 +39,8 @@ impl Hostile {
         let at = self.random.below(self.had.len() as u64) as usize;
         let (grant, lane) = (self.had[at], self.some_lane());
         let offset = 8 * self.random.below(8);
-        self.access_at(lane, to(&grant, lane, offset), 8);
+        let way = self.some_way(grant.function, lane);
+        self.access_at(way, to(&grant, lane, offset), 8);
     }
 
     /// Uses a key that somebody else was granted.
@@ -40,9 +49,10 @@ impl Hostile {
         if all.is_empty() {
             return self.guess();
         }
-        let (_, addr, rkey) = *self.random.pick(&all);
+        let (function, addr, rkey) = *self.random.pick(&all);
         let lane = self.some_lane();
-        self.access_at(lane, Remote { addr, rkey }, 8);
+        let way = self.some_way(function, lane);
+        self.access_at(way, Remote { addr, rkey }, 8);
     }
 
     /// Tries tags of keys that it had, and keys beside them, at any chunk.
@@ -61,7 +71,8 @@ impl Hostile {
             };
             let addr = base + self.random.below(8) * grant.len;
             self.cx.tell(|o| o.seen.guesses += 1);
-            self.access_at(lane, Remote { addr, rkey }, 8);
+            let way = self.some_way(grant.function, lane);
+            self.access_at(way, Remote { addr, rkey }, 8);
         }
     }
 
@@ -75,6 +86,7 @@ impl Hostile {
             2 => (grant.addr + grant.len, 8),
             _ => (grant.addr, grant.len as u32 + 8),
         };
-        self.access_at(lane, Remote { addr, rkey: key }, len);
+        let way = self.some_way(grant.function, lane);
+        self.access_at(way, Remote { addr, rkey: key }, len);
     }
 }

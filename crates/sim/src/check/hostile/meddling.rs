@@ -185,7 +185,8 @@ impl Hostile {
             |old: &&Grant| held.iter().any(|g| g.entry == old.entry && g.keys() != old.keys());
         let Some(old) = self.had.iter().rev().find(again).copied() else { return };
         let data = [0xbb; 8];
-        self.access(0, lane, Op::WriteInline { to: to(&old, lane, 0), data: &data });
+        let op = Op::WriteInline { to: to(&old, lane, 0), data: &data };
+        self.access(0, self.way(&old, lane), op);
     }
 
     /// The last byte of what it reads is not its own any more.
@@ -198,7 +199,7 @@ impl Hostile {
         };
         let from = Remote { addr: at, rkey: grant.keys()[lane] };
         let to = [self.memory.sge(SCRATCH, 8)];
-        self.access(0, lane, Op::Read { from, to: &to });
+        self.access(0, self.way(&grant, lane), Op::Read { from, to: &to });
     }
 }
 

@@ -115,6 +115,7 @@ impl Hostile {
         let nic = cx.nic();
         let control = cx.connector.control(&nic, cx.link.clone());
         let scheme = control.welcome().scheme;
+        let functions = control.welcome().functions as usize;
         let pd = nic.alloc_pd().ok()?;
         let separation = cx.case.separation;
         let rights = Access::LOCAL_ALL | Access::REMOTE_READ | Access::REMOTE_WRITE;
@@ -135,7 +136,9 @@ impl Hostile {
         // Without separation allocations go over the first lane.
         let receives = |lane: usize| if separation || lane > 0 { 0 } else { 16 };
         let group = |_| {
-            (0..cx.lanes).map(|lane| side(&nic, &pd, receives(lane))).collect::<Option<Vec<_>>>()
+            (0..cx.lanes * functions)
+                .map(|lane| side(&nic, &pd, receives(lane)))
+                .collect::<Option<Vec<_>>>()
         };
         let access: Vec<Vec<Side>> = (0..cx.groups).map(group).collect::<Option<_>>()?;
         let bulletin = memory.remote(BULLETIN);
@@ -296,7 +299,12 @@ impl Hostile {
 
     // --- accesses ------------------------------------------------------------------------------
 
-    /// Posts an access on a lane, and re-establishes that if it broke. True if it was done.
+    /// Which of a group's QPs an access to a grant on a lane takes.
+    fn way(&self, grant: &Grant, lane: usize) -> usize {
+        grant.function as usize * self.cx.lanes + lane
+    }
+
+    /// Posts an access on one of a group's QPs, and re-establishes that if it broke. True if it was done.
     fn access(&mut self, group: usize, lane: usize, op: Op<'_>) -> bool {
         let side = &self.access[group][lane];
         let (qp, cq) = (side.qp.clone(), side.cq.clone());

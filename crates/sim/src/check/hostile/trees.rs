@@ -49,7 +49,8 @@ impl Hostile {
                 self.held.push(grant);
                 self.had.push(grant);
                 let data = [0xbb; 8];
-                self.access(0, 0, Op::WriteInline { to: super::to(&grant, 0, 8), data: &data });
+                let op = Op::WriteInline { to: super::to(&grant, 0, 8), data: &data };
+                self.access(0, self.way(&grant, 0), op);
             }
             Err(e) => {
                 self.cx.tell(|o| o.not_granted(who, &e.to_string()));
@@ -94,6 +95,7 @@ impl Hostile {
         let rkey = Key((metadata.rkey & !0xff) | (metadata.rkey.wrapping_add(tag) & 0xff));
         let at = Remote { addr: metadata.addr + 8 * self.random.below(64), rkey };
         let lane = self.some_lane();
+        let way = self.some_way(0, lane);
         let word = self.memory.sge(SCRATCH, 8);
         let to = [word];
         let op = match self.random.below(3) {
@@ -102,7 +104,7 @@ impl Hostile {
             _ => Op::WriteInline { to: at, data: &[0xff; 8] },
         };
         self.cx.tell(|o| o.seen.guesses += 1);
-        if self.access(0, lane, op) {
+        if self.access(0, way, op) {
             let name = self.cx.tell(|o| o.name(self.cx.who).to_owned());
             let why = format!("{name} reaches the metadata over an access QP");
             self.cx.tell(|o| o.wrong(Invariant::Privilege, why));

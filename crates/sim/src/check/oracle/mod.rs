@@ -34,6 +34,9 @@ const NAPS: Time = Time::us(12_000);
 /// A client, by its place in the oracle's list: one that comes in place of a dead one is another.
 pub(super) type Who = usize;
 
+/// A key, and the function of the memory node that it is of.
+type Named = (u8, Key);
+
 /// Keys after which the first ones may come again: a tag does after 256 binds.
 const FRESH: usize = 200;
 
@@ -42,6 +45,8 @@ const FRESH: usize = 200;
 struct Hold {
     who: Who,
     keys: Vec<Key>,
+    /// Which of the memory node's functions they are of.
+    function: u8,
     /// A free of it is in flight, or was and nobody knows what came of it.
     freeing: bool,
 }
@@ -99,6 +104,8 @@ impl Seen {
 /// See the module.
 pub(super) struct Oracle {
     case: Case,
+    /// The memory node's.
+    functions: u32,
     books: Books,
     memory: DmaMemory,
     chunk_bytes: u64,
@@ -112,11 +119,11 @@ pub(super) struct Oracle {
     /// Holds of each chunk: the last is the one that counts, those before it are being freed.
     holds: Vec<Vec<Hold>>,
     /// Keys that were ever granted.
-    granted: Vec<Key>,
+    granted: Vec<Named>,
     /// Keys of what was released, as its owner was told, or since it is free.
-    dead: HashSet<Key>,
+    dead: HashSet<Named>,
     /// Keys that each chunk was granted under since it was free.
-    live: Vec<Vec<Key>>,
+    live: Vec<Vec<Named>>,
     /// Pages that were cleared, and that nobody has had since.
     clear: Vec<bool>,
     pub clients: Vec<Known>,
@@ -136,11 +143,17 @@ pub(super) struct Oracle {
 }
 
 impl Oracle {
-    pub fn new(case: Case, books: Books, (chunks, chunk_bytes): (u32, u64)) -> Self {
+    pub fn new(
+        case: Case,
+        functions: u32,
+        books: Books,
+        (chunks, chunk_bytes): (u32, u64),
+    ) -> Self {
         let memory = books.memory();
         let bytes = chunks as usize * chunk_bytes as usize;
         Self {
             case,
+            functions,
             books,
             memory,
             chunk_bytes,
@@ -221,6 +234,11 @@ impl Oracle {
         self.clients[who].function = Some(function);
     }
 
+    /// Whether a function is the memory node's.
+    fn is_node(&self, function: FunctionId) -> bool {
+        function.0 < self.functions
+    }
+
     fn of_function(&self, function: FunctionId) -> Option<Who> {
         self.clients.iter().position(|c| c.function == Some(function))
     }
@@ -261,12 +279,12 @@ impl Oracle {
         (0..self.chunks).filter(owns).collect()
     }
 
-    /// Somebody else's keys and where they lead, for who steals.
-    pub fn keys_of_others(&self, who: Who) -> Vec<(u32, u64, Key)> {
+    /// Somebody else's keys, of which function, and where they lead, for who steals.
+    pub fn keys_of_others(&self, who: Who) -> Vec<(u8, u64, Key)> {
         let place = |entry: usize| self.memory.addr() + entry as u64 * self.chunk_bytes;
         let all =
             self.holds.iter().enumerate().flat_map(|(e, holds)| holds.iter().map(move |h| (e, h)));
         let others = all.filter(|(_, h)| h.who != who);
-        others.flat_map(|(e, h)| h.keys.iter().map(move |k| (e as u32, place(e), *k))).collect()
+        others.flat_map(|(e, h)| h.keys.iter().map(move |k| (h.function, place(e), *k))).collect()
     }
 }

@@ -1,7 +1,7 @@
 //! Where access is by pages: nobody has a key, and the memory node's queues move what tables map.
 
 use rnic::engine::{Aim, NextKind, Reach, Stepped};
-use rnic::ids::{Access, FunctionId};
+use rnic::ids::Access;
 
 use super::steps::By;
 use super::{Oracle, Who};
@@ -23,7 +23,7 @@ impl Oracle {
             self.wrong(Invariant::Accesses, format!("{name} reaches page {entry} by itself"));
         }
         // A page is written by a READ of what its owner has sent.
-        let answers = o.function == FunctionId::PHYSICAL;
+        let answers = self.is_node(o.function);
         let asked = o.towards.filter(|_| answers).and_then(|f| self.of_function(f));
         let fetches = o.aim.is_some_and(|aim| aim.need == Access::REMOTE_READ);
         self.seen.accesses += (done && asked.is_some()) as u64;

@@ -2,7 +2,6 @@
 
 use pool::SchemeKind;
 use rnic::engine::Reach;
-use rnic::ids::FunctionId;
 
 use super::{Oracle, Who};
 use crate::check::invariant::Invariant;
@@ -13,7 +12,7 @@ impl Oracle {
         reaches.clear();
         look(&mut reaches);
         // The memory node's own queues work on chunks too.
-        reaches.retain(|r| r.function != FunctionId::PHYSICAL);
+        reaches.retain(|r| !self.is_node(r.function));
         if self.case.is_bound_ahead() {
             reaches.clear(); // what is bound ahead opens to whoever has the key: see what is accessed
         }

@@ -2,11 +2,10 @@
 
 use std::fmt::Write as _;
 
-use fabric::Key;
 use rnic::engine::{Aim, NextKind, Reach, Stepped};
 use rnic::ids::{Access, FunctionId};
 
-use super::{FRESH, Hold, Oracle, Who};
+use super::{FRESH, Hold, Named, Oracle, Who};
 use crate::check::invariant::Invariant;
 use crate::queues::Observed;
 
@@ -24,12 +23,17 @@ pub(super) enum By {
     Answer(Who),
 }
 
+/// The key that is used, where it is looked up.
+fn named(aim: &Aim) -> Named {
+    (aim.space as u8, aim.key)
+}
+
 impl Oracle {
     /// A QP did something. `reaches` is asked again if that may have changed.
     pub fn after_step(&mut self, o: &Observed, look: impl FnOnce(&mut Vec<Reach>)) {
         self.seen.steps += 1;
         self.note(|oracle| oracle.describe(o));
-        let node = o.function == FunctionId::PHYSICAL;
+        let node = self.is_node(o.function);
         if self.case.is_paged() {
             return self.after_step_on_pages(o, look);
         }
@@ -73,7 +77,7 @@ impl Oracle {
 
     /// In a large memory: what a step may have changed is looked at, and from time to time all of it.
     fn account_for_some(&mut self, o: &Observed) {
-        let aim = o.aim.filter(|_| o.function != FunctionId::PHYSICAL);
+        let aim = o.aim.filter(|_| !self.is_node(o.function));
         let aim = aim.filter(|aim| self.place(aim.addr).is_some());
         match aim {
             Some(aim) => self.account_for_bytes(By::Client(o.function, aim)),
@@ -146,7 +150,7 @@ impl Oracle {
         if self.case.sizes {
             let end = (at + aim.len).max(1) - 1;
             let other = (entry..=entry + (end / self.chunk_bytes) as u32)
-                .find(|entry| *entry >= self.chunks || !self.may_access(who, *entry, aim.key));
+                .find(|entry| *entry >= self.chunks || !self.may_access(who, *entry, named(aim)));
             if let Some(entry) = other {
                 let name = self.name(who);
                 self.wrong(
@@ -160,7 +164,7 @@ impl Oracle {
                 Invariant::Accesses,
                 format!("{name} {kind} beyond the end of chunk {entry}"),
             );
-        } else if !self.may_access(who, entry, aim.key) {
+        } else if !self.may_access(who, entry, named(aim)) {
             let (name, owner) = (self.name(who), self.books.owner(entry));
             let holds = self.holds[entry as usize].last().map(|h| self.name(h.who));
             self.wrong(Invariant::Accesses, format!(
@@ -170,13 +174,13 @@ impl Oracle {
         }
     }
 
-    fn may_access(&self, who: Who, entry: u32, key: Key) -> bool {
+    fn may_access(&self, who: Who, entry: u32, (function, key): Named) -> bool {
         let holds = &self.holds[entry as usize];
-        let holds_it = |h: &Hold| h.who == who && h.keys.contains(&key);
+        let holds_it = |h: &Hold| h.who == who && h.function == function && h.keys.contains(&key);
         if holds.iter().any(holds_it) || self.is_given_away(entry) {
             return true;
         }
-        if self.granted.len() < FRESH && self.dead.contains(&key) {
+        if self.granted.len() < FRESH && self.dead.contains(&(function, key)) {
             return false;
         }
         let client = &self.clients[who];
@@ -271,7 +275,7 @@ impl Oracle {
                     "{name} changes bytes {first} to {last} of chunk {entry}, where it does not aim"
                 ),
             );
-        } else if !who.is_some_and(|who| self.may_access(who, entry, aim.key)) {
+        } else if !who.is_some_and(|who| self.may_access(who, entry, named(&aim))) {
             let name = self.name_of(function);
             self.wrong(
                 Invariant::Accesses,

@@ -5,7 +5,7 @@ use std::ops::Range;
 use fabric::Key;
 use pool::scheme::Grant;
 
-use super::{FRESH, Hold, Oracle, Who};
+use super::{FRESH, Hold, Named, Oracle, Who};
 use crate::check::invariant::Invariant;
 
 impl Oracle {
@@ -36,18 +36,18 @@ impl Oracle {
                 format!("{} is granted what is no chunk", self.name(who)),
             );
         };
-        let keys = grant.keys().to_vec();
-        let old = keys.iter().find(|k| self.granted.contains(k));
-        if let Some(key) = old.filter(|_| self.granted.len() < FRESH) {
+        let named: Vec<Named> = grant.keys().iter().map(|key| (grant.function, *key)).collect();
+        let old = named.iter().find(|k| self.granted.contains(k));
+        if let Some((_, key)) = old.filter(|_| self.granted.len() < FRESH) {
             let (name, tag) = (self.name(who), key.tag());
             self.wrong(
                 Invariant::Keys,
                 format!("{name} is granted chunk {entry} under an old key (tag {tag})"),
             );
         }
-        self.granted.extend(&keys);
+        self.granted.extend(&named);
         for entry in chunks {
-            self.chunk_granted(who, entry, &keys);
+            self.chunk_granted(who, entry, &named);
         }
     }
 
@@ -73,7 +73,7 @@ impl Oracle {
         }
     }
 
-    fn chunk_granted(&mut self, who: Who, entry: u32, keys: &[Key]) {
+    fn chunk_granted(&mut self, who: Who, entry: u32, named: &[Named]) {
         let honest = self.clients[who].honest;
         if let Some(owner) = self.books.owner(entry)
             && !owner.is_some_and(|id| self.is(who, id))
@@ -104,8 +104,10 @@ impl Oracle {
                 format!("{name} is granted chunk {entry}, which shows old contents"),
             );
         }
-        self.live[entry as usize].extend(keys);
-        self.holds[entry as usize].push(Hold { who, keys: keys.to_vec(), freeing: false });
+        let keys = named.iter().map(|(_, key)| *key).collect();
+        let function = named.first().map_or(0, |(function, _)| *function);
+        self.live[entry as usize].extend(named);
+        self.holds[entry as usize].push(Hold { who, keys, function, freeing: false });
     }
 
     /// What is in a chunk, for who is granted one that was not cleared.
@@ -134,11 +136,13 @@ impl Oracle {
         self.note(|o| format!("{} has freed chunk {entry}", o.name(who)));
         let honest = self.clients[who].honest;
         self.seen.frees[!honest as usize] += 1;
+        let hold = self.holds_from(entry).flatten().find(|h| h.who == who && h.keys == keys);
+        let function = hold.map_or(0, |hold| hold.function);
         self.holds_from(entry).for_each(|holds| holds.retain(|h| h.who != who || h.keys != keys));
         if self.case.scheme.releases_late() {
             return; // by design its windows are rebound later, before the next allocation of the chunk has ended
         }
-        self.dead.extend(keys);
+        self.dead.extend(keys.iter().map(|key| (function, *key)));
         if self.reaches.iter().any(|r| keys.contains(&r.key)) {
             let name = self.name(who);
             self.wrong(
