@@ -148,7 +148,9 @@ impl<N: Nic> Node<N> {
 
     /// Chunks that nobody has, as the headers say.
     pub(super) fn free_chunks(&self) -> u64 {
-        self.map.free_chunks(|at| self.words.load(at))
+        let free = self.map.free_chunks(|at| self.words.load(at));
+        // Headers may say anything, also of chunks that there are not.
+        free.min(self.shape.chunks as u64)
     }
 
     /// Blocks that were freed at once and have no backup key yet.
@@ -310,7 +312,9 @@ impl<N: Nic> NodeScheme for Node<N> {
             clients: self.peers.len() as u64 - leaving,
             leaving,
             allocations_nic: scan.released + scan.regenerated + lacking + taken,
-            frees_nic: scan.released + scan.regenerated + lacking + quarantined - scan.reclaimed,
+            // Who has a management QP can take a block out of quarantine again, and work can break off between the two.
+            frees_nic: (scan.released + scan.regenerated + lacking + quarantined)
+                .saturating_sub(scan.reclaimed),
             frees_cpu: scan.reclaimed,
             ..NodeStatus::default()
         })

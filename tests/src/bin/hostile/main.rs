@@ -18,6 +18,7 @@ mod nic;
 mod noise;
 mod queue;
 mod reach;
+mod trees;
 mod type1;
 
 use std::io::BufRead;
@@ -155,6 +156,13 @@ fn main() -> Result<()> {
         "hijack" => control::hijack(&a),
         "in-flight" => load::in_flight(&a),
         "load" => load::switched(&a),
+        "tree-guess" => trees::guess(&a),
+        "tree-late" => trees::late(&a),
+        "tree-beyond" => trees::beyond(&a),
+        "tree-storm" => trees::storm(&a),
+        "tree-misnames" => trees::misnames(&a),
+        "tree-takes" => trees::takes(&a),
+        "tree-nonsense" => trees::nonsense(&a),
         "type1-server" => type1::server(&a),
         "type1-client" => type1::client(&a),
         other => bail!("there is no attack {other}"),

@@ -1,0 +1,396 @@
+//! Attacks on scheme `finemem`, in which the compute node changes the memory node's metadata by READ and CAS: from who has
+//! access QPs only, and from who has a management QP and keeps to none of the rules.
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::Mutex;
+use std::task::{Context as Waiting, Poll, Waker};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use granary_tests::control::Control;
+use pool::finemem::header::{Header, User};
+use pool::finemem::layout::{Block, Shape, Word};
+use pool::finemem::log::{Capability, FullLog};
+use pool::finemem::tree::{Taken, Tree, Verbs};
+use pool::protocol::{Reply, Request};
+use pool::scheme::Metadata;
+use pool::{Admission, Admitted};
+use rnic::cqe::Syndrome;
+use rnic::ids::{Access, Key, Qpn};
+use rnic::memory::DmaMemory;
+use rnic::wqe::{Builder, Sge};
+use serde_json::{Value, json};
+
+use crate::compute::{LONG, remote};
+use crate::nic::Nic;
+use crate::queue::{Qp, Shape as QpShape};
+use crate::{Arguments, Random};
+
+/// A compute node's service made by hand, with its access QPs.
+struct Service {
+    nic: Nic,
+    control: Control,
+    management: Mutex<Qp>,
+    access: Vec<Qp>,
+    terms: Admitted,
+    metadata: Metadata,
+    shape: Shape,
+    user: User,
+    local: DmaMemory,
+    lkey: Key,
+}
+
+/// Where in local memory verbs on the metadata put what they return; accesses use what is before.
+const RESULTS: usize = 64 << 10;
+
+impl Service {
+    /// Attaches and is admitted.
+    fn join(a: &Arguments) -> Result<Self> {
+        let nic = Nic::open(&a.socket)?;
+        let control = Control::pool(&a.socket)?;
+        let pd = nic.pd()?;
+        let receives = QpShape { receives: 4, ..QpShape::default() };
+        let management = Qp::new(&nic, pd, receives)?;
+        let access = (0..2).map(|_| Qp::new(&nic, pd, QpShape::default()));
+        let access = access.collect::<Result<Vec<_>>>()?;
+        let local = nic.memory(1 << 20)?;
+        let lkey = nic.register(pd, &local, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
+        let admission = Admission {
+            management: vec![management.qpn.raw()],
+            groups: vec![access.iter().map(|q| q.qpn.raw()).collect()],
+            bulletin_addr: local.addr(),
+            bulletin_rkey: lkey.0,
+            ..Admission::default()
+        };
+        let terms = match control.ask(Request::Admit(admission))? {
+            Reply::Admitted(terms) => terms,
+            other => bail!("not admitted: {other:?}"),
+        };
+        let metadata = terms.metadata.context("a scheme without metadata")?;
+        let shape = Shape { chunks: metadata.chunks, chunk_bytes: terms.chunk_bytes };
+        let user = User::new(metadata.user).context("a number of a user")?;
+        management.connect(&nic, Qpn::new(terms.management[0]))?;
+        for (qp, peer) in access.iter().zip(&terms.groups[0]) {
+            qp.connect(&nic, Qpn::new(*peer))?;
+        }
+        let management = Mutex::new(management);
+        Ok(Self { nic, control, management, access, terms, metadata, shape, user, local, lkey })
+    }
+
+    fn sge(&self, at: usize, len: u32) -> Sge {
+        Sge { addr: self.local.addr() + at as u64, len, lkey: self.lkey }
+    }
+
+    fn at(&self, word: Word) -> rnic::wqe::Remote {
+        remote(self.metadata.addr + 8 * word.0 as u64, self.metadata.rkey)
+    }
+
+    /// One request on the management QP; its syndrome, 0 if it was done.
+    fn manage(&self, build: impl FnOnce(&mut Builder)) -> Result<u8> {
+        let mut qp = self.management.lock().expect("no thread has panicked");
+        qp.post(&self.nic, |b| {
+            build(b);
+            b.signaled();
+        });
+        let cqe = qp.wait(LONG).context("a request on the metadata did not end")?;
+        Ok(cqe.error.map_or(0, |e| e.syndrome))
+    }
+
+    /// The management QP again, after it broke.
+    fn manage_again(&self) -> Result<()> {
+        let mut qp = self.management.lock().expect("no thread has panicked");
+        qp.reset(&self.nic)?;
+        while qp.poll().is_some() {}
+        match self.control.ask(Request::ResetManagement { psn: 0 })? {
+            Reply::Management { peers } => qp.connect(&self.nic, Qpn::new(peers[0])),
+            other => bail!("the management QP was not re-established: {other:?}"),
+        }
+    }
+
+    /// One access on a lane; its syndrome. A lane that broke is re-established.
+    fn access(&mut self, lane: usize, build: impl FnOnce(&mut Builder)) -> Result<u8> {
+        let qp = &mut self.access[lane];
+        qp.post(&self.nic, |b| {
+            build(b);
+            b.signaled();
+        });
+        let cqe = qp.wait(LONG).context("an access did not end")?;
+        let Some(error) = cqe.error else { return Ok(0) };
+        qp.reset(&self.nic)?;
+        while qp.poll().is_some() {}
+        let request = Request::ResetAccess { group: 0, lane: lane as u8, psn: 0 };
+        match self.control.ask(request)? {
+            Reply::Access { peer } => self.access[lane].connect(&self.nic, Qpn::new(peer))?,
+            other => bail!("lane {lane} was not re-established: {other:?}"),
+        }
+        Ok(error.syndrome)
+    }
+
+    /// READ, WRITE or FAA of a word, by turns.
+    fn touch(&mut self, lane: usize, addr: u64, key: u32, kind: u32) -> Result<u8> {
+        let (at, local) = (remote(addr, key), self.sge(64, 8));
+        self.access(lane, |b| match kind % 3 {
+            0 => _ = b.rdma_read(at, &[local]),
+            1 => _ = b.rdma_write(at, &[local]),
+            _ => _ = b.fetch_add(at, 1, local),
+        })
+    }
+
+    fn load(&self, at: Word) -> Result<u64> {
+        let mut word = [0];
+        now(self.read(at, &mut word))?;
+        Ok(word[0])
+    }
+
+    /// A CAS; true if it found what was expected.
+    fn swap(&self, at: Word, expected: u64, new: u64) -> Result<bool> {
+        Ok(now(self.cas(at, expected, new))? == expected)
+    }
+
+    /// Takes a block as an honest compute node does.
+    fn take(&self, tree: &Tree, order: u32) -> Result<Taken> {
+        now(tree.allocate(self, order))?.context("the pool is empty")
+    }
+
+    fn capability(&self, block: Block) -> Word {
+        self.shape.capability(self.shape.entry(block))
+    }
+
+    /// Frees what it has, as an honest compute node does.
+    fn free(&self, taken: &Taken) -> Result<()> {
+        let (at, key) = (self.capability(taken.block), taken.capability.main);
+        let (open, shut) = (Capability::open(key), Capability::quarantined(key));
+        ensure!(self.swap(at, open.to_word(), shut.to_word())?, "its own block is not its own");
+        Ok(())
+    }
+
+    fn addr(&self, block: Block) -> u64 {
+        self.metadata.data + block.chunk as u64 * self.terms.chunk_bytes
+    }
+
+    /// The block that a chunk of another's is.
+    fn block_at(&self, addr: u64, len: u64) -> Result<Block> {
+        let chunk = (addr - self.metadata.data) / self.terms.chunk_bytes;
+        let order = self.shape.order_for(len).context("a length of no block")?;
+        Ok(Block { chunk: chunk as u32, order })
+    }
+}
+
+impl Verbs for Service {
+    type Error = anyhow::Error;
+
+    async fn read(&self, at: Word, out: &mut [u64]) -> Result<()> {
+        let to = self.sge(RESULTS, 8 * out.len() as u32);
+        let got = self.manage(|b| _ = b.rdma_read(self.at(at), &[to]))?;
+        ensure!(got == 0, "reading the metadata: {got:#x}");
+        for (i, word) in out.iter_mut().enumerate() {
+            *word = self.local.load_be64(RESULTS + 8 * i);
+        }
+        Ok(())
+    }
+
+    async fn cas(&self, at: Word, expected: u64, new: u64) -> Result<u64> {
+        let old = self.sge(RESULTS, 8);
+        let got = self.manage(|b| _ = b.compare_swap(self.at(at), expected, new, old))?;
+        ensure!(got == 0, "changing the metadata: {got:#x}");
+        Ok(self.local.load_be64(RESULTS))
+    }
+}
+
+/// Runs what waits for each verb where it is posted.
+fn now<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
+    match pin!(future).poll(&mut Waiting::from_waker(Waker::noop())) {
+        Poll::Ready(result) => result,
+        Poll::Pending => bail!("a verb was left to wait for"),
+    }
+}
+
+const REFUSED: u8 = Syndrome::RemoteAccess as u8;
+
+/// Who has access QPs only: all tags of others' keys, also in the windows of the larger blocks that begin there, and of the
+/// metadata's own key.
+pub fn guess(a: &Arguments) -> Result<Value> {
+    let mut me = Service::join(a)?;
+    a.ready()?;
+    let mut refused = 0;
+    let mut targets: Vec<(u64, u32)> = vec![(me.metadata.addr, me.metadata.rkey)];
+    for chunk in &a.of {
+        let block = me.block_at(chunk.addr, chunk.len)?;
+        for order in block.order..6 {
+            let larger = Block { order, ..block };
+            if block.chunk.is_multiple_of(1 << order) && larger.chunks().end <= me.shape.chunks {
+                let by = me.shape.entry(larger) - me.shape.entry(block);
+                targets.push((chunk.addr, chunk.keys[0] + (by << 8)));
+            }
+        }
+    }
+    for (i, (addr, key)) in targets.iter().enumerate() {
+        // All tags of the first ones, some of the others: each refusal costs a connection.
+        for tag in (0..256u32).step_by(if i < 2 { 1 } else { 37 }) {
+            let key = key & !0xff | (key + tag) & 0xff;
+            let got = me.touch(tag as usize % 2, *addr, key, tag)?;
+            ensure!(got == REFUSED, "key {key:#x} at {addr:#x}: {got:#x}");
+            refused += 1;
+        }
+    }
+    Ok(json!({ "refused": refused }))
+}
+
+/// Keys that it has given up: until their windows are rebound they open what is nobody's; from then on nothing, whoever
+/// has the block.
+pub fn late(a: &Arguments) -> Result<Value> {
+    let mut me = Service::join(a)?;
+    let tree = Tree::new(me.shape, me.user);
+    a.ready()?;
+    let (mut refused, mut late) = (0, 0);
+    for round in 0..a.count.max(1) as u32 {
+        let taken = me.take(&tree, round % 3)?;
+        let (addr, key) = (me.addr(taken.block), taken.capability.main.0);
+        ensure!(me.touch(0, addr, key, round)? == 0, "its own block is closed to it");
+        me.free(&taken)?;
+        // The second one finds nothing to free.
+        let (open, shut) = (Capability::open(Key(key)), Capability::quarantined(Key(key)));
+        ensure!(!me.swap(me.capability(taken.block), open.to_word(), shut.to_word())?, "twice");
+        let deadline = Instant::now() + LONG;
+        while me.touch(0, addr, key, 1)? == 0 {
+            late += 1;
+            ensure!(Instant::now() < deadline, "a key that was given up lives on");
+        }
+        for kind in 0..3 {
+            let got = me.touch(kind as usize % 2, addr, key, kind)?;
+            ensure!(got == REFUSED, "a dead key: {got:#x}");
+            refused += 1;
+        }
+    }
+    Ok(json!({ "refused": refused, "late": late }))
+}
+
+/// What the NIC refuses on the management QP too: WRITEs, and what lies beyond the metadata.
+pub fn beyond(a: &Arguments) -> Result<Value> {
+    let mut me = Service::join(a)?;
+    a.ready()?;
+    let (start, rkey) = (me.metadata.addr, me.metadata.rkey);
+    let end = start + 8 * me.shape.words() as u64;
+    let word = me.sge(RESULTS, 8);
+    let mut refused = 0;
+    let victims = a.of.first().map_or(me.metadata.data, |chunk| chunk.addr);
+    for at in [start, start + 8, end - 8, victims] {
+        let got = me.manage(|b| _ = b.rdma_write(remote(at, rkey), &[word]))?;
+        ensure!(got == REFUSED, "a WRITE at {at:#x}: {got:#x}");
+        me.manage_again()?;
+        refused += 1;
+    }
+    for at in [start - 8, end.next_multiple_of(4096), victims, 0, u64::MAX - 7] {
+        for read in [true, false] {
+            let got = me.manage(|b| match read {
+                true => _ = b.rdma_read(remote(at, rkey), &[word]),
+                false => _ = b.compare_swap(remote(at, rkey), 0, u64::MAX, word),
+            })?;
+            ensure!(got == REFUSED, "beyond the metadata, at {at:#x}: {got:#x}");
+            me.manage_again()?;
+            refused += 1;
+        }
+    }
+    // Others' keys on the management QP, which is of another protection domain than the memory.
+    for chunk in &a.of {
+        let got = me.manage(|b| _ = b.rdma_read(remote(chunk.addr, chunk.keys[0]), &[word]))?;
+        ensure!(got == REFUSED, "another's key: {got:#x}");
+        me.manage_again()?;
+        refused += 1;
+    }
+    // It works on as if nothing had been.
+    let tree = Tree::new(me.shape, me.user);
+    let taken = me.take(&tree, 0)?;
+    let addr = me.addr(taken.block);
+    ensure!(me.touch(0, addr, taken.capability.main.0, 0)? == 0, "it cannot work any more");
+    me.free(&taken)?;
+    Ok(json!({ "refused": refused }))
+}
+
+/// CASes on headers without end, half of them on one that it finds there: retry bits, which change nothing for others but
+/// the word that they expect.
+pub fn storm(a: &Arguments) -> Result<Value> {
+    let me = Service::join(a)?;
+    a.ready()?;
+    let (mut changed, mut tried) = (0u64, 0u64);
+    let deadline = Instant::now() + a.time;
+    let headers = [me.shape.section(0), me.shape.span(0)];
+    while Instant::now() < deadline {
+        for at in headers {
+            let mut seen = me.load(at)?;
+            for level in 0..64u32 {
+                let next = Header(seen).with_retry((Header(seen).retry() + 1 + level % 2) % 4);
+                let found = now(me.cas(at, seen, next.0))?;
+                tried += 1;
+                changed += (found == seen) as u64;
+                seen = if found == seen { next.0 } else { found };
+                // And one that finds another word for sure.
+                now(me.cas(at, !seen, 0))?;
+                tried += 1;
+            }
+        }
+    }
+    Ok(json!({ "tried": tried, "changed": changed }))
+}
+
+/// Says in the logs of its own blocks that others have them, and leaves; and leaves blocks half taken: bits without a log,
+/// sections opened for nothing.
+pub fn misnames(a: &Arguments) -> Result<Value> {
+    let me = Service::join(a)?;
+    let tree = Tree::new(me.shape, me.user);
+    a.ready()?;
+    let mut misnamed = 0;
+    for order in 0..3 {
+        let taken = me.take(&tree, order)?;
+        let at = me.shape.log(taken.block.chunk);
+        let word = me.load(at)?;
+        // The first ones that were admitted.
+        let other = User::new(1 + order as u16 % 2).context("a user")?;
+        let log = FullLog { user: other, ..FullLog::parse(word) };
+        misnamed += me.swap(at, word, log.to_word())? as u32;
+    }
+    // Spans that are said to be open, and have nothing.
+    for section in 0..me.shape.sections() {
+        let at = me.shape.section(section);
+        let header = Header(me.load(at)?);
+        let opened = header.with_spread(1, pool::finemem::header::Spread::Normal);
+        misnamed += me.swap(at, header.0, opened.0)? as u32;
+    }
+    Ok(json!({ "misnamed": misnamed }))
+}
+
+/// What nothing refuses: another's block is given up in its place, and then taken by who comes first.
+pub fn takes(a: &Arguments) -> Result<Value> {
+    let me = Service::join(a)?;
+    a.ready()?;
+    let mut taken = 0;
+    for chunk in &a.of {
+        let block = me.block_at(chunk.addr, chunk.len)?;
+        let key = Key(chunk.keys[0]);
+        let (open, shut) = (Capability::open(key), Capability::quarantined(key));
+        taken += me.swap(me.capability(block), open.to_word(), shut.to_word())? as u32;
+    }
+    Ok(json!({ "taken": taken }))
+}
+
+/// Anything into any word of the metadata, from a seed.
+pub fn nonsense(a: &Arguments) -> Result<Value> {
+    let me = Service::join(a)?;
+    let mut random = Random::new(a.seed);
+    a.ready()?;
+    let mut changed = 0;
+    for _ in 0..a.count.max(1) {
+        let at = Word(random.below(me.shape.words() as u64) as u32);
+        let word = me.load(at)?;
+        let new = match random.below(4) {
+            0 => random.draw(),
+            1 => word ^ 1 << random.below(64),
+            2 => 0,
+            // A block in quarantine, or a log that says that it is.
+            _ => word.rotate_right(32),
+        };
+        changed += me.swap(at, word, new)? as u32;
+    }
+    Ok(json!({ "changed": changed }))
+}
