@@ -130,6 +130,24 @@ fn small(settings: &Settings) -> Settings {
     Settings { donate_bytes: settings.chunk_bytes, ..settings.clone() }
 }
 
+/// What it takes the memory node's CPU to look at an entry of the capability table of an idle pool of so many chunks of
+/// 4 KiB, in nanoseconds: FineMem's scan (§6.2).
+///
+/// # Errors
+/// The memory node's.
+pub fn look_ns(scheme: SchemeKind, chunks: u64, scans: u64) -> Result<f64, Error> {
+    const CHUNK: u64 = 4096;
+    let donate_bytes = chunks * CHUNK;
+    let settings = Settings { donate_bytes, chunk_bytes: CHUNK, scheme, ..Settings::default() };
+    let mut node = Node::new(&SoftNic::inline(), &settings)?;
+    // Scans are up to 100 ms apart, and those of a second are enough.
+    while node.release_times().entries < scans * chunks {
+        node.turn()?;
+    }
+    let times = node.release_times();
+    Ok(times.looking.as_nanos() as f64 / times.entries as f64)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -321,6 +321,44 @@ impl<N: Nic> Verbs for Session<'_, N> {
         Ok((self.result(0), self.result(1)))
     }
 
+    async fn read_two(
+        &self,
+        first: (Word, &mut [u64]),
+        second: (Word, &mut [u64]),
+    ) -> Result<(), Error> {
+        let ((first, a), (second, b)) = (first, second);
+        let sge = |at, count: usize| [self.client.scratch.sge(self.slot(at), 8 * count as u32)];
+        let to = [sge(0, a.len()), sge(a.len(), b.len())];
+        let read = |at, to| Op::Read { from: self.at(at), to };
+        self.run(&mut [
+            WorkRequest { id: 0, op: read(first, &to[0]), signaled: false },
+            WorkRequest { id: 0, op: read(second, &to[1]), signaled: true },
+        ])
+        .await?;
+        (0..).zip(a.iter_mut().chain(b)).for_each(|(i, word)| *word = self.result(i));
+        Ok(())
+    }
+
+    async fn cas_and_read_one(
+        &self,
+        at: Word,
+        expected: u64,
+        new: u64,
+        then: Word,
+    ) -> Result<(u64, u64), Error> {
+        // A QP's requests are executed in their order.
+        let [old, read] = [0, 1].map(|word| [self.client.scratch.sge(self.slot(word), 8)]);
+        let swap = Op::CompareSwap { at: self.at(at), compare: expected, swap: new, old: old[0] };
+        let read = Op::Read { from: self.at(then), to: &read };
+        self.run(&mut [
+            WorkRequest { id: 0, op: swap, signaled: false },
+            WorkRequest { id: 0, op: read, signaled: true },
+        ])
+        .await?;
+        self.spent.cas(self.result(0) == expected);
+        Ok((self.result(0), self.result(1)))
+    }
+
     async fn cas_and_read(
         &self,
         at: Word,
@@ -328,6 +366,15 @@ impl<N: Nic> Verbs for Session<'_, N> {
         new: u64,
         then: [Word; 3],
     ) -> Result<(u64, [u64; 3]), Error> {
+        if self.client.release == Release::AtOnce {
+            // As published, each step waits for the one before it.
+            let (found, mut words) = (self.cas(at, expected, new).await?, [0; 3]);
+            if found == expected {
+                self.read(then[2], &mut words[2..]).await?;
+                (words[0], words[1]) = self.read_both(then[0], then[1]).await?;
+            }
+            return Ok((found, words));
+        }
         // A QP's requests are executed in their order.
         let old = self.client.scratch.sge(self.slot(0), 8);
         let op = Op::CompareSwap { at: self.at(at), compare: expected, swap: new, old };

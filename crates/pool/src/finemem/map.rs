@@ -38,18 +38,13 @@ impl Map {
         verbs: &V,
         order: u32,
     ) -> Result<Option<(Block, Capability)>, V::Error> {
-        let array = match self {
+        match self {
             Self::Tree(tree) => {
                 let taken = tree.allocate(verbs, order).await?;
-                return Ok(taken.map(|taken| (taken.block, taken.capability)));
+                Ok(taken.map(|taken| (taken.block, taken.capability)))
             }
-            Self::Array(array) => array,
-        };
-        let Some(block) = array.allocate(verbs, order).await? else { return Ok(None) };
-        let mut word = [0];
-        let shape = self.shape();
-        verbs.read(shape.capability(shape.entry(block)), &mut word).await?;
-        Ok(Some((block, Capability::parse(word[0]))))
+            Self::Array(array) => array.allocate(verbs, order).await,
+        }
     }
 
     /// Gives back a block of `user`. Nobody else may be giving it back.

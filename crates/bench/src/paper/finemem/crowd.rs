@@ -82,6 +82,7 @@ pub struct Contender {
 /// FineMem and its baselines.
 const CONTENDERS: &[Contender] = &[
     Contender { name: "finemem", scheme: SchemeKind::FineMem },
+    Contender { name: "finemem-paper", scheme: SchemeKind::FineMemPaper },
     Contender { name: "premmap-onesided", scheme: SchemeKind::PremmapOneSided },
     Contender { name: "premmap-rpc", scheme: SchemeKind::PremmapRpc },
     Contender { name: "ondemand-rpc", scheme: SchemeKind::OnDemandRpc },
@@ -100,15 +101,20 @@ const HALF: f64 = 0.5;
 const WHOLE: f64 = 1.0;
 /// Threads of figure 9. The text names none; 16 nodes of 8 threads, as in the traces.
 const THREADS_OF_SIZES: u32 = 128;
-/// Blocks that a thread holds, at most, and all of them together: a search through an array by so many, from its
-/// start, takes CASes by the square.
+/// Blocks that a thread holds, at most, where the paper's has 70,000; and all of them together in an array: a search
+/// through it by so many, from its start, takes round trips by the square.
 const HELD: u32 = 60;
+const HELD_QUICK: u32 = 16;
 const HELD_MIN: u32 = 4;
 const BLOCKS: u64 = 8192;
 /// Bytes that are held in all, as far as [`HELD_MIN`] allows: under virtual time, and on this machine.
 const BYTES: u64 = 1 << 30;
 const BYTES_HERE: u64 = 128 << 20;
 const EPOCHS: u32 = 2;
+/// Between frees and allocations: twice what scans are apart at most; where time passes and nothing is measured, enough
+/// for one.
+const REST_MS: u64 = 200;
+const REST_QUICK_MS: u64 = 10;
 
 fn threads(run: &Run<'_>) -> &'static [u32] {
     match (run.place.simulated(), run.extent) {
@@ -149,10 +155,15 @@ pub fn measure(
 ) -> Result<(Churn, Outcome), Error> {
     let simulated = run.place.simulated();
     let all = if simulated { BYTES } else { BYTES_HERE };
-    let held = (all / bytes).min(BLOCKS) / u64::from(threads);
-    let held = held.clamp(HELD_MIN.into(), HELD.into()) as u32;
+    let blocks = match contender.scheme {
+        SchemeKind::PremmapOneSided => (all / bytes).min(BLOCKS),
+        _ => all / bytes,
+    };
+    let held_max = if run.extent == Extent::Full { HELD } else { HELD_QUICK };
+    let held = (blocks / u64::from(threads)).clamp(HELD_MIN.into(), held_max.into()) as u32;
     let freed = ((f64::from(held) * freed) as u32).max(1);
-    let churn = Churn { bytes, held, freed, rest_ms: 200 };
+    let rest_ms = if simulated || run.extent == Extent::Full { REST_MS } else { REST_QUICK_MS };
+    let churn = Churn { bytes, held, freed, rest_ms };
     let epochs = if run.extent == Extent::Full { EPOCHS } else { 1 };
     let load = Load {
         compute_nodes: NODES.min(threads as u16),
@@ -171,7 +182,8 @@ fn setting(run: &Run<'_>, contender: &Contender, threads: u32, churn: &Churn) ->
 /// The claims of a scheme's row, if there are any: mean and 99th percentile, and CASes.
 fn claims_of(scheme: SchemeKind) -> Option<[&'static str; 3]> {
     match scheme {
-        SchemeKind::FineMem => {
+        // The published form: its steps one after the other.
+        SchemeKind::FineMemPaper => {
             Some(["finemem.alloc.512.mean", "finemem.alloc.512.p99", "finemem.cas.mean"])
         }
         SchemeKind::PremmapOneSided => {

@@ -10,17 +10,17 @@
 //! all zero: free
 //! ```
 //!
-//! A compute node goes through the array and tries one word after another by CAS, a round trip each, from where
-//! its last search ended; its first one begins at the first chunk (§6.3). What it tries first and what it finds
-//! taken costs as much as what it takes.
+//! A compute node goes through the array from where its last search ended; its first one begins at the first chunk
+//! (§6.3). It READs one word after another, a round trip each, and CASes what it saw free, which others that have seen
+//! the same may have taken by then. (The text has CASes only; the authors' published code READs first.)
 //!
-//! A block of several chunks takes a CAS for each, in their order. If one fails, those before it are given back,
+//! A block of several chunks takes one READ, and a CAS for each chunk, in their order. If one fails, those before it are given back,
 //! by a CAS each, and the search goes on behind. So what of a block was taken when its taker died is its
 //! beginning, and a block whose words all say the same was taken.
 //!
 //! Keys, quarantine, crashes and all else are as in scheme `finemem`: what differs is how free chunks are found.
 //! Published, all memory is premapped under one key, which stays good for ever; here a READ for the block's own
-//! key follows the CAS. A free is one CAS for a block of any size (on its capability); the CPU of the memory node
+//! key is posted with the CAS, so that it takes one round trip as published. A free is one CAS for a block of any size (on its capability); the CPU of the memory node
 //! gives the words back when the quarantine ends.
 
 #[cfg(test)]
@@ -30,6 +30,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::header::User;
 use super::layout::{Block, ORDERS, SECTION, Shape};
+use super::log::Capability;
 use super::tree::{BATCH, Verbs};
 
 const ORDER_AT: u32 = 14;
@@ -85,7 +86,7 @@ impl Array {
         self.shape
     }
 
-    /// Takes a block of 2^`order` chunks; `None` if there was none on a whole lap.
+    /// Takes a block of 2^`order` chunks, and what its capability says; `None` if there was none on a whole lap.
     ///
     /// # Errors
     /// Those of the verbs. It is open then what was taken.
@@ -93,35 +94,57 @@ impl Array {
         &self,
         verbs: &V,
         order: u32,
-    ) -> Result<Option<Block>, V::Error> {
+    ) -> Result<Option<(Block, Capability)>, V::Error> {
         let blocks = self.shape.blocks(order);
         // Others of this compute node that search at the same time begin behind this one.
         let begin = self.next.fetch_add(1 << order, Ordering::Relaxed).div_ceil(1 << order);
         for i in 0..blocks {
             let at = (begin % blocks + i) % blocks;
             let block = Block { chunk: at << order, order };
-            if self.try_block(verbs, block).await? {
+            if let Some(capability) = self.try_block(verbs, block).await? {
                 if i > 0 {
                     self.next.store(block.chunks().end, Ordering::Relaxed);
                 }
-                return Ok(Some(block));
+                return Ok(Some((block, capability)));
             }
         }
         Ok(None)
     }
 
-    /// Takes a block, if all of it is free.
-    async fn try_block<V: Verbs>(&self, verbs: &V, block: Block) -> Result<bool, V::Error> {
+    /// Takes a block, if all of it is seen to be free. The READ of its capability is posted with the last CAS.
+    async fn try_block<V: Verbs>(
+        &self,
+        verbs: &V,
+        block: Block,
+    ) -> Result<Option<Capability>, V::Error> {
         let taken = Taker { user: self.user, order: block.order }.to_word();
+        let key = self.shape.capability(self.shape.entry(block));
+        for first in block.chunks().step_by(BATCH) {
+            let mut words = [0; BATCH];
+            let words = &mut words[..BATCH.min((block.chunks().end - first) as usize)];
+            verbs.read(self.shape.log(first), words).await?;
+            if words.iter().any(|word| *word != 0) {
+                return Ok(None);
+            }
+        }
+        let (last, mut capability) = (block.chunks().end - 1, 0);
         for chunk in block.chunks() {
-            if verbs.cas(self.shape.log(chunk), 0, taken).await? != 0 {
+            let at = self.shape.log(chunk);
+            let found = if chunk == last {
+                let found;
+                (found, capability) = verbs.cas_and_read_one(at, 0, taken, key).await?;
+                found
+            } else {
+                verbs.cas(at, 0, taken).await?
+            };
+            if found != 0 {
                 for chunk in (block.chunk..chunk).rev() {
                     verbs.cas(self.shape.log(chunk), taken, 0).await?;
                 }
-                return Ok(false);
+                return Ok(None);
             }
         }
-        Ok(true)
+        Ok(Some(Capability::parse(capability)))
     }
 
     /// What `user` has that begins in a section. It must not be at work any more. Blocks that it has in part

@@ -79,15 +79,32 @@ fn run<T>(future: impl Future<Output = Result<T, Infallible>>) -> T {
 fn a_search_goes_on_where_the_last_one_ended() {
     let shape = shape(8);
     let (memory, array) = (Memory::new(shape), Array::new(shape, user(1)));
-    let take = |order| run(array.allocate(&memory, order)).map(|block| block.chunk);
+    let take = |order| run(array.allocate(&memory, order)).map(|(block, _)| block.chunk);
     assert_eq!((take(0), take(0), take(1), take(0)), (Some(0), Some(1), Some(2), Some(4)));
     run(array.give_back(&memory, &[Block { chunk: 0, order: 0 }]));
     assert_eq!((take(1), take(0), take(0), take(0)), (Some(6), Some(0), Some(5), None));
     let other = Array::new(shape, user(2));
     run(array.give_back(&memory, &[Block { chunk: 6, order: 1 }]));
-    assert_eq!(run(other.allocate(&memory, 0)), Some(Block { chunk: 6, order: 0 }));
+    assert_eq!(run(other.allocate(&memory, 0)).unwrap().0, Block { chunk: 6, order: 0 });
     assert_eq!(run(other.allocate(&memory, 1)), None);
-    assert_eq!(memory.load(shape.log(7)), 0, "a part of a block is given back");
+    assert_eq!(memory.load(shape.log(7)), 0);
+}
+
+#[test]
+fn what_another_took_since_it_was_read_is_left_and_the_rest_given_back() {
+    let shape = shape(16);
+    let (memory, array) = (Memory::new(shape), Array::new(shape, user(1)));
+    let mut task: Pin<Box<dyn Future<Output = _>>> = Box::pin(array.allocate(&memory, 2));
+    for _ in 0..4 {
+        assert_eq!(step(&mut task), None);
+    }
+    assert_ne!(memory.load(shape.log(1)), 0, "it has READ four words and taken two");
+    let other = Taker { user: user(2), order: 0 }.to_word();
+    memory.0[shape.log(3).0 as usize].store(other, Ordering::Relaxed);
+    let taken = std::iter::repeat_with(|| step(&mut task)).flatten().next().unwrap();
+    assert_eq!(taken.unwrap().0, Block { chunk: 4, order: 2 });
+    let words = [0, 1, 2, 3].map(|chunk| memory.load(shape.log(chunk)));
+    assert_eq!(words, [0, 0, 0, other]);
 }
 
 #[test]
@@ -114,16 +131,14 @@ fn what_is_no_word_of_ours_is_not_believed() {
 fn who_dies_before_his_own_block_is_not_forgotten() {
     let shape = shape(16);
     let (memory, array) = (Memory::new(shape), Array::new(shape, user(1)));
-    let take = |order| run(array.allocate(&memory, order)).unwrap();
-    let blocks: Vec<_> = [2, 1].map(take).into();
-    run(array.give_back(&memory, &blocks[..1]));
-    array.next.store(0, Ordering::Relaxed);
     let mut task: Pin<Box<dyn Future<Output = _>>> = Box::pin(array.allocate(&memory, 3));
     for _ in 0..4 {
         assert_eq!(step(&mut task), None);
     }
     drop(task);
     assert_ne!(memory.load(shape.log(0)), 0, "it has begun to take");
+    array.next.store(4, Ordering::Relaxed);
+    assert_eq!(run(array.allocate(&memory, 1)).unwrap().0, Block { chunk: 4, order: 1 });
     assert_eq!(run(array.taken_by(&memory, user(1), 0)), [Block { chunk: 4, order: 1 }]);
     assert_eq!(memory.load(shape.log(0)), 0);
 }
@@ -153,8 +168,9 @@ proptest! {
                 if at[who] == orders[who].len() {
                     continue;
                 }
-                if let Some(block) = step(&mut tasks[who]) {
-                    held[who].extend(block);
+                let taken: Option<Option<(Block, Capability)>> = step(&mut tasks[who]);
+                if let Some(block) = taken {
+                    held[who].extend(block.map(|(block, _)| block));
                     at[who] += 1;
                     let next = orders[who].get(at[who]).copied().unwrap_or(0);
                     tasks[who] = Box::pin(users[who].allocate(memory, next));

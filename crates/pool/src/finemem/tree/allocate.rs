@@ -32,10 +32,22 @@ pub(super) fn timestamp(layer: Layer, header: Header, taking: bool) -> Timestamp
 
 /// Sections whose spans' headers are read with one READ.
 const AT_ONCE: u32 = BATCH as u32 / SPANS;
+/// Sections that are read anew, with their spans, by who finds that what he knew of one is old; and at most, if he
+/// finds that again and again. Many readers of many headers wait for each other on the memory node's link.
+const FEW: u32 = 1;
+const MANY: u32 = 16;
+const _: () = assert!((MANY * (SPANS + 1)) as usize <= BATCH);
+/// CASes of one search that fail on one header before the next search begins elsewhere. The first one says only that
+/// what was known is old.
+pub(super) const CROWDED: u32 = 2;
+/// How often a search leaves a place for another because it met somebody there.
+pub(super) const MOVES: u32 = 3;
 
 /// How a search goes on.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Search {
+    /// By what is known; who meets others looks elsewhere.
+    Fleeting,
     /// By what is known; what is contended is left to others.
     Known,
     /// Everything is looked at.
@@ -117,8 +129,8 @@ impl Tree {
             self.know_sections(verbs, search).await?;
             let found = match search {
                 _ if order > SECTION_ORDER => self.search_groups(verbs, order).await?,
-                Search::Known => self.search_known(verbs, order).await?,
                 Search::All => self.search_all(verbs, order).await?,
+                Search::Fleeting | Search::Known => self.search_known(verbs, order).await?,
             };
             if found.is_some() {
                 return Ok(found);
@@ -137,11 +149,6 @@ impl Tree {
         Ok(())
     }
 
-    /// Where this user begins to search, so that users do not all meet.
-    fn start(&self) -> u32 {
-        self.user.raw() as u32
-    }
-
     /// By what is known: in the spans of the preferred state, wherever they are, then in those of the next.
     async fn search_known<V: Verbs>(
         &self,
@@ -150,29 +157,40 @@ impl Tree {
     ) -> Result<Option<Taken>, V::Error> {
         let states = if order < SPAN_ORDER { &PREFERENCE[..] } else { &[Spread::Empty] };
         let all = self.shape.sections();
-        let start = self.start() % all;
-        // Sections whose headers were read anew since the search began.
-        let mut fresh = 0..0;
+        let start = self.begin.among(all);
+        // Sections whose headers were read anew since the search began, and how many will be next time.
+        let (mut fresh, mut next_fresh) = (0..0, FEW);
+        let mut moves = if order < SPAN_ORDER { MOVES } else { 0 };
         for &spread in states {
             for range in [start..all, 0..start] {
                 let mut from = range.start;
                 let next = |from| self.cache.lock().next(from, spread, order);
                 while let Some(section) = next(from).filter(|section| *section < range.end) {
-                    let search = Search::Known;
+                    let search = if moves > 0 { Search::Fleeting } else { Search::Known };
                     let mut is_old = false;
                     let old = (!fresh.contains(&section)).then_some(&mut is_old);
                     let taken =
-                        self.try_section(verbs, section, order, spread, search, old).await?;
+                        self.try_section(verbs, section, order, &[spread], search, old).await?;
                     if taken.is_some() {
+                        if section != start && order < SPAN_ORDER {
+                            self.begin.stay(section, all);
+                        } else if section != start {
+                            self.begin.move_on();
+                        }
                         return Ok(taken);
+                    }
+                    if self.begin.has_met() && moves > 0 {
+                        if let Some(taken) = self.search_elsewhere(verbs, order, &mut moves).await?
+                        {
+                            return Ok(Some(taken));
+                        }
+                        continue;
                     }
                     if is_old {
                         // Two READs say of many what CASes that fail would say of one each.
-                        fresh = section..all.min(section + AT_ONCE);
-                        let count = fresh.end - fresh.start;
-                        self.read_headers(verbs, Place::section(section), count).await?;
-                        let first = Place::span(section * SPANS);
-                        self.read_headers(verbs, first, count * SPANS).await?;
+                        fresh = section..all.min(section + next_fresh);
+                        next_fresh = MANY.min(4 * next_fresh);
+                        self.read_whole_sections(verbs, fresh.clone()).await?;
                         continue;
                     }
                     self.cache.lock().found_none(section, spread, order);
@@ -183,18 +201,46 @@ impl Tree {
         Ok(None)
     }
 
+    /// In other sections than the one where others were met, by what they are like now: first in one that is
+    /// known to be in use, so that empty ones stay empty for large blocks, then in any.
+    async fn search_elsewhere<V: Verbs>(
+        &self,
+        verbs: &V,
+        order: u32,
+        moves: &mut u32,
+    ) -> Result<Option<Taken>, V::Error> {
+        let all = self.shape.sections();
+        loop {
+            let from = self.begin.among(all);
+            let used = {
+                let cache = self.cache.lock();
+                let next = |from| cache.next(from, Spread::Normal, order);
+                next(from).or_else(|| next(0)).filter(|_| *moves == MOVES)
+            };
+            *moves -= 1;
+            let section = used.unwrap_or(from);
+            self.begin.stay(section, all);
+            self.read_whole_sections(verbs, section..section + 1).await?;
+            let (spreads, search) = (&PREFERENCE[..2], Search::Fleeting);
+            let taken = self.try_section(verbs, section, order, spreads, search, None).await?;
+            if taken.is_some() || *moves == 0 || !self.begin.has_met() {
+                return Ok(taken);
+            }
+        }
+    }
+
     /// Everywhere: all headers of spans are read anew, many with one READ, some sections after the other.
     async fn search_all<V: Verbs>(&self, verbs: &V, order: u32) -> Result<Option<Taken>, V::Error> {
         let all = self.shape.sections();
         let batches = all.div_ceil(AT_ONCE);
         for i in 0..batches {
-            let first = (self.start() + i) % batches * AT_ONCE;
+            let first = (self.begin.among(batches) + i) % batches * AT_ONCE;
             let sections = first..all.min(first + AT_ONCE);
             if order >= SPAN_ORDER {
                 for section in sections {
                     let (spread, search) = (Spread::Empty, Search::All);
                     let taken =
-                        self.try_section(verbs, section, order, spread, search, None).await?;
+                        self.try_section(verbs, section, order, &[spread], search, None).await?;
                     if taken.is_some() {
                         return Ok(taken);
                     }
@@ -208,7 +254,7 @@ impl Tree {
                 for section in sections.clone() {
                     let search = Search::All;
                     let taken =
-                        self.try_section(verbs, section, order, spread, search, None).await?;
+                        self.try_section(verbs, section, order, &[spread], search, None).await?;
                     if taken.is_some() {
                         return Ok(taken);
                     }
@@ -218,14 +264,14 @@ impl Tree {
         Ok(None)
     }
 
-    /// Takes a block in a section: one of chunks in its spans of that state, or one of spans. If what is known of
+    /// Takes a block in a section: one of chunks in its spans of those states, or one of spans. If what is known of
     /// its spans turns out to be old, `is_old` is set, and the others are left.
     async fn try_section<V: Verbs>(
         &self,
         verbs: &V,
         index: u32,
         order: u32,
-        spread: Spread,
+        spreads: &[Spread],
         search: Search,
         mut is_old: Option<&mut bool>,
     ) -> Result<Option<Taken>, V::Error> {
@@ -234,21 +280,20 @@ impl Tree {
             return self.try_spans(verbs, index, wanted, search).await;
         }
         // Of those that the section has as full only the ones where that is wrong.
-        let some = match spread {
-            Spread::Full => self.cache.lock().with_room(index, order),
+        let some = match spreads {
+            [Spread::Full] => self.cache.lock().with_room(index, order),
             _ => u32::MAX,
         };
-        for i in 0..SPANS {
-            let at = (self.start() + i) % SPANS;
+        for at in self.begin.spans() {
             let Some(section) = self.known(Place::section(index)) else { return Ok(None) };
-            if section.header.spread(at) != spread || some >> at & 1 == 0 {
+            if !spreads.contains(&section.header.spread(at)) || some >> at & 1 == 0 {
                 continue;
             }
             let span = index * SPANS + at;
             let known = || self.known(Place::span(span)).map(|seen| seen.header.bitmap());
             let before = known();
             let taken = self.try_span(verbs, span, order, section, search).await?;
-            if taken.is_some() {
+            if taken.is_some() || search == Search::Fleeting && self.begin.is_crowded() {
                 return Ok(taken);
             }
             if let Some(is_old) = is_old.as_deref_mut()
@@ -320,6 +365,10 @@ impl Tree {
                 Err(found) => seen = found,
             }
             failures += 1;
+            if failures >= CROWDED && search == Search::Fleeting {
+                self.begin.meet();
+                return Ok(None);
+            }
             if failures >= CONTENDED_FROM && search == Search::Known {
                 self.hint(verbs, span, section.header, Spread::Contended).await?;
                 return Ok(None);
@@ -399,7 +448,12 @@ impl Tree {
                 .with_record(Record { timestamp, user: self.user, ..record })
                 .with_retry(level(failures));
             match self.commit(verbs, place, header, taken, block).await? {
-                Ok(capability) => return Ok(Some(Taken { block, capability })),
+                Ok(capability) => {
+                    if failures >= CROWDED {
+                        self.begin.move_on();
+                    }
+                    return Ok(Some(Taken { block, capability }));
+                }
                 Err(found) => seen = found,
             }
             failures += 1;
@@ -417,7 +471,7 @@ impl Tree {
     ) -> Result<Option<Taken>, V::Error> {
         let all = self.shape.blocks(order);
         for i in 0..all {
-            let block = Block { chunk: ((self.start() + i) % all) << order, order };
+            let block = Block { chunk: ((self.begin.among(all) + i) % all) << order, order };
             let Some(parts) = block.parts() else { return Ok(None) };
             let empty = self.cache.lock().are_empty(parts);
             if empty && let Some(taken) = self.try_group(verbs, block).await? {

@@ -31,6 +31,7 @@
 //! **Logs.** A header is overwritten only after its temporary log is in the full log; see `flush`.
 
 mod allocate;
+mod begin;
 mod cache;
 mod flush;
 mod give_back;
@@ -46,6 +47,7 @@ use std::future::Future;
 
 use parking_lot::Mutex;
 
+use begin::Begin;
 use cache::Cache;
 
 use super::header::{Header, SPANS, Spread, User};
@@ -90,6 +92,36 @@ pub trait Verbs: Sync {
             self.read(first, &mut a).await?;
             self.read(second, &mut b).await?;
             Ok((a[0], b[0]))
+        }
+    }
+
+    /// Reads several words from `first` on and then several from `second` on, posted together where that is
+    /// possible. Not more than [`BATCH`] in all.
+    fn read_two(
+        &self,
+        first: (Word, &mut [u64]),
+        second: (Word, &mut [u64]),
+    ) -> impl Future<Output = Result<(), Self::Error>> + Send {
+        async move {
+            self.read(first.0, first.1).await?;
+            self.read(second.0, second.1).await
+        }
+    }
+
+    /// A CAS, and what the word `then` is after it, posted together where that is possible.
+    fn cas_and_read_one(
+        &self,
+        at: Word,
+        expected: u64,
+        new: u64,
+        then: Word,
+    ) -> impl Future<Output = Result<(u64, u64), Self::Error>> + Send {
+        async move {
+            let (found, mut word) = (self.cas(at, expected, new).await?, [0]);
+            if found == expected {
+                self.read(then, &mut word).await?;
+            }
+            Ok((found, word[0]))
         }
     }
 
@@ -151,12 +183,14 @@ pub struct Tree {
     shape: Shape,
     user: User,
     cache: Box<Mutex<Cache>>,
+    begin: Begin,
 }
 
 impl Tree {
     /// The tree of that shape, for `user`, of which nothing is known yet.
     pub fn new(shape: Shape, user: User) -> Self {
-        Self { shape, user, cache: Box::new(Mutex::new(Cache::new(shape))) }
+        let cache = Box::new(Mutex::new(Cache::new(shape)));
+        Self { shape, user, cache, begin: Begin::of(user) }
     }
 
     /// Its shape.
@@ -204,6 +238,26 @@ impl Tree {
         let mut cache = self.cache.lock();
         for (index, word) in (from.index..).zip(&words) {
             cache.remember(Place { index, ..from }, Header(*word), false);
+        }
+        Ok(())
+    }
+
+    /// Reads the headers of sections and, after them, of their spans.
+    async fn read_whole_sections<V: Verbs>(
+        &self,
+        verbs: &V,
+        sections: std::ops::Range<u32>,
+    ) -> Result<(), V::Error> {
+        let count = sections.len();
+        let (mut own, mut spans) = (vec![0; count], vec![0; count * SPANS as usize]);
+        let (first, span) = (Place::section(sections.start), Place::span(sections.start * SPANS));
+        let at = [first, span].map(|place| place.word(self.shape));
+        verbs.read_two((at[0], &mut own), (at[1], &mut spans)).await?;
+        let mut cache = self.cache.lock();
+        for (from, words) in [(first, own), (span, spans)] {
+            for (index, word) in (from.index..).zip(words) {
+                cache.remember(Place { index, ..from }, Header(word), false);
+            }
         }
         Ok(())
     }

@@ -8,6 +8,7 @@ mod world;
 
 use std::convert::Infallible;
 
+use super::allocate::{CROWDED, MOVES};
 use super::*;
 use crate::finemem::header::{CHUNKS, Record, SPANS, Spread};
 use crate::finemem::layout::{Block, SPAN_ORDER};
@@ -271,22 +272,37 @@ fn who_finds_a_full_span_says_so_and_who_finds_room_too() {
     assert_eq!(take(&one, &memory, 0), None);
 }
 
-/// Where the CAS fails often the span is marked, and others prefer another one.
+/// Who meets others at a span takes from another one.
+#[test]
+fn who_meets_others_goes_elsewhere() {
+    let memory = Memory::new(SECTION);
+    let one = Tree::new(SECTION, user(1));
+    let span = take(&one, &memory, 0).unwrap().chunk / 32;
+    let disturbed = world::Disturbed::new(&memory, SECTION.span(span), CROWDED);
+    assert_ne!(take(&one, &disturbed, 0).unwrap().chunk / 32, span);
+    assert_eq!(memory.section(0).spread(span), Spread::Normal);
+}
+
+/// Where there is nothing else, and the CAS fails often, the span is marked, and others prefer another one.
 #[test]
 fn contention_is_marked_avoided_and_forgotten() {
     let memory = Memory::new(SECTION);
     let one = Tree::new(SECTION, user(1));
     let span = take(&one, &memory, 0).unwrap().chunk / 32;
-    let disturbed = world::Disturbed::new(&memory, SECTION.span(span), CONTENDED_FROM);
-    let other = take(&one, &disturbed, 0).unwrap();
-    assert_ne!(other.chunk / 32, span);
+    let set = |at, spread| {
+        memory.set(SECTION.section(0), memory.section(0).with_spread(at, spread));
+    };
+    (0..16).filter(|at| *at != span).for_each(|at| set(at, Spread::Full));
+    let failures = CROWDED * (1 + MOVES) + CONTENDED_FROM + CONTENDED_BELOW;
+    let disturbed = world::Disturbed::new(&memory, SECTION.span(span), failures);
+    assert_eq!(take(&one, &disturbed, 0).unwrap().chunk / 32, span);
     assert_eq!(memory.section(0).spread(span), Spread::Contended);
+    let other = (span + 1) % 16;
+    set(other, Spread::Empty);
+    assert_eq!(take(&Tree::new(SECTION, user(2)), &memory, 0).unwrap().chunk / 32, other);
     // Somebody who has nothing else.
-    for at in (0..16).filter(|at| *at != span) {
-        memory.set(SECTION.section(0), memory.section(0).with_spread(at, Spread::Full));
-    }
-    let two = Tree::new(SECTION, user(2));
-    assert_eq!(take(&two, &memory, 0).unwrap().chunk / 32, span);
+    set(other, Spread::Full);
+    assert_eq!(take(&Tree::new(SECTION, user(3)), &memory, 0).unwrap().chunk / 32, span);
     assert_eq!(memory.section(0).spread(span), Spread::Normal);
 }
 
