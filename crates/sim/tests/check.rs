@@ -94,6 +94,12 @@ fn finemem_sizes() {
     assert!(seen.grants[0] > seeds() && seen.empty > 0 && seen.deaths > 0 && seen.broken_off > 0);
 }
 
+/// Seed 2509: who could reach what had been looked at before the last release, not after it. A mistake of the oracle's.
+#[test]
+fn who_reaches_what_is_looked_at_in_the_end() {
+    assert_eq!(check::run(Case::SIZES, 2509, false).violation, None);
+}
+
 /// Seeds 1976 of `finemem` and 2245 of `finemem-paper`: what a break had left was looked at only when the next scan was due,
 /// and who had gone waited for that.
 #[test]

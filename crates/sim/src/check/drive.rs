@@ -397,6 +397,9 @@ impl<'a> World<'a> {
             );
             return Err(broken(Invariant::Forgotten, why));
         }
+        let (sim, (start, len)) = (&self.cluster.sim, self.donated);
+        // In a large memory it is not looked at after every step.
+        self.tell(|o| o.look(|into| sim.reaches(start, len, into)));
         self.tell(|o| o.check_empty()).map_err(|why| broken(Invariant::Forgotten, why))
     }
 }

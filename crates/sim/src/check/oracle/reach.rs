@@ -7,7 +7,8 @@ use super::{Oracle, Who};
 use crate::check::invariant::Invariant;
 
 impl Oracle {
-    pub(super) fn look(&mut self, look: impl FnOnce(&mut Vec<Reach>)) {
+    /// Looks who can reach what now.
+    pub fn look(&mut self, look: impl FnOnce(&mut Vec<Reach>)) {
         let mut reaches = std::mem::take(&mut self.reaches);
         reaches.clear();
         look(&mut reaches);
