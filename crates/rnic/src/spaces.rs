@@ -24,7 +24,10 @@ pub(crate) type Space = u32;
 
 /// The key tables of a NIC.
 pub(crate) struct KeySpaces {
-    tables: Vec<KeyTable>,
+    /// Most NICs have no other: it is reached without a look into a list.
+    first: KeyTable,
+    /// From space 1 on.
+    others: Vec<KeyTable>,
     unused: Vec<Space>,
     /// Keys of a table at most.
     max: u32,
@@ -36,14 +39,14 @@ impl KeySpaces {
 
     /// The first space, of up to `max` keys, as all others have.
     pub fn new(max: u32) -> Self {
-        Self { tables: vec![KeyTable::new(max)], unused: Vec::new(), max }
+        Self { first: KeyTable::new(max), others: Vec::new(), unused: Vec::new(), max }
     }
 
     /// A space for one function.
     pub fn add(&mut self) -> Space {
         self.unused.pop().unwrap_or_else(|| {
-            self.tables.push(KeyTable::new(self.max));
-            (self.tables.len() - 1) as Space
+            self.others.push(KeyTable::new(self.max));
+            self.others.len() as Space
         })
     }
 
@@ -56,12 +59,16 @@ impl KeySpaces {
 
     /// False if no window is bound to `qpn`; true if one is, or one to a number that looks like it.
     pub fn may_name(&self, qpn: Qpn) -> bool {
-        self.tables.iter().any(|table| table.may_name(qpn))
+        self.all().any(|table| table.may_name(qpn))
     }
 
     /// The keys that open some of the `len` bytes from `start` on. PDs tell whose they are.
     pub fn over(&self, start: u64, len: u64) -> Vec<Opening> {
-        self.tables.iter().flat_map(|table| table.over(start, len)).collect()
+        self.all().flat_map(|table| table.over(start, len)).collect()
+    }
+
+    fn all(&self) -> impl Iterator<Item = &KeyTable> {
+        std::iter::once(&self.first).chain(&self.others)
     }
 }
 
@@ -70,14 +77,20 @@ impl Index<Space> for KeySpaces {
 
     #[inline]
     fn index(&self, space: Space) -> &KeyTable {
-        &self.tables[space as usize]
+        match space {
+            Self::FIRST => &self.first,
+            _ => &self.others[space as usize - 1],
+        }
     }
 }
 
 impl IndexMut<Space> for KeySpaces {
     #[inline]
     fn index_mut(&mut self, space: Space) -> &mut KeyTable {
-        &mut self.tables[space as usize]
+        match space {
+            Self::FIRST => &mut self.first,
+            _ => &mut self.others[space as usize - 1],
+        }
     }
 }
 
