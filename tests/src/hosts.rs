@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use anyhow::{Context, Result, ensure};
 
 pub use crate::cable::Trouble;
-use crate::cable::{End, Shuttle, open_device};
+use crate::cable::{End, Shuttle, in_namespace, open_device};
 
 /// The cable's name at both ends.
 const CABLE: &str = "cable";
@@ -71,6 +71,15 @@ impl Hosts {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", &self.names[host]]).arg(program);
         command
+    }
+
+    /// Does something in this process as if it ran on a host.
+    pub fn inside<T: Send + 'static>(
+        &self,
+        host: usize,
+        what: impl FnOnce() -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        in_namespace(&self.names[host], what)
     }
 
     /// Pulls the cable out at a host.

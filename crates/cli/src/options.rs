@@ -97,6 +97,14 @@ impl PoolAddress {
         }
     }
 
+    /// The memory nodes' addresses, for a command that takes each by itself.
+    pub fn nodes(&self, command: &'static str) -> Result<Vec<&Address>, UsageError> {
+        match self {
+            Self::Nodes(all) => Ok(all.iter().collect()),
+            one => one.node(command).map(|address| vec![address]),
+        }
+    }
+
     /// The same, with the token that is in `file`, if one is named.
     pub fn with_token(
         self,

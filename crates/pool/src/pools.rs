@@ -4,14 +4,19 @@
 //! A grant says on which memory node it is ([`Placed`]). One that fails takes what it held with it, and nothing
 //! else: allocations go on at the others, and accesses to grants there do not notice. It is left out until it
 //! is connected again ([`Pools::rejoin`]); grants of before stay refused then.
+//!
+//! A process that ends is gone at once. Of a host that vanishes nothing is heard: what is asked there fails once the NIC
+//! has tried often enough, or the control connection has. From the first such failure on that memory node is *silent*: it
+//! is tried last, so that allocations do not wait for it, until its control connection has ended, and it is gone, or
+//! has outlived [`SILENCE`], and it is one of the others again.
 
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use fabric::Nic;
 use fabric::executor::block_on;
 use fabric::soft::SoftNic;
+use fabric::{Nic, Status};
 use parking_lot::{Mutex, RwLock};
 
 use crate::scheme::Grant;
@@ -19,6 +24,10 @@ use crate::{Address, Error, Options, Pool};
 
 /// How old what is known of a memory node's free memory may be.
 const FRESH: Duration = Duration::from_millis(500);
+
+/// How long a memory node is left alone that did not answer: longer than its control connection takes to notice that
+/// nobody is there.
+const SILENCE: Duration = Duration::from_secs(10);
 
 /// Where a block is allocated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -57,6 +66,8 @@ struct Member<N: Nic> {
     pool: RwLock<Pool<N>>,
     /// It does not answer any more.
     gone: AtomicBool,
+    /// When something failed there for want of an answer, in nanoseconds since the start; 0: nothing did.
+    silent: AtomicU64,
     /// Bytes that are free there, as far as is known.
     free: AtomicI64,
     /// When that was asked, in nanoseconds since the start; and a lock for who asks.
@@ -91,6 +102,7 @@ impl Pools<SoftNic> {
             }
             *node.pool.write() = pool;
             node.asked.store(0, Ordering::Relaxed);
+            node.silent.store(0, Ordering::Relaxed);
             node.gone.store(false, Ordering::Release);
             true
         })
@@ -123,6 +135,7 @@ impl<N: Nic> Pools<N> {
         let member = |pool: Pool<N>| Member {
             pool: RwLock::new(pool),
             gone: AtomicBool::new(false),
+            silent: AtomicU64::new(0),
             free: AtomicI64::new(0),
             asked: AtomicU64::new(0),
             asking: Mutex::new(()),
@@ -164,9 +177,17 @@ impl<N: Nic> Pools<N> {
 
     /// Tells that a memory node does not answer any more, for who has accessed it through [`Pools::node`].
     pub fn failed(&self, index: NodeIndex, error: &Error) {
+        let node = &self.nodes[index.0 as usize];
         if is_gone(error) {
-            self.nodes[index.0 as usize].gone.store(true, Ordering::Release);
+            node.gone.store(true, Ordering::Release);
+        } else if is_silent(error) {
+            node.silent.store(self.now(), Ordering::Relaxed);
         }
+    }
+
+    /// Nanoseconds since the start, never 0.
+    fn now(&self) -> u64 {
+        self.started.elapsed().as_nanos().max(1) as u64
     }
 
     /// Allocates a chunk, like [`Pool::allocate`].
@@ -189,7 +210,7 @@ impl<N: Nic> Pools<N> {
                     node.free.fetch_sub(grant.len as i64, Ordering::Relaxed);
                     return Ok(Placed { node: index, grant });
                 }
-                Err(e) if is_gone(&e) => {
+                Err(e) if is_gone(&e) || is_silent(&e) => {
                     self.failed(index, &e);
                     last = last.or(Some(e));
                 }
@@ -222,7 +243,10 @@ impl<N: Nic> Pools<N> {
                 Ok(())
             }
             Err(Error::Stale { .. }) => Ok(()),
-            Err(e) => Err(e),
+            Err(e) => {
+                self.failed(placed.node, &e);
+                Err(e)
+            }
         }
     }
 
@@ -289,7 +313,31 @@ impl<N: Nic> Pools<N> {
                 |index: &NodeIndex| self.nodes[index.0 as usize].free.load(Ordering::Relaxed);
             order.sort_by_key(|index| std::cmp::Reverse(free(index)));
         }
+        order.retain(|index| !self.has_ended(*index));
+        order.sort_by_key(|index| self.is_silent(*index));
         order
+    }
+
+    fn is_silent(&self, index: NodeIndex) -> bool {
+        self.nodes[index.0 as usize].silent.load(Ordering::Relaxed) > 0
+    }
+
+    /// True if a memory node that was silent is gone. One that has been silent for long enough, and is not, is silent
+    /// no more. Never waits.
+    fn has_ended(&self, index: NodeIndex) -> bool {
+        let node = &self.nodes[index.0 as usize];
+        let since = node.silent.load(Ordering::Relaxed);
+        if since == 0 {
+            return false;
+        }
+        if let Err(e) = node.pool.read().check_alive() {
+            self.failed(index, &e);
+            return is_gone(&e);
+        }
+        if self.now().saturating_sub(since) > SILENCE.as_nanos() as u64 {
+            node.silent.store(0, Ordering::Relaxed);
+        }
+        false
     }
 
     /// Asks a memory node how much is free there, if that was long ago and nobody else asks.
@@ -297,7 +345,9 @@ impl<N: Nic> Pools<N> {
         let node = &self.nodes[index.0 as usize];
         let now = self.started.elapsed();
         let asked = node.asked.load(Ordering::Relaxed);
-        if asked > 0 && now.saturating_sub(Duration::from_nanos(asked)) < FRESH {
+        if self.is_silent(index)
+            || asked > 0 && now.saturating_sub(Duration::from_nanos(asked)) < FRESH
+        {
             return;
         }
         let Some(_asking) = node.asking.try_lock() else { return };
@@ -316,6 +366,15 @@ impl<N: Nic> Pools<N> {
 /// True for an error after which a memory node is asked no more.
 fn is_gone(error: &Error) -> bool {
     matches!(error, Error::Gone { .. })
+}
+
+/// True for an error that says that no answer came; the next thing that is asked may be answered.
+fn is_silent(error: &Error) -> bool {
+    match error {
+        Error::ManagementBroken { .. } => true,
+        Error::Access { status, .. } => *status == Status::RetryExceeded,
+        _ => false,
+    }
 }
 
 impl<N: Nic> std::fmt::Debug for Pools<N> {

@@ -140,7 +140,7 @@ impl<'a, N: Nic> Batch<'a, N> {
     fn post_range(&self, start: usize, end: usize) -> Result<Posted<N>, Error> {
         let (group, way) = self.works[start].0;
         let list: Vec<Work<'static>> = self.works[start..end].iter().map(|(_, w)| *w).collect();
-        self.pool.group(group).post(way, &list)
+        self.pool.post(group, way, &list)
     }
 
     /// Waits for all of them; spins briefly, then sleeps. If some fail, an error of one of them is

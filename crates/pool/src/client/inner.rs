@@ -14,7 +14,7 @@ use super::buffer::Bounce;
 use super::control::ControlPlane;
 use super::embedded::Embedded;
 use super::operation::{Hold, TRIES};
-use super::path::{Group, Path, Posted};
+use super::path::{Group, Path, Posted, Way, Work};
 use crate::any::AnyClient;
 use crate::protocol::Welcome;
 use crate::remote::route::beside;
@@ -281,6 +281,25 @@ impl<N: Nic> Inner<N> {
         if !open && asked_after == *repairs {
             // What cannot be taken to Error is in Reset, and has nothing in flight.
             let _ = self.scheme.break_management();
+        }
+    }
+
+    /// Posts operations with one doorbell. A QP that could not be re-established the last time is so first: or who asks hears
+    /// why it cannot be, rather than that it is not ready.
+    pub(super) fn post(
+        &self,
+        group: GroupId,
+        way: Way,
+        works: &[Work<'_>],
+    ) -> Result<Posted<N>, Error> {
+        match self.group(group).post(way, works) {
+            Err(Error::Verbs(fabric::Error::NotReady { .. })) => {
+                let path = self.group(group).path(way);
+                let epoch = *path.epoch().read();
+                self.recover(path, epoch)?;
+                self.group(group).post(way, works)
+            }
+            posted => posted,
         }
     }
 

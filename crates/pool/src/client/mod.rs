@@ -366,6 +366,11 @@ impl<N: Nic> Pool<N> {
         inner.control.await_memory(timeout)
     }
 
+    /// An error if its connection to the memory node is known to have ended. Asks nobody, and never waits.
+    pub(crate) fn check_alive(&self) -> Result<(), Error> {
+        self.inner.control.check_alive()
+    }
+
     /// What its allocations have cost in round trips and CASes, in schemes where it does them by CAS.
     pub fn effort(&self) -> Effort {
         self.inner.scheme.effort()

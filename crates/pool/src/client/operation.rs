@@ -47,10 +47,9 @@ impl<'a, N: Nic> Operation<'a, N> {
         work: Work<'a>,
         hold: Hold<'a, N>,
     ) -> Result<Self, Error> {
-        let group = pool.group(grant.group);
-        let way = group.way(grant.function, lane);
-        let posted = Some(group.post(way, &[work])?);
         let group = grant.group;
+        let way = pool.group(group).way(grant.function, lane);
+        let posted = Some(pool.post(group, way, &[work])?);
         Ok(Self { pool, group, way, work, hold, posted, tries: 0 })
     }
 

@@ -7,7 +7,7 @@ use anyhow::bail;
 use bench::access::{self, Direction, Outcome, Spec};
 use bench::size::Size;
 use bench::{bare, pool_access};
-use pool::{Embedded, Pool};
+use pool::{Address, Embedded, Pool};
 
 use super::{Rounds, begin, conclude};
 use crate::UsageError;
@@ -28,7 +28,8 @@ pub struct Access {
           default_values_t = [NicName::Inline, NicName::Shm])]
     nic: Vec<NicName>,
 
-    /// Use a running memory node instead: shm:PATH or roce://HOST[:PORT]; its chunks must have 8MiB or more
+    /// Use running memory nodes instead, each by itself: shm:PATH or roce://HOST[:PORT], several with commas between
+    /// them; their chunks must have 8MiB or more
     #[arg(long, value_name = "POOL", conflicts_with = "nic")]
     pool: Option<PoolAddress>,
 
@@ -61,6 +62,7 @@ Examples:
   granary bench access --sizes 8,4KiB,1MiB --in-flight 1,16,64 --seconds 1
   granary bench access --nic shm,roce --seconds 0.3 --rounds 5
   granary bench access --pool roce://memory-1 --token-file ~/granary.token
+  granary bench access --pool roce://memory-1,roce://memory-2
   granary bench access --json --out pictures > access.jsonl";
 
 /// What usage errors name.
@@ -75,7 +77,7 @@ const IN_FLIGHT_MAX: u32 = 4096;
 
 /// A way of moving bytes: no pool, or one on some NIC.
 struct Way {
-    nic: &'static str,
+    nic: String,
     scheme: &'static str,
     pool: Option<Pool>,
     /// The memory node behind it, if it is a process of its own.
@@ -84,7 +86,7 @@ struct Way {
 
 impl Way {
     fn bare() -> Self {
-        Self { nic: bare::NIC, scheme: bare::SCHEME, pool: None, _node: None }
+        Self { nic: bare::NIC.into(), scheme: bare::SCHEME, pool: None, _node: None }
     }
 
     /// A pool on a NIC, for all of these measurements.
@@ -103,22 +105,29 @@ impl Way {
             }
         };
         let scheme = settings.scheme.name();
-        Ok(Self { nic: nic.name(), scheme, pool: Some(pool), _node: node })
+        Ok(Self { nic: nic.name().into(), scheme, pool: Some(pool), _node: node })
     }
 
-    /// A memory node that is there already.
-    fn given(pool: &PoolAddress, specs: &[Spec]) -> anyhow::Result<Self> {
+    /// Memory nodes that are there already. Of several each is named by its address too.
+    fn given(pool: &PoolAddress, specs: &[Spec]) -> anyhow::Result<Vec<Self>> {
+        let nodes = pool.nodes(COMMAND)?;
+        let name = nodes.len() > 1;
+        nodes.into_iter().map(|node| Self::at(node, name, specs)).collect()
+    }
+
+    fn at(node: &Address, is_named: bool, specs: &[Spec]) -> anyhow::Result<Self> {
         let most = |of: fn(&Spec) -> usize| specs.iter().map(of).max().unwrap_or(1);
         let options = pool_access::options(most(|spec| spec.in_flight));
-        let it = pool.node(COMMAND)?.connect(options)?;
+        let it = node.connect(options)?;
         let region = Size(most(|spec| spec.region) as u64);
         if it.chunk_bytes() < region.bytes() {
             let chunk = Size(it.chunk_bytes());
             bail!(
-                "{pool}: its chunks have {chunk}, and this takes {region}; serve with --chunk {region}"
+                "{node}: its chunks have {chunk}, and this takes {region}; serve with --chunk {region}"
             );
         }
-        let (nic, scheme) = (it.nic().function().port_name(), it.welcome().scheme.name());
+        let (port, scheme) = (it.nic().function().port_name(), it.welcome().scheme.name());
+        let nic = if is_named { format!("{port} ({node})") } else { port.into() };
         Ok(Self { nic, scheme, pool: Some(it), _node: None })
     }
 
@@ -143,7 +152,7 @@ impl Access {
             }
             Some(pool) => {
                 let token = self.token.token_file.as_deref();
-                ways.push(Way::given(&pool.clone().with_token(token, COMMAND)?, &specs)?);
+                ways.extend(Way::given(&pool.clone().with_token(token, COMMAND)?, &specs)?);
             }
         }
         let rounds = self.rounds.rounds;
@@ -160,7 +169,7 @@ impl Access {
                 bar.step();
             }
             for (way, outcome) in ways.iter().zip(&outcomes) {
-                report.extend(outcome.records(&spec, &spec.setting(way.scheme, way.nic)))?;
+                report.extend(outcome.records(&spec, &spec.setting(way.scheme, &way.nic)))?;
             }
         }
         drop(bar);
