@@ -140,6 +140,7 @@ fn arguments(settings: &Settings) -> Vec<String> {
     .into_iter()
     .flat_map(|(name, value)| [name.to_owned(), value])
     .chain((!settings.separation).then(|| "--no-separation".to_owned()))
+    .chain((!settings.contention_control).then(|| "--no-contention-control".to_owned()))
     .chain(settings.nic_windows.map(|windows| format!("--nic-windows={windows}")))
     .collect()
 }

@@ -123,6 +123,7 @@ impl<S: NodeScheme> MemoryNode<S> {
             incarnation: self.inner.incarnation,
             budget_chunks: s.budget.chunks,
             separation: s.separation,
+            contention_control: s.contention_control,
             roce: None,
             proof: None,
         }

@@ -184,6 +184,9 @@ pub struct Welcome {
     /// See [`crate::Settings::separation`].
     #[serde(default = "yes")]
     pub separation: bool,
+    /// See [`crate::Settings::contention_control`].
+    #[serde(default = "yes")]
+    pub contention_control: bool,
     /// To another host: what the memory node's NIC is reached by.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub roce: Option<RoceEnd>,

@@ -42,6 +42,9 @@ pub struct Settings {
     /// In scheme `onesidedmw`: allocation has QPs of its own (OneSidedMW §4.2). Without it, to be compared
     /// with, each access QP carries the chain that allocates for it.
     pub separation: bool,
+    /// In the schemes with a tree: whose CASes fail searches elsewhere, and marks what is contended (FineMem §4.1). Without
+    /// it, to be compared with, he tries again where he is.
+    pub contention_control: bool,
     /// What each compute node may use, in scheme `onesidedmw`.
     pub budget: Budget,
     /// Requests that a compute node's own fault lets fail are answered at a bounded pace, in scheme
@@ -66,6 +69,7 @@ impl Default for Settings {
             control: ControlMode::default(),
             cores: 1,
             separation: true,
+            contention_control: true,
             silence: Duration::from_secs(10),
             budget: Budget::default(),
             paced: false,
@@ -205,6 +209,13 @@ impl Settings {
             "separation",
             self.separation,
             "only scheme onesidedmw, without budgets, can do without separate management QPs",
+        )?;
+        let has_tree = matches!(self.scheme, SchemeKind::FineMem | SchemeKind::FineMemPaper);
+        require(
+            self.contention_control || has_tree,
+            "contention_control",
+            self.contention_control,
+            "only schemes finemem and finemem-paper have contention control to do without",
         )?;
         require(
             self.nic_windows != Some(0),
@@ -466,7 +477,7 @@ mod tests {
         let budget =
             |requests_per_s, interval| Budget { requests_per_s, interval, ..Budget::default() };
         let fine = Duration::from_millis(50);
-        let cases: [(&str, Settings); 15] = [
+        let cases: [(&str, Settings); 16] = [
             (
                 "budget_requests_per_s",
                 Settings { budget: budget(Some(0), fine), ..Settings::default() },
@@ -487,6 +498,7 @@ mod tests {
                 "separation",
                 Settings { separation: false, scheme: SchemeKind::RpcMw2, ..Settings::default() },
             ),
+            ("contention_control", Settings { contention_control: false, ..Settings::default() }),
             ("cores", Settings { cores: 0, ..Settings::default() }),
             ("cores", Settings { cores: 2, ..Settings::default() }),
             ("silence_ms", Settings { silence: Duration::ZERO, ..Settings::default() }),

@@ -286,6 +286,7 @@ impl NodeCpu {
             incarnation: 1,
             budget_chunks: s.budget.chunks,
             separation: s.separation,
+            contention_control: s.contention_control,
             roce: None,
             proof: None,
         }

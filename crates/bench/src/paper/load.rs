@@ -60,6 +60,8 @@ pub struct Load {
     pub shared: bool,
     /// See [`Settings::separation`].
     pub separation: bool,
+    /// See [`Settings::contention_control`].
+    pub contention_control: bool,
     /// Connections besides, which do nothing.
     pub idle: u32,
     /// What the threads do.
@@ -79,6 +81,7 @@ impl Load {
             threads: 1,
             shared: false,
             separation: true,
+            contention_control: true,
             idle: 0,
             work,
             rounds,
@@ -126,6 +129,7 @@ impl Load {
             scheme: self.scheme,
             cores: self.cores.min(self.connections()),
             separation: self.separation,
+            contention_control: self.contention_control,
             ..Settings::default()
         }
     }

@@ -76,6 +76,11 @@ pub struct Serve {
     #[arg(long)]
     no_separation: bool,
 
+    /// Without contention control, in schemes finemem and finemem-paper: whose CAS fails tries again where he is. To be
+    /// compared with
+    #[arg(long)]
+    no_contention_control: bool,
+
     /// Memory windows of a group: one for the grant's owner, and one for each lane
     #[arg(long, value_name = "WINDOWS", default_value_t = Settings::default().group_size)]
     group_size: u32,
@@ -168,6 +173,7 @@ impl Serve {
             control: self.control,
             cores: self.cores,
             separation: !self.no_separation,
+            contention_control: !self.no_contention_control,
             nic_windows: self.nic_windows,
             silence: Duration::from_millis(self.silence_ms),
             budget: Budget {

@@ -50,6 +50,7 @@ pub struct Client<N: Nic> {
     in_flight: u32,
     scheme: SchemeKind,
     chunk_bytes: u64,
+    contention_control: bool,
     /// Of the memory node's NIC, with windows.
     functions: u32,
     lanes: usize,
@@ -102,6 +103,7 @@ impl<N: Nic> Client<N> {
             in_flight: credits,
             scheme: welcome.scheme,
             chunk_bytes: welcome.chunk_bytes,
+            contention_control: welcome.contention_control,
             functions: welcome.functions,
             lanes: (welcome.group_size as usize).saturating_sub(1).clamp(1, MAX_GROUP),
             alone: Credits::new(1),
@@ -485,7 +487,7 @@ impl<N: Nic> ClientScheme for Client<N> {
         let shape = Shape { chunks: m.chunks, chunk_bytes: terms.chunk_bytes };
         let Some(user) = User::new(m.user) else { return };
         let metadata = Remote { addr: m.addr, rkey: Key(m.rkey) };
-        let map = Map::new(self.scheme, shape, user);
+        let map = Map::new(self.scheme, shape, user, self.contention_control);
         let functions = Functions::new(shape, self.functions);
         let _ = self.admitted.set(Terms { metadata, data: m.data, user, map, functions });
     }

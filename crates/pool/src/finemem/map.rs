@@ -17,10 +17,11 @@ pub(super) enum Map {
 
 impl Map {
     /// The scheme's, as `user` sees it.
-    pub fn new(scheme: SchemeKind, shape: Shape, user: User) -> Self {
+    pub fn new(scheme: SchemeKind, shape: Shape, user: User, contention_control: bool) -> Self {
         match scheme {
             SchemeKind::PremmapOneSided => Self::Array(Array::new(shape, user)),
-            _ => Self::Tree(Tree::new(shape, user)),
+            _ if contention_control => Self::Tree(Tree::new(shape, user)),
+            _ => Self::Tree(Tree::without_contention_control(shape, user)),
         }
     }
 

@@ -74,7 +74,7 @@ impl<N: Nic> Node<N> {
         let memory = nic.alloc_dma((shape.chunks as u64 * shape.chunk_bytes) as usize)?;
         let release = Release::of(settings.scheme);
         let words = Words::new(nic.alloc_dma(shape.words() as usize * 8)?);
-        let map = Map::new(settings.scheme, shape, User::NOBODY);
+        let map = Map::new(settings.scheme, shape, User::NOBODY, settings.contention_control);
         if let Map::Tree(_) = map {
             initial(shape, |at, word| words.store(at, word));
         }

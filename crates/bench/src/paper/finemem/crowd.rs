@@ -77,15 +77,24 @@ pub struct Contender {
     pub name: &'static str,
     /// Its scheme.
     pub scheme: SchemeKind,
+    /// See [`Load::contention_control`].
+    pub contention_control: bool,
+}
+
+impl Contender {
+    /// The scheme as it is.
+    pub const fn new(name: &'static str, scheme: SchemeKind) -> Self {
+        Self { name, scheme, contention_control: true }
+    }
 }
 
 /// FineMem and its baselines.
 const CONTENDERS: &[Contender] = &[
-    Contender { name: "finemem", scheme: SchemeKind::FineMem },
-    Contender { name: "finemem-paper", scheme: SchemeKind::FineMemPaper },
-    Contender { name: "premmap-onesided", scheme: SchemeKind::PremmapOneSided },
-    Contender { name: "premmap-rpc", scheme: SchemeKind::PremmapRpc },
-    Contender { name: "ondemand-rpc", scheme: SchemeKind::OnDemandRpc },
+    Contender::new("finemem", SchemeKind::FineMem),
+    Contender::new("finemem-paper", SchemeKind::FineMemPaper),
+    Contender::new("premmap-onesided", SchemeKind::PremmapOneSided),
+    Contender::new("premmap-rpc", SchemeKind::PremmapRpc),
+    Contender::new("ondemand-rpc", SchemeKind::OnDemandRpc),
 ];
 
 /// Who takes part here.
@@ -168,6 +177,7 @@ pub fn measure(
     let load = Load {
         compute_nodes: NODES.min(threads as u16),
         threads,
+        contention_control: contender.contention_control,
         ..Load::new(contender.scheme, Work::Churn(churn), epochs)
     };
     let what = format!("{}, {}, {}", contender.name, count(threads, "thread"), Size(bytes));

@@ -42,6 +42,10 @@ fn note(id: &str) -> Option<&'static str> {
             "The array's search in a crowd is decided by who is ahead of whom. The same load with one thing changed: 5.5 CASes and \
              39 us if it CASes without a READ before, 351 and 2,579 us if it then waits for its key; the paper's lie in between."
         }
+        "finemem.twolayer.saving" | "finemem.contention.saving" => {
+            "Without contention control users still begin to search far from each other here, which the paper does not tell of its \
+             tree; most of what is saved is then the layers'. If all begin at the first chunk, the tree alone is slower than the array."
+        }
         "patronus.bind" => "One number of ours stands beside two papers'; FineMem's is 1.34 us.",
         _ => return None,
     })

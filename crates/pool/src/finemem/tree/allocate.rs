@@ -160,7 +160,7 @@ impl Tree {
         let start = self.begin.among(all);
         // Sections whose headers were read anew since the search began, and how many will be next time.
         let (mut fresh, mut next_fresh) = (0..0, FEW);
-        let mut moves = if order < SPAN_ORDER { MOVES } else { 0 };
+        let mut moves = if self.contention_control && order < SPAN_ORDER { MOVES } else { 0 };
         for &spread in states {
             for range in [start..all, 0..start] {
                 let mut from = range.start;
@@ -174,7 +174,7 @@ impl Tree {
                     if taken.is_some() {
                         if section != start && order < SPAN_ORDER {
                             self.begin.stay(section, all);
-                        } else if section != start {
+                        } else if section != start && self.contention_control {
                             self.begin.move_on();
                         }
                         return Ok(taken);
@@ -353,12 +353,13 @@ impl Tree {
             let taken = header
                 .with_bitmap(header.bitmap() | chunk_mask(offset, order))
                 .with_record(record)
-                .with_retry(level(failures))
+                .with_retry(level(self.counted(failures)))
                 .with_in_use(true);
             let block = Block { chunk: span * CHUNKS + offset, order };
             match self.commit(verbs, place, header, taken, block).await? {
                 Ok(capability) => {
-                    let spread = spread_after(taken, section.header.spread(at), failures);
+                    let spread =
+                        spread_after(taken, section.header.spread(at), self.counted(failures));
                     self.hint(verbs, span, section.header, spread).await?;
                     return Ok(Some(Taken { block, capability }));
                 }
@@ -369,7 +370,7 @@ impl Tree {
                 self.begin.meet();
                 return Ok(None);
             }
-            if failures >= CONTENDED_FROM && search == Search::Known {
+            if self.counted(failures) >= CONTENDED_FROM && search == Search::Known {
                 self.hint(verbs, span, section.header, Spread::Contended).await?;
                 return Ok(None);
             }
@@ -446,10 +447,10 @@ impl Tree {
             let taken = header
                 .with_bitmap(header.bitmap() | mask)
                 .with_record(Record { timestamp, user: self.user, ..record })
-                .with_retry(level(failures));
+                .with_retry(level(self.counted(failures)));
             match self.commit(verbs, place, header, taken, block).await? {
                 Ok(capability) => {
-                    if failures >= CROWDED {
+                    if self.counted(failures) >= CROWDED {
                         self.begin.move_on();
                     }
                     return Ok(Some(Taken { block, capability }));
@@ -457,7 +458,7 @@ impl Tree {
                 Err(found) => seen = found,
             }
             failures += 1;
-            if failures >= CONTENDED_FROM && search == Search::Known {
+            if self.counted(failures) >= CONTENDED_FROM && search == Search::Known {
                 return Ok(None);
             }
         }

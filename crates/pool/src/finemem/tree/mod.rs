@@ -184,13 +184,25 @@ pub struct Tree {
     user: User,
     cache: Box<Mutex<Cache>>,
     begin: Begin,
+    contention_control: bool,
 }
 
 impl Tree {
     /// The tree of that shape, for `user`, of which nothing is known yet.
     pub fn new(shape: Shape, user: User) -> Self {
         let cache = Box::new(Mutex::new(Cache::new(shape)));
-        Self { shape, user, cache, begin: Begin::of(user) }
+        Self { shape, user, cache, begin: Begin::of(user), contention_control: true }
+    }
+
+    /// The same for whom nothing follows from a CAS that fails: he tries again where he is, whoever else is there. To be
+    /// compared with (FineMem §6.2, figure 11).
+    pub fn without_contention_control(shape: Shape, user: User) -> Self {
+        Self { contention_control: false, ..Self::new(shape, user) }
+    }
+
+    /// CASes of an allocation that failed on one header, as far as anything follows from it.
+    fn counted(&self, failures: u32) -> u32 {
+        if self.contention_control { failures } else { 0 }
     }
 
     /// Its shape.

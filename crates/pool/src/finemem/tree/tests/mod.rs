@@ -306,6 +306,24 @@ fn contention_is_marked_avoided_and_forgotten() {
     assert_eq!(memory.section(0).spread(span), Spread::Normal);
 }
 
+/// Who is to be compared with stays where he is, however often his CAS fails.
+#[test]
+fn without_contention_control_nobody_gives_way() {
+    let memory = Memory::new(SECTION);
+    let tree = Tree::without_contention_control(SECTION, user(1));
+    let span = take(&tree, &memory, 0).unwrap().chunk / CHUNKS;
+    let failures = 2 * CONTENDED_FROM;
+    let disturbed = world::Disturbed::new(&memory, SECTION.span(span), failures);
+    assert_eq!(take(&tree, &disturbed, 0).unwrap().chunk / CHUNKS, span);
+    assert_eq!(memory.section(0).spread(span), Spread::Normal);
+    let disturbed = world::Disturbed::new(&memory, SECTION.section(0), failures);
+    assert!(take(&tree, &disturbed, SPAN_ORDER).is_some());
+    // It finds all there is nevertheless.
+    let rest: Vec<Block> = std::iter::from_fn(|| take(&tree, &memory, 0)).collect();
+    assert_eq!(rest.len() as u32, 512 - CHUNKS - 2);
+    memory.check_distinct(&rest);
+}
+
 /// The full log of a chunk may be as old as it likes: timestamps that have gone around do not lose a log.
 #[test]
 fn a_log_is_flushed_over_one_that_is_128_changes_old() {
