@@ -127,12 +127,12 @@ impl Capability {
 
     /// True for a block with a key and none to follow it.
     pub fn lacks_backup(self) -> bool {
-        self.main != Key::default() && self.backup == Key::default()
+        (self.main != Key::default()) & (self.backup == Key::default())
     }
 
     /// True for a block in quarantine.
     pub fn is_quarantined(self) -> bool {
-        self.main == Key::default() && self.backup != Key::default()
+        (self.main == Key::default()) & (self.backup != Key::default())
     }
 
     /// The word.

@@ -9,7 +9,7 @@ use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll, Waker};
 
-use fabric::DmaMemory;
+use fabric::{DmaMemory, For};
 
 use super::layout::Word;
 use super::tree::Verbs;
@@ -72,6 +72,19 @@ impl Words {
     /// A word.
     pub fn load(&self, at: Word) -> u64 {
         self.memory.load_be64(at.0 as usize * 8)
+    }
+
+    /// Copies words as they lie there. One that changes meanwhile may be half of what it was.
+    pub fn copy(&self, at: Word, out: &mut [u8]) {
+        self.memory.read(at.0 as usize * 8, out);
+    }
+
+    /// Begins to bring `count` words near, as far as they are there.
+    pub fn prefetch(&self, at: Word, count: usize) {
+        let (from, end) = (at.0 as usize * 8, self.memory.len());
+        (from..end.min(from + 8 * count))
+            .step_by(64)
+            .for_each(|at| self.memory.prefetch(at, For::Read));
     }
 
     /// Sets a word that nobody else changes.
