@@ -21,6 +21,7 @@
 //! | [`pingpong`] | messages between two programs |
 //! | [`alloc`] | allocation and free: the client's loop, metrics, tables, pictures |
 //! | [`recovery`] | how fast scheme `finemem` takes back what was left behind |
+//! | [`timestamps`] | how long its timestamps last |
 //! | [`fault`] | page faults: metrics, tables, pictures |
 //! | [`paged_fault`] | page faults of a paged program |
 //! | [`bare_fault`] | yardstick of the pager: bare userfaultfd |
@@ -34,6 +35,7 @@ pub mod claims;
 mod cores;
 pub mod fault;
 pub mod histogram;
+mod local;
 pub mod paged_fault;
 pub mod paper;
 pub mod pingpong;
@@ -45,6 +47,7 @@ pub mod recovery;
 pub mod report;
 pub mod size;
 pub mod table;
+pub mod timestamps;
 
 /// What can go wrong in an experiment that is not the measured system's fault.
 #[derive(Debug, thiserror::Error)]

@@ -4,10 +4,11 @@
 use std::time::{Duration, Instant};
 
 use fabric::soft::SoftNic;
-use fabric::{Access, CqAttr, Nic, QpAttr, Qpn, QueuePair, Receive};
-use pool::finemem::{Client, Node, ReleaseTimes};
+use pool::finemem::{Node, ReleaseTimes};
 use pool::scheme::{ClientScheme, NodeScheme};
-use pool::{Admission, ClientId, Error, GroupId, MemoryNode, SchemeKind, Settings};
+use pool::{Error, GroupId, SchemeKind, Settings};
+
+use crate::local::{self, Connection};
 
 /// What was measured.
 #[derive(Clone, Copy, Debug)]
@@ -69,31 +70,7 @@ pub fn recovery(chunks: u64, chunk_bytes: u64) -> Result<Recovery, Error> {
     };
     let nic = SoftNic::inline();
     let mut node = Node::new(&nic, &settings)?;
-    let welcome = MemoryNode::new(Node::new(&nic, &small(&settings))?, settings.clone()).welcome();
-    let pd = nic.alloc_pd()?;
-    let client = Client::new(&nic, &pd, &welcome)?;
-    let cq = nic.create_cq(CqAttr { entries: 16, ignore_overrun: false })?;
-    let lane = || {
-        let attr = QpAttr {
-            send_cq: &cq,
-            recv_cq: &cq,
-            send_blocks: 16,
-            receive: Receive::None,
-            access: Access::NONE,
-        };
-        nic.create_qp(&pd, attr)
-    };
-    let lanes = (0..settings.lanes()).map(|_| lane()).collect::<Result<Vec<_>, _>>()?;
-    let id = ClientId(1);
-    let request = Admission {
-        management: client.management().iter().map(|qpn| qpn.raw()).collect(),
-        groups: vec![lanes.iter().map(|qp| qp.qpn().raw()).collect()],
-        ..Admission::default()
-    };
-    let admitted = node.admit(id, &request)?;
-    client.admitted(&admitted);
-    let peers: Vec<_> = admitted.management.iter().map(|qpn| Qpn::new(*qpn).into()).collect();
-    client.connect(&peers)?;
+    let Connection { client, id, .. } = &local::connect(&nic, &mut node, &settings, 1)?;
     for _ in 0..chunks {
         fabric::executor::block_on(client.allocate(GroupId(0)))?;
     }
@@ -106,8 +83,8 @@ pub fn recovery(chunks: u64, chunk_bytes: u64) -> Result<Recovery, Error> {
     }
     let before = node.release_times();
     let (started, mut longest_turn) = (Instant::now(), Duration::ZERO);
-    node.retire(id)?;
-    while !node.is_retired(id) {
+    node.retire(*id)?;
+    while !node.is_retired(*id) {
         let turn = Instant::now();
         node.turn()?;
         longest_turn = longest_turn.max(turn.elapsed());
@@ -124,10 +101,6 @@ pub fn recovery(chunks: u64, chunk_bytes: u64) -> Result<Recovery, Error> {
         entries: now.entries - before.entries,
     };
     Ok(Recovery { entries: chunks, total, longest_turn, times })
-}
-
-fn small(settings: &Settings) -> Settings {
-    Settings { donate_bytes: settings.chunk_bytes, ..settings.clone() }
 }
 
 /// What it takes the memory node's CPU to look at an entry of the capability table of an idle pool of so many chunks of

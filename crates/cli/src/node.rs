@@ -184,7 +184,7 @@ pub fn describe(status: &Status) -> String {
     let seconds = |ns: u64| Duration::from_nanos(ns).as_secs_f64();
     let held = node.chunks.saturating_sub(node.free);
     let mut lines = vec![
-        ("scheme", format!("{}{} on NIC {}", node.scheme, unsafety(&node.scheme), status.nic)),
+        ("scheme", scheme(status)),
         ("up", format!("{:.1} s", status.uptime_ms as f64 / 1e3)),
         (
             "memory",
@@ -225,6 +225,15 @@ pub fn describe(status: &Status) -> String {
     }
     let line = |(name, value): &(&str, String)| format!("{name:<12} {value}");
     lines.iter().map(line).collect::<Vec<_>>().join("\n")
+}
+
+fn scheme(status: &Status) -> String {
+    let Status { node, nic, .. } = status;
+    let functions = match node.functions {
+        0 | 1 => String::new(),
+        n => format!(", windows in {n} of its functions"),
+    };
+    format!("{}{} on NIC {nic}{functions}", node.scheme, unsafety(&node.scheme))
 }
 
 fn unsafety(scheme: &str) -> &'static str {
@@ -292,12 +301,13 @@ mod tests {
             most: vec![Use { client: 7, chunks: 513, suspended: true, ..Use::default() }],
             ..BudgetStatus::default()
         });
+        status.node.functions = 3;
         let text = describe(&status);
         for part in [
             "clients      0, and 2 gone",
             "any number of requests/s, 512 chunks a client, looked at every 50 ms; 3 ended so far, 1 now",
             "client 7: 0 requests/s, at most 513 chunks, over budget",
-            "onesidedmw on NIC shm",
+            "onesidedmw on NIC shm, windows in 3 of its functions",
             "1GiB in 1,024 chunks of 1MiB: 1,000 free, 24 held",
             "12,345 by the NIC, 0 by the memory node's CPU",
             "NIC thread   1.500 s",

@@ -195,6 +195,9 @@ pub struct NodeStatus {
     pub scheme: String,
     /// Bytes of a chunk.
     pub chunk_bytes: u64,
+    /// Functions of its NIC that windows are in; 0 where only one can be.
+    #[serde(default)]
+    pub functions: u32,
     /// Chunks in all.
     pub chunks: u64,
     /// Chunks that are free.

@@ -41,6 +41,7 @@ fn run(name: &str, reads: u32, rounds: u32) {
         seed: 1,
         shuffled: false,
         compute_nodes: NODES,
+        memory_nodes: 1,
         settings,
     };
     let begin = Instant::now();

@@ -17,9 +17,6 @@ use crate::net::TRIES;
 use crate::state::{Event, NUMBER, NodeId, State};
 use crate::time::Time;
 
-/// The memory node.
-const MEMORY_NODE: NodeId = NodeId(0);
-
 /// What a QP did, for who watches.
 #[derive(Clone, Copy, Debug)]
 pub struct Observed {
@@ -159,7 +156,7 @@ impl State {
     }
 
     fn transit(&mut self, from: NodeId, to: NodeId, left: Time) -> Option<Time> {
-        let late = self.net.delay(from, to, left, from == MEMORY_NODE);
+        let late = self.net.delay(from, to, left, self.is_memory_node(from));
         if late != Some(Time::ZERO) {
             self.counters.delayed += 1;
         }
@@ -207,7 +204,7 @@ impl State {
         };
         // What a compute node sends next acknowledges all that it has got from the memory node: an
         // acknowledgement that is lost there does not count.
-        let crosses = moves && next.peer != Qpn::NONE && far != node && node != MEMORY_NODE;
+        let crosses = moves && next.peer != Qpn::NONE && far != node && !self.is_memory_node(node);
         let back = match crosses && !lost {
             true => self.net.delay(far, node, now, false),
             false => Some(Time::ZERO),

@@ -108,6 +108,7 @@ pub(crate) struct State {
     pub qps: Vec<QpState>,
     pub cqs: Vec<CqState>,
     pub nodes: Vec<NicTiming>,
+    compute_nodes: u16,
     pub fibers: Vec<FiberState>,
     /// Fibers that run next, at this moment, unless the world is shuffled.
     pub next: VecDeque<FiberId>,
@@ -130,15 +131,22 @@ fn reaches(count: u32, other: u32) -> bool {
 }
 
 impl State {
-    pub fn new(params: &Arc<Params>, nodes: u16, seed: u64, shuffled: bool) -> Self {
+    pub fn new(
+        params: &Arc<Params>,
+        compute_nodes: u16,
+        memory_nodes: u16,
+        seed: u64,
+        shuffled: bool,
+    ) -> Self {
         Self {
+            compute_nodes,
             now: Time::ZERO,
             number: 0,
             queue: BinaryHeap::new(),
             chance: shuffled.then(|| Random::new(seed, 0)),
             qps: Vec::new(),
             cqs: Vec::new(),
-            nodes: (0..nodes).map(|_| NicTiming::new(params)).collect(),
+            nodes: (0..compute_nodes + memory_nodes).map(|_| NicTiming::new(params)).collect(),
             fibers: Vec::new(),
             next: VecDeque::new(),
             net: Net::new(seed, params.link.retry),
@@ -150,6 +158,12 @@ impl State {
             watched: false,
             observed: None,
         }
+    }
+
+    /// True for the first node, and those behind the compute nodes.
+    pub fn is_memory_node(&self, node: NodeId) -> bool {
+        let NodeId(at) = node;
+        at == 0 || at > self.compute_nodes && usize::from(at) < self.nodes.len()
     }
 
     pub fn push(&mut self, at: Time, event: Event) {

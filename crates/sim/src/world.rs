@@ -50,17 +50,24 @@ impl Wake for FiberWaker {
 }
 
 impl Sim {
-    /// A world with `nodes` nodes. `shuffled`: what happens at the same moment happens in an order that
-    /// the seed decides.
-    pub fn new(params: &Arc<Params>, nodes: u16, seed: u64, shuffled: bool) -> Self {
+    /// A world with so many nodes, numbered as [`ClusterSpec`](crate::ClusterSpec) says. `shuffled`: what happens at
+    /// the same moment happens in an order that the seed decides.
+    pub fn new(
+        params: &Arc<Params>,
+        compute_nodes: u16,
+        memory_nodes: u16,
+        seed: u64,
+        shuffled: bool,
+    ) -> Self {
         let limits = Limits {
             slice_bytes: 1 << 30,
             windows: params.nic.windows,
-            owner_functions: params.nic.functions,
+            // One engine is all NICs: those of further memory nodes are functions of their own.
+            owner_functions: params.nic.functions + u32::from(memory_nodes) - 1,
             ..Limits::default()
         };
         let memory = Box::new(|bytes| DmaMemory::anonymous(bytes).expect("memory for the NIC"));
-        let state = State::new(params, nodes, seed, shuffled);
+        let state = State::new(params, compute_nodes, memory_nodes, seed, shuffled);
         let shared = Shared { nic: InlineNic::stepped(limits, memory), state: Mutex::new(state) };
         Self { shared: Arc::new(shared), fibers: Vec::new(), stacks: Vec::new() }
     }

@@ -25,6 +25,7 @@ fn spec(scheme: SchemeKind, clients: u32, cores: u32) -> ClusterSpec {
         seed: 1,
         shuffled: false,
         compute_nodes: 1,
+        memory_nodes: 1,
         settings,
     }
 }
@@ -107,6 +108,52 @@ fn more_cores_serve_requests_in_parallel() {
         println!("{scheme}: 12 clients, 1 core {one:.3?} us, 12 cores {many:.3?} us");
         assert!(2.0 * many[0] < one[0], "{one:?} {many:?}");
     }
+}
+
+/// Several memory nodes are several CPUs, NICs and pools: a compute node that is connected to all of them is served by each
+/// at its own pace, and has different memory at each.
+#[test]
+fn memory_nodes_serve_side_by_side() {
+    /// Microseconds that `clients` take to allocate 30 chunks each, in turn over the memory nodes, and to free them.
+    fn time(scheme: SchemeKind, memory_nodes: u16, clients: u32) -> f64 {
+        let spec = ClusterSpec { memory_nodes, ..spec(scheme, clients, 1) };
+        let mut cluster = Cluster::new(&spec).expect("a cluster");
+        let options = Options { groups: Some(1), ..Options::default() };
+        let connect = |_| cluster.connect_to_all(NodeId(1), options.clone()).expect("a process");
+        let all: Vec<Vec<_>> = (0..clients).map(connect).collect();
+        cluster.start();
+        let began = cluster.sim.now();
+        let program = |processes: &Vec<sim::Process>| {
+            let pools: Vec<_> = processes.iter().map(|p| p.pool.clone()).collect();
+            move || {
+                let mut held = Vec::new();
+                for (round, pool) in (0u8..30).zip(pools.iter().cycle()) {
+                    let grant = fiber::block_on(pool.allocate_in(GroupId(0))).expect("a chunk");
+                    fiber::block_on(pool.write(&grant, 0, &[round; 64])).expect("it is writable");
+                    held.push((pool, grant));
+                }
+                for (round, (pool, grant)) in (0u8..).zip(held) {
+                    let mut bytes = [0; 64];
+                    fiber::block_on(pool.read(&grant, 0, &mut bytes)).expect("it is readable");
+                    assert_eq!(bytes, [round; 64]);
+                    fiber::block_on(pool.free(grant)).expect("it is freed");
+                }
+            }
+        };
+        let fibers: Vec<_> =
+            all.iter().map(|p| cluster.sim.spawn("client", Time::us(1), program(p))).collect();
+        cluster.sim.run_to_end(&fibers).expect("they end");
+        assert_eq!(cluster.failure(), None);
+        cluster.sim.now().since(began).as_us()
+    }
+    for scheme in [SchemeKind::FineMem, SchemeKind::PremmapOneSided, SchemeKind::PremmapRpc] {
+        let (one, three) = (time(scheme, 1, 24), time(scheme, 3, 24));
+        println!("{scheme}: 24 clients, 1 memory node {one:.1} us, 3 memory nodes {three:.1} us");
+        assert!(three < one, "{scheme}: {one} and {three}");
+    }
+    // What has one CPU to wait for has three.
+    let (one, three) = (time(SchemeKind::PremmapRpc, 1, 24), time(SchemeKind::PremmapRpc, 3, 24));
+    assert!(2.0 * three < one, "{one} and {three}");
 }
 
 #[test]

@@ -36,6 +36,7 @@ fn with_seed(seed: u64) {
         seed,
         shuffled: true,
         compute_nodes: 2,
+        memory_nodes: 1,
         settings: Settings { donate_bytes: 1 << 20, clients_max: 2, ..Settings::default() },
     };
     let mut cluster = Cluster::new(&spec).expect("a cluster");

@@ -30,9 +30,10 @@ pub const FILL: f64 = 0.7;
 const SECTION_BYTES: u64 = 2 << 20;
 
 impl Churn {
-    /// Bytes that a memory node donates for so many threads.
-    pub fn donated(&self, threads: u32) -> u64 {
-        donated(u64::from(threads) * u64::from(self.held) * self.bytes)
+    /// Bytes that each of so many memory nodes donates for so many threads.
+    pub fn donated(&self, threads: u32, memory_nodes: u16) -> u64 {
+        let held = u64::from(threads) * u64::from(self.held) * self.bytes;
+        donated(held.div_ceil(memory_nodes.into()))
     }
 
     /// Its part of a record's setting.
@@ -57,17 +58,24 @@ pub(super) fn run<T: Thread>(
     churn: &Churn,
     dice: &mut Dice,
 ) -> Result<Outcome, pool::Error> {
-    let (pool, mut outcome) = (thread.pool(), Outcome::default());
-    let allocate = || thread.wait(pool.allocate_bytes_in(thread.group(), churn.bytes));
+    let (pools, mut outcome) = (thread.pools(), Outcome::default());
+    // In turn over all memory nodes, as the paper's (§6.2): each thread begins with another one.
+    let first = if pools.len() > 1 { dice.below(pools.len() as u64) } else { 0 };
+    let mut turns = (0..pools.len()).cycle().skip(first as usize);
+    let mut allocate = || {
+        let pool = &pools[turns.next().expect("it goes around")];
+        let grant = thread.wait(pool.allocate_bytes_in(thread.group(), churn.bytes))?;
+        Ok::<_, pool::Error>((pool, grant))
+    };
     let mut held = Vec::with_capacity(churn.held as usize);
     for _ in 0..churn.held {
         held.push(allocate()?);
     }
-    let (mut spent_ns, filled) = (0, Retries::of(pool));
+    let (mut spent_ns, filled) = (0, Retries::of(pools));
     for _ in 0..load.rounds {
         thread.wait(thread.member().meet());
         for _ in 0..churn.freed {
-            let grant = held.swap_remove(dice.below(held.len() as u64) as usize);
+            let (pool, grant) = held.swap_remove(dice.below(held.len() as u64) as usize);
             let start = thread.now_ns();
             thread.wait(pool.free(grant))?;
             outcome.free.record_ns(thread.now_ns() - start);
@@ -83,10 +91,10 @@ pub(super) fn run<T: Thread>(
         }
         spent_ns += thread.now_ns() - begin;
     }
-    outcome.retries = Retries::of(pool).since(&filled);
+    outcome.retries = Retries::of(pools).since(&filled);
     outcome.rate_per_s = f64::from(load.rounds * churn.freed) * 1e9 / spent_ns.max(1) as f64;
     thread.wait(thread.member().meet());
-    for grant in held {
+    for (pool, grant) in held {
         thread.wait(pool.free(grant))?;
     }
     Ok(outcome)

@@ -53,6 +53,9 @@ pub struct Load {
     pub cores: u32,
     /// Compute nodes.
     pub compute_nodes: u16,
+    /// Memory nodes: each thread is connected to all of them. [`Work::Churn`] takes them in turn; all else uses the
+    /// first.
+    pub memory_nodes: u16,
     /// Threads, spread over the compute nodes.
     pub threads: u32,
     /// All threads of a compute node share a connection, in which each has a QP group of its own; if not,
@@ -78,6 +81,7 @@ impl Load {
             chunk_bytes: ACCESS_BYTES,
             cores: 1,
             compute_nodes: 1,
+            memory_nodes: 1,
             threads: 1,
             shared: false,
             separation: true,
@@ -93,7 +97,7 @@ impl Load {
         (self.rounds / 10).clamp(2, 64)
     }
 
-    /// Connections.
+    /// Connections to each memory node.
     pub fn connections(&self) -> u32 {
         if self.shared { self.compute_nodes.into() } else { self.threads }
     }
@@ -103,7 +107,7 @@ impl Load {
         self.threads.div_ceil(self.connections())
     }
 
-    /// The memory node's settings.
+    /// Each memory node's settings.
     pub fn settings(&self) -> Settings {
         let each = match self.work {
             Work::AllocateAccess => self.rounds + self.warm_up(),
@@ -113,7 +117,7 @@ impl Load {
         // Some are registered ahead, or on their way back.
         let chunks = u64::from(self.threads * each + 4 * (self.connections() + self.idle) + 8);
         let donate_bytes = match self.work {
-            Work::Churn(churn) => churn.donated(self.threads),
+            Work::Churn(churn) => churn.donated(self.threads, self.memory_nodes),
             Work::Replay(replay) => replay.donated(self.threads),
             _ => chunks * self.chunk_bytes,
         };
@@ -176,14 +180,17 @@ impl Retries {
         self.all as f64 / self.allocations.max(1) as f64
     }
 
-    /// Those of a connection.
-    pub fn of<N: Nic>(pool: &Pool<N>) -> Self {
-        let effort = pool.effort();
-        Self {
-            allocations: effort.allocations,
-            all: effort.cas_retries,
-            most: effort.cas_retries_max,
+    /// Those of a thread's connections.
+    pub fn of<N: Nic>(pools: &[Pool<N>]) -> Self {
+        let mut retries = Self::default();
+        for effort in pools.iter().map(Pool::effort) {
+            retries.join(&Self {
+                allocations: effort.allocations,
+                all: effort.cas_retries,
+                most: effort.cas_retries_max,
+            });
         }
+        retries
     }
 
     /// Those since `before`; the most of one allocation is that of all of them, `before` included.
@@ -220,8 +227,12 @@ impl Outcome {
 pub trait Thread {
     /// Its NIC.
     type Nic: Nic;
-    /// Its connection.
-    fn pool(&self) -> &Pool<Self::Nic>;
+    /// Its connections, one to each memory node.
+    fn pools(&self) -> &[Pool<Self::Nic>];
+    /// The one to the first memory node.
+    fn pool(&self) -> &Pool<Self::Nic> {
+        &self.pools()[0]
+    }
     /// Its QP group.
     fn group(&self) -> GroupId;
     /// Where it waits for the others.

@@ -56,7 +56,7 @@ impl<S: Fn(&Settings) -> Result<Box<dyn Node>, Error>> Machine<S> {
 }
 
 struct RealThread<'a> {
-    pool: &'a Pool,
+    pools: &'a [Pool],
     group: GroupId,
     member: Member,
     epoch: Instant,
@@ -65,8 +65,8 @@ struct RealThread<'a> {
 impl Thread for RealThread<'_> {
     type Nic = SoftNic;
 
-    fn pool(&self) -> &Pool {
-        self.pool
+    fn pools(&self) -> &[Pool] {
+        self.pools
     }
 
     fn group(&self) -> GroupId {
@@ -108,19 +108,26 @@ impl<S: Fn(&Settings) -> Result<Box<dyn Node>, Error>> Place for Machine<S> {
     }
 
     fn run(&self, load: &Load) -> Result<Outcome, Error> {
-        let node = (self.start)(&load.settings())?;
-        let connect = |_| node.connect(load.options());
+        let nodes = (0..load.memory_nodes)
+            .map(|_| (self.start)(&load.settings()))
+            .collect::<Result<Vec<_>, _>>()?;
+        let connect = |options: Options| {
+            nodes.iter().map(|node| node.connect(options.clone())).collect::<Result<Vec<Pool>, _>>()
+        };
         let _idle = (0..load.idle)
-            .map(|_| node.connect(Options { groups: Some(1), ..load.options() }))
-            .collect::<Result<Vec<Pool>, _>>()?;
-        let pools = (0..load.connections()).map(connect).collect::<Result<Vec<Pool>, _>>()?;
+            .map(|_| connect(Options { groups: Some(1), ..load.options() }))
+            .collect::<Result<Vec<_>, _>>()?;
+        let pools = (0..load.connections())
+            .map(|_| connect(load.options()))
+            .collect::<Result<Vec<_>, _>>()?;
         let barrier = Barrier::new(load.threads as usize);
         let epoch = Instant::now();
         let outcomes = thread::scope(|scope| {
             let start = |(at, member): (u32, Member)| {
                 let (barrier, each, seed) = (&barrier, load.threads_each(), self.seed);
-                let pool = &pools[(at / each) as usize];
-                let thread = RealThread { pool, group: GroupId((at % each) as u16), member, epoch };
+                let pools = &pools[(at / each) as usize];
+                let group = GroupId((at % each) as u16);
+                let thread = RealThread { pools, group, member, epoch };
                 scope.spawn(move || {
                     barrier.wait();
                     load::run(&thread, load, Dice::new(seed, at))

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use pool::scheme::GroupId;
-use pool::{Options, Pool, SchemeKind, Settings};
+use pool::{Options, Pool, SchemeKind};
 use sim::{Cluster, ClusterSpec, NodeId, Params, SimHooks, SimNic, Time, fiber};
 
 use super::load::{self, Dice, Load, Outcome, Thread, Work};
@@ -34,14 +34,20 @@ impl Simulated {
         &self.params
     }
 
-    fn cluster(&self, compute_nodes: u16, settings: Settings) -> Result<Cluster, Error> {
-        let (params, seed) = (self.params.clone(), self.seed);
-        Ok(Cluster::new(&ClusterSpec { params, seed, shuffled: false, compute_nodes, settings })?)
+    fn cluster(&self, load: &Load) -> Result<Cluster, Error> {
+        Ok(Cluster::new(&ClusterSpec {
+            params: self.params.clone(),
+            seed: self.seed,
+            shuffled: false,
+            compute_nodes: load.compute_nodes,
+            memory_nodes: load.memory_nodes,
+            settings: load.settings(),
+        })?)
     }
 }
 
 struct SimThread {
-    pool: Pool<SimNic>,
+    pools: Vec<Pool<SimNic>>,
     hooks: SimHooks,
     group: GroupId,
     member: Member,
@@ -50,8 +56,8 @@ struct SimThread {
 impl Thread for SimThread {
     type Nic = SimNic;
 
-    fn pool(&self) -> &Pool<SimNic> {
-        &self.pool
+    fn pools(&self) -> &[Pool<SimNic>] {
+        &self.pools
     }
 
     fn group(&self) -> GroupId {
@@ -86,23 +92,23 @@ impl Place for Simulated {
 
     fn run(&self, load: &Load) -> Result<Outcome, Error> {
         let nodes = u32::from(load.compute_nodes);
-        let mut cluster = self.cluster(load.compute_nodes, load.settings())?;
+        let mut cluster = self.cluster(load)?;
         let idle = Options { groups: Some(1), ..load.options() };
         let _idle = (0..load.idle)
-            .map(|_| cluster.connect(NodeId(1), idle.clone()))
+            .map(|_| cluster.connect_to_all(NodeId(1), idle.clone()))
             .collect::<Result<Vec<_>, _>>()?;
         let processes = (0..load.connections())
-            .map(|i| cluster.connect(NodeId(1 + (i % nodes) as u16), load.options()))
+            .map(|i| cluster.connect_to_all(NodeId(1 + (i % nodes) as u16), load.options()))
             .collect::<Result<Vec<_>, _>>()?;
         cluster.start();
         let joined = Rc::new(RefCell::new(Ok(Outcome::default())));
         let mut fibers = Vec::new();
         for (at, member) in (0..load.threads).zip(meeting::of(load.threads)) {
             let each = load.threads_each();
-            let process = &processes[(at / each) as usize];
+            let connections = &processes[(at / each) as usize];
             let thread = SimThread {
-                pool: process.pool.clone(),
-                hooks: process.hooks.clone(),
+                pools: connections.iter().map(|process| process.pool.clone()).collect(),
+                hooks: connections[0].hooks.clone(),
                 group: GroupId((at % each) as u16),
                 member,
             };
@@ -126,8 +132,7 @@ impl Place for Simulated {
     }
 
     fn verbs(&self, sizes: &[u64], rounds: u32) -> Result<VerbTimes, Error> {
-        let settings = Load::new(SchemeKind::StaticMr, Work::AllocateFree, 1).settings();
-        let mut cluster = self.cluster(1, settings)?;
+        let mut cluster = self.cluster(&Load::new(SchemeKind::StaticMr, Work::AllocateFree, 1))?;
         let (nic, sizes) = (cluster.nic().clone(), sizes.to_vec());
         let timed = Rc::new(RefCell::new(None));
         let told = timed.clone();

@@ -42,6 +42,14 @@ impl Books {
         Taker::parse(self.words.load(self.shape.log(chunk))).filter(|_| self.is_array)
     }
 
+    /// The timestamps of all headers, sections' and spans'.
+    pub fn timestamps(&self) -> impl Iterator<Item = u32> {
+        let shape = self.shape;
+        let sections = (0..shape.sections()).map(move |section| shape.section(section));
+        let headers = sections.chain((0..shape.spans()).map(move |span| shape.span(span)));
+        headers.map(|at| Header(self.words.load(at)).record().timestamp.raw())
+    }
+
     /// True for an address in the metadata.
     pub fn is_metadata(&self, addr: u64) -> bool {
         let words = self.words.memory();

@@ -307,6 +307,7 @@ impl<N: Nic> NodeScheme for Node<N> {
         Ok(NodeStatus {
             scheme: self.settings.scheme.name().into(),
             chunk_bytes: self.settings.chunk_bytes,
+            functions: self.functions(),
             chunks: self.shape.chunks as u64,
             free: self.free_chunks(),
             clients: self.peers.len() as u64 - leaving,

@@ -534,6 +534,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         Ok(NodeStatus {
             scheme: self.settings.scheme.name().into(),
             chunk_bytes: self.settings.chunk_bytes,
+            functions: 0,
             chunks,
             free,
             clients: self.clients.len() as u64 - leaving,

@@ -404,6 +404,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         Ok(NodeStatus {
             scheme: "onesidedmw".into(),
             chunk_bytes: self.settings.chunk_bytes,
+            functions: 0,
             chunks,
             free,
             clients: self.clients.len() as u64,

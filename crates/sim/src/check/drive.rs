@@ -100,6 +100,7 @@ impl<'a> World<'a> {
             seed,
             shuffled: true,
             compute_nodes: scenario.clients.len() as u16,
+            memory_nodes: 1,
             settings,
         };
         let mut cluster = Cluster::new(&spec).map_err(|e| broken(Invariant::GoesOn, e))?;

@@ -150,18 +150,37 @@ fn crowd(run: &Run<'_>) -> u32 {
     }
 }
 
-/// One measurement of the microbenchmark. Each thread has a connection, as each has a worker of the allocation
-/// service (§4.3); a connection has what it knows of the headers for itself.
+/// Threads that run the microbenchmark.
+#[derive(Clone, Copy, Debug)]
+pub struct Crowd {
+    /// How many there are.
+    pub threads: u32,
+    /// Memory nodes that they allocate on, in turn.
+    pub memory_nodes: u16,
+    /// Bytes of a block.
+    pub bytes: u64,
+    /// What is freed of what is held.
+    pub freed: f64,
+}
+
+impl Crowd {
+    /// So many threads that allocate and free 4 KiB in pieces on one memory node.
+    pub const fn of(threads: u32) -> Self {
+        Self { threads, memory_nodes: 1, bytes: PAGE, freed: HALF }
+    }
+}
+
+/// One measurement of the microbenchmark. Each thread has a connection to each memory node, as each has a worker of the
+/// allocation service (§4.3); a connection has what it knows of the headers for itself.
 ///
 /// # Errors
 /// As what runs.
 pub fn measure(
     run: &Run<'_>,
     contender: &Contender,
-    threads: u32,
-    bytes: u64,
-    freed: f64,
+    crowd: &Crowd,
 ) -> Result<(Churn, Outcome), Error> {
+    let Crowd { threads, memory_nodes, bytes, freed } = *crowd;
     let simulated = run.place.simulated();
     let all = if simulated { BYTES } else { BYTES_HERE };
     let blocks = match contender.scheme {
@@ -176,15 +195,20 @@ pub fn measure(
     let epochs = if run.extent == Extent::Full { EPOCHS } else { 1 };
     let load = Load {
         compute_nodes: NODES.min(threads as u16),
+        memory_nodes,
         threads,
         contention_control: contender.contention_control,
         ..Load::new(contender.scheme, Work::Churn(churn), epochs)
     };
-    let what = format!("{}, {}, {}", contender.name, count(threads, "thread"), Size(bytes));
+    let mut what = format!("{}, {}, {}", contender.name, count(threads, "thread"), Size(bytes));
+    if memory_nodes > 1 {
+        what += &format!(", {memory_nodes} memory nodes");
+    }
     Ok((churn, run.load(&what, &load)?))
 }
 
-fn setting(run: &Run<'_>, contender: &Contender, threads: u32, churn: &Churn) -> Setting {
+/// The setting of a row.
+pub fn setting(run: &Run<'_>, contender: &Contender, threads: u32, churn: &Churn) -> Setting {
     let setting = run.setting(contender.name).with("threads", u64::from(threads));
     churn.setting(setting)
 }
@@ -206,7 +230,7 @@ fn claims_of(scheme: SchemeKind) -> Option<[&'static str; 3]> {
 fn table_2(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
     let threads = crowd(run);
     for contender in contenders(run) {
-        let (churn, outcome) = measure(run, contender, threads, PAGE, HALF)?;
+        let (churn, outcome) = measure(run, contender, &Crowd::of(threads))?;
         let setting = setting(run, contender, threads, &churn);
         let of = findings.record(&setting, "alloc_latency_us", Unit::Us);
         let (statistic, us) = run.typical(&outcome.allocate);
@@ -238,7 +262,8 @@ fn table_2(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
 fn against_threads(run: &Run<'_>, findings: &mut Findings, freed: f64) -> Result<(), Error> {
     for contender in contenders(run) {
         for &threads in threads(run) {
-            let (churn, outcome) = measure(run, contender, threads, PAGE, freed)?;
+            let crowd = Crowd { freed, ..Crowd::of(threads) };
+            let (churn, outcome) = measure(run, contender, &crowd)?;
             let setting = setting(run, contender, threads, &churn);
             add(run, findings, &setting, &count(threads, "thread"), &outcome);
         }
@@ -254,7 +279,8 @@ fn against_sizes(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
     };
     for contender in contenders(run) {
         for &bytes in sizes(run) {
-            let (churn, outcome) = measure(run, contender, threads, bytes, HALF)?;
+            let crowd = Crowd { bytes, ..Crowd::of(threads) };
+            let (churn, outcome) = measure(run, contender, &crowd)?;
             let setting = setting(run, contender, threads, &churn);
             add(run, findings, &setting, &Size(bytes).to_string(), &outcome);
         }
@@ -262,7 +288,14 @@ fn against_sizes(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
     Ok(())
 }
 
-fn add(run: &Run<'_>, findings: &mut Findings, setting: &Setting, what: &str, outcome: &Outcome) {
+/// Adds what a row's threads measured.
+pub fn add(
+    run: &Run<'_>,
+    findings: &mut Findings,
+    setting: &Setting,
+    what: &str,
+    outcome: &Outcome,
+) {
     let name = setting.get("scheme").map(ToString::to_string).unwrap_or_default();
     for (metric, verb, all) in [
         ("alloc_latency_us", "allocation", &outcome.allocate),

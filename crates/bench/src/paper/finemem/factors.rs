@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use pool::SchemeKind;
 
-use super::crowd::{self, Contender};
+use super::crowd::{self, Contender, Crowd};
 use crate::Error;
 use crate::paper::experiment::{Canvas, Experiment};
 use crate::paper::finding::Findings;
@@ -48,7 +48,7 @@ fn run(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
     for threads in crowds(run) {
         let mut all = [0.0; 3];
         for (contender, us) in [ARRAY, TREE_ALONE, TREE].iter().zip(&mut all) {
-            let (_, outcome) = crowd::measure(run, contender, threads, 4096, 0.5)?;
+            let (_, outcome) = crowd::measure(run, contender, &Crowd::of(threads))?;
             let setting = run.setting(contender.name).with("threads", u64::from(threads));
             let of = findings.record(&setting, "alloc_latency_us", Unit::Us);
             let statistic;

@@ -8,14 +8,15 @@ use std::path::PathBuf;
 use pool::SchemeKind;
 use pool::finemem::layout::Shape;
 
-use super::crowd;
+use super::crowd::{self, Crowd};
 use crate::Error;
 use crate::paper::experiment::{Canvas, Experiment};
 use crate::paper::finding::Findings;
 use crate::paper::load::{Load, Work};
-use crate::paper::{Extent, Run};
+use crate::paper::{Extent, Run, count};
 use crate::plot::Bars;
 use crate::record::{Statistic, Unit};
+use crate::timestamps::{self, Churning};
 
 /// §6.2, factor analysis and overhead.
 pub const COSTS: Experiment = Experiment {
@@ -27,6 +28,7 @@ pub const COSTS: Experiment = Experiment {
         "finemem.free.peak",
         "finemem.metadata.share",
         "finemem.recovery.rate",
+        "finemem.timestamp.wrap",
         "finemem.mncpu",
     ],
     steps: |_| 4,
@@ -44,6 +46,7 @@ fn run(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
     steps(run, findings)?;
     frees(run, findings)?;
     metadata(run, findings);
+    timestamps(run, findings)?;
     if !run.place.simulated() {
         recovery(run, findings)?;
         scanning(run, findings)?;
@@ -74,7 +77,7 @@ fn frees(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
         (false, _) => 2,
     };
     for contender in crowd::contenders(run).filter(|c| c.name.starts_with("finemem")) {
-        let (_, outcome) = crowd::measure(run, contender, threads, 4096, 0.5)?;
+        let (_, outcome) = crowd::measure(run, contender, &Crowd::of(threads))?;
         let setting = run.setting(contender.name).with("threads", u64::from(threads));
         let of = findings.record(&setting, "free_latency_us", Unit::Us);
         let most = of.value(Statistic::Max, outcome.free.max_us());
@@ -108,6 +111,38 @@ fn metadata(run: &Run<'_>, findings: &mut Findings) {
     findings.add("of it headers of sections and spans", headers);
     findings.add("of it logs: 8 B for each chunk", logs);
     findings.add("of it keys: 8 B for each block", keys);
+}
+
+/// How long a timestamp lasts. What the compute nodes hold and free is the published benchmark's own setting; the text says
+/// how much memory there is, and not how many allocate.
+fn timestamps(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
+    run.bar.say("timestamps go around");
+    let (chunks, held) = if run.extent == Extent::Full { (1 << 18, 1000) } else { (1 << 12, 100) };
+    for (scheme, compute_nodes) in
+        [(SchemeKind::FineMemPaper, 1), (SchemeKind::FineMemPaper, 16), (SchemeKind::FineMem, 16)]
+    {
+        let churning = Churning { chunks, compute_nodes, held, freed: held / 4 };
+        let most = 200 * u64::from(compute_nodes * churning.freed);
+        let setting = run.setting(&scheme.to_string()).with("chunks", chunks);
+        let setting = setting.with("compute_nodes", u64::from(compute_nodes));
+        let setting = setting.with("held", u64::from(held));
+        let of = findings.record(&setting, "until_wrap", Unit::Count);
+        let who = format!("{scheme}, {}", count(compute_nodes, "compute node"));
+        let Some(allocations) = timestamps::until_one_wraps(scheme, &churning, most)? else {
+            let what = format!("{who}: allocations, and no timestamp has gone around");
+            findings.add(what, of.mean(most as f64));
+            continue;
+        };
+        let what = format!("{who}: allocations until a timestamp has gone around (nothing timed)");
+        let all = of.mean(allocations as f64);
+        match (scheme, compute_nodes, run.extent) {
+            (SchemeKind::FineMemPaper, 16, Extent::Full) => {
+                findings.claimed(what, all, "finemem.timestamp.wrap");
+            }
+            _ => findings.add(what, all),
+        }
+    }
+    Ok(())
 }
 
 /// How fast comes back what a compute node had that has gone.

@@ -1,0 +1,186 @@
+//! A compute node's control connection.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use fabric::PeerAddress;
+use parking_lot::Mutex;
+use pool::client::control::ControlPlane;
+use pool::protocol::{Status, Welcome};
+use pool::scheme::{Admission, Admitted, ClientId, GroupId, Lane, NodeScheme};
+
+use super::Link;
+use super::cpu::{Core, NodeCpu};
+use crate::fiber;
+use crate::nic::{SimHooks, SimNic};
+use crate::time::Time;
+
+/// A compute node's control connection: messages to the memory node's CPU, which answers when it has
+/// time.
+pub struct SimControl {
+    node: Arc<NodeCpu>,
+    welcome: Welcome,
+    link: Link,
+    hooks: SimHooks,
+}
+
+impl SimControl {
+    /// One of a process that has this NIC.
+    pub(super) fn new(node: &Arc<NodeCpu>, nic: &SimNic, link: Link) -> Self {
+        Self { node: node.clone(), welcome: node.welcome(), link, hooks: nic.hooks().clone() }
+    }
+
+    /// Has the memory node's CPU do `job`, which is asked again after each turn until it gives something.
+    fn ask<T: Send + 'static>(
+        &self,
+        mut job: impl FnMut(&mut Core) -> Option<T> + Send + 'static,
+    ) -> Result<T, pool::Error> {
+        if fiber::is_ending() {
+            return Err(gone());
+        }
+        if fiber::current().is_none() {
+            let core = &mut *self.node.core.lock();
+            loop {
+                if let Some(result) = job(core) {
+                    return Ok(result);
+                }
+                core.scheme.turn()?;
+                self.hooks.pump();
+            }
+        }
+        let latency = self.hooks.control_latency();
+        fiber::sleep(latency);
+        let answer = Arc::new(Mutex::new(None));
+        let (told, waker, link) = (answer.clone(), fiber::waker(), self.link.clone());
+        self.node.give(Box::new(move |core| {
+            if link.0.lock().dead {
+                return true;
+            }
+            let Some(result) = job(core) else { return false };
+            *told.lock() = Some(result);
+            waker.wake_by_ref();
+            true
+        }));
+        loop {
+            if fiber::is_ending() {
+                return Err(gone());
+            }
+            if let Some(result) = answer.lock().take() {
+                fiber::sleep(latency);
+                return Ok(result);
+            }
+            fiber::wait();
+        }
+    }
+
+    fn client(&self) -> Result<ClientId, pool::Error> {
+        self.link.client().ok_or_else(gone)
+    }
+}
+
+fn gone() -> pool::Error {
+    pool::Error::Gone {
+        attempt: "asking the memory node".into(),
+        why: "this simulated process has ended".into(),
+    }
+}
+
+impl ControlPlane for SimControl {
+    fn welcome(&self) -> &Welcome {
+        &self.welcome
+    }
+
+    fn admit(&self, admission: &Admission) -> Result<Admitted, pool::Error> {
+        let (admission, link) = (admission.clone(), self.link.clone());
+        self.ask(move |core| {
+            if link.0.lock().ended {
+                return Some(Err(gone()));
+            }
+            core.last += 1;
+            let admitted = core.scheme.admit(ClientId(core.last), &admission);
+            if let Ok(admitted) = &admitted {
+                let client = ClientId(admitted.client);
+                let mut link = link.0.lock();
+                link.client = Some(client);
+                // It died while it was admitted.
+                if link.ended {
+                    let _ = core.scheme.retire(client);
+                }
+            }
+            Some(admitted)
+        })?
+    }
+
+    fn await_memory(&self, timeout: Duration) -> Result<bool, pool::Error> {
+        let client = self.client()?;
+        let (hooks, deadline) = (self.hooks.clone(), self.hooks.now() + Time::from(timeout));
+        self.ask(move |core| match core.scheme.client_waits(client) {
+            Ok(false) => Some(Ok(true)),
+            Ok(true) if hooks.now() >= deadline => Some(Ok(false)),
+            Ok(true) => None,
+            Err(e) => Some(Err(e)),
+        })?
+    }
+
+    fn reset_management(&self) -> Result<Vec<PeerAddress>, pool::Error> {
+        let client = self.client()?;
+        let peers = self.ask(move |core| core.scheme.reset_management(client).transpose())??;
+        Ok(peers.into_iter().map(|qpn| self.peer(qpn)).collect())
+    }
+
+    fn reset_access(&self, group: GroupId, lane: Lane) -> Result<PeerAddress, pool::Error> {
+        let client = self.client()?;
+        let peer = self.ask(move |core| Some(core.scheme.reset_access(client, group, lane)))??;
+        Ok(self.peer(peer))
+    }
+
+    fn status(&self) -> Result<Status, pool::Error> {
+        let node = self.ask(|core| Some(core.scheme.status()))??;
+        let settings = &self.node.settings;
+        let donated_bytes = settings.chunks() * settings.chunk_bytes;
+        Ok(Status { node, donated_bytes, nic: "simulated".into(), ..Status::default() })
+    }
+
+    fn audit(&self) -> Result<(), pool::Error> {
+        self.ask(|core| Some(core.scheme.audit()))?
+    }
+
+    fn goodbye(&self) -> Result<(), pool::Error> {
+        let client = {
+            let mut link = self.link.0.lock();
+            if std::mem::replace(&mut link.ended, true) {
+                return Ok(());
+            }
+            link.client
+        };
+        let Some(client) = client else { return Ok(()) };
+        // A world that ends, or a process that died, has nobody to say goodbye to.
+        if fiber::current().is_none() || fiber::is_ending() {
+            return Ok(());
+        }
+        let mut begun = false;
+        self.ask(move |core| {
+            if !begun {
+                begun = true;
+                if let Err(e) = core.scheme.retire(client) {
+                    return Some(Err(e));
+                }
+            }
+            core.scheme.is_retired(client).then_some(Ok(()))
+        })?
+    }
+
+    fn check_alive(&self) -> Result<(), pool::Error> {
+        match &*self.node.failure.lock() {
+            None => Ok(()),
+            Some(why) => Err(pool::Error::Gone {
+                attempt: "looking for the memory node".into(),
+                why: why.clone(),
+            }),
+        }
+    }
+
+    fn descriptors(&self) -> Vec<i32> {
+        Vec::new()
+    }
+}
