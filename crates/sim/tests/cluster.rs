@@ -156,6 +156,39 @@ fn memory_nodes_serve_side_by_side() {
     assert!(2.0 * three < one, "{one} and {three}");
 }
 
+/// Who looks for a large block while all that is free comes out of quarantine at once, and goes to those who are faster, finds
+/// one in the end: there are twice as many as all of them hold.
+#[test]
+fn who_is_slow_finds_a_large_block_all_the_same() {
+    const HELD: u32 = 2;
+    const BLOCK: u64 = 2 << 20;
+    let clients = 32;
+    let mut spec = spec(SchemeKind::FineMem, clients, 1);
+    spec.settings.donate_bytes = 2 * u64::from(clients * HELD) * BLOCK;
+    let mut cluster = Cluster::new(&spec).expect("a cluster");
+    let options = Options { groups: Some(1), ..Options::default() };
+    let connect = |_| cluster.connect(NodeId(1), options.clone()).expect("a process");
+    let processes: Vec<_> = (0..clients).map(connect).collect();
+    cluster.start();
+    let program = |process: &sim::Process| {
+        let pool = process.pool.clone();
+        move || {
+            let mut held = std::collections::VecDeque::new();
+            for round in 0..40 {
+                if held.len() as u32 == HELD {
+                    fiber::block_on(pool.free(held.pop_front().unwrap())).expect("it is freed");
+                }
+                let grant = fiber::block_on(pool.allocate_bytes_in(GroupId(0), BLOCK));
+                held.push_back(grant.unwrap_or_else(|e| panic!("round {round}: {e}")));
+            }
+        }
+    };
+    let fibers: Vec<_> =
+        processes.iter().map(|p| cluster.sim.spawn("client", Time::us(1), program(p))).collect();
+    cluster.sim.run_to_end(&fibers).expect("they end");
+    assert_eq!(cluster.failure(), None);
+}
+
 #[test]
 fn the_same_seed_gives_the_same_trace() {
     let first = loop_of(SchemeKind::OneSidedMw, 3, 1, 4, true).1;

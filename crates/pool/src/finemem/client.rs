@@ -150,12 +150,17 @@ impl<N: Nic> Client<N> {
 
     /// Asks the memory node's CPU to end the quarantines that there are, and waits for that; how many it has
     /// ended, and how many chunks are free.
-    pub(super) async fn ring(&self, attempt: &str) -> Result<(u32, u32), Error> {
+    pub(super) async fn ring(&self, attempt: &str, order: u32) -> Result<(u32, u32), Error> {
         let alone = self.alone.take().await;
-        self.ring_alone(attempt, &alone).await
+        self.ring_alone(attempt, order, &alone).await
     }
 
-    async fn ring_alone(&self, attempt: &str, _: &Credit<'_>) -> Result<(u32, u32), Error> {
+    async fn ring_alone(
+        &self,
+        attempt: &str,
+        order: u32,
+        _: &Credit<'_>,
+    ) -> Result<(u32, u32), Error> {
         let (answered, sent) = {
             let _order = self.order.lock();
             self.check_open(attempt)?;
@@ -163,7 +168,7 @@ impl<N: Nic> Client<N> {
             let receive = |id| self.qp.post_recv(&ReceiveRequest { id, to: &[to] });
             let answered = self.completer.submit(receive)?;
             let sent = self.completer.submit(|id| {
-                let op = Op::SendInline { data: &[0; 8] };
+                let op = Op::SendInline { data: &u64::from(order).to_be_bytes() };
                 self.qp.post_send(&[WorkRequest { id, op, signaled: true }])
             })?;
             (answered, sent)
@@ -189,7 +194,7 @@ impl<N: Nic> Client<N> {
         if !self.in_doubt.load(Ordering::Acquire) {
             return Ok(());
         }
-        self.ring_alone(attempt, &alone).await?;
+        self.ring_alone(attempt, 0, &alone).await?;
         let Terms { map, user, .. } = self.terms(attempt)?;
         let shape = map.shape();
         // All are found before any is given up: one that is given up is soon in other hands, and parts of a block are
@@ -411,13 +416,14 @@ impl<N: Nic> ClientScheme for Client<N> {
         if let Some(grant) = self.try_allocate(attempt, group, order).await? {
             return Ok(grant);
         }
-        // What is in quarantine may be all that is missing; others may be faster, and free it again.
+        // What is in quarantine may be all that is missing; others may be faster, and free it again. So one that was free
+        // when the scan ended, and was not to be had, is worth another look too.
         for _ in 0..RINGS {
-            let (ended, free) = self.ring(attempt).await?;
+            let (ended, free) = self.ring(attempt, order).await?;
             if let Some(grant) = self.try_allocate(attempt, group, order).await? {
                 return Ok(grant);
             }
-            if ended == 0 && (free == 0 || order > 0) {
+            if ended == 0 && free == 0 {
                 break;
             }
         }

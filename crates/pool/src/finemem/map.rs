@@ -1,8 +1,8 @@
 //! How free chunks are found and taken: what differs between the schemes in which the compute node allocates.
 
 use super::array::{Array, Taker};
-use super::header::{CHUNKS, Header, SPANS, Spread, User};
-use super::layout::{Block, Shape, Word};
+use super::header::{CHUNKS, Header, SPANS, Spread, User, chunk_mask, span_mask};
+use super::layout::{Block, SECTION_ORDER, SPAN_ORDER, Shape, Word};
 use super::log::{Capability, FullLog};
 use super::tree::{Tree, Verbs};
 use crate::settings::SchemeKind;
@@ -82,25 +82,47 @@ impl Map {
         }
     }
 
-    /// Chunks that nobody has, by what `load` reads.
-    pub fn free_chunks(&self, load: impl Fn(Word) -> u64) -> u64 {
+    /// Aligned blocks of 2^`order` chunks that are free, however they lie in larger ones, by what `load` reads. Of an order
+    /// that there is not there are none.
+    pub fn free_blocks(&self, order: u64, load: impl Fn(Word) -> u64) -> u32 {
         let shape = self.shape();
+        let order = u32::try_from(order).ok().filter(|order| *order <= shape.order_max());
+        let Some(order) = order else { return 0 };
+        let count = |all: u32, is_free: &dyn Fn(u32) -> bool| {
+            (0..all).filter(|block| is_free(*block)).count() as u32
+        };
         if let Self::Array(_) = self {
-            return (0..shape.chunks).filter(|chunk| load(shape.log(*chunk)) == 0).count() as u64;
+            return count(shape.blocks(order), &|block| {
+                (block << order..(block + 1) << order).all(|chunk| load(shape.log(chunk)) == 0)
+            });
         }
-        let mut free = 0;
-        for index in 0..shape.sections() {
-            let section = Header(load(shape.section(index)));
-            for at in 0..SPANS {
-                let span = Header(load(shape.span(index * SPANS + at)));
-                free += match section.spread(at) {
-                    _ if span.in_use() => span.bitmap().count_zeros() as u64,
-                    Spread::Full => 0,
-                    _ => CHUNKS as u64,
-                };
+        let section = |index| Header(load(shape.section(index)));
+        if order > SECTION_ORDER {
+            return count(shape.blocks(order), &|block| {
+                let each = 1 << (order - SECTION_ORDER);
+                (block * each..(block + 1) * each).all(|index| section(index).bitmap() == 0)
+            });
+        }
+        let in_span = |index: u32, section: Header| {
+            let span = Header(load(shape.span(index)));
+            match section.spread(index % SPANS) {
+                _ if span.in_use() => count(CHUNKS >> order, &|block| {
+                    span.bitmap() & chunk_mask(block << order, order) == 0
+                }),
+                Spread::Full => 0,
+                _ => CHUNKS >> order,
             }
-        }
-        free
+        };
+        let in_section = |index| {
+            let section = section(index);
+            match order.checked_sub(SPAN_ORDER) {
+                Some(size) => count(SPANS >> size, &|block| {
+                    section.bitmap() & span_mask(block << size, size) == 0
+                }),
+                None => (0..SPANS).map(|at| in_span(index * SPANS + at, section)).sum(),
+            }
+        };
+        (0..shape.sections()).map(in_section).sum()
     }
 
     /// Blocks that somebody has, or that are quarantined.

@@ -148,9 +148,9 @@ impl<N: Nic> Node<N> {
 
     /// Chunks that nobody has, as the headers say.
     pub(super) fn free_chunks(&self) -> u64 {
-        let free = self.map.free_chunks(|at| self.words.load(at));
+        let free = self.map.free_blocks(0, |at| self.words.load(at));
         // Headers may say anything, also of chunks that there are not.
-        free.min(self.shape.chunks as u64)
+        free.min(self.shape.chunks).into()
     }
 
     /// Blocks that were freed at once and have no backup key yet.

@@ -26,17 +26,26 @@ pub(super) struct Peer<N: Nic> {
     pub management_peer: PeerAddress,
     /// What it sends, and binds, completes here.
     sent: N::Cq,
-    /// Where bells are said to be; they say nothing.
+    /// Where bells say what is wanted: 8 bytes each.
     inbox: N::Mr,
     /// The window that opens the metadata to that QP, and its key.
     _window: N::Mw,
     pub key: Key,
     /// Access QPs by group, function and lane, with whom they are connected to.
     pub groups: Vec<Vec<(N::Qp, PeerAddress)>>,
-    /// It asked for a scan, which is to begin after this many were begun.
-    pub bell: Option<u64>,
+    /// It has asked for a scan.
+    pub bell: Option<Bell>,
     /// It has gone.
     pub leaving: Option<Leaving>,
+}
+
+/// Somebody wants to know of a scan that has ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Bell {
+    /// Of one that began after this many had.
+    pub begun: u64,
+    /// The block that is wanted: 2^order chunks. Anything may stand here.
+    pub order: u64,
 }
 
 /// How far a compute node that has gone was taken back.
@@ -118,6 +127,11 @@ impl<N: Nic> Peer<N> {
         Ok(peer)
     }
 
+    /// The order of the block that the bell in a slot wants.
+    pub fn wanted(&self, slot: u32) -> u64 {
+        self.inbox.memory().load_be64(slot as usize * 8)
+    }
+
     /// Takes a bell.
     pub fn listen(&self, slot: u32) -> Result<(), Error> {
         let to = self.inbox.sge(slot as usize * 8, 8);
@@ -131,8 +145,8 @@ impl<N: Nic> Peer<N> {
         (0..BELLS).try_for_each(|slot| self.listen(slot))
     }
 
-    /// Answers a bell: the scan has ended; how many quarantines it has ended, and how many chunks are free. One
-    /// that does not take answers has broken its connection.
+    /// Answers a bell: the scan has ended; how many quarantines it has ended, and how many blocks of the wanted
+    /// order are free. One that does not take answers has broken its connection.
     pub fn answer(&mut self, ended: u32, free: u32) {
         self.bell = None;
         while self.sent.poll(&mut [Completion::EMPTY; 16]) > 0 {}

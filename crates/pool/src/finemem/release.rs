@@ -79,7 +79,7 @@ impl<N: Nic> Client<N> {
         loop {
             if seen.lacks_backup() {
                 // The scan has not come by since it was freed last.
-                self.ring(attempt).await?;
+                self.ring(attempt, 0).await?;
             }
             let session = self.session(attempt).await?;
             if seen.lacks_backup() {

@@ -24,6 +24,7 @@ use super::layout::{Block, SECTION};
 use super::log::{Capability, FullLog, Layer};
 use super::map::Map;
 use super::node::Node;
+use super::peer::Bell;
 use super::release::Release;
 use super::words::now;
 use crate::Error;
@@ -171,9 +172,10 @@ impl<N: Nic> Node<N> {
                 let mut peers = self.peers.values_mut();
                 let peer = peers.find(|p| p.management.qpn() == c.qpn && p.leaving.is_none());
                 let Some(peer) = peer.filter(|_| c.status == Status::Success) else { continue };
+                let order = peer.wanted(c.id as u32);
                 // One that was broken off since has been answered by that.
                 if peer.listen(c.id as u32).is_ok() {
-                    peer.bell = Some(self.scan.begun);
+                    peer.bell = Some(Bell { begun: self.scan.begun, order });
                     self.scan.hurry();
                     any = true;
                 }
@@ -298,10 +300,15 @@ impl<N: Nic> Node<N> {
         if self.scan.is_anew() || self.peers.values().all(|peer| peer.bell.is_none()) {
             return;
         }
-        let (scan, free) = (&self.scan, self.free_chunks() as u32);
-        let waits = |bell: Option<u64>| bell.is_some_and(|begun| scan.is_over(begun));
-        let ended = scan.found as u32;
-        self.peers.values_mut().filter(|p| waits(p.bell)).for_each(|p| p.answer(ended, free));
+        let (scan, map, words) = (&self.scan, &self.map, &self.words);
+        let mut free: BTreeMap<u64, u32> = BTreeMap::new();
+        for peer in self.peers.values_mut() {
+            let Some(Bell { order, .. }) = peer.bell.filter(|bell| scan.is_over(bell.begun)) else {
+                continue;
+            };
+            let count = || map.free_blocks(order, |at| words.load(at));
+            peer.answer(scan.found as u32, *free.entry(order).or_insert_with(count));
+        }
     }
 
     /// Ends the quarantine of blocks, or begins to: see the module.

@@ -6,6 +6,7 @@ use proptest::prelude::*;
 
 use super::world::{Stepped, Task};
 use super::*;
+use crate::finemem::map::Map;
 
 #[derive(Clone, Debug)]
 struct Plan {
@@ -112,5 +113,37 @@ proptest! {
         for chunk in 0..chunks {
             prop_assert!(!memory.log(chunk).taken, "the log of chunk {chunk}");
         }
+    }
+}
+
+proptest! {
+    /// What the memory node says is free is what can be taken, of each size.
+    #[test]
+    fn as_many_blocks_can_be_taken_as_are_counted(
+        chunks in prop_oneof![Just(4 * 512u32), 1u32..2600],
+        steps in prop::collection::vec((0u32..11, any::<bool>()), 0..60),
+        order in 0u32..11,
+    ) {
+        let shape = Shape { chunks, chunk_bytes: 4096 };
+        let memory = Memory::new(shape);
+        let tree = Tree::new(shape, user(1));
+        let mut held = Vec::new();
+        for (order, gives_back) in steps {
+            held.extend(take(&tree, &memory, order));
+            if gives_back && !held.is_empty() {
+                let block = held.swap_remove(held.len() / 2);
+                run(tree.give_back(&memory, &[block], user(1)));
+            }
+        }
+        let words = memory.words();
+        let map = Map::Tree(Tree::new(shape, user(2)));
+        let counted = map.free_blocks(order.into(), |at| words[at.0 as usize]);
+        let Map::Tree(other) = &map else { unreachable!("it is one") };
+        let mut taken = 0;
+        while take(other, &memory, order).is_some() {
+            taken += 1;
+        }
+        prop_assert_eq!(counted, taken);
+        prop_assert_eq!(map.free_blocks(u64::MAX, |at| words[at.0 as usize]), 0);
     }
 }
