@@ -316,21 +316,22 @@ fn draw_threads(
     canvas: &Canvas<'_>,
     title: &str,
 ) -> Result<Vec<PathBuf>, Error> {
-    let series = Series {
-        metric: "alloc_latency_us",
-        statistic: findings.typical(),
-        across: "threads",
-        ours: "finemem",
-    };
-    lines(findings, &series, title, Axis::log("threads"), canvas)
+    draw(findings, canvas, "threads", title, Axis::log("threads"))
 }
 
 fn draw_sizes(findings: &Findings, canvas: &Canvas<'_>) -> Result<Vec<PathBuf>, Error> {
-    let series = Series {
-        metric: "alloc_latency_us",
-        statistic: findings.typical(),
-        across: "size",
-        ours: "finemem",
-    };
-    lines(findings, &series, "Allocation in pieces", Axis::bytes("size of a block"), canvas)
+    draw(findings, canvas, "size", "Allocation in pieces", Axis::bytes("size of a block"))
+}
+
+/// Draws latencies of allocations against a part of their settings.
+pub fn draw(
+    findings: &Findings,
+    canvas: &Canvas<'_>,
+    across: &'static str,
+    title: &str,
+    axis: Axis,
+) -> Result<Vec<PathBuf>, Error> {
+    let statistic = findings.typical();
+    let series = Series { metric: "alloc_latency_us", statistic, across, ours: "finemem" };
+    lines(findings, &series, title, axis, canvas)
 }

@@ -6,7 +6,6 @@ use super::crowd::{self, Crowd, contenders};
 use crate::Error;
 use crate::paper::experiment::{Canvas, Experiment};
 use crate::paper::finding::Findings;
-use crate::paper::picture::{Series, lines};
 use crate::paper::{Extent, Run, count};
 use crate::plot::Axis;
 
@@ -51,12 +50,6 @@ fn run(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
 }
 
 fn draw(findings: &Findings, canvas: &Canvas<'_>) -> Result<Vec<PathBuf>, Error> {
-    let series = Series {
-        metric: "alloc_latency_us",
-        statistic: findings.typical(),
-        across: "memory_nodes",
-        ours: "finemem",
-    };
     let title = "Allocation of 4 KiB in pieces, memory nodes in turn";
-    lines(findings, &series, title, Axis::log("memory nodes"), canvas)
+    crowd::draw(findings, canvas, "memory_nodes", title, Axis::log("memory nodes"))
 }
