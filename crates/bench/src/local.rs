@@ -4,8 +4,9 @@
 use fabric::soft::SoftNic;
 use fabric::{Access, CqAttr, Nic, QpAttr, Qpn, QueuePair, Receive};
 use pool::finemem::{Client, Node};
+use pool::protocol::Welcome;
 use pool::scheme::{ClientScheme, NodeScheme};
-use pool::{Admission, ClientId, Error, MemoryNode, Settings};
+use pool::{Admission, ClientId, Error, Settings};
 
 type Qp = <SoftNic as Nic>::Qp;
 
@@ -28,9 +29,7 @@ pub fn connect(
     settings: &Settings,
     number: u32,
 ) -> Result<Connection, Error> {
-    // What a memory node says to who connects hangs on its settings only; one of a chunk says the same.
-    let small = Settings { donate_bytes: settings.chunk_bytes, ..settings.clone() };
-    let welcome = MemoryNode::new(Node::new(nic, &small)?, settings.clone()).welcome();
+    let welcome = Welcome::of(settings, node.functions(), 1);
     let pd = nic.alloc_pd()?;
     let client = Client::new(nic, &pd, &welcome)?;
     let cq = nic.create_cq(CqAttr { entries: 16, ignore_overrun: false })?;

@@ -26,7 +26,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::Error;
 use crate::cpu::ThreadClock;
 use crate::events::cores;
-use crate::protocol::{VERSION, Welcome};
+use crate::protocol::Welcome;
 use crate::scheme::{
     Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus, Worker,
 };
@@ -109,24 +109,7 @@ impl<S: NodeScheme> MemoryNode<S> {
 
     /// What it tells a compute node first.
     pub fn welcome(&self) -> Welcome {
-        let s = &self.inner.settings;
-        Welcome {
-            version: VERSION,
-            scheme: s.scheme,
-            control: s.control,
-            chunk_bytes: s.chunk_bytes,
-            chunks: s.chunks(),
-            group_size: s.group_size,
-            functions: self.inner.functions,
-            credits: s.credits,
-            groups_max: s.groups_max,
-            incarnation: self.inner.incarnation,
-            budget_chunks: s.budget.chunks,
-            separation: s.separation,
-            contention_control: s.contention_control,
-            roce: None,
-            proof: None,
-        }
+        Welcome::of(&self.inner.settings, self.inner.functions, self.inner.incarnation)
     }
 
     /// Admits a compute node and numbers it. Numbers are not used again before all others were.

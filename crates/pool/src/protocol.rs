@@ -28,7 +28,7 @@ use serde::{Deserialize, Serialize};
 use crate::Error;
 use crate::remote::RoceEnd;
 use crate::scheme::{Admission, Admitted, NodeStatus};
-use crate::settings::{ControlMode, SchemeKind};
+use crate::settings::{ControlMode, SchemeKind, Settings};
 
 /// Version of this protocol, and of what compute nodes read and write in a memory node by themselves.
 pub const VERSION: u32 = 2;
@@ -195,6 +195,31 @@ pub struct Welcome {
     pub proof: Option<String>,
 }
 
+impl Welcome {
+    /// What a memory node with these settings says, whose windows are in so many functions of its NIC; nothing yet of
+    /// other hosts.
+    pub fn of(settings: &Settings, functions: u32, incarnation: u64) -> Self {
+        let s = settings;
+        Self {
+            version: VERSION,
+            scheme: s.scheme,
+            control: s.control,
+            chunk_bytes: s.chunk_bytes,
+            chunks: s.chunks(),
+            group_size: s.group_size,
+            functions,
+            credits: s.credits,
+            groups_max: s.groups_max,
+            incarnation,
+            budget_chunks: s.budget.chunks,
+            separation: s.separation,
+            contention_control: s.contention_control,
+            roce: None,
+            proof: None,
+        }
+    }
+}
+
 fn yes() -> bool {
     true
 }
@@ -306,7 +331,6 @@ mod tests {
     #[test]
     fn the_largest_admission_fits() {
         use crate::scheme::MAX_GROUP;
-        use crate::settings::Settings;
         let group = vec![0xff_ffff; MAX_GROUP];
         let admission = Admission {
             management: vec![0xff_ffff; 2],

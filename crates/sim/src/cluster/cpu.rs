@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use pool::protocol::{VERSION, Welcome};
+use pool::protocol::Welcome;
 use pool::scheme::{ClientId, NodeScheme, Worker};
 use pool::{AnyNode, Settings};
 
@@ -95,24 +95,7 @@ impl NodeCpu {
 
     /// What it says to who connects.
     pub fn welcome(&self) -> Welcome {
-        let s = &self.settings;
-        Welcome {
-            version: VERSION,
-            scheme: s.scheme,
-            control: s.control,
-            chunk_bytes: s.chunk_bytes,
-            chunks: s.chunks(),
-            group_size: s.group_size,
-            functions: self.functions,
-            credits: s.credits,
-            groups_max: s.groups_max,
-            incarnation: 1,
-            budget_chunks: s.budget.chunks,
-            separation: s.separation,
-            contention_control: s.contention_control,
-            roce: None,
-            proof: None,
-        }
+        Welcome::of(&self.settings, self.functions, 1)
     }
 
     fn run(&self, core: impl FnOnce(&Self) -> Result<(), pool::Error>) {
