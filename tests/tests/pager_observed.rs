@@ -27,6 +27,21 @@ impl Aborting {
     fn run(&self, command: &mut Command) -> Outcome {
         Running::start(command.current_dir(&self.scratch.0)).finish()
     }
+
+    /// What gdb says that starts it by `wrapper`, lets it run to its end, and then does `orders`.
+    fn debugged(&self, wrapper: &str, orders: &[&str]) -> String {
+        let mut command = Command::new("timeout");
+        command.args(["120", "gdb", "-batch", "-nx", "-ex", "set debuginfod enabled off"]);
+        command.args(["-ex", &format!("set exec-wrapper {wrapper}"), "-ex", "run"]);
+        for order in orders {
+            command.args(["-ex", order]);
+        }
+        let outcome = self.run(command.args(["--args", &self.program]));
+        let text = text(&outcome);
+        // Its own is that of the last order.
+        assert_ne!(outcome.code, 124, "it hangs: {text}");
+        text
+    }
 }
 
 /// The environment of a paged program, `NAME=VALUE`.
@@ -62,35 +77,33 @@ fn a_traced_family_gives_the_same() {
 
 /// gdb stops all threads, those of the pager too. What is not resident it cannot read then; a function that
 /// it calls in the program can, since all threads run meanwhile.
+///
+/// A gdb that is older than its CPU calls nothing, in no program: version 13 has no room for the registers of
+/// one with AMX. Then the plain program says so, and the calls are left out.
 #[test]
 fn a_debugger_sees_the_end_and_reads_memory_by_calls() {
     let aborting = Aborting::new("gdb");
-    let mut command = Command::new("timeout");
-    command.args(["120", "gdb", "-batch", "-nx"]);
-    let wrapper = format!("set exec-wrapper env {}", variables().join(" "));
-    for order in [
-        "set debuginfod enabled off",
-        &wrapper,
-        "run",
-        "bt",
-        "print ((unsigned *)paged)[10 * 1024]",
-        "print (unsigned)word_of_page(10)",
-        "print ((unsigned *)paged)[10 * 1024]",
-    ] {
-        command.args(["-ex", order]);
-    }
-    let outcome = aborting.run(command.args(["--args", &aborting.program]));
-    let text = text(&outcome);
-    if text.contains("ptrace: Operation not permitted") {
+    let call = r#"printf "called: %u\n", (unsigned)word_of_page(10)"#;
+    let look = r#"printf "seen: %u\n", ((unsigned *)paged)[10 * 1024]"#;
+    let plain = aborting.debugged("env", &[call]);
+    if plain.contains("ptrace: Operation not permitted") {
         let _ = writeln!(std::io::stderr(), "gdb: skipped: ptrace is not permitted here");
         return;
     }
-    assert_eq!(outcome.code, 0, "{text}");
+    let calls = plain.contains("called: 11\n");
+    if !calls {
+        assert!(plain.contains("Couldn't write extended state status"), "{plain}");
+        let _ = writeln!(std::io::stderr(), "gdb: calls are left out: it makes none on this CPU");
+    }
+    let paged = format!("env {}", variables().join(" "));
+    let text = aborting.debugged(&paged, &["bt", look, call, look]);
     for part in ["all there", "SIGABRT", "in fail ", "in main "] {
         assert!(text.contains(part), "no {part:?} in {text}");
     }
     assert!(text.contains("Cannot access memory at address"), "it was paged out: {text}");
-    assert!(text.contains("$1 = 11\n") && text.contains("$2 = 11\n"), "{text}");
+    if calls {
+        assert!(text.contains("called: 11\n") && text.contains("seen: 11\n"), "{text}");
+    }
 }
 
 #[test]
