@@ -50,7 +50,7 @@ fn lines(count: u32) -> String {
 }
 
 /// Runs a program plainly and paged, and compares: the same status and output, at least `pages` moved
-/// each way, within its bound; and in the end all chunks are back.
+/// each way (so the bound bites), within its bound; and in the end all chunks are back.
 fn compare(site: &Site, pages: u64, program: &str, arguments: &[&str]) -> (Outcome, Paged) {
     compare_within(site.local_bytes() + pager::CONSTANT_BYTES, site, pages, program, arguments)
 }
@@ -75,8 +75,7 @@ fn sort_gives_the_same(behind: Behind) {
     let input = site.scratch.0.join("lines");
     std::fs::write(&input, lines(size(200_000, 600_000))).unwrap();
     let input = input.to_str().unwrap();
-    let (plain, _) = compare(&site, 2000, "sort", &["--parallel=1", "-S", "300M", input]);
-    assert!(plain.resident_bytes > 16 * MIB, "the bound must bite");
+    compare(&site, 2000, "sort", &["--parallel=1", "-S", "300M", input]);
 }
 
 fn sort_with_a_full_pool_goes_on_in_the_overflow_file(behind: Behind) {
@@ -150,7 +149,6 @@ fn python_with_threads_and_subprocesses(behind: Behind) {
     let script = format!("ROWS = {}\n{PYTHON}", size(40_000, 150_000));
     let (plain, paged) = compare(&site, 2000, "/usr/bin/python3", &["-c", &script]);
     assert_eq!(plain.code, 3);
-    assert!(plain.resident_bytes > 16 * MIB, "the bound must bite");
     assert!(paged.count("processes") >= 3, "what it starts is paged too: {}", paged.stats);
 }
 
@@ -192,8 +190,7 @@ fn sqlite_builds_and_queries_a_table_in_memory(behind: Behind) {
          select a, b from t order by b limit 20 offset {};",
         rows / 2
     );
-    let (plain, _) = compare(&site, 2000, "sqlite3", &[":memory:", &statements]);
-    assert!(plain.resident_bytes > 16 * MIB, "the bound must bite");
+    compare(&site, 2000, "sqlite3", &[":memory:", &statements]);
 }
 
 fn threads_share_paged_memory(behind: Behind) {
