@@ -375,19 +375,22 @@ impl CompletionQueue for SoftCq {
     fn wait_solicited(&self, timeout: Duration) -> Result<bool, Error> {
         let cq = &*self.0;
         let deadline = Instant::now().checked_add(timeout);
+        let armed = cq.record.word32(ARMED);
         cq.function.turn();
         loop {
-            let armed = cq.record.word32(ARMED);
             let Some(value) = handshake::arm_solicited(armed, || cq.is_ready()) else {
                 return Ok(true);
             };
-            match cq.sleep(value, deadline)? {
-                // Whatever has come meanwhile was not solicited.
-                Woken::TimedOut => cq.function.turn(),
-                Woken::Late => return Ok(false),
-                // Or another thread's arming was used up; then this one arms again.
-                Woken::Called => {}
+            // Whatever comes meanwhile and leaves it armed was not solicited, and is not looked at: also not
+            // by who wakes up for another reason.
+            while handshake::is_armed(armed, value) {
+                match cq.sleep(value, deadline)? {
+                    Woken::TimedOut => cq.function.turn(),
+                    Woken::Late => return Ok(false),
+                    Woken::Called => {}
+                }
             }
+            // It was used up, perhaps by another thread's completion; then this one arms again.
         }
     }
 

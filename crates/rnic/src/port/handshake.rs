@@ -97,6 +97,13 @@ pub fn arm_solicited<W: Word>(armed: &W, ready: impl FnOnce() -> bool) -> Option
     (!ready()).then_some(if before == 0 { SOLICITED } else { before })
 }
 
+/// Whether it is still armed with `value`: then nothing has come since for which that sleeper wakes, and it may
+/// sleep on.
+#[inline]
+pub fn is_armed<W: Word>(armed: &W, value: u32) -> bool {
+    armed.load(Ordering::SeqCst) == value
+}
+
 /// After a completion and a full fence: whether somebody sleeps on the CQ and must be woken for it;
 /// `solicited` says whether it is one for which [`SOLICITED`] sleepers wake.
 #[inline]
@@ -260,7 +267,7 @@ mod tests {
             type Cq = (Modelled<true>, Modelled<true>, Mutex<()>, Condvar);
             fn sleep((_, armed, lock, condvar): &Cq, value: u32) {
                 let guard = lock.lock().unwrap();
-                if armed.load(Ordering::SeqCst) == value {
+                if is_armed(armed, value) {
                     drop(condvar.wait(guard).unwrap());
                 }
             }
@@ -285,7 +292,10 @@ mod tests {
             let ready = || shared.0.load(Ordering::Acquire) == 2;
             while !ready() {
                 if let Some(value) = arm_solicited(&shared.1, ready) {
-                    sleep(&shared, value);
+                    // Whoever is woken for another reason sleeps on.
+                    while is_armed(&shared.1, value) {
+                        sleep(&shared, value);
+                    }
                 }
             }
             nic.join().unwrap();
