@@ -50,7 +50,7 @@ fn lines(count: u32) -> String {
 }
 
 /// Runs a program plainly and paged, and compares: the same status and output, at least `pages` moved
-/// each way (so the bound bites), within its bound; and in the end all chunks are back.
+/// each way, within its bound; and in the end all chunks are back.
 fn compare(site: &Site, pages: u64, program: &str, arguments: &[&str]) -> (Outcome, Paged) {
     compare_within(site.local_bytes() + pager::CONSTANT_BYTES, site, pages, program, arguments)
 }
@@ -70,12 +70,26 @@ fn compare_within(
     (plain, paged)
 }
 
+/// The most bytes that a plain run has resident, as the kernel counts them for a child of a small process: the peak in
+/// an [`Outcome`] is sampled, and a short run may end between two looks.
+fn plain_peak(program: &str, arguments: &[&str]) -> u64 {
+    let script = "import resource, subprocess, sys\n\
+                  subprocess.call(sys.argv[1:], stdout=subprocess.DEVNULL)\n\
+                  print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)";
+    let mut command = std::process::Command::new("/usr/bin/python3");
+    let output = command.args(["-c", script, program]).args(arguments).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    text.trim().parse::<u64>().expect("a number of KiB") * 1024
+}
+
 fn sort_gives_the_same(behind: Behind) {
     let site = Site::new(behind, "sort", size(8, 16) * MIB, "1GiB");
     let input = site.scratch.0.join("lines");
     std::fs::write(&input, lines(size(200_000, 600_000))).unwrap();
     let input = input.to_str().unwrap();
-    compare(&site, 2000, "sort", &["--parallel=1", "-S", "300M", input]);
+    let arguments = ["--parallel=1", "-S", "300M", input];
+    compare(&site, 2000, "sort", &arguments);
+    assert!(plain_peak("sort", &arguments) > 16 * MIB, "the bound must bite");
 }
 
 fn sort_with_a_full_pool_goes_on_in_the_overflow_file(behind: Behind) {
@@ -149,6 +163,8 @@ fn python_with_threads_and_subprocesses(behind: Behind) {
     let script = format!("ROWS = {}\n{PYTHON}", size(40_000, 150_000));
     let (plain, paged) = compare(&site, 2000, "/usr/bin/python3", &["-c", &script]);
     assert_eq!(plain.code, 3);
+    let peak = plain_peak("/usr/bin/python3", &["-c", &script]);
+    assert!(peak > 16 * MIB, "the bound must bite");
     assert!(paged.count("processes") >= 3, "what it starts is paged too: {}", paged.stats);
 }
 
@@ -191,6 +207,8 @@ fn sqlite_builds_and_queries_a_table_in_memory(behind: Behind) {
         rows / 2
     );
     compare(&site, 2000, "sqlite3", &[":memory:", &statements]);
+    let peak = plain_peak("sqlite3", &[":memory:", &statements]);
+    assert!(peak > 16 * MIB, "the bound must bite");
 }
 
 fn threads_share_paged_memory(behind: Behind) {
