@@ -42,6 +42,16 @@ pub enum Error {
         /// How that was noticed.
         why: String,
     },
+    /// The memory node has ended the connection before this compute node was admitted: it heard nothing of it for
+    /// too long. Nothing was held yet.
+    #[error(
+        "being admitted: the memory node has ended the connection before: {why}; this process was held \
+         for too long, or the memory node is gone: connect again"
+    )]
+    NotAdmitted {
+        /// How that was noticed.
+        why: String,
+    },
     /// The memory node refused an operation on its memory: the key is dead or not for this QP.
     #[error("{op}: refused by the memory node's NIC: {status}")]
     Access {

@@ -365,7 +365,7 @@ impl<N: Nic> Pools<N> {
 
 /// True for an error after which a memory node is asked no more.
 fn is_gone(error: &Error) -> bool {
-    matches!(error, Error::Gone { .. })
+    matches!(error, Error::Gone { .. } | Error::NotAdmitted { .. })
 }
 
 /// True for an error that says that no answer came; the next thing that is asked may be answered.

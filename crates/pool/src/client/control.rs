@@ -20,7 +20,7 @@ use crate::scheme::{Admission, Admitted, GroupId, Lane};
 pub trait ControlPlane: Send + Sync {
     /// What the memory node said first.
     fn welcome(&self) -> &Welcome;
-    /// Is admitted, once.
+    /// Is admitted, once. [`Error::NotAdmitted`] if the connection has been ended before that.
     fn admit(&self, admission: &Admission) -> Result<Admitted, Error>;
     /// The memory node's QP that was named when this compute node was admitted, as it is reached from here.
     fn peer(&self, qpn: u32) -> PeerAddress {
@@ -53,6 +53,21 @@ pub trait ControlPlane: Send + Sync {
 
 /// How long a memory node may take to answer a request that it does not hold back.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Connections that are made, one after the other, until one of them is admitted.
+const CONNECTIONS: u32 = 4;
+
+/// Connects anew as long as the memory node has ended the connection before it admitted this compute node, which
+/// held nothing yet: a process may be stopped, or wait for a CPU, for longer than the memory node waits for it.
+pub(super) fn until_admitted<T>(mut connect: impl FnMut() -> Result<T, Error>) -> Result<T, Error> {
+    for _ in 1..CONNECTIONS {
+        match connect() {
+            Err(Error::NotAdmitted { .. }) => {}
+            other => return other,
+        }
+    }
+    connect()
+}
 
 /// The control plane over a connection: a Unix socket, or TCP to another host. Several threads may ask at
 /// the same time: one of them reads for all.
@@ -244,9 +259,13 @@ impl ControlPlane for SocketControl {
         let psn = self.fresh_psn()?;
         let admission = Admission { roce: self.here, psn: psn.raw(), ..admission.clone() };
         let _ = self.psn.set(psn);
-        match self.ask(attempt, Request::Admit(admission), PATIENCE)? {
-            Reply::Admitted(admitted) => Ok(admitted),
-            other => Err(unexpected(attempt, other)),
+        match self.ask(attempt, Request::Admit(admission), PATIENCE) {
+            Ok(Reply::Admitted(admitted)) => Ok(admitted),
+            Ok(other) => Err(unexpected(attempt, other)),
+            Err(Error::Gone { why, .. }) if self.link.is_closed() => {
+                Err(Error::NotAdmitted { why })
+            }
+            Err(error) => Err(error),
         }
     }
 
@@ -392,5 +411,29 @@ fn unexpected(attempt: &str, reply: Reply) -> Error {
             attempt: attempt.into(),
             why: format!("an answer that is not one to it: {other:?}"),
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_who_was_not_admitted_connects_again_and_not_for_ever() {
+        let tried = |results: Vec<Result<u32, Error>>| {
+            let (mut results, mut count) = (results.into_iter(), 0);
+            let result = until_admitted(|| {
+                count += 1;
+                results.next().expect("no more than were asked for")
+            });
+            (result, count)
+        };
+        let held = || Err(Error::NotAdmitted { why: CLOSED.into() });
+        let late = || Err(gone("being admitted", "no answer in time".into()));
+        assert!(matches!(tried(vec![Ok(7)]), (Ok(7), 1)));
+        assert!(matches!(tried(vec![held(), held(), Ok(7)]), (Ok(7), 3)));
+        assert!(matches!(tried(vec![held(), late()]), (Err(Error::Gone { .. }), 2)));
+        let all = (0..CONNECTIONS).map(|_| held()).collect();
+        assert!(matches!(tried(all), (Err(Error::NotAdmitted { .. }), CONNECTIONS)));
     }
 }

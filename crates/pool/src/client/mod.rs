@@ -35,7 +35,7 @@ pub use embedded::Embedded;
 pub use operation::Operation;
 
 use self::buffer::Bounce;
-use self::control::{ControlPlane, SocketControl};
+use self::control::{ControlPlane, SocketControl, until_admitted};
 use self::embedded::LocalControl;
 use self::finish::Finish;
 use self::inner::{Inner, Origin};
@@ -119,14 +119,20 @@ impl Pool<SoftNic> {
     /// Connects to the memory node that serves the socket at `path`.
     pub fn connect(path: impl AsRef<FilePath>, options: Options) -> Result<Self, Error> {
         let path = path.as_ref();
-        let control = Box::new(SocketControl::connect(path)?);
-        let origin = Origin::Socket(path.to_path_buf());
-        Self::from(SoftNic::attach(path)?, control, options, origin)
+        until_admitted(|| {
+            let control = Box::new(SocketControl::connect(path)?);
+            let origin = Origin::Socket(path.to_path_buf());
+            Self::from(SoftNic::attach(path)?, control, options.clone(), origin)
+        })
     }
 
     /// Connects to a memory node on another host, over RoCEv2: with the NIC of this host that `to` names, or with
     /// one of this process's own, which is a thread of it.
     pub fn connect_remote(to: &Remote, options: Options) -> Result<Self, Error> {
+        until_admitted(|| Self::connect_remote_once(to, options.clone()))
+    }
+
+    fn connect_remote_once(to: &Remote, options: Options) -> Result<Self, Error> {
         let token = to.token()?;
         let mut nic = None;
         let control = SocketControl::connect_remote(&to.to, token.as_ref(), |link| {

@@ -35,7 +35,7 @@ pub struct Connection {
     pub credit: u32,
     /// What it is for.
     pub role: Role,
-    /// When it connected or, of those that only ask the pool something, asked last.
+    /// When it connected or asked last.
     pub heard: Instant,
     /// When it is looked at because it has not settled.
     pub expected: Option<Instant>,

@@ -221,13 +221,23 @@ impl<'a> Control<'a> {
                 // It may have spoken in time: this thread had other things to do, or was held.
                 self.serve_connection(id, EventFlags::IN);
             }
+            let last_verb = self.connections.get(&id).and_then(|c| self.last_verb(c));
             let Some(connection) = self.connections.get_mut(&id) else { continue };
             connection.expected = None;
+            connection.heard = connection.heard.max(last_verb.unwrap_or(connection.heard));
             match connection.is_settled() || connection.heard + silence > Instant::now() {
                 true => self.mind_silence(id),
                 false => self.close(id),
             }
         }
+    }
+
+    /// When the process of a compute node that is not admitted yet last made something of its QPs, over its
+    /// connections to the NIC.
+    fn last_verb(&self, of: &Connection) -> Option<Instant> {
+        let Role::Pool(_) = of.role else { return None };
+        let verbs = |c: &&Connection| c.asker == of.asker && matches!(c.role, Role::Nic(_));
+        self.connections.values().filter(verbs).map(|c| c.heard).max()
     }
 
     fn watch_listeners(&mut self, on: bool) -> Result<(), Error> {
@@ -328,6 +338,9 @@ impl<'a> Control<'a> {
             Role::Unknown | Role::Greeted(_) => self.open(id, &bytes),
             Role::Nic(session) => {
                 let (reply, fds) = session.handle(&bytes, descriptors);
+                if session.is_open() {
+                    connection.heard = Instant::now();
+                }
                 connection.send(reply, fds)
             }
             Role::Pool(_) => {

@@ -2,53 +2,21 @@
 //! CPU has no part in what the NIC does.
 
 use std::io::{BufRead, BufReader};
-use std::os::fd::OwnedFd;
-use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use fabric::Nic;
-use fabric::soft::SoftNic;
-use pool::protocol::{MAX_BYTES, Numbered, Opening, Reply, Request};
+use pool::protocol::{MAX_BYTES, Numbered, Reply, Request};
 use pool::{
     Admission, Budget, Endpoint, Error, GroupId, Options, Pool, SchemeKind, Service, Settings,
 };
 use rnic::port::shm::socket::{receive, send};
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
-fn settings(scheme: SchemeKind) -> Settings {
-    Settings {
-        donate_bytes: 64 * 4096,
-        chunk_bytes: 4096,
-        scheme,
-        clients_max: 4,
-        ..Settings::default()
-    }
-}
+mod place;
+mod silence;
 
-fn service(scheme: SchemeKind) -> Service {
-    Service::start(&settings(scheme), &Endpoint::Fresh).unwrap()
-}
-
-fn connect(service: &Service) -> Pool {
-    Pool::connect(service.path(), Options { groups: Some(1), ..Options::default() }).unwrap()
-}
-
-fn check_whole(service: &Service) {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    loop {
-        let status = service.status().unwrap().node;
-        if status.free == status.chunks && (status.clients, status.leaving) == (0, 0) {
-            break;
-        }
-        assert!(Instant::now() < deadline, "the pool is not whole: {status:?}");
-        thread::sleep(Duration::from_millis(1));
-    }
-    service.node().audit().unwrap();
-    assert_eq!(service.failure(), None);
-}
+use self::place::{Raw, check_whole, connect, service, settings};
 
 /// What the settings promise a compute node, its session must hold.
 #[test]
@@ -68,49 +36,6 @@ fn a_compute_node_may_have_all_groups_and_lanes() {
     pool.free_blocking(grant).unwrap();
     drop(pool);
     check_whole(&service);
-}
-
-/// A connection that says whatever it likes.
-struct Raw(OwnedFd);
-
-impl Raw {
-    fn new(path: &Path) -> Self {
-        let fd = rustix::net::socket_with(
-            AddressFamily::UNIX,
-            SocketType::SEQPACKET,
-            SocketFlags::CLOEXEC,
-            None,
-        )
-        .unwrap();
-        rustix::net::connect(&fd, &SocketAddrUnix::new(path).unwrap()).unwrap();
-        let timeout = Some(Duration::from_secs(10));
-        sockopt::set_socket_timeout(&fd, sockopt::Timeout::Recv, timeout).unwrap();
-        Self(fd)
-    }
-
-    fn pool(path: &Path) -> Self {
-        let raw = Self::new(path);
-        raw.say(&serde_json::to_vec(&Opening::pool()).unwrap());
-        assert!(matches!(raw.hear().unwrap().body, Reply::Welcome(_)));
-        raw
-    }
-
-    fn say(&self, bytes: &[u8]) {
-        send(&self.0, bytes, &[]).unwrap();
-    }
-
-    fn ask(&self, id: u64, body: Request) -> Reply {
-        self.say(&serde_json::to_vec(&Numbered { id, body }).unwrap());
-        let reply = self.hear().unwrap();
-        assert_eq!(reply.id, id);
-        reply.body
-    }
-
-    /// The next reply; `None` at the end of the connection.
-    fn hear(&self) -> Option<Numbered<Reply>> {
-        let packet = receive(&self.0).expect("an answer in time")?;
-        Some(serde_json::from_slice(&packet.bytes).unwrap())
-    }
 }
 
 fn refusal(reply: Reply) -> String {
@@ -357,66 +282,6 @@ fn stopping_tells_clients_and_removes_the_socket() {
         }
         assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
     }
-}
-
-/// Who connects and says nothing, or stops half-way, does not hold a place for ever; who has said what it is
-/// for may be silent as long as it likes, and who only asks has some time after each answer.
-#[test]
-fn the_silent_are_sent_away() {
-    let silence = Duration::from_secs(1);
-    let settings = Settings { silence, ..settings(SchemeKind::OneSidedMw) };
-    let service = Service::start(&settings, &Endpoint::Fresh).unwrap();
-    let settled = connect(&service);
-    let grant = settled.allocate_blocking().unwrap();
-    let attached = SoftNic::attach(service.path()).unwrap();
-    let start = Instant::now();
-    let speechless = Raw::new(service.path());
-    let no_hello = Raw::new(service.path());
-    no_hello.say(br#"{"service":"nic"}"#);
-    let wrong_hello = Raw::new(service.path());
-    wrong_hello.say(br#"{"service":"nic"}"#);
-    let not_admitted = Raw::pool(service.path());
-    let asking = Raw::pool(service.path());
-    let has_left = Raw::pool(service.path());
-    assert_eq!(has_left.ask(1, Request::Goodbye), Reply::Done);
-    // Talk that leads nowhere does not count, and requests do.
-    for _ in 0..2 {
-        thread::sleep(silence / 4);
-        send(&wrong_hello.0, b"{}", &[]).unwrap();
-        receive(&wrong_hello.0).unwrap().expect("a refusal");
-        assert_eq!(asking.ask(1, Request::Audit), Reply::Done);
-    }
-    for raw in [&speechless, &no_hello, &wrong_hello, &not_admitted, &has_left] {
-        assert!(receive(&raw.0).expect("an end in time").is_none());
-    }
-    let after = start.elapsed();
-    assert!(after >= silence, "{after:?}");
-    drop(asking.ask(2, Request::Status));
-    assert!(asking.hear().is_none());
-    // Who is settled is silent all this time, and beyond.
-    settled.write_blocking(&grant, 0, b"here").unwrap();
-    settled.free_blocking(grant).unwrap();
-    attached.alloc_pd().unwrap();
-    drop(settled);
-    check_whole(&service);
-}
-
-/// A memory node that was held does not blame others for it: what they said in time counts.
-#[test]
-fn who_spoke_while_the_memory_node_was_held_was_not_silent() {
-    let silence = Duration::from_millis(500);
-    let settings = Settings { silence, ..settings(SchemeKind::OneSidedMw) };
-    let service = Service::start(&settings, &Endpoint::Fresh).unwrap();
-    let nic = Raw::new(service.path());
-    let pool = Raw::pool(service.path());
-    service.pause();
-    nic.say(br#"{"service":"nic"}"#);
-    pool.say(&serde_json::to_vec(&Numbered { id: 3, body: Request::Audit }).unwrap());
-    thread::sleep(silence + silence / 4);
-    service.resume();
-    assert_eq!(pool.hear().map(|reply| reply.body), Some(Reply::Done));
-    assert!(receive(&nic.0).expect("an end in time").is_none(), "no hello for too long");
-    assert!(pool.hear().is_none());
 }
 
 const VICTIM: &str = "GRANARY_TEST_VICTIM";
