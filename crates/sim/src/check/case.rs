@@ -14,7 +14,7 @@ pub struct Case {
     pub scheme: SchemeKind,
     /// [`Settings::separation`].
     pub separation: bool,
-    /// Blocks of all sizes, in larger pools; clients keep to the rules.
+    /// Blocks of all sizes, in larger pools.
     pub sizes: bool,
     /// Windows of a group, if no seed draws them.
     pub group_size: Option<u32>,
@@ -100,7 +100,7 @@ impl Case {
 
     /// Somebody may be hostile: not where the scheme promises too little to withstand it.
     pub(super) fn may_be_hostile(&self) -> bool {
-        !self.sizes && (self.scheme.releases() || self.unsafe_by_design.is_some())
+        self.scheme.releases() || self.unsafe_by_design.is_some()
     }
 
     /// Puts what it says into settings.

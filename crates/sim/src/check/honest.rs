@@ -8,7 +8,6 @@ use std::task::Poll;
 use std::time::Duration;
 
 use fabric::Status;
-use pool::finemem::layout::{SECTION_ORDER, SPAN_ORDER};
 use pool::scheme::{Grant, GroupId, Lane};
 use pool::{Error, Options, Pool, Transfer};
 
@@ -145,7 +144,7 @@ impl Honest {
         let who = self.cx.who;
         let asks = (0..count).map(|_| {
             self.cx.tell(|o| o.asks(who));
-            let (pool, order) = (self.pool.clone(), self.some_order());
+            let (pool, order) = (self.pool.clone(), self.cx.some_order(&mut self.random));
             let ask: Ask = Box::pin(async move {
                 match order {
                     None => pool.allocate_in(group).await,
@@ -189,18 +188,6 @@ impl Honest {
         if empty && self.random.below(2) == 0 {
             self.wait_for_memory();
         }
-    }
-
-    /// The logarithm of how many chunks are to be in a block, where there are several sizes: as often a few chunks as a
-    /// few spans and as a few sections.
-    fn some_order(&mut self) -> Option<u32> {
-        let layout = self.cx.tell(|o| o.shape())?;
-        let order = match self.random.below(3) {
-            0 => self.random.below(SPAN_ORDER as u64) as u32,
-            1 => SPAN_ORDER + self.random.below((SECTION_ORDER - SPAN_ORDER) as u64) as u32,
-            _ => SECTION_ORDER + self.random.below(3) as u32,
-        };
-        Some(order.min(layout.order_max()))
     }
 
     fn wait_for_memory(&mut self) {

@@ -20,6 +20,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
 
+use pool::finemem::layout::{SECTION_ORDER, SPAN_ORDER};
 use rnic::port::inline::InlineFunction;
 
 use crate::cluster::{Connector, Link};
@@ -93,6 +94,18 @@ impl Context {
         self.tell(|o| o.has_function(self.who, function.id()));
         *self.function.borrow_mut() = Some(function.clone());
         self.connector.nic(self.node, &function)
+    }
+
+    /// The logarithm of how many chunks are to be in a block, where there are several sizes: as often a few chunks as a
+    /// few spans and as a few sections.
+    fn some_order(&self, random: &mut Random) -> Option<u32> {
+        let layout = self.tell(|o| o.shape())?;
+        let order = match random.below(3) {
+            0 => random.below(SPAN_ORDER as u64) as u32,
+            1 => SPAN_ORDER + random.below((SECTION_ORDER - SPAN_ORDER) as u64) as u32,
+            _ => SECTION_ORDER + random.below(3) as u32,
+        };
+        Some(order.min(layout.order_max()))
     }
 
     fn now(&self) -> Time {

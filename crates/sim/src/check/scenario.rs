@@ -84,8 +84,8 @@ impl Scenario {
     pub fn draw(case: Case, seed: u64) -> Self {
         let r = &mut Random::new(seed, 100);
         let count = 1 + r.below(4) as usize;
-        let hostile = r.below(3) == 0 && case.may_be_hostile();
-        let clients: Vec<Role> = (0..count)
+        let hostile = r.below(3) == 0 && case.may_be_hostile() && !case.sizes;
+        let mut clients: Vec<Role> = (0..count)
             .map(|at| Role {
                 hostile: hostile && (at == 0 || r.below(4) == 0),
                 rounds: 4 + r.below(20) as u32,
@@ -118,6 +118,11 @@ impl Scenario {
         let meddling = more.below(2) == 0;
         trouble.one_way = more.below(2) == 0;
         let breaks = case.has_tree() && more.below(2) == 0;
+        if case.sizes && case.may_be_hostile() && more.below(3) == 0 {
+            for (at, role) in clients.iter_mut().enumerate() {
+                role.hostile = at == 0 || more.below(4) == 0;
+            }
+        }
         Self { settings, clients, trouble, groups, meddling, breaks, case }
     }
 }

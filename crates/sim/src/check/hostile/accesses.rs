@@ -58,7 +58,8 @@ impl Hostile {
     /// Tries tags of keys that it had, and keys beside them, at any chunk.
     pub(super) fn guess(&mut self) {
         let Some(grant) = self.had.last().copied() else { return };
-        let base = grant.addr - grant.entry as u64 * grant.len;
+        let bytes = self.terms.chunk_bytes;
+        let base = grant.addr - self.cx.tell(|o| o.first_chunk(&grant)) as u64 * bytes;
         for _ in 0..4 {
             let lane = self.some_lane();
             let key = grant.keys()[lane].0;
@@ -69,7 +70,7 @@ impl Hostile {
                     Key((key & 0xff).wrapping_add((key >> 8).wrapping_sub(8).wrapping_add(by) << 8))
                 }
             };
-            let addr = base + self.random.below(8) * grant.len;
+            let addr = base + self.random.below(8) * bytes;
             self.cx.tell(|o| o.seen.guesses += 1);
             let way = self.some_way(grant.function, lane);
             self.access_at(way, Remote { addr, rkey }, 8);

@@ -98,13 +98,14 @@ impl Hostile {
     pub(super) fn free_own(&mut self) {
         let Some(grant) = self.held.pop() else { return };
         let (who, keys) = (self.cx.who, grant.keys().to_vec());
-        self.cx.tell(|o| o.frees(who, grant.entry, &keys));
+        let entry = self.cx.tell(|o| o.first_chunk(&grant));
+        self.cx.tell(|o| o.frees(who, entry, &keys));
         let freed = match self.service.is_some() {
             true => self.free_by_service(&grant),
-            false => self.free(grant.entry),
+            false => self.free(entry),
         };
         if freed {
-            self.cx.tell(|o| o.freed(who, grant.entry, &keys));
+            self.cx.tell(|o| o.freed(who, entry, &keys));
         }
     }
 

@@ -38,12 +38,14 @@ impl Hostile {
         }
     }
 
-    /// Has its service allocate a chunk.
+    /// Has its service allocate a chunk, or a block of some size.
     pub(super) fn allocate_by_service(&mut self) {
         let who = self.cx.who;
+        let order = self.cx.some_order(&mut self.random);
         let Some(service) = &self.service else { return };
         self.cx.tell(|o| o.asks(who));
-        match fiber::block_on(service.allocate(GroupId(0))) {
+        let bytes = self.terms.chunk_bytes << order.unwrap_or(0);
+        match fiber::block_on(service.allocate_bytes(GroupId(0), bytes)) {
             Ok(grant) => {
                 self.cx.tell(|o| o.granted(who, &grant));
                 self.held.push(grant);
