@@ -44,7 +44,7 @@ test-full: test ## More cases, longer runs, Linux's soft-RoCE in qemu, and all o
 	PROPTEST_CASES=4096 GRANARY_TEST_FULL=1 CARGO_PROFILE_RELEASE_LTO=off \
 	    $(CARGO) test --workspace --release
 	taskset -c 0 $(CARGO) test --workspace
-	GRANARY_TEST_UNPRIVILEGED=1 $(CARGO) test -p granary-tests --test pager_forks
+	GRANARY_TEST_UNPRIVILEGED=1 $(CARGO) test --workspace --test pager_forks
 
 # Seconds for each target of `make fuzz`.
 FUZZ_SECONDS ?= 600

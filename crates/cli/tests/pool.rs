@@ -283,10 +283,6 @@ fn allocations_of_every_contender_on_both_nics() {
                 assert_eq!(has(&records, "alloc_nic_cpu_us", &setting), nic == "shm");
             }
         }
-        let chains =
-            |r: &&Record| r.metric == "alloc_control_cpu_us" && r.setting.get("control").is_none();
-        // Asking for its state is all that the control thread did: less than 5 us for each one.
-        assert!(records.iter().filter(chains).all(|r| r.value < 5.0), "{records:?}");
     }
 }
 

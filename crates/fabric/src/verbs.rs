@@ -147,6 +147,8 @@ pub struct Caps {
     pub type1_windows: bool,
     /// Words that atomics work on are big-endian in memory.
     pub big_endian_atomics: bool,
+    /// They are atomic to the host's CPUs as well (`IBV_ATOMIC_GLOB`), not to this NIC only.
+    pub global_atomics: bool,
     /// The most scatter-gather entries of a work request.
     pub max_sges: u32,
     /// The most bytes of inline data.

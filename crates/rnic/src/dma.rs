@@ -138,12 +138,26 @@ impl Span {
     }
 
     /// Stores what `change` makes of the big-endian 8-byte word at the start (aligned), if it makes
-    /// anything of it; gives the old one. Atomic against the NIC, whose thread this is.
+    /// anything of it; gives the old one. Atomic against the NIC, whose thread this is, and against the CPUs that
+    /// change the word by atomics of their own.
+    ///
+    /// Who changes it without end from a CPU does not hold the NIC up: after [`UPDATES`] attempts it only stores.
     #[inline]
-    pub fn update_be64(self, change: impl FnOnce(u64) -> Option<u64>) -> u64 {
-        let old = self.load_be64(0, Ordering::Acquire);
+    pub fn update_be64(self, change: impl Fn(u64) -> Option<u64>) -> u64 {
+        let word = self.word64(0);
+        let mut found = word.load(Ordering::Acquire);
+        for _ in 0..UPDATES {
+            let old = u64::from_be(found);
+            let Some(new) = change(old) else { return old };
+            let (stored, failed) = (Ordering::AcqRel, Ordering::Acquire);
+            match word.compare_exchange(found, new.to_be(), stored, failed) {
+                Ok(_) => return old,
+                Err(now) => found = now,
+            }
+        }
+        let old = u64::from_be(found);
         if let Some(new) = change(old) {
-            self.store_be64(0, new, Ordering::Release);
+            word.store(new.to_be(), Ordering::Release);
         }
         old
     }
@@ -161,6 +175,9 @@ impl Span {
         crate::port::handshake::disarm(self.word32(offset), solicited)
     }
 }
+
+/// Attempts of an atomic, each of which fails only if a CPU has changed the word since the one before.
+const UPDATES: u32 = 1000;
 
 /// Copies `len` bytes as memmove does, the last up to 8 of them last.
 ///
@@ -293,6 +310,36 @@ impl SpanList {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn atomics_lose_no_change_of_a_cpu_and_no_cpu_loses_one_of_theirs() {
+        let changes = if cfg!(miri) { 100 } else { 200_000 };
+        let word = AtomicU64::new(0);
+        let all = AtomicU64::new(0);
+        // A lost change shows as a bit that is set when it should not be, or as a sum that is too small.
+        std::thread::scope(|scope| {
+            let cpu = scope.spawn(|| {
+                for _ in 0..changes {
+                    let mut found = word.load(Ordering::Relaxed);
+                    while let Err(now) = word.compare_exchange(
+                        found,
+                        (u64::from_be(found) + (1 << 32)).to_be(),
+                        Ordering::AcqRel,
+                        Ordering::Acquire,
+                    ) {
+                        found = now;
+                    }
+                }
+            });
+            while !cpu.is_finished() || all.load(Ordering::Relaxed) < changes {
+                let span = Span { ptr: word.as_ptr().cast(), len: 8 };
+                span.update_be64(|value| Some(value + 1));
+                all.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        let value = u64::from_be(word.into_inner());
+        assert_eq!((value >> 32, value & 0xffff_ffff), (changes, all.into_inner()));
+    }
 
     #[test]
     fn copies_of_every_small_length_and_overlap_are_memmoves() {

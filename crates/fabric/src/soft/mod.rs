@@ -154,6 +154,7 @@ impl Nic for SoftNic {
             windows: true,
             type1_windows: true,
             big_endian_atomics: true,
+            global_atomics: true,
             max_sges: work::MAX_SGES as u32,
             max_inline: work::MAX_INLINE as u32,
             max_queue: MAX_QUEUE,

@@ -87,7 +87,12 @@ fn check_tree<N: Nic>(node: &Node<N>) -> Result<(), Error> {
         };
         if taken != owned[chunk as usize] {
             let of = if taken { "taken, and no log says so" } else { "free, and a log says not" };
-            return wrong(format!("chunk {chunk} is {of}"));
+            let log = FullLog::parse(load(shape.log(chunk)));
+            return wrong(format!(
+                "chunk {chunk} is {of}: its span's header is {:#018x}, its section's {:#018x}, {log:?}",
+                header.0,
+                section(index).0
+            ));
         }
     }
     Ok(())

@@ -57,13 +57,19 @@ impl<N: Nic> Node<N> {
     pub fn new(nic: &N, settings: &Settings) -> Result<Self, Error> {
         settings.validate()?;
         let caps = nic.caps();
-        if !caps.type1_windows || !caps.windows || !caps.big_endian_atomics {
+        let windows = caps.type1_windows && caps.windows;
+        if !windows || !caps.big_endian_atomics || !caps.global_atomics {
             return Err(fabric::Error::Unsupported {
                 attempt: format!("serving with scheme {}", settings.scheme),
                 why: format!(
-                    "it needs windows of types 1 and 2B, and big-endian atomics; {} has type 1: {}, \
-                     type 2B: {}, big-endian atomics: {}",
-                    caps.name, caps.type1_windows, caps.windows, caps.big_endian_atomics
+                    "it needs windows of types 1 and 2B, and atomics that are big-endian and atomic to \
+                     the CPU too; {} has type 1: {}, type 2B: {}, big-endian atomics: {}, atomic to \
+                     the CPU: {}",
+                    caps.name,
+                    caps.type1_windows,
+                    caps.windows,
+                    caps.big_endian_atomics,
+                    caps.global_atomics
                 ),
             }
             .into());

@@ -261,7 +261,7 @@ impl Core {
         me: &Requester,
         at: Remote,
         old: Sge,
-        change: impl FnOnce(u64) -> Option<u64>,
+        change: impl Fn(u64) -> Option<u64>,
     ) -> Result<Progress, Fault> {
         if old.len < 8 {
             return Err(Syndrome::LocalLength.into());

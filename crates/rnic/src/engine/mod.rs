@@ -170,7 +170,7 @@ impl Engine {
     pub fn caps(&self) -> Caps {
         Caps {
             atomic_order: AtomicOrder::BigEndian,
-            atomic_scope: AtomicScope::Nic,
+            atomic_scope: AtomicScope::Global,
             managed_queues: true,
             mw_type2: true,
             mw_type1: true,
