@@ -297,25 +297,31 @@ impl NicThread {
         if !self.watch_wire() {
             return None;
         }
-        let timeout = self.core.engine.next_timeout();
-        let receives = self.core.engine.minds_receives();
-        let state = if receives || timeout.is_some() { ASLEEP_RNR } else { ASLEEP };
-        // The other half of the pair described in `doorbell.rs`.
+        let depth = self.depth_of_sleep();
+        // The other half of the pair described in `doorbell.rs`. What executes nothing may still wait for
+        // something from then on: a SEND for a receive, which nobody would wake the NIC for who saw `depth`.
         let look = |nic: &mut Self| {
             for bells in &mut nic.doorbells {
                 bells.scan_all(&mut nic.core.engine);
             }
-            nic.shared.has_mail.load(Ordering::Relaxed) || nic.work(now)
+            let any = nic.shared.has_mail.load(Ordering::Relaxed) || nic.work(now);
+            any || nic.depth_of_sleep() != depth
         };
-        if !may_sleep::<AtomicU32, _>(self, |nic| nic.announce(state), look) {
+        if !may_sleep::<AtomicU32, _>(self, |nic| nic.announce(depth), look) {
             self.announce(AWAKE);
             return None;
         }
         self.shared.sleeps.fetch_add(1, Ordering::Relaxed);
-        Some(timeout.map(|at| {
+        Some(self.core.engine.next_timeout().map(|at| {
             let left = Duration::from_nanos(at.saturating_sub(now));
             Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos() as i64 }
         }))
+    }
+
+    /// What `sleeping` says if the thread sleeps now.
+    fn depth_of_sleep(&self) -> u32 {
+        let engine = &self.core.engine;
+        if engine.minds_receives() || engine.next_timeout().is_some() { ASLEEP_RNR } else { ASLEEP }
     }
 
     /// Says that the thread is awake.

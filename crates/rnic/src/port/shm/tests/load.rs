@@ -15,6 +15,8 @@ struct Queue {
     ring: DmaMemory,
     cq: CqReader,
     record: DmaMemory,
+    /// The receive ring's record.
+    received: DmaMemory,
     index: u16,
 }
 
@@ -24,6 +26,14 @@ fn queues(f: &LocalFunction, count: usize) -> Vec<Queue> {
         let memory = DmaMemory::anonymous(12288).unwrap();
         let (ring, cq) = (memory.slice(0, 4096).unwrap(), memory.slice(4096, 4096).unwrap());
         let record = memory.slice(8192, 8).unwrap();
+        let received = memory.slice(8200, 8).unwrap();
+        // Receive WQEs without room.
+        let receives = memory.slice(8256, 64).unwrap();
+        for entry in 0..4 {
+            receives.write(entry * 16 + 4, &[0, 0, 1, 0]);
+        }
+        let receives =
+            ReceiveRing { ring: receives, entries: 4, stride: 16, record: received.clone() };
         for entry in 0..64 {
             cq.write(entry * 64 + 63, &[0xf1]);
         }
@@ -33,7 +43,7 @@ fn queues(f: &LocalFunction, count: usize) -> Vec<Queue> {
         let verb = Verb::CreateQp(QpVerb {
             pd,
             send: Some(SendRing { ring: ring.clone(), blocks: 64, managed: false }),
-            receive: ReceiveVerb::None,
+            receive: ReceiveVerb::Own { ring: receives, managed: false },
             send_cq: cqn,
             recv_cq: cqn,
             access: Access::NONE,
@@ -47,7 +57,7 @@ fn queues(f: &LocalFunction, count: usize) -> Vec<Queue> {
         }
         let bell = f.doorbell(doorbell.unwrap()).unwrap();
         let cq = CqReader::new(cq, 64, record.clone(), 0);
-        Queue { qpn, cqn, bell, ring, cq, record, index: 0 }
+        Queue { qpn, cqn, bell, ring, cq, record, received, index: 0 }
     };
     (0..count).map(one).collect()
 }
@@ -56,9 +66,13 @@ impl Queue {
     fn post(&mut self) {
         let mut wqe = Builder::new(self.qpn, self.index);
         wqe.nop().signaled();
+        self.put(&wqe);
+        self.bell.ring(self.index);
+    }
+
+    fn put(&mut self, wqe: &Builder) {
         self.ring.write(self.index as usize % 64 * 64, wqe.bytes());
         self.index = self.index.wrapping_add(1);
-        self.bell.ring(self.index);
     }
 
     fn wait(&mut self) {
@@ -93,6 +107,31 @@ fn every_doorbell_is_heard_however_many_there_are() {
             }
         }
     }
+}
+
+#[test]
+fn a_send_that_begins_to_wait_when_the_nic_falls_asleep_gets_its_receive() {
+    let host = host();
+    let f = host.function(crate::verbs::FunctionLimits::default()).unwrap();
+    let mut q = queues(&f, 1).remove(0);
+    let mut wqe = Builder::new(q.qpn, 0);
+    wqe.send_inline(&[]).signaled();
+    q.put(&wqe);
+    // The thread has looked, and found nothing; the doorbell is rung just before it says that it sleeps.
+    let (mut q, sleeps) = host
+        .call(move |nic| {
+            q.bell.ring(q.index);
+            let sleeps = nic.fall_asleep(nic.now_ns());
+            nic.wake_up();
+            (q, sleeps.map(|timeout| timeout.is_some()))
+        })
+        .unwrap();
+    assert_eq!(sleeps, None, "it slept as if nobody waited for a receive");
+    q.received.store_be32(0, 1);
+    f.receive_posted();
+    // Of the receive and of the SEND.
+    q.wait();
+    q.wait();
 }
 
 #[test]
