@@ -42,15 +42,75 @@ const BEFORE: usize = 8 + 40 + 8;
 /// The ICRC of a packet; `packet` ends where the ICRC begins. `None` if it is shorter than a BTH, or the two
 /// addresses are of different kinds.
 pub fn of(route: &Route, packet: &[u8]) -> Option<u32> {
-    let (bth, rest) = packet.split_first_chunk::<BTH>()?;
-    let udp_len = (8 + packet.len() + ICRC) as u16;
-    let mut head = [0xff; BEFORE + BTH];
+    Row::new(*route).of(route.identification, packet)
+}
+
+/// The ICRCs of packets on one route, one after the other. What is before packets of one length is summed up once.
+#[derive(Clone, Debug)]
+pub struct Row {
+    route: Route,
+    /// Bytes of the last packet up to its ICRC, and the CRC of what is before one so long, with identification 0.
+    last: Option<(usize, u32)>,
+}
+
+impl Row {
+    /// Of packets on this route, whatever their identification.
+    pub fn new(route: Route) -> Self {
+        Self { route, last: None }
+    }
+
+    /// As [`of`].
+    #[inline]
+    pub fn of(&mut self, identification: u16, packet: &[u8]) -> Option<u32> {
+        let (bth, rest) = packet.split_first_chunk::<BTH>()?;
+        let before = match self.last {
+            Some((len, crc)) if len == packet.len() => crc,
+            _ => {
+                let crc = before(&self.route, packet.len())?;
+                self.last = Some((packet.len(), crc));
+                crc
+            }
+        };
+        let before = match self.route.source {
+            SocketAddr::V4(_) => before ^ identified(identification),
+            SocketAddr::V6(_) => before,
+        };
+        let mut bth = *bth;
+        bth[4] = 0xff;
+        let mut crc = crc32fast::Hasher::new_with_initial(before);
+        crc.update(&bth);
+        crc.update(rest);
+        Some(crc.finalize())
+    }
+
+    /// As [`seal`].
+    #[inline]
+    pub fn seal(&mut self, identification: u16, packet: &mut [u8]) {
+        let Some((inside, place)) = packet.split_last_chunk_mut::<ICRC>() else { return };
+        if let Some(crc) = self.of(identification, inside) {
+            *place = crc.to_le_bytes();
+        }
+    }
+
+    /// As [`check`].
+    #[inline]
+    pub fn check(&mut self, identification: u16, packet: &[u8]) -> bool {
+        let Some((inside, place)) = packet.split_last_chunk::<ICRC>() else { return false };
+        self.of(identification, inside) == Some(u32::from_le_bytes(*place))
+    }
+}
+
+/// CRC of the ones, the IP header and the UDP header before a packet of `len` bytes without its ICRC, with
+/// identification 0.
+fn before(route: &Route, len: usize) -> Option<u32> {
+    let udp_len = (8 + len + ICRC) as u16;
+    let mut head = [0xff; BEFORE];
     let ip = &mut head[8..];
     let ip_len = match (route.source.ip(), route.destination.ip()) {
         (IpAddr::V4(source), IpAddr::V4(destination)) => {
             ip[0] = 0x45;
             ip[2..4].copy_from_slice(&(20 + udp_len).to_be_bytes());
-            ip[4..6].copy_from_slice(&route.identification.to_be_bytes());
+            ip[4..6].fill(0);
             ip[6..8].copy_from_slice(&[(route.dont_fragment as u8) << 6, 0]);
             // Time to live (8) and checksum (10) stay ones.
             ip[9] = 17;
@@ -72,26 +132,46 @@ pub fn of(route: &Route, packet: &[u8]) -> Option<u32> {
     udp[0..2].copy_from_slice(&route.source.port().to_be_bytes());
     udp[2..4].copy_from_slice(&route.destination.port().to_be_bytes());
     udp[4..6].copy_from_slice(&udp_len.to_be_bytes());
-    udp[8..8 + BTH].copy_from_slice(bth);
-    udp[8 + 4] = 0xff;
-    let mut crc = crc32fast::Hasher::new();
-    crc.update(&head[..8 + ip_len + 8 + BTH]);
-    crc.update(rest);
-    Some(crc.finalize())
+    Some(crc32fast::hash(&head[..8 + ip_len + UDP]))
 }
+
+/// What IPv4's identification adds to the CRC of the headers, which is linear: the sum of what its bits add.
+#[inline]
+fn identified(mut identification: u16) -> u32 {
+    let mut sum = 0;
+    while identification != 0 {
+        sum ^= IDENTIFICATION[identification.trailing_zeros() as usize];
+        identification &= identification - 1;
+    }
+    sum
+}
+
+/// What each bit of the identification adds to the CRC of the headers up to UDP's end.
+const IDENTIFICATION: [u32; 16] = {
+    let mut bits = [0; 16];
+    let mut n = 0;
+    while n < 16 {
+        // CRC-32 of the two bytes and of zeros behind them, without the ones that it begins and ends with.
+        let [high, low] = (1u16 << n).to_be_bytes();
+        let (mut crc, mut bit) = (high as u32 | (low as u32) << 8, 0);
+        while bit < 8 * (2 + IPV4_BEHIND_IDENTIFICATION + UDP) {
+            crc = (crc >> 1) ^ if crc & 1 != 0 { POLYNOMIAL } else { 0 };
+            bit += 1;
+        }
+        bits[n] = crc;
+        n += 1;
+    }
+    bits
+};
 
 /// Puts the ICRC into the last four bytes of `packet`. A packet that has none is left as it is.
 pub fn seal(route: &Route, packet: &mut [u8]) {
-    let Some((inside, place)) = packet.split_last_chunk_mut::<ICRC>() else { return };
-    if let Some(crc) = of(route, inside) {
-        *place = crc.to_le_bytes();
-    }
+    Row::new(*route).seal(route.identification, packet);
 }
 
 /// Whether the last four bytes of `packet` are its ICRC.
 pub fn check(route: &Route, packet: &[u8]) -> bool {
-    let Some((inside, place)) = packet.split_last_chunk::<ICRC>() else { return false };
-    of(route, inside) == Some(u32::from_le_bytes(*place))
+    Row::new(*route).check(route.identification, packet)
 }
 
 /// Like [`check`], where IPv4's identification is not known: whether the last four bytes of `packet` are its ICRC

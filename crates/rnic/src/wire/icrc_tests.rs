@@ -56,6 +56,43 @@ fn it_is_the_crc_of_the_masked_headers() {
     assert_eq!(of(&odd, &packet), Some(crc(&whole)));
 }
 
+#[test]
+fn a_row_has_the_sums_of_its_packets() {
+    let bytes: Vec<u8> = (0..4200u32).map(|i| (i * 31) as u8).collect();
+    for v6 in [false, true] {
+        let mut row = Row::new(route(v6));
+        for (len, identification) in
+            [(4108, 0), (4108, 1), (4108, 14), (12, 2), (13, 0x8000), (4108, 0xffff), (64, 0x1234)]
+        {
+            let (packet, at) = (&bytes[..len], 8 + if v6 { 40 } else { 20 } + 8);
+            let mut whole = vec![0xff; at];
+            let one = Route { identification, ..route(v6) };
+            let ip = &mut whole[8..];
+            let below = (8 + len + 4) as u16;
+            if v6 {
+                ip[0] = 0x6f;
+                ip[4..6].copy_from_slice(&below.to_be_bytes());
+                ip[6] = 17;
+                ip[8..24].copy_from_slice(&[0xfd, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 2]);
+                ip[24..40].copy_from_slice(&[0xfd, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 9]);
+            } else {
+                ip[0] = 0x45;
+                ip[2..4].copy_from_slice(&(20 + below).to_be_bytes());
+                ip[4..6].copy_from_slice(&identification.to_be_bytes());
+                ip[6..8].copy_from_slice(&[0x40, 0]);
+                ip[9] = 17;
+                ip[12..20].copy_from_slice(&[10, 1, 2, 3, 10, 1, 2, 4]);
+            }
+            whole[at - 8..at - 2].copy_from_slice(&[0xc0, 1, 0x12, 0xb7, 0, 0]);
+            whole[at - 4..at - 2].copy_from_slice(&below.to_be_bytes());
+            whole.extend(packet);
+            whole[at + 4] = 0xff;
+            assert_eq!(row.of(identification, packet), Some(crc(&whole)), "{one:?}, {len} bytes");
+            assert_eq!(of(&one, packet), Some(crc(&whole)));
+        }
+    }
+}
+
 /// A SEND ONLY of four bytes as scapy 2.5 builds it, from the BTH on.
 #[test]
 fn scapy_agrees() {

@@ -16,6 +16,8 @@ use super::packet::PACKET_MAX;
 /// Packets of a burst at most, as Linux has it (`UDP_MAX_SEGMENTS`), and its bytes.
 const BURST_PACKETS: usize = 64;
 const BURST_BYTES: usize = 65_000;
+/// Packets of the longest kind that are a burst.
+pub(crate) const LONG_BURST: u32 = (BURST_BYTES / PACKET_MAX) as u32;
 
 /// Where a packet goes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -90,13 +92,10 @@ impl Outbox {
         Bursts { packets: &self.packets, at: 0 }
     }
 
-    /// Gives each packet to `f` with its index in its burst, to be sealed.
-    pub fn each_in_burst(&mut self, mut f: impl FnMut(Envelope, usize, &mut [u8])) {
+    /// Gives each burst to `f` with its bytes, to be sealed.
+    pub fn each_burst(&mut self, mut f: impl FnMut(&Burst, &mut [u8])) {
         for burst in (Bursts { packets: &self.packets, at: 0 }) {
-            let bytes = &mut self.bytes[burst.bytes];
-            for (index, packet) in bytes.chunks_mut(burst.packet_bytes).enumerate() {
-                f(burst.envelope, index, packet);
-            }
+            f(&burst, &mut self.bytes[burst.bytes.clone()]);
         }
     }
 

@@ -3,12 +3,15 @@
 //! ```text
 //! window (packets)      grows by one for each that is acknowledged, up to where a loss was last seen,
 //!                       then by one for each window; halved by a loss, two after a timeout
+//! acknowledgements      asked for four times in a window, and in the last packet of a message
 //! retransmission time   round-trip time and four times its deviation, twice as long after each timeout,
 //!                       never longer than the local ACK timeout
 //! ```
 //!
 //! Whoever is given up is given up by the local ACK timeout and the retry count alone (IBTA vol. 1,
 //! §9.7.6.1.3): early retransmissions cost no retry.
+
+use super::outbox::LONG_BURST;
 
 /// The shortest retransmission time: a responder whose thread was put aside is not lost.
 const RTO_MIN_NS: u64 = 1_000_000;
@@ -73,6 +76,15 @@ impl Pace {
     #[inline]
     pub fn window(&self) -> u32 {
         self.window
+    }
+
+    /// After how many packets an acknowledgement is asked for: a quarter of the window, in full bursts.
+    #[inline]
+    pub fn ack_every(&self) -> u32 {
+        match self.window / 4 {
+            few if few < LONG_BURST => few.max(1),
+            many => many - many % LONG_BURST,
+        }
     }
 
     /// Nanoseconds without progress after which packets are sent again.
@@ -158,6 +170,19 @@ mod tests {
             pace.loss();
         }
         assert_eq!(pace.window(), 2);
+    }
+
+    #[test]
+    fn acknowledgements_are_asked_for_by_bursts_four_times_in_a_window() {
+        let every = |window| {
+            let mut pace = Pace::new(window, 14);
+            pace.progress(1000);
+            pace.ack_every()
+        };
+        assert_eq!(
+            [2, 3, 8, 59, 60, 64, 119, 120, 240].map(every),
+            [1, 1, 2, 14, 15, 15, 15, 30, 60]
+        );
     }
 
     #[test]

@@ -18,6 +18,7 @@
 
 use std::collections::VecDeque;
 
+use super::outbox::LONG_BURST;
 use super::pace::{Pace, rnr_ns, timeout_ns};
 use super::packet::Nak;
 use super::peer::RemotePeer;
@@ -30,8 +31,6 @@ use crate::wqe::WQEBB;
 pub(crate) const SPAN_MAX: u32 = 1 << 22;
 /// Bytes of a READ segment at most.
 const SEGMENT_BYTES: u32 = 64 << 10;
-/// A message asks for an acknowledgement every so many packets, and at its end: in the last packet of a full burst.
-const ACK_EVERY: u32 = 15;
 
 /// What a request does.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -137,7 +136,8 @@ pub(crate) struct Requester {
     /// The next packet to be sent: of this request (or none, if all are sent), this one.
     at: usize,
     sent: u32,
-    last_ack_asked: Psn,
+    /// All before it is asked to be acknowledged.
+    asked: Psn,
     pace: Pace,
     /// A packet that was sent once, and when: measures the round trip.
     probe: Option<(Psn, u64)>,
@@ -174,7 +174,7 @@ impl Requester {
             assigned: psn,
             at: 0,
             sent: 0,
-            last_ack_asked: psn,
+            asked: psn,
             pace: Pace::new(window / mtu, peer.timeout),
             probe: None,
             mending: None,
@@ -295,6 +295,7 @@ impl Requester {
             return None;
         }
         let (left, again) = (r.packets - self.sent, psn.is_before(self.high));
+        let unasked = psn.since(self.asked);
         let count = match r.kind {
             Kind::Read | Kind::Atomic if again => {
                 let held = |s: &&Segment| psn.since(s.first) < s.packets;
@@ -310,10 +311,17 @@ impl Requester {
                 }
                 most.min(room)
             }
-            _ => 1,
+            _ => {
+                // Likewise, where a burst begins. An acknowledgement is on its way: one is asked for more often.
+                let most = left.min(LONG_BURST).min(self.pace.window() / 4);
+                if room < most && unasked.is_multiple_of(LONG_BURST) && in_flight > 0 {
+                    return None;
+                }
+                1
+            }
         };
         let ends = self.sent + count == r.packets;
-        let ack = ends || room == 1 || psn.since(self.last_ack_asked) >= ACK_EVERY;
+        let ack = ends || room == 1 || unasked + 1 >= self.pace.ack_every();
         Some(Plan { request: self.at, packet: self.sent, count, psn, ack })
     }
 
@@ -335,7 +343,7 @@ impl Requester {
             }
         }
         if plan.ack {
-            self.last_ack_asked = plan.psn;
+            self.asked = end;
         }
         self.sent += plan.count;
         self.settle();
@@ -360,7 +368,7 @@ impl Requester {
             Some(at) => (at, psn.since(self.requests[at].first)),
             None => (self.requests.len(), 0),
         };
-        self.last_ack_asked = psn;
+        self.asked = psn;
     }
 
     // --- answers -------------------------------------------------------------------------------

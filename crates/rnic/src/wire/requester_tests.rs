@@ -6,13 +6,18 @@ use crate::ids::Qpn;
 const MTU: u32 = 1024;
 
 fn requester(psn: u32) -> Requester {
+    requester_with(psn, 64)
+}
+
+/// With a window of so many packets at most.
+fn requester_with(psn: u32, window: u32) -> Requester {
     let mut peer =
         RemotePeer::new("10.0.0.2:4791".parse().unwrap(), "10.0.0.1".parse().unwrap(), Qpn::new(9));
     peer.sq_psn = Psn::new(psn);
     peer.max_rd_atomic = 2;
     peer.retry_cnt = 2;
     peer.rnr_retry = 1;
-    Requester::new(&peer, 8, 32, 64 * MTU)
+    Requester::new(&peer, 8, 32, window * MTU)
 }
 
 fn push(r: &mut Requester, kind: Kind, packets: u32) {
@@ -65,6 +70,51 @@ fn a_loss_is_mended_from_where_it_was() {
     assert_eq!(send(&mut r, 7), [15, 16, 17].map(|p| (p, 1)));
     r.acknowledged(Psn::new(18), 8);
     assert_eq!(retired(&mut r), 1);
+}
+
+/// What may be sent, by the packets that ask for an acknowledgement.
+fn asking(r: &mut Requester) -> (usize, Vec<u32>) {
+    let (mut count, mut asking) = (0, Vec::new());
+    while let Some(plan) = r.next() {
+        r.sent(&plan, 0);
+        count += 1;
+        asking.extend(plan.ack.then_some(plan.psn.raw()));
+    }
+    (count, asking)
+}
+
+#[test]
+fn bursts_are_sent_whole_and_an_acknowledgement_is_always_on_its_way() {
+    let mut r = requester_with(0, 250);
+    r.pace.progress(1000);
+    push(&mut r, Kind::Write, 500);
+    // Room for ten more would be there.
+    assert_eq!(asking(&mut r), (240, vec![59, 119, 179, 239]));
+    r.acknowledged(Psn::new(4), 1);
+    assert_eq!(asking(&mut r), (0, vec![]), "14 have room now");
+    r.acknowledged(Psn::new(5), 2);
+    assert_eq!(asking(&mut r), (15, vec![254]), "the window ends here");
+    r.acknowledged(Psn::new(240), 3);
+    assert_eq!(asking(&mut r), (225, vec![314, 374, 434]));
+    r.acknowledged(Psn::new(480), 4);
+    // The last ones, though they are no burst.
+    assert_eq!(asking(&mut r), (20, vec![494, 499]));
+}
+
+#[test]
+fn a_small_window_is_used_up_and_its_last_packet_asks() {
+    let mut r = requester_with(0, 3);
+    push(&mut r, Kind::Send, 8);
+    assert_eq!(asking(&mut r), (3, vec![0, 1, 2]));
+    r.acknowledged(Psn::new(1), 1);
+    assert_eq!(asking(&mut r), (1, vec![3]));
+    let mut r = requester_with(0, 10);
+    push(&mut r, Kind::Send, 30);
+    assert_eq!(asking(&mut r), (10, vec![1, 3, 5, 7, 9]));
+    r.acknowledged(Psn::new(1), 1);
+    assert_eq!(asking(&mut r), (0, vec![]), "two are what is waited for");
+    r.acknowledged(Psn::new(2), 1);
+    assert_eq!(asking(&mut r), (2, vec![11]));
 }
 
 #[test]

@@ -11,11 +11,11 @@ use crate::queue::Fetched;
 use crate::wire::packet::{self, Aeth, AtomicOp, Body, Nak, Notice, Packet, Part, Reth};
 use crate::wire::requester::{Kind, Plan, Request};
 use crate::wire::responder::Output;
-use crate::wire::{Envelope, Outbox};
+use crate::wire::{Envelope, LONG_BURST, Outbox};
 use crate::wqe::{Remote, Wqe};
 
-/// Packets that one step makes at most: as many of the longest ones as one send with segmentation takes.
-const STEP_PACKETS: usize = 15;
+/// Packets that one step makes at most.
+const STEP_PACKETS: u32 = LONG_BURST;
 
 /// What a refusal is called on the wire.
 pub(super) fn nak_of(syndrome: Syndrome) -> Nak {

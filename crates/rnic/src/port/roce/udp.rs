@@ -14,6 +14,8 @@ use crate::wire::icrc::{self, Route};
 /// Bytes that the kernel keeps for us until we read them, if it lets us have so much.
 const RECEIVE_BYTES: usize = 8 << 20;
 const SEND_BYTES: usize = 8 << 20;
+/// Bytes in flight of a connection, where the kernel keeps enough: four acknowledgements, each of four full bursts.
+const WINDOW_BYTES: usize = 960 << 10;
 
 /// A NIC's UDP socket.
 pub struct Wire {
@@ -84,6 +86,13 @@ impl Wire {
         self.local
     }
 
+    /// Bytes in flight that a connection may have: what the kernel keeps has its own overhead, and the other host's
+    /// socket is taken to be like this one.
+    pub fn window_bytes(&self) -> u32 {
+        let kept = sockopt::socket_recv_buffer_size(&self.socket).unwrap_or(0);
+        (kept / 2).clamp(WINDOW_BYTES / 16, WINDOW_BYTES) as u32
+    }
+
     /// Gives each packet that has come to `take`, with its source and the address that it came to. True if
     /// there was any; there may be more.
     #[inline]
@@ -96,11 +105,11 @@ impl Wire {
         for row in self.receiver.rows() {
             let destination = row.destination.unwrap_or(self.local.ip());
             let to = SocketAddr::new(destination, self.local.port());
-            let mut route = Route::new(row.source, to);
+            let route = Route::new(row.source, to);
+            let mut sums = icrc::Row::new(route);
             for (i, packet) in row.bytes.chunks(row.each).enumerate() {
                 // As Linux numbers what it cuts into segments.
-                route.identification = i as u16;
-                if icrc::check(&route, packet) || icrc::check_unidentified(&route, packet) {
+                if sums.check(i as u16, packet) || icrc::check_unidentified(&route, packet) {
                     take(row.source.ip(), destination, packet);
                 } else {
                     self.counts.bad_icrc += 1;
@@ -145,11 +154,12 @@ impl Wire {
     /// Puts the ICRC into each packet. The kernel numbers the segments of a burst from 0.
     fn seal(&self, outbox: &mut Outbox) {
         let port = self.local.port();
-        outbox.each_in_burst(|envelope, index, packet| {
-            let source = SocketAddr::new(envelope.from, port);
-            let mut route = Route::new(source, envelope.to);
-            route.identification = index as u16;
-            icrc::seal(&route, packet);
+        outbox.each_burst(|burst, bytes| {
+            let source = SocketAddr::new(burst.envelope.from, port);
+            let mut sums = icrc::Row::new(Route::new(source, burst.envelope.to));
+            for (index, packet) in bytes.chunks_mut(burst.packet_bytes).enumerate() {
+                sums.seal(index as u16, packet);
+            }
         });
     }
 }

@@ -18,7 +18,7 @@ use super::seat::Seat;
 use crate::engine::Engine;
 use crate::ids::FunctionId;
 use crate::memory::DmaMemory;
-use crate::verbs::{Caps, FunctionLimits, Limits, Stats};
+use crate::verbs::{Caps, FunctionLimits, Limits, Stats, WireLimits};
 
 /// Doorbells of the physical function: queue pairs whose send queue is not managed.
 const PHYSICAL_DOORBELLS: u32 = 16 << 10;
@@ -62,6 +62,12 @@ pub struct HostStats {
     pub engine: Stats,
 }
 
+/// With limits of the connections to other NICs: those that are there, or what suits the socket.
+fn wired(limits: Limits, wire: &Wire) -> Limits {
+    let suited = || WireLimits { window_bytes: wire.window_bytes(), ..WireLimits::default() };
+    Limits { wire: Some(limits.wire.unwrap_or_else(suited)), ..limits }
+}
+
 impl Host {
     /// Starts the NIC thread.
     pub fn start(limits: Limits) -> Result<Self, Error> {
@@ -70,8 +76,7 @@ impl Host {
 
     /// Starts the thread of a NIC that talks to those of other hosts too.
     pub fn start_over(limits: Limits, wire: Wire) -> Result<Self, Error> {
-        let limits = Limits { wire: Some(limits.wire.unwrap_or_default()), ..limits };
-        Self::start_with(limits, Some(wire), false)
+        Self::start_with(wired(limits, &wire), Some(wire), false)
     }
 
     /// A NIC that this process has first of all for itself: threads of it that wait for a completion run the NIC
@@ -79,8 +84,8 @@ impl Host {
     /// processes may attach; when those threads have stopped waiting without going to sleep, the next doorbell of another
     /// process is heard up to 1 ms late.
     pub fn start_own(limits: Limits, wire: Option<Wire>) -> Result<Self, Error> {
-        let limits = match wire {
-            Some(_) => Limits { wire: Some(limits.wire.unwrap_or_default()), ..limits },
+        let limits = match &wire {
+            Some(wire) => wired(limits, wire),
             None => limits,
         };
         Self::start_with(limits, wire, true)
