@@ -43,7 +43,8 @@ pub struct Settings {
     /// with, each access QP carries the chain that allocates for it.
     pub separation: bool,
     /// In the schemes with a tree: whose CASes fail searches elsewhere, and marks what is contended (FineMem §4.1). Without
-    /// it, to be compared with, he tries again where he is.
+    /// it, to be compared with, he tries again where he is, and begins where many others do. In scheme `premmap-onesided`:
+    /// only what was seen to be free is CASed.
     pub contention_control: bool,
     /// What each compute node may use, in scheme `onesidedmw`.
     pub budget: Budget,
@@ -210,12 +211,11 @@ impl Settings {
             self.separation,
             "only scheme onesidedmw, without budgets, can do without separate management QPs",
         )?;
-        let has_tree = matches!(self.scheme, SchemeKind::FineMem | SchemeKind::FineMemPaper);
         require(
-            self.contention_control || has_tree,
+            self.contention_control || self.scheme.is_by_cas(),
             "contention_control",
             self.contention_control,
-            "only schemes finemem and finemem-paper have contention control to do without",
+            "only schemes finemem, finemem-paper and premmap-onesided have contention control to do without",
         )?;
         require(
             self.nic_windows != Some(0),
@@ -477,7 +477,7 @@ mod tests {
         let budget =
             |requests_per_s, interval| Budget { requests_per_s, interval, ..Budget::default() };
         let fine = Duration::from_millis(50);
-        let cases: [(&str, Settings); 16] = [
+        let cases: [(&str, Settings); 17] = [
             (
                 "budget_requests_per_s",
                 Settings { budget: budget(Some(0), fine), ..Settings::default() },
@@ -499,6 +499,14 @@ mod tests {
                 Settings { separation: false, scheme: SchemeKind::RpcMw2, ..Settings::default() },
             ),
             ("contention_control", Settings { contention_control: false, ..Settings::default() }),
+            (
+                "contention_control",
+                Settings {
+                    contention_control: false,
+                    scheme: SchemeKind::PremmapRpc,
+                    ..Settings::default()
+                },
+            ),
             ("cores", Settings { cores: 0, ..Settings::default() }),
             ("cores", Settings { cores: 2, ..Settings::default() }),
             ("silence_ms", Settings { silence: Duration::ZERO, ..Settings::default() }),

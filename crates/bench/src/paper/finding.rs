@@ -12,7 +12,7 @@ use crate::table::{Cell, Table, significant};
 /// How a number came about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// The timing model was fitted to the paper's number: no evidence.
+    /// The timing model, or what runs, was fitted to the paper's number: no evidence.
     Fitted,
     /// The timing model knows nothing of the paper's number.
     Predicted,
@@ -94,6 +94,13 @@ impl Findings {
     /// Adds a number that no paper states.
     pub fn add(&mut self, what: impl Into<String>, record: Record) {
         self.all.push(Finding { what: what.into(), record, kind: Kind::NoClaim });
+    }
+
+    /// Adds a number that a paper states under this id, for which the experiment itself was fitted to the paper's: no
+    /// evidence where it is simulated.
+    pub fn fitted(&mut self, what: impl Into<String>, record: Record, id: &str) {
+        self.fitted.push(id.to_owned());
+        self.claimed(what, record, id);
     }
 
     /// Adds a number that a paper states under this id.
@@ -262,6 +269,17 @@ mod tests {
             findings.bounded("a free", record, "finemem.free.peak");
             assert_eq!(findings.all[0].what, format!("a free ({word})"));
             assert_eq!(Tally::of([&findings]), Tally::default());
+        }
+    }
+
+    #[test]
+    fn what_an_experiment_was_fitted_to_is_in_no_tally_either() {
+        for (params, kind) in [(Some(Params::connectx6()), Kind::Fitted), (None, Kind::Measured)] {
+            let mut findings = Findings::new("crowd", params.as_ref());
+            let record = findings.record(&Setting::new(), "cas", Unit::Count).mean(45.0);
+            findings.fitted("CASes", record, "premmap.cas.mean");
+            assert_eq!(findings.all[0].kind, kind);
+            assert_eq!(Tally::of([&findings]).predicted, []);
         }
     }
 

@@ -76,7 +76,8 @@ pub struct Serve {
     #[arg(long)]
     no_separation: bool,
 
-    /// Without contention control, in schemes finemem and finemem-paper: whose CAS fails tries again where he is. To be
+    /// Without contention control, in schemes finemem and finemem-paper: whose CAS fails tries again where he is, and
+    /// begins where others do. In scheme premmap-onesided: what is seen to be taken is CASed all the same. To be
     /// compared with
     #[arg(long)]
     no_contention_control: bool,

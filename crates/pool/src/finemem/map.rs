@@ -19,7 +19,12 @@ impl Map {
     /// The scheme's, as `user` sees it.
     pub fn new(scheme: SchemeKind, shape: Shape, user: User, contention_control: bool) -> Self {
         match scheme {
-            SchemeKind::PremmapOneSided => Self::Array(Array::new(shape, user)),
+            SchemeKind::PremmapOneSided if contention_control => {
+                Self::Array(Array::new(shape, user))
+            }
+            SchemeKind::PremmapOneSided => {
+                Self::Array(Array::without_contention_control(shape, user))
+            }
             _ if contention_control => Self::Tree(Tree::new(shape, user)),
             _ => Self::Tree(Tree::without_contention_control(shape, user)),
         }

@@ -77,17 +77,39 @@ fn run<T>(future: impl Future<Output = Result<T, Infallible>>) -> T {
 
 #[test]
 fn a_search_goes_on_where_the_last_one_ended() {
+    search_goes_on(Array::new);
+    search_goes_on(Array::without_contention_control);
+}
+
+fn search_goes_on(new: fn(Shape, User) -> Array) {
     let shape = shape(8);
-    let (memory, array) = (Memory::new(shape), Array::new(shape, user(1)));
+    let (memory, array) = (Memory::new(shape), new(shape, user(1)));
     let take = |order| run(array.allocate(&memory, order)).map(|(block, _)| block.chunk);
     assert_eq!((take(0), take(0), take(1), take(0)), (Some(0), Some(1), Some(2), Some(4)));
     run(array.give_back(&memory, &[Block { chunk: 0, order: 0 }]));
     assert_eq!((take(1), take(0), take(0), take(0)), (Some(6), Some(0), Some(5), None));
-    let other = Array::new(shape, user(2));
+    let other = new(shape, user(2));
     run(array.give_back(&memory, &[Block { chunk: 6, order: 1 }]));
     assert_eq!(run(other.allocate(&memory, 0)).unwrap().0, Block { chunk: 6, order: 0 });
     assert_eq!(run(other.allocate(&memory, 1)), None);
     assert_eq!(memory.load(shape.log(7)), 0);
+}
+
+/// What is seen to be taken costs a round trip, and another for who CASes it all the same.
+#[test]
+fn who_cases_what_he_has_looked_at_anyway_takes_longer() {
+    let shape = shape(8);
+    let polls = |new: fn(Shape, User) -> Array| {
+        let memory = Memory::new(shape);
+        let taken = Taker { user: user(2), order: 0 }.to_word();
+        (0..7).for_each(|at| memory.0[shape.log(at).0 as usize].store(taken, Ordering::Relaxed));
+        let array = new(shape, user(1));
+        let mut task: Pin<Box<dyn Future<Output = _>>> = Box::pin(array.allocate(&memory, 0));
+        let waited = std::iter::repeat_with(|| step(&mut task)).take_while(Option::is_none).count();
+        assert!((0..7).all(|at| memory.load(shape.log(at)) == taken));
+        waited
+    };
+    assert_eq!(polls(Array::without_contention_control) - polls(Array::new), 7);
 }
 
 #[test]

@@ -194,10 +194,10 @@ impl Tree {
         Self { shape, user, cache, begin: Begin::of(user), contention_control: true }
     }
 
-    /// The same for whom nothing follows from a CAS that fails: he tries again where he is, whoever else is there. To be
-    /// compared with (FineMem §6.2, figure 11).
+    /// The same for whom nothing follows from a CAS that fails: he tries again where he is, whoever else is there, and
+    /// begins where many others do. To be compared with (FineMem §6.2, figure 11).
     pub fn without_contention_control(shape: Shape, user: User) -> Self {
-        Self { contention_control: false, ..Self::new(shape, user) }
+        Self { contention_control: false, begin: Begin::crowded(user), ..Self::new(shape, user) }
     }
 
     /// CASes of an allocation that failed on one header, as far as anything follows from it.
