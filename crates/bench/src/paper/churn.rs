@@ -22,12 +22,12 @@ pub struct Churn {
     pub freed: u32,
     /// Milliseconds between frees and allocations.
     pub rest_ms: u64,
-    /// What else takes a thread's time.
-    pub pace: Pace,
+    /// What else takes a thread's time, if anything does.
+    pub pace: Option<Pace>,
 }
 
 /// What a thread's time goes into besides what its memory node is asked.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pace {
     /// What an allocation goes through the compute node's service for, there and back, in nanoseconds: between the two,
     /// evenly.
@@ -37,12 +37,10 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// FineMem's (§6.2). Its service adds 2 to 10 us. What its benchmark, which is made of a key-value store's, does between two
-    /// allocations is not told: that is fitted to what table 2 has of the array. Who goes through an array beside others and
-    /// is held up falls behind them, so that this decides how often he finds free what others want too.
+    /// FineMem's (§6.2). Its service adds 2 to 10 us. What its benchmark, which is made of a key-value store's, does between
+    /// two allocations is not told: that is fitted to what table 2 has of the array. Who goes through an array beside
+    /// others and is held up falls behind them, so that this decides how often he finds free what others want too.
     pub const FINEMEM: Self = Self { service_ns: (2_000, 10_000), between_ns: 9_000 };
-    /// Nothing else.
-    pub const NONE: Self = Self { service_ns: (0, 0), between_ns: 0 };
 
     fn service(&self, dice: &mut Dice) -> u64 {
         let (least, most) = self.service_ns;
@@ -92,20 +90,19 @@ pub(super) fn run<T: Thread>(
     // In turn over all memory nodes, as the paper's (§6.2): each thread begins with another one.
     let first = if pools.len() > 1 { dice.below(pools.len() as u64) } else { 0 };
     let mut turns = (0..pools.len()).cycle().skip(first as usize);
-    let (pace, paced) = (churn.pace, churn.pace != Pace::NONE);
-    let mut pauses = if paced { Dice::new(dice.below(u64::MAX), 0) } else { Dice::new(0, 0) };
+    let mut pace = churn.pace.map(|pace| (pace, Dice::new(dice.below(u64::MAX), 0)));
     // What is held, and how long it took to come by.
     let mut allocate = || {
         let pool = &pools[turns.next().expect("it goes around")];
         let start = thread.now_ns();
-        let service_ns = if paced { pace.service(&mut pauses) } else { 0 };
-        let through_service = || (service_ns > 0).then(|| thread.pause_ns(service_ns / 2));
+        let one_way_ns = pace.as_mut().map(|(pace, dice)| pace.service(dice) / 2);
+        let through_service = || one_way_ns.into_iter().for_each(|ns| thread.pause_ns(ns));
         through_service();
         let grant = thread.wait(pool.allocate_bytes_in(thread.group(), churn.bytes))?;
         through_service();
         let spent_ns = thread.now_ns() - start;
-        if paced {
-            thread.pause_ns(pace.between(&mut pauses));
+        if let Some((pace, dice)) = &mut pace {
+            thread.pause_ns(pace.between(dice));
         }
         Ok::<_, pool::Error>(((pool, grant), spent_ns))
     };
@@ -140,4 +137,21 @@ pub(super) fn run<T: Thread>(
         thread.wait(pool.free(grant))?;
     }
     Ok(outcome)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pace_keeps_to_what_it_says() {
+        let (pace, mut dice) = (Pace::FINEMEM, Dice::new(1, 2));
+        let mean = |all: &[u64]| all.iter().sum::<u64>() as f64 / all.len() as f64;
+        let services: Vec<u64> = (0..10_000).map(|_| pace.service(&mut dice)).collect();
+        assert!(services.iter().all(|ns| (2_000..=10_000).contains(ns)));
+        assert!((5_800.0..6_200.0).contains(&mean(&services)), "{}", mean(&services));
+        let between: Vec<u64> = (0..10_000).map(|_| pace.between(&mut dice)).collect();
+        assert!(between.iter().all(|ns| *ns <= 18_000));
+        assert!((8_700.0..9_300.0).contains(&mean(&between)), "{}", mean(&between));
+    }
 }

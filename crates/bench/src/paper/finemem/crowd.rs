@@ -79,23 +79,26 @@ pub struct Contender {
     pub scheme: SchemeKind,
     /// See [`Load::contention_control`].
     pub contention_control: bool,
-    /// What else takes its threads' time, where it is simulated.
-    pub pace: Pace,
+    /// What else takes its threads' time.
+    pub pace: Option<Pace>,
 }
 
 impl Contender {
     /// The scheme as it is.
     pub const fn new(name: &'static str, scheme: SchemeKind) -> Self {
-        Self { name, scheme, contention_control: true, pace: Pace::NONE }
+        Self { name, scheme, contention_control: true, pace: None }
     }
 
-    /// As in the paper's tables of a crowd: through a service, by a benchmark that does something else besides, and an array that is
-    /// CASed word by word. What is not told of them is fitted: see [`Pace::FINEMEM`] and
-    /// [`pool::Settings::contention_control`].
-    pub fn as_published(self) -> Self {
-        let contention_control =
-            self.contention_control && self.scheme != SchemeKind::PremmapOneSided;
-        Self { contention_control, pace: Pace::FINEMEM, ..self }
+    /// As in the paper's tables of a crowd, where it is simulated: through a service, by a benchmark that does something
+    /// else besides, and an array that is CASed word by word. What is not told of them is fitted: see [`Pace::FINEMEM`]
+    /// and [`pool::Settings::contention_control`].
+    pub fn as_published(&self, run: &Run<'_>) -> Self {
+        if !run.place.simulated() {
+            return *self;
+        }
+        let is_tree = self.scheme != SchemeKind::PremmapOneSided;
+        let contention_control = self.contention_control && is_tree;
+        Self { contention_control, pace: Some(Pace::FINEMEM), ..*self }
     }
 }
 
@@ -195,17 +198,18 @@ pub fn measure(
     let Crowd { threads, memory_nodes, bytes, freed } = *crowd;
     let simulated = run.place.simulated();
     let all = if simulated { BYTES } else { BYTES_HERE };
-    let pace = if simulated { contender.pace } else { Pace::NONE };
     let blocks = match contender.scheme {
-        SchemeKind::PremmapOneSided if pace == Pace::NONE => (all / bytes).min(BLOCKS),
-        SchemeKind::PremmapOneSided => (all / bytes).min(BLOCKS_AS_PUBLISHED),
+        SchemeKind::PremmapOneSided if contender.pace.is_some() => {
+            (all / bytes).min(BLOCKS_AS_PUBLISHED)
+        }
+        SchemeKind::PremmapOneSided => (all / bytes).min(BLOCKS),
         _ => all / bytes,
     };
     let held_max = if run.extent == Extent::Full { HELD } else { HELD_QUICK };
     let held = (blocks / u64::from(threads)).clamp(HELD_MIN.into(), held_max.into()) as u32;
     let freed = ((f64::from(held) * freed) as u32).max(1);
     let rest_ms = if simulated || run.extent == Extent::Full { REST_MS } else { REST_QUICK_MS };
-    let churn = Churn { bytes, held, freed, rest_ms, pace };
+    let churn = Churn { bytes, held, freed, rest_ms, pace: contender.pace };
     let epochs = if run.extent == Extent::Full { EPOCHS } else { 1 };
     let load = Load {
         compute_nodes: NODES.min(threads as u16),
@@ -243,9 +247,7 @@ fn claims_of(scheme: SchemeKind) -> Option<[&'static str; 3]> {
 
 fn table_2(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
     let threads = crowd(run);
-    for contender in
-        contenders(run).map(|c| if run.place.simulated() { c.as_published() } else { *c })
-    {
+    for contender in contenders(run).map(|contender| contender.as_published(run)) {
         let contender = &contender;
         let (churn, outcome) = measure(run, contender, &Crowd::of(threads))?;
         let setting = setting(run, contender, threads, &churn);

@@ -1,7 +1,8 @@
 //! Factor analysis (FineMem §6.2, figure 11): what the two-layer bitmap and contention control save over an array of
 //! chunks, for one thread and for a crowd.
 //!
-//! Ours pays for keys, logs and the service in every case; the paper adds them one by one. `costs` has what keys and logs take.
+//! Ours pays for keys, logs and the service in every case; the paper adds them one by one. `costs` has what keys and logs
+//! take.
 
 use std::path::PathBuf;
 
@@ -47,10 +48,8 @@ fn crowds(run: &Run<'_>) -> [u32; 2] {
 fn run(run: &Run<'_>, findings: &mut Findings) -> Result<(), Error> {
     for threads in crowds(run) {
         let mut all = [0.0; 3];
-        for (contender, us) in [ARRAY, TREE_ALONE, TREE].into_iter().zip(&mut all) {
-            let contender =
-                if run.place.simulated() { contender.as_published() } else { contender };
-            let contender = &contender;
+        for (contender, us) in [ARRAY, TREE_ALONE, TREE].iter().zip(&mut all) {
+            let contender = &contender.as_published(run);
             let (_, outcome) = crowd::measure(run, contender, &Crowd::of(threads))?;
             let setting = run.setting(contender.name).with("threads", u64::from(threads));
             let of = findings.record(&setting, "alloc_latency_us", Unit::Us);
