@@ -26,6 +26,10 @@ fn a_wrong_command_line_is_exit_code_2_and_says_why() {
         (&["run", "--", "true"], "--local"),
         (&["run", "--local", "1x", "--", "true"], "\"x\" is not a unit"),
         (&["serve", "--memory", "1MB"], "take e.g. 1MiB"),
+        (
+            &["serve", "--scheme", "premmap-rpc", "--no-contention-control"],
+            "--no-contention-control: only schemes finemem, finemem-paper and premmap-onesided",
+        ),
         (&["bench", "access", "--in-flight", "0"], "--in-flight 0: take 1 to"),
         (&["bench", "access", "--seconds", "0"], "more than 0"),
         (&["bench", "paper"], "required arguments"),

@@ -187,8 +187,7 @@ impl Serve {
         };
         settings.validate().map_err(|error| match error {
             pool::Error::Setting { setting, value, why } => {
-                let option = setting.replace('_', "-");
-                UsageError(format!("--{option} {value}: {why}"), "serve").into()
+                UsageError(format!("{}: {why}", option_of(setting, &value)), "serve").into()
             }
             error => anyhow::Error::from(error),
         })?;
@@ -227,6 +226,15 @@ impl Serve {
             return Err(UsageError(text, "serve"));
         }
         Ok(Endpoint::At(socket))
+    }
+}
+
+/// What was given on the command line for a setting to have this value.
+fn option_of(setting: &str, value: &str) -> String {
+    let option = setting.replace('_', "-");
+    match value {
+        "false" => format!("--no-{option}"),
+        _ => format!("--{option} {value}"),
     }
 }
 
