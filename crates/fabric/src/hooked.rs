@@ -11,7 +11,7 @@ use crate::soft::{SoftCq, SoftMr, SoftMw, SoftNic, SoftPd, SoftQp, SoftSrq};
 use crate::{
     Access, Caps, Completion, CompletionQueue, CqAttr, Cqn, DeviceInfo, DmaMemory, Error, Events,
     Feature, Guards, Key, MemoryRegion, Nic, QpAttr, QpChange, QpInfo, Qpn, QueuePair, Receive,
-    ReceiveAttr, ReceiveQueue, ReceiveRequest, Rereg, SrqInfo, WorkRequest,
+    ReceiveAttr, ReceiveQueue, ReceiveRequest, Rereg, SrqInfo, WorkRequest, Zeros,
 };
 
 /// A verb, for [`Hooks::before`].
@@ -237,9 +237,9 @@ impl<H: Hooks> Nic for HookedNic<H> {
         self.hooks.now()
     }
 
-    fn zero(&self, memory: &DmaMemory, offset: usize, len: usize) {
+    fn zero(&self, zeros: &mut Zeros, memory: &DmaMemory, offset: usize, len: usize) {
         self.hooks.before(Call::Zero(len as u64));
-        memory.zero(offset, len);
+        zeros.write(memory, offset, len);
     }
 
     fn alloc_pd(&self) -> Result<SoftPd, Error> {

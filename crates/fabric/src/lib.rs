@@ -22,7 +22,7 @@ mod work;
 pub use backoff::Backoff;
 pub use error::Error;
 pub use rnic::ids::{Access, Cqn, Key, KeyIndex, Psn, Qpn};
-pub use rnic::memory::{DmaMemory, For};
+pub use rnic::memory::{DmaMemory, For, Zeros};
 pub use rnic::verbs::{AsyncEvent, MwKind, SrqInfo};
 pub use rnic::wire::{PathMtu, PeerAddress, RemotePeer};
 pub use rnic::wqe::{self, Remote, Sge};

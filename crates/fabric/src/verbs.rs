@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use crate::{
     Access, Completion, Cqn, DmaMemory, Error, Key, PeerAddress, Qpn, ReceiveRequest, Remote, Sge,
-    WorkRequest,
+    WorkRequest, Zeros,
 };
 use rnic::verbs::{MwKind, SrqInfo};
 
@@ -71,10 +71,11 @@ pub trait Nic: Clone + Send + Sync + 'static {
         Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
     }
 
-    /// Has the calling CPU write zeros over `len` bytes at `offset` of `memory`. Panics if they lie outside.
-    /// Not the NIC's work; a NIC whose time is virtual learns of the CPU's that way.
-    fn zero(&self, memory: &DmaMemory, offset: usize, len: usize) {
-        memory.zero(offset, len);
+    /// Has the calling CPU write zeros over `len` bytes at `offset` of `memory`; nobody may be told of them before
+    /// `zeros` is dropped. Panics if they lie outside. Not the NIC's work; a NIC whose time is virtual learns of the
+    /// CPU's that way.
+    fn zero(&self, zeros: &mut Zeros, memory: &DmaMemory, offset: usize, len: usize) {
+        zeros.write(memory, offset, len);
     }
 
     /// Allocates a protection domain.

@@ -9,6 +9,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::marker::PhantomData;
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -150,13 +151,9 @@ impl DmaMemory {
         }
     }
 
-    /// Sets `len` bytes at `offset` to zero. Panics if they lie outside the span.
-    ///
-    /// A page or more goes past the caches where the processor can do that: who clears memory gives it away.
+    /// Sets `len` bytes at `offset` to zero, with [`Zeros`] of their own. Panics if they lie outside the span.
     pub fn zero(&self, offset: usize, len: usize) {
-        let p = self.checked(offset, len);
-        // SAFETY: `checked` bounds the destination.
-        unsafe { if len < STREAMED { ptr::write_bytes(p, 0, len) } else { stream_zeros(p, len) } }
+        Zeros::default().write(self, offset, len);
     }
 
     /// The 32-bit word at `offset` (a multiple of 4) as an atomic. Panics outside the span.
@@ -196,25 +193,66 @@ impl DmaMemory {
     }
 }
 
+/// Zeros on their way into memory. A page or more goes past the caches where the processor can do that: who clears
+/// memory gives it away.
+///
+/// Such stores are not ordered with others until this is dropped, on the thread that made them: whoever is told that
+/// memory is clear is told after that. To wait for them costs as much as a page of them, so that is done once for many.
+#[derive(Debug, Default)]
+pub struct Zeros {
+    streamed: bool,
+    /// Stores are ordered by the processor that made them.
+    _thread: PhantomData<*const ()>,
+}
+
+impl Zeros {
+    /// Sets `len` bytes at `offset` of `memory` to zero. Panics if they lie outside.
+    pub fn write(&mut self, memory: &DmaMemory, offset: usize, len: usize) {
+        let p = memory.checked(offset, len);
+        // SAFETY: `checked` bounds the destination. The stores are ordered when this is dropped.
+        unsafe {
+            if len < STREAMED {
+                ptr::write_bytes(p, 0, len);
+            } else {
+                stream_zeros(p, len);
+                self.streamed = true;
+            }
+        }
+    }
+}
+
+impl Drop for Zeros {
+    fn drop(&mut self) {
+        if self.streamed {
+            #[cfg(all(target_arch = "x86_64", not(miri)))]
+            // SAFETY: every processor of this architecture has the instruction; it touches no memory.
+            unsafe {
+                std::arch::x86_64::_mm_sfence()
+            }
+        }
+    }
+}
+
 /// Bytes from which on zeros are not worth a place in the caches.
 const STREAMED: usize = 4096;
 
 /// Sets `len` bytes at `to` to zero with stores that read no line before they write it and leave none in a cache. They
-/// have all been done, for other processors too, when this returns.
+/// are ordered with later stores by a fence only.
 ///
 /// # Safety
-/// They lie in memory that may be written through raw pointers.
+/// They lie in memory that may be written through raw pointers, and a fence follows before anything tells others of
+/// them.
 unsafe fn stream_zeros(to: *mut u8, len: usize) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     {
-        use std::arch::x86_64::{__m128i, _mm_setzero_si128, _mm_sfence, _mm_stream_si128};
+        use std::arch::x86_64::{__m128i, _mm_setzero_si128, _mm_stream_si128};
         const LINE: usize = 64;
         const EACH: usize = size_of::<__m128i>();
         let head = to.align_offset(LINE).min(len);
         let lines = (len - head) / LINE;
         let tail = len - head - lines * LINE;
         // SAFETY: head, lines and tail make up the `len` bytes, which the caller vouches for; a line is aligned to what
-        // the store needs, and is written whole. The fence orders the stores before whatever tells others of them.
+        // the store needs, and is written whole.
         unsafe {
             if head > 0 {
                 ptr::write_bytes(to, 0, head);
@@ -229,7 +267,6 @@ unsafe fn stream_zeros(to: *mut u8, len: usize) {
             if tail > 0 {
                 ptr::write_bytes(to.add(len - tail), 0, tail);
             }
-            _mm_sfence();
         }
     }
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]

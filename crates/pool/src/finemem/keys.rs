@@ -132,17 +132,19 @@ impl<N: Nic> Keys<N> {
         })
     }
 
-    /// Those of one function, with one doorbell.
+    /// Those of one function, with one doorbell. Work of a QP completes in the order of its list, so the completion of
+    /// the last bind is that of all; one that fails completes in any case, and those behind it are flushed.
     fn renew_some(&mut self, function: usize, windows: &[u32]) -> Result<(), Error> {
         let Function { binder, binds, .. } = &self.functions[function];
         let umrs: Vec<Umr> = windows.iter().map(|window| self.rebind(*window)).collect();
-        let list: Vec<_> = (0..)
+        let last = umrs.len() as u64 - 1;
+        let list: Vec<_> = (0..=last)
             .zip(&umrs)
-            .map(|(id, umr)| WorkRequest { id, op: Op::Window(umr), signaled: true })
+            .map(|(id, umr)| WorkRequest { id, op: Op::Window(umr), signaled: id == last })
             .collect();
         binder.post_send(&list)?;
         let mut failed = None;
-        poll_until(binds, umrs.len(), |c| {
+        poll_until(binds, 1, |c| {
             failed = failed.or((c.status != Status::Success).then_some(c.status));
             true
         })?;

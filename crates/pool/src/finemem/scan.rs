@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Duration;
 
-use fabric::{Completion, CompletionKind, CompletionQueue, Key, Nic, QueuePair, Status};
+use fabric::{Completion, CompletionKind, CompletionQueue, Key, Nic, QueuePair, Status, Zeros};
 
 use super::header::{CHUNKS, User};
 use super::layout::{Block, SECTION};
@@ -338,19 +338,21 @@ impl<N: Nic> Node<N> {
         let Some(mut releasing) = self.scan.releasing.take() else { return Ok(()) };
         let began = self.nic.now();
         let mut left = CLEARED;
+        let mut zeros = Zeros::default();
         while let Some(&entry) = releasing.entries.get(releasing.at.0).filter(|_| left > 0) {
             let (start, bytes) = self.keys.range(entry);
             let from = releasing.at.1;
             let some = left.min(bytes - from);
             let offset = start - self.memory.addr() + from;
             self.words.step()?;
-            self.nic.zero(&self.memory, offset as usize, some as usize);
+            self.nic.zero(&mut zeros, &self.memory, offset as usize, some as usize);
             left -= some;
             releasing.at = match from + some == bytes {
                 true => (releasing.at.0 + 1, 0),
                 false => (releasing.at.0, from + some),
             };
         }
+        drop(zeros);
         let cleared = self.nic.now();
         self.scan.times.clearing += cleared.saturating_sub(began);
         if releasing.at.0 < releasing.entries.len() {

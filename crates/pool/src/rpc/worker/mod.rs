@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use fabric::{
     Access, Completion, CompletionKind, CompletionQueue, CqAttr, MemoryRegion, Nic, QpAttr, Qpn,
-    QueuePair, Receive, Status,
+    QueuePair, Receive, Status, Zeros,
 };
 use parking_lot::Mutex;
 
@@ -133,7 +133,8 @@ impl<N: Nic> Shared<N> {
 
     fn clear(&self, entry: u32) {
         let (offset, bytes) = self.blocks.range(entry);
-        self.nic.zero(self.memory.memory(), offset as usize, bytes as usize);
+        let mut zeros = Zeros::default();
+        self.nic.zero(&mut zeros, self.memory.memory(), offset as usize, bytes as usize);
     }
 
     /// Registers a chunk in a compute node's PD.
