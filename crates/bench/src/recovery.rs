@@ -103,22 +103,33 @@ pub fn recovery(chunks: u64, chunk_bytes: u64) -> Result<Recovery, Error> {
     Ok(Recovery { entries: chunks, total, longest_turn, times })
 }
 
-/// What it takes the memory node's CPU to look at an entry of the capability table of an idle pool of so many chunks of
-/// 4 KiB, in nanoseconds: FineMem's scan (§6.2).
+/// What it takes the memory node's CPU to look for what was freed in a pool of so many chunks of 4 KiB where nothing was,
+/// in nanoseconds for each entry of the capability table: FineMem's scan (§6.2). A compute node has all of them, one by
+/// one, if they are `taken`, or nobody has any.
 ///
 /// # Errors
-/// The memory node's.
-pub fn look_ns(scheme: SchemeKind, chunks: u64, scans: u64) -> Result<f64, Error> {
+/// What the pool says.
+pub fn look_ns(scheme: SchemeKind, chunks: u64, scans: u64, taken: bool) -> Result<f64, Error> {
     const CHUNK: u64 = 4096;
     let donate_bytes = chunks * CHUNK;
     let settings = Settings { donate_bytes, chunk_bytes: CHUNK, scheme, ..Settings::default() };
-    let mut node = Node::new(&SoftNic::inline(), &settings)?;
-    // Scans are up to 100 ms apart, and those of a second are enough.
-    while node.release_times().entries < scans * chunks {
+    let nic = SoftNic::inline();
+    let mut node = Node::new(&nic, &settings)?;
+    let Connection { client, .. } = &local::connect(&nic, &mut node, &settings, 1)?;
+    for _ in 0..if taken { chunks } else { 0 } {
+        fabric::executor::block_on(client.allocate(GroupId(0)))?;
+    }
+    let before = node.release_times();
+    let of = |node: &Node<SoftNic>| {
+        let now = node.release_times();
+        (now.entries - before.entries, now.looking - before.looking)
+    };
+    // Scans are up to 100 ms apart, and those of a few seconds are enough.
+    while of(&node).0 < scans * chunks {
         node.turn()?;
     }
-    let times = node.release_times();
-    Ok(times.looking.as_nanos() as f64 / times.entries as f64)
+    let (entries, looking) = of(&node);
+    Ok(looking.as_nanos() as f64 / entries as f64)
 }
 
 #[cfg(test)]

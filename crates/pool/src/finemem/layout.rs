@@ -15,6 +15,8 @@
 //! each grant has one key.) A pool need not end with a section: chunks that it does not have are taken from
 //! the start, by nobody.
 
+use std::ops::Range;
+
 use super::header::{CHUNK_ORDER_MAX, CHUNKS, PARTS_ORDER_MAX, Record, SPAN_ORDER_MAX, SPANS};
 use super::log::{FullLog, Layer};
 
@@ -45,7 +47,7 @@ pub struct Block {
 
 impl Block {
     /// Its chunks.
-    pub fn chunks(self) -> std::ops::Range<u32> {
+    pub fn chunks(self) -> Range<u32> {
         self.chunk..self.chunk + (1 << self.order)
     }
 
@@ -62,7 +64,7 @@ impl Block {
     }
 
     /// Its sections, of one that has several.
-    pub fn parts(self) -> Option<std::ops::Range<u32>> {
+    pub fn parts(self) -> Option<Range<u32>> {
         let first = self.chunk / SECTION;
         (self.order > SECTION_ORDER).then(|| first..first + (1 << (self.order - SECTION_ORDER)))
     }
@@ -102,7 +104,7 @@ impl Functions {
     }
 
     /// Entries of a function.
-    pub fn entries(self, shape: Shape, function: u32) -> std::ops::Range<u32> {
+    pub fn entries(self, shape: Shape, function: u32) -> Range<u32> {
         let at = |function: u32| self.share.saturating_mul(function).min(shape.entries());
         at(function)..at(function + 1)
     }
@@ -190,6 +192,31 @@ impl Shape {
         None
     }
 
+    /// The entries of `range` by the order of their blocks: the order, its first entry, and those of its entries that
+    /// are in the range.
+    pub fn by_order(self, range: Range<u32>) -> impl Iterator<Item = (u32, u32, Range<u32>)> {
+        (0..ORDERS).scan(0, move |next, order| {
+            let base = *next;
+            *next += self.blocks(order);
+            Some((order, base, range.start.max(base)..range.end.min(*next)))
+        })
+    }
+
+    /// The headers without which none of these blocks of an order is taken, no more of them than blocks; none are told of
+    /// blocks of several sections, of which there are few.
+    pub fn headers(self, order: u32, blocks: Range<u32>) -> Option<Range<u32>> {
+        let over = |each: u32| {
+            let each = each - order;
+            blocks.start >> each..((blocks.end - 1) >> each) + 1
+        };
+        let of = |first: Word, which: Range<u32>| first.0 + which.start..first.0 + which.end;
+        match order {
+            ..SPAN_ORDER => Some(of(self.span(0), over(SPAN_ORDER))),
+            SPAN_ORDER..=SECTION_ORDER => Some(of(self.section(0), over(SECTION_ORDER))),
+            _ => None,
+        }
+    }
+
     /// The capability of an entry.
     pub fn capability(self, entry: u32) -> Word {
         Word(self.capabilities() + entry)
@@ -232,6 +259,38 @@ mod tests {
             prop_assert_eq!(all, Vec::from_iter(0..shape.entries()));
             let most = shape.entries().div_ceil(count) as usize;
             prop_assert!((0..count).all(|f| functions.entries(shape, f).len() <= most));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn entries_by_order_are_all_of_them_and_their_headers_are_found(
+            chunks in 1u32..5000, bytes in 12u32..27, pick in any::<(u32, u32)>(), len in 1u32..300
+        ) {
+            let shape = Shape { chunks, chunk_bytes: 1 << bytes };
+            let end = shape.entries();
+            let (a, b) = (pick.0 % (end + 1), pick.1 % (end + 1));
+            let range = a.min(b)..a.max(b);
+            let mut all = Vec::new();
+            for (order, base, entries) in shape.by_order(range.clone()) {
+                for first in entries.clone().step_by(len as usize) {
+                    let end = entries.end.min(first + len);
+                    let headers = shape.headers(order, first - base..end - base);
+                    prop_assert!(headers.as_ref().is_none_or(|all| all.len() as u32 <= end - first));
+                    for entry in first..end {
+                        let block = shape.block(entry).unwrap();
+                        prop_assert_eq!(block.order, order);
+                        let its = match block.layer() {
+                            Layer::Span => shape.span(block.chunk / CHUNKS),
+                            Layer::Section => shape.section(block.chunk / SECTION),
+                        };
+                        prop_assert!(headers.clone().is_none_or(|all| all.contains(&its.0)));
+                        prop_assert_eq!(headers.is_none(), block.parts().is_some());
+                        all.push(entry);
+                    }
+                }
+            }
+            prop_assert_eq!(all, Vec::from_iter(range));
         }
     }
 

@@ -10,8 +10,9 @@
 //! rebound for one (FineMem §4.3, regeneration).
 //!
 //! A scan begins from time to time, since a free is a CAS that wakes nobody: after [`EVERY_MAX`] if there is
-//! nothing to do (FineMem §6.2), sooner while there is. Who finds no memory asks for one: a *bell*, a SEND
-//! that is answered when a scan that began after it has ended.
+//! nothing to do (FineMem §6.2), sooner while there is, but never before [`APART`] times as long as the last one
+//! looked. Who finds no memory asks for one: a *bell*, a SEND that is answered when a scan that began after it has
+//! ended.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -19,8 +20,8 @@ use std::time::Duration;
 
 use fabric::{Completion, CompletionKind, CompletionQueue, Key, Nic, QueuePair, Status, Zeros};
 
-use super::header::{CHUNKS, User};
-use super::layout::{Block, SECTION};
+use super::header::{CHUNKS, Header, User};
+use super::layout::{Block, SECTION, Word};
 use super::log::{Capability, FullLog, Layer};
 use super::map::Map;
 use super::node::Node;
@@ -33,6 +34,9 @@ use crate::Error;
 const EVERY_MIN: Duration = Duration::from_millis(2);
 /// Between two scans, when they have not for a while.
 const EVERY_MAX: Duration = Duration::from_millis(100);
+/// Between two scans, as long as one takes to look at the table, so many times: nobody waits for what they find, or a
+/// bell would ring. So they take a seventh of a core at most, however large the pool is.
+const APART: u32 = 6;
 /// Blocks that one turn sees to.
 const FOUND_MAX: usize = super::keys::BATCH;
 /// Entries that one turn looks at.
@@ -58,7 +62,7 @@ pub struct ReleaseTimes {
     pub freeing: Duration,
     /// Looking at the capability table for what was freed.
     pub looking: Duration,
-    /// Entries of it that were looked at.
+    /// Entries of it that this was about: they were looked at, or headers say that nobody has their blocks.
     pub entries: u64,
 }
 
@@ -71,6 +75,8 @@ pub(super) struct Scan {
     at: Option<u32>,
     /// Blocks that it found.
     found: u64,
+    /// Time that went into looking at entries since it began.
+    looked: Duration,
     /// Those whose old keys are dead, and that are being cleared.
     releasing: Option<Releasing>,
     /// Scans that have begun.
@@ -222,20 +228,24 @@ impl<N: Nic> Node<N> {
             if !scan.hurried && !self.watching && time < scan.next {
                 return Ok(false);
             }
-            (scan.at, scan.found, scan.hurried) = (Some(0), 0, false);
+            (scan.at, scan.found, scan.looked, scan.hurried) = (Some(0), 0, Duration::ZERO, false);
             scan.begun += 1;
         }
         let from = scan.at.unwrap_or(0);
         let end = self.shape.entries().min(from + PIECE);
         let (given_up, next) = match self.release {
-            Release::AtOnce => self.look(from..end, |c| c.is_quarantined() | c.lacks_backup()),
-            Release::Quarantined => self.look(from..end, Capability::is_quarantined),
+            Release::AtOnce => {
+                self.look(from..end, |c| c.is_quarantined() | c.lacks_backup(), |_| true)
+            }
+            Release::Quarantined => self
+                .look(from..end, Capability::is_quarantined, |headers| self.is_any_taken(headers)),
         };
         let quarantined = |entry: &u32| self.capability(*entry).is_quarantined();
         let (found, lacking): (Vec<u32>, Vec<u32>) = given_up.into_iter().partition(quarantined);
         let looked = self.nic.now();
         self.scan.times.entries += (next - from) as u64;
         self.scan.times.looking += looked.saturating_sub(time);
+        self.scan.looked += looked.saturating_sub(time);
         self.scan.found += (found.len() + lacking.len()) as u64;
         self.scan.at = Some(next);
         let any = !found.is_empty() || !lacking.is_empty();
@@ -246,35 +256,57 @@ impl<N: Nic> Node<N> {
     }
 
     /// The entries of a range whose capabilities are as `wanted`, no more than a turn sees to, and the entry behind the
-    /// last one that was looked at.
+    /// last one that was looked at. Those of blocks whose headers are not `promising` are passed over.
     ///
     /// Nearly all of a table is looked at in vain, so that is what must be quick: a few cache lines are copied at once,
     /// and each compared as a whole, without branches.
-    fn look(&self, range: Range<u32>, wanted: impl Fn(Capability) -> bool) -> (Vec<u32>, u32) {
+    fn look(
+        &self,
+        range: Range<u32>,
+        wanted: impl Fn(Capability) -> bool,
+        promising: impl Fn(Range<u32>) -> bool,
+    ) -> (Vec<u32>, u32) {
         let mut copy = [0; COPY * 8];
         let mut found = Vec::new();
-        for first in range.clone().step_by(COPY) {
-            let copy = &mut copy[..8 * COPY.min((range.end - first) as usize)];
-            self.words.copy(self.shape.capability(first), copy);
-            self.words.prefetch(self.shape.capability(first + AHEAD), COPY);
-            let (words, _) = copy.as_chunks::<8>();
-            let is_wanted = |word: &[u8; 8]| wanted(Capability::parse(u64::from_be_bytes(*word)));
-            for (line, at) in words.chunks(LINE).zip((first..).step_by(LINE)) {
-                if !line.iter().fold(false, |any, word| any | is_wanted(word)) {
+        for (order, base, entries) in self.shape.by_order(range.clone()) {
+            for first in entries.clone().step_by(COPY) {
+                let end = entries.end.min(first + COPY as u32);
+                let headers = self.shape.headers(order, first - base..end - base);
+                if headers.is_some_and(|headers| !promising(headers)) {
                     continue;
                 }
-                for (_, entry) in line.iter().zip(at..).filter(|(word, _)| is_wanted(word)) {
-                    // A copy may be of two states of a word.
-                    if wanted(self.capability(entry)) {
-                        found.push(entry);
+                let copy = &mut copy[..8 * (end - first) as usize];
+                self.words.copy(self.shape.capability(first), copy);
+                self.words.prefetch(self.shape.capability(first + AHEAD), COPY);
+                let (words, _) = copy.as_chunks::<8>();
+                let is_wanted =
+                    |word: &[u8; 8]| wanted(Capability::parse(u64::from_be_bytes(*word)));
+                for (line, at) in words.chunks(LINE).zip((first..).step_by(LINE)) {
+                    if !line.iter().fold(false, |any, word| any | is_wanted(word)) {
+                        continue;
                     }
-                    if found.len() == FOUND_MAX {
-                        return (found, entry + 1);
+                    for (_, entry) in line.iter().zip(at..).filter(|(word, _)| is_wanted(word)) {
+                        // A copy may be of two states of a word.
+                        if wanted(self.capability(entry)) {
+                            found.push(entry);
+                        }
+                        if found.len() == FOUND_MAX {
+                            return (found, entry + 1);
+                        }
                     }
                 }
             }
         }
         (found, range.end)
+    }
+
+    /// Whether headers have anything as taken. What is in quarantine is: its header's bits are cleared at the very end.
+    fn is_any_taken(&self, headers: Range<u32>) -> bool {
+        let mut copy = [0; COPY * 8];
+        let copy = &mut copy[..8 * headers.len()];
+        self.words.copy(Word(headers.start), copy);
+        let all = copy.as_chunks().0.iter().fold(0, |all, word| all | u64::from_be_bytes(*word));
+        Header(all).bitmap() != 0 || matches!(self.map, Map::Array(_))
     }
 
     fn capability(&self, entry: u32) -> Capability {
@@ -292,7 +324,7 @@ impl<N: Nic> Node<N> {
             0 => (scan.every * 2).clamp(EVERY_MIN, EVERY_MAX),
             _ => EVERY_MIN,
         };
-        scan.next = time + scan.every;
+        scan.next = time + scan.every.max(scan.looked * APART);
         self.answer_bells();
     }
 
