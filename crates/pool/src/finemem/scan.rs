@@ -452,3 +452,43 @@ impl<N: Nic> Node<N> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use fabric::soft::SoftNic;
+
+    use super::*;
+    use crate::scheme::NodeScheme;
+    use crate::{SchemeKind, Settings};
+
+    #[test]
+    fn looking_takes_a_seventh_of_a_core_unless_a_bell_rings() {
+        let settings = Settings {
+            donate_bytes: 1 << 20,
+            chunk_bytes: 4096,
+            scheme: SchemeKind::FineMem,
+            ..Settings::default()
+        };
+        let mut node = Node::new(&SoftNic::inline(), &settings).expect("a memory node");
+        let entries = node.shape.entries();
+        let (soon, ms) = (node.nic.now() + Duration::from_secs(900), Duration::from_millis);
+        for (looked, found, pause) in [
+            (ms(0), 1, EVERY_MIN),
+            (ms(50), 1, ms(300)),
+            (ms(0), 0, 2 * EVERY_MIN),
+            (ms(50), 0, ms(300)),
+            (ms(1), 0, 8 * EVERY_MIN),
+        ] {
+            let scan = &mut node.scan;
+            (scan.at, scan.looked, scan.found) = (Some(entries), looked, found);
+            node.end_if_over(soon);
+            assert_eq!((node.scan.at, node.scan.next - soon), (None, pause), "after {looked:?}");
+        }
+        let begun = node.scan.begun;
+        node.turn().expect("a turn");
+        assert_eq!(node.scan.begun, begun, "its time has not come");
+        node.scan.hurried = true;
+        node.turn().expect("a turn");
+        assert_eq!(node.scan.begun, begun + 1);
+    }
+}
