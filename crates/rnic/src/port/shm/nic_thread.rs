@@ -97,6 +97,11 @@ impl Shared {
         true
     }
 
+    /// True if there are jobs.
+    pub fn has_mail(&self) -> bool {
+        self.has_mail.load(Ordering::Acquire)
+    }
+
     /// Wakes the thread, if it sleeps.
     pub fn wake_thread(&self) {
         // It does not block; if its counter is full, the thread is woken already.
@@ -135,6 +140,8 @@ pub(super) struct NicThread {
     wire: Option<Wire>,
     watched: bool,
     pub started: Instant,
+    /// The last turn of a caller was one of who rang a doorbell.
+    rang: bool,
     /// The CPU that it runs on, as the doorbell pages have it.
     cpu: u32,
     /// How often a client waited on the NIC's own CPU since the NIC left one for that.
@@ -158,6 +165,7 @@ impl NicThread {
             watched: wire.is_some(),
             wire,
             started: Instant::now(),
+            rang: false,
             cpu: 0,
             crowded: 0,
             left_at: 0,
@@ -208,7 +216,7 @@ impl NicThread {
     /// One look at everything; true if there was anything to do.
     #[inline]
     pub fn work(&mut self, now: u64) -> bool {
-        let mail = self.shared.has_mail.load(Ordering::Acquire) && self.take_mail();
+        let mail = self.shared.has_mail() && self.take_mail();
         for bells in &mut self.doorbells {
             bells.scan(&mut self.core.engine);
         }
@@ -250,7 +258,8 @@ impl NicThread {
     }
 
     /// A turn of a thread that uses the NIC: one that waits, or one that has rung a doorbell. What it has been sent
-    /// is acknowledged behind what it sends, in the same burst, or when it has nothing else to do.
+    /// is acknowledged when it has nothing else to do, which is in the first turn of who waits in which nothing comes; or
+    /// behind what it sends, if it rings and rings and does not wait.
     pub fn caller_turn(&mut self, now: u64, waits: bool) -> bool {
         for bells in &mut self.doorbells {
             bells.scan_all(&mut self.core.engine);
@@ -258,7 +267,9 @@ impl NicThread {
         self.core.engine.hold_acks(true);
         let received = waits && self.receive(now);
         let mut executed = self.execute_wired(now);
-        if !received && self.core.engine.hold_acks(false) {
+        let idle = if waits { !received } else { self.rang };
+        self.rang = !waits;
+        if idle && self.core.engine.hold_acks(false) {
             executed |= self.execute_wired(now);
         }
         let sent = self.send();

@@ -16,10 +16,10 @@
 //! - While callers run the NIC the thread sleeps, looks every now and then whether one of them still does, and takes over
 //!   if not: what arrives when they compute waits so long at most, once. A look takes a CPU from a caller, so the time
 //!   between two grows with how long they run it already, from [`ABSENT`] to [`LOOK_MAX`]. It also answers control verbs.
-//! - A doorbell is a turn as well, so that the first message leaves at once. Where answers are awaited and a
-//!   caller has just had a turn, the next turn takes it along: that makes rows of packets.
-//! - What a caller has been sent is acknowledged behind what it sends next, or in the first turn in which nothing comes: it
-//!   has just been given a completion, and what it answers is more urgent.
+//! - A doorbell is a turn as well, so that the first message leaves at once, and so does what answers one that has just come.
+//!   Where answers are awaited and a caller has just had a turn, the next turn takes it along: that makes rows of packets.
+//! - What a caller has been sent is acknowledged in the first turn in which nothing comes: it has just been given a
+//!   completion, and what it answers is more urgent. Not in one send with that either: the kernel takes longer for two segments.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -44,8 +44,12 @@ const NEAR_NS: u64 = 20_000;
 
 /// Where callers' turns had something to do this long ago, who waits does not sleep.
 const BUSY_NS: u64 = 60_000;
-/// After so many turns with nothing to do a caller offers its CPU between two turns.
-const IDLE_TURNS: u32 = 12;
+/// After so many turns with nothing to do a caller offers its CPU between two turns: the other side may want it.
+const PATIENCE: u32 = 12;
+/// ... where nobody wanted it the last times. To offer it takes as long as a turn.
+const PATIENCE_MAX: u32 = 48;
+/// Who has its CPU back after this long gave it to nobody.
+const NOBODY_NS: u64 = 2_000;
 
 /// The place of who runs the NIC.
 pub(super) struct Seat {
@@ -65,8 +69,11 @@ pub(super) struct Seat {
     left: AtomicBool,
     /// A doorbell was rung while another caller had a turn.
     again: AtomicBool,
-    /// Of them, in a row, those of waiting callers that found nothing to do.
+    /// The last turn brought something to a caller that waits: what it posts next is an answer.
+    brought: AtomicBool,
+    /// Turns of waiting callers that found nothing to do, in a row; after how many the CPU is offered.
     idle: AtomicU32,
+    patience: AtomicU32,
     /// When the last one ended, in ns since `started`; whether answers of other NICs were awaited then.
     last_ns: AtomicU64,
     /// When one last had something to do.
@@ -97,7 +104,9 @@ impl Seat {
             wanted: AtomicBool::new(false),
             left: AtomicBool::new(false),
             again: AtomicBool::new(false),
+            brought: AtomicBool::new(false),
             idle: AtomicU32::new(0),
+            patience: AtomicU32::new(PATIENCE),
             last_ns: AtomicU64::new(0),
             worked_ns: AtomicU64::new(0),
             awaits: AtomicBool::new(false),
@@ -199,15 +208,24 @@ impl Seat {
         // The other half of `before_sleep`.
         fence(Ordering::SeqCst);
         while !nic.stop && !self.left.swap(false, Ordering::SeqCst) {
-            self.look_in(next);
-            MutexGuard::unlocked(nic, || self.shared.wait(None));
+            // A look needs no lock, for which callers would have to make room.
+            MutexGuard::unlocked(nic, || {
+                loop {
+                    self.look_in(next);
+                    self.shared.wait(None);
+                    let left = self.left.load(Ordering::SeqCst);
+                    if left || self.shared.has_mail() || self.is_absent() {
+                        break;
+                    }
+                    next = LOOK_MAX.min(2 * next);
+                }
+            });
             if nic.take_mail() {
                 nic.look_at_all();
             }
-            if self.since_turn() >= ABSENT.as_nanos() as u64 {
+            if self.is_absent() {
                 break;
             }
-            next = LOOK_MAX.min(2 * next);
         }
         self.callers.store(false, Ordering::SeqCst);
         if !nic.stop {
@@ -233,11 +251,21 @@ impl Seat {
         drop(nic);
         let idle = if did { 0 } else { self.idle.load(Ordering::Relaxed).saturating_add(1) };
         self.idle.store(idle, Ordering::Relaxed);
-        if idle > IDLE_TURNS {
-            // The other side may want this CPU.
-            rustix::thread::sched_yield();
+        if idle > self.patience.load(Ordering::Relaxed) {
+            self.offer_cpu();
         }
         did
+    }
+
+    fn offer_cpu(&self) {
+        let before = self.now_ns();
+        rustix::thread::sched_yield();
+        let away = self.now_ns().saturating_sub(before);
+        let patience = match away {
+            ..NOBODY_NS => PATIENCE_MAX.min(2 * self.patience.load(Ordering::Relaxed)),
+            _ => PATIENCE,
+        };
+        self.patience.store(patience, Ordering::Relaxed);
     }
 
     /// A turn of who would sleep otherwise; true as long as packets come and go, so that it should not.
@@ -255,7 +283,8 @@ impl Seat {
             return true;
         }
         if self.callers.load(Ordering::Relaxed) {
-            if self.awaits.load(Ordering::Relaxed) && self.since_turn() < NEAR_NS {
+            let answers = self.brought.load(Ordering::Relaxed);
+            if !answers && self.awaits.load(Ordering::Relaxed) && self.since_turn() < NEAR_NS {
                 return true;
             }
             // Whoever has the NIC at the moment looks again, or takes it back and looks then.
@@ -303,11 +332,17 @@ impl Seat {
         let awaits = guard.0.core.engine.awaits_answers();
         std::mem::forget(guard);
         self.awaits.store(awaits, Ordering::Relaxed);
+        self.brought.store(waits && did, Ordering::Relaxed);
         self.last_ns.store(now, Ordering::Relaxed);
         if did {
             self.worked_ns.store(now, Ordering::Relaxed);
         }
         did
+    }
+
+    /// No caller has had a turn for a while.
+    fn is_absent(&self) -> bool {
+        self.since_turn() >= ABSENT.as_nanos() as u64
     }
 
     fn since_turn(&self) -> u64 {
