@@ -31,6 +31,10 @@ pub(super) enum Step {
     Failed,
 }
 
+/// Turns that a `poll` gives at most to a function that has had all of them for a while. What is done for each `poll`, above
+/// all to look at doorbells that clients write, takes as long as ten WQEs. Others are delayed less than by a slice.
+const TURNS_ALONE: u64 = 8;
+
 /// What a `poll` has done.
 #[derive(Default)]
 struct Done {
@@ -84,9 +88,13 @@ impl Core {
             self.run_timers();
         }
         let Limits { slice_bytes, shared_slice_bytes, .. } = self.limits;
-        let shared = if self.shares.is_shared() { shared_slice_bytes } else { slice_bytes };
-        self.slice = shared.min(slice_bytes).max(1) as u64;
-        let end = self.work + self.limits.function_turn.max(1) as u64;
+        let (slice, turns) = if self.shares.is_shared() {
+            (shared_slice_bytes, 1)
+        } else {
+            (slice_bytes, TURNS_ALONE)
+        };
+        self.slice = slice.min(slice_bytes).max(1) as u64;
+        let end = self.work + turns * self.limits.function_turn.max(1) as u64;
         let mut done = Done::default();
         while done.steps < budget && self.work < end && !self.wire.outbox.is_stalled() {
             let Some(share) = self.shares.next() else { break };
