@@ -292,8 +292,8 @@ impl Engine {
     }
 
     /// With `hold`, acknowledgements of few packets wait, until it is called without; they may take as long as is nothing
-    /// to the timeouts of the peers, which is well below a millisecond. For ports that know that
-    /// something more urgent is about to come. True if some waited, and leave with the next `poll`.
+    /// to the timeouts of the peers, well below a millisecond: else those send again what has arrived. For ports that
+    /// know that something more urgent is about to come. True if some waited, and leave with the next `poll`.
     pub fn hold_acks(&mut self, hold: bool) -> bool {
         self.core.hold_acks(hold)
     }

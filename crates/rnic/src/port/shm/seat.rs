@@ -15,7 +15,8 @@
 //! - Who holds the lock runs the NIC. The thread lets go of it only while it sleeps, with or without callers.
 //! - While callers run the NIC the thread sleeps, looks every now and then whether one of them still does, and takes over
 //!   if not: what arrives when they compute waits so long at most, once. A look takes a CPU from a caller, so the time
-//!   between two grows with how long they run it already, from [`ABSENT`] to [`LOOK_MAX`]. It also answers control verbs.
+//!   between two grows with how long they run it already, from [`ABSENT`] to [`LOOK`], and where they run it for long to
+//!   [`LOOK_MAX`]: then another NIC may send something again, once. It also answers control verbs.
 //! - A doorbell is a turn as well, so that the first message leaves at once, and so does what answers one that has just come.
 //!   Where answers are awaited and a caller has just had a turn, the next turn takes it along: that makes rows of packets.
 //! - What a caller has been sent is acknowledged in the first turn in which nothing comes: it has just been given a
@@ -37,7 +38,11 @@ use crate::memory::DmaMemory;
 
 /// Callers that had no turn for this long do something else.
 const ABSENT: Duration = Duration::from_micros(200);
-/// The longest time between two looks. A look is a timer's interrupt, for which a virtual machine takes 45 us of a caller's CPU.
+/// The longest time between two looks: below the shortest time after which other NICs send again.
+const LOOK: Duration = Duration::from_micros(800);
+/// The same where callers run the NIC for long: no more than this part of that time, and no more than `LOOK_MAX`. A look is a
+/// timer's interrupt, for which a virtual machine may take 45 us of a caller's CPU.
+const LOOK_PART: u32 = 8;
 const LOOK_MAX: Duration = Duration::from_micros(3200);
 /// One that had a turn this long ago will soon have another one.
 const NEAR_NS: u64 = 20_000;
@@ -204,7 +209,7 @@ impl Seat {
 
     /// Sleeps as long as callers run the NIC, then takes it back.
     fn stand_by(&self, nic: &mut MutexGuard<'_, NicThread>) {
-        let mut next = ABSENT;
+        let (began, mut next) = (self.now_ns(), ABSENT);
         // The other half of `before_sleep`.
         fence(Ordering::SeqCst);
         while !nic.stop && !self.left.swap(false, Ordering::SeqCst) {
@@ -217,7 +222,8 @@ impl Seat {
                     if left || self.shared.has_mail() || self.is_absent() {
                         break;
                     }
-                    next = LOOK_MAX.min(2 * next);
+                    let ran = Duration::from_nanos(self.now_ns().saturating_sub(began));
+                    next = look_after(next, ran);
                 }
             });
             if nic.take_mail() {
@@ -368,6 +374,11 @@ impl Seat {
     }
 }
 
+/// The time to the next look, when the last one was `before`, and callers have run the NIC for so long.
+fn look_after(before: Duration, ran: Duration) -> Duration {
+    (2 * before).min(LOOK.max(ran / LOOK_PART)).min(LOOK_MAX)
+}
+
 /// A panic in a caller's turn is one of the NIC, which has to end then: half of its work is done.
 struct Unwinding<'a>(&'a mut NicThread);
 
@@ -397,4 +408,24 @@ fn timer(shared: &Shared) -> Result<OwnedFd, Error> {
         .map_err(Error::system("making a timer"))?;
     watch(&shared.epoll, &timer)?;
     Ok(timer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn looks_become_rare_where_callers_stay() {
+        let (mut ran, mut last, mut looks) = (Duration::ZERO, ABSENT, 0);
+        while ran < Duration::from_secs(1) {
+            ran += last;
+            looks += 1;
+            let next = look_after(last, ran);
+            assert!(next >= last && next <= LOOK_MAX, "{next:?} after {last:?}");
+            assert!(next <= LOOK || next <= ran / LOOK_PART, "{next:?} after {ran:?}");
+            last = next;
+        }
+        assert_eq!(last, LOOK_MAX);
+        assert!(looks < 340, "{looks} looks in a second");
+    }
 }
