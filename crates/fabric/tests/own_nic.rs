@@ -17,6 +17,7 @@ use fabric::{
 /// An end on a NIC of its own.
 struct End {
     end: common::End,
+    nic: SoftNic,
     address: SocketAddr,
 }
 
@@ -33,20 +34,29 @@ impl End {
         let socket = UdpSocket::bind("127.0.0.1:0").expect("a socket");
         let address = socket.local_addr().expect("an address");
         let nic = SoftNic::over(socket).expect("a NIC");
-        Self { end: common::end(&nic, 1 << 20), address }
+        Self { end: common::end(&nic, 1 << 20), nic, address }
+    }
+
+    /// Another one on the same NIC.
+    fn beside(&self) -> Self {
+        Self { end: common::end(&self.nic, 1 << 20), nic: self.nic.clone(), address: self.address }
     }
 
     fn pair() -> [Self; 2] {
         let ends = [Self::new(), Self::new()];
+        Self::connect([&ends[0], &ends[1]]);
+        ends
+    }
+
+    fn connect(ends: [&Self; 2]) {
         for (here, there) in [(0, 1), (1, 0)] {
-            let (here, there) = (&ends[here], &ends[there]);
+            let (here, there) = (ends[here], ends[there]);
             let peer = RemotePeer::new(there.address, here.address.ip(), there.qp.qpn());
             here.qp.modify(QpChange::Init).expect("Init");
             let peer = PeerAddress::Remote(RemotePeer { timeout: 18, ..peer });
             here.qp.modify(QpChange::ReadyToReceive { peer }).expect("RTR");
             here.qp.modify(QpChange::ReadyToSend).expect("RTS");
         }
-        ends
     }
 
     fn post(&self, op: Op<'_>) {
@@ -124,6 +134,36 @@ fn what_arrives_is_answered_when_callers_have_gone() {
     a.receive();
     let c = a.sleep();
     assert_eq!((c.id, c.bytes), (9, 4));
+}
+
+/// Acknowledgements wait for a turn in which nothing comes; not for ever, where somebody else sees to it that something does.
+#[test]
+fn who_waits_for_an_acknowledgement_does_not_wait_for_others_to_be_silent() {
+    for answers in [false, true] {
+        let (x, y, s) = (End::new(), End::new(), End::new());
+        let for_y = s.beside();
+        End::connect([&x, &s]);
+        End::connect([&y, &for_y]);
+        // Callers run all three when y begins: eight turns would do. The others are for y's thread, if it has its NIC after all.
+        for round in 0..2000 {
+            if round == 50 {
+                y.post(Op::Write { to: for_y.mr.remote(0), from: &[y.mr.sge(0, 64)] });
+            }
+            s.receive();
+            x.post(Op::SendInline { data: b"to" });
+            // Who polls in vain has had a turn: it is in the socket of s, which finds it in its first one.
+            while x.cq.poll(&mut [Completion::EMPTY]) == 1 {}
+            while s.poll().id != 9 {}
+            if answers {
+                x.receive();
+                s.post(Op::SendInline { data: b"fro" });
+            }
+            if y.cq.poll(&mut [Completion::EMPTY]) == 1 {
+                break;
+            }
+            assert!(round < 1999, "y has not heard while s was busy, answers: {answers}");
+        }
+    }
 }
 
 #[test]

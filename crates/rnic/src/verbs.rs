@@ -35,8 +35,8 @@ pub struct Limits {
     /// Work of one QP in a turn while others of its function are ready, in bytes moved. A WQE counts
     /// as 64 bytes and 64 more for each of its segments, a completion as 64.
     pub qp_turn: u32,
-    /// Work of one function in a turn while others are ready; counted likewise. Of one `poll` too, or an eighth of that:
-    /// where one function has had all turns for a while.
+    /// Work of one function in a turn while others are ready; counted likewise. A `poll` is as long, and eight times as
+    /// long where one function has had all turns for a while.
     pub function_turn: u32,
     /// While it has work, every so-many-th turn is the physical function's, however many others there
     /// are: it answers for all of them. At least 1.

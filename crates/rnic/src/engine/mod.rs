@@ -195,8 +195,8 @@ impl Engine {
     }
 
     /// Executes up to `budget` WQEs, or slices of them, of the QPs that are ready, in turns, at time
-    /// `now_ns` (which never goes back), and not more work than [`Limits::function_turn`] (and what one
-    /// WQE takes beyond it). Gives how many; 0 means that there is nothing to do.
+    /// `now_ns` (which never goes back), and not more work than [`Limits::function_turn`], or eight times that where one
+    /// function has had all turns for a while (and what one WQE takes beyond it). Gives how many; 0 means that there is nothing to do.
     pub fn poll(&mut self, now_ns: u64, budget: usize) -> usize {
         self.core.poll(&mut self.wqe, now_ns, budget)
     }

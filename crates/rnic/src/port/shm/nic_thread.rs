@@ -33,6 +33,8 @@ const BUDGET: usize = 64;
 const SEND_BYTES: usize = 60 << 10;
 /// Times that the engine executes before packets are sent at the latest.
 const POLLS: u32 = 8;
+/// Turns of callers for which acknowledgements wait at most.
+const HELD_TURNS: u32 = 8;
 /// After this long without work the thread offers its CPU to others between two looks.
 pub(super) const SPIN: Duration = Duration::from_micros(2);
 /// After this long without work it goes to sleep.
@@ -130,6 +132,15 @@ pub(super) fn eventfd() -> Result<OwnedFd, Error> {
         .map_err(Error::system("making an eventfd"))
 }
 
+/// What came of a turn of a caller.
+#[derive(Clone, Copy)]
+pub(super) struct Turn {
+    /// Packets.
+    pub received: bool,
+    /// There was anything to do.
+    pub worked: bool,
+}
+
 /// The thread's state.
 pub(super) struct NicThread {
     pub core: Core,
@@ -140,8 +151,8 @@ pub(super) struct NicThread {
     wire: Option<Wire>,
     watched: bool,
     pub started: Instant,
-    /// The last turn of a caller was one of who rang a doorbell.
-    rang: bool,
+    /// Turns of callers since acknowledgements were let go.
+    held: u32,
     /// The CPU that it runs on, as the doorbell pages have it.
     cpu: u32,
     /// How often a client waited on the NIC's own CPU since the NIC left one for that.
@@ -165,7 +176,7 @@ impl NicThread {
             watched: wire.is_some(),
             wire,
             started: Instant::now(),
-            rang: false,
+            held: 0,
             cpu: 0,
             crowded: 0,
             left_at: 0,
@@ -257,27 +268,29 @@ impl NicThread {
         self.wire.as_mut().is_some_and(|wire| wire.send(self.core.engine.outbox()))
     }
 
-    /// A turn of a thread that uses the NIC: one that waits, or one that has rung a doorbell. What it has been sent
-    /// is acknowledged when it has nothing else to do, which is in the first turn of who waits in which nothing comes; or
-    /// behind what it sends, if it rings and rings and does not wait.
-    pub fn caller_turn(&mut self, now: u64, waits: bool) -> bool {
+    /// A turn of a thread that uses the NIC: one that waits, or one that has rung a doorbell. What it has been sent is
+    /// acknowledged when nobody has anything else to do: in the first turn of who waits in which nothing comes, or after a
+    /// few turns if there is none.
+    pub fn caller_turn(&mut self, now: u64, waits: bool) -> Turn {
         for bells in &mut self.doorbells {
             bells.scan_all(&mut self.core.engine);
         }
         self.core.engine.hold_acks(true);
         let received = waits && self.receive(now);
         let mut executed = self.execute_wired(now);
-        let idle = if waits { !received } else { self.rang };
-        self.rang = !waits;
-        if idle && self.core.engine.hold_acks(false) {
-            executed |= self.execute_wired(now);
+        self.held += 1;
+        if waits && !received || self.held >= HELD_TURNS {
+            self.held = 0;
+            if self.core.engine.hold_acks(false) {
+                executed |= self.execute_wired(now);
+            }
         }
         let sent = self.send();
         let mut events = false;
         while self.core.deliver_events() {
             events = true;
         }
-        received | executed | sent | events
+        Turn { received, worked: received | executed | sent | events }
     }
 
     /// Takes in what other hosts have sent.

@@ -19,8 +19,8 @@
 //!   [`LOOK_MAX`]: then another NIC may send something again, once. It also answers control verbs.
 //! - A doorbell is a turn as well, so that the first message leaves at once, and so does what answers one that has just come.
 //!   Where answers are awaited and a caller has just had a turn, the next turn takes it along: that makes rows of packets.
-//! - What a caller has been sent is acknowledged in the first turn in which nothing comes: it has just been given a
-//!   completion, and what it answers is more urgent. Not in one send with that either: the kernel takes longer for two segments.
+//! - What a caller has been sent is acknowledged in the first turn in which nothing comes, or after a few turns: it has just
+//!   been given a completion, and what it answers is more urgent. Not in one send with that: the kernel takes longer for two segments.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -33,7 +33,7 @@ use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, 
 
 use super::super::error::Error;
 use super::super::has_one_cpu;
-use super::nic_thread::{NicThread, ROUNDS_PER_CLOCK, SLEEP_AFTER, SPIN, Shared, watch};
+use super::nic_thread::{NicThread, ROUNDS_PER_CLOCK, SLEEP_AFTER, SPIN, Shared, Turn, watch};
 use crate::memory::DmaMemory;
 
 /// Callers that had no turn for this long do something else.
@@ -51,9 +51,9 @@ const NEAR_NS: u64 = 20_000;
 const BUSY_NS: u64 = 60_000;
 /// After so many turns with nothing to do a caller offers its CPU between two turns: the other side may want it.
 const PATIENCE: u32 = 12;
-/// ... where nobody wanted it the last times. To offer it takes as long as a turn.
+/// ... where nobody wanted it the last times.
 const PATIENCE_MAX: u32 = 48;
-/// Who has its CPU back after this long gave it to nobody.
+/// Who has its CPU back within this time gave it to nobody.
 const NOBODY_NS: u64 = 2_000;
 
 /// The place of who runs the NIC.
@@ -74,7 +74,7 @@ pub(super) struct Seat {
     left: AtomicBool,
     /// A doorbell was rung while another caller had a turn.
     again: AtomicBool,
-    /// The last turn brought something to a caller that waits: what it posts next is an answer.
+    /// Packets came in the last turn: what is posted next may be an answer.
     brought: AtomicBool,
     /// Turns of waiting callers that found nothing to do, in a row; after how many the CPU is offered.
     idle: AtomicU32,
@@ -289,8 +289,8 @@ impl Seat {
             return true;
         }
         if self.callers.load(Ordering::Relaxed) {
-            let answers = self.brought.load(Ordering::Relaxed);
-            if !answers && self.awaits.load(Ordering::Relaxed) && self.since_turn() < NEAR_NS {
+            let may_answer = self.brought.load(Ordering::Relaxed);
+            if !may_answer && self.awaits.load(Ordering::Relaxed) && self.since_turn() < NEAR_NS {
                 return true;
             }
             // Whoever has the NIC at the moment looks again, or takes it back and looks then.
@@ -334,16 +334,16 @@ impl Seat {
         }
         let guard = Unwinding(&mut *nic);
         let now = guard.0.now_ns();
-        let did = guard.0.caller_turn(now, waits);
+        let Turn { received, worked } = guard.0.caller_turn(now, waits);
         let awaits = guard.0.core.engine.awaits_answers();
         std::mem::forget(guard);
         self.awaits.store(awaits, Ordering::Relaxed);
-        self.brought.store(waits && did, Ordering::Relaxed);
+        self.brought.store(received, Ordering::Relaxed);
         self.last_ns.store(now, Ordering::Relaxed);
-        if did {
+        if worked {
             self.worked_ns.store(now, Ordering::Relaxed);
         }
-        did
+        worked
     }
 
     /// No caller has had a turn for a while.
