@@ -11,6 +11,7 @@
 //! Order: the last (up to 8) bytes of a copy are stored after all others, so that a reader who sees
 //! them, with acquire ordering, sees the rest.
 
+use crate::crc::Sum;
 use crate::memory::{DmaMemory, For, prefetch};
 use std::ptr;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, compiler_fence, fence};
@@ -71,6 +72,15 @@ impl Span {
         // SAFETY: both ranges passed their checks (module invariants), and are at least `self.len`
         // long.
         unsafe { move_bytes(self.ptr, from.ptr, self.len as usize) }
+    }
+
+    /// As [`Span::copy_from`], into memory that is ours alone, with the sum of what was copied. None, and nothing copied,
+    /// where there is no sum of so many bytes, or not on this CPU.
+    #[inline]
+    pub fn copy_summed(self, from: Span) -> Option<Sum> {
+        assert!(self.len <= from.len);
+        // SAFETY: as in `copy_from`; what is ours alone does not overlap with what passed a check.
+        unsafe { Sum::copying(self.ptr, from.ptr, self.len as usize) }
     }
 
     /// Stores `value` big-endian as 8 bytes.
@@ -267,6 +277,26 @@ pub(crate) fn copy_lists(
     }
 }
 
+/// Copies as many bytes as `to` has, which is ours alone, from the concatenation of `from`, `skip` bytes into it; gives
+/// their sum, if they lie in one span and have one. The source is long enough.
+#[inline]
+pub(crate) fn copy_out(to: Span, from: &[Span], skip: u64) -> Option<Sum> {
+    let mut before = skip;
+    for span in from {
+        if before < span.len {
+            if to.len <= span.len - before
+                && let Some(sum) = to.copy_summed(span.part(before, to.len))
+            {
+                return Some(sum);
+            }
+            break;
+        }
+        before -= span.len;
+    }
+    copy_lists(&[to], 0, from, skip, to.len);
+    None
+}
+
 /// A list of spans that is filled anew for each WQE and never allocates.
 pub(crate) struct SpanList {
     spans: [Span; SpanList::MAX],
@@ -353,6 +383,32 @@ mod tests {
                 all.part(to, len).copy_from(all.part(from, len));
                 assert_eq!(bytes, want, "{len} bytes from {from} to {to}");
             }
+        }
+    }
+
+    #[test]
+    fn what_is_copied_out_is_whole_with_a_sum_or_without() {
+        let source: Vec<u8> = (0..3000u32).map(|i| (i * 7) as u8).collect();
+        let from: Vec<Span> = [&source[..5], &source[5..5], &source[5..1000], &source[1000..]]
+            .map(Span::of_bytes)
+            .into();
+        for (skip, len) in [
+            (0, 0),
+            (0, 256),
+            (5, 256),
+            (5, 257),
+            (700, 256),
+            (900, 256),
+            (1000, 1024),
+            (2900, 100),
+        ] {
+            let mut target = vec![0; len];
+            let sum = copy_out(Span::of_bytes_mut(&mut target), &from, skip as u64);
+            assert_eq!(target, source[skip..skip + len], "{len} bytes at {skip}");
+            let one =
+                [5..1000, 1000..3000].iter().any(|r| r.contains(&skip) && skip + len <= r.end);
+            let has_sum = one && Sum::of(&target).is_some();
+            assert_eq!(sum.is_some(), has_sum, "{len} bytes at {skip}");
         }
     }
 

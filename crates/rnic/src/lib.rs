@@ -6,6 +6,7 @@
 //! memory node's process to which other processes attach.
 
 pub mod cqe;
+mod crc;
 mod dma;
 pub mod engine;
 pub mod error;

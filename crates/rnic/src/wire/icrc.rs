@@ -14,6 +14,7 @@
 use std::net::{IpAddr, SocketAddr};
 
 use super::packet::{BTH, ICRC};
+use crate::crc::{HEAD_MAX, LENGTHS, ONE, POLYNOMIAL, Sum, power, times};
 
 /// What the headers below a packet hold.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -62,25 +63,36 @@ impl Row {
     /// As [`of`].
     #[inline]
     pub fn of(&mut self, identification: u16, packet: &[u8]) -> Option<u32> {
+        let before = self.before(identification, packet.len())?;
+        if let Some((head, payload)) = split(packet)
+            && let Some(sum) = Sum::of(payload)
+        {
+            return Some(of_summed(before, head, sum));
+        }
         let (bth, rest) = packet.split_first_chunk::<BTH>()?;
-        let before = match self.last {
-            Some((len, crc)) if len == packet.len() => crc,
-            _ => {
-                let crc = before(&self.route, packet.len())?;
-                self.last = Some((packet.len(), crc));
-                crc
-            }
-        };
-        let before = match self.route.source {
-            SocketAddr::V4(_) => before ^ identified(identification),
-            SocketAddr::V6(_) => before,
-        };
         let mut bth = *bth;
         bth[4] = 0xff;
         let mut crc = crc32fast::Hasher::new_with_initial(before);
         crc.update(&bth);
         crc.update(rest);
         Some(crc.finalize())
+    }
+
+    /// CRC of what is before a packet of `len` bytes.
+    #[inline]
+    fn before(&mut self, identification: u16, len: usize) -> Option<u32> {
+        let before = match self.last {
+            Some((last, crc)) if last == len => crc,
+            _ => {
+                let crc = before(&self.route, len)?;
+                self.last = Some((len, crc));
+                crc
+            }
+        };
+        Some(match self.route.source {
+            SocketAddr::V4(_) => before ^ identified(identification),
+            SocketAddr::V6(_) => before,
+        })
     }
 
     /// As [`seal`].
@@ -92,12 +104,44 @@ impl Row {
         }
     }
 
+    /// Likewise, of a packet whose payload's sum is known, if it is.
+    #[inline]
+    pub(crate) fn seal_summed(&mut self, identification: u16, packet: &mut [u8], sum: Option<Sum>) {
+        let Some(sum) = sum else { return self.seal(identification, packet) };
+        let Some((inside, place)) = packet.split_last_chunk_mut::<ICRC>() else { return };
+        let before = self.before(identification, inside.len());
+        if let (Some(before), Some((head, _))) =
+            (before, inside.split_at_checked(inside.len() - sum.len()))
+        {
+            *place = of_summed(before, head, sum).to_le_bytes();
+        }
+    }
+
     /// As [`check`].
     #[inline]
     pub fn check(&mut self, identification: u16, packet: &[u8]) -> bool {
         let Some((inside, place)) = packet.split_last_chunk::<ICRC>() else { return false };
         self.of(identification, inside) == Some(u32::from_le_bytes(*place))
     }
+}
+
+/// The headers of a packet without its ICRC, and its payload, if that may be as long as a path MTU. (Where there are fewer
+/// headers or more, the CRC is the same.)
+#[inline]
+fn split(packet: &[u8]) -> Option<(&[u8], &[u8])> {
+    let len = LENGTHS.iter().rev().find(|len| packet.len() >= **len + BTH)?;
+    let (head, payload) = packet.split_at(packet.len() - len);
+    (head.len() <= HEAD_MAX).then_some((head, payload))
+}
+
+/// The CRC of something whose CRC is `before`, of headers, and of a payload.
+#[inline]
+fn of_summed(before: u32, head: &[u8], sum: Sum) -> u32 {
+    let mut masked = [0; HEAD_MAX];
+    let masked = &mut masked[..head.len()];
+    masked.copy_from_slice(head);
+    masked[4] = 0xff;
+    sum.crc(before, masked)
 }
 
 /// CRC of the ones, the IP header and the UDP header before a packet of `len` bytes without its ICRC, with
@@ -196,37 +240,10 @@ pub fn check_unidentified(route: &Route, packet: &[u8]) -> bool {
 const IPV4_BEHIND_IDENTIFICATION: usize = 14;
 const UDP: usize = 8;
 
-/// CRC-32's polynomial without its highest power, and 1; the coefficient of x^0 is the highest bit.
-const POLYNOMIAL: u32 = 0xedb8_8320;
-const ONE: u32 = 1 << 31;
-
-/// The product of two polynomials, modulo CRC-32's.
-const fn times(mut a: u32, b: u32) -> u32 {
-    let (mut product, mut bit) = (0, ONE);
-    while bit != 0 {
-        if b & bit != 0 {
-            product ^= a;
-        }
-        // a times x
-        a = (a >> 1) ^ if a & 1 != 0 { POLYNOMIAL } else { 0 };
-        bit >>= 1;
-    }
-    product
-}
-
 /// x^-n.
-const fn inverse_power(mut n: u64) -> u32 {
+const fn inverse_power(n: u64) -> u32 {
     // 1 plus the polynomial, divided by x.
-    let mut square = (ONE ^ POLYNOMIAL) << 1 | 1;
-    let mut power = ONE;
-    while n > 0 {
-        if n & 1 != 0 {
-            power = times(power, square);
-        }
-        square = times(square, square);
-        n >>= 1;
-    }
-    power
+    power((ONE ^ POLYNOMIAL) << 1 | 1, n)
 }
 
 #[cfg(test)]

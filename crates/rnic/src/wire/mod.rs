@@ -22,7 +22,7 @@ pub(crate) mod responder;
 mod stats;
 
 pub(crate) use outbox::LONG_BURST;
-pub use outbox::{Burst, Bursts, Envelope, Outbox};
+pub use outbox::{Burst, Envelope, Outbox};
 pub use packet::{Malformed, Packet};
 pub use peer::{PathMtu, PeerAddress, RemotePeer};
 pub use stats::WireStats;

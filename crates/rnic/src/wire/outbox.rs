@@ -12,6 +12,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
 
 use super::packet::PACKET_MAX;
+use crate::crc::Sum;
 
 /// Packets of a burst at most, as Linux has it (`UDP_MAX_SEGMENTS`), and its bytes.
 const BURST_PACKETS: usize = 64;
@@ -42,12 +43,28 @@ pub struct Burst {
     pub packets: usize,
 }
 
+impl Burst {
+    /// Takes one more packet of `len` bytes, if it can.
+    #[inline]
+    fn take(&mut self, envelope: &Envelope, len: usize) -> bool {
+        let whole = self.bytes.len() == self.packets * self.packet_bytes;
+        let fits = self.packets < BURST_PACKETS && self.bytes.len() + len <= BURST_BYTES;
+        if !whole || !fits || len > self.packet_bytes || self.envelope != *envelope {
+            return false;
+        }
+        self.packets += 1;
+        self.bytes.end += len;
+        true
+    }
+}
+
 /// Packets to be sent. See the module.
 pub struct Outbox {
     bytes: Box<[u8]>,
     used: usize,
-    /// Where each packet ends, and its place.
-    packets: Vec<(Envelope, usize)>,
+    bursts: Vec<Burst>,
+    /// Of each packet's payload, if it was made when that was copied.
+    sums: Vec<Option<Sum>>,
     /// A QP found no room.
     stalled: bool,
 }
@@ -57,18 +74,24 @@ impl Outbox {
     pub(crate) fn new(bytes: usize) -> Self {
         let bytes = if bytes == 0 { 0 } else { bytes.max(PACKET_MAX) };
         // Acknowledgements are the shortest packets.
-        let packets = Vec::with_capacity(bytes / 20);
-        Self { bytes: vec![0; bytes].into(), used: 0, packets, stalled: false }
+        let packets = bytes / 20;
+        Self {
+            bytes: vec![0; bytes].into(),
+            used: 0,
+            bursts: Vec::with_capacity(packets),
+            sums: Vec::with_capacity(packets),
+            stalled: false,
+        }
     }
 
     /// True if there is nothing to send.
     pub fn is_empty(&self) -> bool {
-        self.packets.is_empty()
+        self.sums.is_empty()
     }
 
     /// Packets to be sent.
     pub fn len(&self) -> usize {
-        self.packets.len()
+        self.sums.len()
     }
 
     /// All packets' bytes.
@@ -79,30 +102,33 @@ impl Outbox {
     /// The packets, in order, to be sealed and sent.
     pub fn packets(&mut self) -> impl Iterator<Item = (Envelope, &mut [u8])> {
         let mut rest = &mut self.bytes[..self.used];
-        let mut start = 0;
-        self.packets.iter().map(move |&(envelope, end)| {
-            let (packet, after) = std::mem::take(&mut rest).split_at_mut(end - start);
-            (rest, start) = (after, end);
-            (envelope, packet)
+        self.bursts.iter().flat_map(move |burst| {
+            let (bytes, after) = std::mem::take(&mut rest).split_at_mut(burst.bytes.len());
+            rest = after;
+            bytes.chunks_mut(burst.packet_bytes).map(|packet| (burst.envelope, packet))
         })
     }
 
     /// The packets in runs that one system call with segmentation can send.
-    pub fn bursts(&self) -> Bursts<'_> {
-        Bursts { packets: &self.packets, at: 0 }
+    pub fn bursts(&self) -> &[Burst] {
+        &self.bursts
     }
 
-    /// Gives each burst to `f` with its bytes, to be sealed.
-    pub fn each_burst(&mut self, mut f: impl FnMut(&Burst, &mut [u8])) {
-        for burst in (Bursts { packets: &self.packets, at: 0 }) {
-            f(&burst, &mut self.bytes[burst.bytes.clone()]);
+    /// Gives each burst to `f` with its bytes, and the sums of its payloads, to be sealed.
+    pub(crate) fn each_burst(&mut self, mut f: impl FnMut(&Burst, &mut [u8], &[Option<Sum>])) {
+        let mut sums = &self.sums[..];
+        for burst in &self.bursts {
+            let (its, after) = sums.split_at(burst.packets);
+            f(burst, &mut self.bytes[burst.bytes.clone()], its);
+            sums = after;
         }
     }
 
     /// Forgets all packets: they were sent, or are lost.
     pub fn clear(&mut self) {
         self.used = 0;
-        self.packets.clear();
+        self.bursts.clear();
+        self.sums.clear();
         self.stalled = false;
     }
 
@@ -122,42 +148,16 @@ impl Outbox {
         Some(&mut self.bytes[self.used..])
     }
 
-    /// Takes the packet of `len` bytes that was written into [`Outbox::room`].
+    /// Takes the packet of `len` bytes that was written into [`Outbox::room`], with the sum of its payload if it was made.
     #[inline]
-    pub(crate) fn commit(&mut self, envelope: Envelope, len: usize) {
+    pub(crate) fn commit(&mut self, envelope: Envelope, len: usize, sum: Option<Sum>) {
+        let start = self.used;
         self.used += len;
-        self.packets.push((envelope, self.used));
-    }
-}
-
-/// What is in an outbox, by bursts.
-#[derive(Clone)]
-pub struct Bursts<'a> {
-    packets: &'a [(Envelope, usize)],
-    at: usize,
-}
-
-impl Iterator for Bursts<'_> {
-    type Item = Burst;
-
-    fn next(&mut self) -> Option<Burst> {
-        let (envelope, first_end) = *self.packets.get(self.at)?;
-        let start = if self.at == 0 { 0 } else { self.packets[self.at - 1].1 };
-        let packet_bytes = first_end - start;
-        let (mut end, mut packets) = (first_end, 1);
-        for &(other, other_end) in &self.packets[self.at + 1..] {
-            let len = other_end - end;
-            let fits = packets < BURST_PACKETS && other_end - start <= BURST_BYTES;
-            if other != envelope || len > packet_bytes || !fits {
-                break;
-            }
-            (end, packets) = (other_end, packets + 1);
-            if len < packet_bytes {
-                break;
-            }
+        self.sums.push(sum);
+        if !self.bursts.last_mut().is_some_and(|last| last.take(&envelope, len)) {
+            let bytes = start..self.used;
+            self.bursts.push(Burst { envelope, bytes, packet_bytes: len, packets: 1 });
         }
-        self.at += packets;
-        Some(Burst { envelope, bytes: start..end, packet_bytes, packets })
     }
 }
 
@@ -169,7 +169,7 @@ mod tests {
         let from = "10.0.0.1".parse().unwrap();
         let to = SocketAddr::new("10.0.0.2".parse().unwrap(), to);
         outbox.room().unwrap()[..len].fill(fill);
-        outbox.commit(Envelope { from, to }, len);
+        outbox.commit(Envelope { from, to }, len, None);
     }
 
     #[test]
@@ -183,23 +183,24 @@ mod tests {
             o.packets().map(|(e, bytes)| (e.to.port(), bytes.len(), bytes[0])).collect();
         let want = [(1, 100, 1), (1, 100, 2), (1, 60, 3), (1, 60, 4), (2, 60, 5), (2, 61, 6)];
         assert_eq!(seen, want);
-        let bursts: Vec<_> = o.bursts().map(|b| (b.bytes, b.packet_bytes, b.packets)).collect();
+        let bursts: Vec<_> =
+            o.bursts().iter().map(|b| (b.bytes.clone(), b.packet_bytes, b.packets)).collect();
         let want = [(0..260, 100, 3), (260..320, 60, 1), (320..380, 60, 1), (380..441, 61, 1)];
         assert_eq!(bursts, want);
         o.clear();
-        assert!(o.is_empty() && o.bursts().next().is_none() && o.packets().next().is_none());
+        assert!(o.is_empty() && o.bursts().is_empty() && o.packets().next().is_none());
     }
 
     #[test]
     fn a_burst_is_what_linux_takes() {
         let mut o = Outbox::new(2 << 20);
         (0..150).for_each(|i| put(&mut o, 1, 20, i));
-        let sizes: Vec<_> = o.bursts().map(|b| b.packets).collect();
+        let sizes: Vec<_> = o.bursts().iter().map(|b| b.packets).collect();
         assert_eq!(sizes, [64, 64, 22]);
         o.clear();
         (0..40).for_each(|i| put(&mut o, 1, 4136, i));
-        assert!(o.bursts().all(|b| b.bytes.len() <= 65_000));
-        assert_eq!(o.bursts().map(|b| b.packets).sum::<usize>(), 40);
+        assert!(o.bursts().iter().all(|b| b.bytes.len() <= 65_000));
+        assert_eq!(o.bursts().iter().map(|b| b.packets).sum::<usize>(), 40);
     }
 
     #[test]

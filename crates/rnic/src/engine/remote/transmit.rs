@@ -2,7 +2,8 @@
 
 use super::{Connection, decode_kept};
 use crate::cqe::Syndrome;
-use crate::dma::{Span, copy_lists};
+use crate::crc::Sum;
+use crate::dma::{Span, copy_out};
 use crate::engine::execute::{Fault, Requester};
 use crate::engine::respond;
 use crate::engine::{Core, WQE_WORK};
@@ -69,7 +70,7 @@ impl Core {
                 payload: &[],
             };
             let list = self.scratch.local.as_slice();
-            let fill = |to: Span| copy_lists(&[to], 0, list, skip, len as u64);
+            let fill = |to: Span| copy_out(to, list, skip);
             if !put(&mut self.wire.outbox, envelope, &packet, len, fill) {
                 return;
             }
@@ -157,7 +158,8 @@ impl Core {
                 payload: &[],
             };
             let len = source.len();
-            put(&mut self.wire.outbox, envelope, &packet, len as usize, |to| to.copy_from(source));
+            let fill = |to: Span| copy_out(to, &[source], 0);
+            put(&mut self.wire.outbox, envelope, &packet, len as usize, fill);
             self.wire.stats.packets_out += 1;
             self.stats.bytes += len;
             self.work += WQE_WORK + len;
@@ -204,13 +206,13 @@ fn put(
     envelope: Envelope,
     packet: &Packet<'_>,
     len: usize,
-    fill: impl FnOnce(Span),
+    fill: impl FnOnce(Span) -> Option<Sum>,
 ) -> bool {
     let Some(room) = outbox.room() else { return false };
     let headers = packet.encode_headers(len, room);
-    fill(Span::of_bytes_mut(&mut room[headers..headers + len]));
+    let sum = fill(Span::of_bytes_mut(&mut room[headers..headers + len]));
     let end = headers + len + packet::padding(len) + packet::ICRC;
     room[headers + len..end].fill(0);
-    outbox.commit(envelope, end);
+    outbox.commit(envelope, end, sum);
     true
 }

@@ -126,13 +126,12 @@ impl Wire {
             return false;
         }
         self.seal(outbox);
-        let mut bursts = outbox.bursts().peekable();
-        while bursts.peek().is_some() {
-            let all = outbox.bytes();
-            let next = bursts.clone().map(|b| Outgoing {
+        let (all, mut rest) = (outbox.bytes(), outbox.bursts());
+        while let Some(first) = rest.first() {
+            let next = rest.iter().map(|b| Outgoing {
                 from: (b.envelope.from != self.local.ip()).then_some(b.envelope.from),
                 to: b.envelope.to,
-                bytes: &all[b.bytes],
+                bytes: &all[b.bytes.clone()],
                 each: b.packet_bytes,
             });
             let sent = match self.sender.send(self.socket.as_fd(), next) {
@@ -140,13 +139,12 @@ impl Wire {
                 Err(Errno::INTR) => continue,
                 // This burst is lost; those to others need not be.
                 Err(_) => {
-                    self.counts.unsent += bursts.peek().map_or(0, |b| b.packets as u64);
+                    self.counts.unsent += first.packets as u64;
                     1
                 }
             };
-            bursts.by_ref().take(sent).for_each(drop);
+            rest = &rest[sent..];
         }
-        drop(bursts);
         outbox.clear();
         true
     }
@@ -154,11 +152,12 @@ impl Wire {
     /// Puts the ICRC into each packet. The kernel numbers the segments of a burst from 0.
     fn seal(&self, outbox: &mut Outbox) {
         let port = self.local.port();
-        outbox.each_burst(|burst, bytes| {
+        outbox.each_burst(|burst, bytes, sums| {
             let source = SocketAddr::new(burst.envelope.from, port);
-            let mut sums = icrc::Row::new(Route::new(source, burst.envelope.to));
-            for (index, packet) in bytes.chunks_mut(burst.packet_bytes).enumerate() {
-                sums.seal(index as u16, packet);
+            let mut row = icrc::Row::new(Route::new(source, burst.envelope.to));
+            let packets = bytes.chunks_mut(burst.packet_bytes).zip(sums);
+            for (index, (packet, sum)) in packets.enumerate() {
+                row.seal_summed(index as u16, packet, *sum);
             }
         });
     }

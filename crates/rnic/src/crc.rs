@@ -1,0 +1,344 @@
+//! CRC-32 of payloads as long as a path MTU, while they are copied or without.
+//!
+//! A packet's payload is copied out of memory that others may change, and its CRC must be of what was copied. Both in one
+//! pass: each byte is loaded once.
+//!
+//! ```text
+//!   payload   |  32 bytes  |  32  |  32  |  32  | ...        loaded, stored to the packet, and added to one of four
+//!                                                            registers, each of which was multiplied by x^1024 before
+//!   Sum       128 bits that leave the same remainder as the payload does
+//!   CRC       of what is before the payload, times x^(8 times its length), plus the sum, modulo the polynomial
+//! ```
+//!
+//! So what is before the payload need not be known when it is copied. Carry-less multiplication is what the CPU must have
+//! (VPCLMULQDQ: x86-64 since 2019, AMD since 2020); elsewhere there is no [`Sum`], and CRCs are made of packets as a whole.
+//!
+//! Bits are reflected: the first byte's lowest bit has the highest power. The method is that of V. Gopal et al., "Fast CRC
+//! Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel, 2009.
+
+/// CRC-32's polynomial without its highest power; the coefficient of x^0 is the highest bit.
+pub(crate) const POLYNOMIAL: u32 = 0xedb8_8320;
+/// The polynomial 1.
+pub(crate) const ONE: u32 = 1 << 31;
+
+/// The product of two polynomials, modulo CRC-32's.
+pub(crate) const fn times(mut a: u32, b: u32) -> u32 {
+    let (mut product, mut bit) = (0, ONE);
+    while bit != 0 {
+        if b & bit != 0 {
+            product ^= a;
+        }
+        // a times x
+        a = (a >> 1) ^ if a & 1 != 0 { POLYNOMIAL } else { 0 };
+        bit >>= 1;
+    }
+    product
+}
+
+/// The `n`th power of a polynomial, modulo CRC-32's.
+pub(crate) const fn power(mut square: u32, mut n: u64) -> u32 {
+    let mut power = ONE;
+    while n > 0 {
+        if n & 1 != 0 {
+            power = times(power, square);
+        }
+        square = times(square, square);
+        n >>= 1;
+    }
+    power
+}
+
+/// The longest headers that [`Sum::crc`] takes: BTH, RETH and immediate data.
+pub(crate) const HEAD_MAX: usize = 32;
+
+/// What the CRC of a packet has to know of its payload.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sum {
+    /// Lowest bits first.
+    words: [u64; 2],
+    /// The payload's length: of [`LENGTHS`], this one.
+    length: u8,
+}
+
+/// Lengths of payloads that have sums: path MTUs.
+pub(crate) const LENGTHS: [usize; 5] = [256, 512, 1024, 2048, 4096];
+
+impl Sum {
+    /// Of these bytes; none if they are not as many as a path MTU, or this CPU has no carry-less multiplication.
+    #[inline]
+    pub fn of(bytes: &[u8]) -> Option<Sum> {
+        let from = bytes.as_ptr();
+        // SAFETY: the bytes are readable, and nothing is written.
+        unsafe { x86::sum::<false>(std::ptr::null_mut(), from, bytes.len()) }
+    }
+
+    /// Of `len` bytes at `from`, which are copied to `to`. If there is none nothing was copied.
+    ///
+    /// # Safety
+    /// `from` is readable and `to` writable for `len` bytes; they do not overlap. What is at `from` may change meanwhile:
+    /// each byte is loaded once.
+    #[inline]
+    pub unsafe fn copying(to: *mut u8, from: *const u8, len: usize) -> Option<Sum> {
+        // SAFETY: the caller's promise.
+        unsafe { x86::sum::<true>(to, from, len) }
+    }
+
+    /// Bytes of the payload.
+    #[inline]
+    pub fn len(self) -> usize {
+        LENGTHS[self.length as usize]
+    }
+
+    /// The CRC of something whose own CRC is `before`, of `head`, and of the payload. `head` has 4 to [`HEAD_MAX`] bytes.
+    #[inline]
+    pub fn crc(self, before: u32, head: &[u8]) -> u32 {
+        // Zeros in front of a CRC that begins with 0 change nothing.
+        let mut block = [0; HEAD_MAX];
+        let at = HEAD_MAX - head.len();
+        block[at..].copy_from_slice(head);
+        for (byte, earlier) in block[at..].iter_mut().zip((!before).to_le_bytes()) {
+            *byte ^= earlier;
+        }
+        // SAFETY: there is a sum, so this CPU can make them.
+        !unsafe { x86::reduce(self, &block) }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::is_x86_feature_detected;
+    use std::arch::x86_64::*;
+
+    use super::{HEAD_MAX, LENGTHS, ONE, POLYNOMIAL, Sum, power};
+
+    /// Registers of 32 bytes, and bytes that a round takes.
+    const REGISTERS: usize = 4;
+    const ROUND: usize = 32 * REGISTERS;
+
+    /// What a register's two halves are multiplied with to be `bits` further ahead. A product of reflected polynomials is
+    /// one bit too low, so one factor is one bit higher.
+    const fn ahead(bits: u64) -> [i64; 2] {
+        let x = ONE >> 1;
+        [(power(x, bits + 32) as i64) << 1, (power(x, bits - 32) as i64) << 1]
+    }
+
+    const AHEAD_128: [i64; 2] = ahead(128);
+    const AHEAD_256: [i64; 2] = ahead(256);
+    const AHEAD_ROUND: [i64; 2] = ahead(8 * ROUND as u64);
+    const AHEAD_LENGTHS: [[i64; 2]; LENGTHS.len()] = {
+        let mut all = [[0; 2]; LENGTHS.len()];
+        let mut n = 0;
+        while n < LENGTHS.len() {
+            assert!(LENGTHS[n].is_multiple_of(ROUND) && LENGTHS[n].is_power_of_two());
+            all[n] = ahead(8 * LENGTHS[n] as u64);
+            n += 1;
+        }
+        all
+    };
+    /// x^64; and for Barrett's reduction the polynomial and the quotient of x^64 by it, each with its highest power.
+    const POWER_64: i64 = (power(ONE >> 1, 64) as i64) << 1;
+    const WHOLE: i64 = (POLYNOMIAL as i64) << 1 | 1;
+    const QUOTIENT: i64 = quotient();
+
+    const fn quotient() -> i64 {
+        // Long division, highest power first; `rest` has the 32 bits below the one that is looked at.
+        let (mut quotient, mut rest, mut n) = (0i64, 0u32, 0);
+        while n <= 32 {
+            let one = n == 0 || rest & 1 != 0;
+            if n > 0 {
+                rest >>= 1;
+            }
+            if one {
+                rest ^= POLYNOMIAL;
+                quotient |= 1 << n;
+            }
+            n += 1;
+        }
+        quotient
+    }
+
+    /// See [`Sum::of`] and [`Sum::copying`].
+    ///
+    /// # Safety
+    /// `from` is readable for `len` bytes; if `COPY`, `to` is writable for as many, and they do not overlap.
+    #[inline]
+    pub unsafe fn sum<const COPY: bool>(to: *mut u8, from: *const u8, len: usize) -> Option<Sum> {
+        if !LENGTHS.contains(&len)
+            || !is_x86_feature_detected!("vpclmulqdq")
+            || !is_x86_feature_detected!("avx2")
+            || !is_x86_feature_detected!("pclmulqdq")
+        {
+            return None;
+        }
+        // SAFETY: the CPU has what it needs; the length is a path MTU; the rest is the caller's promise.
+        let words = unsafe { rounds::<COPY>(to, from, len) };
+        let length = (len / LENGTHS[0]).trailing_zeros() as u8;
+        Some(Sum { words, length })
+    }
+
+    /// # Safety
+    /// As of [`sum`]; `len` is a multiple of `ROUND` and not 0, and the CPU has these features.
+    #[target_feature(enable = "avx2,vpclmulqdq,pclmulqdq")]
+    unsafe fn rounds<const COPY: bool>(to: *mut u8, from: *const u8, len: usize) -> [u64; 2] {
+        let keys = pair256(AHEAD_ROUND);
+        let mut registers = [_mm256_setzero_si256(); REGISTERS];
+        let mut at = 0;
+        while at < len {
+            for (i, register) in registers.iter_mut().enumerate() {
+                let place = at + 32 * i;
+                // SAFETY: `place + 32 <= at + ROUND <= len`, as `len` is a multiple of `ROUND`. Loads and stores may be
+                // unaligned. What is loaded may change at any moment, and any bytes will do.
+                let bytes = unsafe {
+                    let bytes = _mm256_loadu_si256(from.add(place).cast());
+                    if COPY {
+                        _mm256_storeu_si256(to.add(place).cast(), bytes);
+                    }
+                    bytes
+                };
+                *register = _mm256_xor_si256(ahead256(*register, keys), bytes);
+            }
+            at += ROUND;
+        }
+        let keys = pair256(AHEAD_256);
+        let [first, rest @ ..] = registers;
+        let last =
+            rest.into_iter().fold(first, |sum, next| _mm256_xor_si256(ahead256(sum, keys), next));
+        let (low, high) = (_mm256_castsi256_si128(last), _mm256_extracti128_si256::<1>(last));
+        words(_mm_xor_si128(ahead128(low, pair128(AHEAD_128)), high))
+    }
+
+    /// The CRC register behind `head` and a payload, that was 0 before them.
+    ///
+    /// # Safety
+    /// The CPU has what [`sum`] asks for.
+    #[target_feature(enable = "avx2,pclmulqdq")]
+    pub unsafe fn reduce(sum: Sum, head: &[u8; HEAD_MAX]) -> u32 {
+        let [low, high] = head.as_chunks::<16>().0 else { unreachable!("two halves") };
+        let block = |bytes: &[u8; 16]| {
+            let [low, high] =
+                [&bytes[..8], &bytes[8..]].map(|b| b.try_into().expect("eight bytes"));
+            _mm_set_epi64x(i64::from_le_bytes(high), i64::from_le_bytes(low))
+        };
+        let (low, high) = (block(low), block(high));
+        let head = _mm_xor_si128(ahead128(low, pair128(AHEAD_128)), high);
+        let [low, high] = sum.words.map(|word| word as i64);
+        let all = _mm_xor_si128(
+            ahead128(head, pair128(AHEAD_LENGTHS[sum.length as usize])),
+            _mm_set_epi64x(high, low),
+        );
+        // 128 bits with 32 zeros behind them: 96, 64, then Barrett.
+        let low32 = _mm_set_epi32(0, 0, 0, -1);
+        let all = _mm_xor_si128(
+            _mm_clmulepi64_si128::<0x10>(all, pair128(AHEAD_128)),
+            _mm_srli_si128::<8>(all),
+        );
+        let all = _mm_xor_si128(
+            _mm_clmulepi64_si128::<0x00>(_mm_and_si128(all, low32), _mm_set_epi64x(0, POWER_64)),
+            _mm_srli_si128::<4>(all),
+        );
+        let keys = _mm_set_epi64x(QUOTIENT, WHOLE);
+        let times = _mm_clmulepi64_si128::<0x10>(_mm_and_si128(all, low32), keys);
+        let over = _mm_clmulepi64_si128::<0x00>(_mm_and_si128(times, low32), keys);
+        _mm_extract_epi32::<1>(_mm_xor_si128(all, over)) as u32
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,vpclmulqdq")]
+    fn ahead256(register: __m256i, keys: __m256i) -> __m256i {
+        _mm256_xor_si256(
+            _mm256_clmulepi64_epi128::<0x00>(register, keys),
+            _mm256_clmulepi64_epi128::<0x11>(register, keys),
+        )
+    }
+
+    #[inline]
+    #[target_feature(enable = "sse2,pclmulqdq")]
+    fn ahead128(register: __m128i, keys: __m128i) -> __m128i {
+        _mm_xor_si128(
+            _mm_clmulepi64_si128::<0x00>(register, keys),
+            _mm_clmulepi64_si128::<0x11>(register, keys),
+        )
+    }
+
+    #[inline]
+    #[target_feature(enable = "sse2")]
+    fn pair128([low, high]: [i64; 2]) -> __m128i {
+        _mm_set_epi64x(high, low)
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn pair256([low, high]: [i64; 2]) -> __m256i {
+        _mm256_set_epi64x(high, low, high, low)
+    }
+
+    #[inline]
+    #[target_feature(enable = "sse4.1")]
+    fn words(register: __m128i) -> [u64; 2] {
+        [_mm_extract_epi64::<0>(register) as u64, _mm_extract_epi64::<1>(register) as u64]
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+mod x86 {
+    use super::{HEAD_MAX, Sum};
+
+    pub unsafe fn sum<const COPY: bool>(_: *mut u8, _: *const u8, _: usize) -> Option<Sum> {
+        None
+    }
+
+    pub unsafe fn reduce(_: Sum, _: &[u8; HEAD_MAX]) -> u32 {
+        unreachable!("no sum is made")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes(len: usize) -> Vec<u8> {
+        (0..len as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect()
+    }
+
+    #[test]
+    fn sums_make_the_crcs_of_whole_packets() {
+        if Sum::of(&[0; 256]).is_none() {
+            eprintln!("not run: this CPU has no carry-less multiplication of 256 bits");
+            return;
+        }
+        let all = bytes(9000);
+        for len in LENGTHS {
+            for head in [4, 12, 13, 16, 28, HEAD_MAX] {
+                for at in [0, 1, 31, 77] {
+                    let (head, payload) = (&all[at..at + head], &all[at + head..][..len]);
+                    let mut hasher = crc32fast::Hasher::new_with_initial(0x1234_5678);
+                    hasher.update(head);
+                    hasher.update(payload);
+                    let want = hasher.finalize();
+                    let sum = Sum::of(payload).expect("a path MTU");
+                    assert_eq!(sum.crc(0x1234_5678, head), want, "{} and {len} bytes", head.len());
+                    let mut copy = vec![0; len + 40];
+                    // SAFETY: a part of `copy` as long as the payload.
+                    let sum = unsafe {
+                        Sum::copying(copy[at % 40..].as_mut_ptr(), payload.as_ptr(), len)
+                    };
+                    assert_eq!(sum.expect("likewise").crc(0x1234_5678, head), want);
+                    assert_eq!(copy[at % 40..][..len], *payload);
+                    assert!(copy[..at % 40].iter().chain(&copy[at % 40 + len..]).all(|b| *b == 0));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_else_has_a_sum() {
+        let all = bytes(8192);
+        for len in [0, 1, 64, 128, 255, 257, 384, 4095, 4097, 8192] {
+            assert!(Sum::of(&all[..len]).is_none(), "{len} bytes");
+            let mut copy = vec![0; len];
+            // SAFETY: as long as `copy`.
+            let sum = unsafe { Sum::copying(copy.as_mut_ptr(), all.as_ptr(), len) };
+            assert!(sum.is_none() && copy.iter().all(|b| *b == 0), "{len} bytes");
+        }
+    }
+}
