@@ -213,19 +213,16 @@ mod x86 {
     /// The CPU has what [`sum`] asks for.
     #[target_feature(enable = "avx2,pclmulqdq")]
     pub unsafe fn reduce(sum: Sum, head: &[u8; HEAD_MAX]) -> u32 {
-        let [low, high] = head.as_chunks::<16>().0 else { unreachable!("two halves") };
-        let block = |bytes: &[u8; 16]| {
-            let [low, high] =
-                [&bytes[..8], &bytes[8..]].map(|b| b.try_into().expect("eight bytes"));
-            _mm_set_epi64x(i64::from_le_bytes(high), i64::from_le_bytes(low))
+        // SAFETY: 16 bytes each, at any address.
+        let (low, high) = unsafe {
+            let from: *const __m128i = head.as_ptr().cast();
+            (_mm_loadu_si128(from), _mm_loadu_si128(from.add(1)))
         };
-        let (low, high) = (block(low), block(high));
         let head = _mm_xor_si128(ahead128(low, pair128(AHEAD_128)), high);
-        let [low, high] = sum.words.map(|word| word as i64);
-        let all = _mm_xor_si128(
-            ahead128(head, pair128(AHEAD_LENGTHS[sum.length as usize])),
-            _mm_set_epi64x(high, low),
-        );
+        let [low, high] = sum.words;
+        let payload = _mm_set_epi64x(high as i64, low as i64);
+        let keys = pair128(AHEAD_LENGTHS[sum.length as usize]);
+        let all = _mm_xor_si128(ahead128(head, keys), payload);
         // 128 bits with 32 zeros behind them: 96, 64, then Barrett.
         let low32 = _mm_set_epi32(0, 0, 0, -1);
         let all = _mm_xor_si128(
