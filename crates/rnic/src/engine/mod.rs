@@ -55,6 +55,7 @@ use crate::verbs::{
 use crate::wire::{Outbox, WireStats};
 use crate::wqe::MAX_SEGMENTS;
 pub use inspect::{Aim, Reach};
+pub use remote::Hold;
 use shares::Shares;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::net::IpAddr;
@@ -291,11 +292,12 @@ impl Engine {
         &mut self.core.wire.outbox
     }
 
-    /// With `hold`, acknowledgements of few packets wait, until it is called without; they may take as long as is nothing
-    /// to the timeouts of the peers, well below a millisecond: else those send again what has arrived. For ports that
-    /// know that something more urgent is about to come. True if some waited, and leave with the next `poll`.
-    pub fn hold_acks(&mut self, hold: bool) -> bool {
-        self.core.hold_acks(hold)
+    /// Which acknowledgements of few packets wait until less is said, as of the time of the last `poll` or `receive`. That
+    /// may take as long as is nothing to the timeouts of the peers, well below a millisecond: else those send again what
+    /// has arrived. For ports that know that something more urgent is about to come. True if some waited for what they
+    /// wait for no more, and leave with the next `poll`.
+    pub fn hold_acks(&mut self, which: Hold) -> bool {
+        self.core.hold_acks(which)
     }
 
     /// Whether requests were sent to other NICs that have not been answered.

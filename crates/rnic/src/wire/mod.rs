@@ -11,6 +11,7 @@
 //! Nothing here knows of sockets, threads, clocks, memory or keys. Packets are the payload of UDP datagrams
 //! to port [`UDP_PORT`]; the port has the addresses, so it makes and checks the ICRC.
 
+pub(crate) mod dialogue;
 pub mod icrc;
 mod outbox;
 mod pace;

@@ -96,6 +96,11 @@ struct Due {
 /// Packets whose acknowledgement may wait for better times.
 const HELD_MAX: u32 = 4;
 
+/// Packets whose acknowledgement may wait for a request, and after how many it leaves with the next: a small share of
+/// what a sender has in flight at most, and many enough that it costs next to nothing.
+const DIALOGUE_MAX: u32 = 16;
+const DIALOGUE_LEAVES: u32 = 8;
+
 /// What is said when all outputs have left.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Reply {
@@ -113,7 +118,7 @@ pub(crate) struct Responder {
     /// the PSN of a READ or atomic could be taken for its end, though its data was lost.
     acknowledged: Option<Psn>,
     msn: u32,
-    /// PSNs that have arrived since an acknowledgement was sent.
+    /// PSNs that have arrived since an acknowledgement was sent; `u32::MAX` if that is to leave at once.
     unacknowledged: u32,
     rnr_timer: u8,
     pub message: Message,
@@ -203,6 +208,12 @@ impl Responder {
         if self.reply == Reply::None && !self.outputs.iter().any(implied) {
             self.reply = Reply::Ack;
         }
+    }
+
+    /// One is asked for again: who does that has waited long enough.
+    pub fn acknowledge_again(&mut self) {
+        self.acknowledge();
+        self.unacknowledged = u32::MAX;
     }
 
     /// An answer with data is to leave, with PSNs from `psn` on. It acknowledges what is before it; saying so
@@ -326,6 +337,16 @@ impl Responder {
     /// True if all that is to be sent is that a few requests have arrived.
     pub fn owes_little(&self) -> bool {
         self.owes_only_an_ack() && self.unacknowledged <= HELD_MAX
+    }
+
+    /// The same where requests of this side are on their way to the same peer.
+    pub fn owes_little_in_dialogue(&self) -> bool {
+        self.owes_only_an_ack() && self.unacknowledged <= DIALOGUE_MAX
+    }
+
+    /// True if that should leave with the next of them.
+    pub fn goes_along(&self) -> bool {
+        self.owes_only_an_ack() && self.unacknowledged >= DIALOGUE_LEAVES
     }
 
     /// True if all that is to be sent is that requests have arrived.

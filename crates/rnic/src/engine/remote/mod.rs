@@ -29,16 +29,21 @@ use crate::ids::{FunctionId, Qpn};
 use crate::qp::{Peer, Qp};
 use crate::queue::Fetched;
 use crate::verbs::{QpState, WireLimits};
+use crate::wire::dialogue::Dialogue;
 use crate::wire::requester::{Request, Requester, Retired};
 use crate::wire::responder::Responder;
 use crate::wire::{Envelope, Outbox, RemotePeer, WireStats};
 use crate::wqe::{Control, DecodeError, Wqe, decode};
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::net::SocketAddr;
 
 /// WQEs that are fetched at most while an acknowledgement is due. Behind their packets, and shorter, it can leave in
 /// one send with them.
 const FETCHED_BEFORE_ACK: u8 = 4;
+
+/// How long an acknowledgement waits for a request that it may leave with: much less than the shortest time after which
+/// the peer sends again. After half of it, it leaves with the first.
+const DIALOGUE_NS: u64 = 100_000;
 
 /// Building blocks of the longest WQE.
 const LONGEST_BLOCKS: u32 = 16;
@@ -53,8 +58,11 @@ pub(super) struct Wire {
     ends: HashMap<(SocketAddr, Qpn), Qpn>,
     /// Connections with requests in flight.
     pub awaiting: u32,
-    /// Acknowledgements of little wait; whose do.
-    pub holds_acks: bool,
+    /// Which acknowledgements of little wait.
+    holds_acks: Hold,
+    /// Whose do for a request of their own, since when, the first in front; and whose do for better times. Who does no
+    /// more, or again, may still be listed.
+    in_dialogue: VecDeque<(u64, Qpn)>,
     holding: Vec<Qpn>,
 }
 
@@ -69,11 +77,26 @@ pub(crate) struct Connection {
     armed: Option<u64>,
     /// WQEs that were fetched while an acknowledgement was due.
     fetched: u8,
-    /// It is one of `Wire::awaiting`, or of `Wire::holding`.
+    /// It is one of `Wire::awaiting`.
     awaits: bool,
-    holds: bool,
+    /// What its acknowledgement waits for, and since when.
+    holds: Hold,
+    holds_since_ns: u64,
+    /// Whether its acknowledgements may wait for its requests.
+    dialogue: Dialogue,
     /// Bytes that its function pays for it.
     bytes: u64,
+}
+
+/// Which acknowledgements of few packets wait; one by itself: as which of them.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Hold {
+    /// None.
+    None,
+    /// Those of connections that ask and answer in turns: for 100 us, or until a request of their own takes them along.
+    Dialogues,
+    /// All, until less is said.
+    All,
 }
 
 /// What must come before the next WQE.
@@ -100,7 +123,8 @@ impl Wire {
             timers: BTreeSet::new(),
             ends: HashMap::new(),
             awaiting: 0,
-            holds_acks: false,
+            holds_acks: Hold::None,
+            in_dialogue: VecDeque::new(),
             holding: Vec::new(),
         }
     }
@@ -128,7 +152,7 @@ impl Connection {
 
     /// True if there is a packet to be made.
     fn has_packets(&self, state: QpState) -> bool {
-        self.responder.has_output() && !self.holds
+        self.responder.has_output() && self.holds == Hold::None
             || state == QpState::ReadyToSend && self.requester.next().is_some()
     }
 }
@@ -168,7 +192,9 @@ impl Core {
             armed: None,
             fetched: 0,
             awaits: false,
-            holds: false,
+            holds: Hold::None,
+            holds_since_ns: 0,
+            dialogue: Dialogue::new(),
             bytes,
         };
         self.wire.ends.insert(end, qpn);
@@ -237,8 +263,15 @@ impl Core {
             if self.wire.outbox.room().is_none() {
                 return Step::Idle;
             }
-            if connection.holds {
+            if connection.holds != Hold::None {
                 self.send_requests(connection, qpn, wqe);
+                let waited = self.now_ns.saturating_sub(connection.holds_since_ns);
+                if connection.holds == Hold::Dialogues
+                    && (waited >= DIALOGUE_NS / 2 || connection.responder.goes_along())
+                {
+                    connection.dialogue.went_along();
+                    self.send_answers(connection, qpn);
+                }
                 return Step::Executed;
             }
             if connection.responder.owes_only_an_ack() && state == QpState::ReadyToSend {
@@ -296,11 +329,23 @@ impl Core {
         let awaits = qp.state == QpState::ReadyToSend && connection.requester.awaits_answer();
         self.wire.awaiting = self.wire.awaiting + awaits as u32 - connection.awaits as u32;
         connection.awaits = awaits;
-        let holds = self.wire.holds_acks && connection.responder.owes_little();
-        if holds && !connection.holds {
-            self.wire.holding.push(qpn);
+        let (responder, in_dialogue) = (&connection.responder, connection.dialogue.is_on());
+        let holds = match self.wire.holds_acks {
+            Hold::Dialogues | Hold::All if in_dialogue && responder.owes_little_in_dialogue() => {
+                Hold::Dialogues
+            }
+            Hold::All if responder.owes_little() => Hold::All,
+            _ => Hold::None,
+        };
+        if holds != connection.holds {
+            connection.holds = holds;
+            connection.holds_since_ns = self.now_ns;
+            match holds {
+                Hold::None => {}
+                Hold::Dialogues => self.wire.in_dialogue.push_back((self.now_ns, qpn)),
+                Hold::All => self.wire.holding.push(qpn),
+            }
         }
-        connection.holds = holds;
         let packets = connection.has_packets(qp.state) || qp.state == QpState::Error;
         qp.remote = Some(connection);
         if packets && matches!(qp.place, Place::Count { .. }) {
@@ -310,22 +355,39 @@ impl Core {
         self.schedule(qpn);
     }
 
-    /// Acknowledgements wait, or leave with the next `poll`: then, whether there may be any.
-    pub fn hold_acks(&mut self, hold: bool) -> bool {
-        self.wire.holds_acks = hold;
-        if hold || self.wire.holding.is_empty() {
+    /// Says which acknowledgements wait. True if there may be some that leave with the next `poll` instead.
+    pub fn hold_acks(&mut self, which: Hold) -> bool {
+        self.wire.holds_acks = which;
+        if which == Hold::All {
             return false;
         }
-        let mut holding = std::mem::take(&mut self.wire.holding);
-        for qpn in holding.drain(..) {
-            let Some(qp) = self.qps.get_mut(qpn.raw()) else { continue };
-            if let Some(connection) = qp.remote.take() {
-                self.put_back(qpn, connection);
-            }
+        let mut any = false;
+        while let Some(&(since, qpn)) = self.wire.in_dialogue.front()
+            && (which == Hold::None || since + DIALOGUE_NS <= self.now_ns)
+        {
+            self.wire.in_dialogue.pop_front();
+            any |= self.release(qpn, |connection| {
+                let waits =
+                    connection.holds == Hold::Dialogues && connection.holds_since_ns == since;
+                if waits {
+                    connection.dialogue.fell_silent();
+                }
+                waits
+            });
         }
-        // With its room.
-        self.wire.holding = holding;
-        true
+        while let Some(qpn) = self.wire.holding.pop() {
+            any |= self.release(qpn, |connection| connection.holds == Hold::All);
+        }
+        any
+    }
+
+    /// Lets the acknowledgement of a connection leave, if that is one that `waits`.
+    fn release(&mut self, qpn: Qpn, waits: impl FnOnce(&mut Connection) -> bool) -> bool {
+        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return false };
+        let Some(mut connection) = qp.remote.take() else { return false };
+        let waits = waits(&mut connection);
+        self.put_back(qpn, connection);
+        waits
     }
 
     /// Looks at the connections whose time has come.

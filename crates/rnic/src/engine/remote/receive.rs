@@ -94,7 +94,7 @@ impl Core {
                         connection.responder.read_again(packet.psn, reth.at, reth.len);
                     }
                     Body::Atomic { .. } => connection.responder.atomic_again(packet.psn),
-                    _ if packet.ack_request => connection.responder.acknowledge(),
+                    _ if packet.ack_request => connection.responder.acknowledge_again(),
                     _ => {}
                 }
                 return;
@@ -117,6 +117,9 @@ impl Core {
                     _ if packet.ack_request => Answer::Ack,
                     _ => Answer::Nothing,
                 };
+                if ends && answer != Answer::Data {
+                    connection.dialogue.heard();
+                }
                 connection.responder.accepted(packets, ends, answer);
             }
             Ok(Verdict::NotReady) => {

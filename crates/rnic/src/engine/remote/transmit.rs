@@ -77,6 +77,7 @@ impl Core {
             self.wire.stats.packets_out += 1;
             self.stats.bytes += len as u64;
             self.work += WQE_WORK + len as u64;
+            connection.dialogue.said();
             if connection.requester.sent(&plan, self.now_ns) {
                 self.wire.stats.repeated += 1;
             }

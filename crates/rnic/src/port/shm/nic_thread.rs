@@ -23,6 +23,7 @@ use super::super::handshake::{may_sleep, must_wake_nic};
 use super::super::roce::Wire;
 use super::bells::Bells;
 use super::doorbell::{ASLEEP, ASLEEP_RNR, AWAKE, GONE, SLEEPING, WHERE, event_word, this_cpu};
+use crate::engine::Hold;
 use crate::ids::FunctionId;
 use crate::memory::DmaMemory;
 use crate::verbs::{Limits, QpChange};
@@ -270,18 +271,18 @@ impl NicThread {
 
     /// A turn of a thread that uses the NIC: one that waits, or one that has rung a doorbell. What it has been sent is
     /// acknowledged when nobody has anything else to do: in the first turn of who waits in which nothing comes, or after a
-    /// few turns if there is none.
+    /// few turns if there is none; in a dialogue, with one of the next requests.
     pub fn caller_turn(&mut self, now: u64, waits: bool) -> Turn {
         for bells in &mut self.doorbells {
             bells.scan_all(&mut self.core.engine);
         }
-        self.core.engine.hold_acks(true);
+        self.core.engine.hold_acks(Hold::All);
         let received = waits && self.receive(now);
         let mut executed = self.execute_wired(now);
         self.held += 1;
         if waits && !received || self.held >= HELD_TURNS {
             self.held = 0;
-            if self.core.engine.hold_acks(false) {
+            if self.core.engine.hold_acks(Hold::Dialogues) {
                 executed |= self.execute_wired(now);
             }
         }
@@ -371,7 +372,7 @@ impl NicThread {
     /// The thread runs the NIC again.
     #[cold]
     pub fn take_back(&mut self) {
-        self.core.engine.hold_acks(false);
+        self.core.engine.hold_acks(Hold::None);
         self.announce(AWAKE);
         self.watch_wire();
         self.look_at_all();

@@ -20,7 +20,8 @@
 //! - A doorbell is a turn as well, so that the first message leaves at once, and so does what answers one that has just come.
 //!   Where answers are awaited and a caller has just had a turn, the next turn takes it along: that makes rows of packets.
 //! - What a caller has been sent is acknowledged in the first turn in which nothing comes, or after a few turns: it has just
-//!   been given a completion, and what it answers is more urgent. Not in one send with that: the kernel takes longer for two segments.
+//!   been given a completion, and what it answers is more urgent. Where it has answered a few times in a row, later still:
+//!   in one send with an answer. The kernel takes longer for two segments than for one, but less than for two sends.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

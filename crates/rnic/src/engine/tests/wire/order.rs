@@ -1,6 +1,7 @@
 //! The order of a send queue, and what of it waits for the network.
 
 use super::*;
+use crate::engine::Hold;
 use crate::ids::Access;
 use crate::wqe::{FM_FENCE, opcode};
 
@@ -236,7 +237,7 @@ fn few_packets_wait_for_their_acknowledgement_where_the_port_says_so() {
         net.deliver();
         b.recv_cq.reader.poll().expect("a receive");
     };
-    net.beds[1].e.hold_acks(true);
+    net.beds[1].e.hold_acks(Hold::All);
     net.log = Some(Vec::new());
     (0..4).for_each(|_| arrive(&mut net, &mut a, &mut b));
     assert_eq!((sent_by(&mut net, 1), a.send_cq.reader.poll()), (vec![], None));
@@ -251,16 +252,99 @@ fn few_packets_wait_for_their_acknowledgement_where_the_port_says_so() {
     net.deliver();
     assert_eq!(sent_by(&mut net, 1), [SEND_ONLY]);
     // Nothing urgent any more.
-    assert!(net.beds[1].e.hold_acks(false), "one waits");
-    assert!(!net.beds[1].e.hold_acks(false), "none does any more");
+    assert!(net.beds[1].e.hold_acks(Hold::None), "one waits");
+    assert!(!net.beds[1].e.hold_acks(Hold::None), "none does any more");
     net.deliver();
     assert_eq!(sent_by(&mut net, 1), [ACKNOWLEDGE]);
     assert_eq!(a.send_cq.reader.poll().unwrap().error, None);
     // Neither READs nor refusals wait.
-    net.beds[1].e.hold_acks(true);
+    net.beds[1].e.hold_acks(Hold::All);
     let cqe = net.execute(0, &mut a, |w| _ = w.rdma_read(theirs.remote(0), &[mine.sge(0, 64)]));
     assert_eq!(cqe.error, None);
     let cqe =
         net.execute(0, &mut a, |w| _ = w.rdma_write(theirs.remote(1 << 30), &[mine.sge(0, 64)]));
     assert!(cqe.error.is_some());
+}
+
+#[test]
+fn who_asks_and_is_answered_in_turns_acknowledges_with_an_answer() {
+    let mut net = Net::new(5);
+    let [mut a, mut b] = net.pair(&Link::default());
+    let mine = net.beds[0].mr(PF, a.pd, 8192, ALL);
+    let theirs = net.beds[1].mr(PF, b.pd, 8192, ALL);
+    let hold = |net: &mut Net| {
+        let released = net.beds[1].e.hold_acks(Hold::Dialogues);
+        net.deliver();
+        released
+    };
+    let mut exchange = |net: &mut Net, bytes: usize, answers: bool| {
+        net.beds[1].post_recv(&mut b, &[theirs.sge(4096, 4096)]);
+        net.beds[0].post(&mut a, |w| _ = w.send(&[mine.sge(0, bytes)]).signaled());
+        net.deliver();
+        b.recv_cq.reader.poll().expect("a receive");
+        let arrived = net.now;
+        if answers {
+            net.beds[0].post_recv(&mut a, &[mine.sge(4096, 64)]);
+            net.beds[1].post(&mut b, |w| _ = w.send(&[theirs.sge(0, 64)]));
+            net.deliver();
+            a.recv_cq.reader.poll().expect("an answer");
+        }
+        let ended = std::iter::from_fn(|| a.send_cq.reader.poll());
+        (arrived, sent_by(net, 1), ended.inspect(|cqe| assert_eq!(cqe.error, None)).count())
+    };
+    hold(&mut net);
+    net.log = Some(Vec::new());
+    // Not before it is known that they do.
+    for _ in 0..4 {
+        let (_, sent, ended) = exchange(&mut net, 64, true);
+        assert_eq!((sent, ended), (vec![ACKNOWLEDGE, SEND_ONLY], 1));
+    }
+    // When half the time is over that it may wait, or of many packets.
+    for _ in 0..3 {
+        let (first, sent, _) = exchange(&mut net, 64, true);
+        assert_eq!(sent, [SEND_ONLY]);
+        for all in 2.. {
+            let (arrived, sent, ended) = exchange(&mut net, 64, true);
+            if arrived - first >= 50_000 {
+                assert_eq!((sent, ended), (vec![SEND_ONLY, ACKNOWLEDGE], all));
+                break;
+            }
+            assert_eq!((sent, ended), (vec![SEND_ONLY], 0));
+        }
+        let (_, sent, _) = exchange(&mut net, 4096, true);
+        assert_eq!(sent, [SEND_ONLY]);
+        let (_, sent, ended) = exchange(&mut net, 4096, true);
+        assert_eq!((sent, ended), (vec![SEND_ONLY, ACKNOWLEDGE], 2));
+    }
+    // No answer any more: who has sent does not wait for long, and not again.
+    let (_, sent, _) = exchange(&mut net, 64, false);
+    assert!(sent.is_empty());
+    net.now += 99_000;
+    net.turn(1);
+    assert!(!hold(&mut net));
+    net.now += 1_000;
+    net.turn(1);
+    assert!(hold(&mut net));
+    assert!(!hold(&mut net));
+    assert_eq!(sent_by(&mut net, 1), [ACKNOWLEDGE]);
+    let (_, sent, ended) = exchange(&mut net, 64, false);
+    assert_eq!((sent, ended), (vec![ACKNOWLEDGE], 2));
+}
+
+#[test]
+fn what_is_sent_again_is_acknowledged_at_once() {
+    let mut net = Net::new(6);
+    let [mut a, mut b] = net.pair(&Link::default());
+    let mine = net.beds[0].mr(PF, a.pd, 8192, ALL);
+    let theirs = net.beds[1].mr(PF, b.pd, 8192, ALL);
+    net.beds[1].e.hold_acks(Hold::All);
+    net.beds[1].post_recv(&mut b, &[theirs.sge(4096, 64)]);
+    net.beds[0].post(&mut a, |w| _ = w.send(&[mine.sge(0, 64)]).signaled());
+    net.log = Some(Vec::new());
+    net.deliver();
+    assert_eq!((sent_by(&mut net, 1), a.send_cq.reader.poll()), (vec![], None));
+    net.run();
+    assert_eq!(net.beds[1].e.wire_stats().duplicates, 1);
+    assert_eq!(sent_by(&mut net, 1), [ACKNOWLEDGE]);
+    assert_eq!(a.send_cq.reader.poll().unwrap().error, None);
 }
