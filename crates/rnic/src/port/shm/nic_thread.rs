@@ -8,13 +8,14 @@
 //! A function's eventfd is shared with its client, which may do with it what it likes. It is never
 //! read here: it is watched edge-triggered, so that each write to it is one wake-up.
 
+use std::num::NonZero;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use rustix::event::{Timespec, epoll};
+use rustix::event::{PollFd, PollFlags, Timespec, epoll};
 
 use super::super::control::{Reply, Verb};
 use super::super::core::Core;
@@ -121,9 +122,29 @@ impl Shared {
         let _ = epoll::wait(&self.epoll, &mut events[..], timeout.as_ref());
     }
 
+    /// Sleeps until something wakes the thread, or for `least`, or up to `most` where the system can do that together
+    /// with something else.
+    pub fn wait_for(&self, least: Duration, most: Duration) {
+        // Without it the look costs more, that is all.
+        let slack = |time| {
+            let _ = rustix::thread::set_current_timer_slack(time);
+        };
+        slack(NonZero::new(most.saturating_sub(least).as_nanos() as u64));
+        let mut ready = [PollFd::new(&self.epoll, PollFlags::IN)];
+        let any = rustix::event::poll(&mut ready, Some(&timespec(least))).is_ok_and(|n| n > 0);
+        slack(None);
+        if any {
+            self.wait(Some(timespec(Duration::ZERO)));
+        }
+    }
+
     pub fn is_alive(&self) -> bool {
         self.mailbox.lock().jobs.is_some()
     }
+}
+
+pub(super) fn timespec(time: Duration) -> Timespec {
+    Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos() as i64 }
 }
 
 /// A descriptor that wakes the NIC thread.
@@ -337,10 +358,8 @@ impl NicThread {
             return None;
         }
         self.shared.sleeps.fetch_add(1, Ordering::Relaxed);
-        Some(self.core.engine.next_timeout().map(|at| {
-            let left = Duration::from_nanos(at.saturating_sub(now));
-            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos() as i64 }
-        }))
+        let left = |at: u64| timespec(Duration::from_nanos(at.saturating_sub(now)));
+        Some(self.core.engine.next_timeout().map(left))
     }
 
     /// What `sleeping` says if the thread sleeps now.
