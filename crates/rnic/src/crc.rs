@@ -48,7 +48,7 @@ pub(crate) const fn power(mut square: u32, mut n: u64) -> u32 {
     power
 }
 
-/// The longest headers that [`Sum::crc`] takes: BTH, RETH and immediate data.
+/// The longest head that [`Sum::crc`] takes: BTH, RETH and immediate data.
 pub(crate) const HEAD_MAX: usize = 32;
 
 /// What the CRC of a packet has to know of its payload.
@@ -89,19 +89,63 @@ impl Sum {
         LENGTHS[self.length as usize]
     }
 
-    /// The CRC of something whose own CRC is `before`, of `head`, and of the payload. `head` has 4 to [`HEAD_MAX`] bytes.
+    /// The CRC of something whose own CRC is `before`, of `head`, and of the payload. The head has 8 to [`HEAD_MAX`] bytes, to
+    /// the first 8 of which `ones` are added.
     #[inline]
-    pub fn crc(self, before: u32, head: &[u8]) -> u32 {
-        // Zeros in front of a CRC that begins with 0 change nothing.
-        let mut block = [0; HEAD_MAX];
-        let at = HEAD_MAX - head.len();
-        block[at..].copy_from_slice(head);
-        for (byte, earlier) in block[at..].iter_mut().zip((!before).to_le_bytes()) {
-            *byte ^= earlier;
-        }
+    pub fn crc(self, before: u32, head: &[u8], ones: u64) -> u32 {
+        let words = match head.len() {
+            // BTH; with AETH, immediate data or a key; with RETH.
+            12 => words::<12>(head, before, ones),
+            16 => words::<16>(head, before, ones),
+            28 => words::<28>(head, before, ones),
+            len => {
+                // Zeros in front of a CRC that begins with 0 change nothing.
+                let mut block = [0; HEAD_MAX];
+                let place = &mut block[HEAD_MAX - len..];
+                place.copy_from_slice(head);
+                let first = place.first_chunk_mut().expect("a head has 8 bytes");
+                *first = begun(u64::from_le_bytes(*first), before, ones).to_le_bytes();
+                words::<HEAD_MAX>(&block, !0, 0)
+            }
+        };
         // SAFETY: there is a sum, so this CPU can make them.
-        !unsafe { x86::reduce(self, &block) }
+        !unsafe { x86::reduce(self, words) }
     }
+}
+
+/// The first bytes of something behind what has this CRC, as a CRC that begins with 0 has to find them.
+#[inline]
+fn begun(first: u64, before: u32, ones: u64) -> u64 {
+    (first | ones) ^ !before as u64
+}
+
+/// A head of `N` bytes, a multiple of 4, with zeros in front of it, as [`Sum::crc`] takes it. In registers: what is stored in
+/// small parts and loaded in large ones is waited for.
+#[inline]
+fn words<const N: usize>(head: &[u8], before: u32, ones: u64) -> [u64; HEAD_MAX / 8] {
+    const { assert!(N >= 8 && N <= HEAD_MAX && N.is_multiple_of(4)) }
+    let head: &[u8; N] = head.first_chunk().expect("as long as the caller says");
+    let (first, rest) = head.split_first_chunk().expect("8 bytes at least");
+    let first = begun(u64::from_le_bytes(*first), before, ones);
+    let mut words = [0; HEAD_MAX / 8];
+    let at = HEAD_MAX - N;
+    if N.is_multiple_of(8) {
+        words[at / 8] = first;
+        let (rest, _) = rest.as_chunks();
+        for (word, bytes) in words[at / 8 + 1..].iter_mut().zip(rest) {
+            *word = u64::from_le_bytes(*bytes);
+        }
+    } else {
+        words[at / 8] = first << 32;
+        words[at / 8 + 1] = first >> 32;
+        let (half, rest) = rest.split_first_chunk().expect("4 bytes more");
+        words[at / 8 + 1] |= (u32::from_le_bytes(*half) as u64) << 32;
+        let (rest, _) = rest.as_chunks();
+        for (word, bytes) in words[at / 8 + 2..].iter_mut().zip(rest) {
+            *word = u64::from_le_bytes(*bytes);
+        }
+    }
+    words
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -212,12 +256,9 @@ mod x86 {
     /// # Safety
     /// The CPU has what [`sum`] asks for.
     #[target_feature(enable = "avx2,pclmulqdq")]
-    pub unsafe fn reduce(sum: Sum, head: &[u8; HEAD_MAX]) -> u32 {
-        // SAFETY: 16 bytes each, at any address.
-        let (low, high) = unsafe {
-            let from: *const __m128i = head.as_ptr().cast();
-            (_mm_loadu_si128(from), _mm_loadu_si128(from.add(1)))
-        };
+    pub unsafe fn reduce(sum: Sum, head: [u64; HEAD_MAX / 8]) -> u32 {
+        let [low, high] = [[head[0], head[1]], [head[2], head[3]]]
+            .map(|[low, high]| _mm_set_epi64x(high as i64, low as i64));
         let head = _mm_xor_si128(ahead128(low, pair128(AHEAD_128)), high);
         let [low, high] = sum.words;
         let payload = _mm_set_epi64x(high as i64, low as i64);
@@ -284,7 +325,7 @@ mod x86 {
         None
     }
 
-    pub unsafe fn reduce(_: Sum, _: &[u8; HEAD_MAX]) -> u32 {
+    pub unsafe fn reduce(_: Sum, _: [u64; HEAD_MAX / 8]) -> u32 {
         unreachable!("no sum is made")
     }
 }
@@ -305,7 +346,7 @@ mod tests {
         }
         let all = bytes(9000);
         for len in LENGTHS {
-            for head in [4, 12, 13, 16, 28, HEAD_MAX] {
+            for head in [8, 9, 12, 13, 16, 20, 28, HEAD_MAX] {
                 for at in [0, 1, 31, 77] {
                     let (head, payload) = (&all[at..at + head], &all[at + head..][..len]);
                     let mut hasher = crc32fast::Hasher::new_with_initial(0x1234_5678);
@@ -313,13 +354,18 @@ mod tests {
                     hasher.update(payload);
                     let want = hasher.finalize();
                     let sum = Sum::of(payload).expect("a path MTU");
-                    assert_eq!(sum.crc(0x1234_5678, head), want, "{} and {len} bytes", head.len());
+                    assert_eq!(
+                        sum.crc(0x1234_5678, head, 0),
+                        want,
+                        "{} and {len} bytes",
+                        head.len()
+                    );
                     let mut copy = vec![0; len + 40];
                     // SAFETY: a part of `copy` as long as the payload.
                     let sum = unsafe {
                         Sum::copying(copy[at % 40..].as_mut_ptr(), payload.as_ptr(), len)
                     };
-                    assert_eq!(sum.expect("likewise").crc(0x1234_5678, head), want);
+                    assert_eq!(sum.expect("likewise").crc(0x1234_5678, head, 0), want);
                     assert_eq!(copy[at % 40..][..len], *payload);
                     assert!(copy[..at % 40].iter().chain(&copy[at % 40 + len..]).all(|b| *b == 0));
                 }

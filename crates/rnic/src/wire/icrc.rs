@@ -37,6 +37,8 @@ impl Route {
     }
 }
 
+/// What the ICRC takes for ones in the first 8 bytes of a BTH: byte 4.
+const MASK: u64 = 0xff << 32;
 /// Bytes before the packet's own that are covered at most: ones, IPv6 header, UDP header.
 const BEFORE: usize = 8 + 40 + 8;
 
@@ -67,7 +69,7 @@ impl Row {
         if let Some((head, payload)) = split(packet)
             && let Some(sum) = Sum::of(payload)
         {
-            return Some(of_summed(before, head, sum));
+            return Some(sum.crc(before, head, MASK));
         }
         let (bth, rest) = packet.split_first_chunk::<BTH>()?;
         let mut bth = *bth;
@@ -109,11 +111,10 @@ impl Row {
     pub(crate) fn seal_summed(&mut self, identification: u16, packet: &mut [u8], sum: Option<Sum>) {
         let Some(sum) = sum else { return self.seal(identification, packet) };
         let Some((inside, place)) = packet.split_last_chunk_mut::<ICRC>() else { return };
-        let before = self.before(identification, inside.len());
-        if let (Some(before), Some((head, _))) =
-            (before, inside.split_at_checked(inside.len() - sum.len()))
-        {
-            *place = of_summed(before, head, sum).to_le_bytes();
+        let head = inside.len().checked_sub(sum.len()).map(|len| &inside[..len]);
+        if let (Some(head), Some(before)) = (head, self.before(identification, inside.len())) {
+            debug_assert!(is_head(head), "the engine's own");
+            *place = sum.crc(before, head, MASK).to_le_bytes();
         }
     }
 
@@ -131,17 +132,12 @@ impl Row {
 fn split(packet: &[u8]) -> Option<(&[u8], &[u8])> {
     let len = LENGTHS.iter().rev().find(|len| packet.len() >= **len + BTH)?;
     let (head, payload) = packet.split_at(packet.len() - len);
-    (head.len() <= HEAD_MAX).then_some((head, payload))
+    is_head(head).then_some((head, payload))
 }
 
-/// The CRC of something whose CRC is `before`, of headers, and of a payload.
 #[inline]
-fn of_summed(before: u32, head: &[u8], sum: Sum) -> u32 {
-    let mut masked = [0; HEAD_MAX];
-    let masked = &mut masked[..head.len()];
-    masked.copy_from_slice(head);
-    masked[4] = 0xff;
-    sum.crc(before, masked)
+fn is_head(head: &[u8]) -> bool {
+    (BTH..=HEAD_MAX).contains(&head.len())
 }
 
 /// CRC of the ones, the IP header and the UDP header before a packet of `len` bytes without its ICRC, with

@@ -11,6 +11,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
 
+use super::icrc::{Route, Row};
 use super::packet::PACKET_MAX;
 use crate::crc::Sum;
 
@@ -114,12 +115,18 @@ impl Outbox {
         &self.bursts
     }
 
-    /// Gives each burst to `f` with its bytes, and the sums of its payloads, to be sealed.
-    pub(crate) fn each_burst(&mut self, mut f: impl FnMut(&Burst, &mut [u8], &[Option<Sum>])) {
+    /// Puts the ICRC into each packet, which will be sent from this UDP port. The segments of a burst are numbered from 0,
+    /// as Linux does.
+    pub fn seal(&mut self, port: u16) {
         let mut sums = &self.sums[..];
         for burst in &self.bursts {
             let (its, after) = sums.split_at(burst.packets);
-            f(burst, &mut self.bytes[burst.bytes.clone()], its);
+            let source = SocketAddr::new(burst.envelope.from, port);
+            let mut row = Row::new(Route::new(source, burst.envelope.to));
+            let packets = self.bytes[burst.bytes.clone()].chunks_mut(burst.packet_bytes).zip(its);
+            for (index, (packet, sum)) in packets.enumerate() {
+                row.seal_summed(index as u16, packet, *sum);
+            }
             sums = after;
         }
     }

@@ -125,7 +125,7 @@ impl Wire {
         if outbox.is_empty() {
             return false;
         }
-        self.seal(outbox);
+        outbox.seal(self.local.port());
         let (all, mut rest) = (outbox.bytes(), outbox.bursts());
         while let Some(first) = rest.first() {
             let next = rest.iter().map(|b| Outgoing {
@@ -147,19 +147,6 @@ impl Wire {
         }
         outbox.clear();
         true
-    }
-
-    /// Puts the ICRC into each packet. The kernel numbers the segments of a burst from 0.
-    fn seal(&self, outbox: &mut Outbox) {
-        let port = self.local.port();
-        outbox.each_burst(|burst, bytes, sums| {
-            let source = SocketAddr::new(burst.envelope.from, port);
-            let mut row = icrc::Row::new(Route::new(source, burst.envelope.to));
-            let packets = bytes.chunks_mut(burst.packet_bytes).zip(sums);
-            for (index, (packet, sum)) in packets.enumerate() {
-                row.seal_summed(index as u16, packet, *sum);
-            }
-        });
     }
 }
 

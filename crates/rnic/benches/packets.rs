@@ -1,0 +1,204 @@
+//! What a packet costs in the engine, without sockets: `cargo bench -p granary-rnic --bench packets`.
+//!
+//! One thread, two engines; what one of them sends is carried to the other one. A message of 1 MiB after the other, for each
+//! path MTU: with the smallest one the bytes are a small part, with the largest one most of it. Nanoseconds per packet,
+//! the median of several rounds:
+//!
+//! ```text
+//!  make    fetching, headers, and copying the payload with its CRC          the requester
+//!  seal    the ICRC of that and of the headers
+//!  check   the ICRC of what has come, which is in the cache                 the responder
+//!  take    keys, memory, receive WQE, completion
+//! ```
+
+use std::net::{IpAddr, SocketAddr};
+use std::time::{Duration, Instant};
+
+use rnic::Engine;
+use rnic::ids::{Access, FunctionId, Key, Qpn};
+use rnic::memory::DmaMemory;
+use rnic::verbs::*;
+use rnic::wire::icrc::{Route, Row};
+use rnic::wire::{PathMtu, RemotePeer, UDP_PORT};
+use rnic::wqe::{Builder, Remote, Sge};
+
+const PF: FunctionId = FunctionId::PHYSICAL;
+const MESSAGE: usize = 1 << 20;
+const BLOCKS: u32 = 64;
+/// A burst, as the `roce` port sends them.
+const SEND_BYTES: usize = 60 << 10;
+
+struct End {
+    e: Engine,
+    qpn: Qpn,
+    ring: DmaMemory,
+    record: DmaMemory,
+    memory: (DmaMemory, Key),
+    producer: u16,
+    received: u32,
+    address: SocketAddr,
+}
+
+fn memory(len: usize) -> DmaMemory {
+    DmaMemory::anonymous(len).expect("memory for the benchmark")
+}
+
+impl End {
+    fn new(end: u8) -> Self {
+        let wire = WireLimits { window_bytes: 960 << 10, ..WireLimits::default() };
+        let mut e = Engine::new(Limits { wire: Some(wire), ..Limits::default() });
+        let pd = e.alloc_pd(PF).unwrap();
+        let data = memory(MESSAGE);
+        let all = Access::LOCAL_ALL | Access::REMOTE_ALL;
+        let key = e.reg_mr(PF, pd, data.clone(), data.addr(), all).unwrap();
+        let cq = CqSpec {
+            ring: memory(BLOCKS as usize * 64),
+            entries: BLOCKS,
+            record: memory(8),
+            ignore_overrun: true,
+            initial_count: 0,
+        };
+        let cq = e.create_cq(PF, cq).unwrap();
+        let ring = memory(BLOCKS as usize * 64);
+        let recv = RecvSpec {
+            ring: memory(BLOCKS as usize * 16),
+            entries: BLOCKS,
+            stride: 16,
+            record: memory(8),
+            initial_consumer: 0,
+        };
+        for i in 0..BLOCKS as usize {
+            let sge = Sge { addr: data.addr(), len: MESSAGE as u32, lkey: key };
+            recv.ring.write(16 * i, &sge.to_bytes());
+        }
+        let record = recv.record.clone();
+        let spec = QpSpec {
+            pd,
+            send: Some(SendSpec { ring: ring.clone(), blocks: BLOCKS, managed: false }),
+            recv: Recv::Own { spec: recv, managed: false },
+            send_cq: cq,
+            recv_cq: cq,
+            access: Access::REMOTE_ALL,
+            privileged: false,
+        };
+        let qpn = e.create_qp(PF, spec).unwrap();
+        let address = SocketAddr::new(IpAddr::from([10, 0, 0, end]), UDP_PORT);
+        Self { e, qpn, ring, record, memory: (data, key), producer: 0, received: 0, address }
+    }
+
+    fn connect(&mut self, qpn: Qpn, address: SocketAddr, mtu: PathMtu) {
+        let peer = RemotePeer { mtu, ..RemotePeer::new(address, self.address.ip(), qpn) };
+        let peer = peer.into();
+        for change in [QpChange::Init, QpChange::ReadyToReceive { peer }, QpChange::ReadyToSend] {
+            self.e.modify_qp(PF, self.qpn, change).unwrap();
+        }
+    }
+
+    fn post(&mut self, builder: &Builder) {
+        assert_eq!(builder.blocks(), 1, "so that none goes over the ring's end");
+        let at = self.producer as usize % BLOCKS as usize * 64;
+        self.ring.write(at, builder.bytes());
+        self.producer = self.producer.wrapping_add(1);
+        self.e.ring(self.qpn, self.producer);
+    }
+}
+
+/// Time and packets of each stage.
+#[derive(Default)]
+struct Stages {
+    make: Duration,
+    seal: Duration,
+    check: Duration,
+    take: Duration,
+    packets: u32,
+}
+
+/// Carries what `from` has to send to `to`, if there is anything.
+fn carry(now: u64, from: &mut End, to: &mut End, stages: &mut Stages) -> bool {
+    let start = Instant::now();
+    while from.e.poll(now, 64) > 0 && from.e.outbox().bytes().len() < SEND_BYTES {}
+    stages.make += start.elapsed();
+    if from.e.outbox().is_empty() {
+        return false;
+    }
+    let start = Instant::now();
+    from.e.outbox().seal(UDP_PORT);
+    stages.seal += start.elapsed();
+    stages.packets += from.e.outbox().len() as u32;
+    // As the kernel would, into memory that is used again and again.
+    let bytes = from.e.outbox().bytes().to_vec();
+    let bursts = from.e.outbox().bursts().to_vec();
+    from.e.outbox().clear();
+    for burst in bursts {
+        let packets = || bytes[burst.bytes.clone()].chunks(burst.packet_bytes);
+        let start = Instant::now();
+        let mut sums = Row::new(Route::new(from.address, to.address));
+        let good = packets().enumerate().all(|(i, packet)| sums.check(i as u16, packet));
+        assert!(good, "a wrong ICRC");
+        stages.check += start.elapsed();
+        let start = Instant::now();
+        for packet in packets() {
+            to.e.receive(now, from.address.ip(), to.address.ip(), packet);
+        }
+        stages.take += start.elapsed();
+    }
+    true
+}
+
+fn measure(name: &str, mtu: PathMtu, rounds: usize, fill: impl Fn(&End, &End, &mut Builder)) {
+    let [mut a, mut b] = [1, 2].map(End::new);
+    let ends = [(a.qpn, a.address), (b.qpn, b.address)];
+    a.connect(ends[1].0, ends[1].1, mtu);
+    b.connect(ends[0].0, ends[0].1, mtu);
+    let mut all = Vec::new();
+    for now in 0..rounds as u64 {
+        // Its answers are counted apart, and not shown.
+        let (mut stages, mut answers) = (Stages::default(), Stages::default());
+        for _ in 0..8 {
+            b.received += 1;
+            b.record.store_be32(0, b.received & 0xffff);
+            let mut builder = Builder::new(a.qpn, a.producer);
+            fill(&a, &b, &mut builder);
+            a.post(&builder);
+            while carry(now, &mut a, &mut b, &mut stages) | carry(now, &mut b, &mut a, &mut answers)
+            {
+            }
+        }
+        all.push(stages);
+    }
+    for end in [&mut a, &mut b] {
+        let state = end.e.query_qp(PF, end.qpn).unwrap().state;
+        assert_eq!(state, QpState::ReadyToSend, "{name} failed");
+    }
+    let median = |of: fn(&Stages) -> Duration| {
+        let mut ns: Vec<f64> =
+            all.iter().map(|s| of(s).as_nanos() as f64 / s.packets as f64).collect();
+        ns.sort_by(f64::total_cmp);
+        ns[ns.len() / 2]
+    };
+    println!(
+        "{name:<8} {:>5} {:>8.1} {:>8.1} {:>8.1} {:>8.1}",
+        mtu.bytes(),
+        median(|s| s.make),
+        median(|s| s.seal),
+        median(|s| s.check),
+        median(|s| s.take)
+    );
+}
+
+fn main() {
+    // Cargo runs benches as tests too, without `--bench`: then only that they run matters.
+    let rounds = if std::env::args().any(|a| a == "--bench") { 101 } else { 1 };
+    println!("{:<8} {:>5} {:>8} {:>8} {:>8} {:>8}", "ns", "MTU", "make", "seal", "check", "take");
+    for mtu in [PathMtu::Mtu256, PathMtu::Mtu1024, PathMtu::Mtu4096] {
+        measure("SEND", mtu, rounds, |a, _, w| {
+            let (addr, lkey) = (a.memory.0.addr(), a.memory.1);
+            w.send(&[Sge { addr, len: MESSAGE as u32, lkey }]).signaled();
+        });
+        measure("WRITE", mtu, rounds, |a, b, w| {
+            let (addr, lkey) = (a.memory.0.addr(), a.memory.1);
+            let to = Remote { addr: b.memory.0.addr(), rkey: b.memory.1 };
+            w.rdma_write(to, &[Sge { addr, len: MESSAGE as u32, lkey }]).signaled();
+        });
+    }
+}
