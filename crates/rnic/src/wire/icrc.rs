@@ -175,33 +175,30 @@ fn before(route: &Route, len: usize) -> Option<u32> {
     Some(crc32fast::hash(&head[..8 + ip_len + UDP]))
 }
 
-/// What IPv4's identification adds to the CRC of the headers, which is linear: the sum of what its bits add.
+/// What IPv4's identification adds to the CRC of the headers, which is linear: the sum of what its digits add.
 #[inline]
-fn identified(mut identification: u16) -> u32 {
-    let mut sum = 0;
-    while identification != 0 {
-        sum ^= IDENTIFICATION[identification.trailing_zeros() as usize];
-        identification &= identification - 1;
-    }
-    sum
+fn identified(identification: u16) -> u32 {
+    let digit = |n: usize| (identification >> (4 * n)) as usize & 15;
+    let of = |n: usize| IDENTIFICATION[n][digit(n)];
+    of(0) ^ of(1) ^ of(2) ^ of(3)
 }
 
-/// What each bit of the identification adds to the CRC of the headers up to UDP's end.
-const IDENTIFICATION: [u32; 16] = {
-    let mut bits = [0; 16];
+/// What each hexadecimal digit of the identification, lowest first, adds to the CRC of the headers up to UDP's end.
+const IDENTIFICATION: [[u32; 16]; 4] = {
+    let mut digits = [[0; 16]; 4];
     let mut n = 0;
-    while n < 16 {
+    while n < 64 {
         // CRC-32 of the two bytes and of zeros behind them, without the ones that it begins and ends with.
-        let [high, low] = (1u16 << n).to_be_bytes();
+        let [high, low] = ((n as u16 % 16) << (n / 16 * 4)).to_be_bytes();
         let (mut crc, mut bit) = (high as u32 | (low as u32) << 8, 0);
         while bit < 8 * (2 + IPV4_BEHIND_IDENTIFICATION + UDP) {
             crc = (crc >> 1) ^ if crc & 1 != 0 { POLYNOMIAL } else { 0 };
             bit += 1;
         }
-        bits[n] = crc;
+        digits[n / 16][n % 16] = crc;
         n += 1;
     }
-    bits
+    digits
 };
 
 /// Puts the ICRC into the last four bytes of `packet`. A packet that has none is left as it is.

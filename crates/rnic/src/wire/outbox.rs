@@ -155,6 +155,15 @@ impl Outbox {
         Some(&mut self.bytes[self.used..])
     }
 
+    /// Of `most` packets, however long, as many as there is room for. If that is none although some were wanted, it is
+    /// remembered.
+    #[inline]
+    pub(crate) fn packets_max(&mut self, most: u32) -> u32 {
+        let room = (self.bytes.len() - self.used) / PACKET_MAX;
+        self.stalled |= room == 0 && most > 0;
+        (room as u64).min(most as u64) as u32
+    }
+
     /// Takes the packet of `len` bytes that was written into [`Outbox::room`], with the sum of its payload if it was made.
     #[inline]
     pub(crate) fn commit(&mut self, envelope: Envelope, len: usize, sum: Option<Sum>) {

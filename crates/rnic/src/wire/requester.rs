@@ -87,12 +87,13 @@ impl Request {
 pub(crate) struct Plan {
     /// Which request of the ring.
     pub request: usize,
-    /// Which of its packets.
+    /// Which of its packets is the first.
     pub packet: u32,
-    /// PSNs: more than one for a READ segment.
+    /// PSNs: packets of a SEND or WRITE, or those that come back for a READ.
     pub count: u32,
+    /// The first one.
     pub psn: Psn,
-    /// Ask for an acknowledgement.
+    /// The last packet asks for an acknowledgement.
     pub ack: bool,
 }
 
@@ -281,10 +282,10 @@ impl Requester {
 
     // --- sending -------------------------------------------------------------------------------
 
-    /// What is to be sent next, if anything may be.
+    /// What is to be sent next, if anything may be: packets of one request, at most `most` of them.
     #[inline]
-    pub fn next(&self) -> Option<Plan> {
-        let r = self.requests.get(self.at)?;
+    pub fn next(&self, most: u32) -> Option<Plan> {
+        let r = self.requests.get(self.at).filter(|_| most > 0)?;
         if r.fault.is_some() || self.failed.is_some() || self.rnr_until.is_some() {
             return None;
         }
@@ -313,15 +314,19 @@ impl Requester {
             }
             _ => {
                 // Likewise, where a burst begins. An acknowledgement is on its way: one is asked for more often.
-                let most = left.min(LONG_BURST).min(self.pace.window() / 4);
-                if room < most && unasked.is_multiple_of(LONG_BURST) && in_flight > 0 {
+                let burst = left.min(LONG_BURST).min(self.pace.window() / 4);
+                if room < burst && unasked.is_multiple_of(LONG_BURST) && in_flight > 0 {
                     return None;
                 }
-                1
+                let to_ask = self.pace.ack_every().saturating_sub(unasked).max(1);
+                let to_burst = LONG_BURST - unasked % LONG_BURST;
+                // What is sent again and what is not stay apart.
+                let alike = if again { self.high.since(psn) } else { left };
+                most.min(left).min(room).min(to_ask).min(to_burst).min(alike)
             }
         };
         let ends = self.sent + count == r.packets;
-        let ack = ends || room == 1 || unasked + 1 >= self.pace.ack_every();
+        let ack = ends || room == count || unasked + count >= self.pace.ack_every();
         Some(Plan { request: self.at, packet: self.sent, count, psn, ack })
     }
 
@@ -334,12 +339,14 @@ impl Requester {
             (self.heard_ns, self.timer_ns) = (now_ns, now_ns);
         }
         if !again {
+            let mut answered = plan.psn.plus(plan.count - 1);
             if matches!(self.requests[plan.request].kind, Kind::Read | Kind::Atomic) {
                 self.segments.push_back(Segment { first: plan.psn, packets: plan.count });
+                answered = plan.psn;
             }
             self.high = end;
             if self.probe.is_none() && plan.ack {
-                self.probe = Some((plan.psn, now_ns));
+                self.probe = Some((answered, now_ns));
             }
         }
         if plan.ack {

@@ -27,7 +27,7 @@ fn push(r: &mut Requester, kind: Kind, packets: u32) {
 /// Sends all that may be sent: (PSN, count) of each.
 fn send(r: &mut Requester, now: u64) -> Vec<(u32, u32)> {
     let mut sent = Vec::new();
-    while let Some(plan) = r.next() {
+    while let Some(plan) = r.next(1) {
         r.sent(&plan, now);
         sent.push((plan.psn.raw(), plan.count));
     }
@@ -75,7 +75,7 @@ fn a_loss_is_mended_from_where_it_was() {
 /// What may be sent, by the packets that ask for an acknowledgement.
 fn asking(r: &mut Requester) -> (usize, Vec<u32>) {
     let (mut count, mut asking) = (0, Vec::new());
-    while let Some(plan) = r.next() {
+    while let Some(plan) = r.next(1) {
         r.sent(&plan, 0);
         count += 1;
         asking.extend(plan.ack.then_some(plan.psn.raw()));

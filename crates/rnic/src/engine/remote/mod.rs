@@ -153,7 +153,7 @@ impl Connection {
     /// True if there is a packet to be made.
     fn has_packets(&self, state: QpState) -> bool {
         self.responder.has_output() && self.holds == Hold::None
-            || state == QpState::ReadyToSend && self.requester.next().is_some()
+            || state == QpState::ReadyToSend && self.requester.next(1).is_some()
     }
 }
 
@@ -275,7 +275,7 @@ impl Core {
                 return Step::Executed;
             }
             if connection.responder.owes_only_an_ack() && state == QpState::ReadyToSend {
-                if connection.requester.next().is_some() {
+                if connection.requester.next(1).is_some() {
                     self.send_requests(connection, qpn, wqe);
                 } else if connection.fetched < FETCHED_BEFORE_ACK
                     && self.qps.get(qpn.raw()).is_some_and(|qp| qp.pending() > 0)

@@ -35,7 +35,8 @@ impl Core {
         qpn: Qpn,
         wqe: &mut Fetched,
     ) {
-        let Some(mut plan) = connection.requester.next() else { return };
+        let most = self.wire.outbox.packets_max(STEP_PACKETS);
+        let Some(mut plan) = connection.requester.next(most) else { return };
         let at = plan.request;
         connection.requester.wqe(at, wqe.bytes_mut());
         let ctrl = wqe.control();
@@ -54,34 +55,45 @@ impl Core {
             return;
         }
         let (envelope, mtu) = (connection.envelope(), connection.peer.mtu.bytes());
-        for _ in 0..STEP_PACKETS {
-            let request = connection.requester.request(at);
-            let skip = plan.packet as u64 * mtu as u64;
-            let len = match request.kind {
-                Kind::Send | Kind::Write => (request.len as u64 - skip).min(mtu as u64) as usize,
-                _ => 0,
+        let request = *connection.requester.request(at);
+        let list = self.scratch.local.as_slice();
+        let mut made = 0;
+        loop {
+            let packets = match request.kind {
+                Kind::Send | Kind::Write => plan.count,
+                _ => 1,
             };
-            let packet = Packet {
-                qpn: connection.peer.qpn,
-                psn: plan.psn,
-                ack_request: plan.ack,
-                solicited: me.solicited && plan.packet + plan.count == request.packets,
-                body: body_of(&decoded, request, &plan, mtu),
-                payload: &[],
-            };
-            let list = self.scratch.local.as_slice();
-            let fill = |to: Span| copy_out(to, list, skip);
-            if !put(&mut self.wire.outbox, envelope, &packet, len, fill) {
-                return;
+            let mut bytes = 0;
+            for n in 0..packets {
+                let index = plan.packet + n;
+                let skip = index as u64 * mtu as u64;
+                let len = match request.kind {
+                    Kind::Send | Kind::Write => (request.len as u64 - skip).min(mtu as u64),
+                    _ => 0,
+                };
+                let last = n + 1 == packets;
+                let packet = Packet {
+                    qpn: connection.peer.qpn,
+                    psn: plan.psn.plus(n),
+                    ack_request: last && plan.ack,
+                    solicited: me.solicited && last && plan.packet + plan.count == request.packets,
+                    body: body_of(&decoded, &request, &plan, index, mtu),
+                    payload: &[],
+                };
+                let fill = |to: Span| copy_out(to, list, skip);
+                put(&mut self.wire.outbox, envelope, &packet, len as usize, fill);
+                bytes += len;
             }
-            self.wire.stats.packets_out += 1;
-            self.stats.bytes += len as u64;
-            self.work += WQE_WORK + len as u64;
+            made += packets;
+            self.wire.stats.packets_out += packets as u64;
+            self.stats.bytes += bytes;
+            self.work += WQE_WORK * packets as u64 + bytes;
             connection.dialogue.said();
             if connection.requester.sent(&plan, self.now_ns) {
-                self.wire.stats.repeated += 1;
+                self.wire.stats.repeated += packets as u64;
             }
-            match connection.requester.next() {
+            let most = self.wire.outbox.packets_max(STEP_PACKETS - made);
+            match connection.requester.next(most) {
                 Some(next) if next.request == at => plan = next,
                 _ => return,
             }
@@ -168,9 +180,10 @@ impl Core {
     }
 }
 
-/// The headers of a request's packet.
-fn body_of(wqe: &Wqe<'_>, request: &Request, plan: &Plan, mtu: u32) -> Body {
-    let part = Part::of(plan.packet, request.packets);
+/// The headers of packet `index` of a request.
+#[inline]
+fn body_of(wqe: &Wqe<'_>, request: &Request, plan: &Plan, index: u32, mtu: u32) -> Body {
+    let part = Part::of(index, request.packets);
     match *wqe {
         Wqe::Send { imm, invalidate, .. } => {
             let notice = match (imm, invalidate) {
@@ -200,7 +213,7 @@ fn body_of(wqe: &Wqe<'_>, request: &Request, plan: &Plan, mtu: u32) -> Body {
     }
 }
 
-/// Writes a packet whose payload of `len` bytes `fill` puts in place; false if there is no room.
+/// Writes a packet whose payload of `len` bytes `fill` puts in place. The outbox has room for it.
 #[inline]
 fn put(
     outbox: &mut Outbox,
@@ -208,12 +221,11 @@ fn put(
     packet: &Packet<'_>,
     len: usize,
     fill: impl FnOnce(Span) -> Option<Sum>,
-) -> bool {
-    let Some(room) = outbox.room() else { return false };
+) {
+    let room = outbox.room().expect("there is room");
     let headers = packet.encode_headers(len, room);
     let sum = fill(Span::of_bytes_mut(&mut room[headers..headers + len]));
     let end = headers + len + packet::padding(len) + packet::ICRC;
     room[headers + len..end].fill(0);
     outbox.commit(envelope, end, sum);
-    true
 }
