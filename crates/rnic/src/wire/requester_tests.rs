@@ -72,49 +72,71 @@ fn a_loss_is_mended_from_where_it_was() {
     assert_eq!(retired(&mut r), 1);
 }
 
-/// What may be sent, by the packets that ask for an acknowledgement.
-fn asking(r: &mut Requester) -> (usize, Vec<u32>) {
+/// What may be sent, at most `most` packets at a time, by the packets that ask for an acknowledgement.
+fn asking(r: &mut Requester, most: u32) -> (u32, Vec<u32>) {
     let (mut count, mut asking) = (0, Vec::new());
-    while let Some(plan) = r.next(1) {
+    while let Some(plan) = r.next(most) {
         r.sent(&plan, 0);
-        count += 1;
-        asking.extend(plan.ack.then_some(plan.psn.raw()));
+        count += plan.count;
+        asking.extend(plan.ack.then_some(plan.psn.plus(plan.count - 1).raw()));
     }
     (count, asking)
 }
 
 #[test]
 fn bursts_are_sent_whole_and_an_acknowledgement_is_always_on_its_way() {
+    // However they are made.
+    for most in [1, 4, 15, 100] {
+        bursts_made_in_parts_of(most);
+    }
+}
+
+fn bursts_made_in_parts_of(most: u32) {
     let mut r = requester_with(0, 250);
     r.pace.progress(1000);
     push(&mut r, Kind::Write, 500);
     // Room for ten more would be there.
-    assert_eq!(asking(&mut r), (240, vec![59, 119, 179, 239]));
+    assert_eq!(asking(&mut r, most), (240, vec![59, 119, 179, 239]));
     r.acknowledged(Psn::new(4), 1);
-    assert_eq!(asking(&mut r), (0, vec![]), "14 have room now");
+    assert_eq!(asking(&mut r, most), (0, vec![]), "14 have room now");
     r.acknowledged(Psn::new(5), 2);
-    assert_eq!(asking(&mut r), (15, vec![254]), "the window ends here");
+    assert_eq!(asking(&mut r, most), (15, vec![254]), "the window ends here");
     r.acknowledged(Psn::new(240), 3);
-    assert_eq!(asking(&mut r), (225, vec![314, 374, 434]));
+    assert_eq!(asking(&mut r, most), (225, vec![314, 374, 434]));
     r.acknowledged(Psn::new(480), 4);
     // The last ones, though they are no burst.
-    assert_eq!(asking(&mut r), (20, vec![494, 499]));
+    assert_eq!(asking(&mut r, most), (20, vec![494, 499]));
+}
+
+#[test]
+fn what_is_sent_again_stays_apart_from_what_is_not() {
+    let mut r = requester(0);
+    push(&mut r, Kind::Write, 60);
+    // The first window.
+    assert_eq!(asking(&mut r, 15), (32, vec![7, 15, 23, 31]));
+    r.refused(Psn::new(29), Nak::Sequence, 1);
+    let first = r.next(15).unwrap();
+    assert_eq!((first.psn, first.count), (Psn::new(29), 3));
+    assert!(r.sent(&first, 1), "again");
+    let second = r.next(15).unwrap();
+    assert_eq!(second.psn, Psn::new(32));
+    assert!(!r.sent(&second, 1), "for the first time");
 }
 
 #[test]
 fn a_small_window_is_used_up_and_its_last_packet_asks() {
     let mut r = requester_with(0, 3);
     push(&mut r, Kind::Send, 8);
-    assert_eq!(asking(&mut r), (3, vec![0, 1, 2]));
+    assert_eq!(asking(&mut r, 1), (3, vec![0, 1, 2]));
     r.acknowledged(Psn::new(1), 1);
-    assert_eq!(asking(&mut r), (1, vec![3]));
+    assert_eq!(asking(&mut r, 1), (1, vec![3]));
     let mut r = requester_with(0, 10);
     push(&mut r, Kind::Send, 30);
-    assert_eq!(asking(&mut r), (10, vec![1, 3, 5, 7, 9]));
+    assert_eq!(asking(&mut r, 1), (10, vec![1, 3, 5, 7, 9]));
     r.acknowledged(Psn::new(1), 1);
-    assert_eq!(asking(&mut r), (0, vec![]), "two are what is waited for");
+    assert_eq!(asking(&mut r, 1), (0, vec![]), "two are what is waited for");
     r.acknowledged(Psn::new(2), 1);
-    assert_eq!(asking(&mut r), (2, vec![11]));
+    assert_eq!(asking(&mut r, 1), (2, vec![11]));
 }
 
 #[test]
