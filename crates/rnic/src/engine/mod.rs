@@ -286,6 +286,11 @@ impl Engine {
         self.core.receive_packet(&mut self.wqe, now_ns, source, destination, packet);
     }
 
+    /// True if the last packet that came was a part of a SEND or WRITE that goes on: its sender waits for nobody.
+    pub fn is_amid_message(&self) -> bool {
+        self.core.wire.amid
+    }
+
     /// The packets that `poll` has made. They lie there until the caller, who has sent them, clears them;
     /// when there is no more room `poll` leaves QPs with packets as they are.
     pub fn outbox(&mut self) -> &mut Outbox {

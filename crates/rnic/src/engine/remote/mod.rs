@@ -58,6 +58,8 @@ pub(super) struct Wire {
     ends: HashMap<(SocketAddr, Qpn), Qpn>,
     /// Connections with requests in flight.
     pub awaiting: u32,
+    /// The last packet that came was not the last one of its message.
+    pub amid: bool,
     /// Which acknowledgements of little wait.
     holds_acks: Hold,
     /// Whose do for a request of their own, since when, the first in front; and whose do for better times. Who does no
@@ -123,6 +125,7 @@ impl Wire {
             timers: BTreeSet::new(),
             ends: HashMap::new(),
             awaiting: 0,
+            amid: false,
             holds_acks: Hold::None,
             in_dialogue: VecDeque::new(),
             holding: Vec::new(),

@@ -38,6 +38,7 @@ impl Core {
         bytes: &[u8],
     ) {
         self.now_ns = now_ns;
+        self.wire.amid = false;
         self.wire.stats.packets_in += 1;
         let packet = match Packet::parse(bytes) {
             Ok(packet) => packet,
@@ -120,6 +121,7 @@ impl Core {
                 if ends && answer != Answer::Data {
                     connection.dialogue.heard();
                 }
+                self.wire.amid = !ends;
                 connection.responder.accepted(packets, ends, answer);
             }
             Ok(Verdict::NotReady) => {

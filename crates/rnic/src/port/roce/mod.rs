@@ -18,6 +18,7 @@
 //! Over IPv6, which has no such field, the whole of it is checked.
 
 mod batch;
+mod gather;
 mod udp;
 
 pub use udp::Wire;

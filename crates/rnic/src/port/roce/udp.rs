@@ -8,6 +8,7 @@ use rustix::net::sockopt;
 
 use super::super::error::Error;
 use super::batch::{Outgoing, Receiver, Sender};
+use super::gather::Gather;
 use crate::wire::Outbox;
 use crate::wire::icrc::{self, Route};
 
@@ -22,6 +23,7 @@ pub struct Wire {
     socket: UdpSocket,
     local: SocketAddr,
     receiver: Receiver,
+    gather: Gather,
     sender: Sender,
     /// What has come and gone, for reports.
     pub counts: WireCounts,
@@ -76,6 +78,7 @@ impl Wire {
             socket,
             local,
             receiver: Receiver::new(),
+            gather: Gather::default(),
             sender: Sender::new(),
             counts: WireCounts::default(),
         })
@@ -93,13 +96,23 @@ impl Wire {
         (kept / 2).clamp(WINDOW_BYTES / 16, WINDOW_BYTES) as u32
     }
 
-    /// Gives each packet that has come to `take`, with its source and the address that it came to. True if
-    /// there was any; there may be more.
+    /// Gives each packet that has come to `take`, with its source and the address that it came to; that says whether
+    /// more of the packet's message is to come. True if there was any; there may be more.
     #[inline]
-    pub fn receive(&mut self, mut take: impl FnMut(IpAddr, IpAddr, &[u8])) -> bool {
+    pub fn receive(
+        &mut self,
+        now_ns: u64,
+        mut take: impl FnMut(IpAddr, IpAddr, &[u8]) -> bool,
+    ) -> bool {
+        if !self.gather.may_look(now_ns) {
+            return false;
+        }
         match self.receiver.receive(self.socket.as_fd()) {
             // An error is one of an earlier send (ICMP), and has been taken by that.
-            Ok(0) | Err(_) => return false,
+            Ok(0) | Err(_) => {
+                self.gather.found_nothing(now_ns);
+                return false;
+            }
             Ok(_) => {}
         }
         for row in self.receiver.rows() {
@@ -107,16 +120,24 @@ impl Wire {
             let to = SocketAddr::new(destination, self.local.port());
             let route = Route::new(row.source, to);
             let mut sums = icrc::Row::new(route);
+            let mut goes_on = false;
             for (i, packet) in row.bytes.chunks(row.each).enumerate() {
                 // As Linux numbers what it cuts into segments.
                 if sums.check(i as u16, packet) || icrc::check_unidentified(&route, packet) {
-                    take(row.source.ip(), destination, packet);
+                    goes_on = take(row.source.ip(), destination, packet);
                 } else {
                     self.counts.bad_icrc += 1;
                 }
             }
+            self.gather.took(now_ns, row.bytes.len(), goes_on);
         }
         true
+    }
+
+    /// True if bursts come one after the other: each takes longer than to ask for the time.
+    #[inline]
+    pub fn is_busy(&self) -> bool {
+        self.gather.is_busy()
     }
 
     /// Seals and sends what is in the outbox, and clears it. True if there was anything.
@@ -190,7 +211,10 @@ mod tests {
         sender.send_to(&packet, wire.local()).expect("sending");
         let (start, mut came) = (Instant::now(), Vec::new());
         while came.is_empty() && start.elapsed() < Duration::from_secs(5) {
-            wire.receive(|_, _, bytes| came.push(bytes.to_vec()));
+            wire.receive(0, |_, _, bytes| {
+                came.push(bytes.to_vec());
+                false
+            });
             std::thread::yield_now();
         }
         assert_eq!((came, wire.counts.bad_icrc), (vec![packet.to_vec()], 0));

@@ -33,6 +33,8 @@ use crate::verbs::{Limits, QpChange};
 const BUDGET: usize = 64;
 /// Bytes of packets that are sent together where there is more to execute: what one send with segmentation takes.
 const SEND_BYTES: usize = 60 << 10;
+/// Such sends in a turn of a caller who waits: what comes meanwhile is looked for after them.
+const SENDS: u32 = 3;
 /// Times that the engine executes before packets are sent at the latest.
 const POLLS: u32 = 8;
 /// Turns of callers for which acknowledgements wait at most.
@@ -263,6 +265,8 @@ impl NicThread {
 
     #[inline(never)]
     fn work_wired(&mut self, now: u64) -> bool {
+        let busy = self.wire.as_ref().is_some_and(Wire::is_busy);
+        let now = if busy { self.now_ns() } else { now };
         let received = self.receive(now);
         let executed = self.execute_wired(now);
         let sent = self.send();
@@ -300,6 +304,13 @@ impl NicThread {
         self.core.engine.hold_acks(Hold::All);
         let received = waits && self.receive(now);
         let mut executed = self.execute_wired(now);
+        for _ in 1..if waits { SENDS } else { 1 } {
+            if self.core.engine.outbox().bytes().len() < SEND_BYTES {
+                break;
+            }
+            self.send();
+            executed |= self.execute_wired(now);
+        }
         self.held += 1;
         if waits && !received || self.held >= HELD_TURNS {
             self.held = 0;
@@ -320,8 +331,9 @@ impl NicThread {
     fn receive(&mut self, now: u64) -> bool {
         let Self { wire, core, .. } = self;
         let Some(wire) = wire else { return false };
-        wire.receive(|source, destination, packet| {
+        wire.receive(now, |source, destination, packet| {
             core.engine.receive(now, source, destination, packet);
+            core.engine.is_amid_message()
         })
     }
 
