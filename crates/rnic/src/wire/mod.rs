@@ -22,7 +22,7 @@ pub(crate) mod requester;
 pub(crate) mod responder;
 mod stats;
 
-pub(crate) use outbox::LONG_BURST;
+pub(crate) use outbox::{ALIGNED, LONG_BURST};
 pub use outbox::{Burst, Envelope, Outbox};
 pub use packet::{Malformed, Packet};
 pub use peer::{PathMtu, PeerAddress, RemotePeer};

@@ -12,7 +12,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
 
 use super::icrc::{Route, Row};
-use super::packet::PACKET_MAX;
+use super::packet::{BTH, PACKET_MAX};
 use crate::crc::Sum;
 
 /// Packets of a burst at most, as Linux has it (`UDP_MAX_SEGMENTS`), and its bytes.
@@ -20,6 +20,10 @@ const BURST_PACKETS: usize = 64;
 const BURST_BYTES: usize = 65_000;
 /// Packets of the longest kind that are a burst.
 pub(crate) const LONG_BURST: u32 = (BURST_BYTES / PACKET_MAX) as u32;
+
+/// What payloads are aligned to, so that fewer of their parts go over the edge of a cache line. Packets of the longest kind
+/// are a multiple of it.
+pub(crate) const ALIGNED: usize = 16;
 
 /// Where a packet goes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -61,7 +65,11 @@ impl Burst {
 
 /// Packets to be sent. See the module.
 pub struct Outbox {
-    bytes: Box<[u8]>,
+    memory: Box<[u8]>,
+    /// Where packets begin: so that the payload of one without further headers is [`ALIGNED`], and that of each behind it.
+    first: usize,
+    /// Bytes that there are for them, and how many are used.
+    capacity: usize,
     used: usize,
     bursts: Vec<Burst>,
     /// Of each packet's payload, if it was made when that was copied.
@@ -73,11 +81,14 @@ pub struct Outbox {
 impl Outbox {
     /// With room for `bytes`, and for one packet at least; for none if 0.
     pub(crate) fn new(bytes: usize) -> Self {
-        let bytes = if bytes == 0 { 0 } else { bytes.max(PACKET_MAX) };
+        let capacity = if bytes == 0 { 0 } else { bytes.max(PACKET_MAX) };
         // Acknowledgements are the shortest packets.
-        let packets = bytes / 20;
+        let packets = capacity / 20;
+        let memory: Box<[u8]> = vec![0; capacity + 2 * ALIGNED].into();
         Self {
-            bytes: vec![0; bytes].into(),
+            first: memory.as_ptr().align_offset(ALIGNED) + ALIGNED - BTH,
+            memory,
+            capacity,
             used: 0,
             bursts: Vec::with_capacity(packets),
             sums: Vec::with_capacity(packets),
@@ -97,12 +108,12 @@ impl Outbox {
 
     /// All packets' bytes.
     pub fn bytes(&self) -> &[u8] {
-        &self.bytes[..self.used]
+        &self.memory[self.first..][..self.used]
     }
 
     /// The packets, in order, to be sealed and sent.
     pub fn packets(&mut self) -> impl Iterator<Item = (Envelope, &mut [u8])> {
-        let mut rest = &mut self.bytes[..self.used];
+        let mut rest = &mut self.memory[self.first..][..self.used];
         self.bursts.iter().flat_map(move |burst| {
             let (bytes, after) = std::mem::take(&mut rest).split_at_mut(burst.bytes.len());
             rest = after;
@@ -118,12 +129,12 @@ impl Outbox {
     /// Puts the ICRC into each packet, which will be sent from this UDP port. The segments of a burst are numbered from 0,
     /// as Linux does.
     pub fn seal(&mut self, port: u16) {
-        let mut sums = &self.sums[..];
+        let (mut sums, all) = (&self.sums[..], &mut self.memory[self.first..]);
         for burst in &self.bursts {
             let (its, after) = sums.split_at(burst.packets);
             let source = SocketAddr::new(burst.envelope.from, port);
             let mut row = Row::new(Route::new(source, burst.envelope.to));
-            let packets = self.bytes[burst.bytes.clone()].chunks_mut(burst.packet_bytes).zip(its);
+            let packets = all[burst.bytes.clone()].chunks_mut(burst.packet_bytes).zip(its);
             for (index, (packet, sum)) in packets.enumerate() {
                 row.seal_summed(index as u16, packet, *sum);
             }
@@ -148,18 +159,22 @@ impl Outbox {
     /// Room for the longest packet. If there is none, that is remembered.
     #[inline]
     pub(crate) fn room(&mut self) -> Option<&mut [u8]> {
-        if self.bytes.len() - self.used < PACKET_MAX {
+        if self.free() < PACKET_MAX {
             self.stalled = true;
             return None;
         }
-        Some(&mut self.bytes[self.used..])
+        Some(&mut self.memory[self.first..][self.used..self.capacity])
+    }
+
+    fn free(&self) -> usize {
+        self.capacity - self.used
     }
 
     /// Of `most` packets, however long, as many as there is room for. If that is none although some were wanted, it is
     /// remembered.
     #[inline]
     pub(crate) fn packets_max(&mut self, most: u32) -> u32 {
-        let room = (self.bytes.len() - self.used) / PACKET_MAX;
+        let room = self.free() / PACKET_MAX;
         self.stalled |= room == 0 && most > 0;
         (room as u64).min(most as u64) as u32
     }

@@ -13,6 +13,9 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
 
+use crate::wire::ALIGNED;
+use crate::wire::packet::BTH;
+
 /// Datagrams, or rows of them, that one call receives.
 const SLOTS: usize = 16;
 /// Of these, how many are offered at least.
@@ -43,7 +46,9 @@ pub struct Row<'a> {
 
 /// What is received into.
 pub struct Receiver {
-    bytes: Box<[u8]>,
+    /// Slots from `first` on, so that payloads are aligned as in the outbox.
+    memory: Box<[u8]>,
+    first: usize,
     names: Box<[libc::sockaddr_storage; SLOTS]>,
     controls: Box<[Control; SLOTS]>,
     received: usize,
@@ -58,8 +63,10 @@ pub struct Receiver {
 impl Receiver {
     /// With room for a call's worth.
     pub fn new() -> Self {
+        let memory: Box<[u8]> = vec![0; SLOTS * SLOT_BYTES + 2 * ALIGNED].into();
         Self {
-            bytes: vec![0; SLOTS * SLOT_BYTES].into(),
+            first: memory.as_ptr().align_offset(ALIGNED) + ALIGNED - BTH,
+            memory,
             names: Box::new([no_name(); SLOTS]),
             controls: Box::new([[0; CONTROL_WORDS]; SLOTS]),
             received: 0,
@@ -76,7 +83,7 @@ impl Receiver {
         let mut parts = [const { MaybeUninit::<libc::iovec>::uninit() }; SLOTS];
         let mut messages = [const { MaybeUninit::<libc::mmsghdr>::uninit() }; SLOTS];
         let offered = self.offered;
-        let slots = self.bytes.chunks_exact_mut(SLOT_BYTES).take(offered);
+        let slots = self.memory[self.first..].chunks_exact_mut(SLOT_BYTES).take(offered);
         let rest = self.names.iter_mut().zip(self.controls.iter_mut());
         for (((part, message), slot), (name, control)) in
             parts.iter_mut().zip(&mut messages).zip(slots).zip(rest)
@@ -155,7 +162,7 @@ impl Receiver {
     pub fn rows(&self) -> impl Iterator<Item = Row<'_>> {
         (0..self.received).filter_map(|i| {
             let len = self.lens[i] as usize;
-            let bytes = &self.bytes[i * SLOT_BYTES..][..len];
+            let bytes = &self.memory[self.first + i * SLOT_BYTES..][..len];
             let (each, destination) = read_control(&self.controls[i], self.control_lens[i]);
             let each = each.filter(|each| *each > 0).unwrap_or(len);
             let source = read_name(&self.names[i])?;
