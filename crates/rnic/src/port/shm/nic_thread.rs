@@ -297,7 +297,7 @@ impl NicThread {
     /// A turn of a thread that uses the NIC: one that waits, or one that has rung a doorbell. What it has been sent is
     /// acknowledged when nobody has anything else to do: in the first turn of who waits in which nothing comes, or after a
     /// few turns if there is none; in a dialogue, with one of the next requests.
-    pub fn caller_turn(&mut self, now: u64, waits: bool) -> Turn {
+    pub fn caller_turn(&mut self, mut now: u64, waits: bool) -> Turn {
         for bells in &mut self.doorbells {
             bells.scan_all(&mut self.core.engine);
         }
@@ -309,6 +309,7 @@ impl NicThread {
                 break;
             }
             self.send();
+            now = self.now_ns();
             executed |= self.execute_wired(now);
         }
         self.held += 1;
