@@ -5,9 +5,9 @@
 //! the median of several rounds:
 //!
 //! ```text
-//!  make    fetching, headers, and copying the payload with its CRC          the requester
+//!  make    fetching, headers, and copying the payload with its CRC          the requester; of a READ the responder
 //!  seal    the ICRC of that and of the headers
-//!  check   the ICRC of what has come, which is in the cache                 the responder
+//!  check   the ICRC of what has come, which is in the cache                 the other one
 //!  take    keys, memory, receive WQE, completion
 //! ```
 
@@ -145,26 +145,37 @@ fn carry(now: u64, from: &mut End, to: &mut End, stages: &mut Stages) -> bool {
     true
 }
 
-fn measure(name: &str, mtu: PathMtu, rounds: usize, fill: impl Fn(&End, &End, &mut Builder)) {
+/// Of the packets that go one way: those of requests, or of answers.
+#[derive(Clone, Copy, PartialEq)]
+enum Way {
+    There,
+    Back,
+}
+
+fn measure(
+    name: &str,
+    way: Way,
+    mtu: PathMtu,
+    rounds: usize,
+    fill: impl Fn(&End, &End, &mut Builder),
+) {
     let [mut a, mut b] = [1, 2].map(End::new);
     let ends = [(a.qpn, a.address), (b.qpn, b.address)];
     a.connect(ends[1].0, ends[1].1, mtu);
     b.connect(ends[0].0, ends[0].1, mtu);
     let mut all = Vec::new();
     for now in 0..rounds as u64 {
-        // Its answers are counted apart, and not shown.
-        let (mut stages, mut answers) = (Stages::default(), Stages::default());
+        // The others are counted apart, and not shown.
+        let (mut there, mut back) = (Stages::default(), Stages::default());
         for _ in 0..8 {
             b.received += 1;
             b.record.store_be32(0, b.received & 0xffff);
             let mut builder = Builder::new(a.qpn, a.producer);
             fill(&a, &b, &mut builder);
             a.post(&builder);
-            while carry(now, &mut a, &mut b, &mut stages) | carry(now, &mut b, &mut a, &mut answers)
-            {
-            }
+            while carry(now, &mut a, &mut b, &mut there) | carry(now, &mut b, &mut a, &mut back) {}
         }
-        all.push(stages);
+        all.push(if way == Way::There { there } else { back });
     }
     for end in [&mut a, &mut b] {
         let state = end.e.query_qp(PF, end.qpn).unwrap().state;
@@ -191,14 +202,19 @@ fn main() {
     let rounds = if std::env::args().any(|a| a == "--bench") { 101 } else { 1 };
     println!("{:<8} {:>5} {:>8} {:>8} {:>8} {:>8}", "ns", "MTU", "make", "seal", "check", "take");
     for mtu in [PathMtu::Mtu256, PathMtu::Mtu1024, PathMtu::Mtu4096] {
-        measure("SEND", mtu, rounds, |a, _, w| {
+        measure("SEND", Way::There, mtu, rounds, |a, _, w| {
             let (addr, lkey) = (a.memory.0.addr(), a.memory.1);
             w.send(&[Sge { addr, len: MESSAGE as u32, lkey }]).signaled();
         });
-        measure("WRITE", mtu, rounds, |a, b, w| {
+        measure("WRITE", Way::There, mtu, rounds, |a, b, w| {
             let (addr, lkey) = (a.memory.0.addr(), a.memory.1);
             let to = Remote { addr: b.memory.0.addr(), rkey: b.memory.1 };
             w.rdma_write(to, &[Sge { addr, len: MESSAGE as u32, lkey }]).signaled();
+        });
+        measure("READ", Way::Back, mtu, rounds, |a, b, w| {
+            let (addr, lkey) = (a.memory.0.addr(), a.memory.1);
+            let from = Remote { addr: b.memory.0.addr(), rkey: b.memory.1 };
+            w.rdma_read(from, &[Sge { addr, len: MESSAGE as u32, lkey }]).signaled();
         });
     }
 }

@@ -29,8 +29,8 @@ use crate::wqe::WQEBB;
 /// PSNs that requests may have been given beyond the oldest that is not acknowledged: a quarter of the
 /// circle, and one request more.
 pub(crate) const SPAN_MAX: u32 = 1 << 22;
-/// Bytes of a READ segment at most.
-const SEGMENT_BYTES: u32 = 64 << 10;
+/// Bytes of a READ segment at most: four bursts of the longest packets. Where one ends, so does a burst.
+const SEGMENT_BYTES: u32 = 240 << 10;
 
 /// What a request does.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -372,8 +372,9 @@ impl Responder {
         }
     }
 
-    /// `bytes` of the READ in front were sent, in a packet.
-    pub fn read_sent(&mut self, bytes: u32) {
+    /// So many packets of the READ in front were sent.
+    pub fn read_sent(&mut self, packets: u32) {
+        let bytes = packets.saturating_mul(self.mtu);
         let Some(Due { output: Output::Read { psn, at, left, fresh }, .. }) =
             self.outputs.front_mut()
         else {
@@ -383,7 +384,7 @@ impl Responder {
             self.outputs.pop_front();
             return;
         }
-        *psn = psn.plus(1);
+        *psn = psn.plus(packets);
         at.addr = at.addr.wrapping_add(bytes as u64);
         *left -= bytes;
         *fresh = false;

@@ -58,7 +58,7 @@ pub(super) struct Wire {
     ends: HashMap<(SocketAddr, Qpn), Qpn>,
     /// Connections with requests in flight.
     pub awaiting: u32,
-    /// The last packet that came was not the last one of its message.
+    /// See [`crate::Engine::is_amid_message`].
     pub amid: bool,
     /// Which acknowledgements of little wait.
     holds_acks: Hold,

@@ -13,11 +13,15 @@ use crate::engine::{Core, RDMA_BYTES_MAX, WQE_WORK};
 use crate::ids::{Access, Qpn};
 use crate::queue::Fetched;
 use crate::verbs::QpState;
+use crate::wire::LONG_BURST;
 use crate::wire::packet::{self, AtomicOp, Body, Malformed, Notice, Packet, Part, Reth};
 use crate::wire::requester::Response;
 use crate::wire::responder::{Answer, Arrival, Message, READ_PACKETS_MAX};
 use crate::wqe::{Remote, Wqe};
 use std::net::IpAddr;
+
+/// So many packets more of a message, if it is known how many there are, are worth waiting for: two bursts.
+const LONG: u32 = 2 * LONG_BURST;
 
 /// What a request came to.
 enum Verdict {
@@ -121,7 +125,11 @@ impl Core {
                 if ends && answer != Answer::Data {
                     connection.dialogue.heard();
                 }
-                self.wire.amid = !ends;
+                self.wire.amid = match connection.responder.message {
+                    Message::None => false,
+                    Message::Send { .. } => true,
+                    Message::Write { left, .. } => left >= LONG * connection.peer.mtu.bytes(),
+                };
                 connection.responder.accepted(packets, ends, answer);
             }
             Ok(Verdict::NotReady) => {
@@ -387,7 +395,11 @@ impl Core {
             }
         };
         match put {
-            Ok(()) => connection.requester.answered(packet.psn, self.now_ns),
+            Ok(()) => {
+                connection.requester.answered(packet.psn, self.now_ns);
+                let left = connection.requester.request(request).packets - at - 1;
+                self.wire.amid = left >= LONG;
+            }
             Err(Fault { syndrome, vendor }) => {
                 // What it overtook was acknowledged with it.
                 connection.requester.acknowledged(packet.psn, self.now_ns);

@@ -7,7 +7,7 @@ use crate::dma::{Span, copy_out};
 use crate::engine::execute::{Fault, Requester};
 use crate::engine::respond;
 use crate::engine::{Core, WQE_WORK};
-use crate::ids::{Access, Qpn};
+use crate::ids::{Access, Psn, Qpn};
 use crate::queue::Fetched;
 use crate::wire::packet::{self, Aeth, AtomicOp, Body, Nak, Notice, Packet, Part, Reth};
 use crate::wire::requester::{Kind, Plan, Request};
@@ -102,45 +102,21 @@ impl Core {
 
     /// Sends answers that are due.
     pub(super) fn send_answers(&mut self, connection: &mut Connection, qpn: Qpn) {
-        let (envelope, mtu) = (connection.envelope(), connection.peer.mtu.bytes());
+        let envelope = connection.envelope();
         let qp = self.qps.get(qpn.raw()).expect("its connection works");
         let to = respond::Responder::of(qp);
-        for _ in 0..STEP_PACKETS {
-            if self.wire.outbox.room().is_none() {
+        let mut made = 0;
+        while made < STEP_PACKETS {
+            let most = self.wire.outbox.packets_max(STEP_PACKETS - made);
+            if most == 0 {
                 return;
             }
             let responder = &mut connection.responder;
             let aeth = Aeth { syndrome: responder.positive(), msn: responder.msn() };
-            let mut source = Span::EMPTY;
             let (psn, body) = match responder.output() {
                 Some(Output::Read { psn, at, left, fresh }) => {
-                    let len = left.min(mtu);
-                    if len > 0 {
-                        // As it is now: nothing is read under a key that has ended meanwhile.
-                        match self.check(&to, at, len as u64, Access::REMOTE_READ) {
-                            Ok(span) => source = span,
-                            // What is asked for again was answered once. As a rule nobody waits for it any
-                            // more, and the key has ended since: that breaks nothing.
-                            Err(_) if responder.is_again() => {
-                                responder.refuse_output();
-                                continue;
-                            }
-                            Err(_) => {
-                                let fault = self.refuse(&to, Syndrome::RemoteAccess);
-                                responder.refuse_at(psn, nak_of(fault.syndrome));
-                                continue;
-                            }
-                        }
-                    }
-                    let part = match (fresh, left <= mtu) {
-                        (true, true) => Part::Only,
-                        (true, false) => Part::First,
-                        (false, false) => Part::Middle,
-                        (false, true) => Part::Last,
-                    };
-                    responder.read_sent(len);
-                    let aeth = (part != Part::Middle).then_some(aeth);
-                    (psn, Body::ReadResponse { part, aeth })
+                    made += self.send_read(connection, &to, (psn, at, left, fresh), most);
+                    continue;
                 }
                 Some(Output::Atomic { psn, old }) => {
                     responder.atomic_sent();
@@ -162,22 +138,76 @@ impl Core {
                     None => return,
                 },
             };
-            let packet = Packet {
-                qpn: connection.peer.qpn,
-                psn,
-                ack_request: false,
-                solicited: false,
-                body,
-                payload: &[],
-            };
-            let len = source.len();
-            let fill = |to: Span| copy_out(to, &[source], 0);
-            put(&mut self.wire.outbox, envelope, &packet, len as usize, fill);
+            let packet = answer(connection.peer.qpn, psn, body);
+            put(&mut self.wire.outbox, envelope, &packet, 0, |_| None);
             self.wire.stats.packets_out += 1;
-            self.stats.bytes += len;
-            self.work += WQE_WORK + len;
+            self.work += WQE_WORK;
+            made += 1;
         }
     }
+
+    /// Sends what is due of the READ in front, at most `most` packets, or what becomes of it; gives how many packets.
+    fn send_read(
+        &mut self,
+        connection: &mut Connection,
+        to: &respond::Responder,
+        (psn, at, left, fresh): (Psn, Remote, u32, bool),
+        most: u32,
+    ) -> u32 {
+        let (envelope, mtu) = (connection.envelope(), connection.peer.mtu.bytes());
+        let responder = &mut connection.responder;
+        let aeth = Aeth { syndrome: responder.positive(), msn: responder.msn() };
+        let mut packets = most.min(left.div_ceil(mtu)).max(1);
+        let source = loop {
+            let len = left.min(packets * mtu);
+            if len == 0 {
+                break Span::EMPTY;
+            }
+            // As it is now: nothing is read under a key that has ended meanwhile.
+            match self.check(to, at, len as u64, Access::REMOTE_READ) {
+                Ok(span) => break span,
+                // Some of it may be.
+                Err(_) if packets > 1 => packets = 1,
+                // What is asked for again was answered once. As a rule nobody waits for it any more, and the key
+                // has ended since: that breaks nothing.
+                Err(_) if responder.is_again() => {
+                    responder.refuse_output();
+                    return 0;
+                }
+                Err(_) => {
+                    let fault = self.refuse(to, Syndrome::RemoteAccess);
+                    responder.refuse_at(psn, nak_of(fault.syndrome));
+                    return 0;
+                }
+            }
+        };
+        responder.read_sent(packets);
+        for n in 0..packets {
+            let skip = (n * mtu) as u64;
+            let len = (source.len() - skip).min(mtu as u64);
+            let part = match (fresh && n == 0, left as u64 - skip <= mtu as u64) {
+                (true, true) => Part::Only,
+                (true, false) => Part::First,
+                (false, false) => Part::Middle,
+                (false, true) => Part::Last,
+            };
+            let aeth = (part != Part::Middle).then_some(aeth);
+            let packet =
+                answer(connection.peer.qpn, psn.plus(n), Body::ReadResponse { part, aeth });
+            let fill = |to: Span| copy_out(to, &[source], skip);
+            put(&mut self.wire.outbox, envelope, &packet, len as usize, fill);
+        }
+        self.wire.stats.packets_out += packets as u64;
+        self.stats.bytes += source.len();
+        self.work += WQE_WORK * packets as u64 + source.len();
+        packets
+    }
+}
+
+/// A packet that answers. Its payload is put behind it.
+#[inline]
+fn answer(qpn: Qpn, psn: Psn, body: Body) -> Packet<'static> {
+    Packet { qpn, psn, ack_request: false, solicited: false, body, payload: &[] }
 }
 
 /// The headers of packet `index` of a request.

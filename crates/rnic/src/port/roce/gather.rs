@@ -16,20 +16,19 @@
 
 /// Bytes of a full burst, at least.
 const FULL: usize = 56 << 10;
-/// Full bursts without a pause that are a stream: about 2 MiB.
+/// Full bursts that are a stream: about 2 MiB.
 const STREAM: u32 = 32;
-/// A pause that ends it.
-const PAUSE_NS: u64 = 50_000;
 /// The longest time without a look.
 const GATHER_MAX_NS: u64 = 10_000;
 
 /// What has come of late.
 #[derive(Debug, Default)]
 pub(super) struct Gather {
-    /// Full bursts without a pause.
+    /// Full bursts, for each of which nobody waited longer than to take the one before.
     bursts: u32,
-    /// When the look began that brought the last one.
+    /// When the look began that brought the last one, and how long it took; 0 as long as that is under way.
     taken_ns: u64,
+    took_ns: u64,
     /// No look before.
     until_ns: u64,
     /// Nothing was found since.
@@ -41,7 +40,10 @@ pub(super) struct Gather {
 impl Gather {
     /// Whether this is the time for a look.
     #[inline]
-    pub fn may_look(&self, now_ns: u64) -> bool {
+    pub fn may_look(&mut self, now_ns: u64) -> bool {
+        if self.took_ns == 0 {
+            self.took_ns = now_ns.saturating_sub(self.taken_ns);
+        }
         now_ns >= self.until_ns
     }
 
@@ -52,9 +54,10 @@ impl Gather {
         if bytes < FULL {
             return;
         }
-        let paused = now_ns.saturating_sub(self.taken_ns) > PAUSE_NS;
-        self.bursts = if paused { 1 } else { self.bursts.saturating_add(1) };
-        self.taken_ns = now_ns;
+        let waited_ns = now_ns.saturating_sub(self.until_ns.max(self.taken_ns + self.took_ns));
+        let flows = waited_ns <= self.took_ns;
+        self.bursts = if flows { self.bursts.saturating_add(1) } else { 1 };
+        (self.taken_ns, self.took_ns) = (now_ns, 0);
         self.dry = false;
     }
 
@@ -65,8 +68,7 @@ impl Gather {
             return;
         }
         self.dry = true;
-        let took_ns = now_ns.saturating_sub(self.taken_ns);
-        self.until_ns = now_ns + took_ns.min(GATHER_MAX_NS);
+        self.until_ns = now_ns + self.took_ns.min(GATHER_MAX_NS);
     }
 
     /// True if the last look brought a full burst.
@@ -86,16 +88,19 @@ mod tests {
     /// A stream of `bursts`, each of which took 7 us; gives the time.
     fn stream(gather: &mut Gather, from_ns: u64, bursts: u32) -> u64 {
         for n in 0..bursts as u64 {
-            gather.took(from_ns + n * EACH_NS, BURST, true);
+            let now = from_ns + n * EACH_NS;
+            assert!(gather.may_look(now));
+            gather.took(now, BURST, true);
         }
-        from_ns + bursts as u64 * EACH_NS
+        let now = from_ns + bursts as u64 * EACH_NS;
+        assert!(gather.may_look(now));
+        now
     }
 
     #[test]
     fn a_stream_that_runs_dry_is_left_alone_for_as_long_as_a_burst_takes() {
         let mut gather = Gather::default();
         let now = stream(&mut gather, 1000, STREAM);
-        assert!(gather.may_look(now));
         gather.found_nothing(now);
         assert!(!gather.may_look(now + EACH_NS - 1));
         assert!(gather.may_look(now + EACH_NS));
@@ -106,22 +111,24 @@ mod tests {
         gather.took(now + EACH_NS, 4112, true);
         gather.found_nothing(now + EACH_NS + 300);
         assert!(gather.may_look(now + EACH_NS + 300));
-        gather.took(now + 2 * EACH_NS, BURST, true);
-        gather.found_nothing(now + 3 * EACH_NS);
-        assert!(!gather.may_look(now + 4 * EACH_NS - 1));
+        let now = stream(&mut gather, now + 2 * EACH_NS, 1);
+        gather.found_nothing(now);
+        assert!(!gather.may_look(now + EACH_NS - 1));
         // The end of a message is one of a wait.
-        gather.took(now + 5 * EACH_NS, BURST, false);
-        gather.found_nothing(now + 6 * EACH_NS);
-        assert!(gather.may_look(now + 6 * EACH_NS));
+        assert!(gather.may_look(now + EACH_NS));
+        gather.took(now + EACH_NS, BURST, false);
+        assert!(gather.may_look(now + 2 * EACH_NS));
+        gather.found_nothing(now + 2 * EACH_NS);
+        assert!(gather.may_look(now + 2 * EACH_NS));
     }
 
     #[test]
     fn what_is_no_stream_is_looked_for_at_any_time() {
         let mut gather = Gather::default();
         let mut now = 0;
-        // Messages of 1 MiB, with answers in between.
+        // Messages, or READs, of 1 MiB, each asked for when the one before is there.
         for _ in 0..10 {
-            now = stream(&mut gather, now + PAUSE_NS + 1, STREAM / 2);
+            now = stream(&mut gather, now + 2 * EACH_NS, STREAM / 2);
             gather.found_nothing(now);
             assert!(gather.may_look(now));
         }
@@ -136,7 +143,10 @@ mod tests {
     #[test]
     fn an_interrupt_does_not_count() {
         let mut gather = Gather::default();
-        let now = stream(&mut gather, 0, STREAM) + 1_000_000;
+        let now = stream(&mut gather, 0, STREAM - 1) + EACH_NS;
+        gather.took(now, BURST, true);
+        let now = now + 1_000_000;
+        assert!(gather.may_look(now));
         gather.found_nothing(now);
         assert!(gather.may_look(now + GATHER_MAX_NS));
     }
