@@ -286,8 +286,8 @@ impl Engine {
         self.core.receive_packet(&mut self.wqe, now_ns, source, destination, packet);
     }
 
-    /// True if the last packet that came was a part of a message or of a READ's answer of which more is to come: two bursts
-    /// of the longest packets, if it is known how much. Its sender waits for nobody then.
+    /// True if the last packet that came was a part of a message, or of a READ's answer, of which more is to come: 120 KiB,
+    /// if it is known how much. Its sender waits for nobody then.
     pub fn is_amid_message(&self) -> bool {
         self.core.wire.amid
     }

@@ -13,15 +13,14 @@ use crate::engine::{Core, RDMA_BYTES_MAX, WQE_WORK};
 use crate::ids::{Access, Qpn};
 use crate::queue::Fetched;
 use crate::verbs::QpState;
-use crate::wire::LONG_BURST;
 use crate::wire::packet::{self, AtomicOp, Body, Malformed, Notice, Packet, Part, Reth};
 use crate::wire::requester::Response;
 use crate::wire::responder::{Answer, Arrival, Message, READ_PACKETS_MAX};
 use crate::wqe::{Remote, Wqe};
 use std::net::IpAddr;
 
-/// So many packets more of a message, if it is known how many there are, are worth waiting for: two bursts.
-const LONG: u32 = 2 * LONG_BURST;
+/// So much more of a message, where that is known, is in its middle: two bursts.
+const AMID_BYTES: u32 = 120 << 10;
 
 /// What a request came to.
 enum Verdict {
@@ -128,7 +127,7 @@ impl Core {
                 self.wire.amid = match connection.responder.message {
                     Message::None => false,
                     Message::Send { .. } => true,
-                    Message::Write { left, .. } => left >= LONG * connection.peer.mtu.bytes(),
+                    Message::Write { left, .. } => left >= AMID_BYTES,
                 };
                 connection.responder.accepted(packets, ends, answer);
             }
@@ -397,8 +396,8 @@ impl Core {
         match put {
             Ok(()) => {
                 connection.requester.answered(packet.psn, self.now_ns);
-                let left = connection.requester.request(request).packets - at - 1;
-                self.wire.amid = left >= LONG;
+                let total = connection.requester.request(request).len as u64;
+                self.wire.amid = total - skip >= AMID_BYTES as u64;
             }
             Err(Fault { syndrome, vendor }) => {
                 // What it overtook was acknowledged with it.
