@@ -54,8 +54,9 @@ pub(crate) const HEAD_MAX: usize = 32;
 /// What the CRC of a packet has to know of its payload.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sum {
-    /// Lowest bits first.
-    words: [u64; 2],
+    /// A number, so that it is handed on in registers: what is stored in two parts and loaded as one is waited for, until
+    /// all stores before are done, those of the payload's copy among them.
+    bits: u128,
     /// The payload's length: of [`LENGTHS`], this one.
     length: u8,
 }
@@ -93,11 +94,11 @@ impl Sum {
     /// the first 8 of which `ones` are added.
     #[inline]
     pub fn crc(self, before: u32, head: &[u8], ones: u64) -> u32 {
-        let words = match head.len() {
+        let [first, second] = match head.len() {
             // BTH; with AETH, immediate data or a key; with RETH.
-            12 => words::<12>(head, before, ones),
-            16 => words::<16>(head, before, ones),
-            28 => words::<28>(head, before, ones),
+            12 => halves::<12>(head, before, ones),
+            16 => halves::<16>(head, before, ones),
+            28 => halves::<28>(head, before, ones),
             len => {
                 // Zeros in front of a CRC that begins with 0 change nothing.
                 let mut block = [0; HEAD_MAX];
@@ -105,11 +106,11 @@ impl Sum {
                 place.copy_from_slice(head);
                 let first = place.first_chunk_mut().expect("a head has 8 bytes");
                 *first = begun(u64::from_le_bytes(*first), before, ones).to_le_bytes();
-                words::<HEAD_MAX>(&block, !0, 0)
+                halves::<HEAD_MAX>(&block, !0, 0)
             }
         };
         // SAFETY: there is a sum, so this CPU can make them.
-        !unsafe { x86::reduce(self, words) }
+        !unsafe { x86::reduce(self.bits, self.length, first, second) }
     }
 }
 
@@ -122,7 +123,7 @@ fn begun(first: u64, before: u32, ones: u64) -> u64 {
 /// A head of `N` bytes, a multiple of 4, with zeros in front of it, as [`Sum::crc`] takes it. In registers: what is stored in
 /// small parts and loaded in large ones is waited for.
 #[inline]
-fn words<const N: usize>(head: &[u8], before: u32, ones: u64) -> [u64; HEAD_MAX / 8] {
+fn halves<const N: usize>(head: &[u8], before: u32, ones: u64) -> [u128; 2] {
     const { assert!(N >= 8 && N <= HEAD_MAX && N.is_multiple_of(4)) }
     let head: &[u8; N] = head.first_chunk().expect("as long as the caller says");
     let (first, rest) = head.split_first_chunk().expect("8 bytes at least");
@@ -145,7 +146,8 @@ fn words<const N: usize>(head: &[u8], before: u32, ones: u64) -> [u64; HEAD_MAX 
             *word = u64::from_le_bytes(*bytes);
         }
     }
-    words
+    let [a, b, c, d] = words.map(u128::from);
+    [a | b << 64, c | d << 64]
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -153,7 +155,7 @@ mod x86 {
     use std::arch::is_x86_feature_detected;
     use std::arch::x86_64::*;
 
-    use super::{HEAD_MAX, LENGTHS, ONE, POLYNOMIAL, Sum, power};
+    use super::{LENGTHS, ONE, POLYNOMIAL, Sum, power};
 
     /// Registers of 32 bytes, and bytes that a round takes.
     const REGISTERS: usize = 4;
@@ -215,15 +217,15 @@ mod x86 {
             return None;
         }
         // SAFETY: the CPU has what it needs; the length is a path MTU; the rest is the caller's promise.
-        let words = unsafe { rounds::<COPY>(to, from, len) };
+        let bits = unsafe { rounds::<COPY>(to, from, len) };
         let length = (len / LENGTHS[0]).trailing_zeros() as u8;
-        Some(Sum { words, length })
+        Some(Sum { bits, length })
     }
 
     /// # Safety
     /// As of [`sum`]; `len` is a multiple of `ROUND` and not 0, and the CPU has these features.
     #[target_feature(enable = "avx2,vpclmulqdq,pclmulqdq")]
-    unsafe fn rounds<const COPY: bool>(to: *mut u8, from: *const u8, len: usize) -> [u64; 2] {
+    unsafe fn rounds<const COPY: bool>(to: *mut u8, from: *const u8, len: usize) -> u128 {
         let keys = pair256(AHEAD_ROUND);
         let mut registers = [_mm256_setzero_si256(); REGISTERS];
         let mut at = 0;
@@ -248,22 +250,19 @@ mod x86 {
         let last =
             rest.into_iter().fold(first, |sum, next| _mm256_xor_si256(ahead256(sum, keys), next));
         let (low, high) = (_mm256_castsi256_si128(last), _mm256_extracti128_si256::<1>(last));
-        words(_mm_xor_si128(ahead128(low, pair128(AHEAD_128)), high))
+        bits(_mm_xor_si128(ahead128(low, pair128(AHEAD_128)), high))
     }
 
-    /// The CRC register behind `head` and a payload, that was 0 before them.
+    /// The CRC register behind a head, of which there are the first and the second half, and a payload, of which there is the
+    /// sum and which of [`LENGTHS`] it has; it was 0 before them.
     ///
     /// # Safety
     /// The CPU has what [`sum`] asks for.
     #[target_feature(enable = "avx2,pclmulqdq")]
-    pub unsafe fn reduce(sum: Sum, head: [u64; HEAD_MAX / 8]) -> u32 {
-        let [low, high] = [[head[0], head[1]], [head[2], head[3]]]
-            .map(|[low, high]| _mm_set_epi64x(high as i64, low as i64));
-        let head = _mm_xor_si128(ahead128(low, pair128(AHEAD_128)), high);
-        let [low, high] = sum.words;
-        let payload = _mm_set_epi64x(high as i64, low as i64);
-        let keys = pair128(AHEAD_LENGTHS[sum.length as usize]);
-        let all = _mm_xor_si128(ahead128(head, keys), payload);
+    pub unsafe fn reduce(sum: u128, length: u8, first: u128, second: u128) -> u32 {
+        let head = _mm_xor_si128(ahead128(register(first), pair128(AHEAD_128)), register(second));
+        let keys = pair128(AHEAD_LENGTHS[length as usize]);
+        let all = _mm_xor_si128(ahead128(head, keys), register(sum));
         // 128 bits with 32 zeros behind them: 96, 64, then Barrett.
         let low32 = _mm_set_epi32(0, 0, 0, -1);
         let all = _mm_xor_si128(
@@ -312,20 +311,27 @@ mod x86 {
 
     #[inline]
     #[target_feature(enable = "sse4.1")]
-    fn words(register: __m128i) -> [u64; 2] {
-        [_mm_extract_epi64::<0>(register) as u64, _mm_extract_epi64::<1>(register) as u64]
+    fn bits(register: __m128i) -> u128 {
+        let [low, high] = [_mm_extract_epi64::<0>(register), _mm_extract_epi64::<1>(register)];
+        low as u64 as u128 | (high as u64 as u128) << 64
+    }
+
+    #[inline]
+    #[target_feature(enable = "sse2")]
+    fn register(bits: u128) -> __m128i {
+        _mm_set_epi64x((bits >> 64) as i64, bits as i64)
     }
 }
 
 #[cfg(not(target_arch = "x86_64"))]
 mod x86 {
-    use super::{HEAD_MAX, Sum};
+    use super::Sum;
 
     pub unsafe fn sum<const COPY: bool>(_: *mut u8, _: *const u8, _: usize) -> Option<Sum> {
         None
     }
 
-    pub unsafe fn reduce(_: Sum, _: [u64; HEAD_MAX / 8]) -> u32 {
+    pub unsafe fn reduce(_: u128, _: u8, _: u128, _: u128) -> u32 {
         unreachable!("no sum is made")
     }
 }

@@ -226,7 +226,11 @@ impl Shares {
             _ => (self.rounds, self.turn, ROUND),
         };
         let share = self.of(at);
-        let missed = (now.wrapping_sub(share.since) / part).min(i32::MAX as u64) as i64;
+        // As a rule none, for each packet that comes: a division would be most of what this takes.
+        let missed = match now.wrapping_sub(share.since) {
+            few if few < part => 0,
+            many => (many / part).min(i32::MAX as u64) as i64,
+        };
         share.left = share.left.saturating_add(missed.saturating_mul(turn)).min(0);
         share.since = now;
         missed

@@ -43,10 +43,12 @@ impl Core {
         self.now_ns = now_ns;
         self.wire.amid = false;
         self.wire.stats.packets_in += 1;
-        let packet = match Packet::parse(bytes) {
+        // Left where it is: to copy what was just written in parts is to wait for them.
+        let parsed = Packet::parse(bytes);
+        let packet = match &parsed {
             Ok(packet) => packet,
             Err(why) => {
-                let at = Malformed::ALL.iter().position(|m| *m == why).expect("all are there");
+                let at = Malformed::ALL.iter().position(|m| m == why).expect("all are there");
                 self.wire.stats.malformed[at] += 1;
                 return;
             }
@@ -67,13 +69,13 @@ impl Core {
         self.work += WQE_WORK;
         if packet.body.is_response() {
             if state == QpState::ReadyToSend {
-                self.response(&mut connection, qpn, &packet, wqe);
+                self.response(&mut connection, qpn, packet, wqe);
                 self.retire(&mut connection, qpn);
             } else {
                 self.wire.stats.untimely += 1;
             }
         } else if matches!(state, QpState::ReadyToReceive | QpState::ReadyToSend) {
-            self.request(&mut connection, qpn, &packet);
+            self.request(&mut connection, qpn, packet);
         } else {
             connection.responder.refuse_again(packet.psn);
             self.wire.stats.untimely += 1;
