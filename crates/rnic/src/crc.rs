@@ -327,10 +327,16 @@ mod x86 {
 mod x86 {
     use super::Sum;
 
+    /// None, and nothing copied: other CPUs make CRCs of packets as a whole.
+    ///
+    /// # Safety
+    /// Nothing is asked for here; it is unsafe because x86-64's is.
     pub unsafe fn sum<const COPY: bool>(_: *mut u8, _: *const u8, _: usize) -> Option<Sum> {
         None
     }
 
+    /// # Safety
+    /// Nothing is asked for here, either: it is of a sum, of which there are none.
     pub unsafe fn reduce(_: u128, _: u8, _: u128, _: u128) -> u32 {
         unreachable!("no sum is made")
     }

@@ -255,10 +255,11 @@ fn put(
     let room = outbox.room().expect("there is room");
     let headers = packet.encode_headers(len, room);
     let sum = fill(Span::of_bytes_mut(&mut room[headers..headers + len]));
-    let icrc = headers + len + packet::padding(len);
-    let (pad, rest) = room[headers + len..].split_at_mut(icrc - headers - len);
-    // Most have none.
-    pad.iter_mut().for_each(|byte| *byte = 0);
-    *rest.first_chunk_mut().expect("there is room") = [0; packet::ICRC];
-    outbox.commit(envelope, icrc + packet::ICRC, sum);
+    let (pad, rest) = (packet::padding(len), &mut room[headers + len..]);
+    // Most packets have no pad.
+    if pad > 0 {
+        rest[..pad].fill(0);
+    }
+    *rest[pad..].first_chunk_mut().expect("there is room") = [0; packet::ICRC];
+    outbox.commit(envelope, headers + len + pad + packet::ICRC, sum);
 }
