@@ -311,9 +311,9 @@ fn mixed(seed: u64, ops: u64, faults: Faults, link: Link) -> Run {
     run
 }
 
-/// Operations of a test: a few thousand, or of all tests here a million.
-fn operations(few: u64) -> u64 {
-    if std::env::var_os("GRANARY_TEST_FULL").is_some() { 100_000 } else { few }
+/// Operations of a test: a few thousand, or in the long form so many.
+fn operations(few: u64, long: u64) -> u64 {
+    if std::env::var_os("GRANARY_TEST_FULL").is_some() { long } else { few }
 }
 
 const LOSSES: [u32; 3] = [10, 100, 1000];
@@ -323,7 +323,7 @@ const LOSSES: [u32; 3] = [10, 100, 1000];
 fn mixed_operations_survive_loss() {
     for (seed, loss) in LOSSES.into_iter().enumerate() {
         let faults = Faults { loss, ..Faults::default() };
-        let run = mixed(100 + seed as u64, operations(2000), faults, Link::default());
+        let run = mixed(100 + seed as u64, operations(2000, 1_000_000), faults, Link::default());
         let stats = run.net.beds[0].e.wire_stats();
         assert!(stats.repeated > 0 && stats.naks_in > 0, "nothing was lost: {stats:?}");
     }
@@ -336,7 +336,7 @@ fn mixed_operations_survive_everything_at_once() {
         let faults = Faults { loss, duplicates: 500, delays: 500, spoilt: loss };
         let mtu = PathMtu::ALL[seed];
         let link = Link { mtu, rd_atomic: 1 + seed as u8 * 3, ..Link::default() };
-        let run = mixed(200 + seed as u64, operations(1500), faults, link);
+        let run = mixed(200 + seed as u64, operations(1500, 100_000), faults, link);
         let stats = run.net.beds[1].e.wire_stats();
         assert!(stats.duplicates > 0 && stats.ahead > 0 && run.net.spoilt > 0);
     }
@@ -347,7 +347,7 @@ fn mixed_operations_survive_everything_at_once() {
 fn mixed_operations_on_a_good_network_repeat_nothing() {
     for (seed, mtu) in [(300, PathMtu::Mtu256), (301, PathMtu::Mtu4096)] {
         let link = Link { mtu, ..Link::default() };
-        let run = mixed(seed, operations(2000), Faults::default(), link);
+        let run = mixed(seed, operations(2000, 100_000), Faults::default(), link);
         for bed in &run.net.beds {
             let stats = bed.e.wire_stats();
             // A request that found no receive WQE is sent again, and what was sent behind it.
@@ -365,7 +365,7 @@ fn sequence_numbers_close_their_circle() {
         let psn = [0x100_0000 - back, 0x100_0000 - back / 2 - 1];
         mixed(
             seed,
-            operations(1500),
+            operations(1500, 100_000),
             faults,
             Link { psn, mtu: PathMtu::Mtu256, ..Link::default() },
         );
