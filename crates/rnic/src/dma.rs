@@ -12,7 +12,7 @@
 //! them, with acquire ordering, sees the rest.
 
 use crate::crc::Sum;
-use crate::memory::{DmaMemory, For, prefetch};
+use crate::memory::{DmaMemory, For, is_in_zeros, prefetch};
 use std::ptr;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, compiler_fence, fence};
 
@@ -54,6 +54,12 @@ impl Span {
     /// Where this span starts in `outer`, of which it is a part.
     pub fn offset_in(self, outer: Span) -> u64 {
         (self.ptr as u64).wrapping_sub(outer.ptr as u64)
+    }
+
+    /// Whether all bytes are zero for good: those of [`DmaMemory::zeros`].
+    #[inline]
+    pub fn is_zeros(self) -> bool {
+        is_in_zeros(self.ptr)
     }
 
     /// `len` bytes at `offset`, which the caller has checked to lie inside.
@@ -278,11 +284,11 @@ pub(crate) fn copy_lists(
 }
 
 /// Copies as many bytes as `to` has, which is ours alone, from the concatenation of `from`, `skip` bytes into it; gives
-/// their sum, if they lie in one span and have one. The source is long enough.
+/// their sum, if that is `summed` and they lie in one span and have one. The source is long enough.
 #[inline]
-pub(crate) fn copy_out(to: Span, from: &[Span], skip: u64) -> Option<Sum> {
+pub(crate) fn copy_out(to: Span, from: &[Span], skip: u64, summed: bool) -> Option<Sum> {
     let mut before = skip;
-    for span in from {
+    for span in if summed { from } else { &[] } {
         if before < span.len {
             if to.len <= span.len - before
                 && let Some(sum) = to.copy_summed(span.part(before, to.len))
@@ -403,12 +409,15 @@ mod tests {
             (2900, 100),
         ] {
             let mut target = vec![0; len];
-            let sum = copy_out(Span::of_bytes_mut(&mut target), &from, skip as u64);
+            let sum = copy_out(Span::of_bytes_mut(&mut target), &from, skip as u64, true);
             assert_eq!(target, source[skip..skip + len], "{len} bytes at {skip}");
             let one =
                 [5..1000, 1000..3000].iter().any(|r| r.contains(&skip) && skip + len <= r.end);
             let has_sum = one && Sum::of(&target).is_some();
             assert_eq!(sum.is_some(), has_sum, "{len} bytes at {skip}");
+            target.fill(0);
+            let sum = copy_out(Span::of_bytes_mut(&mut target), &from, skip as u64, false);
+            assert!(sum.is_none() && target == source[skip..skip + len], "{len} bytes at {skip}");
         }
     }
 

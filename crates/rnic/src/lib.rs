@@ -5,6 +5,7 @@
 //! registered memory. Ports run it: `inline` in the caller's own thread, `shm` in a thread of the
 //! memory node's process to which other processes attach.
 
+pub mod bucket;
 pub mod cqe;
 mod crc;
 mod dma;
@@ -13,6 +14,9 @@ pub mod error;
 mod guard;
 pub mod ids;
 pub mod memory;
+#[cfg(test)]
+#[path = "../../../tests/src/needs.rs"]
+mod needs;
 pub mod port;
 pub mod protection;
 mod qp;

@@ -7,12 +7,16 @@
 //! Words that steer the NIC (doorbell records, queue indices, atomics) go through atomic loads and
 //! stores of their natural size; bulk data through raw copies.
 
+mod mapping;
+
 use std::any::Any;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use mapping::{Mapping, Thin};
 
 /// A span of memory mapped in this process, kept mapped by its owner.
 ///
@@ -69,6 +73,41 @@ impl DmaMemory {
         let (base, len) = (map.base, map.len);
         // SAFETY: the mapping is unmapped only when `map`, the owner, is dropped.
         Ok(unsafe { Self::from_raw(base, len, Arc::new(map)) })
+    }
+
+    /// `len` zeroed bytes of this process's own, thin provisioned: a page takes RAM from its first
+    /// write on, and gives it back when zeros are written over the whole of it by [`Zeros`], or by
+    /// the NIC from [`DmaMemory::zeros`]. The first `kept` bytes keep their RAM. The memory is used
+    /// in units of `unit` bytes, at multiples of that.
+    ///
+    /// Fails with the system's error if the memory cannot be mapped.
+    pub fn thin(len: usize, unit: usize, kept: usize) -> Result<Self, rustix::io::Errno> {
+        let thin = Thin::new(len, unit, kept)?;
+        let (base, len) = (thin.base, thin.len);
+        // SAFETY: the mapping is unmapped only when `thin`, the owner, is dropped.
+        Ok(unsafe { Self::from_raw(base, len, Arc::new(thin)) })
+    }
+
+    /// `len` bytes, rounded up to pages, that are zero for good, and take no RAM. They must not be
+    /// written: the system ends a process that does.
+    ///
+    /// Fails with the system's error if the memory cannot be mapped.
+    pub fn zeros(len: usize) -> Result<Self, rustix::io::Errno> {
+        if len > mapping::ZEROS {
+            return Self::anonymous(len);
+        }
+        let (base, len) = (mapping::zeros()?, mapping::page_multiple(len));
+        // SAFETY: the process's zeros are never unmapped. They cannot be written, so that a write
+        // is a fault and no data race; who registers them does so for reading.
+        Ok(unsafe { Self::from_raw(base, len, Arc::new(())) })
+    }
+
+    /// Gives the pages of `len` bytes at `offset` back to the system, so that these bytes are zero.
+    /// False, with nothing changed, unless the span is of [`DmaMemory::thin`], and the bytes are
+    /// whole pages beyond what is kept. Panics if they lie outside the span.
+    pub(crate) fn discard(&self, offset: usize, len: usize) -> bool {
+        let at = self.checked(offset, len);
+        self.owner.downcast_ref::<Thin>().is_some_and(|thin| thin.discard(at, len))
     }
 
     /// Whether other spans keep the same mapping.
@@ -193,14 +232,19 @@ impl DmaMemory {
     }
 }
 
-/// Zeros on their way into memory. A page or more goes past the caches where the processor can do that: who clears
-/// memory gives it away.
+/// Zeros on their way into memory. Whole pages of thin memory go back to the system instead. Of
+/// other memory a page or more goes past the caches where the processor can do that: cleared memory
+/// is not used soon.
 ///
-/// Such stores are not ordered with others until this is dropped, on the thread that made them: whoever is told that
-/// memory is clear is told after that. To wait for them costs as much as a page of them, so that is done once for many.
+/// Nothing may be told that memory is clear before this is dropped, on the thread that wrote the
+/// zeros. The stores are not ordered with others until then, and pages that lie side by side go
+/// back with one call to the system. To wait for the stores costs as much as a page of them, so
+/// that is done once for many.
 #[derive(Debug, Default)]
 pub struct Zeros {
     streamed: bool,
+    /// Whole pages that go back to the system next.
+    pages: Option<DmaMemory>,
     /// Stores are ordered by the processor that made them.
     _thread: PhantomData<*const ()>,
 }
@@ -208,13 +252,53 @@ pub struct Zeros {
 impl Zeros {
     /// Sets `len` bytes at `offset` of `memory` to zero. Panics if they lie outside.
     pub fn write(&mut self, memory: &DmaMemory, offset: usize, len: usize) {
-        let p = memory.checked(offset, len);
-        // SAFETY: `checked` bounds the destination. The stores are ordered when this is dropped.
+        let at = memory.checked(offset, len);
+        let thin = if len < STREAMED { None } else { memory.owner.downcast_ref::<Thin>() };
+        let kept = thin.map_or(len, |thin| thin.kept(at, len));
+        self.store(at, kept);
+        if kept < len {
+            self.discard(DmaMemory {
+                base: at.wrapping_add(kept),
+                len: len - kept,
+                ..memory.clone()
+            });
+        }
+    }
+
+    /// Adds a part of thin memory to the pages that go back, which it may follow.
+    fn discard(&mut self, part: DmaMemory) {
+        match &mut self.pages {
+            Some(pages)
+                if pages.base.wrapping_add(pages.len) == part.base
+                    && Arc::ptr_eq(&pages.owner, &part.owner) =>
+            {
+                pages.len += part.len;
+            }
+            _ => {
+                self.flush();
+                self.pages = Some(part);
+            }
+        }
+    }
+
+    /// Gives the collected pages back; what the system does not take is written over.
+    fn flush(&mut self) {
+        if let Some(pages) = self.pages.take()
+            && !pages.discard(0, pages.len)
+        {
+            self.store(pages.base, pages.len);
+        }
+    }
+
+    /// Writes zeros over `len` bytes at `at`, which lie in memory that the caller has checked.
+    fn store(&mut self, at: *mut u8, len: usize) {
+        // SAFETY: the caller has checked the range, and holds its owner. The stores are ordered
+        // when this is dropped.
         unsafe {
             if len < STREAMED {
-                ptr::write_bytes(p, 0, len);
+                ptr::write_bytes(at, 0, len);
             } else {
-                stream_zeros(p, len);
+                stream_zeros(at, len);
                 self.streamed = true;
             }
         }
@@ -223,6 +307,7 @@ impl Zeros {
 
 impl Drop for Zeros {
     fn drop(&mut self) {
+        self.flush();
         if self.streamed {
             #[cfg(all(target_arch = "x86_64", not(miri)))]
             // SAFETY: every processor of this architecture has the instruction; it touches no memory.
@@ -310,70 +395,64 @@ pub(crate) fn prefetch(line: *const u8, to: For) {
     let _ = (line, to);
 }
 
-/// A mapping of this process, unmapped when dropped.
-struct Mapping {
-    base: *mut u8,
-    len: usize,
+/// Whether the byte at `at` is of [`DmaMemory::zeros`]: it and what follows in its span are zero
+/// for good.
+#[inline]
+pub(crate) fn is_in_zeros(at: *const u8) -> bool {
+    mapping::is_in_zeros(at)
 }
 
-// SAFETY: a mapping belongs to the process, not to a thread.
-unsafe impl Send for Mapping {}
-// SAFETY: it has no method that touches the memory.
-unsafe impl Sync for Mapping {}
-
-impl Mapping {
-    fn anonymous(len: usize) -> Result<Self, rustix::io::Errno> {
-        use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
-        let len = page_multiple(len);
-        // SAFETY: a fresh mapping at an address of the kernel's choice replaces nothing.
-        let base = unsafe {
-            mmap_anonymous(
-                ptr::null_mut(),
-                len,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::PRIVATE | MapFlags::NORESERVE,
-            )?
-        };
-        Ok(Self { base: base.cast(), len })
-    }
-
-    fn shared(
-        fd: impl std::os::fd::AsFd,
-        offset: u64,
-        len: usize,
-    ) -> Result<Self, rustix::io::Errno> {
-        use rustix::mm::{MapFlags, ProtFlags, mmap};
-        let len = page_multiple(len);
-        // SAFETY: a fresh mapping at an address of the kernel's choice replaces nothing.
-        let base = unsafe {
-            mmap(
-                ptr::null_mut(),
-                len,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED | MapFlags::NORESERVE,
-                fd,
-                offset,
-            )?
-        };
-        Ok(Self { base: base.cast(), len })
-    }
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        // SAFETY: this object owns the mapping; all spans over it have ended with it. An error
-        // would leave it mapped, which harms nobody.
-        let _ = unsafe { rustix::mm::munmap(self.base.cast(), self.len) };
-    }
-}
-
-fn page_multiple(len: usize) -> usize {
-    len.max(1).next_multiple_of(rustix::param::page_size())
+/// Bytes of the pages of a span that are mapped: those in RAM, and those that only were read, for
+/// which the system shows its page of zeros.
+#[cfg(test)]
+pub(crate) fn mapped(memory: &DmaMemory) -> usize {
+    use std::os::unix::fs::FileExt;
+    const PRESENT: u64 = 1 << 63;
+    let page = rustix::param::page_size();
+    let mut entries = vec![0; memory.len() / page * 8];
+    let pagemap = std::fs::File::open("/proc/self/pagemap").unwrap();
+    pagemap.read_exact_at(&mut entries, memory.addr() / page as u64 * 8).unwrap();
+    let present = |entry: &&[u8; 8]| u64::from_ne_bytes(**entry) & PRESENT != 0;
+    entries.as_chunks().0.iter().filter(present).count() * page
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    #[cfg_attr(miri, ignore = "Miri has no /proc and no madvise")]
+    fn zeros_over_thin_memory_give_its_pages_back_but_for_what_is_kept() {
+        let (page, pages) = (rustix::param::page_size(), 64);
+        let (kept, len) = (3 * page, pages * page);
+        let m = DmaMemory::thin(len, page, kept - 1).unwrap();
+        m.write(0, &vec![0xa5; len]);
+        assert!(mapped(&m) >= len);
+        // Not whole pages: what is whole in between stays too, and all is zero.
+        m.zero(10 * page + 1, 2 * page);
+        assert!(mapped(&m) >= len);
+        // Over the border of what is kept.
+        m.zero(page, 4 * page);
+        assert_eq!(mapped(&m), len - 2 * page);
+        m.zero(0, len);
+        assert_eq!(mapped(&m), kept);
+        m.write(len - 1, &[7]);
+        assert_eq!(mapped(&m), kept + page);
+        m.zero(0, len);
+        let mut bytes = vec![1; len];
+        m.read(0, &mut bytes);
+        assert!(bytes.iter().all(|byte| *byte == 0));
+    }
+
+    #[test]
+    fn the_zeros_of_a_process_are_zero_and_one() {
+        let (one, other) = (DmaMemory::zeros(100).unwrap(), DmaMemory::zeros(1 << 20).unwrap());
+        assert_eq!((one.addr(), one.len(), other.len()), (other.addr(), 4096, 1 << 20));
+        let mut bytes = [1; 100];
+        other.read((1 << 20) - 100, &mut bytes);
+        assert_eq!(bytes, [0; 100]);
+        assert!(is_in_zeros(one.as_ptr()) && !is_in_zeros(bytes.as_ptr()));
+    }
 
     #[test]
     fn zeros_go_where_they_belong_and_nowhere_else() {

@@ -272,6 +272,16 @@ impl KeyTable {
         Ok(span)
     }
 
+    /// Gives the pages of `target` back to the system, so that they are zero, if the region `key`
+    /// is of thin memory ([`DmaMemory::thin`]). False, with nothing changed, otherwise. `target`
+    /// has passed the check of `key`.
+    pub fn discard(&self, key: Key, target: Span) -> bool {
+        let owner = self.owners.get(key.index().index());
+        owner.and_then(|owner| owner.memory.as_ref()).is_some_and(|memory| {
+            memory.discard(target.offset_in(Span::of(memory)) as usize, target.len() as usize)
+        })
+    }
+
     // --- windows -------------------------------------------------------------------------------
 
     /// Executes a UMR for `by`; true if the window is bound afterwards.
@@ -637,3 +647,7 @@ const WRITING: Access = Access(Access::REMOTE_WRITE.0 | Access::REMOTE_ATOMIC.0)
 
 /// Fresh indices are taken until this many freed ones wait: an index is not reused soon.
 const QUARANTINE: usize = 64;
+
+#[cfg(test)]
+#[path = "protection_tests.rs"]
+mod tests;

@@ -11,15 +11,29 @@
 //! Freed slots wait in a queue, and each comes back with its next number: between two objects of one
 //! number lie 2^24 / slots reuses of its slot, and as many times [`QUARANTINE`] other objects, unless
 //! the table is nearly full. Numbers are sparse: index nothing by them.
+//!
+//! In a scattered table both parts are random: each slot has low bits of its own that were drawn
+//! for it, and its first number is drawn from those with these low bits. All that is said above
+//! holds for it too.
 
 use std::collections::VecDeque;
 
 /// A table of `T` with 24-bit numbers.
 pub(crate) struct Table<T> {
     slots: Vec<Slot<T>>,
+    /// Slots that were given out before.
     free: VecDeque<u32>,
     bits: u32,
     live: u32,
+    scatter: Option<Scatter>,
+}
+
+/// Where the numbers of a scattered table come from.
+struct Scatter {
+    random: fn() -> u32,
+    /// The slot of numbers with these low bits; the first one, which is never used, if there is
+    /// none.
+    slots: Box<[u32]>,
 }
 
 struct Slot<T> {
@@ -31,6 +45,8 @@ struct Slot<T> {
 }
 
 const NUMBER_BITS: u32 = 24;
+/// "None" where QPs are named.
+const NUMBER_MAX: u32 = (1 << NUMBER_BITS) - 1;
 /// Freed slots that are looked at for a number that may be given out again.
 const TRIES: usize = 64;
 /// Fresh slots are taken until this many freed ones wait.
@@ -45,7 +61,41 @@ impl<T> Table<T> {
         let bits = (max.saturating_add(FIRST)).next_power_of_two().trailing_zeros();
         let bits = bits.min(NUMBER_BITS - 4);
         let slots = (0..FIRST).map(|number| Slot { number, wrapped: false, value: None }).collect();
-        Self { slots, free: VecDeque::new(), bits, live: 0 }
+        Self { slots, free: VecDeque::new(), bits, live: 0, scatter: None }
+    }
+
+    /// A table like that, with numbers that cannot be guessed.
+    pub fn scattered(max: u32, random: fn() -> u32) -> Self {
+        let mut table = Self::new(max);
+        let slots = vec![0; 1 << table.bits].into();
+        table.scatter = Some(Scatter { random, slots });
+        table
+    }
+
+    /// Where an object with this number would be.
+    #[inline]
+    fn slot_of(&self, number: u32) -> usize {
+        let low = (number & ((1 << self.bits) - 1)) as usize;
+        match &self.scatter {
+            None => low,
+            Some(scatter) => scatter.slots[low] as usize,
+        }
+    }
+
+    /// The first number of the next slot.
+    fn fresh_number(&mut self) -> u32 {
+        let slot = self.slots.len() as u32;
+        let Some(scatter) = &mut self.scatter else { return slot };
+        let mask = (1 << self.bits) - 1;
+        let (mut low, mut tries) = ((scatter.random)() & mask, 0);
+        while low < FIRST || scatter.slots[low as usize] != 0 {
+            // In a table that is nearly full the next free one will do.
+            low = if tries < TRIES { (scatter.random)() } else { low + 1 } & mask;
+            tries += 1;
+        }
+        scatter.slots[low as usize] = slot;
+        let number = ((scatter.random)() << self.bits | low) & NUMBER_MAX;
+        if number == NUMBER_MAX { low } else { number }
     }
 
     /// Objects now.
@@ -83,7 +133,7 @@ impl<T> Table<T> {
             self.free.push_back(at);
         }
         fresh.then(|| {
-            let number = self.slots.len() as u32;
+            let number = self.fresh_number();
             self.slots.push(Slot { number, wrapped: false, value: Some(make(number)) });
             self.live += 1;
             number
@@ -93,7 +143,7 @@ impl<T> Table<T> {
     /// The object of this number.
     #[inline]
     pub fn get(&self, number: u32) -> Option<&T> {
-        let slot = self.slots.get((number & ((1 << self.bits) - 1)) as usize)?;
+        let slot = self.slots.get(self.slot_of(number))?;
         if slot.number != number {
             return None;
         }
@@ -103,7 +153,8 @@ impl<T> Table<T> {
     /// The object of this number, to be changed.
     #[inline]
     pub fn get_mut(&mut self, number: u32) -> Option<&mut T> {
-        let slot = self.slots.get_mut((number & ((1 << self.bits) - 1)) as usize)?;
+        let at = self.slot_of(number);
+        let slot = self.slots.get_mut(at)?;
         if slot.number != number {
             return None;
         }
@@ -113,11 +164,11 @@ impl<T> Table<T> {
     /// Takes the object out; its number is unknown from now on.
     pub fn remove(&mut self, number: u32) -> Option<T> {
         self.get(number)?;
-        let at = number & ((1 << self.bits) - 1);
-        let slot = &mut self.slots[at as usize];
+        let at = self.slot_of(number);
+        let slot = &mut self.slots[at];
         let value = slot.value.take();
         slot.advance(self.bits);
-        self.free.push_back(at);
+        self.free.push_back(at as u32);
         self.live -= 1;
         value
     }
@@ -131,12 +182,11 @@ impl<T> Table<T> {
 impl<T> Slot<T> {
     fn advance(&mut self, bits: u32) {
         let next = self.number + (1 << bits);
-        // The all-ones number means "none" where QPs are named.
-        if next >= (1 << NUMBER_BITS) - 1 {
+        if next >= NUMBER_MAX {
             self.wrapped = true;
         }
-        self.number = next % (1 << NUMBER_BITS);
-        if self.number == (1 << NUMBER_BITS) - 1 {
+        self.number = next & NUMBER_MAX;
+        if self.number == NUMBER_MAX {
             self.number &= (1 << bits) - 1;
         }
     }
@@ -162,6 +212,53 @@ mod tests {
         let again = t.insert(|_| true, |n| n).unwrap();
         assert_eq!(again, first + 32);
         assert_eq!((t.get(first), t.get(again)), (None, Some(&again)));
+    }
+
+    /// SplitMix64 of a count.
+    fn random() -> u32 {
+        use std::sync::atomic::{AtomicU64, Ordering};
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        let mut z = COUNT.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed);
+        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ z >> 31) as u32
+    }
+
+    #[test]
+    fn numbers_of_a_scattered_table_do_not_follow_each_other() {
+        let mut t = Table::scattered(1000, random);
+        let numbers: Vec<u32> =
+            (0..t.capacity()).map(|_| t.insert(|_| true, |n| n).unwrap()).collect();
+        assert_eq!(t.insert(|_| true, |n| n), None, "full");
+        let sorted = std::collections::BTreeSet::from_iter(&numbers);
+        assert_eq!(sorted.len(), numbers.len(), "no two are equal");
+        let near = |pair: &[u32]| pair[0].abs_diff(pair[1]) < 1000;
+        assert!(numbers.windows(2).filter(|pair| near(pair)).count() < 10);
+        // All of the 24 bits are used.
+        assert!(numbers.iter().any(|n| *n < 1 << 20) && numbers.iter().any(|n| *n >= 15 << 20));
+        for &n in &numbers {
+            assert!((16..0xff_ffff).contains(&n));
+            assert_eq!(t.get(n), Some(&n));
+            assert_eq!(t.get(n ^ 1 << 23), None);
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "half a million steps")]
+    fn a_number_of_a_scattered_table_comes_back_after_all_others_of_its_slot() {
+        let mut t = Table::scattered(16, random);
+        for _ in 1..t.capacity() {
+            t.insert(|_| true, |n| n).unwrap();
+        }
+        let first = t.insert(|_| true, |n| n).unwrap();
+        let mut n = first;
+        for lap in 1..(1 << (24 - 5)) - 1 {
+            assert_eq!(t.remove(n), Some(n));
+            assert_eq!(t.get(n), None);
+            n = t.insert(|_| true, |n| n).unwrap();
+            assert_ne!(n, first, "after {lap} others");
+            assert_eq!(n & 0x1f, first & 0x1f);
+        }
     }
 
     #[test]

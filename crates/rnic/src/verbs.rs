@@ -49,6 +49,9 @@ pub struct Limits {
     pub strict: bool,
     /// What connections to other NICs may take. Without it there are none.
     pub wire: Option<WireLimits>,
+    /// Where random numbers come from: then those of QPs cannot be guessed. Without it they are
+    /// given out in order, as it suits a simulation.
+    pub random: Option<fn() -> u32>,
 }
 
 /// What connections to other NICs may take.
@@ -91,6 +94,7 @@ impl Default for Limits {
             physical_turn: 16 << 10,
             strict: false,
             wire: None,
+            random: None,
         }
     }
 }

@@ -58,7 +58,7 @@ pub use inspect::{Aim, Reach};
 pub use remote::Hold;
 use shares::Shares;
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 pub use stepped::{Next, NextKind, Stepped};
 
 /// Bytes of a READ or WRITE at most (IBTA vol. 1, §9.7).
@@ -148,7 +148,10 @@ impl Engine {
             keys: KeySpaces::new(limits.keys),
             cqs: Table::new(limits.cqs),
             recvs: Table::new(limits.recvs),
-            qps: Table::new(limits.qps),
+            qps: match limits.random {
+                None => Table::new(limits.qps),
+                Some(random) => Table::scattered(limits.qps, random),
+            },
             shares: Shares::new(&limits),
             work: 0,
             touched: Vec::with_capacity(64),
@@ -277,13 +280,22 @@ impl Engine {
         self.core.function_of(qpn)
     }
 
-    /// A packet came, at time `now_ns` (which never goes back): the payload of a UDP datagram from `source`
-    /// to `destination`, from the BTH to the ICRC, which whoever calls has checked if it could. Takes
-    /// bounded time, whatever the packet holds; what is no packet of a connected peer is dropped and
-    /// counted. [`Engine::poll`] is to be called after the last of some packets: answers are made and
-    /// completions announced there.
-    pub fn receive(&mut self, now_ns: u64, source: IpAddr, destination: IpAddr, packet: &[u8]) {
-        self.core.receive_packet(&mut self.wqe, now_ns, source, destination, packet);
+    /// A packet came, at time `now_ns` (which never goes back): the payload of a UDP datagram from
+    /// `source` to `destination`, from the BTH on. `is_intact` says whether its ICRC is right, as
+    /// far as the caller can tell; it is asked only if the packet is for a connected QP whose peer
+    /// sends no tags. Takes bounded time, whatever the packet holds; what is no packet of a
+    /// connected peer is dropped and counted. [`Engine::poll`] is to be called after the last of
+    /// some packets: answers are made and completions announced there.
+    pub fn receive(
+        &mut self,
+        now_ns: u64,
+        source: SocketAddr,
+        destination: IpAddr,
+        packet: &[u8],
+        is_intact: impl FnOnce() -> bool,
+    ) {
+        let Self { core, wqe } = self;
+        core.receive_packet(wqe, now_ns, source, destination, packet, is_intact);
     }
 
     /// True if the last packet that came was a part of a message, or of a READ's answer, of which more is to come: 120 KiB,

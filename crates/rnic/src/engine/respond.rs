@@ -185,7 +185,7 @@ impl Core {
     }
 
     /// Completes a receive of queue `n`: of its next WQE, or of one that was taken before, which had this
-    /// index. A key that is to be invalidated has been looked at.
+    /// index. A key that is to be invalidated was checked before data moved (`may_revoke`).
     #[inline]
     pub fn received(
         &mut self,
@@ -213,7 +213,9 @@ impl Core {
                 if let Some(key) = invalidate {
                     cqe.opcode = cqe::opcode::RESP_SEND_INV;
                     cqe.imm = key.0;
-                    self.keys[to.space].invalidate(key, to.executor()).expect("it was checked");
+                    if self.keys[to.space].invalidate(key, to.executor()).is_err() {
+                        return Err(self.refuse(to, Syndrome::RemoteAccess));
+                    }
                     self.stats.unbinds += 1;
                 }
             }

@@ -12,6 +12,7 @@
 //! events keeps the last of them, and costs nothing more.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
@@ -19,14 +20,13 @@ use rustix::thread::futex;
 
 use super::control::{EVENTS_MAX, Events, Verb};
 use super::handshake;
+use super::wakes::Sleeper;
 use crate::ids::FunctionId;
 use crate::memory::DmaMemory;
 use crate::verbs::AsyncEvent;
 
 /// The most events that wait for their function. More drop the oldest.
 const QUEUE_MAX: usize = 1024;
-/// The most threads that one event wakes.
-const SLEEPERS: u32 = 4;
 
 /// The word of a function: 0, or armed by who waits for its events.
 #[derive(Clone)]
@@ -36,6 +36,10 @@ impl EventWord {
     /// The first 4 bytes of `memory`.
     pub(super) fn new(memory: DmaMemory) -> Self {
         Self(memory)
+    }
+
+    pub(super) fn memory(&self) -> &DmaMemory {
+        &self.0
     }
 
     /// Says that the caller will wait; then it must take events once more before it does.
@@ -66,38 +70,35 @@ pub(super) struct EventQueues {
 struct Queue {
     events: VecDeque<AsyncEvent>,
     lost: u32,
-    word: Option<EventWord>,
+    word: Option<(EventWord, Arc<Sleeper>)>,
 }
 
 impl EventQueues {
-    /// Who waits for events of `function` does so at `word`.
-    pub fn watch(&mut self, function: FunctionId, word: EventWord) {
-        self.queues.entry(function).or_default().word = Some(word);
+    /// Sets the word on which threads wait for events of `function`, and its sleeper.
+    pub fn watch(&mut self, function: FunctionId, word: EventWord, sleeper: Arc<Sleeper>) {
+        self.queues.entry(function).or_default().word = Some((word, sleeper));
     }
 
     /// The word of `function`, if it has one.
     pub fn word(&self, function: FunctionId) -> Option<EventWord> {
-        self.queues.get(&function)?.word.clone()
+        self.queues.get(&function)?.word.as_ref().map(|(word, _)| word.clone())
     }
 
-    /// Puts an event into its function's queue and wakes who waits for it.
+    /// Puts an event into its function's queue; gives the sleeper to be woken for it.
     #[cold]
-    pub fn push(&mut self, function: FunctionId, event: AsyncEvent) {
+    pub fn push(&mut self, function: FunctionId, event: AsyncEvent) -> Option<&Arc<Sleeper>> {
         let queue = self.queues.entry(function).or_default();
         if queue.events.contains(&event) {
-            return;
+            return None;
         }
         if queue.events.len() == QUEUE_MAX {
             queue.events.pop_front();
             queue.lost = queue.lost.saturating_add(1);
         }
         queue.events.push_back(event);
-        let Some(EventWord(word)) = &queue.word else { return };
+        let (EventWord(word), sleeper) = queue.word.as_ref()?;
         fence(Ordering::SeqCst);
-        if handshake::disarm(word.word32(0), true) {
-            // A futex in a client's memory: what can fail here is the client's loss.
-            let _ = futex::wake(word.word32(0), futex::Flags::empty(), SLEEPERS);
-        }
+        handshake::disarm(word.word32(0), true).then_some(sleeper)
     }
 
     /// Takes the oldest events of `function`.

@@ -168,15 +168,32 @@ impl InlineFunction {
         }
     }
 
+    /// [`DmaMemory::thin`]; a stepped NIC's as [`InlineFunction::alloc_dma`].
+    pub fn alloc_thin(&self, bytes: usize, unit: usize, kept: usize) -> Result<DmaMemory, Error> {
+        match &self.nic.stepped {
+            None => DmaMemory::thin(bytes, unit, kept).map_err(Error::system("mapping memory")),
+            Some(provider) => Ok(provider(bytes)),
+        }
+    }
+
+    /// [`DmaMemory::zeros`]; a stepped NIC's as [`InlineFunction::alloc_dma`].
+    pub fn alloc_zeros(&self, bytes: usize) -> Result<DmaMemory, Error> {
+        match &self.nic.stepped {
+            None => DmaMemory::zeros(bytes).map_err(Error::system("mapping memory")),
+            Some(provider) => Ok(provider(bytes)),
+        }
+    }
+
     /// The word that who waits for asynchronous events sleeps on. Made when it is first asked for.
     pub fn event_word(&self) -> Result<EventWord, Error> {
-        let events = &mut self.nic.core.lock().events;
-        if let Some(word) = events.word(self.id) {
+        let mut core = self.nic.core.lock();
+        if let Some(word) = core.events.word(self.id) {
             return Ok(word);
         }
         let memory = DmaMemory::anonymous(4).map_err(Error::system("mapping memory"))?;
-        events.watch(self.id, EventWord::new(memory));
-        Ok(events.word(self.id).expect("made just now"))
+        let word = EventWord::new(memory);
+        core.watch_events(self.id, word.clone());
+        Ok(word)
     }
 
     /// Removes the function with all that it has, at once, as a port does when a process dies. What

@@ -19,6 +19,8 @@ pub mod handshake;
 pub mod inline;
 pub mod roce;
 pub mod shm;
+mod waker;
+mod wakes;
 
 pub use self::core::{ARMED, wake};
 pub use error::Error;
@@ -80,6 +82,29 @@ impl Function {
             Function::Local(_) => {
                 DmaMemory::anonymous(bytes).map_err(Error::system("mapping memory"))
             }
+            Function::Attached(f) => f.alloc_dma(bytes),
+        }
+    }
+
+    /// [`Function::alloc_dma`], as [`DmaMemory::thin`] where the NIC is in this process. Memory
+    /// that is shared with a NIC in another process is that process's to give back, which it does
+    /// not.
+    pub fn alloc_thin(&self, bytes: usize, unit: usize, kept: usize) -> Result<DmaMemory, Error> {
+        match self {
+            Function::Inline(f) => f.alloc_thin(bytes, unit, kept),
+            Function::Local(_) => {
+                DmaMemory::thin(bytes, unit, kept).map_err(Error::system("mapping memory"))
+            }
+            Function::Attached(f) => f.alloc_dma(bytes),
+        }
+    }
+
+    /// [`Function::alloc_dma`] for memory that stays zero: [`DmaMemory::zeros`] where the NIC is in
+    /// this process.
+    pub fn alloc_zeros(&self, bytes: usize) -> Result<DmaMemory, Error> {
+        match self {
+            Function::Inline(f) => f.alloc_zeros(bytes),
+            Function::Local(_) => DmaMemory::zeros(bytes).map_err(Error::system("mapping memory")),
             Function::Attached(f) => f.alloc_dma(bytes),
         }
     }

@@ -134,3 +134,44 @@ fn powers_have_inverses() {
         power = times(power, x);
     }
 }
+
+/// Of all ICRCs of a packet, those of its 65536 identifications pass, and no other.
+#[test]
+fn without_the_identification_only_the_icrcs_of_identifications_pass() {
+    let mut packet: Vec<u8> = (0..24).collect();
+    let tail = packet.len() - ICRC;
+    let sealed: std::collections::HashSet<[u8; ICRC]> = (0..=u16::MAX)
+        .map(|identification| {
+            seal(&Route { identification, ..route(false) }, &mut packet);
+            *packet.last_chunk().unwrap()
+        })
+        .collect();
+    assert_eq!(sealed.len(), 1 << 16);
+    // Weyl's sequence: spread evenly over all 2^32.
+    for n in 0..1u32 << 17 {
+        let icrc = n.wrapping_mul(0x9e37_79b9).to_le_bytes();
+        packet[tail..].copy_from_slice(&icrc);
+        let passes = check_unidentified(&route(false), &packet);
+        assert_eq!(passes, sealed.contains(&icrc), "{icrc:x?}");
+    }
+}
+
+/// However the payload is split off to be summed up.
+#[test]
+fn packets_of_every_length_have_the_crc_of_their_bytes() {
+    let bytes: Vec<u8> = (0..4300u32).map(|i| (i * 29 + (i >> 8)) as u8).collect();
+    // The ICRC covers these bytes before the packet's own. The length stands in two of them.
+    let mut head = [0xff; 8 + 20 + 8];
+    head[8..][..20].copy_from_slice(&[
+        0x45, 0xff, 0, 0, 0, 0, 0x40, 0, 0xff, 17, 0xff, 0xff, 10, 1, 2, 3, 10, 1, 2, 4,
+    ]);
+    head[28..32].copy_from_slice(&[0xc0, 1, 0x12, 0xb7]);
+    for len in (BTH..600).chain((600..bytes.len()).step_by(13)).chain([1036, 2060, 4108]) {
+        let below = (8 + len + 4) as u16;
+        head[10..12].copy_from_slice(&(20 + below).to_be_bytes());
+        head[32..34].copy_from_slice(&below.to_be_bytes());
+        let mut whole = [&head[..], &bytes[..len]].concat();
+        whole[head.len() + 4] = 0xff;
+        assert_eq!(of(&route(false), &bytes[..len]), Some(crc(&whole)), "{len} bytes");
+    }
+}

@@ -1,18 +1,21 @@
 //! RoCEv2 without I/O: packets, and what a connection to a QP of another NIC remembers.
 //!
 //! ```text
-//!   datagram ──> icrc::check (the port) ──> Packet::parse ──> engine ──┬─> Responder: requests
-//!                                                                      └─> Requester: answers
-//!   outbox  ──> icrc::seal (the port) ──> datagram
+//!   datagram ──> engine: QP ──> ICRC or tag ──> Packet::parse ──┬─> Responder: requests
+//!                                                               └─> Requester: answers
+//!   outbox  ──> Outbox::seal (the port) ──> datagram
 //!     ^
 //!     └── Packet::encode_headers <── engine, in the QP's turns <── what the two say is next
 //! ```
 //!
 //! Nothing here knows of sockets, threads, clocks, memory or keys. Packets are the payload of UDP datagrams
-//! to port [`UDP_PORT`]; the port has the addresses, so it makes and checks the ICRC.
+//! to port [`UDP_PORT`]; the port has the addresses, so it makes and checks the ICRC. Tags need no
+//! addresses: the engine makes and checks them.
 
 pub(crate) mod dialogue;
+pub(crate) mod guesses;
 pub mod icrc;
+pub mod mac;
 mod outbox;
 mod pace;
 pub mod packet;
@@ -22,8 +25,9 @@ pub(crate) mod requester;
 pub(crate) mod responder;
 mod stats;
 
-pub(crate) use outbox::{ALIGNED, LONG_BURST};
-pub use outbox::{Burst, Envelope, Outbox};
+pub use mac::{PairSecret, Side};
+pub(crate) use outbox::{ALIGNED, Ending, LONG_BURST};
+pub use outbox::{Burst, Envelope, Outbox, Outgoing};
 pub use packet::{Malformed, Packet};
 pub use peer::{PathMtu, PeerAddress, RemotePeer};
 pub use stats::WireStats;

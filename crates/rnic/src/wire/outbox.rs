@@ -5,8 +5,9 @@
 //!  \________________ a burst: one UDP GSO send _____________/
 //! ```
 //!
-//! The engine writes packets here in the turns of QPs; the port seals them with their ICRC, sends them and
-//! clears the outbox. While there is no room for the longest packet nothing is made.
+//! The engine writes packets here in the turns of QPs, authenticated ones with their tag; the port
+//! puts the ICRC into the others, sends them and clears the outbox. While there is no room for the
+//! longest packet nothing is made.
 
 use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
@@ -63,6 +64,27 @@ impl Burst {
     }
 }
 
+/// What a packet that is put into the outbox ends with.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Ending {
+    /// Room for the ICRC, which the port makes; with the sum of the payload, if that was made when
+    /// it was copied.
+    Icrc(Option<Sum>),
+    /// Counter and tag: nothing is left to be done.
+    Tag,
+}
+
+/// A packet to be sent.
+#[derive(Debug)]
+pub struct Outgoing<'a> {
+    /// Where it goes.
+    pub envelope: Envelope,
+    /// Its bytes.
+    pub bytes: &'a mut [u8],
+    /// It has a tag, and takes no ICRC.
+    pub authenticated: bool,
+}
+
 /// Packets to be sent. See the module.
 pub struct Outbox {
     memory: Box<[u8]>,
@@ -72,8 +94,8 @@ pub struct Outbox {
     capacity: usize,
     used: usize,
     bursts: Vec<Burst>,
-    /// Of each packet's payload, if it was made when that was copied.
-    sums: Vec<Option<Sum>>,
+    /// What is behind each packet's payload.
+    endings: Vec<Ending>,
     /// A QP found no room.
     stalled: bool,
 }
@@ -91,19 +113,19 @@ impl Outbox {
             capacity,
             used: 0,
             bursts: Vec::with_capacity(packets),
-            sums: Vec::with_capacity(packets),
+            endings: Vec::with_capacity(packets),
             stalled: false,
         }
     }
 
     /// True if there is nothing to send.
     pub fn is_empty(&self) -> bool {
-        self.sums.is_empty()
+        self.endings.is_empty()
     }
 
     /// Packets to be sent.
     pub fn len(&self) -> usize {
-        self.sums.len()
+        self.endings.len()
     }
 
     /// All packets' bytes.
@@ -112,12 +134,16 @@ impl Outbox {
     }
 
     /// The packets, in order, to be sealed and sent.
-    pub fn packets(&mut self) -> impl Iterator<Item = (Envelope, &mut [u8])> {
+    pub fn packets(&mut self) -> impl Iterator<Item = Outgoing<'_>> {
         let mut rest = &mut self.memory[self.first..][..self.used];
-        self.bursts.iter().flat_map(move |burst| {
+        let packets = self.bursts.iter().flat_map(move |burst| {
             let (bytes, after) = std::mem::take(&mut rest).split_at_mut(burst.bytes.len());
             rest = after;
             bytes.chunks_mut(burst.packet_bytes).map(|packet| (burst.envelope, packet))
+        });
+        packets.zip(&self.endings).map(|((envelope, bytes), ending)| {
+            let authenticated = matches!(ending, Ending::Tag);
+            Outgoing { envelope, bytes, authenticated }
         })
     }
 
@@ -126,19 +152,21 @@ impl Outbox {
         &self.bursts
     }
 
-    /// Puts the ICRC into each packet, which will be sent from this UDP port. The segments of a burst are numbered from 0,
-    /// as Linux does.
+    /// Puts the ICRC into each packet that has one and will be sent from this UDP port. The
+    /// segments of a burst are numbered from 0, as Linux does.
     pub fn seal(&mut self, port: u16) {
-        let (mut sums, all) = (&self.sums[..], &mut self.memory[self.first..]);
+        let (mut endings, all) = (&self.endings[..], &mut self.memory[self.first..]);
         for burst in &self.bursts {
-            let (its, after) = sums.split_at(burst.packets);
+            let (its, after) = endings.split_at(burst.packets);
             let source = SocketAddr::new(burst.envelope.from, port);
             let mut row = Row::new(Route::new(source, burst.envelope.to));
             let packets = all[burst.bytes.clone()].chunks_mut(burst.packet_bytes).zip(its);
-            for (index, (packet, sum)) in packets.enumerate() {
-                row.seal_summed(index as u16, packet, *sum);
+            for (index, (packet, ending)) in packets.enumerate() {
+                if let Ending::Icrc(sum) = ending {
+                    row.seal_summed(index as u16, packet, *sum);
+                }
             }
-            sums = after;
+            endings = after;
         }
     }
 
@@ -146,7 +174,7 @@ impl Outbox {
     pub fn clear(&mut self) {
         self.used = 0;
         self.bursts.clear();
-        self.sums.clear();
+        self.endings.clear();
         self.stalled = false;
     }
 
@@ -179,12 +207,12 @@ impl Outbox {
         (room as u64).min(most as u64) as u32
     }
 
-    /// Takes the packet of `len` bytes that was written into [`Outbox::room`], with the sum of its payload if it was made.
+    /// Takes the packet of `len` bytes that was written into [`Outbox::room`].
     #[inline]
-    pub(crate) fn commit(&mut self, envelope: Envelope, len: usize, sum: Option<Sum>) {
+    pub(crate) fn commit(&mut self, envelope: Envelope, len: usize, ending: Ending) {
         let start = self.used;
         self.used += len;
-        self.sums.push(sum);
+        self.endings.push(ending);
         if !self.bursts.last_mut().is_some_and(|last| last.take(&envelope, len)) {
             let bytes = start..self.used;
             self.bursts.push(Burst { envelope, bytes, packet_bytes: len, packets: 1 });
@@ -200,7 +228,7 @@ mod tests {
         let from = "10.0.0.1".parse().unwrap();
         let to = SocketAddr::new("10.0.0.2".parse().unwrap(), to);
         outbox.room().unwrap()[..len].fill(fill);
-        outbox.commit(Envelope { from, to }, len, None);
+        outbox.commit(Envelope { from, to }, len, Ending::Icrc(None));
     }
 
     #[test]
@@ -211,7 +239,7 @@ mod tests {
         }
         put(&mut o, 2, 61, 6);
         let seen: Vec<_> =
-            o.packets().map(|(e, bytes)| (e.to.port(), bytes.len(), bytes[0])).collect();
+            o.packets().map(|p| (p.envelope.to.port(), p.bytes.len(), p.bytes[0])).collect();
         let want = [(1, 100, 1), (1, 100, 2), (1, 60, 3), (1, 60, 4), (2, 60, 5), (2, 61, 6)];
         assert_eq!(seen, want);
         let bursts: Vec<_> =
@@ -232,6 +260,33 @@ mod tests {
         (0..40).for_each(|i| put(&mut o, 1, 4136, i));
         assert!(o.bursts().iter().all(|b| b.bytes.len() <= 65_000));
         assert_eq!(o.bursts().iter().map(|b| b.packets).sum::<usize>(), 40);
+    }
+
+    #[test]
+    fn a_burst_is_full_to_the_byte() {
+        let mut o = Outbox::new(2 << 20);
+        // 15 times 4136 bytes, and 2960 are 65,000.
+        (0..15).for_each(|i| put(&mut o, 1, 4136, i));
+        put(&mut o, 1, 2960, 15);
+        assert_eq!((o.len(), o.bursts().len()), (16, 1));
+        o.clear();
+        (0..15).for_each(|i| put(&mut o, 1, 4136, i));
+        put(&mut o, 1, 2961, 15);
+        assert_eq!((o.len(), o.bursts().len()), (16, 2));
+    }
+
+    #[test]
+    fn who_wants_packets_and_finds_room_for_none_waits() {
+        let mut o = Outbox::new(2 * PACKET_MAX);
+        assert_eq!((o.packets_max(0), o.packets_max(1), o.packets_max(9)), (0, 1, 2));
+        assert!(!o.is_stalled());
+        put(&mut o, 1, PACKET_MAX + 1, 1);
+        assert_eq!(o.packets_max(0), 0);
+        assert!(!o.is_stalled(), "none were wanted");
+        assert_eq!(o.packets_max(1), 0);
+        assert!(o.is_stalled());
+        assert_eq!(o.packets_max(0), 0);
+        assert!(o.is_stalled(), "until it is cleared");
     }
 
     #[test]

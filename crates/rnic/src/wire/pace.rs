@@ -205,6 +205,32 @@ mod tests {
         assert_eq!(Pace::new(64, 1).retransmit_ns(), 8192);
     }
 
+    /// RFC 6298, with a deviation that begins at half of the first measurement.
+    #[test]
+    fn the_round_trip_is_smoothed_by_eighths_and_its_deviation_by_quarters() {
+        let mut pace = Pace::new(64, 20);
+        pace.measured(8_000_000);
+        assert_eq!((pace.rtt_ns, pace.deviation_ns), (8_000_000, 4_000_000));
+        pace.measured(16_000_000);
+        assert_eq!((pace.rtt_ns, pace.deviation_ns), (9_000_000, 5_000_000));
+        pace.measured(1_000_000);
+        assert_eq!((pace.rtt_ns, pace.deviation_ns), (8_000_000, 5_750_000));
+        assert_eq!(pace.retransmit_ns(), 31_000_000);
+    }
+
+    #[test]
+    fn the_window_grows_by_one_for_each_of_its_lengths_up_to_its_most() {
+        let mut pace = Pace::new(40, 14);
+        pace.progress(1000);
+        pace.loss();
+        assert_eq!((pace.window(), pace.threshold), (20, 20));
+        // Lengths of 20, 21 and 22 packets, and 5 that count for the next.
+        pace.progress(20 + 21 + 22 + 5);
+        assert_eq!((pace.window(), pace.acked), (23, 5));
+        pace.progress(10_000);
+        assert_eq!(pace.window(), 40);
+    }
+
     #[test]
     fn rnr_timers_are_the_tables() {
         assert_eq!(rnr_ns(0), 655_360_000);

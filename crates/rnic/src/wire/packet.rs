@@ -1,5 +1,5 @@
-//! Packets of reliable connections: RoCEv2's UDP payload, from the base transport header to the ICRC
-//! (IBTA vol. 1, §9.2 to §9.4; RoCEv2 is annex A17).
+//! Packets of reliable connections: RoCEv2's UDP payload, from the base transport header to the
+//! trailer (IBTA vol. 1, §9.2 to §9.4; RoCEv2 is annex A17).
 //!
 //! ```text
 //! BTH                                              RETH                    AETH
@@ -11,11 +11,14 @@
 //! +8  ack request (1) | reserved (7)               +0  address  (8)        +0  old value (8)
 //! +9  PSN (3)                                      +8  rkey     (4)
 //!                                                  +12 swap/add (8)        ImmDt, IETH
-//! then headers, payload, pad, ICRC (4)             +20 compare  (8)        +0  data or rkey (4)
+//! then headers, payload, pad, trailer              +20 compare  (8)        +0  data or rkey (4)
 //! ```
+//!
+//! The trailer is the ICRC (4 bytes), or counter and tag ([`super::mac`], 20 bytes).
 //!
 //! [`Packet::parse`] takes any bytes: what is no packet is refused with a reason. Nothing is read twice.
 
+use super::mac;
 use crate::ids::{Key, Psn, Qpn};
 use crate::wqe::Remote;
 
@@ -25,8 +28,8 @@ pub const BTH: usize = 12;
 pub const ICRC: usize = 4;
 /// Bytes of the longest row of headers: BTH and AtomicETH.
 pub const HEADERS_MAX: usize = BTH + 28;
-/// Bytes behind the payload at most: padding and ICRC.
-pub const TRAILER_MAX: usize = 3 + ICRC;
+/// Bytes behind the payload at most: padding, and the longest trailer.
+pub const TRAILER_MAX: usize = 3 + mac::TRAILER;
 /// Bytes of the longest packet.
 pub const PACKET_MAX: usize = 4096 + HEADERS_MAX + TRAILER_MAX;
 /// The partition key that everybody has (IBTA vol. 1, §10.9.1).
@@ -275,11 +278,17 @@ pub struct Packet<'a> {
 impl<'a> Packet<'a> {
     /// Reads a packet. The ICRC, its last four bytes, is not looked at.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, Malformed> {
+        Self::parse_before(bytes, ICRC)
+    }
+
+    /// Reads a packet whose last `trailer` bytes are not looked at.
+    #[inline]
+    pub(crate) fn parse_before(bytes: &'a [u8], trailer: usize) -> Result<Self, Malformed> {
         if bytes.len() > PACKET_MAX {
             return Err(Malformed::Long);
         }
         let (bth, rest) = bytes.split_at_checked(BTH).ok_or(Malformed::Short)?;
-        let inside = rest.len().checked_sub(ICRC).ok_or(Malformed::Short)?;
+        let inside = rest.len().checked_sub(trailer).ok_or(Malformed::Short)?;
         let mut left = Reader(&rest[..inside]);
         if bth[1] & 0x0f != 0 {
             return Err(Malformed::Version);
@@ -338,6 +347,12 @@ impl<'a> Packet<'a> {
         out[end..total].fill(0);
         total
     }
+}
+
+/// The QP that a packet is for; none if there is no whole BTH.
+#[inline]
+pub(crate) fn destination(bytes: &[u8]) -> Option<Qpn> {
+    Some(Qpn::new(be24(&bytes.first_chunk::<BTH>()?[5..8])))
 }
 
 /// Bytes that bring a payload to a multiple of four.

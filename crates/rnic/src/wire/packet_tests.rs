@@ -186,3 +186,56 @@ fn refusals_have_their_reasons() {
     let aeth = Aeth { syndrome: Syndrome::Nak(Nak::RemoteAccess), msn: 0 };
     assert_eq!(Packet::parse(&ack).unwrap().body, Body::Acknowledge(aeth));
 }
+
+/// The bytes of a packet with this opcode, `headers` bytes of zeros after the BTH, and a payload.
+fn raw(code: u8, headers: usize, payload: usize) -> Vec<u8> {
+    let mut bytes = vec![0; BTH + headers + payload + ICRC];
+    (bytes[0], bytes[2], bytes[3]) = (code, 0xff, 0xff);
+    bytes
+}
+
+#[test]
+fn a_part_of_a_message_carries_something_and_no_more_than_a_path_mtu() {
+    let parts = [
+        (opcode::SEND_FIRST, 0),
+        (opcode::SEND_MIDDLE, 0),
+        (opcode::SEND_LAST, 0),
+        (opcode::SEND_LAST_IMM, 4),
+        (opcode::WRITE_FIRST, 16),
+        (opcode::WRITE_MIDDLE, 0),
+        (opcode::WRITE_LAST, 0),
+        (opcode::READ_RESPONSE_FIRST, 4),
+        (opcode::READ_RESPONSE_MIDDLE, 0),
+        (opcode::READ_RESPONSE_LAST, 4),
+    ];
+    for (code, headers) in parts {
+        assert_eq!(Packet::parse(&raw(code, headers, 0)), Err(Malformed::Payload), "{code:#x}");
+    }
+    let whole = [
+        (opcode::SEND_ONLY, 0),
+        (opcode::WRITE_ONLY, 16),
+        (opcode::WRITE_ONLY_IMM, 20),
+        (opcode::READ_RESPONSE_ONLY, 4),
+    ];
+    for (code, headers) in whole {
+        assert!(Packet::parse(&raw(code, headers, 0)).is_ok(), "{code:#x}");
+    }
+    for (code, headers) in parts.into_iter().chain(whole) {
+        assert!(Packet::parse(&raw(code, headers, 4096)).is_ok(), "{code:#x}");
+        assert_eq!(Packet::parse(&raw(code, headers, 4100)), Err(Malformed::Long), "{code:#x}");
+    }
+}
+
+#[test]
+fn each_nak_is_read_as_it_was_written() {
+    let naks = [Nak::Sequence, Nak::InvalidRequest, Nak::RemoteAccess, Nak::RemoteOperation];
+    for (code, nak) in naks.into_iter().enumerate() {
+        let body = Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(nak), msn: 5 });
+        let (qpn, psn) = (Qpn::new(1), Psn::new(2));
+        let packet = Packet { qpn, psn, ack_request: false, solicited: false, body, payload: &[] };
+        let mut bytes = [0; PACKET_MAX];
+        let len = packet.encode(&mut bytes);
+        assert_eq!(bytes[BTH], 0x60 | code as u8);
+        assert_eq!(Packet::parse(&bytes[..len]), Ok(packet));
+    }
+}

@@ -4,6 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use serde::{Deserialize, Serialize};
 
+use super::mac::PairSecret;
 use crate::error::Error;
 use crate::ids::{Psn, Qpn};
 
@@ -44,18 +45,27 @@ impl PeerAddress {
 #[serde(deny_unknown_fields)]
 pub struct RemotePeer {
     /// Where its packets go: its IP address, and as a rule [`super::UDP_PORT`]. Packets from another IP
-    /// address are dropped; the port that they come from is free.
+    /// address are dropped.
     pub address: SocketAddr,
+    /// Its packets come from the port of `address`; those from another port are dropped. Granary's
+    /// NICs send from the port at which they are reached; Linux's soft-RoCE and hardware vary it.
+    #[serde(default)]
+    pub fixed_port: bool,
     /// The IP address that the peer knows this end by: what packets are sent from and arrive at.
     pub local: IpAddr,
     /// Its number.
     pub qpn: Qpn,
     /// The most payload of a packet, the same at both ends.
     pub mtu: PathMtu,
-    /// PSN of the first request that is sent. Best taken at random.
+    /// PSN of the first request that is sent. Best taken at random. Not used if there is a secret.
     pub sq_psn: Psn,
-    /// PSN of the first request that is expected: the other end's `sq_psn`.
+    /// PSN of the first request that is expected: the other end's `sq_psn`. Not used if there is a
+    /// secret.
     pub rq_psn: Psn,
+    /// What both ends know: the first PSNs and the keys of both directions come from it. None where
+    /// the peer has no such thing (Linux's soft-RoCE, hardware).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub secret: Option<PairSecret>,
     /// Local ACK timeout, 1 to 31: 4.096 us times two to this power (IBTA vol. 1, §9.7.6.1.3). What is
     /// measured of the connection makes retransmissions earlier, never later.
     pub timeout: u8,
@@ -83,11 +93,13 @@ impl RemotePeer {
     pub fn new(address: SocketAddr, local: IpAddr, qpn: Qpn) -> Self {
         Self {
             address,
+            fixed_port: false,
             local,
             qpn,
             mtu: PathMtu::Mtu1024,
             sq_psn: Psn::new(0),
             rq_psn: Psn::new(0),
+            secret: None,
             timeout: 14,
             retry_cnt: 7,
             rnr_retry: 7,
@@ -95,6 +107,18 @@ impl RemotePeer {
             max_rd_atomic: Self::RD_ATOMIC_MAX,
             max_dest_rd_atomic: Self::RD_ATOMIC_MAX,
         }
+    }
+
+    /// Whether a packet from `source` may be one of this peer.
+    #[inline]
+    pub(crate) fn sends_from(&self, source: SocketAddr) -> bool {
+        let its = self.address;
+        its.ip() == source.ip() && (!self.fixed_port || its.port() == source.port())
+    }
+
+    /// Whether its packets have tags.
+    pub(crate) fn is_authenticated(&self) -> bool {
+        self.secret.is_some_and(|secret| secret.authenticated)
     }
 
     /// Refuses what no connection can have.
@@ -152,7 +176,7 @@ impl PathMtu {
 
     /// The largest whose packets, with all headers, fit IP packets of `bytes`. `None` if none does.
     pub fn fitting(bytes: u32) -> Option<Self> {
-        // IPv6, UDP, the longest row of transport headers, padding and ICRC.
+        // IPv6, UDP, the longest row of transport headers, padding and the longest trailer.
         let around = 40 + 8 + super::packet::HEADERS_MAX as u32 + super::packet::TRAILER_MAX as u32;
         Self::ALL.into_iter().rev().find(|mtu| mtu.bytes() + around <= bytes)
     }
@@ -218,7 +242,19 @@ mod tests {
     }
 
     #[test]
+    fn an_address_names_its_qp() {
+        assert_eq!(PeerAddress::from(peer()).qpn(), Qpn::new(0x123));
+        assert_eq!(PeerAddress::from(Qpn::new(77)).qpn(), Qpn::new(77));
+    }
+
+    #[test]
     fn the_mtu_leaves_room_for_headers() {
+        // IPv6, UDP, BTH, RETH and immediate or the atomic header, pad, counter and tag.
+        let around = 40 + 8 + super::super::packet::HEADERS_MAX as u32 + 3 + 20;
+        for mtu in PathMtu::ALL {
+            assert_eq!(PathMtu::fitting(mtu.bytes() + around), Some(mtu));
+            assert!(PathMtu::fitting(mtu.bytes() + around - 1) < Some(mtu));
+        }
         assert_eq!(PathMtu::fitting(1500), Some(PathMtu::Mtu1024));
         assert_eq!(PathMtu::fitting(9000), Some(PathMtu::Mtu4096));
         assert_eq!(PathMtu::fitting(65536), Some(PathMtu::Mtu4096));

@@ -18,6 +18,7 @@
 
 use std::collections::VecDeque;
 
+use super::guesses::Fit;
 use super::outbox::LONG_BURST;
 use super::pace::{Pace, rnr_ns, timeout_ns};
 use super::packet::Nak;
@@ -379,6 +380,17 @@ impl Requester {
     }
 
     // --- answers -------------------------------------------------------------------------------
+
+    /// How an answer's PSN stands to those of the packets in flight.
+    pub fn fit(&self, psn: Psn) -> Fit {
+        if psn.since(self.una) < self.high.since(self.una) {
+            return Fit::Expected;
+        }
+        match Fit::of(psn, self.una) {
+            Fit::Expected => Fit::Near,
+            other => other,
+        }
+    }
 
     /// Everything before `to` arrived, says the peer. A READ's or atomic's result that is missing
     /// nevertheless was lost.

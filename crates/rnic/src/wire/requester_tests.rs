@@ -253,3 +253,183 @@ fn room_is_what_the_ring_has() {
     assert_eq!(retired(&mut r), 5);
     assert!(r.has_room(16));
 }
+
+#[test]
+fn there_is_room_for_so_many_requests_and_psns_and_no_more() {
+    let mut r = requester(0);
+    let most = r.requests.capacity();
+    for n in 0..most {
+        assert!(r.has_room(1), "{n} of {most}");
+        push(&mut r, Kind::Write, 1);
+        send(&mut r, 0);
+    }
+    assert!(!r.has_room(1));
+    // PSNs of half a circle would be as far ahead as behind.
+    let mut r = requester(9);
+    r.assigned = r.una.plus(SPAN_MAX - 1);
+    assert!(r.has_room(1));
+    r.assigned = r.una.plus(SPAN_MAX);
+    assert!(!r.has_room(1));
+}
+
+#[test]
+fn an_answer_is_awaited_from_the_first_packet_to_the_last_acknowledgement() {
+    let mut r = requester(3);
+    assert!(!r.awaits_answer());
+    push(&mut r, Kind::Write, 2);
+    assert!(!r.awaits_answer());
+    send(&mut r, 0);
+    assert!(r.awaits_answer());
+    r.acknowledged(Psn::new(4), 1);
+    assert!(r.awaits_answer());
+    r.acknowledged(Psn::new(5), 2);
+    assert!(!r.awaits_answer());
+}
+
+/// A key ends after the peer has executed the request and before it says so.
+#[test]
+fn what_the_peer_has_done_is_done_whatever_was_found_wrong_since() {
+    let mut r = requester(0);
+    push(&mut r, Kind::Write, 1);
+    send(&mut r, 0);
+    r.fault(0, Syndrome::LocalProtection, 3);
+    r.acknowledged(Psn::new(1), 1);
+    assert_eq!(retired_one(&mut r), None);
+    // Without packets there is nothing that the peer could have done.
+    let mut failed = Request::new(Kind::Local, 0, 0);
+    failed.fault = Some((Syndrome::LocalProtection, 3));
+    r.push(failed, &[]);
+    assert_eq!(retired_one(&mut r), Some(Syndrome::LocalProtection));
+}
+
+#[test]
+fn each_of_three_reasons_stops_what_is_sent() {
+    let reasons: [fn(&mut Requester); 3] = [
+        |r| r.fault(0, Syndrome::LocalProtection, 0),
+        |r| r.failed = Some(Syndrome::RetryExceeded),
+        |r| r.rnr_until = Some(1),
+    ];
+    for (n, stop) in reasons.into_iter().enumerate() {
+        let mut r = requester(0);
+        push(&mut r, Kind::Write, 1);
+        assert!(r.next(1).is_some());
+        stop(&mut r);
+        assert_eq!(r.next(1), None, "reason {n}");
+    }
+}
+
+/// A READ waits where the window has little room, so that it is asked for in few segments.
+#[test]
+fn a_read_waits_for_a_quarter_of_the_window_unless_nothing_is_in_flight() {
+    for (before, segment) in [(0, Some(16)), (24, Some(8)), (25, None), (31, None)] {
+        // A window of 32 packets at first.
+        let mut r = requester(0);
+        push(&mut r, Kind::Write, before.max(1));
+        if before > 0 {
+            send(&mut r, 0);
+        } else {
+            send(&mut r, 0);
+            r.acknowledged(Psn::new(1), 0);
+        }
+        push(&mut r, Kind::Read, 16);
+        assert_eq!(r.next(1).map(|plan| plan.count), segment, "{before} in flight");
+    }
+}
+
+#[test]
+fn the_round_trip_is_measured_by_the_last_packet_that_asks() {
+    let mut r = requester(0);
+    push(&mut r, Kind::Write, 12);
+    let first = r.next(3).unwrap();
+    assert_eq!((first.count, first.ack), (3, false));
+    r.sent(&first, 5);
+    assert_eq!(r.probe, None, "it asks for nothing");
+    let second = r.next(5).unwrap();
+    assert_eq!((second.count, second.ack), (5, true));
+    r.sent(&second, 6);
+    assert_eq!(r.probe, Some((Psn::new(7), 6)));
+    let third = r.next(4).unwrap();
+    assert!(third.ack);
+    r.sent(&third, 7);
+    assert_eq!(r.probe, Some((Psn::new(7), 6)), "one at a time");
+    r.acknowledged(Psn::new(7), 8);
+    assert!(r.probe.is_some());
+    r.acknowledged(Psn::new(8), 9);
+    assert_eq!(r.probe, None);
+    // A READ's first packet is what comes back first.
+    let mut r = requester(0);
+    push(&mut r, Kind::Read, 8);
+    send(&mut r, 3);
+    assert_eq!(r.probe, Some((Psn::new(0), 3)));
+}
+
+#[test]
+fn an_answer_to_what_was_not_sent_is_a_stray() {
+    let mut r = requester(0);
+    push(&mut r, Kind::Read, 8);
+    send(&mut r, 0);
+    assert_eq!(r.response(Psn::new(7)), Response::Ahead);
+    assert_eq!(r.response(Psn::new(8)), Response::Stray);
+}
+
+#[test]
+fn an_rnr_nak_counts_once_for_a_wait() {
+    let mut r = requester(0);
+    push(&mut r, Kind::Send, 2);
+    send(&mut r, 0);
+    // Of what was never sent.
+    r.not_ready(Psn::new(2), 14, 50);
+    assert_eq!((r.rnr_until, r.rnr_left), (None, 1));
+    r.not_ready(Psn::new(0), 14, 100);
+    assert_eq!((r.rnr_until, r.rnr_left), (Some(1_280_100), 0));
+    // The same once more, while it waits.
+    r.not_ready(Psn::new(0), 14, 200);
+    assert_eq!((r.rnr_until, r.rnr_left, r.failed), (Some(1_280_100), 0, None));
+}
+
+#[test]
+fn a_loss_is_mended_when_all_that_was_in_flight_has_arrived() {
+    let mut r = requester(0);
+    push(&mut r, Kind::Send, 8);
+    send(&mut r, 0);
+    r.refused(Psn::new(3), Nak::Sequence, 5);
+    assert_eq!(r.mending, Some(Psn::new(8)));
+    send(&mut r, 5);
+    r.acknowledged(Psn::new(7), 6);
+    assert_eq!(r.mending, Some(Psn::new(8)));
+    r.acknowledged(Psn::new(8), 7);
+    assert_eq!(r.mending, None);
+}
+
+#[test]
+fn a_read_is_asked_for_by_240_kib_at_a_time() {
+    let mut r = requester_with(0, 1000);
+    r.pace.progress(1000);
+    push(&mut r, Kind::Read, 500);
+    assert_eq!(send(&mut r, 0), [(0, 240), (240, 240)]);
+}
+
+#[test]
+fn answers_to_what_is_in_flight_fit_and_others_do_not() {
+    let mut r = requester(0xff_fffe);
+    push(&mut r, Kind::Write, 4);
+    assert_eq!(send(&mut r, 0).len(), 4);
+    let fits = |r: &Requester, psn| r.fit(Psn::new(psn)) == Fit::Expected;
+    for psn in [0xff_fffe, 0xff_ffff, 0, 1] {
+        assert!(fits(&r, psn), "{psn:x} is in flight");
+    }
+    assert!(!fits(&r, 2) && !fits(&r, 0xff_fffd));
+}
+
+/// The acknowledgement of all before a READ says nothing of its result.
+#[test]
+fn an_acknowledgement_up_to_a_read_is_no_loss_of_its_result() {
+    let mut r = requester(10);
+    push(&mut r, Kind::Write, 1);
+    push(&mut r, Kind::Read, 2);
+    assert_eq!(send(&mut r, 0), [(10, 1), (11, 2)]);
+    r.acknowledged(Psn::new(11), 5);
+    assert_eq!((retired(&mut r), send(&mut r, 5)), (1, vec![]));
+    r.acknowledged(Psn::new(12), 6);
+    assert_eq!(send(&mut r, 6), [(11, 2)], "the result is missing, says the peer");
+}

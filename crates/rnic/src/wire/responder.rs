@@ -15,6 +15,7 @@
 
 use std::collections::VecDeque;
 
+use super::guesses::Fit;
 use super::packet::{Nak, Syndrome};
 use super::peer::RemotePeer;
 use crate::ids::Psn;
@@ -162,6 +163,11 @@ impl Responder {
     /// Packets that `len` bytes of a READ take.
     pub fn packets(&self, len: u32) -> u32 {
         len.div_ceil(self.mtu).max(1)
+    }
+
+    /// How a request's PSN stands to the expected one.
+    pub fn fit(&self, psn: Psn) -> Fit {
+        Fit::of(psn, self.expected)
     }
 
     /// Takes note of a request's arrival. One that is ahead is answered and to be dropped.

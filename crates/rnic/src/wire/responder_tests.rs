@@ -191,3 +191,67 @@ fn a_refusal_is_repeated_to_who_has_missed_it() {
     r.refuse_again(Psn::new(3));
     assert_eq!(answers(&mut r), []);
 }
+
+#[test]
+fn a_read_once_more_leaves_the_nak_of_a_gap_to_be_sent() {
+    let mut r = responder(0);
+    r.accepted(1, true, Answer::Ack);
+    answers(&mut r);
+    r.read(at(0), 10);
+    r.accepted(1, true, Answer::Data);
+    answers(&mut r);
+    assert_eq!(r.arrival(Psn::new(5)), Arrival::Ahead);
+    r.read_again(Psn::new(1), at(0), 10);
+    let gap = Some(Syndrome::Nak(Nak::Sequence));
+    assert_eq!(answers(&mut r), [(1, None), (2, gap)]);
+}
+
+#[test]
+fn an_acknowledgement_before_a_read_that_comes_again_goes_out_by_itself() {
+    let mut r = responder(0);
+    r.read(at(0), 10);
+    r.accepted(1, true, Answer::Data);
+    answers(&mut r);
+    r.accepted(1, true, Answer::Ack);
+    // Its data says nothing of the WRITE behind it.
+    r.read_again(Psn::new(0), at(0), 10);
+    assert_eq!(answers(&mut r), [(0, None), (1, ACK)]);
+}
+
+#[test]
+fn what_a_qp_in_error_still_had_to_answer_is_dropped() {
+    let mut r = responder(0);
+    r.read(at(0), 10);
+    r.accepted(1, true, Answer::Data);
+    r.acknowledge();
+    assert!(r.has_output());
+    r.close();
+    assert!(!r.has_output());
+    assert_eq!(answers(&mut r), []);
+}
+
+/// Asked for from before what is left of it, and not to its end: the rest is not lost for that.
+#[test]
+fn a_read_that_comes_again_in_part_does_not_replace_what_is_to_be_sent() {
+    let mut r = responder(0);
+    r.read(at(0), 6 * 1024);
+    r.accepted(6, true, Answer::Data);
+    r.read_sent(2);
+    r.read_again(Psn::new(1), at(1024), 3 * 1024);
+    assert_eq!(answers(&mut r), [(2, None), (3, None), (4, None), (5, None)]);
+}
+
+#[test]
+fn a_result_that_is_asked_for_twice_is_sent_once() {
+    let mut r = responder(0);
+    for old in [7, 8] {
+        r.atomic(old);
+        r.accepted(1, true, Answer::Data);
+    }
+    answers(&mut r);
+    for _ in 0..2 {
+        r.atomic_again(Psn::new(1));
+    }
+    r.atomic_again(Psn::new(0));
+    assert_eq!(answers(&mut r), [(0, None), (1, None)]);
+}

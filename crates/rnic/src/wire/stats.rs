@@ -27,8 +27,25 @@ pub struct WireStats {
     pub unknown_qp: u64,
     /// Packets from another address than the peer's, or to another than its QP's; dropped.
     pub strangers: u64,
+    /// Packets with a wrong ICRC; dropped.
+    pub bad_icrc: u64,
+    /// Packets without the tag that the key of their connection gives them; dropped.
+    pub forged: u64,
+    /// Packets with the right tag and a counter far behind the highest one; dropped.
+    pub outdated: u64,
+    /// Packets with a PSN far from what is expected, of connections without tags.
+    pub guesses: u64,
+    /// Packets that were dropped because of too many such guesses at their QP.
+    pub shut_out: u64,
     /// Packets for QPs in a state in which they take none; dropped.
     pub untimely: u64,
     /// What was no packet, by reason, in the order of [`Malformed::ALL`]; dropped.
     pub malformed: [u64; Malformed::ALL.len()],
+}
+
+impl WireStats {
+    pub(crate) fn not_a_packet(&mut self, why: Malformed) {
+        let at = Malformed::ALL.iter().position(|m| *m == why).expect("all are there");
+        self.malformed[at] += 1;
+    }
 }

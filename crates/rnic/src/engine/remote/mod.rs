@@ -30,6 +30,8 @@ use crate::qp::{Peer, Qp};
 use crate::queue::Fetched;
 use crate::verbs::{QpState, WireLimits};
 use crate::wire::dialogue::Dialogue;
+use crate::wire::guesses::Guesses;
+use crate::wire::mac::{Opener, Sealer};
 use crate::wire::requester::{Request, Requester, Retired};
 use crate::wire::responder::Responder;
 use crate::wire::{Envelope, Outbox, RemotePeer, WireStats};
@@ -54,8 +56,14 @@ pub(super) struct Wire {
     pub stats: WireStats,
     /// When connections want to be looked at, at the latest; one entry of each.
     timers: BTreeSet<(u64, u32)>,
-    /// Who is connected to whom: no two QPs to the same one.
+    /// The QP here of each peer without a key. Packets with that peer's address are taken for its
+    /// own, so that no two QPs may have it. A peer with a key is told by that, whatever address
+    /// others name.
     ends: HashMap<(SocketAddr, Qpn), Qpn>,
+    /// The highest counter that a connection which has ended gave to a packet. The next one goes on
+    /// from there: so no counter repeats under one key, even if two QPs are connected anew with the
+    /// secret that they had.
+    counter: u64,
     /// Connections with requests in flight.
     pub awaiting: u32,
     /// See [`crate::Engine::is_amid_message`].
@@ -73,6 +81,8 @@ pub(crate) struct Connection {
     pub peer: RemotePeer,
     pub requester: Requester,
     pub responder: Responder,
+    /// How packets are known to be the peer's.
+    trust: Trust,
     /// Why the next WQE was not executed when it was looked at.
     held: Held,
     /// Its entry among the timers.
@@ -88,6 +98,20 @@ pub(crate) struct Connection {
     dialogue: Dialogue,
     /// Bytes that its function pays for it.
     bytes: u64,
+}
+
+/// How packets are known to be the peer's.
+enum Trust {
+    /// By address and PSN, of which the peer has so many guesses; packets have an ICRC.
+    Psn(Guesses),
+    /// By a tag.
+    Key(Box<Keys>),
+}
+
+/// The keys of a connection.
+struct Keys {
+    sealer: Sealer,
+    opener: Opener,
 }
 
 /// Which acknowledgements of few packets wait; one by itself: as which of them.
@@ -124,12 +148,24 @@ impl Wire {
             stats: WireStats::default(),
             timers: BTreeSet::new(),
             ends: HashMap::new(),
+            counter: 0,
             awaiting: 0,
             amid: false,
             holds_acks: Hold::None,
             in_dialogue: VecDeque::new(),
             holding: Vec::new(),
         }
+    }
+
+    /// Draws first PSNs and keys of a connection of `qpn` from its secret, if it has one.
+    fn begin(&self, peer: &mut RemotePeer, qpn: Qpn, now_ns: u64) -> Trust {
+        let guesses = || Trust::Psn(Guesses::new(now_ns));
+        let Some(secret) = peer.secret else { return guesses() };
+        let directions = secret.directions(qpn, peer.qpn);
+        (peer.sq_psn, peer.rq_psn) = (directions.out_psn, directions.in_psn);
+        let Some((out, into)) = directions.keys else { return guesses() };
+        let keys = Keys { sealer: Sealer::new(out, self.counter), opener: Opener::new(into) };
+        Trust::Key(Box::new(keys))
     }
 
     /// When some connection wants to be looked at.
@@ -141,6 +177,14 @@ impl Wire {
 impl Connection {
     fn envelope(&self) -> Envelope {
         Envelope { from: self.peer.local, to: self.peer.address }
+    }
+
+    /// What authenticates its packets, if anything does.
+    fn sealer(&mut self) -> Option<&mut Sealer> {
+        match &mut self.trust {
+            Trust::Psn(_) => None,
+            Trust::Key(keys) => Some(&mut keys.sealer),
+        }
     }
 
     /// True if the next WQE may be fetched.
@@ -164,11 +208,12 @@ impl Core {
     // --- control verbs -------------------------------------------------------------------------
 
     /// Connects a QP in Init to one of another NIC.
-    pub fn connect(&mut self, f: FunctionId, qpn: Qpn, peer: RemotePeer) -> Result<(), Error> {
+    pub fn connect(&mut self, f: FunctionId, qpn: Qpn, mut peer: RemotePeer) -> Result<(), Error> {
         peer.check()?;
         let limits = self.limits.wire.as_ref().ok_or(Error::NoWire { qpn })?;
         let end = (peer.address, peer.qpn);
-        if let Some(&by) = self.wire.ends.get(&end) {
+        let taken = self.wire.ends.get(&end).filter(|_| !peer.is_authenticated());
+        if let Some(&by) = taken {
             return Err(Error::PeerTaken { address: end.0, peer: peer.qpn, by });
         }
         let qp = self.qps.get(qpn.raw()).expect("the QP was just seen");
@@ -178,6 +223,7 @@ impl Core {
         let bytes = blocks as u64 * crate::wqe::WQEBB as u64
             + requests as u64 * size_of::<Request>() as u64
             + size_of::<Connection>() as u64
+            + if peer.is_authenticated() { size_of::<Keys>() as u64 } else { 0 }
             + stride as u64;
         let function = self.functions.get_mut(&f).expect("the caller lives");
         let limit = function.limits.remote_peers;
@@ -187,10 +233,15 @@ impl Core {
         }
         function.used.ring_bytes = function.room_for_rings(bytes)?;
         function.used.remote_peers += 1;
+        let trust = self.wire.begin(&mut peer, qpn, self.now_ns);
+        if !peer.is_authenticated() {
+            self.wire.ends.insert(end, qpn);
+        }
         let connection = Connection {
             peer,
             requester: Requester::new(&peer, requests, blocks, limits.window_bytes),
             responder: Responder::new(&peer, stride),
+            trust,
             held: Held::No,
             armed: None,
             fetched: 0,
@@ -200,7 +251,6 @@ impl Core {
             dialogue: Dialogue::new(),
             bytes,
         };
-        self.wire.ends.insert(end, qpn);
         let qp = self.qps.get_mut(qpn.raw()).expect("the QP was just seen");
         qp.peer = Peer::Remote(peer.qpn);
         qp.remote = Some(Box::new(connection));
@@ -217,7 +267,12 @@ impl Core {
             self.wire.timers.remove(&(at, qpn.raw()));
         }
         self.wire.awaiting -= connection.awaits as u32;
-        self.wire.ends.remove(&(connection.peer.address, connection.peer.qpn));
+        match &connection.trust {
+            Trust::Psn(_) => {
+                self.wire.ends.remove(&(connection.peer.address, connection.peer.qpn));
+            }
+            Trust::Key(keys) => self.wire.counter = self.wire.counter.max(keys.sealer.last()),
+        }
         if let Some(function) = self.functions.get_mut(&owner) {
             function.used.ring_bytes -= connection.bytes;
             function.used.remote_peers -= 1;

@@ -2,9 +2,17 @@
 //!
 //! A packet is foreign. Whatever it holds, the work for it is bounded by its length and the lists of one WQE,
 //! and the worst that it does is to put the QP into Error that it is for, if it comes from that QP's peer.
+//!
+//! Checks come in the order of their cost, so that a packet which nobody here waits for costs
+//! least:
+//!
+//! ```text
+//!   QP number ──> address ──> guesses left ──> ICRC ─┬─> headers ──> PSN ──> request, response
+//!                        └──> counter ──> tag ───────┘
+//! ```
 
 use super::transmit::nak_of;
-use super::{Connection, decode_kept};
+use super::{Connection, Trust, Wire, decode_kept};
 use crate::cqe::Syndrome;
 use crate::dma::{Span, copy_lists};
 use crate::engine::execute::{Fault, Requester};
@@ -13,11 +21,13 @@ use crate::engine::{Core, RDMA_BYTES_MAX, WQE_WORK};
 use crate::ids::{Access, Qpn};
 use crate::queue::Fetched;
 use crate::verbs::QpState;
-use crate::wire::packet::{self, AtomicOp, Body, Malformed, Notice, Packet, Part, Reth};
+use crate::wire::guesses::Fit;
+use crate::wire::mac::{self, Refused};
+use crate::wire::packet::{self, AtomicOp, Body, ICRC, Malformed, Notice, Packet, Part, Reth};
 use crate::wire::requester::Response;
 use crate::wire::responder::{Answer, Arrival, Message, READ_PACKETS_MAX};
 use crate::wqe::{Remote, Wqe};
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 
 /// So much more of a message, where that is known, is in its middle: two bursts.
 const AMID_BYTES: u32 = 120 << 10;
@@ -36,32 +46,65 @@ impl Core {
         &mut self,
         wqe: &mut Fetched,
         now_ns: u64,
-        source: IpAddr,
+        source: SocketAddr,
         destination: IpAddr,
         bytes: &[u8],
+        is_intact: impl FnOnce() -> bool,
     ) {
         self.now_ns = now_ns;
-        self.wire.amid = false;
-        self.wire.stats.packets_in += 1;
+        let Wire { stats, amid, .. } = &mut self.wire;
+        *amid = false;
+        stats.packets_in += 1;
+        let Some(qpn) = packet::destination(bytes) else {
+            return stats.not_a_packet(Malformed::Short);
+        };
+        let Some(qp) = self.qps.get_mut(qpn.raw()).filter(|qp| qp.remote.is_some()) else {
+            stats.unknown_qp += 1;
+            return;
+        };
+        let connection = qp.remote.as_mut().expect("just seen");
+        let peer = &connection.peer;
+        if !peer.sends_from(source) || peer.local != destination {
+            stats.strangers += 1;
+            return;
+        }
+        let trailer = match &mut connection.trust {
+            Trust::Psn(guesses) => {
+                if guesses.is_shut(now_ns) {
+                    stats.shut_out += 1;
+                    return;
+                }
+                if !is_intact() {
+                    stats.bad_icrc += 1;
+                    return;
+                }
+                ICRC
+            }
+            Trust::Key(keys) => match keys.opener.check(bytes) {
+                Ok(()) => mac::TRAILER,
+                Err(Refused::Forged) => {
+                    stats.forged += 1;
+                    return;
+                }
+                Err(Refused::Old) => {
+                    stats.outdated += 1;
+                    return;
+                }
+            },
+        };
         // Left where it is: to copy what was just written in parts is to wait for them.
-        let parsed = Packet::parse(bytes);
+        let parsed = Packet::parse_before(bytes, trailer);
         let packet = match &parsed {
             Ok(packet) => packet,
-            Err(why) => {
-                let at = Malformed::ALL.iter().position(|m| m == why).expect("all are there");
-                self.wire.stats.malformed[at] += 1;
-                return;
-            }
+            Err(why) => return stats.not_a_packet(*why),
         };
-        let qpn = packet.qpn;
-        let Some(qp) = self.qps.get_mut(qpn.raw()).filter(|qp| qp.remote.is_some()) else {
-            self.wire.stats.unknown_qp += 1;
-            return;
-        };
-        let peer = &qp.remote.as_ref().expect("just seen").peer;
-        if peer.address.ip() != source || peer.local != destination {
-            self.wire.stats.strangers += 1;
-            return;
+        if let Trust::Psn(guesses) = &mut connection.trust {
+            let fit = match packet.body.is_response() {
+                true => connection.requester.fit(packet.psn),
+                false => connection.responder.fit(packet.psn),
+            };
+            stats.guesses += (fit == Fit::Far) as u64;
+            guesses.charge(fit, now_ns);
         }
         let (state, share) = (qp.state, qp.share);
         let mut connection = qp.remote.take().expect("just seen");

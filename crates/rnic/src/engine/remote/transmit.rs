@@ -9,10 +9,11 @@ use crate::engine::respond;
 use crate::engine::{Core, WQE_WORK};
 use crate::ids::{Access, Psn, Qpn};
 use crate::queue::Fetched;
+use crate::wire::mac::{self, Sealer};
 use crate::wire::packet::{self, Aeth, AtomicOp, Body, Nak, Notice, Packet, Part, Reth};
 use crate::wire::requester::{Kind, Plan, Request};
 use crate::wire::responder::Output;
-use crate::wire::{Envelope, LONG_BURST, Outbox};
+use crate::wire::{Ending, Envelope, LONG_BURST, Outbox};
 use crate::wqe::{Remote, Wqe};
 
 /// Packets that one step makes at most.
@@ -80,8 +81,9 @@ impl Core {
                     body: body_of(&decoded, &request, &plan, index, mtu),
                     payload: &[],
                 };
-                let fill = |to: Span| copy_out(to, list, skip);
-                put(&mut self.wire.outbox, envelope, &packet, len as usize, fill);
+                let fill = |to: Span, summed| copy_out(to, list, skip, summed);
+                let sealer = connection.sealer();
+                put(&mut self.wire.outbox, envelope, &packet, len as usize, sealer, fill);
                 bytes += len;
             }
             made += packets;
@@ -139,7 +141,8 @@ impl Core {
                 },
             };
             let packet = answer(connection.peer.qpn, psn, body);
-            put(&mut self.wire.outbox, envelope, &packet, 0, |_| None);
+            let sealer = connection.sealer();
+            put(&mut self.wire.outbox, envelope, &packet, 0, sealer, |_, _| None);
             self.wire.stats.packets_out += 1;
             self.work += WQE_WORK;
             made += 1;
@@ -194,8 +197,9 @@ impl Core {
             let aeth = (part != Part::Middle).then_some(aeth);
             let packet =
                 answer(connection.peer.qpn, psn.plus(n), Body::ReadResponse { part, aeth });
-            let fill = |to: Span| copy_out(to, &[source], skip);
-            put(&mut self.wire.outbox, envelope, &packet, len as usize, fill);
+            let fill = |to: Span, summed| copy_out(to, &[source], skip, summed);
+            let sealer = connection.sealer();
+            put(&mut self.wire.outbox, envelope, &packet, len as usize, sealer, fill);
         }
         self.wire.stats.packets_out += packets as u64;
         self.stats.bytes += source.len();
@@ -243,23 +247,35 @@ fn body_of(wqe: &Wqe<'_>, request: &Request, plan: &Plan, index: u32, mtu: u32) 
     }
 }
 
-/// Writes a packet whose payload of `len` bytes `fill` puts in place. The outbox has room for it.
+/// Writes a packet whose payload of `len` bytes `fill` puts in place, with its sum if that is asked
+/// for; with the tag of `sealer`, or room for the ICRC. The outbox has room for it.
 #[inline]
 fn put(
     outbox: &mut Outbox,
     envelope: Envelope,
     packet: &Packet<'_>,
     len: usize,
-    fill: impl FnOnce(Span) -> Option<Sum>,
+    sealer: Option<&mut Sealer>,
+    fill: impl FnOnce(Span, bool) -> Option<Sum>,
 ) {
     let room = outbox.room().expect("there is room");
     let headers = packet.encode_headers(len, room);
-    let sum = fill(Span::of_bytes_mut(&mut room[headers..headers + len]));
+    let sum = fill(Span::of_bytes_mut(&mut room[headers..headers + len]), sealer.is_none());
     let (pad, rest) = (packet::padding(len), &mut room[headers + len..]);
     // Most packets have no pad.
     if pad > 0 {
         rest[..pad].fill(0);
     }
-    *rest[pad..].first_chunk_mut().expect("there is room") = [0; packet::ICRC];
-    outbox.commit(envelope, headers + len + pad + packet::ICRC, sum);
+    let end = headers + len + pad;
+    match sealer {
+        None => {
+            *room[end..].first_chunk_mut().expect("there is room") = [0; packet::ICRC];
+            outbox.commit(envelope, end + packet::ICRC, Ending::Icrc(sum));
+        }
+        Some(sealer) => {
+            let len = end + mac::TRAILER;
+            sealer.seal(&mut room[..len]);
+            outbox.commit(envelope, len, Ending::Tag);
+        }
+    }
 }

@@ -3,6 +3,7 @@
 use super::*;
 use crate::cqe::{self, Syndrome};
 use crate::ids::{Access, Key};
+use crate::memory::DmaMemory;
 use crate::verbs::Limits;
 use crate::wqe::{SE_SOLICITED, Sge, opcode};
 
@@ -241,6 +242,44 @@ fn long_transfers_run_in_slices_and_let_others_pass() {
     });
     assert_eq!((cqe.byte_count, from.bytes(0, 10_000)), (10_000, data));
     let _ = d;
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "Miri has no madvise")]
+fn zeros_that_are_written_over_thin_memory_give_its_pages_back() {
+    const PAGE: usize = 4096;
+    let mut bed = Bed::with(Limits { slice_bytes: 8 << 10, ..Limits::default() });
+    let (mut a, b) = bed.pair();
+    let len = 64 * PAGE;
+    let thin = DmaMemory::thin(len, PAGE, 8 * PAGE).unwrap();
+    let to = Mr { key: bed.e.reg_mr(PF, b.pd, thin.clone(), thin.addr(), ALL).unwrap(), mem: thin };
+    let zeros = DmaMemory::zeros(len).unwrap();
+    let key = bed.e.reg_mr(PF, a.pd, zeros.clone(), zeros.addr(), Access::LOCAL_READ).unwrap();
+    let zeros = Mr { mem: zeros, key };
+    // From, bytes: all, what is kept among it; whole pages; parts of pages at both ends; a part at
+    // the end.
+    for (from, bytes, left) in [
+        (0, len, 8 * PAGE),
+        (16 * PAGE, 16 * PAGE, 48 * PAGE),
+        (16 * PAGE + 8, 2 * PAGE, len),
+        (16 * PAGE, 2 * PAGE + 8, len - 2 * PAGE),
+    ] {
+        to.mem.write(0, &vec![0xa5; len]);
+        let cqe = bed.execute(&mut a, |w| {
+            w.rdma_write(to.remote(from), &[zeros.sge(0, bytes)]);
+        });
+        assert_eq!((cqe.error, cqe.byte_count), (None, bytes as u32));
+        // Before pages are read, which maps the system's zeros.
+        assert_eq!(crate::memory::mapped(&to.mem), left, "{bytes} bytes at {from}");
+        let is_right = |(i, byte): (usize, &u8)| (*byte == 0) == (from..from + bytes).contains(&i);
+        assert!(to.bytes(0, len).iter().enumerate().all(is_right), "{bytes} bytes at {from}");
+    }
+    // Others' zeros are bytes as any.
+    let own = bed.mr(PF, a.pd, 2 * PAGE, Access::NONE);
+    to.mem.write(0, &vec![0xa5; len]);
+    bed.execute(&mut a, |w| _ = w.rdma_write(to.remote(16 * PAGE), &[own.sge(0, 2 * PAGE)]));
+    assert_eq!(crate::memory::mapped(&to.mem), len);
+    assert_eq!(to.bytes(16 * PAGE, 2 * PAGE), vec![0; 2 * PAGE]);
 }
 
 #[test]

@@ -18,7 +18,11 @@ use crate::wire::packet::BTH;
 
 /// Datagrams, or rows of them, that one call receives.
 const SLOTS: usize = 16;
-/// Of these, how many are offered at least.
+/// Packets that one call receives at most: as many to a row as Linux puts into one
+/// (`UDP_MAX_SEGMENTS`).
+#[cfg(test)]
+pub const PACKETS_MAX: u64 = SLOTS as u64 * 128;
+/// Of the slots, how many are offered at least.
 const OFFERED_MIN: usize = 1;
 /// Bytes of a slot: what UDP GRO brings at most.
 const SLOT_BYTES: usize = 1 << 16;
@@ -303,7 +307,11 @@ fn read_name(name: &libc::sockaddr_storage) -> Option<SocketAddr> {
             let it = unsafe { place.cast::<libc::sockaddr_in6>().read() };
             let ip = Ipv6Addr::from(it.sin6_addr.s6_addr);
             let port = u16::from_be(it.sin6_port);
-            Some(SocketAddrV6::new(ip, port, 0, it.sin6_scope_id).into())
+            match ip.to_ipv4_mapped() {
+                // An IPv6 socket that is bound to any address receives IPv4 datagrams too.
+                Some(ip) => Some(SocketAddrV4::new(ip, port).into()),
+                None => Some(SocketAddrV6::new(ip, port, 0, it.sin6_scope_id).into()),
+            }
         }
         _ => None,
     }
@@ -382,7 +390,7 @@ fn read_control(control: &Control, len: usize) -> (Option<usize>, Option<IpAddr>
                 destination = ip.map(IpAddr::from);
             }
             (libc::IPPROTO_IPV6, libc::IPV6_PKTINFO) => {
-                destination = data.first_chunk::<16>().map(|b| IpAddr::from(*b));
+                destination = data.first_chunk::<16>().map(|b| IpAddr::from(*b).to_canonical());
             }
             _ => {}
         }

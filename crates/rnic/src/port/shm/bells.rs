@@ -9,7 +9,6 @@
 //!   where the NIC had work of others meanwhile.
 
 use std::ops::Range;
-use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -34,7 +33,6 @@ const DOUBT_MAX: Duration = Duration::from_secs(1);
 pub(super) struct Bells {
     pub function: FunctionId,
     pub page: DmaMemory,
-    pub wake: OwnedFd,
     pub slots: u32,
     /// By slot, up to the highest that was ever in use: what was seen last.
     seen: Vec<u32>,
@@ -58,11 +56,10 @@ struct Looked {
 }
 
 impl Bells {
-    pub fn new(function: FunctionId, page: DmaMemory, wake: OwnedFd, slots: u32) -> Self {
+    pub fn new(function: FunctionId, page: DmaMemory, slots: u32) -> Self {
         Self {
             function,
             page,
-            wake,
             slots,
             seen: Vec::new(),
             owner: Vec::new(),
@@ -204,8 +201,7 @@ mod tests {
         let mut engine = Engine::new(Limits::default());
         let function = engine.add_function(FunctionLimits::default()).unwrap();
         let page = DmaMemory::anonymous(8192).unwrap();
-        let wake = super::super::nic_thread::eventfd().unwrap();
-        let mut bells = Bells::new(function, page, wake, doorbells);
+        let mut bells = Bells::new(function, page, doorbells);
         // Queue pairs that nobody has made, so that they take no doorbell.
         (0..doorbells).for_each(|slot| bells.take_slot(slot, Qpn::new(1000 + slot)));
         (engine, bells)
@@ -255,8 +251,7 @@ mod tests {
         let (mut qp, peer) = (bed.qp(&shape), bed.qp(&shape));
         bed.connect(&qp, &peer);
         let page = DmaMemory::anonymous(8192).unwrap();
-        let wake = super::super::nic_thread::eventfd().unwrap();
-        let mut bells = Bells::new(function, page, wake, 1);
+        let mut bells = Bells::new(function, page, 1);
         bells.take_slot(0, qp.qpn);
         bells.page.word32(WAITER).store(7, Ordering::Relaxed);
         assert!(bells.waits_on(7, 0));

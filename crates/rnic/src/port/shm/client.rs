@@ -17,7 +17,7 @@ use super::super::events::EventWord;
 use super::doorbell::{ASLEEP_RNR, GONE, MappedDoorbell, Page, SLEEPING, doorbells_in, page_bytes};
 use super::sharing;
 use super::socket::{self, Packet};
-use super::wire::{Request, Response, SERVICE, Span, VERSION};
+use super::wire::{Request, Response, SERVICE, Secret, Span, VERSION};
 use crate::memory::DmaMemory;
 
 /// A host that does not answer for this long is taken for dead.
@@ -48,6 +48,7 @@ struct Inner {
     socket: Mutex<OwnedFd>,
     /// The same socket, for looking whether the host is still there.
     watched: OwnedFd,
+    secret: Secret,
     page: Arc<Page>,
     /// Memory that the host has mapped, by its first address here.
     memories: Mutex<BTreeMap<u64, Shared>>,
@@ -84,8 +85,8 @@ impl Attached {
         let (page, memory) = sharing::make("granary-doorbells", page_bytes(DOORBELLS_WANTED))?;
         let hello = Request::Hello { version: VERSION, bytes: memory.len() as u64 };
         let (response, descriptors) = exchange(&socket, &hello, Some(&page)).map_err(gone)?;
-        let doorbells = match response {
-            Response::Welcome { doorbells, .. } => doorbells,
+        let (doorbells, secret) = match response {
+            Response::Welcome { doorbells, secret, .. } => (doorbells, secret),
             Response::Error(why) => return Err(Error::Refused { why }),
             _ => return Err(unexpected("a hello")),
         };
@@ -102,10 +103,16 @@ impl Attached {
         Ok(Self(Arc::new(Inner {
             socket: Mutex::new(socket),
             watched,
+            secret,
             page: Arc::new(Page { memory, slots: doorbells, wake, seat: None }),
             memories: Mutex::new(BTreeMap::new()),
             gone: OnceLock::new(),
         })))
+    }
+
+    /// The session's secret: with it another connection to the host's process is tied to this one.
+    pub fn secret(&self) -> Secret {
+        self.0.secret
     }
 
     /// Executes a control verb.

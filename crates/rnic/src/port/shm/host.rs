@@ -8,17 +8,25 @@ use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use parking_lot::Mutex;
+use rustix::event::epoll;
+use rustix::rand::{GetRandomFlags, getrandom};
+
 use super::super::control::{Reply, Verb};
+use super::super::core::Core;
 use super::super::error::Error;
 use super::super::events::EventWord;
 use super::super::roce::Wire;
+use super::super::waker::Waker;
+use super::super::wakes::Environment;
+use super::aside::close_aside;
 use super::doorbell::{ASLEEP_RNR, MappedDoorbell, Page, doorbells_in, page_bytes};
-use super::nic_thread::{NicThread, Shared, eventfd};
+use super::nic_thread::{NicThread, Shared, eventfd, watch};
 use super::seat::Seat;
-use crate::engine::Engine;
 use crate::ids::FunctionId;
 use crate::memory::DmaMemory;
 use crate::verbs::{Caps, FunctionLimits, Limits, Stats, WireLimits};
+use crate::wire::WireStats;
 
 /// Doorbells of the physical function: queue pairs whose send queue is not managed.
 const PHYSICAL_DOORBELLS: u32 = 16 << 10;
@@ -47,6 +55,8 @@ pub(super) struct HostInner {
     thread: Option<JoinHandle<()>>,
     seat: Arc<Seat>,
     physical: Arc<Page>,
+    /// Started with the first session.
+    waker: Mutex<Option<Waker>>,
     /// It talks to those of other hosts.
     wired: bool,
 }
@@ -60,12 +70,25 @@ pub struct HostStats {
     pub sleeps: u64,
     /// The engine's counters.
     pub engine: Stats,
+    /// Its counters of packets between hosts.
+    pub wire: WireStats,
+    /// Packets that the kernel did not take.
+    pub unsent: u64,
 }
 
 /// With limits of the connections to other NICs: those that are there, or what suits the socket.
 fn wired(limits: Limits, wire: &Wire) -> Limits {
     let suited = || WireLimits { window_bytes: wire.window_bytes(), ..WireLimits::default() };
-    Limits { wire: Some(limits.wire.unwrap_or_else(suited)), ..limits }
+    let random = Some(limits.random.unwrap_or(random_number));
+    Limits { wire: Some(limits.wire.unwrap_or_else(suited)), random, ..limits }
+}
+
+/// A random number of the system's. Taken at the set-up of queue pairs only.
+fn random_number() -> u32 {
+    let mut bytes = [0; 4];
+    // So few bytes come whole, at once; a system that has none has started nothing yet.
+    while getrandom(&mut bytes[..], GetRandomFlags::empty()) != Ok(4) {}
+    u32::from_ne_bytes(bytes)
 }
 
 impl Host {
@@ -97,7 +120,9 @@ impl Host {
         let mut nic = NicThread::new(limits, shared.clone(), wire)?;
         let memory = DmaMemory::anonymous(page_bytes(PHYSICAL_DOORBELLS))
             .map_err(Error::system("mapping the doorbell page"))?;
-        let wake = add_page(&mut nic, FunctionId::PHYSICAL, memory.clone(), PHYSICAL_DOORBELLS)?;
+        let wake = eventfd()?;
+        watch(&shared.epoll, &wake)?;
+        nic.add_doorbells(FunctionId::PHYSICAL, memory.clone(), PHYSICAL_DOORBELLS);
         let seat = Arc::new(Seat::new(nic, shared.clone(), callers)?);
         let own = callers.then(|| seat.clone());
         let physical = Page { memory, slots: PHYSICAL_DOORBELLS, wake, seat: own };
@@ -106,8 +131,8 @@ impl Host {
             .name("granary-nic".to_string())
             .spawn(move || of_thread.run())
             .map_err(|source| Error::System { attempt: "starting the NIC thread", source })?;
-        let (pieces, thread) = (Arc::default(), Some(thread));
-        Ok(Self(Arc::new(HostInner { pieces, shared, thread, seat, physical, wired })))
+        let (pieces, thread, waker) = (Arc::default(), Some(thread), Mutex::default());
+        Ok(Self(Arc::new(HostInner { pieces, shared, thread, seat, physical, waker, wired })))
     }
 
     /// Whether its QPs can talk to those of other hosts.
@@ -130,7 +155,7 @@ impl Host {
         let doorbells = limits.qps.clamp(1, VIRTUAL_DOORBELLS);
         let memory = DmaMemory::anonymous(page_bytes(doorbells))
             .map_err(Error::system("mapping the doorbell page"))?;
-        let make = move |engine: &mut Engine| engine.add_function(limits);
+        let make = move |core: &mut Core| core.engine.add_function(limits);
         let (removal, page) = self.add_function(make, memory, doorbells)?;
         Ok(self.local(removal, page))
     }
@@ -147,9 +172,14 @@ impl Host {
         limits: FunctionLimits,
         memory: DmaMemory,
     ) -> Result<(Removal, u32, OwnedFd), Error> {
+        self.start_waker()?;
         let doorbells = limits.qps.clamp(1, VIRTUAL_DOORBELLS).min(doorbells_in(memory.len()));
-        let make = move |engine: &mut Engine| engine.add_function(limits);
-        let (removal, page) = self.add_function(make, memory, doorbells)?;
+        let make = move |core: &mut Core| {
+            let wakes = &mut core.wakes;
+            core.engine.add_function(limits).inspect(|id| wakes.doubt(*id))
+        };
+        let (mut removal, page) = self.add_function(make, memory, doorbells)?;
+        removal.is_shared = true;
         let wake = page
             .wake
             .try_clone()
@@ -171,24 +201,39 @@ impl Host {
 
     fn add_function(
         &self,
-        make: impl FnOnce(&mut Engine) -> Result<FunctionId, crate::error::Error> + Send + 'static,
+        make: impl FnOnce(&mut Core) -> Result<FunctionId, crate::error::Error> + Send + 'static,
         memory: DmaMemory,
         doorbells: u32,
     ) -> Result<(Removal, Arc<Page>), Error> {
         let of_nic = memory.clone();
-        let (id, wake) = self.call(move |nic| -> Result<_, Error> {
-            let id = make(&mut nic.core.engine)?;
-            match add_page(nic, id, of_nic, doorbells) {
-                Ok(wake) => Ok((id, wake)),
-                Err(e) => {
-                    nic.remove_function(id);
-                    Err(e)
-                }
-            }
+        let wake = eventfd()?;
+        let watched = wake
+            .try_clone()
+            .map_err(|source| Error::System { attempt: "duplicating an eventfd", source })?;
+        watch(&self.0.shared.epoll, &watched)?;
+        let id = self.call(move |nic| {
+            let id = make(&mut nic.core)?;
+            nic.add_doorbells(id, of_nic, doorbells);
+            Ok::<_, Error>(id)
         })??;
         let seat = self.0.seat.is_shared().then(|| self.0.seat.clone());
         let page = Page { memory, slots: doorbells, wake, seat };
-        Ok((Removal { host: self.clone(), id }, Arc::new(page)))
+        Ok((
+            Removal { host: self.clone(), id, watched: Some(watched), is_shared: false },
+            Arc::new(page),
+        ))
+    }
+
+    /// Starts the waker thread if it does not run yet.
+    fn start_waker(&self) -> Result<(), Error> {
+        let mut waker = self.0.waker.lock();
+        if waker.is_none() {
+            let started = Waker::start(Environment::SYSTEM)?;
+            let line = started.line();
+            self.call(move |nic| nic.core.wakes.set_line(line))?;
+            *waker = Some(started);
+        }
+        Ok(())
     }
 
     /// What the engine can do.
@@ -199,13 +244,24 @@ impl Host {
     /// What the NIC has done so far.
     pub fn stats(&self) -> Result<HostStats, Error> {
         let cpu = self.cpu_time()?;
-        let engine = self.call(|nic| nic.core.engine.stats().clone())?;
-        Ok(HostStats { cpu, sleeps: self.0.shared.sleeps.load(Ordering::Relaxed), engine })
+        let (engine, wire, unsent) = self.call(|nic| {
+            let engine = &nic.core.engine;
+            (engine.stats().clone(), engine.wire_stats().clone(), nic.unsent())
+        })?;
+        let sleeps = self.0.shared.sleeps.load(Ordering::Relaxed);
+        Ok(HostStats { cpu, sleeps, engine, wire, unsent })
     }
 
-    /// CPU time that the NIC thread has taken. Does not wake it.
+    /// CPU time that the NIC thread and its waker thread have taken. Does not wake them.
     pub fn cpu_time(&self) -> Result<Duration, Error> {
-        let thread = self.0.thread.as_ref().expect("set until dropped").as_pthread_t();
+        let nic = self.cpu_time_of(self.0.thread.as_ref().expect("set until dropped"))?;
+        let waker = self.0.waker.lock();
+        let waker = waker.as_ref().map(|waker| self.cpu_time_of(waker.thread())).transpose()?;
+        Ok(nic + waker.unwrap_or_default())
+    }
+
+    fn cpu_time_of(&self, thread: &JoinHandle<()>) -> Result<Duration, Error> {
+        let thread = thread.as_pthread_t();
         let mut clock = 0;
         let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
         // SAFETY: the thread has not been joined, so its handle is valid even if it has ended.
@@ -270,13 +326,27 @@ impl Drop for Piece {
 pub(super) struct Removal {
     pub host: Host,
     pub id: FunctionId,
+    /// The eventfd by which the function wakes the NIC. Set until dropped.
+    watched: Option<OwnedFd>,
+    /// Another process has that eventfd, too.
+    is_shared: bool,
 }
 
 impl Drop for Removal {
     fn drop(&mut self) {
-        let id = self.id;
+        let (id, host) = (self.id, &self.host.0);
         // If the thread has ended, so has the function.
         let _ = self.host.call(move |nic| nic.remove_function(id));
+        if let Some(waker) = &*host.waker.lock() {
+            waker.forget(id);
+        }
+        if let Some(watched) = self.watched.take() {
+            // The client may hold the eventfd open: closing this descriptor would not end the watch.
+            let _ = epoll::delete(&host.shared.epoll, &watched);
+            if self.is_shared {
+                close_aside(watched);
+            }
+        }
     }
 }
 
@@ -300,7 +370,7 @@ impl LocalFunction {
         let memory = DmaMemory::anonymous(page_bytes(OPENED_DOORBELLS))
             .map_err(Error::system("mapping the doorbell page"))?;
         let id = self.id;
-        let make = move |engine: &mut Engine| engine.open_function(id);
+        let make = move |core: &mut Core| core.engine.open_function(id);
         let (removal, page) = self.host.add_function(make, memory, OPENED_DOORBELLS)?;
         Ok(self.host.local(removal, page))
     }
@@ -357,19 +427,4 @@ impl LocalFunction {
     pub fn receive_posted(&self) {
         self.page.wake_if_asleep(ASLEEP_RNR);
     }
-}
-
-/// Has the NIC look at the doorbells in `memory`; gives what wakes it.
-fn add_page(
-    nic: &mut NicThread,
-    function: FunctionId,
-    memory: DmaMemory,
-    slots: u32,
-) -> Result<OwnedFd, Error> {
-    let wake = eventfd()?;
-    let watched = wake
-        .try_clone()
-        .map_err(|source| Error::System { attempt: "duplicating an eventfd", source })?;
-    nic.add_doorbells(function, memory, slots, watched)?;
-    Ok(wake)
 }

@@ -28,6 +28,7 @@ mod client;
 mod doorbell;
 mod host;
 mod nic_thread;
+pub mod peer;
 mod seat;
 mod session;
 mod sharing;
@@ -44,4 +45,6 @@ pub mod raw {
 pub use client::{Attached, Raw};
 pub use doorbell::MappedDoorbell;
 pub use host::{Host, HostStats, LocalFunction};
+pub use peer::Peer;
 pub use session::{Session, SessionLimits};
+pub use wire::Secret;

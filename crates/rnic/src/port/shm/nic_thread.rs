@@ -5,8 +5,10 @@
 //! eventfds of its functions; then it takes no CPU at all. `seat.rs` has that loop, and says who else may run
 //! the NIC.
 //!
-//! A function's eventfd is shared with its client, which may do with it what it likes. It is never
-//! read here: it is watched edge-triggered, so that each write to it is one wake-up.
+//! A function's eventfd is shared with its client, which may do with it what it likes. The NIC thread
+//! never reads it: it is watched edge-triggered, so that each write to it is one wake-up. The thread
+//! that asks for the function makes and closes it (`host.rs`), since the client decides how long the
+//! closing of the last copy takes.
 
 use std::num::NonZero;
 use std::os::fd::OwnedFd;
@@ -290,6 +292,11 @@ impl NicThread {
         true
     }
 
+    /// Packets that the kernel did not take.
+    pub fn unsent(&self) -> u64 {
+        self.wire.as_ref().map_or(0, |wire| wire.unsent)
+    }
+
     fn send(&mut self) -> bool {
         self.wire.as_mut().is_some_and(|wire| wire.send(self.core.engine.outbox()))
     }
@@ -332,10 +339,7 @@ impl NicThread {
     fn receive(&mut self, now: u64) -> bool {
         let Self { wire, core, .. } = self;
         let Some(wire) = wire else { return false };
-        wire.receive(now, |source, destination, packet| {
-            core.engine.receive(now, source, destination, packet);
-            core.engine.is_amid_message()
-        })
+        wire.receive(now, &mut core.engine)
     }
 
     #[cold]
@@ -449,27 +453,15 @@ impl NicThread {
     }
 
     /// Looks at the doorbells of `function` from now on.
-    pub fn add_doorbells(
-        &mut self,
-        function: FunctionId,
-        page: DmaMemory,
-        slots: u32,
-        wake: OwnedFd,
-    ) -> Result<(), Error> {
-        watch(&self.shared.epoll, &wake)?;
+    pub fn add_doorbells(&mut self, function: FunctionId, page: DmaMemory, slots: u32) {
         page.word32(WHERE).store(self.cpu, Ordering::Relaxed);
-        self.core.events.watch(function, event_word(&page));
-        self.doorbells.push(Bells::new(function, page, wake, slots));
-        Ok(())
+        self.core.watch_events(function, event_word(&page));
+        self.doorbells.push(Bells::new(function, page, slots));
     }
 
     /// Removes a function with all that it has.
     pub fn remove_function(&mut self, function: FunctionId) {
-        if let Some(at) = self.doorbells.iter().position(|b| b.function == function) {
-            let bells = self.doorbells.swap_remove(at);
-            // The client may hold the descriptor open: closing ours would not end the watch.
-            let _ = epoll::delete(&self.shared.epoll, &bells.wake);
-        }
+        self.doorbells.retain(|bells| bells.function != function);
         self.core.remove_function(function);
     }
 

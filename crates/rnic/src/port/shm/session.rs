@@ -11,14 +11,18 @@ use std::os::fd::OwnedFd;
 use super::super::control::{Reply, Verb};
 use super::super::error::Error;
 use super::host::{Host, Piece, Removal};
+use super::nic_thread::NicThread;
 use super::socket::close_aside;
-use super::wire::{MESSAGE_MAX, Request, Response, Span, VERSION};
+use super::wire::{MESSAGE_MAX, Request, Response, Secret, Span, VERSION};
 use super::{doorbell, sharing};
+use crate::ids::Qpn;
 use crate::memory::DmaMemory;
 use crate::verbs::FunctionLimits;
 
 /// The most bytes of an error's text: it may quote the client.
 const WHY_MAX: usize = 1024;
+/// QPs that the NIC thread looks up between two looks at its doorbells: some microseconds.
+const QUERIES: usize = 128;
 
 /// What an attached process may have.
 #[derive(Clone, Debug)]
@@ -46,6 +50,7 @@ pub struct Session {
     // Before the memory: what is mapped is unmapped here, not by the NIC thread.
     function: Option<Removal>,
     page: Option<DmaMemory>,
+    secret: Option<Secret>,
     memories: HashMap<u32, Shared>,
     /// No longer shared; regions or queues may use them yet.
     ended: Vec<Shared>,
@@ -70,6 +75,7 @@ impl Session {
             limits,
             function: None,
             page: None,
+            secret: None,
             memories: HashMap::new(),
             ended: Vec::new(),
             next_memory: 0,
@@ -80,6 +86,27 @@ impl Session {
     /// True once it has said hello, and has a function.
     pub fn is_open(&self) -> bool {
         self.function.is_some()
+    }
+
+    /// Its secret, once it is open. Only its client has heard it.
+    pub fn secret(&self) -> Option<Secret> {
+        self.secret
+    }
+
+    /// Whether all these QPs are of its function. Waits for the NIC thread, a few times at most.
+    pub fn owns_all(&self, qpns: &[Qpn]) -> Result<bool, Error> {
+        let Some(function) = &self.function else { return Ok(false) };
+        let id = function.id;
+        for some in qpns.chunks(QUERIES) {
+            let some = some.to_vec();
+            let owned = move |nic: &mut NicThread| {
+                some.iter().all(|qpn| nic.core.engine.query_qp(id, *qpn).is_ok())
+            };
+            if !self.host.call(owned)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Does what a request asks; gives the response to be sent. Whatever is wrong with a request
@@ -148,11 +175,13 @@ impl Session {
             )));
         }
         let page = sharing::adopt(only_one("hello", page)?, bytes)?;
+        let secret = Secret::random().map_err(Error::system("drawing a session's secret"))?;
         let (function, doorbells, wake) =
             self.host.shared_function(self.limits.function.clone(), page.clone())?;
         self.function = Some(function);
         self.page = Some(page);
-        Ok((Response::Welcome { version, doorbells }, vec![wake]))
+        self.secret = Some(secret);
+        Ok((Response::Welcome { version, doorbells, secret }, vec![wake]))
     }
 
     fn add_memory(&mut self, bytes: u64, descriptors: &[OwnedFd]) -> Result<u32, Error> {

@@ -7,9 +7,10 @@
 //! ```text
 //! client                                    host
 //! {"service":"nic"}                   ->
-//! {"hello":{"version":3,"bytes":8192}} ->
+//! {"hello":{"version":4,"bytes":8192}} ->
 //!   + memfd: the doorbell page
-//!                                     <-    {"welcome":{"version":3,"doorbells":1024}}
+//!                                     <-    {"welcome":{"version":4,"doorbells":1024,
+//!                                             "secret":"5f0c..."}}
 //!                                           + descriptor: eventfd
 //! {"add_memory":{"bytes":4096}}       ->
 //!   + memfd
@@ -23,6 +24,10 @@
 //! it, against shrinking, growing, writing through new mappings, and more seals. From then on nobody
 //! can take a page away from the NIC.
 
+use std::fmt;
+
+use rustix::io::Errno;
+use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
 
 use super::super::control::{Reply, Verb};
@@ -30,7 +35,7 @@ use super::super::control::{Reply, Verb};
 /// The first message of a connection to a NIC.
 pub const SERVICE: &str = r#"{"service":"nic"}"#;
 /// The version of this protocol.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// The most bytes of a message.
 pub const MESSAGE_MAX: usize = 32 << 10;
 /// The most descriptors of a message.
@@ -84,6 +89,8 @@ pub enum Response {
         version: u32,
         /// Doorbells in the page.
         doorbells: u32,
+        /// The session's secret, which only its client hears.
+        secret: Secret,
     },
     /// Memory is shared under this number.
     Memory(u32),
@@ -91,4 +98,46 @@ pub enum Response {
     Reply(Reply),
     /// It was not done.
     Error(String),
+}
+
+/// A session's secret: 128 random bits, 32 hexadecimal digits in messages.
+///
+/// A client proves with it, over another connection to the host's process, that the session is its own.
+#[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct Secret(u128);
+
+impl Secret {
+    /// A new one.
+    pub fn random() -> Result<Self, Errno> {
+        let mut bytes = [0; 16];
+        match getrandom(&mut bytes[..], GetRandomFlags::empty()) {
+            Ok(16) => Ok(Self(u128::from_ne_bytes(bytes))),
+            // Up to 256 bytes come whole.
+            Ok(_) | Err(Errno::INTR) => Self::random(),
+            Err(e) => Err(e),
+        }
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(..)")
+    }
+}
+
+impl From<Secret> for String {
+    fn from(secret: Secret) -> Self {
+        format!("{:032x}", secret.0)
+    }
+}
+
+impl TryFrom<String> for Secret {
+    type Error = &'static str;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        let digits = text.len() == 32 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let bits = u128::from_str_radix(&text, 16).ok().filter(|_| digits);
+        bits.map(Self).ok_or("a session's secret has 32 hexadecimal digits")
+    }
 }

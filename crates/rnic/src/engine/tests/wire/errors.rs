@@ -13,7 +13,7 @@ use crate::wqe::Remote;
 const LATE: u64 = 10_000_000_000;
 
 /// A pair, memory of both, and receives posted at the far end.
-fn world(link: &Link) -> (Net, [TestQp; 2], [Mr; 2]) {
+pub(super) fn world(link: &Link) -> (Net, [TestQp; 2], [Mr; 2]) {
     let mut net = Net::new(7);
     let qps = net.pair(link);
     let mut end = 0;
@@ -170,7 +170,7 @@ fn a_result_finds_no_region_any_more() {
 }
 
 /// A packet to `b` as its peer would send it.
-fn packet(b: &TestQp, psn: u32, body: Body, payload: &[u8]) -> Vec<u8> {
+pub(super) fn packet(b: &TestQp, psn: u32, body: Body, payload: &[u8]) -> Vec<u8> {
     let mut out = [0; PACKET_MAX];
     let (qpn, psn) = (b.qpn, Psn::new(psn));
     let packet = Packet { qpn, psn, ack_request: true, solicited: false, body, payload };
@@ -194,14 +194,15 @@ fn packets_of_strangers_are_dropped() {
     let nobody = TestQp { qpn: Qpn::new(0x99), ..net.beds[1].pair().0 };
     net.inject(1, peer, &packet(&nobody, psn, Body::Read(reth), &[]));
     net.inject(1, peer, &write(psn)[..20]);
+    net.inject(1, peer, &write(psn)[..11]);
     net.inject(1, peer, &[0xff; 5000]);
     let stats = net.beds[1].e.wire_stats();
-    assert_eq!((stats.unknown_qp, stats.malformed.iter().sum::<u64>()), (1, 2));
+    assert_eq!((stats.unknown_qp, stats.malformed.iter().sum::<u64>()), (2, 2));
     assert_eq!(theirs.bytes(0, 4), [0; 4]);
     // A local pair's QP hears nothing of the network.
     let (local, _other) = net.beds[1].pair();
     net.inject(1, peer, &packet(&local, 0, Body::Read(reth), &[]));
-    assert_eq!(net.beds[1].e.wire_stats().unknown_qp, 2);
+    assert_eq!(net.beds[1].e.wire_stats().unknown_qp, 3);
     let cqe = net.execute(0, &mut a, |w| _ = w.rdma_read(theirs.remote(0), &[mine.sge(0, 8)]));
     assert_eq!(cqe.error, None, "the connection has not noticed");
 }
@@ -271,12 +272,12 @@ fn write_first(mr: &Mr, len: u32) -> Body {
 fn more_reads_than_agreed_are_refused() {
     let (mut net, [_a, b], [_, theirs]) = world(&Link { rd_atomic: 2, ..Link::default() });
     let psn = Link::default().psn[0];
-    let (source, here) = (address(0, net.v6), address(1, net.v6));
+    let source = std::net::SocketAddr::new(address(0, net.v6), PORT);
     for n in 0..3 {
         let body = Body::Read(Reth { at: theirs.remote(0), len: 8 });
         let bytes = packet(&b, psn + n, body, &[]);
         // No turn in between: none is answered.
-        net.beds[1].e.receive(net.now, source, here, &bytes);
+        net.drop_in(1, source, &bytes);
     }
     assert_eq!(net.beds[1].state(&b), QpState::Error);
     net.log = Some(Vec::new());

@@ -307,7 +307,7 @@ fn mixed(seed: u64, ops: u64, faults: Faults, link: Link) -> Run {
     let mut run = Run::new(seed, faults, &link);
     run.go(ops);
     let stats = [0, 1].map(|end| run.net.beds[end].e.wire_stats().clone());
-    println!("{} ms, spoilt {}, {stats:?}", run.net.now / 1_000_000, run.net.spoilt);
+    println!("{} ms, spoilt {}, {stats:?}", run.net.now / 1_000_000, run.net.spoilt());
     run
 }
 
@@ -338,8 +338,31 @@ fn mixed_operations_survive_everything_at_once() {
         let link = Link { mtu, rd_atomic: 1 + seed as u8 * 3, ..Link::default() };
         let run = mixed(200 + seed as u64, operations(1500, 100_000), faults, link);
         let stats = run.net.beds[1].e.wire_stats();
-        assert!(stats.duplicates > 0 && stats.ahead > 0 && run.net.spoilt > 0);
+        assert!(stats.duplicates > 0 && stats.ahead > 0 && run.net.spoilt() > 0);
     }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "thousands of operations")]
+fn authenticated_operations_survive_everything_at_once() {
+    for (seed, loss) in LOSSES.into_iter().enumerate() {
+        let faults = Faults { loss, duplicates: 500, delays: 500, spoilt: loss };
+        let mtu = PathMtu::ALL[4 - seed];
+        let run = mixed(600 + seed as u64, 1500, faults, Link { mtu, ..Link::authenticated() });
+        let stats = run.net.beds[1].e.wire_stats();
+        assert!(stats.duplicates > 0 && stats.ahead > 0 && run.net.spoilt() > 0, "{stats:?}");
+        assert_eq!(stats.bad_icrc, 0, "no packet has an ICRC");
+    }
+}
+
+/// First PSNs from a secret, packets with an ICRC.
+#[test]
+#[cfg_attr(miri, ignore = "thousands of operations")]
+fn operations_with_a_secret_and_without_tags_survive_loss() {
+    let link = Link { secret: Some(([3; 32], false)), ..Link::default() };
+    let run = mixed(700, 500, Faults { loss: 100, spoilt: 100, ..Faults::default() }, link);
+    let stats = run.net.beds[1].e.wire_stats();
+    assert!(stats.bad_icrc > 0 && stats.forged == 0, "{stats:?}");
 }
 
 #[test]

@@ -4,7 +4,8 @@ use super::*;
 use crate::ids::Psn;
 use crate::verbs::{Limits, WireLimits};
 use crate::wire::icrc::{self, Route};
-use crate::wire::{PathMtu, RemotePeer};
+use crate::wire::mac::SECRET;
+use crate::wire::{Outgoing, PairSecret, PathMtu, RemotePeer, Side};
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 
@@ -57,7 +58,6 @@ pub struct Net {
     pub v6: bool,
     flying: BTreeMap<(u64, u64), Flying>,
     sequence: u64,
-    pub spoilt: u64,
     /// Everything that was sent, if it is kept.
     pub log: Option<Vec<(usize, Vec<u8>)>>,
 }
@@ -72,6 +72,10 @@ pub struct Link {
     pub retry_cnt: u8,
     pub rnr_retry: u8,
     pub min_rnr_timer: u8,
+    /// What both ends know, and whether their packets have tags.
+    pub secret: Option<([u8; SECRET], bool)>,
+    /// Packets come from the port that they go to.
+    pub fixed_port: bool,
 }
 
 impl Default for Link {
@@ -84,9 +88,21 @@ impl Default for Link {
             retry_cnt: 7,
             rnr_retry: 7,
             min_rnr_timer: 1,
+            secret: None,
+            fixed_port: false,
         }
     }
 }
+
+impl Link {
+    /// Packets have tags.
+    pub fn authenticated() -> Self {
+        Self { secret: Some(([0x5e; SECRET], true)), fixed_port: true, ..Self::default() }
+    }
+}
+
+/// The port that packets come from, unless it is the one that they go to.
+pub const PORT: u16 = 0xc123;
 
 pub fn address(end: usize, v6: bool) -> IpAddr {
     match v6 {
@@ -114,15 +130,20 @@ impl Net {
             v6: seed & 1 == 1,
             flying: BTreeMap::new(),
             sequence: 0,
-            spoilt: 0,
             log: None,
         }
     }
 
     /// The peer of a QP at `end`, as `link` has it.
     pub fn peer(&self, end: usize, of: Qpn, link: &Link) -> RemotePeer {
-        let to = SocketAddr::new(address(1 - end, self.v6), crate::wire::UDP_PORT);
+        let port = if link.fixed_port { PORT } else { crate::wire::UDP_PORT };
+        let to = SocketAddr::new(address(1 - end, self.v6), port);
+        let side = if end == 0 { Side::Asking } else { Side::Asked };
+        let secret =
+            link.secret.map(|(bytes, authenticated)| PairSecret { bytes, side, authenticated });
         RemotePeer {
+            fixed_port: link.fixed_port,
+            secret,
             mtu: link.mtu,
             sq_psn: Psn::new(link.psn[end]),
             rq_psn: Psn::new(link.psn[1 - end]),
@@ -184,9 +205,11 @@ impl Net {
             return;
         }
         let mut packets = Vec::with_capacity(outbox.len());
-        for (envelope, bytes) in outbox.packets() {
-            let source = SocketAddr::new(envelope.from, 0xc123);
-            icrc::seal(&Route::new(source, envelope.to), bytes);
+        for Outgoing { envelope, bytes, authenticated } in outbox.packets() {
+            let source = SocketAddr::new(envelope.from, PORT);
+            if !authenticated {
+                icrc::seal(&Route::new(source, envelope.to), bytes);
+            }
             packets.push((source, envelope.to, bytes.to_vec()));
         }
         outbox.clear();
@@ -231,12 +254,9 @@ impl Net {
         {
             let f = first.remove();
             let route = Route::new(f.source, f.destination);
-            if !icrc::check(&route, &f.bytes) {
-                self.spoilt += 1;
-                continue;
-            }
-            let (source, destination) = (f.source.ip(), f.destination.ip());
-            self.beds[f.to].e.receive(self.now, source, destination, &f.bytes);
+            let is_intact = || icrc::check(&route, &f.bytes);
+            let (source, destination) = (f.source, f.destination.ip());
+            self.beds[f.to].e.receive(self.now, source, destination, &f.bytes, is_intact);
         }
         self.turn(0);
         self.turn(1);
@@ -267,9 +287,20 @@ impl Net {
 
     /// A packet that nobody sent arrives at once.
     pub fn inject(&mut self, to: usize, from: IpAddr, bytes: &[u8]) {
-        let destination = address(to, self.v6);
-        self.beds[to].e.receive(self.now, from, destination, bytes);
+        self.drop_in(to, SocketAddr::new(from, PORT), bytes);
         self.turn(to);
+    }
+
+    /// A packet that nobody sent arrives, and nothing is made of it yet.
+    pub fn drop_in(&mut self, to: usize, from: SocketAddr, bytes: &[u8]) {
+        let destination = address(to, self.v6);
+        self.beds[to].e.receive(self.now, from, destination, bytes, || true);
+    }
+
+    /// Packets that were found to be spoilt on the way.
+    pub fn spoilt(&self) -> u64 {
+        let stats = self.beds.iter().map(|bed| bed.e.wire_stats());
+        stats.map(|stats| stats.bad_icrc + stats.forged).sum()
     }
 
     /// Posts one signaled WQE at an end, runs, and gives its completion.

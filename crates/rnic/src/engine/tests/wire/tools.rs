@@ -1,11 +1,11 @@
 //! What others make of our packets: tshark dissects them, scapy works their ICRCs out.
 //!
-//! Debian's `tshark` and `python3-scapy`. Without them the tests say so; where the environment variable `CI`
-//! is set they fail then.
+//! Needs Debian's `tshark` and `python3-scapy`; without them the tests are skipped (`crate::needs`).
 
 use super::lossy::Run;
 use super::*;
 use crate::ids::{Key, Psn};
+use crate::needs::skip;
 use crate::wire::icrc::{self, Route};
 use crate::wire::packet::{Body, Notice, PACKET_MAX, Part, opcode};
 use crate::wire::{Packet, PathMtu, UDP_PORT};
@@ -105,8 +105,7 @@ fn run(program: &str, args: &[&str]) -> Option<Output> {
 }
 
 fn missing(what: &str) {
-    assert!(std::env::var_os("CI").is_none(), "{what} is needed");
-    eprintln!("skipped: {what} is not installed (Debian package of that name)");
+    skip(format!("{what} is not installed (Debian package of that name)"));
 }
 
 #[test]

@@ -8,13 +8,13 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use super::super::Error;
 use super::super::control::{QpVerb, ReceiveRing, ReceiveVerb, Reply, SendRing, Verb};
 use super::doorbell::{DOORBELLS, page_bytes};
-use super::wire::{Request, Response, SERVICE, Span, VERSION};
+use super::wire::{Request, Response, SERVICE, Secret, Span, VERSION};
 use super::{Attached, Host, Session, SessionLimits, socket};
 
 mod load;
 mod memory;
 use crate::cqe::CqReader;
-use crate::ids::{Access, Key, KeyIndex};
+use crate::ids::{Access, Key, KeyIndex, Qpn};
 use crate::memory::DmaMemory;
 use crate::verbs::{AsyncEvent, Limits, QpChange};
 use crate::wqe::Builder;
@@ -40,7 +40,7 @@ fn opened(host: &Host) -> Session {
     s
 }
 
-const HELLO: &str = r#"{"hello":{"version":3,"bytes":8192}}"#;
+const HELLO: &str = r#"{"hello":{"version":4,"bytes":8192}}"#;
 
 #[track_caller]
 fn refused(s: &mut Session, request: &str, fds: Vec<OwnedFd>, why: &str) {
@@ -79,7 +79,7 @@ fn the_greeting_comes_first_and_once() {
     refused(&mut s, HELLO, Vec::new(), "0 descriptors");
     refused(&mut s, HELLO, vec![whole(4096)], "8192 bytes of shared memory that has 4096");
     for bytes in [0, 131, 69633, u64::MAX] {
-        let hello = format!(r#"{{"hello":{{"version":3,"bytes":{bytes}}}}}"#);
+        let hello = format!(r#"{{"hello":{{"version":4,"bytes":{bytes}}}}}"#);
         refused(&mut s, &hello, vec![whole(8192)], "a doorbell page of");
     }
     let (welcome, _) = ask(&mut s, HELLO, vec![whole(8192)]);
@@ -397,4 +397,66 @@ fn a_client_attaches_over_a_socket_and_works() {
         assert!(f.check_alive().is_ok());
     }
     serving.join().unwrap();
+}
+
+/// A request for each QP is the reference.
+#[test]
+fn a_session_owns_the_qps_that_it_can_query_and_no_others() {
+    const QPS: usize = 512;
+    let host = host();
+    let mut s = opened(&host);
+    let other = opened(&host);
+    let number = |response: Response, name: &str| -> u64 {
+        let json = serde_json::to_value(response).unwrap();
+        json.pointer(name).and_then(|n| n.as_u64()).unwrap_or_else(|| panic!("{name} in {json}"))
+    };
+    let asked = |s: &mut Session, request: &str| ask(s, request, Vec::new()).0;
+    ask(&mut s, &add(65536), vec![whole(65536)]);
+    let pd = number(asked(&mut s, r#"{"verb":"alloc_pd"}"#), "/reply/pd");
+    let span = |offset, bytes| format!(r#"{{"memory":0,"offset":{offset},"bytes":{bytes}}}"#);
+    let cq = asked(
+        &mut s,
+        &format!(
+            r#"{{"verb":{{"create_cq":{{"ring":{},"entries":64,"record":{},"ignore_overrun":false}}}}}}"#,
+            span(0, 4096),
+            span(4096, 8),
+        ),
+    );
+    let cq = number(cq, "/reply/cq");
+    let qp = format!(
+        r#"{{"verb":{{"create_qp":{{"pd":{pd},"send":{{"ring":{},"blocks":1,"managed":true}},"receive":"none",
+           "send_cq":{cq},"recv_cq":{cq},"access":0,"privileged":false}}}}}}"#,
+        span(8192, 64),
+    );
+    let qpns: Vec<Qpn> =
+        (0..QPS).map(|_| Qpn::new(number(asked(&mut s, &qp), "/reply/qp/qpn") as u32)).collect();
+    let requests: Vec<_> = qpns
+        .iter()
+        .map(|qpn| serde_json::to_string(&Request::Verb(Verb::QueryQp { qpn: *qpn })).unwrap())
+        .collect();
+    for request in &requests {
+        assert!(matches!(asked(&mut s, request), Response::Reply(_)));
+    }
+    assert!(s.owns_all(&qpns).unwrap());
+    // All but one are not all, and nobody else owns them.
+    let one_more = [&qpns[..], &[Qpn::new(0xff_fffe)]].concat();
+    assert!(!s.owns_all(&one_more).unwrap());
+    assert!(!other.owns_all(&qpns[..1]).unwrap());
+    assert!(!session(&host).owns_all(&[]).unwrap(), "a session that is not open");
+}
+
+#[test]
+fn each_session_has_a_secret_of_its_own_that_messages_carry() {
+    let host = host();
+    let (a, b) = (opened(&host), opened(&host));
+    let (a, b) = (a.secret().unwrap(), b.secret().unwrap());
+    assert!(a != b);
+    assert!(session(&host).secret().is_none());
+    let text = serde_json::to_string(&a).unwrap();
+    assert_eq!(text.len(), 2 + 32);
+    assert!(serde_json::from_str::<Secret>(&text).unwrap() == a);
+    for wrong in ["\"\"", "\"+123456789abcdef0123456789abcdef\"", "12"] {
+        assert!(serde_json::from_str::<Secret>(wrong).is_err(), "{wrong}");
+    }
+    assert_eq!(format!("{a:?}"), "Secret(..)");
 }

@@ -1,0 +1,84 @@
+//! The process at the other end of a Unix socket.
+
+use std::mem::size_of;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+
+/// `getsockopt` level `SOL_SOCKET`: a pidfd of the peer (Linux 6.5).
+const SO_PEERPIDFD: i32 = 77;
+/// `f_type` of the file system of pidfds (Linux 6.9): there each process has an inode number of its own.
+const PID_FS_MAGIC: u64 = 0x5049_4446;
+
+/// A process that has connected over a Unix socket, as the kernel tells it from others.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Peer {
+    /// Its process id in the PID namespace of this process.
+    Process(i32),
+    /// The inode number of its pidfd, for a process without a process id in this PID namespace.
+    Outside(u64),
+    /// Its user id, where the kernel tells no more: the processes of a user outside this PID namespace.
+    User(u32),
+}
+
+impl Peer {
+    /// The peer of a connected Unix socket, as it was when the sockets connected.
+    pub fn of(socket: impl AsFd) -> Self {
+        let unknown = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
+        let peer = option(&socket, libc::SO_PEERCRED, unknown).unwrap_or(unknown);
+        match peer.pid {
+            // No process has this number: the peer is outside this PID namespace.
+            0 => inode(socket).map_or(Self::User(peer.uid), Self::Outside),
+            pid => Self::Process(pid),
+        }
+    }
+}
+
+/// The user id of the peer of a connected Unix socket; none where the kernel does not say.
+pub fn user(socket: impl AsFd) -> Option<u32> {
+    let unknown = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
+    option(socket, libc::SO_PEERCRED, unknown).map(|peer| peer.uid)
+}
+
+/// The inode number of the peer's pidfd, where it tells processes apart.
+fn inode(socket: impl AsFd) -> Option<u64> {
+    let fd = option(&socket, SO_PEERPIDFD, -1).filter(|fd: &i32| *fd >= 0)?;
+    // SAFETY: the kernel has just opened this descriptor for this call, and nothing else has it.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    let kind = rustix::fs::fstatfs(&fd).ok()?.f_type;
+    (kind as u64 == PID_FS_MAGIC).then_some(rustix::fs::fstat(&fd).ok()?.st_ino)
+}
+
+/// Plain data of which any bytes are a value.
+trait Plain: Copy {}
+impl Plain for i32 {}
+impl Plain for libc::ucred {}
+
+/// An option of a socket. `rustix` has no type for a peer without a process id.
+fn option<T: Plain>(socket: impl AsFd, name: i32, mut value: T) -> Option<T> {
+    let mut len = size_of::<T>() as libc::socklen_t;
+    let (fd, at) = (socket.as_fd().as_raw_fd(), (&raw mut value).cast());
+    // SAFETY: `at` has room for `len` bytes, and any bytes are a `T`, which is `Plain`.
+    let done = unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, name, at, &mut len) };
+    (done == 0 && len as usize == size_of::<T>()).then_some(value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn a_peer_is_its_process() {
+        let (a, _b) = UnixStream::pair().unwrap();
+        assert_eq!(Peer::of(&a), Peer::Process(std::process::id() as i32));
+        assert_eq!(user(&a), Some(rustix::process::getuid().as_raw()));
+        assert_eq!(user(std::fs::File::open("/dev/null").unwrap()), None);
+        assert_eq!(Peer::of(std::fs::File::open("/dev/null").unwrap()), Peer::User(u32::MAX));
+    }
+
+    #[test]
+    fn a_pidfd_names_its_process_where_the_kernel_has_pidfs() {
+        let (a, b) = UnixStream::pair().unwrap();
+        // Both ends are of this process.
+        assert_eq!(inode(&a), inode(&b));
+    }
+}
