@@ -24,7 +24,7 @@ pub use error::Error;
 pub use rnic::ids::{Access, Cqn, Key, KeyIndex, Psn, Qpn};
 pub use rnic::memory::{DmaMemory, For, Zeros};
 pub use rnic::verbs::{AsyncEvent, MwKind, SrqInfo};
-pub use rnic::wire::{PathMtu, PeerAddress, RemotePeer};
+pub use rnic::wire::{PairSecret, PathMtu, PeerAddress, RemotePeer, Side as SecretSide};
 pub use rnic::wqe::{self, Remote, Sge};
 pub use verbs::{
     Caps, CompletionQueue, CqAttr, DeviceInfo, Events, Feature, Guards, MemoryRegion, MemoryWindow,

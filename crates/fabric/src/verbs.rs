@@ -64,6 +64,21 @@ pub trait Nic: Clone + Send + Sync + 'static {
     /// in another process it is shared with that process.
     fn alloc_dma(&self, bytes: usize) -> Result<DmaMemory, Error>;
 
+    /// [`Nic::alloc_dma`] for chunks: memory used in units of `unit` bytes at multiples of that. A
+    /// NIC whose memory need not be pinned makes it thin: a page takes RAM from its first write on.
+    /// Zeros that are written over whole pages, by [`Nic::zero`] or by the NIC from
+    /// [`Nic::alloc_zeros`], give the RAM back, except that of the first `kept` bytes. What is read
+    /// is the same on every NIC.
+    fn alloc_thin(&self, bytes: usize, _unit: usize, _kept: usize) -> Result<DmaMemory, Error> {
+        self.alloc_dma(bytes)
+    }
+
+    /// [`Nic::alloc_dma`] for memory that is never written, so that it stays zero: a NIC may know
+    /// that, and clear other memory from it in another way than by copying.
+    fn alloc_zeros(&self, bytes: usize) -> Result<DmaMemory, Error> {
+        self.alloc_dma(bytes)
+    }
+
     /// The time, from some moment in the past on; it never goes back. Who uses a NIC takes the time from it,
     /// so that it can be virtual.
     fn now(&self) -> Duration {

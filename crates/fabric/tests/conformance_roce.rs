@@ -1,11 +1,16 @@
 //! The conformance suite over RoCEv2: two NICs of one process, each with its own socket.
 
+#[path = "../../../tests/src/needs.rs"]
+mod needs;
+
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use fabric::conformance::{self, Bench, Side};
 use fabric::soft::{SoftNic, SoftQp};
-use fabric::{Error, Feature, PeerAddress, Psn, QpChange, QueuePair, RemotePeer};
+use fabric::{
+    Error, Feature, PairSecret, PeerAddress, Psn, QpChange, QueuePair, RemotePeer, SecretSide,
+};
 
 /// Local ACK timeout: 0.27 s, so that eight of them pass on a busy machine only where nobody answers.
 const TIMEOUT: u8 = 16;
@@ -15,6 +20,7 @@ struct Roce {
     client: SoftNic,
     server: SoftNic,
     addresses: [SocketAddr; 2],
+    packets: Packets,
     /// Ends of connections so far.
     ends: AtomicU32,
 }
@@ -28,8 +34,15 @@ enum RunBy {
     Callers,
 }
 
+/// How packets are told from others.
+#[derive(Clone, Copy, PartialEq)]
+enum Packets {
+    Plain,
+    Authenticated,
+}
+
 impl Roce {
-    fn over(address: IpAddr, by: RunBy) -> Self {
+    fn over(address: IpAddr, by: RunBy, packets: Packets) -> Self {
         let socket = || UdpSocket::bind((address, 0)).expect("a socket");
         let sockets = [socket(), socket()];
         let addresses = [0, 1].map(|i: usize| sockets[i].local_addr().expect("an address"));
@@ -37,7 +50,7 @@ impl Roce {
             RunBy::Thread => SoftNic::host_over(s).expect("a NIC").0,
             RunBy::Callers => SoftNic::over(s).expect("a NIC"),
         });
-        Self { client, server, addresses, ends: AtomicU32::new(0) }
+        Self { client, server, addresses, packets, ends: AtomicU32::new(0) }
     }
 }
 
@@ -66,15 +79,26 @@ impl Bench for Roce {
         let ends = if here == there { 2 } else { 1 };
         let connection = self.ends.fetch_add(ends, Ordering::Relaxed) / 2;
         let psn = Psn::new(connection.wrapping_mul(0x1_0000).wrapping_sub(5));
+        let side = match here {
+            Side::Client => SecretSide::Asking,
+            Side::Server => SecretSide::Asked,
+        };
+        // A QP that is its own peer has one side only.
+        let has_secret = self.packets == Packets::Authenticated && here != there;
+        let secret = has_secret.then(|| {
+            let mut bytes = [0x5e; 32];
+            bytes[..4].copy_from_slice(&connection.to_be_bytes());
+            PairSecret { bytes, side, authenticated: true }
+        });
         let [here, there] = [here, there].map(|side| self.addresses[side as usize]);
         let peer = RemotePeer::new(there, here.ip(), peer.qpn());
-        let peer = RemotePeer { sq_psn: psn, rq_psn: psn, timeout: TIMEOUT, ..peer };
+        let peer = RemotePeer { sq_psn: psn, rq_psn: psn, secret, timeout: TIMEOUT, ..peer };
         qp.modify(QpChange::ReadyToReceive { peer: PeerAddress::Remote(peer) })
     }
 }
 
-fn check(address: IpAddr, by: RunBy) {
-    let report = conformance::run(&Roce::over(address, by));
+fn check(address: IpAddr, by: RunBy, packets: Packets) {
+    let report = conformance::run(&Roce::over(address, by, packets));
     println!("{report}");
     let lacking: Vec<_> =
         report.skipped.iter().filter(|(_, why)| why.contains(" lacks ")).map(|s| s.0).collect();
@@ -83,20 +107,29 @@ fn check(address: IpAddr, by: RunBy) {
 
 #[test]
 fn roce_over_ipv4() {
-    check("127.0.0.1".parse().expect("an address"), RunBy::Thread);
+    check("127.0.0.1".parse().expect("an address"), RunBy::Thread, Packets::Plain);
+}
+
+#[test]
+fn authenticated_roce() {
+    check("127.0.0.1".parse().expect("an address"), RunBy::Thread, Packets::Authenticated);
+}
+
+#[test]
+fn authenticated_roce_run_by_its_callers() {
+    check("127.0.0.1".parse().expect("an address"), RunBy::Callers, Packets::Authenticated);
 }
 
 #[test]
 fn roce_run_by_its_callers() {
-    check("127.0.0.1".parse().expect("an address"), RunBy::Callers);
+    check("127.0.0.1".parse().expect("an address"), RunBy::Callers, Packets::Plain);
 }
 
 #[test]
 fn roce_over_ipv6() {
     let loopback: IpAddr = "::1".parse().expect("an address");
     if UdpSocket::bind((loopback, 0)).is_err() {
-        println!("not run: this machine has no IPv6");
-        return;
+        return needs::skip("this machine has no IPv6");
     }
-    check(loopback, RunBy::Thread);
+    check(loopback, RunBy::Thread, Packets::Authenticated);
 }

@@ -133,6 +133,14 @@ impl SoftNic {
         Self { function }
     }
 
+    /// The secret of its session, where it is attached to the NIC of another process.
+    pub fn secret(&self) -> Option<shm::Secret> {
+        match &self.function {
+            Function::Attached(attached) => Some(attached.secret()),
+            Function::Inline(_) | Function::Local(_) => None,
+        }
+    }
+
     /// The function below the verbs.
     pub fn function(&self) -> &Function {
         &self.function
@@ -207,6 +215,15 @@ impl Nic for SoftNic {
 
     fn alloc_dma(&self, bytes: usize) -> Result<DmaMemory, Error> {
         self.function.alloc_dma(bytes).map_err(system("allocating memory for the NIC"))
+    }
+
+    fn alloc_thin(&self, bytes: usize, unit: usize, kept: usize) -> Result<DmaMemory, Error> {
+        let attempt = "allocating memory for chunks";
+        self.function.alloc_thin(bytes, unit, kept).map_err(system(attempt))
+    }
+
+    fn alloc_zeros(&self, bytes: usize) -> Result<DmaMemory, Error> {
+        self.function.alloc_zeros(bytes).map_err(system("allocating zeros for the NIC"))
     }
 
     fn alloc_pd(&self) -> Result<SoftPd, Error> {
