@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use crate::client::control::SocketControl;
+use crate::client::control::{SocketControl, until_admitted};
 use crate::remote::{RemoteAddress, Token};
 use crate::{Error, Options, Pool};
 
@@ -76,12 +76,12 @@ impl Address {
 
     /// A connection to ask the memory node something with, not to use its memory.
     pub fn ask(&self) -> Result<SocketControl, Error> {
-        match self {
+        until_admitted(|| match self {
             Self::Shm(path) => SocketControl::connect(path),
             Self::Roce(remote) => {
-                SocketControl::connect_remote(&remote.to, remote.token()?.as_ref(), |_| Ok(None))
+                SocketControl::connect_remote(&remote.to, remote.token()?.as_ref(), |_, _| Ok(None))
             }
-        }
+        })
     }
 }
 

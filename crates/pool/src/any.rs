@@ -4,12 +4,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fabric::direct::DirectNic;
-use fabric::{Nic, PeerAddress, Psn, Qpn};
+use fabric::{Nic, PeerAddress, Qpn};
 
 use crate::protocol::Welcome;
+use crate::remote::Start;
 use crate::scheme::{
     Admission, Admitted, ClientId, ClientScheme, CpuEvents, Effort, Grant, GroupId, Lane,
-    NodeScheme, NodeStatus, WhenIdle, Worker,
+    NodeScheme, NodeStatus, Part, WhenIdle, Worker,
 };
 use crate::settings::{SchemeKind, Settings};
 use crate::{Error, finemem, odrp, onesidedmw, rpc};
@@ -102,8 +103,8 @@ impl<N: DirectNic> NodeScheme for AnyNode<N> {
         each!(self, node => node.reset_access(client, group, lane))
     }
 
-    fn set_psn(&mut self, client: ClientId, psn: Psn) {
-        each!(self, node => node.set_psn(client, psn))
+    fn renew(&mut self, client: ClientId, part: Part, start: Start) {
+        each!(self, node => node.renew(client, part, start))
     }
 
     fn events(&self) -> Option<Arc<dyn CpuEvents>> {

@@ -42,14 +42,26 @@ pub enum Error {
         /// How that was noticed.
         why: String,
     },
-    /// The memory node has ended the connection before this compute node was admitted: it heard nothing of it for
-    /// too long. Nothing was held yet.
+    /// The memory node ended the connection before it admitted this compute node: nothing was said
+    /// for too long, or there was no room for the connection. Nothing was held yet.
     #[error(
-        "being admitted: the memory node has ended the connection before: {why}; this process was held \
-         for too long, or the memory node is gone: connect again"
+        "being admitted: the memory node ended the connection before it answered: {why}; this \
+         process was stopped for too long, or the memory node has as many connections as it \
+         takes, or has just ended: see `granary status`, and connect again"
     )]
     NotAdmitted {
         /// How that was noticed.
+        why: String,
+    },
+    /// The memory node has no place for this compute node. Nothing was held yet.
+    #[error(
+        "{attempt}: the memory node is full: {why}; wait until compute nodes have left, or start \
+         it with more places (granary serve --clients)"
+    )]
+    Full {
+        /// What was attempted.
+        attempt: String,
+        /// Which limit was reached.
         why: String,
     },
     /// The memory node refused an operation on its memory: the key is dead or not for this QP.

@@ -31,7 +31,6 @@ pub mod finemem;
 mod node;
 pub mod odrp;
 pub mod onesidedmw;
-mod pace;
 mod pools;
 pub mod protocol;
 pub mod remote;

@@ -13,22 +13,23 @@
 //! not. Both count as the memory node's CPU. Where requests are answered by several cores, each is a
 //! thread that turns a [`Worker`] of the scheme, beside the one lock.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use fabric::{Psn, Qpn};
+use fabric::Qpn;
 use parking_lot::{Condvar, Mutex};
 
 use crate::Error;
 use crate::cpu::ThreadClock;
 use crate::events::cores;
 use crate::protocol::Welcome;
+use crate::remote::Start;
 use crate::scheme::{
-    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus, Worker,
+    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus, Part, Worker,
 };
 use crate::settings::{ControlMode, SchemeKind, Settings};
 
@@ -62,8 +63,13 @@ struct Core<S> {
     clients: BTreeSet<ClientId>,
     /// Those that have gone, and are not retired yet.
     leaving: BTreeSet<ClientId>,
+    /// Those of them that the scheme could not begin to retire, and why. It is tried again.
+    unretired: BTreeMap<ClientId, String>,
     last: u32,
 }
+
+/// After the scheme could not begin to retire a compute node, the next attempt comes so much later.
+const RETIRE_AGAIN: Duration = Duration::from_millis(100);
 
 impl<S: NodeScheme> MemoryNode<S> {
     /// A memory node with `scheme`, made with the same settings.
@@ -73,6 +79,7 @@ impl<S: NodeScheme> MemoryNode<S> {
             scheme,
             clients: BTreeSet::new(),
             leaving: BTreeSet::new(),
+            unretired: BTreeMap::new(),
             last: 0,
         });
         let started = Instant::now();
@@ -145,16 +152,31 @@ impl<S: NodeScheme> MemoryNode<S> {
 
     /// A compute node has gone: from now on none of its keys opens anything. Its chunks come back in
     /// later turns, in bounded pieces: see [`MemoryNode::is_retired`].
-    pub fn retire(&self, client: ClientId) -> Result<(), Error> {
+    ///
+    /// Where the NIC refuses it, the chunks stay that compute node's, and later turns try again:
+    /// see [`MemoryNode::unretired`].
+    pub fn retire(&self, client: ClientId) {
+        // An error is noted already.
+        let _ = self.begin_retire(client);
+    }
+
+    fn begin_retire(&self, client: ClientId) -> Result<(), Error> {
         let core = &mut *self.inner.core.lock();
         if !core.clients.remove(&client) {
             return Ok(());
         }
         core.leaving.insert(client);
         self.inner.somebody_leaves.store(true, Ordering::Release);
-        let result = core.scheme.retire(client);
+        let result = core.retire(client);
         self.wake();
         result
+    }
+
+    /// Compute nodes that have gone and that the scheme could not begin to retire yet: how many,
+    /// and why not one of them.
+    pub fn unretired(&self) -> (u64, Option<String>) {
+        let unretired = &self.inner.core.lock().unretired;
+        (unretired.len() as u64, unretired.values().next().cloned())
     }
 
     /// True if nothing is left of a compute node that has gone.
@@ -165,7 +187,7 @@ impl<S: NodeScheme> MemoryNode<S> {
     /// [`MemoryNode::retire`], and takes its chunks back before it returns. Others get their turns in
     /// between.
     pub fn retire_wholly(&self, client: ClientId) -> Result<(), Error> {
-        self.retire(client)?;
+        self.begin_retire(client)?;
         while !self.is_retired(client) {
             self.turn_or_yield()?;
         }
@@ -232,9 +254,9 @@ impl<S: NodeScheme> MemoryNode<S> {
         self.inner.core.lock().known(client)?.reset_access(client, group, lane)
     }
 
-    /// See [`NodeScheme::set_psn`].
-    pub fn set_psn(&self, client: ClientId, psn: Psn) -> Result<(), Error> {
-        self.inner.core.lock().known(client)?.set_psn(client, psn);
+    /// See [`NodeScheme::renew`].
+    pub fn renew(&self, client: ClientId, part: Part, start: Start) -> Result<(), Error> {
+        self.inner.core.lock().known(client)?.renew(client, part, start);
         Ok(())
     }
 
@@ -265,17 +287,25 @@ impl<S: NodeScheme> MemoryNode<S> {
     /// A turn of one core. The lock over the memory node is taken only if somebody may have left.
     fn turn_of(&self, worker: &mut dyn Worker) -> Result<Turn, Error> {
         let busy = worker.turn()?;
-        if busy && self.inner.somebody_leaves.load(Ordering::Acquire) {
-            self.forget_retired(&mut self.inner.core.lock());
+        let mut look = None;
+        if self.inner.somebody_leaves.load(Ordering::Acquire) {
+            let core = &mut *self.inner.core.lock();
+            core.retire_again()?;
+            look = core.next_retire();
+            if busy {
+                self.forget_retired(core);
+            }
         }
-        Ok(Turn { busy, watching: false, look: None })
+        Ok(Turn { busy, watching: false, look })
     }
 
     fn turn(&self) -> Result<Turn, Error> {
         let core = &mut *self.inner.core.lock();
+        core.retire_again()?;
         let busy = core.scheme.turn()?;
         self.forget_retired(core);
-        Ok(Turn { busy, watching: core.scheme.is_watching(), look: core.scheme.next_look() })
+        let look = core.scheme.next_look().into_iter().chain(core.next_retire()).min();
+        Ok(Turn { busy, watching: core.scheme.is_watching(), look })
     }
 }
 
@@ -302,6 +332,36 @@ impl<S: NodeScheme> Core<S> {
                 return id;
             }
         }
+    }
+
+    /// Begins to retire a compute node, or notes that it is to be tried again.
+    fn retire(&mut self, client: ClientId) -> Result<(), Error> {
+        let result = self.scheme.retire(client);
+        match &result {
+            Ok(()) => drop(self.unretired.remove(&client)),
+            Err(e) => {
+                let why = format!("retiring compute node {}: {e}", client.0);
+                self.unretired.insert(client, why);
+            }
+        }
+        result
+    }
+
+    /// Tries again what [`Core::retire`] could not do.
+    ///
+    /// # Errors
+    /// The NIC has ended: there is nothing to serve with.
+    fn retire_again(&mut self) -> Result<(), Error> {
+        for client in self.unretired.keys().copied().collect::<Vec<_>>() {
+            if let Err(e @ Error::Gone { .. }) = self.retire(client) {
+                return Err(e);
+            }
+        }
+        Ok(())
+    }
+
+    fn next_retire(&self) -> Option<Duration> {
+        (!self.unretired.is_empty()).then_some(RETIRE_AGAIN)
     }
 
     fn known(&mut self, client: ClientId) -> Result<&mut S, Error> {
@@ -455,6 +515,8 @@ fn take_turns<S: NodeScheme>(
     let (mut idle, mut nap) = (0u32, WATCH_MIN);
     while !shared.stop.load(Ordering::Acquire) {
         shared.gate.pass();
+        // Fatal: the NIC refused the memory node's own queues or tables, which no compute node
+        // reaches. What they hold and the books may differ now, and a chunk could be given twice.
         let turn = take_turn()?;
         if turn.busy {
             (idle, nap) = (0, WATCH_MIN);
@@ -471,6 +533,7 @@ fn take_turns<S: NodeScheme>(
             let sleep = if turn.watching { nap } else { SLEEP };
             let sleep = sleep.min(turn.look.unwrap_or(SLEEP));
             nap = if turn.watching { (nap * 2).min(WATCH_MAX) } else { WATCH_MIN };
+            // Fatal: it fails only for a NIC that has ended.
             events.wait(sleep)?;
             shared.wakeups.fetch_add(1, Ordering::Relaxed);
         }
@@ -545,3 +608,6 @@ impl SchemeKind {
         self.is_by_rpc()
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! compute node                                         memory node
-//!   {"service":"pool","version":2}           ->
+//!   {"service":"pool","version":3}           ->
 //!                                            <-        {"id":0,"reply":"welcome","scheme":..}
 //!   {"id":1,"request":"admit",..}            ->        makes the peers of the QPs it names
 //!                                            <-        {"id":1,"reply":"admitted",..}
@@ -27,11 +27,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::Error;
 use crate::remote::RoceEnd;
+use crate::remote::token::Nonce;
 use crate::scheme::{Admission, Admitted, NodeStatus};
 use crate::settings::{ControlMode, SchemeKind, Settings};
 
 /// Version of this protocol, and of what compute nodes read and write in a memory node by themselves.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// The most bytes of a message.
 pub const MAX_BYTES: usize = rnic::port::shm::wire::MESSAGE_MAX;
 
@@ -81,9 +82,9 @@ pub enum Request {
     Status,
     /// My management QPs are in Reset: re-establish your side.
     ResetManagement {
-        /// From another host: the PSN that they begin with.
-        #[serde(default)]
-        psn: u32,
+        /// From another host: drawn for what they begin with.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        salt: Option<Nonce>,
     },
     /// Do my management QPs take requests at your side? Asked by who waits long for an answer to one.
     ManagementState,
@@ -93,9 +94,9 @@ pub enum Request {
         group: u16,
         /// The QP in the group, by its place in the admission.
         lane: u8,
-        /// From another host: the PSN that it begins with.
-        #[serde(default)]
-        psn: u32,
+        /// From another host: drawn for what it begins with.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        salt: Option<Nonce>,
     },
     /// Is every chunk exactly once free or owned?
     Audit,
@@ -143,6 +144,11 @@ pub enum Reply {
         /// Ask again after so many milliseconds.
         retry_after_ms: u64,
     },
+    /// To `admit`: no place is left for this compute node.
+    Full {
+        /// Which limit was reached.
+        why: String,
+    },
     /// The request was refused, or not understood.
     Error {
         /// Why.
@@ -187,12 +193,19 @@ pub struct Welcome {
     /// See [`crate::Settings::contention_control`].
     #[serde(default = "yes")]
     pub contention_control: bool,
+    /// No place is left for a compute node of this connection now: which limit was reached. It can
+    /// still ask.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub full: Option<String>,
     /// To another host: what the memory node's NIC is reached by.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub roce: Option<RoceEnd>,
     /// To another host: that the memory node has the token.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub proof: Option<String>,
+    /// To another host: the packets of its QPs, and those that they get, have tags.
+    #[serde(default)]
+    pub authenticated: bool,
 }
 
 impl Welcome {
@@ -214,8 +227,10 @@ impl Welcome {
             budget_chunks: s.budget.chunks,
             separation: s.separation,
             contention_control: s.contention_control,
+            full: None,
             roce: None,
             proof: None,
+            authenticated: false,
         }
     }
 }
@@ -237,6 +252,16 @@ pub struct Status {
     pub node: NodeStatus,
     /// Bytes donated.
     pub donated_bytes: u64,
+    /// Bytes of chunks that are not free.
+    #[serde(default)]
+    pub held_bytes: u64,
+    /// Bytes of free chunks that keep their RAM, at most ([`crate::Settings::kept_bytes`]).
+    #[serde(default)]
+    pub kept_bytes: u64,
+    /// RAM that the memory node's process has for itself: chunks, metadata, tables of the NIC, the
+    /// program's own. Memory that its clients share with it is not among it.
+    #[serde(default)]
+    pub resident_bytes: u64,
     /// Milliseconds since it started.
     pub uptime_ms: u64,
     /// CPU time of the control threads: this is the memory node's CPU.
@@ -249,8 +274,64 @@ pub struct Status {
     pub nic_wakeups: u64,
     /// Work-queue elements that the NIC executed.
     pub nic_wqes: u64,
-    /// Name of the NIC.
+    /// The ports that the NIC serves: `shm`, or `shm and roce`.
     pub nic: String,
+    /// What went wrong without ending the memory node.
+    #[serde(default)]
+    pub trouble: Trouble,
+    /// Packets of other hosts that the NIC has dropped.
+    #[serde(default)]
+    pub dropped: Dropped,
+}
+
+/// Packets of other hosts that the NIC has dropped, by reason.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Dropped {
+    /// For queue pairs that there are not.
+    pub unknown_qp: u64,
+    /// From another address than that of the queue pair's peer.
+    pub strangers: u64,
+    /// Without the tag of their connection.
+    pub forged: u64,
+    /// With the right tag, and too old: recorded, and sent again.
+    pub outdated: u64,
+    /// For queue pairs at which a sender without a key has guessed too often.
+    pub guessed: u64,
+    /// Spoilt on the way, or no packets of RoCEv2.
+    pub spoilt: u64,
+}
+
+/// What has gone wrong at a memory node since it started, and cost one connection or some time.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Trouble {
+    /// Connections that were ended because a system call for them failed.
+    pub connections: u64,
+    /// How often no connection could be accepted, for want of descriptors or memory. It was tried
+    /// again.
+    pub accepts: u64,
+    /// Compute nodes that have gone and could not be retired yet: the NIC refused it. Their chunks
+    /// stay theirs, and it is tried again.
+    pub unretired: u64,
+    /// The last of these errors.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last: Option<String>,
+}
+
+impl Status {
+    /// The memory of a memory node with these settings, which is in this process, and what the
+    /// scheme says of it; the rest is zero.
+    pub(crate) fn of(settings: &Settings, node: NodeStatus) -> Self {
+        let held_bytes = node.chunks.saturating_sub(node.free) * node.chunk_bytes;
+        Self {
+            donated_bytes: settings.chunks() * settings.chunk_bytes,
+            held_bytes,
+            kept_bytes: settings.kept_bytes() as u64,
+            resident_bytes: crate::cpu::resident_bytes(),
+            node,
+            ..Self::default()
+        }
+    }
 }
 
 /// Encodes a message. Fails if it is longer than [`MAX_BYTES`].
@@ -301,7 +382,10 @@ mod tests {
         };
         round_trip(Numbered { id: 1, body: Request::Admit(admission) });
         round_trip(Numbered { id: u64::MAX, body: Request::AwaitMemory { timeout_ms: 5 } });
-        round_trip(Numbered { id: 2, body: Request::ResetAccess { group: 3, lane: 1, psn: 9 } });
+        round_trip(Numbered {
+            id: 2,
+            body: Request::ResetAccess { group: 3, lane: 1, salt: None },
+        });
         round_trip(Numbered { id: 3, body: Request::Goodbye });
         round_trip(Numbered { id: 3, body: Request::ManagementState });
         round_trip(Numbered { id: 3, body: Reply::ManagementState { open: false } });
@@ -316,7 +400,7 @@ mod tests {
         let bytes = encode("test", &Numbered { id: 3, body: Request::Status }).unwrap();
         assert_eq!(bytes, br#"{"id":3,"request":"status"}"#);
         let opening = encode("test", &Opening::pool()).unwrap();
-        assert_eq!(opening, br#"{"service":"pool","version":2}"#);
+        assert_eq!(opening, br#"{"service":"pool","version":3}"#);
     }
 
     #[test]
@@ -357,7 +441,7 @@ mod tests {
             byte in any::<u8>(),
             group in any::<u16>(),
         ) {
-            let message = Numbered { id: 1, body: Request::ResetAccess { group, lane: 0, psn: 0 } };
+            let message = Numbered { id: 1, body: Request::ResetAccess { group, lane: 0, salt: None } };
             let mut bytes = encode("test", &message).unwrap();
             let at = at % bytes.len();
             bytes[at] = byte;

@@ -11,12 +11,14 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fabric::{Key, PeerAddress, Psn, Qpn};
+use fabric::{Key, PeerAddress, Qpn};
+use rnic::port::shm::Secret;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
 use crate::budget::BudgetStatus;
-use crate::remote::{RoceEnd, Route};
+use crate::remote::token::Nonce;
+use crate::remote::{RoceEnd, Route, Start};
 
 /// The most windows that a group has, the guard included.
 pub const MAX_GROUP: usize = 6;
@@ -37,6 +39,15 @@ pub struct GroupId(pub u16);
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct Lane(pub u8);
 
+/// QPs of a compute node that are connected anew together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Part {
+    /// Its management QPs; without separation in scheme `onesidedmw`, all QPs.
+    Management,
+    /// An access QP.
+    Access(GroupId, Lane),
+}
+
 /// What a compute node says of itself when it wants to be admitted: the numbers of its QPs, which
 /// are made and not yet connected.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,22 +61,28 @@ pub struct Admission {
     pub bulletin_addr: u64,
     /// Where the memory node writes its bulletin: key.
     pub bulletin_rkey: u32,
+    /// On the memory node's host: the secret of the NIC session that these QPs are of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub session: Option<Secret>,
     /// On another host: what its NIC is reached by.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub roce: Option<RoceEnd>,
-    /// On another host: the PSN that its QPs begin with.
-    #[serde(default)]
-    pub psn: u32,
+    /// On another host: drawn for what its QPs begin with.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub salt: Option<Nonce>,
     /// On another host: how its QPs are reached from here. The memory node finds that out.
     #[serde(skip)]
     pub route: Option<Route>,
+    /// On another host: what its QPs begin with. The memory node finds that out.
+    #[serde(skip)]
+    pub start: Start,
 }
 
 impl Admission {
     /// The QP that it names by `qpn`, as it is reached from here.
     pub fn peer(&self, qpn: u32) -> PeerAddress {
         let qpn = Qpn::new(qpn);
-        self.route.map_or(qpn.into(), |route| route.peer(qpn, Psn::new(self.psn)))
+        self.route.map_or(qpn.into(), |route| route.peer(qpn, self.start))
     }
 }
 
@@ -247,6 +264,9 @@ pub trait NodeScheme: Send {
 
     /// A compute node has gone: from now on none of its keys opens anything. Turns take its chunks
     /// back, a bounded piece of work in each, until [`NodeScheme::is_retired`].
+    ///
+    /// # Errors
+    /// The NIC refused it. The compute node still has its chunks, and this is called again.
     fn retire(&mut self, client: ClientId) -> Result<(), Error>;
 
     /// True if nothing is left of a compute node.
@@ -284,8 +304,10 @@ pub trait NodeScheme: Send {
     /// side and connects it again. Its windows live on. Returns its number.
     fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error>;
 
-    /// The PSN that QPs of a compute node on another host begin with when they are connected from now on.
-    fn set_psn(&mut self, client: ClientId, psn: Psn);
+    /// What QPs of a compute node on another host begin with when they are connected from now on.
+    /// Those that are not in `part` keep what they have: they may be connected anew at any moment,
+    /// by others.
+    fn renew(&mut self, client: ClientId, part: Part, start: Start);
 
     /// What the CPU sleeps on while [`NodeScheme::turn`] has nothing to do. A scheme that returns
     /// some gets a thread that calls `turn` and waits in turns; one whose CPU has nothing to do

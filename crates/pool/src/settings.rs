@@ -29,6 +29,9 @@ pub struct Settings {
     pub groups_max: u32,
     /// Compute nodes that may be connected.
     pub clients_max: u32,
+    /// One process, user or host leaves some of these places to others: `docs/operating.md` has the
+    /// rule. A service sees to that.
+    pub shares_places: bool,
     /// How chunks are allocated.
     pub scheme: SchemeKind,
     /// How the CPU learns of requests, where the scheme needs it.
@@ -54,6 +57,10 @@ pub struct Settings {
     /// Memory windows that each function of the memory node's own NIC has, where they are to be fewer than it could have
     /// (16.7 million).
     pub nic_windows: Option<u32>,
+    /// Bytes of donated memory that keep their RAM while they are free; rounded down to whole
+    /// chunks. RAM beyond goes back to the system when a chunk is released, if the NIC is in the
+    /// memory node's process.
+    pub keep_resident_bytes: u64,
 }
 
 impl Default for Settings {
@@ -66,6 +73,7 @@ impl Default for Settings {
             credits: 16,
             groups_max: 64,
             clients_max: 256,
+            shares_places: true,
             scheme: SchemeKind::default(),
             control: ControlMode::default(),
             cores: 1,
@@ -75,6 +83,7 @@ impl Default for Settings {
             budget: Budget::default(),
             paced: false,
             nic_windows: None,
+            keep_resident_bytes: 64 << 20,
         }
     }
 }
@@ -114,6 +123,17 @@ impl Settings {
     /// Access QPs of a group: its windows without the guard.
     pub fn lanes(&self) -> u32 {
         self.group_size.saturating_sub(1)
+    }
+
+    /// Bytes at the start of the chunks whose RAM is kept while they are free. All bytes, where
+    /// chunks are smaller than a page, so that to release a chunk gives no page back, and in a
+    /// scheme that does not clear chunks.
+    pub fn kept_bytes(&self) -> usize {
+        let chunk = self.chunk_bytes.max(1);
+        let all = self.chunks() * chunk;
+        let gives_back = chunk as usize >= rustix::param::page_size() && self.scheme.releases();
+        let kept = if gives_back { self.keep_resident_bytes.min(all) / chunk * chunk } else { all };
+        kept as usize
     }
 
     /// The limits of a NIC that is made for such a memory node.

@@ -30,7 +30,9 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens at `endpoint`. The socket file has mode 0600.
+    /// Listens at `endpoint`. The socket file has mode 0600. In a directory of its own, which only
+    /// this user can enter, it has mode 0666: processes that hold it by a descriptor, and have changed
+    /// their user since, may connect.
     pub fn bind(endpoint: &Endpoint) -> Result<Self, Error> {
         let (path, fresh) = match endpoint {
             Endpoint::At(path) => (path.clone(), false),
@@ -59,7 +61,8 @@ impl Listener {
         let addr = address(&draft)?;
         let fd = seqpacket()?;
         rustix::net::bind(&fd, &addr).map_err(|e| system(attempt(), e))?;
-        let ready = fs::set_permissions(&draft, fs::Permissions::from_mode(0o600))
+        let mode = if fresh { 0o666 } else { 0o600 };
+        let ready = fs::set_permissions(&draft, fs::Permissions::from_mode(mode))
             .and_then(|()| rustix::net::listen(&fd, 64).map_err(Into::into))
             .and_then(|()| fs::rename(&draft, path))
             .and_then(|()| fs::symlink_metadata(path));
@@ -192,10 +195,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_file_is_private_and_goes_with_the_listener() {
+    fn the_way_to_a_fresh_socket_is_private_and_goes_with_the_listener() {
         let listener = Listener::bind(&Endpoint::Fresh).unwrap();
         let path = listener.path().to_path_buf();
-        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o666);
         let dir = path.parent().unwrap().to_path_buf();
         assert_eq!(fs::metadata(&dir).unwrap().permissions().mode() & 0o777, 0o700);
         drop(listener);
@@ -208,6 +211,7 @@ mod tests {
         let path = dir.path().join("pool.sock");
         let at = Endpoint::At(path.clone());
         let first = Listener::bind(&at).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         let e = Listener::bind(&at).err().unwrap().to_string();
         assert!(e.contains("serves it already"), "{e}");
         // As if its process had been killed: the file stays, nobody listens.

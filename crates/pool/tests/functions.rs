@@ -135,7 +135,7 @@ fn no_key_opens_a_block_over_another_function() {
 }
 
 fn serve(scheme: SchemeKind) -> (Service, Remote) {
-    let listen = Listen::new("127.0.0.1:0".parse().unwrap(), None);
+    let listen = Listen::to_all("127.0.0.1:0".parse().unwrap());
     let service = Service::start_with(&of(scheme, 24), &Endpoint::Fresh, Some(&listen)).unwrap();
     let to = service.address().unwrap().into();
     (service, Remote { to, token: None, nic: None })

@@ -1,8 +1,10 @@
 //! A memory node and its compute nodes over RoCEv2, on the loopback interface.
 
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
+
+use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
 
 use pool::budget::Budget;
 use pool::protocol::{self, Opening};
@@ -20,7 +22,7 @@ fn serve(address: &str) -> (Service, Remote) {
 }
 
 fn serve_by(scheme: SchemeKind, address: &str) -> (Service, Remote) {
-    let listen = Listen::new(address.parse().unwrap(), None);
+    let listen = Listen::to_all(address.parse().unwrap());
     let settings = Settings { scheme, ..settings() };
     let service = Service::start_with(&settings, &Endpoint::Fresh, Some(&listen)).unwrap();
     let to = service.address().unwrap().into();
@@ -62,6 +64,7 @@ fn chunks_are_allocated_used_and_freed_over_the_wire() {
             }
             grants.into_iter().for_each(|grant| pool.free_blocking(grant).unwrap());
         }
+        assert_eq!(pool.node_status().unwrap().nic, "shm and roce", "what its NIC serves");
         drop(pool);
         let start = Instant::now();
         while service.status().unwrap().node.free != 16 {
@@ -69,6 +72,58 @@ fn chunks_are_allocated_used_and_freed_over_the_wire() {
             std::thread::sleep(Duration::from_millis(5));
         }
         service.node().audit().unwrap();
+    }
+}
+
+/// Puts a man in the middle of the control connection, who changes what the memory node says first.
+fn changed_on_the_way(to: SocketAddr, change: fn(String) -> String) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::spawn(move || {
+        let (client, server) = (listener.accept().unwrap().0, TcpStream::connect(to).unwrap());
+        let (mut from, mut into) = (client.try_clone().unwrap(), server.try_clone().unwrap());
+        std::thread::spawn(move || std::io::copy(&mut from, &mut into));
+        let (mut from, mut into) = (server, client);
+        loop {
+            let mut len = [0; 4];
+            if from.read_exact(&mut len).is_err() {
+                return;
+            }
+            let mut message = vec![0; u32::from_be_bytes(len) as usize];
+            from.read_exact(&mut message).unwrap();
+            let message = frame(&change(String::from_utf8(message).unwrap()));
+            if into.write_all(&message).is_err() {
+                return;
+            }
+        }
+    });
+    address
+}
+
+#[test]
+fn packets_go_without_tags_only_if_the_memory_node_itself_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("token");
+    std::fs::write(&path, "correct horse battery").unwrap();
+    std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    for authenticated in [true, false] {
+        let token = Token::read(&path).unwrap();
+        let listen = Listen { authenticated, ..Listen::new("127.0.0.1:0".parse().unwrap(), token) };
+        let service = Service::start_with(&settings(), &Endpoint::Fresh, Some(&listen)).unwrap();
+        let to = service.address().unwrap();
+        let remote =
+            |to: SocketAddr| Remote { to: to.into(), token: Some(path.clone()), nic: None };
+        let pool = Pool::connect_remote(&remote(to), options()).unwrap();
+        let grant = pool.allocate_blocking().unwrap();
+        pool.write_blocking(&grant, 0, b"data").unwrap();
+        pool.free_blocking(grant).unwrap();
+        let other = |message: String| {
+            let (yes, no) = (r#""authenticated":true"#, r#""authenticated":false"#);
+            if message.contains(yes) { message.replace(yes, no) } else { message.replace(no, yes) }
+        };
+        let refused = Pool::connect_remote(&remote(changed_on_the_way(to, other)), options());
+        let why = refused.err().expect("the welcome was changed").to_string();
+        assert!(why.contains("has not proved that it has the token"), "{why}");
     }
 }
 
@@ -193,7 +248,7 @@ fn both_ends_prove_that_they_have_the_token() {
     };
     let (right, wrong) = (file("right", "0123456789abcdef"), file("wrong", "fedcba9876543210"));
     let token = Token::read(&right).unwrap();
-    let listen = Listen::new("127.0.0.1:0".parse().unwrap(), Some(token));
+    let listen = Listen::new("127.0.0.1:0".parse().unwrap(), token);
     let service = Service::start_with(&settings(), &Endpoint::Fresh, Some(&listen)).unwrap();
     let remote = |token| Remote { to: service.address().unwrap().into(), token, nic: None };
     Pool::connect_remote(&remote(Some(right.clone())), options()).unwrap();
@@ -209,6 +264,62 @@ fn both_ends_prove_that_they_have_the_token() {
     assert!(e.to_string().contains("asks for no token"), "{e}");
 }
 
+/// A TCP connection to `to` from the address 127.0.1.`from`.
+fn connect_from(from: u8, to: SocketAddr) -> TcpStream {
+    let flags = SocketFlags::CLOEXEC;
+    let socket = net::socket_with(AddressFamily::INET, SocketType::STREAM, flags, None).unwrap();
+    net::bind(&socket, &SocketAddr::from(([127, 0, 1, from], 0))).unwrap();
+    net::connect(&socket, &to).unwrap();
+    TcpStream::from(socket)
+}
+
+/// More of them than there are connections for all: they have a room of their own, and the old ones
+/// make way.
+#[test]
+fn connections_without_the_token_take_no_place_of_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("token");
+    std::fs::write(&file, "0123456789abcdef").unwrap();
+    std::fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    let token = Token::read(&file).unwrap();
+    let listen = Listen::new("127.0.0.1:0".parse().unwrap(), token);
+    let settings = Settings { clients_max: 4, silence: Duration::from_secs(600), ..settings() };
+    let service = Service::start_with(&settings, &Endpoint::Fresh, Some(&listen)).unwrap();
+    let address = service.address().unwrap();
+    let silent: Vec<TcpStream> =
+        (1..=9).flat_map(|from| (0..20).map(move |_| connect_from(from, address))).collect();
+    // They have been accepted when one that came later is: it is answered, or ended.
+    let mut later = connect_from(10, address);
+    later.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    later.write_all(&frame(&format!(r#"{{"granary":1,"nonce":"{}"}}"#, "00".repeat(32)))).unwrap();
+    let heard = later.read(&mut [0]);
+    let timed_out = |e: &std::io::Error| e.kind() == std::io::ErrorKind::WouldBlock;
+    assert!(!heard.is_err_and(|e| timed_out(&e)), "it is answered, or ended");
+    let here = Pool::connect(service.path(), options()).unwrap();
+    here.allocate_blocking().unwrap();
+    let remote = Remote { to: address.into(), token: Some(file), nic: None };
+    let far = Pool::connect_remote(&remote, options()).unwrap();
+    far.allocate_blocking().unwrap();
+    drop(silent);
+}
+
+/// A socket bound to `[::]` has IPv4 connections and IPv4 packets too.
+#[test]
+fn a_memory_node_at_any_address_serves_both_kinds() {
+    let (service, _) = serve("[::]:0");
+    let port = service.address().unwrap().port();
+    for ip in ["127.0.0.1", "::1", "::ffff:127.0.0.1"] {
+        let to = SocketAddr::new(ip.parse().unwrap(), port).into();
+        let pool = Pool::connect_remote(&Remote { to, token: None, nic: None }, options()).unwrap();
+        let grant = pool.allocate_blocking().unwrap_or_else(|e| panic!("{ip}: {e}"));
+        pool.write_blocking(&grant, 0, &[7; 8192]).unwrap();
+        let mut back = [0; 8192];
+        pool.read_blocking(&grant, 0, &mut back).unwrap();
+        assert_eq!(back, [7; 8192], "{ip}");
+        pool.free_blocking(grant).unwrap();
+    }
+}
+
 #[test]
 fn addresses_name_a_port_or_get_the_usual_one() {
     let text = "roce://[::1]";
@@ -220,7 +331,7 @@ fn addresses_name_a_port_or_get_the_usual_one() {
 #[test]
 fn a_management_connection_that_is_ended_ends_for_who_waits_too() {
     let budget = Budget { requests_per_s: Some(200), ..Budget::default() };
-    let listen = Listen::new("127.0.0.1:0".parse().unwrap(), None);
+    let listen = Listen::to_all("127.0.0.1:0".parse().unwrap());
     let settings = Settings { budget, ..settings() };
     let service = Service::start_with(&settings, &Endpoint::Fresh, Some(&listen)).unwrap();
     let to = service.address().unwrap().into();

@@ -205,20 +205,22 @@ pub const DUMP_BYTES: usize = 64;
 impl<N: Nic> Memory<N> {
     /// Maps and registers everything, and fills the table, the queue and the steering table.
     /// `windows` gives the keys of each chunk's windows, `shape.group` at a time; the null entry
-    /// has none.
+    /// has none. Free chunks among the first `kept` bytes keep their pages.
     pub fn new(
         nic: &N,
         shape: Shape,
         data: &N::Pd,
         metadata: &N::Pd,
         windows: &[Key],
+        kept: usize,
     ) -> Result<Self, Error> {
         assert_eq!(windows.len(), shape.chunks as usize * shape.group);
         let (slots, rows) = (shape.slots() as usize, shape.rows() as usize);
         let chunk_bytes = shape.chunk_bytes as usize;
         let table_bytes = (shape.chunks as usize + 1) * ENTRY_BYTES;
         let remote_word = Access::REMOTE_READ | Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
-        let chunk_memory = nic.alloc_dma(shape.chunks as usize * chunk_bytes)?;
+        let chunk_memory =
+            nic.alloc_thin(shape.chunks as usize * chunk_bytes, chunk_bytes, kept)?;
         let table = aligned(nic, table_bytes, TABLE_ALIGN)?;
         let queue = aligned(nic, slots * 8, slots as u64 * 8)?;
         let steer = aligned(nic, rows * 64, rows as u64 * STEER_STRIDE)?;
@@ -230,7 +232,7 @@ impl<N: Nic> Memory<N> {
             queue: nic.reg_mr(metadata, &queue, remote_word | Access::LOCAL_WRITE)?,
             words: nic.reg_mr(metadata, &nic.alloc_dma(4096)?, Access::REMOTE_ATOMIC)?,
             steer: nic.reg_mr(metadata, &steer, Access::REMOTE_READ)?,
-            zeros: nic.reg_mr(data, &nic.alloc_dma(chunk_bytes)?, Access::LOCAL_READ)?,
+            zeros: nic.reg_mr(data, &nic.alloc_zeros(chunk_bytes)?, Access::LOCAL_READ)?,
             dump: nic.reg_mr(data, &nic.alloc_dma(DUMP_BYTES)?, Access::LOCAL_ALL)?,
         };
         for i in 0..shape.chunks {

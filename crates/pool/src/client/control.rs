@@ -5,15 +5,17 @@ use std::path::Path;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use fabric::{PeerAddress, Psn, Qpn};
+use fabric::soft::SoftNic;
+use fabric::{PeerAddress, Qpn};
 use parking_lot::{Condvar, Mutex};
+use rnic::port::shm::Secret;
 
 use crate::Error;
 use crate::protocol::{self, Numbered, Opening, Reply, Request, Status, VERSION, Welcome};
 use crate::remote::link::{CLOSED, Link};
-use crate::remote::route::{RoceEnd, Route, random_psn};
+use crate::remote::route::{RoceEnd, Route, Start};
 use crate::remote::token::{self, Greeting, Nonce, Nonces, Side};
-use crate::remote::{RemoteAddress, Token};
+use crate::remote::{ConnectionSecret, RemoteAddress, Token};
 use crate::scheme::{Admission, Admitted, GroupId, Lane};
 
 /// The control plane as a compute node sees it.
@@ -55,16 +57,32 @@ pub trait ControlPlane: Send + Sync {
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Connections that are made, one after the other, until one of them is admitted.
-const CONNECTIONS: u32 = 4;
+const CONNECTIONS: u32 = 40;
+/// The pause after the first of them. It doubles each time, up to [`PAUSE_MAX`]: 11.2 s in all.
+const PAUSE: Duration = Duration::from_millis(10);
+const PAUSE_MAX: Duration = Duration::from_millis(320);
 
-/// Connects anew as long as the memory node has ended the connection before it admitted this compute node, which
-/// held nothing yet: a process may be stopped, or wait for a CPU, for longer than the memory node waits for it.
-pub(super) fn until_admitted<T>(mut connect: impl FnMut() -> Result<T, Error>) -> Result<T, Error> {
+/// Connects anew while the memory node ends the connection before it admits this compute node.
+///
+/// The compute node held nothing yet. Two reasons pass: this process was stopped, or waited for a
+/// CPU, for longer than the memory node waits; and for a while the memory node had as many
+/// connections as it takes.
+pub(crate) fn until_admitted<T>(connect: impl FnMut() -> Result<T, Error>) -> Result<T, Error> {
+    connect_again(connect, std::thread::sleep)
+}
+
+fn connect_again<T>(
+    mut connect: impl FnMut() -> Result<T, Error>,
+    mut pause: impl FnMut(Duration),
+) -> Result<T, Error> {
+    let mut next = PAUSE;
     for _ in 1..CONNECTIONS {
         match connect() {
             Err(Error::NotAdmitted { .. }) => {}
             other => return other,
         }
+        pause(next);
+        next = PAUSE_MAX.min(next * 2);
     }
     connect()
 }
@@ -74,13 +92,22 @@ pub(super) fn until_admitted<T>(mut connect: impl FnMut() -> Result<T, Error>) -
 pub struct SocketControl {
     link: Link,
     welcome: Welcome,
-    /// On another host: the way there.
-    route: Option<Route>,
-    /// What this end's NIC is reached by, and the PSN that the QPs begin with.
-    here: Option<RoceEnd>,
-    psn: OnceLock<Psn>,
+    /// On another host, and with a NIC of this process: the way there.
+    way: Option<Way>,
+    /// On this host: the secret of the NIC session that owns the QPs.
+    session: Option<Secret>,
+    /// What the QPs begin with that were named at the admission.
+    start: OnceLock<Start>,
     state: Mutex<State>,
     changed: Condvar,
+}
+
+/// The way to the NIC of a memory node on another host.
+struct Way {
+    route: Route,
+    /// What this end's NIC is reached by.
+    here: RoceEnd,
+    secret: ConnectionSecret,
 }
 
 #[derive(Default)]
@@ -101,7 +128,12 @@ impl SocketControl {
     pub fn connect(path: &Path) -> Result<Self, Error> {
         let link = Link::local(path)?;
         let welcome = open(&link, &Opening::pool())?;
-        Ok(Self::new(link, welcome, None, None))
+        Ok(Self::new(link, welcome, None))
+    }
+
+    /// The same connection for a compute node whose QPs are of `nic`.
+    pub fn with_nic(self, nic: &SoftNic) -> Self {
+        Self { session: nic.secret(), ..self }
     }
 
     /// Connects to a memory node on another host. `here` is what a NIC of this process is reached by, at the
@@ -109,7 +141,7 @@ impl SocketControl {
     pub fn connect_remote(
         to: &RemoteAddress,
         token: Option<&Token>,
-        here: impl FnOnce(&Link) -> Result<Option<RoceEnd>, Error>,
+        here: impl FnOnce(&Link, &Welcome) -> Result<Option<RoceEnd>, Error>,
     ) -> Result<Self, Error> {
         let link = Link::remote(to)?;
         let nonces = greet(&link, token)?;
@@ -119,7 +151,8 @@ impl SocketControl {
             Err(Error::Refused { attempt: format!("connecting to {to}"), why: why.into() })
         };
         let proof = welcome.proof.as_deref().unwrap_or_default();
-        if token.is_some_and(|token| !token.is_proved(Side::Server, &nonces, proof)) {
+        let server = Side::server(welcome.authenticated);
+        if token.is_some_and(|token| !token.is_proved(server, &nonces, proof)) {
             return refused(
                 "it has not proved that it has the token: another memory node answers there",
             );
@@ -127,26 +160,34 @@ impl SocketControl {
         let Some(there) = welcome.roce else {
             return refused("it names no RoCEv2 port");
         };
-        let here = here(&link)?;
+        let here = here(&link, &welcome)?;
         let remote = link.as_remote().expect("just connected so");
-        let route = here.map(|here| Route::between(remote.local, here, remote.peer.ip(), there));
-        Ok(Self::new(link, welcome, route, here))
+        let way = here.map(|here| Way {
+            route: Route::between(remote.local, here, remote.peer.ip(), there),
+            here,
+            secret: ConnectionSecret::new(token, &nonces, welcome.authenticated),
+        });
+        Ok(Self::new(link, welcome, way))
     }
 
-    fn new(link: Link, welcome: Welcome, route: Option<Route>, here: Option<RoceEnd>) -> Self {
+    fn new(link: Link, welcome: Welcome, way: Option<Way>) -> Self {
         let (state, changed) = (Mutex::default(), Condvar::new());
-        Self { link, welcome, route, here, psn: OnceLock::new(), state, changed }
+        let (session, start) = (None, OnceLock::new());
+        Self { link, welcome, way, session, start, state, changed }
     }
 
-    /// The QP `qpn`, at an end that begins with `psn`.
-    fn peer_from(&self, qpn: u32, psn: Psn) -> PeerAddress {
+    /// The QP `qpn`, with what both ends begin with.
+    fn peer_from(&self, qpn: u32, start: Start) -> PeerAddress {
         let qpn = Qpn::new(qpn);
-        self.route.map_or(qpn.into(), |route| route.peer(qpn, psn))
+        self.way.as_ref().map_or(qpn.into(), |way| way.route.peer(qpn, start))
     }
 
-    /// A PSN for QPs that are connected anew, where that matters.
-    fn fresh_psn(&self) -> Result<Psn, Error> {
-        self.route.map_or(Ok(Psn::new(0)), |_| random_psn())
+    /// Draws a salt for QPs that are connected anew, and what they begin with; nothing on this
+    /// host.
+    fn draw(&self) -> Result<(Option<Nonce>, Start), Error> {
+        let Some(way) = &self.way else { return Ok((None, Start::default())) };
+        let salt = Nonce::random()?;
+        Ok((Some(salt), way.secret.start(Side::Client, &salt)))
     }
 
     /// Sends a request and waits for its reply.
@@ -156,6 +197,7 @@ impl SocketControl {
         self.send(attempt, id, request)?;
         match self.reply(attempt, id, deadline)? {
             Reply::Error { why } => Err(Error::Refused { attempt: attempt.into(), why }),
+            Reply::Full { why } => Err(Error::Full { attempt: attempt.into(), why }),
             Reply::OverBudget { why, retry_after_ms } => Err(Error::OverBudget {
                 attempt: attempt.into(),
                 why,
@@ -256,9 +298,10 @@ impl ControlPlane for SocketControl {
 
     fn admit(&self, admission: &Admission) -> Result<Admitted, Error> {
         let attempt = "being admitted";
-        let psn = self.fresh_psn()?;
-        let admission = Admission { roce: self.here, psn: psn.raw(), ..admission.clone() };
-        let _ = self.psn.set(psn);
+        let (salt, start) = self.draw()?;
+        let (session, roce) = (self.session, self.way.as_ref().map(|way| way.here));
+        let admission = Admission { session, roce, salt, ..admission.clone() };
+        let _ = self.start.set(start);
         match self.ask(attempt, Request::Admit(admission), PATIENCE) {
             Ok(Reply::Admitted(admitted)) => Ok(admitted),
             Ok(other) => Err(unexpected(attempt, other)),
@@ -280,15 +323,15 @@ impl ControlPlane for SocketControl {
     }
 
     fn peer(&self, qpn: u32) -> PeerAddress {
-        self.peer_from(qpn, self.psn.get().copied().unwrap_or(Psn::new(0)))
+        self.peer_from(qpn, self.start.get().copied().unwrap_or_default())
     }
 
     fn reset_management(&self) -> Result<Vec<PeerAddress>, Error> {
         let attempt = "re-establishing the management QPs";
-        let psn = self.fresh_psn()?;
-        match self.ask(attempt, Request::ResetManagement { psn: psn.raw() }, PATIENCE)? {
+        let (salt, start) = self.draw()?;
+        match self.ask(attempt, Request::ResetManagement { salt }, PATIENCE)? {
             Reply::Management { peers } => {
-                Ok(peers.into_iter().map(|qpn| self.peer_from(qpn, psn)).collect())
+                Ok(peers.into_iter().map(|qpn| self.peer_from(qpn, start)).collect())
             }
             other => Err(unexpected(attempt, other)),
         }
@@ -301,10 +344,10 @@ impl ControlPlane for SocketControl {
 
     fn reset_access(&self, group: GroupId, lane: Lane) -> Result<PeerAddress, Error> {
         let attempt = "re-establishing an access QP";
-        let psn = self.fresh_psn()?;
-        let request = Request::ResetAccess { group: group.0, lane: lane.0, psn: psn.raw() };
+        let (salt, start) = self.draw()?;
+        let request = Request::ResetAccess { group: group.0, lane: lane.0, salt };
         match self.ask(attempt, request, PATIENCE)? {
-            Reply::Access { peer } => Ok(self.peer_from(peer, psn)),
+            Reply::Access { peer } => Ok(self.peer_from(peer, start)),
             other => Err(unexpected(attempt, other)),
         }
     }
@@ -379,8 +422,17 @@ fn open(link: &Link, opening: &Opening) -> Result<Welcome, Error> {
     }
 }
 
-/// Says something and waits for the answer, while nobody else uses the connection.
+/// Says something and waits for the answer, while no other thread uses the connection.
 fn converse(link: &Link, message: &[u8]) -> Result<Vec<u8>, Error> {
+    exchange(link, message).map_err(|error| match error {
+        // A memory node that has no room for a connection ends it at once. One that is gone is
+        // found out by the next attempt to connect.
+        Error::Gone { why, .. } if link.is_closed() => Error::NotAdmitted { why },
+        error => error,
+    })
+}
+
+fn exchange(link: &Link, message: &[u8]) -> Result<Vec<u8>, Error> {
     link.send(message).map_err(|e| gone(GREETING, e.to_string()))?;
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -407,6 +459,7 @@ fn gone(attempt: &str, why: String) -> Error {
 fn unexpected(attempt: &str, reply: Reply) -> Error {
     match reply {
         Reply::Error { why } => Error::Refused { attempt: attempt.into(), why },
+        Reply::Full { why } => Error::Full { attempt: attempt.into(), why },
         other => Error::Protocol {
             attempt: attempt.into(),
             why: format!("an answer that is not one to it: {other:?}"),
@@ -422,10 +475,13 @@ mod tests {
     fn only_who_was_not_admitted_connects_again_and_not_for_ever() {
         let tried = |results: Vec<Result<u32, Error>>| {
             let (mut results, mut count) = (results.into_iter(), 0);
-            let result = until_admitted(|| {
+            let mut paused = Duration::ZERO;
+            let connect = || {
                 count += 1;
                 results.next().expect("no more than were asked for")
-            });
+            };
+            let result = connect_again(connect, |time| paused += time);
+            assert!(paused < Duration::from_secs(12), "{paused:?}");
             (result, count)
         };
         let held = || Err(Error::NotAdmitted { why: CLOSED.into() });

@@ -117,15 +117,12 @@ impl ControlPlane for LocalControl {
 
     fn status(&self) -> Result<Status, Error> {
         let (node, turner) = (&self.embedded.node, &self.embedded.turner);
-        let settings = node.settings();
         Ok(Status {
-            node: node.status()?,
-            donated_bytes: settings.chunks() * settings.chunk_bytes,
             uptime_ms: node.uptime().as_millis() as u64,
             control_cpu_ns: turner.cpu_time().as_nanos() as u64,
             control_wakeups: turner.wakeups(),
             nic: "inline".into(),
-            ..Status::default()
+            ..Status::of(node.settings(), node.status()?)
         })
     }
 

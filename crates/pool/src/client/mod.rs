@@ -26,7 +26,7 @@ use std::time::Duration;
 
 use fabric::executor::block_on;
 use fabric::soft::SoftNic;
-use fabric::{Access, MemoryRegion, Nic};
+use fabric::{Access, Error as VerbsError, MemoryRegion, Nic};
 use parking_lot::Mutex;
 
 pub use batch::{Batch, Transfer};
@@ -120,9 +120,12 @@ impl Pool<SoftNic> {
     pub fn connect(path: impl AsRef<FilePath>, options: Options) -> Result<Self, Error> {
         let path = path.as_ref();
         until_admitted(|| {
-            let control = Box::new(SocketControl::connect(path)?);
+            let control = SocketControl::connect(path)?;
+            check_place(control.welcome())?;
+            let nic = attach(path)?;
+            let control = Box::new(control.with_nic(&nic));
             let origin = Origin::Socket(path.to_path_buf());
-            Self::from(SoftNic::attach(path)?, control, options.clone(), origin)
+            Self::from(nic, control, options.clone(), origin)
         })
     }
 
@@ -135,7 +138,8 @@ impl Pool<SoftNic> {
     fn connect_remote_once(to: &Remote, options: Options) -> Result<Self, Error> {
         let token = to.token()?;
         let mut nic = None;
-        let control = SocketControl::connect_remote(&to.to, token.as_ref(), |link| {
+        let control = SocketControl::connect_remote(&to.to, token.as_ref(), |link, welcome| {
+            check_place(welcome)?;
             let attempt = || format!("opening the way to {}", to.to);
             let system = |source| Error::System { attempt: attempt(), source };
             let (opened, port) = match &to.nic {
@@ -419,6 +423,29 @@ impl<N: Nic> Pool<N> {
     pub fn control(&self) -> &dyn ControlPlane {
         &*self.inner.control
     }
+}
+
+/// Whether there is a place, before QPs are made. Admission decides.
+fn check_place(welcome: &Welcome) -> Result<(), Error> {
+    match &welcome.full {
+        None => Ok(()),
+        Some(why) => {
+            Err(Error::Full { attempt: "connecting to the memory node".into(), why: why.clone() })
+        }
+    }
+}
+
+/// Attaches to the NIC of the memory node at `path`, over a second connection. If that one is
+/// ended, the memory node has as many as it takes.
+fn attach(path: &FilePath) -> Result<SoftNic, Error> {
+    let is_closed = |e: &ErrorKind| matches!(e, ErrorKind::BrokenPipe | ErrorKind::ConnectionReset);
+    SoftNic::attach(path).map_err(|error| match error {
+        VerbsError::Gone { why, .. } => Error::NotAdmitted { why },
+        VerbsError::System { attempt, source } if is_closed(&source.kind()) => {
+            Error::NotAdmitted { why: format!("{attempt}: {source}") }
+        }
+        error => error.into(),
+    })
 }
 
 /// Lanes, and functions of the memory node's NIC that windows are in.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fabric::{Access, CqAttr, DmaMemory, MemoryRegion, Nic, Psn, QpState, QueuePair};
+use fabric::{Access, CqAttr, DmaMemory, MemoryRegion, Nic, QpState, QueuePair};
 
 use super::books::{Books, Names};
 use super::function::{self, Function};
@@ -21,9 +21,9 @@ use super::table::initial;
 use super::words::{Words, now};
 use crate::Error;
 use crate::events::CqEvents;
-use crate::remote::route::from_psn;
+use crate::remote::route::{Start, begun, renew_lane};
 use crate::scheme::{
-    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, Metadata, NodeScheme, NodeStatus,
+    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, Metadata, NodeScheme, NodeStatus, Part,
 };
 use crate::settings::Settings;
 
@@ -77,7 +77,8 @@ impl<N: Nic> Node<N> {
         let shape = Shape { chunks: settings.chunks() as u32, chunk_bytes: settings.chunk_bytes };
         let functions = function::needed(nic, shape, settings)?;
         let metadata_pd = nic.alloc_pd()?;
-        let memory = nic.alloc_dma((shape.chunks as u64 * shape.chunk_bytes) as usize)?;
+        let (bytes, unit) = (shape.chunks as u64 * shape.chunk_bytes, shape.chunk_bytes);
+        let memory = nic.alloc_thin(bytes as usize, unit as usize, settings.kept_bytes())?;
         let release = Release::of(settings.scheme);
         let words = Words::new(nic.alloc_dma(shape.words() as usize * 8)?);
         let map = Map::new(settings.scheme, shape, User::NOBODY, settings.contention_control);
@@ -286,11 +287,11 @@ impl<N: Nic> NodeScheme for Node<N> {
         Ok(qp.qpn().raw())
     }
 
-    fn set_psn(&mut self, client: ClientId, psn: Psn) {
+    fn renew(&mut self, client: ClientId, part: Part, start: Start) {
         let Ok(peer) = self.peer_mut(client) else { return };
-        peer.management_peer = from_psn(peer.management_peer, psn);
-        for (_, peer) in peer.groups.iter_mut().flatten() {
-            *peer = from_psn(*peer, psn);
+        match part {
+            Part::Management => peer.management_peer = begun(peer.management_peer, start),
+            Part::Access(group, lane) => renew_lane(&mut peer.groups, group, lane, start),
         }
     }
 

@@ -156,12 +156,12 @@ impl<N: Nic> Peer<N> {
 
     /// From here on its keys open nothing: neither QP answers any more.
     pub fn shut(&mut self) -> Result<(), Error> {
-        self.leaving = Some(Leaving::Sections(0));
-        self.bell = None;
         self.management.modify(QpChange::Error)?;
         for (qp, _) in self.groups.iter().flatten() {
             qp.modify(QpChange::Error)?;
         }
+        self.bell = None;
+        self.leaving = Some(Leaving::Sections(0));
         Ok(())
     }
 }

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use fabric::direct::{DirectNic, DirectQp};
 use fabric::{
-    Access, Completion, CompletionQueue, CqAttr, Cqn, DmaMemory, MemoryRegion, PeerAddress, Psn,
-    QpAttr, QpChange, Qpn, QueuePair, Receive, ReceiveAttr, Remote, Status,
+    Access, Completion, CompletionQueue, CqAttr, Cqn, DmaMemory, MemoryRegion, PeerAddress, QpAttr,
+    QpChange, Qpn, QueuePair, Receive, ReceiveAttr, Remote, Status,
 };
 
 use super::chain::{self, Reads, Tables};
@@ -21,9 +21,9 @@ use crate::chain::program::Wrap;
 use crate::chain::push::{self, Push};
 use crate::chain::reclaimer::{Reclaimer, Task, Urgency, WAITING};
 use crate::events::CqEvents;
-use crate::remote::route::from_psn;
+use crate::remote::route::{Start, begun, renew_lane};
 use crate::scheme::{
-    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus,
+    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus, Part,
 };
 use crate::{Error, Settings};
 
@@ -81,7 +81,7 @@ impl<N: DirectNic> Node<N> {
             in_flight: settings.clients_max * settings.credits,
         };
         let (data, metadata) = (nic.alloc_pd()?, nic.alloc_pd()?);
-        let memory = Memory::new(&nic, shape, &data, &metadata, &[])?;
+        let memory = Memory::new(&nic, shape, &data, &metadata, &[], settings.kept_bytes())?;
         table::write_images(&memory);
         let steps = table::new_steps(&nic, &metadata, chain::ALLOCATE, chain::FREE)?;
         let counter = CqAttr { entries: 64, ignore_overrun: true };
@@ -433,12 +433,12 @@ impl<N: DirectNic> NodeScheme for Node<N> {
 
     fn retire(&mut self, client: ClientId) -> Result<(), Error> {
         let Ok(c) = self.living(client) else { return Ok(()) };
-        // What had come to rest, and was stopped, has nothing in hand.
-        c.stage = if c.stage == Stage::Closed { Stage::Scanning(0) } else { Stage::Settling };
         c.close()?;
         for (qp, _) in c.access.iter().flatten() {
             qp.modify(QpChange::Error)?;
         }
+        // What had come to rest, and was stopped, has nothing in hand.
+        c.stage = if c.stage == Stage::Closed { Stage::Scanning(0) } else { Stage::Settling };
         Ok(())
     }
 
@@ -509,13 +509,13 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         Ok(qp.qpn().raw())
     }
 
-    fn set_psn(&mut self, client: ClientId, psn: Psn) {
+    fn renew(&mut self, client: ClientId, part: Part, start: Start) {
         let Some(c) = self.clients.get_mut(&client) else { return };
-        for d in [&mut c.reads, &mut c.writes] {
-            d.front_peer = from_psn(d.front_peer, psn);
-        }
-        for (_, peer) in c.access.iter_mut().flatten() {
-            *peer = from_psn(*peer, psn);
+        match part {
+            Part::Management => [&mut c.reads, &mut c.writes]
+                .into_iter()
+                .for_each(|d| d.front_peer = begun(d.front_peer, start)),
+            Part::Access(group, lane) => renew_lane(&mut c.access, group, lane, start),
         }
     }
 

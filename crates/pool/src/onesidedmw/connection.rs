@@ -14,6 +14,7 @@ use fabric::wqe::Builder;
 use fabric::{
     Access, MemoryRegion, PeerAddress, QpAttr, QpChange, Qpn, QueuePair, Receive, Remote,
 };
+use rnic::bucket::TokenBucket as Pace;
 
 use super::node::Node;
 use super::program::{REPLY_BLOCKS, Wiring};
@@ -22,7 +23,6 @@ use crate::Error;
 use crate::budget::Meter;
 use crate::chain::direction::{Direction, Purpose};
 use crate::chain::notice::BULLETIN_BLOCKS;
-use crate::pace::Pace;
 use crate::scheme::{Admission, ClientId};
 
 /// Access QPs by group and lane, with the compute node's QPs that they are connected to.

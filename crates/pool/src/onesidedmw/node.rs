@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use fabric::direct::{DirectNic, DirectReceive};
 use fabric::{
-    Access, Completion, CompletionQueue, CqAttr, Key, MemoryRegion, MemoryWindow, Psn, Qpn,
-    QueuePair, ReceiveAttr, Status,
+    Access, Completion, CompletionQueue, CqAttr, Key, MemoryRegion, MemoryWindow, Qpn, QueuePair,
+    ReceiveAttr, Status,
 };
 
 use super::connection::{Connection, Management};
@@ -24,9 +24,9 @@ use crate::chain::notice::Notice;
 use crate::chain::push::{self, Push};
 use crate::chain::reclaimer::Reclaimer;
 use crate::events::CqEvents;
-use crate::remote::route::from_psn;
+use crate::remote::route::{Start, begun, renew_lane};
 use crate::scheme::{
-    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus,
+    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus, Part,
 };
 use crate::{Error, Settings};
 
@@ -121,7 +121,7 @@ impl<N: DirectNic> Node<N> {
         let (data, metadata) = (nic.alloc_pd()?, nic.alloc_pd()?);
         let windows = nic.alloc_mws(&data, shape.chunks as usize * shape.group)?;
         let keys: Vec<Key> = windows.iter().map(|w| w.key()).collect();
-        let memory = Memory::new(&nic, shape, &data, &metadata, &keys)?;
+        let memory = Memory::new(&nic, shape, &data, &metadata, &keys, settings.kept_bytes())?;
         let sink = CqAttr { entries: 64, ignore_overrun: true };
         let entries = fault_entries(&settings);
         let faults = nic.create_cq(CqAttr { entries, ignore_overrun: false })?;
@@ -347,13 +347,15 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         Ok(qp.qpn().raw())
     }
 
-    fn set_psn(&mut self, client: ClientId, psn: Psn) {
+    fn renew(&mut self, client: ClientId, part: Part, start: Start) {
         let Some(c) = self.clients.get_mut(&client) else { return };
-        for d in c.allocs.iter_mut().chain([&mut c.free]) {
-            d.front_peer = from_psn(d.front_peer, psn);
-        }
-        for (_, peer) in c.access.iter_mut().flatten() {
-            *peer = from_psn(*peer, psn);
+        match part {
+            Part::Management => c
+                .allocs
+                .iter_mut()
+                .chain([&mut c.free])
+                .for_each(|d| d.front_peer = begun(d.front_peer, start)),
+            Part::Access(group, lane) => renew_lane(&mut c.access, group, lane, start),
         }
     }
 

@@ -47,15 +47,17 @@ impl<N: DirectNic> Leaving<N> {
 impl<N: DirectNic> Node<N> {
     /// A compute node has gone: its requests and accesses end here.
     pub(super) fn begin_retire(&mut self, client: ClientId) -> Result<(), Error> {
-        let Some(mut connection) = self.clients.remove(&client) else { return Ok(()) };
-        self.closing.remove(&client);
-        let closed = connection.close();
+        let Some(connection) = self.clients.get_mut(&client) else { return Ok(()) };
+        connection.close()?;
         // From here on its keys open nothing: its windows are bound to QPs that do not answer.
-        let mut access = connection.access.iter().flatten();
-        let accesses = access.try_for_each(|(qp, _)| qp.modify(QpChange::Error));
-        self.leaving.insert(client, Leaving { connection, stage: Stage::Settling });
-        closed?;
-        Ok(accesses?)
+        for (qp, _) in connection.access.iter().flatten() {
+            qp.modify(QpChange::Error)?;
+        }
+        self.closing.remove(&client);
+        if let Some(connection) = self.clients.remove(&client) {
+            self.leaving.insert(client, Leaving { connection, stage: Stage::Settling });
+        }
+        Ok(())
     }
 
     /// Brings the compute nodes that have gone on; true if that did something.

@@ -1,7 +1,7 @@
 //! `roce://HOST:PORT`: a memory node on another host, by name or IP address.
 
 use std::fmt;
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::str::FromStr;
 
 use crate::Error;
@@ -26,7 +26,12 @@ impl RemoteAddress {
         let found = (self.host.as_str(), self.port)
             .to_socket_addrs()
             .map_err(|source| Error::System { attempt: attempt(), source })?;
-        let found: Vec<SocketAddr> = found.collect();
+        // An IPv4 address in IPv6 form is an IPv4 address: RoCEv2 packets go over that.
+        let canonical = |a: SocketAddr| match a.ip().to_canonical() {
+            IpAddr::V4(ip) => SocketAddr::from((ip, a.port())),
+            IpAddr::V6(_) => a,
+        };
+        let found: Vec<SocketAddr> = found.map(canonical).collect();
         if found.is_empty() {
             let why = "the name has no address; check it, or write the IP address".into();
             return Err(Error::Gone { attempt: attempt(), why });
@@ -126,6 +131,9 @@ mod tests {
     fn what_is_an_address_already_is_not_looked_up() {
         let address: RemoteAddress = "[::1]:7".parse().unwrap();
         assert_eq!(address.resolve().unwrap(), ["[::1]:7".parse().unwrap()]);
+        let address: RemoteAddress = "[::ffff:10.0.0.2]:7".parse().unwrap();
+        assert_eq!(address.resolve().unwrap(), ["10.0.0.2:7".parse().unwrap()]);
+        let address: RemoteAddress = "[::1]:7".parse().unwrap();
         assert_eq!(RemoteAddress::from("[::1]:7".parse::<SocketAddr>().unwrap()), address);
     }
 

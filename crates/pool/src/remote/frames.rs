@@ -137,6 +137,26 @@ mod tests {
     }
 
     #[test]
+    fn a_message_has_one_byte_to_the_most() {
+        for len in [1, MAX_BYTES] {
+            let message = vec![0x5a; len];
+            let (mut a, b) = UnixStream::pair().unwrap();
+            let whole = frame(&message);
+            let writer = std::thread::spawn(move || a.write_all(&whole).map(|()| a));
+            let mut inbox = Inbox::default();
+            let got = loop {
+                match inbox.read(&b) {
+                    Ok(Read::Part) | Err(Errno::INTR) => {}
+                    other => break other,
+                }
+            };
+            assert_eq!(got, Ok(Read::Message(message)), "{len} bytes");
+            drop(writer.join().unwrap());
+            assert_eq!(inbox.read(&b), Ok(Read::End));
+        }
+    }
+
+    #[test]
     fn an_end_in_the_middle_is_an_end() {
         let (mut a, b) = UnixStream::pair().unwrap();
         a.write_all(&frame(b"{}")[..5]).unwrap();

@@ -1,7 +1,7 @@
 //! Where a memory node listens for other hosts.
 
 use std::io::ErrorKind;
-use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
+use std::net::{SocketAddr, TcpListener, UdpSocket};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
@@ -18,33 +18,38 @@ pub struct Listen {
     pub address: SocketAddr,
     /// What compute nodes must have.
     pub token: Option<Token>,
-    /// Without a token, whoever reaches the address may take memory. Beyond loopback that must be said.
+    /// Without a token, every host and every local user that reaches the address may take memory.
+    /// That must be said, for a loopback address too: all users of this host reach it.
     pub open_to_all: bool,
+    /// The packets of both ends have tags. Without tags they cost less, and are told by address and
+    /// PSN.
+    pub authenticated: bool,
 }
 
 impl Listen {
-    /// Listens at `address`, to whoever has `token`.
-    pub fn new(address: SocketAddr, token: Option<Token>) -> Self {
-        Self { address, token, open_to_all: false }
+    /// Listens at `address`, to compute nodes that have `token`.
+    pub fn new(address: SocketAddr, token: Token) -> Self {
+        Self { address, token: Some(token), open_to_all: false, authenticated: true }
+    }
+
+    /// Listens at `address` without a token.
+    pub fn to_all(address: SocketAddr) -> Self {
+        Self { address, token: None, open_to_all: true, authenticated: true }
     }
 
     /// Refuses to be open to all unless that is said.
     pub fn check(&self) -> Result<(), Error> {
-        if self.token.is_some() || self.open_to_all || is_loopback(self.address.ip()) {
+        if self.token.is_some() || self.open_to_all {
             return Ok(());
         }
         Err(Error::Setting {
             setting: "listen",
             value: self.address.to_string(),
-            why: "it is reached from other hosts, and no token is set, so that whoever reaches it may take \
-                  memory; set a token, listen on a loopback address, or say that it shall be open to all"
+            why: "no token is set, so that every host and local user that reaches this address \
+                  could take memory; set a token, or say that it shall be open to all"
                 .into(),
         })
     }
-}
-
-fn is_loopback(ip: IpAddr) -> bool {
-    ip.to_canonical().is_loopback()
 }
 
 /// Numbers that are tried until one is free for TCP and UDP.
@@ -56,6 +61,8 @@ pub struct RemoteListener {
     address: SocketAddr,
     /// What compute nodes must have.
     pub token: Option<Token>,
+    /// The packets of both ends have tags.
+    pub authenticated: bool,
 }
 
 impl RemoteListener {
@@ -63,7 +70,8 @@ impl RemoteListener {
     /// number that both have free.
     ///
     /// # Errors
-    /// The address is in use or not this host's; it is reached from other hosts and there is no token.
+    /// The address is in use or not this host's; there is no token, and it was not said
+    /// that all may connect.
     pub fn bind(listen: &Listen) -> Result<(Self, UdpSocket), Error> {
         listen.check()?;
         let system = |what: &str, source| {
@@ -78,7 +86,8 @@ impl RemoteListener {
             let address = socket.local_addr().map_err(|e| system("TCP", e))?;
             match UdpSocket::bind(address) {
                 Ok(wire) => {
-                    return Ok((Self { socket, address, token: listen.token.clone() }, wire));
+                    let Listen { token, authenticated, .. } = listen.clone();
+                    return Ok((Self { socket, address, token, authenticated }, wire));
                 }
                 Err(e) if e.kind() == ErrorKind::AddrInUse && tries > 0 => {}
                 Err(e) => return Err(system("UDP, for RoCEv2", e)),
@@ -91,18 +100,42 @@ impl RemoteListener {
         self.address
     }
 
-    /// The next connection, which does not block; `None` if there is none now.
+    /// The next connection, which does not block; `None` if there is none now, or if it has broken
+    /// already.
+    ///
+    /// # Errors
+    /// No descriptor or no memory is left: the connection stays in the queue.
     pub fn accept(&self) -> Result<Option<OwnedFd>, Errno> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         match rustix::net::accept_with(&self.socket, flags) {
-            Ok(fd) => {
-                mind_the_peer(&fd)?;
-                Ok(Some(fd))
-            }
-            Err(Errno::WOULDBLOCK | Errno::CONNABORTED | Errno::INTR | Errno::PROTO) => Ok(None),
+            // One whose options cannot be set has broken.
+            Ok(fd) => Ok(mind_the_peer(&fd).is_ok().then_some(fd)),
+            Err(e) if is_of_one(e) => Ok(None),
             Err(e) => Err(e),
         }
     }
+}
+
+/// True for errors of `accept` that are of the connection that it took from the queue
+/// (`accept(2)`), or of none.
+fn is_of_one(e: Errno) -> bool {
+    use Errno as E;
+    matches!(
+        e,
+        E::WOULDBLOCK
+            | E::INTR
+            | E::CONNABORTED
+            | E::PROTO
+            | E::PERM
+            | E::NETDOWN
+            | E::NOPROTOOPT
+            | E::HOSTDOWN
+            | E::NONET
+            | E::HOSTUNREACH
+            | E::OPNOTSUPP
+            | E::NETUNREACH
+            | E::TIMEDOUT
+    )
 }
 
 impl AsFd for RemoteListener {
@@ -135,28 +168,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn beyond_loopback_a_token_is_needed_or_a_word() {
+    fn every_address_needs_a_token_or_a_word() {
         let bind = |address: &str, token: Option<Token>, open_to_all| {
             let address = address.parse().unwrap();
-            RemoteListener::bind(&Listen { address, token, open_to_all }).map(drop)
+            let listen = Listen { address, token, open_to_all, authenticated: true };
+            RemoteListener::bind(&listen).map(drop)
         };
         let token = || Some(Token::new("0123456789abcdef").unwrap());
-        for address in ["0.0.0.0:0", "[::]:0"] {
+        for address in ["0.0.0.0:0", "[::]:0", "127.0.0.1:0", "[::1]:0", "[::ffff:127.0.0.1]:0"] {
             let e = bind(address, None, false).unwrap_err().to_string();
             assert!(e.contains("no token is set"), "{e}");
             bind(address, token(), false).unwrap();
             bind(address, None, true).unwrap();
         }
-        for address in ["127.0.0.1:0", "[::1]:0"] {
-            bind(address, None, false).unwrap();
-        }
     }
 
     #[test]
     fn an_address_in_use_is_named() {
-        let first = Listen::new("127.0.0.1:0".parse().unwrap(), None);
+        let first = Listen::to_all("127.0.0.1:0".parse().unwrap());
         let first = RemoteListener::bind(&first).unwrap().0;
-        let e = RemoteListener::bind(&Listen::new(first.address(), None)).err().unwrap();
+        let e = RemoteListener::bind(&Listen::to_all(first.address())).err().unwrap();
         assert!(e.to_string().contains(&first.address().to_string()), "{e}");
         assert!(first.accept().unwrap().is_none());
         let _client = std::net::TcpStream::connect(first.address()).unwrap();

@@ -3,12 +3,11 @@
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
 
-use fabric::{PathMtu, PeerAddress, Psn, Qpn, RemotePeer};
+use fabric::{PairSecret, PathMtu, PeerAddress, Psn, Qpn, RemotePeer};
 use rustix::io::Errno;
-use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
 
-use crate::Error;
+use crate::scheme::{GroupId, Lane};
 
 /// What one end of a control connection says of its NIC. Its IP address is that of the connection, so that
 /// nobody has packets sent to a third party.
@@ -58,17 +57,32 @@ impl Route {
         Self { address, local, mtu: here.mtu.min(there.mtu) }
     }
 
-    /// The QP `qpn` at its end. Both ends begin with `psn`.
-    pub fn peer(&self, qpn: Qpn, psn: Psn) -> PeerAddress {
-        PeerAddress::Remote(RemotePeer {
+    /// The QP `qpn` at its end, with what both ends begin with.
+    pub fn peer(&self, qpn: Qpn, start: Start) -> PeerAddress {
+        let peer = RemotePeer {
             mtu: self.mtu,
-            sq_psn: psn,
-            rq_psn: psn,
             timeout: TIMEOUT,
             retry_cnt: RETRIES,
             rnr_retry: RNR_FOR_EVER,
             ..RemotePeer::new(self.address, self.local, qpn)
-        })
+        };
+        begun(peer.into(), start)
+    }
+}
+
+/// What two connected QPs begin with.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Start {
+    /// This PSN, both ways. The peer is none of Granary's NICs: it has no secret, and its packets
+    /// come from any port.
+    Psn(Psn),
+    /// What both ends draw from a secret.
+    Secret(PairSecret),
+}
+
+impl Default for Start {
+    fn default() -> Self {
+        Start::Psn(Psn::new(0))
     }
 }
 
@@ -80,22 +94,29 @@ pub fn beside(peer: PeerAddress, qpn: Qpn) -> PeerAddress {
     }
 }
 
-/// The same peer, with `psn` to begin with at both ends.
-pub fn from_psn(peer: PeerAddress, psn: Psn) -> PeerAddress {
-    match peer {
-        PeerAddress::Local(_) => peer,
-        PeerAddress::Remote(peer) => RemotePeer { sq_psn: psn, rq_psn: psn, ..peer }.into(),
+/// Of access QPs, each with its peer: what that of a lane begins with. Nothing if there is no such
+/// lane.
+pub(crate) fn renew_lane<T>(
+    groups: &mut [Vec<(T, PeerAddress)>],
+    group: GroupId,
+    lane: Lane,
+    start: Start,
+) {
+    let lanes = groups.get_mut(group.0 as usize);
+    if let Some((_, peer)) = lanes.and_then(|lanes| lanes.get_mut(lane.0 as usize)) {
+        *peer = begun(*peer, start);
     }
 }
 
-/// A PSN to begin with, so that packets of an earlier connection of the same QPs do not fit.
-pub fn random_psn() -> Result<Psn, Error> {
-    let mut bytes = [0; 4];
-    match getrandom(&mut bytes[..], GetRandomFlags::empty()) {
-        Ok(4) => Ok(Psn::new(u32::from_ne_bytes(bytes) & Psn::MAX)),
-        Ok(_) | Err(Errno::INTR) => random_psn(),
-        Err(e) => Err(Error::System { attempt: "drawing random numbers".into(), source: e.into() }),
-    }
+/// The same peer, with what both ends begin with.
+pub fn begun(peer: PeerAddress, start: Start) -> PeerAddress {
+    let PeerAddress::Remote(peer) = peer else { return peer };
+    let (psn, secret) = match start {
+        Start::Psn(psn) => (psn, None),
+        Start::Secret(secret) => (Psn::new(0), Some(secret)),
+    };
+    let fixed_port = secret.is_some();
+    RemotePeer { sq_psn: psn, rq_psn: psn, secret, fixed_port, ..peer }.into()
 }
 
 #[cfg(test)]
@@ -114,10 +135,17 @@ mod tests {
         );
         assert_eq!(route.address, "10.0.0.2:5000".parse().unwrap());
         assert_eq!(route.mtu, PathMtu::Mtu1024);
-        let PeerAddress::Remote(peer) = route.peer(Qpn::new(7), random_psn().unwrap()) else {
-            panic!("a route leads to another host");
+        let peer = |start| match route.peer(Qpn::new(7), start) {
+            PeerAddress::Remote(peer) => peer,
+            PeerAddress::Local(_) => panic!("a route leads to another host"),
         };
-        assert_eq!(peer.check(), Ok(()));
-        assert_eq!((peer.local, peer.sq_psn), (route.local, peer.rq_psn));
+        let plain = peer(Start::Psn(Psn::new(9)));
+        assert_eq!(plain.check(), Ok(()));
+        assert_eq!((plain.local, plain.sq_psn), (route.local, plain.rq_psn));
+        assert!(!plain.fixed_port, "other NICs vary the port");
+        let side = fabric::SecretSide::Asking;
+        let secret = PairSecret { bytes: [1; 32], side, authenticated: true };
+        let ours = peer(Start::Secret(secret));
+        assert_eq!((ours.check(), ours.secret, ours.fixed_port), (Ok(()), Some(secret), true));
     }
 }

@@ -4,10 +4,13 @@
 //! compute node                                             memory node
 //!   {"granary":1,"nonce":C}                    ->
 //!                                              <-          {"granary":1,"nonce":S,"token":true}
-//!   {"service":"pool","version":2,"proof":P}   ->          P = HMAC-SHA256(token, "client" S C)
+//!   {"service":"pool","version":3,"proof":P}   ->          P = HMAC-SHA256(token, "client" S C)
 //!                                              <-          {"reply":"welcome",..,"proof":Q}
 //!                                                          Q = HMAC-SHA256(token, "server" S C)
 //! ```
+//!
+//! A memory node whose packets have no tags proves it as "plain server", so that a third party
+//! which changes the welcome on the way cannot have the packets of both ends go without tags.
 //!
 //! Nonces are 32 random bytes each, so that no proof serves twice, and the token itself is never sent. The compute
 //! node proves first: who has no token gets nothing to try tokens on. Who listens to a connection can try
@@ -32,6 +35,8 @@ pub const VERSION: u32 = 1;
 const TOKEN_MIN: usize = 16;
 /// The longest.
 const TOKEN_MAX: usize = 1024;
+/// Most bytes of a token's file, white space included.
+const FILE_MAX: usize = 2 * TOKEN_MAX;
 
 /// A shared secret.
 #[derive(Clone)]
@@ -60,7 +65,10 @@ impl Token {
             return Err(refuse("others than its owner may read or write it; chmod 600 it"));
         }
         let mut text = Vec::new();
-        file.by_ref().take(2 * TOKEN_MAX as u64).read_to_end(&mut text).map_err(system)?;
+        file.by_ref().take(FILE_MAX as u64 + 1).read_to_end(&mut text).map_err(system)?;
+        if text.len() > FILE_MAX {
+            return Err(refuse(&format!("it has more than {FILE_MAX} bytes")));
+        }
         Self::checked(text.trim_ascii(), attempt)
     }
 
@@ -74,6 +82,10 @@ impl Token {
             return Err(Error::Refused { attempt: attempt(), why });
         }
         Ok(Self(text.to_vec()))
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.0
     }
 
     fn mac(&self, side: Side, nonces: &Nonces) -> Hmac<Sha256> {
@@ -109,6 +121,8 @@ pub enum Side {
     Client,
     /// The memory node.
     Server,
+    /// A memory node whose packets are not authenticated.
+    PlainServer,
 }
 
 impl Side {
@@ -116,7 +130,13 @@ impl Side {
         match self {
             Side::Client => b"granary client 1",
             Side::Server => b"granary server 1",
+            Side::PlainServer => b"granary plain server 1",
         }
+    }
+
+    /// The memory node, with packets that are authenticated or not.
+    pub fn server(authenticated: bool) -> Self {
+        if authenticated { Side::Server } else { Side::PlainServer }
     }
 }
 
@@ -137,6 +157,12 @@ impl Nonce {
                 Err(Error::System { attempt: "drawing random numbers".into(), source: e.into() })
             }
         }
+    }
+}
+
+impl Nonce {
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.0
     }
 }
 
@@ -208,6 +234,8 @@ mod tests {
         let proof = token.proof(Side::Client, &nonces(1, 2));
         assert!(token.is_proved(Side::Client, &nonces(1, 2), &proof));
         assert!(!token.is_proved(Side::Server, &nonces(1, 2), &proof));
+        let plain = token.proof(Side::server(false), &nonces(1, 2));
+        assert!(!token.is_proved(Side::server(true), &nonces(1, 2), &plain));
         assert!(!token.is_proved(Side::Client, &nonces(2, 1), &proof));
         assert!(!token.is_proved(Side::Client, &nonces(1, 3), &proof));
         assert!(!other.is_proved(Side::Client, &nonces(1, 2), &proof));
@@ -271,3 +299,7 @@ mod tests {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "token_tests.rs"]
+mod edges;

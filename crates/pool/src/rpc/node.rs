@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fabric::{
-    Access, CqAttr, Key, MemoryRegion, Nic, Psn, QpAttr, QpChange, QpState, QueuePair, Receive,
+    Access, CqAttr, Key, MemoryRegion, Nic, QpAttr, QpChange, QpState, QueuePair, Receive,
     ReceiveAttr, Remote,
 };
 use parking_lot::{Mutex, MutexGuard};
@@ -19,9 +19,9 @@ use super::windows::{Type1, Type2};
 use super::worker::{BIND_BLOCKS, Core, Handle, Shared, State};
 use super::{REPLY_BYTES, REQUEST_BYTES};
 use crate::Error;
-use crate::remote::route::from_psn;
+use crate::remote::route::{Start, begun};
 use crate::scheme::{
-    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus, Worker,
+    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus, Part, Worker,
 };
 use crate::settings::{SchemeKind, Settings};
 
@@ -59,7 +59,8 @@ impl<N: Nic> Node<N> {
         let blocks = Blocks::of(settings);
         let lanes = settings.lanes() as usize;
         let pd = nic.alloc_pd()?;
-        let memory = nic.alloc_dma((settings.chunks() * settings.chunk_bytes) as usize)?;
+        let (bytes, unit) = (settings.chunks() * settings.chunk_bytes, settings.chunk_bytes);
+        let memory = nic.alloc_thin(bytes as usize, unit as usize, settings.kept_bytes())?;
         let memory = nic.reg_mr(&pd, &memory, Access::LOCAL_ALL)?;
         let doors = match scheme {
             SchemeKind::RpcMw2 => Doors::Type2(Type2::new(nic, &pd, &memory, blocks, lanes)?),
@@ -235,7 +236,6 @@ impl<N: Nic> NodeScheme for Node<N> {
         let state = &mut *state;
         let Some(peer) = state.peers.get_mut(&client) else { return Ok(()) };
         state.by_management.remove(&peer.management.qpn());
-        peer.leaving = Some(self.shared.table.lock().owned_by(client));
         (peer.broken, peer.told_empty) = (true, false);
         // From the reset on its accesses are refused; the QPs, connected to nobody but themselves,
         // still unbind their windows.
@@ -243,6 +243,7 @@ impl<N: Nic> NodeScheme for Node<N> {
         for path in peer.groups.iter().flatten() {
             path.qp.connect(path.qp.qpn())?;
         }
+        peer.leaving = Some(self.shared.table.lock().owned_by(client));
         Ok(())
     }
 
@@ -313,12 +314,17 @@ impl<N: Nic> NodeScheme for Node<N> {
         Ok(path.qp.qpn().raw())
     }
 
-    fn set_psn(&mut self, client: ClientId, psn: Psn) {
+    fn renew(&mut self, client: ClientId, part: Part, start: Start) {
         let mut state = self.state_of(client);
         let Some(peer) = state.peers.get_mut(&client) else { return };
-        peer.management_peer = from_psn(peer.management_peer, psn);
-        for path in peer.groups.iter_mut().flatten() {
-            path.peer = from_psn(path.peer, psn);
+        match part {
+            Part::Management => peer.management_peer = begun(peer.management_peer, start),
+            Part::Access(group, lane) => {
+                let lanes = peer.groups.get_mut(group.0 as usize);
+                if let Some(path) = lanes.and_then(|lanes| lanes.get_mut(lane.0 as usize)) {
+                    path.peer = begun(path.peer, start);
+                }
+            }
         }
     }
 

@@ -5,20 +5,20 @@ use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Instant;
 
-use fabric::Qpn;
-use rnic::port::control::Verb;
 use rnic::port::shm::socket::{self, Packet, PeerSocket};
-use rnic::port::shm::{Session, wire};
+use rnic::port::shm::{Peer, Session, peer};
 use rustix::io::Errno;
 use rustix::net::SendFlags;
 
 use super::paces::Asker;
+use super::rooms::{Holder, User};
 use crate::Error;
 use crate::protocol::{self, Numbered, Reply};
+use crate::remote::ConnectionSecret;
 use crate::remote::frames::{Inbox, Read, frame};
 use crate::remote::route::RoceEnd;
 use crate::remote::token::Nonces;
-use crate::scheme::{Admission, ClientId};
+use crate::scheme::ClientId;
 
 /// Number of a connection, for as long as the service runs.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -35,6 +35,8 @@ pub struct Connection {
     pub credit: u32,
     /// What it is for.
     pub role: Role,
+    /// When it was accepted.
+    pub accepted: Instant,
     /// When it connected or asked last.
     pub heard: Instant,
     /// When it is looked at because it has not settled.
@@ -82,6 +84,8 @@ pub enum Role {
 pub struct PoolSession {
     /// The compute node, once it is admitted.
     pub client: Option<ClientId>,
+    /// On another host: where what its QPs begin with comes from.
+    pub secret: Option<ConnectionSecret>,
     /// The connection of the NIC session that owns its QPs.
     pub nic: Option<ConnectionId>,
     /// Its requests that wait until there is memory.
@@ -132,7 +136,7 @@ pub enum Input {
 impl Connection {
     /// A connection of a process of this host, just accepted.
     pub fn local(fd: OwnedFd, credit: u32) -> Self {
-        let asker = Asker::Process(process_of(&fd));
+        let asker = Asker::Process(Peer::of(&fd));
         Self::new(Socket::Local(fd.into()), asker, credit)
     }
 
@@ -147,8 +151,9 @@ impl Connection {
     }
 
     fn new(socket: Socket, asker: Asker, credit: u32) -> Self {
-        let (outbox, heard) = (VecDeque::new(), Instant::now());
-        Self { socket, asker, outbox, credit, role: Role::Unknown, heard, expected: None }
+        let (outbox, accepted) = (VecDeque::new(), Instant::now());
+        let (role, heard, expected) = (Role::Unknown, accepted, None);
+        Self { socket, asker, outbox, credit, role, accepted, heard, expected }
     }
 
     /// Where the NICs are, of a connection between hosts.
@@ -157,6 +162,15 @@ impl Connection {
             Socket::Local(_) => None,
             Socket::Remote { ends, .. } => Some(*ends),
         }
+    }
+
+    /// The process and user, or the host, that a place is taken by.
+    pub fn holder(&self) -> Holder {
+        let user = match &self.socket {
+            Socket::Local(fd) => User::Local(peer::user(fd)),
+            Socket::Remote { ends, .. } => User::Host(ends.remote),
+        };
+        Holder { asker: self.asker, user }
     }
 
     /// True if messages are parts of a stream: after what is none nobody knows where the next one begins.
@@ -208,6 +222,7 @@ impl Connection {
     pub fn refuse(&mut self, id: u64, error: &Error) -> bool {
         let body = match error {
             Error::Refused { why, .. } => Reply::Error { why: why.clone() },
+            Error::Full { why, .. } => Reply::Full { why: why.clone() },
             Error::OverBudget { why, retry_after, .. } => Reply::OverBudget {
                 why: why.clone(),
                 retry_after_ms: retry_after.as_millis() as u64,
@@ -265,13 +280,6 @@ impl Connection {
             _ => None,
         }
     }
-
-    /// True if every QP that `request` names belongs to this connection's NIC session.
-    pub fn owns_all(&mut self, request: &Admission) -> bool {
-        let Role::Nic(session) = &mut self.role else { return false };
-        let named = request.management.iter().chain(request.groups.iter().flatten());
-        named.into_iter().all(|qpn| owns(session, *qpn))
-    }
 }
 
 impl AsFd for Connection {
@@ -300,20 +308,4 @@ fn send_rest(stream: &OwnedFd, bytes: &[u8], taken: &mut usize) -> Result<(), Er
 fn ip_of(address: rustix::net::SocketAddrAny) -> Result<IpAddr, Errno> {
     let address = SocketAddr::try_from(address)?;
     Ok(address.ip().to_canonical())
-}
-
-/// The process at the other end of a socket, as the kernel knows it since it connected.
-pub fn process_of(fd: impl AsFd) -> Option<i32> {
-    Some(rustix::net::sockopt::socket_peercred(fd).ok()?.pid.as_raw_pid())
-}
-
-/// Asks the session as its own process would: the NIC answers for its own QPs only.
-fn owns(session: &mut Session, qpn: u32) -> bool {
-    if qpn > Qpn::MAX {
-        return false;
-    }
-    let verb = Verb::<wire::Span>::QueryQp { qpn: Qpn::new(qpn) };
-    let Ok(request) = serde_json::to_vec(&wire::Request::Verb(verb)) else { return false };
-    let (response, _) = session.handle(&request, Vec::new());
-    matches!(serde_json::from_slice(&response), Ok(wire::Response::Reply(_)))
 }

@@ -23,6 +23,9 @@ mod connection;
 mod control;
 mod nic;
 mod paces;
+mod rooms;
+#[cfg(test)]
+mod tests;
 
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
@@ -37,10 +40,11 @@ use parking_lot::Mutex;
 use rnic::port::shm::Host;
 use rustix::event::EventfdFlags;
 
+use self::control::{Ears, Watch};
 pub use self::nic::NicService;
 use crate::cpu::ThreadClock;
 use crate::node::{Gate, MemoryNode, Turner};
-use crate::protocol::Status;
+use crate::protocol::{Dropped, Status, Trouble};
 use crate::remote::{Listen, RemoteListener};
 use crate::socket::{Endpoint, Listener};
 use crate::{AnyNode, Error, Settings};
@@ -62,11 +66,16 @@ pub(crate) struct Shared {
     /// An eventfd that wakes the control thread.
     wake: OwnedFd,
     failure: Mutex<Option<String>>,
+    /// What went wrong without ending the memory node.
+    trouble: Mutex<Trouble>,
     host: Host,
     node: MemoryNode<AnyNode<SoftNic>>,
     turner: Turner,
     /// Requests that wait until there is memory.
     awaiting: AtomicUsize,
+    /// See [`Watch::fail`].
+    #[cfg(test)]
+    adds_to_fail: Arc<std::sync::atomic::AtomicU32>,
 }
 
 impl Service {
@@ -94,6 +103,13 @@ impl Service {
         let node = MemoryNode::new(AnyNode::new(&nic, &settings)?, settings);
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| Error::System { attempt: "making an eventfd".into(), source: e.into() })?;
+        let watch = Watch::new().map_err(|e| Error::System {
+            attempt: "making the memory node's epoll instance".into(),
+            source: e.into(),
+        })?;
+        #[cfg(test)]
+        let adds_to_fail = watch.fail.clone();
+        let ears = Ears::new(watch, &wake, listener, remote)?;
         let turner = Turner::start(&node)?;
         let shared = Arc::new(Shared {
             stop: AtomicBool::new(false),
@@ -102,10 +118,13 @@ impl Service {
             wakeups: AtomicU64::new(0),
             wake,
             failure: Mutex::new(None),
+            trouble: Mutex::default(),
             host,
             node: node.clone(),
             turner,
             awaiting: AtomicUsize::new(0),
+            #[cfg(test)]
+            adds_to_fail,
         });
         let weak = Arc::downgrade(&shared);
         node.on_turn(move || {
@@ -121,7 +140,7 @@ impl Service {
                 let shared = shared.clone();
                 move || {
                     shared.clock.adopt();
-                    if let Err(e) = control::run(&shared, listener, remote) {
+                    if let Err(e) = control::run(&shared, ears) {
                         *shared.failure.lock() = Some(e.to_string());
                     }
                     shared.clock.retire();
@@ -221,17 +240,27 @@ impl Shared {
         let nic = self.host.stats().map_err(nic_gone)?;
         let control = self.clock.read() + self.turner.cpu_time();
         let wakeups = self.wakeups.load(Ordering::Relaxed) + self.turner.wakeups();
-        let settings = self.node.settings();
+        let (unretired, why) = self.node.unretired();
+        let trouble = self.trouble.lock().clone();
+        let trouble = Trouble { unretired, last: why.or(trouble.last.clone()), ..trouble };
         Ok(Status {
-            node: self.node.status()?,
-            donated_bytes: settings.chunks() * settings.chunk_bytes,
+            trouble,
             uptime_ms: self.node.uptime().as_millis() as u64,
             control_cpu_ns: control.as_nanos() as u64,
             control_wakeups: wakeups,
             nic_cpu_ns: nic.cpu.as_nanos() as u64,
             nic_wakeups: nic.sleeps,
             nic_wqes: nic.engine.wqes_total(),
-            nic: "shm".into(),
+            nic: if self.host.is_wired() { "shm and roce" } else { "shm" }.into(),
+            dropped: Dropped {
+                unknown_qp: nic.wire.unknown_qp,
+                strangers: nic.wire.strangers,
+                forged: nic.wire.forged,
+                outdated: nic.wire.outdated,
+                guessed: nic.wire.shut_out,
+                spoilt: nic.wire.bad_icrc + nic.wire.malformed.iter().sum::<u64>(),
+            },
+            ..Status::of(self.node.settings(), self.node.status()?)
         })
     }
 }

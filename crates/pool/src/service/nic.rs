@@ -15,11 +15,12 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use fabric::soft::SoftNic;
 use rnic::port::shm::socket::{self, PeerSocket};
 use rnic::port::shm::{Host, Session, SessionLimits};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
 use crate::Error;
@@ -29,6 +30,8 @@ use crate::socket::{Endpoint, Listener};
 /// Connections that are a QP's peer on another host, of each process: an access QP for each lane and core, and
 /// management.
 const REMOTE_PEERS: u32 = 1024;
+/// How long the listener is left alone when there was no descriptor, thread or memory for a connection.
+const RETRY: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
 /// A NIC that serves until it is dropped. Only the user's own processes reach it.
 pub struct NicService {
@@ -86,21 +89,34 @@ impl Drop for NicService {
 
 /// Accepts processes until `stop` can be read.
 fn accept(host: &Host, listener: &Listener, stop: &OwnedFd) {
+    let mut is_full = false;
     loop {
-        let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
-        match poll(&mut fds, None) {
+        let mut fds = [PollFd::new(stop, PollFlags::IN), PollFd::new(listener, PollFlags::IN)];
+        // A listener that cannot be accepted from stays readable: watched all the time, it would never
+        // let this thread sleep.
+        let (watched, timeout) = match is_full {
+            true => (&mut fds[..1], Some(&RETRY)),
+            false => (&mut fds[..], None),
+        };
+        match poll(watched, timeout) {
             Ok(_) | Err(Errno::INTR) => {}
-            Err(_) => return,
+            // The kernel has no memory for the call.
+            Err(_) => thread::sleep(Duration::from_nanos(RETRY.tv_nsec as u64)),
         }
-        if !fds[1].revents().is_empty() {
+        if !fds[0].revents().is_empty() {
             return;
         }
-        // Where there is no descriptor or thread left, this process is refused, and hears it.
-        if let Ok(Some(fd)) = listener.accept() {
-            let (host, peer) = (host.clone(), PeerSocket::from(fd));
-            let named = thread::Builder::new().name("granary-session".into());
-            let _ = named.spawn(move || attend(&host, peer));
-        }
+        is_full = match listener.accept() {
+            Ok(None) => false,
+            Ok(Some(fd)) => {
+                let (host, peer) = (host.clone(), PeerSocket::from(fd));
+                let named = thread::Builder::new().name("granary-session".into());
+                // Without a thread the connection ends, and its process hears that.
+                named.spawn(move || attend(&host, peer)).is_err()
+            }
+            // No descriptor or no memory is left: connections wait in the backlog.
+            Err(_) => true,
+        };
     }
 }
 

@@ -9,7 +9,9 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 use std::time::Duration;
 
-use crate::pace::Pace;
+use rnic::bucket::TokenBucket as Pace;
+use rnic::port::shm::Peer;
+
 use crate::protocol::Request;
 
 /// What setting up a QP takes: its memory, its queues, its states.
@@ -27,8 +29,8 @@ const OPENING_EACH: Duration = Duration::from_secs(1);
 /// Who asks.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Asker {
-    /// A process of this host, as the kernel names it.
-    Process(Option<i32>),
+    /// A process of this host.
+    Process(Peer),
     /// Another host, by its address: nobody can tell its processes apart.
     Host(IpAddr),
 }
@@ -112,12 +114,12 @@ mod tests {
     /// Asks on one connection whenever it is read from; how often in `time`.
     fn asks(paces: &mut Paces, process: i32, start: Duration, time: Duration, cost: u32) -> u32 {
         let (mut now, mut count) = (start, 0);
-        let mut credit = paces.open(Asker::Process(Some(process)), now);
+        let mut credit = paces.open(Asker::Process(Peer::Process(process)), now);
         while now < start + time {
-            match paces.wait(Asker::Process(Some(process)), credit, now) {
+            match paces.wait(Asker::Process(Peer::Process(process)), credit, now) {
                 Some(wait) => now += wait,
                 None => {
-                    paces.asked(Asker::Process(Some(process)), &mut credit, cost, now);
+                    paces.asked(Asker::Process(Peer::Process(process)), &mut credit, cost, now);
                     count += 1;
                     now += Duration::from_micros(1);
                 }
@@ -144,16 +146,16 @@ mod tests {
         let now = Duration::from_secs(1000);
         let mut paces = Paces::new(1);
         let (mut a, mut b, c) = (0, 0, 0);
-        paces.asked(Asker::Process(Some(1)), &mut a, BURST, now);
-        assert_eq!(paces.wait(Asker::Process(Some(1)), b, now), None);
-        paces.asked(Asker::Process(Some(1)), &mut b, 10, now);
-        assert_eq!(paces.wait(Asker::Process(Some(1)), a, now), Some(10 * EACH));
+        paces.asked(Asker::Process(Peer::Process(1)), &mut a, BURST, now);
+        assert_eq!(paces.wait(Asker::Process(Peer::Process(1)), b, now), None);
+        paces.asked(Asker::Process(Peer::Process(1)), &mut b, 10, now);
+        assert_eq!(paces.wait(Asker::Process(Peer::Process(1)), a, now), Some(10 * EACH));
         assert_eq!(
-            paces.wait(Asker::Process(Some(1)), 1, now),
+            paces.wait(Asker::Process(Peer::Process(1)), 1, now),
             None,
             "one that has credit goes on"
         );
-        assert_eq!(paces.wait(Asker::Process(Some(2)), c, now), None);
+        assert_eq!(paces.wait(Asker::Process(Peer::Process(2)), c, now), None);
     }
 
     #[test]
@@ -161,7 +163,8 @@ mod tests {
         let start = Duration::from_secs(1000);
         let mut paces = Paces::new(1);
         let with_credit = |paces: &mut Paces, now| {
-            (0..1000).filter(|_| paces.open(Asker::Process(Some(1)), now) > 0).count() as u32
+            (0..1000).filter(|_| paces.open(Asker::Process(Peer::Process(1)), now) > 0).count()
+                as u32
         };
         assert_eq!(with_credit(&mut paces, start), OPENINGS + 1);
         // Closing them, and coming back, is no way round that.

@@ -7,10 +7,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use fabric::soft::SoftNic;
+use fabric::{Access, CqAttr, Nic, QpAttr, QueuePair, Receive};
 use pool::protocol::{MAX_BYTES, Numbered, Reply, Request};
 use pool::{
     Admission, Budget, Endpoint, Error, GroupId, Options, Pool, SchemeKind, Service, Settings,
 };
+use rnic::port::shm::Secret;
 use rnic::port::shm::socket::{receive, send};
 
 mod place;
@@ -79,8 +82,8 @@ fn what_is_not_understood_is_refused_in_words() {
     }
     for request in [
         Request::AwaitMemory { timeout_ms: 5 },
-        Request::ResetManagement { psn: 0 },
-        Request::ResetAccess { group: 0, lane: 0, psn: 0 },
+        Request::ResetManagement { salt: None },
+        Request::ResetAccess { group: 0, lane: 0, salt: None },
     ] {
         assert!(refusal(raw.ask(1, request)).contains("not admitted"));
     }
@@ -96,22 +99,78 @@ fn only_ones_own_qps_are_admitted() {
     let service = service(SchemeKind::RpcMw2);
     let victim = connect(&service);
     let grant = victim.allocate_blocking().unwrap();
+    let nic = SoftNic::attach(service.path()).unwrap();
     let raw = Raw::pool(service.path());
-    // Whatever numbers it names: nobody attached to the NIC owns all of them and sits behind this
-    // connection's process with QPs made for it.
-    for first in [0, 1, 2, 3, 17, 0xff_ffff, u32::MAX] {
-        let admission = Admission {
-            management: vec![first],
-            groups: vec![vec![first.wrapping_add(1), u32::MAX]],
-            bulletin_addr: 0,
-            bulletin_rkey: 0,
-            ..Admission::default()
-        };
-        let why = refusal(raw.ask(1, Request::Admit(admission)));
-        assert!(why.contains("attached"), "{why}");
+    // None of these numbers is of a QP of this session, and without a session no QP is.
+    for session in [nic.secret(), Some(Secret::random().unwrap()), None] {
+        for first in [0, 1, 2, 3, 17, 0xff_ffff, u32::MAX] {
+            let admission = Admission {
+                management: vec![first],
+                groups: vec![vec![first.wrapping_add(1), u32::MAX]],
+                session,
+                ..Admission::default()
+            };
+            let why = refusal(raw.ask(1, Request::Admit(admission)));
+            assert!(why.contains("NIC session") || why.contains("session with the NIC"), "{why}");
+        }
     }
     victim.write_blocking(&grant, 0, b"untouched").unwrap();
-    drop((raw, victim));
+    drop((nic, raw, victim));
+    check_whole(&service);
+}
+
+const STRANGER: &str = "GRANARY_TEST_STRANGER";
+
+/// Not a test by itself: a process that makes QPs at the NIC, when it is told to, and names them.
+#[test]
+fn make_qps_and_wait() {
+    let Ok(path) = std::env::var(STRANGER) else { return };
+    let nic = SoftNic::attach(path).unwrap();
+    let pd = nic.alloc_pd().unwrap();
+    let cq = nic.create_cq(CqAttr { entries: 16, ignore_overrun: false }).unwrap();
+    let qp = || {
+        let (send_cq, recv_cq, receive, access) = (&cq, &cq, Receive::None, Access::NONE);
+        nic.create_qp(&pd, QpAttr { send_cq, recv_cq, send_blocks: 16, receive, access }).unwrap()
+    };
+    let qps = [qp(), qp(), qp()];
+    println!("qps {} {} {}", qps[0].qpn().raw(), qps[1].qpn().raw(), qps[2].qpn().raw());
+    std::io::stdin().read_line(&mut String::new()).unwrap();
+}
+
+/// They exist, and one session owns all of them; but another process made them.
+#[test]
+fn qps_that_another_process_made_are_not_admitted() {
+    let service = service(SchemeKind::RpcMw2);
+    let mut stranger = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "make_qps_and_wait", "--nocapture"])
+        .env(STRANGER, service.path())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(stranger.stdout.take().unwrap()).lines().map_while(Result::ok);
+    let named = |line: String| -> Option<Vec<u32>> {
+        let (_, numbers) = line.split_once("qps ")?;
+        numbers.split(' ').map(|n| n.trim().parse().ok()).collect()
+    };
+    let qps = lines.by_ref().find_map(named).expect("the other process names its QPs");
+    let nic = SoftNic::attach(service.path()).unwrap();
+    let raw = Raw::pool(service.path());
+    for session in [nic.secret(), Some(Secret::random().unwrap()), None] {
+        let admission = Admission {
+            management: vec![qps[0]],
+            groups: vec![qps[1..].to_vec()],
+            session,
+            ..Admission::default()
+        };
+        match raw.ask(1, Request::Admit(admission)) {
+            Reply::Error { why } => assert!(why.contains("session"), "{why}"),
+            other => panic!("another process's QPs are admitted: {other:?}"),
+        }
+    }
+    drop((nic, raw, stranger.stdin.take()));
+    assert!(lines.any(|line| line.contains("1 passed")));
+    assert!(stranger.wait().unwrap().success());
     check_whole(&service);
 }
 
@@ -169,7 +228,7 @@ fn the_number_of_compute_nodes_and_connections_is_bounded() {
     let service = service(SchemeKind::RpcMw2);
     let pools: Vec<Pool> = (0..4).map(|_| connect(&service)).collect();
     match Pool::connect(service.path(), Options::default()) {
-        Err(Error::Refused { why, .. }) => assert!(why.contains("4 "), "{why}"),
+        Err(Error::Full { why, .. }) => assert!(why.contains("4 places"), "{why}"),
         Err(e) => panic!("{e}"),
         Ok(_) => panic!("a fifth compute node was admitted"),
     }

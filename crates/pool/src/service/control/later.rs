@@ -35,7 +35,7 @@ impl Control<'_> {
             .collect();
         for id in waiting {
             match self.answer_deferred_of(id) {
-                true => self.watch(id),
+                true => self.listen_to(id),
                 false => self.close(id),
             }
         }
@@ -105,7 +105,7 @@ impl Control<'_> {
             if !self.answer_awaits_of(id) {
                 self.close(id);
             } else {
-                self.watch(id);
+                self.listen_to(id);
             }
         }
     }

@@ -1,7 +1,9 @@
 //! The control thread: one loop over the listening socket, the connections and an eventfd.
 
+mod accept;
 mod later;
 mod requests;
+mod watch;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
@@ -10,12 +12,14 @@ use std::time::{Duration, Instant};
 
 use rnic::port::shm::socket::{Packet, close_aside};
 use rustix::event::Timespec;
-use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
 
+pub(super) use self::watch::Watch;
 use super::Shared;
-use super::connection::{Connection, ConnectionId, Input, Role, process_of};
-use super::paces::{Asker, Paces};
+use super::connection::{Connection, ConnectionId, Input, Role};
+use super::paces::Paces;
+use super::rooms::Places;
 use crate::Error;
 use crate::protocol::{self, Numbered, Request};
 use crate::remote::RemoteListener;
@@ -27,23 +31,37 @@ const WAKE: u64 = 1;
 const REMOTE_LISTENER: u64 = 2;
 const FIRST_CONNECTION: u64 = 3;
 
-/// Connections beyond two for each compute node, for those who only ask.
-const ASKING: usize = 32;
-/// Connections beyond these, for processes that have few.
-const RESERVED: usize = 16;
-/// What "few" is: a pool and a NIC connection, and as many that only ask.
-const FEW: usize = 4;
-
 /// Requests for memory that a connection may have waiting.
 const AWAITS_MAX: usize = 16;
 
-/// Serves until told to stop.
-pub(super) fn run(
-    shared: &Shared,
+/// What the control thread listens to, watched already: what can fail at the start fails before the
+/// thread runs.
+pub(super) struct Ears {
+    watch: Watch,
     listener: Listener,
     remote: Option<RemoteListener>,
-) -> Result<(), Error> {
-    let mut control = Control::new(shared, listener, remote)?;
+}
+
+impl Ears {
+    /// Watches the listeners, and the eventfd that wakes the thread.
+    pub fn new(
+        watch: Watch,
+        wake: &OwnedFd,
+        listener: Listener,
+        remote: Option<RemoteListener>,
+    ) -> Result<Self, Error> {
+        watch.add(&listener, LISTENER).map_err(system)?;
+        watch.add(wake, WAKE).map_err(system)?;
+        if let Some(remote) = &remote {
+            watch.add(remote, REMOTE_LISTENER).map_err(system)?;
+        }
+        Ok(Self { watch, listener, remote })
+    }
+}
+
+/// Serves until told to stop.
+pub(super) fn run(shared: &Shared, ears: Ears) -> Result<(), Error> {
+    let mut control = Control::new(shared, ears);
     let result = control.serve();
     control.close_all();
     result
@@ -54,64 +72,51 @@ struct Control<'a> {
     listener: Listener,
     /// For other hosts.
     remote: Option<RemoteListener>,
-    epoll: OwnedFd,
+    watch: Watch,
     connections: BTreeMap<ConnectionId, Connection>,
     /// Those that have not settled, and until when they may say nothing.
     silent: BTreeSet<(Instant, ConnectionId)>,
     next: u64,
-    limit: usize,
+    places: Places,
     started: Instant,
     paces: Paces,
     /// Connections that are not read from until their process has earned it.
     paused: Vec<ConnectionId>,
-    /// The listener is not watched: there is no room for more connections, or no descriptor.
-    full: bool,
+    /// When the listeners are watched again: no connection could be accepted, for want of
+    /// descriptors or memory.
+    accept_again: Option<Instant>,
 }
 
 impl<'a> Control<'a> {
-    fn new(
-        shared: &'a Shared,
-        listener: Listener,
-        remote: Option<RemoteListener>,
-    ) -> Result<Self, Error> {
-        let epoll = epoll::create(CreateFlags::CLOEXEC).map_err(system)?;
-        let data = EventData::new_u64;
-        epoll::add(&epoll, &listener, data(LISTENER), EventFlags::IN).map_err(system)?;
-        epoll::add(&epoll, &shared.wake, data(WAKE), EventFlags::IN).map_err(system)?;
-        if let Some(remote) = &remote {
-            epoll::add(&epoll, remote, data(REMOTE_LISTENER), EventFlags::IN).map_err(system)?;
-        }
-        Ok(Self {
+    fn new(shared: &'a Shared, ears: Ears) -> Self {
+        let Ears { watch, listener, remote } = ears;
+        let settings = shared.node.settings();
+        Self {
             shared,
             listener,
             remote,
-            epoll,
+            watch,
             connections: BTreeMap::new(),
             silent: BTreeSet::new(),
             next: FIRST_CONNECTION,
-            // A pool and a NIC connection for each compute node, and some that only ask.
-            limit: shared.node.settings().clients_max as usize * 2 + ASKING + RESERVED,
+            places: Places::new(settings.clients_max as usize, settings.shares_places),
             started: Instant::now(),
             paces: Paces::new(shared.node.client_qps()),
             paused: Vec::new(),
-            full: false,
-        })
+            accept_again: None,
+        }
     }
 
+    /// # Errors
+    /// Only what leaves nothing to serve with: the epoll instance itself, or a listener in
+    /// it, is wrong. A system call that fails for one connection ends that connection.
     fn serve(&mut self) -> Result<(), Error> {
         let mut events = Vec::with_capacity(64);
         while !self.shared.stop.load(Ordering::Acquire) {
             self.shared.gate.pass();
             events.clear();
             let timeout = self.next_deadline();
-            match epoll::wait(
-                &self.epoll,
-                rustix::buffer::spare_capacity(&mut events),
-                timeout.as_ref(),
-            ) {
-                Ok(_) | Err(Errno::INTR) => {}
-                Err(e) => return Err(system(e)),
-            }
+            self.watch.wait(&mut events, timeout.as_ref()).map_err(system)?;
             self.shared.wakeups.fetch_add(1, Ordering::Relaxed);
             for event in events.drain(..) {
                 match event.data.u64() {
@@ -127,70 +132,9 @@ impl<'a> Control<'a> {
             self.answer_deferred();
             self.end_silent();
             self.unpause();
+            self.accept_again()?;
         }
         Ok(())
-    }
-
-    fn accept(&mut self) -> Result<(), Error> {
-        match self.listener.accept() {
-            Ok(None) => {}
-            Ok(Some(fd)) => {
-                let asker = Asker::Process(process_of(&fd));
-                if self.has_room_for(asker) {
-                    let credit = self.credit(asker);
-                    self.add(Connection::local(fd, credit))?;
-                }
-            }
-            // No descriptor or no memory left: connections wait until one of ours ends.
-            Err(_) => self.watch_listeners(false)?,
-        }
-        Ok(())
-    }
-
-    fn accept_remote(&mut self) -> Result<(), Error> {
-        let Some(listener) = &self.remote else { return Ok(()) };
-        let port = listener.address().port();
-        match listener.accept() {
-            Ok(None) => {}
-            // An error here is that it has gone again.
-            Ok(Some(fd)) => {
-                if let Ok(mut connection) = Connection::remote(fd, port, 0)
-                    && self.has_room_for(connection.asker)
-                {
-                    connection.credit = self.credit(connection.asker);
-                    self.add(connection)?;
-                }
-            }
-            Err(_) => self.watch_listeners(false)?,
-        }
-        Ok(())
-    }
-
-    fn credit(&mut self, asker: Asker) -> u32 {
-        let now = self.started.elapsed();
-        self.paces.forget(now);
-        self.paces.open(asker, now)
-    }
-
-    fn add(&mut self, connection: Connection) -> Result<(), Error> {
-        let id = self.next;
-        self.next += 1;
-        let data = EventData::new_u64(id);
-        epoll::add(&self.epoll, &connection, data, EventFlags::IN).map_err(system)?;
-        self.connections.insert(ConnectionId(id), connection);
-        self.mind_silence(ConnectionId(id));
-        Ok(())
-    }
-
-    /// The last connections are for those who have few: one that takes all that it can get locks
-    /// nobody else out.
-    fn has_room_for(&self, asker: Asker) -> bool {
-        let count = self.connections.len();
-        if count + RESERVED < self.limit {
-            return true;
-        }
-        let held = self.connections.values().filter(|c| c.asker == asker).count();
-        count < self.limit && held < FEW
     }
 
     /// A connection that has not settled has some time for it.
@@ -240,19 +184,6 @@ impl<'a> Control<'a> {
         self.connections.values().filter(verbs).map(|c| c.heard).max()
     }
 
-    fn watch_listeners(&mut self, on: bool) -> Result<(), Error> {
-        self.full = !on;
-        let flags = if on { EventFlags::IN } else { EventFlags::empty() };
-        let (data, epoll) = (EventData::new_u64, &self.epoll);
-        epoll::modify(epoll, &self.listener, data(LISTENER), flags).map_err(system)?;
-        match &self.remote {
-            Some(remote) => {
-                epoll::modify(epoll, remote, data(REMOTE_LISTENER), flags).map_err(system)
-            }
-            None => Ok(()),
-        }
-    }
-
     /// Reads one message and answers it. Level-triggered: what else is there comes round again,
     /// after everybody else.
     fn serve_connection(&mut self, id: ConnectionId, flags: EventFlags) {
@@ -282,14 +213,14 @@ impl<'a> Control<'a> {
             alive = false;
         }
         match alive {
-            true => self.watch(id),
+            true => self.listen_to(id),
             false => self.close(id),
         }
     }
 
     /// Watches a connection for what it is ready for: requests, or room for replies. One whose
     /// process has asked for too much is heard of again when it ends, or it is time to.
-    fn watch(&mut self, id: ConnectionId) {
+    fn listen_to(&mut self, id: ConnectionId) {
         self.mind_silence(id);
         let Some(connection) = self.connections.get(&id) else { return };
         let wait = self.paces.wait(connection.asker, connection.credit, self.started.elapsed());
@@ -303,7 +234,7 @@ impl<'a> Control<'a> {
                 EventFlags::empty()
             }
         };
-        if epoll::modify(&self.epoll, connection, EventData::new_u64(id.0), flags).is_err() {
+        if self.watch.change(connection, id.0, flags).is_err() {
             self.close(id);
         }
     }
@@ -312,7 +243,7 @@ impl<'a> Control<'a> {
     fn unpause(&mut self) {
         for id in std::mem::take(&mut self.paused) {
             // If it is not time yet, this puts it back.
-            self.watch(id);
+            self.listen_to(id);
         }
     }
 
@@ -357,7 +288,8 @@ impl<'a> Control<'a> {
         let paused = self.next_unpause();
         let silent = self.silent.first().map(|(until, _)| *until);
         let awaiting = self.next_await();
-        let next = silent.into_iter().chain(awaiting).chain(paused).min()?;
+        let deadlines = silent.into_iter().chain(awaiting).chain(paused).chain(self.accept_again);
+        let next = deadlines.min()?;
         let left = next.saturating_duration_since(Instant::now());
         // Rounded up, so that the deadline has passed when the thread wakes.
         let left = left + Duration::from_micros(100);
@@ -373,16 +305,16 @@ impl<'a> Control<'a> {
 
     /// The compute node of a connection leaves, if there is one: its keys die, and its chunks come
     /// back in the memory node's next turns.
-    fn leave(&mut self, id: ConnectionId) -> Result<Option<ClientId>, Error> {
-        let Some(connection) = self.connections.get_mut(&id) else { return Ok(None) };
-        let Some(session) = connection.pool() else { return Ok(None) };
+    fn leave(&mut self, id: ConnectionId) -> Option<ClientId> {
+        let session = self.connections.get_mut(&id).and_then(Connection::pool)?;
         let waiting = session.awaiting.len() + session.deferred.len();
         session.awaiting.clear();
         session.deferred.clear();
         session.nic = None;
         self.shared.awaiting.fetch_sub(waiting, Ordering::SeqCst);
-        let client = session.client.take();
-        client.map_or(Ok(()), |client| self.shared.node.retire(client)).map(|()| client)
+        let client = session.client.take()?;
+        self.shared.node.retire(client);
+        Some(client)
     }
 
     /// Ends a connection and what hangs on it.
@@ -400,14 +332,14 @@ impl<'a> Control<'a> {
                     })
                     .collect();
                 for other in &on_it {
-                    self.retire(*other);
+                    self.leave(*other);
                 }
                 on_it
             }
             // It did not say goodbye (then there would be no link): its NIC session ends with it.
             Role::Pool(session) => {
                 let nic = session.nic;
-                self.retire(id);
+                self.leave(id);
                 let others = self.connections.iter_mut().any(|(other, c)| {
                     *other != id && nic.is_some() && c.pool().is_some_and(|p| p.nic == nic)
                 });
@@ -416,22 +348,15 @@ impl<'a> Control<'a> {
         };
         for id in linked.into_iter().chain([id]) {
             if let Some(connection) = self.connections.remove(&id) {
-                let _ = epoll::delete(&self.epoll, &connection);
+                self.watch.remove(&connection);
                 if let Some(until) = connection.expected {
                     self.silent.remove(&(until, id));
                 }
             }
         }
-        if self.full {
-            // If this fails, the next connection that ends tries again.
-            let _ = self.watch_listeners(true);
-        }
-    }
-
-    fn retire(&mut self, id: ConnectionId) {
-        if let Err(e) = self.leave(id) {
-            // The chunks of that compute node stay its own; the pool goes on without them.
-            *self.shared.failure.lock() = Some(format!("retiring a compute node: {e}"));
+        if let Some(at) = &mut self.accept_again {
+            // There is a descriptor again.
+            *at = Instant::now();
         }
     }
 
@@ -453,3 +378,6 @@ fn protocol_error(why: String) -> Error {
 fn system(e: Errno) -> Error {
     Error::System { attempt: "serving the control socket".into(), source: e.into() }
 }
+
+#[cfg(test)]
+mod charge_tests;

@@ -1,0 +1,42 @@
+//! System calls that fail: what they cost.
+
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::*;
+use crate::{Options, Pool};
+
+fn settings() -> Settings {
+    Settings { donate_bytes: 64 * 4096, chunk_bytes: 4096, ..Settings::default() }
+}
+
+fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !is_so() {
+        assert!(Instant::now() < deadline, "{what}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// The kernel refuses to watch a connection where the user has too many watches
+/// (`fs.epoll.max_user_watches`).
+#[test]
+fn a_failing_epoll_add_costs_one_connection() {
+    let service = Service::start(&settings(), &Endpoint::Fresh).unwrap();
+    let options = Options { groups: Some(1), ..Options::default() };
+    let before = Pool::connect(service.path(), options.clone()).unwrap();
+    service.shared.adds_to_fail.store(1, Ordering::SeqCst);
+    let lost = crate::socket::connect(service.path()).unwrap();
+    wait_for("the connection ends", || {
+        matches!(rnic::port::shm::socket::receive(&lost), Ok(None) | Err(_))
+    });
+    assert_eq!(service.failure(), None);
+    let grant = before.allocate_blocking().unwrap();
+    before.free_blocking(grant).unwrap();
+    let after = Pool::connect(service.path(), options).unwrap();
+    after.allocate_blocking().unwrap();
+    let trouble = service.status().unwrap().trouble;
+    assert_eq!(trouble.connections, 1, "{trouble:?}");
+    assert!(trouble.last.is_some_and(|why| why.contains("No space left")));
+}
