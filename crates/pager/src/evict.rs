@@ -19,6 +19,7 @@ use crate::staging::{FrameId, Left};
 use crate::stats::Counter;
 use crate::sys::{self, PAGE_BYTES};
 use crate::transport::Lane;
+use crate::unpaged;
 
 /// Pages that are taken out, and frames that are written, at a time.
 const BATCH: u32 = 64;
@@ -40,6 +41,7 @@ impl Pager {
     pub(crate) fn evictor(self: &std::sync::Arc<Self>) {
         self.note_thread();
         let mut evictor = Evictor::default();
+        let mut pause_ms = unpaged::GLANCE_MS_MIN;
         loop {
             let calls = self.calls.load(Ordering::Acquire);
             self.give_back_emptied();
@@ -62,10 +64,21 @@ impl Pager {
             }
             self.update_gauges();
             self.evictor_sleeps.store(true, Ordering::SeqCst);
-            if self.calls.load(Ordering::SeqCst) == calls {
-                sys::futex_wait(&self.calls, calls, None);
+            while self.calls.load(Ordering::SeqCst) == calls {
+                sys::futex_wait(&self.calls, calls, Some(pause_ms));
+                if self.calls.load(Ordering::SeqCst) == calls {
+                    pause_ms = self.glance(pause_ms);
+                }
             }
             self.evictor_sleeps.store(false, Ordering::SeqCst);
+        }
+    }
+
+    /// Looks for what is not paged; returns the time until the next look.
+    pub(crate) fn glance(&self, pause_ms: u64) -> u64 {
+        match self.look_for_unpaged(false) {
+            true => unpaged::GLANCE_MS_MIN,
+            false => (2 * pause_ms).min(unpaged::GLANCE_MS_MAX),
         }
     }
 
@@ -218,11 +231,7 @@ impl Evictor {
                     0,
                 )
             };
-            let mut left = bytes.max(0) as usize;
-            while done < self.gone.len() && self.gone[done].iov_len <= left {
-                left -= self.gone[done].iov_len;
-                done += 1;
-            }
+            done = whole(&self.gone, bytes.max(0) as usize);
         }
         for range in &self.gone[done..] {
             // SAFETY: as above; to drop a range twice changes nothing, as its pages are BUSY.
@@ -324,6 +333,15 @@ impl Evictor {
     }
 }
 
+/// How many of the ranges, from the first on, `bytes` cover whole.
+fn whole(ranges: &[libc::iovec], bytes: usize) -> usize {
+    let ends = ranges.iter().scan(0, |end, range| {
+        *end += range.iov_len;
+        Some(*end)
+    });
+    ends.take_while(|end| *end <= bytes).count()
+}
+
 /// What is to be freed when a page leaves its frame for good.
 pub(crate) fn abandon(left: Left) -> Option<SlotId> {
     match left {
@@ -356,3 +374,7 @@ unsafe fn copy_page(source: *const u64, target: *mut u64) -> bool {
         words.chunks_exact(8).all(|part| part.iter().fold(0, |all, word| all | word) == 0)
     }
 }
+
+#[cfg(test)]
+#[path = "evict_tests.rs"]
+mod tests;

@@ -185,8 +185,8 @@ impl Handler<'_> {
     fn missing(&mut self, fault: Fault) {
         let pager = self.pager;
         let page = pager.region.page(fault.address);
-        if pager.is_own_thread(fault.thread) {
-            // The program dropped a page by a raw system call while it was being evicted.
+        if pager.is_own_thread(fault.thread) && pager.table.load(page).is_busy() {
+            // The program dropped a page by a raw system call while the evictor copied it.
             // SAFETY: a page of the region that the kernel has just reported missing.
             let _ = unsafe { pager.uffd.zero(fault.address, PAGE_BYTES) };
             return;

@@ -35,9 +35,11 @@ pub mod mapping;
 pub mod page_table;
 mod pager;
 pub mod pool_transport;
+mod reach;
 pub mod region;
 pub mod residency;
 pub mod run;
+mod seal;
 pub mod slots;
 pub mod staging;
 pub mod stats;
@@ -47,6 +49,7 @@ mod threads;
 mod transfer;
 pub mod transport;
 pub mod uffd;
+pub mod unpaged;
 
 use std::io;
 
@@ -99,6 +102,16 @@ pub enum Error {
         value: String,
         /// What is wrong.
         why: String,
+    },
+    /// Files of this process may not be as large as what is shared with the NIC.
+    #[error(
+        "what a paged process shares with its memory node, and its counters, count as files, and this \
+         process may not make files of more than {limit_bytes} bytes (RLIMIT_FSIZE): where a paged program \
+         starts, raise ulimit -f, best to unlimited"
+    )]
+    FileSizeLimit {
+        /// The limit.
+        limit_bytes: u64,
     },
     /// A system call failed.
     #[error("cannot {what}: {source}")]

@@ -58,9 +58,6 @@ pub struct MapRequest {
     pub offset: i64,
 }
 
-/// Mappings smaller than this are left to the kernel.
-pub const PAGED_BYTES_MIN: usize = 64 << 10;
-
 const MAP_FIXED_NOREPLACE: i32 = 0x10_0000;
 const KERNELS: i32 = libc::MAP_FIXED
     | MAP_FIXED_NOREPLACE
@@ -72,13 +69,16 @@ const KERNELS: i32 = libc::MAP_FIXED
     | libc::MAP_32BIT;
 
 impl MapRequest {
-    /// True if the pager takes such a mapping: private, anonymous, large, anywhere, not code.
+    /// True if the pager takes such a mapping: private, anonymous, anywhere, not code.
+    ///
+    /// There is no least size: a garbage collector maps its heap page by page (Ruby 3.1: 32 KiB at a
+    /// time, of which 16 KiB stay mapped), and gigabytes of small mappings would stay resident.
     pub fn is_pageable(&self) -> bool {
         self.flags & (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS)
             == libc::MAP_PRIVATE | libc::MAP_ANONYMOUS
             && self.flags & KERNELS == 0
             && self.prot & libc::PROT_EXEC == 0
-            && self.len >= PAGED_BYTES_MIN
+            && self.len > 0
     }
 
     /// True if the mapping goes where the program says.
@@ -110,7 +110,7 @@ impl Pager {
         let pages = pages_of(len)?;
         let _blocked = SignalsBlocked::new();
         let mut space = self.space()?;
-        let range = space.free.find(pages).ok_or(libc::ENOMEM)?;
+        let range = space.free.find_last(pages).ok_or(libc::ENOMEM)?;
         self.set_protection(range.clone(), prot)?;
         space.free.remove(range.clone());
         Ok(self.region.address(PageId(range.start)))
@@ -319,6 +319,9 @@ impl Pager {
             return Err(libc::EINVAL);
         }
         let (old, new) = (pages_of(old_len)?, pages_of(new_len)?);
+        if new > self.region.pages() {
+            return Err(libc::ENOMEM);
+        }
         let Some(range) = self.region.clip(address, old_len) else { return Err(libc::EFAULT) };
         let _blocked = SignalsBlocked::new();
         let mut space = self.space()?;
@@ -367,7 +370,7 @@ impl Pager {
                 _ => return Err(libc::EINVAL),
             }
         } else {
-            space.free.find(new).ok_or(libc::ENOMEM)?
+            space.free.find_last(new).ok_or(libc::ENOMEM)?
         };
         if target.start < range.end && range.start < target.end {
             return Err(libc::EINVAL);

@@ -295,8 +295,9 @@ impl Drop for PageTable {
     fn drop(&mut self) {
         // SAFETY: both are ours and nothing refers to them after drop.
         unsafe {
-            let _ = sys::munmap(self.entries as usize, self.pages * 8);
-            let _ = sys::munmap(self.touched as usize, self.pages.div_ceil(BLOCK_PAGES));
+            let _ = sys::unmap_anonymous(self.entries as usize, self.pages * 8);
+            let blocks = self.pages.div_ceil(BLOCK_PAGES);
+            let _ = sys::unmap_anonymous(self.touched as usize, blocks);
         }
     }
 }

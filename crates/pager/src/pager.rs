@@ -25,15 +25,17 @@ use crate::fork::Inheritance;
 use crate::mapping::{Errno, MOVED};
 use crate::page_table::{PageId, PageTable};
 use crate::pool_transport::PoolTransport;
+use crate::reach::Sockets;
 use crate::region::{RangeSet, Region, Space};
 use crate::residency::Residency;
 use crate::slots::{Emptied, Home, SlotId, Slots};
 use crate::staging::{FrameId, Staging};
 use crate::stats::{Counter, Stats};
-use crate::store::FileStore;
-use crate::sys::{self, PAGE_BYTES};
+use crate::store::{FileStore, FileTransport};
+use crate::sys::{self, FileSizeSignalBlocked, PAGE_BYTES};
 use crate::transport::{ChunkHandle, Transport, TransportError};
 use crate::uffd::{Features, Uffd};
+use crate::unpaged::{self, Watch};
 use crate::{Error, descriptor};
 
 /// Frames that the handler reads into: its largest batch.
@@ -56,6 +58,7 @@ pub fn current() -> Option<&'static Pager> {
 /// The program uses this pager from now on.
 pub fn set_current(pager: &'static Arc<Pager>) {
     CURRENT.store(Arc::as_ptr(pager).cast_mut(), Ordering::Release);
+    unpaged::look_at_exit();
 }
 
 /// What fails where there is too little of it.
@@ -70,6 +73,7 @@ pub(crate) struct Foundation {
     pub space: Space,
     pub unreadable: RangeSet,
     pub inheritance: Option<Inheritance>,
+    pub sockets: Sockets,
 }
 
 /// A pager: one region, its pages, and the threads that move them.
@@ -114,7 +118,11 @@ pub struct Pager {
     streams: Mutex<(Streams, Streams)>,
     /// What a forked child has from its parent.
     pub(crate) inheritance: Option<Inheritance>,
+    /// How forked children reach the memory nodes.
+    pub(crate) sockets: Sockets,
     pub(crate) enter: OnceLock<fn()>,
+    /// Looks at what is not paged.
+    pub(crate) watch: Mutex<Watch>,
 }
 
 impl Pager {
@@ -148,8 +156,9 @@ impl Pager {
                 .map_err(system("register the region with userfaultfd"))?;
         }
         let (space, unreadable) = (region.space(), RangeSet::default());
+        let sockets = Sockets::of(&config.pool);
         let foundation =
-            Foundation { uffd, fork_events, region, space, unreadable, inheritance: None };
+            Foundation { uffd, fork_events, region, space, unreadable, inheritance: None, sockets };
         Self::assemble(config, transport, foundation)
     }
 
@@ -163,7 +172,8 @@ impl Pager {
             let what = what.to_string();
             move |source| Error::System { what, source }
         };
-        let Foundation { uffd, fork_events, region, space, unreadable, inheritance } = foundation;
+        let Foundation { uffd, fork_events, region, space, unreadable, inheritance, sockets } =
+            foundation;
         let table =
             PageTable::new(region.pages() as usize).map_err(system("map the page table"))?;
         let memory = transport.staging();
@@ -181,6 +191,7 @@ impl Pager {
         }
         let limit = ((config.local_bytes - frames_bytes) / PAGE_BYTES as u64)
             .min(u64::from(region.pages())) as u32;
+        let blocked = FileSizeSignalBlocked::new();
         let stats = match &config.run_directory {
             Some(directory) => {
                 // A forked child may have changed its user since: it counts for itself then.
@@ -188,10 +199,14 @@ impl Pager {
                     .or_else(
                         |error| if inheritance.is_some() { Stats::private() } else { Err(error) },
                     )
-                    .map_err(system("create the counters' file"))?
+                    .map_err(|error| match blocked.was_raised() {
+                        true => Error::FileSizeLimit { limit_bytes: sys::file_size_limit() },
+                        false => system("create the counters' file")(error),
+                    })?
             }
             None => Stats::private().map_err(system("map the counters"))?,
         };
+        drop(blocked);
         stats.set(Counter::ChunkBytes, transport.chunk_bytes() as u64);
         let zeros = sys::map_anonymous(READ_FRAMES as usize * PAGE_BYTES)
             .map_err(system("map a run of zeros"))?;
@@ -224,7 +239,9 @@ impl Pager {
             evicts_inline,
             streams: Mutex::default(),
             inheritance,
+            sockets,
             enter: OnceLock::new(),
+            watch: Mutex::default(),
         }))
     }
 
@@ -232,10 +249,22 @@ impl Pager {
     /// ([`PoolTransport`]), or a file for diagnosis ([`crate::store`]).
     pub fn open_transport(config: &Config) -> Result<Box<dyn Transport>, Error> {
         let frames = config::staging_frames(config.local_bytes);
-        Ok(match pool::Address::list(&config.pool) {
-            Ok(nodes) => Box::new(PoolTransport::connect(&nodes, frames)?),
-            Err(_) => Box::new(crate::store::FileTransport::open(&config.pool, frames)?),
-        })
+        if FileTransport::is_named_by(&config.pool) {
+            return Ok(Box::new(FileTransport::open(&config.pool, frames)?));
+        }
+        let nodes = pool::Address::list(&config.pool).map_err(|why| Error::Setting {
+            name: "GRANARY_POOL",
+            value: config.pool.clone(),
+            why,
+        })?;
+        let blocked = FileSizeSignalBlocked::new();
+        match PoolTransport::connect(&nodes, frames) {
+            Ok(transport) => Ok(Box::new(transport)),
+            Err(_) if blocked.was_raised() => {
+                Err(Error::FileSizeLimit { limit_bytes: sys::file_size_limit() })
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// The region.
@@ -433,6 +462,28 @@ impl Pager {
                 ),
             }
         })
+    }
+
+    /// The overflow file takes a page no more, or gives one that is not what was stored.
+    pub(crate) fn overflow_failed(&self, error: &std::io::Error) -> ! {
+        let why = match error.raw_os_error() {
+            Some(libc::EFBIG) => {
+                "this process may not make files so large (RLIMIT_FSIZE): raise ulimit -f"
+            }
+            Some(libc::ENOSPC | libc::EDQUOT) => {
+                "there is no room on its file system: make some, or set GRANARY_OVERFLOW_DIR"
+            }
+            _ => self.broken("move a page to or from the overflow file", error),
+        };
+        sys::die(
+            EXIT_PAGER,
+            &format!(
+                "the pool is full, and the overflow file in {} cannot grow ({error}): {why}, or give the \
+                 pool more memory; process {} ends now (status {EXIT_PAGER})",
+                self.overflow_directory.display(),
+                descriptor::program()
+            ),
+        )
     }
 
     /// Gives a chunk's home back. On the pager's threads only.

@@ -11,6 +11,7 @@
 //! shared with the NIC, the rest is the library's own heap.
 
 use std::sync::RwLock;
+use std::time::{Duration, Instant};
 
 use fabric::soft::SoftNic;
 use pool::{
@@ -23,6 +24,11 @@ use crate::sys::PAGE_BYTES;
 use crate::transport::{
     ChunkHandle, Lane, PageIo, StagingMemory, Transport, TransportError, TransportStats,
 };
+
+/// How long a process waits for a place at a memory node that is full, and the time between two
+/// attempts.
+const PLACE_PATIENCE: Duration = Duration::from_secs(60);
+const PLACE_PAUSE: Duration = Duration::from_millis(200);
 
 /// A transport over one memory node or several.
 pub struct PoolTransport {
@@ -48,7 +54,7 @@ struct Chunks {
 impl PoolTransport {
     /// Connects to memory nodes with `frames` frames of staging.
     pub fn connect(nodes: &[Address], frames: u32) -> Result<Self, Error> {
-        let pools = Pools::connect(nodes, Options::default(), Placement::RoundRobin)?;
+        let pools = connect_in_time(nodes)?;
         let chunk = pools.chunk_bytes();
         if chunk < PAGE_BYTES as u64 {
             return Err(Error::Setting {
@@ -254,6 +260,20 @@ impl Transport for PoolTransport {
         for Node { pool, .. } in &self.nodes {
             keep.extend(pool.control_descriptors());
             keep.extend(pool.nic().function().descriptors());
+        }
+    }
+}
+
+/// Connects to memory nodes. While one is full, waits for a place: other processes of a program
+/// end.
+fn connect_in_time(nodes: &[Address]) -> Result<Pools, pool::Error> {
+    let start = Instant::now();
+    loop {
+        match Pools::connect(nodes, Options::default(), Placement::RoundRobin) {
+            Err(pool::Error::Full { .. }) if start.elapsed() < PLACE_PATIENCE => {
+                std::thread::sleep(PLACE_PAUSE);
+            }
+            other => return other,
         }
     }
 }

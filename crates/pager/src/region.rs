@@ -87,9 +87,13 @@ impl RangeSet {
         self.ranges.is_empty()
     }
 
-    /// The lowest range of `count` pages in the set.
-    pub fn find(&self, count: u32) -> Option<Range<u32>> {
-        self.ranges.iter().find(|&(&s, &e)| e - s >= count).map(|(&s, _)| s..s + count)
+    /// The highest range of `count` pages in the set.
+    ///
+    /// The kernel places mappings from the top down too. A program that maps twice what it needs and
+    /// unmaps the unaligned ends leaves no hole then: the end that it unmaps lies below.
+    pub fn find_last(&self, count: u32) -> Option<Range<u32>> {
+        let mut downwards = self.ranges.iter().rev();
+        downwards.find(|&(&start, &end)| end - start >= count).map(|(_, &end)| end - count..end)
     }
 }
 
@@ -188,6 +192,11 @@ impl Region {
         0..self.arena_pages
     }
 
+    /// True if the address is in the arena.
+    pub fn arena_contains(&self, address: usize) -> bool {
+        address.wrapping_sub(self.base) < (self.arena_pages as usize) << PAGE_SHIFT
+    }
+
     /// What is free at the start: all but the arena.
     pub fn space(&self) -> Space {
         let mut free = RangeSet::default();
@@ -261,8 +270,8 @@ mod tests {
                 let ranges: Vec<_> = set.overlap(0..100);
                 prop_assert!(ranges.windows(2).all(|w| w[0].end < w[1].start), "{:?}", ranges);
                 prop_assert_eq!(
-                    set.find(5).map(|r| r.start as usize),
-                    (0..96).find(|&at| model[at..at + 5].iter().all(|&in_set| in_set))
+                    set.find_last(5).map(|r| r.start as usize),
+                    (0..96).rfind(|&at| model[at..at + 5].iter().all(|&in_set| in_set))
                 );
                 prop_assert_eq!(set.contains_all(10..13), model[10..13].iter().all(|&m| m));
             }

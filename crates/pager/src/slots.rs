@@ -399,12 +399,16 @@ mod tests {
         slots.end_freezing();
         let new = slots.allocate(&pool).unwrap();
         assert!(slots.is_frozen(old) && !slots.is_frozen(new));
-        assert_eq!(slots.free(old), None);
-        for _ in 0..400 {
-            assert_ne!(slots.allocate(&pool).unwrap(), old);
-        }
+        assert_eq!((slots.free(old), slots.free(during)), (None, None));
+        let mut later: Vec<_> = (0..400).map(|_| slots.allocate(&pool).unwrap()).collect();
+        assert!(!later.contains(&old) && !later.contains(&during));
         assert_eq!(slots.thaw(), []);
         assert!(!slots.is_frozen(new));
+        later.push(new);
+        for slot in later {
+            give_back(&pool, slots.free(slot));
+        }
+        assert_eq!(slots.held(), (0, 0), "what was freed while it was frozen is free");
     }
 
     proptest! {
@@ -432,3 +436,7 @@ mod tests {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "slots_tests.rs"]
+mod edges;

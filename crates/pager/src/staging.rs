@@ -292,3 +292,7 @@ mod tests {
         assert_eq!((staging.state(frame), staging.dirty()), (FrameState::Free, 0));
     }
 }
+
+#[cfg(test)]
+#[path = "staging_tests.rs"]
+mod edges;

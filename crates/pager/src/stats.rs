@@ -1,12 +1,14 @@
 //! Counters of a paged process, live in a file that outlives it.
 //!
-//! Each process maps `$GRANARY_RUN_DIR/stats.PID` and counts there with relaxed atomics; `granary
-//! run --stats` and `granary status` read the files, also of processes that were killed.
+//! Each process maps `$GRANARY_RUN_DIR/stats.PID` and counts there with relaxed atomics. `granary run`
+//! reads the files when the program has ended, also those of processes that were killed, and then
+//! removes the directory.
 //!
 //! ```text
-//!  u64[0]      magic and version
-//!  u64[1..64]  counters, by the number of `Counter`
-//!  u64[64..]   histogram of the time to serve a fault, in nanoseconds
+//!  u64[0]       magic and version
+//!  u64[1..62]   counters, by the number of `Counter`
+//!  u64[62..64]  name of the program, 16 bytes
+//!  u64[64..]    histogram of the time to serve a fault, in nanoseconds
 //! ```
 //!
 //! The histogram is log-linear: 8 buckets for each power of two, so a value is known within 12.5 %.
@@ -21,9 +23,13 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::sys;
+use crate::unpaged::Look;
 
-const MAGIC: u64 = u64::from_le_bytes(*b"granary\x01");
+const MAGIC: u64 = u64::from_le_bytes(*b"granary\x02");
+/// Words before the histogram.
 const COUNTERS: usize = 64;
+/// The words with the program's name.
+const NAME: std::ops::Range<usize> = 62..64;
 const BUCKETS: usize = 62 * 8;
 const WORDS: usize = COUNTERS + BUCKETS;
 
@@ -75,6 +81,22 @@ pub enum Counter {
     FaultNs,
     /// Pages given to forked children.
     PagesToChildren,
+    /// Gauge: bytes of the program that are resident and not paged, at the last look.
+    UnpagedBytes,
+    /// The most that was seen of them.
+    UnpagedBytesPeak,
+    /// At that look, by kind: [`Look::mapped`].
+    UnpagedMapped,
+    /// [`Look::heap`].
+    UnpagedHeap,
+    /// [`Look::files`].
+    UnpagedFiles,
+    /// [`Look::stacks`].
+    UnpagedStacks,
+    /// [`Look::shared`].
+    UnpagedShared,
+    /// [`Look::huge`].
+    UnpagedHuge,
 }
 
 /// The live counters of this process.
@@ -139,6 +161,35 @@ impl Stats {
         self.word(counter as usize).load(Ordering::Relaxed)
     }
 
+    /// Records a look at what is not paged. A process that only shares these counters (`is_whole` is
+    /// false) counts for the peak.
+    pub(crate) fn unpaged(&self, look: &Look, is_whole: bool) {
+        use Counter::*;
+        let bytes = look.bytes();
+        if is_whole {
+            self.set(UnpagedBytes, bytes);
+        }
+        if bytes <= self.get(UnpagedBytesPeak) {
+            return;
+        }
+        self.set(UnpagedBytesPeak, bytes);
+        let Look { mapped, heap, files, stacks, shared, huge } = *look;
+        for (kind, bytes) in [
+            (UnpagedMapped, mapped),
+            (UnpagedHeap, heap),
+            (UnpagedFiles, files),
+            (UnpagedStacks, stacks),
+            (UnpagedShared, shared),
+            (UnpagedHuge, huge),
+        ] {
+            self.set(kind, bytes);
+        }
+        let name = sys::program_name();
+        for (index, word) in NAME.zip(name.as_chunks::<8>().0) {
+            self.word(index).store(u64::from_le_bytes(*word), Ordering::Relaxed);
+        }
+    }
+
     /// Records the time of a fault.
     pub fn record_fault(&self, ns: u64) {
         self.add(Counter::FaultNs, ns);
@@ -148,7 +199,7 @@ impl Stats {
     /// The values as they are now.
     pub fn snapshot(&self) -> Summary {
         let words = (0..WORDS).map(|index| self.word(index).load(Ordering::Relaxed)).collect();
-        Summary { words, processes: 1 }
+        Summary { words, processes: 1, unpaged: None }
     }
 }
 
@@ -177,11 +228,77 @@ fn bucket_top(index: usize) -> u64 {
 pub struct Summary {
     words: Vec<u64>,
     processes: u64,
+    unpaged: Option<Unpaged>,
 }
+
+/// The process of which the most was not paged.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unpaged {
+    /// Its number.
+    pub process: u32,
+    /// Its program.
+    pub program: String,
+    /// What was resident beside the region, when that was most.
+    pub look: Look,
+}
+
+impl Unpaged {
+    fn of(path: &Path, words: &[u64]) -> Option<Self> {
+        let process = path.extension()?.to_str()?.parse().ok()?;
+        let name: Vec<u8> = words[NAME].iter().flat_map(|word| word.to_le_bytes()).collect();
+        let name = name.split(|&byte| byte == 0).next().unwrap_or_default();
+        let get = |counter: Counter| words[counter as usize];
+        let look = Look {
+            mapped: get(Counter::UnpagedMapped),
+            heap: get(Counter::UnpagedHeap),
+            files: get(Counter::UnpagedFiles),
+            stacks: get(Counter::UnpagedStacks),
+            shared: get(Counter::UnpagedShared),
+            huge: get(Counter::UnpagedHuge),
+        };
+        let program = String::from_utf8_lossy(name).into_owned();
+        (look.bytes() > 0).then_some(Self { process, program, look })
+    }
+
+    /// The most that was resident beside the region.
+    pub fn bytes(&self) -> u64 {
+        self.look.bytes()
+    }
+}
+
+impl fmt::Display for Unpaged {
+    /// One line: how much of what in which process, the largest kind first.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { process, program, look } = self;
+        write!(
+            f,
+            "{program} (process {process}) had {:.1} MiB resident that is not paged",
+            look.bytes() as f64 / MIB
+        )?;
+        let mut kinds = [
+            (look.mapped, "in mappings by raw system calls or at fixed addresses"),
+            (look.heap, "in the heap of brk"),
+            (look.files, "in .data, .bss and other private mappings of files"),
+            (look.stacks, "in stacks"),
+            (look.shared, "in shared memory"),
+            (look.huge, "in huge pages"),
+        ];
+        kinds.sort_by_key(|&(bytes, _)| std::cmp::Reverse(bytes));
+        // What is less than a hundredth explains nothing.
+        let worth = kinds.iter().filter(|(bytes, _)| bytes * 100 >= look.bytes().max(1));
+        for (number, (bytes, kind)) in worth.enumerate() {
+            let before = if number == 0 { ": " } else { ", " };
+            write!(f, "{before}{:.1} MiB {kind}", *bytes as f64 / MIB)?;
+        }
+        Ok(())
+    }
+}
+
+const MIB: f64 = 1048576.0;
 
 impl Default for Summary {
     fn default() -> Self {
-        Self { words: vec![0; WORDS], processes: 0 }
+        Self { words: vec![0; WORDS], processes: 0, unpaged: None }
     }
 }
 
@@ -207,14 +324,19 @@ impl Summary {
             .chunks_exact(8)
             .map(|word| u64::from_le_bytes(word.try_into().expect("8 bytes")))
             .collect();
-        (words.len() == WORDS && words[0] == MAGIC).then_some(Self { words, processes: 1 })
+        let ours = words.len() == WORDS && words[0] == MAGIC;
+        ours.then(|| Self { unpaged: Unpaged::of(path, &words), words, processes: 1 })
     }
 
     fn add(&mut self, other: &Self) {
+        let bytes = |one: &Self| one.unpaged.as_ref().map_or(0, Unpaged::bytes);
+        if bytes(other) > bytes(self) {
+            self.unpaged.clone_from(&other.unpaged);
+        }
         for (index, (mine, theirs)) in self.words.iter_mut().zip(&other.words).enumerate() {
             if index == Counter::ChunkBytes as usize {
                 *mine = (*mine).max(*theirs);
-            } else {
+            } else if !NAME.contains(&index) {
                 *mine += theirs;
             }
         }
@@ -224,6 +346,11 @@ impl Summary {
     /// Number of processes.
     pub fn processes(&self) -> u64 {
         self.processes
+    }
+
+    /// The process of which the most was not paged, if any was looked at.
+    pub fn largest_unpaged(&self) -> Option<&Unpaged> {
+        self.unpaged.as_ref()
     }
 
     /// A counter's sum. Peaks are sums of the processes' peaks.
@@ -266,7 +393,6 @@ impl Summary {
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         use Counter::*;
-        const MIB: f64 = 1048576.0;
         let mib = |bytes: u64| bytes as f64 / MIB;
         let chunk = self.get(ChunkBytes);
         writeln!(f, "granary: {} paged process(es)", self.processes)?;
@@ -303,6 +429,12 @@ impl fmt::Display for Summary {
             f,
             "  bytes local   {:>8.1} MiB   at most, of paged memory",
             mib(self.get(ResidentPagesPeak) * sys::PAGE_BYTES as u64)
+        )?;
+        writeln!(
+            f,
+            "  not paged     {:>8.1} MiB   at most, beside paged memory; {:.1} MiB at the end",
+            mib(self.get(UnpagedBytesPeak)),
+            mib(self.get(UnpagedBytes))
         )?;
         writeln!(
             f,
@@ -354,6 +486,10 @@ mod tests {
         for us in [1, 2, 100] {
             stats.record_fault(us * 1000);
         }
+        let kinds = Look { mapped: 7 << 20, files: 1 << 20, ..Look::default() };
+        stats.unpaged(&kinds, true);
+        stats.unpaged(&Look { files: 2 << 20, ..Look::default() }, true);
+        stats.unpaged(&Look { files: 3 << 20, ..Look::default() }, false);
         let own = directory.join(format!("stats.{}", std::process::id()));
         std::fs::copy(own, directory.join("stats.1")).unwrap();
         std::fs::write(directory.join("stats.2"), b"half").unwrap();
@@ -365,5 +501,13 @@ mod tests {
         assert!((2.0..2.3).contains(&sum.fault_us(0.5)), "{}", sum.fault_us(0.5));
         assert!((100.0..113.0).contains(&sum.fault_us(0.99)));
         assert!(sum.to_string().contains("by the memory node's CPU"));
+        assert_eq!(sum.get(Counter::UnpagedBytesPeak), 16 << 20, "of both processes");
+        assert_eq!(sum.get(Counter::UnpagedBytes), 4 << 20);
+        let largest = sum.largest_unpaged().unwrap();
+        assert_eq!(largest.look, kinds, "as it was when it was most");
+        let text = largest.to_string();
+        assert!(text.contains("8.0 MiB resident that is not paged: 7.0 MiB in mappings"), "{text}");
+        assert!(text.ends_with("1.0 MiB in .data, .bss and other private mappings of files"));
+        assert!(text.starts_with(&largest.program) && !largest.program.is_empty(), "{text}");
     }
 }

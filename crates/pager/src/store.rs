@@ -1,11 +1,12 @@
 //! Pages in a file: the overflow when the pool is full, and the transports `file:` and `memory:`.
 //!
-//! A [`FileStore`] reads and writes runs of frames at offsets of a descriptor. [`FileTransport`] makes
+//! A [`FileStore`] reads and writes runs of frames at offsets of a descriptor. What it writes to a disk
+//! is sealed ([`crate::seal`]): there, only this process can read it. [`FileTransport`] makes
 //! a transport of one, with chunks as consecutive stretches of the file; holes are punched where
 //! chunks are freed. These transports are for diagnosis (is it the pool or the pager?), for
 //! machines with a fast local disk, and for tests; `GRANARY_POOL` names them:
 //!
-//! - `file:DIRECTORY` — an unlinked file in that directory;
+//! - `file:DIRECTORY` — an unlinked file in that directory, sealed;
 //! - `memory:SIZE` — a memfd of at most SIZE bytes (not mapped, so not resident memory of the program);
 //!   `memory:SIZE,gone-after=N` fails for good after N transfers, as a lost memory node would.
 
@@ -18,6 +19,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::descriptor;
+use crate::seal::Sealer;
 use crate::sys::{self, PAGE_BYTES};
 use crate::transport::{
     ChunkHandle, Lane, PageIo, StagingMemory, Transport, TransportError, TransportStats,
@@ -27,6 +29,8 @@ use crate::transport::{
 pub struct FileStore {
     file: File,
     staging: StagingMemory,
+    /// Of a file on a disk.
+    sealer: Option<Sealer>,
 }
 
 // SAFETY: the staging base is only used to address frames that the caller of `read` and `write`
@@ -44,7 +48,7 @@ impl FileStore {
             .custom_flags(libc::O_TMPFILE | libc::O_CLOEXEC)
             .mode(0o600)
             .open(directory)?;
-        Ok(Self { file, staging })
+        Ok(Self { file, staging, sealer: Some(Sealer::new()?) })
     }
 
     /// An anonymous memory file.
@@ -56,7 +60,7 @@ impl FileStore {
         }
         // SAFETY: just created.
         let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
-        Ok(Self { file, staging })
+        Ok(Self { file, staging, sealer: None })
     }
 
     /// Moves the descriptor out of the way of the program's, to a high number.
@@ -78,13 +82,27 @@ impl FileStore {
         (start, usize::from(pages) * PAGE_BYTES)
     }
 
-    /// Fills `pages` frames from `offset`. What was never written reads as zeros.
+    /// Fills `pages` frames from `offset`, a multiple of a page. What was never written reads as zeros.
+    ///
+    /// # Errors
+    /// Those of the file, and `InvalidData` for what the file has and this process never stored there.
     pub fn read(&self, offset: u64, frame: u32, pages: u16) -> io::Result<()> {
         let (start, len) = self.frames(frame, pages);
         // SAFETY: the caller owns these frames; nobody else accesses them during the call.
         let buffer = unsafe { std::slice::from_raw_parts_mut(start, len) };
+        let Some(sealer) = &self.sealer else { return self.read_bytes(buffer, offset) };
+        let mut sealed = [0; PAGE_BYTES];
+        for (page, plain) in (offset / PAGE_BYTES as u64..).zip(buffer.chunks_exact_mut(PAGE_BYTES))
+        {
+            self.read_bytes(&mut sealed, page * PAGE_BYTES as u64)?;
+            sealer.open(page, &sealed, plain)?;
+        }
+        Ok(())
+    }
+
+    fn read_bytes(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         let mut done = 0;
-        while done < len {
+        while done < buffer.len() {
             match self.file.read_at(&mut buffer[done..], offset + done as u64) {
                 Ok(0) => {
                     buffer[done..].fill(0);
@@ -98,12 +116,18 @@ impl FileStore {
         Ok(())
     }
 
-    /// Stores `pages` frames at `offset`.
+    /// Stores `pages` frames at `offset`, a multiple of a page.
     pub fn write(&self, offset: u64, frame: u32, pages: u16) -> io::Result<()> {
         let (start, len) = self.frames(frame, pages);
         // SAFETY: the caller owns these frames; nobody writes them during the call.
         let buffer = unsafe { std::slice::from_raw_parts(start, len) };
-        self.file.write_all_at(buffer, offset)
+        let Some(sealer) = &self.sealer else { return self.file.write_all_at(buffer, offset) };
+        let mut sealed = [0; PAGE_BYTES];
+        for (page, plain) in (offset / PAGE_BYTES as u64..).zip(buffer.chunks_exact(PAGE_BYTES)) {
+            sealer.seal(page, plain, &mut sealed);
+            self.file.write_all_at(&sealed, page * PAGE_BYTES as u64)?;
+        }
+        Ok(())
     }
 
     /// Gives the disk space of a stretch back.
@@ -111,6 +135,9 @@ impl FileStore {
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         // SAFETY: a plain system call. Where the file system cannot, the space is used again later.
         unsafe { libc::fallocate(self.fd(), mode, offset as i64, len as i64) };
+        if let Some(sealer) = &self.sealer {
+            sealer.forget(offset / PAGE_BYTES as u64..(offset + len) / PAGE_BYTES as u64);
+        }
     }
 }
 
@@ -139,6 +166,11 @@ struct Chunks {
 impl FileTransport {
     /// Chunk size: 1 MiB.
     pub const CHUNK_BYTES: usize = 1 << 20;
+
+    /// True if `spec` names a store, be it a valid one or not.
+    pub fn is_named_by(spec: &str) -> bool {
+        spec.starts_with("file:") || spec.starts_with("memory:")
+    }
 
     /// Opens what `spec` names: `file:DIRECTORY` or `memory:SIZE[,gone-after=N]`, with `frames`
     /// frames of staging.
@@ -267,7 +299,85 @@ impl Drop for FileTransport {
         // SAFETY: the staging memory is this transport's, and its user is gone.
         unsafe {
             let staging = self.store.staging;
-            let _ = sys::munmap(staging.base as usize, staging.frames as usize * PAGE_BYTES);
+            let bytes = staging.frames as usize * PAGE_BYTES;
+            let _ = sys::unmap_anonymous(staging.base as usize, bytes);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn store(frames: u32) -> FileStore {
+        let base = sys::map_anonymous(frames as usize * PAGE_BYTES).unwrap() as *mut u8;
+        FileStore::unlinked(&std::env::temp_dir(), StagingMemory { base, frames }).unwrap()
+    }
+
+    /// Sets what a frame holds.
+    fn put(store: &FileStore, frame: u32, content: &[u8; PAGE_BYTES]) {
+        let (start, len) = store.frames(frame, 1);
+        // SAFETY: a frame of the store's, and no transfer is under way.
+        unsafe { std::ptr::copy_nonoverlapping(content.as_ptr(), start, len) };
+    }
+
+    /// What a frame holds.
+    fn get(store: &FileStore, frame: u32) -> Vec<u8> {
+        let (start, len) = store.frames(frame, 1);
+        // SAFETY: as above.
+        unsafe { std::slice::from_raw_parts(start, len).to_vec() }
+    }
+
+    #[test]
+    fn nothing_that_is_stored_in_a_file_is_readable_there() {
+        let store = store(4);
+        const WORD: &[u8] = b"a secret of the program's";
+        let mut content = [0; PAGE_BYTES];
+        content[100..100 + WORD.len()].copy_from_slice(WORD);
+        for number in 0..3 {
+            content[0] = number as u8;
+            put(&store, number, &content);
+        }
+        store.write(8 * PAGE_BYTES as u64, 0, 3).unwrap();
+        store.write(2 * PAGE_BYTES as u64, 0, 1).unwrap();
+        let mut file = vec![0; 11 * PAGE_BYTES];
+        store.file.read_exact_at(&mut file, 0).unwrap();
+        assert!(!file.windows(WORD.len()).any(|bytes| bytes == WORD));
+        put(&store, 0, &[0; PAGE_BYTES]);
+        store.read(8 * PAGE_BYTES as u64, 1, 3).unwrap();
+        for number in 0..3 {
+            content[0] = number as u8;
+            assert_eq!(get(&store, number + 1), content);
+        }
+    }
+
+    #[test]
+    fn a_page_that_was_changed_in_the_file_is_an_error() {
+        let store = store(2);
+        put(&store, 0, &[7; PAGE_BYTES]);
+        store.write(0, 0, 1).unwrap();
+        store.write(PAGE_BYTES as u64, 0, 1).unwrap();
+        let mut bytes = [0; PAGE_BYTES];
+        store.file.read_exact_at(&mut bytes, 0).unwrap();
+        store.file.write_all_at(&bytes, PAGE_BYTES as u64).unwrap();
+        store.read(0, 1, 1).unwrap();
+        assert_eq!(get(&store, 1), [7; PAGE_BYTES]);
+        let error = store.read(PAGE_BYTES as u64, 1, 1).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{error}");
+        assert!(error.to_string().contains("page 1 of the file"), "{error}");
+    }
+
+    #[test]
+    fn what_is_punched_reads_as_zeros() {
+        let store = store(2);
+        put(&store, 0, &[7; PAGE_BYTES]);
+        for page in 0..3 {
+            store.write(page * PAGE_BYTES as u64, 0, 1).unwrap();
+        }
+        store.punch(PAGE_BYTES as u64, PAGE_BYTES as u64);
+        for (page, wanted) in [7, 0, 7].into_iter().enumerate() {
+            store.read((page * PAGE_BYTES) as u64, 1, 1).unwrap();
+            assert_eq!(get(&store, 1), [wanted; PAGE_BYTES], "page {page}");
         }
     }
 }

@@ -36,7 +36,7 @@ impl Pager {
                 store.read(offset, frame, pages)
             };
             if let Err(error) = done {
-                self.broken("move a page to or from the overflow file", &error);
+                self.overflow_failed(&error);
             }
         }
     }

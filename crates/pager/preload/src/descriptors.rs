@@ -4,20 +4,34 @@ use std::ffi::{c_int, c_uint};
 
 use pager::descriptor;
 
+use crate::early::{kernel, set_errno};
+
+/// True if the descriptor is one of the pager's.
+fn is_ours(fd: c_int) -> bool {
+    crate::pager().is_some() && descriptor::is_ours(fd)
+}
+
 fn bad() -> c_int {
-    // SAFETY: the calling thread's own variable.
-    unsafe { *libc::__errno_location() = libc::EBADF };
+    set_errno(libc::EBADF);
     -1
 }
 
 /// close(2).
 #[unsafe(no_mangle)]
 pub extern "C" fn close(fd: c_int) -> c_int {
-    if descriptor::is_ours(fd) {
+    if is_ours(fd) {
         return bad();
     }
     // SAFETY: what the program asked for.
-    unsafe { libc::syscall(libc::SYS_close, fd) as c_int }
+    unsafe { kernel(libc::SYS_close, [fd as usize, 0, 0, 0, 0, 0]) }
+}
+
+/// # Safety
+/// As for close_range(2).
+unsafe fn range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
+    let arguments = [first as usize, last as usize, flags as usize, 0, 0, 0];
+    // SAFETY: by the caller.
+    unsafe { kernel(libc::SYS_close_range, arguments) }
 }
 
 /// close_range(2).
@@ -26,11 +40,11 @@ pub extern "C" fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_in
     let mut result = 0;
     if first > last || crate::pager().is_none() {
         // SAFETY: what the program asked for.
-        return unsafe { libc::syscall(libc::SYS_close_range, first, last, flags) as c_int };
+        return unsafe { range(first, last, flags) };
     }
     descriptor::between_ours(first, last, |first, last| {
         // SAFETY: what the program asked for, but for ours.
-        let done = unsafe { libc::syscall(libc::SYS_close_range, first, last, flags) as c_int };
+        let done = unsafe { range(first, last, flags) };
         if done != 0 {
             result = done;
         }
@@ -47,19 +61,19 @@ pub extern "C" fn closefrom(first: c_int) {
 /// dup2(2): not onto ours.
 #[unsafe(no_mangle)]
 pub extern "C" fn dup2(old: c_int, new: c_int) -> c_int {
-    if descriptor::is_ours(new) {
+    if is_ours(new) {
         return bad();
     }
     // SAFETY: what the program asked for.
-    unsafe { libc::syscall(libc::SYS_dup2, old, new) as c_int }
+    unsafe { kernel(libc::SYS_dup2, [old as usize, new as usize, 0, 0, 0, 0]) }
 }
 
 /// dup3(2): not onto ours.
 #[unsafe(no_mangle)]
 pub extern "C" fn dup3(old: c_int, new: c_int, flags: c_int) -> c_int {
-    if descriptor::is_ours(new) {
+    if is_ours(new) {
         return bad();
     }
     // SAFETY: what the program asked for.
-    unsafe { libc::syscall(libc::SYS_dup3, old, new, flags) as c_int }
+    unsafe { kernel(libc::SYS_dup3, [old as usize, new as usize, flags as usize, 0, 0, 0]) }
 }

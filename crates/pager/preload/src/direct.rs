@@ -10,7 +10,14 @@
 use std::ffi::{CStr, c_char, c_int, c_long, c_uint, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// The next definition of a function, looked up once.
+use crate::{early, redirect};
+
+unsafe extern "C" {
+    safe fn granary_passing() -> *mut c_int;
+}
+
+/// The definition of a function after this library's: another preloaded library's or the C library's.
+/// It is looked up once.
 pub struct Next {
     name: &'static CStr,
     found: AtomicPtr<c_void>,
@@ -22,9 +29,31 @@ impl Next {
         Self { name, found: AtomicPtr::new(std::ptr::null_mut()) }
     }
 
+    /// Passes the program's call on. Another library's function, to which the call may go, calls the
+    /// next one in turn, and comes back here: by another name (`__sbrk`), or through the C library's
+    /// table ([`redirect`]). From here such a call goes to the C library.
+    ///
     /// # Panics
     /// If there is none: the C library has it.
-    pub fn get(&self) -> *mut c_void {
+    pub fn call<T>(&self, call: impl FnOnce(*mut c_void) -> T) -> T {
+        let passing = granary_passing();
+        // SAFETY: the calling thread's own variable.
+        if unsafe { *passing } != 0
+            && let Some(own) = redirect::own(self.name)
+        {
+            return call(own);
+        }
+        let next = self.get();
+        // Nothing is dropped on the way out: a thread may be cancelled in the call.
+        // SAFETY: the calling thread's own variable.
+        let before = unsafe { passing.replace(1) };
+        let result = call(next);
+        // SAFETY: as above.
+        unsafe { *passing = before };
+        result
+    }
+
+    fn get(&self) -> *mut c_void {
         let found = self.found.load(Ordering::Relaxed);
         if !found.is_null() {
             return found;
@@ -32,6 +61,7 @@ impl Next {
         // SAFETY: the name is a C string.
         let found = unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()) };
         assert!(!found.is_null(), "the C library has no {:?}", self.name);
+        let found = redirect::beneath(found);
         self.found.store(found, Ordering::Relaxed);
         found
     }
@@ -46,6 +76,16 @@ fn allowed(flags: c_int) -> c_int {
     if crate::pager().is_some() { flags & !libc::O_DIRECT } else { flags }
 }
 
+/// openat(2) before this library is relocated.
+///
+/// # Safety
+/// As for the C library's.
+unsafe fn at(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
+    let arguments = [directory as usize, path as usize, flags as usize, mode as usize, 0, 0];
+    // SAFETY: by the caller.
+    unsafe { early::kernel(libc::SYS_openat, arguments) }
+}
+
 macro_rules! open {
     ($($name:ident, $symbol:literal;)*) => {$(
         /// open(2). The mode is read where the caller passed one; in a register it harms nobody.
@@ -55,12 +95,15 @@ macro_rules! open {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
             static NEXT: Next = Next::new($symbol);
+            if !early::is_relocated() {
+                // SAFETY: what the program asked for.
+                return unsafe { at(libc::AT_FDCWD, path, flags, mode) };
+            }
             // SAFETY: the C library's function of this name has this type; the arguments are the
             // program's.
-            unsafe {
-                let next = std::mem::transmute::<*mut c_void, Open>(NEXT.get());
-                next(path, allowed(flags), mode)
-            }
+            NEXT.call(|next| unsafe {
+                std::mem::transmute::<*mut c_void, Open>(next)(path, allowed(flags), mode)
+            })
         }
     )*};
 }
@@ -79,11 +122,15 @@ macro_rules! open_at {
             mode: c_uint,
         ) -> c_int {
             static NEXT: Next = Next::new($symbol);
-            // SAFETY: as for `open`.
-            unsafe {
-                let next = std::mem::transmute::<*mut c_void, OpenAt>(NEXT.get());
-                next(directory, path, allowed(flags), mode)
+            if !early::is_relocated() {
+                // SAFETY: what the program asked for.
+                return unsafe { at(directory, path, flags, mode) };
             }
+            // SAFETY: as for `open`.
+            NEXT.call(|next| unsafe {
+                let next = std::mem::transmute::<*mut c_void, OpenAt>(next);
+                next(directory, path, allowed(flags), mode)
+            })
         }
     )*};
 }
@@ -97,15 +144,19 @@ macro_rules! fcntl {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name(fd: c_int, command: c_int, argument: c_long) -> c_int {
             static NEXT: Next = Next::new($symbol);
+            if !early::is_relocated() {
+                let arguments = [fd as usize, command as usize, argument as usize, 0, 0, 0];
+                // SAFETY: what the program asked for.
+                return unsafe { early::kernel(libc::SYS_fcntl, arguments) };
+            }
             let argument = match command {
                 libc::F_SETFL => c_long::from(allowed(argument as c_int)),
                 _ => argument,
             };
             // SAFETY: as for `open`; an argument that the command does not have is not looked at.
-            unsafe {
-                let next = std::mem::transmute::<*mut c_void, Fcntl>(NEXT.get());
-                next(fd, command, argument)
-            }
+            NEXT.call(|next| unsafe {
+                std::mem::transmute::<*mut c_void, Fcntl>(next)(fd, command, argument)
+            })
         }
     )*};
 }

@@ -37,10 +37,9 @@ pub unsafe extern "C" fn __register_atfork(
     static NEXT: Next = Next::new(NAME);
     register();
     // SAFETY: the C library's function of this name has this type; the arguments are the program's.
-    unsafe {
-        let next = std::mem::transmute::<*mut c_void, Register>(NEXT.get());
-        next(prepare, parent, child, library)
-    }
+    NEXT.call(|next| unsafe {
+        std::mem::transmute::<*mut c_void, Register>(next)(prepare, parent, child, library)
+    })
 }
 
 unsafe extern "C" fn before() {

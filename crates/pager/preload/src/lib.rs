@@ -8,13 +8,17 @@
 //! Nothing here may allocate paged memory, take a lock that the program may hold at a fault, or use the
 //! program's stdio.
 
+mod brk;
 mod descriptors;
 mod direct;
+mod early;
 mod forks;
 mod heap;
 mod inside;
+mod jemalloc;
 mod malloc;
 mod mapping;
+mod redirect;
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::Arc;
@@ -30,9 +34,10 @@ static INTERNAL: heap::Internal = heap::Internal;
 
 static ARENA_OPEN: AtomicBool = AtomicBool::new(false);
 
-/// The pager, once it runs.
+/// The pager, once it runs. Before this library is relocated ([`early`]) the pager's own variable is
+/// out of reach.
 fn pager() -> Option<&'static Pager> {
-    pager::current()
+    if early::is_relocated() { pager::current() } else { None }
 }
 
 /// True once mimalloc may serve the program.
@@ -48,6 +53,12 @@ static CONSTRUCTOR: Constructor = construct;
 
 extern "C" fn construct(_: c_int, _: *const *const c_char, environment: *const *const c_char) {
     let _inside = inside::Inside::new();
+    if let Err(error) = redirect::redirect() {
+        sys::say(&format!(
+            "the C library's symbol table cannot be changed: {error}; a library that the program opens \
+             with RTLD_DEEPBIND may end it with \"invalid pointer\""
+        ));
+    }
     let get = |name: &str| {
         // SAFETY: the loader passes the environment: C strings, ended by null.
         unsafe { variable(environment, name) }

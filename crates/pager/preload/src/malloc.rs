@@ -1,7 +1,11 @@
 //! `malloc` and its family, as the program sees them.
 //!
-//! Outside the library and once it is initialised, mimalloc serves them from the arena in the region.
-//! Inside and before, the internal heap does. `free` goes by the address.
+//! mimalloc serves the program from the arena in the region, from the end of the constructor on. The
+//! internal heap serves this library, and the program before that; [`early`] serves callers before
+//! this library is relocated. `free` goes by the address. A block that is none of theirs came from
+//! the next allocator in the order of linking, and goes back there.
+//!
+//! The exported functions are at the end.
 
 use std::ffi::c_void;
 use std::ptr::null_mut;
@@ -9,16 +13,22 @@ use std::ptr::null_mut;
 use libmimalloc_sys as mi;
 use pager::sys::PAGE_BYTES;
 
+use crate::direct::Next;
+use crate::early::{self, set_errno};
 use crate::heap;
 use crate::inside::{Inside, is_inside};
 
-fn paged() -> bool {
-    !is_inside() && crate::arena_is_open()
-}
+/// What every block is aligned to.
+pub const ALIGN: usize = 16;
 
-fn set_errno(errno: i32) {
-    // SAFETY: the calling thread's own variable.
-    unsafe { *libc::__errno_location() = errno };
+type Free = unsafe extern "C" fn(*mut c_void);
+type Realloc = unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void;
+type UsableSize = unsafe extern "C" fn(*mut c_void) -> usize;
+
+/// True if mimalloc serves the calling thread. The order matters: before this library is relocated the
+/// first is false, and the second cannot be asked.
+fn paged() -> bool {
+    crate::arena_is_open() && !is_inside()
 }
 
 fn or_no_memory(block: *mut c_void) -> *mut c_void {
@@ -28,54 +38,73 @@ fn or_no_memory(block: *mut c_void) -> *mut c_void {
     block
 }
 
+/// True for a block of mimalloc's. The rest of the region has mappings and the break, where other
+/// allocators of the program have their blocks.
 fn in_arena(block: *const c_void) -> bool {
-    crate::pager().is_some_and(|pager| pager.region().contains(block as usize))
+    crate::pager().is_some_and(|pager| pager.region().arena_contains(block as usize))
 }
 
-/// malloc(3).
-///
-/// # Safety
-/// As in C.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn malloc(size: usize) -> *mut c_void {
+/// A block that is not paged; null if there is no memory. `align` is a power of two.
+fn unpaged(size: usize, align: usize) -> *mut c_void {
+    if early::is_relocated() {
+        heap::allocate(size, align).cast()
+    } else {
+        early::allocate(size, align).cast()
+    }
+}
+
+/// A block; null if there is no memory.
+pub fn allocate(size: usize) -> *mut c_void {
     if paged() {
         let _inside = Inside::new();
         // SAFETY: no precondition.
         return or_no_memory(unsafe { mi::mi_malloc(size) });
     }
-    or_no_memory(heap::allocate(size, 16).cast())
+    or_no_memory(unpaged(size, ALIGN))
 }
 
-/// calloc(3).
-///
-/// # Safety
-/// As in C.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn calloc(count: usize, size: usize) -> *mut c_void {
+/// A block of zeros; null if there is no memory.
+pub fn allocate_zeros(count: usize, size: usize) -> *mut c_void {
     if paged() {
         let _inside = Inside::new();
         // SAFETY: no precondition.
         return or_no_memory(unsafe { mi::mi_calloc(count, size) });
     }
     let Some(bytes) = count.checked_mul(size) else { return or_no_memory(null_mut()) };
-    let block = heap::allocate(bytes, 16);
-    if !block.is_null() {
+    let block = unpaged(bytes, ALIGN);
+    // An early block is zeros already.
+    if !block.is_null() && !early::contains(block.cast()) {
         // SAFETY: just allocated with this size.
-        unsafe { block.write_bytes(0, bytes) };
+        unsafe { block.cast::<u8>().write_bytes(0, bytes) };
     }
-    or_no_memory(block.cast())
+    or_no_memory(block)
 }
 
-/// free(3).
+/// A block with an alignment, a power of two; null, and `errno` as it was, if there is no memory.
+fn aligned(align: usize, size: usize) -> *mut c_void {
+    if paged() {
+        let _inside = Inside::new();
+        // SAFETY: the alignment is a power of two.
+        return unsafe { mi::mi_malloc_aligned(size, align) };
+    }
+    unpaged(size, align)
+}
+
+/// A block with at least this alignment; null if there is no memory.
+pub fn allocate_aligned(align: usize, size: usize) -> *mut c_void {
+    let align = align.max(1).checked_next_power_of_two();
+    or_no_memory(align.map_or(null_mut(), |align| aligned(align, size)))
+}
+
+/// Frees a block. Leaves `errno` alone.
 ///
 /// # Safety
-/// As in C.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn free(block: *mut c_void) {
-    if block.is_null() {
+/// As for free(3).
+pub unsafe fn release(block: *mut c_void) {
+    if block.is_null() || early::contains(block.cast()) {
         return;
     }
-    // SAFETY: the calling thread's own variable; free(3) leaves errno alone.
+    // SAFETY: the calling thread's own variable.
     let errno = unsafe { *libc::__errno_location() };
     if heap::contains(block as usize) {
         // SAFETY: the program's block, in the internal heap.
@@ -84,20 +113,32 @@ pub unsafe extern "C" fn free(block: *mut c_void) {
         let _inside = Inside::new();
         // SAFETY: the program's block, in the arena.
         unsafe { mi::mi_free(block) };
+    } else {
+        static NEXT: Next = Next::new(c"free");
+        // SAFETY: the next definition has this type; the block is the program's, and none of ours.
+        NEXT.call(|next| unsafe { std::mem::transmute::<*mut c_void, Free>(next)(block) });
     }
-    // Anything else came from the dynamic linker's own allocator, which never takes it back.
     set_errno(errno);
 }
 
-/// realloc(3).
+/// Resizes a block, or moves it.
 ///
 /// # Safety
-/// As in C.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn realloc(block: *mut c_void, size: usize) -> *mut c_void {
+/// As for realloc(3).
+pub unsafe fn resize(block: *mut c_void, size: usize) -> *mut c_void {
     if block.is_null() {
-        // SAFETY: as malloc.
-        return unsafe { malloc(size) };
+        return allocate(size);
+    }
+    if early::contains(block.cast()) {
+        let new = allocate(size);
+        if !new.is_null() {
+            // SAFETY: an early block with its size; the new block is another.
+            unsafe {
+                let bytes = early::size(block.cast()).min(size);
+                early::copy(block.cast(), new.cast(), bytes);
+            }
+        }
+        return new;
     }
     if in_arena(block) {
         let _inside = Inside::new();
@@ -105,57 +146,57 @@ pub unsafe extern "C" fn realloc(block: *mut c_void, size: usize) -> *mut c_void
         return or_no_memory(unsafe { mi::mi_realloc(block, size) });
     }
     if !heap::contains(block as usize) {
-        // The dynamic linker's: its size is not known, so nothing can be copied.
-        return or_no_memory(null_mut());
+        static NEXT: Next = Next::new(c"realloc");
+        // SAFETY: the next definition has this type; the block is the program's, and none of ours.
+        return NEXT.call(|next| unsafe {
+            std::mem::transmute::<*mut c_void, Realloc>(next)(block, size)
+        });
     }
-    // SAFETY: the program's block, in the internal heap; the new one may be in either.
-    unsafe {
-        let new = malloc(size);
-        if !new.is_null() {
+    let new = allocate(size);
+    if !new.is_null() {
+        // SAFETY: the program's block, in the internal heap; the new one may be in either.
+        unsafe {
             let old_size = heap::size(block.cast());
             std::ptr::copy_nonoverlapping(block.cast::<u8>(), new.cast(), old_size.min(size));
             heap::free(block.cast());
         }
-        new
+    }
+    new
+}
+
+/// The bytes of a block that the program may use; 0 for null.
+///
+/// # Safety
+/// As for malloc_usable_size(3).
+pub unsafe fn usable_size(block: *mut c_void) -> usize {
+    if block.is_null() {
+        0
+    } else if early::contains(block.cast()) {
+        // SAFETY: an early block.
+        unsafe { early::size(block.cast()) }
+    } else if heap::contains(block as usize) {
+        // SAFETY: the program's block, in the internal heap.
+        unsafe { heap::size(block.cast()) }
+    } else if in_arena(block) {
+        // SAFETY: the program's block, in the arena.
+        unsafe { mi::mi_usable_size(block) }
+    } else {
+        static NEXT: Next = Next::new(c"malloc_usable_size");
+        // SAFETY: the next definition has this type; the block is the program's, and none of ours.
+        NEXT.call(|next| unsafe { std::mem::transmute::<*mut c_void, UsableSize>(next)(block) })
     }
 }
 
-/// reallocarray(3).
-///
-/// # Safety
-/// As in C.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn reallocarray(
-    block: *mut c_void,
-    count: usize,
-    size: usize,
-) -> *mut c_void {
-    match count.checked_mul(size) {
-        // SAFETY: as realloc.
-        Some(bytes) => unsafe { realloc(block, bytes) },
+fn allocate_pages(size: usize) -> *mut c_void {
+    match size.checked_next_multiple_of(PAGE_BYTES) {
+        Some(size) => allocate_aligned(PAGE_BYTES, size),
         None => or_no_memory(null_mut()),
     }
 }
 
-fn aligned(align: usize, size: usize) -> *mut c_void {
-    if paged() {
-        let _inside = Inside::new();
-        // SAFETY: the alignment is a power of two.
-        return unsafe { mi::mi_malloc_aligned(size, align) };
-    }
-    heap::allocate(size, align).cast()
-}
-
-/// posix_memalign(3).
-///
 /// # Safety
-/// As in C.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn posix_memalign(
-    result: *mut *mut c_void,
-    align: usize,
-    size: usize,
-) -> i32 {
+/// `result` may be written; none is if the function fails.
+unsafe fn memalign_to(result: *mut *mut c_void, align: usize, size: usize) -> i32 {
     if !align.is_power_of_two() || align < size_of::<usize>() {
         return libc::EINVAL;
     }
@@ -168,12 +209,7 @@ pub unsafe extern "C" fn posix_memalign(
     0
 }
 
-/// aligned_alloc(3).
-///
-/// # Safety
-/// As in C.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn aligned_alloc(align: usize, size: usize) -> *mut c_void {
+fn allocate_exactly_aligned(align: usize, size: usize) -> *mut c_void {
     if !align.is_power_of_two() {
         set_errno(libc::EINVAL);
         return null_mut();
@@ -181,54 +217,73 @@ pub unsafe extern "C" fn aligned_alloc(align: usize, size: usize) -> *mut c_void
     or_no_memory(aligned(align, size))
 }
 
-/// memalign(3).
-///
 /// # Safety
-/// As in C.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn memalign(align: usize, size: usize) -> *mut c_void {
-    match align.max(1).checked_next_power_of_two() {
-        Some(align) => or_no_memory(aligned(align, size)),
+/// As for realloc(3).
+unsafe fn resize_array(block: *mut c_void, count: usize, size: usize) -> *mut c_void {
+    match count.checked_mul(size) {
+        // SAFETY: by the caller.
+        Some(bytes) => unsafe { resize(block, bytes) },
         None => or_no_memory(null_mut()),
     }
 }
 
-/// valloc(3).
-///
-/// # Safety
-/// As in C.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn valloc(size: usize) -> *mut c_void {
-    or_no_memory(aligned(PAGE_BYTES, size))
+/// Exports functions of C, each of which is one call.
+macro_rules! export {
+    ($($name:ident($($argument:ident: $type:ty),*) $(-> $result:ty)? = $call:expr;)*) => {$(
+        /// The function of this name in C.
+        ///
+        /// # Safety
+        /// As in C.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($argument: $type),*) $(-> $result)? {
+            // SAFETY: by the caller.
+            #[allow(unused_unsafe)]
+            unsafe { $call }
+        }
+    )*};
 }
 
-/// pvalloc(3).
-///
-/// # Safety
-/// As in C.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn pvalloc(size: usize) -> *mut c_void {
-    match size.checked_next_multiple_of(PAGE_BYTES) {
-        Some(size) => or_no_memory(aligned(PAGE_BYTES, size)),
-        None => or_no_memory(null_mut()),
-    }
+// The functions of malloc(3) and of posix_memalign(3).
+export! {
+    malloc(size: usize) -> *mut c_void = allocate(size);
+    calloc(count: usize, size: usize) -> *mut c_void = allocate_zeros(count, size);
+    realloc(block: *mut c_void, size: usize) -> *mut c_void = resize(block, size);
+    reallocarray(block: *mut c_void, count: usize, size: usize) -> *mut c_void
+        = resize_array(block, count, size);
+    free(block: *mut c_void) = release(block);
+    posix_memalign(result: *mut *mut c_void, align: usize, size: usize) -> i32
+        = memalign_to(result, align, size);
+    aligned_alloc(align: usize, size: usize) -> *mut c_void
+        = allocate_exactly_aligned(align, size);
+    memalign(align: usize, size: usize) -> *mut c_void = allocate_aligned(align, size);
+    valloc(size: usize) -> *mut c_void = allocate_aligned(PAGE_BYTES, size);
+    pvalloc(size: usize) -> *mut c_void = allocate_pages(size);
+    malloc_usable_size(block: *mut c_void) -> usize = usable_size(block);
 }
 
-/// malloc_usable_size(3).
-///
-/// # Safety
-/// As in C.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn malloc_usable_size(block: *mut c_void) -> usize {
-    if block.is_null() {
-        0
-    } else if heap::contains(block as usize) {
-        // SAFETY: the program's block, in the internal heap.
-        unsafe { heap::size(block.cast()) }
-    } else if in_arena(block) {
-        // SAFETY: the program's block, in the arena.
-        unsafe { mi::mi_usable_size(block) }
-    } else {
-        0
-    }
+// Other names: the C library's own, and those of C23.
+export! {
+    __libc_malloc(size: usize) -> *mut c_void = allocate(size);
+    __libc_calloc(count: usize, size: usize) -> *mut c_void = allocate_zeros(count, size);
+    __libc_realloc(block: *mut c_void, size: usize) -> *mut c_void = resize(block, size);
+    __libc_memalign(align: usize, size: usize) -> *mut c_void = allocate_aligned(align, size);
+    __libc_valloc(size: usize) -> *mut c_void = allocate_aligned(PAGE_BYTES, size);
+    __libc_pvalloc(size: usize) -> *mut c_void = allocate_pages(size);
+    __libc_free(block: *mut c_void) = release(block);
+    cfree(block: *mut c_void) = release(block);
+    free_sized(block: *mut c_void, _size: usize) = release(block);
+    free_aligned_sized(block: *mut c_void, _align: usize, _size: usize) = release(block);
+}
+
+// The functions of tcmalloc's own interface that take a block. A program that is linked with a shared
+// libtcmalloc mixes them with the functions above. Blocks of `tc_malloc` and `new` are tcmalloc's, which
+// initialises itself there, and come from the paged break.
+export! {
+    tc_free(block: *mut c_void) = release(block);
+    tc_free_sized(block: *mut c_void, _size: usize) = release(block);
+    tc_cfree(block: *mut c_void) = release(block);
+    tc_realloc(block: *mut c_void, size: usize) -> *mut c_void = resize(block, size);
+    tc_malloc_size(block: *mut c_void) -> usize = usable_size(block);
+    malloc_size(block: *mut c_void) -> usize = usable_size(block);
+    MallocExtension_GetAllocatedSize(block: *mut c_void) -> usize = usable_size(block);
 }

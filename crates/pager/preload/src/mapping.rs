@@ -2,16 +2,16 @@
 //! to the kernel.
 
 use std::ffi::c_void;
-use std::io;
 
+use pager::Pager;
 use pager::mapping::{MapRequest, with_current};
-use pager::{Pager, sys};
+use pager::sys::system_call;
 
+use crate::early::{self, set_errno};
 use crate::inside::{Inside, is_inside};
 
 fn failed(errno: i32) -> i32 {
-    // SAFETY: the calling thread's own variable.
-    unsafe { *libc::__errno_location() = errno };
+    set_errno(errno);
     -1
 }
 
@@ -30,10 +30,6 @@ fn answer_address(result: Result<usize, i32>) -> *mut c_void {
             libc::MAP_FAILED
         }
     }
-}
-
-fn kernel<T>(result: io::Result<T>) -> Result<T, i32> {
-    result.map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))
 }
 
 /// True if the range has a part in the pager's region.
@@ -67,17 +63,23 @@ pub unsafe extern "C" fn mmap(
     offset: i64,
 ) -> *mut c_void {
     let request = MapRequest { address: address as usize, len, prot, flags, fd, offset };
-    if request.is_pageable() && !is_inside() {
+    if crate::pager().is_some() && request.is_pageable() && !is_inside() {
         let _inside = Inside::new();
-        if let Some(mapped) = with_current(|pager| pager.map(len, prot)) {
-            return answer_address(mapped);
+        match with_current(|pager| pager.map(len, prot)) {
+            // The region has no room for it: MariaDB reserves 8 TiB. It is the kernel's, not paged.
+            None | Some(Err(libc::ENOMEM)) => {}
+            Some(mapped) => return answer_address(mapped),
         }
     }
     if request.is_fixed() && is_owned(request.address, len) {
         return paged_address(|pager| pager.map_fixed(request));
     }
     // SAFETY: what the program asked for.
-    answer_address(kernel(unsafe { sys::mmap(request.address, len, prot, flags, fd, offset) }))
+    answer_address(unsafe {
+        let (prot, flags, fd, offset) =
+            (prot as usize, flags as usize, fd as usize, offset as usize);
+        system_call(libc::SYS_mmap, [request.address, len, prot, flags, fd, offset])
+    })
 }
 
 /// mmap64(2).
@@ -108,7 +110,7 @@ pub unsafe extern "C" fn munmap(address: *mut c_void, len: usize) -> i32 {
         return paged(|pager| pager.unmap(address, len));
     }
     // SAFETY: what the program asked for.
-    answer(kernel(unsafe { sys::munmap(address, len) }))
+    unsafe { early::kernel(libc::SYS_munmap, [address, len, 0, 0, 0, 0]) }
 }
 
 /// mprotect(2).
@@ -122,7 +124,7 @@ pub unsafe extern "C" fn mprotect(address: *mut c_void, len: usize, prot: i32) -
         return paged(|pager| pager.protect(address, len, prot));
     }
     // SAFETY: what the program asked for.
-    answer(kernel(unsafe { sys::mprotect(address, len, prot) }))
+    unsafe { early::kernel(libc::SYS_mprotect, [address, len, prot as usize, 0, 0, 0]) }
 }
 
 /// madvise(2).
@@ -136,7 +138,7 @@ pub unsafe extern "C" fn madvise(address: *mut c_void, len: usize, advice: i32) 
         return paged(|pager| pager.advise(address, len, advice));
     }
     // SAFETY: what the program asked for.
-    answer(kernel(unsafe { sys::madvise(address, len, advice) }))
+    unsafe { early::kernel(libc::SYS_madvise, [address, len, advice as usize, 0, 0, 0]) }
 }
 
 /// posix_madvise(3). Never drops anything, as glibc's does not either.
@@ -150,9 +152,9 @@ pub unsafe extern "C" fn posix_madvise(address: *mut c_void, len: usize, advice:
         return 0;
     }
     // SAFETY: what the program asked for.
-    match kernel(unsafe { sys::madvise(address as usize, len, advice) }) {
-        Ok(()) => 0,
-        Err(errno) => errno,
+    unsafe {
+        let arguments = [address as usize, len, advice as usize, 0, 0, 0];
+        system_call(libc::SYS_madvise, arguments).err().unwrap_or(0)
     }
 }
 
@@ -178,7 +180,10 @@ pub unsafe extern "C" fn mremap(
         return answer_address(Err(libc::EINVAL));
     }
     // SAFETY: what the program asked for.
-    answer_address(kernel(unsafe { sys::mremap(address, old_len, new_len, flags, new_address) }))
+    answer_address(unsafe {
+        let arguments = [address, old_len, new_len, flags as usize, new_address, 0];
+        system_call(libc::SYS_mremap, arguments)
+    })
 }
 
 /// mlock(2). Memory that is paged cannot be locked: the program is told, as it is where its limit is 0.
@@ -191,7 +196,7 @@ pub unsafe extern "C" fn mlock(address: *const c_void, len: usize) -> i32 {
         return failed(libc::ENOMEM);
     }
     // SAFETY: what the program asked for.
-    unsafe { libc::syscall(libc::SYS_mlock, address, len) as i32 }
+    unsafe { early::kernel(libc::SYS_mlock, [address as usize, len, 0, 0, 0, 0]) }
 }
 
 /// mlock2(2).
@@ -204,7 +209,7 @@ pub unsafe extern "C" fn mlock2(address: *const c_void, len: usize, flags: u32) 
         return failed(libc::ENOMEM);
     }
     // SAFETY: what the program asked for.
-    unsafe { libc::syscall(libc::SYS_mlock2, address, len, flags) as i32 }
+    unsafe { early::kernel(libc::SYS_mlock2, [address as usize, len, flags as usize, 0, 0, 0]) }
 }
 
 /// mlockall(2): would bring all of the region in.
@@ -213,6 +218,6 @@ pub extern "C" fn mlockall(flags: i32) -> i32 {
     match crate::pager() {
         Some(_) => failed(libc::ENOMEM),
         // SAFETY: what the program asked for.
-        None => unsafe { libc::syscall(libc::SYS_mlockall, flags) as i32 },
+        None => unsafe { early::kernel(libc::SYS_mlockall, [flags as usize, 0, 0, 0, 0, 0]) },
     }
 }

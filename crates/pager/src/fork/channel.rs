@@ -225,6 +225,13 @@ pub(super) fn take(channel: RawFd, kin: RawFd) -> io::Result<Vec<Block>> {
     Ok(blocks)
 }
 
+/// Waits at most `timeout_ms` for a message, or for the other end to close. True if one is there.
+pub(super) fn is_ready(channel: RawFd, timeout_ms: i32) -> bool {
+    let mut poll = libc::pollfd { fd: channel, events: libc::POLLIN, revents: 0 };
+    // SAFETY: one valid entry.
+    unsafe { libc::poll(&mut poll, 1, timeout_ms) > 0 }
+}
+
 /// Waits at most `timeout_ms` for the other end to close. Data is not waited for.
 pub(super) fn has_hung_up(channel: RawFd, timeout_ms: i32) -> bool {
     let mut poll = libc::pollfd { fd: channel, events: libc::POLLRDHUP, revents: 0 };

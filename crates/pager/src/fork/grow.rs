@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 
 use super::channel::{self, Block, Message};
 use super::{Forks, abandoned};
-use crate::config::EXIT_PAGER;
+use crate::config::{Config, EXIT_PAGER};
 use crate::descriptor;
 use crate::page_table::{Entry, PageId, State};
 use crate::pager::{Foundation, HEIR_FRAMES, Pager, current, set_current};
@@ -23,6 +23,7 @@ use crate::sys::{self, PAGE_BYTES};
 use crate::threads::spawn;
 use crate::transport::Lane;
 use crate::uffd::Uffd;
+use crate::unpaged::GLANCE_MS_MIN;
 
 /// The descriptors of a light child, in the program's table first.
 #[derive(Clone, Copy)]
@@ -34,9 +35,10 @@ pub(super) struct Ends {
 }
 
 impl Ends {
-    /// The calling thread has a table of its own with these.
-    pub fn own_table(&self) -> io::Result<()> {
-        descriptor::own_table(&[self.calls, self.bell, self.faults, self.life])
+    /// The calling thread has a table of its own with these and `more`.
+    pub fn own_table(&self, mut more: Vec<RawFd>) -> io::Result<()> {
+        more.extend([self.calls, self.bell, self.faults, self.life]);
+        descriptor::own_table(&more)
     }
 }
 
@@ -107,6 +109,10 @@ impl Pager {
 
     /// The life of the thread that waits for the bell of a light child.
     pub(super) fn live_light(&'static self, ends: Ends) {
+        let mut pause_ms = GLANCE_MS_MIN;
+        while !channel::is_ready(ends.bell, pause_ms as i32) {
+            pause_ms = self.glance(pause_ms);
+        }
         match channel::receive(ends.bell) {
             Ok((message, _)) if message.kind == channel::GROW => self.grow(ends),
             _ => abandoned(),
@@ -125,7 +131,9 @@ impl Pager {
             )
         };
         // What takes time comes first: the keeper serves meanwhile.
-        let transport = Self::open_transport(&self.config).unwrap_or_else(|error| fail(error));
+        let pool = self.sockets.within_reach(&self.config.pool);
+        let transport = Self::open_transport(&Config { pool, ..self.config.clone() })
+            .unwrap_or_else(|error| fail(error));
         let space = self.space().unwrap_or_else(|_| unreachable!("a light child grows once"));
         let [theirs, kin] = channel::pair().unwrap_or_else(|_| abandoned());
         let taken = channel::take(ends.calls, theirs.as_raw_fd());
@@ -145,6 +153,7 @@ impl Pager {
             space: space.clone(),
             unreadable: self.gate().clone(),
             inheritance: Some(Inheritance { calls: Mutex::new(calls), kin: Mutex::new(kin) }),
+            sockets: self.sockets.clone(),
         };
         let pager =
             Self::assemble(&self.config, transport, foundation).unwrap_or_else(|error| fail(error));

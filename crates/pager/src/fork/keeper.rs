@@ -12,6 +12,10 @@
 //! ```
 //!
 //! The thread lends the process its thread-local storage, and meanwhile makes no call that touches it.
+//!
+//! A keeper that is killed while it waits is replaced by another one, which goes on with its children: all that
+//! it knows is in the parent's memory. One that is killed while it works may hold locks of the parent's:
+//! then the parent ends with a message, and the children with it.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -20,9 +24,10 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
 use super::channel::{self, Block, Message};
+use crate::config::EXIT_PAGER;
 use crate::page_table::PageId;
 use crate::pager::Pager;
 use crate::slots::SlotId;
@@ -142,45 +147,64 @@ const STACK_BYTES: usize = 256 << 10;
 /// The thread's life: makes a keeper whenever there is a child, and waits for its end.
 fn lend(pager: &Arc<Pager>, inbox: RawFd) {
     let stack = sys::map_anonymous(STACK_BYTES).ok();
-    let mut whole = (pager, inbox);
+    let mut keeper = Keeper::new(pager, inbox);
+    // Put together now: the lock of the heap may be among those that are lost.
+    let killed = format!(
+        "granary-keeper, which keeps the pages of the forked children of process {}, was killed in the \
+         middle of a transfer, and locks that it held are lost; so the process ends now (status \
+         {EXIT_PAGER})",
+        crate::descriptor::program()
+    );
     KEEPER.set(true);
     loop {
         let mut poll = libc::pollfd { fd: inbox, events: libc::POLLIN, revents: 0 };
+        // A keeper that was killed has left its children behind: the next one goes on with them.
         // SAFETY: one valid entry.
-        if unsafe { libc::poll(&mut poll, 1, -1) } != 1 {
+        if keeper.children.is_empty() && unsafe { libc::poll(&mut poll, 1, -1) } != 1 {
             continue;
         }
         const FLAGS: i32 = libc::CLONE_VM | libc::CLONE_FILES | libc::CLONE_UNTRACED;
         // SAFETY: the keeper runs on a stack of its own, which nobody else uses while it lives; this
-        // thread's storage is its until it has ended. `whole` outlives it.
+        // thread's storage, and `keeper`, are that process's until it has ended.
         let process = stack.map_or(-1, |stack| unsafe {
             libc::clone(
-                keeper,
+                run_keeper,
                 (stack + STACK_BYTES) as *mut libc::c_void,
                 FLAGS,
-                (&raw mut whole).cast(),
+                (&raw mut keeper).cast(),
             )
         });
         if process > 0 {
             sys::wait_for_clone(process);
         } else {
             // No further process is allowed: the children live as long as we do.
-            Keeper::new(pager, inbox, false).serve();
+            keeper.is_process = false;
+            keeper.serve();
+        }
+        if keeper.is_busy.load(Ordering::Acquire) {
+            sys::die(EXIT_PAGER, &killed);
         }
     }
 }
 
-extern "C" fn keeper(whole: *mut libc::c_void) -> libc::c_int {
+extern "C" fn run_keeper(keeper: *mut libc::c_void) -> libc::c_int {
     // SAFETY: what `lend` passed; it waits for our end.
-    let (pager, inbox) = unsafe { &*whole.cast::<(&Arc<Pager>, RawFd)>() };
+    let keeper = unsafe { &mut *keeper.cast::<Keeper>() };
+    LIFE.store(keeper.life, Ordering::Release);
     // SAFETY: plain system calls on this process: out of the way of signals to the program's group
-    // and of the directory that it is in.
+    // and of the directory that it is in. The handler is async-signal-safe; handlers and mask are this
+    // process's own.
     unsafe {
         libc::setsid();
         libc::chdir(c"/".as_ptr());
         libc::prctl(libc::PR_SET_NAME, c"granary-keeper".as_ptr());
+        libc::signal(libc::SIGALRM, watchdog as extern "C" fn(i32) as libc::sighandler_t);
+        let mut alarm: libc::sigset_t = std::mem::zeroed();
+        libc::sigaddset(&mut alarm, libc::SIGALRM);
+        libc::sigprocmask(libc::SIG_UNBLOCK, &alarm, std::ptr::null_mut());
     }
-    let run = std::panic::AssertUnwindSafe(|| Keeper::new(pager, *inbox, true).serve());
+    keeper.is_process = true;
+    let run = std::panic::AssertUnwindSafe(|| keeper.serve());
     libc::c_int::from(std::panic::catch_unwind(run).is_err())
 }
 
@@ -191,7 +215,7 @@ static LIFE: AtomicI32 = AtomicI32::new(-1);
 extern "C" fn watchdog(_: libc::c_int) {
     if channel::has_hung_up(LIFE.load(Ordering::Acquire), 0) {
         sys::die(
-            crate::config::EXIT_PAGER,
+            EXIT_PAGER,
             "a process was killed in the middle of a transfer, and its forked children's pages \
              cannot be read any more",
         );
@@ -200,7 +224,8 @@ extern "C" fn watchdog(_: libc::c_int) {
     unsafe { libc::alarm(PATIENCE_S) };
 }
 
-/// The keeper's state.
+/// The keeper's state. It lives in the thread that lends its storage, and outlives a keeper that is
+/// killed.
 struct Keeper<'a> {
     pager: &'a Arc<Pager>,
     inbox: RawFd,
@@ -209,34 +234,36 @@ struct Keeper<'a> {
     orphaned: bool,
     /// It is a process, and not the parent's thread.
     is_process: bool,
+    /// The keeper may hold locks, and this state may be half changed: not while it waits in `poll`.
+    is_busy: AtomicBool,
     children: Vec<Child>,
 }
 
 impl<'a> Keeper<'a> {
-    fn new(pager: &'a Arc<Pager>, inbox: RawFd, is_process: bool) -> Self {
-        let life = pager.forks.life();
-        if is_process {
-            LIFE.store(life, Ordering::Release);
-            // SAFETY: the handler is async-signal-safe; handlers and mask are this process's own.
-            unsafe {
-                libc::signal(libc::SIGALRM, watchdog as extern "C" fn(i32) as libc::sighandler_t);
-                let mut alarm: libc::sigset_t = std::mem::zeroed();
-                libc::sigaddset(&mut alarm, libc::SIGALRM);
-                libc::sigprocmask(libc::SIG_UNBLOCK, &alarm, std::ptr::null_mut());
-            }
+    fn new(pager: &'a Arc<Pager>, inbox: RawFd) -> Self {
+        Self {
+            pager,
+            inbox,
+            life: pager.forks.life(),
+            orphaned: false,
+            is_process: false,
+            is_busy: AtomicBool::new(false),
+            children: Vec::new(),
         }
-        Self { pager, inbox, life, orphaned: false, is_process, children: Vec::new() }
     }
 
     /// Serves until no child is left.
     fn serve(&mut self) {
         let mut polls: Vec<libc::pollfd> = Vec::new();
         loop {
+            self.is_busy.store(true, Ordering::Release);
             while let Some(child) = take_child(self.inbox) {
                 self.add(*child);
                 self.pager.forks.kept();
             }
             if self.children.is_empty() {
+                drop(polls);
+                self.is_busy.store(false, Ordering::Release);
                 return;
             }
             polls.clear();
@@ -252,8 +279,10 @@ impl<'a> Keeper<'a> {
                 polls.push(fd(kin, libc::POLLIN));
             }
             self.watch(0);
+            self.is_busy.store(false, Ordering::Release);
             // SAFETY: as many entries as are said.
             let ready = unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as u64, LOOK_MS) };
+            self.is_busy.store(true, Ordering::Release);
             self.watch(PATIENCE_S);
             if polls[1].revents != 0 {
                 self.orphan();

@@ -354,7 +354,7 @@ impl Pager {
         descriptor::note_program();
         self.forks.light.store(true, Ordering::Release);
         // These are our parent's: its userfaultfd, its channel to its own parent's keeper.
-        descriptor::close_all_but(&[]);
+        descriptor::close_all_but(&self.sockets.descriptors());
         let [keepers_calls, calls] = calls;
         let [keepers_bell, bell] = bell;
         let faults = birth.map(|mut birth| birth.end_in_child());
@@ -397,7 +397,7 @@ impl Pager {
         };
         spawn("granary-light", move || {
             self.enter();
-            let own = ends.own_table();
+            let own = ends.own_table(self.sockets.descriptors());
             self.forks.watched.store(1, Ordering::Release);
             sys::futex_wake(&self.forks.watched);
             if own.is_err() {

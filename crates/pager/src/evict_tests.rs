@@ -1,0 +1,205 @@
+//! Eviction without the evictor's thread: each test evicts and writes back its own pages.
+
+use std::sync::Arc;
+
+use super::*;
+use crate::Config;
+
+/// A pager with a handler that shares the tests' descriptors, and without an evictor: nothing is
+/// evicted but by the tests. There is room for all that they touch.
+fn pager() -> Arc<Pager> {
+    let config = Config::new(4 << 20, "memory:64MiB");
+    let pager = Pager::new(&config, Pager::open_transport(&config).unwrap()).unwrap();
+    let handler = pager.clone();
+    std::thread::spawn(move || handler.handler());
+    pager
+}
+
+/// Maps pages and fills them.
+fn map(pager: &Pager, pages: usize, byte: u8) -> *mut u8 {
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    let start = pager.map(pages * PAGE_BYTES, protection).unwrap() as *mut u8;
+    fill(pager, start, pages, byte);
+    start
+}
+
+/// Writes to pages, and waits until the handler is done with them: the kernel wakes the writing
+/// thread before the handler has settled the page's entry.
+fn fill(pager: &Pager, start: *mut u8, pages: usize, byte: u8) {
+    // SAFETY: pages that the test has mapped.
+    unsafe { start.write_bytes(byte, pages * PAGE_BYTES) };
+    let first = first_page(pager, start);
+    let busy = |page| pager.table.load(PageId(first.0 + page)).is_busy();
+    while (0..pages as u32).any(busy) {
+        std::thread::yield_now();
+    }
+}
+
+fn first_page(pager: &Pager, start: *mut u8) -> PageId {
+    pager.region().page(start as usize)
+}
+
+/// Evicts all that is resident. The handler queues a page only after it has woken the thread that
+/// touched the page, so an empty queue does not say that no page is resident; the count does.
+fn evict(pager: &Pager) {
+    let mut evictor = Evictor::default();
+    while pager.resident() > 0 {
+        evictor.make_room(pager, pager.gate());
+        std::thread::yield_now();
+    }
+}
+
+/// Evicts all that is resident and writes it to its slots.
+fn store(pager: &Pager) {
+    evict(pager);
+    pager.flush_staging(&pager.gate());
+}
+
+/// The slot of a page that is stored.
+fn slot(pager: &Pager, page: PageId) -> SlotId {
+    let entry = pager.table.load(page);
+    match entry.frame() {
+        Some(frame) => pager.staging.slot(FrameId(frame)).expect("it is stored"),
+        None => SlotId(entry.slot().expect("it is stored")),
+    }
+}
+
+/// The content of a slot.
+fn content(pager: &Pager, slot: SlotId) -> Vec<u8> {
+    let frame = pager.child_frames();
+    pager.transfer(Lane::Sync, false, &[(slot, frame)]);
+    // SAFETY: a frame that only this test uses.
+    unsafe { std::slice::from_raw_parts(pager.staging.address(frame), PAGE_BYTES).to_vec() }
+}
+
+#[test]
+fn a_page_that_is_evicted_all_zero_gives_its_slot_back() {
+    const PAGES: usize = 70;
+    let pager = pager();
+    let start = map(&pager, PAGES, 1);
+    store(&pager);
+    assert_eq!(pager.slots().held(), (1, 0));
+    let first = first_page(&pager, start);
+    // Written again, the pages keep the slots that they have.
+    fill(&pager, start, PAGES, 0);
+    let slots: Vec<_> = (0..PAGES as u32)
+        .filter(|&page| pager.table.load(PageId(first.0 + page)).slot().is_some())
+        .collect();
+    assert_eq!(slots.len(), PAGES);
+    evict(&pager);
+    assert_eq!(pager.table.load(first).state(), State::Absent);
+    assert_eq!(pager.stats.get(Counter::PagesZeroEvicted), PAGES as u64);
+    assert_eq!(pager.slots().held(), (0, 0), "no page has anything stored any more");
+}
+
+#[test]
+fn a_frozen_slot_keeps_its_content_when_its_page_is_stored_again() {
+    let pager = pager();
+    let start = map(&pager, 2, 1);
+    store(&pager);
+    let first = first_page(&pager, start);
+    let old = slot(&pager, first);
+    let other = slot(&pager, PageId(first.0 + 1));
+    pager.slots().freeze();
+    pager.slots().end_freezing();
+    // The second page is dropped: its slot is free for the pages after the thaw, not before.
+    pager.advise(start as usize + PAGE_BYTES, PAGE_BYTES, libc::MADV_DONTNEED).unwrap();
+    fill(&pager, start, 1, 2);
+    let more = map(&pager, 300, 3);
+    store(&pager);
+    let new = slot(&pager, first);
+    assert_ne!(new, old);
+    assert_eq!(content(&pager, old), [1; PAGE_BYTES], "as it was when it was frozen");
+    assert_eq!(content(&pager, other), [1; PAGE_BYTES], "also of a page that was dropped");
+    assert_eq!(content(&pager, new), [2; PAGE_BYTES]);
+    // A slot that is not frozen is overwritten in its place.
+    fill(&pager, start, 1, 4);
+    store(&pager);
+    assert_eq!(slot(&pager, first), new);
+    let thawed = pager.slots().thaw();
+    pager.note_emptied(thawed);
+    pager.advise(more as usize, 300 * PAGE_BYTES, libc::MADV_DONTNEED).unwrap();
+    pager.advise(start as usize, PAGE_BYTES, libc::MADV_DONTNEED).unwrap();
+    assert_eq!(pager.slots().held(), (0, 0), "frozen slots are free after the thaw");
+}
+
+/// Maps pages of `byte`, takes the right to read them away, and evicts them.
+fn evict_unreadable(byte: u8) -> (Arc<Pager>, *mut u8, PageId) {
+    let pager = pager();
+    let start = map(&pager, 3, byte);
+    let first = first_page(&pager, start);
+    pager.protect(start as usize, 3 * PAGE_BYTES, libc::PROT_NONE).unwrap();
+    evict(&pager);
+    (pager, start, first)
+}
+
+#[test]
+fn a_page_that_the_program_may_not_read_is_evicted_with_its_content() {
+    let (pager, start, first) = evict_unreadable(7);
+    pager.flush_staging(&pager.gate());
+    for page in 0..3 {
+        assert_eq!(content(&pager, slot(&pager, PageId(first.0 + page))), [7; PAGE_BYTES]);
+    }
+    pager.protect(start as usize, 3 * PAGE_BYTES, libc::PROT_READ).unwrap();
+    // SAFETY: pages that the test has mapped, readable again.
+    let found = unsafe { std::slice::from_raw_parts(start, 3 * PAGE_BYTES) };
+    assert!(found.iter().all(|byte| *byte == 7));
+}
+
+#[test]
+fn a_zero_page_that_the_program_may_not_read_takes_no_slot() {
+    let (pager, _, first) = evict_unreadable(0);
+    for page in 0..3 {
+        assert_eq!(pager.table.load(PageId(first.0 + page)).state(), State::Absent);
+    }
+    assert_eq!(pager.stats.get(Counter::PagesZeroEvicted), 3);
+}
+
+#[test]
+fn a_page_that_the_program_has_locked_is_not_evicted() {
+    let pager = pager();
+    let start = map(&pager, 4, 1);
+    let first = first_page(&pager, start);
+    let locked = PageId(first.0 + 2);
+    pager.table.set_pinned(locked, true);
+    let mut evictor = Evictor::default();
+    while pager.resident() > 1 {
+        evictor.make_room(&pager, pager.gate());
+        std::thread::yield_now();
+    }
+    assert_eq!(evictor.make_room(&pager, pager.gate()), 0);
+    assert_eq!(pager.table.load(locked).state(), State::Resident);
+    pager.table.set_pinned(locked, false);
+    evict(&pager);
+    assert_ne!(pager.table.load(locked).state(), State::Resident, "it was kept in the queue");
+}
+
+#[test]
+fn emptied_chunks_are_given_back() {
+    let pager = pager();
+    let start = map(&pager, 300, 1);
+    store(&pager);
+    pager.advise(start as usize, 300 * PAGE_BYTES, libc::MADV_DONTNEED).unwrap();
+    assert!(!pager.emptied.lock().unwrap().is_empty());
+    pager.give_back_emptied();
+    assert!(pager.emptied.lock().unwrap().is_empty());
+}
+
+#[test]
+fn runs_are_of_consecutive_pages() {
+    let of = |pages: &[u32]| -> Vec<(usize, usize)> {
+        let taken: Vec<_> = pages.iter().map(|page| (PageId(*page), Entry::ABSENT)).collect();
+        runs(&taken).into_iter().map(|run| (run.start, run.end)).collect()
+    };
+    assert_eq!(of(&[]), []);
+    assert_eq!(of(&[0, 1, 2, 5, 7, 8]), [(0, 3), (3, 4), (4, 6)]);
+}
+
+#[test]
+fn a_range_counts_as_dropped_only_when_all_of_it_is() {
+    let ranges = [4, 8, 4].map(|iov_len| libc::iovec { iov_base: std::ptr::null_mut(), iov_len });
+    let expected = [(0, 0), (3, 0), (4, 1), (11, 1), (12, 2), (15, 2), (16, 3), (99, 3)];
+    for (bytes, count) in expected {
+        assert_eq!(whole(&ranges, bytes), count, "{bytes} bytes");
+    }
+}
