@@ -11,6 +11,8 @@
 mod child;
 mod commands;
 mod corpus;
+mod descriptors;
+mod memory;
 mod nic;
 mod node;
 mod options;

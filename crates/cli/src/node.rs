@@ -1,6 +1,7 @@
 //! Memory nodes as processes: started for one command and ended with it, or asked for their state.
 
-use std::io::{BufRead, BufReader};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::SocketAddr;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -11,9 +12,10 @@ use anyhow::{Context, bail};
 use bench::size::Size;
 use bench::table::thousands;
 use pool::budget::{BudgetStatus, Use};
-use pool::protocol::Status;
-use pool::{Address, ControlMode, ControlPlane, RemoteAddress, SchemeKind, Settings};
+use pool::protocol::{Dropped, Status, Trouble};
+use pool::{Address, ControlMode, ControlPlane, Remote, RemoteAddress, SchemeKind, Settings};
 use serde::{Deserialize, Serialize};
+use tempfile::NamedTempFile;
 
 use crate::child;
 use crate::options::{NicName, PoolAddress};
@@ -62,6 +64,8 @@ pub struct NodeProcess {
     child: Child,
     path: PathBuf,
     remote: Option<Address>,
+    /// Where the token is that it asks for, if it is reached over TCP.
+    _token: Option<NamedTempFile>,
     /// Held open: the node says at its end what it did.
     _says: BufReader<ChildStdout>,
 }
@@ -69,19 +73,30 @@ pub struct NodeProcess {
 impl NodeProcess {
     /// Starts `granary serve` and waits until it serves.
     pub fn start(settings: &Settings) -> anyhow::Result<Self> {
-        Self::spawn(settings, &[]).context("start a memory node")
+        Self::spawn(settings, None).context("start a memory node")
     }
 
     /// The same, to be reached over `nic`: between hosts it is this host's loopback interface.
     pub fn start_on(settings: &Settings, nic: NicName) -> anyhow::Result<Self> {
-        let more: &[&str] = if nic == NicName::Roce { &["--listen", "127.0.0.1:0"] } else { &[] };
-        Self::spawn(settings, more).context("start a memory node")
+        let token = || -> anyhow::Result<NamedTempFile> {
+            let mut random = [0; 32];
+            File::open("/dev/urandom")?.read_exact(&mut random)?;
+            let mut file = NamedTempFile::new()?;
+            random.iter().try_for_each(|byte| write!(file, "{byte:02x}"))?;
+            Ok(file)
+        };
+        let token = (nic == NicName::Roce).then(token).transpose().context("write a token")?;
+        Self::spawn(settings, token).context("start a memory node")
     }
 
-    fn spawn(settings: &Settings, more: &[&str]) -> anyhow::Result<Self> {
+    fn spawn(settings: &Settings, token: Option<NamedTempFile>) -> anyhow::Result<Self> {
         let granary = std::env::current_exe().context("find this program's own file")?;
         let mut command = Command::new(granary);
-        command.args(["serve", "--json", "--private"]).args(more).args(arguments(settings));
+        // What it may use is this command's own memory: it is not a donation to others.
+        command.args(["serve", "--json", "--private", "--overcommit"]).args(arguments(settings));
+        if let Some(token) = &token {
+            command.args(["--listen", "127.0.0.1:0", "--token-file"]).arg(token.path());
+        }
         // A group of its own: Ctrl-C at the terminal is for the program that uses the node.
         command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped());
         let mut child = child::end_with_us(&mut command).spawn()?;
@@ -97,8 +112,14 @@ impl NodeProcess {
         let Address::Shm(path) = parse(&ready.pool)? else {
             bail!("it serves no socket, but {}", ready.pool);
         };
-        let remote = ready.remote.as_deref().map(parse).transpose()?;
-        Ok(Self { child, path, remote, _says: says })
+        let remote = match ready.remote.as_deref().map(parse).transpose()? {
+            Some(Address::Roce(remote)) => {
+                let token = token.as_ref().map(|file| file.path().to_owned());
+                Some(Address::Roce(Remote { token, ..remote }))
+            }
+            other => other,
+        };
+        Ok(Self { child, path, remote, _token: token, _says: says })
     }
 
     /// Its socket.
@@ -128,6 +149,9 @@ impl Drop for NodeProcess {
 
 /// Settings as arguments of `granary serve`.
 fn arguments(settings: &Settings) -> Vec<String> {
+    // A benchmark that counts on fewer has what is usual: its earlier clients may be on their way
+    // out.
+    let (clients, usual) = (settings.clients_max, Settings::default().clients_max);
     [
         ("--memory", settings.donate_bytes.to_string()),
         ("--chunk", settings.chunk_bytes.to_string()),
@@ -136,12 +160,14 @@ fn arguments(settings: &Settings) -> Vec<String> {
         ("--scheme", settings.scheme.to_string()),
         ("--control", settings.control.to_string()),
         ("--cores", settings.cores.to_string()),
+        ("--keep-resident", settings.keep_resident_bytes.to_string()),
     ]
     .into_iter()
     .flat_map(|(name, value)| [name.to_owned(), value])
     .chain((!settings.separation).then(|| "--no-separation".to_owned()))
     .chain((!settings.contention_control).then(|| "--no-contention-control".to_owned()))
     .chain(settings.nic_windows.map(|windows| format!("--nic-windows={windows}")))
+    .chain((clients > usual).then(|| format!("--clients={clients}")))
     .collect()
 }
 
@@ -197,6 +223,15 @@ pub fn describe(status: &Status) -> String {
                 thousands(held),
             ),
         ),
+        (
+            "resident",
+            format!(
+                "{} in the memory node's process; chunks held have {}, free ones keep at most {}",
+                Size(status.resident_bytes).rounded(),
+                Size(status.held_bytes).rounded(),
+                Size(status.kept_bytes).rounded(),
+            ),
+        ),
         ("clients", clients(node)),
         ("allocations", by(node.allocations_nic, node.allocations_cpu)),
         ("frees", by(node.frees_nic, node.frees_cpu)),
@@ -219,12 +254,34 @@ pub fn describe(status: &Status) -> String {
             ),
         ),
     ];
+    if let Some(trouble) = trouble(&status.trouble) {
+        lines.push(("trouble", trouble));
+    }
+    if let Some(dropped) = dropped(&status.dropped) {
+        lines.push(("dropped", dropped));
+    }
     if let Some(budget) = &node.budget {
         lines.push(("budgets", budgets(budget)));
         lines.extend(budget.most.iter().map(|client| ("", usage(client))));
     }
     let line = |(name, value): &(&str, String)| format!("{name:<12} {value}");
     lines.iter().map(line).collect::<Vec<_>>().join("\n")
+}
+
+/// Packets of other hosts that were dropped, if any were.
+fn dropped(of: &Dropped) -> Option<String> {
+    let reasons = [
+        (of.unknown_qp, "for unknown queue pairs"),
+        (of.strangers, "from other addresses than the peer's"),
+        (of.forged, "forged"),
+        (of.outdated, "recorded and sent again"),
+        (of.guessed, "after too many guesses"),
+        (of.spoilt, "spoilt"),
+    ];
+    let reasons = reasons.into_iter().filter(|(count, _)| *count > 0);
+    let reasons = reasons.map(|(count, why)| format!("{} {why}", thousands(count)));
+    let reasons = reasons.collect::<Vec<_>>();
+    (!reasons.is_empty()).then(|| format!("packets: {}", reasons.join(", ")))
 }
 
 fn scheme(status: &Status) -> String {
@@ -249,6 +306,21 @@ fn clients(node: &pool::NodeStatus) -> String {
         n => format!(", and {} gone whose chunks are being taken back", thousands(n)),
     };
     format!("{}{leaving}", thousands(node.clients))
+}
+
+/// What went wrong, if anything did.
+fn trouble(trouble: &Trouble) -> Option<String> {
+    let Trouble { connections, accepts, unretired, last } = trouble;
+    let part =
+        |count: &u64, text: &str| (*count > 0).then(|| format!("{} {text}", thousands(*count)));
+    let parts = [
+        part(connections, "connections ended by a failing system call"),
+        part(accepts, "attempts to accept a connection failed, and were made again"),
+        part(unretired, "clients gone whose chunks cannot be taken back yet"),
+    ];
+    let parts: Vec<_> = parts.into_iter().flatten().collect();
+    let last = last.as_ref().map_or(String::new(), |why| format!("; the last: {why}"));
+    (!parts.is_empty()).then(|| format!("{}{last}", parts.join(", ")))
 }
 
 fn budgets(budget: &BudgetStatus) -> String {
@@ -290,6 +362,8 @@ mod tests {
         status.node.chunks = 1024;
         status.node.free = 1000;
         status.node.chunk_bytes = 1 << 20;
+        (status.held_bytes, status.kept_bytes) = (24 << 20, 64 << 20);
+        status.resident_bytes = 100 << 20;
         status.node.allocations_nic = 12_345;
         status.nic_cpu_ns = 1_500_000_000;
         status.node.leaving = 2;
@@ -302,6 +376,12 @@ mod tests {
             ..BudgetStatus::default()
         });
         status.node.functions = 3;
+        assert!(!describe(&status).contains("trouble"));
+        status.trouble = Trouble {
+            accepts: 2,
+            last: Some("accepting a connection: Too many open files".into()),
+            ..Trouble::default()
+        };
         let text = describe(&status);
         for part in [
             "clients      0, and 2 gone",
@@ -309,8 +389,11 @@ mod tests {
             "client 7: 0 requests/s, at most 513 chunks, over budget",
             "onesidedmw on NIC shm, windows in 3 of its functions",
             "1GiB in 1,024 chunks of 1MiB: 1,000 free, 24 held",
+            "resident     100MiB in the memory node's process; chunks held have 24MiB, free ones keep at most 64MiB",
             "12,345 by the NIC, 0 by the memory node's CPU",
             "NIC thread   1.500 s",
+            "trouble      2 attempts to accept a connection failed, and were made again; the last: \
+             accepting a connection: Too many open files",
             "control CPU  0.000 s",
         ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");

@@ -37,6 +37,10 @@ pub struct RunSummary {
     pub remote_peak_bytes: u64,
     /// The most bytes in the overflow file, used when the pool is full.
     pub overflow_peak_bytes: u64,
+    /// The most that was resident and is not paged; of several processes, the sum.
+    pub unpaged_peak_bytes: u64,
+    /// The same, when each process was looked at last.
+    pub unpaged_end_bytes: u64,
     /// Chunks that the memory node's NIC allocated.
     pub allocations_by_nic: u64,
     /// Chunks that the memory node's CPU allocated: none, in scheme onesidedmw.
@@ -67,6 +71,8 @@ impl RunSummary {
             remote_peak_bytes: paged.remote_bytes_peak(),
             overflow_peak_bytes: counted(Counter::OverflowChunksPeak)
                 * counted(Counter::ChunkBytes),
+            unpaged_peak_bytes: counted(Counter::UnpagedBytesPeak),
+            unpaged_end_bytes: counted(Counter::UnpagedBytes),
             allocations_by_nic: counted(Counter::AllocationsByNic),
             allocations_by_cpu: counted(Counter::AllocationsByCpu),
             nic_cpu_s: nic.as_secs_f64(),

@@ -1,11 +1,14 @@
 //! Quick versions of all experiments: their form, and the order that the paper states.
 
+use pool::{Endpoint, Options, Pool, Service, Settings};
+
 use super::experiment::{Experiment, Paper};
 use super::finding::{Findings, Kind, Tally};
 use super::onesidedmw::{ACCESS, ALLOCATION, CHAIN_QUEUES, PAPER, SCALABILITY};
-use super::place::{Place, inline};
+use super::place::{Machine, Node, Place, inline};
 use super::simulated::Simulated;
 use super::{Extent, Run, finemem, registration};
+use crate::Error;
 use crate::progress::Progress;
 use crate::record::{Setting, Statistic};
 
@@ -138,4 +141,23 @@ fn all_of_it_runs_on_this_machine_too() {
         let files = experiment.draw(&findings, "measured", directory.path(), "paper").unwrap();
         assert!(!files.is_empty(), "{experiment:?}");
     }
+}
+
+/// A memory node with a thread for its NIC, whose compute nodes have as many keys as any client.
+struct Served(Service);
+
+impl Node for Served {
+    fn connect(&self, options: Options) -> Result<Pool, Error> {
+        Ok(Pool::connect(self.0.path(), options)?)
+    }
+}
+
+#[test]
+fn windows_are_timed_in_full_with_the_keys_of_a_client() {
+    let place = Machine::new("shm", 1, |settings: &Settings| {
+        Ok(Box::new(Served(Service::start(settings, &Endpoint::Fresh)?)) as Box<dyn Node>)
+    });
+    // As many rounds as `granary bench paper` has on this machine: the pass is over 25,600 windows.
+    let times = place.verbs(&[4 << 10], 300).expect("it runs");
+    assert_eq!((times.pass.count(), times.bind.count()), (1, 300));
 }

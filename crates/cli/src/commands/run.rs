@@ -57,6 +57,9 @@ pub struct Run {
     pub program: Vec<OsString>,
 }
 
+/// Processes of a program that a private memory node has places for. More wait until others end.
+const PROCESSES: u32 = 512;
+
 const EXAMPLES: &str = "\
 Examples:
   granary run --local 256MiB -- sort -S 1G big.txt -o sorted.txt
@@ -73,7 +76,11 @@ impl Run {
         let private = match &self.pool {
             Some(_) => None,
             None => {
-                let settings = Settings { scheme: self.scheme, ..self.donation.settings() };
+                let settings = Settings {
+                    scheme: self.scheme,
+                    clients_max: PROCESSES,
+                    ..self.donation.settings()
+                };
                 node::warn_of(settings.scheme);
                 Some(NodeProcess::start(&settings)?)
             }
@@ -106,6 +113,15 @@ impl Run {
         };
         let config = Config::new(self.local.bytes(), named);
         let ended = pager::run::run(&config, program, arguments)?;
+        if let Some(unpaged) = ended.summary.largest_unpaged()
+            && is_worth_a_word(unpaged.bytes(), self.local.bytes())
+        {
+            eprintln!(
+                "granary: {unpaged}; it comes on top of --local {}. docs/pager.md, \"What is not paged\", \
+                 says what to do",
+                self.local
+            );
+        }
         if self.stats || self.stats_json.is_some() {
             // A memory node that went away meanwhile has nothing to tell.
             let after = state(&pool).unwrap_or_else(|_| before.clone());
@@ -125,6 +141,15 @@ impl Run {
         Ok(())
     }
 }
+
+/// True if so much memory that is not paged is to be said without --stats: more than a tenth of the
+/// bound, and more than stacks and the data of libraries take in nearly every program.
+fn is_worth_a_word(unpaged_bytes: u64, local_bytes: u64) -> bool {
+    unpaged_bytes > (local_bytes / 10).max(ORDINARY_BYTES)
+}
+
+/// What stacks and the data of libraries take in nearly every program.
+const ORDINARY_BYTES: u64 = 4 << 20;
 
 /// The memory nodes of a pool; of a store none.
 fn nodes(pool: &PoolAddress) -> &[Address] {

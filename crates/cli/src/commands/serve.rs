@@ -14,6 +14,8 @@ use pool::{
 use serde::Serialize;
 
 use crate::UsageError;
+use crate::descriptors;
+use crate::memory::{HostMemory, Verdict};
 use crate::node::{self, Ready};
 use crate::options::{Donation, Output, PoolAddress};
 use crate::signals::Signals;
@@ -48,9 +50,14 @@ pub struct Serve {
     #[arg(long, value_name = "FILE", requires = "listen")]
     token_file: Option<PathBuf>,
 
-    /// Serve whoever reaches the address of --listen, without a token
+    /// Serve every host and local user that reaches the address of --listen, without a token
     #[arg(long, requires = "listen", conflicts_with = "token_file")]
     open_to_all: bool,
+
+    /// Let packets between hosts go without tags, which cost CPU time. The NIC then takes a sender
+    /// for a compute node that has its address and port and guesses a number of 24 bits
+    #[arg(long, requires = "listen")]
+    no_packet_authentication: bool,
 
     /// Serve at a new socket that only this user reaches, for the command that started this
     #[arg(long, hide = true, conflicts_with = "socket")]
@@ -91,6 +98,11 @@ pub struct Serve {
     #[arg(long, value_name = "WINDOWS")]
     nic_windows: Option<u32>,
 
+    /// Memory that free chunks keep resident at most, for the next use of it to be fast: that at
+    /// the start of the donated memory. All else goes back to the system when a chunk is freed
+    #[arg(long, value_name = "SIZE", default_value_t = Size(Settings::default().keep_resident_bytes))]
+    keep_resident: Size,
+
     /// Requests of one kind that a client may have in flight: a power of two
     #[arg(long, value_name = "REQUESTS", default_value_t = Settings::default().credits)]
     credits: u32,
@@ -106,6 +118,14 @@ pub struct Serve {
     /// Milliseconds between two looks at what clients use, where there is a budget
     #[arg(long, value_name = "MS", default_value_t = Budget::default().interval.as_millis() as u64)]
     budget_interval_ms: u64,
+
+    /// Clients that may be connected at a time; each process of a paged program is one
+    #[arg(long, value_name = "CLIENTS", default_value_t = Settings::default().clients_max)]
+    clients: u32,
+
+    /// Start although --memory is more than this machine, or this control group, has
+    #[arg(long)]
+    overcommit: bool,
 
     /// Milliseconds that a connection may be silent before it has attached or is a client
     #[arg(long, value_name = "MS", default_value_t = Settings::default().silence.as_millis() as u64)]
@@ -135,6 +155,7 @@ struct Stopped<'a> {
 impl Serve {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let settings = self.settings()?;
+        self.check_memory()?;
         let endpoint = self.endpoint()?;
         let mut report = self.output.report();
         if !self.private {
@@ -143,6 +164,7 @@ impl Serve {
         // Before the service has threads, so that none of them takes a signal.
         let signals = Signals::to_stop().context("wait for signals")?;
         let listen = self.listen()?;
+        descriptors::provide_for(settings.clients_max);
         let service = Service::start_with(&settings, &endpoint, listen.as_ref())?;
         let pool = PoolAddress::Node(Address::Shm(service.path().to_owned()));
         let ready = Ready::new(&settings, &pool, service.address());
@@ -170,12 +192,16 @@ impl Serve {
         let settings = Settings {
             group_size: self.group_size,
             credits: self.credits,
+            clients_max: self.clients,
+            // The command that started a private one has it for itself.
+            shares_places: !self.private,
             scheme: self.scheme,
             control: self.control,
             cores: self.cores,
             separation: !self.no_separation,
             contention_control: !self.no_contention_control,
             nic_windows: self.nic_windows,
+            keep_resident_bytes: self.keep_resident.bytes(),
             silence: Duration::from_millis(self.silence_ms),
             budget: Budget {
                 requests_per_s: self.budget_requests_per_s,
@@ -194,16 +220,35 @@ impl Serve {
         Ok(settings)
     }
 
+    /// Compares the memory that is donated with what there is.
+    fn check_memory(&self) -> anyhow::Result<()> {
+        let donated = self.donation.memory.bytes();
+        let there = HostMemory::read();
+        match there.judge(donated) {
+            Verdict::Fits => {}
+            Verdict::Crowded { .. } if self.private => {}
+            Verdict::TooLarge { .. } if self.overcommit => {}
+            Verdict::Crowded { warning } => eprintln!("granary: warning: {warning}"),
+            Verdict::TooLarge { why } => return Err(UsageError(why, "serve").into()),
+        }
+        Ok(())
+    }
+
     /// How other hosts reach it.
     fn listen(&self) -> anyhow::Result<Option<Listen>> {
         let Some(address) = self.listen else { return Ok(None) };
         let token = self.token_file.as_deref().map(Token::read).transpose()?;
-        let listen = Listen { address, token, open_to_all: self.open_to_all };
+        let listen = Listen {
+            address,
+            token,
+            open_to_all: self.open_to_all,
+            authenticated: !self.no_packet_authentication,
+        };
         match listen.check() {
             Err(pool::Error::Setting { value, .. }) => {
                 let text = format!(
-                    "--listen {value}: other hosts reach it, and it has no token, so that whoever reaches it \
-                     may take memory; give --token-file FILE, or say --open-to-all"
+                    "--listen {value}: without a token every host and local user that reaches \
+                     this address could take memory; give --token-file FILE, or say --open-to-all"
                 );
                 Err(UsageError(text, "serve").into())
             }
@@ -231,7 +276,10 @@ impl Serve {
 
 /// What was given on the command line for a setting to have this value.
 fn option_of(setting: &str, value: &str) -> String {
-    let option = setting.replace('_', "-");
+    let option = match setting {
+        "clients_max" => "clients".to_owned(),
+        setting => setting.replace('_', "-"),
+    };
     match value {
         "false" => format!("--no-{option}"),
         _ => format!("--{option} {value}"),

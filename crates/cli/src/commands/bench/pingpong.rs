@@ -34,6 +34,12 @@ pub struct Pingpong {
     #[arg(long, value_name = "OWNER", value_enum, default_value_t = Owner::Peer)]
     owner: Owner,
 
+    /// On roce: packets that are plain, as other NICs send them, or authenticated, as a memory node
+    /// and its compute nodes send them
+    #[arg(long, value_name = "PACKETS", value_enum, value_delimiter = ',',
+          default_values_t = [Packets::Plain])]
+    packets: Vec<Packets>,
+
     /// Operations
     #[arg(long, value_name = "OPERATIONS", value_enum, value_delimiter = ',',
           default_values_t = [OperationName::Send, OperationName::Read])]
@@ -60,6 +66,7 @@ const EXAMPLES: &str = "\
 Examples:
   granary bench pingpong
   granary bench pingpong --nic roce --sizes 64,4KiB,1MiB --in-flight 1,32 --seconds 1
+  granary bench pingpong --nic roce --packets plain,authenticated
   granary bench pingpong --nic shm --operations send --sizes 4KiB --json";
 
 /// What usage errors name.
@@ -85,9 +92,19 @@ impl OperationName {
     }
 }
 
+/// How packets between NICs are told from others.
+#[derive(clap::ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+enum Packets {
+    /// By address and PSN.
+    Plain,
+    /// By a tag.
+    Authenticated,
+}
+
 /// Two programs that can reach each other.
 struct Programs {
     nic: NicName,
+    packets: Packets,
     initiator: Member,
     responder: Member,
     /// Whose NIC both are on, if it is neither's.
@@ -104,7 +121,7 @@ enum Owner {
 }
 
 impl Programs {
-    fn start(nic: NicName, owner: Owner) -> anyhow::Result<Self> {
+    fn start(nic: NicName, packets: Packets, owner: Owner) -> anyhow::Result<Self> {
         let third = (nic == NicName::Shm && owner == Owner::Third)
             .then(|| NodeProcess::start(&Settings { donate_bytes: 1 << 20, ..Settings::default() }))
             .transpose()?;
@@ -117,13 +134,22 @@ impl Programs {
         }
         let mut initiator = program(socket.as_deref(), false)?;
         initiator.wait_ready()?;
-        Ok(Self { nic, initiator, responder, _third: third })
+        Ok(Self { nic, packets, initiator, responder, _third: third })
+    }
+
+    /// What records call its NIC.
+    fn name(&self) -> String {
+        match self.packets {
+            Packets::Plain => self.nic.name().into(),
+            Packets::Authenticated => format!("{}, authenticated", self.nic.name()),
+        }
     }
 
     fn measure(&mut self, task: &Task) -> anyhow::Result<Outcome> {
+        let task = Task { authenticated: self.packets == Packets::Authenticated, ..*task };
         let both = [&mut self.initiator, &mut self.responder];
         for member in both {
-            member.give(&PingpongStep::Prepare(*task))?;
+            member.give(&PingpongStep::Prepare(task))?;
         }
         let (one, other) = (self.initiator.result::<Place>()?, self.responder.result::<Place>()?);
         self.initiator.give(&PingpongStep::Connect(other))?;
@@ -155,11 +181,14 @@ impl Pingpong {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let tasks = self.tasks()?;
         let mut report = begin(&self.output)?;
-        let mut programs = self
-            .nic
-            .iter()
-            .map(|nic| Programs::start(*nic, self.owner))
-            .collect::<Result<Vec<_>, _>>()?;
+        let mut programs = Vec::new();
+        for &nic in &self.nic {
+            // On shm there are none.
+            let packets = if nic == NicName::Roce { &self.packets[..] } else { &[Packets::Plain] };
+            for &packets in packets {
+                programs.push(Programs::start(nic, packets, self.owner)?);
+            }
+        }
         let rounds = self.rounds.rounds;
         let bar = self.output.progress().bar("pingpong", tasks.len() as u64 * u64::from(rounds));
         for task in tasks {
@@ -169,7 +198,7 @@ impl Pingpong {
             for _ in 0..rounds {
                 for (programs, outcome) in programs.iter_mut().zip(&mut outcomes) {
                     let round = programs.measure(&task).with_context(|| {
-                        let nic = programs.nic.name();
+                        let nic = programs.name();
                         format!(
                             "measure {operation} {size}, {} in flight, on {nic}",
                             task.in_flight
@@ -180,7 +209,7 @@ impl Pingpong {
                 bar.step();
             }
             for (programs, outcome) in programs.iter().zip(&outcomes) {
-                report.extend(task.records(outcome, programs.nic.name()))?;
+                report.extend(task.records(outcome, &programs.name()))?;
             }
         }
         drop(bar);
@@ -211,6 +240,7 @@ impl Pingpong {
                         size: size.bytes() as usize,
                         in_flight: in_flight as usize,
                         duration: self.rounds.each(),
+                        authenticated: false,
                     });
                 }
             }
