@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::Duration;
 
 use pool::protocol::{Numbered, Opening, encode};
-use pool::remote::route::RoceEnd;
+use pool::remote::RoceEnd;
+use pool::remote::token::Nonce;
 use pool::{Address, ControlPlane, Endpoint, Listen, Service, Settings};
 use rnic::wire::PathMtu;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
@@ -22,7 +23,7 @@ fn service() -> &'static Service {
     static SERVICE: OnceLock<Service> = OnceLock::new();
     SERVICE.get_or_init(|| {
         let settings = Settings { donate_bytes: 1 << 20, chunk_bytes: 4096, ..Settings::default() };
-        let listen = Listen::new(SocketAddr::from(([127, 0, 0, 1], 0)), None);
+        let listen = Listen::to_all(SocketAddr::from(([127, 0, 0, 1], 0)));
         Service::start_with(&settings, &Endpoint::Fresh, Some(&listen)).expect("a memory node")
     })
 }
@@ -81,7 +82,7 @@ fn message(input: &mut Input<'_>) -> Vec<u8> {
             if let pool::protocol::Request::Admit(admission) = &mut body {
                 admission.roce = (kind & 0x20 == 0)
                     .then(|| RoceEnd { port: input.short(), mtu: PathMtu::Mtu1024 });
-                admission.psn = input.number();
+                admission.salt = (kind & 0x08 == 0).then(salt);
             }
             encode("fuzzing", &Numbered { id: input.number().into(), body }).unwrap_or_default()
         }
@@ -97,6 +98,11 @@ fn message(input: &mut Input<'_>) -> Vec<u8> {
         bytes[at] = input.byte();
     }
     bytes
+}
+
+/// What a host draws for its QPs.
+fn salt() -> Nonce {
+    "5a".repeat(32).try_into().expect("a nonce")
 }
 
 /// Another host asks something and is answered.

@@ -1,4 +1,8 @@
 //! A NIC on a network: the packets of a QP's peer are the input, beside a connection that is honest.
+//!
+//! The first byte says whether packets are authenticated. Then the hostile peer has its key, so
+//! that its packets get as far as plain ones; and it sends packets in the name of the honest peer,
+//! without that one's key.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
@@ -9,8 +13,11 @@ use rnic::memory::DmaMemory;
 use rnic::verbs::{
     CqSpec, Limits, QpChange, QpSpec, QpState, Recv, RecvSpec, SendSpec, WireLimits,
 };
-use rnic::wire::packet::{Aeth, AtomicOp, Body, Nak, Notice, PACKET_MAX, Part, Reth, Syndrome};
-use rnic::wire::{Packet, PathMtu, RemotePeer, UDP_PORT};
+use rnic::wire::mac::{Sealer, TRAILER};
+use rnic::wire::packet::{
+    Aeth, AtomicOp, Body, ICRC, Nak, Notice, PACKET_MAX, Part, Reth, Syndrome,
+};
+use rnic::wire::{Outgoing, Packet, PairSecret, PathMtu, RemotePeer, Side, UDP_PORT};
 use rnic::wqe::{Builder, Remote, Sge};
 
 use crate::Input;
@@ -59,13 +66,18 @@ struct World {
     /// What the input counts its PSNs from.
     psn: Psn,
     rounds: u8,
+    authenticated: bool,
+    /// What makes the tags of the hostile peer.
+    sealer: Option<Sealer>,
+    /// Connections that the hostile peer has had.
+    connections: u8,
 }
 
 /// Plays `bytes`; the packets' own form first.
 pub fn run(bytes: &[u8]) {
     again(bytes);
-    let mut world = World::new();
     let mut input = Input::new(bytes);
+    let mut world = World::new(input.byte() & 1 == 1);
     for _ in 0..STEPS {
         if input.is_empty() {
             break;
@@ -86,21 +98,55 @@ fn again(bytes: &[u8]) {
 }
 
 impl World {
-    fn new() -> Self {
+    fn new(authenticated: bool) -> Self {
         let wire = WireLimits { outbox_bytes: 64 << 10, ..WireLimits::default() };
         let limits = Limits { wire: Some(wire), ..Limits::default() };
         let (mut nic, mut friend) = (Engine::new(limits.clone()), Engine::new(limits));
         let victim = Queue::make(&mut nic);
         let honest = [Queue::make(&mut nic), Queue::make(&mut friend)];
-        connect(&mut nic, &honest[0], HERE, FRIEND, honest[1].qpn);
-        connect(&mut friend, &honest[1], FRIEND, HERE, honest[0].qpn);
-        connect(&mut nic, &victim, HERE, HOSTILE, Qpn::new(0x77));
+        let shared =
+            |side| authenticated.then_some(PairSecret { bytes: [1; 32], side, authenticated });
+        let start = Psn::new(0xff_fff0);
+        let (asking, asked) = (shared(Side::Asking), shared(Side::Asked));
+        connect(&mut nic, &honest[0], (HERE, FRIEND), honest[1].qpn, (start, asking));
+        connect(&mut friend, &honest[1], (FRIEND, HERE), honest[0].qpn, (start, asked));
         let pd = nic.alloc_pd(PF).expect("a PD");
         let secret = DmaMemory::anonymous(REGION).expect("memory");
         secret.write(0, &[0x5e; REGION]);
         let secret_key = nic.reg_mr(PF, pd, secret.clone(), secret.addr(), ALL).expect("a region");
-        let psn = Psn::new(0xff_fff0);
-        Self { nic, friend, now: 0, victim, honest, secret, secret_key, psn, rounds: 0 }
+        let mut world = Self {
+            nic,
+            friend,
+            now: 0,
+            victim,
+            honest,
+            secret,
+            secret_key,
+            psn: start,
+            rounds: 0,
+            authenticated,
+            sealer: None,
+            connections: 1,
+        };
+        world.connect_victim();
+        world
+    }
+
+    /// The victim is connected to the hostile peer, which knows the secret if there is one.
+    fn connect_victim(&mut self) {
+        self.connections = self.connections.wrapping_add(1);
+        let theirs = Qpn::new(0x77);
+        let (bytes, authenticated) = ([self.connections; 32], self.authenticated);
+        let shared = |side| PairSecret { bytes, side, authenticated };
+        let ours = authenticated.then(|| shared(Side::Asked));
+        self.psn = Psn::new(0xff_fff0);
+        let start = (self.psn, ours);
+        connect(&mut self.nic, &self.victim, (HERE, HOSTILE), theirs, start);
+        if authenticated {
+            let hostile = shared(Side::Asking);
+            self.sealer = hostile.sealer(theirs, self.victim.qpn);
+            self.psn = hostile.first_psn(theirs, self.victim.qpn);
+        }
     }
 
     fn step(&mut self, input: &mut Input<'_>) {
@@ -206,11 +252,21 @@ impl World {
             let at = input.short() as usize % len;
             out[at] = input.byte();
         }
-        self.arrive(ip(HOSTILE), &out[..len]);
+        let Some(sealer) = &mut self.sealer else { return self.arrive(ip(HOSTILE), &out[..len]) };
+        let mut bytes = out[..len - ICRC].to_vec();
+        bytes.extend([0; TRAILER]);
+        sealer.seal(&mut bytes);
+        if input.byte() == 0 {
+            *bytes.last_mut().expect("it has a trailer") ^= 1;
+        }
+        // The name is right, and the key is not.
+        let from = if honest { FRIEND } else { HOSTILE };
+        self.arrive(ip(from), &bytes);
     }
 
     fn arrive(&mut self, from: IpAddr, bytes: &[u8]) {
-        self.nic.receive(self.now, from, ip(HERE), bytes);
+        let from = SocketAddr::new(from, UDP_PORT);
+        self.nic.receive(self.now, from, ip(HERE), bytes, || true);
     }
 
     /// The victim asks its peer for something.
@@ -240,8 +296,7 @@ impl World {
         reset.expect("every QP can be reset");
         (q.producer, q.posted) = (0, 0);
         q.record.store_be32(0, 0);
-        connect(&mut self.nic, q, HERE, HOSTILE, Qpn::new(0x77));
-        self.psn = Psn::new(0xff_fff0);
+        self.connect_victim();
     }
 
     /// Both engines run, and what they have for each other arrives.
@@ -255,10 +310,11 @@ impl World {
                     (&mut self.friend, &mut self.nic)
                 };
                 idle &= from.poll(self.now, 64) == 0;
-                for (envelope, bytes) in from.outbox().packets() {
+                for Outgoing { envelope, bytes, .. } in from.outbox().packets() {
                     // What goes to the hostile peer nobody reads.
                     if envelope.to.ip() != ip(HOSTILE) {
-                        to.receive(self.now, envelope.from, envelope.to.ip(), bytes);
+                        let source = SocketAddr::new(envelope.from, UDP_PORT);
+                        to.receive(self.now, source, envelope.to.ip(), bytes, || true);
                         idle = false;
                     }
                 }
@@ -375,11 +431,17 @@ impl Queue {
     }
 }
 
-/// Connects a QP of the NIC at `here` to one at `there`.
-fn connect(engine: &mut Engine, queue: &Queue, here: u8, there: u8, peer: Qpn) {
+/// Connects a QP of the NIC `here` to one of the NIC `there`.
+fn connect(
+    engine: &mut Engine,
+    queue: &Queue,
+    (here, there): (u8, u8),
+    peer: Qpn,
+    (start, secret): (Psn, Option<PairSecret>),
+) {
     let address = SocketAddr::new(ip(there), UDP_PORT);
-    let start = Psn::new(0xff_fff0);
     let peer = RemotePeer {
+        secret,
         mtu: PathMtu::Mtu256,
         sq_psn: start,
         rq_psn: start,

@@ -106,8 +106,8 @@ pub(crate) fn request(input: &mut Input<'_>) -> Request {
         }
         1 => Request::AwaitMemory { timeout_ms: input.number().into() },
         2 => Request::Status,
-        3 => Request::ResetManagement { psn: input.short().into() },
-        4 => Request::ResetAccess { group: input.short(), lane: input.byte(), psn: 0 },
+        3 => Request::ResetManagement { salt: None },
+        4 => Request::ResetAccess { group: input.short(), lane: input.byte(), salt: None },
         5 => Request::Audit,
         6 => Request::Goodbye,
         _ => Request::AwaitMemory { timeout_ms: u64::MAX },

@@ -9,7 +9,7 @@ use pool::Remote;
 use pool::protocol::{Numbered, Opening, Reply, Request};
 use pool::remote::link::Link;
 use pool::remote::token::{Greeting, Nonce, Nonces, Side, VERSION};
-use pool::remote::{RoceEnd, Route};
+use pool::remote::{ConnectionSecret, RoceEnd, Route, Start};
 use rnic::port::shm::socket::{Packet, receive, send};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
@@ -33,6 +33,15 @@ pub struct Way {
     pub route: Route,
     /// From here.
     pub here: RoceEnd,
+    secret: ConnectionSecret,
+}
+
+impl Way {
+    /// Draws a salt, and what QPs begin with for which it is told to the memory node.
+    pub fn draw(&self) -> Result<(Nonce, Start)> {
+        let salt = Nonce::random()?;
+        Ok((salt, self.secret.start(Side::Client, &salt)))
+    }
 }
 
 impl Control {
@@ -65,7 +74,8 @@ impl Control {
         let answer = control.message()?.context("no greeting")?;
         let answer: Greeting = serde_json::from_slice(&answer).context("reading a greeting")?;
         let nonces = Nonces { server: answer.nonce, client };
-        let proof = remote.token()?.map(|token| token.proof(Side::Client, &nonces));
+        let token = remote.token()?;
+        let proof = token.as_ref().map(|token| token.proof(Side::Client, &nonces));
         let opening = Opening { proof, ..Opening::pool() };
         control.say(&serde_json::to_vec(&opening)?, &[])?;
         let welcome = match control.hear()? {
@@ -77,7 +87,8 @@ impl Control {
         let here = RoceEnd::of(link, port)?;
         let there = welcome.roce.context("it names no RoCEv2 port")?;
         let route = Route::between(tcp.local, here, tcp.peer.ip(), there);
-        Ok((control, Way { route, here }))
+        let secret = ConnectionSecret::new(token.as_ref(), &nonces, welcome.authenticated);
+        Ok((control, Way { route, here, secret }))
     }
 
     /// Sends a packet. Descriptors do not go to another host.

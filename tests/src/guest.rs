@@ -20,6 +20,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 
 use crate::cable::{End, Shuttle, Trouble, in_namespace, open_device};
 use crate::hosts::{V4, V6, ip};
+use crate::needs;
 
 /// How long the guest may take to boot, or to answer: it is emulated, on a machine that does other things.
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -41,11 +42,11 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Boots one, after making its image if that is not there. `None`, with a line that says why, where this
-    /// user may not.
+    /// Boots one, after making its image if that is not there. `None` where this user may make no
+    /// network namespace: the test is skipped.
     pub fn boot() -> Result<Option<Self>> {
         if !rustix::process::geteuid().is_root() {
-            eprintln!("skipped: network namespaces are made as root only");
+            needs::skip("only root can make network namespaces");
             return Ok(None);
         }
         ensure!(

@@ -7,6 +7,7 @@ use anyhow::{Context, Result, ensure};
 
 pub use crate::cable::Trouble;
 use crate::cable::{End, Shuttle, in_namespace, open_device};
+use crate::needs;
 
 /// The cable's name at both ends.
 const CABLE: &str = "cable";
@@ -22,7 +23,7 @@ pub struct Hosts {
 }
 
 impl Hosts {
-    /// Two hosts with a good cable (veth). `None`, with a line that says why, where this user may not make any.
+    /// Two hosts with a good cable (veth). `None` where this user may make none: the test is skipped.
     pub fn new() -> Result<Option<Self>> {
         Self::made(None)
     }
@@ -35,7 +36,7 @@ impl Hosts {
     fn made(trouble: Option<Trouble>) -> Result<Option<Self>> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         if !rustix::process::geteuid().is_root() {
-            eprintln!("skipped: network namespaces are made as root only");
+            needs::skip("only root can make network namespaces");
             return Ok(None);
         }
         let number = COUNT.fetch_add(1, Ordering::Relaxed);

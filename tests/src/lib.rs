@@ -1,9 +1,11 @@
 //! Helpers of the whole-system tests.
 
+pub mod built;
 pub mod cable;
 pub mod control;
 pub mod guest;
 pub mod hosts;
+pub mod needs;
 pub mod node;
 pub mod pager;
 pub mod run;

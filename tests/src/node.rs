@@ -7,19 +7,9 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
+pub use crate::built::granary;
 use crate::hosts::Hosts;
-
-/// The built `granary` command: the release build, which `make test` makes first.
-pub fn granary() -> PathBuf {
-    let target = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../target"));
-    for profile in ["release", "debug"] {
-        let path = target.join(profile).join("granary");
-        if path.is_file() {
-            return path;
-        }
-    }
-    panic!("the granary command is not built: run `make build`");
-}
+use crate::needs::skip;
 
 /// A running `granary serve`, ended with its value.
 pub struct MemoryNode {
@@ -40,6 +30,23 @@ impl MemoryNode {
         let socket = directory.join("pool.sock");
         let child = serve(&socket, arguments)?;
         Ok(Self { child, directory, socket })
+    }
+
+    /// Starts one in a PID namespace of its own, in which the processes outside have no process id.
+    /// `None` where this user may not make any: the test is skipped.
+    pub fn start_contained(name: &str, arguments: &[&str]) -> Result<Option<Self>> {
+        if !rustix::process::geteuid().is_root() {
+            skip("PID namespaces are made as root only");
+            return Ok(None);
+        }
+        let directory = std::env::temp_dir().join(format!("granary-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&directory)?;
+        let socket = directory.join("pool.sock");
+        let mut command = Command::new("unshare");
+        command.args(["--pid", "--fork", "--kill-child"]).arg(granary());
+        command.args(["serve", "--json", "--socket"]).arg(&socket).args(arguments);
+        let child = wait_until_it_serves(&mut command)?;
+        Ok(Some(Self { child, directory, socket }))
     }
 
     /// Starts one on host 0 that serves other hosts too, at the address and port `listen`.

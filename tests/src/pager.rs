@@ -5,10 +5,10 @@ use std::io::Read;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::OnceLock;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+pub use crate::built::library;
 use pager::stats::Summary;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -29,35 +29,11 @@ pub struct Outcome {
     pub summary: Summary,
 }
 
-/// The preload library as these tests are built (with debug assertions in `make test`), built once for
-/// a run of the tests.
-pub fn library() -> PathBuf {
-    static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
-    LIBRARY
-        .get_or_init(|| {
-            let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-            let status = Command::new(cargo)
-                .args(["build", "--quiet", "-p", "granary-preload"])
-                .args((!cfg!(debug_assertions)).then_some("--release"))
-                .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
-                .env_remove("LD_PRELOAD")
-                .status()
-                .expect("cargo runs");
-            assert!(status.success(), "the preload library does not build");
-            let mut directory = std::env::current_exe().expect("this test is a file");
-            while directory.pop() {
-                let library = directory.join(pager::run::LIBRARY);
-                if library.is_file() {
-                    return library;
-                }
-            }
-            panic!("{} is not found above the test", pager::run::LIBRARY);
-        })
-        .clone()
-}
-
 /// A directory of a test's own, removed with its value.
 pub struct Scratch(pub PathBuf);
+
+/// A header that C programs of the tests include: they check themselves with it.
+const CHECK: &str = include_str!("../tests/pager_programs/check.h");
 
 impl Scratch {
     /// Makes one.
@@ -72,15 +48,18 @@ impl Scratch {
         self.compile_with(name, source, &[])
     }
 
-    /// The same, with these options too.
+    /// The same, with these options too. They stand behind the file: the linker looks libraries up
+    /// in the order of the command.
     pub fn compile_with(&self, name: &str, source: &str, options: &[&str]) -> PathBuf {
         let (file, program) = (self.0.join(format!("{name}.c")), self.0.join(name));
-        std::fs::write(&file, source).expect("the scratch directory is writable");
+        for (file, text) in [(&file, source), (&self.0.join("check.h"), CHECK)] {
+            std::fs::write(file, text).expect("the scratch directory is writable");
+        }
         let status = Command::new("cc")
             .args(["-O1", "-pthread", "-D_GNU_SOURCE"])
-            .args(options)
             .arg("-o")
             .args([&program, &file])
+            .args(options)
             .status()
             .expect("a C compiler is installed");
         assert!(status.success(), "{name}.c does not compile");
@@ -238,11 +217,27 @@ pub fn assert_same(plain: &Outcome, paged: &Outcome, local: u64) {
     assert_same_within(plain, paged, local + pager::CONSTANT_BYTES);
 }
 
+/// The first line in which two outputs differ.
+fn first_difference(plain: &[u8], paged: &[u8]) -> String {
+    let line =
+        plain.iter().zip(paged).take_while(|(a, b)| a == b).filter(|(a, _)| **a == b'\n').count();
+    let show = |output: &[u8]| {
+        let line = output.split(|byte| *byte == b'\n').nth(line).unwrap_or_default();
+        String::from_utf8_lossy(line).into_owned()
+    };
+    format!(" in line {}: plain {:?}, paged {:?}", line + 1, show(plain), show(paged))
+}
+
 /// Asserts that the paged run gave what the plain one gave, and never had more than `bound` bytes
 /// resident.
 pub fn assert_same_within(plain: &Outcome, paged: &Outcome, bound: u64) {
     assert_eq!(paged.code, plain.code, "stderr: {}", paged.stderr);
-    assert!(paged.stdout == plain.stdout, "the output differs; stderr: {}", paged.stderr);
+    assert!(
+        paged.stdout == plain.stdout,
+        "the output differs{}; stderr: {}",
+        first_difference(&plain.stdout, &paged.stdout),
+        paged.stderr
+    );
     assert!(paged.resident_bytes > 0, "nothing was measured; stderr: {}", paged.stderr);
     assert!(
         paged.resident_bytes <= bound,

@@ -253,13 +253,22 @@ impl Scene {
         self.victims.iter_mut().map(Process::report).collect()
     }
 
-    /// The same; every victim must have got on.
+    /// Asks as [`Scene::mark`] does until every victim has done a round. An error after a minute: where
+    /// other programs want the CPUs, a victim may have no turn during an attack of milliseconds.
     pub fn victims_worked(&mut self) -> Result<()> {
-        for report in self.mark()? {
-            let rounds = report["rounds"].as_u64().unwrap_or(0);
-            ensure!(rounds > 0, "a victim stood still during the attack: {report}");
+        let deadline = Instant::now() + PATIENCE;
+        let mut rounds = vec![0; self.victims.len()];
+        loop {
+            let reports = self.mark()?;
+            for (rounds, report) in rounds.iter_mut().zip(&reports) {
+                *rounds += report["rounds"].as_u64().unwrap_or(0);
+            }
+            if rounds.iter().all(|rounds| *rounds > 0) {
+                return Ok(());
+            }
+            ensure!(Instant::now() < deadline, "a victim stands still: rounds of each {rounds:?}");
+            std::thread::sleep(Duration::from_millis(5));
         }
-        Ok(())
     }
 
     /// The end: the victims find all that they wrote, give it back and leave without an error; the pool

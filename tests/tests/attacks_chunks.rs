@@ -148,9 +148,11 @@ fn an_empty_pool_is_no_error() -> Result<()> {
     ensure!(number(&report, "held") >= 54, "{report}");
     ensure!(empty > 0, "the pool was not empty: {allocated} allocations");
     hoarder.kill()?;
-    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
+    // Where other programs want the CPUs, a victim may get a turn in few of these windows.
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    let mut allocated = 0;
     loop {
-        let allocated: u64 = scene.mark()?.iter().map(|v| number(v, "allocated")).sum();
+        allocated += scene.mark()?.iter().map(|v| number(v, "allocated")).sum::<u64>();
         if allocated > 10 {
             break;
         }

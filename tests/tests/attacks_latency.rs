@@ -13,6 +13,7 @@ use anyhow::{Context, Result, ensure};
 use bench::histogram::Latencies;
 use granary_tests::node::full;
 use granary_tests::scene::{Process, Programs, Scene};
+use granary_tests::thread::Thread;
 use serde_json::Value;
 use std::time::Duration;
 
@@ -129,6 +130,67 @@ fn victims_beside_each_kind_of_load() -> Result<()> {
     }
     for (_, process) in baselines {
         process.end()?;
+    }
+    scene.end()?;
+    Ok(())
+}
+
+/// The work that a victim and the NIC did beside parked threads.
+struct Beside {
+    /// Rounds of the victim in a second.
+    rounds: f64,
+    /// WQEs of the attacker for each second of CPU time of the NIC's thread.
+    wqes: f64,
+}
+
+/// A window in which the NIC wakes CQs without end in whose hash bucket `count` threads are parked.
+fn beside_parked(scene: &mut Scene, count: usize, length: Duration) -> Result<Beside> {
+    let nic = Thread::find(scene.node.pid(), "granary-nic")?;
+    let mut attacker = scene.hostile("parked", &["--count", &count.to_string()])?;
+    attacker.tell("go")?;
+    attacker.report()?;
+    let before = nic.cpu_ns()?;
+    attacker.tell("on")?;
+    scene.mark()?;
+    std::thread::sleep(length);
+    let report = scene.mark()?.remove(0);
+    attacker.tell("off")?;
+    let executed = attacker.report()?["executed"].as_u64().context("WQEs")?;
+    let cpu = nic.cpu_ns()? - before;
+    attacker.end()?;
+    let rounds = report["rounds"].as_u64().unwrap_or(0) as f64 / length.as_secs_f64();
+    let wqes = executed as f64 / (cpu as f64 / 1e9);
+    println!("{count} parked threads: victim {rounds:.0} rounds/s, NIC {wqes:.0} WQEs/CPU s");
+    Ok(Beside { rounds, wqes })
+}
+
+/// A client parks threads in the hash bucket of its CQs' records, which the kernel walks in each wake-up.
+/// The NIC thread must not make these wake-ups. The test compares the WQEs that the NIC thread executes
+/// for each second of its CPU time, which do not depend on other processes; it prints the victim's rounds.
+#[test]
+fn parked_threads_of_a_client_cost_the_nic_thread_nothing() -> Result<()> {
+    let (length, rounds, counts): (_, _, &[usize]) = match full() {
+        true => (Duration::from_secs(2), 5, &[2000, 5000]),
+        false => (Duration::from_millis(500), 3, &[2000]),
+    };
+    let serve = ["--memory", "64MiB", "--chunk", "64KiB"];
+    let victim = ["--hold", "4", "--seed", "33", "--allocate-every", "8"];
+    let mut scene = Scene::start("parked", PROGRAMS, &serve, &[&victim])?;
+    let mut ratios = vec![Vec::new(); counts.len()];
+    for _ in 0..rounds {
+        let alone = beside_parked(&mut scene, 0, length)?;
+        for (ratios, count) in ratios.iter_mut().zip(counts) {
+            let beside = beside_parked(&mut scene, *count, length)?;
+            ratios.push((beside.rounds / alone.rounds, beside.wqes / alone.wqes));
+        }
+    }
+    for (ratios, count) in ratios.into_iter().zip(counts) {
+        let (rounds, wqes) = ratios.into_iter().unzip();
+        let (rounds, wqes) = (median(rounds), median(wqes));
+        println!(
+            "beside {count} parked threads over beside none: victim's rounds {rounds:.2}, WQEs {wqes:.2}"
+        );
+        ensure!(wqes > 0.4, "beside {count} parked threads the NIC does {wqes:.2} of its work");
     }
     scene.end()?;
     Ok(())

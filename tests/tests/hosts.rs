@@ -105,9 +105,13 @@ const SMALL: [&str; 4] = ["--memory", "4MiB", "--chunk", "64KiB"];
 #[test]
 fn clients_of_another_host_work_and_are_cleaned_up_after() -> Result<()> {
     let Some(hosts) = Hosts::new()? else { return Ok(()) };
-    for (name, address, listen) in
-        [("v4", V4[0], V4[0]), ("v6", V6[0], V6[0]), ("any", V4[0], "0.0.0.0")]
-    {
+    for (name, address, listen) in [
+        ("v4", V4[0], V4[0]),
+        ("v6", V6[0], V6[0]),
+        ("any", V4[0], "0.0.0.0"),
+        ("both-v4", V4[0], "[::]"),
+        ("both-v6", V6[0], "[::]"),
+    ] {
         let node = MemoryNode::start_on(&hosts, &format!("hosts-{name}"), listen, &SMALL)?;
         let pool = node.pool_at(address);
         let mut clients: Vec<_> =
@@ -218,12 +222,15 @@ fn who_has_no_token_gets_nothing() -> Result<()> {
 }
 
 #[test]
-fn beyond_loopback_it_serves_with_a_token_or_when_told_so_by_name() -> Result<()> {
-    let out =
-        Command::new(granary()).args(["serve", "--private", "--listen", "0.0.0.0:0"]).output()?;
-    let said = String::from_utf8_lossy(&out.stderr);
-    ensure!(out.status.code() == Some(2), "{said}");
-    ensure!(said.contains("--token-file FILE, or say --open-to-all"), "{said}");
+fn every_address_is_served_with_a_token_or_when_told_so_by_name() -> Result<()> {
+    for address in ["0.0.0.0:0", "[::]:0", "127.0.0.1:0", "[::1]:0"] {
+        let mut command = Command::new("timeout");
+        command.arg("10").arg(granary()).args(["serve", "--private", "--listen", address]);
+        let out = command.output()?;
+        let said = String::from_utf8_lossy(&out.stderr);
+        ensure!(out.status.code() == Some(2), "{address}: {}: {said}", out.status);
+        ensure!(said.contains("--token-file FILE, or say --open-to-all"), "{address}: {said}");
+    }
     Ok(())
 }
 

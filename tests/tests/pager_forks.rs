@@ -6,6 +6,7 @@
 //! Real programs run over a real memory node; what no real program does in a second is done by C programs
 //! that check themselves.
 
+use granary_tests::needs;
 use granary_tests::node::{MemoryNode, full};
 use granary_tests::over_each_node;
 use granary_tests::pager::{Scratch, assert_same, paged, plain};
@@ -108,6 +109,17 @@ fn a_child_lives_on_when_its_parent_is_killed() {
     self_checking("killed", include_str!("pager_programs/daemon.c"), &[&["killed"]]);
 }
 
+/// nginx, Apache and php-fpm begin as root, and their workers have a user of their own.
+#[test]
+fn workers_that_give_up_roots_rights_page_over_the_private_memory_node() {
+    if !rustix::process::geteuid().is_root() {
+        return needs::skip("only root can change its user");
+    }
+    let site = Site::new(Behind::Private, "drops", 12 * MIB, "1GiB");
+    let program = site.scratch.compile("drops", include_str!("pager_programs/drops.c"));
+    compare(&site, program.to_str().unwrap(), &[]);
+}
+
 #[test]
 fn two_hundred_children_one_after_the_other() {
     self_checking("many", include_str!("pager_programs/many.c"), &[&["200"]]);
@@ -188,4 +200,32 @@ fn what_is_touched_in_the_middle_of_a_fork() {
 #[test]
 fn all_ways_to_make_a_process() {
     self_checking("ways", include_str!("pager_programs/ways.c"), &[&[]]);
+}
+
+/// The keeper's process is killed while it waits: another one takes its place, and no child notices.
+#[test]
+fn children_live_on_when_their_keeper_is_killed() {
+    self_checking(
+        "keeper",
+        include_str!("pager_programs/keeper.c"),
+        &[&["light"], &["grown"], &["exec"]],
+    );
+}
+
+/// The keeper is killed again and again, whatever it does. While it works it may hold locks of the parent's: then
+/// the parent ends with a message. Nobody hangs, and nobody sees anything wrong.
+#[test]
+fn a_keeper_that_is_killed_at_any_moment_leaves_nothing_wrong_and_nobody_waiting() {
+    let scratch = Scratch::new("forks-storm");
+    let program = scratch.compile("keeper", include_str!("pager_programs/keeper.c"));
+    let program = program.to_str().unwrap();
+    assert_eq!(plain(program, &["storm"]).code, 0);
+    for _ in 0..if full() { 40 } else { 6 } {
+        let paged = paged(8 * MIB, "memory:1GiB", program, &["storm"]);
+        if paged.code == EXIT_PAGER {
+            assert!(paged.stderr.contains("granary-keeper"), "{}", paged.stderr);
+        } else {
+            assert_eq!(paged.code, 0, "{}", paged.stderr);
+        }
+    }
 }

@@ -5,6 +5,7 @@ use std::fs;
 use std::io::Write;
 use std::process::Command;
 
+use granary_tests::needs;
 use granary_tests::pager::{Outcome, Running, Scratch, library};
 
 const MIB: u64 = 1 << 20;
@@ -87,8 +88,7 @@ fn a_debugger_sees_the_end_and_reads_memory_by_calls() {
     let look = r#"printf "seen: %u\n", ((unsigned *)paged)[10 * 1024]"#;
     let plain = aborting.debugged("env", &[call]);
     if plain.contains("ptrace: Operation not permitted") {
-        let _ = writeln!(std::io::stderr(), "gdb: skipped: ptrace is not permitted here");
-        return;
+        return needs::skip("ptrace is not permitted here, which gdb needs");
     }
     let calls = plain.contains("called: 11\n");
     if !calls {
@@ -120,11 +120,8 @@ fn a_core_dump_ends_and_holds_no_paged_memory() {
     let Some(core) = core else {
         let pattern = fs::read_to_string("/proc/sys/kernel/core_pattern").unwrap_or_default();
         let pattern = pattern.trim();
-        let _ = writeln!(
-            std::io::stderr(),
-            "core: its content is not looked at: it goes to {pattern:?}"
-        );
-        return;
+        let why = "the core dump is not in the directory that the program runs in";
+        return needs::skip(format!("{why}: kernel.core_pattern is {pattern:?}"));
     };
     use std::os::unix::fs::MetadataExt;
     let taken = core.metadata().unwrap().blocks() * 512;

@@ -235,6 +235,129 @@ fn self_checking(behind: Behind, name: &str, source: &str, argument: &str) {
     assert_eq!(plain.code, 0, "{}", plain.stderr);
 }
 
+/// Programs whose memory does not come from malloc alone, or not from the first malloc that the dynamic
+/// linker finds.
+mod allocators {
+    use super::*;
+
+    const LOCAL: u64 = 12 * MIB;
+
+    fn site(name: &str) -> Site {
+        Site::new(Behind::Private, name, LOCAL, "1GiB")
+    }
+
+    /// Compiles a shared object into the site's directory; returns its path.
+    fn object(site: &Site, name: &str, source: &str, macros: &str) -> String {
+        let options = ["-shared", "-fPIC", "-fno-plt", macros];
+        site.scratch.compile_with(name, source, &options).to_str().unwrap().to_owned()
+    }
+
+    /// Runs a C program that checks itself, plainly and paged, within the bound.
+    fn check(site: &Site, pages: u64, source: &str, options: &[&str], arguments: &[&str]) {
+        let program = site.scratch.compile_with("program", source, options);
+        let (plain, _) = compare(site, pages, program.to_str().unwrap(), arguments);
+        assert_eq!(plain.code, 0, "{}", plain.stderr);
+    }
+
+    #[test]
+    fn a_library_opened_with_rtld_deepbind_exchanges_memory_with_the_program() {
+        let site = site("deepbind");
+        let source = include_str!("pager_programs/deepbind.c");
+        let plugin = object(&site, "plugin.so", source, "-DPLUGIN");
+        check(&site, 2000, source, &["-ldl"], &[&plugin]);
+    }
+
+    /// None of it is paged: there is little of it.
+    #[test]
+    fn a_library_allocates_in_an_ifunc_resolver_a_constructor_and_destructors() {
+        let site = site("early");
+        let source = include_str!("pager_programs/early.c");
+        let library = object(&site, "libearly.so", source, "-DLIBRARY");
+        let program = site.scratch.compile_with("program", source, &["-fno-plt", &library]);
+        let program = program.to_str().unwrap();
+        let (plain, paged) = (plain(program, &[]), site.run(program, &[]));
+        assert_eq!((plain.code, plain.stderr.as_str()), (0, ""));
+        assert_same(&plain, &paged.outcome, LOCAL);
+        assert_eq!(paged.count("processes"), 1, "{}", paged.stats);
+    }
+
+    #[test]
+    fn memory_of_libc_malloc_is_paged_and_libc_free_takes_all_memory() {
+        let source = include_str!("pager_programs/wrapper.c");
+        check(&site("libc-names"), 2000, source, &[], &[]);
+    }
+
+    #[test]
+    fn a_program_wraps_malloc_around_libc_malloc() {
+        let source = include_str!("pager_programs/wrapper.c");
+        check(&site("wrapper"), 2000, source, &["-DWRAPPED"], &[]);
+    }
+
+    #[test]
+    fn a_program_mixes_the_functions_of_a_shared_libjemalloc_with_malloc() {
+        let source = include_str!("pager_programs/jemalloc.c");
+        check(&site("jemalloc"), 2000, source, &["-l:libjemalloc.so.2"], &[]);
+    }
+
+    #[test]
+    fn a_program_mixes_the_functions_of_a_shared_libtcmalloc_with_malloc() {
+        let source = include_str!("pager_programs/tcmalloc.c");
+        check(&site("tcmalloc"), 2000, source, &["-l:libtcmalloc_minimal.so.4"], &[]);
+    }
+
+    #[test]
+    fn the_break_is_paged() {
+        check(&site("break"), 2000, include_str!("pager_programs/brk.c"), &[], &[]);
+    }
+
+    #[test]
+    fn a_library_preloaded_beside_passes_calls_on() {
+        let site = site("beside");
+        let source = include_str!("pager_programs/beside.c");
+        let beside = object(&site, "beside.so", source, "-DBESIDE");
+        let program = site.scratch.compile("program", source);
+        let program = program.to_str().unwrap();
+        assert_eq!(plain(program, &[]).code, 2, "nothing counts without the library");
+        let mut command = site.command(program, &[]);
+        let paged = site.finish(Running::start(command.env("LD_PRELOAD", beside)));
+        let Outcome { code, stdout, stderr, .. } = paged.outcome;
+        assert_eq!((code, &stdout[..]), (0, &b"done\n"[..]), "{stderr}");
+    }
+
+    /// PHP opens its extensions with RTLD_DEEPBIND, has an allocator of its own over mmap, and with the
+    /// just-in-time compiler a large shared mapping that is written and run.
+    #[test]
+    fn php_with_extensions_and_a_just_in_time_compiler() {
+        let site = site("php");
+        let script = format!("$rows = {};\n{PHP}", size(40_000, 300_000));
+        let options =
+            ["opcache.enable_cli=1", "opcache.jit=tracing", "opcache.jit_buffer_size=16M"];
+        let mut arguments = vec!["-r", &script];
+        options.iter().for_each(|option| arguments.extend(["-d", option]));
+        let plain = plain("php", &arguments);
+        let paged = site.run("php", &arguments);
+        assert_eq!(plain.code, 0, "{}", plain.stderr);
+        assert_eq!(paged.outcome.code, 0, "{}", paged.outcome.stderr);
+        assert_eq!(
+            String::from_utf8_lossy(&paged.outcome.stdout),
+            String::from_utf8_lossy(&plain.stdout)
+        );
+        paged.assert_moved(2000);
+    }
+
+    const PHP: &str = r#"
+        $lines = [];
+        for ($i = 0; $i < $rows; $i++) $lines[] = str_repeat(chr(97 + $i % 26), $i * 7 % 500) . $i;
+        sort($lines);
+        echo count($lines), ' ', md5(implode("\n", $lines)), "\n";
+        $table = [];
+        for ($i = 0; $i < $rows; $i++) $table['k' . $i * 7919 % 1000003] = [$i, "v$i"];
+        ksort($table);
+        echo count($table), ' ', md5(serialize($table)), ' ', strlen(json_encode($table)), "\n";
+        echo implode(' ', get_loaded_extensions()), "\n";
+    "#;
+}
+
 mod diagnostic_pool {
     use super::*;
 

@@ -146,8 +146,9 @@ fn who_holds_too_much_is_stopped_and_nobody_else() -> Result<()> {
     let told = ["may hold 8", "--budget-chunks", "stay usable"];
     ensure!(check_told(&error, &told)?.is_zero(), "{error}");
     // One that does not know of the budget, or does not want to.
-    let control = Unaware::connect(&scene)?;
-    let pool = Pool::over(SoftNic::attach(&scene.node.socket)?, Box::new(control), options())?;
+    let nic = SoftNic::attach(&scene.node.socket)?;
+    let control = Unaware::connect(&scene, &nic)?;
+    let pool = Pool::over(nic, Box::new(control), options())?;
     let mut held = Vec::new();
     while (held.len() as u64) < CHUNKS + 4 {
         match take(&pool, held.len() as u64) {
@@ -184,8 +185,8 @@ struct Unaware {
 }
 
 impl Unaware {
-    fn connect(scene: &Scene) -> Result<Self> {
-        let control = SocketControl::connect(&scene.node.socket)?;
+    fn connect(scene: &Scene, nic: &SoftNic) -> Result<Self> {
+        let control = SocketControl::connect(&scene.node.socket)?.with_nic(nic);
         let mut welcome = control.welcome().clone();
         ensure!(welcome.budget_chunks.take() == Some(CHUNKS), "the welcome tells the budget");
         Ok(Self { control, welcome })

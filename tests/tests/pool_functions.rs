@@ -23,7 +23,8 @@ struct Node {
 impl Node {
     fn start(scheme: &str, windows: &str) -> Result<Self> {
         let mut child = Command::new(granary())
-            .args(["serve", "--json", "--private", "--listen", "127.0.0.1:0", "--memory", "384KiB"])
+            .args(["serve", "--json", "--private", "--memory", "384KiB"])
+            .args(["--listen", "127.0.0.1:0", "--open-to-all"])
             .args(["--chunk", "4KiB", "--scheme", scheme, "--nic-windows", windows])
             .stdout(Stdio::piped())
             .spawn()

@@ -1,24 +1,19 @@
 //! A user without privileges: what `granary run` says where userfaultfd is refused, and that it works
 //! where the device file is open to that user, process trees too.
 //!
-//! Only root can take privileges away for a test; anybody else is told that these are skipped.
+//! Only root can take privileges away for a test; without that these are skipped (`needs`).
 
 use std::fs;
-use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
+use granary_tests::needs;
 use granary_tests::node::{full, granary};
 use granary_tests::pager::Scratch;
 
 const DEVICE: &str = "/dev/userfaultfd";
 const SYSCTL: &str = "/proc/sys/vm/unprivileged_userfaultfd";
-
-/// Says why a test is skipped, where the test harness does not swallow it.
-fn skipped(test: &str, why: &str) {
-    let _ = writeln!(std::io::stderr(), "{test}: skipped: {why}");
-}
 
 fn is_root() -> bool {
     rustix::process::geteuid().is_root()
@@ -70,11 +65,11 @@ fn obstacle(scratch: &Scratch) -> Option<String> {
 fn where_userfaultfd_is_refused_it_says_what_to_change() {
     let scratch = Scratch::new("refused");
     if let Some(why) = obstacle(&scratch) {
-        return skipped("where_userfaultfd_is_refused_it_says_what_to_change", &why);
+        return needs::skip(why);
     }
     if fs::read_to_string(SYSCTL).is_ok_and(|value| value.trim() != "0") {
-        let why = "vm.unprivileged_userfaultfd permits it to everybody here";
-        return skipped("where_userfaultfd_is_refused_it_says_what_to_change", why);
+        let why = "vm.unprivileged_userfaultfd permits it to every user here: set it to 0";
+        return needs::skip(why);
     }
     installed(&scratch);
     // A device file that nobody may open, and the one that is there is not changed.
@@ -96,11 +91,11 @@ fn where_userfaultfd_is_refused_it_says_what_to_change() {
 fn with_the_device_file_a_user_pages_like_root() {
     let scratch = Scratch::new("device");
     if let Some(why) = obstacle(&scratch) {
-        return skipped("with_the_device_file_a_user_pages_like_root", &why);
+        return needs::skip(why);
     }
     if !Path::new(DEVICE).exists() {
         let why = format!("this kernel has no {DEVICE} (Linux before 6.1)");
-        return skipped("with_the_device_file_a_user_pages_like_root", &why);
+        return needs::skip(why);
     }
     installed(&scratch);
     // A copy of the device file with other rights, seen by this test alone.
@@ -121,7 +116,7 @@ fn with_the_device_file_a_user_pages_like_root() {
     assert!(count("local_peak_bytes") < (4 << 20) + pager::CONSTANT_BYTES, "{stats}");
 }
 
-/// A place where `nobody` may run paged programs; None, and a line that says why, where there can be none.
+/// A place where `nobody` may run paged programs; None where the test is skipped.
 fn place(test: &str) -> Option<Scratch> {
     // The path of a socket in it must not be too long.
     let scratch = Scratch::new(&format!("user-{}", &test[..test.len().min(24)]));
@@ -133,7 +128,7 @@ fn place(test: &str) -> Option<Scratch> {
         other => other,
     };
     match why {
-        Some(why) => skipped(test, &why),
+        Some(why) => needs::skip(why),
         None => {
             installed(&scratch);
             return Some(scratch);
@@ -225,8 +220,8 @@ fn a_child_that_can_open_no_userfaultfd_ends_with_a_message() {
         return;
     };
     if fs::read_to_string(SYSCTL).is_ok_and(|value| value.trim() != "0") {
-        let why = "vm.unprivileged_userfaultfd permits it to everybody here";
-        return skipped("a_child_that_can_open_no_userfaultfd_ends_with_a_message", why);
+        let why = "vm.unprivileged_userfaultfd permits it to every user here: set it to 0";
+        return needs::skip(why);
     }
     let program = "import os, sys; x = list(range(1000000)); print(\"ready\", flush=True)\n\
                    sys.stdin.readline(); child = os.fork()\n\

@@ -6,7 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define CHECK(what) do { if (!(what)) { fprintf(stderr, "line %d: %s\n", __LINE__, #what); exit(1); } } while (0)
+#include "check.h"
 enum { PAGE = 4096, PAGES = 8192, CHILD_PAGES = 400 };
 static unsigned *memory;
 static unsigned *word(size_t page) { return memory + page * (PAGE / 4); }

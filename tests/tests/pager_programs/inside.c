@@ -40,7 +40,7 @@ void *aligned_alloc(size_t align, size_t size) { NEXT(aligned_alloc, align, size
 void *memalign(size_t align, size_t size);
 void *memalign(size_t align, size_t size) { NEXT(memalign, align, size); }
 #else
-#define CHECK(what) do { if (!(what)) { fprintf(stderr, "line %d: %s: %s\n", __LINE__, #what, strerror(errno)); _exit(1); } } while (0)
+#include "check.h"
 enum { PAGE = 4096, PAGES = 4000 };
 
 /* Is it in memory that the pager serves? Those mappings have the flag "um". */

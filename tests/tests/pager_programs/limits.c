@@ -11,7 +11,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define CHECK(what) do { if (!(what)) { fprintf(stderr, "line %d: %s: %s\n", __LINE__, #what, strerror(errno)); _exit(1); } } while (0)
+#include "check.h"
 enum { PAGE = 4096, PAGES = 5000, MIB = 1 << 20 };
 static unsigned *memory;
 static void look(void) { for (size_t i = 0; i < PAGES; i++) CHECK(memory[i * (PAGE / 4)] == i + 1); }

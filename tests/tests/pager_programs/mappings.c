@@ -9,7 +9,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#define CHECK(what) do { if (!(what)) { fprintf(stderr, "line %d: %s (%s)\n", __LINE__, #what, strerror(errno)); exit(1); } } while (0)
+#include "check.h"
 enum { PAGE = 4096, PAGES = 6144 };
 #define SIZE ((size_t)PAGES * PAGE)
 
@@ -85,6 +85,8 @@ int main(void) {
     CHECK(m[SIZE] == 0 && m[2 * SIZE - 1] == 0);
     fill(m + SIZE, 6);
     CHECK(mremap(m, 2 * SIZE, SIZE, 0) == m && holds(m, PAGES - 1, 4));
+    /* More than there can be is refused, and changes nothing. */
+    CHECK(mremap(m, SIZE, ((size_t)1 << 44) - PAGE, MREMAP_MAYMOVE) == MAP_FAILED && errno == ENOMEM && holds(m, 1, 4));
     unsigned char *target = map(SIZE);
     CHECK(mremap(m, SIZE, SIZE, MREMAP_MAYMOVE | MREMAP_FIXED, target) == target);
     for (size_t i = 0; i < PAGES; i++) CHECK(holds(target, i, 4));

@@ -9,7 +9,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define CHECK(what) do { if (!(what)) { fprintf(stderr, "line %d: %s\n", __LINE__, #what); _exit(1); } } while (0)
+#include "check.h"
 enum { PAGE = 4096, PAGES = 4000 };
 static unsigned *memory;
 

@@ -13,7 +13,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define CHECK(what) do { if (!(what)) { fprintf(stderr, "line %d: %s: %s\n", __LINE__, #what, strerror(errno)); _exit(1); } } while (0)
+#include "check.h"
 enum { PAGE = 4096, PAGES = 4000, STREAMS = 24, KEYS = 300 };
 
 #ifdef LIBRARY

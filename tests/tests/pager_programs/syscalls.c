@@ -12,7 +12,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define CHECK(what) do { if (!(what)) { fprintf(stderr, "line %d: %s (%s)\n", __LINE__, #what, strerror(errno)); exit(1); } } while (0)
+#include "check.h"
 enum { SIZE = 24 << 20 };
 
 int main(int argc, char **argv) {

@@ -14,7 +14,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define CHECK(what) do { if (!(what)) { fprintf(stderr, "%d: line %d: %s\n", getpid(), __LINE__, #what); _exit(1); } } while (0)
+#include "check.h"
 enum { PAGE = 4096, PAGES = 6000 };
 extern char **environ;
 static unsigned *memory;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use pool::finemem::Node;
-use pool::remote::route::Route;
+use pool::remote::route::{Route, Start};
 use pool::scheme::{Metadata, NodeScheme};
 use pool::{Admission, ClientId, SchemeKind, Settings};
 
@@ -60,7 +60,7 @@ pub fn chunks(bench: &mut Bench, how: How) -> Result<()> {
     let admission = Admission {
         management: vec![qpn(bench, &management)? as u32],
         groups: vec![vec![qpn(bench, &access)? as u32]],
-        psn,
+        start: Start::Psn(rnic::ids::Psn::new(psn)),
         route: Some(route),
         ..Admission::default()
     };

@@ -19,6 +19,7 @@ use anyhow::{Result, ensure};
 use fabric::PathMtu;
 use granary_tests::cable::Trouble;
 use granary_tests::guest::Guest;
+use granary_tests::needs;
 use granary_tests::node::full;
 
 use bench::{Bench, How};
@@ -140,7 +141,7 @@ fn soft_roce_and_this_nic_understand_each_other() -> Result<()> {
         return Ok(());
     }
     if cfg!(not(target_arch = "x86_64")) {
-        println!("skipped: the guest's image is made on x86-64 only");
+        needs::skip("the guest's image is made on x86-64 only");
         return Ok(());
     }
     let Some(guest) = Guest::boot()? else { return Ok(()) };

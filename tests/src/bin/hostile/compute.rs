@@ -7,10 +7,11 @@ use anyhow::{Context, Result, bail, ensure};
 use fabric::PeerAddress;
 use granary_tests::control::{Control, Way};
 use pool::protocol::{Reply, Request};
-use pool::remote::route::random_psn;
+use pool::remote::token::Nonce;
+use pool::remote::{Route, Start};
 use pool::{Admission, Admitted};
 use rnic::cqe::Cqe;
-use rnic::ids::{Access, Key, Pdn, Psn, Qpn};
+use rnic::ids::{Access, Key, Pdn, Qpn};
 use rnic::memory::DmaMemory;
 use rnic::wqe::{Remote, Sge};
 
@@ -40,8 +41,8 @@ pub struct Compute {
     pub control: Control,
     /// The memory node is on another host: how it is reached.
     way: Option<Way>,
-    /// PSN that its QPs begin with there.
-    psn: Psn,
+    /// What its QPs begin with there.
+    start: Start,
     pub pd: Pdn,
     pub alloc: Management,
     pub free: Management,
@@ -51,6 +52,13 @@ pub struct Compute {
     /// Local memory for what it reads and writes.
     pub local: DmaMemory,
     pub lkey: Key,
+}
+
+/// A salt, and what QPs begin with that come from it; nothing on this host.
+fn draw(way: &Option<Way>) -> Result<(Option<Nonce>, Start)> {
+    let Some(way) = way else { return Ok((None, Start::default())) };
+    let (salt, start) = way.draw()?;
+    Ok((Some(salt), start))
 }
 
 /// A management QP with its reply slots.
@@ -155,7 +163,7 @@ impl Compute {
                 (control, Some(way))
             }
         };
-        let psn = random_psn()?;
+        let (salt, start) = draw(&way)?;
         let pd = nic.pd()?;
         let (alloc, free) = (Management::new(&nic, pd, 16)?, Management::new(&nic, pd, 16)?);
         let lanes = 2;
@@ -168,15 +176,16 @@ impl Compute {
             groups: vec![access.iter().map(|q| q.qpn.raw()).collect()],
             bulletin_addr: local.addr(),
             bulletin_rkey: lkey.0,
+            session: Some(nic.secret()),
             roce: way.map(|way| way.here),
-            psn: psn.raw(),
+            salt,
             ..Admission::default()
         };
         let terms = match control.ask(Request::Admit(admission))? {
             Reply::Admitted(terms) => terms,
             other => bail!("not admitted: {other:?}"),
         };
-        let it = Self { nic, control, way, psn, pd, alloc, free, access, terms, local, lkey };
+        let it = Self { nic, control, way, start, pd, alloc, free, access, terms, local, lkey };
         it.alloc.qp.connect(&it.nic, it.peer(it.terms.management[0]))?;
         it.free.qp.connect(&it.nic, it.peer(it.terms.management[1]))?;
         for (qp, peer) in it.access.iter().zip(&it.terms.groups[0]) {
@@ -185,16 +194,23 @@ impl Compute {
         Ok(it)
     }
 
+    /// The way to the memory node, if that is on another host.
+    pub fn route(&self) -> Option<Route> {
+        self.way.map(|way| way.route)
+    }
+
     /// A QP of the memory node, as it is reached from here.
     pub fn peer(&self, qpn: u32) -> PeerAddress {
         let qpn = Qpn::new(qpn);
-        self.way.map_or(qpn.into(), |way| way.route.peer(qpn, self.psn))
+        self.way.map_or(qpn.into(), |way| way.route.peer(qpn, self.start))
     }
 
-    /// The next connections begin with another PSN: packets of the last ones may be on their way.
-    pub fn begin_anew(&mut self) -> Result<u32> {
-        self.psn = random_psn()?;
-        Ok(self.psn.raw())
+    /// The next connections begin with another secret: packets of the last ones may be on their
+    /// way.
+    pub fn begin_anew(&mut self) -> Result<Option<Nonce>> {
+        let (salt, start) = draw(&self.way)?;
+        self.start = start;
+        Ok(salt)
     }
 
     /// How many chunks the pool has.
@@ -285,8 +301,8 @@ impl Compute {
         let qp = &mut self.access[lane];
         qp.reset(&self.nic)?;
         while qp.poll().is_some() {}
-        let psn = self.begin_anew()?;
-        let request = Request::ResetAccess { group: 0, lane: lane as u8, psn };
+        let salt = self.begin_anew()?;
+        let request = Request::ResetAccess { group: 0, lane: lane as u8, salt };
         match self.control.ask(request)? {
             Reply::Access { peer } => self.access[lane].connect(&self.nic, self.peer(peer)),
             other => bail!("lane {lane} was not re-established: {other:?}"),
@@ -299,8 +315,8 @@ impl Compute {
             m.qp.reset(&self.nic)?;
             while m.qp.poll().is_some() {}
         }
-        let psn = self.begin_anew()?;
-        match self.control.ask(Request::ResetManagement { psn })? {
+        let salt = self.begin_anew()?;
+        match self.control.ask(Request::ResetManagement { salt })? {
             Reply::Management { peers } => {
                 for (m, peer) in [&self.alloc, &self.free].into_iter().zip(peers) {
                     m.qp.connect(&self.nic, self.peer(peer))?;

@@ -3,10 +3,11 @@
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 use granary_tests::control::Control;
 use pool::Admission;
 use pool::protocol::{MAX_BYTES, Reply, Request};
+use rnic::port::shm::Secret;
 use rnic::port::shm::socket::send;
 use rustix::fs::SealFlags;
 use serde_json::{Value, json};
@@ -137,22 +138,25 @@ pub fn hijack(a: &Arguments) -> Result<Value> {
     }
     let numbers: Vec<u32> = serde_json::from_str(&line).context("the QP numbers")?;
     let [first, second, third, fourth] = numbers[..] else { bail!("{line}") };
-    let control = Control::pool(&a.socket)?;
-    let admission = Admission {
-        management: vec![first, second],
-        groups: vec![vec![third, fourth]],
-        bulletin_addr: 0,
-        bulletin_rkey: 0,
-        ..Admission::default()
-    };
-    let why = match control.ask(Request::Admit(admission))? {
-        Reply::Error { why } => why,
-        other => {
-            println!("{}", json!({ "admitted": format!("{other:?}") }));
-            a.wait()?;
-            ensure!(false, "QPs of another process were admitted");
-            String::new()
+    // Without a session, with one of its own, with one that it guesses.
+    let own = Nic::open(&a.socket)?;
+    let mut reasons = Vec::new();
+    for session in [None, Some(own.secret()), Some(Secret::random()?)] {
+        let control = Control::pool(&a.socket)?;
+        let admission = Admission {
+            management: vec![first, second],
+            groups: vec![vec![third, fourth]],
+            session,
+            ..Admission::default()
+        };
+        match control.ask(Request::Admit(admission))? {
+            Reply::Error { why } => reasons.push(why),
+            other => {
+                println!("{}", json!({ "admitted": format!("{other:?}") }));
+                a.wait()?;
+                bail!("QPs of another process were admitted");
+            }
         }
-    };
-    Ok(json!({ "why": why }))
+    }
+    Ok(json!({ "why": reasons }))
 }

@@ -162,8 +162,7 @@ pub fn groups(a: &Arguments) -> Result<Value> {
         let admission = Admission {
             management: vec![qp, qp],
             groups: vec![vec![qp, qp]; groups],
-            bulletin_addr: 0,
-            bulletin_rkey: 0,
+            session: Some(nic.secret()),
             ..Admission::default()
         };
         match control.ask(Request::Admit(admission))? {

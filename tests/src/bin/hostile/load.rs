@@ -235,14 +235,7 @@ fn endless(me: &mut Compute, times: usize, work: Work) -> Result<Box<dyn Load>> 
 }
 
 fn endless_qp(me: &Compute) -> Result<Qp> {
-    let shape = Shape {
-        blocks: BLOCKS,
-        completions: 16,
-        managed: true,
-        ignore_overrun: true,
-        ..Shape::default()
-    };
-    Qp::new(&me.nic, me.pd, shape)
+    Qp::new(&me.nic, me.pd, Shape::endless(BLOCKS))
 }
 
 /// Fills a ring with work and closes it.

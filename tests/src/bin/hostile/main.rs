@@ -8,6 +8,7 @@
 
 mod access;
 mod arguments;
+mod blind;
 mod compute;
 mod control;
 mod descriptors;
@@ -16,6 +17,7 @@ mod limits;
 mod load;
 mod nic;
 mod noise;
+mod parked;
 mod queue;
 mod reach;
 mod trees;
@@ -127,6 +129,8 @@ fn main() -> Result<()> {
         "double-free" => frees::double(&a),
         "unknown-free" => frees::unknown(&a),
         "all-stop-at-once" => frees::all_stop_at_once(&a),
+        "sweep" => blind::sweep(&a),
+        "junk" => blind::junk(&a),
         "wrong-qpn" => arguments::wrong_qpn(&a),
         "unwritable-reply" => arguments::unwritable_reply(&a),
         "malformed" => arguments::malformed(&a),
@@ -156,6 +160,7 @@ fn main() -> Result<()> {
         "hijack" => control::hijack(&a),
         "in-flight" => load::in_flight(&a),
         "load" => load::switched(&a),
+        "parked" => parked::threads(&a),
         "tree-guess" => trees::guess(&a),
         "tree-late" => trees::late(&a),
         "tree-beyond" => trees::beyond(&a),

@@ -10,7 +10,7 @@ use rnic::ids::{Access, Key, Pdn, Qpn};
 use rnic::memory::DmaMemory;
 use rnic::port::control::{Reply, Verb};
 use rnic::port::shm::wire::{Request, Response};
-use rnic::port::shm::{Attached, raw, socket};
+use rnic::port::shm::{Attached, Secret, raw, socket};
 use rnic::verbs::{MwKind, QpInfo, QpState};
 use rustix::fs::{MemfdFlags, SealFlags};
 
@@ -37,6 +37,11 @@ impl Nic {
             (raw.doorbells.clone(), raw.slots)
         };
         Ok(Self { attached, page, doorbells })
+    }
+
+    /// The secret of its session.
+    pub fn secret(&self) -> Secret {
+        self.attached.secret()
     }
 
     /// Sends a request as it is; the response.

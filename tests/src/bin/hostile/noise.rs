@@ -206,8 +206,8 @@ impl Noise {
         for lane in 0..me.access.len() {
             if me.nic.query(me.access[lane].qpn)?.state != QpState::ReadyToSend {
                 me.access[lane].reset(&me.nic)?;
-                let psn = me.begin_anew()?;
-                me.control.ask(Request::ResetAccess { group: 0, lane: lane as u8, psn })?;
+                let salt = me.begin_anew()?;
+                me.control.ask(Request::ResetAccess { group: 0, lane: lane as u8, salt })?;
                 me.access[lane].connect(&me.nic, me.peer(me.terms.groups[0][lane]))?;
                 resets += 1;
             }
@@ -217,8 +217,8 @@ impl Noise {
             for m in [&mut me.alloc, &mut me.free] {
                 m.qp.reset(&me.nic)?;
             }
-            let psn = me.begin_anew()?;
-            me.control.ask(Request::ResetManagement { psn })?;
+            let salt = me.begin_anew()?;
+            me.control.ask(Request::ResetManagement { salt })?;
             for (m, peer) in [&me.alloc, &me.free].into_iter().zip(&me.terms.management) {
                 m.qp.connect(&me.nic, me.peer(*peer))?;
             }

@@ -50,6 +50,13 @@ impl Default for Shape {
     }
 }
 
+impl Shape {
+    /// A managed ring of `blocks` that the NIC executes again and again, without a reader of its CQ.
+    pub fn endless(blocks: u32) -> Self {
+        Self { blocks, completions: 16, managed: true, ignore_overrun: true, ..Self::default() }
+    }
+}
+
 /// A queue pair with a CQ of its own.
 pub struct Qp {
     pub qpn: Qpn,
@@ -67,10 +74,20 @@ pub struct Qp {
 impl Qp {
     /// Makes one, in Reset.
     pub fn new(nic: &Nic, pd: Pdn, shape: Shape) -> Result<Self> {
+        Self::made(nic, pd, shape, None)
+    }
+
+    /// The same with the CQ's record in memory that the NIC has mapped already.
+    pub fn with_record(nic: &Nic, pd: Pdn, shape: Shape, record: DmaMemory) -> Result<Self> {
+        Self::made(nic, pd, shape, Some(record))
+    }
+
+    fn made(nic: &Nic, pd: Pdn, shape: Shape, record: Option<DmaMemory>) -> Result<Self> {
         let cq_bytes = shape.completions as usize * CQE;
         let (send, receive) = (cq_bytes, cq_bytes + shape.blocks as usize * WQEBB);
         let records = (receive + shape.receives as usize * STRIDE).next_multiple_of(64);
         let memory = nic.memory(records + 128)?;
+        let record = record.unwrap_or_else(|| part(&memory, records, 8));
         // Never written: the NIC leaves that to who owns the ring.
         for entry in 0..shape.completions as usize {
             memory.write(entry * CQE + offset::OP_OWN, &[opcode::INVALID << 4 | OWNER]);
@@ -78,7 +95,7 @@ impl Qp {
         let cqn = match nic.verb(Verb::CreateCq {
             ring: part(&memory, 0, cq_bytes),
             entries: shape.completions,
-            record: part(&memory, records, 8),
+            record: record.clone(),
             ignore_overrun: shape.ignore_overrun,
         })? {
             Reply::Cq(cqn) => cqn,
@@ -108,12 +125,7 @@ impl Qp {
             privileged: false,
         });
         let Reply::Qp { qpn, doorbell } = nic.verb(verb)? else { bail!("no QP") };
-        let cq = CqReader::new(
-            part(&memory, 0, cq_bytes),
-            shape.completions,
-            part(&memory, records, 8),
-            0,
-        );
+        let cq = CqReader::new(part(&memory, 0, cq_bytes), shape.completions, record, 0);
         Ok(Self { qpn, cqn, memory, shape, next: 0, doorbell, generation: 1, received: 0, cq })
     }
 

@@ -61,6 +61,7 @@ impl Service {
             groups: vec![access.iter().map(|q| q.qpn.raw()).collect()],
             bulletin_addr: local.addr(),
             bulletin_rkey: lkey.0,
+            session: Some(nic.secret()),
             ..Admission::default()
         };
         let terms = match control.ask(Request::Admit(admission))? {
@@ -102,7 +103,7 @@ impl Service {
         let mut qp = self.management.lock().expect("no thread has panicked");
         qp.reset(&self.nic)?;
         while qp.poll().is_some() {}
-        match self.control.ask(Request::ResetManagement { psn: 0 })? {
+        match self.control.ask(Request::ResetManagement { salt: None })? {
             Reply::Management { peers } => qp.connect(&self.nic, Qpn::new(peers[0])),
             other => bail!("the management QP was not re-established: {other:?}"),
         }
@@ -119,7 +120,7 @@ impl Service {
         let Some(error) = cqe.error else { return Ok(0) };
         qp.reset(&self.nic)?;
         while qp.poll().is_some() {}
-        let request = Request::ResetAccess { group: 0, lane: lane as u8, psn: 0 };
+        let request = Request::ResetAccess { group: 0, lane: lane as u8, salt: None };
         match self.control.ask(request)? {
             Reply::Access { peer } => self.access[lane].connect(&self.nic, Qpn::new(peer))?,
             other => bail!("lane {lane} was not re-established: {other:?}"),
