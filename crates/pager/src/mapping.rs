@@ -397,8 +397,7 @@ impl Pager {
             return;
         }
         let entry = self.table.lock(from);
-        let before = self.table.lock(to);
-        assert_eq!(before.state(), State::Absent, "the target of a move is empty");
+        self.lock_absent(to);
         let moved = match entry.state() {
             State::Absent => entry,
             State::Remote => Entry::remote(entry.slot().expect("a remote page has a slot")),
@@ -426,6 +425,21 @@ impl Pager {
         };
         self.settle(to, moved);
         self.settle(from, Entry::ABSENT);
+    }
+
+    /// Sets a page of a move's target BUSY, with nothing in it.
+    ///
+    /// Read-ahead of the mapping below may have filled the page with zeros since the target was
+    /// dropped: the kernel merges neighbouring mappings, and the handler goes by the page table.
+    fn lock_absent(&self, page: PageId) {
+        loop {
+            let entry = self.table.lock(page);
+            if entry.state() == State::Absent {
+                return;
+            }
+            let room = self.drop_run(&[(page, entry)]);
+            self.give_room(room);
+        }
     }
 
     /// The parts of a range that are not in the region.

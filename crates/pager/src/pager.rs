@@ -17,7 +17,7 @@
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
 
 use crate::config::{self, Config, EXIT_PAGER, EXIT_POOL_GONE};
 use crate::fault::Streams;
@@ -318,9 +318,14 @@ impl Pager {
         self.gate.lock().expect("nobody panics with the gate locked")
     }
 
-    /// The gate, if nobody has it.
+    /// The gate, unless another thread has it locked.
     pub(crate) fn try_gate(&self) -> Option<MutexGuard<'_, RangeSet>> {
-        self.gate.try_lock().ok()
+        match self.gate.try_lock() {
+            Ok(gate) => Some(gate),
+            Err(TryLockError::WouldBlock) => None,
+            // To wait for this lock would be to wait for ever.
+            Err(TryLockError::Poisoned(_)) => panic!("a thread panicked with the gate locked"),
+        }
     }
 
     pub(crate) fn slots(&self) -> MutexGuard<'_, Slots> {

@@ -2,7 +2,9 @@
 //! mappings several times the bound.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
+use pager::mapping::MapRequest;
 use pager::stats::Counter;
 use pager::sys::{self, PAGE_BYTES};
 use pager::{Config, Pager};
@@ -111,6 +113,58 @@ fn the_same_with_a_full_pool() {
     three_threads(&pager);
     assert!(pager.stats().get(Counter::OverflowChunksPeak) > 4);
     wait_for_chunks(&pager, 0);
+}
+
+/// Read-ahead of the pages below fills pages of the target while `mremap` moves there.
+#[test]
+fn a_mapping_moves_to_a_place_into_which_another_thread_reads_ahead() {
+    const BELOW: usize = 64;
+    const MOVED: usize = 48;
+    let pager = pager("memory:64MiB");
+    let below = pager.map((BELOW + MOVED) * PAGE_BYTES, READ_WRITE).unwrap();
+    let (moved_bytes, above) = (MOVED * PAGE_BYTES, below + BELOW * PAGE_BYTES);
+    let elsewhere = pager.map(moved_bytes, READ_WRITE).unwrap();
+    let done = Arc::new(AtomicBool::new(false));
+    let reader = std::thread::spawn({
+        let (pager, done) = (pager.clone(), done.clone());
+        move || {
+            while !done.load(Ordering::Acquire) {
+                pager.advise(below, BELOW * PAGE_BYTES, libc::MADV_DONTNEED).unwrap();
+                for page in 0..BELOW {
+                    // SAFETY: a mapped page that only this thread touches.
+                    assert_eq!(unsafe { word(below, page, 0).read_volatile() }, 0);
+                }
+            }
+        }
+    });
+    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+    for round in 1..400u64 {
+        for page in (0..MOVED).step_by(3) {
+            // SAFETY: a mapped page that only this thread touches.
+            unsafe { word(elsewhere, page, 7).write_volatile(round) };
+        }
+        pager.remap(elsewhere, moved_bytes, moved_bytes, flags, above).unwrap();
+        for page in 0..MOVED {
+            let wanted = if page % 3 == 0 { round } else { 0 };
+            // SAFETY: as above.
+            assert_eq!(unsafe { word(above, page, 7).read_volatile() }, wanted, "page {page}");
+        }
+        pager.remap(above, moved_bytes, moved_bytes, flags, elsewhere).unwrap();
+        let cleared = pager.map_fixed(MapRequest {
+            address: elsewhere,
+            len: moved_bytes,
+            prot: READ_WRITE,
+            flags: libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED,
+            fd: -1,
+            offset: 0,
+        });
+        assert_eq!(cleared, Ok(elsewhere));
+    }
+    done.store(true, Ordering::Release);
+    reader.join().unwrap();
+    pager.unmap(below, (BELOW + MOVED) * PAGE_BYTES).unwrap();
+    pager.unmap(elsewhere, moved_bytes).unwrap();
+    assert_eq!(pager.resident(), 0);
 }
 
 #[test]
