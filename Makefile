@@ -9,6 +9,8 @@ CARGO ?= cargo
 PRODUCTS := -p granary-cli -p granary-preload
 # As cargo: its environment says where artifacts are.
 GRANARY := $(or $(CARGO_TARGET_DIR),$(CARGO_BUILD_TARGET_DIR),target)/release/granary
+# A test binary that does not end is shown with its stacks, and killed.
+TEST := $(CARGO) --config 'target."cfg(unix)".runner="$(CURDIR)/scripts/run-test"' test
 # Where `make bench` puts records (JSON lines) and pictures (SVG and PNG).
 OUT ?= out
 
@@ -36,16 +38,16 @@ quickstart: build ## See it work: real programs, most of their memory in a pool
 test: toolchain ## Unit, property and whole-system tests
 	scripts/test-deps
 	$(CARGO) build --release $(PRODUCTS)
-	$(CARGO) test --workspace
+	$(TEST) --workspace
 
 .PHONY: test-full
 test-full: test ## More cases, longer runs, Linux's soft-RoCE in qemu, and all once more on a single core
 	GRANARY_TEST_FULL=1 scripts/test-deps
 	# Optimised, but each test binary is linked without LTO: there are many, and each would be compiled anew.
 	PROPTEST_CASES=4096 GRANARY_TEST_FULL=1 CARGO_PROFILE_RELEASE_LTO=off \
-	    $(CARGO) test --workspace --release
-	taskset -c 0 $(CARGO) test --workspace
-	GRANARY_TEST_UNPRIVILEGED=1 $(CARGO) test --workspace --test pager_forks
+	    TEST_SECONDS=3600 $(TEST) --workspace --release
+	TEST_SECONDS=1800 taskset -c 0 $(TEST) --workspace
+	GRANARY_TEST_UNPRIVILEGED=1 $(TEST) --workspace --test pager_forks
 	# All benchmarks in full: with what the tests above have built, and pictures in a temporary directory.
 	out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && \
 	    $(MAKE) --no-print-directory benchmarks OUT="$$out"
