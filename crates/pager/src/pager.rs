@@ -122,7 +122,7 @@ pub struct Pager {
     pub(crate) sockets: Sockets,
     pub(crate) enter: OnceLock<fn()>,
     /// Looks at what is not paged.
-    pub(crate) watch: Mutex<Watch>,
+    pub(crate) watch: Watch,
 }
 
 impl Pager {
@@ -241,7 +241,7 @@ impl Pager {
             inheritance,
             sockets,
             enter: OnceLock::new(),
-            watch: Mutex::default(),
+            watch: Watch::default(),
         }))
     }
 

@@ -11,7 +11,7 @@
 
 use std::io::{self, Read};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use crate::pager::Pager;
 use crate::sys::{self, PAGE_BYTES};
@@ -242,13 +242,64 @@ impl Glance {
     }
 }
 
-/// When to look, and what was seen last.
+/// When to look, and what was seen last. One thread at a time looks.
 #[derive(Debug, Default)]
 pub(crate) struct Watch {
-    /// As it was at the last close look.
-    seen: Glance,
+    /// Id of the process whose thread looks now; 0 while none does.
+    ///
+    /// Not a mutex: a process that forks during a look leaves its own id to the child, in which no
+    /// thread looks.
+    looker: AtomicU32,
+    /// The glance at the last close look: anonymous, beside, shared.
+    seen: [AtomicU64; 3],
     /// No close look before this time, in ns.
-    not_before: u64,
+    not_before: AtomicU64,
+}
+
+impl Watch {
+    /// Takes the turn to look. None while another thread of this process has the turn.
+    fn begin(&self) -> Option<Turn<'_>> {
+        let own = std::process::id();
+        let turn = |looker| (looker != own).then_some(own);
+        let taken = self.looker.fetch_update(Ordering::AcqRel, Ordering::Acquire, turn);
+        taken.is_ok().then_some(Turn(self))
+    }
+
+    /// As [`Watch::begin`], once the thread that looks has finished, which takes milliseconds.
+    fn begin_after_others(&self) -> Option<Turn<'_>> {
+        let end = sys::now_ns() + WAIT_NS;
+        loop {
+            let turn = self.begin();
+            if turn.is_some() || sys::now_ns() >= end {
+                return turn;
+            }
+            sys::futex_wait(&self.looker, std::process::id(), Some(WAIT_NS / 1_000_000));
+        }
+    }
+}
+
+/// The turn to look, given back when dropped.
+struct Turn<'a>(&'a Watch);
+
+impl Turn<'_> {
+    fn seen(&self) -> Glance {
+        let [anonymous, beside, shared] =
+            self.0.seen.each_ref().map(|word| word.load(Ordering::Relaxed));
+        Glance { anonymous, beside, shared }
+    }
+
+    fn set_seen(&self, Glance { anonymous, beside, shared }: Glance) {
+        for (word, value) in self.0.seen.iter().zip([anonymous, beside, shared]) {
+            word.store(value, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.looker.store(0, Ordering::Release);
+        sys::futex_wake(&self.0.looker);
+    }
 }
 
 /// Time between two glances: doubled as long as nothing changes.
@@ -258,19 +309,23 @@ pub(crate) const GLANCE_MS_MAX: u64 = 1000;
 const LOOK_PAUSE: u64 = 20;
 /// Growth that is not worth a close look: 1 MiB.
 const SMALL_PAGES: u64 = 256;
+/// The exit of the program waits at most so long for a look that is under way.
+const WAIT_NS: u64 = 1_000_000_000;
 
 impl Pager {
     /// Looks, cheaply at first, for memory of the program that is not paged. True if there was news.
     ///
-    /// What cannot be seen (no /proc) is not counted.
+    /// What cannot be seen (no /proc) is not counted. The look at exit is the last one, and the only one
+    /// for what a program touches in its last milliseconds, so it waits for a look under way.
     pub(crate) fn look_for_unpaged(&self, at_exit: bool) -> bool {
-        let Ok(mut watch) = self.watch.try_lock() else { return false };
+        let turn = if at_exit { self.watch.begin_after_others() } else { self.watch.begin() };
+        let Some(turn) = turn else { return false };
         let Ok(now) = Glance::take(u64::from(self.resident())) else { return false };
         let start = sys::now_ns();
         let due = if at_exit {
-            now != watch.seen
+            now != turn.seen()
         } else {
-            start >= watch.not_before && now.is_news(&watch.seen)
+            start >= self.watch.not_before.load(Ordering::Relaxed) && now.is_news(&turn.seen())
         };
         if !due {
             return false;
@@ -279,9 +334,9 @@ impl Pager {
             |range: &Range<usize>| self.region.contains(range.start) || sys::is_own_mapping(range);
         let look = sys::open_own(c"/proc/self/smaps").and_then(|file| Look::read(file, is_own));
         let Ok(look) = look else { return false };
-        watch.seen = now;
+        turn.set_seen(now);
         let end = sys::now_ns();
-        watch.not_before = end + LOOK_PAUSE * (end - start);
+        self.watch.not_before.store(end + LOOK_PAUSE * (end - start), Ordering::Relaxed);
         self.stats.unpaged(&look, !self.forks.is_light());
         true
     }
@@ -371,6 +426,23 @@ mod tests {
         .concat();
         let found = look(&text, 0..0);
         assert_eq!((found.files, found.mapped), (4096, 8192));
+    }
+
+    #[test]
+    fn the_exit_waits_for_a_look_under_way_and_a_forked_child_does_not() {
+        let watch = std::sync::Arc::new(Watch::default());
+        let turn = watch.begin().unwrap();
+        assert!(watch.begin().is_none(), "one thread at a time");
+        let exit = std::thread::spawn({
+            let watch = watch.clone();
+            move || watch.begin_after_others().is_some()
+        });
+        drop(turn);
+        assert!(exit.join().unwrap());
+        // As a child finds the word that was forked during a look of its parent's.
+        watch.looker.store(std::process::id() + 1, Ordering::Release);
+        assert!(watch.begin().is_some());
+        assert_eq!(watch.looker.load(Ordering::Acquire), 0);
     }
 
     #[test]
