@@ -1,4 +1,4 @@
-//! Eviction without the evictor's thread: each test evicts and writes back its own pages.
+//! Eviction: most tests evict and write back their own pages, the last ones have the evictor's thread.
 
 use std::sync::Arc;
 
@@ -202,4 +202,93 @@ fn a_range_counts_as_dropped_only_when_all_of_it_is() {
     for (bytes, count) in expected {
         assert_eq!(whole(&ranges, bytes), count, "{bytes} bytes");
     }
+}
+
+/// Frames that are being written have nowhere to be staged: pages stay, with what they hold.
+#[test]
+fn pages_for_which_there_is_no_frame_stay_resident() {
+    let pager = pager();
+    let start = map(&pager, 6, 5);
+    let mut frames = Vec::new();
+    while let Some(frame) = pager.staging.allocate(|_| false) {
+        // The frames' pages are not looked at before the frames are clean.
+        pager.staging.fill(frame, PageId(0), None);
+        pager.staging.start_writing(1, &mut frames);
+    }
+    let mut evictor = Evictor::default();
+    while pager.residency().len() < 6 {
+        std::thread::yield_now();
+    }
+    assert_eq!(evictor.make_room(&pager, pager.gate()), 0);
+    let first = first_page(&pager, start);
+    // One page finds a frame: of the run, only that page is dropped.
+    assert!(pager.staging.leave(frames[0]) == Left::Unstored(None));
+    pager.staging.set_slot(frames[0], SlotId(0));
+    assert_eq!(pager.staging.written(frames[0]), Some(SlotId(0)));
+    assert_eq!(evictor.make_room(&pager, pager.gate()), 1);
+    let states = (0..6).map(|page| pager.table.load(PageId(first.0 + page)).state());
+    assert_eq!(states.filter(|&state| state == State::Resident).count(), 5);
+    assert_eq!(pager.resident(), 5);
+    // SAFETY: pages that the test has mapped.
+    let found = unsafe { std::slice::from_raw_parts(start, 6 * PAGE_BYTES) };
+    assert!(found.iter().all(|byte| *byte == 5));
+}
+
+/// Waits until something is so, for ten seconds.
+fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    let end = sys::now_ns() + 10_000_000_000;
+    while !holds() {
+        assert!(sys::now_ns() < end, "it never came to this: {what}");
+        std::thread::yield_now();
+    }
+}
+
+/// A pager whose bound of 512 pages is used up, and its evictor's thread, which begins to work.
+fn full_with_evictor(prepare: impl FnOnce(&Pager, PageId)) -> Arc<Pager> {
+    let config = Config::new(4 << 20, "memory:64MiB");
+    let mut pager = Pager::new(&config, Pager::open_transport(&config).unwrap()).unwrap();
+    Arc::get_mut(&mut pager).expect("nobody else has it").limit = 512;
+    let (handler, evictor) = (pager.clone(), pager.clone());
+    std::thread::spawn(move || handler.handler());
+    let start = map(&pager, 512, 1);
+    wait_until("all pages are queued", || pager.residency().len() == 512);
+    prepare(&pager, first_page(&pager, start));
+    std::thread::spawn(move || evictor.evictor());
+    wait_until("the evictor sleeps", || pager.evictor_sleeps.load(Ordering::SeqCst));
+    pager
+}
+
+#[test]
+fn the_evictor_makes_room_up_to_its_mark_and_no_more() {
+    let pager = full_with_evictor(|_, _| ());
+    assert_eq!(pager.high_water(), BATCH, "one batch is enough");
+    assert_eq!(pager.resident(), 512 - BATCH);
+}
+
+#[test]
+fn the_evictor_sleeps_while_all_pages_are_locked() {
+    let mut first = PageId(0);
+    let pager = full_with_evictor(|pager, page| {
+        first = page;
+        (0..512).for_each(|page| pager.table.set_pinned(PageId(first.0 + page), true));
+    });
+    assert_eq!(pager.resident(), 512);
+    (0..512).for_each(|page| pager.table.set_pinned(PageId(first.0 + page), false));
+    pager.call_evictor(true);
+    wait_until("there is room", || pager.resident() == 512 - BATCH);
+}
+
+#[test]
+fn the_evictor_looks_for_what_is_not_paged_while_it_waits() {
+    let pager = full_with_evictor(|_, _| ());
+    wait_until("it has looked", || pager.stats.get(Counter::UnpagedBytes) > 0);
+}
+
+#[test]
+fn glances_become_rarer_as_long_as_nothing_changes() {
+    let pager = pager();
+    // Other tests of this process map memory, which is news.
+    wait_until("nothing is new", || pager.glance(unpaged::GLANCE_MS_MIN) == 20);
+    wait_until("at most a second", || pager.glance(unpaged::GLANCE_MS_MAX) == 1000);
+    wait_until("at most a second", || pager.glance(700) == 1000);
 }
