@@ -93,12 +93,16 @@ pub fn paged(local: u64, pool: &str, program: &str, arguments: &[&str]) -> Outco
     outcome
 }
 
-/// With `GRANARY_TEST_UNPRIVILEGED` set the kernel reports no forks to what `command` starts: it has not the
-/// capability that is asked for. Only root has it to lose.
+/// True if the kernel reports forks to the pager of a paged program: as root, unless
+/// `GRANARY_TEST_UNPRIVILEGED` is set.
+pub fn forks_are_reported() -> bool {
+    rustix::process::geteuid().is_root() && std::env::var_os("GRANARY_TEST_UNPRIVILEGED").is_none()
+}
+
+/// With `GRANARY_TEST_UNPRIVILEGED` set the kernel reports no forks to the program that `command` starts: the
+/// program lacks the capability for that. Only root has that capability to lose.
 pub fn as_asked(command: &mut Command) {
-    if std::env::var_os("GRANARY_TEST_UNPRIVILEGED").is_none()
-        || !rustix::process::geteuid().is_root()
-    {
+    if forks_are_reported() || !rustix::process::geteuid().is_root() {
         return;
     }
     const CAP_SYS_PTRACE: i32 = 19;

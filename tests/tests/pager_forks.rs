@@ -9,7 +9,7 @@
 use granary_tests::needs;
 use granary_tests::node::{MemoryNode, full};
 use granary_tests::over_each_node;
-use granary_tests::pager::{Scratch, assert_same, paged, plain};
+use granary_tests::pager::{Scratch, assert_same, forks_are_reported, paged, plain};
 use granary_tests::run::{Behind, Site};
 use pager::config::EXIT_PAGER;
 
@@ -123,6 +123,17 @@ fn workers_that_give_up_roots_rights_page_over_the_private_memory_node() {
 #[test]
 fn two_hundred_children_one_after_the_other() {
     self_checking("many", include_str!("pager_programs/many.c"), &[&["200"]]);
+}
+
+/// The kernel refuses to write-protect pages while it reports a fork, and a child by a raw system call comes
+/// without a step of the pager's before it.
+#[test]
+fn pages_are_evicted_in_the_middle_of_forks() {
+    let forks = if full() { "1000" } else { "60" };
+    let ways: &[&str] = if forks_are_reported() { &["fork", "raw"] } else { &["fork"] };
+    for way in ways {
+        self_checking("storm", include_str!("pager_programs/storm.c"), &[&[way, forks]]);
+    }
 }
 
 #[test]
