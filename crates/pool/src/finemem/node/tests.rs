@@ -2,14 +2,15 @@
 
 use fabric::soft::SoftNic;
 use fabric::{
-    Completion, CompletionQueue, Key, Op, QpAttr, QpChange, Qpn, Receive, Remote, Status,
-    WorkRequest,
+    Completion, CompletionQueue, Key, Op, PathMtu, Psn, QpAttr, QpChange, Qpn, Receive, Remote,
+    Status, WorkRequest,
 };
 
 use super::*;
 use crate::SchemeKind;
 use crate::finemem::tree::Tree;
 use crate::finemem::words;
+use crate::remote::{RoceEnd, Route};
 
 type Qp = <SoftNic as Nic>::Qp;
 
@@ -152,4 +153,25 @@ fn work_that_the_nic_refuses_is_not_taken_for_broken_off() {
     assert!(failed.is_some(), "its window cannot be bound anew");
     assert_eq!(bed.node.broken_off(), 0);
     assert_eq!(bed.node.free_chunks(), CHUNKS - 1);
+}
+
+/// Both ends draw that from a salt, which the compute node chooses for each time.
+#[test]
+fn a_qp_of_another_host_that_is_made_anew_begins_with_what_was_told_last() {
+    let mut bed = Bed::new();
+    let end = RoceEnd { port: 4791, mtu: PathMtu::Mtu1024 };
+    let ip = |last| std::net::IpAddr::from([10, 0, 0, last]);
+    let route = Route::between(ip(1), end, ip(2), end);
+    let at = |psn| route.peer(Qpn::new(7), Start::Psn(Psn::new(psn)));
+    let peer = bed.node.peers.get_mut(&bed.id).unwrap();
+    peer.management_peer = at(1);
+    peer.groups[0].iter_mut().for_each(|(_, lane)| *lane = at(1));
+    let begin = |bed: &Bed| {
+        let peer = &bed.node.peers[&bed.id];
+        [peer.management_peer, peer.groups[0][0].1, peer.groups[0][1].1]
+    };
+    bed.node.renew(bed.id, Part::Access(GroupId(0), Lane(1)), Start::Psn(Psn::new(2)));
+    assert_eq!(begin(&bed), [at(1), at(1), at(2)]);
+    bed.node.renew(bed.id, Part::Management, Start::Psn(Psn::new(3)));
+    assert_eq!(begin(&bed), [at(3), at(1), at(2)]);
 }
