@@ -128,7 +128,7 @@ fn numbers_that_are_of_no_qp_or_named_twice_are_refused() {
 }
 
 #[test]
-fn who_closes_a_gate_waits_until_the_thread_is_held_or_has_left() {
+fn the_wait_at_a_closed_gate_ends_when_the_thread_is_held_or_has_left() {
     for _ in 0..50 {
         let gate = Gate::default();
         gate.close();
