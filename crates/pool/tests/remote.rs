@@ -4,6 +4,7 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
+use fabric::Key;
 use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
 
 use pool::budget::Budget;
@@ -155,6 +156,25 @@ fn a_refused_access_breaks_nothing_else() {
     assert!(matches!(refused, Err(Error::Access { .. })), "{refused:?}");
     let again = a.allocate_blocking().unwrap();
     a.write_blocking(&again, 0, b"again").unwrap();
+}
+
+/// What they begin with comes from a salt that the compute node draws for each time.
+#[test]
+fn qps_that_a_refused_access_broke_begin_anew_in_every_scheme() {
+    // Where access is by whole pages there are no keys.
+    for scheme in SchemeKind::ALL.iter().filter(|scheme| **scheme != SchemeKind::Odrp) {
+        let (_service, remote) = serve_by(*scheme, "127.0.0.1:0");
+        let pool = Pool::connect_remote(&remote, options()).unwrap();
+        let grant = pool.allocate_blocking().unwrap();
+        let wrong: Vec<Key> = grant.keys().iter().map(|key| Key(key.0 ^ 0x55)).collect();
+        let wrong = pool::Grant::new(grant.addr, grant.len, grant.entry, grant.group, &wrong);
+        for _ in 0..3 {
+            let refused = pool.write_blocking(&wrong, 0, b"wrong");
+            assert!(matches!(refused, Err(Error::Access { .. })), "{scheme}: {refused:?}");
+            pool.write_blocking(&grant, 0, b"right").unwrap_or_else(|e| panic!("{scheme}: {e}"));
+        }
+        pool.free_blocking(grant).unwrap();
+    }
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fabric::{Access, CqAttr, DmaMemory, MemoryRegion, Nic, QpState, QueuePair};
+use fabric::{Access, Caps, CqAttr, DmaMemory, MemoryRegion, Nic, QpState, QueuePair};
 
 use super::books::{Books, Names};
 use super::function::{self, Function};
@@ -56,24 +56,7 @@ impl<N: Nic> Node<N> {
     /// Donates memory as `settings` say, with a window bound for every block.
     pub fn new(nic: &N, settings: &Settings) -> Result<Self, Error> {
         settings.validate()?;
-        let caps = nic.caps();
-        let windows = caps.type1_windows && caps.windows;
-        if !windows || !caps.big_endian_atomics || !caps.global_atomics {
-            return Err(fabric::Error::Unsupported {
-                attempt: format!("serving with scheme {}", settings.scheme),
-                why: format!(
-                    "it needs windows of types 1 and 2B, and atomics that are big-endian and atomic to \
-                     the CPU too; {} has type 1: {}, type 2B: {}, big-endian atomics: {}, atomic to \
-                     the CPU: {}",
-                    caps.name,
-                    caps.type1_windows,
-                    caps.windows,
-                    caps.big_endian_atomics,
-                    caps.global_atomics
-                ),
-            }
-            .into());
-        }
+        check_caps(&nic.caps(), settings)?;
         let shape = Shape { chunks: settings.chunks() as u32, chunk_bytes: settings.chunk_bytes };
         let functions = function::needed(nic, shape, settings)?;
         let metadata_pd = nic.alloc_pd()?;
@@ -411,8 +394,32 @@ impl<N: Nic> Node<N> {
     }
 }
 
+/// Refuses a NIC that lacks what the schemes rely on.
+fn check_caps(caps: &Caps, settings: &Settings) -> Result<(), Error> {
+    let windows = caps.type1_windows && caps.windows;
+    if windows && caps.big_endian_atomics && caps.global_atomics {
+        return Ok(());
+    }
+    Err(fabric::Error::Unsupported {
+        attempt: format!("serving with scheme {}", settings.scheme),
+        why: format!(
+            "it needs windows of types 1 and 2B, and atomics that are big-endian and atomic to the CPU \
+             too; {} has type 1: {}, type 2B: {}, big-endian atomics: {}, atomic to the CPU: {}",
+            caps.name,
+            caps.type1_windows,
+            caps.windows,
+            caps.big_endian_atomics,
+            caps.global_atomics
+        ),
+    }
+    .into())
+}
+
 const NOT_ADMITTED: &str = "this compute node is not admitted";
 
 fn refuse(why: impl ToString) -> Error {
     Error::Refused { attempt: "a request of a compute node".into(), why: why.to_string() }
 }
+
+#[cfg(test)]
+mod tests;

@@ -52,8 +52,8 @@ impl NodeScheme for Stubborn {
         Ok(None)
     }
 
-    fn management_is_open(&self, _: ClientId) -> Result<bool, Error> {
-        Ok(true)
+    fn management_is_open(&self, client: ClientId) -> Result<bool, Error> {
+        Ok(client == ClientId(1))
     }
 
     fn reset_access(&mut self, _: ClientId, _: GroupId, _: Lane) -> Result<u32, Error> {
@@ -93,4 +93,56 @@ fn a_compute_node_that_cannot_be_retired_keeps_its_chunks_until_it_can() {
     assert_eq!(node.unretired(), (0, None));
     node.retire(second);
     assert!(node.is_retired(second));
+}
+
+#[test]
+fn the_scheme_says_whose_management_connection_is_open() {
+    let node =
+        MemoryNode::new(Stubborn { here: BTreeSet::new(), refusals: 0 }, Settings::default());
+    let admit = || ClientId(node.admit(&Admission::default()).unwrap().client);
+    let (first, second) = (admit(), admit());
+    assert!(node.management_is_open(first).unwrap());
+    assert!(!node.management_is_open(second).unwrap());
+    assert!(node.management_is_open(ClientId(99)).is_err());
+}
+
+#[test]
+fn numbers_that_are_of_no_qp_or_named_twice_are_refused() {
+    let node =
+        MemoryNode::new(Stubborn { here: BTreeSet::new(), refusals: 0 }, Settings::default());
+    let (last, beyond) = (Qpn::MAX, Qpn::MAX + 1);
+    for (management, group, why) in [
+        (vec![last], vec![1, 2], None),
+        (vec![beyond], vec![1, 2], Some("0x1000000 is no QP number")),
+        (vec![3], vec![1, u32::MAX], Some("0xffffffff is no QP number")),
+        (vec![3], vec![1, 3], Some("QP 0x3 twice")),
+        (vec![last], vec![1, last], Some("QP 0xffffff twice")),
+    ] {
+        let request = Admission { management, groups: vec![group], ..Admission::default() };
+        match (node.admit(&request), why) {
+            (Ok(_), None) => {}
+            (Err(e), Some(why)) => assert!(e.to_string().contains(why), "{e}"),
+            (result, why) => panic!("{result:?}, not {why:?}"),
+        }
+    }
+}
+
+#[test]
+fn the_wait_at_a_closed_gate_ends_when_the_thread_is_held_or_has_left() {
+    for _ in 0..50 {
+        let gate = Gate::default();
+        gate.close();
+        thread::scope(|scope| {
+            let passing = scope.spawn(|| {
+                gate.pass();
+                gate.leave();
+            });
+            gate.wait_closed();
+            let held = gate.state.lock().held;
+            gate.open();
+            assert!(held);
+            passing.join().unwrap();
+        });
+        gate.wait_closed();
+    }
 }

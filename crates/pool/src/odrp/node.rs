@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use fabric::direct::{DirectNic, DirectQp};
 use fabric::{
-    Access, Completion, CompletionQueue, CqAttr, Cqn, DmaMemory, MemoryRegion, PeerAddress, QpAttr,
-    QpChange, Qpn, QueuePair, Receive, ReceiveAttr, Remote, Status,
+    Access, Caps, Completion, CompletionQueue, CqAttr, Cqn, DmaMemory, MemoryRegion, PeerAddress,
+    QpAttr, QpChange, Qpn, QueuePair, Receive, ReceiveAttr, Remote, Status,
 };
 
 use super::chain::{self, Reads, Tables};
@@ -51,7 +51,7 @@ pub struct Node<N: DirectNic> {
     push_record: N::Mr,
     reclaimer: Reclaimer<N>,
     notice: Notice<N>,
-    clients: BTreeMap<ClientId, Connection<N>>,
+    pub(super) clients: BTreeMap<ClientId, Connection<N>>,
     workers: HashMap<Qpn, ClientId>,
     refused: u64,
     frees: u64,
@@ -62,18 +62,7 @@ impl<N: DirectNic> Node<N> {
     /// Maps the memory, fills the tables and the queue.
     pub fn new(nic: N, settings: Settings) -> Result<Self, Error> {
         settings.validate()?;
-        let caps = nic.caps();
-        if !caps.chains || !caps.big_endian_atomics {
-            return Err(fabric::Error::Unsupported {
-                attempt: "serving with scheme odrp".into(),
-                why: format!(
-                    "it needs WAIT and SEND_EN, and big-endian atomics; {} has chains: {}, \
-                     big-endian atomics: {}",
-                    caps.name, caps.chains, caps.big_endian_atomics
-                ),
-            }
-            .into());
-        }
+        check_caps(&nic.caps())?;
         let shape = Shape {
             chunks: settings.chunks() as u32,
             chunk_bytes: settings.chunk_bytes,
@@ -589,4 +578,20 @@ impl<N: DirectNic> NodeScheme for Node<N> {
             Some(page) => Err(broken(format!("page {page} is lost: not free, and nobody's"))),
         }
     }
+}
+
+/// Refuses a NIC that lacks what the scheme relies on.
+pub(super) fn check_caps(caps: &Caps) -> Result<(), Error> {
+    if caps.chains && caps.big_endian_atomics {
+        return Ok(());
+    }
+    Err(fabric::Error::Unsupported {
+        attempt: "serving with scheme odrp".into(),
+        why: format!(
+            "it needs WAIT and SEND_EN, and big-endian atomics; {} has chains: {}, big-endian \
+             atomics: {}",
+            caps.name, caps.chains, caps.big_endian_atomics
+        ),
+    }
+    .into())
 }

@@ -173,3 +173,29 @@ fn poll_for(fd: BorrowedFd<'_>, flags: PollFlags, timeout: Duration) -> Result<b
     };
     poll(&mut fds, Some(&timeout)).map(|n| n > 0)
 }
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
+
+    use super::*;
+
+    #[test]
+    fn a_host_where_nothing_serves_is_told_from_one_that_is_not_reached() {
+        // Bound, and not listening: the port is of no other process meanwhile.
+        let (family, kind) = (AddressFamily::INET, SocketType::STREAM);
+        let bound = net::socket_with(family, kind, SocketFlags::CLOEXEC, None).unwrap();
+        net::bind(&bound, &SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+        let address = SocketAddr::try_from(net::getsockname(&bound).unwrap()).unwrap();
+        let why = Link::remote(&address.into()).err().expect("nothing listens").to_string();
+        assert!(why.contains("granary serve --listen"), "{why}");
+    }
+
+    #[test]
+    fn the_descriptor_of_a_link_is_its_sockets() {
+        let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
+        let (here, _there) = net::socketpair(AddressFamily::UNIX, kind, flags, None).unwrap();
+        let number = here.as_raw_fd();
+        assert_eq!(Link::Local(here).descriptor(), number);
+    }
+}

@@ -73,6 +73,14 @@ impl RemoteListener {
     /// The address is in use or not this host's; there is no token, and it was not said
     /// that all may connect.
     pub fn bind(listen: &Listen) -> Result<(Self, UdpSocket), Error> {
+        Self::bind_with(listen, UdpSocket::bind)
+    }
+
+    /// The same with what makes the socket of the UDP port.
+    fn bind_with(
+        listen: &Listen,
+        mut udp: impl FnMut(SocketAddr) -> std::io::Result<UdpSocket>,
+    ) -> Result<(Self, UdpSocket), Error> {
         listen.check()?;
         let system = |what: &str, source| {
             let attempt = format!("listening at {} ({what})", listen.address);
@@ -84,7 +92,7 @@ impl RemoteListener {
             let socket = TcpListener::bind(listen.address).map_err(|e| system("TCP", e))?;
             socket.set_nonblocking(true).map_err(|e| system("TCP", e))?;
             let address = socket.local_addr().map_err(|e| system("TCP", e))?;
-            match UdpSocket::bind(address) {
+            match udp(address) {
                 Ok(wire) => {
                     let Listen { token, authenticated, .. } = listen.clone();
                     return Ok((Self { socket, address, token, authenticated }, wire));
@@ -165,6 +173,8 @@ pub fn mind_the_peer(stream: impl AsFd) -> Result<(), Errno> {
 
 #[cfg(test)]
 mod tests {
+    use rustix::net::{self, AddressFamily, SocketType};
+
     use super::*;
 
     #[test]
@@ -194,5 +204,79 @@ mod tests {
         let mut fds = [rustix::event::PollFd::new(&first, rustix::event::PollFlags::IN)];
         rustix::event::poll(&mut fds, None).unwrap();
         assert!(first.accept().unwrap().is_some());
+    }
+
+    #[test]
+    fn any_number_is_tried_until_tcp_and_udp_have_it_free_and_one_number_once() {
+        let fixed = RemoteListener::bind(&Listen::to_all("127.0.0.1:0".parse().unwrap()));
+        let fixed = fixed.unwrap().0.address();
+        for (port, tries) in [(0, TRIES), (fixed.port(), 1)] {
+            let listen = Listen::to_all(SocketAddr::new(fixed.ip(), port));
+            for taken in [0, tries - 1, tries] {
+                let mut asked = 0;
+                let bound = RemoteListener::bind_with(&listen, |address| {
+                    asked += 1;
+                    assert!(asked <= tries, "{asked} numbers are tried");
+                    match asked > taken {
+                        true => UdpSocket::bind(address),
+                        false => Err(ErrorKind::AddrInUse.into()),
+                    }
+                });
+                assert_eq!(asked, tries.min(taken + 1), "port {port}");
+                match bound {
+                    Ok((listener, wire)) => {
+                        assert!(taken < tries);
+                        assert_eq!(wire.local_addr().unwrap(), listener.address());
+                    }
+                    Err(e) => assert!(taken == tries && e.to_string().contains("UDP"), "{e}"),
+                }
+            }
+        }
+        let listen = Listen::to_all(SocketAddr::new(fixed.ip(), 0));
+        let mut asked = 0;
+        let bound = RemoteListener::bind_with(&listen, |_| {
+            asked += 1;
+            assert_eq!(asked, 1, "another number does not help");
+            Err(ErrorKind::PermissionDenied.into())
+        });
+        assert!(bound.err().unwrap().to_string().contains("permission denied"));
+    }
+
+    #[test]
+    fn an_error_of_one_connection_is_not_one_of_the_listener() {
+        for of_one in [Errno::WOULDBLOCK, Errno::INTR, Errno::CONNABORTED, Errno::TIMEDOUT] {
+            assert!(is_of_one(of_one), "{of_one}");
+        }
+        for of_all in [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::INVAL] {
+            assert!(!is_of_one(of_all), "{of_all}");
+        }
+        // A socket that does not listen has no connection that could have broken.
+        let (family, kind) = (AddressFamily::INET, SocketType::STREAM);
+        let deaf = net::socket_with(family, kind, SocketFlags::CLOEXEC, None).unwrap();
+        let address = "127.0.0.1:0".parse().unwrap();
+        let deaf =
+            RemoteListener { socket: deaf.into(), address, token: None, authenticated: true };
+        assert_eq!(deaf.accept().err(), Some(Errno::INVAL));
+    }
+
+    #[test]
+    fn an_accepted_connection_does_not_block_is_not_inherited_and_minds_its_peer() {
+        let listen = Listen::to_all("127.0.0.1:0".parse().unwrap());
+        let listener = RemoteListener::bind(&listen).unwrap().0;
+        let _client = std::net::TcpStream::connect(listener.address()).unwrap();
+        let mut fds = [rustix::event::PollFd::new(&listener, rustix::event::PollFlags::IN)];
+        rustix::event::poll(&mut fds, None).unwrap();
+        let stream = listener.accept().unwrap().expect("a connection");
+        let inherited = rustix::io::fcntl_getfd(&stream).unwrap();
+        assert!(inherited.contains(rustix::io::FdFlags::CLOEXEC));
+        let status = rustix::fs::fcntl_getfl(&stream).unwrap();
+        assert!(status.contains(rustix::fs::OFlags::NONBLOCK));
+        assert!(sockopt::tcp_nodelay(&stream).unwrap());
+        assert!(sockopt::socket_keepalive(&stream).unwrap());
+        assert_eq!(sockopt::tcp_keepidle(&stream).unwrap(), IDLE);
+        assert_eq!(sockopt::tcp_keepintvl(&stream).unwrap(), INTERVAL);
+        assert_eq!(sockopt::tcp_keepcnt(&stream).unwrap(), PROBES);
+        let gone = sockopt::tcp_user_timeout(&stream).unwrap();
+        assert_eq!(Duration::from_millis(gone.into()), GONE);
     }
 }

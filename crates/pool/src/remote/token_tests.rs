@@ -54,6 +54,7 @@ fn tokens_have_16_to_1024_bytes_without_the_white_space_around_them() {
     let token = read(&format!("{}{text}\n", " ".repeat(1000))).unwrap();
     let same = Token::new(&text).unwrap();
     assert_eq!(token.proof(Side::Client, &nonces()), same.proof(Side::Client, &nonces()));
+    assert!(read(&format!("{}{text}\n", " ".repeat(1023))).is_ok());
     // A longer file is refused, not cut off.
     assert!(read(&format!("{}{text}", " ".repeat(1025))).is_err());
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fabric::{
-    Access, CqAttr, Key, MemoryRegion, Nic, QpAttr, QpChange, QpState, QueuePair, Receive,
+    Access, Caps, CqAttr, Key, MemoryRegion, Nic, QpAttr, QpChange, QpState, QueuePair, Receive,
     ReceiveAttr, Remote,
 };
 use parking_lot::{Mutex, MutexGuard};
@@ -41,15 +41,7 @@ impl<N: Nic> Node<N> {
     pub fn new(nic: &N, settings: &Settings) -> Result<Self, Error> {
         settings.validate()?;
         let (scheme, caps) = (settings.scheme, nic.caps());
-        let missing = match scheme {
-            SchemeKind::RpcMw2 if !caps.windows => Some("type-2 windows"),
-            SchemeKind::RpcMw1 | SchemeKind::PremmapRpc if !caps.type1_windows => {
-                Some("type-1 windows")
-            }
-            _ if (caps.max_inline as usize) < REPLY_BYTES => Some("enough inline data"),
-            _ => None,
-        };
-        if let Some(missing) = missing {
+        if let Some(missing) = missing(scheme, &caps) {
             return Err(Error::Setting {
                 setting: "scheme",
                 value: scheme.name().into(),
@@ -375,8 +367,23 @@ impl<N: Nic> CpuEvents for AllCores<N> {
     }
 }
 
+/// What a NIC lacks that `scheme` needs.
+fn missing(scheme: SchemeKind, caps: &Caps) -> Option<&'static str> {
+    match scheme {
+        SchemeKind::RpcMw2 if !caps.windows => Some("type-2 windows"),
+        SchemeKind::RpcMw1 | SchemeKind::PremmapRpc if !caps.type1_windows => {
+            Some("type-1 windows")
+        }
+        _ if (caps.max_inline as usize) < REPLY_BYTES => Some("enough inline data"),
+        _ => None,
+    }
+}
+
 const NOT_ADMITTED: &str = "this compute node is not admitted";
 
 fn refuse(why: impl ToString) -> Error {
     Error::Refused { attempt: "admitting a compute node".into(), why: why.to_string() }
 }
+
+#[cfg(test)]
+mod tests;

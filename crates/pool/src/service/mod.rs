@@ -179,11 +179,6 @@ impl Service {
         self.shared.clock.read() + self.shared.turner.cpu_time()
     }
 
-    /// CPU time of the thread that plays the NIC.
-    pub fn nic_cpu(&self) -> Result<Duration, Error> {
-        self.shared.nic_cpu()
-    }
-
     /// Why a control thread ended by itself, if one did.
     pub fn failure(&self) -> Option<String> {
         self.shared.failure.lock().clone().or_else(|| self.shared.turner.failure())
@@ -230,10 +225,6 @@ impl Shared {
     fn wake(&self) {
         // It does not block; if its counter is full, the thread is woken already.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
-    }
-
-    fn nic_cpu(&self) -> Result<Duration, Error> {
-        self.host.cpu_time().map_err(nic_gone)
     }
 
     fn status(&self) -> Result<Status, Error> {

@@ -155,3 +155,50 @@ fn attend(host: &Host, peer: PeerSocket) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use fabric::Nic;
+
+    use super::*;
+
+    fn start() -> NicService {
+        NicService::start(UdpSocket::bind("127.0.0.1:0").unwrap()).unwrap()
+    }
+
+    #[test]
+    fn processes_attach_until_the_service_is_dropped() {
+        let service = start();
+        let path = service.path().to_path_buf();
+        let attached = [SoftNic::attach(&path).unwrap(), SoftNic::attach(&path).unwrap()];
+        attached.iter().for_each(|nic| drop(nic.alloc_pd().unwrap()));
+        drop(service);
+        assert!(!path.exists(), "its socket is removed");
+        assert!(SoftNic::attach(&path).is_err());
+    }
+
+    #[test]
+    fn nothing_is_served_but_the_nic() {
+        let service = start();
+        for opening in [&br#"{"service":"pool","version":3}"#[..], b"{}", b"\xff"] {
+            let peer = crate::socket::connect(service.path()).unwrap();
+            socket::send(&peer, opening, &[]).unwrap();
+            // A session would answer this; the connection may have ended by now.
+            let _ = socket::send(&peer, b"{}", &[]);
+            let limit = Timespec { tv_sec: 60, tv_nsec: 0 };
+            let ready = poll(&mut [PollFd::new(&peer, PollFlags::IN)], Some(&limit));
+            assert_eq!(ready, Ok(1), "the connection ends");
+            assert!(matches!(socket::receive(&peer), Ok(None) | Err(_)), "it was answered");
+        }
+        SoftNic::attach(service.path()).unwrap().alloc_pd().unwrap();
+    }
+
+    #[test]
+    fn what_ends_the_thread_does_not_block_and_is_not_inherited() {
+        let service = start();
+        let inherited = rustix::io::fcntl_getfd(&service.stop).unwrap();
+        assert!(inherited.contains(rustix::io::FdFlags::CLOEXEC));
+        let status = rustix::fs::fcntl_getfl(&service.stop).unwrap();
+        assert!(status.contains(rustix::fs::OFlags::NONBLOCK));
+    }
+}

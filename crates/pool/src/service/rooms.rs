@@ -26,9 +26,9 @@ const FEW: usize = 4;
 /// TCP connections that have not proved the token, of all addresses together.
 const UNPROVED: usize = 64;
 /// The same of one address.
-const UNPROVED_EACH: usize = 16;
+pub const UNPROVED_EACH: usize = 16;
 /// A connection that has been unproved for longer makes way for a newer one where room is short.
-const PROVING: Duration = Duration::from_secs(1);
+pub const PROVING: Duration = Duration::from_secs(1);
 
 /// Memory nodes with fewer places than this keep none back: a quarter of them is too few to be
 /// shared out.
@@ -245,6 +245,8 @@ mod tests {
             }
         }
         assert_eq!(enter(&mut held, host(99), start), Unproved::Refused, "all have their fill");
+        let in_time = enter(&mut held, host(99), start + PROVING);
+        assert_eq!(in_time, Unproved::Refused, "the time to prove it is not over");
         let later = start + PROVING + Duration::from_millis(1);
         let oldest = held[0].0;
         assert_eq!(enter(&mut held, host(99), later), Unproved::InPlaceOf(oldest));

@@ -1,4 +1,4 @@
-//! System calls that fail: what they cost.
+//! System calls that fail: what they cost. And what the CPU time is of.
 
 use std::sync::atomic::Ordering;
 use std::thread;
@@ -39,4 +39,18 @@ fn a_failing_epoll_add_costs_one_connection() {
     let trouble = service.status().unwrap().trouble;
     assert_eq!(trouble.connections, 1, "{trouble:?}");
     assert!(trouble.last.is_some_and(|why| why.contains("No space left")));
+}
+
+#[test]
+fn the_cpu_time_of_both_control_threads_is_counted() {
+    let service = Service::start(&settings(), &Endpoint::Fresh).unwrap();
+    let pool = Pool::connect(service.path(), Options::default()).unwrap();
+    pool.free_blocking(pool.allocate_blocking().unwrap()).unwrap();
+    let threads = || {
+        let times = [service.shared.clock.read(), service.shared.turner.cpu_time()];
+        assert!(times.iter().all(|time| !time.is_zero()), "{times:?}");
+        times.iter().sum::<Duration>()
+    };
+    let (before, told, after) = (threads(), service.control_cpu(), threads());
+    assert!((before..=after).contains(&told), "{told:?} of {before:?} to {after:?}");
 }

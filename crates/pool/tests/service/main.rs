@@ -67,10 +67,11 @@ fn what_is_not_understood_is_refused_in_words() {
     }
     // Once open, a connection survives what it said wrong.
     let raw = Raw::pool(service.path());
-    let cases: [(&[u8], u64, &str); 4] = [
+    let cases: [(&[u8], u64, &str); 5] = [
         (br#"{"id":7,"request":"reboot"}"#, 7, "reboot"),
         (br#"{"id":8,"request":"admit"}"#, 8, "management"),
         (br#"[]"#, 0, "invalid"),
+        (&[b' '; MAX_BYTES + 1], 0, "bytes"),
         (br#"{"id":9,"request":"reset_access","group":-1,"lane":0}"#, 9, "-1"),
     ];
     for (bytes, id, said) in cases {

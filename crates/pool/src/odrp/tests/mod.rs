@@ -1,6 +1,7 @@
 //! The chain against compute nodes that keep to the protocol and others that do not: requests posted
 //! by hand, on the inline NIC, with the test's thread as the memory node's CPU.
 
+mod anew;
 mod hand;
 
 use std::collections::BTreeMap;

@@ -17,7 +17,7 @@ use crate::Settings;
 mod crash;
 mod limits;
 mod refused;
-use crate::scheme::{Admission, ClientId, GroupId, Lane, NodeScheme};
+use crate::scheme::{Admission, ClientId, GroupId, Lane, NodeScheme, bulletin};
 
 type Qp = <SoftNic as Nic>::Qp;
 type Cq = <SoftNic as Nic>::Cq;
@@ -493,11 +493,14 @@ fn a_reply_that_cannot_be_written_ends_at_its_sender() {
     a.alloc.post_send(&[WorkRequest { id: 2, op, signaled: true }]).unwrap();
     a.drain();
     assert_eq!(a.alloc.state().unwrap(), QpState::Error);
+    let open = |node: &Node<SoftNic>| [&a, &b].map(|raw| node.management_is_open(raw.id).unwrap());
+    assert_eq!(open(&node), [false, true]);
     // The one whose reply was lost, and no other: receives that are flushed are not requests.
     assert_eq!(node.status().unwrap().free, 7);
     b.allocate().unwrap();
     a.reset_management(&mut node);
     a.drain();
+    assert_eq!(open(&node), [true, true]);
     for _ in 0..50 {
         let c = a.allocate().unwrap();
         assert_eq!(a.free(c.entry), status::FREED);
@@ -508,4 +511,18 @@ fn a_reply_that_cannot_be_written_ends_at_its_sender() {
     retire(&mut node, b.id);
     node.audit().unwrap();
     assert_eq!(node.status().unwrap().free, 8);
+}
+
+/// Its QPs may not be connected yet: a write to it would break the memory node's side.
+#[test]
+fn a_compute_node_that_has_asked_for_nothing_is_not_told_that_there_is_nothing() {
+    let nic = SoftNic::inline();
+    let settings = settings(2, 3, 4);
+    let mut node = Node::new(nic.clone(), settings.clone()).unwrap();
+    let a = Raw::join(&nic, &mut node, 1, &settings);
+    let b = Raw::join(&nic, &mut node, 2, &settings);
+    while a.allocate().is_ok() {}
+    assert!(node.client_waits(a.id).unwrap());
+    let told = |raw: &Raw| raw.memory.memory().load_be64(32768) >> 32;
+    assert_eq!([told(&a), told(&b)], [bulletin::EMPTY as u64, bulletin::AVAILABLE as u64]);
 }

@@ -12,6 +12,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::scheme::{Admission, ClientId, GroupId, Lane, NodeScheme, bulletin};
 
+mod anew;
 mod openings;
 use crate::{SchemeKind, Settings};
 

@@ -128,3 +128,7 @@ impl Control<'_> {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "accept_tests.rs"]
+mod tests;

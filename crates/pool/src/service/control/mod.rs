@@ -381,3 +381,5 @@ fn system(e: Errno) -> Error {
 
 #[cfg(test)]
 mod charge_tests;
+#[cfg(test)]
+mod silence_tests;

@@ -1,0 +1,177 @@
+//! What a compute node asks of the memory node's CPU, and background work that is broken off or fails.
+
+use fabric::soft::SoftNic;
+use fabric::{
+    Completion, CompletionQueue, Key, Op, PathMtu, Psn, QpAttr, QpChange, Qpn, Receive, Remote,
+    Status, WorkRequest,
+};
+
+use super::*;
+use crate::SchemeKind;
+use crate::finemem::tree::Tree;
+use crate::finemem::words;
+use crate::remote::{RoceEnd, Route};
+
+type Qp = <SoftNic as Nic>::Qp;
+
+const CHUNKS: u64 = 32;
+
+fn settings() -> Settings {
+    Settings {
+        donate_bytes: CHUNKS * 4096,
+        chunk_bytes: 4096,
+        scheme: SchemeKind::FineMem,
+        ..Settings::default()
+    }
+}
+
+/// A memory node, and a compute node without any of the client's code.
+struct Bed {
+    node: Node<SoftNic>,
+    id: ClientId,
+    cq: <SoftNic as Nic>::Cq,
+    management: Qp,
+    _access: Vec<Qp>,
+    memory: <SoftNic as Nic>::Mr,
+    metadata: Metadata,
+    /// The memory node's side of the management QP.
+    peer: u32,
+}
+
+impl Bed {
+    fn new() -> Self {
+        let nic = SoftNic::inline();
+        let settings = settings();
+        let mut node = Node::new(&nic, &settings).unwrap();
+        let pd = nic.alloc_pd().unwrap();
+        let cq = nic.create_cq(CqAttr { entries: 64, ignore_overrun: false }).unwrap();
+        let qp = || {
+            let (receive, access) = (Receive::None, Access::NONE);
+            let attr = QpAttr { send_cq: &cq, recv_cq: &cq, send_blocks: 16, receive, access };
+            nic.create_qp(&pd, attr).unwrap()
+        };
+        let management = qp();
+        let access: Vec<Qp> = (0..settings.lanes() * node.functions()).map(|_| qp()).collect();
+        let request = Admission {
+            management: vec![management.qpn().raw()],
+            groups: vec![access.iter().map(|qp| qp.qpn().raw()).collect()],
+            ..Admission::default()
+        };
+        let id = ClientId(1);
+        let admitted = node.admit(id, &request).unwrap();
+        let peer = admitted.management[0];
+        management.connect(Qpn::new(peer)).unwrap();
+        let memory = nic.alloc_dma(4096).unwrap();
+        let memory = nic.reg_mr(&pd, &memory, Access::LOCAL_ALL).unwrap();
+        let metadata = admitted.metadata.unwrap();
+        Self { node, id, cq, management, _access: access, memory, metadata, peer }
+    }
+
+    /// How a READ of the first word of the metadata completes.
+    fn read(&self, key: Key) -> Status {
+        let to = [self.memory.sge(0, 8)];
+        let op = Op::Read { from: Remote { addr: self.metadata.addr, rkey: key }, to: &to };
+        self.management.post_send(&[WorkRequest { id: 1, op, signaled: true }]).unwrap();
+        let mut some = [Completion::EMPTY; 4];
+        assert_eq!(self.cq.poll(&mut some), 1);
+        some[0].status
+    }
+
+    /// The compute node takes a chunk, and is gone.
+    fn die_with_a_chunk(&mut self) {
+        let user = User::new(self.metadata.user).unwrap();
+        let tree = Tree::new(self.node.shape, user);
+        let taken = words::now(tree.allocate(&self.node.words, 0)).unwrap();
+        assert!(taken.is_some());
+        assert_eq!(self.node.free_chunks(), CHUNKS - 1);
+        self.node.retire(self.id).unwrap();
+    }
+}
+
+#[test]
+fn a_nic_that_lacks_anything_is_refused_and_what_it_lacks_is_named() {
+    let caps = SoftNic::inline().caps();
+    assert!(check_caps(&caps, &settings()).is_ok());
+    let lacking = [
+        (Caps { type1_windows: false, ..caps.clone() }, "type 1: false"),
+        (Caps { windows: false, ..caps.clone() }, "type 2B: false"),
+        (Caps { big_endian_atomics: false, ..caps.clone() }, "big-endian atomics: false"),
+        (Caps { global_atomics: false, ..caps.clone() }, "atomic to the CPU: false"),
+    ];
+    for (caps, named) in lacking {
+        let why = check_caps(&caps, &settings()).unwrap_err().to_string();
+        assert!(why.contains(named), "{why}");
+    }
+}
+
+#[test]
+fn a_management_connection_that_broke_is_seen_to_be_closed_and_made_anew() {
+    let mut bed = Bed::new();
+    let key = Key(bed.metadata.rkey);
+    assert_eq!(bed.read(key), Status::Success);
+    assert!(bed.node.management_is_open(bed.id).unwrap());
+    assert_ne!(bed.read(Key(!key.0)), Status::Success);
+    assert!(!bed.node.management_is_open(bed.id).unwrap());
+    bed.management.modify(QpChange::Reset).unwrap();
+    assert_eq!(bed.node.reset_management(bed.id).unwrap(), Some(vec![bed.peer]));
+    bed.management.connect(Qpn::new(bed.peer)).unwrap();
+    assert!(bed.node.management_is_open(bed.id).unwrap());
+    assert_eq!(bed.read(key), Status::Success);
+}
+
+#[test]
+fn work_that_is_broken_off_begins_anew() {
+    let mut steps = 0;
+    loop {
+        let mut bed = Bed::new();
+        bed.die_with_a_chunk();
+        assert_eq!(bed.node.broken_off(), 0);
+        bed.node.break_off_after(steps);
+        let mut turns = 0;
+        while !bed.node.is_retired(bed.id) {
+            turns += 1;
+            assert!(turns < 100_000, "broken off after {steps} steps: {:?}", bed.node.status());
+            bed.node.turn().unwrap();
+        }
+        assert_eq!(bed.node.free_chunks(), CHUNKS);
+        bed.node.audit().unwrap();
+        match bed.node.broken_off() {
+            0 => break,
+            times => assert_eq!(times, 1),
+        }
+        steps += 1;
+    }
+    assert!(steps > 3, "{steps}");
+}
+
+#[test]
+fn work_that_the_nic_refuses_is_not_taken_for_broken_off() {
+    let mut bed = Bed::new();
+    bed.die_with_a_chunk();
+    bed.node.keys.functions()[0].binder.modify(QpChange::Error).unwrap();
+    let failed = (0..1000).find_map(|_| bed.node.turn().err());
+    assert!(failed.is_some(), "its window cannot be bound anew");
+    assert_eq!(bed.node.broken_off(), 0);
+    assert_eq!(bed.node.free_chunks(), CHUNKS - 1);
+}
+
+/// Both ends draw that from a salt, which the compute node chooses for each time.
+#[test]
+fn a_qp_of_another_host_that_is_made_anew_begins_with_what_was_told_last() {
+    let mut bed = Bed::new();
+    let end = RoceEnd { port: 4791, mtu: PathMtu::Mtu1024 };
+    let ip = |last| std::net::IpAddr::from([10, 0, 0, last]);
+    let route = Route::between(ip(1), end, ip(2), end);
+    let at = |psn| route.peer(Qpn::new(7), Start::Psn(Psn::new(psn)));
+    let peer = bed.node.peers.get_mut(&bed.id).unwrap();
+    peer.management_peer = at(1);
+    peer.groups[0].iter_mut().for_each(|(_, lane)| *lane = at(1));
+    let begin = |bed: &Bed| {
+        let peer = &bed.node.peers[&bed.id];
+        [peer.management_peer, peer.groups[0][0].1, peer.groups[0][1].1]
+    };
+    bed.node.renew(bed.id, Part::Access(GroupId(0), Lane(1)), Start::Psn(Psn::new(2)));
+    assert_eq!(begin(&bed), [at(1), at(1), at(2)]);
+    bed.node.renew(bed.id, Part::Management, Start::Psn(Psn::new(3)));
+    assert_eq!(begin(&bed), [at(3), at(1), at(2)]);
+}

@@ -1,0 +1,77 @@
+//! What a NIC must have, and what QPs that are made anew begin with.
+
+use fabric::soft::SoftNic;
+use fabric::{PathMtu, Psn, Qpn};
+
+use super::*;
+use crate::remote::{RoceEnd, Route};
+
+fn settings(scheme: SchemeKind) -> Settings {
+    Settings { donate_bytes: 4 * 4096, chunk_bytes: 4096, scheme, ..Settings::default() }
+}
+
+#[test]
+fn what_a_nic_lacks_is_named() {
+    let whole = SoftNic::inline().caps();
+    let no_windows = Caps { windows: false, ..whole.clone() };
+    let no_type1 = Caps { type1_windows: false, ..whole.clone() };
+    let short = |by| Caps { max_inline: REPLY_BYTES as u32 - by, ..whole.clone() };
+    for (scheme, caps, lacks) in [
+        (SchemeKind::RpcMw2, &whole, None),
+        (SchemeKind::RpcMw2, &no_windows, Some("type-2 windows")),
+        (SchemeKind::RpcMw2, &no_type1, None),
+        (SchemeKind::RpcMw1, &no_type1, Some("type-1 windows")),
+        (SchemeKind::PremmapRpc, &no_type1, Some("type-1 windows")),
+        (SchemeKind::RpcMw1, &no_windows, None),
+        (SchemeKind::StaticMr, &no_type1, None),
+        (SchemeKind::StaticMr, &short(0), None),
+        (SchemeKind::StaticMr, &short(1), Some("enough inline data")),
+    ] {
+        assert_eq!(missing(scheme, caps), lacks, "{scheme}");
+    }
+}
+
+/// Both ends draw that from a salt, which the compute node chooses for each time.
+#[test]
+fn a_qp_of_another_host_that_is_made_anew_begins_with_what_was_told_last() {
+    let nic = SoftNic::inline();
+    let settings = settings(SchemeKind::RpcMw2);
+    let mut node = Node::new(&nic, &settings).unwrap();
+    let pd = nic.alloc_pd().unwrap();
+    let cq = nic.create_cq(CqAttr { entries: 16, ignore_overrun: false }).unwrap();
+    let qp = || {
+        let (receive, access) = (Receive::None, Access::NONE);
+        let attr = QpAttr { send_cq: &cq, recv_cq: &cq, send_blocks: 16, receive, access };
+        nic.create_qp(&pd, attr).unwrap()
+    };
+    let (management, lanes): (_, Vec<_>) = (qp(), (0..settings.lanes()).map(|_| qp()).collect());
+    let request = Admission {
+        management: vec![management.qpn().raw()],
+        groups: vec![lanes.iter().map(|lane| lane.qpn().raw()).collect()],
+        ..Admission::default()
+    };
+    let id = ClientId(1);
+    node.admit(id, &request).unwrap();
+    let end = RoceEnd { port: 4791, mtu: PathMtu::Mtu1024 };
+    let ip = |last| std::net::IpAddr::from([10, 0, 0, last]);
+    let route = Route::between(ip(1), end, ip(2), end);
+    let at = |psn| route.peer(Qpn::new(7), Start::Psn(Psn::new(psn)));
+    {
+        let mut state = node.state_of(id);
+        let peer = state.peers.get_mut(&id).unwrap();
+        peer.management_peer = at(1);
+        peer.groups[0].iter_mut().for_each(|lane| lane.peer = at(1));
+    }
+    let begin = |node: &Node<SoftNic>| {
+        let peer = &node.state_of(id).peers[&id];
+        [peer.management_peer, peer.groups[0][0].peer, peer.groups[0][1].peer]
+    };
+    node.renew(id, Part::Access(GroupId(0), Lane(1)), Start::Psn(Psn::new(2)));
+    assert_eq!(begin(&node), [at(1), at(1), at(2)]);
+    node.renew(id, Part::Management, Start::Psn(Psn::new(3)));
+    assert_eq!(begin(&node), [at(3), at(1), at(2)]);
+    // There are no such lanes.
+    node.renew(id, Part::Access(GroupId(0), Lane(99)), Start::Psn(Psn::new(4)));
+    node.renew(id, Part::Access(GroupId(99), Lane(0)), Start::Psn(Psn::new(4)));
+    assert_eq!(begin(&node), [at(3), at(1), at(2)]);
+}
