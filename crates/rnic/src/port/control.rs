@@ -497,3 +497,36 @@ impl<M> QpVerb<M> {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::verbs::Limits;
+
+    #[test]
+    fn a_verb_allocates_as_many_windows_as_fit_a_message() {
+        let mut engine = Engine::new(Limits::default());
+        let f = FunctionId::PHYSICAL;
+        let pd = engine.alloc_pd(f).unwrap();
+        let mut is_too_many = |count: u32, is_guarded| {
+            let words = (0..u64::from(count)).map(|i| (i * 8, 0)).collect();
+            let verb = match is_guarded {
+                true => Verb::AllocGuardedMws { pd, region: Key(1), mask: 1, words },
+                false => Verb::AllocMws { pd, kind: MwKind::default(), count },
+            };
+            let what = "the number of windows";
+            match verb.execute(&mut engine, f) {
+                Err(Error::Argument { what: argument, value, .. }) if argument == what => {
+                    assert_eq!(value, u64::from(count));
+                    true
+                }
+                _ => false,
+            }
+        };
+        for (most, is_guarded) in [(MWS_MAX, false), (GUARDED_MWS_MAX, true)] {
+            assert!(!is_too_many(most, is_guarded));
+            assert!(is_too_many(most + 1, is_guarded));
+            assert!(is_too_many(u16::MAX.into(), is_guarded));
+        }
+    }
+}

@@ -119,3 +119,7 @@ pub fn wake(record: &DmaMemory) {
     // A futex in memory that another process may share: a failure costs the owner of that memory.
     let _ = futex::wake(record.word32(ARMED), futex::Flags::empty(), i32::MAX as u32);
 }
+
+#[cfg(test)]
+#[path = "core_tests.rs"]
+mod tests;

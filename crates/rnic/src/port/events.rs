@@ -130,7 +130,8 @@ impl EventQueues {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ids::Qpn;
+    use crate::ids::{Cqn, Qpn, Srqn};
+    use crate::port::wakes::{Environment, Wakes};
 
     fn event(n: u32) -> AsyncEvent {
         AsyncEvent::LastWqeReached { qpn: Qpn::new(n) }
@@ -159,5 +160,82 @@ mod tests {
         queues.push(f, event(2));
         queues.forget_ended(f, &Verb::DestroyQp { qpn: Qpn::new(1) });
         assert_eq!(queues.take(f).events, [event(2)]);
+    }
+
+    #[test]
+    fn an_object_that_has_ended_takes_its_own_events_with_it_and_no_others() {
+        let f = FunctionId::PHYSICAL;
+        let (qpn, cqn, srqn) = (Qpn::new(1), Cqn::new(1), Srqn::new(1));
+        let syndrome = crate::cqe::Syndrome::LocalProtection;
+        let failed = |qpn| AsyncEvent::QpError { qpn, syndrome, by_peer: false };
+        let all = [
+            event(1),
+            event(2),
+            failed(qpn),
+            failed(Qpn::new(2)),
+            AsyncEvent::CqOverrun { cqn },
+            AsyncEvent::CqOverrun { cqn: Cqn::new(2) },
+            AsyncEvent::SrqLimit { srqn },
+            AsyncEvent::SrqLimit { srqn: Srqn::new(2) },
+        ];
+        let gone = [
+            (Verb::DestroyQp { qpn }, vec![0, 2]),
+            (Verb::DestroyCq { cqn }, vec![4]),
+            (Verb::DestroySrq { srqn }, vec![6]),
+            (Verb::AllocPd, vec![]),
+        ];
+        for (verb, its) in gone {
+            let mut queues = EventQueues::default();
+            all.iter().for_each(|event| _ = queues.push(f, *event));
+            queues.forget_ended(f, &verb);
+            let left = all.iter().enumerate().filter(|(i, _)| !its.contains(i));
+            let left: Vec<_> = left.map(|(_, event)| *event).collect();
+            assert_eq!(queues.take(f).events, left, "{verb:?}");
+        }
+    }
+
+    #[test]
+    fn a_function_that_is_gone_leaves_no_events_to_the_next_one_of_its_number() {
+        let mut queues = EventQueues::default();
+        let f = FunctionId(3);
+        queues.push(f, event(1));
+        queues.remove(f);
+        assert_eq!(queues.take(f), Events::default());
+    }
+
+    #[test]
+    fn an_event_wakes_a_thread_that_sleeps_until_one_comes() {
+        let (mut queues, mut wakes) = (EventQueues::default(), Wakes::new(Environment::SYSTEM));
+        let f = FunctionId(3);
+        let word = EventWord::new(DmaMemory::anonymous(4).unwrap());
+        queues.watch(f, word.clone(), wakes.sleeper(f, word.memory().clone()));
+        assert!(queues.word(f).is_some_and(|it| it.memory().addr() == word.memory().addr()));
+        assert!(queues.word(FunctionId(4)).is_none());
+        assert!(queues.push(f, event(1)).is_none(), "the word is not armed");
+        word.arm();
+        assert_eq!(word.memory().word32(0).load(Ordering::SeqCst), handshake::ANY);
+        let (say, hear) = std::sync::mpsc::channel();
+        let sleeping = word.clone();
+        let sleeper = std::thread::spawn(move || {
+            say.send(rustix::thread::gettid()).unwrap();
+            while sleeping.memory().word32(0).load(Ordering::SeqCst) == handshake::ANY {
+                sleeping.sleep(Duration::from_secs(20));
+            }
+        });
+        // The event comes when the thread is asleep, not when it is about to be.
+        let stat = format!("/proc/self/task/{}/stat", hear.recv().unwrap().as_raw_nonzero());
+        let is_asleep = || {
+            let stat = std::fs::read_to_string(&stat).unwrap();
+            stat.rsplit_once(')').is_some_and(|(_, rest)| rest.starts_with(" S"))
+        };
+        let until = std::time::Instant::now() + Duration::from_secs(20);
+        while !is_asleep() {
+            assert!(std::time::Instant::now() < until, "it does not sleep");
+            std::thread::yield_now();
+        }
+        let woken = queues.push(f, event(2)).expect("the word is armed").clone();
+        wakes.queue(&woken);
+        wakes.run();
+        sleeper.join().unwrap();
     }
 }

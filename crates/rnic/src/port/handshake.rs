@@ -319,4 +319,22 @@ mod tests {
     fn a_completion_without_fences_is_lost() {
         check(completion::<false>);
     }
+
+    #[test]
+    fn words_of_the_machine_do_as_those_of_the_model() {
+        let armed = AtomicU32::new(0);
+        assert!(!arm(&armed, || true));
+        assert_eq!(armed.load(Ordering::SeqCst), ANY);
+        assert_eq!(arm_solicited(&armed, || false), Some(ANY), "it stays armed for any");
+        assert!(!is_armed(&armed, SOLICITED) && is_armed(&armed, ANY));
+        assert!(disarm(&armed, false));
+        assert_eq!(arm_solicited(&armed, || true), None);
+        assert!(is_armed(&armed, SOLICITED));
+        armed.store(0, Ordering::SeqCst);
+        assert_eq!(arm_solicited(&armed, || false), Some(SOLICITED));
+        assert!(!disarm(&armed, false) && disarm(&armed, true) && !disarm(&armed, true));
+        let sleeping = AtomicU32::new(0);
+        Word::store(&sleeping, 1, Ordering::SeqCst);
+        assert!(must_wake_nic(&sleeping, 1) && !must_wake_nic(&sleeping, 2));
+    }
 }

@@ -19,6 +19,8 @@ pub mod handshake;
 pub mod inline;
 pub mod roce;
 pub mod shm;
+#[cfg(test)]
+mod test_queue;
 mod waker;
 mod wakes;
 
@@ -236,3 +238,7 @@ pub fn has_one_cpu() -> bool {
     let main = rustix::process::getpid();
     rustix::thread::sched_getaffinity(Some(main)).is_ok_and(|set| set.count() == 1)
 }
+
+#[cfg(test)]
+#[path = "function_tests.rs"]
+mod tests;

@@ -174,8 +174,8 @@ impl Shared {
     /// Waits until the NIC thread rings, at most until the time `until`.
     fn sleep(&self, now: u64, until: Option<u64>) {
         let rest = until.map(|until| {
-            let ns = until.saturating_sub(now);
-            Timespec { tv_sec: (ns / 1_000_000_000) as i64, tv_nsec: (ns % 1_000_000_000) as i64 }
+            let rest = Duration::from_nanos(until.saturating_sub(now));
+            Timespec { tv_sec: rest.as_secs() as i64, tv_nsec: rest.subsec_nanos() as i64 }
         });
         let mut bell = [PollFd::new(&self.bell, PollFlags::IN)];
         // Woken too early, the thread looks at the list and comes here again.
@@ -222,5 +222,65 @@ impl Line {
     /// Calls `change` with the list locked.
     pub fn list<R>(&self, change: impl FnOnce(&mut List) -> R) -> R {
         change(&mut self.0.list.lock())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::super::wakes::Wakes;
+    use super::*;
+    use crate::memory::DmaMemory;
+
+    const F: FunctionId = FunctionId(1);
+
+    fn sleeper() -> Arc<Sleeper> {
+        let mut wakes = Wakes::new(Environment::SYSTEM);
+        wakes.doubt(F);
+        wakes.sleeper(F, DmaMemory::anonymous(4).unwrap())
+    }
+
+    #[test]
+    fn the_waker_thread_makes_what_comes_while_it_sleeps_and_ends_when_it_is_dropped() {
+        let waker = Waker::start(Environment::SYSTEM).unwrap();
+        let (line, sleeper) = (waker.line(), sleeper());
+        let until = Instant::now() + Duration::from_secs(20);
+        let wait = |done: &dyn Fn() -> bool| {
+            while !done() {
+                assert!(Instant::now() < until, "it does not come to that");
+                std::thread::yield_now();
+            }
+        };
+        for _ in 0..3 {
+            wait(&|| line.list(|list| list.is_asleep));
+            wait(&|| line.offer(&sleeper));
+            let is_empty = |list: &mut List| list.functions[&F].pending.is_empty();
+            wait(&|| line.list(|list| is_empty(list)));
+        }
+        let shared = waker.shared.clone();
+        drop((waker, line));
+        assert_eq!(Arc::strong_count(&shared), 1, "the thread has it yet");
+    }
+
+    #[test]
+    fn the_bell_of_the_waker_thread_does_not_block_and_is_closed_in_other_programs() {
+        let waker = Waker::start(Environment::SYSTEM).unwrap();
+        let bell = &waker.shared.bell;
+        let flags = rustix::fs::fcntl_getfl(bell).unwrap();
+        assert!(flags.contains(rustix::fs::OFlags::NONBLOCK));
+        let flags = rustix::io::fcntl_getfd(bell).unwrap();
+        assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
+    }
+
+    #[test]
+    fn a_function_that_has_ended_has_no_wake_ups_at_the_waker_thread() {
+        let line = Line::unserved();
+        let waker = Waker { shared: line.again().0, thread: None };
+        assert!(line.offer(&sleeper()));
+        waker.forget(FunctionId(2));
+        assert!(line.list(|list| list.functions.contains_key(&F)));
+        waker.forget(F);
+        assert!(line.list(|list| list.functions.is_empty()));
     }
 }

@@ -241,3 +241,54 @@ fn at_the_waker_thread_slow_functions_have_a_tenth_of_a_core_together() {
     assert!(in_slow <= SECOND / 10 + first + 280_000, "{in_slow} ns of {SECOND}");
     assert!(in_slow >= SECOND / 11, "{in_slow} ns of {SECOND}: the core was idle");
 }
+
+#[test]
+fn a_function_that_is_gone_has_no_wake_ups_and_the_others_have_theirs() {
+    let mut wakes = Wakes::new(TEST);
+    let (gone, there) = (wakes.sleeper(F, word()), wakes.sleeper(G, word()));
+    wakes.queue(&gone);
+    wakes.queue(&there);
+    wakes.remove(F);
+    COST.set(FAST);
+    let made = MADE.get();
+    wakes.run();
+    assert_eq!(MADE.get() - made, 1);
+    assert!(wakes.is_empty());
+    assert!(gone.queued.load(Ordering::SeqCst) && !there.queued.load(Ordering::SeqCst));
+}
+
+#[test]
+fn the_clocks_of_the_system_count_nanoseconds() {
+    let clocks: [(fn() -> u64, ClockId); 2] = [
+        (Environment::SYSTEM.wall, ClockId::Monotonic),
+        (Environment::SYSTEM.cpu, ClockId::ThreadCPUTime),
+    ];
+    for (clock, id) in clocks {
+        let time = || {
+            let time = clock_gettime(id);
+            Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+        };
+        let (before, now, after) = (time(), Duration::from_nanos(clock()), time());
+        assert!(before <= now && now <= after, "{before:?} {now:?} {after:?}");
+    }
+}
+
+#[test]
+fn at_the_waker_thread_a_function_that_was_never_slow_does_not_rest() {
+    let mut nic = Nic::new();
+    let mut made = |function: FunctionId| {
+        nic.wakes.doubt(function);
+        nic.wakes.sleeper(function, word())
+    };
+    let (slow, honest) = (made(F), made(G));
+    let mut list = List::default();
+    list.took(&honest, Duration::from_nanos(FAST), 0);
+    for sleeper in [&slow, &honest] {
+        list.push(sleeper.clone());
+        list.took(sleeper, Duration::from_nanos(FAST), 0);
+    }
+    list.took(&slow, Duration::from_micros(280), 280_000);
+    let Next::Wake(first) = list.pop(280_000) else { panic!("it rests with the slow one") };
+    assert_eq!(first.function, G);
+    assert!(matches!(list.pop(280_000), Next::At(time) if time == 2_800_000));
+}

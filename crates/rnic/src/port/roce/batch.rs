@@ -398,3 +398,7 @@ fn read_control(control: &Control, len: usize) -> (Option<usize>, Option<IpAddr>
     }
     (each, destination)
 }
+
+#[cfg(test)]
+#[path = "batch_tests.rs"]
+mod tests;

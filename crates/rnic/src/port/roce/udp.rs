@@ -178,9 +178,37 @@ fn set(socket: &UdpSocket, level: i32, name: i32, value: i32) -> Result<(), Errn
 mod tests {
     use std::time::{Duration, Instant};
 
+    use std::net::IpAddr;
+
     use super::super::batch::PACKETS_MAX;
     use super::*;
-    use crate::verbs::Limits;
+    use crate::engine::tests::bed::{Bed, TestQp};
+    use crate::ids::{Access, FunctionId};
+    use crate::verbs::{Limits, QpChange, WireLimits};
+    use crate::wire::{Ending, Envelope, RemotePeer};
+
+    fn wire(address: &str) -> Wire {
+        Wire::new(UdpSocket::bind(address).expect("a socket")).expect("a wire")
+    }
+
+    /// Receives a datagram: its sender, the address that it came to, and its bytes.
+    fn one(wire: &mut Wire) -> (SocketAddr, Option<IpAddr>, Vec<u8>) {
+        let until = Instant::now() + Duration::from_secs(20);
+        loop {
+            let came = wire.receiver.receive(wire.socket.as_fd()).is_ok();
+            if let Some(row) = wire.receiver.rows().next().filter(|_| came) {
+                return (row.source, row.destination, row.bytes.to_vec());
+            }
+            assert!(Instant::now() < until, "nothing came");
+            std::thread::yield_now();
+        }
+    }
+
+    /// Puts a packet of 100 bytes into an outbox.
+    fn put(outbox: &mut Outbox, from: &str, to: SocketAddr, fill: u8) {
+        outbox.room().unwrap()[..100].fill(fill);
+        outbox.commit(Envelope { from: from.parse().unwrap(), to }, 100, Ending::Icrc(None));
+    }
 
     /// RoCEv2's senders may leave UDP's checksum out, over IPv6 too (Linux's soft-RoCE does): the ICRC is
     /// there.
@@ -224,5 +252,135 @@ mod tests {
         let stats = engine.wire_stats();
         assert!(most <= PACKETS_MAX && most * 4 < before, "{most} of {before} at once");
         assert_eq!((stats.unknown_qp, stats.bad_icrc), (before, 0));
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn a_socket_that_is_bound_to_any_address_learns_to_which_one_a_packet_came() {
+        let sender = UdpSocket::bind("127.0.0.1:0").expect("a socket");
+        let mut any = wire("0.0.0.0:0");
+        for to in ["127.0.0.1", "127.0.0.2"] {
+            sender.send_to(b"0123", (to, any.local().port())).expect("sending");
+            let (source, destination, bytes) = one(&mut any);
+            assert_eq!((source, bytes), (sender.local_addr().unwrap(), b"0123".to_vec()));
+            assert_eq!(destination, Some(to.parse().unwrap()));
+        }
+        if UdpSocket::bind("[::1]:0").is_err() {
+            return crate::needs::skip("this machine has no IPv6");
+        }
+        let mut any = wire("[::]:0");
+        let six = UdpSocket::bind("[::1]:0").expect("a socket");
+        for (sender, to) in [(&six, "::1"), (&sender, "127.0.0.2")] {
+            sender.send_to(b"0123", (to, any.local().port())).expect("sending");
+            let (source, destination, _) = one(&mut any);
+            assert_eq!(source, sender.local_addr().unwrap());
+            assert_eq!(destination, Some(to.parse().unwrap()));
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn packets_leave_from_the_address_that_they_are_said_to_come_from() {
+        let (mut any, mut to) = (wire("0.0.0.0:0"), wire("127.0.0.1:0"));
+        let mut outbox = Outbox::new(10_000);
+        for from in ["127.0.0.2", "127.0.0.3"] {
+            put(&mut outbox, from, to.local(), 7);
+            assert!(any.send(&mut outbox) && outbox.is_empty());
+            let (source, ..) = one(&mut to);
+            assert_eq!(source.ip(), from.parse::<IpAddr>().unwrap());
+        }
+        assert!(!any.send(&mut outbox), "it was empty");
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn packets_that_the_kernel_does_not_take_are_counted_and_those_to_others_leave() {
+        let (mut from, mut to) = (wire("127.0.0.1:0"), wire("127.0.0.1:0"));
+        let mut outbox = Outbox::new(10_000);
+        // A broadcast, for which the socket has no permission.
+        for _ in 0..2 {
+            put(&mut outbox, "127.0.0.1", "255.255.255.255:4791".parse().unwrap(), 1);
+        }
+        put(&mut outbox, "127.0.0.1", to.local(), 2);
+        assert_eq!(outbox.bursts().len(), 2);
+        assert!(from.send(&mut outbox));
+        assert_eq!(from.unsent, 2);
+        assert_eq!(one(&mut to).2[..50], [2; 50]);
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn an_empty_datagram_harms_nobody() {
+        let (sender, mut wire) = (UdpSocket::bind("127.0.0.1:0").unwrap(), wire("127.0.0.1:0"));
+        let mut engine = Engine::new(Limits::default());
+        for datagram in [&[][..], &[0; 20]] {
+            sender.send_to(datagram, wire.local()).expect("sending");
+        }
+        let until = Instant::now() + Duration::from_secs(20);
+        while engine.wire_stats().packets_in == 0 {
+            wire.receive(0, &mut engine);
+            assert!(Instant::now() < until, "nothing came");
+            std::thread::yield_now();
+        }
+        assert_eq!(engine.wire_stats().packets_in, 1);
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn a_connection_has_half_of_what_the_kernel_keeps_in_flight() {
+        let wire = wire("127.0.0.1:0");
+        let window = |bytes| {
+            sockopt::set_socket_recv_buffer_size(&wire.socket, bytes).expect("an option");
+            wire.window_bytes()
+        };
+        // Linux doubles the size that it is asked for.
+        assert_eq!(window(100_000), 100_000);
+        assert_eq!(window(1000), 60 << 10, "the least");
+        if sockopt::set_socket_recv_buffer_size_force(&wire.socket, RECEIVE_BYTES).is_ok() {
+            assert_eq!(wire.window_bytes(), 960 << 10, "the most");
+        }
+    }
+
+    /// Linux numbers the packets that it cuts a burst into, and the ICRC of each is made for its number.
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn the_checksum_of_each_packet_of_a_burst_is_right_when_it_arrives() {
+        let limits = Limits { wire: Some(WireLimits::default()), ..Limits::default() };
+        let mut beds = [Bed::with(limits.clone()), Bed::with(limits)];
+        let mut wires = [wire("127.0.0.1:0"), wire("127.0.0.1:0")];
+        let mut qps: [TestQp; 2] = std::array::from_fn(|end| {
+            let pd = beds[end].pd(FunctionId::PHYSICAL);
+            let shape = beds[end].shape(FunctionId::PHYSICAL, pd);
+            beds[end].qp(&shape)
+        });
+        for end in 0..2 {
+            let (to, from) = (wires[1 - end].local(), wires[end].local().ip());
+            let peer = RemotePeer::new(to, from, qps[1 - end].qpn).into();
+            for change in [QpChange::Init, QpChange::ReadyToReceive { peer }, QpChange::ReadyToSend]
+            {
+                let q = &qps[end];
+                beds[end].e.modify_qp(q.function, q.qpn, change).expect("a change");
+            }
+        }
+        let pf = FunctionId::PHYSICAL;
+        let mine = beds[0].mr(pf, qps[0].pd, 16 << 10, Access::LOCAL_ALL);
+        let theirs = beds[1].mr(pf, qps[1].pd, 16 << 10, Access::REMOTE_ALL | Access::LOCAL_ALL);
+        beds[0].post(&mut qps[0], |w| {
+            w.rdma_write(theirs.remote(0), &[mine.sge(0, 16 << 10)]).signaled();
+        });
+        let until = Instant::now() + Duration::from_secs(20);
+        while qps[0].send_cq.reader.poll().is_none() {
+            for (bed, wire) in beds.iter_mut().zip(&mut wires) {
+                wire.receive(0, &mut bed.e);
+                while bed.e.poll(0, 64) > 0 {}
+                wire.send(bed.e.outbox());
+            }
+            assert!(Instant::now() < until, "{:?}", beds[1].e.wire_stats());
+            std::thread::yield_now();
+        }
+        let stats = beds[1].e.wire_stats();
+        assert!(stats.packets_in > 3, "they are a burst");
+        assert_eq!((stats.bad_icrc, stats.ahead), (0, 0));
+        assert_eq!(beds[0].e.wire_stats().bad_icrc, 0);
     }
 }

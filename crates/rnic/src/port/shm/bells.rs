@@ -286,4 +286,64 @@ mod tests {
             assert!(trust.holds(now + DOUBT_MIN.as_nanos() as u64), "it starts anew");
         }
     }
+
+    #[test]
+    fn a_page_has_a_slot_for_each_of_its_doorbells_and_no_more() {
+        let (_, mut bells) = nic(3);
+        assert_eq!(bells.free_slot(), None);
+        bells.release(Qpn::new(1001));
+        assert_eq!((bells.free_slot(), bells.seen.len()), (Some(1), 3));
+        bells.release(Qpn::new(77));
+        assert_eq!((bells.free_slot(), bells.seen.len()), (Some(1), 3), "it has no slot");
+        bells.release(Qpn::new(1002));
+        assert_eq!((bells.free_slot(), bells.seen.len()), (Some(1), 1));
+        bells.take_slot(1, Qpn::new(1003));
+        assert_eq!(bells.free_slot(), Some(2));
+        bells.release(Qpn::new(1000));
+        assert_eq!((bells.free_slot(), bells.seen.len()), (Some(0), 2));
+    }
+
+    #[test]
+    fn a_doorbell_of_before_is_not_one_of_the_next_owner_or_of_a_queue_pair_that_was_reset() {
+        let mut bed = Bed::new();
+        let function = bed.e.add_function(FunctionLimits::default()).unwrap();
+        let pd = bed.pd(function);
+        let shape = bed.shape(function, pd);
+        let (mut qp, peer) = (bed.qp(&shape), bed.qp(&shape));
+        bed.connect(&qp, &peer);
+        let mut bells = Bells::new(function, DmaMemory::anonymous(8192).unwrap(), 2);
+        // Both queue pairs' WQEs are there; their doorbells are rung before the slots are theirs.
+        bed.write_wqe(&mut qp, |w| _ = w.nop());
+        let ring = |bells: &Bells, slot: usize, value| {
+            bells.page.word32(DOORBELLS + slot * 4).store(value, Ordering::Relaxed);
+        };
+        ring(&bells, 0, 1 << 16 | 1);
+        bells.take_slot(0, qp.qpn);
+        bells.take_slot(1, peer.qpn);
+        assert!(!bells.scan(&mut bed.e), "rung by the owner before");
+        ring(&bells, 0, 2 << 16 | 1);
+        bells.ignore_past(peer.qpn);
+        bells.ignore_past(qp.qpn);
+        assert!(!bells.scan(&mut bed.e), "rung before the reset");
+        ring(&bells, 0, 3 << 16 | 1);
+        assert!(bells.scan(&mut bed.e));
+    }
+
+    #[test]
+    fn doorbells_of_two_queue_pairs_in_one_look_are_work() {
+        let mut bed = Bed::new();
+        let function = bed.e.add_function(FunctionLimits::default()).unwrap();
+        let pd = bed.pd(function);
+        let shape = bed.shape(function, pd);
+        let mut qps = [bed.qp(&shape), bed.qp(&shape)];
+        bed.connect(&qps[0], &qps[1]);
+        let mut bells = Bells::new(function, DmaMemory::anonymous(8192).unwrap(), 2);
+        for (slot, qp) in (0..).zip(&mut qps) {
+            bells.take_slot(slot, qp.qpn);
+            bed.write_wqe(qp, |w| _ = w.nop());
+            bells.page.word32(DOORBELLS + slot as usize * 4).store(1 << 16 | 1, Ordering::Relaxed);
+        }
+        assert!(bells.scan(&mut bed.e));
+        assert!(!bells.scan(&mut bed.e));
+    }
 }

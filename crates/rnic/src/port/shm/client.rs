@@ -286,3 +286,7 @@ fn gone(why: String) -> Error {
 fn unexpected(request: &str) -> Error {
     Error::Protocol { what: format!("an answer that is not one to {request}") }
 }
+
+#[cfg(test)]
+#[path = "client_tests.rs"]
+mod tests;

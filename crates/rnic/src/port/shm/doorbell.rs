@@ -176,3 +176,57 @@ impl MappedDoorbell {
         self.generation = self.generation.wrapping_add(1);
     }
 }
+
+/// Calls `f` in a thread that stays on one CPU, with the number of that.
+#[cfg(test)]
+pub(super) fn on_one_cpu(f: impl FnOnce(u32) + Send) {
+    use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+    let pinned = || {
+        let allowed = sched_getaffinity(None).unwrap();
+        let cpu = (0..CpuSet::MAX_CPU).rev().find(|cpu| allowed.is_set(*cpu)).unwrap();
+        let mut only = CpuSet::new();
+        only.set(cpu);
+        sched_setaffinity(None, &only).unwrap();
+        f(cpu as u32);
+    };
+    std::thread::scope(|scope| scope.spawn(pinned).join()).expect("the thread has panicked");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_has_room_for_the_doorbells_that_it_was_made_for() {
+        for slots in [0, 1, 2016, 16 << 10] {
+            assert_eq!(doorbells_in(page_bytes(slots)), slots);
+        }
+        assert_eq!(doorbells_in(DOORBELLS + 3), 0);
+        assert_eq!(doorbells_in(0), 0);
+        assert!(doorbells_in(PAGE_BYTES_MAX) >= 16 << 10);
+    }
+
+    #[test]
+    fn each_generation_of_a_doorbell_differs_from_the_one_before() {
+        let memory = DmaMemory::anonymous(page_bytes(2)).unwrap();
+        let wake = super::super::nic_thread::eventfd().unwrap();
+        let page = Arc::new(Page { memory, slots: 2, wake, seat: None });
+        let word = page.memory.word32(DOORBELLS + 4);
+        word.store(0x0007_1234, Ordering::Relaxed);
+        let mut bell = MappedDoorbell::new(page.clone(), 1).unwrap();
+        bell.ring(0x1235);
+        assert_eq!(word.load(Ordering::Relaxed), 0x0008_1235);
+        bell.reset();
+        bell.ring(0);
+        assert_eq!(word.load(Ordering::Relaxed), 0x0009_0000);
+        assert!(MappedDoorbell::new(page.clone(), 2).is_none());
+        // Another owner of the slot, with the same index.
+        MappedDoorbell::new(page.clone(), 1).unwrap().ring(0);
+        assert_eq!(word.load(Ordering::Relaxed), 0x000a_0000);
+    }
+
+    #[test]
+    fn this_cpu_is_the_one_that_the_thread_runs_on_plus_1() {
+        on_one_cpu(|cpu| assert_eq!(this_cpu(), cpu + 1));
+    }
+}

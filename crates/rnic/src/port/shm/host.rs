@@ -428,3 +428,7 @@ impl LocalFunction {
         self.page.wake_if_asleep(ASLEEP_RNR);
     }
 }
+
+#[cfg(test)]
+#[path = "host_tests.rs"]
+mod tests;

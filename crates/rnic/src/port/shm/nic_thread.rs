@@ -527,21 +527,5 @@ pub(super) fn watch(epoll: &OwnedFd, fd: &OwnedFd) -> Result<(), Error> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn who_is_crowded_wherever_it_goes_stays_longer() {
-        let mut stay = STAY;
-        let mut moves = 0;
-        let mut elapsed = Duration::ZERO;
-        while elapsed < Duration::from_secs(60) {
-            elapsed += stay;
-            stay = stay_after(stay, stay);
-            moves += 1;
-        }
-        assert!(moves < 25, "{moves} moves in a minute");
-        assert_eq!(stay, STAY_MAX);
-        assert_eq!(stay_after(stay, stay * 5), STAY, "after a time of peace");
-    }
-}
+#[path = "nic_thread_tests.rs"]
+mod tests;

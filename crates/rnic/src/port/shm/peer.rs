@@ -81,4 +81,21 @@ mod tests {
         // Both ends are of this process.
         assert_eq!(inode(&a), inode(&b));
     }
+
+    /// Two ends of this process have the inode of its own pidfd.
+    #[test]
+    fn the_inode_of_a_peer_is_that_of_its_pidfd_where_the_kernel_has_pidfs() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let of_peer = option(&a, SO_PEERPIDFD, -1).is_some_and(|fd: i32| {
+            // SAFETY: the kernel has just opened this descriptor for this call.
+            drop(unsafe { OwnedFd::from_raw_fd(fd) });
+            true
+        });
+        let (own, flags) = (rustix::process::getpid(), rustix::process::PidfdFlags::empty());
+        let fd = rustix::process::pidfd_open(own, flags).unwrap();
+        let on_pidfs = rustix::fs::fstatfs(&fd).unwrap().f_type as u64 == PID_FS_MAGIC;
+        let expected = (of_peer && on_pidfs).then(|| rustix::fs::fstat(&fd).unwrap().st_ino);
+        assert_eq!((inode(&a), inode(&b)), (expected, expected));
+        assert_eq!(inode(std::fs::File::open("/dev/null").unwrap()), None);
+    }
 }

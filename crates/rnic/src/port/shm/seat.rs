@@ -410,13 +410,7 @@ fn timer(shared: &Shared) -> Result<OwnedFd, Error> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn looks_may_be_late_where_callers_stay() {
-        assert_eq!(late_after(Duration::ZERO), Duration::ZERO);
-        assert!(late_after(8 * LOOK) <= LOOK);
-        assert_eq!(late_after(Duration::from_secs(1)), LATE_MAX);
-    }
-}
+#[path = "seat_tests.rs"]
+mod tests;
+#[cfg(test)]
+pub(super) use tests::Bench;

@@ -184,6 +184,25 @@ fn memory_counts_until_nothing_uses_it() {
     assert!(matches!(ask(&mut s, &add(8192), vec![whole(8192)]).0, Response::Memory(3)));
 }
 
+#[test]
+fn a_client_may_share_as_many_bytes_as_its_limit_and_again_what_it_no_longer_shares() {
+    let host = host();
+    let mut s = opened(&host);
+    let mut shared = |bytes| ask(&mut s, &add(bytes), vec![whole(bytes)]).0;
+    let is_memory = |answer: &Response| matches!(answer, Response::Memory(_));
+    assert!(is_memory(&shared(1 << 19)));
+    assert!(!is_memory(&shared((1 << 19) + 4096)), "more than the rest");
+    assert!(is_memory(&shared(1 << 19)), "the rest");
+    assert!(!is_memory(&shared(4096)));
+    for round in 2..4 {
+        let remove = format!(r#"{{"remove_memory":{{"memory":{}}}}}"#, round - 1);
+        assert!(matches!(ask(&mut s, &remove, Vec::new()).0, Response::Reply(Reply::Done)));
+        let again = ask(&mut s, &add(1 << 19), vec![whole(1 << 19)]).0;
+        assert!(matches!(again, Response::Memory(n) if n == round), "{again:?}");
+        refused(&mut s, &add(4096), vec![whole(4096)], "limit is 1048576");
+    }
+}
+
 /// A socket whose last descriptor takes a minute to close.
 fn lingering() -> (OwnedFd, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -82,8 +82,10 @@ fn the_greeting_comes_first_and_once() {
         let hello = format!(r#"{{"hello":{{"version":4,"bytes":{bytes}}}}}"#);
         refused(&mut s, &hello, vec![whole(8192)], "a doorbell page of");
     }
+    assert!(!s.is_open());
     let (welcome, _) = ask(&mut s, HELLO, vec![whole(8192)]);
     assert!(matches!(welcome, Response::Welcome { doorbells: 1024, .. }), "{welcome:?}");
+    assert!(s.is_open());
     refused(&mut s, HELLO, vec![whole(8192)], "second hello");
     let (pd, _) = ask(&mut s, r#"{"verb":"alloc_pd"}"#, Vec::new());
     assert!(matches!(pd, Response::Reply(Reply::Pd(_))), "{pd:?}");

@@ -1,0 +1,155 @@
+//! What each port does behind a [`Function`]; the inline port itself.
+
+use super::inline::InlineNic;
+use super::test_queue::TestQueue;
+use super::*;
+use crate::ids::FunctionId;
+use crate::verbs::{AsyncEvent, FunctionLimits, Limits, QpChange};
+
+fn inline() -> (std::sync::Arc<InlineNic>, Function) {
+    let nic = InlineNic::new(Limits::default());
+    let f = nic.physical();
+    (nic, Function::Inline(f))
+}
+
+fn queue(f: &Function) -> (TestQueue, Doorbell) {
+    let q = TestQueue::new(|verb| f.execute(verb).unwrap());
+    let bell = f.doorbell(q.qpn, q.slot).unwrap();
+    (q, bell)
+}
+
+#[test]
+fn who_rings_is_the_inline_nic() {
+    let (nic, f) = inline();
+    assert_eq!((f.port_name(), f.descriptors()), ("inline", vec![]));
+    assert!(f.check_alive().is_ok());
+    assert!(!f.offer_cpu() && !f.wait_turn() && !f.busy_turn());
+    let (mut q, mut bell) = queue(&f);
+    let before = nic.stats().completions;
+    for _ in 0..1000 {
+        q.nop();
+        bell.ring(q.index);
+        assert!(q.is_done() && !q.is_done());
+    }
+    assert_eq!(nic.stats().completions - before, 1000);
+    assert!(nic.ready_qps().is_empty());
+}
+
+#[test]
+fn a_send_that_waits_gets_its_receive_from_who_posts_it() {
+    let (_nic, f) = inline();
+    let (mut q, mut bell) = queue(&f);
+    q.received.store_be32(0, 1);
+    f.receive_posted();
+    q.send();
+    bell.ring(q.index);
+    assert!(q.is_done() && q.is_done(), "the receive was there");
+    // The flag was not set by that: a receive that is posted now runs nothing.
+    q.send();
+    bell.ring(q.index);
+    assert!(!q.is_done());
+    q.received.store_be32(0, 2);
+    assert!(!q.is_done());
+    f.receive_posted();
+    assert!(q.is_done() && q.is_done());
+    q.send();
+    bell.ring(q.index);
+    q.received.store_be32(0, 3);
+    f.turn();
+    assert!(q.is_done() && q.is_done(), "who goes to sleep is the NIC once more");
+}
+
+#[test]
+fn an_inline_function_is_removed_with_its_last_handle_or_when_it_is_told_to() {
+    let (nic, physical) = inline();
+    let f = nic.function(FunctionLimits::default()).unwrap();
+    let g = nic.function(FunctionLimits::default()).unwrap();
+    assert!(f.id() != g.id() && f.id() != FunctionId::PHYSICAL);
+    assert_eq!(nic.physical().id(), FunctionId::PHYSICAL);
+    let (of_f, of_g) = (Function::Inline(f.clone()), Function::Inline(g.clone()));
+    let (mut q, mut bell) = queue(&of_f);
+    let (other, _) = queue(&of_g);
+    let query = |qpn| Verb::QueryQp { qpn };
+    assert!(of_f.execute(query(q.qpn)).is_ok());
+    g.remove();
+    assert!(of_g.execute(query(other.qpn)).is_err());
+    let unknown = physical.execute(query(other.qpn));
+    assert!(matches!(unknown, Err(Error::Verb(crate::Error::Unknown(_)))), "{unknown:?}");
+    q.nop();
+    bell.ring(q.index);
+    assert!(q.is_done(), "another function's end harms no others");
+    drop(bell);
+    drop((f, of_f));
+    let unknown = physical.execute(query(q.qpn));
+    assert!(matches!(unknown, Err(Error::Verb(crate::Error::Unknown(_)))), "{unknown:?}");
+}
+
+#[test]
+fn a_function_has_one_word_for_its_events() {
+    let (_nic, f) = inline();
+    let words = [f.event_word().unwrap(), f.event_word().unwrap()];
+    assert_eq!(words[0].memory().addr(), words[1].memory().addr());
+    let (q, _) = queue(&f);
+    words[0].arm();
+    let Ok(Reply::Srq(_)) = create_srq(&f) else { panic!("no SRQ") };
+    f.execute(Verb::ModifyQp { qpn: q.qpn, change: QpChange::Error }).unwrap();
+    let Ok(Reply::Events(events)) = f.execute(Verb::TakeEvents) else { panic!("no events") };
+    let last = |event: &AsyncEvent| matches!(event, AsyncEvent::LastWqeReached { .. });
+    assert!(!events.events.iter().any(last), "it has no SRQ");
+}
+
+fn create_srq(f: &Function) -> Result<Reply, Error> {
+    let Reply::Pd(pd) = f.execute(Verb::AllocPd)? else { panic!("no PD") };
+    let memory = f.alloc_dma(4096)?;
+    let (ring, record) = (memory.slice(0, 64).unwrap(), memory.slice(64, 8).unwrap());
+    let ring = control::ReceiveRing { ring, entries: 4, stride: 16, record };
+    f.execute(Verb::CreateSrq { pd, ring })
+}
+
+#[test]
+fn a_stepped_nic_does_a_step_when_it_is_told_to() {
+    let memory = |bytes| DmaMemory::anonymous(bytes).unwrap();
+    let nic = InlineNic::stepped(Limits::default(), Box::new(memory));
+    let f = Function::Inline(nic.physical());
+    let (mut q, mut bell) = queue(&f);
+    assert!(nic.ready_qps().is_empty() && !nic.step(q.qpn));
+    q.nop();
+    q.nop();
+    bell.ring(q.index);
+    assert!(!q.is_done());
+    for _ in 0..2 {
+        assert_eq!(nic.ready_qps(), [q.qpn]);
+        assert!(nic.step(q.qpn) && q.is_done() && !q.is_done());
+    }
+    assert!(nic.ready_qps().is_empty() && !nic.step(q.qpn));
+}
+
+#[test]
+fn a_queue_pair_that_was_reset_starts_anew_with_its_doorbell() {
+    let host = shm::Host::start(Limits::default()).unwrap();
+    for f in [inline().1, Function::Local(host.physical())] {
+        let (mut q, mut bell) = queue(&f);
+        for _ in 0..3 {
+            // The same index as before the reset.
+            q.nop();
+            bell.ring(q.index);
+            let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
+            while !q.is_done() {
+                assert!(std::time::Instant::now() < until, "{}", f.port_name());
+                std::thread::yield_now();
+            }
+            f.execute(Verb::ModifyQp { qpn: q.qpn, change: QpChange::Reset }).unwrap();
+            bell.reset();
+            q.index = 0;
+            q.connect(|verb| f.execute(verb).unwrap());
+        }
+    }
+}
+
+#[test]
+fn the_cpus_of_a_process_are_those_that_its_main_thread_may_run_on() {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap();
+    // A single number is one CPU.
+    assert_eq!(has_one_cpu(), list.trim().parse::<u32>().is_ok(), "{list}");
+}

@@ -1,0 +1,177 @@
+use std::net::UdpSocket;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+use super::super::super::Function;
+use super::super::doorbell::{SLEEPING, WAITER, WHERE, on_one_cpu};
+use super::super::seat::Bench;
+use super::*;
+
+fn host() -> Host {
+    Host::start(Limits::default()).unwrap()
+}
+
+fn wire() -> Wire {
+    Wire::new(UdpSocket::bind("127.0.0.1:0").unwrap()).unwrap()
+}
+
+/// The physical function of `host` with a doorbell page that the NIC does not know.
+fn with_page(host: &Host, seat: Option<Arc<Seat>>) -> LocalFunction {
+    let memory = DmaMemory::anonymous(page_bytes(1)).unwrap();
+    let page = Arc::new(Page { memory, slots: 1, wake: eventfd().unwrap(), seat });
+    LocalFunction { host: host.clone(), id: FunctionId::PHYSICAL, page, _removal: None }
+}
+
+fn has_rung(fd: &OwnedFd) -> bool {
+    rustix::io::read(fd, &mut [0; 8]).is_ok()
+}
+
+#[test]
+fn a_wired_nic_draws_random_numbers() {
+    let random = wired(Limits::default(), &wire()).random.unwrap();
+    let first = random();
+    assert!((0..8).any(|_| random() != first));
+}
+
+#[test]
+fn a_nic_with_a_wire_is_told_from_one_without() {
+    let name = |host: &Host| Function::Local(host.physical()).port_name();
+    let (plain, wired) = (host(), Host::start_over(Limits::default(), wire()).unwrap());
+    assert_eq!((plain.is_wired(), name(&plain)), (false, "shm"));
+    assert_eq!((wired.is_wired(), name(&wired)), (true, "roce"));
+}
+
+#[test]
+fn the_cpu_time_of_a_nic_is_that_of_its_thread_and_of_its_waker_thread() {
+    let host = host();
+    let by_thread = host
+        .call(|_| {
+            let time = || rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+            let start = time();
+            while time() == start {}
+            time()
+        })
+        .unwrap();
+    let by_thread = Duration::new(by_thread.tv_sec as u64, by_thread.tv_nsec as u32);
+    assert!(!by_thread.is_zero());
+    assert!(host.cpu_time().unwrap() >= by_thread);
+    assert!(host.stats().unwrap().cpu >= by_thread);
+    // The first function of another process brings the waker thread.
+    assert!(host.0.waker.lock().is_none());
+    let memory = DmaMemory::anonymous(page_bytes(1)).unwrap();
+    let function = host.shared_function(FunctionLimits::default(), memory).unwrap();
+    let waker = || {
+        let waker = host.0.waker.lock();
+        host.cpu_time_of(waker.as_ref().expect("it was started").thread()).unwrap()
+    };
+    let until = Instant::now() + Duration::from_secs(20);
+    while waker().is_zero() {
+        assert!(Instant::now() < until, "the waker thread does not run");
+        std::thread::yield_now();
+    }
+    let by_nic = host.cpu_time_of(host.0.thread.as_ref().unwrap()).unwrap();
+    let least = by_nic + waker();
+    assert!(host.cpu_time().unwrap() >= least);
+    drop(function);
+}
+
+#[test]
+fn whoever_has_a_function_learns_that_the_thread_has_ended() {
+    let host = host();
+    let f = host.physical();
+    assert!(f.check_alive().is_ok() && Function::Local(f.clone()).check_alive().is_ok());
+    host.call(|nic| nic.stop = true).unwrap();
+    let until = Instant::now() + Duration::from_secs(20);
+    while !host.0.thread.as_ref().unwrap().is_finished() {
+        assert!(Instant::now() < until, "the thread does not end");
+        std::thread::yield_now();
+    }
+    for alive in [f.check_alive(), Function::Local(f.clone()).check_alive()] {
+        assert!(matches!(alive, Err(Error::Gone { .. })), "{alive:?}");
+    }
+    let sleeping = f.page.memory.word32(SLEEPING).load(Ordering::Relaxed);
+    assert_eq!(sleeping, super::super::doorbell::GONE);
+    assert!(matches!(f.execute(Verb::AllocPd), Err(Error::Gone { .. })));
+}
+
+#[test]
+fn the_thread_has_ended_when_the_last_handle_is_gone() {
+    let host = host();
+    let (shared, done) = (host.0.shared.clone(), Arc::new(AtomicBool::new(false)));
+    let of_job = done.clone();
+    // Work that is under way when the handle goes.
+    shared.submit(Box::new(move |_| {
+        (0..10_000).for_each(|_| std::thread::yield_now());
+        of_job.store(true, Ordering::SeqCst);
+    }));
+    drop(host);
+    assert!(done.load(Ordering::SeqCst) && !shared.is_alive());
+}
+
+#[test]
+fn a_function_offers_its_cpu_where_the_nic_runs() {
+    let host = host();
+    let f = with_page(&host, None);
+    on_one_cpu(|cpu| {
+        let word = |at| f.page.memory.word32(at);
+        for offer in
+            [LocalFunction::offer_cpu, |f: &LocalFunction| Function::Local(f.clone()).offer_cpu()]
+        {
+            word(WHERE).store(cpu + 2, Ordering::Relaxed);
+            word(WAITER).store(0, Ordering::Relaxed);
+            assert!(!offer(&f));
+            assert_eq!(word(WAITER).load(Ordering::Relaxed), 0);
+            word(WHERE).store(cpu + 1, Ordering::Relaxed);
+            assert!(offer(&f));
+            assert_eq!(word(WAITER).load(Ordering::Relaxed), cpu + 1);
+        }
+    });
+}
+
+#[test]
+fn a_receive_wakes_a_nic_that_waits_for_one() {
+    let host = host();
+    let f = with_page(&host, None);
+    for receive_posted in [LocalFunction::receive_posted, |f: &LocalFunction| {
+        Function::Local(f.clone()).receive_posted()
+    }] {
+        for (depth, wakes) in [(0, false), (1, false), (ASLEEP_RNR, true)] {
+            f.page.memory.word32(SLEEPING).store(depth, Ordering::Relaxed);
+            receive_posted(&f);
+            assert_eq!(has_rung(&f.page.wake), wakes, "asleep as deep as {depth}");
+        }
+    }
+}
+
+#[test]
+fn a_caller_of_its_own_nic_does_its_work_and_one_of_another_nic_does_not() {
+    let host = host();
+    for take_turn in
+        [LocalFunction::wait_turn, |f: &LocalFunction| Function::Local(f.clone()).wait_turn()]
+    {
+        let mut bench = Bench::new(true);
+        let f = with_page(&host, Some(bench.seat.clone()));
+        assert!(!take_turn(&f), "there is nothing to do");
+        bench.post();
+        assert!(take_turn(&f) && bench.q.is_done());
+        assert!(!take_turn(&with_page(&host, None)));
+    }
+    for busy_turn in
+        [LocalFunction::busy_turn, |f: &LocalFunction| Function::Local(f.clone()).busy_turn()]
+    {
+        let bench = Bench::new(true);
+        let f = with_page(&host, Some(bench.seat.clone()));
+        bench.seat.work_goes_on();
+        assert!(busy_turn(&f));
+        assert!(!busy_turn(&with_page(&host, None)));
+    }
+    for leave in
+        [LocalFunction::before_sleep, |f: &LocalFunction| Function::Local(f.clone()).turn()]
+    {
+        let bench = Bench::new(true);
+        let f = with_page(&host, Some(bench.seat.clone()));
+        leave(&f);
+        assert!(bench.seat.is_left());
+        leave(&with_page(&host, None));
+    }
+}
