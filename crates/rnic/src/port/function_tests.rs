@@ -36,6 +36,26 @@ fn who_rings_is_the_inline_nic() {
 }
 
 #[test]
+fn one_doorbell_executes_all_that_becomes_ready_by_it() {
+    let (nic, f) = inline();
+    let execute = |verb| f.execute(verb).unwrap();
+    // More WQEs than the engine executes in one call.
+    let mut managed: Vec<_> = (0..6).map(|_| TestQueue::with_management(true, execute)).collect();
+    let (mut first, mut bell) = queue(&f);
+    for q in &mut managed {
+        (0..60).for_each(|_| q.nop());
+        f.doorbell(q.qpn, q.slot).unwrap().ring(q.index);
+        assert!(!q.is_done(), "nothing is enabled");
+        first.put(|wqe| _ = wqe.send_enable(q.qpn, q.index.into()));
+    }
+    bell.ring(first.index);
+    assert!(nic.ready_qps().is_empty());
+    for q in &mut managed {
+        assert_eq!((0..61).filter(|_| q.is_done()).count(), 60);
+    }
+}
+
+#[test]
 fn a_send_that_waits_gets_its_receive_from_who_posts_it() {
     let (_nic, f) = inline();
     let (mut q, mut bell) = queue(&f);

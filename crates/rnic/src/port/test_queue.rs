@@ -23,7 +23,15 @@ pub struct TestQueue {
 
 impl TestQueue {
     /// Made with verbs that `execute` executes.
-    pub fn new(mut execute: impl FnMut(Verb<DmaMemory>) -> Reply) -> Self {
+    pub fn new(execute: impl FnMut(Verb<DmaMemory>) -> Reply) -> Self {
+        Self::with_management(false, execute)
+    }
+
+    /// The same; WQEs of a managed send queue are executed once another queue enables them.
+    pub fn with_management(
+        managed: bool,
+        mut execute: impl FnMut(Verb<DmaMemory>) -> Reply,
+    ) -> Self {
         let Reply::Pd(pd) = execute(Verb::AllocPd) else { panic!("no PD") };
         let memory = DmaMemory::anonymous(12288).unwrap();
         let part = |at, len| memory.slice(at, len).unwrap();
@@ -45,7 +53,7 @@ impl TestQueue {
             ReceiveRing { ring: receives, entries: 4, stride: 16, record: received.clone() };
         let verb = Verb::CreateQp(QpVerb {
             pd,
-            send: Some(SendRing { ring: ring.clone(), blocks: 64, managed: false }),
+            send: Some(SendRing { ring: ring.clone(), blocks: 64, managed }),
             receive: ReceiveVerb::Own { ring: receives, managed: false },
             send_cq: cqn,
             recv_cq: cqn,

@@ -10,6 +10,7 @@
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
@@ -22,15 +23,20 @@ const IDLE: Duration = Duration::from_secs(1);
 /// Memory up to this size is given back at once: the thread would cost more.
 const SMALL: i64 = 64 << 20;
 
+static CLOSERS: Closers = Closers::new();
+
+/// The threads that close, and what they have to close.
 struct Closers {
-    queue: VecDeque<OwnedFd>,
-    threads: usize,
-    idle: usize,
+    state: Mutex<State>,
+    work: Condvar,
 }
 
-static CLOSERS: Mutex<Closers> =
-    Mutex::new(Closers { queue: VecDeque::new(), threads: 0, idle: 0 });
-static WORK: Condvar = Condvar::new();
+struct State {
+    queue: VecDeque<OwnedFd>,
+    threads: usize,
+    /// Of the threads, those that wait for a descriptor.
+    idle: usize,
+}
 
 /// Closes a descriptor that a peer has sent, without waiting for it.
 pub fn close_aside(fd: OwnedFd) {
@@ -40,33 +46,48 @@ pub fn close_aside(fd: OwnedFd) {
     {
         return;
     }
-    let mut closers = CLOSERS.lock();
-    closers.queue.push_back(fd);
-    if closers.queue.len() > closers.idle && closers.threads < THREADS_MAX {
-        let spawned = std::thread::Builder::new().name("granary-closer".to_string()).spawn(work);
-        // Without a thread it stays open until the next one comes.
-        closers.threads += spawned.is_ok() as usize;
-    }
-    WORK.notify_one();
+    CLOSERS.add(fd);
 }
 
-fn work() {
-    let mut closers = CLOSERS.lock();
-    loop {
-        if let Some(fd) = closers.queue.pop_front() {
-            drop(closers);
-            // A socket that does not linger ends at once. Its owner may undo this.
-            let _ = sockopt::set_socket_linger(&fd, None);
-            drop(fd);
-            closers = CLOSERS.lock();
-            continue;
+impl Closers {
+    const fn new() -> Self {
+        let state = State { queue: VecDeque::new(), threads: 0, idle: 0 };
+        Self { state: Mutex::new(state), work: Condvar::new() }
+    }
+
+    /// Has a thread close the descriptor; returns the thread if it is a new one.
+    fn add(&'static self, fd: OwnedFd) -> Option<JoinHandle<()>> {
+        let mut state = self.state.lock();
+        state.queue.push_back(fd);
+        let mut started = None;
+        if state.queue.len() > state.idle && state.threads < THREADS_MAX {
+            let thread = std::thread::Builder::new().name("granary-closer".to_string());
+            // Without a thread the descriptor stays open until the next one comes.
+            started = thread.spawn(|| self.work()).ok();
+            state.threads += started.is_some() as usize;
         }
-        closers.idle += 1;
-        let timed_out = WORK.wait_for(&mut closers, IDLE).timed_out();
-        closers.idle -= 1;
-        if timed_out && closers.queue.is_empty() {
-            closers.threads -= 1;
-            return;
+        self.work.notify_one();
+        started
+    }
+
+    fn work(&self) {
+        let mut state = self.state.lock();
+        loop {
+            if let Some(fd) = state.queue.pop_front() {
+                drop(state);
+                // A socket that does not linger ends at once. Its owner may undo this.
+                let _ = sockopt::set_socket_linger(&fd, None);
+                drop(fd);
+                state = self.state.lock();
+                continue;
+            }
+            state.idle += 1;
+            let timed_out = self.work.wait_for(&mut state, IDLE).timed_out();
+            state.idle -= 1;
+            if timed_out && state.queue.is_empty() {
+                state.threads -= 1;
+                return;
+            }
         }
     }
 }
@@ -92,5 +113,28 @@ impl Drop for PeerSocket {
         // The peer may have ended it already.
         let _ = rustix::net::shutdown(&fd, Shutdown::Both);
         close_aside(fd);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_that_has_nothing_to_close_ends_and_makes_room_for_another() {
+        let closers: &'static Closers = Box::leak(Box::new(Closers::new()));
+        let pipe = || rustix::pipe::pipe().unwrap();
+        let (reader, writer) = pipe();
+        closers.state.lock().threads = THREADS_MAX;
+        assert!(closers.add(writer).is_none(), "there are as many as there may be");
+        for _ in 0..2 {
+            closers.state.lock().threads = THREADS_MAX - 1;
+            let (_other, writer) = pipe();
+            closers.add(writer).expect("there is room for one").join().unwrap();
+            let state = closers.state.lock();
+            assert_eq!((state.queue.len(), state.threads, state.idle), (0, THREADS_MAX - 1, 0));
+        }
+        let mut end = [0; 1];
+        assert_eq!(rustix::io::read(&reader, &mut end), Ok(0), "what had waited is closed, too");
     }
 }
