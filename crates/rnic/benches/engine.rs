@@ -1,8 +1,8 @@
-//! What a WQE costs in the engine: `cargo bench -p granary-rnic`.
+//! Cost of a WQE in the engine: `cargo bench -p granary-rnic`.
 //!
-//! One thread, loopback, a managed ring of WQEs that is executed lap after lap; each WQE is fetched,
-//! decoded, checked and executed as always. The figure is the median of several rounds, the spread
-//! their quartiles: on a busy machine compare lines of one run only.
+//! One thread executes a managed ring of WQEs repeatedly, between two QPs of one engine. Each WQE
+//! is fetched, decoded, checked and executed as usual. The result is the median of several rounds,
+//! with the quartiles. On a busy machine, compare only lines of the same run.
 
 use rnic::Engine;
 use rnic::ids::{Access, FunctionId, Key, Qpn};
@@ -31,7 +31,7 @@ struct Bench {
     peer_pd: rnic::ids::Pdn,
     /// Words that guard windows.
     words: (DmaMemory, Key),
-    /// A QP of the peer's PD that binds: its number, its ring, and where its next WQE goes.
+    /// A QP of the peer's PD that binds windows: its number, its ring, and its producer index.
     binder: (Qpn, DmaMemory, u16),
 }
 
@@ -45,10 +45,10 @@ impl Bench {
     fn new() -> Self {
         let mut e = Engine::new(Limits::default());
         let (pa, pb) = (e.alloc_pd(PF).unwrap(), e.alloc_pd(PF).unwrap());
-        let all = Access::LOCAL_ALL | Access::REMOTE_ALL;
+        let every_access = Access::LOCAL_ALL | Access::REMOTE_ALL;
         let region = |e: &mut Engine, pd| {
             let mem = memory(SPAN);
-            let key = e.reg_mr(PF, pd, mem.clone(), mem.addr(), all).unwrap();
+            let key = e.reg_mr(PF, pd, mem.clone(), mem.addr(), every_access).unwrap();
             (mem, key)
         };
         let (a, b) = (region(&mut e, pa), region(&mut e, pb));
@@ -107,7 +107,7 @@ impl Bench {
         }
         let words_pd = e.alloc_pd(PF).unwrap();
         let words = memory(SPAN);
-        let key = e.reg_mr(PF, words_pd, words.clone(), words.addr(), all).unwrap();
+        let key = e.reg_mr(PF, words_pd, words.clone(), words.addr(), every_access).unwrap();
         Self {
             e,
             ring,
@@ -125,7 +125,7 @@ impl Bench {
         }
     }
 
-    /// Fills the ring with what `fill` builds for place `i`; gives the WQEs of a lap.
+    /// Fills the ring with the WQEs that `fill` builds for index `i`. Returns their number.
     fn write(&mut self, fill: impl Fn(&Self, &mut Builder, usize)) -> usize {
         let (mut at, mut n) = (0, 0);
         while at < BLOCKS {
@@ -141,6 +141,7 @@ impl Bench {
         n
     }
 
+    /// Executes the whole ring once, with this number of receives.
     fn lap(&mut self, receives: u32) {
         self.received += receives;
         self.record.store_be32(0, self.received & 0xffff);
@@ -169,8 +170,8 @@ impl Bench {
         println!("{name:<28} {:>8.1} {:>8.1} {:>8.1}", at(0.5), at(0.25), at(0.75));
     }
 
-    /// Binds `count` type-1 windows of 64 bytes in the peer's PD, each guarded by a word of its own if they are
-    /// `guarded`; their keys.
+    /// Binds `count` type-1 windows of 64 bytes in the peer's PD, with a guard word for each if
+    /// `guarded`. Returns their keys.
     fn windows(&mut self, count: usize, guarded: bool) -> Vec<Key> {
         const TAG: u64 = 5;
         let (words, region) = self.words.clone();
@@ -208,7 +209,8 @@ impl Bench {
         keys
     }
 
-    /// READs of 64 B under two sets of keys, by turns: medians of both, and of the ratios of neighbours.
+    /// Measures READs of 64 B under two sets of keys in alternation. Prints both medians, and the
+    /// median of the ratios of adjacent rounds.
     fn compare(&mut self, name: &str, rounds: usize, keys: [&[Key]; 2]) {
         let mut ns: [Vec<f64>; 2] = [Vec::new(), Vec::new()];
         for round in 0..2 * rounds {
@@ -218,7 +220,7 @@ impl Bench {
                 let from = Remote { addr: b.b.0.addr() + 64 * at as u64, rkey: keys[at] };
                 w.rdma_read(from, &[b.here(64 * at, 64)]);
             });
-            self.lap(0); // with what this lap needs near
+            self.lap(0); // Warms the caches.
             let t = Instant::now();
             (0..10).for_each(|_| self.lap(0));
             ns[round % 2].push(t.elapsed().as_nanos() as f64 / (10 * n) as f64);
@@ -245,7 +247,7 @@ impl Bench {
 }
 
 fn main() {
-    // Cargo runs benches as tests too, without `--bench`: then only that they run matters.
+    // `cargo test --benches` passes no `--bench`: one round checks that the program works.
     let rounds = if std::env::args().any(|a| a == "--bench") { 51 } else { 1 };
     let mut b = Bench::new();
     println!("{:<28} {:>8} {:>8} {:>8}", "ns per WQE", "median", "25 %", "75 %");
@@ -283,7 +285,8 @@ fn main() {
     let (plain, guarded) = (g.windows(1024, false), g.windows(1024, true));
     g.compare("one window", rounds, [&plain[..1], &guarded[..1]]);
     g.compare("1,024 windows", rounds, [&plain, &guarded]);
-    // A WQE of three blocks and one of two: five to a pair; what is left of the ring is NOPs.
+    // A bind takes three blocks and an unbind two, so a pair takes five. NOPs fill the rest of the
+    // ring.
     let mut window = Bench::new();
     window.measure("UMR, bind and unbind by turns", rounds, |b, w, i| {
         let (key, qpn) = (Key::new(b.window.index(), b.window.tag()), b.qpn);

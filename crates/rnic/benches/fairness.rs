@@ -1,10 +1,14 @@
-//! What a client has of the NIC beside one that floods it: `cargo bench -p granary-rnic --bench fairness`.
+//! Service of a client beside a client that floods the NIC:
+//! `cargo bench -p granary-rnic --bench fairness`.
 //!
-//! Two functions, one engine, one thread. The flooder keeps the send rings of 1, 8 or 64 QPs full, of
-//! 8-byte READs or of 1 MiB WRITEs. Three victims by turns: one that reads 8 bytes, waits for it and
-//! reads again (latency); one that keeps a single ring full of 8-byte READs (rate, as a part of its rate
-//! alone); and the memory node's own function, which does as the first one. The engine is polled as the
-//! `shm` port does it, 64 WQEs at a time; only the polling is timed.
+//! Two functions, one engine, one thread. The flooding client keeps the send rings of 1, 8 or 64
+//! QPs full of 8-byte READs or of 1 MiB WRITEs. The benchmark measures three victims in succession:
+//!
+//! - a client that reads 8 bytes, waits for the completion and reads again (latency);
+//! - the memory node's own function, which does the same (latency);
+//! - a client that keeps a single ring full of 8-byte READs (rate).
+//!
+//! The engine is polled as in the `shm` port, with 64 WQEs for each poll. Only the polls are timed.
 
 use rnic::Engine;
 use rnic::ids::{Access, FunctionId, Qpn};
@@ -17,7 +21,7 @@ const BLOCKS: u16 = 1024;
 const BUDGET: usize = 64;
 const MIB: u32 = 1 << 20;
 
-/// A QP that only sends, connected to one that only answers.
+/// A QP that only sends, connected to a QP that only responds.
 struct Sender {
     function: FunctionId,
     qpn: Qpn,
@@ -34,13 +38,14 @@ fn memory(len: usize) -> DmaMemory {
 }
 
 impl Client {
-    /// `count` QPs whose rings hold the same WQE in every block.
+    /// Makes `count` QPs whose rings hold the same WQE in every block: a READ of 8 bytes, or a
+    /// WRITE of `bytes`.
     fn new(e: &mut Engine, f: FunctionId, count: usize, bytes: u32) -> Self {
         let pd = e.alloc_pd(f).unwrap();
-        let all = Access::LOCAL_ALL | Access::REMOTE_ALL;
+        let every_access = Access::LOCAL_ALL | Access::REMOTE_ALL;
         let mut region = || {
             let mem = memory(bytes.max(4096) as usize);
-            let key = e.reg_mr(f, pd, mem.clone(), mem.addr(), all).unwrap();
+            let key = e.reg_mr(f, pd, mem.clone(), mem.addr(), every_access).unwrap();
             (mem, key)
         };
         let (here, there) = (region(), region());
@@ -61,7 +66,7 @@ impl Client {
                 recv: Recv::None,
                 send_cq: cq,
                 recv_cq: cq,
-                access: all,
+                access: every_access,
                 privileged: false,
             };
             let send = SendSpec { ring: ring.clone(), blocks: BLOCKS as u32, managed: true };
@@ -105,13 +110,13 @@ impl Sender {
         info
     }
 
-    /// Fills the ring.
+    /// Enables a whole ring of WQEs.
     fn refill(&mut self, e: &mut Engine) {
         self.limit = self.info(e).send_consumer.wrapping_add(BLOCKS);
         e.enable_send(self.function, self.qpn, self.limit).unwrap();
     }
 
-    /// Posts one WQE.
+    /// Enables one more WQE.
     fn post(&mut self, e: &mut Engine) {
         self.limit = self.limit.wrapping_add(1);
         e.enable_send(self.function, self.qpn, self.limit).unwrap();
@@ -134,7 +139,7 @@ impl Bed {
         Self { e, flood, polls: 0 }
     }
 
-    /// One poll; how long it took.
+    /// Polls the engine once. Returns the time of the poll.
     fn poll(&mut self) -> Duration {
         if let Some(flood) = self.flood.as_mut().filter(|_| self.polls.is_multiple_of(8)) {
             flood.refill(&mut self.e);
@@ -145,18 +150,19 @@ impl Bed {
         start.elapsed()
     }
 
-    /// Median and 99th percentile of a READ's time, ns. What is under way when it is posted counts
-    /// whole: it is posted just before a poll.
+    /// Measures median and 99th percentile of a READ's latency, in ns. The latency includes the
+    /// whole poll during which the READ is posted.
     fn latency(&mut self, f: FunctionId, reads: usize) -> (u128, u128) {
         let mut victim = Client::new(&mut self.e, f, 1, 8);
         let mut times = Vec::with_capacity(reads);
         for i in 0..reads {
-            // So that it does not fall in step with the flooder's turns.
+            // A varying number of polls, so that the READs are not in phase with the flooding
+            // client's quanta.
             for _ in 0..i % 7 {
                 self.poll();
             }
             let before = victim.qps[0].info(&self.e).executed;
-            // A doorbell that comes during a poll is seen after it.
+            // The engine sees a doorbell that is written during a poll after that poll.
             let mut time = self.poll();
             victim.qps[0].post(&mut self.e);
             while victim.qps[0].info(&self.e).executed == before {
@@ -168,7 +174,7 @@ impl Bed {
         (times[reads / 2], times[reads * 99 / 100])
     }
 
-    /// READs per second of one full ring.
+    /// Measures the rate of one full ring, in READs per second.
     fn rate(&mut self, time: Duration) -> f64 {
         let f = self.e.add_function(FunctionLimits::default()).unwrap();
         let mut victim = Client::new(&mut self.e, f, 1, 8);

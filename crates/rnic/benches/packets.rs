@@ -1,17 +1,18 @@
-//! What a packet costs in the engine, without sockets: `cargo bench -p granary-rnic --bench packets`.
+//! Cost of a packet in the engine, without sockets: `cargo bench -p granary-rnic --bench packets`.
 //!
-//! One thread, two engines; what one of them sends is carried to the other one. A message of 1 MiB after the other, for each
-//! path MTU: with the smallest one the bytes are a small part, with the largest one most of it. Nanoseconds per packet,
-//! the median of several rounds:
+//! One thread runs two engines and carries the packets of each to the other. The messages have 1
+//! MiB. With the smallest path MTU the cost per packet dominates, with the largest one the cost per
+//! byte. The result is in nanoseconds per packet, the median of several rounds, for four stages:
 //!
 //! ```text
-//!  make    fetching, headers, and copying the payload with its CRC          the requester; of a READ the responder
-//!  seal    the ICRC of that and of the headers
-//!  check   the ICRC of what has come, which is in the cache                 the other one
-//!  take    keys, memory, receive WQE, completion
+//!  make    fetch the WQE, write headers, copy the payload and compute its CRC      sender
+//!  seal    compute the ICRC from that CRC and the headers                          sender
+//!  check   check the ICRC of a received packet, which is in the cache              receiver
+//!  take    check keys, access memory, use the receive WQE, write the completion    receiver
 //! ```
 //!
-//! Of authenticated packets the tag is made in `make` and checked in `take`, and there is no ICRC.
+//! The sender is the requester, for a READ the responder. The tag of authenticated packets is
+//! computed in `make` and checked in `take`; they have no ICRC.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -20,14 +21,14 @@ use rnic::Engine;
 use rnic::ids::{Access, FunctionId, Key, Qpn};
 use rnic::memory::DmaMemory;
 use rnic::verbs::*;
-use rnic::wire::icrc::{Route, Row};
+use rnic::wire::icrc::{Route, RouteIcrc};
 use rnic::wire::{PairSecret, PathMtu, RemotePeer, Side, UDP_PORT};
 use rnic::wqe::{Builder, Remote, Sge};
 
 const PF: FunctionId = FunctionId::PHYSICAL;
 const MESSAGE: usize = 1 << 20;
 const BLOCKS: u32 = 64;
-/// A burst, as the `roce` port sends them.
+/// Bytes after which the `roce` port sends the outbox: one burst.
 const SEND_BYTES: usize = 60 << 10;
 
 struct End {
@@ -51,8 +52,8 @@ impl End {
         let mut e = Engine::new(Limits { wire: Some(wire), ..Limits::default() });
         let pd = e.alloc_pd(PF).unwrap();
         let data = memory(MESSAGE);
-        let all = Access::LOCAL_ALL | Access::REMOTE_ALL;
-        let key = e.reg_mr(PF, pd, data.clone(), data.addr(), all).unwrap();
+        let every_access = Access::LOCAL_ALL | Access::REMOTE_ALL;
+        let key = e.reg_mr(PF, pd, data.clone(), data.addr(), every_access).unwrap();
         let cq = CqSpec {
             ring: memory(BLOCKS as usize * 64),
             entries: BLOCKS,
@@ -98,11 +99,11 @@ impl End {
     }
 
     fn post(&mut self, builder: &Builder) {
-        assert_eq!(builder.blocks(), 1, "so that none goes over the ring's end");
+        assert_eq!(builder.blocks(), 1, "a WQE of one block does not cross the ring's end");
         let at = self.producer as usize % BLOCKS as usize * 64;
         self.ring.write(at, builder.bytes());
         self.producer = self.producer.wrapping_add(1);
-        self.e.ring(self.qpn, self.producer);
+        self.e.doorbell(self.qpn, self.producer);
     }
 }
 
@@ -116,7 +117,7 @@ struct Stages {
     packets: u32,
 }
 
-/// Carries what `from` has to send to `to`, if there is anything.
+/// Polls `from` and carries its packets to `to`. Returns false if there were none.
 fn carry(now: u64, from: &mut End, to: &mut End, authenticated: bool, stages: &mut Stages) -> bool {
     let start = Instant::now();
     while from.e.poll(now, 64) > 0 && from.e.outbox().bytes().len() < SEND_BYTES {}
@@ -128,15 +129,15 @@ fn carry(now: u64, from: &mut End, to: &mut End, authenticated: bool, stages: &m
     from.e.outbox().seal(UDP_PORT);
     stages.seal += start.elapsed();
     stages.packets += from.e.outbox().len() as u32;
-    // As the kernel would, into memory that is used again and again.
+    // Copied, as the kernel does it.
     let bytes = from.e.outbox().bytes().to_vec();
     let bursts = from.e.outbox().bursts().to_vec();
     from.e.outbox().clear();
     for burst in bursts {
         let packets = || bytes[burst.bytes.clone()].chunks(burst.packet_bytes);
         let start = Instant::now();
-        let mut sums = Row::new(Route::new(from.address, to.address));
-        let mut is_good = |(i, packet)| sums.check(i as u16, packet);
+        let mut icrcs = RouteIcrc::new(Route::new(from.address, to.address));
+        let mut is_good = |(i, packet)| icrcs.check(i as u16, packet);
         assert!(authenticated || packets().enumerate().all(&mut is_good), "a wrong ICRC");
         stages.check += start.elapsed();
         let start = Instant::now();
@@ -148,16 +149,18 @@ fn carry(now: u64, from: &mut End, to: &mut End, authenticated: bool, stages: &m
     true
 }
 
-/// Of the packets that go one way: those of requests, or of answers.
+/// The direction of the measured packets.
 #[derive(Clone, Copy, PartialEq)]
-enum Way {
-    There,
-    Back,
+enum Direction {
+    /// From the requester to the responder.
+    Request,
+    /// From the responder to the requester.
+    Response,
 }
 
 fn measure(
     name: &str,
-    way: Way,
+    direction: Direction,
     mtu: PathMtu,
     authenticated: bool,
     rounds: usize,
@@ -168,9 +171,9 @@ fn measure(
     let side = |side| authenticated.then_some(side);
     a.connect(ends[1].0, ends[1].1, mtu, side(Side::Asking));
     b.connect(ends[0].0, ends[0].1, mtu, side(Side::Asked));
-    let mut all = Vec::new();
+    let mut measured = Vec::new();
     for now in 0..rounds as u64 {
-        // The others are counted apart, and not shown.
+        // Each direction has its own counters; one of them is reported.
         let (mut there, mut back) = (Stages::default(), Stages::default());
         for _ in 0..8 {
             b.received += 1;
@@ -184,15 +187,15 @@ fn measure(
                 goes_on |= carry(now, &mut b, &mut a, authenticated, &mut back);
             }
         }
-        all.push(if way == Way::There { there } else { back });
+        measured.push(if direction == Direction::Request { there } else { back });
     }
     for end in [&mut a, &mut b] {
         let state = end.e.query_qp(PF, end.qpn).unwrap().state;
         assert_eq!(state, QpState::ReadyToSend, "{name} failed");
     }
-    let median = |of: fn(&Stages) -> Duration| {
+    let median = |stage: fn(&Stages) -> Duration| {
         let mut ns: Vec<f64> =
-            all.iter().map(|s| of(s).as_nanos() as f64 / s.packets as f64).collect();
+            measured.iter().map(|s| stage(s).as_nanos() as f64 / s.packets as f64).collect();
         ns.sort_by(f64::total_cmp);
         ns[ns.len() / 2]
     };
@@ -208,22 +211,22 @@ fn measure(
 }
 
 fn main() {
-    // Cargo runs benches as tests too, without `--bench`: then only that they run matters.
+    // `cargo test --benches` passes no `--bench`: one round checks that the program works.
     let rounds = if std::env::args().any(|a| a == "--bench") { 101 } else { 1 };
     let stages = format!("{:>8} {:>8} {:>8} {:>8}", "make", "seal", "check", "take");
     println!("{:<8} {:<5} {:>5} {stages}", "ns", "", "MTU");
     let mtus = [PathMtu::Mtu256, PathMtu::Mtu1024, PathMtu::Mtu4096];
     for (mtu, tags) in mtus.into_iter().flat_map(|mtu| [(mtu, false), (mtu, true)]) {
-        measure("SEND", Way::There, mtu, tags, rounds, |a, _, w| {
+        measure("SEND", Direction::Request, mtu, tags, rounds, |a, _, w| {
             let (addr, lkey) = (a.memory.0.addr(), a.memory.1);
             w.send(&[Sge { addr, len: MESSAGE as u32, lkey }]).signaled();
         });
-        measure("WRITE", Way::There, mtu, tags, rounds, |a, b, w| {
+        measure("WRITE", Direction::Request, mtu, tags, rounds, |a, b, w| {
             let (addr, lkey) = (a.memory.0.addr(), a.memory.1);
             let to = Remote { addr: b.memory.0.addr(), rkey: b.memory.1 };
             w.rdma_write(to, &[Sge { addr, len: MESSAGE as u32, lkey }]).signaled();
         });
-        measure("READ", Way::Back, mtu, tags, rounds, |a, b, w| {
+        measure("READ", Direction::Response, mtu, tags, rounds, |a, b, w| {
             let (addr, lkey) = (a.memory.0.addr(), a.memory.1);
             let from = Remote { addr: b.memory.0.addr(), rkey: b.memory.1 };
             w.rdma_read(from, &[Sge { addr, len: MESSAGE as u32, lkey }]).signaled();

@@ -1,15 +1,16 @@
-//! What plain UDP does on this machine: `cargo bench -p granary-rnic --bench udp`.
+//! Speed of plain UDP on this machine: `cargo bench -p granary-rnic --bench udp`.
 //!
-//! No protocol, no NIC: two threads, two sockets on the loopback interface, both of which poll. It bounds what the
-//! `roce` port can do.
+//! Two polling threads exchange datagrams over two sockets on the loopback interface, without a
+//! protocol and without a NIC. The results are upper bounds for the `roce` port.
 //!
 //! ```text
-//!  one way    half of a round trip of one datagram
-//!  stream     bursts of 15 datagrams of 4 KiB (UDP GSO, UDP GRO); each is acknowledged by a datagram, and four are in
-//!             flight: less is what no reliable protocol can do with
-//!  + CRC      either end also computes the CRC-32 of what it has
-//!  + copy     and copies each packet before it is sent, and after it has come, as the ICRC makes it necessary: what is
-//!             sent must not change any more, what is not checked yet must not reach its place
+//!  one way    half of the round-trip time of one datagram
+//!  stream     bursts of 15 datagrams of 4 KiB (UDP GSO, UDP GRO). Each burst is acknowledged by a datagram,
+//!             and four bursts are in flight: the minimum for a reliable protocol
+//!  + CRC      both ends also compute the CRC-32 of each packet
+//!  + copy     both ends also copy each packet, before sending and after receiving. The ICRC requires these
+//!             copies: data must not change after its ICRC was computed, and must not reach its destination
+//!             before its ICRC was checked
 //! ```
 
 use std::net::UdpSocket;
@@ -17,9 +18,11 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Bytes of a packet with its headers, and packets of a burst, as the `roce` port sends them.
+/// Bytes of a packet with its headers, as the `roce` port sends them.
 const PACKET: usize = 4096 + 16;
+/// Packets of a burst, as the `roce` port sends them.
 const BURST: usize = 15;
+/// Bursts in flight.
 const IN_FLIGHT: u64 = 4;
 const MESSAGE: usize = 1 << 20;
 const TIME: Duration = Duration::from_millis(500);
@@ -28,7 +31,7 @@ const ROUNDS: usize = 5;
 fn set(socket: &UdpSocket, name: i32, value: i32) {
     let size = size_of::<i32>() as u32;
     let value = std::ptr::from_ref(&value);
-    // SAFETY: the value lives, with its length, until the call returns.
+    // SAFETY: `value` has `size` bytes and lives until the call returns.
     let done =
         unsafe { libc::setsockopt(socket.as_raw_fd(), libc::SOL_UDP, name, value.cast(), size) };
     assert_eq!(done, 0, "this kernel has no UDP segmentation");
@@ -43,7 +46,7 @@ fn pair() -> [UdpSocket; 2] {
     sockets
 }
 
-/// Waits for a datagram, or until `over`.
+/// Polls for a datagram until `over` is set.
 fn receive(socket: &UdpSocket, into: &mut [u8], over: &AtomicBool) -> Option<usize> {
     let mut polls = 0u32;
     loop {
@@ -52,7 +55,7 @@ fn receive(socket: &UdpSocket, into: &mut [u8], over: &AtomicBool) -> Option<usi
         }
         polls += 1;
         if polls.is_multiple_of(64) {
-            // On one core the other one has to have it.
+            // The other thread needs the CPU if there is only one.
             std::thread::yield_now();
             if over.load(Ordering::Relaxed) {
                 return None;
@@ -61,7 +64,7 @@ fn receive(socket: &UdpSocket, into: &mut [u8], over: &AtomicBool) -> Option<usi
     }
 }
 
-/// Half of a round trip, in microseconds.
+/// Measures half of the round-trip time, in microseconds.
 fn one_way(bytes: usize) -> f64 {
     let [here, there] = pair();
     let over = AtomicBool::new(false);
@@ -86,7 +89,7 @@ fn one_way(bytes: usize) -> f64 {
     })
 }
 
-/// What is done with each packet beside sending and receiving it.
+/// Work on each packet in addition to sending and receiving it.
 #[derive(Clone, Copy, PartialEq)]
 enum Work {
     Nothing,
@@ -98,7 +101,7 @@ fn check(packet: &[u8], sum: &mut u32) {
     *sum ^= crc32fast::hash(packet);
 }
 
-/// GB/s.
+/// Measures the throughput of a stream, in GB/s.
 fn stream(work: Work) -> f64 {
     let [here, there] = pair();
     set(&here, libc::UDP_SEGMENT, PACKET as i32);
@@ -106,10 +109,10 @@ fn stream(work: Work) -> f64 {
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let (mut row, mut message) = (vec![0; 1 << 16], vec![0; MESSAGE]);
+            let (mut batch, mut message) = (vec![0; 1 << 16], vec![0; MESSAGE]);
             let (mut at, mut sum, mut left) = (0, 0, 0);
-            while let Some(len) = receive(&there, &mut row, &over) {
-                for packet in row[..len].chunks(PACKET) {
+            while let Some(len) = receive(&there, &mut batch, &over) {
+                for packet in batch[..len].chunks(PACKET) {
                     if work != Work::Nothing {
                         check(packet, &mut sum);
                     }
@@ -154,15 +157,20 @@ fn stream(work: Work) -> f64 {
     })
 }
 
-/// The median of some rounds, and the least and most.
+/// Prints the median of several rounds, with minimum and maximum.
 fn rounds(what: &str, unit: &str, run: impl Fn() -> f64) {
-    let mut all: Vec<f64> = (0..ROUNDS).map(|_| run()).collect();
-    all.sort_by(f64::total_cmp);
-    println!("{what:32} {:8.2} {unit}  ({:.2} to {:.2})", all[ROUNDS / 2], all[0], all[ROUNDS - 1]);
+    let mut results: Vec<f64> = (0..ROUNDS).map(|_| run()).collect();
+    results.sort_by(f64::total_cmp);
+    println!(
+        "{what:32} {:8.2} {unit}  ({:.2} to {:.2})",
+        results[ROUNDS / 2],
+        results[0],
+        results[ROUNDS - 1]
+    );
 }
 
 fn main() {
-    // `cargo test --benches` is to see that it works.
+    // `cargo test --benches` passes no `--bench`: it only builds and starts the program.
     if !std::env::args().any(|arg| arg == "--bench") {
         return;
     }

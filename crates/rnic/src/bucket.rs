@@ -1,38 +1,38 @@
-//! A token bucket: bounds how often something happens, with room for a burst.
+//! A token bucket: limits the rate of an operation and allows bursts.
 //!
-//! The bucket is kept as one point in time: when the tokens that were taken so far will have been
-//! earned. A user that has taken more than there were waits until then.
+//! The bucket is stored as one point in time: the time at which the bucket will be full again. A
+//! user may take more tokens than are available, and then has to wait until a token is available.
 
 use std::time::Duration;
 
-/// A token bucket. Times count from a moment of the caller's choice, the same for all calls.
+/// A token bucket. All times are relative to one origin, which the caller chooses.
 #[derive(Clone, Copy, Debug)]
 pub struct TokenBucket {
-    /// The tokens that were taken are earned by then, plus `kept`.
+    /// Time at which the bucket will be full again.
     earned: Duration,
-    /// Time in which one token is earned.
+    /// Time to earn one token.
     each: Duration,
-    /// Time for which tokens are kept.
+    /// Time in which a full bucket is earned.
     kept: Duration,
 }
 
 impl TokenBucket {
-    /// A full bucket of `burst` tokens, which earns one in `each`.
+    /// Creates a full bucket of `burst` tokens, which earns one token per `each`.
     pub fn new(burst: u32, each: Duration, now: Duration) -> Self {
         Self { earned: now, each, kept: each * burst }
     }
 
-    /// How long the next token is to be waited for, if there is none now.
+    /// Returns the time until the next token is available, or `None` if one is available now.
     pub fn wait(&self, now: Duration) -> Option<Duration> {
         self.earned.checked_sub(now + self.kept).filter(|left| !left.is_zero())
     }
 
-    /// Takes `tokens`, which may be more than there are.
+    /// Takes `tokens`, which may exceed the available number.
     pub fn take(&mut self, tokens: u32, now: Duration) {
         self.earned = self.earned.max(now) + self.each * tokens;
     }
 
-    /// True if the bucket is as full as it gets.
+    /// True if the bucket is full.
     pub fn is_full(&self, now: Duration) -> bool {
         self.earned <= now
     }
@@ -44,7 +44,7 @@ mod tests {
 
     const EACH: Duration = Duration::from_millis(1);
 
-    /// Serves who asks at once, always, for this long; how often.
+    /// Takes `tokens` whenever a token is available, for `for_ms`; returns the number of times.
     fn served(pace: &mut TokenBucket, start: Duration, for_ms: u64, tokens: u32) -> u32 {
         let (mut now, mut count) = (start, 0);
         while now < start + EACH * for_ms as u32 {
@@ -60,21 +60,21 @@ mod tests {
     }
 
     #[test]
-    fn a_burst_comes_at_once_and_then_one_at_a_time() {
+    fn full_bucket_allows_a_burst_and_then_the_rate() {
         let start = Duration::from_secs(1000);
         let mut pace = TokenBucket::new(16, EACH, start);
         assert!(pace.is_full(start));
         assert_eq!(served(&mut pace, start, 1, 1), 17);
         assert!(!pace.is_full(start + EACH));
         assert_eq!(served(&mut pace, start + EACH, 1000, 1), 1000);
-        // What is not taken is kept, up to the burst.
+        // Unused tokens accumulate, up to the burst.
         let later = start + Duration::from_secs(60);
         assert!(pace.is_full(later));
         assert_eq!(served(&mut pace, later, 1, 1), 17);
     }
 
     #[test]
-    fn what_costs_more_is_served_more_rarely() {
+    fn tokens_per_operation_lower_the_rate() {
         let start = Duration::from_secs(1000);
         let mut pace = TokenBucket::new(16, EACH, start);
         pace.take(64, start);

@@ -10,9 +10,9 @@
 //! ```
 //!
 //! The owner bit flips at each lap of the ring: completion number `n` of a ring with `e` entries
-//! carries `(n / e) & 1`. A ring starts with CQE opcode INVALID in each entry. The last 8 bytes,
-//! which hold opcode and owner, are stored last, with release ordering: who sees the owner bit sees
-//! the entry, and the data that was moved before it.
+//! carries `(n / e) & 1`. Initially every entry has the CQE opcode INVALID. The last 8 bytes, which
+//! contain opcode and owner, are stored last, with release ordering. A reader that sees the new
+//! owner bit therefore sees the whole entry, and the data moved before it.
 
 use crate::dma::Span;
 use crate::ids::{Qpn, Srqn};
@@ -69,7 +69,7 @@ pub const OWNER: u8 = 1;
 /// The solicited-event bit of the byte at [`offset::OP_OWN`].
 pub const SOLICITED: u8 = 2;
 
-/// Why a WQE failed: the syndrome of an error CQE (IBTA vol. 1, §11.6.2).
+/// Cause of a WQE's failure: the syndrome of an error CQE (IBTA vol. 1, §11.6.2).
 #[derive(
     Clone, Copy, PartialEq, Eq, Hash, Debug, thiserror::Error, serde::Serialize, serde::Deserialize,
 )]
@@ -100,16 +100,16 @@ pub enum Syndrome {
     /// The peer failed to execute the request.
     #[error("remote operation error")]
     RemoteOperation = 0x14,
-    /// The peer does not answer.
+    /// The peer does not respond.
     #[error("transport retry counter exceeded")]
     RetryExceeded = 0x15,
-    /// The peer had no receive WQE for too long.
+    /// The peer had no receive WQE for all RNR retries.
     #[error("RNR retry counter exceeded")]
     RnrRetryExceeded = 0x16,
 }
 
 impl Syndrome {
-    /// Every syndrome that this NIC knows.
+    /// All syndromes that this NIC reports.
     pub const ALL: [Syndrome; 10] = [
         Syndrome::LocalLength,
         Syndrome::LocalQpOperation,
@@ -129,7 +129,7 @@ impl Syndrome {
     }
 }
 
-/// Fills the ring of a CQ with entries that were never written, as its owner does before the CQ is made.
+/// Fills a CQ's ring with invalid entries. The owner does this before it creates the CQ.
 pub fn clear(ring: &DmaMemory, entries: u32) {
     let mut entry = [0; CQE];
     entry[offset::OP_OWN] = opcode::INVALID << 4 | OWNER;
@@ -141,26 +141,26 @@ pub fn clear(ring: &DmaMemory, entries: u32) {
 /// A completion, decoded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Cqe {
-    /// One of [`opcode`].
+    /// CQE opcode, see [`opcode`].
     pub opcode: u8,
     /// The QP whose WQE completed.
     pub qpn: Qpn,
     /// Opcode of the send WQE; 0 for receives.
     pub wqe_opcode: u8,
-    /// Index of the WQE: of its first building block in a send ring, of the receive WQE in a receive
-    /// ring.
+    /// Index of the WQE: in a send ring of its first building block, in a receive ring of the
+    /// receive WQE.
     pub wqe_counter: u16,
-    /// Bytes that were moved.
+    /// Number of bytes moved.
     pub byte_count: u32,
     /// Immediate data, or the key that was invalidated.
     pub imm: u32,
-    /// The shared receive queue, 0 if there is none.
+    /// The shared receive queue; 0 if none.
     pub srqn: Srqn,
-    /// The peer asked for an event.
+    /// The peer requested an event.
     pub solicited: bool,
     /// NIC time in ns; 0 in an error CQE.
     pub timestamp_ns: u64,
-    /// What went wrong, in an error CQE.
+    /// The error, in an error CQE.
     pub error: Option<CqeError>,
 }
 
@@ -169,7 +169,7 @@ pub struct Cqe {
 pub struct CqeError {
     /// The syndrome's value, see [`Syndrome::from_value`].
     pub syndrome: u8,
-    /// More about it, see [`crate::protection::Refusal`]; 0 where the peer refused.
+    /// Detail of the error, see [`crate::protection::Refusal`]; 0 if the peer rejected the request.
     pub vendor: u8,
 }
 
@@ -191,7 +191,8 @@ impl Default for Cqe {
 }
 
 impl Cqe {
-    /// The upper half of the entry as four 8-byte words in memory order; the lower half is reserved.
+    /// The upper half of the entry as four 8-byte words in memory order. The lower half is
+    /// reserved.
     #[inline]
     fn words(&self, owner: u8) -> [u64; 4] {
         let time = match self.error {
@@ -211,7 +212,7 @@ impl Cqe {
         ]
     }
 
-    /// The entry's 64 bytes.
+    /// Encodes the entry.
     pub fn to_bytes(&self, owner: u8) -> [u8; CQE] {
         let mut out = [0; CQE];
         for (i, w) in self.words(owner).into_iter().enumerate() {
@@ -220,7 +221,7 @@ impl Cqe {
         out
     }
 
-    /// Stores the entry in a CQ's ring, what makes it valid last.
+    /// Stores the entry in a CQ's ring. The word that makes the entry valid is stored last.
     #[inline]
     pub(crate) fn store(&self, entry: Span, owner: u8) {
         let [a, b, c, last] = self.words(owner);
@@ -230,7 +231,7 @@ impl Cqe {
         entry.store_be64(56, last, Ordering::Release);
     }
 
-    /// Decodes an entry, whoever owns it.
+    /// Decodes an entry, regardless of its owner bit.
     pub fn from_bytes(b: &[u8; CQE]) -> Self {
         let be32 = |at: usize| u32::from_be_bytes(b[at..at + 4].try_into().expect("4 bytes"));
         let op_own = b[offset::OP_OWN];
@@ -256,7 +257,7 @@ impl Cqe {
     }
 }
 
-/// The consumer's side of a CQ in memory: polls the ring and moves the record's index.
+/// The consumer's side of a CQ in memory: polls the ring and advances the record's index.
 ///
 /// ```text
 /// record: +0 consumer's running index (big-endian, 24 bits)    +4 armed (host-endian)
@@ -270,14 +271,14 @@ pub struct CqReader {
 }
 
 impl CqReader {
-    /// Reads the CQ over `ring`, of `entries` entries, from completion number `first` on.
+    /// Creates a reader of the CQ over `ring`, starting at completion number `first`.
     pub fn new(ring: DmaMemory, entries: u32, record: DmaMemory, first: u32) -> Self {
         assert!(entries.is_power_of_two() && ring.len() >= entries as usize * CQE);
         assert!(record.len() >= 8);
         Self { ring, record, entries, next: first & 0xff_ffff }
     }
 
-    /// The next completion, if it is there. Its data is visible then.
+    /// Returns the next completion, if it was written. The data that it reports is visible then.
     #[inline]
     pub fn poll(&mut self) -> Option<Cqe> {
         let at = (self.next & (self.entries - 1)) as usize * CQE;
@@ -294,8 +295,8 @@ impl CqReader {
         Some(Cqe::from_bytes(&bytes))
     }
 
-    /// Asks for an event at the next completion. Poll once more after this, since completions that
-    /// came before raise none.
+    /// Requests an event for the next completion. The caller must poll once more after this call,
+    /// because completions written before it raise no event.
     pub fn arm(&self) {
         self.record.word32(4).store(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);

@@ -1,27 +1,32 @@
-//! CRC-32 of payloads as long as a path MTU, while they are copied or without.
+//! CRC-32 of payloads whose length is a path MTU, computed during the copy or without a copy.
 //!
-//! A packet's payload is copied out of memory that others may change, and its CRC must be of what was copied. Both in one
-//! pass: each byte is loaded once.
+//! A packet's payload is copied out of memory that other processes may change, so the CRC must be
+//! computed over the copied bytes. Copy and CRC are one pass: each byte is loaded once.
 //!
 //! ```text
-//!   payload   |  32 bytes  |  32  |  32  |  32  | ...        loaded, stored to the packet, and added to one of four
-//!                                                            registers, each of which was multiplied by x^1024 before
-//!   Sum       128 bits that leave the same remainder as the payload does
-//!   CRC       of what is before the payload, times x^(8 times its length), plus the sum, modulo the polynomial
+//!   payload   |  32 bytes  |  32  |  32  |  32  | ...   loaded, stored to the packet, and added to
+//!                                                       one of four registers, each first
+//!                                                       multiplied by x^1024
+//!   Sum       128 bits with the same remainder as the payload
+//!   CRC       CRC of the bytes before the payload, times x^(8 times its length), plus the sum,
+//!             modulo the polynomial
 //! ```
 //!
-//! So what is before the payload need not be known when it is copied. Carry-less multiplication is what the CPU must have
-//! (VPCLMULQDQ: x86-64 since 2019, AMD since 2020); elsewhere there is no [`Sum`], and CRCs are made of packets as a whole.
+//! The bytes before the payload are therefore not needed during the copy. The CPU must have
+//! carry-less multiplication (VPCLMULQDQ: Intel since 2019, AMD since 2020). Without it there is no
+//! [`Sum`], and CRCs are computed over whole packets.
 //!
-//! Bits are reflected: the first byte's lowest bit has the highest power. The method is that of V. Gopal et al., "Fast CRC
-//! Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel, 2009.
+//! Bits are reflected: the first byte's lowest bit has the highest power. The method is that of V.
+//! Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel,
+//! 2009.
 
-/// CRC-32's polynomial without its highest power; the coefficient of x^0 is the highest bit.
+/// CRC-32's polynomial without its highest power; the most significant bit is the coefficient of
+/// x^0.
 pub(crate) const POLYNOMIAL: u32 = 0xedb8_8320;
-/// The polynomial 1.
+/// The constant polynomial 1.
 pub(crate) const ONE: u32 = 1 << 31;
 
-/// The product of two polynomials, modulo CRC-32's.
+/// Returns the product of two polynomials, modulo CRC-32's.
 pub(crate) const fn times(mut a: u32, b: u32) -> u32 {
     let (mut product, mut bit) = (0, ONE);
     while bit != 0 {
@@ -35,7 +40,7 @@ pub(crate) const fn times(mut a: u32, b: u32) -> u32 {
     product
 }
 
-/// The `n`th power of a polynomial, modulo CRC-32's.
+/// Returns the `n`th power of a polynomial, modulo CRC-32's.
 pub(crate) const fn power(mut square: u32, mut n: u64) -> u32 {
     let mut power = ONE;
     while n > 0 {
@@ -48,24 +53,25 @@ pub(crate) const fn power(mut square: u32, mut n: u64) -> u32 {
     power
 }
 
-/// The longest head that [`Sum::crc`] takes: BTH, RETH and immediate data.
+/// Maximum length of the head that [`Sum::crc`] takes: BTH, RETH and immediate data.
 pub(crate) const HEAD_MAX: usize = 32;
 
-/// What the CRC of a packet has to know of its payload.
+/// The payload's contribution to the CRC of a packet.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sum {
-    /// A number, so that it is handed on in registers: what is stored in two parts and loaded as one is waited for, until
-    /// all stores before are done, those of the payload's copy among them.
+    /// An integer, so that it is passed in registers. A value that is stored in two parts and
+    /// loaded as one would wait for all earlier stores, including those of the payload's copy.
     bits: u128,
-    /// The payload's length: of [`LENGTHS`], this one.
+    /// Index of the payload's length in [`LENGTHS`].
     length: u8,
 }
 
-/// Lengths of payloads that have sums: path MTUs.
+/// Payload lengths that have sums: the path MTUs.
 pub(crate) const LENGTHS: [usize; 5] = [256, 512, 1024, 2048, 4096];
 
 impl Sum {
-    /// Of these bytes; none if they are not as many as a path MTU, or this CPU has no carry-less multiplication.
+    /// Computes the sum of `bytes`. `None` if the length is no path MTU, or the CPU has no
+    /// carry-less multiplication.
     #[inline]
     pub fn of(bytes: &[u8]) -> Option<Sum> {
         let from = bytes.as_ptr();
@@ -73,34 +79,35 @@ impl Sum {
         unsafe { x86::sum::<false>(std::ptr::null_mut(), from, bytes.len()) }
     }
 
-    /// Of `len` bytes at `from`, which are copied to `to`. If there is none nothing was copied.
+    /// Copies `len` bytes from `from` to `to` and returns their sum. If the result is `None`,
+    /// nothing was copied.
     ///
     /// # Safety
-    /// `from` is readable and `to` writable for `len` bytes; they do not overlap. What is at `from` may change meanwhile:
-    /// each byte is loaded once.
+    /// `from` is readable and `to` writable for `len` bytes; they do not overlap. The bytes at
+    /// `from` may change during the call: each byte is loaded once.
     #[inline]
     pub unsafe fn copying(to: *mut u8, from: *const u8, len: usize) -> Option<Sum> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's guarantee.
         unsafe { x86::sum::<true>(to, from, len) }
     }
 
-    /// Bytes of the payload.
+    /// Length of the payload in bytes.
     #[inline]
     pub fn len(self) -> usize {
         LENGTHS[self.length as usize]
     }
 
-    /// The CRC of something whose own CRC is `before`, of `head`, and of the payload. The head has 8 to [`HEAD_MAX`] bytes, to
-    /// the first 8 of which `ones` are added.
+    /// Returns the CRC of bytes whose CRC is `before`, followed by `head` and the payload. `head`
+    /// has 8 to [`HEAD_MAX`] bytes; `ones` is first ORed into its first 8 bytes.
     #[inline]
     pub fn crc(self, before: u32, head: &[u8], ones: u64) -> u32 {
         let [first, second] = match head.len() {
-            // BTH; with AETH, immediate data or a key; with RETH.
+            // BTH; BTH with AETH, immediate data or a key; BTH with RETH.
             12 => halves::<12>(head, before, ones),
             16 => halves::<16>(head, before, ones),
             28 => halves::<28>(head, before, ones),
             len => {
-                // Zeros in front of a CRC that begins with 0 change nothing.
+                // Zeros in front of data do not change a CRC whose initial value is 0.
                 let mut block = [0; HEAD_MAX];
                 let place = &mut block[HEAD_MAX - len..];
                 place.copy_from_slice(head);
@@ -109,23 +116,23 @@ impl Sum {
                 halves::<HEAD_MAX>(&block, !0, 0)
             }
         };
-        // SAFETY: there is a sum, so this CPU can make them.
+        // SAFETY: a sum exists, so this CPU has the required instructions.
         !unsafe { x86::reduce(self.bits, self.length, first, second) }
     }
 }
 
-/// The first bytes of something behind what has this CRC, as a CRC that begins with 0 has to find them.
+/// Folds the preceding CRC into the first 8 bytes of a head, for a CRC with initial value 0.
 #[inline]
 fn begun(first: u64, before: u32, ones: u64) -> u64 {
     (first | ones) ^ !before as u64
 }
 
-/// A head of `N` bytes, a multiple of 4, with zeros in front of it, as [`Sum::crc`] takes it. In registers: what is stored in
-/// small parts and loaded in large ones is waited for.
+/// Pads a head of `N` bytes, a multiple of 4, with leading zeros to [`HEAD_MAX`] bytes. Works in
+/// registers, because a load that spans several smaller, pending stores has to wait for them.
 #[inline]
 fn halves<const N: usize>(head: &[u8], before: u32, ones: u64) -> [u128; 2] {
     const { assert!(N >= 8 && N <= HEAD_MAX && N.is_multiple_of(4)) }
-    let head: &[u8; N] = head.first_chunk().expect("as long as the caller says");
+    let head: &[u8; N] = head.first_chunk().expect("the head has N bytes");
     let (first, rest) = head.split_first_chunk().expect("8 bytes at least");
     let first = begun(u64::from_le_bytes(*first), before, ones);
     let mut words = [0; HEAD_MAX / 8];
@@ -157,12 +164,12 @@ mod x86 {
 
     use super::{LENGTHS, ONE, POLYNOMIAL, Sum, power};
 
-    /// Registers of 32 bytes, and bytes that a round takes.
+    /// Number of 32-byte registers, and bytes per round.
     const REGISTERS: usize = 4;
     const ROUND: usize = 32 * REGISTERS;
 
-    /// What a register's two halves are multiplied with to be `bits` further ahead. A product of reflected polynomials is
-    /// one bit too low, so one factor is one bit higher.
+    /// Multipliers that advance the two halves of a register by `bits` bits. The product of two
+    /// reflected polynomials is shifted by one bit, so one factor is shifted the other way.
     const fn ahead(bits: u64) -> [i64; 2] {
         let x = ONE >> 1;
         [(power(x, bits + 32) as i64) << 1, (power(x, bits - 32) as i64) << 1]
@@ -181,13 +188,14 @@ mod x86 {
         }
         all
     };
-    /// x^64; and for Barrett's reduction the polynomial and the quotient of x^64 by it, each with its highest power.
+    /// x^64; and for Barrett's reduction the polynomial and the quotient of x^64 by it, each with
+    /// its highest power.
     const POWER_64: i64 = (power(ONE >> 1, 64) as i64) << 1;
     const WHOLE: i64 = (POLYNOMIAL as i64) << 1 | 1;
     const QUOTIENT: i64 = quotient();
 
     const fn quotient() -> i64 {
-        // Long division, highest power first; `rest` has the 32 bits below the one that is looked at.
+        // Long division, highest power first; `rest` has the 32 bits below the current bit.
         let (mut quotient, mut rest, mut n) = (0i64, 0u32, 0);
         while n <= 32 {
             let one = n == 0 || rest & 1 != 0;
@@ -203,10 +211,11 @@ mod x86 {
         quotient
     }
 
-    /// See [`Sum::of`] and [`Sum::copying`].
+    /// Implements [`Sum::of`] and [`Sum::copying`].
     ///
     /// # Safety
-    /// `from` is readable for `len` bytes; if `COPY`, `to` is writable for as many, and they do not overlap.
+    /// `from` is readable for `len` bytes; if `COPY`, `to` is writable for `len` bytes, and they do
+    /// not overlap.
     #[inline]
     pub unsafe fn sum<const COPY: bool>(to: *mut u8, from: *const u8, len: usize) -> Option<Sum> {
         if !LENGTHS.contains(&len)
@@ -216,7 +225,8 @@ mod x86 {
         {
             return None;
         }
-        // SAFETY: the CPU has what it needs; the length is a path MTU; the rest is the caller's promise.
+        // SAFETY: the CPU has the features; the length is a path MTU; the rest is the caller's
+        // guarantee.
         let bits = unsafe { rounds::<COPY>(to, from, len) };
         let length = (len / LENGTHS[0]).trailing_zeros() as u8;
         Some(Sum { bits, length })
@@ -232,8 +242,9 @@ mod x86 {
         while at < len {
             for (i, register) in registers.iter_mut().enumerate() {
                 let place = at + 32 * i;
-                // SAFETY: `place + 32 <= at + ROUND <= len`, as `len` is a multiple of `ROUND`. Loads and stores may be
-                // unaligned. What is loaded may change at any moment, and any bytes will do.
+                // SAFETY: `place + 32 <= at + ROUND <= len`, as `len` is a multiple of `ROUND`.
+                // Loads and stores may be unaligned. The loaded bytes may change at any moment, and
+                // any value is valid.
                 let bytes = unsafe {
                     let bytes = _mm256_loadu_si256(from.add(place).cast());
                     if COPY {
@@ -253,30 +264,33 @@ mod x86 {
         bits(_mm_xor_si128(ahead128(low, pair128(AHEAD_128)), high))
     }
 
-    /// The CRC register behind a head, of which there are the first and the second half, and a payload, of which there is the
-    /// sum and which of [`LENGTHS`] it has; it was 0 before them.
+    /// Returns the CRC register after a head, given as its two halves, and a payload, given as its
+    /// sum and its index in [`LENGTHS`]. The initial value is 0.
     ///
     /// # Safety
-    /// The CPU has what [`sum`] asks for.
+    /// The CPU has the features that [`sum`] checks.
     #[target_feature(enable = "avx2,pclmulqdq")]
     pub unsafe fn reduce(sum: u128, length: u8, first: u128, second: u128) -> u32 {
         let head = _mm_xor_si128(ahead128(register(first), pair128(AHEAD_128)), register(second));
         let keys = pair128(AHEAD_LENGTHS[length as usize]);
-        let all = _mm_xor_si128(ahead128(head, keys), register(sum));
-        // 128 bits with 32 zeros behind them: 96, 64, then Barrett.
+        let remainder = _mm_xor_si128(ahead128(head, keys), register(sum));
+        // Reduces 128 bits, with 32 zeros appended, to 96, to 64, then by Barrett's method.
         let low32 = _mm_set_epi32(0, 0, 0, -1);
-        let all = _mm_xor_si128(
-            _mm_clmulepi64_si128::<0x10>(all, pair128(AHEAD_128)),
-            _mm_srli_si128::<8>(all),
+        let remainder = _mm_xor_si128(
+            _mm_clmulepi64_si128::<0x10>(remainder, pair128(AHEAD_128)),
+            _mm_srli_si128::<8>(remainder),
         );
-        let all = _mm_xor_si128(
-            _mm_clmulepi64_si128::<0x00>(_mm_and_si128(all, low32), _mm_set_epi64x(0, POWER_64)),
-            _mm_srli_si128::<4>(all),
+        let remainder = _mm_xor_si128(
+            _mm_clmulepi64_si128::<0x00>(
+                _mm_and_si128(remainder, low32),
+                _mm_set_epi64x(0, POWER_64),
+            ),
+            _mm_srli_si128::<4>(remainder),
         );
         let keys = _mm_set_epi64x(QUOTIENT, WHOLE);
-        let times = _mm_clmulepi64_si128::<0x10>(_mm_and_si128(all, low32), keys);
+        let times = _mm_clmulepi64_si128::<0x10>(_mm_and_si128(remainder, low32), keys);
         let over = _mm_clmulepi64_si128::<0x00>(_mm_and_si128(times, low32), keys);
-        _mm_extract_epi32::<1>(_mm_xor_si128(all, over)) as u32
+        _mm_extract_epi32::<1>(_mm_xor_si128(remainder, over)) as u32
     }
 
     #[inline]
@@ -327,16 +341,16 @@ mod x86 {
 mod x86 {
     use super::Sum;
 
-    /// None, and nothing copied: other CPUs make CRCs of packets as a whole.
+    /// Returns `None` and copies nothing: other CPUs compute CRCs over whole packets.
     ///
     /// # Safety
-    /// Nothing is asked for here; it is unsafe because x86-64's is.
+    /// No requirement; unsafe only because the function for x86-64 is.
     pub unsafe fn sum<const COPY: bool>(_: *mut u8, _: *const u8, _: usize) -> Option<Sum> {
         None
     }
 
     /// # Safety
-    /// Nothing is asked for here, either: it is of a sum, of which there are none.
+    /// No requirement. The function takes a sum, and no sum exists on this CPU.
     pub unsafe fn reduce(_: u128, _: u8, _: u128, _: u128) -> u32 {
         unreachable!("no sum is made")
     }
@@ -351,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_make_the_crcs_of_whole_packets() {
+    fn sums_give_the_crcs_of_whole_packets() {
         if Sum::of(&[0; 256]).is_none() {
             eprintln!("not run: this CPU has no carry-less multiplication of 256 bits");
             return;
@@ -373,7 +387,7 @@ mod tests {
                         head.len()
                     );
                     let mut copy = vec![0; len + 40];
-                    // SAFETY: a part of `copy` as long as the payload.
+                    // SAFETY: a part of `copy` that is as long as the payload.
                     let sum = unsafe {
                         Sum::copying(copy[at % 40..].as_mut_ptr(), payload.as_ptr(), len)
                     };
@@ -386,12 +400,12 @@ mod tests {
     }
 
     #[test]
-    fn nothing_else_has_a_sum() {
+    fn other_lengths_have_no_sum() {
         let all = bytes(8192);
         for len in [0, 1, 64, 128, 255, 257, 384, 4095, 4097, 8192] {
             assert!(Sum::of(&all[..len]).is_none(), "{len} bytes");
             let mut copy = vec![0; len];
-            // SAFETY: as long as `copy`.
+            // SAFETY: `copy` is `len` bytes long.
             let sum = unsafe { Sum::copying(copy.as_mut_ptr(), all.as_ptr(), len) };
             assert!(sum.is_none() && copy.iter().all(|b| *b == 0), "{len} bytes");
         }

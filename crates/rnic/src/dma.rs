@@ -1,91 +1,94 @@
-//! The NIC's own access to memory that others share: the one place of the engine with raw pointers.
+//! Access of the NIC to memory that other processes share: the only module of the engine with raw
+//! pointers.
 //!
-//! A [`Span`] is a range of host memory that passed a check. It is made in two places: from a
-//! [`DmaMemory`] that a queue keeps ([`Span::of`]) and from an entry of the key table after the
-//! protection check. Invariants:
+//! A [`Span`] is a range of host memory that passed a check. Spans are created from a [`DmaMemory`]
+//! that a queue keeps ([`Span::of`]), and from an entry of the key table after the protection
+//! check. Invariants:
 //!
-//! - A span is used within the step of the engine that made it, or kept beside the `DmaMemory` that
-//!   it was made of. No step unmaps memory; only control verbs do.
-//! - Nobody holds a reference into such memory. Others may change it at any moment.
+//! - A span is used only within the step of the engine that created it, or is stored beside its
+//!   `DmaMemory`. No step unmaps memory; only control verbs do.
+//! - No reference into such memory exists. Other processes may change it at any moment.
 //!
-//! Order: the last (up to 8) bytes of a copy are stored after all others, so that a reader who sees
-//! them, with acquire ordering, sees the rest.
+//! Order: the last (up to 8) bytes of a copy are stored after all other bytes. A reader that sees
+//! the last bytes, with acquire ordering, therefore sees the rest.
 
 use crate::crc::Sum;
-use crate::memory::{DmaMemory, For, is_in_zeros, prefetch};
+use crate::memory::{DmaMemory, PrefetchFor, is_in_zeros, prefetch};
 use std::ptr;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, compiler_fence, fence};
 
-/// A checked range of memory. See the module for what keeps it valid.
+/// A checked range of memory. The module documentation states what keeps it valid.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Span {
     ptr: *mut u8,
     len: u64,
 }
 
-// SAFETY: a span is a pointer to memory of the process, not of a thread; access is by raw copies
-// and atomics.
+// SAFETY: a span points to memory of the process, not of a thread; access is by raw copies and
+// atomics.
 unsafe impl Send for Span {}
 
 impl Span {
-    /// No bytes.
+    /// The empty range.
     pub const EMPTY: Span = Span { ptr: ptr::null_mut(), len: 0 };
 
-    /// All of `memory`, which the caller keeps as long as the span.
+    /// The whole of `memory`, which the caller keeps for as long as the span.
     pub fn of(memory: &DmaMemory) -> Self {
         Self { ptr: memory.as_ptr(), len: memory.len() as u64 }
     }
 
-    /// `bytes` as a source to copy from, within the step that holds them.
+    /// `bytes` as the source of a copy, within the step that borrows them.
     pub fn of_bytes(bytes: &[u8]) -> Self {
         Self { ptr: bytes.as_ptr().cast_mut(), len: bytes.len() as u64 }
     }
 
-    /// `bytes` as a target to copy to, within the step that holds them.
+    /// `bytes` as the target of a copy, within the step that borrows them.
     pub fn of_bytes_mut(bytes: &mut [u8]) -> Self {
         Self { ptr: bytes.as_mut_ptr(), len: bytes.len() as u64 }
     }
 
-    /// Bytes.
+    /// Length in bytes.
     pub fn len(self) -> u64 {
         self.len
     }
 
-    /// Where this span starts in `outer`, of which it is a part.
+    /// Offset of this span in `outer`, which contains it.
     pub fn offset_in(self, outer: Span) -> u64 {
         (self.ptr as u64).wrapping_sub(outer.ptr as u64)
     }
 
-    /// Whether all bytes are zero for good: those of [`DmaMemory::zeros`].
+    /// Returns whether the bytes belong to [`DmaMemory::zeros`] and are therefore always zero.
     #[inline]
     pub fn is_zeros(self) -> bool {
         is_in_zeros(self.ptr)
     }
 
-    /// `len` bytes at `offset`, which the caller has checked to lie inside.
+    /// The `len` bytes at `offset`. The caller has checked that they lie inside.
     #[inline]
     pub fn part(self, offset: u64, len: u64) -> Span {
         debug_assert!(offset <= self.len && len <= self.len - offset);
-        // A null pointer stands for no bytes; wrapping keeps that harmless.
+        // An empty span may have a null pointer, for which `wrapping_add` is defined.
         Span { ptr: self.ptr.wrapping_add(offset as usize), len }
     }
 
-    /// Copies as many bytes as this span has from `from`, which has at least as many. They may
+    /// Fills this span with the first bytes of `from`, which is at least as long. The two may
     /// overlap.
     #[inline]
     pub fn copy_from(self, from: Span) {
         assert!(self.len <= from.len);
-        // SAFETY: both ranges passed their checks (module invariants), and are at least `self.len`
+        // SAFETY: both ranges passed their checks (module invariants) and are at least `self.len`
         // long.
         unsafe { move_bytes(self.ptr, from.ptr, self.len as usize) }
     }
 
-    /// As [`Span::copy_from`], into memory that is ours alone, with the sum of what was copied. None, and nothing copied,
-    /// where there is no sum of so many bytes, or not on this CPU.
+    /// Copies like [`Span::copy_from`], into memory that only the NIC uses, and returns the CRC sum
+    /// of the copied bytes. Returns `None`, and copies nothing, if this length has no sum or the
+    /// CPU cannot compute sums.
     #[inline]
     pub fn copy_summed(self, from: Span) -> Option<Sum> {
         assert!(self.len <= from.len);
-        // SAFETY: as in `copy_from`; what is ours alone does not overlap with what passed a check.
+        // SAFETY: as in `copy_from`; memory that only the NIC uses does not overlap with a checked
+        // range.
         unsafe { Sum::copying(self.ptr, from.ptr, self.len as usize) }
     }
 
@@ -95,31 +98,32 @@ impl Span {
         self.copy_from(Span::of_bytes(&value.to_be_bytes()));
     }
 
-    /// Copies bytes from `offset` out into `out`. The source is read once.
+    /// Copies bytes from `offset` into `out`. Every source byte is read once.
     #[inline]
     pub fn fetch(self, offset: usize, out: &mut [u8]) {
         let len = out.len();
         assert!(offset as u64 + len as u64 <= self.len);
-        // SAFETY: in bounds by the assertion; `out` is ours alone, so they do not overlap.
+        // SAFETY: in bounds by the assertion; `out` is an exclusive borrow, so they do not overlap.
         unsafe { ptr::copy_nonoverlapping(self.ptr.add(offset), out.as_mut_ptr(), len) }
-        // The bytes may change under us: what was copied must not be read from there again.
+        // The source may change at any moment: the compiler must not read it again in place of
+        // `out`.
         compiler_fence(Ordering::SeqCst);
     }
 
-    /// Copies the 64-byte block at `offset` out into `out`.
+    /// Copies the 64-byte block at `offset` into `out`.
     #[inline]
     pub fn fetch_block(self, offset: usize, out: &mut [u8; 64]) {
         self.fetch(offset, out)
     }
 
-    /// Begins to bring the cache line at `offset` near.
+    /// Prefetches the cache line at `offset`.
     #[inline(always)]
-    pub fn prefetch(self, offset: u64, to: For) {
+    pub fn prefetch(self, offset: u64, to: PrefetchFor) {
         debug_assert!(offset < self.len);
         prefetch(self.ptr.wrapping_add(offset as usize), to);
     }
 
-    /// True for 8 bytes that are aligned.
+    /// True if the span is 8 aligned bytes.
     pub fn is_word(self) -> bool {
         self.len == 8 && self.ptr.cast::<u64>().is_aligned()
     }
@@ -128,8 +132,8 @@ impl Span {
         assert!(offset + 8 <= self.len);
         let p = self.ptr.wrapping_add(offset as usize).cast::<u64>();
         assert!(p.is_aligned());
-        // SAFETY: in bounds and aligned; the memory is valid by the module invariants, and others
-        // use it through atomics or raw copies.
+        // SAFETY: in bounds and aligned; the memory is valid by the module invariants, and all
+        // other code accesses it through atomics or raw copies.
         unsafe { AtomicU64::from_ptr(p) }
     }
 
@@ -153,11 +157,13 @@ impl Span {
         u64::from_be(self.word64(offset).load(order))
     }
 
-    /// Stores what `change` makes of the big-endian 8-byte word at the start (aligned), if it makes
-    /// anything of it; gives the old one. Atomic against the NIC, whose thread this is, and against the CPUs that
-    /// change the word by atomics of their own.
+    /// Atomically updates the big-endian 8-byte word at the start (aligned) and returns the old
+    /// value. If `change` returns `None`, the word is not changed. The update is atomic with
+    /// respect to the NIC, which has one thread, and to CPUs that change the word with atomic
+    /// instructions.
     ///
-    /// Who changes it without end from a CPU does not hold the NIC up: after [`UPDATES`] attempts it only stores.
+    /// After [`UPDATES`] failed attempts the new value is stored without comparison. Otherwise a
+    /// CPU that changes the word in an endless loop would block the NIC.
     #[inline]
     pub fn update_be64(self, change: impl Fn(u64) -> Option<u64>) -> u64 {
         let word = self.word64(0);
@@ -184,25 +190,27 @@ impl Span {
         u32::from_be(self.word32(offset).load(order))
     }
 
-    /// True if the host-endian flag at `offset` was set, for such an event; it is cleared then. The
-    /// caller has put a full fence before this.
+    /// Clears the host-endian flag at `offset` and returns true, if the flag was set for this kind
+    /// of event (any completion, or only solicited ones). The caller has executed a full fence
+    /// before this call.
     #[inline]
     pub fn take_flag(&self, offset: u64, solicited: bool) -> bool {
         crate::port::handshake::disarm(self.word32(offset), solicited)
     }
 }
 
-/// Attempts of an atomic, each of which fails only if a CPU has changed the word since the one before.
+/// Maximum number of compare-and-swap attempts. An attempt fails only if a CPU has changed the word
+/// since the previous attempt.
 const UPDATES: u32 = 1000;
 
-/// Copies `len` bytes as memmove does, the last up to 8 of them last.
+/// Copies `len` bytes like memmove; the last up to 8 bytes are stored last.
 ///
 /// # Safety
 /// `from` is readable and `to` writable for `len` bytes.
 #[inline]
 unsafe fn move_bytes(to: *mut u8, from: *const u8, len: usize) {
-    // SAFETY: all accesses lie within the `len` bytes of either range: the caller's promise. Words
-    // are read and written unaligned, unless alignment was tested.
+    // SAFETY: all accesses lie within the `len` bytes of either range, which the caller guarantees.
+    // Words are read and written unaligned unless alignment was tested.
     unsafe {
         match len {
             0 => {}
@@ -238,7 +246,7 @@ unsafe fn move_bytes(to: *mut u8, from: *const u8, len: usize) {
     }
 }
 
-/// Stores 8 bytes after everything before; at once where they are aligned.
+/// Stores 8 bytes after all earlier stores; as one store if aligned.
 ///
 /// # Safety
 /// `to` is writable for 8 bytes.
@@ -246,17 +254,18 @@ unsafe fn move_bytes(to: *mut u8, from: *const u8, len: usize) {
 unsafe fn store_word(to: *mut u8, word: u64) {
     let p = to.cast::<u64>();
     if p.is_aligned() {
-        // SAFETY: writable by the caller's promise, and aligned.
+        // SAFETY: writable by the caller's guarantee, and aligned.
         unsafe { AtomicU64::from_ptr(p) }.store(word, Ordering::Release);
     } else {
         fence(Ordering::Release);
-        // SAFETY: writable by the caller's promise.
+        // SAFETY: writable by the caller's guarantee.
         unsafe { p.write_unaligned(word) }
     }
 }
 
-/// Copies `len` bytes of the concatenation of `from` over those of `to`, starting `from_skip` and
-/// `to_skip` bytes into them. Both are long enough. Empty spans are allowed.
+/// Copies `len` bytes between two lists of spans, starting `from_skip` bytes into the concatenation
+/// of `from` and `to_skip` bytes into that of `to`. Both lists are long enough. Empty spans are
+/// allowed.
 pub(crate) fn copy_lists(
     to: &[Span],
     mut to_skip: u64,
@@ -269,11 +278,11 @@ pub(crate) fn copy_lists(
     while len > 0 {
         while target.len <= to_skip {
             to_skip -= target.len;
-            target = targets.next().expect("the target is as long as the caller says");
+            target = targets.next().expect("the target is at least `to_skip + len` long");
         }
         while source.len <= from_skip {
             from_skip -= source.len;
-            source = sources.next().expect("the source is as long as the caller says");
+            source = sources.next().expect("the source is at least `from_skip + len` long");
         }
         let n = len.min(target.len - to_skip).min(source.len - from_skip);
         target.part(to_skip, n).copy_from(source.part(from_skip, n));
@@ -283,8 +292,9 @@ pub(crate) fn copy_lists(
     }
 }
 
-/// Copies as many bytes as `to` has, which is ours alone, from the concatenation of `from`, `skip` bytes into it; gives
-/// their sum, if that is `summed` and they lie in one span and have one. The source is long enough.
+/// Fills `to`, which only the NIC uses, from the concatenation of `from`, starting at byte `skip`.
+/// Returns the CRC sum if `summed` is set, the bytes lie in one span, and their length has a sum.
+/// The source is long enough.
 #[inline]
 pub(crate) fn copy_out(to: Span, from: &[Span], skip: u64, summed: bool) -> Option<Sum> {
     let mut before = skip;
@@ -303,7 +313,7 @@ pub(crate) fn copy_out(to: Span, from: &[Span], skip: u64, summed: bool) -> Opti
     None
 }
 
-/// A list of spans that is filled anew for each WQE and never allocates.
+/// A list of spans that is refilled for each WQE and never allocates.
 pub(crate) struct SpanList {
     spans: [Span; SpanList::MAX],
     count: usize,
@@ -311,7 +321,7 @@ pub(crate) struct SpanList {
 }
 
 impl SpanList {
-    /// As many as the segments of the longest WQE.
+    /// Maximum number of spans: the segments of the longest WQE.
     pub const MAX: usize = crate::wqe::MAX_BYTES / crate::wqe::SEGMENT;
 
     pub fn new() -> Self {
@@ -331,7 +341,7 @@ impl SpanList {
         self.total += span.len;
     }
 
-    /// Bytes in all.
+    /// Total length in bytes.
     #[inline]
     pub fn total(&self) -> u64 {
         self.total
@@ -348,11 +358,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn atomics_lose_no_change_of_a_cpu_and_no_cpu_loses_one_of_theirs() {
+    fn atomics_of_the_nic_and_of_a_cpu_lose_no_update() {
         let changes = if cfg!(miri) { 100 } else { 200_000 };
         let word = AtomicU64::new(0);
         let all = AtomicU64::new(0);
-        // A lost change shows as a bit that is set when it should not be, or as a sum that is too small.
+        // A lost update shows as a wrong bit or as a sum that is too small.
         std::thread::scope(|scope| {
             let cpu = scope.spawn(|| {
                 for _ in 0..changes {
@@ -378,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_of_every_small_length_and_overlap_are_memmoves() {
+    fn overlapping_copies_of_every_small_length_are_memmoves() {
         for len in 0..80usize {
             for (from, to) in [(0usize, 100usize), (0, 3), (3, 0), (0, 9), (9, 0), (5, 5)] {
                 let mut bytes: Vec<u8> = (0..200).map(|i| i as u8).collect();
@@ -393,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_copied_out_is_whole_with_a_sum_or_without() {
+    fn copy_out_copies_all_bytes_with_and_without_a_sum() {
         let source: Vec<u8> = (0..3000u32).map(|i| (i * 7) as u8).collect();
         let from: Vec<Span> = [&source[..5], &source[5..5], &source[5..1000], &source[1000..]]
             .map(Span::of_bytes)
@@ -422,7 +432,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_are_copied_across_their_seams() {
+    fn list_copies_cross_span_boundaries() {
         let source: Vec<u8> = (1..=30).collect();
         let from: Vec<Span> = [&source[..1], &source[1..10], &source[10..10], &source[10..30]]
             .map(Span::of_bytes)

@@ -1,12 +1,12 @@
-//! Why a control verb was refused.
+//! Errors of control verbs.
 //!
-//! Errors of work requests are not here: they are completions with a [`crate::cqe::Syndrome`].
+//! Failed work requests produce completions with a [`crate::cqe::Syndrome`], not these errors.
 
 use crate::ids::{Cqn, FunctionId, KeyIndex, Pdn, Qpn, Srqn};
 use crate::verbs::{QpChange, QpState};
 use std::fmt;
 
-/// An object of the NIC, as errors name it.
+/// An object of the NIC, as an error names it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Object {
     /// A function.
@@ -36,111 +36,116 @@ impl fmt::Display for Object {
     }
 }
 
-/// A control verb that was refused. Nothing was changed.
+/// The reason why a control verb was rejected. A rejected verb has changed nothing.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum Error {
-    /// No such object, or no longer.
-    #[error("there is no {0}; it was never made or has been destroyed")]
+    /// The object does not exist, or no longer exists.
+    #[error("there is no {0}; it was never created or has been destroyed")]
     Unknown(Object),
     /// The object belongs to another function.
-    #[error("{object} belongs to another function than {caller:?}; use objects of one's own")]
+    #[error(
+        "{object} belongs to another function than {caller:?}; name an object of the calling function"
+    )]
     Foreign {
-        /// What was named.
+        /// The named object.
         object: Object,
-        /// Who named it.
+        /// The calling function.
         caller: FunctionId,
     },
-    /// Others depend on the object.
+    /// Other objects depend on the object.
     #[error("{object} is still used by {users} {by}; destroy or unbind those first")]
     InUse {
-        /// What should have ended.
+        /// The object to destroy or change.
         object: Object,
-        /// How many users it has.
+        /// Number of its users.
         users: u32,
-        /// What they are.
+        /// Kind of its users.
         by: &'static str,
     },
     /// A limit of the function or of the NIC is reached.
     #[error("no more {what}: the limit is {limit}; free some or raise the limit")]
     Limit {
-        /// What there is no more of.
+        /// The exhausted resource.
         what: &'static str,
-        /// How many there may be.
+        /// The limit.
         limit: u64,
     },
-    /// An argument that no NIC could accept.
+    /// An argument is invalid on every NIC.
     #[error("{what} is {value}, but must be {must}")]
     Argument {
-        /// Which argument.
+        /// The argument.
         what: &'static str,
-        /// What it was.
+        /// Its value.
         value: u64,
-        /// What it must be.
+        /// The condition that it violates.
         must: &'static str,
     },
-    /// Memory too small for what it should hold.
-    #[error("{what} needs {need} bytes of memory, but {have} were given")]
+    /// A memory range is smaller than the object needs.
+    #[error("{what} needs {need} bytes of memory, but {have} bytes were given")]
     TooSmall {
-        /// What it should hold.
+        /// The object that needs the memory.
         what: &'static str,
-        /// Bytes that it needs.
+        /// Bytes needed.
         need: u64,
-        /// Bytes that there are.
+        /// Bytes given.
         have: u64,
     },
-    /// A transition that the state machine of queue pairs does not have (IBTA vol. 1, §10.3.1).
+    /// The state machine of queue pairs has no such transition (IBTA vol. 1, §10.3.1).
     #[error("QP {qpn} is in {from:?}, where {change:?} is not possible")]
     Transition {
         /// The queue pair.
         qpn: Qpn,
-        /// Where it is.
+        /// Its current state.
         from: QpState,
-        /// What was to change.
+        /// The requested change.
         change: QpChange,
     },
-    /// The verb needs a managed queue.
-    #[error("the {queue} queue of QP {qpn} is not a managed one; make it with `managed` set")]
+    /// The verb requires a managed queue.
+    #[error("the {queue} queue of QP {qpn} is not managed; create it with `managed` set")]
     NotManaged {
         /// The queue pair.
         qpn: Qpn,
         /// `send` or `receive`.
         queue: &'static str,
     },
-    /// This NIC cannot talk to others.
+    /// This NIC has no connection to other NICs.
     #[error(
-        "QP {qpn} cannot be connected to another NIC: this one has no wire; make it with \
+        "QP {qpn} cannot be connected to another NIC: this NIC has no wire; create it with \
          `Limits::wire` set, or connect QPs of this NIC"
     )]
     NoWire {
         /// The queue pair.
         qpn: Qpn,
     },
-    /// Another QP of this NIC is connected to that QP.
-    #[error("QP {peer} at {address} is the peer of QP {by} here; reset that one first")]
+    /// Another QP of this NIC is already connected to that peer.
+    #[error(
+        "QP {peer} at {address} is already the peer of QP {by} of this NIC; reset that QP first"
+    )]
     PeerTaken {
-        /// Where the peer is.
+        /// Address of the peer.
         address: std::net::SocketAddr,
-        /// The peer.
+        /// QP number of the peer.
         peer: Qpn,
-        /// Who is connected to it.
+        /// The QP of this NIC that is connected to the peer.
         by: Qpn,
     },
-    /// Addresses between which no packet can go.
+    /// No packet can be sent between these two addresses.
     #[error(
-        "no packet goes from {local} to {address}; name two single addresses of the same kind, and a port"
+        "packets cannot be sent from {local} to {address}; give two unicast addresses of the same \
+         family, and a port"
     )]
     Address {
-        /// The peer's.
+        /// Address of the peer.
         address: std::net::SocketAddr,
-        /// One's own.
+        /// Local address.
         local: std::net::IpAddr,
     },
-    /// A right that only the physical function has.
-    #[error("{what} is for the physical function only, and the caller is {caller:?}")]
+    /// The right is reserved for the physical function.
+    #[error("{what} is reserved for the physical function, but the caller is {caller:?}")]
     NotPermitted {
-        /// What was wanted.
+        /// The requested object or operation.
         what: &'static str,
-        /// Who wanted it.
+        /// The calling function.
         caller: FunctionId,
     },
 }

@@ -1,7 +1,8 @@
-//! Guards: words in memory that say through which QP a window may be used.
+//! Guards: words in memory that determine which QPs may use a window.
 //!
-//! A type-1 window opens to every QP of its PD that has its key, and of a key 8 bits are to be guessed
-//! (OneSidedMW §2.3). A *guarded* one asks a word of memory as well, each time that it is used:
+//! A type-1 window is accessible to every QP of its PD that presents the window's key, and only the
+//! key's 8 tag bits have to be guessed (OneSidedMW §2.3). A *guarded* window also checks a word of
+//! memory at every access:
 //!
 //! ```text
 //!   window:  address of the word ──> word ┐
@@ -11,13 +12,15 @@
 //!   window:  mask ────────────────────────────────┘
 //! ```
 //!
-//! The window's owner chooses word, value and mask when it makes the window, and the tags of its QPs. So a word
-//! that whoever hands out memory keeps anyway (whose is it?) says to the NIC who may use it, with nothing to be
-//! bound when it changes hands. The NIC knows nothing of what the word means. No hardware has guards.
+//! The window's owner chooses word, value and mask when it creates the window, and sets the tags of
+//! its QPs. An allocator that records the owner of each block in a word can thus use that word as
+//! the guard: when the block changes hands, no window has to be rebound. The NIC does not interpret
+//! the word. No hardware has guards.
 //!
 //! Invariants:
-//! - A guard's word lies in a region, 8 bytes aligned; the region counts the guard and outlives it.
-//! - A window has its guard from when it is made until it ends, bound or not.
+//! - A guard word lies in a region and is 8-byte aligned. The region counts the guard and outlives
+//!   it.
+//! - A window keeps its guard from creation to destruction, bound or not.
 
 use std::sync::atomic::Ordering;
 
@@ -31,18 +34,19 @@ pub(crate) struct Guard {
     pub word: Span,
     /// The region that the word lies in.
     pub region: KeyIndex,
-    /// What the word is compared with, together with the QP's tag.
+    /// The value that, combined with the QP's tag, is compared with the word.
     pub value: u64,
     /// The bits that are compared.
     pub mask: u64,
 }
 
-/// The guards of all windows, by key index. Beside the key table, so that its entries stay small.
+/// Guards of all windows, by key index. Kept apart from the key table, so that its entries stay
+/// small.
 #[derive(Default)]
 pub(crate) struct Guards(Vec<Option<Guard>>);
 
 impl Guards {
-    /// Gives the window at `index` its guard.
+    /// Sets the guard of the window at `index`.
     pub fn set(&mut self, index: KeyIndex, guard: Guard) {
         if self.0.len() <= index.index() {
             self.0.resize(index.index() + 1, None);
@@ -50,13 +54,13 @@ impl Guards {
         self.0[index.index()] = Some(guard);
     }
 
-    /// Ends the guard of the window at `index`, if it has one.
+    /// Removes and returns the guard of the window at `index`.
     pub fn take(&mut self, index: KeyIndex) -> Option<Guard> {
         self.0.get_mut(index.index())?.take()
     }
 
-    /// Whether the guarded window at `index` may be used through a QP with `tag`, as its word says now. It is read
-    /// before whatever is read of the window.
+    /// Returns whether the guard of the window at `index` currently admits a QP with `tag`. The
+    /// word is read before any byte of the window is read.
     #[inline]
     pub fn admits(&self, index: KeyIndex, tag: u64) -> bool {
         match self.0.get(index.index()) {

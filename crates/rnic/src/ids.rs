@@ -1,4 +1,4 @@
-//! Names of the NIC's objects, each with a type of its own so that none is taken for another.
+//! Identifiers of the NIC's objects. Each kind has its own type, so that they cannot be confused.
 
 use std::fmt;
 
@@ -34,7 +34,7 @@ macro_rules! id24 {
                 Self(raw & Self::MAX)
             }
 
-            /// The number as the wire and the WQEs carry it.
+            /// The number as encoded in packets and WQEs.
             pub const fn raw(self) -> u32 {
                 self.0
             }
@@ -80,22 +80,23 @@ id24! {
     KeyIndex
 }
 id24! {
-    /// Packet sequence number; also the reach of a CQ's running index.
+    /// Packet sequence number. A CQ's running index has the same range.
     Psn
 }
 
 impl Qpn {
-    /// "No QP": what an unbound window names.
+    /// "No QP": the QPN of an unbound window.
     pub const NONE: Qpn = Qpn(0xff_ffff);
 }
 
-/// A function of the NIC: the physical function (0, the trusted owner of the NIC) or a virtual
-/// one, which is what a client process attaches to. It owns the objects that it makes.
+/// A function of the NIC: the physical function (0, which the NIC's trusted owner uses) or a
+/// virtual function, to which a client process attaches. A function owns the objects that it
+/// creates.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct FunctionId(pub u32);
 
 impl FunctionId {
-    /// The physical function: the NIC's owner.
+    /// The physical function, which the NIC's owner uses.
     pub const PHYSICAL: FunctionId = FunctionId(0);
 }
 
@@ -108,8 +109,8 @@ impl FunctionId {
 /// +------------------------+--------+
 /// ```
 ///
-/// The tag changes whenever a window is bound, so that an older key of the same window is dead
-/// (IBTA vol. 1, §10.6.3).
+/// The tag changes whenever a window is bound, so older keys of the same window are invalid (IBTA
+/// vol. 1, §10.6.3).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub struct Key(pub u32);
 
@@ -119,12 +120,12 @@ impl Key {
         Self(index.raw() << 8 | tag as u32)
     }
 
-    /// The entry of the key table that this key names.
+    /// The index of the key table entry that this key names.
     pub const fn index(self) -> KeyIndex {
         KeyIndex::new(self.0 >> 8)
     }
 
-    /// The tag: must equal the entry's own.
+    /// The tag, which must equal the entry's current tag.
     pub const fn tag(self) -> u8 {
         self.0 as u8
     }
@@ -142,36 +143,36 @@ impl fmt::Display for Key {
     }
 }
 
-/// What may be done through a key or to a QP (`ibv_access_flags`; the bits are those of
-/// `access_flags` in the ConnectX mkey context, where local read has a bit of its own).
+/// Access rights of a key or of a QP (`ibv_access_flags`). The bits are those of `access_flags` in
+/// the ConnectX mkey context, which has a separate bit for local read.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug, Serialize, Deserialize)]
 pub struct Access(pub u8);
 
 impl Access {
-    /// Nothing.
+    /// No rights.
     pub const NONE: Access = Access(0);
-    /// The NIC may gather from it on its owner's behalf.
+    /// The NIC may gather from the memory for its owner's WQEs.
     pub const LOCAL_READ: Access = Access(1 << 2);
-    /// The NIC may scatter into it on its owner's behalf.
+    /// The NIC may scatter into the memory for its owner's WQEs.
     pub const LOCAL_WRITE: Access = Access(1 << 3);
-    /// A peer may READ it.
+    /// A peer may READ the memory.
     pub const REMOTE_READ: Access = Access(1 << 4);
-    /// A peer may WRITE it.
+    /// A peer may WRITE the memory.
     pub const REMOTE_WRITE: Access = Access(1 << 5);
-    /// A peer may execute atomics on it.
+    /// A peer may execute atomics on the memory.
     pub const REMOTE_ATOMIC: Access = Access(1 << 6);
-    /// Every remote right: what a window of the pool grants.
+    /// Every remote right, as granted by the pool's windows.
     pub const REMOTE_ALL: Access =
         Access(Self::REMOTE_READ.0 | Self::REMOTE_WRITE.0 | Self::REMOTE_ATOMIC.0);
     /// Local read and write.
     pub const LOCAL_ALL: Access = Access(Self::LOCAL_READ.0 | Self::LOCAL_WRITE.0);
 
-    /// True if every right of `need` is in `self`.
+    /// True if `self` contains every right of `need`.
     pub const fn allows(self, need: Access) -> bool {
         self.0 & need.0 == need.0
     }
 
-    /// Both sets of rights.
+    /// Returns the union of both sets of rights.
     pub const fn with(self, more: Access) -> Access {
         Access(self.0 | more.0)
     }

@@ -1,9 +1,10 @@
 //! A software RDMA NIC.
 //!
-//! The engine is a deterministic state machine that owns no thread, socket or clock: it is told of
-//! doorbells and of time, and executes work-queue elements in the ConnectX layout against
-//! registered memory. Ports run it: `inline` in the caller's own thread, `shm` in a thread of the
-//! memory node's process to which other processes attach.
+//! The engine is a deterministic state machine that owns no thread, socket or clock. A port passes
+//! doorbells, packets and the current time to the engine, which executes work-queue elements in the
+//! ConnectX layout against registered memory. The port `inline` runs the engine in the caller's own
+//! thread; the port `shm` runs the engine in a thread of the memory node's process, to which other
+//! processes attach; the port `roce` adds RoCEv2 packets over UDP.
 
 pub mod bucket;
 pub mod cqe;
@@ -13,15 +14,13 @@ pub mod engine;
 pub mod error;
 mod guard;
 pub mod ids;
+mod key_namespaces;
 pub mod memory;
 #[cfg(test)]
 #[path = "../../../tests/src/needs.rs"]
 mod needs;
 pub mod port;
 pub mod protection;
-mod qp;
-mod queue;
-mod spaces;
 mod table;
 pub mod verbs;
 pub mod wire;

@@ -1,11 +1,11 @@
-//! Memory that the NIC moves bytes in and out of.
+//! Memory that the NIC reads and writes.
 //!
-//! Such memory is shared with other processes, which may change it at any moment: it is never
-//! behind a reference, only behind a base pointer, a length and an owner that keeps the mapping
+//! Other processes share such memory and may change it at any moment. Rust code therefore never
+//! holds a reference to it, only a base pointer, a length, and an owner that keeps the mapping
 //! alive. Every access names an offset and is checked against the length.
 //!
-//! Words that steer the NIC (doorbell records, queue indices, atomics) go through atomic loads and
-//! stores of their natural size; bulk data through raw copies.
+//! Words that control the NIC (doorbell records, queue indices, atomics) are accessed with atomic
+//! loads and stores of their natural size; bulk data with raw copies.
 
 mod mapping;
 
@@ -18,9 +18,9 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use mapping::{Mapping, Thin};
 
-/// A span of memory mapped in this process, kept mapped by its owner.
+/// A range of memory that is mapped in this process. Its owner keeps it mapped.
 ///
-/// Cloning shares the span; it does not copy it.
+/// A clone shares the memory; it does not copy it.
 #[derive(Clone)]
 pub struct DmaMemory {
     base: *mut u8,
@@ -28,10 +28,10 @@ pub struct DmaMemory {
     owner: Arc<dyn Any + Send + Sync>,
 }
 
-// SAFETY: the span outlives every clone (`owner`), and all access is by raw copies and atomics,
-// which any thread may do.
+// SAFETY: the owner, which every clone holds, keeps the memory mapped. All access is by raw copies
+// and atomics, which any thread may execute.
 unsafe impl Send for DmaMemory {}
-// SAFETY: as above; no method hands out a reference into the span.
+// SAFETY: as above; no method returns a reference into the memory, except to atomics.
 unsafe impl Sync for DmaMemory {}
 
 impl fmt::Debug for DmaMemory {
@@ -41,16 +41,16 @@ impl fmt::Debug for DmaMemory {
 }
 
 impl DmaMemory {
-    /// Describes `len` bytes at `base`.
+    /// Wraps `len` bytes at `base`.
     ///
     /// # Safety
-    /// The bytes must stay mapped, readable and writable for as long as `owner` lives, and must be
-    /// used by others only through raw pointers or atomics.
+    /// The bytes must stay mapped, readable and writable for as long as `owner` lives, and all
+    /// other code must access them only through raw pointers or atomics.
     pub unsafe fn from_raw(base: *mut u8, len: usize, owner: Arc<dyn Any + Send + Sync>) -> Self {
         Self { base, len, owner }
     }
 
-    /// `len` zeroed bytes of this process's own, page-aligned in size and address.
+    /// Allocates `len` zeroed private bytes, page-aligned in size and address.
     ///
     /// Fails with the system's error if the memory cannot be mapped.
     pub fn anonymous(len: usize) -> Result<Self, rustix::io::Errno> {
@@ -62,8 +62,8 @@ impl DmaMemory {
 
     /// Maps `len` bytes of `fd` from `offset` (a multiple of the page size), shared.
     ///
-    /// The caller has made sure that the file is as long as that and cannot shrink
-    /// (`F_SEAL_SHRINK`): access to a page beyond the end of the file raises SIGBUS.
+    /// The file must be at least `offset + len` bytes long and must not shrink (`F_SEAL_SHRINK`):
+    /// an access to a page beyond the end of the file raises SIGBUS.
     pub fn map_shared(
         fd: impl std::os::fd::AsFd,
         offset: u64,
@@ -75,10 +75,10 @@ impl DmaMemory {
         Ok(unsafe { Self::from_raw(base, len, Arc::new(map)) })
     }
 
-    /// `len` zeroed bytes of this process's own, thin provisioned: a page takes RAM from its first
-    /// write on, and gives it back when zeros are written over the whole of it by [`Zeros`], or by
-    /// the NIC from [`DmaMemory::zeros`]. The first `kept` bytes keep their RAM. The memory is used
-    /// in units of `unit` bytes, at multiples of that.
+    /// Allocates `len` zeroed private bytes, thin-provisioned: a page occupies RAM from its first
+    /// write until it is discarded. A whole page is discarded when [`Zeros`], or the NIC with
+    /// [`DmaMemory::zeros`] as the source, writes zeros over it. The first `kept` bytes are never
+    /// discarded. The caller uses the memory in units of `unit` bytes, at multiples of `unit`.
     ///
     /// Fails with the system's error if the memory cannot be mapped.
     pub fn thin(len: usize, unit: usize, kept: usize) -> Result<Self, rustix::io::Errno> {
@@ -88,8 +88,8 @@ impl DmaMemory {
         Ok(unsafe { Self::from_raw(base, len, Arc::new(thin)) })
     }
 
-    /// `len` bytes, rounded up to pages, that are zero for good, and take no RAM. They must not be
-    /// written: the system ends a process that does.
+    /// Returns `len` bytes, rounded up to pages, that are always zero and occupy no RAM. The memory
+    /// is read-only: a write to it ends the process with a signal.
     ///
     /// Fails with the system's error if the memory cannot be mapped.
     pub fn zeros(len: usize) -> Result<Self, rustix::io::Errno> {
@@ -97,20 +97,20 @@ impl DmaMemory {
             return Self::anonymous(len);
         }
         let (base, len) = (mapping::zeros()?, mapping::page_multiple(len));
-        // SAFETY: the process's zeros are never unmapped. They cannot be written, so that a write
-        // is a fault and no data race; who registers them does so for reading.
+        // SAFETY: the process's zero mapping is never unmapped. It is read-only, so a write faults
+        // and cannot race; callers register it for reading only.
         Ok(unsafe { Self::from_raw(base, len, Arc::new(())) })
     }
 
-    /// Gives the pages of `len` bytes at `offset` back to the system, so that these bytes are zero.
-    /// False, with nothing changed, unless the span is of [`DmaMemory::thin`], and the bytes are
-    /// whole pages beyond what is kept. Panics if they lie outside the span.
+    /// Zeroes `len` bytes at `offset` by returning their pages to the kernel. Returns false and
+    /// changes nothing unless the memory was created by [`DmaMemory::thin`] and the bytes are whole
+    /// pages behind the kept part. Panics if the bytes lie outside the range.
     pub(crate) fn discard(&self, offset: usize, len: usize) -> bool {
         let at = self.checked(offset, len);
         self.owner.downcast_ref::<Thin>().is_some_and(|thin| thin.discard(at, len))
     }
 
-    /// Whether other spans keep the same mapping.
+    /// Returns whether other clones or slices keep the same mapping.
     pub fn is_shared(&self) -> bool {
         Arc::strong_count(&self.owner) > 1
     }
@@ -120,34 +120,34 @@ impl DmaMemory {
         self.len
     }
 
-    /// True for a span of no bytes.
+    /// True if the range has length 0.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The first byte's address in this process. Valid while this span or a clone lives.
+    /// Address of the first byte in this process. Valid while this range or a clone lives.
     pub fn as_ptr(&self) -> *mut u8 {
         self.base
     }
 
-    /// The address in this process as a number: the natural I/O virtual address of the span.
+    /// Address of the first byte as a number: the natural I/O virtual address of the range.
     pub fn addr(&self) -> u64 {
         self.base as u64
     }
 
-    /// The part of the span at `offset`, `len` bytes; `None` if it reaches beyond the end.
+    /// Returns the `len` bytes at `offset` as a range; `None` if they extend beyond the end.
     pub fn slice(&self, offset: usize, len: usize) -> Option<DmaMemory> {
         let base = self.at(offset, len)?;
         Some(DmaMemory { base, len, owner: self.owner.clone() })
     }
 
-    /// Pointer to `len` bytes at `offset`; `None` if they reach beyond the end.
+    /// Returns a pointer to the `len` bytes at `offset`; `None` if they extend beyond the end.
     #[inline]
     pub fn at(&self, offset: usize, len: usize) -> Option<*mut u8> {
         if offset > self.len || len > self.len - offset {
             return None;
         }
-        // SAFETY: offset <= self.len, so the result is within the span or one past its end.
+        // SAFETY: offset <= self.len, so the result is within the range or one past its end.
         Some(unsafe { self.base.add(offset) })
     }
 
@@ -159,27 +159,29 @@ impl DmaMemory {
         }
     }
 
-    /// Copies bytes at `offset` out into `out`. Panics if they lie outside the span.
+    /// Copies bytes at `offset` into `out`. Panics if they lie outside the range.
     pub fn read(&self, offset: usize, out: &mut [u8]) {
         let p = self.checked(offset, out.len());
-        // SAFETY: `checked` bounds the source; `out` is exclusively ours, so they do not overlap.
+        // SAFETY: `checked` bounds the source; `out` is an exclusive borrow, so they do not
+        // overlap.
         unsafe { ptr::copy_nonoverlapping(p, out.as_mut_ptr(), out.len()) }
     }
 
-    /// Copies `data` in at `offset`. Panics if it would lie outside the span.
+    /// Copies `data` to `offset`. Panics if it would lie outside the range.
     pub fn write(&self, offset: usize, data: &[u8]) {
         let p = self.checked(offset, data.len());
-        // SAFETY: `checked` bounds the destination; nobody holds a reference into the span.
+        // SAFETY: `checked` bounds the destination; no reference into the range exists.
         unsafe { ptr::copy_nonoverlapping(data.as_ptr(), p, data.len()) }
     }
 
-    /// Begins to bring the cache line at `offset` near. Panics outside the span.
+    /// Prefetches the cache line at `offset`. Panics outside the range.
     #[inline]
-    pub fn prefetch(&self, offset: usize, to: For) {
+    pub fn prefetch(&self, offset: usize, to: PrefetchFor) {
         prefetch(self.checked(offset, 1), to);
     }
 
-    /// [`DmaMemory::write`] of a WQE's building block, by words: it was made of words a moment ago.
+    /// Copies a WQE's building block like [`DmaMemory::write`], in 8-byte words. The block was just
+    /// built in words, and loads of the same size can be forwarded from the pending stores.
     #[inline]
     pub fn write_block(&self, offset: usize, block: &[u8; 64]) {
         let p = self.checked(offset, block.len()).cast::<u64>();
@@ -190,24 +192,29 @@ impl DmaMemory {
         }
     }
 
-    /// Sets `len` bytes at `offset` to zero, with [`Zeros`] of their own. Panics if they lie outside the span.
+    /// Sets `len` bytes at `offset` to zero, with a [`Zeros`] of its own. Panics if they lie
+    /// outside the range.
     pub fn zero(&self, offset: usize, len: usize) {
         Zeros::default().write(self, offset, len);
     }
 
-    /// The 32-bit word at `offset` (a multiple of 4) as an atomic. Panics outside the span.
+    /// Returns the 32-bit word at `offset` (a multiple of 4) as an atomic. Panics outside the
+    /// range.
     pub fn word32(&self, offset: usize) -> &AtomicU32 {
         let p = self.checked(offset, 4);
         assert!((p as usize).is_multiple_of(4), "word32 at {offset} is not aligned");
-        // SAFETY: in bounds and aligned; others touch the word through atomics or raw copies only.
+        // SAFETY: in bounds and aligned; all other code accesses the word through atomics or raw
+        // copies.
         unsafe { AtomicU32::from_ptr(p.cast()) }
     }
 
-    /// The 64-bit word at `offset` (a multiple of 8) as an atomic. Panics outside the span.
+    /// Returns the 64-bit word at `offset` (a multiple of 8) as an atomic. Panics outside the
+    /// range.
     pub fn word64(&self, offset: usize) -> &AtomicU64 {
         let p = self.checked(offset, 8);
         assert!((p as usize).is_multiple_of(8), "word64 at {offset} is not aligned");
-        // SAFETY: in bounds and aligned; others touch the word through atomics or raw copies only.
+        // SAFETY: in bounds and aligned; all other code accesses the word through atomics or raw
+        // copies.
         unsafe { AtomicU64::from_ptr(p.cast()) }
     }
 
@@ -232,20 +239,20 @@ impl DmaMemory {
     }
 }
 
-/// Zeros on their way into memory. Whole pages of thin memory go back to the system instead. Of
-/// other memory a page or more goes past the caches where the processor can do that: cleared memory
-/// is not used soon.
+/// Writer of zeros. Whole pages of thin memory are returned to the kernel instead. In other memory,
+/// ranges of a page or more are written with non-temporal stores where the processor has them,
+/// because cleared memory is not used soon.
 ///
-/// Nothing may be told that memory is clear before this is dropped, on the thread that wrote the
-/// zeros. The stores are not ordered with others until then, and pages that lie side by side go
-/// back with one call to the system. To wait for the stores costs as much as a page of them, so
-/// that is done once for many.
+/// Until this value is dropped, on the thread that wrote the zeros, the stores are not ordered with
+/// other stores, and adjacent pages are collected to be returned with one system call. Do not
+/// report memory as cleared before the drop. The fence of the drop costs as much as clearing one
+/// page, so one `Zeros` should serve many writes.
 #[derive(Debug, Default)]
 pub struct Zeros {
     streamed: bool,
-    /// Whole pages that go back to the system next.
+    /// Whole pages collected for the next system call.
     pages: Option<DmaMemory>,
-    /// Stores are ordered by the processor that made them.
+    /// Not `Send`: the fence of the drop orders only the stores of its own processor.
     _thread: PhantomData<*const ()>,
 }
 
@@ -265,7 +272,8 @@ impl Zeros {
         }
     }
 
-    /// Adds a part of thin memory to the pages that go back, which it may follow.
+    /// Adds a part of thin memory to the collected pages, or flushes them first if the part is not
+    /// adjacent.
     fn discard(&mut self, part: DmaMemory) {
         match &mut self.pages {
             Some(pages)
@@ -281,7 +289,7 @@ impl Zeros {
         }
     }
 
-    /// Gives the collected pages back; what the system does not take is written over.
+    /// Returns the collected pages to the kernel; overwrites them with zeros if the kernel refuses.
     fn flush(&mut self) {
         if let Some(pages) = self.pages.take()
             && !pages.discard(0, pages.len)
@@ -290,10 +298,10 @@ impl Zeros {
         }
     }
 
-    /// Writes zeros over `len` bytes at `at`, which lie in memory that the caller has checked.
+    /// Writes zeros over `len` bytes at `at`, a range that the caller has checked.
     fn store(&mut self, at: *mut u8, len: usize) {
-        // SAFETY: the caller has checked the range, and holds its owner. The stores are ordered
-        // when this is dropped.
+        // SAFETY: the caller has checked the range and holds its owner. The drop of this value
+        // orders the stores.
         unsafe {
             if len < STREAMED {
                 ptr::write_bytes(at, 0, len);
@@ -310,7 +318,7 @@ impl Drop for Zeros {
         self.flush();
         if self.streamed {
             #[cfg(all(target_arch = "x86_64", not(miri)))]
-            // SAFETY: every processor of this architecture has the instruction; it touches no memory.
+            // SAFETY: every x86-64 processor has the instruction; it accesses no memory.
             unsafe {
                 std::arch::x86_64::_mm_sfence()
             }
@@ -318,15 +326,15 @@ impl Drop for Zeros {
     }
 }
 
-/// Bytes from which on zeros are not worth a place in the caches.
+/// Minimum length in bytes for non-temporal stores: shorter zeros go through the caches.
 const STREAMED: usize = 4096;
 
-/// Sets `len` bytes at `to` to zero with stores that read no line before they write it and leave none in a cache. They
-/// are ordered with later stores by a fence only.
+/// Sets `len` bytes at `to` to zero with non-temporal stores, which do not read a cache line before
+/// writing it and leave no line in a cache. Only a fence orders them with later stores.
 ///
 /// # Safety
-/// They lie in memory that may be written through raw pointers, and a fence follows before anything tells others of
-/// them.
+/// The bytes may be written through raw pointers, and a fence follows before any other thread is
+/// notified of them.
 unsafe fn stream_zeros(to: *mut u8, len: usize) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     {
@@ -336,8 +344,8 @@ unsafe fn stream_zeros(to: *mut u8, len: usize) {
         let head = to.align_offset(LINE).min(len);
         let lines = (len - head) / LINE;
         let tail = len - head - lines * LINE;
-        // SAFETY: head, lines and tail make up the `len` bytes, which the caller vouches for; a line is aligned to what
-        // the store needs, and is written whole.
+        // SAFETY: head, lines and tail make up the `len` bytes, which the caller guarantees to be
+        // writable. Each line has the alignment that the store needs, and is written whole.
         unsafe {
             if head > 0 {
                 ptr::write_bytes(to, 0, head);
@@ -355,35 +363,36 @@ unsafe fn stream_zeros(to: *mut u8, len: usize) {
         }
     }
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]
-    // SAFETY: as the caller says.
+    // SAFETY: the caller's guarantee.
     unsafe {
         ptr::write_bytes(to, 0, len)
     }
 }
 
-/// What a cache line is brought near for.
+/// Intended use of a prefetched cache line.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum For {
+pub enum PrefetchFor {
     /// To be read soon.
     Read,
     /// To be written soon.
     Write,
 }
 
-/// Begins to bring the cache line of `line` near. It may be another core's, which takes longer than a whole WQE
-/// does; nothing is waited for here, and no byte changes.
+/// Prefetches a cache line. If another core owns the line, the transfer takes longer than a whole
+/// WQE. The call does not wait and changes no byte.
 #[inline(always)]
-pub(crate) fn prefetch(line: *const u8, to: For) {
+pub(crate) fn prefetch(line: *const u8, to: PrefetchFor) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: hints read and write nothing, and raise no fault, wherever they point. `prefetchw` does nothing
-        // on processors that do not have it. The intrinsic for writing would become the one for reading here,
-        // since the compiler does not count on it: then the line comes shared, and the write waits all the same.
+        // SAFETY: prefetch hints neither read nor write nor fault, whatever the address.
+        // `prefetchw` has no effect on processors without it. The compiler does not assume
+        // `prefetchw`, so the intrinsic for writing would compile to the one for reading; the line
+        // would arrive in the shared state, and the write would have to wait anyway.
         unsafe {
             match to {
-                For::Read => _mm_prefetch::<_MM_HINT_T0>(line.cast()),
-                For::Write => std::arch::asm!(
+                PrefetchFor::Read => _mm_prefetch::<_MM_HINT_T0>(line.cast()),
+                PrefetchFor::Write => std::arch::asm!(
                     "prefetchw [{}]",
                     in(reg) line,
                     options(nostack, preserves_flags, readonly)
@@ -395,15 +404,15 @@ pub(crate) fn prefetch(line: *const u8, to: For) {
     let _ = (line, to);
 }
 
-/// Whether the byte at `at` is of [`DmaMemory::zeros`]: it and what follows in its span are zero
-/// for good.
+/// Returns whether the byte at `at` belongs to [`DmaMemory::zeros`]. If so, it and the rest of its
+/// range are always zero.
 #[inline]
 pub(crate) fn is_in_zeros(at: *const u8) -> bool {
     mapping::is_in_zeros(at)
 }
 
-/// Bytes of the pages of a span that are mapped: those in RAM, and those that only were read, for
-/// which the system shows its page of zeros.
+/// Bytes of a range whose pages are mapped: pages in RAM, and pages that were only read, for which
+/// the kernel maps its shared zero page.
 #[cfg(test)]
 pub(crate) fn mapped(memory: &DmaMemory) -> usize {
     use std::os::unix::fs::FileExt;
@@ -422,16 +431,17 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "Miri has no /proc and no madvise")]
-    fn zeros_over_thin_memory_give_its_pages_back_but_for_what_is_kept() {
+    fn zeroing_thin_memory_discards_pages_behind_the_kept_part() {
         let (page, pages) = (rustix::param::page_size(), 64);
         let (kept, len) = (3 * page, pages * page);
         let m = DmaMemory::thin(len, page, kept - 1).unwrap();
         m.write(0, &vec![0xa5; len]);
         assert!(mapped(&m) >= len);
-        // Not whole pages: what is whole in between stays too, and all is zero.
+        // A range that is not page-aligned discards nothing, not even the whole pages inside, but
+        // is zeroed.
         m.zero(10 * page + 1, 2 * page);
         assert!(mapped(&m) >= len);
-        // Over the border of what is kept.
+        // A range across the end of the kept part.
         m.zero(page, 4 * page);
         assert_eq!(mapped(&m), len - 2 * page);
         m.zero(0, len);
@@ -445,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn the_zeros_of_a_process_are_zero_and_one() {
+    fn zero_mapping_is_zero_and_shared() {
         let (one, other) = (DmaMemory::zeros(100).unwrap(), DmaMemory::zeros(1 << 20).unwrap());
         assert_eq!((one.addr(), one.len(), other.len()), (other.addr(), 4096, 1 << 20));
         let mut bytes = [1; 100];
@@ -455,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn zeros_go_where_they_belong_and_nowhere_else() {
+    fn zeroing_changes_only_its_range() {
         let all = 3 * STREAMED;
         for (at, len) in [
             (0, 0),
@@ -479,7 +489,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_and_words_stay_in_bounds() {
+    fn copies_and_words_are_bounds_checked() {
         let m = DmaMemory::anonymous(100).unwrap();
         assert_eq!(m.len() % 4096, 0);
         m.write(8, &0x0102_0304_0506_0708u64.to_be_bytes());
@@ -495,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slice_keeps_the_mapping() {
+    fn slice_keeps_the_mapping() {
         let s = {
             let m = DmaMemory::anonymous(4096).unwrap();
             m.write(4000, b"kept");

@@ -1,7 +1,7 @@
-//! The key table: memory regions and windows, and the checks that stand before every access.
+//! The key table: memory regions, memory windows, and the protection check of every access.
 //!
-//! A key is 24 bits of index and 8 bits of tag (IBTA vol. 1, §10.6). Each index is in one of four
-//! conditions:
+//! A key is a 24-bit index and an 8-bit tag (IBTA vol. 1, §10.6). Each index is in one of four
+//! states:
 //!
 //! ```text
 //!            reg_mr                 dereg_mr, refused while windows are bound
@@ -12,10 +12,11 @@
 //! ```
 //!
 //! Invariants:
-//! - A bound window lies in a region of its own PD; the region counts it and outlives it.
-//! - The tag changes with every bind and every reuse of an index: older keys are dead.
-//! - A guarded window's word lies in a region that counts it, too (`guard`).
-//! - A host pointer leaves this module only as a `Span` that passed a check, for one step.
+//! - A bound window lies in a region of its own PD. The region counts the window and outlives it.
+//! - The tag changes with every bind and every reuse of an index, so older keys are invalid.
+//! - The guard word of a guarded window lies in a region, which also counts the window (see
+//!   `guard`).
+//! - A host pointer leaves this module only as a `Span` that passed a check, valid for one step.
 
 use crate::dma::Span;
 use crate::error::{Error, Object};
@@ -26,48 +27,49 @@ use crate::verbs::{GuardSpec, KeyInfo, KeyKind, MwKind, RegionChange};
 use crate::wqe::umr::{self, Umr, UmrFlags};
 use std::collections::VecDeque;
 
-/// Why a key did not allow an access or an operation. Its value is the vendor error of the CQE.
+/// Reason why a key did not allow an access or an operation. The value is the CQE's vendor error.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, thiserror::Error)]
 #[repr(u8)]
 pub enum Refusal {
-    /// No such index, or a region where a window is needed, or the reverse.
+    /// The index is unused, or names a region where a window is required, or a window where a
+    /// region is required.
     #[error("no such key")]
     NoKey = 1,
-    /// The tag is not the current one.
+    /// The tag is not the current tag.
     #[error("stale tag")]
     Tag = 2,
-    /// Another protection domain.
+    /// The key belongs to another protection domain.
     #[error("another protection domain")]
     Pd = 3,
-    /// The window is free.
+    /// The window is not bound.
     #[error("the window is free")]
     Free = 4,
-    /// The window is bound already.
+    /// The window is already bound.
     #[error("the window is bound")]
     Bound = 5,
     /// The window is bound to another QP.
     #[error("bound to another QP")]
     Qpn = 6,
-    /// Outside the range.
+    /// The range is outside the region or window.
     #[error("out of range")]
     Range = 7,
-    /// The right is missing.
+    /// The key lacks a required right.
     #[error("right missing")]
     Rights = 8,
-    /// Only a privileged QP may do this.
+    /// Only a privileged QP may execute the operation.
     #[error("only a privileged QP may do this")]
     Privilege = 9,
-    /// The region under the window does not allow it.
+    /// The region under the window does not allow the bind.
     #[error("the region under the window does not allow it")]
     Region = 10,
-    /// The UMR's fields do not belong together.
+    /// The UMR's fields contradict each other.
     #[error("the UMR's fields contradict each other")]
     Form = 11,
-    /// Windows of this type cannot do this: no QP holds a type-1 window.
+    /// The operation requires a type-2 window: a type-1 window is bound to no QP.
     #[error("not possible with a window of this type")]
     Type = 12,
-    /// The word that guards the window does not admit the QP.
-    #[error("the word that guards the window says another")]
+    /// The guard word does not admit the QP.
+    #[error("the window's guard word does not admit the QP")]
     Guard = 13,
 }
 
@@ -79,92 +81,95 @@ enum Kind {
     Bound,
 }
 
-/// Who may use a key, of the QPs of its PD.
+/// QPs that may use a key, among the QPs of its PD.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Admits {
-    /// A type-2 window: the QP that it is bound to.
+enum AllowedQps {
+    /// The QP that the window is bound to (type-2 windows).
     OneQp,
-    /// A region, a type-1 window: all.
+    /// All QPs (regions, type-1 windows).
     All,
-    /// A guarded type-1 window: those that its word says.
+    /// The QPs that the guard word admits (guarded type-1 windows).
     Guarded,
 }
 
-/// What the data path needs of a key.
+/// Fields of a key that the data path reads.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     kind: Kind,
     tag: u8,
     access: Access,
     pd: Pdn,
-    /// A bound type-2 window's QP, else NONE.
+    /// The QP that a type-2 window is bound to; otherwise NONE.
     qpn: Qpn,
-    admits: Admits,
-    /// A bound window: the index of its region. A region: the number of windows that are bound to it, and of
-    /// those whose words lie in it.
+    admits: AllowedQps,
+    /// Bound windows: index of the region. Regions: number of windows bound to the region plus
+    /// number of guard words in it.
     link: u32,
     start: u64,
-    /// The bytes, `span.len()` of them.
+    /// Host memory of the key, `span.len()` bytes.
     span: Span,
 }
 
-/// What the control verbs need of a key.
+/// Fields of a key that only control verbs read.
 struct Owner {
     function: FunctionId,
-    /// A region's memory: keeps it mapped.
+    /// The memory of a region; keeps the memory mapped.
     memory: Option<DmaMemory>,
 }
 
-/// Bytes that a key takes in the table.
+/// Bytes of one key in the table.
 #[cfg(test)]
 pub(crate) const KEY_BYTES: usize = size_of::<Entry>() + size_of::<Owner>();
 
-/// What a key opens.
-pub(crate) struct Opening {
+/// The memory range that a key makes accessible.
+pub(crate) struct KeyRange {
     pub key: Key,
     pub pd: Pdn,
-    /// The only QP that may use it, unless it is open.
+    /// The only QP that may use the key, unless `open` is set.
     pub qpn: Qpn,
-    /// Every QP of its PD may use it; of a guarded window, those that its word says.
+    /// Every QP of the PD may use the key; if the window is guarded, only QPs that the guard
+    /// admits.
     pub open: bool,
     pub access: Access,
     pub start: u64,
     pub len: u64,
 }
 
-/// The QP through which somebody uses a key.
+/// The QP through which a peer uses a key.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Through {
+pub(crate) struct AccessingQp {
     pub qpn: Qpn,
     pub pd: Pdn,
-    /// What its owner has given it, to be compared with words that guard windows.
+    /// The tag that the QP's owner has set, compared with guard words.
     pub tag: u64,
 }
 
-/// The QP on whose behalf a key is changed.
+/// The QP whose WQE changes a key.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Executor {
+pub(crate) struct ExecutingQp {
     pub qpn: Qpn,
     pub pd: Pdn,
     pub privileged: bool,
 }
 
-/// All keys of the NIC.
+/// All keys of one namespace of the NIC.
 pub(crate) struct KeyTable {
     entries: Vec<Entry>,
     owners: Vec<Owner>,
     guards: Guards,
     free: VecDeque<u32>,
     max: u32,
-    /// Bound windows by the low bits of the QP number that they name.
-    named: Vec<u32>,
+    /// Counts of bound windows, hashed by the low bits of the QP number that the windows are bound
+    /// to.
+    bound_counts: Vec<u32>,
 }
 
-/// Numbers that share an entry of [`KeyTable::named`] differ by a multiple of this.
-const NAMED: usize = 1 << 16;
+/// Number of counters in [`KeyTable::bound_counts`]. QP numbers that differ by a multiple of this
+/// share a counter.
+const BOUND_COUNTS: usize = 1 << 16;
 
-/// The first index in use: 0 and 1 are never valid, so that a zeroed key, or mlx5's invalid lkey
-/// 0x100, names nothing.
+/// First usable index. Indices 0 and 1 are never valid, so a zeroed key and mlx5's invalid lkey
+/// 0x100 name nothing.
 const FIRST_INDEX: u32 = 2;
 
 impl Entry {
@@ -174,19 +179,19 @@ impl Entry {
         access: Access::NONE,
         pd: Pdn::new(0),
         qpn: Qpn::NONE,
-        admits: Admits::OneQp,
+        admits: AllowedQps::OneQp,
         link: 0,
         start: 0,
         span: Span::EMPTY,
     };
 
-    /// It is no window of type 2.
+    /// True unless the key is a type-2 window.
     #[inline]
     fn open(&self) -> bool {
-        self.admits != Admits::OneQp
+        self.admits != AllowedQps::OneQp
     }
 
-    /// The `len` bytes at `addr`, if they lie inside.
+    /// Returns the `len` bytes at `addr` if they lie inside the key's range.
     #[inline]
     fn range(&self, addr: u64, len: u64) -> Result<Span, Refusal> {
         let offset = addr.wrapping_sub(self.start);
@@ -206,14 +211,15 @@ impl KeyTable {
             guards: Guards::default(),
             free: VecDeque::new(),
             max: max.min(KeyIndex::MAX - FIRST_INDEX),
-            named: vec![0; NAMED],
+            bound_counts: vec![0; BOUND_COUNTS],
         }
     }
 
-    // --- checks of the data path ---------------------------------------------------------------
+    // --- protection checks of the data path ---------------------------------------------------
 
-    /// The entry of a key of `pd`. Of another PD's key nothing more is told: who tries tags of a
-    /// neighbour's key learns nothing from how his WQEs fail.
+    /// Returns the entry of a key of `pd`. For a key of another PD the result is always
+    /// `Refusal::Pd`, whatever the tag. Otherwise a client could find a neighbour's tag by trying
+    /// tags and observing how its WQEs fail.
     #[inline]
     fn entry(&self, key: Key, pd: Pdn) -> Result<&Entry, Refusal> {
         let e = self.entries.get(key.index().index()).ok_or(Refusal::NoKey)?;
@@ -225,7 +231,7 @@ impl KeyTable {
         }
     }
 
-    /// Local access by a QP of `pd`: the key must be a region's (IBTA vol. 1, §10.6).
+    /// Checks a local access by a QP of `pd`: the key must be a region's (IBTA vol. 1, §10.6).
     #[inline]
     pub fn local(
         &self,
@@ -245,8 +251,9 @@ impl KeyTable {
         e.range(addr, len)
     }
 
-    /// Access by the peer of the QP `by`: the key may be a region's, a bound type-1 window's (whose guard, if it
-    /// has one, admits the QP), or a type-2 window's that is bound to that very QP (IBTA vol. 1, §10.6).
+    /// Checks an access by the peer of the QP `by`. The key may be a region's, a bound type-1
+    /// window's whose guard (if any) admits the QP, or that of a type-2 window bound to this QP
+    /// (IBTA vol. 1, §10.6).
     #[inline]
     pub fn remote(
         &self,
@@ -254,7 +261,7 @@ impl KeyTable {
         addr: u64,
         len: u64,
         need: Access,
-        by: Through,
+        by: AccessingQp,
     ) -> Result<Span, Refusal> {
         let e = self.entry(key, by.pd)?;
         match e.kind {
@@ -266,15 +273,15 @@ impl KeyTable {
             return Err(Refusal::Rights);
         }
         let span = e.range(addr, len)?;
-        if e.admits == Admits::Guarded && !self.guards.admits(key.index(), by.tag) {
+        if e.admits == AllowedQps::Guarded && !self.guards.admits(key.index(), by.tag) {
             return Err(Refusal::Guard);
         }
         Ok(span)
     }
 
-    /// Gives the pages of `target` back to the system, so that they are zero, if the region `key`
-    /// is of thin memory ([`DmaMemory::thin`]). False, with nothing changed, otherwise. `target`
-    /// has passed the check of `key`.
+    /// Zeroes `target` by returning its pages to the kernel, if the region `key` is thin memory
+    /// ([`DmaMemory::thin`]). Otherwise returns false and changes nothing. The caller has checked
+    /// `target` against `key`.
     pub fn discard(&self, key: Key, target: Span) -> bool {
         let owner = self.owners.get(key.index().index());
         owner.and_then(|owner| owner.memory.as_ref()).is_some_and(|memory| {
@@ -284,10 +291,11 @@ impl KeyTable {
 
     // --- windows -------------------------------------------------------------------------------
 
-    /// Executes a UMR for `by`; true if the window is bound afterwards.
+    /// Executes a UMR for `by`. Returns true if the window is bound afterwards.
     ///
-    /// The new values are worked out and checked first, so that a refused UMR changes nothing.
-    pub fn umr(&mut self, u: &Umr, by: Executor) -> Result<bool, Refusal> {
+    /// All new values are computed and checked before the first change, so a rejected UMR changes
+    /// nothing.
+    pub fn umr(&mut self, u: &Umr, by: ExecutingQp) -> Result<bool, Refusal> {
         let old = *self.entry(u.key, by.pd)?;
         if old.kind == Kind::Region {
             return Err(Refusal::NoKey);
@@ -313,10 +321,10 @@ impl KeyTable {
         if u.mask & umr::MASK_ACCESS != 0 {
             new.access = Access(u.access.0 & Access::REMOTE_ALL.0);
         }
-        // Binding a type-1 window to no bytes unbinds it (IBTA vol. 1, §10.6.7).
+        // Binding a type-1 window with length 0 unbinds it (IBTA vol. 1, §10.6.7).
         let emptied = old.open() && u.mask & umr::MASK_LEN != 0 && u.len == 0 && u.klm.len == 0;
         if u.free || emptied {
-            // Every QP of its PD may rebind and unbind a type-1 window.
+            // Any QP of the PD may rebind and unbind a type-1 window.
             if !old.open() && !u.flags.has(UmrFlags::CHECK_QPN) && !by.privileged {
                 return Err(Refusal::Privilege);
             }
@@ -340,12 +348,12 @@ impl KeyTable {
             new.start = u.start;
         }
         let len = if u.mask & umr::MASK_LEN != 0 { u.len } else { old.span.len() };
-        // A zero-based window is addressed from 0 on (IBTA vol. 1, §10.6).
+        // A zero-based window is addressed from 0 (IBTA vol. 1, §10.6).
         let based = new.start == u.klm.addr || new.start == 0;
         if !based || len != u.klm.len as u64 || len == 0 {
             return Err(Refusal::Form);
         }
-        // Words must be aligned both as they are addressed and as they lie in memory.
+        // Words must be aligned in the window's address space and in host memory.
         if new.access.allows(Access::REMOTE_ATOMIC) && new.start % 8 != u.klm.addr % 8 {
             return Err(Refusal::Form);
         }
@@ -361,20 +369,20 @@ impl KeyTable {
         Ok(true)
     }
 
-    /// LOCAL_INV, and the invalidation of a SEND: frees a type-2 window that is bound to the QP `by`
-    /// (IBTA vol. 1, §10.6).
-    pub fn invalidate(&mut self, key: Key, by: Executor) -> Result<(), Refusal> {
+    /// Executes LOCAL_INV, or the invalidation of a SEND: frees a type-2 window that is bound to
+    /// the QP `by` (IBTA vol. 1, §10.6).
+    pub fn invalidate(&mut self, key: Key, by: ExecutingQp) -> Result<(), Refusal> {
         let old = self.may_invalidate(key, by)?;
         self.replace(key.index(), Entry { kind: Kind::Free, ..old });
         Ok(())
     }
 
-    /// Whether [`KeyTable::invalidate`] would succeed.
-    pub fn check_invalidate(&self, key: Key, by: Executor) -> Result<(), Refusal> {
+    /// Returns whether [`KeyTable::invalidate`] would succeed.
+    pub fn check_invalidate(&self, key: Key, by: ExecutingQp) -> Result<(), Refusal> {
         self.may_invalidate(key, by).map(|_| ())
     }
 
-    fn may_invalidate(&self, key: Key, by: Executor) -> Result<Entry, Refusal> {
+    fn may_invalidate(&self, key: Key, by: ExecutingQp) -> Result<Entry, Refusal> {
         let e = *self.entry(key, by.pd)?;
         match e.kind {
             Kind::Bound | Kind::Free if e.open() => Err(Refusal::Type),
@@ -385,21 +393,21 @@ impl KeyTable {
         }
     }
 
-    /// Puts `new` in place of a window, and keeps the regions' counts.
+    /// Replaces the entry of a window by `new` and updates the counts of the regions.
     fn replace(&mut self, index: KeyIndex, mut new: Entry) {
         let old = self.entries[index.index()];
         if old.kind == Kind::Bound {
             let region = &mut self.entries[old.link as usize];
             assert!(
                 region.kind == Kind::Region && region.link > 0,
-                "a bound window's region lives"
+                "the region of a bound window exists"
             );
             region.link -= 1;
-            self.named[old.qpn.index() % NAMED] -= 1;
+            self.bound_counts[old.qpn.index() % BOUND_COUNTS] -= 1;
         }
         if new.kind == Kind::Bound {
             self.entries[new.link as usize].link += 1;
-            self.named[new.qpn.index() % NAMED] += 1;
+            self.bound_counts[new.qpn.index() % BOUND_COUNTS] += 1;
         } else {
             new.qpn = Qpn::NONE;
             new.link = 0;
@@ -421,7 +429,7 @@ impl KeyTable {
             self.free.pop_front().ok_or(Error::Limit { what: "keys of the NIC", limit })?
         };
         let at = index as usize;
-        // Unused entries keep their last tag.
+        // Unused entries keep the tag of their last key.
         let tag = self.entries[at].tag.wrapping_add(1);
         self.entries[at] = Entry { tag, ..entry };
         self.owners[at] = owner;
@@ -439,7 +447,7 @@ impl KeyTable {
         let span = Span::of(&memory);
         let entry = Entry {
             kind: Kind::Region,
-            admits: Admits::All,
+            admits: AllowedQps::All,
             pd,
             access,
             start: iova,
@@ -456,14 +464,14 @@ impl KeyTable {
         kind: MwKind,
     ) -> Result<Key, Error> {
         let admits = match kind {
-            MwKind::Type1 => Admits::All,
-            MwKind::Type2 => Admits::OneQp,
+            MwKind::Type1 => AllowedQps::All,
+            MwKind::Type2 => AllowedQps::OneQp,
         };
         let entry = Entry { kind: Kind::Free, pd, admits, ..Entry::UNUSED };
         self.allocate(entry, Owner { function, memory: None })
     }
 
-    /// Makes a type-1 window that is guarded by a word in a region of `function`.
+    /// Creates a type-1 window whose guard word lies in a region of `function`.
     pub fn allocate_guarded(
         &mut self,
         function: FunctionId,
@@ -477,11 +485,11 @@ impl KeyTable {
         }
         let word = found.range(guard.addr, 8).ok().filter(|word| word.is_word());
         let word = word.ok_or(Error::Argument {
-            what: "the address of a word that guards a window",
+            what: "the address of a guard word",
             value: guard.addr,
-            must: "that of 8 bytes in the region, aligned",
+            must: "8-byte aligned and inside the region",
         })?;
-        let entry = Entry { kind: Kind::Free, pd, admits: Admits::Guarded, ..Entry::UNUSED };
+        let entry = Entry { kind: Kind::Free, pd, admits: AllowedQps::Guarded, ..Entry::UNUSED };
         let key = self.allocate(entry, Owner { function, memory: None })?;
         let (value, mask) = (guard.value, guard.mask);
         self.guards.set(key.index(), Guard { word, region, value, mask });
@@ -489,7 +497,7 @@ impl KeyTable {
         Ok(key)
     }
 
-    /// The entry at `index` for a control verb of `function`.
+    /// Returns the entry at `index` if `function` owns it.
     fn owned(&self, function: FunctionId, index: KeyIndex) -> Result<&Entry, Error> {
         let object = Object::Key(index);
         let e = self.entries.get(index.index()).filter(|e| e.kind != Kind::Unused);
@@ -500,7 +508,7 @@ impl KeyTable {
         Ok(e)
     }
 
-    /// A region that may end or change: its PD and length.
+    /// Returns the PD and length of a region that no window or guard uses.
     pub fn region(&self, function: FunctionId, key: Key) -> Result<(Pdn, u64), Error> {
         let e = *self.owned(function, key.index())?;
         if e.kind != Kind::Region || e.tag != key.tag() {
@@ -513,14 +521,14 @@ impl KeyTable {
         Ok((e.pd, e.span.len()))
     }
 
-    /// Ends a region; gives its PD and length.
+    /// Destroys a region; returns its PD and length.
     pub fn deregister(&mut self, function: FunctionId, key: Key) -> Result<(Pdn, u64), Error> {
         let what = self.region(function, key)?;
         self.retire(key.index());
         Ok(what)
     }
 
-    /// Changes a region that [`KeyTable::region`] has found; gives its new key.
+    /// Changes a region that passed [`KeyTable::region`]; returns its new key.
     pub fn reregister(&mut self, key: Key, to: RegionChange) -> Key {
         let index = key.index();
         let e = &mut self.entries[index.index()];
@@ -534,7 +542,8 @@ impl KeyTable {
         Key::new(index, self.entries[index.index()].tag)
     }
 
-    /// Ends a window, bound or free; gives its PD. Its tag may have changed since it was made.
+    /// Destroys a window, bound or free; returns its PD. The tag of `key` is ignored, because binds
+    /// have changed it.
     pub fn deallocate_window(&mut self, function: FunctionId, key: Key) -> Result<Pdn, Error> {
         let e = *self.owned(function, key.index())?;
         if e.kind == Kind::Region {
@@ -548,7 +557,10 @@ impl KeyTable {
     fn retire(&mut self, index: KeyIndex) {
         if let Some(guard) = self.guards.take(index) {
             let region = &mut self.entries[guard.region.index()];
-            assert!(region.kind == Kind::Region && region.link > 0, "a guard's region lives");
+            assert!(
+                region.kind == Kind::Region && region.link > 0,
+                "the region of a guard word exists"
+            );
             region.link -= 1;
         }
         let tag = self.entries[index.index()].tag;
@@ -577,25 +589,26 @@ impl KeyTable {
         })
     }
 
-    /// False if no window is bound to `qpn`; true if one is, or one to a number that looks like it.
-    pub fn may_name(&self, qpn: Qpn) -> bool {
-        self.named[qpn.index() % NAMED] > 0
+    /// Returns whether a window may be bound to `qpn`. Approximate (hashed count): no false
+    /// negatives, possible false positives.
+    pub fn may_have_window(&self, qpn: Qpn) -> bool {
+        self.bound_counts[qpn.index() % BOUND_COUNTS] > 0
     }
 
-    /// Whether the word that guards a window, if one does, admits a QP with `tag` now.
+    /// Returns whether the window's guard, if it has one, currently admits a QP with `tag`.
     pub fn guard_admits(&self, index: KeyIndex, tag: u64) -> bool {
         let e = &self.entries[index.index()];
-        e.admits != Admits::Guarded || self.guards.admits(index, tag)
+        e.admits != AllowedQps::Guarded || self.guards.admits(index, tag)
     }
 
-    /// The keys that open some of the `len` bytes from `start` on.
-    pub fn over(&self, start: u64, len: u64) -> Vec<Opening> {
+    /// Returns the keys that give access to any of the `len` bytes from `start`.
+    pub fn keys_over(&self, start: u64, len: u64) -> Vec<KeyRange> {
         let end = start.saturating_add(len);
-        let opening = |(at, e): (usize, &Entry)| {
+        let range = |(at, e): (usize, &Entry)| {
             let opens = matches!(e.kind, Kind::Bound | Kind::Region);
             let first = self.owners_address(e);
             let meets = first < end && start < first.saturating_add(e.span.len());
-            (opens && meets).then(|| Opening {
+            (opens && meets).then(|| KeyRange {
                 key: Key::new(KeyIndex::new(at as u32), e.tag),
                 pd: e.pd,
                 qpn: e.qpn,
@@ -605,10 +618,10 @@ impl KeyTable {
                 len: e.span.len(),
             })
         };
-        self.entries.iter().enumerate().filter_map(opening).collect()
+        self.entries.iter().enumerate().filter_map(range).collect()
     }
 
-    /// The address of a key's first byte in its region, also if the key itself is addressed from 0 on.
+    /// Address of a key's first byte in its region, also for a zero-based window.
     fn owners_address(&self, e: &Entry) -> u64 {
         match e.kind {
             Kind::Bound => {
@@ -619,10 +632,10 @@ impl KeyTable {
         }
     }
 
-    /// Ends all keys of `function`: windows first, then regions.
+    /// Destroys all keys of `function`: windows first, then regions.
     pub fn remove_function(&mut self, function: FunctionId, keys: impl Iterator<Item = KeyIndex>) {
         let mut regions = Vec::new();
-        // In an order that is the same in every run.
+        // Sorted, so that the order is the same in every run.
         let mut keys = Vec::from_iter(keys);
         keys.sort_unstable_by_key(|index| index.raw());
         for index in keys {
@@ -636,16 +649,21 @@ impl KeyTable {
             }
         }
         for index in regions {
-            assert_eq!(self.entries[index.index()].link, 0, "windows lie in their own function");
+            assert_eq!(
+                self.entries[index.index()].link,
+                0,
+                "the windows of a region belong to its function"
+            );
             self.retire(index);
         }
     }
 }
 
-/// Rights that change memory.
+/// Rights to change memory.
 const WRITING: Access = Access(Access::REMOTE_WRITE.0 | Access::REMOTE_ATOMIC.0);
 
-/// Fresh indices are taken until this many freed ones wait: an index is not reused soon.
+/// Number of freed indices that are kept back while unused indices remain. Delays the reuse of an
+/// index.
 const QUARANTINE: usize = 64;
 
 #[cfg(test)]

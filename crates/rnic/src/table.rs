@@ -1,62 +1,63 @@
-//! Objects by number, such that a number is not given out again soon.
+//! Tables of objects with 24-bit numbers, which are not reused soon.
 //!
 //! ```text
 //!  23                 bits 0
 //! +--------------------+----------------+
-//! | times the slot was |  slot          |
-//! | given out (mod)    |                |
+//! | uses of the slot   |  slot          |
+//! | so far (modulo)    |                |
 //! +--------------------+----------------+
 //! ```
 //!
-//! Freed slots wait in a queue, and each comes back with its next number: between two objects of one
-//! number lie 2^24 / slots reuses of its slot, and as many times [`QUARANTINE`] other objects, unless
-//! the table is nearly full. Numbers are sparse: index nothing by them.
+//! Freed slots wait in a queue, and each is reused under its next number. Before a number is
+//! reused, its slot is reused 2^24 / slots times, and before each reuse of the slot [`QUARANTINE`]
+//! other objects are freed, unless the table is nearly full. Numbers are sparse: never use them as
+//! array indices.
 //!
-//! In a scattered table both parts are random: each slot has low bits of its own that were drawn
-//! for it, and its first number is drawn from those with these low bits. All that is said above
-//! holds for it too.
+//! In a scattered table both parts are random: each slot has low bits that were drawn for it, and
+//! the slot's first number is drawn among the numbers with these low bits. The statements above
+//! hold for scattered tables too.
 
 use std::collections::VecDeque;
 
 /// A table of `T` with 24-bit numbers.
 pub(crate) struct Table<T> {
     slots: Vec<Slot<T>>,
-    /// Slots that were given out before.
+    /// Slots that were freed.
     free: VecDeque<u32>,
     bits: u32,
     live: u32,
     scatter: Option<Scatter>,
 }
 
-/// Where the numbers of a scattered table come from.
+/// Random assignment of numbers in a scattered table.
 struct Scatter {
     random: fn() -> u32,
-    /// The slot of numbers with these low bits; the first one, which is never used, if there is
-    /// none.
+    /// Slot by the low bits of the number. Low bits without a slot map to slot 0, which is never
+    /// used.
     slots: Box<[u32]>,
 }
 
 struct Slot<T> {
-    /// The number of the object, or of the next one.
+    /// Number of the current object, or of the slot's next object.
     number: u32,
-    /// The generations have wrapped: numbers of this slot come the second time.
+    /// The upper part has wrapped around: numbers of this slot repeat.
     wrapped: bool,
     value: Option<T>,
 }
 
 const NUMBER_BITS: u32 = 24;
-/// "None" where QPs are named.
+/// Reserved value: "no QP".
 const NUMBER_MAX: u32 = (1 << NUMBER_BITS) - 1;
-/// Freed slots that are looked at for a number that may be given out again.
+/// Maximum number of freed slots to examine for a reusable number.
 const TRIES: usize = 64;
-/// Fresh slots are taken until this many freed ones wait.
+/// Number of freed slots that are kept back while unused slots remain.
 const QUARANTINE: usize = 4096;
-/// Numbers below this are never given out: IBTA reserves QPs 0 and 1, and small ones are likely
-/// mistakes.
+/// First usable number. IBTA reserves QPs 0 and 1, and small numbers are likely mistakes.
 const FIRST: u32 = 16;
 
 impl<T> Table<T> {
-    /// A table of up to `max` objects (rounded up to a power of two with the reserved ones).
+    /// Creates a table of up to `max` objects (rounded up to a power of two, including the reserved
+    /// numbers).
     pub fn new(max: u32) -> Self {
         let bits = (max.saturating_add(FIRST)).next_power_of_two().trailing_zeros();
         let bits = bits.min(NUMBER_BITS - 4);
@@ -64,7 +65,7 @@ impl<T> Table<T> {
         Self { slots, free: VecDeque::new(), bits, live: 0, scatter: None }
     }
 
-    /// A table like that, with numbers that cannot be guessed.
+    /// Creates a table whose numbers are unpredictable.
     pub fn scattered(max: u32, random: fn() -> u32) -> Self {
         let mut table = Self::new(max);
         let slots = vec![0; 1 << table.bits].into();
@@ -72,7 +73,7 @@ impl<T> Table<T> {
         table
     }
 
-    /// Where an object with this number would be.
+    /// Index of the slot that an object with this number would have.
     #[inline]
     fn slot_of(&self, number: u32) -> usize {
         let low = (number & ((1 << self.bits) - 1)) as usize;
@@ -82,14 +83,14 @@ impl<T> Table<T> {
         }
     }
 
-    /// The first number of the next slot.
+    /// Draws the first number of the next slot.
     fn fresh_number(&mut self) -> u32 {
         let slot = self.slots.len() as u32;
         let Some(scatter) = &mut self.scatter else { return slot };
         let mask = (1 << self.bits) - 1;
         let (mut low, mut tries) = ((scatter.random)() & mask, 0);
         while low < FIRST || scatter.slots[low as usize] != 0 {
-            // In a table that is nearly full the next free one will do.
+            // In a nearly full table, the next free value is taken.
             low = if tries < TRIES { (scatter.random)() } else { low + 1 } & mask;
             tries += 1;
         }
@@ -98,20 +99,20 @@ impl<T> Table<T> {
         if number == NUMBER_MAX { low } else { number }
     }
 
-    /// Objects now.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for tests of what is left over"))]
+    /// Number of objects.
+    #[cfg_attr(not(test), expect(dead_code, reason = "tests count leftover objects"))]
     pub fn len(&self) -> u32 {
         self.live
     }
 
-    /// The most objects.
+    /// Maximum number of objects.
     pub fn capacity(&self) -> u32 {
         (1 << self.bits) - FIRST
     }
 
-    /// Makes an object from its number. A number that was in use long ago is given out again only if
-    /// `reusable` says so. `None` if the table is full, or none of the slots that waited longest has a
-    /// number to give.
+    /// Creates an object under a new number. After a wrap-around, a number is reused only if
+    /// `reusable` allows it. Returns `None` if the table is full, or if none of the longest-freed
+    /// slots has a reusable number.
     pub fn insert(
         &mut self,
         reusable: impl Fn(u32) -> bool,
@@ -120,7 +121,7 @@ impl<T> Table<T> {
         let fresh = self.slots.len() < 1 << self.bits;
         let old = if fresh && self.free.len() < QUARANTINE { 0 } else { self.free.len() };
         for _ in 0..old.min(TRIES) {
-            let at = self.free.pop_front().expect("counted");
+            let at = self.free.pop_front().expect("`old` counts the freed slots");
             let slot = &mut self.slots[at as usize];
             for _ in 0..1 << (NUMBER_BITS - self.bits) {
                 if !slot.wrapped || reusable(slot.number) {
@@ -140,7 +141,7 @@ impl<T> Table<T> {
         })
     }
 
-    /// The object of this number.
+    /// Returns the object with this number.
     #[inline]
     pub fn get(&self, number: u32) -> Option<&T> {
         let slot = self.slots.get(self.slot_of(number))?;
@@ -150,7 +151,7 @@ impl<T> Table<T> {
         slot.value.as_ref()
     }
 
-    /// The object of this number, to be changed.
+    /// Returns the object with this number, mutably.
     #[inline]
     pub fn get_mut(&mut self, number: u32) -> Option<&mut T> {
         let at = self.slot_of(number);
@@ -161,7 +162,7 @@ impl<T> Table<T> {
         slot.value.as_mut()
     }
 
-    /// Takes the object out; its number is unknown from now on.
+    /// Removes the object. Its number is unknown afterwards.
     pub fn remove(&mut self, number: u32) -> Option<T> {
         self.get(number)?;
         let at = self.slot_of(number);
@@ -173,7 +174,7 @@ impl<T> Table<T> {
         value
     }
 
-    /// Numbers and objects.
+    /// Iterates over numbers and objects.
     pub fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
         self.slots.iter().filter_map(|s| s.value.as_ref().map(|v| (s.number, v)))
     }
@@ -197,7 +198,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_number_is_dead_after_removal_and_comes_back_last() {
+    fn removed_number_is_unknown_and_reused_last() {
         let mut t = Table::new(16);
         assert_eq!(t.capacity(), 16);
         let first = t.insert(|_| true, |n| n).unwrap();
@@ -214,7 +215,7 @@ mod tests {
         assert_eq!((t.get(first), t.get(again)), (None, Some(&again)));
     }
 
-    /// SplitMix64 of a count.
+    /// SplitMix64 of a counter.
     fn random() -> u32 {
         use std::sync::atomic::{AtomicU64, Ordering};
         static COUNT: AtomicU64 = AtomicU64::new(0);
@@ -225,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_of_a_scattered_table_do_not_follow_each_other() {
+    fn scattered_numbers_are_not_consecutive() {
         let mut t = Table::scattered(1000, random);
         let numbers: Vec<u32> =
             (0..t.capacity()).map(|_| t.insert(|_| true, |n| n).unwrap()).collect();
@@ -234,7 +235,7 @@ mod tests {
         assert_eq!(sorted.len(), numbers.len(), "no two are equal");
         let near = |pair: &[u32]| pair[0].abs_diff(pair[1]) < 1000;
         assert!(numbers.windows(2).filter(|pair| near(pair)).count() < 10);
-        // All of the 24 bits are used.
+        // All 24 bits are used.
         assert!(numbers.iter().any(|n| *n < 1 << 20) && numbers.iter().any(|n| *n >= 15 << 20));
         for &n in &numbers {
             assert!((16..0xff_ffff).contains(&n));
@@ -245,7 +246,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "half a million steps")]
-    fn a_number_of_a_scattered_table_comes_back_after_all_others_of_its_slot() {
+    fn scattered_number_is_reused_after_all_numbers_of_its_slot() {
         let mut t = Table::scattered(16, random);
         for _ in 1..t.capacity() {
             t.insert(|_| true, |n| n).unwrap();
@@ -262,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn no_number_is_the_one_that_means_none() {
+    fn numbers_never_equal_the_reserved_none() {
         let mut slot = Slot { number: 0x1f, wrapped: false, value: None::<()> };
         for _ in 0..1 << if cfg!(miri) { 10 } else { 20 } {
             slot.advance(5);
@@ -274,9 +275,9 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "half a million steps")]
-    fn a_number_in_use_elsewhere_is_skipped_when_the_numbers_wrap() {
+    fn number_in_use_is_skipped_after_the_wrap_around() {
         let mut t = Table::new(16);
-        // One slot is given out again and again, the others stay full.
+        // One slot is reused repeatedly; all other slots stay occupied.
         let all: Vec<u32> = (0..16).map(|_| t.insert(|_| true, |n| n).unwrap()).collect();
         let (first, last) = (all[0], all[15]);
         let laps = 1 << (24 - 5);

@@ -1,70 +1,76 @@
-//! What the control verbs take and give: limits, attributes, descriptions, events.
+//! Types of the control verbs: limits, attributes, descriptions, events.
 
 use crate::ids::{Access, Cqn, FunctionId, Key, Pdn, Qpn, Srqn};
 use crate::memory::DmaMemory;
 use crate::wire::PeerAddress;
 
-/// What the NIC holds at most, and how it runs. Fixed when it is made.
+/// Capacity and scheduling parameters of the NIC. Fixed when the NIC is created.
 #[derive(Clone, Debug)]
 pub struct Limits {
-    /// Virtual functions.
+    /// Maximum number of virtual functions.
     pub functions: u32,
-    /// Protection domains of all functions.
+    /// Maximum number of protection domains, over all functions.
     pub pds: u32,
-    /// Queue pairs of all functions.
+    /// Maximum number of queue pairs, over all functions.
     pub qps: u32,
-    /// Completion queues of all functions.
+    /// Maximum number of completion queues, over all functions.
     pub cqs: u32,
-    /// Receive queues of all functions: shared ones and QPs' own.
+    /// Maximum number of receive queues, over all functions: shared ones and the QPs' own.
     pub recvs: u32,
-    /// Memory regions and windows of a key table, at most 2^24 - 1: of the physical function and those of clients
-    /// together, and as many again of each function that the owner opens.
+    /// Maximum number of memory regions and windows in one key table, at most 2^24 - 1. The
+    /// physical function and the clients' functions share one table; each function that the owner
+    /// opens has a table of its own with the same limit.
     pub keys: u32,
-    /// Memory windows of each function.
+    /// Maximum number of memory windows of each function.
     pub windows: u32,
-    /// Functions that the NIC's owner may use, the physical one among them (FineMem §4.3: 128 of a ConnectX-6).
+    /// Maximum number of functions that the NIC's owner may use, including the physical function
+    /// (FineMem §4.3: 128 on a ConnectX-6).
     pub owner_functions: u32,
-    /// The longest SEND to a QP of this NIC, in bytes. It is one indivisible step, so that this bounds how long
-    /// one client can keep the NIC from the others. One to another NIC is a step for each packet, and may be as
-    /// long as a WRITE.
+    /// Maximum length in bytes of a SEND to a QP of this NIC. Such a SEND is one indivisible step,
+    /// so this limit bounds the time for which one client can block the others. A SEND to another
+    /// NIC is one step per packet and may be as long as a WRITE.
     pub send_bytes_max: u32,
-    /// READs and WRITEs longer than this many bytes are executed in slices of it.
+    /// Slice length in bytes: a longer READ or WRITE is executed in several slices.
     pub slice_bytes: u32,
-    /// The same while several functions have turns: somebody waits for the end of each.
+    /// Slice length while several functions are active. Shorter than `slice_bytes`, because every
+    /// function waits for the end of the slice in progress.
     pub shared_slice_bytes: u32,
-    /// Work of one QP in a turn while others of its function are ready, in bytes moved. A WQE counts
-    /// as 64 bytes and 64 more for each of its segments, a completion as 64.
+    /// Scheduling quantum of a QP while other QPs of its function are ready, in bytes moved.
+    /// Fetching a WQE counts as 64 bytes plus 64 bytes per segment; a completion counts as 64
+    /// bytes.
     pub qp_turn: u32,
-    /// Work of one function in a turn while others are ready; counted likewise. A `poll` is as long, and eight times as
-    /// long where one function has had all turns for a while.
+    /// Scheduling quantum of a function while other functions are ready, in the same unit. One
+    /// `poll` lasts one such quantum, or eight if one function alone has been active for a while.
     pub function_turn: u32,
-    /// While it has work, every so-many-th turn is the physical function's, however many others there
-    /// are: it answers for all of them. At least 1.
+    /// While the physical function has work, one in this many quanta is the physical function's,
+    /// regardless of the number of other functions: the physical function serves all of them. At
+    /// least 1.
     pub physical_every: u32,
-    /// Work of the physical function in a turn. Longer than the others', as a chain that clears a chunk
-    /// is work for one client, and must not wait for a turn of a flood with each few KiB.
+    /// Scheduling quantum of the physical function. Longer than the quantum of the other functions,
+    /// because a chain that clears a chunk serves one client and must not wait for a quantum of a
+    /// flooding function after every few KiB.
     pub physical_turn: u32,
-    /// Check the index and QPN in the control segment of managed rings' WQEs too. Recycled rings
-    /// cannot run then; it is there to show what depends on it.
+    /// Also check the index and QPN in the control segments of managed rings' WQEs. Recycled rings
+    /// do not work with this check; the option exists to show the dependence.
     pub strict: bool,
-    /// What connections to other NICs may take. Without it there are none.
+    /// Limits of connections to other NICs. `None`: the NIC accepts no such connection.
     pub wire: Option<WireLimits>,
-    /// Where random numbers come from: then those of QPs cannot be guessed. Without it they are
-    /// given out in order, as it suits a simulation.
+    /// Source of random numbers, which makes QP numbers unpredictable. `None`: QP numbers are
+    /// assigned in order, for reproducible simulations.
     pub random: Option<fn() -> u32>,
 }
 
-/// What connections to other NICs may take.
+/// Limits of connections to other NICs.
 #[derive(Clone, Debug)]
 pub struct WireLimits {
-    /// Bytes of packets that wait to be sent.
+    /// Capacity in bytes of the outbox, which holds packets until the port sends them.
     pub outbox_bytes: usize,
-    /// Bytes in flight of one connection at most, in either direction. What the other host's sockets
-    /// cannot hold is lost and sent again.
+    /// Maximum number of bytes in flight per connection and direction. Packets that overflow the
+    /// receiving host's socket buffers are lost and retransmitted.
     pub window_bytes: u32,
-    /// WQEs of a QP that were fetched and are not acknowledged at most.
+    /// Maximum number of WQEs of a QP that are fetched and not yet acknowledged.
     pub requests: u32,
-    /// Building blocks of these WQEs together; 16 at least, the longest WQE.
+    /// Maximum number of building blocks of these WQEs together; at least 16, the longest WQE.
     pub blocks: u32,
 }
 
@@ -99,7 +105,7 @@ impl Default for Limits {
     }
 }
 
-/// What one function may have.
+/// Limits of one function.
 #[derive(Clone, Debug)]
 pub struct FunctionLimits {
     /// Protection domains.
@@ -114,14 +120,15 @@ pub struct FunctionLimits {
     pub keys: u32,
     /// Memory windows.
     pub windows: u32,
-    /// Functions that it may open besides itself ([`crate::Engine::open_function`]).
+    /// Functions that this function may open besides itself ([`crate::Engine::open_function`]).
     pub functions: u32,
-    /// Bytes in its memory regions; a byte in two regions counts twice.
+    /// Bytes of its memory regions; a byte that lies in two regions counts twice.
     pub registered_bytes: u64,
-    /// Bytes of its rings for sends, receives and completions: all work that can be outstanding.
+    /// Bytes of its send, receive and completion rings, which bound the work that can be
+    /// outstanding.
     pub ring_bytes: u64,
-    /// QPs that are connected to QPs of other NICs. What such a connection keeps of WQEs counts among
-    /// `ring_bytes`.
+    /// QPs that are connected to QPs of other NICs. The WQE copies that such a connection keeps
+    /// count as `ring_bytes`.
     pub remote_peers: u32,
 }
 
@@ -132,21 +139,22 @@ impl Default for FunctionLimits {
             qps: 1024,
             cqs: 1024,
             srqs: 64,
-            // What a function has ends in one go when it ends.
+            // Keys are limited, because all keys of a function are destroyed in one step when the
+            // function is removed.
             keys: 8 << 10,
             windows: 8 << 10,
-            // Further functions are the owner's.
+            // Only the NIC's owner opens further functions.
             functions: 0,
             registered_bytes: 1 << 46,
             ring_bytes: 1 << 30,
-            // Whom a client may send packets to is the owner's to say.
+            // The owner decides which clients may send packets to other hosts.
             remote_peers: 0,
         }
     }
 }
 
 impl FunctionLimits {
-    /// No limit but the NIC's own.
+    /// Only the NIC's own limits apply.
     pub const NONE: FunctionLimits = FunctionLimits {
         pds: u32::MAX,
         qps: u32::MAX,
@@ -164,13 +172,13 @@ impl FunctionLimits {
 /// Byte order in which the NIC reads the 8-byte words that atomics work on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AtomicOrder {
-    /// Words are big-endian in memory, as WQE fields are: chains need it.
+    /// Words are big-endian in memory, like WQE fields. Chains require this order.
     BigEndian,
-    /// Words are in the host's order.
+    /// Words are in the host's byte order.
     Host,
 }
 
-/// Against whom atomics are atomic (IBTA vol. 1, §11.2.1).
+/// The accesses with respect to which atomics are atomic (IBTA vol. 1, §11.2.1).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AtomicScope {
     /// Against other operations of this NIC only (`IBV_ATOMIC_HCA`).
@@ -179,7 +187,7 @@ pub enum AtomicScope {
     Global,
 }
 
-/// What the NIC can do: to be checked at set-up by whoever depends on it.
+/// Capabilities of the NIC. Users check the ones that they depend on at set-up.
 #[derive(Clone, Debug)]
 pub struct Caps {
     /// Byte order of atomics.
@@ -192,7 +200,7 @@ pub struct Caps {
     pub mw_type2: bool,
     /// Type-1 windows.
     pub mw_type1: bool,
-    /// Type-1 windows that a word guards.
+    /// Type-1 windows with a guard word.
     pub mw_guarded: bool,
     /// Building blocks of a send ring.
     pub send_blocks_max: u32,
@@ -220,33 +228,34 @@ pub struct Caps {
 )]
 #[serde(rename_all = "snake_case")]
 pub enum MwKind {
-    /// Open to every QP of its PD: whoever guesses the 8 bits of its tag may use it (OneSidedMW
-    /// §2.3). Any QP of the PD binds, rebinds and unbinds it; it cannot be invalidated.
+    /// Accessible to every QP of its PD, so a QP that guesses the 8 bits of the tag gains access
+    /// (OneSidedMW §2.3). Any QP of the PD binds, rebinds and unbinds the window; the window cannot
+    /// be invalidated.
     Type1,
     /// Bound to one QP (2B).
     #[default]
     Type2,
 }
 
-/// What guards a type-1 window: a word of memory, which the NIC reads each time that the window is used. Through a QP
-/// it is used only while `(word ^ (value | the QP's tag)) & mask == 0`. Who is refused hears what he would hear of
-/// a key that does not exist.
+/// The guard of a type-1 window: a word of memory that the NIC reads at every access through the
+/// window. The access is allowed only while `(word ^ (value | the QP's tag)) & mask == 0`. A
+/// rejected access completes with the same error as an unknown rkey.
 ///
-/// It closes windows against keys that are guessed, without being bound to a QP. An extension of this NIC; no
-/// hardware has it.
+/// A guard protects a window against guessed keys without binding the window to a QP. Guards are an
+/// extension of this NIC; no hardware has them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub struct GuardSpec {
-    /// The region that the word lies in, of any PD of the window's function.
+    /// The region that contains the word. The region may be in any PD of the window's function.
     pub region: Key,
-    /// The word's address in it, a multiple of 8. The word is big-endian.
+    /// The word's address in the region, a multiple of 8. The word is big-endian.
     pub addr: u64,
-    /// What the word is compared with, together with the QP's tag.
+    /// The value that, combined with the QP's tag, is compared with the word.
     pub value: u64,
     /// The bits that are compared.
     pub mask: u64,
 }
 
-/// What a key is.
+/// Kind of object that a key names.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub enum KeyKind {
     /// Memory region.
@@ -255,18 +264,18 @@ pub enum KeyKind {
     Mw(MwKind),
 }
 
-/// One key, described.
+/// Description of one key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub struct KeyInfo {
-    /// What it is.
+    /// Kind of the key.
     pub kind: KeyKind,
-    /// The tag that is valid now.
+    /// The current tag.
     pub tag: u8,
     /// Its protection domain.
     pub pd: Pdn,
-    /// A region: always true. A window: bound, that is, not free.
+    /// Regions: always true. Windows: whether the window is bound.
     pub bound: bool,
-    /// The QP that a type-2 window is bound to, else [`Qpn::NONE`].
+    /// The QP that a type-2 window is bound to; otherwise [`Qpn::NONE`].
     pub qpn: Qpn,
     /// Its rights.
     pub access: Access,
@@ -274,152 +283,155 @@ pub struct KeyInfo {
     pub start: u64,
     /// Length in bytes.
     pub len: u64,
-    /// A region: windows that are bound to it, and windows whose guards lie in it.
+    /// Regions: number of windows bound to the region plus number of guard words in it. Windows: 0.
     pub windows: u32,
 }
 
-/// A completion queue to be made.
+/// Parameters of a new completion queue.
 #[derive(Clone, Debug)]
 pub struct CqSpec {
     /// The ring: `entries` times 64 bytes, aligned to 64, filled by [`crate::cqe::clear`].
     pub ring: DmaMemory,
     /// Entries: a power of two.
     pub entries: u32,
-    /// The record, 8 bytes, aligned to 8: at 0 the consumer's running index (big-endian, 24 bits of
-    /// 32), at 4 the word `armed` (host-endian): the consumer sets it to 1 to be told of the next
-    /// completion, the NIC swaps it to 0 when it raises [`Event::Completion`].
+    /// The doorbell record, 8 bytes, aligned to 8. Offset 0: the consumer's running index
+    /// (big-endian, 24 bits of 32). Offset 4: the word `armed` (host-endian), which the consumer
+    /// sets to 1 to request an event for the next completion, and which the NIC clears when it
+    /// raises [`Event::Completion`].
     pub record: DmaMemory,
-    /// Completions overwrite older ones that were not consumed. For queues that are only counted
-    /// (by WAIT), never read.
+    /// Completions overwrite older, unconsumed ones. For CQs that are only counted (by WAIT) and
+    /// never read.
     pub ignore_overrun: bool,
-    /// Running number of the first completion (24 bits); the record's index starts there too. 0
-    /// but in tests of the wrap.
+    /// Running number of the first completion (24 bits); the record's index starts there too.
+    /// Nonzero only in tests of the wrap-around.
     pub initial_count: u32,
 }
 
-/// A receive queue to be made, a QP's own or shared.
+/// Parameters of a new receive queue, a QP's own or shared.
 ///
-/// The NIC uses WQEs from its consumer index up to a limit, both running: modulo 2^16 when the queue
-/// has up to 32768 entries, else modulo 2^32 (which only record-driven queues may have; hardware has no
-/// such queues).
+/// The NIC uses WQEs from its consumer index up to a limit. Both are running indices: modulo 2^16
+/// if the queue has up to 32768 entries, otherwise modulo 2^32. Only queues that are driven by a
+/// doorbell record may be larger than 32768 entries; hardware has no such queues.
 #[derive(Clone, Debug)]
 pub struct RecvSpec {
     /// The ring: `entries` times `stride` bytes, aligned to 16.
     pub ring: DmaMemory,
     /// Receive WQEs: a power of two.
     pub entries: u32,
-    /// Bytes of a receive WQE: a row of SGEs, so a multiple of 16. An SGE of length 0 is skipped; one
-    /// that also has lkey 0x100 ends the list.
+    /// Bytes of a receive WQE, which is a list of SGEs: a multiple of 16. An SGE of length 0 is
+    /// skipped; an SGE of length 0 with lkey 0x100 ends the list.
     pub stride: u32,
-    /// The record, 8 bytes, aligned to 8: at 0 the producer's running index (big-endian). Not read
-    /// when the queue is managed.
+    /// The doorbell record, 8 bytes, aligned to 8. Offset 0: the producer's running index
+    /// (big-endian). Unused if the queue is managed.
     pub record: DmaMemory,
-    /// The index of the first receive WQE to be used, also after a reset.
+    /// Index of the first receive WQE to use, also after a reset.
     pub initial_consumer: u32,
 }
 
-/// A send queue to be made.
+/// Parameters of a new send queue.
 #[derive(Clone, Debug)]
 pub struct SendSpec {
     /// The ring: `blocks` times 64 bytes, aligned to 64.
     pub ring: DmaMemory,
     /// Building blocks: a power of two, at most 32768.
     pub blocks: u32,
-    /// WQEs are executed up to where SEND_EN allows, not up to a doorbell.
+    /// SEND_EN, not a doorbell, sets the limit up to which WQEs are executed.
     pub managed: bool,
 }
 
 /// The receive side of a QP.
 #[derive(Clone, Debug)]
 pub enum Recv {
-    /// None: a SEND to this QP is an invalid request.
+    /// No receive side: a SEND to this QP is an invalid request.
     None,
     /// A queue of its own.
     Own {
         /// The queue.
         spec: RecvSpec,
-        /// Its WQEs may be used up to where RECV_EN allows, not up to the record.
+        /// RECV_EN, not the doorbell record, sets the limit up to which WQEs may be used.
         managed: bool,
     },
-    /// A shared queue of the same function. Its own PD guards what its WQEs name.
+    /// A shared queue of the same function. The SRQ's own PD, not the QP's, applies to the keys in
+    /// its WQEs.
     Shared(Srqn),
 }
 
-/// A queue pair to be made (RC).
+/// Parameters of a new queue pair (RC).
 #[derive(Clone, Debug)]
 pub struct QpSpec {
     /// Its protection domain.
     pub pd: Pdn,
-    /// Its send queue. Without one it only responds.
+    /// Its send queue. A QP without one only responds.
     pub send: Option<SendSpec>,
     /// Its receive queue.
     pub recv: Recv,
-    /// Where its send queue's completions go.
+    /// The CQ for completions of the send queue.
     pub send_cq: Cqn,
-    /// Where its receive queue's completions go.
+    /// The CQ for completions of the receive queue.
     pub recv_cq: Cqn,
-    /// Rights that its peer has at most, whatever the key says.
+    /// Upper bound of the peer's rights, in addition to the key's own rights.
     pub access: Access,
-    /// Its WQEs may bind windows to other QPs and unbind those of others (within its PD). For the
-    /// physical function only.
+    /// WQEs of this QP may bind windows to other QPs and unbind other QPs' windows (within its PD).
+    /// Reserved for the physical function.
     pub privileged: bool,
 }
 
 /// States of an RC QP (IBTA vol. 1, §10.3.1).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub enum QpState {
-    /// Made, or reset.
+    /// Created, or reset.
     Reset,
     /// Receives may be posted.
     Init,
-    /// RTR: it responds.
+    /// RTR: responds to requests.
     ReadyToReceive,
-    /// RTS: it responds and sends.
+    /// RTS: responds to requests and sends.
     ReadyToSend,
-    /// Work is flushed.
+    /// All work is flushed.
     Error,
 }
 
 /// A transition of a QP.
 ///
 /// ```text
-/// Reset --Init--> Init --RTR(peer)--> RTR --RTS--> RTS      any --Error--> Error     any --Reset--> Reset
+/// Reset --Init--> Init --RTR(peer)--> RTR --RTS--> RTS
+/// any state --Error--> Error      any state --Reset--> Reset
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub enum QpChange {
-    /// To Reset: indices start again, work is forgotten, the number stays.
+    /// To Reset: indices start again, outstanding work is dropped, the QP number stays.
     Reset,
     /// To Init.
     Init,
-    /// To RTR, with the QP that it talks to.
+    /// To RTR, connected to a peer QP.
     ReadyToReceive {
-        /// The other end. It need not exist yet.
+        /// The peer QP. It need not exist yet.
         peer: PeerAddress,
     },
     /// To RTS.
     ReadyToSend,
     /// To Error: work is flushed.
     Error,
-    /// What its peer may do at most, from now on (`IBV_QP_ACCESS_FLAGS`). Not in Reset or Error; the
-    /// state stays.
+    /// Sets the rights of the peer (`IBV_QP_ACCESS_FLAGS`). Not allowed in Reset or Error; the
+    /// state does not change.
     Access {
         /// The rights.
         access: Access,
     },
-    /// What is compared with words that guard windows, from now on ([`GuardSpec`]); 0 until then. In any state, which
-    /// stays; it outlives a reset, as the number does.
+    /// Sets the tag that guard words are compared with ([`GuardSpec`]); initially 0. Allowed in
+    /// every state; the state does not change. The tag, like the QP number, survives a reset.
     Tag {
         /// The tag.
         tag: u64,
     },
 }
 
-/// A queue pair, described.
+/// Description of a queue pair.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub struct QpInfo {
     /// Its state.
     pub state: QpState,
-    /// The other end, [`Qpn::NONE`] before RTR.
+    /// The peer QP; [`Qpn::NONE`] before RTR.
     pub peer: Qpn,
     /// Index of the next building block to be executed.
     pub send_consumer: u16,
@@ -429,9 +441,9 @@ pub struct QpInfo {
     pub recv_consumer: u32,
     /// Index up to which receive WQEs may be used.
     pub recv_limit: u32,
-    /// WQEs executed since it was made.
+    /// Number of WQEs executed since the QP was created.
     pub executed: u64,
-    /// Rights that its peer has at most.
+    /// Upper bound of the peer's rights.
     pub access: Access,
     /// Building blocks of its send ring; 0 without one.
     pub send_blocks: u32,
@@ -439,20 +451,21 @@ pub struct QpInfo {
     pub recv_entries: u32,
 }
 
-/// A shared receive queue, described.
+/// Description of a shared receive queue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub struct SrqInfo {
     /// Receive WQEs that its ring holds.
     pub entries: u32,
     /// Bytes of a receive WQE.
     pub stride: u32,
-    /// Receive WQEs that are posted and not used yet.
+    /// Receive WQEs that are posted and unused.
     pub posted: u32,
-    /// Its limit; 0: none is armed.
+    /// Its limit; 0 if no limit is armed.
     pub limit: u32,
 }
 
-/// What a function may have at most (`ibv_device_attr`): its own limits, or the NIC's where they are lower.
+/// Capacity of a function (`ibv_device_attr`): the lower of the function's own limits and the
+/// NIC's.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub struct DeviceInfo {
     /// Protection domains.
@@ -468,8 +481,8 @@ pub struct DeviceInfo {
     /// Memory windows.
     #[serde(default)]
     pub windows: u32,
-    /// Functions of the NIC that who has this one may use, this one among them. Each has keys of its own, and
-    /// limits like these.
+    /// Number of functions that the owner of this function may use, including this one. Each
+    /// function has its own keys and limits like these.
     #[serde(default)]
     pub functions: u32,
     /// Bytes in memory regions.
@@ -490,27 +503,27 @@ pub struct DeviceInfo {
     pub send_bytes: u32,
 }
 
-/// What changes of a memory region ([`crate::Engine::rereg_mr`]).
+/// Changes to a memory region ([`crate::Engine::rereg_mr`]).
 #[derive(Clone, Debug, Default)]
 pub struct RegionChange {
-    /// Another protection domain.
+    /// New protection domain.
     pub pd: Option<Pdn>,
-    /// Other memory, and the address of its first byte.
+    /// New memory, and the address of its first byte.
     pub memory: Option<(DmaMemory, u64)>,
-    /// Other rights.
+    /// New rights.
     pub access: Option<Access>,
 }
 
-/// What the NIC tells its port beside completions in memory.
+/// Event that the NIC reports to its port, besides the completions in memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Event {
     /// An armed CQ got a completion.
     Completion(Cqn),
     /// An asynchronous event (IBTA vol. 1, §11.6.3).
     Async {
-        /// The function that it is for.
+        /// The function that receives the event.
         function: FunctionId,
-        /// What happened.
+        /// The event.
         event: AsyncEvent,
     },
 }
@@ -519,35 +532,36 @@ pub enum Event {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AsyncEvent {
-    /// The QP went to Error because one of its WQEs failed or because it refused its peer's request.
+    /// The QP went to Error because one of its WQEs failed or because it refused its peer's
+    /// request.
     QpError {
         /// The QP.
         qpn: Qpn,
-        /// Why.
+        /// Cause of the error.
         syndrome: crate::cqe::Syndrome,
-        /// It refused a request of its peer; no completion of its own says so. Else one of its own WQEs
-        /// failed.
+        /// True: the QP rejected a request of its peer, which produces no completion at this QP.
+        /// False: one of the QP's own WQEs failed.
         by_peer: bool,
     },
-    /// A completion found no room. The CQ takes no more completions; QPs that complete to it go to
-    /// Error when they try.
+    /// A completion found the CQ full. The CQ accepts no more completions; a QP that completes to
+    /// this CQ goes to Error at its next completion.
     CqOverrun {
         /// The CQ.
         cqn: Cqn,
     },
-    /// Fewer receive WQEs are left in the SRQ than its limit, which is no longer armed.
+    /// Fewer receive WQEs are left in the SRQ than its limit. The event disarms the limit.
     SrqLimit {
         /// The SRQ.
         srqn: Srqn,
     },
-    /// The QP is in Error, and uses no receive WQE of its SRQ any more.
+    /// The QP is in Error and uses no more receive WQEs of its SRQ.
     LastWqeReached {
         /// The QP.
         qpn: Qpn,
     },
 }
 
-/// Counters of the NIC since it was made.
+/// Counters of the NIC since its creation.
 #[derive(Clone, Debug)]
 pub struct Stats {
     /// WQEs executed without error, by opcode.
@@ -558,15 +572,15 @@ pub struct Stats {
     pub completions: u64,
     /// Bytes moved by READ, WRITE and SEND.
     pub bytes: u64,
-    /// WQEs that failed.
+    /// WQEs that completed with an error.
     pub errors: u64,
-    /// WQEs, send and receive, flushed.
+    /// WQEs, send and receive, that were flushed.
     pub flushed: u64,
     /// Windows bound.
     pub binds: u64,
     /// Windows unbound.
     pub unbinds: u64,
-    /// Times that a WQE found no receive WQE at the peer.
+    /// WQEs that found no receive WQE at the peer (RNR).
     pub rnr: u64,
 }
 

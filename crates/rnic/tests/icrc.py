@@ -1,6 +1,6 @@
-# Reads a capture of raw IP packets (pcap) and compares each RoCEv2 packet's ICRC with one that is worked
-# out here: by scapy where it can, which is over IPv4; over IPv6 from the definition. Prints how many
-# agree; says which do not, and fails.
+# Checks the ICRC of each RoCEv2 packet in a capture of raw IP packets (pcap). The expected ICRC is computed by
+# scapy for IPv4, and from the definition for IPv6, which scapy does not support. Prints the number of packets
+# with the right ICRC; prints each packet with a wrong one and fails.
 import struct
 import sys
 import zlib

@@ -1,11 +1,12 @@
-//! Our layouts and numbers against `infiniband/mlx5dv.h`: a C program compiled against that header
-//! prints what it defines, and each line is compared with what this crate says.
+//! Compares this crate's layouts and numbers with `infiniband/mlx5dv.h`: a C program compiled
+//! against the header prints the header's definitions, and the test compares each line with this
+//! crate's value.
 //!
-//! The header is Debian's `libibverbs-dev` (rdma-core). Without it, or without a C compiler, the
-//! test is skipped (`needs`). The program is only compiled and run: it links to no library.
+//! The header is in Debian's package `libibverbs-dev` (rdma-core). Without the header or a C
+//! compiler the test is skipped (`needs`). The C program links to no library.
 //!
-//! Not in the header, so not compared: WAIT, SEND_EN, RECV_EN and their segment, the masked
-//! compare-and-swap segment.
+//! The header does not define WAIT, SEND_EN, RECV_EN and their segment, or the masked
+//! compare-and-swap segment. The test does not compare these.
 
 #[path = "../../../tests/src/needs.rs"]
 mod needs;
@@ -17,14 +18,15 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
-/// A C expression, and the value that we expect of it.
+/// A C expression, and this crate's value of it.
 type Expectation = (String, u64);
 
 fn size(of: &str, ours: usize) -> Expectation {
     (format!("sizeof(struct {of})"), ours as u64)
 }
 
-/// A field of a struct that begins `start` bytes into the WQE, where we say it is.
+/// The offset of a field of a struct that begins at byte `start` of the WQE; `ours` is its offset
+/// in the WQE.
 fn field(of: &str, name: &str, start: usize, ours: usize) -> Expectation {
     (format!("offsetof(struct {of}, {name})"), (ours - start) as u64)
 }
@@ -34,7 +36,7 @@ fn value(expression: &str, ours: impl Into<u64>) -> Expectation {
 }
 
 fn expectations() -> Vec<Expectation> {
-    // Where segments start in WQEs: the second of any, and those of a UMR.
+    // Offsets of segments in WQEs: the second segment of any WQE, and the segments of a UMR.
     let (second, umr_ctrl, mkey, klm) = (16, 16, 64, 128);
     let (ctrl, raddr, data) = ("mlx5_wqe_ctrl_seg", "mlx5_wqe_raddr_seg", "mlx5_wqe_data_seg");
     let (atomic, uctrl) = ("mlx5_wqe_atomic_seg", "mlx5_wqe_umr_ctrl_seg");
@@ -151,8 +153,8 @@ fn expectations() -> Vec<Expectation> {
     ]
 }
 
-/// WQEs filled through the header's own functions and structs, next to ours: name, C statements
-/// that fill `w`, our bytes.
+/// WQEs that the C program builds with the header's functions and structs, and the same WQEs by
+/// this crate: name, C statements that fill `w`, this crate's bytes.
 fn encodings() -> Vec<(&'static str, &'static str, Vec<u8>)> {
     let built = |fill: &dyn Fn(&mut Builder)| {
         let mut b = Builder::new(Qpn::new(0x123456), 0xabcd);
@@ -256,7 +258,7 @@ fn program() -> String {
     c + "return 0;\n}\n"
 }
 
-/// Compiles and runs the program; the reason where that is not possible here.
+/// Compiles and runs the C program. An error is the reason for which the test must be skipped.
 fn run(dir: &Path) -> Result<String, String> {
     let (source, binary) = (dir.join("mlx5dv.c"), dir.join("mlx5dv"));
     std::fs::write(&source, program()).expect("the test's directory is writable");
@@ -277,7 +279,7 @@ fn run(dir: &Path) -> Result<String, String> {
 }
 
 #[test]
-fn layouts_and_numbers_are_those_of_mlx5dv() {
+fn layouts_and_numbers_match_mlx5dv_header() {
     let dir = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let printed = match run(dir) {
         Ok(printed) => printed,
@@ -291,16 +293,13 @@ fn layouts_and_numbers_are_those_of_mlx5dv() {
     for (expression, ours) in &expected {
         let theirs = lines[expression.as_str()];
         if theirs != ours.to_string() {
-            wrong.push(format!("{expression} is {theirs}, we have {ours}"));
+            wrong.push(format!("{expression} is {theirs} in the header, {ours} in this crate"));
         }
     }
     for (name, _, bytes) in encoded {
         let ours: String = bytes.iter().map(|b| format!("{b:02x}")).collect();
         if lines[name] != ours {
-            wrong.push(format!(
-                "{name}:\n  the header makes {}\n  we make          {ours}",
-                lines[name]
-            ));
+            wrong.push(format!("{name}:\n  header      {}\n  this crate  {ours}", lines[name]));
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));

@@ -1,10 +1,10 @@
-//! Control verbs: objects are changed and described.
+//! Control verbs that change and describe objects.
 
 use super::{Core, Engine};
+use crate::engine::qp::Peer;
 use crate::error::{Error, Object};
 use crate::ids::{Access, Cqn, FunctionId, Key, KeyIndex, Qpn, Srqn};
 use crate::memory::DmaMemory;
-use crate::qp::Peer;
 use crate::verbs::{
     AsyncEvent, DeviceInfo, Event, KeyInfo, QpChange, QpInfo, QpState, RegionChange, SrqInfo,
 };
@@ -13,7 +13,7 @@ use crate::wire::PeerAddress;
 impl Engine {
     // --- the function --------------------------------------------------------------------------
 
-    /// What a function may have at most.
+    /// Returns the limits of a function.
     pub fn query_device(&self, f: FunctionId) -> Result<DeviceInfo, Error> {
         let core = &self.core;
         let own = core.functions.get(&f).ok_or(Error::Unknown(Object::Function(f)))?.limits.clone();
@@ -39,9 +39,9 @@ impl Engine {
 
     // --- keys ----------------------------------------------------------------------------------
 
-    /// Changes a region (IBTA vol. 1, chapter 11, "reregister memory region"): gives its new key. The old
-    /// one is dead, so that what is admitted by it from now on is nothing. Refused while windows are bound to
-    /// the region. As with [`Engine::reg_mr`], local read is always granted.
+    /// Changes a region (IBTA vol. 1, chapter 11, "reregister memory region") and returns its new
+    /// key. The old key is invalid from now on. Rejected while windows are bound to the region. As
+    /// with [`Engine::reg_mr`], local read is always granted.
     pub fn rereg_mr(&mut self, f: FunctionId, key: Key, to: RegionChange) -> Result<Key, Error> {
         if let Some(pd) = to.pd {
             self.core.pd(f, pd)?;
@@ -49,8 +49,8 @@ impl Engine {
         if let Some((memory, iova)) = &to.memory {
             check_region(memory, *iova)?;
         }
-        let space = self.core.function(f)?.space;
-        let (old_pd, old_len) = self.core.keys[space].region(f, key)?;
+        let namespace = self.core.function(f)?.namespace;
+        let (old_pd, old_len) = self.core.keys[namespace].region(f, key)?;
         let new_len = to.memory.as_ref().map_or(old_len, |(m, _)| m.len() as u64);
         let function = self.core.function(f)?;
         let bytes = (function.used.registered_bytes - old_len).saturating_add(new_len);
@@ -61,7 +61,7 @@ impl Engine {
         function.used.registered_bytes = bytes;
         let new_pd = to.pd.unwrap_or(old_pd);
         let access = to.access.map(|a| a | Access::LOCAL_READ);
-        let key = self.core.keys[space].reregister(key, RegionChange { access, ..to });
+        let key = self.core.keys[namespace].reregister(key, RegionChange { access, ..to });
         self.core.pd_mut(old_pd).users -= 1;
         self.core.pd_mut(new_pd).users += 1;
         Ok(key)
@@ -70,8 +70,8 @@ impl Engine {
     /// Describes a key.
     pub fn query_key(&self, f: FunctionId, index: KeyIndex) -> Result<KeyInfo, Error> {
         let function = self.core.functions.get(&f);
-        let space = function.ok_or(Error::Unknown(Object::Function(f)))?.space;
-        self.core.keys[space].describe(f, index)
+        let namespace = function.ok_or(Error::Unknown(Object::Function(f)))?.namespace;
+        self.core.keys[namespace].describe(f, index)
     }
 
     // --- completion queues ---------------------------------------------------------------------
@@ -83,9 +83,9 @@ impl Engine {
 
     // --- shared receive queues -----------------------------------------------------------------
 
-    /// Arms the limit of an SRQ, once: [`AsyncEvent::SrqLimit`] is raised when a message has left it with
-    /// fewer receive WQEs than `limit`, or found none. 0 disarms it
-    /// (IBTA vol. 1, chapter 11, "modify shared receive queue").
+    /// Arms the limit of an SRQ for one event: [`AsyncEvent::SrqLimit`] is raised when a message
+    /// leaves the SRQ with fewer receive WQEs than `limit`, or finds no receive WQE. 0 disarms the
+    /// limit (IBTA vol. 1, chapter 11, "modify shared receive queue").
     pub fn modify_srq(&mut self, f: FunctionId, srqn: Srqn, limit: u32) -> Result<(), Error> {
         let entries = self.core.srq(f, srqn)?.entries();
         if limit > entries {
@@ -95,7 +95,7 @@ impl Engine {
                 must: "at most the number of its entries",
             });
         }
-        self.core.recvs.get_mut(srqn.raw()).expect("just seen").alarm = limit;
+        self.core.recvs.get_mut(srqn.raw()).expect("looked up above").srq_limit = limit;
         Ok(())
     }
 
@@ -105,9 +105,9 @@ impl Engine {
         Ok(SrqInfo {
             entries: srq.entries(),
             stride: srq.stride(),
-            // What its owner claims beyond the ring is not there.
+            // The owner may post a larger index than the ring allows.
             posted: srq.credits().min(srq.entries()),
-            limit: srq.alarm,
+            limit: srq.srq_limit,
         })
     }
 
@@ -115,7 +115,7 @@ impl Engine {
 
     /// Changes the state of a QP.
     pub fn modify_qp(&mut self, f: FunctionId, qpn: Qpn, change: QpChange) -> Result<(), Error> {
-        self.core.qp(f, qpn)?.after(change)?;
+        self.core.qp(f, qpn)?.next_state(change)?;
         match change {
             QpChange::Error => self.core.enter_error(qpn, None),
             QpChange::Reset => self.core.reset_qp(qpn),
@@ -161,20 +161,20 @@ impl Engine {
 }
 
 impl Core {
-    /// Raises the event of an SRQ's limit if it is armed and there are fewer receive WQEs.
+    /// Raises the event of an SRQ's limit if the limit is armed and fewer receive WQEs are left.
     #[cold]
-    pub fn look_at_limit(&mut self, n: u32) {
-        let recv = self.recvs.get_mut(n).expect("a receive queue in use lives");
-        if recv.alarm == 0 || recv.credits() >= recv.alarm {
+    pub fn check_srq_limit(&mut self, n: u32) {
+        let recv = self.recvs.get_mut(n).expect("a receive queue in use exists");
+        if recv.srq_limit == 0 || recv.credits() >= recv.srq_limit {
             return;
         }
-        recv.alarm = 0;
+        recv.srq_limit = 0;
         let event = AsyncEvent::SrqLimit { srqn: Srqn::new(n) };
         self.events.push_back(Event::Async { function: recv.function, event });
     }
 }
 
-/// Whether `memory`, whose first byte its owner names `iova`, can be a region.
+/// Checks that `memory` can be a region whose first byte has address `iova`.
 pub(super) fn check_region(memory: &DmaMemory, iova: u64) -> Result<(), Error> {
     let len = memory.len() as u64;
     if len == 0 || iova.checked_add(len).is_none() {

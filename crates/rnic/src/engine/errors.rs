@@ -1,4 +1,4 @@
-//! The error state: who enters it, who hears of it, and the flush of what was outstanding.
+//! The error state of QPs: transitions to it, their events, and the flush of outstanding work.
 
 use super::Core;
 use crate::cqe::{self, Cqe, Syndrome};
@@ -6,54 +6,56 @@ use crate::ids::Qpn;
 use crate::verbs::{AsyncEvent, Event, QpState};
 
 impl Core {
-    /// Moves a QP to Error. With a syndrome, which one of its own WQEs met, its owner hears of it.
+    /// Moves a QP to Error. With a syndrome (one of its own WQEs failed), an event is raised for
+    /// its owner.
     #[cold]
     pub fn enter_error(&mut self, qpn: Qpn, why: Option<Syndrome>) {
-        self.fall_into_error(qpn, why, false);
+        self.move_to_error(qpn, why, false);
     }
 
-    /// Moves a QP to Error that refuses a request of its peer.
+    /// Moves a QP to Error that rejects a request of its peer.
     #[cold]
-    pub fn enter_error_refusing(&mut self, qpn: Qpn, syndrome: Syndrome) {
-        self.fall_into_error(qpn, Some(syndrome), true);
+    pub fn enter_error_rejecting(&mut self, qpn: Qpn, syndrome: Syndrome) {
+        self.move_to_error(qpn, Some(syndrome), true);
     }
 
-    fn fall_into_error(&mut self, qpn: Qpn, why: Option<Syndrome>, by_peer: bool) {
+    fn move_to_error(&mut self, qpn: Qpn, why: Option<Syndrome>, by_peer: bool) {
         let Some(qp) = self.qps.get_mut(qpn.raw()) else { return };
         if qp.state == QpState::Error {
             return;
         }
         qp.state = QpState::Error;
-        qp.abandon();
+        qp.drop_partial();
         if let Some(syndrome) = why.filter(|_| !qp.reported) {
             qp.reported = true;
             let event = AsyncEvent::QpError { qpn, syndrome, by_peer };
             self.events.push_back(Event::Async { function: qp.function, event });
         }
-        if qp.taken.is_some() {
+        if qp.taken_wqe.is_some() {
             self.flush_taken(qpn);
         }
-        let qp = self.qps.get_mut(qpn.raw()).expect("just seen");
-        if qp.recv_shared && !qp.last_reported {
-            qp.last_reported = true;
+        let qp = self.qps.get_mut(qpn.raw()).expect("looked up above");
+        if qp.recv_shared && !qp.last_wqe_reported {
+            qp.last_wqe_reported = true;
             let event = AsyncEvent::LastWqeReached { qpn };
             self.events.push_back(Event::Async { function: qp.function, event });
         }
         let own = qp.recv.filter(|_| !qp.recv_shared && !qp.flushing);
         if own.and_then(|n| self.recvs.get(n)).is_some_and(|r| !r.managed) {
             qp.flushing = true;
-            self.watch.flush(qpn);
+            self.record_poller.add_flushing(qpn);
         }
         self.leave(qpn);
         self.wake_peer(qpn);
         self.schedule(qpn);
     }
 
-    /// Completes as flushed the receive WQE of a shared queue that a message has begun to fill.
+    /// Completes, as flushed, the receive WQE of a shared queue that a partly received message has
+    /// taken.
     #[cold]
     fn flush_taken(&mut self, qpn: Qpn) {
-        let qp = self.qps.get_mut(qpn.raw()).expect("just seen");
-        let Some(counter) = qp.taken.take() else { return };
+        let qp = self.qps.get_mut(qpn.raw()).expect("looked up above");
+        let Some(counter) = qp.taken_wqe.take() else { return };
         let cqe = Cqe {
             opcode: cqe::opcode::RESP_ERR,
             qpn,
@@ -67,8 +69,8 @@ impl Core {
         self.push_cqe(recv_cq, &cqe);
     }
 
-    /// Completes the next outstanding WQE of a QP in Error as flushed (IBTA vol. 1, §10.3.1), its send
-    /// queue's first. False if there is none.
+    /// Completes the next outstanding WQE of a QP in Error as flushed (IBTA vol. 1, §10.3.1); send
+    /// WQEs first. Returns false if no WQE is outstanding.
     #[cold]
     pub fn flush(&mut self, qpn: Qpn) -> bool {
         let Some(qp) = self.qps.get_mut(qpn.raw()) else { return false };
@@ -79,7 +81,7 @@ impl Core {
         };
         let cqn;
         if qp.pending() > 0 {
-            let send = qp.send.as_mut().expect("it has work");
+            let send = qp.send.as_mut().expect("the QP has a send queue with work");
             let ctrl = send.fetch_control();
             let blocks = ctrl.blocks().min(send.pending());
             cqe.opcode = cqe::opcode::REQ_ERR;
@@ -104,9 +106,9 @@ impl Core {
         true
     }
 
-    /// Receive WQEs that a QP in Error has to flush. Those of a managed queue are not flushed: they
-    /// are part of a program, and their completions would count as requests for who WAITs for
-    /// them.
+    /// Returns the number of receive WQEs that a QP in Error has to flush. The WQEs of a managed
+    /// queue are not flushed: they are part of a chain, and a QP that WAITs for requests would
+    /// count their completions as requests.
     pub fn flushable(&self, qpn: Qpn) -> u32 {
         let Some(qp) = self.qps.get(qpn.raw()) else { return 0 };
         let own = qp.recv.filter(|_| !qp.recv_shared && qp.state == QpState::Error);

@@ -1,113 +1,46 @@
-//! The requester's half: what each opcode of a send queue does.
+//! The requester: execution of each opcode of a send queue.
 //!
-//! Order of checks: the WQE's form, the local side, then the peer and the remote side. Nothing is
-//! moved before all of them passed, so that a WQE that fails has changed nothing.
+//! Order of checks: the WQE's form, the local side, then the peer and the remote side. No data is
+//! moved before all checks have passed, so a failed WQE has changed nothing.
 
 use super::Core;
-use super::respond::{Delivered, Message, Responder};
+use super::local_wqe::{Fault, LocalWqe};
+use super::respond::{Delivery, Message, RemoteAccess};
 use crate::cqe::Syndrome;
 use crate::dma::{Span, copy_lists};
-use crate::ids::{Access, Cqn, FunctionId, Pdn, Qpn};
-use crate::protection::{Executor, Refusal};
-use crate::qp::{Peer, Qp};
-use crate::queue::Waiting;
-use crate::spaces::Space;
+use crate::engine::queue::Waiting;
+use crate::ids::Access;
 use crate::verbs::QpState;
-use crate::wqe::{Control, Remote, SE_SOLICITED, Sge, Sges, Umr, Wqe, decode};
+use crate::wqe::{Control, Remote, Sge, Sges, Umr, Wqe, decode};
 
-/// The QP whose WQE is executed.
-#[derive(Clone, Copy)]
-pub(super) struct Requester {
-    pub qpn: Qpn,
-    pub function: FunctionId,
-    pub pd: Pdn,
-    pub space: Space,
-    pub peer: Peer,
-    pub send_cq: Cqn,
-    /// Index of the WQE.
-    pub consumer: u16,
-    /// It asks for the peer's event.
-    pub solicited: bool,
-    privileged: bool,
-    managed: bool,
-    blocks: u32,
-}
-
-impl Requester {
-    #[inline]
-    pub fn of(qp: &Qp, ctrl: &Control) -> Self {
-        let send = qp.send.as_ref().expect("it executes");
-        Self {
-            qpn: qp.qpn,
-            function: qp.function,
-            pd: qp.pd,
-            space: qp.space,
-            peer: qp.peer,
-            send_cq: qp.send_cq,
-            consumer: send.consumer,
-            solicited: ctrl.fm_ce_se & SE_SOLICITED != 0,
-            privileged: qp.privileged,
-            managed: send.managed,
-            blocks: send.blocks(),
-        }
-    }
-
-    fn executor(&self) -> Executor {
-        Executor { qpn: self.qpn, pd: self.pd, privileged: self.privileged }
-    }
-}
-
-/// How far a WQE came.
+/// Progress of a WQE.
 pub(super) enum Progress {
-    /// To its end; the bytes that it moved.
+    /// Complete; the number of bytes moved.
     Done(u64),
-    /// So many bytes; the rest in later turns.
+    /// In progress; the number of bytes moved so far. Later quanta continue.
     Part(u64),
-    /// It waits, and is executed again when woken, from `done` bytes on.
+    /// Blocked; executed again, from byte `done`, when the QP is woken.
     Blocked {
-        /// What it waits for.
+        /// The awaited condition.
         on: Waiting,
-        /// Bytes moved before.
+        /// Bytes moved so far.
         done: u64,
     },
 }
 
-/// Why a WQE failed.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Fault {
-    pub syndrome: Syndrome,
-    pub vendor: u8,
-}
-
-impl From<Syndrome> for Fault {
-    fn from(syndrome: Syndrome) -> Self {
-        Fault { syndrome, vendor: 0 }
-    }
-}
-
-impl Fault {
-    pub fn local(refusal: Refusal) -> Self {
-        Fault { syndrome: Syndrome::LocalProtection, vendor: refusal as u8 }
-    }
-
-    fn bind(refusal: Refusal) -> Self {
-        Fault { syndrome: Syndrome::MwBind, vendor: refusal as u8 }
-    }
-}
-
-/// Slices of zeros that are one step where their pages go back to the system. To give back a page
-/// takes about as long as to write it, and a system call about as long as ten pages.
+/// Number of slices of zeros in one step if their pages are returned to the kernel. Returning a
+/// page costs about as much as writing it, and the system call as much as ten pages.
 const DISCARDED_SLICES: u64 = 4;
 
-/// Bytes of the smallest page: of shorter zeros no page goes back.
+/// Smallest page size in bytes. Shorter zeros discard no page.
 const PAGE: u64 = 4096;
 
 impl Core {
-    /// Executes a fetched WQE from `done` bytes on. Always inlined: out of line a NOP takes half as long again.
+    /// Executes a fetched WQE from byte `done`. Always inlined: otherwise a NOP takes 50% longer.
     #[inline(always)]
     pub fn execute(
         &mut self,
-        me: &Requester,
+        me: &LocalWqe,
         ctrl: &Control,
         bytes: &[u8],
         done: u64,
@@ -136,7 +69,7 @@ impl Core {
             }
             Wqe::Umr(umr) => self.umr(me, &umr),
             Wqe::LocalInvalidate { key } => {
-                self.keys[me.space].invalidate(key, me.executor()).map_err(Fault::bind)?;
+                self.keys[me.namespace].invalidate(key, me.executor()).map_err(Fault::bind)?;
                 self.stats.unbinds += 1;
                 Ok(Progress::Done(0))
             }
@@ -154,7 +87,8 @@ impl Core {
                 let reset = target.state == QpState::Reset;
                 match &mut target.send {
                     Some(send) if send.managed => {
-                        // A QP in Reset takes nothing: what comes late must not run after it.
+                        // A QP in Reset ignores SEND_EN: a late one must not start WQEs posted
+                        // after the reset.
                         if !reset {
                             send.limit = index as u16;
                         }
@@ -177,9 +111,9 @@ impl Core {
         }
     }
 
-    /// Checks what a control segment says of itself.
+    /// Checks index, QPN and length in a control segment.
     #[inline(always)]
-    pub fn check_form(&self, me: &Requester, ctrl: &Control) -> Result<(), Fault> {
+    pub fn check_form(&self, me: &LocalWqe, ctrl: &Control) -> Result<(), Fault> {
         let named = ctrl.index == me.consumer && ctrl.qpn == me.qpn;
         if ctrl.blocks() > me.blocks || !named && (!me.managed || self.limits.strict) {
             return Err(Syndrome::LocalQpOperation.into());
@@ -192,7 +126,7 @@ impl Core {
     #[inline]
     fn write(
         &mut self,
-        me: &Requester,
+        me: &LocalWqe,
         to: Remote,
         from: Sges<'_>,
         imm: Option<u32>,
@@ -207,7 +141,7 @@ impl Core {
             self.admit_kind(&peer, Access::REMOTE_WRITE)?;
         }
         if imm.is_some() && done == 0 {
-            // The data goes only where its notice can follow.
+            // Without a receive WQE, the WRITE must not change memory.
             if let Err(wait) = self.receive_ready(&peer)? {
                 return Ok(Progress::Blocked { on: wait, done });
             }
@@ -218,7 +152,7 @@ impl Core {
             match self.scratch.local.as_slice() {
                 [one] if len - done >= PAGE && one.is_zeros() => {
                     let many = (len - done).min(DISCARDED_SLICES * self.slice) / PAGE * PAGE;
-                    if self.keys[peer.space].discard(to.rkey, target.part(done, many)) {
+                    if self.keys[peer.namespace].discard(to.rkey, target.part(done, many)) {
                         n = many;
                     } else {
                         target.part(done, n).copy_from(one.part(done, n));
@@ -243,7 +177,7 @@ impl Core {
     #[inline]
     fn read(
         &mut self,
-        me: &Requester,
+        me: &LocalWqe,
         from: Remote,
         to: Sges<'_>,
         done: u64,
@@ -269,11 +203,11 @@ impl Core {
         if done + n < len { Ok(Progress::Part(done + n)) } else { Ok(Progress::Done(len)) }
     }
 
-    /// Reads the word at `at`, stores what `change` makes of it, and puts the old one to `old`.
+    /// Replaces the word at `at` by the result of `change`; writes its old value to `old`.
     #[inline]
     fn atomic(
         &mut self,
-        me: &Requester,
+        me: &LocalWqe,
         at: Remote,
         old: Sge,
         change: impl Fn(u64) -> Option<u64>,
@@ -281,7 +215,7 @@ impl Core {
         if old.len < 8 {
             return Err(Syndrome::LocalLength.into());
         }
-        let result = self.keys[me.space]
+        let result = self.keys[me.namespace]
             .local(old.lkey, old.addr, 8, Access::LOCAL_WRITE, me.pd)
             .map_err(Fault::local)?;
         let peer = self.responder(me)?;
@@ -296,8 +230,8 @@ impl Core {
     // --- windows -------------------------------------------------------------------------------
 
     #[inline]
-    fn umr(&mut self, me: &Requester, umr: &Umr) -> Result<Progress, Fault> {
-        if self.keys[me.space].umr(umr, me.executor()).map_err(Fault::bind)? {
+    fn umr(&mut self, me: &LocalWqe, umr: &Umr) -> Result<Progress, Fault> {
+        if self.keys[me.namespace].umr(umr, me.executor()).map_err(Fault::bind)? {
             self.stats.binds += 1;
         } else {
             self.stats.unbinds += 1;
@@ -307,18 +241,18 @@ impl Core {
 
     // --- two-sided operations ------------------------------------------------------------------
 
-    /// Gives the gathered message to the peer's receive queue.
+    /// Delivers the gathered message to the peer's receive queue.
     fn deliver(
         &mut self,
-        me: &Requester,
+        me: &LocalWqe,
         message: Message,
         len: u64,
         done: u64,
     ) -> Result<Progress, Fault> {
-        let peer: Responder = self.responder(me)?;
+        let peer: RemoteAccess = self.responder(me)?;
         match self.receive(&peer, message, me.solicited)? {
-            Delivered::Yes => Ok(Progress::Done(len)),
-            Delivered::NotReady(on) => {
+            Delivery::Received => Ok(Progress::Done(len)),
+            Delivery::NotReady(on) => {
                 self.stats.rnr += 1;
                 Ok(Progress::Blocked { on, done })
             }
@@ -327,9 +261,9 @@ impl Core {
 
     // --- the local side ------------------------------------------------------------------------
 
-    /// Checks what is to be gathered into `scratch.local`; gives its length.
+    /// Checks the SGEs to gather into `scratch.local`; returns their total length.
     #[inline]
-    pub fn gather(&mut self, me: &Requester, from: Sges<'_>) -> Result<u64, Fault> {
+    pub fn gather(&mut self, me: &LocalWqe, from: Sges<'_>) -> Result<u64, Fault> {
         match from {
             Sges::List(_) => self.list_local(me, from, Access::LOCAL_READ)?,
             Sges::Inline(data) => {
@@ -341,25 +275,22 @@ impl Core {
     }
 
     #[inline(always)]
-    pub fn list_local(
-        &mut self,
-        me: &Requester,
-        list: Sges<'_>,
-        need: Access,
-    ) -> Result<(), Fault> {
+    pub fn list_local(&mut self, me: &LocalWqe, list: Sges<'_>, need: Access) -> Result<(), Fault> {
         let local = &mut self.scratch.local;
         local.clear();
         for sge in list.iter() {
-            let span = self.keys[me.space].local(sge.lkey, sge.addr, sge.len as u64, need, me.pd);
+            let span =
+                self.keys[me.namespace].local(sge.lkey, sge.addr, sge.len as u64, need, me.pd);
             local.push(span.map_err(Fault::local)?);
         }
         Ok(())
     }
 }
 
-/// Adds field by field: a field ends at each set bit of `boundary`, and its carry is dropped.
+/// Adds field by field. A field ends at each set bit of `boundary`; the carry out of a field is
+/// dropped.
 ///
-/// Without the boundary bits nothing carries across a field's end; they are added by XOR.
+/// Without the boundary bits, no carry can leave a field. The boundary bits are added by XOR.
 #[inline]
 fn add_in_fields(word: u64, add: u64, boundary: u64) -> u64 {
     (word & !boundary).wrapping_add(add & !boundary) ^ ((word ^ add) & boundary)

@@ -1,64 +1,66 @@
-//! For who watches the engine from outside: where a WQE aims, and who could reach a piece of memory.
+//! Read-only inspection for tools outside the engine: the target of the next WQE, and the QPs and
+//! keys that give access to a memory range.
 //!
-//! Nothing here changes anything, and nothing on the data path knows of it.
+//! These functions change nothing, and the data path does not use them.
 
 use super::Core;
+use crate::engine::qp::Peer;
+use crate::engine::queue::Fetched;
 use crate::ids::{Access, FunctionId, Key, Qpn};
-use crate::protection::Opening;
-use crate::qp::Peer;
-use crate::queue::Fetched;
-use crate::spaces::KeySpaces;
+use crate::key_namespaces::KeyNamespaces;
+use crate::protection::KeyRange;
 use crate::verbs::QpState;
 use crate::wqe::{Sges, Wqe, decode};
 
-/// What the WQE that a QP executes next would do to its peer's memory.
+/// The memory of the peer that the next WQE of a QP accesses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Aim {
-    /// The right that it needs: one of `REMOTE_READ`, `REMOTE_WRITE`, `REMOTE_ATOMIC`.
+pub struct Target {
+    /// The required right: one of `REMOTE_READ`, `REMOTE_WRITE`, `REMOTE_ATOMIC`.
     pub need: Access,
     /// First address.
     pub addr: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
-    /// The key that it presents.
+    /// The key that the WQE presents.
     pub key: Key,
-    /// Where its peer looks that up: 0 for the physical function and those of clients, then one after another for
-    /// functions in the order in which their owner has opened them.
-    pub space: u32,
-    /// First address of its own side; 0 if the WQE holds the bytes.
+    /// The key namespace of the peer: 0 for the physical function and clients' functions; functions
+    /// that the owner opened have 1, 2, ... in the order of opening.
+    pub namespace: u32,
+    /// First local address; 0 for inline data.
     pub local: u64,
 }
 
-/// A way to a piece of memory that is open: a QP that answers, and a key that it takes.
+/// One way to access a memory range: a QP that responds, and a key that it accepts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Reach {
-    /// The QP that may send requests.
+pub struct Reachability {
+    /// The QP that can send requests.
     pub requester: Qpn,
-    /// Its function.
+    /// The function of the requester.
     pub function: FunctionId,
-    /// The QP that answers.
+    /// The QP that responds to the requests.
     pub responder: Qpn,
     /// The key, with its current tag.
     pub key: Key,
-    /// Every QP of the key's PD may use it, if its guard admits that: it is no type-2 window's.
+    /// Every QP of the key's PD that the guard (if any) admits may use the key: it is not a type-2
+    /// window's.
     pub open: bool,
-    /// What it opens: first address.
+    /// First address that the key gives access to.
     pub start: u64,
-    /// What it opens: bytes.
+    /// Number of bytes that the key gives access to.
     pub len: u64,
-    /// The rights that both the QP and the key give.
+    /// Rights that both the QP and the key grant.
     pub access: Access,
 }
 
 impl Core {
-    /// See [`super::Engine::aim`].
-    pub fn aim(&self, wqe: &mut Fetched, qpn: Qpn) -> Option<Aim> {
+    /// See [`super::Engine::next_target`].
+    pub fn next_target(&self, wqe: &mut Fetched, qpn: Qpn) -> Option<Target> {
         let qp = self.qps.get(qpn.raw())?;
         let executes = qp.state == QpState::ReadyToSend;
         let send = qp.send.as_ref().filter(|s| executes && s.pending() > 0)?;
-        let ctrl = match &qp.long {
-            Some(long) if long.active => {
-                wqe.clone_from(&long.wqe);
+        let ctrl = match &qp.partial {
+            Some(partial) if partial.active => {
+                wqe.clone_from(&partial.wqe);
                 wqe.control()
             }
             _ => send.fetch(wqe),
@@ -81,25 +83,25 @@ impl Core {
             Peer::Local(peer) => self.qps.get(peer.raw()),
             Peer::None | Peer::Remote(_) => None,
         };
-        let space = peer.map_or(KeySpaces::FIRST, |peer| peer.space);
-        Some(Aim { need, addr: at.addr, len, key: at.rkey, space, local })
+        let namespace = peer.map_or(KeyNamespaces::FIRST, |peer| peer.namespace);
+        Some(Target { need, addr: at.addr, len, key: at.rkey, namespace, local })
     }
 
-    /// See [`super::Engine::reaches`].
-    pub fn reaches(&self, start: u64, len: u64, into: &mut Vec<Reach>) {
-        let keys = self.keys.over(start, len);
+    /// See [`super::Engine::reachability`].
+    pub fn reachability(&self, start: u64, len: u64, into: &mut Vec<Reachability>) {
+        let keys = self.keys.keys_over(start, len);
         for (number, qp) in self.qps.iter() {
             let Peer::Local(requester) = qp.peer else { continue };
             let Some(asks) = self.qps.get(requester.raw()) else { continue };
             if !qp.responds() || asks.peer != Peer::Local(Qpn::new(number)) {
                 continue;
             }
-            let guard = |k: &Opening| self.keys[qp.space].guard_admits(k.key.index(), qp.tag);
+            let guard = |k: &KeyRange| self.keys[qp.namespace].guard_admits(k.key.index(), qp.tag);
             let fits =
                 keys.iter().filter(|k| k.pd == qp.pd && (k.open && guard(k) || k.qpn == qp.qpn));
             into.extend(fits.filter_map(|k| {
                 let access = Access(k.access.0 & qp.access.0 & Access::REMOTE_ALL.0);
-                (access != Access::NONE).then_some(Reach {
+                (access != Access::NONE).then_some(Reachability {
                     requester,
                     function: asks.function,
                     responder: qp.qpn,

@@ -1,128 +1,136 @@
-//! The NIC as a state machine: control verbs, doorbells and time in; completions in memory and
-//! events out.
+//! The NIC as a state machine. Inputs: control verbs, doorbells, packets, time. Outputs:
+//! completions in memory, packets, events.
 //!
 //! ```text
 //!   verbs (control.rs) ──> tables: functions, PDs, keys, CQs, receive queues, QPs
 //!                             │
-//!   ring() ──> ready QPs ───> poll() ── turn (schedule.rs) ── WQE: fetch, decode, check
-//!              (lists.rs,        whose: shares.rs                 │
-//!               by function)                                      ▼
+//!   doorbell() ──> ready QPs ──> poll() ── quantum (poll.rs) ── WQE: fetch, decode, check
+//!         (run_queue.rs,           next function: scheduler.rs    │
+//!          by function)                                           ▼
 //!                 ▲                                     requester (execute.rs)
-//!                 │ wake: completion counted, RECV_EN,            │ admit, deliver
-//!                 │ SEND_EN, record has moved (watch.rs)          ▼
+//!                 │ wake: completion counted, RECV_EN, SEND_EN,   │ admit, deliver
+//!                 │ doorbell record changed (record_poller.rs)    ▼
 //!              waiting QPs <── WAIT, RNR ───────────────  responder (respond.rs)
 //!                                                                 ▲
 //!   receive() ── packets of other NICs ── remote/ ────────────────┘ ──> outbox
 //! ```
 //!
 //! Invariants:
-//! - A WQE is fetched when it is executed, once, whole, into a buffer of the NIC, and then validated.
-//! - A QP's WQEs execute in order; one ends, with all that it moved, before the next is fetched. Those of a
-//!   QP that is connected to another NIC are sent in order, and several may be on their way.
-//! - A QP is ready or waits or neither, and executes nothing while it waits.
-//! - What one WQE, or one slice, takes is bounded, whatever the function that posted it has set up.
-//! - No allocation, lock or system call on the path of a WQE.
-//! - Whatever a WQE, ring or record holds, the worst outcome is the error state of the QP that they
-//!   belong to and of its peer.
+//! - A WQE is fetched when it is executed: once, as a whole, into a buffer of the NIC. Only then is
+//!   the WQE validated.
+//! - The WQEs of a QP execute in order, and each moves all its data before the next is fetched. A
+//!   QP that is connected to another NIC sends its WQEs in order, and several may be in flight.
+//! - A QP is ready, or waiting, or idle. A waiting QP executes nothing.
+//! - The time for one WQE, or for one slice of it, is bounded, regardless of the objects that the
+//!   posting function has created.
+//! - Executing a WQE allocates no memory, takes no lock and makes no system call.
+//! - Whatever a WQE, ring or doorbell record contains, the worst outcome is the error state of its
+//!   QP and of the peer QP.
 
 mod attributes;
 mod control;
 mod errors;
 mod execute;
 mod inspect;
-pub(crate) mod lists;
-pub(crate) mod remote;
+mod local_wqe;
+mod poll;
+pub(crate) mod qp;
+mod qp_list;
+pub(crate) mod queue;
+mod record_poller;
+mod remote;
 mod respond;
-mod schedule;
-mod shares;
+mod run_queue;
+mod scheduler;
 mod stepped;
 #[cfg(test)]
 pub(crate) mod tests;
-mod watch;
 
 use crate::dma::SpanList;
-use crate::ids::{Cqn, FunctionId, KeyIndex, Qpn};
-use crate::qp::Qp;
-use crate::queue::{
+use crate::engine::qp::Qp;
+use crate::engine::queue::{
     CQ_ENTRIES_MAX, CompletionQueue, Fetched, RECV_ENTRIES_MAX, RECV_ENTRIES_WIDE_MAX,
     RECV_STRIDE_MAX, RecvQueue, SEND_BLOCKS_MAX,
 };
-use crate::spaces::{KeySpaces, Space};
+use crate::ids::{Cqn, FunctionId, KeyIndex, Qpn};
+use crate::key_namespaces::{KeyNamespaces, Namespace};
 use crate::table::Table;
 use crate::verbs::{
     AsyncEvent, AtomicOrder, AtomicScope, Caps, Event, FunctionLimits, Limits, Stats,
 };
 use crate::wire::{Outbox, WireStats};
 use crate::wqe::MAX_SEGMENTS;
-pub use inspect::{Aim, Reach};
-pub use remote::Hold;
-use shares::Shares;
+pub use inspect::{Reachability, Target};
+pub use remote::AckDelay;
+use scheduler::Scheduler;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::net::{IpAddr, SocketAddr};
-pub use stepped::{Next, NextKind, Stepped};
+pub use stepped::{Next, NextKind, StepOutcome};
 
-/// Bytes of a READ or WRITE at most (IBTA vol. 1, §9.7).
+/// Maximum length in bytes of a READ or WRITE (IBTA vol. 1, §9.7).
 const RDMA_BYTES_MAX: u64 = 1 << 31;
 
-/// Work of fetching and decoding a WQE, of each of its segments, and of a completion, as bytes that could
-/// be moved meanwhile.
+/// Scheduling cost of fetching and decoding a WQE, of each of its segments, and of a completion, in
+/// bytes that the NIC could move in the same time.
 const WQE_WORK: u64 = 64;
-/// What it counts if the QP whose turn it is has nothing to execute, which brings it near for nothing.
-const LOOK_WORK: u64 = 256;
+/// Scheduling cost of a QP that has nothing to execute in its quantum: its cache lines were loaded
+/// in vain.
+const EMPTY_QUANTUM_WORK: u64 = 256;
 
-/// The software NIC. See the module.
+/// The software NIC. See the module documentation.
 pub struct Engine {
     core: Core,
-    /// The WQE that is being executed.
+    /// The WQE in execution.
     wqe: Box<Fetched>,
 }
 
-/// Everything but the WQE at hand, so that a decoded WQE can borrow that while this changes.
+/// The whole state but the WQE in execution. Separate, so that a decoded WQE can borrow the buffer
+/// while this state changes.
 struct Core {
     limits: Limits,
     now_ns: u64,
     functions: HashMap<FunctionId, Function>,
     next_function: u32,
     pds: Table<Pd>,
-    keys: KeySpaces,
+    keys: KeyNamespaces,
     cqs: Table<CompletionQueue>,
     recvs: Table<RecvQueue>,
     qps: Table<Qp>,
-    /// QPs with work, by function.
-    shares: Shares,
-    /// Work done since the NIC was made, in bytes moved.
+    /// Schedules the functions that have ready QPs.
+    scheduler: Scheduler,
+    /// Work since the NIC was created, in bytes moved.
     work: u64,
-    /// CQs that got a completion in this `poll`.
+    /// CQs that received a completion in the current `poll`.
     touched: Vec<Cqn>,
-    watch: watch::Watch,
-    wire: remote::Wire,
+    record_poller: record_poller::RecordPoller,
+    wire: remote::RemoteState,
     events: VecDeque<Event>,
     stats: Stats,
     scratch: Box<Scratch>,
-    /// READs and WRITEs are executed in slices of so many bytes now.
+    /// Current slice length of READs and WRITEs, in bytes.
     slice: u64,
 }
 
-/// Room for one WQE's lists.
+/// Buffers for the SGE lists of one WQE.
 struct Scratch {
-    /// The requester's SGEs, checked.
+    /// The requester's SGEs after their checks.
     local: SpanList,
-    /// The receive WQE's SGEs, checked.
+    /// The receive WQE's SGEs after their checks.
     receive: SpanList,
     recv_wqe: [u8; RECV_STRIDE_MAX as usize],
 }
 
-/// A function: who owns what.
+/// A function: its limits and the objects that it owns.
 struct Function {
     limits: FunctionLimits,
     used: FunctionLimits,
-    share: u32,
-    /// Where its keys are.
-    space: Space,
-    /// Who has opened it, if that is a function.
+    sched_index: u32,
+    /// The namespace of its keys.
+    namespace: Namespace,
+    /// The function that opened this one, if a function did.
     opener: Option<FunctionId>,
     keys: HashSet<KeyIndex>,
-    /// Numbers of its other objects; `recvs` are shared receive queues.
+    /// Numbers of its QPs. The sets below contain its CQs, shared receive queues and PDs.
     qps: HashSet<u32>,
     cqs: HashSet<u32>,
     recvs: HashSet<u32>,
@@ -132,31 +140,32 @@ struct Function {
 /// A protection domain.
 struct Pd {
     function: FunctionId,
-    /// Keys, QPs and SRQs in it.
+    /// Number of keys, QPs and SRQs in this PD.
     users: u32,
 }
 
 impl Engine {
-    /// A NIC with its physical function and nothing else.
+    /// Creates a NIC with its physical function.
     pub fn new(limits: Limits) -> Self {
-        let physical = Function::new(FunctionLimits::NONE, Shares::PHYSICAL, KeySpaces::FIRST);
+        let physical =
+            Function::new(FunctionLimits::NONE, Scheduler::PHYSICAL, KeyNamespaces::FIRST);
         let core = Core {
             now_ns: 0,
             functions: HashMap::from([(FunctionId::PHYSICAL, physical)]),
             next_function: 1,
             pds: Table::new(limits.pds),
-            keys: KeySpaces::new(limits.keys),
+            keys: KeyNamespaces::new(limits.keys),
             cqs: Table::new(limits.cqs),
             recvs: Table::new(limits.recvs),
             qps: match limits.random {
                 None => Table::new(limits.qps),
                 Some(random) => Table::scattered(limits.qps, random),
             },
-            shares: Shares::new(&limits),
+            scheduler: Scheduler::new(&limits),
             work: 0,
             touched: Vec::with_capacity(64),
-            watch: watch::Watch::default(),
-            wire: remote::Wire::new(limits.wire.as_ref()),
+            record_poller: record_poller::RecordPoller::default(),
+            wire: remote::RemoteState::new(limits.wire.as_ref()),
             events: VecDeque::with_capacity(64),
             stats: Stats::default(),
             scratch: Box::new(Scratch {
@@ -170,7 +179,7 @@ impl Engine {
         Self { core, wqe: Box::new(Fetched::new()) }
     }
 
-    /// What this NIC can do.
+    /// Returns the capabilities of this NIC.
     pub fn caps(&self) -> Caps {
         Caps {
             atomic_order: AtomicOrder::BigEndian,
@@ -191,101 +200,106 @@ impl Engine {
         }
     }
 
-    /// Send doorbell: the unmanaged send queue of `qpn` has WQEs up to building-block index
-    /// `producer`. The port has made sure that who rings owns the QP. A doorbell of an unknown QP, or
-    /// of one that cannot take it, is ignored. True if the queue pair then has something to do.
-    pub fn ring(&mut self, qpn: Qpn, producer: u16) -> bool {
-        self.core.ring(qpn, producer)
+    /// Handles a send doorbell: the unmanaged send queue of `qpn` has WQEs up to building-block
+    /// index `producer`. The port has checked that the client owns the QP. A doorbell is ignored if
+    /// the QP is unknown or cannot accept it. Returns true if the QP then has work.
+    pub fn doorbell(&mut self, qpn: Qpn, producer: u16) -> bool {
+        self.core.doorbell(qpn, producer)
     }
 
-    /// Executes up to `budget` WQEs, or slices of them, of the QPs that are ready, in turns, at time
-    /// `now_ns` (which never goes back), and not more work than [`Limits::function_turn`], or eight times that where one
-    /// function has had all turns for a while (and what one WQE takes beyond it). Gives how many; 0 means that there is nothing to do.
+    /// Executes up to `budget` WQEs, or slices of WQEs, of the ready QPs, at time `now_ns` (which
+    /// never decreases). Stops after the work of [`Limits::function_turn`], or of eight times that
+    /// if one function alone has been active for a while; the last WQE may exceed this limit.
+    /// Returns the number of executed WQEs and slices; 0 means that no work is left.
     pub fn poll(&mut self, now_ns: u64, budget: usize) -> usize {
         self.core.poll(&mut self.wqe, now_ns, budget)
     }
 
-    /// True if `poll` has something to execute. Receive records that moved without notice are looked at
-    /// as far as that takes no time; `next_timeout` covers the rest.
+    /// Returns true if `poll` has something to execute. Only the next few receive doorbell records
+    /// are polled for this answer; `next_timeout` covers the rest.
     pub fn has_ready(&self) -> bool {
         self.core.has_ready()
     }
 
-    /// The QPs of which `poll` may execute a WQE next, in the order of their numbers: for who schedules
-    /// them himself with [`Engine::step`].
+    /// Returns the QPs of which `poll` could execute a WQE next, in the order of their numbers. For
+    /// callers that schedule QPs themselves with [`Engine::step`].
     pub fn ready_qps(&self) -> Vec<Qpn> {
         self.core.ready_qps()
     }
 
-    /// Executes one WQE (or slice, or flush of one) of `qpn` at time `now_ns`, whoever else is ready;
-    /// false if it is not ready itself. `poll` is free to run ready QPs in any order, so whatever order
-    /// `step` is called in, it does what some `poll` could have done: a model checker tries all.
+    /// Executes one WQE (or a slice, or the flush of a WQE) of `qpn` at time `now_ns`, ahead of all
+    /// other ready QPs. Returns false if `qpn` is not ready. `poll` may execute ready QPs in any
+    /// order, so every order of `step` calls is a possible behaviour of `poll`. A model checker
+    /// tries all orders.
     pub fn step(&mut self, qpn: Qpn, now_ns: u64) -> bool {
         self.core.step_one(&mut self.wqe, now_ns, qpn)
     }
 
-    /// Appends the QPs that have become ready since the last call to `into`, and forgets that they are:
-    /// the caller owes each of them a [`Engine::step_reported`]. One may be named again before that,
-    /// when more work comes for it.
+    /// Appends the QPs that have become ready since the last call to `into` and removes them from
+    /// the run queue. The caller must call [`Engine::step_reported`] for each of them. A QP may be
+    /// reported again before that, when it gets more work.
     pub fn take_ready(&mut self, into: &mut Vec<Qpn>) {
-        self.core.look_at_all_records();
+        self.core.poll_all_records();
         self.core.drain_ready(into);
     }
 
-    /// What `qpn` would do next; `None` if there is nothing, or no such QP.
+    /// Returns the next operation of `qpn`; `None` if it has none, or does not exist.
     pub fn peek(&mut self, qpn: Qpn) -> Option<Next> {
         self.core.peek(&mut self.wqe, qpn)
     }
 
-    /// Like [`Engine::step`] for who was told of `qpn` by [`Engine::take_ready`]: says what came of it,
-    /// and appends each CQ that got completions, with its count, to `completed`.
+    /// Executes like [`Engine::step`], for a QP that [`Engine::take_ready`] reported. Returns the
+    /// outcome, and appends each CQ that received completions, with its count, to `completed`.
     pub fn step_reported(
         &mut self,
         qpn: Qpn,
         now_ns: u64,
         completed: &mut Vec<(Cqn, u32)>,
-    ) -> Stepped {
-        self.core.step_told(&mut self.wqe, now_ns, qpn, completed)
+    ) -> StepOutcome {
+        self.core.step_reported(&mut self.wqe, now_ns, qpn, completed)
     }
 
-    /// The peer of `qpn` did not answer however often its next WQE was sent: that fails, with nothing done.
-    /// For who simulates the network; appends to `completed` as [`Engine::step_reported`] does.
-    pub fn time_out(&mut self, qpn: Qpn, completed: &mut Vec<(Cqn, u32)>) -> Stepped {
+    /// Fails the next WQE of `qpn` as if all its packets had been lost: its peer has executed
+    /// nothing. For simulators of the network. Appends to `completed` as [`Engine::step_reported`]
+    /// does.
+    pub fn time_out(&mut self, qpn: Qpn, completed: &mut Vec<(Cqn, u32)>) -> StepOutcome {
         self.core.time_out(&mut self.wqe, qpn, completed)
     }
 
-    /// Like [`Engine::step_reported`], but the answer is lost however often the peer sends it: what was
-    /// asked for is done, and the requester hears that its peer does not answer.
+    /// Executes like [`Engine::step_reported`], but as if all responses were lost: the peer
+    /// executes the operation, and the requester fails because its peer does not respond.
     pub fn step_unanswered(
         &mut self,
         qpn: Qpn,
         now_ns: u64,
         completed: &mut Vec<(Cqn, u32)>,
-    ) -> Stepped {
+    ) -> StepOutcome {
         self.core.step_unanswered(&mut self.wqe, now_ns, qpn, completed)
     }
 
-    /// What `qpn` would do next to its peer's memory, if that is what it does next.
-    pub fn aim(&mut self, qpn: Qpn) -> Option<Aim> {
-        self.core.aim(&mut self.wqe, qpn)
+    /// Returns the memory range of the peer that the next WQE of `qpn` accesses, if it accesses
+    /// one.
+    pub fn next_target(&mut self, qpn: Qpn) -> Option<Target> {
+        self.core.next_target(&mut self.wqe, qpn)
     }
 
-    /// Appends every way in which a QP could reach some of the `len` bytes from `start` on now.
-    pub fn reaches(&self, start: u64, len: u64, into: &mut Vec<Reach>) {
-        self.core.reaches(start, len, into);
+    /// Appends every QP and key through which any of the `len` bytes from `start` can be accessed
+    /// now.
+    pub fn reachability(&self, start: u64, len: u64, into: &mut Vec<Reachability>) {
+        self.core.reachability(start, len, into);
     }
 
-    /// Whose a QP is.
+    /// Returns the function that owns a QP.
     pub fn function_of(&self, qpn: Qpn) -> Option<FunctionId> {
         self.core.function_of(qpn)
     }
 
-    /// A packet came, at time `now_ns` (which never goes back): the payload of a UDP datagram from
-    /// `source` to `destination`, from the BTH on. `is_intact` says whether its ICRC is right, as
-    /// far as the caller can tell; it is asked only if the packet is for a connected QP whose peer
-    /// sends no tags. Takes bounded time, whatever the packet holds; what is no packet of a
-    /// connected peer is dropped and counted. [`Engine::poll`] is to be called after the last of
-    /// some packets: answers are made and completions announced there.
+    /// Handles a packet that arrived at time `now_ns` (which never decreases): the payload, from
+    /// the BTH on, of a UDP datagram from `source` to `destination`. `is_intact` checks the ICRC as
+    /// far as the caller can; it is called only if the packet is for a connected QP whose peer
+    /// sends no authentication tags. The time is bounded, whatever the packet contains. A packet
+    /// that is not from a connected peer is dropped and counted. After a batch of packets the port
+    /// must call [`Engine::poll`], which sends the responses and raises the completion events.
     pub fn receive(
         &mut self,
         now_ns: u64,
@@ -298,27 +312,29 @@ impl Engine {
         core.receive_packet(wqe, now_ns, source, destination, packet, is_intact);
     }
 
-    /// True if the last packet that came was a part of a message, or of a READ's answer, of which more is to come: 120 KiB,
-    /// if it is known how much. Its sender waits for nobody then.
-    pub fn is_amid_message(&self) -> bool {
-        self.core.wire.amid
+    /// True if the last packet belongs to a message or READ response of which more packets are
+    /// expected: at least 120 KiB more, if the rest is known. Its sender sends them without waiting
+    /// for an acknowledgement.
+    pub fn expects_more_packets(&self) -> bool {
+        self.core.wire.expects_more
     }
 
-    /// The packets that `poll` has made. They lie there until the caller, who has sent them, clears them;
-    /// when there is no more room `poll` leaves QPs with packets as they are.
+    /// The packets that `poll` has produced. The caller sends them and then clears the outbox.
+    /// While the outbox is full, `poll` does not execute QPs that have packets to send.
     pub fn outbox(&mut self) -> &mut Outbox {
         &mut self.core.wire.outbox
     }
 
-    /// Which acknowledgements of few packets wait until less is said, as of the time of the last `poll` or `receive`. That
-    /// may take as long as is nothing to the timeouts of the peers, well below a millisecond: else those send again what
-    /// has arrived. For ports that know that something more urgent is about to come. True if some waited for what they
-    /// wait for no more, and leave with the next `poll`.
-    pub fn hold_acks(&mut self, which: Hold) -> bool {
-        self.core.hold_acks(which)
+    /// Sets which acknowledgements of short messages are delayed, as of the time of the last `poll`
+    /// or `receive`. For ports that expect a more urgent event soon. A delay must be short compared
+    /// to the peers' timeouts, well below a millisecond: otherwise the peers retransmit data that
+    /// has arrived. Returns true if this call ends the delay of some acknowledgements, which the
+    /// next `poll` then sends.
+    pub fn delay_acks(&mut self, which: AckDelay) -> bool {
+        self.core.delay_acks(which)
     }
 
-    /// Whether requests were sent to other NICs that have not been answered.
+    /// Returns whether requests to other NICs are outstanding.
     pub fn awaits_answers(&self) -> bool {
         self.core.wire.awaiting > 0
     }
@@ -328,23 +344,25 @@ impl Engine {
         &self.core.wire.stats
     }
 
-    /// When `poll` must be called at the latest, even if no doorbell rings and no packet comes: a WQE waits
-    /// for a receive WQE that may be posted without any notice to the NIC, or a packet is to be sent again.
+    /// Returns the latest time of the next `poll` call, even without a doorbell or packet. A
+    /// timeout is pending if a WQE waits for a receive WQE, because posting one does not notify the
+    /// NIC, or if a retransmission timer runs.
     pub fn next_timeout(&self) -> Option<u64> {
-        let (records, wire) = (self.core.watch.deadline_ns(), self.core.wire.deadline_ns());
+        let (records, wire) = (self.core.record_poller.deadline_ns(), self.core.wire.deadline_ns());
         match (records, wire) {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),
         }
     }
 
-    /// Whether somebody waits for receive WQEs of which nobody tells the NIC.
-    pub fn minds_receives(&self) -> bool {
-        self.core.minds_receives()
+    /// Returns whether the engine polls the doorbell records of any receive queue.
+    pub fn polls_receive_records(&self) -> bool {
+        self.core.polls_receive_records()
     }
 
-    /// What happened since the last call. An event of an object that was not taken is not repeated:
-    /// there are never more than two for each CQ and QP. That of an SRQ's limit has to be armed each time.
+    /// Takes the events since the last call. An event that was not taken is not raised again for
+    /// the same object, so at most two events per CQ and QP are pending. The event of an SRQ's
+    /// limit must be armed each time.
     pub fn take_events(&mut self) -> impl Iterator<Item = Event> + '_ {
         let Core { events, cqs, qps, .. } = &mut self.core;
         events.drain(..).inspect(|event| match event {
@@ -353,7 +371,7 @@ impl Engine {
                 _ = qps.get_mut(qpn.raw()).map(|qp| qp.reported = false);
             }
             Event::Async { event: AsyncEvent::LastWqeReached { qpn }, .. } => {
-                _ = qps.get_mut(qpn.raw()).map(|qp| qp.last_reported = false);
+                _ = qps.get_mut(qpn.raw()).map(|qp| qp.last_wqe_reported = false);
             }
             Event::Async { event: AsyncEvent::CqOverrun { .. }, .. }
             | Event::Async { event: AsyncEvent::SrqLimit { .. }, .. } => {}
@@ -367,7 +385,7 @@ impl Engine {
 }
 
 impl Function {
-    fn new(limits: FunctionLimits, share: u32, space: Space) -> Self {
+    fn new(limits: FunctionLimits, sched_index: u32, namespace: Namespace) -> Self {
         let used = FunctionLimits {
             pds: 0,
             qps: 0,
@@ -383,8 +401,8 @@ impl Function {
         Self {
             limits,
             used,
-            share,
-            space,
+            sched_index,
+            namespace,
             opener: None,
             keys: HashSet::new(),
             qps: HashSet::new(),

@@ -1,25 +1,25 @@
-//! The responder's half: what a QP admits from its peer.
+//! The responder: access control and message delivery for the requests of a QP's peer.
 //!
-//! Both kinds of requester reach it through [`Core::admit`], [`Core::receive`] and what these are made of: a
-//! QP of this NIC within the step of its WQE, one of another NIC by packets (`remote/`).
+//! Both kinds of requester use [`Core::admit`], [`Core::receive`] and their parts: a QP of this NIC
+//! within the step of its WQE, a QP of another NIC through packets (`remote/`).
 
 use super::Core;
-use super::execute::{Fault, Requester};
+use super::local_wqe::{Fault, LocalWqe};
 use crate::cqe::{self, Cqe, Syndrome};
 use crate::dma::{Span, copy_lists};
+use crate::engine::qp::{Peer, Qp};
+use crate::engine::queue::Waiting;
 use crate::ids::{Access, Cqn, Key, Pdn, Qpn};
-use crate::protection::{Executor, Refusal, Through};
-use crate::qp::{Peer, Qp};
-use crate::queue::Waiting;
-use crate::spaces::Space;
+use crate::key_namespaces::Namespace;
+use crate::protection::{AccessingQp, ExecutingQp, Refusal};
 use crate::wqe::{INVALID_LKEY, SEGMENT, Sge};
 
-/// The peer of a requester, fit to answer.
+/// The QP that responds to a requester, in a state to respond.
 #[derive(Clone, Copy)]
-pub(super) struct Responder {
+pub(super) struct RemoteAccess {
     pub qpn: Qpn,
     pd: Pdn,
-    pub space: Space,
+    pub namespace: Namespace,
     tag: u64,
     access: Access,
     pub recv: Option<u32>,
@@ -27,42 +27,42 @@ pub(super) struct Responder {
     pub recv_cq: Cqn,
 }
 
-/// What consumes a receive WQE. The data of a SEND is what the requester gathered.
+/// A message that consumes a receive WQE. `scratch.local` has the data of a SEND.
 #[derive(Clone, Copy)]
 pub(super) enum Message {
     /// SEND.
     Send {
         /// Immediate data.
         imm: Option<u32>,
-        /// The responder's key to be invalidated.
+        /// The responder's key to invalidate.
         invalidate: Option<Key>,
-        /// Bytes.
+        /// Length in bytes.
         len: u64,
     },
-    /// The end of a WRITE with immediate.
+    /// Completion of a WRITE with immediate.
     WriteImm {
         /// Immediate data.
         imm: u32,
-        /// Bytes that were written.
+        /// Number of bytes written.
         len: u64,
     },
 }
 
-/// What became of a message.
-pub(super) enum Delivered {
-    /// It was received.
-    Yes,
-    /// There is no receive WQE (RNR).
+/// Outcome of a message delivery.
+pub(super) enum Delivery {
+    /// The message was received.
+    Received,
+    /// No receive WQE is available (RNR).
     NotReady(Waiting),
 }
 
-impl Responder {
+impl RemoteAccess {
     #[inline]
-    pub fn of(qp: &Qp) -> Self {
-        Responder {
+    pub fn new(qp: &Qp) -> Self {
+        RemoteAccess {
             qpn: qp.qpn,
             pd: qp.pd,
-            space: qp.space,
+            namespace: qp.namespace,
             tag: qp.tag,
             access: qp.access,
             recv: qp.recv,
@@ -71,40 +71,43 @@ impl Responder {
         }
     }
 
-    fn executor(&self) -> Executor {
-        Executor { qpn: self.qpn, pd: self.pd, privileged: false }
+    fn executor(&self) -> ExecutingQp {
+        ExecutingQp { qpn: self.qpn, pd: self.pd, privileged: false }
     }
 }
 
 impl Core {
-    /// The peer, if it is connected to this requester and in a state to answer. Else the requester
-    /// hears what it would after its last retry.
+    /// Returns the peer of the requester if the peer is connected to it and in a state to respond.
+    /// Otherwise the requester fails as after its last retry.
     #[inline]
-    pub fn responder(&self, me: &Requester) -> Result<Responder, Fault> {
+    pub fn responder(&self, me: &LocalWqe) -> Result<RemoteAccess, Fault> {
         let found = match me.peer {
             Peer::Local(qpn) => self.qps.get(qpn.raw()),
             Peer::None | Peer::Remote(_) => None,
         };
         match found {
-            Some(qp) if qp.responds() && qp.peer == Peer::Local(me.qpn) => Ok(Responder::of(qp)),
+            Some(qp) if qp.responds() && qp.peer == Peer::Local(me.qpn) => {
+                Ok(RemoteAccess::new(qp))
+            }
             _ => Err(Syndrome::RetryExceeded.into()),
         }
     }
 
-    /// Checks that the peer answers such requests at all, also ones that move nothing.
+    /// Checks the QP's rights for a kind of request. Requests of length 0 need no more than this
+    /// check.
     #[inline]
-    pub fn admit_kind(&mut self, to: &Responder, need: Access) -> Result<(), Fault> {
+    pub fn admit_kind(&mut self, to: &RemoteAccess, need: Access) -> Result<(), Fault> {
         if to.access.allows(need) {
             return Ok(());
         }
         Err(self.refuse(to, Syndrome::RemoteAccess))
     }
 
-    /// Checks an access by the peer's peer. A refusal ends the connection, at both ends.
+    /// Checks an access by the requester. A failed check moves both QPs to Error.
     #[inline]
     pub fn admit(
         &mut self,
-        to: &Responder,
+        to: &RemoteAccess,
         at: crate::wqe::Remote,
         len: u64,
         need: Access,
@@ -112,11 +115,11 @@ impl Core {
         self.check(to, at, len, need).map_err(|_| self.refuse(to, Syndrome::RemoteAccess))
     }
 
-    /// [`Core::admit`] without consequences.
+    /// Checks like [`Core::admit`], but changes nothing.
     #[inline]
     pub fn check(
         &self,
-        to: &Responder,
+        to: &RemoteAccess,
         at: crate::wqe::Remote,
         len: u64,
         need: Access,
@@ -124,72 +127,75 @@ impl Core {
         if !to.access.allows(need) {
             return Err(Refusal::Rights);
         }
-        let by = Through { qpn: to.qpn, pd: to.pd, tag: to.tag };
-        self.keys[to.space].remote(at.rkey, at.addr, len, need, by)
+        let by = AccessingQp { qpn: to.qpn, pd: to.pd, tag: to.tag };
+        self.keys[to.namespace].remote(at.rkey, at.addr, len, need, by)
     }
 
-    /// Puts the responder into Error; gives what the requester hears. Why exactly is not told to it.
+    /// Moves the responder to Error; returns the requester's error, which does not contain the
+    /// reason.
     #[cold]
-    pub fn refuse(&mut self, to: &Responder, syndrome: Syndrome) -> Fault {
-        self.enter_error_refusing(to.qpn, syndrome);
+    pub fn refuse(&mut self, to: &RemoteAccess, syndrome: Syndrome) -> Fault {
+        self.enter_error_rejecting(to.qpn, syndrome);
         syndrome.into()
     }
 
-    /// Whether the peer has a receive WQE.
-    pub fn receive_ready(&mut self, to: &Responder) -> Result<Result<(), Waiting>, Fault> {
+    /// Returns whether the responder has a receive WQE.
+    pub fn receive_ready(&mut self, to: &RemoteAccess) -> Result<Result<(), Waiting>, Fault> {
         let Some(n) = to.recv else {
             return Err(self.refuse(to, Syndrome::RemoteInvalidRequest));
         };
-        let recv = self.recvs.get(n).expect("a receive queue in use lives");
+        let recv = self.recvs.get(n).expect("a receive queue in use exists");
         if recv.credits() > 0 {
             return Ok(Ok(()));
         }
-        self.look_at_limit(n);
+        self.check_srq_limit(n);
         Ok(Err(Waiting::Receive(n)))
     }
 
-    /// Receives a message: takes a receive WQE, scatters, completes. Nothing happens in between.
+    /// Receives a message in one step: takes a receive WQE, scatters the data, writes the
+    /// completion.
     #[inline(always)]
     pub fn receive(
         &mut self,
-        to: &Responder,
+        to: &RemoteAccess,
         message: Message,
         solicited: bool,
-    ) -> Result<Delivered, Fault> {
+    ) -> Result<Delivery, Fault> {
         let n = match (self.receive_ready(to)?, to.recv) {
             (Ok(()), Some(n)) => n,
-            (Err(wait), _) => return Ok(Delivered::NotReady(wait)),
-            (Ok(()), None) => unreachable!("without a receive queue it is not ready"),
+            (Err(wait), _) => return Ok(Delivery::NotReady(wait)),
+            (Ok(()), None) => unreachable!("a QP without a receive queue is not ready"),
         };
         if let Message::Send { invalidate, len, .. } = message {
-            self.may_revoke(to, invalidate)?;
-            let recv = self.recvs.get(n).expect("a receive queue in use lives");
+            self.check_invalidation(to, invalidate)?;
+            let recv = self.recvs.get(n).expect("a receive queue in use exists");
             let stride = recv.fetch(&mut self.scratch.recv_wqe).len();
-            if let Err((mine, theirs)) = self.scatter(to.space, n, stride, 0, len) {
+            if let Err((mine, theirs)) = self.scatter(to.namespace, n, stride, 0, len) {
                 return Err(self.receive_failed(to, n, None, mine, theirs));
             }
         }
-        self.received(to, n, None, message, solicited)?;
-        Ok(Delivered::Yes)
+        self.complete_receive(to, n, None, message, solicited)?;
+        Ok(Delivery::Received)
     }
 
-    /// Refuses a SEND that would invalidate what it may not.
+    /// Rejects a SEND that would invalidate a key that its receiver may not invalidate.
     #[inline]
-    pub fn may_revoke(&mut self, to: &Responder, key: Option<Key>) -> Result<(), Fault> {
+    pub fn check_invalidation(&mut self, to: &RemoteAccess, key: Option<Key>) -> Result<(), Fault> {
         match key {
-            Some(key) if self.keys[to.space].check_invalidate(key, to.executor()).is_err() => {
+            Some(key) if self.keys[to.namespace].check_invalidate(key, to.executor()).is_err() => {
                 Err(self.refuse(to, Syndrome::RemoteAccess))
             }
             _ => Ok(()),
         }
     }
 
-    /// Completes a receive of queue `n`: of its next WQE, or of one that was taken before, which had this
-    /// index. A key that is to be invalidated was checked before data moved (`may_revoke`).
+    /// Completes a receive of queue `n`: of its next WQE, or of the WQE with index `taken`, which
+    /// was consumed before. A key to invalidate was checked before the data was moved
+    /// (`check_invalidation`).
     #[inline]
-    pub fn received(
+    pub fn complete_receive(
         &mut self,
-        to: &Responder,
+        to: &RemoteAccess,
         n: u32,
         taken: Option<u16>,
         message: Message,
@@ -213,7 +219,7 @@ impl Core {
                 if let Some(key) = invalidate {
                     cqe.opcode = cqe::opcode::RESP_SEND_INV;
                     cqe.imm = key.0;
-                    if self.keys[to.space].invalidate(key, to.executor()).is_err() {
+                    if self.keys[to.namespace].invalidate(key, to.executor()).is_err() {
                         return Err(self.refuse(to, Syndrome::RemoteAccess));
                     }
                     self.stats.unbinds += 1;
@@ -225,10 +231,10 @@ impl Core {
                 cqe.byte_count = len as u32;
             }
         }
-        let recv = self.recvs.get_mut(n).expect("a receive queue in use lives");
-        cqe.wqe_counter = recv.use_one(taken);
-        if recv.alarm != 0 {
-            self.look_at_limit(n);
+        let recv = self.recvs.get_mut(n).expect("a receive queue in use exists");
+        cqe.wqe_counter = recv.consume(taken);
+        if recv.srq_limit != 0 {
+            self.check_srq_limit(n);
         }
         self.stats.receives += 1;
         if !self.push_cqe(to.recv_cq, &cqe) {
@@ -237,19 +243,20 @@ impl Core {
         Ok(())
     }
 
-    /// Scatters what the requester gathered over the receive WQE in `scratch.recv_wqe`, of queue `n` of a function with
-    /// this key space and `stride` bytes, from byte `skip` on. On failure, the syndromes of the receiver and of the sender;
-    /// nothing was moved.
+    /// Scatters the data in `scratch.local` over the receive WQE in `scratch.recv_wqe`, starting at
+    /// its byte `skip`. The WQE has `stride` bytes and belongs to queue `n` of a function with key
+    /// namespace `namespace`. On failure, nothing is moved, and the result has the receiver's error
+    /// and the sender's.
     #[inline]
     pub fn scatter(
         &mut self,
-        space: Space,
+        namespace: Namespace,
         n: u32,
         stride: usize,
         mut skip: u64,
         len: u64,
     ) -> Result<(), (Fault, Syndrome)> {
-        let recv = self.recvs.get(n).expect("a receive queue in use lives");
+        let recv = self.recvs.get(n).expect("a receive queue in use exists");
         let scratch = &mut *self.scratch;
         let list = &scratch.recv_wqe[..stride];
         scratch.receive.clear();
@@ -264,7 +271,7 @@ impl Core {
             }
             let part = left.min(sge.len as u64 - skip);
             let addr = sge.addr.wrapping_add(std::mem::take(&mut skip));
-            match self.keys[space].local(sge.lkey, addr, part, Access::LOCAL_WRITE, recv.pd) {
+            match self.keys[namespace].local(sge.lkey, addr, part, Access::LOCAL_WRITE, recv.pd) {
                 Ok(span) => scratch.receive.push(span),
                 Err(why) => {
                     let mine = Fault { syndrome: Syndrome::LocalProtection, vendor: why as u8 };
@@ -282,21 +289,22 @@ impl Core {
         Ok(())
     }
 
-    /// Ends the receive WQE that could not take a message, and the connection with it.
+    /// Completes, with an error, the receive WQE that could not take a message, and ends the
+    /// connection.
     ///
-    /// One of a managed queue is neither used up nor completed: a chain that WAITs for requests would
-    /// count it as one, and run with what the request before it has left.
+    /// A WQE of a managed queue is neither consumed nor completed: a chain that WAITs for requests
+    /// would count the completion as a request and run on the data of the previous request.
     #[cold]
     pub fn receive_failed(
         &mut self,
-        to: &Responder,
+        to: &RemoteAccess,
         n: u32,
         taken: Option<u16>,
         mine: Fault,
         theirs: Syndrome,
     ) -> Fault {
         self.stats.errors += 1;
-        let recv = self.recvs.get_mut(n).expect("a receive queue in use lives");
+        let recv = self.recvs.get_mut(n).expect("a receive queue in use exists");
         if recv.managed {
             self.enter_error(to.qpn, Some(mine.syndrome));
             return theirs.into();
@@ -305,11 +313,11 @@ impl Core {
             opcode: cqe::opcode::RESP_ERR,
             qpn: to.qpn,
             srqn: Self::srqn_of(n, to.recv_shared),
-            wqe_counter: recv.use_one(taken),
+            wqe_counter: recv.consume(taken),
             error: Some(cqe::CqeError { syndrome: mine.syndrome as u8, vendor: mine.vendor }),
             ..Cqe::default()
         };
-        self.look_at_limit(n);
+        self.check_srq_limit(n);
         self.push_cqe(to.recv_cq, &cqe);
         self.enter_error(to.qpn, Some(mine.syndrome));
         theirs.into()

@@ -1,52 +1,53 @@
-//! For who schedules QPs himself: which could run, what comes next, and one step of one of them.
+//! Interface for callers that schedule QPs themselves: ready QPs, the next operation, single steps.
 //!
-//! Two kinds of callers: a model checker, which asks which QPs could run and tries all orders; and a
-//! simulator, which is told of a QP when it becomes ready ([`super::Engine::take_ready`]), looks at
-//! what it would do ([`super::Engine::peek`]), says when that happens, and then has it done
+//! There are two such callers. A model checker asks for the ready QPs and tries all orders. A
+//! simulator learns which QPs have become ready ([`super::Engine::take_ready`]), reads the next
+//! operation of each ([`super::Engine::peek`]), decides when it happens, and then executes it
 //! ([`super::Engine::step_reported`]).
 
 use super::Core;
-use super::lists::Place;
+use super::qp_list::InList;
+use crate::engine::qp::{Peer, Qp};
+use crate::engine::queue::Fetched;
 use crate::ids::{Cqn, Qpn};
-use crate::qp::{Peer, Qp};
-use crate::queue::Fetched;
 use crate::verbs::QpState;
 use crate::wqe::{Wqe, decode};
 
-/// What a QP would do next, as its ring has it now: it may change until it is executed.
+/// The next operation of a QP. The QP's owner may still change the ring before the operation is
+/// executed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Next {
-    /// What kind of work.
+    /// Kind of operation.
     pub kind: NextKind,
-    /// The queue is a managed one: its WQEs are fetched one by one.
+    /// The send queue is managed: its WQEs are fetched one by one.
     pub managed: bool,
-    /// It completes into the send CQ if it succeeds.
+    /// A success produces a completion in the send CQ.
     pub signaled: bool,
-    /// The QP that it is connected to.
+    /// The peer QP.
     pub peer: Qpn,
 }
 
-/// A kind of work, with the bytes that it moves.
+/// Kind of operation, with the number of bytes it moves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum NextKind {
-    /// The QP is in Error: something is flushed.
+    /// Flush of a WQE: the QP is in Error.
     Flush,
-    /// NOP, or bytes that are no WQE.
+    /// NOP, or an invalid WQE.
     Nop,
-    /// SEND; `inline` if the WQE holds the bytes.
+    /// SEND.
     Send {
         /// Bytes.
         bytes: u64,
-        /// The WQE holds them.
+        /// The data is in the WQE.
         inline: bool,
     },
     /// WRITE, with immediate or without.
     Write {
         /// Bytes.
         bytes: u64,
-        /// The WQE holds them.
+        /// The data is in the WQE.
         inline: bool,
-        /// It consumes a receive.
+        /// The operation has immediate data and consumes a receive WQE.
         imm: bool,
     },
     /// READ.
@@ -54,9 +55,9 @@ pub enum NextKind {
         /// Bytes.
         bytes: u64,
     },
-    /// CAS or FAA.
+    /// Atomic: CAS or FAA.
     Atomic,
-    /// A bind or unbind.
+    /// Bind or unbind of a window.
     Window,
     /// LOCAL_INV.
     Invalidate,
@@ -66,49 +67,49 @@ pub enum NextKind {
         cqn: Cqn,
         /// The completion's running number.
         index: u32,
-        /// It has been counted: the step would pass.
+        /// The completion has been counted, so the WAIT would succeed.
         reached: bool,
     },
     /// SEND_EN or RECV_EN.
     Enable,
 }
 
-/// What [`super::Engine::step_reported`] did.
+/// Outcome of [`super::Engine::step_reported`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Stepped {
-    /// There was nothing to do.
+pub enum StepOutcome {
+    /// The QP had no work.
     Nothing,
-    /// A WQE, or a slice of one, was done; or something was flushed.
+    /// A WQE, or a slice of one, was executed or flushed.
     Done,
-    /// It waits for a CQ's count.
+    /// The QP waits for a CQ's count.
     Waits,
-    /// It waits for a receive at its peer.
+    /// The QP waits for a receive WQE at its peer (RNR).
     NotReady,
-    /// It failed: the QP is in Error.
+    /// The WQE failed: the QP is in Error.
     Failed,
 }
 
 impl Core {
     /// See [`super::Engine::ready_qps`].
     pub fn ready_qps(&self) -> Vec<Qpn> {
-        let mut all: Vec<Qpn> = self
+        let mut qps: Vec<Qpn> = self
             .qps
             .iter()
             .filter(|(_, qp)| self.could_run(qp))
             .map(|(number, _)| Qpn::new(number))
             .collect();
-        all.sort_unstable();
-        all
+        qps.sort_unstable();
+        qps
     }
 
     fn could_run(&self, qp: &Qp) -> bool {
-        match qp.place {
-            Place::Nowhere => self.flushable(qp.qpn) > 0,
-            Place::Ready => true,
-            Place::Count { cqn, wakes } => {
+        match qp.in_list {
+            InList::None => self.flushable(qp.qpn) > 0,
+            InList::Ready => true,
+            InList::CqWaiters { cqn, wakes } => {
                 self.cqs.get(cqn.raw()).is_none_or(|cq| cq.wakes != wakes)
             }
-            Place::Receive(n) => self.recvs.get(n).is_none_or(|r| r.credits() > 0),
+            InList::RecvWaiters(n) => self.recvs.get(n).is_none_or(|r| r.credits() > 0),
         }
     }
 
@@ -127,11 +128,11 @@ impl Core {
 
     /// See [`super::Engine::take_ready`].
     pub fn drain_ready(&mut self, into: &mut Vec<Qpn>) {
-        while let Some(share) = self.shares.next() {
-            while let Some(qpn) = self.take_ready(share) {
+        while let Some(sched_index) = self.scheduler.next() {
+            while let Some(qpn) = self.take_ready(sched_index) {
                 into.push(qpn);
             }
-            self.shares.spend(share, 0);
+            self.scheduler.spend(sched_index, 0);
         }
     }
 
@@ -150,10 +151,10 @@ impl Core {
             _ => return None,
         }
         let send = qp.send.as_ref().filter(|s| s.pending() > 0)?;
-        let (ctrl, done) = match &qp.long {
-            Some(long) if long.active => {
-                wqe.clone_from(&long.wqe);
-                (wqe.control(), long.done)
+        let (ctrl, done) = match &qp.partial {
+            Some(partial) if partial.active => {
+                wqe.clone_from(&partial.wqe);
+                (wqe.control(), partial.done)
             }
             _ => (send.fetch(wqe), 0),
         };
@@ -183,27 +184,27 @@ impl Core {
     }
 
     /// See [`super::Engine::step_reported`].
-    pub fn step_told(
+    pub fn step_reported(
         &mut self,
         wqe: &mut Fetched,
         now_ns: u64,
         qpn: Qpn,
         completed: &mut Vec<(Cqn, u32)>,
-    ) -> Stepped {
-        use super::schedule::Step;
+    ) -> StepOutcome {
+        use super::poll::Step;
         self.now_ns = now_ns;
         self.leave(qpn);
         let step = self.step(qpn, wqe);
-        let place = self.qps.get(qpn.raw()).map(|qp| qp.place);
-        let stepped = match (step, place) {
-            (Step::Executed, _) => Stepped::Done,
-            (Step::Failed, _) => Stepped::Failed,
-            (Step::Idle, Some(Place::Count { .. })) => Stepped::Waits,
-            (Step::Idle, Some(Place::Receive(_))) => Stepped::NotReady,
-            (Step::Idle, _) => Stepped::Nothing,
+        let in_list = self.qps.get(qpn.raw()).map(|qp| qp.in_list);
+        let stepped = match (step, in_list) {
+            (Step::Executed, _) => StepOutcome::Done,
+            (Step::Failed, _) => StepOutcome::Failed,
+            (Step::Idle, Some(InList::CqWaiters { .. })) => StepOutcome::Waits,
+            (Step::Idle, Some(InList::RecvWaiters(_))) => StepOutcome::NotReady,
+            (Step::Idle, _) => StepOutcome::Nothing,
         };
         self.schedule(qpn);
-        self.tell_completed(completed);
+        self.report_completed(completed);
         stepped
     }
 
@@ -214,34 +215,35 @@ impl Core {
         now_ns: u64,
         qpn: Qpn,
         completed: &mut Vec<(Cqn, u32)>,
-    ) -> Stepped {
-        use super::execute::{Progress, Requester};
+    ) -> StepOutcome {
+        use super::execute::Progress;
+        use super::local_wqe::LocalWqe;
         self.now_ns = now_ns;
-        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return Stepped::Nothing };
-        let whole = qp.long.as_ref().is_none_or(|long| !long.active);
+        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return StepOutcome::Nothing };
+        let whole = qp.partial.as_ref().is_none_or(|partial| !partial.active);
         let send = qp.send.as_mut().filter(|s| qp.state == QpState::ReadyToSend && s.pending() > 0);
         let Some(send) = send.filter(|_| whole) else {
-            return self.step_told(wqe, now_ns, qpn, completed);
+            return self.step_reported(wqe, now_ns, qpn, completed);
         };
         let ctrl = send.fetch(wqe);
-        let me = Requester::of(qp, &ctrl);
+        let me = LocalWqe::new(qp, &ctrl);
         self.leave(qpn);
         let stepped = match self.execute(&me, &ctrl, wqe.bytes(), 0) {
             Ok(Progress::Done(_) | Progress::Part(_)) => {
                 self.fail(qpn, &ctrl, crate::cqe::Syndrome::RetryExceeded.into());
-                Stepped::Failed
+                StepOutcome::Failed
             }
             Ok(Progress::Blocked { on, .. }) => {
                 self.wait(qpn, on);
-                Stepped::NotReady
+                StepOutcome::NotReady
             }
             Err(fault) => {
                 self.fail(qpn, &ctrl, fault);
-                Stepped::Failed
+                StepOutcome::Failed
             }
         };
         self.schedule(qpn);
-        self.tell_completed(completed);
+        self.report_completed(completed);
         stepped
     }
 
@@ -251,19 +253,19 @@ impl Core {
         wqe: &mut Fetched,
         qpn: Qpn,
         completed: &mut Vec<(Cqn, u32)>,
-    ) -> Stepped {
-        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return Stepped::Nothing };
+    ) -> StepOutcome {
+        let Some(qp) = self.qps.get_mut(qpn.raw()) else { return StepOutcome::Nothing };
         let send = qp.send.as_mut().filter(|s| qp.state == QpState::ReadyToSend && s.pending() > 0);
-        let Some(send) = send else { return Stepped::Nothing };
+        let Some(send) = send else { return StepOutcome::Nothing };
         let ctrl = send.fetch(wqe);
         self.leave(qpn);
         self.fail(qpn, &ctrl, crate::cqe::Syndrome::RetryExceeded.into());
-        self.tell_completed(completed);
-        Stepped::Failed
+        self.report_completed(completed);
+        StepOutcome::Failed
     }
 
-    /// Appends the CQs that got completions since the last time.
-    fn tell_completed(&mut self, completed: &mut Vec<(Cqn, u32)>) {
+    /// Appends the CQs that received completions since the last call.
+    fn report_completed(&mut self, completed: &mut Vec<(Cqn, u32)>) {
         let Core { touched, cqs, .. } = self;
         for cqn in touched.iter() {
             if let Some(cq) = cqs.get(cqn.raw()) {

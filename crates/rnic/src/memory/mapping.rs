@@ -1,4 +1,4 @@
-//! Mappings of this process, and what the system does with their pages.
+//! Memory mappings of this process, and discarding of their pages.
 
 use std::ptr;
 use std::sync::OnceLock;
@@ -15,16 +15,16 @@ pub(super) struct Mapping {
 
 // SAFETY: a mapping belongs to the process, not to a thread.
 unsafe impl Send for Mapping {}
-// SAFETY: it has no method that touches the memory.
+// SAFETY: no method accesses the memory.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// `len` zeroed bytes of this process's own, rounded up to pages.
+    /// Maps `len` zeroed private bytes, rounded up to pages.
     pub fn anonymous(len: usize) -> Result<Self, Errno> {
         Self::private(len, ProtFlags::READ | ProtFlags::WRITE)
     }
 
-    /// `len` zeroed bytes of this process's own, rounded up to pages, with these rights.
+    /// Maps `len` zeroed private bytes, rounded up to pages, with the given rights.
     fn private(len: usize, rights: ProtFlags) -> Result<Self, Errno> {
         let len = page_multiple(len);
         // SAFETY: a fresh mapping at an address of the kernel's choice replaces nothing.
@@ -34,7 +34,7 @@ impl Mapping {
         Ok(Self { base: base.cast(), len })
     }
 
-    /// `len` bytes of `fd` from `offset` on, rounded up to pages, shared with other processes.
+    /// Maps `len` bytes of `fd` from `offset`, rounded up to pages, shared with other processes.
     pub fn shared(fd: impl std::os::fd::AsFd, offset: u64, len: usize) -> Result<Self, Errno> {
         let len = page_multiple(len);
         // SAFETY: a fresh mapping at an address of the kernel's choice replaces nothing.
@@ -54,8 +54,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: this object owns the mapping; all spans over it have ended with it. An error
-        // would leave the pages mapped, and wrong nothing.
+        // SAFETY: this object owns the mapping; all ranges over it hold this object. After an error
+        // the pages would stay mapped, which is harmless.
         let _ = unsafe { munmap(self.base.cast(), self.len) };
     }
 }
@@ -64,10 +64,10 @@ pub(super) fn page_multiple(len: usize) -> usize {
     len.max(1).next_multiple_of(page_size())
 }
 
-/// Bytes that a transparent huge page has at most.
+/// Maximum size in bytes of a transparent huge page.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// Thin-provisioned memory: a page takes RAM from its first write until it is discarded.
+/// Thin-provisioned memory: a page occupies RAM from its first write until it is discarded.
 pub(super) struct Thin {
     _map: Mapping,
     pub base: *mut u8,
@@ -78,15 +78,15 @@ pub(super) struct Thin {
 
 // SAFETY: a mapping belongs to the process, not to a thread.
 unsafe impl Send for Thin {}
-// SAFETY: `discard` is the one method that touches the memory; the system orders it.
+// SAFETY: `discard` is the only method that accesses the memory; the kernel orders it.
 unsafe impl Sync for Thin {}
 
 impl Thin {
-    /// `len` zeroed bytes, rounded up to pages, used in units of `unit` bytes at multiples of
-    /// `unit`.
+    /// Maps `len` zeroed bytes, rounded up to pages. The caller uses them in units of `unit` bytes,
+    /// at multiples of `unit`.
     ///
-    /// A huge page that reached over several units would take RAM for units that nobody has
-    /// written: the memory has huge pages only where a unit is as large.
+    /// Huge pages are enabled only if a unit is at least as large. Otherwise a huge page across
+    /// several units would occupy RAM for units that were never written.
     pub fn new(len: usize, unit: usize, kept: usize) -> Result<Self, Errno> {
         let len = page_multiple(len);
         let kept = kept.next_multiple_of(page_size()).min(len);
@@ -98,8 +98,8 @@ impl Thin {
         let map = Mapping::anonymous(len)?;
         let base = map.base;
         if kept < len {
-            // SAFETY: advice about huge pages changes no byte. A system without huge pages refuses
-            // the advice, and needs none.
+            // SAFETY: advice about huge pages changes no byte. A kernel without huge pages rejects
+            // the advice, and does not need it.
             let _ = unsafe {
                 madvise(base.wrapping_add(kept).cast(), len - kept, Advice::LinuxNoHugepage)
             };
@@ -107,32 +107,33 @@ impl Thin {
         Ok(Self { _map: map, base, len, kept })
     }
 
-    /// How many of the `len` bytes at `at` are kept: those at the front.
+    /// Returns how many of the `len` bytes at `at` lie in the kept part, which is at the front.
     pub fn kept(&self, at: *mut u8, len: usize) -> usize {
         let offset = at as usize - self.base as usize;
         self.kept.saturating_sub(offset).min(len)
     }
 
-    /// Gives the pages of `len` bytes at `at`, within the memory, back to the system: the bytes are
-    /// zero then. False, with nothing changed, where they are not whole pages, where one of them is
-    /// kept, and where the system refuses (it does for locked memory).
+    /// Zeroes `len` bytes at `at` by returning their pages to the kernel. Returns false and changes
+    /// nothing if the bytes are not whole pages, if one of them is kept, or if the kernel refuses
+    /// (as for locked memory).
     pub fn discard(&self, at: *mut u8, len: usize) -> bool {
         let whole = (at as usize).is_multiple_of(page_size()) && len.is_multiple_of(page_size());
         if !whole || len == 0 || self.kept(at, len) > 0 {
             return false;
         }
-        // SAFETY: the range lies in the mapping (the caller's check), which is private and
+        // SAFETY: the range lies in the mapping (checked by the caller), which is private and
         // anonymous: its pages read as zeros afterwards. No reference into it exists (see
         // `memory`).
         unsafe { madvise(at.cast(), len, Advice::LinuxDontNeed).is_ok() }
     }
 }
 
-/// Bytes of [`zeros`].
+/// Length in bytes of [`zeros`].
 pub(super) const ZEROS: usize = 1 << 30;
 
-/// The process's zeros: [`ZEROS`] bytes that cannot be written, so that they never change. They
-/// take no RAM: reading an untouched page of private memory shows the system's one page of zeros.
+/// Returns the process's zero mapping: [`ZEROS`] read-only bytes, which therefore never change. It
+/// occupies no RAM, because a read of an untouched page of private memory maps the kernel's shared
+/// zero page.
 pub(super) fn zeros() -> Result<*mut u8, Errno> {
     if let Some(map) = MAP.get() {
         return Ok(map.base);
@@ -143,7 +144,7 @@ pub(super) fn zeros() -> Result<*mut u8, Errno> {
 
 static MAP: OnceLock<Mapping> = OnceLock::new();
 
-/// Whether the byte at `at` lies in the process's zeros.
+/// Returns whether the byte at `at` lies in the process's zero mapping.
 #[inline]
 pub(super) fn is_in_zeros(at: *const u8) -> bool {
     MAP.get().is_some_and(|map| (at as usize).wrapping_sub(map.base as usize) < ZEROS)

@@ -1,7 +1,8 @@
-//! The control verbs as data: what a function asks of its NIC, the same in all ports.
+//! The control verbs as data: the requests of a function to its NIC, the same in all ports.
 //!
-//! `M` is how a verb names memory: [`DmaMemory`] where the NIC executes it, a
-//! [`Span`](super::shm::wire::Span) of a registered descriptor on the way from another process.
+//! The type parameter `M` is the representation of memory in a verb: [`DmaMemory`] where the NIC
+//! executes the verb, a [`Span`](super::shm::protocol::Span) of a registered descriptor in a
+//! message from another process.
 
 use serde::{Deserialize, Serialize};
 
@@ -14,20 +15,21 @@ use crate::verbs::{
     RecvSpec, RegionChange, SendSpec, SrqInfo,
 };
 
-/// The most windows that one [`Verb::AllocMws`] allocates: their keys fit one message.
+/// Maximum windows that one [`Verb::AllocMws`] allocates, so that their keys fit one message.
 pub const MWS_MAX: u32 = 1024;
 
-/// The most windows that one [`Verb::AllocGuardedMws`] allocates: what guards them fits one message.
+/// Maximum windows that one [`Verb::AllocGuardedMws`] allocates, so that their guard words fit one
+/// message.
 pub const GUARDED_MWS_MAX: u32 = 512;
 
-/// The most events that one [`Verb::TakeEvents`] takes: they fit one message.
+/// Maximum events that one [`Verb::TakeEvents`] takes, so that they fit one message.
 pub const EVENTS_MAX: usize = 256;
 
 /// A control verb.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Verb<M> {
-    /// Asks what the function may have: [`Reply::Device`].
+    /// Queries the limits and capabilities of the function: [`Reply::Device`].
     QueryDevice,
     /// Takes up to [`EVENTS_MAX`] asynchronous events: [`Reply::Events`].
     TakeEvents,
@@ -35,7 +37,7 @@ pub enum Verb<M> {
     AllocPd,
     /// Frees a protection domain.
     DeallocPd {
-        /// Which.
+        /// The protection domain.
         pd: Pdn,
     },
     /// Registers memory: [`Reply::Key`].
@@ -44,77 +46,77 @@ pub enum Verb<M> {
         pd: Pdn,
         /// The memory.
         memory: M,
-        /// The address of its first byte as its owner sees it.
+        /// The address of its first byte in remote requests and work requests.
         iova: u64,
-        /// What the key allows.
+        /// The operations that the key allows.
         access: Access,
     },
     /// Changes a registration: [`Reply::Key`].
     ReregMr {
-        /// Which.
+        /// The key.
         key: Key,
-        /// Its new protection domain, if that changes.
+        /// The new protection domain, if it changes.
         pd: Option<Pdn>,
-        /// Its new memory, if that changes, with the address of its first byte as its owner sees it.
+        /// The new memory and the address (iova) of its first byte, if they change.
         memory: Option<(M, u64)>,
-        /// What the key allows, if that changes.
+        /// The operations that the key allows, if they change.
         access: Option<Access>,
     },
-    /// Ends a registration.
+    /// Deregisters memory.
     DeregMr {
-        /// Which.
+        /// The key.
         key: Key,
     },
     /// Allocates windows: [`Reply::Keys`].
     AllocMws {
         /// Their protection domain.
         pd: Pdn,
-        /// Their type: 2 if none is given.
+        /// Their type; type 2 if the field is missing.
         #[serde(default)]
         kind: MwKind,
-        /// How many, at most [`MWS_MAX`].
+        /// Number of windows, at most [`MWS_MAX`].
         count: u32,
     },
     /// Allocates guarded type-1 windows: [`Reply::Keys`].
     AllocGuardedMws {
         /// Their protection domain.
         pd: Pdn,
-        /// The region that their words lie in.
+        /// The region that contains their guard words.
         region: Key,
-        /// The bits of the words that count.
+        /// The bits of a guard word that are compared.
         mask: u64,
-        /// Address and value of each window's word, at most [`GUARDED_MWS_MAX`].
+        /// Address and expected value of each window's guard word, at most [`GUARDED_MWS_MAX`].
         words: Vec<(u64, u64)>,
     },
     /// Frees a window.
     DeallocMw {
-        /// Which.
+        /// The key.
         key: Key,
     },
-    /// Looks a key up: [`Reply::KeyInfo`].
+    /// Looks up a key: [`Reply::KeyInfo`].
     QueryKey {
-        /// Which.
+        /// Index of the key.
         index: KeyIndex,
     },
     /// Creates a completion queue: [`Reply::Cq`].
     CreateCq {
-        /// `entries` entries of 64 bytes.
+        /// The ring: `entries` CQEs of 64 bytes.
         ring: M,
-        /// A power of two.
+        /// Number of CQEs, a power of two.
         entries: u32,
-        /// Consumer index and armed word, 8 bytes.
+        /// The record of 8 bytes: consumer index, then armed word.
         record: M,
-        /// Overwrite what was not polled.
+        /// Overwrite CQEs that were not polled instead of raising an overrun error.
         ignore_overrun: bool,
     },
     /// Destroys a completion queue.
     DestroyCq {
-        /// Which.
+        /// The completion queue.
         cqn: Cqn,
     },
-    /// Asks how many completions a CQ has counted: [`Reply::Count`].
+    /// Queries the number of completions that a CQ has counted: [`Reply::Count`].
     CqCount {
-        /// Which.
+        /// The completion queue.
         cqn: Cqn,
     },
     /// Creates a shared receive queue: [`Reply::Srq`].
@@ -126,50 +128,50 @@ pub enum Verb<M> {
     },
     /// Arms a shared receive queue's limit.
     ModifySrq {
-        /// Which.
+        /// The shared receive queue.
         srqn: Srqn,
-        /// 0: none.
+        /// Number of posted receives below which an event is raised; 0 for no event.
         limit: u32,
     },
-    /// Describes a shared receive queue: [`Reply::SrqInfo`].
+    /// Queries a shared receive queue: [`Reply::SrqInfo`].
     QuerySrq {
-        /// Which.
+        /// The shared receive queue.
         srqn: Srqn,
     },
     /// Destroys a shared receive queue.
     DestroySrq {
-        /// Which.
+        /// The shared receive queue.
         srqn: Srqn,
     },
     /// Creates a queue pair: [`Reply::Qp`].
     CreateQp(QpVerb<M>),
     /// Changes a queue pair's state.
     ModifyQp {
-        /// Which.
+        /// The queue pair.
         qpn: Qpn,
-        /// To what.
+        /// The transition.
         change: QpChange,
     },
-    /// Asks for a queue pair's state: [`Reply::QpInfo`].
+    /// Queries a queue pair's state: [`Reply::QpInfo`].
     QueryQp {
-        /// Which.
+        /// The queue pair.
         qpn: Qpn,
     },
     /// Destroys a queue pair.
     DestroyQp {
-        /// Which.
+        /// The queue pair.
         qpn: Qpn,
     },
     /// Sets a managed send queue's limit.
     EnableSend {
-        /// Which.
+        /// The queue pair.
         qpn: Qpn,
         /// Building-block index modulo 2^16.
         limit: u16,
     },
     /// Sets a managed receive queue's limit.
     EnableRecv {
-        /// Which.
+        /// The queue pair.
         qpn: Qpn,
         /// Running index of the queue.
         limit: u32,
@@ -180,13 +182,13 @@ pub enum Verb<M> {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ReceiveRing<M> {
-    /// `entries` receive WQEs of `stride` bytes.
+    /// The ring: `entries` receive WQEs of `stride` bytes.
     pub ring: M,
-    /// A power of two.
+    /// Number of receive WQEs, a power of two.
     pub entries: u32,
     /// Bytes of a receive WQE, a multiple of 16.
     pub stride: u32,
-    /// The producer index, 8 bytes.
+    /// The record of 8 bytes with the producer index.
     pub record: M,
 }
 
@@ -194,30 +196,30 @@ pub struct ReceiveRing<M> {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SendRing<M> {
-    /// `blocks` building blocks of 64 bytes.
+    /// The ring: `blocks` building blocks of 64 bytes.
     pub ring: M,
-    /// A power of two.
+    /// Number of building blocks, a power of two.
     pub blocks: u32,
-    /// It executes up to what SEND_EN allows, and has no doorbell.
+    /// Managed: the queue executes WQEs up to the limit that SEND_EN sets, and has no doorbell.
     pub managed: bool,
 }
 
-/// What a queue pair receives into.
+/// The receive queue of a queue pair.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum ReceiveVerb<M> {
-    /// Nothing.
+    /// No receive queue.
     None,
-    /// A queue of its own.
+    /// A private receive queue.
     Own {
         /// Its ring.
         ring: ReceiveRing<M>,
-        /// Its WQEs are usable up to what RECV_EN allows.
+        /// Managed: its WQEs are usable up to the limit that RECV_EN sets.
         managed: bool,
     },
-    /// A shared one.
+    /// A shared receive queue.
     Shared {
-        /// Which.
+        /// The shared receive queue.
         srqn: Srqn,
     },
 }
@@ -230,23 +232,23 @@ pub struct QpVerb<M> {
     pub pd: Pdn,
     /// Its send queue.
     pub send: Option<SendRing<M>>,
-    /// What it receives into.
+    /// Its receive queue.
     pub receive: ReceiveVerb<M>,
     /// CQ of the send queue.
     pub send_cq: Cqn,
     /// CQ of the receive queue.
     pub recv_cq: Cqn,
-    /// What peers may do through it.
+    /// The remote operations that the peer may request.
     pub access: Access,
-    /// It may bind windows to other QPs: for the physical function only.
+    /// The QP may bind windows to other QPs. Only the physical function may set this.
     pub privileged: bool,
 }
 
-/// The answer to a [`Verb`] that succeeded.
+/// The reply to a [`Verb`] that succeeded.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reply {
-    /// It was done.
+    /// Success without a result.
     Done,
     /// The new protection domain.
     Pd(Pdn),
@@ -262,29 +264,30 @@ pub enum Reply {
     Qp {
         /// Its number.
         qpn: Qpn,
-        /// Its doorbell in the function's doorbell array, where the port has one.
+        /// The slot of its doorbell in the function's doorbell array, where the port has one.
         doorbell: Option<u32>,
     },
-    /// What the table has for a key.
+    /// The protection table's entry for a key.
     KeyInfo(KeyInfo),
-    /// What a queue pair is doing.
+    /// The state of a queue pair.
     QpInfo(QpInfo),
-    /// What a shared receive queue is doing.
+    /// The state of a shared receive queue.
     SrqInfo(SrqInfo),
-    /// What the function may have.
+    /// The limits and capabilities of the function.
     Device(DeviceInfo),
-    /// What has happened.
+    /// Asynchronous events.
     Events(Events),
     /// A count.
     Count(u32),
 }
 
-/// Asynchronous events, in the order in which they happened.
+/// Asynchronous events of a function, oldest first.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Events {
     /// The events.
     pub events: Vec<AsyncEvent>,
-    /// Older ones that were dropped since the last answer: nobody had taken them in time.
+    /// Number of older events that were dropped since the previous reply because the queue was
+    /// full.
     pub lost: u32,
 }
 
@@ -294,7 +297,7 @@ impl Verb<DmaMemory> {
         let done = |()| Reply::Done;
         match self {
             Verb::QueryDevice => engine.query_device(f).map(Reply::Device),
-            // Events are the port's to keep: the engine has none for one function.
+            // The port keeps the events of each function (`core.rs`); the engine does not.
             Verb::TakeEvents => Ok(Reply::Events(Events::default())),
             Verb::AllocPd => engine.alloc_pd(f).map(Reply::Pd),
             Verb::DeallocPd { pd } => engine.dealloc_pd(f, pd).map(done),
@@ -335,7 +338,7 @@ impl Verb<DmaMemory> {
     }
 }
 
-/// All of them or none.
+/// Allocates `count` windows, or none on an error.
 fn alloc_mws(
     engine: &mut Engine,
     f: FunctionId,
@@ -350,7 +353,7 @@ fn alloc_mws(
     all_or_none(engine, f, count as usize, |engine, _| engine.alloc_mw(f, pd, kind))
 }
 
-/// All of them or none.
+/// Allocates a guarded window for each of `words`, or none on an error.
 fn alloc_guarded_mws(
     engine: &mut Engine,
     f: FunctionId,
@@ -369,6 +372,7 @@ fn alloc_guarded_mws(
     })
 }
 
+/// Allocates `count` windows with `make`; frees them again if one allocation fails.
 fn all_or_none(
     engine: &mut Engine,
     f: FunctionId,
@@ -421,7 +425,7 @@ impl From<QpVerb<DmaMemory>> for QpSpec {
 }
 
 impl<M> Verb<M> {
-    /// The same verb with every memory replaced by what `f` makes of it.
+    /// The same verb with every memory replaced by the result of `f`.
     pub fn try_map<N, E>(self, mut f: impl FnMut(M) -> Result<N, E>) -> Result<Verb<N>, E> {
         Ok(match self {
             Verb::QueryDevice => Verb::QueryDevice,
@@ -504,7 +508,7 @@ mod tests {
     use crate::verbs::Limits;
 
     #[test]
-    fn a_verb_allocates_as_many_windows_as_fit_a_message() {
+    fn verb_rejects_more_windows_than_fit_a_message() {
         let mut engine = Engine::new(Limits::default());
         let f = FunctionId::PHYSICAL;
         let pd = engine.alloc_pd(f).unwrap();
@@ -523,9 +527,9 @@ mod tests {
                 _ => false,
             }
         };
-        for (most, is_guarded) in [(MWS_MAX, false), (GUARDED_MWS_MAX, true)] {
-            assert!(!is_too_many(most, is_guarded));
-            assert!(is_too_many(most + 1, is_guarded));
+        for (maximum, is_guarded) in [(MWS_MAX, false), (GUARDED_MWS_MAX, true)] {
+            assert!(!is_too_many(maximum, is_guarded));
+            assert!(is_too_many(maximum + 1, is_guarded));
             assert!(is_too_many(u16::MAX.into(), is_guarded));
         }
     }

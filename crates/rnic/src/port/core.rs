@@ -1,5 +1,5 @@
-//! What every port has around the engine: verbs with what a port must remember of them, and events
-//! turned into wake-ups.
+//! The part that all ports share around the engine: it executes verbs, records the sleepers of each
+//! CQ, and turns the engine's events into wake-ups.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -9,13 +9,14 @@ use rustix::thread::futex;
 use super::control::{Reply, Verb};
 use super::error::Error;
 use super::events::{EventQueues, EventWord};
-use super::wakes::{Environment, Sleeper, Wakes};
+use super::sleeper::{Environment, Sleeper};
+use super::wakes::Wakes;
 use crate::engine::Engine;
 use crate::ids::{Cqn, FunctionId};
 use crate::memory::DmaMemory;
 use crate::verbs::{Event, Limits};
 
-/// Offset, in a CQ's record, of the word that says that somebody sleeps on it.
+/// Offset, in a CQ's record, of the armed word: non-zero while a thread sleeps on the CQ.
 pub const ARMED: usize = 4;
 
 /// An engine with its CQs' records.
@@ -23,9 +24,9 @@ pub(super) struct Core {
     pub engine: Engine,
     /// The word of each CQ's record that threads sleep on.
     sleepers: HashMap<Cqn, Arc<Sleeper>>,
-    /// Wake-ups to be made.
+    /// Pending wake-ups.
     pub wakes: Wakes,
-    /// Asynchronous events.
+    /// Pending asynchronous events of each function.
     pub events: EventQueues,
 }
 
@@ -39,7 +40,8 @@ impl Core {
         }
     }
 
-    /// Wakes the threads that sleep on `word` for asynchronous events of `function`.
+    /// Registers `word` as the futex word on which threads wait for asynchronous events of
+    /// `function`.
     pub fn watch_events(&mut self, function: FunctionId, word: EventWord) {
         let sleeper = self.wakes.sleeper(function, word.memory().clone());
         self.events.watch(function, word, sleeper);
@@ -64,7 +66,7 @@ impl Core {
         };
         let reply = verb.execute(&mut self.engine, f)?;
         if let (Reply::Cq(cqn), Some(record)) = (&reply, record) {
-            // The verb has checked the record.
+            // The engine has checked the record when it executed the verb.
             if let Some(word) = record.slice(ARMED, 4) {
                 self.sleepers.insert(*cqn, self.wakes.sleeper(f, word));
             }
@@ -79,18 +81,19 @@ impl Core {
         Ok(reply)
     }
 
-    /// Removes a function with all that it has.
+    /// Removes a function with all its objects, events and wake-ups.
     pub fn remove_function(&mut self, f: FunctionId) {
         self.engine.remove_function(f);
         self.sleepers.retain(|_, sleeper| sleeper.function != f);
-        // So that none of its events comes later.
+        // Delivered first: otherwise the engine would report events of this function after its
+        // removal.
         self.deliver_events();
         self.events.remove(f);
         self.wakes.remove(f);
     }
 
-    /// Wakes the threads that sleep on the CQs that the engine reports. True if there was work; more
-    /// may be left then.
+    /// Turns the engine's events into wake-ups and makes some of the wake-ups. Returns true if
+    /// there was work; then more may be left.
     #[inline]
     pub fn deliver_events(&mut self) -> bool {
         let Self { engine, sleepers, wakes, events } = self;
@@ -98,7 +101,7 @@ impl Core {
         for event in engine.take_events() {
             any = true;
             let sleeper = match event {
-                // The CQ may have ended since.
+                // No sleeper if the CQ was destroyed after its completion.
                 Event::Completion(cqn) => sleepers.get(&cqn),
                 Event::Async { function, event } => events.push(function, event),
             };
@@ -114,9 +117,9 @@ impl Core {
     }
 }
 
-/// Wakes all threads that sleep on the CQ with `record`, in whatever process.
+/// Wakes all threads, of any process, that sleep on the CQ with `record`.
 pub fn wake(record: &DmaMemory) {
-    // A futex in memory that another process may share: a failure costs the owner of that memory.
+    // The futex may lie in memory of another process. A failure harms that memory's owner only.
     let _ = futex::wake(record.word32(ARMED), futex::Flags::empty(), i32::MAX as u32);
 }
 

@@ -21,14 +21,14 @@ fn events(core: &mut Core, f: FunctionId) -> Vec<AsyncEvent> {
 }
 
 #[test]
-fn a_cq_that_has_ended_has_no_sleeper_and_no_events() {
+fn destroyed_cq_has_no_sleeper_and_no_events() {
     let (mut core, q) = with_queue();
     assert!(core.sleepers.contains_key(&q.cqn));
     let (ended, other) = (q.cqn, Cqn::new(q.cqn.raw() + 1));
     for cqn in [ended, other] {
         core.events.push(F, AsyncEvent::CqOverrun { cqn });
     }
-    assert!(core.execute(F, Verb::DestroyCq { cqn: ended }).is_err(), "it is in use");
+    assert!(core.execute(F, Verb::DestroyCq { cqn: ended }).is_err(), "the CQ is in use");
     assert!(core.sleepers.contains_key(&q.cqn));
     core.execute(F, Verb::DestroyQp { qpn: q.qpn }).unwrap();
     core.execute(F, Verb::DestroyCq { cqn: ended }).unwrap();
@@ -37,7 +37,7 @@ fn a_cq_that_has_ended_has_no_sleeper_and_no_events() {
 }
 
 #[test]
-fn an_srq_that_has_ended_has_no_events() {
+fn destroyed_srq_has_no_events() {
     let (mut core, q) = with_queue();
     let Ok(Reply::Pd(pd)) = core.execute(F, Verb::AllocPd) else { panic!("no PD") };
     let memory = DmaMemory::anonymous(4096).unwrap();
@@ -55,7 +55,7 @@ fn an_srq_that_has_ended_has_no_events() {
 }
 
 #[test]
-fn a_function_that_is_removed_leaves_nothing_behind() {
+fn removed_function_leaves_no_state() {
     let (mut core, other) = with_queue();
     let f = core.engine.add_function(crate::verbs::FunctionLimits::default()).unwrap();
     let q = TestQueue::new(|verb| core.execute(f, verb).unwrap());
@@ -69,7 +69,7 @@ fn a_function_that_is_removed_leaves_nothing_behind() {
 }
 
 #[test]
-fn all_who_sleep_on_a_cq_can_be_woken() {
+fn wake_wakes_all_threads_that_sleep_on_a_cq() {
     use rustix::thread::futex;
     let record = DmaMemory::anonymous(8).unwrap();
     record.word32(ARMED).store(1, Ordering::SeqCst);
@@ -81,7 +81,7 @@ fn all_who_sleep_on_a_cq_can_be_woken() {
         })
     };
     let sleepers = [sleep(), sleep()];
-    // A thread may not sleep yet when it is woken.
+    // Repeated, because a thread may not be asleep yet at the time of a wake-up.
     while !sleepers.iter().all(|sleeper| sleeper.is_finished()) {
         wake(&record);
         std::thread::yield_now();

@@ -1,4 +1,4 @@
-//! What can go wrong between a function and its NIC.
+//! Errors between a function and its NIC.
 
 use std::io;
 
@@ -6,33 +6,36 @@ use std::io;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The NIC refused a verb.
-    #[error("the NIC refused: {0}")]
+    /// The NIC rejected a verb.
+    #[error("the NIC rejected the request: {0}")]
     Verb(#[from] crate::error::Error),
-    /// The NIC of another process refused a request.
-    #[error("the NIC refused: {why}")]
+    /// The NIC of another process rejected a request.
+    #[error("the NIC rejected the request: {why}")]
     Refused {
         /// Its reason.
         why: String,
     },
-    /// A message that is not of the attach protocol, or one that it does not allow now.
-    #[error("the message is not one of the attach protocol: {what}")]
+    /// A message that is not part of the attach protocol, or not allowed in the current state.
+    #[error("the message violates the attach protocol: {what}")]
     Protocol {
-        /// What is wrong with it.
+        /// The violation.
         what: String,
     },
-    /// Memory that a NIC in another process cannot reach.
-    #[error("{len} bytes at {addr:#x} are not memory of this function; take it from `alloc_dma`")]
+    /// Memory that a NIC in another process cannot access.
+    #[error(
+        "{len} bytes at {addr:#x} were not allocated by this function's `alloc_dma`: the NIC cannot \
+         access them"
+    )]
     NotDma {
         /// First address.
         addr: u64,
         /// Bytes.
         len: usize,
     },
-    /// The system refused something.
+    /// A system call failed.
     #[error("{attempt}: {source}")]
     System {
-        /// What was attempted.
+        /// The action that failed.
         attempt: &'static str,
         /// The system's error.
         source: io::Error,
@@ -40,13 +43,13 @@ pub enum Error {
     /// The thread or process that runs the NIC has ended.
     #[error("the NIC is gone: {why}")]
     Gone {
-        /// How that was noticed.
+        /// How the end was detected.
         why: String,
     },
 }
 
 impl Error {
-    /// Makes a system error of what `attempt` gave.
+    /// Returns a function that wraps an errno of the action `attempt` in [`Error::System`].
     pub(crate) fn system(attempt: &'static str) -> impl Fn(rustix::io::Errno) -> Error {
         move |errno| Error::System { attempt, source: errno.into() }
     }

@@ -1,15 +1,16 @@
-//! Asynchronous events on their way to the functions that they are for.
+//! Delivery of asynchronous events to the functions that own the affected objects.
 //!
 //! ```text
 //! engine ── Event::Async ──> queue of the function ── Verb::TakeEvents ──> its owner
 //!                                    └─ futex on its word `armed`, if that is 1
 //! ```
 //!
-//! The word is armed and disarmed as a CQ's is (`handshake.rs`): who waits arms it and then takes events
-//! once more; the NIC puts an event into the queue and then looks at the word.
+//! The word is armed and disarmed as the word of a CQ is (`handshake.rs`): a waiting thread arms
+//! the word and then takes events once more; the NIC puts an event into the queue and then reads
+//! the word.
 //!
-//! A queue is short, and an event that is in it already does not come again: a function that never takes its
-//! events keeps the last of them, and costs nothing more.
+//! A queue is bounded, and an event that is already queued is not queued again. So a function that
+//! never takes its events costs no more than one full queue, which holds the newest events.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -20,20 +21,20 @@ use rustix::thread::futex;
 
 use super::control::{EVENTS_MAX, Events, Verb};
 use super::handshake;
-use super::wakes::Sleeper;
+use super::sleeper::Sleeper;
 use crate::ids::FunctionId;
 use crate::memory::DmaMemory;
 use crate::verbs::AsyncEvent;
 
-/// The most events that wait for their function. More drop the oldest.
+/// Maximum queued events of a function. A further event drops the oldest.
 const QUEUE_MAX: usize = 1024;
 
-/// The word of a function: 0, or armed by who waits for its events.
+/// The futex word of a function: armed by threads that wait for its events, otherwise 0.
 #[derive(Clone)]
 pub struct EventWord(DmaMemory);
 
 impl EventWord {
-    /// The first 4 bytes of `memory`.
+    /// Uses the first 4 bytes of `memory` as the word.
     pub(super) fn new(memory: DmaMemory) -> Self {
         Self(memory)
     }
@@ -42,25 +43,25 @@ impl EventWord {
         &self.0
     }
 
-    /// Says that the caller will wait; then it must take events once more before it does.
+    /// Arms the word. The caller must then take events once more before it sleeps.
     pub fn arm(&self) {
         self.0.word32(0).store(handshake::ANY, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
-    /// Sleeps while the word is armed, for up to `timeout`.
+    /// Sleeps while the word is armed, for at most `timeout`.
     pub fn sleep(&self, timeout: Duration) {
         let timeout = futex::Timespec {
             tv_sec: timeout.as_secs().try_into().unwrap_or(i64::MAX),
             tv_nsec: timeout.subsec_nanos() as i64,
         };
-        // Woken, interrupted, too late: the caller looks again in any case.
+        // The result does not matter: the caller checks for events again in any case.
         let word = self.0.word32(0);
         let _ = futex::wait(word, futex::Flags::empty(), handshake::ANY, Some(&timeout));
     }
 }
 
-/// The queues of all functions.
+/// The event queues of all functions.
 #[derive(Default)]
 pub(super) struct EventQueues {
     queues: HashMap<FunctionId, Queue>,
@@ -74,7 +75,8 @@ struct Queue {
 }
 
 impl EventQueues {
-    /// Sets the word on which threads wait for events of `function`, and its sleeper.
+    /// Sets the word on which threads wait for events of `function`, and the sleeper that wakes
+    /// them.
     pub fn watch(&mut self, function: FunctionId, word: EventWord, sleeper: Arc<Sleeper>) {
         self.queues.entry(function).or_default().word = Some((word, sleeper));
     }
@@ -84,7 +86,7 @@ impl EventQueues {
         self.queues.get(&function)?.word.as_ref().map(|(word, _)| word.clone())
     }
 
-    /// Puts an event into its function's queue; gives the sleeper to be woken for it.
+    /// Queues an event for its function. Returns the sleeper to wake, if the word was armed.
     #[cold]
     pub fn push(&mut self, function: FunctionId, event: AsyncEvent) -> Option<&Arc<Sleeper>> {
         let queue = self.queues.entry(function).or_default();
@@ -101,7 +103,7 @@ impl EventQueues {
         handshake::disarm(word.word32(0), true).then_some(sleeper)
     }
 
-    /// Takes the oldest events of `function`.
+    /// Takes the oldest events of `function`, at most [`EVENTS_MAX`].
     pub fn take(&mut self, function: FunctionId) -> Events {
         let Some(queue) = self.queues.get_mut(&function) else { return Events::default() };
         let count = queue.events.len().min(EVENTS_MAX);
@@ -109,7 +111,7 @@ impl EventQueues {
         Events { events, lost: std::mem::take(&mut queue.lost) }
     }
 
-    /// Forgets events of an object that `verb`, which was done, has ended.
+    /// Removes the events of the object that `verb`, which has succeeded, destroyed.
     pub fn forget_ended(&mut self, function: FunctionId, verb: &Verb<()>) {
         let Some(queue) = self.queues.get_mut(&function) else { return };
         queue.events.retain(|event| match (event, verb) {
@@ -121,7 +123,7 @@ impl EventQueues {
         });
     }
 
-    /// Forgets a function.
+    /// Removes the queue and the word of a function.
     pub fn remove(&mut self, function: FunctionId) {
         self.queues.remove(&function);
     }
@@ -131,14 +133,15 @@ impl EventQueues {
 mod tests {
     use super::*;
     use crate::ids::{Cqn, Qpn, Srqn};
-    use crate::port::wakes::{Environment, Wakes};
+    use crate::port::sleeper::Environment;
+    use crate::port::wakes::Wakes;
 
     fn event(n: u32) -> AsyncEvent {
         AsyncEvent::LastWqeReached { qpn: Qpn::new(n) }
     }
 
     #[test]
-    fn a_queue_that_nobody_reads_keeps_the_last_and_says_what_it_lost() {
+    fn unread_queue_keeps_newest_events_and_counts_lost_ones() {
         let mut queues = EventQueues::default();
         let f = FunctionId(3);
         for n in 0..QUEUE_MAX as u32 + 10 {
@@ -153,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_ended_has_no_events() {
+    fn destroyed_qp_has_no_events() {
         let mut queues = EventQueues::default();
         let f = FunctionId::PHYSICAL;
         queues.push(f, event(1));
@@ -163,12 +166,12 @@ mod tests {
     }
 
     #[test]
-    fn an_object_that_has_ended_takes_its_own_events_with_it_and_no_others() {
+    fn destroying_an_object_removes_only_its_own_events() {
         let f = FunctionId::PHYSICAL;
         let (qpn, cqn, srqn) = (Qpn::new(1), Cqn::new(1), Srqn::new(1));
         let syndrome = crate::cqe::Syndrome::LocalProtection;
         let failed = |qpn| AsyncEvent::QpError { qpn, syndrome, by_peer: false };
-        let all = [
+        let events = [
             event(1),
             event(2),
             failed(qpn),
@@ -178,24 +181,24 @@ mod tests {
             AsyncEvent::SrqLimit { srqn },
             AsyncEvent::SrqLimit { srqn: Srqn::new(2) },
         ];
-        let gone = [
+        let destroyed = [
             (Verb::DestroyQp { qpn }, vec![0, 2]),
             (Verb::DestroyCq { cqn }, vec![4]),
             (Verb::DestroySrq { srqn }, vec![6]),
             (Verb::AllocPd, vec![]),
         ];
-        for (verb, its) in gone {
+        for (verb, ended) in destroyed {
             let mut queues = EventQueues::default();
-            all.iter().for_each(|event| _ = queues.push(f, *event));
+            events.iter().for_each(|event| _ = queues.push(f, *event));
             queues.forget_ended(f, &verb);
-            let left = all.iter().enumerate().filter(|(i, _)| !its.contains(i));
+            let left = events.iter().enumerate().filter(|(i, _)| !ended.contains(i));
             let left: Vec<_> = left.map(|(_, event)| *event).collect();
             assert_eq!(queues.take(f).events, left, "{verb:?}");
         }
     }
 
     #[test]
-    fn a_function_that_is_gone_leaves_no_events_to_the_next_one_of_its_number() {
+    fn reused_function_number_inherits_no_events() {
         let mut queues = EventQueues::default();
         let f = FunctionId(3);
         queues.push(f, event(1));
@@ -204,33 +207,37 @@ mod tests {
     }
 
     #[test]
-    fn an_event_wakes_a_thread_that_sleeps_until_one_comes() {
+    fn event_wakes_a_sleeping_thread() {
         let (mut queues, mut wakes) = (EventQueues::default(), Wakes::new(Environment::SYSTEM));
         let f = FunctionId(3);
         let word = EventWord::new(DmaMemory::anonymous(4).unwrap());
         queues.watch(f, word.clone(), wakes.sleeper(f, word.memory().clone()));
-        assert!(queues.word(f).is_some_and(|it| it.memory().addr() == word.memory().addr()));
+        assert!(
+            queues
+                .word(f)
+                .is_some_and(|word_of_f| word_of_f.memory().addr() == word.memory().addr())
+        );
         assert!(queues.word(FunctionId(4)).is_none());
         assert!(queues.push(f, event(1)).is_none(), "the word is not armed");
         word.arm();
         assert_eq!(word.memory().word32(0).load(Ordering::SeqCst), handshake::ANY);
-        let (say, hear) = std::sync::mpsc::channel();
+        let (sender, receiver) = std::sync::mpsc::channel();
         let sleeping = word.clone();
         let sleeper = std::thread::spawn(move || {
-            say.send(rustix::thread::gettid()).unwrap();
+            sender.send(rustix::thread::gettid()).unwrap();
             while sleeping.memory().word32(0).load(Ordering::SeqCst) == handshake::ANY {
                 sleeping.sleep(Duration::from_secs(20));
             }
         });
-        // The event comes when the thread is asleep, not when it is about to be.
-        let stat = format!("/proc/self/task/{}/stat", hear.recv().unwrap().as_raw_nonzero());
+        // Wait until the thread is asleep: the event must not arrive while it is about to sleep.
+        let stat = format!("/proc/self/task/{}/stat", receiver.recv().unwrap().as_raw_nonzero());
         let is_asleep = || {
             let stat = std::fs::read_to_string(&stat).unwrap();
             stat.rsplit_once(')').is_some_and(|(_, rest)| rest.starts_with(" S"))
         };
         let until = std::time::Instant::now() + Duration::from_secs(20);
         while !is_asleep() {
-            assert!(std::time::Instant::now() < until, "it does not sleep");
+            assert!(std::time::Instant::now() < until, "the thread does not sleep");
             std::thread::yield_now();
         }
         let woken = queues.push(f, event(2)).expect("the word is armed").clone();

@@ -1,4 +1,4 @@
-//! What each port does behind a [`Function`]; the inline port itself.
+//! Tests of each port behind a [`Function`], and of the inline port.
 
 use super::inline::InlineNic;
 use super::test_queue::TestQueue;
@@ -14,21 +14,21 @@ fn inline() -> (std::sync::Arc<InlineNic>, Function) {
 
 fn queue(f: &Function) -> (TestQueue, Doorbell) {
     let q = TestQueue::new(|verb| f.execute(verb).unwrap());
-    let bell = f.doorbell(q.qpn, q.slot).unwrap();
-    (q, bell)
+    let doorbell = f.doorbell(q.qpn, q.slot).unwrap();
+    (q, doorbell)
 }
 
 #[test]
-fn who_rings_is_the_inline_nic() {
+fn doorbell_write_runs_the_inline_engine() {
     let (nic, f) = inline();
     assert_eq!((f.port_name(), f.descriptors()), ("inline", vec![]));
     assert!(f.check_alive().is_ok());
-    assert!(!f.offer_cpu() && !f.wait_turn() && !f.busy_turn());
-    let (mut q, mut bell) = queue(&f);
+    assert!(!f.offer_cpu() && !f.poll_engine() && !f.poll_engine_before_sleep());
+    let (mut q, mut doorbell) = queue(&f);
     let before = nic.stats().completions;
     for _ in 0..1000 {
         q.nop();
-        bell.ring(q.index);
+        doorbell.write(q.index);
         assert!(q.is_done() && !q.is_done());
     }
     assert_eq!(nic.stats().completions - before, 1000);
@@ -36,19 +36,19 @@ fn who_rings_is_the_inline_nic() {
 }
 
 #[test]
-fn one_doorbell_executes_all_that_becomes_ready_by_it() {
+fn doorbell_write_executes_all_qps_that_it_makes_ready() {
     let (nic, f) = inline();
     let execute = |verb| f.execute(verb).unwrap();
     // More WQEs than the engine executes in one call.
     let mut managed: Vec<_> = (0..6).map(|_| TestQueue::with_management(true, execute)).collect();
-    let (mut first, mut bell) = queue(&f);
+    let (mut first, mut doorbell) = queue(&f);
     for q in &mut managed {
         (0..60).for_each(|_| q.nop());
-        f.doorbell(q.qpn, q.slot).unwrap().ring(q.index);
+        f.doorbell(q.qpn, q.slot).unwrap().write(q.index);
         assert!(!q.is_done(), "nothing is enabled");
         first.put(|wqe| _ = wqe.send_enable(q.qpn, q.index.into()));
     }
-    bell.ring(first.index);
+    doorbell.write(first.index);
     assert!(nic.ready_qps().is_empty());
     for q in &mut managed {
         assert_eq!((0..61).filter(|_| q.is_done()).count(), 60);
@@ -56,56 +56,56 @@ fn one_doorbell_executes_all_that_becomes_ready_by_it() {
 }
 
 #[test]
-fn a_send_that_waits_gets_its_receive_from_who_posts_it() {
+fn posting_a_receive_completes_a_blocked_send() {
     let (_nic, f) = inline();
-    let (mut q, mut bell) = queue(&f);
+    let (mut q, mut doorbell) = queue(&f);
     q.received.store_be32(0, 1);
     f.receive_posted();
     q.send();
-    bell.ring(q.index);
-    assert!(q.is_done() && q.is_done(), "the receive was there");
-    // The flag was not set by that: a receive that is posted now runs nothing.
+    doorbell.write(q.index);
+    assert!(q.is_done() && q.is_done(), "the receive was posted before");
+    // That SEND set no flag, because it was not blocked: posting a receive does not run the engine.
     q.send();
-    bell.ring(q.index);
+    doorbell.write(q.index);
     assert!(!q.is_done());
     q.received.store_be32(0, 2);
     assert!(!q.is_done());
     f.receive_posted();
     assert!(q.is_done() && q.is_done());
     q.send();
-    bell.ring(q.index);
+    doorbell.write(q.index);
     q.received.store_be32(0, 3);
-    f.turn();
-    assert!(q.is_done() && q.is_done(), "who goes to sleep is the NIC once more");
+    f.before_sleep();
+    assert!(q.is_done() && q.is_done(), "a caller runs the engine before it sleeps");
 }
 
 #[test]
-fn an_inline_function_is_removed_with_its_last_handle_or_when_it_is_told_to() {
+fn inline_function_ends_with_last_handle_or_on_remove() {
     let (nic, physical) = inline();
     let f = nic.function(FunctionLimits::default()).unwrap();
     let g = nic.function(FunctionLimits::default()).unwrap();
     assert!(f.id() != g.id() && f.id() != FunctionId::PHYSICAL);
     assert_eq!(nic.physical().id(), FunctionId::PHYSICAL);
-    let (of_f, of_g) = (Function::Inline(f.clone()), Function::Inline(g.clone()));
-    let (mut q, mut bell) = queue(&of_f);
-    let (other, _) = queue(&of_g);
+    let (function_f, function_g) = (Function::Inline(f.clone()), Function::Inline(g.clone()));
+    let (mut q, mut doorbell) = queue(&function_f);
+    let (other, _) = queue(&function_g);
     let query = |qpn| Verb::QueryQp { qpn };
-    assert!(of_f.execute(query(q.qpn)).is_ok());
+    assert!(function_f.execute(query(q.qpn)).is_ok());
     g.remove();
-    assert!(of_g.execute(query(other.qpn)).is_err());
+    assert!(function_g.execute(query(other.qpn)).is_err());
     let unknown = physical.execute(query(other.qpn));
     assert!(matches!(unknown, Err(Error::Verb(crate::Error::Unknown(_)))), "{unknown:?}");
     q.nop();
-    bell.ring(q.index);
-    assert!(q.is_done(), "another function's end harms no others");
-    drop(bell);
-    drop((f, of_f));
+    doorbell.write(q.index);
+    assert!(q.is_done(), "the removal of a function affects no other");
+    drop(doorbell);
+    drop((f, function_f));
     let unknown = physical.execute(query(q.qpn));
     assert!(matches!(unknown, Err(Error::Verb(crate::Error::Unknown(_)))), "{unknown:?}");
 }
 
 #[test]
-fn a_function_has_one_word_for_its_events() {
+fn function_has_one_event_word() {
     let (_nic, f) = inline();
     let words = [f.event_word().unwrap(), f.event_word().unwrap()];
     assert_eq!(words[0].memory().addr(), words[1].memory().addr());
@@ -115,7 +115,7 @@ fn a_function_has_one_word_for_its_events() {
     f.execute(Verb::ModifyQp { qpn: q.qpn, change: QpChange::Error }).unwrap();
     let Ok(Reply::Events(events)) = f.execute(Verb::TakeEvents) else { panic!("no events") };
     let last = |event: &AsyncEvent| matches!(event, AsyncEvent::LastWqeReached { .. });
-    assert!(!events.events.iter().any(last), "it has no SRQ");
+    assert!(!events.events.iter().any(last), "the QP has no SRQ");
 }
 
 fn create_srq(f: &Function) -> Result<Reply, Error> {
@@ -127,15 +127,15 @@ fn create_srq(f: &Function) -> Result<Reply, Error> {
 }
 
 #[test]
-fn a_stepped_nic_does_a_step_when_it_is_told_to() {
+fn stepped_nic_runs_only_in_step() {
     let memory = |bytes| DmaMemory::anonymous(bytes).unwrap();
     let nic = InlineNic::stepped(Limits::default(), Box::new(memory));
     let f = Function::Inline(nic.physical());
-    let (mut q, mut bell) = queue(&f);
+    let (mut q, mut doorbell) = queue(&f);
     assert!(nic.ready_qps().is_empty() && !nic.step(q.qpn));
     q.nop();
     q.nop();
-    bell.ring(q.index);
+    doorbell.write(q.index);
     assert!(!q.is_done());
     for _ in 0..2 {
         assert_eq!(nic.ready_qps(), [q.qpn]);
@@ -145,21 +145,21 @@ fn a_stepped_nic_does_a_step_when_it_is_told_to() {
 }
 
 #[test]
-fn a_queue_pair_that_was_reset_starts_anew_with_its_doorbell() {
+fn reset_qp_restarts_with_its_doorbell() {
     let host = shm::Host::start(Limits::default()).unwrap();
     for f in [inline().1, Function::Local(host.physical())] {
-        let (mut q, mut bell) = queue(&f);
+        let (mut q, mut doorbell) = queue(&f);
         for _ in 0..3 {
-            // The same index as before the reset.
+            // The producer index is the same as before the reset.
             q.nop();
-            bell.ring(q.index);
+            doorbell.write(q.index);
             let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
             while !q.is_done() {
                 assert!(std::time::Instant::now() < until, "{}", f.port_name());
                 std::thread::yield_now();
             }
             f.execute(Verb::ModifyQp { qpn: q.qpn, change: QpChange::Reset }).unwrap();
-            bell.reset();
+            doorbell.reset();
             q.index = 0;
             q.connect(|verb| f.execute(verb).unwrap());
         }
@@ -167,7 +167,7 @@ fn a_queue_pair_that_was_reset_starts_anew_with_its_doorbell() {
 }
 
 #[test]
-fn the_cpus_of_a_process_are_those_that_its_main_thread_may_run_on() {
+fn cpu_count_follows_the_main_threads_affinity() {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap();
     // A single number is one CPU.

@@ -1,30 +1,31 @@
-//! The handshakes between who goes to sleep and who must wake it then.
+//! The sleep/wake handshakes: NIC and doorbell writer, CQ reader and NIC.
 //!
-//! Both are a store-buffer (Dekker) pair: each side stores what it has to say, puts a sequentially
-//! consistent fence, and looks at what the other has said. At least one of the two sees the other's
-//! store, so that nobody sleeps for ever.
+//! Each handshake is a store-buffer (Dekker) pair: each side stores its own word, executes a
+//! sequentially consistent fence, and loads the other side's word. At least one side sees the
+//! other's store, so no wake-up is lost.
 //!
-//! | | stores | looks at |
+//! | side | stores | then loads |
 //! | --- | --- | --- |
-//! | who rings a doorbell | the doorbell | `sleeping`: wake the NIC? |
-//! | the NIC that goes to sleep | `sleeping` | all doorbells |
-//! | who goes to sleep on a CQ | `armed` | the ring |
-//! | the NIC that has written a completion | the CQE | `armed`: wake the sleeper? |
+//! | a client that writes a doorbell | the doorbell | `sleeping`: wake the NIC? |
+//! | the NIC before it sleeps | `sleeping` | all doorbells |
+//! | a client before it sleeps on a CQ | `armed` | the CQ ring |
+//! | the NIC after it has written a completion | the CQE | `armed`: wake the sleeper? |
 //!
-//! The words are generic so that a model checker can stand in for the machine: the tests run these
-//! functions, under every interleaving and reordering that C11 allows, with and without the fence.
+//! The words are generic so that a model checker can replace the machine's memory: the tests run
+//! these functions under every interleaving and reordering that C11 allows, with and without the
+//! fence.
 
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 
-/// A word that both sides see.
+/// A 32-bit word that both sides of a handshake access.
 pub trait Word {
-    /// Loads it.
+    /// Loads the word.
     fn load(&self, order: Ordering) -> u32;
-    /// Stores it.
+    /// Stores `value`.
     fn store(&self, value: u32, order: Ordering);
-    /// Replaces it.
+    /// Stores `value` and returns the previous value.
     fn swap(&self, value: u32, order: Ordering) -> u32;
-    /// Replaces 0 by `value`; what was there.
+    /// Stores `value` if the word is 0. Returns the previous value in any case.
     fn set_if_zero(&self, value: u32) -> u32;
     /// A sequentially consistent fence between such words.
     fn fence();
@@ -53,33 +54,34 @@ impl Word for AtomicU32 {
     }
 }
 
-/// After a store that the NIC should see: whether it sleeps as deep as `from` and must be woken.
+/// Whether the NIC sleeps at level `from` or deeper and must be woken. Called after the store that
+/// the NIC has to see.
 #[inline]
 pub fn must_wake_nic<W: Word>(sleeping: &W, from: u32) -> bool {
     W::fence();
     sleeping.load(Ordering::Relaxed) >= from
 }
 
-/// The NIC goes to sleep: it says so with `announce`, and looks at everything once more. False if
-/// `look` has found something to do; then it has to say that it is awake.
+/// Announces that the NIC is about to sleep, and checks for work once more. Returns false if
+/// `has_work` has found work; then the caller must revoke the announcement.
 #[inline]
 pub fn may_sleep<W: Word, N>(
     nic: &mut N,
     announce: impl FnOnce(&N),
-    look: impl FnOnce(&mut N) -> bool,
+    has_work: impl FnOnce(&mut N) -> bool,
 ) -> bool {
     announce(nic);
     W::fence();
-    !look(nic)
+    !has_work(nic)
 }
 
-/// In `armed`: any completion wakes who sleeps.
+/// Value of `armed`: any completion wakes the sleepers.
 pub const ANY: u32 = 1;
-/// In `armed`: one with an error, or one whose sender asked for an event, wakes who sleeps.
+/// Value of `armed`: only a solicited completion or one with an error wakes the sleepers.
 pub const SOLICITED: u32 = 2;
 
-/// Arms a CQ for a sleeper; true if it may sleep while the word is [`ANY`], because `ready` has found
-/// nothing.
+/// Arms a CQ for any completion. Returns true if the caller may sleep while the word is [`ANY`],
+/// because `ready` has found no completion.
 #[inline]
 pub fn arm<W: Word>(armed: &W, ready: impl FnOnce() -> bool) -> bool {
     armed.store(ANY, Ordering::SeqCst);
@@ -87,9 +89,9 @@ pub fn arm<W: Word>(armed: &W, ready: impl FnOnce() -> bool) -> bool {
     !ready()
 }
 
-/// Arms a CQ for a sleeper whom only solicited completions shall wake; `Some` of the value while which it
-/// may sleep, because `ready` has found nothing. Who sleeps for any completion stays armed
-/// (IBTA vol. 1, chapter 11, "request completion notification").
+/// Arms a CQ for solicited completions only. Returns the armed value, or `None` if `ready` has
+/// found a completion. The caller may sleep while the word has that value. A word that is armed for
+/// any completion stays so (IBTA vol. 1, chapter 11, "request completion notification").
 #[inline]
 pub fn arm_solicited<W: Word>(armed: &W, ready: impl FnOnce() -> bool) -> Option<u32> {
     let before = armed.set_if_zero(SOLICITED);
@@ -97,15 +99,16 @@ pub fn arm_solicited<W: Word>(armed: &W, ready: impl FnOnce() -> bool) -> Option
     (!ready()).then_some(if before == 0 { SOLICITED } else { before })
 }
 
-/// Whether it is still armed with `value`: then nothing has come since for which that sleeper wakes, and it may
-/// sleep on.
+/// Whether the CQ is still armed with `value`. Then no completion has come that wakes the caller,
+/// which may sleep on.
 #[inline]
 pub fn is_armed<W: Word>(armed: &W, value: u32) -> bool {
     armed.load(Ordering::SeqCst) == value
 }
 
-/// After a completion and a full fence: whether somebody sleeps on the CQ and must be woken for it;
-/// `solicited` says whether it is one for which [`SOLICITED`] sleepers wake.
+/// Disarms a CQ if the new completion has to wake its sleepers, and returns whether it did. Called
+/// after the CQE was written and a full fence. `solicited`: the completion also wakes [`SOLICITED`]
+/// sleepers.
 #[inline]
 pub fn disarm<W: Word>(armed: &W, solicited: bool) -> bool {
     match armed.load(Ordering::Relaxed) {
@@ -121,7 +124,7 @@ mod tests {
     use loom::sync::atomic as model;
     use loom::sync::{Arc, Condvar, Mutex};
 
-    /// A word of the model checker, whose fences are there or are forgotten.
+    /// A word of the model checker. `FENCES` selects whether its fences have an effect.
     struct Modelled<const FENCES: bool>(model::AtomicU32);
 
     impl<const FENCES: bool> Word for Modelled<FENCES> {
@@ -149,7 +152,7 @@ mod tests {
         Modelled(model::AtomicU32::new(0))
     }
 
-    /// What an eventfd that is watched is to the NIC: it sleeps until it was written since.
+    /// Model of an eventfd that the NIC polls: `sleep` returns once the eventfd was written.
     struct Eventfd(Mutex<bool>, Condvar);
 
     impl Eventfd {
@@ -171,7 +174,7 @@ mod tests {
     const AWAKE: u32 = 0;
     const ASLEEP: u32 = 1;
 
-    /// A client rings twice while the NIC goes to sleep whenever it sees nothing new.
+    /// A client writes its doorbell twice while the NIC sleeps whenever it sees no new value.
     fn doorbell<const FENCES: bool>() {
         let shared = Arc::new((word::<FENCES>(), word::<FENCES>(), Eventfd::new()));
         let client = loom::thread::spawn({
@@ -203,9 +206,9 @@ mod tests {
         client.join().unwrap();
     }
 
-    /// The NIC writes a completion while its reader goes to sleep on the CQ.
+    /// The NIC writes a completion while the reader goes to sleep on the CQ.
     fn completion<const FENCES: bool>() {
-        // CQE, armed, and what a futex is made of.
+        // The CQE, the armed word, and the lock and condition variable that model a futex.
         let shared = Arc::new((word::<FENCES>(), word::<FENCES>(), Mutex::new(()), Condvar::new()));
         let nic = loom::thread::spawn({
             let shared = shared.clone();
@@ -223,7 +226,7 @@ mod tests {
         let ready = || cqe.load(Ordering::Acquire) == 7;
         while !ready() {
             if arm(armed, ready) {
-                // A futex: looks and goes to sleep in one step.
+                // A futex: compares and sleeps atomically.
                 let guard = lock.lock().unwrap();
                 if armed.load(Ordering::SeqCst) == 1 {
                     drop(condvar.wait(guard).unwrap());
@@ -233,13 +236,15 @@ mod tests {
         nic.join().unwrap();
     }
 
-    /// Every interleaving with up to three preemptions; with any number where the tests run in full.
+    /// Checks every interleaving with at most three preemptions, or with any number in a full test
+    /// run (`GRANARY_TEST_FULL`).
     fn check(model: fn()) {
         check_up_to(Some(3), None, model);
     }
 
-    /// Every interleaving with up to so many preemptions, and with so many where the tests run in full. A model with
-    /// three threads has about eight times as many for each one more.
+    /// Checks every interleaving with at most `short` preemptions, or `full` in a full test run. In
+    /// a model with three threads, each further preemption multiplies the interleavings by about
+    /// eight.
     fn check_up_to(short: Option<usize>, full: Option<usize>, model: fn()) {
         let mut builder = loom::model::Builder::new();
         builder.preemption_bound = match std::env::var_os("GRANARY_TEST_FULL") {
@@ -254,8 +259,8 @@ mod tests {
         check(doorbell::<true>);
     }
 
-    /// The NIC writes a completion that was not solicited, then one that was, while one thread goes to sleep
-    /// for any, and another for solicited ones.
+    /// The NIC writes an unsolicited completion, then a solicited one, while one thread goes to
+    /// sleep for any completion and another one for solicited completions.
     #[test]
     fn no_solicited_completion_is_lost() {
         check_up_to(Some(2), Some(4), || {
@@ -292,7 +297,7 @@ mod tests {
             let ready = || shared.0.load(Ordering::Acquire) == 2;
             while !ready() {
                 if let Some(value) = arm_solicited(&shared.1, ready) {
-                    // Whoever is woken for another reason sleeps on.
+                    // A thread that was woken although the word is still armed sleeps on.
                     while is_armed(&shared.1, value) {
                         sleep(&shared, value);
                     }
@@ -321,11 +326,11 @@ mod tests {
     }
 
     #[test]
-    fn words_of_the_machine_do_as_those_of_the_model() {
+    fn machine_words_behave_like_model_words() {
         let armed = AtomicU32::new(0);
         assert!(!arm(&armed, || true));
         assert_eq!(armed.load(Ordering::SeqCst), ANY);
-        assert_eq!(arm_solicited(&armed, || false), Some(ANY), "it stays armed for any");
+        assert_eq!(arm_solicited(&armed, || false), Some(ANY), "the CQ stays armed for any");
         assert!(!is_armed(&armed, SOLICITED) && is_armed(&armed, ANY));
         assert!(disarm(&armed, false));
         assert_eq!(arm_solicited(&armed, || true), None);

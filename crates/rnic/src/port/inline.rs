@@ -1,8 +1,8 @@
-//! The `inline` port: the posting thread is the NIC.
+//! The `inline` port: the thread that posts work runs the engine.
 //!
-//! A doorbell takes the engine's lock and runs it until nothing is ready: no thread, no socket. A
-//! chain that WAITs stays blocked, at no cost, until somebody's doorbell completes what it waits
-//! for.
+//! A doorbell write takes the engine's lock and runs the engine until no QP is ready: there is no
+//! NIC thread and no socket. A chain at a WAIT stays blocked, at no cost, until a later doorbell
+//! write produces the completions that the WAIT needs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
@@ -19,19 +19,19 @@ use crate::ids::{FunctionId, Qpn};
 use crate::memory::DmaMemory;
 use crate::verbs::{Caps, FunctionLimits, Limits, Stats};
 
-/// WQEs that the engine executes between two looks at its events.
+/// WQEs that the engine executes between two deliveries of its events.
 const BUDGET: usize = 256;
 
-/// Gives memory for the NIC: so many bytes, zeroed, aligned to 64 at least.
+/// Allocates the given number of bytes for the NIC, zeroed and aligned to at least 64.
 pub type Provider = Box<dyn Fn(usize) -> DmaMemory + Send + Sync>;
 
-/// A NIC that its callers run.
+/// A NIC whose engine runs on the threads of its callers.
 pub struct InlineNic {
     core: Mutex<Core>,
     started: Instant,
-    /// Runs only when [`InlineNic::step`] is called, in memory from here.
+    /// Set in a stepped NIC, which runs only in [`InlineNic::step`]: the allocator of its memory.
     stepped: Option<Provider>,
-    /// Some SEND waits for a receive: who posts one must run the engine.
+    /// A SEND is blocked on a receive: a thread that posts a receive must run the engine.
     waits_for_receive: AtomicBool,
 }
 
@@ -41,9 +41,12 @@ impl InlineNic {
         Self::made(limits, None)
     }
 
-    /// Makes a NIC that nobody runs but [`InlineNic::step`], WQE by WQE: verbs and doorbells leave the
-    /// work where it is. Its clock stands at 0. All memory that it gives out comes from `memory`. For
-    /// model checking: who holds that memory and calls `step` holds every choice the NIC has.
+    /// Makes a NIC that runs only in [`InlineNic::step`], one WQE for each call. For model
+    /// checking: the caller, which provides the memory and calls `step`, controls every choice of
+    /// the NIC.
+    ///
+    /// Verbs and doorbell writes do not run the engine, the clock stays at 0, and all memory that
+    /// the NIC hands out comes from `memory`.
     pub fn stepped(limits: Limits, memory: Provider) -> Arc<Self> {
         Self::made(limits, Some(memory))
     }
@@ -70,10 +73,10 @@ impl InlineNic {
         done
     }
 
-    /// Runs `f` on the engine of a [`InlineNic::stepped`] NIC, then wakes who sleeps on CQs that got
-    /// completions.
+    /// Runs `f` on the engine of a [`InlineNic::stepped`] NIC, then wakes the threads that sleep on
+    /// CQs with new completions. Panics on any other NIC.
     pub fn with_engine<T>(&self, f: impl FnOnce(&mut Engine) -> T) -> T {
-        assert!(self.stepped.is_some(), "who rings runs this NIC");
+        assert!(self.stepped.is_some(), "with_engine needs a stepped NIC (InlineNic::stepped)");
         let mut core = self.core.lock();
         let result = f(&mut core.engine);
         while core.deliver_events() {}
@@ -96,12 +99,12 @@ impl InlineNic {
         InlineFunction { nic: self.clone(), id, _owned: Some(owned) }
     }
 
-    /// What the engine can do.
+    /// The capabilities of the engine.
     pub fn caps(&self) -> Caps {
         self.core.lock().engine.caps()
     }
 
-    /// What the engine has counted.
+    /// The engine's counters.
     pub fn stats(&self) -> Stats {
         self.core.lock().engine.stats().clone()
     }
@@ -120,13 +123,14 @@ impl InlineNic {
             if self.waits_for_receive.swap(waits, Ordering::SeqCst) || !waits {
                 return;
             }
-            // Whoever posted a receive before it could see the flag relies on this second look.
+            // A thread that posted a receive before it could see the flag did not run the engine.
+            // So the engine runs once more after the flag was set.
             fence(Ordering::SeqCst);
         }
     }
 }
 
-/// What a process uses of an [`InlineNic`].
+/// A process's handle on an [`InlineNic`].
 #[derive(Clone)]
 pub struct InlineFunction {
     nic: Arc<InlineNic>,
@@ -135,7 +139,7 @@ pub struct InlineFunction {
 }
 
 impl InlineFunction {
-    /// Its number at the NIC.
+    /// The function's number at the NIC.
     pub fn id(&self) -> FunctionId {
         self.id
     }
@@ -145,7 +149,7 @@ impl InlineFunction {
         &self.nic
     }
 
-    /// A further function with keys of its own, for who has this one.
+    /// Opens a further function, with a key namespace of its own, for the owner of this one.
     pub fn open(&self) -> Result<InlineFunction, Error> {
         let id = self.nic.core.lock().engine.open_function(self.id)?;
         Ok(self.nic.owned(id))
@@ -160,7 +164,7 @@ impl InlineFunction {
         Ok(reply)
     }
 
-    /// `bytes` of zeroed memory, rounded up to pages (unless the NIC is a stepped one).
+    /// Allocates `bytes` of zeroed memory, rounded up to pages (except for a stepped NIC).
     pub fn alloc_dma(&self, bytes: usize) -> Result<DmaMemory, Error> {
         match &self.nic.stepped {
             None => DmaMemory::anonymous(bytes).map_err(Error::system("mapping memory")),
@@ -168,7 +172,7 @@ impl InlineFunction {
         }
     }
 
-    /// [`DmaMemory::thin`]; a stepped NIC's as [`InlineFunction::alloc_dma`].
+    /// Allocates as [`DmaMemory::thin`] does; a stepped NIC as [`InlineFunction::alloc_dma`].
     pub fn alloc_thin(&self, bytes: usize, unit: usize, kept: usize) -> Result<DmaMemory, Error> {
         match &self.nic.stepped {
             None => DmaMemory::thin(bytes, unit, kept).map_err(Error::system("mapping memory")),
@@ -176,7 +180,7 @@ impl InlineFunction {
         }
     }
 
-    /// [`DmaMemory::zeros`]; a stepped NIC's as [`InlineFunction::alloc_dma`].
+    /// Allocates as [`DmaMemory::zeros`] does; a stepped NIC as [`InlineFunction::alloc_dma`].
     pub fn alloc_zeros(&self, bytes: usize) -> Result<DmaMemory, Error> {
         match &self.nic.stepped {
             None => DmaMemory::zeros(bytes).map_err(Error::system("mapping memory")),
@@ -184,7 +188,7 @@ impl InlineFunction {
         }
     }
 
-    /// The word that who waits for asynchronous events sleeps on. Made when it is first asked for.
+    /// The futex word on which threads wait for asynchronous events. The first call allocates it.
     pub fn event_word(&self) -> Result<EventWord, Error> {
         let mut core = self.nic.core.lock();
         if let Some(word) = core.events.word(self.id) {
@@ -196,33 +200,33 @@ impl InlineFunction {
         Ok(word)
     }
 
-    /// Removes the function with all that it has, at once, as a port does when a process dies. What
-    /// is still held of it is refused from now on.
+    /// Removes the function with all its objects at once, as a port does when a process dies. From
+    /// then on all verbs on remaining handles fail.
     pub fn remove(&self) {
         let mut core = self.nic.core.lock();
         core.remove_function(self.id);
         self.nic.run(&mut core);
     }
 
-    /// Rings the doorbell of `qpn`, and is the NIC until nothing is ready.
+    /// Writes the doorbell of `qpn` and runs the engine until no QP is ready.
     #[inline]
-    pub fn ring(&self, qpn: Qpn, producer: u16) {
+    pub fn write_doorbell(&self, qpn: Qpn, producer: u16) {
         let mut core = self.nic.core.lock();
-        core.engine.ring(qpn, producer);
+        core.engine.doorbell(qpn, producer);
         self.nic.run(&mut core);
     }
 
-    /// To be called after a receive was posted.
+    /// Must be called after a receive was posted.
     #[inline]
     pub fn receive_posted(&self) {
         fence(Ordering::SeqCst);
         if self.nic.waits_for_receive.load(Ordering::SeqCst) {
-            self.turn();
+            self.run_engine();
         }
     }
 
-    /// Is the NIC until nothing is ready.
-    pub fn turn(&self) {
+    /// Runs the engine until no QP is ready.
+    pub fn run_engine(&self) {
         let mut core = self.nic.core.lock();
         self.nic.run(&mut core);
     }

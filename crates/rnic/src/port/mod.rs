@@ -1,12 +1,13 @@
 //! Ports: how a process reaches the engine.
 //!
-//! A [`Function`] is what a process uses of a NIC. Its data path is the same in all ports: WQEs are
-//! written into a send ring in DMA memory, then the [`Doorbell`] rings; completions appear in a ring
-//! in DMA memory. What differs is who runs the engine, and how a control verb gets to it.
+//! A [`Function`] is a process's handle on a NIC. Its data path is the same in all ports: the
+//! process writes WQEs into a send ring in DMA memory and then writes the [`Doorbell`]; the NIC
+//! writes completions into a ring in DMA memory. The ports differ in the thread that runs the
+//! engine, and in how a control verb reaches the engine.
 //!
 //! | port | engine run by | doorbell | control verbs |
 //! | --- | --- | --- | --- |
-//! | [`inline`] | the thread that rings | a lock | the same lock |
+//! | [`inline`] | the thread that writes the doorbell | a lock | the same lock |
 //! | [`shm`], local function | the NIC thread | a word in memory | a mailbox |
 //! | [`roce`]: the same, with a UDP socket | the NIC thread | a word in memory | a mailbox |
 //! | [`shm`], attached function | the NIC thread of another process | a word in shared memory | messages on a socket |
@@ -19,6 +20,7 @@ pub mod handshake;
 pub mod inline;
 pub mod roce;
 pub mod shm;
+mod sleeper;
 #[cfg(test)]
 mod test_queue;
 mod waker;
@@ -34,7 +36,7 @@ use self::shm::{Attached, LocalFunction, MappedDoorbell};
 use crate::ids::Qpn;
 use crate::memory::DmaMemory;
 
-/// What a process uses of a NIC.
+/// A process's handle on a NIC.
 #[derive(Clone)]
 pub enum Function {
     /// The caller's thread is the NIC.
@@ -46,24 +48,25 @@ pub enum Function {
 }
 
 impl Function {
-    /// Opens a further function of the NIC for its owner, with keys of its own, in the same port. It is removed with the
-    /// last clone of the handle.
+    /// Opens a further function of the NIC in the same port, with a key namespace of its own. Only
+    /// the process that owns the NIC may open functions. The function is removed when the last
+    /// clone of its handle is dropped.
     pub fn open(&self) -> Result<Function, Error> {
         match self {
             Function::Inline(f) => f.open().map(Function::Inline),
             Function::Local(f) => f.open().map(Function::Local),
             Function::Attached(_) => {
-                let why = "only the owner of a NIC opens further functions of it".to_string();
+                let why = "only the process that owns the NIC can open functions".to_string();
                 Err(Error::Refused { why })
             }
         }
     }
 
-    /// The port's name for reports.
+    /// The port's name in reports.
     pub fn port_name(&self) -> &'static str {
         match self {
             Function::Inline(_) => "inline",
-            Function::Local(f) if f.host().is_wired() => "roce",
+            Function::Local(f) if f.host().has_roce() => "roce",
             Function::Local(_) | Function::Attached(_) => "shm",
         }
     }
@@ -77,7 +80,7 @@ impl Function {
         }
     }
 
-    /// `bytes` of zeroed memory, rounded up to pages, that the NIC can reach.
+    /// Allocates `bytes` of zeroed memory, rounded up to pages, that the NIC can access.
     pub fn alloc_dma(&self, bytes: usize) -> Result<DmaMemory, Error> {
         match self {
             Function::Inline(f) => f.alloc_dma(bytes),
@@ -88,9 +91,9 @@ impl Function {
         }
     }
 
-    /// [`Function::alloc_dma`], as [`DmaMemory::thin`] where the NIC is in this process. Memory
-    /// that is shared with a NIC in another process is that process's to give back, which it does
-    /// not.
+    /// Allocates as [`Function::alloc_dma`] does, but as [`DmaMemory::thin`] where the NIC is in
+    /// this process. Memory that is shared with a NIC in another process stays ordinary memory:
+    /// only that process could return its pages to the system, and the NIC does not.
     pub fn alloc_thin(&self, bytes: usize, unit: usize, kept: usize) -> Result<DmaMemory, Error> {
         match self {
             Function::Inline(f) => f.alloc_thin(bytes, unit, kept),
@@ -101,8 +104,8 @@ impl Function {
         }
     }
 
-    /// [`Function::alloc_dma`] for memory that stays zero: [`DmaMemory::zeros`] where the NIC is in
-    /// this process.
+    /// Allocates memory that stays zero: [`DmaMemory::zeros`] where the NIC is in this process,
+    /// otherwise as [`Function::alloc_dma`] does.
     pub fn alloc_zeros(&self, bytes: usize) -> Result<DmaMemory, Error> {
         match self {
             Function::Inline(f) => f.alloc_zeros(bytes),
@@ -111,7 +114,7 @@ impl Function {
         }
     }
 
-    /// The word that who waits for asynchronous events sleeps on.
+    /// The futex word on which threads wait for asynchronous events.
     pub fn event_word(&self) -> Result<EventWord, Error> {
         match self {
             Function::Inline(f) => f.event_word(),
@@ -120,7 +123,7 @@ impl Function {
         }
     }
 
-    /// Descriptors that the function needs as long as it is used.
+    /// Descriptors that must stay open for as long as the function is used.
     pub fn descriptors(&self) -> Vec<std::os::fd::RawFd> {
         match self {
             Function::Inline(_) | Function::Local(_) => Vec::new(),
@@ -128,7 +131,7 @@ impl Function {
         }
     }
 
-    /// Whether the NIC is still there.
+    /// Returns an error if the NIC's thread or process has ended.
     pub fn check_alive(&self) -> Result<(), Error> {
         match self {
             Function::Inline(_) => Ok(()),
@@ -137,7 +140,8 @@ impl Function {
         }
     }
 
-    /// Yields the calling thread's CPU to the NIC if that runs there; false if it does not.
+    /// Yields the calling thread's CPU to the NIC thread if the NIC thread runs on the same CPU;
+    /// returns false otherwise.
     #[inline]
     pub fn offer_cpu(&self) -> bool {
         match self {
@@ -147,34 +151,36 @@ impl Function {
         }
     }
 
-    /// Does the NIC's work if it is the caller's to do, or sees to it that its thread does. Called before a
-    /// caller sleeps.
-    pub fn turn(&self) {
+    /// Runs the engine if the caller is responsible for that, or otherwise makes sure that the NIC
+    /// thread runs it. Callers call this before they sleep.
+    pub fn before_sleep(&self) {
         match self {
-            Function::Inline(f) => f.turn(),
+            Function::Inline(f) => f.run_engine(),
             Function::Local(f) => f.before_sleep(),
             Function::Attached(_) => {}
         }
     }
 
-    /// Does a round of the NIC's work where who waits for it may do it; true if there was anything to do.
+    /// Runs one round of the engine on the calling thread, where the port allows a waiting caller
+    /// to do so. Returns true if there was work.
     #[inline]
-    pub fn wait_turn(&self) -> bool {
+    pub fn poll_engine(&self) -> bool {
         match self {
-            Function::Local(f) => f.wait_turn(),
+            Function::Local(f) => f.poll_engine(),
             Function::Inline(_) | Function::Attached(_) => false,
         }
     }
 
-    /// The same for who would go to sleep otherwise: true as long as there is so much to do that it should not.
-    pub fn busy_turn(&self) -> bool {
+    /// Runs one round like [`Function::poll_engine`], for a caller that is about to sleep. Returns
+    /// true while the load is so high that the caller should keep polling instead of sleeping.
+    pub fn poll_engine_before_sleep(&self) -> bool {
         match self {
-            Function::Local(f) => f.busy_turn(),
+            Function::Local(f) => f.poll_engine_before_sleep(),
             Function::Inline(_) | Function::Attached(_) => false,
         }
     }
 
-    /// The doorbell of a new queue pair, with what [`Reply::Qp`] said of it.
+    /// The doorbell of a new queue pair; `slot` is the doorbell slot from [`Reply::Qp`].
     pub fn doorbell(&self, qpn: Qpn, slot: Option<u32>) -> Result<Doorbell, Error> {
         match (self, slot) {
             (Function::Inline(f), _) => Ok(Doorbell::Inline { function: f.clone(), qpn }),
@@ -184,7 +190,8 @@ impl Function {
         }
     }
 
-    /// To be called after the record of a receive queue has moved: a SEND may wait for it.
+    /// Must be called after the producer index in a receive queue's record has advanced, because a
+    /// SEND may be blocked until a receive is posted.
     #[inline]
     pub fn receive_posted(&self) {
         match self {
@@ -197,43 +204,44 @@ impl Function {
 
 /// The doorbell of a send queue.
 pub enum Doorbell {
-    /// The caller is the NIC.
+    /// The caller runs the engine.
     Inline {
         /// The function.
         function: InlineFunction,
         /// The queue pair.
         qpn: Qpn,
     },
-    /// A word that the NIC's thread looks at.
+    /// A word in memory that the NIC thread polls.
     Mapped(MappedDoorbell),
-    /// None: a managed queue, or no send queue.
+    /// No doorbell: the send queue is managed, or there is none.
     None,
 }
 
 impl Doorbell {
-    /// Tells the NIC that the ring is filled up to building-block index `producer`.
+    /// Tells the NIC that the send ring is filled up to building-block index `producer`.
     ///
-    /// One caller at a time, and with indices that only advance: callers hold the queue's lock.
+    /// Callers hold the queue's lock: there is one caller at a time, and the index only advances.
     #[inline]
-    pub fn ring(&mut self, producer: u16) {
+    pub fn write(&mut self, producer: u16) {
         match self {
-            Doorbell::Mapped(bell) => bell.ring(producer),
-            Doorbell::Inline { function, qpn } => function.ring(*qpn, producer),
+            Doorbell::Mapped(doorbell) => doorbell.write(producer),
+            Doorbell::Inline { function, qpn } => function.write_doorbell(*qpn, producer),
             Doorbell::None => {}
         }
     }
 
-    /// To be called when the queue pair has been reset: its indices start at 0 again.
+    /// Must be called after the queue pair was reset, because its indices then start at 0 again.
     pub fn reset(&mut self) {
-        if let Doorbell::Mapped(bell) = self {
-            bell.reset();
+        if let Doorbell::Mapped(doorbell) = self {
+            doorbell.reset();
         }
     }
 }
 
-/// Whether this process has one CPU only, which who spins would take from whom it waits for.
+/// Whether this process may run on one CPU only. A thread that spins there takes the CPU from the
+/// thread that it waits for.
 ///
-/// The main thread's mask stands for the process's: single threads may be pinned.
+/// The affinity mask of the main thread counts, because other threads may be pinned.
 pub fn has_one_cpu() -> bool {
     let main = rustix::process::getpid();
     rustix::thread::sched_getaffinity(Some(main)).is_ok_and(|set| set.count() == 1)

@@ -1,4 +1,4 @@
-//! A queue pair for the tests of the ports, made with the verbs that any port takes.
+//! A queue pair for the tests of the ports, created with verbs that every port supports.
 
 use super::control::{QpVerb, ReceiveRing, ReceiveVerb, Reply, SendRing, Verb};
 use crate::cqe::CqReader;
@@ -7,7 +7,7 @@ use crate::memory::DmaMemory;
 use crate::verbs::QpChange;
 use crate::wqe::Builder;
 
-/// A QP that is its own peer, with a CQ and room for four receives of no bytes.
+/// A QP that is connected to itself, with a CQ and a receive ring for four empty receives.
 pub struct TestQueue {
     pub qpn: Qpn,
     pub cqn: Cqn,
@@ -22,12 +22,13 @@ pub struct TestQueue {
 }
 
 impl TestQueue {
-    /// Made with verbs that `execute` executes.
+    /// Creates the queue pair; `execute` executes the verbs.
     pub fn new(execute: impl FnMut(Verb<DmaMemory>) -> Reply) -> Self {
         Self::with_management(false, execute)
     }
 
-    /// The same; WQEs of a managed send queue are executed once another queue enables them.
+    /// Creates the queue pair with a managed or an unmanaged send queue. WQEs of a managed send
+    /// queue are executed once another queue enables them.
     pub fn with_management(
         managed: bool,
         mut execute: impl FnMut(Verb<DmaMemory>) -> Reply,
@@ -67,7 +68,7 @@ impl TestQueue {
         q
     }
 
-    /// Brings it to RTS from Reset, with itself as its peer.
+    /// Moves the queue pair from Reset to RTS, with itself as the peer.
     pub fn connect(&self, mut execute: impl FnMut(Verb<DmaMemory>) -> Reply) {
         let qpn = self.qpn;
         for change in
@@ -77,7 +78,7 @@ impl TestQueue {
         }
     }
 
-    /// Writes a WQE of one building block that has a completion.
+    /// Writes a signaled WQE of one building block.
     pub fn put(&mut self, fill: impl FnOnce(&mut Builder)) {
         let mut wqe = Builder::new(self.qpn, self.index);
         fill(&mut wqe);
@@ -86,17 +87,17 @@ impl TestQueue {
         self.index = self.index.wrapping_add(1);
     }
 
-    /// Writes a WQE that does nothing.
+    /// Writes a NOP.
     pub fn nop(&mut self) {
         self.put(|wqe| _ = wqe.nop());
     }
 
-    /// Writes a SEND of no bytes.
+    /// Writes an empty SEND.
     pub fn send(&mut self) {
         self.put(|wqe| _ = wqe.send_inline(&[]));
     }
 
-    /// Takes the next completion; whether there was one.
+    /// Polls the CQ; returns whether there was a completion.
     pub fn is_done(&mut self) -> bool {
         self.cq.poll().is_some()
     }

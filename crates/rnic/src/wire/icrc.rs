@@ -1,32 +1,32 @@
-//! The invariant CRC: the last four bytes of a RoCEv2 packet (IBTA vol. 1, annex A17.3.3).
+//! The invariant CRC (ICRC): the last four bytes of a RoCEv2 packet (IBTA vol. 1, annex A17.3.3).
 //!
-//! CRC-32 over eight bytes of ones, the IP header, the UDP header, and the packet up to the ICRC, with ones
-//! in place of what changes on the way:
+//! CRC-32 over eight bytes of ones, the IP header, the UDP header, and the packet up to the ICRC.
+//! Fields that routers may change are replaced by ones:
 //!
 //! ```text
 //! IPv4: type of service, time to live, header checksum      UDP: checksum
 //! IPv6: traffic class, flow label, hop limit                BTH: byte 4 (FECN, BECN, reserved)
 //! ```
 //!
-//! It is appended with its least significant byte first. IPv4's identification and its don't-fragment bit
-//! are covered, so who checks has to know them: a plain UDP socket does not tell.
+//! The ICRC is appended with its least significant byte first. It covers the identification and the
+//! don't-fragment bit of IPv4, which a receiver on a plain UDP socket does not learn.
 
 use std::net::{IpAddr, SocketAddr};
 
 use super::packet::{BTH, ICRC};
 use crate::crc::{HEAD_MAX, LENGTHS, ONE, POLYNOMIAL, Sum, power, times};
 
-/// What the headers below a packet hold.
+/// The IP and UDP header fields that the ICRC of a packet covers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Route {
-    /// Sender.
+    /// Source address and port.
     pub source: SocketAddr,
-    /// Receiver, of the same kind of address.
+    /// Destination address and port, of the same address family.
     pub destination: SocketAddr,
-    /// IPv4's identification; 0 where Linux sends an unconnected UDP socket's packets that it must not
-    /// fragment.
+    /// The identification field of IPv4. Linux sends 0 in packets of an unconnected UDP socket that
+    /// must not be fragmented.
     pub identification: u16,
-    /// IPv4's don't-fragment bit.
+    /// The don't-fragment bit of IPv4.
     pub dont_fragment: bool,
 }
 
@@ -37,32 +37,34 @@ impl Route {
     }
 }
 
-/// What the ICRC takes for ones in the first 8 bytes of a BTH: byte 4.
+/// The bits of the first 8 bytes of a BTH that the ICRC replaces by ones: byte 4.
 const MASK: u64 = 0xff << 32;
-/// Bytes before the packet's own that are covered at most: ones, IPv6 header, UDP header.
+/// Maximum covered bytes before the packet: ones, IPv6 header, UDP header.
 const BEFORE: usize = 8 + 40 + 8;
 
-/// The ICRC of a packet; `packet` ends where the ICRC begins. `None` if it is shorter than a BTH, or the two
-/// addresses are of different kinds.
+/// The ICRC of a packet. `packet` ends where the ICRC begins. `None` if the packet is shorter than
+/// a BTH, or the two addresses have different families.
 pub fn of(route: &Route, packet: &[u8]) -> Option<u32> {
-    Row::new(*route).of(route.identification, packet)
+    RouteIcrc::new(*route).of(route.identification, packet)
 }
 
-/// The ICRCs of packets on one route, one after the other. What is before packets of one length is summed up once.
+/// Computes the ICRCs of successive packets on one route. The CRC of the headers before the packet
+/// is computed once for packets of the same length.
 #[derive(Clone, Debug)]
-pub struct Row {
+pub struct RouteIcrc {
     route: Route,
-    /// Bytes of the last packet up to its ICRC, and the CRC of what is before one so long, with identification 0.
+    /// Length of the last packet up to its ICRC, and the CRC of the headers before a packet of this
+    /// length, with identification 0.
     last: Option<(usize, u32)>,
 }
 
-impl Row {
-    /// Of packets on this route, whatever their identification.
+impl RouteIcrc {
+    /// Starts a sequence of packets on this route, with any identifications.
     pub fn new(route: Route) -> Self {
         Self { route, last: None }
     }
 
-    /// As [`of`].
+    /// The ICRC of a packet with this identification; see [`of`].
     #[inline]
     pub fn of(&mut self, identification: u16, packet: &[u8]) -> Option<u32> {
         let before = self.before(identification, packet.len())?;
@@ -80,7 +82,7 @@ impl Row {
         Some(crc.finalize())
     }
 
-    /// CRC of what is before a packet of `len` bytes.
+    /// CRC of the headers before a packet of `len` bytes.
     #[inline]
     fn before(&mut self, identification: u16, len: usize) -> Option<u32> {
         let before = match self.last {
@@ -97,7 +99,7 @@ impl Row {
         })
     }
 
-    /// As [`seal`].
+    /// Writes the ICRC into a packet with this identification; see [`seal`].
     #[inline]
     pub fn seal(&mut self, identification: u16, packet: &mut [u8]) {
         let Some((inside, place)) = packet.split_last_chunk_mut::<ICRC>() else { return };
@@ -106,19 +108,20 @@ impl Row {
         }
     }
 
-    /// Likewise, of a packet whose payload's sum is known, if it is.
+    /// Writes the ICRC like [`RouteIcrc::seal`], and uses the CRC of the payload (`sum`) if it is
+    /// known.
     #[inline]
     pub(crate) fn seal_summed(&mut self, identification: u16, packet: &mut [u8], sum: Option<Sum>) {
         let Some(sum) = sum else { return self.seal(identification, packet) };
         let Some((inside, place)) = packet.split_last_chunk_mut::<ICRC>() else { return };
         let head = inside.len().checked_sub(sum.len()).map(|len| &inside[..len]);
         if let (Some(head), Some(before)) = (head, self.before(identification, inside.len())) {
-            debug_assert!(is_head(head), "the engine's own");
+            debug_assert!(is_head(head), "the engine builds valid headers");
             *place = sum.crc(before, head, MASK).to_le_bytes();
         }
     }
 
-    /// As [`check`].
+    /// Checks the ICRC of a packet with this identification; see [`check`].
     #[inline]
     pub fn check(&mut self, identification: u16, packet: &[u8]) -> bool {
         let Some((inside, place)) = packet.split_last_chunk::<ICRC>() else { return false };
@@ -126,8 +129,9 @@ impl Row {
     }
 }
 
-/// The headers of a packet without its ICRC, and its payload, if that may be as long as a path MTU. (Where there are fewer
-/// headers or more, the CRC is the same.)
+/// Splits a packet without its ICRC into headers and a payload of the length of a path MTU, if it
+/// can be split so. The true end of the headers does not matter, because the CRC does not depend on
+/// the split.
 #[inline]
 fn split(packet: &[u8]) -> Option<(&[u8], &[u8])> {
     let len = LENGTHS.iter().rev().find(|len| packet.len() >= **len + BTH)?;
@@ -140,8 +144,8 @@ fn is_head(head: &[u8]) -> bool {
     (BTH..=HEAD_MAX).contains(&head.len())
 }
 
-/// CRC of the ones, the IP header and the UDP header before a packet of `len` bytes without its ICRC, with
-/// identification 0.
+/// CRC of the eight bytes of ones, the IP header and the UDP header before a packet of `len` bytes
+/// (without its ICRC), with identification 0.
 fn before(route: &Route, len: usize) -> Option<u32> {
     let udp_len = (8 + len + ICRC) as u16;
     let mut head = [0xff; BEFORE];
@@ -152,7 +156,7 @@ fn before(route: &Route, len: usize) -> Option<u32> {
             ip[2..4].copy_from_slice(&(20 + udp_len).to_be_bytes());
             ip[4..6].fill(0);
             ip[6..8].copy_from_slice(&[(route.dont_fragment as u8) << 6, 0]);
-            // Time to live (8) and checksum (10) stay ones.
+            // Time to live (+8) and checksum (+10) stay ones.
             ip[9] = 17;
             ip[12..16].copy_from_slice(&source.octets());
             ip[16..20].copy_from_slice(&destination.octets());
@@ -175,20 +179,22 @@ fn before(route: &Route, len: usize) -> Option<u32> {
     Some(crc32fast::hash(&head[..8 + ip_len + UDP]))
 }
 
-/// What IPv4's identification adds to the CRC of the headers, which is linear: the sum of what its digits add.
+/// Change of the headers' CRC by the identification of IPv4. The CRC is linear, so this is the sum
+/// (XOR) of the changes by the hexadecimal digits.
 #[inline]
 fn identified(identification: u16) -> u32 {
     let digit = |n: usize| (identification >> (4 * n)) as usize & 15;
-    let of = |n: usize| IDENTIFICATION[n][digit(n)];
-    of(0) ^ of(1) ^ of(2) ^ of(3)
+    let change = |n: usize| IDENTIFICATION[n][digit(n)];
+    change(0) ^ change(1) ^ change(2) ^ change(3)
 }
 
-/// What each hexadecimal digit of the identification, lowest first, adds to the CRC of the headers up to UDP's end.
+/// Change of the CRC of the headers, up to the end of the UDP header, by each hexadecimal digit of
+/// the identification, lowest digit first.
 const IDENTIFICATION: [[u32; 16]; 4] = {
     let mut digits = [[0; 16]; 4];
     let mut n = 0;
     while n < 64 {
-        // CRC-32 of the two bytes and of zeros behind them, without the ones that it begins and ends with.
+        // CRC-32 of the two bytes followed by zeros, without the initial and final inversion.
         let [high, low] = ((n as u16 % 16) << (n / 16 * 4)).to_be_bytes();
         let (mut crc, mut bit) = (high as u32 | (low as u32) << 8, 0);
         while bit < 8 * (2 + IPV4_BEHIND_IDENTIFICATION + UDP) {
@@ -201,21 +207,24 @@ const IDENTIFICATION: [[u32; 16]; 4] = {
     digits
 };
 
-/// Puts the ICRC into the last four bytes of `packet`. A packet that has none is left as it is.
+/// Writes the ICRC into the last four bytes of `packet`. A packet that is too short for an ICRC is
+/// left unchanged.
 pub fn seal(route: &Route, packet: &mut [u8]) {
-    Row::new(*route).seal(route.identification, packet);
+    RouteIcrc::new(*route).seal(route.identification, packet);
 }
 
 /// Whether the last four bytes of `packet` are its ICRC.
 pub fn check(route: &Route, packet: &[u8]) -> bool {
-    Row::new(*route).check(route.identification, packet)
+    RouteIcrc::new(*route).check(route.identification, packet)
 }
 
-/// Like [`check`], where IPv4's identification is not known: whether the last four bytes of `packet` are its ICRC
-/// with some identification. Of damaged packets one in 65536 passes. Over IPv6 it is [`check`].
+/// Checks the ICRC where the identification of IPv4 is unknown: whether the last four bytes of
+/// `packet` are its ICRC with any identification. One in 65,536 damaged packets passes. Over IPv6
+/// equal to [`check`].
 ///
-/// The CRC is linear: another identification e(x), 16 bits with n bits behind it up to the ICRC, changes the CRC by
-/// e(x) x^(32+n) modulo the polynomial. So the change, divided by x^(32+n), must have a degree below 16.
+/// The CRC is linear: an identification e(x), 16 bits followed by n bits up to the ICRC, changes
+/// the CRC by e(x) x^(32+n) modulo the polynomial. So the change, divided by x^(32+n), must have a
+/// degree below 16.
 pub fn check_unidentified(route: &Route, packet: &[u8]) -> bool {
     let Some((inside, place)) = packet.split_last_chunk::<ICRC>() else { return false };
     let plain = Route { identification: 0, ..*route };
@@ -225,15 +234,16 @@ pub fn check_unidentified(route: &Route, packet: &[u8]) -> bool {
         return change == 0;
     }
     let behind = 8 * (IPV4_BEHIND_IDENTIFICATION + UDP + inside.len()) as u64;
-    // A bit string of CRC-32 begins with its highest power in the lowest bit.
+    // CRC-32 stores the highest power of x in the lowest bit.
     times(change, inverse_power(32 + behind)) & 0xffff == 0
 }
 
-/// Bytes of the IPv4 header after the identification, and of the UDP header.
+/// Bytes of the IPv4 header after the identification.
 const IPV4_BEHIND_IDENTIFICATION: usize = 14;
+/// Bytes of the UDP header.
 const UDP: usize = 8;
 
-/// x^-n.
+/// x^-n modulo the polynomial.
 const fn inverse_power(n: u64) -> u32 {
     // 1 plus the polynomial, divided by x.
     power((ONE ^ POLYNOMIAL) << 1 | 1, n)

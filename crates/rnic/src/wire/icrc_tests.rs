@@ -1,4 +1,4 @@
-//! Against a CRC made bit by bit, and against a packet that scapy has made.
+//! Comparison with a bit-by-bit CRC, and with a packet that scapy has built.
 
 use super::*;
 
@@ -11,14 +11,14 @@ fn route(v6: bool) -> Route {
 }
 
 #[test]
-fn what_is_sealed_is_checked() {
+fn sealed_packet_passes_check_and_damage_fails() {
     for v6 in [false, true] {
         let mut packet: Vec<u8> = (0..64).collect();
         seal(&route(v6), &mut packet);
         assert!(check(&route(v6), &packet));
         for at in 0..packet.len() {
             packet[at] ^= 0x10;
-            // The byte of congestion marks is not covered.
+            // The byte of congestion marks (FECN, BECN) is not covered.
             assert_eq!(check(&route(v6), &packet), at == 4, "byte {at}");
             packet[at] ^= 0x10;
         }
@@ -32,7 +32,7 @@ fn what_is_sealed_is_checked() {
     seal(&route(false), &mut [0; 3]);
 }
 
-/// CRC-32 as it is defined, bit by bit.
+/// Reference: CRC-32 computed bit by bit.
 fn crc(bytes: &[u8]) -> u32 {
     let mut crc = u32::MAX;
     for byte in bytes {
@@ -45,7 +45,7 @@ fn crc(bytes: &[u8]) -> u32 {
 }
 
 #[test]
-fn it_is_the_crc_of_the_masked_headers() {
+fn icrc_is_the_crc_of_the_masked_headers() {
     let packet: Vec<u8> = (100..141).collect();
     let mut whole = vec![0xff; 8];
     whole.extend([0x45, 0xff, 0, (20 + 8 + 41 + 4) as u8, 0, 9, 0, 0, 0xff, 17, 0xff, 0xff]);
@@ -57,10 +57,10 @@ fn it_is_the_crc_of_the_masked_headers() {
 }
 
 #[test]
-fn a_row_has_the_sums_of_its_packets() {
+fn route_cache_yields_the_icrc_of_each_packet() {
     let bytes: Vec<u8> = (0..4200u32).map(|i| (i * 31) as u8).collect();
     for v6 in [false, true] {
-        let mut row = Row::new(route(v6));
+        let mut icrcs = RouteIcrc::new(route(v6));
         for (len, identification) in
             [(4108, 0), (4108, 1), (4108, 14), (12, 2), (13, 0x8000), (4108, 0xffff), (64, 0x1234)]
         {
@@ -87,15 +87,15 @@ fn a_row_has_the_sums_of_its_packets() {
             whole[at - 4..at - 2].copy_from_slice(&below.to_be_bytes());
             whole.extend(packet);
             whole[at + 4] = 0xff;
-            assert_eq!(row.of(identification, packet), Some(crc(&whole)), "{one:?}, {len} bytes");
+            assert_eq!(icrcs.of(identification, packet), Some(crc(&whole)), "{one:?}, {len} bytes");
             assert_eq!(of(&one, packet), Some(crc(&whole)));
         }
     }
 }
 
-/// A SEND ONLY of four bytes as scapy 2.5 builds it, from the BTH on.
+/// A SEND ONLY of four bytes, built by scapy 2.5, from the BTH on.
 #[test]
-fn scapy_agrees() {
+fn icrc_matches_scapy() {
     let packet = [
         0x04, 0x00, 0xff, 0xff, 0x00, 0x12, 0x34, 0x56, 0x80, 0x00, 0x00, 0x07, 0x61, 0x62, 0x63,
         0x64, 0xd4, 0xa8, 0xb6, 0xe8,
@@ -104,7 +104,7 @@ fn scapy_agrees() {
 }
 
 #[test]
-fn any_identification_is_found_and_damage_is_not_taken_for_one() {
+fn unidentified_check_accepts_any_identification() {
     let mut packet: Vec<u8> = (0..200u32).map(|i| (i * 37) as u8).collect();
     for identification in [0, 1, 2, 63, 0x100, 0x8000, 0xffff, 0x1234] {
         for len in [16, 17, 20, 64, 200] {
@@ -126,7 +126,7 @@ fn any_identification_is_found_and_damage_is_not_taken_for_one() {
 }
 
 #[test]
-fn powers_have_inverses() {
+fn powers_of_x_have_inverses() {
     let x = ONE >> 1;
     let mut power = ONE;
     for n in 0..200 {
@@ -135,9 +135,9 @@ fn powers_have_inverses() {
     }
 }
 
-/// Of all ICRCs of a packet, those of its 65536 identifications pass, and no other.
+/// Exactly the ICRCs of the 65,536 identifications of a packet pass.
 #[test]
-fn without_the_identification_only_the_icrcs_of_identifications_pass() {
+fn unidentified_check_accepts_no_other_icrc() {
     let mut packet: Vec<u8> = (0..24).collect();
     let tail = packet.len() - ICRC;
     let sealed: std::collections::HashSet<[u8; ICRC]> = (0..=u16::MAX)
@@ -147,7 +147,7 @@ fn without_the_identification_only_the_icrcs_of_identifications_pass() {
         })
         .collect();
     assert_eq!(sealed.len(), 1 << 16);
-    // Weyl's sequence: spread evenly over all 2^32.
+    // A Weyl sequence: values spread evenly over all 2^32.
     for n in 0..1u32 << 17 {
         let icrc = n.wrapping_mul(0x9e37_79b9).to_le_bytes();
         packet[tail..].copy_from_slice(&icrc);
@@ -156,11 +156,11 @@ fn without_the_identification_only_the_icrcs_of_identifications_pass() {
     }
 }
 
-/// However the payload is split off to be summed up.
+/// The result does not depend on the split into headers and payload.
 #[test]
-fn packets_of_every_length_have_the_crc_of_their_bytes() {
+fn icrc_is_right_for_every_packet_length() {
     let bytes: Vec<u8> = (0..4300u32).map(|i| (i * 29 + (i >> 8)) as u8).collect();
-    // The ICRC covers these bytes before the packet's own. The length stands in two of them.
+    // The ICRC covers these bytes before the packet. Two fields hold the length.
     let mut head = [0xff; 8 + 20 + 8];
     head[8..][..20].copy_from_slice(&[
         0x45, 0xff, 0, 0, 0, 0, 0x40, 0, 0xff, 17, 0xff, 0xff, 10, 1, 2, 3, 10, 1, 2, 4,

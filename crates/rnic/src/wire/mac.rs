@@ -5,15 +5,16 @@
 //! authenticated packet   BTH | headers | payload | pad | counter (8) | tag (12)
 //! ```
 //!
-//! - The counter is big-endian. The sender never gives one number to two packets of a connection,
-//!   retransmissions included, so that no nonce repeats under one key.
+//! - The counter is big-endian. The sender never uses a counter twice on a connection, also not for
+//!   retransmissions, so that no nonce repeats under one key.
 //! - The tag is the first 12 bytes of AES-128-GCM's tag (NIST SP 800-38D) for an empty plaintext.
 //!   The nonce is four zero bytes and the counter; the additional data is the packet up to the
 //!   counter.
-//! - IP and UDP headers are not covered: the key already names the two QPs and the direction.
+//! - IP and UDP headers are not covered, because the key is specific to the two QPs and the
+//!   direction.
 //!
-//! [`PairSecret`] is the secret of two QPs; keys and first PSNs of both directions come from it
-//! (HMAC-SHA256), so that none of them is shared with another QP or with the other direction.
+//! [`PairSecret`] is the secret of two QPs. Keys and first PSNs of both directions are derived from
+//! it (HMAC-SHA256), so that no other QP, and not the other direction, has the same ones.
 
 use std::fmt;
 
@@ -31,41 +32,42 @@ const COUNTER: usize = 8;
 const NONCE: usize = 12;
 /// Bytes of the tag.
 const TAG: usize = 12;
-/// Bytes behind the padding of an authenticated packet.
+/// Bytes after the padding of an authenticated packet.
 pub const TRAILER: usize = COUNTER + TAG;
 /// Bytes of a secret.
 pub const SECRET: usize = 32;
 
-/// How far behind the highest counter that was seen a packet may come.
+/// Maximum distance of a packet's counter behind the highest counter that was received.
 ///
-/// An older packet is refused, so that a recorded one cannot be sent again when its PSN comes
-/// round. A packet moves the PSN by one READ segment at most, which is less than a window (960 KiB:
-/// 3,840 PSNs at the smallest path MTU). So 2,048 counters span less than half of the circle of
-/// PSNs, in which the transport takes a repeated packet for the duplicate that it is.
+/// Older packets are rejected, so that a recorded packet cannot be replayed when its PSN comes
+/// again after a wrap around. A packet advances the PSN by at most one READ segment, which is less
+/// than a window (960 KiB: 3,840 PSNs at the smallest path MTU). So 2,048 counters span less than
+/// half of the PSN space, in which the transport recognizes a replayed packet as a duplicate.
 const BEHIND_MAX: u64 = 2048;
 
 const LABEL: &[u8] = b"granary RoCEv2 direction 1";
 
-/// Which end of a connection a NIC is. The two ends differ, whatever their QP numbers are.
+/// The end of a connection that a NIC is. It distinguishes the two directions even if both QPs have
+/// the same number.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Side {
-    /// The end that asked for the connection.
+    /// The end that requested the connection.
     Asking,
-    /// The end that was asked.
+    /// The end that accepted the connection.
     Asked,
 }
 
-/// What the two ends of a connection know and no third party does.
+/// The shared secret of the two ends of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PairSecret {
-    /// The bytes, the same at both ends, and new for each connection of the two QPs.
+    /// The secret bytes: the same at both ends, and new for each connection of the two QPs.
     pub bytes: [u8; SECRET],
-    /// Which of the two ends this is.
+    /// This end of the connection.
     pub side: Side,
-    /// Packets are authenticated, both ways. Without it only the first PSNs come from the secret,
-    /// and packets have an ICRC.
+    /// Packets are authenticated in both directions. If false, packets have an ICRC, and only the
+    /// first PSNs are derived from the secret.
     pub authenticated: bool,
 }
 
@@ -77,14 +79,14 @@ impl fmt::Debug for PairSecret {
 }
 
 impl PairSecret {
-    /// What authenticates the packets of the QP `here` to the QP `there`, for programs that make
-    /// packets by themselves. None if they are not authenticated.
+    /// The sealer of packets from the QP `here` to the QP `there`, for programs that build packets
+    /// themselves. `None` if the packets are not authenticated.
     pub fn sealer(&self, here: Qpn, there: Qpn) -> Option<Sealer> {
         let (out, _) = self.directions(here, there).keys?;
         Some(Sealer::new(out, 0))
     }
 
-    /// The first PSN of the QP `here` to the QP `there`; likewise.
+    /// The first PSN of packets from the QP `here` to the QP `there`, for the same programs.
     pub fn first_psn(&self, here: Qpn, there: Qpn) -> Psn {
         self.directions(here, there).out_psn
     }
@@ -116,7 +118,7 @@ impl PairSecret {
 pub(crate) struct Directions {
     pub out_psn: Psn,
     pub in_psn: Psn,
-    /// Of packets that are sent, and of those that come; none if they have an ICRC.
+    /// Keys of sent and of received packets, or `None` if packets have an ICRC.
     pub keys: Option<(Key, Key)>,
 }
 
@@ -141,7 +143,8 @@ impl Key {
 
     #[inline]
     fn is_tag(&self, counter: [u8; COUNTER], packet: &[u8], tag: &[u8; TAG]) -> bool {
-        // The library opens with whole tags only, and makes this one again: the time is the same.
+        // The library verifies whole tags only, and also by computing the tag: the cost is the
+        // same.
         verify_slices_are_equal(&self.tag(counter, packet), tag).is_ok()
     }
 }
@@ -154,7 +157,7 @@ pub struct Sealer {
 }
 
 impl Sealer {
-    /// The first packet has the counter behind `last`.
+    /// Makes a sealer whose first packet has the counter `last + 1`.
     pub(crate) fn new(key: Key, last: u64) -> Self {
         Self { key, last }
     }
@@ -167,8 +170,9 @@ impl Sealer {
     /// Writes counter and tag into the last [`TRAILER`] bytes of `packet`.
     #[inline]
     pub fn seal(&mut self, packet: &mut [u8]) {
-        let (inside, trailer) = packet.split_last_chunk_mut::<TRAILER>().expect("it has a trailer");
-        // A connection would have to send for half a million years at a million packets a second.
+        let (inside, trailer) =
+            packet.split_last_chunk_mut::<TRAILER>().expect("a packet has a trailer");
+        // Does not overflow within half a million years at a million packets per second.
         self.last += 1;
         let counter = self.last.to_be_bytes();
         trailer[..COUNTER].copy_from_slice(&counter);
@@ -176,12 +180,12 @@ impl Sealer {
     }
 }
 
-/// Why a packet is not taken.
+/// Reason for which a packet is rejected.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Refused {
-    /// The tag is not that of the packet.
+    /// The tag does not match the packet.
     Forged,
-    /// The counter is too far behind.
+    /// The counter is too far behind the highest one.
     Old,
 }
 
@@ -197,7 +201,7 @@ impl Opener {
         Self { key, highest: 0 }
     }
 
-    /// Whether `packet` comes from the peer. One that does not changes nothing.
+    /// Verifies that `packet` comes from the peer. A rejected packet changes no state.
     #[inline]
     pub fn check(&mut self, packet: &[u8]) -> Result<(), Refused> {
         let (inside, trailer) = packet.split_last_chunk::<TRAILER>().ok_or(Refused::Forged)?;
@@ -206,7 +210,7 @@ impl Opener {
         if number.saturating_add(BEHIND_MAX) < self.highest {
             return Err(Refused::Old);
         }
-        let tag = tag.first_chunk().expect("what a trailer has behind the counter");
+        let tag = tag.first_chunk().expect("a trailer has a tag after the counter");
         if !self.key.is_tag(*counter, inside, tag) {
             return Err(Refused::Forged);
         }
@@ -237,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_makes_packets_has_the_key_and_the_psn_of_its_direction() {
+    fn sealer_has_key_and_psn_of_its_direction() {
         let (a, b) = (Qpn::new(0x11), Qpn::new(0x22));
         let [one, other] = ends();
         let (asking, asked) = (secret(Side::Asking), secret(Side::Asked));
@@ -253,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn tags_are_those_of_aes_128_gcm() {
+    fn tags_match_the_gcm_test_vector() {
         // The GCM specification's test case 1: key and nonce of zeros, no plaintext, no data.
         let key = Key::new(&[0; 16]);
         let tag = [0x58, 0xe2, 0xfc, 0xce, 0xfa, 0x7e, 0x30, 0x61, 0x36, 0x7f, 0x1d, 0x57];
@@ -262,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn each_end_opens_what_the_other_one_seals_and_directions_share_nothing() {
+    fn each_end_opens_packets_of_the_other_end() {
         let [one, other] = ends();
         assert_eq!((one.out_psn, one.in_psn), (other.in_psn, other.out_psn));
         assert_ne!(one.out_psn, one.in_psn);
@@ -282,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_qp_numbers_have_two_directions() {
+    fn equal_qp_numbers_have_distinct_directions() {
         let n = Qpn::new(0x11);
         let [one, other] = [Side::Asking, Side::Asked].map(|side| secret(side).directions(n, n));
         assert_ne!(one.out_psn, one.in_psn);
@@ -290,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_packet_with_any_bit_changed_is_forged() {
+    fn packet_with_any_flipped_bit_is_rejected() {
         for len in [0, 1, 12, 16, 60] {
             let (mut sealer, mut opener) = pair();
             let mut packet: Vec<u8> = (0..len as u8).chain([0; TRAILER]).collect();
@@ -307,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_packet_may_come_late_but_not_very_late() {
+    fn packet_is_rejected_beyond_the_replay_window() {
         let (mut sealer, mut opener) = pair();
         let mut packets = vec![[0; 12 + TRAILER]; BEHIND_MAX as usize + 2];
         packets.iter_mut().for_each(|packet| sealer.seal(packet));
@@ -322,17 +326,17 @@ mod tests {
     }
 
     #[test]
-    fn no_two_packets_have_one_counter() {
+    fn retransmitted_packet_has_a_new_counter() {
         let (mut sealer, _) = pair();
         let [mut a, mut b] = [[9; 12 + TRAILER]; 2];
         sealer.seal(&mut a);
         sealer.seal(&mut b);
-        assert_ne!(a[12..], b[12..], "the same packet, sent again");
+        assert_ne!(a[12..], b[12..], "a retransmission has a new counter");
         assert_eq!(sealer.last(), 2);
     }
 
     #[test]
-    fn a_secret_does_not_show() {
+    fn debug_output_hides_the_secret() {
         let text = format!("{:?}", secret(Side::Asked));
         assert_eq!(text, "PairSecret(Asked, authenticated: true)");
     }

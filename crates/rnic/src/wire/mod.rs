@@ -1,25 +1,26 @@
-//! RoCEv2 without I/O: packets, and what a connection to a QP of another NIC remembers.
+//! RoCEv2 without I/O: packets, and the state of a connection to a QP of another NIC.
 //!
 //! ```text
 //!   datagram ──> engine: QP ──> ICRC or tag ──> Packet::parse ──┬─> Responder: requests
-//!                                                               └─> Requester: answers
+//!                                                               └─> Requester: responses
 //!   outbox  ──> Outbox::seal (the port) ──> datagram
 //!     ^
-//!     └── Packet::encode_headers <── engine, in the QP's turns <── what the two say is next
+//!     └── Packet::encode_headers <── engine, in the QP's quantum <── Requester::next, Responder::output
 //! ```
 //!
-//! Nothing here knows of sockets, threads, clocks, memory or keys. Packets are the payload of UDP datagrams
-//! to port [`UDP_PORT`]; the port has the addresses, so it makes and checks the ICRC. Tags need no
-//! addresses: the engine makes and checks them.
+//! This module uses no sockets, threads, clocks, memory or keys. Packets are the payload of UDP
+//! datagrams to port [`UDP_PORT`]. The ICRC covers addresses, so the NIC's port
+//! (`crate::port::roce`) computes and checks it. Authentication tags do not cover addresses: the
+//! engine computes and checks them.
 
-pub(crate) mod dialogue;
-pub(crate) mod guesses;
+mod congestion;
+pub(crate) mod guess_limiter;
 pub mod icrc;
 pub mod mac;
 mod outbox;
-mod pace;
 pub mod packet;
 mod peer;
+pub(crate) mod piggyback;
 mod psn;
 pub(crate) mod requester;
 pub(crate) mod responder;

@@ -1,56 +1,57 @@
-//! Packets on their way out: one buffer, back to back, in order.
+//! The buffer of packets to be sent: back to back, in order.
 //!
 //! ```text
 //! |<-- to A, 1044 B -->|<-- to A, 1044 B -->|<- to A, 60 B ->|<- to B ->|   free   |
 //!  \________________ a burst: one UDP GSO send _____________/
 //! ```
 //!
-//! The engine writes packets here in the turns of QPs, authenticated ones with their tag; the port
-//! puts the ICRC into the others, sends them and clears the outbox. While there is no room for the
-//! longest packet nothing is made.
+//! The engine writes packets into the outbox when it serves QPs, authenticated packets with their
+//! tag. The port writes the ICRC into the packets without a tag, sends all packets and clears the
+//! outbox. The engine builds no packets while there is no room for the longest packet.
 
 use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
 
-use super::icrc::{Route, Row};
+use super::icrc::{Route, RouteIcrc};
 use super::packet::{BTH, PACKET_MAX};
 use crate::crc::Sum;
 
-/// Packets of a burst at most, as Linux has it (`UDP_MAX_SEGMENTS`), and its bytes.
+/// Maximum packets of a burst: 64, within the limit of Linux (`UDP_MAX_SEGMENTS`).
 const BURST_PACKETS: usize = 64;
+/// Maximum bytes of a burst.
 const BURST_BYTES: usize = 65_000;
-/// Packets of the longest kind that are a burst.
+/// Number of packets of maximum length in a burst.
 pub(crate) const LONG_BURST: u32 = (BURST_BYTES / PACKET_MAX) as u32;
 
-/// What payloads are aligned to, so that fewer of their parts go over the edge of a cache line. Packets of the longest kind
-/// are a multiple of it.
+/// Alignment of payloads, so that copies cross fewer cache lines. The length of the longest packets
+/// without optional headers is a multiple of it.
 pub(crate) const ALIGNED: usize = 16;
 
-/// Where a packet goes.
+/// The addresses of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Envelope {
-    /// The address to send it from.
+    /// Source IP address.
     pub from: IpAddr,
-    /// Where to.
+    /// Destination.
     pub to: SocketAddr,
 }
 
-/// Packets that follow each other to the same place, all as long as the first but the last, which may be
-/// shorter.
+/// Consecutive packets with the same addresses, all of the same length except the last, which may
+/// be shorter.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Burst {
-    /// Where they go.
+    /// The addresses of the packets.
     pub envelope: Envelope,
-    /// Their bytes in [`Outbox::bytes`].
+    /// Range of the packets in [`Outbox::bytes`].
     pub bytes: Range<usize>,
-    /// Bytes of each but the last.
+    /// Bytes of each packet except the last.
     pub packet_bytes: usize,
-    /// How many they are.
+    /// Number of packets.
     pub packets: usize,
 }
 
 impl Burst {
-    /// Takes one more packet of `len` bytes, if it can.
+    /// Appends a packet of `len` bytes. Returns false if the packet cannot be part of this burst.
     #[inline]
     fn take(&mut self, envelope: &Envelope, len: usize) -> bool {
         let whole = self.bytes.len() == self.packets * self.packet_bytes;
@@ -64,44 +65,47 @@ impl Burst {
     }
 }
 
-/// What a packet that is put into the outbox ends with.
+/// The trailer of a packet in the outbox.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Ending {
-    /// Room for the ICRC, which the port makes; with the sum of the payload, if that was made when
-    /// it was copied.
+    /// Room for the ICRC, which the port computes. With the CRC of the payload, if it was computed
+    /// when the payload was copied.
     Icrc(Option<Sum>),
-    /// Counter and tag: nothing is left to be done.
+    /// Counter and tag, already written.
     Tag,
 }
 
 /// A packet to be sent.
 #[derive(Debug)]
 pub struct Outgoing<'a> {
-    /// Where it goes.
+    /// The packet's addresses.
     pub envelope: Envelope,
-    /// Its bytes.
+    /// The packet's bytes.
     pub bytes: &'a mut [u8],
-    /// It has a tag, and takes no ICRC.
+    /// The packet has a tag, and takes no ICRC.
     pub authenticated: bool,
 }
 
-/// Packets to be sent. See the module.
+/// Packets to be sent. See the module's documentation.
 pub struct Outbox {
     memory: Box<[u8]>,
-    /// Where packets begin: so that the payload of one without further headers is [`ALIGNED`], and that of each behind it.
+    /// Offset of the first packet in `memory`, so that the payloads of packets of maximum length
+    /// without optional headers are aligned to [`ALIGNED`].
     first: usize,
-    /// Bytes that there are for them, and how many are used.
+    /// Bytes for packets.
     capacity: usize,
+    /// Bytes in use.
     used: usize,
     bursts: Vec<Burst>,
-    /// What is behind each packet's payload.
+    /// The trailer of each packet.
     endings: Vec<Ending>,
-    /// A QP found no room.
+    /// A QP needed room when there was none.
     stalled: bool,
 }
 
 impl Outbox {
-    /// With room for `bytes`, and for one packet at least; for none if 0.
+    /// Makes an outbox of `bytes`, but at least of one packet; without room for packets if `bytes`
+    /// is 0.
     pub(crate) fn new(bytes: usize) -> Self {
         let capacity = if bytes == 0 { 0 } else { bytes.max(PACKET_MAX) };
         // Acknowledgements are the shortest packets.
@@ -128,12 +132,12 @@ impl Outbox {
         self.endings.len()
     }
 
-    /// All packets' bytes.
+    /// The bytes of all packets.
     pub fn bytes(&self) -> &[u8] {
         &self.memory[self.first..][..self.used]
     }
 
-    /// The packets, in order, to be sealed and sent.
+    /// The packets in order, for sealing and sending.
     pub fn packets(&mut self) -> impl Iterator<Item = Outgoing<'_>> {
         let mut rest = &mut self.memory[self.first..][..self.used];
         let packets = self.bursts.iter().flat_map(move |burst| {
@@ -147,30 +151,31 @@ impl Outbox {
         })
     }
 
-    /// The packets in runs that one system call with segmentation can send.
+    /// The packets as bursts, each of which one GSO send can carry.
     pub fn bursts(&self) -> &[Burst] {
         &self.bursts
     }
 
-    /// Puts the ICRC into each packet that has one and will be sent from this UDP port. The
-    /// segments of a burst are numbered from 0, as Linux does.
+    /// Writes the ICRC of each packet without a tag, for sending from this UDP port. The segments
+    /// of a burst are numbered from 0 (IPv4 identification), as Linux does.
     pub fn seal(&mut self, port: u16) {
         let (mut endings, all) = (&self.endings[..], &mut self.memory[self.first..]);
         for burst in &self.bursts {
-            let (its, after) = endings.split_at(burst.packets);
+            let (burst_endings, after) = endings.split_at(burst.packets);
             let source = SocketAddr::new(burst.envelope.from, port);
-            let mut row = Row::new(Route::new(source, burst.envelope.to));
-            let packets = all[burst.bytes.clone()].chunks_mut(burst.packet_bytes).zip(its);
+            let mut icrcs = RouteIcrc::new(Route::new(source, burst.envelope.to));
+            let packets =
+                all[burst.bytes.clone()].chunks_mut(burst.packet_bytes).zip(burst_endings);
             for (index, (packet, ending)) in packets.enumerate() {
                 if let Ending::Icrc(sum) = ending {
-                    row.seal_summed(index as u16, packet, *sum);
+                    icrcs.seal_summed(index as u16, packet, *sum);
                 }
             }
             endings = after;
         }
     }
 
-    /// Forgets all packets: they were sent, or are lost.
+    /// Removes all packets.
     pub fn clear(&mut self) {
         self.used = 0;
         self.bursts.clear();
@@ -178,13 +183,14 @@ impl Outbox {
         self.stalled = false;
     }
 
-    /// True if the engine has stopped making packets until they are sent.
+    /// Whether a QP waits for room in the outbox.
     #[inline]
     pub(crate) fn is_stalled(&self) -> bool {
         self.stalled
     }
 
-    /// Room for the longest packet. If there is none, that is remembered.
+    /// Room for a packet of maximum length. If there is none, the outbox becomes stalled until it
+    /// is cleared.
     #[inline]
     pub(crate) fn room(&mut self) -> Option<&mut [u8]> {
         if self.free() < PACKET_MAX {
@@ -198,16 +204,16 @@ impl Outbox {
         self.capacity - self.used
     }
 
-    /// Of `most` packets, however long, as many as there is room for. If that is none although some were wanted, it is
-    /// remembered.
+    /// Number of packets of maximum length for which there is room, at most `max`. If there is no
+    /// room and `max` is not 0, the outbox becomes stalled until it is cleared.
     #[inline]
-    pub(crate) fn packets_max(&mut self, most: u32) -> u32 {
+    pub(crate) fn packets_max(&mut self, max: u32) -> u32 {
         let room = self.free() / PACKET_MAX;
-        self.stalled |= room == 0 && most > 0;
-        (room as u64).min(most as u64) as u32
+        self.stalled |= room == 0 && max > 0;
+        (room as u64).min(max as u64) as u32
     }
 
-    /// Takes the packet of `len` bytes that was written into [`Outbox::room`].
+    /// Appends the packet of `len` bytes that was written into [`Outbox::room`].
     #[inline]
     pub(crate) fn commit(&mut self, envelope: Envelope, len: usize, ending: Ending) {
         let start = self.used;
@@ -232,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn packets_come_out_in_order_and_in_bursts() {
+    fn outbox_keeps_order_and_forms_bursts() {
         let mut o = Outbox::new(100_000);
         for (to, len, fill) in [(1, 100, 1), (1, 100, 2), (1, 60, 3), (1, 60, 4), (2, 60, 5)] {
             put(&mut o, to, len, fill);
@@ -251,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn a_burst_is_what_linux_takes() {
+    fn bursts_respect_linux_limits() {
         let mut o = Outbox::new(2 << 20);
         (0..150).for_each(|i| put(&mut o, 1, 20, i));
         let sizes: Vec<_> = o.bursts().iter().map(|b| b.packets).collect();
@@ -263,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_burst_is_full_to_the_byte() {
+    fn burst_is_filled_to_the_byte() {
         let mut o = Outbox::new(2 << 20);
         // 15 times 4136 bytes, and 2960 are 65,000.
         (0..15).for_each(|i| put(&mut o, 1, 4136, i));
@@ -276,13 +282,13 @@ mod tests {
     }
 
     #[test]
-    fn who_wants_packets_and_finds_room_for_none_waits() {
+    fn packets_max_stalls_only_if_packets_are_requested() {
         let mut o = Outbox::new(2 * PACKET_MAX);
         assert_eq!((o.packets_max(0), o.packets_max(1), o.packets_max(9)), (0, 1, 2));
         assert!(!o.is_stalled());
         put(&mut o, 1, PACKET_MAX + 1, 1);
         assert_eq!(o.packets_max(0), 0);
-        assert!(!o.is_stalled(), "none were wanted");
+        assert!(!o.is_stalled(), "no packet was requested");
         assert_eq!(o.packets_max(1), 0);
         assert!(o.is_stalled());
         assert_eq!(o.packets_max(0), 0);
@@ -290,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn who_finds_no_room_waits_until_it_is_cleared() {
+    fn full_outbox_stalls_until_cleared() {
         let mut o = Outbox::new(1);
         put(&mut o, 1, 20, 1);
         assert!(!o.is_stalled());

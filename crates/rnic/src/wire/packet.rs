@@ -1,5 +1,5 @@
-//! Packets of reliable connections: RoCEv2's UDP payload, from the base transport header to the
-//! trailer (IBTA vol. 1, §9.2 to §9.4; RoCEv2 is annex A17).
+//! Packets of reliable connections: the UDP payload of RoCEv2, from the base transport header to
+//! the trailer (IBTA vol. 1, §9.2 to §9.4; RoCEv2 is annex A17).
 //!
 //! ```text
 //! BTH                                              RETH                    AETH
@@ -16,7 +16,8 @@
 //!
 //! The trailer is the ICRC (4 bytes), or counter and tag ([`super::mac`], 20 bytes).
 //!
-//! [`Packet::parse`] takes any bytes: what is no packet is refused with a reason. Nothing is read twice.
+//! [`Packet::parse`] accepts any bytes, and returns a reason if they are not a packet. It reads no
+//! byte twice.
 
 use super::mac;
 use crate::ids::{Key, Psn, Qpn};
@@ -26,18 +27,18 @@ use crate::wqe::Remote;
 pub const BTH: usize = 12;
 /// Bytes of the ICRC.
 pub const ICRC: usize = 4;
-/// Bytes of the longest row of headers: BTH and AtomicETH.
+/// Bytes of the longest sequence of headers: BTH and AtomicETH.
 pub const HEADERS_MAX: usize = BTH + 28;
-/// Bytes behind the payload at most: padding, and the longest trailer.
+/// Maximum bytes after the payload: padding and the longest trailer.
 pub const TRAILER_MAX: usize = 3 + mac::TRAILER;
 /// Bytes of the longest packet.
 pub const PACKET_MAX: usize = 4096 + HEADERS_MAX + TRAILER_MAX;
-/// The partition key that everybody has (IBTA vol. 1, §10.9.1).
+/// The default partition key (IBTA vol. 1, §10.9.1).
 const PKEY: u16 = 0xffff;
 
 /// Opcodes of reliable connections.
 pub mod opcode {
-    #![expect(missing_docs, reason = "the names say it")]
+    #![expect(missing_docs, reason = "the names are those of the standard")]
     pub const SEND_FIRST: u8 = 0x00;
     pub const SEND_MIDDLE: u8 = 0x01;
     pub const SEND_LAST: u8 = 0x02;
@@ -63,37 +64,37 @@ pub mod opcode {
     pub const SEND_ONLY_INV: u8 = 0x17;
 }
 
-/// Why bytes are not a packet of a reliable connection.
+/// Reason for which bytes are not a packet of a reliable connection.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, thiserror::Error)]
 pub enum Malformed {
-    /// Fewer bytes than the headers of its opcode and the ICRC take.
-    #[error("shorter than its headers")]
+    /// The packet has fewer bytes than the headers of its opcode and the trailer.
+    #[error("packet shorter than its headers")]
     Short,
-    /// Longer than the largest packet.
-    #[error("longer than any packet")]
+    /// The packet or its payload exceeds the maximum length.
+    #[error("packet longer than the maximum")]
     Long,
-    /// The transport header's version is not 0.
-    #[error("another version of the transport header")]
+    /// The version of the transport header is not 0.
+    #[error("unknown version of the transport header")]
     Version,
-    /// Not an opcode of a reliable connection.
-    #[error("an opcode that is not one of a reliable connection")]
+    /// The opcode is not one of a reliable connection.
+    #[error("opcode of another transport service than reliable connection")]
     Opcode,
-    /// Not the partition that everybody is in.
-    #[error("another partition")]
+    /// The partition key is not the default one.
+    #[error("partition key other than the default")]
     Partition,
-    /// Padding where there cannot be any, or a length that is no multiple of four.
+    /// The packet has padding that is not allowed, or its length is not a multiple of four.
     #[error("wrong padding")]
     Pad,
-    /// A payload where there cannot be one, or none where there must be one.
-    #[error("a payload that does not fit the opcode")]
+    /// The packet has a payload that its opcode does not allow, or lacks one that it requires.
+    #[error("payload does not match the opcode")]
     Payload,
-    /// An AETH syndrome that IBTA reserves.
-    #[error("a reserved AETH syndrome")]
+    /// The AETH syndrome is reserved.
+    #[error("reserved AETH syndrome")]
     Syndrome,
 }
 
 impl Malformed {
-    /// All reasons, in the order in which they are counted.
+    /// All reasons, in the order of the counters in [`super::WireStats`].
     pub const ALL: [Malformed; 8] = [
         Malformed::Short,
         Malformed::Long,
@@ -106,31 +107,31 @@ impl Malformed {
     ];
 }
 
-/// Where a packet stands in its message.
+/// Position of a packet in its message.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Part {
-    /// The first of several.
+    /// The first of several packets.
     First,
-    /// Neither the first nor the last.
+    /// Neither the first nor the last packet.
     Middle,
-    /// The last of several.
+    /// The last of several packets.
     Last,
-    /// All there is.
+    /// The only packet.
     Only,
 }
 
 impl Part {
-    /// It begins a message.
+    /// Whether the packet begins a message.
     pub fn begins(self) -> bool {
         matches!(self, Part::First | Part::Only)
     }
 
-    /// It ends a message.
+    /// Whether the packet ends a message.
     pub fn ends(self) -> bool {
         matches!(self, Part::Last | Part::Only)
     }
 
-    /// Packet `at` of `count`.
+    /// Position of packet `at` of `count`.
     pub fn of(at: u32, count: u32) -> Part {
         match (at == 0, at + 1 >= count) {
             (true, true) => Part::Only,
@@ -141,90 +142,92 @@ impl Part {
     }
 }
 
-/// What the end of a SEND carries beside its data.
+/// Additional data in the last packet of a SEND.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Notice {
-    /// Nothing.
+    /// None.
     None,
     /// Immediate data.
     Imm(u32),
-    /// A key of the responder to be invalidated.
+    /// A key of the responder that is to be invalidated.
     Invalidate(Key),
 }
 
-/// What an acknowledgement says.
+/// The syndrome of an acknowledgement.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Syndrome {
-    /// All up to its PSN arrived. The code of how many receive WQEs there are; 31 says nothing.
+    /// ACK: all packets up to the PSN have arrived. With the credit code, which encodes the number
+    /// of receive WQEs; 31 means no credit count.
     Ack(u8),
-    /// No receive WQE for this PSN: again after the time of this code.
+    /// RNR NAK: there is no receive WQE for this PSN. With the timer code of the delay before a
+    /// retry.
     Rnr(u8),
-    /// This PSN was refused.
+    /// NAK: the packet with this PSN is missing or was rejected.
     Nak(Nak),
 }
 
-/// Why a request was refused (IBTA vol. 1, §9.7.5.2.8).
+/// The code of a NAK (IBTA vol. 1, §9.7.5.2.8).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum Nak {
-    /// A packet before it is missing.
+    /// PSN sequence error: the packet with this PSN is missing.
     Sequence = 0,
-    /// The request makes no sense.
+    /// The request is invalid.
     InvalidRequest = 1,
-    /// A key, range or right does not allow it.
+    /// The key, its range or its rights do not allow the access.
     RemoteAccess = 2,
-    /// The responder cannot execute it.
+    /// The responder cannot execute the request.
     RemoteOperation = 3,
 }
 
-/// An acknowledgement's header.
+/// The ACK extended transport header.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Aeth {
-    /// What it says.
+    /// The syndrome.
     pub syndrome: Syndrome,
-    /// Messages completed by the responder, modulo 2^24.
+    /// Message sequence number: messages that the responder has completed, modulo 2^24.
     pub msn: u32,
 }
 
-/// The target of a READ or WRITE.
+/// The RDMA extended transport header: the target of a READ or WRITE.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Reth {
-    /// Where.
+    /// Address and key.
     pub at: Remote,
     /// Bytes of the whole message.
     pub len: u32,
 }
 
-/// What an atomic does.
+/// Operation of an atomic.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AtomicOp {
     /// Stores `swap` if the word equals `compare`.
     CompareSwap {
-        /// Compared.
+        /// The expected value.
         compare: u64,
-        /// Stored.
+        /// The new value.
         swap: u64,
     },
-    /// Adds.
+    /// Adds `add` to the word.
     FetchAdd {
         /// The addend.
         add: u64,
     },
 }
 
-/// A packet's kind with its headers.
+/// The kind of a packet, with its headers after the BTH.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Body {
-    /// SEND. Only the last part has a notice.
+    /// SEND. Only the last packet has a notice.
     Send {
-        /// Where in its message.
+        /// Position in the message.
         part: Part,
-        /// What comes with the end.
+        /// Additional data of the last packet.
         notice: Notice,
     },
-    /// WRITE. The first part has a target, only the last one immediate data.
+    /// WRITE. Only the first packet has a target, and only the last one immediate data.
     Write {
-        /// Where in its message.
+        /// Position in the message.
         part: Part,
         /// Target of the whole message.
         reth: Option<Reth>,
@@ -233,55 +236,55 @@ pub enum Body {
     },
     /// READ request.
     Read(Reth),
-    /// A part of what was read. All but middle ones acknowledge.
+    /// READ response. All packets except middle ones have an AETH.
     ReadResponse {
-        /// Where in the response.
+        /// Position in the response.
         part: Part,
-        /// Its acknowledgement.
+        /// The acknowledgement.
         aeth: Option<Aeth>,
     },
     /// ACK, NAK or RNR NAK.
     Acknowledge(Aeth),
-    /// The old value of an atomic's word.
+    /// Response to an atomic.
     AtomicAcknowledge {
-        /// Its acknowledgement.
+        /// The acknowledgement.
         aeth: Aeth,
-        /// The old value.
+        /// The value of the word before the operation.
         old: u64,
     },
     /// CAS or FAA request.
     Atomic {
-        /// The word.
+        /// Address and key of the word.
         at: Remote,
-        /// What to do.
+        /// The operation.
         op: AtomicOp,
     },
 }
 
-/// A packet: headers, and the payload where it lies.
+/// A packet: decoded headers and a borrowed payload.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Packet<'a> {
-    /// The QP that it is for.
+    /// The destination QP.
     pub qpn: Qpn,
-    /// Its number.
+    /// The packet sequence number.
     pub psn: Psn,
-    /// The responder shall acknowledge.
+    /// The packet requests an acknowledgement.
     pub ack_request: bool,
-    /// The receiver's completion is a solicited one.
+    /// The receive completion is a solicited event.
     pub solicited: bool,
-    /// What it is.
+    /// The kind, with its headers.
     pub body: Body,
-    /// Data.
+    /// The payload, without padding.
     pub payload: &'a [u8],
 }
 
 impl<'a> Packet<'a> {
-    /// Reads a packet. The ICRC, its last four bytes, is not looked at.
+    /// Parses a packet. Its last four bytes, the ICRC, are not checked.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, Malformed> {
         Self::parse_before(bytes, ICRC)
     }
 
-    /// Reads a packet whose last `trailer` bytes are not looked at.
+    /// Parses a packet with a trailer of `trailer` bytes, which are not checked.
     #[inline]
     pub(crate) fn parse_before(bytes: &'a [u8], trailer: usize) -> Result<Self, Malformed> {
         if bytes.len() > PACKET_MAX {
@@ -294,7 +297,8 @@ impl<'a> Packet<'a> {
             return Err(Malformed::Version);
         }
         let body = read_body(bth[0], &mut left)?;
-        // The upper bit tells full members from limited ones, who may talk to full ones.
+        // The upper bit distinguishes full members of the partition from limited members. Both may
+        // send.
         if u16::from_be_bytes([bth[2], bth[3]]) | 0x8000 != PKEY {
             return Err(Malformed::Partition);
         }
@@ -307,7 +311,7 @@ impl<'a> Packet<'a> {
         match body.payload() {
             Carries::Nothing if !payload.is_empty() || pad != 0 => return Err(Malformed::Payload),
             Carries::Something if payload.is_empty() => return Err(Malformed::Payload),
-            // A first or middle part is full, and the path MTU a multiple of four.
+            // A first or middle packet is full, and the path MTU is a multiple of four.
             _ if pad != 0 && body.part().is_some_and(|p| !p.ends()) => return Err(Malformed::Pad),
             _ if payload.len() > 4096 => return Err(Malformed::Long),
             _ => {}
@@ -322,8 +326,8 @@ impl<'a> Packet<'a> {
         })
     }
 
-    /// Writes the headers of a packet whose payload, of `len` bytes, is put behind them later; gives
-    /// their bytes. `out` has room for [`HEADERS_MAX`].
+    /// Writes the headers of a packet with a payload of `len` bytes, which the caller appends.
+    /// Returns the number of bytes. `out` must have room for [`HEADERS_MAX`].
     pub fn encode_headers(&self, len: usize, out: &mut [u8]) -> usize {
         let pad = padding(len) as u8;
         out[0] = self.body.opcode();
@@ -338,7 +342,7 @@ impl<'a> Packet<'a> {
         w.at
     }
 
-    /// Writes the whole packet, with four zero bytes where the ICRC goes; gives its bytes.
+    /// Writes the whole packet, with zeros in place of the ICRC. Returns the number of bytes.
     pub fn encode(&self, out: &mut [u8]) -> usize {
         let headers = self.encode_headers(self.payload.len(), out);
         let end = headers + self.payload.len();
@@ -349,19 +353,19 @@ impl<'a> Packet<'a> {
     }
 }
 
-/// The QP that a packet is for; none if there is no whole BTH.
+/// The destination QP of a packet, or `None` if the packet is shorter than a BTH.
 #[inline]
 pub(crate) fn destination(bytes: &[u8]) -> Option<Qpn> {
     Some(Qpn::new(be24(&bytes.first_chunk::<BTH>()?[5..8])))
 }
 
-/// Bytes that bring a payload to a multiple of four.
+/// Bytes of padding that extend a payload to a multiple of four.
 #[inline]
 pub fn padding(len: usize) -> usize {
     len.wrapping_neg() & 3
 }
 
-/// Whether a kind of packet has a payload.
+/// Whether a kind of packet requires, forbids or allows a payload.
 enum Carries {
     Nothing,
     Something,
@@ -391,7 +395,7 @@ impl Body {
         }
     }
 
-    /// True if it answers a request of the QP that it is for.
+    /// Whether the packet is a response to a request of the destination QP.
     pub fn is_response(&self) -> bool {
         matches!(
             self,
@@ -399,7 +403,7 @@ impl Body {
         )
     }
 
-    /// Its opcode.
+    /// The opcode in the BTH.
     pub fn opcode(&self) -> u8 {
         use opcode::*;
         match *self {
@@ -477,7 +481,7 @@ impl Body {
     }
 }
 
-/// Reads the headers of `code`.
+/// Parses the headers after the BTH of a packet with opcode `code`.
 fn read_body(code: u8, r: &mut Reader<'_>) -> Result<Body, Malformed> {
     use opcode::*;
     let send = |part, notice| Body::Send { part, notice };
@@ -540,7 +544,7 @@ impl Aeth {
     }
 }
 
-/// Bytes that are read from the front.
+/// Reads fields from the front of a slice.
 struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {
@@ -579,7 +583,7 @@ impl Reader<'_> {
     }
 }
 
-/// Bytes that are written from the front.
+/// Writes fields to a slice, front to back.
 struct Writer<'a> {
     out: &'a mut [u8],
     at: usize,

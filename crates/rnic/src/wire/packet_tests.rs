@@ -1,4 +1,4 @@
-//! Every opcode there and back; anything at all into the parser.
+//! Round trips of every opcode, and arbitrary bytes as input of the parser.
 
 use super::*;
 use proptest::prelude::*;
@@ -72,7 +72,7 @@ fn body() -> impl Strategy<Value = Body> {
     ]
 }
 
-/// Packets that a sender may send, with the lengths of their payloads.
+/// Valid packets, with the lengths of their payloads.
 fn packet() -> impl Strategy<Value = (Packet<'static>, usize)> {
     let ids = (0..1u32 << 24, 0..1u32 << 24);
     (ids, any::<bool>(), any::<bool>(), body(), 0..=4096usize).prop_map(
@@ -99,19 +99,19 @@ fn packet() -> impl Strategy<Value = (Packet<'static>, usize)> {
 
 proptest! {
     #[test]
-    fn what_is_written_is_read_again((packet, len) in packet()) {
+    fn encoded_packet_parses_to_itself((packet, len) in packet()) {
         let mut bytes = [0xaa; PACKET_MAX];
         let total = packet.encode(&mut bytes);
         prop_assert!(total.is_multiple_of(4) && total <= BTH + 28 + len + TRAILER_MAX);
         prop_assert_eq!(Packet::parse(&bytes[..total]), Ok(packet));
-        // And no shorter row of bytes is that packet.
+        // A truncated packet is not parsed as the same packet.
         for cut in [1, 4, total / 2, total] {
             prop_assert_ne!(Packet::parse(&bytes[..total - cut]), Ok(packet));
         }
     }
 
     #[test]
-    fn anything_is_a_packet_or_refused(mut bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+    fn arbitrary_bytes_parse_or_are_rejected(mut bytes in prop::collection::vec(any::<u8>(), 0..200)) {
         if let Some(code) = bytes.first_mut() {
             *code &= 0x1f;
         }
@@ -138,7 +138,7 @@ const WRITE: [u8; 36] = [
 ];
 
 #[test]
-fn fields_stand_where_the_drawing_says() {
+fn fields_have_the_documented_offsets() {
     let packet = Packet::parse(&WRITE).unwrap();
     let at = Remote { addr: 0x0102030405060708, rkey: Key(0x11223344) };
     assert_eq!(
@@ -158,7 +158,7 @@ fn fields_stand_where_the_drawing_says() {
 }
 
 #[test]
-fn refusals_have_their_reasons() {
+fn malformed_packets_yield_their_reason() {
     let spoilt = |at: usize, value: u8| {
         let mut bytes = WRITE;
         bytes[at] = value;
@@ -170,7 +170,7 @@ fn refusals_have_their_reasons() {
     assert_eq!(spoilt(2, 0x00), Malformed::Partition);
     assert_eq!(spoilt(0, opcode::READ_REQUEST), Malformed::Payload);
     assert_eq!(spoilt(0, opcode::COMPARE_SWAP), Malformed::Short);
-    // A middle part with padding.
+    // A middle packet with padding.
     let mut middle = WRITE;
     (middle[0], middle[1]) = (opcode::SEND_MIDDLE, 0x70);
     assert_eq!(Packet::parse(&middle), Err(Malformed::Pad));
@@ -195,7 +195,7 @@ fn raw(code: u8, headers: usize, payload: usize) -> Vec<u8> {
 }
 
 #[test]
-fn a_part_of_a_message_carries_something_and_no_more_than_a_path_mtu() {
+fn message_part_has_payload_within_the_path_mtu() {
     let parts = [
         (opcode::SEND_FIRST, 0),
         (opcode::SEND_MIDDLE, 0),
@@ -227,7 +227,7 @@ fn a_part_of_a_message_carries_something_and_no_more_than_a_path_mtu() {
 }
 
 #[test]
-fn each_nak_is_read_as_it_was_written() {
+fn nak_codes_round_trip() {
     let naks = [Nak::Sequence, Nak::InvalidRequest, Nak::RemoteAccess, Nak::RemoteOperation];
     for (code, nak) in naks.into_iter().enumerate() {
         let body = Body::Acknowledge(Aeth { syndrome: Syndrome::Nak(nak), msn: 5 });

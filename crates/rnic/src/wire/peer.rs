@@ -1,4 +1,4 @@
-//! The other end of a connection, as `modify_qp` takes it.
+//! Description of the peer of a connection, as an argument of `modify_qp`.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -8,13 +8,13 @@ use super::mac::PairSecret;
 use crate::error::Error;
 use crate::ids::{Psn, Qpn};
 
-/// The QP that a QP talks to.
+/// The QP to which a QP is connected.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PeerAddress {
     /// A QP of this NIC.
     Local(Qpn),
-    /// A QP of another one, over RoCEv2.
+    /// A QP of another NIC, over RoCEv2.
     Remote(RemotePeer),
 }
 
@@ -31,7 +31,7 @@ impl From<RemotePeer> for PeerAddress {
 }
 
 impl PeerAddress {
-    /// The number of the QP.
+    /// The QP number of the peer.
     pub fn qpn(&self) -> Qpn {
         match self {
             PeerAddress::Local(qpn) => *qpn,
@@ -40,56 +40,58 @@ impl PeerAddress {
     }
 }
 
-/// A QP of another NIC, and how to talk to it: what `ibv_modify_qp` takes on the way to RTR and RTS.
+/// A QP of another NIC, with the connection attributes that `ibv_modify_qp` takes for RTR and RTS.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RemotePeer {
-    /// Where its packets go: its IP address, and as a rule [`super::UDP_PORT`]. Packets from another IP
-    /// address are dropped.
+    /// IP address and UDP port of the peer; the port is usually [`super::UDP_PORT`]. Packets from
+    /// another IP address are dropped.
     pub address: SocketAddr,
-    /// Its packets come from the port of `address`; those from another port are dropped. Granary's
-    /// NICs send from the port at which they are reached; Linux's soft-RoCE and hardware vary it.
+    /// The peer sends from the port of `address`: packets from another port are dropped. Granary's
+    /// NICs send from the port on which they receive; Linux's soft-RoCE and hardware vary the
+    /// source port.
     #[serde(default)]
     pub fixed_port: bool,
-    /// The IP address that the peer knows this end by: what packets are sent from and arrive at.
+    /// The IP address of this end: the source of sent packets and the destination of received
+    /// packets.
     pub local: IpAddr,
-    /// Its number.
+    /// The peer's QP number.
     pub qpn: Qpn,
-    /// The most payload of a packet, the same at both ends.
+    /// Maximum payload of a packet, the same at both ends.
     pub mtu: PathMtu,
-    /// PSN of the first request that is sent. Best taken at random. Not used if there is a secret.
-    pub sq_psn: Psn,
-    /// PSN of the first request that is expected: the other end's `sq_psn`. Not used if there is a
+    /// PSN of the first request that this end sends. Should be random. Not used if there is a
     /// secret.
+    pub sq_psn: Psn,
+    /// PSN of the first request of the peer: the peer's `sq_psn`. Not used if there is a secret.
     pub rq_psn: Psn,
-    /// What both ends know: the first PSNs and the keys of both directions come from it. None where
-    /// the peer has no such thing (Linux's soft-RoCE, hardware).
+    /// The shared secret, from which the first PSNs and the keys of both directions are derived.
+    /// `None` if the peer does not support secrets (Linux's soft-RoCE, hardware).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub secret: Option<PairSecret>,
-    /// Local ACK timeout, 1 to 31: 4.096 us times two to this power (IBTA vol. 1, §9.7.6.1.3). What is
-    /// measured of the connection makes retransmissions earlier, never later.
+    /// Code of the local ACK timeout, 1 to 31: 4.096 us times two to this power (IBTA vol. 1,
+    /// §9.7.6.1.3). Round-trip measurements make retransmissions earlier, never later.
     pub timeout: u8,
-    /// How many timeouts in a row are waited for beyond the first, 0 to 7: who has not answered
-    /// anything for `retry_cnt + 1` timeouts is given up.
+    /// Number of retries, 0 to 7. The connection fails if the peer acknowledges nothing for
+    /// `retry_cnt + 1` local ACK timeouts.
     pub retry_cnt: u8,
-    /// How often in a row a request is sent again that found no receive WQE, 0 to 6; 7 for ever.
+    /// Number of times that a request is retransmitted after RNR NAKs in succession, 0 to 6; 7 for
+    /// no limit.
     pub rnr_retry: u8,
-    /// How long the peer shall wait when its request finds no receive WQE: a code of 0 to 31 (IBTA
-    /// vol. 1, §9.7.5.2.8).
+    /// Code of the delay in RNR NAKs that this end sends, 0 to 31 (IBTA vol. 1, §9.7.5.2.8).
     pub min_rnr_timer: u8,
-    /// READs and atomics that are outstanding at the peer at most, 1 to 16.
+    /// Maximum outstanding READs and atomics of this end, 1 to 16.
     pub max_rd_atomic: u8,
-    /// READs and atomics of the peer that are outstanding here at most, 1 to 16; more are invalid
-    /// requests.
+    /// Maximum outstanding READs and atomics of the peer, 1 to 16. A further one is an invalid
+    /// request.
     pub max_dest_rd_atomic: u8,
 }
 
 impl RemotePeer {
-    /// READs and atomics outstanding at most.
+    /// Maximum of `max_rd_atomic` and `max_dest_rd_atomic`.
     pub const RD_ATOMIC_MAX: u8 = 16;
 
-    /// A peer with values that suit one network: a timeout of 67 ms, seven retries, waiting for ever for
-    /// receives, 16 READs and atomics each way, an MTU of 1024, PSNs from 0.
+    /// A peer with values for a local network: a local ACK timeout of 67 ms, seven retries,
+    /// unlimited RNR retries, 16 READs and atomics in each direction, an MTU of 1024, PSNs from 0.
     pub fn new(address: SocketAddr, local: IpAddr, qpn: Qpn) -> Self {
         Self {
             address,
@@ -109,19 +111,19 @@ impl RemotePeer {
         }
     }
 
-    /// Whether a packet from `source` may be one of this peer.
+    /// Whether `source` is an address from which this peer sends.
     #[inline]
     pub(crate) fn sends_from(&self, source: SocketAddr) -> bool {
-        let its = self.address;
-        its.ip() == source.ip() && (!self.fixed_port || its.port() == source.port())
+        let address = self.address;
+        address.ip() == source.ip() && (!self.fixed_port || address.port() == source.port())
     }
 
-    /// Whether its packets have tags.
+    /// Whether packets of the connection have authentication tags.
     pub(crate) fn is_authenticated(&self) -> bool {
         self.secret.is_some_and(|secret| secret.authenticated)
     }
 
-    /// Refuses what no connection can have.
+    /// Checks that all attributes are within the limits of a connection.
     pub fn check(&self) -> Result<(), Error> {
         let within = |what, value: u8, from: u8, to: u8, must| {
             let value = value as u64;
@@ -132,12 +134,12 @@ impl RemotePeer {
         within("the retry count of a connection", self.retry_cnt, 0, 7, "0 to 7")?;
         within("the RNR retry count of a connection", self.rnr_retry, 0, 7, "0 to 7")?;
         within("the RNR timer code of a connection", self.min_rnr_timer, 0, 31, "0 to 31")?;
-        let most = Self::RD_ATOMIC_MAX;
-        within("max_rd_atomic", self.max_rd_atomic, 1, most, "1 to 16")?;
-        within("max_dest_rd_atomic", self.max_dest_rd_atomic, 1, most, "1 to 16")?;
+        let max = Self::RD_ATOMIC_MAX;
+        within("max_rd_atomic", self.max_rd_atomic, 1, max, "1 to 16")?;
+        within("max_dest_rd_atomic", self.max_dest_rd_atomic, 1, max, "1 to 16")?;
         let ip = self.address.ip();
-        let nobody = |ip: IpAddr| ip.is_unspecified() || ip.is_multicast();
-        if nobody(ip) || nobody(self.local) || self.address.port() == 0 {
+        let is_no_host = |ip: IpAddr| ip.is_unspecified() || ip.is_multicast();
+        if is_no_host(ip) || is_no_host(self.local) || self.address.port() == 0 {
             return Err(Error::Address { address: self.address, local: self.local });
         }
         if ip.is_ipv4() != self.local.is_ipv4() {
@@ -147,7 +149,7 @@ impl RemotePeer {
     }
 }
 
-/// Bytes of payload of a packet at most.
+/// Path MTU: the maximum payload of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 #[serde(into = "u16", try_from = "u16")]
 pub enum PathMtu {
@@ -164,19 +166,20 @@ pub enum PathMtu {
 }
 
 impl PathMtu {
-    /// All of them.
+    /// All path MTUs, in ascending order.
     pub const ALL: [PathMtu; 5] =
         [PathMtu::Mtu256, PathMtu::Mtu512, PathMtu::Mtu1024, PathMtu::Mtu2048, PathMtu::Mtu4096];
 
-    /// Bytes.
+    /// The payload in bytes.
     #[inline]
     pub const fn bytes(self) -> u32 {
         256 << self as u32
     }
 
-    /// The largest whose packets, with all headers, fit IP packets of `bytes`. `None` if none does.
+    /// The largest path MTU whose packets, with all headers, fit IP packets of `bytes`, if any
+    /// does.
     pub fn fitting(bytes: u32) -> Option<Self> {
-        // IPv6, UDP, the longest row of transport headers, padding and the longest trailer.
+        // IPv6, UDP, the longest sequence of transport headers, padding and the longest trailer.
         let around = 40 + 8 + super::packet::HEADERS_MAX as u32 + super::packet::TRAILER_MAX as u32;
         Self::ALL.into_iter().rev().find(|mtu| mtu.bytes() + around <= bytes)
     }
@@ -210,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_connection_can_have_is_refused() {
+    fn check_rejects_invalid_attributes() {
         assert_eq!(peer().check(), Ok(()));
         let wrong: [fn(&mut RemotePeer); 10] = [
             |p| p.timeout = 0,
@@ -232,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn peers_travel_as_text() {
+    fn peer_address_round_trips_through_json() {
         for address in [PeerAddress::from(peer()), PeerAddress::from(Qpn::new(77))] {
             let text = serde_json::to_string(&address).unwrap();
             assert_eq!(serde_json::from_str::<PeerAddress>(&text).unwrap(), address, "{text}");
@@ -242,13 +245,13 @@ mod tests {
     }
 
     #[test]
-    fn an_address_names_its_qp() {
+    fn peer_address_returns_its_qp_number() {
         assert_eq!(PeerAddress::from(peer()).qpn(), Qpn::new(0x123));
         assert_eq!(PeerAddress::from(Qpn::new(77)).qpn(), Qpn::new(77));
     }
 
     #[test]
-    fn the_mtu_leaves_room_for_headers() {
+    fn path_mtu_leaves_room_for_headers() {
         // IPv6, UDP, BTH, RETH and immediate or the atomic header, pad, counter and tag.
         let around = 40 + 8 + super::super::packet::HEADERS_MAX as u32 + 3 + 20;
         for mtu in PathMtu::ALL {

@@ -1,21 +1,21 @@
-//! Arithmetic of packet sequence numbers: 24 bits, in a circle (IBTA vol. 1, §9.7).
+//! Arithmetic of packet sequence numbers: 24 bits with wrap around (IBTA vol. 1, §9.7).
 //!
-//! Of two numbers less than 2^23 apart, the one ahead of the other is the later one. A connection
-//! never has so many packets in flight.
+//! Two PSNs are ordered by their distance modulo 2^24: `b` is later than `a` if `b - a` is less
+//! than 2^23. A connection never has 2^23 packets in flight.
 
 use crate::ids::Psn;
 
-/// Half of the circle.
+/// Half of the PSN space.
 const HALF: u32 = 1 << 23;
 
 impl Psn {
-    /// `n` packets later.
+    /// The PSN `n` packets later.
     #[inline]
     pub const fn plus(self, n: u32) -> Psn {
         Psn::new(self.raw().wrapping_add(n))
     }
 
-    /// How many packets later this is than `earlier`, from 0 to 2^24 - 1.
+    /// Distance from `earlier` to this PSN in packets, from 0 to 2^24 - 1.
     #[inline]
     pub const fn since(self, earlier: Psn) -> u32 {
         self.raw().wrapping_sub(earlier.raw()) & Psn::MAX
@@ -27,7 +27,7 @@ impl Psn {
         self.since(other) >= HALF
     }
 
-    /// The later of two.
+    /// The later of two PSNs.
     #[inline]
     pub fn later(self, other: Psn) -> Psn {
         if self.is_before(other) { other } else { self }
@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_circle_closes() {
+    fn psn_arithmetic_wraps_around() {
         let last = Psn::new(Psn::MAX);
         assert_eq!(last.plus(1), Psn::new(0));
         assert_eq!(Psn::new(0).since(last), 1);
@@ -51,7 +51,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_ahead_by_less_than_half_is_later() {
+    fn psn_ahead_by_less_than_half_is_later() {
         for a in [0, 1, HALF - 1, HALF, HALF + 1, Psn::MAX] {
             let a = Psn::new(a);
             assert!(a.is_before(a.plus(1)) && a.is_before(a.plus(HALF - 1)));

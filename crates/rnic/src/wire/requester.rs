@@ -1,4 +1,4 @@
-//! The requester's half of a connection: which request is sent next, and what an answer means.
+//! The requester half of a connection: selects the packets to send, and processes responses.
 //!
 //! ```text
 //!   PSN ──────── una ───────────── next ──────── high ──────── assigned ──>
@@ -10,33 +10,36 @@
 //!   reads              [ READ 4..8 ][ 8..12 ]                                   segments outstanding
 //! ```
 //!
-//! A READ is asked for in segments, as many packets each as the window has room for. Their borders stay: what
-//! is asked for again ends where it ended before, so that the responder has either seen a segment whole or
-//! not at all.
+//! `una` is the oldest unacknowledged PSN, `high` the first PSN that was never sent.
 //!
-//! No field of a packet is trusted: an answer to what was not sent changes nothing.
+//! A READ is requested in segments, each of as many packets as the window has room for. The borders
+//! of segments do not change: a repeated READ request ends where the original one ended. So the
+//! responder has either seen a whole segment or none of it.
+//!
+//! No field of a packet is trusted: a response without a matching request changes no state.
 
 use std::collections::VecDeque;
 
-use super::guesses::Fit;
+use super::congestion::{CongestionControl, rnr_ns, timeout_ns};
+use super::guess_limiter::PsnFit;
 use super::outbox::LONG_BURST;
-use super::pace::{Pace, rnr_ns, timeout_ns};
 use super::packet::Nak;
 use super::peer::RemotePeer;
 use crate::cqe::Syndrome;
 use crate::ids::Psn;
 use crate::wqe::WQEBB;
 
-/// PSNs that requests may have been given beyond the oldest that is not acknowledged: a quarter of the
-/// circle, and one request more.
+/// Maximum PSNs assigned beyond the oldest unacknowledged PSN: a quarter of the PSN space. One
+/// request may exceed it.
 pub(crate) const SPAN_MAX: u32 = 1 << 22;
-/// Bytes of a READ segment at most: four bursts of the longest packets. Where one ends, so does a burst.
+/// Maximum bytes of a READ segment: four bursts of packets of maximum length. The end of a segment
+/// also ends a burst.
 const SEGMENT_BYTES: u32 = 240 << 10;
 
-/// What a request does.
+/// Kind of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kind {
-    /// Nothing on the wire: it is done, and completes in its turn.
+    /// A WQE without packets. It is already executed, and completes in order.
     Local,
     Send,
     Write,
@@ -50,23 +53,25 @@ pub(crate) struct Request {
     pub kind: Kind,
     /// Its first PSN.
     pub first: Psn,
-    /// PSNs that it takes: packets that are sent, or of a READ that come back.
+    /// Number of its PSNs: request packets, or response packets of a READ.
     pub packets: u32,
-    /// Bytes that it moves.
+    /// Bytes that the request transfers.
     pub len: u32,
     /// Opcode and index of the WQE.
     pub opcode: u8,
     pub counter: u16,
     pub signaled: bool,
-    /// It fails when its turn comes, and nothing behind it is sent.
+    /// The request fails with this syndrome when it is the oldest one, and no later request is
+    /// sent.
     pub fault: Option<(Syndrome, u8)>,
-    /// Building blocks of the WQE that are kept, and the running index of the first.
+    /// Number of the WQE's building blocks that are kept.
     blocks: u32,
+    /// Running index of the first kept building block.
     at: u32,
 }
 
 impl Request {
-    /// One that takes `packets` PSNs; it gets its place in [`Requester::push`].
+    /// Makes a request of `packets` PSNs. [`Requester::push`] assigns them.
     pub fn new(kind: Kind, packets: u32, len: u32) -> Self {
         Self {
             kind,
@@ -83,29 +88,29 @@ impl Request {
     }
 }
 
-/// What is to be sent next.
+/// The packets to send next.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Plan {
-    /// Which request of the ring.
+    /// Index of the request in the ring.
     pub request: usize,
-    /// Which of its packets is the first.
+    /// Index of the first packet within the request.
     pub packet: u32,
-    /// PSNs: packets of a SEND or WRITE, or those that come back for a READ.
+    /// Number of PSNs: packets of a SEND or WRITE, or response packets of a READ.
     pub count: u32,
-    /// The first one.
+    /// The first PSN.
     pub psn: Psn,
-    /// The last packet asks for an acknowledgement.
+    /// The last packet requests an acknowledgement.
     pub ack: bool,
 }
 
-/// What a response is to the requester.
+/// Relation of a response packet to the expected one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Response {
-    /// The one that is expected: packet `packet` of request `request`.
+    /// The expected packet: packet `packet` of request `request`.
     Next { request: usize, packet: u32 },
-    /// One that was seen before, or that nobody asked for.
+    /// A duplicate, or a packet without an outstanding request.
     Stray,
-    /// One behind a gap.
+    /// A packet behind a gap.
     Ahead,
 }
 
@@ -116,7 +121,7 @@ pub(crate) enum Retired {
     Failed(Request, Syndrome, u8),
 }
 
-/// A READ segment or atomic that is outstanding.
+/// An outstanding READ segment or atomic.
 #[derive(Clone, Copy, Debug)]
 struct Segment {
     first: Psn,
@@ -127,40 +132,49 @@ pub(crate) struct Requester {
     requests: VecDeque<Request>,
     /// The WQEs of `requests`, in building blocks, by running index.
     wqes: Box<[[u8; WQEBB]]>,
-    /// Running index of the next building block that is kept.
+    /// Running index of the next building block to be kept.
     next_block: u32,
     segments: VecDeque<Segment>,
     segments_max: usize,
     segment_packets: u32,
+    /// The oldest unacknowledged PSN.
     una: Psn,
+    /// The first PSN that was never sent.
     high: Psn,
+    /// The first PSN that is not assigned to a request.
     assigned: Psn,
-    /// The next packet to be sent: of this request (or none, if all are sent), this one.
+    /// Send cursor: index of the request of the next packet; the number of requests if all are
+    /// sent.
     at: usize,
+    /// Send cursor: index of the next packet within its request.
     sent: u32,
-    /// All before it is asked to be acknowledged.
-    asked: Psn,
-    pace: Pace,
-    /// A packet that was sent once, and when: measures the round trip.
+    /// PSN after the last packet with an ACK request.
+    ack_requested: Psn,
+    congestion: CongestionControl,
+    /// The packet that measures the round-trip time, and the time when it was sent.
     probe: Option<(Psn, u64)>,
-    /// Until this PSN is acknowledged a loss is being mended; one window is halved once.
-    mending: Option<Psn>,
-    went_back_to: Psn,
-    /// When something was last heard of the peer, or first awaited.
-    heard_ns: u64,
-    /// When the retransmission timer was started.
+    /// Loss recovery is in progress until this PSN is acknowledged. The window is halved once for
+    /// each recovery.
+    recovery_end: Option<Psn>,
+    /// The PSN to which the requester last went back.
+    recovery_from: Psn,
+    /// Time of the last progress, or when packets were first outstanding.
+    progress_ns: u64,
+    /// Start of the retransmission timer.
     timer_ns: u64,
-    /// The peer asked to wait until then.
+    /// End of the delay that an RNR NAK has requested.
     rnr_until: Option<u64>,
+    /// RNR retries that are left.
     rnr_left: u8,
     rnr_retry: u8,
-    patience_ns: u64,
+    /// Time without progress after which the connection fails.
+    failure_ns: u64,
     failed: Option<Syndrome>,
 }
 
 impl Requester {
-    /// For at most `requests` WQEs of together at most `blocks` building blocks, and a window of
-    /// `window` bytes.
+    /// Makes a requester for at most `requests` WQEs with a total of `blocks` building blocks, and
+    /// a window of `window` bytes.
     pub fn new(peer: &RemotePeer, requests: u32, blocks: u32, window: u32) -> Self {
         let mtu = peer.mtu.bytes();
         let psn = peer.sq_psn;
@@ -176,24 +190,25 @@ impl Requester {
             assigned: psn,
             at: 0,
             sent: 0,
-            asked: psn,
-            pace: Pace::new(window / mtu, peer.timeout),
+            ack_requested: psn,
+            congestion: CongestionControl::new(window / mtu, peer.timeout),
             probe: None,
-            mending: None,
-            went_back_to: psn,
-            heard_ns: 0,
+            recovery_end: None,
+            recovery_from: psn,
+            progress_ns: 0,
             timer_ns: 0,
             rnr_until: None,
             rnr_left: peer.rnr_retry,
             rnr_retry: peer.rnr_retry,
-            patience_ns: timeout_ns(peer.timeout) * (peer.retry_cnt as u64 + 1),
+            failure_ns: timeout_ns(peer.timeout) * (peer.retry_cnt as u64 + 1),
             failed: None,
         }
     }
 
     // --- requests ------------------------------------------------------------------------------
 
-    /// True if a WQE of any length may be pushed: all before it have been sent, and there is room.
+    /// Whether a WQE of up to `most_blocks` building blocks may be pushed: all earlier requests are
+    /// sent, and there is room.
     pub fn has_room(&self, most_blocks: u32) -> bool {
         self.requests.len() < self.requests.capacity()
             && self.blocks_used() + most_blocks <= self.wqes.len() as u32
@@ -202,17 +217,17 @@ impl Requester {
             && self.failed.is_none()
     }
 
-    /// True if nothing is outstanding.
+    /// Whether no request is outstanding.
     pub fn is_empty(&self) -> bool {
         self.requests.is_empty()
     }
 
-    /// True if packets were sent that are not acknowledged.
+    /// Whether packets are in flight: sent, but not acknowledged.
     pub fn awaits_answer(&self) -> bool {
         self.una != self.high
     }
 
-    /// True if a READ or atomic is outstanding, of those that have been sent.
+    /// Whether a READ or atomic that was sent is outstanding.
     pub fn reads_outstanding(&self) -> bool {
         !self.segments.is_empty()
     }
@@ -221,7 +236,7 @@ impl Requester {
         self.requests.front().map_or(0, |r| self.next_block.wrapping_sub(r.at))
     }
 
-    /// Puts a request behind the others, with its WQE. There is room.
+    /// Appends a request with its WQE. The caller has checked [`Requester::has_room`].
     pub fn push(&mut self, mut request: Request, wqe: &[u8]) {
         let (blocks, _) = wqe.as_chunks::<WQEBB>();
         request.first = self.assigned;
@@ -234,14 +249,14 @@ impl Requester {
         }
         self.assigned = self.assigned.plus(request.packets);
         self.requests.push_back(request);
-        self.settle();
+        self.advance_cursor();
     }
 
     pub fn request(&self, at: usize) -> &Request {
         &self.requests[at]
     }
 
-    /// Copies the WQE of a request out.
+    /// Copies the WQE of a request to `into`.
     pub fn wqe(&self, at: usize, into: &mut [u8]) {
         let request = &self.requests[at];
         let (blocks, _) = into.as_chunks_mut::<WQEBB>();
@@ -250,11 +265,12 @@ impl Requester {
         }
     }
 
-    /// Takes the oldest request if it has ended.
+    /// Removes the oldest request if it has ended.
     pub fn retire(&mut self) -> Option<Retired> {
         let front = *self.requests.front()?;
         let acknowledged = self.una.since(front.first) >= front.packets;
-        // What the peer has done is done, whatever was found wrong here since.
+        // A request that the peer has executed completes, even if a fault was found here
+        // afterwards.
         let ended = if acknowledged && (front.fault.is_none() || front.packets > 0) {
             Retired::Done(front)
         } else if let Some((syndrome, vendor)) = front.fault {
@@ -269,35 +285,35 @@ impl Requester {
         Some(ended)
     }
 
-    /// Takes the oldest request, whatever has become of it: the QP is in Error.
+    /// Removes the oldest request in any state, because the QP is in the error state.
     pub fn flush(&mut self) -> Option<Request> {
         (self.at, self.sent) = (0, 0);
         self.segments.clear();
         self.requests.pop_front()
     }
 
-    /// Request `at` fails when its turn comes.
+    /// Marks request `at` as failed. It ends when it is the oldest one.
     pub fn fault(&mut self, at: usize, syndrome: Syndrome, vendor: u8) {
         self.requests[at].fault = Some((syndrome, vendor));
     }
 
     // --- sending -------------------------------------------------------------------------------
 
-    /// What is to be sent next, if anything may be: packets of one request, at most `most` of them.
+    /// The next packets that may be sent: packets of one request, at most `max_packets`.
     #[inline]
-    pub fn next(&self, most: u32) -> Option<Plan> {
-        let r = self.requests.get(self.at).filter(|_| most > 0)?;
+    pub fn next(&self, max_packets: u32) -> Option<Plan> {
+        let r = self.requests.get(self.at).filter(|_| max_packets > 0)?;
         if r.fault.is_some() || self.failed.is_some() || self.rnr_until.is_some() {
             return None;
         }
         let psn = r.first.plus(self.sent);
         let in_flight = psn.since(self.una);
-        let room = self.pace.window().saturating_sub(in_flight);
+        let room = self.congestion.window().saturating_sub(in_flight);
         if room == 0 {
             return None;
         }
         let (left, again) = (r.packets - self.sent, psn.is_before(self.high));
-        let unasked = psn.since(self.asked);
+        let unasked = psn.since(self.ack_requested);
         let count = match r.kind {
             Kind::Read | Kind::Atomic if again => {
                 let held = |s: &&Segment| psn.since(s.first) < s.packets;
@@ -306,38 +322,39 @@ impl Requester {
             }
             Kind::Read | Kind::Atomic if self.segments.len() >= self.segments_max => return None,
             Kind::Read => {
-                // Better a little later than in pieces.
-                let most = left.min(self.segment_packets);
-                if room < most.min(self.pace.window() / 4) && in_flight > 0 {
+                // Wait for more room rather than split the READ into small segments.
+                let segment = left.min(self.segment_packets);
+                if room < segment.min(self.congestion.window() / 4) && in_flight > 0 {
                     return None;
                 }
-                most.min(room)
+                segment.min(room)
             }
             _ => {
-                // Likewise, where a burst begins. An acknowledgement is on its way: one is asked for more often.
-                let burst = left.min(LONG_BURST).min(self.pace.window() / 4);
+                // At the start of a burst, also wait for the room of a whole burst. Room will come,
+                // because ACKs are requested more often than once per window.
+                let burst = left.min(LONG_BURST).min(self.congestion.window() / 4);
                 if room < burst && unasked.is_multiple_of(LONG_BURST) && in_flight > 0 {
                     return None;
                 }
-                let to_ask = self.pace.ack_every().saturating_sub(unasked).max(1);
+                let to_ask = self.congestion.ack_every().saturating_sub(unasked).max(1);
                 let to_burst = LONG_BURST - unasked % LONG_BURST;
-                // What is sent again and what is not stay apart.
+                // A plan holds either retransmitted packets or new ones.
                 let alike = if again { self.high.since(psn) } else { left };
-                most.min(left).min(room).min(to_ask).min(to_burst).min(alike)
+                max_packets.min(left).min(room).min(to_ask).min(to_burst).min(alike)
             }
         };
         let ends = self.sent + count == r.packets;
-        let ack = ends || room == count || unasked + count >= self.pace.ack_every();
+        let ack = ends || room == count || unasked + count >= self.congestion.ack_every();
         Some(Plan { request: self.at, packet: self.sent, count, psn, ack })
     }
 
-    /// What `plan` says was sent; true if it was sent before.
+    /// Records that the packets of `plan` were sent. Returns true if it was a retransmission.
     #[inline]
     pub fn sent(&mut self, plan: &Plan, now_ns: u64) -> bool {
         let end = plan.psn.plus(plan.count);
         let again = plan.psn.is_before(self.high);
         if self.una == self.high {
-            (self.heard_ns, self.timer_ns) = (now_ns, now_ns);
+            (self.progress_ns, self.timer_ns) = (now_ns, now_ns);
         }
         if !again {
             let mut answered = plan.psn.plus(plan.count - 1);
@@ -351,15 +368,15 @@ impl Requester {
             }
         }
         if plan.ack {
-            self.asked = end;
+            self.ack_requested = end;
         }
         self.sent += plan.count;
-        self.settle();
+        self.advance_cursor();
         again
     }
 
-    /// Puts the cursor on the next packet that there is.
-    fn settle(&mut self) {
+    /// Moves the send cursor to the next existing packet.
+    fn advance_cursor(&mut self) {
         while let Some(r) = self.requests.get(self.at) {
             if self.sent < r.packets || r.fault.is_some() {
                 return;
@@ -369,32 +386,32 @@ impl Requester {
         }
     }
 
-    /// Puts the cursor on `psn`.
+    /// Moves the send cursor to `psn`.
     fn seek(&mut self, psn: Psn) {
         let found = self.requests.iter().position(|r| psn.since(r.first) < r.packets);
         (self.at, self.sent) = match found {
             Some(at) => (at, psn.since(self.requests[at].first)),
             None => (self.requests.len(), 0),
         };
-        self.asked = psn;
+        self.ack_requested = psn;
     }
 
-    // --- answers -------------------------------------------------------------------------------
+    // --- responses -----------------------------------------------------------------------------
 
-    /// How an answer's PSN stands to those of the packets in flight.
-    pub fn fit(&self, psn: Psn) -> Fit {
+    /// Relation of a response's PSN to the packets in flight.
+    pub fn fit(&self, psn: Psn) -> PsnFit {
         if psn.since(self.una) < self.high.since(self.una) {
-            return Fit::Expected;
+            return PsnFit::Expected;
         }
-        match Fit::of(psn, self.una) {
-            Fit::Expected => Fit::Near,
+        match PsnFit::of(psn, self.una) {
+            PsnFit::Expected => PsnFit::Near,
             other => other,
         }
     }
 
-    /// Everything before `to` arrived, says the peer. A READ's or atomic's result that is missing
-    /// nevertheless was lost.
-    pub fn acknowledged(&mut self, to: Psn, now_ns: u64) {
+    /// Processes an ACK of all packets before `to`. If it covers a READ or atomic whose result has
+    /// not arrived, the result was lost.
+    pub fn on_ack(&mut self, to: Psn, now_ns: u64) {
         let claimed = to.since(self.una);
         if claimed > self.high.since(self.una) {
             return;
@@ -409,7 +426,7 @@ impl Requester {
         }
     }
 
-    /// What a READ response or atomic acknowledgement of this PSN is.
+    /// Classifies a READ response or atomic acknowledgement with this PSN.
     pub fn response(&self, psn: Psn) -> Response {
         let Some(segment) = self.segments.front() else { return Response::Stray };
         let awaited = segment.first.later(self.una);
@@ -426,40 +443,43 @@ impl Requester {
         }
     }
 
-    /// The awaited response was taken.
-    pub fn answered(&mut self, psn: Psn, now_ns: u64) {
+    /// Records that the expected response was accepted.
+    pub fn on_response(&mut self, psn: Psn, now_ns: u64) {
         self.advance(psn.plus(1), now_ns);
     }
 
-    /// A response before one that arrived is missing.
-    pub fn gap(&mut self, now_ns: u64) {
+    /// Records that a response is missing, because a later one has arrived.
+    pub fn on_response_gap(&mut self, now_ns: u64) {
         self.lost(now_ns);
     }
 
-    /// The peer misses what comes before `psn`, or refuses it for now or for good.
-    pub fn refused(&mut self, psn: Psn, nak: Nak, now_ns: u64) {
+    /// Processes a NAK for `psn`: packets before `psn` have arrived, and `psn` is missing or
+    /// rejected.
+    pub fn on_nak(&mut self, psn: Psn, nak: Nak, now_ns: u64) {
         if psn.since(self.una) >= self.high.since(self.una) {
             return;
         }
-        self.acknowledged(psn, now_ns);
+        self.on_ack(psn, now_ns);
         match (nak, self.una == psn) {
             (Nak::Sequence, true) => self.lost(now_ns),
-            // The result of a READ before it was lost; going back has begun.
+            // The result of an earlier READ was lost. `on_ack` has already started the recovery.
             (Nak::Sequence, false) => {}
             (Nak::InvalidRequest, true) => self.failed = Some(Syndrome::RemoteInvalidRequest),
             (Nak::RemoteAccess, true) => self.failed = Some(Syndrome::RemoteAccess),
             (Nak::RemoteOperation, true) => self.failed = Some(Syndrome::RemoteOperation),
-            // That result will never come: the peer's QP is in Error.
+            // The result of an earlier READ was lost, and the peer's QP is in the error state: the
+            // result will never arrive.
             (_, false) => self.failed = Some(Syndrome::RetryExceeded),
         }
     }
 
-    /// The peer has no receive WQE for `psn`.
-    pub fn not_ready(&mut self, psn: Psn, timer: u8, now_ns: u64) {
+    /// Processes an RNR NAK: the peer has no receive WQE for `psn`. `timer` is the code of the
+    /// delay.
+    pub fn on_rnr_nak(&mut self, psn: Psn, timer: u8, now_ns: u64) {
         if psn.since(self.una) >= self.high.since(self.una) || self.rnr_until.is_some() {
             return;
         }
-        self.acknowledged(psn, now_ns);
+        self.on_ack(psn, now_ns);
         if self.una != psn {
             return;
         }
@@ -470,14 +490,14 @@ impl Requester {
             }
             self.rnr_left -= 1;
         }
-        self.heard_ns = now_ns;
+        self.progress_ns = now_ns;
         self.probe = None;
-        self.mending = None;
+        self.recovery_end = None;
         self.seek(psn);
         self.rnr_until = Some(now_ns + rnr_ns(timer));
     }
 
-    /// Everything before `to` is done.
+    /// Records that all requests and responses before `to` are complete.
     fn advance(&mut self, to: Psn, now_ns: u64) {
         let count = to.since(self.una);
         if count == 0 {
@@ -486,7 +506,7 @@ impl Requester {
         if let Some((psn, sent_ns)) = self.probe
             && psn.is_before(to)
         {
-            self.pace.measured(now_ns.saturating_sub(sent_ns));
+            self.congestion.on_rtt(now_ns.saturating_sub(sent_ns));
             self.probe = None;
         }
         let next = self.cursor();
@@ -498,37 +518,37 @@ impl Requester {
         {
             self.segments.pop_front();
         }
-        self.pace.progress(count);
-        (self.heard_ns, self.timer_ns) = (now_ns, now_ns);
+        self.congestion.on_ack(count);
+        (self.progress_ns, self.timer_ns) = (now_ns, now_ns);
         self.rnr_left = self.rnr_retry;
         if next.is_before(to) {
             self.seek(to);
         }
-        if self.mending.is_some_and(|end| !to.is_before(end)) {
-            self.mending = None;
+        if self.recovery_end.is_some_and(|end| !to.is_before(end)) {
+            self.recovery_end = None;
         }
     }
 
-    /// The PSN of the next packet to be sent.
+    /// The PSN at the send cursor.
     fn cursor(&self) -> Psn {
         self.requests.get(self.at).map_or(self.assigned, |r| r.first.plus(self.sent))
     }
 
-    /// Something from the oldest packet on was lost: once more from there, once for each loss.
+    /// Goes back to the oldest unacknowledged packet after a loss, once for each loss.
     fn lost(&mut self, now_ns: u64) {
-        match self.mending {
-            Some(_) if self.went_back_to == self.una => return,
+        match self.recovery_end {
+            Some(_) if self.recovery_from == self.una => return,
             Some(_) => {}
             None => {
-                self.pace.loss();
-                self.mending = Some(self.high);
+                self.congestion.on_loss();
+                self.recovery_end = Some(self.high);
             }
         }
         self.go_back(now_ns);
     }
 
     fn go_back(&mut self, now_ns: u64) {
-        self.went_back_to = self.una;
+        self.recovery_from = self.una;
         self.probe = None;
         self.timer_ns = now_ns;
         self.seek(self.una);
@@ -536,7 +556,7 @@ impl Requester {
 
     // --- time ----------------------------------------------------------------------------------
 
-    /// When [`Requester::on_time`] has something to do.
+    /// The time at which [`Requester::on_timer`] must be called.
     pub fn deadline(&self) -> Option<u64> {
         if self.failed.is_some() {
             return None;
@@ -544,25 +564,26 @@ impl Requester {
         if let Some(until) = self.rnr_until {
             return Some(until);
         }
-        let given_up = self.heard_ns + self.patience_ns;
-        (self.una != self.high).then(|| given_up.min(self.timer_ns + self.pace.retransmit_ns()))
+        let given_up = self.progress_ns + self.failure_ns;
+        (self.una != self.high)
+            .then(|| given_up.min(self.timer_ns + self.congestion.retransmit_ns()))
     }
 
-    /// Does what is due; true if packets are sent again for want of an answer.
-    pub fn on_time(&mut self, now_ns: u64) -> bool {
+    /// Handles an expired timer. Returns true if the retransmission timer has expired.
+    pub fn on_timer(&mut self, now_ns: u64) -> bool {
         if self.deadline().is_none_or(|at| now_ns < at) {
             return false;
         }
         if self.rnr_until.take().is_some() {
-            (self.heard_ns, self.timer_ns) = (now_ns, now_ns);
+            (self.progress_ns, self.timer_ns) = (now_ns, now_ns);
             return false;
         }
-        if now_ns >= self.heard_ns + self.patience_ns {
+        if now_ns >= self.progress_ns + self.failure_ns {
             self.failed = Some(Syndrome::RetryExceeded);
             return false;
         }
-        self.pace.timeout();
-        self.mending = Some(self.high);
+        self.congestion.on_timeout();
+        self.recovery_end = Some(self.high);
         self.go_back(now_ns);
         true
     }

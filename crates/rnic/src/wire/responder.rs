@@ -1,32 +1,33 @@
-//! The responder's half of a connection: which requests are new, and what is to be answered.
+//! The responder half of a connection: classifies requests, and queues the responses.
 //!
 //! ```text
-//!                    before `expected`: a duplicate        `expected`            behind it: a gap
+//!                    before `expected`: a duplicate        `expected`            after it: a gap
 //!   SEND, WRITE      acknowledged again, dropped           executed              dropped, one
 //!   READ             read again, from its PSN on           executed, queued      NAK for `expected`
 //!   atomic           its result again, from `results`      executed, kept
 //!
-//!   outputs   [ READ 17.. ][ atomic 21 ] then the reply: ACK, NAK or RNR NAK for what came last
+//!   outputs   [ READ 17.. ][ atomic 21 ] then the reply: ACK, NAK or RNR NAK for the last request
 //! ```
 //!
-//! Answers leave in the order of PSNs; acknowledgements that had no time to leave are one. They carry the PSN of a
-//! SEND or WRITE: a READ or atomic is answered with its data, and by nothing else. After a refusal the same NAK is
-//! given again to whoever asks again, until the QP is reset.
+//! Responses leave in PSN order. ACKs that have not left yet are merged into one. An ACK carries
+//! the PSN of a SEND or WRITE, because a READ or atomic is answered by its data only. After a NAK
+//! for a rejected request the same NAK is sent for every repeated request, until the QP is reset.
 
 use std::collections::VecDeque;
 
-use super::guesses::Fit;
+use super::guess_limiter::PsnFit;
 use super::packet::{Nak, Syndrome};
 use super::peer::RemotePeer;
 use crate::ids::Psn;
 use crate::wqe::Remote;
 
-/// Packets of a READ at most.
+/// Maximum packets of a READ.
 pub(crate) const READ_PACKETS_MAX: u32 = 1 << 22;
-/// "No word about receive WQEs": who has none says so with an RNR NAK.
+/// Credit code of ACKs for "no end-to-end flow control": a lack of receive WQEs is reported by RNR
+/// NAKs.
 const NO_CREDITS: u8 = 31;
 
-/// How a request's PSN stands to what is expected.
+/// Relation of a request's PSN to the expected PSN.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Arrival {
     Expected,
@@ -34,26 +35,26 @@ pub(crate) enum Arrival {
     Ahead,
 }
 
-/// What an executed request is answered with.
+/// Response to an executed request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Answer {
-    /// The data of a READ, the result of an atomic.
+    /// The data of a READ or the result of an atomic.
     Data,
-    /// An acknowledgement, of a SEND or WRITE that asks for one.
+    /// An ACK for a SEND or WRITE that requests one.
     Ack,
-    /// Nothing: a later request will ask.
+    /// No response: a later packet will request the ACK.
     Nothing,
 }
 
-/// The message that is arriving.
+/// The message that is being received.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Message {
     None,
-    /// A SEND into a receive WQE whose bytes are kept: `len` bytes have come.
+    /// A SEND into the receive WQE that is kept in the responder; `len` bytes have arrived.
     Send {
         len: u32,
     },
-    /// A WRITE: `left` of `len` bytes are still to come, to `at`.
+    /// A WRITE: `left` of its `len` bytes are outstanding, with the destination `at`.
     Write {
         at: Remote,
         left: u32,
@@ -61,85 +62,95 @@ pub(crate) enum Message {
     },
 }
 
-/// An answer with data.
+/// A response with data, or a NAK in its place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Output {
-    /// The rest of a READ.
+    /// The remaining packets of a READ response.
     Read {
-        /// PSN of its next packet.
+        /// PSN of the next packet.
         psn: Psn,
-        /// What it reads.
+        /// The memory to read.
         at: Remote,
         /// Bytes that are left.
         left: u32,
-        /// No packet of it has been sent.
+        /// No packet of the response has been sent.
         fresh: bool,
     },
     Atomic {
         psn: Psn,
         old: u64,
     },
-    /// That a READ is refused which was answered before.
+    /// A NAK for a repeated READ that cannot be answered a second time.
     Refusal {
-        /// Its PSN.
+        /// The READ's PSN.
         psn: Psn,
     },
 }
 
-/// An answer that is due.
+/// A queued response.
 #[derive(Clone, Copy)]
-struct Due {
+struct Queued {
     output: Output,
-    /// It was asked for again. Such answers take no place from those of new requests.
-    again: bool,
+    /// The response to a repeated request. Such responses do not count against the limit of new
+    /// ones.
+    repeated: bool,
 }
 
-/// Packets whose acknowledgement may wait for better times.
-const HELD_MAX: u32 = 4;
+/// Maximum packets whose ACK may be delayed until the link is idle.
+const IDLE_DELAY_MAX: u32 = 4;
 
-/// Packets whose acknowledgement may wait for a request, and after how many it leaves with the next: a small share of
-/// what a sender has in flight at most, and many enough that it costs next to nothing.
-const DIALOGUE_MAX: u32 = 16;
-const DIALOGUE_LEAVES: u32 = 8;
+/// Maximum packets whose ACK may be delayed until the next request of this side (piggybacking). It
+/// is a small fraction of a sender's window, and large enough that the cost per packet is
+/// negligible.
+const PIGGYBACK_MAX: u32 = 16;
+/// Packets from which a delayed ACK leaves with the next request.
+const PIGGYBACK_AT: u32 = 8;
 
-/// What is said when all outputs have left.
+/// The response without data that is sent after all outputs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Reply {
     None,
     Ack,
+    /// NAK: PSN sequence error.
     Gap,
+    /// RNR NAK.
     NotReady,
+    /// NAK: the request was rejected.
     Refusal,
 }
 
 pub(crate) struct Responder {
     mtu: u32,
+    /// The PSN of the next new request.
     expected: Psn,
-    /// What acknowledgements carry: the last SEND or WRITE, if that is not half a circle ago. An acknowledgement with
-    /// the PSN of a READ or atomic could be taken for its end, though its data was lost.
+    /// The PSN of ACKs: the last SEND or WRITE, if its distance is less than half of the PSN space.
+    /// Because a requester could take an ACK with the PSN of a READ or atomic for its completion,
+    /// even if the data was lost.
     acknowledged: Option<Psn>,
+    /// Message sequence number: messages completed.
     msn: u32,
-    /// PSNs that have arrived since an acknowledgement was sent; `u32::MAX` if that is to leave at once.
+    /// PSNs received since the last ACK was sent; `u32::MAX` if the ACK must leave at once.
     unacknowledged: u32,
     rnr_timer: u8,
     pub message: Message,
-    /// Bytes of the receive WQE that the SEND at hand has taken.
+    /// The receive WQE of the current SEND.
     pub receive_wqe: Box<[u8]>,
-    outputs: VecDeque<Due>,
-    /// New ones, and repeated ones, at most.
+    outputs: VecDeque<Queued>,
+    /// Maximum new outputs, and maximum repeated ones.
     outputs_max: usize,
     /// Results of the last atomics, oldest first.
     results: VecDeque<(Psn, u64)>,
-    /// A NAK for `expected` has been given.
-    told: bool,
+    /// A NAK for `expected` was sent.
+    nak_sent: bool,
     reply: Reply,
+    /// The reason for which a request was rejected.
     refused: Option<Nak>,
 }
 
 impl Responder {
-    /// With receive WQEs of `stride` bytes.
+    /// Makes a responder for receive WQEs of `stride` bytes.
     pub fn new(peer: &RemotePeer, stride: u32) -> Self {
-        let most = peer.max_dest_rd_atomic as usize;
+        let max_outputs = peer.max_dest_rd_atomic as usize;
         Self {
             mtu: peer.mtu.bytes(),
             expected: peer.rq_psn,
@@ -149,10 +160,10 @@ impl Responder {
             rnr_timer: peer.min_rnr_timer,
             message: Message::None,
             receive_wqe: vec![0; stride as usize].into(),
-            outputs: VecDeque::with_capacity(2 * most),
-            outputs_max: most,
-            results: VecDeque::with_capacity(most),
-            told: false,
+            outputs: VecDeque::with_capacity(2 * max_outputs),
+            outputs_max: max_outputs,
+            results: VecDeque::with_capacity(max_outputs),
+            nak_sent: false,
             reply: Reply::None,
             refused: None,
         }
@@ -160,38 +171,39 @@ impl Responder {
 
     // --- requests ------------------------------------------------------------------------------
 
-    /// Packets that `len` bytes of a READ take.
+    /// Number of response packets of a READ of `len` bytes.
     pub fn packets(&self, len: u32) -> u32 {
         len.div_ceil(self.mtu).max(1)
     }
 
-    /// How a request's PSN stands to the expected one.
-    pub fn fit(&self, psn: Psn) -> Fit {
-        Fit::of(psn, self.expected)
+    /// Relation of a request's PSN to the expected PSN, for the limit on guesses.
+    pub fn fit(&self, psn: Psn) -> PsnFit {
+        PsnFit::of(psn, self.expected)
     }
 
-    /// Takes note of a request's arrival. One that is ahead is answered and to be dropped.
+    /// Classifies a received request. For the first one that is ahead a NAK is queued; the caller
+    /// drops requests that are ahead.
     pub fn arrival(&mut self, psn: Psn) -> Arrival {
         if psn == self.expected {
-            self.told = false;
+            self.nak_sent = false;
             return Arrival::Expected;
         }
         if psn.is_before(self.expected) {
             return Arrival::Duplicate;
         }
-        if !self.told {
-            self.told = true;
+        if !self.nak_sent {
+            self.nak_sent = true;
             self.reply = Reply::Gap;
         }
         Arrival::Ahead
     }
 
-    /// The expected request, of so many PSNs, was executed.
+    /// Records that the expected request, of `packets` PSNs, was executed.
     pub fn accepted(&mut self, packets: u32, ends_message: bool, answer: Answer) {
         let last = self.expected.plus(packets - 1);
         self.expected = self.expected.plus(packets);
         (self.acknowledged, self.unacknowledged) = match answer {
-            // The data acknowledges what is before it.
+            // The data acknowledges all earlier requests.
             Answer::Data => (self.acknowledged.filter(|psn| psn.is_before(self.expected)), 0),
             _ => (Some(last), self.unacknowledged.saturating_add(packets)),
         };
@@ -204,11 +216,11 @@ impl Responder {
         }
     }
 
-    /// An acknowledgement is due.
+    /// Queues an ACK, unless another queued response implies it.
     pub fn acknowledge(&mut self) {
-        // The others acknowledge as well; so do answers to what is behind.
-        let implied = |due: &Due| {
-            let (psn, _) = reach(&due.output, self.mtu);
+        // A NAK acknowledges all earlier requests, and so does the data of a later READ or atomic.
+        let implied = |queued: &Queued| {
+            let (psn, _) = psn_range(&queued.output, self.mtu);
             self.acknowledged.is_some_and(|last| last.is_before(psn))
         };
         if self.reply == Reply::None && !self.outputs.iter().any(implied) {
@@ -216,41 +228,42 @@ impl Responder {
         }
     }
 
-    /// One is asked for again: who does that has waited long enough.
-    pub fn acknowledge_again(&mut self) {
+    /// Queues an ACK for a repeated request. The ACK is not delayed, because the peer has already
+    /// waited for a timeout.
+    pub fn acknowledge_now(&mut self) {
         self.acknowledge();
         self.unacknowledged = u32::MAX;
     }
 
-    /// An answer with data is to leave, with PSNs from `psn` on. It acknowledges what is before it; saying so
-    /// again behind it would go back in the order of PSNs.
+    /// Cancels a queued ACK that is implied by a response with data from `psn` on. Sent after that
+    /// response, the ACK would violate PSN order.
     fn implies_acknowledgement(&mut self, psn: Psn) {
         if self.reply == Reply::Ack && self.acknowledged.is_some_and(|last| last.is_before(psn)) {
             self.reply = Reply::None;
         }
     }
 
-    /// The expected request found no receive WQE.
-    pub fn not_ready(&mut self) {
-        self.told = true;
+    /// Queues an RNR NAK: there is no receive WQE for the expected request.
+    pub fn queue_rnr_nak(&mut self) {
+        self.nak_sent = true;
         self.reply = Reply::NotReady;
     }
 
-    /// The expected request was refused: the QP is in Error.
-    pub fn refuse(&mut self, nak: Nak) {
+    /// Queues a NAK: the expected request was rejected, and the QP enters the error state.
+    pub fn reject(&mut self, nak: Nak) {
         self.refused = Some(nak);
         self.reply = Reply::Refusal;
     }
 
-    /// A request came to the QP in Error: if it is what was refused, or behind it, its sender has missed
-    /// the NAK.
-    pub fn refuse_again(&mut self, psn: Psn) {
+    /// Queues the NAK again if a request received in the error state is the rejected one or a later
+    /// one, because then the peer has missed the NAK.
+    pub fn repeat_nak(&mut self, psn: Psn) {
         if self.refused.is_some() && !psn.is_before(self.expected) {
             self.reply = Reply::Refusal;
         }
     }
 
-    /// The QP went to Error for a reason of its own: nothing is answered any more.
+    /// Drops all responses when the QP enters the error state, unless a request was rejected.
     pub fn close(&mut self) {
         if self.refused.is_none() {
             self.outputs.clear();
@@ -258,43 +271,44 @@ impl Responder {
         }
     }
 
-    /// True if one more READ or atomic may be outstanding.
+    /// Whether one more READ or atomic may be outstanding.
     pub fn has_room(&self) -> bool {
         self.count(false) < self.outputs_max
     }
 
-    fn count(&self, again: bool) -> usize {
-        self.outputs.iter().filter(|due| due.again == again).count()
+    fn count(&self, repeated: bool) -> usize {
+        self.outputs.iter().filter(|queued| queued.repeated == repeated).count()
     }
 
-    /// Queues the answer of a READ that was admitted.
+    /// Queues the response to a new READ whose access was granted.
     pub fn read(&mut self, at: Remote, len: u32) {
         let output = Output::Read { psn: self.expected, at, left: len, fresh: true };
-        self.outputs.push_back(Due { output, again: false });
+        self.outputs.push_back(Queued { output, repeated: false });
         self.implies_acknowledgement(self.expected);
     }
 
-    /// Keeps and queues the result of an atomic that was executed.
+    /// Queues the result of an executed atomic, and keeps it for repeated requests.
     pub fn atomic(&mut self, old: u64) {
         if self.results.len() == self.outputs_max {
             self.results.pop_front();
         }
         self.results.push_back((self.expected, old));
         let output = Output::Atomic { psn: self.expected, old };
-        self.outputs.push_back(Due { output, again: false });
+        self.outputs.push_back(Queued { output, repeated: false });
         self.implies_acknowledgement(self.expected);
     }
 
-    /// Queues a READ once more. One that contradicts what was asked before is dropped.
-    pub fn read_again(&mut self, psn: Psn, at: Remote, len: u32) {
+    /// Queues the response to a repeated READ. A READ that contradicts earlier requests is dropped.
+    pub fn repeat_read(&mut self, psn: Psn, at: Remote, len: u32) {
         let packets = self.packets(len);
         if packets > self.expected.since(psn) {
             return;
         }
         let end = psn.plus(packets);
-        // What is still to be sent will be; what it overlaps otherwise, it replaces.
-        for due in &self.outputs {
-            let (from, to) = reach(&due.output, self.mtu);
+        // The repeated READ is dropped if a queued response covers its start, or extends beyond its
+        // end. It replaces the queued responses that it covers.
+        for queued in &self.outputs {
+            let (from, to) = psn_range(&queued.output, self.mtu);
             if !psn.is_before(from) && psn.is_before(to) {
                 return;
             }
@@ -303,21 +317,21 @@ impl Responder {
             }
         }
         let mtu = self.mtu;
-        self.outputs.retain(|due| {
-            let (from, _) = reach(&due.output, mtu);
+        self.outputs.retain(|queued| {
+            let (from, _) = psn_range(&queued.output, mtu);
             from.is_before(psn) || !from.is_before(end)
         });
         self.insert(psn, Output::Read { psn, at, left: len, fresh: true });
     }
 
-    /// Queues the result of an atomic once more; it is not executed again. Without a result, which is
-    /// older than any that its sender may still ask for, nothing is answered.
-    pub fn atomic_again(&mut self, psn: Psn) {
-        // The latest: a number comes again when the circle has closed.
+    /// Queues the kept result of a repeated atomic, which is not executed again. If no result is
+    /// kept, the request is older than any that the peer may repeat, and gets no response.
+    pub fn repeat_atomic(&mut self, psn: Psn) {
+        // The latest result, because a PSN recurs after a wrap around.
         let found = self.results.iter().rev().find(|(of, _)| *of == psn);
         let Some(&(_, old)) = found else { return };
         let again = Output::Atomic { psn, old };
-        if !self.outputs.iter().any(|due| due.output == again) {
+        if !self.outputs.iter().any(|queued| queued.output == again) {
             self.insert(psn, again);
         }
     }
@@ -326,62 +340,64 @@ impl Responder {
         if self.count(true) >= self.outputs_max {
             return;
         }
-        let behind = |due: &Due| !reach(&due.output, self.mtu).0.is_before(psn);
+        let behind = |queued: &Queued| !psn_range(&queued.output, self.mtu).0.is_before(psn);
         let at = self.outputs.iter().position(behind).unwrap_or(self.outputs.len());
-        self.outputs.insert(at, Due { output, again: true });
+        self.outputs.insert(at, Queued { output, repeated: true });
         self.implies_acknowledgement(psn);
     }
 
-    // --- answers -------------------------------------------------------------------------------
+    // --- responses -----------------------------------------------------------------------------
 
-    /// True if something is to be sent.
+    /// Whether there is a response to send.
     #[inline]
     pub fn has_output(&self) -> bool {
         !self.outputs.is_empty() || self.reply != Reply::None
     }
 
-    /// True if all that is to be sent is that a few requests have arrived.
-    pub fn owes_little(&self) -> bool {
-        self.owes_only_an_ack() && self.unacknowledged <= HELD_MAX
+    /// Whether the only response is an ACK of few packets, which may be delayed until the link is
+    /// idle.
+    pub fn ack_may_wait_for_idle(&self) -> bool {
+        self.owes_only_an_ack() && self.unacknowledged <= IDLE_DELAY_MAX
     }
 
-    /// The same where requests of this side are on their way to the same peer.
-    pub fn owes_little_in_dialogue(&self) -> bool {
-        self.owes_only_an_ack() && self.unacknowledged <= DIALOGUE_MAX
+    /// Whether the only response is an ACK that may be delayed until the next request of this side.
+    pub fn ack_may_be_piggybacked(&self) -> bool {
+        self.owes_only_an_ack() && self.unacknowledged <= PIGGYBACK_MAX
     }
 
-    /// True if that should leave with the next of them.
-    pub fn goes_along(&self) -> bool {
-        self.owes_only_an_ack() && self.unacknowledged >= DIALOGUE_LEAVES
+    /// Whether the delayed ACK should leave with the next request of this side.
+    pub fn ack_leaves_with_request(&self) -> bool {
+        self.owes_only_an_ack() && self.unacknowledged >= PIGGYBACK_AT
     }
 
-    /// True if all that is to be sent is that requests have arrived.
+    /// Whether the only response is an ACK.
     pub fn owes_only_an_ack(&self) -> bool {
         self.outputs.is_empty() && self.reply == Reply::Ack
     }
 
-    /// The answer with data that is to be sent next.
+    /// The next response with data.
     pub fn output(&self) -> Option<Output> {
-        self.outputs.front().map(|due| due.output)
+        self.outputs.front().map(|queued| queued.output)
     }
 
-    /// True if what is to be sent next was asked for again.
-    pub fn is_again(&self) -> bool {
-        self.outputs.front().is_some_and(|due| due.again)
+    /// Whether the next response answers a repeated request.
+    pub fn output_is_repeated(&self) -> bool {
+        self.outputs.front().is_some_and(|queued| queued.repeated)
     }
 
-    /// The READ in front cannot be answered a second time. Who still waits for it hears that; to others the
-    /// PSN is a past one.
-    pub fn refuse_output(&mut self) {
-        if let Some(Due { output: Output::Read { psn, .. }, .. }) = self.outputs.pop_front() {
-            self.outputs.push_front(Due { output: Output::Refusal { psn }, again: true });
+    /// Replaces the READ at the head of the output queue by a NAK, because the READ cannot be
+    /// answered a second time. A peer that has already completed the READ ignores the NAK as a
+    /// duplicate.
+    pub fn nak_output(&mut self) {
+        if let Some(Queued { output: Output::Read { psn, .. }, .. }) = self.outputs.pop_front() {
+            self.outputs.push_front(Queued { output: Output::Refusal { psn }, repeated: true });
         }
     }
 
-    /// So many packets of the READ in front were sent.
+    /// Records that `packets` packets of the READ at the head of the output queue were sent.
     pub fn read_sent(&mut self, packets: u32) {
         let bytes = packets.saturating_mul(self.mtu);
-        let Some(Due { output: Output::Read { psn, at, left, fresh }, .. }) =
+        let Some(Queued { output: Output::Read { psn, at, left, fresh }, .. }) =
             self.outputs.front_mut()
         else {
             return;
@@ -396,12 +412,12 @@ impl Responder {
         *fresh = false;
     }
 
-    /// The atomic's result, or the refusal, in front was sent.
-    pub fn atomic_sent(&mut self) {
+    /// Removes the atomic response or NAK at the head of the output queue, which was sent.
+    pub fn pop_output(&mut self) {
         self.outputs.pop_front();
     }
 
-    /// Takes the reply that is due once no output is left: its PSN and what it says.
+    /// Takes the response without data, with its PSN, once no output is left.
     pub fn take_reply(&mut self) -> Option<(Psn, Syndrome)> {
         if !self.outputs.is_empty() {
             return None;
@@ -417,26 +433,27 @@ impl Responder {
         })
     }
 
-    /// Drops what is to be answered beside the refusal: the READ in front was refused at `psn`.
-    pub fn refuse_at(&mut self, psn: Psn, nak: Nak) {
+    /// Replaces all responses by a NAK for `psn`, because the READ at the head of the output queue
+    /// failed there.
+    pub fn nak_at(&mut self, psn: Psn, nak: Nak) {
         self.outputs.clear();
         self.expected = psn;
-        self.refuse(nak);
+        self.reject(nak);
     }
 
-    /// Acknowledges up to here, in answers with data.
+    /// The syndrome of responses with data: they acknowledge all packets up to their PSN.
     pub fn positive(&self) -> Syndrome {
         Syndrome::Ack(NO_CREDITS)
     }
 
-    /// Messages that were completed, modulo 2^24.
+    /// Number of completed messages, modulo 2^24.
     pub fn msn(&self) -> u32 {
         self.msn & Psn::MAX
     }
 }
 
-/// PSNs that an output will be sent with, from and to.
-fn reach(output: &Output, mtu: u32) -> (Psn, Psn) {
+/// The PSN range of an output: the first PSN, and the one after the last.
+fn psn_range(output: &Output, mtu: u32) -> (Psn, Psn) {
     match *output {
         Output::Read { psn, left, .. } => (psn, psn.plus(left.div_ceil(mtu).max(1))),
         Output::Atomic { psn, .. } | Output::Refusal { psn } => (psn, psn.plus(1)),

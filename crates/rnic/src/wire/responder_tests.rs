@@ -1,4 +1,4 @@
-//! The responder without packets: duplicates, gaps, the order of answers.
+//! Tests of the responder without packets: duplicates, gaps, the order of responses.
 
 use super::*;
 use crate::ids::{Key, Qpn};
@@ -15,23 +15,23 @@ fn at(addr: u64) -> Remote {
     Remote { addr, rkey: Key(1) }
 }
 
-/// Sends everything: PSNs, and what acknowledgements say.
+/// Sends all responses. Returns their PSNs, and the syndromes of responses without data.
 fn answers(r: &mut Responder) -> Vec<(u32, Option<Syndrome>)> {
-    let mut all = Vec::new();
+    let mut sent = Vec::new();
     loop {
         match r.output() {
             Some(Output::Read { psn, .. }) => {
                 r.read_sent(1);
-                all.push((psn.raw(), None));
+                sent.push((psn.raw(), None));
             }
             Some(Output::Atomic { psn, .. }) => {
-                r.atomic_sent();
-                all.push((psn.raw(), None));
+                r.pop_output();
+                sent.push((psn.raw(), None));
             }
-            Some(Output::Refusal { .. }) => panic!("nothing is refused here"),
+            Some(Output::Refusal { .. }) => panic!("no request is rejected in this test"),
             None => match r.take_reply() {
-                Some((psn, says)) => all.push((psn.raw(), Some(says))),
-                None => return all,
+                Some((psn, says)) => sent.push((psn.raw(), Some(says))),
+                None => return sent,
             },
         }
     }
@@ -40,7 +40,7 @@ fn answers(r: &mut Responder) -> Vec<(u32, Option<Syndrome>)> {
 const ACK: Option<Syndrome> = Some(Syndrome::Ack(31));
 
 #[test]
-fn acknowledgements_are_gathered() {
+fn acks_are_merged() {
     let mut r = responder(0xff_ffff);
     for psn in [0xff_ffff, 0, 1] {
         assert_eq!(r.arrival(Psn::new(psn)), Arrival::Expected);
@@ -54,7 +54,7 @@ fn acknowledgements_are_gathered() {
 }
 
 #[test]
-fn a_gap_is_told_once_until_it_is_filled() {
+fn gap_is_nakked_once() {
     let mut r = responder(5);
     for psn in 6..9 {
         assert_eq!(r.arrival(Psn::new(psn)), Arrival::Ahead);
@@ -66,14 +66,14 @@ fn a_gap_is_told_once_until_it_is_filled() {
     assert_eq!(r.arrival(Psn::new(5)), Arrival::Expected);
     r.accepted(1, true, Answer::Nothing);
     r.arrival(Psn::new(7));
-    // It is filled before the NAK has left.
+    // The gap is filled before the NAK was sent.
     assert_eq!(r.arrival(Psn::new(6)), Arrival::Expected);
     r.accepted(1, true, Answer::Ack);
     assert_eq!(answers(&mut r), [(6, ACK)]);
 }
 
 #[test]
-fn reads_are_answered_in_order_and_again_from_where_it_is_asked() {
+fn repeated_reads_are_answered_in_psn_order() {
     let mut r = responder(0);
     r.arrival(Psn::new(0));
     r.read(at(0), 5000);
@@ -83,35 +83,37 @@ fn reads_are_answered_in_order_and_again_from_where_it_is_asked() {
     r.accepted(1, true, Answer::Data);
     assert!(!r.has_room());
     r.read_sent(2);
-    // What is still to come is not asked for twice; what was sent comes once more, then the rest.
-    r.read_again(Psn::new(3), at(3072), 5000 - 3072);
-    r.atomic_again(Psn::new(5));
-    r.read_again(Psn::new(1), at(1024), 5000 - 1024);
+    // Repeated requests for queued responses have no effect. The repeated READ from PSN 1 on sends
+    // the packets that were already sent once more, then the rest.
+    r.repeat_read(Psn::new(3), at(3072), 5000 - 3072);
+    r.repeat_atomic(Psn::new(5));
+    r.repeat_read(Psn::new(1), at(1024), 5000 - 1024);
     let want: Vec<_> = (1..6).map(|p| (p, None)).collect();
     assert_eq!(answers(&mut r), want);
-    // Beyond what was ever asked, or across it.
-    r.read_again(Psn::new(4), at(0), 5000);
-    r.atomic_again(Psn::new(2));
+    // A READ beyond the requested range, and an atomic where a READ was requested.
+    r.repeat_read(Psn::new(4), at(0), 5000);
+    r.repeat_atomic(Psn::new(2));
     assert_eq!(answers(&mut r), []);
-    r.atomic_again(Psn::new(5));
+    r.repeat_atomic(Psn::new(5));
     assert_eq!(r.output(), Some(Output::Atomic { psn: Psn::new(5), old: 77 }));
-    assert!(r.has_room(), "what is repeated takes no place from what is new");
-    // No more than agreed is repeated at once.
+    assert!(r.has_room(), "repeated responses do not count against the limit of new ones");
+    // The number of repeated responses is limited, too.
     for psn in 0..4 {
-        r.read_again(Psn::new(psn), at(0), 1);
+        r.repeat_read(Psn::new(psn), at(0), 1);
     }
     assert_eq!(answers(&mut r).len(), 2);
 }
 
-/// Soft-RoCE takes an acknowledgement with the PSN of a READ or atomic for its end, also if the data never came.
+/// Soft-RoCE takes an ACK with the PSN of a READ or atomic for its completion, even if no data has
+/// arrived.
 #[test]
-fn what_is_answered_with_data_is_never_acknowledged_without() {
+fn read_and_atomic_are_never_acked_without_data() {
     let mut r = responder(0);
     r.accepted(1, true, Answer::Ack);
     r.atomic(7);
     r.accepted(1, true, Answer::Data);
-    assert_eq!(answers(&mut r), [(1, None)], "and that acknowledges what is before it");
-    // A SEND before it comes again: its sender may have the one answer, and not the other.
+    assert_eq!(answers(&mut r), [(1, None)], "the data acknowledges the SEND before it");
+    // The SEND before it is repeated: the peer may have missed the data.
     assert_eq!(r.arrival(Psn::new(0)), Arrival::Duplicate);
     r.acknowledge();
     assert_eq!(answers(&mut r), [(0, ACK)]);
@@ -120,15 +122,16 @@ fn what_is_answered_with_data_is_never_acknowledged_without() {
     answers(&mut r);
     r.acknowledge();
     assert_eq!(answers(&mut r), [(0, ACK)]);
-    // Nor behind data that acknowledges more.
+    // No ACK is sent after data that implies it.
     r.acknowledge();
-    r.atomic_again(Psn::new(1));
+    r.repeat_atomic(Psn::new(1));
     r.acknowledge();
     assert_eq!(answers(&mut r), [(1, None)]);
-    // What is behind it may be: who misses the data is told so by that.
+    // A request after the atomic may be acknowledged: this tells a peer without the data that it
+    // was lost.
     r.accepted(1, true, Answer::Ack);
     assert_eq!(answers(&mut r), [(7, ACK)]);
-    // Nor after half of the circle, where a PSN could be taken for a later one.
+    // No ACK with a PSN at a distance of half the PSN space, which could be taken for a later one.
     for _ in 0..2 {
         r.accepted(1 << 22, true, Answer::Data);
     }
@@ -137,25 +140,29 @@ fn what_is_answered_with_data_is_never_acknowledged_without() {
 }
 
 #[test]
-fn results_are_kept_as_long_as_they_may_be_asked_for() {
+fn atomic_results_are_kept_while_they_may_be_repeated() {
     let mut r = responder(0);
     for old in 0..3 {
         r.atomic(old);
         r.accepted(1, true, Answer::Data);
         answers(&mut r);
     }
-    r.atomic_again(Psn::new(0));
-    assert_eq!(answers(&mut r), [], "two outstanding at most, so nobody waits for this one");
-    r.atomic_again(Psn::new(1));
+    r.repeat_atomic(Psn::new(0));
+    assert_eq!(
+        answers(&mut r),
+        [],
+        "at most two are outstanding, so the peer cannot repeat this one"
+    );
+    r.repeat_atomic(Psn::new(1));
     assert_eq!(r.output(), Some(Output::Atomic { psn: Psn::new(1), old: 1 }));
 }
 
 #[test]
-fn a_number_that_comes_again_has_the_latest_result() {
+fn recurring_psn_has_the_latest_atomic_result() {
     let mut r = responder(9);
     r.atomic(1);
     r.accepted(1, true, Answer::Data);
-    // Once around the circle.
+    // Advance by the whole PSN space.
     for _ in 0..4 {
         r.accepted(1 << 22, true, Answer::Nothing);
     }
@@ -164,36 +171,36 @@ fn a_number_that_comes_again_has_the_latest_result() {
     r.atomic(2);
     r.accepted(1, true, Answer::Data);
     answers(&mut r);
-    r.atomic_again(Psn::new(9));
+    r.repeat_atomic(Psn::new(9));
     assert_eq!(r.output(), Some(Output::Atomic { psn: Psn::new(9), old: 2 }));
 }
 
 #[test]
-fn a_refusal_is_repeated_to_who_has_missed_it() {
+fn nak_of_a_rejected_request_is_repeated() {
     let mut r = responder(3);
     r.arrival(Psn::new(3));
     r.read(at(0), 10);
     r.accepted(1, true, Answer::Data);
     r.arrival(Psn::new(4));
-    r.refuse(Nak::RemoteAccess);
+    r.reject(Nak::RemoteAccess);
     r.close();
     let nak = Some(Syndrome::Nak(Nak::RemoteAccess));
-    assert_eq!(answers(&mut r), [(3, None), (4, nak)], "what came before it is answered");
-    r.refuse_again(Psn::new(3));
+    assert_eq!(answers(&mut r), [(3, None), (4, nak)], "earlier requests are answered");
+    r.repeat_nak(Psn::new(3));
     assert_eq!(answers(&mut r), []);
-    r.refuse_again(Psn::new(4));
-    r.refuse_again(Psn::new(6));
+    r.repeat_nak(Psn::new(4));
+    r.repeat_nak(Psn::new(6));
     assert_eq!(answers(&mut r), [(4, nak)]);
-    // Without a refusal a QP in Error says nothing.
+    // Without a rejected request a QP in the error state sends no response.
     let mut r = responder(3);
     r.acknowledge();
     r.close();
-    r.refuse_again(Psn::new(3));
+    r.repeat_nak(Psn::new(3));
     assert_eq!(answers(&mut r), []);
 }
 
 #[test]
-fn a_read_once_more_leaves_the_nak_of_a_gap_to_be_sent() {
+fn repeated_read_keeps_the_nak_of_a_gap() {
     let mut r = responder(0);
     r.accepted(1, true, Answer::Ack);
     answers(&mut r);
@@ -201,25 +208,25 @@ fn a_read_once_more_leaves_the_nak_of_a_gap_to_be_sent() {
     r.accepted(1, true, Answer::Data);
     answers(&mut r);
     assert_eq!(r.arrival(Psn::new(5)), Arrival::Ahead);
-    r.read_again(Psn::new(1), at(0), 10);
+    r.repeat_read(Psn::new(1), at(0), 10);
     let gap = Some(Syndrome::Nak(Nak::Sequence));
     assert_eq!(answers(&mut r), [(1, None), (2, gap)]);
 }
 
 #[test]
-fn an_acknowledgement_before_a_read_that_comes_again_goes_out_by_itself() {
+fn repeated_read_does_not_replace_a_later_ack() {
     let mut r = responder(0);
     r.read(at(0), 10);
     r.accepted(1, true, Answer::Data);
     answers(&mut r);
     r.accepted(1, true, Answer::Ack);
-    // Its data says nothing of the WRITE behind it.
-    r.read_again(Psn::new(0), at(0), 10);
+    // The data of the READ does not acknowledge the later WRITE.
+    r.repeat_read(Psn::new(0), at(0), 10);
     assert_eq!(answers(&mut r), [(0, None), (1, ACK)]);
 }
 
 #[test]
-fn what_a_qp_in_error_still_had_to_answer_is_dropped() {
+fn qp_in_error_drops_queued_responses() {
     let mut r = responder(0);
     r.read(at(0), 10);
     r.accepted(1, true, Answer::Data);
@@ -230,19 +237,20 @@ fn what_a_qp_in_error_still_had_to_answer_is_dropped() {
     assert_eq!(answers(&mut r), []);
 }
 
-/// Asked for from before what is left of it, and not to its end: the rest is not lost for that.
+/// The repeated READ begins before the queued part of the response and ends within it. The queued
+/// part must still be sent whole.
 #[test]
-fn a_read_that_comes_again_in_part_does_not_replace_what_is_to_be_sent() {
+fn partly_repeated_read_keeps_the_queued_response() {
     let mut r = responder(0);
     r.read(at(0), 6 * 1024);
     r.accepted(6, true, Answer::Data);
     r.read_sent(2);
-    r.read_again(Psn::new(1), at(1024), 3 * 1024);
+    r.repeat_read(Psn::new(1), at(1024), 3 * 1024);
     assert_eq!(answers(&mut r), [(2, None), (3, None), (4, None), (5, None)]);
 }
 
 #[test]
-fn a_result_that_is_asked_for_twice_is_sent_once() {
+fn atomic_result_requested_twice_is_sent_once() {
     let mut r = responder(0);
     for old in [7, 8] {
         r.atomic(old);
@@ -250,8 +258,8 @@ fn a_result_that_is_asked_for_twice_is_sent_once() {
     }
     answers(&mut r);
     for _ in 0..2 {
-        r.atomic_again(Psn::new(1));
+        r.repeat_atomic(Psn::new(1));
     }
-    r.atomic_again(Psn::new(0));
+    r.repeat_atomic(Psn::new(0));
     assert_eq!(answers(&mut r), [(0, None), (1, None)]);
 }

@@ -1,51 +1,52 @@
-//! Counters of a NIC's wire.
+//! Counters of a NIC's packets.
 
 use super::packet::Malformed;
 
-/// What came and went since the NIC was made.
+/// Packet counters since the NIC was started.
 #[derive(Clone, Debug, Default)]
 pub struct WireStats {
-    /// Packets that were given to [`crate::Engine::receive`].
+    /// Packets passed to [`crate::Engine::receive`].
     pub packets_in: u64,
-    /// Packets that were made.
+    /// Packets built for sending.
     pub packets_out: u64,
-    /// Of these, requests that had been sent before.
+    /// Of the packets built, retransmitted requests.
     pub repeated: u64,
-    /// Times that packets were sent again for want of an answer.
+    /// Retransmission timeouts.
     pub timeouts: u64,
-    /// Negative acknowledgements that were sent, RNR among them.
+    /// NAKs sent, RNR NAKs included.
     pub naks_out: u64,
-    /// Those that came.
+    /// NAKs received, RNR NAKs included.
     pub naks_in: u64,
-    /// Requests that had come before.
+    /// Duplicate requests received.
     pub duplicates: u64,
-    /// Requests that came before their predecessors, and were dropped.
+    /// Requests received behind a gap and dropped.
     pub ahead: u64,
-    /// Answers that nobody waited for, or that do not fit what was asked; dropped.
+    /// Responses without an outstanding request, or that do not match it; dropped.
     pub stray: u64,
-    /// Packets for QPs that there are not, or that are not connected to another NIC; dropped.
+    /// Packets for QPs that do not exist or are not connected to another NIC; dropped.
     pub unknown_qp: u64,
-    /// Packets from another address than the peer's, or to another than its QP's; dropped.
+    /// Packets whose source address is not the peer's, or whose destination is not the QP's;
+    /// dropped.
     pub strangers: u64,
     /// Packets with a wrong ICRC; dropped.
     pub bad_icrc: u64,
-    /// Packets without the tag that the key of their connection gives them; dropped.
+    /// Packets with a wrong or missing authentication tag; dropped.
     pub forged: u64,
     /// Packets with the right tag and a counter far behind the highest one; dropped.
     pub outdated: u64,
-    /// Packets with a PSN far from what is expected, of connections without tags.
+    /// Packets with a PSN far from the expected one, on connections without tags.
     pub guesses: u64,
-    /// Packets that were dropped because of too many such guesses at their QP.
+    /// Packets dropped because there were too many such guesses at their QP.
     pub shut_out: u64,
-    /// Packets for QPs in a state in which they take none; dropped.
+    /// Packets for QPs in a state in which they accept none; dropped.
     pub untimely: u64,
-    /// What was no packet, by reason, in the order of [`Malformed::ALL`]; dropped.
+    /// Malformed packets by reason, in the order of [`Malformed::ALL`]; dropped.
     pub malformed: [u64; Malformed::ALL.len()],
 }
 
 impl WireStats {
     pub(crate) fn not_a_packet(&mut self, why: Malformed) {
-        let at = Malformed::ALL.iter().position(|m| *m == why).expect("all are there");
+        let at = Malformed::ALL.iter().position(|m| *m == why).expect("ALL has every reason");
         self.malformed[at] += 1;
     }
 }

@@ -1,9 +1,9 @@
-//! Encoding: one WQE into bytes.
+//! Encoding of WQEs.
 
 use super::{INLINE, MAX_BYTES, Remote, SEGMENT, Sge, Umr, WQEBB, opcode};
 use crate::ids::{Cqn, Key, Qpn};
 
-/// Encodes one WQE at a time into a buffer of its own.
+/// Encodes one WQE at a time into its own buffer.
 ///
 /// ```
 /// use rnic::ids::{Key, Qpn};
@@ -22,16 +22,16 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// Starts a WQE of queue `qpn` at building-block index `index`: a NOP until an operation is
-    /// chosen.
+    /// Starts a WQE of queue `qpn` at building-block index `index`. The WQE is a NOP until an
+    /// operation is chosen.
     pub fn new(qpn: Qpn, index: u16) -> Self {
         let mut b = Self { qpn, index, bytes: [0; MAX_BYTES], segments: 1 };
         b.nop();
         b
     }
 
-    /// Starts the next WQE, at `index`, in the same buffer. The bytes are the last one's until an operation is
-    /// chosen.
+    /// Starts the next WQE, at `index`, in the same buffer. The buffer keeps the previous WQE until
+    /// an operation is chosen.
     #[inline]
     pub fn restart(&mut self, index: u16) {
         self.index = index;
@@ -42,23 +42,23 @@ impl Builder {
         self.building_blocks().as_flattened()
     }
 
-    /// The same as building blocks.
+    /// The encoded WQE as building blocks.
     #[inline]
     pub fn building_blocks(&self) -> &[[u8; WQEBB]] {
         &self.bytes.as_chunks().0[..self.blocks() as usize]
     }
 
-    /// Building blocks that the WQE takes.
+    /// Number of building blocks of the WQE.
     pub fn blocks(&self) -> u32 {
         self.segments.div_ceil(WQEBB / SEGMENT) as u32
     }
 
-    /// Asks for a completion.
+    /// Requests a completion.
     pub fn signaled(&mut self) -> &mut Self {
         self.flags(super::CE_SIGNALED)
     }
 
-    /// Adds bits of `fm_ce_se`.
+    /// Sets bits of `fm_ce_se`.
     pub fn flags(&mut self, fm_ce_se: u8) -> &mut Self {
         self.add64(8, (fm_ce_se as u64) << 32)
     }
@@ -74,7 +74,7 @@ impl Builder {
         self.start(opcode::NOP, 0, blocks as usize * 4, 0)
     }
 
-    /// SEND of what `from` gathers.
+    /// SEND of the bytes that `from` gathers.
     pub fn send(&mut self, from: &[Sge]) -> &mut Self {
         self.start(opcode::SEND, 0, 1 + from.len(), 0).sges(1, from)
     }
@@ -84,13 +84,13 @@ impl Builder {
         self.start(opcode::SEND_IMM, 0, 1 + from.len(), imm).sges(1, from)
     }
 
-    /// SEND of `data` itself, carried in the WQE. At most [`Builder::max_inline`] bytes.
+    /// SEND of `data`, stored in the WQE. At most [`Builder::max_inline`] bytes.
     pub fn send_inline(&mut self, data: &[u8]) -> &mut Self {
         let inline = Self::inline_segments(data.len());
         self.start(opcode::SEND, 0, 1 + inline, 0).inline(1, data)
     }
 
-    /// SEND with immediate data of `data` itself, carried in the WQE.
+    /// SEND of `data`, stored in the WQE, with immediate data.
     pub fn send_imm_inline(&mut self, data: &[u8], imm: u32) -> &mut Self {
         let inline = Self::inline_segments(data.len());
         self.start(opcode::SEND_IMM, 0, 1 + inline, imm).inline(1, data)
@@ -101,40 +101,41 @@ impl Builder {
         self.start(opcode::SEND_INVAL, 0, 1 + from.len(), key.0).sges(1, from)
     }
 
-    /// SEND of `data` itself that invalidates the peer's window `key`.
+    /// SEND of `data`, stored in the WQE, that invalidates the peer's window `key`.
     pub fn send_invalidate_inline(&mut self, data: &[u8], key: Key) -> &mut Self {
         let inline = Self::inline_segments(data.len());
         self.start(opcode::SEND_INVAL, 0, 1 + inline, key.0).inline(1, data)
     }
 
-    /// RDMA WRITE of what `from` gathers.
+    /// RDMA WRITE of the bytes that `from` gathers.
     pub fn rdma_write(&mut self, to: Remote, from: &[Sge]) -> &mut Self {
         self.start(opcode::RDMA_WRITE, 0, 2 + from.len(), 0).remote(to).sges(2, from)
     }
 
-    /// RDMA WRITE of `data` itself, carried in the WQE.
+    /// RDMA WRITE of `data`, stored in the WQE.
     pub fn rdma_write_inline(&mut self, to: Remote, data: &[u8]) -> &mut Self {
         let inline = Self::inline_segments(data.len());
         self.start(opcode::RDMA_WRITE, 0, 2 + inline, 0).remote(to).inline(2, data)
     }
 
-    /// RDMA WRITE with immediate data: also completes a receive at the peer.
+    /// RDMA WRITE with immediate data, which also completes a receive at the peer.
     pub fn rdma_write_imm(&mut self, to: Remote, from: &[Sge], imm: u32) -> &mut Self {
         self.start(opcode::RDMA_WRITE_IMM, 0, 2 + from.len(), imm).remote(to).sges(2, from)
     }
 
-    /// RDMA WRITE with immediate data of `data` itself, carried in the WQE.
+    /// RDMA WRITE of `data`, stored in the WQE, with immediate data.
     pub fn rdma_write_imm_inline(&mut self, to: Remote, data: &[u8], imm: u32) -> &mut Self {
         let inline = Self::inline_segments(data.len());
         self.start(opcode::RDMA_WRITE_IMM, 0, 2 + inline, imm).remote(to).inline(2, data)
     }
 
-    /// RDMA READ, scattered over `to`. The length is the sum of the SGEs'.
+    /// RDMA READ, scattered over `to`. Its length is the sum of the SGEs' lengths.
     pub fn rdma_read(&mut self, from: Remote, to: &[Sge]) -> &mut Self {
         self.start(opcode::RDMA_READ, 0, 2 + to.len(), 0).remote(from).sges(2, to)
     }
 
-    /// CAS: if the word at `at` equals `compare`, it becomes `swap`; the old value goes to `old`.
+    /// CAS: if the word at `at` equals `compare`, it is replaced by `swap`. The old value is
+    /// written to `old`.
     pub fn compare_swap(&mut self, at: Remote, compare: u64, swap: u64, old: Sge) -> &mut Self {
         self.start(opcode::ATOMIC_CS, 0, 4, 0)
             .remote(at)
@@ -143,12 +144,12 @@ impl Builder {
             .sges(3, &[old])
     }
 
-    /// FAA: adds `add`; the old value goes to `old`.
+    /// FAA: adds `add`. The old value is written to `old`.
     pub fn fetch_add(&mut self, at: Remote, add: u64, old: Sge) -> &mut Self {
         self.start(opcode::ATOMIC_FA, 0, 4, 0).remote(at).put64(32, add).sges(3, &[old])
     }
 
-    /// Masked CAS: compares under `compare_mask`, replaces the bits of `swap_mask`.
+    /// Masked CAS: compares the bits of `compare_mask`, replaces the bits of `swap_mask`.
     pub fn masked_compare_swap(
         &mut self,
         at: Remote,
@@ -166,8 +167,8 @@ impl Builder {
             .sges(4, &[old])
     }
 
-    /// Masked FAA: the word is a row of fields, each ending at a set bit of `boundary`; fields are
-    /// added without carry between them.
+    /// Masked FAA: the word consists of fields, each of which ends at a set bit of `boundary`.
+    /// Fields are added without carry between them.
     pub fn masked_fetch_add(&mut self, at: Remote, add: u64, boundary: u64, old: Sge) -> &mut Self {
         self.start(opcode::ATOMIC_MASKED_FA, EXTENDED_ATOMIC_8, 4, 0)
             .remote(at)
@@ -176,7 +177,7 @@ impl Builder {
             .sges(3, &[old])
     }
 
-    /// Binds or unbinds a window.
+    /// UMR: binds or unbinds a window.
     pub fn umr(&mut self, umr: &Umr) -> &mut Self {
         self.start(opcode::UMR, 0, umr.segments(), umr.key.0);
         umr.emit(&mut self.bytes);
@@ -188,22 +189,22 @@ impl Builder {
         self.start(opcode::LOCAL_INVAL, 0, 1, key.0)
     }
 
-    /// WAIT until `cqn` has counted its completion number `index` (24 bits, the first is 0).
+    /// WAIT until `cqn` has counted its completion number `index` (24 bits; the first is 0).
     pub fn wait(&mut self, cqn: Cqn, index: u32) -> &mut Self {
         self.enable(opcode::WAIT, index, cqn.raw())
     }
 
-    /// SEND_EN: lets the managed send queue `qpn` execute up to building-block index `index`.
+    /// SEND_EN: lets the managed send queue `qpn` execute WQEs up to building-block index `index`.
     pub fn send_enable(&mut self, qpn: Qpn, index: u32) -> &mut Self {
         self.enable(opcode::SEND_EN, index, qpn.raw())
     }
 
-    /// RECV_EN: lets the managed receive queue of `qpn` use its WQEs up to `index`.
+    /// RECV_EN: lets the managed receive queue of `qpn` use WQEs up to `index`.
     pub fn receive_enable(&mut self, qpn: Qpn, index: u32) -> &mut Self {
         self.enable(opcode::RECV_EN, index, qpn.raw())
     }
 
-    /// The most bytes that fit inline behind `leading` segments.
+    /// Maximum number of inline bytes behind `leading` segments.
     pub const fn max_inline(leading: usize) -> usize {
         (super::MAX_SEGMENTS - leading) * SEGMENT - 4
     }
@@ -221,7 +222,7 @@ impl Builder {
         );
         let old = self.segments.max(segments).div_ceil(WQEBB / SEGMENT);
         let (first, more) = self.bytes.as_chunks_mut::<WQEBB>().0.split_at_mut(1);
-        // Most have one block, which a few stores clear.
+        // Most WQEs have one block, which a few stores clear.
         first[0] = [0; WQEBB];
         if old > 1 {
             more[..old - 1].fill([0; WQEBB]);
@@ -257,14 +258,14 @@ impl Builder {
         self
     }
 
-    /// The 4 bytes at `at`, where there are zeros.
+    /// Sets the 4 bytes at `at`, which are zero.
     fn put32(&mut self, at: usize, v: u32) -> &mut Self {
         let shift = if at.is_multiple_of(8) { 32 } else { 0 };
         self.add64(at - at % 8, (v as u64) << shift)
     }
 
-    /// Adds bits to the word at `at`. By words, because what has just been stored in pieces is not read as a whole
-    /// before the pieces are in the cache, and whoever posts reads all of it at once.
+    /// Sets bits of the word at `at`. Stores whole words, because posting then loads the WQE in
+    /// words: a load that spans several smaller, pending stores has to wait for them.
     #[inline]
     fn add64(&mut self, at: usize, v: u64) -> &mut Self {
         let word = self.word(at);
@@ -289,7 +290,7 @@ impl Builder {
 const EXTENDED_ATOMIC_8: u8 = 9;
 
 impl Sge {
-    /// The SGE as it stands in a WQE, also the form of a receive WQE's entries.
+    /// Encodes the SGE, as in a WQE and in a receive WQE.
     pub fn to_bytes(&self) -> [u8; SEGMENT] {
         let mut out = [0; SEGMENT];
         out[..4].copy_from_slice(&self.len.to_be_bytes());

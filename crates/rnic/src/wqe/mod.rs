@@ -1,8 +1,7 @@
-//! Work-queue elements in the ConnectX (mlx5) layout: the one place where they are encoded and
-//! decoded.
+//! Encoding and decoding of work-queue elements in the ConnectX (mlx5) layout.
 //!
-//! A WQE is a row of 16-byte big-endian segments in 64-byte building blocks (WQEBBs). It starts
-//! with the control segment; what follows depends on the opcode.
+//! A WQE is a sequence of 16-byte big-endian segments in 64-byte building blocks (WQEBBs). The
+//! first segment is the control segment; the opcode determines the segments that follow.
 //!
 //! ```text
 //! control (16 B)          remote address (16 B)    data, or SGE (16 B)
@@ -27,10 +26,10 @@
 //! UMR          see [`umr`]
 //! ```
 //!
-//! The sizes, offsets and opcodes that `infiniband/mlx5dv.h` defines are compared with that header
-//! by a test that compiles C against it. WAIT, SEND_EN and RECV_EN and their segment are not in
-//! the header; they are as published in the vendor's older user-space drivers. What hardware does
-//! with recycled RC send rings is not documented: compatibility is claimed for layouts only.
+//! A test compiles C against `infiniband/mlx5dv.h` and compares the sizes, offsets and opcodes that
+//! the header defines. WAIT, SEND_EN, RECV_EN and their segment are not in the header; they follow
+//! the vendor's older, published user-space drivers. The hardware's behaviour with recycled RC send
+//! rings is not documented, so compatibility is claimed for layouts only.
 
 mod build;
 mod parse;
@@ -46,19 +45,19 @@ use crate::ids::{Key, Qpn};
 pub const WQEBB: usize = 64;
 /// Bytes of a segment: the unit of `ds`.
 pub const SEGMENT: usize = 16;
-/// The most segments that the 6 bits of `ds` can name.
+/// Maximum number of segments: `ds` has 6 bits.
 pub const MAX_SEGMENTS: usize = 63;
-/// The most bytes of one WQE.
+/// Maximum length of a WQE in bytes.
 pub const MAX_BYTES: usize = 1024;
-/// Set in an SGE's byte count: the data follows inline (IBTA calls it inline data).
+/// Flag in an SGE's byte count: the data follows in the WQE (IBTA: inline data).
 pub const INLINE: u32 = 0x8000_0000;
 
-/// An lkey that names nothing: on an SGE of length 0 it ends a receive WQE's list.
+/// An lkey that names no key. An SGE of length 0 with this lkey ends a receive WQE's list.
 pub const INVALID_LKEY: Key = Key(0x100);
 
-/// Operation codes of a send queue's WQEs.
+/// Opcodes of a send queue's WQEs.
 pub mod opcode {
-    /// Does nothing.
+    /// No operation.
     pub const NOP: u8 = 0x00;
     /// SEND with invalidate.
     pub const SEND_INVAL: u8 = 0x01;
@@ -70,7 +69,7 @@ pub mod opcode {
     pub const SEND: u8 = 0x0a;
     /// SEND with immediate.
     pub const SEND_IMM: u8 = 0x0b;
-    /// Waits until a CQ has counted to an index (not in `mlx5dv.h`).
+    /// Waits until a CQ has counted completion number `index` (not in `mlx5dv.h`).
     pub const WAIT: u8 = 0x0f;
     /// RDMA READ.
     pub const RDMA_READ: u8 = 0x10;
@@ -82,25 +81,25 @@ pub mod opcode {
     pub const ATOMIC_MASKED_CS: u8 = 0x14;
     /// Masked fetch and add.
     pub const ATOMIC_MASKED_FA: u8 = 0x15;
-    /// Lets a managed receive queue use its WQEs up to an index (not in `mlx5dv.h`).
+    /// Raises the limit of a managed receive queue to an index (not in `mlx5dv.h`).
     pub const RECV_EN: u8 = 0x16;
-    /// Lets a managed send queue execute its WQEs up to an index (not in `mlx5dv.h`).
+    /// Raises the limit of a managed send queue to an index (not in `mlx5dv.h`).
     pub const SEND_EN: u8 = 0x17;
-    /// Invalidates a key of this QP.
+    /// Invalidates a key that is bound to this QP.
     pub const LOCAL_INVAL: u8 = 0x1b;
     /// User-mode memory registration: binds and unbinds windows.
     pub const UMR: u8 = 0x25;
 }
 
-/// Byte offsets of fields that chains patch, from the start of the WQE.
+/// Byte offsets, from the start of the WQE, of fields that chains patch.
 pub mod offset {
     /// Opcode (1 byte).
     pub const OPCODE: usize = 3;
     /// QPN of the control segment (3 bytes).
     pub const QPN: usize = 4;
-    /// The key that a UMR works on: 3 bytes of index.
+    /// Index of the key that a UMR changes (3 bytes).
     pub const UMR_KEY_INDEX: usize = 12;
-    /// The tag that a UMR's key must have now (1 byte).
+    /// The tag that the key of a UMR must currently have (1 byte).
     pub const UMR_KEY_TAG: usize = 15;
     /// Remote address (8 bytes) of WRITE, READ and atomics.
     pub const REMOTE_ADDR: usize = 16;
@@ -122,12 +121,12 @@ pub mod offset {
 
 /// `fm_ce_se`: write a completion (CE = 2).
 pub const CE_SIGNALED: u8 = 2 << 2;
-/// `fm_ce_se`: raise the peer's event (solicited event).
+/// `fm_ce_se`: raise an event at the peer (solicited event).
 pub const SE_SOLICITED: u8 = 1 << 1;
 /// `fm_ce_se`: wait for this QP's earlier READs and atomics (fence).
 pub const FM_FENCE: u8 = 4 << 5;
 
-/// The bits of `fm_ce_se` that say what a WQE waits for.
+/// The fence bits of `fm_ce_se`.
 pub(crate) const FENCE_MASK: u8 = 7 << 5;
 
 /// The control segment's fields.
@@ -139,13 +138,13 @@ pub struct Control {
     pub index: u16,
     /// Operation code, one of [`opcode`].
     pub opcode: u8,
-    /// The QP that the WQE stands in.
+    /// The QP whose queue contains the WQE.
     pub qpn: Qpn,
     /// Length in 16-byte segments.
     pub ds: u8,
     /// Fence, completion and solicited-event bits.
     pub fm_ce_se: u8,
-    /// Immediate data, or the key that a UMR or LOCAL_INV works on.
+    /// Immediate data, or the key that a UMR or LOCAL_INV changes.
     pub imm: u32,
 }
 
@@ -155,13 +154,13 @@ impl Control {
         self.fm_ce_se & 0x0c == CE_SIGNALED
     }
 
-    /// Building blocks that the WQE takes; at least one.
+    /// Number of building blocks of the WQE; at least 1.
     pub fn blocks(&self) -> u32 {
         (self.ds as u32).div_ceil(4).max(1)
     }
 }
 
-/// A scatter-gather element: a piece of local memory.
+/// A scatter-gather element: a range of local memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Sge {
     /// I/O virtual address of the first byte.
@@ -172,7 +171,7 @@ pub struct Sge {
     pub lkey: Key,
 }
 
-/// The target of a one-sided operation.
+/// Remote address and key of a one-sided operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Remote {
     /// I/O virtual address at the peer.

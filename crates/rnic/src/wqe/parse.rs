@@ -1,78 +1,78 @@
-//! Decoding: bytes that a client wrote into a WQE, or a reason why not.
+//! Decoding of the bytes that a client wrote into a WQE.
 //!
-//! The bytes are foreign. Nothing here panics on any input; lengths are checked against `ds`.
+//! The bytes are untrusted. No input causes a panic; lengths are checked against `ds`.
 
 use super::{Control, INLINE, Remote, SEGMENT, Sge, Umr, opcode};
 use crate::ids::{Cqn, Key, Qpn};
 
-/// Why bytes are not a WQE.
+/// Reason why bytes are not a valid WQE.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum DecodeError {
-    /// `ds` names fewer segments than the opcode needs, or none.
+    /// `ds` is 0 or smaller than the opcode needs.
     #[error("a WQE of opcode {opcode:#x} with {ds} segments is too short")]
     TooShort {
         /// The opcode.
         opcode: u8,
-        /// The segments that `ds` names.
+        /// The value of `ds`.
         ds: u8,
     },
-    /// The opcode is not one that this NIC executes.
-    #[error("opcode {opcode:#x} is not one that this NIC executes")]
+    /// This NIC does not execute the opcode.
+    #[error("this NIC does not execute opcode {opcode:#x}")]
     Opcode {
         /// The opcode.
         opcode: u8,
     },
-    /// Inline data reaches beyond the WQE, or stands where it may not.
-    #[error("inline data reaches beyond its WQE or stands where it may not")]
+    /// Inline data extends beyond the WQE, or the operation does not allow it.
+    #[error("inline data extends beyond its WQE, or its operation does not allow inline data")]
     Inline,
 }
 
-/// A decoded WQE; scatter-gather lists stay in the bytes that it was decoded from.
+/// A decoded WQE. Scatter-gather lists borrow from the encoded bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Wqe<'a> {
-    /// Does nothing.
+    /// No operation.
     Nop,
     /// SEND.
     Send {
-        /// What to gather.
+        /// The data to send.
         from: Sges<'a>,
-        /// Immediate data to deliver.
+        /// Immediate data.
         imm: Option<u32>,
         /// The peer's key to invalidate.
         invalidate: Option<Key>,
     },
     /// RDMA WRITE.
     Write {
-        /// Where to.
+        /// The target.
         to: Remote,
-        /// What to gather.
+        /// The data to write.
         from: Sges<'a>,
-        /// Immediate data to deliver.
+        /// Immediate data.
         imm: Option<u32>,
     },
     /// RDMA READ.
     Read {
-        /// Where from.
+        /// The source.
         from: Remote,
-        /// What to scatter over.
+        /// The buffers for the data.
         to: Sges<'a>,
     },
-    /// CAS, plain (both masks all ones) or masked.
+    /// CAS: plain (both masks all ones) or masked.
     CompareSwap {
         /// The word.
         at: Remote,
-        /// Compared with the word under `compare_mask`.
+        /// The value to compare with the word.
         compare: u64,
-        /// The bits that are compared.
+        /// The bits to compare.
         compare_mask: u64,
-        /// Put into the bits of `swap_mask`.
+        /// The new value.
         swap: u64,
-        /// The bits that are replaced.
+        /// The bits to replace.
         swap_mask: u64,
-        /// Where the old value goes.
+        /// The buffer for the old value.
         old: Sge,
     },
-    /// FAA, plain (boundary 0) or masked.
+    /// FAA: plain (boundary 0) or masked.
     FetchAdd {
         /// The word.
         at: Remote,
@@ -80,7 +80,7 @@ pub enum Wqe<'a> {
         add: u64,
         /// The last bit of each field.
         boundary: u64,
-        /// Where the old value goes.
+        /// The buffer for the old value.
         old: Sge,
     },
     /// Bind or unbind of a window.
@@ -101,29 +101,29 @@ pub enum Wqe<'a> {
     SendEnable {
         /// The managed QP.
         qpn: Qpn,
-        /// The building-block index up to which it may execute.
+        /// The new limit: a building-block index.
         index: u32,
     },
     /// RECV_EN.
     ReceiveEnable {
         /// The managed QP.
         qpn: Qpn,
-        /// The index up to which its receive WQEs may be used.
+        /// The new limit: an index of receive WQEs.
         index: u32,
     },
 }
 
-/// A scatter-gather list in wire form, or inline data.
+/// A scatter-gather list in encoded form, or inline data.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Sges<'a> {
-    /// Segments of 16 bytes; ones of length 0 are skipped.
+    /// Segments of 16 bytes each; segments of length 0 are skipped.
     List(&'a [u8]),
-    /// The data itself.
+    /// Inline data.
     Inline(&'a [u8]),
 }
 
 impl<'a> Sges<'a> {
-    /// The elements that are not empty, in order. None for inline data.
+    /// Iterates over the non-empty elements in order. Inline data has no elements.
     pub fn iter(self) -> impl Iterator<Item = Sge> + 'a {
         let list = match self {
             Sges::List(b) => b,
@@ -132,7 +132,7 @@ impl<'a> Sges<'a> {
         list.as_chunks::<SEGMENT>().0.iter().map(Sge::from_bytes).filter(|s| s.len != 0)
     }
 
-    /// Bytes in all.
+    /// Total length in bytes.
     pub fn total_len(self) -> u64 {
         match self {
             Sges::List(_) => self.iter().map(|s| s.len as u64).sum(),
@@ -142,14 +142,14 @@ impl<'a> Sges<'a> {
 }
 
 impl Sge {
-    /// Reads an SGE as it stands in a WQE.
+    /// Decodes an SGE.
     pub fn from_bytes(b: &[u8; SEGMENT]) -> Self {
         Sge { len: be32(b, 0), lkey: Key(be32(b, 4)), addr: be64(b, 8) }
     }
 }
 
 impl Control {
-    /// Reads the control segment.
+    /// Decodes the control segment.
     pub fn from_bytes(b: &[u8; SEGMENT]) -> Self {
         let (head, qpn_ds) = (be32(b, 0), be32(b, 4));
         Control {
@@ -164,8 +164,8 @@ impl Control {
     }
 }
 
-/// Decodes the WQE at the start of `bytes`, which hold at least the segments that its control
-/// segment `ctrl` names. Always inlined: a WQE that comes back through memory costs as much as a NOP takes.
+/// Decodes the WQE at the start of `bytes`, which contain at least the segments that `ctrl`
+/// announces. Always inlined: returning the WQE through memory costs as much as a NOP.
 #[inline(always)]
 pub fn decode<'a>(ctrl: &Control, bytes: &'a [u8]) -> Result<Wqe<'a>, DecodeError> {
     let ds = ctrl.ds as usize;
@@ -252,7 +252,7 @@ pub fn decode<'a>(ctrl: &Control, bytes: &'a [u8]) -> Result<Wqe<'a>, DecodeErro
     })
 }
 
-/// A gather list, or the inline data that stands in its place.
+/// Decodes a gather list, or the inline data in its place.
 fn gather(segments: &[u8]) -> Result<Sges<'_>, DecodeError> {
     if segments.len() < 4 || be32(segments, 0) & INLINE == 0 {
         return Ok(Sges::List(segments));

@@ -1,4 +1,4 @@
-//! What is encoded decodes to the same; what is foreign never panics.
+//! Round trips of encoding and decoding, and decoding of arbitrary bytes.
 
 use super::*;
 use crate::ids::{Access, Cqn};
@@ -115,7 +115,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_decode_or_are_refused(bytes in proptest::collection::vec(any::<u8>(), 1024)) {
+    fn arbitrary_bytes_decode_or_are_rejected(bytes in proptest::collection::vec(any::<u8>(), 1024)) {
         let ctrl = Control::from_bytes(bytes[..16].try_into().unwrap());
         if let Ok(Wqe::Send { from, .. } | Wqe::Write { from, .. }) = decode(&ctrl, &bytes) {
             from.total_len();
@@ -144,7 +144,7 @@ fn control_operations_round_trip() {
 }
 
 #[test]
-fn what_is_too_short_or_unknown_is_refused() {
+fn short_or_unknown_wqe_is_rejected() {
     let bytes = [0u8; 1024];
     let mut ctrl = Control { opcode: opcode::RDMA_READ, ds: 1, ..Control::default() };
     assert_eq!(

@@ -9,12 +9,12 @@
 //!                            +128 byte count (4)   +132 lkey of the MR (4)   +136 address (8)
 //! ```
 //!
-//! Only the fields that the mask names are changed. `CHECK_FREE` demands that the key is unbound;
-//! `CHECK_QPN` that it is bound to the QP that executes the WQE. A free window carries QPN
-//! 0xffffff.
+//! A UMR changes only the fields in its mask. `CHECK_FREE` requires that the window is unbound;
+//! `CHECK_QPN` requires that the window is bound to the QP that executes the WQE. A free window has
+//! QPN 0xffffff.
 //!
-//! Chains patch +12 (key index), +15 (old tag), +68 (QPN), +71 (new tag), +80 (start) and
-//! +136 (KLM address): OneSidedMW §4.2 ("cross-QP MW assigning") and §4.3.
+//! Chains patch +12 (key index), +15 (old tag), +68 (QPN), +71 (new tag), +80 (start) and +136 (KLM
+//! address): OneSidedMW §4.2 ("cross-QP MW assigning") and §4.3.
 
 use super::offset;
 use crate::ids::{Access, Key, Qpn};
@@ -44,9 +44,9 @@ pub const KLM_LKEY: usize = 132;
 /// Offset of the KLM's address (8 bytes).
 pub const KLM_ADDR: usize = 136;
 
-/// Segments of a UMR that binds (with its KLM), three building blocks.
+/// Segments of a UMR that binds (with its KLM): three building blocks.
 pub const BIND_SEGMENTS: usize = 12;
-/// Segments of a UMR that frees, two building blocks.
+/// Segments of a UMR that frees: two building blocks.
 pub const FREE_SEGMENTS: usize = 8;
 
 /// In [`Umr::mask`]: change the length.
@@ -65,18 +65,18 @@ pub const MASK_FREE: u64 = 1 << 29;
 /// The free bit in the byte at [`FREE`].
 pub const FREE_BIT: u8 = 1 << 6;
 
-/// The checks of the UMR control segment.
+/// Flags of the UMR control segment: conditions on the key, and forms.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct UmrFlags(pub u8);
 
 impl UmrFlags {
-    /// The KLM stands in the WQE.
+    /// The WQE contains the KLM.
     pub const INLINE: UmrFlags = UmrFlags(1 << 7);
-    /// The key must be free before.
+    /// Condition: the window is free.
     pub const CHECK_FREE: UmrFlags = UmrFlags(1 << 5);
     /// The translation offset is used.
     pub const TRANSLATION_OFFSET: UmrFlags = UmrFlags(1 << 4);
-    /// The key must be bound to the executing QP before.
+    /// Condition: the window is bound to the executing QP.
     pub const CHECK_QPN: UmrFlags = UmrFlags(1 << 3);
 
     /// True if every flag of `need` is set.
@@ -97,15 +97,15 @@ impl std::ops::BitOr for UmrFlags {
 pub struct Umr {
     /// The key to change, with its current tag.
     pub key: Key,
-    /// What must hold before.
+    /// Conditions on the key, and forms.
     pub flags: UmrFlags,
-    /// Which fields change.
+    /// The fields to change.
     pub mask: u64,
-    /// True: the window becomes free (unbound); there is no KLM.
+    /// True: the window becomes free (unbound), and the WQE has no KLM.
     pub free: bool,
     /// The window's rights.
     pub access: Access,
-    /// The QP that the window is bound to.
+    /// The QP to bind the window to.
     pub qpn: Qpn,
     /// The window's new tag.
     pub tag: u8,
@@ -113,7 +113,7 @@ pub struct Umr {
     pub start: u64,
     /// Bytes of the window.
     pub len: u64,
-    /// The MR under the window and the place in it.
+    /// The range of the MR under the window.
     pub klm: Klm,
 }
 
@@ -129,8 +129,8 @@ pub struct Klm {
 }
 
 impl Umr {
-    /// Binds the free type-2 window `key` to `qpn` over `len` bytes at `start` of the MR `mr`; its
-    /// new tag is `tag`. Fails at execution if the window is bound.
+    /// Binds the free type-2 window `key` to `qpn`, with new tag `tag`, over `len` bytes at `start`
+    /// of the MR `mr`. The execution fails if the window is bound.
     pub fn bind(
         key: Key,
         tag: u8,
@@ -154,8 +154,8 @@ impl Umr {
         }
     }
 
-    /// Unbinds the window `key`. With `check_qpn` only the QP that the window is bound to may do
-    /// it; without, any QP of the window's PD that its owner trusts.
+    /// Unbinds the window `key`. With `check_qpn`, only the QP that the window is bound to may
+    /// unbind it. Without `check_qpn`, only a privileged QP of the window's PD may.
     pub fn unbind(key: Key, check_qpn: bool) -> Self {
         Self {
             key,
@@ -169,8 +169,9 @@ impl Umr {
         }
     }
 
-    /// Binds or rebinds the type-1 window `key` over `len` bytes at `start` of the MR `mr`; its new tag
-    /// is `tag`. With `len` 0 it unbinds it (IBTA vol. 1, §10.6.7). A type-1 window is bound to no QP.
+    /// Binds or rebinds the type-1 window `key`, with new tag `tag`, over `len` bytes at `start` of
+    /// the MR `mr`. A `len` of 0 unbinds it (IBTA vol. 1, §10.6.7). A type-1 window is not bound to
+    /// a QP.
     pub fn bind_type1(key: Key, tag: u8, access: Access, mr: Key, start: u64, len: u32) -> Self {
         Self {
             flags: UmrFlags::INLINE | UmrFlags::TRANSLATION_OFFSET,
@@ -178,18 +179,18 @@ impl Umr {
         }
     }
 
-    /// The same bind, of a window whose first byte has address 0 instead of the one it has in its region
-    /// (`IBV_ACCESS_ZERO_BASED`).
+    /// Makes the window zero-based: its first byte has address 0 instead of its address in the
+    /// region (`IBV_ACCESS_ZERO_BASED`).
     pub fn zero_based(self) -> Self {
         Self { start: 0, ..self }
     }
 
-    /// Segments that the WQE takes.
+    /// Number of segments of the WQE.
     pub fn segments(&self) -> usize {
         if self.free { FREE_SEGMENTS } else { BIND_SEGMENTS }
     }
 
-    /// Writes everything but the control segment into `wqe`, which is zeroed.
+    /// Encodes all segments but the control segment into `wqe`, which is zeroed.
     pub(super) fn emit(&self, wqe: &mut [u8]) {
         wqe[FLAGS] = self.flags.0;
         wqe[KLM_OCTOWORDS..KLM_OCTOWORDS + 2]
@@ -207,7 +208,7 @@ impl Umr {
         }
     }
 
-    /// Reads the fields back; `wqe` has at least [`Umr::segments`] segments.
+    /// Decodes the fields; `None` if `wqe` has fewer segments than the UMR needs.
     pub(super) fn parse(wqe: &[u8]) -> Option<Self> {
         if wqe.len() < FREE_SEGMENTS * super::SEGMENT {
             return None;

@@ -2,221 +2,135 @@
 //!
 //! ```text
 //!                    step: one of these, in this order
-//!                    ┌─ answers (transmit.rs) ─────────────┐
+//!                    ┌─ responses (transmit.rs) ───────────┐
 //!   ready QP ────────┼─ packets of fetched WQEs ───────────┼──> outbox
 //!                    └─ fetch the next WQE (fetch.rs)      │
 //!                                                          │
-//!   receive() ─┬─ requests: keys, memory, receive WQEs (receive.rs) ──> answers that are due
-//!              └─ responses: memory, requests that have ended ──> completions
+//!   receive() ─┬─ requests: keys, memory, receive WQEs (receive.rs) ──> pending responses
+//!              └─ responses: memory, finished requests ──> completions
 //! ```
 //!
-//! A WQE is fetched when all before it have been sent, and kept until it is acknowledged; completions come in
-//! order. Memory is reached through keys that are looked up for every packet, in either direction: no packet
-//! carries bytes of a region or window that has ended.
+//! A WQE is fetched after all earlier WQEs were sent, and is kept until it is acknowledged.
+//! Completions are written in order. Keys are looked up for every packet in either direction, so no
+//! packet carries bytes of a destroyed region or an unbound window.
 //!
-//! While a connection works it is out of its QP (`Qp::remote` is `None`), so that it can be changed beside
-//! everything else; [`Core::put_back`] puts it there again, sets its timer and makes its QP ready.
+//! While a connection is processed it is moved out of its QP (`Qp::remote` is `None`), so that it
+//! can be borrowed beside the rest of the engine. [`Core::put_back`] moves it back, sets its timer
+//! and makes its QP ready.
 
+pub(super) mod connection;
 mod fetch;
 mod receive;
 mod transmit;
 
-use super::schedule::Step;
-use super::{Core, lists::Place};
+use super::Core;
+use super::poll::Step;
+use super::qp_list::InList;
 use crate::cqe::{self, Cqe, Syndrome};
+use crate::engine::qp::{Peer, Qp};
+use crate::engine::queue::Fetched;
 use crate::error::Error;
 use crate::ids::{FunctionId, Qpn};
-use crate::qp::{Peer, Qp};
-use crate::queue::Fetched;
 use crate::verbs::{QpState, WireLimits};
-use crate::wire::dialogue::Dialogue;
-use crate::wire::guesses::Guesses;
+use crate::wire::guess_limiter::GuessLimiter;
 use crate::wire::mac::{Opener, Sealer};
+use crate::wire::piggyback::PiggybackState;
 use crate::wire::requester::{Request, Requester, Retired};
 use crate::wire::responder::Responder;
-use crate::wire::{Envelope, Outbox, RemotePeer, WireStats};
+use crate::wire::{Outbox, RemotePeer, WireStats};
 use crate::wqe::{Control, DecodeError, Wqe, decode};
+pub use connection::AckDelay;
+use connection::{Connection, FetchGate, Keys, LONGEST_BLOCKS, PacketAuth};
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::net::SocketAddr;
 
-/// WQEs that are fetched at most while an acknowledgement is due. Behind their packets, and shorter, it can leave in
-/// one send with them.
+/// Maximum number of WQEs to fetch while an acknowledgement is pending. The acknowledgement is sent
+/// behind their packets, in the same system call; being shorter, it can end a segmented send.
 const FETCHED_BEFORE_ACK: u8 = 4;
 
-/// How long an acknowledgement waits for a request that it may leave with: much less than the shortest time after which
-/// the peer sends again. After half of it, it leaves with the first.
-const DIALOGUE_NS: u64 = 100_000;
+/// Maximum delay of an acknowledgement that waits to be sent together with a request. Much shorter
+/// than the peer's shortest retransmission timeout. After half of the delay, the acknowledgement is
+/// sent with any request.
+const PIGGYBACK_NS: u64 = 100_000;
 
-/// Building blocks of the longest WQE.
-const LONGEST_BLOCKS: u32 = 16;
-
-/// What a NIC has for its connections to others.
-pub(super) struct Wire {
+/// The NIC's state of all connections to other NICs.
+pub(super) struct RemoteState {
     pub outbox: Outbox,
     pub stats: WireStats,
-    /// When connections want to be looked at, at the latest; one entry of each.
+    /// Deadlines of connections; at most one entry per connection.
     timers: BTreeSet<(u64, u32)>,
-    /// The QP here of each peer without a key. Packets with that peer's address are taken for its
-    /// own, so that no two QPs may have it. A peer with a key is told by that, whatever address
-    /// others name.
-    ends: HashMap<(SocketAddr, Qpn), Qpn>,
-    /// The highest counter that a connection which has ended gave to a packet. The next one goes on
-    /// from there: so no counter repeats under one key, even if two QPs are connected anew with the
-    /// secret that they had.
-    counter: u64,
-    /// Connections with requests in flight.
+    /// The local QP of each peer without authentication keys. Packets from a peer's address are
+    /// attributed to that peer, so only one QP may have a given peer. A peer with keys is
+    /// identified by its tags instead, even if another QP names its address.
+    unkeyed_peers: HashMap<(SocketAddr, Qpn), Qpn>,
+    /// The highest packet counter of all destroyed connections. New connections continue from it,
+    /// so no counter repeats under one key, even if two QPs are reconnected with the same secret.
+    last_counter: u64,
+    /// Number of connections with requests in flight.
     pub awaiting: u32,
-    /// See [`crate::Engine::is_amid_message`].
-    pub amid: bool,
-    /// Which acknowledgements of little wait.
-    holds_acks: Hold,
-    /// Whose do for a request of their own, since when, the first in front; and whose do for better times. Who does no
-    /// more, or again, may still be listed.
-    in_dialogue: VecDeque<(u64, Qpn)>,
-    holding: Vec<Qpn>,
+    /// See [`crate::Engine::expects_more_packets`].
+    pub expects_more: bool,
+    /// Delayed-ACK policy for short messages.
+    ack_policy: AckDelay,
+    /// QPs whose ACK is delayed for piggybacking, oldest first, with the start time of the delay.
+    /// Entries may be stale.
+    piggybacking: VecDeque<(u64, Qpn)>,
+    /// QPs whose ACK is delayed until the port changes the policy. Entries may be stale.
+    delayed: Vec<Qpn>,
 }
 
-/// A connection to a QP of another NIC.
-pub(crate) struct Connection {
-    pub peer: RemotePeer,
-    pub requester: Requester,
-    pub responder: Responder,
-    /// How packets are known to be the peer's.
-    trust: Trust,
-    /// Why the next WQE was not executed when it was looked at.
-    held: Held,
-    /// Its entry among the timers.
-    armed: Option<u64>,
-    /// WQEs that were fetched while an acknowledgement was due.
-    fetched: u8,
-    /// It is one of `Wire::awaiting`.
-    awaits: bool,
-    /// What its acknowledgement waits for, and since when.
-    holds: Hold,
-    holds_since_ns: u64,
-    /// Whether its acknowledgements may wait for its requests.
-    dialogue: Dialogue,
-    /// Bytes that its function pays for it.
-    bytes: u64,
-}
-
-/// How packets are known to be the peer's.
-enum Trust {
-    /// By address and PSN, of which the peer has so many guesses; packets have an ICRC.
-    Psn(Guesses),
-    /// By a tag.
-    Key(Box<Keys>),
-}
-
-/// The keys of a connection.
-struct Keys {
-    sealer: Sealer,
-    opener: Opener,
-}
-
-/// Which acknowledgements of few packets wait; one by itself: as which of them.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub enum Hold {
-    /// None.
-    None,
-    /// Those of connections that ask and answer in turns: for 100 us, or until a request of their own takes them along.
-    Dialogues,
-    /// All, until less is said.
-    All,
-}
-
-/// What must come before the next WQE.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Held {
-    No,
-    /// The end of all requests.
-    All,
-    /// The end of all READs and atomics.
-    Reads,
-}
-
-/// Not inlined, as [`decode`] is where QPs of this NIC execute.
+/// [`decode`], but not inlined: the inlined copy is for QPs whose peer is on this NIC.
 #[inline(never)]
 fn decode_kept<'a>(ctrl: &Control, bytes: &'a [u8]) -> Result<Wqe<'a>, DecodeError> {
     decode(ctrl, bytes)
 }
 
-impl Wire {
+impl RemoteState {
     pub fn new(limits: Option<&WireLimits>) -> Self {
         Self {
             outbox: Outbox::new(limits.map_or(0, |l| l.outbox_bytes)),
             stats: WireStats::default(),
             timers: BTreeSet::new(),
-            ends: HashMap::new(),
-            counter: 0,
+            unkeyed_peers: HashMap::new(),
+            last_counter: 0,
             awaiting: 0,
-            amid: false,
-            holds_acks: Hold::None,
-            in_dialogue: VecDeque::new(),
-            holding: Vec::new(),
+            expects_more: false,
+            ack_policy: AckDelay::None,
+            piggybacking: VecDeque::new(),
+            delayed: Vec::new(),
         }
     }
 
-    /// Draws first PSNs and keys of a connection of `qpn` from its secret, if it has one.
-    fn begin(&self, peer: &mut RemotePeer, qpn: Qpn, now_ns: u64) -> Trust {
-        let guesses = || Trust::Psn(Guesses::new(now_ns));
+    /// Derives the initial PSNs and keys of a connection of `qpn` from its secret, if it has one.
+    fn derive_keys(&self, peer: &mut RemotePeer, qpn: Qpn, now_ns: u64) -> PacketAuth {
+        let guesses = || PacketAuth::Psn(GuessLimiter::new(now_ns));
         let Some(secret) = peer.secret else { return guesses() };
         let directions = secret.directions(qpn, peer.qpn);
         (peer.sq_psn, peer.rq_psn) = (directions.out_psn, directions.in_psn);
         let Some((out, into)) = directions.keys else { return guesses() };
-        let keys = Keys { sealer: Sealer::new(out, self.counter), opener: Opener::new(into) };
-        Trust::Key(Box::new(keys))
+        let keys = Keys { sealer: Sealer::new(out, self.last_counter), opener: Opener::new(into) };
+        PacketAuth::Key(Box::new(keys))
     }
 
-    /// When some connection wants to be looked at.
+    /// Earliest deadline of all connections.
     pub fn deadline_ns(&self) -> Option<u64> {
         self.timers.first().map(|&(at, _)| at)
-    }
-}
-
-impl Connection {
-    fn envelope(&self) -> Envelope {
-        Envelope { from: self.peer.local, to: self.peer.address }
-    }
-
-    /// What authenticates its packets, if anything does.
-    fn sealer(&mut self) -> Option<&mut Sealer> {
-        match &mut self.trust {
-            Trust::Psn(_) => None,
-            Trust::Key(keys) => Some(&mut keys.sealer),
-        }
-    }
-
-    /// True if the next WQE may be fetched.
-    fn may_fetch(&self) -> bool {
-        self.requester.has_room(LONGEST_BLOCKS)
-            && match self.held {
-                Held::No => true,
-                Held::All => self.requester.is_empty(),
-                Held::Reads => !self.requester.reads_outstanding(),
-            }
-    }
-
-    /// True if there is a packet to be made.
-    fn has_packets(&self, state: QpState) -> bool {
-        self.responder.has_output() && self.holds == Hold::None
-            || state == QpState::ReadyToSend && self.requester.next(1).is_some()
     }
 }
 
 impl Core {
     // --- control verbs -------------------------------------------------------------------------
 
-    /// Connects a QP in Init to one of another NIC.
+    /// Connects a QP in Init to a QP of another NIC.
     pub fn connect(&mut self, f: FunctionId, qpn: Qpn, mut peer: RemotePeer) -> Result<(), Error> {
         peer.check()?;
         let limits = self.limits.wire.as_ref().ok_or(Error::NoWire { qpn })?;
         let end = (peer.address, peer.qpn);
-        let taken = self.wire.ends.get(&end).filter(|_| !peer.is_authenticated());
+        let taken = self.wire.unkeyed_peers.get(&end).filter(|_| !peer.is_authenticated());
         if let Some(&by) = taken {
             return Err(Error::PeerTaken { address: end.0, peer: peer.qpn, by });
         }
-        let qp = self.qps.get(qpn.raw()).expect("the QP was just seen");
+        let qp = self.qps.get(qpn.raw()).expect("the QP was looked up above");
         let stride = qp.recv.and_then(|n| self.recvs.get(n)).map_or(0, |r| r.stride());
         let blocks = limits.blocks.max(LONGEST_BLOCKS);
         let requests = limits.requests.max(1);
@@ -225,7 +139,7 @@ impl Core {
             + size_of::<Connection>() as u64
             + if peer.is_authenticated() { size_of::<Keys>() as u64 } else { 0 }
             + stride as u64;
-        let function = self.functions.get_mut(&f).expect("the caller lives");
+        let function = self.functions.get_mut(&f).expect("the calling function exists");
         let limit = function.limits.remote_peers;
         if function.used.remote_peers >= limit {
             let what = "connections of the function to other NICs";
@@ -233,45 +147,47 @@ impl Core {
         }
         function.used.ring_bytes = function.room_for_rings(bytes)?;
         function.used.remote_peers += 1;
-        let trust = self.wire.begin(&mut peer, qpn, self.now_ns);
+        let auth = self.wire.derive_keys(&mut peer, qpn, self.now_ns);
         if !peer.is_authenticated() {
-            self.wire.ends.insert(end, qpn);
+            self.wire.unkeyed_peers.insert(end, qpn);
         }
         let connection = Connection {
             peer,
             requester: Requester::new(&peer, requests, blocks, limits.window_bytes),
             responder: Responder::new(&peer, stride),
-            trust,
-            held: Held::No,
-            armed: None,
+            auth,
+            fetch_gate: FetchGate::Open,
+            timer_ns: None,
             fetched: 0,
-            awaits: false,
-            holds: Hold::None,
-            holds_since_ns: 0,
-            dialogue: Dialogue::new(),
+            is_awaiting: false,
+            ack_delay: AckDelay::None,
+            ack_delay_since_ns: 0,
+            piggyback: PiggybackState::new(),
             bytes,
         };
-        let qp = self.qps.get_mut(qpn.raw()).expect("the QP was just seen");
+        let qp = self.qps.get_mut(qpn.raw()).expect("the QP was looked up above");
         qp.peer = Peer::Remote(peer.qpn);
         qp.remote = Some(Box::new(connection));
         qp.state = QpState::ReadyToReceive;
         Ok(())
     }
 
-    /// Ends the connection of a QP, if it has one. What comes for it later is not heard.
+    /// Destroys the connection of a QP, if it has one. Packets that arrive later are dropped.
     pub fn disconnect(&mut self, qpn: Qpn) {
         let Some(qp) = self.qps.get_mut(qpn.raw()) else { return };
         let Some(connection) = qp.remote.take() else { return };
         let owner = qp.function;
-        if let Some(at) = connection.armed {
+        if let Some(at) = connection.timer_ns {
             self.wire.timers.remove(&(at, qpn.raw()));
         }
-        self.wire.awaiting -= connection.awaits as u32;
-        match &connection.trust {
-            Trust::Psn(_) => {
-                self.wire.ends.remove(&(connection.peer.address, connection.peer.qpn));
+        self.wire.awaiting -= connection.is_awaiting as u32;
+        match &connection.auth {
+            PacketAuth::Psn(_) => {
+                self.wire.unkeyed_peers.remove(&(connection.peer.address, connection.peer.qpn));
             }
-            Trust::Key(keys) => self.wire.counter = self.wire.counter.max(keys.sealer.last()),
+            PacketAuth::Key(keys) => {
+                self.wire.last_counter = self.wire.last_counter.max(keys.sealer.last())
+            }
         }
         if let Some(function) = self.functions.get_mut(&owner) {
             function.used.ring_bytes -= connection.bytes;
@@ -281,7 +197,8 @@ impl Core {
 
     // --- turns ---------------------------------------------------------------------------------
 
-    /// See `Core::has_work`. Not inlined, nor is the step: what QPs of this NIC do stays small.
+    /// See `Core::has_work`. `#[inline(never)]`, here and on the step, keeps the fast path of local
+    /// QPs small.
     #[inline(never)]
     pub fn remote_has_work(&self, qp: &Qp, connection: &Connection) -> bool {
         connection.has_packets(qp.state)
@@ -296,7 +213,7 @@ impl Core {
             }
     }
 
-    /// Does one thing of a connected QP: makes some packets, or fetches a WQE, or flushes one.
+    /// Executes one step of a connected QP: sends some packets, or fetches a WQE, or flushes a WQE.
     #[inline(never)]
     pub fn step_remote(&mut self, qpn: Qpn, wqe: &mut Fetched) -> Step {
         let Some(qp) = self.qps.get_mut(qpn.raw()) else { return Step::Idle };
@@ -321,13 +238,14 @@ impl Core {
             if self.wire.outbox.room().is_none() {
                 return Step::Idle;
             }
-            if connection.holds != Hold::None {
+            if connection.ack_delay != AckDelay::None {
                 self.send_requests(connection, qpn, wqe);
-                let waited = self.now_ns.saturating_sub(connection.holds_since_ns);
-                if connection.holds == Hold::Dialogues
-                    && (waited >= DIALOGUE_NS / 2 || connection.responder.goes_along())
+                let waited = self.now_ns.saturating_sub(connection.ack_delay_since_ns);
+                if connection.ack_delay == AckDelay::Piggyback
+                    && (waited >= PIGGYBACK_NS / 2
+                        || connection.responder.ack_leaves_with_request())
                 {
-                    connection.dialogue.went_along();
+                    connection.piggyback.on_piggybacked();
                     self.send_answers(connection, qpn);
                 }
                 return Step::Executed;
@@ -366,81 +284,85 @@ impl Core {
         }
     }
 
-    /// Gives a connection back to its QP, sets its timer, and makes the QP ready if that can do something.
+    /// Moves a connection back into its QP, sets its timer, and makes the QP ready if it has work.
     fn put_back(&mut self, qpn: Qpn, mut connection: Box<Connection>) {
         let Some(qp) = self.qps.get_mut(qpn.raw()) else { return };
-        // An earlier entry stays: when it comes, it is put where it belongs then.
+        // An earlier timer entry stays. When it expires, the timer is set to the right time.
         let deadline = connection.requester.deadline().filter(|_| qp.state == QpState::ReadyToSend);
         if let Some(at) = deadline
-            && connection.armed.is_none_or(|armed| at < armed)
+            && connection.timer_ns.is_none_or(|timer_ns| at < timer_ns)
         {
-            if let Some(armed) = connection.armed.replace(at) {
-                self.wire.timers.remove(&(armed, qpn.raw()));
+            if let Some(timer_ns) = connection.timer_ns.replace(at) {
+                self.wire.timers.remove(&(timer_ns, qpn.raw()));
             }
             self.wire.timers.insert((at, qpn.raw()));
         }
         if qp.state == QpState::Error
-            && let Some(armed) = connection.armed.take()
+            && let Some(timer_ns) = connection.timer_ns.take()
         {
-            self.wire.timers.remove(&(armed, qpn.raw()));
+            self.wire.timers.remove(&(timer_ns, qpn.raw()));
         }
-        let awaits = qp.state == QpState::ReadyToSend && connection.requester.awaits_answer();
-        self.wire.awaiting = self.wire.awaiting + awaits as u32 - connection.awaits as u32;
-        connection.awaits = awaits;
-        let (responder, in_dialogue) = (&connection.responder, connection.dialogue.is_on());
-        let holds = match self.wire.holds_acks {
-            Hold::Dialogues | Hold::All if in_dialogue && responder.owes_little_in_dialogue() => {
-                Hold::Dialogues
+        let is_awaiting = qp.state == QpState::ReadyToSend && connection.requester.awaits_answer();
+        self.wire.awaiting =
+            self.wire.awaiting + is_awaiting as u32 - connection.is_awaiting as u32;
+        connection.is_awaiting = is_awaiting;
+        let (responder, in_dialogue) = (&connection.responder, connection.piggyback.is_active());
+        let ack_delay = match self.wire.ack_policy {
+            AckDelay::Piggyback | AckDelay::All
+                if in_dialogue && responder.ack_may_be_piggybacked() =>
+            {
+                AckDelay::Piggyback
             }
-            Hold::All if responder.owes_little() => Hold::All,
-            _ => Hold::None,
+            AckDelay::All if responder.ack_may_wait_for_idle() => AckDelay::All,
+            _ => AckDelay::None,
         };
-        if holds != connection.holds {
-            connection.holds = holds;
-            connection.holds_since_ns = self.now_ns;
-            match holds {
-                Hold::None => {}
-                Hold::Dialogues => self.wire.in_dialogue.push_back((self.now_ns, qpn)),
-                Hold::All => self.wire.holding.push(qpn),
+        if ack_delay != connection.ack_delay {
+            connection.ack_delay = ack_delay;
+            connection.ack_delay_since_ns = self.now_ns;
+            match ack_delay {
+                AckDelay::None => {}
+                AckDelay::Piggyback => self.wire.piggybacking.push_back((self.now_ns, qpn)),
+                AckDelay::All => self.wire.delayed.push(qpn),
             }
         }
         let packets = connection.has_packets(qp.state) || qp.state == QpState::Error;
         qp.remote = Some(connection);
-        if packets && matches!(qp.place, Place::Count { .. }) {
-            // Its next WQE waits, the connection does not.
+        if packets && matches!(qp.in_list, InList::CqWaiters { .. }) {
+            // The next WQE of the QP waits, but the connection has work.
             self.leave(qpn);
         }
         self.schedule(qpn);
     }
 
-    /// Says which acknowledgements wait. True if there may be some that leave with the next `poll` instead.
-    pub fn hold_acks(&mut self, which: Hold) -> bool {
-        self.wire.holds_acks = which;
-        if which == Hold::All {
+    /// Sets the delayed-ACK policy. Returns true if delayed acknowledgements are now ready to be
+    /// sent.
+    pub fn delay_acks(&mut self, which: AckDelay) -> bool {
+        self.wire.ack_policy = which;
+        if which == AckDelay::All {
             return false;
         }
         let mut any = false;
-        while let Some(&(since, qpn)) = self.wire.in_dialogue.front()
-            && (which == Hold::None || since + DIALOGUE_NS <= self.now_ns)
+        while let Some(&(since, qpn)) = self.wire.piggybacking.front()
+            && (which == AckDelay::None || since + PIGGYBACK_NS <= self.now_ns)
         {
-            self.wire.in_dialogue.pop_front();
-            any |= self.release(qpn, |connection| {
-                let waits =
-                    connection.holds == Hold::Dialogues && connection.holds_since_ns == since;
+            self.wire.piggybacking.pop_front();
+            any |= self.end_ack_delay(qpn, |connection| {
+                let waits = connection.ack_delay == AckDelay::Piggyback
+                    && connection.ack_delay_since_ns == since;
                 if waits {
-                    connection.dialogue.fell_silent();
+                    connection.piggyback.on_ack_timeout();
                 }
                 waits
             });
         }
-        while let Some(qpn) = self.wire.holding.pop() {
-            any |= self.release(qpn, |connection| connection.holds == Hold::All);
+        while let Some(qpn) = self.wire.delayed.pop() {
+            any |= self.end_ack_delay(qpn, |connection| connection.ack_delay == AckDelay::All);
         }
         any
     }
 
-    /// Lets the acknowledgement of a connection leave, if that is one that `waits`.
-    fn release(&mut self, qpn: Qpn, waits: impl FnOnce(&mut Connection) -> bool) -> bool {
+    /// Ends the delay of a connection's acknowledgement if `waits` returns true for the connection.
+    fn end_ack_delay(&mut self, qpn: Qpn, waits: impl FnOnce(&mut Connection) -> bool) -> bool {
         let Some(qp) = self.qps.get_mut(qpn.raw()) else { return false };
         let Some(mut connection) = qp.remote.take() else { return false };
         let waits = waits(&mut connection);
@@ -448,7 +370,7 @@ impl Core {
         waits
     }
 
-    /// Looks at the connections whose time has come.
+    /// Handles the connections whose timers have expired.
     #[cold]
     pub fn run_timers(&mut self) {
         while let Some(&(at, number)) = self.wire.timers.first()
@@ -458,8 +380,8 @@ impl Core {
             let qpn = Qpn::new(number);
             let Some(qp) = self.qps.get_mut(number) else { continue };
             let Some(mut connection) = qp.remote.take() else { continue };
-            connection.armed = None;
-            if connection.requester.on_time(self.now_ns) {
+            connection.timer_ns = None;
+            if connection.requester.on_timer(self.now_ns) {
                 self.wire.stats.timeouts += 1;
             }
             self.retire(&mut connection, qpn);
@@ -469,7 +391,7 @@ impl Core {
 
     // --- the end of requests -------------------------------------------------------------------
 
-    /// Completes the requests that have ended, in order.
+    /// Completes finished requests, in order.
     fn retire(&mut self, connection: &mut Connection, qpn: Qpn) {
         let Some(qp) = self.qps.get(qpn.raw()) else { return };
         if qp.state != QpState::ReadyToSend {
@@ -491,10 +413,10 @@ impl Core {
         }
     }
 
-    /// Ends a request that succeeded; false if its completion found no room.
+    /// Completes a request that succeeded. Returns false if the CQ is full.
     fn complete_request(&mut self, qpn: Qpn, request: &Request) -> bool {
         self.stats.wqes[(request.opcode & 0x3f) as usize] += 1;
-        let qp = self.qps.get_mut(qpn.raw()).expect("its connection works");
+        let qp = self.qps.get_mut(qpn.raw()).expect("the QP of a connection exists");
         qp.executed += 1;
         if !request.signaled {
             return true;
@@ -517,7 +439,7 @@ impl Core {
     }
 
     fn push_request_error(&mut self, qpn: Qpn, request: &Request, why: Syndrome, vendor: u8) {
-        let send_cq = self.qps.get(qpn.raw()).expect("its connection works").send_cq;
+        let send_cq = self.qps.get(qpn.raw()).expect("the QP of a connection exists").send_cq;
         let cqe = Cqe {
             opcode: cqe::opcode::REQ_ERR,
             qpn,
@@ -529,7 +451,7 @@ impl Core {
         self.push_cqe(send_cq, &cqe);
     }
 
-    /// Completes as flushed a send WQE that a QP in Error has fetched. False if there is none.
+    /// Completes, as flushed, a fetched send WQE of a QP in Error. Returns false if there is none.
     #[cold]
     fn flush_connection(&mut self, connection: &mut Connection, qpn: Qpn) -> bool {
         let Some(request) = connection.requester.flush() else { return false };

@@ -1,27 +1,28 @@
-//! What arrives: requests for this NIC's memory and receive queues, and answers to what was asked.
+//! Incoming packets: requests for this NIC's memory and receive queues, and responses to its own
+//! requests.
 //!
-//! A packet is foreign. Whatever it holds, the work for it is bounded by its length and the lists of one WQE,
-//! and the worst that it does is to put the QP into Error that it is for, if it comes from that QP's peer.
+//! Packets are untrusted. The work for a packet is bounded by its length and the SGE list of one
+//! WQE. The worst effect of a packet is the error state of its destination QP, and only the QP's
+//! peer can cause that.
 //!
-//! Checks come in the order of their cost, so that a packet which nobody here waits for costs
-//! least:
+//! Checks are ordered by cost, so that unexpected packets cost least:
 //!
 //! ```text
-//!   QP number ──> address ──> guesses left ──> ICRC ─┬─> headers ──> PSN ──> request, response
-//!                        └──> counter ──> tag ───────┘
+//!   QP number ──> address ──> guess budget ──> ICRC ─┬─> headers ──> PSN ──> request, response
+//!                        └──> counter ──> tag ────────┘
 //! ```
 
 use super::transmit::nak_of;
-use super::{Connection, Trust, Wire, decode_kept};
+use super::{Connection, PacketAuth, RemoteState, decode_kept};
 use crate::cqe::Syndrome;
 use crate::dma::{Span, copy_lists};
-use crate::engine::execute::{Fault, Requester};
-use crate::engine::respond::{self, Delivered};
+use crate::engine::local_wqe::{Fault, LocalWqe};
+use crate::engine::queue::Fetched;
+use crate::engine::respond::{self, Delivery};
 use crate::engine::{Core, RDMA_BYTES_MAX, WQE_WORK};
 use crate::ids::{Access, Qpn};
-use crate::queue::Fetched;
 use crate::verbs::QpState;
-use crate::wire::guesses::Fit;
+use crate::wire::guess_limiter::PsnFit;
 use crate::wire::mac::{self, Refused};
 use crate::wire::packet::{self, AtomicOp, Body, ICRC, Malformed, Notice, Packet, Part, Reth};
 use crate::wire::requester::Response;
@@ -29,14 +30,14 @@ use crate::wire::responder::{Answer, Arrival, Message, READ_PACKETS_MAX};
 use crate::wqe::{Remote, Wqe};
 use std::net::{IpAddr, SocketAddr};
 
-/// So much more of a message, where that is known, is in its middle: two bursts.
+/// Minimum number of outstanding bytes, if known, for `expects_more_packets`: two bursts.
 const AMID_BYTES: u32 = 120 << 10;
 
-/// What a request came to.
+/// Outcome of a request packet.
 enum Verdict {
-    /// Executed, so many PSNs of it; it ends a message.
+    /// Executed; it covers `packets` PSNs. `ends`: a message is complete.
     Done { packets: u32, ends: bool },
-    /// No receive WQE.
+    /// No receive WQE is available (RNR).
     NotReady,
 }
 
@@ -52,8 +53,8 @@ impl Core {
         is_intact: impl FnOnce() -> bool,
     ) {
         self.now_ns = now_ns;
-        let Wire { stats, amid, .. } = &mut self.wire;
-        *amid = false;
+        let RemoteState { stats, expects_more, .. } = &mut self.wire;
+        *expects_more = false;
         stats.packets_in += 1;
         let Some(qpn) = packet::destination(bytes) else {
             return stats.not_a_packet(Malformed::Short);
@@ -62,15 +63,15 @@ impl Core {
             stats.unknown_qp += 1;
             return;
         };
-        let connection = qp.remote.as_mut().expect("just seen");
+        let connection = qp.remote.as_mut().expect("looked up above");
         let peer = &connection.peer;
         if !peer.sends_from(source) || peer.local != destination {
             stats.strangers += 1;
             return;
         }
-        let trailer = match &mut connection.trust {
-            Trust::Psn(guesses) => {
-                if guesses.is_shut(now_ns) {
+        let trailer = match &mut connection.auth {
+            PacketAuth::Psn(guesses) => {
+                if guesses.is_exhausted(now_ns) {
                     stats.shut_out += 1;
                     return;
                 }
@@ -80,7 +81,7 @@ impl Core {
                 }
                 ICRC
             }
-            Trust::Key(keys) => match keys.opener.check(bytes) {
+            PacketAuth::Key(keys) => match keys.opener.check(bytes) {
                 Ok(()) => mac::TRAILER,
                 Err(Refused::Forged) => {
                     stats.forged += 1;
@@ -92,22 +93,22 @@ impl Core {
                 }
             },
         };
-        // Left where it is: to copy what was just written in parts is to wait for them.
+        // Borrowed, not copied: a copy would wait for the stores that have just written the fields.
         let parsed = Packet::parse_before(bytes, trailer);
         let packet = match &parsed {
             Ok(packet) => packet,
             Err(why) => return stats.not_a_packet(*why),
         };
-        if let Trust::Psn(guesses) = &mut connection.trust {
+        if let PacketAuth::Psn(guesses) = &mut connection.auth {
             let fit = match packet.body.is_response() {
                 true => connection.requester.fit(packet.psn),
                 false => connection.responder.fit(packet.psn),
             };
-            stats.guesses += (fit == Fit::Far) as u64;
+            stats.guesses += (fit == PsnFit::Far) as u64;
             guesses.charge(fit, now_ns);
         }
-        let (state, share) = (qp.state, qp.share);
-        let mut connection = qp.remote.take().expect("just seen");
+        let (state, sched_index) = (qp.state, qp.sched_index);
+        let mut connection = qp.remote.take().expect("looked up above");
         let before = self.work;
         self.work += WQE_WORK;
         if packet.body.is_response() {
@@ -120,10 +121,10 @@ impl Core {
         } else if matches!(state, QpState::ReadyToReceive | QpState::ReadyToSend) {
             self.request(&mut connection, qpn, packet);
         } else {
-            connection.responder.refuse_again(packet.psn);
+            connection.responder.repeat_nak(packet.psn);
             self.wire.stats.untimely += 1;
         }
-        self.shares.charge(share, (self.work - before) as i64);
+        self.scheduler.charge(sched_index, (self.work - before) as i64);
         self.put_back(qpn, connection);
     }
 
@@ -140,16 +141,18 @@ impl Core {
                 self.wire.stats.duplicates += 1;
                 match packet.body {
                     Body::Read(reth) => {
-                        connection.responder.read_again(packet.psn, reth.at, reth.len);
+                        connection.responder.repeat_read(packet.psn, reth.at, reth.len);
                     }
-                    Body::Atomic { .. } => connection.responder.atomic_again(packet.psn),
-                    _ if packet.ack_request => connection.responder.acknowledge_again(),
+                    Body::Atomic { .. } => connection.responder.repeat_atomic(packet.psn),
+                    _ if packet.ack_request => connection.responder.acknowledge_now(),
                     _ => {}
                 }
                 return;
             }
         }
-        let to = respond::Responder::of(self.qps.get(qpn.raw()).expect("its connection works"));
+        let to = respond::RemoteAccess::new(
+            self.qps.get(qpn.raw()).expect("the QP of a connection exists"),
+        );
         let verdict = match packet.body {
             Body::Send { part, notice } => self.send_arrives(connection, &to, packet, part, notice),
             Body::Write { part, reth, imm } => {
@@ -157,7 +160,7 @@ impl Core {
             }
             Body::Read(reth) => self.read_arrives(connection, &to, reth),
             Body::Atomic { at, op } => self.atomic_arrives(connection, &to, at, op),
-            _ => unreachable!("answers go elsewhere"),
+            _ => unreachable!("responses are handled by `response`"),
         };
         match verdict {
             Ok(Verdict::Done { packets, ends }) => {
@@ -167,9 +170,9 @@ impl Core {
                     _ => Answer::Nothing,
                 };
                 if ends && answer != Answer::Data {
-                    connection.dialogue.heard();
+                    connection.piggyback.on_message();
                 }
-                self.wire.amid = match connection.responder.message {
+                self.wire.expects_more = match connection.responder.message {
                     Message::None => false,
                     Message::Send { .. } => true,
                     Message::Write { left, .. } => left >= AMID_BYTES,
@@ -178,16 +181,16 @@ impl Core {
             }
             Ok(Verdict::NotReady) => {
                 self.stats.rnr += 1;
-                connection.responder.not_ready();
+                connection.responder.queue_rnr_nak();
             }
-            Err(fault) => connection.responder.refuse(nak_of(fault.syndrome)),
+            Err(fault) => connection.responder.reject(nak_of(fault.syndrome)),
         }
     }
 
     fn send_arrives(
         &mut self,
         connection: &mut Connection,
-        to: &respond::Responder,
+        to: &respond::RemoteAccess,
         packet: &Packet<'_>,
         part: Part,
         notice: Notice,
@@ -213,8 +216,8 @@ impl Core {
         self.scratch.local.push(Span::of_bytes(packet.payload));
         if part == Part::Only {
             return Ok(match self.receive_whole(to, message, packet.solicited)? {
-                Delivered::Yes => Verdict::Done { packets: 1, ends: true },
-                Delivered::NotReady(_) => Verdict::NotReady,
+                Delivery::Received => Verdict::Done { packets: 1, ends: true },
+                Delivery::NotReady(_) => Verdict::NotReady,
             });
         }
         let Some(n) = to.recv else {
@@ -225,20 +228,22 @@ impl Core {
             if self.receive_ready(to)?.is_err() {
                 return Ok(Verdict::NotReady);
             }
-            let recv = self.recvs.get_mut(n).expect("a receive queue in use lives");
+            let recv = self.recvs.get_mut(n).expect("a receive queue in use exists");
             let list = recv.fetch(&mut self.scratch.recv_wqe);
             responder.receive_wqe.copy_from_slice(list);
-            // Others take from a shared queue meanwhile. One of its own is used up when it is full.
-            let taken = to.recv_shared.then(|| recv.use_one(None));
+            // Other QPs take WQEs from a shared queue meanwhile. A QP's own WQE is consumed when
+            // the message is complete.
+            let taken = to.recv_shared.then(|| recv.consume(None));
             if taken.is_some() {
-                self.look_at_limit(n);
+                self.check_srq_limit(n);
             }
-            self.qps.get_mut(to.qpn.raw()).expect("its connection works").taken = taken;
+            self.qps.get_mut(to.qpn.raw()).expect("the QP of a connection exists").taken_wqe =
+                taken;
         }
         let stride = responder.receive_wqe.len();
         self.scratch.recv_wqe[..stride].copy_from_slice(&responder.receive_wqe);
-        if let Err((mine, theirs)) = self.scatter(to.space, n, stride, before, bytes) {
-            let taken = self.taken_by(to);
+        if let Err((mine, theirs)) = self.scatter(to.namespace, n, stride, before, bytes) {
+            let taken = self.take_taken_wqe(to);
             return Err(self.receive_failed(to, n, taken, mine, theirs));
         }
         if !part.ends() {
@@ -246,32 +251,32 @@ impl Core {
             return Ok(Verdict::Done { packets: 1, ends: false });
         }
         responder.message = Message::None;
-        self.may_revoke(to, invalidate)?;
-        let taken = self.taken_by(to);
-        self.received(to, n, taken, message, packet.solicited)?;
+        self.check_invalidation(to, invalidate)?;
+        let taken = self.take_taken_wqe(to);
+        self.complete_receive(to, n, taken, message, packet.solicited)?;
         Ok(Verdict::Done { packets: 1, ends: true })
     }
 
-    /// Not inlined: what QPs of this NIC do is.
+    /// `#[inline(never)]`, because the local-QP fast path inlines the callee.
     #[inline(never)]
     fn receive_whole(
         &mut self,
-        to: &respond::Responder,
+        to: &respond::RemoteAccess,
         message: respond::Message,
         solicited: bool,
-    ) -> Result<Delivered, Fault> {
+    ) -> Result<Delivery, Fault> {
         self.receive(to, message, solicited)
     }
 
-    /// The receive WQE that the message at hand has taken, to be completed now.
-    fn taken_by(&mut self, to: &respond::Responder) -> Option<u16> {
-        self.qps.get_mut(to.qpn.raw()).expect("its connection works").taken.take()
+    /// Takes the index of the receive WQE that the current message has taken, to complete it.
+    fn take_taken_wqe(&mut self, to: &respond::RemoteAccess) -> Option<u16> {
+        self.qps.get_mut(to.qpn.raw()).expect("the QP of a connection exists").taken_wqe.take()
     }
 
     fn write_arrives(
         &mut self,
         connection: &mut Connection,
-        to: &respond::Responder,
+        to: &respond::RemoteAccess,
         packet: &Packet<'_>,
         part: Part,
         reth: Option<Reth>,
@@ -283,7 +288,7 @@ impl Core {
                 if len as u64 > RDMA_BYTES_MAX {
                     return Err(self.refuse(to, Syndrome::RemoteInvalidRequest));
                 }
-                // All of it, before any of it.
+                // The whole range is checked before the first byte is written.
                 if len == 0 {
                     self.admit_kind(to, Access::REMOTE_WRITE)?;
                 } else {
@@ -302,7 +307,7 @@ impl Core {
             return Err(self.refuse(to, Syndrome::RemoteInvalidRequest));
         }
         if imm.is_some() && self.receive_ready(to)?.is_err() {
-            // The data goes only where its notice can follow.
+            // Data is written only if a receive WQE for the notification is available.
             return Ok(Verdict::NotReady);
         }
         if bytes > 0 {
@@ -327,7 +332,7 @@ impl Core {
     fn read_arrives(
         &mut self,
         connection: &mut Connection,
-        to: &respond::Responder,
+        to: &respond::RemoteAccess,
         reth: Reth,
     ) -> Result<Verdict, Fault> {
         let responder = &mut connection.responder;
@@ -349,7 +354,7 @@ impl Core {
     fn atomic_arrives(
         &mut self,
         connection: &mut Connection,
-        to: &respond::Responder,
+        to: &respond::RemoteAccess,
         at: Remote,
         op: AtomicOp,
     ) -> Result<Verdict, Fault> {
@@ -380,27 +385,27 @@ impl Core {
         let requester = &mut connection.requester;
         match packet.body {
             Body::Acknowledge(aeth) => match aeth.syndrome {
-                packet::Syndrome::Ack(_) => requester.acknowledged(psn.plus(1), now),
+                packet::Syndrome::Ack(_) => requester.on_ack(psn.plus(1), now),
                 packet::Syndrome::Rnr(timer) => {
                     self.wire.stats.naks_in += 1;
-                    requester.not_ready(psn, timer, now);
+                    requester.on_rnr_nak(psn, timer, now);
                 }
                 packet::Syndrome::Nak(nak) => {
                     self.wire.stats.naks_in += 1;
-                    requester.refused(psn, nak, now);
+                    requester.on_nak(psn, nak, now);
                 }
             },
             _ => match requester.response(psn) {
                 Response::Next { request, packet: at } => {
                     self.result(connection, qpn, packet, wqe, request, at);
                 }
-                Response::Ahead => requester.gap(now),
+                Response::Ahead => requester.on_response_gap(now),
                 Response::Stray => self.wire.stats.stray += 1,
             },
         }
     }
 
-    /// Puts the awaited result of a request, which is packet `at` of it, where it belongs.
+    /// Stores the awaited result of a request; the packet has index `at` in it.
     fn result(
         &mut self,
         connection: &mut Connection,
@@ -412,7 +417,8 @@ impl Core {
     ) {
         connection.requester.wqe(request, wqe.bytes_mut());
         let ctrl = wqe.control();
-        let me = Requester::of(self.qps.get(qpn.raw()).expect("its connection works"), &ctrl);
+        let me =
+            LocalWqe::new(self.qps.get(qpn.raw()).expect("the QP of a connection exists"), &ctrl);
         let skip = at as u64 * connection.peer.mtu.bytes() as u64;
         let put = match (packet.body, decode_kept(&ctrl, wqe.bytes())) {
             (Body::ReadResponse { .. }, Ok(Wqe::Read { to, .. })) => {
@@ -440,13 +446,13 @@ impl Core {
         };
         match put {
             Ok(()) => {
-                connection.requester.answered(packet.psn, self.now_ns);
+                connection.requester.on_response(packet.psn, self.now_ns);
                 let total = connection.requester.request(request).len as u64;
-                self.wire.amid = total - skip >= AMID_BYTES as u64;
+                self.wire.expects_more = total - skip >= AMID_BYTES as u64;
             }
             Err(Fault { syndrome, vendor }) => {
-                // What it overtook was acknowledged with it.
-                connection.requester.acknowledged(packet.psn, self.now_ns);
+                // A response also acknowledges all earlier requests.
+                connection.requester.on_ack(packet.psn, self.now_ns);
                 connection.requester.fault(request, syndrome, vendor);
             }
         }

@@ -1,14 +1,14 @@
-//! Making packets: of requests that were fetched, and answers to the peer's.
+//! Outgoing packets: requests of fetched WQEs, and responses to the peer's requests.
 
 use super::{Connection, decode_kept};
 use crate::cqe::Syndrome;
 use crate::crc::Sum;
 use crate::dma::{Span, copy_out};
-use crate::engine::execute::{Fault, Requester};
+use crate::engine::local_wqe::{Fault, LocalWqe};
+use crate::engine::queue::Fetched;
 use crate::engine::respond;
 use crate::engine::{Core, WQE_WORK};
 use crate::ids::{Access, Psn, Qpn};
-use crate::queue::Fetched;
 use crate::wire::mac::{self, Sealer};
 use crate::wire::packet::{self, Aeth, AtomicOp, Body, Nak, Notice, Packet, Part, Reth};
 use crate::wire::requester::{Kind, Plan, Request};
@@ -16,10 +16,10 @@ use crate::wire::responder::Output;
 use crate::wire::{Ending, Envelope, LONG_BURST, Outbox};
 use crate::wqe::{Remote, Wqe};
 
-/// Packets that one step makes at most.
+/// Maximum number of packets per step.
 const STEP_PACKETS: u32 = LONG_BURST;
 
-/// What a refusal is called on the wire.
+/// Returns the NAK code for a rejected request.
 pub(super) fn nak_of(syndrome: Syndrome) -> Nak {
     match syndrome {
         Syndrome::RemoteInvalidRequest => Nak::InvalidRequest,
@@ -29,25 +29,25 @@ pub(super) fn nak_of(syndrome: Syndrome) -> Nak {
 }
 
 impl Core {
-    /// Sends packets of the next request that has any to be sent.
+    /// Sends packets of the next request that has unsent packets.
     pub(super) fn send_requests(
         &mut self,
         connection: &mut Connection,
         qpn: Qpn,
         wqe: &mut Fetched,
     ) {
-        let most = self.wire.outbox.packets_max(STEP_PACKETS);
-        let Some(mut plan) = connection.requester.next(most) else { return };
+        let max_packets = self.wire.outbox.packets_max(STEP_PACKETS);
+        let Some(mut plan) = connection.requester.next(max_packets) else { return };
         let at = plan.request;
         connection.requester.wqe(at, wqe.bytes_mut());
         let ctrl = wqe.control();
-        let qp = self.qps.get(qpn.raw()).expect("its connection works");
-        let me = Requester::of(qp, &ctrl);
+        let qp = self.qps.get(qpn.raw()).expect("the QP of a connection exists");
+        let me = LocalWqe::new(qp, &ctrl);
         let Ok(decoded) = decode_kept(&ctrl, wqe.bytes()) else {
-            unreachable!("it was decoded when it was fetched");
+            unreachable!("a stored WQE was decoded when it was fetched");
         };
         self.work += WQE_WORK;
-        // The keys as they are now: what was fetched long ago may name a region that has ended.
+        // Keys are checked again now, because a region may have been destroyed since the fetch.
         if let Wqe::Send { from, .. } | Wqe::Write { from, .. } = decoded
             && let Err(Fault { syndrome, vendor }) = self.gather(&me, from)
         {
@@ -90,42 +90,42 @@ impl Core {
             self.wire.stats.packets_out += packets as u64;
             self.stats.bytes += bytes;
             self.work += WQE_WORK * packets as u64 + bytes;
-            connection.dialogue.said();
+            connection.piggyback.on_request();
             if connection.requester.sent(&plan, self.now_ns) {
                 self.wire.stats.repeated += packets as u64;
             }
-            let most = self.wire.outbox.packets_max(STEP_PACKETS - made);
-            match connection.requester.next(most) {
+            let max_packets = self.wire.outbox.packets_max(STEP_PACKETS - made);
+            match connection.requester.next(max_packets) {
                 Some(next) if next.request == at => plan = next,
                 _ => return,
             }
         }
     }
 
-    /// Sends answers that are due.
+    /// Sends the pending responses.
     pub(super) fn send_answers(&mut self, connection: &mut Connection, qpn: Qpn) {
         let envelope = connection.envelope();
-        let qp = self.qps.get(qpn.raw()).expect("its connection works");
-        let to = respond::Responder::of(qp);
+        let qp = self.qps.get(qpn.raw()).expect("the QP of a connection exists");
+        let to = respond::RemoteAccess::new(qp);
         let mut made = 0;
         while made < STEP_PACKETS {
-            let most = self.wire.outbox.packets_max(STEP_PACKETS - made);
-            if most == 0 {
+            let max_packets = self.wire.outbox.packets_max(STEP_PACKETS - made);
+            if max_packets == 0 {
                 return;
             }
             let responder = &mut connection.responder;
             let aeth = Aeth { syndrome: responder.positive(), msn: responder.msn() };
             let (psn, body) = match responder.output() {
                 Some(Output::Read { psn, at, left, fresh }) => {
-                    made += self.send_read(connection, &to, (psn, at, left, fresh), most);
+                    made += self.send_read(connection, &to, (psn, at, left, fresh), max_packets);
                     continue;
                 }
                 Some(Output::Atomic { psn, old }) => {
-                    responder.atomic_sent();
+                    responder.pop_output();
                     (psn, Body::AtomicAcknowledge { aeth, old })
                 }
                 Some(Output::Refusal { psn }) => {
-                    responder.atomic_sent();
+                    responder.pop_output();
                     self.wire.stats.naks_out += 1;
                     let syndrome = packet::Syndrome::Nak(Nak::RemoteAccess);
                     (psn, Body::Acknowledge(Aeth { syndrome, msn: responder.msn() }))
@@ -149,37 +149,40 @@ impl Core {
         }
     }
 
-    /// Sends what is due of the READ in front, at most `most` packets, or what becomes of it; gives how many packets.
+    /// Sends up to `max_packets` packets of the READ response at the head of the output queue, or
+    /// its NAK; returns the number of packets.
     fn send_read(
         &mut self,
         connection: &mut Connection,
-        to: &respond::Responder,
+        to: &respond::RemoteAccess,
         (psn, at, left, fresh): (Psn, Remote, u32, bool),
-        most: u32,
+        max_packets: u32,
     ) -> u32 {
         let (envelope, mtu) = (connection.envelope(), connection.peer.mtu.bytes());
         let responder = &mut connection.responder;
         let aeth = Aeth { syndrome: responder.positive(), msn: responder.msn() };
-        let mut packets = most.min(left.div_ceil(mtu)).max(1);
+        let mut packets = max_packets.min(left.div_ceil(mtu)).max(1);
         let source = loop {
             let len = left.min(packets * mtu);
             if len == 0 {
                 break Span::EMPTY;
             }
-            // As it is now: nothing is read under a key that has ended meanwhile.
+            // Keys are checked again now, because the key may have become invalid since the
+            // request.
             match self.check(to, at, len as u64, Access::REMOTE_READ) {
                 Ok(span) => break span,
-                // Some of it may be.
+                // A part of the range may still be accessible.
                 Err(_) if packets > 1 => packets = 1,
-                // What is asked for again was answered once. As a rule nobody waits for it any more, and the key
-                // has ended since: that breaks nothing.
-                Err(_) if responder.is_again() => {
-                    responder.refuse_output();
+                // A repeated request whose response was already sent once. Usually the peer no
+                // longer waits for it, and the key has become invalid since: drop the response
+                // instead of ending the connection.
+                Err(_) if responder.output_is_repeated() => {
+                    responder.nak_output();
                     return 0;
                 }
                 Err(_) => {
                     let fault = self.refuse(to, Syndrome::RemoteAccess);
-                    responder.refuse_at(psn, nak_of(fault.syndrome));
+                    responder.nak_at(psn, nak_of(fault.syndrome));
                     return 0;
                 }
             }
@@ -208,13 +211,13 @@ impl Core {
     }
 }
 
-/// A packet that answers. Its payload is put behind it.
+/// Creates a response packet. Its payload is added later.
 #[inline]
 fn answer(qpn: Qpn, psn: Psn, body: Body) -> Packet<'static> {
     Packet { qpn, psn, ack_request: false, solicited: false, body, payload: &[] }
 }
 
-/// The headers of packet `index` of a request.
+/// Returns the headers of packet `index` of a request.
 #[inline]
 fn body_of(wqe: &Wqe<'_>, request: &Request, plan: &Plan, index: u32, mtu: u32) -> Body {
     let part = Part::of(index, request.packets);
@@ -247,8 +250,9 @@ fn body_of(wqe: &Wqe<'_>, request: &Request, plan: &Plan, index: u32, mtu: u32) 
     }
 }
 
-/// Writes a packet whose payload of `len` bytes `fill` puts in place, with its sum if that is asked
-/// for; with the tag of `sealer`, or room for the ICRC. The outbox has room for it.
+/// Writes a packet to the outbox, which has room for it. `fill` writes the payload of `len` bytes,
+/// and returns its CRC sum if its second argument is true. The packet ends with a tag of `sealer`,
+/// or with room for the ICRC.
 #[inline]
 fn put(
     outbox: &mut Outbox,
@@ -262,7 +266,7 @@ fn put(
     let headers = packet.encode_headers(len, room);
     let sum = fill(Span::of_bytes_mut(&mut room[headers..headers + len]), sealer.is_none());
     let (pad, rest) = (packet::padding(len), &mut room[headers + len..]);
-    // Most packets have no pad.
+    // Most packets have no padding.
     if pad > 0 {
         rest[..pad].fill(0);
     }

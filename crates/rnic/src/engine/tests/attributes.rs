@@ -1,4 +1,4 @@
-//! What can be changed and asked of objects that live, and the events that tell of them.
+//! Changing and describing existing objects, and asynchronous events.
 
 use super::*;
 use crate::cqe::Syndrome;
@@ -14,7 +14,7 @@ fn tell(event: AsyncEvent) -> Event {
     Event::Async { function: PF, event }
 }
 
-/// A sender, a receiver with an SRQ, and the SRQ's record.
+/// Creates a sender, a receiver with an SRQ, and the SRQ's doorbell record.
 fn with_srq(bed: &mut Bed) -> (TestQp, TestQp, Srqn, DmaMemory, Pdn) {
     let pd = bed.pd(PF);
     let record = memory(8);
@@ -33,7 +33,7 @@ fn with_srq(bed: &mut Bed) -> (TestQp, TestQp, Srqn, DmaMemory, Pdn) {
 }
 
 #[test]
-fn an_srq_tells_once_that_it_runs_low() {
+fn srq_limit_event_is_raised_once() {
     let mut bed = Bed::new();
     let (mut a, _b, srqn, record, _) = with_srq(&mut bed);
     let low = tell(AsyncEvent::SrqLimit { srqn });
@@ -48,11 +48,11 @@ fn an_srq_tells_once_that_it_runs_low() {
     bed.execute(&mut a, |w| _ = w.send(&[]));
     assert_eq!(bed.events(), [low]);
     bed.execute(&mut a, |w| _ = w.send(&[]));
-    assert_eq!(bed.events(), [], "an event needs a limit that is armed");
+    assert_eq!(bed.events(), [], "no event unless the limit is armed");
     let info = bed.e.query_srq(PF, srqn).unwrap();
     assert_eq!((info.posted, info.limit), (6, 0));
 
-    // A message that finds nothing tells as well: no other would.
+    // A message that finds no receive WQE raises the event too; no later message would.
     for _ in 0..6 {
         bed.execute(&mut a, |w| _ = w.send(&[]));
     }
@@ -65,7 +65,7 @@ fn an_srq_tells_once_that_it_runs_low() {
 }
 
 #[test]
-fn a_qp_tells_when_it_has_left_its_srq() {
+fn last_wqe_event_is_raised_when_a_qp_leaves_its_srq() {
     let mut bed = Bed::new();
     let (_a, b, ..) = with_srq(&mut bed);
     let left = tell(AsyncEvent::LastWqeReached { qpn: b.qpn });
@@ -73,18 +73,18 @@ fn a_qp_tells_when_it_has_left_its_srq() {
         bed.e.modify_qp(PF, b.qpn, QpChange::Error).unwrap();
         bed.e.modify_qp(PF, b.qpn, QpChange::Reset).unwrap();
     }
-    assert_eq!(bed.events(), [left], "not taken, it is not repeated");
+    assert_eq!(bed.events(), [left], "an untaken event is not repeated");
     bed.e.modify_qp(PF, b.qpn, QpChange::Error).unwrap();
     assert_eq!(bed.events(), [left]);
 }
 
 #[test]
-fn an_error_says_whose_request_it_was() {
+fn error_event_tells_whether_the_peer_caused_it() {
     let mut bed = Bed::new();
     let (mut a, b) = bed.pair();
     let bad = Remote { addr: 0, rkey: Key(0xdead00) };
     bed.execute(&mut a, |w| _ = w.rdma_write(bad, &[]).flags(0));
-    assert_eq!(bed.events(), [], "of no bytes, no key is looked at");
+    assert_eq!(bed.events(), [], "the key of a zero-length request is not checked");
     let mr = bed.mr(PF, a.pd, 64, ALL);
     bed.execute(&mut a, |w| _ = w.rdma_write(bad, &[mr.sge(0, 8)]));
     let syndrome = Syndrome::RemoteAccess;
@@ -95,7 +95,7 @@ fn an_error_says_whose_request_it_was() {
 }
 
 #[test]
-fn only_solicited_completions_wake_who_wants_those() {
+fn solicited_arming_ignores_other_completions() {
     let mut bed = Bed::new();
     let (mut a, mut b) = bed.pair();
     let told = Event::Completion(b.recv_cq.cqn);
@@ -115,7 +115,7 @@ fn only_solicited_completions_wake_who_wants_those() {
     arm();
     bed.execute(&mut a, |w| _ = w.send_imm(&[], 7).flags(SE_SOLICITED));
     assert_eq!(bed.events(), [told]);
-    // An error is told in any case.
+    // An error completion always raises an event.
     arm();
     bed.e.modify_qp(PF, b.qpn, QpChange::Error).unwrap();
     bed.run();
@@ -123,7 +123,7 @@ fn only_solicited_completions_wake_who_wants_those() {
 }
 
 #[test]
-fn what_a_qp_grants_can_change() {
+fn rights_of_a_qp_can_change() {
     let mut bed = Bed::new();
     let (mut a, b) = bed.pair();
     let (here, there) = (bed.mr(PF, a.pd, 64, ALL), bed.mr(PF, b.pd, 64, ALL));
@@ -137,12 +137,12 @@ fn what_a_qp_grants_can_change() {
     bed.e.modify_qp(PF, b.qpn, access(Access::REMOTE_WRITE)).unwrap();
     assert_error(&bed.execute(&mut a, read), Syndrome::RemoteAccess);
     for q in [&a, &b] {
-        assert!(bed.e.modify_qp(PF, q.qpn, access(ALL)).is_err(), "it is in Error");
+        assert!(bed.e.modify_qp(PF, q.qpn, access(ALL)).is_err(), "the QP is in Error");
     }
 }
 
 #[test]
-fn a_region_that_changes_has_a_new_key() {
+fn changed_region_has_a_new_key() {
     let mut bed = Bed::new();
     let (mut a, b) = bed.pair();
     let (here, there) = (bed.mr(PF, a.pd, 64, ALL), bed.mr(PF, b.pd, 4096, ALL));
@@ -164,7 +164,7 @@ fn a_region_that_changes_has_a_new_key() {
         while a.send_cq.reader.poll().is_some() {}
     };
     let addr = there.mem.addr();
-    // Rights, then memory, then the PD.
+    // Change the rights, then the memory, then the PD.
     let read_only = RegionChange { access: Some(Access::REMOTE_READ), ..Default::default() };
     let key = bed.e.rereg_mr(PF, there.key, read_only).unwrap();
     assert_ne!(key, there.key);
@@ -190,7 +190,7 @@ fn a_region_that_changes_has_a_new_key() {
     write(&mut bed, key, 0, true);
     bed.e.dealloc_pd(PF, pd).unwrap();
 
-    // What is refused has changed nothing.
+    // A rejected change has no effect.
     let nowhere = RegionChange { pd: Some(pd), ..Default::default() };
     assert!(matches!(bed.e.rereg_mr(PF, key, nowhere), Err(Error::Unknown(_))));
     let odd = RegionChange { memory: Some((other.clone(), 3)), ..Default::default() };
@@ -201,7 +201,7 @@ fn a_region_that_changes_has_a_new_key() {
 }
 
 #[test]
-fn a_region_with_windows_does_not_change() {
+fn region_with_windows_cannot_change() {
     let mut bed = Bed::new();
     let (mut a, _b) = bed.pair();
     let mr = bed.mr(PF, a.pd, 4096, ALL);
@@ -215,7 +215,7 @@ fn a_region_with_windows_does_not_change() {
 }
 
 #[test]
-fn a_changed_region_counts_with_its_new_size() {
+fn changed_region_counts_with_its_new_size() {
     let mut bed = Bed::new();
     let limits = FunctionLimits { registered_bytes: 8192, ..FunctionLimits::default() };
     let f = bed.e.add_function(limits).unwrap();
@@ -238,7 +238,7 @@ fn a_changed_region_counts_with_its_new_size() {
 }
 
 #[test]
-fn a_zero_based_window_is_addressed_from_0() {
+fn zero_based_window_is_addressed_from_0() {
     let mut bed = Bed::new();
     let (mut a, mut b) = bed.pair();
     let (here, there) = (bed.mr(PF, a.pd, 64, ALL), bed.mr(PF, b.pd, 4096, ALL));
@@ -249,9 +249,9 @@ fn a_zero_based_window_is_addressed_from_0() {
     let umr = bind(start, 100, Access::REMOTE_ALL);
     assert_eq!(bed.execute(&mut b, |w| _ = w.umr(&umr)).error, None);
     let rkey = bed.e.query_key(PF, mw.index()).map(|i| Key::new(mw.index(), i.tag)).unwrap();
-    let mut reaches = Vec::new();
-    bed.e.reaches(start + 99, 1, &mut reaches);
-    assert!(reaches.iter().any(|r| r.key == rkey && r.start == start), "{reaches:?}");
+    let mut ways = Vec::new();
+    bed.e.reachability(start + 99, 1, &mut ways);
+    assert!(ways.iter().any(|r| r.key == rkey && r.start == start), "{ways:?}");
     here.mem.write(0, &[3; 8]);
     let to = Remote { addr: 92, rkey };
     assert_eq!(bed.execute(&mut a, |w| _ = w.rdma_write(to, &[here.sge(0, 8)])).error, None);
@@ -271,7 +271,7 @@ fn a_zero_based_window_is_addressed_from_0() {
         bed.connect(&a, &b);
     }
 
-    // Where words would not be aligned, there are no atomics.
+    // Atomic rights are rejected if words would not be aligned.
     bed.execute(&mut b, |w| _ = w.local_invalidate(rkey));
     let odd = Umr { key: rkey, ..bind(start + 1, 64, Access::REMOTE_WRITE) };
     assert_eq!(bed.execute(&mut b, |w| _ = w.umr(&odd)).error, None);

@@ -1,4 +1,4 @@
-//! A test bed: an engine with a function, memory, and QPs that are easy to post to.
+//! Test bed: an engine with a function, memory, and QPs with helpers for posting.
 
 use crate::cqe::{CqReader, Cqe};
 use crate::engine::Engine;
@@ -11,10 +11,11 @@ use std::sync::Arc;
 /// The physical function.
 pub const PF: FunctionId = FunctionId::PHYSICAL;
 
-/// `len` zeroed bytes, page-aligned, without a mapping of their own (so that Miri can run it).
+/// Allocates `len` zeroed bytes, page-aligned, on the heap instead of in a mapping, so that Miri
+/// can run the test.
 pub fn memory(len: usize) -> DmaMemory {
     struct Heap(*mut u8, std::alloc::Layout);
-    // SAFETY: a heap block belongs to the process; nobody uses it but through raw pointers.
+    // SAFETY: a heap block belongs to the process; it is accessed only through raw pointers.
     unsafe impl Send for Heap {}
     // SAFETY: as above.
     unsafe impl Sync for Heap {}
@@ -25,10 +26,10 @@ pub fn memory(len: usize) -> DmaMemory {
         }
     }
     let layout = std::alloc::Layout::from_size_align(len.max(1), 4096).unwrap();
-    // SAFETY: the layout has a size.
+    // SAFETY: the layout has a nonzero size.
     let base = unsafe { std::alloc::alloc_zeroed(layout) };
     assert!(!base.is_null());
-    // SAFETY: the block lives as long as its owner, and is used through raw pointers only.
+    // SAFETY: the block lives as long as its owner, and is accessed only through raw pointers.
     unsafe { DmaMemory::from_raw(base, len, Arc::new(Heap(base, layout))) }
 }
 
@@ -40,14 +41,14 @@ pub struct Cq {
     pub record: DmaMemory,
 }
 
-/// A QP with what it was made of.
+/// A QP with its rings, records and CQs.
 pub struct TestQp {
     pub qpn: Qpn,
     pub function: FunctionId,
     pub pd: Pdn,
     pub ring: DmaMemory,
     pub blocks: u32,
-    /// Where the next WQE goes.
+    /// Building-block index of the next WQE.
     pub producer: u16,
     pub recv_ring: DmaMemory,
     pub recv_record: DmaMemory,
@@ -60,7 +61,7 @@ pub struct TestQp {
 /// Bytes of a receive WQE in the bed.
 pub const STRIDE: u32 = 64;
 
-/// How a QP of the bed is made.
+/// Parameters of a QP of the bed.
 #[derive(Clone, Debug)]
 pub struct Shape {
     pub function: FunctionId,
@@ -184,7 +185,7 @@ impl Bed {
         }
     }
 
-    /// Brings a QP to RTS with `peer`.
+    /// Moves a QP to RTS with peer `peer`.
     pub fn connect_to(&mut self, q: &TestQp, peer: Qpn) {
         for change in
             [QpChange::Init, QpChange::ReadyToReceive { peer: peer.into() }, QpChange::ReadyToSend]
@@ -198,7 +199,7 @@ impl Bed {
         self.connect_to(b, a.qpn);
     }
 
-    /// Two connected QPs of the physical function, each in a PD of its own.
+    /// Creates two connected QPs of the physical function, each in a separate PD.
     pub fn pair(&mut self) -> (TestQp, TestQp) {
         let (pa, pb) = (self.pd(PF), self.pd(PF));
         let (sa, sb) = (self.shape(PF, pa), self.shape(PF, pb));
@@ -213,7 +214,7 @@ impl Bed {
         Mr { mem, key }
     }
 
-    /// Polls until nothing is left to do.
+    /// Polls until no work is left.
     pub fn run(&mut self) -> usize {
         let mut n = 0;
         loop {
@@ -225,7 +226,7 @@ impl Bed {
         }
     }
 
-    /// Writes WQEs without ringing.
+    /// Writes a WQE without a doorbell; returns its offset in the ring.
     pub fn write_wqe(&self, q: &mut TestQp, fill: impl FnOnce(&mut Builder)) -> usize {
         let mut b = Builder::new(q.qpn, q.producer);
         fill(&mut b);
@@ -237,13 +238,13 @@ impl Bed {
         at
     }
 
-    /// Posts one WQE and rings.
+    /// Posts one WQE and its doorbell.
     pub fn post(&mut self, q: &mut TestQp, fill: impl FnOnce(&mut Builder)) {
         self.write_wqe(q, fill);
-        self.e.ring(q.qpn, q.producer);
+        self.e.doorbell(q.qpn, q.producer);
     }
 
-    /// Posts one signaled WQE, runs, and gives its completion.
+    /// Posts one signaled WQE, runs, and returns its completion.
     pub fn execute(&mut self, q: &mut TestQp, fill: impl FnOnce(&mut Builder)) -> Cqe {
         self.post(q, |b| {
             fill(b);
@@ -253,7 +254,7 @@ impl Bed {
         q.send_cq.reader.poll().expect("a completion")
     }
 
-    /// Posts a receive WQE of these SGEs, without moving the record if `managed`.
+    /// Posts a receive WQE with these SGEs; does not write the record if the queue is managed.
     pub fn post_recv(&mut self, q: &mut TestQp, list: &[Sge]) {
         let at = (q.recv_producer & (q.recv_entries - 1)) as usize * STRIDE as usize;
         put_recv(&q.recv_ring, at, list);
@@ -270,7 +271,7 @@ impl Bed {
     }
 }
 
-/// Writes a receive WQE of the bed's stride.
+/// Writes a receive WQE of [`STRIDE`] bytes.
 pub fn put_recv(ring: &DmaMemory, at: usize, list: &[Sge]) {
     let mut bytes = [0u8; STRIDE as usize];
     for (slot, sge) in bytes.chunks_mut(16).zip(list) {
@@ -279,7 +280,7 @@ pub fn put_recv(ring: &DmaMemory, at: usize, list: &[Sge]) {
     ring.write(at, &bytes);
 }
 
-/// A region in the bed.
+/// A region of the bed.
 pub struct Mr {
     pub mem: DmaMemory,
     pub key: Key,
@@ -301,12 +302,12 @@ impl Mr {
     }
 }
 
-/// Asserts that a completion is an error of this syndrome.
+/// Asserts that a completion is an error with this syndrome.
 #[track_caller]
 pub fn assert_error(cqe: &Cqe, syndrome: crate::cqe::Syndrome) {
     let error = cqe.error.unwrap_or_else(|| panic!("{cqe:?} is not an error"));
     assert_eq!(crate::cqe::Syndrome::from_value(error.syndrome), Some(syndrome), "{cqe:?}");
 }
 
-/// Rights of a region that both sides use.
+/// Rights of a region for local and remote access.
 pub const ALL: Access = Access(Access::LOCAL_ALL.0 | Access::REMOTE_ALL.0);

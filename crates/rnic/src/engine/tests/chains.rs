@@ -1,19 +1,19 @@
-//! What chains are built of: managed queues, WAIT, SEND_EN, RECV_EN, WQEs that patch WQEs; and a
-//! small chain that serves requests and re-arms itself over every wrap.
+//! Building blocks of chains: managed queues, WAIT, SEND_EN, RECV_EN, WQEs that patch WQEs; and a
+//! small chain that serves requests and re-arms itself across every wrap-around of its indices.
 
 use super::*;
 use crate::ids::{Access, Pdn};
 use crate::verbs::{FunctionLimits, Limits, QpChange, QpState};
 use crate::wqe::{Builder, Remote, offset, opcode};
 
-/// Makes `q` a region of `pd`: its send ring.
+/// Registers the send ring of `q` as a region of `pd`.
 fn ring_mr(bed: &mut Bed, q: &TestQp, pd: Pdn, access: Access) -> Mr {
     let key = bed.e.reg_mr(PF, pd, q.ring.clone(), q.ring.addr(), access).unwrap();
     Mr { mem: q.ring.clone(), key }
 }
 
 #[test]
-fn wait_sleeps_until_the_count_is_reached() {
+fn wait_blocks_until_the_count_is_reached() {
     let mut bed = Bed::new();
     let (mut a, _) = bed.pair();
     let (mut c, _) = bed.pair();
@@ -26,7 +26,7 @@ fn wait_sleeps_until_the_count_is_reached() {
     bed.execute(&mut c, |w| _ = w.nop());
     assert_eq!(a.send_cq.reader.poll().unwrap().wqe_opcode, opcode::WAIT);
     assert_eq!(a.send_cq.reader.poll().unwrap().wqe_opcode, opcode::NOP);
-    // What is long past passes at once.
+    // A WAIT for an old completion succeeds at once.
     assert_eq!(bed.execute(&mut a, |w| _ = w.wait(cqn, 0)).error, None);
     bed.post(&mut a, |w| _ = w.wait(cqn, 2).signaled());
     bed.run();
@@ -75,7 +75,7 @@ fn several_qps_wait_for_one_cq() {
 }
 
 #[test]
-fn a_cq_that_is_destroyed_fails_who_waits_for_it() {
+fn destroying_a_cq_fails_its_waiters() {
     let mut bed = Bed::new();
     let (mut a, _) = bed.pair();
     let shape = bed.shape(PF, a.pd);
@@ -89,7 +89,7 @@ fn a_cq_that_is_destroyed_fails_who_waits_for_it() {
 }
 
 #[test]
-fn a_managed_queue_executes_up_to_where_send_en_allows() {
+fn managed_queue_executes_up_to_the_send_en_limit() {
     let mut bed = Bed::new();
     let pd = bed.pd(PF);
     let shape = bed.shape(PF, pd);
@@ -101,8 +101,8 @@ fn a_managed_queue_executes_up_to_where_send_en_allows() {
     for _ in 0..3 {
         bed.write_wqe(&mut m, |w| _ = w.nop().signaled());
     }
-    bed.e.ring(m.qpn, 3);
-    assert_eq!(bed.run(), 0, "a doorbell is nothing to a managed queue");
+    bed.e.doorbell(m.qpn, 3);
+    assert_eq!(bed.run(), 0, "a managed queue ignores doorbells");
     let target = m.qpn;
     bed.execute(&mut boss, |w| _ = w.send_enable(target, 2));
     assert!(m.send_cq.reader.poll().is_some() && m.send_cq.reader.poll().is_some());
@@ -111,13 +111,14 @@ fn a_managed_queue_executes_up_to_where_send_en_allows() {
     assert!(m.send_cq.reader.poll().is_some());
     let info = bed.e.query_qp(PF, m.qpn).unwrap();
     assert_eq!((info.send_consumer, info.send_limit, info.executed), (3, 3, 3));
-    // A QP in Reset takes nothing: an enable that comes late does not run what is written next.
+    // A QP in Reset ignores SEND_EN: a late one must not start WQEs that are written after the
+    // reset.
     bed.e.modify_qp(PF, m.qpn, QpChange::Reset).unwrap();
     bed.execute(&mut boss, |w| _ = w.send_enable(target, 3));
     assert_eq!(bed.e.query_qp(PF, m.qpn).unwrap().send_limit, 0);
     bed.connect_to(&m, m_peer.qpn);
     assert_eq!(bed.run(), 0);
-    // From the CPU at set-up it counts, in any state.
+    // The CPU may set the limit in any state, at set-up.
     bed.e.enable_send(PF, m.qpn, 1).unwrap();
     assert_eq!(bed.run(), 1);
     assert!(bed.e.enable_send(PF, boss.qpn, 1).is_err());
@@ -125,7 +126,7 @@ fn a_managed_queue_executes_up_to_where_send_en_allows() {
 }
 
 #[test]
-fn a_wqe_is_fetched_after_the_wqes_before_it_have_landed() {
+fn wqe_is_fetched_after_earlier_wqes_have_completed() {
     let mut bed = Bed::new();
     let pd = bed.pd(PF);
     let shape = bed.shape(PF, pd);
@@ -136,7 +137,7 @@ fn a_wqe_is_fetched_after_the_wqes_before_it_have_landed() {
     m.mem.write(0, &[opcode::RDMA_WRITE]);
     m.mem.write(8, &m.remote(128).addr.to_be_bytes());
     m.mem.write(64, b"patched!");
-    // READ patches opcode and address of the next WQE, an atomic its rkey's tag.
+    // The READ patches opcode and address of the next WQE; the atomic patches the tag of its rkey.
     bed.write_wqe(&mut a, |w| {
         w.rdma_read(m.remote(0), &[ring.sge(128 + offset::OPCODE, 1)]);
     });
@@ -154,9 +155,10 @@ fn a_wqe_is_fetched_after_the_wqes_before_it_have_landed() {
     assert_eq!(m.bytes(128, 8), b"patched!");
 }
 
-/// A WQE is fetched once: one that overwrites itself while it is executed ends as what it was.
+/// A WQE is fetched once: if it overwrites itself during its execution, it still completes as
+/// fetched.
 #[test]
-fn a_wqe_that_overwrites_itself_ends_as_it_was_fetched() {
+fn wqe_that_overwrites_itself_completes_as_fetched() {
     let operations: [fn(&mut Builder, &Mr, &Mr); 3] = [
         |w, ring, m| _ = w.rdma_write(ring.remote(0), &[m.sge(0, 16)]),
         |w, ring, m| _ = w.rdma_read(m.remote(0), &[ring.sge(0, 16)]),
@@ -170,7 +172,7 @@ fn a_wqe_that_overwrites_itself_ends_as_it_was_fetched() {
         bed.connect(&a, &b);
         let ring = ring_mr(&mut bed, &a, pd, ALL);
         let m = bed.mr(PF, pd, 64, ALL);
-        // Well-formed, of four blocks, and without a completion.
+        // A valid WQE of four blocks that requests no completion.
         let mut other = Builder::new(a.qpn, 0);
         other.nop_filling(4);
         m.mem.write(0, &other.bytes()[..16]);
@@ -181,7 +183,7 @@ fn a_wqe_that_overwrites_itself_ends_as_it_was_fetched() {
         let was = ring.bytes(offset::OPCODE, 1)[0];
         bed.post(&mut a, |w| _ = w.nop().signaled());
         bed.run();
-        assert_eq!(ring.bytes(0, 8), m.bytes(0, 8), "the test shows nothing");
+        assert_eq!(ring.bytes(0, 8), m.bytes(0, 8), "the WQE has not overwritten itself");
         for (opcode, index) in [(was, 0), (opcode::NOP, 1)] {
             let cqe = a.send_cq.reader.poll().expect("a completion");
             assert_eq!((cqe.error, cqe.wqe_opcode, cqe.wqe_counter), (None, opcode, index));
@@ -191,9 +193,9 @@ fn a_wqe_that_overwrites_itself_ends_as_it_was_fetched() {
 }
 
 #[test]
-fn qps_whose_wqes_enable_themselves_and_wait_stay_in_order() {
-    // RECV_EN of the QP's own receive queue while its turn runs, then a WAIT that blocks: it must
-    // neither run while it waits nor be forgotten.
+fn self_enabling_and_waiting_qps_stay_in_their_lists() {
+    // The QP executes RECV_EN of its own receive queue during its quantum, and then a WAIT that
+    // blocks. It must neither run while it waits nor be lost from the lists.
     let mut bed = Bed::new();
     let pd = bed.pd(PF);
     let shape = Shape { recv: Some(true), ..bed.shape(PF, pd) };
@@ -212,12 +214,13 @@ fn qps_whose_wqes_enable_themselves_and_wait_stay_in_order() {
     assert_eq!(bed.run(), 0, "a doorbell does not end a WAIT");
     bed.execute(&mut c, |w| _ = w.nop());
     assert!(a.send_cq.reader.poll().is_some());
-    assert!(other.send_cq.reader.poll().is_some(), "who waits behind it is not lost");
+    assert!(other.send_cq.reader.poll().is_some(), "the waiter behind it is not lost");
     assert_eq!(bed.e.query_qp(PF, a.qpn).unwrap().executed, 4);
 }
 
-/// A service without a CPU: the request carries an addend and where the answer goes; the chain adds
-/// it to a counter and writes the counter's old value back. R instances; credits equal instances.
+/// A service without a CPU. A request contains an addend and the address of the response. The chain
+/// adds the addend to a counter and writes the old value of the counter back. There are R
+/// instances; a client has one credit per instance.
 ///
 /// ```text
 /// worker (loopback)                        front (peer: the client)
@@ -306,9 +309,9 @@ fn service(bed: &mut Bed, first_count: u32) -> Service {
 }
 
 #[test]
-fn a_chain_serves_clients_over_every_wrap_without_a_cpu() {
+fn chain_serves_clients_across_every_wrap_without_a_cpu() {
     let requests: u64 = if cfg!(miri) { 40 } else { 40_000 };
-    // One WQE a turn: the QPs interleave as finely as they can.
+    // A quantum of one WQE, so that the QPs interleave as finely as possible.
     let mut bed = Bed::with(Limits { qp_turn: 100, ..Limits::default() });
     let s = service(&mut bed, 0xff_fff0);
     let f = bed.e.add_function(FunctionLimits::default()).unwrap();
@@ -332,13 +335,14 @@ fn a_chain_serves_clients_over_every_wrap_without_a_cpu() {
     }
     let (mut sent, mut answered, mut sum) = (0u64, 0u64, 0u64);
     while answered < requests {
-        // More in flight than there are instances: the client waits alone (RNR).
+        // The client sends more requests than there are instances, and waits (RNR) without blocking
+        // others.
         while sent < requests && sent - answered < 5 {
             bed.post(&mut client, |w| _ = w.send_inline(&request(sent)));
             sent += 1;
         }
         bed.now += 1;
-        assert!(bed.e.poll(bed.now, 1 + (sent as usize % 3)) > 0, "it never stalls");
+        assert!(bed.e.poll(bed.now, 1 + (sent as usize % 3)) > 0, "the chain stalls");
         let slot = 8 * (answered as usize % 8);
         if answers.mem.load_be64(slot) != unanswered {
             assert_eq!(answers.mem.load_be64(slot), sum, "answer {answered}");
@@ -357,11 +361,15 @@ fn a_chain_serves_clients_over_every_wrap_without_a_cpu() {
     assert_eq!(count as u64, (0xff_fff0 + requests) & 0xff_ffff);
     let per_lap = 6 * R as u64 + 3;
     let worker = bed.e.query_qp(PF, s.worker.qpn).unwrap();
-    assert_eq!(worker.executed, requests / R as u64 * per_lap, "it stands at the first WAIT");
+    assert_eq!(
+        worker.executed,
+        requests / R as u64 * per_lap,
+        "the worker waits at its first WAIT"
+    );
 }
 
 #[test]
-fn a_hostile_request_ends_at_its_client() {
+fn hostile_request_fails_only_its_client() {
     let mut bed = Bed::new();
     let s = service(&mut bed, 0);
     let f = bed.e.add_function(FunctionLimits::default()).unwrap();
@@ -371,7 +379,8 @@ fn a_hostile_request_ends_at_its_client() {
     bed.connect_to(&client, s.front.qpn);
     bed.connect_to(&s.front, client.qpn);
     bed.e.enable_recv(PF, s.front.qpn, R as u16).unwrap();
-    // An answer to where the client may not have it: the front fails, the worker lives.
+    // The client has no right to the response address: the front QP fails, the worker keeps
+    // running.
     let mut m = 5u64.to_be_bytes().to_vec();
     m.extend(s.counter.remote(0).addr.to_be_bytes());
     m.extend(s.counter.key.0.to_be_bytes());

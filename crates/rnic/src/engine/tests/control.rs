@@ -1,4 +1,4 @@
-//! Control verbs: what they refuse, limits, and how a function leaves.
+//! Control verbs: rejected arguments, limits, and removal of functions.
 
 use super::*;
 use crate::cqe::Syndrome;
@@ -7,7 +7,7 @@ use crate::ids::{Access, FunctionId, Key};
 use crate::verbs::{FunctionLimits, Limits, MwKind, QpChange, QpState, SendSpec};
 
 #[test]
-fn a_removed_function_is_gone_and_its_peers_learn_it_when_they_talk() {
+fn peers_of_a_removed_function_fail_at_their_next_request() {
     let mut bed = Bed::new();
     let f = bed.e.add_function(FunctionLimits::default()).unwrap();
     let (pd, pf_pd) = (bed.pd(f), bed.pd(PF));
@@ -50,7 +50,7 @@ fn a_removed_function_is_gone_and_its_peers_learn_it_when_they_talk() {
 }
 
 #[test]
-fn verbs_refuse_what_they_should() {
+fn verbs_reject_invalid_arguments() {
     use crate::error::Object;
     let mut bed = Bed::new();
     let f = bed.e.add_function(FunctionLimits::default()).unwrap();
@@ -65,12 +65,12 @@ fn verbs_refuse_what_they_should() {
     let m = bed.mr(PF, a.pd, 4096, ALL);
     assert_eq!(bed.e.dereg_mr(f, m.key), foreign(Object::Key(m.key.index())));
     assert_eq!(bed.e.dealloc_mw(f, m.key), foreign(Object::Key(m.key.index())));
-    // Not a window, not a region, not the current tag.
+    // Wrong kinds of object, and an old tag.
     let mw = bed.e.alloc_mw(PF, a.pd, MwKind::Type2).unwrap();
     assert!(matches!(bed.e.dealloc_mw(PF, m.key), Err(Error::Unknown(_))));
     assert!(matches!(bed.e.dereg_mr(PF, mw), Err(Error::Unknown(_))));
     assert!(matches!(bed.e.dereg_mr(PF, Key(m.key.0 ^ 1)), Err(Error::Unknown(_))));
-    // In use.
+    // Objects in use.
     let bind = crate::wqe::Umr::bind(mw, 9, a.qpn, Access::REMOTE_READ, m.key, m.mem.addr(), 64);
     assert_eq!(bed.execute(&mut a, |w| _ = w.umr(&bind)).error, None);
     assert!(matches!(bed.e.dereg_mr(PF, m.key), Err(Error::InUse { users: 1, .. })));
@@ -82,11 +82,11 @@ fn verbs_refuse_what_they_should() {
     bed.e.destroy_qp(PF, a.qpn).unwrap();
     bed.e.destroy_cq(PF, cqn).unwrap();
     bed.e.dealloc_pd(PF, a.pd).unwrap();
-    // Transitions.
+    // Invalid transitions.
     let refused = bed.e.modify_qp(PF, b.qpn, QpChange::ReadyToSend);
     assert!(matches!(refused, Err(Error::Transition { .. })), "{refused:?}");
     assert!(bed.e.modify_qp(PF, b.qpn, QpChange::Init).is_err());
-    // Arguments.
+    // Invalid arguments.
     let pd = bed.pd(f);
     let (ring, mut shape) = (memory(4096), bed.shape(f, pd));
     shape.privileged = true;
@@ -117,7 +117,7 @@ fn verbs_refuse_what_they_should() {
 }
 
 #[test]
-fn a_function_has_no_more_than_its_limits() {
+fn function_limits_are_enforced() {
     let mut bed = Bed::new();
     let limits = FunctionLimits {
         pds: 1,
@@ -157,14 +157,15 @@ fn a_function_has_no_more_than_its_limits() {
     limited(bed.e.create_qp(f, spec.clone()).map(|_| ()));
     bed.e.destroy_qp(f, qpn).unwrap();
     let next = bed.e.create_qp(f, spec).unwrap();
-    assert_ne!(next, qpn, "a number is not given out again soon");
+    assert_ne!(next, qpn, "a number is not reused soon");
 }
 
 #[test]
-fn a_functions_rings_have_a_limit_and_it_is_given_back() {
+fn ring_bytes_of_a_function_are_limited_and_released() {
     use crate::verbs::{CqSpec, QpSpec, Recv, RecvSpec};
     let mut bed = Bed::new();
-    // Room for a CQ of 64, and once for a send ring of 32 and a receive ring of 32 by 64 bytes.
+    // Enough for a CQ of 64 entries, one send ring of 32 blocks and one receive ring of 32 entries
+    // of 64 bytes.
     let limits = FunctionLimits { ring_bytes: (64 + 32 + 32) * 64, ..FunctionLimits::default() };
     let f = bed.e.add_function(limits).unwrap();
     let pd = bed.pd(f);
@@ -217,7 +218,7 @@ fn a_functions_rings_have_a_limit_and_it_is_given_back() {
 }
 
 #[test]
-fn what_the_nic_has_is_limited_over_all_functions() {
+fn nic_limits_apply_over_all_functions() {
     let limits = Limits { functions: 2, qps: 8, cqs: 16, pds: 8, keys: 4, ..Limits::default() };
     let mut bed = Bed::with(limits);
     let limited = |r: Result<(), Error>| assert!(matches!(r, Err(Error::Limit { .. })), "{r:?}");
@@ -231,11 +232,11 @@ fn what_the_nic_has_is_limited_over_all_functions() {
     let f = bed.e.add_function(FunctionLimits::default()).unwrap();
     let pd = bed.pd(f);
     let again = bed.e.alloc_mw(f, pd, MwKind::Type2).unwrap();
-    assert!(!keys.contains(&again), "its tag has changed");
+    assert!(!keys.contains(&again), "the tag of a reused index changes");
 }
 
 #[test]
-fn events_that_nobody_takes_do_not_pile_up() {
+fn untaken_events_do_not_accumulate() {
     let mut bed = Bed::new();
     let (mut a, b) = bed.pair();
     for _ in 0..50 {
@@ -243,10 +244,10 @@ fn events_that_nobody_takes_do_not_pile_up() {
         bed.post(&mut a, |w| _ = w.nop().signaled());
         bed.run();
         assert!(a.send_cq.reader.poll().is_some());
-        // Both go to Error, by an opcode that there is not.
+        // Both QPs go to Error because of an invalid opcode.
         let at = bed.write_wqe(&mut a, |w| _ = w.nop());
         a.ring.write(at + 3, &[0x3f]);
-        bed.e.ring(a.qpn, a.producer);
+        bed.e.doorbell(a.qpn, a.producer);
         bed.run();
         while a.send_cq.reader.poll().is_some() {}
         bed.e.modify_qp(PF, a.qpn, QpChange::Reset).unwrap();
@@ -255,7 +256,7 @@ fn events_that_nobody_takes_do_not_pile_up() {
     }
     let events = bed.events();
     assert_eq!(events.len(), 2, "{events:?}");
-    // Taken, they come again.
+    // After an event was taken, a new one is raised.
     a.send_cq.record.word32(4).store(1, std::sync::atomic::Ordering::SeqCst);
     bed.post(&mut a, |w| _ = w.nop().signaled());
     bed.run();

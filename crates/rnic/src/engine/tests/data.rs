@@ -1,4 +1,4 @@
-//! READ, WRITE, atomics, SEND: what they move and what they report.
+//! READ, WRITE, atomics and SEND: data movement and completions.
 
 use super::*;
 use crate::cqe::{self, Syndrome};
@@ -8,7 +8,7 @@ use crate::verbs::Limits;
 use crate::wqe::{SE_SOLICITED, Sge, opcode};
 
 #[test]
-fn a_write_gathers_and_completes() {
+fn write_gathers_and_completes() {
     let mut bed = Bed::new();
     let (mut a, b) = bed.pair();
     let from = bed.mr(PF, a.pd, 4096, Access::NONE);
@@ -33,7 +33,7 @@ fn a_write_gathers_and_completes() {
 }
 
 #[test]
-fn an_unsignaled_wqe_gives_no_completion() {
+fn unsignaled_wqe_writes_no_completion() {
     let mut bed = Bed::new();
     let (mut a, _b) = bed.pair();
     bed.post(&mut a, |w| {
@@ -49,7 +49,7 @@ fn an_unsignaled_wqe_gives_no_completion() {
 }
 
 #[test]
-fn a_read_scatters_in_order() {
+fn read_scatters_in_order() {
     let mut bed = Bed::new();
     let (mut a, b) = bed.pair();
     let to = bed.mr(PF, a.pd, 4096, Access::LOCAL_WRITE);
@@ -93,7 +93,7 @@ fn overlapping_transfers_are_memmoves() {
 }
 
 #[test]
-fn nothing_can_be_moved_through_no_key_at_all() {
+fn zero_key_gives_no_access() {
     let mut bed = Bed::new();
     let (mut a, b) = bed.pair();
     let nowhere = crate::wqe::Remote { addr: 1, rkey: Key(0xdead_beef) };
@@ -126,7 +126,7 @@ fn atomics_work_on_big_endian_words() {
     check(&bed, 0xff, 0xff);
     bed.execute(&mut a, |w| _ = w.compare_swap(word.remote(16), 0xff, 7, old.sge(8, 8)));
     check(&bed, 0xff, 7);
-    // A compare mask of 0 makes a swap.
+    // With a compare mask of 0 the CAS always swaps.
     bed.execute(&mut a, |w| {
         w.masked_compare_swap(word.remote(16), (0, 0), (0, u64::MAX), old.sge(8, 8));
     });
@@ -137,13 +137,13 @@ fn atomics_work_on_big_endian_words() {
         w.masked_compare_swap(word.remote(16), compare, swap, old.sge(8, 8));
     });
     check(&bed, 0x1122_3344_5566_7788, 0xaabb_3344_5566_7788);
-    // A 16-bit field in the middle wraps alone.
+    // Only the 16-bit field in the middle wraps around.
     word.mem.store_be64(16, 0x0000_ffff_0000_0001);
     bed.execute(&mut a, |w| {
         w.masked_fetch_add(word.remote(16), 1 << 32, 1 << 47, old.sge(8, 8));
     });
     check(&bed, 0x0000_ffff_0000_0001, 1);
-    // Every byte a field.
+    // Every byte is a field.
     word.mem.store_be64(16, 0xff00_7f80_01fe_ffff);
     let ends = 0x8080_8080_8080_8080;
     bed.execute(&mut a, |w| {
@@ -153,7 +153,7 @@ fn atomics_work_on_big_endian_words() {
 }
 
 #[test]
-fn a_send_scatters_into_the_next_receive() {
+fn send_scatters_into_the_next_receive() {
     let mut bed = Bed::new();
     let (mut a, mut b) = bed.pair();
     let from = bed.mr(PF, a.pd, 256, Access::NONE);
@@ -177,7 +177,7 @@ fn a_send_scatters_into_the_next_receive() {
 }
 
 #[test]
-fn an_inline_send_carries_its_data() {
+fn inline_send_carries_its_data() {
     let mut bed = Bed::new();
     let (mut a, mut b) = bed.pair();
     let to = bed.mr(PF, b.pd, 256, Access::LOCAL_WRITE);
@@ -187,7 +187,7 @@ fn an_inline_send_carries_its_data() {
 }
 
 #[test]
-fn a_write_with_immediate_takes_a_receive_and_leaves_its_sges_alone() {
+fn write_with_immediate_consumes_a_receive_but_not_its_sges() {
     let mut bed = Bed::new();
     let (mut a, mut b) = bed.pair();
     let from = bed.mr(PF, a.pd, 64, Access::NONE);
@@ -196,13 +196,13 @@ fn a_write_with_immediate_takes_a_receive_and_leaves_its_sges_alone() {
     let write_imm = |w: &mut crate::wqe::Builder| {
         w.rdma_write(to.remote(8), &[from.sge(0, 4)]);
     };
-    // The builder has no such operation yet: patch the opcode and the immediate.
+    // The builder lacks this operation: patch opcode and immediate.
     let at = bed.write_wqe(&mut a, |w| write_imm(w));
     a.ring.write(at + 3, &[opcode::RDMA_WRITE_IMM]);
     a.ring.write(at + 12, &77u32.to_be_bytes());
-    bed.e.ring(a.qpn, a.producer);
+    bed.e.doorbell(a.qpn, a.producer);
     bed.run();
-    assert_eq!(to.bytes(8, 4), [0; 4], "without a receive nothing is written");
+    assert_eq!(to.bytes(8, 4), [0; 4], "a WRITE without a receive WQE writes nothing");
     bed.post_recv(&mut b, &[to.sge(32, 16)]);
     bed.run();
     assert_eq!((to.bytes(8, 4), to.bytes(32, 16)), (b"data".to_vec(), vec![0; 16]));
@@ -212,7 +212,7 @@ fn a_write_with_immediate_takes_a_receive_and_leaves_its_sges_alone() {
 }
 
 #[test]
-fn long_transfers_run_in_slices_and_let_others_pass() {
+fn long_transfers_run_in_slices_and_yield_to_other_qps() {
     let mut bed = Bed::with(Limits { slice_bytes: 1000, qp_turn: 100, ..Limits::default() });
     let (mut a, b) = bed.pair();
     let (mut c, d) = bed.pair();
@@ -230,7 +230,7 @@ fn long_transfers_run_in_slices_and_let_others_pass() {
     bed.e.poll(2, 2);
     assert!(c.send_cq.reader.poll().is_some());
     assert!(a.send_cq.reader.poll().is_none());
-    // What the ring says now does not matter: the WQE was fetched.
+    // The WQE was already fetched, so a change of the ring has no effect.
     a.ring.zero(0, 64);
     bed.run();
     assert_eq!(to.bytes(0, 10_000), data);
@@ -246,7 +246,7 @@ fn long_transfers_run_in_slices_and_let_others_pass() {
 
 #[test]
 #[cfg_attr(miri, ignore = "Miri has no madvise")]
-fn zeros_that_are_written_over_thin_memory_give_its_pages_back() {
+fn write_of_zeros_over_thin_memory_discards_its_pages() {
     const PAGE: usize = 4096;
     let mut bed = Bed::with(Limits { slice_bytes: 8 << 10, ..Limits::default() });
     let (mut a, b) = bed.pair();
@@ -256,8 +256,8 @@ fn zeros_that_are_written_over_thin_memory_give_its_pages_back() {
     let zeros = DmaMemory::zeros(len).unwrap();
     let key = bed.e.reg_mr(PF, a.pd, zeros.clone(), zeros.addr(), Access::LOCAL_READ).unwrap();
     let zeros = Mr { mem: zeros, key };
-    // From, bytes: all, what is kept among it; whole pages; parts of pages at both ends; a part at
-    // the end.
+    // Offset and length: the whole memory with its kept part; whole pages; partial pages at both
+    // ends; a partial page at the end.
     for (from, bytes, left) in [
         (0, len, 8 * PAGE),
         (16 * PAGE, 16 * PAGE, 48 * PAGE),
@@ -269,12 +269,12 @@ fn zeros_that_are_written_over_thin_memory_give_its_pages_back() {
             w.rdma_write(to.remote(from), &[zeros.sge(0, bytes)]);
         });
         assert_eq!((cqe.error, cqe.byte_count), (None, bytes as u32));
-        // Before pages are read, which maps the system's zeros.
+        // Count before reading the pages, because a read maps the kernel's zero page.
         assert_eq!(crate::memory::mapped(&to.mem), left, "{bytes} bytes at {from}");
         let is_right = |(i, byte): (usize, &u8)| (*byte == 0) == (from..from + bytes).contains(&i);
         assert!(to.bytes(0, len).iter().enumerate().all(is_right), "{bytes} bytes at {from}");
     }
-    // Others' zeros are bytes as any.
+    // Zeros in an ordinary region are ordinary bytes.
     let own = bed.mr(PF, a.pd, 2 * PAGE, Access::NONE);
     to.mem.write(0, &vec![0xa5; len]);
     bed.execute(&mut a, |w| _ = w.rdma_write(to.remote(16 * PAGE), &[own.sge(0, 2 * PAGE)]));
@@ -283,7 +283,7 @@ fn zeros_that_are_written_over_thin_memory_give_its_pages_back() {
 }
 
 #[test]
-fn the_key_is_checked_at_every_slice() {
+fn key_is_checked_at_every_slice() {
     let mut bed = Bed::with(Limits { slice_bytes: 1000, ..Limits::default() });
     let (mut a, b) = bed.pair();
     let from = bed.mr(PF, a.pd, 4_000, Access::NONE);
@@ -298,8 +298,8 @@ fn the_key_is_checked_at_every_slice() {
 }
 
 #[test]
-fn ready_qps_take_turns() {
-    // A signaled NOP counts as 192 bytes.
+fn ready_qps_alternate() {
+    // A signaled NOP costs 192 bytes of work.
     let mut bed = Bed::with(Limits { qp_turn: 2 * 192, ..Limits::default() });
     let (mut a, _b) = bed.pair();
     let (mut c, _d) = bed.pair();

@@ -1,4 +1,4 @@
-//! What goes wrong, at whose end, and what is left untouched.
+//! Errors: the QPs that fail, and the state that does not change.
 
 use super::*;
 use crate::cqe::{self, Syndrome};
@@ -7,7 +7,7 @@ use crate::protection::Refusal;
 use crate::verbs::{AsyncEvent, Event, FunctionLimits, Limits, MwKind, QpChange, QpState};
 use crate::wqe::{Builder, Remote, Sge};
 
-/// A pair with a region at each end.
+/// Two connected QPs with a region at each end.
 struct Pair {
     bed: Bed,
     a: TestQp,
@@ -29,8 +29,8 @@ fn pair_with(limits: Limits) -> Pair {
 }
 
 impl Pair {
-    /// Executes what must fail: the requester is in Error and its owner hears of it; the rest is
-    /// flushed.
+    /// Executes a WQE that must fail: the requester goes to Error, an event is raised for its
+    /// owner, and the remaining WQEs are flushed.
     #[track_caller]
     fn fails(&mut self, syndrome: Syndrome, fill: impl FnOnce(&mut Builder)) -> cqe::Cqe {
         self.bed.events();
@@ -53,7 +53,7 @@ impl Pair {
         cqe
     }
 
-    /// As [`Pair::fails`], and the peer goes to Error too.
+    /// As [`Pair::fails`]; the peer goes to Error too.
     #[track_caller]
     fn refused(&mut self, syndrome: Syndrome, fill: impl FnOnce(&mut Builder)) {
         let before = (self.here.bytes(0, 4096), self.there.bytes(0, 4096));
@@ -64,7 +64,7 @@ impl Pair {
         self.reconnect();
     }
 
-    /// As [`Pair::fails`], and the peer does not notice.
+    /// As [`Pair::fails`]; the peer's state does not change.
     #[track_caller]
     fn fails_here(&mut self, syndrome: Syndrome, why: u8, fill: impl FnOnce(&mut Builder)) {
         let before = (self.here.bytes(0, 4096), self.there.bytes(0, 4096));
@@ -150,7 +150,7 @@ fn rkeys_are_checked_and_both_ends_fail() {
 }
 
 #[test]
-fn a_qp_grants_no_more_than_its_own_rights() {
+fn qp_rights_limit_its_peer() {
     let mut bed = Bed::new();
     let pd = bed.pd(PF);
     let mut shape = bed.shape(PF, pd);
@@ -173,7 +173,7 @@ fn a_qp_grants_no_more_than_its_own_rights() {
 }
 
 #[test]
-fn malformed_requests_end_where_they_belong() {
+fn malformed_requests_fail_at_the_right_end() {
     let mut p = pair();
     let (here, there) = (p.here.sge(0, 8), p.there.remote(0));
     let misaligned = p.there.remote(4);
@@ -186,23 +186,23 @@ fn malformed_requests_end_where_they_belong() {
 }
 
 #[test]
-fn wqes_that_cannot_be_executed_fail_here() {
+fn invalid_wqes_fail_locally() {
     let mut p = pair();
     let operation = Syndrome::LocalQpOperation;
     for opcode in [0x02, 0x0e, 0x20, 0x3e, 0xff] {
         let at = p.a.producer as usize % 64 * 64;
-        // Patched after the fact: the builder makes no such WQE.
+        // Patches the encoded WQE, because the builder cannot create an invalid one.
         let (ring, _) = (p.a.ring.clone(), ());
         let before = p.bed.e.stats().errors;
         p.bed.write_wqe(&mut p.a, |w| _ = w.nop());
         ring.write(at + 3, &[opcode]);
-        p.bed.e.ring(p.a.qpn, p.a.producer);
+        p.bed.e.doorbell(p.a.qpn, p.a.producer);
         p.bed.run();
         assert_error(&p.a.send_cq.reader.poll().unwrap(), operation);
         assert_eq!(p.bed.e.stats().errors, before + 1);
         p.reconnect();
     }
-    // A length of no segments, too few for the opcode, and inline data beyond the WQE.
+    // A `ds` of 0, too few segments for the opcode, and inline data beyond the end of the WQE.
     for (opcode, ds, inline) in
         [(0x00, 0, 0), (0x10, 1, 0), (0x12, 3, 0), (0x25, 7, 0), (0x08, 3, 100u32)]
     {
@@ -210,16 +210,16 @@ fn wqes_that_cannot_be_executed_fail_here() {
         p.a.ring.write(at + 3, &[opcode]);
         p.a.ring.write(at + 7, &[ds]);
         p.a.ring.write(at + 32, &(crate::wqe::INLINE | inline).to_be_bytes());
-        p.bed.e.ring(p.a.qpn, p.a.producer);
+        p.bed.e.doorbell(p.a.qpn, p.a.producer);
         p.bed.run();
         assert_error(&p.a.send_cq.reader.poll().unwrap(), operation);
         p.reconnect();
     }
-    // Index and QPN of an unmanaged ring must be right.
+    // Index and QPN in an unmanaged ring must match.
     for (offset, bytes) in [(1, [0x12, 0x34]), (4, [0xff, 0xff])] {
         let at = p.bed.write_wqe(&mut p.a, |w| _ = w.nop());
         p.a.ring.write(at + offset, &bytes);
-        p.bed.e.ring(p.a.qpn, p.a.producer);
+        p.bed.e.doorbell(p.a.qpn, p.a.producer);
         p.bed.run();
         assert_error(&p.a.send_cq.reader.poll().unwrap(), operation);
         p.reconnect();
@@ -235,7 +235,7 @@ fn wqes_that_cannot_be_executed_fail_here() {
 }
 
 #[test]
-fn a_wqe_longer_than_its_ring_is_refused() {
+fn wqe_longer_than_its_ring_is_rejected() {
     let mut bed = Bed::new();
     let pd = bed.pd(PF);
     let shape = Shape { blocks: 1, ..bed.shape(PF, pd) };
@@ -244,18 +244,14 @@ fn a_wqe_longer_than_its_ring_is_refused() {
     assert_eq!(bed.execute(&mut a, |w| _ = w.nop()).error, None);
     bed.write_wqe(&mut a, |w| _ = w.nop());
     a.ring.write(7, &[63]);
-    bed.e.ring(a.qpn, a.producer);
+    bed.e.doorbell(a.qpn, a.producer);
     bed.run();
     assert_error(&a.send_cq.reader.poll().unwrap(), Syndrome::LocalQpOperation);
-    assert_eq!(
-        a.send_cq.reader.poll(),
-        None,
-        "what the WQE claimed beyond the doorbell is not flushed"
-    );
+    assert_eq!(a.send_cq.reader.poll(), None, "blocks behind the doorbell index are not flushed");
 }
 
 #[test]
-fn control_operations_reach_ones_own_function_only() {
+fn control_operations_are_limited_to_their_function() {
     let mut bed = Bed::new();
     let f = bed.e.add_function(FunctionLimits::default()).unwrap();
     let (pd, pf_pd) = (bed.pd(f), bed.pd(PF));
@@ -279,7 +275,7 @@ fn control_operations_reach_ones_own_function_only() {
 }
 
 #[test]
-fn a_message_that_does_not_fit_fails_both_ends() {
+fn oversized_message_fails_both_ends() {
     let mut p = pair();
     let from = p.here.sge(0, 20);
     let list = [p.there.sge(0, 10), p.there.sge(100, 9)];
@@ -294,7 +290,7 @@ fn a_message_that_does_not_fit_fails_both_ends() {
 }
 
 #[test]
-fn a_receive_that_cannot_be_written_fails_both_ends() {
+fn receive_with_invalid_key_fails_both_ends() {
     let mut p = pair();
     p.here.mem.write(0, &[9; 20]);
     let (from, good, bad) = (p.here.sge(0, 20), p.there.sge(0, 10), p.here.sge(0, 10));
@@ -310,7 +306,7 @@ fn a_receive_that_cannot_be_written_fails_both_ends() {
     let cqe = p.b.recv_cq.reader.poll().unwrap();
     assert_error(&cqe, Syndrome::Flushed);
     assert_eq!((cqe.opcode, cqe.wqe_counter), (cqe::opcode::RESP_ERR, 1));
-    // What is posted to it later is flushed too, at the next poll.
+    // A receive posted later is flushed too, by the next poll.
     p.bed.post_recv(&mut p.b, &[good]);
     assert!(p.bed.e.has_ready());
     p.bed.run();
@@ -318,7 +314,7 @@ fn a_receive_that_cannot_be_written_fails_both_ends() {
 }
 
 #[test]
-fn a_send_to_where_nothing_receives_is_invalid() {
+fn send_to_a_qp_without_receive_queue_is_invalid() {
     let mut bed = Bed::new();
     let pd = bed.pd(PF);
     let shape = bed.shape(PF, pd);
@@ -329,7 +325,7 @@ fn a_send_to_where_nothing_receives_is_invalid() {
 }
 
 #[test]
-fn a_send_has_a_length_limit() {
+fn send_length_is_limited() {
     let mut p = pair_with(Limits { send_bytes_max: 100, ..Limits::default() });
     let to = p.there.sge(0, 4096);
     p.bed.post_recv(&mut p.b, &[to]);
@@ -339,7 +335,7 @@ fn a_send_has_a_length_limit() {
 }
 
 #[test]
-fn who_does_not_answer_is_out_of_reach() {
+fn peer_that_does_not_respond_fails_the_requester() {
     let mut p = pair();
     let (here, there) = (p.here.sge(0, 8), p.there.remote(0));
     let lost = Syndrome::RetryExceeded;
@@ -357,7 +353,7 @@ fn who_does_not_answer_is_out_of_reach() {
             p.reconnect();
         }
     }
-    // Its peer talks to somebody else.
+    // The peer is connected to a third QP.
     p.bed.e.modify_qp(PF, p.b.qpn, QpChange::Reset).unwrap();
     p.bed.connect_to(&p.b, Qpn::new(0x999));
     p.fails(lost, |w| _ = w.rdma_write(there, &[here]));
@@ -368,7 +364,7 @@ fn who_does_not_answer_is_out_of_reach() {
 }
 
 #[test]
-fn a_qp_that_is_its_own_peer_fails_once() {
+fn qp_that_is_its_own_peer_fails_once() {
     let mut bed = Bed::new();
     let pd = bed.pd(PF);
     let shape = bed.shape(PF, pd);
@@ -391,7 +387,7 @@ fn a_qp_that_is_its_own_peer_fails_once() {
 }
 
 #[test]
-fn an_errors_reach_is_its_own_connection() {
+fn error_affects_only_its_connection() {
     let mut p = pair();
     let (mut c, d) = p.bed.pair();
     let bad = Remote { addr: 0, rkey: Key(0) };
@@ -404,10 +400,10 @@ fn an_errors_reach_is_its_own_connection() {
 }
 
 #[test]
-fn what_is_posted_in_error_is_flushed_and_reset_forgets() {
+fn wqes_posted_in_error_are_flushed_and_reset_drops_them() {
     let mut p = pair();
     p.bed.e.modify_qp(PF, p.a.qpn, QpChange::Error).unwrap();
-    assert_eq!(p.bed.events(), [], "its owner did it");
+    assert_eq!(p.bed.events(), [], "a QP moved to Error by its owner raises no event");
     for i in 0..3 {
         let cqe = p.bed.execute(&mut p.a, |w| _ = w.nop_filling(2));
         assert_error(&cqe, Syndrome::Flushed);
@@ -415,7 +411,7 @@ fn what_is_posted_in_error_is_flushed_and_reset_forgets() {
     }
     assert_eq!(p.bed.e.stats().flushed, 3);
     p.bed.write_wqe(&mut p.a, |w| _ = w.nop().signaled());
-    p.bed.e.ring(p.a.qpn, p.a.producer);
+    p.bed.e.doorbell(p.a.qpn, p.a.producer);
     p.reconnect();
     p.bed.run();
     assert_eq!(p.a.send_cq.reader.poll(), None);
@@ -423,7 +419,7 @@ fn what_is_posted_in_error_is_flushed_and_reset_forgets() {
 }
 
 #[test]
-fn a_flush_walks_wqes_of_every_length_and_stops_at_the_limit() {
+fn flush_handles_all_wqe_lengths_and_stops_at_the_limit() {
     let mut bed = Bed::new();
     let pd = bed.pd(PF);
     let shape = Shape { managed: true, cq_entries: 128, ..bed.shape(PF, pd) };
@@ -435,7 +431,7 @@ fn a_flush_walks_wqes_of_every_length_and_stops_at_the_limit() {
         bed.write_wqe(&mut a, |w| _ = w.nop_filling(blocks));
     }
     starts.push(a.producer);
-    // Bytes of no WQE at all count one block each.
+    // Bytes that are no valid WQE count as one block each.
     bed.e.enable_send(PF, a.qpn, a.producer + 2).unwrap();
     starts.push(a.producer + 1);
     bed.e.modify_qp(PF, a.qpn, QpChange::Error).unwrap();
@@ -452,7 +448,7 @@ fn a_flush_walks_wqes_of_every_length_and_stops_at_the_limit() {
 }
 
 #[test]
-fn strict_rings_check_what_managed_ones_ignore() {
+fn strict_rings_check_fields_that_managed_rings_ignore() {
     for strict in [false, true] {
         let mut bed = Bed::with(Limits { strict, ..Limits::default() });
         let pd = bed.pd(PF);

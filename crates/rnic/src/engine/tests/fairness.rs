@@ -1,10 +1,10 @@
-//! How functions and QPs share the NIC, counted in WQEs and bytes: no clock.
+//! Fairness between functions and QPs, counted in WQEs and bytes, without a clock.
 
 use super::*;
 use crate::ids::FunctionId;
 use crate::verbs::{FunctionLimits, Limits, QpState};
 
-/// A function with QPs that have more to do than they can.
+/// A function with QPs that always have work.
 struct Client {
     function: FunctionId,
     qps: Vec<TestQp>,
@@ -12,7 +12,7 @@ struct Client {
 }
 
 impl Client {
-    /// `count` QPs whose rings are full of READs of `bytes`.
+    /// Creates `count` QPs whose rings are full of READs of `bytes`.
     fn new(bed: &mut Bed, function: FunctionId, count: usize, bytes: u32) -> Self {
         let pd = bed.pd(function);
         let shape = Shape { managed: true, recv: None, blocks: 512, ..bed.shape(function, pd) };
@@ -64,7 +64,7 @@ fn run(bed: &mut Bed, clients: &[&Client], polls: usize) {
     }
 }
 
-/// Within a tenth of each other.
+/// Asserts that two numbers differ by at most a tenth.
 #[track_caller]
 fn alike(a: u64, b: u64) {
     assert!(a.abs_diff(b) * 10 <= a.max(b), "{a} and {b}");
@@ -73,7 +73,7 @@ fn alike(a: u64, b: u64) {
 const POLLS: usize = if cfg!(miri) { 60 } else { 2000 };
 
 #[test]
-fn functions_share_equally_however_many_qps_they_have() {
+fn functions_share_equally_regardless_of_qp_count() {
     let mut bed = Bed::new();
     let one = Client::virtual_one(&mut bed, 1, 8);
     let many = Client::virtual_one(&mut bed, 40, 8);
@@ -92,14 +92,14 @@ fn bytes_count_as_well_as_wqes() {
     let small = Client::virtual_one(&mut bed, 1, 8);
     let large = Client::virtual_one(&mut bed, 3, 1 << 20);
     run(&mut bed, &[&small, &large], POLLS);
-    // Of a READ: 8 bytes or 1 MiB, and 4 times 64 for the WQE, or for each slice.
+    // Work of a READ: its 8 bytes or 1 MiB, and 4 times 64 bytes for the WQE or for each slice.
     let of_small = small.total(&bed) * (8 + 4 * 64);
     let moved = bed.e.stats().bytes - small.total(&bed) * 8;
     alike(of_small, moved + moved / (32 << 10) * 4 * 64);
     assert!(large.total(&bed) > 0 || cfg!(miri), "slices add up to whole READs");
 }
 
-/// Polls until the first QP has executed one WQE more, while each of `floods` has always work.
+/// Polls until the first QP has executed one more WQE, while each of `floods` always has work.
 fn polls_for_one(bed: &mut Bed, client: &Client, floods: &[&Client]) -> usize {
     let q = &client.qps[0];
     let info = bed.e.query_qp(client.function, q.qpn).unwrap();
@@ -110,31 +110,35 @@ fn polls_for_one(bed: &mut Bed, client: &Client, floods: &[&Client]) -> usize {
             return polls;
         }
     }
-    unreachable!("a NIC that does not starve it")
+    unreachable!("the NIC starves the client")
 }
 
 #[test]
-fn what_one_owes_is_paid_by_the_turns_that_it_does_not_ask_for() {
+fn debt_is_repaid_by_missed_quanta() {
     let mut bed = Bed::with(Limits { shared_slice_bytes: 32 << 10, ..Limits::default() });
     let flood = Client::virtual_one(&mut bed, 8, 8);
     let f = bed.e.add_function(FunctionLimits::default()).unwrap();
     let (large, small) = (Client::new(&mut bed, f, 1, 32 << 10), Client::new(&mut bed, f, 1, 8));
     run(&mut bed, &[&flood], 10);
     assert!(polls_for_one(&mut bed, &large, &[&flood]) <= 2);
-    // Sixteen turns' worth at once: who comes back at once waits for the others to have as much.
+    // One WQE of sixteen quanta of work. Another WQE posted at once waits until the other functions
+    // have done as much work.
     assert!(polls_for_one(&mut bed, &small, &[&flood]) >= 12);
     assert!(polls_for_one(&mut bed, &large, &[&flood]) <= 3);
     run(&mut bed, &[&flood], 20);
-    assert!(polls_for_one(&mut bed, &small, &[&flood]) <= 2, "the others have had as much");
+    assert!(polls_for_one(&mut bed, &small, &[&flood]) <= 2, "the debt is repaid");
     assert!(polls_for_one(&mut bed, &large, &[&flood]) <= 3);
-    // With nobody else there it keeps nobody waiting.
+    // Without other functions, the debt delays no request.
     while bed.e.poll(0, 64) > 0 {}
     bed.e.poll(0, 64);
-    assert!(polls_for_one(&mut bed, &small, &[&flood]) <= 2, "nobody has waited");
+    assert!(
+        polls_for_one(&mut bed, &small, &[&flood]) <= 2,
+        "the debt is repaid while the NIC is idle"
+    );
 }
 
 #[test]
-fn who_asks_for_little_waits_for_the_turn_that_is_on() {
+fn small_request_waits_only_for_the_quantum_in_progress() {
     let mut bed = Bed::new();
     let floods: Vec<Client> = (0..6).map(|_| Client::virtual_one(&mut bed, 8, 8)).collect();
     let floods: Vec<&Client> = floods.iter().collect();
@@ -146,11 +150,11 @@ fn who_asks_for_little_waits_for_the_turn_that_is_on() {
 }
 
 #[test]
-fn who_comes_and_goes_has_no_more_than_who_stays() {
+fn intermittent_function_gets_no_more_than_an_active_one() {
     let mut bed = Bed::new();
     let stays = Client::virtual_one(&mut bed, 1, 1 << 10);
     let floods: Vec<Client> = (0..3).map(|_| Client::virtual_one(&mut bed, 4, 8)).collect();
-    // Two, so that one or the other has work at almost any time.
+    // Two clients, so that at almost any time one of them has work.
     let (one, other) =
         (Client::virtual_one(&mut bed, 1, 1 << 10), Client::virtual_one(&mut bed, 1, 1 << 10));
     let mut all: Vec<&Client> = floods.iter().collect();
@@ -180,7 +184,7 @@ fn qps_of_a_function_share_by_bytes() {
 }
 
 #[test]
-fn the_physical_function_has_every_second_turn() {
+fn physical_function_has_every_second_quantum() {
     let mut bed = Bed::new();
     let limits = Limits::default();
     let clients: Vec<Client> = (0..6).map(|_| Client::virtual_one(&mut bed, 8, 8)).collect();
@@ -197,8 +201,8 @@ fn the_physical_function_has_every_second_turn() {
 }
 
 #[test]
-fn clearing_a_chunk_waits_for_few_turns_of_a_flood() {
-    // The last step of a free: 64 KiB, of which each slice is more than a turn.
+fn clearing_a_chunk_waits_for_few_quanta_of_a_flood() {
+    // The last step of a free clears 64 KiB; each slice exceeds a quantum.
     let mut bed = Bed::new();
     let flood = Client::virtual_one(&mut bed, 64, 8);
     let node = Client::new(&mut bed, PF, 1, 64 << 10);
@@ -222,8 +226,8 @@ fn clearing_a_chunk_waits_for_few_turns_of_a_flood() {
 }
 
 #[test]
-fn a_wqe_waits_for_no_more_than_a_turn_of_each_other_function() {
-    // SENDs of the largest size, READs of 1 MiB, and one function with many that owe.
+fn wqe_waits_at_most_one_quantum_of_each_function() {
+    // SENDs of the maximum length, READs of 1 MiB, and one function with many QPs in debt.
     let mut bed = Bed::new();
     let limits = Limits::default();
     let floods =
@@ -251,9 +255,9 @@ fn a_wqe_waits_for_no_more_than_a_turn_of_each_other_function() {
 }
 
 #[test]
-fn many_that_wait_cost_who_completes_there_one_step() {
-    // 300 QPs of a function WAIT far ahead on the CQ of its receive queue; who sends there, and who
-    // shares the NIC, does not pay for them.
+fn waking_many_waiters_costs_one_step() {
+    // 300 QPs of a function WAIT on the CQ of its receive queue, for a completion far ahead. QPs
+    // that send to this queue, and other functions, must not pay for these waiters.
     let mut bed = Bed::new();
     let f = bed.e.add_function(FunctionLimits::default()).unwrap();
     let pd = bed.pd(f);
@@ -281,16 +285,17 @@ fn many_that_wait_cost_who_completes_there_one_step() {
     bed.post(&mut sender, |w| _ = w.send(&[]).signaled());
     assert_eq!(bed.e.poll(0, 1), 1);
     assert!(sender.send_cq.reader.poll().is_some());
-    // They were woken in one step, and wait again when each had its look.
+    // The waiters are woken in one step, and wait again after each has run once.
     bed.run();
     assert_eq!(ends(&mut waiting), 0);
-    // One leaves the middle of the row, one the row of those just woken; the others pass.
+    // One QP leaves the middle of the list of waiters, one leaves the list of just woken QPs; the
+    // WAITs of the remaining QPs succeed.
     bed.e.destroy_qp(f, waiting.remove(150).qpn).unwrap();
     bed.post(&mut sender, |w| _ = w.send(&[]));
     bed.e.poll(0, 1);
     bed.e.destroy_qp(f, waiting.remove(100).qpn).unwrap();
     bed.e.modify_qp(f, waiting[0].qpn, crate::verbs::QpChange::Error).unwrap();
     bed.run();
-    // Of 150 two were destroyed; one of the others was flushed.
+    // Two of the 150 QPs were destroyed, and one was flushed.
     assert_eq!(ends(&mut waiting), 148);
 }

@@ -1,5 +1,5 @@
-//! An attacker owns a function and posts WQEs that name what is another function's: each ends with an
-//! error of its own QP, and nothing else has changed.
+//! An attacker with its own function posts WQEs that name objects of a victim's function. Each must
+//! end with an error of the attacker's QP and change nothing else.
 
 use super::*;
 use crate::cqe::{Cqe, Syndrome};
@@ -9,7 +9,7 @@ use crate::verbs::{FunctionLimits, KeyInfo, MwKind, QpInfo, QpState};
 use crate::wqe::umr::{Klm, Umr, UmrFlags};
 use crate::wqe::{Builder, Remote, Sge};
 
-/// An attacker with a pair of QPs, and a victim with one of everything.
+/// An attacker with two connected QPs, and a victim with one object of each kind.
 struct Scene {
     bed: Bed,
     attacker: TestQp,
@@ -18,7 +18,7 @@ struct Scene {
     own_window: Key,
     victim: FunctionId,
     pd: Pdn,
-    /// Connected, managed at both its queues.
+    /// A connected QP whose send and receive queues are managed.
     qp: TestQp,
     peer: TestQp,
     mr: Mr,
@@ -27,7 +27,7 @@ struct Scene {
     open_window: Key,
 }
 
-/// What an attack must leave as it was.
+/// State that no attack may change.
 #[derive(PartialEq, Debug)]
 struct State {
     qps: [QpInfo; 2],
@@ -58,7 +58,7 @@ fn scene() -> Scene {
     for umr in &binds {
         bed.write_wqe(&mut qp, |w| _ = w.umr(umr));
     }
-    // One WQE more, which nobody has enabled.
+    // One more WQE, which is not enabled.
     bed.e.enable_send(victim, qp.qpn, qp.producer).unwrap();
     bed.write_wqe(&mut qp, |w| _ = w.nop().signaled());
     bed.run();
@@ -100,7 +100,7 @@ impl Scene {
         }
     }
 
-    /// Executes a WQE that must fail so, at the attacker's QP and nowhere else.
+    /// Executes a WQE that must fail with this error at the attacker's QP, and change nothing else.
     #[track_caller]
     fn refused(
         &mut self,
@@ -129,7 +129,7 @@ impl Scene {
         assert_eq!(self.bed.state(&self.attacker), QpState::Error);
     }
 
-    /// The victim's own work still goes through.
+    /// Checks that the victim's own work still succeeds.
     fn victim_works(&mut self) {
         let limit = self.qp.producer;
         self.bed.e.enable_send(self.victim, self.qp.qpn, limit).unwrap();
@@ -139,10 +139,10 @@ impl Scene {
 }
 
 #[test]
-fn wait_for_a_foreign_cq_is_refused() {
+fn wait_for_a_foreign_cq_is_rejected() {
     let mut s = scene();
     for cqn in [s.qp.send_cq.cqn, s.qp.recv_cq.cqn, Cqn::new(0xff_fff0)] {
-        // Also where the count has been reached, or never will be.
+        // The result is the same whether the count has been reached, or will never be reached.
         for index in [0, 0x40_0000, 0xff_ffff] {
             s.refused(Syndrome::LocalQpOperation, None, |w| _ = w.wait(cqn, index));
         }
@@ -151,7 +151,7 @@ fn wait_for_a_foreign_cq_is_refused() {
 }
 
 #[test]
-fn enabling_a_foreign_queue_is_refused() {
+fn enabling_a_foreign_queue_is_rejected() {
     let mut s = scene();
     for qpn in [s.qp.qpn, s.peer.qpn, Qpn::new(0xff_fff0), Qpn::NONE] {
         s.refused(Syndrome::LocalQpOperation, None, |w| _ = w.send_enable(qpn, 0x7fff));
@@ -161,7 +161,7 @@ fn enabling_a_foreign_queue_is_refused() {
 }
 
 #[test]
-fn invalidating_a_foreign_key_is_refused() {
+fn invalidating_a_foreign_key_is_rejected() {
     let mut s = scene();
     for key in [s.bound_window, s.open_window, s.free_window, s.mr.key] {
         s.refused(Syndrome::MwBind, Some(Refusal::Pd), |w| _ = w.local_invalidate(key));
@@ -170,7 +170,7 @@ fn invalidating_a_foreign_key_is_refused() {
 }
 
 #[test]
-fn a_umr_on_a_foreign_window_is_refused() {
+fn umr_on_a_foreign_window_is_rejected() {
     let mut s = scene();
     let (own, at) = (s.own.key, s.own.mem.addr());
     for key in [s.bound_window, s.open_window, s.free_window, s.mr.key] {
@@ -188,7 +188,7 @@ fn a_umr_on_a_foreign_window_is_refused() {
 }
 
 #[test]
-fn a_window_over_foreign_memory_is_refused() {
+fn window_over_foreign_memory_is_rejected() {
     let mut s = scene();
     let (key, own) = (s.own_window, s.attacker.qpn);
     let start = s.mr.mem.addr();
@@ -196,7 +196,7 @@ fn a_window_over_foreign_memory_is_refused() {
         let bind = Umr::bind(key, 9, own, Access::REMOTE_READ, lkey, start, 64);
         s.refused(Syndrome::MwBind, Some(Refusal::Region), |w| _ = w.umr(&bind));
     }
-    // Nor does an address of the victim's lie in one's own region.
+    // An address of the victim's memory is also outside the attacker's own region.
     let bind = Umr::bind(key, 9, own, Access::REMOTE_READ, s.own.key, start, 64);
     s.refused(Syndrome::MwBind, Some(Refusal::Region), |w| _ = w.umr(&bind));
     let bind = Umr { klm: Klm { addr: s.own.mem.addr(), ..bind.klm }, ..bind };
@@ -205,16 +205,17 @@ fn a_window_over_foreign_memory_is_refused() {
 }
 
 #[test]
-fn a_bind_to_another_qp_and_an_unbind_without_the_check_are_refused() {
+fn unprivileged_bind_to_another_qp_is_rejected() {
     let mut s = scene();
     let (key, own, at) = (s.own_window, s.own.key, s.own.mem.addr());
-    // To the victim's QP, to nobody's, and to one's own other one: only the NIC's owner may.
+    // Binds to the victim's QP, to no QP, and to the attacker's other QP: only the NIC's owner may
+    // bind to another QP.
     for qpn in [s.qp.qpn, Qpn::NONE, s.other_end.qpn] {
         let bind = Umr::bind(key, 9, qpn, Access::REMOTE_ALL, own, at, 64);
         s.refused(Syndrome::MwBind, Some(Refusal::Privilege), |w| _ = w.umr(&bind));
     }
     s.refused(Syndrome::MwBind, Some(Refusal::Privilege), |w| _ = w.umr(&Umr::unbind(key, false)));
-    // Nor can a function make itself a QP that may.
+    // A client's function cannot create a privileged QP.
     let pd = s.attacker.pd;
     let cq = s.attacker.send_cq.cqn;
     let spec = crate::verbs::QpSpec {
@@ -228,7 +229,7 @@ fn a_bind_to_another_qp_and_an_unbind_without_the_check_are_refused() {
     };
     let f = s.attacker.function;
     assert!(matches!(s.bed.e.create_qp(f, spec.clone()), Err(crate::Error::NotPermitted { .. })));
-    // Or one in the victim's PD, or with its CQs.
+    // Nor a QP in the victim's PD, or with the victim's CQs.
     let plain = crate::verbs::QpSpec { privileged: false, ..spec };
     let foreign = |r| assert!(matches!(r, Err(crate::Error::Foreign { .. })), "{r:?}");
     foreign(s.bed.e.create_qp(f, crate::verbs::QpSpec { pd: s.pd, ..plain.clone() }));
@@ -239,7 +240,7 @@ fn a_bind_to_another_qp_and_an_unbind_without_the_check_are_refused() {
 }
 
 #[test]
-fn foreign_lkeys_are_refused_in_every_role() {
+fn foreign_lkeys_are_rejected_in_every_role() {
     let mut s = scene();
     let to = s.own.remote(0);
     for key in [s.mr.key, s.bound_window, s.open_window] {
@@ -251,7 +252,7 @@ fn foreign_lkeys_are_refused_in_every_role() {
         s.refused(Syndrome::LocalProtection, why, |w| _ = w.fetch_add(to, 1, theirs));
         let own = s.own.sge(0, 8);
         s.refused(Syndrome::LocalProtection, why, |w| _ = w.rdma_read(to, &[own, theirs]));
-        // As the place that a message of one's own is received into.
+        // The foreign lkey in a receive WQE of the attacker.
         s.bed.post_recv(&mut s.other_end, &[theirs]);
         s.refused(Syndrome::RemoteOperation, None, |w| _ = w.send(&[own]));
     }
@@ -259,7 +260,7 @@ fn foreign_lkeys_are_refused_in_every_role() {
 }
 
 #[test]
-fn foreign_rkeys_are_refused() {
+fn foreign_rkeys_are_rejected() {
     let mut s = scene();
     let own = s.own.sge(0, 8);
     for rkey in [s.mr.key, s.bound_window, s.open_window, s.free_window] {
@@ -272,7 +273,7 @@ fn foreign_rkeys_are_refused() {
 }
 
 #[test]
-fn who_tries_tags_of_a_foreign_key_is_told_the_same_each_time() {
+fn tags_of_a_foreign_key_fail_identically() {
     let mut s = scene();
     let to = s.own.remote(0);
     for tag in 0..=255 {
@@ -286,7 +287,7 @@ fn who_tries_tags_of_a_foreign_key_is_told_the_same_each_time() {
 }
 
 #[test]
-fn who_names_a_qp_that_does_not_name_him_is_not_heard() {
+fn requests_to_a_qp_with_another_peer_fail() {
     let mut s = scene();
     for peer in [s.qp.qpn, s.peer.qpn] {
         let a = s.attacker.qpn;
@@ -300,21 +301,21 @@ fn who_names_a_qp_that_does_not_name_him_is_not_heard() {
 }
 
 #[test]
-fn a_number_that_is_given_out_again_is_not_the_peer_that_it_was() {
+fn reused_qp_number_is_not_connected_to_the_old_peer() {
     let mut bed = Bed::new();
     let (a, b) = bed.pair();
     bed.e.destroy_qp(PF, a.qpn).unwrap();
-    // Whoever gets the number of `a` now, `b` does not name it any more.
+    // If a later QP gets the number of `a`, `b` is no longer connected to that number.
     assert_eq!(bed.e.query_qp(PF, b.qpn).unwrap().peer, Qpn::NONE);
     let mut b = b;
     assert_error(&bed.execute(&mut b, |w| _ = w.send(&[])), Syndrome::RetryExceeded);
 }
 
-// --- what reaches a managed queue --------------------------------------------------------------
+// --- messages to a managed queue ---------------------------------------------------------------
 
 /// A request that does not fit must not start the chain that serves requests.
 #[test]
-fn a_message_that_a_managed_queue_cannot_take_is_no_request() {
+fn failed_message_to_a_managed_queue_counts_no_request() {
     for bad_key in [false, true] {
         let mut bed = Bed::new();
         let pd = bed.pd(PF);
@@ -334,7 +335,7 @@ fn a_message_that_a_managed_queue_cannot_take_is_no_request() {
         put_recv(&front.recv_ring, 0, &[room.sge(0, 8)]);
         put_recv(&front.recv_ring, STRIDE as usize, &[sge]);
         bed.e.enable_recv(PF, front.qpn, 2).unwrap();
-        // It WAITs for the second request.
+        // The worker WAITs for the second request.
         let cqn = front.recv_cq.cqn;
         bed.write_wqe(&mut worker, |w| _ = w.wait(cqn, 1).signaled());
         bed.e.enable_send(PF, worker.qpn, worker.producer).unwrap();
@@ -344,17 +345,18 @@ fn a_message_that_a_managed_queue_cannot_take_is_no_request() {
         let cqe = bed.execute(&mut client, |w| _ = w.send(&[own.sge(0, len)]));
         let told = if bad_key { Syndrome::RemoteOperation } else { Syndrome::RemoteInvalidRequest };
         assert_error(&cqe, told);
-        assert_eq!(bed.e.cq_count(PF, cqn).unwrap(), 1, "one request came");
+        assert_eq!(bed.e.cq_count(PF, cqn).unwrap(), 1, "the CQ counts one request");
         assert_eq!(bed.e.query_qp(PF, front.qpn).unwrap().recv_consumer, 1);
         assert_eq!(bed.state(&front), QpState::Error);
-        assert!(worker.send_cq.reader.poll().is_none(), "the chain was not started");
+        assert!(worker.send_cq.reader.poll().is_none(), "the chain must not start");
         assert_eq!(bed.state(&worker), QpState::ReadyToSend);
     }
 }
 
-/// Nor may a WRITE with immediate, of no bytes, where no WRITE is admitted.
+/// A WRITE with immediate of length 0 must not complete a receive at a QP that grants no WRITE
+/// right.
 #[test]
-fn a_qp_that_admits_no_write_takes_no_notice_of_one_either() {
+fn zero_length_write_imm_needs_the_write_right() {
     let mut bed = Bed::new();
     let pd = bed.pd(PF);
     let shape = Shape { recv: Some(true), access: Access::NONE, ..bed.shape(PF, pd) };

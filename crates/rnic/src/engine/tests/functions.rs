@@ -1,4 +1,4 @@
-//! Functions that the NIC's owner opens: keys of their own, and limits of their own.
+//! Functions that the NIC's owner opens: separate key namespaces, and limits per function.
 
 use super::*;
 use crate::cqe::Syndrome;
@@ -7,8 +7,8 @@ use crate::ids::{Access, FunctionId, Key, Pdn};
 use crate::verbs::{FunctionLimits, Limits, MwKind, QpState, RegionChange};
 use crate::wqe::{Remote, Umr};
 
-/// A function with a region that is the same memory as others', a type-1 window over all of it, and a QP that answers a
-/// client.
+/// A function with a region over the same memory as all other functions, a type-1 window over the
+/// whole region, and a QP that responds to a client.
 struct Side {
     f: FunctionId,
     pd: Pdn,
@@ -25,8 +25,8 @@ struct Sides {
     sides: Vec<Side>,
 }
 
-/// The physical function and `more` that it has opened. Each has one window more than the one before, bound to the
-/// memory's next 64 bytes.
+/// Sets up the physical function and `more` opened functions. Function n has n + 1 windows; the
+/// last one is bound to the n-th 64 bytes of the memory.
 fn sides(more: usize) -> Sides {
     let mut bed = Bed::new();
     let memory = memory(4096);
@@ -56,7 +56,7 @@ fn sides(more: usize) -> Sides {
 }
 
 impl Sides {
-    /// Whether the client of side `through` can READ at `at` with `key`.
+    /// Returns whether the client of side `through` can READ at `at` with `key`.
     fn reads(&mut self, through: usize, key: Key, at: u64) -> bool {
         let Self { bed, memory, scratch, sides } = self;
         let side = &mut sides[through];
@@ -76,7 +76,7 @@ impl Sides {
 }
 
 #[test]
-fn a_window_is_reached_over_qps_of_its_function_only() {
+fn window_is_accessible_only_through_qps_of_its_function() {
     let mut t = sides(2);
     t.memory.write(0, &[7; 192]);
     let windows: Vec<Key> = t.sides.iter().map(|side| side.window).collect();
@@ -89,14 +89,14 @@ fn a_window_is_reached_over_qps_of_its_function_only() {
 }
 
 #[test]
-fn one_number_is_a_key_of_each_function() {
+fn same_key_number_exists_in_each_function() {
     let mut t = sides(2);
     let (a, b) = (&t.sides[1], &t.sides[2]);
-    assert_eq!(a.region, b.region, "tables of their own begin alike");
+    assert_eq!(a.region, b.region, "separate tables assign the same keys");
     let (fa, fb, pd, key) = (a.f, b.f, b.pd, a.region);
     let info = |t: &Sides, f| t.bed.e.query_key(f, key.index()).unwrap();
     assert_ne!(info(&t, fa).pd, info(&t, fb).pd);
-    // A verb works on its caller's: the other one's stays.
+    // A verb accesses only the caller's namespace: the other function's key is unchanged.
     let before = info(&t, fa);
     t.bed.e.rereg_mr(fb, key, RegionChange::default()).unwrap_err();
     let spare = t.bed.e.alloc_mw(fb, pd, MwKind::Type2).unwrap();
@@ -107,7 +107,7 @@ fn one_number_is_a_key_of_each_function() {
 }
 
 #[test]
-fn what_a_function_has_opened_is_limited_and_ends_with_it() {
+fn opened_functions_are_limited_and_lose_their_keys_on_removal() {
     let limits = Limits { owner_functions: 3, windows: 2, ..Limits::default() };
     let mut bed = Bed::with(limits);
     let device = bed.e.query_device(PF).unwrap();
@@ -115,13 +115,13 @@ fn what_a_function_has_opened_is_limited_and_ends_with_it() {
     let (a, b) = (bed.e.open_function(PF).unwrap(), bed.e.open_function(PF).unwrap());
     let limited = |r: Result<(), Error>| assert!(matches!(r, Err(Error::Limit { .. })), "{r:?}");
     limited(bed.e.open_function(PF).map(drop));
-    // Neither those nor clients open any.
+    // Neither opened functions nor clients may open functions.
     let client = bed.e.add_function(FunctionLimits::default()).unwrap();
     for f in [a, client] {
         assert_eq!(bed.e.query_device(f).unwrap().functions, 1);
         limited(bed.e.open_function(f).map(drop));
     }
-    // Each has its own windows; regions are not counted with them.
+    // Each function has its own window limit; regions do not count.
     for f in [PF, a, b] {
         let pd = bed.pd(f);
         let mr = bed.mr(f, pd, 64, ALL);
@@ -141,14 +141,14 @@ fn what_a_function_has_opened_is_limited_and_ends_with_it() {
 }
 
 #[test]
-fn a_qp_is_named_by_windows_of_any_space() {
+fn windows_of_any_namespace_keep_a_qp_number_in_use() {
     let mut t = sides(1);
     let Side { f, pd, region, .. } = t.sides[1];
     let (qpn, start) = (t.sides[1].qp.qpn, t.memory.addr());
     let window = t.bed.e.alloc_mw(f, pd, MwKind::Type2).unwrap();
     let bind = Umr::bind(window, 9, qpn, Access::REMOTE_READ, region, start, 64);
     assert_eq!(t.bed.execute(&mut t.sides[1].qp, |w| _ = w.umr(&bind)).error, None);
-    assert!(t.bed.e.core.keys.may_name(qpn));
+    assert!(t.bed.e.core.keys.may_have_window(qpn));
     t.bed.e.remove_function(f);
-    assert!(!t.bed.e.core.keys.may_name(qpn));
+    assert!(!t.bed.e.core.keys.may_have_window(qpn));
 }

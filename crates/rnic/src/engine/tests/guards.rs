@@ -1,4 +1,4 @@
-//! Guarded windows: who is admitted, and what a guard outlives.
+//! Guarded windows: admission of QPs, and the lifetime of guards.
 
 use super::windows::{Windows, windows_of};
 use super::*;
@@ -9,12 +9,12 @@ use crate::verbs::{FunctionLimits, GuardSpec, KeyKind, Limits, MwKind, QpChange}
 use crate::wqe::umr::Umr;
 use crate::wqe::{Remote, Sge};
 
-/// The word's bits that count, and what is compared beside the QP's tag.
+/// Mask and value of the guard.
 const MASK: u64 = 0xffff;
 const VALUE: u64 = 0x4100;
 
-/// A bound window over the upper half of the region, guarded by the second word of `words`, which is in a PD of its
-/// own; the QP of the peer's peer has the tag 7.
+/// A bound window over the upper half of the region, guarded by the second word of `words`, which
+/// is in a separate PD. The responding QP has tag 7.
 struct Guarded {
     t: Windows,
     words: Mr,
@@ -41,7 +41,7 @@ impl Guarded {
         self.words.mem.store_be64(8, word);
     }
 
-    /// Whether the peer can READ through the window now.
+    /// Returns whether the peer can READ through the window now.
     fn opens(&mut self) -> bool {
         let (key, start) = (self.t.key(), self.t.start());
         self.t.reads(key, start)
@@ -49,7 +49,7 @@ impl Guarded {
 }
 
 #[test]
-fn a_guarded_window_opens_while_its_word_says_so() {
+fn guarded_window_admits_while_its_word_matches() {
     let mut g = guarded();
     assert_eq!(g.t.bed.e.query_key(PF, g.t.mw.index()).unwrap().kind, KeyKind::Mw(MwKind::Type1));
     assert!(!g.opens(), "the word is 0");
@@ -65,12 +65,13 @@ fn a_guarded_window_opens_while_its_word_says_so() {
         g.says(word);
         assert_eq!(g.opens(), opens, "{word:#x}");
     }
-    // The tag is the QP's: it outlives the resets that this test has done, and changes at once.
+    // The tag belongs to the QP and survives the resets in this test. A new tag takes effect at
+    // once.
     g.t.bed.e.modify_qp(PF, g.t.a.qpn, QpChange::Tag { tag: 8 }).unwrap();
     assert!(!g.opens());
     g.says(VALUE | 8);
     assert!(g.opens());
-    // Every kind of access asks the word.
+    // The guard word is checked for every kind of access.
     let (at, to) = (Remote { addr: g.t.start(), rkey: g.t.key() }, g.t.scratch.sge(0, 8));
     type Fill = fn(&mut crate::wqe::Builder, Remote, Sge);
     let all: [Fill; 3] = [
@@ -85,13 +86,13 @@ fn a_guarded_window_opens_while_its_word_says_so() {
         g.says(VALUE | 9);
         let cqe = g.t.bed.execute(&mut g.t.peer, |w| fill(w, at, to));
         assert_error(&cqe, Syndrome::RemoteAccess);
-        assert_eq!(cqe.error.unwrap().vendor, 0, "the peer is not told why");
+        assert_eq!(cqe.error.unwrap().vendor, 0, "the peer gets no reason");
         g.t.recover();
     }
 }
 
 #[test]
-fn a_guard_stays_when_its_window_is_rebound() {
+fn guard_survives_a_rebind() {
     let mut g = guarded();
     g.says(VALUE | 7);
     let old = g.t.key();
@@ -100,14 +101,14 @@ fn a_guard_stays_when_its_window_is_rebound() {
     g.t.umr(&umr);
     assert!(g.opens());
     let start = g.t.start();
-    assert!(!g.t.reads(old, start), "the word says yes, and the key is dead");
+    assert!(!g.t.reads(old, start), "the guard admits, but the key is invalid");
     g.says(VALUE | 6);
     assert!(!g.opens());
 }
 
-/// OneSidedMW §2.3, on a guarded window: the right tag is among those that are tried.
+/// OneSidedMW §2.3, for a guarded window: all tags are tried, including the right one.
 #[test]
-fn guessing_all_tags_opens_no_guarded_window() {
+fn guessing_all_tags_never_opens_a_guarded_window() {
     let mut g = guarded();
     let (index, start) = (g.t.mw.index(), g.t.start());
     for (word, opened) in [(VALUE | 6, 0), (VALUE | 7, 1)] {
@@ -118,7 +119,7 @@ fn guessing_all_tags_opens_no_guarded_window() {
 }
 
 #[test]
-fn a_long_read_ends_where_its_word_changes() {
+fn long_read_fails_when_the_guard_word_changes() {
     let limits = Limits { slice_bytes: 512, shared_slice_bytes: 512, ..Limits::default() };
     let mut bed = Bed::with(limits);
     let (mut a, mut peer) = bed.pair();
@@ -137,9 +138,9 @@ fn a_long_read_ends_where_its_word_changes() {
         w.signaled();
     });
     while scratch.bytes(0, 1) == [0] {
-        assert_ne!(bed.e.poll(1, 1), 0, "the READ begins");
+        assert_ne!(bed.e.poll(1, 1), 0, "the READ starts");
     }
-    assert_eq!(scratch.bytes(8191, 1), [0], "and is not over");
+    assert_eq!(scratch.bytes(8191, 1), [0], "the READ is not complete");
     words.mem.store_be64(8, VALUE | 6);
     bed.run();
     assert_error(&peer.send_cq.reader.poll().unwrap(), Syndrome::RemoteAccess);
@@ -147,7 +148,7 @@ fn a_long_read_ends_where_its_word_changes() {
 }
 
 #[test]
-fn a_region_outlives_the_guards_in_it() {
+fn region_outlives_its_guard_words() {
     let mut g = guarded();
     let e = &mut g.t.bed.e;
     let in_use = |e: Result<(), Error>| {
@@ -156,13 +157,13 @@ fn a_region_outlives_the_guards_in_it() {
     assert_eq!(e.query_key(PF, g.words.key.index()).unwrap().windows, 1);
     in_use(e.dereg_mr(PF, g.words.key));
     in_use(e.rereg_mr(PF, g.words.key, crate::verbs::RegionChange::default()).map(drop));
-    // Neither does an unbound window's guard end.
+    // An unbound window keeps its guard.
     g.t.umr(&Umr::unbind(g.t.key(), false));
     in_use(g.t.bed.e.dereg_mr(PF, g.words.key));
     let (mw, words) = (g.t.mw, g.words.key);
     g.t.bed.e.dealloc_mw(PF, mw).unwrap();
     g.t.bed.e.dereg_mr(PF, words).unwrap();
-    // Who comes to have the index has no guard.
+    // A later object with the same key index has no guard.
     let limits = Limits { keys: 2, ..Limits::default() };
     let mut bed = Bed::with(limits);
     let pd = bed.pd(PF);
@@ -192,7 +193,7 @@ fn guards_end_with_their_function() {
 }
 
 #[test]
-fn a_guard_lies_in_a_region_of_its_own_function() {
+fn guard_word_must_lie_in_a_region_of_its_function() {
     let mut bed = Bed::new();
     let f = bed.e.add_function(FunctionLimits::NONE).unwrap();
     let (pd, foreign_pd) = (bed.pd(PF), bed.pd(f));

@@ -1,5 +1,6 @@
-//! A function that fills its rings, records and doorbells with anything at all: the NIC neither
-//! panics nor stalls, others are served, and nothing but what was granted is touched.
+//! A hostile function writes arbitrary bytes to its rings, doorbell records and doorbells. The NIC
+//! must neither panic nor stall, other functions must be served, and memory that was not granted
+//! must not change.
 
 use super::*;
 use crate::cqe::CQE;
@@ -9,15 +10,15 @@ use crate::wqe::umr::Umr;
 use crate::wqe::{Builder, MAX_BYTES, Remote, Sge};
 use proptest::prelude::*;
 
-/// Places in a WQE, and what to put there.
+/// Byte offsets in a WQE, and the values to store there.
 type Spoil = Vec<(u16, u8)>;
 
-/// What the hostile function does in one round.
+/// Actions of the hostile function in one round.
 #[derive(Clone, Debug)]
 struct Round {
-    /// WQEs for its rings: which operation, numbers to fill it with, bytes to spoil.
+    /// WQEs for its rings: operation, numeric arguments, bytes to overwrite.
     wqes: Vec<(u8, [u32; 6], Spoil)>,
-    /// Words for its records and for the doorbell.
+    /// Values for its doorbell records and for the doorbell.
     records: [u32; 6],
     doorbell: u16,
     bytes: Vec<u8>,
@@ -73,11 +74,11 @@ fn build(b: &mut Builder, op: u8, n: [u32; 6], keys: &[crate::ids::Key], m: &Mr,
 
 struct Hostile {
     bed: Bed,
-    /// Its QPs: to the server, to each other, and managed.
+    /// QPs of the hostile function: connected to the server, connected to each other, and managed.
     qps: Vec<TestQp>,
     keys: Vec<crate::ids::Key>,
     mr: Mr,
-    /// A server's memory: one part granted, one not.
+    /// Memory of the server: one region is granted to the hostile function, one is not.
     granted: Mr,
     secret: Mr,
     server: TestQp,
@@ -113,7 +114,7 @@ impl Hostile {
         for kind in [MwKind::Type2, MwKind::Type2, MwKind::Type1] {
             keys.push(bed.e.alloc_mw(f, pd, kind).unwrap());
         }
-        // Its rings are memory that its own WQEs may reach.
+        // The rings are registered, so the function's own WQEs can modify them.
         for q in &qps {
             let ring = q.ring.clone();
             keys.push(bed.e.reg_mr(f, pd, ring.clone(), mr.mem.addr(), ALL).unwrap());
@@ -144,16 +145,17 @@ impl Hostile {
             q.send_cq.record.store_be32(4, r.records[5]);
             let n = r.bytes.len().min(q.recv_ring.len());
             q.recv_ring.write(0, &r.bytes[..n]);
-            self.bed.e.ring(q.qpn, q.producer);
+            self.bed.e.doorbell(q.qpn, q.producer);
             let _ = self.bed.e.enable_send(q.function, q.qpn, q.producer);
             let _ = self.bed.e.enable_recv(q.function, q.qpn, r.records[i] as u16);
         }
-        self.bed.e.ring(self.qps[0].qpn, r.doorbell);
-        // Doorbells of others' QPs end at the port; ones of no QP at all must not matter.
-        self.bed.e.ring(Qpn::new(r.records[5] | 0x80_0000), r.doorbell);
+        self.bed.e.doorbell(self.qps[0].qpn, r.doorbell);
+        // The port rejects doorbells for other functions' QPs. A doorbell for an unknown QP must
+        // have no effect.
+        self.bed.e.doorbell(Qpn::new(r.records[5] | 0x80_0000), r.doorbell);
     }
 
-    /// The bystanders' WRITE completes within a bounded number of WQEs, whatever else is ready.
+    /// A bystander's WRITE completes after a bounded number of WQEs, whatever other QPs are ready.
     fn serves_bystanders(&mut self, value: u8) {
         let (a, _) = &mut self.bystanders;
         let (from, to) = &self.bystander_mr;
@@ -190,12 +192,13 @@ proptest! {
     })]
 
     #[test]
-    fn a_hostile_function_harms_itself_only(rounds in proptest::collection::vec(round(), 1..12)) {
+    fn hostile_function_harms_only_itself(rounds in proptest::collection::vec(round(), 1..12)) {
         let mut h = Hostile::new();
         for (i, r) in rounds.iter().enumerate() {
             h.attack(r);
             h.serves_bystanders(i as u8);
-            // It may keep the NIC busy for ever (a ring that enables itself), but not at others' cost.
+            // The function may keep the NIC busy forever (with a ring that enables itself), but
+            // must not delay other functions.
             h.bed.now += 3_000_000;
             h.bed.e.poll(h.bed.now, if cfg!(miri) { 50 } else { 2000 });
             h.bed.e.take_events().for_each(drop);
@@ -211,7 +214,8 @@ proptest! {
                 h.revive();
             }
         }
-        // What it was granted it may have changed; afterwards the function goes, with all it had.
+        // The function may change memory that it was granted. Afterwards the function and all its
+        // objects are removed.
         let f = h.qps[0].function;
         h.bed.e.remove_function(f);
         h.bed.e.poll(h.bed.now, 1 << 20);
@@ -221,7 +225,7 @@ proptest! {
     }
 
     #[test]
-    fn completions_decode_whatever_they_hold(bytes in proptest::array::uniform32(any::<u8>())) {
+    fn arbitrary_completions_decode(bytes in proptest::array::uniform32(any::<u8>())) {
         let mut entry = [0; CQE];
         entry[32..].copy_from_slice(&bytes);
         let cqe = crate::cqe::Cqe::from_bytes(&entry);

@@ -1,4 +1,5 @@
-//! Tests of the engine: what each opcode does, what each error does, and what chains are built of.
+//! Tests of the engine: operation of each opcode, effect of each error, and the building blocks of
+//! chains.
 
 mod attributes;
 pub(crate) mod bed;

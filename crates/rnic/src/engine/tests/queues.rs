@@ -1,4 +1,5 @@
-//! Completion queues that fill, events, receivers that are not ready, shared receive queues.
+//! Completion queues that overrun, completion events, receivers that are not ready, shared receive
+//! queues.
 
 use super::*;
 use crate::cqe::{CqReader, Cqe, Syndrome};
@@ -7,7 +8,7 @@ use crate::verbs::{AsyncEvent, Event, QpState, RecvSpec};
 use crate::wqe::Sge;
 
 #[test]
-fn completions_lap_the_ring_and_the_24_bit_index() {
+fn completions_wrap_the_ring_and_the_24_bit_index() {
     let mut bed = Bed::new();
     let pd = bed.pd(PF);
     let shape = Shape { cq_entries: 4, initial_count: 0xff_fffa, ..bed.shape(PF, pd) };
@@ -23,7 +24,7 @@ fn completions_lap_the_ring_and_the_24_bit_index() {
 }
 
 #[test]
-fn an_overrun_is_an_event_and_ends_those_who_complete_there() {
+fn cq_overrun_raises_an_event_and_fails_its_qps() {
     let mut bed = Bed::new();
     let pd = bed.pd(PF);
     let shape = Shape { cq_entries: 4, ..bed.shape(PF, pd) };
@@ -45,7 +46,11 @@ fn an_overrun_is_an_event_and_ends_those_who_complete_there() {
         events.iter().any(|e| matches!(e, Event::Async { event: AsyncEvent::QpError { .. }, .. }))
     );
     for i in 0..4 {
-        assert_eq!(a.send_cq.reader.poll().unwrap().wqe_counter, i, "what was written stays");
+        assert_eq!(
+            a.send_cq.reader.poll().unwrap().wqe_counter,
+            i,
+            "earlier completions stay valid"
+        );
     }
     assert_eq!(a.send_cq.reader.poll(), None);
     assert_eq!(bed.e.cq_count(PF, cqn).unwrap(), 4);
@@ -53,7 +58,7 @@ fn an_overrun_is_an_event_and_ends_those_who_complete_there() {
 }
 
 #[test]
-fn a_cq_that_ignores_overrun_keeps_counting() {
+fn cq_that_ignores_overrun_keeps_counting() {
     let mut bed = Bed::new();
     let pd = bed.pd(PF);
     let shape = Shape { cq_entries: 4, ignore_overrun: true, ..bed.shape(PF, pd) };
@@ -73,7 +78,7 @@ fn a_cq_that_ignores_overrun_keeps_counting() {
 }
 
 #[test]
-fn an_armed_cq_raises_one_event() {
+fn armed_cq_raises_one_event() {
     let mut bed = Bed::new();
     let (mut a, _b) = bed.pair();
     let cqn = a.send_cq.cqn;
@@ -81,7 +86,7 @@ fn an_armed_cq_raises_one_event() {
     assert_eq!(bed.events(), []);
     a.send_cq.reader.arm();
     bed.run();
-    assert_eq!(bed.events(), [], "what came before is not told");
+    assert_eq!(bed.events(), [], "a completion before arming raises no event");
     for _ in 0..2 {
         bed.post(&mut a, |w| _ = w.nop().signaled());
         bed.run();
@@ -95,7 +100,7 @@ fn an_armed_cq_raises_one_event() {
 }
 
 #[test]
-fn a_sender_waits_for_a_receive_and_holds_up_nobody() {
+fn waiting_sender_does_not_block_other_qps() {
     let mut bed = Bed::new();
     let (mut a, mut b) = bed.pair();
     let (mut c, _d) = bed.pair();
@@ -108,7 +113,7 @@ fn a_sender_waits_for_a_receive_and_holds_up_nobody() {
     assert!(c.send_cq.reader.poll().is_some());
     assert_eq!((a.send_cq.reader.poll(), bed.e.has_ready()), (None, false));
     assert_eq!(bed.e.stats().rnr, 1);
-    // Nobody tells the NIC of a record: it wants to be called, less and less often.
+    // Writing the record does not notify the NIC: the NIC polls it at increasing intervals.
     let mut waits = Vec::new();
     for _ in 0..12 {
         let t = bed.e.next_timeout().unwrap();
@@ -129,7 +134,7 @@ fn a_sender_waits_for_a_receive_and_holds_up_nobody() {
 }
 
 #[test]
-fn recv_en_wakes_a_sender_at_once() {
+fn recv_en_wakes_a_waiting_sender() {
     let mut bed = Bed::new();
     let pd = bed.pd(PF);
     let shape = bed.shape(PF, pd);
@@ -141,8 +146,8 @@ fn recv_en_wakes_a_sender_at_once() {
     bed.post(&mut a, |w| _ = w.send(&[]).signaled());
     bed.post(&mut a, |w| _ = w.send(&[]).signaled());
     bed.run();
-    assert_eq!(a.send_cq.reader.poll(), None, "the record does not count in a managed queue");
-    assert_eq!(bed.e.next_timeout(), None, "nor need the NIC look at it");
+    assert_eq!(a.send_cq.reader.poll(), None, "a managed queue ignores the record");
+    assert_eq!(bed.e.next_timeout(), None, "the record of a managed queue is not polled");
     bed.e.enable_recv(PF, b.qpn, 1).unwrap();
     bed.run();
     assert!(a.send_cq.reader.poll().is_some());
@@ -155,7 +160,7 @@ fn recv_en_wakes_a_sender_at_once() {
 }
 
 #[test]
-fn a_sender_that_waits_can_be_reset_destroyed_or_lose_its_peer() {
+fn waiting_sender_can_be_reset_destroyed_or_disconnected() {
     for what in 0..5 {
         let mut bed = Bed::new();
         let srq = Shared::new(&mut bed, 4, 16);
@@ -241,7 +246,7 @@ impl Shared {
         Self { pd, srqn, ring, record, entries }
     }
 
-    /// A sender, and a receiver that uses the queue.
+    /// Creates a sender, and a receiver that uses this queue.
     fn pair(&self, bed: &mut Bed) -> (TestQp, TestQp) {
         let pd = bed.pd(PF);
         let a = bed.shape(PF, pd);
@@ -286,7 +291,7 @@ fn senders_share_a_receive_queue_in_the_order_of_their_sends() {
     let cqe = a_peer.recv_cq.reader.poll().unwrap();
     assert_eq!((cqe.srqn, cqe.wqe_counter, cqe.qpn), (srq.srqn, 0, a_peer.qpn));
     assert_eq!(b_peer.recv_cq.reader.poll().unwrap().wqe_counter, 1);
-    // A QP's end does not touch the shared queue.
+    // A QP in Error does not change the shared queue.
     bed.e.modify_qp(PF, a_peer.qpn, crate::verbs::QpChange::Error).unwrap();
     srq.post(1, |_| Vec::new());
     bed.run();
@@ -322,12 +327,12 @@ fn receive_indices_wrap_at_16_and_at_32_bits() {
         }
         bed.post(&mut a, |w| _ = w.send(&[]).signaled());
         bed.run();
-        assert_eq!(a.send_cq.reader.poll(), None, "no credit is left over");
+        assert_eq!(a.send_cq.reader.poll(), None, "no credit is left");
     }
 }
 
 #[test]
-fn a_record_behind_the_consumer_means_no_credit() {
+fn record_behind_the_consumer_means_no_credit() {
     let mut bed = Bed::new();
     let srq = Shared::new(&mut bed, 8, 16);
     let (mut a, _peer) = srq.pair(&mut bed);
@@ -358,12 +363,12 @@ fn send_indices_wrap_at_16_bits_in_rings_of_every_size() {
             let cqe = bed.execute(&mut a, |w| _ = w.nop_filling(1 + i % blocks.min(2)));
             assert_eq!((cqe.error, cqe.wqe_counter), (None, at));
         }
-        assert!(a.producer < 200, "the index has wrapped");
+        assert!(a.producer < 200, "the index has wrapped around");
     }
 }
 
 #[test]
-fn a_full_ring_of_the_largest_size_executes() {
+fn full_ring_of_maximum_size_executes() {
     let mut bed = Bed::new();
     let pd = bed.pd(PF);
     let shape = Shape { blocks: 32768, managed: true, ..bed.shape(PF, pd) };
@@ -377,13 +382,13 @@ fn a_full_ring_of_the_largest_size_executes() {
     assert_eq!(bed.run(), 32768);
     bed.e.enable_send(PF, a.qpn, 0).unwrap();
     assert_eq!(bed.run(), 32768);
-    // Behind the consumer: nothing.
+    // A limit behind the consumer: no WQEs.
     bed.e.enable_send(PF, a.qpn, 0xffff).unwrap();
     assert_eq!(bed.run(), 0);
 }
 
 #[test]
-fn a_reader_sees_only_what_is_complete() {
+fn cq_reader_sees_only_complete_entries() {
     let (ring, record) = (memory(256), memory(8));
     let mut bed = Bed::new();
     let spec = crate::verbs::CqSpec {
@@ -393,7 +398,7 @@ fn a_reader_sees_only_what_is_complete() {
         ignore_overrun: false,
         initial_count: 0,
     };
-    // Whatever stood in the ring before.
+    // Independent of the previous contents of the ring.
     ring.write(0, &[0x20; 256]);
     crate::cqe::clear(&ring, 4);
     bed.e.create_cq(PF, spec).unwrap();

@@ -1,11 +1,11 @@
-//! A caller that chooses whose WQE is next.
+//! A caller that selects the QP of each step.
 
 use super::*;
 use crate::cqe::Syndrome;
 use crate::verbs::QpState;
 
 #[test]
-fn the_caller_chooses_and_each_step_is_one_wqe() {
+fn caller_selects_the_qp_and_each_step_is_one_wqe() {
     let mut bed = Bed::new();
     let (mut a, b) = bed.pair();
     let (mut c, d) = bed.pair();
@@ -13,7 +13,7 @@ fn the_caller_chooses_and_each_step_is_one_wqe() {
     let other = bed.mr(PF, d.pd, 64, ALL);
     source.mem.store_be64(0, 7);
     assert!(bed.e.ready_qps().is_empty());
-    assert!(!bed.e.step(a.qpn, 0), "it has nothing to do");
+    assert!(!bed.e.step(a.qpn, 0), "the QP has no work");
     for at in [0, 8] {
         bed.post(&mut a, |w| _ = w.rdma_write(target.remote(at), &[source.sge(0, 8)]));
     }
@@ -26,11 +26,11 @@ fn the_caller_chooses_and_each_step_is_one_wqe() {
     assert_eq!(bed.e.ready_qps(), [c.qpn]);
     assert!(!bed.e.step(a.qpn, 0));
     assert!(bed.e.step(c.qpn, 0));
-    assert_eq!(bed.e.poll(0, 16), 0, "nothing is left");
+    assert_eq!(bed.e.poll(0, 16), 0, "no work is left");
 }
 
 #[test]
-fn who_waits_is_not_ready_until_what_it_waits_for_is_there() {
+fn waiting_qp_is_ready_once_its_condition_holds() {
     let mut bed = Bed::new();
     let (mut a, mut b) = bed.pair();
     let source = bed.mr(PF, a.pd, 64, ALL);
@@ -42,7 +42,7 @@ fn who_waits_is_not_ready_until_what_it_waits_for_is_there() {
     assert_eq!(bed.e.ready_qps(), [a.qpn]);
     assert!(bed.e.step(a.qpn, 0));
     assert_eq!(b.recv_cq.reader.poll().unwrap().byte_count, 8);
-    // A QP in Error flushes one WQE a step.
+    // A QP in Error flushes one WQE per step.
     for _ in 0..2 {
         bed.post(&mut a, |w| _ = w.rdma_write(crate::wqe::Remote::default(), &[source.sge(0, 8)]));
     }

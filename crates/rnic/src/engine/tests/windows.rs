@@ -1,4 +1,4 @@
-//! Windows: bind, unbind, invalidate, and what each of them refuses.
+//! Windows: bind, unbind, invalidate, and the conditions under which each is rejected.
 
 use super::*;
 use crate::cqe::Syndrome;
@@ -8,14 +8,15 @@ use crate::verbs::{KeyInfo, KeyKind, MwKind, QpState};
 use crate::wqe::umr::{self, Umr, UmrFlags};
 use crate::wqe::{Builder, Remote, Sge};
 
-/// A region with a window, and two QPs of one PD: `a` may bind to others if `privileged`.
+/// A region with a window, and two QPs of one PD. `a` may bind windows to other QPs if
+/// `privileged`.
 pub(super) struct Windows {
     pub bed: Bed,
     pub a: TestQp,
     pub pd: Pdn,
     pub mr: Mr,
     pub mw: Key,
-    /// The peer of `a`: what comes from it is remote access to `a`'s PD.
+    /// The peer of `a`: its requests are remote access to the PD of `a`.
     pub peer: TestQp,
     pub scratch: Mr,
 }
@@ -44,7 +45,7 @@ impl Windows {
         self.mr.mem.addr() + 4096
     }
 
-    /// Binds the upper half to `qpn`.
+    /// Returns a UMR that binds the upper half to `qpn`.
     fn bind_umr(&self, key: Key, qpn: Qpn) -> Umr {
         let tag = key.tag().wrapping_add(1);
         Umr::bind(key, tag, qpn, Access::REMOTE_ALL, self.mr.key, self.start(), 4096)
@@ -63,7 +64,7 @@ impl Windows {
         assert_eq!(cqe.error, None, "{umr:?}");
     }
 
-    /// Executes what must fail with a bind error, for this reason, and change nothing.
+    /// Executes a WQE that must fail with a bind error for this reason, and change nothing.
     #[track_caller]
     fn refused(&mut self, why: Refusal, fill: impl FnOnce(&mut Builder)) {
         let before = self.info();
@@ -84,14 +85,14 @@ impl Windows {
         self.bed.connect(&self.a, &self.peer);
     }
 
-    /// Whether the peer can READ one byte through `key` at `addr`.
+    /// Returns whether the peer can READ one byte through `key` at `addr`.
     pub fn reads(&mut self, key: Key, addr: u64) -> bool {
         let to = self.scratch.sge(0, 1);
         let from = Remote { addr, rkey: key };
         let cqe = self.bed.execute(&mut self.peer, |w| _ = w.rdma_read(from, &[to]));
         if let Some(e) = cqe.error {
             assert_eq!(e.syndrome, Syndrome::RemoteAccess as u8);
-            assert_eq!(e.vendor, 0, "the peer is not told why");
+            assert_eq!(e.vendor, 0, "the peer gets no reason");
             assert_eq!(self.bed.state(&self.a), QpState::Error);
             assert_eq!(self.bed.state(&self.peer), QpState::Error);
             self.recover();
@@ -101,11 +102,11 @@ impl Windows {
 }
 
 #[test]
-fn a_bound_window_opens_its_range_to_its_qp_only() {
+fn bound_window_gives_its_range_to_its_qp_only() {
     let mut t = windows(false);
     let info = t.info();
     assert_eq!((info.kind, info.bound, info.qpn), (KeyKind::Mw(MwKind::Type2), false, Qpn::NONE));
-    assert!(!t.reads(t.mw, t.start()), "a free window admits nobody");
+    assert!(!t.reads(t.mw, t.start()), "a free window admits no QP");
     let bind = t.bind_umr(t.mw, t.a.qpn);
     t.umr(&bind);
     let info = t.info();
@@ -116,12 +117,12 @@ fn a_bound_window_opens_its_range_to_its_qp_only() {
     for (addr, allowed) in [(0, true), (4095, true), (4096, false), (u64::MAX, false)] {
         assert_eq!(t.reads(key, t.start().wrapping_add(addr)), allowed, "at {addr:#x}");
     }
-    assert!(!t.reads(t.mw, t.start()), "the tag from before the bind is dead");
+    assert!(!t.reads(t.mw, t.start()), "the tag from before the bind is invalid");
     assert_eq!(t.bed.e.stats().binds, 1);
 }
 
 #[test]
-fn a_window_grants_no_more_than_its_rights() {
+fn window_grants_only_its_rights() {
     let mut t = windows(false);
     let mut bind = t.bind_umr(t.mw, t.a.qpn);
     bind.access = Access::REMOTE_WRITE;
@@ -135,7 +136,7 @@ fn a_window_grants_no_more_than_its_rights() {
     let cqe = t.bed.execute(&mut t.peer, |w| _ = w.fetch_add(at, 1, from));
     assert_error(&cqe, Syndrome::RemoteAccess);
     t.recover();
-    // Local rights are not a window's to give, nor is a window's key good as an lkey.
+    // A window cannot grant local rights, and its key cannot be used as an lkey.
     let mut bind = t.bind_umr(t.key(), t.a.qpn);
     bind.flags = UmrFlags::INLINE;
     bind.access = Access(0xff);
@@ -148,7 +149,7 @@ fn a_window_grants_no_more_than_its_rights() {
 }
 
 #[test]
-fn a_qp_may_use_the_window_of_its_own_number_only() {
+fn qp_may_use_only_windows_bound_to_its_number() {
     let mut t = windows(true);
     let shape = t.bed.shape(PF, t.pd);
     let peer_shape = t.bed.shape(PF, t.peer.pd);
@@ -157,12 +158,13 @@ fn a_qp_may_use_the_window_of_its_own_number_only() {
     let bind = t.bind_umr(t.mw, b.qpn);
     t.umr(&bind);
     let (key, start) = (t.key(), t.start());
-    assert!(!t.reads(key, start), "bound to b, presented through a");
+    assert!(!t.reads(key, start), "a key of b's window through a");
     let at = Remote { addr: start, rkey: key };
     let local = t.scratch.sge(0, 8);
     t.mr.mem.store_be64(4096, 7);
     t.scratch.mem.store_be64(0, 9);
-    // The right key, tag and all, in the same PD: every operation through a, then through b.
+    // The right key with the right tag, in the same PD: every operation through `a`, then through
+    // `b`.
     let each: [fn(&mut Builder, Remote, Sge); 4] = [
         |w, at, local| _ = w.rdma_read(at, &[local]),
         |w, at, local| _ = w.rdma_write(at, &[local]),
@@ -173,7 +175,7 @@ fn a_qp_may_use_the_window_of_its_own_number_only() {
         let cqe = t.bed.execute(&mut t.peer, |w| fill(w, at, local));
         assert_error(&cqe, Syndrome::RemoteAccess);
         let words = (t.mr.mem.load_be64(4096), t.scratch.mem.load_be64(0));
-        assert_eq!(words, (7, 9), "it was refused and moved something");
+        assert_eq!(words, (7, 9), "a rejected operation moved data");
         t.recover();
     }
     for fill in each {
@@ -182,7 +184,7 @@ fn a_qp_may_use_the_window_of_its_own_number_only() {
 }
 
 #[test]
-fn unbinding_kills_the_key() {
+fn unbinding_invalidates_the_key() {
     let mut t = windows(true);
     for check_qpn in [true, false] {
         let bind = t.bind_umr(t.key(), t.a.qpn);
@@ -199,7 +201,7 @@ fn unbinding_kills_the_key() {
 }
 
 #[test]
-fn local_invalidate_frees_ones_own_window() {
+fn local_invalidate_frees_a_window_of_its_qp() {
     let mut t = windows(true);
     let (mw, mr) = (t.mw, t.mr.key);
     t.refused(Refusal::Free, |w| _ = w.local_invalidate(mw));
@@ -220,7 +222,7 @@ fn local_invalidate_frees_ones_own_window() {
 }
 
 #[test]
-fn a_send_with_invalidate_frees_the_receivers_window() {
+fn send_with_invalidate_frees_the_receivers_window() {
     let mut t = windows(false);
     let bind = t.bind_umr(t.mw, t.a.qpn);
     t.umr(&bind);
@@ -230,7 +232,7 @@ fn a_send_with_invalidate_frees_the_receivers_window() {
         let at = t.bed.write_wqe(&mut t.peer, |w| _ = w.send(&[]).signaled());
         t.peer.ring.write(at + 3, &[crate::wqe::opcode::SEND_INVAL]);
         t.peer.ring.write(at + 12, &key.0.to_be_bytes());
-        t.bed.e.ring(t.peer.qpn, t.peer.producer);
+        t.bed.e.doorbell(t.peer.qpn, t.peer.producer);
         t.bed.run();
         t.peer.send_cq.reader.poll().unwrap()
     };
@@ -240,7 +242,7 @@ fn a_send_with_invalidate_frees_the_receivers_window() {
     assert_eq!((cqe.opcode, cqe.imm), (crate::cqe::opcode::RESP_SEND_INV, key.0));
     assert!(!t.info().bound);
     assert!(!t.reads(key, start));
-    // A key that is not the receiver's ends the connection, and takes no receive.
+    // A key that the receiver may not invalidate ends the connection and consumes no receive.
     let mut t = windows(true);
     let bind = t.bind_umr(t.mw, Qpn::new(0x77_7777));
     t.umr(&bind);
@@ -252,7 +254,7 @@ fn a_send_with_invalidate_frees_the_receivers_window() {
 }
 
 #[test]
-fn a_bind_that_does_not_fit_changes_nothing() {
+fn invalid_bind_changes_nothing() {
     let mut t = windows(false);
     let good = t.bind_umr(t.mw, t.a.qpn);
     let read_only = t.bed.mr(PF, t.pd, 8192, Access::NONE);
@@ -298,8 +300,9 @@ fn a_bind_that_does_not_fit_changes_nothing() {
 }
 
 #[test]
-fn checks_and_privilege_guard_a_bound_window() {
-    // Unprivileged: neither taking a window from another QP, nor freeing it, nor skipping the check.
+fn qp_checks_and_privilege_protect_a_bound_window() {
+    // Unprivileged: the QP may not rebind another QP's window, free it, or omit the check of the
+    // QP.
     let mut t = windows(false);
     let shape = crate::engine::tests::bed::Shape { privileged: true, ..t.bed.shape(PF, t.pd) };
     let (mut boss, boss_peer) = (t.bed.qp(&shape), t.bed.qp(&shape));
@@ -313,13 +316,13 @@ fn checks_and_privilege_guard_a_bound_window() {
     t.refused(Refusal::Privilege, |w| _ = w.umr(&rebind));
     t.refused(Refusal::Qpn, |w| _ = w.umr(&Umr::unbind(key, true)));
     t.refused(Refusal::Privilege, |w| _ = w.umr(&Umr::unbind(key, false)));
-    // Privileged: the check of the QP holds, and its absence is honoured.
+    // Privileged: the QP check is enforced if requested, and may be omitted.
     let cqe = t.bed.execute(&mut boss, |w| _ = w.umr(&Umr::unbind(key, false)));
     assert_eq!(cqe.error, None);
     let cqe = t.bed.execute(&mut boss, |w| _ = w.umr(&Umr::unbind(key, true)));
     assert_error(&cqe, Syndrome::MwBind);
     assert_eq!(cqe.error.unwrap().vendor, Refusal::Free as u8);
-    // One's own window may be rebound at once, and freed.
+    // A QP may rebind its own window directly, and free it.
     let bind = t.bind_umr(t.key(), a);
     t.umr(&bind);
     let rebind = Umr { flags: UmrFlags::INLINE, ..t.bind_umr(t.key(), a) };
@@ -331,7 +334,7 @@ fn checks_and_privilege_guard_a_bound_window() {
 }
 
 #[test]
-fn a_window_of_another_pd_is_out_of_reach() {
+fn window_of_another_pd_is_inaccessible() {
     let mut t = windows(true);
     let pd = t.bed.pd(PF);
     let other = t.bed.e.alloc_mw(PF, pd, MwKind::Type2).unwrap();
@@ -345,7 +348,7 @@ fn only_masked_fields_change() {
     let bind = t.bind_umr(t.mw, t.a.qpn);
     t.umr(&bind);
     t.umr(&Umr::unbind(t.key(), true));
-    assert_eq!(t.info().tag, bind.tag, "the unbinding names no tag");
+    assert_eq!(t.info().tag, bind.tag, "an unbind does not change the tag");
     let keep = Umr { mask: bind.mask & !(umr::MASK_MKEY | umr::MASK_ACCESS), ..bind };
     let keep = Umr { key: t.key(), tag: 0x99, access: Access::NONE, ..keep };
     t.umr(&keep);
@@ -358,14 +361,14 @@ fn only_masked_fields_change() {
 // --- type 1 ------------------------------------------------------------------------------------
 
 impl Windows {
-    /// Binds the upper half as a type-1 window does, with the next tag.
+    /// Returns a UMR that binds the upper half as a type-1 window, with the next tag.
     fn open_umr(&self, len: u32) -> Umr {
         let (key, start) = (self.key(), self.start());
         let tag = key.tag().wrapping_add(1);
         Umr::bind_type1(key, tag, Access::REMOTE_ALL, self.mr.key, start, len)
     }
 
-    /// Another QP of the PD, and its peer.
+    /// Creates another QP of the PD, and its peer.
     fn neighbours(&mut self) -> (TestQp, TestQp) {
         let shape = self.bed.shape(PF, self.pd);
         let peer_shape = self.bed.shape(PF, self.peer.pd);
@@ -376,11 +379,11 @@ impl Windows {
 }
 
 #[test]
-fn a_type_1_window_is_open_to_every_qp_of_its_pd() {
+fn type_1_window_is_accessible_to_every_qp_of_its_pd() {
     let mut t = windows_of(MwKind::Type1, false);
     let info = t.info();
     assert_eq!((info.kind, info.bound, info.qpn), (KeyKind::Mw(MwKind::Type1), false, Qpn::NONE));
-    assert!(!t.reads(t.mw, t.start()), "a free window admits nobody");
+    assert!(!t.reads(t.mw, t.start()), "a free window admits no QP");
     let bind = t.open_umr(4096);
     t.umr(&bind);
     let info = t.info();
@@ -393,7 +396,8 @@ fn a_type_1_window_is_open_to_every_qp_of_its_pd() {
     let (from, to) = (Remote { addr: start, rkey: key }, t.scratch.sge(0, 8));
     let cqe = t.bed.execute(&mut b_peer, |w| _ = w.rdma_read(from, &[to]));
     assert_eq!(cqe.error, None, "through another QP of the PD");
-    // Any QP of the PD rebinds it, bound as it is; the old key is dead, its region counted once.
+    // Any QP of the PD rebinds the bound window. The old key is invalid, and the region counts the
+    // window once.
     let rebind = t.open_umr(64);
     assert_eq!(t.bed.execute(&mut b, |w| _ = w.umr(&rebind)).error, None);
     assert_eq!(t.bed.e.query_key(PF, t.mr.key.index()).unwrap().windows, 1);
@@ -401,7 +405,7 @@ fn a_type_1_window_is_open_to_every_qp_of_its_pd() {
     let key = t.key();
     assert!(t.reads(key, start + 63));
     assert!(!t.reads(key, start + 64));
-    // A QP of another PD has no use of it.
+    // The key is rejected through a QP of another PD.
     let elsewhere = t.bed.pair();
     let (to, mut outsider) = (t.bed.mr(PF, elsewhere.0.pd, 64, ALL), elsewhere.0);
     let from = Remote { addr: start, rkey: key };
@@ -410,7 +414,7 @@ fn a_type_1_window_is_open_to_every_qp_of_its_pd() {
 }
 
 #[test]
-fn a_type_1_window_is_unbound_by_a_bind_of_no_bytes_or_by_the_free_bit() {
+fn type_1_window_is_unbound_by_zero_length_or_the_free_bit() {
     let mut t = windows_of(MwKind::Type1, false);
     for free_bit in [false, true] {
         let bind = t.open_umr(4096);
@@ -432,12 +436,12 @@ fn a_type_1_window_is_unbound_by_a_bind_of_no_bytes_or_by_the_free_bit() {
 }
 
 #[test]
-fn what_a_type_1_window_refuses() {
+fn type_1_window_rejects_qp_checks_and_invalidation() {
     let mut t = windows_of(MwKind::Type1, false);
     let bind = t.open_umr(4096);
     t.umr(&bind);
     let key = t.key();
-    // It is no QP's: nothing that asks for the QP fits it, and no QP invalidates it.
+    // A type-1 window belongs to no QP: UMRs that check the QP fail, and no QP can invalidate it.
     t.refused(Refusal::Type, |w| _ = w.umr(&Umr::unbind(key, true)));
     t.refused(Refusal::Type, |w| _ = w.local_invalidate(key));
     let own = Umr { qpn: t.a.qpn, ..t.open_umr(64) };
@@ -455,10 +459,10 @@ fn what_a_type_1_window_refuses() {
     let other = Umr { key: foreign, ..t.open_umr(4096) };
     t.refused(Refusal::Pd, |w| _ = w.umr(&other));
     let start = t.start();
-    assert!(t.reads(key, start), "what was refused changed nothing");
+    assert!(t.reads(key, start), "the rejected operations changed nothing");
     t.bed.e.dealloc_mw(PF, key).unwrap();
-    assert!(!t.reads(key, start), "a window may end while it is bound");
-    // A window of type 2 is not emptied that way.
+    assert!(!t.reads(key, start), "a bound window can be destroyed");
+    // A type-2 window is not unbound by a length of 0.
     let mut t = windows(true);
     let bind = t.bind_umr(t.mw, t.a.qpn);
     t.umr(&bind);
@@ -466,9 +470,9 @@ fn what_a_type_1_window_refuses() {
     t.refused(Refusal::Form, |w| _ = w.umr(&empty));
 }
 
-/// OneSidedMW §2.3: who shares the PD with a victim tries all tags of the victim's key.
+/// OneSidedMW §2.3: a QP in the victim's PD tries all tags of the victim's key.
 #[test]
-fn guessing_a_tag_opens_a_type_1_window_and_no_type_2_window() {
+fn guessed_tag_opens_a_type_1_window_but_no_type_2_window() {
     for (kind, opened) in [(MwKind::Type1, 1), (MwKind::Type2, 0)] {
         let mut t = windows_of(kind, true);
         let (victim, _victim_peer) = t.neighbours();

@@ -1,11 +1,11 @@
-//! Many datagrams with one system call: recvmmsg and sendmmsg, with segmentation by the kernel both ways.
+//! Batched datagram I/O: recvmmsg and sendmmsg, with UDP GRO and GSO.
 //!
 //! ```text
-//!  receive   slots of 64 KiB   |A A A A a|B|A A|...    UDP GRO: a slot has datagrams of one sender, equally
-//!  send      bursts            |A A A A a|B|...        long but the last; UDP GSO: so has a burst
+//!  receive   slots of 64 KiB   |A A A A a|B|A A|...    UDP GRO: a slot holds datagrams of one sender, all of
+//!  send      bursts            |A A A A a|B|...        the same length except the last. UDP GSO: likewise
 //! ```
 //!
-//! All system calls of the port with pointers in them are here.
+//! All system calls of the port that take pointers to structures are in this file.
 
 use std::mem::{MaybeUninit, size_of};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
@@ -16,56 +16,57 @@ use rustix::io::Errno;
 use crate::wire::ALIGNED;
 use crate::wire::packet::BTH;
 
-/// Datagrams, or rows of them, that one call receives.
+/// Maximum slots that one call fills, each with a batch (the datagrams that GRO has merged).
 const SLOTS: usize = 16;
-/// Packets that one call receives at most: as many to a row as Linux puts into one
+/// Maximum packets that one call receives: Linux puts at most 128 into a batch
 /// (`UDP_MAX_SEGMENTS`).
 #[cfg(test)]
 pub const PACKETS_MAX: u64 = SLOTS as u64 * 128;
-/// Of the slots, how many are offered at least.
+/// Minimum number of slots that a call offers to the kernel.
 const OFFERED_MIN: usize = 1;
-/// Bytes of a slot: what UDP GRO brings at most.
+/// Bytes of a slot: the largest batch that UDP GRO delivers.
 const SLOT_BYTES: usize = 1 << 16;
-/// Rows as long as this are received one by one, each into the same place: it stays in the cache.
+/// Rows from this length on are received one by one into the same slot, which stays in the cache.
 const LONG_BYTES: u32 = SLOT_BYTES as u32 / 4;
-/// Bursts that one call sends.
+/// Maximum bursts that one call sends.
 const BURSTS: usize = 64;
 /// Room for the ancillary data of a message: GRO or GSO size, and an address.
 const CONTROL_WORDS: usize = 16;
 
 type Control = [u64; CONTROL_WORDS];
 
-/// A row of datagrams that came in one slot.
+/// A GRO batch: the consecutive datagrams of one sender in one slot.
 #[derive(Clone, Copy, Debug)]
-pub struct Row<'a> {
-    /// Who sent them.
+pub struct GroBatch<'a> {
+    /// The sender of the datagrams.
     pub source: SocketAddr,
-    /// The address that they were sent to, if the kernel says.
+    /// Their destination address, if the kernel reports it.
     pub destination: Option<IpAddr>,
-    /// All of them.
+    /// The bytes of all datagrams.
     pub bytes: &'a [u8],
-    /// Bytes of each but the last.
+    /// Bytes of each datagram except the last.
     pub each: usize,
 }
 
-/// What is received into.
+/// The receive buffers and the state of the last receive call.
 pub struct Receiver {
-    /// Slots from `first` on, so that payloads are aligned as in the outbox.
+    /// The slots, from offset `first` on, so that payloads are aligned as in the outbox.
     memory: Box<[u8]>,
     first: usize,
     names: Box<[libc::sockaddr_storage; SLOTS]>,
     controls: Box<[Control; SLOTS]>,
     received: usize,
-    /// How many slots the next call offers: more when they were filled. To look for nothing costs by the slot.
+    /// Number of slots that the next call offers. It grows when all slots were filled, because an
+    /// empty call costs time for each offered slot.
     offered: usize,
-    /// The call before received something.
+    /// The previous call, which offered one slot, received a batch.
     again: bool,
     lens: [u32; SLOTS],
     control_lens: [usize; SLOTS],
 }
 
 impl Receiver {
-    /// With room for a call's worth.
+    /// Allocates the buffers for one call.
     pub fn new() -> Self {
         let memory: Box<[u8]> = vec![0; SLOTS * SLOT_BYTES + 2 * ALIGNED].into();
         Self {
@@ -81,7 +82,8 @@ impl Receiver {
         }
     }
 
-    /// Receives what is there; how many slots of it. `WOULDBLOCK` if nothing is.
+    /// Receives the available datagrams. Returns the number of filled slots, or `WOULDBLOCK` if
+    /// there is no datagram.
     pub fn receive(&mut self, socket: BorrowedFd<'_>) -> Result<usize, Errno> {
         self.received = 0;
         let mut parts = [const { MaybeUninit::<libc::iovec>::uninit() }; SLOTS];
@@ -103,8 +105,9 @@ impl Receiver {
             header.msg_controllen = size_of::<Control>();
         }
         if offered == 1 {
-            // What waits for one message looks often: this is the cheaper call.
-            // SAFETY: as below, of the first message, which is written.
+            // A receiver that waits for one message polls often, and recvmsg is cheaper than
+            // recvmmsg. SAFETY: as for `recvmmsg` below, with the first message, which was written
+            // above.
             let got = unsafe {
                 let header = &mut messages[0].assume_init_mut().msg_hdr;
                 libc::recvmsg(socket.as_raw_fd(), header, libc::MSG_DONTWAIT)
@@ -113,16 +116,17 @@ impl Receiver {
                 self.again = false;
                 return Err(last_error());
             }
-            // SAFETY: it was written above.
+            // SAFETY: the first message was written above.
             unsafe { messages[0].assume_init_mut() }.msg_len = got as u32;
-            // Twice in a row: there are more.
+            // Two successful calls in succession: more datagrams are likely, so offer two slots.
             let again = std::mem::replace(&mut self.again, true);
             self.offered = if again && (got as u32) < LONG_BYTES { 2 } else { 1 };
             self.note(&messages[..1]);
             return Ok(1);
         }
-        // SAFETY: each of the first `offered` messages names a name, a part and a control block of its own, which
-        // live, with their lengths, until the call returns, and which nothing else uses meanwhile.
+        // SAFETY: each of the first `offered` messages points to its own name, part and control
+        // block, with their correct lengths. These live until the call returns, and nothing else
+        // uses them meanwhile.
         let got = unsafe {
             libc::recvmmsg(
                 socket.as_raw_fd(),
@@ -133,7 +137,7 @@ impl Receiver {
             )
         };
         if got < 0 {
-            // Who looks in vain looks for one.
+            // After an empty call offer one slot, which is the cheapest call.
             (self.offered, self.again) = (OFFERED_MIN, false);
             return Err(last_error());
         }
@@ -146,14 +150,15 @@ impl Receiver {
         Ok(got)
     }
 
-    /// Notes what has come into the first slots; their messages are written.
+    /// Records the lengths of the batches in the first slots. All of `messages` must be
+    /// initialized.
     fn note(&mut self, messages: &[MaybeUninit<libc::mmsghdr>]) {
         self.received = messages.len();
         for (i, message) in messages.iter().enumerate() {
-            // SAFETY: see above.
+            // SAFETY: the callers pass messages that were written before the system call.
             let message = unsafe { message.assume_init_ref() };
             self.lens[i] = message.msg_len;
-            // What was cut off is no packet.
+            // A truncated datagram cannot be a valid packet: it is dropped.
             let cut = message.msg_hdr.msg_flags & (libc::MSG_TRUNC | libc::MSG_CTRUNC) != 0;
             self.control_lens[i] = if cut { 0 } else { message.msg_hdr.msg_controllen };
             if cut {
@@ -162,40 +167,40 @@ impl Receiver {
         }
     }
 
-    /// What the last call received.
-    pub fn rows(&self) -> impl Iterator<Item = Row<'_>> {
+    /// The batches that the last call received.
+    pub fn batches(&self) -> impl Iterator<Item = GroBatch<'_>> {
         (0..self.received).filter_map(|i| {
             let len = self.lens[i] as usize;
             let bytes = &self.memory[self.first + i * SLOT_BYTES..][..len];
             let (each, destination) = read_control(&self.controls[i], self.control_lens[i]);
             let each = each.filter(|each| *each > 0).unwrap_or(len);
             let source = read_name(&self.names[i])?;
-            (len > 0).then_some(Row { source, destination, bytes, each })
+            (len > 0).then_some(GroBatch { source, destination, bytes, each })
         })
     }
 }
 
-/// Datagrams to one place, all as long as the first but the last.
+/// A burst of datagrams to one destination, all of the same length except the last.
 #[derive(Clone, Copy, Debug)]
 pub struct Outgoing<'a> {
-    /// The address to send them from; the system's choice if none.
+    /// The source address, or `None` for the system's choice.
     pub from: Option<IpAddr>,
-    /// Where to.
+    /// The destination.
     pub to: SocketAddr,
-    /// All of them.
+    /// The bytes of all datagrams.
     pub bytes: &'a [u8],
-    /// Bytes of each but the last.
+    /// Bytes of each datagram except the last.
     pub each: usize,
 }
 
-/// What is sent from.
+/// The address and control buffers of send calls.
 pub struct Sender {
     names: Box<[libc::sockaddr_storage; BURSTS]>,
     controls: Box<[Control; BURSTS]>,
 }
 
 impl Sender {
-    /// With room for a call's worth.
+    /// Allocates the buffers for one call.
     pub fn new() -> Self {
         Self {
             names: Box::new([no_name(); BURSTS]),
@@ -203,7 +208,8 @@ impl Sender {
         }
     }
 
-    /// Sends bursts; how many were taken, or why the first was not. `bursts` gives up to 64 of them.
+    /// Sends at most 64 bursts. Returns the number that the kernel accepted, or the error of the
+    /// first one.
     pub fn send<'a>(
         &mut self,
         socket: BorrowedFd<'_>,
@@ -237,11 +243,12 @@ impl Sender {
         }
         let (fd, flags) = (socket.as_raw_fd(), libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL);
         if count == 1 {
-            // SAFETY: as below.
+            // SAFETY: as for `sendmmsg` below, with the first message.
             let sent = unsafe { libc::sendmsg(fd, &messages[0].assume_init_ref().msg_hdr, flags) };
             return if sent < 0 { Err(last_error()) } else { Ok(1) };
         }
-        // SAFETY: as in `receive`, of the first `count` messages; the parts are only read.
+        // SAFETY: as for `recvmmsg` in `receive`, with the first `count` messages; the parts are
+        // only read.
         let sent = unsafe { libc::sendmmsg(fd, messages.as_mut_ptr().cast(), count as u32, flags) };
         if sent < 0 { Err(last_error()) } else { Ok(sent as usize) }
     }
@@ -268,26 +275,27 @@ fn write_name(name: &mut libc::sockaddr_storage, address: SocketAddr) -> u32 {
     let place = std::ptr::from_mut(name);
     match address {
         SocketAddr::V4(v4) => {
-            let it = libc::sockaddr_in {
+            let sockaddr = libc::sockaddr_in {
                 sin_family: libc::AF_INET as u16,
                 sin_port: v4.port().to_be(),
                 sin_addr: libc::in_addr { s_addr: u32::from_ne_bytes(v4.ip().octets()) },
                 sin_zero: [0; 8],
             };
-            // SAFETY: a `sockaddr_storage` has room for, and the alignment of, every socket address.
-            unsafe { place.cast::<libc::sockaddr_in>().write(it) };
+            // SAFETY: a `sockaddr_storage` has room for, and the alignment of, every socket
+            // address.
+            unsafe { place.cast::<libc::sockaddr_in>().write(sockaddr) };
             size_of::<libc::sockaddr_in>() as u32
         }
         SocketAddr::V6(v6) => {
-            let it = libc::sockaddr_in6 {
+            let sockaddr = libc::sockaddr_in6 {
                 sin6_family: libc::AF_INET6 as u16,
                 sin6_port: v6.port().to_be(),
                 sin6_flowinfo: 0,
                 sin6_addr: libc::in6_addr { s6_addr: v6.ip().octets() },
                 sin6_scope_id: v6.scope_id(),
             };
-            // SAFETY: as above.
-            unsafe { place.cast::<libc::sockaddr_in6>().write(it) };
+            // SAFETY: as for `sockaddr_in` above.
+            unsafe { place.cast::<libc::sockaddr_in6>().write(sockaddr) };
             size_of::<libc::sockaddr_in6>() as u32
         }
     }
@@ -297,20 +305,22 @@ fn read_name(name: &libc::sockaddr_storage) -> Option<SocketAddr> {
     let place = std::ptr::from_ref(name);
     match i32::from(name.ss_family) {
         libc::AF_INET => {
-            // SAFETY: a `sockaddr_storage` is as large and aligned as a `sockaddr_in`, which is plain integers.
-            let it = unsafe { place.cast::<libc::sockaddr_in>().read() };
-            let ip = Ipv4Addr::from(it.sin_addr.s_addr.to_ne_bytes());
-            Some(SocketAddrV4::new(ip, u16::from_be(it.sin_port)).into())
+            // SAFETY: a `sockaddr_storage` is as large and aligned as a `sockaddr_in`, which is
+            // plain integers.
+            let sockaddr = unsafe { place.cast::<libc::sockaddr_in>().read() };
+            let ip = Ipv4Addr::from(sockaddr.sin_addr.s_addr.to_ne_bytes());
+            Some(SocketAddrV4::new(ip, u16::from_be(sockaddr.sin_port)).into())
         }
         libc::AF_INET6 => {
-            // SAFETY: as above, of a `sockaddr_in6`.
-            let it = unsafe { place.cast::<libc::sockaddr_in6>().read() };
-            let ip = Ipv6Addr::from(it.sin6_addr.s6_addr);
-            let port = u16::from_be(it.sin6_port);
+            // SAFETY: as above, for a `sockaddr_in6`.
+            let sockaddr = unsafe { place.cast::<libc::sockaddr_in6>().read() };
+            let ip = Ipv6Addr::from(sockaddr.sin6_addr.s6_addr);
+            let port = u16::from_be(sockaddr.sin6_port);
             match ip.to_ipv4_mapped() {
-                // An IPv6 socket that is bound to any address receives IPv4 datagrams too.
+                // An IPv6 socket that is bound to the unspecified address also receives IPv4
+                // datagrams.
                 Some(ip) => Some(SocketAddrV4::new(ip, port).into()),
-                None => Some(SocketAddrV6::new(ip, port, 0, it.sin6_scope_id).into()),
+                None => Some(SocketAddrV6::new(ip, port, 0, sockaddr.sin6_scope_id).into()),
             }
         }
         _ => None,
@@ -319,8 +329,8 @@ fn read_name(name: &libc::sockaddr_storage) -> Option<SocketAddr> {
 
 // --- ancillary data ------------------------------------------------------------------------------
 //
-// struct cmsghdr: +0 length with this header (usize)  +8 level (i32)  +12 type (i32)  +16 data; the next
-// begins at a multiple of 8.
+// struct cmsghdr: +0 length with this header (usize) +8 level (i32) +12 type (i32) +16 data. The
+// next one begins at a multiple of 8.
 
 const HEADER: usize = 16;
 
@@ -362,7 +372,7 @@ fn write_control(control: &mut Control, segment: Option<u16>, from: Option<IpAdd
     at
 }
 
-/// The size of a row's datagrams, and the address that they were sent to.
+/// Reads the datagram size of a batch and its destination address from the ancillary data.
 fn read_control(control: &Control, len: usize) -> (Option<usize>, Option<IpAddr>) {
     let mut bytes = [0; size_of::<Control>()];
     for (word, bytes) in control.iter().zip(bytes.chunks_exact_mut(8)) {
@@ -385,7 +395,7 @@ fn read_control(control: &Control, len: usize) -> (Option<usize>, Option<IpAddr>
                 each = data.first_chunk().map(|b| i32::from_ne_bytes(*b) as usize);
             }
             (libc::IPPROTO_IP, libc::IP_PKTINFO) => {
-                // The address in the header is the last of its fields.
+                // struct in_pktinfo: +8 destination address of the IP header.
                 let ip: Option<[u8; 4]> = data.get(8..12).and_then(|b| b.try_into().ok());
                 destination = ip.map(IpAddr::from);
             }

@@ -1,4 +1,4 @@
-//! The `roce` port: the NIC's way to other hosts, RoCEv2 over a UDP socket.
+//! The `roce` port: connects the NIC to other hosts by RoCEv2 over a UDP socket.
 //!
 //! ```text
 //!            UDP socket                      NIC thread
@@ -7,18 +7,19 @@
 //!  kernel <─sendmmsg, GSO── seal with ICRC <── Outbox <──────┘
 //! ```
 //!
-//! Any NIC with a thread ([`super::shm::Host`]) can have one: then its QPs talk to those of other NICs as well
-//! as to its own. The socket never blocks. What the kernel does not take is lost, as on a network, and sent
-//! again by the transport.
+//! Any NIC with a thread ([`super::shm::Host`]) can have this port. Its QPs then connect to QPs of
+//! other NICs as well as to QPs of the same NIC. The socket never blocks. A packet that the kernel
+//! does not accept is lost, as on a network, and the transport retransmits it.
 //!
-//! # What of the ICRC is checked
-//! It covers the IPv4 header's identification, of which a UDP socket is not told. So over IPv4 the
-//! difference between the ICRC that is there and the one for identification 0 must be one that some identification
-//! makes ([`crate::wire::icrc::check_unidentified`]): of damaged packets one in 65536 passes, where it would be one in 2^32.
-//! Over IPv6, which has no such field, the whole of it is checked.
+//! # Strength of the ICRC check
+//! The ICRC covers the identification field of the IPv4 header, which a UDP socket does not report
+//! to the receiver. So over IPv4 the difference between the received ICRC and the ICRC for
+//! identification 0 must be the effect of some identification
+//! ([`crate::wire::icrc::check_unidentified`]). One in 65,536 damaged packets passes this check,
+//! instead of one in 2^32. Over IPv6, which has no such field, the whole ICRC is checked.
 
 mod batch;
-mod gather;
+mod coalesce;
 mod udp;
 
-pub use udp::Wire;
+pub use udp::RoceSocket;

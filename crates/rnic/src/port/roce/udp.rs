@@ -1,4 +1,4 @@
-//! The socket, and what comes and goes through it.
+//! The UDP socket of RoCEv2: socket options, and transfer of packets between socket and engine.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -8,30 +8,33 @@ use rustix::net::sockopt;
 
 use super::super::error::Error;
 use super::batch::{Outgoing, Receiver, Sender};
-use super::gather::Gather;
+use super::coalesce::ReceiveCoalescer;
 use crate::engine::Engine;
 use crate::wire::Outbox;
 use crate::wire::icrc::{self, Route};
 
-/// Bytes that the kernel keeps for us until we read them, if it lets us have so much.
+/// Requested size of the socket's receive buffer; the kernel may grant less.
 const RECEIVE_BYTES: usize = 8 << 20;
+/// Requested size of the socket's send buffer.
 const SEND_BYTES: usize = 8 << 20;
-/// Bytes in flight of a connection, where the kernel keeps enough: four acknowledgements, each of four full bursts.
+/// Maximum bytes in flight of a connection: four acknowledgement intervals of four full bursts
+/// each.
 const WINDOW_BYTES: usize = 960 << 10;
 
 /// A NIC's UDP socket.
-pub struct Wire {
+pub struct RoceSocket {
     socket: UdpSocket,
     local: SocketAddr,
     receiver: Receiver,
-    gather: Gather,
+    coalescer: ReceiveCoalescer,
     sender: Sender,
-    /// Packets that the kernel did not take: its buffers were full, or there is no way to the peer.
+    /// Packets that the kernel did not accept: its buffers were full, or there is no route to the
+    /// peer.
     pub unsent: u64,
 }
 
-impl Wire {
-    /// The wire of a NIC that is reached at the address that `socket` is bound to.
+impl RoceSocket {
+    /// Sets up `socket`, which is bound to the address of the NIC.
     pub fn new(socket: UdpSocket) -> Result<Self, Error> {
         let attempt = "setting up the UDP socket of RoCEv2";
         let system = |source: std::io::Error| Error::System { attempt, source };
@@ -48,21 +51,21 @@ impl Wire {
             SocketAddr::V6(_) => {
                 let never = sockopt::Ipv6PathMtuDiscovery::DO;
                 sockopt::set_ipv6_mtu_discover(&socket, never).map_err(errno)?;
-                // Bound to any address it has IPv4 packets too.
+                // A socket that is bound to the unspecified address also receives IPv4 packets.
                 let never = sockopt::Ipv4PathMtuDiscovery::DO;
                 sockopt::set_ip_mtu_discover(&socket, never).map_err(errno)?;
-                // Others leave UDP's checksum out, as RoCEv2 lets them.
+                // RoCEv2 senders may omit the UDP checksum.
                 set(&socket, libc::SOL_UDP, libc::UDP_NO_CHECK6_RX, 1).map_err(errno)?;
                 (libc::IPPROTO_IPV6, libc::IPV6_RECVPKTINFO)
             }
         };
-        // A socket with one address need not be told which one a packet came to.
+        // The destination address of a packet is needed only if the socket is bound to any address.
         if local.ip().is_unspecified() {
             set(&socket, info.0, info.1, 1).map_err(errno)?;
         }
-        // Where the kernel is too old for it, datagrams come one by one.
+        // A kernel without UDP GRO delivers the datagrams one by one.
         let _ = set(&socket, libc::SOL_UDP, libc::UDP_GRO, 1);
-        // More than a user may have needs a privilege; without, what the system lets a user have.
+        // Sizes above the system's limit need CAP_NET_ADMIN; without it the limit applies.
         if sockopt::set_socket_recv_buffer_size_force(&socket, RECEIVE_BYTES).is_err() {
             let _ = sockopt::set_socket_recv_buffer_size(&socket, RECEIVE_BYTES);
         }
@@ -73,79 +76,81 @@ impl Wire {
             socket,
             local,
             receiver: Receiver::new(),
-            gather: Gather::default(),
+            coalescer: ReceiveCoalescer::default(),
             sender: Sender::new(),
             unsent: 0,
         })
     }
 
-    /// The address that it is bound to.
+    /// The address that the socket is bound to.
     pub fn local(&self) -> SocketAddr {
         self.local
     }
 
-    /// Bytes in flight that a connection may have: what the kernel keeps has its own overhead, and the other host's
-    /// socket is taken to be like this one.
+    /// Maximum bytes in flight of a connection: half the receive buffer, because the kernel also
+    /// charges its own overhead to the buffer. The peer's socket is assumed to have the same
+    /// buffer.
     pub fn window_bytes(&self) -> u32 {
         let kept = sockopt::socket_recv_buffer_size(&self.socket).unwrap_or(0);
         (kept / 2).clamp(WINDOW_BYTES / 16, WINDOW_BYTES) as u32
     }
 
-    /// Gives the packets that have come to `engine`. True if there was any; there may be more.
+    /// Passes received packets to `engine`. Returns true if there was any; then there may be more.
     #[inline]
     pub fn receive(&mut self, now_ns: u64, engine: &mut Engine) -> bool {
-        if !self.gather.may_look(now_ns) {
+        if !self.coalescer.may_read(now_ns) {
             return false;
         }
         match self.receiver.receive(self.socket.as_fd()) {
-            // An error is one of an earlier send (ICMP), and has been taken by that.
+            // An error is the ICMP result of an earlier send; reading has cleared it.
             Ok(0) | Err(_) => {
-                self.gather.found_nothing(now_ns);
+                self.coalescer.on_empty_read(now_ns);
                 return false;
             }
             Ok(_) => {}
         }
-        for row in self.receiver.rows() {
-            let destination = row.destination.unwrap_or(self.local.ip());
+        for batch in self.receiver.batches() {
+            let destination = batch.destination.unwrap_or(self.local.ip());
             let to = SocketAddr::new(destination, self.local.port());
-            let route = Route::new(row.source, to);
-            let mut sums = icrc::Row::new(route);
-            for (i, packet) in row.bytes.chunks(row.each).enumerate() {
-                // As Linux numbers what it cuts into segments.
-                engine.receive(now_ns, row.source, destination, packet, || {
-                    sums.check(i as u16, packet) || icrc::check_unidentified(&route, packet)
+            let route = Route::new(batch.source, to);
+            let mut icrcs = icrc::RouteIcrc::new(route);
+            for (i, packet) in batch.bytes.chunks(batch.each).enumerate() {
+                // Linux numbers the segments of a GSO burst from 0 in the identification field.
+                engine.receive(now_ns, batch.source, destination, packet, || {
+                    icrcs.check(i as u16, packet) || icrc::check_unidentified(&route, packet)
                 });
             }
-            self.gather.took(now_ns, row.bytes.len(), engine.is_amid_message());
+            self.coalescer.on_burst(now_ns, batch.bytes.len(), engine.expects_more_packets());
         }
         true
     }
 
-    /// True if bursts come one after the other: each takes longer than to ask for the time.
+    /// True while full bursts arrive back to back. Then reading the clock is cheap beside a burst.
     #[inline]
     pub fn is_busy(&self) -> bool {
-        self.gather.is_busy()
+        self.coalescer.is_busy()
     }
 
-    /// Seals and sends what is in the outbox, and clears it. True if there was anything.
+    /// Computes the ICRCs of the packets in the outbox, sends them and clears the outbox. Returns
+    /// false if the outbox was empty.
     #[inline]
     pub fn send(&mut self, outbox: &mut Outbox) -> bool {
         if outbox.is_empty() {
             return false;
         }
         outbox.seal(self.local.port());
-        let (all, mut rest) = (outbox.bytes(), outbox.bursts());
+        let (bytes, mut rest) = (outbox.bytes(), outbox.bursts());
         while let Some(first) = rest.first() {
             let next = rest.iter().map(|b| Outgoing {
                 from: (b.envelope.from != self.local.ip()).then_some(b.envelope.from),
                 to: b.envelope.to,
-                bytes: &all[b.bytes.clone()],
+                bytes: &bytes[b.bytes.clone()],
                 each: b.packet_bytes,
             });
             let sent = match self.sender.send(self.socket.as_fd(), next) {
                 Ok(sent) => sent,
                 Err(Errno::INTR) => continue,
-                // This burst is lost; those to others need not be.
+                // Only this burst is lost: bursts to other peers may still succeed.
                 Err(_) => {
                     self.unsent += first.packets as u64;
                     1
@@ -158,16 +163,16 @@ impl Wire {
     }
 }
 
-impl AsFd for Wire {
+impl AsFd for RoceSocket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 }
 
-/// Sets an option that is an int.
+/// Sets a socket option of type int.
 fn set(socket: &UdpSocket, level: i32, name: i32, value: i32) -> Result<(), Errno> {
     let value = std::ptr::from_ref(&value);
-    // SAFETY: the value lives, with its length, until the call returns.
+    // SAFETY: `value` has `size_of::<i32>()` bytes and lives until the call returns.
     let done = unsafe {
         libc::setsockopt(socket.as_raw_fd(), level, name, value.cast(), size_of::<i32>() as u32)
     };
@@ -187,17 +192,17 @@ mod tests {
     use crate::verbs::{Limits, QpChange, WireLimits};
     use crate::wire::{Ending, Envelope, RemotePeer};
 
-    fn wire(address: &str) -> Wire {
-        Wire::new(UdpSocket::bind(address).expect("a socket")).expect("a wire")
+    fn wire(address: &str) -> RoceSocket {
+        RoceSocket::new(UdpSocket::bind(address).expect("a socket")).expect("a wire")
     }
 
-    /// Receives a datagram: its sender, the address that it came to, and its bytes.
-    fn one(wire: &mut Wire) -> (SocketAddr, Option<IpAddr>, Vec<u8>) {
+    /// Receives a datagram: its sender, its destination address and its bytes.
+    fn one(wire: &mut RoceSocket) -> (SocketAddr, Option<IpAddr>, Vec<u8>) {
         let until = Instant::now() + Duration::from_secs(20);
         loop {
             let came = wire.receiver.receive(wire.socket.as_fd()).is_ok();
-            if let Some(row) = wire.receiver.rows().next().filter(|_| came) {
-                return (row.source, row.destination, row.bytes.to_vec());
+            if let Some(batch) = wire.receiver.batches().next().filter(|_| came) {
+                return (batch.source, batch.destination, batch.bytes.to_vec());
             }
             assert!(Instant::now() < until, "nothing came");
             std::thread::yield_now();
@@ -210,8 +215,8 @@ mod tests {
         outbox.commit(Envelope { from: from.parse().unwrap(), to }, 100, Ending::Icrc(None));
     }
 
-    /// RoCEv2's senders may leave UDP's checksum out, over IPv6 too (Linux's soft-RoCE does): the ICRC is
-    /// there.
+    /// RoCEv2 senders may omit the UDP checksum, also over IPv6 (Linux's soft-RoCE does), because
+    /// packets have an ICRC.
     #[test]
     #[cfg_attr(miri, ignore = "sockets")]
     fn packets_over_ipv6_need_no_udp_checksum() {
@@ -220,7 +225,8 @@ mod tests {
             return crate::needs::skip("this machine has no IPv6");
         };
         set(&sender, libc::SOL_UDP, libc::UDP_NO_CHECK6_TX, 1).expect("an option");
-        let mut wire = Wire::new(UdpSocket::bind(loopback).expect("a socket")).expect("a wire");
+        let mut wire =
+            RoceSocket::new(UdpSocket::bind(loopback).expect("a socket")).expect("a wire");
         let mut engine = Engine::new(Limits::default());
         sender.send_to(b"0123456789abcdefICRC", wire.local()).expect("sending");
         let start = Instant::now();
@@ -230,12 +236,13 @@ mod tests {
         assert_eq!(engine.wire_stats().unknown_qp, 1);
     }
 
-    /// Doorbells and verbs are looked at between two calls, however many packets wait.
+    /// The limit lets the NIC thread serve doorbells and verbs between two calls under any packet
+    /// load.
     #[test]
     #[cfg_attr(miri, ignore = "sockets")]
-    fn a_look_takes_a_bounded_number_of_packets_and_works_no_checksum_out_for_junk() {
+    fn receive_is_bounded_and_computes_no_icrc_for_junk() {
         let bind = || UdpSocket::bind("127.0.0.1:0").expect("a socket");
-        let (socket, mut wire) = (bind(), Wire::new(bind()).expect("a wire"));
+        let (socket, mut wire) = (bind(), RoceSocket::new(bind()).expect("a wire"));
         let junk = [0; 64 * 20];
         let burst = Outgoing { from: None, to: wire.local(), bytes: &junk, each: 20 };
         for _ in 0..4 {
@@ -243,20 +250,20 @@ mod tests {
             assert!(sent.is_ok_and(|sent| sent > 16), "{sent:?}");
         }
         let mut engine = Engine::new(Limits::default());
-        let (mut most, mut before) = (0, 0);
+        let (mut maximum, mut before) = (0, 0);
         while wire.receive(0, &mut engine) {
             let stats = engine.wire_stats();
-            most = most.max(stats.packets_in - before);
+            maximum = maximum.max(stats.packets_in - before);
             before = stats.packets_in;
         }
         let stats = engine.wire_stats();
-        assert!(most <= PACKETS_MAX && most * 4 < before, "{most} of {before} at once");
+        assert!(maximum <= PACKETS_MAX && maximum * 4 < before, "{maximum} of {before} at once");
         assert_eq!((stats.unknown_qp, stats.bad_icrc), (before, 0));
     }
 
     #[test]
     #[cfg_attr(miri, ignore = "sockets")]
-    fn a_socket_that_is_bound_to_any_address_learns_to_which_one_a_packet_came() {
+    fn unspecified_bind_reports_destination_address() {
         let sender = UdpSocket::bind("127.0.0.1:0").expect("a socket");
         let mut any = wire("0.0.0.0:0");
         for to in ["127.0.0.1", "127.0.0.2"] {
@@ -280,7 +287,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "sockets")]
-    fn packets_leave_from_the_address_that_they_are_said_to_come_from() {
+    fn packets_leave_from_their_source_address() {
         let (mut any, mut to) = (wire("0.0.0.0:0"), wire("127.0.0.1:0"));
         let mut outbox = Outbox::new(10_000);
         for from in ["127.0.0.2", "127.0.0.3"] {
@@ -294,10 +301,10 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "sockets")]
-    fn packets_that_the_kernel_does_not_take_are_counted_and_those_to_others_leave() {
+    fn rejected_packets_are_counted_and_others_sent() {
         let (mut from, mut to) = (wire("127.0.0.1:0"), wire("127.0.0.1:0"));
         let mut outbox = Outbox::new(10_000);
-        // A broadcast, for which the socket has no permission.
+        // A broadcast, which needs a socket option (SO_BROADCAST) that is not set.
         for _ in 0..2 {
             put(&mut outbox, "127.0.0.1", "255.255.255.255:4791".parse().unwrap(), 1);
         }
@@ -310,7 +317,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "sockets")]
-    fn an_empty_datagram_harms_nobody() {
+    fn empty_datagram_is_ignored() {
         let (sender, mut wire) = (UdpSocket::bind("127.0.0.1:0").unwrap(), wire("127.0.0.1:0"));
         let mut engine = Engine::new(Limits::default());
         for datagram in [&[][..], &[0; 20]] {
@@ -327,13 +334,13 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore = "sockets")]
-    fn a_connection_has_half_of_what_the_kernel_keeps_in_flight() {
+    fn connection_window_is_half_the_receive_buffer() {
         let wire = wire("127.0.0.1:0");
         let window = |bytes| {
             sockopt::set_socket_recv_buffer_size(&wire.socket, bytes).expect("an option");
             wire.window_bytes()
         };
-        // Linux doubles the size that it is asked for.
+        // Linux doubles the requested size.
         assert_eq!(window(100_000), 100_000);
         assert_eq!(window(1000), 60 << 10, "the least");
         if sockopt::set_socket_recv_buffer_size_force(&wire.socket, RECEIVE_BYTES).is_ok() {
@@ -341,16 +348,16 @@ mod tests {
         }
     }
 
-    /// Linux numbers the packets that it cuts a burst into, and the ICRC of each is made for its number; a packet that
-    /// comes alone may have any.
+    /// Linux numbers the packets of a GSO burst in the IPv4 identification, and the ICRC of each
+    /// packet is computed for its number. A packet that is sent alone may have any identification.
     #[test]
     #[cfg_attr(miri, ignore = "sockets")]
-    fn the_checksum_of_each_packet_is_right_whether_it_comes_in_a_burst_or_alone() {
+    fn icrc_is_right_in_bursts_and_single_packets() {
         checksums_of_packets(false);
         checksums_of_packets(true);
     }
 
-    fn send_one_by_one(wire: &Wire, outbox: &mut Outbox) {
+    fn send_one_by_one(wire: &RoceSocket, outbox: &mut Outbox) {
         outbox.seal(wire.local.port());
         for burst in outbox.bursts() {
             for packet in outbox.bytes()[burst.bytes.clone()].chunks(burst.packet_bytes) {
@@ -399,7 +406,7 @@ mod tests {
             std::thread::yield_now();
         }
         let stats = beds[1].e.wire_stats();
-        assert!(stats.packets_in > 3, "they are a burst");
+        assert!(stats.packets_in > 3, "the packets are a burst");
         assert_eq!((stats.bad_icrc, stats.ahead), (0, 0));
         assert_eq!(beds[0].e.wire_stats().bad_icrc, 0);
     }

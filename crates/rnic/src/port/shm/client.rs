@@ -1,4 +1,4 @@
-//! The client's side: a process that has attached to the NIC of another one.
+//! The client side: a process that attaches to the NIC of another process.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -14,45 +14,49 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockop
 use super::super::control::{Reply, Verb};
 use super::super::error::Error;
 use super::super::events::EventWord;
-use super::doorbell::{ASLEEP_RNR, GONE, MappedDoorbell, Page, SLEEPING, doorbells_in, page_bytes};
+use super::doorbell::{DoorbellPage, MappedDoorbell};
+use super::page::{ASLEEP_RNR, GONE, SLEEPING, doorbells_in, page_bytes};
+use super::protocol::{Request, Response, SERVICE, Secret, Span, VERSION};
 use super::sharing;
 use super::socket::{self, Packet};
-use super::wire::{Request, Response, SERVICE, Secret, Span, VERSION};
 use crate::memory::DmaMemory;
 
-/// A host that does not answer for this long is taken for dead.
+/// Time without a response after which the host is considered dead.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Doorbells that a client brings room for: two pages' worth. The host may allow less.
+/// Number of doorbells for which a client allocates its doorbell page: two pages. The host may
+/// allow fewer.
 const DOORBELLS_WANTED: u32 = 2016;
 
-/// A function of another process's NIC. It ends with its last clone and the last of its memory.
+/// A function of another process's NIC. The function ends when its last clone and all its memory
+/// are dropped.
 #[derive(Clone)]
 pub struct Attached(Arc<Inner>);
 
-/// What an attached process shares with the NIC, without the protocol. See [`Attached::raw`].
+/// The objects that an attached process shares with the NIC, for direct access. See
+/// [`Attached::raw`].
 pub struct Raw<'a> {
-    /// The doorbell page: [`raw`](super::raw) has the offsets of its words.
+    /// The doorbell page. [`raw`](super::raw) defines the offsets of its words.
     pub doorbells: DmaMemory,
     /// Doorbells in the page.
     pub slots: u32,
     /// The eventfd that wakes the NIC.
     pub wake: BorrowedFd<'a>,
-    /// The session's socket, for packets with [`socket`](super::socket). A verb of the [`Attached`]
-    /// takes the next packet that arrives for its answer.
+    /// The session's socket, for packets with [`socket`](super::socket). Every verb of the
+    /// [`Attached`] takes the next received packet as its response.
     pub socket: BorrowedFd<'a>,
 }
 
 struct Inner {
     /// One request at a time.
     socket: Mutex<OwnedFd>,
-    /// The same socket, for looking whether the host is still there.
+    /// A duplicate of the socket, polled without the lock to detect the end of the host.
     watched: OwnedFd,
     secret: Secret,
-    page: Arc<Page>,
-    /// Memory that the host has mapped, by its first address here.
+    page: Arc<DoorbellPage>,
+    /// Memory that the host has mapped, by its first address in this process.
     memories: Mutex<BTreeMap<u64, Shared>>,
-    /// Why the host is given up.
+    /// The reason, once the host is considered gone.
     gone: OnceLock<String>,
 }
 
@@ -91,10 +95,12 @@ impl Attached {
             _ => return Err(unexpected("a hello")),
         };
         let [wake] = <[OwnedFd; 1]>::try_from(descriptors).map_err(|d| Error::Protocol {
-            what: format!("{} descriptors with the welcome, not one", d.len()),
+            what: format!("the welcome came with {} descriptors instead of one", d.len()),
         })?;
         if doorbells > doorbells_in(memory.len()) {
-            let what = format!("{doorbells} doorbells in a page of {} bytes", memory.len());
+            let bytes = memory.len();
+            let what =
+                format!("the welcome names {doorbells} doorbells, too many for {bytes} bytes");
             return Err(Error::Protocol { what });
         }
         let watched = socket
@@ -104,13 +110,13 @@ impl Attached {
             socket: Mutex::new(socket),
             watched,
             secret,
-            page: Arc::new(Page { memory, slots: doorbells, wake, seat: None }),
+            page: Arc::new(DoorbellPage { memory, slots: doorbells, wake, driver: None }),
             memories: Mutex::new(BTreeMap::new()),
             gone: OnceLock::new(),
         })))
     }
 
-    /// The session's secret: with it another connection to the host's process is tied to this one.
+    /// The session's secret, which ties another connection to the host's process to this session.
     pub fn secret(&self) -> Secret {
         self.0.secret
     }
@@ -124,7 +130,7 @@ impl Attached {
         }
     }
 
-    /// Memory of this process that the host has mapped too.
+    /// Allocates memory of this process and shares it with the host.
     pub fn alloc_dma(&self, bytes: usize) -> Result<DmaMemory, Error> {
         let (fd, memory) = sharing::make("granary-dma", bytes)?;
         let bytes = memory.len() as u64;
@@ -135,26 +141,28 @@ impl Attached {
         self.0.memories.lock().insert(memory.addr(), Shared { number, bytes });
         let (base, len) = (memory.as_ptr(), memory.len());
         let owner = Owner { memory, function: Arc::downgrade(&self.0) };
-        // SAFETY: `owner` keeps the mapping; it is used through raw pointers and atomics only.
+        // SAFETY: `owner` keeps the mapping alive; it is used through raw pointers and atomics
+        // only.
         Ok(unsafe { DmaMemory::from_raw(base, len, Arc::new(owner)) })
     }
 
-    /// Whether the host is still there.
+    /// Returns an error if the host has ended.
     pub fn check_alive(&self) -> Result<(), Error> {
         self.0.check_alive()
     }
 
-    /// Yields the calling thread's CPU to the NIC if that runs there; false if it does not.
+    /// Yields the calling thread's CPU to the NIC thread if the NIC thread runs on the same CPU;
+    /// returns false otherwise.
     #[inline]
     pub fn offer_cpu(&self) -> bool {
         self.0.page.offer_cpu()
     }
 
-    /// What this process shares with the NIC besides the memory of [`Attached::alloc_dma`], as it
-    /// is: nothing keeps what is done with it to the protocol.
+    /// Direct access to the objects that this process shares with the NIC, besides the memory of
+    /// [`Attached::alloc_dma`]. Nothing enforces the protocol.
     ///
-    /// For tests that play a hostile client. The NIC trusts none of it, so that a client has no need of
-    /// this and does no harm to others with it.
+    /// For tests that play a hostile client. An ordinary client does not need this access. It
+    /// cannot harm other clients with it, because the NIC trusts none of these objects.
     pub fn raw(&self) -> Raw<'_> {
         let inner = &*self.0;
         Raw {
@@ -165,14 +173,14 @@ impl Attached {
         }
     }
 
-    /// Descriptors that the data path and the verbs need: for a thread with a descriptor table of
-    /// its own.
+    /// Descriptors that the data path and the verbs need, for a thread that has its own descriptor
+    /// table.
     pub fn descriptors(&self) -> Vec<RawFd> {
         let socket = self.0.socket.lock().as_raw_fd();
         vec![socket, self.0.watched.as_raw_fd(), self.0.page.wake.as_raw_fd()]
     }
 
-    /// The word that who waits for asynchronous events sleeps on.
+    /// The futex word on which threads wait for asynchronous events.
     pub fn event_word(&self) -> EventWord {
         self.0.page.event_word()
     }
@@ -180,11 +188,12 @@ impl Attached {
     /// The doorbell in `slot`.
     pub fn doorbell(&self, slot: u32) -> Result<MappedDoorbell, Error> {
         let page = &self.0.page;
-        MappedDoorbell::new(page.clone(), slot)
-            .ok_or_else(|| Error::Protocol { what: format!("doorbell {slot} of {}", page.slots) })
+        MappedDoorbell::new(page.clone(), slot).ok_or_else(|| Error::Protocol {
+            what: format!("doorbell {slot} does not exist: the page has {}", page.slots),
+        })
     }
 
-    /// To be called after a receive was posted.
+    /// Must be called after a receive was posted.
     #[inline]
     pub fn receive_posted(&self) {
         self.0.page.wake_if_asleep(ASLEEP_RNR);
@@ -192,7 +201,8 @@ impl Attached {
 }
 
 impl Inner {
-    /// Sends a request and waits for its response; an error if the host refuses or is gone.
+    /// Sends a request and waits for its response. Fails if the host rejects the request or is
+    /// gone.
     fn ask(&self, request: &Request, descriptor: Option<&OwnedFd>) -> Result<Response, Error> {
         let socket = self.socket.lock();
         if let Some(why) = self.gone.get() {
@@ -202,7 +212,7 @@ impl Inner {
             Ok((Response::Error(why), _)) => Err(Error::Refused { why }),
             Ok((response, _)) => Ok(response),
             Err(why) => {
-                // After a failed exchange requests and responses may be out of step: no more of them.
+                // After a failed exchange, requests and responses may be out of step: send no more.
                 let _ = self.gone.set(why.clone());
                 Err(gone(why))
             }
@@ -226,7 +236,7 @@ impl Inner {
         Err(gone(self.gone.get_or_init(|| why.to_string()).clone()))
     }
 
-    /// Where `memory` lies in what the host has mapped.
+    /// The position of `memory` within the memory that the host has mapped.
     fn describe(&self, memory: &DmaMemory) -> Result<Span, Error> {
         let memories = self.memories.lock();
         let (addr, bytes) = (memory.addr(), memory.len() as u64);
@@ -240,7 +250,7 @@ impl Inner {
     }
 }
 
-/// Keeps a mapping, and tells the host when it ends.
+/// Owns a mapping, and asks the host to unmap it when it is dropped.
 struct Owner {
     memory: DmaMemory,
     function: Weak<Inner>,
@@ -249,16 +259,17 @@ struct Owner {
 impl Drop for Owner {
     fn drop(&mut self) {
         let Some(function) = self.function.upgrade() else { return };
-        // Before the address can be used again.
+        // Removed before the address can be mapped again.
         let shared = function.memories.lock().remove(&self.memory.addr());
         if let Some(Shared { number, .. }) = shared {
-            // If the host is gone, so is its mapping.
+            // Fails only if the host is gone, and its mapping with it.
             let _ = function.ask(&Request::RemoveMemory { memory: number }, None);
         }
     }
 }
 
-/// One request and its response; an error says why the host is given up.
+/// Sends one request and receives its response. An error is the reason why the host is considered
+/// gone.
 fn exchange(
     socket: &OwnedFd,
     request: &Request,
@@ -266,16 +277,17 @@ fn exchange(
 ) -> Result<(Response, Vec<OwnedFd>), String> {
     let bytes = serde_json::to_vec(request).expect("a request is plain data");
     let fds: Vec<_> = descriptor.iter().map(|fd| fd.as_fd()).collect();
-    socket::send(socket, &bytes, &fds).map_err(|e| format!("sending it a request: {e}"))?;
+    socket::send(socket, &bytes, &fds).map_err(|e| format!("sending a request: {e}"))?;
     let Packet { bytes, descriptors } = match socket::receive(socket) {
         Ok(Some(packet)) => packet,
         Ok(None) => return Err("its process has closed the connection".to_string()),
         Err(rustix::io::Errno::AGAIN) => {
-            return Err(format!("its process did not answer for {} s", ANSWER_TIMEOUT.as_secs()));
+            return Err(format!("its process did not respond for {} s", ANSWER_TIMEOUT.as_secs()));
         }
-        Err(e) => return Err(format!("receiving its answer: {e}")),
+        Err(e) => return Err(format!("receiving its response: {e}")),
     };
-    let response = serde_json::from_slice(&bytes).map_err(|e| format!("its answer: {e}"))?;
+    let response =
+        serde_json::from_slice(&bytes).map_err(|e| format!("its response is malformed: {e}"))?;
     Ok((response, descriptors))
 }
 
@@ -284,7 +296,7 @@ fn gone(why: String) -> Error {
 }
 
 fn unexpected(request: &str) -> Error {
-    Error::Protocol { what: format!("an answer that is not one to {request}") }
+    Error::Protocol { what: format!("the response does not match the request ({request})") }
 }
 
 #[cfg(test)]

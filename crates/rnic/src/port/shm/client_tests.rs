@@ -1,8 +1,8 @@
 use std::thread::JoinHandle;
 
 use super::super::super::Function;
-use super::super::doorbell::{WAITER, WHERE, on_one_cpu};
 use super::super::nic_thread::eventfd;
+use super::super::page::{WAITER, WHERE, on_one_cpu};
 use super::*;
 
 fn pair() -> (OwnedFd, OwnedFd) {
@@ -10,7 +10,7 @@ fn pair() -> (OwnedFd, OwnedFd) {
     rustix::net::socketpair(family, kind, SocketFlags::CLOEXEC, None).unwrap()
 }
 
-/// Opens a function of a host that gives this answer to the hello, with so many descriptors.
+/// Opens a function of a host that responds to the hello with `answer` and a number of descriptors.
 fn open(answer: Response, descriptors: usize) -> (Result<Attached, Error>, OwnedFd) {
     let (client, host) = pair();
     let hosting: JoinHandle<OwnedFd> = std::thread::spawn(move || {
@@ -36,7 +36,7 @@ fn room() -> u32 {
 }
 
 #[test]
-fn a_host_says_why_it_refuses_a_client() {
+fn client_reports_why_the_host_rejects_it() {
     let (refused, _) = open(Response::Error("no room".to_string()), 0);
     assert!(
         matches!(&refused, Err(Error::Refused { why }) if why == "no room"),
@@ -48,7 +48,7 @@ fn a_host_says_why_it_refuses_a_client() {
 }
 
 #[test]
-fn a_host_cannot_name_doorbells_that_the_page_has_no_room_for() {
+fn client_rejects_more_doorbells_than_its_page_holds() {
     for doorbells in [1, room()] {
         let (opened, _host) = open(welcome(doorbells), 1);
         let f = opened.unwrap();
@@ -66,7 +66,7 @@ fn a_host_cannot_name_doorbells_that_the_page_has_no_room_for() {
 }
 
 #[test]
-fn a_client_names_the_descriptors_that_it_needs() {
+fn client_lists_its_descriptors() {
     let (opened, _host) = open(welcome(1), 1);
     let f = opened.unwrap();
     let inner = &f.0;
@@ -78,7 +78,7 @@ fn a_client_names_the_descriptors_that_it_needs() {
 }
 
 #[test]
-fn only_memory_within_a_shared_piece_can_be_described() {
+fn describe_accepts_only_memory_within_a_shared_piece() {
     let (opened, _host) = open(welcome(1), 1);
     let inner = &opened.unwrap().0;
     // The first half of these pages is shared.
@@ -96,7 +96,7 @@ fn only_memory_within_a_shared_piece_can_be_described() {
 }
 
 #[test]
-fn a_client_offers_its_cpu_where_the_nic_runs() {
+fn client_yields_its_cpu_only_on_the_nics_cpu() {
     let (opened, _host) = open(welcome(1), 1);
     let f = opened.unwrap();
     on_one_cpu(|cpu| {
@@ -114,7 +114,7 @@ fn a_client_offers_its_cpu_where_the_nic_runs() {
 }
 
 #[test]
-fn a_receive_wakes_a_nic_that_waits_for_one() {
+fn posted_receive_wakes_a_nic_that_waits_for_one() {
     let (opened, _host) = open(welcome(1), 1);
     let f = opened.unwrap();
     let through = |f: &Attached| Function::Attached(f.clone()).receive_posted();
@@ -123,13 +123,13 @@ fn a_receive_wakes_a_nic_that_waits_for_one() {
             f.0.page.memory.word32(SLEEPING).store(depth, Ordering::Relaxed);
             receive_posted(&f);
             let read = rustix::io::read(&f.0.page.wake, &mut [0; 8]);
-            assert_eq!(read.is_ok(), wakes, "asleep as deep as {depth}");
+            assert_eq!(read.is_ok(), wakes, "asleep at level {depth}");
         }
     }
 }
 
 #[test]
-fn a_client_learns_that_its_host_has_gone_and_stays_with_that() {
+fn client_detects_and_remembers_the_end_of_its_host() {
     for by_word in [false, true] {
         let (opened, host) = open(welcome(1), 1);
         let f = opened.unwrap();

@@ -1,4 +1,4 @@
-//! The host of a NIC: the process whose thread runs the engine.
+//! The host of a NIC: the process whose NIC thread runs the engine.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::thread::JoinHandleExt;
@@ -16,131 +16,138 @@ use super::super::control::{Reply, Verb};
 use super::super::core::Core;
 use super::super::error::Error;
 use super::super::events::EventWord;
-use super::super::roce::Wire;
+use super::super::roce::RoceSocket;
+use super::super::sleeper::Environment;
 use super::super::waker::Waker;
-use super::super::wakes::Environment;
-use super::aside::close_aside;
-use super::doorbell::{ASLEEP_RNR, MappedDoorbell, Page, doorbells_in, page_bytes};
+use super::deferred_close::close_deferred;
+use super::doorbell::{DoorbellPage, MappedDoorbell};
+use super::driver::EngineDriver;
 use super::nic_thread::{NicThread, Shared, eventfd, watch};
-use super::seat::Seat;
+use super::page::{ASLEEP_RNR, doorbells_in, page_bytes};
 use crate::ids::FunctionId;
 use crate::memory::DmaMemory;
 use crate::verbs::{Caps, FunctionLimits, Limits, Stats, WireLimits};
 use crate::wire::WireStats;
 
-/// Doorbells of the physical function: queue pairs whose send queue is not managed.
+/// Doorbells of the physical function: one for each queue pair with an unmanaged send queue.
 const PHYSICAL_DOORBELLS: u32 = 16 << 10;
-/// The most doorbells of a virtual function, whatever its limit of queue pairs.
+/// Maximum doorbells of a virtual function, independent of its limit of queue pairs.
 const VIRTUAL_DOORBELLS: u32 = 16 << 10;
-/// Doorbells of a function that another one has opened: it is there for its keys.
+/// Doorbells of a function that another function has opened. Such a function is used mainly for its
+/// keys.
 const OPENED_DOORBELLS: u32 = 1 << 10;
 
-/// The most pieces of memory that attached processes may have shared: half the mappings that Linux allows
-/// a process (`vm.max_map_count`). Beyond those no `mmap` of this process would succeed.
+/// Maximum pieces of memory that all attached processes together may share: half the mappings that
+/// Linux allows a process (`vm.max_map_count`). Beyond the kernel's limit every `mmap` of this
+/// process fails.
 const PIECES_MAX: usize = 32 << 10;
-/// Beyond that a quarter of the mappings is for who has few pieces yet: for newcomers, where others have
-/// taken what they could.
+/// Further pieces, a quarter of the mappings, that are reserved for processes with fewer than
+/// [`FEW_PIECES`]. So a new process can still attach when other processes have used up
+/// [`PIECES_MAX`].
 const PIECES_RESERVED: usize = 16 << 10;
 const FEW_PIECES: usize = 64;
 
-/// A NIC in a thread of this process. The thread ends when the last clone, and the last function
-/// and session of this process, is dropped.
+/// A NIC that a thread of this process runs. The thread ends when the last clone, function and
+/// session in this process is dropped.
 #[derive(Clone)]
 pub struct Host(pub(super) Arc<HostInner>);
 
 pub(super) struct HostInner {
-    /// Pieces of other processes' memory that are mapped here.
+    /// Number of pieces of other processes' memory that this process has mapped.
     pieces: Arc<AtomicUsize>,
     pub(super) shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
-    seat: Arc<Seat>,
-    physical: Arc<Page>,
+    driver: Arc<EngineDriver>,
+    physical: Arc<DoorbellPage>,
     /// Started with the first session.
     waker: Mutex<Option<Waker>>,
-    /// It talks to those of other hosts.
-    wired: bool,
+    /// The NIC has a UDP socket for RoCEv2.
+    has_roce: bool,
 }
 
-/// What the NIC has done.
+/// Counters of a NIC.
 #[derive(Clone, Debug)]
 pub struct HostStats {
-    /// CPU time of the NIC thread: the hardware's time, not the memory node's.
+    /// CPU time of the NIC thread and the waker thread. It counts as time of the hardware, not of
+    /// the memory node.
     pub cpu: Duration,
-    /// Times that the thread went to sleep.
+    /// Number of times that the NIC thread went to sleep.
     pub sleeps: u64,
     /// The engine's counters.
     pub engine: Stats,
-    /// Its counters of packets between hosts.
+    /// The engine's counters of packets between hosts.
     pub wire: WireStats,
-    /// Packets that the kernel did not take.
+    /// Packets that the kernel did not accept for sending.
     pub unsent: u64,
 }
 
-/// With limits of the connections to other NICs: those that are there, or what suits the socket.
-fn wired(limits: Limits, wire: &Wire) -> Limits {
+/// Completes `limits` for a NIC with a socket: limits of connections and a random number generator.
+fn complete_limits(limits: Limits, wire: &RoceSocket) -> Limits {
     let suited = || WireLimits { window_bytes: wire.window_bytes(), ..WireLimits::default() };
     let random = Some(limits.random.unwrap_or(random_number));
     Limits { wire: Some(limits.wire.unwrap_or_else(suited)), random, ..limits }
 }
 
-/// A random number of the system's. Taken at the set-up of queue pairs only.
+/// A random number from the system. Used only when queue pairs are set up.
 fn random_number() -> u32 {
     let mut bytes = [0; 4];
-    // So few bytes come whole, at once; a system that has none has started nothing yet.
+    // Four bytes are returned whole. The call can fail only early in the boot of the system.
     while getrandom(&mut bytes[..], GetRandomFlags::empty()) != Ok(4) {}
     u32::from_ne_bytes(bytes)
 }
 
 impl Host {
-    /// Starts the NIC thread.
+    /// Starts a NIC without a network.
     pub fn start(limits: Limits) -> Result<Self, Error> {
         Self::start_with(limits, None, false)
     }
 
-    /// Starts the thread of a NIC that talks to those of other hosts too.
-    pub fn start_over(limits: Limits, wire: Wire) -> Result<Self, Error> {
-        Self::start_with(wired(limits, &wire), Some(wire), false)
+    /// Starts a NIC that can also connect to NICs of other hosts, over `wire`.
+    pub fn start_roce(limits: Limits, wire: RoceSocket) -> Result<Self, Error> {
+        Self::start_with(complete_limits(limits, &wire), Some(wire), false)
     }
 
-    /// A NIC that this process has first of all for itself: threads of it that wait for a completion run the NIC
-    /// meanwhile, in place of its thread, so that [`Host::cpu_time`] is not all that it takes. Other
-    /// processes may attach; when those threads have stopped waiting without going to sleep, the next doorbell of another
-    /// process is heard up to 1 ms late.
-    pub fn start_own(limits: Limits, wire: Option<Wire>) -> Result<Self, Error> {
+    /// Starts a NIC mainly for the use of this process: threads of this process that wait for a
+    /// completion run the engine meanwhile (`driver.rs`).
+    ///
+    /// [`Host::cpu_time`] does not include the time that these threads spend in the engine. Other
+    /// processes may attach. After callers have stopped polling without going to sleep, the next
+    /// doorbell of another process is seen up to 1 ms late.
+    pub fn start_own(limits: Limits, wire: Option<RoceSocket>) -> Result<Self, Error> {
         let limits = match &wire {
-            Some(wire) => wired(limits, wire),
+            Some(wire) => complete_limits(limits, wire),
             None => limits,
         };
         Self::start_with(limits, wire, true)
     }
 
-    fn start_with(limits: Limits, wire: Option<Wire>, callers: bool) -> Result<Self, Error> {
+    fn start_with(limits: Limits, wire: Option<RoceSocket>, callers: bool) -> Result<Self, Error> {
         let shared = Arc::new(Shared::new()?);
-        let wired = wire.is_some();
+        let has_roce = wire.is_some();
         let mut nic = NicThread::new(limits, shared.clone(), wire)?;
         let memory = DmaMemory::anonymous(page_bytes(PHYSICAL_DOORBELLS))
             .map_err(Error::system("mapping the doorbell page"))?;
         let wake = eventfd()?;
         watch(&shared.epoll, &wake)?;
         nic.add_doorbells(FunctionId::PHYSICAL, memory.clone(), PHYSICAL_DOORBELLS);
-        let seat = Arc::new(Seat::new(nic, shared.clone(), callers)?);
-        let own = callers.then(|| seat.clone());
-        let physical = Page { memory, slots: PHYSICAL_DOORBELLS, wake, seat: own };
-        let (physical, of_thread) = (Arc::new(physical), seat.clone());
+        let driver = Arc::new(EngineDriver::new(nic, shared.clone(), callers)?);
+        let own = callers.then(|| driver.clone());
+        let physical = DoorbellPage { memory, slots: PHYSICAL_DOORBELLS, wake, driver: own };
+        let (physical, for_thread) = (Arc::new(physical), driver.clone());
         let thread = std::thread::Builder::new()
             .name("granary-nic".to_string())
-            .spawn(move || of_thread.run())
+            .spawn(move || for_thread.run())
             .map_err(|source| Error::System { attempt: "starting the NIC thread", source })?;
         let (pieces, thread, waker) = (Arc::default(), Some(thread), Mutex::default());
-        Ok(Self(Arc::new(HostInner { pieces, shared, thread, seat, physical, waker, wired })))
+        Ok(Self(Arc::new(HostInner { pieces, shared, thread, driver, physical, waker, has_roce })))
     }
 
-    /// Whether its QPs can talk to those of other hosts.
-    pub fn is_wired(&self) -> bool {
-        self.0.wired
+    /// Whether QPs of this NIC can connect to QPs of other hosts.
+    pub fn has_roce(&self) -> bool {
+        self.0.has_roce
     }
 
-    /// The physical function: the NIC owner's.
+    /// The physical function, which belongs to the NIC's owner.
     pub fn physical(&self) -> LocalFunction {
         LocalFunction {
             host: self.clone(),
@@ -160,13 +167,13 @@ impl Host {
         Ok(self.local(removal, page))
     }
 
-    fn local(&self, removal: Removal, page: Arc<Page>) -> LocalFunction {
+    fn local(&self, removal: Removal, page: Arc<DoorbellPage>) -> LocalFunction {
         let (host, id) = (self.clone(), removal.id);
         LocalFunction { host, id, page, _removal: Some(Arc::new(removal)) }
     }
 
-    /// A new virtual function for another process, whose doorbells lie in `memory`; gives how many
-    /// there are, and a descriptor that wakes the NIC.
+    /// Adds a virtual function for another process, with its doorbell page in `memory`. Returns the
+    /// number of doorbells and a descriptor that wakes the NIC.
     pub(super) fn shared_function(
         &self,
         limits: FunctionLimits,
@@ -176,7 +183,7 @@ impl Host {
         let doorbells = limits.qps.clamp(1, VIRTUAL_DOORBELLS).min(doorbells_in(memory.len()));
         let make = move |core: &mut Core| {
             let wakes = &mut core.wakes;
-            core.engine.add_function(limits).inspect(|id| wakes.doubt(*id))
+            core.engine.add_function(limits).inspect(|id| wakes.add_untrusted(*id))
         };
         let (mut removal, page) = self.add_function(make, memory, doorbells)?;
         removal.is_shared = true;
@@ -187,7 +194,8 @@ impl Host {
         Ok((removal, doorbells, wake))
     }
 
-    /// Room for one more piece of memory of a process that has shared `held`.
+    /// Counts one more piece of memory of a process that already shares `held` pieces. Fails at the
+    /// limit.
     pub(super) fn take_piece(&self, held: usize) -> Result<Piece, Error> {
         let piece = Piece(self.0.pieces.clone());
         let reserved = if held < FEW_PIECES { PIECES_RESERVED } else { 0 };
@@ -204,8 +212,8 @@ impl Host {
         make: impl FnOnce(&mut Core) -> Result<FunctionId, crate::error::Error> + Send + 'static,
         memory: DmaMemory,
         doorbells: u32,
-    ) -> Result<(Removal, Arc<Page>), Error> {
-        let of_nic = memory.clone();
+    ) -> Result<(Removal, Arc<DoorbellPage>), Error> {
+        let for_nic = memory.clone();
         let wake = eventfd()?;
         let watched = wake
             .try_clone()
@@ -213,35 +221,35 @@ impl Host {
         watch(&self.0.shared.epoll, &watched)?;
         let id = self.call(move |nic| {
             let id = make(&mut nic.core)?;
-            nic.add_doorbells(id, of_nic, doorbells);
+            nic.add_doorbells(id, for_nic, doorbells);
             Ok::<_, Error>(id)
         })??;
-        let seat = self.0.seat.is_shared().then(|| self.0.seat.clone());
-        let page = Page { memory, slots: doorbells, wake, seat };
+        let driver = self.0.driver.is_shared().then(|| self.0.driver.clone());
+        let page = DoorbellPage { memory, slots: doorbells, wake, driver };
         Ok((
             Removal { host: self.clone(), id, watched: Some(watched), is_shared: false },
             Arc::new(page),
         ))
     }
 
-    /// Starts the waker thread if it does not run yet.
+    /// Starts the waker thread unless it already runs.
     fn start_waker(&self) -> Result<(), Error> {
         let mut waker = self.0.waker.lock();
         if waker.is_none() {
             let started = Waker::start(Environment::SYSTEM)?;
-            let line = started.line();
-            self.call(move |nic| nic.core.wakes.set_line(line))?;
+            let queue = started.queue();
+            self.call(move |nic| nic.core.wakes.set_waker(queue))?;
             *waker = Some(started);
         }
         Ok(())
     }
 
-    /// What the engine can do.
+    /// The capabilities of the engine.
     pub fn caps(&self) -> Result<Caps, Error> {
         self.call(|nic| nic.core.engine.caps())
     }
 
-    /// What the NIC has done so far.
+    /// The present counters of the NIC.
     pub fn stats(&self) -> Result<HostStats, Error> {
         let cpu = self.cpu_time()?;
         let (engine, wire, unsent) = self.call(|nic| {
@@ -252,7 +260,7 @@ impl Host {
         Ok(HostStats { cpu, sleeps, engine, wire, unsent })
     }
 
-    /// CPU time that the NIC thread and its waker thread have taken. Does not wake them.
+    /// CPU time that the NIC thread and the waker thread have used. Does not wake them.
     pub fn cpu_time(&self) -> Result<Duration, Error> {
         let nic = self.cpu_time_of(self.0.thread.as_ref().expect("set until dropped"))?;
         let waker = self.0.waker.lock();
@@ -276,14 +284,14 @@ impl Host {
         Ok(Duration::new(time.tv_sec as u64, time.tv_nsec as u32))
     }
 
-    /// Lets the NIC thread do `job` between two looks at its doorbells.
+    /// Runs `job` on the NIC thread between two rounds, and waits for its result.
     pub(super) fn call<R: Send + 'static>(
         &self,
         job: impl FnOnce(&mut NicThread) -> R + Send + 'static,
     ) -> Result<R, Error> {
         let (reply, result) = mpsc::sync_channel(1);
         let sent = self.0.shared.submit(Box::new(move |nic| {
-            // The caller waits for it below.
+            // The caller waits below, so the channel is open.
             let _ = reply.send(job(nic));
         }));
         if !sent {
@@ -307,13 +315,13 @@ impl Drop for HostInner {
         if let Some(thread) = self.thread.take()
             && thread.thread().id() != std::thread::current().id()
         {
-            // A panic of the thread has been reported where it happened.
+            // A panic of the thread has already been reported by the panic hook.
             let _ = thread.join();
         }
     }
 }
 
-/// A piece of another process's memory, counted.
+/// Accounts for one mapped piece of another process's memory.
 pub(super) struct Piece(Arc<AtomicUsize>);
 
 impl Drop for Piece {
@@ -328,23 +336,24 @@ pub(super) struct Removal {
     pub id: FunctionId,
     /// The eventfd by which the function wakes the NIC. Set until dropped.
     watched: Option<OwnedFd>,
-    /// Another process has that eventfd, too.
+    /// Another process has a copy of the eventfd.
     is_shared: bool,
 }
 
 impl Drop for Removal {
     fn drop(&mut self) {
         let (id, host) = (self.id, &self.host.0);
-        // If the thread has ended, so has the function.
+        // The call fails only if the NIC thread has ended, and the function with it.
         let _ = self.host.call(move |nic| nic.remove_function(id));
         if let Some(waker) = &*host.waker.lock() {
             waker.forget(id);
         }
         if let Some(watched) = self.watched.take() {
-            // The client may hold the eventfd open: closing this descriptor would not end the watch.
+            // The client may keep the eventfd open. Then closing this descriptor would not remove
+            // the eventfd from the epoll instance.
             let _ = epoll::delete(&host.shared.epoll, &watched);
             if self.is_shared {
-                close_aside(watched);
+                close_deferred(watched);
             }
         }
     }
@@ -355,7 +364,7 @@ impl Drop for Removal {
 pub struct LocalFunction {
     host: Host,
     id: FunctionId,
-    page: Arc<Page>,
+    page: Arc<DoorbellPage>,
     _removal: Option<Arc<Removal>>,
 }
 
@@ -365,7 +374,7 @@ impl LocalFunction {
         &self.host
     }
 
-    /// A further function with keys of its own, for who has this one.
+    /// Opens a further function, with a key namespace of its own, for the owner of this one.
     pub fn open(&self) -> Result<LocalFunction, Error> {
         let memory = DmaMemory::anonymous(page_bytes(OPENED_DOORBELLS))
             .map_err(Error::system("mapping the doorbell page"))?;
@@ -381,36 +390,39 @@ impl LocalFunction {
         self.host.call(move |nic| nic.execute(id, verb))?
     }
 
-    /// Yields the calling thread's CPU to the NIC if that runs there; false if it does not.
+    /// Yields the calling thread's CPU to the NIC thread if the NIC thread runs on the same CPU;
+    /// returns false otherwise.
     #[inline]
     pub fn offer_cpu(&self) -> bool {
         self.page.offer_cpu()
     }
 
-    /// A turn of the NIC, for who waits for it; true if there was anything to do.
+    /// Runs a round of the engine for a caller that waits for a completion. Returns true if there
+    /// was work.
     #[inline]
-    pub fn wait_turn(&self) -> bool {
-        self.page.seat.as_ref().is_some_and(|seat| seat.wait_turn())
+    pub fn poll_engine(&self) -> bool {
+        self.page.driver.as_ref().is_some_and(|driver| driver.poll_engine())
     }
 
-    /// A turn of the NIC for who would go to sleep; true if it should have another one.
-    pub fn busy_turn(&self) -> bool {
-        self.page.seat.as_ref().is_some_and(|seat| seat.busy_turn())
+    /// Runs a round of the engine for a caller that is about to sleep. Returns true if the caller
+    /// should poll again instead.
+    pub fn poll_engine_before_sleep(&self) -> bool {
+        self.page.driver.as_ref().is_some_and(|driver| driver.poll_engine_before_sleep())
     }
 
-    /// To be called by who goes to sleep until a completion comes.
+    /// Must be called by a thread before it sleeps until a completion.
     pub fn before_sleep(&self) {
-        if let Some(seat) = &self.page.seat {
-            seat.before_sleep();
+        if let Some(driver) = &self.page.driver {
+            driver.before_sleep();
         }
     }
 
-    /// Whether the NIC thread runs.
+    /// Returns an error if the NIC thread has ended.
     pub fn check_alive(&self) -> Result<(), Error> {
         self.host.check_alive()
     }
 
-    /// The word that who waits for asynchronous events sleeps on.
+    /// The futex word on which threads wait for asynchronous events.
     pub fn event_word(&self) -> EventWord {
         self.page.event_word()
     }
@@ -418,11 +430,11 @@ impl LocalFunction {
     /// The doorbell in `slot`.
     pub fn doorbell(&self, slot: u32) -> Result<MappedDoorbell, Error> {
         MappedDoorbell::new(self.page.clone(), slot).ok_or_else(|| Error::Protocol {
-            what: format!("doorbell {slot} of {}", self.page.slots),
+            what: format!("doorbell {slot} does not exist: the page has {}", self.page.slots),
         })
     }
 
-    /// To be called after a receive was posted.
+    /// Must be called after a receive was posted.
     #[inline]
     pub fn receive_posted(&self) {
         self.page.wake_if_asleep(ASLEEP_RNR);

@@ -3,22 +3,22 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use super::super::super::Function;
-use super::super::doorbell::{SLEEPING, WAITER, WHERE, on_one_cpu};
-use super::super::seat::Bench;
+use super::super::driver::Bench;
+use super::super::page::{SLEEPING, WAITER, WHERE, on_one_cpu};
 use super::*;
 
 fn host() -> Host {
     Host::start(Limits::default()).unwrap()
 }
 
-fn wire() -> Wire {
-    Wire::new(UdpSocket::bind("127.0.0.1:0").unwrap()).unwrap()
+fn wire() -> RoceSocket {
+    RoceSocket::new(UdpSocket::bind("127.0.0.1:0").unwrap()).unwrap()
 }
 
-/// The physical function of `host` with a doorbell page that the NIC does not know.
-fn with_page(host: &Host, seat: Option<Arc<Seat>>) -> LocalFunction {
+/// The physical function of `host` with a doorbell page that is not registered with the NIC.
+fn with_page(host: &Host, driver: Option<Arc<EngineDriver>>) -> LocalFunction {
     let memory = DmaMemory::anonymous(page_bytes(1)).unwrap();
-    let page = Arc::new(Page { memory, slots: 1, wake: eventfd().unwrap(), seat });
+    let page = Arc::new(DoorbellPage { memory, slots: 1, wake: eventfd().unwrap(), driver });
     LocalFunction { host: host.clone(), id: FunctionId::PHYSICAL, page, _removal: None }
 }
 
@@ -27,22 +27,22 @@ fn has_rung(fd: &OwnedFd) -> bool {
 }
 
 #[test]
-fn a_wired_nic_draws_random_numbers() {
-    let random = wired(Limits::default(), &wire()).random.unwrap();
+fn nic_with_a_socket_draws_random_numbers() {
+    let random = complete_limits(Limits::default(), &wire()).random.unwrap();
     let first = random();
     assert!((0..8).any(|_| random() != first));
 }
 
 #[test]
-fn a_nic_with_a_wire_is_told_from_one_without() {
+fn port_name_distinguishes_roce_from_shm() {
     let name = |host: &Host| Function::Local(host.physical()).port_name();
-    let (plain, wired) = (host(), Host::start_over(Limits::default(), wire()).unwrap());
-    assert_eq!((plain.is_wired(), name(&plain)), (false, "shm"));
-    assert_eq!((wired.is_wired(), name(&wired)), (true, "roce"));
+    let (plain, wired) = (host(), Host::start_roce(Limits::default(), wire()).unwrap());
+    assert_eq!((plain.has_roce(), name(&plain)), (false, "shm"));
+    assert_eq!((wired.has_roce(), name(&wired)), (true, "roce"));
 }
 
 #[test]
-fn the_cpu_time_of_a_nic_is_that_of_its_thread_and_of_its_waker_thread() {
+fn cpu_time_includes_nic_and_waker_thread() {
     let host = host();
     let by_thread = host
         .call(|_| {
@@ -56,13 +56,13 @@ fn the_cpu_time_of_a_nic_is_that_of_its_thread_and_of_its_waker_thread() {
     assert!(!by_thread.is_zero());
     assert!(host.cpu_time().unwrap() >= by_thread);
     assert!(host.stats().unwrap().cpu >= by_thread);
-    // The first function of another process brings the waker thread.
+    // The first function of another process starts the waker thread.
     assert!(host.0.waker.lock().is_none());
     let memory = DmaMemory::anonymous(page_bytes(1)).unwrap();
     let function = host.shared_function(FunctionLimits::default(), memory).unwrap();
     let waker = || {
         let waker = host.0.waker.lock();
-        host.cpu_time_of(waker.as_ref().expect("it was started").thread()).unwrap()
+        host.cpu_time_of(waker.as_ref().expect("the waker thread was started").thread()).unwrap()
     };
     let until = Instant::now() + Duration::from_secs(20);
     while waker().is_zero() {
@@ -76,7 +76,7 @@ fn the_cpu_time_of_a_nic_is_that_of_its_thread_and_of_its_waker_thread() {
 }
 
 #[test]
-fn whoever_has_a_function_learns_that_the_thread_has_ended() {
+fn functions_report_the_end_of_the_nic_thread() {
     let host = host();
     let f = host.physical();
     assert!(f.check_alive().is_ok() && Function::Local(f.clone()).check_alive().is_ok());
@@ -90,26 +90,26 @@ fn whoever_has_a_function_learns_that_the_thread_has_ended() {
         assert!(matches!(alive, Err(Error::Gone { .. })), "{alive:?}");
     }
     let sleeping = f.page.memory.word32(SLEEPING).load(Ordering::Relaxed);
-    assert_eq!(sleeping, super::super::doorbell::GONE);
+    assert_eq!(sleeping, super::super::page::GONE);
     assert!(matches!(f.execute(Verb::AllocPd), Err(Error::Gone { .. })));
 }
 
 #[test]
-fn the_thread_has_ended_when_the_last_handle_is_gone() {
+fn dropping_the_last_handle_joins_the_nic_thread() {
     let host = host();
     let (shared, done) = (host.0.shared.clone(), Arc::new(AtomicBool::new(false)));
-    let of_job = done.clone();
-    // Work that is under way when the handle goes.
+    let for_job = done.clone();
+    // A job that is still running when the handle is dropped.
     shared.submit(Box::new(move |_| {
         (0..10_000).for_each(|_| std::thread::yield_now());
-        of_job.store(true, Ordering::SeqCst);
+        for_job.store(true, Ordering::SeqCst);
     }));
     drop(host);
     assert!(done.load(Ordering::SeqCst) && !shared.is_alive());
 }
 
 #[test]
-fn a_function_offers_its_cpu_where_the_nic_runs() {
+fn function_yields_its_cpu_only_on_the_nics_cpu() {
     let host = host();
     let f = with_page(&host, None);
     on_one_cpu(|cpu| {
@@ -129,7 +129,7 @@ fn a_function_offers_its_cpu_where_the_nic_runs() {
 }
 
 #[test]
-fn a_receive_wakes_a_nic_that_waits_for_one() {
+fn posted_receive_wakes_a_nic_that_waits_for_one() {
     let host = host();
     let f = with_page(&host, None);
     for receive_posted in [LocalFunction::receive_posted, |f: &LocalFunction| {
@@ -138,40 +138,42 @@ fn a_receive_wakes_a_nic_that_waits_for_one() {
         for (depth, wakes) in [(0, false), (1, false), (ASLEEP_RNR, true)] {
             f.page.memory.word32(SLEEPING).store(depth, Ordering::Relaxed);
             receive_posted(&f);
-            assert_eq!(has_rung(&f.page.wake), wakes, "asleep as deep as {depth}");
+            assert_eq!(has_rung(&f.page.wake), wakes, "asleep at level {depth}");
         }
     }
 }
 
 #[test]
-fn a_caller_of_its_own_nic_does_its_work_and_one_of_another_nic_does_not() {
+fn caller_runs_rounds_only_with_a_driver() {
     let host = host();
     for take_turn in
-        [LocalFunction::wait_turn, |f: &LocalFunction| Function::Local(f.clone()).wait_turn()]
+        [LocalFunction::poll_engine, |f: &LocalFunction| Function::Local(f.clone()).poll_engine()]
     {
         let mut bench = Bench::new(true);
-        let f = with_page(&host, Some(bench.seat.clone()));
-        assert!(!take_turn(&f), "there is nothing to do");
+        let f = with_page(&host, Some(bench.driver.clone()));
+        assert!(!take_turn(&f), "there is no work");
         bench.post();
         assert!(take_turn(&f) && bench.q.is_done());
         assert!(!take_turn(&with_page(&host, None)));
     }
-    for busy_turn in
-        [LocalFunction::busy_turn, |f: &LocalFunction| Function::Local(f.clone()).busy_turn()]
+    for poll_engine_before_sleep in
+        [LocalFunction::poll_engine_before_sleep, |f: &LocalFunction| {
+            Function::Local(f.clone()).poll_engine_before_sleep()
+        }]
     {
         let bench = Bench::new(true);
-        let f = with_page(&host, Some(bench.seat.clone()));
-        bench.seat.work_goes_on();
-        assert!(busy_turn(&f));
-        assert!(!busy_turn(&with_page(&host, None)));
+        let f = with_page(&host, Some(bench.driver.clone()));
+        bench.driver.set_recent_work();
+        assert!(poll_engine_before_sleep(&f));
+        assert!(!poll_engine_before_sleep(&with_page(&host, None)));
     }
     for leave in
-        [LocalFunction::before_sleep, |f: &LocalFunction| Function::Local(f.clone()).turn()]
+        [LocalFunction::before_sleep, |f: &LocalFunction| Function::Local(f.clone()).before_sleep()]
     {
         let bench = Bench::new(true);
-        let f = with_page(&host, Some(bench.seat.clone()));
+        let f = with_page(&host, Some(bench.driver.clone()));
         leave(&f);
-        assert!(bench.seat.is_left());
+        assert!(bench.driver.is_released());
         leave(&with_page(&host, None));
     }
 }

@@ -16,35 +16,37 @@
 //! - [`Host`] owns the NIC thread. The functions of its own process are [`LocalFunction`]s.
 //! - [`Session`] is the host's side of an attached process: requests in, replies out, no socket.
 //! - [`Attached`] is the other process's side.
-//! - `sharing.rs` says under which conditions a client's memory becomes the NIC's as well.
-//! - [`wire`] are the messages, [`socket`] moves them and the descriptors with them.
+//! - `sharing.rs` defines the conditions under which the NIC accepts a client's memory.
+//! - [`protocol`] defines the messages; [`socket`] transfers them together with their descriptors.
 //!
-//! The data path needs neither lock nor system call as long as both sides are awake; see the
-//! doorbell page (`doorbell.rs`) for how they wake each other.
+//! The data path needs neither a lock nor a system call while both sides are awake. `page.rs`
+//! describes the doorbell page, by which the sides wake each other.
 
-mod aside;
-mod bells;
 mod client;
+mod deferred_close;
 mod doorbell;
+mod doorbell_scanner;
+mod driver;
 mod host;
 mod nic_thread;
+mod page;
 pub mod peer;
-mod seat;
+pub mod protocol;
 mod session;
 mod sharing;
 pub mod socket;
 #[cfg(test)]
 mod tests;
-pub mod wire;
 
-/// Where the words of a doorbell page lie, for tests that write them raw ([`Attached::raw`]).
+/// Offsets of the words of a doorbell page, for tests that access them directly
+/// ([`Attached::raw`]).
 pub mod raw {
-    pub use super::doorbell::{DOORBELLS, EVENTS, SLEEPING, WAITER, WHERE};
+    pub use super::page::{DOORBELLS, EVENTS, SLEEPING, WAITER, WHERE};
 }
 
 pub use client::{Attached, Raw};
 pub use doorbell::MappedDoorbell;
 pub use host::{Host, HostStats, LocalFunction};
 pub use peer::Peer;
+pub use protocol::Secret;
 pub use session::{Session, SessionLimits};
-pub use wire::Secret;

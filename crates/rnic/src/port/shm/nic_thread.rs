@@ -1,14 +1,14 @@
-//! The NIC thread: the hardware.
+//! The state and the round of the NIC thread, which plays the hardware.
 //!
-//! It looks at its mailbox (control verbs) and at the doorbells, lets the engine execute, wakes who
-//! sleeps on a completion, and starts over. When nothing has happened for a while it sleeps on the
-//! eventfds of its functions; then it takes no CPU at all. `seat.rs` has that loop, and says who else may run
-//! the NIC.
+//! A round takes jobs from the mailbox (control verbs), scans the doorbells, runs the engine, and
+//! wakes threads that sleep on completions. After a while without work the NIC thread sleeps on the
+//! eventfds of its functions; then it uses no CPU. The loop, and the threads that may also run the
+//! engine, are in `driver.rs`.
 //!
-//! A function's eventfd is shared with its client, which may do with it what it likes. The NIC thread
-//! never reads it: it is watched edge-triggered, so that each write to it is one wake-up. The thread
-//! that asks for the function makes and closes it (`host.rs`), since the client decides how long the
-//! closing of the last copy takes.
+//! A function's eventfd is shared with its client, which may misuse it. So the NIC thread never
+//! reads the eventfd, but watches it edge-triggered: each write is one wake-up. The thread that
+//! requests the function makes and closes the eventfd (`host.rs`), because the client controls how
+//! long the closing of the last copy takes.
 
 use std::num::NonZero;
 use std::os::fd::OwnedFd;
@@ -23,56 +23,57 @@ use super::super::control::{Reply, Verb};
 use super::super::core::Core;
 use super::super::error::Error;
 use super::super::handshake::{may_sleep, must_wake_nic};
-use super::super::roce::Wire;
-use super::bells::Bells;
-use super::doorbell::{ASLEEP, ASLEEP_RNR, AWAKE, GONE, SLEEPING, WHERE, event_word, this_cpu};
-use crate::engine::Hold;
+use super::super::roce::RoceSocket;
+use super::doorbell_scanner::DoorbellScanner;
+use super::page::{ASLEEP, ASLEEP_RNR, AWAKE, GONE, SLEEPING, WHERE, event_word, this_cpu};
+use crate::engine::AckDelay;
 use crate::ids::FunctionId;
 use crate::memory::DmaMemory;
 use crate::verbs::{Limits, QpChange};
 
-/// WQEs that the engine executes between two looks at the doorbells.
+/// WQEs that the engine executes between two doorbell scans.
 const BUDGET: usize = 64;
-/// Bytes of packets that are sent together where there is more to execute: what one send with segmentation takes.
+/// Bytes of packets after which a round sends although there is more to execute: one GSO send.
 const SEND_BYTES: usize = 60 << 10;
-/// Such sends in a turn of a caller who waits: what comes meanwhile is looked for after them.
+/// Maximum such sends in a round of a waiting caller; then it reads the socket again.
 const SENDS: u32 = 3;
-/// Times that the engine executes before packets are sent at the latest.
+/// Maximum engine polls before packets are sent.
 const POLLS: u32 = 8;
-/// Turns of callers for which acknowledgements wait at most.
-const HELD_TURNS: u32 = 8;
-/// After this long without work the thread offers its CPU to others between two looks.
+/// Maximum rounds of callers for which ACKs are delayed.
+const DELAY_ROUNDS: u32 = 8;
+/// Time without work after which the NIC thread yields its CPU between rounds.
 pub(super) const SPIN: Duration = Duration::from_micros(2);
-/// After this long without work it goes to sleep.
+/// Time without work after which the NIC thread sleeps.
 pub(super) const SLEEP_AFTER: Duration = Duration::from_micros(100);
-/// Busy rounds between two looks at the clock, and at who waits on the NIC's CPU: a few microseconds.
+/// Busy rounds between two reads of the clock and of the yield requests: a few microseconds.
 pub(super) const ROUNDS_PER_CLOCK: u32 = 16;
 
-/// The thread leaves its CPU after it has shared it with waiting clients so often...
-const CROWDED_MAX: u32 = 32;
-/// ... and has not left one for this long. Where leaving does not help (a client that says it waits
-/// wherever the NIC is), it stays twice as long each time, up to `STAY_MAX`.
+/// Yield requests of clients after which the NIC thread moves to another CPU.
+const YIELD_REQUESTS_MAX: u32 = 32;
+/// Minimum time between two such moves. If moving does not help (a hostile client can request
+/// yields on every CPU), the time doubles with each move, up to `STAY_MAX`.
 const STAY: Duration = Duration::from_millis(5);
 const STAY_MAX: Duration = Duration::from_secs(5);
 
-/// Work for the NIC thread.
+/// A job for the NIC thread.
 pub(super) type Job = Box<dyn FnOnce(&mut NicThread) + Send>;
 
-/// What the NIC thread shares with its process.
+/// The state that the NIC thread shares with other threads of its process.
 pub(super) struct Shared {
     mailbox: Mutex<Mailbox>,
     has_mail: AtomicBool,
     /// Like the word of the same name in a doorbell page.
     sleeping: AtomicU32,
+    /// The eventfd by which this process wakes the NIC thread.
     wake: OwnedFd,
-    /// What wakes the thread.
+    /// The epoll instance on which the NIC thread sleeps.
     pub epoll: OwnedFd,
-    /// Times the thread has gone to sleep.
+    /// Number of times that the NIC thread has gone to sleep.
     pub sleeps: AtomicU64,
 }
 
 struct Mailbox {
-    /// `None`: the thread has ended.
+    /// `None` if the NIC thread has ended.
     jobs: Option<Vec<Job>>,
 }
 
@@ -92,7 +93,8 @@ impl Shared {
         })
     }
 
-    /// Puts a job into the mailbox and wakes the thread if it sleeps. False if it has ended.
+    /// Puts a job into the mailbox and wakes the NIC thread if it sleeps. Returns false if the NIC
+    /// thread has ended.
     pub fn submit(&self, job: Job) -> bool {
         match &mut self.mailbox.lock().jobs {
             None => return false,
@@ -105,31 +107,31 @@ impl Shared {
         true
     }
 
-    /// True if there are jobs.
+    /// Whether there are jobs.
     pub fn has_mail(&self) -> bool {
         self.has_mail.load(Ordering::Acquire)
     }
 
-    /// Wakes the thread, if it sleeps.
+    /// Wakes the NIC thread if it sleeps.
     pub fn wake_thread(&self) {
-        // It does not block; if its counter is full, the thread is woken already.
+        // The write does not block. If the counter is full, a wake-up is already pending.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// Sleeps until something wakes the thread, or this time is over.
+    /// Sleeps until an event or the timeout.
     pub fn wait(&self, timeout: Option<Timespec>) {
         let mut events = [epoll::Event {
             flags: epoll::EventFlags::empty(),
             data: epoll::EventData::new_u64(0),
         }; 16];
-        // Interrupted or failed: the loop looks at everything again in any case.
+        // The result does not matter: the loop scans everything in any case.
         let _ = epoll::wait(&self.epoll, &mut events[..], timeout.as_ref());
     }
 
-    /// Sleeps until something wakes the thread, or for `least`, or up to `most` where the system can do that together
-    /// with something else.
+    /// Sleeps until an event, at least for `least` and at most for `most`. Within this range the
+    /// kernel may merge the wake-up with another timer.
     pub fn wait_for(&self, least: Duration, most: Duration) {
-        // Without it the look costs more, that is all.
+        // Without timer slack the wake-up only costs more.
         let slack = |time| {
             let _ = rustix::thread::set_current_timer_slack(time);
         };
@@ -142,6 +144,7 @@ impl Shared {
         }
     }
 
+    /// Whether the NIC thread has not ended.
     pub fn is_alive(&self) -> bool {
         self.mailbox.lock().jobs.is_some()
     }
@@ -151,44 +154,51 @@ pub(super) fn timespec(time: Duration) -> Timespec {
     Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos() as i64 }
 }
 
-/// A descriptor that wakes the NIC thread.
+/// Makes a nonblocking eventfd that wakes the NIC thread.
 pub(super) fn eventfd() -> Result<OwnedFd, Error> {
     use rustix::event::EventfdFlags;
     rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
         .map_err(Error::system("making an eventfd"))
 }
 
-/// What came of a turn of a caller.
+/// Result of a caller's round.
 #[derive(Clone, Copy)]
-pub(super) struct Turn {
-    /// Packets.
+pub(super) struct RoundResult {
+    /// Packets were received.
     pub received: bool,
-    /// There was anything to do.
+    /// There was work.
     pub worked: bool,
 }
 
-/// The thread's state.
+/// The state of a NIC with a thread: the engine, the doorbells and the socket.
 pub(super) struct NicThread {
     pub core: Core,
     pub stop: bool,
     shared: Arc<Shared>,
-    doorbells: Vec<Bells>,
-    /// The way to other hosts; what comes wakes the thread.
-    wire: Option<Wire>,
+    scanners: Vec<DoorbellScanner>,
+    /// The UDP socket for RoCEv2; readable data wakes the NIC thread.
+    socket: Option<RoceSocket>,
+    /// The epoll instance watches the socket.
     watched: bool,
     pub started: Instant,
-    /// Turns of callers since acknowledgements were let go.
-    held: u32,
-    /// The CPU that it runs on, as the doorbell pages have it.
+    /// Rounds of callers since delayed ACKs were released.
+    delayed_rounds: u32,
+    /// The CPU of the NIC thread as announced in the doorbell pages: its number plus 1, or 0.
     cpu: u32,
-    /// How often a client waited on the NIC's own CPU since the NIC left one for that.
-    crowded: u32,
-    left_at: u64,
-    stay: Duration,
+    /// Yield requests since the last move to another CPU.
+    yield_requests: u32,
+    /// Time of the last move.
+    moved_at: u64,
+    /// Minimum time until the next move.
+    min_stay: Duration,
 }
 
 impl NicThread {
-    pub fn new(limits: Limits, shared: Arc<Shared>, wire: Option<Wire>) -> Result<Self, Error> {
+    pub fn new(
+        limits: Limits,
+        shared: Arc<Shared>,
+        wire: Option<RoceSocket>,
+    ) -> Result<Self, Error> {
         if let Some(wire) = &wire {
             let flags = epoll::EventFlags::IN;
             epoll::add(&shared.epoll, wire, epoll::EventData::new_u64(0), flags)
@@ -198,67 +208,71 @@ impl NicThread {
             core: Core::new(limits),
             stop: false,
             shared,
-            doorbells: Vec::new(),
+            scanners: Vec::new(),
             watched: wire.is_some(),
-            wire,
+            socket: wire,
             started: Instant::now(),
-            held: 0,
+            delayed_rounds: 0,
             cpu: 0,
-            crowded: 0,
-            left_at: 0,
-            stay: STAY,
+            yield_requests: 0,
+            moved_at: 0,
+            min_stay: STAY,
         })
     }
 
-    /// Leaves its CPU to others, since `now`, with or without work of its own left; gives the time when it has it again.
+    /// Yields the CPU at the time `now`, and returns the time when the thread runs again. `busy`:
+    /// the NIC still has work.
     pub fn yield_cpu(&mut self, now: u64, busy: bool) -> u64 {
         rustix::thread::sched_yield();
         let back = self.now_ns();
         let away = Duration::from_nanos(back - now);
-        for bells in &mut self.doorbells {
-            bells.judge(&mut self.core.engine, away, back, busy);
+        for scanner in &mut self.scanners {
+            scanner.after_yield(&mut self.core.engine, away, back, busy);
         }
         back
     }
 
-    /// Whether a client waits on this CPU. Says first which one that is. Where that goes on, the
-    /// thread looks for another one: two that wait for each other do not look busy to the
-    /// scheduler's balancing, however many CPUs are idle.
+    /// Announces the CPU of the NIC thread, and returns whether a client requests that the thread
+    /// yields this CPU.
+    ///
+    /// After many requests the NIC thread moves to another CPU. The scheduler does not move it,
+    /// because two threads that wait for each other do not look busy to load balancing, even if
+    /// other CPUs are idle.
     #[inline]
-    pub fn is_waited_for_here(&mut self, now: u64) -> bool {
+    pub fn take_yield_requests(&mut self, now: u64) -> bool {
         let cpu = this_cpu();
         if cpu != self.cpu {
             self.cpu = cpu;
-            for bells in &self.doorbells {
-                bells.page.word32(WHERE).store(cpu, Ordering::Relaxed);
+            for scanner in &self.scanners {
+                scanner.page.word32(WHERE).store(cpu, Ordering::Relaxed);
             }
         }
         let mut any = false;
-        for bells in &mut self.doorbells {
-            any |= bells.waits_on(cpu, now);
+        for scanner in &mut self.scanners {
+            any |= scanner.take_yield_request(cpu, now);
         }
-        self.crowded += any as u32;
-        if self.crowded >= CROWDED_MAX {
-            let here = Duration::from_nanos(now - self.left_at);
-            if here >= self.stay {
-                self.crowded = 0;
-                self.left_at = now;
-                self.stay = stay_after(self.stay, here);
-                leave_cpu();
+        self.yield_requests += any as u32;
+        if self.yield_requests >= YIELD_REQUESTS_MAX {
+            let here = Duration::from_nanos(now - self.moved_at);
+            if here >= self.min_stay {
+                self.yield_requests = 0;
+                self.moved_at = now;
+                self.min_stay = stay_after(self.min_stay, here);
+                move_to_another_cpu();
             }
         }
         any
     }
 
-    /// One look at everything; true if there was anything to do.
+    /// Runs one round of the NIC thread. Returns true if there was work.
     #[inline]
     pub fn work(&mut self, now: u64) -> bool {
         let mail = self.shared.has_mail() && self.take_mail();
-        for bells in &mut self.doorbells {
-            bells.scan(&mut self.core.engine);
+        for scanner in &mut self.scanners {
+            scanner.scan(&mut self.core.engine);
         }
-        if self.wire.is_some() {
-            return self.work_wired(now) | mail;
+        if self.socket.is_some() {
+            return self.work_roce(now) | mail;
         }
         let executed = self.core.engine.poll(now, BUDGET) > 0;
         let events = self.core.deliver_events();
@@ -266,18 +280,19 @@ impl NicThread {
     }
 
     #[inline(never)]
-    fn work_wired(&mut self, now: u64) -> bool {
-        let busy = self.wire.as_ref().is_some_and(Wire::is_busy);
+    fn work_roce(&mut self, now: u64) -> bool {
+        let busy = self.socket.as_ref().is_some_and(RoceSocket::is_busy);
         let now = if busy { self.now_ns() } else { now };
         let received = self.receive(now);
-        let executed = self.execute_wired(now);
+        let executed = self.execute_roce(now);
         let sent = self.send();
         let events = self.core.deliver_events();
         received | executed | sent | events
     }
 
-    /// Lets the engine execute until there is nothing left, or enough to be sent.
-    fn execute_wired(&mut self, now: u64) -> bool {
+    /// Runs the engine until there is no work, or until there is enough to send. Returns true if
+    /// there was work.
+    fn execute_roce(&mut self, now: u64) -> bool {
         for polls in 0..POLLS {
             if self.core.engine.poll(now, BUDGET) == 0 {
                 return polls > 0;
@@ -285,45 +300,48 @@ impl NicThread {
             if self.core.engine.outbox().bytes().len() >= SEND_BYTES {
                 break;
             }
-            for bells in &mut self.doorbells {
-                bells.scan(&mut self.core.engine);
+            for scanner in &mut self.scanners {
+                scanner.scan(&mut self.core.engine);
             }
         }
         true
     }
 
-    /// Packets that the kernel did not take.
+    /// Number of packets that the kernel did not accept.
     pub fn unsent(&self) -> u64 {
-        self.wire.as_ref().map_or(0, |wire| wire.unsent)
+        self.socket.as_ref().map_or(0, |socket| socket.unsent)
     }
 
     fn send(&mut self) -> bool {
-        self.wire.as_mut().is_some_and(|wire| wire.send(self.core.engine.outbox()))
+        self.socket.as_mut().is_some_and(|socket| socket.send(self.core.engine.outbox()))
     }
 
-    /// A turn of a thread that uses the NIC: one that waits, or one that has rung a doorbell. What it has been sent is
-    /// acknowledged when nobody has anything else to do: in the first turn of who waits in which nothing comes, or after a
-    /// few turns if there is none; in a dialogue, with one of the next requests.
-    pub fn caller_turn(&mut self, mut now: u64, waits: bool) -> Turn {
-        for bells in &mut self.doorbells {
-            bells.scan_all(&mut self.core.engine);
+    /// Runs a round on a caller's thread. `waits`: the caller waits for a completion; otherwise it
+    /// has written a doorbell.
+    ///
+    /// ACKs are delayed until a round of a waiting caller in which no packet arrives, or for
+    /// [`DELAY_ROUNDS`] rounds. In a request/response exchange they are piggybacked on one of the
+    /// next requests.
+    pub fn caller_round(&mut self, mut now: u64, waits: bool) -> RoundResult {
+        for scanner in &mut self.scanners {
+            scanner.scan_all(&mut self.core.engine);
         }
-        self.core.engine.hold_acks(Hold::All);
+        self.core.engine.delay_acks(AckDelay::All);
         let received = waits && self.receive(now);
-        let mut executed = self.execute_wired(now);
+        let mut executed = self.execute_roce(now);
         for _ in 1..if waits { SENDS } else { 1 } {
             if self.core.engine.outbox().bytes().len() < SEND_BYTES {
                 break;
             }
             self.send();
             now = self.now_ns();
-            executed |= self.execute_wired(now);
+            executed |= self.execute_roce(now);
         }
-        self.held += 1;
-        if waits && !received || self.held >= HELD_TURNS {
-            self.held = 0;
-            if self.core.engine.hold_acks(Hold::Dialogues) {
-                executed |= self.execute_wired(now);
+        self.delayed_rounds += 1;
+        if waits && !received || self.delayed_rounds >= DELAY_ROUNDS {
+            self.delayed_rounds = 0;
+            if self.core.engine.delay_acks(AckDelay::Piggyback) {
+                executed |= self.execute_roce(now);
             }
         }
         let sent = self.send();
@@ -331,17 +349,18 @@ impl NicThread {
         while self.core.deliver_events() {
             events = true;
         }
-        Turn { received, worked: received | executed | sent | events }
+        RoundResult { received, worked: received | executed | sent | events }
     }
 
-    /// Takes in what other hosts have sent.
+    /// Reads packets from the socket into the engine. Returns true if there was any.
     #[inline(never)]
     fn receive(&mut self, now: u64) -> bool {
-        let Self { wire, core, .. } = self;
-        let Some(wire) = wire else { return false };
-        wire.receive(now, &mut core.engine)
+        let Self { socket, core, .. } = self;
+        let Some(socket) = socket else { return false };
+        socket.receive(now, &mut core.engine)
     }
 
+    /// Executes the jobs in the mailbox. Returns true if there was any.
     #[cold]
     pub fn take_mail(&mut self) -> bool {
         self.shared.has_mail.store(false, Ordering::Relaxed);
@@ -353,24 +372,26 @@ impl NicThread {
         any
     }
 
-    /// Says that the thread will sleep until a doorbell, mail, or the engine's next timeout, which is in so much
-    /// time. Outer `None`: there is something to do.
+    /// Announces that the NIC thread is about to sleep. Returns the time until the engine's next
+    /// timeout (inner `None`: no timeout), or outer `None` if there is work and the thread must not
+    /// sleep.
     #[cold]
-    pub fn fall_asleep(&mut self, now: u64) -> Option<Option<Timespec>> {
-        if !self.watch_wire() {
+    pub fn prepare_sleep(&mut self, now: u64) -> Option<Option<Timespec>> {
+        if !self.watch_socket() {
             return None;
         }
-        let depth = self.depth_of_sleep();
-        // The other half of the pair described in `doorbell.rs`. What executes nothing may still wait for
-        // something from then on: a SEND for a receive, which nobody would wake the NIC for who saw `depth`.
-        let look = |nic: &mut Self| {
-            for bells in &mut nic.doorbells {
-                bells.scan_all(&mut nic.core.engine);
+        let level = self.sleep_level();
+        // The NIC's half of the handshake in `page.rs`. Even a scan that executes nothing may block
+        // a SEND on a receive. Then the announced level is too low: a client that posts the receive
+        // would not wake the NIC.
+        let has_work = |nic: &mut Self| {
+            for scanner in &mut nic.scanners {
+                scanner.scan_all(&mut nic.core.engine);
             }
             let any = nic.shared.has_mail.load(Ordering::Relaxed) || nic.work(now);
-            any || nic.depth_of_sleep() != depth
+            any || nic.sleep_level() != level
         };
-        if !may_sleep::<AtomicU32, _>(self, |nic| nic.announce(depth), look) {
+        if !may_sleep::<AtomicU32, _>(self, |nic| nic.announce(level), has_work) {
             self.announce(AWAKE);
             return None;
         }
@@ -379,61 +400,67 @@ impl NicThread {
         Some(self.core.engine.next_timeout().map(left))
     }
 
-    /// What `sleeping` says if the thread sleeps now.
-    fn depth_of_sleep(&self) -> u32 {
+    /// The value of `sleeping` if the NIC thread sleeps now.
+    fn sleep_level(&self) -> u32 {
         let engine = &self.core.engine;
-        if engine.minds_receives() || engine.next_timeout().is_some() { ASLEEP_RNR } else { ASLEEP }
+        if engine.polls_receive_records() || engine.next_timeout().is_some() {
+            ASLEEP_RNR
+        } else {
+            ASLEEP
+        }
     }
 
-    /// Says that the thread is awake.
+    /// Announces that the NIC thread is awake.
     pub fn wake_up(&self) {
         self.announce(AWAKE);
     }
 
-    /// Says that callers run the NIC: they need not wake the thread, packets neither; verbs must.
+    /// Announces that callers run the engine. From now on doorbell writes and packets do not wake
+    /// the NIC thread; control verbs do.
     #[cold]
-    pub fn leave_to_callers(&mut self) {
+    pub fn hand_to_callers(&mut self) {
         self.announce(AWAKE);
         self.shared.sleeping.store(ASLEEP, Ordering::SeqCst);
         self.cpu = 0;
-        for bells in &self.doorbells {
-            bells.page.word32(WHERE).store(0, Ordering::Relaxed);
+        for scanner in &self.scanners {
+            scanner.page.word32(WHERE).store(0, Ordering::Relaxed);
         }
-        // Not only without flags: then the kernel would still tell the instance of each packet.
-        if let Some(wire) = self.wire.as_ref().filter(|_| self.watched) {
-            self.watched = epoll::delete(&self.shared.epoll, wire).is_err();
+        // Removed, not modified to no events: the kernel would still notify the epoll instance of
+        // each packet.
+        if let Some(socket) = self.socket.as_ref().filter(|_| self.watched) {
+            self.watched = epoll::delete(&self.shared.epoll, socket).is_err();
         }
     }
 
-    /// The thread runs the NIC again.
+    /// Announces that the NIC thread runs the engine again, and runs a full round.
     #[cold]
-    pub fn take_back(&mut self) {
-        self.core.engine.hold_acks(Hold::None);
+    pub fn take_from_callers(&mut self) {
+        self.core.engine.delay_acks(AckDelay::None);
         self.announce(AWAKE);
-        self.watch_wire();
-        self.look_at_all();
+        self.watch_socket();
+        self.scan_everything();
     }
 
-    /// One look at all doorbells and everything else.
+    /// Scans all doorbells and runs one round.
     #[cold]
-    pub fn look_at_all(&mut self) {
-        for bells in &mut self.doorbells {
-            bells.scan_all(&mut self.core.engine);
+    pub fn scan_everything(&mut self) {
+        for scanner in &mut self.scanners {
+            scanner.scan_all(&mut self.core.engine);
         }
         let now = self.now_ns();
         self.work(now);
     }
 
-    /// Has the socket wake the thread; false if the system has no room for that.
-    fn watch_wire(&mut self) -> bool {
-        if let Some(wire) = self.wire.as_ref().filter(|_| !self.watched) {
+    /// Adds the socket to the epoll instance. Returns false if the system lacks the resources.
+    fn watch_socket(&mut self) -> bool {
+        if let Some(socket) = self.socket.as_ref().filter(|_| !self.watched) {
             let (data, flags) = (epoll::EventData::new_u64(0), epoll::EventFlags::IN);
-            self.watched = epoll::add(&self.shared.epoll, wire, data, flags).is_ok();
+            self.watched = epoll::add(&self.shared.epoll, socket, data, flags).is_ok();
         }
-        self.watched || self.wire.is_none()
+        self.watched || self.socket.is_none()
     }
 
-    /// The thread ends, whatever the reason: who waits for it must learn it.
+    /// Stops the NIC: drops all jobs, and announces the end to all clients.
     pub fn end(&mut self) {
         self.stop = true;
         let jobs = self.shared.mailbox.lock().jobs.take();
@@ -441,34 +468,36 @@ impl NicThread {
         self.announce(GONE);
     }
 
+    /// Stores the sleep state where this process and all clients see it.
     fn announce(&self, sleeping: u32) {
         self.shared.sleeping.store(sleeping, Ordering::Relaxed);
-        for bells in &self.doorbells {
-            bells.page.word32(SLEEPING).store(sleeping, Ordering::Relaxed);
+        for scanner in &self.scanners {
+            scanner.page.word32(SLEEPING).store(sleeping, Ordering::Relaxed);
         }
     }
 
+    /// Time since the NIC was started.
     pub fn now_ns(&self) -> u64 {
         self.started.elapsed().as_nanos() as u64
     }
 
-    /// Looks at the doorbells of `function` from now on.
+    /// Adds the doorbell page of `function`, with its event word.
     pub fn add_doorbells(&mut self, function: FunctionId, page: DmaMemory, slots: u32) {
         page.word32(WHERE).store(self.cpu, Ordering::Relaxed);
         self.core.watch_events(function, event_word(&page));
-        self.doorbells.push(Bells::new(function, page, slots));
+        self.scanners.push(DoorbellScanner::new(function, page, slots));
     }
 
-    /// Removes a function with all that it has.
+    /// Removes a function with all its objects.
     pub fn remove_function(&mut self, function: FunctionId) {
-        self.doorbells.retain(|bells| bells.function != function);
+        self.scanners.retain(|scanner| scanner.function != function);
         self.core.remove_function(function);
     }
 
-    /// Executes a control verb, and minds the doorbells of the queue pairs that it makes, resets or
-    /// ends.
+    /// Executes a control verb, and updates the doorbell slots of queue pairs that it creates,
+    /// resets or destroys.
     pub fn execute(&mut self, f: FunctionId, verb: Verb<DmaMemory>) -> Result<Reply, Error> {
-        let rings =
+        let has_doorbell =
             matches!(&verb, Verb::CreateQp(qp) if qp.send.as_ref().is_some_and(|s| !s.managed));
         let (reset, destroyed) = match verb {
             Verb::ModifyQp { qpn, change: QpChange::Reset } => (Some(qpn), None),
@@ -476,50 +505,50 @@ impl NicThread {
             _ => (None, None),
         };
         let at =
-            self.doorbells.iter().position(|b| b.function == f).expect("a function's doorbells");
-        let slot = match rings.then(|| self.doorbells[at].free_slot()) {
+            self.scanners.iter().position(|s| s.function == f).expect("a function's doorbells");
+        let slot = match has_doorbell.then(|| self.scanners[at].free_slot()) {
             None => None,
             Some(Some(slot)) => Some(slot),
             Some(None) => {
-                let limit = self.doorbells[at].slots as u64;
+                let limit = self.scanners[at].slots as u64;
                 return Err(crate::error::Error::Limit { what: "doorbells", limit }.into());
             }
         };
         let mut reply = self.core.execute(f, verb)?;
-        let bells = &mut self.doorbells[at];
+        let scanner = &mut self.scanners[at];
         if let (Reply::Qp { qpn, doorbell }, Some(slot)) = (&mut reply, slot) {
-            bells.take_slot(slot, *qpn);
+            scanner.assign_slot(slot, *qpn);
             *doorbell = Some(slot);
         }
         if let Some(qpn) = reset {
-            bells.ignore_past(qpn);
+            scanner.mark_seen(qpn);
         }
         if let Some(qpn) = destroyed {
-            bells.release(qpn);
+            scanner.release(qpn);
         }
         Ok(reply)
     }
 }
 
-/// How long the thread stays on its next CPU, when it leaves one after `here` on which it wanted to stay
-/// for `stay`.
+/// Minimum time on the next CPU, after `here` on the previous one, where the minimum was `stay`.
 fn stay_after(stay: Duration, here: Duration) -> Duration {
-    // It was crowded all the while, or it had peace for a time.
+    // A move soon after the minimum means that the previous move did not help.
     if here < stay * 4 { (stay * 2).min(STAY_MAX) } else { STAY }
 }
 
-/// Moves the calling thread to another of the CPUs that it may run on, if there is one.
+/// Moves the calling thread to another CPU of its affinity mask, if there is one.
 #[cold]
-fn leave_cpu() {
+fn move_to_another_cpu() {
     let Ok(allowed) = rustix::thread::sched_getaffinity(None) else { return };
     let mut others = allowed;
     others.unset(rustix::thread::sched_getcpu());
     if others.count() > 0 && rustix::thread::sched_setaffinity(None, &others).is_ok() {
-        // It is elsewhere now; the scheduler may move it as before.
+        // The thread has moved: restore the mask, so that the scheduler may move it as before.
         let _ = rustix::thread::sched_setaffinity(None, &allowed);
     }
 }
 
+/// Adds an eventfd or a timer to an epoll instance, edge-triggered.
 pub(super) fn watch(epoll: &OwnedFd, fd: &OwnedFd) -> Result<(), Error> {
     let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
     epoll::add(epoll, fd, epoll::EventData::new_u64(0), flags)

@@ -1,9 +1,10 @@
-//! The host's side of an attached process.
+//! The host side of an attached process.
 //!
-//! A session is fed by whoever has accepted the connection: it has no socket. It trusts nothing in
-//! a request. Memory is accepted as [`sharing`](super::sharing) says, mapped once, and stays mapped for
-//! as long as a region or queue uses it. It counts against the limits for as long, and it is the
-//! session that unmaps it: that takes time, which is not the NIC thread's.
+//! A session has no socket: the event loop that has accepted the connection passes requests to the
+//! session and sends its responses. The session trusts nothing in a request. Memory is accepted
+//! under the conditions of [`sharing`](super::sharing), mapped once, and stays mapped and counts
+//! against the limits for as long as a region or queue uses it. The session unmaps memory, not the
+//! NIC thread, because unmapping takes time.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -12,27 +13,28 @@ use super::super::control::{Reply, Verb};
 use super::super::error::Error;
 use super::host::{Host, Piece, Removal};
 use super::nic_thread::NicThread;
-use super::socket::close_aside;
-use super::wire::{MESSAGE_MAX, Request, Response, Secret, Span, VERSION};
-use super::{doorbell, sharing};
+use super::protocol::{MESSAGE_MAX, Request, Response, Secret, Span, VERSION};
+use super::socket::close_deferred;
+use super::{page, sharing};
 use crate::ids::Qpn;
 use crate::memory::DmaMemory;
 use crate::verbs::FunctionLimits;
 
-/// The most bytes of an error's text: it may quote the client.
+/// Maximum bytes of an error text, which may quote the client's request.
 const WHY_MAX: usize = 1024;
-/// QPs that the NIC thread looks up between two looks at its doorbells: some microseconds.
+/// QPs that the NIC thread looks up in one job: a few microseconds.
 const QUERIES: usize = 128;
 
-/// What an attached process may have.
+/// Limits of an attached process.
 #[derive(Clone, Debug)]
 pub struct SessionLimits {
-    /// Its function's objects.
+    /// Limits of its function's objects.
     pub function: FunctionLimits,
-    /// Pieces of shared memory at a time. A process has a limited number of mappings: all sessions of
-    /// a NIC together may have 32768, and then each up to 64 until there are 49152.
+    /// Maximum pieces of shared memory at a time. All sessions of a NIC together may have 32,768,
+    /// because a process has a limited number of mappings. Beyond that, sessions with fewer than 64
+    /// pieces may share more, up to 49,152 in total.
     pub memories: usize,
-    /// Bytes of shared memory at a time.
+    /// Maximum bytes of shared memory at a time.
     pub memory_bytes: u64,
 }
 
@@ -42,17 +44,18 @@ impl Default for SessionLimits {
     }
 }
 
-/// One attached process. Dropping it removes its function from the NIC: first its keys die, then
-/// its queues end.
+/// One attached process. Dropping the session removes its function from the NIC: first its keys
+/// become invalid, then its queues end.
 pub struct Session {
     host: Host,
     limits: SessionLimits,
-    // Before the memory: what is mapped is unmapped here, not by the NIC thread.
+    // Declared, and so dropped, before the memory: the last reference to a mapping is then dropped
+    // by this thread, not by the NIC thread.
     function: Option<Removal>,
     page: Option<DmaMemory>,
     secret: Option<Secret>,
     memories: HashMap<u32, Shared>,
-    /// No longer shared; regions or queues may use them yet.
+    /// Memory that is no longer shared, but that regions or queues may still use.
     ended: Vec<Shared>,
     next_memory: u32,
     memory_bytes: u64,
@@ -68,7 +71,7 @@ struct Shared {
 type Answer = (Response, Vec<OwnedFd>);
 
 impl Session {
-    /// A session for a connection that has just named the service.
+    /// Makes a session for a connection whose client has just named the service.
     pub fn new(host: &Host, limits: SessionLimits) -> Self {
         Self {
             host: host.clone(),
@@ -83,17 +86,18 @@ impl Session {
         }
     }
 
-    /// True once it has said hello, and has a function.
+    /// Whether the client's hello was accepted, so that the session has a function.
     pub fn is_open(&self) -> bool {
         self.function.is_some()
     }
 
-    /// Its secret, once it is open. Only its client has heard it.
+    /// The session's secret, if the session is open. Only its client has received the secret.
     pub fn secret(&self) -> Option<Secret> {
         self.secret
     }
 
-    /// Whether all these QPs are of its function. Waits for the NIC thread, a few times at most.
+    /// Whether all these QPs belong to the session's function. Waits for the NIC thread, once for
+    /// each [`QUERIES`] QPs.
     pub fn owns_all(&self, qpns: &[Qpn]) -> Result<bool, Error> {
         let Some(function) = &self.function else { return Ok(false) };
         let id = function.id;
@@ -109,19 +113,18 @@ impl Session {
         Ok(true)
     }
 
-    /// Does what a request asks; gives the response to be sent. Whatever is wrong with a request
-    /// is said in the response.
+    /// Executes a request, and returns the response with its descriptors. An error in the request
+    /// is reported in the response.
     ///
-    /// Waits for the NIC thread, for microseconds.
+    /// Waits some microseconds for the NIC thread.
     pub fn handle(&mut self, request: &[u8], descriptors: Vec<OwnedFd>) -> (Vec<u8>, Vec<OwnedFd>) {
         self.unmap_ended();
         let answer = self.answer(request, &descriptors);
-        // Some of those that are not memory can keep who closes them for as long as their owner
-        // likes.
-        descriptors.into_iter().for_each(close_aside);
+        // Deferred, because the client can send descriptors whose close takes arbitrarily long.
+        descriptors.into_iter().for_each(close_deferred);
         let (response, descriptors) = answer.unwrap_or_else(|e| {
             let mut why = match e {
-                // That it was the NIC that refused, the client's error says already.
+                // Without the prefix of `Error::Verb`, which the client adds itself.
                 Error::Verb(e) => e.to_string(),
                 e => e.to_string(),
             };
@@ -134,8 +137,8 @@ impl Session {
     }
 
     fn answer(&mut self, request: &[u8], descriptors: &[OwnedFd]) -> Result<Answer, Error> {
-        let request: Request =
-            serde_json::from_slice(request).map_err(|e| protocol(format!("a request: {e}")))?;
+        let request: Request = serde_json::from_slice(request)
+            .map_err(|e| protocol(format!("malformed request: {e}")))?;
         match (request, &self.function) {
             (Request::Hello { version, bytes }, None) => self.open(version, bytes, descriptors),
             (Request::Hello { .. }, Some(_)) => Err(protocol("a second hello".to_string())),
@@ -162,14 +165,14 @@ impl Session {
     fn open(&mut self, version: u32, bytes: u64, page: &[OwnedFd]) -> Result<Answer, Error> {
         if version != VERSION {
             return Err(protocol(format!(
-                "version {version} of the attach protocol, and this NIC speaks {VERSION}; use the \
-                 same release on both sides"
+                "the client speaks version {version}, this NIC version {VERSION}; use the same \
+                 release on both sides"
             )));
         }
-        let range = doorbell::page_bytes(1)..=doorbell::PAGE_BYTES_MAX;
+        let range = page::page_bytes(1)..=page::PAGE_BYTES_MAX;
         if !usize::try_from(bytes).is_ok_and(|bytes| range.contains(&bytes)) {
             return Err(protocol(format!(
-                "a doorbell page of {bytes} bytes; it has {} to {}",
+                "the doorbell page has {bytes} bytes; it must have {} to {}",
                 range.start(),
                 range.end()
             )));
@@ -203,11 +206,11 @@ impl Session {
         Ok(number)
     }
 
-    /// Unmaps what is no longer shared and no longer used.
+    /// Unmaps memory that is no longer shared and no longer used.
     fn unmap_ended(&mut self) {
         let bytes = &mut self.memory_bytes;
         self.ended.retain(|shared| {
-            // Whoever could share it again would have to have it.
+            // An unused mapping stays unused: only an existing user could pass it on.
             let in_use = shared.memory.is_shared();
             if !in_use {
                 *bytes -= shared.memory.len() as u64;
@@ -225,7 +228,7 @@ impl Session {
         };
         part.ok_or_else(|| {
             protocol(format!(
-                "{} bytes at {} of memory {}, which has {}",
+                "{} bytes at {} exceed memory {}, which has {} bytes",
                 span.bytes,
                 span.offset,
                 span.memory,
@@ -244,7 +247,7 @@ fn truncate(text: &mut String, max: usize) {
 fn only_one<'a>(request: &str, descriptors: &'a [OwnedFd]) -> Result<&'a OwnedFd, Error> {
     match descriptors {
         [fd] => Ok(fd),
-        d => Err(protocol(format!("{} descriptors with {request}, not one", d.len()))),
+        d => Err(protocol(format!("{request} came with {} descriptors instead of one", d.len()))),
     }
 }
 
@@ -253,7 +256,7 @@ fn protocol(what: String) -> Error {
 }
 
 fn unknown(memory: u32) -> Error {
-    protocol(format!("memory {memory}, which is not shared"))
+    protocol(format!("memory {memory} is not shared"))
 }
 
 fn limit(what: &'static str, limit: u64) -> Error {

@@ -1,4 +1,4 @@
-//! Packets with descriptors over a Unix socket of type `SOCK_SEQPACKET`.
+//! Sends and receives packets with descriptors over a Unix socket of type `SOCK_SEQPACKET`.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -10,11 +10,12 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-pub use super::aside::{PeerSocket, close_aside};
-use super::wire::{DESCRIPTORS_MAX, MESSAGE_MAX};
+pub use super::deferred_close::{PeerSocket, close_deferred};
+use super::protocol::{DESCRIPTORS_MAX, MESSAGE_MAX};
 
-/// The most descriptors that Linux lets a packet have (`SCM_MAX_FD`). There is room for all of them:
-/// those without room the kernel closes here and now, and that can take as long as their sender likes.
+/// Maximum descriptors of a packet in Linux (`SCM_MAX_FD`). The receive buffer has room for all of
+/// them, because the kernel closes any excess descriptors within `recvmsg`, and a hostile sender
+/// can make that take arbitrarily long.
 const SENT_MAX: usize = 253;
 
 /// A packet.
@@ -25,7 +26,7 @@ pub struct Packet {
     pub descriptors: Vec<OwnedFd>,
 }
 
-/// Sends a packet, with at most [`DESCRIPTORS_MAX`] descriptors. Does not raise SIGPIPE.
+/// Sends a packet with at most [`DESCRIPTORS_MAX`] descriptors. Does not raise SIGPIPE.
 pub fn send(socket: impl AsFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut control = SendAncillaryBuffer::new(&mut space);
@@ -42,9 +43,11 @@ pub fn send(socket: impl AsFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> 
     }
 }
 
-/// Receives a packet; `None` when the peer has closed. A packet of more than [`MESSAGE_MAX`] bytes is
-/// refused with `EMSGSIZE`, and its descriptors are closed. All descriptors of another are handed out,
-/// for the caller to refuse: to be closed by [`close_aside`].
+/// Receives a packet, or `None` if the peer has closed the connection.
+///
+/// A packet of more than [`MESSAGE_MAX`] bytes fails with `EMSGSIZE`, and its descriptors are
+/// closed. Any other packet is returned with all its descriptors, which the caller must close by
+/// [`close_deferred`] if it does not use them.
 pub fn receive(socket: impl AsFd) -> Result<Option<Packet>, Errno> {
     let mut bytes = vec![0; MESSAGE_MAX];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SENT_MAX))];
@@ -64,10 +67,10 @@ pub fn receive(socket: impl AsFd) -> Result<Option<Packet>, Errno> {
         })
         .flatten()
         .collect();
-    // No message of ours is empty: that is the end.
+    // The protocol has no empty messages: an empty read is the end of the connection.
     let too_long = received.flags.contains(ReturnFlags::TRUNC);
     if too_long || received.bytes == 0 {
-        descriptors.into_iter().for_each(close_aside);
+        descriptors.into_iter().for_each(close_deferred);
         return if too_long { Err(Errno::MSGSIZE) } else { Ok(None) };
     }
     bytes.truncate(received.bytes);

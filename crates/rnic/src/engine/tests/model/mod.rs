@@ -1,5 +1,6 @@
-//! The engine against a model of memory, regions and windows that knows nothing of queues: random
-//! operations by several functions; the model says what each must end with and what memory holds.
+//! Compares the engine with a model of memory, regions and windows that has no queues. Several
+//! functions execute random operations; the model predicts the outcome of each operation and the
+//! contents of memory.
 
 mod ops;
 
@@ -13,14 +14,14 @@ use crate::wqe::{Builder, Remote, Sge};
 use ops::{Kind, Name, Op, op};
 use proptest::prelude::*;
 
-/// Bytes of the server's memory, and of each client's.
+/// Bytes of memory of the server, and of each client.
 const SERVER: usize = 2048;
 const CLIENT: usize = 512;
 const CLIENTS: usize = 2;
-/// Connections of each client.
+/// Number of connections of each client.
 const LANES: usize = 2;
 const WINDOWS: usize = 4;
-/// The one of type 1; the others are of type 2.
+/// Index of the type-1 window; all other windows are of type 2.
 const OPEN: usize = 3;
 
 #[derive(Clone, Debug)]
@@ -48,7 +49,7 @@ struct Window {
     bound: Option<Bound>,
 }
 
-/// One end of a connection to a client.
+/// A connection to a client: its two QPs.
 struct Lane {
     client: TestQp,
     server: TestQp,
@@ -64,7 +65,7 @@ struct World {
     memory: DmaMemory,
     client_mrs: Vec<Mr>,
     window_keys: Vec<Key>,
-    // The model.
+    // State of the model.
     server_bytes: Vec<u8>,
     client_bytes: Vec<Vec<u8>>,
     regions: Vec<Region>,
@@ -138,7 +139,8 @@ impl World {
         Key(key.0 ^ if name.stale { 0x5a } else { 0 })
     }
 
-    /// Whether the peer of the server's QP `through` may do `need` with `len` bytes at `at`.
+    /// Returns whether the peer of the server's QP `through` may do `need` with `len` bytes at
+    /// `at`.
     fn allows(&self, name: Name, through: Qpn, at: usize, len: usize, need: Access) -> bool {
         let inside = |start: usize, size: usize| at >= start && at + len <= start + size;
         if name.stale {
@@ -178,7 +180,7 @@ impl World {
         }
     }
 
-    /// The server's QP of number `by`: the privileged worker, or a lane's.
+    /// Returns the server's QP with number `by`: the privileged worker, or a lane's QP.
     fn by(&self, by: usize) -> (Qpn, bool) {
         match by {
             0 => (self.worker.qpn, true),
@@ -195,7 +197,7 @@ impl World {
         self.memory.addr() + at as u64
     }
 
-    /// Brings an operation near to what can succeed now; blind ones mostly fail.
+    /// Adjusts an operation so that it can succeed now. Unadjusted operations mostly fail.
     fn aimed(&self, op: &Op) -> Op {
         let mut op = op.clone();
         let live = |i: usize| {
@@ -377,7 +379,7 @@ impl World {
         }
         let (remote, mr) =
             (Remote { addr: self.addr(at), rkey: self.key(key) }, &self.client_mrs[client]);
-        // In two pieces, where there are two.
+        // In two pieces, if both have bytes.
         let first = len / 3;
         let whole = mr.sge(local, len);
         let pieces = [mr.sge(local, first), mr.sge(local + first, len - first)];
@@ -395,7 +397,8 @@ impl World {
         self.ended(&cqe, expected, lane + 1, true);
     }
 
-    /// A SEND from the client to the server's QP, or back, into a receive of two SGEs.
+    /// Executes a SEND from the client to the server's QP, or in the other direction, into a
+    /// receive WQE of two SGEs.
     fn send(&mut self, lane: usize, back: bool, len: usize, room: [usize; 2], key: Name) {
         let client = lane / LANES;
         let mine = &self.client_mrs[client];
@@ -405,7 +408,7 @@ impl World {
             len: len as u32,
             lkey: server_key,
         };
-        // Which of the server's bytes its QP may use itself: regions of its PD only.
+        // Memory of the server that its QP may access locally: regions of the QP's PD.
         let local = |at: usize, len: usize, need: Access| {
             let region = &self.regions[key.index % self.regions.len()];
             let fine = !key.window
@@ -436,7 +439,7 @@ impl World {
             let used = [len.min(room[0]), len.saturating_sub(room[0]).min(room[1])];
             let fine = local(300, used[0], Access::LOCAL_WRITE)
                 && local(1024, used[1], Access::LOCAL_WRITE);
-            // The SGEs are looked at in order, then their sum.
+            // The engine checks the SGEs in order, then their total length.
             expected = if !fine {
                 Err(Syndrome::RemoteOperation)
             } else if sizes.is_none() {
@@ -464,7 +467,7 @@ impl World {
             Ok(()) => assert_eq!(received.unwrap().byte_count as usize, len),
             Err(Syndrome::LocalProtection) => {
                 assert_eq!(received, None);
-                // It stays posted: the reconnection forgets it.
+                // The receive WQE stays posted; the reconnection drops it.
                 let both = [&self.lanes[lane].client, &self.lanes[lane].server];
                 for q in both {
                     let _ = self.bed.e.modify_qp(q.function, q.qpn, QpChange::Error);
@@ -475,7 +478,7 @@ impl World {
         self.ended(&cqe, expected, lane + 1, true);
     }
 
-    /// Compares how a WQE ended with what was expected; after an error, connects again.
+    /// Compares a completion with the expected outcome; reconnects after an error.
     fn ended(&mut self, cqe: &crate::cqe::Cqe, expected: Expected, by: usize, remote: bool) {
         let got = match cqe.error {
             None => Ok(()),
@@ -533,7 +536,7 @@ impl World {
     }
 }
 
-/// How `len` bytes spread over two places; `None` if they do not fit.
+/// Splits `len` bytes over two buffers; `None` if they do not fit.
 fn split(len: usize, room: [usize; 2]) -> Option<[usize; 2]> {
     let first = len.min(room[0]);
     (len - first <= room[1]).then_some([first, len - first])
@@ -551,7 +554,7 @@ proptest! {
     })]
 
     #[test]
-    fn the_engine_does_what_the_model_says(
+    fn engine_agrees_with_the_model(
         ops in proptest::collection::vec((op(), proptest::bool::weighted(0.8)), 1..120),
     ) {
         let mut world = World::new();
@@ -563,7 +566,7 @@ proptest! {
 }
 
 #[test]
-fn the_model_succeeds_often_enough_to_mean_something() {
+fn model_operations_succeed_often_enough() {
     use proptest::strategy::ValueTree;
     use proptest::test_runner::TestRunner;
     let mut runner = TestRunner::deterministic();

@@ -1,4 +1,4 @@
-//! The operations that the model is asked about, and how they are drawn.
+//! Operations of the model test, and their random generation.
 
 use super::{CLIENT, CLIENTS, LANES, SERVER, WINDOWS};
 use proptest::prelude::*;
@@ -11,7 +11,7 @@ pub enum Kind {
     CompareSwap,
 }
 
-/// A key by what it is: a window or the n-th region, with the right tag or a wrong one.
+/// A key by its object: a window or the n-th region, with the right or a wrong tag.
 #[derive(Clone, Copy, Debug)]
 pub struct Name {
     pub window: bool,
@@ -82,7 +82,7 @@ pub fn window() -> impl Strategy<Value = Name> {
 pub fn op() -> impl Strategy<Value = Op> {
     let lane = 0..CLIENTS * LANES;
     let by = 0..=CLIENTS * LANES;
-    // Mostly every right, so that much succeeds.
+    // Mostly all rights, so that many operations succeed.
     let access = || prop_oneof![2 => Just(0x7cu8), 1 => any::<u8>().prop_map(|a| a & 0x7c)];
     let kind = prop_oneof![
         Just(Kind::Write),

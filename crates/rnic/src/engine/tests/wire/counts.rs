@@ -1,10 +1,9 @@
-//! Exact counts: statistics, the work that the scheduler charges, the memory that a function pays
-//! for.
+//! Exact values: statistics, the work that the scheduler charges, the memory charged to a function.
 
 use super::injected::{MTU, World};
 use super::*;
 use crate::cqe::Syndrome;
-use crate::engine::remote::Connection;
+use crate::engine::remote::connection::Connection;
 use crate::ids::FunctionId;
 use crate::verbs::FunctionLimits;
 use crate::wire::packet::{Aeth, Body, Malformed, Part, Reth, Syndrome as Says, opcode};
@@ -17,7 +16,8 @@ fn ring_bytes(net: &Net, f: FunctionId) -> u64 {
     net.beds[0].e.core.functions[&f].used.ring_bytes
 }
 
-/// A function's connected QP, and the function's ring bytes before it was connected.
+/// Creates a connected QP of a function; also returns the function's ring bytes before the
+/// connection.
 fn charged(link: &Link) -> (Net, FunctionId, Qpn, u64) {
     let mut net = Net::new(8);
     let limits = FunctionLimits { remote_peers: 1, ..FunctionLimits::default() };
@@ -34,7 +34,7 @@ fn charged(link: &Link) -> (Net, FunctionId, Qpn, u64) {
 }
 
 #[test]
-fn a_function_pays_for_the_memory_of_a_connection_while_it_lasts() {
+fn connection_memory_is_charged_while_connected() {
     let (mut net, f, qpn, before) = charged(&Link::default());
     let wire = wired().wire.unwrap();
     let rings = u64::from(wire.blocks) * 64 + u64::from(STRIDE);
@@ -46,7 +46,7 @@ fn a_function_pays_for_the_memory_of_a_connection_while_it_lasts() {
 }
 
 #[test]
-fn the_key_of_an_authenticated_connection_is_paid_for() {
+fn authentication_keys_are_charged_to_the_function() {
     let paid = |link: &Link| {
         let (net, f, _, before) = charged(link);
         ring_bytes(&net, f) - before
@@ -55,7 +55,7 @@ fn the_key_of_an_authenticated_connection_is_paid_for() {
 }
 
 #[test]
-fn connections_that_await_an_answer_are_counted() {
+fn connections_with_outstanding_requests_are_counted() {
     let mut net = Net::new(9);
     let [mut a, b] = net.pair(&Link::default());
     let mine = net.beds[0].mr(PF, a.pd, 4096, ALL);
@@ -67,7 +67,7 @@ fn connections_that_await_an_answer_are_counted() {
     assert_eq!(awaiting(&net), 1);
     net.run();
     assert_eq!(awaiting(&net), 0);
-    // It ends while it awaits one.
+    // The QP leaves RTS while a response is outstanding.
     net.faults.loss = 10_000;
     for end in [QpChange::Error, QpChange::Reset] {
         net.beds[0].post(&mut a, read);
@@ -85,9 +85,9 @@ fn connections_that_await_an_answer_are_counted() {
     }
 }
 
-/// What a WRITE of three packets costs each of the two engines, and what they count of it.
+/// The work and statistics of a WRITE of three packets, at both engines.
 #[test]
-fn the_work_of_a_write_is_its_segments_packets_and_bytes() {
+fn work_of_a_write_counts_segments_packets_and_bytes() {
     let mut net = Net::new(10);
     let [mut a, b] = net.pair(&Link::default());
     let mine = net.beds[0].mr(PF, a.pd, 4096, ALL);
@@ -99,10 +99,11 @@ fn the_work_of_a_write_is_its_segments_packets_and_bytes() {
         w.rdma_write(theirs.remote(0), &[mine.sge(0, 1000), mine.sge(0, len - 1000)]).signaled();
     });
     net.run();
-    // Two halves of a WQE's head and two SGEs are four segments; it is looked at again to be sent.
+    // Two halves of a WQE's head and two SGEs are four segments. Sending fetches the stored WQE
+    // once more.
     let fetched = WQE * (1 + 4) + WQE;
     let sent = 3 * WQE + len as u64;
-    // The acknowledgement, and the completion.
+    // Work for the acknowledgement and for the completion.
     let ended = WQE + WQE;
     assert_eq!(work(&net, 0) - start[0], fetched + sent + ended);
     let received = 3 * WQE + len as u64;
@@ -118,7 +119,7 @@ fn the_work_of_a_write_is_its_segments_packets_and_bytes() {
 }
 
 #[test]
-fn malformed_packets_are_counted_by_their_reasons() {
+fn malformed_packets_are_counted_by_reason() {
     let mut w = World::new(false);
     let good = {
         let reth = Some(Reth { at: w.region.remote(0), len: 4 });
@@ -162,7 +163,7 @@ fn malformed_packets_are_counted_by_their_reasons() {
 }
 
 #[test]
-fn what_comes_at_the_wrong_time_is_counted_and_dropped() {
+fn packets_in_the_wrong_state_are_counted_and_dropped() {
     let mut w = World::new(false);
     let read = Body::Read(Reth { at: w.region.remote(0), len: 8 });
     let answer = |body_psn: u32| {
@@ -172,7 +173,7 @@ fn what_comes_at_the_wrong_time_is_counted_and_dropped() {
             Body::AtomicAcknowledge { aeth, old: 7 },
         ]
     };
-    // Answers to nothing.
+    // Responses without a request.
     for (n, body) in answer(0).into_iter().enumerate() {
         w.receive(body, &[0; 8][..if n == 0 { 8 } else { 0 }]);
     }
@@ -187,7 +188,7 @@ fn what_comes_at_the_wrong_time_is_counted_and_dropped() {
 }
 
 #[test]
-fn requests_ahead_of_their_turn_and_refusals_are_counted() {
+fn out_of_order_requests_and_naks_are_counted() {
     let mut w = World::new(false);
     let at = w.region.remote(0);
     let write = Body::Write { part: Part::Only, reth: Some(Reth { at, len: 4 }), imm: None };
@@ -210,9 +211,9 @@ fn requests_ahead_of_their_turn_and_refusals_are_counted() {
     }
 }
 
-/// A result with the right PSN that does not fit its request.
+/// A response with the expected PSN that does not match its request.
 #[test]
-fn results_that_do_not_fit_are_counted_and_dropped() {
+fn mismatched_results_are_counted_and_dropped() {
     let mut net = Net::new(7);
     let [mut a, b] = net.pair(&Link::default());
     let mine = net.beds[0].mr(PF, a.pd, 4096, ALL);
@@ -250,7 +251,7 @@ fn failures_are_counted_once() {
     let mut net = Net::new(7);
     let [mut a, _b] = net.pair(&link);
     let mine = net.beds[0].mr(PF, a.pd, 4096, ALL);
-    // No receive WQE, asked twice; then three more WQEs are flushed.
+    // The first SEND finds no receive WQE in two attempts; the next three WQEs are flushed.
     for _ in 0..4 {
         net.beds[0].post(&mut a, |w| _ = w.send(&[mine.sge(0, 8)]).signaled());
     }
@@ -261,7 +262,7 @@ fn failures_are_counted_once() {
     assert_eq!((far.stats().rnr, far.wire_stats().naks_out), (2, 2));
     assert_eq!(near.wire_stats().naks_in, 2);
     assert_eq!(near.wire_stats().timeouts, 0);
-    // Nothing answers.
+    // The peer does not respond.
     let mut net = Net::new(7);
     let [mut a, _b] = net.pair(&Link { retry_cnt: 1, ..link });
     net.faults.loss = 10_000;
@@ -272,9 +273,9 @@ fn failures_are_counted_once() {
     assert!(stats.timeouts > 0 && stats.repeated == stats.timeouts, "{stats:?}");
 }
 
-/// A long message is in its middle until 120 KiB or less of it are to come.
+/// `expects_more_packets` is true for a long message until at most 120 KiB remain.
 #[test]
-fn a_long_message_is_in_its_middle_until_two_bursts_are_left() {
+fn long_message_expects_packets_until_two_bursts_remain() {
     let mut w = World::with(false, |_| {});
     let region = w.net.beds[1].mr(PF, w.far.pd, 256 << 10, ALL);
     let (len, at) = (124u32 << 10, region.remote(0));
@@ -284,14 +285,14 @@ fn a_long_message_is_in_its_middle_until_two_bursts_are_left() {
     let mut amid = Vec::new();
     for n in 0..5 {
         w.receive_at(here, if n == 0 { first } else { middle }, &[1; MTU]);
-        amid.push(w.net.beds[1].e.is_amid_message());
+        amid.push(w.net.beds[1].e.expects_more_packets());
     }
-    // 123, 122, 121, 120 and 119 KiB are left.
+    // 123, 122, 121, 120 and 119 KiB remain.
     assert_eq!(amid, [true, true, true, true, false]);
 }
 
 #[test]
-fn a_long_answer_is_in_its_middle_until_two_bursts_are_left() {
+fn long_response_expects_packets_until_two_bursts_remain() {
     let mut net = Net::new(7);
     let [mut a, b] = net.pair(&Link::default());
     let mine = net.beds[0].mr(PF, a.pd, 256 << 10, ALL);
@@ -300,7 +301,7 @@ fn a_long_answer_is_in_its_middle_until_two_bursts_are_left() {
     net.log = Some(Vec::new());
     assert_eq!(net.execute(0, &mut a, read).error, None);
     let answers = net.log.take().unwrap().into_iter().filter(|(end, _)| *end == 1);
-    // The same READ again, whose answers the test brings one by one.
+    // The same READ again; the test injects its response packet by packet.
     net.faults.loss = 10_000;
     net.beds[0].post(&mut a, read);
     net.turn(0);
@@ -310,26 +311,26 @@ fn a_long_answer_is_in_its_middle_until_two_bursts_are_left() {
         let later = crate::ids::Psn::new(psn).plus(shift).raw().to_be_bytes();
         bytes[9..12].copy_from_slice(&later[1..]);
         net.drop_in(0, std::net::SocketAddr::new(address(1, net.v6), PORT), &bytes);
-        amid.push(net.beds[0].e.is_amid_message());
+        amid.push(net.beds[0].e.expects_more_packets());
     }
     let middle = amid.iter().take_while(|amid| **amid).count();
     assert!(amid[middle..].iter().all(|amid| !amid));
-    // Packet n has n KiB before it, so that 200 - n are left with it.
+    // Packet n starts at n KiB, so 200 - n KiB remain including it.
     assert_eq!(middle, 81);
 }
 
 #[test]
-fn a_packet_is_charged_to_its_function_by_its_work() {
+fn work_of_a_packet_is_charged_to_its_function() {
     let mut w = World::new(false);
     let here = address(1, w.net.v6);
     let at = w.region.remote(0);
     let write = |len| Body::Write { part: Part::Only, reth: Some(Reth { at, len }), imm: None };
     let state = |w: &mut World| {
         let core = &mut w.net.beds[1].e.core;
-        let share = core.qps.get(w.far.qpn.raw()).unwrap().share;
-        (core.shares.of(share).left, core.work)
+        let sched_index = core.qps.get(w.far.qpn.raw()).unwrap().sched_index;
+        (core.scheduler.function(sched_index).deficit, core.work)
     };
-    // The first packet makes its function active.
+    // The first packet activates the function.
     w.receive_at(here, write(4), &[1; 4]);
     for len in [4, MTU] {
         let (left, work) = state(&mut w);

@@ -1,4 +1,4 @@
-//! What every operation moves, at every path MTU.
+//! Data movement of every operation, at every path MTU.
 
 use super::*;
 use crate::cqe::{self, Syndrome};
@@ -7,7 +7,7 @@ use crate::verbs::QpState;
 use crate::wire::PathMtu;
 use crate::wqe::{SE_SOLICITED, Umr, opcode};
 
-/// Lengths around the borders of packets.
+/// Lengths around multiples of the packet length.
 fn lengths(mtu: usize) -> Vec<usize> {
     let around = [mtu, 2 * mtu, 5 * mtu].into_iter().flat_map(|n| [n - 1, n, n + 1]);
     [0, 1, 3, 4, 7].into_iter().chain(around).collect()
@@ -85,7 +85,7 @@ fn sends_of_all_lengths_and_kinds_arrive() {
 }
 
 #[test]
-fn a_send_to_another_nic_may_be_longer_than_one_within() {
+fn send_to_another_nic_may_exceed_the_local_limit() {
     let mut net = Net::new(7);
     let [mut a, mut b] = net.pair(&Link { mtu: PathMtu::Mtu4096, ..Link::default() });
     let len = 5 * net.beds[0].e.caps().send_bytes_max as usize + 3;
@@ -134,7 +134,7 @@ fn immediates_inline_data_and_atomics() {
         });
         assert_eq!((mine.mem.load_be64(4008), theirs.mem.load_be64(2000)), (42, after));
     }
-    // Masked atomics have no opcode on the wire.
+    // RoCEv2 has no opcode for masked atomics.
     let cqe = net.execute(0, &mut a, |w| {
         w.masked_fetch_add(theirs.remote(2000), 1, 1 << 31, mine.sge(4000, 8));
     });
@@ -142,7 +142,7 @@ fn immediates_inline_data_and_atomics() {
 }
 
 #[test]
-fn a_window_opens_for_its_qp_and_closes_by_either_invalidation() {
+fn remote_window_admits_its_qp_until_invalidated() {
     let mut net = Net::new(4);
     let [mut a, mut b] = net.pair(&Link::default());
     let [mut other, _far] = net.pair(&Link { psn: [5, 6], ..Link::default() });
@@ -167,12 +167,12 @@ fn a_window_opens_for_its_qp_and_closes_by_either_invalidation() {
     });
     assert_eq!(cqe.error, None);
     assert_eq!(region.bytes(0, 3000), pattern(3000, 5));
-    // Another QP of the same host with the right key.
+    // Another QP of the same host presents the right key.
     let cqe = net.execute(0, &mut other, |w| {
         w.rdma_write(at, &[others.sge(0, 8)]);
     });
     assert_error(&cqe, Syndrome::RemoteAccess);
-    // The peer gives it back.
+    // The peer invalidates the window with its SEND.
     net.beds[1].post_recv(&mut b, &[region.sge(8000, 100)]);
     let cqe = net.execute(0, &mut a, |w| _ = w.send_invalidate(&[mine.sge(0, 10)], key));
     assert_eq!(cqe.error, None);
@@ -180,7 +180,7 @@ fn a_window_opens_for_its_qp_and_closes_by_either_invalidation() {
     assert_eq!((cqe.opcode, cqe.imm), (cqe::opcode::RESP_SEND_INV, key.0));
     let key = bind(&mut net, &mut b, key, 2);
     let at = crate::wqe::Remote { addr: region.mem.addr(), rkey: key };
-    // The owner takes it back between two requests.
+    // The owner invalidates the window between two requests.
     assert_eq!(net.execute(0, &mut a, |w| _ = w.rdma_read(at, &[mine.sge(0, 8)])).error, None);
     assert_eq!(net.execute(1, &mut b, |w| _ = w.local_invalidate(key)).error, None);
     let cqe = net.execute(0, &mut a, |w| _ = w.rdma_read(at, &[mine.sge(0, 8)]));

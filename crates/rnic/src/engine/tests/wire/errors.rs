@@ -1,4 +1,4 @@
-//! Refusals, exhausted retries, bad packets: what each end hears, and that nothing hangs.
+//! Rejected requests, exhausted retries, invalid packets: errors at each end, and no hangs.
 
 use super::*;
 use crate::cqe::Syndrome;
@@ -12,7 +12,7 @@ use crate::wqe::Remote;
 
 const LATE: u64 = 10_000_000_000;
 
-/// A pair, memory of both, and receives posted at the far end.
+/// Creates two connected QPs, memory at both ends, and posted receives at the far end.
 pub(super) fn world(link: &Link) -> (Net, [TestQp; 2], [Mr; 2]) {
     let mut net = Net::new(7);
     let qps = net.pair(link);
@@ -25,7 +25,7 @@ pub(super) fn world(link: &Link) -> (Net, [TestQp; 2], [Mr; 2]) {
 }
 
 #[test]
-fn what_the_peer_refuses_both_hear_of() {
+fn rejected_request_fails_both_ends() {
     type Case = (fn(&mut Builder, &Mr, &Mr), Syndrome);
     let cases: [Case; 9] = [
         (
@@ -51,7 +51,7 @@ fn what_the_peer_refuses_both_hear_of() {
             |w, m, t| _ = w.fetch_add(Remote { rkey: Key(7), ..t.remote(0) }, 1, m.sge(0, 8)),
             Syndrome::RemoteAccess,
         ),
-        // The receive WQE that is posted has 3000 bytes.
+        // The posted receive WQE has 3000 bytes.
         (|w, m, _| _ = w.send(&[m.sge(0, 3001)]), Syndrome::RemoteInvalidRequest),
         (|w, m, t| _ = w.send_invalidate(&[m.sge(0, 10)], t.key), Syndrome::RemoteAccess),
     ];
@@ -63,7 +63,7 @@ fn what_the_peer_refuses_both_hear_of() {
             net.beds[1].post_recv(&mut b, &[theirs.sge(0, 3000)]);
             let end = 16 << 10;
             theirs.mem.zero(0, end);
-            // What came before it is done, what comes behind it is not.
+            // Earlier WQEs complete; later WQEs are flushed.
             let good = |w: &mut Builder| _ = w.rdma_read(theirs.remote(0), &[mine.sge(8000, 4000)]);
             for step in 0..3 {
                 net.beds[0].post(&mut a, |w| {
@@ -96,7 +96,7 @@ fn what_the_peer_refuses_both_hear_of() {
 }
 
 #[test]
-fn who_does_not_answer_is_given_up_in_time() {
+fn requester_fails_after_all_retries_without_response() {
     for (timeout, retry_cnt) in [(8u8, 0u8), (8, 7), (14, 1)] {
         let link = Link { timeout, retry_cnt, ..Link::default() };
         let (mut net, [mut a, _b], [mine, theirs]) = world(&link);
@@ -111,12 +111,12 @@ fn who_does_not_answer_is_given_up_in_time() {
         let patience = (4096 << timeout) * (retry_cnt as u64 + 1);
         let took = net.now - start;
         assert!((patience..patience * 11 / 10 + 50_000).contains(&took), "{took} of {patience}");
-        assert_eq!(net.beds[0].e.next_timeout(), None, "nothing is waited for");
+        assert_eq!(net.beds[0].e.next_timeout(), None, "no timer runs");
     }
 }
 
 #[test]
-fn who_has_no_receive_is_asked_as_often_as_was_said() {
+fn rnr_retries_match_the_connection_parameter() {
     for rnr_retry in [0, 1, 6] {
         let link = Link { rnr_retry, min_rnr_timer: 14, ..Link::default() };
         let (mut net, [mut a, b], [mine, _]) = world(&link);
@@ -126,9 +126,9 @@ fn who_has_no_receive_is_asked_as_often_as_was_said() {
         assert_eq!(net.beds[1].e.wire_stats().naks_out, rnr_retry as u64 + 1);
         let waited = rnr_retry as u64 * 1_280_000;
         assert!((waited..waited + 200_000).contains(&(net.now - start)));
-        assert_eq!(net.beds[1].state(&b), QpState::ReadyToSend, "the peer has done nothing wrong");
+        assert_eq!(net.beds[1].state(&b), QpState::ReadyToSend, "the peer is not affected");
     }
-    // Seven is for ever.
+    // Retry count 7 means no limit.
     let (mut net, [mut a, mut b], [mine, theirs]) = world(&Link::default());
     net.beds[0].post(&mut a, |w| _ = w.send(&[mine.sge(0, 3000)]).signaled());
     net.run_for(500_000_000);
@@ -140,7 +140,7 @@ fn who_has_no_receive_is_asked_as_often_as_was_said() {
 }
 
 #[test]
-fn a_region_that_ends_is_not_read_for_a_retransmission() {
+fn retransmission_does_not_read_a_destroyed_region() {
     let (mut net, [mut a, _b], [_, theirs]) = world(&Link::default());
     let mine = net.beds[0].mr(PF, a.pd, 8192, ALL);
     net.faults.loss = 10_000;
@@ -156,7 +156,7 @@ fn a_region_that_ends_is_not_read_for_a_retransmission() {
 }
 
 #[test]
-fn a_result_finds_no_region_any_more() {
+fn read_result_for_a_destroyed_region_fails_the_read() {
     let (mut net, [mut a, b], [_, theirs]) = world(&Link::default());
     let mine = net.beds[0].mr(PF, a.pd, 8192, ALL);
     net.beds[0].post(&mut a, |w| {
@@ -169,7 +169,7 @@ fn a_result_finds_no_region_any_more() {
     assert_eq!(net.beds[1].state(&b), QpState::ReadyToSend);
 }
 
-/// A packet to `b` as its peer would send it.
+/// Encodes a packet to `b` as its peer would send it.
 pub(super) fn packet(b: &TestQp, psn: u32, body: Body, payload: &[u8]) -> Vec<u8> {
     let mut out = [0; PACKET_MAX];
     let (qpn, psn) = (b.qpn, Psn::new(psn));
@@ -179,7 +179,7 @@ pub(super) fn packet(b: &TestQp, psn: u32, body: Body, payload: &[u8]) -> Vec<u8
 }
 
 #[test]
-fn packets_of_strangers_are_dropped() {
+fn packets_from_other_addresses_are_dropped() {
     let (mut net, [mut a, b], [mine, theirs]) = world(&Link::default());
     let psn = Link::default().psn[0];
     let reth = Reth { at: theirs.remote(0), len: 4 };
@@ -199,25 +199,25 @@ fn packets_of_strangers_are_dropped() {
     let stats = net.beds[1].e.wire_stats();
     assert_eq!((stats.unknown_qp, stats.malformed.iter().sum::<u64>()), (2, 2));
     assert_eq!(theirs.bytes(0, 4), [0; 4]);
-    // A local pair's QP hears nothing of the network.
+    // A QP whose peer is local accepts no packets from the network.
     let (local, _other) = net.beds[1].pair();
     net.inject(1, peer, &packet(&local, 0, Body::Read(reth), &[]));
     assert_eq!(net.beds[1].e.wire_stats().unknown_qp, 3);
     let cqe = net.execute(0, &mut a, |w| _ = w.rdma_read(theirs.remote(0), &[mine.sge(0, 8)]));
-    assert_eq!(cqe.error, None, "the connection has not noticed");
+    assert_eq!(cqe.error, None, "the connection still works");
 }
 
 #[test]
-fn requests_that_make_no_sense_end_the_connection() {
+fn malformed_requests_end_the_connection() {
     let psn = Link::default().psn[0];
     type Make = fn(&Mr) -> Vec<(Body, usize)>;
     let cases: [Make; 10] = [
-        // A middle, or an end, of nothing.
+        // A middle or last packet without a first packet.
         |_| vec![(Body::Send { part: Part::Middle, notice: Notice::None }, 1024)],
         |_| vec![(Body::Write { part: Part::Last, reth: None, imm: None }, 8)],
-        // A first part that is not full.
+        // A first packet that is not full.
         |_| vec![(Body::Send { part: Part::First, notice: Notice::None }, 1020)],
-        // More, or less, than was announced.
+        // More, or fewer, bytes than the header announces.
         |m| vec![(write_only(m, 9), 8)],
         |m| vec![(write_only(m, 7), 8)],
         |m| vec![(write_first(m, 1024), 1024)],
@@ -227,7 +227,7 @@ fn requests_that_make_no_sense_end_the_connection() {
                 (Body::Write { part: Part::Last, reth: None, imm: None }, 8),
             ]
         },
-        // Something else in the middle of a message.
+        // Another request in the middle of a message.
         |m| vec![(write_first(m, 3000), 1024), (Body::Read(Reth { at: m.remote(0), len: 8 }), 0)],
         |m| {
             vec![
@@ -235,7 +235,7 @@ fn requests_that_make_no_sense_end_the_connection() {
                 (Body::Send { part: Part::Only, notice: Notice::None }, 8),
             ]
         },
-        // Longer than anything may be.
+        // Longer than the maximum message.
         |m| vec![(Body::Read(Reth { at: m.remote(0), len: u32::MAX }), 0)],
     ];
     for (i, case) in cases.iter().enumerate() {
@@ -269,25 +269,25 @@ fn write_first(mr: &Mr, len: u32) -> Body {
 }
 
 #[test]
-fn more_reads_than_agreed_are_refused() {
+fn reads_beyond_the_outstanding_limit_are_rejected() {
     let (mut net, [_a, b], [_, theirs]) = world(&Link { rd_atomic: 2, ..Link::default() });
     let psn = Link::default().psn[0];
     let source = std::net::SocketAddr::new(address(0, net.v6), PORT);
     for n in 0..3 {
         let body = Body::Read(Reth { at: theirs.remote(0), len: 8 });
         let bytes = packet(&b, psn + n, body, &[]);
-        // No turn in between: none is answered.
+        // The far end is not polled in between, so no READ is answered.
         net.drop_in(1, source, &bytes);
     }
     assert_eq!(net.beds[1].state(&b), QpState::Error);
     net.log = Some(Vec::new());
     net.turn(1);
     let log = net.log.take().unwrap();
-    assert_eq!(log.len(), 3, "both READs are answered, then comes the NAK");
+    assert_eq!(log.len(), 3, "two READ responses, then a NAK");
 }
 
 #[test]
-fn answers_to_nothing_change_nothing() {
+fn responses_without_a_request_are_ignored() {
     let (mut net, [mut a, _b], [mine, theirs]) = world(&Link::default());
     net.beds[0].post(&mut a, |w| {
         w.rdma_read(theirs.remote(0), &[mine.sge(0, 3000)]).signaled();
@@ -311,7 +311,7 @@ fn answers_to_nothing_change_nothing() {
             net.inject(0, from, &packet(&a, psn, body, &vec![0xee; len]));
         }
     }
-    // The right number, but not what was asked for.
+    // The expected PSN, but a response of the wrong kind or length.
     for (body, len) in [(bodies[1], 0), (bodies[5], 1020)] {
         net.inject(0, from, &packet(&a, first, body, &vec![0xee; len]));
     }
@@ -321,7 +321,7 @@ fn answers_to_nothing_change_nothing() {
 }
 
 #[test]
-fn connections_are_counted_and_ended() {
+fn connections_are_counted_and_released() {
     let mut net = Net::new(8);
     let limits = FunctionLimits { remote_peers: 1, ..FunctionLimits::default() };
     let f = net.beds[0].e.add_function(limits).unwrap();
@@ -339,14 +339,15 @@ fn connections_are_counted_and_ended() {
     assert_eq!(rtr(&one, peers[0]), Ok(()));
     assert!(matches!(rtr(&two, peers[1]), Err(Error::Limit { .. })));
     assert!(matches!(rtr(&two, peers[0]), Err(Error::PeerTaken { .. })));
-    assert_eq!(rtr(&one, peers[1]), Ok(()), "a reset has given the first one back");
+    assert_eq!(rtr(&one, peers[1]), Ok(()), "the reset has released the connection");
     net.beds[0].e.destroy_qp(f, one.qpn).unwrap();
     let e = &mut net.beds[0].e;
     e.modify_qp(f, two.qpn, QpChange::Init).unwrap_or(());
     assert_eq!(e.modify_qp(f, two.qpn, QpChange::ReadyToReceive { peer: peers[1].into() }), Ok(()));
     e.remove_function(f);
     assert_eq!(e.next_timeout(), None);
-    // Without a wire there is no such peer, and a client has none unless it was given some.
+    // An engine without a wire rejects remote peers, and so does a function whose limit of remote
+    // peers is 0.
     let mut bed = Bed::with(Limits::default());
     let (a, _b) = bed.pair();
     bed.e.modify_qp(PF, a.qpn, QpChange::Reset).unwrap();
@@ -355,9 +356,10 @@ fn connections_are_counted_and_ended() {
     assert!(matches!(refused, Err(Error::NoWire { .. })), "{refused:?}");
 }
 
-/// The network brings a READ once more, long after it was answered, and its key has ended since.
+/// The network duplicates a READ long after its response was received, and the key has become
+/// invalid since.
 #[test]
-fn a_late_copy_of_a_read_whose_key_has_ended_breaks_nothing() {
+fn late_duplicate_read_with_invalid_key_is_harmless() {
     let (mut net, [mut a, b], [mine, theirs]) = world(&Link::default());
     let other = net.beds[1].mr(PF, b.pd, 4096, ALL);
     for len in [8, 5000] {
@@ -376,16 +378,17 @@ fn a_late_copy_of_a_read_whose_key_has_ended_breaks_nothing() {
     let _ = theirs;
 }
 
-/// The answer of a READ is lost, and its key ends before it is asked for again: its sender hears of that.
+/// The response of a READ is lost, and the key becomes invalid before the retransmission: the READ
+/// fails.
 #[test]
-fn a_read_whose_key_has_ended_before_it_was_answered_is_refused() {
+fn unanswered_read_whose_key_becomes_invalid_fails() {
     let (mut net, [mut a, _b], [mine, theirs]) = world(&Link::default());
     net.beds[0].post(&mut a, |w| {
         w.rdma_read(theirs.remote(0), &[mine.sge(0, 8)]).signaled();
     });
     net.turn(0);
     net.faults.loss = 10_000;
-    // The request arrives, the answer does not.
+    // The request arrives, its response is lost.
     net.pass();
     net.faults.loss = 0;
     net.beds[1].e.dereg_mr(PF, theirs.key).unwrap();

@@ -9,13 +9,13 @@ use crate::wire::packet::Syndrome as Says;
 use crate::wire::packet::{Aeth, Body, ICRC, Nak, Notice, Part, Reth};
 use std::net::SocketAddr;
 
-/// A WRITE of four bytes to the beginning of `mr`.
+/// Encodes a WRITE of four bytes to the start of `mr`.
 fn evil(q: &TestQp, psn: u32, mr: &Mr) -> Vec<u8> {
     let reth = Some(Reth { at: mr.remote(0), len: 4 });
     packet(q, psn, Body::Write { part: Part::Only, reth, imm: None }, b"evil")
 }
 
-/// The same packet, with a trailer of `fill` for the tag.
+/// Replaces the ICRC of a packet by a tag trailer filled with `fill`.
 fn tagged(mut bytes: Vec<u8>, fill: u8) -> Vec<u8> {
     bytes.truncate(bytes.len() - ICRC);
     bytes.extend([fill; TRAILER]);
@@ -26,7 +26,7 @@ fn peer_of(net: &Net, end: usize) -> SocketAddr {
     SocketAddr::new(address(1 - end, net.v6), PORT)
 }
 
-/// The connection works, both ways.
+/// Checks that the connection works in both directions.
 #[track_caller]
 fn assert_works(net: &mut Net, [a, b]: [&mut TestQp; 2], [mine, theirs]: [&Mr; 2]) {
     for (end, q, from, to) in [(0, a, mine, theirs), (1, b, theirs, mine)] {
@@ -37,10 +37,10 @@ fn assert_works(net: &mut Net, [a, b]: [&mut TestQp; 2], [mine, theirs]: [&Mr; 2
     }
 }
 
-/// What an unprivileged user of the peer's host can do: all PSNs in 2.3 s.
+/// The attack of an unprivileged user of the peer's host: all PSNs, in 2.3 s.
 #[test]
 #[cfg_attr(miri, ignore = "16 million packets")]
-fn a_sweep_of_all_psns_stops_at_the_guesses_of_the_peer() {
+fn sweep_of_all_psns_is_stopped_by_the_guess_budget() {
     let link = Link { psn: [0x80_0123, 77], ..Link::default() };
     let (mut net, [mut a, mut b], [mine, theirs]) = world(&link);
     let from = peer_of(&net, 1);
@@ -50,16 +50,16 @@ fn a_sweep_of_all_psns_stops_at_the_guesses_of_the_peer() {
         net.now += 140;
         net.drop_in(1, from, &bytes);
     }
-    assert_eq!(theirs.bytes(0, 4), [0; 4], "a guess has hit");
+    assert_eq!(theirs.bytes(0, 4), [0; 4], "a guessed PSN was accepted");
     let stats = net.beds[1].e.wire_stats().clone();
     assert!((257..300).contains(&stats.guesses), "{stats:?}");
     assert!(stats.shut_out > (1 << 24) - 300, "{stats:?}");
     assert_works(&mut net, [&mut a, &mut b], [&mine, &theirs]);
 }
 
-/// With the PSN known, and the port.
+/// The attacker knows PSN and port.
 #[test]
-fn a_packet_without_the_key_does_nothing_to_a_connection_with_one() {
+fn packet_without_tag_does_not_affect_a_keyed_connection() {
     let (mut net, [mut a, mut b], [mine, theirs]) = world(&Link::authenticated());
     assert_works(&mut net, [&mut a, &mut b], [&mine, &theirs]);
     net.log = Some(Vec::new());
@@ -75,7 +75,7 @@ fn a_packet_without_the_key_does_nothing_to_a_connection_with_one() {
         let long = tagged(plain.clone(), 0xff);
         let mut borrowed = tagged(plain.clone(), 0);
         let end = borrowed.len();
-        // Another packet's counter and tag.
+        // Counter and tag of another packet.
         borrowed[end - TRAILER..].copy_from_slice(last.last_chunk::<TRAILER>().unwrap());
         for bytes in [plain, long, borrowed] {
             net.drop_in(1, from, &bytes);
@@ -89,7 +89,7 @@ fn a_packet_without_the_key_does_nothing_to_a_connection_with_one() {
 }
 
 #[test]
-fn answers_without_the_key_complete_and_break_nothing() {
+fn responses_without_tag_are_ignored() {
     let (mut net, [mut a, _b], [mine, theirs]) = world(&Link::authenticated());
     net.log = Some(Vec::new());
     net.beds[0].post(&mut a, |w| {
@@ -132,7 +132,7 @@ fn answers_without_the_key_complete_and_break_nothing() {
 }
 
 #[test]
-fn recorded_packets_are_duplicates_at_first_and_then_too_old() {
+fn replayed_packets_are_duplicates_and_later_too_old() {
     let (mut net, [mut a, mut b], [mine, theirs]) = world(&Link::authenticated());
     net.log = Some(Vec::new());
     let mut write = |net: &mut Net| {
@@ -156,9 +156,9 @@ fn recorded_packets_are_duplicates_at_first_and_then_too_old() {
     assert_works(&mut net, [&mut a, &mut b], [&mine, &theirs]);
 }
 
-/// Nonces repeat under no key, even where both ends begin anew with the secret that they had.
+/// No nonce is repeated under one key, even if both ends reconnect with the same secret.
 #[test]
-fn counters_go_on_where_a_connection_is_made_anew() {
+fn packet_counters_continue_after_a_reconnect() {
     let link = Link::authenticated();
     let (mut net, mut qps, [mine, theirs]) = world(&link);
     net.log = Some(Vec::new());
@@ -175,13 +175,13 @@ fn counters_go_on_where_a_connection_is_made_anew() {
     let mut seen = std::collections::HashSet::new();
     for (end, bytes) in &log {
         let trailer = bytes.last_chunk::<TRAILER>().unwrap();
-        assert!(seen.insert((*end, trailer[..8].to_vec())), "a counter came twice");
+        assert!(seen.insert((*end, trailer[..8].to_vec())), "a packet counter was repeated");
     }
     assert!(log.len() >= 12, "{} packets", log.len());
 }
 
 #[test]
-fn packets_from_another_port_are_dropped_where_the_peer_named_its_own() {
+fn packets_from_another_port_are_dropped_if_the_port_is_fixed() {
     let link = Link { fixed_port: true, ..Link::default() };
     let (mut net, [mut a, mut b], [mine, theirs]) = world(&link);
     let psn = link.psn[0];
@@ -190,16 +190,16 @@ fn packets_from_another_port_are_dropped_where_the_peer_named_its_own() {
     assert_eq!(net.beds[1].e.wire_stats().strangers, 1);
     assert_eq!(theirs.bytes(0, 4), [0; 4]);
     assert_works(&mut net, [&mut a, &mut b], [&mine, &theirs]);
-    // A peer that varies its port is heard from any.
+    // A peer with varying source ports is accepted from any port.
     let (mut net, [_a, b], [_, theirs]) = world(&Link::default());
     net.drop_in(1, elsewhere, &evil(&b, psn, &theirs));
     assert_eq!(theirs.bytes(0, 4), *b"evil");
 }
 
-/// A function that names the address and number of another one's peer takes nothing from that: with
-/// keys both connect, and each hears its own peer only.
+/// A function that names the address and number of another function's peer takes nothing from it.
+/// With keys both functions connect, and each receives only its own peer's packets.
 #[test]
-fn who_claims_anothers_peer_refuses_nobody_that_has_a_key() {
+fn claiming_anothers_peer_does_not_block_a_keyed_qp() {
     let (mut net, [mut a, mut b], [mine, theirs]) = world(&Link::authenticated());
     let (victim, pd) = (a.qpn, b.pd);
     let claim = |net: &mut Net, link: &Link| {
@@ -214,7 +214,7 @@ fn who_claims_anothers_peer_refuses_nobody_that_has_a_key() {
     for link in [&stolen, &Link { fixed_port: true, ..Link::default() }] {
         let (result, claimer) = claim(&mut net, link);
         assert_eq!(result, Ok(()));
-        // What the claimer sends is not its peer's.
+        // Packets of the claimer fail the tag check at the victim's peer.
         net.beds[1].e.modify_qp(PF, claimer.qpn, QpChange::ReadyToSend).unwrap();
         let mut claimer = claimer;
         net.beds[1].post(&mut claimer, |w| {
@@ -223,21 +223,21 @@ fn who_claims_anothers_peer_refuses_nobody_that_has_a_key() {
         net.deliver();
         assert!(net.beds[0].e.wire_stats().forged > 0);
     }
-    // The victim connects after the claim, too.
+    // The victim can connect after the claim, too.
     for (end, q) in [(0, &mut a), (1, &mut b)] {
         net.beds[end].e.modify_qp(q.function, q.qpn, QpChange::Reset).unwrap();
         q.producer = 0;
     }
     net.connect([&a, &b], &Link::authenticated());
     assert_works(&mut net, [&mut a, &mut b], [&mine, &theirs]);
-    // Two peers without a key are told apart by their address only.
+    // Two peers without keys are distinguished only by their address.
     let plain = Link { fixed_port: true, ..Link::default() };
     assert!(matches!(claim(&mut net, &plain).0, Err(Error::PeerTaken { .. })));
 }
 
-/// The checksum is the dearest of what is done for a packet that nobody waits for.
+/// The checksum is the most expensive check of an unexpected packet.
 #[test]
-fn packets_for_unknown_qps_and_of_strangers_cost_no_checksum() {
+fn unexpected_packets_cost_no_checksum() {
     let (mut net, [_a, b], [_, theirs]) = world(&Link::default());
     let nobody = TestQp { qpn: Qpn::new(0x99), ..net.beds[1].pair().0 };
     let here = address(1, net.v6);
@@ -259,7 +259,7 @@ fn packets_for_unknown_qps_and_of_strangers_cost_no_checksum() {
 }
 
 #[test]
-fn a_forged_refusal_or_end_of_message_leaves_both_ends_as_they_are() {
+fn forged_nak_or_last_packet_changes_neither_end() {
     let (mut net, [mut a, mut b], [mine, theirs]) = world(&Link::authenticated());
     let from = peer_of(&net, 1);
     for psn in [0, 1, 0x80_0000, 0xff_ffff] {

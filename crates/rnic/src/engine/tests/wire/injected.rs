@@ -1,4 +1,5 @@
-//! Single packets that no requester of this project sends, and the numbers in the answers to them.
+//! Injected packets that no requester of this project sends, and the PSNs and MSNs of the
+//! responses.
 
 use super::*;
 use crate::cqe::{self, Syndrome};
@@ -12,17 +13,17 @@ use crate::wqe::umr::Umr;
 /// Payload bytes of a full packet.
 pub const MTU: usize = 1024;
 
-/// A pair whose near end is played by the test, packet by packet.
+/// A connection whose near end is the test itself, packet by packet.
 pub struct World {
     pub net: Net,
     pub far: TestQp,
-    /// Region of the far end, in the PD of its QP.
+    /// A region of the far end, in the PD of its QP.
     pub region: Mr,
     /// PSN of the next request.
     pub psn: u32,
-    /// Requests ask to be acknowledged.
+    /// Whether requests ask for an acknowledgement.
     pub asks: bool,
-    /// Ring and record of the shared receive queue, where the far end has one.
+    /// Ring and record of the far end's shared receive queue, if it has one.
     shared: Option<[crate::memory::DmaMemory; 2]>,
     _near: TestQp,
 }
@@ -32,7 +33,7 @@ impl World {
         Self::with(shared, |_| {})
     }
 
-    /// With a far end that `shape` changes.
+    /// Creates a world whose far end has parameters changed by `shape`.
     pub fn with(shared: bool, shape: impl Fn(&mut Shape)) -> Self {
         let mut net = Net::new(11);
         let pd = net.beds[1].pd(PF);
@@ -58,7 +59,7 @@ impl World {
         Self { net, far, region, psn: link.psn[0], asks: true, shared: queue, _near: near }
     }
 
-    /// Posts one receive WQE of 4096 bytes at the end of the region.
+    /// Posts a receive WQE of 4096 bytes, for the end of the region.
     pub fn post_receive(&mut self) {
         let room = self.region.sge(12 << 10, 4096);
         match &self.shared {
@@ -70,7 +71,7 @@ impl World {
         }
     }
 
-    /// A packet from the peer's address to `destination`; it takes one PSN.
+    /// Injects a packet from the peer's address to `destination`; it uses one PSN.
     pub fn receive_at(&mut self, destination: std::net::IpAddr, body: Body, payload: &[u8]) {
         let (qpn, psn) = (self.far.qpn, Psn::new(self.psn));
         let ack_request = self.asks;
@@ -82,7 +83,7 @@ impl World {
         self.psn = Psn::new(self.psn).plus(1).raw();
     }
 
-    /// A packet from the peer; gives what the far end answers.
+    /// Injects a packet from the peer; returns the far end's responses.
     pub fn receive(&mut self, body: Body, payload: &[u8]) -> Vec<(u32, Body)> {
         self.receive_at(address(1, self.net.v6), body, payload);
         self.net.log = Some(Vec::new());
@@ -98,7 +99,7 @@ impl World {
         self.net.beds[1].e.query_key(PF, key.index()).unwrap()
     }
 
-    /// A window over the first page of the region, bound to the far end's QP.
+    /// Binds a window over the first page of the region to the far end's QP.
     fn bound_window(&mut self) -> Key {
         let window = self.net.beds[1].e.alloc_mw(PF, self.far.pd, Default::default()).unwrap();
         let tag = window.tag().wrapping_add(1);
@@ -122,10 +123,10 @@ fn psns_and_msns(answers: &[(u32, Body)]) -> Vec<(u32, u32)> {
     answers.iter().filter_map(|(psn, body)| Some((*psn, msn(body)?))).collect()
 }
 
-/// The key of a SEND with invalidation comes with the last packet. A key that the peer may not invalidate ends the
-/// connection: the receive completes as flushed, and the key lives on.
+/// The last packet of a SEND with invalidate contains the key. A key that the peer may not
+/// invalidate ends the connection: the receive completes as flushed, and the key stays valid.
 #[test]
-fn a_send_of_several_packets_invalidates_only_what_its_qp_may() {
+fn multi_packet_send_rejects_a_foreign_invalidation() {
     for shared in [false, true] {
         for case in 0..4 {
             let mut w = World::new(shared);
@@ -148,7 +149,7 @@ fn a_send_of_several_packets_invalidates_only_what_its_qp_may() {
             assert_eq!(syndrome, Says::Nak(Nak::RemoteAccess), "case {case}");
             assert_eq!(w.net.beds[1].state(&w.far), QpState::Error, "case {case}");
             assert_eq!(keys.map(|k| w.key(k)), before, "case {case}");
-            let cqe = w.far.recv_cq.reader.poll().expect("the receive WQE is not lost");
+            let cqe = w.far.recv_cq.reader.poll().expect("the receive WQE completes");
             assert_error(&cqe, Syndrome::Flushed);
             assert_eq!(w.far.recv_cq.reader.poll(), None);
         }
@@ -156,13 +157,13 @@ fn a_send_of_several_packets_invalidates_only_what_its_qp_may() {
 }
 
 #[test]
-fn a_send_of_several_packets_invalidates_the_window_of_its_qp() {
+fn multi_packet_send_invalidates_the_window_of_its_qp() {
     for shared in [false, true] {
         let mut w = World::new(shared);
         let own = w.bound_window();
         w.post_receive();
         w.receive(send(Part::First, Notice::None), &[1; MTU]);
-        assert!(w.key(own).bound, "the key comes with the last packet");
+        assert!(w.key(own).bound, "the key is in the last packet");
         let answers = w.receive(send(Part::Last, Notice::Invalidate(own)), &[2; 100]);
         assert_eq!(answers.len(), 1);
         assert!(!w.key(own).bound);
@@ -172,9 +173,9 @@ fn a_send_of_several_packets_invalidates_the_window_of_its_qp() {
     }
 }
 
-/// A host has many addresses; a QP has one of them.
+/// A host has several addresses; a QP has one of them.
 #[test]
-fn packets_from_the_peer_to_another_address_of_the_host_are_dropped() {
+fn packets_to_another_local_address_are_dropped() {
     let mut w = World::new(false);
     let at = w.region.remote(0);
     let write = Body::Write { part: Part::Only, reth: Some(Reth { at, len: 4 }), imm: None };
@@ -195,16 +196,16 @@ fn packets_from_the_peer_to_another_address_of_the_host_are_dropped() {
     assert_eq!(w.region.bytes(0, 4), b"good");
 }
 
-/// IBTA vol. 1, §9.7.5.1.3: the MSN counts messages, of all kinds, and no packets.
+/// IBTA vol. 1, §9.7.5.1.3: the MSN counts messages of all kinds, not packets.
 #[test]
-fn the_msn_of_answers_counts_messages() {
+fn msn_of_responses_counts_messages() {
     let mut w = World::new(false);
     let first = w.psn;
     let psn = |n: u32| Psn::new(first).plus(n).raw();
     let reth = |w: &World, len| Reth { at: w.region.remote(0), len };
     let write = |part, reth| Body::Write { part, reth, imm: None };
     let long = reth(&w, 2 * MTU as u32 + 8);
-    // Each packet of it asks to be acknowledged; only the last ends a message.
+    // Every packet asks for an acknowledgement; only the last packet completes a message.
     let mut got = Vec::new();
     for (part, reth, len) in
         [(Part::First, Some(long), MTU), (Part::Middle, None, MTU), (Part::Last, None, 8)]
@@ -212,7 +213,7 @@ fn the_msn_of_answers_counts_messages() {
         got.extend(psns_and_msns(&w.receive(write(part, reth), &vec![7; len])));
     }
     assert_eq!(got, [(psn(0), 0), (psn(1), 0), (psn(2), 1)]);
-    // A READ takes as many PSNs as its answer has packets; those in the middle say no MSN.
+    // A READ uses as many PSNs as its response has packets; the middle packets contain no MSN.
     let read = Body::Read(reth(&w, 3 * MTU as u32));
     assert_eq!(psns_and_msns(&w.receive(read, &[])), [(psn(3), 2), (psn(5), 2)]);
     w.psn = psn(6);
@@ -221,7 +222,7 @@ fn the_msn_of_answers_counts_messages() {
     w.post_receive();
     assert_eq!(w.receive(send(Part::First, Notice::None), &[1; MTU]), ack(psn(7), 3));
     assert_eq!(w.receive(send(Part::Last, Notice::None), &[1; 4]), ack(psn(8), 4));
-    // What comes again counts no more.
+    // A duplicate does not increase the MSN.
     w.psn = psn(8);
     assert_eq!(w.receive(send(Part::Last, Notice::None), &[1; 4]), ack(psn(8), 4));
 }

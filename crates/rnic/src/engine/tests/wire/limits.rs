@@ -1,4 +1,4 @@
-//! Requests at the edge of what is allowed, from either side: what is refused has changed nothing.
+//! Requests at the limits of validity, at either side: a rejected request changes nothing.
 
 use super::injected::{MTU, World, ack};
 use super::*;
@@ -10,7 +10,7 @@ use crate::wire::{Packet, PathMtu};
 use crate::wqe::umr::{Umr, UmrFlags};
 use crate::wqe::{Remote, SE_SOLICITED, Sge};
 
-/// The longest message.
+/// Maximum length of a message.
 const LONGEST: u32 = 1 << 31;
 
 fn nak(psn: u32, msn: u32, nak: Nak) -> Vec<(u32, Body)> {
@@ -25,12 +25,12 @@ fn write_only(at: Remote, len: u32) -> Body {
     Body::Write { part: Part::Only, reth: Some(Reth { at, len }), imm: None }
 }
 
-/// A request that the far end must refuse so, at once, with its QP in Error.
+/// Injects a request that the far end must reject at once, with its QP in Error.
 #[track_caller]
 fn refused(mut w: World, body: Body, payload: &[u8], why: Nak) -> World {
     let psn = w.psn;
     let msn = w.receive(Body::Acknowledge(Aeth { syndrome: Says::Ack(31), msn: 0 }), &[]);
-    assert_eq!(msn, [], "an answer to nothing");
+    assert_eq!(msn, [], "unexpected responses");
     w.psn = psn;
     let answers = w.receive(body, payload);
     assert_eq!(answers, nak(psn, 0, why), "{body:?}");
@@ -39,7 +39,7 @@ fn refused(mut w: World, body: Body, payload: &[u8], why: Nak) -> World {
 }
 
 #[test]
-fn a_length_beyond_the_longest_message_is_an_invalid_request() {
+fn length_beyond_the_maximum_is_an_invalid_request() {
     for (len, why) in [(LONGEST, Nak::RemoteAccess), (LONGEST + 1, Nak::InvalidRequest)] {
         let w = World::new(false);
         let at = w.region.remote(0);
@@ -49,10 +49,10 @@ fn a_length_beyond_the_longest_message_is_an_invalid_request() {
     }
 }
 
-/// All packets of a message but the last have as many bytes as the path MTU, and the last has no
-/// more.
+/// Every packet of a message but the last has as many bytes as the path MTU; the last has at most
+/// as many.
 #[test]
-fn a_packet_with_more_or_fewer_bytes_than_its_place_has_moves_none() {
+fn packet_of_wrong_length_moves_no_bytes() {
     let len = MTU as u32;
     let write = |part, at, len| Body::Write { part, reth: Some(Reth { at, len }), imm: None };
     for (part, len, bytes) in [
@@ -80,7 +80,7 @@ fn a_packet_with_more_or_fewer_bytes_than_its_place_has_moves_none() {
 }
 
 #[test]
-fn a_request_whose_end_is_out_of_range_moves_no_byte_of_its_begin() {
+fn request_ending_out_of_range_moves_no_bytes() {
     let w = World::new(false);
     let near_end = w.region.remote((16 << 10) - 2 * MTU);
     let w = refused(w, write_first(near_end, 3 * MTU as u32), &[7; MTU], Nak::RemoteAccess);
@@ -91,9 +91,10 @@ fn a_request_whose_end_is_out_of_range_moves_no_byte_of_its_begin() {
     refused(w, read, &[], Nak::RemoteAccess);
 }
 
-/// A request for no bytes names no memory: its key and its address do not count, the rights of the QP do.
+/// A request of length 0 accesses no memory: its key and address are ignored, the QP's rights are
+/// checked.
 #[test]
-fn a_request_for_no_bytes_needs_the_right_and_no_key() {
+fn zero_length_request_needs_the_right_but_no_key() {
     let nowhere = Remote { addr: 5, rkey: Key(0x1234_5678) };
     let read = Body::Read(Reth { at: nowhere, len: 0 });
     let mut w = World::new(false);
@@ -109,7 +110,7 @@ fn a_request_for_no_bytes_needs_the_right_and_no_key() {
 }
 
 #[test]
-fn an_atomic_is_aligned_between_messages_and_among_no_more_than_agreed() {
+fn atomic_outside_its_limits_is_rejected() {
     let atomic = |at| Body::Atomic { at, op: AtomicOp::FetchAdd { add: 1 } };
     let w = World::new(false);
     let odd = w.region.remote(4);
@@ -122,7 +123,7 @@ fn an_atomic_is_aligned_between_messages_and_among_no_more_than_agreed() {
     assert_eq!(w.receive(write_first(at, 2 * MTU as u32), &[0; MTU]), ack(psn, 0));
     let answers = w.receive(atomic(at), &[]);
     assert_eq!(answers, nak(Psn::new(psn).plus(1).raw(), 0, Nak::InvalidRequest));
-    // One more than may be outstanding; none has been answered.
+    // One more atomic than may be outstanding; none has been answered.
     let mut w = World::new(false);
     let (here, psn, at) = (address(1, w.net.v6), w.psn, w.region.remote(0));
     for _ in 0..16 {
@@ -135,7 +136,7 @@ fn an_atomic_is_aligned_between_messages_and_among_no_more_than_agreed() {
 }
 
 #[test]
-fn a_duplicate_that_asks_for_nothing_is_not_answered() {
+fn duplicate_without_ack_request_gets_no_response() {
     let mut w = World::new(false);
     let psn = w.psn;
     let write = write_only(w.region.remote(0), 4);
@@ -147,9 +148,10 @@ fn a_duplicate_that_asks_for_nothing_is_not_answered() {
     assert_eq!(w.region.bytes(0, 4), [1; 4]);
 }
 
-/// The key of a READ ends before its answer has left: its sender hears of that, and the connection ends.
+/// The key of a READ becomes invalid before the response is sent: the READ fails and the connection
+/// ends.
 #[test]
-fn a_read_whose_key_has_ended_ends_the_connection_unless_it_was_answered() {
+fn read_with_invalid_key_ends_the_connection_if_unanswered() {
     let mut w = World::new(false);
     let (here, psn) = (address(1, w.net.v6), w.psn);
     let read = Body::Read(Reth { at: w.region.remote(0), len: 8 });
@@ -164,9 +166,9 @@ fn a_read_whose_key_has_ended_ends_the_connection_unless_it_was_answered() {
     assert_eq!(w.net.beds[1].state(&w.far), QpState::Error);
 }
 
-/// A window is bound anew to fewer bytes between a READ's arrival and its answer.
+/// A window is rebound to fewer bytes between a READ's arrival and its response.
 #[test]
-fn of_a_read_what_is_still_open_is_answered() {
+fn read_is_answered_up_to_the_shortened_window() {
     let mut w = World::new(false);
     let mut other = {
         let bed = &mut w.net.beds[1];
@@ -178,13 +180,13 @@ fn of_a_read_what_is_still_open_is_answered() {
     let (mr, start, qpn) = (w.region.key, w.region.mem.addr(), w.far.qpn);
     let bind = |key, len: usize| {
         let umr = Umr::bind(key, 9, qpn, Access::REMOTE_ALL, mr, start, len as u32);
-        // Also where it is bound already.
+        // The rebind may also apply to a bound window.
         Umr { flags: UmrFlags(umr.flags.0 & !UmrFlags::CHECK_FREE.0), ..umr }
     };
     let (whole, short) = (bind(window, 4 * MTU), bind(Key::new(window.index(), 9), 2 * MTU));
     assert_eq!(w.net.execute(1, &mut other, |b| _ = b.umr(&whole)).error, None);
     let at = Remote { addr: w.region.mem.addr(), rkey: Key::new(window.index(), 9) };
-    // Its turn is before the answer's.
+    // The rebind executes before the response is sent.
     w.net.beds[1].post(&mut other, |b| _ = b.umr(&short).signaled());
     let psn = w.psn;
     let answers = w.receive(Body::Read(Reth { at, len: 4 * MTU as u32 }), &[]);
@@ -192,7 +194,7 @@ fn of_a_read_what_is_still_open_is_answered() {
     let is_data = |body: &Body| matches!(body, Body::ReadResponse { .. });
     let later = |n: u32| Psn::new(n).since(Psn::new(psn));
     let kinds: Vec<_> = answers.iter().map(|(n, body)| (later(*n), is_data(body))).collect();
-    assert_eq!(kinds, [(0, true), (1, true), (2, false)], "two packets and a refusal");
+    assert_eq!(kinds, [(0, true), (1, true), (2, false)], "two packets and a NAK");
 }
 
 // --- the requester's side ------------------------------------------------------------------------
@@ -206,7 +208,7 @@ fn pair(link: &Link) -> (Net, [TestQp; 2], [Mr; 2]) {
 }
 
 #[test]
-fn masked_atomics_have_no_packet_on_the_wire() {
+fn masked_atomics_fail_over_the_wire() {
     let all = u64::MAX;
     for (compare_mask, swap_mask) in [(all, 0xff), (0xff, all), (0xff, 0xff)] {
         let (mut net, [mut a, _b], [mine, theirs]) = pair(&Link::default());
@@ -221,12 +223,12 @@ fn masked_atomics_have_no_packet_on_the_wire() {
     let cqe = net.execute(0, &mut a, |w| {
         w.masked_compare_swap(theirs.remote(0), (0, all), (1, all), mine.sge(0, 8));
     });
-    assert_eq!(cqe.error, None, "masks of ones mask nothing");
+    assert_eq!(cqe.error, None, "masks of all ones make a plain atomic");
     assert_eq!(theirs.bytes(0, 8), 1u64.to_be_bytes());
 }
 
 #[test]
-fn the_result_of_an_atomic_needs_eight_bytes_of_room() {
+fn atomic_result_needs_eight_bytes() {
     for (room, fits) in [(4, false), (7, false), (8, true), (16, true)] {
         let (mut net, [mut a, _b], [mine, theirs]) = pair(&Link::default());
         mine.mem.write(0, &[9; 16]);
@@ -244,7 +246,7 @@ fn the_result_of_an_atomic_needs_eight_bytes_of_room() {
 
 #[test]
 #[cfg_attr(miri, ignore = "64 MiB of zeros")]
-fn a_request_beyond_the_longest_message_is_not_sent() {
+fn request_beyond_the_maximum_length_is_not_sent() {
     const PART: usize = 64 << 20;
     for (mtu, most) in [(PathMtu::Mtu4096, LONGEST as u64), (PathMtu::Mtu256, 1 << 30)] {
         for more in [0, 1] {
@@ -254,16 +256,16 @@ fn a_request_beyond_the_longest_message_is_not_sent() {
             let mut list = vec![mine.sge(0, PART); (most / PART as u64) as usize];
             list.extend((more > 0).then(|| mine.sge(0, 1)));
             let cqe = net.execute(0, &mut a, |w| _ = w.rdma_read(theirs.remote(0), &list));
-            // What is sent, the far end refuses: it has no such range.
+            // The far end rejects a request that is sent, because its region is smaller.
             let why = [Syndrome::RemoteAccess, Syndrome::LocalLength][more];
             assert_error(&cqe, why);
         }
     }
 }
 
-/// WQEs of several building blocks are kept whole, although others have been fetched since.
+/// WQEs of several building blocks are stored whole, even if other WQEs are fetched later.
 #[test]
-fn a_long_wqe_is_sent_again_as_it_was_fetched() {
+fn long_wqe_is_retransmitted_as_fetched() {
     let (mut net, [mut a, _b], [mine, theirs]) = pair(&Link::default());
     let [mut other, _far] = net.pair(&Link { psn: [5, 6], ..Link::default() });
     let others = net.beds[0].mr(PF, other.pd, 4096, ALL);
@@ -287,7 +289,7 @@ fn a_long_wqe_is_sent_again_as_it_was_fetched() {
 }
 
 #[test]
-fn a_pad_is_zeros_whatever_lay_in_the_outbox() {
+fn padding_is_zero_in_a_reused_outbox() {
     let (mut net, [mut a, _b], [mine, theirs]) = pair(&Link::default());
     mine.mem.write(0, &[0xff; 4096]);
     let full = net.execute(0, &mut a, |w| _ = w.rdma_write(theirs.remote(0), &[mine.sge(0, 4096)]));
@@ -305,7 +307,7 @@ fn a_pad_is_zeros_whatever_lay_in_the_outbox() {
 }
 
 #[test]
-fn the_last_packet_of_a_message_is_the_solicited_one() {
+fn last_packet_of_a_message_is_solicited() {
     let (mut net, [mut a, mut b], [mine, theirs]) = pair(&Link::default());
     net.beds[1].post_recv(&mut b, &[theirs.sge(0, 4096)]);
     net.log = Some(Vec::new());
@@ -319,7 +321,7 @@ fn the_last_packet_of_a_message_is_the_solicited_one() {
 }
 
 #[test]
-fn the_last_packet_of_a_message_asks_for_an_acknowledgement() {
+fn last_packet_of_a_message_requests_an_ack() {
     let (mut net, [mut a, _b], [mine, theirs]) = pair(&Link::default());
     net.log = Some(Vec::new());
     let write = [mine.sge(0, 2 * MTU + 1)];
@@ -331,7 +333,7 @@ fn the_last_packet_of_a_message_asks_for_an_acknowledgement() {
     assert_eq!(asks, [false, false, true]);
 }
 
-/// A QP in Error has its receives flushed although it has sent nothing.
+/// The receives of a QP in Error are flushed although the QP has sent nothing.
 #[test]
 fn receives_of_a_connected_qp_are_flushed() {
     let mut w = World::new(false);

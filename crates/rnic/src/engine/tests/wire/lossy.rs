@@ -1,7 +1,7 @@
-//! Mixed operations in both directions over a bad network, against a model of what each must find.
+//! Mixed operations in both directions over a lossy network, compared with a model.
 //!
-//! Every operation of a QP is executed once and in order, so each end knows what an atomic must return,
-//! which message comes next, and what memory holds at the end.
+//! Every operation of a QP is executed exactly once and in order, so the model knows the result of
+//! each atomic, the next message, and the contents of memory at the end.
 
 use super::*;
 use crate::cqe;
@@ -11,9 +11,9 @@ use std::collections::VecDeque;
 
 const SLOT: usize = 8 << 10;
 const SLOTS: usize = 8;
-/// Operations under way at once, and receives.
+/// Maximum number of operations in flight, and number of posted receives.
 const DEPTH: usize = 16;
-/// In an end's memory: what is only read, then the slots that are written, then the words.
+/// Layout of an end's memory: a read-only part, then the slots that are written, then the words.
 const WRITTEN: usize = SLOT;
 const COUNTER: usize = WRITTEN + SLOTS * SLOT;
 const WORD: usize = COUNTER + 8;
@@ -28,38 +28,38 @@ fn salted(len: usize, salt: u64) -> Vec<u8> {
     (0..len).map(|i| (i * 13 + salt * 101 + (i >> 8)) as u8).collect()
 }
 
-/// What an operation must have done when it completes.
+/// Expected effect of an operation when it completes.
 #[derive(Clone, Debug)]
 enum Op {
     Write,
-    /// From the fixed part, or from a slot that nobody writes meanwhile.
+    /// READ of the read-only part, or of a slot that no operation in flight writes.
     Read {
         want: Vec<u8>,
         slot: Option<usize>,
     },
-    /// CAS or FAA: the old value.
+    /// CAS or FAA: the expected old value.
     Atomic {
         old: u64,
     },
     Send,
 }
 
-/// A message that must arrive next.
+/// The next expected message.
 #[derive(Clone, Debug)]
 enum Arriving {
     Send { len: usize, salt: u64, imm: Option<u32> },
     WriteImm { len: usize, imm: u32 },
 }
 
-/// One end: its QP, what it asks of the other, and what it expects of it.
+/// One end: its QP, its operations in flight, and its expectations of the other end.
 struct End {
     qp: TestQp,
-    /// Buffers of operations under way, then those of receives.
+    /// Buffers of operations in flight, then buffers of receives.
     buffers: Mr,
     target: Mr,
     under_way: VecDeque<(usize, Op)>,
     arriving: VecDeque<Arriving>,
-    /// What its operations have made of the other's target.
+    /// Model of the other end's slots, as written by this end.
     slots: Vec<Vec<u8>>,
     reading: [u32; SLOTS],
     counter: u64,
@@ -208,11 +208,11 @@ impl Run {
         me.posted += 1;
     }
 
-    /// Checks what has completed at an end.
+    /// Checks the completions of an end.
     fn look(&mut self, end: usize) {
         let me = &mut self.ends[end];
         while let Some(cqe) = me.qp.send_cq.reader.poll() {
-            let (at, op) = me.under_way.pop_front().expect("it was posted");
+            let (at, op) = me.under_way.pop_front().expect("a posted operation completes");
             assert_eq!((cqe.error, cqe.wqe_counter), (None, at as u16), "{op:?}");
             let got = |len: usize| me.buffers.bytes(at % DEPTH * SLOT, len);
             match op {
@@ -225,14 +225,14 @@ impl Run {
                 }
                 Op::Atomic { old } => {
                     let found = u64::from_be_bytes(got(8).try_into().unwrap());
-                    assert_eq!(found, old, "atomic {at}: executed twice, or not at all");
+                    assert_eq!(found, old, "atomic {at} was not executed exactly once");
                 }
             }
             me.completed += 1;
         }
         while let Some(cqe) = me.qp.recv_cq.reader.poll() {
             assert_eq!(cqe.error, None);
-            let want = me.arriving.pop_front().expect("something was sent");
+            let want = me.arriving.pop_front().expect("a message was sent");
             match want {
                 Arriving::Send { len, salt, imm } => {
                     let opcode = match imm {
@@ -252,7 +252,7 @@ impl Run {
         }
     }
 
-    /// Posts receives, now and then too late.
+    /// Posts receives; sometimes late.
     fn post_receives(&mut self, end: usize) {
         if self.net.random.below(3) == 0 {
             return;
@@ -286,7 +286,7 @@ impl Run {
                 self.net.turn(end);
             }
             idle = if self.net.pass() { 0 } else { idle + 1 };
-            assert!(idle < 1000, "it hangs: {:?}", self.ends.each_ref().map(|e| &e.under_way));
+            assert!(idle < 1000, "no progress: {:?}", self.ends.each_ref().map(|e| &e.under_way));
             (0..2).for_each(|end| self.look(end));
         }
         for (me, far) in [(0, 1), (1, 0)] {
@@ -301,7 +301,7 @@ impl Run {
     }
 }
 
-/// So many operations in each direction.
+/// Runs `ops` operations in each direction.
 fn mixed(seed: u64, ops: u64, faults: Faults, link: Link) -> Run {
     println!("seed {seed}, {faults:?}, {link:?}");
     let mut run = Run::new(seed, faults, &link);
@@ -311,7 +311,7 @@ fn mixed(seed: u64, ops: u64, faults: Faults, link: Link) -> Run {
     run
 }
 
-/// Operations of a test: a few thousand, or in the long form so many.
+/// Number of operations of a test: `few`, or `long` if GRANARY_TEST_FULL is set.
 fn operations(few: u64, long: u64) -> u64 {
     if std::env::var_os("GRANARY_TEST_FULL").is_some() { long } else { few }
 }
@@ -325,13 +325,13 @@ fn mixed_operations_survive_loss() {
         let faults = Faults { loss, ..Faults::default() };
         let run = mixed(100 + seed as u64, operations(2000, 1_000_000), faults, Link::default());
         let stats = run.net.beds[0].e.wire_stats();
-        assert!(stats.repeated > 0 && stats.naks_in > 0, "nothing was lost: {stats:?}");
+        assert!(stats.repeated > 0 && stats.naks_in > 0, "no packet was lost: {stats:?}");
     }
 }
 
 #[test]
 #[cfg_attr(miri, ignore = "thousands of operations")]
-fn mixed_operations_survive_everything_at_once() {
+fn mixed_operations_survive_all_faults_at_once() {
     for (seed, loss) in LOSSES.into_iter().enumerate() {
         let faults = Faults { loss, duplicates: 500, delays: 500, spoilt: loss };
         let mtu = PathMtu::ALL[seed];
@@ -344,7 +344,7 @@ fn mixed_operations_survive_everything_at_once() {
 
 #[test]
 #[cfg_attr(miri, ignore = "thousands of operations")]
-fn authenticated_operations_survive_everything_at_once() {
+fn authenticated_operations_survive_all_faults_at_once() {
     for (seed, loss) in LOSSES.into_iter().enumerate() {
         let faults = Faults { loss, duplicates: 500, delays: 500, spoilt: loss };
         let mtu = PathMtu::ALL[4 - seed];
@@ -355,7 +355,7 @@ fn authenticated_operations_survive_everything_at_once() {
     }
 }
 
-/// First PSNs from a secret, packets with an ICRC.
+/// The secret determines the initial PSNs; packets have an ICRC.
 #[test]
 #[cfg_attr(miri, ignore = "thousands of operations")]
 fn operations_with_a_secret_and_without_tags_survive_loss() {
@@ -373,7 +373,7 @@ fn mixed_operations_on_a_good_network_repeat_nothing() {
         let run = mixed(seed, operations(2000, 100_000), Faults::default(), link);
         for bed in &run.net.beds {
             let stats = bed.e.wire_stats();
-            // A request that found no receive WQE is sent again, and what was sent behind it.
+            // A request that found no receive WQE is retransmitted, with all packets behind it.
             assert_eq!((stats.timeouts, stats.stray), (0, 0), "{stats:?}");
         }
     }
@@ -381,8 +381,9 @@ fn mixed_operations_on_a_good_network_repeat_nothing() {
 
 #[test]
 #[cfg_attr(miri, ignore = "thousands of operations")]
-fn sequence_numbers_close_their_circle() {
-    // With 1 KiB packets a run takes a few tens of thousands of PSNs: start right before the end.
+fn sequence_numbers_wrap_around() {
+    // With 1 KiB packets a run uses a few tens of thousands of PSNs, so it starts shortly before
+    // the wrap-around.
     for (seed, back) in [(400, 1), (401, 1000), (402, 5000)] {
         let faults = Faults { loss: 100, duplicates: 200, delays: 200, spoilt: 0 };
         let psn = [0x100_0000 - back, 0x100_0000 - back / 2 - 1];

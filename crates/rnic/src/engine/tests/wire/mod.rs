@@ -1,4 +1,4 @@
-//! Two engines with a network between them, which may lose, repeat, delay, reorder and spoil packets.
+//! Two engines connected by a network that may lose, duplicate, delay, reorder and corrupt packets.
 
 mod counts;
 mod data;

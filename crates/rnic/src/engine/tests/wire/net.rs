@@ -1,4 +1,4 @@
-//! A network in virtual time, and two beds at its ends.
+//! A network in virtual time, with a test bed at each end.
 
 use super::*;
 use crate::ids::Psn;
@@ -9,14 +9,14 @@ use crate::wire::{Outgoing, PairSecret, PathMtu, RemotePeer, Side};
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 
-/// What the network does to packets, each so often out of 10,000.
+/// Faults of the network, each as a rate per 10,000 packets.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Faults {
     pub loss: u32,
     pub duplicates: u32,
-    /// Late by up to 300 us, so that others overtake.
+    /// Packets delayed by up to 300 us, so that later packets overtake them.
     pub delays: u32,
-    /// A bit is changed: the ICRC must tell.
+    /// Packets with one flipped bit, which the ICRC check must detect.
     pub spoilt: u32,
 }
 
@@ -41,7 +41,7 @@ impl Random {
     }
 }
 
-/// A packet under way.
+/// A packet in flight.
 struct Flying {
     to: usize,
     source: SocketAddr,
@@ -49,7 +49,7 @@ struct Flying {
     bytes: Vec<u8>,
 }
 
-/// Two engines and what is between them.
+/// Two engines and the network between them.
 pub struct Net {
     pub beds: [Bed; 2],
     pub now: u64,
@@ -58,11 +58,11 @@ pub struct Net {
     pub v6: bool,
     flying: BTreeMap<(u64, u64), Flying>,
     sequence: u64,
-    /// Everything that was sent, if it is kept.
+    /// All packets sent, if logging is on.
     pub log: Option<Vec<(usize, Vec<u8>)>>,
 }
 
-/// How two QPs are connected.
+/// Parameters of a connection of two QPs.
 #[derive(Clone, Copy, Debug)]
 pub struct Link {
     pub mtu: PathMtu,
@@ -72,9 +72,9 @@ pub struct Link {
     pub retry_cnt: u8,
     pub rnr_retry: u8,
     pub min_rnr_timer: u8,
-    /// What both ends know, and whether their packets have tags.
+    /// The secret of both ends, and whether packets have tags.
     pub secret: Option<([u8; SECRET], bool)>,
-    /// Packets come from the port that they go to.
+    /// Each end accepts packets only from its peer's port.
     pub fixed_port: bool,
 }
 
@@ -95,13 +95,13 @@ impl Default for Link {
 }
 
 impl Link {
-    /// Packets have tags.
+    /// A connection whose packets have tags.
     pub fn authenticated() -> Self {
         Self { secret: Some(([0x5e; SECRET], true)), fixed_port: true, ..Self::default() }
     }
 }
 
-/// The port that packets come from, unless it is the one that they go to.
+/// Source port of all packets; also the peer's port if `fixed_port` is set.
 pub const PORT: u16 = 0xc123;
 
 pub fn address(end: usize, v6: bool) -> IpAddr {
@@ -111,7 +111,7 @@ pub fn address(end: usize, v6: bool) -> IpAddr {
     }
 }
 
-/// Limits of an engine with a wire.
+/// Limits of an engine with connections to other NICs.
 pub fn wired() -> Limits {
     Limits { wire: Some(WireLimits::default()), ..Limits::default() }
 }
@@ -134,7 +134,7 @@ impl Net {
         }
     }
 
-    /// The peer of a QP at `end`, as `link` has it.
+    /// Returns the peer of a QP at `end`, with the parameters of `link`.
     pub fn peer(&self, end: usize, of: Qpn, link: &Link) -> RemotePeer {
         let port = if link.fixed_port { PORT } else { crate::wire::UDP_PORT };
         let to = SocketAddr::new(address(1 - end, self.v6), port);
@@ -168,7 +168,7 @@ impl Net {
         }
     }
 
-    /// Two connected QPs, one at each end, changed by `shape` before they are made.
+    /// Creates two connected QPs, one at each end, with parameters changed by `shape`.
     pub fn pair_of(&mut self, link: &Link, shape: impl Fn(usize, &mut Shape)) -> [TestQp; 2] {
         let qps = [0, 1].map(|end| {
             let bed = &mut self.beds[end];
@@ -185,7 +185,7 @@ impl Net {
         self.pair_of(link, |_, _| {})
     }
 
-    /// Runs an engine until it has nothing to do, and takes its packets.
+    /// Polls an engine until it has no work, and takes its packets.
     pub fn turn(&mut self, end: usize) {
         loop {
             let bed = &mut self.beds[end];
@@ -198,7 +198,7 @@ impl Net {
         }
     }
 
-    /// Takes what is in the outbox of an engine.
+    /// Takes the packets in the outbox of an engine.
     fn collect(&mut self, end: usize) {
         let outbox = self.beds[end].e.outbox();
         if outbox.is_empty() {
@@ -243,7 +243,7 @@ impl Net {
         }
     }
 
-    /// Lets time pass until the next thing happens; false if nothing ever will.
+    /// Advances time to the next event; returns false if there is none.
     pub fn pass(&mut self) -> bool {
         let flying = self.flying.first_key_value().map(|((at, _), _)| *at);
         let timers = self.beds.iter().filter_map(|b| b.e.next_timeout());
@@ -263,12 +263,12 @@ impl Net {
         true
     }
 
-    /// Runs until nothing is under way any more, in the time of a minute at most.
+    /// Runs until no packet is in flight and no timer runs, for at most a minute of virtual time.
     pub fn run(&mut self) {
         self.run_for(60_000_000_000);
     }
 
-    /// Runs until nothing is under way, or so long.
+    /// Runs until no packet is in flight and no timer runs, or for `ns`.
     pub fn run_for(&mut self, ns: u64) {
         let end = self.now + ns;
         self.turn(0);
@@ -276,7 +276,7 @@ impl Net {
         while self.now < end && self.pass() {}
     }
 
-    /// Runs until no packet is under way; nothing is waited for.
+    /// Runs until no packet is in flight; timers do not expire.
     pub fn deliver(&mut self) {
         self.turn(0);
         self.turn(1);
@@ -285,25 +285,25 @@ impl Net {
         }
     }
 
-    /// A packet that nobody sent arrives at once.
+    /// Injects a packet and polls the engine.
     pub fn inject(&mut self, to: usize, from: IpAddr, bytes: &[u8]) {
         self.drop_in(to, SocketAddr::new(from, PORT), bytes);
         self.turn(to);
     }
 
-    /// A packet that nobody sent arrives, and nothing is made of it yet.
+    /// Injects a packet without polling the engine.
     pub fn drop_in(&mut self, to: usize, from: SocketAddr, bytes: &[u8]) {
         let destination = address(to, self.v6);
         self.beds[to].e.receive(self.now, from, destination, bytes, || true);
     }
 
-    /// Packets that were found to be spoilt on the way.
+    /// Number of packets whose corruption was detected.
     pub fn spoilt(&self) -> u64 {
         let stats = self.beds.iter().map(|bed| bed.e.wire_stats());
         stats.map(|stats| stats.bad_icrc + stats.forged).sum()
     }
 
-    /// Posts one signaled WQE at an end, runs, and gives its completion.
+    /// Posts one signaled WQE at an end, runs, and returns its completion.
     #[track_caller]
     pub fn execute(
         &mut self,

@@ -1,12 +1,12 @@
-//! The order of a send queue, and what of it waits for the network.
+//! Order of execution and completion in a send queue over the network.
 
 use super::*;
-use crate::engine::Hold;
+use crate::engine::AckDelay;
 use crate::ids::Access;
 use crate::wqe::{FM_FENCE, opcode};
 
 #[test]
-fn completions_come_in_order_and_local_operations_with_them() {
+fn local_operations_complete_in_order_with_remote_ones() {
     let mut net = Net::new(1);
     let [mut a, b] = net.pair(&Link::default());
     let mine = net.beds[0].mr(PF, a.pd, 8192, ALL);
@@ -25,7 +25,7 @@ fn completions_come_in_order_and_local_operations_with_them() {
         });
     }
     net.turn(0);
-    assert_eq!(a.send_cq.reader.poll(), None, "the NOP waits for its turn");
+    assert_eq!(a.send_cq.reader.poll(), None, "the NOP completes after the earlier WQEs");
     assert_eq!(net.beds[0].e.query_qp(PF, a.qpn).unwrap().send_consumer, a.producer);
     net.run();
     let seen: Vec<u8> =
@@ -35,7 +35,7 @@ fn completions_come_in_order_and_local_operations_with_them() {
 }
 
 #[test]
-fn a_fence_waits_for_reads_and_an_invalidation_for_all() {
+fn fence_waits_for_reads_and_invalidation_for_all_requests() {
     let mut net = Net::new(2);
     let [mut a, b] = net.pair(&Link::default());
     let mine = net.beds[0].mr(PF, a.pd, 8192, ALL);
@@ -61,9 +61,9 @@ fn a_fence_waits_for_reads_and_an_invalidation_for_all() {
     assert_eq!(a.send_cq.reader.poll().unwrap().error, None);
 }
 
-/// A managed pair as a server has it: a request enables nothing, WAIT sees it, the reply follows.
+/// A managed pair as on a server: WAIT detects the request, and the chain sends the reply.
 #[test]
-fn a_chain_answers_a_client_of_another_host() {
+fn chain_serves_a_client_of_another_host() {
     for loss in [0, 1000] {
         let mut net = Net::new(3 + loss as u64);
         net.faults.loss = loss;
@@ -76,7 +76,7 @@ fn a_chain_answers_a_client_of_another_host() {
         });
         let mine = net.beds[0].mr(PF, client.pd, 8192, ALL);
         let theirs = net.beds[1].mr(PF, server.pd, 8192, ALL);
-        // 16 times: wait for the request, write what it said back.
+        // 16 times: wait for a request, then write its bytes back.
         for n in 0..16u32 {
             let wait = server.recv_cq.cqn;
             net.beds[1].write_wqe(&mut server, |w| _ = w.wait(wait, n));
@@ -90,7 +90,7 @@ fn a_chain_answers_a_client_of_another_host() {
         }
         net.beds[1].e.enable_send(PF, server.qpn, server.producer).unwrap();
         net.turn(1);
-        assert_eq!(net.beds[1].e.wire_stats().packets_out, 0, "it waits");
+        assert_eq!(net.beds[1].e.wire_stats().packets_out, 0, "the chain waits");
         for n in 0..16u16 {
             mine.mem.write(0, &[n as u8 + 1; 64]);
             net.beds[0].post(&mut client, |w| _ = w.send(&[mine.sge(0, 64)]).signaled());
@@ -155,7 +155,7 @@ fn messages_of_two_peers_fill_one_shared_queue() {
         }
     }
     assert_eq!(used, 0xfff, "each receive WQE was used once");
-    // One whose message breaks off is flushed with its QP.
+    // If a message breaks off, its receive WQE is flushed with the QP.
     record.store_be32(0, 13);
     net.beds[0].post(&mut pairs[0][0], |w| _ = w.send(&[mine[0].sge(0, 4000)]));
     net.turn(0);
@@ -165,11 +165,11 @@ fn messages_of_two_peers_fill_one_shared_queue() {
     net.beds[1].e.modify_qp(PF, pairs[0][1].qpn, QpChange::Error).unwrap();
     net.run_for(1_000);
     let cqe = pairs[0][1].recv_cq.reader.poll();
-    assert!(cqe.is_some(), "the WQE is not lost: {cqe:?}");
+    assert!(cqe.is_some(), "the receive WQE completes: {cqe:?}");
 }
 
 #[test]
-fn posting_while_the_outbox_is_full_goes_on_when_it_is_cleared() {
+fn sending_resumes_when_the_full_outbox_is_cleared() {
     let mut limits = wired();
     limits.wire.as_mut().unwrap().outbox_bytes = 1;
     let mut net = Net::with(6, limits);
@@ -182,14 +182,14 @@ fn posting_while_the_outbox_is_full_goes_on_when_it_is_cleared() {
     });
     assert!(net.beds[0].e.poll(0, 64) > 0);
     let made = net.beds[0].e.outbox().len();
-    assert!(made >= 1 && net.beds[0].e.poll(0, 64) > 0, "it has more to do");
+    assert!(made >= 1 && net.beds[0].e.poll(0, 64) > 0, "more packets follow");
     assert_eq!(net.beds[0].e.outbox().len(), made);
     net.run();
     assert_eq!(a.send_cq.reader.poll().unwrap().error, None);
     assert_eq!(theirs.bytes(0, 64 << 10), mine.bytes(0, 64 << 10));
 }
 
-/// Opcodes that an end has sent since `net.log` was emptied.
+/// Opcodes of the packets that an end has sent since `net.log` was emptied.
 fn sent_by(net: &mut Net, end: usize) -> Vec<u8> {
     let log = net.log.replace(Vec::new()).unwrap_or_default();
     log.iter().filter(|(by, _)| *by == end).map(|(_, bytes)| bytes[0]).collect()
@@ -199,7 +199,7 @@ const SEND_ONLY: u8 = 0x04;
 const ACKNOWLEDGE: u8 = 0x11;
 
 #[test]
-fn a_lone_acknowledgement_leaves_behind_requests() {
+fn lone_ack_is_sent_behind_requests() {
     let mut net = Net::new(3);
     let [mut a, mut b] = net.pair(&Link::default());
     let mine = net.beds[0].mr(PF, a.pd, 8192, ALL);
@@ -211,13 +211,14 @@ fn a_lone_acknowledgement_leaves_behind_requests() {
     net.beds[1].post(&mut b, |w| _ = w.nop());
     net.beds[1].post(&mut b, |w| _ = w.send(&[theirs.sge(0, 64)]).signaled());
     net.log = Some(Vec::new());
-    // b's SEND has its doorbell before the packet comes, and is executed with it.
+    // The doorbell of b's SEND precedes the packet, so one poll executes the SEND and sends the
+    // acknowledgement.
     net.pass();
     assert_eq!(sent_by(&mut net, 1), [SEND_ONLY, ACKNOWLEDGE]);
     net.run();
     assert_eq!(a.send_cq.reader.poll().unwrap().error, None);
     assert_eq!(b.send_cq.reader.poll().unwrap().error, None);
-    // Local operations without end do not hold it up.
+    // An unlimited number of local operations does not delay the acknowledgement.
     net.beds[1].post_recv(&mut b, &[theirs.sge(4096, 64)]);
     for _ in 0..20 {
         net.beds[1].post(&mut b, |w| _ = w.nop());
@@ -226,7 +227,7 @@ fn a_lone_acknowledgement_leaves_behind_requests() {
 }
 
 #[test]
-fn few_packets_wait_for_their_acknowledgement_where_the_port_says_so() {
+fn acks_of_short_messages_are_delayed_by_policy() {
     let mut net = Net::new(4);
     let [mut a, mut b] = net.pair(&Link::default());
     let mine = net.beds[0].mr(PF, a.pd, 8192, ALL);
@@ -237,28 +238,28 @@ fn few_packets_wait_for_their_acknowledgement_where_the_port_says_so() {
         net.deliver();
         b.recv_cq.reader.poll().expect("a receive");
     };
-    net.beds[1].e.hold_acks(Hold::All);
+    net.beds[1].e.delay_acks(AckDelay::All);
     net.log = Some(Vec::new());
     (0..4).for_each(|_| arrive(&mut net, &mut a, &mut b));
     assert_eq!((sent_by(&mut net, 1), a.send_cq.reader.poll()), (vec![], None));
-    // More than a few: now.
+    // More than a few packets are acknowledged at once.
     arrive(&mut net, &mut a, &mut b);
     assert_eq!(sent_by(&mut net, 1), [ACKNOWLEDGE]);
     (0..5).for_each(|_| assert_eq!(a.send_cq.reader.poll().unwrap().error, None));
-    // What is asked of the one who holds it leaves before it, and it waits on.
+    // A request of the end that delays the acknowledgement is sent before it; the delay continues.
     arrive(&mut net, &mut a, &mut b);
     net.beds[0].post_recv(&mut a, &[mine.sge(4096, 64)]);
     net.beds[1].post(&mut b, |w| _ = w.send(&[theirs.sge(0, 64)]).signaled());
     net.deliver();
     assert_eq!(sent_by(&mut net, 1), [SEND_ONLY]);
-    // Nothing urgent any more.
-    assert!(net.beds[1].e.hold_acks(Hold::None), "one waits");
-    assert!(!net.beds[1].e.hold_acks(Hold::None), "none does any more");
+    // The port ends the delay.
+    assert!(net.beds[1].e.delay_acks(AckDelay::None), "one ACK is delayed");
+    assert!(!net.beds[1].e.delay_acks(AckDelay::None), "no ACK is delayed");
     net.deliver();
     assert_eq!(sent_by(&mut net, 1), [ACKNOWLEDGE]);
     assert_eq!(a.send_cq.reader.poll().unwrap().error, None);
-    // Neither READs nor refusals wait.
-    net.beds[1].e.hold_acks(Hold::All);
+    // READ responses and NAKs are not delayed.
+    net.beds[1].e.delay_acks(AckDelay::All);
     let cqe = net.execute(0, &mut a, |w| _ = w.rdma_read(theirs.remote(0), &[mine.sge(0, 64)]));
     assert_eq!(cqe.error, None);
     let cqe =
@@ -267,13 +268,13 @@ fn few_packets_wait_for_their_acknowledgement_where_the_port_says_so() {
 }
 
 #[test]
-fn who_asks_and_is_answered_in_turns_acknowledges_with_an_answer() {
+fn acks_are_piggybacked_in_request_response_traffic() {
     let mut net = Net::new(5);
     let [mut a, mut b] = net.pair(&Link::default());
     let mine = net.beds[0].mr(PF, a.pd, 8192, ALL);
     let theirs = net.beds[1].mr(PF, b.pd, 8192, ALL);
     let hold = |net: &mut Net| {
-        let released = net.beds[1].e.hold_acks(Hold::Dialogues);
+        let released = net.beds[1].e.delay_acks(AckDelay::Piggyback);
         net.deliver();
         released
     };
@@ -294,12 +295,13 @@ fn who_asks_and_is_answered_in_turns_acknowledges_with_an_answer() {
     };
     hold(&mut net);
     net.log = Some(Vec::new());
-    // Not before it is known that they do.
+    // No piggybacking before the traffic pattern is detected.
     for _ in 0..4 {
         let (_, sent, ended) = exchange(&mut net, 64, true);
         assert_eq!((sent, ended), (vec![ACKNOWLEDGE, SEND_ONLY], 1));
     }
-    // When half the time is over that it may wait, or of many packets.
+    // After half of the maximum delay, or for many packets, the acknowledgement is sent with any
+    // request.
     for _ in 0..3 {
         let (first, sent, _) = exchange(&mut net, 64, true);
         assert_eq!(sent, [SEND_ONLY]);
@@ -316,7 +318,8 @@ fn who_asks_and_is_answered_in_turns_acknowledges_with_an_answer() {
         let (_, sent, ended) = exchange(&mut net, 4096, true);
         assert_eq!((sent, ended), (vec![SEND_ONLY, ACKNOWLEDGE], 2));
     }
-    // No answer any more: who has sent does not wait for long, and not again.
+    // Without a response to piggyback on, the acknowledgement is sent after the maximum delay, and
+    // later ones are not delayed.
     let (_, sent, _) = exchange(&mut net, 64, false);
     assert!(sent.is_empty());
     net.now += 99_000;
@@ -332,12 +335,12 @@ fn who_asks_and_is_answered_in_turns_acknowledges_with_an_answer() {
 }
 
 #[test]
-fn what_is_sent_again_is_acknowledged_at_once() {
+fn duplicates_are_acknowledged_at_once() {
     let mut net = Net::new(6);
     let [mut a, mut b] = net.pair(&Link::default());
     let mine = net.beds[0].mr(PF, a.pd, 8192, ALL);
     let theirs = net.beds[1].mr(PF, b.pd, 8192, ALL);
-    net.beds[1].e.hold_acks(Hold::All);
+    net.beds[1].e.delay_acks(AckDelay::All);
     net.beds[1].post_recv(&mut b, &[theirs.sge(4096, 64)]);
     net.beds[0].post(&mut a, |w| _ = w.send(&[mine.sge(0, 64)]).signaled());
     net.log = Some(Vec::new());

@@ -1,6 +1,7 @@
-//! What others make of our packets: tshark dissects them, scapy works their ICRCs out.
+//! Validation of packets by other tools: tshark dissects them, scapy recomputes their ICRCs.
 //!
-//! Needs Debian's `tshark` and `python3-scapy`; without them the tests are skipped (`crate::needs`).
+//! Requires Debian's `tshark` and `python3-scapy`; otherwise the tests are skipped
+//! (`crate::needs`).
 
 use super::lossy::Run;
 use super::*;
@@ -12,10 +13,11 @@ use crate::wire::{Packet, PathMtu, UDP_PORT};
 use std::net::{IpAddr, SocketAddr};
 use std::process::{Command, Output};
 
-/// Protocols that tshark looks for in the payload of every packet.
+/// Protocols that tshark would guess in payloads.
 const GUESSES: &str = include_str!("../../../../tests/tshark-guesses.txt");
 
-/// Packets of mixed operations over a lossy network, and the two kinds that these do not have.
+/// Creates packets of mixed operations over a lossy network, and of the two opcodes that those
+/// lack.
 fn traffic(v6: bool) -> Vec<(SocketAddr, SocketAddr, Vec<u8>)> {
     let faults = Faults { loss: 200, ..Faults::default() };
     let link = Link { mtu: PathMtu::Mtu256, ..Link::default() };
@@ -51,10 +53,10 @@ fn traffic(v6: bool) -> Vec<(SocketAddr, SocketAddr, Vec<u8>)> {
     sent
 }
 
-/// A capture file of raw IP packets.
+/// Writes a capture file of raw IP packets.
 fn capture(name: &str, packets: &[(SocketAddr, SocketAddr, Vec<u8>)]) -> std::path::PathBuf {
     let mut file = Vec::new();
-    // Magic, version 2.4, zone, accuracy, longest packet, link type "raw IP".
+    // Magic, version 2.4, time zone, accuracy, maximum packet length, link type "raw IP".
     for word in [0xa1b2_c3d4u32, 4 << 16 | 2, 0, 0, 65535, 101] {
         file.extend(word.to_le_bytes());
     }
@@ -95,7 +97,7 @@ fn capture(name: &str, packets: &[(SocketAddr, SocketAddr, Vec<u8>)]) -> std::pa
     path
 }
 
-/// What a program says, or nothing if there is no such program.
+/// Runs a program and returns its output; `None` if it is not installed.
 fn run(program: &str, args: &[&str]) -> Option<Output> {
     match Command::new(program).args(args).output() {
         Ok(output) => Some(output),
@@ -116,7 +118,7 @@ fn tshark_finds_nothing_malformed() {
         let path = capture(&format!("tshark-{v6}"), &packets);
         let fields = ["infiniband.bth.opcode", "infiniband.bth.psn", "infiniband.bth.destqp"];
         let mut args = vec!["-n", "-r", path.to_str().unwrap(), "-T", "fields"];
-        // What may lie in messages it would only guess.
+        // Disable the heuristic dissectors: message contents would match them by chance.
         for guess in GUESSES.lines() {
             args.extend(["--disable-protocol", guess]);
         }
@@ -147,20 +149,21 @@ fn tshark_finds_nothing_malformed() {
 
 #[test]
 #[cfg_attr(miri, ignore = "starts programs")]
-fn scapy_works_out_the_same_icrcs() {
+fn scapy_computes_the_same_icrcs() {
     let script = include_str!("../../../../tests/icrc.py");
     let has = |python: &str| {
         let probe = run(python, &["-c", "import scapy.contrib.roce"]);
         probe.is_some_and(|output| output.status.success())
     };
-    // Debian's package is for Debian's interpreter, which may not be the first that is found.
+    // Debian's package belongs to Debian's interpreter, which may not be the first in PATH.
     let Some(python) = ["python3", "/usr/bin/python3"].into_iter().find(|p| has(p)) else {
         return missing("python3-scapy");
     };
     for v6 in [false, true] {
         let packets = traffic(v6);
         let path = capture(&format!("scapy-{v6}"), &packets);
-        let output = run(python, &["-c", script, path.to_str().unwrap()]).expect("it was there");
+        let output =
+            run(python, &["-c", script, path.to_str().unwrap()]).expect("scapy was found above");
         std::fs::remove_file(&path).unwrap();
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));

@@ -1,4 +1,4 @@
-//! Turns of a connected QP: events that make it ready, and the end of its timer.
+//! Scheduling of a connected QP: events that make it ready, and its timer.
 
 use super::*;
 use crate::cqe::Syndrome;
@@ -6,7 +6,7 @@ use crate::wire::Outgoing;
 use crate::wire::icrc::{self, Route};
 use std::net::SocketAddr;
 
-/// A pair, and a region of one page at each end.
+/// Creates two connected QPs, and a region of one page at each end.
 fn world() -> (Net, [TestQp; 2], [Mr; 2]) {
     let mut net = Net::new(9);
     let qps = net.pair(&Link::default());
@@ -21,7 +21,7 @@ fn write(net: &mut Net, a: &mut TestQp, [mine, theirs]: &[Mr; 2]) {
 
 /// The connection has nothing in flight, and the QP has no receive WQE.
 #[test]
-fn wqes_that_were_never_fetched_are_flushed_in_error() {
+fn unfetched_wqes_are_flushed_in_error() {
     let (mut net, [mut a, _b], regions) = world();
     net.beds[0].e.modify_qp(PF, a.qpn, QpChange::Error).unwrap();
     net.turn(0);
@@ -34,9 +34,9 @@ fn wqes_that_were_never_fetched_are_flushed_in_error() {
     }
 }
 
-/// Before a round trip was measured a loss is seen after 20 ms.
+/// Before the first round-trip measurement, the retransmission timeout is 20 ms.
 #[test]
-fn a_timer_that_is_set_late_is_set_again_for_an_earlier_deadline() {
+fn timer_is_rearmed_for_an_earlier_deadline() {
     let (mut net, [mut a, _b], regions) = world();
     write(&mut net, &mut a, &regions);
     net.deliver();
@@ -45,12 +45,12 @@ fn a_timer_that_is_set_late_is_set_again_for_an_earlier_deadline() {
     net.faults.loss = 10_000;
     write(&mut net, &mut a, &regions);
     net.turn(0);
-    // The shortest retransmission time is 1 ms.
+    // The minimum retransmission timeout is 1 ms.
     assert_eq!(net.beds[0].e.core.wire.deadline_ns(), Some(net.now + 1_000_000));
 }
 
 #[test]
-fn flushing_a_fetched_wqe_is_the_work_of_one() {
+fn flushing_a_fetched_wqe_costs_one_unit_of_work() {
     let flushed = |count: usize| {
         let (mut net, [mut a, _b], regions) = world();
         net.faults.loss = 10_000;
@@ -63,12 +63,12 @@ fn flushing_a_fetched_wqe_is_the_work_of_one() {
         net.turn(0);
         net.beds[0].e.core.work - before
     };
-    // The completion is as much work again.
+    // The completion costs as much work again.
     assert_eq!(flushed(5) - flushed(2), 3 * 2 * crate::engine::WQE_WORK);
 }
 
 #[test]
-fn the_outbox_seals_each_packet_that_has_no_tag() {
+fn outbox_adds_an_icrc_to_each_packet_without_tag() {
     let (mut net, [mut a, _b], [mine, theirs]) = world();
     let list = [mine.sge(0, 2500)];
     net.beds[0].post(&mut a, |w| _ = w.rdma_write(theirs.remote(0), &list));
@@ -86,9 +86,9 @@ fn the_outbox_seals_each_packet_that_has_no_tag() {
     assert_eq!(packets, 3);
 }
 
-/// An engine that answers a READ does as much as one that sends a WRITE, but for the WQE.
+/// Responding to a READ costs as much as sending a WRITE, except for the WQE.
 #[test]
-fn the_work_of_an_answer_is_its_packets_and_bytes() {
+fn work_of_a_read_response_counts_packets_and_bytes() {
     let answered = |len: usize| {
         let (mut net, [mut a, _b], [mine, theirs]) = world();
         let before = net.beds[1].e.core.work;

@@ -1,4 +1,4 @@
-//! What a client with much of everything gets: all of it served, at its own cost.
+//! Tests of clients with many queue pairs, doorbells and sleeping threads.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -7,11 +7,11 @@ use super::super::{LocalFunction, MappedDoorbell};
 use super::*;
 use crate::ids::{Cqn, Qpn};
 
-/// A QP that is its own peer, with a CQ.
+/// A QP that is connected to itself, with a CQ.
 struct Queue {
     qpn: Qpn,
     cqn: Cqn,
-    bell: MappedDoorbell,
+    doorbell: MappedDoorbell,
     ring: DmaMemory,
     cq: CqReader,
     record: DmaMemory,
@@ -27,7 +27,7 @@ fn queues(f: &LocalFunction, count: usize) -> Vec<Queue> {
         let (ring, cq) = (memory.slice(0, 4096).unwrap(), memory.slice(4096, 4096).unwrap());
         let record = memory.slice(8192, 8).unwrap();
         let received = memory.slice(8200, 8).unwrap();
-        // Receive WQEs without room.
+        // Receive WQEs for empty messages.
         let receives = memory.slice(8256, 64).unwrap();
         for entry in 0..4 {
             receives.write(entry * 16 + 4, &[0, 0, 1, 0]);
@@ -55,9 +55,9 @@ fn queues(f: &LocalFunction, count: usize) -> Vec<Queue> {
         {
             f.execute(Verb::ModifyQp { qpn, change }).unwrap();
         }
-        let bell = f.doorbell(doorbell.unwrap()).unwrap();
+        let doorbell = f.doorbell(doorbell.unwrap()).unwrap();
         let cq = CqReader::new(cq, 64, record.clone(), 0);
-        Queue { qpn, cqn, bell, ring, cq, record, received, index: 0 }
+        Queue { qpn, cqn, doorbell, ring, cq, record, received, index: 0 }
     };
     (0..count).map(one).collect()
 }
@@ -67,7 +67,7 @@ impl Queue {
         let mut wqe = Builder::new(self.qpn, self.index);
         wqe.nop().signaled();
         self.put(&wqe);
-        self.bell.ring(self.index);
+        self.doorbell.write(self.index);
     }
 
     fn put(&mut self, wqe: &Builder) {
@@ -85,14 +85,15 @@ impl Queue {
 }
 
 #[test]
-fn every_doorbell_is_heard_however_many_there_are() {
+fn every_doorbell_of_many_is_seen() {
     let host = host();
     let f = host.function(crate::verbs::FunctionLimits::default()).unwrap();
     let mut queues = queues(&f, 300);
     for round in 0..50 {
-        // Read before the work: the NIC may be asleep again before `wait` returns.
+        // Read before the work, because the NIC may be asleep again before `wait` returns.
         let sleeps = host.0.shared.sleeps.load(Ordering::Relaxed);
-        // All at once, then single ones while the NIC is awake, then single ones while it sleeps.
+        // All doorbells at once, then single ones while the NIC is awake, then single ones while it
+        // sleeps.
         match round {
             0..5 => queues.iter_mut().for_each(Queue::post),
             _ => queues[round * 37 % 300].post(),
@@ -110,32 +111,32 @@ fn every_doorbell_is_heard_however_many_there_are() {
 }
 
 #[test]
-fn a_send_that_begins_to_wait_when_the_nic_falls_asleep_gets_its_receive() {
+fn send_blocked_as_the_nic_sleeps_gets_its_receive() {
     let host = host();
     let f = host.function(crate::verbs::FunctionLimits::default()).unwrap();
     let mut q = queues(&f, 1).remove(0);
     let mut wqe = Builder::new(q.qpn, 0);
     wqe.send_inline(&[]).signaled();
     q.put(&wqe);
-    // The thread has looked, and found nothing; the doorbell is rung just before it says that it sleeps.
+    // The doorbell is written after the NIC thread's last scan, just before it announces its sleep.
     let (mut q, sleeps) = host
         .call(move |nic| {
-            q.bell.ring(q.index);
-            let sleeps = nic.fall_asleep(nic.now_ns());
+            q.doorbell.write(q.index);
+            let sleeps = nic.prepare_sleep(nic.now_ns());
             nic.wake_up();
             (q, sleeps.map(|timeout| timeout.is_some()))
         })
         .unwrap();
-    assert_eq!(sleeps, None, "it slept as if nobody waited for a receive");
+    assert_eq!(sleeps, None, "the NIC slept although a SEND waits for a receive");
     q.received.store_be32(0, 1);
     f.receive_posted();
-    // Of the receive and of the SEND.
+    // The completions of the receive and of the SEND.
     q.wait();
     q.wait();
 }
 
 #[test]
-fn all_who_sleep_are_woken_though_not_all_at_once() {
+fn all_sleeping_threads_are_woken_in_rounds() {
     use rustix::thread::futex;
     let host = host();
     let f = host.function(crate::verbs::FunctionLimits::default()).unwrap();
@@ -159,7 +160,7 @@ fn all_who_sleep_are_woken_though_not_all_at_once() {
     for sleeper in sleepers {
         sleeper.join().unwrap();
     }
-    // A CQ may end while its turn to be woken has not come.
+    // A CQ may be destroyed while wake-ups for it are pending.
     let mut more = self::queues(&f, 40);
     more.iter().for_each(|q| q.cq.arm());
     more.iter_mut().for_each(Queue::post);

@@ -1,4 +1,4 @@
-//! What a client may send as memory, and what it can do to memory that was accepted.
+//! Tests of the memory that a client shares: rejected descriptors, and attacks on accepted memory.
 
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,7 +14,7 @@ fn open(path: &str, flags: OFlags) -> OwnedFd {
 }
 
 #[test]
-fn other_descriptors_are_refused() {
+fn descriptors_of_other_files_are_rejected() {
     let host = host();
     let mut s = opened(&host);
     let a_file = tempfile();
@@ -32,7 +32,7 @@ fn other_descriptors_are_refused() {
     for (_what, fd) in others {
         refused(&mut s, &add(8192), vec![fd], "memfd");
     }
-    // Memory, but not as it must be.
+    // Memory files with wrong seals.
     let unwritable = memfd(8192, SealFlags::WRITE);
     refused(&mut s, &add(8192), vec![unwritable], "mapping");
     let sealed = memfd(8192, SealFlags::SHRINK | SealFlags::SEAL);
@@ -40,7 +40,7 @@ fn other_descriptors_are_refused() {
     let plain = rustix::fs::memfd_create("plain", MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&plain, 8192).unwrap();
     refused(&mut s, &add(8192), vec![plain], "sealed");
-    // Read-only, by way of its name in /proc.
+    // A memfd that was opened read-only, by its name in /proc.
     let fd = whole(8192);
     let name = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&fd));
     refused(&mut s, &add(8192), vec![open(&name, OFlags::RDONLY)], "mapping");
@@ -62,7 +62,7 @@ fn tempfile() -> OwnedFd {
 }
 
 #[test]
-fn holes_are_refused_however_they_are_hidden() {
+fn memory_with_holes_is_rejected() {
     let host = host();
     let mut s = opened(&host);
     let sparse = |bytes| {
@@ -76,7 +76,7 @@ fn holes_are_refused_however_they_are_hidden() {
     rustix::io::pwrite(&fd, &[1; 4096], 0).unwrap();
     rustix::io::pwrite(&fd, &[1; 4096], 8192).unwrap();
     refused(&mut s, &add(16384), vec![fd], "no page at 4096");
-    // Its pages are there, beyond its end.
+    // Pages are allocated beyond its end only.
     let fd = sparse(8192);
     rustix::fs::fallocate(&fd, FallocateFlags::KEEP_SIZE, 8192, 8192).unwrap();
     assert_eq!(rustix::fs::fstat(&fd).unwrap().st_blocks, 16);
@@ -84,7 +84,7 @@ fn holes_are_refused_however_they_are_hidden() {
 }
 
 #[test]
-fn no_page_can_be_taken_away_again() {
+fn accepted_memory_cannot_lose_pages() {
     let host = host();
     let mut s = opened(&host);
     let fd = whole(16384);
@@ -103,19 +103,20 @@ fn no_page_can_be_taken_away_again() {
         let e = rustix::fs::fallocate(&fd, mode, at, bytes).unwrap_err();
         assert!(matches!(e, Errno::PERM | Errno::OPNOTSUPP), "{mode:?}: {e}");
     }
-    // SAFETY: the pages are the test's.
+    // SAFETY: the pages belong to this test.
     let removed = unsafe { libc::madvise(mine.as_ptr().cast(), 16384, libc::MADV_REMOVE) };
     assert_eq!((removed, std::io::Error::last_os_error().raw_os_error()), (-1, Some(libc::EPERM)));
     assert_eq!(rustix::io::pwrite(&fd, b"x", 0), Err(Errno::PERM));
     assert!(DmaMemory::map_shared(&fd, 0, 16384).is_err(), "a new mapping that writes");
     assert_eq!(rustix::fs::seek(&fd, SeekFrom::Hole(0)), Ok(16384));
-    // The one that was there before works on.
+    // The mapping from before the seals still works.
     mine.write(0, b"still mine");
 }
 
-/// A client that shrinks and punches its memory for as long as it is let, while it is accepted.
+/// A client shrinks its memory and punches holes until the seals stop it, while the host accepts
+/// the memory.
 #[test]
-fn memory_that_changes_while_it_is_accepted_is_whole_or_refused() {
+fn memory_changed_during_acceptance_is_whole_or_rejected() {
     let host = host();
     let mut s = opened(&host);
     let (mut accepted, mut refused) = (0, 0);
@@ -146,7 +147,7 @@ fn memory_that_changes_while_it_is_accepted_is_whole_or_refused() {
                 accepted += 1;
             }
             Response::Error(_) => {
-                // Sealed or not: end the attack.
+                // Wait for the end of the attack.
                 let fd = attack.join().unwrap();
                 drop(fd);
                 refused += 1;
@@ -158,7 +159,7 @@ fn memory_that_changes_while_it_is_accepted_is_whole_or_refused() {
 }
 
 #[test]
-fn memory_counts_until_nothing_uses_it() {
+fn memory_counts_while_a_region_uses_it() {
     let host = host();
     let mut s = opened(&host);
     let Response::Reply(Reply::Pd(pd)) = ask(&mut s, r#"{"verb":"alloc_pd"}"#, Vec::new()).0 else {
@@ -185,7 +186,7 @@ fn memory_counts_until_nothing_uses_it() {
 }
 
 #[test]
-fn a_client_may_share_as_many_bytes_as_its_limit_and_again_what_it_no_longer_shares() {
+fn client_may_share_up_to_its_limit_and_reuse_it() {
     let host = host();
     let mut s = opened(&host);
     let mut shared = |bytes| ask(&mut s, &add(bytes), vec![whole(bytes)]).0;
@@ -209,7 +210,7 @@ fn lingering() -> (OwnedFd, TcpStream) {
     let sender = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let (receiver, _) = listener.accept().unwrap();
     sender.set_nonblocking(true).unwrap();
-    // Until neither side takes any more.
+    // Fill the buffers of both sides.
     while std::io::Write::write(&mut &sender, &[0; 65536]).is_ok() {}
     sender.set_nonblocking(false).unwrap();
     let minute = Some(Duration::from_secs(60));
@@ -218,7 +219,7 @@ fn lingering() -> (OwnedFd, TcpStream) {
 }
 
 #[test]
-fn descriptors_that_take_long_to_close_keep_nobody() {
+fn slow_descriptors_do_not_delay_the_host() {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
     let host = host();
     let started = Instant::now();
@@ -227,7 +228,8 @@ fn descriptors_that_take_long_to_close_keep_nobody() {
     let server = socket::PeerSocket::from(server);
     let mut s = opened(&host);
     let mut receivers = Vec::new();
-    // With a request, beyond the descriptors that a request may have, and with one that is too long.
+    // With a request, with more descriptors than a request may have, and with a request that is too
+    // long.
     for (count, bytes) in [(1, add(8192)), (2, add(8192)), (1, "x".repeat(40 << 10))] {
         let mut sent = Vec::new();
         for _ in 0..count {
@@ -247,13 +249,16 @@ fn descriptors_that_take_long_to_close_keep_nobody() {
             other => panic!("{:?}", other.map(|p| p.is_some())),
         }
     }
-    // In the queue of a connection that ends.
+    // In the receive queue of a connection that ends.
     let (fd, receiver) = lingering();
     socket::send(&client, b"{}", &[fd.as_fd()]).unwrap();
     drop(fd);
     drop(server);
     let end = socket::receive(&client).map(|p| p.is_some());
-    assert!(matches!(end, Ok(false) | Err(Errno::CONNRESET)), "it ended at once: {end:?}");
+    assert!(
+        matches!(end, Ok(false) | Err(Errno::CONNRESET)),
+        "the connection ended at once: {end:?}"
+    );
     assert!(started.elapsed() < Duration::from_secs(30), "took {:?}", started.elapsed());
     drop((receivers, receiver));
 }
@@ -281,27 +286,31 @@ fn all_descriptors_of_a_packet_are_closed() {
         }
     }
     drop(writer);
-    // The end of the pipe: no descriptor of its other side is left anywhere.
+    // The reader sees the end of the pipe only if no writing descriptor is open any more.
     let mut fds = [rustix::event::PollFd::new(&reader, rustix::event::PollFlags::IN)];
     let timeout = rustix::event::Timespec { tv_sec: 20, tv_nsec: 0 };
-    assert_eq!(rustix::event::poll(&mut fds, Some(&timeout)), Ok(1), "one of them is open");
+    assert_eq!(
+        rustix::event::poll(&mut fds, Some(&timeout)),
+        Ok(1),
+        "a writing descriptor is still open"
+    );
     assert_eq!(rustix::io::read(&reader, &mut [0]), Ok(0));
 }
 
 #[test]
-fn errors_do_not_grow_with_what_they_quote() {
+fn error_texts_have_a_maximum_length() {
     let host = host();
     let mut s = opened(&host);
     let quoted = format!(r#"{{"verb":{{"{}":1}}}}"#, "\\u0001".repeat(5000));
     let (reply, _) = s.handle(quoted.as_bytes(), Vec::new());
     assert!(reply.len() < 8 << 10, "{} bytes", reply.len());
     for deep in ["[", r#"{"verb":"#, r#"{"verb":{"create_qp":"#] {
-        refused(&mut s, &deep.repeat(1500), Vec::new(), "a request");
+        refused(&mut s, &deep.repeat(1500), Vec::new(), "malformed request");
     }
 }
 
 #[test]
-fn who_has_few_pieces_gets_some_where_others_took_all() {
+fn new_client_gets_pieces_from_the_reserve() {
     let host = host();
     let greedy: Vec<_> = (0..32 << 10).map(|_| host.take_piece(64).unwrap()).collect();
     assert!(host.take_piece(64).is_err());
@@ -313,10 +322,11 @@ fn who_has_few_pieces_gets_some_where_others_took_all() {
     assert!(host.take_piece(64).is_ok());
 }
 
-/// A client decides how long the closing of its session's eventfd takes: each epoll instance that
-/// watches the eventfd, under each descriptor number that it had, is a link to be removed.
+/// A client controls how long closing its session's eventfd takes: the close removes a link for
+/// each epoll instance that watches the eventfd and for each descriptor number under which the
+/// instance does so.
 #[test]
-fn an_eventfd_with_many_watchers_is_closed_by_another_thread_than_the_nics() {
+fn watched_eventfd_is_not_closed_by_the_nic_thread() {
     use rustix::event::epoll;
     const INSTANCES: usize = 40;
     const NUMBERS: i32 = 400;
@@ -324,10 +334,10 @@ fn an_eventfd_with_many_watchers_is_closed_by_another_thread_than_the_nics() {
         let instance = |_| {
             let instance = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
             for number in 0..NUMBERS {
-                // The first free number from there on.
+                // The lowest free descriptor number from 500 + `number` on.
                 let again = rustix::io::fcntl_dupfd_cloexec(fd, 500 + number).unwrap();
                 let data = epoll::EventData::new_u64(0);
-                // A number may come twice, where another test has had it for a moment.
+                // May fail if a number repeats, because another test used it for a moment.
                 let _ = epoll::add(&instance, &again, data, epoll::EventFlags::IN);
             }
             instance
@@ -335,17 +345,17 @@ fn an_eventfd_with_many_watchers_is_closed_by_another_thread_than_the_nics() {
         (0..INSTANCES).map(instance).collect::<Vec<_>>()
     };
     let links = |instances: &[OwnedFd]| {
-        let of = |fd: &OwnedFd| {
+        let watched_by = |fd: &OwnedFd| {
             let path = format!("/proc/self/fdinfo/{}", std::os::fd::AsRawFd::as_raw_fd(fd));
             std::fs::read_to_string(path).unwrap().matches("tfd:").count()
         };
-        instances.iter().map(of).sum::<usize>()
+        instances.iter().map(watched_by).sum::<usize>()
     };
     let cpu = || {
         let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
         Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
     };
-    // The CPU time of the same closing, by the thread of this test.
+    // Reference: the CPU time of the same close on this test's thread.
     let own = super::super::nic_thread::eventfd().unwrap();
     let instances = watched(&own);
     assert!(links(&instances) > INSTANCES * 100);
@@ -363,7 +373,7 @@ fn an_eventfd_with_many_watchers_is_closed_by_another_thread_than_the_nics() {
     drop(s);
     let deadline = Instant::now() + Duration::from_secs(20);
     while links(&instances) > 0 {
-        assert!(Instant::now() < deadline, "the session's eventfd is open yet");
+        assert!(Instant::now() < deadline, "the session's eventfd is still open");
         std::thread::yield_now();
     }
     let by_nic = host.cpu_time().unwrap() - before;

@@ -1,4 +1,4 @@
-//! Tests of sessions against clients that do not keep to the protocol, and of the doorbell page.
+//! Tests of sessions with clients that violate the protocol, and of the doorbell page.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -7,8 +7,8 @@ use rustix::fs::{MemfdFlags, SealFlags};
 
 use super::super::Error;
 use super::super::control::{QpVerb, ReceiveRing, ReceiveVerb, Reply, SendRing, Verb};
-use super::doorbell::{DOORBELLS, page_bytes};
-use super::wire::{Request, Response, SERVICE, Secret, Span, VERSION};
+use super::page::{DOORBELLS, page_bytes};
+use super::protocol::{Request, Response, SERVICE, Secret, Span, VERSION};
 use super::{Attached, Host, Session, SessionLimits, socket};
 
 mod load;
@@ -71,16 +71,21 @@ fn whole(bytes: u64) -> OwnedFd {
 }
 
 #[test]
-fn the_greeting_comes_first_and_once() {
+fn hello_comes_first_and_once() {
     let host = host();
     let mut s = session(&host);
     refused(&mut s, r#"{"verb":"alloc_pd"}"#, Vec::new(), "before the hello");
     refused(&mut s, r#"{"hello":{"version":999}}"#, Vec::new(), "version 999");
     refused(&mut s, HELLO, Vec::new(), "0 descriptors");
-    refused(&mut s, HELLO, vec![whole(4096)], "8192 bytes of shared memory that has 4096");
+    refused(
+        &mut s,
+        HELLO,
+        vec![whole(4096)],
+        "8192 bytes of shared memory, but the memfd has 4096",
+    );
     for bytes in [0, 131, 69633, u64::MAX] {
         let hello = format!(r#"{{"hello":{{"version":4,"bytes":{bytes}}}}}"#);
-        refused(&mut s, &hello, vec![whole(8192)], "a doorbell page of");
+        refused(&mut s, &hello, vec![whole(8192)], "the doorbell page has");
     }
     assert!(!s.is_open());
     let (welcome, _) = ask(&mut s, HELLO, vec![whole(8192)]);
@@ -92,13 +97,13 @@ fn the_greeting_comes_first_and_once() {
 }
 
 #[test]
-fn bad_messages_are_refused() {
+fn malformed_requests_are_rejected() {
     let host = host();
     let mut s = opened(&host);
     for bad in
         ["", "{", "[]", "null", "\"hello\"", "{\"verb\":\"no_such\"}", "{\"service\":\"nic\"}"]
     {
-        refused(&mut s, bad, Vec::new(), "a request");
+        refused(&mut s, bad, Vec::new(), "malformed request");
     }
     refused(&mut s, r#"{"verb":{"alloc_mws":{"pd":0,"count":4000000000}}}"#, Vec::new(), "1024");
     refused(&mut s, r#"{"remove_memory":{"memory":5}}"#, Vec::new(), "not shared");
@@ -122,7 +127,7 @@ fn bad_messages_are_refused() {
 }
 
 #[test]
-fn only_memory_that_can_be_sealed_is_accepted() {
+fn only_whole_sealable_memory_is_accepted() {
     let host = host();
     let mut s = opened(&host);
     refused(&mut s, &add(12288), vec![whole(8192)], "8192");
@@ -147,7 +152,7 @@ fn add(bytes: u64) -> String {
 }
 
 #[test]
-fn objects_of_others_are_out_of_reach() {
+fn objects_of_other_functions_are_inaccessible() {
     let host = host();
     let (mut s, mut t) = (opened(&host), opened(&host));
     let Response::Reply(Reply::Pd(pd)) = ask(&mut s, r#"{"verb":"alloc_pd"}"#, Vec::new()).0 else {
@@ -161,7 +166,7 @@ fn objects_of_others_are_out_of_reach() {
     let query = format!(r#"{{"verb":{{"query_key":{{"index":{}}}}}}}"#, keys[0].index().raw());
     refused(&mut t, &query, Vec::new(), "another function");
     assert!(matches!(ask(&mut s, &query, Vec::new()).0, Response::Reply(Reply::KeyInfo(_))));
-    // So are events.
+    // Events are delivered to their own function only.
     let fd = whole(1 << 16);
     ask(&mut s, r#"{"add_memory":{"bytes":65536}}"#, vec![fd]);
     let span = |offset, bytes| Span { memory: 0, offset, bytes };
@@ -201,7 +206,7 @@ fn objects_of_others_are_out_of_reach() {
     assert_eq!(events(&mut t), []);
     assert_eq!(events(&mut s), [AsyncEvent::LastWqeReached { qpn }]);
     assert_eq!(events(&mut s), []);
-    // With the session its objects end.
+    // The objects of a session end with the session.
     drop(s);
     refused(&mut t, &query, Vec::new(), "");
     let gone = host.physical().execute(Verb::QueryKey { index: KeyIndex::new(keys[0].0 >> 8) });
@@ -212,7 +217,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
     #[test]
-    fn no_bytes_do_harm(request in proptest::collection::vec(any::<u8>(), 0..200)) {
+    fn arbitrary_bytes_are_rejected_as_requests(request in proptest::collection::vec(any::<u8>(), 0..200)) {
         let host = host();
         let mut s = opened(&host);
         let (reply, _) = s.handle(&request, Vec::new());
@@ -222,13 +227,13 @@ proptest! {
 }
 
 #[test]
-fn no_numbers_do_harm() {
+fn edge_values_in_verbs_do_not_stop_the_nic() {
     let host = host();
     let mut s = opened(&host);
     let fd = whole(1 << 16);
     ask(&mut s, r#"{"add_memory":{"bytes":65536}}"#, vec![fd]);
     ask(&mut s, r#"{"verb":"alloc_pd"}"#, Vec::new());
-    // A few odd values in every place of every verb.
+    // Every combination of a few edge values in the fields of all verbs.
     let odd = [0u32, 1, 2, 3, 7, 64, 4096, 0x7fff_ffff, 0xffff_ffff];
     for &a in &odd {
         for &b in &odd {
@@ -298,14 +303,14 @@ fn no_numbers_do_harm() {
 }
 
 #[test]
-fn doorbells_are_only_indices() {
+fn random_doorbells_do_not_stop_the_nic() {
     let host = host();
     let mut s = session(&host);
     let page = whole(8192);
     let memory = DmaMemory::map_shared(&page, 0, page_bytes(1024)).unwrap();
     let (_, mut fds) = ask(&mut s, HELLO, vec![page]);
     let (page, wake) = (memory, fds.remove(0));
-    // A client may even make its eventfd block, and fill it.
+    // A client may make its eventfd blocking and fill its counter.
     rustix::fs::fcntl_setfl(&wake, rustix::fs::OFlags::empty()).unwrap();
     let local = host.physical();
     let mut x = 1u32;
@@ -323,7 +328,7 @@ fn doorbells_are_only_indices() {
 }
 
 #[test]
-fn a_client_attaches_over_a_socket_and_works() {
+fn client_attaches_over_a_socket_and_executes_wqes() {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
     let host = host();
     let (client, server) =
@@ -375,13 +380,13 @@ fn a_client_attaches_over_a_socket_and_works() {
         {
             f.execute(Verb::ModifyQp { qpn, change }).unwrap();
         }
-        let mut bell = f.doorbell(doorbell.unwrap()).unwrap();
+        let mut doorbell = f.doorbell(doorbell.unwrap()).unwrap();
         let mut cq = CqReader::new(ring, 64, record, 0);
         for index in 0..1000u16 {
             let mut wqe = Builder::new(qpn, index);
             wqe.nop().signaled();
             send.write(index as usize % 64 * 64, wqe.bytes());
-            bell.ring(index.wrapping_add(1));
+            doorbell.write(index.wrapping_add(1));
             let cqe = loop {
                 match cq.poll() {
                     Some(cqe) => break cqe,
@@ -390,9 +395,9 @@ fn a_client_attaches_over_a_socket_and_works() {
             };
             assert_eq!((cqe.wqe_counter, cqe.qpn, cqe.error), (index, qpn, None));
         }
-        // A doorbell that promises more than the ring holds harms its own queue pair at most.
+        // A doorbell beyond the ring's size affects its own queue pair at most.
         for index in [1000 + 65, 0, 0xffff, 1001] {
-            bell.ring(index);
+            doorbell.write(index);
         }
         assert!(matches!(f.execute(Verb::QueryQp { qpn }), Ok(Reply::QpInfo(_))));
         drop((memory, send));
@@ -401,9 +406,9 @@ fn a_client_attaches_over_a_socket_and_works() {
     serving.join().unwrap();
 }
 
-/// A request for each QP is the reference.
+/// The result of `owns_all` agrees with one query for each QP.
 #[test]
-fn a_session_owns_the_qps_that_it_can_query_and_no_others() {
+fn session_owns_exactly_the_qps_that_it_can_query() {
     const QPS: usize = 512;
     let host = host();
     let mut s = opened(&host);
@@ -440,7 +445,7 @@ fn a_session_owns_the_qps_that_it_can_query_and_no_others() {
         assert!(matches!(asked(&mut s, request), Response::Reply(_)));
     }
     assert!(s.owns_all(&qpns).unwrap());
-    // All but one are not all, and nobody else owns them.
+    // One QP of another owner makes the result false, and another session owns none of them.
     let one_more = [&qpns[..], &[Qpn::new(0xff_fffe)]].concat();
     assert!(!s.owns_all(&one_more).unwrap());
     assert!(!other.owns_all(&qpns[..1]).unwrap());
@@ -448,7 +453,7 @@ fn a_session_owns_the_qps_that_it_can_query_and_no_others() {
 }
 
 #[test]
-fn each_session_has_a_secret_of_its_own_that_messages_carry() {
+fn each_session_has_its_own_secret() {
     let host = host();
     let (a, b) = (opened(&host), opened(&host));
     let (a, b) = (a.secret().unwrap(), b.secret().unwrap());

@@ -1,12 +1,14 @@
-//! Closing what came from a peer, without waiting for it.
+//! Deferred closing of descriptors that came from a peer, on separate threads.
 //!
-//! Whoever closes the last descriptor of a file runs the file's end, and a peer can choose files whose
-//! end takes as long as it likes: a TCP socket that lingers over unsent data (`SO_LINGER`), a file of
-//! a file system that the peer serves (FUSE). The peer sends it, closes its own copy, and the thread that
-//! serves everybody closes the last one. The same happens where a connection ends in whose queue such
-//! a message waits. So these are closed by threads that have nothing else to do. They end when they
-//! are idle; files that do not end can hold all [`THREADS_MAX`] of them, and then descriptors pile up
-//! until no connection is accepted any more, but nobody who is served waits.
+//! The close of a file's last descriptor runs the file's release operation. A peer can choose files
+//! whose release takes arbitrarily long: a TCP socket that lingers over unsent data (`SO_LINGER`),
+//! or a file of a file system that the peer serves (FUSE). The peer sends such a descriptor and
+//! closes its own copy; the event loop that serves all clients then closes the last one. The same
+//! happens when a connection is closed whose receive queue holds a message with such a descriptor.
+//!
+//! So separate closer threads close these descriptors. An idle closer thread ends. Files whose
+//! release never returns can occupy all [`THREADS_MAX`] closer threads; then descriptors accumulate
+//! until no further connection is accepted, but the event loop never blocks.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -16,16 +18,16 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex};
 use rustix::net::{Shutdown, sockopt};
 
-/// The most threads that close at a time.
+/// Maximum closer threads.
 const THREADS_MAX: usize = 8;
-/// A thread that had nothing to close for this long ends.
+/// Idle time after which a closer thread ends.
 const IDLE: Duration = Duration::from_secs(1);
-/// Memory up to this size is given back at once: the thread would cost more.
+/// Memory files up to this size are closed at once: freeing them costs less than a closer thread.
 const SMALL: i64 = 64 << 20;
 
 static CLOSERS: Closers = Closers::new();
 
-/// The threads that close, and what they have to close.
+/// The closer threads and their queue of descriptors.
 struct Closers {
     state: Mutex<State>,
     work: Condvar,
@@ -34,13 +36,13 @@ struct Closers {
 struct State {
     queue: VecDeque<OwnedFd>,
     threads: usize,
-    /// Of the threads, those that wait for a descriptor.
+    /// Closer threads that wait for a descriptor.
     idle: usize,
 }
 
-/// Closes a descriptor that a peer has sent, without waiting for it.
-pub fn close_aside(fd: OwnedFd) {
-    // Only memory has seals; asking anything else for them does not touch it.
+/// Closes a descriptor that a peer has sent, without waiting for the end of the close.
+pub fn close_deferred(fd: OwnedFd) {
+    // Only memory files have seals. Other files fail this query without any access to the file.
     if rustix::fs::fcntl_get_seals(&fd).is_ok()
         && rustix::fs::fstat(&fd).is_ok_and(|stat| stat.st_size <= SMALL)
     {
@@ -55,14 +57,15 @@ impl Closers {
         Self { state: Mutex::new(state), work: Condvar::new() }
     }
 
-    /// Has a thread close the descriptor; returns the thread if it is a new one.
+    /// Queues the descriptor for a closer thread. Returns the handle of the thread if a new one was
+    /// started.
     fn add(&'static self, fd: OwnedFd) -> Option<JoinHandle<()>> {
         let mut state = self.state.lock();
         state.queue.push_back(fd);
         let mut started = None;
         if state.queue.len() > state.idle && state.threads < THREADS_MAX {
             let thread = std::thread::Builder::new().name("granary-closer".to_string());
-            // Without a thread the descriptor stays open until the next one comes.
+            // If no thread can be started, the descriptor stays open until the next call.
             started = thread.spawn(|| self.work()).ok();
             state.threads += started.is_some() as usize;
         }
@@ -75,7 +78,7 @@ impl Closers {
         loop {
             if let Some(fd) = state.queue.pop_front() {
                 drop(state);
-                // A socket that does not linger ends at once. Its owner may undo this.
+                // A socket without SO_LINGER closes at once. The peer may set the option again.
                 let _ = sockopt::set_socket_linger(&fd, None);
                 drop(fd);
                 state = self.state.lock();
@@ -92,7 +95,7 @@ impl Closers {
     }
 }
 
-/// A connection with a peer that is not trusted. Dropping it ends it at once, and closes it aside.
+/// A connection to an untrusted peer. Dropping it shuts the connection down and defers the close.
 pub struct PeerSocket(Option<OwnedFd>);
 
 impl From<OwnedFd> for PeerSocket {
@@ -110,9 +113,9 @@ impl AsFd for PeerSocket {
 impl Drop for PeerSocket {
     fn drop(&mut self) {
         let Some(fd) = self.0.take() else { return };
-        // The peer may have ended it already.
+        // Fails if the peer has already closed the connection.
         let _ = rustix::net::shutdown(&fd, Shutdown::Both);
-        close_aside(fd);
+        close_deferred(fd);
     }
 }
 
@@ -121,20 +124,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_that_has_nothing_to_close_ends_and_makes_room_for_another() {
+    fn idle_closer_thread_ends_and_makes_room() {
         let closers: &'static Closers = Box::leak(Box::new(Closers::new()));
         let pipe = || rustix::pipe::pipe().unwrap();
         let (reader, writer) = pipe();
         closers.state.lock().threads = THREADS_MAX;
-        assert!(closers.add(writer).is_none(), "there are as many as there may be");
+        assert!(closers.add(writer).is_none(), "the maximum of threads runs");
         for _ in 0..2 {
             closers.state.lock().threads = THREADS_MAX - 1;
             let (_other, writer) = pipe();
-            closers.add(writer).expect("there is room for one").join().unwrap();
+            closers.add(writer).expect("one more thread may start").join().unwrap();
             let state = closers.state.lock();
             assert_eq!((state.queue.len(), state.threads, state.idle), (0, THREADS_MAX - 1, 0));
         }
         let mut end = [0; 1];
-        assert_eq!(rustix::io::read(&reader, &mut end), Ok(0), "what had waited is closed, too");
+        assert_eq!(
+            rustix::io::read(&reader, &mut end),
+            Ok(0),
+            "the queued descriptor is closed, too"
+        );
     }
 }

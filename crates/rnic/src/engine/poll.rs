@@ -1,71 +1,74 @@
-//! Who runs next, and what a turn does: WQE after WQE, each fetched when its time has come.
+//! The poll loop: runs a scheduling quantum, which executes WQE after WQE, each fetched when it is
+//! due.
 //!
 //! ```text
-//!               schedule                         turn: WQEs and slices until its work is used up
-//!   work comes ---------> ready row of its function ------------------------------------------+
+//!               schedule                             quantum: WQEs and slices until it is used up
+//!   work comes ---------> ready list of the function -----------------------------------------+
 //!                            ^    ^                                                           |
 //!                            |    +---- work left --------------------------------------------+
-//!                            +--- wake --- row of a CQ (WAIT) or of a receive queue (RNR) <----+
+//!                            +--- wake --- waiters of a CQ (WAIT) or of a receive queue (RNR) <+
 //! ```
 //!
-//! `shares.rs` says whose turn it is, `lists.rs` has the rows.
+//! `scheduler.rs` selects the function, `run_queue.rs` has the lists.
 
-use super::execute::{Fault, Progress, Requester};
-use super::lists::Place;
-use super::{Core, LOOK_WORK, WQE_WORK};
+use super::execute::Progress;
+use super::local_wqe::{Fault, LocalWqe};
+use super::qp_list::InList;
+use super::{Core, EMPTY_QUANTUM_WORK, WQE_WORK};
 use crate::cqe::{self, Cqe, Syndrome};
+use crate::engine::qp::Qp;
+use crate::engine::queue::Fetched;
 use crate::ids::{Cqn, Qpn, Srqn};
-use crate::qp::Qp;
-use crate::queue::Fetched;
 use crate::verbs::{AsyncEvent, Event, Limits, QpState};
 use crate::wqe::Control;
 use std::sync::atomic::{Ordering, fence};
 
-/// What a step of a QP came to.
+/// Outcome of a step of a QP.
 pub(super) enum Step {
-    /// A WQE or a slice of one was done, there may be more.
+    /// A WQE, or a slice of one, was executed; more may follow.
     Executed,
-    /// Nothing to do, or it waits.
+    /// The QP has no work, or waits.
     Idle,
     /// A WQE failed.
     Failed,
 }
 
-/// Turns that a `poll` gives at most to a function that has had all of them for a while. What is done for each `poll`, above
-/// all to look at doorbells that clients write, takes as long as three READs of 64 B; a turn is six of them. Others are
-/// heard later by that, which is half of a slice with the default limits.
-const TURNS_ALONE: u64 = 8;
+/// Maximum number of consecutive quanta per `poll` when a single function is active. The fixed cost
+/// of a `poll`, mostly scanning the doorbells that clients write, is that of three READs of 64 B; a
+/// quantum is six such READs. Other functions wait longer for their first quantum, by half of a
+/// slice with the default limits.
+const SOLE_QUANTA: u64 = 8;
 
-/// What a `poll` has done.
+/// Counters of one `poll`.
 #[derive(Default)]
 struct Done {
-    /// Looks at a QP.
+    /// Number of steps.
     steps: usize,
-    /// WQEs and slices that were executed.
+    /// Number of WQEs and slices executed.
     executed: usize,
 }
 
 impl Core {
     #[inline]
-    pub fn ring(&mut self, qpn: Qpn, producer: u16) -> bool {
+    pub fn doorbell(&mut self, qpn: Qpn, producer: u16) -> bool {
         let Some(qp) = self.qps.get_mut(qpn.raw()) else { return false };
         match &mut qp.send {
-            Some(send) if !send.managed && qp.state != QpState::Reset => send.allow(producer),
+            Some(send) if !send.managed && qp.state != QpState::Reset => send.doorbell(producer),
             _ => return false,
         }
         let Some(qp) = self.qps.get(qpn.raw()) else { return false };
         let work = self.has_work(qp);
-        if work && qp.place == Place::Nowhere {
+        if work && qp.in_list == InList::None {
             self.make_ready(qpn);
         }
         work
     }
 
-    /// Makes a QP ready if it has work and stands nowhere.
+    /// Makes a QP ready if it has work and is in no list.
     #[inline(never)]
     pub fn schedule(&mut self, qpn: Qpn) {
         let Some(qp) = self.qps.get(qpn.raw()) else { return };
-        if qp.place == Place::Nowhere && self.has_work(qp) {
+        if qp.in_list == InList::None && self.has_work(qp) {
             self.make_ready(qpn);
         }
     }
@@ -84,59 +87,68 @@ impl Core {
 
     pub fn poll(&mut self, wqe: &mut Fetched, now_ns: u64, budget: usize) -> usize {
         self.now_ns = now_ns;
-        self.look_at_records();
+        self.poll_records();
         if self.wire.deadline_ns().is_some_and(|at| at <= now_ns) {
             self.run_timers();
         }
         let Limits { slice_bytes, shared_slice_bytes, .. } = self.limits;
-        let (slice, turns) = if self.shares.is_shared() {
+        let (slice, quanta) = if self.scheduler.is_shared() {
             (shared_slice_bytes, 1)
         } else {
-            (slice_bytes, TURNS_ALONE)
+            (slice_bytes, SOLE_QUANTA)
         };
         self.slice = slice.min(slice_bytes).max(1) as u64;
-        let end = self.work + turns * self.limits.function_turn.max(1) as u64;
+        let end = self.work + quanta * self.limits.function_turn.max(1) as u64;
         let mut done = Done::default();
         while done.steps < budget && self.work < end && !self.wire.outbox.is_stalled() {
-            let Some(share) = self.shares.next() else { break };
-            self.turn(share, wqe, budget, end, &mut done);
+            let Some(sched_index) = self.scheduler.next() else { break };
+            self.run_quantum(sched_index, wqe, budget, end, &mut done);
         }
         self.raise_completion_events();
-        // Steps that executed nothing are not the end.
-        if done.executed == 0 && self.shares.any() { 1 } else { done.executed }
+        // Steps that executed nothing do not mean that no work is left.
+        if done.executed == 0 && self.scheduler.is_active() { 1 } else { done.executed }
     }
 
-    /// The turn, or a part of it, of the first ready QP of a function. The QP stays at the front of the
-    /// row meanwhile: one that has the function to itself need not be taken out and put back.
-    fn turn(&mut self, share: u32, wqe: &mut Fetched, budget: usize, end: u64, done: &mut Done) {
-        let share_of = self.shares.of(share);
-        let (row, left) = (share_of.ready, share_of.left);
-        let Some(qpn) = row.first() else {
-            self.shares.spend(share, 0);
+    /// Runs the quantum, or a part of it, of the first ready QP of a function. The QP stays at the
+    /// front of the list meanwhile: the only ready QP of a function need not be removed and
+    /// reinserted.
+    fn run_quantum(
+        &mut self,
+        sched_index: u32,
+        wqe: &mut Fetched,
+        budget: usize,
+        end: u64,
+        done: &mut Done,
+    ) {
+        let queue = self.scheduler.function(sched_index);
+        let (ready_list, left) = (queue.ready, queue.deficit);
+        let Some(qpn) = ready_list.first() else {
+            self.scheduler.spend(sched_index, 0);
             return;
         };
-        let qp = self.qps.get_mut(qpn.raw()).expect("what is ready lives");
-        // It may have come with a whole row of a CQ.
-        qp.place = Place::Ready;
-        let most = if row.has_one() {
-            // Nobody to share with.
+        let qp = self.qps.get_mut(qpn.raw()).expect("a ready QP exists");
+        // The QP may come from the waiters of a CQ, which are appended without changing each QP.
+        qp.in_list = InList::Ready;
+        let quantum = if ready_list.has_one() {
+            // No other QP of the function is ready.
             left
         } else {
-            if qp.left <= 0 {
-                qp.left += self.limits.qp_turn.max(1) as i64;
+            if qp.deficit <= 0 {
+                qp.deficit += self.limits.qp_turn.max(1) as i64;
             }
-            if qp.left <= 0 {
-                // It still owes. Passing it over counts too: a function may have many such.
+            if qp.deficit <= 0 {
+                // The QP still has debt. Skipping it also costs work, because a function may have
+                // many QPs with debt.
                 self.work += WQE_WORK;
-                self.requeue(share, qpn);
-                self.shares.spend(share, WQE_WORK as i64);
+                self.requeue(sched_index, qpn);
+                self.scheduler.spend(sched_index, WQE_WORK as i64);
                 done.steps += 1;
                 return;
             }
-            qp.left.min(left)
+            qp.deficit.min(left)
         };
         let start = self.work;
-        let stop = end.min(start + most as u64);
+        let stop = end.min(start + quantum as u64);
         let (mut steps, mut executed) = (0, 0);
         while self.work < stop && steps < budget - done.steps {
             steps += 1;
@@ -152,35 +164,35 @@ impl Core {
         done.steps += steps;
         done.executed += executed;
         if executed == 0 {
-            self.work += LOOK_WORK;
+            self.work += EMPTY_QUANTUM_WORK;
         }
         let work = (self.work - start) as i64;
-        self.end_turn(share, qpn, work);
-        self.shares.spend(share, work);
+        self.end_qp_quantum(sched_index, qpn, work);
+        self.scheduler.spend(sched_index, work);
     }
 
-    /// After `work` of a QP: where it stands then.
+    /// Updates a QP's list and the rest of its quantum after `work`.
     #[inline]
-    fn end_turn(&mut self, share: u32, qpn: Qpn, work: i64) {
-        let row = self.shares.of(share).ready;
-        let qp = self.qps.get(qpn.raw()).expect("nothing ends a QP in its turn");
-        // Else it waits, or has failed and has nothing to flush.
-        let ready = qp.place == Place::Ready;
-        let alone = if ready { row.has_one() } else { row.is_empty() };
-        let left = if alone { 0 } else { qp.left - work };
-        let goes_on = ready && self.has_work(qp);
-        if ready && !goes_on {
+    fn end_qp_quantum(&mut self, sched_index: u32, qpn: Qpn, work: i64) {
+        let ready_list = self.scheduler.function(sched_index).ready;
+        let qp = self.qps.get(qpn.raw()).expect("a QP is not destroyed during its quantum");
+        // Otherwise the QP waits, or has failed and has nothing to flush.
+        let ready = qp.in_list == InList::Ready;
+        let alone = if ready { ready_list.has_one() } else { ready_list.is_empty() };
+        let left = if alone { 0 } else { qp.deficit - work };
+        let continues = ready && self.has_work(qp);
+        if ready && !continues {
             self.leave(qpn);
-        } else if goes_on && !alone && left <= 0 {
-            self.requeue(share, qpn);
+        } else if continues && !alone && left <= 0 {
+            self.requeue(sched_index, qpn);
         }
-        // What a QP leaves is forgotten, unless it waits.
-        let waits = !ready && self.qps.get(qpn.raw()).is_some_and(|qp| qp.place != Place::Nowhere);
-        let qp = self.qps.get_mut(qpn.raw()).expect("as before");
-        qp.left = if goes_on || waits { left } else { left.min(0) };
+        // A QP without work loses the rest of its quantum; a waiting QP keeps it.
+        let waits = !ready && self.qps.get(qpn.raw()).is_some_and(|qp| qp.in_list != InList::None);
+        let qp = self.qps.get_mut(qpn.raw()).expect("a QP is not destroyed during its quantum");
+        qp.deficit = if continues || waits { left } else { left.min(0) };
     }
 
-    /// Executes the QP's next WQE, or the next slice of the one under way.
+    /// Executes the QP's next WQE, or the next slice of the WQE in progress.
     #[inline]
     pub(super) fn step(&mut self, qpn: Qpn, wqe: &mut Fetched) -> Step {
         let Some(qp) = self.qps.get_mut(qpn.raw()) else { return Step::Idle };
@@ -192,25 +204,28 @@ impl Core {
             return if flushed { Step::Executed } else { Step::Idle };
         }
         let Some(send) = qp.send.as_mut().filter(|s| s.pending() > 0) else { return Step::Idle };
-        let (ctrl, done) = match &qp.long {
-            Some(long) if long.active => {
-                wqe.clone_from(&long.wqe);
-                (wqe.control(), long.done)
+        let (ctrl, done) = match &qp.partial {
+            Some(partial) if partial.active => {
+                wqe.clone_from(&partial.wqe);
+                (wqe.control(), partial.done)
             }
             _ => (send.fetch(wqe), 0),
         };
         self.work += WQE_WORK * (1 + ctrl.ds as u64);
-        let me = Requester::of(qp, &ctrl);
+        let me = LocalWqe::new(qp, &ctrl);
         match self.execute(&me, &ctrl, wqe.bytes(), done) {
             Ok(Progress::Done(bytes)) => self.complete(&me, &ctrl, bytes),
             Ok(Progress::Part(done)) => {
-                self.qps.get_mut(qpn.raw()).expect("it executes").put_aside(wqe, done);
+                self.qps
+                    .get_mut(qpn.raw())
+                    .expect("the executing QP exists")
+                    .suspend_wqe(wqe, done);
                 Step::Executed
             }
             Ok(Progress::Blocked { on, done }) => {
-                let qp = self.qps.get_mut(qpn.raw()).expect("it executes");
+                let qp = self.qps.get_mut(qpn.raw()).expect("the executing QP exists");
                 if done > 0 {
-                    qp.put_aside(wqe, done);
+                    qp.suspend_wqe(wqe, done);
                 }
                 self.wait(qpn, on);
                 Step::Idle
@@ -222,14 +237,14 @@ impl Core {
         }
     }
 
-    /// Ends a WQE that succeeded.
+    /// Completes a WQE that succeeded.
     #[inline]
-    fn complete(&mut self, me: &Requester, ctrl: &Control, bytes: u64) -> Step {
+    fn complete(&mut self, me: &LocalWqe, ctrl: &Control, bytes: u64) -> Step {
         self.stats.wqes[(ctrl.opcode & 0x3f) as usize] += 1;
-        let qp = self.qps.get_mut(me.qpn.raw()).expect("it executes");
+        let qp = self.qps.get_mut(me.qpn.raw()).expect("the executing QP exists");
         qp.executed += 1;
-        qp.abandon();
-        let send = qp.send.as_mut().expect("it executes");
+        qp.drop_partial();
+        let send = qp.send.as_mut().expect("the executing QP exists");
         send.consumer = send.consumer.wrapping_add(ctrl.blocks() as u16);
         if ctrl.signaled() {
             let cqe = Cqe {
@@ -249,13 +264,13 @@ impl Core {
         Step::Executed
     }
 
-    /// Ends a WQE that failed: error completion, QP to Error, the rest is flushed.
+    /// Completes a WQE that failed: error completion, QP to Error, flush of the remaining WQEs.
     #[cold]
     pub(super) fn fail(&mut self, qpn: Qpn, ctrl: &Control, fault: Fault) {
         self.stats.errors += 1;
-        let qp = self.qps.get_mut(qpn.raw()).expect("it executes");
+        let qp = self.qps.get_mut(qpn.raw()).expect("the executing QP exists");
         let send_cq = qp.send_cq;
-        let send = qp.send.as_mut().expect("it executes");
+        let send = qp.send.as_mut().expect("the executing QP exists");
         let cqe = Cqe {
             opcode: cqe::opcode::REQ_ERR,
             qpn,
@@ -267,17 +282,17 @@ impl Core {
         send.consumer = send.consumer.wrapping_add(ctrl.blocks().min(send.pending()) as u16);
         self.push_cqe(send_cq, &cqe);
         self.enter_error(qpn, Some(fault.syndrome));
-        // It may have been there already, as its own peer.
+        // If the QP is its own peer, it may already have been in Error.
         self.schedule(qpn);
     }
 
     // --- completions ---------------------------------------------------------------------------
 
-    /// Writes a completion and wakes who waits for it. False if the CQ has no room.
+    /// Writes a completion and wakes the QPs that WAIT for it. Returns false if the CQ is full.
     #[inline]
     pub fn push_cqe(&mut self, cqn: Cqn, cqe: &Cqe) -> bool {
         self.work += WQE_WORK;
-        let cq = self.cqs.get_mut(cqn.raw()).expect("a CQ in use lives");
+        let cq = self.cqs.get_mut(cqn.raw()).expect("a CQ in use exists");
         let before = cq.overrun;
         if !cq.push(cqe) {
             if !before {
@@ -298,10 +313,11 @@ impl Core {
         true
     }
 
-    /// Raises an event for each armed CQ that got completions since the last call.
+    /// Raises an event for each armed CQ that received completions since the last call.
     ///
-    /// The fence stands between the completion and the look at `armed`, as the consumer's stands
-    /// between arming and its last poll: one of the two sees the other.
+    /// The fence separates writing the completions from reading `armed`; the consumer has a fence
+    /// between writing `armed` and its last poll. So either the NIC sees `armed`, or the consumer
+    /// sees the completion.
     #[inline]
     pub(super) fn raise_completion_events(&mut self) {
         if self.touched.is_empty() {
@@ -318,7 +334,7 @@ impl Core {
         }
     }
 
-    /// RECV_EN: false if the QP has no managed receive queue.
+    /// Executes RECV_EN. Returns false if the QP has no managed receive queue.
     pub fn enable_receive(&mut self, qpn: Qpn, limit: u32) -> bool {
         let Some(qp) = self.qps.get(qpn.raw()) else { return false };
         let own = qp.recv.filter(|_| !qp.recv_shared);
@@ -330,14 +346,14 @@ impl Core {
         }
         recv.set_limit(limit);
         if !recv.waiters.is_empty() && recv.credits() > 0 {
-            // Only its peer can wait here.
+            // Only the peer of the QP can wait for this queue.
             self.wake_senders(n, 1);
         }
         self.schedule(qpn);
         true
     }
 
-    /// The SRQ's number as completions carry it.
+    /// The SRQ number in completions: 0 if the queue is not shared.
     pub fn srqn_of(recv: u32, shared: bool) -> Srqn {
         Srqn::new(if shared { recv } else { 0 })
     }

@@ -1,36 +1,36 @@
-//! The three kinds of ring: send queue, receive queue, completion queue.
+//! The three kinds of queue: send queue, receive queue, completion queue.
 //!
-//! Rings and records lie in memory that their owner may change at any moment. An index that the
-//! NIC keeps is never read back from there; what the owner writes (doorbells, records) is taken
-//! modulo the ring, so that a wrong value harms its writer only.
+//! Rings and doorbell records lie in memory that their owner may change at any moment. The NIC
+//! never reads its own indices back from that memory. Values that the owner writes (doorbells,
+//! records) are taken modulo the ring, so that a wrong value harms only the owner.
 
+use super::qp_list::QpList;
 use crate::cqe::{self, Cqe};
 use crate::dma::Span;
-use crate::engine::lists::List;
 use crate::error::Error;
 use crate::ids::{Cqn, FunctionId, Pdn};
-use crate::memory::{DmaMemory, For};
+use crate::memory::{DmaMemory, PrefetchFor};
 use crate::verbs::{CqSpec, RecvSpec, SendSpec};
 use crate::wqe::{Control, SEGMENT, WQEBB};
 use std::sync::atomic::Ordering;
 
-/// Building blocks of a send ring at most: half the reach of its 16-bit index.
+/// Maximum building blocks of a send ring: half the range of its 16-bit index.
 pub(crate) const SEND_BLOCKS_MAX: u32 = 1 << 15;
-/// Receive WQEs at most where indices have 16 bits.
+/// Maximum receive WQEs of a queue with 16-bit indices.
 pub(crate) const RECV_ENTRIES_MAX: u32 = 1 << 15;
-/// Receive WQEs at most where indices have 32 bits: as many as there can be keys.
+/// Maximum receive WQEs of a queue with 32-bit indices: the number of keys.
 pub(crate) const RECV_ENTRIES_WIDE_MAX: u32 = 1 << 24;
-/// Bytes of a receive WQE at most: as many segments as a send WQE can have.
+/// Maximum bytes of a receive WQE: the same number of segments as in a send WQE.
 pub(crate) const RECV_STRIDE_MAX: u32 = 1024;
-/// Entries of a CQ at most: half the reach of its 24-bit index.
+/// Maximum entries of a CQ: half the range of its 24-bit index.
 pub(crate) const CQ_ENTRIES_MAX: u32 = 1 << 23;
-/// So many building blocks, and completions, ahead their cache lines are brought near: they were another core's
-/// last.
-const AHEAD: u32 = 12;
+/// Prefetch distance in building blocks and in completions. Another core wrote these cache lines
+/// last, so a miss is slow.
+const PREFETCH_AHEAD: u32 = 12;
 /// Running indices of CQs have 24 bits.
 pub(crate) const COUNT_MASK: u32 = 0xff_ffff;
 
-/// A WQE as it was fetched: once, whole.
+/// A fetched WQE: copied out of the ring once, as a whole.
 pub(crate) struct Fetched {
     bytes: [u8; crate::wqe::MAX_BYTES],
 }
@@ -50,7 +50,7 @@ impl Fetched {
         &self.bytes
     }
 
-    /// The bytes, to be filled with a WQE that was fetched before.
+    /// The buffer, to be filled with a saved WQE.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.bytes
     }
@@ -68,14 +68,14 @@ pub(crate) struct SendQueue {
     pub managed: bool,
     /// Index of the next building block to be executed.
     pub consumer: u16,
-    /// Index up to which building blocks may be executed: the doorbell's, or SEND_EN's.
+    /// Index up to which building blocks may be executed; set by the doorbell, or by SEND_EN.
     pub limit: u16,
 }
 
 impl SendQueue {
     pub fn new(spec: SendSpec) -> Result<Self, Error> {
         power_of_two("blocks of a send ring", spec.blocks, SEND_BLOCKS_MAX)?;
-        room("a send ring", &spec.ring, spec.blocks as u64 * WQEBB as u64, WQEBB)?;
+        check_memory("a send ring", &spec.ring, spec.blocks as u64 * WQEBB as u64, WQEBB)?;
         Ok(Self {
             ring: Span::of(&spec.ring),
             _memory: spec.ring,
@@ -91,20 +91,20 @@ impl SendQueue {
         self.limit = 0;
     }
 
-    /// Building blocks that may be executed. A limit behind the consumer means none.
+    /// Number of building blocks that may be executed. A limit behind the consumer means 0.
     #[inline]
     pub fn pending(&self) -> u32 {
         let ahead = self.limit.wrapping_sub(self.consumer) as u32;
         if ahead > SEND_BLOCKS_MAX { 0 } else { ahead }
     }
 
-    /// A doorbell: building blocks up to `limit` may be executed.
+    /// Handles a doorbell: building blocks up to `limit` may be executed.
     #[inline]
-    pub fn allow(&mut self, limit: u16) {
+    pub fn doorbell(&mut self, limit: u16) {
         self.limit = limit;
-        for i in 0..self.pending().min(AHEAD) {
+        for i in 0..self.pending().min(PREFETCH_AHEAD) {
             let at = (self.consumer as u32 + i) & (self.blocks - 1);
-            self.ring.prefetch(at as u64 * WQEBB as u64, For::Read);
+            self.ring.prefetch(at as u64 * WQEBB as u64, PrefetchFor::Read);
         }
     }
 
@@ -117,14 +117,14 @@ impl SendQueue {
         self.blocks
     }
 
-    /// Copies the WQE at the consumer index out of the ring, around its end where need be.
+    /// Copies the WQE at the consumer index out of the ring, wrapping around the ring's end.
     #[inline(always)]
     pub fn fetch(&self, into: &mut Fetched) -> Control {
         let mask = self.blocks - 1;
         let first = self.consumer as u32;
         let at = |i: u32| ((first + i) & mask) as usize * WQEBB;
-        if self.pending() > AHEAD {
-            self.ring.prefetch(at(AHEAD) as u64, For::Read);
+        if self.pending() > PREFETCH_AHEAD {
+            self.ring.prefetch(at(PREFETCH_AHEAD) as u64, PrefetchFor::Read);
         }
         let (blocks, _) = into.bytes.as_chunks_mut::<WQEBB>();
         self.ring.fetch_block(at(0), &mut blocks[0]);
@@ -136,7 +136,7 @@ impl SendQueue {
         into.control()
     }
 
-    /// The control segment alone of the WQE at the consumer index.
+    /// Reads only the control segment of the WQE at the consumer index.
     pub fn fetch_control(&self) -> Control {
         let mut bytes = [0; SEGMENT];
         let at = (self.consumer as u32 & (self.blocks - 1)) as usize * WQEBB;
@@ -154,24 +154,24 @@ pub(crate) struct RecvQueue {
     _memory: [DmaMemory; 2],
     entries: u32,
     stride: u32,
-    /// Indices are taken modulo this plus 1: 16 bits, or 32 in queues too large for that.
+    /// Indices are masked with this value: 16 bits, or 32 bits in larger queues.
     index_mask: u32,
     initial: u32,
-    /// The limit comes from RECV_EN, not from the record.
+    /// RECV_EN, not the doorbell record, sets the limit.
     pub managed: bool,
-    /// QPs that use it; a QP's own queue has none.
+    /// Number of QPs that use this SRQ; 0 for a QP's own queue.
     pub users: u32,
     /// True for an SRQ.
     pub shared: bool,
     /// Index of the next receive WQE.
     pub consumer: u32,
     limit: u32,
-    /// QPs whose WQE found no receive WQE.
-    pub waiters: List,
-    /// In the engine's list of queues whose records are looked at.
-    pub watched: bool,
-    /// An SRQ's limit: an event is raised when fewer receive WQEs are left. 0: not armed.
-    pub alarm: u32,
+    /// QPs whose WQE found no receive WQE here (RNR).
+    pub waiters: QpList,
+    /// The record poller polls this queue's record.
+    pub polled: bool,
+    /// An SRQ's limit: an event is raised when fewer receive WQEs are left. 0 if not armed.
+    pub srq_limit: u32,
 }
 
 impl RecvQueue {
@@ -194,8 +194,13 @@ impl RecvQueue {
                 must: "a multiple of 16 up to 1024",
             });
         }
-        room("a receive ring", &spec.ring, spec.entries as u64 * spec.stride as u64, SEGMENT)?;
-        room("a receive record", &spec.record, 8, 8)?;
+        check_memory(
+            "a receive ring",
+            &spec.ring,
+            spec.entries as u64 * spec.stride as u64,
+            SEGMENT,
+        )?;
+        check_memory("a receive record", &spec.record, 8, 8)?;
         let index_mask = if spec.entries > RECV_ENTRIES_MAX { u32::MAX } else { 0xffff };
         let initial = spec.initial_consumer & index_mask;
         Ok(Self {
@@ -213,9 +218,9 @@ impl RecvQueue {
             shared,
             consumer: initial,
             limit: initial,
-            waiters: List::EMPTY,
-            watched: false,
-            alarm: 0,
+            waiters: QpList::EMPTY,
+            polled: false,
+            srq_limit: 0,
         })
     }
 
@@ -239,7 +244,7 @@ impl RecvQueue {
         }
     }
 
-    /// Receive WQEs that its ring holds.
+    /// Number of receive WQEs in the ring.
     pub fn entries(&self) -> u32 {
         self.entries
     }
@@ -253,14 +258,14 @@ impl RecvQueue {
         self.limit = limit & self.index_mask;
     }
 
-    /// Receive WQEs that may be used. A limit behind the consumer means none.
+    /// Number of receive WQEs that may be used. A limit behind the consumer means 0.
     #[inline]
     pub fn credits(&self) -> u32 {
         let ahead = self.limit().wrapping_sub(self.consumer) & self.index_mask;
         if ahead > self.index_mask / 2 + 1 { 0 } else { ahead }
     }
 
-    /// Copies the receive WQE at the consumer index into `into`; gives its bytes.
+    /// Copies the receive WQE at the consumer index into `into` and returns its bytes.
     #[inline]
     pub fn fetch<'a>(&self, into: &'a mut [u8; RECV_STRIDE_MAX as usize]) -> &'a [u8] {
         let at = (self.consumer & (self.entries - 1)) as usize * self.stride as usize;
@@ -269,9 +274,9 @@ impl RecvQueue {
         bytes
     }
 
-    /// The index of a WQE that is used up: of one that was taken before, or else of the next one.
+    /// Returns the index of the consumed WQE: `taken`, or the next WQE, which is then consumed.
     #[inline]
-    pub fn use_one(&mut self, taken: Option<u16>) -> u16 {
+    pub fn consume(&mut self, taken: Option<u16>) -> u16 {
         taken.unwrap_or_else(|| {
             let index = self.consumer as u16;
             self.advance();
@@ -294,32 +299,32 @@ pub(crate) struct CompletionQueue {
     entries: u32,
     /// Running number of the next completion, 24 bits.
     pub count: u32,
-    /// The consumer's index when it was last looked at.
+    /// The consumer's index when the NIC last read it.
     consumer_seen: u32,
     ignore_overrun: bool,
-    /// A completion found no room: none will be written any more.
+    /// A completion found the ring full: no further completions are written.
     pub overrun: bool,
-    /// Send and receive queues that complete to it.
+    /// Number of send and receive queues that complete to this CQ.
     pub users: u32,
-    /// QPs whose WAIT waits for it: all of its own function.
-    pub waiters: List,
-    /// Times that all waiters were woken.
+    /// QPs that WAIT for this CQ; all belong to its function.
+    pub waiters: QpList,
+    /// Number of times that all waiters were woken. Distinguishes stale waiters.
     pub wakes: u32,
-    /// Its function's share.
-    pub share: u32,
-    /// An event was raised that nobody has taken.
+    /// Index of its function's entry in the scheduler.
+    pub sched_index: u32,
+    /// A `Completion` event was raised and not yet taken by the port.
     pub reported: bool,
-    /// In the engine's list of CQs whose `armed` is looked at when `poll` ends.
+    /// The engine's list of CQs to check at the end of `poll` contains this CQ.
     pub touched: bool,
-    /// Among the completions since that look was one with an error, or one whose sender asked for an event.
+    /// Since the last check of `armed`, a completion had an error or the solicited flag.
     pub solicited: bool,
 }
 
 impl CompletionQueue {
-    pub fn new(function: FunctionId, share: u32, spec: CqSpec) -> Result<Self, Error> {
+    pub fn new(function: FunctionId, sched_index: u32, spec: CqSpec) -> Result<Self, Error> {
         power_of_two("entries of a CQ", spec.entries, CQ_ENTRIES_MAX)?;
-        room("a CQ's ring", &spec.ring, spec.entries as u64 * cqe::CQE as u64, cqe::CQE)?;
-        room("a CQ's record", &spec.record, 8, 8)?;
+        check_memory("a CQ's ring", &spec.ring, spec.entries as u64 * cqe::CQE as u64, cqe::CQE)?;
+        check_memory("a CQ's record", &spec.record, 8, 8)?;
         let count = spec.initial_count & COUNT_MASK;
         Ok(Self {
             function,
@@ -332,9 +337,9 @@ impl CompletionQueue {
             ignore_overrun: spec.ignore_overrun,
             overrun: false,
             users: 0,
-            waiters: List::EMPTY,
+            waiters: QpList::EMPTY,
             wakes: 0,
-            share,
+            sched_index,
             reported: false,
             touched: false,
             solicited: false,
@@ -346,7 +351,7 @@ impl CompletionQueue {
         self.entries as u64 * cqe::CQE as u64
     }
 
-    /// Writes a completion; false if there is no room for it.
+    /// Writes a completion. Returns false if the ring is full.
     #[inline]
     pub fn push(&mut self, cqe: &Cqe) -> bool {
         if !self.ignore_overrun && !self.has_room() {
@@ -356,8 +361,9 @@ impl CompletionQueue {
         let at = (self.count & (self.entries - 1)) as u64 * cqe::CQE as u64;
         let owner = (self.count / self.entries) & 1;
         cqe.store(self.ring.part(at, cqe::CQE as u64), owner as u8);
-        let ahead = (self.count.wrapping_add(AHEAD) & (self.entries - 1)) as u64 * cqe::CQE as u64;
-        self.ring.prefetch(ahead, For::Write);
+        let ahead =
+            (self.count.wrapping_add(PREFETCH_AHEAD) & (self.entries - 1)) as u64 * cqe::CQE as u64;
+        self.ring.prefetch(ahead, PrefetchFor::Write);
         self.count = (self.count + 1) & COUNT_MASK;
         true
     }
@@ -378,26 +384,26 @@ impl CompletionQueue {
         true
     }
 
-    /// Whether completion number `index` (24 bits) has been written.
+    /// Returns whether completion number `index` (24 bits) has been written.
     #[inline]
     pub fn reached(&self, index: u32) -> bool {
         self.count.wrapping_sub(1).wrapping_sub(index) & 0x80_0000 == 0
     }
 
-    /// Clears `armed` if the completions since the last call are what it asks for; true if it was set. A
-    /// full fence came before.
+    /// Clears `armed` if the completions since the last call match the armed kind; returns whether
+    /// it was set. Requires a full fence before the call.
     pub fn disarm(&mut self) -> bool {
         let solicited = std::mem::take(&mut self.solicited);
         self.record.take_flag(4, solicited)
     }
 }
 
-/// What a QP waits for.
+/// Condition that a QP waits for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Waiting {
-    /// For a CQ's count.
+    /// The completion count of a CQ.
     Count(Cqn),
-    /// For a receive WQE of this receive queue.
+    /// A receive WQE in this receive queue.
     Receive(u32),
 }
 
@@ -413,7 +419,12 @@ fn power_of_two(what: &'static str, value: u32, max: u32) -> Result<(), Error> {
     Ok(())
 }
 
-fn room(what: &'static str, memory: &DmaMemory, need: u64, align: usize) -> Result<(), Error> {
+fn check_memory(
+    what: &'static str,
+    memory: &DmaMemory,
+    need: u64,
+    align: usize,
+) -> Result<(), Error> {
     if (memory.len() as u64) < need {
         return Err(Error::TooSmall { what, need, have: memory.len() as u64 });
     }

@@ -1,8 +1,8 @@
-//! The messages of the attach protocol, as JSON, one to a packet of a `SOCK_SEQPACKET` socket.
+//! Messages of the attach protocol: JSON, one message in each packet of a `SOCK_SEQPACKET` socket.
 //!
-//! The client speaks first and each request has one response. Before the first request it names the
-//! service that it wants, so that a memory node can have one socket for all: [`SERVICE`], which has
-//! no response of its own.
+//! The client sends requests, and the host sends one response to each. Before the first request the
+//! client sends [`SERVICE`], which has no response: it names the requested service, so that a
+//! memory node can offer several services on one socket.
 //!
 //! ```text
 //! client                                    host
@@ -19,10 +19,10 @@
 //!                                     <-    {"reply":{"cq":3}}   or   {"error":"..."}
 //! ```
 //!
-//! All memory is the client's, made and paid for by it. It sends a memfd (`MFD_ALLOW_SEALING`, of
-//! ordinary pages) that it has mapped already and whose pages are all there; the host maps it and seals
-//! it, against shrinking, growing, writing through new mappings, and more seals. From then on nobody
-//! can take a page away from the NIC.
+//! The client allocates all shared memory, and is charged for it. It sends a memfd
+//! (`MFD_ALLOW_SEALING`, ordinary pages) that it has already mapped and fully populated. The host
+//! maps the memfd and seals it against shrinking, growing, writing through new mappings, and
+//! further seals. From then on no process can take a page away from the NIC (`sharing.rs`).
 
 use std::fmt;
 
@@ -36,31 +36,32 @@ use super::super::control::{Reply, Verb};
 pub const SERVICE: &str = r#"{"service":"nic"}"#;
 /// The version of this protocol.
 pub const VERSION: u32 = 4;
-/// The most bytes of a message.
+/// Maximum bytes of a message.
 pub const MESSAGE_MAX: usize = 32 << 10;
-/// The most descriptors of a message.
+/// Maximum descriptors of a message.
 pub const DESCRIPTORS_MAX: usize = 2;
 
-/// What a client asks.
+/// A request of a client.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Request {
-    /// Opens the function: the first request, and only that.
+    /// Opens the function. Must be the first request, and sent once.
     Hello {
         /// [`VERSION`].
         version: u32,
-        /// Size of the doorbell page, which comes as a descriptor.
+        /// Size of the doorbell page, whose descriptor accompanies the message.
         #[serde(default)]
         bytes: u64,
     },
-    /// Shares memory, which comes as a descriptor and is mapped whole.
+    /// Shares memory, whose descriptor accompanies the message. The host maps the whole of it.
     AddMemory {
         /// Its size, a multiple of the page size.
         bytes: u64,
     },
-    /// Ends the sharing of memory. Regions and queues in it keep it for as long as they live.
+    /// Ends the sharing of memory. Existing regions and queues keep the memory mapped until they
+    /// end.
     RemoveMemory {
-        /// Which.
+        /// The memory's number.
         memory: u32,
     },
     /// A control verb.
@@ -71,15 +72,15 @@ pub enum Request {
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Span {
-    /// Which memory.
+    /// The memory's number.
     pub memory: u32,
-    /// Its first byte there.
+    /// Offset of the first byte in the memory.
     pub offset: u64,
-    /// Its bytes.
+    /// Number of bytes.
     pub bytes: u64,
 }
 
-/// What the host answers.
+/// A response of the host.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Response {
@@ -89,31 +90,32 @@ pub enum Response {
         version: u32,
         /// Doorbells in the page.
         doorbells: u32,
-        /// The session's secret, which only its client hears.
+        /// The session's secret, which is sent to its client only.
         secret: Secret,
     },
     /// Memory is shared under this number.
     Memory(u32),
-    /// The verb was done.
+    /// The verb succeeded.
     Reply(Reply),
-    /// It was not done.
+    /// The request failed, for this reason.
     Error(String),
 }
 
 /// A session's secret: 128 random bits, 32 hexadecimal digits in messages.
 ///
-/// A client proves with it, over another connection to the host's process, that the session is its own.
+/// With the secret a client proves, over another connection to the host's process, that it owns the
+/// session.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct Secret(u128);
 
 impl Secret {
-    /// A new one.
+    /// Draws a new secret.
     pub fn random() -> Result<Self, Errno> {
         let mut bytes = [0; 16];
         match getrandom(&mut bytes[..], GetRandomFlags::empty()) {
             Ok(16) => Ok(Self(u128::from_ne_bytes(bytes))),
-            // Up to 256 bytes come whole.
+            // The kernel returns requests of up to 256 bytes whole.
             Ok(_) | Err(Errno::INTR) => Self::random(),
             Err(e) => Err(e),
         }
