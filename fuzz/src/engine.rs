@@ -1,5 +1,5 @@
-//! A whole engine: a function whose rings, records, doorbells and verbs are the input, beside one that
-//! is honest.
+//! A whole engine: the input controls the rings, records, doorbells and verbs of a hostile
+//! function, beside an honest function.
 
 use rnic::Engine;
 use rnic::cqe::{CqReader, clear};
@@ -16,10 +16,10 @@ use crate::Input;
 const ALL: Access = Access(Access::LOCAL_ALL.0 | Access::REMOTE_ALL.0);
 /// Building blocks of a send ring, and entries of a CQ.
 const BLOCKS: u32 = 16;
-/// Receive WQEs of a queue, and their bytes.
+/// Receive WQEs of a queue; [`STRIDE`] is the size of each in bytes.
 const RECEIVES: u32 = 8;
 const STRIDE: u32 = 64;
-/// Steps of an input.
+/// Maximum number of steps per input.
 const STEPS: usize = 200;
 
 /// A QP with its memory.
@@ -50,7 +50,7 @@ impl Region {
     }
 }
 
-/// Pieces of one mapping.
+/// An allocator of pieces of one mapping: the mapping, and the offset of its unused part.
 struct Arena(DmaMemory, usize);
 
 impl Arena {
@@ -77,7 +77,7 @@ struct World {
     server: Queue,
 }
 
-/// Plays `bytes`.
+/// Runs the input `bytes`.
 pub fn run(bytes: &[u8]) {
     let mut world = World::new();
     let mut input = Input::new(bytes);
@@ -91,7 +91,7 @@ pub fn run(bytes: &[u8]) {
     world.check();
     world.engine.remove_function(world.hostile);
     world.serve_honest();
-    // With the function everything that it had going ends. (Its last QPs' peer has work to flush.)
+    // With the function all its work ends. (The server QP's work is flushed.)
     world.now += 10_000_000;
     for _ in 0..1000 {
         if world.engine.poll(world.now, 256) == 0 {
@@ -99,7 +99,7 @@ pub fn run(bytes: &[u8]) {
             return;
         }
     }
-    panic!("the NIC has work and nobody who gives it any");
+    panic!("the NIC is busy although no function has posted work");
 }
 
 impl World {
@@ -130,8 +130,8 @@ impl World {
         let secret = region(physical, server_pd, 512);
         let granted = region(physical, server_pd, 512);
         let region = region(hostile, hostile_pd, 4096);
-        // The server grants a part through a window; the region itself nobody was told of. Its key is
-        // guessed all the same.
+        // The server grants `granted` to the hostile client, but not `secret`: that region is
+        // registered in another PD. The input guesses its key nevertheless.
         engine.dereg_mr(physical, secret.key).expect("a region");
         let secret_pd = engine.alloc_pd(physical).expect("a PD");
         let key = engine
@@ -144,7 +144,7 @@ impl World {
         for _ in 0..3 {
             keys.push(engine.alloc_mw(hostile, hostile_pd, MwKind::Type2).expect("a window"));
         }
-        // Its rings are memory that its own WQEs reach.
+        // The hostile function's rings are memory that its own WQEs can access.
         for q in &queues {
             let iova = region.memory.addr();
             let key = engine.reg_mr(hostile, hostile_pd, q.ring.clone(), iova, ALL);
@@ -201,7 +201,7 @@ impl World {
             }
             6 => {
                 let queue = &self.queues[which];
-                self.engine.ring(queue.qpn, input.number() as u16);
+                self.engine.doorbell(queue.qpn, input.number() as u16);
             }
             7 => {
                 self.now += 1 << (input.byte() % 24);
@@ -233,7 +233,7 @@ impl World {
         }
     }
 
-    /// Puts a WQE that makes some sense, or nearly, into a ring, and rings.
+    /// Writes a WQE that is valid or nearly valid into a ring, and writes the doorbell.
     fn post(&mut self, which: usize, input: &mut Input<'_>) {
         let op = input.byte();
         let n = [0; 6].map(|_| input.number());
@@ -295,10 +295,10 @@ impl World {
             queue.ring.write(slot * 64, block);
         }
         queue.producer = queue.producer.wrapping_add(b.blocks() as u16);
-        self.engine.ring(queue.qpn, queue.producer);
+        self.engine.doorbell(queue.qpn, queue.producer);
     }
 
-    /// A verb with any arguments, and the like with what was made before.
+    /// Calls a verb with arbitrary arguments; object numbers are mostly those of existing objects.
     fn verb(&mut self, which: usize, input: &mut Input<'_>) {
         let f = self.hostile;
         let n = input.number();
@@ -323,7 +323,8 @@ impl World {
             10 => {
                 if self.engine.destroy_qp(f, qpn).is_ok() {
                     let _ = self.engine.destroy_cq(f, cqn);
-                    // The memory of the old ones: nothing of theirs may be written any more.
+                    // Reuses the memory of the destroyed QP and CQ, which must no longer be written
+                    // on their behalf.
                     queue.recreate(&mut self.engine);
                 }
             }
@@ -338,7 +339,7 @@ impl World {
                     self.keys.push(key);
                 }
             }
-            // What is another's.
+            // Objects of other functions.
             _ => {
                 assert!(self.engine.modify_qp(f, victim, QpChange::Error).is_err());
                 assert!(self.engine.destroy_qp(f, victim).is_err());
@@ -348,7 +349,8 @@ impl World {
         }
     }
 
-    /// The honest function writes, and reads back what it wrote, while the other one's work goes on.
+    /// The honest function writes, and reads its data back, while the hostile function's work
+    /// continues.
     fn serve_honest(&mut self) {
         self.turns = self.turns.wrapping_add(1);
         let [ours, theirs] = &self.honest_regions;
@@ -366,7 +368,7 @@ impl World {
             queue.ring.write(queue.producer as usize % BLOCKS as usize * 64, b.bytes());
             queue.producer = queue.producer.wrapping_add(b.blocks() as u16);
         }
-        self.engine.ring(queue.qpn, queue.producer);
+        self.engine.doorbell(queue.qpn, queue.producer);
         let mut done = 0;
         for _ in 0..1000 {
             self.now += 1;
@@ -393,7 +395,10 @@ impl World {
         let same = |memory: &DmaMemory, at: usize, len: usize, value: u8| {
             let mut bytes = vec![0; len];
             memory.read(at, &mut bytes);
-            assert!(bytes.iter().all(|b| *b == value), "bytes at {at} of an other's have changed");
+            assert!(
+                bytes.iter().all(|b| *b == value),
+                "bytes at {at} of another function have changed"
+            );
         };
         same(&self.secret.memory, 0, 512, 0x5e);
         let [ours, theirs] = &self.honest_regions;
@@ -438,7 +443,7 @@ impl Queue {
         queue
     }
 
-    /// Makes its CQ and QP, if it may have more.
+    /// Creates the CQ and the QP, unless a limit of the function is reached.
     fn recreate(&mut self, engine: &mut Engine) {
         clear(&self.cq_ring, BLOCKS);
         let spec = CqSpec {
@@ -478,7 +483,7 @@ fn connect(engine: &mut Engine, queue: &Queue, peer: Qpn) {
     for change in
         [QpChange::Init, QpChange::ReadyToReceive { peer: peer.into() }, QpChange::ReadyToSend]
     {
-        // A hostile function may have ended its QP.
+        // The hostile function may have destroyed its QP.
         let _ = engine.modify_qp(queue.function, queue.qpn, change);
     }
 }

@@ -1,4 +1,4 @@
-//! A memory node's TCP port: bytes of any host that reaches it.
+//! A memory node's TCP port: the input is bytes from any host that can connect.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -16,7 +16,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use crate::Input;
 use crate::service::request;
 
-/// Messages of an input.
+/// Maximum number of messages per input.
 const MESSAGES: usize = 20;
 
 fn service() -> &'static Service {
@@ -28,7 +28,8 @@ fn service() -> &'static Service {
     })
 }
 
-/// Connects as the next of many hosts: one that asks much is read from at a pace.
+/// Connects from the next of many source addresses, because the memory node limits the rate of each
+/// host.
 fn connect() -> TcpStream {
     static HOSTS: AtomicU16 = AtomicU16::new(0);
     let [a, b] = HOSTS.fetch_add(1, Ordering::Relaxed).to_be_bytes();
@@ -45,7 +46,7 @@ fn connect() -> TcpStream {
     stream
 }
 
-/// Plays `bytes`.
+/// Runs the input `bytes`.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let mut stream = connect();
@@ -54,7 +55,7 @@ pub fn run(bytes: &[u8]) {
             break;
         }
         let message = message(&mut input);
-        // It may have been thrown out. What is answered is read now and then only.
+        // The memory node may have closed the connection. Answers are read only now and then.
         let sent = stream.write_all(&message).is_ok();
         if sent && input.byte() & 1 == 1 {
             let _ = stream.read(&mut [0; 4096]);
@@ -88,7 +89,7 @@ fn message(input: &mut Input<'_>) -> Vec<u8> {
         }
     };
     let len = match kind >> 6 {
-        // Not what follows.
+        // A length that differs from that of the message.
         3 => input.number(),
         _ => body.len() as u32,
     };
@@ -100,12 +101,12 @@ fn message(input: &mut Input<'_>) -> Vec<u8> {
     bytes
 }
 
-/// What a host draws for its QPs.
+/// Returns the random salt of a host's QPs.
 fn salt() -> Nonce {
     "5a".repeat(32).try_into().expect("a nonce")
 }
 
-/// Another host asks something and is answered.
+/// Checks that another host gets an answer.
 fn honest() {
     let to = service().address().expect("it listens");
     let address: Address = format!("roce://{to}").parse().expect("an address");

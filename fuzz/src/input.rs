@@ -1,20 +1,20 @@
-//! Numbers and pieces out of fuzzed bytes.
+//! Numbers and byte strings from fuzz input.
 
-/// Bytes that are used up from the front. Where they have ended, everything is 0.
+/// A byte string that is consumed from the front. After its end all numbers are 0.
 pub struct Input<'a>(&'a [u8]);
 
 impl<'a> Input<'a> {
-    /// All of `bytes`.
+    /// Creates the input from `bytes`.
     pub fn new(bytes: &'a [u8]) -> Self {
         Self(bytes)
     }
 
-    /// Whether nothing is left.
+    /// Returns whether no byte is left.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Up to `n` bytes.
+    /// Takes up to `n` bytes.
     pub fn take(&mut self, n: usize) -> &'a [u8] {
         let (head, rest) = self.0.split_at(n.min(self.0.len()));
         self.0 = rest;
@@ -28,17 +28,17 @@ impl<'a> Input<'a> {
         out
     }
 
-    /// One byte.
+    /// Takes one byte.
     pub fn byte(&mut self) -> u8 {
         self.array::<1>()[0]
     }
 
-    /// Two bytes.
+    /// Takes two bytes.
     pub fn short(&mut self) -> u16 {
         u16::from_le_bytes(self.array())
     }
 
-    /// A number that is small most of the time: one byte, or five of which the first is 255.
+    /// Takes a number that is usually small: one byte, or five bytes of which the first is 255.
     pub fn number(&mut self) -> u32 {
         match self.byte() {
             0xff => u32::from_le_bytes(self.array()),

@@ -1,12 +1,12 @@
-//! Fuzz targets, one to a file of `tests/`: bytes are turned into what a hostile peer does, while
-//! somebody honest is served beside it. See `docs/testing.md`.
+//! Fuzz targets, one per file of `tests/`: the input is translated into operations of a hostile
+//! peer, while an honest peer is served beside it. See `docs/internals/testing.md`.
 //!
 //! | target | bytes become | must hold |
 //! | --- | --- | --- |
 //! | `wqe` | a WQE | decoding ends, and stays within the bytes |
 //! | `engine` | rings, records, doorbells and verbs of a function | another function sees no error and no changed byte |
-//! | `packets` | packets of a QP's peer on another host | another connection works, other memory is as it was, the NIC comes to rest |
-//! | `session` | packets and requests to the shared-memory port | each has an answer; another session works |
+//! | `packets` | packets of a QP's peer on another host | another connection works, other memory is unchanged, the NIC becomes idle |
+//! | `session` | packets and requests to the shared-memory port | every packet gets an answer; another session works |
 //! | `service` | packets to a memory node's socket | the memory node answers another client |
 //! | `hosts` | bytes to a memory node's TCP port | the memory node answers another host |
 
@@ -22,12 +22,12 @@ pub use input::Input;
 
 use std::time::Duration;
 
-/// How long a target runs in `cargo test`, beside the inputs of its corpus. `make fuzz` runs it for
-/// as long as it is told.
+/// Returns how long a target runs in `cargo test`, in addition to the inputs of its corpus. `make
+/// fuzz` runs a target for a given time.
 pub fn test_time() -> Duration {
     let full = std::env::var_os("GRANARY_TEST_FULL").is_some();
     Duration::from_secs(if full { 20 } else { 2 })
 }
 
-/// The longest input.
+/// Maximum length of an input.
 pub const BYTES_MAX: usize = 4096;

@@ -1,8 +1,8 @@
-//! A NIC on a network: the packets of a QP's peer are the input, beside a connection that is honest.
+//! A NIC on a network: the input is the packets of a hostile peer, beside an honest connection.
 //!
-//! The first byte says whether packets are authenticated. Then the hostile peer has its key, so
-//! that its packets get as far as plain ones; and it sends packets in the name of the honest peer,
-//! without that one's key.
+//! The first byte decides whether packets are authenticated. If they are, the hostile peer has the
+//! key of its own connection, so that its packets get as far as plain ones. It also sends packets
+//! in the name of the honest peer, without that peer's key.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
@@ -31,7 +31,7 @@ const STEPS: usize = 300;
 /// Bytes of a region.
 const REGION: usize = 4096;
 
-/// The NIC, the honest peer's, the one of the input.
+/// Last byte of the IP address of the tested NIC, of the honest peer, and of the hostile peer.
 const HERE: u8 = 1;
 const FRIEND: u8 = 2;
 const HOSTILE: u8 = 3;
@@ -56,24 +56,24 @@ struct World {
     nic: Engine,
     friend: Engine,
     now: u64,
-    /// The QP whose peer the input is.
+    /// The QP that is connected to the hostile peer.
     victim: Queue,
-    /// The honest connection, from the NIC's end and from the other.
+    /// The honest connection: the tested NIC's end and the honest peer's end.
     honest: [Queue; 2],
-    /// Memory of the NIC that nobody was told of.
+    /// Memory of the NIC whose key no peer was given.
     secret: DmaMemory,
     secret_key: Key,
-    /// What the input counts its PSNs from.
+    /// The next PSN of the hostile peer.
     psn: Psn,
     rounds: u8,
     authenticated: bool,
-    /// What makes the tags of the hostile peer.
+    /// Computes the authentication tags of the hostile peer.
     sealer: Option<Sealer>,
-    /// Connections that the hostile peer has had.
+    /// Number of connections of the hostile peer so far.
     connections: u8,
 }
 
-/// Plays `bytes`; the packets' own form first.
+/// Runs the input `bytes`, first through the packet parser.
 pub fn run(bytes: &[u8]) {
     again(bytes);
     let mut input = Input::new(bytes);
@@ -88,7 +88,7 @@ pub fn run(bytes: &[u8]) {
     world.rest();
 }
 
-/// What is read of any bytes is what is written of it.
+/// Checks that parsing and encoding are inverse.
 fn again(bytes: &[u8]) {
     let Ok(packet) = Packet::parse(bytes) else { return };
     let mut out = [0; PACKET_MAX];
@@ -132,7 +132,8 @@ impl World {
         world
     }
 
-    /// The victim is connected to the hostile peer, which knows the secret if there is one.
+    /// Connects the victim to the hostile peer, which knows the secret if packets are
+    /// authenticated.
     fn connect_victim(&mut self) {
         self.connections = self.connections.wrapping_add(1);
         let theirs = Qpn::new(0x77);
@@ -169,7 +170,7 @@ impl World {
             12 => self.exchange(),
             13 => self.reconnect(),
             14 => {
-                // Memory ends under what is on its way.
+                // Deregisters memory while packets that name it are in flight.
                 let _ = self.nic.dereg_mr(PF, self.victim.key);
                 let (region, pd) = (self.victim.region.clone(), self.nic.alloc_pd(PF));
                 if let Ok(pd) = pd
@@ -182,7 +183,7 @@ impl World {
         }
     }
 
-    /// A packet of the hostile peer, whole or spoilt.
+    /// Sends a packet of the hostile peer, intact or corrupted.
     fn packet(&mut self, input: &mut Input<'_>) {
         let (kind, flags) = (input.byte(), input.byte());
         let part = [Part::First, Part::Middle, Part::Last, Part::Only][(flags & 3) as usize];
@@ -227,7 +228,7 @@ impl World {
                 }
                 _ => 0,
             };
-        // As a rule the next one, of which the peer cannot be sure.
+        // Usually the expected PSN, which a hostile peer need not use.
         let delta = input.byte();
         let psn = match delta {
             0..=0xbf => self.psn,
@@ -257,9 +258,9 @@ impl World {
         bytes.extend([0; TRAILER]);
         sealer.seal(&mut bytes);
         if input.byte() == 0 {
-            *bytes.last_mut().expect("it has a trailer") ^= 1;
+            *bytes.last_mut().expect("the packet has a trailer") ^= 1;
         }
-        // The name is right, and the key is not.
+        // The packet has the honest peer's address but a tag with the hostile peer's key.
         let from = if honest { FRIEND } else { HOSTILE };
         self.arrive(ip(from), &bytes);
     }
@@ -269,7 +270,7 @@ impl World {
         self.nic.receive(self.now, from, ip(HERE), bytes, || true);
     }
 
-    /// The victim asks its peer for something.
+    /// The victim posts a request to its peer.
     fn post(&mut self, input: &mut Input<'_>) {
         let (op, at, len) = (input.byte(), input.number() as u64 * 8, input.number());
         let q = &mut self.victim;
@@ -286,10 +287,10 @@ impl World {
         };
         b.signaled();
         q.put(&b);
-        self.nic.ring(self.victim.qpn, self.victim.producer);
+        self.nic.doorbell(self.victim.qpn, self.victim.producer);
     }
 
-    /// The victim is connected anew.
+    /// Reconnects the victim.
     fn reconnect(&mut self) {
         let q = &mut self.victim;
         let reset = self.nic.modify_qp(PF, q.qpn, QpChange::Reset);
@@ -299,7 +300,7 @@ impl World {
         self.connect_victim();
     }
 
-    /// Both engines run, and what they have for each other arrives.
+    /// Polls both engines and delivers their packets to each other.
     fn turn(&mut self) {
         for _ in 0..64 {
             let mut idle = true;
@@ -311,7 +312,7 @@ impl World {
                 };
                 idle &= from.poll(self.now, 64) == 0;
                 for Outgoing { envelope, bytes, .. } in from.outbox().packets() {
-                    // What goes to the hostile peer nobody reads.
+                    // Packets to the hostile peer are dropped.
                     if envelope.to.ip() != ip(HOSTILE) {
                         let source = SocketAddr::new(envelope.from, UDP_PORT);
                         to.receive(self.now, source, envelope.to.ip(), bytes, || true);
@@ -326,7 +327,7 @@ impl World {
         }
     }
 
-    /// The honest connection works: a WRITE, and a READ of what was written.
+    /// Uses the honest connection: a WRITE, and a READ of the written data.
     fn exchange(&mut self) {
         self.rounds = self.rounds.wrapping_add(1);
         let [near, far] = &mut self.honest;
@@ -340,13 +341,13 @@ impl World {
         let mut b = Builder::new(near.qpn, near.producer);
         b.rdma_read(there, &[back]).signaled();
         near.put(&b);
-        self.nic.ring(near.qpn, near.producer);
+        self.nic.doorbell(near.qpn, near.producer);
         let mut done = 0;
         for _ in 0..1000 {
             self.now += 1_000;
             self.turn();
             while let Some(cqe) = self.honest[0].reader.poll() {
-                assert_eq!(cqe.error, None, "the honest connection");
+                assert_eq!(cqe.error, None, "the honest connection failed");
                 done += 1;
             }
             if done == 2 {
@@ -359,11 +360,11 @@ impl World {
         assert!(got == [self.rounds; 600]);
     }
 
-    /// Nothing was touched that must not be, and what is left ends.
+    /// Checks that no other memory was changed, and that all retransmissions end.
     fn rest(&mut self) {
         let mut secret = [0; REGION];
         self.secret.read(0, &mut secret);
-        assert!(secret == [0x5e; REGION], "memory that nobody was told of");
+        assert!(secret == [0x5e; REGION], "memory without a published key has changed");
         let state = self.nic.query_qp(PF, self.honest[0].qpn).expect("the honest QP").state;
         assert_eq!(state, QpState::ReadyToSend);
         for _ in 0..1000 {
@@ -373,7 +374,7 @@ impl World {
             }
             self.turn();
         }
-        panic!("the NIC waits for something for ever");
+        panic!("the NIC never becomes idle");
     }
 }
 
@@ -389,7 +390,7 @@ impl Queue {
             ring: cq_ring.clone(),
             entries: BLOCKS,
             record: cq_record.clone(),
-            // Nobody reads the victim's.
+            // No code reads the victim's CQ.
             ignore_overrun: true,
             initial_count: 0,
         };
@@ -431,7 +432,7 @@ impl Queue {
     }
 }
 
-/// Connects a QP of the NIC `here` to one of the NIC `there`.
+/// Connects a QP of the NIC `here` to a QP of the NIC `there`.
 fn connect(
     engine: &mut Engine,
     queue: &Queue,

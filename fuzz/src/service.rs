@@ -1,16 +1,16 @@
-//! A memory node's socket: packets of anybody who can connect.
+//! A memory node's socket: the input is packets from any process that can connect.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use pool::protocol::{MAX_BYTES, Numbered, Opening, Reply, Request, decode, encode, id_of};
-use pool::{Admission, Endpoint, Service, Settings};
-use rnic::port::shm::{socket, wire};
+use pool::{ConnectRequest, Endpoint, Service, Settings};
+use rnic::port::shm::{protocol, socket};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
 use crate::Input;
 
-/// Packets of an input.
+/// Maximum number of packets per input.
 const PACKETS: usize = 20;
 
 fn service() -> &'static Service {
@@ -31,7 +31,7 @@ fn connect() -> OwnedFd {
     fd
 }
 
-/// Plays `bytes`.
+/// Runs the input `bytes`.
 pub fn run(bytes: &[u8]) {
     decoding(bytes);
     let mut input = Input::new(bytes);
@@ -42,7 +42,7 @@ pub fn run(bytes: &[u8]) {
         }
         let (packet, fds) = packet(&mut input);
         let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
-        // It may have been thrown out.
+        // The memory node may have closed the connection.
         if socket::send(&connection, &packet, &fds).is_err() || input.byte() == 0 {
             connection = connect();
         }
@@ -50,7 +50,7 @@ pub fn run(bytes: &[u8]) {
     }
 }
 
-/// Whatever the bytes are, they are a message or an error.
+/// Checks that any bytes decode to a message or an error.
 fn decoding(bytes: &[u8]) {
     let request = decode::<Numbered<Request>>("fuzzing", bytes);
     let _ = decode::<Opening>("fuzzing", bytes);
@@ -58,7 +58,7 @@ fn decoding(bytes: &[u8]) {
     if let Ok(request) = request {
         assert_eq!(id_of(bytes), request.id);
         if bytes.len() <= MAX_BYTES / 4 {
-            let again = encode("fuzzing", &request).expect("it was one");
+            let again = encode("fuzzing", &request).expect("a decoded request can be encoded");
             assert_eq!(decode::<Numbered<Request>>("fuzzing", &again).ok(), Some(request));
         }
     }
@@ -69,10 +69,10 @@ fn packet(input: &mut Input<'_>) -> (Vec<u8>, Vec<OwnedFd>) {
     let fds = (0..kind >> 6 & 1).map(|_| rustix::pipe::pipe().expect("a pipe").0).collect();
     let mut bytes = match kind % 8 {
         0 => encode("fuzzing", &Opening::pool()).expect("a message"),
-        1 => wire::SERVICE.as_bytes().to_vec(),
+        1 => protocol::SERVICE.as_bytes().to_vec(),
         2 => input.take(input_length(kind)).to_vec(),
         3 => {
-            let hello = wire::Request::Hello { version: wire::VERSION, bytes: 8192 };
+            let hello = protocol::Request::Hello { version: protocol::VERSION, bytes: 8192 };
             serde_json::to_vec(&hello).expect("plain data")
         }
         _ => {
@@ -91,17 +91,17 @@ fn input_length(kind: u8) -> usize {
     1 + kind as usize * 2
 }
 
-/// Something that a compute node asks.
+/// Returns a request of a compute node.
 pub(crate) fn request(input: &mut Input<'_>) -> Request {
     match input.byte() % 8 {
         0 => {
             let (groups, lanes) = (input.byte() as usize % 80, input.byte() as usize % 10);
-            Request::Admit(Admission {
+            Request::Admit(ConnectRequest {
                 management: (0..input.byte() % 5).map(|_| input.number()).collect(),
                 groups: (0..groups).map(|_| (0..lanes).map(|_| input.number()).collect()).collect(),
                 bulletin_addr: input.number() as u64 * 8,
                 bulletin_rkey: input.number(),
-                ..Admission::default()
+                ..ConnectRequest::default()
             })
         }
         1 => Request::AwaitMemory { timeout_ms: input.number().into() },
@@ -114,7 +114,7 @@ pub(crate) fn request(input: &mut Input<'_>) -> Request {
     }
 }
 
-/// Another client asks something and is answered.
+/// Checks that another client gets an answer.
 fn honest() {
     static HONEST: OnceLock<Mutex<(OwnedFd, u64)>> = OnceLock::new();
     let honest = HONEST.get_or_init(|| {

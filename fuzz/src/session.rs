@@ -1,4 +1,5 @@
-//! A session of the shared-memory port: packets, requests and doorbells of a hostile client.
+//! A session of the shared-memory port: the input is packets, requests and doorbells of a hostile
+//! client.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -6,16 +7,16 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use rnic::ids::{Access, Key, KeyIndex, Pdn};
 use rnic::memory::DmaMemory;
 use rnic::port::control::{QpVerb, ReceiveRing, ReceiveVerb, Reply, SendRing, Verb};
-use rnic::port::shm::wire::{MESSAGE_MAX, Request, Response, Span, VERSION};
+use rnic::port::shm::protocol::{MESSAGE_MAX, Request, Response, Span, VERSION};
 use rnic::port::shm::{Host, Session, SessionLimits, raw};
 use rnic::verbs::{FunctionLimits, Limits, MwKind, QpChange};
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use crate::Input;
 
-/// Bytes of the doorbell page, and of a piece of memory.
+/// Bytes of the doorbell page, and of a piece of shared memory.
 const BYTES: u64 = 8192;
-/// Packets of an input.
+/// Maximum number of packets per input.
 const PACKETS: usize = 40;
 
 fn host() -> &'static Host {
@@ -45,7 +46,7 @@ fn memory() -> OwnedFd {
     fd
 }
 
-/// Every packet has an answer, of a length that fits a packet.
+/// Sends a request. Every packet must get an answer that fits into a packet.
 fn ask(session: &mut Session, request: &[u8], fds: Vec<OwnedFd>) -> Response {
     let (answer, fds) = session.handle(request, fds);
     assert!(answer.len() <= MESSAGE_MAX, "an answer of {} bytes", answer.len());
@@ -54,7 +55,7 @@ fn ask(session: &mut Session, request: &[u8], fds: Vec<OwnedFd>) -> Response {
     response
 }
 
-/// Plays `bytes`.
+/// Runs the input `bytes`.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let (mut session, page) = open();
@@ -68,7 +69,7 @@ pub fn run(bytes: &[u8]) {
     honest();
 }
 
-/// Another client, whom none of it concerns.
+/// Checks that another client is served.
 fn honest() {
     static HONEST: OnceLock<Mutex<(Session, DmaMemory)>> = OnceLock::new();
     let honest = HONEST.get_or_init(|| Mutex::new(open()));
@@ -113,7 +114,7 @@ fn step(session: &mut Session, page: &DmaMemory, input: &mut Input<'_>) {
         kind => {
             let request = Request::Verb(verb(input));
             let mut bytes = serde_json::to_vec(&request).expect("plain data");
-            // Nearly a request.
+            // A corrupted request.
             if kind == 4 {
                 let at = input.short() as usize % bytes.len();
                 bytes[at] = input.byte();
@@ -146,7 +147,8 @@ fn descriptors(input: &mut Input<'_>) -> Vec<OwnedFd> {
 
 fn verb(input: &mut Input<'_>) -> Verb<Span> {
     let n = [0; 4].map(|_| input.number());
-    // Numbers of objects have a part above the slot; what was made lately is near the front.
+    // Object numbers include a generation above the slot index; recently created objects have low
+    // indices.
     let span = |input: &mut Input<'_>| Span {
         memory: input.byte() as u32 % 5,
         offset: input.number() as u64 * 8,

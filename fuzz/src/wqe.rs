@@ -3,13 +3,13 @@
 use rnic::wqe::umr::Umr;
 use rnic::wqe::{Builder, Control, MAX_BYTES, SEGMENT, Sges, Wqe, decode};
 
-/// Decodes `bytes` as the engine does: as much of them as the control segment names.
+/// Decodes `bytes` as the engine does: the part that the control segment specifies.
 pub fn run(bytes: &[u8]) {
     let mut wqe = [0; MAX_BYTES];
     let len = bytes.len().min(MAX_BYTES);
     wqe[..len].copy_from_slice(&bytes[..len]);
     let ctrl = Control::from_bytes(wqe.first_chunk().expect("more than a segment"));
-    // Also where fewer bytes are there than it names.
+    // Also with fewer bytes than the control segment specifies.
     let _ = decode(&ctrl, bytes);
     assert!((1..=16).contains(&ctrl.blocks()), "{} blocks", ctrl.blocks());
     let named = ctrl.ds as usize * SEGMENT;
@@ -24,7 +24,7 @@ pub fn run(bytes: &[u8]) {
     }
 }
 
-/// What is decoded of what is built of `umr`.
+/// Encodes `umr` and decodes the result.
 fn again(umr: &Umr) -> Umr {
     let mut builder = Builder::new(umr.qpn, 0);
     builder.umr(umr);

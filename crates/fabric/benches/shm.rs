@@ -1,13 +1,13 @@
-//! READ over the `shm` port against the bare hand-off between two threads, in one run.
+//! READ over the `shm` port compared with a bare hand-off between two threads, in one run.
 //!
 //! ```text
 //! cargo bench -p granary-fabric --bench shm [-- ROUNDS] [WORD]
 //! ```
 //!
-//! The bare hand-off is what is left of a NIC without queues and protection: a doorbell line, a copy,
-//! a completion line. Variants take turns, so that what else runs on the machine hits all of them;
-//! of each, the median and the best round are printed. The client is attached as another process
-//! would be: its queues and buffers are shared memory that the NIC thread maps a second time.
+//! The bare hand-off is a NIC without queues and protection: a doorbell line, a copy, and a
+//! completion line. Variants alternate, so that other load on the machine affects all of them; the
+//! median and the best round of each are printed. The client is attached as another process would
+//! be: its queues and buffers are shared memory that the NIC thread maps a second time.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,9 +22,9 @@ use fabric::{
 use rnic::port::Function;
 use rnic::port::shm::{Attached, Host, Session, SessionLimits, socket};
 
-/// How long one variant runs at a time.
+/// Duration of one run of one variant.
 const SLICE: Duration = Duration::from_millis(20);
-/// Bytes of the region that is read.
+/// Size in bytes of the region that is read.
 const REGION: usize = 1 << 20;
 
 fn main() {
@@ -49,7 +49,7 @@ fn main() {
         let op = "READ, lists of 8, inline (no hand-off)";
         variants.push((op, size, Box::new(move || inline.stream(size, 8, 1))));
     }
-    // A word picks the variants with it in their name.
+    // A word argument selects the variants whose names contain it.
     if let Some(word) =
         std::env::args().skip(1).find(|a| a != "--bench" && a.parse::<u32>().is_err())
     {
@@ -77,7 +77,8 @@ fn main() {
     println!("NIC thread: {:?} of CPU, {} WQEs", stats.cpu, stats.engine.wqes_total());
 }
 
-/// What is measured: its name, bytes of an operation, and a run of it, which gives ns per operation.
+/// A variant: its name, bytes per operation, and a function that runs it and returns ns per
+/// operation.
 type Variant<'a> = (&'static str, usize, Box<dyn FnMut() -> f64 + 'a>);
 
 /// Attaches to `host` over a socket pair, served by a thread.
@@ -98,7 +99,7 @@ fn attach(host: &Host) -> SoftNic {
     SoftNic::new(Function::Attached(Attached::open(client).expect("attaching")))
 }
 
-/// A client's QP, connected to one of the host's that has the region.
+/// A client's QP, connected to a QP of the host that owns the region.
 struct Bed {
     qp: SoftQp,
     cq: SoftCq,
@@ -174,7 +175,7 @@ impl Bed {
         })
     }
 
-    /// 64 in flight, posted `list` at a time, every `signal`-th signaled.
+    /// Keeps 64 requests in flight, posted `list` at a time, with every `signal`-th signaled.
     fn stream(&self, size: usize, list: usize, signal: usize) -> f64 {
         let mut out = [Completion::EMPTY; 64];
         let (mut posted, mut in_flight) = (0u64, 0);
@@ -206,7 +207,7 @@ impl Bed {
     }
 }
 
-/// The hand-off: a thread that copies what it is rung for.
+/// The bare hand-off: a thread that copies memory when its doorbell line changes.
 struct Bare {
     shared: &'static BareShared,
 }
@@ -225,7 +226,7 @@ struct BareShared {
     to: Buffer,
 }
 
-/// Bytes that only the copying thread touches, once the bench runs.
+/// Bytes that only the copying thread touches while the bench runs.
 struct Buffer(Vec<AtomicU64>);
 
 impl Default for Buffer {
@@ -277,7 +278,7 @@ impl BareShared {
         let mut done = 0;
         loop {
             if self.asleep.load(Ordering::Acquire) {
-                // Between two measurements: the NIC has the CPU.
+                // Between two measurements the NIC thread needs the CPU.
                 std::thread::sleep(Duration::from_millis(1));
                 continue;
             }
@@ -297,13 +298,13 @@ impl BareShared {
     }
 }
 
-/// Where operation `i` of `size` bytes lies in a ring of `region` bytes.
+/// Returns the offset of operation `i` of `size` bytes in a region of `region` bytes.
 fn place(i: u64, size: usize, region: usize) -> usize {
     i as usize * size % region
 }
 
-/// Runs `turn` for a while, after some warming up: ns per operation, of which each turn says how
-/// many it did.
+/// Runs `turn` for a while after a warm-up and returns ns per operation. `turn` returns the number
+/// of operations that it completed.
 fn per_op(mut turn: impl FnMut(u64) -> u64) -> f64 {
     let mut i = 0;
     let mut count_for = |time: Duration| {

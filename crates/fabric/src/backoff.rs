@@ -1,17 +1,18 @@
-//! How a thread waits for another one before it sleeps.
+//! Backoff of a thread that waits for another thread, before it sleeps.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use crate::CompletionQueue;
 
-/// How long a thread polls before it offers its CPU to others between two polls.
+/// Time for which a thread spins between polls before it yields its CPU between polls.
 const SPIN: Duration = Duration::from_micros(20);
-/// How long it polls before it should sleep: about what a wake-up costs.
+/// Time for which a thread polls before it should sleep: about the cost of a wake-up.
 const SLEEP_AFTER: Duration = Duration::from_micros(60);
 
-/// Spin, then yield, then sleep on an event. With one CPU spinning keeps the other side from
-/// working: then it yields at once.
+/// Spins, then yields, then tells the caller to sleep on an event.
+///
+/// On a single CPU it yields at once, because spinning would keep the other side from running.
 #[derive(Debug, Default)]
 pub struct Backoff {
     rounds: u32,
@@ -20,17 +21,17 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// Starts to wait.
+    /// Starts a wait.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Starts to wait for completions of a CQ. Where time is virtual it is time to sleep at once.
+    /// Starts a wait for completions of a CQ. With virtual time the caller should sleep at once.
     pub fn on<C: CompletionQueue>() -> Self {
         Self { asleep: C::VIRTUAL, ..Self::default() }
     }
 
-    /// Waits a moment; false: it is time to sleep on an event.
+    /// Waits a moment. Returns false when it is time to sleep on an event.
     #[inline]
     pub fn snooze(&mut self) -> bool {
         if self.asleep {
@@ -58,7 +59,7 @@ impl Backoff {
     }
 }
 
-/// Whether this process had one CPU only when it first waited.
+/// Returns whether this process had a single CPU when it first waited.
 fn has_one_cpu() -> bool {
     static ONE: OnceLock<bool> = OnceLock::new();
     *ONE.get_or_init(rnic::port::has_one_cpu)

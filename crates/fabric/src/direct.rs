@@ -1,14 +1,14 @@
-//! Direct verbs: queues whose rings their owner can see and program, as `mlx5dv` has them.
+//! Direct verbs: queues whose rings the owner can see and program, as in `mlx5dv`.
 //!
-//! This is what chains are built with (OneSidedMW §4.3): a managed queue executes its WQEs only up
-//! to a limit that a SEND_EN or RECV_EN of another WQE moves; its ring is memory that can be
+//! Chains are built from such queues (OneSidedMW §4.3). A managed queue executes its WQEs only up
+//! to a limit that a SEND_EN or RECV_EN of another WQE moves. Its ring is memory that can be
 //! registered, so that one WQE can patch another.
 
 use crate::{DmaMemory, Error, Key, Nic, QpAttr, Qpn, QueuePair};
 
 /// A NIC that executes chains.
 pub trait DirectNic: Nic<Qp: DirectQp, Srq: DirectReceive> {
-    /// Creates a QP, with the queues of `managed` managed.
+    /// Creates a QP whose queues are managed as `managed` says.
     fn create_managed_qp(
         &self,
         pd: &Self::Pd,
@@ -16,63 +16,64 @@ pub trait DirectNic: Nic<Qp: DirectQp, Srq: DirectReceive> {
         managed: Managed,
     ) -> Result<Self::Qp, Error>;
 
-    /// What the NIC's tables have for a key of this function: for set-up, tests and recovery.
+    /// Returns the NIC's table entry for a key of this function, for set-up, tests and recovery.
     fn query_key(&self, key: Key) -> Result<KeyInfo, Error>;
 
-    /// How many completions the CQ has counted, modulo 2^24: what WAIT compares with.
+    /// Returns the number of completions that the CQ has counted, modulo 2^24. WAIT compares with
+    /// this number.
     fn cq_count(&self, cq: &Self::Cq) -> Result<u32, Error>;
 }
 
-/// What the NIC's tables have for a key.
+/// The NIC's table entry for a key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct KeyInfo {
     /// The key with its current tag.
     pub key: Key,
-    /// The QP that a bound type-2 window names; `None` for a free window, a type-1 window or an MR, and for a window
-    /// that was bound to QP 0xffffff, which is none.
+    /// The QP that a bound type-2 window names. `None` for a free window, a type-1 window, an MR,
+    /// and a window bound to QP 0xffffff, which is no QP.
     pub bound_to: Option<Qpn>,
     /// First address.
     pub start: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
 }
 
 impl KeyInfo {
-    /// Whether a window is bound; to whom does not matter.
+    /// Returns whether a window is bound, to any QP.
     pub fn is_bound(&self) -> bool {
         self.len > 0
     }
 }
 
-/// Which queues of a QP are managed, and what its WQEs may do.
+/// Managed queues of a QP, and privileges of its WQEs.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Managed {
-    /// The send queue executes up to what SEND_EN allows.
+    /// The send queue executes up to the limit set by SEND_EN.
     pub send: bool,
-    /// The receive queue's WQEs are usable up to what RECV_EN allows.
+    /// The receive queue's WQEs are usable up to the limit set by RECV_EN.
     pub recv: bool,
-    /// Its UMRs may bind windows to other QPs and unbind them without the QP check. Only the
-    /// NIC's owner gets such a QP.
+    /// UMRs of this QP may bind windows to other QPs, and unbind windows without the QP check. Only
+    /// the owner of the NIC can create such a QP.
     pub privileged: bool,
 }
 
-/// A ring of WQEs in memory. Its memory can be registered like any other.
+/// A ring of WQEs in memory that can be registered like any other memory.
 #[derive(Clone, Debug)]
 pub struct Ring {
-    /// The ring.
+    /// The memory of the ring.
     pub memory: DmaMemory,
-    /// Entries: building blocks of a send queue, receive WQEs of a receive queue; a power of two.
+    /// Number of entries, a power of two: building blocks of a send queue, WQEs of a receive queue.
     pub entries: u32,
-    /// Bytes of an entry.
+    /// Bytes per entry.
     pub stride: u32,
 }
 
 /// The rings of a queue pair.
 pub trait DirectQp: QueuePair {
-    /// The send queue's ring.
+    /// Returns the send queue's ring.
     fn send_ring(&self) -> Ring;
 
-    /// The receive queue's ring, if it has its own.
+    /// Returns the receive queue's ring if the QP has its own.
     fn recv_ring(&self) -> Option<Ring>;
 
     /// Sets a managed send queue's limit, a building-block index modulo 2^16, from the CPU.
@@ -81,30 +82,31 @@ pub trait DirectQp: QueuePair {
     /// Sets a managed receive queue's limit (modulo 2^16 for up to 2^15 entries) from the CPU.
     fn enable_recv(&self, limit: u32) -> Result<(), Error>;
 
-    /// How far the queues have come.
+    /// Returns the progress of the queues.
     fn progress(&self) -> Result<Progress, Error>;
 }
 
-/// How far a QP's queues have come.
+/// Progress of a QP's queues.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Progress {
-    /// Index, in building blocks modulo 2^16, of the WQE that is executed next, or
-    /// flushed next in the error state.
+    /// Index, in building blocks modulo 2^16, of the WQE that is executed next, or flushed next in
+    /// the error state.
     pub send_consumer: u16,
     /// Index up to which the send queue may execute.
     pub send_limit: u16,
-    /// Receive WQEs used so far, modulo 2^32; 0 with a shared receive queue.
+    /// Receive WQEs consumed, modulo 2^32; 0 with a shared receive queue.
     pub recv_consumer: u32,
-    /// WQEs of the send queue that were executed without error since the QP was made. A reset does not
-    /// set it back.
+    /// WQEs of the send queue executed without error since the QP was created. A reset does not
+    /// clear this counter.
     pub executed: u64,
 }
 
 /// The ring of a shared receive queue, for chains that refill it themselves.
 pub trait DirectReceive {
-    /// The ring.
+    /// Returns the ring.
     fn ring(&self) -> Ring;
 
-    /// The doorbell record: the producer index, big-endian, 4 bytes at offset 0 of 8.
+    /// Returns the doorbell record: 8 bytes, of which the first 4 hold the producer index,
+    /// big-endian.
     fn record(&self) -> DmaMemory;
 }

@@ -1,30 +1,30 @@
-//! What can go wrong with a verb.
+//! Errors of verbs.
 
-/// An error of a verb that was called. (What goes wrong with posted work comes as the
-/// [`Status`](crate::Status) of its completion.)
+/// An error of a verb call. (Errors of posted work are reported as the [`Status`](crate::Status) of
+/// the completion.)
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A send or receive queue has no room: completions must be polled first.
+    /// A send or receive queue is full. The caller must poll completions first.
     #[error("posting to {queue}: all its {capacity} entries are in use; poll completions first")]
     QueueFull {
-        /// Which queue.
+        /// The queue.
         queue: String,
-        /// Entries it has.
+        /// Number of entries of the queue.
         capacity: u32,
     },
-    /// A queue pair takes no such work in its state.
+    /// A queue pair's state does not allow the posted work.
     #[error("posting to {queue}, which is in {state:?}; connect it first")]
     NotReady {
-        /// Which queue.
+        /// The queue.
         queue: String,
         /// The queue pair's state.
         state: crate::QpState,
     },
-    /// A work request does not fit a WQE.
+    /// A work request cannot be encoded as a WQE.
     #[error("posting a work request: {what}")]
     BadRequest {
-        /// What is wrong with it.
+        /// The defect of the request.
         what: String,
     },
     /// The NIC refused a control verb.
@@ -32,33 +32,33 @@ pub enum Error {
     Refused {
         /// The verb.
         verb: &'static str,
-        /// Its reason.
+        /// The NIC's reason.
         why: String,
     },
     /// The system refused memory, a descriptor or a thread.
     #[error("{attempt}: {source}")]
     System {
-        /// What was attempted.
+        /// The attempted action.
         attempt: String,
         /// The system's error.
         source: std::io::Error,
     },
-    /// The process that runs the NIC does not answer any more.
+    /// The process that runs the NIC no longer answers.
     #[error(
         "{attempt}: the process that runs the NIC is gone: {why}; start it again and reconnect"
     )]
     Gone {
-        /// What was attempted.
+        /// The attempted action.
         attempt: String,
-        /// How that was noticed.
+        /// How the loss was detected.
         why: String,
     },
-    /// The NIC cannot do what was asked.
+    /// The NIC does not support the requested action.
     #[error("{attempt}: this NIC does not support it: {why}")]
     Unsupported {
-        /// What was attempted.
+        /// The attempted action.
         attempt: String,
-        /// Why not.
+        /// The reason.
         why: String,
     },
 }

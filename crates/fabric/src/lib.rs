@@ -1,11 +1,11 @@
 //! RDMA verbs as a trait.
 //!
-//! Everything above the NIC is written once against [`Nic`] and its objects: post work requests,
-//! poll completions, and on top of that wait for single ones. Which NIC it is, is
-//! decided where a program starts and nowhere else.
+//! All code above the NIC is written once, against [`Nic`] and its objects: it posts work requests,
+//! polls completions, and waits for single completions ([`completion`]). The NIC is chosen in one
+//! place, where a program starts.
 //!
-//! The verbs are close to libibverbs, with its names; [`direct`] adds what `mlx5dv` adds: queues
-//! whose rings the owner can see and program.
+//! The verbs follow libibverbs and have its names. [`direct`] adds what `mlx5dv` adds: queues whose
+//! rings the owner can see and program.
 
 mod backoff;
 pub mod completion;
@@ -13,7 +13,7 @@ pub mod conformance;
 pub mod direct;
 mod error;
 pub mod executor;
-pub mod hooked;
+pub mod interposed;
 pub mod soft;
 pub mod verbs;
 mod wc;
@@ -22,7 +22,7 @@ mod work;
 pub use backoff::Backoff;
 pub use error::Error;
 pub use rnic::ids::{Access, Cqn, Key, KeyIndex, Psn, Qpn};
-pub use rnic::memory::{DmaMemory, For, Zeros};
+pub use rnic::memory::{DmaMemory, PrefetchFor, Zeros};
 pub use rnic::verbs::{AsyncEvent, MwKind, SrqInfo};
 pub use rnic::wire::{PairSecret, PathMtu, PeerAddress, RemotePeer, Side as SecretSide};
 pub use rnic::wqe::{self, Remote, Sge};

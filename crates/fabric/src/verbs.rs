@@ -1,10 +1,11 @@
-//! The verbs: what a NIC's user calls (IBTA vol. 1, chapter 11, "software transport verbs").
+//! The verbs: the interface of a NIC to its users (IBTA vol. 1, chapter 11, "software transport
+//! verbs").
 //!
-//! Objects are handles; the last clone that is dropped destroys the object. A memory region or
+//! Objects are handles. Dropping the last clone of a handle destroys the object. A memory region or
 //! a queue keeps its protection domain and memory alive.
 //!
-//! Addresses in work requests are those that the memory's owner sees: the I/O virtual address of
-//! a registered byte is its address in the process that registered it.
+//! Addresses in work requests are I/O virtual addresses: the address that a registered byte has in
+//! the process that registered it.
 
 use std::task::Waker;
 use std::time::{Duration, Instant};
@@ -18,7 +19,7 @@ use rnic::verbs::{MwKind, SrqInfo};
 pub use rnic::port::control::Events;
 pub use rnic::verbs::DeviceInfo;
 
-/// A function of a NIC: what a process opens to use it.
+/// A function of a NIC: the handle through which a process uses the NIC.
 pub trait Nic: Clone + Send + Sync + 'static {
     /// Protection domain.
     type Pd: Clone + Send + Sync + 'static;
@@ -33,18 +34,21 @@ pub trait Nic: Clone + Send + Sync + 'static {
     /// Queue pair.
     type Qp: QueuePair;
 
-    /// What the NIC can do.
+    /// Returns the capabilities of the NIC.
     fn caps(&self) -> Caps;
 
-    /// What this function may have at most (`ibv_query_device`).
+    /// Returns the limits of this function (`ibv_query_device`).
     fn query_device(&self) -> Result<DeviceInfo, Error>;
 
-    /// Opens a further function of the same NIC, up to [`DeviceInfo::functions`] of them: one with keys, windows and
-    /// limits of its own (`ibv_open_device` on another virtual function). What is made through one belongs to it
-    /// alone: a QP reaches keys of its own function, or its peer's, and those of others do not exist for it. QPs of different
-    /// functions can be connected. It ends with its last handle and object.
+    /// Opens a further function of the same NIC (`ibv_open_device` on another virtual function).
     ///
-    /// For who needs more windows than a function has (FineMem §4.3).
+    /// The new function has keys, windows and limits of its own. A NIC has at most
+    /// [`DeviceInfo::functions`] functions. Objects belong to the function that created them: a QP
+    /// can name keys of its own function or of its peer's function, and no other keys. QPs of
+    /// different functions can be connected. The function is closed when its last handle and its
+    /// last object are dropped.
+    ///
+    /// Further functions provide more windows than one function has (FineMem §4.3).
     fn open_function(&self) -> Result<Self, Error> {
         Err(Error::Unsupported {
             attempt: "opening a further function of the NIC".into(),
@@ -52,43 +56,48 @@ pub trait Nic: Clone + Send + Sync + 'static {
         })
     }
 
-    /// Takes the asynchronous events of this function that have come so far (`ibv_get_async_event`). Those of
-    /// objects that have been destroyed are not among them. They need not be taken: a few hundred are kept,
-    /// and [`Events::lost`] counts the others.
+    /// Takes the pending asynchronous events of this function (`ibv_get_async_event`).
+    ///
+    /// Events of destroyed objects are left out. Taking events is optional: the NIC keeps a few
+    /// hundred of them and counts the dropped ones in [`Events::lost`].
     fn take_events(&self) -> Result<Events, Error>;
 
-    /// Like [`Nic::take_events`], but sleeps up to `timeout` until there are some.
+    /// Like [`Nic::take_events`], but sleeps up to `timeout` until an event is pending.
     fn wait_events(&self, timeout: Duration) -> Result<Events, Error>;
 
-    /// Zeroed memory that this NIC can register: `bytes`, rounded up to pages. On a NIC that runs
-    /// in another process it is shared with that process.
+    /// Allocates zeroed memory that this NIC can register: `bytes`, rounded up to pages. If the NIC
+    /// runs in another process, the memory is shared with that process.
     fn alloc_dma(&self, bytes: usize) -> Result<DmaMemory, Error>;
 
-    /// [`Nic::alloc_dma`] for chunks: memory used in units of `unit` bytes at multiples of that. A
-    /// NIC whose memory need not be pinned makes it thin: a page takes RAM from its first write on.
-    /// Zeros that are written over whole pages, by [`Nic::zero`] or by the NIC from
-    /// [`Nic::alloc_zeros`], give the RAM back, except that of the first `kept` bytes. What is read
-    /// is the same on every NIC.
+    /// Like [`Nic::alloc_dma`], for chunks: memory used in units of `unit` bytes, aligned to
+    /// `unit`.
+    ///
+    /// A NIC that need not pin memory allocates it lazily: a page takes RAM from the first write
+    /// on. Writing zeros over whole pages, with [`Nic::zero`] or from [`Nic::alloc_zeros`] by the
+    /// NIC, gives their RAM back, except for the first `kept` bytes. Reads return the same bytes on
+    /// every NIC.
     fn alloc_thin(&self, bytes: usize, _unit: usize, _kept: usize) -> Result<DmaMemory, Error> {
         self.alloc_dma(bytes)
     }
 
-    /// [`Nic::alloc_dma`] for memory that is never written, so that it stays zero: a NIC may know
-    /// that, and clear other memory from it in another way than by copying.
+    /// Like [`Nic::alloc_dma`], for memory that is never written and so stays zero. A NIC may use
+    /// this knowledge to clear other memory from it without copying.
     fn alloc_zeros(&self, bytes: usize) -> Result<DmaMemory, Error> {
         self.alloc_dma(bytes)
     }
 
-    /// The time, from some moment in the past on; it never goes back. Who uses a NIC takes the time from it,
-    /// so that it can be virtual.
+    /// Returns the monotonic time since an arbitrary moment. Users of a NIC take the time from the
+    /// NIC, so that a simulator can make it virtual.
     fn now(&self) -> Duration {
         let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
         Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
     }
 
-    /// Has the calling CPU write zeros over `len` bytes at `offset` of `memory`; nobody may be told of them before
-    /// `zeros` is dropped. Panics if they lie outside. Not the NIC's work; a NIC whose time is virtual learns of the
-    /// CPU's that way.
+    /// Writes zeros over `len` bytes at `offset` of `memory` with the calling CPU.
+    ///
+    /// The caller must drop `zeros` before it tells any other thread or process that the bytes are
+    /// clear. Panics if the bytes lie outside `memory`. The CPU does the work, not the NIC; the
+    /// verb exists so that a NIC with virtual time can account for the CPU time.
     fn zero(&self, zeros: &mut Zeros, memory: &DmaMemory, offset: usize, len: usize) {
         zeros.write(memory, offset, len);
     }
@@ -96,11 +105,12 @@ pub trait Nic: Clone + Send + Sync + 'static {
     /// Allocates a protection domain.
     fn alloc_pd(&self) -> Result<Self::Pd, Error>;
 
-    /// Registers `memory`, all or a slice of what [`Nic::alloc_dma`] gave.
+    /// Registers `memory`, all or a slice of an allocation of [`Nic::alloc_dma`].
     fn reg_mr(&self, pd: &Self::Pd, memory: &DmaMemory, access: Access) -> Result<Self::Mr, Error>;
 
-    /// Like [`Nic::reg_mr`], but the first byte has the address `iova` in work requests; it must equal
-    /// the memory's address modulo 8. With 0 the region is a zero-based one (`IBV_ACCESS_ZERO_BASED`).
+    /// Like [`Nic::reg_mr`], but the first byte has the address `iova` in work requests. `iova`
+    /// must equal the memory's address modulo 8. 0 makes a zero-based region
+    /// (`IBV_ACCESS_ZERO_BASED`).
     fn reg_mr_iova(
         &self,
         pd: &Self::Pd,
@@ -109,25 +119,28 @@ pub trait Nic: Clone + Send + Sync + 'static {
         access: Access,
     ) -> Result<Self::Mr, Error>;
 
-    /// Changes a region (`ibv_rereg_mr`): it has another key then, and the old one is dead. Refused while
-    /// windows are bound to it, or while others hold its handle; the region is deregistered then, as
-    /// it is after any failure. Needs [`Feature::Rereg`].
+    /// Changes a region (`ibv_rereg_mr`). The region gets a new key; the old key is dead.
+    ///
+    /// Fails while windows are bound to the region or other handles to it exist. After any failure
+    /// the region is deregistered. Needs [`Feature::Rereg`].
     fn rereg_mr(&self, mr: Self::Mr, change: Rereg<'_, Self>) -> Result<Self::Mr, Error>;
 
     /// Allocates a type-2 memory window, unbound.
     fn alloc_mw(&self, pd: &Self::Pd) -> Result<Self::Mw, Error>;
 
-    /// Allocates `count` type-2 windows, at once where the NIC can.
+    /// Allocates `count` type-2 windows, in one call to the NIC where the NIC supports that.
     fn alloc_mws(&self, pd: &Self::Pd, count: usize) -> Result<Vec<Self::Mw>, Error> {
         (0..count).map(|_| self.alloc_mw(pd)).collect()
     }
 
-    /// Allocates `count` type-1 windows, unbound. Any QP of the PD may use, rebind and unbind them: who
-    /// guesses a tag of 8 bits is in (OneSidedMW §2.3). For baselines, not for what others must not
-    /// reach. Needs [`Caps::type1_windows`].
+    /// Allocates `count` type-1 windows, unbound.
+    ///
+    /// Any QP of the PD may use, rebind and unbind them, so that guessing an 8-bit tag grants
+    /// access (OneSidedMW §2.3). They serve as a baseline and must not protect memory from other
+    /// clients. Needs [`Caps::type1_windows`].
     fn alloc_type1_mws(&self, pd: &Self::Pd, count: usize) -> Result<Vec<Self::Mw>, Error>;
 
-    /// Allocates type-1 windows, unbound, that words of memory guard: one for each word. Needs
+    /// Allocates unbound type-1 windows, each guarded by one word of memory. Needs
     /// [`Feature::GuardedWindows`].
     fn alloc_guarded_mws(
         &self,
@@ -150,39 +163,39 @@ pub trait Nic: Clone + Send + Sync + 'static {
     fn create_qp(&self, pd: &Self::Pd, attr: QpAttr<'_, Self>) -> Result<Self::Qp, Error>;
 }
 
-/// What a NIC can do.
+/// Capabilities of a NIC.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Caps {
-    /// Name for reports: `inline`, `shm`, ...
+    /// Name in reports: `inline`, `shm`, ...
     pub name: &'static str,
-    /// It executes WAIT, SEND_EN and RECV_EN: chains work.
+    /// The NIC executes WAIT, SEND_EN and RECV_EN: chains work.
     pub chains: bool,
-    /// It has type-2B windows that a UMR binds to another QP.
+    /// The NIC has type-2B windows that a UMR can bind to another QP.
     pub windows: bool,
-    /// It has type-1 windows.
+    /// The NIC has type-1 windows.
     pub type1_windows: bool,
-    /// Words that atomics work on are big-endian in memory.
+    /// The words that atomics work on are big-endian in memory.
     pub big_endian_atomics: bool,
-    /// They are atomic to the host's CPUs as well (`IBV_ATOMIC_GLOB`), not to this NIC only.
+    /// Atomics are atomic also with respect to the host's CPUs (`IBV_ATOMIC_GLOB`).
     pub global_atomics: bool,
-    /// The most scatter-gather entries of a work request.
+    /// Maximum scatter-gather entries of a work request.
     pub max_sges: u32,
-    /// The most bytes of inline data.
+    /// Maximum bytes of inline data.
     pub max_inline: u32,
-    /// The most entries of a send or receive queue.
+    /// Maximum entries of a send or receive queue.
     pub max_queue: u32,
-    /// What else it can do, and not every NIC.
+    /// Optional features of this NIC.
     pub features: &'static [Feature],
 }
 
 impl Caps {
-    /// Whether it has `feature`.
+    /// Returns whether the NIC has `feature`.
     pub fn has(&self, feature: Feature) -> bool {
         self.features.contains(&feature)
     }
 }
 
-/// What one NIC can do and another cannot.
+/// An optional feature of a NIC.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Feature {
@@ -190,37 +203,39 @@ pub enum Feature {
     Type1Windows,
     /// Type-2 windows, each bound to one queue pair (2B).
     Type2Windows,
-    /// Type-1 windows that are used only through queue pairs that a word of memory admits ([`Guards`]). Of
-    /// software NICs.
+    /// Type-1 windows that only QPs admitted by a word of memory can use ([`Guards`]). Software
+    /// NICs only.
     GuardedWindows,
-    /// Regions change ([`Nic::rereg_mr`]).
+    /// Regions can be changed ([`Nic::rereg_mr`]).
     Rereg,
     /// Regions and windows whose first byte has address 0.
     ZeroBased,
-    /// Asynchronous events reach the function.
+    /// The NIC reports asynchronous events to the function.
     AsyncEvents,
     /// An SRQ's limit can be armed.
     SrqLimit,
-    /// [`CompletionQueue::wait_solicited`] tells solicited completions from others.
+    /// [`CompletionQueue::wait_solicited`] distinguishes solicited completions from unsolicited
+    /// ones.
     SolicitedEvents,
     /// Masked CAS and FAA.
     MaskedAtomics,
-    /// A QP's rights change while it is connected.
+    /// The access rights of a QP can be changed while it is connected.
     ModifyAccess,
-    /// A CQ that runs over takes no more completions and says so, if it was asked to.
+    /// A CQ that overruns stops taking completions and reports the overrun, unless
+    /// [`CqAttr::ignore_overrun`] is set.
     CqOverrun,
-    /// A region that peers may write must allow local writes too, else it is refused.
+    /// Registering a region that peers may write fails unless local writes are allowed too.
     RemoteNeedsLocalWrite,
 }
 
-/// What changes of a region ([`Nic::rereg_mr`]); the rest stays.
+/// Changes to a region ([`Nic::rereg_mr`]). Properties that are `None` stay as they are.
 #[derive(Clone)]
 pub struct Rereg<'a, N: Nic> {
-    /// Another protection domain.
+    /// New protection domain.
     pub pd: Option<&'a N::Pd>,
-    /// Other memory.
+    /// New memory.
     pub memory: Option<&'a DmaMemory>,
-    /// Other rights.
+    /// New access rights.
     pub access: Option<Access>,
 }
 
@@ -230,37 +245,40 @@ impl<N: Nic> Default for Rereg<'_, N> {
     }
 }
 
-/// What guards type-1 windows: for each a word of memory, which the NIC reads whenever the window is used. Through a
-/// queue pair it is used only while `(word ^ (value | the queue pair's tag)) & mask == 0`
-/// ([`QpChange::Tag`]). Who is refused hears what he would hear of a key that does not exist.
+/// Guards of type-1 windows: one word of memory per window, read by the NIC at each use of the
+/// window.
 ///
-/// A type-1 window is bound before it is known whose queue pairs will use it, and so opens to all that guess its
-/// key. A word that says whose the memory is keeps out those whose it is not.
+/// A QP can use the window only while `(word ^ (value | tag)) & mask == 0`, where `tag` is the QP's
+/// own ([`QpChange::Tag`]). A rejected access completes with the same error as an unknown key.
+///
+/// Because a type-1 window is bound before its user is known, the window is open to any QP that
+/// guesses its key. A guard word that names the owner of the memory rejects the QPs of every other
+/// client.
 #[derive(Clone)]
 pub struct Guards<'a, N: Nic> {
-    /// The words lie in it, 8 bytes aligned and big-endian. It lives as long as the windows.
+    /// The region that holds the words, 8-byte aligned and big-endian. The windows keep it alive.
     pub region: &'a N::Mr,
-    /// The bits of a word that count.
+    /// The bits of a word that are compared.
     pub mask: u64,
-    /// For each window the address of its word, as work requests have it, and the value.
+    /// For each window, the address of its word (as in work requests) and the value.
     pub words: &'a [(u64, u64)],
 }
 
 /// Attributes of a completion queue.
 #[derive(Clone, Debug)]
 pub struct CqAttr {
-    /// Entries; rounded up to a power of two.
+    /// Number of entries; rounded up to a power of two.
     pub entries: u32,
-    /// Overwrite entries that were not polled: for queues that only chains wait on.
+    /// Overwrite entries that were not polled, for queues that only chains wait on.
     pub ignore_overrun: bool,
 }
 
 /// Attributes of a receive queue.
 #[derive(Clone, Debug)]
 pub struct ReceiveAttr {
-    /// Entries; rounded up to a power of two.
+    /// Number of entries; rounded up to a power of two.
     pub entries: u32,
-    /// Scatter entries of each receive WQE.
+    /// Maximum scatter entries of a receive WQE.
     pub max_sges: u32,
 }
 
@@ -271,44 +289,45 @@ pub struct QpAttr<'a, N: Nic> {
     pub send_cq: &'a N::Cq,
     /// CQ of the receive queue.
     pub recv_cq: &'a N::Cq,
-    /// Send queue size in building blocks of 64 bytes; rounded up to a power of two; 0: none.
+    /// Send queue size in building blocks of 64 bytes, rounded up to a power of two; 0 for no send
+    /// queue.
     pub send_blocks: u32,
     /// The receive queue.
     pub receive: Receive<'a, N>,
-    /// What peers may do through this QP, with keys that allow it.
+    /// Operations that peers may do through this QP, with keys that allow them.
     pub access: Access,
 }
 
 /// The receive side of a queue pair.
 #[derive(Clone)]
 pub enum Receive<'a, N: Nic> {
-    /// None: SENDs to it are refused.
+    /// No receive queue: SENDs to the QP are refused.
     None,
-    /// Its own queue.
+    /// A receive queue of the QP's own.
     Own(ReceiveAttr),
-    /// A shared one.
+    /// A shared receive queue.
     Shared(&'a N::Srq),
 }
 
 /// A registered memory region.
 pub trait MemoryRegion: Clone + Send + Sync + 'static {
-    /// The key, local and remote alike.
+    /// Returns the key, both local and remote.
     fn key(&self) -> Key;
-    /// The memory.
+    /// Returns the registered memory.
     fn memory(&self) -> &DmaMemory;
 
-    /// The address of the first byte in work requests.
+    /// Returns the address that the first byte has in work requests.
     fn iova(&self) -> u64 {
         self.memory().addr()
     }
 
-    /// The SGE of `len` bytes at `offset`. Panics if they lie outside the region.
+    /// Returns the SGE of `len` bytes at `offset`. Panics if they lie outside the region.
     fn sge(&self, offset: usize, len: u32) -> Sge {
         assert!(self.memory().at(offset, len as usize).is_some(), "SGE outside its region");
         Sge { addr: self.iova() + offset as u64, len, lkey: self.key() }
     }
 
-    /// The remote address of the byte at `offset`, for whoever holds the key.
+    /// Returns the remote address of the byte at `offset`, including the region's key.
     fn remote(&self, offset: usize) -> Remote {
         Remote { addr: self.iova() + offset as u64, rkey: self.key() }
     }
@@ -316,111 +335,118 @@ pub trait MemoryRegion: Clone + Send + Sync + 'static {
 
 /// A memory window.
 pub trait MemoryWindow: Clone + Send + Sync + 'static {
-    /// The window's key as it was when it was allocated; each bind changes the tag.
+    /// Returns the key that the window had when it was allocated. Each bind changes the tag.
     fn key(&self) -> Key;
 
-    /// Its type.
+    /// Returns the type of the window.
     fn kind(&self) -> MwKind;
 }
 
 /// A receive queue that work can be posted to.
 pub trait ReceiveQueue: Clone + Send + Sync + 'static {
-    /// Posts a receive. Entries are given out in the order of the ring: the queue is full as long as
-    /// the completion of the oldest has not been polled, also if younger ones have been.
+    /// Posts a receive.
+    ///
+    /// Entries are allocated in ring order: the queue stays full until the oldest entry's
+    /// completion is polled, even if younger entries have completed.
     fn post_recv(&self, wr: &ReceiveRequest<'_>) -> Result<(), Error>;
 
-    /// Arms the limit, once: [`AsyncEvent::SrqLimit`](crate::AsyncEvent::SrqLimit) comes when a message has left fewer than `limit`
-    /// receives, or has found none (`IBV_SRQ_LIMIT`). 0 disarms it. Needs [`Feature::SrqLimit`].
+    /// Arms the SRQ limit once (`IBV_SRQ_LIMIT`).
+    ///
+    /// The NIC raises [`AsyncEvent::SrqLimit`](crate::AsyncEvent::SrqLimit) when a message leaves
+    /// fewer than `limit` receives or finds none. 0 disarms the limit. Needs [`Feature::SrqLimit`].
     fn set_limit(&self, limit: u32) -> Result<(), Error>;
 
-    /// What the NIC knows of it (`ibv_query_srq`).
+    /// Queries the NIC about the queue (`ibv_query_srq`).
     fn query(&self) -> Result<SrqInfo, Error>;
 
-    /// Its number, as [`AsyncEvent::SrqLimit`](crate::AsyncEvent::SrqLimit) names it.
+    /// Returns the SRQ number, as in [`AsyncEvent::SrqLimit`](crate::AsyncEvent::SrqLimit).
     fn srqn(&self) -> rnic::ids::Srqn;
 }
 
 /// States of a queue pair (IBTA vol. 1, §10.3.1).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum QpState {
-    /// Made or reset: nothing is processed.
+    /// Created or reset: the NIC processes nothing.
     Reset,
     /// Receives may be posted.
     Init,
-    /// Ready to receive: answers the peer.
+    /// Ready to receive: the QP answers its peer.
     ReadyToReceive,
-    /// Ready to send: does everything.
+    /// Ready to send: the QP sends and receives.
     ReadyToSend,
-    /// An error happened or was asked for: everything is flushed.
+    /// Error, met or requested: all work is flushed.
     Error,
 }
 
 /// A change of a queue pair's state (`ibv_modify_qp`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum QpChange {
-    /// To Reset, from any state: the queues are emptied, the number stays. What was posted and has
-    /// not completed completes as flushed, so that whoever waits for it learns it (`ibv_modify_qp`
-    /// drops it in silence).
+    /// To Reset, from any state. The queues are emptied; the QP number stays.
+    ///
+    /// Posted work that has not completed completes as flushed, so that its waiters end.
+    /// (`ibv_modify_qp` drops such work silently.)
     Reset,
     /// Reset to Init.
     Init,
     /// Init to RTR, connected to the QP `peer`.
     ReadyToReceive {
-        /// The peer: a QP of this NIC, or of another one.
+        /// The peer: a QP of this NIC or of another NIC.
         peer: PeerAddress,
     },
     /// RTR to RTS.
     ReadyToSend,
     /// To Error, from any state.
     Error,
-    /// What the peer may do, from now on (`IBV_QP_ACCESS_FLAGS`). In Init, RTR and RTS, and the state stays.
-    /// Needs [`Feature::ModifyAccess`].
+    /// Sets the peer's access rights from now on (`IBV_QP_ACCESS_FLAGS`). Allowed in Init, RTR and
+    /// RTS; the state stays. Needs [`Feature::ModifyAccess`].
     Access {
         /// The rights.
         access: Access,
     },
-    /// What is compared with the words that guard windows ([`Guards`]), from now on; 0 until then. In any state, which
-    /// stays; it outlives a reset. Needs [`Feature::GuardedWindows`].
+    /// Sets the tag that is compared with the words that guard windows ([`Guards`]).
+    ///
+    /// The tag is 0 until set. Allowed in any state, and the state stays; a reset keeps the tag.
+    /// Needs [`Feature::GuardedWindows`].
     Tag {
         /// The tag.
         tag: u64,
     },
 }
 
-/// What the NIC knows of a queue pair (`ibv_query_qp`).
+/// State of a queue pair in the NIC (`ibv_query_qp`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct QpInfo {
-    /// Its state.
+    /// The state.
     pub state: QpState,
-    /// The QP that it is connected to, if it is.
+    /// The connected QP, if any.
     pub peer: Option<Qpn>,
-    /// What the peer may do.
+    /// Access rights of the peer.
     pub access: Access,
-    /// Building blocks of its send queue; 0: none.
+    /// Building blocks of the send queue; 0 if the QP has none.
     pub send_blocks: u32,
-    /// Entries of its own receive queue; 0: none.
+    /// Entries of the QP's own receive queue; 0 if the QP has none.
     pub recv_entries: u32,
 }
 
 /// An RC queue pair.
 ///
-/// Posting and polling may be done by several threads; they take turns.
+/// Several threads may post and poll; a lock serializes them.
 pub trait QueuePair: Clone + Send + Sync + 'static {
-    /// Its number.
+    /// Returns the QP number.
     fn qpn(&self) -> Qpn;
 
-    /// Changes its state.
+    /// Changes the state of the QP.
     fn modify(&self, change: QpChange) -> Result<(), Error>;
 
-    /// What the NIC knows of it.
+    /// Queries the NIC about the QP.
     fn query(&self) -> Result<QpInfo, Error>;
 
-    /// Its state as the NIC has it.
+    /// Returns the state that the NIC holds for the QP.
     fn state(&self) -> Result<QpState, Error> {
         Ok(self.query()?.state)
     }
 
-    /// Reset, Init, RTR and RTS in one go.
+    /// Moves the QP through Reset, Init, RTR and RTS.
     fn connect(&self, peer: impl Into<PeerAddress>) -> Result<(), Error> {
         self.modify(QpChange::Reset)?;
         self.modify(QpChange::Init)?;
@@ -428,44 +454,49 @@ pub trait QueuePair: Clone + Send + Sync + 'static {
         self.modify(QpChange::ReadyToSend)
     }
 
-    /// Posts `list` to the send queue and rings the doorbell once. All of it is posted, or none. In Reset, Init
-    /// and RTR nothing is: [`Error::NotReady`] (IBTA vol. 1, chapter 10, states of a queue pair).
+    /// Posts `list` to the send queue, all or nothing, and writes the doorbell once.
+    ///
+    /// Fails with [`Error::NotReady`] in Reset, Init and RTR (IBTA vol. 1, chapter 10, states of a
+    /// queue pair).
     fn post_send(&self, list: &[WorkRequest<'_>]) -> Result<(), Error>;
 
-    /// Posts a receive to the QP's own receive queue; not in Reset.
+    /// Posts a receive to the QP's own receive queue. Fails in Reset.
     fn post_recv(&self, wr: &ReceiveRequest<'_>) -> Result<(), Error>;
 }
 
 /// A completion queue.
 pub trait CompletionQueue: Clone + Send + Sync + 'static {
-    /// Time is virtual: it passes only while somebody waits. Then nobody spins, who waits calls
-    /// [`CompletionQueue::wait_unless`] at once, and a future leaves its waker with
-    /// [`CompletionQueue::leave_waker`].
+    /// True if time is virtual: it passes only while threads wait.
+    ///
+    /// Threads then never spin: a waiting thread calls [`CompletionQueue::wait_unless`] at once,
+    /// and a future leaves its waker with [`CompletionQueue::leave_waker`].
     const VIRTUAL: bool = false;
 
-    /// Its number.
+    /// Returns the CQ number.
     fn cqn(&self) -> Cqn;
 
-    /// Completions that fit it before one must be polled.
+    /// Returns the number of completions that fit into the CQ.
     fn entries(&self) -> u32;
 
-    /// Yields the calling thread's CPU to the NIC if polling on would keep that from running; false
-    /// if it does not. For who polls in a loop.
+    /// Yields the calling thread's CPU to the NIC if the NIC cannot run otherwise. Returns whether
+    /// it yielded. For threads that poll in a loop.
     fn offer_cpu(&self) -> bool {
         false
     }
 
-    /// Takes up to `out.len()` completions; how many. Several threads may poll; each completion
-    /// goes to one of them.
+    /// Takes up to `out.len()` completions and returns their number. Several threads may poll; each
+    /// completion goes to one of them.
     fn poll(&self, out: &mut [Completion]) -> usize;
 
-    /// Sleeps until a completion is there to be polled or `timeout` has passed; true in the first
-    /// case. Returns at once if one is there already. An error says that the NIC is gone. Where time is
-    /// [virtual](CompletionQueue::VIRTUAL) it may end early with false, as who waits may be woken for other
-    /// reasons, too.
+    /// Sleeps until a completion can be polled (returns true) or `timeout` has passed (false).
     ///
-    /// Several threads may wait: one completion wakes all of them, and those that find it taken
-    /// sleep on. Who waits for what another thread may take wants [`CompletionQueue::wait_unless`].
+    /// Returns at once if a completion can be polled already. Fails if the NIC is gone. With
+    /// [virtual time](CompletionQueue::VIRTUAL) the call may return false early, because the
+    /// scheduler also wakes waiting threads for other reasons.
+    ///
+    /// Several threads may wait: one completion wakes all of them, and threads that find it taken
+    /// sleep again. A thread that waits for a completion that another thread may take should call
+    /// [`CompletionQueue::wait_unless`].
     fn wait(&self, timeout: Duration) -> Result<bool, Error> {
         let deadline = Instant::now().checked_add(timeout);
         loop {
@@ -482,24 +513,27 @@ pub trait CompletionQueue: Clone + Send + Sync + 'static {
         }
     }
 
-    /// Like [`CompletionQueue::wait`], but does not go to sleep if `done` says true, and may return
-    /// early with false: after [`CompletionQueue::wake`], or when a completion came that another
-    /// thread has taken.
+    /// Like [`CompletionQueue::wait`], but does not sleep if `done` returns true.
     ///
-    /// `done` is called after the queue has been armed: whoever makes it true and then calls
-    /// [`CompletionQueue::wake`] is certain that this thread does not sleep on.
+    /// May return false early: after [`CompletionQueue::wake`], or when another thread has taken
+    /// the completion.
+    ///
+    /// `done` is called after the CQ is armed. So a thread that makes `done` true and then calls
+    /// [`CompletionQueue::wake`] is certain to wake the waiting thread.
     fn wait_unless(&self, timeout: Duration, done: &dyn Fn() -> bool) -> Result<bool, Error>;
 
-    /// Like [`CompletionQueue::wait`], but only completions that their senders solicited, and those with an
-    /// error, wake it (`ibv_req_notify_cq` with `solicited_only`). One that is there already, whatever it
-    /// is, returns at once. Needs [`Feature::SolicitedEvents`]; otherwise any completion wakes it.
+    /// Like [`CompletionQueue::wait`], but only solicited completions and errors end the sleep
+    /// (`ibv_req_notify_cq` with `solicited_only`).
+    ///
+    /// If any completion can be polled already, the call returns at once. Needs
+    /// [`Feature::SolicitedEvents`]; without it any completion ends the sleep.
     fn wait_solicited(&self, timeout: Duration) -> Result<bool, Error> {
         self.wait(timeout)
     }
 
-    /// Where time is virtual: calls `waker` when a completion can be polled.
+    /// With virtual time: calls `waker` when a completion can be polled.
     fn leave_waker(&self, _waker: &Waker) {}
 
-    /// Wakes who sleeps in [`CompletionQueue::wait_unless`].
+    /// Wakes the threads that sleep in [`CompletionQueue::wait_unless`].
     fn wake(&self);
 }

@@ -1,24 +1,24 @@
-//! Completions: how posted work ended (IBTA vol. 1, chapter 11, completion return status).
+//! Completions of posted work (IBTA vol. 1, chapter 11, completion return status).
 
 use crate::{Key, Qpn};
 
-/// How a piece of work ended (`ibv_wc_status`).
+/// Completion status of a work request (`ibv_wc_status`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Status {
-    /// It was done.
+    /// The work was done.
     #[error("success")]
     Success,
-    /// A message did not fit where it should go.
+    /// A message did not fit into the receiving buffer.
     #[error("local length error")]
     LocalLength,
     /// The work request is malformed or not allowed on this QP.
     #[error("local QP operation error")]
     LocalOperation,
-    /// A local key does not allow it.
+    /// A local key does not allow the access.
     #[error("local protection error")]
     LocalProtection,
-    /// The QP went into the error state before this was done.
+    /// The QP went into the error state before the work was done.
     #[error("flushed: the QP is in the error state")]
     Flushed,
     /// A window could not be bound, unbound or invalidated.
@@ -27,7 +27,8 @@ pub enum Status {
     /// The peer does not understand the request.
     #[error("remote invalid request")]
     RemoteInvalidRequest,
-    /// The remote key does not allow it: dead, another QP's, or out of its range.
+    /// The remote key does not allow the access: it is dead, bound to another QP, or the range is
+    /// exceeded.
     #[error("remote access error")]
     RemoteAccess,
     /// The peer failed while it executed the request.
@@ -39,14 +40,14 @@ pub enum Status {
     /// The peer posted no receive in time.
     #[error("the peer has no receive posted (RNR retry limit exceeded)")]
     RnrRetryExceeded,
-    /// A syndrome that has no name here.
+    /// A syndrome without a name here.
     #[error("completion error with syndrome {0:#x}")]
     Other(u8),
 }
 
 impl Status {
-    /// The status that a CQE's syndrome stands for (the values are those of `mlx5_err_cqe`; 0 is
-    /// success).
+    /// Returns the status of a CQE's syndrome. The values are those of `mlx5_err_cqe`; 0 is
+    /// success.
     pub fn from_syndrome(syndrome: u8) -> Self {
         match syndrome {
             0x00 => Status::Success,
@@ -64,7 +65,7 @@ impl Status {
         }
     }
 
-    /// The syndrome that stands for this status.
+    /// Returns the syndrome of this status.
     pub fn syndrome(self) -> u8 {
         match self {
             Status::Success => 0x00,
@@ -83,7 +84,7 @@ impl Status {
     }
 }
 
-/// What kind of work a completion is of.
+/// The queue kind of a completion.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CompletionKind {
     /// Work of a send queue.
@@ -92,7 +93,7 @@ pub enum CompletionKind {
     Receive,
 }
 
-/// What a completion is of (`ibv_wc_opcode`).
+/// The completed operation (`ibv_wc_opcode`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum WcOpcode {
@@ -110,18 +111,18 @@ pub enum WcOpcode {
     Bind,
     /// LOCAL_INV.
     LocalInvalidate,
-    /// NOP, or an operation of chains.
+    /// NOP or a chain operation.
     Other,
     /// A SEND was received.
     Receive,
     /// A WRITE with immediate data was received.
     ReceiveWrite,
-    /// Not known: the work was flushed before the NIC had it.
+    /// Unknown, because the work was flushed before the NIC fetched it.
     Unknown,
 }
 
 impl WcOpcode {
-    /// All of them, in the order of their numbers.
+    /// All opcodes in numeric order.
     pub const ALL: [WcOpcode; 11] = [
         WcOpcode::Send,
         WcOpcode::Write,
@@ -136,7 +137,7 @@ impl WcOpcode {
         WcOpcode::Unknown,
     ];
 
-    /// Of a send queue's WQE with this opcode.
+    /// Returns the completion opcode of a send WQE with this opcode.
     pub fn of_wqe(opcode: u8) -> Self {
         use rnic::wqe::opcode as wqe;
         match opcode {
@@ -157,26 +158,26 @@ impl WcOpcode {
 pub struct Completion {
     /// The work request's id.
     pub id: u64,
-    /// The QP it was posted to.
+    /// The QP that the request was posted to.
     pub qpn: Qpn,
-    /// How it ended.
+    /// The completion status.
     pub status: Status,
-    /// Of which queue.
+    /// The kind of queue.
     pub kind: CompletionKind,
-    /// Of what. Of work that failed it is what the NIC took it for.
+    /// The operation. For failed work, the operation as the NIC decoded it.
     pub opcode: WcOpcode,
-    /// Bytes received, or moved by work of a send queue.
+    /// Bytes received, or bytes moved by work of a send queue.
     pub bytes: u32,
     /// Immediate data received.
     pub imm: Option<u32>,
-    /// The key that the peer's SEND has invalidated here (`IBV_WC_WITH_INV`).
+    /// The key that the peer's SEND invalidated (`IBV_WC_WITH_INV`).
     pub invalidated: Option<Key>,
-    /// Of work that failed: more about why, in the NIC's own numbers.
+    /// For failed work, the NIC's own error code with more detail.
     pub vendor_error: u8,
 }
 
 impl Completion {
-    /// The completion of work that was done; otherwise how it ended.
+    /// Returns the completion of successful work, or the error status.
     pub fn ok(self) -> Result<Completion, Status> {
         match self.status {
             Status::Success => Ok(self),
@@ -184,7 +185,8 @@ impl Completion {
         }
     }
 
-    /// What an array for [`CompletionQueue::poll`] starts with.
+    /// Initial value for the entries of an array passed to
+    /// [`CompletionQueue::poll`](crate::CompletionQueue::poll).
     pub const EMPTY: Completion = Completion {
         id: 0,
         qpn: Qpn::NONE,
@@ -197,7 +199,7 @@ impl Completion {
         vendor_error: 0,
     };
 
-    /// The completion of work that the NIC has forgotten.
+    /// Returns the completion of work that the NIC dropped at a reset.
     pub(crate) fn flushed(id: u64, qpn: Qpn, kind: CompletionKind) -> Self {
         Completion { id, qpn, status: Status::Flushed, kind, ..Self::EMPTY }
     }

@@ -1,4 +1,4 @@
-//! Work requests: what is posted to a queue pair (IBTA vol. 1, chapter 11, work request verbs).
+//! Work requests, posted to queue pairs (IBTA vol. 1, chapter 11, work request verbs).
 
 use rnic::verbs::MwKind;
 
@@ -7,26 +7,26 @@ use crate::{Access, Key, Remote, Sge};
 /// Work for a send queue.
 #[derive(Clone, Copy, Debug)]
 pub struct WorkRequest<'a> {
-    /// Comes back with the completion.
+    /// Caller's identifier; returned in the completion.
     pub id: u64,
-    /// What to do.
+    /// The operation.
     pub op: Op<'a>,
-    /// Ask for a completion. One that fails completes in any case.
+    /// Request a completion. A request that fails completes even if this is false.
     pub signaled: bool,
 }
 
-/// What a work request does.
+/// The operation of a work request.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum Op<'a> {
-    /// Nothing.
+    /// No operation.
     Nop,
-    /// SEND of what the list gathers.
+    /// SEND of gathered memory.
     Send {
         /// Local memory.
         from: &'a [Sge],
     },
-    /// SEND of the bytes themselves.
+    /// SEND of inline data.
     SendInline {
         /// At most [`Caps::max_inline`](crate::Caps::max_inline) bytes.
         data: &'a [u8],
@@ -45,7 +45,7 @@ pub enum Op<'a> {
         /// Local memory.
         from: &'a [Sge],
     },
-    /// RDMA WRITE of the bytes themselves.
+    /// RDMA WRITE of inline data.
     WriteInline {
         /// Remote memory.
         to: Remote,
@@ -58,9 +58,9 @@ pub enum Op<'a> {
         at: Remote,
         /// Compared with the word.
         compare: u64,
-        /// Replaces it if equal.
+        /// Replaces the word if it equals `compare`.
         swap: u64,
-        /// Where the old value goes, 8 bytes in the NIC's byte order of atomics.
+        /// Receives the old value, 8 bytes in the NIC's byte order of atomics.
         old: Sge,
     },
     /// FAA of 8 bytes.
@@ -69,22 +69,22 @@ pub enum Op<'a> {
         at: Remote,
         /// The addend.
         add: u64,
-        /// Where the old value goes, 8 bytes in the NIC's byte order of atomics.
+        /// Receives the old value, 8 bytes in the NIC's byte order of atomics.
         old: Sge,
     },
-    /// FAA on a word that is a row of fields, each ending at a set bit of `boundary`: they are added
-    /// without carry between them.
+    /// FAA on a word that is divided into fields, without carry between them. Each field ends at a
+    /// set bit of `boundary`.
     MaskedFetchAdd {
         /// The word.
         at: Remote,
         /// The addends.
         add: u64,
-        /// The last bit of each field.
+        /// Mask of the most significant bit of each field.
         boundary: u64,
-        /// Where the old value goes, 8 bytes in the NIC's byte order of atomics.
+        /// Receives the old value, 8 bytes in the NIC's byte order of atomics.
         old: Sge,
     },
-    /// CAS under masks.
+    /// CAS of the masked bits of a word.
     MaskedCompareSwap {
         /// The word.
         at: Remote,
@@ -92,11 +92,11 @@ pub enum Op<'a> {
         compare: u64,
         /// The bits that are compared.
         compare_mask: u64,
-        /// Put into the bits of `swap_mask`.
+        /// New value of the bits in `swap_mask`.
         swap: u64,
         /// The bits that are replaced.
         swap_mask: u64,
-        /// Where the old value goes, 8 bytes in the NIC's byte order of atomics.
+        /// Receives the old value, 8 bytes in the NIC's byte order of atomics.
         old: Sge,
     },
     /// SEND with immediate data.
@@ -110,21 +110,22 @@ pub enum Op<'a> {
     SendInvalidate {
         /// The message.
         data: Data<'a>,
-        /// The window's key: it must be bound to the peer.
+        /// The window's key. The window must be bound to the peer QP.
         key: Key,
     },
-    /// RDMA WRITE with immediate data: takes a receive of the peer, too, whose memory it leaves alone.
+    /// RDMA WRITE with immediate data. It consumes a receive of the peer but does not write to that
+    /// receive's memory.
     WriteImm {
         /// Remote memory.
         to: Remote,
-        /// What is written.
+        /// The data to write.
         data: Data<'a>,
         /// Immediate data.
         imm: u32,
     },
     /// Binds a window, or unbinds one of type 1 (`IBV_WR_BIND_MW`, `ibv_bind_mw`).
     Bind(&'a Bind),
-    /// Binds or unbinds a memory window, also to other QPs: what the NIC itself understands. For NICs with
+    /// Binds or unbinds a memory window with the NIC's own UMR, also to other QPs. Needs
     /// [`Caps::windows`](crate::Caps::windows).
     Window(&'a rnic::wqe::Umr),
     /// Invalidates a window of this QP (`IBV_WR_LOCAL_INV`).
@@ -132,65 +133,68 @@ pub enum Op<'a> {
         /// The window's key.
         key: Key,
     },
-    /// Another one, with flags.
+    /// Another operation, with flags.
     With {
         /// The flags.
         flags: SendFlags,
-        /// The other one.
+        /// The operation.
         op: &'a Op<'a>,
     },
 }
 
-/// What a request carries.
+/// Payload of an operation.
 #[derive(Clone, Copy, Debug)]
 pub enum Data<'a> {
-    /// What the list gathers.
+    /// Gathered memory.
     Gather(&'a [Sge]),
-    /// The bytes themselves, at most [`Caps::max_inline`](crate::Caps::max_inline) (`IBV_SEND_INLINE`).
+    /// Inline data of at most [`Caps::max_inline`](crate::Caps::max_inline) bytes
+    /// (`IBV_SEND_INLINE`).
     Inline(&'a [u8]),
 }
 
 /// Flags of a work request (`ibv_send_flags`) beside [`WorkRequest::signaled`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct SendFlags {
-    /// Begins when the READs and atomics before it in the queue have ended (`IBV_SEND_FENCE`;
-    /// IBTA vol. 1, chapter 10, ordering). The software NIC orders so in any case where both ends are its own.
+    /// Start only when the preceding READs and atomics in the queue have completed
+    /// (`IBV_SEND_FENCE`; IBTA vol. 1, chapter 10, ordering). Between its own QPs the software NIC
+    /// always orders so.
     pub fence: bool,
-    /// The receiver's completion wakes who waits for solicited ones (`IBV_SEND_SOLICITED`).
+    /// The receiver's completion wakes threads in
+    /// [`wait_solicited`](crate::CompletionQueue::wait_solicited) (`IBV_SEND_SOLICITED`).
     pub solicited: bool,
 }
 
 /// A bind of a memory window (`ibv_mw_bind_info`).
 ///
-/// A type-2 window must be free, and is bound to the QP that the bind is posted to. A type-1 window may be
-/// bound; a bind of no bytes unbinds it.
+/// A type-2 window must be unbound; the bind gives it to the QP that the bind is posted to. A
+/// type-1 window may be bound already; a bind of 0 bytes unbinds it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Bind {
-    /// The window's key as it is now.
+    /// The current key of the window.
     pub key: Key,
-    /// Its type.
+    /// The type of the window.
     pub kind: MwKind,
-    /// The tag of its new key ([`Bind::new_key`]).
+    /// The tag of the new key ([`Bind::new_key`]).
     pub tag: u8,
-    /// The key of the region under it.
+    /// The key of the underlying region.
     pub region: Key,
     /// First address in the region.
     pub addr: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u32,
-    /// What peers may do through it.
+    /// Operations that peers may do through the window.
     pub access: Access,
-    /// Its first byte has address 0 for peers, not `addr` (`IBV_ACCESS_ZERO_BASED`).
+    /// Peers address the first byte as 0, not as `addr` (`IBV_ACCESS_ZERO_BASED`).
     pub zero_based: bool,
 }
 
 impl Bind {
-    /// The window's key after the bind.
+    /// Returns the window's key after the bind.
     pub fn new_key(&self) -> Key {
         Key::new(self.key.index(), self.tag)
     }
 
-    /// The window's first byte as peers address it.
+    /// Returns the peer's address of the window's first byte.
     pub fn remote(&self) -> Remote {
         Remote { addr: if self.zero_based { 0 } else { self.addr }, rkey: self.new_key() }
     }
@@ -199,8 +203,8 @@ impl Bind {
 /// Work for a receive queue.
 #[derive(Clone, Copy, Debug)]
 pub struct ReceiveRequest<'a> {
-    /// Comes back with the completion.
+    /// Caller's identifier; returned in the completion.
     pub id: u64,
-    /// Where the message goes.
+    /// Memory that receives the message.
     pub to: &'a [Sge],
 }

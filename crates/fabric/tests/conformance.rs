@@ -1,7 +1,7 @@
 //! The conformance suite on every port of the software NIC.
 //!
-//! Each bench says which cases it leaves out: one that is left out for another reason than is written here, or
-//! that suddenly runs, is a failure.
+//! Each bench lists the cases that it expects to be left out. The test fails if a case is left out
+//! for another reason, or if a listed case runs.
 
 mod common;
 
@@ -46,10 +46,10 @@ fn check(bench: &Soft, lacks: &[&str]) -> Report {
     report
 }
 
-/// The back ends that pass what every NIC must, in the words of the table.
+/// The back ends that pass the cases for every NIC, as the table names them.
 const ALL: &str = "inline, shm, roce, simulated";
 
-/// What the software NIC does differently, whatever the port.
+/// Cases that the software NIC leaves out on every port.
 const LACKS: [&str; 1] = ["regions.remote_write_needs_local_write"];
 
 #[test]
@@ -78,7 +78,8 @@ fn shm_local() {
 
 #[test]
 fn shm_attached_with_its_host() {
-    // Run by its thread alone, and by the host's threads that wait.
+    // On a NIC that is run by its thread alone, and on a NIC that is also run by waiting threads of
+    // the host.
     for (server, host) in [SoftNic::host(), SoftNic::host_own()].map(|nic| nic.expect("a host")) {
         let client = common::attach_in_process(&host);
         check(&Soft { client: client.clone(), server: server.clone(), one: false }, &LACKS);
@@ -93,7 +94,7 @@ fn shm_attached_to_another_process() {
     check(&Soft { client, server, one: false }, &LACKS);
 }
 
-/// The host of [`shm_attached_to_another_process`]: this binary again.
+/// The host process of [`shm_attached_to_another_process`], which runs this binary.
 #[test]
 fn other_process() {
     common::process::be_host_if_asked();
@@ -101,12 +102,12 @@ fn other_process() {
 
 #[test]
 fn the_table_in_the_docs_names_every_case() {
-    let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/conformance.md");
-    let docs = std::fs::read_to_string(docs).expect("docs/conformance.md");
+    let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/internals/conformance.md");
+    let docs = std::fs::read_to_string(docs).expect("docs/internals/conformance.md");
     let mut seen = std::collections::HashSet::new();
     let mut missing = String::new();
     for case in conformance::cases::<Soft>() {
-        assert!(seen.insert(case.name), "{} is there twice", case.name);
+        assert!(seen.insert(case.name), "{} is listed twice", case.name);
         let theirs = case.mirrors.join(", ");
         let (runs_on, passed_by) = match case.body {
             Body::Always(_) => ("every NIC".to_string(), ALL),
@@ -126,5 +127,5 @@ fn the_table_in_the_docs_names_every_case() {
             missing += &format!("{row}\n");
         }
     }
-    assert!(missing.is_empty(), "docs/conformance.md lacks these rows:\n{missing}");
+    assert!(missing.is_empty(), "docs/internals/conformance.md lacks these rows:\n{missing}");
 }

@@ -12,7 +12,8 @@ use fabric::{
     Error, Feature, PairSecret, PeerAddress, Psn, QpChange, QueuePair, RemotePeer, SecretSide,
 };
 
-/// Local ACK timeout: 0.27 s, so that eight of them pass on a busy machine only where nobody answers.
+/// Local ACK timeout: 0.27 s. Eight of them pass on a busy machine only if the peer does not
+/// answer.
 const TIMEOUT: u8 = 16;
 
 /// Two NICs that reach each other over UDP.
@@ -21,20 +22,20 @@ struct Roce {
     server: SoftNic,
     addresses: [SocketAddr; 2],
     packets: Packets,
-    /// Ends of connections so far.
+    /// Number of connection ends so far.
     ends: AtomicU32,
 }
 
-/// Who runs the NICs.
+/// Threads that run the NICs.
 #[derive(Clone, Copy)]
 enum RunBy {
-    /// A thread of each.
+    /// The thread of each NIC.
     Thread,
-    /// Threads that wait, too.
+    /// Also the threads that wait for completions.
     Callers,
 }
 
-/// How packets are told from others.
+/// Whether packets are authenticated.
 #[derive(Clone, Copy, PartialEq)]
 enum Packets {
     Plain,
@@ -66,7 +67,7 @@ impl Bench for Roce {
     }
 
     fn connection_lacks(&self) -> &'static [Feature] {
-        // The wire has no opcode for them.
+        // RoCEv2 has no opcode for masked atomics.
         &[Feature::MaskedAtomics]
     }
 
@@ -75,7 +76,8 @@ impl Bench for Roce {
         (here, qp): (Side, &SoftQp),
         (there, peer): (Side, &SoftQp),
     ) -> Result<(), Error> {
-        // Each connection has PSNs of its own, so that what is left of the one before is not taken for its.
+        // Each connection has its own PSNs, so that late packets of an earlier connection are not
+        // accepted.
         let ends = if here == there { 2 } else { 1 };
         let connection = self.ends.fetch_add(ends, Ordering::Relaxed) / 2;
         let psn = Psn::new(connection.wrapping_mul(0x1_0000).wrapping_sub(5));
@@ -83,7 +85,7 @@ impl Bench for Roce {
             Side::Client => SecretSide::Asking,
             Side::Server => SecretSide::Asked,
         };
-        // A QP that is its own peer has one side only.
+        // A QP that is its own peer would need both sides of the secret.
         let has_secret = self.packets == Packets::Authenticated && here != there;
         let secret = has_secret.then(|| {
             let mut bytes = [0x5e; 32];

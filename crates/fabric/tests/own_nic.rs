@@ -1,4 +1,4 @@
-//! A NIC that the threads of its process run while they wait, over UDP or with others attached: who has it when.
+//! A NIC that is run by the waiting threads of its process, over UDP and with attached clients.
 
 mod common;
 
@@ -14,7 +14,7 @@ use fabric::{
     ReceiveRequest, RemotePeer, Status, WorkRequest,
 };
 
-/// An end on a NIC of its own.
+/// An end with a NIC of its own.
 struct End {
     end: common::End,
     nic: SoftNic,
@@ -37,7 +37,7 @@ impl End {
         Self { end: common::end(&nic, 1 << 20), nic, address }
     }
 
-    /// Another one on the same NIC.
+    /// Creates another end on the same NIC.
     fn beside(&self) -> Self {
         Self { end: common::end(&self.nic, 1 << 20), nic: self.nic.clone(), address: self.address }
     }
@@ -68,7 +68,7 @@ impl End {
         self.qp.post_recv(&ReceiveRequest { id: 9, to: &to }).expect("room");
     }
 
-    /// The next completion, by polling alone: this thread is the NIC meanwhile.
+    /// Returns the next completion by polling alone: this thread runs the NIC meanwhile.
     fn poll(&self) -> Completion {
         let (mut out, end) = ([Completion::EMPTY], Instant::now() + LONG);
         while self.cq.poll(&mut out) == 0 {
@@ -78,7 +78,7 @@ impl End {
         out[0]
     }
 
-    /// The next completion, asleep: the NIC's thread is the NIC.
+    /// Returns the next completion after sleeping: the NIC thread runs the NIC.
     fn sleep(&self) -> Completion {
         let mut out = [Completion::EMPTY];
         assert!(self.cq.wait(LONG).expect("the NIC is there"), "no completion");
@@ -88,15 +88,16 @@ impl End {
 }
 
 #[test]
-fn who_polls_and_who_sleeps_get_their_completions() {
+fn polling_and_sleeping_threads_get_their_completions() {
     let [a, b] = End::pair();
     for round in 0..300 {
         let to = [a.mr.sge(0, 512)];
-        // A place for each round: a READ that is sent again may be executed when its answer is there already.
+        // Each round has its own bytes, because a retransmitted READ may execute after its answer
+        // has arrived.
         let at = round * 512;
         b.mr.memory().write(at, &[round as u8; 512]);
         a.post(Op::Read { from: b.mr.remote(at), to: &to });
-        // By turns, in all orders of who had it before.
+        // Alternates polling and sleeping, so that each kind of driver follows each other kind.
         if round % 3 == 0 {
             a.poll()
         } else {
@@ -106,20 +107,20 @@ fn who_polls_and_who_sleeps_get_their_completions() {
         a.mr.memory().read(0, &mut got);
         assert_eq!(got, [round as u8; 512]);
         if round % 50 == 0 {
-            // Long enough for either NIC to go to sleep.
+            // Long enough for both NICs to go to sleep.
             std::thread::sleep(Duration::from_millis(2));
         }
     }
 }
 
 #[test]
-fn what_arrives_is_answered_when_callers_have_gone() {
+fn nic_thread_answers_after_callers_stop_polling() {
     let [a, b] = End::pair();
     for round in 0..20 {
-        // b's caller has its NIC; then it does something else, and nobody polls there.
+        // b's thread runs the NIC while it polls; then it stops polling.
         b.post(Op::Write { to: a.mr.remote(0), from: &[b.mr.sge(0, 64)] });
         b.poll();
-        // Long enough for its thread to have looked at it more than once.
+        // Long enough for b's NIC thread to check for polling callers more than once.
         let end = Instant::now() + Duration::from_millis(round % 4);
         while Instant::now() < end {
             assert_eq!(b.cq.poll(&mut [Completion::EMPTY]), 0);
@@ -127,7 +128,7 @@ fn what_arrives_is_answered_when_callers_have_gone() {
         a.post(Op::Read { from: b.mr.remote(0), to: &[a.mr.sge(0, 64)] });
         a.poll();
     }
-    // Also where it never polls for what it has posted.
+    // The same if b never polls for its posted work.
     b.receive();
     b.post(Op::Write { to: a.mr.remote(512), from: &[b.mr.sge(0, 64)] });
     b.post(Op::SendInline { data: b"done" });
@@ -136,22 +137,25 @@ fn what_arrives_is_answered_when_callers_have_gone() {
     assert_eq!((c.id, c.bytes), (9, 4));
 }
 
-/// Acknowledgements wait for a turn in which nothing comes; not for ever, where somebody else sees to it that something does.
+/// A delayed acknowledgement must be sent even if packets keep arriving at the NIC from another
+/// connection.
 #[test]
-fn who_waits_for_an_acknowledgement_does_not_wait_for_others_to_be_silent() {
+fn delayed_ack_is_sent_while_other_traffic_continues() {
     for answers in [false, true] {
         let (x, y, s) = (End::new(), End::new(), End::new());
         let for_y = s.beside();
         End::connect([&x, &s]);
         End::connect([&y, &for_y]);
-        // Callers run all three when y begins: eight turns would do. The others are for y's thread, if it has its NIC after all.
+        // All three NICs are run by callers when y posts: eight rounds suffice. The further rounds
+        // are for the case that y's NIC thread runs the NIC.
         for round in 0..2000 {
             if round == 50 {
                 y.post(Op::Write { to: for_y.mr.remote(0), from: &[y.mr.sge(0, 64)] });
             }
             s.receive();
             x.post(Op::SendInline { data: b"to" });
-            // Who polls in vain has had a turn: it is in the socket of s, which finds it in its first one.
+            // A poll without a result has run the engine once, so the packet is in the socket of s,
+            // whose first poll finds it.
             while x.cq.poll(&mut [Completion::EMPTY]) == 1 {}
             while s.poll().id != 9 {}
             if answers {
@@ -161,17 +165,21 @@ fn who_waits_for_an_acknowledgement_does_not_wait_for_others_to_be_silent() {
             if y.cq.poll(&mut [Completion::EMPTY]) == 1 {
                 break;
             }
-            assert!(round < 1999, "y has not heard while s was busy, answers: {answers}");
+            assert!(
+                round < 1999,
+                "no acknowledgement reached y while s was busy, answers: {answers}"
+            );
         }
     }
 }
 
 #[test]
-fn a_child_leaves_the_socket_to_its_parent() {
+fn forked_child_leaves_the_socket_to_its_parent() {
     let [a, b] = End::pair();
     a.post(Op::Read { from: b.mr.remote(0), to: &[a.mr.sge(0, 64)] });
     a.poll();
-    // SAFETY: the child allocates nothing, takes no lock that a thread holds for good, and ends.
+    // SAFETY: the child allocates nothing, takes no lock that a thread holds permanently, and
+    // exits.
     match unsafe { libc::fork() } {
         0 => {
             let mut out = [Completion::EMPTY];
@@ -179,7 +187,7 @@ fn a_child_leaves_the_socket_to_its_parent() {
             while Instant::now() < end {
                 a.cq.poll(&mut out);
             }
-            // SAFETY: ends the process, and runs nothing of it.
+            // SAFETY: ends the process without running any of its code.
             unsafe { libc::_exit(0) }
         }
         child => {
@@ -190,7 +198,7 @@ fn a_child_leaves_the_socket_to_its_parent() {
                 a.poll();
             }
             let mut status = 0;
-            // SAFETY: `status` is a valid place for the result.
+            // SAFETY: `status` is valid for writing the result.
             assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
             assert_eq!(status, 0);
         }
@@ -232,7 +240,8 @@ fn several_threads_wait_on_cqs_of_their_own() {
     });
 }
 
-/// An end on a NIC that its process runs while it waits, and one on a function of another process's kind.
+/// Creates an end on a NIC that is run by waiting threads of this process, and an end on an
+/// attached function.
 fn served() -> [common::End; 2] {
     let (own, host) = SoftNic::host_own().expect("a NIC");
     let attached = common::attach_in_process(&host);
@@ -251,7 +260,7 @@ fn send(end: &common::End, bytes: u32) {
     end.qp.post_send(&[WorkRequest { id: 7, op, signaled: true }]).expect("room");
 }
 
-/// Takes completions until a message has come; how many bytes it has.
+/// Takes completions until a message has arrived; returns its length in bytes.
 fn message(end: &common::End, sleeps: bool) -> u32 {
     let (mut out, limit) = ([Completion::EMPTY], Instant::now() + LONG);
     loop {
@@ -272,10 +281,10 @@ fn message(end: &common::End, sleeps: bool) -> u32 {
 }
 
 #[test]
-fn messages_come_and_go_between_its_owner_and_who_is_attached() {
+fn owner_and_attached_client_exchange_messages() {
     let [owner, other] = &served();
     let rounds = 600;
-    // By turns, in all combinations of who polls and who sleeps.
+    // Alternates over all combinations of polling and sleeping ends.
     let sleeps = |round: u32, bit: u32| (round / 20) >> bit & 1 == 1;
     receive(owner);
     std::thread::scope(|scope| {
@@ -295,15 +304,16 @@ fn messages_come_and_go_between_its_owner_and_who_is_attached() {
 }
 
 #[test]
-fn who_is_attached_is_heard_when_its_owner_waits_no_more() {
+fn nic_thread_serves_attached_client_after_owner_stops_polling() {
     let [owner, other] = &served();
     for round in 0..30u8 {
-        // A place for each round, and a verb between the store and what the NIC does later: both sides of the attached
-        // one's rings are in this process, at two addresses, so that ThreadSanitizer sees no order by them.
+        // Each round has its own bytes, and a verb separates the store from the NIC's later access.
+        // Because both mappings of the attached client's rings are in this process, at two
+        // addresses, ThreadSanitizer does not see the order that the rings establish.
         let at = usize::from(round) * 512;
         owner.mr.memory().write(at, &[round; 512]);
         owner.nic.query_device().expect("the NIC is there");
-        // Its owner has the NIC, and then does something else.
+        // The owner's thread runs the NIC while it polls; then it stops polling.
         let end = Instant::now() + Duration::from_millis(u64::from(round) % 4);
         while Instant::now() < end {
             assert_eq!(owner.cq.poll(&mut [Completion::EMPTY]), 0);

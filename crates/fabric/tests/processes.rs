@@ -1,7 +1,7 @@
 //! The `shm` port between real processes.
 //!
-//! The other process is this test binary again: it runs one test, [`other_process`], in a role
-//! that the environment names.
+//! The other process is this test binary again. It runs one test, [`other_process`], in the role
+//! that an environment variable names.
 
 mod common;
 
@@ -22,12 +22,12 @@ use fabric::{
 };
 use rnic::port::shm::{Host, Session, SessionLimits};
 
-/// Says in which role this binary was started.
+/// Environment variable with the role of the started process.
 const ROLE: &str = "GRANARY_TEST_ROLE";
-/// The socket to attach to, or to serve.
+/// Environment variable with the path of the socket to attach to or to serve.
 const SOCKET: &str = "GRANARY_TEST_SOCKET";
 
-/// One test at a time: they look at what this process has mapped, and at CPU time.
+/// Serializes the tests, which measure this process's mappings and CPU time.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -46,7 +46,7 @@ fn other_process() {
     }
 }
 
-/// Another process, killed at the latest when this is dropped.
+/// Another process, killed at the latest when the handle is dropped.
 struct Other {
     child: Child,
     input: ChildStdin,
@@ -68,19 +68,19 @@ impl Other {
         Self { child, input, output }
     }
 
-    /// The next line of the other side that is meant for us.
-    fn hear(&mut self) -> String {
+    /// Returns the next line that the other process prints for this one.
+    fn read_line(&mut self) -> String {
         loop {
             let mut line = String::new();
             assert!(self.output.read_line(&mut line).expect("a pipe") > 0, "the process has ended");
-            // The test harness of the other side prints in between, without a line's end.
-            if let Some((_, said)) = line.trim_end().split_once("SAYS ") {
-                return said.to_string();
+            // The other side's test harness prints in between, without a newline.
+            if let Some((_, reported)) = line.trim_end().split_once("REPORT ") {
+                return reported.to_string();
             }
         }
     }
 
-    fn tell(&mut self, line: &str) {
+    fn write_line(&mut self, line: &str) {
         writeln!(self.input, "{line}").expect("a pipe");
     }
 
@@ -96,23 +96,23 @@ impl Other {
 
 impl Drop for Other {
     fn drop(&mut self) {
-        // It may have ended already.
+        // The process may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-fn say(line: &str) {
-    println!("SAYS {line}");
+fn report(line: &str) {
+    println!("REPORT {line}");
 }
 
-fn hear() -> Vec<u64> {
+fn read_numbers() -> Vec<u64> {
     let mut line = String::new();
     std::io::stdin().read_line(&mut line).expect("a pipe");
     line.split_whitespace().map(|n| n.parse().expect("a number")).collect()
 }
 
-/// A host that serves a socket of its own.
+/// A host that serves its own socket.
 struct Served {
     nic: SoftNic,
     host: Host,
@@ -146,7 +146,7 @@ impl Served {
 
 impl Drop for Served {
     fn drop(&mut self) {
-        // Of no use to anybody any more.
+        // The socket is no longer needed.
         let _ = std::fs::remove_file(&self.socket);
     }
 }
@@ -176,21 +176,23 @@ fn accept_on(path: &Path, host: Host, sessions: &'static AtomicUsize) {
     });
 }
 
-/// Connects the end of another process with one of ours; both learn the other's memory.
+/// Connects an end of another process to an end of this one; the processes exchange their memory
+/// addresses.
 fn introduce(other: &mut Other, ours: &End) -> Remote {
-    let said: Vec<u64> = other.hear().split(' ').map(|n| n.parse().expect("a number")).collect();
-    let [qpn, addr, rkey] = said[..] else { panic!("{said:?}") };
+    let reported: Vec<u64> =
+        other.read_line().split(' ').map(|n| n.parse().expect("a number")).collect();
+    let [qpn, addr, rkey] = reported[..] else { panic!("{reported:?}") };
     ours.qp.connect(Qpn::new(qpn as u32)).expect("connecting");
     let remote = ours.mr.remote(0);
-    other.tell(&format!("{} {} {}", ours.qp.qpn().raw(), remote.addr, remote.rkey.0));
+    other.write_line(&format!("{} {} {}", ours.qp.qpn().raw(), remote.addr, remote.rkey.0));
     Remote { addr, rkey: fabric::Key(rkey as u32) }
 }
 
-/// The other side of [`introduce`].
+/// The child's side of [`introduce`].
 fn introduce_to_parent(ours: &End) -> Remote {
     let remote = ours.mr.remote(0);
-    say(&format!("{} {} {}", ours.qp.qpn().raw(), remote.addr, remote.rkey.0));
-    let [qpn, addr, rkey] = hear()[..] else { panic!("three numbers") };
+    report(&format!("{} {} {}", ours.qp.qpn().raw(), remote.addr, remote.rkey.0));
+    let [qpn, addr, rkey] = read_numbers()[..] else { panic!("three numbers") };
     ours.qp.connect(Qpn::new(qpn as u32)).expect("connecting");
     Remote { addr, rkey: fabric::Key(rkey as u32) }
 }
@@ -206,7 +208,7 @@ fn another_process_moves_data() {
         let to = [ours.sge(512 << 10 | (id as usize) << 10, 1024)];
         ours.qp.post_recv(&ReceiveRequest { id, to: &to }).unwrap();
     }
-    other.tell("1");
+    other.write_line("1");
     for i in 0..500u64 {
         let c = ours.next();
         assert_eq!((c.status, c.bytes), (Status::Success, 8));
@@ -214,13 +216,13 @@ fn another_process_moves_data() {
         assert_eq!(ours.get(at, 8), i.to_be_bytes());
         ours.qp.post_recv(&ReceiveRequest { id: c.id, to: &[ours.sge(at, 1024)] }).unwrap();
     }
-    assert_eq!(other.hear(), "done");
-    assert_eq!(ours.get(0, 8), 1000u64.to_be_bytes(), "their atomics");
-    // The same the other way round: we read what they have.
+    assert_eq!(other.read_line(), "done");
+    assert_eq!(ours.get(0, 8), 1000u64.to_be_bytes(), "sum of the client's atomics");
+    // In the other direction: this process reads the other's memory.
     let c = ours.run(Op::Read { from: theirs, to: &[ours.sge(0, 1 << 19)] });
     assert_eq!(c.status, Status::Success);
     assert_eq!(ours.get(0, 1 << 19), vec![0x5a; 1 << 19]);
-    other.tell("1");
+    other.write_line("1");
     other.finish();
     served.wait_for_sessions(0);
 }
@@ -230,7 +232,7 @@ fn client(socket: &Path) {
     assert_eq!(nic.caps().name, "shm");
     let ours = end(&nic, 1 << 20);
     let at = introduce_to_parent(&ours);
-    hear();
+    read_numbers();
     for i in 0..1000u64 {
         let old = ours.sge(0, 8);
         assert_eq!(ours.run(Op::FetchAdd { at, add: 1, old }).status, Status::Success);
@@ -251,9 +253,9 @@ fn client(socket: &Path) {
         assert_eq!(c.status, Status::Success);
     }
     ours.put(0, &vec![0x5a; 1 << 19]);
-    say("done");
-    hear();
-    // A range beyond ours, and a dead key, are refused; and only this queue pair notices.
+    report("done");
+    read_numbers();
+    // A range beyond the region and a dead key are refused, and only this queue pair fails.
     let far = Remote { addr: at.addr + (1 << 20) - 4, ..at };
     let c = ours.run(Op::Read { from: far, to: &[ours.sge(0, 8)] });
     assert_eq!(c.status, Status::RemoteAccess);
@@ -270,16 +272,16 @@ fn a_killed_client_leaves_nothing_behind() {
     let mut other = Other::start("hammer", &served.socket);
     let theirs = introduce(&mut other, &ours);
     served.wait_for_sessions(2);
-    other.tell("1");
-    assert_eq!(other.hear(), "hammering");
+    other.write_line("1");
+    assert_eq!(other.read_line(), "hammering");
     assert!(shared_maps() > maps);
     let c = ours.run(Op::Read { from: theirs, to: &[ours.sge(0, 64)] });
     assert_eq!(c.status, Status::Success);
     other.kill();
     served.wait_for_sessions(1);
     let c = ours.run(Op::Read { from: theirs, to: &[ours.sge(0, 64)] });
-    assert_eq!(c.status, Status::RetryExceeded, "nobody answers any more");
-    assert_eq!(shared_maps(), maps, "their memory is not mapped any more");
+    assert_eq!(c.status, Status::RetryExceeded, "the killed client must not answer");
+    assert_eq!(shared_maps(), maps, "the killed client's memory must be unmapped");
     for _ in 0..1000 {
         let c = left.run(Op::Read { from: right.mr.remote(0), to: &[left.sge(0, 64)] });
         assert_eq!(c.status, Status::Success);
@@ -290,22 +292,22 @@ fn hammer(socket: &Path) {
     let nic = SoftNic::attach(socket).expect("attaching");
     let ours = end(&nic, 1 << 20);
     let from = introduce_to_parent(&ours);
-    hear();
-    say("hammering");
+    read_numbers();
+    report("hammering");
     let mut batch = [fabric::Completion::EMPTY; 32];
     loop {
         let to = [ours.sge(0, 512 << 10)];
         let read = WorkRequest { id: 0, op: Op::Read { from, to: &to }, signaled: true };
-        // Full most of the time.
+        // The queue is full most of the time.
         let _ = ours.qp.post_send(&[read]);
         ours.cq.poll(&mut batch);
     }
 }
 
-/// Pieces of other processes' memory that this process has mapped.
+/// Returns the number of DMA memory mappings of this process.
 fn shared_maps() -> usize {
     let maps = std::fs::read_to_string("/proc/self/maps").expect("proc");
-    // The bystander's memory is ours as well: it has the same name, and stays.
+    // The bystander's memory counts too: it has the same name and stays mapped.
     maps.lines().filter(|l| l.contains("memfd:granary-dma")).count()
 }
 
@@ -314,9 +316,9 @@ fn a_client_learns_that_the_host_was_killed() {
     let _alone = alone();
     let socket = std::env::temp_dir().join(format!("granary-test-{}-h.sock", std::process::id()));
     let mut other = Other::start("host", &socket);
-    assert_eq!(other.hear(), "serving");
+    assert_eq!(other.read_line(), "serving");
     let nic = SoftNic::attach(&socket).expect("attaching");
-    // Best effort: the test's file.
+    // Removing the test's socket file is best effort.
     let _ = std::fs::remove_file(&socket);
     let cq = nic.create_cq(CqAttr { entries: 64, ignore_overrun: false }).unwrap();
     let completer = Completer::new(cq);
@@ -332,7 +334,7 @@ fn a_client_learns_that_the_host_was_killed() {
     qp.connect(b.qp.qpn()).unwrap();
     b.qp.connect(qp.qpn()).unwrap();
     let held = |op| completer.submit(|id| qp.post_send(&[WorkRequest { id, op, signaled: true }]));
-    // Nobody posts a receive: these wait. Two threads, one of which leads; and a future.
+    // No receive is posted, so the operations wait: two threads, one of which leads, and a future.
     let pending: Vec<_> =
         (0..3).map(|_| held(Op::SendInline { data: b"x" }).expect("posting")).collect();
     std::thread::scope(|s| {
@@ -364,8 +366,8 @@ fn a_client_learns_that_the_host_was_killed() {
 fn host_process(socket: &Path) {
     let (_nic, host) = SoftNic::host().expect("a host");
     accept_on(socket, host, Box::leak(Box::default()));
-    say("serving");
-    hear();
+    report("serving");
+    read_numbers();
 }
 
 #[test]
@@ -382,12 +384,12 @@ fn an_idle_nic_sleeps() {
     let (start, before) = (Instant::now(), served.host.stats().unwrap());
     std::thread::sleep(Duration::from_secs(1));
     let (time, after) = (start.elapsed(), served.host.stats().unwrap());
-    // To be asked is a wake-up each.
+    // Each query of the statistics may wake the NIC.
     let woken = after.sleeps - before.sleeps;
     assert!(woken <= 2, "woken {woken} times in an idle second");
     let used = after.cpu - before.cpu;
     assert!(used < time / 2, "{used:?} of CPU in {time:?} without work");
-    // And it wakes up again, for either.
+    // Work from either client wakes the NIC again.
     for (a, b) in [(&a, &b), (&c, &d)] {
         let c = a.run(Op::Read { from: b.mr.remote(0), to: &[a.sge(0, 64)] });
         assert_eq!(c.status, Status::Success);
@@ -401,10 +403,9 @@ fn nic_and_client_share_one_core() {
     let _alone = alone();
     let socket = std::env::temp_dir().join("unused");
     let mut other = Other::start("one_core", &socket);
-    let us: f64 = other.hear().parse().expect("a number");
+    let us: f64 = other.read_line().parse().expect("a number");
     other.finish();
-    // Two switches between threads are a few us; waiting for a time slice to end would be
-    // milliseconds.
+    // Two context switches take a few us; waiting for a time slice to end would take milliseconds.
     assert!(us < 500.0, "{us} us for a READ on one core");
 }
 
@@ -429,5 +430,5 @@ fn one_core() {
             .expect("posting");
         assert_eq!(pending.wait().expect("the NIC is there").status, Status::Success);
     }
-    say(&format!("{:.3}", since.elapsed().as_secs_f64() * 1e6 / rounds as f64));
+    report(&format!("{:.3}", since.elapsed().as_secs_f64() * 1e6 / rounds as f64));
 }

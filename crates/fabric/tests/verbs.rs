@@ -99,8 +99,11 @@ fn a_message_waits_for_its_receive() {
         let (a, b) = pair(&nic);
         let send = [WorkRequest { id: 1, op: Op::SendInline { data: b"late" }, signaled: true }];
         a.qp.post_send(&send).unwrap();
-        // Long enough for a NIC thread to have gone to sleep.
-        assert!(!a.cq.wait(Duration::from_millis(20)).unwrap(), "{port}: sent into nothing");
+        // Long enough for a NIC thread to go to sleep.
+        assert!(
+            !a.cq.wait(Duration::from_millis(20)).unwrap(),
+            "{port}: completed without a receive"
+        );
         b.qp.post_recv(&ReceiveRequest { id: 2, to: &[b.sge(0, 100)] }).unwrap();
         assert_eq!(a.next().status, Status::Success);
         let c = b.next();
@@ -138,7 +141,7 @@ fn a_shared_receive_queue_serves_several_queue_pairs() {
             |id: u64| srq.post_recv(&ReceiveRequest { id, to: &[mr.sge(id as usize * 64, 64)] });
         (0..8).for_each(|id| post(id).unwrap());
         assert!(matches!(post(8), Err(Error::QueueFull { .. })), "{port}");
-        // The completions of the second CQ are polled first: entries come back out of order.
+        // The second CQ is polled first, so entries are freed out of order.
         for round in 0..50u8 {
             for (i, sender) in senders.iter().enumerate() {
                 sender.run(Op::SendInline { data: &[round, i as u8] });
@@ -161,10 +164,10 @@ fn a_shared_receive_queue_serves_several_queue_pairs() {
 }
 
 #[test]
-fn unsignaled_work_is_retired_by_what_completes_after_it() {
+fn unsignaled_work_is_retired_by_later_completion() {
     for (port, nic) in all_ports() {
         let (a, b) = pair(&nic);
-        // 128 building blocks, one each.
+        // 128 building blocks, one per request.
         for round in 0..20u64 {
             let list: Vec<_> = (0..64u64)
                 .map(|i| WorkRequest {
@@ -182,15 +185,15 @@ fn unsignaled_work_is_retired_by_what_completes_after_it() {
 }
 
 #[test]
-fn a_full_queue_says_so_and_posts_nothing() {
+fn full_queue_is_an_error_and_posts_nothing() {
     for (port, nic) in all_ports() {
         let a = end(&nic, 4096);
-        // Not connected to anybody that could receive: nothing completes.
+        // The peer posts no receive, so nothing completes.
         let b = end(&nic, 4096);
         common::connect(&a, &b);
         let send =
             |signaled| WorkRequest { id: 5, op: Op::SendInline { data: &[1; 60] }, signaled };
-        // 5 segments, so two building blocks: 64 fill the ring.
+        // 5 segments need two building blocks: 64 requests fill the ring.
         for _ in 0..63 {
             a.qp.post_send(&[send(false)]).unwrap();
         }
@@ -205,7 +208,11 @@ fn a_full_queue_says_so_and_posts_nothing() {
             b.qp.post_recv(&ReceiveRequest { id: i, to: &[b.sge(0, 64)] }).unwrap();
         }
         assert_eq!(a.next().id, 5);
-        assert_eq!(a.cq.poll(&mut [Completion::EMPTY; 4]), 0, "{port}: one was signaled");
+        assert_eq!(
+            a.cq.poll(&mut [Completion::EMPTY; 4]),
+            0,
+            "{port}: an unsignaled request completed"
+        );
         a.qp.post_send(&[send(true)]).unwrap();
     }
 }
@@ -227,7 +234,7 @@ fn errors_flush_and_a_reset_starts_again() {
         assert_eq!(a.qp.state().unwrap(), QpState::Error);
         assert_eq!(a.run(Op::Nop).status, Status::Flushed);
 
-        // Reset keeps the number; doorbells that were rung before mean nothing any more.
+        // The QP number survives the reset; earlier doorbells have no effect any more.
         let qpn = a.qp.qpn();
         common::connect(&a, &b);
         assert_eq!(a.qp.qpn(), qpn);
@@ -239,12 +246,12 @@ fn errors_flush_and_a_reset_starts_again() {
 }
 
 #[test]
-fn a_reset_gives_back_what_was_posted() {
+fn reset_flushes_posted_work() {
     for (port, nic) in all_ports() {
         let (a, b) = pair(&nic);
         b.qp.post_recv(&ReceiveRequest { id: 8, to: &[] }).unwrap();
         a.run(Op::Nop);
-        // Nobody receives at `a`: this SEND waits.
+        // No receive is posted at `a`, so the SEND waits.
         let send = WorkRequest { id: 9, op: Op::SendInline { data: b"x" }, signaled: true };
         b.qp.post_send(&[send]).unwrap();
         b.qp.modify(QpChange::Reset).unwrap();
@@ -347,7 +354,7 @@ fn a_managed_queue_runs_when_it_is_enabled() {
         }
         let progress = chain.progress().unwrap();
         assert_eq!((progress.send_consumer, progress.send_limit), (3, 3));
-        // Round and round the ring, past the end of the CQ.
+        // Wraps around the ring, and past the end of the CQ.
         chain.enable_send(103).unwrap();
         while nic.cq_count(&cq).unwrap() < 103 {
             std::thread::yield_now();

@@ -1,19 +1,19 @@
-//! All memory of a world, such that it can be put back.
+//! All memory of a world, in an arena whose earlier contents can be restored.
 //!
-//! While a thread is *inside* its arena, what Rust allocates comes from there, and so does what the
-//! NIC hands out as DMA memory and the stack that the memory node's CPU runs on. A snapshot is then
-//! the bytes, and going back is copying those that have changed: nothing needs to be `Clone`.
+//! While a thread is *inside* its arena, Rust's allocations come from the arena. So do the NIC's
+//! DMA memory and the stack of the memory node's CPU. A snapshot is then a copy of the bytes, and
+//! restoring it copies back the blocks that have changed. No type needs to be `Clone`.
 //!
 //! ```text
-//! zone      what lies there                               in the digest of a state
-//! heap      the NIC, the memory node, the clients         no: the digest asks them
-//! node      the memory node, its side of the NIC's verbs  yes
-//! cpu heap  what the CPU allocates later                  yes, the pieces in use
-//! dma       rings, records, table, queue, chunks          yes
-//! quiet     DMA memory whose content says nothing more    no
-//! table     the MW table, at a multiple of 4 GiB          yes
-//! far       the start of rings longer than any run        yes
-//! stack     the CPU's stack                               its living part, while it has a task
+//! zone      content                                        in the digest of a state
+//! heap      the NIC, the memory node, the clients          no: the digest queries them
+//! node      the memory node, its side of the NIC's verbs   yes
+//! cpu heap  allocations that the CPU makes later           yes, the pieces in use
+//! dma       rings, records, table, queue, chunks           yes
+//! quiet     DMA memory whose content adds no information   no
+//! table     the MW table, at a multiple of 4 GiB           yes
+//! far       the start of rings longer than any run         yes
+//! stack     the CPU's stack                                the part in use, during a task
 //! ```
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -22,14 +22,14 @@ use std::ptr;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
-/// Bytes that are compared, hashed and put back together.
+/// Bytes that are compared, hashed and restored as a unit.
 const BLOCK: usize = 256;
-/// What is skipped at once where nothing has changed.
+/// Bytes that are skipped at once if none of them has changed.
 const PAGE: usize = 4096;
 
-/// Zones, in the order of their addresses.
+/// Kinds of zones, in address order.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Z {
+enum ZoneKind {
     Heap,
     CpuHeap,
     Node,
@@ -40,27 +40,27 @@ enum Z {
     Table,
 }
 
-const ZONES: [(Z, usize, bool); 8] = [
-    (Z::Heap, 16 << 20, false),
-    (Z::CpuHeap, 4 << 20, false),
-    (Z::Node, 16 << 20, true),
-    (Z::Dma, 16 << 20, true),
-    (Z::Quiet, 16 << 20, false),
-    (Z::Stack, 256 << 10, false),
-    (Z::Far, 8 * FAR, true),
-    (Z::Table, 1 << 20, true),
+const ZONES: [(ZoneKind, usize, bool); 8] = [
+    (ZoneKind::Heap, 16 << 20, false),
+    (ZoneKind::CpuHeap, 4 << 20, false),
+    (ZoneKind::Node, 16 << 20, true),
+    (ZoneKind::Dma, 16 << 20, true),
+    (ZoneKind::Quiet, 16 << 20, false),
+    (ZoneKind::Stack, 256 << 10, false),
+    (ZoneKind::Far, 8 * FAR, true),
+    (ZoneKind::Table, 1 << 20, true),
 ];
 
 /// Alignment of the MW table's address (`pool::onesidedmw::layout`).
 const TABLE_ALIGN: usize = 1 << 32;
-/// Longer DMA allocations are far ones.
+/// DMA allocations longer than this go to the far zone.
 const SHORT: usize = 96 << 10;
-/// From one far allocation to the next.
+/// Distance between two far allocations.
 const FAR: usize = 8 << 20;
-/// Of a far allocation only this much is kept track of: a bounded run must not reach further.
+/// Tracked bytes at the start of a far allocation; a bounded run must not use more.
 pub const FAR_TRACKED: usize = 8 << 10;
 
-/// Where the calling thread allocates.
+/// The zone that the calling thread allocates from.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Mode {
     Outside,
@@ -70,58 +70,60 @@ enum Mode {
 }
 
 #[derive(Clone, Copy)]
-struct Here {
+struct ThreadArena {
     mode: Mode,
-    /// Heap and CPU heap of this thread's arena, as addresses; 0 without one.
+    /// Addresses of the heap and of the end of the CPU and node heaps of this thread's arena; 0 if
+    /// the thread has none.
     heap: usize,
     end: usize,
     quiet: bool,
 }
 
 thread_local! {
-    static HERE: Cell<Here> =
-        const { Cell::new(Here { mode: Mode::Outside, heap: 0, end: 0, quiet: false }) };
+    static THREAD_ARENA: Cell<ThreadArena> =
+        const { Cell::new(ThreadArena { mode: Mode::Outside, heap: 0, end: 0, quiet: false }) };
 }
 
-/// The allocators' state. It lies at the start of the heap, so that it is put back too.
+/// State of the arena's allocators. It lies at the start of the heap, so that it is restored too.
 #[repr(C)]
 struct Head {
     next: [usize; ZONES.len()],
-    /// By power of two: the first free piece of the heap.
+    /// Releaser size class (power of two): the first free piece of the heap.
     free: [usize; 40],
-    /// By power of two: the pieces of the CPU heap that are in use.
+    /// Releaser size class (power of two): bit mask of the pieces of the CPU heap in use.
     cpu: [u32; CPU_CLASSES],
 }
 
-/// Pieces of the CPU heap have 2^4 to 2^16 bytes.
+/// Number of size classes of the CPU heap; pieces have 2^4 to 2^16 bytes.
 const CPU_CLASSES: usize = 17;
-/// Pieces of each size in the CPU heap.
+/// Pieces of each size class in the CPU heap.
 const CPU_PIECES: u32 = 16;
 
-/// Address of the CPU heap's pieces of 2^class bytes.
+/// Returns the address of the CPU heap's pieces of 2^class bytes.
 fn cpu_pieces(heap: usize, class: usize) -> usize {
-    place(heap, Z::CpuHeap).0 + CPU_PIECES as usize * ((1 << class) - 16)
+    place(heap, ZoneKind::CpuHeap).0 + CPU_PIECES as usize * ((1 << class) - 16)
 }
 
-/// The global allocator of programs that link this crate: the system's, but for threads that are
+/// The global allocator of programs that link this crate: the system allocator, except on threads
 /// inside an arena.
 pub struct Allocator;
 
 #[global_allocator]
 static ALLOCATOR: Allocator = Allocator;
 
-// SAFETY: pieces of an arena are disjoint, as large as asked for and aligned (they are powers of two at
-// multiples of themselves, up to a page); everything else is the system allocator's.
+// SAFETY: pieces of an arena are disjoint, large enough and aligned (their sizes are powers of two
+// and their addresses are multiples of their sizes, up to a page); all other memory is the system
+// allocator's.
 unsafe impl GlobalAlloc for Allocator {
     // SAFETY: the caller keeps the trait's contract.
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        let here = HERE.get();
+        let here = THREAD_ARENA.get();
         match here.mode {
             // SAFETY: the caller's promise.
             Mode::Outside => unsafe { System.alloc(layout) },
             // SAFETY: this thread has an arena: only `Arena::inside` sets the mode.
             Mode::Heap => unsafe { heap_alloc(here, layout) },
-            Mode::Node => bump(here, Z::Node, layout.size().max(1), layout.align().max(16)),
+            Mode::Node => bump(here, ZoneKind::Node, layout.size().max(1), layout.align().max(16)),
             // SAFETY: as above.
             Mode::Cpu => unsafe { cpu_alloc(here, layout) },
         }
@@ -129,7 +131,7 @@ unsafe impl GlobalAlloc for Allocator {
 
     // SAFETY: the caller keeps the trait's contract.
     unsafe fn dealloc(&self, p: *mut u8, layout: Layout) {
-        let here = HERE.get();
+        let here = THREAD_ARENA.get();
         let at = p as usize;
         if at < here.heap || at >= here.end {
             // SAFETY: it was not allocated in an arena, and arenas' objects stay in their thread.
@@ -144,7 +146,7 @@ unsafe impl GlobalAlloc for Allocator {
             }
             return;
         }
-        if at >= place(here.heap, Z::Node).0 {
+        if at >= place(here.heap, ZoneKind::Node).0 {
             return; // what is made there stays
         }
         let class = (4..CPU_CLASSES).rev().find(|&c| at >= cpu_pieces(here.heap, c));
@@ -155,11 +157,12 @@ unsafe impl GlobalAlloc for Allocator {
     }
 }
 
-/// The lowest piece that is free, so that what was allocated and freed before leaves no trace.
+/// Allocates the lowest free piece, so that earlier allocations and frees leave no trace in the
+/// state.
 ///
 /// # Safety
 /// `here` is of a thread with an arena.
-unsafe fn cpu_alloc(here: Here, layout: Layout) -> *mut u8 {
+unsafe fn cpu_alloc(here: ThreadArena, layout: Layout) -> *mut u8 {
     for class in class(layout)..CPU_CLASSES {
         // SAFETY: the head lies at the start of the heap.
         let head = unsafe { &mut *(here.heap as *mut Head) };
@@ -167,8 +170,8 @@ unsafe fn cpu_alloc(here: Here, layout: Layout) -> *mut u8 {
         if piece < CPU_PIECES {
             head.cpu[class] |= 1 << piece;
             let at = cpu_pieces(here.heap, class) + ((piece as usize) << class);
-            let end = at + (1 << class) - place(here.heap, Z::CpuHeap).0;
-            head.next[Z::CpuHeap as usize] = head.next[Z::CpuHeap as usize].max(end);
+            let end = at + (1 << class) - place(here.heap, ZoneKind::CpuHeap).0;
+            head.next[ZoneKind::CpuHeap as usize] = head.next[ZoneKind::CpuHeap as usize].max(end);
             return at as *mut u8;
         }
     }
@@ -181,7 +184,7 @@ fn class(layout: Layout) -> usize {
 
 /// # Safety
 /// `here` is of a thread with an arena.
-unsafe fn heap_alloc(here: Here, layout: Layout) -> *mut u8 {
+unsafe fn heap_alloc(here: ThreadArena, layout: Layout) -> *mut u8 {
     let class = class(layout);
     let size = 1usize << class;
     // SAFETY: the head lies at the start of the heap; a free piece holds the address of the next.
@@ -193,11 +196,11 @@ unsafe fn heap_alloc(here: Here, layout: Layout) -> *mut u8 {
             return p.cast();
         }
     }
-    bump(here, Z::Heap, size, size.min(PAGE))
+    bump(here, ZoneKind::Heap, size, size.min(PAGE))
 }
 
-/// Takes fresh bytes of a zone.
-fn bump(here: Here, zone: Z, size: usize, align: usize) -> *mut u8 {
+/// Allocates unused bytes of a zone.
+fn bump(here: ThreadArena, zone: ZoneKind, size: usize, align: usize) -> *mut u8 {
     let (start, cap) = place(here.heap, zone);
     // SAFETY: the head lies at the start of the heap.
     let next = unsafe { &mut (*(here.heap as *mut Head)).next[zone as usize] };
@@ -209,11 +212,12 @@ fn bump(here: Here, zone: Z, size: usize, align: usize) -> *mut u8 {
     at as *mut u8
 }
 
-/// Address and size of a zone, from the address of the heap. The table's is found apart.
-fn place(heap: usize, zone: Z) -> (usize, usize) {
+/// Returns address and size of a zone, computed from the address of the heap. The table's address
+/// is aligned to [`TABLE_ALIGN`].
+fn place(heap: usize, zone: ZoneKind) -> (usize, usize) {
     let mut start = heap;
     for (z, cap, _) in ZONES {
-        if z == Z::Table {
+        if z == ZoneKind::Table {
             start = start.next_multiple_of(TABLE_ALIGN);
         }
         if z == zone {
@@ -224,59 +228,59 @@ fn place(heap: usize, zone: Z) -> (usize, usize) {
     unreachable!("every zone is in the list")
 }
 
-/// Bytes of address space that an arena reserves; little of it is ever touched.
+/// Bytes of address space that an arena reserves; most are never touched.
 const RESERVED: usize = 2 * TABLE_ALIGN + (256 << 20);
 
-/// Takes DMA memory from the calling thread's arena; what [`rnic::port::inline::Provider`] wants.
+/// Allocates DMA memory from the calling thread's arena, for [`rnic::port::inline::Provider`].
 pub fn dma(bytes: usize) -> rnic::memory::DmaMemory {
-    let here = HERE.get();
+    let here = THREAD_ARENA.get();
     assert!(here.heap != 0, "DMA memory is asked for outside an arena");
     let base = if bytes > TABLE_ALIGN {
-        // The MW table: its owner takes the part that starts at the multiple of 4 GiB.
-        let (table, cap) = place(here.heap, Z::Table);
+        // The MW table: its owner uses the part that starts at the multiple of 4 GiB.
+        let (table, cap) = place(here.heap, ZoneKind::Table);
         assert!(bytes - TABLE_ALIGN <= cap, "the table does not fit its zone");
-        let next = bump(here, Z::Table, bytes - TABLE_ALIGN, BLOCK);
+        let next = bump(here, ZoneKind::Table, bytes - TABLE_ALIGN, BLOCK);
         assert_eq!(next as usize, table, "there is one table");
-        // All of the address space from the heap to the end of the table is this arena's.
+        // The address space from the heap to the end of the table belongs to this arena.
         here.heap as *mut u8
     } else if bytes > SHORT {
         assert!(bytes <= FAR, "a ring does not fit the far zone");
-        bump(here, Z::Far, FAR, PAGE)
+        bump(here, ZoneKind::Far, FAR, PAGE)
     } else {
-        let zone = if here.quiet { Z::Quiet } else { Z::Dma };
+        let zone = if here.quiet { ZoneKind::Quiet } else { ZoneKind::Dma };
         bump(here, zone, bytes, PAGE.min(bytes.next_power_of_two().max(BLOCK)))
     };
     assert!(!base.is_null(), "the arena is full");
-    // SAFETY: the arena stays mapped as long as its world is used, which is all that touches this.
+    // SAFETY: the arena stays mapped while its world is used, and only the world uses this memory.
     unsafe { rnic::memory::DmaMemory::from_raw(base, bytes, std::sync::Arc::new(())) }
 }
 
-/// Runs `f` such that DMA memory that it takes is not part of digests: its content follows from the
-/// rest, or nobody reads it.
-pub fn quietly<R>(f: impl FnOnce() -> R) -> R {
-    let here = HERE.get();
-    HERE.set(Here { quiet: true, ..here });
+/// Runs `f`, with its DMA allocations excluded from digests. For memory whose content follows from
+/// the rest of the state, or that no program reads.
+pub fn outside_digest<R>(f: impl FnOnce() -> R) -> R {
+    let here = THREAD_ARENA.get();
+    THREAD_ARENA.set(ThreadArena { quiet: true, ..here });
     let r = f();
-    HERE.set(Here { quiet: here.quiet, ..HERE.get() });
+    THREAD_ARENA.set(ThreadArena { quiet: here.quiet, ..THREAD_ARENA.get() });
     r
 }
 
-/// Runs `f` with the system's allocator, also inside an arena.
+/// Runs `f` with the system allocator, even inside an arena.
 pub fn outside<R>(f: impl FnOnce() -> R) -> R {
     switch(Mode::Outside, f)
 }
 
-/// Runs `f` inside the calling thread's arena.
+/// Runs `f` with allocations from the calling thread's arena.
 pub fn inside<R>(f: impl FnOnce() -> R) -> R {
     switch(Mode::Heap, f)
 }
 
-/// Runs `f` inside the calling thread's arena, where all that is allocated is part of digests.
+/// Runs `f` with allocations from the calling thread's arena that are part of digests.
 pub fn inside_node<R>(f: impl FnOnce() -> R) -> R {
     switch(Mode::Node, f)
 }
 
-/// Runs `f` inside the calling thread's arena, in the CPU's part of it.
+/// Runs `f` with allocations from the CPU heap of the calling thread's arena.
 pub fn inside_cpu<R>(f: impl FnOnce() -> R) -> R {
     switch(Mode::Cpu, f)
 }
@@ -285,28 +289,29 @@ fn switch<R>(mode: Mode, f: impl FnOnce() -> R) -> R {
     struct Back(Mode);
     impl Drop for Back {
         fn drop(&mut self) {
-            HERE.set(Here { mode: self.0, ..HERE.get() });
+            THREAD_ARENA.set(ThreadArena { mode: self.0, ..THREAD_ARENA.get() });
         }
     }
-    let here = HERE.get();
+    let here = THREAD_ARENA.get();
     assert!(mode == Mode::Outside || here.heap != 0, "the thread has no arena");
     let _back = Back(here.mode);
-    HERE.set(Here { mode, ..here });
+    THREAD_ARENA.set(ThreadArena { mode, ..here });
     f()
 }
 
-/// One zone as the arena keeps track of it.
+/// Tracking state of one zone.
 struct Zone {
     start: usize,
-    /// The part that was ever used: from the start, but for the stack, whose part ends at its end.
+    /// The tracked range: it grows from the zone's start upwards; for the stack, from its end
+    /// downwards.
     used: std::ops::Range<usize>,
     hashed: bool,
-    /// What the zone held at the last mark.
+    /// Content of the zone at the last mark.
     shadow: Vec<u8>,
-    /// By block of a hashed zone.
+    /// Hash of each block, for a hashed zone.
     hashes: Vec<u128>,
-    /// Blocks that are not part of the digest.
-    silent: Vec<usize>,
+    /// Blocks that are excluded from the digest.
+    excluded: Vec<usize>,
 }
 
 /// A thread's arena.
@@ -317,20 +322,21 @@ pub struct Arena {
     digest: u128,
 }
 
-/// What has to be put back to undo what happened between two marks: zone, block, content.
+/// The old contents of changed blocks, which undo the changes between two marks: zone, block,
+/// content.
 pub struct Undo(Vec<(u8, u32, Box<[u8; BLOCK]>)>);
 
 impl Arena {
-    /// Makes the calling thread's arena; it has one at a time.
+    /// Creates the calling thread's arena. A thread has one arena at a time.
     pub fn new() -> Self {
-        let here = HERE.get();
+        let here = THREAD_ARENA.get();
         assert!(here.heap == 0, "a thread has one arena at a time");
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice replaces nothing.
         let base = unsafe { mmap_anonymous(ptr::null_mut(), RESERVED, protection, flags) };
         let base = base.expect("4 GiB of address space");
-        // The zones before the table must not reach over the multiple of 4 GiB.
+        // The zones before the table must not cross the multiple of 4 GiB.
         let small: usize = ZONES.iter().map(|z| z.1).sum();
         let mut heap = base as usize;
         if heap.next_multiple_of(TABLE_ALIGN) - heap < small {
@@ -340,24 +346,31 @@ impl Arena {
             .iter()
             .map(|&(z, cap, hashed)| {
                 let (start, _) = place(heap, z);
-                let used = if z == Z::Stack { cap..cap } else { 0..0 };
-                Zone { start, used, hashed, shadow: Vec::new(), hashes: Vec::new(), silent: vec![] }
+                let used = if z == ZoneKind::Stack { cap..cap } else { 0..0 };
+                Zone {
+                    start,
+                    used,
+                    hashed,
+                    shadow: Vec::new(),
+                    hashes: Vec::new(),
+                    excluded: vec![],
+                }
             })
             .collect();
-        let (end, _) = place(heap, Z::Dma);
+        let (end, _) = place(heap, ZoneKind::Dma);
         // SAFETY: the heap is mapped and zero.
-        unsafe { (*(heap as *mut Head)).next[Z::Heap as usize] = size_of::<Head>() };
-        HERE.set(Here { heap, end, ..here });
+        unsafe { (*(heap as *mut Head)).next[ZoneKind::Heap as usize] = size_of::<Head>() };
+        THREAD_ARENA.set(ThreadArena { heap, end, ..here });
         Self { base, heap, zones, digest: 0 }
     }
 
-    /// The CPU's stack: its lowest address, and the one behind its end.
+    /// Returns the range of the CPU's stack: lowest address and end address.
     pub fn stack(&self) -> (usize, usize) {
-        let (start, cap) = place(self.heap, Z::Stack);
+        let (start, cap) = place(self.heap, ZoneKind::Stack);
         (start, start + cap)
     }
 
-    /// The pieces of the CPU heap that are in use: addresses and lengths.
+    /// Returns the pieces of the CPU heap in use: addresses and lengths.
     pub fn cpu_heap(&self) -> Vec<(usize, usize)> {
         // SAFETY: the head lies at the start of the heap.
         let used = unsafe { (*(self.heap as *mut Head)).cpu };
@@ -369,33 +382,33 @@ impl Arena {
         all
     }
 
-    /// The stack is in use down to `lowest`.
+    /// Extends the tracked part of the stack down to `lowest`.
     pub fn extend_stack(&mut self, lowest: usize) {
-        let zone = &mut self.zones[Z::Stack as usize];
+        let zone = &mut self.zones[ZoneKind::Stack as usize];
         let at = (lowest - zone.start) / PAGE * PAGE;
         if at < zone.used.start {
-            // What lies below was zero at every earlier mark.
+            // The bytes below were zero at every earlier mark.
             let grown = zone.used.start - at;
             zone.shadow.splice(0..0, std::iter::repeat_n(0, grown));
             zone.used.start = at;
         }
     }
 
-    /// Takes the `len` bytes at `addr`, which belong to a hashed zone, out of the digest.
-    pub fn silence(&mut self, addr: usize, len: usize) {
+    /// Excludes the `len` bytes at `addr`, in a hashed zone, from the digest.
+    pub fn exclude_from_digest(&mut self, addr: usize, len: usize) {
         let zone = self.zones.iter_mut().find(|z| (z.start..z.start + (64 << 20)).contains(&addr));
         let zone = zone.expect("an address of this arena");
         let first = (addr - zone.start) / BLOCK;
         let blocks = first..(addr + len - zone.start).div_ceil(BLOCK);
-        outside(|| zone.silent.extend(blocks));
+        outside(|| zone.excluded.extend(blocks));
     }
 
-    /// Brings the shadow up to date, and gives what undoes the changes.
+    /// Updates the shadow copy to the current contents and returns the changes since the last mark.
     pub fn mark(&mut self) -> Undo {
         let mut undo = Vec::new();
         self.grow();
         for (z, zone) in self.zones.iter_mut().enumerate() {
-            let Zone { start, used, hashed, shadow, hashes, silent } = zone;
+            let Zone { start, used, hashed, shadow, hashes, excluded } = zone;
             let live = *start + used.start;
             for at in changed(live, shadow) {
                 let old: [u8; BLOCK] = shadow[at..at + BLOCK].try_into().expect("a block");
@@ -403,7 +416,7 @@ impl Arena {
                 // SAFETY: the block lies in a mapped zone that only this thread uses.
                 let new = unsafe { std::slice::from_raw_parts((live + at) as *const u8, BLOCK) };
                 shadow[at..at + BLOCK].copy_from_slice(new);
-                if *hashed && !silent.contains(&block) {
+                if *hashed && !excluded.contains(&block) {
                     if hashes.len() <= block {
                         hashes.resize(block + 1, 0);
                     }
@@ -417,13 +430,13 @@ impl Arena {
         Undo(undo)
     }
 
-    /// Takes back what happened before the last mark, with what that mark gave.
+    /// Restores the contents before the last mark; `undo` is what that mark returned.
     pub fn undo(&mut self, undo: &Undo) {
         for (z, block, old) in &undo.0 {
             let zone = &mut self.zones[*z as usize];
             let (block, at) = (*block as usize, *block as usize * BLOCK - zone.used.start);
             zone.shadow[at..at + BLOCK].copy_from_slice(&old[..]);
-            // SAFETY: as in `mark`; nobody holds a reference into the arena while it is put back.
+            // SAFETY: as in `mark`; no reference into the arena exists while it is restored.
             unsafe {
                 ptr::copy_nonoverlapping(
                     old.as_ptr(),
@@ -431,7 +444,7 @@ impl Arena {
                     BLOCK,
                 );
             }
-            if zone.hashed && !zone.silent.contains(&block) {
+            if zone.hashed && !zone.excluded.contains(&block) {
                 let hash = hash(&old[..], (*z as u64) << 32 | block as u64);
                 self.digest ^= zone.hashes[block] ^ hash;
                 zone.hashes[block] = hash;
@@ -439,12 +452,12 @@ impl Arena {
         }
     }
 
-    /// The digest of all hashed zones at the last mark.
+    /// Returns the digest of all hashed zones at the last mark.
     pub fn digest(&self) -> u128 {
         self.digest
     }
 
-    /// Bytes that are kept track of.
+    /// Returns the number of tracked bytes.
     pub fn tracked(&self) -> usize {
         self.zones.iter().map(|z| z.used.len()).sum()
     }
@@ -453,19 +466,19 @@ impl Arena {
         // SAFETY: the head lies at the start of the heap.
         let next = unsafe { (*(self.heap as *mut Head)).next };
         for (zone, (z, ..)) in self.zones.iter_mut().zip(ZONES) {
-            if z == Z::Stack || z == Z::Far {
+            if z == ZoneKind::Stack || z == ZoneKind::Far {
                 continue;
             }
             zone.used.end = zone.used.end.max(next[z as usize].next_multiple_of(PAGE));
             zone.shadow.resize(zone.used.end, 0);
         }
-        // Each far allocation is a zone of its own behind the others.
-        let (far, _) = place(self.heap, Z::Far);
-        while self.zones.len() < ZONES.len() + next[Z::Far as usize] / FAR {
+        // Each far allocation is a zone of its own behind the fixed zones.
+        let (far, _) = place(self.heap, ZoneKind::Far);
+        while self.zones.len() < ZONES.len() + next[ZoneKind::Far as usize] / FAR {
             let start = far + (self.zones.len() - ZONES.len()) * FAR;
-            let (shadow, hashes, silent) = (vec![0; FAR_TRACKED], Vec::new(), Vec::new());
+            let (shadow, hashes, excluded) = (vec![0; FAR_TRACKED], Vec::new(), Vec::new());
             let used = 0..FAR_TRACKED;
-            self.zones.push(Zone { start, used, hashed: true, shadow, hashes, silent });
+            self.zones.push(Zone { start, used, hashed: true, shadow, hashes, excluded });
         }
     }
 }
@@ -477,15 +490,15 @@ impl Default for Arena {
 }
 
 impl Drop for Arena {
-    /// What lies in the arena ends without being dropped.
+    /// Unmaps the arena without dropping the objects in it.
     fn drop(&mut self) {
-        HERE.set(Here { mode: Mode::Outside, heap: 0, end: 0, quiet: false });
-        // SAFETY: the arena owns the mapping, and nothing of it is used any more.
+        THREAD_ARENA.set(ThreadArena { mode: Mode::Outside, heap: 0, end: 0, quiet: false });
+        // SAFETY: the arena owns the mapping, and no code uses it any more.
         let _ = unsafe { munmap(self.base, RESERVED) };
     }
 }
 
-/// The offset of each block at `live` that differs from `shadow`.
+/// Returns the offset of each block at `live` that differs from `shadow`.
 fn changed(live: usize, shadow: &[u8]) -> Vec<usize> {
     // SAFETY: the zone is mapped, and only this thread uses it.
     let live = unsafe { std::slice::from_raw_parts(live as *const u8, shadow.len()) };
@@ -499,12 +512,13 @@ fn changed(live: usize, shadow: &[u8]) -> Vec<usize> {
     all
 }
 
-/// 128 bits of hash of `bytes`; a block of zeros has 0, so that fresh memory changes no digest.
+/// Returns a 128-bit hash of `bytes`. A block of zeros hashes to 0, so that unused memory does not
+/// change a digest.
 pub fn hash(bytes: &[u8], salt: u64) -> u128 {
     if bytes.iter().all(|&b| b == 0) {
         return 0;
     }
-    // Two lanes of multiply and fold, each over all bytes, with constants of their own (wyhash's).
+    // Two lanes of multiply and fold over all bytes, each with its own constants (wyhash's).
     let fold = |x: u64, y: u64| {
         let product = x as u128 * y as u128;
         product as u64 ^ (product >> 64) as u64

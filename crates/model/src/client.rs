@@ -1,5 +1,5 @@
-//! A client: it speaks raw verbs on a function of its own, works through a short program, and lies where
-//! that says so.
+//! A client: it uses raw verbs on its own function and executes a short program. Programs may
+//! contain invalid requests.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,58 +12,58 @@ use fabric::{
 };
 use pool::onesidedmw::Node;
 use pool::onesidedmw::layout::{reply, status};
-use pool::scheme::{Admission, ClientId, NodeScheme};
+use pool::scheme::{ClientId, ConnectRequest, NodeScheme};
 use rnic::port::Function;
 use rnic::port::inline::{InlineFunction, InlineNic};
 use rnic::verbs::FunctionLimits;
 
 use crate::arena;
-use crate::config::{Op, Wrong};
+use crate::config::{Op, WrongQp};
 use crate::nic::ModelNic;
 use crate::spec::{Actor, CHUNKS, GROUP, Identity};
 
-/// Where a client writes from and reads to, in its memory; replies lie before it.
+/// Offset in the client's memory of the bytes for accesses; the replies lie below it.
 const SOURCE: usize = 2048;
-/// Where its bulletin is.
+/// Offset of the client's bulletin.
 const BULLETIN: usize = 3072;
 
-/// How an operation of a client stands.
+/// Progress of a client's operation.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Outcome {
-    /// It was not posted.
+    /// Not posted yet.
     Ahead,
-    /// It was posted and not answered.
+    /// Posted and not answered yet.
     Posted,
-    /// It needed a chunk that was not granted.
+    /// Not posted, because the chunk that it needs was not granted.
     Skipped,
-    /// A chunk was allocated.
+    /// The operation allocated a chunk.
     Granted(Grant),
-    /// A status of the pool: empty, freed, refused, again.
+    /// The reply's status: empty, freed, refused or again.
     Said(u8),
-    /// How an access completed.
+    /// The completion status of an access.
     Access(u8),
-    /// The queue pair broke, with this syndrome.
+    /// The queue pair broke; contains the syndrome.
     Broken(u8),
 }
 
-/// A chunk, as a client knows it.
+/// A chunk, as granted to a client.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Grant {
-    /// Its entry.
+    /// Entry number of the chunk.
     pub entry: u32,
     pub(crate) addr: u64,
     pub(crate) keys: [u32; GROUP],
 }
 
-/// One of a client's QPs, with a CQ of its own.
+/// A QP of a client, with its own CQ.
 pub(crate) struct Side {
     pub(crate) qp: SoftQp,
     pub(crate) cq: SoftCq,
-    /// Operations that were posted to it and not answered.
+    /// Operations that were posted and not answered yet.
     pub(crate) outstanding: VecDeque<u8>,
 }
 
-/// A client. It lies in the arena.
+/// The state of a client. It lies in the arena.
 pub struct Client {
     pub(crate) id: ClientId,
     pub(crate) function: InlineFunction,
@@ -71,7 +71,7 @@ pub struct Client {
     pub(crate) free: Side,
     pub(crate) access: Vec<Side>,
     pub(crate) memory: SoftMr,
-    /// The memory node's access QPs.
+    /// The memory node's access QPs that are connected to the client.
     pub(crate) peers: Vec<Qpn>,
     pub(crate) free_worker: Qpn,
     pub(crate) program: Vec<Op>,
@@ -90,7 +90,7 @@ pub struct Client {
 type Roles = Vec<(Qpn, Actor, &'static str)>;
 
 impl Client {
-    /// A client with a function of its own, admitted.
+    /// Creates a client with its own function and has the memory node admit it.
     pub fn join(
         nic: &Arc<InlineNic>,
         node: &mut Node<ModelNic>,
@@ -103,9 +103,10 @@ impl Client {
         let verbs = SoftNic::new(Function::Inline(function.clone()));
         let pd = verbs.alloc_pd().expect("a PD");
         let side = || {
-            // It takes in completions as they come: what their ring holds says nothing more.
+            // The client polls completions at once, so the content of the ring adds no information
+            // to the state.
             let attr = CqAttr { entries: 32, ignore_overrun: false };
-            let cq = arena::quietly(|| verbs.create_cq(attr)).expect("a CQ");
+            let cq = arena::outside_digest(|| verbs.create_cq(attr)).expect("a CQ");
             let attr = QpAttr {
                 send_cq: &cq,
                 recv_cq: &cq,
@@ -124,12 +125,12 @@ impl Client {
         let memory = verbs.reg_mr(&pd, &memory, rights).expect("a region");
         memory.memory().write(SOURCE, &[0xa0 | c; 8]);
         let id = ClientId(c as u32 + 1);
-        let request = Admission {
+        let request = ConnectRequest {
             management: vec![alloc.qp.qpn().raw(), free.qp.qpn().raw()],
             groups: vec![access.iter().map(|s| s.qp.qpn().raw()).collect()],
             bulletin_addr: memory.memory().addr() + BULLETIN as u64,
             bulletin_rkey: memory.key().0,
-            ..Admission::default()
+            ..ConnectRequest::default()
         };
         let admitted = arena::inside_node(|| node.admit(id, &request)).expect("to be admitted");
         let fronts = [admitted.management[0], admitted.management[1]].map(Qpn::new);
@@ -168,7 +169,7 @@ impl Client {
             outcome: vec![Outcome::Ahead; program.len()],
             next: 0,
             honest: program.iter().all(|op| op.is_honest()),
-            // Its management queues may break: the CPU then looks at how far its workers have come.
+            // Its management queues may break; the CPU then reads how far its workers have come.
             breaks: program.contains(&Op::AllocateUnwritable),
             alive: true,
             known: true,
@@ -180,7 +181,7 @@ impl Client {
         (client, identity)
     }
 
-    /// The last chunk that it was granted.
+    /// Returns the chunk that was granted last.
     pub fn latest(&self) -> Option<Grant> {
         self.outcome.iter().rev().find_map(|o| match o {
             Outcome::Granted(grant) => Some(*grant),
@@ -193,7 +194,7 @@ impl Client {
         sides.map(|s| s.outstanding.len()).sum()
     }
 
-    /// What the next operation needs is there, and there is room for it.
+    /// Returns whether the next operation's operands are known and the queues have room for it.
     pub fn can_post(&self, all: &[Client], in_flight: usize) -> bool {
         let Some(op) = self.program.get(self.next) else { return false };
         if !self.alive || self.wants_reset || self.can_recover() || self.busy() >= in_flight {
@@ -201,7 +202,7 @@ impl Client {
         }
         match *op {
             Op::Free(n) | Op::Use(n) | Op::FreeTwice(n) => self.ended(n),
-            // Once it was freed.
+            // Only after the chunk was freed.
             Op::UseStale(n) => {
                 self.ended(n)
                     && self.program.iter().zip(&self.outcome).all(|(op, outcome)| {
@@ -221,7 +222,7 @@ impl Client {
         !matches!(self.outcome[n as usize], Outcome::Ahead | Outcome::Posted)
     }
 
-    /// Its management queues broke, and nothing is outstanding on them.
+    /// Returns whether a management queue broke and no operation is in flight.
     pub fn can_recover(&self) -> bool {
         self.alive
             && self.known
@@ -231,13 +232,13 @@ impl Client {
             && [&self.alloc, &self.free].iter().any(|s| s.qp.state().ok() == Some(QpState::Error))
     }
 
-    /// Both management queues work.
+    /// Returns whether both management queues work.
     pub fn works(&self) -> bool {
         let ready = |s: &Side| s.qp.state().ok() == Some(QpState::ReadyToSend);
         ready(&self.alloc) && ready(&self.free)
     }
 
-    /// Resets its side of the management queues.
+    /// Resets the client's side of the management queues.
     pub fn recover(&mut self) -> Result<(), String> {
         for side in [&self.alloc, &self.free] {
             side.qp.modify(QpChange::Reset).map_err(|e| e.to_string())?;
@@ -246,7 +247,7 @@ impl Client {
         Ok(())
     }
 
-    /// The chunk that a free names.
+    /// Returns the chunk that a free operation names.
     pub fn entry_of(&self, op: Op) -> usize {
         match op {
             Op::FreeEntry(entry) => entry as usize,
@@ -258,8 +259,10 @@ impl Client {
         }
     }
 
-    /// Posts the next operation. `latest`: the chunk that each client was granted last. `qpns`: the bytes
-    /// that name the access QPs, honestly and in each kind of lie.
+    /// Posts the next operation.
+    ///
+    /// `latest` is the chunk that each client was granted last. `qpns` are the bytes that name the
+    /// access QPs: the correct ones, then each kind of wrong ones.
     pub fn post(&mut self, latest: &[Option<Grant>], qpns: &[Vec<u8>]) {
         let at = self.next;
         self.next += 1;
@@ -269,19 +272,23 @@ impl Client {
             _ => None,
         };
         let named = match op {
-            Op::AllocateFor(Wrong::Foreign) => &qpns[1],
-            Op::AllocateFor(Wrong::Nobody) => &qpns[2],
-            Op::AllocateFor(Wrong::Worker) => &qpns[3],
+            Op::AllocateFor(WrongQp::Foreign) => &qpns[1],
+            Op::AllocateFor(WrongQp::Nonexistent) => &qpns[2],
+            Op::AllocateFor(WrongQp::Worker) => &qpns[3],
             _ => &qpns[0],
         };
         let posted = match op {
-            Op::Allocate | Op::AllocateFor(_) => self.ask(false, at, named.clone(), true),
-            Op::AllocateUnwritable => self.ask(false, at, named.clone(), false),
+            Op::Allocate | Op::AllocateFor(_) => self.send_request(false, at, named.clone(), true),
+            Op::AllocateUnwritable => self.send_request(false, at, named.clone(), false),
             Op::Free(n) | Op::FreeTwice(n) => match grant(n) {
-                Some(grant) => self.ask(true, at, grant.entry.to_be_bytes()[1..].to_vec(), true),
+                Some(grant) => {
+                    self.send_request(true, at, grant.entry.to_be_bytes()[1..].to_vec(), true)
+                }
                 None => false,
             },
-            Op::FreeEntry(entry) => self.ask(true, at, entry.to_be_bytes()[1..].to_vec(), true),
+            Op::FreeEntry(entry) => {
+                self.send_request(true, at, entry.to_be_bytes()[1..].to_vec(), true)
+            }
             Op::Use(n) | Op::UseStale(n) => match grant(n) {
                 Some(grant) => self.write(at, grant),
                 None => false,
@@ -294,7 +301,7 @@ impl Client {
         self.outcome[at] = if posted { Outcome::Posted } else { Outcome::Skipped };
     }
 
-    fn ask(&mut self, free: bool, at: usize, mut data: Vec<u8>, writable: bool) -> bool {
+    fn send_request(&mut self, free: bool, at: usize, mut data: Vec<u8>, writable: bool) -> bool {
         let slot = at * 64;
         let mut target = self.memory.remote(slot);
         if !writable {
@@ -324,8 +331,8 @@ impl Client {
         true
     }
 
-    /// Takes in what has completed; the operations that ended.
-    pub fn take_in(&mut self) -> Vec<usize> {
+    /// Polls completions and returns the operations that ended.
+    pub fn poll_completions(&mut self) -> Vec<usize> {
         let mut ended = Vec::new();
         for free in [false, true] {
             loop {
@@ -379,12 +386,12 @@ impl Client {
     }
 }
 
-/// The QP that a lying request of client `c` names.
-pub fn wrong_qpn(wrong: Wrong, clients: &[Client], c: usize) -> Qpn {
+/// Returns the QP that an invalid request of client `c` names.
+pub fn wrong_qpn(wrong: WrongQp, clients: &[Client], c: usize) -> Qpn {
     let other = &clients[(c + 1) % clients.len()];
     match wrong {
-        Wrong::Foreign => other.peers[0],
-        Wrong::Nobody => Qpn::new(0xbeef),
-        Wrong::Worker => other.free_worker,
+        WrongQp::Foreign => other.peers[0],
+        WrongQp::Nonexistent => Qpn::new(0xbeef),
+        WrongQp::Worker => other.free_worker,
     }
 }

@@ -1,41 +1,41 @@
-//! What is explored: small pools, few clients, short programs.
+//! The explored configurations: small pools, few clients, short programs.
 
-/// An operation of a client. Numbers name earlier operations of its program.
+/// An operation of a client. A number names an earlier operation of the client's program.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Op {
-    /// Ask for a chunk.
+    /// Request a chunk.
     Allocate,
-    /// Free the chunk that operation n got.
+    /// Free the chunk of operation n.
     Free(u8),
-    /// Write to the chunk that operation n got.
+    /// Write to the chunk of operation n.
     Use(u8),
-    /// Lie: free the chunk that operation n got, again.
+    /// Invalid: free the chunk of operation n again.
     FreeTwice(u8),
-    /// Lie: free an entry, whosever it is, also one beyond the table.
+    /// Invalid: free an entry regardless of its owner; the entry may lie beyond the table.
     FreeEntry(u32),
-    /// Lie: write with the key of what operation n got and freed.
+    /// Invalid: write with the key of operation n's chunk after freeing the chunk.
     UseStale(u8),
-    /// Lie: write with the key that another client got last.
+    /// Invalid: write with the key that another client was granted last.
     Steal(u8),
-    /// Lie: ask for a chunk and name a QP that is not one's own.
-    AllocateFor(Wrong),
-    /// Lie: ask for a chunk with a reply address that cannot be written.
+    /// Invalid: request a chunk for a QP of another owner.
+    AllocateFor(WrongQp),
+    /// Invalid: request a chunk with a reply address that cannot be written.
     AllocateUnwritable,
 }
 
-/// A QP that a request should not name.
+/// A QP that a request must not name.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Wrong {
+pub enum WrongQp {
     /// The next client's access QP.
     Foreign,
-    /// A QP that there is not.
-    Nobody,
+    /// A QP that does not exist.
+    Nonexistent,
     /// The next client's free worker.
     Worker,
 }
 
 impl Op {
-    /// What the pool's own client does.
+    /// Returns whether the pool's own client also performs this operation.
     pub fn is_honest(self) -> bool {
         matches!(self, Op::Allocate | Op::Free(_) | Op::Use(_))
     }
@@ -44,33 +44,33 @@ impl Op {
 /// A configuration.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Its name.
+    /// Name of the configuration.
     pub name: &'static str,
-    /// A program for each client.
+    /// The program of each client.
     pub clients: Vec<Vec<Op>>,
     /// Chunks of the pool.
     pub chunks: u32,
     /// Access QPs of a group.
     pub lanes: u32,
-    /// Requests that each client may have in flight: a power of two, the chains' instances.
+    /// Requests that each client may have in flight: a power of two, the number of chain instances.
     pub in_flight: u32,
-    /// The client whose process may end, at any moment.
+    /// The client whose process may end at any moment.
     pub crash: Option<usize>,
-    /// Take what commutes with everything first, alone.
+    /// Explore commuting actions alone ([`crate::explore()`] visits fewer states).
     pub reduce: bool,
-    /// States that are visited in an ordinary test run; 0: for full runs only.
+    /// States that an ordinary test run visits; 0 for configurations of full runs only.
     pub quick: u64,
 }
 
 use Op::*;
 
-/// Allocates, writes, frees.
+/// Allocate, write, free.
 const ROUND: &[Op] = &[Allocate, Use(0), Free(0)];
-/// Allocates and frees.
+/// Allocate and free.
 const BARE: &[Op] = &[Allocate, Free(0)];
-/// Allocates and keeps.
+/// Allocate and keep.
 const ONE: &[Op] = &[Allocate];
-/// Twice, with both chunks held at once.
+/// Allocate two chunks, then free both.
 const PAIR: &[Op] = &[Allocate, Allocate, Free(0), Free(1)];
 
 fn config(
@@ -97,7 +97,7 @@ impl Config {
         Self { quick: 0, ..self }
     }
 
-    /// Too large for an ordinary run, which visits the first of its states.
+    /// Too large for an ordinary run, which visits only some of the states.
     fn in_part(self) -> Self {
         Self { quick: 12_000, ..self }
     }
@@ -111,13 +111,13 @@ impl Config {
     }
 }
 
-/// Every configuration.
+/// Returns all configurations.
 pub fn all() -> Vec<Config> {
     let wrong = |wrong| vec![AllocateFor(wrong), Free(0)];
     let twice: &[Op] = &[Allocate, Free(0), FreeTwice(0)];
     let unwritable: &[Op] = &[AllocateUnwritable, Allocate, Free(1)];
     let mut all = vec![
-        // Friends.
+        // All clients are honest.
         config("one client", &[ROUND], 1, 2, 1),
         config("one client, unreduced", &[ROUND], 1, 2, 1).unreduced(),
         config("one client, two in flight", &[PAIR], 2, 1, 2),
@@ -132,14 +132,14 @@ pub fn all() -> Vec<Config> {
         config("one chunk for three", &[ONE, ONE, BARE], 1, 1, 1).full(),
         config("two chunks for three", &[BARE, BARE, BARE], 2, 1, 1).full(),
         config("three clients, two lanes", &[ROUND, ROUND, ROUND], 3, 2, 1).full(),
-        // One of them crashes.
+        // One client crashes.
         config("crash alone", &[ROUND], 1, 1, 1).crash(0),
         config("crash beside another", &[ONE, ONE], 2, 1, 1).crash(0).full(),
         config("crash over the last chunk", &[BARE, BARE], 1, 1, 1).crash(0).full(),
         config("crash, two lanes", &[ROUND, BARE], 2, 2, 1).crash(0).full(),
         config("crash, two in flight", &[PAIR, BARE], 2, 1, 2).crash(0).full(),
         config("crash among three", &[BARE, BARE, BARE], 2, 1, 1).crash(0).full(),
-        // One of them lies.
+        // One client sends invalid requests.
         config("foreign free", &[BARE, &[FreeEntry(0)]], 1, 1, 1).in_part(),
         config("foreign free, in the middle", &[ROUND, &[FreeEntry(0), Allocate]], 2, 1, 1).full(),
         config("foreign frees, two in flight", &[BARE, &[FreeEntry(0), FreeEntry(1)]], 2, 1, 2)
@@ -162,9 +162,9 @@ pub fn all() -> Vec<Config> {
             .full(),
     ];
     for (name, lie) in [
-        ("wrong QP: another client's", Wrong::Foreign),
-        ("wrong QP: nobody's", Wrong::Nobody),
-        ("wrong QP: a worker", Wrong::Worker),
+        ("wrong QP: another client's", WrongQp::Foreign),
+        ("wrong QP: nonexistent", WrongQp::Nonexistent),
+        ("wrong QP: a worker", WrongQp::Worker),
     ] {
         all.push(config(name, &[ONE, &wrong(lie)], 2, 1, 1));
     }

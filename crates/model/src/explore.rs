@@ -1,8 +1,9 @@
-//! Depth first through every state of a configuration.
+//! Depth-first exploration of every state of a configuration.
 //!
-//! A state is known by a 128-bit digest of all that can make a difference later (`world`, `arena`): two
-//! states that differ are taken for one with a probability below 2^-80 at a billion states.
-//! After each action the arena is compared with what it was, and put back by what was found.
+//! A state is identified by a 128-bit digest of everything that can affect later steps (`world`,
+//! `arena`). Two different states have the same digest with a probability below 2^-80 at a billion
+//! states. After each action, the changed blocks of the arena are recorded; undoing the action
+//! restores them.
 
 use std::collections::{BTreeSet, HashSet};
 use std::fmt;
@@ -14,33 +15,33 @@ use crate::arena::{self, Arena, Undo};
 use crate::config::Config;
 use crate::world::{Action, World};
 
-/// What an exploration found.
+/// Result of an exploration.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
-    /// Different states.
+    /// Distinct states.
     pub states: u64,
-    /// Actions that were taken, to new states and to known ones.
+    /// Executed actions, to new states and to known ones.
     pub actions: u64,
-    /// States in which nothing could happen any more.
+    /// Final states, in which no action was possible.
     pub ends: u64,
-    /// How runs ended: where each chunk was and what each client was told.
+    /// Final states in words: the state of each chunk and the outcomes of each client.
     pub outcomes: BTreeSet<String>,
-    /// The longest run.
+    /// Length of the longest run.
     pub depth: usize,
-    /// Every state was visited; else the limit was reached.
+    /// Whether every state was visited; otherwise the limit was reached.
     pub exhausted: bool,
-    /// How long it took.
+    /// Duration.
     pub time: Duration,
-    /// Bytes of a world that are kept track of.
+    /// Tracked bytes of a world.
     pub world_bytes: usize,
 }
 
-/// A run that ends in something wrong.
+/// A run that ends in a violation.
 #[derive(Clone, Debug)]
 pub struct Violation {
-    /// What is wrong.
+    /// The violation.
     pub what: String,
-    /// What happened, step by step.
+    /// The steps of the run.
     pub trace: Vec<String>,
 }
 
@@ -56,15 +57,15 @@ impl fmt::Display for Violation {
 struct Frame {
     actions: Vec<Action>,
     next: usize,
-    /// What takes back the action that led here.
+    /// Undoes the action that led to this state.
     undo: Undo,
-    /// That action.
+    /// The action that led to this state.
     by: Option<Action>,
-    /// The state.
+    /// The digest of this state.
     digest: u128,
 }
 
-/// Visits every state of `config`, up to `limit` of them.
+/// Visits every state of `config`, up to `limit` states.
 pub fn explore(config: &Config, limit: u64) -> Result<Report, Box<Violation>> {
     warm_up(config);
     let started = Instant::now();
@@ -83,11 +84,12 @@ pub fn explore(config: &Config, limit: u64) -> Result<Report, Box<Violation>> {
     found.map(|exhausted| Report { exhausted, ..report }).map_err(Box::new)
 }
 
-/// What a program keeps for its whole life, made when first needed, must not lie in an arena.
+/// Runs a world once outside the exploration, so that lazily created statics are not allocated in
+/// the arena.
 fn warm_up(config: &Config) {
     let mut arena = Arena::new();
     let world = World::new(config, &mut arena);
-    // The CPU's actions come first in the list, and it may look in vain for ever.
+    // The CPU's actions come first in the list, and the CPU may poll without success forever.
     for _ in 0..1000 {
         let Some(&action) = world.actions().last() else { break };
         if world.act(action).is_err() {
@@ -96,7 +98,7 @@ fn warm_up(config: &Config) {
     }
 }
 
-/// What was written, to be hashed at once.
+/// Collects the written bytes, to be hashed at once.
 struct Bytes(Vec<u8>);
 
 impl Hasher for Bytes {
@@ -117,8 +119,8 @@ struct Explorer {
 
 impl Explorer {
     fn world(&mut self) -> &mut World {
-        // SAFETY: the world lies in the arena, which is put back only while no reference to it is held,
-        // and always to bytes that were a world.
+        // SAFETY: the world lies in the arena. The arena is restored only while no reference to the
+        // world is held, and always to bytes that were a valid world.
         unsafe { &mut *self.world }
     }
 
@@ -144,7 +146,7 @@ impl Explorer {
                 .cloned()
                 .or_else(|| payload.downcast_ref::<&str>().map(|s| s.to_string()))
                 .unwrap_or_else(|| "a panic".into());
-            // It may lie in the arena.
+            // The payload may lie in the arena.
             std::mem::forget(payload);
             Err(format!("panic: {text}"))
         })
@@ -181,16 +183,16 @@ impl Explorer {
             let undo = self.arena.mark();
             if let Err(what) = done {
                 self.arena.undo(&undo);
-                return Err(self.tell(stack, Some(action), what));
+                return Err(self.replay(stack, Some(action), what));
             }
             let digest = self.digest();
             if !self.seen.insert(digest) {
                 self.arena.undo(&undo);
-                // A circle that nothing leads out of.
+                // A cycle without an exit.
                 if let Some(at) = stack.iter().rposition(|f| f.digest == digest)
                     && stack[at..].iter().all(|f| f.actions.len() == 1)
                 {
-                    return Err(self.tell(stack, Some(action), "this goes on for ever".into()));
+                    return Err(self.replay(stack, Some(action), "this goes on for ever".into()));
                 }
                 continue;
             }
@@ -201,7 +203,7 @@ impl Explorer {
                 self.report.outcomes.insert(summary);
                 if let Err(what) = self.check_end() {
                     self.arena.undo(&undo);
-                    return Err(self.tell(stack, Some(action), what));
+                    return Err(self.replay(stack, Some(action), what));
                 }
             }
             stack.push(Frame { actions, next: 0, undo, by: Some(action), digest });
@@ -213,8 +215,8 @@ impl Explorer {
         Ok(true)
     }
 
-    /// The run that led to the top of the stack, once more, in words.
-    fn tell(&mut self, mut stack: Vec<Frame>, last: Option<Action>, what: String) -> Violation {
+    /// Replays the run that led to the top of the stack and describes its steps.
+    fn replay(&mut self, mut stack: Vec<Frame>, last: Option<Action>, what: String) -> Violation {
         let mut actions: Vec<Action> = stack.iter().filter_map(|f| f.by).chain(last).collect();
         while stack.len() > 1 {
             let frame = stack.pop().expect("more than one");
@@ -223,10 +225,10 @@ impl Explorer {
         let mut trace = Vec::new();
         for action in actions.drain(..) {
             let name = self.world().describe(action);
-            let said = self.act(action);
-            trace.push(match said {
-                Ok(said) if said.is_empty() => name,
-                Ok(said) => format!("{name}  --  {}", said.join("; ")),
+            let events = self.act(action);
+            trace.push(match events {
+                Ok(events) if events.is_empty() => name,
+                Ok(events) => format!("{name}  --  {}", events.join("; ")),
                 Err(_) => format!("{name}  --  !"),
             });
         }
@@ -234,7 +236,7 @@ impl Explorer {
     }
 }
 
-/// Has panics inside an arena reported outside of it. Call it once, before anything is explored.
+/// Reports panics inside an arena from outside of it. Call this once, before exploring.
 pub fn prepare() {
     let report = panic::take_hook();
     panic::set_hook(Box::new(move |info| arena::outside(|| report(info))));

@@ -1,19 +1,22 @@
-//! A model checker that runs the memory pool's own code: every order in which the NIC, its clients
-//! and the memory node's CPU can take their steps, in small configurations.
+//! A model checker that runs the memory pool's own code.
+//!
+//! In small configurations it explores every order in which the NIC, its clients and the memory
+//! node's CPU can take their steps.
 //!
 //! ```text
-//!  explore ── actions, act, put back ──> world ── step(qpn) ──> rnic::Engine   the real one
-//!     │                                    │  └── one verb ───> cpu: pool::onesidedmw::Node, the real one
-//!     │ digest, undo                       └── post, crash ───> client: raw verbs, lies included
-//!   arena (all bytes of a world)           spec: what each step may change
+//!  explore ── actions, act, undo ────> world ── step(qpn) ──> rnic::Engine, the product's
+//!     │                                  │  └── one verb ───> cpu: pool::onesidedmw::Node, the product's
+//!     │ digest, undo                     └── post, crash ───> client: raw verbs, also invalid requests
+//!   arena (all bytes of a world)         spec: the changes that a step may make
 //! ```
 //!
-//! - module [`config`]: what is explored.
-//! - module [`spec`]: what must hold.
-//! - function [`explore()`]: how.
+//! - module [`config`]: the explored configurations.
+//! - module [`spec`]: the specification.
+//! - function [`explore()`]: the exploration.
 //!
-//! An action is indivisible: one WQE of one QP, a client's post (ring and doorbell), the end of a client's process
-//! (its function is removed), or what the CPU does from one verb to the next. All else interleaves.
+//! An action is indivisible. Actions are: one WQE of one QP, a client's post (ring and doorbell),
+//! the end of a client's process (its function is removed), and the CPU's work from one verb to the
+//! next. All actions interleave.
 
 mod arena;
 mod client;
@@ -21,6 +24,7 @@ pub mod config;
 mod cpu;
 pub mod explore;
 mod nic;
+mod schedule;
 pub mod spec;
 mod world;
 

@@ -1,7 +1,8 @@
-//! Explores configurations and prints what that took, or the run that goes wrong.
+//! Explores configurations and prints statistics, or the run that violates the specification.
 //!
-//! `granary-model [NAME...]`: those whose name contains one of the words; without any, all of them. `LIMIT`: states
-//! after which an exploration is given up.
+//! `granary-model [WORD...]` explores the configurations whose names contain one of the words;
+//! without a word, all of them. The environment variable `LIMIT` sets the number of states after
+//! which an exploration stops.
 
 use std::process::ExitCode;
 

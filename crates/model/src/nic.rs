@@ -1,21 +1,23 @@
-//! The software NIC as the memory node's CPU sees it in a world: each verb is a point where
-//! everybody else may come first. What the verbs allocate is not the node's own: it lies apart.
+//! The software NIC as the memory node's CPU uses it in a world.
+//!
+//! Each verb is a point where other actors may run first. Allocations of the verbs are not made in
+//! the memory node's zone of the arena.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use fabric::hooked::{Call, HookedCq, HookedNic, Hooks};
+use fabric::interposed::{Call, Hooks, InterposedCq, InterposedNic};
 use fabric::soft::SoftNic;
 use fabric::{Cqn, DmaMemory, Error, Qpn};
 
-use crate::{arena, cpu};
+use crate::{arena, schedule};
 
-/// A [`SoftNic`] whose verbs give way.
-pub type ModelNic = HookedNic<Points>;
-/// Its CQ.
-pub type ModelCq = HookedCq<Points>;
+/// A [`SoftNic`] whose verbs are interleaving points.
+pub type ModelNic = InterposedNic<Points>;
+/// CQ of a [`ModelNic`].
+pub type ModelCq = InterposedCq<Points>;
 
-/// What stands before each verb.
+/// Hooks that suspend the CPU before each verb.
 #[derive(Clone, Default)]
 pub struct Points {
     /// Send rings of managed queues.
@@ -23,12 +25,12 @@ pub struct Points {
 }
 
 impl Points {
-    /// The verbs of `inner`, with a point before each where others may come first.
+    /// Wraps the verbs of `inner` with an interleaving point before each.
     pub fn before(inner: SoftNic) -> ModelNic {
         ModelNic::new(inner, Self::default())
     }
 
-    /// The send rings of the managed queues that were made.
+    /// Returns the send rings of the managed queues created so far.
     pub fn rings(&self) -> Vec<(Qpn, DmaMemory)> {
         self.rings.lock().expect("one thread uses it").clone()
     }
@@ -41,26 +43,26 @@ impl Hooks for Points {
         "model"
     }
 
-    /// Time stands still.
+    /// Time does not pass.
     fn now(&self) -> Duration {
         Duration::ZERO
     }
 
     fn before(&self, call: Call) {
         match call {
-            // Nobody sees these from elsewhere.
+            // No other actor can observe these verbs.
             Call::Create
             | Call::RegMr(_)
             | Call::DeregMr(_)
             | Call::AllocMws(_)
             | Call::Zero(_) => {}
-            _ => cpu::give_way(),
+            _ => schedule::yield_to_explorer(),
         }
     }
 
     fn making<T>(&self, quiet: bool, make: impl FnOnce() -> T) -> T {
         match quiet {
-            true => arena::quietly(|| arena::inside(make)),
+            true => arena::outside_digest(|| arena::inside(make)),
             false => arena::inside(make),
         }
     }
@@ -72,7 +74,7 @@ impl Hooks for Points {
     }
 
     fn wait(&self, cqn: Cqn, next: u32, _: Duration) -> Result<bool, Error> {
-        cpu::wait(cqn, next);
+        schedule::wait(cqn, next);
         Ok(true)
     }
 }

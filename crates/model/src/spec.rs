@@ -1,147 +1,149 @@
-//! What the pool must be like at every moment, as a machine of its own: each chunk is in one of four
-//! states, each worker in one of a few phases, and whatever a step of the NIC or of the CPU changes must be a
-//! move of this machine. It knows of the chains only what is said here.
+//! Specification of the pool as a state machine.
+//!
+//! Each chunk is in one of four states, and each worker in one of a few phases. Every change that a
+//! step of the NIC or of the CPU makes must be a transition of this machine. The machine does not
+//! use the chains' code: it knows only the rules below.
 //!
 //! ```text
 //!            alloc worker of c             ... writes owner_id          free worker of c
 //!            swaps the slot                with every window bound      unbinds the guard
 //!   Free ----------------------> Taken(c) ------------------> Owned(c) -----------------> Releasing
-//!    ^                                                           |       the CPU, c is gone    |
+//!    ^                                                           |     the CPU, c has crashed  |
 //!    |                                                           +---------------------------->|
-//!    +-------- the same one pushes it: windows dead, chunk zero, owner 0 ----------------------+
+//!    +---- the same releaser pushes it: windows dead, chunk zero, owner 0 ---------------------+
 //!
-//!   alloc worker: None --takes a permit--> Permit --advances head--> Ticket(slot) --swaps--> None
-//!                      \--finds none-----> Overdraft --gives it back--> None
-//!   releaser:     pushes, owes a permit, gives it
+//!   alloc worker: None --takes a permit----> Permit --advances head--> Ticket(slot) --swaps--> None
+//!                      \--takes a missing one--> Overdraft --gives it back--> None
+//!   releaser:     pushes the entry, owes a permit, gives the permit
 //! ```
 
 use fabric::Qpn;
 use pool::onesidedmw::layout::Shape;
 
-/// The most chunks, windows of a group, slots and clients of a world.
+/// Maximum number of chunks of a world.
 pub const CHUNKS: usize = 4;
-/// The most windows of a group.
+/// Maximum number of windows per group.
 pub const GROUP: usize = 3;
-/// The most slots of the free queue.
+/// Maximum number of slots of the free queue.
 pub const SLOTS: usize = 64;
-/// The most clients.
+/// Maximum number of clients.
 pub const CLIENTS: usize = 3;
 
-/// A window as the NIC has it.
+/// State of a memory window in the NIC.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Window {
-    /// The QP that it is bound to.
+    /// The QP that the window is bound to.
     pub bound: Option<u32>,
-    /// The tag of its key.
+    /// The tag of the window's key.
     pub tag: u8,
 }
 
-/// What the machine sees of a world.
+/// The part of a world's state that the machine observes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct View {
-    /// What each slot of the queue holds: a chunk + 1, 0 for nothing, [`FORGED`] for what is no entry.
+    /// Content of each slot of the free queue: chunk + 1, 0 if empty, or [`FORGED`].
     pub slots: [u8; SLOTS],
     /// The slot that is taken next.
     pub head: u8,
-    /// Row of the steering table that `avail` points at.
+    /// The row of the steering table that the word `avail` points at: the number of permits.
     pub avail: u8,
     /// `owner_id` of each chunk.
     pub owners: [u64; CHUNKS],
-    /// Windows of each chunk.
+    /// The windows of each chunk.
     pub windows: [[Window; GROUP]; CHUNKS],
-    /// Whether each chunk is all zeros.
+    /// Whether each chunk contains only zeros.
     pub zero: [bool; CHUNKS],
 }
 
-/// A slot holds this if its value names no entry.
+/// Content of a slot whose value names no entry.
 pub const FORGED: u8 = 0xff;
 
-/// Who made a step.
+/// The executor of a step.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Actor {
-    /// The worker of a client's allocations.
+    /// The allocation worker of a client.
     AllocWorker(u8),
-    /// The worker of a client's frees.
+    /// The free worker of a client.
     FreeWorker(u8),
-    /// A QP that faces a client: replies.
+    /// A QP of the memory node that is connected to a client and sends replies.
     Front(u8),
     /// A client's own QP, or the client itself.
     Client(u8),
-    /// The memory node's CPU, or a QP that works for it.
+    /// The memory node's CPU, or one of its QPs.
     Cpu,
 }
 
-/// Who releases a chunk.
+/// The releaser of a chunk.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum By {
+pub enum Releaser {
     /// The free worker of a client.
     Worker(u8),
     /// The CPU.
     Cpu,
 }
 
-/// Where a chunk is.
+/// State of a chunk.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Chunk {
-    /// In the queue.
+    /// In the free queue.
     Free,
-    /// In flight in a client's allocation chain.
+    /// Removed from the queue by a client's allocation chain, not yet owned.
     Taken(u8),
-    /// A client's.
+    /// Owned by a client.
     Owned(u8),
-    /// In flight on its way back.
-    Releasing(By),
+    /// On its way back to the queue.
+    Releasing(Releaser),
 }
 
-/// Where an allocation chain is.
+/// Phase of an allocation chain.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Phase {
-    /// It holds nothing.
+    /// The chain holds nothing.
     None,
-    /// It has taken a permit.
+    /// The chain holds a permit.
     Permit,
-    /// It took one that was not there.
+    /// The chain took a permit that did not exist.
     Overdraft,
-    /// It has the slot that it is to take.
+    /// The chain holds the ticket for this slot.
     Ticket(u8),
 }
 
-/// The machine.
+/// The state machine.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Spec {
     chunks: usize,
     group: usize,
     slots: usize,
     rows: usize,
-    /// Where each chunk is.
+    /// State of each chunk.
     pub chunk: [Chunk; CHUNKS],
-    /// Where each client's allocation chain is.
+    /// Phase of each client's allocation chain.
     pub phase: [Phase; CLIENTS],
-    /// Permits that each client's free worker, and the CPU (last), have to give.
+    /// Permits that each client's free worker, and the CPU (last element), have yet to give.
     pub owes: [u8; CLIENTS + 1],
-    /// Times that a client's free worker has released each chunk.
+    /// Releaser client and chunk: how often the client's free worker has released the chunk.
     pub released: [[u8; CHUNKS]; CLIENTS],
-    /// The client's process has ended, or it has reset its queues: grants that were not delivered
-    /// are taken back.
+    /// Clients whose process has ended or that have reset their queues; their undelivered grants
+    /// are reclaimed.
     pub gone: [bool; CLIENTS],
-    /// Who each client is.
-    pub who: [Identity; CLIENTS],
+    /// Identity of each client.
+    pub identities: [Identity; CLIENTS],
 }
 
-/// What the machine knows a client by.
+/// Numbers by which the machine recognizes a client.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Identity {
-    /// The number that the memory node gave it.
+    /// The number that the memory node assigned.
     pub id: u64,
-    /// Number of its free worker.
+    /// QP number of the client's free worker.
     pub free_worker: u32,
-    /// QPs that its requests name, by lane.
+    /// QPs that the client's requests name, by lane.
     pub named: [[u32; 2]; GROUP],
 }
 
 impl Spec {
-    /// The machine for a pool of `shape` with everything free.
-    pub fn new(shape: &Shape, who: [Identity; CLIENTS]) -> Self {
+    /// Creates the machine for a pool of `shape` in which all chunks are free.
+    pub fn new(shape: &Shape, identities: [Identity; CLIENTS]) -> Self {
         Self {
             chunks: shape.chunks as usize,
             group: shape.group,
@@ -152,17 +154,18 @@ impl Spec {
             owes: [0; CLIENTS + 1],
             released: [[0; CHUNKS]; CLIENTS],
             gone: [false; CLIENTS],
-            who,
+            identities,
         }
     }
 
-    /// Moves as `actor` did from `old` to `new`; what it did in words, or why it may not.
+    /// Applies the step that `actor` made from `old` to `new`. Returns a description of the
+    /// changes, or an error if the machine does not allow them.
     pub fn step(&mut self, actor: Actor, old: &View, new: &View) -> Result<Vec<String>, String> {
-        let mut said = Vec::new();
+        let mut events = Vec::new();
         if old == new {
-            return Ok(said);
+            return Ok(events);
         }
-        let may = |ok: bool, what: String| match ok {
+        let require = |ok: bool, what: String| match ok {
             true => Ok(()),
             false => Err(format!("{actor:?} {what}")),
         };
@@ -174,8 +177,8 @@ impl Spec {
         };
         let alloc = if let Actor::AllocWorker(c) = actor { Some(c as usize) } else { None };
         let by = match actor {
-            Actor::FreeWorker(c) => Some(By::Worker(c)),
-            Actor::Cpu => Some(By::Cpu),
+            Actor::FreeWorker(c) => Some(Releaser::Worker(c)),
+            Actor::Cpu => Some(Releaser::Cpu),
             _ => None,
         };
         let debtor = match actor {
@@ -193,30 +196,39 @@ impl Spec {
                     _ if a == b => {}
                     (None, Some(qpn)) => {
                         let c = alloc.filter(|&c| self.chunk[i] == Chunk::Taken(c as u8));
-                        may(c.is_some(), format!("binds {name}, which is {:?}", self.chunk[i]))?;
-                        may(a.tag != b.tag, format!("binds {name} with its old tag {}", a.tag))?;
-                        let who = self.who[c.expect("just seen")];
+                        require(
+                            c.is_some(),
+                            format!("binds {name}, which is {:?}", self.chunk[i]),
+                        )?;
+                        require(
+                            a.tag != b.tag,
+                            format!("binds {name} with its old tag {}", a.tag),
+                        )?;
+                        let identity = self.identities[c.expect("just seen")];
                         let right = if j == 0 {
-                            qpn == who.free_worker
+                            qpn == identity.free_worker
                         } else {
-                            who.named[j].contains(&qpn)
+                            identity.named[j].contains(&qpn)
                         };
-                        may(right, format!("binds {name} to QP {qpn:#x}, which nobody asked for"))?;
-                        said.push(format!("binds {name} to QP {qpn:#x}"));
+                        require(
+                            right,
+                            format!("binds {name} to QP {qpn:#x}, which its request does not name"),
+                        )?;
+                        events.push(format!("binds {name} to QP {qpn:#x}"));
                     }
                     (Some(_), None) => {
                         let proof = match (self.chunk[i], by) {
-                            (Chunk::Owned(c), Some(By::Worker(me))) => j == 0 && c == me,
-                            (Chunk::Owned(c), Some(By::Cpu)) => self.gone[c as usize],
-                            (Chunk::Releasing(who), Some(me)) => who == me,
+                            (Chunk::Owned(c), Some(Releaser::Worker(me))) => j == 0 && c == me,
+                            (Chunk::Owned(c), Some(Releaser::Cpu)) => self.gone[c as usize],
+                            (Chunk::Releasing(releaser), Some(me)) => releaser == me,
                             _ => false,
                         };
-                        let is = self.chunk[i];
-                        may(proof, format!("unbinds {name} while the chunk is {is:?}"))?;
+                        let state = self.chunk[i];
+                        require(proof, format!("unbinds {name} while the chunk is {state:?}"))?;
                         self.chunk[i] = Chunk::Releasing(by.expect("just matched"));
-                        said.push(format!("unbinds {name}"));
+                        events.push(format!("unbinds {name}"));
                     }
-                    _ => may(false, format!("changes {name} from {a:?} to {b:?}"))?,
+                    _ => require(false, format!("changes {name} from {a:?} to {b:?}"))?,
                 }
             }
         }
@@ -228,14 +240,17 @@ impl Spec {
                 (true, false) => {
                     let own = mine.is_some_and(|c| self.chunk[i] == Chunk::Owned(c as u8));
                     let own = own && matches!(actor, Actor::Client(_));
-                    may(own, format!("writes to chunk {i}, which is {:?}", self.chunk[i]))?;
-                    said.push(format!("writes to chunk {i}"));
+                    require(own, format!("writes to chunk {i}, which is {:?}", self.chunk[i]))?;
+                    events.push(format!("writes to chunk {i}"));
                 }
                 (false, true) => {
                     let own = by.is_some_and(|by| self.chunk[i] == Chunk::Releasing(by));
-                    may(own, format!("clears chunk {i}, which is {:?}", self.chunk[i]))?;
-                    may(bound(i).count() == 0, format!("clears chunk {i}, whose keys still live"))?;
-                    said.push(format!("clears chunk {i}"));
+                    require(own, format!("clears chunk {i}, which is {:?}", self.chunk[i]))?;
+                    require(
+                        bound(i).count() == 0,
+                        format!("clears chunk {i}, whose keys are still valid"),
+                    )?;
+                    events.push(format!("clears chunk {i}"));
                 }
                 _ => {}
             }
@@ -248,24 +263,28 @@ impl Spec {
                 continue;
             }
             if b == 0 {
-                // What a client that is gone owned is the CPU's from here on, or from the first unbinding.
-                if let (Chunk::Owned(c), Some(By::Cpu)) = (self.chunk[i], by)
+                // The CPU takes over the chunks of a departed client, here or at the first
+                // unbinding.
+                if let (Chunk::Owned(c), Some(Releaser::Cpu)) = (self.chunk[i], by)
                     && self.gone[c as usize]
                 {
-                    self.chunk[i] = Chunk::Releasing(By::Cpu);
+                    self.chunk[i] = Chunk::Releasing(Releaser::Cpu);
                 }
                 let own = by.is_some_and(|by| self.chunk[i] == Chunk::Releasing(by));
-                may(own, format!("disowns chunk {i}, which is {:?}", self.chunk[i]))?;
-                said.push(format!("disowns chunk {i}"));
+                require(own, format!("disowns chunk {i}, which is {:?}", self.chunk[i]))?;
+                events.push(format!("disowns chunk {i}"));
             } else {
                 let c = alloc.filter(|&c| self.chunk[i] == Chunk::Taken(c as u8));
-                may(c.is_some() && a == 0, format!("makes {b} the owner of chunk {i}"))?;
+                require(c.is_some() && a == 0, format!("makes {b} the owner of chunk {i}"))?;
                 let c = c.expect("just seen");
-                may(self.who[c].id == b, format!("writes {b} as the owner of chunk {i}"))?;
+                require(
+                    self.identities[c].id == b,
+                    format!("writes {b} as the owner of chunk {i}"),
+                )?;
                 let whole = bound(i).count() == self.group;
-                may(whole, format!("gives chunk {i} away with a window that is not bound"))?;
+                require(whole, format!("grants chunk {i} with an unbound window"))?;
                 self.chunk[i] = Chunk::Owned(c as u8);
-                said.push(format!("makes {b} the owner of chunk {i}"));
+                events.push(format!("makes {b} the owner of chunk {i}"));
             }
         }
 
@@ -273,30 +292,30 @@ impl Spec {
         let moved = (new.avail as usize + self.rows - old.avail as usize) % self.rows;
         if moved == self.rows - 1 {
             let c = alloc.filter(|&c| self.phase[c] == Phase::None);
-            may(c.is_some(), "takes a permit out of turn".into())?;
+            require(c.is_some(), "takes a permit in the wrong phase".into())?;
             let there = (1..=self.chunks).contains(&(old.avail as usize));
             let phase = if there { Phase::Permit } else { Phase::Overdraft };
             self.phase[c.expect("just seen")] = phase;
-            said.push(format!("takes a permit: {phase:?}"));
+            events.push(format!("takes a permit: {phase:?}"));
         } else if moved == 1 {
             if let Some(c) = alloc.filter(|&c| self.phase[c] == Phase::Overdraft) {
                 self.phase[c] = Phase::None;
             } else {
                 let debt = debtor.filter(|&d| self.owes[d] > 0);
-                may(debt.is_some(), "gives a permit that it does not owe".into())?;
+                require(debt.is_some(), "gives a permit without owing one".into())?;
                 self.owes[debt.expect("just seen")] -= 1;
             }
-            said.push("gives a permit back".into());
+            events.push("gives a permit back".into());
         } else {
-            may(moved == 0, format!("moves the permits by {moved}"))?;
+            require(moved == 0, format!("moves the permits by {moved}"))?;
         }
         if old.head != new.head {
             let c = alloc.filter(|&c| self.phase[c] == Phase::Permit);
-            may(c.is_some(), "advances the head without a permit".into())?;
+            require(c.is_some(), "advances the head without a permit".into())?;
             let next = (old.head as usize + 1) % self.slots;
-            may(new.head as usize == next, format!("moves the head to {}", new.head))?;
+            require(new.head as usize == next, format!("moves the head to {}", new.head))?;
             self.phase[c.expect("just seen")] = Phase::Ticket(old.head);
-            said.push(format!("has the ticket for slot {}", old.head));
+            events.push(format!("gets the ticket for slot {}", old.head));
         }
 
         // --- the queue -------------------------------------------------------------------------
@@ -305,37 +324,40 @@ impl Spec {
             if a == b {
                 continue;
             }
-            may(b != FORGED, format!("puts into slot {k} what is no entry"))?;
+            require(b != FORGED, format!("writes a value that names no entry into slot {k}"))?;
             if b == 0 {
                 let c = alloc.filter(|&c| self.phase[c] == Phase::Ticket(k as u8));
-                may(c.is_some(), format!("takes slot {k} without a ticket"))?;
+                require(c.is_some(), format!("takes slot {k} without a ticket"))?;
                 let (c, i) = (c.expect("just seen"), a as usize - 1);
-                let is = self.chunk[i];
-                may(is == Chunk::Free, format!("takes chunk {i}, which is {is:?}"))?;
+                let state = self.chunk[i];
+                require(state == Chunk::Free, format!("takes chunk {i}, which is {state:?}"))?;
                 self.phase[c] = Phase::None;
                 self.chunk[i] = Chunk::Taken(c as u8);
-                said.push(format!("takes chunk {i} from slot {k}"));
+                events.push(format!("takes chunk {i} from slot {k}"));
             } else {
-                may(a == 0, format!("overwrites slot {k}"))?;
+                require(a == 0, format!("overwrites slot {k}"))?;
                 let i = b as usize - 1;
                 let own = by.is_some_and(|by| self.chunk[i] == Chunk::Releasing(by));
-                may(own, format!("pushes chunk {i}, which is {:?}", self.chunk[i]))?;
-                may(bound(i).count() == 0, format!("pushes chunk {i}, whose keys still live"))?;
-                may(new.zero[i], format!("pushes chunk {i}, which is not cleared"))?;
-                may(new.owners[i] == 0, format!("pushes chunk {i}, which has an owner"))?;
+                require(own, format!("pushes chunk {i}, which is {:?}", self.chunk[i]))?;
+                require(
+                    bound(i).count() == 0,
+                    format!("pushes chunk {i}, whose keys are still valid"),
+                )?;
+                require(new.zero[i], format!("pushes chunk {i}, which is not cleared"))?;
+                require(new.owners[i] == 0, format!("pushes chunk {i}, which has an owner"))?;
                 self.chunk[i] = Chunk::Free;
-                self.owes[debtor.expect("it releases")] += 1;
+                self.owes[debtor.expect("a releaser has a debt counter")] += 1;
                 if let Actor::FreeWorker(c) = actor {
                     self.released[c as usize][i] += 1;
                 }
-                said.push(format!("pushes chunk {i} into slot {k}"));
+                events.push(format!("pushes chunk {i} into slot {k}"));
             }
         }
         self.check(new)?;
-        Ok(said)
+        Ok(events)
     }
 
-    /// What holds at every moment.
+    /// Checks the invariants of every state.
     fn check(&self, v: &View) -> Result<(), String> {
         let mut in_queue = [0; CHUNKS];
         let mut filled = 0;
@@ -345,7 +367,10 @@ impl Spec {
         }
         for (i, &times) in in_queue[..self.chunks].iter().enumerate() {
             if times != usize::from(self.chunk[i] == Chunk::Free) {
-                return Err(format!("chunk {i} is {:?} and {times} times queued", self.chunk[i]));
+                return Err(format!(
+                    "chunk {i} is {:?} and occurs {times} times in the queue",
+                    self.chunk[i]
+                ));
             }
         }
         let mut claims: usize = self.owes.iter().map(|&o| o as usize).sum();
@@ -356,11 +381,11 @@ impl Spec {
                     return Err(format!("the head has passed slot {k}, which is empty"));
                 }
                 if self.phase[..c].contains(phase) {
-                    return Err(format!("two chains have the ticket for slot {k}"));
+                    return Err(format!("two chains hold the ticket for slot {k}"));
                 }
             }
         }
-        // Negative numbers of permits are rows from the end of the table.
+        // A negative number of permits is a row counted from the end of the table.
         let permits = (self.rows + filled - claims) % self.rows;
         if permits != v.avail as usize {
             let avail = v.avail;
@@ -371,15 +396,15 @@ impl Spec {
         Ok(())
     }
 
-    /// What is left of a client that the memory node has forgotten.
+    /// Checks that a client that the memory node has forgotten holds nothing.
     pub fn check_forgotten(&self, c: u8) -> Result<(), String> {
         let left = |chunk: &Chunk| match *chunk {
-            Chunk::Taken(x) | Chunk::Owned(x) | Chunk::Releasing(By::Worker(x)) => x == c,
+            Chunk::Taken(x) | Chunk::Owned(x) | Chunk::Releasing(Releaser::Worker(x)) => x == c,
             _ => false,
         };
         if let Some(i) = self.chunk[..self.chunks].iter().position(left) {
-            let is = self.chunk[i];
-            return Err(format!("client {c} is retired, and chunk {i} is still {is:?}"));
+            let state = self.chunk[i];
+            return Err(format!("client {c} is retired, and chunk {i} is still {state:?}"));
         }
         if self.phase[c as usize] != Phase::None || self.owes[c as usize] > 0 {
             let (phase, owes) = (self.phase[c as usize], self.owes[c as usize]);
@@ -390,8 +415,8 @@ impl Spec {
         Ok(())
     }
 
-    /// True if `qpn` is a QP that client `c` may have its windows bound to.
+    /// Returns whether client `c` may have its windows bound to `qpn`.
     pub fn is_named(&self, c: usize, lane: usize, qpn: Qpn) -> bool {
-        self.who[c].named[lane].contains(&qpn.raw())
+        self.identities[c].named[lane].contains(&qpn.raw())
     }
 }

@@ -1,7 +1,8 @@
-//! A memory node, its NIC and some clients, small enough that all that can happen is tried.
+//! A memory node, its NIC and a few clients, small enough to explore every interleaving.
 //!
-//! The NIC is the real engine, stepped WQE by WQE; the memory node is the real
-//! [`pool::onesidedmw::Node`], with its own chains; clients speak raw verbs, so that they can lie.
+//! The NIC is the product's engine, stepped WQE by WQE. The memory node is the product's
+//! [`pool::onesidedmw::Node`] with its own chains. Clients use raw verbs, so that they can send
+//! invalid requests.
 
 mod checks;
 mod words;
@@ -23,34 +24,35 @@ use rnic::verbs::{Limits, QpInfo};
 
 use crate::arena::{self, Arena};
 use crate::client::{Client, Grant, Outcome, wrong_qpn};
-use crate::config::{Config, Op, Wrong};
-use crate::cpu::{Cpu, Standing, Task};
+use crate::config::{Config, Op, WrongQp};
+use crate::cpu::Cpu;
 use crate::nic::{ModelCq, ModelNic, Points};
+use crate::schedule::{CpuState, Task};
 use crate::spec::{Actor, CHUNKS, CLIENTS, FORGED, GROUP, Identity, SLOTS, Spec, View, Window};
 
-/// Bytes of a chunk: the fewest that there can be.
+/// Bytes of a chunk: the minimum.
 const CHUNK: u64 = 512;
-/// QP and CQ numbers are below this in a world.
+/// Upper bound of QP and CQ numbers in a world.
 const NUMBERS: u32 = 160;
 
-/// What may happen next.
+/// An action that may happen next.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Action {
-    /// The NIC executes a WQE of this QP.
+    /// The NIC executes one WQE of this QP.
     Step(Qpn),
     /// A client posts its next operation.
     Post(u8),
-    /// A client's process ends: its function is removed from the NIC.
+    /// A client's process ends: the NIC removes its function.
     Crash(u8),
-    /// A client whose management queues broke resets its side and asks for new ones.
+    /// A client whose management queues broke resets them and requests new ones.
     Recover(u8),
-    /// The CPU is given something to do.
+    /// The CPU gets a task.
     Begin(Task),
-    /// The CPU goes on to its next verb.
-    GoOn,
+    /// The CPU runs to its next verb.
+    Resume,
 }
 
-/// A world. It lies in an arena.
+/// The state of a world. It lies in an arena.
 pub struct World {
     nic: Arc<InlineNic>,
     physical: InlineFunction,
@@ -67,7 +69,7 @@ pub struct World {
     cqs: Vec<(InlineFunction, Cqn)>,
     in_flight: usize,
     reduce: bool,
-    /// The machine that says what may happen.
+    /// The specification, which decides whether a step is allowed.
     pub spec: Spec,
     view: View,
     crashed: bool,
@@ -75,7 +77,7 @@ pub struct World {
 }
 
 impl World {
-    /// Makes a world in the calling thread's arena. Nothing has happened in it.
+    /// Creates a world in the calling thread's arena, in its initial state.
     pub fn new(config: &Config, arena: &mut Arena) -> &'static mut World {
         arena::inside(|| Self::build(config, arena))
     }
@@ -101,23 +103,23 @@ impl World {
         let faults = node.faults().clone();
         let mut clients = Vec::new();
         let mut roles = Vec::new();
-        let mut who = [Identity::default(); CLIENTS];
+        let mut identities = [Identity::default(); CLIENTS];
         for (c, program) in config.clients.iter().enumerate() {
             let crashes = config.crash == Some(c);
             let (client, identity) =
                 Client::join(&nic, node, c as u8, program, crashes, &mut roles);
-            who[c] = identity;
+            identities[c] = identity;
             clients.push(client);
         }
         for (c, client) in clients.iter().enumerate() {
             for op in &client.program {
                 let Op::AllocateFor(wrong) = op else { continue };
                 for lane in 1..=config.lanes as usize {
-                    who[c].named[lane][1] = wrong_qpn(*wrong, &clients, c).raw();
+                    identities[c].named[lane][1] = wrong_qpn(*wrong, &clients, c).raw();
                 }
             }
         }
-        let spec = Spec::new(&memory.shape, who);
+        let spec = Spec::new(&memory.shape, identities);
         let functions: Vec<InlineFunction> = [physical.clone()]
             .into_iter()
             .chain(clients.iter().map(|c| c.function.clone()))
@@ -139,7 +141,7 @@ impl World {
                 *at = key;
             }
         }
-        arena.silence(memory.dump.memory().addr() as usize, memory.dump.memory().len());
+        arena.exclude_from_digest(memory.dump.memory().addr() as usize, memory.dump.memory().len());
         let node: *mut Node<ModelNic> = node;
         let cpu = Cpu::new(arena, node);
         let view = View {
@@ -170,14 +172,16 @@ impl World {
             crashed: false,
             forgotten: [false; CLIENTS],
         }));
-        world.view = world.look();
+        world.view = world.observe();
         world
     }
 
-    // --- what can happen ---------------------------------------------------------------------------
+    // --- possible actions ------------------------------------------------------------------------
 
-    /// Everything that can happen next. Where one of them commutes with all that anybody else may do
-    /// from here on, and changes nothing that is checked, it alone ([`World::local`]).
+    /// Returns all actions that can happen next.
+    ///
+    /// If one of them commutes with every action that other actors may take from here on, and
+    /// changes nothing that is checked, it is returned alone ([`World::local`]).
     pub fn actions(&self) -> Vec<Action> {
         let mut all = Vec::new();
         let ready = self.nic.ready_qps();
@@ -197,13 +201,13 @@ impl World {
                 all.push(Action::Recover(c as u8));
             }
         }
-        match (&self.cpu.task, &self.cpu.standing) {
-            (Some(_), Standing::Waits(cqn, polled)) => {
+        match (&self.cpu.task, &self.cpu.state) {
+            (Some(_), CpuState::Waits(cqn, polled)) => {
                 if count(&self.physical, *cqn).is_some_and(|n| n != *polled) {
-                    all.push(Action::GoOn);
+                    all.push(Action::Resume);
                 }
             }
-            (Some(_), _) => all.push(Action::GoOn),
+            (Some(_), _) => all.push(Action::Resume),
             (None, _) => all.extend(self.tasks().into_iter().map(Action::Begin)),
         }
         all.extend(ready.into_iter().map(Action::Step));
@@ -224,7 +228,7 @@ impl World {
         let faults = count(&self.physical, self.faults.cqn()).expect("the CQ lives");
         assert!(
             (faults as usize) * 64 < arena::FAR_TRACKED,
-            "a run reaches beyond what is tracked"
+            "a run uses more than the tracked bytes of the fault CQ"
         );
         if turn || faults != self.faults.consumed() {
             tasks.push(Task::Turn);
@@ -232,19 +236,20 @@ impl World {
         tasks
     }
 
-    /// An action that may be taken alone, without trying the others first:
+    /// Returns an action that may be explored alone, without its alternatives:
     ///
-    /// - A client's post. It writes its own ring and rings a doorbell; nobody else sees that, and its
-    ///   SEND may still come whenever the NIC likes.
-    /// - Of a worker's WQEs: a WAIT (counts only grow: one that passes always will, and one that does
-    ///   not yet changes nothing), a NOP, the masked FAA on an index in the worker's own ring, the
-    ///   SEND_EN on itself, the READ of the steering table, which nobody writes, into the worker's own
-    ///   ring. Nobody else reads or writes those fields: of the two keys of a worker's ring one is
-    ///   named in its own chain and in receive WQEs that scatter into fields that these WQEs do not
-    ///   touch, the other in its own chain alone.
+    /// - A client's post. It writes the client's own ring and doorbell. No other actor sees them,
+    ///   and the NIC may still execute the SEND at any later time.
+    /// - Some WQEs of a worker: a WAIT (counters only grow, so one that passes will always pass,
+    ///   and one that does not pass yet changes nothing), a NOP, the masked FAA on an index in the
+    ///   worker's own ring, the SEND_EN on the worker itself, and the READ of the steering table,
+    ///   which is never written, into the worker's own ring. No other actor reads or writes those
+    ///   fields. A worker's ring has two keys: the first is used by its own chain and by receive
+    ///   WQEs that scatter into fields that these WQEs do not touch; the second is used by its own
+    ///   chain alone.
     ///
-    /// Not for a client that may crash or break its queues: then the CPU looks at how far its worker
-    /// has come. Runs are finite, so that nobody is put off for ever.
+    /// Clients that may crash or break their queues are excluded, because the CPU then reads how
+    /// far their workers have come. Runs are finite, so no other action is postponed forever.
     fn local(&self, ready: &[Qpn]) -> Option<Action> {
         for (c, client) in self.clients.iter().enumerate() {
             if client.can_post(&self.clients, self.in_flight) {
@@ -293,9 +298,9 @@ impl World {
         self.rings.iter().find(|(n, _)| *n == qpn).map(|(_, ring)| (c, ring.clone()))
     }
 
-    // --- making it happen --------------------------------------------------------------------------
+    // --- execution --------------------------------------------------------------------------
 
-    /// Makes it happen; in words what that changed, or what is wrong with it.
+    /// Executes an action. Returns a description of the changes, or the violation.
     pub fn act(&mut self, action: Action) -> Result<Vec<String>, String> {
         let mut actor = Actor::Cpu;
         match action {
@@ -323,23 +328,23 @@ impl World {
                 arena::inside(|| self.clients[c as usize].recover())?;
             }
             Action::Begin(task) => self.cpu.start(task),
-            Action::GoOn => {
-                if let Some((task, result)) = self.cpu.go_on() {
-                    self.ended(task, result)?;
+            Action::Resume => {
+                if let Some((task, result)) = self.cpu.resume() {
+                    self.finish_task(task, result)?;
                 }
             }
         }
-        let view = self.look();
-        let mut said = self.spec.step(actor, &self.view, &view)?;
+        let view = self.observe();
+        let mut events = self.spec.step(actor, &self.view, &view)?;
         self.view = view;
         for c in 0..self.clients.len() {
-            said.extend(self.hear(c)?);
+            events.extend(self.poll_client(c)?);
         }
         self.check_workers()?;
-        Ok(said)
+        Ok(events)
     }
 
-    fn ended(
+    fn finish_task(
         &mut self,
         task: Task,
         result: Result<Option<Vec<u32>>, String>,
@@ -366,7 +371,7 @@ impl World {
         }
         for c in 0..self.clients.len() {
             let client = &mut self.clients[c];
-            // SAFETY: the CPU stands idle, and nobody else looks at the node.
+            // SAFETY: the CPU is idle, and no other code uses the node.
             let node = unsafe { &*self.node };
             if client.leaves && client.known && node.is_retired(client.id) {
                 client.known = false;
@@ -377,18 +382,18 @@ impl World {
         Ok(())
     }
 
-    /// A client takes in what has completed.
-    fn hear(&mut self, c: usize) -> Result<Vec<String>, String> {
+    /// Polls the completions of a client and checks the outcomes of its operations.
+    fn poll_client(&mut self, c: usize) -> Result<Vec<String>, String> {
         let client = &mut self.clients[c];
         if !client.alive {
             return Ok(Vec::new());
         }
-        let heard = arena::inside(|| client.take_in());
-        let mut said = Vec::new();
-        for op in heard {
+        let ended = arena::inside(|| client.poll_completions());
+        let mut events = Vec::new();
+        for op in ended {
             let client = &mut self.clients[c];
             let (what, outcome) = (client.program[op], client.outcome[op]);
-            said.push(format!("client {c} hears of {what:?}: {outcome:?}"));
+            events.push(format!("client {c}: {what:?} ends with {outcome:?}"));
             match (what, outcome) {
                 (Op::Allocate | Op::AllocateFor(_), Outcome::Granted(grant)) => {
                     self.check_grant(c, what, &grant)?;
@@ -402,7 +407,7 @@ impl World {
                     client.freed[i] += 1;
                     if client.freed[i] > self.spec.released[c][i] {
                         return Err(format!(
-                            "client {c} is told that chunk {i} is free; it is not"
+                            "client {c} got the reply that chunk {i} was freed, but it was not"
                         ));
                     }
                 }
@@ -425,14 +430,14 @@ impl World {
                 }
             }
         }
-        Ok(said)
+        Ok(events)
     }
 
     fn actor(&self, qpn: Qpn) -> Actor {
         self.roles.iter().find(|r| r.0 == qpn).map_or(Actor::Cpu, |r| r.1)
     }
 
-    /// What tells this state from others, beside the hashed part of the arena.
+    /// Hashes the state that the hashed part of the arena does not contain.
     pub fn hash_rest(&self, arena: &Arena, h: &mut impl Hasher) {
         self.spec.hash(h);
         self.view.hash(h);
@@ -462,27 +467,28 @@ impl World {
         }
         self.faults.consumed().hash(h);
         if let Some(task) = self.cpu.task {
-            format!("{task:?} {:?} {}", self.cpu.standing, self.cpu.has_begun()).hash(h);
+            format!("{task:?} {:?} {}", self.cpu.state, self.cpu.has_begun()).hash(h);
             if self.cpu.has_begun() {
-                let (low, end) = self.cpu.living(arena);
-                // SAFETY: the stack lies in the arena, and the CPU stands.
+                let (low, end) = self.cpu.used_stack(arena);
+                // SAFETY: the stack lies in the arena, and the CPU is suspended.
                 h.write(unsafe { std::slice::from_raw_parts(low as *const u8, end - low) });
             }
         }
         for (at, len) in arena.cpu_heap() {
-            // SAFETY: the piece lies in the arena, and the CPU stands.
+            // SAFETY: the piece lies in the arena, and the CPU is suspended.
             h.write(unsafe { std::slice::from_raw_parts(at as *const u8, len) });
         }
     }
 
-    /// The lowest address of the CPU's stack that is in use.
+    /// Returns the lowest address of the CPU's stack in use.
     pub fn stack_low(&self, arena: &Arena) -> usize {
-        self.cpu.living(arena).0
+        self.cpu.used_stack(arena).0
     }
 
     fn requests_for(&self, c: u8) -> Vec<Vec<u8>> {
-        // The bytes that name the access QPs: honest ones, then one list per lie.
-        let lists = [None, Some(Wrong::Foreign), Some(Wrong::Nobody), Some(Wrong::Worker)];
+        // The bytes that name the access QPs: the correct ones, then one list per invalid request.
+        let lists =
+            [None, Some(WrongQp::Foreign), Some(WrongQp::Nonexistent), Some(WrongQp::Worker)];
         lists
             .into_iter()
             .map(|wrong| {

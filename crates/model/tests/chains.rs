@@ -1,14 +1,15 @@
-//! Every state of the small configurations; with `GRANARY_TEST_FULL=1` 200,000 of the larger ones too.
+//! Explores every state of the small configurations; with `GRANARY_TEST_FULL=1` also up to 200,000
+//! states of each larger one.
 //!
-//! The allocator that makes this possible is per thread, so the tests may run side by side.
+//! The allocator of the arenas is per thread, so tests may run in parallel.
 
 use model::config::{self, Config};
 use model::{Report, explore, prepare};
 
-/// States after which a configuration of the full run is called bounded: half a minute of each on one core.
+/// States after which a configuration of the full run counts as bounded: half a minute on one core.
 const LIMIT: u64 = 200_000;
 
-/// [`LIMIT`], or what `GRANARY_MODEL_STATES` says. A state takes 16 bytes, and some 0.1 ms.
+/// Returns `GRANARY_MODEL_STATES` or [`LIMIT`]. A state takes 16 bytes and about 0.1 ms.
 fn limit() -> u64 {
     let given = std::env::var("GRANARY_MODEL_STATES").ok();
     given.map_or(LIMIT, |n| n.parse().expect("GRANARY_MODEL_STATES is a number"))
@@ -38,7 +39,7 @@ fn check(config: &Config) -> Report {
     }
 }
 
-/// Explores the configurations that are picked, and says that there are some.
+/// Explores the selected configurations.
 fn check_all(pick: impl Fn(&Config) -> bool) {
     prepare();
     let picked: Vec<Config> =
@@ -58,23 +59,23 @@ fn lies(c: &Config) -> bool {
 }
 
 #[test]
-fn friends_share_a_pool() {
+fn honest_clients_share_a_pool() {
     check_all(|c| c.crash.is_none() && !lies(c));
 }
 
 #[test]
-fn a_client_crashes_at_any_moment() {
+fn client_may_crash_at_any_moment() {
     check_all(|c| c.crash.is_some());
 }
 
 #[test]
-fn a_client_lies() {
+fn client_may_send_invalid_requests() {
     check_all(|c| c.crash.is_none() && lies(c));
 }
 
-/// What may be taken alone, may: without that reduction, runs end in the same ways.
+/// Exploring commuting actions alone does not lose a final state.
 #[test]
-fn the_reduction_loses_no_end() {
+fn reduction_preserves_final_states() {
     prepare();
     let all = config::all();
     let pairs: Vec<(&Config, &Config)> = all
@@ -90,7 +91,8 @@ fn the_reduction_loses_no_end() {
         assert!(!whole.reduce && reduced.reduce);
         let (whole, reduced) = (check(whole), check(reduced));
         assert!(reduced.exhausted, "too large to be exhausted, and to be compared");
-        // Of what is too large to be exhausted, each end that was seen.
+        // If the unreduced configuration is too large to exhaust, each final state that was seen is
+        // compared.
         assert!(whole.outcomes.is_subset(&reduced.outcomes), "an end is lost");
         assert!(!whole.exhausted || whole.outcomes == reduced.outcomes);
         assert!(reduced.states < whole.states, "it reduces nothing");

@@ -1,4 +1,4 @@
-//! How fast the simulator is: verbs and operations for each second of a core.
+//! Speed of the simulator: verbs and operations per second of CPU time.
 //!
 //! `cargo bench -p granary-sim`
 
@@ -89,7 +89,7 @@ fn run(name: &str, reads: u32, rounds: u32) {
     );
 }
 
-/// Time of this thread on a core: what other programs on the machine take does not count.
+/// Returns the CPU time of this thread, which excludes other programs on the machine.
 fn cpu_seconds() -> f64 {
     let t = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     t.tv_sec as f64 + t.tv_nsec as f64 / 1e9

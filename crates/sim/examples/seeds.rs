@@ -1,6 +1,7 @@
-//! `granary sim check` without the command: what is built quickly, after a change to look at.
+//! The check of `granary sim check` as a small program that builds quickly.
 //!
-//! `cargo run -p granary-sim --example seeds -- CASE FROM TO [trace]`; a case is a scheme, or one of its kinds.
+//! `cargo run -p granary-sim --example seeds -- CASE FROM TO [trace]`; a case is a scheme or a
+//! variant of a scheme.
 
 use std::process::ExitCode;
 

@@ -1,32 +1,32 @@
-//! What can go wrong in a simulation.
+//! Errors of simulations.
 
 /// An error of a simulation.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A file of parameters cannot be used.
-    #[error("reading the parameters of the timing model: {why}; see docs/simulator.md")]
+    #[error("reading the parameters of the timing model: {why}; see docs/internals/simulator.md")]
     Params {
-        /// What is wrong.
+        /// The defect.
         why: String,
     },
-    /// What ran in the simulation failed.
+    /// A simulated program failed.
     #[error("simulating {attempt}: {why}")]
     Failed {
-        /// What was simulated.
+        /// The simulated program.
         attempt: String,
-        /// Why it failed.
+        /// The reason.
         why: String,
     },
-    /// Nothing can happen any more, and somebody still waits.
-    #[error("at {at} nothing can happen any more, but {waits} still wait: {who}")]
+    /// No event is left, but fibers still wait.
+    #[error("at {at} no event is left, but {waits} fibers still wait: {names}")]
     Stuck {
         /// Virtual time.
         at: crate::Time,
-        /// How many wait.
+        /// Number of waiting fibers.
         waits: usize,
-        /// Who they are.
-        who: String,
+        /// Names of the waiting fibers.
+        names: String,
     },
     /// The pool's own error.
     #[error(transparent)]

@@ -1,8 +1,8 @@
-//! Fibers: each simulated core runs its program on a stack of its own, and stands wherever that
-//! waits. Programs are ordinary blocking code, or futures under [`block_on`].
+//! Fibers: each simulated core runs its program on a stack of its own, and is suspended while the
+//! program waits. Programs are ordinary blocking code, or futures under [`block_on`].
 //!
-//! What a program computes takes no time by itself; what it costs is added up ([`spend`]) and passes
-//! when it next waits, or as soon as the sum is larger than its patience.
+//! A program's computation takes no virtual time by itself. Its cost is accumulated by [`charge`],
+//! and passes when the program next waits or when the sum exceeds the fiber's quantum.
 
 use std::cell::Cell;
 use std::future::Future;
@@ -17,91 +17,92 @@ use corosensei::{Coroutine, CoroutineResult, Yielder};
 
 use crate::time::Time;
 
-/// A fiber, by number.
+/// Number of a fiber.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct FiberId(pub u32);
 
-/// Why it stands.
+/// Why a fiber is suspended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Stand {
-    /// For so long.
+pub(crate) enum Suspension {
+    /// For this length of time.
     For(Time),
-    /// Until somebody wakes it.
+    /// Until it is woken.
     Waits,
 }
 
-type Way = Yielder<(), Stand>;
+type FiberYielder = Yielder<(), Suspension>;
 
-/// What the fiber that runs on this thread is.
-struct Here {
-    way: *const Way,
+/// State of the fiber that runs on this thread.
+struct Running {
+    yielder: *const FiberYielder,
     id: FiberId,
-    owed: Cell<Time>,
-    patience: Time,
+    charged: Cell<Time>,
+    quantum: Time,
     waker: Waker,
-    /// It is being ended: nothing waits any more.
+    /// Whether the fiber is being ended: it must not wait any more.
     ending: Cell<bool>,
 }
 
 thread_local! {
-    static HERE: Cell<*const Here> = const { Cell::new(ptr::null()) };
+    static RUNNING: Cell<*const Running> = const { Cell::new(ptr::null()) };
 }
 
 /// A program on its own stack.
 pub(crate) struct Fiber {
-    thread: Coroutine<(), Stand, (), DefaultStack>,
-    here: Box<Here>,
+    thread: Coroutine<(), Suspension, (), DefaultStack>,
+    running: Box<Running>,
     pub name: String,
 }
 
-/// Bytes of a stack. Memory is taken page by page as it is used.
+/// Bytes of a stack. Memory is allocated page by page on first use.
 const STACK: usize = 256 << 10;
 
 impl Fiber {
     pub fn new(
         id: FiberId,
         name: String,
-        patience: Time,
+        quantum: Time,
         waker: Waker,
         stack: Option<DefaultStack>,
         program: impl FnOnce() + 'static,
     ) -> Self {
-        let here = Box::new(Here {
-            way: ptr::null(),
+        let running = Box::new(Running {
+            yielder: ptr::null(),
             id,
-            owed: Cell::new(Time::ZERO),
-            patience,
+            charged: Cell::new(Time::ZERO),
+            quantum,
             waker,
             ending: Cell::new(false),
         });
-        let told: *const Here = &*here;
+        let shared: *const Running = &*running;
         let stack =
             stack.unwrap_or_else(|| DefaultStack::new(STACK).expect("memory for a fiber's stack"));
-        let thread = Coroutine::with_stack(stack, move |way: &Way, ()| {
+        let thread = Coroutine::with_stack(stack, move |yielder: &FiberYielder, ()| {
             // SAFETY: the box outlives the coroutine, and only the fiber's own thread touches it.
-            unsafe { (*told.cast_mut()).way = way };
+            unsafe { (*shared.cast_mut()).yielder = yielder };
             program();
         });
-        Self { thread, here, name }
+        Self { thread, running, name }
     }
 
-    /// Lets it run until it stands; `None` when its program has ended.
-    pub fn resume(&mut self) -> Option<Stand> {
-        let _inside = Inside::of(&self.here);
+    /// Runs the fiber until it is suspended. Returns `None` when its program has ended.
+    pub fn resume(&mut self) -> Option<Suspension> {
+        let _inside = Inside::enter(&self.running);
         match self.thread.resume(()) {
-            CoroutineResult::Yield(stand) => Some(stand),
+            CoroutineResult::Yield(suspension) => Some(suspension),
             CoroutineResult::Return(()) => None,
         }
     }
 
-    /// Ends its program where it stands: what it holds is dropped, and none of it waits for anything.
+    /// Ends the suspended program: drops the values on its stack; nothing of it waits any more.
     pub fn end(mut self) -> DefaultStack {
-        self.here.ending.set(true);
-        let inside = Inside::of(&self.here);
+        self.running.ending.set(true);
+        let inside = Inside::enter(&self.running);
         if self.thread.started() && !self.thread.done() {
             self.thread.force_unwind();
         } else if !self.thread.started() {
-            // SAFETY: nothing of it has run: there is nothing on its stack to drop but its program.
+            // SAFETY: the coroutine has not run, so its stack holds no value to drop except the
+            // program.
             unsafe { self.thread.force_reset() };
         }
         drop(inside);
@@ -109,91 +110,94 @@ impl Fiber {
     }
 }
 
-/// A fiber runs, until this is dropped: also if its program panics.
-struct Inside(*const Here);
+/// Marks a fiber as running until dropped, even if its program panics.
+struct Inside(*const Running);
 
 impl Inside {
-    fn of(here: &Here) -> Self {
-        Self(HERE.replace(here))
+    fn enter(running: &Running) -> Self {
+        Self(RUNNING.replace(running))
     }
 }
 
 impl Drop for Inside {
     fn drop(&mut self) {
-        HERE.set(self.0);
+        RUNNING.set(self.0);
     }
 }
 
-fn here<T>(f: impl FnOnce(&Here) -> T) -> Option<T> {
-    let here = HERE.get();
-    // SAFETY: `resume` set it to the fiber's box, which lives while the fiber runs.
-    (!here.is_null()).then(|| f(unsafe { &*here }))
+fn running<T>(f: impl FnOnce(&Running) -> T) -> Option<T> {
+    let running = RUNNING.get();
+    // SAFETY: `resume` has set the pointer to the fiber's box, which lives while the fiber runs.
+    (!running.is_null()).then(|| f(unsafe { &*running }))
 }
 
-/// The fiber that runs, if one does.
+/// Returns the running fiber, if any.
 pub fn current() -> Option<FiberId> {
-    here(|h| h.id)
+    running(|h| h.id)
 }
 
-/// True if the fiber that runs is being ended: what would wait must fail instead.
+/// Returns whether the running fiber is being ended. Operations that would wait must fail then.
 pub fn is_ending() -> bool {
-    here(|h| h.ending.get()).unwrap_or(false)
+    running(|h| h.ending.get()).unwrap_or(false)
 }
 
-/// What the running fiber has done that time has not passed for yet.
-pub fn owed() -> Time {
-    here(|h| h.owed.get()).unwrap_or_default()
+/// Returns the time that the running fiber has spent and that has not passed yet.
+pub fn charged() -> Time {
+    running(|h| h.charged.get()).unwrap_or_default()
 }
 
-/// Adds to what the running fiber has done. Time passes for it now if that is more than its patience.
-pub fn spend(time: Time) {
-    let must_pass = here(|h| {
-        h.owed.set(h.owed.get() + time);
-        h.owed.get() > h.patience && !h.ending.get()
+/// Charges virtual time to the running fiber. The time passes once the accumulated charge exceeds
+/// the fiber's quantum.
+pub fn charge(time: Time) {
+    let must_pass = running(|h| {
+        h.charged.set(h.charged.get() + time);
+        h.charged.get() > h.quantum && !h.ending.get()
     });
     if must_pass == Some(true) {
         pass();
     }
 }
 
-/// Has time pass for what the running fiber has done.
+/// Lets the time pass that the running fiber has spent.
 pub fn pass() {
-    let owed = here(|h| if h.ending.get() { Time::ZERO } else { h.owed.replace(Time::ZERO) });
-    if let Some(owed) = owed.filter(|t| *t > Time::ZERO) {
-        stand(Stand::For(owed));
+    let charged =
+        running(|h| if h.ending.get() { Time::ZERO } else { h.charged.replace(Time::ZERO) });
+    if let Some(charged) = charged.filter(|t| *t > Time::ZERO) {
+        suspend(Suspension::For(charged));
     }
 }
 
-/// Stands for `time`, and for what is owed.
+/// Suspends the running fiber for `time` and for the time that it has spent.
 pub fn sleep(time: Time) {
-    if let Some(all) = here(|h| h.owed.replace(Time::ZERO) + time)
+    if let Some(all) = running(|h| h.charged.replace(Time::ZERO) + time)
         && !is_ending()
     {
-        stand(Stand::For(all));
+        suspend(Suspension::For(all));
     }
 }
 
-/// Stands until somebody wakes this fiber, which may be for no reason.
+/// Suspends the running fiber until it is woken. Wake-ups may be spurious.
 pub(crate) fn wait() {
     pass();
     if !is_ending() {
-        stand(Stand::Waits);
+        suspend(Suspension::Waits);
     }
 }
 
 #[inline(never)]
-fn stand(why: Stand) {
-    let way = here(|h| h.way).expect("only a fiber stands");
-    // SAFETY: the coroutine set it, and its yielder lives as long as its stack, on which this runs.
-    unsafe { (*way).suspend(why) };
+fn suspend(why: Suspension) {
+    let yielder = running(|h| h.yielder).expect("only a fiber can be suspended");
+    // SAFETY: the coroutine has set the pointer; its yielder lives on the stack on which this code
+    // runs.
+    unsafe { (*yielder).suspend(why) };
 }
 
-/// Wakes the running fiber. Panics outside of fibers.
+/// Returns the waker of the running fiber. Panics outside of fibers.
 pub fn waker() -> Waker {
-    here(|h| h.waker.clone()).expect("a fiber runs")
+    running(|h| h.waker.clone()).expect("a fiber runs")
 }
 
-/// Wakes a future's fiber, and keeps in mind that it did.
+/// Wakes a future's fiber and remembers the wake-up.
 struct FutureWaker {
     fiber: Waker,
     woken: AtomicBool,
@@ -212,8 +216,9 @@ impl Wake for FutureWaker {
 
 /// Runs a future on the running fiber.
 ///
-/// The future may wait for something in the middle of a poll, as who re-establishes a connection does. That
-/// takes the fiber's wake-ups, also one that was meant for the future: so it is kept in mind.
+/// The future may block the fiber in the middle of a poll, for example to re-establish a
+/// connection. That wait consumes the fiber's wake-ups, including one that was meant for the
+/// future. So wake-ups of the future are remembered separately.
 pub fn block_on<F: Future>(future: F) -> F::Output {
     let mut future = pin!(future);
     let me = Arc::new(FutureWaker { fiber: waker(), woken: AtomicBool::new(false) });
@@ -224,7 +229,7 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
         if let Poll::Ready(output) = future.as_mut().poll(&mut cx) {
             return output;
         }
-        assert!(!is_ending(), "a program that is being ended starts nothing");
+        assert!(!is_ending(), "a program that is being ended must not wait for a future");
         if me.woken.load(Ordering::SeqCst) {
             me.fiber.wake_by_ref();
         }
@@ -240,9 +245,9 @@ mod tests {
     use std::sync::atomic::AtomicU32;
 
     #[test]
-    fn a_fiber_stands_and_goes_on() {
+    fn fiber_suspends_and_resumes() {
         let log = Rc::new(RefCell::new(Vec::new()));
-        let told = log.clone();
+        let shared = log.clone();
         let mut fiber = Fiber::new(
             FiberId(7),
             "test".into(),
@@ -251,32 +256,32 @@ mod tests {
             None,
             move || {
                 assert_eq!(current(), Some(FiberId(7)));
-                spend(Time(60));
-                told.borrow_mut().push("patient");
-                spend(Time(60));
-                told.borrow_mut().push("passed");
-                spend(Time(30));
+                charge(Time(60));
+                shared.borrow_mut().push("patient");
+                charge(Time(60));
+                shared.borrow_mut().push("passed");
+                charge(Time(30));
                 wait();
-                told.borrow_mut().push("woken");
+                shared.borrow_mut().push("woken");
             },
         );
-        assert_eq!(fiber.resume(), Some(Stand::For(Time(120))));
+        assert_eq!(fiber.resume(), Some(Suspension::For(Time(120))));
         assert_eq!(*log.borrow(), ["patient"]);
         assert_eq!(
             fiber.resume(),
-            Some(Stand::For(Time(30))),
-            "what is owed passes before it waits"
+            Some(Suspension::For(Time(30))),
+            "charged time passes before the wait"
         );
-        assert_eq!(fiber.resume(), Some(Stand::Waits));
+        assert_eq!(fiber.resume(), Some(Suspension::Waits));
         assert_eq!(fiber.resume(), None);
         assert_eq!(*log.borrow(), ["patient", "passed", "woken"]);
         assert_eq!(current(), None);
     }
 
-    /// A future's waker is called, then it waits in the middle of its poll for something else: the fiber goes
-    /// on with the future all the same.
+    /// The future's waker is called, then the future blocks within its poll. The future must be
+    /// polled again nevertheless.
     #[test]
-    fn a_wait_within_a_poll_does_not_swallow_the_wake_up_of_a_future() {
+    fn wait_within_poll_keeps_the_futures_wakeup() {
         struct Wakes(AtomicU32);
         impl Wake for Wakes {
             fn wake(self: Arc<Self>) {
@@ -302,17 +307,17 @@ mod tests {
                 }));
             },
         );
-        assert_eq!(fiber.resume(), Some(Stand::Waits), "in the middle of the poll");
+        assert_eq!(fiber.resume(), Some(Suspension::Waits), "in the middle of the poll");
         let before = wakes.0.load(Ordering::SeqCst);
-        assert_eq!(fiber.resume(), Some(Stand::Waits));
-        assert_eq!(wakes.0.load(Ordering::SeqCst), before + 1, "the future is to be polled again");
-        assert_eq!(fiber.resume(), Some(Stand::Waits));
-        assert_eq!(wakes.0.load(Ordering::SeqCst), before + 1, "nobody has woken it since");
+        assert_eq!(fiber.resume(), Some(Suspension::Waits));
+        assert_eq!(wakes.0.load(Ordering::SeqCst), before + 1, "the future must be polled again");
+        assert_eq!(fiber.resume(), Some(Suspension::Waits));
+        assert_eq!(wakes.0.load(Ordering::SeqCst), before + 1, "no wake-up since");
         assert_eq!(fiber.resume(), None);
     }
 
     #[test]
-    fn a_panic_comes_out_of_the_fiber_and_leaves_nobody_running() {
+    fn panic_propagates_out_of_the_fiber() {
         let noop = Waker::noop().clone();
         let program = || panic!("as planned");
         let mut fiber = Fiber::new(FiberId(1), "test".into(), Time(0), noop, None, program);
@@ -323,19 +328,19 @@ mod tests {
     }
 
     #[test]
-    fn who_is_ended_drops_what_it_holds_and_waits_for_nothing() {
-        struct Told(Rc<Cell<u32>>);
-        impl Drop for Told {
+    fn ended_fiber_drops_its_values_without_waiting() {
+        struct CountsDrops(Rc<Cell<u32>>);
+        impl Drop for CountsDrops {
             fn drop(&mut self) {
                 assert!(is_ending());
-                spend(Time(1 << 40));
+                charge(Time(1 << 40));
                 sleep(Time(5));
                 wait();
                 self.0.set(self.0.get() + 1);
             }
         }
         let drops = Rc::new(Cell::new(0));
-        let held = Told(drops.clone());
+        let held = CountsDrops(drops.clone());
         let mut fiber = Fiber::new(
             FiberId(0),
             "test".into(),
@@ -345,7 +350,7 @@ mod tests {
             move || {
                 let _held = held;
                 wait();
-                unreachable!("nobody woke it");
+                unreachable!("the fiber was not woken");
             },
         );
         fiber.resume();

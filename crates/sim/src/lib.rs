@@ -1,28 +1,31 @@
-//! Virtual time: the very code that runs on real NICs (RNIC engine, allocation schemes, clients),
-//! on a NIC whose time is computed.
+//! Simulation in virtual time: the product's code (RNIC engine, allocation schemes, clients) runs
+//! on a NIC whose timing is computed by a model.
 //!
 //! ```text
 //!   fibers: client threads, the memory node's cores        (fiber.rs)
-//!      │ verbs (fabric::hooked)                            (nic.rs)
+//!      │ verbs (fabric::interposed)                        (nic.rs)
 //!      ▼
-//!   one engine, stepped WQE by WQE <── events in the order of time   (world.rs)
-//!      what a WQE waits for: units, PCIe, link, CPU        (timing.rs, resource.rs, params.rs)
-//!      what the network does to it                         (net.rs)
+//!   one engine, stepped WQE by WQE <── events in time order  (world.rs)
+//!      timing of a WQE: units, PCIe, link, CPU             (timing.rs, resource.rs, params.rs)
+//!      faults of the network                               (net.rs)
 //! ```
 //!
-//! - One seed decides everything; the same seed gives the same run, to the byte, on any machine.
-//! - A WQE takes effect when its request arrives at the responder; its completion is seen when the
-//!   answer has come back.
-//! - All nodes' NICs share one engine: what differs between them is where a QP was made.
+//! - A seed determines the whole run: the same seed gives the same run, to the byte, on any
+//!   machine.
+//! - A WQE takes effect when its request arrives at the responder. Its completion becomes visible
+//!   when the answer has returned.
+//! - All nodes' NICs share one engine. A QP belongs to the node on which it was created.
 
 pub mod check;
 mod cluster;
 mod error;
 pub mod fiber;
+mod ids;
 mod net;
 mod nic;
 pub mod params;
-mod queues;
+mod qp;
+mod qp_schedule;
 mod random;
 mod resource;
 mod state;
@@ -32,11 +35,12 @@ mod world;
 
 pub use cluster::{Cluster, ClusterSpec, Connector, Link, Process, SimControl};
 pub use error::Error;
+pub use ids::NodeId;
 pub use net::{Faults, Partition};
 pub use nic::{SimHooks, SimNic};
 pub use params::Params;
-pub use queues::Observed;
+pub use qp::Observed;
 pub use random::Random;
-pub use state::{Counters, NodeId};
+pub use state::Counters;
 pub use time::Time;
 pub use world::Sim;

@@ -1,44 +1,44 @@
-//! What the network does to packets besides taking time: it loses, delays and holds them.
+//! Faults of the network: it loses, delays and blocks packets.
 //!
-//! A QP is reliable: a packet that is lost is sent again after a time-out, so that what a loss amounts to
-//! is delay, on the way there or on the way back. Requests of one QP stay in order. A peer that does
-//! not answer for too long breaks the QP: its request was not done if the way there was cut, and was done
-//! if it was the way back.
+//! A QP is reliable: a lost packet is retransmitted after a time-out, so a loss is a delay, of the
+//! request or of the answer. Requests of one QP stay in order. A peer that does not answer for too
+//! long breaks the QP. If the request's direction was cut, the request was not executed; if the
+//! answer's direction was cut, it was.
 //!
-//! The memory node's QPs are patient: they try for as long as it takes. (InfiniBand's longest time-out is
-//! hours.) A compute node that waits for a reply has nothing in flight that could fail, so it would never
-//! hear that the memory node has given up; and who is gone, the memory node learns on the control
-//! connection.
+//! The memory node's QPs retransmit without limit. (InfiniBand's longest time-out is hours.)
+//! Otherwise, a compute node that waits for a reply could wait forever: it has nothing in flight
+//! that could fail, so it would not notice that the memory node's QP broke. The memory node learns
+//! from the control connection that a compute node has departed.
 
+use crate::ids::NodeId;
 use crate::random::Random;
-use crate::state::NodeId;
 use crate::time::Time;
 
-/// How bad the network is.
+/// Fault rates of the network.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Faults {
-    /// One packet in so many is lost; 0: none.
+    /// One packet in this number is lost; 0 for none.
     pub loss: u64,
-    /// One packet in so many is late; 0: none.
+    /// One packet in this number is late; 0 for none.
     pub late: u64,
-    /// By how much at most.
+    /// Maximum delay of a late packet.
     pub late_by: Time,
-    /// When nodes cannot reach each other.
+    /// A partition between two nodes.
     pub partition: Option<Partition>,
 }
 
-/// A time in which two nodes cannot reach each other.
+/// A period in which two nodes cannot reach each other.
 #[derive(Clone, Copy, Debug)]
 pub struct Partition {
-    /// One of them.
+    /// The first node.
     pub a: NodeId,
-    /// The other.
+    /// The second node.
     pub b: NodeId,
-    /// Since when.
+    /// Start of the period.
     pub from: Time,
-    /// Until when.
+    /// End of the period.
     pub until: Time,
-    /// Only what `a` sends to `b` is held: what `b` asks arrives, and is not answered.
+    /// Only packets from `a` to `b` are blocked: requests of `b` arrive and are not answered.
     pub one_way: bool,
 }
 
@@ -50,7 +50,7 @@ impl Partition {
     }
 }
 
-/// Tries before a QP gives up (`retry_cnt` of 7).
+/// Retransmissions before a QP breaks (`retry_cnt` of 7).
 pub(crate) const TRIES: u32 = 7;
 
 /// The network.
@@ -69,8 +69,8 @@ impl Net {
         self.faults = faults;
     }
 
-    /// How much later than it should a packet arrives that leaves at `at`; `None` if all tries to send it
-    /// are lost. Who is `patient` tries for as long as it takes.
+    /// Returns the delay of a packet that leaves at `at`, beyond the link's latency. `None` if all
+    /// retransmissions are lost. If `patient`, the sender retransmits without limit.
     pub fn delay(&mut self, from: NodeId, to: NodeId, at: Time, patient: bool) -> Option<Time> {
         let f = &self.faults;
         if f.loss == 0 && f.late == 0 && f.partition.is_none() {
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lost_packet_comes_late_and_a_partition_ends_the_tries() {
+    fn lost_packet_is_late_and_partition_exhausts_retries() {
         let retry = Time::us(16);
         let mut net = Net::new(1, retry);
         let (a, b, c) = (NodeId(0), NodeId(1), NodeId(2));
@@ -114,14 +114,14 @@ mod tests {
         assert_eq!(
             net.delay(a, b, Time::us(990), false),
             Some(retry),
-            "it ends before the tries do"
+            "the partition ends before the last retransmission"
         );
         assert_eq!(net.delay(a, c, Time::us(10), false), Some(Time::ZERO), "another node");
         let one_way = Some(Partition { one_way: true, ..partition });
         net.set(Faults { partition: one_way, ..Faults::default() });
         assert_eq!(net.delay(a, b, Time::us(10), false), None);
         assert_eq!(net.delay(b, a, Time::us(10), false), Some(Time::ZERO), "the other way");
-        let patient = net.delay(a, b, Time::us(10), true).expect("it tries on");
+        let patient = net.delay(a, b, Time::us(10), true).expect("a patient sender");
         assert!((Time::us(990)..Time::us(1010)).contains(&patient), "{patient}");
     }
 }

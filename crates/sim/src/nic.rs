@@ -1,34 +1,34 @@
-//! The NIC as a program in the simulation sees it: the verbs of `fabric`, whose time is virtual.
+//! The NIC of a program in the simulation: the verbs of `fabric`, with virtual time.
 
 use std::sync::Arc;
 use std::task::Waker;
 use std::time::Duration;
 
-use fabric::hooked::{Call, HookedNic, Hooks};
+use fabric::interposed::{Call, Hooks, InterposedNic};
 use fabric::soft::SoftNic;
 use fabric::{Completion, CompletionKind, Cqn, DmaMemory, Error, Qpn};
 use rnic::port::Function;
 use rnic::port::inline::InlineFunction;
 
 use crate::fiber;
+use crate::ids::NodeId;
 use crate::params::Params;
-use crate::state::NodeId;
 use crate::time::Time;
 use crate::world::Shared;
 
 /// A simulated NIC.
-pub type SimNic = HookedNic<SimHooks>;
+pub type SimNic = InterposedNic<SimHooks>;
 
 /// Bytes of a page.
 const PAGE: u64 = 4096;
 
-/// What stands between a program and the NIC: who it is, and what its verbs cost it.
+/// Hooks of a program's NIC: the node on which it runs, and the CPU time of its verbs.
 #[derive(Clone)]
 pub struct SimHooks {
     shared: Arc<Shared>,
     params: Arc<Params>,
     node: NodeId,
-    /// It is a memory node's CPU.
+    /// Whether the program is a memory node's CPU, whose time per request is modelled.
     weak: bool,
 }
 
@@ -44,17 +44,18 @@ impl SimHooks {
         SimNic::new(SoftNic::new(Function::Inline(function)), hooks)
     }
 
-    /// The time, with what the running fiber has done since it last passed.
+    /// Returns the virtual time, including time that the running fiber has spent since time last
+    /// passed.
     pub fn now(&self) -> Time {
-        self.shared.state.lock().now + fiber::owed()
+        self.shared.state.lock().now + fiber::charged()
     }
 
-    /// Adds a line to the trace, if one is written.
+    /// Adds a line to the trace if one is recorded.
     pub fn note(&self, line: impl FnOnce() -> String) {
         self.shared.note(line);
     }
 
-    /// Stands until the running fiber is woken or `deadline` has come.
+    /// Suspends the running fiber until it is woken or `deadline` is reached.
     pub(crate) fn wait_until(&self, deadline: Option<Time>) {
         let me = fiber::current().expect("only fibers wait");
         if let Some(deadline) = deadline {
@@ -63,7 +64,7 @@ impl SimHooks {
         fiber::wait();
     }
 
-    /// How long a message on the control connection takes, one way.
+    /// Returns the one-way latency of a message on the control connection.
     pub(crate) fn control_latency(&self) -> Time {
         self.params.node_cpu.control
     }
@@ -72,7 +73,7 @@ impl SimHooks {
         self.shared.state.lock().wake(id);
     }
 
-    /// Lets the NIC work, for who makes a world ready: nobody else is about.
+    /// Lets the NIC work while a world is set up, before any fiber runs.
     pub(crate) fn pump(&self) -> bool {
         self.shared.pump()
     }
@@ -101,7 +102,7 @@ impl Hooks for SimHooks {
             return;
         }
         let params = &self.params;
-        fiber::spend(match call {
+        fiber::charge(match call {
             Call::PostSend(..) | Call::Enable => params.cpu.post,
             Call::DeregMr(_) if self.weak => params.node_cpu.deregister,
             Call::RegMr(bytes) if self.weak => {
@@ -111,13 +112,13 @@ impl Hooks for SimHooks {
             Call::Zero(bytes) if self.weak => {
                 Time((bytes as f64 * 1e3 / params.node_cpu.clear_rate).round() as u64)
             }
-            // Others are set-up, or too short to tell.
+            // Other verbs belong to the set-up or take a negligible time.
             _ => Time::ZERO,
         });
     }
 
     fn after(&self) {
-        self.shared.look();
+        self.shared.collect_work();
     }
 
     fn made_qp(&self, qpn: Qpn, send_cq: Cqn, managed_ring: Option<DmaMemory>) {
@@ -134,7 +135,7 @@ impl Hooks for SimHooks {
     }
 
     fn horizon(&self, cqn: Cqn) -> Option<u32> {
-        Some(self.shared.state.lock().seen(cqn))
+        Some(self.shared.state.lock().visible(cqn))
     }
 
     fn polled(&self, all: &[Completion]) {
@@ -146,27 +147,28 @@ impl Hooks for SimHooks {
             let requests = all.iter().filter(|c| c.kind == CompletionKind::Receive).count();
             cost += Time(self.params.node_cpu.request.0 * requests as u64);
         }
-        fiber::spend(cost);
+        fiber::charge(cost);
     }
 
     fn wait(&self, cqn: Cqn, next: u32, timeout: Duration) -> Result<bool, Error> {
         if fiber::is_ending() {
             return Err(gone());
         }
-        let seen = |shared: &Shared| shared.state.lock().is_seen(cqn, next);
+        let visible = |shared: &Shared| shared.state.lock().is_visible(cqn, next);
         if fiber::current().is_none() {
-            // What has completed is seen some time later: time passes only from event to event.
-            if !seen(&self.shared) {
+            // A completion becomes visible later, and outside of fibers time passes only from event
+            // to event.
+            if !visible(&self.shared) {
                 self.shared.state.lock().leave_waker(cqn, next, Waker::noop());
             }
-            while !seen(&self.shared) {
+            while !visible(&self.shared) {
                 if !self.shared.pump() {
                     return Ok(false);
                 }
             }
             return Ok(true);
         }
-        if seen(&self.shared) {
+        if visible(&self.shared) {
             return Ok(true);
         }
         let deadline = match timeout {
@@ -178,11 +180,11 @@ impl Hooks for SimHooks {
         if fiber::is_ending() {
             return Err(gone());
         }
-        let seen = seen(&self.shared);
-        if seen && self.weak {
-            fiber::spend(self.params.node_cpu.wakeup);
+        let visible = visible(&self.shared);
+        if visible && self.weak {
+            fiber::charge(self.params.node_cpu.wakeup);
         }
-        Ok(seen)
+        Ok(visible)
     }
 
     fn nap(&self, time: Duration) -> bool {

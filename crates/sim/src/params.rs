@@ -1,4 +1,4 @@
-//! The parameters of the timing model: a file of numbers, each with where it comes from.
+//! Parameters of the timing model: a file of numbers, each with its source.
 
 use std::collections::BTreeMap;
 
@@ -7,28 +7,28 @@ use serde::Deserialize;
 use crate::Error;
 use crate::time::Time;
 
-/// The file for the cluster of OneSidedMW's evaluation.
+/// Parameters of the cluster of OneSidedMW's evaluation.
 pub const CONNECTX5: &str = include_str!("../params/connectx5.toml");
 
-/// The file for the cluster of FineMem's evaluation.
+/// Parameters of the cluster of FineMem's evaluation.
 pub const CONNECTX6: &str = include_str!("../params/connectx6.toml");
 
-/// One parameter as the file has it.
+/// A parameter in the file.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Entry {
-    /// The number, in the unit that its name has.
+    /// The value; the parameter's name determines its unit.
     pub value: f64,
-    /// Where it comes from.
+    /// The source of the value.
     pub source: String,
-    /// Claims that it was chosen to meet.
+    /// Claims that the value was fitted to.
     #[serde(default)]
     pub fitted: Vec<String>,
 }
 
 type Table = BTreeMap<String, Entry>;
 
-/// The file.
+/// The parameter file.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
@@ -43,11 +43,11 @@ struct File {
 /// All parameters.
 #[derive(Clone, Debug)]
 pub struct Params {
-    /// What they describe.
+    /// Name of the described hardware.
     pub name: String,
-    /// A NIC.
+    /// The NIC.
     pub nic: NicParams,
-    /// Its bus.
+    /// The NIC's bus.
     pub pcie: PcieParams,
     /// The network.
     pub link: LinkParams,
@@ -58,7 +58,7 @@ pub struct Params {
     entries: Vec<(String, Entry)>,
 }
 
-/// See the file for each one's meaning and source.
+/// The file documents the meaning and source of each field.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
 pub struct NicParams {
@@ -77,7 +77,7 @@ pub struct NicParams {
     pub functions: u32,
 }
 
-/// See the file for each one's meaning and source.
+/// The file documents the meaning and source of each field.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
 pub struct PcieParams {
@@ -87,7 +87,7 @@ pub struct PcieParams {
     pub rate: f64,
 }
 
-/// See the file for each one's meaning and source.
+/// The file documents the meaning and source of each field.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
 pub struct LinkParams {
@@ -96,7 +96,7 @@ pub struct LinkParams {
     pub retry: Time,
 }
 
-/// See the file for each one's meaning and source.
+/// The file documents the meaning and source of each field.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
 pub struct CpuParams {
@@ -104,7 +104,7 @@ pub struct CpuParams {
     pub poll: Time,
 }
 
-/// See the file for each one's meaning and source.
+/// The file documents the meaning and source of each field.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
 pub struct NodeCpuParams {
@@ -118,17 +118,17 @@ pub struct NodeCpuParams {
 }
 
 impl Params {
-    /// Those of [`CONNECTX5`].
+    /// Returns the parameters of [`CONNECTX5`].
     pub fn connectx5() -> Self {
-        Self::parse(CONNECTX5).expect("the file that is built in is right")
+        Self::parse(CONNECTX5).expect("the built-in file is valid")
     }
 
-    /// Those of [`CONNECTX6`].
+    /// Returns the parameters of [`CONNECTX6`].
     pub fn connectx6() -> Self {
-        Self::parse(CONNECTX6).expect("the file that is built in is right")
+        Self::parse(CONNECTX6).expect("the built-in file is valid")
     }
 
-    /// Reads a file.
+    /// Parses a parameter file.
     pub fn parse(text: &str) -> Result<Self, Error> {
         let bad = |why: String| Error::Params { why };
         let File { name, nic, pcie, link, cpu, node_cpu } =
@@ -140,10 +140,10 @@ impl Params {
             for (key, entry) in table {
                 let name = format!("{section}.{key}");
                 if !entry.value.is_finite() || entry.value < 0.0 {
-                    return Err(bad(format!("{name} is {}: at least 0 is needed", entry.value)));
+                    return Err(bad(format!("{name} is {}; it must be at least 0", entry.value)));
                 }
                 if entry.source.is_empty() {
-                    return Err(bad(format!("{name} does not say where it comes from")));
+                    return Err(bad(format!("{name} has an empty source")));
                 }
                 entries.push((name, entry));
             }
@@ -152,7 +152,7 @@ impl Params {
         let mut get = |name: &str| {
             unused.retain(|n| n != name);
             let found = entries.iter().find(|(n, _)| n == name);
-            found.map(|(_, e)| e.value).ok_or_else(|| bad(format!("{name} is not given")))
+            found.map(|(_, e)| e.value).ok_or_else(|| bad(format!("{name} is missing")))
         };
         let params = Params {
             name,
@@ -195,20 +195,20 @@ impl Params {
             entries: Vec::new(),
         };
         if let Some(name) = unused.first() {
-            return Err(bad(format!("{name} is nothing that the model knows")));
+            return Err(bad(format!("{name} is not a parameter of the model")));
         }
         if [params.pcie.rate, params.link.rate, params.node_cpu.clear_rate].contains(&0.0) {
-            return Err(bad("a rate of 0 moves nothing".into()));
+            return Err(bad("a rate must be greater than 0".into()));
         }
         Ok(Self { entries, ..params })
     }
 
-    /// All of them by name, with their sources.
+    /// Returns all parameters by name, with their sources.
     pub fn entries(&self) -> &[(String, Entry)] {
         &self.entries
     }
 
-    /// The claims that some parameter was fitted to.
+    /// Returns the claims that some parameter was fitted to.
     pub fn fitted(&self) -> impl Iterator<Item = &str> {
         self.entries.iter().flat_map(|(_, e)| e.fitted.iter().map(String::as_str))
     }
@@ -219,7 +219,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_file_that_is_built_in_is_read_whole() {
+    fn built_in_parameter_files_parse_completely() {
         let params = Params::connectx5();
         assert_eq!(params.nic.units, 8);
         assert_eq!(params.nic.managed_wqe, Time(540_000));
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_unknown_or_without_a_source_is_named() {
+    fn parameter_file_errors_name_the_parameter() {
         let without = CONNECTX5.replace("[nic.units]", "[nic.union]");
         let message = |text: &str| Params::parse(text).expect_err("a bad file").to_string();
         assert!(message(&without).contains("nic.units"), "{}", message(&without));

@@ -1,23 +1,24 @@
-//! What work queues for: units that serve one piece of work at a time.
+//! Resources with queues: units that serve one request at a time, and pipes.
 
 use crate::time::Time;
 
-/// Units that serve in the order in which work comes.
+/// Units that serve requests in order of arrival.
 #[derive(Clone, Debug)]
 pub struct Servers {
-    /// When each is free again.
+    /// Time at which each unit is free again.
     free: Vec<Time>,
-    /// Time that they worked.
+    /// Total working time.
     busy: Time,
 }
 
 impl Servers {
-    /// `count` units.
+    /// Creates `count` units.
     pub fn new(count: usize) -> Self {
         Self { free: vec![Time::ZERO; count.max(1)], busy: Time::ZERO }
     }
 
-    /// Work that comes at `at` and takes `length`: when it ends, on the unit that is free first.
+    /// Serves a request that arrives at `at` and takes `length`, on the unit that is free first;
+    /// returns the end.
     pub fn serve(&mut self, at: Time, length: Time) -> Time {
         let free = self.free.iter_mut().min().expect("at least one");
         let end = at.max(*free) + length;
@@ -26,13 +27,13 @@ impl Servers {
         end
     }
 
-    /// Time that all of them worked.
+    /// Returns the total working time of all units.
     pub fn busy(&self) -> Time {
         self.busy
     }
 }
 
-/// A link, or a bus: bytes pass one behind the other.
+/// A link or a bus: bytes pass one after another.
 #[derive(Clone, Debug)]
 pub struct Pipe {
     ps_per_byte: f64,
@@ -41,17 +42,18 @@ pub struct Pipe {
 }
 
 impl Pipe {
-    /// A pipe of so many bytes a nanosecond (GB/s).
+    /// Creates a pipe with a rate in bytes per nanosecond (GB/s).
     pub fn new(bytes_per_ns: f64) -> Self {
         Self { ps_per_byte: 1e3 / bytes_per_ns, free: Time::ZERO, bytes: 0 }
     }
 
-    /// How long `bytes` take.
+    /// Returns the transfer time of `bytes`.
     pub fn length(&self, bytes: u64) -> Time {
         Time((bytes as f64 * self.ps_per_byte).round() as u64)
     }
 
-    /// `bytes` that begin to enter at `at` at the earliest: when the last one has.
+    /// Transfers `bytes` that start to enter at `at` or later; returns when the last byte has
+    /// entered.
     pub fn enter(&mut self, at: Time, bytes: u64) -> Time {
         let end = at.max(self.free) + self.length(bytes);
         self.free = end;
@@ -59,13 +61,13 @@ impl Pipe {
         end
     }
 
-    /// `bytes` that come out of another pipe, the last one at `at`: when that has passed this one too. They
-    /// are not collected in between.
+    /// Transfers `bytes` that come out of another pipe, the last byte at `at`; returns when the
+    /// last byte has passed this pipe too. The bytes are not buffered in between.
     pub fn follow(&mut self, other: &Pipe, at: Time, bytes: u64) -> Time {
         self.pass(other.length(bytes), at, bytes)
     }
 
-    /// [`Pipe::follow`] behind a pipe of the same width.
+    /// Like [`Pipe::follow`], behind a pipe of the same rate.
     pub fn leave(&mut self, at: Time, bytes: u64) -> Time {
         self.pass(self.length(bytes), at, bytes)
     }
@@ -78,7 +80,7 @@ impl Pipe {
         end
     }
 
-    /// Bytes that passed.
+    /// Returns the number of bytes that passed.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -89,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_units_serve_three_pieces() {
+    fn two_units_serve_three_requests() {
         let mut units = Servers::new(2);
         let (at, length) = (Time(10), Time(100));
         assert_eq!(units.serve(at, length), Time(110));
@@ -100,15 +102,15 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_passes_bytes_one_behind_the_other() {
+    fn pipe_serializes_transfers() {
         let mut pipe = Pipe::new(10.0);
         assert_eq!(pipe.enter(Time(0), 10), Time(1_000));
-        assert_eq!(pipe.enter(Time(500), 10), Time(2_000), "the first is in the way");
+        assert_eq!(pipe.enter(Time(500), 10), Time(2_000), "the first transfer occupies the pipe");
         let mut far = Pipe::new(10.0);
-        assert_eq!(far.leave(Time(1_500), 10), Time(1_500), "nothing is in the way");
-        assert_eq!(far.leave(Time(1_600), 10), Time(2_500), "two that arrive together");
+        assert_eq!(far.leave(Time(1_500), 10), Time(1_500), "the pipe is idle");
+        assert_eq!(far.leave(Time(1_600), 10), Time(2_500), "two transfers arrive together");
         let (fast, mut slow) = (Pipe::new(100.0), Pipe::new(10.0));
-        assert_eq!(slow.follow(&fast, Time(100), 10), Time(1_000), "the narrow one decides");
+        assert_eq!(slow.follow(&fast, Time(100), 10), Time(1_000), "the slower pipe decides");
         assert_eq!(slow.bytes(), 10);
     }
 }

@@ -1,4 +1,4 @@
-//! What the world knows: which events come, who waits, and what can be seen of completions.
+//! State of the world: pending events, waiting fibers, and completions that are not visible yet.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -8,32 +8,29 @@ use std::task::Waker;
 use rnic::ids::{Cqn, Qpn};
 
 use crate::fiber::FiberId;
+use crate::ids::NodeId;
 use crate::net::Net;
 use crate::params::Params;
-use crate::queues::{Observed, QpState};
+use crate::qp::{Observed, QpState};
 use crate::random::Random;
 use crate::time::Time;
 use crate::timing::NicTiming;
 
-/// A node of the simulated cluster.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct NodeId(pub u16);
-
-/// What may happen.
+/// An event.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Event {
-    /// A fiber goes on.
+    /// A fiber resumes.
     Run(FiberId),
-    /// A fiber's time-out.
+    /// A fiber's deadline is reached.
     Timer(FiberId),
-    /// What a QP does next takes effect.
+    /// The next work of a QP takes effect.
     Step(Qpn),
-    /// Completions of a CQ can be seen by who waits.
-    Seen(Cqn),
+    /// Completions of a CQ become visible to the waiting fibers.
+    Visible(Cqn),
 }
 
-/// An event with its place in the order: by time, then by chance if the world is shuffled, then as they
-/// came about.
+/// An event with its sort key: time, then a random number if the world is shuffled, then the order
+/// of creation.
 #[derive(PartialEq, Eq)]
 pub(crate) struct Entry {
     at: Time,
@@ -54,10 +51,10 @@ impl Ord for Entry {
     }
 }
 
-/// What has happened, in numbers.
+/// Event counters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Events.
+    /// Events executed.
     pub events: u64,
     /// WQEs, or slices of them, that were executed.
     pub verbs: u64,
@@ -67,35 +64,30 @@ pub struct Counters {
     pub timeouts: u64,
 }
 
-impl Default for NodeId {
-    fn default() -> Self {
-        NodeId(u16::MAX)
-    }
-}
-
-/// Completions of a CQ that were counted, and when they are seen.
+/// Counted completions of a CQ, and the times at which they become visible.
 #[derive(Default)]
 pub(crate) struct CqState {
-    /// Count after the completion; when the NIC knows it; when the CPU can see it.
+    /// For each completion: the count after it, the time at which the NIC knows it, the time at
+    /// which the CPU can see it.
     log: VecDeque<(u32, Time, Time)>,
-    /// Count of the completions that can be seen.
-    seen: u32,
+    /// Count of the visible completions.
+    visible: u32,
     pub wakers: Vec<Waker>,
-    /// A `Seen` stands in the queue of events for this moment.
-    pub told: Option<Time>,
+    /// Time of the pending `Visible` event.
+    pub visible_at: Option<Time>,
 }
 
 #[derive(Default)]
 pub(crate) struct FiberState {
-    /// A `Run` stands in the queue of events.
+    /// Whether a `Run` event is pending.
     pub scheduled: bool,
     pub waits: bool,
-    /// Woken while it did not wait.
+    /// Whether the fiber was woken while it did not wait.
     pub notified: bool,
     pub ended: bool,
-    /// When it is to be woken at the latest.
+    /// Time at which the fiber must be woken.
     pub deadline: Option<Time>,
-    /// When its earliest `Timer` comes.
+    /// Time of the earliest pending `Timer` event.
     pub timer: Option<Time>,
 }
 
@@ -110,7 +102,7 @@ pub(crate) struct State {
     pub nodes: Vec<NicTiming>,
     compute_nodes: u16,
     pub fibers: Vec<FiberState>,
-    /// Fibers that run next, at this moment, unless the world is shuffled.
+    /// Fibers that run next, at the current time, unless the world is shuffled.
     pub next: VecDeque<FiberId>,
     pub net: Net,
     pub counters: Counters,
@@ -121,11 +113,11 @@ pub(crate) struct State {
     pub observed: Option<Observed>,
 }
 
-/// Bit 23 of a difference of two running numbers of completions says that it is negative.
+/// Sign bit of the difference of two sequence numbers of completions.
 const HALF: u32 = 0x80_0000;
 pub(crate) const NUMBER: u32 = 0xff_ffff;
 
-/// Whether the running number `count` is `other` or later.
+/// Returns whether the sequence number `count` is `other` or later.
 fn reaches(count: u32, other: u32) -> bool {
     count.wrapping_sub(other) & HALF == 0
 }
@@ -160,7 +152,7 @@ impl State {
         }
     }
 
-    /// True for the first node, and those behind the compute nodes.
+    /// Returns whether a node is a memory node: the first node, or a node behind the compute nodes.
     pub fn is_memory_node(&self, node: NodeId) -> bool {
         let NodeId(at) = node;
         at == 0 || at > self.compute_nodes && usize::from(at) < self.nodes.len()
@@ -172,7 +164,7 @@ impl State {
         self.queue.push(Reverse(Entry { at, chance, number: self.number, event }));
     }
 
-    /// When the next event is.
+    /// Returns the time of the next event.
     pub fn next_at(&self) -> Option<Time> {
         match self.next.is_empty() {
             true => self.queue.peek().map(|e| e.0.at),
@@ -186,7 +178,7 @@ impl State {
             return Some(Event::Run(id));
         }
         let Reverse(entry) = self.queue.pop()?;
-        debug_assert!(entry.at >= self.now, "time goes on");
+        debug_assert!(entry.at >= self.now, "time never goes back");
         self.now = entry.at;
         self.counters.events += 1;
         Some(entry.event)
@@ -194,7 +186,7 @@ impl State {
 
     // --- fibers --------------------------------------------------------------------------------
 
-    /// A new fiber runs from now on.
+    /// Adds a fiber, which runs from now on.
     pub fn add_fiber(&mut self, id: FiberId) {
         debug_assert_eq!(id.0 as usize, self.fibers.len());
         self.fibers.push(FiberState { waits: true, ..FiberState::default() });
@@ -219,11 +211,11 @@ impl State {
         }
     }
 
-    /// Wakes a fiber at `deadline` if nobody has before.
+    /// Wakes a fiber at `deadline` unless it is woken before.
     pub fn set_deadline(&mut self, id: FiberId, deadline: Time) {
         let fiber = &mut self.fibers[id.0 as usize];
         fiber.deadline = Some(deadline);
-        // One timer at a time: a later one is set when it comes.
+        // Only one timer is pending; when it fires, a later one is set.
         if fiber.timer.is_none_or(|t| t > deadline) {
             fiber.timer = Some(deadline);
             self.push(deadline, Event::Timer(id));
@@ -254,66 +246,67 @@ impl State {
         &mut self.cqs[at]
     }
 
-    /// A CQ was made; another one may have had its number.
+    /// Resets the state of a CQ that was created; its number may be reused.
     pub fn made_cq(&mut self, cqn: Cqn) {
         *self.cq(cqn) = CqState::default();
     }
 
-    /// Count of a CQ's completions that can be seen now.
-    pub fn seen(&mut self, cqn: Cqn) -> u32 {
+    /// Returns the count of a CQ's completions that are visible now.
+    pub fn visible(&mut self, cqn: Cqn) -> u32 {
         let now = self.now;
         let cq = self.cq(cqn);
         cq.advance(now);
-        cq.seen
+        cq.visible
     }
 
-    /// Whether a completion from the running number `next` on can be seen. Who takes a QP through Reset
-    /// takes in what completed before: he may be ahead of what can be seen.
-    pub fn is_seen(&mut self, cqn: Cqn, next: u32) -> bool {
-        let seen = self.seen(cqn);
-        seen != next && reaches(seen, next)
+    /// Returns whether the completion with sequence number `next` is visible.
+    ///
+    /// Resetting a QP takes all earlier completions, so `next` may be ahead of the visible ones.
+    pub fn is_visible(&mut self, cqn: Cqn, next: u32) -> bool {
+        let visible = self.visible(cqn);
+        visible != next && reaches(visible, next)
     }
 
-    /// Calls `waker` when a completion from the running number `next` on can be seen.
+    /// Calls `waker` when the completion with sequence number `next` becomes visible.
     pub fn leave_waker(&mut self, cqn: Cqn, next: u32, waker: &Waker) {
         let now = self.now;
-        let is_seen = self.is_seen(cqn, next);
+        let is_visible = self.is_visible(cqn, next);
         let cq = self.cq(cqn);
         if !cq.wakers.iter().any(|w| w.will_wake(waker)) {
             cq.wakers.push(waker.clone());
         }
-        let at = match is_seen {
+        let at = match is_visible {
             true => Some(now),
-            false => cq.log.front().map(|(_, _, seen)| *seen),
+            false => cq.log.front().map(|(_, _, visible)| *visible),
         };
         if let Some(at) = at {
-            self.tell_seen(cqn, at);
+            self.schedule_visible(cqn, at);
         }
     }
 
-    fn tell_seen(&mut self, cqn: Cqn, at: Time) {
+    fn schedule_visible(&mut self, cqn: Cqn, at: Time) {
         let cq = self.cq(cqn);
-        if !cq.wakers.is_empty() && cq.told.is_none_or(|told| told > at) {
-            cq.told = Some(at);
-            self.push(at, Event::Seen(cqn));
+        if !cq.wakers.is_empty() && cq.visible_at.is_none_or(|visible_at| visible_at > at) {
+            cq.visible_at = Some(at);
+            self.push(at, Event::Visible(cqn));
         }
     }
 
-    /// A CQ has counted up to `count`: the NIC knows at `known`, the CPU at `seen`.
-    pub fn count(&mut self, cqn: Cqn, count: u32, known: Time, seen: Time) {
+    /// Records that a CQ has counted up to `count`: the NIC knows at `known`, the CPU at `seen`.
+    pub fn count(&mut self, cqn: Cqn, count: u32, known: Time, visible: Time) {
         let now = self.now;
         let cq = self.cq(cqn);
         cq.advance(now);
-        // Completions are seen in their order.
-        let (known, seen) = match cq.log.back() {
-            Some((_, k, s)) => (known.max(*k), seen.max(*s)),
-            None => (known, seen),
+        // Completions become visible in order.
+        let (known, visible) = match cq.log.back() {
+            Some((_, k, s)) => (known.max(*k), visible.max(*s)),
+            None => (known, visible),
         };
-        cq.log.push_back((count, known, seen));
-        self.tell_seen(cqn, seen);
+        cq.log.push_back((count, known, visible));
+        self.schedule_visible(cqn, visible);
     }
 
-    /// When the NIC knows that completion number `index` has been counted.
+    /// Returns when the NIC knows that completion number `index` has been counted.
     pub fn known(&mut self, cqn: Cqn, index: u32) -> Time {
         let cq = self.cq(cqn);
         let entry = cq.log.iter().find(|(count, ..)| reaches(count.wrapping_sub(1), index));
@@ -322,12 +315,12 @@ impl State {
 }
 
 impl CqState {
-    /// Forgets the completions that everybody can see at `now`.
+    /// Removes the completions that are visible at `now` from the log.
     pub fn advance(&mut self, now: Time) {
-        while let Some((count, _, seen)) = self.log.front()
-            && *seen <= now
+        while let Some((count, _, visible)) = self.log.front()
+            && *visible <= now
         {
-            self.seen = *count;
+            self.visible = *count;
             self.log.pop_front();
         }
     }

@@ -1,4 +1,4 @@
-//! The timing model of a NIC: what a work request waits for on its way.
+//! Timing model of a NIC: the resources for which a work request waits.
 //!
 //! ```text
 //!  compute node                                              memory node
@@ -8,10 +8,10 @@
 //!  completion <─ PCIe <─
 //! ```
 //!
-//! A work request of a managed queue holds its unit for the fetch over PCIe too (RedN §5.1); one that
-//! works on the NIC's own memory, as the WQEs of a chain do, needs no link.
+//! A work request of a managed queue also occupies its unit during the fetch over PCIe (RedN §5.1).
+//! A work request on the NIC's own memory, such as a WQE of a chain, needs no link.
 //!
-//! Not there: reordering within a QP, congestion control, the memory node's DRAM.
+//! Not modelled: reordering within a QP, congestion control, the memory node's DRAM.
 
 use crate::params::Params;
 use crate::resource::{Pipe, Servers};
@@ -19,32 +19,32 @@ use crate::time::Time;
 use rnic::engine::{Next, NextKind};
 use rnic::ids::Qpn;
 
-/// Bytes of a packet besides its payload: a request without data, an acknowledgement.
+/// Bytes of a packet besides its payload: of a request without data or an acknowledgement.
 const HEADER: u64 = 64;
-/// Pipelines that take packets in.
+/// Number of pipelines that receive packets.
 const RECEIVERS: usize = 4;
-/// Atomics on words whose addresses are alike below this are taken for atomics on one word: so NICs lock
-/// them (from memory: Kalia et al., ATC'16, §3).
+/// Atomics on words whose addresses are equal modulo this number are treated as atomics on one
+/// word, because NICs lock words in this way (from memory: Kalia et al., ATC'16, §3).
 const LOCKED: u64 = 4096;
 
-/// One node's NIC.
+/// Timing state of one node's NIC.
 pub(crate) struct NicTiming {
     units: Servers,
     receivers: Servers,
     atomics: Servers,
-    /// When the lock of a word is free again, by what its address is alike in.
+    /// Times at which the locks of words become free, by address modulo [`LOCKED`].
     locks: Vec<Time>,
     out: Pipe,
     into: Pipe,
     reads: Pipe,
     writes: Pipe,
-    /// Context of the QP that was used last, by slot.
+    /// The QP whose context is cached, by slot.
     contexts: Vec<u32>,
-    /// Queues that carry chains and are connected to another node.
+    /// Number of queues that carry chains and are connected to another node.
     pub chain_qps: u32,
 }
 
-/// How a request that has arrived is served.
+/// Completion times of a request that has arrived.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Service {
     /// When the receiving side counts a completion, if it does.
@@ -69,12 +69,12 @@ impl NicTiming {
         }
     }
 
-    /// Time that all units worked, and bytes that left.
+    /// Returns the total working time of the units, and the bytes sent.
     pub fn used(&self) -> (Time, u64) {
         (self.units.busy(), self.out.bytes())
     }
 
-    /// A unit takes a WQE up at `from`: when it is done with it.
+    /// Issues a WQE to a unit at `from`; returns when the unit has processed it.
     pub fn issue(&mut self, p: &Params, next: &Next, from: Time) -> Time {
         let mut length = if next.managed { p.nic.managed_wqe } else { p.nic.wqe };
         if next.kind == NextKind::Window {
@@ -83,7 +83,7 @@ impl NicTiming {
         self.units.serve(from, length)
     }
 
-    /// The request leaves at `issued` for another node: when its last byte does.
+    /// Sends a request, issued at `issued`, to another node; returns when its last byte leaves.
     pub fn depart(&mut self, p: &Params, next: &Next, issued: Time) -> Time {
         let (bytes, inline) = payload(&next.kind);
         if bytes == 0 || inline {
@@ -102,8 +102,10 @@ impl NicTiming {
         }
     }
 
-    /// An atomic on the word at `addr`, from `at` on: when the unit is done with it. The word is locked for
-    /// longer, and whoever comes for it meanwhile waits without holding the unit.
+    /// Executes an atomic on the word at `addr`, from `at` on; returns when the unit has processed
+    /// it.
+    ///
+    /// The word stays locked for longer. A later atomic on it waits without occupying the unit.
     fn atomic(&mut self, p: &Params, addr: u64, at: Time) -> Time {
         let taken_up = self.atomics.serve(at, p.nic.atomic);
         let lock = &mut self.locks[(addr % LOCKED / 8) as usize];
@@ -112,8 +114,8 @@ impl NicTiming {
         begin
     }
 
-    /// A request from another node has arrived at `now`, for `peer`; an atomic is one on the word at `addr`. When
-    /// what it asked for is done, and when the answer leaves.
+    /// Serves a request from another node that has arrived at `now` for `peer`; an atomic works on
+    /// the word at `addr`. Returns when the request is executed, and when the answer leaves.
     pub fn respond(&mut self, p: &Params, next: &Next, addr: u64, now: Time) -> (Time, Time) {
         let (bytes, _) = payload(&next.kind);
         let whole = self.into.leave(now, HEADER + bytes);
@@ -133,7 +135,7 @@ impl NicTiming {
         }
     }
 
-    /// The answer arrives back at `at`: when the requester counts the completion.
+    /// Receives an answer at `at`; returns when the requester counts the completion.
     pub fn answered(&mut self, next: &Next, at: Time) -> Time {
         match next.kind {
             NextKind::Read { bytes } => {
@@ -144,8 +146,8 @@ impl NicTiming {
         }
     }
 
-    /// A request to a QP of the same NIC is executed at `now`. The unit that holds it has waited for the
-    /// memory, if its queue is a managed one.
+    /// Executes a request to a QP of the same NIC at `now`. If the queue is a managed one, its unit
+    /// has already waited for the memory.
     pub fn loopback(&mut self, p: &Params, next: &Next, now: Time) -> Service {
         let mut done = match next.kind {
             NextKind::Atomic => self.atomics.serve(now, p.nic.atomic),
@@ -162,7 +164,7 @@ impl NicTiming {
     }
 }
 
-/// Bytes that a request carries to its peer, and whether the WQE holds them.
+/// Returns the bytes that a request carries to its peer, and whether the WQE holds them.
 fn payload(kind: &NextKind) -> (u64, bool) {
     match *kind {
         NextKind::Send { bytes, inline } | NextKind::Write { bytes, inline, .. } => (bytes, inline),
@@ -179,7 +181,7 @@ mod tests {
         Next { kind, managed: false, signaled: true, peer: Qpn::new(9) }
     }
 
-    /// One request with nothing else in the way, from the unit to the completion.
+    /// Returns the time of one request on idle NICs, from the unit to the completion.
     fn alone(kind: NextKind, chain_qps: u32) -> Time {
         let p = Params::connectx5();
         let (mut mine, mut theirs) = (NicTiming::new(&p), NicTiming::new(&p));
@@ -193,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn larger_reads_take_longer_by_what_the_slowest_part_needs() {
+    fn read_latency_grows_by_the_bottleneck_transfer_time() {
         let small = alone(NextKind::Read { bytes: 64 }, 0);
         let page = alone(NextKind::Read { bytes: 4096 }, 0);
         let more = page.since(small).as_ns();
@@ -210,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn atomics_on_one_word_wait_for_each_other_and_those_on_others_do_not() {
+    fn atomics_serialize_on_one_word_only() {
         let p = Params::connectx6();
         let mut nic = NicTiming::new(&p);
         let same = [0; 8].map(|_| nic.atomic(&p, 0x1000, Time::ZERO));
@@ -219,11 +221,11 @@ mod tests {
         let others = [0, 1, 2, 3, 4, 5, 6, 7].map(|i| nic.atomic(&p, 0x1000 + 8 * i, Time::ZERO));
         assert_eq!(others[7].since(others[0]), Time(p.nic.atomic.0 * 7));
         let alike = nic.atomic(&p, 0x3000, Time::ZERO);
-        assert!(alike.since(others[0]) >= p.nic.atomic_same, "they share a lock");
+        assert!(alike.since(others[0]) >= p.nic.atomic_same, "the addresses share a lock");
     }
 
     #[test]
-    fn a_context_that_others_have_pushed_out_is_fetched() {
+    fn evicted_qp_context_is_fetched_again() {
         let p = Params::connectx5();
         let mut nic = NicTiming::new(&p);
         let mine = Qpn::new(3);

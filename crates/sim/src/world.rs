@@ -1,4 +1,4 @@
-//! The simulated world: it lets events happen in their order, and runs the fibers.
+//! The simulated world: it executes events in time order and runs the fibers.
 
 use std::fmt::Write as _;
 use std::sync::{Arc, Weak};
@@ -6,26 +6,27 @@ use std::task::{Wake, Waker};
 
 use corosensei::stack::DefaultStack;
 use parking_lot::Mutex;
-use rnic::engine::Reach;
+use rnic::engine::Reachability;
 use rnic::memory::DmaMemory;
 use rnic::port::inline::InlineNic;
 use rnic::verbs::Limits;
 
 use crate::Error;
-use crate::fiber::{self, Fiber, FiberId, Stand};
+use crate::fiber::{self, Fiber, FiberId, Suspension};
+use crate::ids::NodeId;
 use crate::net::Faults;
 use crate::params::Params;
-use crate::queues::Observed;
-use crate::state::{Counters, Event, NodeId, State};
+use crate::qp::Observed;
+use crate::state::{Counters, Event, State};
 use crate::time::Time;
 
-/// What hooks and fibers share with the world.
+/// State that hooks and fibers share with the world.
 pub(crate) struct Shared {
     pub nic: Arc<InlineNic>,
     pub state: Mutex<State>,
 }
 
-/// The world. It runs on the thread that made it.
+/// The world. It runs on the thread that created it.
 pub struct Sim {
     shared: Arc<Shared>,
     fibers: Vec<Option<Fiber>>,
@@ -50,8 +51,10 @@ impl Wake for FiberWaker {
 }
 
 impl Sim {
-    /// A world with so many nodes, numbered as [`ClusterSpec`](crate::ClusterSpec) says. `shuffled`: what happens at
-    /// the same moment happens in an order that the seed decides.
+    /// Creates a world with the given numbers of nodes, numbered as in
+    /// [`ClusterSpec`](crate::ClusterSpec).
+    ///
+    /// If `shuffled`, the seed decides the order of simultaneous events.
     pub fn new(
         params: &Arc<Params>,
         compute_nodes: u16,
@@ -62,7 +65,7 @@ impl Sim {
         let limits = Limits {
             slice_bytes: 1 << 30,
             windows: params.nic.windows,
-            // One engine is all NICs: those of further memory nodes are functions of their own.
+            // One engine simulates all NICs; further memory nodes use functions of their own.
             owner_functions: params.nic.functions + u32::from(memory_nodes) - 1,
             ..Limits::default()
         };
@@ -76,89 +79,91 @@ impl Sim {
         &self.shared
     }
 
-    /// The time.
+    /// Returns the virtual time.
     pub fn now(&self) -> Time {
         self.shared.state.lock().now
     }
 
-    /// What has happened.
+    /// Returns the event counters.
     pub fn counters(&self) -> Counters {
         self.shared.state.lock().counters
     }
 
-    /// Time that a node's NIC's units worked, and bytes that it sent.
+    /// Returns the time that the units of a node's NIC worked, and the bytes that the NIC sent.
     pub fn nic_used(&self, node: NodeId) -> (Time, u64) {
         self.shared.state.lock().nodes[node.0 as usize].used()
     }
 
-    /// Makes the network as bad as that from now on.
+    /// Sets the network's faults from now on.
     pub fn set_faults(&self, faults: Faults) {
         self.shared.state.lock().net.set(faults);
     }
 
-    /// Writes down what happens from now on.
+    /// Starts to record a trace.
     pub fn start_trace(&self) {
         self.shared.state.lock().trace = Some(String::new());
     }
 
-    /// What was written down.
+    /// Returns the trace recorded so far, and clears it.
     pub fn take_trace(&self) -> String {
         self.shared.state.lock().trace.replace(String::new()).unwrap_or_default()
     }
 
-    /// Adds a line to the trace, if one is written.
+    /// Adds a line to the trace if one is recorded.
     pub fn note(&self, line: impl FnOnce() -> String) {
         self.shared.note(line);
     }
 
-    /// From now on [`Sim::take_observed`] tells what QPs do.
+    /// Starts to record the steps of QPs for [`Sim::take_observed`].
     pub fn watch(&self) {
         self.shared.state.lock().watched = true;
     }
 
-    /// What a QP did in the last step, if one did anything.
+    /// Takes the record of the last step if a QP took one.
     pub fn take_observed(&self) -> Option<Observed> {
         self.shared.state.lock().observed.take()
     }
 
-    /// Appends every way in which a QP could reach some of the `len` bytes from `start` on now.
-    pub fn reaches(&self, start: u64, len: u64, into: &mut Vec<Reach>) {
-        self.shared.nic.with_engine(|e| e.reaches(start, len, into));
+    /// Appends every way in which a QP could now access some of the `len` bytes at `start`.
+    pub fn reaches(&self, start: u64, len: u64, into: &mut Vec<Reachability>) {
+        self.shared.nic.with_engine(|e| e.reachability(start, len, into));
     }
 
-    /// When the next event is.
+    /// Returns the time of the next event.
     pub fn next_at(&self) -> Option<Time> {
         self.shared.state.lock().next_at()
     }
 
-    /// Starts `program` on a core of its own. What it spends passes when that is more than
-    /// `patience`: 0 lets others run between any two verbs.
+    /// Starts `program` on a core of its own.
+    ///
+    /// The time that the program spends passes once it exceeds `quantum`. With a quantum of 0,
+    /// other fibers may run between any two verbs.
     pub fn spawn(
         &mut self,
         name: impl Into<String>,
-        patience: Time,
+        quantum: Time,
         program: impl FnOnce() + 'static,
     ) -> FiberId {
         let id = FiberId(self.fibers.len() as u32);
         let waker = self.shared.waker(id);
-        let fiber = Fiber::new(id, name.into(), patience, waker, self.stacks.pop(), program);
+        let fiber = Fiber::new(id, name.into(), quantum, waker, self.stacks.pop(), program);
         self.fibers.push(Some(fiber));
         let mut state = self.shared.state.lock();
         state.add_fiber(id);
         id
     }
 
-    /// Wakes a fiber that waits.
+    /// Wakes a waiting fiber.
     pub fn wake(&self, id: FiberId) {
         self.shared.state.lock().wake(id);
     }
 
-    /// True if a fiber's program has ended.
+    /// Returns whether a fiber's program has ended.
     pub fn has_ended(&self, id: FiberId) -> bool {
         self.fibers[id.0 as usize].is_none()
     }
 
-    /// Holds a fiber for `time` from where it stands, whatever wakes it.
+    /// Suspends a fiber for `time` from now, regardless of wake-ups.
     pub fn stall(&self, id: FiberId, time: Time) {
         let mut state = self.shared.state.lock();
         let until = state.now + time;
@@ -169,7 +174,7 @@ impl Sim {
         }
     }
 
-    /// Ends a fiber where it stands: what it holds is dropped.
+    /// Ends a suspended fiber and drops the values on its stack.
     pub fn kill(&mut self, id: FiberId) {
         self.shared.state.lock().fibers[id.0 as usize].ended = true;
         if let Some(fiber) = self.fibers[id.0 as usize].take() {
@@ -177,7 +182,7 @@ impl Sim {
         }
     }
 
-    /// Lets the next event happen. False if there is none.
+    /// Executes the next event. Returns false if there is none.
     pub fn step(&mut self) -> bool {
         let event = {
             let mut state = self.shared.state.lock();
@@ -186,7 +191,7 @@ impl Sim {
         };
         match event {
             Event::Run(id) => self.run_fiber(id),
-            other => self.shared.happen(other),
+            other => self.shared.execute(other),
         }
         true
     }
@@ -194,30 +199,30 @@ impl Sim {
     fn run_fiber(&mut self, id: FiberId) {
         self.shared.state.lock().fibers[id.0 as usize].scheduled = false;
         let Some(fiber) = &mut self.fibers[id.0 as usize] else { return };
-        let stand = fiber.resume();
+        let suspension = fiber.resume();
         let mut state = self.shared.state.lock();
         let now = state.now;
-        let of = &mut state.fibers[id.0 as usize];
-        match stand {
+        let fiber_state = &mut state.fibers[id.0 as usize];
+        match suspension {
             None => {
-                of.ended = true;
+                fiber_state.ended = true;
                 drop(state);
                 self.stacks.extend(self.fibers[id.0 as usize].take().map(Fiber::end));
             }
-            Some(Stand::For(time)) => {
-                of.scheduled = true;
+            Some(Suspension::For(time)) => {
+                fiber_state.scheduled = true;
                 state.push(now + time, Event::Run(id));
             }
-            Some(Stand::Waits) => {
-                of.waits = true;
-                if std::mem::take(&mut of.notified) {
+            Some(Suspension::Waits) => {
+                fiber_state.waits = true;
+                if std::mem::take(&mut fiber_state.notified) {
                     state.wake(id);
                 }
             }
         }
     }
 
-    /// Runs until `done`, which is asked after every event; an error if nothing can happen any more
+    /// Runs until `done` returns true; `done` is called after each event. Fails if no event is left
     /// before that.
     pub fn run_until(&mut self, mut done: impl FnMut(&Sim) -> bool) -> Result<(), Error> {
         while !done(self) {
@@ -228,7 +233,7 @@ impl Sim {
         Ok(())
     }
 
-    /// Runs until these fibers have ended.
+    /// Runs until the given fibers have ended.
     pub fn run_to_end(&mut self, fibers: &[FiberId]) -> Result<(), Error> {
         let mut left = fibers.len();
         while left > 0 {
@@ -241,7 +246,7 @@ impl Sim {
         Ok(())
     }
 
-    /// Runs until the time is `until`, or nothing can happen any more.
+    /// Runs for `time`, or until no event is left.
     pub fn run_for(&mut self, time: Time) {
         let until = self.now() + time;
         loop {
@@ -257,7 +262,7 @@ impl Sim {
 
     fn stuck(&self) -> Error {
         let waits: Vec<&str> = self.fibers.iter().flatten().map(|f| f.name.as_str()).collect();
-        Error::Stuck { at: self.now(), waits: waits.len(), who: waits.join(", ") }
+        Error::Stuck { at: self.now(), waits: waits.len(), names: waits.join(", ") }
     }
 }
 
@@ -270,7 +275,7 @@ impl Drop for Sim {
 }
 
 impl Shared {
-    /// A waker for a fiber.
+    /// Returns a waker for a fiber.
     pub fn waker(self: &Arc<Self>, id: FiberId) -> Waker {
         Waker::from(Arc::new(FiberWaker { shared: Arc::downgrade(self), id }))
     }
@@ -284,36 +289,36 @@ impl Shared {
         }
     }
 
-    /// The NIC may have got work.
-    pub fn look(&self) {
+    /// Collects work that a verb may have given to the NIC.
+    pub fn collect_work(&self) {
         let mut state = self.state.lock();
-        // What the running fiber has done before has taken time that has not passed yet.
-        let from = state.now + fiber::owed();
+        // The running fiber has spent time that has not passed yet.
+        let from = state.now + fiber::charged();
         state.collect(&self.nic, from);
     }
 
-    /// Lets the NIC's next event happen, with nobody else about: for who makes a world ready.
+    /// Executes the NIC's next event outside of any fiber, while a world is set up.
     pub fn pump(&self) -> bool {
         let event = self.state.lock().pop();
         match event {
             None => false,
-            Some(Event::Run(_)) => panic!("nobody runs before the world is ready"),
+            Some(Event::Run(_)) => panic!("a fiber runs while the world is set up"),
             Some(event) => {
-                self.happen(event);
+                self.execute(event);
                 true
             }
         }
     }
 
-    fn happen(&self, event: Event) {
+    fn execute(&self, event: Event) {
         let mut state = self.state.lock();
         match event {
             Event::Step(qpn) => state.step(&self.nic, qpn),
             Event::Timer(id) => state.timer(id),
-            Event::Seen(cqn) => {
+            Event::Visible(cqn) => {
                 let now = state.now;
                 let cq = state.cq(cqn);
-                cq.told = None;
+                cq.visible_at = None;
                 cq.advance(now);
                 let wakers = std::mem::take(&mut cq.wakers);
                 drop(state);

@@ -1,12 +1,12 @@
-//! Faults by seed: what must hold whatever goes wrong.
+//! Seeded fault tests of all schemes.
 //!
-//! `GRANARY_TEST_FULL=1` takes a hundred times as many seeds. One seed, step by step:
-//! `granary sim check --scheme S --seed N --trace`.
+//! `GRANARY_TEST_FULL=1` runs a hundred times as many seeds. To trace a single seed: `granary sim
+//! check --scheme S --seed N --trace`.
 
 use pool::SchemeKind;
-use sim::check::{self, Case, Invariant, Seen};
+use sim::check::{self, Case, EventCounts, Invariant};
 
-/// Seeds of each scheme.
+/// Number of seeds per case.
 fn seeds() -> u64 {
     if std::env::var_os("GRANARY_TEST_FULL").is_some() { 20_000 } else { 200 }
 }
@@ -15,20 +15,22 @@ fn named(name: &str) -> Case {
     name.parse().expect("a case")
 }
 
-fn check_seeds(case: Case) -> Seen {
-    let mut seen = Seen::default();
+fn check_seeds(case: Case) -> EventCounts {
+    let mut counts = EventCounts::default();
     for seed in 0..seeds() {
         let outcome = check::run(case, seed, false);
         if let Some(why) = outcome.violation {
             panic!("{why}\n  granary sim check --scheme {case} --seed {seed} --trace");
         }
-        seen.add(&outcome.seen);
+        counts.add(&outcome.counts);
     }
-    println!("{case}: {seen:?}");
-    // What is not brought about is not checked.
-    assert!(seen.grants[0] > seeds() && seen.frees[0] > seeds() && seen.accesses > 5 * seeds());
-    assert!(seen.empty > 0 && seen.deaths > 0 && seen.errors[0] > 0);
-    seen
+    println!("{case}: {counts:?}");
+    // The faults and operations must actually have occurred.
+    assert!(
+        counts.grants[0] > seeds() && counts.frees[0] > seeds() && counts.accesses > 5 * seeds()
+    );
+    assert!(counts.empty > 0 && counts.deaths > 0 && counts.errors[0] > 0);
+    counts
 }
 
 #[test]
@@ -73,41 +75,44 @@ fn static_mr() {
 
 #[test]
 fn finemem() {
-    let seen = check_seeds(Case::of(SchemeKind::FineMem));
-    assert!(seen.broken_off > seeds() / 4, "the memory node's background work is broken off");
+    let counts = check_seeds(Case::of(SchemeKind::FineMem));
+    assert!(counts.aborts > seeds() / 4, "too few aborts of the memory node's background work");
 }
 
-/// Blocks of one chunk up to several sections. What breaks off the memory node's work, or kills a client, comes also while
-/// sections are taken, given back in vain, or released.
+/// Blocks of one chunk up to several sections. Aborts of the memory node's work and deaths of
+/// clients also occur while sections are allocated, returned after a failed allocation, or
+/// released.
 #[test]
 fn finemem_sizes() {
-    let mut seen = Seen::default();
-    // A world takes about as long as twenty of one size.
+    let mut counts = EventCounts::default();
+    // A world takes about as long as twenty worlds with one block size.
     for seed in 0..seeds() / 5 {
         let outcome = check::run(Case::SIZES, seed, false);
         if let Some(why) = outcome.violation {
             panic!("{why}\n  granary sim check --scheme finemem-sizes --seed {seed} --trace");
         }
-        seen.add(&outcome.seen);
+        counts.add(&outcome.counts);
     }
-    println!("finemem-sizes: {seen:?}");
-    assert!(seen.grants[0] > seeds() && seen.empty > 0 && seen.deaths > 0 && seen.broken_off > 0);
+    println!("finemem-sizes: {counts:?}");
+    assert!(
+        counts.grants[0] > seeds() && counts.empty > 0 && counts.deaths > 0 && counts.aborts > 0
+    );
 }
 
-/// Seed 2509: who could reach what had been looked at before the last release, not after it. A mistake of the oracle's.
+/// Seed 2509: the oracle's access rights were from before the last release. A defect of the oracle.
 #[test]
-fn who_reaches_what_is_looked_at_in_the_end() {
+fn access_rights_are_checked_at_the_end() {
     assert_eq!(check::run(Case::SIZES, 2509, false).violation, None);
 }
 
-/// Seeds 1976 of `finemem` and 2245 of `finemem-paper`: what a break had left was looked at only when the next scan was due,
-/// and who had gone waited for that.
+/// Seed 1976 of `finemem` and seed 2245 of `finemem-paper`: the state after an abort was repaired
+/// only when the next scan was due, and departed clients were reclaimed too late.
 #[test]
-fn what_a_break_left_is_set_right_at_once() {
+fn aborted_work_is_repaired_at_once() {
     for (scheme, seed) in [(SchemeKind::FineMem, 1976), (SchemeKind::FineMemPaper, 2245)] {
         let outcome = check::run(Case::of(scheme), seed, false);
         assert_eq!(outcome.violation, None);
-        assert!(outcome.seen.broken_off > 0);
+        assert!(outcome.counts.aborts > 0);
     }
 }
 
@@ -116,8 +121,8 @@ fn finemem_paper() {
     check_seeds(Case::of(SchemeKind::FineMemPaper));
 }
 
-/// Each function of the memory node's NIC has a third of the chunks' windows. Who is hostile uses his keys, and those of
-/// others, over QPs of all functions.
+/// Each function of the memory node's NIC has a third of the chunks' windows. Hostile clients use
+/// their own and foreign keys over QPs of all functions.
 #[test]
 fn finemem_over_functions() {
     check_seeds(named("finemem-over-functions"));
@@ -143,10 +148,10 @@ fn ondemand_rpc() {
     check_seeds(Case::of(SchemeKind::OnDemandRpc));
 }
 
-/// What is unsafe about `rpc-mw-1` is no matter of luck: within a few worlds a key is guessed, and opens another's
-/// chunk. The same guesses open nothing in the same worlds where windows are of type 2.
+/// In `rpc-mw-1` a key is guessed within a few worlds and opens another client's chunk. With type-2
+/// windows the same guesses in the same worlds open nothing.
 #[test]
-fn a_guessed_key_opens_a_type_1_window_and_no_type_2_window() {
+fn guessed_key_opens_type_1_but_not_type_2_windows() {
     let guessed = Case::GUESSED;
     assert!(guessed.unsafe_by_design.is_some() && !Case::ALL.contains(&guessed));
     let worlds = 1000;
@@ -160,16 +165,16 @@ fn a_guessed_key_opens_a_type_1_window_and_no_type_2_window() {
     for seed in 0..seed + 200 {
         let outcome = check::run(Case::of(SchemeKind::RpcMw2), seed, false);
         assert_eq!(outcome.violation, None, "rpc-mw-2, seed {seed}");
-        guesses += outcome.seen.guesses;
+        guesses += outcome.counts.guesses;
     }
     println!("rpc-mw-2: {guesses} guesses opened nothing");
     assert!(guesses > 100);
 }
 
-/// Nor is it in `finemem-paper`: a key that was given up changes the next owner's chunk. In `finemem` the same clients, who
-/// also guess and steal keys there, reach nothing.
+/// In `finemem-paper` a key that was used after its free changes the next owner's chunk. In
+/// `finemem` the same clients, which also guess and steal keys, access nothing.
 #[test]
-fn a_late_key_opens_a_block_that_is_free_at_once_and_none_that_is_quarantined() {
+fn late_key_opens_freed_but_not_quarantined_blocks() {
     let late = Case::LATE_KEYS;
     assert!(late.unsafe_by_design.is_some() && !Case::ALL.contains(&late));
     let run = |seed| (seed, check::run(late, seed, false).violation);
@@ -182,35 +187,41 @@ fn a_late_key_opens_a_block_that_is_free_at_once_and_none_that_is_quarantined() 
     for seed in 0..seed + 200 {
         let outcome = check::run(Case::of(SchemeKind::FineMem), seed, false);
         assert_eq!(outcome.violation, None, "finemem, seed {seed}");
-        guesses += outcome.seen.guesses;
+        guesses += outcome.counts.guesses;
     }
     println!("finemem: {guesses} guesses opened nothing");
     assert!(guesses > 100);
 }
 
-/// Seeds that found something, and what.
+/// Regression test: seeds that once found a defect.
 #[test]
-fn what_was_found_stays_mended() {
+fn fixed_defects_stay_fixed() {
     let found = [
         // A bulletin that was written before its client had connected broke the access QP.
         (SchemeKind::OneSidedMw, 1404),
-        // A grant whose answer was lost stayed its owner's when that had re-established its connection.
+        // A chunk whose grant was lost stayed allocated after its owner had re-established the
+        // connection.
         (SchemeKind::RpcMw2, 91),
         (SchemeKind::RpcMw2, 97),
         // Bulletins to a client that did not answer for a while left no room for its replies.
         (SchemeKind::RpcMw2, 1091),
         (SchemeKind::FineMr, 2557),
-        // A free of a chunk whose window an allocation took over in the same turn released it twice.
+        // A free of a chunk whose window an allocation took over in the same quantum released the
+        // chunk twice.
         (SchemeKind::RpcMw1, 1361),
-        // A free that waited for a read went on, after its page had been taken from it, when its owner was told.
+        // A free that waited for a read continued when its owner was notified, after the page had
+        // been taken from it.
         (SchemeKind::Odrp, 2890),
-        // The check itself took what a QP was to do for what it did, when it had been connected anew in between.
+        // The oracle took a QP's planned operation for the executed one, after the QP was
+        // reconnected in between.
         (SchemeKind::Odrp, 2315),
-        // Who had taken in more than was to be seen never stood still.
+        // A fiber that had polled beyond the visible completions never waited.
         (SchemeKind::OneSidedMw, 0),
-        // A wake-up of a request was taken by another one's wait for its connection: the simulator's mistake.
+        // The wait of one request for its connection consumed the wake-up of another request: a
+        // defect of the simulator.
         (SchemeKind::FineMem, 4301),
-        // Who looked for what it owned and was not told of freed again what it had freed, while that got its new key.
+        // A client that searched for lost grants freed again a block that it had already freed,
+        // while the block got its new key.
         (SchemeKind::FineMem, 6921),
     ];
     for (scheme, seed) in found {
@@ -223,7 +234,7 @@ fn what_was_found_stays_mended() {
 }
 
 #[test]
-fn a_seed_decides_every_step() {
+fn seed_determines_every_step() {
     for case in Case::ALL {
         for seed in 0..10 {
             let run = || check::run(*case, seed, true).trace.expect("a trace was wanted");

@@ -1,4 +1,4 @@
-//! A memory node and compute nodes run the pool's own code under virtual time.
+//! A memory node and compute nodes run the pool's code in virtual time.
 
 use std::sync::Arc;
 
@@ -30,8 +30,8 @@ fn spec(scheme: SchemeKind, clients: u32, cores: u32) -> ClusterSpec {
     }
 }
 
-/// Mean latencies of allocate, read and free in a loop of `clients`, in virtual microseconds; and the
-/// trace if it is wanted.
+/// Returns the mean latencies of allocate, read and free of `clients` that loop, in virtual
+/// microseconds, and the trace if requested.
 fn loop_of(
     scheme: SchemeKind,
     clients: u32,
@@ -61,7 +61,7 @@ fn loop_of(
                     let grant = fiber::block_on(pool.allocate_in(GroupId(0))).expect("a chunk");
                     let granted = hooks.now();
                     fiber::block_on(pool.read(&grant, 0, &mut page)).expect("it is readable");
-                    // As published, it does not clear.
+                    // The published scheme does not clear.
                     let clears = scheme != SchemeKind::FineMemPaper;
                     assert!(!clears || page.iter().all(|b| *b == 0), "old contents");
                     let read = hooks.now();
@@ -79,7 +79,7 @@ fn loop_of(
         .collect();
     cluster.sim.run_to_end(&fibers).expect("they end");
     assert_eq!(cluster.failure(), None);
-    cluster.with_scheme(|s| s.audit().expect("a whole pool")).expect("the CPU stands idle");
+    cluster.with_scheme(|s| s.audit().expect("a consistent pool")).expect("the CPU becomes idle");
     let all = (clients * rounds) as f64;
     let trace = cluster.sim.take_trace();
     let sums = *sums.lock();
@@ -92,14 +92,14 @@ fn clients_allocate_read_and_free_in_virtual_time() {
         let (one, _) = loop_of(scheme, 1, 1, 50, false);
         let (many, _) = loop_of(scheme, 24, 1, 50, false);
         println!("{scheme}: 1 client {one:.3?} us, 24 clients {many:.3?} us");
-        assert!(one.iter().zip(&many).all(|(a, b)| a <= b), "a crowd is not faster");
-        // ODRP gives a page number out without asking anybody.
+        assert!(one.iter().zip(&many).all(|(a, b)| a <= b), "more clients must not be faster");
+        // ODRP assigns a page number without a request to the memory node.
         let asks = scheme != SchemeKind::Odrp;
         assert!((!asks || one[0] > 2.0) && many[0] < 1000.0, "{one:?} {many:?}");
     }
 }
 
-/// Many cores of the memory node serve many clients faster than one does.
+/// Several cores of the memory node serve many clients faster than one core.
 #[test]
 fn more_cores_serve_requests_in_parallel() {
     for scheme in [SchemeKind::RpcMw1, SchemeKind::RpcMw2] {
@@ -110,11 +110,12 @@ fn more_cores_serve_requests_in_parallel() {
     }
 }
 
-/// Several memory nodes are several CPUs, NICs and pools: a compute node that is connected to all of them is served by each
-/// at its own pace, and has different memory at each.
+/// Several memory nodes have separate CPUs, NICs and pools. A compute node that is connected to all
+/// of them is served by each independently, and gets different memory from each.
 #[test]
 fn memory_nodes_serve_side_by_side() {
-    /// Microseconds that `clients` take to allocate 30 chunks each, in turn over the memory nodes, and to free them.
+    /// Returns the microseconds that `clients` take to allocate 30 chunks each, alternating over
+    /// the memory nodes, and to free them.
     fn time(scheme: SchemeKind, memory_nodes: u16, clients: u32) -> f64 {
         let spec = ClusterSpec { memory_nodes, ..spec(scheme, clients, 1) };
         let mut cluster = Cluster::new(&spec).expect("a cluster");
@@ -151,15 +152,15 @@ fn memory_nodes_serve_side_by_side() {
         println!("{scheme}: 24 clients, 1 memory node {one:.1} us, 3 memory nodes {three:.1} us");
         assert!(three < one, "{scheme}: {one} and {three}");
     }
-    // What has one CPU to wait for has three.
+    // The scheme waits for the memory node's CPU, of which three memory nodes have three.
     let (one, three) = (time(SchemeKind::PremmapRpc, 1, 24), time(SchemeKind::PremmapRpc, 3, 24));
     assert!(2.0 * three < one, "{one} and {three}");
 }
 
-/// Who looks for a large block while all that is free comes out of quarantine at once, and goes to those who are faster, finds
-/// one in the end: there are twice as many as all of them hold.
+/// Every client eventually gets a large block, although blocks leave quarantine at the same time
+/// and faster clients take them first. The pool has twice as many blocks as the clients hold.
 #[test]
-fn who_is_slow_finds_a_large_block_all_the_same() {
+fn slow_client_eventually_gets_a_large_block() {
     const HELD: u32 = 2;
     const BLOCK: u64 = 2 << 20;
     let clients = 32;
@@ -197,10 +198,11 @@ fn the_same_seed_gives_the_same_trace() {
     assert_eq!(first, second);
 }
 
-/// What one compute node leaves behind comes back, whichever step of that is the last one before the memory node's
-/// background work is broken off; and so does what another one leaves that dies then. Who stays keeps what he has.
+/// The blocks of a departed client are reclaimed even if the memory node's background work is
+/// aborted after any one step, and so are those of a second client that dies at the abort. The
+/// third client keeps its blocks.
 #[test]
-fn a_recovery_broken_off_after_each_step_ends_all_the_same() {
+fn recovery_completes_after_abort_in_any_step() {
     let orders = [0u32, 3, 5, 9, 10];
     let mut steps = 0;
     loop {
@@ -220,7 +222,8 @@ fn a_recovery_broken_off_after_each_step_ends_all_the_same() {
             .map(|(i, p)| {
                 let pool = p.pool.clone();
                 cluster.sim.spawn(format!("client {i}"), Time::us(1), move || {
-                    // The last one has a chunk between those of the others; one that was freed is on its way back.
+                    // The other clients have chunks between those of the first; one freed block is
+                    // in quarantine.
                     let some = if i == 0 { &orders } else { &orders[..2] };
                     for order in some {
                         let block = pool.allocate_bytes_in(GroupId(0), 512 << order);
@@ -230,7 +233,7 @@ fn a_recovery_broken_off_after_each_step_ends_all_the_same() {
                         let freed = fiber::block_on(pool.allocate_bytes_in(GroupId(0), 512 << 4));
                         fiber::block_on(pool.free(freed.expect("a block"))).expect("it is freed");
                     }
-                    // They stay connected.
+                    // The clients stay connected.
                     fiber::block_on(std::future::pending::<()>());
                 })
             })
@@ -240,14 +243,14 @@ fn a_recovery_broken_off_after_each_step_ends_all_the_same() {
         let arm = |cluster: &mut Cluster| {
             cluster
                 .with_scheme(|scheme| match scheme {
-                    pool::AnyNode::FineMem(node) => node.break_off_after(steps),
+                    pool::AnyNode::FineMem(node) => node.abort_after(steps),
                     _ => unreachable!("it is finemem"),
                 })
                 .expect("a turn ends");
         };
         let broken = |cluster: &mut Cluster| {
             let of = |scheme: &mut pool::AnyNode<_>| match scheme {
-                pool::AnyNode::FineMem(node) => node.broken_off(),
+                pool::AnyNode::FineMem(node) => node.aborts(),
                 _ => unreachable!("it is finemem"),
             };
             cluster.with_scheme(of).expect("a turn ends")
@@ -260,7 +263,7 @@ fn a_recovery_broken_off_after_each_step_ends_all_the_same() {
         while !cluster.with_scheme(|s| s.is_retired(first)).expect("a turn ends")
             || second_died && !cluster.with_scheme(|s| s.is_retired(second)).expect("a turn ends")
         {
-            assert!(cluster.sim.now() < by, "it does not end when broken off after {steps} steps");
+            assert!(cluster.sim.now() < by, "no recovery after an abort in step {steps}");
             cluster.sim.step();
             if !second_died && broken(&mut cluster) == 1 {
                 second_died = true;
@@ -270,10 +273,10 @@ fn a_recovery_broken_off_after_each_step_ends_all_the_same() {
         assert_eq!(cluster.failure(), None);
         let (audit, status) =
             cluster.with_scheme(|s| (s.audit(), s.status())).expect("a turn ends");
-        audit.unwrap_or_else(|e| panic!("broken off after {steps} steps: {e}"));
+        audit.unwrap_or_else(|e| panic!("aborted in step {steps}: {e}"));
         let status = status.expect("a status");
         let left = if second_died { 9 } else { 18 };
-        assert_eq!(status.free, status.chunks - left, "broken off after {steps} steps");
+        assert_eq!(status.free, status.chunks - left, "aborted in step {steps}");
         if !second_died {
             println!("a recovery has {} steps", steps - 1);
             break;

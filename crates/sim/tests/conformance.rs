@@ -1,4 +1,4 @@
-//! The conformance suite under virtual time: two compute nodes of a simulated cluster.
+//! The conformance suite in virtual time, between two compute nodes of a simulated cluster.
 
 use std::sync::Arc;
 

@@ -1,30 +1,32 @@
-//! The same seed gives the same trace, byte for byte, in any build on any machine: digests of traces that were
-//! written down once.
+//! The same seed gives the same trace, byte for byte, in any build on any machine: compares digests
+//! of traces with recorded ones.
 //!
-//! Whatever changes what programs or the NIC do, in which order, or what that takes, changes traces. If that was
-//! meant: `GRANARY_GOLDEN=renew cargo test -p granary-sim --test golden` writes the digests anew.
+//! Any change of the operations of programs or of the NIC, of their order or of their timing
+//! changes traces. If the change is intended, `GRANARY_GOLDEN=renew cargo test -p granary-sim
+//! --test golden` records the new digests.
 
 use std::fmt::Write as _;
 use std::path::Path;
 
 use sim::check::{self, Case};
 
-/// Seeds of each case.
+/// Number of seeds per case.
 const SEEDS: u64 = 32;
 
-/// FNV-1a, 64 bits: the same everywhere, and short enough to stand here.
+/// Returns the 64-bit FNV-1a hash, which is short and the same on every machine.
 fn digest(text: &str) -> u64 {
     let mix = |hash: u64, byte: &u8| (hash ^ *byte as u64).wrapping_mul(0x0100_0000_01b3);
     text.as_bytes().iter().fold(0xcbf2_9ce4_8422_2325, mix)
 }
 
-/// A line for each seed: case, seed, lines of the trace, digest.
+/// Returns a line for each seed: case, seed, number of lines of the trace, digest.
 fn digests() -> String {
     let mut out = String::new();
     for case in Case::ALL {
         for seed in 0..SEEDS {
             let trace = check::run(*case, seed, true).trace.expect("a trace was wanted");
-            // Without the settings, which get more.
+            // Without the first line, which contains the settings: new settings must not change
+            // digests.
             let (_, trace) = trace.split_once('\n').expect("more than a line");
             let (lines, digest) = (trace.lines().count(), digest(trace));
             writeln!(out, "{case} {seed} {lines} {digest:016x}").expect("it has room");
@@ -34,7 +36,7 @@ fn digests() -> String {
 }
 
 #[test]
-fn traces_are_what_they_were() {
+fn traces_match_recorded_digests() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden.txt");
     let now = digests();
     if std::env::var("GRANARY_GOLDEN").is_ok_and(|v| v == "renew") {

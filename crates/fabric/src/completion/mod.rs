@@ -1,20 +1,22 @@
 //! Futures on completions.
 //!
-//! A [`Completer`] owns a CQ: every work request that completes there is submitted through it. Each
-//! gets a slot and a [`Pending`], which is a future, and which a thread can [`Completer::wait`] for.
-//! Whoever polls the CQ puts the completions into their slots and wakes who waits there; no thread
-//! of its own is needed, as long as those who wait are threads or run under
-//! [`block_on`](crate::executor::block_on). For other executors a thread is started that polls when
-//! nobody else does.
+//! A [`Completer`] owns a CQ. Every work request that completes there is submitted through the
+//! completer and gets a slot and a [`Pending`]. A `Pending` is a future; a thread can also
+//! [`Completer::wait`] for it. Any thread that polls the CQ puts the completions into their slots
+//! and wakes the waiters of those slots. The completer needs no thread of its own while the waiters
+//! are threads or futures under [`block_on`](crate::executor::block_on). For futures under other
+//! executors it starts a driver thread, which polls while no other thread does.
 //!
 //! ```text
 //! submit ──claim slot──> post_send(id = slot) ──> NIC ──> CQ ──poll──> slot ──> Pending
 //! ```
 //!
-//! A `Pending` that is dropped early is given up, not cancelled: the NIC will still read or write the
-//! buffers of the work request. They must stay registered until the completion has arrived, or
-//! until the queue pair is in the error state or reset; the slot stays reserved for as long.
+//! Dropping a `Pending` early abandons the operation but does not cancel it: the NIC still reads or
+//! writes the buffers of the work request. The buffers must stay registered until the completion
+//! has arrived or the queue pair is in the error state or reset. The slot stays reserved until
+//! then.
 
+pub(crate) mod reactor;
 mod slab;
 mod sleep;
 
@@ -26,64 +28,44 @@ use std::task::{Context, Poll, Waker};
 use std::thread::Thread;
 use std::time::Duration;
 
+use reactor::{Reactor, ThreadWaker};
 use slab::{Filled, Slab, SlotId};
 use sleep::Sleepers;
-pub(crate) use sleep::ThreadWaker;
 
 use crate::backoff::Backoff;
-use crate::{Completion, CompletionQueue, Error, executor};
+use crate::{Completion, CompletionQueue, Error};
 
-/// Completions taken at a time.
+/// Maximum number of completions taken by one poll.
 const BATCH: usize = 16;
 
-/// A CQ whose completions go to who waits for them.
+/// A CQ whose completions are handed to the waiters of their operations.
 pub struct Completer<C: CompletionQueue>(Arc<Inner<C>>);
 
 struct Inner<C> {
     cq: C,
     slab: Slab,
     sleepers: Sleepers,
-    /// Slots with a waker.
+    /// Number of slots with a waker.
     watched: AtomicUsize,
-    /// Why the NIC is given up.
+    /// Why the NIC is considered gone.
     gone: OnceLock<String>,
-    /// The thread that polls for executors that are not ours.
+    /// The driver thread, which polls for futures under other executors.
     driver: OnceLock<Thread>,
     /// See [`Completer::when_idle`].
     idle: OnceLock<WhenIdle>,
 }
 
-/// What is called while no completion comes.
+/// A callback that runs while no completion arrives.
 pub type WhenIdle = Arc<dyn Fn() + Send + Sync>;
 
-/// Something that completes futures when it is polled.
-pub(crate) trait Reactor: Send + Sync {
-    /// Polls once; how many completions there were.
-    fn turn(&self) -> usize;
-    /// Yields this thread's CPU to the NIC if that runs there.
-    fn offer_cpu(&self) -> bool;
-    /// Whether a future waits.
-    fn is_watched(&self) -> bool;
-    /// Sleeps on the CQ.
-    fn wait(&self, timeout: Duration, done: &dyn Fn() -> bool) -> Result<(), Error>;
-    /// Nothing has come for a while.
-    fn idle(&self);
-    /// Wakes who sleeps on the CQ.
-    fn wake_leader(&self);
-    /// Polls, and sleeps when there is nothing, until `done`.
-    fn sleep_until(self: Arc<Self>, done: &dyn Fn() -> bool) -> Result<(), Error>;
-    /// Has a thread poll while futures wait.
-    fn ensure_driver(self: Arc<Self>);
-}
-
-/// An operation that was posted.
+/// A posted operation.
 ///
-/// Ends with its completion, whose status may be an error of the operation; or with
-/// [`Error::Gone`] if the NIC is.
-#[must_use = "an operation that nobody waits for may still move data"]
+/// It ends with its completion, whose status may be an error of the operation, or with
+/// [`Error::Gone`] if the NIC is gone.
+#[must_use = "an operation that is dropped may still move data"]
 pub struct Pending<C: CompletionQueue> {
     completer: Arc<Inner<C>>,
-    /// `None` when the completion has been taken.
+    /// `None` once the completion has been taken.
     slot: Option<SlotId>,
 }
 
@@ -94,7 +76,7 @@ impl<C: CompletionQueue> Clone for Completer<C> {
 }
 
 impl<C: CompletionQueue> Completer<C> {
-    /// Takes over `cq`: nobody else may poll it from now on.
+    /// Takes ownership of `cq`: from now on only the completer may poll it.
     pub fn new(cq: C) -> Self {
         Self(Arc::new(Inner {
             cq,
@@ -107,19 +89,21 @@ impl<C: CompletionQueue> Completer<C> {
         }))
     }
 
-    /// The CQ, to make queue pairs with.
+    /// Returns the CQ, for creating queue pairs.
     pub fn cq(&self) -> &C {
         &self.0.cq
     }
 
-    /// Posts an operation: `post` posts one or several work requests that complete to this CQ, all
-    /// with the id that it is given and the last one signaled. The operation ends with the first
-    /// completion: that of the last one, or that of the first that failed.
+    /// Posts an operation with `post`.
+    ///
+    /// `post` posts one or several work requests that complete to this CQ. All carry the given id,
+    /// and the last one is signaled. The operation ends with its first completion: the last
+    /// request's, or that of the first request that failed.
     #[inline]
     pub fn submit(&self, post: impl FnOnce(u64) -> Result<(), Error>) -> Result<Pending<C>, Error> {
         self.0.check_gone()?;
         let slot = self.0.slab.claim().ok_or_else(|| Error::BadRequest {
-            what: "too many operations whose completions were not waited for".to_string(),
+            what: "too many operations are in flight; wait for their completions first".to_string(),
         })?;
         match post(slot.0) {
             Ok(()) => Ok(Pending { completer: self.0.clone(), slot: Some(slot) }),
@@ -130,16 +114,19 @@ impl<C: CompletionQueue> Completer<C> {
         }
     }
 
-    /// Waits for an operation: polls for a while, then sleeps until the completion is there.
+    /// Waits for an operation: polls for a while, then sleeps until the completion has arrived.
     #[inline]
     pub fn wait(&self, mut pending: Pending<C>) -> Result<Completion, Error> {
-        assert!(Arc::ptr_eq(&self.0, &pending.completer), "an operation of another completer");
+        assert!(
+            Arc::ptr_eq(&self.0, &pending.completer),
+            "the operation belongs to another completer"
+        );
         let mut backoff = Backoff::on::<C>();
         loop {
             if let Some(completion) = pending.take() {
                 return Ok(completion);
             }
-            if self.0.turn() > 0 || self.0.cq.offer_cpu() && self.0.turn() > 0 {
+            if self.0.poll() > 0 || self.0.cq.offer_cpu() && self.0.poll() > 0 {
                 continue;
             }
             if !backoff.snooze() {
@@ -164,7 +151,7 @@ impl<C: CompletionQueue> Completer<C> {
             Some(completion) => Ok(completion),
             None => inner.check_gone().and(Err(Error::Gone {
                 attempt: "waiting for a completion".to_string(),
-                why: "unknown".to_string(),
+                why: "no reason is known".to_string(),
             })),
         }
     }
@@ -174,26 +161,29 @@ impl<C: CompletionQueue> Completer<C> {
             if let Some(completion) = pending.take() {
                 return Ok(completion);
             }
-            if self.0.turn() == 0 {
+            if self.0.poll() == 0 {
                 self.0.cq.wait_unless(Duration::MAX, &|| false)?;
             }
         }
     }
 
-    /// Has `look` called about every [`Completer::IDLE`] while somebody sleeps and no completion comes: for
-    /// those whose completions depend on more than the NIC. It is called by a thread that completes for all,
-    /// so it must not wait. Only the first one counts. (Under virtual time nothing is called.)
-    pub fn when_idle(&self, look: WhenIdle) {
-        let _ = self.0.idle.set(look);
+    /// Sets a callback that runs about every [`Completer::IDLE`] while a thread sleeps and no
+    /// completion arrives.
+    ///
+    /// For callers whose completions depend on more than the NIC. The callback must not block,
+    /// because it runs on a thread that polls for all waiters. Only the first callback is kept.
+    /// With virtual time it never runs.
+    pub fn when_idle(&self, callback: WhenIdle) {
+        let _ = self.0.idle.set(callback);
     }
 
-    /// How long nothing comes before [`Completer::when_idle`] is heard.
+    /// Time without a completion before the callback of [`Completer::when_idle`] runs.
     pub const IDLE: Duration = sleep::SLEEP_MAX;
 
-    /// Polls once, for whoever waits; how many completions there were.
+    /// Polls once on behalf of all waiters and returns the number of completions.
     #[inline]
-    pub fn turn(&self) -> usize {
-        self.0.turn()
+    pub fn poll(&self) -> usize {
+        self.0.poll()
     }
 }
 
@@ -209,7 +199,7 @@ impl<C: CompletionQueue> Inner<C> {
     }
 
     #[inline]
-    fn turn(&self) -> usize {
+    fn poll(&self) -> usize {
         let mut batch = [Completion::EMPTY; BATCH];
         let count = self.cq.poll(&mut batch);
         for completion in &batch[..count] {
@@ -223,9 +213,9 @@ impl<C: CompletionQueue> Inner<C> {
         count
     }
 
-    /// Leaves a waker; false if the completion is there already.
+    /// Registers a waker. Returns false if the completion has already arrived.
     fn watch(&self, slot: SlotId, waker: &Waker) -> bool {
-        // Counted before, so that it never is less than there are.
+        // Counted before the slot is watched, so that the counter is never too low.
         self.watched.fetch_add(1, Ordering::SeqCst);
         let (waits, newly) = self.slab.watch(slot, waker);
         if !newly {
@@ -234,8 +224,8 @@ impl<C: CompletionQueue> Inner<C> {
         waits
     }
 
-    /// The NIC is gone: all who wait must learn it.
-    fn give_up(&self, why: &Error) {
+    /// Marks the NIC as gone and wakes all waiters.
+    fn mark_gone(&self, why: &Error) {
         let why = match why {
             Error::Gone { why, .. } => why.clone(),
             e => e.to_string(),
@@ -247,8 +237,8 @@ impl<C: CompletionQueue> Inner<C> {
 }
 
 impl<C: CompletionQueue> Reactor for Inner<C> {
-    fn turn(&self) -> usize {
-        Inner::turn(self)
+    fn poll(&self) -> usize {
+        Inner::poll(self)
     }
 
     fn offer_cpu(&self) -> bool {
@@ -260,12 +250,12 @@ impl<C: CompletionQueue> Reactor for Inner<C> {
     }
 
     fn wait(&self, timeout: Duration, done: &dyn Fn() -> bool) -> Result<(), Error> {
-        self.cq.wait_unless(timeout, done).map(drop).inspect_err(|e| self.give_up(e))
+        self.cq.wait_unless(timeout, done).map(drop).inspect_err(|e| self.mark_gone(e))
     }
 
     fn idle(&self) {
-        if let Some(look) = self.idle.get() {
-            look();
+        if let Some(callback) = self.idle.get() {
+            callback();
         }
     }
 
@@ -300,23 +290,23 @@ impl<C> Drop for Inner<C> {
     }
 }
 
-/// Polls for futures, as long as there are any.
+/// Polls while futures wait.
 fn drive<C: CompletionQueue>(completer: &Weak<Inner<C>>) {
     while let Some(inner) = completer.upgrade() {
         let idle = |i: &Inner<C>| i.watched.load(Ordering::SeqCst) == 0 || i.gone.get().is_some();
         if idle(&inner) {
             drop(inner);
-            // Unparked by whoever adds a future, and by the end of the completer.
+            // Unparked when a future is added and when the completer is dropped.
             std::thread::park();
         } else {
-            // A NIC that is gone is reported by the futures.
+            // If the NIC is gone, the futures report the error.
             let _ = inner.clone().sleep_until(&|| idle(&inner));
         }
     }
 }
 
 impl<C: CompletionQueue> Pending<C> {
-    /// The completion, if it has been polled.
+    /// Takes the completion if it has been polled.
     #[inline]
     fn take(&mut self) -> Option<Completion> {
         let completion = self.completer.slab.take(self.slot?)?;
@@ -324,7 +314,7 @@ impl<C: CompletionQueue> Pending<C> {
         Some(completion)
     }
 
-    /// Waits for it: see [`Completer::wait`].
+    /// Waits for the operation: see [`Completer::wait`].
     #[inline]
     pub fn wait(self) -> Result<Completion, Error> {
         Completer(self.completer.clone()).wait(self)
@@ -336,7 +326,7 @@ impl<C: CompletionQueue> Future for Pending<C> {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let slot = self.slot.expect("a future that has ended is not polled again");
-        self.completer.turn();
+        self.completer.poll();
         if let Some(completion) = self.take() {
             return Poll::Ready(Ok(completion));
         }
@@ -350,7 +340,7 @@ impl<C: CompletionQueue> Future for Pending<C> {
         if C::VIRTUAL {
             self.completer.cq.leave_waker(cx.waker());
         } else {
-            executor::drive(self.completer.clone());
+            reactor::drive(self.completer.clone());
         }
         Poll::Pending
     }

@@ -1,8 +1,9 @@
-//! The slots in which operations wait for their completions.
+//! Slots in which operations wait for their completions.
 //!
-//! A slot belongs to one operation from before it is posted until its completion has both arrived
-//! and been taken, or been given up. The work request carries the slot's number and generation, so
-//! that a completion finds its slot and a late one finds nothing.
+//! A slot belongs to one operation. It is claimed before the operation is posted and released when
+//! the completion has arrived and was either taken or abandoned. The work request's id holds the
+//! slot's index and generation, so that a completion finds its slot, and a completion of an earlier
+//! generation is dropped.
 //!
 //! ```text
 //! id:   63       32 31        0        word: 63       32 31    0
@@ -17,8 +18,8 @@
 //!                    └──>Abandoned ────┘
 //! ```
 //!
-//! Slots are never moved or freed: segments double in size, a free list (with a count against ABA)
-//! links those that are free. Nothing is allocated per operation.
+//! Slots are never moved or deallocated: segments double in size, and a free list (with a counter
+//! against ABA) links the free slots. No operation allocates memory.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -28,11 +29,11 @@ use parking_lot::Mutex;
 
 use crate::{Completion, CompletionKind, Key, Qpn, Status, WcOpcode};
 
-/// Slots of the first segment; each further one has twice as many.
+/// Slots of the first segment; each further segment has twice as many.
 const FIRST_SEGMENT: u32 = 64;
-/// Segments: 64 * (2^20 - 1) slots in all.
+/// Maximum number of segments: 64 * (2^20 - 1) slots in total.
 const SEGMENTS: usize = 20;
-/// The end of the free list.
+/// End marker of the free list.
 const NONE: u32 = u32::MAX;
 
 const FREE: u32 = 0;
@@ -42,16 +43,16 @@ const FILLING: u32 = 3;
 const DONE: u32 = 4;
 const ABANDONED: u32 = 5;
 
-/// The slots of a completer.
+/// Slot table of a completer.
 pub(super) struct Slab {
     segments: [OnceLock<Box<[Slot]>>; SEGMENTS],
-    /// First free slot, and a count of changes in the upper half.
+    /// Index of the first free slot; the upper half counts changes.
     free: AtomicU64,
-    /// Segments made.
+    /// Number of allocated segments.
     grown: Mutex<usize>,
 }
 
-/// One operation's slot, on a cache line of its own.
+/// Slot of one operation, on a cache line of its own.
 #[repr(align(64))]
 struct Slot {
     word: AtomicU64,
@@ -60,7 +61,7 @@ struct Slot {
     waker: Mutex<Option<Waker>>,
 }
 
-/// The name of a claimed slot: the id of its work request.
+/// Index and generation of a claimed slot: the id of its work request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct SlotId(pub u64);
 
@@ -78,13 +79,13 @@ impl SlotId {
     }
 }
 
-/// What filling a slot came to.
+/// Result of filling a slot.
 pub(super) enum Filled {
-    /// Somebody will take it.
+    /// The completion is stored and will be taken by a waiting thread.
     Kept,
-    /// Somebody watched it: to be woken.
+    /// The completion is stored and the watcher must be woken.
     Watched(Option<Waker>),
-    /// Nobody waits for it: it was given up, or is not of this completer.
+    /// The completion is dropped: its operation was abandoned, or the id is not of this completer.
     Unwanted,
 }
 
@@ -97,7 +98,7 @@ impl Slab {
         }
     }
 
-    /// Takes a free slot for an operation; `None` if there are too many.
+    /// Claims a free slot for an operation. Returns `None` if all slots are in use.
     #[inline]
     pub fn claim(&self) -> Option<SlotId> {
         loop {
@@ -118,20 +119,20 @@ impl Slab {
         }
     }
 
-    /// Gives back a slot whose operation was not posted.
+    /// Releases a slot whose operation was not posted.
     pub fn unclaim(&self, id: SlotId) {
         self.release(id);
     }
 
-    /// Puts a completion into its slot.
+    /// Stores a completion in its slot.
     #[inline]
     pub fn fill(&self, id: SlotId, completion: &Completion) -> Filled {
         let Some(slot) = self.slot(id.index()) else { return Filled::Unwanted };
         let mut before = slot.word.load(Ordering::Acquire);
         loop {
             let state = before as u32;
-            // Several completions may carry one id: of a list whose parts failed one by one. The
-            // first counts.
+            // Several completions may carry one id, when the requests of a list fail one by one.
+            // Only the first is stored.
             if before != id.word(state) || !matches!(state, WAITING | WATCHED | ABANDONED) {
                 return Filled::Unwanted;
             }
@@ -154,22 +155,22 @@ impl Slab {
         slot.result[1].store(b, Ordering::Relaxed);
         slot.word.store(id.word(DONE), Ordering::SeqCst);
         if before as u32 == WATCHED {
-            // None if the watcher has just seen that it is done.
+            // `None` if the watcher has just seen the state Done.
             return Filled::Watched(slot.waker.lock().take());
         }
         Filled::Kept
     }
 
-    /// True if the completion is there.
+    /// Returns whether the completion has arrived.
     #[inline]
     pub fn is_done(&self, id: SlotId) -> bool {
-        self.own(id).word.load(Ordering::SeqCst) as u32 == DONE
+        self.claimed_slot(id).word.load(Ordering::SeqCst) as u32 == DONE
     }
 
-    /// Takes the completion, if it is there; the slot is free then.
+    /// Takes the completion if it has arrived, and releases the slot.
     #[inline]
     pub fn take(&self, id: SlotId) -> Option<Completion> {
-        let slot = self.own(id);
+        let slot = self.claimed_slot(id);
         if slot.word.load(Ordering::Acquire) as u32 != DONE {
             return None;
         }
@@ -178,10 +179,12 @@ impl Slab {
         Some(unpack(id.0, packed))
     }
 
-    /// Leaves a waker to be woken when the completion comes; false if it has come. `true` in the
-    /// second place if none was there before.
+    /// Registers a waker for the completion.
+    ///
+    /// The first result is false if the completion has already arrived. The second is true if the
+    /// slot had no waker before.
     pub fn watch(&self, id: SlotId, waker: &Waker) -> (bool, bool) {
-        let slot = self.own(id);
+        let slot = self.claimed_slot(id);
         {
             let mut place = slot.waker.lock();
             match &mut *place {
@@ -199,7 +202,7 @@ impl Slab {
             Ok(_) => (true, true),
             Err(now) if now as u32 == WATCHED => (true, false),
             Err(_) => {
-                // It is there, or will be in a moment.
+                // The completion has arrived or is just being stored.
                 while slot.word.load(Ordering::Acquire) as u32 == FILLING {
                     std::thread::yield_now();
                 }
@@ -209,10 +212,10 @@ impl Slab {
         }
     }
 
-    /// Gives up waiting. The slot stays reserved until the completion arrives. True if a waker was
-    /// there.
+    /// Abandons the operation. The slot stays reserved until the completion arrives. Returns
+    /// whether the slot had a waker.
     pub fn abandon(&self, id: SlotId) -> bool {
-        let slot = self.own(id);
+        let slot = self.claimed_slot(id);
         loop {
             let now = slot.word.load(Ordering::Acquire);
             match now as u32 {
@@ -222,9 +225,9 @@ impl Slab {
                     return false;
                 }
                 state => {
-                    let given_up = id.word(ABANDONED);
+                    let abandoned = id.word(ABANDONED);
                     let (ok, relaxed) = (Ordering::AcqRel, Ordering::Relaxed);
-                    if slot.word.compare_exchange(now, given_up, ok, relaxed).is_ok() {
+                    if slot.word.compare_exchange(now, abandoned, ok, relaxed).is_ok() {
                         *slot.waker.lock() = None;
                         return state == WATCHED;
                     }
@@ -233,7 +236,7 @@ impl Slab {
         }
     }
 
-    /// Wakes all who watch.
+    /// Wakes all watchers.
     pub fn wake_all(&self) {
         for slot in self.segments.iter().filter_map(OnceLock::get).flatten() {
             let waker = slot.waker.lock().clone();
@@ -244,7 +247,7 @@ impl Slab {
     }
 
     fn release(&self, id: SlotId) {
-        let slot = self.own(id);
+        let slot = self.claimed_slot(id);
         let generation = ((id.0 >> 32) as u32).wrapping_add(1);
         slot.word.store((generation as u64) << 32 | FREE as u64, Ordering::Release);
         loop {
@@ -256,7 +259,7 @@ impl Slab {
         }
     }
 
-    /// Makes `index` the first free slot, unless the list has changed since it was `head`.
+    /// Makes `index` the first free slot. Fails if the list has changed since `head` was read.
     #[inline]
     fn swap_free(&self, head: u64, index: u32) -> bool {
         let new = ((head >> 32).wrapping_add(1)) << 32 | index as u64;
@@ -302,14 +305,14 @@ impl Slab {
         self.segments.get(segment as usize)?.get()?.get((index - first) as usize)
     }
 
-    /// The slot of an id that was claimed and not released.
+    /// Returns the slot of an id that was claimed and not released.
     #[inline]
-    fn own(&self, id: SlotId) -> &Slot {
+    fn claimed_slot(&self, id: SlotId) -> &Slot {
         self.slot(id.index()).expect("a claimed slot")
     }
 }
 
-/// A completion in two words:
+/// Packs a completion into two words:
 ///
 /// ```text
 /// bytes (32) | immediate data, or the invalidated key (32)
@@ -371,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn a_given_up_slot_is_free_only_when_its_completion_came() {
+    fn abandoned_slot_is_freed_by_its_completion() {
         let slab = Slab::new();
         let id = slab.claim().unwrap();
         slab.abandon(id);

@@ -12,7 +12,7 @@ use crate::{
     Status, WorkRequest,
 };
 
-/// A connected pair of QPs, one of them with a completer.
+/// Two connected QPs, one of which has a completer.
 struct Bed {
     completer: Completer<SoftCq>,
     qp: SoftQp,
@@ -67,19 +67,19 @@ impl Bed {
         self.mr.memory().load_be64(0)
     }
 
-    /// Posts a message that completes when [`Bed::let_go`] is called.
-    fn held(&self) -> Pending<SoftCq> {
+    /// Posts a message that completes only after [`Bed::unblock`].
+    fn post_blocked(&self) -> Pending<SoftCq> {
         self.post(Op::SendInline { data: b"held" })
     }
 
-    fn let_go(&self) {
+    fn unblock(&self) {
         self.peer_cq.poll(&mut [Completion::EMPTY; 16]);
         self.peer.post_recv(&ReceiveRequest { id: 0, to: &[self.mr.sge(4096, 64)] }).unwrap();
     }
 }
 
 #[test]
-fn a_thread_waits_for_its_own() {
+fn thread_waits_for_its_own_operation() {
     for nic in nics() {
         let bed = bed(&nic);
         let all: Vec<_> = (0..100).map(|i| bed.add(8 + i * 8)).collect();
@@ -110,7 +110,7 @@ fn many_threads_share_a_completer() {
 }
 
 #[test]
-fn sleepers_are_woken_one_by_one_in_any_order() {
+fn sleeping_threads_are_woken_one_by_one() {
     for nic in nics() {
         let cq = nic.create_cq(CqAttr { entries: 64, ignore_overrun: false }).unwrap();
         let completer = Completer::new(cq);
@@ -120,16 +120,17 @@ fn sleepers_are_woken_one_by_one_in_any_order() {
             for bed in &beds {
                 let ended = &ended;
                 s.spawn(move || {
-                    assert_eq!(bed.held().wait().unwrap().status, Status::Success);
+                    assert_eq!(bed.post_blocked().wait().unwrap().status, Status::Success);
                     ended.fetch_add(1, Ordering::SeqCst);
                 });
             }
             for (i, at) in [2, 0, 4, 1, 3].into_iter().enumerate() {
-                // Long enough that all sleep; each must be woken by an event, not by the time.
+                // Long enough for all threads to sleep. Each must be woken by an event, not by a
+                // timeout.
                 std::thread::sleep(Duration::from_millis(15));
                 assert_eq!(ended.load(Ordering::SeqCst), i);
                 let since = Instant::now();
-                beds[at].let_go();
+                beds[at].unblock();
                 while ended.load(Ordering::SeqCst) == i {
                     std::thread::yield_now();
                 }
@@ -140,27 +141,27 @@ fn sleepers_are_woken_one_by_one_in_any_order() {
 }
 
 #[test]
-fn a_thread_that_never_sleeps_does_not_take_a_sleepers_wakeup() {
+fn polling_thread_does_not_steal_a_wakeup() {
     for nic in nics() {
         let bed = bed(&nic);
         let stop = AtomicUsize::new(0);
         std::thread::scope(|s| {
             s.spawn(|| {
                 while stop.load(Ordering::Relaxed) == 0 {
-                    bed.completer.turn();
+                    bed.completer.poll();
                     std::thread::yield_now();
                 }
             });
             let _stop = StopWhenDropped(&stop);
             for _ in 0..30 {
-                let pending = bed.held();
+                let pending = bed.post_blocked();
                 let waiter = s.spawn(|| {
                     let c = pending.wait().unwrap();
                     (c.status, Instant::now())
                 });
                 std::thread::sleep(Duration::from_millis(2));
                 let since = Instant::now();
-                bed.let_go();
+                bed.unblock();
                 let (status, at) = waiter.join().unwrap();
                 assert_eq!(status, Status::Success);
                 assert!(at - since < Duration::from_secs(5), "woken by a timeout");
@@ -169,7 +170,7 @@ fn a_thread_that_never_sleeps_does_not_take_a_sleepers_wakeup() {
     }
 }
 
-/// Ends the other thread also when the test fails.
+/// Stops the other thread even if the test fails.
 struct StopWhenDropped<'a>(&'a AtomicUsize);
 
 impl Drop for StopWhenDropped<'_> {
@@ -179,7 +180,7 @@ impl Drop for StopWhenDropped<'_> {
 }
 
 #[test]
-fn a_dropped_operation_still_happens_and_its_slot_comes_back() {
+fn dropped_operation_executes_and_frees_its_slot() {
     for nic in nics() {
         let bed = bed(&nic);
         for _ in 0..1000 {
@@ -224,20 +225,20 @@ fn futures_run_under_block_on() {
             beds.iter().map(Bed::sum).sum::<u64>()
         });
         assert_eq!(sum, 200);
-        // Asleep, on one CQ and on two.
+        // Sleeps, on one CQ and on two.
         std::thread::scope(|s| {
             s.spawn(|| {
                 std::thread::sleep(Duration::from_millis(10));
-                beds[0].let_go();
+                beds[0].unblock();
                 std::thread::sleep(Duration::from_millis(10));
-                beds[1].let_go();
+                beds[1].unblock();
                 std::thread::sleep(Duration::from_millis(10));
-                beds[0].let_go();
+                beds[0].unblock();
             });
             let since = Instant::now();
             block_on(async {
-                beds[0].held().await.unwrap();
-                let (mut second, mut first) = (beds[1].held(), beds[0].held());
+                beds[0].post_blocked().await.unwrap();
+                let (mut second, mut first) = (beds[1].post_blocked(), beds[0].post_blocked());
                 let mut ended = [false; 2];
                 std::future::poll_fn(|cx| {
                     for (pending, ended) in [&mut first, &mut second].into_iter().zip(&mut ended) {
@@ -265,13 +266,13 @@ fn futures_run_under_another_executor() {
         let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
         let mut cx = Context::from_waker(&waker);
         for _ in 0..5 {
-            let mut pending = bed.held();
+            let mut pending = bed.post_blocked();
             assert!(Pin::new(&mut pending).poll(&mut cx).is_pending());
-            bed.let_go();
+            bed.unblock();
             let completion = loop {
                 match Pin::new(&mut pending).poll(&mut cx) {
                     Poll::Ready(c) => break c,
-                    // Nobody here polls the CQ: the completer's own thread must.
+                    // This thread does not poll the CQ; the completer's driver thread must.
                     Poll::Pending => std::thread::park(),
                 }
             };

@@ -50,7 +50,7 @@ fn compare_and_swap<B: Bench>(bench: &B) {
         assert_eq!(c.get(8, 8), c.word(there), "the old value");
         assert_eq!(s.get(64, 8), s.word(if here == there { 7 } else { there }));
     }
-    // The other way round, and nothing beside the word has changed.
+    // In the other direction; and the bytes beside the word have not changed.
     c.put(64, &c.word(5));
     s.ok(Op::CompareSwap { at: c.at(64), compare: 5, swap: 6, old: s.sge(8, 8) });
     assert_eq!(c.get(64, 8), c.word(6));
@@ -71,7 +71,7 @@ fn fetch_and_add<B: Bench>(bench: &B) {
     }
 }
 
-/// An FAA of 8 bytes at `at`.
+/// Returns an FAA on the 8 bytes at `at`.
 fn add<B: Bench>(p: &Pair<'_, B>, at: Remote) -> Op<'static> {
     Op::FetchAdd { at, add: 1, old: p.client.sge(0, 8) }
 }
@@ -105,7 +105,7 @@ fn wrong_lkey<B: Bench>(bench: &B) {
     let old = Sge { lkey, ..p.client.sge(0, 8) };
     let c = p.client.run(Op::FetchAdd { at: p.server.at(0), add: 1, old });
     assert_eq!(c.status, Status::LocalProtection);
-    assert_eq!(p.server.get(0, 8), [0; 8], "what fails has changed nothing");
+    assert_eq!(p.server.get(0, 8), [0; 8], "a failed atomic must change nothing");
 }
 
 fn wrong_rkey<B: Bench>(bench: &B) {
@@ -144,7 +144,7 @@ fn masked<B: Bench>(bench: &B) {
     let (c, s) = (&p.client, &p.server);
     s.put(0, &s.word(0x0001_ffff_0000_00ff));
     let (at, old) = (s.at(0), c.sge(0, 8));
-    // Two fields of 32 bits: neither carries into the other.
+    // Two fields of 32 bits: no carry from one into the other.
     let add = 0x0000_0001_ffff_ffff;
     c.ok(Op::MaskedFetchAdd { at, add, boundary: 1 << 31 | 1 << 63, old });
     assert_eq!(c.get(0, 8), c.word(0x0001_ffff_0000_00ff));

@@ -1,4 +1,5 @@
-//! Completion queues and their notifications (IBTA vol. 1, chapter 11, completion queue operations).
+//! Completion queues and their notifications (IBTA vol. 1, chapter 11, completion queue
+//! operations).
 
 use std::time::Duration;
 
@@ -29,12 +30,12 @@ pub fn cases<B: Bench>() -> Vec<Case<B>> {
         never(
             "cqs.resize",
             &["test_cq.test_resize_cq"],
-            "a CQ keeps its size: make it for all work that can be outstanding",
+            "a CQ cannot be resized: create it for all work that can be in flight",
         ),
         never(
             "cqs.vectors_and_timestamps",
             &["test_cq.test_create_cq (comp_vector)", "test_cqex.CQEXAPITest (wc_flags)"],
-            "one NIC thread serves all CQs, and completions give no time stamps",
+            "one NIC thread serves all CQs, and completions carry no time stamps",
         ),
     ]
 }
@@ -47,7 +48,7 @@ fn sizes<B: Bench>(bench: &B) {
             assert_eq!(cq.poll(&mut [Completion::EMPTY]), 0);
         }
     }
-    // Round a CQ many times.
+    // Wraps around the CQ many times.
     let small = Shape { cq_entries: 4, ..Shape::default() };
     let p = Pair::of(bench, &small, &small);
     for i in 0..100 {
@@ -72,7 +73,7 @@ fn events<B: Bench>(bench: &B) {
         s.receive(1, &[s.sge(0, 8)]);
         c.ok(Op::SendInline { data: &[1] });
         assert!(arrives(&s.cq));
-        assert!(arrives(&s.cq), "it has not been polled");
+        assert!(arrives(&s.cq), "the completion has not been polled");
         let mut out = [Completion::EMPTY; 2];
         assert_eq!(s.cq.poll(&mut out), 1);
         assert_eq!((out[0].id, out[0].kind), (1, CompletionKind::Receive));
@@ -103,11 +104,11 @@ fn solicited_events<B: Bench>(bench: &B) {
         s.next();
         s.receive(2, &[s.sge(0, 8)]);
         c.ok(send);
-        // One that is there already, whoever wanted it, is told at once.
+        // A completion that can be polled already ends the wait at once, solicited or not.
         assert!(quiet(LONG));
         assert_eq!(s.next().status, Status::Success);
     }
-    // Unsolicited ones do not wake who sleeps; an error does.
+    // Unsolicited completions do not wake a sleeping thread; an error does.
     let sleeper = Sleeper::default();
     std::thread::scope(|scope| {
         let waiter = scope.spawn(|| {
@@ -117,11 +118,16 @@ fn solicited_events<B: Bench>(bench: &B) {
         sleeper.until_asleep();
         s.receive(1, &[s.sge(0, 8)]);
         c.ok(send);
-        // Also not where the one that sleeps looks now and then whether the NIC is still there.
+        // The sleeping thread also checks now and then that the NIC is alive; that must not end the
+        // wait.
         std::thread::sleep(Duration::from_millis(250));
-        assert!(!waiter.is_finished(), "an unsolicited message has woken it");
+        assert!(!waiter.is_finished(), "an unsolicited message must not end the wait");
         s.receive(2, &[]);
-        assert_eq!(c.run(send).status, Status::RemoteInvalidRequest, "too long for the receive");
+        assert_eq!(
+            c.run(send).status,
+            Status::RemoteInvalidRequest,
+            "the message is too long for the receive"
+        );
         assert!(waiter.join().expect("a waiter"));
     });
     assert_eq!(s.next().status, Status::Success);
@@ -131,7 +137,7 @@ fn solicited_events<B: Bench>(bench: &B) {
 fn wake<B: Bench>(bench: &B) {
     let p = Pair::new(bench);
     if <B::Nic as Nic>::Cq::VIRTUAL {
-        // Nobody else runs while this sleeps.
+        // With virtual time no other thread runs while this thread sleeps.
         assert!(!p.client.cq.wait_unless(LONG, &|| true).expect("the NIC is there"));
         return;
     }
@@ -187,11 +193,15 @@ fn overrun<B: Bench>(bench: &B) {
     c.event(|e| *e == AsyncEvent::CqOverrun { cqn });
     for id in 0..room as u64 {
         let done = c.next();
-        assert_eq!((done.id, done.status), (id, Status::Success), "what was there is there");
+        assert_eq!(
+            (done.id, done.status),
+            (id, Status::Success),
+            "completions before the overrun must be kept"
+        );
     }
     c.nothing();
     assert_eq!(c.qp.state().expect("a state"), QpState::Error);
-    // Others have not noticed.
+    // Other connections are not affected.
     let q = Pair::new(bench);
     q.client.ok(Op::Nop);
 }

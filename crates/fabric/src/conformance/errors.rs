@@ -1,4 +1,4 @@
-//! Completion errors and asynchronous events: who hears what (IBTA vol. 1, chapter 11).
+//! Completion errors and asynchronous events, at requester and responder (IBTA vol. 1, chapter 11).
 
 use super::pair::{Pair, SHORT, Shape};
 use super::{Bench, Case, always, with};
@@ -15,9 +15,9 @@ pub fn cases<B: Bench>() -> Vec<Case<B>> {
         always("errors.rights_of_the_queue_pair", &[], rights_of_the_queue_pair),
         always("errors.message_too_long", &[], message_too_long),
         always("errors.no_receive_queue", &[], no_receive_queue),
-        always("errors.nobody_else_notices", &[], nobody_else_notices),
+        always("errors.isolate_other_connections", &[], isolate_other_connections),
         with(AsyncEvents, "errors.event_at_the_responder", &[], event_at_the_responder),
-        with(AsyncEvents, "errors.events_of_what_has_ended", &[], events_of_what_has_ended),
+        with(AsyncEvents, "errors.events_of_destroyed_objects", &[], events_of_destroyed_objects),
         with(AsyncEvents, "errors.events_can_be_waited_for", &[], events_can_be_waited_for),
     ]
 }
@@ -44,7 +44,11 @@ fn local_keys<B: Bench>(bench: &B) {
         ] {
             let done = c.run(op);
             assert_eq!(done.status, Status::LocalProtection, "{op:?}");
-            assert_eq!(s.qp.state().expect("a state"), QpState::ReadyToSend, "it has not noticed");
+            assert_eq!(
+                s.qp.state().expect("a state"),
+                QpState::ReadyToSend,
+                "the server QP must not fail"
+            );
             p.connect();
         }
     }
@@ -60,7 +64,7 @@ fn remote_keys<B: Bench>(bench: &B) {
         let to = Remote { rkey: Key(good.rkey.0 ^ 1 << bit), ..good };
         let done = c.run(Op::WriteInline { to, data: &[1] });
         assert_eq!(done.status, Status::RemoteAccess, "bit {bit}");
-        assert_eq!(done.vendor_error, 0, "the peer is not told why");
+        assert_eq!(done.vendor_error, 0, "the requester must not learn the reason");
         p.connect();
     }
     assert_eq!(s.get(0, 8), [0; 8]);
@@ -85,7 +89,7 @@ fn rights_of_the_queue_pair<B: Bench>(bench: &B) {
                 false => p.refused(op, Status::RemoteAccess),
             }
         }
-        // Messages need no right.
+        // Messages need no access right.
         p.server.receive(1, &[]);
         p.client.ok(Op::SendInline { data: &[] });
     }
@@ -131,7 +135,7 @@ fn no_receive_queue<B: Bench>(bench: &B) {
     assert_eq!(qp.state().expect("a state"), QpState::Error);
 }
 
-fn nobody_else_notices<B: Bench>(bench: &B) {
+fn isolate_other_connections<B: Bench>(bench: &B) {
     let (p, q) = (Pair::new(bench), Pair::new(bench));
     let bad = Remote { rkey: Key(0xdead_be00), ..p.server.at(0) };
     for i in 0..10u8 {
@@ -153,15 +157,18 @@ fn event_at_the_responder<B: Bench>(bench: &B) {
     let theirs = p.server.event(of(&p.server));
     let AsyncEvent::QpError { syndrome, by_peer, .. } = theirs else { unreachable!("as asked") };
     assert_eq!(Status::from_syndrome(syndrome as u8), Status::RemoteAccess);
-    assert!(by_peer, "no completion of the server's says that its QP has failed");
+    assert!(by_peer, "no completion of the server reports the failure of its QP");
     if !bench.is_one_function() {
         let events = p.client.nic.take_events().expect("events").events;
-        assert!(!events.iter().any(of(&p.server)), "events are their function's: {events:?}");
-        assert!(events.iter().any(of(&p.client)), "its own QP has failed, too: {events:?}");
+        assert!(
+            !events.iter().any(of(&p.server)),
+            "events go to the function of the failed QP only: {events:?}"
+        );
+        assert!(events.iter().any(of(&p.client)), "the client QP has failed too: {events:?}");
     }
 }
 
-fn events_of_what_has_ended<B: Bench>(bench: &B) {
+fn events_of_destroyed_objects<B: Bench>(bench: &B) {
     let p = Pair::new(bench);
     let (nic, number) = (p.server.nic.clone(), p.server.qp.qpn());
     let bad = Remote { rkey: Key(0xdead_be00), ..p.server.at(0) };
@@ -188,9 +195,9 @@ fn events_can_be_waited_for<B: Bench>(bench: &B) {
         let of =
             move |e: &AsyncEvent| matches!(e, AsyncEvent::QpError { qpn, .. } if *qpn == number);
         let waiter = scope.spawn(move || s.event(of));
-        // Most of the time it sleeps by now.
+        // The thread probably sleeps by now.
         std::thread::sleep(std::time::Duration::from_millis(10));
         c.post(1, Op::WriteInline { to: bad, data: &[1] });
-        waiter.join().expect("it is woken");
+        waiter.join().expect("the waiter ends");
     });
 }

@@ -1,12 +1,14 @@
-//! One suite of verbs tests that every NIC must pass: what a back end promises, as a program.
+//! A suite of verbs tests that every NIC must pass: an executable contract for back ends.
 //!
-//! A back end brings a [`Bench`]: two functions whose queue pairs it can connect. [`run`] then runs every
-//! case on them and says which it has passed, and which it has left out because the NIC says in its
-//! [`Caps`](crate::Caps) that it cannot do what the case needs. A case that fails panics.
+//! A back end provides a [`Bench`]: two functions whose queue pairs it can connect. [`run`] runs
+//! every case on them and reports the cases that passed and the cases that were left out. A case is
+//! left out if the NIC's [`Caps`](crate::Caps) lack a feature that the case needs. A case that
+//! fails panics.
 //!
-//! The cases follow what rdma-core's Python tests check of RC queue pairs; each names those that it mirrors.
-//! A test of theirs for which these verbs have no call is there too, as a case that is always left out, with
-//! the reason. `docs/conformance.md` has the table, and a test compares it with [`cases`].
+//! The cases follow rdma-core's Python tests of RC queue pairs, and each names the tests that it
+//! mirrors. An rdma-core test for which these verbs have no call is present as a case that is
+//! always left out, with the reason. `docs/internals/conformance.md` has the table; a test compares
+//! it with [`cases`].
 //!
 //! ```text
 //! Bench ── client(), server() ──> Pair: two ends, each with PD, CQ, QP and region ──> case
@@ -28,29 +30,33 @@ pub use pair::{End, Pair, Shape};
 
 use crate::{Error, Feature, Nic, QpChange, QueuePair};
 
-/// A back end to be tested.
+/// A back end under test.
 pub trait Bench {
-    /// Its NICs.
+    /// The NIC type.
     type Nic: Nic;
 
-    /// A function.
+    /// Returns the client's function.
     fn client(&self) -> &Self::Nic;
 
-    /// Another function, or the same. What differs between the two is the back end's affair.
+    /// Returns the server's function, which may be the client's. The back end decides how the two
+    /// differ.
     fn server(&self) -> &Self::Nic;
 
-    /// What the connection between the two cannot do, though their NICs can.
+    /// Returns features that the NICs have but the connection between them lacks.
     fn connection_lacks(&self) -> &'static [Feature] {
         &[]
     }
 
-    /// Both are one function.
+    /// Returns whether client and server are the same function.
     fn is_one_function(&self) -> bool {
         false
     }
 
-    /// Takes `qp` from Init to RTR, connected with `peer`; each with the function that it is of. Both ends of a
-    /// connection are brought there, in any order, before work is posted; a queue pair can be its own peer.
+    /// Moves `qp` from Init to RTR, connected to `peer`; each is given with the function that it
+    /// belongs to.
+    ///
+    /// Both ends of a connection are moved, in any order, before work is posted. A queue pair can
+    /// be its own peer.
     fn to_rtr(
         &self,
         (_, qp): (Side, &<Self::Nic as Nic>::Qp),
@@ -60,12 +66,12 @@ pub trait Bench {
     }
 }
 
-/// One of a bench's functions.
+/// A function of a bench.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Side {
-    /// The client's.
+    /// The client's function.
     Client,
-    /// The server's.
+    /// The server's function.
     Server,
 }
 
@@ -73,28 +79,28 @@ pub enum Side {
 pub struct Case<B: Bench> {
     /// Its name.
     pub name: &'static str,
-    /// The tests of rdma-core that it mirrors, file and name; empty for one of our own.
+    /// Mirrored tests of rdma-core, as file and name; empty for a test without a counterpart.
     pub mirrors: &'static [&'static str],
-    /// What it needs, and what it does.
+    /// The features that the case needs, and its code.
     pub body: Body<B>,
 }
 
-/// What a [`Case`] does.
+/// Condition and code of a [`Case`].
 pub enum Body<B: Bench> {
     /// Runs on every NIC.
     Always(fn(&B)),
     /// Runs on NICs with the feature.
     With(Feature, fn(&B)),
-    /// There is no verb for it, for this reason.
+    /// Never runs, because no verb exists for it; the text is the reason.
     Never(&'static str),
 }
 
-/// What came of a run.
+/// Results of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
     /// Cases that passed.
     pub passed: Vec<&'static str>,
-    /// Cases that were left out, and why.
+    /// Cases that were left out, with the reasons.
     pub skipped: Vec<(&'static str, String)>,
 }
 
@@ -108,7 +114,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// Every case.
+/// Returns all cases.
 pub fn cases<B: Bench>() -> Vec<Case<B>> {
     let parts = [
         objects::cases(),
@@ -123,8 +129,8 @@ pub fn cases<B: Bench>() -> Vec<Case<B>> {
     parts.into_iter().flatten().collect()
 }
 
-/// Runs every case that the NICs of `bench` can run. Panics in the first that fails, having named it on
-/// standard error.
+/// Runs every case that the NICs of `bench` support. Panics at the first failure, after printing
+/// the name of the case to standard error.
 pub fn run<B: Bench>(bench: &B) -> Report {
     let mut report = Report::default();
     for case in cases::<B>() {
@@ -155,7 +161,7 @@ pub fn run<B: Bench>(bench: &B) -> Report {
     report
 }
 
-/// Names the case that panics.
+/// Prints the name of the case if it panics.
 struct Running {
     name: &'static str,
 }
@@ -168,7 +174,7 @@ impl Drop for Running {
     }
 }
 
-/// A case that runs on every NIC.
+/// Creates a case that runs on every NIC.
 fn always<B: Bench>(
     name: &'static str,
     mirrors: &'static [&'static str],
@@ -177,7 +183,7 @@ fn always<B: Bench>(
     Case { name, mirrors, body: Body::Always(program) }
 }
 
-/// A case that needs a feature.
+/// Creates a case that needs a feature.
 fn with<B: Bench>(
     feature: Feature,
     name: &'static str,
@@ -187,7 +193,7 @@ fn with<B: Bench>(
     Case { name, mirrors, body: Body::With(feature, program) }
 }
 
-/// A case for which there is no verb.
+/// Creates a case for which no verb exists.
 fn never<B: Bench>(
     name: &'static str,
     mirrors: &'static [&'static str],

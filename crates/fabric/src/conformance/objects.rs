@@ -1,4 +1,5 @@
-//! Devices, protection domains and regions (IBTA vol. 1, chapter 10, resource and memory management).
+//! Devices, protection domains and regions (IBTA vol. 1, chapter 10, resource and memory
+//! management).
 
 use super::pair::{Pair, SHORT, Shape, bytes, pattern};
 use super::{Bench, Case, always, never, with};
@@ -22,7 +23,7 @@ pub fn cases<B: Bench>() -> Vec<Case<B>> {
                 "test_device.test_query_gid",
                 "test_device.test_query_pkey",
             ],
-            "a function has no ports, GIDs or partition keys of its own: who connects brings addresses",
+            "a function has no ports, GIDs or partition keys: the caller passes peer addresses",
         ),
         always(
             "pds.many",
@@ -33,7 +34,7 @@ pub fn cases<B: Bench>() -> Vec<Case<B>> {
         never(
             "pds.end_twice",
             &["test_pd.test_destroy_pd_twice"],
-            "handles end an object once, when the last is dropped",
+            "an object is destroyed once, when its last handle is dropped",
         ),
         always("pds.are_apart", &[], pds_are_apart),
         always("regions.rights", &[], region_rights),
@@ -79,12 +80,12 @@ pub fn cases<B: Bench>() -> Vec<Case<B>> {
                 "test_mr.DmaBufTestCase",
                 "test_mr.test_reg_mrex_inval_params",
             ],
-            "regions are of memory from alloc_dma: there is no device memory, dma-buf or extended registration",
+            "only memory from alloc_dma can be registered: no device memory, dma-buf or extended registration",
         ),
         never(
             "regions.relaxed_ordering",
             &["test_relaxed_ordering.test_ro_rc_traffic"],
-            "there is no such right: accesses are ordered",
+            "relaxed ordering does not exist: accesses are always ordered",
         ),
     ]
 }
@@ -114,7 +115,8 @@ fn many_pds<B: Bench>(bench: &B) {
 fn pds_end_last<B: Bench>(bench: &B) {
     let nic = bench.client();
     let cq = nic.create_cq(CqAttr { entries: 4, ignore_overrun: false }).expect("a CQ");
-    // More than may be there at a time: each ends, though what it is the PD of ends after it.
+    // More than the limit in total. Each PD ends although the object in it is dropped after the
+    // PD's handle.
     let limit = nic.query_device().expect("limits").pds.min(200);
     for _ in 0..limit + 10 {
         let pd = nic.alloc_pd().expect("PDs end with their last user");
@@ -160,7 +162,7 @@ fn region_rights<B: Bench>(bench: &B) {
             }
         }
     }
-    // Locally: a READ scatters, a SEND is scattered, into memory that must be writable.
+    // Locally: a READ and a received SEND write memory, which needs local write access.
     let fixed = p.client.region(4096, Access::LOCAL_READ);
     p.client.ok(Op::Write { to: p.server.at(0), from: &[fixed.sge(0, 8)] });
     let c = p.client.run(Op::Read { from: p.server.at(0), to: &[fixed.sge(0, 8)] });
@@ -202,7 +204,7 @@ fn region_end<B: Bench>(bench: &B) {
     p.client.ok(Op::WriteInline { to, data: &[1] });
     drop(region);
     p.refused(Op::WriteInline { to, data: &[1] }, Status::RemoteAccess);
-    // Another region that takes its place has another key.
+    // A region that reuses the slot has a different key.
     let region = p.server.region(4096, Access::LOCAL_ALL | Access::REMOTE_ALL);
     assert_ne!(region.key(), to.rkey);
     p.refused(Op::WriteInline { to, data: &[1] }, Status::RemoteAccess);
@@ -256,7 +258,7 @@ fn remote_write_needs_local_write<B: Bench>(bench: &B) {
 fn change_memory<B: Bench>(bench: &B) {
     let p = Pair::new(bench);
     let region = p.server.region(4096, Access::LOCAL_ALL | Access::REMOTE_ALL);
-    // A receive that names the region as it was cannot be used any more.
+    // A posted receive that names the old key can no longer be used.
     p.server.receive(1, &[region.sge(0, 64)]);
     let old = region.remote(0);
     let memory = p.server.nic.alloc_dma(8192).expect("memory");
@@ -288,7 +290,7 @@ fn change_rights<B: Bench>(bench: &B) {
         p.refused(Op::WriteInline { to, data: &[3] }, Status::RemoteAccess);
     }
     assert_eq!(bytes(region.memory(), 0, 1), [2]);
-    // A handle that others hold does not change under them.
+    // While other handles exist, the region cannot be changed.
     let copy = region.clone();
     assert!(nic.rereg_mr(region, to(Access::LOCAL_ALL)).is_err());
     p.server.ok(Op::Write { to: p.client.at(0), from: &[copy.sge(0, 1)] });

@@ -1,4 +1,4 @@
-//! What a case works with: two ends of a connection.
+//! Fixture of a case: two ends of a connection.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -11,54 +11,55 @@ use crate::{
     Remote, Sge, Status, WorkRequest,
 };
 
-/// Long enough for anything here on a busy machine.
+/// Timeout that is long enough for any event here on a busy machine.
 pub const LONG: Duration = Duration::from_secs(20);
-/// Long enough for what should not happen to happen.
+/// Time within which an unwanted event would happen.
 pub const SHORT: Duration = Duration::from_millis(20);
 
-/// A thread that waits for something, as others see it.
+/// A waiting thread, as observed by another thread.
 #[derive(Default)]
 pub struct Sleeper(OnceLock<i32>);
 
 impl Sleeper {
-    /// Called by the thread itself, before it waits.
+    /// Registers the calling thread, before it waits.
     pub fn begins(&self) {
         let _ = self.0.set(rustix::thread::gettid().as_raw_nonzero().get());
     }
 
-    /// Returns when the kernel has had it asleep for three looks in a row: it does not only stop for a moment.
+    /// Returns when three observations in a row show the thread asleep, which excludes a brief
+    /// pause.
     pub fn until_asleep(&self) {
         let start = Instant::now();
         let mut asleep = 0;
         while asleep < 3 {
-            assert!(start.elapsed() < LONG, "a thread that waits goes to sleep");
+            assert!(start.elapsed() < LONG, "the waiting thread did not go to sleep");
             std::thread::sleep(Duration::from_millis(1));
             asleep = if self.0.get().is_some_and(|tid| sleeps(*tid)) { asleep + 1 } else { 0 };
         }
     }
 }
 
-/// Whether the thread `tid` of this process is asleep, as proc(5) has it.
+/// Returns whether the thread `tid` of this process is asleep, from proc(5).
 fn sleeps(tid: i32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/self/task/{tid}/stat"));
-    let stat = stat.expect("the kernel tells of a thread of this process that lives");
+    let stat = stat.expect("proc(5) has an entry for a live thread");
     stat.rsplit(')').next().is_some_and(|behind_name| behind_name.starts_with(" S"))
 }
 
-/// How an end is made.
+/// Attributes of an end.
 #[derive(Clone, Debug)]
 pub struct Shape {
-    /// Bytes of its region.
+    /// Size of the region in bytes.
     pub bytes: usize,
-    /// Rights of its region.
+    /// Access rights of the region.
     pub region: Access,
-    /// Rights that its QP gives its peer.
+    /// Access rights that the QP gives to its peer.
     pub qp: Access,
-    /// Entries of its CQ.
+    /// Entries of the CQ.
     pub cq_entries: u32,
-    /// Building blocks of its send queue.
+    /// Building blocks of the send queue.
     pub send_blocks: u32,
-    /// Its receive queue.
+    /// The receive queue.
     pub receive: ReceiveAttr,
 }
 
@@ -77,48 +78,48 @@ impl Default for Shape {
 
 /// One end of a connection.
 pub struct End<N: Nic> {
-    /// Its function.
+    /// The function.
     pub nic: N,
-    /// Its protection domain.
+    /// The protection domain.
     pub pd: N::Pd,
-    /// The CQ of both of its queues.
+    /// The CQ of both queues.
     pub cq: N::Cq,
-    /// Its queue pair.
+    /// The queue pair.
     pub qp: N::Qp,
-    /// Its region.
+    /// The memory region.
     pub mr: N::Mr,
 }
 
-/// Both ends.
+/// Both ends of a connection.
 pub struct Pair<'a, B: Bench> {
     bench: &'a B,
-    /// The client's.
+    /// The client's end.
     pub client: End<B::Nic>,
-    /// The server's.
+    /// The server's end.
     pub server: End<B::Nic>,
 }
 
 impl<'a, B: Bench> Pair<'a, B> {
-    /// Two ends of the usual shape, connected.
+    /// Creates two connected ends with default attributes.
     pub fn new(bench: &'a B) -> Self {
         Self::of(bench, &Shape::default(), &Shape::default())
     }
 
-    /// Two ends, connected.
+    /// Creates two connected ends.
     pub fn of(bench: &'a B, client: &Shape, server: &Shape) -> Self {
         let pair = Self::unconnected(bench, client, server);
         pair.connect();
         pair
     }
 
-    /// Two ends whose QPs are in Reset.
+    /// Creates two ends whose QPs are in Reset.
     pub fn unconnected(bench: &'a B, client: &Shape, server: &Shape) -> Self {
         let client = End::new(bench.client(), client);
         let server = End::new(bench.server(), server);
         Self { bench, client, server }
     }
 
-    /// Resets both QPs and connects them again; completions that are left are dropped.
+    /// Resets and reconnects both QPs, and drops pending completions.
     pub fn connect(&self) {
         let (a, b) = (&self.client.qp, &self.server.qp);
         for end in [&self.client, &self.server] {
@@ -128,8 +129,8 @@ impl<'a, B: Bench> Pair<'a, B> {
         connect(self.bench, a, b);
     }
 
-    /// The client runs what the server must refuse: then both QPs are in the error state. They are connected again
-    /// after it.
+    /// Runs an operation on the client that the server must refuse. Both QPs must then be in the
+    /// error state; they are reconnected.
     #[track_caller]
     pub fn refused(&self, op: Op<'_>, status: Status) {
         let c = self.client.run(op);
@@ -140,7 +141,7 @@ impl<'a, B: Bench> Pair<'a, B> {
     }
 }
 
-/// Resets and connects a queue pair of the client's and one of the server's.
+/// Resets and connects a queue pair of the client and a queue pair of the server.
 pub fn connect<B: Bench>(bench: &B, a: &<B::Nic as Nic>::Qp, b: &<B::Nic as Nic>::Qp) {
     for (qp, peer) in [((Client, a), (Server, b)), ((Server, b), (Client, a))] {
         qp.1.modify(QpChange::Reset).expect("any QP can be reset");
@@ -153,7 +154,7 @@ pub fn connect<B: Bench>(bench: &B, a: &<B::Nic as Nic>::Qp, b: &<B::Nic as Nic>
 }
 
 impl<N: Nic> End<N> {
-    /// An end whose QP is in Reset.
+    /// Creates an end whose QP is in Reset.
     pub fn new(nic: &N, shape: &Shape) -> Self {
         let pd = nic.alloc_pd().expect("a PD");
         let attr = CqAttr { entries: shape.cq_entries, ignore_overrun: false };
@@ -171,7 +172,7 @@ impl<N: Nic> End<N> {
         End { nic: nic.clone(), pd, cq, qp, mr }
     }
 
-    /// Another region of its PD.
+    /// Registers another region in the same PD.
     pub fn region(&self, bytes: usize, access: Access) -> N::Mr {
         let memory = self.nic.alloc_dma(bytes).expect("memory");
         self.nic.reg_mr(&self.pd, &memory, access).expect("a region")
@@ -189,7 +190,7 @@ impl<N: Nic> End<N> {
         self.qp.post_recv(&ReceiveRequest { id, to }).expect("posting a receive");
     }
 
-    /// Posts signaled work and takes its completion, which is the next one.
+    /// Posts signaled work and returns the next completion, which must be that of the work.
     #[track_caller]
     pub fn run(&self, op: Op<'_>) -> Completion {
         self.post(77, op);
@@ -198,7 +199,7 @@ impl<N: Nic> End<N> {
         c
     }
 
-    /// Runs what must succeed.
+    /// Runs an operation that must succeed.
     #[track_caller]
     pub fn ok(&self, op: Op<'_>) -> Completion {
         let c = self.run(op);
@@ -206,13 +207,13 @@ impl<N: Nic> End<N> {
         c
     }
 
-    /// The next completion of its CQ.
+    /// Returns the next completion of the CQ.
     #[track_caller]
     pub fn next(&self) -> Completion {
         next(&self.cq)
     }
 
-    /// Asserts that nothing completes for a while.
+    /// Asserts that nothing completes within [`SHORT`].
     #[track_caller]
     pub fn nothing(&self) {
         let mut out = [Completion::EMPTY];
@@ -220,38 +221,39 @@ impl<N: Nic> End<N> {
         assert!(!any, "{:?}", out[0]);
     }
 
-    /// Drops what has completed.
+    /// Drops pending completions.
     pub fn drain(&self) {
         let mut out = [Completion::EMPTY; 16];
         while self.cq.poll(&mut out) > 0 {}
     }
 
-    /// Writes into its region, with the CPU.
+    /// Writes into the region with the CPU.
     pub fn put(&self, offset: usize, data: &[u8]) {
         self.mr.memory().write(offset, data);
     }
 
-    /// Reads from its region, with the CPU.
+    /// Reads from the region with the CPU.
     pub fn get(&self, offset: usize, len: usize) -> Vec<u8> {
         bytes(self.mr.memory(), offset, len)
     }
 
-    /// A piece of its region.
+    /// Returns an SGE within the region.
     pub fn sge(&self, offset: usize, len: u32) -> Sge {
         self.mr.sge(offset, len)
     }
 
-    /// A place in its region, for the peer.
+    /// Returns the peer's address of a byte of the region.
     pub fn at(&self, offset: usize) -> Remote {
         self.mr.remote(offset)
     }
 
-    /// A word as atomics of this NIC see it.
+    /// Returns the bytes of a word in the byte order of this NIC's atomics.
     pub fn word(&self, value: u64) -> [u8; 8] {
         if self.nic.caps().big_endian_atomics { value.to_be_bytes() } else { value.to_le_bytes() }
     }
 
-    /// A bind of `window`, whose key is `key` now, over `len` bytes at `offset` of its region.
+    /// Returns a bind of `window`, whose current key is `key`, to `len` bytes at `offset` of the
+    /// region.
     pub fn bind_of(&self, window: &N::Mw, key: Key, offset: usize, len: u32) -> Bind {
         Bind {
             key,
@@ -265,7 +267,7 @@ impl<N: Nic> End<N> {
         }
     }
 
-    /// Waits for an asynchronous event that `wanted` wants; others are dropped.
+    /// Waits for an asynchronous event that `wanted` accepts; drops other events.
     #[track_caller]
     pub fn event(&self, wanted: impl Fn(&AsyncEvent) -> bool) -> AsyncEvent {
         for _ in 0..1000 {
@@ -275,11 +277,11 @@ impl<N: Nic> End<N> {
                 return event;
             }
         }
-        panic!("not this event");
+        panic!("the expected event did not arrive");
     }
 }
 
-/// The next completion of a CQ.
+/// Returns the next completion of a CQ.
 #[track_caller]
 pub fn next<C: CompletionQueue>(cq: &C) -> Completion {
     let mut out = [Completion::EMPTY];
@@ -289,26 +291,26 @@ pub fn next<C: CompletionQueue>(cq: &C) -> Completion {
     out[0]
 }
 
-/// Whether a completion comes to a CQ in time.
+/// Returns whether a completion arrives at a CQ within [`LONG`].
 pub fn arrives<C: CompletionQueue>(cq: &C) -> bool {
-    // Where time is virtual, a wait may end early.
+    // With virtual time a wait may end early.
     let tries = if C::VIRTUAL { 10 } else { 1 };
     (0..tries).any(|_| cq.wait(LONG).expect("the NIC is there"))
 }
 
-/// Bytes of memory.
+/// Returns a copy of bytes of `memory`.
 pub fn bytes(memory: &DmaMemory, offset: usize, len: usize) -> Vec<u8> {
     let mut out = vec![0; len];
     memory.read(offset, &mut out);
     out
 }
 
-/// `len` bytes that differ by `seed`.
+/// Returns `len` bytes that depend on `seed`.
 pub fn pattern(seed: u8, len: usize) -> Vec<u8> {
     (0..len).map(|i| (i as u8).wrapping_mul(31).wrapping_add(seed)).collect()
 }
 
-/// Connects a queue pair of the client's with itself.
+/// Connects a queue pair of the client to itself.
 pub fn connect_to_itself<B: Bench>(bench: &B, qp: &<B::Nic as Nic>::Qp) {
     qp.modify(QpChange::Reset).expect("any QP can be reset");
     qp.modify(QpChange::Init).expect("Reset to Init");

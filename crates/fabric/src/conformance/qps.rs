@@ -1,5 +1,5 @@
-//! Queue pairs: what they are made with, their states, what they take in each, and the flush
-//! (IBTA vol. 1, chapter 10, queue pairs and their states).
+//! Queue pairs: attributes, states, the operations allowed in each state, and the flush (IBTA vol.
+//! 1, chapter 10, queue pairs and their states).
 
 use super::Side::{Client, Server};
 use super::pair::{End, Pair, Shape, connect};
@@ -51,12 +51,12 @@ pub fn cases<B: Bench>() -> Vec<Case<B>> {
         never(
             "qps.outstanding_reads",
             &["test_qp.test_modify_rc_qp_rd_atomic"],
-            "max_rd_atomic is the connection's affair (to_rtr), not an attribute of these verbs",
+            "max_rd_atomic is set by the back end's to_rtr, not by these verbs",
         ),
         never(
             "qps.drained",
             &[],
-            "no SQD: nothing that can be changed in it needs it, and rights change in RTS",
+            "the state SQD does not exist: access rights can be changed in RTS",
         ),
         never(
             "qps.of_other_transports",
@@ -67,7 +67,7 @@ pub fn cases<B: Bench>() -> Vec<Case<B>> {
                 "test_atomic XRC cases",
                 "test_cq_events.test_cq_events_ud",
             ],
-            "RC is the only transport here",
+            "RC is the only transport",
         ),
     ]
 }
@@ -97,7 +97,7 @@ fn create_and_query<B: Bench>(bench: &B) {
         }
         numbers.sort();
         numbers.dedup();
-        assert_eq!(numbers.len(), 6, "each has its own number, and keeps it");
+        assert_eq!(numbers.len(), 6, "QP numbers are unique and constant");
     }
     let p = Pair::new(bench);
     let info = p.client.qp.query().expect("a description");
@@ -117,7 +117,7 @@ fn bad_attributes<B: Bench>(bench: &B) {
     }
 }
 
-/// Brings a QP into a state; into RTR and RTS only one of the client's, with itself.
+/// Moves a QP into a state. For RTR and RTS the QP must be the client's; it is connected to itself.
 fn bring<B: Bench>(bench: &B, end: &End<B::Nic>, to: QpState) {
     let qp = &end.qp;
     qp.modify(QpChange::Reset).expect("any QP can be reset");
@@ -195,7 +195,11 @@ fn send_before_rts<B: Bench>(bench: &B) {
         assert!(matches!(refused, Err(Error::NotReady { .. })), "{state:?}: {refused:?}");
     }
     bring(bench, &end, QpState::ReadyToSend);
-    assert_eq!(end.run(Op::Nop).status, Status::Success, "and nothing was left behind");
+    assert_eq!(
+        end.run(Op::Nop).status,
+        Status::Success,
+        "refused work must leave nothing in the queue"
+    );
     end.nothing();
 }
 
@@ -224,7 +228,7 @@ fn longer_scatter_list<B: Bench>(bench: &B) {
     assert!(matches!(refused, Err(Error::BadRequest { .. })), "{refused:?}");
     p.server.receive(2, &to[..2]);
     p.client.ok(Op::SendInline { data: &[1; 16] });
-    assert_eq!(p.server.next().id, 2, "the one that was refused is not there");
+    assert_eq!(p.server.next().id, 2, "a refused receive must not be posted");
     let most = p.client.nic.caps().max_sges as usize;
     let from = vec![p.client.sge(0, 1); most + 1];
     let op = Op::Write { to: p.server.at(0), from: &from };
@@ -238,7 +242,7 @@ fn full_send_queue<B: Bench>(bench: &B) {
     let p = Pair::of(bench, &small, &Shape::default());
     let (c, s) = (&p.client, &p.server);
     let room = c.qp.query().expect("a description").send_blocks as u64;
-    // No receive is posted: nothing ends.
+    // No receive is posted, so nothing completes.
     let send = |id| WorkRequest { id, op: Op::SendInline { data: &[1] }, signaled: true };
     (0..room).for_each(|id| c.qp.post_send(&[send(id)]).expect("there is room"));
     for list in [&[send(98)][..], &[send(98), send(99)]] {
@@ -251,7 +255,7 @@ fn full_send_queue<B: Bench>(bench: &B) {
         assert_eq!(s.next().id, id);
     }
     c.nothing();
-    // A list is posted whole or not at all.
+    // A list is posted as a whole or not at all.
     let list: Vec<_> =
         (0..room + 1).map(|id| WorkRequest { id, op: Op::Nop, signaled: true }).collect();
     assert!(c.qp.post_send(&list).is_err());
@@ -276,7 +280,7 @@ fn flush<B: Bench>(bench: &B) {
     assert_eq!((first.id, first.status, first.opcode), (1, Status::Success, WcOpcode::Write));
     let second = c.next();
     assert_eq!((second.id, second.status), (2, Status::RemoteAccess));
-    // The rest is flushed, also what was not signaled; sends and receives each in their order.
+    // The remaining work is flushed, even if unsignaled; sends and receives each in posting order.
     let mut rest: Vec<_> = (0..5).map(|_| c.next()).collect();
     assert!(rest.iter().all(|c| c.status == Status::Flushed), "{rest:?}");
     rest.sort_by_key(|c| c.kind == CompletionKind::Receive);
@@ -293,10 +297,10 @@ fn posted_in_error<B: Bench>(bench: &B) {
     c.qp.modify(QpChange::Error).expect("any QP can fail");
     assert_eq!(c.run(Op::Nop).status, Status::Flushed);
     c.receive(5, &[c.sge(0, 8)]);
-    // Nobody rings for a receive.
+    // A receive has no doorbell.
     let done = c.next();
     assert_eq!((done.id, done.status, done.kind), (5, Status::Flushed, CompletionKind::Receive));
-    // The peer hears when it talks to it.
+    // The peer notices the error when it sends a request.
     assert_eq!(p.server.run(Op::SendInline { data: &[1] }).status, Status::RetryExceeded);
 }
 
@@ -305,13 +309,17 @@ fn reset_and_start_again<B: Bench>(bench: &B) {
     let (c, s) = (&p.client, &p.server);
     let numbers = [c.qp.qpn(), s.qp.qpn()];
     for round in 0..3 {
-        // A SEND that waits, and receives that wait.
+        // A SEND and receives that cannot complete.
         c.receive(1, &[]);
         c.post(2, Op::SendInline { data: &[1] });
         c.qp.modify(QpChange::Reset).expect("any QP can be reset");
         let mut ends = [c.next(), c.next()].map(|c| (c.id, c.status));
         ends.sort_by_key(|end| end.0);
-        assert_eq!(ends, [(1, Status::Flushed), (2, Status::Flushed)], "they come back");
+        assert_eq!(
+            ends,
+            [(1, Status::Flushed), (2, Status::Flushed)],
+            "the posted work must be flushed"
+        );
         connect(bench, &c.qp, &s.qp);
         assert_eq!([c.qp.qpn(), s.qp.qpn()], numbers);
         for i in 0..40u8 {
@@ -336,7 +344,7 @@ fn responds_in_rtr<B: Bench>(bench: &B) {
     assert_eq!((s.get(0, 1), s.qp.state().expect("a state")), (vec![3], QpState::ReadyToReceive));
     s.qp.modify(QpChange::ReadyToSend).expect("RTR to RTS");
     s.ok(Op::WriteInline { to: c.at(0), data: &[4] });
-    // In Init nobody answers.
+    // In Init the QP does not answer.
     s.qp.modify(QpChange::Reset).expect("any QP can be reset");
     s.qp.modify(QpChange::Init).expect("Reset to Init");
     let op = Op::WriteInline { to: s.at(0), data: &[5] };
@@ -360,7 +368,7 @@ fn waits_for_its_receive<B: Bench>(bench: &B) {
     c.post(1, Op::SendInline { data: b"late" });
     c.post(2, Op::WriteInline { to: s.at(64), data: &[9] });
     c.nothing();
-    assert_eq!(s.get(64, 1), [0], "what is behind it waits, too");
+    assert_eq!(s.get(64, 1), [0], "later work must wait too");
     s.receive(3, &[s.sge(0, 8)]);
     assert_eq!((c.next().id, c.next().id), (1, 2));
     assert_eq!((s.next().bytes, s.get(0, 4), s.get(64, 1)), (4, b"late".to_vec(), vec![9]));

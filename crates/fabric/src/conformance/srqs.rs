@@ -18,12 +18,12 @@ pub fn cases<B: Bench>() -> Vec<Case<B>> {
         never(
             "srqs.resize",
             &["test_srq.test_resize_srq"],
-            "an SRQ keeps its size: make it for all receives that can be outstanding",
+            "an SRQ cannot be resized: create it for all receives that can be in flight",
         ),
     ]
 }
 
-/// Queue pairs of the server with one SRQ, each connected with one of the client's.
+/// Queue pairs of the server that share one SRQ, each connected to a queue pair of the client.
 struct Shared<'a, B: Bench> {
     pair: Pair<'a, B>,
     srq: <B::Nic as Nic>::Srq,
@@ -48,13 +48,13 @@ impl<'a, B: Bench> Shared<'a, B> {
         Self { pair, srq, clients, servers }
     }
 
-    /// Posts a receive for slot `id` of 64 bytes.
+    /// Posts a 64-byte receive for slot `id`.
     fn post(&self, id: u64) -> Result<(), Error> {
         let to = [self.pair.server.sge(id as usize * 64, 64)];
         self.srq.post_recv(&ReceiveRequest { id, to: &to })
     }
 
-    /// Sends from client `i`.
+    /// Sends `data` from client `i`.
     fn send(&self, i: usize, data: &[u8]) -> Status {
         let send = WorkRequest { id: 7, op: Op::SendInline { data }, signaled: true };
         self.clients[i].post_send(&[send]).expect("posting");
@@ -72,14 +72,17 @@ fn traffic<B: Bench>(bench: &B) {
             assert_eq!(t.send(i as usize, &[round, i]), Status::Success);
             let c = t.pair.server.next();
             assert_eq!((c.status, c.bytes), (Status::Success, 2));
-            assert_eq!(c.qpn, t.servers[i as usize].qpn(), "whose message it was");
+            assert_eq!(c.qpn, t.servers[i as usize].qpn(), "the receiving QP");
             assert_eq!(c.id, (round as u64 * 3 + i as u64) % 16, "in the order of the queue");
             assert_eq!(t.pair.server.get(c.id as usize * 64, 2), [round, i]);
-            t.post(c.id).expect("what came back can be posted again");
+            t.post(c.id).expect("a completed entry can be posted again");
         }
     }
     let own = t.servers[0].post_recv(&ReceiveRequest { id: 1, to: &[] });
-    assert!(matches!(own, Err(Error::BadRequest { .. })), "it has no queue of its own: {own:?}");
+    assert!(
+        matches!(own, Err(Error::BadRequest { .. })),
+        "the QP has no receive queue of its own: {own:?}"
+    );
 }
 
 fn query<B: Bench>(bench: &B) {
@@ -110,10 +113,14 @@ fn outlive_an_error<B: Bench>(bench: &B) {
     (0..4).for_each(|id| t.post(id).expect("there is room"));
     t.servers[0].modify(QpChange::Error).expect("any QP can fail");
     t.pair.server.nothing();
-    assert_eq!(t.srq.query().expect("a description").posted, 4, "they are not that QP's");
+    assert_eq!(
+        t.srq.query().expect("a description").posted,
+        4,
+        "the SRQ's receives must not be flushed"
+    );
     assert_eq!(t.send(1, &[5]), Status::Success);
     assert_eq!(t.pair.server.next().id, 0);
-    // A message that is too long ends its own connection.
+    // A message that is too long fails its own connection only.
     let long = [0; 65];
     assert_eq!(t.send(1, &long), Status::RemoteInvalidRequest);
     let c = t.pair.server.next();
@@ -148,7 +155,7 @@ fn limit<B: Bench>(bench: &B) {
     t.srq.set_limit(0).expect("none");
     (0..4).for_each(|_| assert_eq!(t.send(0, &[1]), Status::Success));
     none();
-    assert!(t.srq.set_limit(1 << 20).is_err(), "more than it has");
+    assert!(t.srq.set_limit(1 << 20).is_err(), "a limit beyond the SRQ size");
 }
 
 fn last_wqe_reached<B: Bench>(bench: &B) {

@@ -44,7 +44,7 @@ pub fn cases<B: Bench>() -> Vec<Case<B>> {
                 "test_qpex.test_qp_ex_rc_flush_type_violate",
                 "test_qpex.test_qp_ex_rc_atomic_write",
             ],
-            "FLUSH and ATOMIC WRITE are for persistent memory, which nobody here donates",
+            "FLUSH and ATOMIC WRITE are for persistent memory, which memory nodes do not donate",
         ),
     ]
 }
@@ -117,7 +117,7 @@ fn write_imm<B: Bench>(bench: &B) {
             assert_eq!(to.get(100, len as usize), data);
             assert_eq!(to.get(4096, 64), [0xcc; 64], "the receive's memory is left alone");
         }
-        // Without a receive the data waits with its notice.
+        // Without a receive, both data and notification wait.
         to.put(100, &[0; 8]);
         from.post(5, Op::WriteImm { to: to.at(100), data: Data::Inline(&[5; 8]), imm: 9 });
         from.nothing();
@@ -154,7 +154,7 @@ fn zero_length<B: Bench>(bench: &B) {
         received(s.next(), 1, WcOpcode::Receive, 0, None);
     }
     assert_eq!(s.get(0, 64), [0; 64]);
-    // What the QP does not grant it does not grant for no bytes either.
+    // A QP without the access right refuses the operation even for 0 bytes.
     let deaf = Shape { qp: Access::NONE, ..Shape::default() };
     let p = Pair::of(bench, &Shape::default(), &deaf);
     p.refused(Op::Write { to: p.server.at(0), from: &[] }, Status::RemoteAccess);
@@ -192,7 +192,7 @@ fn gather_and_scatter<B: Bench>(bench: &B) {
     let p = Pair::new(bench);
     let (c, s) = (&p.client, &p.server);
     let count = c.nic.caps().max_sges.min(16) as usize;
-    // Of two regions in turn, one of them empty now and then.
+    // Gathers from two regions alternately, with an empty entry now and then.
     let second = c.region(8192, Access::LOCAL_ALL);
     let data = pattern(9, 4096);
     c.put(0, &data);
@@ -219,7 +219,7 @@ fn gather_and_scatter<B: Bench>(bench: &B) {
         assert_eq!(c.get(16384 + i * 64 + len, 1), [0]);
         at += len;
     }
-    // Messages: the receive's list ends where it ends, and what is not used is not touched.
+    // A message ends within the receive's scatter list, and the unused entries are not written.
     s.put(8192, &[0xcc; 512]);
     s.receive(4, &[s.sge(8192, 10), s.sge(8300, 1), s.sge(8400, 100)]);
     c.ok(Op::Send { from: &list[..count.min(8)] });
@@ -314,7 +314,7 @@ fn unsignaled<B: Bench>(bench: &B) {
         assert_eq!(s.get(0, 128), vec![round; 128], "all before it were done");
     }
     c.nothing();
-    // One that fails completes in any case.
+    // A failing request completes even if it is unsignaled.
     let bad = Remote { rkey: crate::Key(0xdead_be00), ..s.at(0) };
     let op = Op::WriteInline { to: bad, data: &[1] };
     c.qp.post_send(&[WorkRequest { id: 5, op, signaled: false }]).expect("posting");
@@ -327,7 +327,7 @@ fn fence_and_order<B: Bench>(bench: &B) {
     let (c, s) = (&p.client, &p.server);
     let fence = SendFlags { fence: true, ..SendFlags::default() };
     for round in 0..8u8 {
-        // A READ brings what the SEND behind it, with a fence, carries on; then a WRITE changes it.
+        // The READ fetches the bytes that the fenced SEND carries; then the WRITE changes them.
         s.put(0, &[round + 1; 64]);
         c.put(0, &[0; 64]);
         s.receive(2, &[s.sge(4096, 64)]);

@@ -7,7 +7,7 @@ use crate::{
     QpChange, QpState, QueuePair, Receive, ReceiveAttr, Remote, Status, WcOpcode, WorkRequest,
 };
 
-/// Where windows begin in the server's region, and their bytes.
+/// Offset of a window in the server's region. [`LEN`] is its length in bytes.
 const START: usize = 4096;
 const LEN: u32 = 512;
 
@@ -30,9 +30,9 @@ pub fn cases<B: Bench>() -> Vec<Case<B>> {
         with(One, "windows.type_1_is_open_to_its_pd", &[], type_1_is_open_to_its_pd),
         with(
             Feature::GuardedWindows,
-            "windows.a_guarded_one_asks_its_word",
+            "windows.guard_word_admits_queue_pairs",
             &[],
-            a_guarded_one_asks_its_word,
+            guard_word_admits_queue_pairs,
         ),
         with(
             Feature::GuardedWindows,
@@ -61,18 +61,23 @@ pub fn cases<B: Bench>() -> Vec<Case<B>> {
             type_2_dealloc,
         ),
         with(Two, "windows.type_2_is_not_rebound_while_bound", &[], type_2_not_rebound),
-        with(Two, "windows.type_2_is_one_queue_pairs", &[], type_2_is_one_queue_pairs),
-        with(Two, "windows.invalidate_what_is_not_ones_own", &[], invalidate_what_is_not_own),
+        with(
+            Two,
+            "windows.type_2_is_bound_to_one_queue_pair",
+            &[],
+            type_2_is_bound_to_one_queue_pair,
+        ),
+        with(Two, "windows.invalidate_foreign_keys", &[], invalidate_foreign_keys),
         with(Two, "windows.rights", &["test_qpex.test_qp_ex_rc_bind_mw"], rights),
         with(Two, "windows.need_a_writable_region", &[], need_a_writable_region),
         with(Two, "windows.stay_in_their_region_and_pd", &[], stay_in_their_region_and_pd),
-        with(Two, "windows.a_window_is_no_local_key", &[], a_window_is_no_local_key),
+        with(Two, "windows.key_is_not_a_local_key", &[], key_is_not_a_local_key),
         with(Feature::ZeroBased, "windows.zero_based", &[], zero_based),
-        with(One, "windows.are_of_one_function", &[], are_of_one_function),
+        with(One, "windows.belong_to_one_function", &[], belong_to_one_function),
         never(
             "windows.wrong_type",
             &["test_mr.test_reg_mw_wrong_type"],
-            "a window of a third type cannot be asked for: its type is an enum",
+            "a third window type cannot be expressed: the type is an enum",
         ),
         never(
             "windows.bind_right_of_a_region",
@@ -82,14 +87,14 @@ pub fn cases<B: Bench>() -> Vec<Case<B>> {
     ]
 }
 
-/// The server binds, and gives the window's remote address.
+/// Binds a window on the server and returns its remote address.
 fn bind<N: Nic>(server: &End<N>, bind: Bind) -> Remote {
     let done = server.ok(Op::Bind(&bind));
     assert_eq!(done.opcode, WcOpcode::Bind);
     bind.remote()
 }
 
-/// The client writes all of a window, and finds the range.
+/// Checks that the client can write and read the whole window.
 fn opens<B: Bench>(p: &Pair<'_, B>, at: Remote, len: u32, seed: u8) {
     let data = super::pair::pattern(seed, len as usize);
     p.client.put(0, &data);
@@ -99,7 +104,7 @@ fn opens<B: Bench>(p: &Pair<'_, B>, at: Remote, len: u32, seed: u8) {
     assert_eq!(p.client.get(8192, len as usize), data);
 }
 
-/// The client can write nothing there. The server's QP is reset by that.
+/// Checks that the client cannot write to the window. Both QPs are then reset and reconnected.
 fn closed<B: Bench>(p: &Pair<'_, B>, at: Remote) {
     let before = p.server.get(0, 16384);
     p.refused(Op::WriteInline { to: at, data: &[0xee; 4] }, Status::RemoteAccess);
@@ -170,11 +175,11 @@ fn type_1_is_open_to_its_pd<B: Bench>(bench: &B) {
     assert_eq!(p.server.get(START, 8), [9; 8]);
 }
 
-fn a_guarded_one_asks_its_word<B: Bench>(bench: &B) {
+fn guard_word_admits_queue_pairs<B: Bench>(bench: &B) {
     const WORD: usize = 32 << 10;
     let p = Pair::new(bench);
     let s = &p.server;
-    let says = |word: u64| s.put(WORD, &word.to_be_bytes());
+    let set_word = |word: u64| s.put(WORD, &word.to_be_bytes());
     let words = [(s.at(WORD).addr, 0x1200), (s.at(WORD).addr, 0x1300)];
     let guards = Guards { region: &s.mr, mask: 0xffff, words: &words };
     let windows = s.nic.alloc_guarded_mws(&s.pd, &guards).expect("windows");
@@ -182,24 +187,24 @@ fn a_guarded_one_asks_its_word<B: Bench>(bench: &B) {
     let [one, two] = [0, 1].map(|i| bind(s, s.bind_of(&windows[i], windows[i].key(), START, LEN)));
     s.qp.modify(QpChange::Tag { tag: 0x34 }).expect("a tag");
     closed(&p, one);
-    says(0xffff_0000_0000_1234);
+    set_word(0xffff_0000_0000_1234);
     opens(&p, one, LEN, 1);
     closed(&p, two);
     for word in [0x1233, 0x1235, 0x1200, 0x1334, 0x9234] {
-        says(word);
+        set_word(word);
         closed(&p, one);
     }
-    says(0x1334);
+    set_word(0x1334);
     opens(&p, two, LEN, 2);
-    says(0x1234);
-    // One more connection, which has another tag.
+    set_word(0x1234);
+    // A second connection, which has another tag.
     let (mine, theirs) = second_connection(bench, &p);
     theirs.modify(QpChange::Tag { tag: 0x35 }).expect("a tag");
     let write = Op::WriteInline { to: one, data: &[9; 8] };
     mine.post_send(&[WorkRequest { id: 5, op: write, signaled: true }]).expect("posting");
     assert_eq!(p.client.next().status, Status::RemoteAccess);
     opens(&p, one, LEN, 3);
-    says(0x1235);
+    set_word(0x1235);
     connect(bench, &mine, &theirs);
     mine.post_send(&[WorkRequest { id: 6, op: write, signaled: true }]).expect("posting");
     assert_eq!(p.client.next().status, Status::Success, "the tag outlives a reset");
@@ -215,7 +220,7 @@ fn guards_are_words<B: Bench>(bench: &B) {
         let refused = s.nic.alloc_guarded_mws(&s.pd, &guards);
         assert!(matches!(refused, Err(crate::Error::Refused { .. })), "{addr:#x}");
     }
-    // The region is there as long as a window that it guards, also without a handle.
+    // The region lives as long as a window that it guards, even without a handle.
     let region = s.region(4096, Access::LOCAL_ALL);
     region.memory().store_be64(0, 1);
     let words = [(region.iova(), 1)];
@@ -297,7 +302,7 @@ fn type_2_not_rebound<B: Bench>(bench: &B) {
     closed(&p, other.remote());
 }
 
-/// Another connection between the same two ends.
+/// Creates another connection between the same two ends.
 fn second_connection<B: Bench>(
     bench: &B,
     p: &Pair<'_, B>,
@@ -317,20 +322,24 @@ fn second_connection<B: Bench>(
     (mine, theirs)
 }
 
-/// Who owns a NIC opens further functions of it: a window of one is reached over queue pairs of that one only. Whose
-/// function is the only one is refused another.
-fn are_of_one_function<B: Bench>(bench: &B) {
+/// Checks that a window of one function cannot be reached through queue pairs of another function.
+/// If the NIC has a single function, checks that opening another one fails.
+fn belong_to_one_function<B: Bench>(bench: &B) {
     let p = Pair::new(bench);
     let functions = p.server.nic.query_device().expect("limits").functions;
     assert!(functions > 0);
     let Some(opened) = p.server.nic.open_function().ok().filter(|_| functions > 1) else {
-        assert!(functions == 1, "{functions} functions, and no other is opened");
-        assert!(p.server.nic.open_function().is_err(), "one function, and another is opened");
+        assert!(functions == 1, "{functions} functions, but opening another one fails");
+        assert!(
+            p.server.nic.open_function().is_err(),
+            "one function, but opening another one succeeds"
+        );
         return;
     };
     let device = opened.query_device().expect("limits");
     assert_eq!(device.windows, p.server.nic.query_device().expect("limits").windows);
-    // The same memory, registered in both; in the new one a window that has no number of the old one's.
+    // The same memory is registered in both functions; the new function's window has a key index
+    // that the old function does not use.
     let there = End::new(&opened, &Shape::default());
     let mr = opened.reg_mr(&there.pd, p.server.mr.memory(), Access::LOCAL_ALL).expect("a region");
     let there = End { mr, ..there };
@@ -345,19 +354,19 @@ fn are_of_one_function<B: Bench>(bench: &B) {
     p.server.put(START, &[0; 8]);
     closed(&p, bound);
     assert_eq!(p.server.get(START, 8), [0; 8]);
-    // The other way round: what is the old function's, over the new one's queue pair. What has its number there, if
-    // anything has, is bound to nothing.
+    // In the other direction: the old function's window, through the new function's queue pair. A
+    // window of the new function with the same key index, if there is one, is unbound.
     let (_window, at) = bound_type_1(&p);
     opens(&p, at, LEN, 4);
     let status = mine.run(Op::WriteInline { to: at, data: &[5; 8] }).status;
     assert_eq!(status, Status::RemoteAccess);
     opens(&p, at, LEN, 6);
-    // It ends with its objects, and its place is free.
+    // The function ends with its objects, and its slot can be reused.
     drop((windows, there, opened));
     p.server.nic.open_function().expect("another function");
 }
 
-fn type_2_is_one_queue_pairs<B: Bench>(bench: &B) {
+fn type_2_is_bound_to_one_queue_pair<B: Bench>(bench: &B) {
     let p = Pair::new(bench);
     let (_window, at) = bound_type_2(&p);
     let (mine, theirs) = second_connection(bench, &p);
@@ -366,11 +375,11 @@ fn type_2_is_one_queue_pairs<B: Bench>(bench: &B) {
     assert_eq!(p.client.next().status, Status::RemoteAccess);
     assert_eq!(theirs.state().expect("a state"), QpState::Error);
     assert_eq!(p.server.get(START, 8), [0; 8]);
-    // The window's own connection has not noticed.
+    // The window's own connection is not affected.
     opens(&p, at, LEN, 1);
 }
 
-fn invalidate_what_is_not_own<B: Bench>(bench: &B) {
+fn invalidate_foreign_keys<B: Bench>(bench: &B) {
     let p = Pair::new(bench);
     let (_window, at) = bound_type_2(&p);
     let (mine, theirs) = second_connection(bench, &p);
@@ -384,7 +393,7 @@ fn invalidate_what_is_not_own<B: Bench>(bench: &B) {
     assert_eq!(p.client.next().status, Status::RemoteAccess);
     assert_eq!(p.server.next().status, Status::Flushed, "the receive");
     opens(&p, at, LEN, 1);
-    // A region's key is no window's.
+    // The key of a region is not the key of a window.
     let region = Op::LocalInvalidate { key: p.server.mr.key() };
     assert_eq!(p.server.run(region).status, Status::Bind);
 }
@@ -456,7 +465,7 @@ fn stay_in_their_region_and_pd<B: Bench>(bench: &B) {
     opens(&p, at, LEN, 1);
 }
 
-fn a_window_is_no_local_key<B: Bench>(bench: &B) {
+fn key_is_not_a_local_key<B: Bench>(bench: &B) {
     let p = Pair::new(bench);
     let (_window, at) = bound_type_2(&p);
     let from = [crate::Sge { addr: at.addr, len: 8, lkey: at.rkey }];

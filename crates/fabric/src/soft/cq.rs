@@ -1,16 +1,16 @@
-//! Completion queues of the software NIC, as their owner sees them.
+//! Completion queues of the software NIC, from the owner's side.
 //!
 //! ```text
 //! ring: 64-byte CQEs (rnic::cqe)   record: +0 consumer index (be32)   +4 armed (u32)
 //! ```
 //!
-//! The consumer index is written only every so often: the ring has twice the entries that were asked
-//! for, so that half of it may be consumed before the NIC is told. The record's cache line stays
-//! where it is meanwhile.
+//! The consumer index in the record is written only now and then. The ring has twice the requested
+//! number of entries, so that half of it may be consumed before the NIC learns of it. Meanwhile the
+//! record's cache line does not move between CPUs.
 //!
-//! Sleeping: the waiter stores 1 to `armed`, looks at the ring once more, and sleeps on `armed` as a
-//! futex. The NIC, after it has written a CQE, swaps `armed` back to 0 and wakes. Either the waiter
-//! sees the CQE or the NIC sees `armed`.
+//! Sleeping: the waiting thread stores 1 to `armed`, checks the ring once more, and sleeps on
+//! `armed` as a futex. The NIC writes a CQE, then swaps `armed` back to 0 and wakes the thread.
+//! Either the thread sees the CQE or the NIC sees `armed`.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -30,11 +30,11 @@ use crate::{
     WcOpcode,
 };
 
-/// How long a waiter sleeps before it looks whether the NIC is still there. (In unit tests so long
-/// that a lost wake-up is noticed.)
+/// Maximum sleep before a waiting thread checks that the NIC is still alive. (In unit tests it is
+/// long enough that a lost wake-up fails the test.)
 pub(super) const ALIVE_CHECK: Duration =
     Duration::from_millis(if cfg!(test) { 20_000 } else { 100 });
-/// Running numbers of completions have 24 bits.
+/// Mask of a completion's sequence number, which has 24 bits.
 const NUMBER: u32 = 0xff_ffff;
 
 /// A completion queue.
@@ -48,31 +48,31 @@ pub(super) struct CqInner {
     record: DmaMemory,
     entries: u32,
     ignore_overrun: bool,
-    /// Running number of the next completion; moved under the lock of `poller`.
+    /// Sequence number of the next completion; changed under the lock of `poller`.
     next: AtomicU32,
-    /// The backlog is not empty.
+    /// Whether `Poller::backlog` is not empty.
     has_backlog: AtomicBool,
     poller: Mutex<Poller>,
 }
 
 /// Why a sleep ended.
 enum Woken {
-    /// Its slice of the time is over.
+    /// The current slice of the timeout is over.
     TimedOut,
-    /// The time is over.
+    /// The whole timeout is over.
     Late,
-    /// Somebody has woken it, or the word was not what it should be.
+    /// Another thread woke the sleeper, or `armed` did not have the expected value.
     Called,
 }
 
 struct Poller {
-    /// What the record's consumer index says.
+    /// The consumer index last written to the record.
     recorded: u32,
-    /// The queues that complete here, by QPN.
+    /// The queues that complete here, sorted by QPN.
     members: Vec<Member>,
-    /// Index into `members` of the one that completed last.
+    /// Index into `members` of the queue that completed last.
     recent: usize,
-    /// Completions of queues that have been reset or destroyed.
+    /// Completions of queues that were reset or destroyed.
     backlog: VecDeque<Completion>,
 }
 
@@ -86,7 +86,7 @@ impl SoftCq {
     pub(super) fn create(function: &Function, attr: &CqAttr) -> Result<Self, Error> {
         if attr.entries == 0 || attr.entries > MAX_ENTRIES {
             return Err(Error::BadRequest {
-                what: format!("a CQ of {} entries; it may have 1 to {MAX_ENTRIES}", attr.entries),
+                what: format!("a CQ of {} entries; possible are 1 to {MAX_ENTRIES}", attr.entries),
             });
         }
         let asked = attr.entries.next_power_of_two();
@@ -122,12 +122,11 @@ impl SoftCq {
 }
 
 impl SoftCq {
-    /// Like [`CompletionQueue::poll`], but leaves the completion with running number `end`, and those
-    /// after it, where they are.
+    /// Like [`CompletionQueue::poll`], but stops before the completion with sequence number `end`.
     #[inline]
     pub fn poll_before(&self, end: Option<u32>, out: &mut [Completion]) -> usize {
         let cq = &*self.0;
-        if !(cq.is_ready() || cq.function.wait_turn() && cq.is_ready()) {
+        if !(cq.is_ready() || cq.function.poll_engine() && cq.is_ready()) {
             return 0;
         }
         let Some(mut poller) = cq.poller.try_lock() else {
@@ -152,19 +151,19 @@ impl SoftCq {
         taken
     }
 
-    /// The running number of the completion that is polled next, 24 bits.
+    /// Returns the sequence number (24 bits) of the completion that is polled next.
     pub fn consumed(&self) -> u32 {
         self.0.next.load(Ordering::Relaxed)
     }
 
-    /// True if completions of queues that were reset wait to be polled.
+    /// Returns whether completions of reset queues can be polled.
     pub fn has_backlog(&self) -> bool {
         self.0.has_backlog.load(Ordering::Acquire)
     }
 }
 
 impl CqInner {
-    /// The queues of `qpn` complete here from now on.
+    /// Registers the queues of `qpn`, which complete here from now on.
     pub fn add(&self, qpn: Qpn, send: Option<Arc<SendQueue>>, receive: Option<Arc<ReceiveRing>>) {
         let mut poller = self.poller.lock();
         match poller.members.binary_search_by_key(&qpn, |m| m.qpn) {
@@ -177,9 +176,11 @@ impl CqInner {
         }
     }
 
-    /// The NIC has forgotten what was posted to `qpn`: takes in the completions that it wrote before,
-    /// and completes the rest as flushed. Queues with completions of their own (`shared` receives
-    /// are not the QP's) start again at 0.
+    /// Completes the work of `qpn` that the NIC dropped at a reset.
+    ///
+    /// First takes the completions that the NIC has already written, then completes the remaining
+    /// work as flushed. The indices of the QP's queues restart at 0. `own_receive` is false for a
+    /// shared receive queue, which a reset of the QP does not empty.
     pub fn forget_posted(&self, qpn: Qpn, own_receive: bool) {
         let mut poller = self.poller.lock();
         let mut waiting = VecDeque::new();
@@ -205,20 +206,20 @@ impl CqInner {
         }
     }
 
-    /// Nothing of `qpn` completes here any more.
+    /// Removes the queues of `qpn`, which no longer complete here.
     pub fn remove(&self, qpn: Qpn) {
         let mut poller = self.poller.lock();
         poller.members.retain(|m| m.qpn != qpn);
     }
 
-    /// Whether a completion is there. Needs no lock.
+    /// Returns whether a completion can be polled. Takes no lock.
     #[inline]
     fn is_ready(&self) -> bool {
         self.valid(self.next.load(Ordering::Relaxed)).is_some()
             || self.has_backlog.load(Ordering::Acquire)
     }
 
-    /// The offset of CQE number `number` if the NIC has written it.
+    /// Returns the offset of the CQE with sequence number `number` if the NIC has written it.
     #[inline]
     fn valid(&self, number: u32) -> Option<usize> {
         let at = (number & (self.entries - 1)) as usize * CQE;
@@ -228,12 +229,12 @@ impl CqInner {
         (written && !self.ignore_overrun).then_some(at)
     }
 
-    /// Takes the next completion off the ring, if its running number is not `end`.
+    /// Takes the next completion off the ring if its sequence number is not `end`.
     #[inline]
     fn take(&self, poller: &mut Poller, end: Option<u32>) -> Option<Completion> {
         loop {
             let number = self.next.load(Ordering::Relaxed);
-            // A reset may have taken in more than is to be seen.
+            // At a reset, completions beyond `end` may have been taken already.
             if end.is_some_and(|end| number.wrapping_sub(end) & NUMBER <= NUMBER / 2) {
                 return None;
             }
@@ -246,14 +247,14 @@ impl CqInner {
                 poller.recorded = number;
                 self.record.store_be32(0, number);
             }
-            // A completion of a queue that is not known is of one that was destroyed.
+            // A completion of an unknown QPN belongs to a destroyed queue and is dropped.
             if let Some(completion) = poller.complete(&Cqe::from_bytes(&bytes)) {
                 return Some(completion);
             }
         }
     }
 
-    /// Sleeps while `armed` is `value`, a slice of the time until `deadline`.
+    /// Sleeps while `armed` is `value`, for one slice of the time until `deadline`.
     fn sleep(&self, value: u32, deadline: Option<Instant>) -> Result<Woken, Error> {
         let left = deadline.map_or(Duration::MAX, |d| d.saturating_duration_since(Instant::now()));
         if left.is_zero() {
@@ -346,7 +347,7 @@ impl CompletionQueue for SoftCq {
         let cq = &*self.0;
         let deadline = Instant::now().checked_add(timeout);
         let armed = cq.record.word32(ARMED);
-        while cq.function.busy_turn() {
+        while cq.function.poll_engine_before_sleep() {
             if cq.is_ready() {
                 return Ok(true);
             }
@@ -354,7 +355,7 @@ impl CompletionQueue for SoftCq {
                 return Ok(false);
             }
         }
-        cq.function.turn();
+        cq.function.before_sleep();
         loop {
             if !handshake::arm(armed, || cq.is_ready()) {
                 return Ok(true);
@@ -363,7 +364,7 @@ impl CompletionQueue for SoftCq {
                 return Ok(false);
             }
             match cq.sleep(handshake::ANY, deadline)? {
-                Woken::TimedOut => cq.function.turn(),
+                Woken::TimedOut => cq.function.before_sleep(),
                 Woken::Late | Woken::Called => return Ok(cq.is_ready()),
             }
             if cq.is_ready() {
@@ -376,21 +377,21 @@ impl CompletionQueue for SoftCq {
         let cq = &*self.0;
         let deadline = Instant::now().checked_add(timeout);
         let armed = cq.record.word32(ARMED);
-        cq.function.turn();
+        cq.function.before_sleep();
         loop {
             let Some(value) = handshake::arm_solicited(armed, || cq.is_ready()) else {
                 return Ok(true);
             };
-            // Whatever comes meanwhile and leaves it armed was not solicited, and is not looked at: also not
-            // by who wakes up for another reason.
+            // A completion that leaves the CQ armed was not solicited. It does not end the wait,
+            // even if this thread wakes up for another reason.
             while handshake::is_armed(armed, value) {
                 match cq.sleep(value, deadline)? {
-                    Woken::TimedOut => cq.function.turn(),
+                    Woken::TimedOut => cq.function.before_sleep(),
                     Woken::Late => return Ok(false),
                     Woken::Called => {}
                 }
             }
-            // It was used up, perhaps by another thread's completion; then this one arms again.
+            // The CQ was disarmed, perhaps by a completion that another thread took; arm it again.
         }
     }
 
@@ -401,7 +402,7 @@ impl CompletionQueue for SoftCq {
 
 impl Drop for CqInner {
     fn drop(&mut self) {
-        // A NIC that is gone has no queue any more.
+        // A NIC that is gone has freed the queue already.
         let _ = self.function.execute(Verb::DestroyCq { cqn: self.cqn });
     }
 }

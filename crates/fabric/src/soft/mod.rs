@@ -1,10 +1,12 @@
-//! The software NIC behind the verbs: one data path, whoever runs the engine.
+//! The software NIC behind the verbs: one data path, independent of the thread that runs the
+//! engine.
 //!
 //! ```text
 //!  SoftQp --WQE--> send ring --doorbell--> engine --CQE--> CQ ring --> SoftCq
 //! ```
 //!
-//! What differs between the ports stands in [`rnic::port`]; here it is one `match` at the doorbell.
+//! The differences between the ports are in [`rnic::port`]; here they are one `match` at the
+//! doorbell.
 
 mod cq;
 mod qp;
@@ -21,7 +23,7 @@ use std::time::{Duration, Instant};
 use rnic::ids::Pdn;
 use rnic::port::control::{GUARDED_MWS_MAX, MWS_MAX, Reply, Verb};
 use rnic::port::inline::InlineNic;
-use rnic::port::roce::Wire;
+use rnic::port::roce::RoceSocket;
 use rnic::port::{Error as PortError, Function, shm};
 use rnic::verbs::{Limits, MwKind};
 
@@ -34,12 +36,12 @@ use crate::{
     Key, MemoryRegion, MemoryWindow, Nic, QpAttr, ReceiveAttr, Rereg,
 };
 
-/// The most building blocks of a send queue, and receive WQEs of a managed receive queue.
+/// Maximum building blocks of a send queue, and maximum WQEs of a managed receive queue.
 const MAX_QUEUE: u32 = 1 << 15;
-/// The most entries of a CQ or of a receive queue that is not managed.
+/// Maximum entries of a CQ or of a receive queue that is not managed.
 const MAX_ENTRIES: u32 = 1 << 21;
 
-/// What this NIC can do and others cannot.
+/// Optional features of the software NIC.
 const FEATURES: [Feature; 11] = [
     Feature::Type1Windows,
     Feature::Type2Windows,
@@ -61,60 +63,63 @@ pub struct SoftNic {
 }
 
 impl SoftNic {
-    /// A new NIC that its callers run: no thread, no socket.
+    /// Creates a NIC that runs on its callers' threads, without a thread or socket of its own.
     pub fn inline() -> Self {
         Self::inline_with(Limits::default())
     }
 
-    /// The same with other limits than usual.
+    /// Like [`SoftNic::inline`], with the given limits.
     pub fn inline_with(limits: Limits) -> Self {
         Self { function: Function::Inline(InlineNic::new(limits).physical()) }
     }
 
-    /// A new NIC in a thread of this process, to which other processes can attach: its physical
-    /// function, and the handle that makes sessions for others.
+    /// Creates a NIC on a thread of this process, to which other processes can attach. Returns its
+    /// physical function and the handle that creates sessions for other processes.
     pub fn host() -> Result<(Self, shm::Host), Error> {
         Self::host_with(Limits::default())
     }
 
-    /// The same with other limits than usual.
+    /// Like [`SoftNic::host`], with the given limits.
     pub fn host_with(limits: Limits) -> Result<(Self, shm::Host), Error> {
         let host = shm::Host::start(limits).map_err(system("starting the NIC's thread"))?;
         let nic = Self { function: Function::Local(host.physical()) };
         Ok((nic, host))
     }
 
-    /// Like [`SoftNic::host`], with a way to other hosts: QPs can be connected to those of a NIC that is reached
-    /// over UDP. Packets come to, and leave from, the address that `socket` is bound to.
+    /// Like [`SoftNic::host`], with a RoCEv2 port to other hosts on `socket`.
+    ///
+    /// QPs can be connected to QPs of a NIC that is reachable over UDP. Packets arrive at and leave
+    /// from the address that `socket` is bound to.
     pub fn host_over(socket: UdpSocket) -> Result<(Self, shm::Host), Error> {
         Self::host_over_with(socket, Limits::default())
     }
 
-    /// The same with other limits than usual.
+    /// Like [`SoftNic::host_over`], with the given limits.
     pub fn host_over_with(socket: UdpSocket, limits: Limits) -> Result<(Self, shm::Host), Error> {
-        let wire = Wire::new(socket).map_err(system("opening the way to other hosts"))?;
+        let wire = RoceSocket::new(socket).map_err(system("opening the way to other hosts"))?;
         let host =
-            shm::Host::start_over(limits, wire).map_err(system("starting the NIC's thread"))?;
+            shm::Host::start_roce(limits, wire).map_err(system("starting the NIC's thread"))?;
         let nic = Self { function: Function::Local(host.physical()) };
         Ok((nic, host))
     }
 
-    /// A new NIC for this process alone, with a way to other hosts as [`SoftNic::host_over`] has it. Threads that poll
-    /// for completions run it meanwhile, in place of its thread: messages are not handed from one thread
-    /// to another.
+    /// Creates a NIC for this process alone, with a RoCEv2 port as in [`SoftNic::host_over`].
+    ///
+    /// While a thread polls for completions, it runs the NIC in place of the NIC thread. This
+    /// avoids handing messages from one thread to another.
     pub fn over(socket: UdpSocket) -> Result<Self, Error> {
-        let wire = Wire::new(socket).map_err(system("opening the way to other hosts"))?;
+        let wire = RoceSocket::new(socket).map_err(system("opening the way to other hosts"))?;
         Ok(Self::own(Some(wire))?.0)
     }
 
-    /// Like [`SoftNic::host`], but for a process that uses the NIC itself: its threads that poll for completions run
-    /// the NIC meanwhile, as with [`SoftNic::over`]. See [`shm::Host::start_own`] for what that means to
-    /// those that attach.
+    /// Like [`SoftNic::host`], but threads of this process that poll for completions run the NIC,
+    /// as in [`SoftNic::over`]. [`shm::Host::start_own`] describes the consequences for attached
+    /// processes.
     pub fn host_own() -> Result<(Self, shm::Host), Error> {
         Self::own(None)
     }
 
-    fn own(wire: Option<Wire>) -> Result<(Self, shm::Host), Error> {
+    fn own(wire: Option<RoceSocket>) -> Result<(Self, shm::Host), Error> {
         let host = shm::Host::start_own(Limits::default(), wire)
             .map_err(system("starting the NIC's thread"))?;
         let nic = Self { function: Function::Local(host.physical()) };
@@ -128,12 +133,12 @@ impl SoftNic {
         Ok(Self { function: Function::Attached(attached) })
     }
 
-    /// The verbs of a function that was opened otherwise.
+    /// Wraps a function that was opened elsewhere.
     pub fn new(function: Function) -> Self {
         Self { function }
     }
 
-    /// The secret of its session, where it is attached to the NIC of another process.
+    /// Returns the secret of the session if the function is attached to another process's NIC.
     pub fn secret(&self) -> Option<shm::Secret> {
         match &self.function {
             Function::Attached(attached) => Some(attached.secret()),
@@ -141,7 +146,7 @@ impl SoftNic {
         }
     }
 
-    /// The function below the verbs.
+    /// Returns the function below the verbs.
     pub fn function(&self) -> &Function {
         &self.function
     }
@@ -201,7 +206,7 @@ impl Nic for SoftNic {
         let deadline = Instant::now().checked_add(timeout);
         let word = self.function.event_word().map_err(system(attempt))?;
         loop {
-            self.function.turn();
+            self.function.before_sleep();
             word.arm();
             let events = self.take_events()?;
             let left =
@@ -257,7 +262,7 @@ impl Nic for SoftNic {
     fn rereg_mr(&self, mut mr: SoftMr, change: Rereg<'_, Self>) -> Result<SoftMr, Error> {
         let inner = Arc::get_mut(&mut mr.0).ok_or_else(|| Error::Refused {
             verb: "rereg_mr",
-            why: "others hold the region's handle".to_string(),
+            why: "other handles of the region exist; drop them first".to_string(),
         })?;
         let verb = Verb::ReregMr {
             key: inner.key,
@@ -379,7 +384,7 @@ impl SoftPd {
         &self.0.function
     }
 
-    /// The windows that a verb has allocated.
+    /// Wraps the windows that a verb has allocated.
     fn windows(
         &self,
         reply: Reply,
@@ -396,7 +401,7 @@ impl SoftPd {
 
 impl Drop for PdInner {
     fn drop(&mut self) {
-        // A NIC that is gone has no PD any more.
+        // A NIC that is gone has freed the PD already.
         let _ = self.function.execute(Verb::DeallocPd { pd: self.number });
     }
 }
@@ -428,8 +433,8 @@ impl MemoryRegion for SoftMr {
 
 impl Drop for MrInner {
     fn drop(&mut self) {
-        // Refused while windows are bound to it: then the NIC keeps the memory, until the function
-        // ends.
+        // Refused while windows are bound to the region: the NIC then keeps the memory until the
+        // function ends.
         let _ = self.pd.function().execute(Verb::DeregMr { key: self.key });
     }
 }
@@ -442,7 +447,7 @@ struct MwInner {
     pd: SoftPd,
     key: Key,
     kind: MwKind,
-    /// Where the word is that guards it.
+    /// The region that holds the guard word.
     _guards: Option<SoftMr>,
 }
 
@@ -458,12 +463,12 @@ impl MemoryWindow for SoftMw {
 
 impl Drop for MwInner {
     fn drop(&mut self) {
-        // A NIC that is gone has no window any more.
+        // A NIC that is gone has freed the window already.
         let _ = self.pd.function().execute(Verb::DeallocMw { key: self.key });
     }
 }
 
-/// Executes a verb, with its name in the error.
+/// Executes a verb and puts the verb's name into an error.
 fn call(function: &Function, verb: &'static str, what: Verb<DmaMemory>) -> Result<Reply, Error> {
     function.execute(what).map_err(|e| match e {
         PortError::Verb(e) => Error::Refused { verb, why: e.to_string() },
@@ -473,7 +478,7 @@ fn call(function: &Function, verb: &'static str, what: Verb<DmaMemory>) -> Resul
     })
 }
 
-/// What a port's error is to who attempted `attempt`.
+/// Converts a port's error into an error of `attempt`.
 fn system(attempt: &'static str) -> impl Fn(PortError) -> Error {
     move |e| match e {
         PortError::System { attempt: call, source } => {
@@ -485,5 +490,5 @@ fn system(attempt: &'static str) -> impl Fn(PortError) -> Error {
 }
 
 fn unexpected(verb: &'static str) -> Error {
-    Error::Refused { verb, why: "the answer is not one to this verb".to_string() }
+    Error::Refused { verb, why: "the NIC's reply is of another verb".to_string() }
 }

@@ -56,7 +56,7 @@ impl SoftQp {
         if attr.send_blocks > MAX_QUEUE {
             return Err(Error::BadRequest {
                 what: format!(
-                    "a send queue of {} building blocks; it may have {MAX_QUEUE}",
+                    "a send queue of {} building blocks; at most {MAX_QUEUE} are possible",
                     attr.send_blocks
                 ),
             });
@@ -117,7 +117,7 @@ impl SoftQp {
 
     fn send_queue(&self) -> Result<&SendQueue, Error> {
         self.0.send.as_deref().ok_or_else(|| Error::BadRequest {
-            what: format!("QP {} was made without a send queue", self.0.qpn),
+            what: format!("QP {} was created without a send queue", self.0.qpn),
         })
     }
 
@@ -140,7 +140,7 @@ impl OwnOrShared {
 }
 
 impl QpInner {
-    /// What may be posted changes.
+    /// Sets the state, which decides what may be posted.
     fn set_state(&self, state: QpState) {
         if let Some(send) = &self.send {
             send.set_state(state);
@@ -150,7 +150,7 @@ impl QpInner {
         }
     }
 
-    /// The NIC has forgotten what was posted: gives it back.
+    /// Returns the posted work that the NIC dropped at a reset, as flushed completions.
     fn forget_posted(&self) {
         let own_receive = matches!(self.receive, OwnOrShared::Own(_));
         self.send_cq.0.forget_posted(self.qpn, own_receive);
@@ -167,7 +167,7 @@ impl QueuePair for SoftQp {
 
     fn modify(&self, change: QpChange) -> Result<(), Error> {
         if change == QpChange::Reset {
-            // What is posted from now on would be forgotten.
+            // Work posted from now on would be dropped by the reset.
             self.0.set_state(QpState::Reset);
         }
         let to = match change {
@@ -260,7 +260,8 @@ impl DirectQp for SoftQp {
 
 impl Drop for QpInner {
     fn drop(&mut self) {
-        // A NIC that is gone has no queue any more; either way nothing comes back from now on.
+        // A NIC that is gone has freed the queue already. In both cases no further completion
+        // arrives.
         let _ = self.function.execute(Verb::DestroyQp { qpn: self.qpn });
         self.forget_posted();
         self.send_cq.0.remove(self.qpn);
@@ -315,7 +316,7 @@ impl DirectReceive for SoftSrq {
 
 impl Drop for SrqInner {
     fn drop(&mut self) {
-        // A NIC that is gone has no queue any more.
+        // A NIC that is gone has freed the queue already.
         let _ = self.function.execute(Verb::DestroySrq { srqn: self.srqn });
     }
 }
@@ -330,8 +331,8 @@ fn receive_ring(
     if attr.entries == 0 || attr.entries > entries_max || max_sges as usize > work::MAX_SGES {
         return Err(Error::BadRequest {
             what: format!(
-                "a receive queue of {} entries of {max_sges} SGEs; it may have 1 to {entries_max} \
-                 of up to {}",
+                "a receive queue of {} entries of {max_sges} SGEs; possible are 1 to {entries_max} \
+                 entries of at most {} SGEs",
                 attr.entries,
                 work::MAX_SGES
             ),

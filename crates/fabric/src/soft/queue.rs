@@ -1,26 +1,28 @@
-//! The owner's side of a work queue: the ring, what was posted to it, and what has come back.
+//! The owner's side of a work queue: the ring, the posted work, and the completed work.
 //!
-//! A queue hands out its entries in order. A send queue's come back in order too, so one index tells
-//! which are free: a completion frees all building blocks up to the end of its WQE, with them those
-//! of unsignaled WQEs before it. A shared receive queue's come back in any order, to several
-//! CQs: each entry has its own mark.
+//! A queue allocates its entries in order. A send queue's entries also complete in order, so one
+//! index tells which are free: a completion frees all building blocks up to the end of its WQE,
+//! including those of preceding unsignaled WQEs. A shared receive queue's entries complete in any
+//! order and to several CQs, so each entry has its own mark.
 //!
-//! Posters take turns by a lock; who polls the CQ (one at a time) reads the tables without it. What a
-//! poster wrote into a table before the doorbell is visible to who has seen the completion.
+//! A lock serializes posting threads. The thread that polls the CQ (one at a time) reads the tables
+//! without the lock. A table entry that is written before the doorbell is visible to the thread
+//! that sees the completion.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
-use rnic::memory::For;
+use rnic::memory::PrefetchFor;
 use rnic::port::{Doorbell, Function};
 use rnic::wqe::{Builder, WQEBB};
 
 use super::work;
 use crate::{DmaMemory, Error, Key, QpState, Qpn, ReceiveRequest, Sge, WorkRequest};
 
-/// So many building blocks ahead their cache lines are brought near: the NIC was the last to have them.
+/// Number of building blocks ahead of the write position that are prefetched for writing, because
+/// the NIC's CPU had their cache lines last.
 const AHEAD: u32 = 12;
-/// Key that ends the list of a receive WQE that is not full.
+/// Key that ends the list of a receive WQE with unused entries.
 const END_OF_LIST: Key = Key(0x100);
 
 /// A send queue.
@@ -30,16 +32,16 @@ pub(super) struct SendQueue {
     blocks: u32,
     managed: bool,
     poster: Mutex<Poster>,
-    /// Running index of the first building block that is in use; moved by who polls.
+    /// Running index of the first building block in use; changed by the polling thread.
     done: AtomicU32,
-    /// The queue pair's state, as its owner has set it.
+    /// The queue pair's state, as set by its owner.
     state: State,
-    /// By building block: what was posted there.
+    /// The posted work, by building block.
     posted: Box<[PostedSend]>,
 }
 
-/// A queue pair's state as its owner has set it. An error that the NIC has met is not in it: work may be
-/// posted then, and is flushed.
+/// A queue pair's state as set by its owner. It does not include an error state that the NIC
+/// entered itself: work posted then is accepted and flushed.
 struct State(AtomicU8);
 
 impl State {
@@ -101,12 +103,12 @@ impl SendQueue {
         self.blocks
     }
 
-    /// The queue pair is now in `state`.
+    /// Sets the state of the queue pair.
     pub fn set_state(&self, state: QpState) {
         self.state.set(state);
     }
 
-    /// Writes `list` into the ring and rings the doorbell; all of it or nothing.
+    /// Writes `list` into the ring, all or nothing, and writes the doorbell.
     #[inline]
     pub fn post(&self, list: &[WorkRequest<'_>]) -> Result<(), Error> {
         if self.managed {
@@ -145,22 +147,23 @@ impl SendQueue {
             *head = head.wrapping_add(builder.blocks());
         }
         if need > 0 {
-            doorbell.ring(*head as u16);
+            doorbell.write(*head as u16);
         }
         Ok(())
     }
 
-    /// Copies a WQE into the ring, around its end if need be.
+    /// Copies a WQE into the ring, wrapping around at its end.
     #[inline]
     fn put(&self, head: u32, wqe: &[[u8; WQEBB]]) {
         let at = |i: u32| (head.wrapping_add(i) & (self.blocks - 1)) as usize * WQEBB;
         for (i, block) in (0..).zip(wqe) {
-            self.ring.prefetch(at(i + AHEAD), For::Write);
+            self.ring.prefetch(at(i + AHEAD), PrefetchFor::Write);
             self.ring.write_block(at(i), block);
         }
     }
 
-    /// The WQE at `counter` has completed: frees it and all before it. Its id. For who polls.
+    /// Frees the WQE at `counter`, which has completed, and all before it. Returns its id. Called
+    /// by the polling thread only.
     #[inline]
     pub fn complete(&self, counter: u16) -> u64 {
         if self.managed {
@@ -175,8 +178,8 @@ impl SendQueue {
         id
     }
 
-    /// The ids of what was posted and has not come back; all is free then, and indices start at 0
-    /// again. For who polls, when the NIC has forgotten the queue.
+    /// Returns the ids of work that was posted and has not completed, frees the queue, and restarts
+    /// its indices at 0. Called by the polling thread after the NIC has dropped the queue's work.
     pub fn reset(&self) -> Vec<u64> {
         if self.managed {
             return Vec::new();
@@ -198,9 +201,9 @@ impl SendQueue {
 
 /// A receive queue: a queue pair's own, or a shared one.
 ///
-/// Entries are posted in the order of the ring. Where several CQs take the completions of a shared
-/// queue, one that is not polled holds up the entry that it would give back, and at the latest one
-/// lap later the queue is full.
+/// Entries are posted in ring order. If several CQs take the completions of a shared queue, a CQ
+/// that is not polled blocks the entries of its completions, and the queue is full at the latest
+/// when the ring has wrapped around.
 pub(super) struct ReceiveRing {
     name: String,
     function: Function,
@@ -213,7 +216,8 @@ pub(super) struct ReceiveRing {
     state: State,
     /// Running index of the next receive WQE.
     head: Mutex<u32>,
-    /// Running index of what completed last: tells which lap a completion's 16 bits mean.
+    /// Running index of the entry that completed last. Extends a completion's 16-bit counter to 32
+    /// bits.
     last: AtomicU32,
     posted: Box<[PostedReceive]>,
 }
@@ -225,7 +229,7 @@ struct PostedReceive {
 }
 
 impl ReceiveRing {
-    /// A receive queue over `memory`: the ring, then the record.
+    /// Creates a receive queue in `memory`: the ring, then the record.
     pub fn new(
         function: Function,
         memory: &DmaMemory,
@@ -249,7 +253,7 @@ impl ReceiveRing {
         }
     }
 
-    /// Bytes of memory that the queue takes.
+    /// Returns the bytes of memory that the queue needs.
     pub fn bytes(entries: u32, max_sges: u32) -> usize {
         Self::record_at(Self::ring_bytes(entries, max_sges)) + 64
     }
@@ -258,7 +262,7 @@ impl ReceiveRing {
         entries as usize * max_sges as usize * rnic::wqe::SEGMENT
     }
 
-    /// The record has a cache line of its own behind the ring.
+    /// Returns the offset of the record, on a cache line of its own behind the ring.
     fn record_at(ring_bytes: usize) -> usize {
         ring_bytes.next_multiple_of(64)
     }
@@ -279,17 +283,17 @@ impl ReceiveRing {
         self.max_sges * rnic::wqe::SEGMENT as u32
     }
 
-    /// The queue pair is now in `state`; of a shared queue: it can be posted to.
+    /// Sets the state of the queue pair. For a shared queue, any state but Reset allows posting.
     pub fn set_state(&self, state: QpState) {
         self.state.set(state);
     }
 
-    /// Writes a receive WQE and moves the record.
+    /// Writes a receive WQE and advances the doorbell record.
     pub fn post(&self, wr: &ReceiveRequest<'_>) -> Result<(), Error> {
         if wr.to.len() > self.max_sges as usize {
             return Err(Error::BadRequest {
                 what: format!(
-                    "{} scatter entries to a receive queue made for {}",
+                    "{} scatter entries; the receive queue was created for at most {}",
                     wr.to.len(),
                     self.max_sges
                 ),
@@ -324,13 +328,14 @@ impl ReceiveRing {
         Ok(())
     }
 
-    /// The receive WQE at `counter` has completed: frees it. Its id. For who polls.
+    /// Frees the receive WQE at `counter`, which has completed. Returns its id. Called by the
+    /// polling thread only.
     pub fn complete(&self, counter: u16) -> u64 {
         if self.managed {
             return counter as u64;
         }
-        // Several CQs may poll completions of a shared queue at once: `last` is a hint then, right
-        // as long as they are within 2^15 of each other.
+        // Several CQs may poll completions of a shared queue at once. `last` is only a hint then;
+        // it is right while the indices of their completions are within 2^15 of each other.
         let last = self.last.load(Ordering::Relaxed);
         let index = last.wrapping_add(counter.wrapping_sub(last as u16) as i16 as u32);
         self.last.store(index, Ordering::Relaxed);
@@ -340,8 +345,9 @@ impl ReceiveRing {
         id
     }
 
-    /// The ids of what was posted and has not come back; all is free then, and indices start at 0
-    /// again. For who polls, when the NIC has forgotten the queue.
+    /// Returns the ids of receives that were posted and have not completed, frees the queue, and
+    /// restarts its indices at 0. Called by the polling thread after the NIC has dropped the
+    /// queue's work.
     pub fn reset(&self) -> Vec<u64> {
         if self.managed {
             return Vec::new();

@@ -1,5 +1,7 @@
-//! Wake-ups of who waits for solicited completions and for events. A waiter looks for itself as well, now and
-//! then; in unit tests so rarely that a lost wake-up is noticed.
+//! Tests of wake-ups: solicited completions and asynchronous events.
+//!
+//! A waiting thread also checks by itself at long intervals; in unit tests the interval is long
+//! enough that a lost wake-up fails the test.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +12,7 @@ use crate::{
 };
 
 const LONG: Duration = Duration::from_secs(60);
-/// Sooner than a waiter looks for itself.
+/// Shorter than the interval at which a waiting thread checks by itself.
 const SOON: Duration = Duration::from_secs(10);
 
 struct Bed {
@@ -36,7 +38,7 @@ fn beds() -> [Bed; 2] {
     })
 }
 
-/// Runs `wake` when `wait` sleeps, as far as that can be told; gives what came of `wait`, which must come soon.
+/// Runs `wake` once `wait` probably sleeps. Returns the result of `wait`, which must return soon.
 fn woken<T: Send>(wait: impl FnOnce() -> T + Send, wake: impl FnOnce()) -> T {
     std::thread::scope(|scope| {
         let waiter = scope.spawn(|| {
@@ -46,13 +48,13 @@ fn woken<T: Send>(wait: impl FnOnce() -> T + Send, wake: impl FnOnce()) -> T {
             result
         });
         std::thread::sleep(Duration::from_millis(20));
-        assert!(!waiter.is_finished(), "it has not waited");
+        assert!(!waiter.is_finished(), "the wait returned before the wake-up");
         wake();
         waiter.join().unwrap()
     })
 }
 
-/// Nobody rings for a receive, and the NIC sleeps after a tenth of a millisecond without work.
+/// A receive has no doorbell, and the NIC thread sleeps after 0.1 ms without work.
 #[test]
 fn a_receive_that_is_flushed_wakes_the_nic() {
     for bed in beds() {
@@ -60,7 +62,7 @@ fn a_receive_that_is_flushed_wakes_the_nic() {
         for id in 0..3 {
             std::thread::sleep(Duration::from_millis(20));
             bed.qps[0].post_recv(&ReceiveRequest { id, to: &[] }).unwrap();
-            assert!(bed.cqs[0].wait(SOON).unwrap(), "the NIC has not seen it");
+            assert!(bed.cqs[0].wait(SOON).unwrap(), "the NIC has not seen the receive");
             let mut out = [Completion::EMPTY; 2];
             assert_eq!(bed.cqs[0].poll(&mut out), 1);
             assert_eq!((out[0].id, out[0].status), (id, Status::Flushed));

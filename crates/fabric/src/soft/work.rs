@@ -1,4 +1,4 @@
-//! Work requests into WQEs.
+//! Encodes work requests as WQEs.
 
 use rnic::wqe::{Builder, FM_FENCE, MAX_SEGMENTS, SE_SOLICITED, SEGMENT, Umr, WQEBB, umr};
 
@@ -6,12 +6,12 @@ use rnic::verbs::MwKind;
 
 use crate::{Bind, Data, Error, Op, Qpn, SendFlags};
 
-/// The most scatter-gather entries of a work request.
+/// Maximum scatter-gather entries of a work request.
 pub(super) const MAX_SGES: usize = MAX_SEGMENTS - 2;
-/// The most bytes of inline data.
+/// Maximum bytes of inline data.
 pub(super) const MAX_INLINE: usize = Builder::max_inline(2);
 
-/// Building blocks that the WQE of `op` takes, if it is one.
+/// Returns the building blocks of the WQE of `op`, or an error if `op` cannot be encoded.
 #[inline]
 pub(super) fn blocks(op: &Op<'_>) -> Result<u32, Error> {
     let segments = match *op {
@@ -28,7 +28,7 @@ pub(super) fn blocks(op: &Op<'_>) -> Result<u32, Error> {
         Op::Window(umr) => umr.segments(),
         Op::Bind(_) => umr::BIND_SEGMENTS,
         Op::With { op: Op::With { .. }, .. } => {
-            let what = "flags of a request that has flags already".to_string();
+            let what = "flags on a request that already has flags".to_string();
             return Err(Error::BadRequest { what });
         }
         Op::With { op, .. } => return blocks(op),
@@ -36,7 +36,7 @@ pub(super) fn blocks(op: &Op<'_>) -> Result<u32, Error> {
     Ok((segments * SEGMENT).div_ceil(WQEBB) as u32)
 }
 
-/// Encodes `op`, which [`blocks`] has found good, for a queue of `qpn`.
+/// Encodes `op`, which [`blocks`] has accepted, for a queue of `qpn`.
 #[inline]
 pub(super) fn build(b: &mut Builder, qpn: Qpn, op: &Op<'_>) {
     match *op {
@@ -70,7 +70,7 @@ pub(super) fn build(b: &mut Builder, qpn: Qpn, op: &Op<'_>) {
     };
 }
 
-/// The UMR of a bind that is posted to `qpn`.
+/// Returns the UMR of a bind that is posted to `qpn`.
 fn umr_of(bind: &Bind, qpn: Qpn) -> Umr {
     let Bind { key, kind, tag, region, addr, len, access, zero_based } = *bind;
     let umr = match kind {
@@ -80,7 +80,7 @@ fn umr_of(bind: &Bind, qpn: Qpn) -> Umr {
     if zero_based { umr.zero_based() } else { umr }
 }
 
-/// `fm_ce_se` bits.
+/// Returns the `fm_ce_se` bits of `flags`.
 fn bits(flags: SendFlags) -> u8 {
     let bit = |set, bit| if set { bit } else { 0 };
     bit(flags.fence, FM_FENCE) | bit(flags.solicited, SE_SOLICITED)
@@ -97,7 +97,7 @@ fn sges(count: usize) -> Result<usize, Error> {
     if count <= MAX_SGES {
         return Ok(count);
     }
-    let what = format!("{count} scatter-gather entries; a WQE has room for {MAX_SGES}");
+    let what = format!("{count} scatter-gather entries; a WQE holds at most {MAX_SGES}");
     Err(Error::BadRequest { what })
 }
 
@@ -105,7 +105,7 @@ fn inline(bytes: usize) -> Result<usize, Error> {
     if bytes <= MAX_INLINE {
         return Ok((4 + bytes).div_ceil(SEGMENT));
     }
-    let what = format!("{bytes} bytes of inline data; a WQE has room for {MAX_INLINE}");
+    let what = format!("{bytes} bytes of inline data; a WQE holds at most {MAX_INLINE}");
     Err(Error::BadRequest { what })
 }
 
@@ -123,8 +123,8 @@ mod tests {
     }
 
     #[test]
-    fn flags_stand_in_the_wqe() {
-        // Between QPs of one NIC a fence changes nothing: that it is there can be seen here only.
+    fn flags_are_encoded_in_the_wqe() {
+        // Between QPs of one NIC a fence has no effect; only the WQE shows it.
         let list = [Sge::default()];
         let op = Op::Send { from: &list };
         for (fence, solicited) in [(false, false), (true, false), (false, true), (true, true)] {

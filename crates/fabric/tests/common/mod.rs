@@ -1,4 +1,4 @@
-//! What the tests of all ports share.
+//! Fixtures of the tests of all ports.
 
 #![allow(dead_code)]
 
@@ -13,12 +13,12 @@ use fabric::{
     ReceiveAttr, Sge, WorkRequest,
 };
 use rnic::port::Function;
-use rnic::port::shm::{Attached, Host, Session, SessionLimits, socket, wire};
+use rnic::port::shm::{Attached, Host, Session, SessionLimits, protocol, socket};
 
-/// Long enough for anything here on a busy machine.
+/// Timeout that is long enough for any event here on a busy machine.
 pub const LONG: Duration = Duration::from_secs(20);
 
-/// A NIC in each port: inline, in a thread, and in a thread to which a socket leads.
+/// Creates a NIC on each port: inline, on a thread, and attached through a socket.
 pub fn all_ports() -> Vec<(&'static str, SoftNic)> {
     let (local, host) = SoftNic::host().expect("a host");
     vec![("inline", SoftNic::inline()), ("local", local), ("attached", attach_in_process(&host))]
@@ -38,11 +38,11 @@ pub fn socket_pair() -> (OwnedFd, OwnedFd) {
         .expect("a socket pair")
 }
 
-/// What a memory node's event loop does for one connection.
+/// Serves one connection as a memory node's event loop does.
 pub fn serve(mut session: Session, socket: OwnedFd) {
     use std::os::fd::AsFd;
     let first = socket::receive(&socket).expect("the service").expect("a client");
-    assert_eq!(first.bytes, wire::SERVICE.as_bytes());
+    assert_eq!(first.bytes, protocol::SERVICE.as_bytes());
     while let Ok(Some(packet)) = socket::receive(&socket) {
         let (reply, fds) = session.handle(&packet.bytes, packet.descriptors);
         let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
@@ -77,7 +77,7 @@ pub fn end(nic: &SoftNic, bytes: usize) -> End {
     End { nic: nic.clone(), pd, cq, qp, mr }
 }
 
-/// Two QPs of one function, connected.
+/// Creates two connected QPs of one function.
 pub fn pair(nic: &SoftNic) -> (End, End) {
     let (a, b) = (end(nic, 1 << 20), end(nic, 1 << 20));
     connect(&a, &b);
@@ -90,7 +90,7 @@ pub fn connect(a: &End, b: &End) {
 }
 
 impl End {
-    /// Posts signaled work and waits for it.
+    /// Posts signaled work and returns its completion.
     pub fn run(&self, op: Op<'_>) -> Completion {
         self.qp.post_send(&[WorkRequest { id: 77, op, signaled: true }]).expect("posting");
         let c = self.next();
@@ -98,7 +98,7 @@ impl End {
         c
     }
 
-    /// The next completion.
+    /// Returns the next completion.
     pub fn next(&self) -> Completion {
         let mut out = [Completion::EMPTY];
         while self.cq.poll(&mut out) == 0 {

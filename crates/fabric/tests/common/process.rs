@@ -1,4 +1,4 @@
-//! A process that hosts a NIC: the test binary again.
+//! A process that hosts a NIC; it runs the test binary again.
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::fd::OwnedFd;
@@ -8,19 +8,19 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use fabric::soft::SoftNic;
 use rnic::port::shm::{Session, SessionLimits};
 
-/// Names the socket that the host process serves.
+/// Environment variable with the path of the socket that the host process serves.
 const SOCKET: &str = "GRANARY_TEST_HOST_SOCKET";
 
-/// A host process. It ends when its standard input does: at the latest with this one.
+/// A host process. It exits when its standard input is closed, so at the latest with this process.
 pub struct HostProcess {
-    /// Its socket.
+    /// Path of the served socket.
     pub socket: PathBuf,
     child: Child,
     _input: ChildStdin,
 }
 
 impl HostProcess {
-    /// Starts this binary again, whose test `other_process` must call [`be_host_if_asked`].
+    /// Starts this binary again. Its test `other_process` must call [`be_host_if_asked`].
     pub fn start() -> Self {
         let name = format!("granary-conformance-{}.sock", std::process::id());
         let socket = std::env::temp_dir().join(name);
@@ -44,14 +44,14 @@ impl HostProcess {
 
 impl Drop for HostProcess {
     fn drop(&mut self) {
-        // It may have ended already.
+        // The process may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
         let _ = std::fs::remove_file(&self.socket);
     }
 }
 
-/// Hosts a NIC until standard input ends, if this process was started for that.
+/// Hosts a NIC until standard input ends, if this process was started as a host.
 pub fn be_host_if_asked() {
     let Some(socket) = std::env::var_os(SOCKET) else { return };
     let (_nic, host) = SoftNic::host().expect("a host");

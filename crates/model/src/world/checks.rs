@@ -1,27 +1,27 @@
-//! What must hold of a world: of grants as clients hear of them, of the workers, and at the end.
+//! Invariants of a world: of grants that clients receive, of the workers, and of the final state.
 
 use super::*;
 
 impl World {
-    /// A grant that a client hears of is its own and works.
+    /// Checks that a grant that a client has received belongs to the client and has valid keys.
     pub(super) fn check_grant(&self, c: usize, what: Op, grant: &Grant) -> Result<(), String> {
         let i = grant.entry as usize;
-        let told = format!("client {c} is told that chunk {i} is its own");
+        let claim = format!("client {c} was granted chunk {i}");
         if i >= self.memory.shape.chunks as usize || grant.addr != self.memory.chunk_addr(i as u32)
         {
-            return Err(format!("{told}, at {:#x}: there is none", grant.addr));
+            return Err(format!("{claim}, at {:#x}: no such chunk exists", grant.addr));
         }
         if self.spec.chunk[i] != crate::spec::Chunk::Owned(c as u8) {
-            return Err(format!("{told}; it is {:?}", self.spec.chunk[i]));
+            return Err(format!("{claim}, which is {:?}", self.spec.chunk[i]));
         }
         for lane in 1..self.memory.shape.group {
             let window = self.view.windows[i][lane];
             let key = Key::new(self.windows[i][lane].index(), window.tag);
             if Key(grant.keys[lane]) != key {
-                return Err(format!("{told}, with a key that is dead: lane {lane}"));
+                return Err(format!("{claim}, with an invalid key: lane {lane}"));
             }
             if what == Op::Allocate && window.bound != Some(self.clients[c].peers[lane - 1].raw()) {
-                return Err(format!("{told}; its window is bound to {:?}", window.bound));
+                return Err(format!("{claim}; its window is bound to {:?}", window.bound));
             }
         }
         Ok(())
@@ -42,7 +42,7 @@ impl World {
         Ok(())
     }
 
-    pub(super) fn look(&self) -> View {
+    pub(super) fn observe(&self) -> View {
         let m = &self.memory;
         let (chunks, slots) = (m.shape.chunks as usize, m.shape.slots() as usize);
         let mut view = View {
@@ -78,21 +78,22 @@ impl World {
         view
     }
 
-    /// What must hold when nothing can happen any more. Changes the world.
+    /// Checks the state in which no action is possible any more. Changes the world.
     pub fn check_end(&mut self) -> Result<(), String> {
         if let Some(task) = self.cpu.task {
-            return Err(format!("the CPU is stuck: {task:?}, {:?}", self.cpu.standing));
+            return Err(format!("the CPU is stuck: {task:?}, {:?}", self.cpu.state));
         }
         for (c, client) in self.clients.iter().enumerate().filter(|(_, c)| c.alive) {
             let undone =
                 client.outcome.iter().position(|o| matches!(o, Outcome::Ahead | Outcome::Posted));
             if let Some(op) = undone {
                 let (what, is) = (client.program[op], client.outcome[op]);
-                return Err(format!("client {c} waits for ever: {what:?} is {is:?}"));
+                return Err(format!("client {c} waits forever: {what:?} is {is:?}"));
             }
         }
         self.audit()?;
-        // The chains serve what comes next, more than one lap of it, and the pool is as it was.
+        // The chains must serve further requests, more than once around their rings, and leave the
+        // pool unchanged.
         let before = self.spec.chunk;
         for _ in 0..=self.in_flight {
             for c in 0..self.clients.len() {
@@ -106,13 +107,16 @@ impl World {
             }
         }
         if self.spec.chunk != before {
-            return Err(format!("the pool is {:?} and was {before:?}", self.spec.chunk));
+            return Err(format!(
+                "the pool was {before:?} and is {:?} after further requests",
+                self.spec.chunk
+            ));
         }
         self.audit()
     }
 
     fn audit(&self) -> Result<(), String> {
-        // SAFETY: the CPU stands idle, and nobody else looks at the node.
+        // SAFETY: the CPU is idle, and no other code uses the node.
         let node = unsafe { &*self.node };
         arena::inside(|| node.audit()).map_err(|e| {
             let text = arena::inside(|| e.to_string());
@@ -131,7 +135,7 @@ impl World {
         }
         match *self.clients[c].outcome.last().expect("just pushed") {
             Outcome::Granted(_) | Outcome::Said(status::FREED | status::EMPTY) => Ok(()),
-            outcome => Err(format!("afterwards, client {c}: {op:?} ends with {outcome:?}")),
+            outcome => Err(format!("after the run, client {c}: {op:?} ends with {outcome:?}")),
         }
     }
 }

@@ -1,9 +1,9 @@
-//! A world in words: its actions, and how it ended.
+//! Descriptions of a world's actions and of its final state.
 
 use super::*;
 
 impl World {
-    /// An action in words.
+    /// Describes an action.
     pub fn describe(&self, action: Action) -> String {
         let Action::Step(qpn) = action else {
             return match action {
@@ -40,7 +40,7 @@ impl World {
         format!("{who}{what}")
     }
 
-    /// How it ended, in words without addresses.
+    /// Describes the final state, without addresses.
     pub fn summary(&self) -> String {
         let mut all = format!("{:?}", &self.spec.chunk[..self.memory.shape.chunks as usize]);
         for client in &self.clients {

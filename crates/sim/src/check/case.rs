@@ -1,33 +1,33 @@
-//! What can be checked: the schemes, each as it is set.
+//! The cases that can be checked: schemes with particular settings.
 
 use std::fmt;
 use std::str::FromStr;
 
 use pool::{SchemeKind, Settings};
 
-/// A scheme, and what of its settings no seed draws.
+/// A scheme and the settings that the seed does not determine.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Case {
-    /// Its name on command lines and in traces.
+    /// Name on command lines and in traces.
     pub name: &'static str,
     /// The scheme.
     pub scheme: SchemeKind,
     /// [`Settings::separation`].
     pub separation: bool,
-    /// Blocks of all sizes, in larger pools.
+    /// Use blocks of all sizes, in larger pools.
     pub sizes: bool,
-    /// Windows of a group, if no seed draws them.
+    /// Windows of a group; `None` if the seed determines them.
     pub group_size: Option<u32>,
-    /// Chunks are spread over so many functions of the memory node's NIC, if there are as many: each has few windows.
-    /// Blocks of several chunks are in further ones.
+    /// Number of functions of the memory node's NIC over which chunks are spread, where possible,
+    /// because each function has few windows. Blocks of several chunks use further functions.
     pub functions: u32,
-    /// Hostile clients guess keys although the scheme does not withstand that: what is violated then, and
-    /// why.
+    /// The reason why hostile clients can violate the scheme's protection, if the scheme is unsafe
+    /// by design. Hostile clients then guess keys nevertheless.
     pub unsafe_by_design: Option<&'static str>,
 }
 
 impl Case {
-    /// A scheme as it is usually set.
+    /// Returns the case of a scheme with its usual settings.
     pub const fn of(scheme: SchemeKind) -> Self {
         Self {
             name: scheme.name(),
@@ -40,7 +40,8 @@ impl Case {
         }
     }
 
-    /// All that must hold: every scheme, and `onesidedmw` without separation and without grouping.
+    /// Cases in which all invariants hold: every scheme, and `onesidedmw` without separation and
+    /// without grouping.
     pub const ALL: &[Case] = &[
         Self::of(SchemeKind::OneSidedMw),
         Case {
@@ -71,21 +72,24 @@ impl Case {
         },
     ];
 
-    /// `rpc-mw-1` where keys are guessed: they open what they name, to whoever has them.
+    /// `rpc-mw-1` with guessed keys: a key opens its window to any client.
     pub const GUESSED: Case = Case {
         name: "rpc-mw-1-guessed",
-        unsafe_by_design: Some("a type-1 window opens to whoever guesses its key"),
+        unsafe_by_design: Some("a type-1 window opens to any client that guesses its key"),
         ..Self::of(SchemeKind::RpcMw1)
     };
 
-    /// `finemem-paper` beside somebody who uses the keys that he has given up.
+    /// `finemem-paper` with a client that uses keys after it has freed their blocks.
     pub const LATE_KEYS: Case = Case {
         name: "finemem-paper-late-keys",
-        unsafe_by_design: Some("a key that was given up opens its block in the next owner's hands"),
+        unsafe_by_design: Some(
+            "a key still opens its block after the block was freed and granted to another client",
+        ),
         ..Self::of(SchemeKind::FineMemPaper)
     };
 
-    /// `finemem` with blocks of one chunk up to several sections. A world takes a hundred times as long.
+    /// `finemem` with blocks of one chunk up to several sections. A world takes a hundred times as
+    /// long as usual.
     pub const SIZES: Case =
         Case { name: "finemem-sizes", sizes: true, ..Self::of(SchemeKind::FineMem) };
 
@@ -93,21 +97,22 @@ impl Case {
         Self::ALL.iter().chain([&Self::GUESSED, &Self::LATE_KEYS, &Self::SIZES])
     }
 
-    /// Names of all cases, also those that do not hold.
+    /// Returns the names of all cases, including the unsafe ones.
     pub fn names() -> Vec<&'static str> {
         Self::every().map(|case| case.name).collect()
     }
 
-    /// Somebody may be hostile: not where the scheme promises too little to withstand it.
+    /// Returns whether clients may be hostile, which needs a scheme with protection against them.
     pub(super) fn may_be_hostile(&self) -> bool {
         self.scheme.releases() || self.unsafe_by_design.is_some()
     }
 
-    /// Puts what it says into settings.
+    /// Applies the case to `settings`.
     pub(super) fn set(&self, settings: Settings) -> Settings {
         let scheme = self.scheme;
         let nic_windows = (self.functions > 1).then(|| {
-            // One for each key that a block has at a time, and for each compute node one over the metadata.
+            // One window per key that a block has at a time, and per compute node one over the
+            // metadata.
             let each = if scheme.releases() { 1 } else { 2 };
             let chunks = settings.chunks().div_ceil(self.functions as u64) as u32;
             chunks * each + settings.clients_max
@@ -121,25 +126,26 @@ impl Case {
         }
     }
 
-    /// Compute nodes allocate by themselves: who has a management QP is trusted, and any window opens to whoever has
-    /// its key. Who is hostile has access QPs only.
+    /// Returns whether compute nodes allocate by themselves. Holders of a management QP are then
+    /// trusted, and a window opens to any holder of its key. Hostile clients have access QPs only.
     pub(super) fn is_trusting(&self) -> bool {
         self.scheme.is_by_cas()
     }
 
-    /// Windows are bound before anybody has what they open, and open to whoever has the key: whose each is, is judged by
-    /// who uses it.
+    /// Returns whether windows are bound before their chunk is granted and open to any holder of
+    /// the key. The oracle then judges accesses instead of keys.
     pub(super) fn is_bound_ahead(&self) -> bool {
         let ahead = self.is_trusting() || self.scheme == SchemeKind::PremmapRpc;
         ahead && !self.scheme.is_guarded()
     }
 
-    /// Compute nodes allocate on a tree, and the memory node's CPU has background work that can be broken off.
+    /// Returns whether compute nodes allocate on a tree. The memory node's CPU then has background
+    /// work that can be aborted.
     pub(super) fn has_tree(&self) -> bool {
         matches!(self.scheme, SchemeKind::FineMem | SchemeKind::FineMemPaper)
     }
 
-    /// Access is by pages, whose places their users never learn.
+    /// Returns whether access is by pages, whose addresses clients never learn.
     pub(super) fn is_paged(&self) -> bool {
         self.scheme == SchemeKind::Odrp
     }
@@ -156,6 +162,8 @@ impl FromStr for Case {
 
     fn from_str(name: &str) -> Result<Self, String> {
         let known = Self::every().find(|case| case.name == name);
-        known.copied().ok_or_else(|| format!("{name} is none of {}", Self::names().join(", ")))
+        known.copied().ok_or_else(|| {
+            format!("unknown case {name}; known cases: {}", Self::names().join(", "))
+        })
     }
 }

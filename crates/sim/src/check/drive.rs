@@ -1,5 +1,5 @@
-//! Runs one world: event by event, with the oracle's look after each, and with what goes wrong in
-//! between.
+//! Runs one world event by event, with the oracle's check after each event and with injected
+//! faults.
 
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,30 +10,30 @@ use pool::AnyNode;
 use pool::scheme::NodeScheme;
 use rnic::port::inline::InlineFunction;
 
-use super::books::{self, Books};
 use super::invariant::{Invariant, Violation};
-use super::oracle::{Oracle, Who};
+use super::node_view::{self, NodeView};
+use super::oracle::{ClientIndex, Oracle};
 use super::scenario::{Role, Scenario};
 use super::{Context, Outcome, honest, hostile};
 use crate::cluster::{Cluster, ClusterSpec, Link};
 use crate::fiber::FiberId;
+use crate::ids::NodeId;
 use crate::net::{Faults, Partition};
 use crate::params::Params;
 use crate::random::Random;
-use crate::state::NodeId;
 use crate::time::Time;
 
-/// When nothing may be left of who has gone, if the memory node's CPU has the time.
+/// Deadline for reclaiming a departed client's chunks, if the memory node's CPU is not stalled.
 pub(super) const RECLAIM: Time = Time::us(30_000);
-/// How long clients may take to come to their end when nothing goes wrong any more.
-const TO_THE_END: Time = Time::us(2_000_000);
-/// Events of a world at most.
+/// Time in which clients must finish once no more faults are injected.
+const FINISH: Time = Time::us(2_000_000);
+/// Maximum number of events of a world.
 const EVENTS: u64 = 200_000;
 
-/// A client's process.
-struct Body {
+/// The process of a client.
+struct ClientProcess {
     fiber: FiberId,
-    who: Who,
+    client: ClientIndex,
     role: Role,
     node: NodeId,
     link: Link,
@@ -45,17 +45,18 @@ struct World<'a> {
     cluster: Cluster,
     scenario: &'a Scenario,
     oracle: Rc<RefCell<Oracle>>,
-    bodies: Vec<Body>,
+    processes: Vec<ClientProcess>,
     random: Random,
     seed: u64,
-    /// First byte and length of the donated memory.
+    /// Start and length in bytes of the donated memory.
     donated: (u64, u64),
     events: u64,
-    /// The network is as bad as it gets.
-    bad: bool,
+    /// Whether the network currently has faults.
+    network_is_faulty: bool,
     crashes: u32,
-    /// What the memory node's background work is broken off by, if it is, and the event after which that is next.
-    breaks: Option<(Random, u64)>,
+    /// RNG for aborts of the memory node's background work, if enabled, and the event count of the
+    /// next abort.
+    aborts: Option<(Random, u64)>,
 }
 
 /// Runs a scenario.
@@ -66,7 +67,7 @@ pub(super) fn run(scenario: &Scenario, seed: u64, params: &Arc<Params>, trace: b
         oracle = Some(world.oracle.clone());
         if trace {
             world.oracle.borrow_mut().start_trace();
-            world.tell(|o| o.note(|_| format!("{scenario:?}")));
+            world.with_oracle(|o| o.note(|_| format!("{scenario:?}")));
         }
         world.run()
     }));
@@ -79,15 +80,15 @@ pub(super) fn run(scenario: &Scenario, seed: u64, params: &Arc<Params>, trace: b
         }
     };
     let Some(oracle) = oracle else {
-        let (seen, took) = Default::default();
-        return Outcome { violation: failed, trace: None, seen, took };
+        let (counts, took) = Default::default();
+        return Outcome { violation: failed, trace: None, counts, took };
     };
     let mut oracle = oracle.borrow_mut();
     if let Some(violation) = failed.filter(|_| oracle.violation.is_none()) {
         oracle.wrong(violation.invariant, violation.why);
     }
     let violation = oracle.violation.take();
-    Outcome { violation, trace: oracle.take_trace(), seen: oracle.seen, took: oracle.now }
+    Outcome { violation, trace: oracle.take_trace(), counts: oracle.counts, took: oracle.now }
 }
 
 impl<'a> World<'a> {
@@ -104,23 +105,24 @@ impl<'a> World<'a> {
             settings,
         };
         let mut cluster = Cluster::new(&spec).map_err(|e| broken(Invariant::GoesOn, e))?;
-        let books = cluster.try_scheme(|s| Books::of(s)).expect("nobody else is about");
-        let donated = (books.memory().addr(), chunks as u64 * chunk_bytes);
-        let oracle = Oracle::new(scenario.case, cluster.functions(), books, (chunks, chunk_bytes));
+        let node_view = cluster.try_scheme(|s| NodeView::of(s)).expect("no fiber runs yet");
+        let donated = (node_view.memory().addr(), chunks as u64 * chunk_bytes);
+        let oracle =
+            Oracle::new(scenario.case, cluster.functions(), node_view, (chunks, chunk_bytes));
         cluster.start();
         cluster.sim.watch();
         let mut world = Self {
             cluster,
             scenario,
             oracle: Rc::new(RefCell::new(oracle)),
-            bodies: Vec::new(),
+            processes: Vec::new(),
             random: Random::new(seed, 101),
             seed,
             donated,
             events: 0,
-            bad: false,
+            network_is_faulty: false,
             crashes: 0,
-            breaks: scenario.breaks.then(|| (Random::new(seed, 103), 0)),
+            aborts: scenario.aborts_enabled.then(|| (Random::new(seed, 103), 0)),
         };
         for (at, role) in scenario.clients.iter().enumerate() {
             world.spawn(*role, NodeId(1 + at as u16));
@@ -128,18 +130,19 @@ impl<'a> World<'a> {
         Ok(world)
     }
 
-    fn tell<T>(&self, f: impl FnOnce(&mut Oracle) -> T) -> T {
+    fn with_oracle<T>(&self, f: impl FnOnce(&mut Oracle) -> T) -> T {
         f(&mut self.oracle.borrow_mut())
     }
 
-    /// A process begins.
+    /// Starts a process.
     fn spawn(&mut self, role: Role, node: NodeId) {
-        let number = self.tell(|o| o.clients.len());
+        let number = self.with_oracle(|o| o.clients.len());
         let kind = if role.hostile { "hostile" } else { "client" };
         let link = Link::default();
-        let who = self.tell(|o| o.joins(format!("{kind} {number}"), !role.hostile, link.clone()));
+        let client = self
+            .with_oracle(|o| o.add_client(format!("{kind} {number}"), !role.hostile, link.clone()));
         let cx = Context {
-            who,
+            client,
             oracle: self.oracle.clone(),
             connector: self.cluster.connector(),
             link: link.clone(),
@@ -149,112 +152,120 @@ impl<'a> World<'a> {
             groups: self.scenario.groups,
             lanes: self.scenario.settings.lanes() as usize,
             case: self.scenario.case,
-            meddles: self.scenario.meddling.then(|| Random::new(self.seed, 5000 + who as u64)),
+            nic_random: self
+                .scenario
+                .nic_abuse
+                .then(|| Random::new(self.seed, 5000 + client as u64)),
         };
         let (function, dies) = (cx.function.clone(), cx.dies.clone());
-        let random = Random::new(self.seed, 1000 + who as u64);
-        let name = self.tell(|o| o.name(who).to_string());
-        let patience = if self.random.below(2) == 0 { Time::ZERO } else { Time::us(1) };
+        let random = Random::new(self.seed, 1000 + client as u64);
+        let name = self.with_oracle(|o| o.name(client).to_string());
+        let quantum = if self.random.below(2) == 0 { Time::ZERO } else { Time::us(1) };
         let program = if role.hostile { hostile::run } else { honest::run };
-        let fiber = self.cluster.sim.spawn(name, patience, move || program(cx, role, random));
-        self.bodies.push(Body { fiber, who, role, node, link, function, dies });
+        let fiber = self.cluster.sim.spawn(name, quantum, move || program(cx, role, random));
+        self.processes.push(ClientProcess { fiber, client, role, node, link, function, dies });
     }
 
     fn run(&mut self) -> Result<(), Violation> {
-        let trouble = self.scenario.trouble;
+        let faults = self.scenario.faults;
         let length = 200 + self.random.below(6000);
         let mut next = self.pause();
-        while self.events < length && !self.bodies.is_empty() {
+        while self.events < length && !self.processes.is_empty() {
             self.step()?;
-            if trouble.gap > 0 && self.events >= next {
-                self.make_trouble();
+            if faults.gap > 0 && self.events >= next {
+                self.inject_fault();
                 next = self.events + self.pause();
             }
-            self.break_off();
+            self.arm_abort();
         }
-        // What is to be broken off still, is: somebody has to find out.
-        self.breaks = None;
+        // Aborts that are armed still happen, and the clients must detect them.
+        self.aborts = None;
         self.cluster.sim.set_faults(Faults::default());
-        self.tell(|o| o.note(|_| "nothing goes wrong from here on".into()));
-        let by = self.cluster.sim.now() + TO_THE_END;
-        while !self.bodies.is_empty() {
+        self.with_oracle(|o| o.note(|_| "nothing goes wrong from here on".into()));
+        let by = self.cluster.sim.now() + FINISH;
+        while !self.processes.is_empty() {
             self.step()?;
             if self.cluster.sim.now() > by || self.events > EVENTS {
-                let who = self.tell(|o| o.name(self.bodies[0].who).to_string());
-                return Err(broken(Invariant::Answers, format!("{who} has not come to its end")));
+                let client = self.with_oracle(|o| o.name(self.processes[0].client).to_string());
+                return Err(broken(
+                    Invariant::Answers,
+                    format!("{client} has not finished in time"),
+                ));
             }
         }
         self.settle()
     }
 
     fn pause(&mut self) -> u64 {
-        1 + self.random.below(self.scenario.trouble.gap.max(1))
+        1 + self.random.below(self.scenario.faults.gap.max(1))
     }
 
-    /// The next event, and the look after it.
+    /// Executes the next event and the oracle's check.
     fn step(&mut self) -> Result<(), Violation> {
         if !self.cluster.sim.step() {
-            let waits = self.bodies.first().map(|b| self.tell(|o| o.name(b.who).to_string()));
-            let why = format!("nothing can happen any more, and {waits:?} still waits");
+            let waits =
+                self.processes.first().map(|p| self.with_oracle(|o| o.name(p.client).to_string()));
+            let why = format!("no event is left, but {waits:?} still waits");
             return Err(broken(Invariant::Answers, why));
         }
-        self.look();
+        self.run_oracle();
         self.events += 1;
-        self.bury()?;
+        self.reap_ended()?;
         if let Some(why) = self.cluster.failure() {
-            return Err(broken(Invariant::GoesOn, format!("the memory node's CPU gave up: {why}")));
+            return Err(broken(Invariant::GoesOn, format!("the memory node's CPU failed: {why}")));
         }
-        match self.tell(|o| o.violation.clone()) {
+        match self.with_oracle(|o| o.violation.clone()) {
             None => Ok(()),
             Some(violation) => Err(violation),
         }
     }
 
-    fn look(&self) {
+    fn run_oracle(&self) {
         let sim = &self.cluster.sim;
         let (start, len) = self.donated;
-        let look = |into: &mut _| sim.reaches(start, len, into);
+        let read = |into: &mut _| sim.reaches(start, len, into);
         let mut oracle = self.oracle.borrow_mut();
         oracle.now = sim.now();
         if self.scenario.case.is_paged() {
-            oracle.tables_are(self.cluster.try_scheme(|s| books::tables(s)));
+            oracle.set_tables(self.cluster.try_scheme(|s| node_view::tables(s)));
         }
         match sim.take_observed() {
-            Some(observed) => oracle.after_step(&observed, look),
-            None => oracle.after_cpu(look),
+            Some(observed) => oracle.after_step(&observed, read),
+            None => oracle.after_cpu(read),
         }
     }
 
-    /// Sees to who has come to his end, and whether those that went are forgotten in time.
-    fn bury(&mut self) -> Result<(), Violation> {
+    /// Removes the processes that have ended, kills those that are to die, and checks that departed
+    /// clients are forgotten in time.
+    fn reap_ended(&mut self) -> Result<(), Violation> {
         let mut at = 0;
-        while at < self.bodies.len() {
-            let ended = self.cluster.sim.has_ended(self.bodies[at].fiber);
-            if self.bodies[at].dies.get() {
+        while at < self.processes.len() {
+            let ended = self.cluster.sim.has_ended(self.processes[at].fiber);
+            if self.processes[at].dies.get() {
                 self.kill(at, "dies");
             } else if ended {
-                let body = self.bodies.remove(at);
-                // It may have gone without a word.
+                let process = self.processes.remove(at);
+                // The process may have ended without closing its connection.
                 let by = self.cluster.sim.now() + RECLAIM;
-                self.tell(|o| o.gone(body.who, by));
+                self.with_oracle(|o| o.departed(process.client, by));
             } else {
                 at += 1;
             }
         }
         if self.events.is_multiple_of(64) {
-            self.check_gone()?;
+            self.check_departed()?;
         }
         Ok(())
     }
 
-    fn check_gone(&mut self) -> Result<(), Violation> {
-        let deaths = self.tell(|o| o.deaths.clone());
+    fn check_departed(&mut self) -> Result<(), Violation> {
+        let deaths = self.with_oracle(|o| o.deaths.clone());
         let now = self.cluster.sim.now();
         for (by, id) in deaths {
             match self.cluster.try_scheme(|s| s.is_retired(id)) {
-                Some(true) => self.tell(|o| o.deaths.retain(|(_, d)| *d != id)),
+                Some(true) => self.with_oracle(|o| o.deaths.retain(|(_, d)| *d != id)),
                 Some(false) if now > by => {
-                    let why = format!("{now} and compute node {} is still there", id.0);
+                    let why = format!("compute node {} is not forgotten at {now}", id.0);
                     return Err(broken(Invariant::Forgotten, why));
                 }
                 _ => {}
@@ -264,113 +275,115 @@ impl<'a> World<'a> {
     }
 
     fn kill(&mut self, at: usize, how: &str) {
-        let body = self.bodies.remove(at);
+        let process = self.processes.remove(at);
         let by = self.cluster.sim.now() + RECLAIM;
-        self.tell(|o| {
-            o.note(|o| format!("{} {how}", o.name(body.who)));
-            o.seen.deaths += 1;
-            o.gone(body.who, by);
+        self.with_oracle(|o| {
+            o.note(|o| format!("{} {how}", o.name(process.client)));
+            o.counts.deaths += 1;
+            o.departed(process.client, by);
         });
-        let function = body.function.borrow_mut().take();
-        self.cluster.crash_linked(body.fiber, function.as_ref(), &body.link);
+        let function = process.function.borrow_mut().take();
+        self.cluster.crash_linked(process.fiber, function.as_ref(), &process.link);
     }
 
-    // --- trouble -------------------------------------------------------------------------------
+    // --- faults -------------------------------------------------------------------------------
 
-    fn make_trouble(&mut self) {
-        if self.bodies.is_empty() {
+    fn inject_fault(&mut self) {
+        if self.processes.is_empty() {
             return;
         }
-        let trouble = self.scenario.trouble;
+        let faults = self.scenario.faults;
         match self.random.below(8) {
-            0 | 1 if self.crashes < trouble.crashes => {
+            0 | 1 if self.crashes < faults.crashes => {
                 self.crashes += 1;
-                let at = self.random.below(self.bodies.len() as u64) as usize;
-                let (role, node) = (self.bodies[at].role, self.bodies[at].node);
+                let at = self.random.below(self.processes.len() as u64) as usize;
+                let (role, node) = (self.processes[at].role, self.processes[at].node);
                 self.kill(at, "crashes");
                 self.spawn(role, node);
             }
-            2 | 3 if trouble.stalls > Time::ZERO => {
-                let at = self.random.below(self.bodies.len() as u64) as usize;
-                let time = self.some(trouble.stalls);
-                let body = &self.bodies[at];
-                self.tell(|o| {
+            2 | 3 if faults.stalls > Time::ZERO => {
+                let at = self.random.below(self.processes.len() as u64) as usize;
+                let time = self.some(faults.stalls);
+                let process = &self.processes[at];
+                self.with_oracle(|o| {
                     o.slack += time;
-                    o.note(|o| format!("{} stands still for {time}", o.name(body.who)));
+                    o.note(|o| format!("{} stands still for {time}", o.name(process.client)));
                 });
-                self.cluster.sim.stall(body.fiber, time);
+                self.cluster.sim.stall(process.fiber, time);
             }
-            4 | 5 if trouble.node_stalls > Time::ZERO => {
-                let time = self.some(trouble.node_stalls);
-                self.tell(|o| {
-                    o.pardon(time);
+            4 | 5 if faults.node_stalls > Time::ZERO => {
+                let time = self.some(faults.node_stalls);
+                self.with_oracle(|o| {
+                    o.extend_deadlines(time);
                     o.note(|_| format!("the memory node's CPU stands still for {time}"));
                 });
                 for fiber in self.cluster.node_fibers() {
                     self.cluster.sim.stall(fiber, time);
                 }
             }
-            6 | 7 if trouble.of_network() => self.trouble_the_network(),
+            6 | 7 if faults.of_network() => self.toggle_network_faults(),
             _ => {}
         }
     }
 
-    /// Has the memory node's background work broken off a few steps from here.
-    fn break_off(&mut self) {
-        let Some((random, next)) = &mut self.breaks else { return };
+    /// Arms an abort of the memory node's background work a few steps from now.
+    fn arm_abort(&mut self) {
+        let Some((random, next)) = &mut self.aborts else { return };
         if self.events < *next {
             return;
         }
         *next = self.events + 1 + random.below(300);
-        // Few steps are as likely as many: what a death leaves to be done has some dozens.
+        // Small numbers are as likely as large ones: the recovery after a death has a few dozen
+        // steps.
         let shift = random.below(6);
         let steps = 1 + random.below(1 << shift);
         let broken = self.cluster.try_scheme(|scheme| match scheme {
             AnyNode::FineMem(node) => {
-                node.break_off_after(steps);
-                node.broken_off()
+                node.abort_after(steps);
+                node.aborts()
             }
             _ => 0,
         });
-        self.tell(|o| {
-            // It takes as long again as it took so far.
-            o.pardon(Time::us(200));
-            o.seen.broken_off = broken.unwrap_or(o.seen.broken_off);
+        self.with_oracle(|o| {
+            // After an abort the work takes as long again.
+            o.extend_deadlines(Time::us(200));
+            o.counts.aborts = broken.unwrap_or(o.counts.aborts);
             o.note(|_| format!("the memory node's background work breaks off in {steps} steps"));
         });
     }
 
     fn some(&mut self, most: Time) -> Time {
-        // Short ones are as likely as long ones.
+        // Short times are as likely as long ones.
         let shift = self.random.below(8);
         Time(1 + self.random.below((most.0 >> shift).max(1)))
     }
 
-    fn trouble_the_network(&mut self) {
-        let trouble = self.scenario.trouble;
-        self.bad = !self.bad;
+    fn toggle_network_faults(&mut self) {
+        let plan = self.scenario.faults;
+        self.network_is_faulty = !self.network_is_faulty;
         let mut faults = Faults::default();
-        if self.bad {
+        if self.network_is_faulty {
             self.oracle.borrow_mut().calm = false;
-            (faults.loss, faults.late) = (trouble.loss, trouble.late);
+            (faults.loss, faults.late) = (plan.loss, plan.late);
             faults.late_by = Time::us(1 + self.random.below(100));
-            if trouble.partitions > Time::ZERO {
+            if plan.partitions > Time::ZERO {
                 let b = NodeId(1 + self.random.below(self.scenario.clients.len() as u64) as u16);
                 let from = self.cluster.sim.now();
-                let until = from + Time(1 + self.random.below(trouble.partitions.0));
+                let until = from + Time(1 + self.random.below(plan.partitions.0));
                 faults.partition =
-                    Some(Partition { a: NodeId(0), b, from, until, one_way: trouble.one_way });
+                    Some(Partition { a: NodeId(0), b, from, until, one_way: plan.one_way });
             }
         }
-        self.tell(|o| o.note(|_| format!("the network: {faults:?}")));
+        self.with_oracle(|o| o.note(|_| format!("the network: {faults:?}")));
         self.cluster.sim.set_faults(faults);
     }
 
     // --- the end -------------------------------------------------------------------------------
 
-    /// All have gone: some time later all is as it was in the beginning.
+    /// After all clients have departed, checks that the pool returns to its initial state.
     fn settle(&mut self) -> Result<(), Violation> {
-        let slack = self.tell(|o| o.deaths.iter().map(|(by, _)| *by).max()).unwrap_or_default();
+        let slack =
+            self.with_oracle(|o| o.deaths.iter().map(|(by, _)| *by).max()).unwrap_or_default();
         let until = slack.max(self.cluster.sim.now()) + Time::us(1);
         while self.cluster.sim.next_at().is_some_and(|at| at <= until) {
             self.step()?;
@@ -380,10 +393,10 @@ impl<'a> World<'a> {
             let asked = self.cluster.try_scheme(|s| (s.audit(), s.status()));
             match asked {
                 Some(result) => break result,
-                // The CPU is in the middle of something.
+                // The CPU is within a quantum of work.
                 None if tries < 10_000 && self.cluster.sim.step() => tries += 1,
                 None => {
-                    let why = "the memory node's CPU does not come to rest";
+                    let why = "the memory node's CPU does not become idle";
                     return Err(broken(Invariant::GoesOn, why));
                 }
             }
@@ -393,15 +406,16 @@ impl<'a> World<'a> {
         let status = status.map_err(|e| broken(Invariant::GoesOn, e))?;
         if status.free != status.chunks || status.clients + status.leaving > 0 {
             let why = format!(
-                "all have gone, and {} of {} chunks are free; {} are connected, {} leaving",
+                "after all clients have departed, {} of {} chunks are free; {} clients are connected, {} \
+                 leaving",
                 status.free, status.chunks, status.clients, status.leaving
             );
             return Err(broken(Invariant::Forgotten, why));
         }
         let (sim, (start, len)) = (&self.cluster.sim, self.donated);
-        // In a large memory it is not looked at after every step.
-        self.tell(|o| o.look(|into| sim.reaches(start, len, into)));
-        self.tell(|o| o.check_empty()).map_err(|why| broken(Invariant::Forgotten, why))
+        // Large memories are not checked after every step, so check here.
+        self.with_oracle(|o| o.check_access_rights(|into| sim.reaches(start, len, into)));
+        self.with_oracle(|o| o.check_empty()).map_err(|why| broken(Invariant::Forgotten, why))
     }
 }
 

@@ -1,6 +1,8 @@
-//! A client that keeps to the rules: it allocates, writes what only it writes, reads it back, and frees.
+//! A client that follows the protocol: it allocates, writes data of its own, reads the data back,
+//! and frees.
 //!
-//! It knows what each of its chunks must hold, byte by byte, and says so when that is not so.
+//! It knows the expected contents of each of its chunks byte by byte, and reports a violation if
+//! they differ.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -19,34 +21,34 @@ use crate::nic::SimNic;
 use crate::random::Random;
 use crate::time::Time;
 
-/// Errors after which a client gives up and leaves.
+/// Number of errors after which a client stops and leaves.
 const PATIENCE: u32 = 40;
 
-/// A chunk, and what must be in it.
-struct Held {
+/// A chunk and its expected contents.
+struct HeldChunk {
     grant: Grant,
     bytes: Vec<u8>,
-    /// These bytes, from there on, are what they were or these: nobody knows.
+    /// Offset and new bytes of a write whose outcome is unknown.
     doubt: Option<(usize, Vec<u8>)>,
 }
 
-/// A client at work.
+/// An honest client at work.
 struct Honest {
     cx: Context,
     pool: Pool<SimNic>,
-    held: Vec<Held>,
+    held: Vec<HeldChunk>,
     random: Random,
     errors: u32,
 }
 
-/// What the fiber of an honest client runs.
+/// Program of an honest client's fiber.
 pub(super) fn run(cx: Context, role: Role, mut random: Random) {
     let pool = loop {
         match connect(&cx) {
             Ok(pool) => break pool,
-            // Those that died are still there.
+            // Killed clients are not forgotten yet.
             Err(Error::Refused { .. }) => fiber::sleep(Time::us(200 + random.below(2000))),
-            Err(e) => return cx.tell(|o| o.error(cx.who, "connects", &e)),
+            Err(e) => return cx.with_oracle(|o| o.error(cx.client, "connects", &e)),
         }
     };
     let mut me = Honest { cx, pool, held: Vec::new(), random, errors: 0 };
@@ -97,25 +99,27 @@ impl Honest {
                 self.nothing_is_left();
             }
             End::Careless => {}
-            // The world ends it.
+            // The driver kills the process.
             End::Dies => return self.cx.die(),
         }
         self.cx.leaves();
-        // Dropped, the pool says goodbye.
+        // Dropping the pool closes the connection.
     }
 
-    /// What it was granted, it knows of; some time after the last request.
+    /// Checks that the client owns nothing that it was not granted, some time after its last
+    /// request.
     fn nothing_is_left(&mut self) {
         if !self.held.is_empty() {
             return;
         }
-        let who = self.cx.who;
+        let client = self.cx.client;
         for _ in 0..20 {
-            if self.cx.tell(|o| o.owned(who).is_empty()) {
+            if self.cx.with_oracle(|o| o.owned(client).is_empty()) {
                 return;
             }
             if self.cx.case.is_trusting() {
-                // What its own lost requests have got, the next one finds, if it is not lost too.
+                // The next allocation finds chunks that the client's own lost requests have taken,
+                // unless that allocation is lost too.
                 self.allocate(1);
                 while !self.held.is_empty() {
                     self.free_one();
@@ -123,56 +127,56 @@ impl Honest {
             }
             fiber::sleep(Time::us(2000));
         }
-        self.cx.tell(|o| {
-            let (name, owned) = (o.name(who), o.owned(who));
+        self.cx.with_oracle(|o| {
+            let (name, owned) = (o.name(client), o.owned(client));
             o.wrong(
                 Invariant::Forgotten,
-                format!("{name} has freed all that it had, and owns chunks {owned:?}"),
+                format!("{name} has freed all its chunks, but owns chunks {owned:?}"),
             );
         });
     }
 
     fn failed(&mut self, what: &str, error: &Error) {
         self.errors += 1;
-        self.cx.tell(|o| o.error(self.cx.who, what, error));
+        self.cx.with_oracle(|o| o.error(self.cx.client, what, error));
     }
 
     // --- allocate and free ---------------------------------------------------------------------
 
     fn allocate(&mut self, count: u64) {
         let group = GroupId(self.random.below(self.cx.groups as u64) as u16);
-        let who = self.cx.who;
-        let asks = (0..count).map(|_| {
-            self.cx.tell(|o| o.asks(who));
+        let client = self.cx.client;
+        let requests = (0..count).map(|_| {
+            self.cx.with_oracle(|o| o.requests_chunk(client));
             let (pool, order) = (self.pool.clone(), self.cx.some_order(&mut self.random));
-            let ask: Ask = Box::pin(async move {
+            let request: GrantFuture = Box::pin(async move {
                 match order {
                     None => pool.allocate_in(group).await,
                     Some(order) => pool.allocate_bytes_in(group, pool.chunk_bytes() << order).await,
                 }
             });
-            ask
+            request
         });
-        let asks = asks.collect();
+        let requests = requests.collect();
         let cx = self.cx.clone();
-        // Each is told of when it comes: the others may take longer.
-        let told = |result: &Result<Grant, Error>| match result {
-            Ok(grant) => cx.tell(|o| o.granted(who, grant)),
-            Err(Error::OutOfMemory { .. }) => cx.tell(|o| {
-                o.seen.empty += 1;
-                o.not_granted(who, "there is none");
+        // Each result is reported when it arrives, because other requests may take longer.
+        let report = |result: &Result<Grant, Error>| match result {
+            Ok(grant) => cx.with_oracle(|o| o.granted(client, grant)),
+            Err(Error::OutOfMemory { .. }) => cx.with_oracle(|o| {
+                o.counts.empty += 1;
+                o.not_granted(client, "there is none");
             }),
-            Err(e) => cx.tell(|o| o.not_granted(who, &e.to_string())),
+            Err(e) => cx.with_oracle(|o| o.not_granted(client, &super::trace_text(e))),
         };
         let mut empty = false;
-        for result in fiber::block_on(all(asks, told)) {
+        for result in fiber::block_on(run_together(requests, report)) {
             match result {
                 Ok(grant) => {
                     let bytes = match self.cx.case.scheme.releases() {
                         true => vec![0; grant.len as usize],
-                        false => self.cx.tell(|o| o.contents(grant.entry)),
+                        false => self.cx.with_oracle(|o| o.contents(grant.entry)),
                     };
-                    self.held.push(Held { grant, bytes, doubt: None });
+                    self.held.push(HeldChunk { grant, bytes, doubt: None });
                     let last = self.held.len() - 1;
                     if self.random.below(2) == 0 {
                         self.verify_chunk(last);
@@ -194,19 +198,19 @@ impl Honest {
         let timeout = Duration::from_micros(50 + self.random.below(3000));
         let before = self.cx.now();
         match self.pool.wait_for_memory_blocking(timeout) {
-            Ok(memory) => self.cx.tell(|o| {
-                o.note(|o| format!("{} has waited for memory: {memory}", o.name(self.cx.who)));
+            Ok(memory) => self.cx.with_oracle(|o| {
+                o.note(|o| format!("{} has waited for memory: {memory}", o.name(self.cx.client)));
             }),
             Err(e) => self.failed("waits for memory", &e),
         }
         let waited = self.cx.now().since(before);
-        self.cx.tell(|o| {
+        self.cx.with_oracle(|o| {
             let limit = Time::from(timeout) + o.slack;
             if waited > limit {
-                let name = o.name(self.cx.who);
+                let name = o.name(self.cx.client);
                 o.wrong(
                     Invariant::Answers,
-                    format!("{name} would wait for memory for {timeout:?} and waited {waited}"),
+                    format!("{name} waited for memory for {waited}; the time-out was {timeout:?}"),
                 );
             }
         });
@@ -220,18 +224,18 @@ impl Honest {
         if self.random.below(2) == 0 {
             self.verify_chunk(at);
         }
-        let Held { grant, .. } = self.held.swap_remove(at);
-        let (who, entry) = (self.cx.who, self.cx.tell(|o| o.first_chunk(&grant)));
+        let HeldChunk { grant, .. } = self.held.swap_remove(at);
+        let (client, entry) = (self.cx.client, self.cx.with_oracle(|o| o.first_chunk(&grant)));
         let keys = grant.keys().to_vec();
-        self.cx.tell(|o| o.frees(who, entry, &keys));
+        self.cx.with_oracle(|o| o.frees(client, entry, &keys));
         let mut asked_before = false;
-        // One that broke on its way is asked again, before anything else could be granted to this client:
-        // "not yours" says then that it was freed.
+        // A broken free is repeated before any chunk can be granted to this client, so the reply
+        // "not yours" means that the first attempt freed the chunk.
         while self.errors <= PATIENCE {
             match fiber::block_on(self.pool.free(grant)) {
-                Ok(()) => return self.cx.tell(|o| o.freed(who, entry, &keys)),
+                Ok(()) => return self.cx.with_oracle(|o| o.freed(client, entry, &keys)),
                 Err(Error::NotYours { .. }) if asked_before => {
-                    return self.cx.tell(|o| o.freed(who, entry, &keys));
+                    return self.cx.with_oracle(|o| o.freed(client, entry, &keys));
                 }
                 Err(e) => self.failed("frees", &e),
             }
@@ -260,8 +264,8 @@ impl Honest {
         let paged = self.cx.case.is_paged();
         let from = if paged { 0 } else { self.random.below(len - 8) };
         let length = if paged { len } else { 1 + self.random.below((len - from).min(300)) };
-        // No byte is 0, so that whose it is shows.
-        let mark = 1 + (self.cx.who as u8 * 37 + self.random.below(30) as u8) % 250;
+        // No byte is 0, and the first byte identifies the client.
+        let mark = 1 + (self.cx.client as u8 * 37 + self.random.below(30) as u8) % 250;
         let data: Vec<u8> = (0..length).map(|i| mark.wrapping_add(i as u8).max(1)).collect();
         let grant = self.held[at].grant;
         let result = match self.random.below(2) {
@@ -273,8 +277,8 @@ impl Honest {
         let range = from as usize..from as usize + data.len();
         match result {
             Ok(()) => held.bytes[range].copy_from_slice(&data),
-            // A page is there from the first write on.
-            Err(Error::OutOfMemory { .. }) if paged => self.cx.tell(|o| o.seen.empty += 1),
+            // A page is allocated by the first write.
+            Err(Error::OutOfMemory { .. }) if paged => self.cx.with_oracle(|o| o.counts.empty += 1),
             Err(e) => {
                 held.doubt = Some((from as usize, data));
                 self.failed("writes", &e);
@@ -282,7 +286,7 @@ impl Honest {
         }
     }
 
-    /// Writes from registered memory, on any lane.
+    /// Writes from registered memory on a random lane.
     fn write_on_a_lane(&mut self, grant: &Grant, from: u64, data: &[u8]) -> Result<(), Error> {
         let lane = Lane(self.random.below(self.cx.lanes as u64) as u8);
         let buffer = self.pool.buffer(data.len())?;
@@ -297,12 +301,12 @@ impl Honest {
         }
     }
 
-    /// True if it is known what is in a chunk: reads it if it is not.
+    /// Returns whether the contents of a chunk are known; reads the chunk if they are not.
     fn is_known(&mut self, at: usize) -> bool {
         self.held[at].doubt.is_none() || self.verify_chunk(at)
     }
 
-    /// Reads a chunk and compares; true if it could be read.
+    /// Reads a chunk and compares its contents. Returns whether the read succeeded.
     fn verify_chunk(&mut self, at: usize) -> bool {
         let grant = self.held[at].grant;
         let mut bytes = vec![0; grant.len as usize];
@@ -318,8 +322,8 @@ impl Honest {
         }
         if let Some(i) = (0..bytes.len()).find(|i| bytes[*i] != held.bytes[*i]) {
             let (is, must) = (bytes[i], held.bytes[i]);
-            self.cx.tell(|o| {
-                let name = o.name(self.cx.who);
+            self.cx.with_oracle(|o| {
+                let name = o.name(self.cx.client);
                 let entry = grant.entry;
                 o.wrong(
                     Invariant::Contents,
@@ -330,7 +334,7 @@ impl Honest {
         true
     }
 
-    /// The word at a random place of a chunk.
+    /// Returns offset and value of a random word of a chunk.
     fn some_word(&mut self, at: usize) -> (u64, u64) {
         let held = &self.held[at];
         let from = 8 * self.random.below(held.bytes.len() as u64 / 8);
@@ -372,15 +376,15 @@ impl Honest {
             Ok(was) => {
                 held.bytes[from as usize..][..8].copy_from_slice(&new.to_be_bytes());
                 if was != old {
-                    self.cx.tell(|o| {
-                        let name = o.name(self.cx.who);
+                    self.cx.with_oracle(|o| {
+                        let name = o.name(self.cx.client);
                         o.wrong(Invariant::Contents, format!(
-                            "{name} {what} at byte {from} of chunk {entry} and finds {was:#x}, not {old:#x}"
+                            "{name} {what} at byte {from} of chunk {entry}: the old value is {was:#x}, not {old:#x}"
                         ));
                     });
                 }
             }
-            // It was refused before it was done.
+            // The operation was flushed before execution.
             Err(e @ Error::Access { status: Status::Flushed, .. }) => self.failed(what, &e),
             Err(e) => {
                 held.doubt = Some((from as usize, new.to_be_bytes().to_vec()));
@@ -390,12 +394,12 @@ impl Honest {
     }
 }
 
-type Ask = Pin<Box<dyn Future<Output = Result<Grant, Error>>>>;
+type GrantFuture = Pin<Box<dyn Future<Output = Result<Grant, Error>>>>;
 
-/// Runs futures together; `told` hears of each result when it comes.
-async fn all<T>(
+/// Runs futures concurrently; `completed` is called with each result when it arrives.
+async fn run_together<T>(
     futures: Vec<Pin<Box<dyn Future<Output = T>>>>,
-    mut told: impl FnMut(&T),
+    mut completed: impl FnMut(&T),
 ) -> Vec<T> {
     let mut futures: Vec<_> = futures.into_iter().map(Some).collect();
     let mut results = Vec::new();
@@ -404,7 +408,7 @@ async fn all<T>(
             if let Some(future) = slot
                 && let Poll::Ready(result) = future.as_mut().poll(cx)
             {
-                told(&result);
+                completed(&result);
                 results.push(result);
                 *slot = None;
             }

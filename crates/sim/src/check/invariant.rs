@@ -1,34 +1,35 @@
-//! What must hold, by name.
+//! The invariants.
 
 use std::fmt;
 
-/// Something that must hold.
+/// An invariant.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Invariant {
-    /// No chunk has two owners, and nobody can reach another's.
+    /// No chunk has two owners, and no client can access a chunk of another client.
     Owners,
-    /// No access takes effect outside its owner's chunk, or after its release.
+    /// No access takes effect outside its owner's chunk, or after the chunk's release.
     Accesses,
-    /// What is released is out of reach, then clear, then free; what is answered before is not free.
+    /// A released chunk becomes inaccessible, then clear, then free. A scheme may reply to the free
+    /// earlier; the chunk must not be free then.
     Releases,
-    /// Nobody sees what another has left.
+    /// No client sees contents that another client left.
     Contents,
     /// No key is granted twice.
     Keys,
-    /// The free queue holds each free entry once, and there are no more permits than entries.
+    /// The free queue holds each free entry once, and permits do not exceed entries.
     FreeQueue,
-    /// Whoever goes is forgotten in bounded time, and all that it had is free and clear then.
+    /// A departed client is forgotten in bounded time, and its chunks are free and clear by then.
     Forgotten,
     /// Every request ends, in success or in a named error that has a cause.
     Answers,
-    /// Clients do what clients may do, and nothing of what only the NIC's owner may.
+    /// Clients can perform client operations, and no operation that is reserved to the NIC's owner.
     Privilege,
-    /// The memory node goes on, whatever clients do; no program of ours panics.
+    /// The memory node keeps running, whatever clients do, and no program panics.
     GoesOn,
 }
 
 impl Invariant {
-    /// Its name.
+    /// Returns the name of the invariant.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Owners => "owners",
@@ -45,12 +46,12 @@ impl Invariant {
     }
 }
 
-/// What was wrong.
+/// A violation of an invariant.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Violation {
-    /// What did not hold.
+    /// The violated invariant.
     pub invariant: Invariant,
-    /// Who, what, where.
+    /// Description with client, operation and chunk.
     pub why: String,
 }
 

@@ -1,18 +1,20 @@
-//! Faults by seed: clients of all kinds in a world where much goes wrong, and what must hold all the same.
+//! Seeded fault tests: clients of all kinds in a world with many faults, and invariants that must
+//! hold.
 //!
-//! A seed decides everything: how large the world is, who is in it and what they do ([`scenario`]), what
-//! fails and when ([`drive`]). After every step the [`oracle`] compares what is with what must be.
+//! A seed determines the whole run: the size of the world, the clients and their programs
+//! ([`scenario`]), and which faults occur when ([`drive`]). After every step the [`oracle`] checks
+//! the invariants.
 //!
-//! - [`honest`]: clients that keep to the rules, on the pool's own client.
-//! - [`hostile`]: clients that do not, on raw verbs.
-//! - [`books`]: the memory node's books, whichever scheme keeps them.
+//! - [`honest`]: clients that follow the protocol, with the pool's own client code.
+//! - [`hostile`]: clients that violate the protocol, with raw verbs.
+//! - [`node_view`]: the memory node's allocation state, in one form for all schemes.
 
-mod books;
 mod case;
 mod drive;
 mod honest;
 mod hostile;
 mod invariant;
+mod node_view;
 mod oracle;
 mod scenario;
 
@@ -20,38 +22,38 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use pool::finemem::layout::{SECTION_ORDER, SPAN_ORDER};
+use pool::finemem::block::{SECTION_ORDER, SPAN_ORDER};
 use rnic::port::inline::InlineFunction;
 
 use crate::cluster::{Connector, Link};
 use crate::fiber;
+use crate::ids::NodeId;
 use crate::nic::SimNic;
 use crate::params::Params;
 use crate::random::Random;
-use crate::state::NodeId;
 use crate::time::Time;
 
 pub use case::Case;
 pub use invariant::{Invariant, Violation};
-pub use oracle::Seen;
-pub use scenario::{End, Role, Scenario, Trouble};
+pub use oracle::EventCounts;
+pub use scenario::{End, FaultPlan, Role, Scenario};
 
-use oracle::{Oracle, Who};
+use oracle::{ClientIndex, Oracle};
 
-/// What came of a seed.
+/// Result of a run.
 #[derive(Clone, Debug)]
 pub struct Outcome {
-    /// What was wrong, if anything was.
+    /// The first violated invariant, if any.
     pub violation: Option<Violation>,
-    /// What happened, line by line, if that was wanted.
+    /// The trace, if it was requested.
     pub trace: Option<String>,
-    /// What happened, in numbers.
-    pub seen: Seen,
+    /// Counts of what happened.
+    pub counts: EventCounts,
     /// Virtual time that passed.
     pub took: Time,
 }
 
-/// Runs the world that a seed draws, to its end or to the first violation.
+/// Runs the world that a seed determines, to its end or to the first violation.
 pub fn run(case: Case, seed: u64, trace: bool) -> Outcome {
     thread_local! {
         static PARAMS: Arc<Params> = Arc::new(Params::connectx5());
@@ -60,46 +62,46 @@ pub fn run(case: Case, seed: u64, trace: bool) -> Outcome {
     PARAMS.with(|params| drive::run(&scenario, seed, params, trace))
 }
 
-/// What a client's fiber shares with who drives the world.
+/// State that a client's fiber shares with the driver of the world.
 #[derive(Clone)]
 struct Context {
-    who: Who,
+    client: ClientIndex,
     oracle: Rc<RefCell<Oracle>>,
     connector: Connector,
     link: Link,
-    /// Its function of the NIC, once it has one.
+    /// The client's function of the NIC, once it has one.
     function: Rc<RefCell<Option<InlineFunction>>>,
-    /// It wants to die.
+    /// Set by the client when its process is to be killed.
     dies: Rc<Cell<bool>>,
     node: NodeId,
     groups: u16,
     lanes: usize,
     case: Case,
-    /// What it draws from for what it does with its NIC, if it does such things.
-    meddles: Option<Random>,
+    /// RNG for adversarial NIC operations, if enabled.
+    nic_random: Option<Random>,
 }
 
 impl Context {
-    /// Tells the oracle something, or asks it.
-    fn tell<T>(&self, f: impl FnOnce(&mut Oracle) -> T) -> T {
+    /// Calls `f` with the oracle.
+    fn with_oracle<T>(&self, f: impl FnOnce(&mut Oracle) -> T) -> T {
         f(&mut self.oracle.borrow_mut())
     }
 
-    /// The verbs of this process.
+    /// Returns the verbs of this process. Creates its function at the first call.
     fn nic(&self) -> SimNic {
         let function = match &*self.function.borrow() {
             Some(function) => function.clone(),
-            None => self.connector.function().expect("the NIC has functions enough"),
+            None => self.connector.function().expect("the NIC has a free function"),
         };
-        self.tell(|o| o.has_function(self.who, function.id()));
+        self.with_oracle(|o| o.set_function(self.client, function.id()));
         *self.function.borrow_mut() = Some(function.clone());
         self.connector.nic(self.node, &function)
     }
 
-    /// The logarithm of how many chunks are to be in a block, where there are several sizes: as often a few chunks as a
-    /// few spans and as a few sections.
+    /// Returns a random block order (log2 of the number of chunks), if the case has several block
+    /// sizes. Orders below a span, below a section, and of sections are equally likely.
     fn some_order(&self, random: &mut Random) -> Option<u32> {
-        let layout = self.tell(|o| o.shape())?;
+        let layout = self.with_oracle(|o| o.shape())?;
         let order = match random.below(3) {
             0 => random.below(SPAN_ORDER as u64) as u32,
             1 => SPAN_ORDER + random.below((SECTION_ORDER - SPAN_ORDER) as u64) as u32,
@@ -109,15 +111,15 @@ impl Context {
     }
 
     fn now(&self) -> Time {
-        self.tell(|o| o.now)
+        self.with_oracle(|o| o.now)
     }
 
-    /// It is about to say goodbye: from now on nothing is its own.
+    /// Records that the client is about to close its connection; from now on it owns nothing.
     fn leaves(&self) {
-        self.tell(|o| {
+        self.with_oracle(|o| {
             let by = o.now + drive::RECLAIM;
-            o.gone(self.who, by);
-            o.note(|o| format!("{} leaves", o.name(self.who)));
+            o.departed(self.client, by);
+            o.note(|o| format!("{} leaves", o.name(self.client)));
         });
     }
 
@@ -127,5 +129,23 @@ impl Context {
         loop {
             fiber::wait();
         }
+    }
+}
+
+/// Returns the text of an error in traces.
+///
+/// The texts of errors that occur in recorded traces are fixed here, because `tests/golden.txt` has
+/// digests of traces, which must not depend on the wording of [`pool::Error`].
+fn trace_text(error: &pool::Error) -> String {
+    use pool::Error as E;
+    match error {
+        E::OutOfMemory { bytes } => format!(
+            "allocating {bytes} bytes: the memory node has no free chunk; wait for it or free some"
+        ),
+        E::Access { op, status } => format!("{op}: refused by the memory node's NIC: {status}"),
+        E::ManagementBroken { attempt, status } => format!(
+            "{attempt}: the management QP broke ({status}); it is re-established by reset and connect"
+        ),
+        other => other.to_string(),
     }
 }

@@ -1,4 +1,4 @@
-//! What a seed draws: how large the world is, who is in it, and what goes wrong.
+//! Scenarios: a seed determines the size of the world, its clients and its faults.
 
 use pool::Settings;
 use pool::odrp::PAGE_BYTES;
@@ -12,75 +12,75 @@ use crate::time::Time;
 pub struct Scenario {
     /// The memory node's settings.
     pub settings: Settings,
-    /// Who is there from the start.
+    /// The initial clients.
     pub clients: Vec<Role>,
-    /// What goes wrong.
-    pub trouble: Trouble,
-    /// Groups of each client.
+    /// The faults.
+    pub faults: FaultPlan,
+    /// Number of groups of each client.
     pub groups: u16,
-    /// Who is hostile does forbidden things with its NIC too.
-    pub meddling: bool,
-    /// The memory node's background work is broken off again and again, in the middle of anything, and begins anew.
-    pub breaks: bool,
-    /// What it is a world of.
+    /// Whether hostile clients also misuse their NIC functions.
+    pub nic_abuse: bool,
+    /// Whether the memory node's background work is aborted and restarted repeatedly.
+    pub aborts_enabled: bool,
+    /// The case.
     pub case: Case,
 }
 
-/// What a client does.
+/// Behaviour of a client.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Role {
-    /// It keeps to no rule.
+    /// The client violates the protocol.
     pub hostile: bool,
-    /// Things that it does.
+    /// Number of rounds of operations.
     pub rounds: u32,
-    /// How it ends.
+    /// How the client ends.
     pub end: End,
 }
 
-/// How a client ends that comes to the end of what it does.
+/// How a client ends after its rounds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum End {
-    /// It frees what it has, and says goodbye.
+    /// It frees its chunks and closes the connection.
     Tidy,
-    /// It says goodbye, with chunks in its hands.
+    /// It closes the connection while it still holds chunks.
     Careless,
-    /// Its process dies.
+    /// Its process is killed.
     Dies,
 }
 
-/// What goes wrong while clients work.
+/// Faults that are injected while clients work.
 #[derive(Clone, Copy, Debug)]
-pub struct Trouble {
-    /// Most events between two troubles; 0: there are none.
+pub struct FaultPlan {
+    /// Maximum number of events between two faults; 0 for no faults.
     pub gap: u64,
-    /// Processes die, so many at most; a new one comes for each.
+    /// Maximum number of processes that are killed; each is replaced by a new one.
     pub crashes: u32,
-    /// Clients stand still, for so long at most.
+    /// Maximum length of a client's stall.
     pub stalls: Time,
-    /// The memory node's CPU stands still, for so long at most.
+    /// Maximum length of a stall of the memory node's CPU.
     pub node_stalls: Time,
-    /// Packets are lost, one in so many; 0: none.
+    /// One packet in this number is lost; 0 for none.
     pub loss: u64,
-    /// Packets are late, one in so many; 0: none.
+    /// One packet in this number is late; 0 for none.
     pub late: u64,
-    /// Nodes cannot reach each other, for so long at most.
+    /// Maximum length of a network partition.
     pub partitions: Time,
-    /// Then requests arrive, and answers do not.
+    /// Partitions affect answers only: requests arrive.
     pub one_way: bool,
 }
 
-impl Trouble {
-    /// True if the network loses or delays anything.
+impl FaultPlan {
+    /// Returns whether the network has faults.
     pub fn of_network(&self) -> bool {
         self.loss > 0 || self.late > 0 || self.partitions > Time::ZERO
     }
 }
 
-/// Bytes of a chunk: the smallest, and somewhat larger.
+/// Bytes of a chunk: the minimum, or somewhat larger.
 const CHUNK_BYTES: [u64; 3] = [512, 512, 1024];
 
 impl Scenario {
-    /// What `seed` draws.
+    /// Returns the scenario that `seed` determines.
     pub fn draw(case: Case, seed: u64) -> Self {
         let r = &mut Random::new(seed, 100);
         let count = 1 + r.below(4) as usize;
@@ -95,7 +95,7 @@ impl Scenario {
         let chunk_bytes = *r.pick(&CHUNK_BYTES);
         let chunk_bytes = if case.is_paged() { PAGE_BYTES as u64 } else { chunk_bytes };
         let chunks = match case.sizes {
-            // Within a section, one and a part of another, and several.
+            // Within a section, one section and a part of another, and several sections.
             true => *r.pick(&[48, 544, 1024, 1100, 2048]),
             false => 2 + r.below(7),
         };
@@ -107,27 +107,27 @@ impl Scenario {
             group_size: 2 + r.below(2) as u32,
             credits: *r.pick(&[1, 2, 4]),
             groups_max: groups as u32,
-            // A process that died may still be there when the next one comes.
+            // A killed client may not be forgotten yet when its replacement connects.
             clients_max: 8,
             cores: if case.scheme.is_by_rpc() { 1 + r.below(2) as u32 } else { 1 },
             ..Settings::default()
         });
-        let mut trouble = Trouble::draw(r);
-        // Later inventions draw elsewhere, so that worlds without them are what they were.
+        let mut faults = FaultPlan::draw(r);
+        // Newer options use another random sequence, so that worlds without them stay the same.
         let more = &mut Random::new(seed, 102);
-        let meddling = more.below(2) == 0;
-        trouble.one_way = more.below(2) == 0;
-        let breaks = case.has_tree() && more.below(2) == 0;
+        let nic_abuse = more.below(2) == 0;
+        faults.one_way = more.below(2) == 0;
+        let aborts_enabled = case.has_tree() && more.below(2) == 0;
         if case.sizes && case.may_be_hostile() && more.below(3) == 0 {
             for (at, role) in clients.iter_mut().enumerate() {
                 role.hostile = at == 0 || more.below(4) == 0;
             }
         }
-        Self { settings, clients, trouble, groups, meddling, breaks, case }
+        Self { settings, clients, faults, groups, nic_abuse, aborts_enabled, case }
     }
 }
 
-impl Trouble {
+impl FaultPlan {
     fn draw(r: &mut Random) -> Self {
         let mut up_to =
             |most: Time| if r.below(2) == 0 { Time(1 + r.below(most.0)) } else { Time::ZERO };

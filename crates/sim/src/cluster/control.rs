@@ -1,4 +1,4 @@
-//! A compute node's control connection.
+//! The control connection of a compute node.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,8 +6,8 @@ use std::time::Duration;
 use fabric::PeerAddress;
 use parking_lot::Mutex;
 use pool::client::control::ControlPlane;
-use pool::protocol::{Status, Welcome};
-use pool::scheme::{Admission, Admitted, ClientId, GroupId, Lane, NodeScheme};
+use pool::protocol::{NodeHello, Status};
+use pool::scheme::{ClientId, ConnectReply, ConnectRequest, GroupId, Lane, NodeScheme};
 
 use super::Link;
 use super::cpu::{Core, NodeCpu};
@@ -15,23 +15,24 @@ use crate::fiber;
 use crate::nic::{SimHooks, SimNic};
 use crate::time::Time;
 
-/// A compute node's control connection: messages to the memory node's CPU, which answers when it has
-/// time.
+/// A compute node's control connection: it sends requests to the memory node's CPU, which answers
+/// when it has time.
 pub struct SimControl {
     node: Arc<NodeCpu>,
-    welcome: Welcome,
+    welcome: NodeHello,
     link: Link,
     hooks: SimHooks,
 }
 
 impl SimControl {
-    /// One of a process that has this NIC.
+    /// Creates the connection of a process that has this NIC.
     pub(super) fn new(node: &Arc<NodeCpu>, nic: &SimNic, link: Link) -> Self {
         Self { node: node.clone(), welcome: node.welcome(), link, hooks: nic.hooks().clone() }
     }
 
-    /// Has the memory node's CPU do `job`, which is asked again after each turn until it gives something.
-    fn ask<T: Send + 'static>(
+    /// Has the memory node's CPU do `job`, which is called after each quantum until it returns a
+    /// result.
+    fn call<T: Send + 'static>(
         &self,
         mut job: impl FnMut(&mut Core) -> Option<T> + Send + 'static,
     ) -> Result<T, pool::Error> {
@@ -44,20 +45,20 @@ impl SimControl {
                 if let Some(result) = job(core) {
                     return Ok(result);
                 }
-                core.scheme.turn()?;
+                core.scheme.poll()?;
                 self.hooks.pump();
             }
         }
         let latency = self.hooks.control_latency();
         fiber::sleep(latency);
         let answer = Arc::new(Mutex::new(None));
-        let (told, waker, link) = (answer.clone(), fiber::waker(), self.link.clone());
+        let (reply, waker, link) = (answer.clone(), fiber::waker(), self.link.clone());
         self.node.give(Box::new(move |core| {
             if link.0.lock().dead {
                 return true;
             }
             let Some(result) = job(core) else { return false };
-            *told.lock() = Some(result);
+            *reply.lock() = Some(result);
             waker.wake_by_ref();
             true
         }));
@@ -86,13 +87,13 @@ fn gone() -> pool::Error {
 }
 
 impl ControlPlane for SimControl {
-    fn welcome(&self) -> &Welcome {
+    fn welcome(&self) -> &NodeHello {
         &self.welcome
     }
 
-    fn admit(&self, admission: &Admission) -> Result<Admitted, pool::Error> {
+    fn admit(&self, admission: &ConnectRequest) -> Result<ConnectReply, pool::Error> {
         let (admission, link) = (admission.clone(), self.link.clone());
-        self.ask(move |core| {
+        self.call(move |core| {
             if link.0.lock().ended {
                 return Some(Err(gone()));
             }
@@ -102,7 +103,7 @@ impl ControlPlane for SimControl {
                 let client = ClientId(admitted.client);
                 let mut link = link.0.lock();
                 link.client = Some(client);
-                // It died while it was admitted.
+                // The process died while it was being admitted.
                 if link.ended {
                     let _ = core.scheme.retire(client);
                 }
@@ -114,7 +115,7 @@ impl ControlPlane for SimControl {
     fn await_memory(&self, timeout: Duration) -> Result<bool, pool::Error> {
         let client = self.client()?;
         let (hooks, deadline) = (self.hooks.clone(), self.hooks.now() + Time::from(timeout));
-        self.ask(move |core| match core.scheme.client_waits(client) {
+        self.call(move |core| match core.scheme.client_waits(client) {
             Ok(false) => Some(Ok(true)),
             Ok(true) if hooks.now() >= deadline => Some(Ok(false)),
             Ok(true) => None,
@@ -124,25 +125,25 @@ impl ControlPlane for SimControl {
 
     fn reset_management(&self) -> Result<Vec<PeerAddress>, pool::Error> {
         let client = self.client()?;
-        let peers = self.ask(move |core| core.scheme.reset_management(client).transpose())??;
+        let peers = self.call(move |core| core.scheme.reset_management(client).transpose())??;
         Ok(peers.into_iter().map(|qpn| self.peer(qpn)).collect())
     }
 
     fn reset_access(&self, group: GroupId, lane: Lane) -> Result<PeerAddress, pool::Error> {
         let client = self.client()?;
-        let peer = self.ask(move |core| Some(core.scheme.reset_access(client, group, lane)))??;
+        let peer = self.call(move |core| Some(core.scheme.reset_access(client, group, lane)))??;
         Ok(self.peer(peer))
     }
 
     fn status(&self) -> Result<Status, pool::Error> {
-        let node = self.ask(|core| Some(core.scheme.status()))??;
+        let node = self.call(|core| Some(core.scheme.status()))??;
         let settings = &self.node.settings;
         let donated_bytes = settings.chunks() * settings.chunk_bytes;
         Ok(Status { node, donated_bytes, nic: "simulated".into(), ..Status::default() })
     }
 
     fn audit(&self) -> Result<(), pool::Error> {
-        self.ask(|core| Some(core.scheme.audit()))?
+        self.call(|core| Some(core.scheme.audit()))?
     }
 
     fn goodbye(&self) -> Result<(), pool::Error> {
@@ -154,12 +155,12 @@ impl ControlPlane for SimControl {
             link.client
         };
         let Some(client) = client else { return Ok(()) };
-        // A world that ends, or a process that died, has nobody to say goodbye to.
+        // At the end of the world, or after the process's death, there is no connection to close.
         if fiber::current().is_none() || fiber::is_ending() {
             return Ok(());
         }
         let mut begun = false;
-        self.ask(move |core| {
+        self.call(move |core| {
             if !begun {
                 begun = true;
                 if let Err(e) = core.scheme.retire(client) {

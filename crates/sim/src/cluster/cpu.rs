@@ -1,4 +1,4 @@
-//! The memory node's CPU: what it does in a turn, and who has it do something.
+//! The memory node's CPU: its cores, and the jobs that other fibers give it.
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering::Relaxed;
@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use pool::protocol::Welcome;
+use pool::protocol::NodeHello;
 use pool::scheme::{ClientId, NodeScheme, Worker};
 use pool::{AnyNode, Settings};
 
@@ -16,11 +16,11 @@ use crate::nic::{SimHooks, SimNic};
 use crate::time::Time;
 use crate::world::Sim;
 
-/// Something that the memory node's CPU is asked to do: true when it is done, false if it is to be asked
-/// again after a turn.
+/// A job for the memory node's CPU. Returns true when it is done; false to be called again after
+/// the next quantum.
 pub(super) type Job = Box<dyn FnMut(&mut Core) -> bool + Send>;
 
-/// What jobs and turns work on.
+/// State that jobs and quanta work on.
 pub(super) struct Core {
     pub scheme: AnyNode<SimNic>,
     /// The number of the last client.
@@ -33,28 +33,28 @@ pub(super) struct NodeCpu {
     jobs: Mutex<VecDeque<Job>>,
     /// The core that does jobs.
     pub fiber: OnceLock<FiberId>,
-    /// Workers' cores, if there are several.
+    /// The cores of the workers, if there are several.
     pub workers: OnceLock<Vec<FiberId>>,
-    /// Workers that are in a turn, and hold what jobs need.
+    /// Number of workers within a quantum, which hold locks that jobs need.
     pub inside: AtomicU32,
-    /// Workers are to stay outside.
+    /// Whether workers must not start a quantum.
     paused: AtomicBool,
     pub settings: Settings,
-    /// Of its NIC, with windows.
+    /// Functions of the node's NIC that contain windows.
     pub functions: u32,
     hooks: SimHooks,
-    /// Why it has given up.
+    /// The error that stopped the CPU.
     pub failure: Mutex<Option<String>>,
 }
 
-/// First and longest sleep of the memory node's CPU while it watches its free queue.
+/// First and longest sleep of the memory node's CPU while it polls its free queue.
 const WATCH_MIN: Duration = Duration::from_micros(100);
 const WATCH_MAX: Duration = Duration::from_millis(4);
-/// What a turn that did something takes at least.
+/// Minimum duration of a quantum that did work.
 const TURN: Time = Time(50_000);
 
 impl NodeCpu {
-    /// That of a memory node with this NIC.
+    /// Creates the CPU of a memory node with this NIC.
     pub fn new(nic: &SimNic, settings: &Settings) -> Result<Self, pool::Error> {
         let scheme = AnyNode::new(nic, settings)?;
         let functions = scheme.functions();
@@ -72,7 +72,7 @@ impl NodeCpu {
         })
     }
 
-    /// Starts it: one core, or as many as the scheme has workers.
+    /// Starts the CPU, with one core or with a core per worker of the scheme.
     pub fn start(self: &Arc<Self>, sim: &mut Sim, name: &str) {
         let workers = {
             let scheme = &mut self.core.lock().scheme;
@@ -93,9 +93,9 @@ impl NodeCpu {
         assert!(first.is_ok(), "a cluster starts once");
     }
 
-    /// What it says to who connects.
-    pub fn welcome(&self) -> Welcome {
-        Welcome::of(&self.settings, self.functions, 1)
+    /// Returns the greeting for a connecting client.
+    pub fn welcome(&self) -> NodeHello {
+        NodeHello::of(&self.settings, self.functions, 1)
     }
 
     fn run(&self, core: impl FnOnce(&Self) -> Result<(), pool::Error>) {
@@ -104,7 +104,7 @@ impl NodeCpu {
         }
     }
 
-    /// A worker's core.
+    /// The main loop of a worker's core.
     fn serve(&self, mut worker: Box<dyn Worker>) -> Result<(), pool::Error> {
         let events = worker.events();
         while !fiber::is_ending() {
@@ -112,23 +112,25 @@ impl NodeCpu {
                 fiber::wait();
             }
             self.inside.fetch_add(1, Relaxed);
-            let busy = worker.turn();
+            let busy = worker.poll();
             self.inside.fetch_sub(1, Relaxed);
-            // Who manages waits for this turn to end, or for one that did something.
+            // The managing core waits for this quantum to end, or for a quantum that did work.
             let may_go_on = self.paused.load(Relaxed) || matches!(busy, Ok(true));
             if may_go_on && !self.jobs.lock().is_empty() {
                 self.hooks.wake(*self.fiber.get().expect("it was started"));
             }
             match busy? {
-                true => fiber::spend(TURN),
+                true => fiber::charge(TURN),
                 false => _ = events.wait(Duration::MAX)?,
             }
         }
         Ok(())
     }
 
-    /// The core that does jobs where others serve: none of them is in a turn meanwhile, since all of
-    /// them run on one thread, and who stands in a turn keeps its locks.
+    /// The main loop of the core that does jobs while other cores serve.
+    ///
+    /// During jobs no worker is within a quantum, because all fibers run on one thread and a worker
+    /// that is suspended within a quantum keeps its locks.
     fn manage(&self) -> Result<(), pool::Error> {
         while !fiber::is_ending() {
             if self.jobs.lock().is_empty() {
@@ -144,7 +146,8 @@ impl NodeCpu {
             for worker in self.workers.get().into_iter().flatten() {
                 self.hooks.wake(*worker);
             }
-            // What is left is asked again after somebody's turn, and when it may be too late.
+            // Unfinished jobs are called again after a worker's quantum, and when their time-out
+            // may have passed.
             let asked = !self.jobs.lock().is_empty();
             let nap = asked.then(|| self.hooks.now() + Time::from(WATCH_MAX));
             self.hooks.wait_until(nap);
@@ -152,7 +155,7 @@ impl NodeCpu {
         Ok(())
     }
 
-    /// The only core.
+    /// The main loop of the only core.
     fn work(&self) -> Result<(), pool::Error> {
         let events = self.core.lock().scheme.events();
         let mut nap = WATCH_MIN;
@@ -160,15 +163,15 @@ impl NodeCpu {
             let (busy, timeout) = {
                 let core = &mut *self.core.lock();
                 self.do_jobs(core);
-                let busy = core.scheme.turn()?;
-                // What could not be answered yet may be by then, or too late.
+                let busy = core.scheme.poll()?;
+                // Unfinished jobs may finish after `nap`, or their time-out may have passed.
                 let asked = !self.jobs.lock().is_empty();
                 let watch = (asked || core.scheme.is_watching()).then_some(nap);
-                (busy, [watch, core.scheme.next_look()].into_iter().flatten().min())
+                (busy, [watch, core.scheme.next_poll()].into_iter().flatten().min())
             };
             if busy {
                 nap = WATCH_MIN;
-                fiber::spend(TURN);
+                fiber::charge(TURN);
                 continue;
             }
             nap = (nap * 2).min(WATCH_MAX);
@@ -186,7 +189,7 @@ impl NodeCpu {
         self.jobs.lock().extend(left);
     }
 
-    /// Has it do something.
+    /// Gives the CPU a job.
     pub fn give(&self, job: Job) {
         self.jobs.lock().push_back(job);
         if let Some(fiber) = self.fiber.get() {
@@ -194,10 +197,10 @@ impl NodeCpu {
         }
     }
 
-    /// A compute node's connection has ended.
+    /// Handles the end of a compute node's connection.
     pub fn leave(self: &Arc<Self>, client: ClientId) {
         self.give(Box::new(move |core| {
-            // One that is not known has left before.
+            // An unknown client has left before.
             let _ = core.scheme.retire(client);
             true
         }));

@@ -1,4 +1,4 @@
-//! Memory nodes and compute nodes in a simulated world: one memory node, unless it is said that there are more.
+//! Memory nodes and compute nodes in a simulated world; by default there is one memory node.
 
 mod control;
 mod cpu;
@@ -17,80 +17,82 @@ use cpu::NodeCpu;
 
 use crate::Error;
 use crate::fiber::FiberId;
+use crate::ids::NodeId;
 use crate::nic::{SimHooks, SimNic};
 use crate::params::Params;
-use crate::state::NodeId;
 use crate::world::{Shared, Sim};
 
-/// What a cluster is made of.
+/// Configuration of a cluster.
 #[derive(Clone, Debug)]
 pub struct ClusterSpec {
     /// The timing model's parameters.
     pub params: Arc<Params>,
-    /// Decides all that is left to chance.
+    /// Determines all random decisions.
     pub seed: u64,
-    /// What happens at the same moment happens in an order that the seed decides.
+    /// The seed also decides the order of simultaneous events.
     pub shuffled: bool,
-    /// Compute nodes; the memory node is node 0, they are 1 and up, and further memory nodes follow.
+    /// Number of compute nodes. Node 0 is the first memory node, then come the compute nodes, then
+    /// further memory nodes.
     pub compute_nodes: u16,
-    /// Memory nodes, at least 1; 1 for schemes with privileged QPs (`onesidedmw`).
+    /// Number of memory nodes, at least 1; must be 1 for schemes with privileged QPs
+    /// (`onesidedmw`).
     pub memory_nodes: u16,
     /// The settings of each memory node.
     pub settings: Settings,
 }
 
-/// A simulated memory node with its compute nodes. Where a cluster has several memory nodes, what does not name one is
-/// about the first.
+/// Simulated memory nodes with their compute nodes. Methods without a memory-node argument refer to
+/// the first memory node.
 pub struct Cluster {
-    /// The world. It ends before the memory nodes, whose CPUs live in it.
+    /// The world. It is dropped before the memory nodes, whose CPUs run in it.
     pub sim: Sim,
     node: Arc<NodeCpu>,
     nic: SimNic,
-    /// Memory nodes besides, with the NICs that keep their functions.
+    /// Further memory nodes, with the NICs that keep their functions open.
     others: Vec<(Arc<NodeCpu>, SimNic)>,
 }
 
-/// A compute node's process, as far as one memory node is concerned: what it uses, and what ends with it.
+/// A compute node's process, in relation to one memory node: its resources, which end with it.
 pub struct Process {
-    /// Its connection to the memory node.
+    /// The connection to the memory node.
     pub pool: Pool<SimNic>,
-    /// Its function of the NIC.
+    /// The process's function of the NIC.
     pub function: InlineFunction,
-    /// Its hooks: the clock.
+    /// The hooks, which contain the clock.
     pub hooks: SimHooks,
-    /// Its number at the memory node.
+    /// The client number at the memory node.
     pub client: ClientId,
 }
 
-/// Connects processes to a memory node of a cluster, also from within fibers.
+/// Connects processes to a memory node of a cluster; also usable within fibers.
 #[derive(Clone)]
 pub struct Connector {
     shared: Arc<Shared>,
     node: Arc<NodeCpu>,
 }
 
-/// A process's control connection, as the memory node sees it.
+/// A process's control connection, from the memory node's side.
 #[derive(Clone, Default)]
 pub struct Link(Arc<Mutex<LinkState>>);
 
 #[derive(Default)]
 struct LinkState {
     client: Option<ClientId>,
-    /// It has ended.
+    /// Whether the connection has ended.
     ended: bool,
-    /// Its process has died: nobody waits for an answer.
+    /// Whether the process has died, so that it waits for no answer.
     dead: bool,
 }
 
 impl Link {
-    /// The number that the memory node gave its process.
+    /// Returns the client number that the memory node assigned.
     pub fn client(&self) -> Option<ClientId> {
         self.0.lock().client
     }
 }
 
 impl Cluster {
-    /// Makes it; no time has passed for its programs then.
+    /// Creates a cluster. No time has passed for its programs.
     pub fn new(spec: &ClusterSpec) -> Result<Self, Error> {
         let mut params = spec.params.clone();
         if let Some(windows) = spec.settings.nic_windows {
@@ -115,22 +117,23 @@ impl Cluster {
         Ok(Self { sim, node, nic, others })
     }
 
-    /// The memory node's NIC.
+    /// Returns the memory node's NIC.
     pub fn nic(&self) -> &SimNic {
         &self.nic
     }
 
-    /// Functions of the memory node's NIC that windows are in. They are the first ones of all.
+    /// Returns the number of functions of the memory node's NIC that contain windows. They are the
+    /// first functions.
     pub fn functions(&self) -> u32 {
         self.node.functions
     }
 
-    /// What connects processes.
+    /// Returns a connector to the first memory node.
     pub fn connector(&self) -> Connector {
         self.connector_to(0)
     }
 
-    /// What connects processes to a memory node. Panics if there is no such one.
+    /// Returns a connector to a memory node. Panics if that node does not exist.
     pub fn connector_to(&self, memory_node: u16) -> Connector {
         let node = match memory_node {
             0 => &self.node,
@@ -139,13 +142,13 @@ impl Cluster {
         Connector { shared: self.sim.shared().clone(), node: node.clone() }
     }
 
-    /// Connects a process of compute node `node` (1 and up). Before [`Cluster::start`].
+    /// Connects a process of compute node `node` (1 and up). Must precede [`Cluster::start`].
     pub fn connect(&self, node: NodeId, options: Options) -> Result<Process, Error> {
         let connector = self.connector();
         connector.connect(node, connector.function()?, options)
     }
 
-    /// Connects a process to every memory node, the first one first. Before [`Cluster::start`].
+    /// Connects a process to every memory node, in order. Must precede [`Cluster::start`].
     pub fn connect_to_all(&self, node: NodeId, options: Options) -> Result<Vec<Process>, Error> {
         let function = self.connector().function()?;
         (0..=self.others.len() as u16)
@@ -153,7 +156,7 @@ impl Cluster {
             .collect()
     }
 
-    /// Starts the memory nodes' CPUs: one core each, or as many as the scheme has workers.
+    /// Starts the memory nodes' CPUs, with one core each or with a core per worker of the scheme.
     pub fn start(&mut self) {
         self.node.start(&mut self.sim, "memory node");
         for (i, (node, _)) in (2..).zip(&self.others) {
@@ -161,19 +164,20 @@ impl Cluster {
         }
     }
 
-    /// A process has died: its function is gone with all that it had; the memory node learns of it.
+    /// Kills a process: removes its function with all objects, and tells the memory node.
     pub fn crash(&mut self, fiber: FiberId, function: &InlineFunction, client: ClientId) {
         function.remove();
-        self.sim.shared().look();
+        self.sim.shared().collect_work();
         self.sim.kill(fiber);
         self.node.leave(client);
     }
 
-    /// A fiber of a process has died, and with it its function, if it has one by now, and its connection.
+    /// Kills a fiber of a process, and with it the process's function, if it has one yet, and
+    /// connection.
     pub fn crash_linked(&mut self, fiber: FiberId, function: Option<&InlineFunction>, link: &Link) {
         if let Some(function) = function {
             function.remove();
-            self.sim.shared().look();
+            self.sim.shared().collect_work();
         }
         self.sim.kill(fiber);
         let client = {
@@ -186,20 +190,20 @@ impl Cluster {
         }
     }
 
-    /// The fibers of the memory node's CPU, once it is started.
+    /// Returns the fibers of the memory node's CPU, once it is started.
     pub fn node_fibers(&self) -> Vec<FiberId> {
         let workers = self.node.workers.get().into_iter().flatten();
         self.node.fiber.get().into_iter().chain(workers).copied().collect()
     }
 
-    /// Looks at the memory node's scheme, if its CPU stands between two turns.
+    /// Calls `f` with the memory node's scheme if no core is within a quantum of work.
     pub fn try_scheme<T>(&self, f: impl FnOnce(&mut AnyNode<SimNic>) -> T) -> Option<T> {
         let inside = self.node.inside.load(Relaxed) > 0;
         let core = self.node.core.try_lock().filter(|_| !inside);
         core.map(|mut core| f(&mut core.scheme))
     }
 
-    /// Looks at the memory node's scheme, as soon as its CPU stands between two turns.
+    /// Calls `f` with the memory node's scheme as soon as no core is within a quantum of work.
     pub fn with_scheme<T>(
         &mut self,
         f: impl FnOnce(&mut AnyNode<SimNic>) -> T,
@@ -210,7 +214,7 @@ impl Cluster {
         Ok(f(&mut core.scheme))
     }
 
-    /// Why a memory node's CPU has given up, if one has.
+    /// Returns the error that stopped a memory node's CPU, if any.
     pub fn failure(&self) -> Option<String> {
         let others = self.others.iter().map(|(node, _)| node);
         std::iter::once(&self.node).chain(others).find_map(|node| node.failure.lock().clone())
@@ -218,13 +222,13 @@ impl Cluster {
 }
 
 impl Connector {
-    /// A function of the NIC for a new process.
+    /// Creates a function of the NIC for a new process.
     pub fn function(&self) -> Result<InlineFunction, Error> {
         let made = self.shared.nic.function(FunctionLimits::NONE);
         made.map_err(|e| Error::Failed { attempt: "a new process".into(), why: e.to_string() })
     }
 
-    /// The verbs of a process on compute node `node` (1 and up).
+    /// Returns the verbs of a process on compute node `node` (1 and up).
     pub fn nic(&self, node: NodeId, function: &InlineFunction) -> SimNic {
         SimHooks::nic(&self.shared, node, false, function.clone())
     }
@@ -244,7 +248,7 @@ impl Connector {
         Ok(Process { pool, function, hooks, client })
     }
 
-    /// A control connection.
+    /// Creates a control connection.
     pub fn control(&self, nic: &SimNic, link: Link) -> SimControl {
         SimControl::new(&self.node, nic, link)
     }

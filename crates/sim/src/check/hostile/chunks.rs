@@ -1,4 +1,4 @@
-//! What it does with requests: it asks for others, for what it had, and for nothing that makes sense.
+//! Misuse of requests: for foreign chunks, for former chunks, and malformed requests.
 
 use fabric::{Key, MemoryRegion, Op, Qpn, Remote};
 use pool::onesidedmw::layout::{reply, status};
@@ -8,7 +8,7 @@ use super::{Hostile, to};
 use crate::check::invariant::Invariant;
 
 impl Hostile {
-    pub(super) fn ask_allocate(&mut self, named: &[u32], target: Remote) -> Vec<u8> {
+    pub(super) fn allocate_request(&mut self, named: &[u32], target: Remote) -> Vec<u8> {
         self.number += 1;
         if self.scheme.is_by_rpc() {
             let mut data = vec![0; 16];
@@ -24,7 +24,7 @@ impl Hostile {
         data
     }
 
-    pub(super) fn ask_free(&mut self, entry: u32, target: Remote) -> Vec<u8> {
+    pub(super) fn free_request(&mut self, entry: u32, target: Remote) -> Vec<u8> {
         self.number += 1;
         let mut data = vec![];
         if self.scheme.is_by_rpc() {
@@ -44,35 +44,35 @@ impl Hostile {
         self.kinds() - 1
     }
 
-    /// Allocates, for the QPs that are `named` instead of its own.
+    /// Allocates a chunk for the QPs in `named` instead of the client's own.
     pub(super) fn allocate(&mut self, named: &[u32]) {
         if self.service.is_some() {
             return self.allocate_by_service();
         }
-        let who = self.cx.who;
+        let client = self.cx.client;
         let target = self.memory.remote(0);
-        let data = self.ask_allocate(named, target);
-        self.cx.tell(|o| o.asks(who));
+        let data = self.allocate_request(named, target);
+        self.cx.with_oracle(|o| o.requests_chunk(client));
         let sent = self.send(0, &data);
         match sent.then(|| self.answer(0)).flatten() {
             Some(true) => match self.granted() {
                 Some(grant) => {
-                    self.cx.tell(|o| o.granted(who, &grant));
+                    self.cx.with_oracle(|o| o.granted(client, &grant));
                     self.held.push(grant);
                     self.had.push(grant);
                     let data = [0xbb; 8];
                     self.access(0, 0, Op::WriteInline { to: to(&grant, 0, 8), data: &data });
                 }
-                None => self.cx.tell(|o| o.not_granted(who, "there is none")),
+                None => self.cx.with_oracle(|o| o.not_granted(client, "there is none")),
             },
             _ => {
                 self.recover();
-                self.cx.tell(|o| o.not_granted(who, "the connection broke"));
+                self.cx.with_oracle(|o| o.not_granted(client, "the connection broke"));
             }
         }
     }
 
-    /// The grant that stands in its memory.
+    /// Decodes the grant in the reply buffer.
     pub(super) fn granted(&self) -> Option<Grant> {
         let mut b = [0; 64];
         self.memory.memory().read(0, &mut b);
@@ -97,24 +97,24 @@ impl Hostile {
 
     pub(super) fn free_own(&mut self) {
         let Some(grant) = self.held.pop() else { return };
-        let (who, keys) = (self.cx.who, grant.keys().to_vec());
-        let entry = self.cx.tell(|o| o.first_chunk(&grant));
-        self.cx.tell(|o| o.frees(who, entry, &keys));
+        let (client, keys) = (self.cx.client, grant.keys().to_vec());
+        let entry = self.cx.with_oracle(|o| o.first_chunk(&grant));
+        self.cx.with_oracle(|o| o.frees(client, entry, &keys));
         let freed = match self.service.is_some() {
             true => self.free_by_service(&grant),
             false => self.free(entry),
         };
         if freed {
-            self.cx.tell(|o| o.freed(who, entry, &keys));
+            self.cx.with_oracle(|o| o.freed(client, entry, &keys));
         }
     }
 
-    /// Asks for an entry to be freed; true if that is answered with "freed".
+    /// Requests a free; returns whether the answer is "freed".
     pub(super) fn free(&mut self, entry: u32) -> bool {
         let which = self.free_side();
         let target = self.memory.remote(which * 128);
-        let data = self.ask_free(entry, target);
-        let mine = self.cx.tell(|o| o.may_own(self.cx.who, entry));
+        let data = self.free_request(entry, target);
+        let mine = self.cx.with_oracle(|o| o.may_own(self.cx.client, entry));
         let sent = self.send(which, &data);
         if sent.then(|| self.answer(which)).flatten() != Some(true) {
             self.recover();
@@ -127,8 +127,8 @@ impl Hostile {
             false => b[reply::FREE_STATUS + 3] == status::FREED,
         };
         if freed && !mine {
-            self.cx.tell(|o| {
-                let name = o.name(self.cx.who);
+            self.cx.with_oracle(|o| {
+                let name = o.name(self.cx.client);
                 o.wrong(
                     Invariant::Owners,
                     format!("{name} frees chunk {entry}, which is not its own"),
@@ -138,8 +138,8 @@ impl Hostile {
         freed
     }
 
-    /// Frees again what it had, whoever has it now.
-    pub(super) fn free_what_was(&mut self) {
+    /// Frees a former chunk again, regardless of its current owner.
+    pub(super) fn free_former(&mut self) {
         if self.had.is_empty() {
             return;
         }
@@ -157,69 +157,69 @@ impl Hostile {
     }
 
     pub(super) fn free_and_forget(&mut self, entry: u32) {
-        let who = self.cx.who;
+        let client = self.cx.client;
         let held = self.held.iter().position(|g| g.entry == entry);
         let held = held.map(|at| self.held.swap_remove(at));
         if let Some(grant) = &held {
-            self.cx.tell(|o| o.frees(who, entry, grant.keys()));
+            self.cx.with_oracle(|o| o.frees(client, entry, grant.keys()));
         }
         let freed = self.free(entry);
         if let Some(grant) = held.filter(|_| freed) {
-            self.cx.tell(|o| o.freed(who, entry, grant.keys()));
+            self.cx.with_oracle(|o| o.freed(client, entry, grant.keys()));
         }
     }
 
-    pub(super) fn name_others(&mut self) {
-        self.cx.tell(|o| o.misnamed = true);
+    pub(super) fn name_foreign_qps(&mut self) {
+        self.cx.with_oracle(|o| o.misnamed = true);
         let lane = self.terms.groups[0][0];
         let near = lane.wrapping_add_signed(self.random.below(60) as i32 - 30) & Qpn::MAX;
         let named = *self.random.pick(&[near, near, self.terms.management[0], Qpn::NONE.raw(), 0]);
         self.allocate(&[named, named]);
     }
 
-    /// Wants an answer where none can be: no key opens it, or nobody waits.
+    /// Requests an answer that cannot be delivered, because no key opens the address.
     pub(super) fn unanswerable(&mut self) {
         if self.random.below(2) == 0 {
             return self.malformed();
         }
-        let who = self.cx.who;
+        let client = self.cx.client;
         let rkey = Key(self.random.bits() as u32);
         let target = Remote { addr: self.memory.remote(0).addr, rkey };
-        self.cx.tell(|o| o.asks(who));
-        let data = self.ask_allocate(&[], target);
+        self.cx.with_oracle(|o| o.requests_chunk(client));
+        let data = self.allocate_request(&[], target);
         self.send(0, &data);
         let _ = self.answer(0);
         self.recover();
-        self.cx.tell(|o| o.not_granted(who, "it wanted no answer"));
+        self.cx.with_oracle(|o| o.not_granted(client, "it wanted no answer"));
     }
 
-    /// Something that is no request.
+    /// Sends random bytes instead of a request.
     pub(super) fn malformed(&mut self) {
         let which = self.random.below(self.kinds() as u64) as usize;
         let data: Vec<u8> = (0..self.random.below(60)).map(|_| self.random.bits() as u8).collect();
-        // It may happen to be one, and to free what is its own.
-        let who = self.cx.who;
+        // The bytes may form a valid request, and free a chunk of the client.
+        let client = self.cx.client;
         for grant in std::mem::take(&mut self.held) {
-            self.cx.tell(|o| o.frees(who, grant.entry, grant.keys()));
+            self.cx.with_oracle(|o| o.frees(client, grant.entry, grant.keys()));
         }
-        self.cx.tell(|o| {
+        self.cx.with_oracle(|o| {
             o.misnamed = true;
-            o.asks(who);
+            o.requests_chunk(client);
         });
         self.send(which, &data);
         let _ = self.answer(which);
         self.recover();
-        self.cx.tell(|o| o.not_granted(who, "it sent what is no request"));
+        self.cx.with_oracle(|o| o.not_granted(client, "it sent what is no request"));
     }
 
-    /// More requests than it may have in flight, at once.
+    /// Sends more requests at once than the client may have in flight.
     pub(super) fn flood(&mut self) {
         let which = self.free_side();
         let count = 1 + self.random.below(8);
         for _ in 0..count {
             let entry = 0xff_ff00 + self.random.below(0xff) as u32;
             let target = self.memory.remote(which * 128);
-            let data = self.ask_free(entry, target);
+            let data = self.free_request(entry, target);
             self.send(which, &data);
         }
         for _ in 0..count {

@@ -1,18 +1,20 @@
-//! A client that keeps to no rule, on raw verbs: it replays what it had, names what is not its own, guesses
-//! keys, reaches beyond borders, wants replies where none can be written, and sends what makes no sense.
+//! A client that violates the protocol, with raw verbs.
 //!
-//! It is admitted like any other and allocates honestly now and then, so that there is something to replay.
-//! What it may not gain, the oracle sees; that others go on, their own checks show.
+//! It replays old grants, names foreign objects, guesses keys, accesses memory beyond its chunks,
+//! requests replies to addresses that cannot be written, and sends malformed requests. It is
+//! admitted like any client and allocates correctly now and then, so that there is something to
+//! replay. The oracle detects forbidden gains; the checks of the honest clients show that they are
+//! not disturbed.
 
 mod accesses;
 mod chunks;
-mod meddling;
+mod nic_abuse;
 mod pages;
 mod trees;
 
 use std::time::Duration;
 
-use fabric::hooked::{HookedCq, HookedMr, HookedQp};
+use fabric::interposed::{InterposedCq, InterposedMr, InterposedQp};
 use fabric::soft::SoftPd;
 use fabric::{
     Access, Completion, CompletionKind, CompletionQueue, CqAttr, MemoryRegion, Nic, Op, QpAttr,
@@ -21,7 +23,7 @@ use fabric::{
 use pool::SchemeKind;
 use pool::client::control::ControlPlane;
 use pool::odrp::PAGE_BYTES;
-use pool::scheme::{Admission, Admitted, ClientScheme, Grant, GroupId, Lane};
+use pool::scheme::{ClientScheme, ConnectReply, ConnectRequest, Grant, GroupId, Lane};
 
 use super::Context;
 use super::scenario::{End, Role};
@@ -31,44 +33,44 @@ use crate::nic::{SimHooks, SimNic};
 use crate::random::Random;
 use crate::time::Time;
 
-/// Where in its memory replies go, accesses read and write, and the bulletin is.
+/// Offsets in the client's memory of replies (0), of the bytes for accesses, and of the bulletin.
 const SCRATCH: usize = 1024;
 const BULLETIN: usize = 3072;
-/// Where a page is, if access is by pages.
+/// Offset of the page, if access is by pages.
 const PAGE: usize = 4096;
-/// How long it waits for an answer that may never come.
+/// How long the client waits for an answer that may never come.
 const PATIENCE: Duration = Duration::from_micros(300);
 
 #[derive(Clone)]
 struct Side {
-    qp: HookedQp<SimHooks>,
-    cq: HookedCq<SimHooks>,
+    qp: InterposedQp<SimHooks>,
+    cq: InterposedCq<SimHooks>,
 }
 
 struct Hostile {
     cx: Context,
     nic: SimNic,
     pd: SoftPd,
-    memory: HookedMr<SimHooks>,
+    memory: InterposedMr<SimHooks>,
     management: Vec<Side>,
-    /// Who allocates for it, if compute nodes do that by themselves.
+    /// The trusted service that allocates for the client, if compute nodes allocate by themselves.
     service: Option<trees::Service>,
     access: Vec<Vec<Side>>,
     control: SimControl,
-    terms: Admitted,
+    terms: ConnectReply,
     scheme: SchemeKind,
     random: Random,
     held: Vec<Grant>,
-    /// All that it ever had.
+    /// All grants that the client ever had.
     had: Vec<Grant>,
     number: u64,
-    /// Its connection is over.
+    /// Whether the connection is lost.
     out: bool,
-    /// What it draws from for what it does with its NIC, if it does such things.
-    meddles: Option<Random>,
+    /// RNG for adversarial NIC operations, if enabled.
+    nic_random: Option<Random>,
 }
 
-/// What the fiber of a hostile client runs.
+/// Program of a hostile client's fiber.
 pub(super) fn run(cx: Context, role: Role, random: Random) {
     let Some(mut me) = Hostile::join(cx, random) else { return };
     for _ in 0..role.rounds {
@@ -83,9 +85,9 @@ pub(super) fn run(cx: Context, role: Role, random: Random) {
     match role.end {
         End::Dies => me.cx.die(),
         End::Tidy | End::Careless => {
-            // With requests on their way, which nobody waits for.
-            for _ in 0..me.last_words() {
-                me.say_anything();
+            // Leaves with requests in flight.
+            for _ in 0..me.final_request_count() {
+                me.send_any_request();
             }
             me.cx.leaves();
             let _ = me.control.goodbye();
@@ -133,7 +135,7 @@ impl Hostile {
         };
         let management: Vec<Side> =
             (0..sides).map(|_| side(&nic, &pd, 16)).collect::<Option<_>>()?;
-        // Without separation allocations go over the first lane.
+        // Without separation, allocation requests use the first access lane.
         let receives = |lane: usize| if separation || lane > 0 { 0 } else { 16 };
         let group = |_| {
             (0..cx.lanes * functions)
@@ -144,7 +146,7 @@ impl Hostile {
         let bulletin = memory.remote(BULLETIN);
         let wrong_bulletin = random.below(4) == 0;
         let numbers = |sides: &[Side]| sides.iter().map(|s| s.qp.qpn().raw()).collect();
-        let admission = Admission {
+        let admission = ConnectRequest {
             management: match &service {
                 Some(service) => service.management().iter().map(|q| q.raw()).collect(),
                 None => numbers(&management),
@@ -152,7 +154,7 @@ impl Hostile {
             groups: access.iter().map(|g| numbers(g)).collect(),
             bulletin_addr: bulletin.addr,
             bulletin_rkey: if wrong_bulletin { 0x1234_5678 } else { bulletin.rkey.0 },
-            ..Admission::default()
+            ..ConnectRequest::default()
         };
         let terms = loop {
             match control.admit(&admission) {
@@ -162,7 +164,7 @@ impl Hostile {
             }
         };
         let me = Self {
-            meddles: cx.meddles.clone(),
+            nic_random: cx.nic_random.clone(),
             cx,
             nic,
             pd,
@@ -200,8 +202,8 @@ impl Hostile {
     }
 
     fn round(&mut self) {
-        if self.meddles.as_mut().is_some_and(|random| random.below(4) == 0) {
-            return self.meddle();
+        if self.nic_random.as_mut().is_some_and(|random| random.below(4) == 0) {
+            return self.abuse_nic();
         }
         if self.cx.case.is_paged() {
             return self.round_on_pages();
@@ -209,19 +211,20 @@ impl Hostile {
         if self.service.is_some() {
             return self.round_on_trees();
         }
-        // A type-1 window opens to whoever guesses its key: that is what is unsafe about it.
+        // A type-1 window opens to any client that guesses its key; the scheme is unsafe in this
+        // respect.
         let withstands = !self.scheme.has_type1_windows();
         let may_guess = withstands || self.cx.case.unsafe_by_design.is_some();
         match self.random.below(16) {
             0..=3 => self.allocate(&[]),
             4 => self.free_own(),
-            5 => self.free_what_was(),
+            5 => self.free_former(),
             6 => self.free_anything(),
-            7 => self.use_what_was(),
+            7 => self.use_former_key(),
             8 if withstands => self.steal(),
             9 if may_guess => self.guess(),
-            10 => self.reach_beyond(),
-            11 if !self.scheme.is_by_rpc() => self.name_others(),
+            10 => self.access_beyond(),
+            11 if !self.scheme.is_by_rpc() => self.name_foreign_qps(),
             12 => self.unanswerable(),
             13 => self.malformed(),
             14 => self.flood(),
@@ -231,12 +234,12 @@ impl Hostile {
 
     // --- requests ------------------------------------------------------------------------------
 
-    /// How many queues take requests.
+    /// Returns the number of queues for requests.
     fn kinds(&self) -> usize {
         if self.cx.case.separation { self.management.len() } else { 2 }
     }
 
-    /// Where requests of a kind go.
+    /// Returns the QP for requests of a kind.
     fn side(&self, which: usize) -> &Side {
         match (self.cx.case.separation, which) {
             (true, which) => &self.management[which],
@@ -245,7 +248,7 @@ impl Hostile {
         }
     }
 
-    /// Posts a request; false if there is no room.
+    /// Posts a request. Returns false if a queue is full.
     fn send(&mut self, which: usize, data: &[u8]) -> bool {
         let to = self.memory.sge(which * 128, 64);
         let to = if self.scheme.is_by_rpc() { &[to][..] } else { &[] };
@@ -256,13 +259,13 @@ impl Hostile {
             && side.qp.post_send(&[WorkRequest { id: 2, op, signaled: true }]).is_ok()
     }
 
-    /// The next answer: whether it came, and came well.
+    /// Waits for the next answer. Returns whether it was successful; `None` if no answer came.
     fn answer(&mut self, which: usize) -> Option<bool> {
         let cq = self.side(which).cq.clone();
         self.next(&cq, CompletionKind::Receive).map(|status| status == Status::Success)
     }
 
-    fn next(&self, cq: &HookedCq<SimHooks>, kind: CompletionKind) -> Option<Status> {
+    fn next(&self, cq: &InterposedCq<SimHooks>, kind: CompletionKind) -> Option<Status> {
         let mut one = [Completion::EMPTY];
         let until = self.cx.now() + Time::from(PATIENCE);
         while self.cx.now() < until {
@@ -275,9 +278,9 @@ impl Hostile {
         None
     }
 
-    /// Re-establishes its management connection.
+    /// Re-establishes the management connection.
     fn recover(&mut self) {
-        // Without separation all is re-established at once.
+        // Without separation, all QPs are re-established at once.
         let access = self.access.iter().flatten().filter(|_| !self.cx.case.separation);
         let mut old = [Completion::EMPTY; 16];
         for side in self.management.iter().chain(access) {
@@ -299,12 +302,13 @@ impl Hostile {
 
     // --- accesses ------------------------------------------------------------------------------
 
-    /// Which of a group's QPs an access to a grant on a lane takes.
-    fn way(&self, grant: &Grant, lane: usize) -> usize {
+    /// Returns the index within a group of the QP for a grant and a lane.
+    fn qp_index(&self, grant: &Grant, lane: usize) -> usize {
         grant.function as usize * self.cx.lanes + lane
     }
 
-    /// Posts an access on one of a group's QPs, and re-establishes that if it broke. True if it was done.
+    /// Posts an access on a QP of a group, and re-establishes the QP if it broke. Returns whether
+    /// the access succeeded.
     fn access(&mut self, group: usize, lane: usize, op: Op<'_>) -> bool {
         let side = &self.access[group][lane];
         let (qp, cq) = (side.qp.clone(), side.cq.clone());

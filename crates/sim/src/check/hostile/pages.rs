@@ -1,15 +1,15 @@
-//! What it does where access is by pages: it names any number, over both queues at once, with places where
-//! nothing can be read or written.
+//! Hostile clients with access by pages: requests for any page number, over both queues at once,
+//! with addresses that cannot be read or written.
 
 use fabric::{Key, MemoryRegion, Remote};
-use pool::odrp::{Ask, PAGE_BYTES, REPLY_BYTES, status};
+use pool::odrp::{PAGE_BYTES, PageOp, REPLY_BYTES, status};
 
 use super::{Hostile, PAGE};
 use crate::check::invariant::Invariant;
 
-/// What it writes, so that it knows what is another's.
+/// The byte that the client writes, to recognize foreign contents.
 const OWN: u8 = 0xbb;
-/// The queue that only reads, and the one that does the rest.
+/// The queue for reads of mapped pages, and the queue for all other requests.
 const READS: usize = 0;
 const WRITES: usize = 1;
 
@@ -17,15 +17,15 @@ impl Hostile {
     pub(super) fn round_on_pages(&mut self) {
         let number = self.random.below(9) as u32;
         match self.random.below(16) {
-            0..=3 => _ = self.ask(Ask::Write as u8, number),
+            0..=3 => _ = self.request(PageOp::Write as u8, number),
             4 | 5 => self.read_anything(number),
             6 | 7 => self.read_mapped(number),
-            8 | 9 => _ = self.ask(Ask::Free as u8, number),
+            8 | 9 => _ = self.request(PageOp::Free as u8, number),
             10 => self.beyond_the_table(),
-            11 => self.nowhere(number),
+            11 => self.invalid_addresses(number),
             12 => {
                 let op = self.random.bits() as u8;
-                self.ask(op, number);
+                self.request(op, number);
             }
             13 => self.not_a_request(),
             14 => self.all_at_once(number),
@@ -41,14 +41,14 @@ impl Hostile {
         self.memory.remote(0)
     }
 
-    /// Asks over the queue that always answers: what was said.
-    fn ask(&mut self, op: u8, number: u32) -> Option<u64> {
+    /// Sends a request over the queue that always answers; returns the status in the answer.
+    fn request(&mut self, op: u8, number: u32) -> Option<u64> {
         let data = request(op, number, self.place(), self.reply());
-        self.ask_so(op, &data)
+        self.request_with(op, &data)
     }
 
-    fn ask_so(&mut self, op: u8, data: &[u8]) -> Option<u64> {
-        let fill = if op == Ask::Write as u8 { OWN } else { 0 };
+    fn request_with(&mut self, op: u8, data: &[u8]) -> Option<u64> {
+        let fill = if op == PageOp::Write as u8 { OWN } else { 0 };
         self.memory.memory().write(PAGE, &[fill; PAGE_BYTES]);
         self.memory.memory().zero(0, REPLY_BYTES);
         let sent = self.send(WRITES, data);
@@ -60,41 +60,42 @@ impl Hostile {
     }
 
     fn read_anything(&mut self, number: u32) {
-        if self.ask(Ask::Read as u8, number) == Some(status::PENDING) {
-            self.look_at_it(number);
+        if self.request(PageOp::Read as u8, number) == Some(status::PENDING) {
+            self.check_page(number);
         }
     }
 
-    /// Reads over the queue that answers only for what is mapped.
+    /// Reads over the queue that answers only for mapped pages.
     fn read_mapped(&mut self, number: u32) {
         self.memory.memory().zero(PAGE, PAGE_BYTES);
         let data = request_to_read(number, self.place());
         let sent = self.send(READS, &data);
         match sent.then(|| self.answer(READS)).flatten() {
-            Some(true) => self.look_at_it(number),
+            Some(true) => self.check_page(number),
             _ => self.recover(),
         }
     }
 
-    /// All that it may see is what it wrote, or nothing.
-    fn look_at_it(&mut self, number: u32) {
+    /// Checks that a page read contains only the client's own bytes or zeros.
+    fn check_page(&mut self, number: u32) {
         let mut page = [0; PAGE_BYTES];
         self.memory.memory().read(PAGE, &mut page);
         if let Some(at) = page.iter().position(|b| ![0, OWN].contains(b)) {
-            let (name, byte) = (self.cx.tell(|o| o.name(self.cx.who).to_owned()), page[at]);
+            let (name, byte) =
+                (self.cx.with_oracle(|o| o.name(self.cx.client).to_owned()), page[at]);
             let why = format!("{name} reads {byte:#x} at byte {at} of page number {number}");
-            self.cx.tell(|o| o.wrong(Invariant::Contents, why));
+            self.cx.with_oracle(|o| o.wrong(Invariant::Contents, why));
         }
     }
 
     fn beyond_the_table(&mut self) {
         let number = 9 + self.random.below(0xff_ffff - 9) as u32;
         let op = 1 + self.random.below(3) as u8;
-        self.ask(op, number);
+        self.request(op, number);
     }
 
-    /// A page or a reply with a key that opens nothing, or at an address that is not its own.
-    fn nowhere(&mut self, number: u32) {
+    /// Sends a request whose page or reply address has an invalid key or is foreign.
+    fn invalid_addresses(&mut self, number: u32) {
         let (mut place, mut reply) = (self.place(), self.reply());
         let wrong = if self.random.below(2) == 0 { &mut place } else { &mut reply };
         match self.random.below(2) {
@@ -103,7 +104,7 @@ impl Hostile {
         }
         let op = 1 + self.random.below(3) as u8;
         let data = request(op, number, place, reply);
-        self.ask_so(op, &data);
+        self.request_with(op, &data);
     }
 
     fn not_a_request(&mut self) {
@@ -114,14 +115,14 @@ impl Hostile {
         self.recover();
     }
 
-    /// Frees a page while a read of it is on its way.
+    /// Frees a page while a read of it is in flight.
     pub(super) fn read_while_it_is_freed(&mut self) {
         let number = self.random.below(4) as u32;
-        if self.ask(Ask::Write as u8, number) != Some(status::DONE) {
+        if self.request(PageOp::Write as u8, number) != Some(status::DONE) {
             return;
         }
         let read = request_to_read(number, self.place());
-        let free = request(Ask::Free as u8, number, self.place(), self.reply());
+        let free = request(PageOp::Free as u8, number, self.place(), self.reply());
         let sent = self.send(READS, &read) & self.send(WRITES, &free);
         if !sent || self.answer(WRITES) != Some(true) || self.answer(READS) != Some(true) {
             self.recover();
@@ -135,7 +136,7 @@ impl Hostile {
         }
     }
 
-    /// Writes, reads and frees a page over both queues, without waiting for anything.
+    /// Writes, reads and frees a page over both queues without waiting in between.
     fn all_at_once(&mut self, number: u32) {
         let mut waits = [0; 2];
         for _ in 0..2 + self.random.below(6) {

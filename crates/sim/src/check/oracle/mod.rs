@@ -1,17 +1,18 @@
-//! What must hold after every step, and the truth that it is held against.
+//! The oracle checks the invariants after every step.
 //!
-//! The oracle knows three things of each chunk: who holds it, by what clients were told and said (the
-//! *shadow*); whose it is by the memory node's books; and who could reach it, by the NIC's own tables. It
-//! also has a copy of all donated memory, so that every byte that changes must be explained by what the
-//! last step was.
+//! It knows three things about each chunk: its holder, from the clients' requests and replies (the
+//! *shadow*); its owner, from the memory node's state; and the clients that can access it, from the
+//! NIC's tables. It also has a copy of all donated memory, so that every changed byte must be
+//! explained by the last step.
 //!
-//! [`Invariant`] names what must hold; each is looked at where it could be broken: `told` has what
-//! clients are told, `steps` what was done, `reach` who can reach what, and what is free.
+//! [`Invariant`] lists the invariants. Each is checked where it could be violated: `grants` checks
+//! replies to clients, `steps` checks operations, and `reachability` checks access rights and free
+//! chunks.
 
+mod grants;
 mod pages;
-mod reach;
+mod reachability;
 mod steps;
-mod told;
 
 use std::collections::HashSet;
 use std::fmt::Write as _;
@@ -19,75 +20,76 @@ use std::fmt::Write as _;
 use fabric::{DmaMemory, Key};
 use pool::finemem::layout::Shape;
 use pool::scheme::ClientId;
-use rnic::engine::Reach;
+use rnic::engine::Reachability;
 use rnic::ids::FunctionId;
 
-use super::books::Books;
 use super::case::Case;
 use super::invariant::{Invariant, Violation};
+use super::node_view::NodeView;
 use crate::cluster::Link;
 use crate::time::Time;
 
-/// What the naps of the memory node's CPU add up to before it has seen to something.
+/// Total sleep time of the memory node's CPU before it handles an event.
 const NAPS: Time = Time::us(12_000);
 
-/// A client, by its place in the oracle's list: one that comes in place of a dead one is another.
-pub(super) type Who = usize;
+/// Index of a client in the oracle's list. The replacement of a killed client has an index of its
+/// own.
+pub(super) type ClientIndex = usize;
 
-/// A key, and the function of the memory node that it is of.
+/// A key, with the function of the memory node that it belongs to.
 type Named = (u8, Key);
 
-/// Keys after which the first ones may come again: a tag does after 256 binds.
+/// Number of grants after which keys may repeat: a tag repeats after 256 binds.
 const FRESH: usize = 200;
 
-/// A chunk in a client's hands.
+/// A client's holding of a chunk.
 #[derive(Clone, Debug)]
-struct Hold {
-    who: Who,
+struct Holding {
+    client: ClientIndex,
     keys: Vec<Key>,
-    /// Which of the memory node's functions they are of.
+    /// The memory node's function that the keys belong to.
     function: u8,
-    /// A free of it is in flight, or was and nobody knows what came of it.
+    /// Whether a free is in flight, or its outcome is unknown.
     freeing: bool,
 }
 
-/// What is known of a client.
-pub(super) struct Known {
+/// State of a client.
+pub(super) struct ClientState {
     pub name: String,
     pub honest: bool,
     pub link: Link,
     function: Option<FunctionId>,
-    /// Requests to allocate in flight.
-    asking: u32,
+    /// Number of allocation requests in flight.
+    allocating: u32,
     alive: bool,
 }
 
-/// Things that happened, so that a run can say what it has seen.
+/// Counts of what happened in a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Seen {
+pub struct EventCounts {
     /// Steps of the NIC.
     pub steps: u64,
-    /// Chunks granted to honest clients, and to others.
+    /// Chunks granted to honest clients and to hostile clients.
     pub grants: [u64; 2],
-    /// Chunks freed by honest clients, and by others.
+    /// Chunks freed by honest clients and by hostile clients.
     pub frees: [u64; 2],
     /// Requests that found no memory.
     pub empty: u64,
     /// Accesses that took effect.
     pub accesses: u64,
-    /// Requests and accesses that ended in an error, of honest clients, and of others.
+    /// Requests and accesses that ended in an error, of honest clients and of hostile clients.
     pub errors: [u64; 2],
-    /// Processes that died.
+    /// Processes that were killed.
     pub deaths: u64,
     /// Keys that were guessed.
     pub guesses: u64,
-    /// How often the memory node's background work was broken off.
-    pub broken_off: u64,
+    /// Aborts of the memory node's background work.
+    pub aborts: u64,
 }
 
-impl Seen {
-    /// Adds another run's.
-    pub fn add(&mut self, other: &Seen) {
+impl EventCounts {
+    /// Adds the counts of another run.
+    pub fn add(&mut self, other: &EventCounts) {
         let pairs = |a: &mut [u64; 2], b: &[u64; 2]| a.iter_mut().zip(b).for_each(|(a, b)| *a += b);
         self.steps += other.steps;
         pairs(&mut self.grants, &other.grants);
@@ -97,47 +99,47 @@ impl Seen {
         self.accesses += other.accesses;
         self.deaths += other.deaths;
         self.guesses += other.guesses;
-        self.broken_off += other.broken_off;
+        self.aborts += other.aborts;
     }
 }
 
-/// See the module.
+/// The oracle; see the module documentation.
 pub(super) struct Oracle {
     case: Case,
-    /// The memory node's.
+    /// Number of functions of the memory node.
     functions: u32,
-    books: Books,
+    node_view: NodeView,
     memory: DmaMemory,
     chunk_bytes: u64,
     chunks: u32,
     image: Vec<u8>,
-    /// Chunks that were looked at and found clear, and have not changed since.
+    /// Chunks that were found clear and have not changed since.
     found_clear: Vec<bool>,
     /// Steps of the memory node's CPU.
     cpu_steps: u64,
     now_bytes: Vec<u8>,
-    /// Holds of each chunk: the last is the one that counts, those before it are being freed.
-    holds: Vec<Vec<Hold>>,
-    /// Keys that were ever granted.
+    /// Holdings of each chunk: the last one is current, the earlier ones are being freed.
+    holds: Vec<Vec<Holding>>,
+    /// All keys that were ever granted.
     granted: Vec<Named>,
-    /// Keys of what was released, as its owner was told, or since it is free.
+    /// Keys of chunks that were released, by a reply to the owner or because the chunk is free.
     dead: HashSet<Named>,
-    /// Keys that each chunk was granted under since it was free.
+    /// Keys under which each chunk was granted since it was last free.
     live: Vec<Vec<Named>>,
-    /// Pages that were cleared, and that nobody has had since.
+    /// Pages that were cleared and not allocated since.
     clear: Vec<bool>,
-    pub clients: Vec<Known>,
-    reaches: Vec<Reach>,
-    /// When who died must have been forgotten at the latest.
+    pub clients: Vec<ClientState>,
+    reaches: Vec<Reachability>,
+    /// Deadlines by which departed clients must have been forgotten.
     pub deaths: Vec<(Time, ClientId)>,
-    /// The network has lost or delayed nothing so far.
+    /// Whether the network has lost or delayed nothing so far.
     pub calm: bool,
-    /// How much longer than it should something may take: the CPU naps, or stands still.
+    /// Additional time that operations may take because of sleeps and stalls of the CPU.
     pub slack: Time,
-    /// Somebody has named QPs that are not his own: what he is granted, others could reach.
+    /// Whether a client has named foreign QPs: those QPs may then access that client's chunks.
     pub misnamed: bool,
     pub violation: Option<Violation>,
-    pub seen: Seen,
+    pub counts: EventCounts,
     pub now: Time,
     trace: Option<String>,
 }
@@ -146,15 +148,15 @@ impl Oracle {
     pub fn new(
         case: Case,
         functions: u32,
-        books: Books,
+        node_view: NodeView,
         (chunks, chunk_bytes): (u32, u64),
     ) -> Self {
-        let memory = books.memory();
+        let memory = node_view.memory();
         let bytes = chunks as usize * chunk_bytes as usize;
         Self {
             case,
             functions,
-            books,
+            node_view,
             memory,
             chunk_bytes,
             chunks,
@@ -174,13 +176,13 @@ impl Oracle {
             slack: NAPS,
             misnamed: false,
             violation: None,
-            seen: Seen::default(),
+            counts: EventCounts::default(),
             now: Time::ZERO,
             trace: None,
         }
     }
 
-    /// What the memory is divided into, where blocks have several sizes.
+    /// Returns the division of the memory, if blocks have several sizes.
     pub fn shape(&self) -> Option<Shape> {
         let shape = Shape { chunks: self.chunks, chunk_bytes: self.chunk_bytes };
         self.case.sizes.then_some(shape)
@@ -204,87 +206,91 @@ impl Oracle {
         }
     }
 
-    /// Something is wrong. The first that is, is told.
+    /// Records a violation. The first violation is kept.
     pub fn wrong(&mut self, invariant: Invariant, why: impl Into<String>) {
         let violation = Violation { invariant, why: why.into() };
         self.note(|_| format!("VIOLATION: {violation}"));
         self.violation.get_or_insert(violation);
     }
 
-    pub fn name(&self, who: Who) -> &str {
-        &self.clients[who].name
+    pub fn name(&self, client: ClientIndex) -> &str {
+        &self.clients[client].name
     }
 
     fn name_of(&self, function: FunctionId) -> &str {
         match self.of_function(function) {
-            Some(who) => self.name(who),
+            Some(client) => self.name(client),
             None => "memory node",
         }
     }
 
-    // --- who there is --------------------------------------------------------------------------
+    // --- clients ------------------------------------------------------------------------------
 
-    pub fn joins(&mut self, name: String, honest: bool, link: Link) -> Who {
-        let known = Known { name, honest, link, function: None, asking: 0, alive: true };
-        self.clients.push(known);
+    pub fn add_client(&mut self, name: String, honest: bool, link: Link) -> ClientIndex {
+        let state = ClientState { name, honest, link, function: None, allocating: 0, alive: true };
+        self.clients.push(state);
         self.clients.len() - 1
     }
 
-    pub fn has_function(&mut self, who: Who, function: FunctionId) {
-        self.clients[who].function = Some(function);
+    pub fn set_function(&mut self, client: ClientIndex, function: FunctionId) {
+        self.clients[client].function = Some(function);
     }
 
-    /// Whether a function is the memory node's.
+    /// Returns whether a function belongs to the memory node.
     fn is_node(&self, function: FunctionId) -> bool {
         function.0 < self.functions
     }
 
-    fn of_function(&self, function: FunctionId) -> Option<Who> {
+    fn of_function(&self, function: FunctionId) -> Option<ClientIndex> {
         self.clients.iter().position(|c| c.function == Some(function))
     }
 
-    /// A client has gone, with a word or without: `by` this time nothing of it may be left.
-    pub fn gone(&mut self, who: Who, by: Time) {
-        let client = &mut self.clients[who];
-        if !std::mem::take(&mut client.alive) {
+    /// Records that a client has departed, by closing its connection or by dying. Nothing of it may
+    /// be left after the time `by`.
+    pub fn departed(&mut self, client: ClientIndex, by: Time) {
+        let state = &mut self.clients[client];
+        if !std::mem::take(&mut state.alive) {
             return;
         }
-        if let Some(id) = client.link.client() {
+        if let Some(id) = state.link.client() {
             self.deaths.push((by, id));
         }
         for holds in &mut self.holds {
-            holds.retain(|h| h.who != who);
+            holds.retain(|h| h.client != client);
         }
     }
 
-    /// The CPU stood still for so long: what waits for it may take longer.
-    pub fn pardon(&mut self, time: Time) {
+    /// Extends the deadlines because the CPU was stalled for `time`.
+    pub fn extend_deadlines(&mut self, time: Time) {
         self.deaths.iter_mut().for_each(|(by, _)| *by += time);
         self.slack += time;
     }
 
-    /// Compute nodes' tables, where access is by pages; `None`: they cannot be seen now.
-    pub fn tables_are(&mut self, now: Option<Vec<(ClientId, DmaMemory)>>) {
-        self.books.tables_are(now);
+    /// Sets the compute nodes' page tables, if access is by pages; `None` if they cannot be read
+    /// now.
+    pub fn set_tables(&mut self, now: Option<Vec<(ClientId, DmaMemory)>>) {
+        self.node_view.set_tables(now);
     }
 
-    fn is(&self, who: Who, id: ClientId) -> bool {
-        self.clients[who].link.client() == Some(id)
+    fn is(&self, client: ClientIndex, id: ClientId) -> bool {
+        self.clients[client].link.client() == Some(id)
     }
 
-    /// What a client owns by the books, less what is only kept ready for it.
-    pub fn owned(&self, who: Who) -> Vec<u32> {
-        let Some(id) = self.clients[who].link.client() else { return Vec::new() };
-        let owns = |e: &u32| self.books.owner(*e) == Some(Some(id)) && !self.books.is_aside(*e);
+    /// Returns the chunks that a client owns in the memory node's state, except deferred and
+    /// quarantined ones.
+    pub fn owned(&self, client: ClientIndex) -> Vec<u32> {
+        let Some(id) = self.clients[client].link.client() else { return Vec::new() };
+        let owns =
+            |e: &u32| self.node_view.owner(*e) == Some(Some(id)) && !self.node_view.is_deferred(*e);
         (0..self.chunks).filter(owns).collect()
     }
 
-    /// Somebody else's keys, of which function, and where they lead, for who steals.
-    pub fn keys_of_others(&self, who: Who) -> Vec<(u8, u64, Key)> {
+    /// Returns other clients' keys, for theft: function, address and key.
+    pub fn keys_of_others(&self, client: ClientIndex) -> Vec<(u8, u64, Key)> {
         let place = |entry: usize| self.memory.addr() + entry as u64 * self.chunk_bytes;
         let all =
             self.holds.iter().enumerate().flat_map(|(e, holds)| holds.iter().map(move |h| (e, h)));
-        let others = all.filter(|(_, h)| h.who != who);
+        let others = all.filter(|(_, h)| h.client != client);
         others.flat_map(|(e, h)| h.keys.iter().map(move |k| (h.function, place(e), *k))).collect()
     }
 }

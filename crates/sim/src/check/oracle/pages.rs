@@ -1,53 +1,59 @@
-//! Where access is by pages: nobody has a key, and the memory node's queues move what tables map.
+//! Checks for access by pages: clients have no keys, and the memory node's queues move the pages
+//! that the page tables map.
 
-use rnic::engine::{Aim, NextKind, Reach, Stepped};
+use rnic::engine::{NextKind, Reachability, StepOutcome, Target};
 use rnic::ids::Access;
 
-use super::steps::By;
-use super::{Oracle, Who};
+use super::steps::Originator;
+use super::{ClientIndex, Oracle};
 use crate::check::invariant::Invariant;
-use crate::queues::Observed;
+use crate::qp::Observed;
 
 impl Oracle {
-    pub(super) fn after_step_on_pages(&mut self, o: &Observed, look: impl FnOnce(&mut Vec<Reach>)) {
+    pub(super) fn after_step_on_pages(
+        &mut self,
+        o: &Observed,
+        read: impl FnOnce(&mut Vec<Reachability>),
+    ) {
         if matches!(o.next.kind, NextKind::Window | NextKind::Invalidate) {
-            self.look(look);
+            self.check_access_rights(read);
         }
-        let done = (o.stepped == Stepped::Done || o.unanswered) && !o.lost;
-        let client = self.of_function(o.function);
-        if let Some(who) = client
+        let done = (o.stepped == StepOutcome::Done || o.unanswered) && !o.lost;
+        let originator = self.of_function(o.function);
+        if let Some(client) = originator
             && let Some(aim) = o.aim.filter(|_| done)
             && let Some((entry, _)) = self.place(aim.addr)
         {
-            let name = self.name(who);
-            self.wrong(Invariant::Accesses, format!("{name} reaches page {entry} by itself"));
+            let name = self.name(client);
+            self.wrong(Invariant::Accesses, format!("{name} accesses page {entry} directly"));
         }
-        // A page is written by a READ of what its owner has sent.
+        // The memory node writes a page with a READ of the data that the client has sent.
         let answers = self.is_node(o.function);
         let asked = o.towards.filter(|_| answers).and_then(|f| self.of_function(f));
         let fetches = o.aim.is_some_and(|aim| aim.need == Access::REMOTE_READ);
-        self.seen.accesses += (done && asked.is_some()) as u64;
+        self.counts.accesses += (done && asked.is_some()) as u64;
         if let Some(aim) = o.aim.filter(|_| done && answers) {
             match asked {
-                Some(who) => self.page_sent(who, &aim),
+                Some(client) => self.page_sent(client, &aim),
                 None => self.note_clearing(&aim),
             }
         }
         self.account_for_bytes(match asked.filter(|_| fetches) {
-            Some(who) => By::Answer(who),
-            None => By::Node,
+            Some(client) => Originator::Answer(client),
+            None => Originator::Node,
         });
         self.check_pages();
         self.check_free();
     }
 
-    /// Something was written to a client, or fetched from it: a page, or what the memory node tells it.
-    fn page_sent(&mut self, who: Who, aim: &Aim) {
+    /// Checks data moved to or from a client: a page, or a message of the memory node.
+    fn page_sent(&mut self, client: ClientIndex, aim: &Target) {
         let Some((entry, _)) = self.place(aim.local) else { return };
-        let name = |o: &Self| o.name(who).to_owned();
-        match self.books.owner(entry) {
-            Some(Some(owner)) if !self.is(who, owner) => {
-                let why = format!("page {entry} is moved for {}, and is {owner:?}'s", name(self));
+        let name = |o: &Self| o.name(client).to_owned();
+        match self.node_view.owner(entry) {
+            Some(Some(owner)) if !self.is(client, owner) => {
+                let why =
+                    format!("page {entry} is moved for {}, but belongs to {owner:?}", name(self));
                 self.wrong(Invariant::Accesses, why);
             }
             Some(None) if self.clear[entry as usize] => {
@@ -58,7 +64,7 @@ impl Oracle {
         }
     }
 
-    fn note_clearing(&mut self, aim: &Aim) {
+    fn note_clearing(&mut self, aim: &Target) {
         if aim.need == Access::REMOTE_WRITE
             && let Some((entry, _)) = self.place(aim.addr)
         {
@@ -66,25 +72,25 @@ impl Oracle {
         }
     }
 
-    /// What a client has sent was put into a page.
-    pub(super) fn page_written(&mut self, who: Who, entry: u32) {
-        // Of one that is being freed nobody says whose it was.
-        if let Some(Some(owner)) = self.books.owner(entry)
-            && !self.is(who, owner)
+    /// Checks a page into which a client's data was written.
+    pub(super) fn page_written(&mut self, client: ClientIndex, entry: u32) {
+        // The owner of a page that is being freed is not known.
+        if let Some(Some(owner)) = self.node_view.owner(entry)
+            && !self.is(client, owner)
         {
-            let name = self.name(who);
-            let why = format!("{name} has written to page {entry}, which is {owner:?}'s");
+            let name = self.name(client);
+            let why = format!("{name} has written to page {entry}, which belongs to {owner:?}");
             self.wrong(Invariant::Accesses, why);
         }
     }
 
-    /// Each page is mapped once at most.
+    /// Checks that each page is mapped at most once.
     fn check_pages(&mut self) {
         for entry in 0..self.chunks {
-            if self.books.owner(entry) != Some(None) {
+            if self.node_view.owner(entry) != Some(None) {
                 self.clear[entry as usize] = false;
             }
-            if let Some((a, b)) = self.books.has_two(entry) {
+            if let Some((a, b)) = self.node_view.has_two(entry) {
                 let why = format!("page {entry} is mapped twice: for {a:?} and for {b:?}");
                 return self.wrong(Invariant::Owners, why);
             }

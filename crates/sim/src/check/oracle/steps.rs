@@ -1,53 +1,54 @@
-//! What each step of a NIC or a CPU did, and whether it may have been done.
+//! Checks the effects of each step of a NIC or a CPU.
 
 use std::fmt::Write as _;
 
-use rnic::engine::{Aim, NextKind, Reach, Stepped};
+use rnic::engine::{NextKind, Reachability, StepOutcome, Target};
 use rnic::ids::{Access, FunctionId};
 
-use super::{FRESH, Hold, Named, Oracle, Who};
+use super::{ClientIndex, FRESH, Holding, Named, Oracle};
 use crate::check::invariant::Invariant;
-use crate::queues::Observed;
+use crate::qp::Observed;
 
-/// Where blocks have several sizes, one in so many steps has all looked at.
-const SELDOM: u64 = 16;
+/// If blocks have several sizes, everything is checked only once in this number of steps.
+const FULL_CHECK_INTERVAL: u64 = 16;
 
-/// Who may have changed bytes in a step.
+/// The possible originator of changed bytes.
 #[derive(Clone, Copy)]
-pub(super) enum By {
+pub(super) enum Originator {
     /// The memory node.
     Node,
-    /// A function that aims there.
-    Client(FunctionId, Aim),
-    /// The memory node, for a client that has asked it to.
-    Answer(Who),
+    /// A function that accessed this memory.
+    Client(FunctionId, Target),
+    /// The memory node, at the request of a client.
+    Answer(ClientIndex),
 }
 
-/// The key that is used, where it is looked up.
-fn named(aim: &Aim) -> Named {
-    (aim.space as u8, aim.key)
+/// Returns the key of an access, with the function in which it is looked up.
+fn named(aim: &Target) -> Named {
+    (aim.namespace as u8, aim.key)
 }
 
 impl Oracle {
-    /// A QP did something. `reaches` is asked again if that may have changed.
-    pub fn after_step(&mut self, o: &Observed, look: impl FnOnce(&mut Vec<Reach>)) {
-        self.seen.steps += 1;
+    /// Checks a step of a QP. `read` reads the access rights again if the step may have changed
+    /// them.
+    pub fn after_step(&mut self, o: &Observed, read: impl FnOnce(&mut Vec<Reachability>)) {
+        self.counts.steps += 1;
         self.note(|oracle| oracle.describe(o));
         let node = self.is_node(o.function);
         if self.case.is_paged() {
-            return self.after_step_on_pages(o, look);
+            return self.after_step_on_pages(o, read);
         }
-        // Of many windows it is looked at later who can reach what: see `after_cpu`.
+        // If there are many windows, their access rights are checked later, in `after_cpu`.
         if matches!(o.next.kind, NextKind::Window | NextKind::Invalidate) && !self.case.sizes {
-            self.look(look);
+            self.check_access_rights(read);
         }
-        let done = o.stepped == Stepped::Done || o.unanswered;
-        // Between two of its own queues it may do what it likes.
+        let done = o.stepped == StepOutcome::Done || o.unanswered;
+        // Accesses between two queues of the same function are not restricted.
         let elsewhere = o.towards != Some(o.function);
-        let aims = |aim: &Aim| elsewhere || self.place(aim.addr).is_some();
+        let aims = |aim: &Target| elsewhere || self.place(aim.addr).is_some();
         if let Some(aim) = o.aim.filter(|aim| done && !o.lost && aims(aim)) {
             match self.of_function(o.function) {
-                Some(who) => self.accessed(who, &aim, o.stepped == Stepped::Done),
+                Some(client) => self.accessed(client, &aim, o.stepped == StepOutcome::Done),
                 None => self.node_wrote(&aim),
             }
         }
@@ -55,8 +56,8 @@ impl Oracle {
             return self.account_for_some(o);
         }
         self.account_for_bytes(match o.aim {
-            Some(aim) if !node => By::Client(o.function, aim),
-            _ => By::Node,
+            Some(aim) if !node => Originator::Client(o.function, aim),
+            _ => Originator::Node,
         });
         let moves = matches!(o.next.kind, NextKind::Send { .. } | NextKind::Atomic);
         if node && (moves || matches!(o.next.kind, NextKind::Write { .. } | NextKind::Window)) {
@@ -64,24 +65,30 @@ impl Oracle {
         }
     }
 
-    /// Something else happened: a CPU worked, or a message arrived at one.
-    pub fn after_cpu(&mut self, look: impl FnOnce(&mut Vec<Reach>)) {
+    /// Checks any other event: a CPU worked, or a message arrived at a CPU.
+    pub fn after_cpu(&mut self, read: impl FnOnce(&mut Vec<Reachability>)) {
         self.cpu_steps += 1;
-        if self.case.sizes && !self.cpu_steps.is_multiple_of(SELDOM) && !self.has_changed() {
-            return; // to look at all windows takes long
+        if self.case.sizes
+            && !self.cpu_steps.is_multiple_of(FULL_CHECK_INTERVAL)
+            && !self.has_changed()
+        {
+            return; // reading the access rights of all windows takes long
         }
-        self.look(look);
-        self.account_for_bytes(By::Node);
+        self.check_access_rights(read);
+        self.account_for_bytes(Originator::Node);
         self.check_free();
     }
 
-    /// In a large memory: what a step may have changed is looked at, and from time to time all of it.
+    /// In a large memory: checks the bytes that a step may have changed, and from time to time all
+    /// bytes.
     fn account_for_some(&mut self, o: &Observed) {
         let aim = o.aim.filter(|_| !self.is_node(o.function));
         let aim = aim.filter(|aim| self.place(aim.addr).is_some());
         match aim {
-            Some(aim) => self.account_for_bytes(By::Client(o.function, aim)),
-            None if self.seen.steps.is_multiple_of(SELDOM) => self.account_for_bytes(By::Node),
+            Some(aim) => self.account_for_bytes(Originator::Client(o.function, aim)),
+            None if self.counts.steps.is_multiple_of(FULL_CHECK_INTERVAL) => {
+                self.account_for_bytes(Originator::Node)
+            }
             None => {}
         }
     }
@@ -117,21 +124,21 @@ impl Oracle {
         line
     }
 
-    /// The chunk that an address lies in, and where in it.
+    /// Returns the chunk that contains an address, and the offset within the chunk.
     pub(super) fn place(&self, addr: u64) -> Option<(u32, u64)> {
         let at = addr.checked_sub(self.memory.addr()).filter(|at| *at < self.image.len() as u64)?;
         Some(((at / self.chunk_bytes) as u32, at % self.chunk_bytes))
     }
 
-    /// A client's access took effect, or may have.
-    fn accessed(&mut self, who: Who, aim: &Aim, surely: bool) {
+    /// Checks a client's access that took effect or may have taken effect.
+    fn accessed(&mut self, client: ClientIndex, aim: &Target, surely: bool) {
         if !surely {
-            return; // what it wrote is seen in the bytes
+            return; // a write shows in the bytes
         }
-        if self.books.is_metadata(aim.addr) {
+        if self.node_view.is_metadata(aim.addr) {
             return; // it allocates or frees
         }
-        self.seen.accesses += 1;
+        self.counts.accesses += 1;
         let kind = match aim.need {
             Access::REMOTE_READ => "reads",
             Access::REMOTE_WRITE => "writes",
@@ -139,62 +146,68 @@ impl Oracle {
         };
         let Some((entry, at)) = self.place(aim.addr) else {
             if aim.len > 0 {
-                let name = self.name(who);
+                let name = self.name(client);
                 self.wrong(
                     Invariant::Accesses,
-                    format!("{name} {kind} {} bytes of what is no chunk", aim.len),
+                    format!("{name} {kind} {} bytes outside the donated memory", aim.len),
                 );
             }
             return;
         };
         if self.case.sizes {
             let end = (at + aim.len).max(1) - 1;
-            let other = (entry..=entry + (end / self.chunk_bytes) as u32)
-                .find(|entry| *entry >= self.chunks || !self.may_access(who, *entry, named(aim)));
+            let other = (entry..=entry + (end / self.chunk_bytes) as u32).find(|entry| {
+                *entry >= self.chunks || !self.may_access(client, *entry, named(aim))
+            });
             if let Some(entry) = other {
-                let name = self.name(who);
+                let name = self.name(client);
                 self.wrong(
                     Invariant::Accesses,
-                    format!("{name} {kind} chunk {entry} with a key that is not its own for it"),
+                    format!("{name} {kind} chunk {entry} with a key that was not granted to it"),
                 );
             }
         } else if at + aim.len > self.chunk_bytes {
-            let name = self.name(who);
+            let name = self.name(client);
             self.wrong(
                 Invariant::Accesses,
                 format!("{name} {kind} beyond the end of chunk {entry}"),
             );
-        } else if !self.may_access(who, entry, named(aim)) {
-            let (name, owner) = (self.name(who), self.books.owner(entry));
-            let holds = self.holds[entry as usize].last().map(|h| self.name(h.who));
-            self.wrong(Invariant::Accesses, format!(
-                "{name} {kind} chunk {entry} with a key that is not its own any more: it is held by \
-                 {holds:?}, its owner is {owner:?}"
-            ));
+        } else if !self.may_access(client, entry, named(aim)) {
+            let (name, owner) = (self.name(client), self.node_view.owner(entry));
+            let holds = self.holds[entry as usize].last().map(|h| self.name(h.client));
+            self.wrong(
+                Invariant::Accesses,
+                format!(
+                    "{name} {kind} chunk {entry} with a key that is no longer valid for it: holder \
+                 {holds:?}, owner {owner:?}"
+                ),
+            );
         }
     }
 
-    fn may_access(&self, who: Who, entry: u32, (function, key): Named) -> bool {
+    fn may_access(&self, client: ClientIndex, entry: u32, (function, key): Named) -> bool {
         let holds = &self.holds[entry as usize];
-        let holds_it = |h: &Hold| h.who == who && h.function == function && h.keys.contains(&key);
+        let holds_it =
+            |h: &Holding| h.client == client && h.function == function && h.keys.contains(&key);
         if holds.iter().any(holds_it) || self.is_given_away(entry) {
             return true;
         }
         if self.granted.len() < FRESH && self.dead.contains(&(function, key)) {
             return false;
         }
-        let client = &self.clients[who];
-        // Who keeps to no rule may have thrown the grant away, or use it before it is told.
-        let owns = || match self.books.owner(entry) {
-            Some(Some(id)) => self.is(who, id),
-            Some(None) => client.asking > 0,
+        let state = &self.clients[client];
+        // A hostile client may have discarded the grant, or use it before the reply arrives.
+        let owns = || match self.node_view.owner(entry) {
+            Some(Some(id)) => self.is(client, id),
+            Some(None) => state.allocating > 0,
             None => true,
         };
-        !client.honest && owns()
+        !state.honest && owns()
     }
 
-    /// The memory node wrote to a chunk: it clears it, when no key of it is alive.
-    fn node_wrote(&mut self, aim: &Aim) {
+    /// Checks a write of the memory node to a chunk, which clears it: no key of the chunk may be
+    /// valid.
+    fn node_wrote(&mut self, aim: &Target) {
         if aim.need == Access::REMOTE_WRITE
             && let Some((entry, _)) = self.place(aim.addr)
         {
@@ -204,24 +217,24 @@ impl Oracle {
 
     fn cleared(&mut self, entry: u32) {
         if self.case.is_paged()
-            && let Some(Some(owner)) = self.books.owner(entry)
+            && let Some(Some(owner)) = self.node_view.owner(entry)
         {
             self.wrong(
                 Invariant::Releases,
-                format!("page {entry} is cleared while {owner:?} has it"),
+                format!("page {entry} is cleared while {owner:?} owns it"),
             );
         }
-        if let Some(who) = self.reached_by(entry) {
-            let name = self.name(who);
+        if let Some(client) = self.reached_by(entry) {
+            let name = self.name(client);
             self.wrong(
                 Invariant::Releases,
-                format!("chunk {entry} is cleared while {name} can still reach it"),
+                format!("chunk {entry} is cleared while {name} can still access it"),
             );
         }
         if let Some(hold) = self.holds[entry as usize].last()
             && !hold.freeing
         {
-            let name = self.name(hold.who);
+            let name = self.name(hold.client);
             self.wrong(
                 Invariant::Owners,
                 format!("chunk {entry} is cleared while {name} holds it"),
@@ -229,8 +242,8 @@ impl Oracle {
         }
     }
 
-    /// Every byte that changed must be one that the last step may change.
-    pub(super) fn account_for_bytes(&mut self, by: By) {
+    /// Checks that every changed byte is one that the last step may change.
+    pub(super) fn account_for_bytes(&mut self, by: Originator) {
         let mut now = std::mem::take(&mut self.now_bytes);
         self.memory.read(0, &mut now);
         if now != self.image {
@@ -254,28 +267,29 @@ impl Oracle {
         self.now_bytes = now;
     }
 
-    fn changed(&mut self, entry: u32, (first, last): (u64, u64), zeros: bool, by: By) {
+    fn changed(&mut self, entry: u32, (first, last): (u64, u64), zeros: bool, by: Originator) {
         let (function, aim) = match by {
-            By::Client(function, aim) => (function, aim),
-            By::Answer(who) => return self.page_written(who, entry),
-            By::Node if zeros => return self.cleared(entry),
-            By::Node => {
-                let why = format!("bytes {first} to {last} of chunk {entry} change by themselves");
+            Originator::Client(function, aim) => (function, aim),
+            Originator::Answer(client) => return self.page_written(client, entry),
+            Originator::Node if zeros => return self.cleared(entry),
+            Originator::Node => {
+                let why =
+                    format!("bytes {first} to {last} of chunk {entry} change without a cause");
                 return self.wrong(Invariant::Contents, why);
             }
         };
         let base = self.memory.addr() + entry as u64 * self.chunk_bytes;
         let covers = aim.addr <= base + first && base + last < aim.addr + aim.len;
-        let who = self.of_function(function);
+        let client = self.of_function(function);
         if aim.need == Access::REMOTE_READ || !covers {
             let name = self.name_of(function);
             self.wrong(
                 Invariant::Accesses,
                 format!(
-                    "{name} changes bytes {first} to {last} of chunk {entry}, where it does not aim"
+                    "{name} changes bytes {first} to {last} of chunk {entry}, outside its access"
                 ),
             );
-        } else if !who.is_some_and(|who| self.may_access(who, entry, named(&aim))) {
+        } else if !client.is_some_and(|client| self.may_access(client, entry, named(&aim))) {
             let name = self.name_of(function);
             self.wrong(
                 Invariant::Accesses,

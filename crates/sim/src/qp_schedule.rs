@@ -1,4 +1,4 @@
-//! What becomes of the work of queue pairs: when it is taken up, when it takes effect, and when its
+//! Timing of the work of queue pairs: when work starts, when it takes effect, and when its
 //! completions are known.
 //!
 //! ```text
@@ -9,52 +9,15 @@
 
 use std::fmt::Write as _;
 
-use rnic::engine::{Aim, Next, NextKind, Stepped};
-use rnic::ids::{Cqn, FunctionId, Qpn};
+use rnic::engine::{Next, NextKind, StepOutcome};
+use rnic::ids::{Cqn, Qpn};
 use rnic::port::inline::InlineNic;
 
+use crate::ids::NodeId;
 use crate::net::TRIES;
-use crate::state::{Event, NUMBER, NodeId, State};
+use crate::qp::{Observed, QpState};
+use crate::state::{Event, NUMBER, State};
 use crate::time::Time;
-
-/// What a QP did, for who watches.
-#[derive(Clone, Copy, Debug)]
-pub struct Observed {
-    /// The QP.
-    pub qpn: Qpn,
-    /// Its function.
-    pub function: FunctionId,
-    /// The function of its peer.
-    pub towards: Option<FunctionId>,
-    /// What it did.
-    pub next: Next,
-    /// What came of it.
-    pub stepped: Stepped,
-    /// It was sent as often as it may be, and never arrived.
-    pub lost: bool,
-    /// It was done, but the answer is lost for good: the requester hears of a time-out.
-    pub unanswered: bool,
-    /// What it did to its peer's memory, if it did.
-    pub aim: Option<Aim>,
-}
-
-#[derive(Default)]
-pub(crate) struct QpState {
-    node: NodeId,
-    send_cq: Cqn,
-    /// A step of it stands in the queue of events.
-    held: bool,
-    /// The NIC has told of it: more work than that of the step that it is held for.
-    next: Option<Next>,
-    /// When the WQE after the last may be taken up.
-    free: Time,
-    /// When the last request arrived: the next one does not arrive before.
-    arrival: Time,
-    managed: bool,
-    /// It is told of as one that carries a chain.
-    chained: bool,
-    lost: bool,
-}
 
 impl State {
     fn qp(&mut self, qpn: Qpn) -> &mut QpState {
@@ -65,12 +28,12 @@ impl State {
         &mut self.qps[at]
     }
 
-    /// The node of a QP; nobody's, if there is no such QP.
+    /// Returns the node of a QP, or the default `NodeId` if the QP does not exist.
     fn node_of(&self, qpn: Qpn) -> NodeId {
         self.qps.get(qpn.raw() as usize).map_or(NodeId::default(), |qp| qp.node)
     }
 
-    /// A QP was made on a node.
+    /// Records that a QP was created on a node.
     pub fn made_qp(&mut self, qpn: Qpn, node: NodeId, send_cq: Cqn, managed: bool) {
         let qp = self.qp(qpn);
         if std::mem::take(&mut qp.chained) {
@@ -78,11 +41,11 @@ impl State {
             self.nodes[old.0 as usize].chain_qps -= 1;
         }
         let qp = self.qp(qpn);
-        // A step that its predecessor is held for finds nothing to do.
+        // A pending `Step` of a destroyed QP with the same number will find no work.
         *qp = QpState { node, send_cq, managed, held: qp.held, ..QpState::default() };
     }
 
-    /// A QP is connected.
+    /// Records that a QP is connected.
     pub fn connects(&mut self, qpn: Qpn, peer: Qpn) {
         let far = self.node_of(peer);
         let qp = self.qp(qpn);
@@ -93,7 +56,7 @@ impl State {
         }
     }
 
-    /// Takes up what has become ready, from `from` on.
+    /// Plans the work that has become ready, starting at `from`.
     pub fn collect(&mut self, nic: &InlineNic, from: Time) {
         let mut ready = std::mem::take(&mut self.ready);
         nic.with_engine(|e| e.take_ready(&mut ready));
@@ -105,7 +68,7 @@ impl State {
         self.ready = ready;
     }
 
-    /// Sets when the next work of a QP takes effect, which may be taken up from `from` on.
+    /// Schedules the next work of a QP, which may start at `from` or later.
     fn plan(&mut self, nic: &InlineNic, qpn: Qpn, from: Time) {
         let next = nic.with_engine(|e| e.peek(qpn));
         let params = self.params.clone();
@@ -125,7 +88,7 @@ impl State {
             kind => {
                 let nic = &mut self.nodes[node.0 as usize];
                 let doorbell = if next.managed { Time::ZERO } else { params.pcie.doorbell };
-                // A queue that is at work needs no doorbell to go on.
+                // A queue that is busy needs no doorbell to continue.
                 let start = if start > free { start + doorbell } else { start };
                 let issued = nic.issue(&params, &next, start);
                 self.qp(qpn).free = issued;
@@ -163,20 +126,20 @@ impl State {
         Some(left + self.params.link.latency + late?)
     }
 
-    /// What a QP does next takes effect.
+    /// Executes the next work of a QP.
     pub fn step(&mut self, nic: &InlineNic, qpn: Qpn) {
         let (now, params) = (self.now, self.params.clone());
         let qp = self.qp(qpn);
         let (node, send_cq) = (qp.node, qp.send_cq);
         let Some(next) = qp.next.take() else {
-            // It was held for a QP that had its number before.
+            // The event was scheduled for a destroyed QP with the same number.
             return self.plan(nic, qpn, now);
         };
         let lost = std::mem::take(&mut qp.lost);
         if let NextKind::Wait { reached: false, .. } = next.kind {
             let again = nic.with_engine(|e| e.peek(qpn));
             if matches!(again, Some(Next { kind: NextKind::Wait { reached: true, .. }, .. })) {
-                // It has been counted meanwhile, and the NIC may not know yet.
+                // The completion has been counted meanwhile, but the NIC may not know it yet.
                 return self.plan(nic, qpn, now);
             }
         }
@@ -189,21 +152,21 @@ impl State {
                 | NextKind::Atomic
         );
         let mut completed = std::mem::take(&mut self.completed);
-        // Where an atomic aims decides what it waits for there.
+        // The target word of an atomic determines the lock for which it waits at the responder.
         let addr = match next.kind {
             NextKind::Atomic if params.nic.atomic_same != Time::ZERO => {
-                nic.with_engine(|e| e.aim(qpn)).map_or(0, |aim| aim.addr)
+                nic.with_engine(|e| e.next_target(qpn)).map_or(0, |aim| aim.addr)
             }
             _ => 0,
         };
         let aim = match self.watched {
             true => nic.with_engine(|e| {
-                e.function_of(qpn).map(|f| (f, e.function_of(next.peer), e.aim(qpn)))
+                e.function_of(qpn).map(|f| (f, e.function_of(next.peer), e.next_target(qpn)))
             }),
             false => None,
         };
-        // What a compute node sends next acknowledges all that it has got from the memory node: an
-        // acknowledgement that is lost there does not count.
+        // The next request of a compute node acknowledges all responses that it has received from
+        // the memory node, so a lost acknowledgement in that direction has no effect.
         let crosses = moves && next.peer != Qpn::NONE && far != node && !self.is_memory_node(node);
         let back = match crosses && !lost {
             true => self.net.delay(far, node, now, false),
@@ -219,7 +182,7 @@ impl State {
             let unanswered = back.is_none();
             Observed { qpn, function, towards, next, stepped, lost, unanswered, aim }
         });
-        let moved = moves && next.peer != Qpn::NONE && !lost && stepped != Stepped::NotReady;
+        let moved = moves && next.peer != Qpn::NONE && !lost && stepped != StepOutcome::NotReady;
         let (received, answered) = if !moved {
             (now, now)
         } else if far == node {
@@ -227,7 +190,7 @@ impl State {
             (service.received, service.completed)
         } else {
             let (received, answer) = self.nodes[far.0 as usize].respond(&params, &next, addr, now);
-            // An answer that is lost is sent again; the request has been executed, once.
+            // A lost answer is sent again; the request has been executed once.
             let late = back.unwrap_or(Time(params.link.retry.0 * (TRIES as u64 + 1)));
             self.counters.delayed += (late != Time::ZERO) as u64;
             let there = answer + params.link.latency + late;
@@ -239,20 +202,21 @@ impl State {
         }
         self.completed = completed;
         match stepped {
-            Stepped::Done | Stepped::Failed => {
+            StepOutcome::Done | StepOutcome::Failed => {
                 self.counters.verbs += 1;
                 self.counters.timeouts += (lost || back.is_none()) as u64;
-                // A managed queue goes on when this has taken effect; another one has gone on already.
+                // A managed queue continues after the work has taken effect; any other queue has
+                // continued already.
                 let from = if next.managed { received } else { self.qp(qpn).free };
                 self.plan(nic, qpn, from);
             }
-            Stepped::NotReady => {
-                // The peer says when it may be tried again: the shortest that there is.
+            StepOutcome::NotReady => {
+                // Retry after the RNR timer of the peer: the shortest possible.
                 let qp = self.qp(qpn);
                 qp.free = now + Time::us(10);
                 qp.held = false;
             }
-            Stepped::Waits | Stepped::Nothing => self.qp(qpn).held = false,
+            StepOutcome::Waits | StepOutcome::Nothing => self.qp(qpn).held = false,
         }
         self.collect(nic, now);
     }
@@ -261,7 +225,7 @@ impl State {
         &mut self,
         qpn: Qpn,
         next: &Next,
-        stepped: Stepped,
+        stepped: StepOutcome,
         (lost, unanswered): (bool, bool),
     ) {
         let (now, node) = (self.now, self.qp(qpn).node);

@@ -1,7 +1,8 @@
-//! The software NIC with somebody in between: whoever runs programs under his own schedule sees
-//! each verb before it happens, and decides when completions are seen and how waiting is done.
+//! The software NIC with hooks between a program and its verbs.
 //!
-//! A model checker tries all orders of verbs; a simulator gives each verb a time.
+//! The hooks run before each verb, and decide when completions become visible and how a thread
+//! waits. A model checker uses them to explore all orders of verbs; a simulator uses them to give
+//! each verb a time.
 
 use std::task::Waker;
 use std::time::Duration;
@@ -14,20 +15,20 @@ use crate::{
     ReceiveAttr, ReceiveQueue, ReceiveRequest, Rereg, SrqInfo, WorkRequest, Zeros,
 };
 
-/// A verb, for [`Hooks::before`].
+/// A verb, as passed to [`Hooks::before`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Call {
     /// `alloc_dma`, `alloc_pd`, or the creation of a queue.
     Create,
-    /// `reg_mr`: so many bytes.
+    /// `reg_mr` of this number of bytes.
     RegMr(u64),
-    /// `alloc_mws`: so many windows.
+    /// `alloc_mws` of this number of windows.
     AllocMws(u64),
-    /// The last handle of a region of so many bytes is dropped: it is deregistered.
+    /// Drop of the last handle of a region of this number of bytes, which deregisters it.
     DeregMr(u64),
-    /// `zero`: so many bytes.
+    /// `zero` of this number of bytes.
     Zero(u64),
-    /// `post_send`: so many work requests to this QP.
+    /// `post_send` of this number of work requests to this QP.
     PostSend(Qpn, usize),
     /// `post_recv`.
     PostRecv,
@@ -35,67 +36,69 @@ pub enum Call {
     Poll(Cqn),
     /// A change of a QP's state.
     Modify,
-    /// A question to the NIC's tables.
+    /// A query of the NIC's tables.
     Query,
-    /// A managed queue's limit is set by the CPU.
+    /// A CPU write of a managed queue's limit.
     Enable,
 }
 
-/// Who stands in between.
+/// Hooks of an [`InterposedNic`].
 pub trait Hooks: Clone + Send + Sync + 'static {
     /// See [`CompletionQueue::VIRTUAL`].
     const VIRTUAL: bool;
 
-    /// The NIC's name in reports.
+    /// Returns the NIC's name in reports.
     fn name(&self) -> &'static str;
 
     /// See [`Nic::now`].
     fn now(&self) -> Duration;
 
-    /// Before a verb.
+    /// Runs before a verb.
     fn before(&self, call: Call);
 
-    /// After a verb that may have given the NIC work.
+    /// Runs after a verb that may have given work to the NIC.
     fn after(&self) {}
 
-    /// Runs `make`, which makes an object; `quiet` says that nobody reads its memory.
+    /// Runs `make`, which creates an object. `quiet` is true if no program reads the object's
+    /// memory.
     fn making<T>(&self, _quiet: bool, make: impl FnOnce() -> T) -> T {
         make()
     }
 
-    /// A QP was made that sends into the CQ `send_cq`, with its send ring if that is a managed one.
+    /// Runs after the creation of a QP whose send CQ is `send_cq`. `managed_ring` is the send ring
+    /// of a managed send queue.
     fn made_qp(&self, qpn: Qpn, send_cq: Cqn, managed_ring: Option<DmaMemory>);
 
-    /// A QP is to be connected with `peer`.
+    /// Runs before a QP is connected to `peer`.
     fn connects(&self, _qpn: Qpn, _peer: Qpn) {}
 
-    /// The running number (24 bits) of the first completion of a CQ that is not to be seen yet; `None`:
-    /// all are.
+    /// Returns the sequence number (24 bits) of the first completion of a CQ that is not visible
+    /// yet. `None` if all completions are visible.
     fn horizon(&self, _cqn: Cqn) -> Option<u32> {
         None
     }
 
-    /// Waits until there are completions of a CQ from the running number `next` on, or until `timeout`
-    /// has passed; true in the first case.
+    /// Waits until the completion with sequence number `next` of a CQ exists (returns true) or
+    /// `timeout` has passed (false).
     fn wait(&self, cqn: Cqn, next: u32, timeout: Duration) -> Result<bool, Error>;
 
-    /// Calls `waker` when there are completions of a CQ from the running number `next` on.
+    /// Calls `waker` when the completion with sequence number `next` of a CQ exists.
     fn leave_waker(&self, _cqn: Cqn, _next: u32, _waker: &Waker) {}
 
-    /// Lets `time` pass; false if it cannot: who waits for something without a CQ gives up then.
+    /// Lets `time` pass. Returns false if time cannot pass; a wait without a CQ then ends early.
     fn nap(&self, _time: Duration) -> bool {
         false
     }
 
-    /// A CQ was made.
+    /// Runs after the creation of a CQ.
     fn made_cq(&self, _cqn: Cqn) {}
 
-    /// Completions were polled.
+    /// Runs after completions were polled.
     fn polled(&self, _all: &[Completion]) {}
 }
 
-/// What the software NIC can do also with somebody in between: where waiting is somebody else's, solicited
-/// completions are not told from others.
+/// Features of the software NIC that work with hooks. Solicited events are missing, because the
+/// hooks do the waiting and do not distinguish solicited completions.
 const FEATURES: [Feature; 10] = [
     Feature::Type1Windows,
     Feature::Type2Windows,
@@ -109,26 +112,26 @@ const FEATURES: [Feature; 10] = [
     Feature::CqOverrun,
 ];
 
-/// Who waits for events looks so often.
+/// Interval at which `wait_events` checks for events.
 const NAP: Duration = Duration::from_micros(10);
 
 /// A [`SoftNic`] with hooks.
 #[derive(Clone)]
-pub struct HookedNic<H> {
+pub struct InterposedNic<H> {
     inner: SoftNic,
     hooks: H,
 }
 
-/// Its CQ.
+/// CQ of an [`InterposedNic`].
 #[derive(Clone)]
-pub struct HookedCq<H> {
+pub struct InterposedCq<H> {
     inner: SoftCq,
     hooks: H,
 }
 
-/// Its region.
+/// Memory region of an [`InterposedNic`].
 #[derive(Clone)]
-pub struct HookedMr<H: Hooks> {
+pub struct InterposedMr<H: Hooks> {
     inner: SoftMr,
     dereg: std::sync::Arc<Dereg<H>>,
 }
@@ -138,32 +141,32 @@ struct Dereg<H: Hooks> {
     bytes: u64,
 }
 
-/// Its shared receive queue.
+/// Shared receive queue of an [`InterposedNic`].
 #[derive(Clone)]
-pub struct HookedSrq<H> {
+pub struct InterposedSrq<H> {
     inner: SoftSrq,
     hooks: H,
 }
 
-/// Its QP.
+/// QP of an [`InterposedNic`].
 #[derive(Clone)]
-pub struct HookedQp<H> {
+pub struct InterposedQp<H> {
     inner: SoftQp,
     hooks: H,
 }
 
-impl<H: Hooks> HookedNic<H> {
-    /// The verbs of `inner`, each with `hooks` before it.
+impl<H: Hooks> InterposedNic<H> {
+    /// Wraps the verbs of `inner` with `hooks`.
     pub fn new(inner: SoftNic, hooks: H) -> Self {
         Self { inner, hooks }
     }
 
-    /// The hooks.
+    /// Returns the hooks.
     pub fn hooks(&self) -> &H {
         &self.hooks
     }
 
-    /// The NIC below.
+    /// Returns the wrapped NIC.
     pub fn inner(&self) -> &SoftNic {
         &self.inner
     }
@@ -182,20 +185,20 @@ impl<H: Hooks> HookedNic<H> {
         }
     }
 
-    fn qp(&self, inner: SoftQp, send_cq: &HookedCq<H>, managed: bool) -> HookedQp<H> {
+    fn qp(&self, inner: SoftQp, send_cq: &InterposedCq<H>, managed: bool) -> InterposedQp<H> {
         let ring = managed.then(|| inner.send_ring().memory);
         self.hooks.made_qp(inner.qpn(), send_cq.inner.cqn(), ring);
-        HookedQp { inner, hooks: self.hooks.clone() }
+        InterposedQp { inner, hooks: self.hooks.clone() }
     }
 }
 
-impl<H: Hooks> Nic for HookedNic<H> {
+impl<H: Hooks> Nic for InterposedNic<H> {
     type Pd = SoftPd;
-    type Mr = HookedMr<H>;
+    type Mr = InterposedMr<H>;
     type Mw = SoftMw;
-    type Cq = HookedCq<H>;
-    type Srq = HookedSrq<H>;
-    type Qp = HookedQp<H>;
+    type Cq = InterposedCq<H>;
+    type Srq = InterposedSrq<H>;
+    type Qp = InterposedQp<H>;
 
     fn caps(&self) -> Caps {
         Caps { name: self.hooks.name(), features: &FEATURES, ..self.inner.caps() }
@@ -263,14 +266,14 @@ impl<H: Hooks> Nic for HookedNic<H> {
         self.hooks.making(false, || {
             let inner = self.inner.reg_mr_iova(pd, memory, iova, access)?;
             let dereg = Dereg { hooks: self.hooks.clone(), bytes };
-            Ok(HookedMr { inner, dereg: std::sync::Arc::new(dereg) })
+            Ok(InterposedMr { inner, dereg: std::sync::Arc::new(dereg) })
         })
     }
 
     fn rereg_mr(&self, mr: Self::Mr, change: Rereg<'_, Self>) -> Result<Self::Mr, Error> {
-        let HookedMr { inner, mut dereg } = mr;
+        let InterposedMr { inner, mut dereg } = mr;
         let bytes = change.memory.map_or(0, |memory| memory.len() as u64);
-        // Its key ends and another is made; the pages of memory that stays are pinned already.
+        // The old key ends and a new one begins; pages of unchanged memory stay pinned.
         self.hooks.before(Call::DeregMr(dereg.bytes));
         self.hooks.before(Call::RegMr(bytes));
         let Rereg { pd, memory, access } = change;
@@ -278,7 +281,7 @@ impl<H: Hooks> Nic for HookedNic<H> {
         if let (Some(memory), Some(dereg)) = (memory, std::sync::Arc::get_mut(&mut dereg)) {
             dereg.bytes = memory.len() as u64;
         }
-        Ok(HookedMr { inner, dereg })
+        Ok(InterposedMr { inner, dereg })
     }
 
     fn alloc_mw(&self, pd: &SoftPd) -> Result<SoftMw, Error> {
@@ -307,35 +310,35 @@ impl<H: Hooks> Nic for HookedNic<H> {
         self.hooks.making(false, || self.inner.alloc_guarded_mws(pd, &guards))
     }
 
-    fn create_cq(&self, attr: CqAttr) -> Result<HookedCq<H>, Error> {
+    fn create_cq(&self, attr: CqAttr) -> Result<InterposedCq<H>, Error> {
         self.hooks.before(Call::Create);
-        // Nobody reads a CQ that overwrites: its count says all.
+        // No program reads a CQ that ignores overruns: WAIT uses only its counter.
         let quiet = attr.ignore_overrun;
         let inner = self.hooks.making(quiet, || self.inner.create_cq(attr))?;
         self.hooks.made_cq(inner.cqn());
-        Ok(HookedCq { inner, hooks: self.hooks.clone() })
+        Ok(InterposedCq { inner, hooks: self.hooks.clone() })
     }
 
-    fn create_srq(&self, pd: &SoftPd, attr: ReceiveAttr) -> Result<HookedSrq<H>, Error> {
+    fn create_srq(&self, pd: &SoftPd, attr: ReceiveAttr) -> Result<InterposedSrq<H>, Error> {
         self.hooks.before(Call::Create);
         let inner = self.hooks.making(false, || self.inner.create_srq(pd, attr))?;
-        Ok(HookedSrq { inner, hooks: self.hooks.clone() })
+        Ok(InterposedSrq { inner, hooks: self.hooks.clone() })
     }
 
-    fn create_qp(&self, pd: &SoftPd, attr: QpAttr<'_, Self>) -> Result<HookedQp<H>, Error> {
+    fn create_qp(&self, pd: &SoftPd, attr: QpAttr<'_, Self>) -> Result<InterposedQp<H>, Error> {
         self.hooks.before(Call::Create);
         let inner = self.hooks.making(false, || self.inner.create_qp(pd, Self::soft(&attr)))?;
         Ok(self.qp(inner, attr.send_cq, false))
     }
 }
 
-impl<H: Hooks> DirectNic for HookedNic<H> {
+impl<H: Hooks> DirectNic for InterposedNic<H> {
     fn create_managed_qp(
         &self,
         pd: &SoftPd,
         attr: QpAttr<'_, Self>,
         managed: Managed,
-    ) -> Result<HookedQp<H>, Error> {
+    ) -> Result<InterposedQp<H>, Error> {
         self.hooks.before(Call::Create);
         let make = || self.inner.create_managed_qp(pd, Self::soft(&attr), managed);
         let inner = self.hooks.making(false, make)?;
@@ -347,13 +350,13 @@ impl<H: Hooks> DirectNic for HookedNic<H> {
         self.inner.query_key(key)
     }
 
-    fn cq_count(&self, cq: &HookedCq<H>) -> Result<u32, Error> {
+    fn cq_count(&self, cq: &InterposedCq<H>) -> Result<u32, Error> {
         self.hooks.before(Call::Query);
         self.inner.cq_count(&cq.inner)
     }
 }
 
-impl<H: Hooks> MemoryRegion for HookedMr<H> {
+impl<H: Hooks> MemoryRegion for InterposedMr<H> {
     fn key(&self) -> Key {
         self.inner.key()
     }
@@ -373,14 +376,14 @@ impl<H: Hooks> Drop for Dereg<H> {
     }
 }
 
-impl<H> HookedCq<H> {
-    /// The running number of the completion that is polled next, 24 bits.
+impl<H> InterposedCq<H> {
+    /// Returns the sequence number (24 bits) of the completion that is polled next.
     pub fn consumed(&self) -> u32 {
         self.inner.consumed()
     }
 }
 
-impl<H: Hooks> CompletionQueue for HookedCq<H> {
+impl<H: Hooks> CompletionQueue for InterposedCq<H> {
     const VIRTUAL: bool = H::VIRTUAL;
 
     fn cqn(&self) -> Cqn {
@@ -429,7 +432,7 @@ impl<H: Hooks> CompletionQueue for HookedCq<H> {
     }
 }
 
-impl<H: Hooks> ReceiveQueue for HookedSrq<H> {
+impl<H: Hooks> ReceiveQueue for InterposedSrq<H> {
     fn post_recv(&self, wr: &ReceiveRequest<'_>) -> Result<(), Error> {
         self.hooks.before(Call::PostRecv);
         self.inner.post_recv(wr)?;
@@ -452,7 +455,7 @@ impl<H: Hooks> ReceiveQueue for HookedSrq<H> {
     }
 }
 
-impl<H: Hooks> crate::direct::DirectReceive for HookedSrq<H> {
+impl<H: Hooks> crate::direct::DirectReceive for InterposedSrq<H> {
     fn ring(&self) -> Ring {
         self.inner.ring()
     }
@@ -462,7 +465,7 @@ impl<H: Hooks> crate::direct::DirectReceive for HookedSrq<H> {
     }
 }
 
-impl<H: Hooks> QueuePair for HookedQp<H> {
+impl<H: Hooks> QueuePair for InterposedQp<H> {
     fn qpn(&self) -> Qpn {
         self.inner.qpn()
     }
@@ -497,7 +500,7 @@ impl<H: Hooks> QueuePair for HookedQp<H> {
     }
 }
 
-impl<H: Hooks> DirectQp for HookedQp<H> {
+impl<H: Hooks> DirectQp for InterposedQp<H> {
     fn send_ring(&self) -> Ring {
         self.inner.send_ring()
     }

@@ -1,4 +1,4 @@
-//! The memory node's books, whichever scheme keeps them.
+//! The memory node's allocation state, in one form for all schemes.
 
 use fabric::{DmaMemory, MemoryRegion};
 use pool::AnyNode;
@@ -10,26 +10,26 @@ use pool::scheme::ClientId;
 
 use crate::nic::SimNic;
 
-/// The tables of compute nodes that are there.
+/// The page tables of the connected compute nodes.
 #[derive(Default)]
 pub(super) struct Tables {
     all: Vec<(ClientId, DmaMemory)>,
-    /// They cannot be seen now.
+    /// Whether the tables cannot be read now.
     hidden: bool,
 }
 
 impl Tables {
-    /// Whose a page is, once for each row that maps it.
+    /// Returns the owner of a page, once for each row that maps the page.
     fn owners(&self, memory: &Memory<SimNic>, entry: u32) -> impl Iterator<Item = ClientId> {
         let pages = memory.shape.chunks as u64;
         let maps = move |rows: &DmaMemory| {
             (0..pages).filter(|n| page_of(memory, rows, *n) == Some(entry)).count()
         };
-        self.all.iter().flat_map(move |(client, rows)| (0..maps(rows)).map(|_| *client))
+        self.all.iter().flat_map(move |(id, rows)| (0..maps(rows)).map(|_| *id))
     }
 }
 
-/// The tables of compute nodes whose chains may run.
+/// Returns the page tables of the compute nodes whose chains may run.
 pub(super) fn tables(node: &AnyNode<SimNic>) -> Vec<(ClientId, DmaMemory)> {
     match node {
         AnyNode::Odrp(node) => node.tables(),
@@ -37,39 +37,39 @@ pub(super) fn tables(node: &AnyNode<SimNic>) -> Vec<(ClientId, DmaMemory)> {
     }
 }
 
-/// A look into them.
-pub(super) enum Books {
+/// A view of a memory node's allocation state.
+pub(super) enum NodeView {
     /// Table and free queue of `onesidedmw`.
     Chains(Box<Memory<SimNic>>),
-    /// Free queue of `odrp`, and the tables of its compute nodes.
+    /// Free queue of `odrp`, and the page tables of its compute nodes.
     Pages(Box<Memory<SimNic>>, Tables),
-    /// The CPU's table.
-    Rpc(rpc::Books<SimNic>),
+    /// The table of the CPU.
+    Rpc(rpc::AllocationView<SimNic>),
     /// Bitmaps and logs of `finemem`.
-    Tree(finemem::Books),
+    Tree(finemem::AllocationView),
 }
 
-impl Books {
+impl NodeView {
     pub fn of(node: &AnyNode<SimNic>) -> Self {
         match node {
             AnyNode::OneSidedMw(node) => Self::Chains(Box::new(node.memory().clone())),
-            AnyNode::Rpc(node) => Self::Rpc(node.books()),
+            AnyNode::Rpc(node) => Self::Rpc(node.allocation_view()),
             AnyNode::Odrp(node) => Self::Pages(Box::new(node.memory().clone()), Tables::default()),
-            AnyNode::FineMem(node) => Self::Tree(node.books()),
-            _ => unreachable!("a scheme that this check does not know"),
+            AnyNode::FineMem(node) => Self::Tree(node.allocation_view()),
+            _ => unreachable!("the check does not support this scheme"),
         }
     }
 
-    /// The donated memory.
+    /// Returns the donated memory.
     pub fn memory(&self) -> DmaMemory {
         match self {
             Self::Chains(memory) | Self::Pages(memory, _) => memory.chunks.memory().clone(),
-            Self::Rpc(books) => books.memory(),
-            Self::Tree(books) => books.memory(),
+            Self::Rpc(view) => view.memory(),
+            Self::Tree(view) => view.memory(),
         }
     }
 
-    /// Who owns a chunk, as the books have it. Nothing is said while somebody writes.
+    /// Returns the owner of a chunk in the node's state. `None` while that state is being changed.
     pub fn owner(&self, entry: u32) -> Option<Option<ClientId>> {
         match self {
             Self::Chains(memory) => match memory.owner(entry) {
@@ -79,12 +79,12 @@ impl Books {
             Self::Pages(memory, tables) => {
                 (!tables.hidden).then(|| tables.owners(memory, entry).next())
             }
-            Self::Rpc(books) => books.chunk(entry).map(|c| c.owner),
-            Self::Tree(books) => Some(books.owner(entry)),
+            Self::Rpc(view) => view.chunk(entry).map(|c| c.owner),
+            Self::Tree(view) => Some(view.owner(entry)),
         }
     }
 
-    /// A page that two have, or one twice.
+    /// Returns two owners of a page that is mapped twice; they may be equal.
     pub fn has_two(&self, entry: u32) -> Option<(ClientId, ClientId)> {
         let Self::Pages(memory, tables) = self else { return None };
         if tables.hidden {
@@ -94,53 +94,53 @@ impl Books {
         Some((owners.next()?, owners.next()?))
     }
 
-    /// Compute nodes' tables are these now; `None`: that cannot be seen.
-    pub fn tables_are(&mut self, now: Option<Vec<(ClientId, DmaMemory)>>) {
+    /// Sets the current page tables of the compute nodes; `None` if they cannot be read.
+    pub fn set_tables(&mut self, now: Option<Vec<(ClientId, DmaMemory)>>) {
         if let Self::Pages(_, tables) = self {
             tables.hidden = now.is_none();
             tables.all = now.unwrap_or_default();
         }
     }
 
-    /// True for an address of what compute nodes allocate on.
+    /// Returns whether an address belongs to the metadata on which compute nodes allocate.
     pub fn is_metadata(&self, addr: u64) -> bool {
-        matches!(self, Self::Tree(books) if books.is_metadata(addr))
+        matches!(self, Self::Tree(view) if view.is_metadata(addr))
     }
 
-    /// A chunk is opened for its owner, who does not have it.
-    pub fn is_aside(&self, entry: u32) -> bool {
+    /// Returns whether a chunk is accessible to its owner but not granted: a deferred free, or
+    /// quarantined.
+    pub fn is_deferred(&self, entry: u32) -> bool {
         match self {
             Self::Chains(_) | Self::Pages(..) => false,
-            Self::Rpc(books) => books.chunk(entry).is_some_and(|c| c.aside),
-            Self::Tree(books) => books.is_quarantined(entry),
+            Self::Rpc(view) => view.chunk(entry).is_some_and(|c| c.aside),
+            Self::Tree(view) => view.is_quarantined(entry),
         }
     }
 
-    /// What is free, in any order. Nothing is said while somebody writes.
+    /// Returns the free chunks in any order. `Ok(None)` while the state is being changed.
     ///
     /// # Errors
-    /// What is wrong with the free queue itself.
+    /// A defect of the free queue itself.
     pub fn free(&self) -> Result<Option<Vec<u32>>, String> {
         let memory = match self {
             Self::Chains(memory) | Self::Pages(memory, _) => memory,
-            Self::Rpc(books) => return Ok(books.free()),
-            Self::Tree(books) => {
-                return Ok(Some((0..books.chunks()).filter(|c| !books.is_taken(*c)).collect()));
+            Self::Rpc(view) => return Ok(view.free()),
+            Self::Tree(view) => {
+                return Ok(Some((0..view.chunks()).filter(|c| !view.is_taken(*c)).collect()));
             }
         };
-        // All slots: one that head has passed and nobody has emptied yet holds a free entry too.
+        // All slots: a slot that the head has passed but that is not emptied yet holds a free entry
+        // too.
         let slots = 0..memory.shape.slots() as usize;
         let mut free = Vec::new();
         for value in slots.map(|at| memory.queue.memory().load_be64(at * 8)).filter(|v| *v != 0) {
             let entry = memory.entry_of(value);
-            free.push(entry.ok_or("the free queue holds what is no entry")?);
+            free.push(entry.ok_or("the free queue contains a value that names no entry")?);
         }
         let permits = memory.permits();
         if permits > free.len() as i64 {
             let entries = free.len();
-            return Err(format!(
-                "{permits} permits are out for {entries} entries in the free queue"
-            ));
+            return Err(format!("{permits} permits exist for {entries} entries in the free queue"));
         }
         Ok(Some(free))
     }

@@ -1,4 +1,5 @@
-//! What it does with its NIC: it binds windows, and waits for and enables queues, as only their owners may.
+//! Misuse of the NIC: binding windows, and waiting for and enabling queues, in ways reserved to
+//! their owners.
 
 use fabric::direct::{DirectNic, DirectQp, Managed};
 use fabric::wqe::{Builder, Umr};
@@ -12,11 +13,11 @@ use pool::scheme::Grant;
 use super::{Hostile, SCRATCH, Side, to};
 use crate::check::invariant::Invariant;
 
-/// Numbers below its own of which it names one.
+/// Range below the client's own numbers from which a foreign number is chosen.
 const NEAR: u64 = 48;
 
 impl Hostile {
-    /// Binds windows of its own in ways that only the NIC's owner may.
+    /// Binds windows of the client in ways reserved to the NIC's owner.
     pub(super) fn windows(&mut self) {
         let Ok(window) = self.nic.alloc_mw(&self.pd) else { return };
         let own = self.access[0][0].qp.qpn();
@@ -29,50 +30,53 @@ impl Hostile {
         let (foreign, proper) = (bind(others), bind(own));
         let bound = Key::new(window.key().index(), window.key().tag().wrapping_add(1));
         if self.access(0, 0, Op::Window(&foreign)) {
-            self.cx.tell(|o| {
-                o.wrong(Invariant::Privilege, "a guest's window is bound to another's QP")
+            self.cx.with_oracle(|o| {
+                o.wrong(Invariant::Privilege, "a client's window is bound to another client's QP")
             });
         }
         if self.access(0, 0, Op::Window(&proper))
             && self.access(0, 0, Op::Window(&Umr::unbind(bound, false)))
         {
-            self.cx.tell(|o| o.wrong(Invariant::Privilege, "a guest unbinds without the QP check"));
+            self.cx.with_oracle(|o| {
+                o.wrong(Invariant::Privilege, "a client unbinds without the QP check")
+            });
         }
     }
 
-    /// One of the things that the NIC must refuse, or do to nobody but it.
-    pub(super) fn meddle(&mut self) {
-        match self.meddles.as_mut().expect("it meddles").below(8) {
-            // Its service's queues are its own too.
-            0..=3 if self.service.is_some() => self.use_a_dead_key_at_home(),
+    /// Performs an operation that the NIC must refuse, or whose effects must stay within the
+    /// client.
+    pub(super) fn abuse_nic(&mut self) {
+        match self.nic_random.as_mut().expect("adversarial NIC operations are enabled").below(8) {
+            // The service's queues belong to the client's function too.
+            0..=3 if self.service.is_some() => self.use_old_key_of_own_chunk(),
             0 | 1 => self.control(Control::Wait),
             2 | 3 => self.control(Control::Enable),
             4 => self.overwrite_itself(),
             5 | 6 if self.cx.case.is_paged() => self.read_while_it_is_freed(),
-            5 | 6 => self.use_a_dead_key_at_home(),
-            _ => self.reach_one_byte_beyond(),
+            5 | 6 => self.use_old_key_of_own_chunk(),
+            _ => self.access_one_byte_beyond(),
         }
     }
 
-    /// How many requests it sends as its last.
-    pub(super) fn last_words(&mut self) -> u64 {
-        if self.meddles.is_some() && self.service.is_none() { self.below(12) } else { 0 }
+    /// Returns the number of requests to send immediately before leaving.
+    pub(super) fn final_request_count(&mut self) -> u64 {
+        if self.nic_random.is_some() && self.service.is_none() { self.below(12) } else { 0 }
     }
 
-    /// Sends a request that makes sense.
-    pub(super) fn say_anything(&mut self) {
+    /// Sends a well-formed request.
+    pub(super) fn send_any_request(&mut self) {
         let number = self.below(9) as u32;
         let which = self.below(self.kinds() as u64) as usize;
         let data = match (self.cx.case.is_paged(), self.below(2)) {
             (true, _) => self.any_request(which, number),
             (false, 0) if which == self.free_side() => {
                 let target = self.memory.remote(which * 128);
-                self.ask_free(number, target)
+                self.free_request(number, target)
             }
             (false, _) if which == 0 => {
-                self.cx.tell(|o| o.asks(self.cx.who));
+                self.cx.with_oracle(|o| o.requests_chunk(self.cx.client));
                 let target = self.memory.remote(0);
-                self.ask_allocate(&[], target)
+                self.allocate_request(&[], target)
             }
             _ => return,
         };
@@ -80,10 +84,10 @@ impl Hostile {
     }
 
     fn below(&mut self, below: u64) -> u64 {
-        self.meddles.as_mut().expect("it meddles").below(below)
+        self.nic_random.as_mut().expect("adversarial NIC operations are enabled").below(below)
     }
 
-    /// A queue of its own whose WQEs it writes itself.
+    /// Creates a managed queue, whose WQEs the client writes itself.
     fn managed(&self) -> Option<Side> {
         let cq = self.nic.create_cq(CqAttr { entries: 16, ignore_overrun: false }).ok()?;
         let attr = QpAttr {
@@ -99,7 +103,7 @@ impl Hostile {
         Some(Side { qp, cq })
     }
 
-    /// WAITs for a CQ that is not its own, or enables a queue that is not: that must fail.
+    /// Posts a WAIT for a foreign CQ or a SEND_EN for a foreign queue, which must fail.
     fn control(&mut self, what: Control) {
         let Some(side) = self.managed() else { return };
         let sides = || self.management.iter().chain(self.access.iter().flatten());
@@ -107,15 +111,15 @@ impl Hostile {
         let named = match what {
             Control::Wait => {
                 let own: Vec<u32> = sides().map(|s| s.cq.cqn().raw()).collect();
-                let of = side.cq.cqn().raw();
-                let Some(cqn) = self.near(of, &own) else { return };
+                let own_number = side.cq.cqn().raw();
+                let Some(cqn) = self.near(own_number, &own) else { return };
                 b.wait(Cqn::new(cqn), 0).signaled();
                 format!("waits for CQ {cqn}")
             }
             Control::Enable => {
                 let own: Vec<u32> = sides().map(|s| s.qp.qpn().raw()).collect();
-                let of = side.qp.qpn().raw();
-                let Some(qpn) = self.near(of, &own) else { return };
+                let own_number = side.qp.qpn().raw();
+                let Some(qpn) = self.near(own_number, &own) else { return };
                 b.send_enable(Qpn::new(qpn), 1).signaled();
                 format!("enables QP {qpn}")
             }
@@ -129,19 +133,20 @@ impl Hostile {
             None => matches!(side.qp.state(), Ok(QpState::Error)),
         };
         if !refused {
-            let name = self.cx.tell(|o| o.name(self.cx.who).to_owned());
+            let name = self.cx.with_oracle(|o| o.name(self.cx.client).to_owned());
             let why = format!("{name} {named}, which is not its own");
-            self.cx.tell(|o| o.wrong(Invariant::Privilege, why));
+            self.cx.with_oracle(|o| o.wrong(Invariant::Privilege, why));
         }
     }
 
-    /// A number below `of` that is none of its own.
-    fn near(&mut self, of: u32, own: &[u32]) -> Option<u32> {
-        let number = of.checked_sub(1 + self.below(NEAR) as u32)?;
+    /// Returns a number below `own_number` that is not in `own`.
+    fn near(&mut self, own_number: u32, own: &[u32]) -> Option<u32> {
+        let number = own_number.checked_sub(1 + self.below(NEAR) as u32)?;
         (!own.contains(&number)).then_some(number)
     }
 
-    /// A WQE that overwrites itself with one that would not complete: it ends as it was fetched.
+    /// Executes a WQE that overwrites itself with a WQE that would not complete. It must complete
+    /// as fetched.
     fn overwrite_itself(&mut self) {
         let Some(side) = self.managed() else { return };
         let ring = side.qp.send_ring().memory;
@@ -162,15 +167,16 @@ impl Hostile {
         if self.next(&side.cq, CompletionKind::Send).is_none()
             && side.cq.poll(&mut [fabric::Completion::EMPTY]) == 0
         {
-            let name = self.cx.tell(|o| o.name(self.cx.who).to_owned());
-            let why =
-                format!("{name} overwrites a WQE that is executed, which then does not complete");
-            self.cx.tell(|o| o.wrong(Invariant::Answers, why));
+            let name = self.cx.with_oracle(|o| o.name(self.cx.client).to_owned());
+            let why = format!(
+                "{name} overwrites its own WQE during execution, and the WQE does not complete"
+            );
+            self.cx.with_oracle(|o| o.wrong(Invariant::Answers, why));
         }
     }
 
-    /// A chunk that it has again, under the key that it had it under before.
-    fn use_a_dead_key_at_home(&mut self) {
+    /// Uses an old key of a chunk that the client has been granted again under a new key.
+    fn use_old_key_of_own_chunk(&mut self) {
         while self.held.len() < 2 {
             let before = self.held.len();
             self.allocate(&[]);
@@ -186,11 +192,11 @@ impl Hostile {
         let Some(old) = self.had.iter().rev().find(again).copied() else { return };
         let data = [0xbb; 8];
         let op = Op::WriteInline { to: to(&old, lane, 0), data: &data };
-        self.access(0, self.way(&old, lane), op);
+        self.access(0, self.qp_index(&old, lane), op);
     }
 
-    /// The last byte of what it reads is not its own any more.
-    fn reach_one_byte_beyond(&mut self) {
+    /// Reads 8 bytes of which the last or the first lies outside the client's chunk.
+    fn access_one_byte_beyond(&mut self) {
         let Some(grant) = self.held.last().copied() else { return };
         let lane = self.below(self.cx.lanes as u64) as usize;
         let at = match self.below(2) {
@@ -199,11 +205,11 @@ impl Hostile {
         };
         let from = Remote { addr: at, rkey: grant.keys()[lane] };
         let to = [self.memory.sge(SCRATCH, 8)];
-        self.access(0, self.way(&grant, lane), Op::Read { from, to: &to });
+        self.access(0, self.qp_index(&grant, lane), Op::Read { from, to: &to });
     }
 }
 
-/// A WQE that works on queues.
+/// A WQE that controls queues.
 enum Control {
     Wait,
     Enable,

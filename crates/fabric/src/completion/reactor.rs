@@ -1,0 +1,153 @@
+//! Reactors, which complete futures when they are polled, and the wakers of waiting threads.
+//!
+//! Both sides use this module: `completion` implements reactors, and
+//! [`executor`](crate::executor) polls them.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::Wake;
+use std::thread::Thread;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use crate::Error;
+
+/// A source of completions that completes futures when it is polled.
+pub(crate) trait Reactor: Send + Sync {
+    /// Polls once and returns the number of completions.
+    fn poll(&self) -> usize;
+    /// Yields this thread's CPU to the NIC if the NIC needs it to run.
+    fn offer_cpu(&self) -> bool;
+    /// Returns whether a future waits.
+    fn is_watched(&self) -> bool;
+    /// Sleeps on the CQ.
+    fn wait(&self, timeout: Duration, done: &dyn Fn() -> bool) -> Result<(), Error>;
+    /// Runs the idle callback after a time without completions.
+    fn idle(&self);
+    /// Wakes the thread that sleeps on the CQ.
+    fn wake_leader(&self);
+    /// Polls until `done` returns true, and sleeps while there is nothing to poll.
+    fn sleep_until(self: Arc<Self>, done: &dyn Fn() -> bool) -> Result<(), Error>;
+    /// Ensures that a driver thread polls while futures wait.
+    fn ensure_driver(self: Arc<Self>);
+}
+
+thread_local! {
+    /// The reactors that this thread's future waits for; `None` outside of
+    /// [`block_on`](crate::executor::block_on).
+    static DRIVEN: RefCell<Option<Vec<Arc<dyn Reactor>>>> = const { RefCell::new(None) };
+    /// The waker of this thread.
+    static ME: Arc<ThreadWaker> = Arc::new(ThreadWaker {
+        thread: std::thread::current(),
+        notified: AtomicBool::new(false),
+        leads: Mutex::new(None),
+    });
+}
+
+/// Ensures that `reactor` is polled for a future that has just registered its waker.
+pub(crate) fn drive<R: Reactor + 'static>(reactor: Arc<R>) {
+    let reactor: Arc<dyn Reactor> = reactor;
+    let here = DRIVEN.with_borrow_mut(|driven| match driven {
+        None => false,
+        Some(list) => {
+            if !list.iter().any(|r| Arc::ptr_eq(r, &reactor)) {
+                list.push(reactor.clone());
+            }
+            true
+        }
+    });
+    if !here {
+        reactor.ensure_driver();
+    }
+}
+
+/// Takes the reactors that futures of this thread wait for.
+pub(crate) fn take_reactors() -> Vec<Arc<dyn Reactor>> {
+    let mut list = DRIVEN.replace(Some(Vec::new())).expect("within block_on");
+    list.retain(|r| r.is_watched());
+    list
+}
+
+/// Returns the reactors that [`take_reactors`] took.
+pub(crate) fn put_back(mut list: Vec<Arc<dyn Reactor>>) {
+    DRIVEN.with_borrow_mut(|driven| {
+        let driven = driven.as_mut().expect("within block_on");
+        // Reactors that a waker has added meanwhile.
+        list.append(driven);
+        *driven = list;
+    });
+}
+
+/// Marks this thread as running a future.
+pub(crate) struct Entered;
+
+impl Entered {
+    /// Starts to run a future. Panics if the thread already runs one.
+    pub fn enter() -> Self {
+        DRIVEN.with_borrow_mut(|driven| {
+            assert!(driven.is_none(), "block_on within block_on");
+            *driven = Some(Vec::new());
+        });
+        Entered
+    }
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        DRIVEN.set(None);
+    }
+}
+
+/// Wakes one thread, whether it sleeps on a CQ or is parked.
+pub(crate) struct ThreadWaker {
+    thread: Thread,
+    notified: AtomicBool,
+    /// The reactor that the thread leads, if any: the thread may sleep on its CQ.
+    leads: Mutex<Option<Arc<dyn Reactor>>>,
+}
+
+impl ThreadWaker {
+    /// Returns the waker of the current thread.
+    pub fn current() -> Arc<ThreadWaker> {
+        ME.with(Arc::clone)
+    }
+
+    /// Returns the thread.
+    pub(super) fn thread(&self) -> &Thread {
+        &self.thread
+    }
+
+    /// Sets the reactor that the thread leads.
+    pub(super) fn set_leads(&self, reactor: Option<Arc<dyn Reactor>>) {
+        *self.leads.lock() = reactor;
+    }
+
+    /// Clears earlier wake-ups and returns whether there was one.
+    pub fn clear_notification(&self) -> bool {
+        self.notified.swap(false, Ordering::SeqCst)
+    }
+
+    /// Returns whether there was a wake-up.
+    pub fn is_notified(&self) -> bool {
+        self.notified.load(Ordering::SeqCst)
+    }
+}
+
+impl Wake for ThreadWaker {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.notified.store(true, Ordering::SeqCst);
+        if std::thread::current().id() == self.thread.id() {
+            return;
+        }
+        if let Some(reactor) = &*self.leads.lock() {
+            reactor.wake_leader();
+        }
+        self.thread.unpark();
+    }
+}
