@@ -1,9 +1,10 @@
-//! Ratios of our faults to bare userfaultfd, in one run: `cargo run --release -p granary-pager
-//! --example faults`.
+//! Measures the pager's fault times relative to bare userfaultfd, in one run: `cargo run --release
+//! -p granary-pager --example faults`.
 //!
-//! Bare: a thread that reads faults and answers each with one UFFDIO_COPY, on the core of the thread that
-//! faults; sequential: 64 pages per UFFDIO_COPY and MADV_DONTNEED behind. Ours: the pager over a memory
-//! file, faulting thread pinned to one core or free. Rounds alternate, and the medians are compared.
+//! Bare userfaultfd is a thread that reads faults and answers each with one UFFDIO_COPY, on the
+//! core of the faulting thread; for sequential faults, 64 pages per UFFDIO_COPY, and MADV_DONTNEED
+//! of the previous pages. The pager runs over a memory file, with the faulting thread pinned to one
+//! core or free. The rounds alternate, and the medians are compared.
 
 use std::hint::black_box;
 
@@ -43,8 +44,8 @@ fn shuffled(count: usize) -> Vec<usize> {
     order
 }
 
-/// Nanoseconds per page of `visit` over `pages` pages: by the clock, or with `--cpu` of all cores
-/// together, which what else runs on the machine disturbs less.
+/// Returns the nanoseconds per page of `visit` over `pages` pages: elapsed time, or with `--cpu`
+/// CPU time of the process, which other load on the machine disturbs less.
 fn per_page(pages: usize, visit: impl FnOnce()) -> f64 {
     let cpu = std::env::args().any(|argument| argument == "--cpu");
     let now = || if cpu { cpu_ns() } else { sys::now_ns() };
@@ -99,7 +100,7 @@ impl Bare {
     }
 
     fn drop_all(&self) {
-        // SAFETY: nobody needs the content.
+        // SAFETY: the content is no longer needed.
         unsafe { sys::madvise(self.base, PAGES * PAGE_BYTES, libc::MADV_DONTNEED).expect("drops") };
     }
 }
@@ -137,7 +138,7 @@ fn main() {
                 touch(bare.base, page);
                 if page % 64 == 63 {
                     let start = bare.base + (page - 63) * PAGE_BYTES;
-                    // SAFETY: nobody needs the content.
+                    // SAFETY: the content is no longer needed.
                     unsafe { sys::madvise(start, 64 * PAGE_BYTES, libc::MADV_DONTNEED) }
                         .expect("drops");
                 }

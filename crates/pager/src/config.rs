@@ -1,46 +1,47 @@
-//! What `granary run` tells the library in the program: environment variables.
+//! Environment variables by which `granary run` configures the preload library.
 //!
 //! | variable | meaning |
 //! | --- | --- |
 //! | `GRANARY_LOCAL` | bytes of paged memory that may be resident, staging included |
-//! | `GRANARY_POOL` | the memory behind: see [`crate::store`] and the pool's own forms |
+//! | `GRANARY_POOL` | backing memory: memory node addresses ([`pool::Address`]) or a store ([`crate::store`]) |
 //! | `GRANARY_RUN_DIR` | directory of the counters' files; absent: counters are private |
 //! | `GRANARY_REGION` | bytes of address space to reserve (default 1 TiB) |
 //! | `GRANARY_OVERFLOW_DIR` | directory of the overflow file (default `$TMPDIR`, then /var/tmp) |
 //!
-//! A child inherits them with `LD_PRELOAD`, so what a paged program starts is paged too, each process
-//! with its own bound.
+//! Programs that a paged program starts inherit these variables and `LD_PRELOAD`. So they are paged
+//! too, each process with its own bound.
 
 use std::path::PathBuf;
 
 use crate::Error;
 
-/// The smallest bound: the staging area takes [`staging_frames`] of it, and the program
-/// needs enough pages at once for a system call over many buffers to make progress.
+/// Smallest accepted bound, in bytes. The staging area takes [`staging_frames`] of the bound. The
+/// rest must hold all pages that one system call over many buffers needs at once; otherwise the
+/// call makes no progress.
 pub const LOCAL_BYTES_MIN: u64 = 4 << 20;
 
-/// Exit status of a program whose pages are lost: the pool is gone.
+/// Exit status of a program whose pages are lost because the pool is gone.
 pub const EXIT_POOL_GONE: i32 = 117;
-/// Exit status of a program that the pager had to end for another reason.
+/// Exit status of a program that the pager ended for another reason.
 pub const EXIT_PAGER: i32 = 118;
 
 /// Settings of a paged process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Bytes that may be resident.
+    /// Bytes that may be resident, staging included.
     pub local_bytes: u64,
-    /// The memory behind.
+    /// Backing memory, in the form of `GRANARY_POOL`.
     pub pool: String,
-    /// Where the counters' files are.
+    /// Directory of the counters' files.
     pub run_directory: Option<PathBuf>,
-    /// Address space to reserve.
+    /// Bytes of address space to reserve.
     pub region_bytes: usize,
-    /// Where the overflow file is made.
+    /// Directory of the overflow file.
     pub overflow_directory: PathBuf,
 }
 
 impl Config {
-    /// Settings with defaults.
+    /// Creates settings with defaults for all optional fields.
     pub fn new(local_bytes: u64, pool: impl Into<String>) -> Self {
         Self {
             local_bytes,
@@ -51,7 +52,8 @@ impl Config {
         }
     }
 
-    /// Reads the environment through `get`. None if `GRANARY_LOCAL` is not set: not paged.
+    /// Reads the environment through `get`. Returns `None` if `GRANARY_LOCAL` is not set: the
+    /// process is not paged.
     pub fn from_environment(get: impl Fn(&str) -> Option<String>) -> Result<Option<Self>, Error> {
         let Some(local) = get("GRANARY_LOCAL") else { return Ok(None) };
         let size = |name: &'static str, value: &str| {
@@ -64,7 +66,7 @@ impl Config {
         let pool = get("GRANARY_POOL").ok_or_else(|| Error::Setting {
             name: "GRANARY_POOL",
             value: String::new(),
-            why: "it must be set where GRANARY_LOCAL is".into(),
+            why: "it must be set because GRANARY_LOCAL is set".into(),
         })?;
         let mut config = Self::new(size("GRANARY_LOCAL", &local)?, pool);
         config.run_directory = get("GRANARY_RUN_DIR").map(PathBuf::from);
@@ -78,21 +80,24 @@ impl Config {
         Ok(Some(config))
     }
 
-    /// The environment that [`Config::from_environment`] reads.
+    /// Returns the environment that [`Config::from_environment`] reads.
     pub fn to_environment(&self) -> Vec<(&'static str, std::ffi::OsString)> {
-        let mut all = vec![
+        let mut variables = vec![
             ("GRANARY_LOCAL", self.local_bytes.to_string().into()),
             ("GRANARY_POOL", self.pool.clone().into()),
             ("GRANARY_REGION", self.region_bytes.to_string().into()),
             ("GRANARY_OVERFLOW_DIR", self.overflow_directory.clone().into()),
         ];
         if let Some(directory) = &self.run_directory {
-            all.push(("GRANARY_RUN_DIR", directory.clone().into()));
+            variables.push(("GRANARY_RUN_DIR", directory.clone().into()));
         }
-        all
+        variables
     }
 
-    /// Refuses what cannot work.
+    /// Checks the bound.
+    ///
+    /// # Errors
+    /// [`Error::LocalTooSmall`] below [`LOCAL_BYTES_MIN`].
     pub fn check(&self) -> Result<(), Error> {
         if self.local_bytes < LOCAL_BYTES_MIN {
             return Err(Error::LocalTooSmall { bytes: self.local_bytes });
@@ -101,7 +106,7 @@ impl Config {
     }
 }
 
-/// Frames of staging for a bound: an eighth of it, 1 to 16 MiB.
+/// Number of staging frames for a bound: an eighth of the bound, 1 to 16 MiB.
 pub fn staging_frames(local_bytes: u64) -> u32 {
     (local_bytes / 8).clamp(1 << 20, 16 << 20) as u32 / crate::sys::PAGE_BYTES as u32
 }
@@ -110,7 +115,8 @@ fn default_overflow_directory() -> PathBuf {
     std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from)
 }
 
-/// Bytes of `4096`, `64KiB`, `512MiB`, `2GiB`; `K`, `M`, `G` and `T` alone mean the same.
+/// Parses a size such as `4096`, `64KiB`, `512MiB` or `2GiB` into bytes. `K`, `M`, `G` and `T`
+/// without `iB` mean the same units.
 pub fn parse_size(text: &str) -> Option<u64> {
     let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (digits, unit) = text.split_at(split);
@@ -130,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes() {
+    fn sizes_are_parsed() {
         assert_eq!(parse_size("512MiB"), Some(512 << 20));
         assert_eq!(parse_size("2G"), Some(2 << 30));
         assert_eq!(parse_size("4096"), Some(4096));
@@ -140,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn the_environment_carries_all_settings() {
+    fn environment_round_trips_all_settings() {
         let mut config = Config::new(64 << 20, "memory:1GiB");
         config.run_directory = Some("/run/x".into());
         config.overflow_directory = "/somewhere".into();
@@ -154,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bound_that_is_too_small_is_refused_with_the_minimum() {
+    fn too_small_bound_is_refused_with_the_minimum() {
         let error = Config::new(1 << 20, "memory:1GiB").check().unwrap_err();
         assert!(error.to_string().contains("4 MiB"), "{error}");
     }

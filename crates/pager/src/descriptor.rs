@@ -1,31 +1,35 @@
-//! Descriptors out of the program's way.
+//! Protection of the pager's file descriptors from the program.
 //!
-//! Programs close descriptors that they did not open (daemons, `close_fds`). A userfaultfd that is
-//! closed turns the pages that are not resident into zeros, so two measures protect ours: they have
-//! high numbers that the interposed `close` family spares, and the pager's threads have a descriptor
-//! table of their own (`unshare(CLONE_FILES)`), whose copies nobody else can close.
+//! Some programs close descriptors that they did not open (daemons, `close_fds`). Closing the
+//! userfaultfd turns all pages that are not resident into zeros. Two measures protect the pager's
+//! descriptors. They have high numbers, which the interposed `close` family leaves open. And the
+//! pager's threads have a descriptor table of their own (`unshare(CLONE_FILES)`), whose entries no
+//! other thread can close.
 
 use std::cell::Cell;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicI32, Ordering};
 
-const MOST: usize = 64;
-static OURS: [AtomicI32; MOST] = [const { AtomicI32::new(-1) }; MOST];
-/// The process whose table the program uses; 0 before it is known.
+const MAX_DESCRIPTORS: usize = 64;
+static OURS: [AtomicI32; MAX_DESCRIPTORS] = [const { AtomicI32::new(-1) }; MAX_DESCRIPTORS];
+/// Process id of the program, whose descriptor table the program's threads use; 0 before it is
+/// known.
 static PROGRAM: AtomicI32 = AtomicI32::new(0);
 
 thread_local! {
-    /// The calling thread has a table of its own: its numbers mean nothing to the program.
+    /// True if the calling thread has a descriptor table of its own, whose numbers differ from the
+    /// program's.
     static OWN_TABLE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// The calling thread is the program's: [`take_from_program`] means its process from now on.
+/// Records the calling process as the program's process. Called on a thread of the program;
+/// [`take_from_program`] copies from this process's table.
 pub fn note_program() {
     PROGRAM.store(std::process::id() as i32, Ordering::Release);
 }
 
-/// The program's process.
+/// Returns the process id of the program.
 pub fn program() -> i32 {
     match PROGRAM.load(Ordering::Acquire) {
         0 => std::process::id() as i32,
@@ -33,18 +37,20 @@ pub fn program() -> i32 {
     }
 }
 
-/// True if the calling thread has called [`own_table`], or was started by one that had.
+/// Returns true if the calling thread has called [`own_table`], or was started by a thread that
+/// had.
 pub fn has_own_table() -> bool {
     OWN_TABLE.get()
 }
 
-/// Duplicates `fd` to a high number, close-on-exec, and remembers it as ours. The caller closes `fd`.
+/// Duplicates `fd` to a high number, close-on-exec, and registers the duplicate as the pager's. The
+/// caller closes `fd`.
 pub fn move_high(fd: RawFd) -> io::Result<OwnedFd> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limit` is valid for the write.
     unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) };
     let lowest = (limit.rlim_cur as i64 - 24).clamp(3, 1000) as i32;
-    // SAFETY: a plain system call; the descriptor that it returns is ours.
+    // SAFETY: a plain system call; this function owns the returned descriptor.
     let moved = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, lowest) };
     if moved < 0 {
         return Err(io::Error::last_os_error());
@@ -53,32 +59,33 @@ pub fn move_high(fd: RawFd) -> io::Result<OwnedFd> {
         let free = OURS.iter().find(|ours| {
             ours.compare_exchange(-1, moved, Ordering::AcqRel, Ordering::Acquire).is_ok()
         });
-        assert!(free.is_some(), "more than {MOST} descriptors to keep");
+        assert!(free.is_some(), "more than {MAX_DESCRIPTORS} descriptors to protect");
     }
     // SAFETY: just created.
     Ok(unsafe { OwnedFd::from_raw_fd(moved) })
 }
 
-/// The descriptor is no longer ours.
+/// Removes a descriptor from the pager's list without closing it.
 pub fn forget(fd: RawFd) {
     for ours in &OURS {
         let _ = ours.compare_exchange(fd, -1, Ordering::AcqRel, Ordering::Acquire);
     }
 }
 
-/// Closes one of ours.
+/// Removes a descriptor from the pager's list and closes it.
 pub fn close(fd: RawFd) {
     forget(fd);
-    // SAFETY: ours, and nobody uses it any more.
+    // SAFETY: a descriptor of the pager's that is no longer used.
     unsafe { libc::syscall(libc::SYS_close, fd) };
 }
 
-/// The calling thread shares the own table of the one that started it.
+/// Records that the calling thread shares the pager's own descriptor table.
 pub fn shares_own_table() {
     OWN_TABLE.set(true);
 }
 
-/// Closes all of ours but those in `keep`: in a forked child, what was its parent's.
+/// Closes all descriptors of the pager but those in `keep`. Called in a forked child to close the
+/// parent's descriptors.
 pub fn close_all_but(keep: &[RawFd]) {
     for ours in &OURS {
         let fd = ours.load(Ordering::Acquire);
@@ -88,14 +95,15 @@ pub fn close_all_but(keep: &[RawFd]) {
     }
 }
 
-/// True if the descriptor is one of the pager's.
+/// Returns true if `fd` is one of the pager's descriptors.
 pub fn is_ours(fd: RawFd) -> bool {
     fd >= 0 && OURS.iter().any(|ours| ours.load(Ordering::Acquire) == fd)
 }
 
-/// Calls `visit` with the parts of `[first, last]` between our descriptors.
+/// Calls `visit` with each maximal part of `[first, last]` that contains no descriptor of the
+/// pager.
 pub fn between_ours(first: u32, last: u32, mut visit: impl FnMut(u32, u32)) {
-    let mut ours = [-1i32; MOST];
+    let mut ours = [-1i32; MAX_DESCRIPTORS];
     for (copy, fd) in ours.iter_mut().zip(&OURS) {
         *copy = fd.load(Ordering::Acquire);
     }
@@ -115,9 +123,9 @@ pub fn between_ours(first: u32, last: u32, mut visit: impl FnMut(u32, u32)) {
     }
 }
 
-/// A copy of a descriptor of the program's table, for a thread that does not share it.
+/// Copies a descriptor out of the program's table, for a thread that does not share the table.
 pub fn take_from_program(fd: RawFd) -> io::Result<OwnedFd> {
-    // SAFETY: plain system calls; descriptors that they return are ours.
+    // SAFETY: plain system calls; this function owns the returned descriptors.
     unsafe {
         let own = libc::syscall(libc::SYS_pidfd_open, program(), 0) as i32;
         if own < 0 {
@@ -132,8 +140,8 @@ pub fn take_from_program(fd: RawFd) -> io::Result<OwnedFd> {
     }
 }
 
-/// Gives the calling thread a descriptor table of its own that holds only `keep`, with nothing
-/// behind the standard ones.
+/// Gives the calling thread a descriptor table of its own that holds only `keep` and the three
+/// standard descriptors, which lead to `/dev/null`.
 pub fn own_table(keep: &[RawFd]) -> io::Result<()> {
     // SAFETY: changes the calling thread's table only.
     if unsafe { libc::unshare(libc::CLONE_FILES) } != 0 {

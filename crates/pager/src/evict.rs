@@ -1,12 +1,14 @@
-//! Eviction: pages leave the program's memory for the staging area, and that for their slots.
+//! Eviction: moves pages from the program's memory to the staging area, and writes staged pages
+//! back to their slots.
 //!
-//! One thread evicts. It is called when room falls below a low mark, and makes room up to a high one, off
-//! the faults' path; where there is no room at all, the handler of a fault takes a batch out itself.
+//! One thread evicts. It is woken when room falls below the low-water mark, and makes room up to
+//! the high-water mark, off the fault path. When there is no room at all, the handler evicts a
+//! batch itself.
 //!
-//! Steps of a batch, with `gate` locked: set the pages BUSY; write-protect those that are dirty; copy
-//! them to frames; `MADV_DONTNEED` all; settle. A page that is clean needs no copy, one that is all
-//! zero needs neither frame nor slot. Frames are written back in batches, the oldest first,
-//! and stay as a cache until they are needed.
+//! Steps of a batch, with `evict_lock` held: set the pages BUSY; write-protect the dirty ones; copy
+//! these to frames; `MADV_DONTNEED` all; store the entries. A clean page needs no copy. A page of
+//! zeros needs neither frame nor slot. Dirty frames are written back in batches, the oldest first.
+//! Clean frames stay as a cache until they are needed.
 
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
@@ -15,16 +17,16 @@ use crate::page_table::{Entry, PageId, State};
 use crate::pager::Pager;
 use crate::region::RangeSet;
 use crate::slots::SlotId;
-use crate::staging::{FrameId, Left};
+use crate::staging::{FrameId, LeavingSlot};
 use crate::stats::Counter;
 use crate::sys::{self, PAGE_BYTES};
 use crate::transport::Lane;
 use crate::unpaged;
 
-/// Pages that are taken out, and frames that are written, at a time.
+/// Pages per eviction batch, and frames per write-back batch.
 const BATCH: u32 = 64;
 
-/// What the evictor keeps between batches.
+/// Buffers that are reused between batches.
 #[derive(Default)]
 pub(crate) struct Evictor {
     taken: Vec<(PageId, Entry)>,
@@ -32,30 +34,30 @@ pub(crate) struct Evictor {
     frames: Vec<FrameId>,
     pairs: Vec<(SlotId, FrameId)>,
     memory: Option<std::fs::File>,
-    /// Ranges that are to be dropped.
-    gone: Vec<libc::iovec>,
+    /// Ranges to be dropped from the program's memory.
+    to_drop: Vec<libc::iovec>,
 }
 
 impl Pager {
-    /// The evictor's loop.
+    /// Runs the evictor's loop.
     pub(crate) fn evictor(self: &std::sync::Arc<Self>) {
         self.note_thread();
         let mut evictor = Evictor::default();
-        let mut pause_ms = unpaged::GLANCE_MS_MIN;
+        let mut pause_ms = unpaged::SAMPLE_MS_MIN;
         loop {
-            let calls = self.calls.load(Ordering::Acquire);
-            self.give_back_emptied();
+            let evictor_wakes = self.evictor_wakes.load(Ordering::Acquire);
+            self.free_emptied_chunks();
             self.help_fork();
             let mut idle_rounds = 0;
             while self.limit - self.resident().min(self.limit) < self.high_water() {
-                if evictor.make_room(self, self.gate()) > 0 {
+                if evictor.make_room(self, self.evict_lock()) > 0 {
                     if self.forks.is_asked() {
                         break;
                     }
                     idle_rounds = 0;
                     continue;
                 }
-                // All that is resident is in use: let those who use it run.
+                // All resident pages are busy: let the threads that use them run.
                 idle_rounds += 1;
                 if idle_rounds > 100 || self.residency().is_empty() {
                     break;
@@ -64,34 +66,36 @@ impl Pager {
             }
             self.update_gauges();
             self.evictor_sleeps.store(true, Ordering::SeqCst);
-            while self.calls.load(Ordering::SeqCst) == calls {
-                sys::futex_wait(&self.calls, calls, Some(pause_ms));
-                if self.calls.load(Ordering::SeqCst) == calls {
-                    pause_ms = self.glance(pause_ms);
+            while self.evictor_wakes.load(Ordering::SeqCst) == evictor_wakes {
+                sys::futex_wait(&self.evictor_wakes, evictor_wakes, Some(pause_ms));
+                if self.evictor_wakes.load(Ordering::SeqCst) == evictor_wakes {
+                    pause_ms = self.sample_unpaged(pause_ms);
                 }
             }
             self.evictor_sleeps.store(false, Ordering::SeqCst);
         }
     }
 
-    /// Looks for what is not paged; returns the time until the next look.
-    pub(crate) fn glance(&self, pause_ms: u64) -> u64 {
-        match self.look_for_unpaged(false) {
-            true => unpaged::GLANCE_MS_MIN,
-            false => (2 * pause_ms).min(unpaged::GLANCE_MS_MAX),
+    /// Measures unpaged memory if it seems to have changed. Returns the time until the next call,
+    /// in milliseconds.
+    pub(crate) fn sample_unpaged(&self, pause_ms: u64) -> u64 {
+        match self.measure_unpaged(false) {
+            true => unpaged::SAMPLE_MS_MIN,
+            false => (2 * pause_ms).min(unpaged::SAMPLE_MS_MAX),
         }
     }
 
-    fn give_back_emptied(&self) {
-        let emptied =
-            std::mem::take(&mut *self.emptied.lock().expect("nobody panics with the list locked"));
-        for home in emptied {
-            self.give_back(home);
+    fn free_emptied_chunks(&self) {
+        let emptied = std::mem::take(
+            &mut *self.emptied.lock().expect("no thread panics while it holds this lock"),
+        );
+        for location in emptied {
+            self.free_location(location);
         }
     }
 
-    /// Writes every dirty frame. With `gate` locked.
-    pub(crate) fn flush_staging(&self, _gate: &RangeSet) {
+    /// Writes back every dirty frame, with `evict_lock` held.
+    pub(crate) fn flush_staging(&self, _evict_lock: &RangeSet) {
         let mut evictor = Evictor::default();
         while self.staging.dirty() > 0 {
             evictor.write_back(self);
@@ -100,8 +104,8 @@ impl Pager {
 }
 
 impl Evictor {
-    /// Takes out a batch; returns how many pages. A handler calls it too, when there is no room at all
-    /// and the evictor is not at work.
+    /// Evicts a batch and returns the number of pages. The handler calls this too, when there is no
+    /// room at all and the evictor does not hold `evict_lock`.
     pub(crate) fn make_room(
         &mut self,
         pager: &Pager,
@@ -137,13 +141,14 @@ impl Evictor {
         self.after.clear();
         self.after.resize(self.taken.len(), None);
         let runs = runs(&self.taken);
-        self.gone.clear();
+        self.to_drop.clear();
         for run in &runs {
             self.empty(pager, &unreadable, run.clone());
         }
-        self.drop_gone(pager);
+        self.drop_evicted(pager);
         if pager.forks.is_forking() {
-            // What is staged now must be in its slot before anybody can take it back.
+            // Staged pages must reach their slots before their BUSY bits are cleared, because the
+            // child's snapshot names slots.
             pager.flush_staging(&unreadable);
         }
         let mut room = 0;
@@ -165,25 +170,26 @@ impl Evictor {
         room
     }
 
-    /// Empties one contiguous run of BUSY pages; `after` says what became of each.
+    /// Evicts one contiguous run of BUSY pages and stores each page's new entry in `after`.
     fn empty(&mut self, pager: &Pager, unreadable: &RangeSet, run: std::ops::Range<usize>) {
         let (first, _) = self.taken[run.start];
         let start = pager.region.address(first);
         let len = run.len() * PAGE_BYTES;
         if self.taken[run.clone()].iter().any(|(_, entry)| entry.is_dirty()) {
-            // SAFETY: resident pages of the region, BUSY by us.
+            // SAFETY: resident pages of the region, BUSY by this thread.
             match unsafe { pager.uffd.protect(start, len) } {
                 Ok(()) => pager.fork_waits.store(false, Ordering::Release),
                 Err(error) => {
                     match error.raw_os_error() {
                         Some(libc::EAGAIN) => {
-                            // A fork waits for the handler: send it back to its events.
+                            // A fork waits for the handler to read its event: wake the handler, so
+                            // that it returns to its event loop.
                             pager.fork_waits.store(true, Ordering::Release);
                             pager.room.fetch_add(1, Ordering::AcqRel);
                             sys::futex_wake(&pager.room);
                         }
                         Some(libc::ENOENT | libc::ESRCH) => {}
-                        _ => pager.broken("write-protect pages", &error),
+                        _ => pager.fatal("write-protect pages", &error),
                     }
                     return;
                 }
@@ -199,12 +205,12 @@ impl Evictor {
             }
             self.after[index] = self.stage(pager, unreadable, page, entry);
         }
-        // What could not be staged stays; the rest goes, run by run.
+        // Pages that could not be staged stay mapped; the others are dropped, run by run.
         let mut at = run.start;
         while at < run.end {
             let end = (at..run.end).find(|&i| self.after[i].is_none()).unwrap_or(run.end);
             if at < end {
-                self.gone.push(libc::iovec {
+                self.to_drop.push(libc::iovec {
                     iov_base: pager.region.address(self.taken[at].0) as *mut libc::c_void,
                     iov_len: (end - at) * PAGE_BYTES,
                 });
@@ -213,38 +219,39 @@ impl Evictor {
         }
     }
 
-    /// Takes what is staged, stored or zero out of the program's memory: by one system call, with one
-    /// flush of the other cores' TLBs, where the kernel can (Linux 6.15), and range by range elsewhere.
-    fn drop_gone(&mut self, pager: &Pager) {
+    /// Drops evicted pages from the program's memory. Uses one system call, with one TLB shootdown,
+    /// where the kernel supports it (`process_madvise` with MADV_DONTNEED, Linux 6.15), and one
+    /// call per range otherwise.
+    fn drop_evicted(&mut self, pager: &Pager) {
         let mut done = 0;
-        if self.gone.len() > 1
-            && let Some(own) = pager.own_process()
+        if self.to_drop.len() > 1
+            && let Some(own) = pager.own_pidfd()
         {
-            // SAFETY: the content of these BUSY pages is in frames or slots, or is zero.
+            // SAFETY: the content of these BUSY pages is in frames or slots, or is zeros.
             let bytes = unsafe {
                 libc::syscall(
                     libc::SYS_process_madvise,
                     own,
-                    self.gone.as_ptr(),
-                    self.gone.len(),
+                    self.to_drop.as_ptr(),
+                    self.to_drop.len(),
                     libc::MADV_DONTNEED,
                     0,
                 )
             };
-            done = whole(&self.gone, bytes.max(0) as usize);
+            done = count_covered(&self.to_drop, bytes.max(0) as usize);
         }
-        for range in &self.gone[done..] {
-            // SAFETY: as above; to drop a range twice changes nothing, as its pages are BUSY.
+        for range in &self.to_drop[done..] {
+            // SAFETY: as above. Dropping a range twice is harmless, because its pages are BUSY.
             let dropped = unsafe {
                 sys::madvise(range.iov_base as usize, range.iov_len, libc::MADV_DONTNEED)
             };
             if let Err(error) = dropped {
-                pager.broken("take evicted pages out of memory", &error);
+                pager.fatal("drop evicted pages from memory", &error);
             }
         }
     }
 
-    /// Copies a write-protected page to a frame. None if there is no frame.
+    /// Copies a write-protected page to a frame. Returns `None` if no frame is available.
     fn stage(
         &mut self,
         pager: &Pager,
@@ -268,7 +275,7 @@ impl Evictor {
         let zero = if unreadable.contains(page.0) {
             self.copy_unreadable(pager, source, target)
         } else {
-            // SAFETY: the page is resident, readable and BUSY by us; the frame is free.
+            // SAFETY: the page is resident, readable and BUSY by this thread; the frame is free.
             unsafe { copy_page(source as *const u64, target.cast()) }
         };
         if zero {
@@ -282,22 +289,23 @@ impl Evictor {
         Some(Entry::staged(frame.0))
     }
 
-    /// Copies a page that is mapped without PROT_READ, through the process's memory file.
+    /// Copies a page that is mapped without PROT_READ, through `/proc/self/mem`. Returns true if it
+    /// is all zeros.
     fn copy_unreadable(&mut self, pager: &Pager, source: usize, target: *mut u8) -> bool {
         let file = self.memory.get_or_insert_with(|| match sys::open_own(c"/proc/self/mem") {
             Ok(file) => file,
-            Err(error) => pager.broken("open /proc/self/mem", &error),
+            Err(error) => pager.fatal("open /proc/self/mem", &error),
         });
         let mut page = [0u8; PAGE_BYTES];
         if let Err(error) = file.read_exact_at(&mut page, source as u64) {
-            pager.broken("read a page that is mapped without access", &error);
+            pager.fatal("read a page that is mapped without access", &error);
         }
-        // SAFETY: the frame is free and ours for the call; the source is a local array.
+        // SAFETY: the frame is free and used by this thread only; the source is a local array.
         unsafe { std::ptr::copy_nonoverlapping(page.as_ptr(), target, PAGE_BYTES) };
         page.iter().all(|&byte| byte == 0)
     }
 
-    /// Writes a batch of dirty frames to their slots. With `gate` locked.
+    /// Writes a batch of dirty frames to their slots, with `evict_lock` held.
     fn write_back(&mut self, pager: &Pager) {
         self.frames.clear();
         pager.staging.start_writing(BATCH, &mut self.frames);
@@ -313,7 +321,7 @@ impl Evictor {
                         emptied.extend(old.and_then(|old| slots.free(old)));
                         match slots.allocate(&*pager.transport) {
                             Ok(slot) => slot,
-                            Err(error) => pager.lost(&error),
+                            Err(error) => pager.pool_lost(&error),
                         }
                     }
                 };
@@ -333,8 +341,8 @@ impl Evictor {
     }
 }
 
-/// How many of the ranges, from the first on, `bytes` cover whole.
-fn whole(ranges: &[libc::iovec], bytes: usize) -> usize {
+/// Returns how many of the leading ranges `bytes` covers completely.
+fn count_covered(ranges: &[libc::iovec], bytes: usize) -> usize {
     let ends = ranges.iter().scan(0, |end, range| {
         *end += range.iov_len;
         Some(*end)
@@ -342,15 +350,15 @@ fn whole(ranges: &[libc::iovec], bytes: usize) -> usize {
     ends.take_while(|end| *end <= bytes).count()
 }
 
-/// What is to be freed when a page leaves its frame for good.
-pub(crate) fn abandon(left: Left) -> Option<SlotId> {
+/// Returns the slot to be freed when a page is dropped from its frame.
+pub(crate) fn slot_to_free(left: LeavingSlot) -> Option<SlotId> {
     match left {
-        Left::Stored(slot) => Some(slot),
-        Left::Unstored(slot) => slot,
+        LeavingSlot::Stored(slot) => Some(slot),
+        LeavingSlot::Unstored(slot) => slot,
     }
 }
 
-/// The maximal runs of consecutive pages, as ranges of indices.
+/// Returns the maximal runs of consecutive pages, as ranges of indices.
 fn runs(taken: &[(PageId, Entry)]) -> Vec<std::ops::Range<usize>> {
     let mut runs: Vec<std::ops::Range<usize>> = Vec::new();
     for (index, (page, _)) in taken.iter().enumerate() {
@@ -362,10 +370,11 @@ fn runs(taken: &[(PageId, Entry)]) -> Vec<std::ops::Range<usize>> {
     runs
 }
 
-/// Copies a page; true if it is all zero.
+/// Copies a page and returns true if it is all zeros.
 ///
 /// # Safety
-/// Both are page-aligned and valid for a page; nobody writes either during the call.
+/// Both pointers are page-aligned and valid for a page, and no other thread writes either page
+/// during the call.
 unsafe fn copy_page(source: *const u64, target: *mut u64) -> bool {
     // SAFETY: by the caller.
     unsafe {

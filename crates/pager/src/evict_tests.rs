@@ -1,12 +1,14 @@
-//! Eviction: most tests evict and write back their own pages, the last ones have the evictor's thread.
+//! Tests of eviction. In most tests the test evicts and writes back itself; the last ones run the
+//! evictor thread.
 
 use std::sync::Arc;
 
 use super::*;
 use crate::Config;
 
-/// A pager with a handler that shares the tests' descriptors, and without an evictor: nothing is
-/// evicted but by the tests. There is room for all that they touch.
+/// Creates a pager with a handler thread, which shares the test's descriptors, and without an
+/// evictor thread. So only the tests evict. The bound is larger than the memory that the tests
+/// touch.
 fn pager() -> Arc<Pager> {
     let config = Config::new(4 << 20, "memory:64MiB");
     let pager = Pager::new(&config, Pager::open_transport(&config).unwrap()).unwrap();
@@ -23,8 +25,8 @@ fn map(pager: &Pager, pages: usize, byte: u8) -> *mut u8 {
     start
 }
 
-/// Writes to pages, and waits until the handler is done with them: the kernel wakes the writing
-/// thread before the handler has settled the page's entry.
+/// Writes to pages, and waits until the handler has finished: the kernel wakes the writing thread
+/// before the handler has stored the page's entry.
 fn fill(pager: &Pager, start: *mut u8, pages: usize, byte: u8) {
     // SAFETY: pages that the test has mapped.
     unsafe { start.write_bytes(byte, pages * PAGE_BYTES) };
@@ -39,23 +41,23 @@ fn first_page(pager: &Pager, start: *mut u8) -> PageId {
     pager.region().page(start as usize)
 }
 
-/// Evicts all that is resident. The handler queues a page only after it has woken the thread that
-/// touched the page, so an empty queue does not say that no page is resident; the count does.
+/// Evicts all resident pages. The handler queues a page only after it has woken the thread that
+/// touched the page, so the loop checks the number of resident pages instead of the queue's length.
 fn evict(pager: &Pager) {
     let mut evictor = Evictor::default();
     while pager.resident() > 0 {
-        evictor.make_room(pager, pager.gate());
+        evictor.make_room(pager, pager.evict_lock());
         std::thread::yield_now();
     }
 }
 
-/// Evicts all that is resident and writes it to its slots.
+/// Evicts all resident pages and writes them to their slots.
 fn store(pager: &Pager) {
     evict(pager);
-    pager.flush_staging(&pager.gate());
+    pager.flush_staging(&pager.evict_lock());
 }
 
-/// The slot of a page that is stored.
+/// Returns the slot of a stored page.
 fn slot(pager: &Pager, page: PageId) -> SlotId {
     let entry = pager.table.load(page);
     match entry.frame() {
@@ -64,7 +66,7 @@ fn slot(pager: &Pager, page: PageId) -> SlotId {
     }
 }
 
-/// The content of a slot.
+/// Returns the content of a slot.
 fn content(pager: &Pager, slot: SlotId) -> Vec<u8> {
     let frame = pager.child_frames();
     pager.transfer(Lane::Sync, false, &[(slot, frame)]);
@@ -73,14 +75,14 @@ fn content(pager: &Pager, slot: SlotId) -> Vec<u8> {
 }
 
 #[test]
-fn a_page_that_is_evicted_all_zero_gives_its_slot_back() {
+fn page_evicted_as_zeros_frees_its_slot() {
     const PAGES: usize = 70;
     let pager = pager();
     let start = map(&pager, PAGES, 1);
     store(&pager);
     assert_eq!(pager.slots().held(), (1, 0));
     let first = first_page(&pager, start);
-    // Written again, the pages keep the slots that they have.
+    // Pages that are written again keep their slots.
     fill(&pager, start, PAGES, 0);
     let slots: Vec<_> = (0..PAGES as u32)
         .filter(|&page| pager.table.load(PageId(first.0 + page)).slot().is_some())
@@ -89,11 +91,11 @@ fn a_page_that_is_evicted_all_zero_gives_its_slot_back() {
     evict(&pager);
     assert_eq!(pager.table.load(first).state(), State::Absent);
     assert_eq!(pager.stats.get(Counter::PagesZeroEvicted), PAGES as u64);
-    assert_eq!(pager.slots().held(), (0, 0), "no page has anything stored any more");
+    assert_eq!(pager.slots().held(), (0, 0), "no slot is used any more");
 }
 
 #[test]
-fn a_frozen_slot_keeps_its_content_when_its_page_is_stored_again() {
+fn frozen_slot_keeps_content_when_page_is_stored_again() {
     let pager = pager();
     let start = map(&pager, 2, 1);
     store(&pager);
@@ -102,17 +104,17 @@ fn a_frozen_slot_keeps_its_content_when_its_page_is_stored_again() {
     let other = slot(&pager, PageId(first.0 + 1));
     pager.slots().freeze();
     pager.slots().end_freezing();
-    // The second page is dropped: its slot is free for the pages after the thaw, not before.
+    // The second page is dropped. Its slot is free only after the thaw.
     pager.advise(start as usize + PAGE_BYTES, PAGE_BYTES, libc::MADV_DONTNEED).unwrap();
     fill(&pager, start, 1, 2);
     let more = map(&pager, 300, 3);
     store(&pager);
     let new = slot(&pager, first);
     assert_ne!(new, old);
-    assert_eq!(content(&pager, old), [1; PAGE_BYTES], "as it was when it was frozen");
-    assert_eq!(content(&pager, other), [1; PAGE_BYTES], "also of a page that was dropped");
+    assert_eq!(content(&pager, old), [1; PAGE_BYTES], "the content at the freeze");
+    assert_eq!(content(&pager, other), [1; PAGE_BYTES], "also for a page that was dropped");
     assert_eq!(content(&pager, new), [2; PAGE_BYTES]);
-    // A slot that is not frozen is overwritten in its place.
+    // A slot that is not frozen is overwritten in place.
     fill(&pager, start, 1, 4);
     store(&pager);
     assert_eq!(slot(&pager, first), new);
@@ -123,7 +125,7 @@ fn a_frozen_slot_keeps_its_content_when_its_page_is_stored_again() {
     assert_eq!(pager.slots().held(), (0, 0), "frozen slots are free after the thaw");
 }
 
-/// Maps pages of `byte`, takes the right to read them away, and evicts them.
+/// Maps pages of `byte`, makes them unreadable, and evicts them.
 fn evict_unreadable(byte: u8) -> (Arc<Pager>, *mut u8, PageId) {
     let pager = pager();
     let start = map(&pager, 3, byte);
@@ -134,9 +136,9 @@ fn evict_unreadable(byte: u8) -> (Arc<Pager>, *mut u8, PageId) {
 }
 
 #[test]
-fn a_page_that_the_program_may_not_read_is_evicted_with_its_content() {
+fn unreadable_page_is_evicted_with_its_content() {
     let (pager, start, first) = evict_unreadable(7);
-    pager.flush_staging(&pager.gate());
+    pager.flush_staging(&pager.evict_lock());
     for page in 0..3 {
         assert_eq!(content(&pager, slot(&pager, PageId(first.0 + page))), [7; PAGE_BYTES]);
     }
@@ -147,7 +149,7 @@ fn a_page_that_the_program_may_not_read_is_evicted_with_its_content() {
 }
 
 #[test]
-fn a_zero_page_that_the_program_may_not_read_takes_no_slot() {
+fn unreadable_zero_page_gets_no_slot() {
     let (pager, _, first) = evict_unreadable(0);
     for page in 0..3 {
         assert_eq!(pager.table.load(PageId(first.0 + page)).state(), State::Absent);
@@ -156,7 +158,7 @@ fn a_zero_page_that_the_program_may_not_read_takes_no_slot() {
 }
 
 #[test]
-fn a_page_that_the_program_has_locked_is_not_evicted() {
+fn locked_page_is_not_evicted() {
     let pager = pager();
     let start = map(&pager, 4, 1);
     let first = first_page(&pager, start);
@@ -164,54 +166,58 @@ fn a_page_that_the_program_has_locked_is_not_evicted() {
     pager.table.set_pinned(locked, true);
     let mut evictor = Evictor::default();
     while pager.resident() > 1 {
-        evictor.make_room(&pager, pager.gate());
+        evictor.make_room(&pager, pager.evict_lock());
         std::thread::yield_now();
     }
-    assert_eq!(evictor.make_room(&pager, pager.gate()), 0);
+    assert_eq!(evictor.make_room(&pager, pager.evict_lock()), 0);
     assert_eq!(pager.table.load(locked).state(), State::Resident);
     pager.table.set_pinned(locked, false);
     evict(&pager);
-    assert_ne!(pager.table.load(locked).state(), State::Resident, "it was kept in the queue");
+    assert_ne!(
+        pager.table.load(locked).state(),
+        State::Resident,
+        "the locked page stayed in the queue"
+    );
 }
 
 #[test]
-fn emptied_chunks_are_given_back() {
+fn emptied_chunks_are_freed() {
     let pager = pager();
     let start = map(&pager, 300, 1);
     store(&pager);
     pager.advise(start as usize, 300 * PAGE_BYTES, libc::MADV_DONTNEED).unwrap();
     assert!(!pager.emptied.lock().unwrap().is_empty());
-    pager.give_back_emptied();
+    pager.free_emptied_chunks();
     assert!(pager.emptied.lock().unwrap().is_empty());
 }
 
 #[test]
 fn runs_are_of_consecutive_pages() {
-    let of = |pages: &[u32]| -> Vec<(usize, usize)> {
+    let runs_of = |pages: &[u32]| -> Vec<(usize, usize)> {
         let taken: Vec<_> = pages.iter().map(|page| (PageId(*page), Entry::ABSENT)).collect();
         runs(&taken).into_iter().map(|run| (run.start, run.end)).collect()
     };
-    assert_eq!(of(&[]), []);
-    assert_eq!(of(&[0, 1, 2, 5, 7, 8]), [(0, 3), (3, 4), (4, 6)]);
+    assert_eq!(runs_of(&[]), []);
+    assert_eq!(runs_of(&[0, 1, 2, 5, 7, 8]), [(0, 3), (3, 4), (4, 6)]);
 }
 
 #[test]
-fn a_range_counts_as_dropped_only_when_all_of_it_is() {
+fn range_counts_as_dropped_only_when_covered() {
     let ranges = [4, 8, 4].map(|iov_len| libc::iovec { iov_base: std::ptr::null_mut(), iov_len });
     let expected = [(0, 0), (3, 0), (4, 1), (11, 1), (12, 2), (15, 2), (16, 3), (99, 3)];
     for (bytes, count) in expected {
-        assert_eq!(whole(&ranges, bytes), count, "{bytes} bytes");
+        assert_eq!(count_covered(&ranges, bytes), count, "{bytes} bytes");
     }
 }
 
-/// Frames that are being written have nowhere to be staged: pages stay, with what they hold.
+/// Frames that are being written cannot be reused, so pages stay resident and keep their content.
 #[test]
-fn pages_for_which_there_is_no_frame_stay_resident() {
+fn pages_stay_resident_without_free_frames() {
     let pager = pager();
     let start = map(&pager, 6, 5);
     let mut frames = Vec::new();
     while let Some(frame) = pager.staging.allocate(|_| false) {
-        // The frames' pages are not looked at before the frames are clean.
+        // The pages of frames are not examined before the frames are Clean.
         pager.staging.fill(frame, PageId(0), None);
         pager.staging.start_writing(1, &mut frames);
     }
@@ -219,13 +225,13 @@ fn pages_for_which_there_is_no_frame_stay_resident() {
     while pager.residency().len() < 6 {
         std::thread::yield_now();
     }
-    assert_eq!(evictor.make_room(&pager, pager.gate()), 0);
+    assert_eq!(evictor.make_room(&pager, pager.evict_lock()), 0);
     let first = first_page(&pager, start);
-    // One page finds a frame: of the run, only that page is dropped.
-    assert!(pager.staging.leave(frames[0]) == Left::Unstored(None));
+    // One frame is free, so only one page of the run is dropped.
+    assert!(pager.staging.leave(frames[0]) == LeavingSlot::Unstored(None));
     pager.staging.set_slot(frames[0], SlotId(0));
     assert_eq!(pager.staging.written(frames[0]), Some(SlotId(0)));
-    assert_eq!(evictor.make_room(&pager, pager.gate()), 1);
+    assert_eq!(evictor.make_room(&pager, pager.evict_lock()), 1);
     let states = (0..6).map(|page| pager.table.load(PageId(first.0 + page)).state());
     assert_eq!(states.filter(|&state| state == State::Resident).count(), 5);
     assert_eq!(pager.resident(), 5);
@@ -234,20 +240,20 @@ fn pages_for_which_there_is_no_frame_stay_resident() {
     assert!(found.iter().all(|byte| *byte == 5));
 }
 
-/// Waits until something is so, for ten seconds.
+/// Waits until `holds` returns true, at most ten seconds.
 fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     let end = sys::now_ns() + 10_000_000_000;
     while !holds() {
-        assert!(sys::now_ns() < end, "it never came to this: {what}");
+        assert!(sys::now_ns() < end, "timeout: not reached within 10 s: {what}");
         std::thread::yield_now();
     }
 }
 
-/// A pager whose bound of 512 pages is used up, and its evictor's thread, which begins to work.
+/// Creates a pager whose bound of 512 pages is reached, and starts its evictor thread.
 fn full_with_evictor(prepare: impl FnOnce(&Pager, PageId)) -> Arc<Pager> {
     let config = Config::new(4 << 20, "memory:64MiB");
     let mut pager = Pager::new(&config, Pager::open_transport(&config).unwrap()).unwrap();
-    Arc::get_mut(&mut pager).expect("nobody else has it").limit = 512;
+    Arc::get_mut(&mut pager).expect("the only reference").limit = 512;
     let (handler, evictor) = (pager.clone(), pager.clone());
     std::thread::spawn(move || handler.handler());
     let start = map(&pager, 512, 1);
@@ -259,14 +265,14 @@ fn full_with_evictor(prepare: impl FnOnce(&Pager, PageId)) -> Arc<Pager> {
 }
 
 #[test]
-fn the_evictor_makes_room_up_to_its_mark_and_no_more() {
+fn evictor_stops_at_the_high_water_mark() {
     let pager = full_with_evictor(|_, _| ());
     assert_eq!(pager.high_water(), BATCH, "one batch is enough");
     assert_eq!(pager.resident(), 512 - BATCH);
 }
 
 #[test]
-fn the_evictor_sleeps_while_all_pages_are_locked() {
+fn evictor_sleeps_while_all_pages_are_locked() {
     let mut first = PageId(0);
     let pager = full_with_evictor(|pager, page| {
         first = page;
@@ -274,21 +280,21 @@ fn the_evictor_sleeps_while_all_pages_are_locked() {
     });
     assert_eq!(pager.resident(), 512);
     (0..512).for_each(|page| pager.table.set_pinned(PageId(first.0 + page), false));
-    pager.call_evictor(true);
+    pager.wake_evictor(true);
     wait_until("there is room", || pager.resident() == 512 - BATCH);
 }
 
 #[test]
-fn the_evictor_looks_for_what_is_not_paged_while_it_waits() {
+fn waiting_evictor_measures_unpaged_memory() {
     let pager = full_with_evictor(|_, _| ());
-    wait_until("it has looked", || pager.stats.get(Counter::UnpagedBytes) > 0);
+    wait_until("unpaged memory is measured", || pager.stats.get(Counter::UnpagedBytes) > 0);
 }
 
 #[test]
-fn glances_become_rarer_as_long_as_nothing_changes() {
+fn sampling_interval_doubles_without_changes() {
     let pager = pager();
-    // Other tests of this process map memory, which is news.
-    wait_until("nothing is new", || pager.glance(unpaged::GLANCE_MS_MIN) == 20);
-    wait_until("at most a second", || pager.glance(unpaged::GLANCE_MS_MAX) == 1000);
-    wait_until("at most a second", || pager.glance(700) == 1000);
+    // Other tests of this process map memory, which triggers measurements.
+    wait_until("nothing has changed", || pager.sample_unpaged(unpaged::SAMPLE_MS_MIN) == 20);
+    wait_until("at most a second", || pager.sample_unpaged(unpaged::SAMPLE_MS_MAX) == 1000);
+    wait_until("at most a second", || pager.sample_unpaged(700) == 1000);
 }

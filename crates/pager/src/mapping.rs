@@ -1,17 +1,19 @@
-//! What the program does with its address space: the `mmap` family on the region.
+//! The `mmap` family on the region: map, unmap, protect, advise and remap.
 //!
-//! A mapping of the program is a change of protection within the region, which stays mapped. Pages
-//! that are unmapped, dropped by advice, or covered by another mapping lose their frames and
-//! slots here, and with the last slot of a chunk the chunk.
+//! The region stays mapped. A mapping of the program is a change of protection within it. Pages
+//! that are unmapped, dropped by advice, or replaced by another mapping lose their frames and slots
+//! here. A chunk is freed with its last slot.
 //!
-//! All of it runs on the program's threads, with signals blocked and `space` locked, and with `gate`
-//! locked where the evictor must stand still; faults go on, page by page. Errors are `errno` values, as the program expects
-//! them.
+//! All functions run on the program's threads with signals blocked and `space` locked; sections
+//! that exclude the evictor also hold `evict_lock`. Faults are served concurrently, page by page.
+//! Errors are `errno` values for the program.
 
 use std::ops::Range;
 
 use crate::descriptor;
-use crate::evict::abandon;
+pub use crate::errno::Errno;
+use crate::errno::{MOVED, NEEDS_PROMOTION};
+use crate::evict::slot_to_free;
 use crate::page_table::{Entry, PageId, State};
 use crate::pager::Pager;
 use crate::region::{RangeSet, Space};
@@ -19,47 +21,40 @@ use crate::slots::SlotId;
 use crate::staging::FrameId;
 use crate::sys::{self, PAGE_BYTES, PAGE_SHIFT, SignalsBlocked};
 
-/// An `errno`.
-pub type Errno = i32;
-
-/// Not an `errno`: another pager took the place of this one, in a forked child.
-pub(crate) const MOVED: Errno = -1;
-/// Not an `errno`: a forked child needs a pager of its own for this.
-const NEEDS_GROWTH: Errno = -2;
-
-/// Makes a call with the program's pager, again where that changed meanwhile. None if there is none.
+/// Calls `call` with the current pager, and again if the pager was replaced meanwhile. Returns
+/// `None` if the process has no pager.
 pub fn with_current<T>(
     call: impl Fn(&'static Pager) -> Result<T, Errno>,
 ) -> Option<Result<T, Errno>> {
     let mut pager = crate::pager::current()?;
     loop {
         match call(pager) {
-            Err(MOVED) => pager = pager.wait_grown(),
-            Err(NEEDS_GROWTH) => pager = pager.grow_now(),
+            Err(MOVED) => pager = pager.wait_promoted(),
+            Err(NEEDS_PROMOTION) => pager = pager.promote_now(),
             result => return Some(result),
         }
     }
 }
 
-/// The arguments of `mmap(2)`.
+/// Arguments of `mmap(2)`.
 #[derive(Clone, Copy, Debug)]
 pub struct MapRequest {
-    /// Hint, or the place with MAP_FIXED.
+    /// Address hint; the exact address with MAP_FIXED.
     pub address: usize,
-    /// Bytes.
+    /// Length in bytes.
     pub len: usize,
-    /// PROT_*.
+    /// Protection, `PROT_*`.
     pub prot: i32,
-    /// MAP_*.
+    /// Flags, `MAP_*`.
     pub flags: i32,
-    /// File.
+    /// File descriptor.
     pub fd: i32,
-    /// Bytes into the file.
+    /// Offset in the file, in bytes.
     pub offset: i64,
 }
 
 const MAP_FIXED_NOREPLACE: i32 = 0x10_0000;
-const KERNELS: i32 = libc::MAP_FIXED
+const UNPAGEABLE_FLAGS: i32 = libc::MAP_FIXED
     | MAP_FIXED_NOREPLACE
     | libc::MAP_SHARED
     | libc::MAP_STACK
@@ -69,25 +64,27 @@ const KERNELS: i32 = libc::MAP_FIXED
     | libc::MAP_32BIT;
 
 impl MapRequest {
-    /// True if the pager takes such a mapping: private, anonymous, anywhere, not code.
+    /// Returns true if the pager serves such a mapping: private, anonymous, not executable, at any
+    /// address.
     ///
-    /// There is no least size: a garbage collector maps its heap page by page (Ruby 3.1: 32 KiB at a
-    /// time, of which 16 KiB stay mapped), and gigabytes of small mappings would stay resident.
+    /// There is no minimum size. Garbage collectors map their heap page by page (Ruby 3.1: 32 KiB
+    /// at a time, of which 16 KiB stay mapped), and gigabytes of small mappings would stay
+    /// resident.
     pub fn is_pageable(&self) -> bool {
         self.flags & (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS)
             == libc::MAP_PRIVATE | libc::MAP_ANONYMOUS
-            && self.flags & KERNELS == 0
+            && self.flags & UNPAGEABLE_FLAGS == 0
             && self.prot & libc::PROT_EXEC == 0
             && self.len > 0
     }
 
-    /// True if the mapping goes where the program says.
+    /// Returns true if the program chooses the address.
     pub fn is_fixed(&self) -> bool {
         self.flags & (libc::MAP_FIXED | MAP_FIXED_NOREPLACE) != 0
     }
 
     fn to_kernel(self) -> Result<usize, Errno> {
-        // SAFETY: what the program asked for, as it asked for it.
+        // SAFETY: the program's own request, unchanged.
         unsafe { sys::mmap(self.address, self.len, self.prot, self.flags, self.fd, self.offset) }
             .map_err(errno)
     }
@@ -102,7 +99,10 @@ fn pages_of(len: usize) -> Result<u32, Errno> {
 }
 
 impl Pager {
-    /// Maps fresh zeros in the region. `ENOMEM` if there is no room in the address space.
+    /// Maps zeroed memory in the region.
+    ///
+    /// # Errors
+    /// `ENOMEM` if no free range is large enough.
     pub fn map(&self, len: usize, prot: i32) -> Result<usize, Errno> {
         if len == 0 {
             return Err(libc::EINVAL);
@@ -116,7 +116,7 @@ impl Pager {
         Ok(self.region.address(PageId(range.start)))
     }
 
-    /// A fixed mapping that lies in the region, wholly or partly.
+    /// Maps at a fixed address that lies in the region, wholly or partly.
     pub fn map_fixed(&self, request: MapRequest) -> Result<usize, Errno> {
         let Some(range) = self.region.clip(request.address, request.len) else {
             return request.to_kernel();
@@ -147,14 +147,14 @@ impl Pager {
         Ok(mapped)
     }
 
-    /// Unmaps. The part outside of the region goes to the kernel.
+    /// Unmaps a range. The kernel unmaps the parts outside of the region.
     pub fn unmap(&self, address: usize, len: usize) -> Result<(), Errno> {
         if !address.is_multiple_of(PAGE_BYTES) || len == 0 {
             return Err(libc::EINVAL);
         }
         let range = self.region.clip(address, len);
         for (start, len) in self.outside(address, len) {
-            // SAFETY: the program gives it up.
+            // SAFETY: the program unmaps the range.
             unsafe { sys::munmap(start, len) }.map_err(errno)?;
         }
         let Some(range) = range else { return Ok(()) };
@@ -167,9 +167,9 @@ impl Pager {
         self.reclaim_foreign(space, range.clone())?;
         let start = self.region.address(PageId(range.start));
         {
-            let mut unreadable = self.gate();
-            // The evictor reads pages: it must not meet those that become inaccessible here.
-            // SAFETY: the program gives the range up; it stays reserved.
+            let mut unreadable = self.evict_lock();
+            // The evictor reads pages, so it must not run while pages become inaccessible here.
+            // SAFETY: the program unmaps the range; the range stays reserved.
             unsafe { sys::mprotect(start, range.len() << PAGE_SHIFT, libc::PROT_NONE) }
                 .map_err(errno)?;
             unreadable.insert(range.clone());
@@ -181,10 +181,10 @@ impl Pager {
         Ok(())
     }
 
-    /// Changes the protection.
+    /// Changes the protection of a range.
     pub fn protect(&self, address: usize, len: usize, prot: i32) -> Result<(), Errno> {
         for (start, len) in self.outside(address, len) {
-            // SAFETY: what the program asked for.
+            // SAFETY: the program's own request.
             unsafe { sys::mprotect(start, len, prot) }.map_err(errno)?;
         }
         let Some(range) = self.region.clip(address, len) else { return Ok(()) };
@@ -198,9 +198,9 @@ impl Pager {
 
     fn set_protection(&self, range: Range<u32>, prot: i32) -> Result<(), Errno> {
         let start = self.region.address(PageId(range.start));
-        let mut unreadable = self.gate();
-        // SAFETY: what the program asked for; the evictor, which reads these pages, stands still and
-        // is told before it goes on.
+        let mut unreadable = self.evict_lock();
+        // SAFETY: the program's own request. The evictor, which reads these pages, is excluded, and
+        // `unreadable` is updated before it continues.
         unsafe { sys::mprotect(start, range.len() << PAGE_SHIFT, prot) }.map_err(errno)?;
         if prot & libc::PROT_READ != 0 {
             unreadable.remove(range);
@@ -211,18 +211,18 @@ impl Pager {
     }
 
     fn forget_protection(&self, range: Range<u32>) {
-        self.gate().remove(range);
+        self.evict_lock().remove(range);
     }
 
-    /// Advice. What drops pages is done here; what concerns their place is not the program's business
-    /// any more.
+    /// Applies advice. Advice that drops pages is done by the pager. Advice on residency is
+    /// accepted and ignored, because the pager decides which pages are resident.
     pub fn advise(&self, address: usize, len: usize, advice: i32) -> Result<(), Errno> {
         const MADV_COLD: i32 = 20;
         const MADV_PAGEOUT: i32 = 21;
         const MADV_DONTNEED_LOCKED: i32 = 24;
         const MADV_COLLAPSE: i32 = 25;
         for (start, len) in self.outside(address, len) {
-            // SAFETY: what the program asked for.
+            // SAFETY: the program's own request.
             unsafe { sys::madvise(start, len, advice) }.map_err(errno)?;
         }
         let Some(range) = self.region.clip(address, len) else { return Ok(()) };
@@ -232,7 +232,7 @@ impl Pager {
                 let space = self.space()?;
                 for part in space.foreign.overlap(range.clone()) {
                     let start = self.region.address(PageId(part.start));
-                    // SAFETY: what the program asked for, on a mapping that is not paged.
+                    // SAFETY: the program's own request, on a mapping that is not paged.
                     unsafe { sys::madvise(start, part.len() << PAGE_SHIFT, advice) }
                         .map_err(errno)?;
                 }
@@ -249,14 +249,15 @@ impl Pager {
             | libc::MADV_UNMERGEABLE
             | MADV_COLD
             | MADV_PAGEOUT => Ok(()),
-            // What is paged out would be there in the child. Programs know kernels that cannot do it either.
+            // WIPEONFORK is refused because the child would still receive pages that are not
+            // resident. Programs handle EINVAL, because older kernels return it too.
             MADV_COLLAPSE | libc::MADV_WIPEONFORK => Err(libc::EINVAL),
             libc::MADV_DONTFORK | libc::MADV_DOFORK => {
                 let _blocked = SignalsBlocked::new();
                 let mut space = self.space()?;
                 for part in space.foreign.overlap(range.clone()) {
                     let start = self.region.address(PageId(part.start));
-                    // SAFETY: what the program asked for, on a mapping that is not paged.
+                    // SAFETY: the program's own request, on a mapping that is not paged.
                     unsafe { sys::madvise(start, part.len() << PAGE_SHIFT, advice) }
                         .map_err(errno)?;
                 }
@@ -264,13 +265,13 @@ impl Pager {
             }
             other => {
                 let start = self.region.address(PageId(range.start));
-                // SAFETY: what the program asked for; such advice drops nothing.
+                // SAFETY: the program's own request; such advice drops nothing.
                 unsafe { sys::madvise(start, range.len() << PAGE_SHIFT, other) }.map_err(errno)
             }
         }
     }
 
-    /// Pages that are ours are in children, or are not, from now on.
+    /// Sets whether forked children get the pager's own pages of a range: not if `kept`.
     fn keep_from_children(
         &self,
         space: &mut Space,
@@ -287,7 +288,7 @@ impl Pager {
             let advice = if kept { libc::MADV_DONTFORK } else { libc::MADV_DOFORK };
             for part in ours.overlap(range.clone()) {
                 let start = self.region.address(PageId(part.start));
-                // SAFETY: changes only what a fork copies.
+                // SAFETY: changes only whether a fork copies the range.
                 unsafe { sys::madvise(start, part.len() << PAGE_SHIFT, advice) }.map_err(errno)?;
             }
         }
@@ -299,7 +300,8 @@ impl Pager {
         Ok(())
     }
 
-    /// What of the region a forked child gets and has to register: addresses and bytes.
+    /// Returns the parts of the region that a forked child gets and must register, as addresses and
+    /// bytes.
     pub(crate) fn parts_for_children(&self, space: &Space) -> Vec<(usize, usize)> {
         let parts = space.for_children(0..self.region.pages()).into_iter();
         let address = |page| self.region.address(PageId(page));
@@ -329,7 +331,8 @@ impl Pager {
             return Err(libc::EFAULT);
         }
         if !space.foreign.overlap(range.clone()).is_empty() {
-            // A mapping of another kind inside the region: it would leave a hole that is not ours.
+            // Part of the range is a foreign mapping. Moving it would leave a hole that the pager
+            // does not own.
             return Err(libc::EINVAL);
         }
         let fixed = flags & libc::MREMAP_FIXED != 0;
@@ -340,10 +343,11 @@ impl Pager {
             return Ok(address);
         }
         if self.forks.is_light() {
-            // A light child's pages come from the keeper by their place.
-            return Err(NEEDS_GROWTH);
+            // A light child's page server finds pages by their address, so a light child cannot
+            // move them.
+            return Err(NEEDS_PROMOTION);
         }
-        let prot = if self.gate().contains(range.start) {
+        let prot = if self.evict_lock().contains(range.start) {
             libc::PROT_NONE
         } else {
             libc::PROT_READ | libc::PROT_WRITE
@@ -366,7 +370,8 @@ impl Pager {
                     self.drop_pages(target.clone());
                     target
                 }
-                // Out of the region: the pages would leave the pager. Nobody does this.
+                // The target lies outside of the region, where pages cannot be paged. No known
+                // program needs this.
                 _ => return Err(libc::EINVAL),
             }
         } else {
@@ -377,11 +382,11 @@ impl Pager {
         }
         self.set_protection(target.clone(), prot)?;
         space.free.remove(target.clone());
-        let still = self.gate();
+        let evict_lock = self.evict_lock();
         for page in 0..old.min(new) {
             self.move_page(PageId(range.start + page), PageId(target.start + page));
         }
-        drop(still);
+        drop(evict_lock);
         const MREMAP_DONTUNMAP: i32 = 4;
         if flags & MREMAP_DONTUNMAP != 0 {
             self.drop_pages(range);
@@ -391,7 +396,8 @@ impl Pager {
         Ok(self.region.address(PageId(target.start)))
     }
 
-    /// Moves what a page holds. The two are mapped alike; `gate` is locked.
+    /// Moves the content of a page to another. Both have the same protection, and `evict_lock` is
+    /// held.
     fn move_page(&self, from: PageId, to: PageId) {
         if self.table.load(from) == Entry::ABSENT {
             return;
@@ -408,8 +414,8 @@ impl Pager {
             }
             State::Resident => {
                 let (source, target) = (self.region.address(from), self.region.address(to));
-                // SAFETY: a resident page, BUSY by us, to an absent one, BUSY by us; then the source,
-                // of which there is a copy now, is dropped. The room of the one goes to the other.
+                // SAFETY: a resident page and an absent one, both BUSY by this thread. The source
+                // is dropped after it has been copied; its room passes to the target.
                 let done = unsafe {
                     self.uffd
                         .copy_without_wake(target, source, PAGE_BYTES, false)
@@ -417,7 +423,7 @@ impl Pager {
                         .and_then(|()| sys::madvise(source, PAGE_BYTES, libc::MADV_DONTNEED))
                 };
                 if let Err(error) = done {
-                    self.broken("move a page for mremap", &error);
+                    self.fatal("move a page for mremap", &error);
                 }
                 self.residency().push(&self.table, to, 1);
                 Entry::dirty(entry.slot())
@@ -427,10 +433,10 @@ impl Pager {
         self.settle(from, Entry::ABSENT);
     }
 
-    /// Sets a page of a move's target BUSY, with nothing in it.
+    /// Sets a page of a move's target BUSY and makes sure that it is absent.
     ///
-    /// Read-ahead of the mapping below may have filled the page with zeros since the target was
-    /// dropped: the kernel merges neighbouring mappings, and the handler goes by the page table.
+    /// Since the target was dropped, read-ahead of the mapping below may have filled the page with
+    /// zeros: the kernel merges neighbouring mappings, and the handler checks only the page table.
     fn lock_absent(&self, page: PageId) {
         loop {
             let entry = self.table.lock(page);
@@ -442,7 +448,7 @@ impl Pager {
         }
     }
 
-    /// The parts of a range that are not in the region.
+    /// Returns the parts of a range that lie outside of the region, as addresses and bytes.
     fn outside(&self, address: usize, len: usize) -> Vec<(usize, usize)> {
         let end = address.saturating_add(len);
         let (base, top) = (self.region.base(), self.region.base() + self.region.len());
@@ -453,23 +459,24 @@ impl Pager {
             .collect()
     }
 
-    /// Makes the foreign parts of a range ours again: empty and registered.
+    /// Replaces the foreign mappings of a range by empty, registered memory of the region.
     fn reclaim_foreign(&self, space: &mut Space, range: Range<u32>) -> Result<(), Errno> {
         let parts = space.foreign.overlap(range);
         if self.forks.is_light() && !parts.is_empty() {
-            return Err(NEEDS_GROWTH);
+            return Err(NEEDS_PROMOTION);
         }
         for part in parts {
             let start = self.region.address(PageId(part.start));
             let len = part.len() << PAGE_SHIFT;
             let flags =
                 libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
-            // SAFETY: the range is in the region, and what the program mapped there goes away.
+            // SAFETY: the range is in the region, and the program replaces or unmaps its mapping
+            // there.
             unsafe {
                 sys::mmap(start, len, libc::PROT_NONE, flags, -1, 0).map_err(errno)?;
                 self.region.prepare(start, len, self.fork_events);
                 if let Err(error) = self.uffd.register(start, len) {
-                    self.broken("register a part of the region again", &error);
+                    self.fatal("register a part of the region again", &error);
                 }
             }
             space.foreign.remove(part);
@@ -477,18 +484,18 @@ impl Pager {
         Ok(())
     }
 
-    /// Drops the content of pages: they read as zeros. With `space` locked.
+    /// Drops the content of pages, which read as zeros afterwards. `space` is locked.
     fn drop_pages(&self, range: Range<u32>) {
         if self.forks.is_light() {
             self.forks.drop_in_child(self, range);
             return;
         }
-        let _still = self.gate();
+        let _evict_lock = self.evict_lock();
         let mut room = 0;
         self.table.touched(range, |part| {
             let mut at = part.start;
             while at < part.end {
-                // A run of pages that hold something.
+                // A run of pages that are not absent.
                 let mut run = Vec::new();
                 while at < part.end {
                     let now = self.table.load(PageId(at));
@@ -505,15 +512,15 @@ impl Pager {
         self.give_room(room);
     }
 
-    /// Drops a contiguous run of BUSY pages; returns how many were resident.
+    /// Drops a contiguous run of BUSY pages and returns how many were resident.
     fn drop_run(&self, run: &[(PageId, Entry)]) -> u32 {
         let resident = |entry: Entry| entry.state() == State::Resident;
         if run.iter().any(|&(_, entry)| resident(entry)) {
             let start = self.region.address(run[0].0);
-            // SAFETY: the program drops these pages, and they are BUSY by us.
+            // SAFETY: the program drops these pages, and they are BUSY by this thread.
             let done = unsafe { sys::madvise(start, run.len() * PAGE_BYTES, libc::MADV_DONTNEED) };
             if let Err(error) = done {
-                self.broken("drop pages", &error);
+                self.fatal("drop pages", &error);
             }
         }
         let mut freed: Vec<SlotId> = Vec::new();
@@ -521,7 +528,7 @@ impl Pager {
             match entry.state() {
                 State::Staged => {
                     let frame = FrameId(entry.frame().expect("a staged page has a frame"));
-                    freed.extend(abandon(self.staging.leave(frame)));
+                    freed.extend(slot_to_free(self.staging.leave(frame)));
                 }
                 _ => freed.extend(entry.slot().map(SlotId)),
             }
@@ -539,7 +546,7 @@ impl Pager {
         run.iter().filter(|&&(_, entry)| resident(entry)).count() as u32
     }
 
-    /// `close(2)` for the program: our descriptors are not its to close.
+    /// Returns true if the program may close `fd`, which is not one of the pager's descriptors.
     pub fn may_close(fd: i32) -> bool {
         !descriptor::is_ours(fd)
     }

@@ -7,22 +7,25 @@
 //! +------------------------+---------+----+----+----+----+----+---+----+
 //! ```
 //!
-//! | state | the content is | payload |
+//! | state | location of the content | payload |
 //! | --- | --- | --- |
-//! | Absent | zeros, nowhere | none |
-//! | Resident | in the program's memory; not DIRTY means write-protected and equal to its slot | slot, if SLOT |
-//! | Staged | in a frame of the staging area | frame |
-//! | Remote | in its slot | slot |
+//! | Absent | none: the page reads as zeros | none |
+//! | Resident | the program's memory; without DIRTY the page is write-protected and equal to its slot | slot, if SLOT |
+//! | Staged | a frame of the staging area | frame |
+//! | Remote | its slot | slot |
 //!
 //! Invariants:
-//! - A page changes its state only under BUSY, which one thread sets with a compare-and-swap. The
-//!   payload of a busy page stays what it was, so a reader sees where the content was before.
-//! - A fault handler that finds a page busy sets WAIT and forgets the fault; whoever clears BUSY and
-//!   finds WAIT wakes the page's waiters, which then fault again. So handlers never block on a page.
-//! - QUEUED says that the residency queue holds the page, whatever its state.
+//! - A page changes its state only under BUSY, which one thread sets with a compare-and-swap. A
+//!   busy page keeps its old state and payload, so a reader finds the previous location of the
+//!   content.
+//! - A fault handler that finds a page busy sets WAIT and drops the fault. The thread that clears
+//!   BUSY and finds WAIT wakes the page's waiters, which then fault again. So handlers never block
+//!   on a page.
+//! - QUEUED is set if the residency queue holds the page, in any state.
 //!
-//! The table is reserved memory that the kernel backs as it is touched: a program that uses little
-//! of the region costs little. [`PageTable::touched`] skips what was never used.
+//! The table is reserved memory that the kernel backs on first touch, so a program that uses little
+//! of the region needs little of the table. [`PageTable::touched`] skips parts that were never
+//! used.
 
 use std::io;
 use std::ops::Range;
@@ -34,20 +37,20 @@ use crate::sys::{self, PAGE_BYTES};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageId(pub u32);
 
-/// Where the content of a page is.
+/// Location of a page's content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
-    /// Never written, or dropped: zeros.
+    /// Never written, or dropped: the page reads as zeros.
     Absent,
-    /// In the program's memory.
+    /// The program's memory.
     Resident,
-    /// In a frame of the staging area.
+    /// A frame of the staging area.
     Staged,
-    /// In a slot.
+    /// A slot.
     Remote,
 }
 
-/// One entry; a value, not the atomic.
+/// Value of one entry, not the atomic itself.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Entry(u64);
 
@@ -62,10 +65,10 @@ const PAYLOAD_SHIFT: u32 = 16;
 const LOW: u64 = (1 << PAYLOAD_SHIFT) - 1;
 
 impl Entry {
-    /// Zeros, nowhere.
+    /// An absent page, which reads as zeros.
     pub const ABSENT: Self = Self(0);
 
-    /// In the program's memory and written since it was last stored in `slot`, if it has one.
+    /// Resident, and possibly different from `slot`, if the page has one.
     pub fn dirty(slot: Option<u64>) -> Self {
         match slot {
             Some(slot) => Self(1 | DIRTY | SLOT | slot << PAYLOAD_SHIFT),
@@ -73,22 +76,22 @@ impl Entry {
         }
     }
 
-    /// In the program's memory, write-protected, equal to `slot`.
+    /// Resident, write-protected, and equal to `slot`.
     pub fn clean(slot: u64) -> Self {
         Self(1 | SLOT | slot << PAYLOAD_SHIFT)
     }
 
-    /// In `frame`.
+    /// Staged in `frame`.
     pub fn staged(frame: u32) -> Self {
         Self(2 | u64::from(frame) << PAYLOAD_SHIFT)
     }
 
-    /// In `slot`.
+    /// Remote in `slot`.
     pub fn remote(slot: u64) -> Self {
         Self(3 | slot << PAYLOAD_SHIFT)
     }
 
-    /// Where the content is.
+    /// Returns the location of the content.
     pub fn state(self) -> State {
         match self.0 & STATE {
             0 => State::Absent,
@@ -98,27 +101,27 @@ impl Entry {
         }
     }
 
-    /// In transition.
+    /// Returns true if a thread is changing the page's state.
     pub fn is_busy(self) -> bool {
         self.0 & BUSY != 0
     }
 
-    /// May differ from its slot.
+    /// Returns true if the content may differ from the slot.
     pub fn is_dirty(self) -> bool {
         self.0 & DIRTY != 0
     }
 
-    /// Locked in memory by the program.
+    /// Returns true if the program has locked the page in memory.
     pub fn is_pinned(self) -> bool {
         self.0 & PINNED != 0
     }
 
-    /// The residency queue holds it.
+    /// Returns true if the residency queue holds the page.
     pub fn is_queued(self) -> bool {
         self.0 & QUEUED != 0
     }
 
-    /// The slot of a remote or resident page.
+    /// Returns the slot of a remote or resident page.
     pub fn slot(self) -> Option<u64> {
         match self.state() {
             State::Remote => Some(self.0 >> PAYLOAD_SHIFT),
@@ -127,7 +130,7 @@ impl Entry {
         }
     }
 
-    /// The frame of a staged page.
+    /// Returns the frame of a staged page.
     pub fn frame(self) -> Option<u32> {
         (self.state() == State::Staged).then_some((self.0 >> PAYLOAD_SHIFT) as u32)
     }
@@ -139,10 +142,10 @@ impl std::fmt::Debug for Entry {
     }
 }
 
-/// Pages per block of the map of what was touched: one page of the table.
+/// Pages per byte of the map of touched blocks: the entries in one page of the table.
 const BLOCK_PAGES: usize = PAGE_BYTES / 8;
 
-/// The table.
+/// The page table.
 pub struct PageTable {
     entries: *const AtomicU64,
     touched: *const AtomicU8,
@@ -155,19 +158,19 @@ unsafe impl Send for PageTable {}
 unsafe impl Sync for PageTable {}
 
 impl PageTable {
-    /// A table of `pages` absent pages.
+    /// Creates a table of `pages` absent pages.
     pub fn new(pages: usize) -> io::Result<Self> {
         let entries = sys::map_anonymous(pages * 8)? as *const AtomicU64;
         let touched = sys::map_anonymous(pages.div_ceil(BLOCK_PAGES))? as *const AtomicU8;
         Ok(Self { entries, touched, pages })
     }
 
-    /// Number of pages.
+    /// Returns the number of pages.
     pub fn len(&self) -> usize {
         self.pages
     }
 
-    /// True if the table has no page.
+    /// Returns true if the table has no page.
     pub fn is_empty(&self) -> bool {
         self.pages == 0
     }
@@ -184,12 +187,12 @@ impl PageTable {
         unsafe { &*self.touched.add(index) }
     }
 
-    /// The entry as it is now.
+    /// Loads the current entry.
     pub fn load(&self, page: PageId) -> Entry {
         Entry(self.entry(page).load(Ordering::Acquire))
     }
 
-    /// Sets BUSY if `admit` agrees with the entry. None if the page is busy or not admitted.
+    /// Sets BUSY if `admit` accepts the entry. Returns `None` if the page is busy or not admitted.
     pub fn try_lock(&self, page: PageId, admit: impl Fn(Entry) -> bool) -> Option<Entry> {
         let entry = self.entry(page);
         let mut now = entry.load(Ordering::Acquire);
@@ -205,7 +208,7 @@ impl PageTable {
         }
     }
 
-    /// Sets BUSY; where somebody else has it, sets WAIT and returns none.
+    /// Sets BUSY; if another thread has set it, sets WAIT and returns `None`.
     pub fn lock_or_wait(&self, page: PageId) -> Option<Entry> {
         let entry = self.entry(page);
         let mut now = entry.load(Ordering::Acquire);
@@ -219,7 +222,8 @@ impl PageTable {
         }
     }
 
-    /// Sets BUSY, waiting for who has it. Only for threads on which no fault depends.
+    /// Sets BUSY, spinning while another thread holds it. Only for threads on which no fault
+    /// depends.
     pub fn lock(&self, page: PageId) -> Entry {
         let mut spins = 0u32;
         loop {
@@ -235,8 +239,8 @@ impl PageTable {
         }
     }
 
-    /// Stores the new state and clears BUSY; QUEUED and PINNED stay. True if someone waits: the
-    /// caller wakes the page.
+    /// Stores the new state and clears BUSY; QUEUED and PINNED stay. Returns true if a thread
+    /// waits: the caller must wake the page.
     #[must_use]
     pub fn unlock(&self, page: PageId, new: Entry) -> bool {
         let entry = self.entry(page);
@@ -256,7 +260,7 @@ impl PageTable {
         now & WAIT != 0
     }
 
-    /// Sets QUEUED; returns what it was.
+    /// Sets or clears QUEUED and returns the previous value.
     pub fn set_queued(&self, page: PageId, queued: bool) -> bool {
         let entry = self.entry(page);
         let before = if queued {
@@ -277,7 +281,8 @@ impl PageTable {
         self.block(page.0 as usize / BLOCK_PAGES).store(1, Ordering::Release);
     }
 
-    /// Calls `visit` with every maximal run of pages of `range` of which the table knows anything.
+    /// Calls `visit` with the part of `range` in each block in which an entry has ever been
+    /// changed.
     pub fn touched(&self, range: Range<u32>, mut visit: impl FnMut(Range<u32>)) {
         let mut at = range.start;
         while at < range.end {
@@ -293,7 +298,7 @@ impl PageTable {
 
 impl Drop for PageTable {
     fn drop(&mut self) {
-        // SAFETY: both are ours and nothing refers to them after drop.
+        // SAFETY: the table owns both arrays, and no reference outlives it.
         unsafe {
             let _ = sys::unmap_anonymous(self.entries as usize, self.pages * 8);
             let blocks = self.pages.div_ceil(BLOCK_PAGES);
@@ -307,7 +312,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn entries_say_what_was_put_in() {
+    fn entries_return_their_state_and_payload() {
         let slot = (1 << 40) + 7;
         assert_eq!(Entry::ABSENT.state(), State::Absent);
         assert_eq!(Entry::remote(slot).slot(), Some(slot));
@@ -320,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_page_keeps_its_payload_and_remembers_who_waits() {
+    fn busy_page_keeps_its_payload_and_records_waiters() {
         let table = PageTable::new(10_000).unwrap();
         let page = PageId(5_000);
         assert_eq!(table.lock(page), Entry::ABSENT);
@@ -335,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn queued_and_pinned_outlive_transitions() {
+    fn queued_and_pinned_bits_survive_transitions() {
         let table = PageTable::new(16).unwrap();
         let page = PageId(1);
         assert!(!table.set_queued(page, true));

@@ -1,18 +1,19 @@
-//! The pager's state, shared by its threads and by the program's calls.
+//! State of a pager, shared by its threads and by calls on the program's threads.
 //!
-//! | thread | does |
+//! | thread | tasks |
 //! | --- | --- |
 //! | handler (one) | reads events, brings pages in |
-//! | evictor (one) | takes pages out, writes them back, gives chunks back |
+//! | evictor (one) | takes pages out, writes them back, frees chunks |
 //! | program's | map, unmap, protect and advise ([`crate::mapping`]) |
 //!
-//! Locks, in the order in which they may be taken: `space` (the program's threads only), `gate` (they
-//! and the evictor), then a page's BUSY, then `slots` or `residency`. The handler takes `gate` only to
-//! follow a fork, with no page BUSY. Who holds a lock or a BUSY touches no paged memory that may be
-//! missing, and has all signals blocked.
+//! Locks, in the order in which they may be taken: `space` (program's threads only), `evict_lock`
+//! (program's threads and evictor), then a page's BUSY bit, then `slots` or `residency`. The
+//! handler takes `evict_lock` only to follow a fork or to evict, with no page BUSY. A thread that
+//! holds a lock or a BUSY bit has all signals blocked and does not touch paged memory that may be
+//! missing.
 //!
-//! Room: `resident` counts the pages that are resident or about to be. It is raised before a page is
-//! mapped and never passes `limit`.
+//! Room: `resident` counts the pages that are resident or about to be. It is raised before a page
+//! is mapped and never passes `limit`, except for pages of a forking thread.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::PathBuf;
@@ -20,53 +21,54 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
 
 use crate::config::{self, Config, EXIT_PAGER, EXIT_POOL_GONE};
-use crate::fault::Streams;
-use crate::fork::Inheritance;
-use crate::mapping::{Errno, MOVED};
+use crate::errno::{Errno, MOVED};
+use crate::fork::inheritance::Inheritance;
+use crate::fork::state::Forks;
+use crate::node_sockets::Sockets;
 use crate::page_table::{PageId, PageTable};
 use crate::pool_transport::PoolTransport;
-use crate::reach::Sockets;
 use crate::region::{RangeSet, Region, Space};
 use crate::residency::Residency;
-use crate::slots::{Emptied, Home, SlotId, Slots};
+use crate::slots::{ChunkLocation, Emptied, SlotId, Slots};
 use crate::staging::{FrameId, Staging};
 use crate::stats::{Counter, Stats};
 use crate::store::{FileStore, FileTransport};
+use crate::streams::Streams;
 use crate::sys::{self, FileSizeSignalBlocked, PAGE_BYTES};
 use crate::transport::{ChunkHandle, Transport, TransportError};
 use crate::uffd::{Features, Uffd};
-use crate::unpaged::{self, Watch};
+use crate::unpaged::{self, UnpagedMonitor};
 use crate::{Error, descriptor};
 
-/// Frames that the handler reads into: its largest batch.
+/// Frames into which the handler reads: the size of its largest batch.
 pub(crate) const READ_FRAMES: u32 = 32;
-/// Frames that serve forked children.
+/// Frames from which the page server serves forked children.
 pub(crate) const CHILD_FRAMES: u32 = 16;
-/// Frames through which a forked child moves what it has from its parent.
-pub(crate) const HEIR_FRAMES: u32 = 16;
+/// Frames through which a promoted child reads its parent's pages.
+pub(crate) const INHERIT_FRAMES: u32 = 16;
 
-/// The program's pager.
+/// The pager of the program that this process runs.
 static CURRENT: AtomicPtr<Pager> = AtomicPtr::new(std::ptr::null_mut());
 
-/// The pager of the program that this process runs, once it has one.
+/// Returns the pager of the program that this process runs, once it has one.
 #[inline]
 pub fn current() -> Option<&'static Pager> {
-    // SAFETY: set to pagers that are never dropped only.
+    // SAFETY: the pointer is set only to pagers that are never dropped.
     unsafe { CURRENT.load(Ordering::Acquire).as_ref() }
 }
 
-/// The program uses this pager from now on.
+/// Makes `pager` the one that [`current`] returns.
 pub fn set_current(pager: &'static Arc<Pager>) {
     CURRENT.store(Arc::as_ptr(pager).cast_mut(), Ordering::Release);
-    unpaged::look_at_exit();
+    unpaged::measure_at_exit();
 }
 
-/// What fails where there is too little of it.
-const ADDRESS_SPACE: &str = "reserve address space (where a paged program starts, RLIMIT_AS and \
-                             RLIMIT_DATA, ulimit -v and -d, must be unlimited)";
+/// Attempted operation in the error that a limit of the address space causes.
+const ADDRESS_SPACE: &str = "reserve address space (RLIMIT_AS and RLIMIT_DATA, ulimit -v and -d, must \
+                             be unlimited before a paged program starts)";
 
-/// What a pager is built on.
-pub(crate) struct Foundation {
+/// Resources from which a pager is assembled.
+pub(crate) struct PagerParts {
     pub uffd: Uffd,
     pub fork_events: bool,
     pub region: Region,
@@ -88,48 +90,52 @@ pub struct Pager {
     pub(crate) slots: Mutex<Slots>,
     pub(crate) residency: Mutex<Residency>,
     space: Mutex<Space>,
-    /// Pages that are mapped without PROT_READ. Whoever holds it keeps the evictor still.
-    gate: Mutex<RangeSet>,
-    /// Homes of chunks that became empty, for the evictor to give back.
-    pub(crate) emptied: Mutex<Vec<Home>>,
+    /// Pages that are mapped without PROT_READ. The evictor evicts only while it holds this lock,
+    /// so another holder excludes eviction.
+    evict_lock: Mutex<RangeSet>,
+    /// Locations of chunks that became empty, for the evictor to free.
+    pub(crate) emptied: Mutex<Vec<ChunkLocation>>,
     overflow: OnceLock<FileStore>,
     overflow_directory: PathBuf,
-    /// A page of zeros per frame of the largest batch; never written.
+    /// Address of zeroed memory as long as the largest batch; never written.
     pub(crate) zeros: usize,
     pub(crate) limit: u32,
     resident: AtomicU32,
-    /// Raised whenever room appears or the evictor cannot make any now.
+    /// Futex: incremented when room appears or the evictor cannot make any now.
     pub(crate) room: AtomicU32,
-    /// Raised to call the evictor.
-    pub(crate) calls: AtomicU32,
+    /// Futex: incremented to wake the evictor.
+    pub(crate) evictor_wakes: AtomicU32,
     pub(crate) evictor_sleeps: AtomicBool,
-    /// Threads of the pager's that touch the program's pages.
+    /// Ids of the pager's threads that touch the program's pages.
     pub(crate) threads: [AtomicU32; 2],
-    /// A descriptor of this process, or -1; in the pager's threads' table.
-    own_process: OnceLock<Option<OwnedFd>>,
-    /// A fork waits for its event to be read; nothing can be mapped or protected until then.
+    /// A pidfd of this process in the descriptor table of the pager's threads; `None` if it could
+    /// not be opened.
+    own_pidfd: OnceLock<Option<OwnedFd>>,
+    /// True while a fork waits for the handler to read its event. Until then the kernel refuses to
+    /// map or write-protect pages.
     pub(crate) fork_waits: AtomicBool,
-    pub(crate) forks: crate::fork::Forks,
+    pub(crate) forks: Forks,
     pub(crate) fork_events: bool,
-    /// The handler evicts: there is no core to spare for the evictor beside the program's and the one
-    /// that the NIC's thread polls on, which it would keep from answering.
+    /// True if the handler thread evicts, instead of the evictor thread. With two cores or fewer,
+    /// the program and the NIC's polling thread occupy the cores, and an evictor thread would keep
+    /// the NIC from answering.
     pub(crate) evicts_inline: bool,
-    /// Runs of missing and of write-protection faults.
+    /// Streams of missing faults and of write-protection faults.
     streams: Mutex<(Streams, Streams)>,
-    /// What a forked child has from its parent.
+    /// State that a promoted child has from its parent.
     pub(crate) inheritance: Option<Inheritance>,
-    /// How forked children reach the memory nodes.
+    /// Descriptors by which forked children reach the memory nodes.
     pub(crate) sockets: Sockets,
     pub(crate) enter: OnceLock<fn()>,
-    /// Looks at what is not paged.
-    pub(crate) watch: Watch,
+    /// Schedule and result of the measurements of unpaged memory.
+    pub(crate) unpaged_monitor: UnpagedMonitor,
 }
 
 impl Pager {
-    /// Sets a pager up over `transport`, without threads: [`Pager::start`] brings it to life.
+    /// Sets up a pager over `transport`, without threads. [`Pager::start`] starts the threads.
     ///
     /// # Errors
-    /// Where userfaultfd is not permitted, address space is short, or the bound is too small for the
+    /// userfaultfd is not permitted, address space is short, or the bound is too small for the
     /// transport's staging memory.
     pub fn new(config: &Config, transport: Box<dyn Transport>) -> Result<Arc<Self>, Error> {
         config.check()?;
@@ -145,9 +151,10 @@ impl Pager {
         let moved = { descriptor::move_high(uffd.as_raw_fd()) };
         let uffd = Uffd::from_fd(moved.map_err(system("move the userfaultfd to a high number"))?);
         let region = Region::reserve(config.region_bytes).map_err(system(ADDRESS_SPACE))?;
-        // Without events, what is for which child is said when it is made (`fork::birth`).
+        // Without fork events, a fork copies the region only for a child that registers it
+        // (`fork::child_setup`).
         region.prepare(region.base(), region.len(), fork_events);
-        // SAFETY: the region is ours and nothing is in it yet.
+        // SAFETY: the region belongs to this pager and is still empty.
         unsafe {
             let arena = region.arena().len() * PAGE_BYTES;
             sys::mprotect(region.base(), arena, libc::PROT_READ | libc::PROT_WRITE)
@@ -156,35 +163,35 @@ impl Pager {
                 .map_err(system("register the region with userfaultfd"))?;
         }
         let (space, unreadable) = (region.space(), RangeSet::default());
-        let sockets = Sockets::of(&config.pool);
-        let foundation =
-            Foundation { uffd, fork_events, region, space, unreadable, inheritance: None, sockets };
-        Self::assemble(config, transport, foundation)
+        let sockets = Sockets::open(&config.pool);
+        let parts =
+            PagerParts { uffd, fork_events, region, space, unreadable, inheritance: None, sockets };
+        Self::assemble(config, transport, parts)
     }
 
-    /// Puts a pager together.
+    /// Assembles a pager from its resources.
     pub(crate) fn assemble(
         config: &Config,
         transport: Box<dyn Transport>,
-        foundation: Foundation,
+        parts: PagerParts,
     ) -> Result<Arc<Self>, Error> {
         let system = |what: &str| {
             let what = what.to_string();
             move |source| Error::System { what, source }
         };
-        let Foundation { uffd, fork_events, region, space, unreadable, inheritance, sockets } =
-            foundation;
+        let PagerParts { uffd, fork_events, region, space, unreadable, inheritance, sockets } =
+            parts;
         let table =
             PageTable::new(region.pages() as usize).map_err(system("map the page table"))?;
         let memory = transport.staging();
-        // A forked child has no business there.
+        // A forked child must not share the staging memory with the NIC.
         // SAFETY: changes only whether a fork copies the staging memory.
         let _ = unsafe {
             let bytes = memory.frames as usize * PAGE_BYTES;
             sys::madvise(memory.base as usize, bytes, libc::MADV_DONTFORK)
         };
-        let evicts_inline = crate::fault::cores() <= 2;
-        let reserved = READ_FRAMES + CHILD_FRAMES + HEIR_FRAMES;
+        let evicts_inline = sys::cores() <= 2;
+        let reserved = READ_FRAMES + CHILD_FRAMES + INHERIT_FRAMES;
         let frames_bytes = u64::from(memory.frames) * PAGE_BYTES as u64;
         if memory.frames < reserved + 64 || frames_bytes * 2 > config.local_bytes {
             return Err(Error::LocalTooSmall { bytes: config.local_bytes });
@@ -194,7 +201,8 @@ impl Pager {
         let blocked = FileSizeSignalBlocked::new();
         let stats = match &config.run_directory {
             Some(directory) => {
-                // A forked child may have changed its user since: it counts for itself then.
+                // A forked child that has changed its user may be unable to create the file; its
+                // counters are private then.
                 Stats::shared(directory)
                     .or_else(
                         |error| if inheritance.is_some() { Stats::private() } else { Err(error) },
@@ -220,7 +228,7 @@ impl Pager {
             stats,
             residency: Mutex::default(),
             space: Mutex::new(space),
-            gate: Mutex::new(unreadable),
+            evict_lock: Mutex::new(unreadable),
             region,
             emptied: Mutex::default(),
             overflow: OnceLock::new(),
@@ -229,23 +237,23 @@ impl Pager {
             limit,
             resident: AtomicU32::new(0),
             room: AtomicU32::new(0),
-            calls: AtomicU32::new(0),
+            evictor_wakes: AtomicU32::new(0),
             evictor_sleeps: AtomicBool::new(false),
             threads: Default::default(),
-            own_process: OnceLock::new(),
+            own_pidfd: OnceLock::new(),
             fork_waits: AtomicBool::new(false),
-            forks: crate::fork::Forks::default(),
+            forks: Forks::default(),
             fork_events,
             evicts_inline,
             streams: Mutex::default(),
             inheritance,
             sockets,
             enter: OnceLock::new(),
-            watch: Watch::default(),
+            unpaged_monitor: UnpagedMonitor::default(),
         }))
     }
 
-    /// Opens the memory that `config` names, sized for its bound: a memory node
+    /// Opens the backing memory that `config` names, with staging sized for its bound: memory nodes
     /// ([`PoolTransport`]), or a file for diagnosis ([`crate::store`]).
     pub fn open_transport(config: &Config) -> Result<Box<dyn Transport>, Error> {
         let frames = config::staging_frames(config.local_bytes);
@@ -267,76 +275,79 @@ impl Pager {
         }
     }
 
-    /// The region.
+    /// Returns the region.
     pub fn region(&self) -> &Region {
         &self.region
     }
 
-    /// The counters.
+    /// Returns the counters.
     pub fn stats(&self) -> &Stats {
         &self.stats
     }
 
-    /// Pages of the region that may be resident.
+    /// Returns the number of pages of the region that may be resident.
     pub fn limit(&self) -> u32 {
         self.limit
     }
 
-    /// Pages that are resident now.
+    /// Returns the number of pages that are resident now or about to be.
     pub fn resident(&self) -> u32 {
         self.resident.load(Ordering::Acquire)
     }
 
-    /// Who has which pages. `MOVED` if another pager took the place of this one.
+    /// Locks the address space.
+    ///
+    /// # Errors
+    /// `MOVED` if another pager has replaced this one.
     pub(crate) fn space(&self) -> Result<MutexGuard<'_, Space>, Errno> {
-        let space = self.space.lock().expect("nobody panics with the space locked");
-        if self.forks.is_grown() { Err(MOVED) } else { Ok(space) }
+        let space = self.space.lock().expect("no thread panics while it holds this lock");
+        if self.forks.is_promoted() { Err(MOVED) } else { Ok(space) }
     }
 
     pub(crate) fn streams(&self) -> MutexGuard<'_, (Streams, Streams)> {
-        self.streams.lock().expect("nobody panics with the streams locked")
+        self.streams.lock().expect("no thread panics while it holds this lock")
     }
 
-    /// The first of the frames that serve forked children: after those of the handler.
+    /// Returns the first frame that serves forked children. These frames follow the handler's.
     pub(crate) fn child_frames(&self) -> FrameId {
         FrameId(READ_FRAMES)
     }
 
-    /// The first of the frames through which a forked child moves what it has from its parent.
-    pub(crate) fn heir_frames(&self) -> FrameId {
+    /// Returns the first frame through which a promoted child reads its parent's pages.
+    pub(crate) fn inherit_frames(&self) -> FrameId {
         FrameId(READ_FRAMES + CHILD_FRAMES)
     }
 
-    /// So many pages are resident from the start, be it more than may be.
-    pub(crate) fn take_what_is_there(&self, pages: u32) {
+    /// Sets the number of resident pages of a new pager. The number may exceed the limit.
+    pub(crate) fn set_initial_resident(&self, pages: u32) {
         self.resident.store(pages, Ordering::Release);
         self.stats.set(Counter::ResidentPages, u64::from(pages));
         self.stats.raise(Counter::ResidentPagesPeak, u64::from(pages));
     }
 
-    pub(crate) fn gate(&self) -> MutexGuard<'_, RangeSet> {
-        self.gate.lock().expect("nobody panics with the gate locked")
+    pub(crate) fn evict_lock(&self) -> MutexGuard<'_, RangeSet> {
+        self.evict_lock.lock().expect("no thread panics while it holds this lock")
     }
 
-    /// The gate, unless another thread has it locked.
-    pub(crate) fn try_gate(&self) -> Option<MutexGuard<'_, RangeSet>> {
-        match self.gate.try_lock() {
-            Ok(gate) => Some(gate),
+    /// Locks `evict_lock` unless another thread holds it.
+    pub(crate) fn try_evict_lock(&self) -> Option<MutexGuard<'_, RangeSet>> {
+        match self.evict_lock.try_lock() {
+            Ok(evict_lock) => Some(evict_lock),
             Err(TryLockError::WouldBlock) => None,
-            // To wait for this lock would be to wait for ever.
-            Err(TryLockError::Poisoned(_)) => panic!("a thread panicked with the gate locked"),
+            // A poisoned lock must not look like a busy one: the caller would retry forever.
+            Err(TryLockError::Poisoned(_)) => panic!("a thread panicked while it held evict_lock"),
         }
     }
 
     pub(crate) fn slots(&self) -> MutexGuard<'_, Slots> {
-        self.slots.lock().expect("nobody panics with the slots locked")
+        self.slots.lock().expect("no thread panics while it holds this lock")
     }
 
     pub(crate) fn residency(&self) -> MutexGuard<'_, Residency> {
-        self.residency.lock().expect("nobody panics with the queue locked")
+        self.residency.lock().expect("no thread panics while it holds this lock")
     }
 
-    /// Takes room for at most `wanted` pages; returns how many.
+    /// Takes room for at most `wanted` pages and returns how many were granted.
     pub(crate) fn take_room(&self, wanted: u32) -> u32 {
         let mut now = self.resident.load(Ordering::Acquire);
         loop {
@@ -361,21 +372,22 @@ impl Pager {
         }
     }
 
-    /// Takes room for a page, be it beyond the limit: a thread that forks holds up who could make some.
-    pub(crate) fn take_room_beyond(&self) -> u32 {
+    /// Takes room for one page, if necessary beyond the limit. For a thread that is forking: it
+    /// holds `evict_lock`, so no room can be made until its fault is served.
+    pub(crate) fn take_room_over_limit(&self) -> u32 {
         let now = self.resident.fetch_add(1, Ordering::AcqRel) + 1;
         self.stats.set(Counter::ResidentPages, u64::from(now));
         self.stats.raise(Counter::ResidentPagesPeak, u64::from(now));
         1
     }
 
-    /// Gives room back.
+    /// Returns room and wakes threads that wait for it.
     pub(crate) fn give_room(&self, pages: u32) {
         if pages == 0 {
             return;
         }
         let before = self.resident.fetch_sub(pages, Ordering::AcqRel);
-        assert!(before >= pages, "more room is given back than was taken");
+        assert!(before >= pages, "more room is returned than was taken");
         self.stats.set(Counter::ResidentPages, u64::from(before - pages));
         self.room.fetch_add(1, Ordering::AcqRel);
         if before >= self.limit {
@@ -383,56 +395,56 @@ impl Pager {
         }
     }
 
-    /// Calls the evictor if room is short or `always`.
-    pub(crate) fn call_evictor(&self, always: bool) {
+    /// Wakes the evictor if room is short, or in any case if `always`.
+    pub(crate) fn wake_evictor(&self, always: bool) {
         let room = self.limit - self.resident().min(self.limit);
         if !always && (self.evicts_inline || room >= self.low_water()) {
             return;
         }
-        self.calls.fetch_add(1, Ordering::AcqRel);
+        self.evictor_wakes.fetch_add(1, Ordering::AcqRel);
         if self.evictor_sleeps.load(Ordering::SeqCst) {
-            sys::futex_wake(&self.calls);
+            sys::futex_wake(&self.evictor_wakes);
         }
     }
 
-    /// A descriptor of this process, for the pager's threads.
-    pub(crate) fn own_process(&self) -> Option<i32> {
+    /// Returns the pidfd of this process, for the pager's threads.
+    pub(crate) fn own_pidfd(&self) -> Option<i32> {
         let open = || {
-            // SAFETY: a plain system call; the descriptor that it returns is ours.
+            // SAFETY: a plain system call; this function owns the returned descriptor.
             unsafe {
                 let fd = libc::syscall(libc::SYS_pidfd_open, std::process::id(), 0) as i32;
                 (fd >= 0).then(|| OwnedFd::from_raw_fd(fd))
             }
         };
-        self.own_process.get_or_init(open).as_ref().map(|fd| fd.as_raw_fd())
+        self.own_pidfd.get_or_init(open).as_ref().map(|fd| fd.as_raw_fd())
     }
 
-    /// Pages of room below which the evictor is called.
+    /// Room, in pages, below which the evictor is woken.
     pub(crate) fn low_water(&self) -> u32 {
         (self.limit / 16).clamp(32, 1024)
     }
 
-    /// Pages of room that the evictor makes before it sleeps again.
+    /// Room, in pages, at which the evictor stops.
     pub(crate) fn high_water(&self) -> u32 {
         (self.limit / 8).clamp(64, 2048)
     }
 
-    /// Wakes the threads that wait at a page.
+    /// Wakes the threads that wait at `pages` pages from `page` on.
     pub(crate) fn wake(&self, page: PageId, pages: u32) {
         let address = self.region.address(page);
         if let Err(error) = self.uffd.wake(address, pages as usize * PAGE_BYTES) {
-            self.broken("wake a thread that waits for a page", &error);
+            self.fatal("wake a thread that waits for a page", &error);
         }
     }
 
-    /// Unlocks a page and wakes its waiters.
+    /// Stores a page's entry, clears BUSY, and wakes the page's waiters.
     pub(crate) fn settle(&self, page: PageId, entry: crate::page_table::Entry) {
         if self.table.unlock(page, entry) {
             self.wake(page, 1);
         }
     }
 
-    /// Frees a slot; its chunk, if empty now, is given back by the evictor.
+    /// Frees a slot. If its chunk is empty now, the evictor frees the chunk.
     pub(crate) fn free_slot(&self, slot: SlotId) {
         let emptied = self.slots().free(slot);
         self.note_emptied(emptied);
@@ -440,16 +452,17 @@ impl Pager {
 
     pub(crate) fn note_emptied(&self, emptied: impl IntoIterator<Item = Emptied>) {
         let mut any = false;
-        for Emptied(home) in emptied {
-            self.emptied.lock().expect("nobody panics with the list locked").push(home);
+        for Emptied(location) in emptied {
+            self.emptied.lock().expect("no thread panics while it holds this lock").push(location);
             any = true;
         }
         if any {
-            self.call_evictor(true);
+            self.wake_evictor(true);
         }
     }
 
-    /// The overflow file; opened by the pager's threads only, in their descriptor table.
+    /// Returns the overflow file and creates it at first use. Called only by the pager's threads,
+    /// because the descriptor is in their table.
     pub(crate) fn overflow(&self) -> &FileStore {
         self.overflow.get_or_init(|| {
             let memory = self.transport.staging();
@@ -460,8 +473,8 @@ impl Pager {
                 Err(error) => sys::die(
                     EXIT_PAGER,
                     &format!(
-                        "the pool is full and no overflow file can be made in {} ({error}): set \
-                         GRANARY_OVERFLOW_DIR",
+                        "the pool is full, and the overflow file in {} cannot be created ({error}): set \
+                         GRANARY_OVERFLOW_DIR to a writable directory",
                         self.overflow_directory.display()
                     ),
                 ),
@@ -469,16 +482,17 @@ impl Pager {
         })
     }
 
-    /// The overflow file takes a page no more, or gives one that is not what was stored.
+    /// Ends the process because the overflow file cannot store a page, or returned content that
+    /// fails authentication.
     pub(crate) fn overflow_failed(&self, error: &std::io::Error) -> ! {
         let why = match error.raw_os_error() {
             Some(libc::EFBIG) => {
-                "this process may not make files so large (RLIMIT_FSIZE): raise ulimit -f"
+                "RLIMIT_FSIZE limits the size of files of this process: raise ulimit -f"
             }
             Some(libc::ENOSPC | libc::EDQUOT) => {
-                "there is no room on its file system: make some, or set GRANARY_OVERFLOW_DIR"
+                "its file system is full: free space there, or set GRANARY_OVERFLOW_DIR to another"
             }
-            _ => self.broken("move a page to or from the overflow file", error),
+            _ => self.fatal("move a page to or from the overflow file", error),
         };
         sys::die(
             EXIT_PAGER,
@@ -491,24 +505,24 @@ impl Pager {
         )
     }
 
-    /// Gives a chunk's home back. On the pager's threads only.
-    pub(crate) fn give_back(&self, home: Home) {
-        match home {
-            Home::Pool(chunk) => self.give_back_chunk(chunk),
-            Home::Overflow(stretch) => {
+    /// Frees a chunk. Called only by the pager's threads.
+    pub(crate) fn free_location(&self, location: ChunkLocation) {
+        match location {
+            ChunkLocation::Pool(chunk) => self.free_chunk(chunk),
+            ChunkLocation::Overflow(stretch) => {
                 let bytes = self.transport.chunk_bytes() as u64;
                 self.overflow().punch(u64::from(stretch) * bytes, bytes);
             }
         }
     }
 
-    fn give_back_chunk(&self, chunk: ChunkHandle) {
+    fn free_chunk(&self, chunk: ChunkHandle) {
         if let Err(error) = self.transport.free_chunk(chunk) {
-            self.lost(&error);
+            self.pool_lost(&error);
         }
     }
 
-    /// Brings the gauges of chunks and allocations up to date.
+    /// Updates the gauges of chunks and allocations.
     pub(crate) fn update_gauges(&self) {
         let (pool, overflow) = self.slots().held();
         self.stats.set(Counter::PoolChunks, u64::from(pool));
@@ -520,19 +534,21 @@ impl Pager {
         self.stats.set(Counter::AllocationsByCpu, done.allocations_by_cpu);
     }
 
-    /// The pool is gone, and pages with it: the program cannot go on.
-    pub(crate) fn lost(&self, error: &TransportError) -> ! {
+    /// Ends the process because the pool is gone, and with it pages of the program.
+    pub(crate) fn pool_lost(&self, error: &TransportError) -> ! {
         sys::die(
             EXIT_POOL_GONE,
             &format!(
-                "{error}; pages of process {} were there, so it ends now (status {EXIT_POOL_GONE})",
+                "{error}; the pool held pages of process {}, so the process ends now (status \
+                 {EXIT_POOL_GONE})",
                 descriptor::program()
             ),
         )
     }
 
-    /// Something that must work does not: end rather than go on with wrong data.
-    pub(crate) fn broken(&self, what: &str, error: &std::io::Error) -> ! {
+    /// Ends the process because a necessary operation failed. Continuing could expose wrong data to
+    /// the program.
+    pub(crate) fn fatal(&self, what: &str, error: &std::io::Error) -> ! {
         sys::die(
             EXIT_PAGER,
             &format!(

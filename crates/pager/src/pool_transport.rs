@@ -1,22 +1,25 @@
-//! The transport over memory nodes: chunks are the pool's chunks, pages are READ and WRITTEN.
+//! The transport over memory nodes: a chunk is a chunk of the pool, and pages move by READ and
+//! WRITE.
 //!
-//! `GRANARY_POOL` names them: [`pool::Address`], several behind commas. Chunks go to each in turn, and to the others
-//! when one is full or gone; the pages of one that is gone are lost. Each memory node's NIC has staging memory of
-//! its own: the first one's is the pager's, and pages on their way to and from others are copied into the same
-//! frames of theirs. A page that somebody waits
-//! for goes through lane 0, batches through lane 1, so that a READ does not queue behind a
-//! write-back (OneSidedMW §5.1).
+//! `GRANARY_POOL` is a comma-separated list of [`pool::Address`]. Chunks are allocated from the
+//! memory nodes in round-robin order; a node that is full or gone is skipped. The pages on a node
+//! that is gone are lost. Each memory node's NIC has staging memory of its own. The pager uses the
+//! staging memory of the first node. Pages on their way to or from another node are copied to or
+//! from the same frames of that node's staging memory.
 //!
-//! Everything that this needs lies outside the paged region: the staging memory and the queues are
-//! shared with the NIC, the rest is the library's own heap.
+//! A page on which a thread waits goes through lane 0 and batches go through lane 1, so that a READ
+//! does not queue behind a write-back (OneSidedMW §5.1).
+//!
+//! All memory that the transport uses lies outside the paged region: the staging memory and the
+//! queues are shared with the NIC, the rest is the library's own heap.
 
 use std::sync::RwLock;
 use std::time::{Duration, Instant};
 
 use fabric::soft::SoftNic;
 use pool::{
-    Address, Batch, Buffer, Grant, Lane as PoolLane, NodeIndex, Options, Placed, Placement, Pool,
-    Pools, Transfer,
+    Address, Batch, Buffer, Grant, Lane as PoolLane, MultiPool, NodeIndex, Options, PlacedGrant,
+    Placement, Pool, Transfer,
 };
 
 use crate::Error;
@@ -25,44 +28,44 @@ use crate::transport::{
     ChunkHandle, Lane, PageIo, StagingMemory, Transport, TransportError, TransportStats,
 };
 
-/// How long a process waits for a place at a memory node that is full, and the time between two
-/// attempts.
-const PLACE_PATIENCE: Duration = Duration::from_secs(60);
-const PLACE_PAUSE: Duration = Duration::from_millis(200);
+/// Longest time that a process waits for a free client entry at a memory node that is full, and the
+/// time between two attempts.
+const FULL_RETRY_TIMEOUT: Duration = Duration::from_secs(60);
+const FULL_RETRY_INTERVAL: Duration = Duration::from_millis(200);
 
-/// A transport over one memory node or several.
+/// A transport over one or several memory nodes.
 pub struct PoolTransport {
-    pools: Pools,
+    pools: MultiPool,
     nodes: Vec<Node>,
     frames: u32,
     chunks: RwLock<Chunks>,
 }
 
-/// A memory node, and the staging memory that its NIC reaches.
+/// A memory node, and the staging memory that its NIC accesses.
 struct Node {
     pool: Pool,
     staging: Buffer<SoftNic>,
 }
 
-/// Grants by handle.
+/// Grants by chunk handle, and a free list of handles.
 #[derive(Default)]
 struct Chunks {
-    grants: Vec<Option<Placed>>,
+    grants: Vec<Option<PlacedGrant>>,
     free: Vec<u32>,
 }
 
 impl PoolTransport {
-    /// Connects to memory nodes with `frames` frames of staging.
+    /// Connects to memory nodes and allocates `frames` frames of staging for each.
     pub fn connect(nodes: &[Address], frames: u32) -> Result<Self, Error> {
-        let pools = connect_in_time(nodes)?;
+        let pools = connect_with_retry(nodes)?;
         let chunk = pools.chunk_bytes();
         if chunk < PAGE_BYTES as u64 {
             return Err(Error::Setting {
                 name: "GRANARY_POOL",
                 value: Address::write_list(nodes),
                 why: format!(
-                    "its chunks have {chunk} bytes, less than a page of {PAGE_BYTES}: serve with \
-                     --chunk 4KiB or more, best 1MiB"
+                    "the memory node's chunks have {chunk} bytes, less than a page ({PAGE_BYTES}); start \
+                     it with `granary serve --chunk 4KiB` or more (best: 1MiB)"
                 ),
             });
         }
@@ -75,16 +78,19 @@ impl PoolTransport {
         Ok(Self { pools, nodes, frames, chunks: RwLock::default() })
     }
 
-    fn grant(&self, chunk: ChunkHandle) -> Placed {
-        let chunks = self.chunks.read().expect("nobody panics with the chunks locked");
-        chunks.grants[chunk.0 as usize].expect("the pager names chunks that it holds")
+    fn grant(&self, chunk: ChunkHandle) -> PlacedGrant {
+        let chunks = self.chunks.read().expect("no thread panics while it holds this lock");
+        chunks.grants[chunk.0 as usize].expect("the pager uses only chunks that it holds")
     }
 
     fn transfer(&self, lane: Lane, ios: &[PageIo], write: bool) -> Result<(), TransportError> {
         let [io] = ios else {
-            return self.start(lane, ios, write)?.into_iter().try_for_each(|part| self.end(part));
+            return self
+                .start(lane, ios, write)?
+                .into_iter()
+                .try_for_each(|part| self.wait_part(part));
         };
-        let Placed { node: index, grant } = self.grant(io.chunk);
+        let PlacedGrant { node: index, grant } = self.grant(io.chunk);
         let (node, lane) = (&self.nodes[index.0 as usize], pool_lane(lane));
         let transfer = transfer_of(io, &grant);
         let done = if write {
@@ -100,14 +106,14 @@ impl PoolTransport {
         Ok(())
     }
 
-    /// Starts transfers, those of each memory node together.
+    /// Starts transfers, in one batch per memory node.
     fn start(
         &self,
         lane: Lane,
         ios: &[PageIo],
         write: bool,
-    ) -> Result<Vec<Part<'_>>, TransportError> {
-        let placed: Vec<Placed> = ios.iter().map(|io| self.grant(io.chunk)).collect();
+    ) -> Result<Vec<NodeBatch<'_>>, TransportError> {
+        let placed: Vec<PlacedGrant> = ios.iter().map(|io| self.grant(io.chunk)).collect();
         let mut parts = Vec::new();
         for (index, node) in (0..).map(NodeIndex).zip(&self.nodes) {
             let here = ios.iter().zip(&placed).filter(|(_, placed)| placed.node == index);
@@ -116,32 +122,34 @@ impl PoolTransport {
             if ios.is_empty() {
                 continue;
             }
-            let (all, lane) = (transfers_of(&ios, &grants), pool_lane(lane));
+            let (transfers, lane) = (transfers_of(&ios, &grants), pool_lane(lane));
             let batch = if write {
                 self.copy_out(index, &ios);
-                node.pool.start_write_batch(&all, &node.staging, lane)
+                node.pool.start_write_batch(&transfers, &node.staging, lane)
             } else {
-                node.pool.start_read_batch(&all, &node.staging, lane)
+                node.pool.start_read_batch(&transfers, &node.staging, lane)
             };
             let batch = batch.map_err(|e| self.failed(index, e))?;
-            parts.push(Part { node: index, ios: if write { Vec::new() } else { ios }, batch });
+            parts.push(NodeBatch { node: index, ios: if write { Vec::new() } else { ios }, batch });
         }
         Ok(parts)
     }
 
-    /// Waits for them.
-    fn end(&self, part: Part<'_>) -> Result<(), TransportError> {
+    /// Waits for the batch of one memory node.
+    fn wait_part(&self, part: NodeBatch<'_>) -> Result<(), TransportError> {
         part.batch.wait().map_err(|e| self.failed(part.node, e))?;
         self.copy_in(part.node, &part.ios);
         Ok(())
     }
 
-    /// From the pager's frames to those that a memory node's NIC reaches.
+    /// Copies outgoing pages from the pager's frames to the frames that the memory node's NIC
+    /// accesses.
     fn copy_out(&self, index: NodeIndex, ios: &[PageIo]) {
         self.copy((NodeIndex(0), index), ios);
     }
 
-    /// And back.
+    /// Copies arrived pages from the frames that the memory node's NIC accesses to the pager's
+    /// frames.
     fn copy_in(&self, index: NodeIndex, ios: &[PageIo]) {
         self.copy((index, NodeIndex(0)), ios);
     }
@@ -161,17 +169,18 @@ impl PoolTransport {
         }
     }
 
-    /// A page that cannot be moved is lost, whatever the reason.
+    /// Reports the failure to the pool and converts the error. A page that cannot be moved is lost,
+    /// whatever the reason.
     fn failed(&self, index: NodeIndex, error: pool::Error) -> TransportError {
         self.pools.failed(index, &error);
         gone(error)
     }
 }
 
-/// Transfers under way, of one memory node.
-struct Part<'a> {
+/// Batch in flight at one memory node.
+struct NodeBatch<'a> {
     node: NodeIndex,
-    /// What is to be copied when they are there.
+    /// Reads whose pages are copied to the pager's frames when the batch is complete.
     ios: Vec<PageIo>,
     batch: Batch<'a, SoftNic>,
 }
@@ -188,13 +197,13 @@ impl Transport for PoolTransport {
 
     fn allocate_chunk(&self) -> Result<ChunkHandle, TransportError> {
         let grant = self.pools.allocate_blocking().map_err(|error| match error {
-            // Over its budget it gets no chunk either, and what it has stays usable.
+            // A client over its time budget gets no chunk either; its chunks stay usable.
             pool::Error::OutOfMemory { .. } | pool::Error::OverBudget { .. } => {
                 TransportError::Full
             }
             other => gone(other),
         })?;
-        let mut chunks = self.chunks.write().expect("nobody panics with the chunks locked");
+        let mut chunks = self.chunks.write().expect("no thread panics while it holds this lock");
         let handle = match chunks.free.pop() {
             Some(handle) => handle,
             None => {
@@ -209,13 +218,14 @@ impl Transport for PoolTransport {
     fn free_chunk(&self, chunk: ChunkHandle) -> Result<(), TransportError> {
         let grant = self.grant(chunk);
         {
-            let mut chunks = self.chunks.write().expect("nobody panics with the chunks locked");
+            let mut chunks =
+                self.chunks.write().expect("no thread panics while it holds this lock");
             chunks.grants[chunk.0 as usize] = None;
             chunks.free.push(chunk.0);
         }
         match self.pools.free_blocking(grant) {
-            // The memory node keeps it for us until it listens again, or until we leave: no page is
-            // lost.
+            // Over the budget, the memory node keeps the chunk for this client until it serves the
+            // client again, or until the client disconnects. No page is lost.
             Ok(()) | Err(pool::Error::OverBudget { .. }) => Ok(()),
             Err(other) => Err(gone(other)),
         }
@@ -234,7 +244,7 @@ impl Transport for PoolTransport {
         let start = |ios: &Vec<PageIo>| self.start(lane, ios, false);
         let started: Vec<_> = parts.iter().map(start).collect::<Result<_, _>>()?;
         for (number, parts) in started.into_iter().enumerate() {
-            parts.into_iter().try_for_each(|part| self.end(part))?;
+            parts.into_iter().try_for_each(|part| self.wait_part(part))?;
             arrived(number);
         }
         Ok(())
@@ -264,14 +274,14 @@ impl Transport for PoolTransport {
     }
 }
 
-/// Connects to memory nodes. While one is full, waits for a place: other processes of a program
-/// end.
-fn connect_in_time(nodes: &[Address]) -> Result<Pools, pool::Error> {
+/// Connects to memory nodes. While a node is full, retries for [`FULL_RETRY_TIMEOUT`], because
+/// other processes of the program may end and free their client entries.
+fn connect_with_retry(nodes: &[Address]) -> Result<MultiPool, pool::Error> {
     let start = Instant::now();
     loop {
-        match Pools::connect(nodes, Options::default(), Placement::RoundRobin) {
-            Err(pool::Error::Full { .. }) if start.elapsed() < PLACE_PATIENCE => {
-                std::thread::sleep(PLACE_PAUSE);
+        match MultiPool::connect(nodes, Options::default(), Placement::RoundRobin) {
+            Err(pool::Error::Full { .. }) if start.elapsed() < FULL_RETRY_TIMEOUT => {
+                std::thread::sleep(FULL_RETRY_INTERVAL);
             }
             other => return other,
         }
@@ -298,7 +308,7 @@ fn transfers_of<'a>(ios: &[PageIo], grants: &'a [Grant]) -> Vec<Transfer<'a>> {
     ios.iter().zip(grants).map(|(io, grant)| transfer_of(io, grant)).collect()
 }
 
-/// A page that cannot be moved is lost, whatever the reason.
+/// Converts an error of the pool. A page that cannot be moved is lost, whatever the reason.
 fn gone(error: pool::Error) -> TransportError {
     TransportError::Gone(error.to_string())
 }

@@ -1,4 +1,4 @@
-//! The address space that the pager owns, and who has which part of it.
+//! The pager's address space and the state of its parts.
 //!
 //! ```text
 //!  base                base + arena                        base + len
@@ -8,11 +8,13 @@
 //!  +-------------------+-----------------------------------+
 //! ```
 //!
-//! Private anonymous memory, reserved once and never unmapped: what the program maps and unmaps is
-//! a change of protection here. Private, because fork's copy-on-write must stay right.
+//! The region is private anonymous memory, reserved once and never unmapped. The program's mapping
+//! and unmapping only changes protections in it. The memory is private so that fork's copy-on-write
+//! stays correct.
 //!
-//! [`RangeSet`] is a set of page ranges; [`Space`] keeps with it what is free and what the program
-//! replaced by other mappings (foreign).
+//! [`RangeSet`] is a set of page ranges. [`Space`] holds the sets of free pages, of foreign pages
+//! (which the program replaced by other mappings), and of pages that the program keeps from forked
+//! children.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -21,14 +23,14 @@ use std::ops::Range;
 use crate::page_table::PageId;
 use crate::sys::{self, PAGE_BYTES, PAGE_SHIFT};
 
-/// A set of page numbers, kept as disjoint ranges that do not touch.
+/// A set of page numbers, stored as disjoint ranges that do not touch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RangeSet {
     ranges: BTreeMap<u32, u32>,
 }
 
 impl RangeSet {
-    /// Adds `range`; what of it is there already stays.
+    /// Adds `range`; parts that are already in the set stay.
     pub fn insert(&mut self, range: Range<u32>) {
         if range.is_empty() {
             return;
@@ -47,7 +49,7 @@ impl RangeSet {
         self.ranges.insert(start, end);
     }
 
-    /// Takes `range` out.
+    /// Removes `range`.
     pub fn remove(&mut self, range: Range<u32>) {
         for part in self.overlap(range) {
             let (&start, &end) =
@@ -62,7 +64,7 @@ impl RangeSet {
         }
     }
 
-    /// The parts of `range` that are in the set, ascending.
+    /// Returns the parts of `range` that are in the set, ascending.
     pub fn overlap(&self, range: Range<u32>) -> Vec<Range<u32>> {
         let first = self.ranges.range(..=range.start).next_back().map_or(range.start, |(&s, _)| s);
         self.ranges
@@ -72,44 +74,45 @@ impl RangeSet {
             .collect()
     }
 
-    /// True if the page is in the set.
+    /// Returns true if the page is in the set.
     pub fn contains(&self, page: u32) -> bool {
         self.ranges.range(..=page).next_back().is_some_and(|(_, &end)| page < end)
     }
 
-    /// True if all of `range` is in the set.
+    /// Returns true if all of `range` is in the set.
     pub fn contains_all(&self, range: Range<u32>) -> bool {
         self.ranges.range(..=range.start).next_back().is_some_and(|(_, &end)| range.end <= end)
     }
 
-    /// True if the set is empty.
+    /// Returns true if the set is empty.
     pub fn is_empty(&self) -> bool {
         self.ranges.is_empty()
     }
 
-    /// The highest range of `count` pages in the set.
+    /// Returns the highest range of `count` pages in the set.
     ///
-    /// The kernel places mappings from the top down too. A program that maps twice what it needs and
-    /// unmaps the unaligned ends leaves no hole then: the end that it unmaps lies below.
+    /// The kernel places mappings from the top down too. With this order, a program that maps twice
+    /// the size that it needs and unmaps the unaligned ends leaves no hole, because the larger end
+    /// that it unmaps lies below.
     pub fn find_last(&self, count: u32) -> Option<Range<u32>> {
         let mut downwards = self.ranges.iter().rev();
         downwards.find(|&(&start, &end)| end - start >= count).map(|(_, &end)| end - count..end)
     }
 }
 
-/// Who has which pages.
+/// Allocation state of the region's pages.
 #[derive(Clone, Debug)]
 pub struct Space {
-    /// Pages that nobody mapped: PROT_NONE, absent.
+    /// Unmapped pages: PROT_NONE, absent.
     pub free: RangeSet,
-    /// Pages behind which there is a mapping that is not ours (a file, shared memory).
+    /// Pages replaced by a mapping that the pager does not serve (a file, shared memory).
     pub foreign: RangeSet,
-    /// Pages that the program keeps from its children (MADV_DONTFORK).
+    /// Pages that the program keeps from forked children (MADV_DONTFORK).
     pub unforked: RangeSet,
 }
 
 impl Space {
-    /// What of `pages` is ours and for forked children too, ascending.
+    /// Returns the parts of `pages` that the pager serves and that forked children get, ascending.
     pub fn for_children(&self, pages: Range<u32>) -> Vec<Range<u32>> {
         let mut not = self.foreign.clone();
         self.unforked.overlap(pages.clone()).into_iter().for_each(|part| not.insert(part));
@@ -125,7 +128,7 @@ impl Space {
     }
 }
 
-/// The region.
+/// The reserved address range.
 #[derive(Debug)]
 pub struct Region {
     base: usize,
@@ -134,8 +137,8 @@ pub struct Region {
 }
 
 impl Region {
-    /// Reserves `bytes` of address space, or as much of it as the limit of the address space admits:
-    /// it is halved until the kernel agrees. A half is the arena.
+    /// Reserves `bytes` of address space. If a limit forbids this size, it is halved until the
+    /// kernel agrees. The first half becomes the arena.
     pub fn reserve(bytes: usize) -> io::Result<Self> {
         const SMALLEST: usize = 256 << 20;
         const ALIGN: usize = 64 << 20;
@@ -146,7 +149,7 @@ impl Region {
             match unsafe { sys::mmap(0, len + ALIGN, libc::PROT_NONE, flags, -1, 0) } {
                 Ok(start) => {
                     let base = start.next_multiple_of(ALIGN);
-                    // SAFETY: the two ends of the mapping that was just made.
+                    // SAFETY: the two unaligned ends of the mapping that was just made.
                     unsafe {
                         if base > start {
                             let _ = sys::munmap(start, base - start);
@@ -162,75 +165,78 @@ impl Region {
         }
     }
 
-    /// The same region, for another pager of the same process; neither is ever dropped.
+    /// Returns a second handle to the same region, for another pager of the same process. Neither
+    /// is ever dropped.
     pub(crate) fn same(&self) -> Self {
         Self { base: self.base, pages: self.pages, arena_pages: self.arena_pages }
     }
 
-    /// First address.
+    /// Returns the first address.
     pub fn base(&self) -> usize {
         self.base
     }
 
-    /// Bytes.
+    /// Returns the size in bytes.
     pub fn len(&self) -> usize {
         (self.pages as usize) << PAGE_SHIFT
     }
 
-    /// Never: a region has pages.
+    /// Always false: a region has pages.
     pub fn is_empty(&self) -> bool {
         self.pages == 0
     }
 
-    /// Number of pages.
+    /// Returns the number of pages.
     pub fn pages(&self) -> u32 {
         self.pages
     }
 
-    /// Pages of the arena: the first ones.
+    /// Returns the pages of the arena, the first ones of the region.
     pub fn arena(&self) -> Range<u32> {
         0..self.arena_pages
     }
 
-    /// True if the address is in the arena.
+    /// Returns true if the address is in the arena.
     pub fn arena_contains(&self, address: usize) -> bool {
         address.wrapping_sub(self.base) < (self.arena_pages as usize) << PAGE_SHIFT
     }
 
-    /// What is free at the start: all but the arena.
+    /// Returns the initial state: all pages but the arena are free.
     pub fn space(&self) -> Space {
         let mut free = RangeSet::default();
         free.insert(self.arena_pages..self.pages);
         Space { free, foreign: RangeSet::default(), unforked: RangeSet::default() }
     }
 
-    /// True if the address is in the region.
+    /// Returns true if the address is in the region.
     pub fn contains(&self, address: usize) -> bool {
         address.wrapping_sub(self.base) < self.len()
     }
 
-    /// The page of an address of the region.
+    /// Returns the page that contains an address of the region.
     pub fn page(&self, address: usize) -> PageId {
         assert!(self.contains(address), "{address:#x} is not in the region");
         PageId(((address - self.base) >> PAGE_SHIFT) as u32)
     }
 
-    /// The address of a page.
+    /// Returns the address of a page.
     pub fn address(&self, page: PageId) -> usize {
         self.base + ((page.0 as usize) << PAGE_SHIFT)
     }
 
-    /// Advice for a part of the region that holds nothing yet: small pages, not in core dumps (the kernel would write
-    /// zeros for what is not resident) and, unless `forked`, not in children.
+    /// Gives the kernel advice for an empty part of the region: small pages; not in core dumps,
+    /// because the kernel would write zeros for pages that are not resident; and, unless `forked`,
+    /// not copied to forked children.
     pub(crate) fn prepare(&self, start: usize, len: usize, forked: bool) {
         let children = if forked { libc::MADV_DOFORK } else { libc::MADV_DONTFORK };
         for advice in [libc::MADV_NOHUGEPAGE, libc::MADV_DONTDUMP, children] {
-            // SAFETY: a part of the region, in which nothing is.
+            // SAFETY: an empty part of the region.
             let _ = unsafe { sys::madvise(start, len, advice) };
         }
     }
 
-    /// The pages of `[address, address + len)` that are in the region; none if there are none.
+    /// Returns the pages that `[address, address + len)` overlaps, or `None` if the range lies
+    /// outside of the region.
     pub fn clip(&self, address: usize, len: usize) -> Option<Range<u32>> {
         let start = address.max(self.base);
         let end = address.saturating_add(len).min(self.base + self.len());
@@ -243,7 +249,7 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // SAFETY: whoever drops the region has ended all use of it.
+        // SAFETY: the owner drops the region only after all use of it has ended.
         unsafe {
             let _ = sys::munmap(self.base, self.len());
         }
@@ -279,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn children_get_what_is_ours_and_not_kept_from_them() {
+    fn children_get_paged_ranges_without_dontfork() {
         let region = Region { base: 0, pages: 100, arena_pages: 50 };
         let region = std::mem::ManuallyDrop::new(region);
         let mut space = region.space();

@@ -1,15 +1,17 @@
-//! Which page goes next.
+//! The eviction queue: resident pages in the order in which they are evicted.
 //!
-//! First in, first out, in runs; the second chance is the staging area, from which a page that is
-//! used again comes back without I/O and to the end of the queue. The queue holds a page once: the
-//! QUEUED bit of its entry says so (see [`crate::page_table`]), and an entry for a page that is no
-//! longer resident is dropped when it comes up, or when stale entries outnumber the others.
+//! The order is first in, first out, by runs of pages. The staging area gives pages a second
+//! chance: a page that is used again while it is staged returns without I/O to the end of the
+//! queue. The queue holds each page at most once; the QUEUED bit of the page's entry (see
+//! [`crate::page_table`]) marks queued pages. A queue entry is stale when its page is no longer
+//! resident. Stale entries are dropped when they reach the front, or by [`Residency::compact`] when
+//! the queue is too long.
 
 use std::collections::VecDeque;
 
 use crate::page_table::{PageId, PageTable, State};
 
-/// A run of pages that became resident together.
+/// A run of consecutive pages that became resident together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Run {
     start: u32,
@@ -24,7 +26,7 @@ pub struct Residency {
 }
 
 impl Residency {
-    /// Pages in the queue, stale ones included.
+    /// Number of pages in the queue, stale entries included.
     pub fn len(&self) -> usize {
         self.queued
     }
@@ -34,7 +36,7 @@ impl Residency {
         self.queued == 0
     }
 
-    /// Appends pages that have become resident. Those that are in the queue stay where they are.
+    /// Appends pages that have become resident. A page that is already queued keeps its position.
     pub fn push(&mut self, table: &PageTable, start: PageId, pages: u32) {
         for page in start.0..start.0 + pages {
             if table.set_queued(PageId(page), true) {
@@ -48,7 +50,7 @@ impl Residency {
         }
     }
 
-    /// Takes at most `count` pages from the front, all contiguous. They are no longer queued.
+    /// Removes at most `count` consecutive pages from the front and clears their QUEUED bits.
     pub fn pop(&mut self, table: &PageTable, count: u32) -> Option<(PageId, u32)> {
         let run = self.runs.front_mut()?;
         let start = PageId(run.start);
@@ -95,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_leave_in_the_order_of_arrival_once() {
+    fn pages_are_popped_once_in_fifo_order() {
         let table = PageTable::new(100).unwrap();
         let mut queue = Residency::default();
         queue.push(&table, PageId(10), 4);
@@ -111,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn stale_entries_are_dropped_when_they_are_many() {
+    fn compaction_drops_stale_entries() {
         let table = PageTable::new(1000).unwrap();
         let mut queue = Residency::default();
         queue.push(&table, PageId(0), 500);

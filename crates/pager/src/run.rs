@@ -1,8 +1,8 @@
-//! What `granary run` does: check, start the program with the library preloaded, wait, report.
+//! `granary run`: checks, starts the program with the preload library, waits for it, and reports.
 //!
-//! Everything that can be known to fail is checked before the program starts: it exists, it is linked
-//! dynamically (a static program has no loader that would preload anything), SIZE is large enough,
-//! userfaultfd is permitted, the library is there.
+//! All preconditions are checked before the program starts: the program exists and is linked
+//! dynamically (a static program has no loader that would preload a library), SIZE is large enough,
+//! userfaultfd is permitted, and the preload library exists.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -17,30 +17,31 @@ use crate::config::Config;
 use crate::stats::Summary;
 use crate::uffd::{Features, Uffd};
 
-/// Name of the preload library.
+/// File name of the preload library.
 pub const LIBRARY: &str = "libgranary_preload.so";
 
-/// How a paged program ended.
+/// Result of a paged program.
 #[derive(Debug)]
 pub struct Ended {
-    /// Its own status.
+    /// Exit status of the program.
     pub status: ExitStatus,
-    /// What it and all that it started counted.
+    /// Counters of the program and of all processes that it started.
     pub summary: Summary,
 }
 
 impl Ended {
-    /// The status as a shell would say it: 128 and the signal's number where a signal ended it.
+    /// Returns the status in a shell's form: 128 plus the signal number if a signal ended the
+    /// program.
     pub fn code(&self) -> i32 {
         self.status.code().unwrap_or_else(|| 128 + self.status.signal().unwrap_or(0))
     }
 }
 
-/// Runs `program` with `arguments`, paged as `config` says, and waits for it. Standard input and
-/// output are passed on.
+/// Runs `program` with `arguments`, paged according to `config`, and waits for it. The program
+/// inherits standard input and output.
 ///
 /// # Errors
-/// What keeps it from starting; how it ends is not an error.
+/// Failures to start the program. A failure of the program itself is reported in [`Ended::status`].
 pub fn run(config: &Config, program: &OsStr, arguments: &[OsString]) -> Result<Ended, Error> {
     config.check()?;
     let library = find_library()?;
@@ -58,7 +59,7 @@ pub fn run(config: &Config, program: &OsStr, arguments: &[OsString]) -> Result<E
     Ok(Ended { status, summary })
 }
 
-/// Ours first, then what was preloaded before.
+/// Builds the value of `LD_PRELOAD`: the preload library first, then the libraries of `before`.
 fn preload(library: &Path, before: Option<OsString>) -> OsString {
     let mut value = library.as_os_str().to_owned();
     if let Some(before) = before.filter(|before| !before.is_empty()) {
@@ -68,7 +69,7 @@ fn preload(library: &Path, before: Option<OsString>) -> OsString {
     value
 }
 
-/// A directory that goes away with its value.
+/// A temporary directory that is removed when the value is dropped.
 struct RunDirectory(PathBuf);
 
 impl RunDirectory {
@@ -83,7 +84,8 @@ impl RunDirectory {
             let path = parent.join(name);
             match std::fs::DirBuilder::new().create(&path) {
                 Ok(()) => {
-                    // Programs that change their user still count.
+                    // World-writable, so that processes that change their user can still create
+                    // counters' files.
                     let open = std::fs::Permissions::from_mode(0o1777);
                     std::fs::set_permissions(&path, open).map_err(failed)?;
                     return Ok(Self(path));
@@ -98,13 +100,14 @@ impl RunDirectory {
 
 impl Drop for RunDirectory {
     fn drop(&mut self) {
-        // Left behind, it would only take a little room.
+        // An error is ignored: a directory that is left behind only takes a little disk space.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }
 
-/// While the program runs, the signals that a terminal or a supervisor sends us are its to answer: those
-/// of the terminal reach it anyway, SIGTERM and SIGHUP are passed on.
+/// Starts `command` and waits for it, forwarding signals. The program answers the signals of a
+/// terminal or supervisor: the terminal sends its own signals to the program directly; SIGTERM,
+/// SIGHUP, SIGUSR1 and SIGUSR2 are forwarded.
 fn wait_passing_signals(command: &mut Command) -> io::Result<ExitStatus> {
     use std::os::unix::process::CommandExt;
     use std::sync::atomic::{AtomicI32, Ordering};
@@ -119,7 +122,8 @@ fn wait_passing_signals(command: &mut Command) -> io::Result<ExitStatus> {
     const IGNORED: [i32; 2] = [libc::SIGINT, libc::SIGQUIT];
     const PASSED: [i32; 4] = [libc::SIGTERM, libc::SIGHUP, libc::SIGUSR1, libc::SIGUSR2];
     let mut before = Vec::new();
-    // SAFETY: the handler is async-signal-safe; what was there is restored below and in the child.
+    // SAFETY: the handler is async-signal-safe. The previous dispositions are restored below and in
+    // the child.
     unsafe {
         for signal in IGNORED {
             before.push((signal, libc::signal(signal, libc::SIG_IGN)));
@@ -138,7 +142,7 @@ fn wait_passing_signals(command: &mut Command) -> io::Result<ExitStatus> {
     }
     let result = command.spawn().and_then(|mut child| {
         CHILD.store(child.id() as i32, Ordering::Release);
-        // Wait without reaping first, so that no signal goes to a number that is somebody else's.
+        // Waits without reaping first, so that no signal goes to a process id that has been reused.
         loop {
             // SAFETY: a zero siginfo is valid for the write.
             let done = unsafe {
@@ -153,13 +157,14 @@ fn wait_passing_signals(command: &mut Command) -> io::Result<ExitStatus> {
         child.wait()
     });
     for (signal, handler) in before {
-        // SAFETY: what was there before.
+        // SAFETY: restores the previous disposition.
         unsafe { libc::signal(signal, handler) };
     }
     result
 }
 
-/// The preload library: `GRANARY_PRELOAD`, next to this executable, or in `../lib` of it.
+/// Finds the preload library: at `GRANARY_PRELOAD`, next to this executable, or in the directory's
+/// `../lib`.
 pub fn find_library() -> Result<PathBuf, Error> {
     let mut looked = Vec::new();
     if let Some(path) = std::env::var_os("GRANARY_PRELOAD") {
@@ -182,13 +187,13 @@ pub fn find_library() -> Result<PathBuf, Error> {
     }
 }
 
-/// Where `program` is, as `execvp` looks for it.
+/// Resolves `program` to a path as `execvp` does.
 fn find_program(program: &OsStr) -> Result<PathBuf, Error> {
     let fail =
         |why: &str| Error::Program { program: program.display().to_string(), why: why.into() };
     let path = Path::new(program);
     if program.as_encoded_bytes().contains(&b'/') {
-        return if path.is_file() { Ok(path.into()) } else { Err(fail("there is no such file")) };
+        return if path.is_file() { Ok(path.into()) } else { Err(fail("no such file")) };
     }
     let search = std::env::var_os("PATH").unwrap_or_else(|| "/usr/local/bin:/usr/bin:/bin".into());
     std::env::split_paths(&search)
@@ -197,10 +202,14 @@ fn find_program(program: &OsStr) -> Result<PathBuf, Error> {
             let executable = |meta: std::fs::Metadata| meta.permissions().mode() & 0o111 != 0;
             candidate.is_file() && candidate.metadata().is_ok_and(executable)
         })
-        .ok_or_else(|| fail("it is not found in PATH"))
+        .ok_or_else(|| fail("not found in PATH"))
 }
 
-/// Refuses a program into which nothing can be preloaded. Follows `#!` to the interpreter.
+/// Checks that a library can be preloaded into the program. Follows `#!` to the interpreter.
+///
+/// # Errors
+/// [`Error::Program`] if the program is missing, unreadable, statically linked, or built for
+/// another kind of machine.
 pub fn check_program(program: &OsStr) -> Result<(), Error> {
     let mut path = find_program(program)?;
     let fail = |why: String| Error::Program { program: program.display().to_string(), why };
@@ -226,17 +235,17 @@ pub fn check_program(program: &OsStr) -> Result<(), Error> {
         return match linkage(&file, &head) {
             Some(Linkage::Dynamic) => Ok(()),
             Some(Linkage::Static) => Err(fail(format!(
-                "{} is linked statically, so nothing can be preloaded into it; use a dynamically linked \
-                 build",
+                "{} is linked statically, so the preload library cannot be loaded into it; use a \
+                 dynamically linked build",
                 path.display()
             ))),
             Some(Linkage::Foreign) => {
-                Err(fail(format!("{} is not for this kind of machine", path.display())))
+                Err(fail(format!("{} is built for another kind of machine", path.display())))
             }
             None => Err(fail(format!("{} is neither a program nor a script", path.display()))),
         };
     }
-    Err(fail("its interpreters go round in circles".into()))
+    Err(fail("its #! lines lead through more than five interpreters".into()))
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -246,7 +255,8 @@ enum Linkage {
     Foreign,
 }
 
-/// Reads the program headers of an ELF file (System V ABI, chapter 5). None if it is none.
+/// Reads the program headers of an ELF file (System V ABI, chapter 5). Returns `None` if the file
+/// is not an ELF file.
 fn linkage(file: &File, head: &[u8]) -> Option<Linkage> {
     const PT_INTERP: u32 = 3;
     if !head.starts_with(b"\x7fELF") || head.len() < 64 {
@@ -305,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_preloaded_stays() {
+    fn existing_ld_preload_is_kept() {
         let library = Path::new("/x/lib.so");
         assert_eq!(preload(library, None), "/x/lib.so");
         assert_eq!(preload(library, Some("/y.so".into())), "/x/lib.so:/y.so");

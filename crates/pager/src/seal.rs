@@ -1,13 +1,13 @@
-//! Pages sealed for a file: encrypted, and refused when the file was changed from outside.
+//! Authenticated encryption of pages in a file on disk.
 //!
-//! AES-256-GCM, one page at a time. The key is random, for one file, and lives in this process's memory
-//! only, as do the nonce and the tag of each page: what lies in the file is nothing but ciphertext. The
-//! nonce is a counter that never repeats under a key, and a page is opened under the nonce of its last
-//! store alone, so an older content of the same place, and the content of another place, fail as any
-//! other change does.
+//! Each page is sealed with AES-256-GCM. The key is random and belongs to one file. The key, and
+//! the nonce and tag of each page, exist only in this process's memory; the file holds only
+//! ciphertext. The nonce is a counter that never repeats under a key. A page is opened only with
+//! the nonce of its last store. So an older content of the same page, or the content of another
+//! page, fails authentication like any other change.
 //!
-//! Forked children reach such a file through their parent's keeper, which shares the parent's memory
-//! ([`crate::fork`]); a child that pages for itself has a file and a key of its own.
+//! A light forked child reads the file through its parent's page server, which shares the parent's
+//! memory ([`crate::fork`]). A promoted child has a file and a key of its own.
 
 use std::io;
 use std::ops::Range;
@@ -20,38 +20,40 @@ use crate::sys::PAGE_BYTES;
 const KEY_BYTES: usize = 32;
 const TAG_BYTES: usize = 16;
 
-/// What opens a page: the number of its store, from 1 on, and its tag.
+/// Data needed to open a page: the number of its store, from 1 on, and its tag. Store 0 marks a
+/// page that was never stored.
 #[derive(Clone, Copy)]
 struct Seal {
     store: u64,
     tag: [u8; TAG_BYTES],
 }
 
-/// Pages whose seals are kept together, and given back together: 1 MiB of the file.
+/// Pages whose seals are allocated and freed together: 1 MiB of the file.
 const BLOCK_PAGES: u64 = 256;
 type Block = Box<[Seal; BLOCK_PAGES as usize]>;
 
 #[derive(Default)]
 struct Seals {
-    /// Stores so far.
+    /// Number of stores under this key.
     stores: u64,
     blocks: Vec<Option<Block>>,
 }
 
-/// The key of a file, and what opens each of its pages: 24 bytes for a page.
+/// Key of a file and the seals of its pages, 24 bytes per page.
 pub struct Sealer {
     key: LessSafeKey,
     seals: Mutex<Seals>,
 }
 
 impl Sealer {
-    /// A fresh key.
+    /// Creates a sealer with a random key.
     ///
     /// # Errors
-    /// Those of `getrandom(2)`.
+    /// Errors of `getrandom(2)`.
     pub fn new() -> io::Result<Self> {
         let mut key = [0u8; KEY_BYTES];
-        // SAFETY: the buffer is valid for the write. Up to 256 bytes come whole.
+        // SAFETY: the buffer is valid for the write. Requests of up to 256 bytes are served
+        // completely.
         let got = unsafe { libc::getrandom(key.as_mut_ptr().cast(), KEY_BYTES, 0) };
         if got != KEY_BYTES as isize {
             return Err(io::Error::last_os_error());
@@ -60,7 +62,7 @@ impl Sealer {
         Ok(Self { key: LessSafeKey::new(key), seals: Mutex::default() })
     }
 
-    /// Seals `plain`, to be stored as the file's page `page`, into `sealed`.
+    /// Seals `plain` into `sealed`, to be stored as page `page` of the file.
     pub fn seal(&self, page: u64, plain: &[u8], sealed: &mut [u8; PAGE_BYTES]) {
         let store = {
             let mut seals = self.seals();
@@ -74,10 +76,11 @@ impl Sealer {
         *self.seals().place(page) = Seal { store, tag };
     }
 
-    /// Opens what the file has as its page `page` into `plain`. A page that was never stored is zeros.
+    /// Opens `sealed`, read from page `page` of the file, into `plain`. A page that was never
+    /// stored yields zeros.
     ///
     /// # Errors
-    /// If that is not what was stored there last.
+    /// `InvalidData` if `sealed` is not the last content stored at `page`.
     pub fn open(&self, page: u64, sealed: &[u8], plain: &mut [u8]) -> io::Result<()> {
         let seal = *self.seals().place(page);
         if seal.store == 0 {
@@ -89,12 +92,12 @@ impl Sealer {
             .map_err(|_| {
                 io::Error::new(
                     io::ErrorKind::InvalidData,
-                    format!("page {page} of the file is not what was stored there: it was changed"),
+                    format!("page {page} of the file has been changed since it was stored"),
                 )
             })
     }
 
-    /// Forgets pages: they are zeros from now on.
+    /// Forgets pages, which yield zeros afterwards.
     pub fn forget(&self, pages: Range<u64>) {
         let mut seals = self.seals();
         for index in pages.start / BLOCK_PAGES..pages.end.div_ceil(BLOCK_PAGES) {
@@ -110,7 +113,7 @@ impl Sealer {
     }
 
     fn seals(&self) -> std::sync::MutexGuard<'_, Seals> {
-        self.seals.lock().expect("nobody panics with the seals locked")
+        self.seals.lock().expect("no thread panics while it holds this lock")
     }
 }
 
@@ -126,7 +129,7 @@ impl Seals {
     }
 }
 
-/// The nonce of a store: no two stores under a key have the same.
+/// Returns the nonce of a store. No two stores under a key have the same nonce.
 fn nonce(store: u64) -> Nonce {
     let mut bytes = [0; 12];
     bytes[4..].copy_from_slice(&store.to_be_bytes());
@@ -151,16 +154,16 @@ mod tests {
     }
 
     #[test]
-    fn only_what_was_stored_last_at_a_place_opens_there() {
+    fn only_the_last_stored_content_of_a_page_opens() {
         let sealer = Sealer::new().unwrap();
         let first = stored(&sealer, 7, 1);
         assert_eq!(opened(&sealer, 7, &first), Some(1));
         let other = stored(&sealer, 8, 1);
-        assert_ne!(first, other, "equal pages do not look alike");
-        assert_eq!(opened(&sealer, 8, &first), None, "the content of another place");
+        assert_ne!(first, other, "equal pages have different ciphertexts");
+        assert_eq!(opened(&sealer, 8, &first), None, "the content of another page");
         let second = stored(&sealer, 7, 1);
-        assert_ne!(first, second, "nor do two stores of one content");
-        assert_eq!(opened(&sealer, 7, &first), None, "an older content of the place");
+        assert_ne!(first, second, "two stores of equal content differ");
+        assert_eq!(opened(&sealer, 7, &first), None, "an older content of the page");
         assert_eq!(opened(&sealer, 7, &second), Some(1));
         let stranger = Sealer::new().unwrap();
         let strange = stored(&stranger, 7, 1);
@@ -168,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn every_changed_bit_is_noticed() {
+    fn changed_bit_fails_authentication() {
         let sealer = Sealer::new().unwrap();
         let sealed = stored(&sealer, 300, 5);
         for bit in (0..PAGE_BYTES * 8).step_by(997) {
@@ -180,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_forgotten_or_was_never_stored_is_zeros() {
+    fn forgotten_and_unstored_pages_are_zeros() {
         let sealer = Sealer::new().unwrap();
         assert_eq!(opened(&sealer, 9, &[3; PAGE_BYTES]), Some(0));
         let all: Vec<_> = (0..600).map(|page| stored(&sealer, page, 1)).collect();

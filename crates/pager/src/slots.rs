@@ -1,4 +1,4 @@
-//! Slots: the places of 4 KiB, in chunks, where evicted pages live.
+//! Slots: places of 4 KiB, in chunks, that hold evicted pages.
 //!
 //! ```text
 //!  SlotId = chunk index << pages_log2 | page in chunk
@@ -7,15 +7,16 @@
 //!             ####.##       ####             #....        used / free pages
 //! ```
 //!
-//! A chunk is allocated when no open chunk has room and freed when its last page goes. When the pool
-//! is full, chunks come from the overflow file, and the pool is asked again later. Pages that are
-//! evicted together get neighbouring slots, so that they are written and read in one transfer.
+//! A chunk is allocated when no open chunk has room, and freed when its last slot is freed. When
+//! the pool is full, chunks are allocated in the overflow file, and the pool is tried again later.
+//! Pages that are evicted together get adjacent slots, so that they are written and read in one
+//! transfer.
 //!
-//! While a forked child may still need what is stored (see [`crate::fork`]) slots are *frozen*: they
-//! are neither overwritten nor used again until [`Slots::thaw`].
+//! Slots are *frozen* while a forked child may still read their content (see [`crate::fork`]). A
+//! frozen slot is neither overwritten nor reused until [`Slots::thaw`].
 //!
-//! Invariants: a used slot belongs to one page or one frame; `live` is the number of used slots of a
-//! chunk; a chunk without live slots does not exist.
+//! Invariants: a used slot belongs to one page or one frame; `live` is the number of used slots of
+//! a chunk; a chunk without used slots does not exist.
 
 use std::time::{Duration, Instant};
 
@@ -23,49 +24,50 @@ use crate::page_table::PageId;
 use crate::sys::{PAGE_BYTES, PAGE_SHIFT};
 use crate::transport::{ChunkHandle, Transport, TransportError};
 
-/// A slot.
+/// Index of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SlotId(pub u64);
 
-/// In the number of a slot that another process keeps: see [`crate::fork`].
+/// Bit in the index of a slot whose content the page server of another process holds: see
+/// [`crate::fork`].
 const INHERITED: u64 = 1 << 47;
 
 impl SlotId {
-    /// The place of a forked child's page that its parent's keeper has.
+    /// Returns the slot of a forked child's page whose content its parent's page server holds.
     pub fn inherited(page: PageId) -> Self {
         Self(INHERITED | u64::from(page.0))
     }
 
-    /// The page, if it is such a place.
+    /// Returns the page of such a slot, or `None` for a slot of this process.
     pub fn inherited_page(self) -> Option<PageId> {
         (self.0 & INHERITED != 0).then_some(PageId(self.0 as u32))
     }
 }
 
-/// Where a chunk is.
+/// Location of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Home {
-    /// In the pool.
+pub enum ChunkLocation {
+    /// A chunk of the pool.
     Pool(ChunkHandle),
-    /// In the overflow file, at this chunk-sized stretch.
+    /// A chunk-sized stretch of the overflow file, by index.
     Overflow(u32),
 }
 
-/// Where a slot is: its chunk and the bytes from the chunk's start.
+/// Location of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// The chunk.
-    pub home: Home,
-    /// Bytes from its start.
+    /// Location of its chunk.
+    pub location: ChunkLocation,
+    /// Byte offset in the chunk.
     pub offset_bytes: u32,
 }
 
-/// What the caller does after a chunk became empty.
+/// Location of a chunk that has become empty. The caller frees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Emptied(pub Home);
+pub struct Emptied(pub ChunkLocation);
 
 struct Chunk {
-    home: Home,
+    location: ChunkLocation,
     used: Vec<u64>,
     frozen: Vec<u64>,
     live: u32,
@@ -88,11 +90,11 @@ pub struct Slots {
     inherited: u32,
 }
 
-/// How long after an answer "full" the pool is asked again.
-const ASK_AGAIN: Duration = Duration::from_millis(100);
+/// Time after which the pool is tried again when it was full.
+const FULL_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
 impl Slots {
-    /// No slot yet, of chunks of `chunk_bytes`.
+    /// Creates an empty set of slots, in chunks of `chunk_bytes`.
     pub fn new(chunk_bytes: usize) -> Self {
         assert!(chunk_bytes.is_power_of_two() && chunk_bytes >= PAGE_BYTES);
         Self {
@@ -112,22 +114,22 @@ impl Slots {
         }
     }
 
-    /// So many slots are inherited.
+    /// Sets the number of inherited slots.
     pub fn inherit(&mut self, slots: u32) {
         self.inherited = slots;
     }
 
-    /// How many inherited slots are still in use.
+    /// Returns the number of inherited slots that are still in use.
     pub fn inherited(&self) -> u32 {
         self.inherited
     }
 
-    /// Chunks held in the pool and in the overflow file.
+    /// Returns the number of chunks held in the pool and in the overflow file.
     pub fn held(&self) -> (u32, u32) {
         (self.pool_chunks, self.overflow_chunks)
     }
 
-    /// Bytes of a chunk.
+    /// Returns the bytes of a chunk.
     pub fn chunk_bytes(&self) -> usize {
         PAGE_BYTES << self.pages_log2
     }
@@ -136,10 +138,10 @@ impl Slots {
         1 << self.pages_log2
     }
 
-    /// A slot, next to the one given out before where that is possible.
+    /// Allocates a slot, adjacent to the previously allocated one where possible.
     ///
     /// # Errors
-    /// Only when the pool is gone.
+    /// [`TransportError::Gone`]. A full pool is not an error: the overflow file is used then.
     pub fn allocate(&mut self, transport: &dyn Transport) -> Result<SlotId, TransportError> {
         loop {
             if let Some(index) = self.open {
@@ -161,7 +163,7 @@ impl Slots {
         }
     }
 
-    /// Opens the emptiest chunk if it is at least a quarter free, or a new one.
+    /// Opens the emptiest chunk if at least a quarter of it is free, otherwise a new one.
     fn open_chunk(&mut self, transport: &dyn Transport) -> Result<(), TransportError> {
         self.cursor = 0;
         let roomy = |wanted: u32, this: &Self| {
@@ -178,12 +180,12 @@ impl Slots {
             self.open = Some(index);
             return Ok(());
         }
-        if self.full_since.is_none_or(|since| since.elapsed() >= ASK_AGAIN) {
+        if self.full_since.is_none_or(|since| since.elapsed() >= FULL_RETRY_INTERVAL) {
             match transport.allocate_chunk() {
                 Ok(handle) => {
                     self.full_since = None;
                     self.pool_chunks += 1;
-                    self.open = Some(self.add_chunk(Home::Pool(handle)));
+                    self.open = Some(self.add_chunk(ChunkLocation::Pool(handle)));
                     return Ok(());
                 }
                 Err(TransportError::Full) => self.full_since = Some(Instant::now()),
@@ -198,15 +200,15 @@ impl Slots {
                     self.overflow_next - 1
                 });
                 self.overflow_chunks += 1;
-                self.add_chunk(Home::Overflow(stretch))
+                self.add_chunk(ChunkLocation::Overflow(stretch))
             }
         });
         Ok(())
     }
 
-    fn add_chunk(&mut self, home: Home) -> u32 {
+    fn add_chunk(&mut self, location: ChunkLocation) -> u32 {
         let words = (self.chunk_pages() as usize).div_ceil(64);
-        let chunk = Chunk { home, used: vec![0; words], frozen: Vec::new(), live: 0 };
+        let chunk = Chunk { location, used: vec![0; words], frozen: Vec::new(), live: 0 };
         match self.vacant.pop() {
             Some(index) => {
                 self.chunks[index as usize] = Some(chunk);
@@ -223,15 +225,15 @@ impl Slots {
         ((slot.0 >> self.pages_log2) as usize, slot.0 as u32 & (self.chunk_pages() - 1))
     }
 
-    /// Where the slot is.
+    /// Returns the location of a slot.
     pub fn place(&self, slot: SlotId) -> Place {
         let (index, page) = self.split(slot);
         let chunk = self.chunks[index].as_ref().expect("a slot's chunk exists");
         debug_assert!(get(&chunk.used, page), "{slot:?} is free");
-        Place { home: chunk.home, offset_bytes: page << PAGE_SHIFT }
+        Place { location: chunk.location, offset_bytes: page << PAGE_SHIFT }
     }
 
-    /// True if the slot must not be overwritten.
+    /// Returns true if the slot must not be overwritten.
     pub fn is_frozen(&self, slot: SlotId) -> bool {
         if slot.inherited_page().is_some() {
             return true;
@@ -241,8 +243,8 @@ impl Slots {
         !chunk.frozen.is_empty() && get(&chunk.frozen, page)
     }
 
-    /// Frees a slot. If its chunk is empty now it is no more, and the caller gives its home back with
-    /// [`Slots::release`]'s help or to the transport.
+    /// Frees a slot, or defers this until the thaw if the slot is frozen. If the slot's chunk
+    /// becomes empty, the chunk is removed, and the caller frees the returned location.
     #[must_use]
     pub fn free(&mut self, slot: SlotId) -> Option<Emptied> {
         if slot.inherited_page().is_some() {
@@ -261,26 +263,25 @@ impl Slots {
         if chunk.live > 0 {
             return None;
         }
-        let home = chunk.home;
+        let location = chunk.location;
         self.chunks[index] = None;
         self.vacant.push(index as u32);
         if self.open == Some(index as u32) {
             self.open = None;
         }
-        match home {
-            Home::Pool(_) => self.pool_chunks -= 1,
-            Home::Overflow(stretch) => {
+        match location {
+            ChunkLocation::Pool(_) => self.pool_chunks -= 1,
+            ChunkLocation::Overflow(stretch) => {
                 self.overflow_chunks -= 1;
                 self.overflow_free.push(stretch);
             }
         }
-        // What was full may have room now.
+        // The pool has free memory again once this chunk is freed.
         self.full_since = None;
-        Some(Emptied(home))
+        Some(Emptied(location))
     }
 
-    /// Freezes every slot that is used now, and every one that is allocated until
-    /// [`Slots::end_freezing`].
+    /// Freezes all used slots, and all slots that are allocated until [`Slots::end_freezing`].
     pub fn freeze(&mut self) {
         self.freezing = true;
         for chunk in self.chunks.iter_mut().flatten() {
@@ -293,12 +294,13 @@ impl Slots {
         }
     }
 
-    /// Slots that are allocated from now on are not frozen.
+    /// Ends the freezing of newly allocated slots.
     pub fn end_freezing(&mut self) {
         self.freezing = false;
     }
 
-    /// Ends the freeze; returns the chunks that are empty by now.
+    /// Unfreezes all slots, and frees those whose freeing was deferred. Returns the chunks that
+    /// became empty.
     #[must_use]
     pub fn thaw(&mut self) -> Vec<Emptied> {
         for chunk in self.chunks.iter_mut().flatten() {
@@ -321,7 +323,7 @@ fn set(bits: &mut [u64], index: u32, value: bool) {
     }
 }
 
-/// The first free page from `from` on, then from the start.
+/// Returns the first free page from `from` on, wrapping around to the start.
 fn free_page(used: &[u64], from: u32, pages: u32) -> Option<u32> {
     let find = |range: std::ops::Range<u32>| {
         let mut at = range.start;
@@ -350,16 +352,16 @@ mod tests {
         FileTransport::open(&format!("memory:{chunks}MiB"), 4).unwrap()
     }
 
-    fn give_back(pool: &FileTransport, emptied: impl IntoIterator<Item = Emptied>) {
-        for Emptied(home) in emptied {
-            if let Home::Pool(handle) = home {
+    fn free_location(pool: &FileTransport, emptied: impl IntoIterator<Item = Emptied>) {
+        for Emptied(location) in emptied {
+            if let ChunkLocation::Pool(handle) = location {
                 pool.free_chunk(handle).unwrap();
             }
         }
     }
 
     #[test]
-    fn neighbours_in_time_are_neighbours_in_place() {
+    fn consecutive_allocations_are_adjacent() {
         let pool = pool(4);
         let mut slots = Slots::new(1 << 20);
         let first = slots.allocate(&pool).unwrap();
@@ -372,24 +374,24 @@ mod tests {
     }
 
     #[test]
-    fn a_full_pool_overflows_and_is_asked_again() {
+    fn full_pool_overflows_and_is_tried_again() {
         let pool = pool(1);
         let mut slots = Slots::new(1 << 20);
-        let all: Vec<_> = (0..300).map(|_| slots.allocate(&pool).unwrap()).collect();
+        let allocated: Vec<_> = (0..300).map(|_| slots.allocate(&pool).unwrap()).collect();
         assert_eq!(slots.held(), (1, 1));
-        assert!(matches!(slots.place(all[299]).home, Home::Overflow(0)));
-        for &slot in &all[..256] {
-            give_back(&pool, slots.free(slot));
+        assert!(matches!(slots.place(allocated[299]).location, ChunkLocation::Overflow(0)));
+        for &slot in &allocated[..256] {
+            free_location(&pool, slots.free(slot));
         }
         assert_eq!((slots.held(), pool.chunks_held()), ((0, 1), 0));
         for _ in 0..256 {
             slots.allocate(&pool).unwrap();
         }
-        assert_eq!(slots.held(), (1, 1), "room in the pool is used again");
+        assert_eq!(slots.held(), (1, 1), "the pool is used again once it has room");
     }
 
     #[test]
-    fn frozen_slots_are_not_used_again_until_the_thaw() {
+    fn frozen_slots_are_not_reused_before_the_thaw() {
         let pool = pool(8);
         let mut slots = Slots::new(1 << 20);
         let old = slots.allocate(&pool).unwrap();
@@ -406,14 +408,14 @@ mod tests {
         assert!(!slots.is_frozen(new));
         later.push(new);
         for slot in later {
-            give_back(&pool, slots.free(slot));
+            free_location(&pool, slots.free(slot));
         }
-        assert_eq!(slots.held(), (0, 0), "what was freed while it was frozen is free");
+        assert_eq!(slots.held(), (0, 0), "slots freed while frozen are free after the thaw");
     }
 
     proptest! {
         #[test]
-        fn no_slot_is_given_twice_and_chunks_go_when_empty(
+        fn slots_are_unique_and_empty_chunks_are_freed(
             steps in prop::collection::vec(0u32..1000, 1..800)
         ) {
             let pool = pool(2);
@@ -424,13 +426,13 @@ mod tests {
                     for _ in 0..step % 7 { held.push(slots.allocate(&pool).unwrap()); }
                 } else {
                     let slot = held.swap_remove(step as usize % held.len());
-                    give_back(&pool, slots.free(slot));
+                    free_location(&pool, slots.free(slot));
                 }
                 prop_assert_eq!(held.iter().collect::<HashSet<_>>().len(), held.len());
                 prop_assert_eq!(slots.held().0, pool.chunks_held());
             }
             for slot in held {
-                give_back(&pool, slots.free(slot));
+                free_location(&pool, slots.free(slot));
             }
             prop_assert_eq!((slots.held(), pool.chunks_held()), ((0, 0), 0));
         }

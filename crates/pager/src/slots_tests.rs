@@ -1,4 +1,4 @@
-//! Slots at their edges: the last page of a chunk, inherited numbers, a pool that was full.
+//! Edge cases of slots: the last page of a chunk, inherited slots, a pool that was full.
 
 use super::*;
 use crate::store::FileTransport;
@@ -15,7 +15,7 @@ fn allocate(slots: &mut Slots, pool: &FileTransport, count: usize) -> Vec<SlotId
 }
 
 #[test]
-fn an_inherited_slot_names_a_page_and_is_never_written() {
+fn inherited_slot_names_its_page_and_is_frozen() {
     let slot = SlotId::inherited(PageId(5));
     assert_eq!(slot.inherited_page(), Some(PageId(5)));
     assert_eq!(SlotId(5).inherited_page(), None);
@@ -27,7 +27,7 @@ fn an_inherited_slot_names_a_page_and_is_never_written() {
 }
 
 #[test]
-fn no_page_beyond_a_chunk_is_free() {
+fn free_page_search_stays_within_the_chunk() {
     for pages in [1u32, 4, 63, 64, 65, 256] {
         let words = pages.div_ceil(64) as usize;
         let mut used = vec![0; words];
@@ -44,19 +44,19 @@ fn no_page_beyond_a_chunk_is_free() {
 }
 
 #[test]
-fn a_slot_lies_at_its_page_of_its_chunk() {
+fn slot_location_follows_from_its_index() {
     let pool = pool(2);
     let mut slots = Slots::new(1 << 20);
     assert_eq!(slots.chunk_bytes(), 1 << 20);
-    let all = allocate(&mut slots, &pool, PAGES + 3);
-    for (n, slot) in all.iter().enumerate() {
+    let allocated = allocate(&mut slots, &pool, PAGES + 3);
+    for (n, slot) in allocated.iter().enumerate() {
         assert_eq!(slots.place(*slot).offset_bytes as usize, n % PAGES * PAGE_BYTES);
     }
-    assert_ne!(slots.place(all[0]).home, slots.place(all[PAGES]).home);
+    assert_ne!(slots.place(allocated[0]).location, slots.place(allocated[PAGES]).location);
 }
 
 #[test]
-fn the_next_slot_is_behind_the_last_one_though_that_is_free_again() {
+fn next_slot_follows_the_last_one_even_if_that_was_freed() {
     let pool = pool(1);
     let mut slots = Slots::new(1 << 20);
     let [first, second] = [0; 2].map(|_| slots.allocate(&pool).unwrap());
@@ -65,12 +65,12 @@ fn the_next_slot_is_behind_the_last_one_though_that_is_free_again() {
 }
 
 #[test]
-fn a_chunk_is_used_again_when_a_quarter_of_it_is_free() {
+fn chunk_is_reused_when_a_quarter_of_it_is_free() {
     for (freed, chunks) in [(PAGES / 4 - 1, 3), (PAGES / 4, 2)] {
         let pool = pool(4);
         let mut slots = Slots::new(1 << 20);
-        let all = allocate(&mut slots, &pool, 2 * PAGES);
-        for slot in &all[..freed] {
+        let allocated = allocate(&mut slots, &pool, 2 * PAGES);
+        for slot in &allocated[..freed] {
             assert_eq!(slots.free(*slot), None);
         }
         slots.allocate(&pool).unwrap();
@@ -79,34 +79,34 @@ fn a_chunk_is_used_again_when_a_quarter_of_it_is_free() {
 }
 
 #[test]
-fn a_pool_that_was_full_is_asked_again_after_some_time() {
+fn full_pool_is_tried_again_after_the_interval() {
     let pool = pool(1);
     let taken = pool.allocate_chunk().unwrap();
     let mut slots = Slots::new(1 << 20);
     allocate(&mut slots, &pool, PAGES);
     assert_eq!(slots.held(), (0, 1));
     pool.free_chunk(taken).unwrap();
-    // It has just said so, whatever the time is.
+    // As if the pool had just been full, independent of the test's speed.
     slots.full_since = Some(Instant::now() + Duration::from_secs(3600));
     allocate(&mut slots, &pool, PAGES);
     assert_eq!(slots.held(), (0, 2));
-    slots.full_since = Instant::now().checked_sub(ASK_AGAIN);
+    slots.full_since = Instant::now().checked_sub(FULL_RETRY_INTERVAL);
     allocate(&mut slots, &pool, 1);
     assert_eq!(slots.held(), (1, 2));
 }
 
 #[test]
-fn chunks_that_were_emptied_while_frozen_come_back_with_the_thaw() {
+fn chunks_emptied_while_frozen_are_freed_by_the_thaw() {
     let pool = pool(2);
     let mut slots = Slots::new(1 << 20);
-    let all = allocate(&mut slots, &pool, PAGES);
-    let home = slots.place(all[0]).home;
+    let allocated = allocate(&mut slots, &pool, PAGES);
+    let location = slots.place(allocated[0]).location;
     slots.freeze();
     slots.end_freezing();
-    for slot in all {
+    for slot in allocated {
         assert_eq!(slots.free(slot), None);
     }
     assert_eq!(slots.held(), (1, 0));
-    assert_eq!(slots.thaw(), [Emptied(home)]);
+    assert_eq!(slots.thaw(), [Emptied(location)]);
     assert_eq!(slots.held(), (0, 0));
 }

@@ -5,18 +5,18 @@
 //!   ...  Clean  Clean  Free  Writing  Writing  Dirty  Dirty  [next] ...
 //! ```
 //!
-//! | frame | means |
+//! | frame | meaning |
 //! | --- | --- |
-//! | Free | nobody's |
-//! | Dirty | holds a staged page that its slot, if it has one, does not |
+//! | Free | holds no page |
+//! | Dirty | holds a staged page that differs from its slot or has no slot |
 //! | Writing | is being written to its slot |
-//! | Orphan | being written, but its page has left: slot and frame are freed afterwards |
+//! | Orphan | is being written, but its page has left; slot and frame are freed afterwards |
 //! | Clean | holds a staged page, equal to its slot; reclaimed when a frame is needed |
 //!
-//! Who may change a frame: the evictor (Free to Dirty, Dirty to Writing, the end of Writing, Clean to
-//! Free where it has the page BUSY), and who has the frame's page BUSY ([`Staging::leave`]). The
-//! content of a frame that is not Free never changes, so it can be copied without a lock while its page
-//! is BUSY.
+//! Two kinds of threads change a frame's state. The evictor changes Free to Dirty, Dirty to
+//! Writing, Writing to Clean or Orphan to Free, and Clean to Free with the page BUSY. A thread that
+//! has the frame's page BUSY calls [`Staging::leave`]. The content of a frame changes only while
+//! the frame is Free, so it can be copied without a lock while its page is BUSY.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -29,28 +29,28 @@ use crate::transport::StagingMemory;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FrameId(pub u32);
 
-/// What a frame holds.
+/// State of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum FrameState {
-    /// Nothing.
+    /// Holds no page.
     Free,
-    /// A page that is not stored.
+    /// Holds a page that is not yet stored.
     Dirty,
-    /// A page that is being stored.
+    /// Holds a page that is being stored.
     Writing,
-    /// A page that is being stored and has left.
+    /// Holds a page that is being stored but has left the frame.
     Orphan,
-    /// A page that is stored.
+    /// Holds a page that is stored.
     Clean,
 }
 
-/// What a page that leaves its frame takes along.
+/// Slot of a page that leaves its frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Left {
-    /// The slot equals the frame.
+pub enum LeavingSlot {
+    /// The slot's content equals the frame's.
     Stored(SlotId),
-    /// The slot, if there is one, holds something older.
+    /// The slot, if there is one, holds an older content.
     Unstored(Option<SlotId>),
 }
 
@@ -63,7 +63,7 @@ struct Frame {
     slot: AtomicU64,
 }
 
-/// The ring.
+/// The ring of frames.
 #[derive(Debug)]
 pub struct Staging {
     memory: StagingMemory,
@@ -74,15 +74,15 @@ pub struct Staging {
     dirty: AtomicU32,
 }
 
-// SAFETY: frames of the memory are handed out by number; the base is never dereferenced here.
+// SAFETY: frames of the memory are named by index; the base is never dereferenced here.
 unsafe impl Send for Staging {}
 // SAFETY: as above; everything else is atomic.
 unsafe impl Sync for Staging {}
 
 impl Staging {
-    /// The frames of `memory` from `first` on.
+    /// Creates a ring of the frames of `memory` from `first` on.
     pub fn new(memory: StagingMemory, first: u32) -> Self {
-        assert!(first < memory.frames, "no frame is left for staging");
+        assert!(first < memory.frames, "no frames remain for staging");
         let frame = || Frame {
             state: AtomicU32::new(FrameState::Free as u32),
             page: AtomicU32::new(0),
@@ -98,22 +98,22 @@ impl Staging {
         }
     }
 
-    /// Frames in the ring.
+    /// Returns the number of frames in the ring.
     pub fn len(&self) -> u32 {
         self.frames.len() as u32
     }
 
-    /// True if the ring has no frame.
+    /// Returns true if the ring has no frame.
     pub fn is_empty(&self) -> bool {
         self.frames.is_empty()
     }
 
-    /// Frames that are Dirty.
+    /// Returns the number of Dirty frames.
     pub fn dirty(&self) -> u32 {
         self.dirty.load(Ordering::Acquire)
     }
 
-    /// Address of a frame's 4 KiB.
+    /// Returns the address of a frame's 4 KiB.
     pub fn address(&self, frame: FrameId) -> *mut u8 {
         assert!(frame.0 < self.memory.frames);
         // SAFETY: in bounds of the staging memory.
@@ -124,7 +124,7 @@ impl Staging {
         &self.frames[(frame.0 - self.first) as usize]
     }
 
-    /// The state of a frame.
+    /// Returns the state of a frame.
     pub fn state(&self, frame: FrameId) -> FrameState {
         match self.frame(frame).state.load(Ordering::Acquire) {
             0 => FrameState::Free,
@@ -149,17 +149,18 @@ impl Staging {
         done
     }
 
-    /// The page of a frame.
+    /// Returns the page of a frame.
     pub fn page(&self, frame: FrameId) -> PageId {
         PageId(self.frame(frame).page.load(Ordering::Acquire))
     }
 
-    /// The content of the frame is another page's now; the caller has both BUSY.
+    /// Sets the page of a frame whose content has moved to another page. The caller has both pages
+    /// BUSY.
     pub fn set_page(&self, frame: FrameId, page: PageId) {
         self.frame(frame).page.store(page.0, Ordering::Release);
     }
 
-    /// The slot of a frame.
+    /// Returns the slot of a frame.
     pub fn slot(&self, frame: FrameId) -> Option<SlotId> {
         let slot = self.frame(frame).slot.load(Ordering::Acquire);
         (slot != NO_SLOT).then_some(SlotId(slot))
@@ -170,8 +171,8 @@ impl Staging {
         self.frame(frame).slot.store(slot.0, Ordering::Release);
     }
 
-    /// The next frame that is free, looking at each at most once. `reclaim` is asked about each Clean
-    /// frame, and turns its page remote if it can.
+    /// Returns the next free frame, checking each frame at most once. `reclaim` is called for each
+    /// Clean frame; it makes the frame's page remote and returns true if it can.
     pub fn allocate(&self, reclaim: impl Fn(FrameId) -> bool) -> Option<FrameId> {
         for _ in 0..self.len() {
             let at = self.next.load(Ordering::Relaxed);
@@ -181,7 +182,7 @@ impl Staging {
                 FrameState::Free => return Some(frame),
                 FrameState::Clean if reclaim(frame) => {
                     let freed = self.change(frame, FrameState::Clean, FrameState::Free);
-                    assert!(freed, "a reclaimed frame is its reclaimer's");
+                    assert!(freed, "no other thread changes a reclaimed frame");
                     return Some(frame);
                 }
                 _ => {}
@@ -190,7 +191,7 @@ impl Staging {
         None
     }
 
-    /// A free frame holds the page from now on.
+    /// Makes a free frame Dirty, holding `page`.
     pub fn fill(&self, frame: FrameId, page: PageId, slot: Option<SlotId>) {
         let meta = self.frame(frame);
         meta.page.store(page.0, Ordering::Release);
@@ -199,7 +200,7 @@ impl Staging {
         assert!(filled, "{frame:?} was not free");
     }
 
-    /// Takes at most `count` Dirty frames, the oldest first, to write them.
+    /// Changes at most `count` Dirty frames, the oldest first, to Writing and adds them to `batch`.
     pub fn start_writing(&self, count: u32, batch: &mut Vec<FrameId>) {
         for _ in 0..self.len() {
             if batch.len() as u32 >= count || self.dirty() == 0 {
@@ -214,7 +215,8 @@ impl Staging {
         }
     }
 
-    /// The frame has been written. Returns the slot of an orphan, for the caller to free.
+    /// Records that a frame has been written. For an orphan, frees the frame and returns its slot
+    /// for the caller to free.
     #[must_use]
     pub fn written(&self, frame: FrameId) -> Option<SlotId> {
         if self.change(frame, FrameState::Writing, FrameState::Clean) {
@@ -226,18 +228,19 @@ impl Staging {
         slot
     }
 
-    /// The page of the frame leaves it; the caller has the page BUSY and is done with the content.
-    pub fn leave(&self, frame: FrameId) -> Left {
+    /// Removes the page from its frame. The caller has the page BUSY and no longer needs the
+    /// content.
+    pub fn leave(&self, frame: FrameId) -> LeavingSlot {
         loop {
             let slot = self.slot(frame);
             if self.change(frame, FrameState::Dirty, FrameState::Free) {
-                return Left::Unstored(slot);
+                return LeavingSlot::Unstored(slot);
             }
             if self.change(frame, FrameState::Writing, FrameState::Orphan) {
-                return Left::Unstored(None);
+                return LeavingSlot::Unstored(None);
             }
             if self.change(frame, FrameState::Clean, FrameState::Free) {
-                return Left::Stored(slot.expect("a clean frame has a slot"));
+                return LeavingSlot::Stored(slot.expect("a clean frame has a slot"));
             }
         }
     }
@@ -253,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_goes_round() {
+    fn clean_frame_is_reclaimed_for_another_page() {
         let staging = staging(4);
         let frame = staging.allocate(|_| false).unwrap();
         staging.fill(frame, PageId(9), None);
@@ -271,24 +274,24 @@ mod tests {
     }
 
     #[test]
-    fn a_page_may_leave_in_every_state() {
+    fn page_can_leave_its_frame_in_every_state() {
         let staging = staging(3);
         let frame = staging.allocate(|_| false).unwrap();
         staging.fill(frame, PageId(1), Some(SlotId(7)));
-        assert_eq!(staging.leave(frame), Left::Unstored(Some(SlotId(7))));
+        assert_eq!(staging.leave(frame), LeavingSlot::Unstored(Some(SlotId(7))));
 
         staging.fill(frame, PageId(1), None);
         let mut batch = Vec::new();
         staging.start_writing(1, &mut batch);
         staging.set_slot(frame, SlotId(8));
-        assert_eq!(staging.leave(frame), Left::Unstored(None));
+        assert_eq!(staging.leave(frame), LeavingSlot::Unstored(None));
         assert_eq!(staging.written(frame), Some(SlotId(8)), "the orphan's slot is to be freed");
 
         staging.fill(frame, PageId(1), Some(SlotId(9)));
         batch.clear();
         staging.start_writing(1, &mut batch);
         assert_eq!(staging.written(frame), None);
-        assert_eq!(staging.leave(frame), Left::Stored(SlotId(9)));
+        assert_eq!(staging.leave(frame), LeavingSlot::Stored(SlotId(9)));
         assert_eq!((staging.state(frame), staging.dirty()), (FrameState::Free, 0));
     }
 }

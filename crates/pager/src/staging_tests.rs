@@ -1,8 +1,9 @@
-//! The ring of frames at its edges: the oldest first, no more than asked for, each state by its name.
+//! Edge cases of the ring of frames: the oldest frame first, not more frames than requested, every
+//! state.
 
 use super::*;
 
-/// Frames in the ring; as many again come before it.
+/// Number of frames in the ring. As many frames precede the ring.
 const FRAMES: u32 = 4;
 
 fn staging() -> Staging {
@@ -24,7 +25,7 @@ fn start_writing(staging: &Staging, count: u32) -> Vec<FrameId> {
 }
 
 #[test]
-fn the_oldest_frames_are_written_first_and_no_more_than_asked_for() {
+fn oldest_frames_are_written_first_up_to_the_limit() {
     let staging = staging();
     // Twice around the ring.
     for round in 0..2 {
@@ -39,13 +40,13 @@ fn the_oldest_frames_are_written_first_and_no_more_than_asked_for() {
         for frame in frames {
             assert_eq!(staging.written(frame), None);
             staging.set_slot(frame, SlotId(1));
-            assert_eq!(staging.leave(frame), Left::Stored(SlotId(1)));
+            assert_eq!(staging.leave(frame), LeavingSlot::Stored(SlotId(1)));
         }
     }
 }
 
 #[test]
-fn a_frame_is_in_one_state_at_a_time() {
+fn frame_state_follows_each_transition() {
     let staging = staging();
     assert!(!staging.is_empty() && staging.len() == FRAMES);
     let frame = staging.allocate(|_| false).unwrap();
@@ -54,14 +55,14 @@ fn a_frame_is_in_one_state_at_a_time() {
     assert_eq!(staging.state(frame), FrameState::Dirty);
     start_writing(&staging, 1);
     assert_eq!(staging.state(frame), FrameState::Writing);
-    assert_eq!(staging.leave(frame), Left::Unstored(None));
+    assert_eq!(staging.leave(frame), LeavingSlot::Unstored(None));
     assert_eq!(staging.state(frame), FrameState::Orphan);
     assert_eq!(staging.written(frame), None);
     assert_eq!(staging.state(frame), FrameState::Free);
 }
 
 #[test]
-fn a_frame_has_the_page_and_the_place_that_it_was_given() {
+fn frame_keeps_its_page_and_address() {
     let staging = staging();
     let frames: Vec<_> = (0..FRAMES).map(|n| fill(&staging, n)).collect();
     for (n, frame) in frames.iter().enumerate() {

@@ -1,8 +1,8 @@
-//! Counters of a paged process, live in a file that outlives it.
+//! Counters of a paged process, kept in a file that outlives the process.
 //!
-//! Each process maps `$GRANARY_RUN_DIR/stats.PID` and counts there with relaxed atomics. `granary run`
-//! reads the files when the program has ended, also those of processes that were killed, and then
-//! removes the directory.
+//! Each process maps `$GRANARY_RUN_DIR/stats.PID` and counts there with relaxed atomics. `granary
+//! run` reads the files when the program has ended, including those of processes that were killed,
+//! and then removes the directory.
 //!
 //! ```text
 //!  u64[0]       magic and version
@@ -12,8 +12,8 @@
 //! ```
 //!
 //! The histogram is log-linear: 8 buckets for each power of two, so a value is known within 12.5 %.
-//! The time is the handler's, from the event that it read to the page that is mapped; the kernel's part
-//! before and after is not in it (`granary bench fault` measures the whole).
+//! The time is the handler's, from the event that it read to the mapped page. The kernel's part
+//! before and after is not included (`granary bench fault` measures the whole).
 
 use std::fmt;
 use std::fs::{File, OpenOptions};
@@ -23,21 +23,21 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::sys;
-use crate::unpaged::Look;
+use crate::unpaged::UnpagedUsage;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"granary\x02");
 /// Words before the histogram.
 const COUNTERS: usize = 64;
-/// The words with the program's name.
+/// The words that hold the program's name.
 const NAME: std::ops::Range<usize> = 62..64;
 const BUCKETS: usize = 62 * 8;
 const WORDS: usize = COUNTERS + BUCKETS;
 
-/// What is counted. Gauges say what is now, the others what was.
+/// Index of a counter. A gauge holds a current value; the other counters only increase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Counter {
-    /// Faults on pages that were not there.
+    /// Faults on missing pages.
     Faults = 1,
     /// Faults on write-protected pages.
     WriteFaults,
@@ -45,7 +45,7 @@ pub enum Counter {
     PagesZeroed,
     /// Pages read from slots.
     PagesIn,
-    /// Of these, pages that were read ahead.
+    /// Of `PagesIn`, pages that were read ahead.
     PagesReadAhead,
     /// Pages mapped back from staging.
     PagesRestored,
@@ -53,23 +53,23 @@ pub enum Counter {
     PagesOut,
     /// Pages evicted.
     PagesEvicted,
-    /// Pages that were evicted clean: their slot was right already.
+    /// Pages that were evicted clean, without a write.
     PagesCleanEvicted,
-    /// Pages that were evicted all zero: no slot is needed.
+    /// Pages that were evicted all zero, without a slot.
     PagesZeroEvicted,
-    /// Faults that had to wait for the evictor.
+    /// Faults that waited for the evictor.
     FaultsStalled,
     /// Gauge: chunks held in the pool.
     PoolChunks,
-    /// Most chunks ever held in the pool.
+    /// Peak of `PoolChunks`.
     PoolChunksPeak,
     /// Gauge: chunks held in the overflow file.
     OverflowChunks,
-    /// Most chunks ever held in the overflow file.
+    /// Peak of `OverflowChunks`.
     OverflowChunksPeak,
     /// Gauge: pages resident in the region.
     ResidentPages,
-    /// Most pages ever resident.
+    /// Peak of `ResidentPages`.
     ResidentPagesPeak,
     /// Bytes of a chunk.
     ChunkBytes,
@@ -77,25 +77,25 @@ pub enum Counter {
     AllocationsByNic,
     /// Chunks that the memory node's CPU allocated.
     AllocationsByCpu,
-    /// Sum of the time to serve faults, in nanoseconds.
+    /// Sum of the times to serve faults, in nanoseconds.
     FaultNs,
-    /// Pages given to forked children.
+    /// Pages served to forked children.
     PagesToChildren,
-    /// Gauge: bytes of the program that are resident and not paged, at the last look.
+    /// Gauge: resident bytes of the program that are not paged, at the last measurement.
     UnpagedBytes,
-    /// The most that was seen of them.
+    /// Peak of `UnpagedBytes`.
     UnpagedBytesPeak,
-    /// At that look, by kind: [`Look::mapped`].
+    /// At the peak measurement, by kind: [`UnpagedUsage::mapped`].
     UnpagedMapped,
-    /// [`Look::heap`].
+    /// [`UnpagedUsage::heap`].
     UnpagedHeap,
-    /// [`Look::files`].
+    /// [`UnpagedUsage::files`].
     UnpagedFiles,
-    /// [`Look::stacks`].
+    /// [`UnpagedUsage::stacks`].
     UnpagedStacks,
-    /// [`Look::shared`].
+    /// [`UnpagedUsage::shared`].
     UnpagedShared,
-    /// [`Look::huge`].
+    /// [`UnpagedUsage::huge`].
     UnpagedHuge,
 }
 
@@ -111,13 +111,13 @@ unsafe impl Send for Stats {}
 unsafe impl Sync for Stats {}
 
 impl Stats {
-    /// Counters in private memory.
+    /// Creates counters in private memory.
     pub fn private() -> io::Result<Self> {
         let base = sys::map_anonymous(WORDS * 8)?;
         Ok(Self::at(base))
     }
 
-    /// Counters in `directory/stats.PID`.
+    /// Creates counters in the file `directory/stats.PID`.
     pub fn shared(directory: &Path) -> io::Result<Self> {
         let path = directory.join(format!("stats.{}", std::process::id()));
         let file =
@@ -141,7 +141,7 @@ impl Stats {
         unsafe { &*self.words.add(index) }
     }
 
-    /// Adds to a counter.
+    /// Adds `count` to a counter.
     pub fn add(&self, counter: Counter, count: u64) {
         self.word(counter as usize).fetch_add(count, Ordering::Relaxed);
     }
@@ -151,21 +151,21 @@ impl Stats {
         self.word(gauge as usize).store(value, Ordering::Relaxed);
     }
 
-    /// Raises a peak.
+    /// Raises a peak to `value` if it is lower.
     pub fn raise(&self, peak: Counter, value: u64) {
         self.word(peak as usize).fetch_max(value, Ordering::Relaxed);
     }
 
-    /// A counter's value.
+    /// Returns a counter's value.
     pub fn get(&self, counter: Counter) -> u64 {
         self.word(counter as usize).load(Ordering::Relaxed)
     }
 
-    /// Records a look at what is not paged. A process that only shares these counters (`is_whole` is
-    /// false) counts for the peak.
-    pub(crate) fn unpaged(&self, look: &Look, is_whole: bool) {
+    /// Records a measurement of unpaged memory. A process that shares another's counters
+    /// (`is_whole` is false) only updates the peak.
+    pub(crate) fn record_unpaged(&self, usage: &UnpagedUsage, is_whole: bool) {
         use Counter::*;
-        let bytes = look.bytes();
+        let bytes = usage.bytes();
         if is_whole {
             self.set(UnpagedBytes, bytes);
         }
@@ -173,7 +173,7 @@ impl Stats {
             return;
         }
         self.set(UnpagedBytesPeak, bytes);
-        let Look { mapped, heap, files, stacks, shared, huge } = *look;
+        let UnpagedUsage { mapped, heap, files, stacks, shared, huge } = *usage;
         for (kind, bytes) in [
             (UnpagedMapped, mapped),
             (UnpagedHeap, heap),
@@ -190,20 +190,20 @@ impl Stats {
         }
     }
 
-    /// Records the time of a fault.
+    /// Records the time to serve a fault.
     pub fn record_fault(&self, ns: u64) {
         self.add(Counter::FaultNs, ns);
         self.word(COUNTERS + bucket(ns)).fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The values as they are now.
+    /// Returns the current values.
     pub fn snapshot(&self) -> Summary {
         let words = (0..WORDS).map(|index| self.word(index).load(Ordering::Relaxed)).collect();
         Summary { words, processes: 1, unpaged: None }
     }
 }
 
-/// The bucket of a value.
+/// Returns the bucket of a value.
 fn bucket(value: u64) -> usize {
     if value < 8 {
         return value as usize;
@@ -213,7 +213,7 @@ fn bucket(value: u64) -> usize {
     ((exponent as usize - 2) * 8 + sub as usize).min(BUCKETS - 1)
 }
 
-/// The largest value of a bucket.
+/// Returns the largest value of a bucket.
 fn bucket_top(index: usize) -> u64 {
     if index < 8 {
         return index as u64;
@@ -223,7 +223,7 @@ fn bucket_top(index: usize) -> u64 {
     (1u64 << exponent) + ((sub + 1) << (exponent - 3)) - 1
 }
 
-/// What one or more processes counted.
+/// Sums of the counters of one or more processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Summary {
     words: Vec<u64>,
@@ -231,15 +231,15 @@ pub struct Summary {
     unpaged: Option<Unpaged>,
 }
 
-/// The process of which the most was not paged.
+/// The process with the most unpaged memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unpaged {
-    /// Its number.
+    /// Process id.
     pub process: u32,
-    /// Its program.
+    /// Name of the program.
     pub program: String,
-    /// What was resident beside the region, when that was most.
-    pub look: Look,
+    /// Unpaged resident memory at its peak.
+    pub usage: UnpagedUsage,
 }
 
 impl Unpaged {
@@ -248,7 +248,7 @@ impl Unpaged {
         let name: Vec<u8> = words[NAME].iter().flat_map(|word| word.to_le_bytes()).collect();
         let name = name.split(|&byte| byte == 0).next().unwrap_or_default();
         let get = |counter: Counter| words[counter as usize];
-        let look = Look {
+        let usage = UnpagedUsage {
             mapped: get(Counter::UnpagedMapped),
             heap: get(Counter::UnpagedHeap),
             files: get(Counter::UnpagedFiles),
@@ -257,35 +257,35 @@ impl Unpaged {
             huge: get(Counter::UnpagedHuge),
         };
         let program = String::from_utf8_lossy(name).into_owned();
-        (look.bytes() > 0).then_some(Self { process, program, look })
+        (usage.bytes() > 0).then_some(Self { process, program, usage })
     }
 
-    /// The most that was resident beside the region.
+    /// Returns the peak of unpaged resident memory, in bytes.
     pub fn bytes(&self) -> u64 {
-        self.look.bytes()
+        self.usage.bytes()
     }
 }
 
 impl fmt::Display for Unpaged {
-    /// One line: how much of what in which process, the largest kind first.
+    /// Writes one line: the program, the total, and the kinds of memory, the largest first.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { process, program, look } = self;
+        let Self { process, program, usage } = self;
         write!(
             f,
             "{program} (process {process}) had {:.1} MiB resident that is not paged",
-            look.bytes() as f64 / MIB
+            usage.bytes() as f64 / MIB
         )?;
         let mut kinds = [
-            (look.mapped, "in mappings by raw system calls or at fixed addresses"),
-            (look.heap, "in the heap of brk"),
-            (look.files, "in .data, .bss and other private mappings of files"),
-            (look.stacks, "in stacks"),
-            (look.shared, "in shared memory"),
-            (look.huge, "in huge pages"),
+            (usage.mapped, "in mappings by raw system calls or at fixed addresses"),
+            (usage.heap, "in the brk heap"),
+            (usage.files, "in .data, .bss and other private mappings of files"),
+            (usage.stacks, "in stacks"),
+            (usage.shared, "in shared memory"),
+            (usage.huge, "in huge pages"),
         ];
         kinds.sort_by_key(|&(bytes, _)| std::cmp::Reverse(bytes));
-        // What is less than a hundredth explains nothing.
-        let worth = kinds.iter().filter(|(bytes, _)| bytes * 100 >= look.bytes().max(1));
+        // Kinds below one percent are omitted.
+        let worth = kinds.iter().filter(|(bytes, _)| bytes * 100 >= usage.bytes().max(1));
         for (number, (bytes, kind)) in worth.enumerate() {
             let before = if number == 0 { ": " } else { ", " };
             write!(f, "{before}{:.1} MiB {kind}", *bytes as f64 / MIB)?;
@@ -303,7 +303,8 @@ impl Default for Summary {
 }
 
 impl Summary {
-    /// Adds up the files of `directory`. Files that are not ours or not complete are skipped.
+    /// Adds up the counters' files of `directory`. Incomplete files and files of another format are
+    /// skipped.
     pub fn read(directory: &Path) -> io::Result<Self> {
         let mut sum = Self::default();
         for entry in std::fs::read_dir(directory)? {
@@ -343,33 +344,33 @@ impl Summary {
         self.processes += other.processes;
     }
 
-    /// Number of processes.
+    /// Returns the number of processes.
     pub fn processes(&self) -> u64 {
         self.processes
     }
 
-    /// The process of which the most was not paged, if any was looked at.
+    /// Returns the process with the most unpaged memory, if any was measured.
     pub fn largest_unpaged(&self) -> Option<&Unpaged> {
         self.unpaged.as_ref()
     }
 
-    /// A counter's sum. Peaks are sums of the processes' peaks.
+    /// Returns a counter's sum. A peak's sum is the sum of the processes' peaks.
     pub fn get(&self, counter: Counter) -> u64 {
         self.words[counter as usize]
     }
 
-    /// Faults of both kinds.
+    /// Returns the number of faults of both kinds.
     pub fn faults(&self) -> u64 {
         self.get(Counter::Faults) + self.get(Counter::WriteFaults)
     }
 
-    /// Mean time to serve a fault, in microseconds.
+    /// Returns the mean time to serve a fault, in microseconds.
     pub fn fault_us_mean(&self) -> f64 {
         let count: u64 = self.words[COUNTERS..].iter().sum();
         self.get(Counter::FaultNs) as f64 / 1000.0 / count.max(1) as f64
     }
 
-    /// The time within which the share `quantile` (0 to 1) of the faults was served, in microseconds.
+    /// Returns a quantile (0 to 1) of the time to serve a fault, in microseconds.
     pub fn fault_us(&self, quantile: f64) -> f64 {
         let buckets = &self.words[COUNTERS..];
         let count: u64 = buckets.iter().sum();
@@ -384,7 +385,7 @@ impl Summary {
         0.0
     }
 
-    /// Bytes that lie in the pool at most: the peak of chunks held.
+    /// Returns the peak of bytes held in the pool, as whole chunks.
     pub fn remote_bytes_peak(&self) -> u64 {
         self.get(Counter::PoolChunksPeak) * self.get(Counter::ChunkBytes)
     }
@@ -398,7 +399,7 @@ impl fmt::Display for Summary {
         writeln!(f, "granary: {} paged process(es)", self.processes)?;
         writeln!(
             f,
-            "  faults        {:>12}   {} missing, {} on write-protected pages, {} waited for room",
+            "  faults        {:>12}   {} missing, {} on write-protected pages, {} waited for evictions",
             self.faults(),
             self.get(Faults),
             self.get(WriteFaults),
@@ -486,10 +487,10 @@ mod tests {
         for us in [1, 2, 100] {
             stats.record_fault(us * 1000);
         }
-        let kinds = Look { mapped: 7 << 20, files: 1 << 20, ..Look::default() };
-        stats.unpaged(&kinds, true);
-        stats.unpaged(&Look { files: 2 << 20, ..Look::default() }, true);
-        stats.unpaged(&Look { files: 3 << 20, ..Look::default() }, false);
+        let kinds = UnpagedUsage { mapped: 7 << 20, files: 1 << 20, ..UnpagedUsage::default() };
+        stats.record_unpaged(&kinds, true);
+        stats.record_unpaged(&UnpagedUsage { files: 2 << 20, ..UnpagedUsage::default() }, true);
+        stats.record_unpaged(&UnpagedUsage { files: 3 << 20, ..UnpagedUsage::default() }, false);
         let own = directory.join(format!("stats.{}", std::process::id()));
         std::fs::copy(own, directory.join("stats.1")).unwrap();
         std::fs::write(directory.join("stats.2"), b"half").unwrap();
@@ -501,10 +502,10 @@ mod tests {
         assert!((2.0..2.3).contains(&sum.fault_us(0.5)), "{}", sum.fault_us(0.5));
         assert!((100.0..113.0).contains(&sum.fault_us(0.99)));
         assert!(sum.to_string().contains("by the memory node's CPU"));
-        assert_eq!(sum.get(Counter::UnpagedBytesPeak), 16 << 20, "of both processes");
+        assert_eq!(sum.get(Counter::UnpagedBytesPeak), 16 << 20, "the sum of both processes");
         assert_eq!(sum.get(Counter::UnpagedBytes), 4 << 20);
         let largest = sum.largest_unpaged().unwrap();
-        assert_eq!(largest.look, kinds, "as it was when it was most");
+        assert_eq!(largest.usage, kinds, "the kinds at the peak");
         let text = largest.to_string();
         assert!(text.contains("8.0 MiB resident that is not paged: 7.0 MiB in mappings"), "{text}");
         assert!(text.ends_with("1.0 MiB in .data, .bss and other private mappings of files"));

@@ -1,14 +1,16 @@
-//! Pages in a file: the overflow when the pool is full, and the transports `file:` and `memory:`.
+//! Pages in a local file: the overflow file for a full pool, and the transports `file:` and
+//! `memory:`.
 //!
-//! A [`FileStore`] reads and writes runs of frames at offsets of a descriptor. What it writes to a disk
-//! is sealed ([`crate::seal`]): there, only this process can read it. [`FileTransport`] makes
-//! a transport of one, with chunks as consecutive stretches of the file; holes are punched where
-//! chunks are freed. These transports are for diagnosis (is it the pool or the pager?), for
-//! machines with a fast local disk, and for tests; `GRANARY_POOL` names them:
+//! A [`FileStore`] reads and writes runs of frames at offsets of a file. Pages in a file on disk
+//! are sealed ([`crate::seal`]), so only this process can read them. [`FileTransport`] is a
+//! transport over one file: chunks are consecutive stretches of the file, and freeing a chunk
+//! punches a hole. These transports are for diagnosis (to tell problems of the pool from problems
+//! of the pager), for machines with a fast local disk, and for tests. `GRANARY_POOL` names them:
 //!
-//! - `file:DIRECTORY` — an unlinked file in that directory, sealed;
-//! - `memory:SIZE` — a memfd of at most SIZE bytes (not mapped, so not resident memory of the program);
-//!   `memory:SIZE,gone-after=N` fails for good after N transfers, as a lost memory node would.
+//! - `file:DIRECTORY`: an unlinked file in that directory, sealed;
+//! - `memory:SIZE`: a memfd of at most SIZE bytes (not mapped, so not resident memory of the
+//!   program). `memory:SIZE,gone-after=N` fails permanently after N transfers, like a lost memory
+//!   node.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -29,18 +31,18 @@ use crate::transport::{
 pub struct FileStore {
     file: File,
     staging: StagingMemory,
-    /// Of a file on a disk.
+    /// Seals pages of a file on disk; `None` for a memfd.
     sealer: Option<Sealer>,
 }
 
 // SAFETY: the staging base is only used to address frames that the caller of `read` and `write`
-// owns for the call.
+// owns during the call.
 unsafe impl Send for FileStore {}
 // SAFETY: as above; the file is used with positioned reads and writes only.
 unsafe impl Sync for FileStore {}
 
 impl FileStore {
-    /// An unlinked file in `directory`.
+    /// Creates an unlinked file in `directory`, sealed.
     pub fn unlinked(directory: &Path, staging: StagingMemory) -> io::Result<Self> {
         let file = OpenOptions::new()
             .read(true)
@@ -51,9 +53,9 @@ impl FileStore {
         Ok(Self { file, staging, sealer: Some(Sealer::new()?) })
     }
 
-    /// An anonymous memory file.
+    /// Creates an anonymous memory file.
     pub fn memory(staging: StagingMemory) -> io::Result<Self> {
-        // SAFETY: the name is a C string; a descriptor that is returned is ours.
+        // SAFETY: the name is a C string; this function owns the returned descriptor.
         let fd = unsafe { libc::memfd_create(c"granary-store".as_ptr(), libc::MFD_CLOEXEC) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
@@ -63,14 +65,14 @@ impl FileStore {
         Ok(Self { file, staging, sealer: None })
     }
 
-    /// Moves the descriptor out of the way of the program's, to a high number.
+    /// Moves the descriptor to a high number, where the program does not use or close it.
     pub fn move_descriptor(&mut self) -> io::Result<()> {
         let moved = descriptor::move_high(self.file.as_raw_fd())?;
         self.file = File::from(moved);
         Ok(())
     }
 
-    /// The descriptor.
+    /// Returns the descriptor.
     pub fn fd(&self) -> i32 {
         self.file.as_raw_fd()
     }
@@ -82,13 +84,14 @@ impl FileStore {
         (start, usize::from(pages) * PAGE_BYTES)
     }
 
-    /// Fills `pages` frames from `offset`, a multiple of a page. What was never written reads as zeros.
+    /// Reads `pages` pages from `offset`, a multiple of a page, into frames. Pages that were never
+    /// written read as zeros.
     ///
     /// # Errors
-    /// Those of the file, and `InvalidData` for what the file has and this process never stored there.
+    /// Errors of the file, and `InvalidData` for content that this process did not store there.
     pub fn read(&self, offset: u64, frame: u32, pages: u16) -> io::Result<()> {
         let (start, len) = self.frames(frame, pages);
-        // SAFETY: the caller owns these frames; nobody else accesses them during the call.
+        // SAFETY: the caller owns these frames; no other thread accesses them during the call.
         let buffer = unsafe { std::slice::from_raw_parts_mut(start, len) };
         let Some(sealer) = &self.sealer else { return self.read_bytes(buffer, offset) };
         let mut sealed = [0; PAGE_BYTES];
@@ -116,10 +119,10 @@ impl FileStore {
         Ok(())
     }
 
-    /// Stores `pages` frames at `offset`, a multiple of a page.
+    /// Writes `pages` frames at `offset`, a multiple of a page.
     pub fn write(&self, offset: u64, frame: u32, pages: u16) -> io::Result<()> {
         let (start, len) = self.frames(frame, pages);
-        // SAFETY: the caller owns these frames; nobody writes them during the call.
+        // SAFETY: the caller owns these frames; no other thread writes them during the call.
         let buffer = unsafe { std::slice::from_raw_parts(start, len) };
         let Some(sealer) = &self.sealer else { return self.file.write_all_at(buffer, offset) };
         let mut sealed = [0; PAGE_BYTES];
@@ -130,10 +133,11 @@ impl FileStore {
         Ok(())
     }
 
-    /// Gives the disk space of a stretch back.
+    /// Frees the disk space of a stretch.
     pub fn punch(&self, offset: u64, len: u64) {
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        // SAFETY: a plain system call. Where the file system cannot, the space is used again later.
+        // SAFETY: a plain system call. Without support of the file system, the space stays
+        // allocated until it is reused.
         unsafe { libc::fallocate(self.fd(), mode, offset as i64, len as i64) };
         if let Some(sealer) = &self.sealer {
             sealer.forget(offset / PAGE_BYTES as u64..(offset + len) / PAGE_BYTES as u64);
@@ -167,13 +171,13 @@ impl FileTransport {
     /// Chunk size: 1 MiB.
     pub const CHUNK_BYTES: usize = 1 << 20;
 
-    /// True if `spec` names a store, be it a valid one or not.
+    /// Returns true if `spec` has the form of a store's name, valid or not.
     pub fn is_named_by(spec: &str) -> bool {
         spec.starts_with("file:") || spec.starts_with("memory:")
     }
 
-    /// Opens what `spec` names: `file:DIRECTORY` or `memory:SIZE[,gone-after=N]`, with `frames`
-    /// frames of staging.
+    /// Opens the store that `spec` names (`file:DIRECTORY` or `memory:SIZE[,gone-after=N]`), with
+    /// `frames` frames of staging.
     pub fn open(spec: &str, frames: u32) -> Result<Self, crate::Error> {
         let bad = |why: &str| crate::Error::Setting {
             name: "GRANARY_POOL",
@@ -195,9 +199,10 @@ impl FileTransport {
                 gone_after = fault
                     .strip_prefix("gone-after=")
                     .and_then(|count| count.parse().ok())
-                    .ok_or_else(|| bad("after the comma only gone-after=N is known"))?;
+                    .ok_or_else(|| bad("only gone-after=N may follow the comma"))?;
             }
-            let bytes = crate::config::parse_size(size).ok_or_else(|| bad("not a size"))?;
+            let bytes = crate::config::parse_size(size)
+                .ok_or_else(|| bad("expected a size such as 512MiB after memory:"))?;
             let chunks = (bytes / Self::CHUNK_BYTES as u64).min(u64::from(u32::MAX)) as u32;
             (FileStore::memory(staging).map_err(system)?, chunks)
         } else {
@@ -214,14 +219,14 @@ impl FileTransport {
         })
     }
 
-    /// Makes every later transfer fail, as if the memory node had gone.
+    /// Makes every later transfer fail, like a lost memory node.
     pub fn disappear(&self) {
         self.transfers_left.store(0, Ordering::Release);
     }
 
-    /// Chunks that are allocated now.
+    /// Returns the number of chunks that are allocated now.
     pub fn chunks_held(&self) -> u32 {
-        let chunks = self.chunks.lock().expect("no panic under the lock");
+        let chunks = self.chunks.lock().expect("no thread panics while it holds this lock");
         chunks.next - chunks.free.len() as u32
     }
 
@@ -233,7 +238,9 @@ impl FileTransport {
         for io in ios {
             let left = self.transfers_left.load(Ordering::Acquire);
             if left == 0 {
-                return Err(TransportError::Gone("the store was told to fail here".into()));
+                return Err(TransportError::Gone(
+                    "the store fails here, as gone-after=N says".into(),
+                ));
             }
             if left != u64::MAX {
                 self.transfers_left.fetch_sub(1, Ordering::AcqRel);
@@ -258,7 +265,7 @@ impl Transport for FileTransport {
     }
 
     fn allocate_chunk(&self) -> Result<ChunkHandle, TransportError> {
-        let mut chunks = self.chunks.lock().expect("no panic under the lock");
+        let mut chunks = self.chunks.lock().expect("no thread panics while it holds this lock");
         let chunk = match chunks.free.pop() {
             Some(chunk) => chunk,
             None if chunks.next < self.capacity => {
@@ -273,7 +280,7 @@ impl Transport for FileTransport {
 
     fn free_chunk(&self, chunk: ChunkHandle) -> Result<(), TransportError> {
         self.store.punch(u64::from(chunk.0) * self.chunk_bytes as u64, self.chunk_bytes as u64);
-        self.chunks.lock().expect("no panic under the lock").free.push(chunk.0);
+        self.chunks.lock().expect("no thread panics while it holds this lock").free.push(chunk.0);
         Ok(())
     }
 
@@ -296,7 +303,7 @@ impl Transport for FileTransport {
 
 impl Drop for FileTransport {
     fn drop(&mut self) {
-        // SAFETY: the staging memory is this transport's, and its user is gone.
+        // SAFETY: this transport owns the staging memory, and its user is gone.
         unsafe {
             let staging = self.store.staging;
             let bytes = staging.frames as usize * PAGE_BYTES;
@@ -314,14 +321,14 @@ mod tests {
         FileStore::unlinked(&std::env::temp_dir(), StagingMemory { base, frames }).unwrap()
     }
 
-    /// Sets what a frame holds.
+    /// Sets the content of a frame.
     fn put(store: &FileStore, frame: u32, content: &[u8; PAGE_BYTES]) {
         let (start, len) = store.frames(frame, 1);
-        // SAFETY: a frame of the store's, and no transfer is under way.
+        // SAFETY: a frame of the store; no transfer is in flight.
         unsafe { std::ptr::copy_nonoverlapping(content.as_ptr(), start, len) };
     }
 
-    /// What a frame holds.
+    /// Returns the content of a frame.
     fn get(store: &FileStore, frame: u32) -> Vec<u8> {
         let (start, len) = store.frames(frame, 1);
         // SAFETY: as above.
@@ -329,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_that_is_stored_in_a_file_is_readable_there() {
+    fn file_contains_no_plaintext() {
         let store = store(4);
         const WORD: &[u8] = b"a secret of the program's";
         let mut content = [0; PAGE_BYTES];
@@ -352,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_was_changed_in_the_file_is_an_error() {
+    fn changed_page_in_the_file_is_an_error() {
         let store = store(2);
         put(&store, 0, &[7; PAGE_BYTES]);
         store.write(0, 0, 1).unwrap();
@@ -368,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_punched_reads_as_zeros() {
+    fn punched_pages_read_as_zeros() {
         let store = store(2);
         put(&store, 0, &[7; PAGE_BYTES]);
         for page in 0..3 {

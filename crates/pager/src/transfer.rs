@@ -1,27 +1,28 @@
-//! Pages moved between frames and slots: each slot's home says by what way.
+//! Transfers of pages between frames and slots. The location of a slot's chunk decides the path:
+//! the pool, the overflow file, or the page server of a forked child's parent.
 
 use crate::page_table::PageId;
 use crate::pager::Pager;
-use crate::slots::{Home, Place, SlotId};
+use crate::slots::{ChunkLocation, Place, SlotId};
 use crate::staging::FrameId;
 use crate::sys::PAGE_BYTES;
 use crate::transport::{ChunkHandle, Lane, PageIo};
 
 impl Pager {
-    /// Moves pages between frames and slots: `pairs` of a slot and the frame, neighbours
-    /// merged. Never returns without the pages moved.
+    /// Moves pages between slots and frames, given as `pairs`. Adjacent pairs are merged into one
+    /// transfer. Returns only when all pages have moved; an unrecoverable error ends the process.
     pub(crate) fn transfer(&self, lane: Lane, write: bool, pairs: &[(SlotId, FrameId)]) {
         if let &[(slot, frame)] = pairs
             && slot.inherited_page().is_none()
         {
-            // A page that somebody waits for: nothing is allocated.
+            // Fast path for one page on which a thread waits: no heap allocation.
             let place = self.slots().place(slot);
-            if let Home::Pool(chunk) = place.home {
+            if let ChunkLocation::Pool(chunk) = place.location {
                 return self.transfer_in_pool(lane, write, &[page_io(chunk, &place, frame)]);
             }
         }
         let Plan { pool, overflow, inherited } = self.plan(pairs);
-        assert!(!write || inherited.is_empty(), "what is inherited is not written");
+        assert!(!write || inherited.is_empty(), "inherited slots are never written");
         if !pool.is_empty() {
             self.transfer_in_pool(lane, write, &pool);
         }
@@ -45,12 +46,13 @@ impl Pager {
         let done =
             if write { self.transport.write(lane, ios) } else { self.transport.read(lane, ios) };
         if let Err(error) = done {
-            self.lost(&error);
+            self.pool_lost(&error);
         }
     }
 
-    /// Reads slots into frames, `part` pairs at a time, and calls `arrived` with the number of each
-    /// part, in order, when it is there: the next ones are on their way then.
+    /// Reads slots into frames, `part` pairs at a time. Calls `arrived` with the number of each
+    /// part, in order, when the part's pages are in their frames; later parts may still be in
+    /// flight then.
     pub(crate) fn read_parts(
         &self,
         pairs: &[(SlotId, FrameId)],
@@ -65,7 +67,7 @@ impl Pager {
         }
         let parts: Vec<Vec<PageIo>> = plans.into_iter().map(|plan| plan.pool).collect();
         if let Err(error) = self.transport.read_parts(Lane::Async, &parts, arrived) {
-            self.lost(&error);
+            self.pool_lost(&error);
         }
     }
 
@@ -78,15 +80,15 @@ impl Pager {
                 continue;
             }
             let place = slots.place(slot);
-            match place.home {
-                Home::Pool(chunk) => {
+            match place.location {
+                ChunkLocation::Pool(chunk) => {
                     let io = page_io(chunk, &place, frame);
                     match plan.pool.last_mut() {
                         Some(last) if follows(last, &io) => last.pages += 1,
                         _ => plan.pool.push(io),
                     }
                 }
-                Home::Overflow(stretch) => {
+                ChunkLocation::Overflow(stretch) => {
                     let start = u64::from(stretch) * slots.chunk_bytes() as u64;
                     plan.overflow.push((start + u64::from(place.offset_bytes), frame.0, 1));
                 }
@@ -96,17 +98,17 @@ impl Pager {
     }
 }
 
-/// Where pages move to or from.
+/// Transfers sorted by path.
 #[derive(Default)]
 struct Plan {
     pool: Vec<PageIo>,
-    /// Byte of the overflow file, frame, pages.
+    /// Byte offset in the overflow file, first frame, number of pages.
     overflow: Vec<(u64, u32, u16)>,
-    /// What another process keeps for a forked child.
+    /// Pages that the parent's page server holds for this forked child.
     inherited: Vec<(PageId, FrameId)>,
 }
 
-/// The transfer of one page.
+/// Builds the transfer of one page.
 fn page_io(chunk: ChunkHandle, place: &Place, frame: FrameId) -> PageIo {
     PageIo { chunk, offset_bytes: place.offset_bytes, frame: frame.0, pages: 1 }
 }

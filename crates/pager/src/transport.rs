@@ -1,88 +1,91 @@
-//! What the pager asks of the memory behind it: chunks, and pages moved to and from them.
+//! Interface between the pager and its backing memory: chunks, and transfers of pages to and from
+//! them.
 //!
-//! The pager moves pages between *frames* (4 KiB each) of the staging memory, which the transport
-//! supplies because its NIC must reach it, and *chunks* that the transport allocates.
+//! The pager moves pages between *frames* of 4 KiB and *chunks*. Frames are parts of the staging
+//! memory, which the transport supplies because its NIC must be able to access it. The transport
+//! allocates the chunks.
 
 use thiserror::Error;
 
-/// A chunk, by the index that the transport gave it.
+/// Index by which the transport names a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ChunkHandle(pub u32);
 
 /// One contiguous transfer of whole pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageIo {
-    /// Chunk at the far end.
+    /// Remote chunk.
     pub chunk: ChunkHandle,
-    /// Bytes from the chunk's start.
+    /// Byte offset in the chunk.
     pub offset_bytes: u32,
-    /// First frame at our end.
+    /// First local frame.
     pub frame: u32,
-    /// Pages, contiguous at both ends.
+    /// Number of pages, contiguous at both ends.
     pub pages: u16,
 }
 
-/// Who waits for a transfer (OneSidedMW §5.1).
+/// Priority class of a transfer (OneSidedMW §5.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lane {
     /// A thread waits for this one page.
     Sync,
-    /// Read-ahead and write-back: served in batches.
+    /// Read-ahead and write-back, in batches.
     Async,
 }
 
-/// Why a transport refused.
+/// Errors of a transport.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum TransportError {
-    /// No chunk is free now; there may be one later.
+    /// No chunk is free now. A later attempt may succeed.
     #[error("the pool is full")]
     Full,
-    /// The far end is gone for good, and the pages with it.
+    /// The backing memory is gone permanently, and the pages with it.
     #[error("the memory pool is gone: {0}")]
     Gone(String),
 }
 
-/// Frames that the transport can reach.
+/// Memory whose frames the transport can access.
 #[derive(Clone, Copy, Debug)]
 pub struct StagingMemory {
-    /// First byte of frame 0; page-aligned, mapped as long as the transport lives.
+    /// First byte of frame 0: page-aligned, mapped as long as the transport lives.
     pub base: *mut u8,
     /// Number of frames.
     pub frames: u32,
 }
 
-/// What a transport counted.
+/// Counters of a transport.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TransportStats {
-    /// Chunks that the NIC allocated for us.
+    /// Chunks that the NIC allocated.
     pub allocations_by_nic: u64,
-    /// Chunks that the memory node's CPU allocated for us.
+    /// Chunks that the memory node's CPU allocated.
     pub allocations_by_cpu: u64,
 }
 
-/// The memory behind the pager. Calls block until all that they were asked is done; the handler, the
-/// write-back and the program's threads call at the same time.
+/// Backing memory of a pager. Each call blocks until all its transfers are done. The handler, the
+/// evictor and the program's threads call concurrently.
 ///
-/// Implementations run inside the program's process and must not touch its memory, allocate with its
-/// allocator, or rely on descriptors that the program can close.
+/// Implementations run inside the program's process. They must not touch the program's memory,
+/// allocate with its allocator, or rely on descriptors that the program can close.
 pub trait Transport: Send + Sync {
     /// Bytes of a chunk: a power of two, at least a page, at most 1 GiB.
     fn chunk_bytes(&self) -> usize;
 
-    /// The frames. The same answer every time.
+    /// Returns the staging memory, always the same.
     fn staging(&self) -> StagingMemory;
 
-    /// A new chunk; its content is unspecified until written.
+    /// Allocates a chunk. Its content is unspecified until written.
     fn allocate_chunk(&self) -> Result<ChunkHandle, TransportError>;
 
-    /// Gives a chunk back. Nothing of it is read or written any more.
+    /// Frees a chunk. The caller no longer reads or writes it.
     fn free_chunk(&self, chunk: ChunkHandle) -> Result<(), TransportError>;
 
-    /// Fills frames from chunks.
+    /// Reads pages from chunks into frames.
     fn read(&self, lane: Lane, ios: &[PageIo]) -> Result<(), TransportError>;
 
-    /// Fills frames part by part: starts all parts at once, and calls `arrived` with the number of
-    /// each, in order, when it is there and while the next may be on their way.
+    /// Reads pages into frames part by part. Starts all parts at once and calls `arrived` with the
+    /// number of each part, in order, when the part is complete; later parts may still be in flight
+    /// then.
     fn read_parts(
         &self,
         lane: Lane,
@@ -96,13 +99,13 @@ pub trait Transport: Send + Sync {
         Ok(())
     }
 
-    /// Stores frames to chunks.
+    /// Writes pages from frames to chunks.
     fn write(&self, lane: Lane, ios: &[PageIo]) -> Result<(), TransportError>;
 
-    /// Counters.
+    /// Returns the counters.
     fn stats(&self) -> TransportStats;
 
-    /// Called in every thread that the pager starts, before it does anything else, once the thread
-    /// has its own descriptor table. `keep` collects the descriptors that the transport needs there.
+    /// Adds the descriptors that the transport needs to `keep`. The pager's threads keep these in a
+    /// descriptor table of their own, and the program's copies are closed.
     fn descriptors(&self, keep: &mut Vec<i32>);
 }

@@ -1,18 +1,18 @@
-//! userfaultfd, by its raw ioctls (`linux/userfaultfd.h`; ioctl_userfaultfd(2)).
+//! userfaultfd through its raw ioctls (`linux/userfaultfd.h`; ioctl_userfaultfd(2)).
 //!
-//! [`Uffd`] is one descriptor. It reports the missing and the write-protection faults of the ranges
-//! registered with it, those of system calls included, and resolves them. All lengths and addresses
-//! are bytes and multiples of the page size.
+//! [`Uffd`] is one descriptor. It reports and resolves missing faults and write-protection faults
+//! of the registered ranges, including faults of system calls. All lengths and addresses are in
+//! bytes and multiples of the page size.
 //!
-//! The memory that the ioctls touch is named by address: the caller owns the ranges that it passes,
-//! and the functions that change what is mapped there are `unsafe` for that reason.
+//! The ioctls name memory by address. The caller owns the ranges that it passes; functions that
+//! change the memory mapped there are therefore `unsafe`.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 use crate::Error;
 
-/// The fault handler may resolve faults of the kernel too, and may write-protect pages.
+/// API version and feature bits: write-protection, fork events, and thread ids in fault messages.
 const API: u64 = 0xAA;
 const FEATURE_WP: u64 = 1 << 0;
 const FEATURE_EVENT_FORK: u64 = 1 << 1;
@@ -30,7 +30,7 @@ const EVENT_FORK: u8 = 0x13;
 const FLAG_WRITE: u64 = 1 << 0;
 const FLAG_WP: u64 = 1 << 1;
 
-/// `_IOWR(0xAA, number, size)` and its kin.
+/// Encodes an ioctl number like the kernel's `_IOR` and `_IOWR`.
 const fn ioctl_number(direction: u64, number: u64, size: usize) -> u64 {
     direction << 30 | (size as u64) << 16 | 0xAA << 8 | number
 }
@@ -43,7 +43,7 @@ const IOCTL_WAKE: u64 = ioctl_number(READ, 0x02, size_of::<RangeArg>());
 const IOCTL_COPY: u64 = ioctl_number(READ_WRITE, 0x03, size_of::<CopyArg>());
 const IOCTL_ZEROPAGE: u64 = ioctl_number(READ_WRITE, 0x04, size_of::<ZeropageArg>());
 const IOCTL_WRITEPROTECT: u64 = ioctl_number(READ_WRITE, 0x06, size_of::<WriteprotectArg>());
-/// `USERFAULTFD_IOC_NEW` of the device file.
+/// `USERFAULTFD_IOC_NEW` of `/dev/userfaultfd`.
 const IOCTL_NEW: u64 = 0xAA << 8;
 
 #[repr(C)]
@@ -84,7 +84,7 @@ struct WriteprotectArg {
     mode: u64,
 }
 
-/// `struct uffd_msg`: 32 bytes.
+/// `struct uffd_msg`, 32 bytes.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct RawMessage {
@@ -94,50 +94,50 @@ struct RawMessage {
 }
 const _: () = assert!(size_of::<RawMessage>() == 32);
 
-/// What the kernel reports.
+/// An event that the kernel reports.
 #[derive(Debug)]
 pub enum Event {
-    /// A thread waits at a page.
+    /// A thread waits for a page.
     Fault(Fault),
-    /// The process forked; this descriptor resolves the faults of the child.
+    /// The process forked; the descriptor resolves the faults of the child.
     Fork(Uffd),
-    /// Any other event; we asked for none.
+    /// An event type that the pager did not request.
     Other(u8),
 }
 
 /// A page fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// Address of the page that faulted (rounded down to the page by the kernel).
+    /// Address of the page, rounded down to a page boundary by the kernel.
     pub address: usize,
-    /// The access was a write.
+    /// True if the access was a write.
     pub write: bool,
-    /// The page is there, and is write-protected.
+    /// True if the page is mapped but write-protected.
     pub write_protected: bool,
-    /// Thread that waits, as its process numbers it.
+    /// Id of the faulting thread, in its own PID namespace.
     pub thread: u32,
 }
 
-/// What to ask of a new descriptor.
+/// Optional features of a new descriptor.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Features {
     /// Report forks, with a descriptor for the child. Needs CAP_SYS_PTRACE.
     pub fork_events: bool,
 }
 
-/// A userfaultfd.
+/// A userfaultfd descriptor.
 #[derive(Debug)]
 pub struct Uffd {
     fd: OwnedFd,
 }
 
 impl Uffd {
-    /// Opens a descriptor: by the system call, and where that is refused through
-    /// `/dev/userfaultfd`. Reads block.
+    /// Opens a descriptor with the system call, or through `/dev/userfaultfd` if the system call is
+    /// refused. Reads block.
     ///
     /// # Errors
-    /// [`Error::Userfaultfd`] where neither is permitted, and where the kernel does not know
-    /// write-protection (before Linux 5.7).
+    /// [`Error::Userfaultfd`] if both are refused, and [`Error::UserfaultfdApi`] if the kernel
+    /// lacks a feature (write-protection needs Linux 5.7).
     pub fn open(features: Features) -> Result<Self, Error> {
         let fd = open_descriptor()?;
         let mut wanted = FEATURE_WP | FEATURE_THREAD_ID;
@@ -149,17 +149,17 @@ impl Uffd {
         Ok(Self { fd })
     }
 
-    /// Wraps a descriptor of which the handshake is done, for example a moved one.
+    /// Wraps a descriptor whose API handshake is done, for example a duplicate.
     pub fn from_fd(fd: OwnedFd) -> Self {
         Self { fd }
     }
 
-    /// The descriptor alone.
+    /// Returns the descriptor.
     pub fn into_fd(self) -> OwnedFd {
         self.fd
     }
 
-    /// Registers `[start, start + len)` for missing and write-protection faults.
+    /// Registers `[start, start + len)` for missing faults and write-protection faults.
     ///
     /// # Safety
     /// The caller owns the range, and resolves its faults from now on.
@@ -172,16 +172,17 @@ impl Uffd {
         ioctl(self.fd.as_raw_fd(), IOCTL_REGISTER, &mut argument)
     }
 
-    /// Takes the range back. Threads that wait there are woken.
+    /// Unregisters a range and wakes the threads that wait there.
     pub fn unregister(&self, start: usize, len: usize) -> io::Result<()> {
         ioctl(self.fd.as_raw_fd(), IOCTL_UNREGISTER, &mut range(start, len))
     }
 
-    /// Fills missing pages from `source` and wakes who waits for them. Returns the bytes that were
-    /// filled; fewer than `len` if a page in the middle was there already or the layout changed.
+    /// Fills missing pages from `source` and wakes the threads that wait for them. Returns the
+    /// bytes that were filled: fewer than `len` if a later page was already mapped or the layout
+    /// changed.
     ///
     /// # Errors
-    /// `EEXIST` if the first page is there, `ENOENT` if the range is not within one registered
+    /// `EEXIST` if the first page is mapped, `ENOENT` if the range is not within one registered
     /// mapping, `EAGAIN` while a fork is in progress, `ESRCH` when the process is ending.
     ///
     /// # Safety
@@ -197,7 +198,7 @@ impl Uffd {
         unsafe { self.fill(start, source, len, if protect { COPY_MODE_WP } else { 0 }) }
     }
 
-    /// As [`Uffd::copy`], and wakes nobody.
+    /// As [`Uffd::copy`], but wakes no thread.
     ///
     /// # Errors
     /// As for [`Uffd::copy`].
@@ -223,13 +224,13 @@ impl Uffd {
             CopyArg { dst: start as u64, src: source as u64, len: len as u64, mode, copied: 0 };
         match ioctl(self.fd.as_raw_fd(), IOCTL_COPY, &mut argument) {
             Ok(()) => Ok(len),
-            // The kernel reports a part with EAGAIN and the bytes done.
+            // For a partial copy the kernel returns EAGAIN and the number of bytes copied.
             Err(_) if argument.copied > 0 => Ok(argument.copied as usize),
             Err(error) => Err(error),
         }
     }
 
-    /// Maps the zero page at missing pages; results as for [`Uffd::copy`].
+    /// Maps the zero page at missing pages. Results and errors as for [`Uffd::copy`].
     ///
     /// # Safety
     /// `start` is memory that the caller pages.
@@ -242,7 +243,7 @@ impl Uffd {
         }
     }
 
-    /// Write-protects the pages of the range that are there. Wakes nobody.
+    /// Write-protects the mapped pages of the range. Wakes no thread.
     ///
     /// # Errors
     /// `ENOENT` if a part is not registered, `EAGAIN` while a fork is in progress.
@@ -254,7 +255,7 @@ impl Uffd {
         ioctl(self.fd.as_raw_fd(), IOCTL_WRITEPROTECT, &mut argument)
     }
 
-    /// Lifts the write-protection; wakes who waits there if `wake`.
+    /// Removes the write-protection, and wakes the threads that wait there if `wake`.
     ///
     /// # Safety
     /// `start` is memory that the caller pages.
@@ -264,26 +265,26 @@ impl Uffd {
         ioctl(self.fd.as_raw_fd(), IOCTL_WRITEPROTECT, &mut argument)
     }
 
-    /// Wakes who waits in the range; they try again.
+    /// Wakes the threads that wait in the range; they retry their access.
     pub fn wake(&self, start: usize, len: usize) -> io::Result<()> {
         ioctl(self.fd.as_raw_fd(), IOCTL_WAKE, &mut range(start, len))
     }
 
-    /// Makes reads return at once, which poll(2) on a userfaultfd asks for.
+    /// Makes reads return at once; poll(2) on a userfaultfd requires this.
     pub fn set_nonblocking(&self) -> io::Result<()> {
-        // SAFETY: changes a flag of our descriptor.
+        // SAFETY: changes a flag of this descriptor.
         let done = unsafe { libc::fcntl(self.fd.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK) };
         if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// Makes reads wait again.
+    /// Makes reads block.
     pub fn set_blocking(&self) -> io::Result<()> {
-        // SAFETY: changes a flag of our descriptor.
+        // SAFETY: changes a flag of this descriptor.
         let done = unsafe { libc::fcntl(self.fd.as_raw_fd(), libc::F_SETFL, 0) };
         if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// Waits until there is something to read. The descriptor must be non-blocking.
+    /// Waits until an event can be read. The descriptor must be non-blocking.
     pub fn wait(&self) -> io::Result<()> {
         let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         // SAFETY: one valid entry.
@@ -325,7 +326,8 @@ fn decode(message: &RawMessage) -> Event {
             thread: thread as u32,
         }),
         EVENT_FORK => {
-            // SAFETY: the kernel has just installed this descriptor for us, nobody else owns it.
+            // SAFETY: the kernel has just installed this descriptor for the reader; it has no other
+            // owner.
             let fd = unsafe { OwnedFd::from_raw_fd(flags as u32 as i32) };
             Event::Fork(Uffd { fd })
         }
@@ -344,7 +346,7 @@ fn ioctl<T>(fd: RawFd, number: u64, argument: &mut T) -> io::Result<()> {
 }
 
 fn open_descriptor() -> Result<OwnedFd, Error> {
-    // SAFETY: a plain system call; a descriptor that it returns is ours.
+    // SAFETY: a plain system call; this function owns the returned descriptor.
     let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC) } as i32;
     if fd >= 0 {
         // SAFETY: see above.
@@ -352,8 +354,8 @@ fn open_descriptor() -> Result<OwnedFd, Error> {
     }
     let refused = io::Error::last_os_error();
     let (path, flags) = (c"/dev/userfaultfd".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
-    // Without libc: a forked child comes here before libc is itself again.
-    // SAFETY: the path is a C string; a descriptor that is returned is ours.
+    // Without libc: a forked child calls this before libc has finished its own fork handling.
+    // SAFETY: the path is a C string; this function owns the returned descriptor.
     let device = unsafe { libc::syscall(libc::SYS_openat, libc::AT_FDCWD, path, flags) } as i32;
     if device < 0 {
         return Err(Error::Userfaultfd { syscall: refused, device: io::Error::last_os_error() });

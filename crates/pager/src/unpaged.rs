@@ -1,13 +1,14 @@
-//! Memory of the program that the pager does not page: how much of it there is, by kind.
+//! Measurement of the program's resident memory that the pager does not page, by kind.
 //!
-//! The pager pages what comes from `malloc` and from private anonymous `mmap`s through libc. Beside it
-//! a program may have gigabytes of its own: a Go runtime maps its heap by raw system calls, Fortran
-//! programs have large `.bss`, shared memory is not private. A [`Look`] says so. It comes from
-//! `/proc/self/smaps`, which takes the kernel a walk through the page tables; so a thread that waits
-//! anyway reads the cheap `/proc/self/statm` from time to time, and looks closer when anonymous memory has
-//! changed by an eighth since the last look. No fault takes part.
+//! The pager pages memory from `malloc` and from private anonymous `mmap` calls through libc. A
+//! program may have gigabytes of other memory: a Go runtime maps its heap by raw system calls,
+//! Fortran programs have a large `.bss`, and shared memory is not private. [`UnpagedUsage`] reports
+//! it. It is read from `/proc/self/smaps`, for which the kernel walks the page tables. So the
+//! evictor, while it waits, reads the cheap `/proc/self/statm` at intervals, and reads `smaps` only
+//! when resident memory has changed by an eighth since the last measurement. The fault path takes
+//! no part.
 //!
-//! No code here allocates: the program's threads run it too, at exit.
+//! The code here does not allocate, because the program's threads also run it, at exit.
 
 use std::io::{self, Read};
 use std::ops::Range;
@@ -16,14 +17,14 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use crate::pager::Pager;
 use crate::sys::{self, PAGE_BYTES};
 
-/// Resident bytes outside of the region, by kind. The pager's own memory is not among them.
+/// Resident bytes outside of the region, by kind. The pager's own memory is excluded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Look {
+pub struct UnpagedUsage {
     /// Anonymous mappings: made by raw system calls, at fixed addresses, executable or locked.
     pub mapped: u64,
     /// The heap of `brk`, which the preloaded `malloc` does not use.
     pub heap: u64,
-    /// Written pages of private file mappings, `.data` and `.bss` among them.
+    /// Modified pages of private file mappings, including `.data` and `.bss`.
     pub files: u64,
     /// Stacks.
     pub stacks: u64,
@@ -33,21 +34,21 @@ pub struct Look {
     pub huge: u64,
 }
 
-impl Look {
-    /// All kinds together.
+impl UnpagedUsage {
+    /// Returns the sum of all kinds.
     pub fn bytes(&self) -> u64 {
         self.mapped + self.heap + self.files + self.stacks + self.shared + self.huge
     }
 
-    /// Reads a file in the format of `/proc/self/smaps`. `is_own` says of a mapping's addresses
-    /// whether the mapping is the region's or the pager's.
+    /// Parses a file in the format of `/proc/self/smaps`. `is_own` returns true for the address
+    /// range of a mapping that is the region's or the pager's.
     ///
     /// # Errors
-    /// Those of `smaps`.
+    /// Errors of reading `smaps`.
     pub fn read(mut smaps: impl Read, is_own: impl Fn(&Range<usize>) -> bool) -> io::Result<Self> {
         let mut reader =
-            Reader { is_own, look: Self::default(), mapping: Mapping::default(), program: None };
-        // Lines longer than the buffer are those of long paths: their beginning says enough.
+            Reader { is_own, usage: Self::default(), mapping: Mapping::default(), program: None };
+        // Lines longer than the buffer have long paths; their beginning is sufficient.
         let mut buffer = [0u8; PAGE_BYTES];
         let (mut filled, mut skipping) = (0, false);
         loop {
@@ -73,16 +74,16 @@ impl Look {
             filled -= start;
             if got == 0 {
                 reader.end_mapping();
-                return Ok(reader.look);
+                return Ok(reader.usage);
             }
         }
     }
 }
 
-/// What a mapping is.
+/// Kind of a mapping.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Kind {
-    /// The region, or the pager's.
+    /// The region, or memory of the pager.
     #[default]
     Own,
     Mapped,
@@ -97,9 +98,9 @@ enum Kind {
 struct Mapping {
     end: usize,
     kind: Kind,
-    /// Of the program's own file.
+    /// The mapping is of the program's own executable.
     is_program: bool,
-    /// No access, and no file: below a stack, this is its guard.
+    /// Anonymous and without access. Directly below a stack, such a mapping is its guard.
     is_guard: bool,
     rss: u64,
     anonymous: u64,
@@ -108,22 +109,23 @@ struct Mapping {
 
 struct Reader<F> {
     is_own: F,
-    look: Look,
+    usage: UnpagedUsage,
     mapping: Mapping,
-    /// Inode of the first mapping's file: the lowest mappings are the program's own.
+    /// Inode of the first mapping's file: the lowest mappings are the program's executable.
     program: Option<u64>,
 }
 
-/// Names of memory that has no file on a disk, of which mappings may be shared.
+/// Names of memory without a file on disk, which may be mapped shared.
 const SHARED_MEMORY: [&[u8]; 5] =
     [b"/memfd:", b"/dev/shm/", b"/dev/zero", b"/SYSV", b"[anon_shmem:"];
-/// `.bss` of a library is taken to be no larger. What is larger is a mapping that lies beside.
+/// Assumed maximum size of a library's `.bss`. A larger anonymous mapping after a library is an
+/// unrelated mapping.
 const LIBRARY_BSS_MAX: usize = 1 << 20;
 
 impl<F: Fn(&Range<usize>) -> bool> Reader<F> {
     fn line(&mut self, line: &[u8]) {
         match line.first() {
-            // A field: `Name:   123 kB`. Names begin with capitals, addresses are in small letters.
+            // A field: `Name:   123 kB`. Names begin with a capital; addresses have small letters.
             Some(byte) if byte.is_ascii_uppercase() => self.field(line),
             Some(_) => self.header(line),
             None => {}
@@ -142,7 +144,7 @@ impl<F: Fn(&Range<usize>) -> bool> Reader<F> {
         *sum += 1024 * number(value);
     }
 
-    /// `start-end rwxp offset device inode   path`
+    /// Parses a header line: `start-end rwxp offset device inode   path`.
     fn header(&mut self, line: &[u8]) {
         self.end_mapping();
         let before = std::mem::take(&mut self.mapping);
@@ -158,7 +160,7 @@ impl<F: Fn(&Range<usize>) -> bool> Reader<F> {
             Kind::Own
         } else if access.ends_with(b"s") {
             let memory = SHARED_MEMORY.iter().any(|name| path.starts_with(name));
-            // The kernel can write the pages of a file back and drop them.
+            // The kernel can write back and drop the pages of a file.
             if memory { Kind::Shared } else { Kind::File }
         } else if path == b"[heap]" {
             Kind::Heap
@@ -170,7 +172,7 @@ impl<F: Fn(&Range<usize>) -> bool> Reader<F> {
             && before.kind == Kind::File
             && (before.is_program || range.len() <= LIBRARY_BSS_MAX)
         {
-            // `.bss` follows the file that it belongs to.
+            // `.bss` directly follows the mapping of its file.
             is_program = before.is_program;
             Kind::File
         } else {
@@ -184,23 +186,23 @@ impl<F: Fn(&Range<usize>) -> bool> Reader<F> {
         let Mapping { kind, rss, anonymous, huge, .. } = self.mapping;
         match kind {
             Kind::Own => return,
-            Kind::Mapped => self.look.mapped += anonymous,
-            Kind::Heap => self.look.heap += anonymous,
-            Kind::File => self.look.files += anonymous,
-            Kind::Stack => self.look.stacks += anonymous,
-            Kind::Shared => self.look.shared += rss,
+            Kind::Mapped => self.usage.mapped += anonymous,
+            Kind::Heap => self.usage.heap += anonymous,
+            Kind::File => self.usage.files += anonymous,
+            Kind::Stack => self.usage.stacks += anonymous,
+            Kind::Shared => self.usage.shared += rss,
         }
-        self.look.huge += huge;
+        self.usage.huge += huge;
     }
 }
 
-/// The decimal digits of a text, as a number.
+/// Parses the decimal digits of a text as a number.
 fn number(text: &[u8]) -> u64 {
     let digits = text.iter().filter(|byte| byte.is_ascii_digit());
     digits.fold(0u64, |sum, &digit| sum.wrapping_mul(10).wrapping_add(u64::from(digit - b'0')))
 }
 
-/// `start-end`, hexadecimal.
+/// Parses `start-end` in hexadecimal.
 fn addresses(text: &[u8]) -> Range<usize> {
     let hex = |digits: &[u8]| {
         let digit = |byte: &u8| (*byte as char).to_digit(16).unwrap_or(0) as usize;
@@ -210,19 +212,20 @@ fn addresses(text: &[u8]) -> Range<usize> {
     hex(&text[..dash])..hex(text.get(dash + 1..).unwrap_or_default())
 }
 
-/// Resident pages of the process, as `/proc/self/statm` has them.
+/// Cheap sample of the process's resident pages, from `/proc/self/statm`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Glance {
-    /// Anonymous ones.
+struct Sample {
+    /// Anonymous pages.
     anonymous: u64,
-    /// Of these, as many as are not counted as the region's.
+    /// Anonymous pages in excess of those counted as the region's.
     beside: u64,
-    /// Those of files and of shared memory.
+    /// Pages of files and of shared memory.
     shared: u64,
 }
 
-impl Glance {
-    /// `of_region` pages are in the region. The page of zeros, which is nobody's, is counted there too.
+impl Sample {
+    /// Takes a sample. `of_region` is the number of the region's resident pages; it includes
+    /// mappings of the zero page, which the kernel does not count as resident.
     fn take(of_region: u64) -> io::Result<Self> {
         let mut text = [0u8; 128];
         let got = sys::open_own(c"/proc/self/statm")?.read(&mut text)?;
@@ -233,121 +236,132 @@ impl Glance {
         Ok(Self { anonymous, beside: anonymous.saturating_sub(of_region), shared })
     }
 
-    /// True if a number differs from what it was by so much that a close look is worth its time.
-    fn is_news(&self, then: &Self) -> bool {
-        let differs = |now: u64, then: u64| now.abs_diff(then) > (then / 8).max(SMALL_PAGES);
-        differs(self.anonymous, then.anonymous)
-            || differs(self.beside, then.beside)
-            || differs(self.shared, then.shared)
+    /// Returns true if a number differs enough from `before` to justify reading `smaps`.
+    fn differs_from(&self, before: &Self) -> bool {
+        let differs = |now: u64, before: u64| now.abs_diff(before) > (before / 8).max(SMALL_PAGES);
+        differs(self.anonymous, before.anonymous)
+            || differs(self.beside, before.beside)
+            || differs(self.shared, before.shared)
     }
 }
 
-/// When to look, and what was seen last. One thread at a time looks.
+/// Schedule of the measurements and result of the last sample. One thread at a time measures.
 #[derive(Debug, Default)]
-pub(crate) struct Watch {
-    /// Id of the process whose thread looks now; 0 while none does.
+pub(crate) struct UnpagedMonitor {
+    /// Id of the process whose thread is measuring; 0 if none is.
     ///
-    /// Not a mutex: a process that forks during a look leaves its own id to the child, in which no
-    /// thread looks.
-    looker: AtomicU32,
-    /// The glance at the last close look: anonymous, beside, shared.
-    seen: [AtomicU64; 3],
-    /// No close look before this time, in ns.
+    /// A mutex would not work: a process that forks during a measurement passes the locked state to
+    /// its child, in which no thread measures. The parent's id does not block the child.
+    measuring: AtomicU32,
+    /// Sample at the last measurement: anonymous, beside, shared.
+    last_sample: [AtomicU64; 3],
+    /// Earliest time of the next measurement, in ns.
     not_before: AtomicU64,
 }
 
-impl Watch {
-    /// Takes the turn to look. None while another thread of this process has the turn.
-    fn begin(&self) -> Option<Turn<'_>> {
+impl UnpagedMonitor {
+    /// Acquires the right to measure. Returns `None` while another thread of this process has it.
+    fn begin(&self) -> Option<MeasureGuard<'_>> {
         let own = std::process::id();
-        let turn = |looker| (looker != own).then_some(own);
-        let taken = self.looker.fetch_update(Ordering::AcqRel, Ordering::Acquire, turn);
-        taken.is_ok().then_some(Turn(self))
+        let guard = |measuring| (measuring != own).then_some(own);
+        let taken = self.measuring.fetch_update(Ordering::AcqRel, Ordering::Acquire, guard);
+        taken.is_ok().then_some(MeasureGuard(self))
     }
 
-    /// As [`Watch::begin`], once the thread that looks has finished, which takes milliseconds.
-    fn begin_after_others(&self) -> Option<Turn<'_>> {
+    /// As [`UnpagedMonitor::begin`], but waits until the measuring thread has finished, which takes
+    /// milliseconds.
+    fn begin_waiting(&self) -> Option<MeasureGuard<'_>> {
         let end = sys::now_ns() + WAIT_NS;
         loop {
-            let turn = self.begin();
-            if turn.is_some() || sys::now_ns() >= end {
-                return turn;
+            let guard = self.begin();
+            if guard.is_some() || sys::now_ns() >= end {
+                return guard;
             }
-            sys::futex_wait(&self.looker, std::process::id(), Some(WAIT_NS / 1_000_000));
+            sys::futex_wait(&self.measuring, std::process::id(), Some(WAIT_NS / 1_000_000));
         }
     }
 }
 
-/// The turn to look, given back when dropped.
-struct Turn<'a>(&'a Watch);
+/// The right to measure, released when dropped.
+struct MeasureGuard<'a>(&'a UnpagedMonitor);
 
-impl Turn<'_> {
-    fn seen(&self) -> Glance {
+impl MeasureGuard<'_> {
+    fn last_sample(&self) -> Sample {
         let [anonymous, beside, shared] =
-            self.0.seen.each_ref().map(|word| word.load(Ordering::Relaxed));
-        Glance { anonymous, beside, shared }
+            self.0.last_sample.each_ref().map(|word| word.load(Ordering::Relaxed));
+        Sample { anonymous, beside, shared }
     }
 
-    fn set_seen(&self, Glance { anonymous, beside, shared }: Glance) {
-        for (word, value) in self.0.seen.iter().zip([anonymous, beside, shared]) {
+    fn set_last_sample(&self, Sample { anonymous, beside, shared }: Sample) {
+        for (word, value) in self.0.last_sample.iter().zip([anonymous, beside, shared]) {
             word.store(value, Ordering::Relaxed);
         }
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for MeasureGuard<'_> {
     fn drop(&mut self) {
-        self.0.looker.store(0, Ordering::Release);
-        sys::futex_wake(&self.0.looker);
+        self.0.measuring.store(0, Ordering::Release);
+        sys::futex_wake(&self.0.measuring);
     }
 }
 
-/// Time between two glances: doubled as long as nothing changes.
-pub(crate) const GLANCE_MS_MIN: u64 = 10;
-pub(crate) const GLANCE_MS_MAX: u64 = 1000;
-/// A close look pays for itself: so many times as long as one takes there is no other.
-const LOOK_PAUSE: u64 = 20;
-/// Growth that is not worth a close look: 1 MiB.
+/// Bounds of the interval between two samples, in ms. It doubles as long as nothing changes.
+pub(crate) const SAMPLE_MS_MIN: u64 = 10;
+pub(crate) const SAMPLE_MS_MAX: u64 = 1000;
+/// Minimum pause after a measurement, as a multiple of the measurement's duration.
+const PAUSE_FACTOR: u64 = 20;
+/// Change that does not justify a measurement, in pages: 1 MiB.
 const SMALL_PAGES: u64 = 256;
-/// The exit of the program waits at most so long for a look that is under way.
+/// Longest time that the program's exit waits for a measurement in progress, in ns.
 const WAIT_NS: u64 = 1_000_000_000;
 
 impl Pager {
-    /// Looks, cheaply at first, for memory of the program that is not paged. True if there was news.
+    /// Samples resident memory, and measures unpaged memory if the sample has changed. Returns true
+    /// if it was measured.
     ///
-    /// What cannot be seen (no /proc) is not counted. The look at exit is the last one, and the only one
-    /// for what a program touches in its last milliseconds, so it waits for a look under way.
-    pub(crate) fn look_for_unpaged(&self, at_exit: bool) -> bool {
-        let turn = if at_exit { self.watch.begin_after_others() } else { self.watch.begin() };
-        let Some(turn) = turn else { return false };
-        let Ok(now) = Glance::take(u64::from(self.resident())) else { return false };
+    /// Without `/proc` nothing is recorded. The measurement at exit is the last one, and the only
+    /// one that includes memory touched in the program's last milliseconds. So it waits for a
+    /// measurement in progress.
+    pub(crate) fn measure_unpaged(&self, at_exit: bool) -> bool {
+        let guard = if at_exit {
+            self.unpaged_monitor.begin_waiting()
+        } else {
+            self.unpaged_monitor.begin()
+        };
+        let Some(guard) = guard else { return false };
+        let Ok(now) = Sample::take(u64::from(self.resident())) else { return false };
         let start = sys::now_ns();
         let due = if at_exit {
-            now != turn.seen()
+            now != guard.last_sample()
         } else {
-            start >= self.watch.not_before.load(Ordering::Relaxed) && now.is_news(&turn.seen())
+            start >= self.unpaged_monitor.not_before.load(Ordering::Relaxed)
+                && now.differs_from(&guard.last_sample())
         };
         if !due {
             return false;
         }
         let is_own =
             |range: &Range<usize>| self.region.contains(range.start) || sys::is_own_mapping(range);
-        let look = sys::open_own(c"/proc/self/smaps").and_then(|file| Look::read(file, is_own));
-        let Ok(look) = look else { return false };
-        turn.set_seen(now);
+        let usage =
+            sys::open_own(c"/proc/self/smaps").and_then(|file| UnpagedUsage::read(file, is_own));
+        let Ok(usage) = usage else { return false };
+        guard.set_last_sample(now);
         let end = sys::now_ns();
-        self.watch.not_before.store(end + LOOK_PAUSE * (end - start), Ordering::Relaxed);
-        self.stats.unpaged(&look, !self.forks.is_light());
+        self.unpaged_monitor
+            .not_before
+            .store(end + PAUSE_FACTOR * (end - start), Ordering::Relaxed);
+        self.stats.record_unpaged(&usage, !self.forks.is_light());
         true
     }
 }
 
-/// Has [`Pager::look_for_unpaged`] called when the program calls `exit`, once.
-pub(crate) fn look_at_exit() {
+/// Registers a call of [`Pager::measure_unpaged`] for the program's `exit`, once.
+pub(crate) fn measure_at_exit() {
     static DONE: AtomicBool = AtomicBool::new(false);
     extern "C" fn at_exit() {
         if let Some(pager) = crate::pager::current() {
-            pager.look_for_unpaged(true);
+            pager.measure_unpaged(true);
         }
     }
     if !DONE.swap(true, Ordering::AcqRel) {
@@ -366,12 +380,12 @@ mod tests {
         format!("{header}\n{lines}VmFlags: rd wr mr mw\n")
     }
 
-    fn look(text: &str, own: Range<usize>) -> Look {
-        Look::read(text.as_bytes(), |range| own.contains(&range.start)).unwrap()
+    fn usage(text: &str, own: Range<usize>) -> UnpagedUsage {
+        UnpagedUsage::read(text.as_bytes(), |range| own.contains(&range.start)).unwrap()
     }
 
     #[test]
-    fn every_kind_of_mapping_is_counted_as_what_it_is() {
+    fn each_mapping_is_counted_by_its_kind() {
         let text = [
             mapping("400000-401000 r-xp 00000000 fe:00 7      /bin/x", "Rss=4 Anonymous=0"),
             mapping("401000-402000 rw-p 00001000 fe:00 7      /bin/x", "Rss=4 Anonymous=4"),
@@ -403,7 +417,7 @@ mod tests {
         ]
         .concat();
         let kib = |count: u64| count * 1024;
-        let wanted = Look {
+        let wanted = UnpagedUsage {
             mapped: kib(700 + 600),
             heap: kib(8),
             files: kib(4 + 80 + 3),
@@ -411,65 +425,71 @@ mod tests {
             shared: kib(30),
             huge: kib(2048),
         };
-        let found = look(&text, 0x7f00_0000_0000..0x7f00_0010_0000);
+        let found = usage(&text, 0x7f00_0000_0000..0x7f00_0010_0000);
         assert_eq!(found, wanted);
         assert_eq!(found.bytes(), kib(1300 + 8 + 87 + 32 + 30 + 2048));
     }
 
     #[test]
-    fn a_line_that_is_longer_than_the_buffer_hides_no_other_line() {
+    fn line_longer_than_the_buffer_hides_no_other_line() {
         let path = "/long".repeat(2000);
         let text = [
             mapping(&format!("1000-2000 rw-p 00000000 fe:00 7 {path}"), "Rss=4 Anonymous=4"),
             mapping("3000-4000 rw-p 00000000 00:00 0 ", "Rss=8 Anonymous=8"),
         ]
         .concat();
-        let found = look(&text, 0..0);
+        let found = usage(&text, 0..0);
         assert_eq!((found.files, found.mapped), (4096, 8192));
     }
 
     #[test]
-    fn the_exit_waits_for_a_look_under_way_and_a_forked_child_does_not() {
-        let watch = std::sync::Arc::new(Watch::default());
-        let turn = watch.begin().unwrap();
+    fn exit_waits_for_a_measurement_but_a_forked_child_does_not() {
+        let watch = std::sync::Arc::new(UnpagedMonitor::default());
+        let guard = watch.begin().unwrap();
         assert!(watch.begin().is_none(), "one thread at a time");
         let exit = std::thread::spawn({
             let watch = watch.clone();
-            move || watch.begin_after_others().is_some()
+            move || watch.begin_waiting().is_some()
         });
-        drop(turn);
+        drop(guard);
         assert!(exit.join().unwrap());
-        // As a child finds the word that was forked during a look of its parent's.
-        watch.looker.store(std::process::id() + 1, Ordering::Release);
+        // State of a child that was forked during a measurement of its parent.
+        watch.measuring.store(std::process::id() + 1, Ordering::Release);
         assert!(watch.begin().is_some());
-        assert_eq!(watch.looker.load(Ordering::Acquire), 0);
+        assert_eq!(watch.measuring.load(Ordering::Acquire), 0);
     }
 
     #[test]
-    fn a_process_finds_what_it_maps() {
-        let before = Look::read(sys::open_own(c"/proc/self/smaps").unwrap(), |_| false).unwrap();
+    fn own_mappings_are_measured() {
+        let before =
+            UnpagedUsage::read(sys::open_own(c"/proc/self/smaps").unwrap(), |_| false).unwrap();
         let bytes = 24 << 20;
         let base = sys::map_anonymous(bytes).unwrap();
-        // SAFETY: just mapped, and ours.
+        // SAFETY: just mapped, and used only here.
         unsafe { std::ptr::write_bytes(base as *mut u8, 1, bytes) };
-        let after = Look::read(sys::open_own(c"/proc/self/smaps").unwrap(), |_| false).unwrap();
+        let after =
+            UnpagedUsage::read(sys::open_own(c"/proc/self/smaps").unwrap(), |_| false).unwrap();
         assert!(after.bytes() >= before.bytes() + bytes as u64, "{before:?} {after:?}");
-        let own = Look::read(sys::open_own(c"/proc/self/smaps").unwrap(), sys::is_own_mapping);
-        assert!(own.unwrap().bytes() < after.bytes(), "it is the pager's own");
+        let own =
+            UnpagedUsage::read(sys::open_own(c"/proc/self/smaps").unwrap(), sys::is_own_mapping);
+        assert!(own.unwrap().bytes() < after.bytes(), "memory of the pager itself is excluded");
         // SAFETY: mapped above.
         unsafe { sys::unmap_anonymous(base, bytes).unwrap() };
     }
 
     #[test]
-    fn growth_by_an_eighth_is_news_and_noise_is_not() {
-        let glance = |anonymous, beside, shared| Glance { anonymous, beside, shared };
-        let then = glance(80_000, 8_000, 1_000);
-        assert!(!then.is_news(&then));
-        assert!(!glance(89_000, 8_900, 1_250).is_news(&then));
-        assert!(glance(91_000, 8_000, 1_000).is_news(&then));
-        assert!(glance(80_000, 9_100, 1_000).is_news(&then));
-        assert!(glance(80_000, 8_000, 1_300).is_news(&then));
-        assert!(glance(80_000, 6_900, 1_000).is_news(&then), "what was given back is news too");
-        assert!(!glance(255, 200, 100).is_news(&Glance::default()));
+    fn changes_above_an_eighth_trigger_a_measurement() {
+        let sample_unpaged = |anonymous, beside, shared| Sample { anonymous, beside, shared };
+        let before = sample_unpaged(80_000, 8_000, 1_000);
+        assert!(!before.differs_from(&before));
+        assert!(!sample_unpaged(89_000, 8_900, 1_250).differs_from(&before));
+        assert!(sample_unpaged(91_000, 8_000, 1_000).differs_from(&before));
+        assert!(sample_unpaged(80_000, 9_100, 1_000).differs_from(&before));
+        assert!(sample_unpaged(80_000, 8_000, 1_300).differs_from(&before));
+        assert!(
+            sample_unpaged(80_000, 6_900, 1_000).differs_from(&before),
+            "a decrease triggers a measurement too"
+        );
+        assert!(!sample_unpaged(255, 200, 100).differs_from(&Sample::default()));
     }
 }

@@ -1,5 +1,5 @@
-//! A pager in the test's own process against a shadow: threads write, read, drop and move pages of
-//! mappings several times the bound.
+//! Compares a pager in the test's own process with a shadow copy: threads write, read, drop and
+//! move pages of mappings several times the bound.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,7 +22,7 @@ fn word(base: usize, page: usize, index: usize) -> *mut u64 {
     (base + page * PAGE_BYTES + index * 8) as *mut u64
 }
 
-/// One thread's life on mappings of its own; `seed` decides what it does.
+/// Runs one thread's random steps on mappings of its own; `seed` determines them.
 fn live(pager: &Pager, seed: u64) {
     const PAGES: usize = 3000;
     let mut base = pager.map(PAGES * PAGE_BYTES, READ_WRITE).unwrap();
@@ -52,7 +52,7 @@ fn live(pager: &Pager, seed: u64) {
                 assert_eq!(base, target);
             }
             2..=30 => {
-                // A run of reads, so that there is read-ahead.
+                // A run of reads, to trigger read-ahead.
                 for (page, &wanted) in shadow.iter().enumerate().skip(page).take(40) {
                     // SAFETY: a mapped page of this thread's.
                     let found = unsafe { word(base, page, 7).read_volatile() };
@@ -70,7 +70,7 @@ fn live(pager: &Pager, seed: u64) {
                 shadow[page] = step + 1;
             }
         }
-        assert!(pager.resident() <= pager.limit(), "the bound holds always");
+        assert!(pager.resident() <= pager.limit(), "resident pages exceed the bound");
     }
     pager.unmap(base, PAGES * PAGE_BYTES).unwrap();
 }
@@ -85,7 +85,8 @@ fn three_threads(pager: &Arc<Pager>) {
     threads.into_iter().for_each(|thread| thread.join().unwrap());
 }
 
-/// The evictor gives chunks back some time after the last page went.
+/// Waits until the evictor has freed chunks, which happens some time after the last page was
+/// dropped.
 fn wait_for_chunks(pager: &Pager, wanted: u64) {
     let end = sys::now_ns() + 10_000_000_000;
     let held =
@@ -97,7 +98,7 @@ fn wait_for_chunks(pager: &Pager, wanted: u64) {
 }
 
 #[test]
-fn threads_find_what_they_left_and_all_chunks_go_back() {
+fn threads_read_back_their_writes_and_chunks_are_freed() {
     let pager = pager("memory:1GiB");
     three_threads(&pager);
     assert!(pager.stats().get(Counter::PagesIn) > 1000);
@@ -108,16 +109,16 @@ fn threads_find_what_they_left_and_all_chunks_go_back() {
 }
 
 #[test]
-fn the_same_with_a_full_pool() {
+fn threads_read_back_their_writes_with_a_full_pool() {
     let pager = pager("memory:3MiB");
     three_threads(&pager);
     assert!(pager.stats().get(Counter::OverflowChunksPeak) > 4);
     wait_for_chunks(&pager, 0);
 }
 
-/// Read-ahead of the pages below fills pages of the target while `mremap` moves there.
+/// Read-ahead of the pages below fills pages of the target during `mremap`.
 #[test]
-fn a_mapping_moves_to_a_place_into_which_another_thread_reads_ahead() {
+fn mapping_moves_while_read_ahead_fills_its_target() {
     const BELOW: usize = 64;
     const MOVED: usize = 48;
     let pager = pager("memory:64MiB");

@@ -1,9 +1,10 @@
-//! `sbrk` and `brk`: a program's own allocator (tcmalloc's, a Lisp's) may take its memory there.
+//! `sbrk` and `brk`: the program break, from which a program's own allocator (tcmalloc, a Lisp's)
+//! may take memory.
 //!
 //! The kernel's break lies outside of the region. So a part of the region is set aside at the first
-//! call, and the break moves in it. A break that the program took before this library's constructor is
-//! the kernel's, and stays so. In the resolver of an IFUNC ([`crate::early`]) there is none to move:
-//! the call fails, and an allocator goes on with `mmap`.
+//! call, and the break moves in it. If the program moved the break before this library's
+//! constructor ran, it used the kernel's break, and that memory stays unpaged. In the resolver of
+//! an IFUNC ([`crate::early`]) the call fails, and an allocator falls back to `mmap`.
 
 use std::ffi::{c_int, c_void};
 use std::sync::OnceLock;
@@ -15,15 +16,15 @@ use pager::sys::PAGE_BYTES;
 
 use crate::direct::Next;
 use crate::early::{self, set_errno};
-use crate::inside::{Inside, is_inside};
+use crate::reentrancy::{ReentrancyGuard, is_reentrant};
 
-/// The share of the region that is set aside: one part of this many.
-const PARTS: usize = 16;
+/// The part that is set aside is one in this many of the region.
+const REGION_SHARE: usize = 16;
 
 type Sbrk = unsafe extern "C" fn(isize) -> *mut c_void;
 type Brk = unsafe extern "C" fn(*mut c_void) -> c_int;
 
-/// First address of the part that is set aside, and its bytes; none if there is no room.
+/// First address and bytes of the part that is set aside; `None` if there is no room.
 static PART: OnceLock<Option<(usize, usize)>> = OnceLock::new();
 static BREAK: AtomicUsize = AtomicUsize::new(0);
 
@@ -32,23 +33,23 @@ fn failed() -> c_int {
     -1
 }
 
-/// The part for the calling thread; none if the kernel's break is to be moved.
+/// Returns the part; `None` if the calling thread must move the kernel's break.
 fn part() -> Option<(usize, usize)> {
-    let pager = crate::pager().filter(|_| !is_inside())?;
+    let pager = crate::pager().filter(|_| !is_reentrant())?;
     *PART.get_or_init(|| {
-        let _inside = Inside::new();
-        let len = pager.region().len() / PARTS;
+        let _guard = ReentrancyGuard::new();
+        let len = pager.region().len() / REGION_SHARE;
         let start = with_current(|pager| pager.map(len, libc::PROT_NONE))?.ok()?;
         BREAK.store(start, Ordering::Release);
         Some((start, len))
     })
 }
 
-/// Moves the break from `old` to `new`; true if it was there.
-fn moved(old: usize, new: usize) -> Result<bool, ()> {
+/// Moves the break from `old` to `new`. Returns false if the break was not at `old`.
+fn move_break(old: usize, new: usize) -> Result<bool, ()> {
     let (from, to) = (old.next_multiple_of(PAGE_BYTES), new.next_multiple_of(PAGE_BYTES));
     let call = |call: &dyn Fn(&'static Pager) -> Result<(), i32>| {
-        let _inside = Inside::new();
+        let _guard = ReentrancyGuard::new();
         with_current(call).unwrap_or(Err(libc::EINVAL)).map_err(drop)
     };
     if to > from {
@@ -88,7 +89,7 @@ pub unsafe extern "C" fn sbrk(increment: isize) -> *mut c_void {
         let Some(new) = new.filter(|new| (start..=start + len).contains(new)) else {
             return failed() as isize as *mut c_void;
         };
-        match moved(old, new) {
+        match move_break(old, new) {
             Ok(true) => return old as *mut c_void,
             Ok(false) => {}
             Err(()) => return failed() as isize as *mut c_void,
@@ -96,7 +97,7 @@ pub unsafe extern "C" fn sbrk(increment: isize) -> *mut c_void {
     }
 }
 
-/// `sbrk` by the C library's other name.
+/// `sbrk` under the C library's other name.
 ///
 /// # Safety
 /// As in C.
@@ -122,7 +123,7 @@ pub unsafe extern "C" fn brk(address: *mut c_void) -> c_int {
         return NEXT.call(|next| unsafe { std::mem::transmute::<*mut c_void, Brk>(next)(address) });
     }
     loop {
-        match moved(BREAK.load(Ordering::Acquire), new) {
+        match move_break(BREAK.load(Ordering::Acquire), new) {
             Ok(true) => return 0,
             Ok(false) => {}
             Err(()) => return failed(),

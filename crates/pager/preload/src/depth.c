@@ -1,9 +1,9 @@
-/* Variables of the calling thread. Of the initial-exec model: with the general one, the first access
- * in a thread may allocate, and these are read in order to allocate. */
+/* Thread-local variables of the initial-exec model. With the general-dynamic model, a thread's first
+ * access may allocate, and the allocator itself reads these variables. */
 
-/* How deep the thread is inside the library. */
+/* Nesting depth of the thread's calls inside the library. */
 static __thread int depth __attribute__((tls_model("initial-exec")));
-/* Not 0 while the thread is in a function that one of this library's was passed on to. */
+/* Nonzero while the thread is in a function to which this library has passed a call on. */
 static __thread int passing __attribute__((tls_model("initial-exec")));
 
 int *granary_depth(void) { return &depth; }

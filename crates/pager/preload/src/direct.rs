@@ -1,11 +1,12 @@
 //! The `open` family and `fcntl`, without `O_DIRECT`.
 //!
-//! A direct read puts its bytes where a page was when the read began: a device writes to the frame,
-//! and no fault tells the pager. A page that is evicted meanwhile would come back without them. So a
-//! program that asks for `O_DIRECT` gets the page cache, which copies through the program's own
-//! mapping. `O_DIRECT` promises nothing that this breaks: durability is `O_SYNC`'s or `fsync`'s.
+//! For a direct read, the device writes to the page frame that the kernel pinned when the read
+//! began, and the pager gets no fault. If the page is evicted meanwhile, the bytes are lost. So a
+//! program that requests `O_DIRECT` gets the page cache instead, which copies through the program's
+//! own mapping. This violates no guarantee of `O_DIRECT`: durability is guaranteed by `O_SYNC` and
+//! `fsync`.
 //!
-//! The calls go on to the C library's own functions, which are points of thread cancellation.
+//! The calls are passed on to the C library's functions, which are cancellation points of threads.
 
 use std::ffi::{CStr, c_char, c_int, c_long, c_uint, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -16,35 +17,36 @@ unsafe extern "C" {
     safe fn granary_passing() -> *mut c_int;
 }
 
-/// The definition of a function after this library's: another preloaded library's or the C library's.
-/// It is looked up once.
+/// The next definition of a function after this library's: another preloaded library's or the C
+/// library's. It is looked up once.
 pub struct Next {
     name: &'static CStr,
     found: AtomicPtr<c_void>,
 }
 
 impl Next {
-    /// The one of this name.
+    /// Creates the entry for a function's name.
     pub const fn new(name: &'static CStr) -> Self {
         Self { name, found: AtomicPtr::new(std::ptr::null_mut()) }
     }
 
-    /// Passes the program's call on. Another library's function, to which the call may go, calls the
-    /// next one in turn, and comes back here: by another name (`__sbrk`), or through the C library's
-    /// table ([`redirect`]). From here such a call goes to the C library.
+    /// Passes the program's call on to the next definition. That may be another library's function,
+    /// which calls its next definition in turn and comes back to this library, by another name
+    /// (`__sbrk`) or through the C library's table ([`redirect`]). Such a nested call goes to the C
+    /// library directly.
     ///
     /// # Panics
-    /// If there is none: the C library has it.
+    /// If there is no next definition. The C library has all of them.
     pub fn call<T>(&self, call: impl FnOnce(*mut c_void) -> T) -> T {
         let passing = granary_passing();
         // SAFETY: the calling thread's own variable.
         if unsafe { *passing } != 0
-            && let Some(own) = redirect::own(self.name)
+            && let Some(own) = redirect::c_library_function(self.name)
         {
             return call(own);
         }
         let next = self.get();
-        // Nothing is dropped on the way out: a thread may be cancelled in the call.
+        // Restored by hand and not by a destructor, because a thread may be cancelled in the call.
         // SAFETY: the calling thread's own variable.
         let before = unsafe { passing.replace(1) };
         let result = call(next);
@@ -61,7 +63,7 @@ impl Next {
         // SAFETY: the name is a C string.
         let found = unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()) };
         assert!(!found.is_null(), "the C library has no {:?}", self.name);
-        let found = redirect::beneath(found);
+        let found = redirect::resolve_replaced(found);
         self.found.store(found, Ordering::Relaxed);
         found
     }
@@ -71,7 +73,7 @@ type Open = unsafe extern "C" fn(*const c_char, c_int, c_uint) -> c_int;
 type OpenAt = unsafe extern "C" fn(c_int, *const c_char, c_int, c_uint) -> c_int;
 type Fcntl = unsafe extern "C" fn(c_int, c_int, c_long) -> c_int;
 
-/// The flags of an open without those that a paged program cannot have.
+/// Returns the flags of an open without `O_DIRECT` in a paged program.
 fn allowed(flags: c_int) -> c_int {
     if crate::pager().is_some() { flags & !libc::O_DIRECT } else { flags }
 }
@@ -79,7 +81,7 @@ fn allowed(flags: c_int) -> c_int {
 /// openat(2) before this library is relocated.
 ///
 /// # Safety
-/// As for the C library's.
+/// As for the C library's function.
 unsafe fn at(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
     let arguments = [directory as usize, path as usize, flags as usize, mode as usize, 0, 0];
     // SAFETY: by the caller.
@@ -88,15 +90,16 @@ unsafe fn at(directory: c_int, path: *const c_char, flags: c_int, mode: c_uint) 
 
 macro_rules! open {
     ($($name:ident, $symbol:literal;)*) => {$(
-        /// open(2). The mode is read where the caller passed one; in a register it harms nobody.
+        /// open(2). The mode is read even if the caller passed none: it is passed in a register, so
+        /// reading it is harmless.
         ///
         /// # Safety
-        /// As for the C library's.
+        /// As for the C library's function.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name(path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
             static NEXT: Next = Next::new($symbol);
             if !early::is_relocated() {
-                // SAFETY: what the program asked for.
+                // SAFETY: the program's own request.
                 return unsafe { at(libc::AT_FDCWD, path, flags, mode) };
             }
             // SAFETY: the C library's function of this name has this type; the arguments are the
@@ -110,10 +113,10 @@ macro_rules! open {
 
 macro_rules! open_at {
     ($($name:ident, $symbol:literal;)*) => {$(
-        /// openat(2), likewise.
+        /// openat(2), like open(2).
         ///
         /// # Safety
-        /// As for the C library's.
+        /// As for the C library's function.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name(
             directory: c_int,
@@ -123,7 +126,7 @@ macro_rules! open_at {
         ) -> c_int {
             static NEXT: Next = Next::new($symbol);
             if !early::is_relocated() {
-                // SAFETY: what the program asked for.
+                // SAFETY: the program's own request.
                 return unsafe { at(directory, path, flags, mode) };
             }
             // SAFETY: as for `open`.
@@ -137,23 +140,24 @@ macro_rules! open_at {
 
 macro_rules! fcntl {
     ($($name:ident, $symbol:literal;)*) => {$(
-        /// fcntl(2): `F_SETFL` leaves `O_DIRECT` off.
+        /// fcntl(2): `F_SETFL` removes `O_DIRECT`.
         ///
         /// # Safety
-        /// As for the C library's.
+        /// As for the C library's function.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name(fd: c_int, command: c_int, argument: c_long) -> c_int {
             static NEXT: Next = Next::new($symbol);
             if !early::is_relocated() {
                 let arguments = [fd as usize, command as usize, argument as usize, 0, 0, 0];
-                // SAFETY: what the program asked for.
+                // SAFETY: the program's own request.
                 return unsafe { early::kernel(libc::SYS_fcntl, arguments) };
             }
             let argument = match command {
                 libc::F_SETFL => c_long::from(allowed(argument as c_int)),
                 _ => argument,
             };
-            // SAFETY: as for `open`; an argument that the command does not have is not looked at.
+            // SAFETY: as for `open`; the C library ignores an argument that the command does not
+            // have.
             NEXT.call(|next| unsafe {
                 std::mem::transmute::<*mut c_void, Fcntl>(next)(fd, command, argument)
             })
@@ -161,7 +165,8 @@ macro_rules! fcntl {
     )*};
 }
 
-// What programs are compiled to: with and without large files, and as `_FORTIFY_SOURCE` has it.
+// The names to which programs are compiled: with and without large files, and with
+// `_FORTIFY_SOURCE`.
 open! {
     open, c"open";
     open64, c"open64";

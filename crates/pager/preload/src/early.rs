@@ -1,12 +1,13 @@
-//! Memory for callers that come before the dynamic linker has relocated this library.
+//! An allocator for calls before the dynamic linker has relocated this library.
 //!
 //! The dynamic linker relocates one object after another, and calls the resolvers of their IFUNCs
-//! meanwhile. A resolver that allocates enters this library while the addresses in its global offset
-//! table are not in place: a call through one ends at address 0. So no code that runs then calls
-//! another library, not even for `memcpy` or `errno`, or another crate, and none reads a thread-local
-//! variable. The kernel is reached by [`system_call`], which is inlined. One thread runs at that time.
+//! meanwhile. A resolver that allocates enters this library before the addresses in the library's
+//! global offset table are set; a call through one would jump to address 0. So code that runs then
+//! calls no other library, not even for `memcpy` or `errno`, and no other crate, and reads no
+//! thread-local variable. System calls go through [`system_call`], which is inlined. Only one
+//! thread runs at that time.
 //!
-//! The blocks lie one behind the other, each with its size in front; none is used again.
+//! The blocks are allocated consecutively, each with its size in front, and are never reused.
 
 use std::cell::UnsafeCell;
 use std::ffi::{c_int, c_long};
@@ -14,14 +15,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use pager::sys::system_call;
 
-/// Bytes for all blocks together. Unused bytes cost address space only.
+/// Bytes for all blocks together. Unused bytes cost only address space.
 const BYTES: usize = 64 << 20;
 const HEADER_BYTES: usize = 16;
 
 #[repr(C, align(16))]
 struct Memory(UnsafeCell<[u8; BYTES]>);
 
-// SAFETY: `USED` gives each caller a part of its own.
+// SAFETY: `USED` gives each caller a separate part.
 unsafe impl Sync for Memory {}
 
 static MEMORY: Memory = Memory(UnsafeCell::new([0; BYTES]));
@@ -29,15 +30,17 @@ static USED: AtomicUsize = AtomicUsize::new(0);
 
 struct Mark(*const Memory);
 
-// SAFETY: the pointer is compared and never followed.
+// SAFETY: the pointer is only compared, never dereferenced.
 unsafe impl Sync for Mark {}
 
-/// Holds the address of `MEMORY` from the moment that the dynamic linker has relocated this library.
+/// Contains the address of `MEMORY` once the dynamic linker has relocated this library.
 static MARK: Mark = Mark(&raw const MEMORY);
 
-/// True once this library may use everything that is its own.
+/// Returns true once this library is relocated, so that it may use all its variables and call other
+/// libraries.
 pub fn is_relocated() -> bool {
-    // SAFETY: a static variable. The compiler must not take its initial value for granted.
+    // SAFETY: a static variable. The read is volatile so that the compiler does not assume the
+    // initial value.
     let mark = unsafe { (&raw const MARK.0).read_volatile() };
     mark == &raw const MEMORY
 }
@@ -50,7 +53,8 @@ pub fn set_errno(errno: i32) {
     }
 }
 
-/// The kernel's answer to the program's call, as the C library would give it.
+/// Makes the program's system call and returns its result in the C library's form: -1 and `errno`
+/// on failure.
 ///
 /// # Safety
 /// As for the system call.
@@ -65,12 +69,12 @@ pub unsafe fn kernel(number: c_long, arguments: [usize; 6]) -> c_int {
     }
 }
 
-/// True if the block came from [`allocate`].
+/// Returns true if the block was allocated by [`allocate`].
 pub fn contains(block: *const u8) -> bool {
     (block as usize).wrapping_sub(&raw const MEMORY as usize) < BYTES
 }
 
-/// A block of zeros; null if there is no room. `align` is a power of two.
+/// Allocates a block of zeros; returns null if there is no room. `align` is a power of two.
 pub fn allocate(size: usize, align: usize) -> *mut u8 {
     let base = &raw const MEMORY as usize;
     let align = align.max(HEADER_BYTES);
@@ -81,7 +85,7 @@ pub fn allocate(size: usize, align: usize) -> *mut u8 {
     match block.checked_add(size) {
         Some(end) if end <= base + BYTES => {
             USED.store(end.next_multiple_of(HEADER_BYTES) - base, Ordering::Relaxed);
-            // SAFETY: the header and the block lie in `MEMORY`, behind all that was used.
+            // SAFETY: the header and the block lie in `MEMORY`, after all used bytes.
             unsafe {
                 let block = MEMORY.0.get().cast::<u8>().add(block - base);
                 block.sub(HEADER_BYTES).cast::<usize>().write(size);
@@ -92,10 +96,10 @@ pub fn allocate(size: usize, align: usize) -> *mut u8 {
     }
 }
 
-/// The size that was asked for.
+/// Returns the requested size of a block.
 ///
 /// # Safety
-/// `block` came from [`allocate`].
+/// `block` was allocated by [`allocate`].
 pub unsafe fn size(block: *const u8) -> usize {
     // SAFETY: the header that `allocate` wrote.
     unsafe { block.sub(HEADER_BYTES).cast::<usize>().read() }
@@ -107,7 +111,8 @@ pub unsafe fn size(block: *const u8) -> usize {
 /// As for `copy_nonoverlapping`.
 pub unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
     for at in 0..bytes {
-        // SAFETY: by the caller. Volatile, so that the compiler calls no `memcpy` for the loop.
+        // SAFETY: by the caller. Volatile, so that the compiler does not replace the loop by a call
+        // of `memcpy`.
         unsafe { to.add(at).write_volatile(from.add(at).read_volatile()) };
     }
 }

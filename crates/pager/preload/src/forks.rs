@@ -1,14 +1,15 @@
-//! `fork`: the pager's steps are the last before it and the first after it.
+//! Fork handlers: the pager's handlers run last before a fork and first after it.
 //!
-//! Handlers of `pthread_atfork` run in the order in which they were registered, and those before a fork in the
-//! reverse order. A library that is initialised before this one may register some; so its call comes here,
-//! and ours are registered first. Then all others run while memory is paged as ever.
+//! `pthread_atfork` runs the handlers after a fork in the order of registration, and the handlers
+//! before a fork in the reverse order. Libraries that are initialised before this one may register
+//! handlers earlier. So this library interposes the registration function and registers the pager's
+//! handlers before the first other ones. Then all other handlers run while paging works.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::direct::Next;
-use crate::{heap, inside, pager};
+use crate::{heap, pager, reentrancy};
 
 type Handler = Option<unsafe extern "C" fn()>;
 type Register = unsafe extern "C" fn(Handler, Handler, Handler, *mut c_void) -> c_int;
@@ -22,10 +23,11 @@ pub fn register() {
     }
 }
 
-/// What `pthread_atfork` of the C library's static part calls, in every library that has it.
+/// Registers fork handlers. `pthread_atfork`, which is linked statically into every library that
+/// uses it, calls this function.
 ///
 /// # Safety
-/// As for the C library's.
+/// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn __register_atfork(
     prepare: Handler,
@@ -43,21 +45,21 @@ pub unsafe extern "C" fn __register_atfork(
 }
 
 unsafe extern "C" fn before() {
-    let _inside = inside::Inside::new();
+    let _guard = reentrancy::ReentrancyGuard::new();
     if let Some(pager) = pager() {
         pager.before_fork();
     }
 }
 
 unsafe extern "C" fn after_in_parent() {
-    let _inside = inside::Inside::new();
+    let _guard = reentrancy::ReentrancyGuard::new();
     if let Some(pager) = pager() {
         pager.after_fork_in_parent();
     }
 }
 
 unsafe extern "C" fn after_in_child() {
-    let _inside = inside::Inside::new();
+    let _guard = reentrancy::ReentrancyGuard::new();
     if let Some(pager) = pager() {
         heap::renew_in_child();
         pager.after_fork_in_child();

@@ -1,11 +1,12 @@
-//! The internal heap: memory of the library's own, never paged.
+//! The internal heap: memory for the library itself, never paged.
 //!
-//! dlmalloc over one reserved range, so that `free` can tell by the address whose a block is. It also
-//! serves what libc allocates on the library's behalf, and what the program allocates before the
-//! library is initialised. Blocks that C code asks for carry their size in front:
+//! It is dlmalloc over one reserved range, so that `free` can recognise its blocks by their
+//! address. It also serves allocations that libc makes for the library, and the program's
+//! allocations before the library is initialised. Blocks for C code store their size and alignment
+//! in front:
 //!
 //! ```text
-//!    ... padding | size (8) | padding (8) | block, aligned ...
+//!    ... padding | size (8) | alignment (8) | block, aligned ...
 //! ```
 
 use std::alloc::{GlobalAlloc, Layout};
@@ -16,17 +17,18 @@ use dlmalloc::Dlmalloc;
 use pager::config::EXIT_PAGER;
 use pager::sys::{self, PAGE_BYTES, SignalsBlocked};
 
-/// Address space of the heap.
+/// Bytes of address space for the heap.
 const RANGE_BYTES: usize = 4 << 30;
 const HEADER_BYTES: usize = 16;
 
 static BASE: AtomicUsize = AtomicUsize::new(0);
 static USED: AtomicUsize = AtomicUsize::new(0);
 
-/// Nothing works without the heap; and no message can be put together, with the heap locked.
+/// Ends the process because the heap cannot be reserved. The message is a constant, because the
+/// heap is locked and formatting allocates.
 fn no_room() -> ! {
-    const TEXT: &str = "granary: cannot reserve 4 GiB of address space for the pager itself: where a paged \
-                        program starts, RLIMIT_AS and RLIMIT_DATA (ulimit -v and -d) must be unlimited\n";
+    const TEXT: &str = "granary: cannot reserve 4 GiB of address space for the pager: RLIMIT_AS and \
+                        RLIMIT_DATA (ulimit -v and -d) must be unlimited before a paged program starts\n";
     loop {
         // SAFETY: the text is valid for the read; exit_group does not return.
         unsafe {
@@ -38,12 +40,12 @@ fn no_room() -> ! {
 
 struct Range;
 
-// SAFETY: hands out disjoint parts of a range that stays mapped, each once; never takes one back.
+// SAFETY: returns disjoint parts of a range that stays mapped, each only once.
 unsafe impl dlmalloc::Allocator for Range {
     fn alloc(&self, size: usize) -> (*mut u8, usize, u32) {
         let none = (std::ptr::null_mut(), 0, 0);
         let size = size.next_multiple_of(PAGE_BYTES);
-        // Called with the heap locked, so there is no race for the first time.
+        // The caller holds the heap's lock, so only one thread maps the range.
         if BASE.load(Ordering::Acquire) == 0 {
             match sys::map_anonymous(RANGE_BYTES) {
                 Ok(base) => BASE.store(base, Ordering::Release),
@@ -83,13 +85,13 @@ unsafe impl dlmalloc::Allocator for Range {
     }
 }
 
-/// One heap for each generation of forked children: in a child, the lock of the one before may be
-/// held by a thread that is not there.
+/// Maximum number of forks in a chain. Each forked child uses a new heap, because the lock of the
+/// previous heap may be held by a thread that does not exist in the child.
 const GENERATIONS: usize = 1024;
 static HEAPS: [Mutex<Dlmalloc<Range>>; GENERATIONS] =
     [const { Mutex::new(Dlmalloc::new_with_allocator(Range)) }; GENERATIONS];
 static GENERATION: AtomicUsize = AtomicUsize::new(0);
-/// Bytes of the range that belong to heaps before this generation's.
+/// Bytes of the range that were used by heaps of earlier generations.
 static INHERITED: AtomicUsize = AtomicUsize::new(0);
 
 fn with_heap<T>(run: impl FnOnce(&mut Dlmalloc<Range>) -> T) -> T {
@@ -99,13 +101,14 @@ fn with_heap<T>(run: impl FnOnce(&mut Dlmalloc<Range>) -> T) -> T {
     }
 }
 
-/// In a forked child: goes on with a fresh heap. Blocks of the one before stay as they are for good.
+/// In a forked child: switches to a new heap. Blocks of earlier heaps are never reused.
 pub fn renew_in_child() {
     let next = GENERATION.load(Ordering::Acquire) + 1;
     if next == GENERATIONS {
         sys::die(
             pager::config::EXIT_PAGER,
-            "a chain of more than 1023 forks without exec is not supported",
+            "cannot continue after 1023 nested forks without exec: each forked child needs a heap of its \
+             own, and there are no more; the process ends now",
         );
     }
     INHERITED.store(USED.load(Ordering::Acquire), Ordering::Release);
@@ -116,13 +119,13 @@ fn is_inherited(block: *mut u8) -> bool {
     (block as usize) < BASE.load(Ordering::Acquire) + INHERITED.load(Ordering::Acquire)
 }
 
-/// True if the address is in the heap.
+/// Returns true if the address is in the heap.
 pub fn contains(address: usize) -> bool {
     let base = BASE.load(Ordering::Acquire);
     base != 0 && address.wrapping_sub(base) < RANGE_BYTES
 }
 
-/// A block for C code; null if there is no memory. `align` is a power of two.
+/// Allocates a block for C code; returns null if there is no memory. `align` is a power of two.
 pub fn allocate(size: usize, align: usize) -> *mut u8 {
     let align = align.max(HEADER_BYTES);
     let Some(total) = size.checked_add(align) else { return std::ptr::null_mut() };
@@ -132,8 +135,8 @@ pub fn allocate(size: usize, align: usize) -> *mut u8 {
     if start.is_null() {
         return start;
     }
-    // SAFETY: `align` is at least the header, so both words lie before the block, inside what was
-    // allocated.
+    // SAFETY: `align` is at least the header's size, so both words lie before the block, inside the
+    // allocation.
     unsafe {
         let block = start.add(align);
         block.sub(HEADER_BYTES).cast::<usize>().write(size);
@@ -142,10 +145,10 @@ pub fn allocate(size: usize, align: usize) -> *mut u8 {
     }
 }
 
-/// Size that was asked for.
+/// Returns the requested size of a block.
 ///
 /// # Safety
-/// `block` came from [`allocate`] and was not freed.
+/// `block` was allocated by [`allocate`] and was not freed.
 pub unsafe fn size(block: *mut u8) -> usize {
     // SAFETY: the header that `allocate` wrote.
     unsafe { block.sub(HEADER_BYTES).cast::<usize>().read() }
@@ -154,13 +157,13 @@ pub unsafe fn size(block: *mut u8) -> usize {
 /// Frees a block.
 ///
 /// # Safety
-/// `block` came from [`allocate`] and was not freed.
+/// `block` was allocated by [`allocate`] and was not freed.
 pub unsafe fn free(block: *mut u8) {
     if is_inherited(block) {
         return;
     }
     let _blocked = SignalsBlocked::new();
-    // SAFETY: the header that `allocate` wrote, and the block that it came with.
+    // SAFETY: the header that `allocate` wrote, and the allocation that contains it.
     unsafe {
         let size = size(block);
         let align = block.sub(HEADER_BYTES / 2).cast::<usize>().read();
@@ -173,25 +176,25 @@ pub struct Internal;
 
 // SAFETY: dlmalloc's guarantees, under a lock.
 unsafe impl GlobalAlloc for Internal {
-    // SAFETY: the caller keeps the trait's contract.
+    // SAFETY: the caller fulfils the trait's contract.
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the layout is valid by the trait's contract.
         with_heap(|heap| unsafe { heap.malloc(layout.size(), layout.align()) })
     }
 
-    // SAFETY: the caller keeps the trait's contract.
+    // SAFETY: the caller fulfils the trait's contract.
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         if !is_inherited(block) {
-            // SAFETY: the block came from `alloc` with this layout.
+            // SAFETY: the block was allocated by `alloc` with this layout.
             with_heap(|heap| unsafe { heap.free(block, layout.size(), layout.align()) });
         }
     }
 
-    // SAFETY: the caller keeps the trait's contract.
+    // SAFETY: the caller fulfils the trait's contract.
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         if is_inherited(block) {
-            // SAFETY: a valid size with the alignment of a valid layout; the new block is large enough
-            // for what is copied.
+            // SAFETY: a valid size with the alignment of a valid layout; the new block is large
+            // enough for the copied bytes.
             unsafe {
                 let new = self.alloc(Layout::from_size_align_unchecked(size, layout.align()));
                 if !new.is_null() {
@@ -200,7 +203,7 @@ unsafe impl GlobalAlloc for Internal {
                 return new;
             }
         }
-        // SAFETY: the block came from `alloc` with this layout.
+        // SAFETY: the block was allocated by `alloc` with this layout.
         with_heap(|heap| unsafe { heap.realloc(block, layout.size(), layout.align(), size) })
     }
 }

@@ -1,8 +1,9 @@
-//! jemalloc's own functions (`mallocx` and its relatives) over this library's.
+//! jemalloc's own functions (`mallocx` and its relatives), implemented by this library's allocator.
 //!
-//! A program that is linked with a shared libjemalloc mixes them with malloc and free: `sdallocx` of a
-//! block of `malloc`, `free` of a block of `mallocx`. As `malloc` is this library's, all of them must
-//! be. Arenas and thread caches, which a caller may name, make no difference here.
+//! A program linked with a shared libjemalloc mixes them with malloc and free: it calls `sdallocx`
+//! on a block of `malloc`, and `free` on a block of `mallocx`. Because `malloc` is this library's,
+//! all of these functions must be too. Arenas and thread caches, which a caller may name, are
+//! ignored.
 
 use std::ffi::{c_int, c_void};
 
@@ -10,19 +11,19 @@ use libmimalloc_sys as mi;
 
 use crate::malloc::{self, ALIGN};
 
-/// The lowest bits of `flags`: log2 of the alignment.
+/// Mask of the lowest bits of `flags`: log2 of the alignment.
 const LG_ALIGN: c_int = 63;
-/// Bytes that the caller did not have before are zero.
+/// Flag: bytes that the caller did not have before are zero.
 const ZERO: c_int = 64;
 
 fn align_of(flags: c_int) -> usize {
     1 << (flags & LG_ALIGN)
 }
 
-/// Zeroes what of a block lies behind `old` bytes.
+/// Zeroes the bytes of a block after the first `old` bytes.
 ///
 /// # Safety
-/// The block is one of this library's.
+/// The block was allocated by this library.
 unsafe fn clear_behind(block: *mut c_void, old: usize) {
     // SAFETY: by the caller.
     let size = unsafe { malloc::usable_size(block) };
@@ -58,7 +59,7 @@ pub extern "C" fn mallocx(size: usize, flags: c_int) -> *mut c_void {
 /// As in C.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn rallocx(block: *mut c_void, size: usize, flags: c_int) -> *mut c_void {
-    // SAFETY: the caller's block; the new one has room for what is copied.
+    // SAFETY: the caller's block; the new one is large enough for the copied bytes.
     unsafe {
         let old = malloc::usable_size(block);
         let new = if align_of(flags) <= ALIGN {
@@ -78,7 +79,7 @@ pub unsafe extern "C" fn rallocx(block: *mut c_void, size: usize, flags: c_int) 
     }
 }
 
-/// xallocx(3): a block stays as it is, which the function may always decide.
+/// xallocx(3). Never resizes a block, which the interface permits.
 ///
 /// # Safety
 /// As in C.
@@ -118,7 +119,7 @@ pub unsafe extern "C" fn sdallocx(block: *mut c_void, _: usize, _: c_int) {
     unsafe { malloc::release(block) };
 }
 
-/// nallocx(3): at least what [`mallocx`] gives.
+/// nallocx(3): at least the usable size that [`mallocx`] provides.
 #[unsafe(no_mangle)]
 pub extern "C" fn nallocx(size: usize, flags: c_int) -> usize {
     let align = align_of(flags).max(ALIGN);

@@ -1,12 +1,12 @@
-//! `libgranary_preload.so`: what `granary run` puts into a program.
+//! `libgranary_preload.so`, the library that `granary run` preloads into a program.
 //!
-//! The constructor reads the settings ([`pager::config`]), sets the pager up, and gives the arena in its
-//! region to mimalloc. From then on the program's `malloc` and large anonymous `mmap`s are paged. Without
-//! `GRANARY_LOCAL` in the environment the library serves `malloc` from its internal heap and pages
-//! nothing.
+//! The constructor reads the settings ([`pager::config`]), sets up the pager, and gives the arena
+//! in the pager's region to mimalloc. From then on the program's `malloc` and private anonymous
+//! `mmap`s are paged. Without `GRANARY_LOCAL` in the environment, the library serves `malloc` from
+//! its internal heap and pages nothing.
 //!
-//! Nothing here may allocate paged memory, take a lock that the program may hold at a fault, or use the
-//! program's stdio.
+//! Code in this library must not allocate paged memory, take a lock that the program may hold at a
+//! fault, or use the program's stdio.
 
 mod brk;
 mod descriptors;
@@ -14,11 +14,11 @@ mod direct;
 mod early;
 mod forks;
 mod heap;
-mod inside;
 mod jemalloc;
 mod malloc;
 mod mapping;
 mod redirect;
+mod reentrancy;
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::Arc;
@@ -34,13 +34,13 @@ static INTERNAL: heap::Internal = heap::Internal;
 
 static ARENA_OPEN: AtomicBool = AtomicBool::new(false);
 
-/// The pager, once it runs. Before this library is relocated ([`early`]) the pager's own variable is
-/// out of reach.
+/// Returns the pager, once it is set up. Before this library is relocated ([`early`]), the pager
+/// crate's variable cannot be accessed.
 fn pager() -> Option<&'static Pager> {
     if early::is_relocated() { pager::current() } else { None }
 }
 
-/// True once mimalloc may serve the program.
+/// Returns true once mimalloc serves the program.
 fn arena_is_open() -> bool {
     ARENA_OPEN.load(Ordering::Acquire)
 }
@@ -52,15 +52,15 @@ type Constructor = extern "C" fn(c_int, *const *const c_char, *const *const c_ch
 static CONSTRUCTOR: Constructor = construct;
 
 extern "C" fn construct(_: c_int, _: *const *const c_char, environment: *const *const c_char) {
-    let _inside = inside::Inside::new();
+    let _guard = reentrancy::ReentrancyGuard::new();
     if let Err(error) = redirect::redirect() {
         sys::say(&format!(
-            "the C library's symbol table cannot be changed: {error}; a library that the program opens \
-             with RTLD_DEEPBIND may end it with \"invalid pointer\""
+            "cannot change the C library's symbol table: {error}; a library that the program opens with \
+             RTLD_DEEPBIND may abort the program with \"invalid pointer\""
         ));
     }
     let get = |name: &str| {
-        // SAFETY: the loader passes the environment: C strings, ended by null.
+        // SAFETY: the loader passes the environment as C strings, terminated by null.
         unsafe { variable(environment, name) }
     };
     let started = Config::from_environment(get).and_then(|config| match config {
@@ -75,13 +75,13 @@ extern "C" fn construct(_: c_int, _: *const *const c_char, environment: *const *
 fn start(config: &Config) -> Result<(), Error> {
     let transport = Pager::open_transport(config)?;
     let pager = Pager::new(config, transport)?;
-    pager.start_in(enter_for_good)?;
+    pager.start_in(enter_permanently)?;
     let pager: &'static Arc<Pager> = Box::leak(Box::new(pager));
     pager::set_current(pager);
     let region = pager.region();
     let arena = region.arena();
     let mut id = 0;
-    // SAFETY: the arena is committed, zero, ours, and nobody else's.
+    // SAFETY: the arena is readable, writable, zeroed, and used by no other code.
     let managed = unsafe {
         mi::mi_option_set(mi::mi_option_limit_os_alloc, 1);
         mi::mi_manage_os_memory_ex(
@@ -106,13 +106,15 @@ fn start(config: &Config) -> Result<(), Error> {
     Ok(())
 }
 
-/// Every thread of the pager's is inside for good.
-fn enter_for_good() {
-    std::mem::forget(inside::Inside::new());
+/// Enters the reentrancy guard permanently. Called in every thread of the pager.
+fn enter_permanently() {
+    std::mem::forget(reentrancy::ReentrancyGuard::new());
 }
 
+/// Returns the value of an environment variable.
+///
 /// # Safety
-/// `environment` is an array of C strings, ended by null.
+/// `environment` is an array of C strings, terminated by null.
 unsafe fn variable(environment: *const *const c_char, name: &str) -> Option<String> {
     let mut at = environment;
     // SAFETY: by the caller.

@@ -1,9 +1,10 @@
-//! `malloc` and its family, as the program sees them.
+//! `malloc` and its family for the program.
 //!
-//! mimalloc serves the program from the arena in the region, from the end of the constructor on. The
-//! internal heap serves this library, and the program before that; [`early`] serves callers before
-//! this library is relocated. `free` goes by the address. A block that is none of theirs came from
-//! the next allocator in the order of linking, and goes back there.
+//! From the end of the constructor on, mimalloc serves the program from the arena in the region.
+//! The internal heap serves this library, and the program before that. [`early`] serves callers
+//! before this library is relocated. `free` recognises the allocator by the block's address. A
+//! block of none of these allocators came from the next allocator in the link order, and is passed
+//! on to it.
 //!
 //! The exported functions are at the end.
 
@@ -16,19 +17,19 @@ use pager::sys::PAGE_BYTES;
 use crate::direct::Next;
 use crate::early::{self, set_errno};
 use crate::heap;
-use crate::inside::{Inside, is_inside};
+use crate::reentrancy::{ReentrancyGuard, is_reentrant};
 
-/// What every block is aligned to.
+/// Alignment of every block.
 pub const ALIGN: usize = 16;
 
 type Free = unsafe extern "C" fn(*mut c_void);
 type Realloc = unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void;
 type UsableSize = unsafe extern "C" fn(*mut c_void) -> usize;
 
-/// True if mimalloc serves the calling thread. The order matters: before this library is relocated the
-/// first is false, and the second cannot be asked.
+/// Returns true if mimalloc serves the calling thread. The order of the tests matters: before this
+/// library is relocated, the first is false, and the second would read a thread-local variable.
 fn paged() -> bool {
-    crate::arena_is_open() && !is_inside()
+    crate::arena_is_open() && !is_reentrant()
 }
 
 fn or_no_memory(block: *mut c_void) -> *mut c_void {
@@ -38,13 +39,13 @@ fn or_no_memory(block: *mut c_void) -> *mut c_void {
     block
 }
 
-/// True for a block of mimalloc's. The rest of the region has mappings and the break, where other
-/// allocators of the program have their blocks.
+/// Returns true for a block of mimalloc. The rest of the region contains mappings and the program
+/// break, where other allocators of the program have their blocks.
 fn in_arena(block: *const c_void) -> bool {
     crate::pager().is_some_and(|pager| pager.region().arena_contains(block as usize))
 }
 
-/// A block that is not paged; null if there is no memory. `align` is a power of two.
+/// Allocates unpaged memory; returns null if there is none. `align` is a power of two.
 fn unpaged(size: usize, align: usize) -> *mut c_void {
     if early::is_relocated() {
         heap::allocate(size, align).cast()
@@ -53,26 +54,26 @@ fn unpaged(size: usize, align: usize) -> *mut c_void {
     }
 }
 
-/// A block; null if there is no memory.
+/// Allocates a block; returns null and sets `errno` if there is no memory.
 pub fn allocate(size: usize) -> *mut c_void {
     if paged() {
-        let _inside = Inside::new();
+        let _guard = ReentrancyGuard::new();
         // SAFETY: no precondition.
         return or_no_memory(unsafe { mi::mi_malloc(size) });
     }
     or_no_memory(unpaged(size, ALIGN))
 }
 
-/// A block of zeros; null if there is no memory.
+/// Allocates a block of zeros; returns null and sets `errno` if there is no memory.
 pub fn allocate_zeros(count: usize, size: usize) -> *mut c_void {
     if paged() {
-        let _inside = Inside::new();
+        let _guard = ReentrancyGuard::new();
         // SAFETY: no precondition.
         return or_no_memory(unsafe { mi::mi_calloc(count, size) });
     }
     let Some(bytes) = count.checked_mul(size) else { return or_no_memory(null_mut()) };
     let block = unpaged(bytes, ALIGN);
-    // An early block is zeros already.
+    // Early blocks are zeros already.
     if !block.is_null() && !early::contains(block.cast()) {
         // SAFETY: just allocated with this size.
         unsafe { block.cast::<u8>().write_bytes(0, bytes) };
@@ -80,23 +81,25 @@ pub fn allocate_zeros(count: usize, size: usize) -> *mut c_void {
     or_no_memory(block)
 }
 
-/// A block with an alignment, a power of two; null, and `errno` as it was, if there is no memory.
+/// Allocates a block with an alignment that is a power of two. Returns null and leaves `errno`
+/// unchanged if there is no memory.
 fn aligned(align: usize, size: usize) -> *mut c_void {
     if paged() {
-        let _inside = Inside::new();
+        let _guard = ReentrancyGuard::new();
         // SAFETY: the alignment is a power of two.
         return unsafe { mi::mi_malloc_aligned(size, align) };
     }
     unpaged(size, align)
 }
 
-/// A block with at least this alignment; null if there is no memory.
+/// Allocates a block with at least this alignment; returns null and sets `errno` if there is no
+/// memory.
 pub fn allocate_aligned(align: usize, size: usize) -> *mut c_void {
     let align = align.max(1).checked_next_power_of_two();
     or_no_memory(align.map_or(null_mut(), |align| aligned(align, size)))
 }
 
-/// Frees a block. Leaves `errno` alone.
+/// Frees a block. Leaves `errno` unchanged.
 ///
 /// # Safety
 /// As for free(3).
@@ -110,18 +113,19 @@ pub unsafe fn release(block: *mut c_void) {
         // SAFETY: the program's block, in the internal heap.
         unsafe { heap::free(block.cast()) };
     } else if in_arena(block) {
-        let _inside = Inside::new();
+        let _guard = ReentrancyGuard::new();
         // SAFETY: the program's block, in the arena.
         unsafe { mi::mi_free(block) };
     } else {
         static NEXT: Next = Next::new(c"free");
-        // SAFETY: the next definition has this type; the block is the program's, and none of ours.
+        // SAFETY: the next definition has this type; the block is the program's and of another
+        // allocator.
         NEXT.call(|next| unsafe { std::mem::transmute::<*mut c_void, Free>(next)(block) });
     }
     set_errno(errno);
 }
 
-/// Resizes a block, or moves it.
+/// Resizes a block in place, or moves it.
 ///
 /// # Safety
 /// As for realloc(3).
@@ -132,7 +136,7 @@ pub unsafe fn resize(block: *mut c_void, size: usize) -> *mut c_void {
     if early::contains(block.cast()) {
         let new = allocate(size);
         if !new.is_null() {
-            // SAFETY: an early block with its size; the new block is another.
+            // SAFETY: an early block with its size; the new block does not overlap it.
             unsafe {
                 let bytes = early::size(block.cast()).min(size);
                 early::copy(block.cast(), new.cast(), bytes);
@@ -141,20 +145,21 @@ pub unsafe fn resize(block: *mut c_void, size: usize) -> *mut c_void {
         return new;
     }
     if in_arena(block) {
-        let _inside = Inside::new();
+        let _guard = ReentrancyGuard::new();
         // SAFETY: the program's block, in the arena.
         return or_no_memory(unsafe { mi::mi_realloc(block, size) });
     }
     if !heap::contains(block as usize) {
         static NEXT: Next = Next::new(c"realloc");
-        // SAFETY: the next definition has this type; the block is the program's, and none of ours.
+        // SAFETY: the next definition has this type; the block is the program's and of another
+        // allocator.
         return NEXT.call(|next| unsafe {
             std::mem::transmute::<*mut c_void, Realloc>(next)(block, size)
         });
     }
     let new = allocate(size);
     if !new.is_null() {
-        // SAFETY: the program's block, in the internal heap; the new one may be in either.
+        // SAFETY: the program's block, in the internal heap; the new block does not overlap it.
         unsafe {
             let old_size = heap::size(block.cast());
             std::ptr::copy_nonoverlapping(block.cast::<u8>(), new.cast(), old_size.min(size));
@@ -164,7 +169,7 @@ pub unsafe fn resize(block: *mut c_void, size: usize) -> *mut c_void {
     new
 }
 
-/// The bytes of a block that the program may use; 0 for null.
+/// Returns the usable bytes of a block; 0 for null.
 ///
 /// # Safety
 /// As for malloc_usable_size(3).
@@ -182,7 +187,8 @@ pub unsafe fn usable_size(block: *mut c_void) -> usize {
         unsafe { mi::mi_usable_size(block) }
     } else {
         static NEXT: Next = Next::new(c"malloc_usable_size");
-        // SAFETY: the next definition has this type; the block is the program's, and none of ours.
+        // SAFETY: the next definition has this type; the block is the program's and of another
+        // allocator.
         NEXT.call(|next| unsafe { std::mem::transmute::<*mut c_void, UsableSize>(next)(block) })
     }
 }
@@ -194,8 +200,10 @@ fn allocate_pages(size: usize) -> *mut c_void {
     }
 }
 
+/// Allocates as posix_memalign(3).
+///
 /// # Safety
-/// `result` may be written; none is if the function fails.
+/// `result` is valid for a write. It is not written if the function fails.
 unsafe fn memalign_to(result: *mut *mut c_void, align: usize, size: usize) -> i32 {
     if !align.is_power_of_two() || align < size_of::<usize>() {
         return libc::EINVAL;
@@ -217,6 +225,8 @@ fn allocate_exactly_aligned(align: usize, size: usize) -> *mut c_void {
     or_no_memory(aligned(align, size))
 }
 
+/// Resizes as reallocarray(3).
+///
 /// # Safety
 /// As for realloc(3).
 unsafe fn resize_array(block: *mut c_void, count: usize, size: usize) -> *mut c_void {
@@ -227,10 +237,10 @@ unsafe fn resize_array(block: *mut c_void, count: usize, size: usize) -> *mut c_
     }
 }
 
-/// Exports functions of C, each of which is one call.
+/// Exports C functions, each of which is a single call.
 macro_rules! export {
     ($($name:ident($($argument:ident: $type:ty),*) $(-> $result:ty)? = $call:expr;)*) => {$(
-        /// The function of this name in C.
+        /// The C function of this name.
         ///
         /// # Safety
         /// As in C.
@@ -275,9 +285,9 @@ export! {
     free_aligned_sized(block: *mut c_void, _align: usize, _size: usize) = release(block);
 }
 
-// The functions of tcmalloc's own interface that take a block. A program that is linked with a shared
-// libtcmalloc mixes them with the functions above. Blocks of `tc_malloc` and `new` are tcmalloc's, which
-// initialises itself there, and come from the paged break.
+// The functions of tcmalloc's own interface that take a block. A program linked with a shared
+// libtcmalloc mixes them with the functions above. Blocks of `tc_malloc` and `new` are tcmalloc's:
+// these functions initialise tcmalloc, and it takes its memory from the paged break.
 export! {
     tc_free(block: *mut c_void) = release(block);
     tc_free_sized(block: *mut c_void, _size: usize) = release(block);

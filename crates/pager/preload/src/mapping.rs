@@ -1,5 +1,5 @@
-//! `mmap` and its family, as the program sees them: the region's part goes to the pager, the rest
-//! to the kernel.
+//! The `mmap` family for the program: requests in the pager's region go to the pager, all others to
+//! the kernel.
 
 use std::ffi::c_void;
 
@@ -8,7 +8,7 @@ use pager::mapping::{MapRequest, with_current};
 use pager::sys::system_call;
 
 use crate::early::{self, set_errno};
-use crate::inside::{Inside, is_inside};
+use crate::reentrancy::{ReentrancyGuard, is_reentrant};
 
 fn failed(errno: i32) -> i32 {
     set_errno(errno);
@@ -32,20 +32,20 @@ fn answer_address(result: Result<usize, i32>) -> *mut c_void {
     }
 }
 
-/// True if the range has a part in the pager's region.
+/// Returns true if the range overlaps the pager's region.
 fn is_owned(address: usize, len: usize) -> bool {
     crate::pager().is_some_and(|pager| pager.region().clip(address, len).is_some())
 }
 
-/// Calls the pager, which exists.
+/// Calls the pager and returns its result in the C library's form.
 fn paged(call: impl Fn(&'static Pager) -> Result<(), i32>) -> i32 {
-    let _inside = Inside::new();
+    let _guard = ReentrancyGuard::new();
     answer(with_current(call).unwrap_or(Err(libc::EINVAL)))
 }
 
-/// As [`paged`], for a call that answers with an address.
+/// As [`paged`], for a call that returns an address.
 fn paged_address(call: impl Fn(&'static Pager) -> Result<usize, i32>) -> *mut c_void {
-    let _inside = Inside::new();
+    let _guard = ReentrancyGuard::new();
     answer_address(with_current(call).unwrap_or(Err(libc::EINVAL)))
 }
 
@@ -63,10 +63,11 @@ pub unsafe extern "C" fn mmap(
     offset: i64,
 ) -> *mut c_void {
     let request = MapRequest { address: address as usize, len, prot, flags, fd, offset };
-    if crate::pager().is_some() && request.is_pageable() && !is_inside() {
-        let _inside = Inside::new();
+    if crate::pager().is_some() && request.is_pageable() && !is_reentrant() {
+        let _guard = ReentrancyGuard::new();
         match with_current(|pager| pager.map(len, prot)) {
-            // The region has no room for it: MariaDB reserves 8 TiB. It is the kernel's, not paged.
+            // The region has no room for the mapping (MariaDB reserves 8 TiB). The kernel maps it
+            // instead, unpaged.
             None | Some(Err(libc::ENOMEM)) => {}
             Some(mapped) => return answer_address(mapped),
         }
@@ -74,7 +75,7 @@ pub unsafe extern "C" fn mmap(
     if request.is_fixed() && is_owned(request.address, len) {
         return paged_address(|pager| pager.map_fixed(request));
     }
-    // SAFETY: what the program asked for.
+    // SAFETY: the program's own request.
     answer_address(unsafe {
         let (prot, flags, fd, offset) =
             (prot as usize, flags as usize, fd as usize, offset as usize);
@@ -109,7 +110,7 @@ pub unsafe extern "C" fn munmap(address: *mut c_void, len: usize) -> i32 {
     if is_owned(address, len) {
         return paged(|pager| pager.unmap(address, len));
     }
-    // SAFETY: what the program asked for.
+    // SAFETY: the program's own request.
     unsafe { early::kernel(libc::SYS_munmap, [address, len, 0, 0, 0, 0]) }
 }
 
@@ -123,7 +124,7 @@ pub unsafe extern "C" fn mprotect(address: *mut c_void, len: usize, prot: i32) -
     if is_owned(address, len) {
         return paged(|pager| pager.protect(address, len, prot));
     }
-    // SAFETY: what the program asked for.
+    // SAFETY: the program's own request.
     unsafe { early::kernel(libc::SYS_mprotect, [address, len, prot as usize, 0, 0, 0]) }
 }
 
@@ -137,11 +138,11 @@ pub unsafe extern "C" fn madvise(address: *mut c_void, len: usize, advice: i32) 
     if is_owned(address, len) {
         return paged(|pager| pager.advise(address, len, advice));
     }
-    // SAFETY: what the program asked for.
+    // SAFETY: the program's own request.
     unsafe { early::kernel(libc::SYS_madvise, [address, len, advice as usize, 0, 0, 0]) }
 }
 
-/// posix_madvise(3). Never drops anything, as glibc's does not either.
+/// posix_madvise(3). Never drops pages, like glibc's.
 ///
 /// # Safety
 /// As in C.
@@ -151,15 +152,15 @@ pub unsafe extern "C" fn posix_madvise(address: *mut c_void, len: usize, advice:
     if advice == POSIX_MADV_DONTNEED || is_owned(address as usize, len) {
         return 0;
     }
-    // SAFETY: what the program asked for.
+    // SAFETY: the program's own request.
     unsafe {
         let arguments = [address as usize, len, advice as usize, 0, 0, 0];
         system_call(libc::SYS_madvise, arguments).err().unwrap_or(0)
     }
 }
 
-/// mremap(2). The fifth argument is read as the C prototype's variadic one: it is passed in the same
-/// register, and has no meaning without MREMAP_FIXED or MREMAP_DONTUNMAP.
+/// mremap(2). The fifth argument is variadic in the C prototype. It is passed in the same register,
+/// and is ignored without MREMAP_FIXED or MREMAP_DONTUNMAP.
 ///
 /// # Safety
 /// As in C.
@@ -176,17 +177,17 @@ pub unsafe extern "C" fn mremap(
         return paged_address(|pager| pager.remap(address, old_len, new_len, flags, new_address));
     }
     if flags & libc::MREMAP_FIXED != 0 && is_owned(new_address, new_len) {
-        // A mapping of another kind into the region: it would not be known there.
+        // A foreign mapping moved into the region would be unknown to the pager.
         return answer_address(Err(libc::EINVAL));
     }
-    // SAFETY: what the program asked for.
+    // SAFETY: the program's own request.
     answer_address(unsafe {
         let arguments = [address, old_len, new_len, flags as usize, new_address, 0];
         system_call(libc::SYS_mremap, arguments)
     })
 }
 
-/// mlock(2). Memory that is paged cannot be locked: the program is told, as it is where its limit is 0.
+/// mlock(2). Paged memory cannot be locked: the call fails as with an RLIMIT_MEMLOCK of 0.
 ///
 /// # Safety
 /// As in C.
@@ -195,7 +196,7 @@ pub unsafe extern "C" fn mlock(address: *const c_void, len: usize) -> i32 {
     if is_owned(address as usize, len) {
         return failed(libc::ENOMEM);
     }
-    // SAFETY: what the program asked for.
+    // SAFETY: the program's own request.
     unsafe { early::kernel(libc::SYS_mlock, [address as usize, len, 0, 0, 0, 0]) }
 }
 
@@ -208,16 +209,16 @@ pub unsafe extern "C" fn mlock2(address: *const c_void, len: usize, flags: u32) 
     if is_owned(address as usize, len) {
         return failed(libc::ENOMEM);
     }
-    // SAFETY: what the program asked for.
+    // SAFETY: the program's own request.
     unsafe { early::kernel(libc::SYS_mlock2, [address as usize, len, flags as usize, 0, 0, 0]) }
 }
 
-/// mlockall(2): would bring all of the region in.
+/// mlockall(2). Fails, because it would make the whole region resident.
 #[unsafe(no_mangle)]
 pub extern "C" fn mlockall(flags: i32) -> i32 {
     match crate::pager() {
         Some(_) => failed(libc::ENOMEM),
-        // SAFETY: what the program asked for.
+        // SAFETY: the program's own request.
         None => unsafe { early::kernel(libc::SYS_mlockall, [flags as usize, 0, 0, 0, 0, 0]) },
     }
 }

@@ -1,14 +1,15 @@
-//! The C library's symbol table names this library's functions.
+//! Redirection of the C library's exported functions to this library, in the C library's symbol
+//! table.
 //!
-//! `LD_PRELOAD` puts this library first in the scope that names are looked up in. Two kinds of lookup
-//! pass it by and end in the C library itself: those of an object that was opened with
-//! `RTLD_DEEPBIND` (PHP's extensions, chDB), and `dlsym` with the C library's handle (Python's ctypes,
-//! Ruby's Fiddle). Their `free` would get blocks of this library's `malloc`, and their `munmap` would
-//! tear a hole into the region. So the entries of the C library's table (`.dynsym`) that have the name
-//! of a function here get its address. No code is changed, and `RTLD_DEEPBIND` does what it says for
-//! all other names.
+//! `LD_PRELOAD` puts this library first in the scope in which names are looked up. Two kinds of
+//! lookup skip that scope and find the C library's functions: lookups by an object that was opened
+//! with `RTLD_DEEPBIND` (PHP's extensions, chDB), and `dlsym` with the C library's handle (Python's
+//! ctypes, Ruby's Fiddle). Then the C library's `free` would get blocks of this library's `malloc`,
+//! and its `munmap` would unmap a part of the region. So each entry of the C library's table
+//! (`.dynsym`) that has the name of a function here gets that function's address. No code is
+//! changed, and `RTLD_DEEPBIND` works as documented for all other names.
 //!
-//! A C library in a namespace of its own (`dlmopen`) keeps its table: it has its own heap.
+//! A C library in a namespace of its own (`dlmopen`) keeps its table, because it has its own heap.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::io;
@@ -21,10 +22,11 @@ use pager::sys::{self, PAGE_BYTES};
 
 const TYPE_BITS: u32 = 4;
 const FUNCTION: u8 = 2;
-/// In `.gnu.version`: not the version that a lookup without one finds.
+/// Bit in `.gnu.version` that hides a version from lookups without a version.
 const OLD_VERSION: u16 = 0x8000;
 
-/// A function of this library that replaced one of the C library.
+/// A function of the C library that a function of this library (`by`) replaces; `own` is the C
+/// library's address.
 struct Replaced {
     name: &'static CStr,
     by: usize,
@@ -38,8 +40,8 @@ fn replaced_where(holds: impl Fn(&Replaced) -> bool) -> Option<*mut c_void> {
     Some(found.own as *mut c_void)
 }
 
-/// The C library's own function of this name; none if its table is not found.
-pub fn own(name: &CStr) -> Option<*mut c_void> {
+/// Returns the C library's own function of this name; `None` if its table is not found.
+pub fn c_library_function(name: &CStr) -> Option<*mut c_void> {
     if REPLACED.get().is_some() {
         return replaced_where(|replaced| replaced.name == name);
     }
@@ -47,24 +49,26 @@ pub fn own(name: &CStr) -> Option<*mut c_void> {
     Some(found.address as *mut c_void)
 }
 
-/// The C library's table.
+/// Returns the C library's table.
 fn library() -> Option<Symbols> {
     // SAFETY: the C library stays loaded.
     unsafe { Symbols::of_object_with(libc::gnu_get_libc_version as *const c_void) }
 }
 
-/// What lies under the function that a lookup found: the C library's own, where the lookup ended at
-/// this library's through the changed table.
-pub fn beneath(found: *mut c_void) -> *mut c_void {
+/// Returns the C library's own function if `found` is its replacement in this library, and `found`
+/// otherwise.
+pub fn resolve_replaced(found: *mut c_void) -> *mut c_void {
     replaced_where(|replaced| replaced.by == found as usize).unwrap_or(found)
 }
 
-/// Changes the table.
+/// Changes the C library's table.
 ///
 /// # Errors
-/// If the table is not found, or the system does not let it be written.
+/// The table is not found, or the system forbids writing it.
 pub fn redirect() -> io::Result<()> {
-    let missing = || io::Error::new(io::ErrorKind::Unsupported, "it has no table of this form");
+    let missing = || {
+        io::Error::new(io::ErrorKind::Unsupported, "a symbol table with a GNU hash was not found")
+    };
     // SAFETY: this library stays loaded as long as it runs.
     let ours = unsafe { Symbols::of_object_with(redirect as *const c_void) };
     let (ours, library) = ours.zip(library()).ok_or_else(missing)?;
@@ -86,9 +90,10 @@ pub fn redirect() -> io::Result<()> {
     let start = first / PAGE_BYTES * PAGE_BYTES;
     let len = (last + size_of::<Elf64_Sym>()).next_multiple_of(PAGE_BYTES) - start;
     let prot = library.protection(first).ok_or_else(missing)?;
-    // From here on a lookup may end at this library's function.
+    // Set before the table changes: from then on, a lookup may find this library's function.
     REPLACED.set(replaced).map_err(|_| missing())?;
-    // SAFETY: the table's pages, which nothing else writes; what can be read and run stays so.
+    // SAFETY: the table's pages, which no other code writes; they keep their read and execute
+    // access.
     unsafe {
         sys::mprotect(start, len, prot | libc::PROT_WRITE)?;
         for (entry, address) in entries {
@@ -107,7 +112,7 @@ struct Symbol {
     is_default: bool,
 }
 
-/// What the dynamic linker knows of an object: `struct link_map`.
+/// The dynamic linker's record of an object: `struct link_map`.
 #[repr(C)]
 struct LinkMap {
     base: usize,
@@ -122,22 +127,23 @@ struct Dynamic {
     value: usize,
 }
 
-/// An object's table of symbols, with its GNU hash table.
+/// Symbol table of an object, with its GNU hash table.
 struct Symbols {
     base: usize,
     header: *const Elf64_Ehdr,
     table: *mut Elf64_Sym,
     strings: *const c_char,
     versions: *const u16,
-    /// First index that is hashed.
+    /// First index in the hash table.
     first: u32,
     buckets: &'static [u32],
-    /// One word for each hashed symbol; the lowest bit ends a bucket.
+    /// One word per hashed symbol; a set lowest bit ends a bucket.
     chains: *const u32,
 }
 
 impl Symbols {
-    /// The table of the object that has this address; none if it lacks a part of it.
+    /// Returns the table of the object that contains this address; `None` if a part of the table is
+    /// missing.
     ///
     /// # Safety
     /// The object stays loaded as long as the value is used.
@@ -148,31 +154,31 @@ impl Symbols {
         const VERSIONS: i64 = 0x6fff_fff0;
         const RTLD_DL_LINKMAP: i32 = 2;
         let mut map: *const LinkMap = null_mut();
-        // SAFETY: an all-zero Dl_info is one.
+        // SAFETY: an all-zero Dl_info is valid.
         let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
         // SAFETY: with this flag the function stores a pointer to the object's link_map.
         let known =
             unsafe { libc::dladdr1(address, &mut info, (&raw mut map).cast(), RTLD_DL_LINKMAP) };
-        // SAFETY: the dynamic linker's own, alive as long as the object.
+        // SAFETY: the dynamic linker's own record, which lives as long as the object.
         let map = unsafe { map.as_ref() }.filter(|_| known != 0)?;
         let find = |tag| {
             let mut at = map.dynamic;
             loop {
-                // SAFETY: the dynamic section, which an entry with tag 0 ends.
+                // SAFETY: the dynamic section, which an entry with tag 0 terminates.
                 match unsafe { &*at } {
                     Dynamic { tag: 0, .. } => return None,
-                    // An address in the file, where the dynamic linker has not added the base.
+                    // An offset in the file, if the dynamic linker has not added the base.
                     entry if entry.tag == tag && entry.value < map.base => {
                         return Some(map.base + entry.value);
                     }
                     entry if entry.tag == tag => return Some(entry.value),
-                    // SAFETY: not at the end yet.
+                    // SAFETY: the terminating entry has not been reached.
                     _ => at = unsafe { at.add(1) },
                 }
             }
         };
         let hash = find(GNU_HASH)? as *const u32;
-        // SAFETY: the hash table begins with four words; then come the filter, of 8 bytes each, the
+        // SAFETY: the hash table consists of four words, the filter (8 bytes per element), the
         // buckets and the chains.
         let (first, buckets, chains) = unsafe {
             let (buckets, first, filters) = (*hash, *hash.add(1), *hash.add(2) as usize);
@@ -192,22 +198,22 @@ impl Symbols {
         })
     }
 
-    /// Indices and hashes of a bucket's symbols; a hash lacks its lowest bit.
+    /// Iterates over the indices and hashes of a bucket's symbols; a hash lacks its lowest bit.
     fn bucket(&self, first: u32) -> impl Iterator<Item = (u32, u32)> + '_ {
         let mut next = (first >= self.first && first != 0).then_some(first);
         std::iter::from_fn(move || {
             let index = next?;
-            // SAFETY: a bucket's chain goes on until a word with the lowest bit.
+            // SAFETY: a bucket's chain continues until a word with the lowest bit set.
             let word = unsafe { *self.chains.add((index - self.first) as usize) };
             next = (word & 1 == 0).then_some(index + 1);
             Some((index, word & !1))
         })
     }
 
-    /// The function with this index; none if the symbol is of another kind.
+    /// Returns the function with this index; `None` if the symbol is of another kind.
     fn function(&self, index: u32) -> Option<Symbol> {
         const INDIRECT: u8 = 10;
-        // SAFETY: the index is from the hash table, so the tables have it.
+        // SAFETY: the index comes from the hash table, so it is within the other tables.
         let (symbol, version) = unsafe {
             let symbol = self.table.add(index as usize);
             let versions = self.versions;
@@ -225,13 +231,13 @@ impl Symbols {
         })
     }
 
-    /// All functions that the object exports.
+    /// Iterates over all functions that the object exports.
     fn exported(&self) -> impl Iterator<Item = Symbol> + '_ {
         let all = self.buckets.iter().flat_map(move |&first| self.bucket(first));
         all.filter_map(move |(index, _)| self.function(index))
     }
 
-    /// The functions of this name, in all their versions.
+    /// Iterates over the functions of this name, in all their versions.
     fn named<'a>(&'a self, name: &'a CStr) -> impl Iterator<Item = Symbol> + 'a {
         let hash = name
             .to_bytes()
@@ -247,9 +253,9 @@ impl Symbols {
             .filter(move |found| found.name == name)
     }
 
-    /// The protection of the segment that has this address.
+    /// Returns the protection of the segment that contains this address.
     fn protection(&self, address: usize) -> Option<i32> {
-        // SAFETY: an object begins with its header, which says where the segments' headers are.
+        // SAFETY: an object begins with its ELF header, which locates the program headers.
         let segments: &[Elf64_Phdr] = unsafe {
             let header = &*self.header;
             let segments = self.header.cast::<u8>().add(header.e_phoff as usize).cast();

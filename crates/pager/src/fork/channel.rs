@@ -1,24 +1,24 @@
-//! What a forked child and the keeper of its parent's pages say to each other.
+//! Messages between a forked child and the page server of its parent.
 //!
-//! Two sockets join them, so that an answer is never taken for a call:
+//! Two sockets join them, so that an answer is never taken for a notice:
 //!
 //! ```text
-//!   child                                        keeper
-//!     calls  -- FORKS, DROPPED, GROW, TAKE, READ -->      each is answered: DONE, pages, blocks
-//!     bell   <-- FAULTS (once, a descriptor), GROW, ORPHANED --
+//!   child                                              page server
+//!     calls    -- FORKS, DROPPED, PROMOTE, TAKE, READ -->   each is answered: DONE, pages, blocks
+//!     notices  <-- FAULTS (once, a descriptor), PROMOTE, ORPHANED --
 //! ```
 //!
-//! Where the kernel does not report forks, the child has the descriptor, and FAULTS goes the other way: first of all
-//! calls, and not answered.
+//! Where the kernel does not report forks, the child makes the descriptor of its faults. Then the
+//! child sends FAULTS, as its first call, and the page server does not answer it.
 //!
-//! A socket that hangs up says that the other side is gone, however it ended.
+//! A closed socket means that the peer has ended, in any way.
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 
 use crate::sys::PAGE_BYTES;
 
-/// A message, with at most [`FDS`] descriptors. `start..end` are pages, where the kind has some.
+/// A message, with at most [`FDS`] descriptors. `start..end` are pages, for kinds that name pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub(super) struct Message {
@@ -27,26 +27,29 @@ pub(super) struct Message {
     pub end: u32,
 }
 
-/// Answer to a call. To TAKE: `end` blocks follow.
+/// Answer to a call. After TAKE, `end` blocks follow.
 pub(super) const DONE: u32 = 0;
-/// Child: I am about to fork; with the keeper's ends of the new child's sockets.
+/// Child: a fork follows. Carries the page server's ends of the new child's sockets.
 pub(super) const FORKS: u32 = 1;
-/// Child: these pages are zeros to me from now on.
+/// Child: these pages read as zeros from now on.
 pub(super) const DROPPED: u32 = 2;
-/// Child: I must page for myself. Keeper: you must.
-pub(super) const GROW: u32 = 3;
-/// Child: I serve my faults from now on; tell me which of my pages you have.
+/// Child: a pager of its own is needed. Page server: the child must get a pager of its own.
+pub(super) const PROMOTE: u32 = 3;
+/// Child: the child serves its faults from now on. The answer names the pages that the page server
+/// has.
 pub(super) const TAKE: u32 = 4;
-/// Child: these pages, as they were at the fork. Answered by their content, without a message.
+/// Child: reads these pages as they were at the fork. The answer is their content, without a
+/// message.
 pub(super) const READ: u32 = 5;
-/// The descriptor of your faults, or of mine.
+/// Carries the descriptor of the child's faults, in either direction.
 pub(super) const FAULTS: u32 = 6;
-/// Keeper: your parent has ended; what is not read from here soon keeps it from being freed.
+/// Page server: the parent has ended. The child must read all its pages soon, because until then
+/// their memory cannot be freed.
 pub(super) const ORPHANED: u32 = 7;
 
-/// Descriptors of a message.
+/// Maximum number of descriptors of a message.
 pub(super) const FDS: usize = 2;
-/// Pages that are read with one message.
+/// Maximum number of pages that one READ names.
 pub(super) const PAGES_AT_ONCE: usize = 16;
 
 impl Message {
@@ -59,7 +62,7 @@ impl Message {
     }
 }
 
-/// 512 pages of which the keeper has some, by the bits.
+/// 512 pages; a set bit marks a page that the page server has.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub(super) struct Block {
@@ -69,7 +72,7 @@ pub(super) struct Block {
 
 /// Pages of a [`Block`].
 pub(super) const BLOCK_PAGES: u32 = 512;
-/// Blocks that are sent at a time.
+/// Blocks per packet.
 const BLOCKS_AT_ONCE: usize = 512;
 
 fn retry(mut call: impl FnMut() -> isize) -> io::Result<usize> {
@@ -85,11 +88,11 @@ fn retry(mut call: impl FnMut() -> isize) -> io::Result<usize> {
     }
 }
 
-/// A pair of sockets that keep messages apart.
+/// Creates a pair of sockets that preserve message boundaries.
 pub(super) fn pair() -> io::Result<[OwnedFd; 2]> {
     let mut pair = [0; 2];
     let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC;
-    // SAFETY: `pair` is valid for the write; the descriptors are ours.
+    // SAFETY: `pair` is valid for the write; this function owns the descriptors.
     unsafe {
         if libc::socketpair(libc::AF_UNIX, kind, 0, pair.as_mut_ptr()) != 0 {
             return Err(io::Error::last_os_error());
@@ -98,7 +101,7 @@ pub(super) fn pair() -> io::Result<[OwnedFd; 2]> {
     }
 }
 
-/// A buffer for the descriptors of a message as a control message.
+/// Buffer for a control message that carries descriptors.
 #[repr(C, align(8))]
 struct Control([u8; 24]);
 
@@ -130,15 +133,18 @@ pub(super) fn send(channel: RawFd, mut message: Message, fds: &[RawFd]) -> io::R
     }
 }
 
-/// Waits for a message. An end of file is an error.
+/// Waits for a message.
+///
+/// # Errors
+/// Errors of the socket, and `UnexpectedEof` if the peer has closed it.
 pub(super) fn receive(channel: RawFd) -> io::Result<(Message, [Option<OwnedFd>; FDS])> {
     let mut message = Message::of(DONE);
     let mut part =
         libc::iovec { iov_base: (&raw mut message).cast(), iov_len: size_of::<Message>() };
     let mut control = Control([0; 24]);
     let mut fds = [None, None];
-    // SAFETY: a zero header is valid; any bytes are a valid message; descriptors that arrive are
-    // ours, as many as the control message's length says.
+    // SAFETY: a zero header is valid; any bytes are a valid message. This function owns the
+    // descriptors that arrive; the control message's length gives their number.
     unsafe {
         let mut header: libc::msghdr = std::mem::zeroed();
         header.msg_iov = &mut part;
@@ -161,7 +167,7 @@ pub(super) fn receive(channel: RawFd) -> io::Result<(Message, [Option<OwnedFd>; 
     Ok((message, fds))
 }
 
-/// Says something and waits for the answer.
+/// Sends a message and waits for the answer.
 pub(super) fn call(channel: RawFd, message: Message, fds: &[RawFd]) -> io::Result<Message> {
     send(channel, message, fds)?;
     receive(channel).map(|(answer, _)| answer)
@@ -189,7 +195,7 @@ unsafe fn receive_bytes(channel: RawFd, data: *mut u8, len: usize) -> io::Result
 /// Sends `pages` frames, at most [`PAGES_AT_ONCE`].
 ///
 /// # Safety
-/// They are readable, and nobody writes them during the call.
+/// The frames are readable, and no thread writes them during the call.
 pub(super) unsafe fn send_pages(channel: RawFd, from: *const u8, pages: usize) -> io::Result<()> {
     // SAFETY: by the caller.
     unsafe { send_bytes(channel, from, pages * PAGE_BYTES) }
@@ -198,13 +204,13 @@ pub(super) unsafe fn send_pages(channel: RawFd, from: *const u8, pages: usize) -
 /// Receives `pages` frames, at most [`PAGES_AT_ONCE`].
 ///
 /// # Safety
-/// They are writable, and nobody else's during the call.
+/// The frames are writable, and no other thread uses them during the call.
 pub(super) unsafe fn receive_pages(channel: RawFd, to: *mut u8, pages: usize) -> io::Result<()> {
     // SAFETY: by the caller.
     unsafe { receive_bytes(channel, to, pages * PAGE_BYTES) }
 }
 
-/// Answers TAKE.
+/// Sends the answer to TAKE.
 pub(super) fn send_blocks(channel: RawFd, blocks: &[Block]) -> io::Result<()> {
     send(channel, Message::pages(DONE, 0..blocks.len() as u32), &[])?;
     for part in blocks.chunks(BLOCKS_AT_ONCE) {
@@ -214,9 +220,10 @@ pub(super) fn send_blocks(channel: RawFd, blocks: &[Block]) -> io::Result<()> {
     Ok(())
 }
 
-/// Says TAKE, with the keeper's end of the calls of the child's own keeper, and receives the answer.
-pub(super) fn take(channel: RawFd, kin: RawFd) -> io::Result<Vec<Block>> {
-    let answer = call(channel, Message::of(TAKE), &[kin])?;
+/// Sends TAKE and receives the answer. `server_calls` is the socket through which the child's own
+/// page server will read.
+pub(super) fn take(channel: RawFd, server_calls: RawFd) -> io::Result<Vec<Block>> {
+    let answer = call(channel, Message::of(TAKE), &[server_calls])?;
     let mut blocks = vec![Block::default(); answer.end as usize];
     for part in blocks.chunks_mut(BLOCKS_AT_ONCE) {
         // SAFETY: plain words, for which any bytes are values.
@@ -225,14 +232,15 @@ pub(super) fn take(channel: RawFd, kin: RawFd) -> io::Result<Vec<Block>> {
     Ok(blocks)
 }
 
-/// Waits at most `timeout_ms` for a message, or for the other end to close. True if one is there.
+/// Waits at most `timeout_ms` for a message, or for the peer to close. Returns true if either
+/// happened.
 pub(super) fn is_ready(channel: RawFd, timeout_ms: i32) -> bool {
     let mut poll = libc::pollfd { fd: channel, events: libc::POLLIN, revents: 0 };
     // SAFETY: one valid entry.
     unsafe { libc::poll(&mut poll, 1, timeout_ms) > 0 }
 }
 
-/// Waits at most `timeout_ms` for the other end to close. Data is not waited for.
+/// Waits at most `timeout_ms` for the peer to close, ignoring data. Returns true if it has closed.
 pub(super) fn has_hung_up(channel: RawFd, timeout_ms: i32) -> bool {
     let mut poll = libc::pollfd { fd: channel, events: libc::POLLRDHUP, revents: 0 };
     // SAFETY: one valid entry.

@@ -1,291 +1,170 @@
-//! What a forked child sees, and how it comes to page for itself.
+//! Forked children: how a child gets the pages of its parent, and its promotion to a pager of its
+//! own.
 //!
-//! The kernel copies what is resident. What is not is kept for the child by the parent's *keeper*
-//! ([`keeper`]), a process that outlives the parent:
+//! The kernel copies resident pages to the child. The parent's *page server* ([`page_server`]), a
+//! process that outlives the parent, serves the other pages:
 //!
 //! ```text
 //!   parent                                      child
-//!   fork() ------------------ copy --------->   light: its faults are served by the keeper
-//!   a picture: page -> slot of all that is           |
-//!     not resident; the slots are frozen             | 64 pages were given, or more is needed
-//!   keeper:  serves light children              grown: a pager of its own (grow.rs): handler, evictor,
-//!            reads pages for grown ones             bound, connection to the pool, chunks
+//!   fork() ------------------ copy --------->   light: the page server serves its faults
+//!   snapshot: page -> slot of all pages that         |
+//!     are not resident; the slots are frozen         | 64 pages were served, or a call needs more
+//!   page server: serves light children          promoted: a pager of its own (child_promotion.rs):
+//!            reads pages for promoted ones          handler, evictor, bound, connection, chunks
 //! ```
 //!
-//! - A light child evicts nothing and needs no connection: what forks and calls exec soon pays for none.
-//! - To a grown child a page that the keeper has is in a slot with a number of its own kind
-//!   ([`SlotId::inherited`]): it is read through the keeper, never written, and given up when the page
-//!   is stored in a slot of the child's own.
-//! - Frozen slots are neither overwritten nor used again until no child needs the keeper any more.
-//! - When the parent ends, children grow, and move all that the keeper has for them to slots of their own;
-//!   then the keeper ends, and with it the parent's connection.
-//! - The child holds the descriptor of its own faults, so that they wait, and do not read zeros, if
-//!   the keeper is killed; then it ends with a message.
+//! - A light child evicts nothing and needs no connection, so a child that soon calls exec does not
+//!   pay for one.
+//! - A promoted child's page that the page server holds is in a slot with a special index
+//!   ([`SlotId::inherited`]). Such a slot is read through the page server, never written, and freed
+//!   when the page is stored in one of the child's own slots.
+//! - Frozen slots are neither overwritten nor reused until no child needs the page server any more.
+//! - When the parent ends, light children are promoted, and all children copy the pages that the
+//!   page server holds for them to slots of their own. Then the page server ends, and with it the
+//!   parent's connection.
+//! - The child holds the descriptor of its own faults. So if the page server is killed, faults wait
+//!   instead of reading zeros, and then the child ends with a message.
 //!
-//! The kernel reports the fork and makes the descriptor of the child's faults
-//! (UFFD_FEATURE_EVENT_FORK). That needs CAP_SYS_PTRACE; without it the child opens one itself, before anything
-//! else runs in it ([`birth`]), and sends it to the keeper.
+//! With UFFD_FEATURE_EVENT_FORK, which needs CAP_SYS_PTRACE, the kernel reports the fork and makes
+//! the descriptor of the child's faults. Otherwise the child opens a descriptor itself, before any
+//! other code runs in it ([`child_setup`]), and sends it to the page server.
 //!
-//! The picture is exact, although other handlers go on: before the fork the evictor writes what is
-//! staged and freezes all slots, and until the picture is taken it stages nothing that it does not write
-//! and freeze too. So a page that is not resident at the fork has a slot, keeps it in its entry whatever
-//! happens to it, and nobody overwrites it. `pthread_atfork` handlers ([`Pager::before_fork`],
-//! [`Pager::after_fork_in_parent`], [`Pager::after_fork_in_child`]) keep mappings and the evictor still
-//! meanwhile.
+//! The snapshot is exact although the handler continues to serve faults. Before the fork, the
+//! evictor writes back all staged pages and freezes all slots. Until the snapshot is taken, every
+//! page that is staged is also written back and its slot frozen. So a page that is not resident at
+//! the fork has a slot, its entry keeps the slot in every later state, and the slot is not
+//! overwritten. `pthread_atfork` handlers ([`Pager::before_fork`], [`Pager::after_fork_in_parent`],
+//! [`Pager::after_fork_in_child`]) keep mappings and the evictor unchanged meanwhile.
 
-mod birth;
 mod channel;
-mod grow;
-mod keeper;
+mod child;
+mod child_promotion;
+mod child_setup;
+pub(crate) mod inheritance;
+mod page_server;
+pub(crate) mod state;
 
-use std::cell::UnsafeCell;
 use std::io;
 use std::mem::ManuallyDrop;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, Ordering};
 
-use self::birth::Birth;
 use self::channel::Message;
-use self::keeper::{Child, Inbox, Picture, Touched};
+use self::child::{Child, Snapshot, Touched};
+use self::child_setup::ChildSetup;
+pub use self::state::Forks;
+use self::state::{ASKED, CHILD_MADE, FROZEN, ForkGuards, HANDED, NONE, server_lost};
 use crate::config::EXIT_PAGER;
 use crate::descriptor;
 use crate::page_table::{Entry, PageId, State};
 use crate::pager::Pager;
-use crate::region::{RangeSet, Space};
 use crate::slots::SlotId;
+use crate::spawn::spawn;
 use crate::staging::FrameId;
 use crate::sys::{self, PAGE_BYTES, SignalsBlocked};
-use crate::threads::spawn;
 use crate::uffd::Uffd;
 
-pub(crate) use self::grow::Inheritance;
-
-/// What the forking thread holds across the fork.
-struct Held {
-    space: MutexGuard<'static, Space>,
-    /// The evictor stands still, so that the child's copy of what is unreadable is whole.
-    gate: MutexGuard<'static, RangeSet>,
-    blocked: SignalsBlocked,
-    calls: [OwnedFd; 2],
-    bell: [OwnedFd; 2],
-    done_before: u32,
-    /// Where the kernel reports nothing.
-    birth: Option<Box<Birth>>,
-}
-
-/// Steps of a fork.
-const NONE: u32 = 0;
-/// The evictor is asked to write and freeze.
-const ASKED: u32 = 1;
-/// It has.
-const FROZEN: u32 = 2;
-/// There is a child that the kernel did not report: the evictor is asked to hand it to the keeper.
-const BORN: u32 = 3;
-/// It has.
-const HANDED: u32 = 4;
-
-/// Forks of this process.
-#[derive(Default)]
-pub struct Forks {
-    /// This process is a light child.
-    light: AtomicBool,
-    /// 1: this was a light child's pager, and another one took its place.
-    grown: AtomicU32,
-    /// A light child's end of its calls, in the program's table.
-    calls: AtomicI32,
-    /// What hangs up at the end of this process, in the pager's threads' table.
-    life: AtomicI32,
-    /// Raised by the thread of a light child that waits for the bell, once it does.
-    watched: AtomicU32,
-    /// The keeper's ends of the channel of the fork that is under way, or 0.
-    announced: [AtomicI32; 2],
-    /// Children that the keeper has got.
-    done: AtomicU32,
-    step: AtomicU32,
-    /// The thread that forks, from when it holds up all others, or 0.
-    thread: AtomicU32,
-    /// Children that still need frozen slots.
-    living: Mutex<u32>,
-    inbox: OnceLock<Inbox>,
-    held: UnsafeCell<Option<Held>>,
-}
-
-// SAFETY: `held` is accessed by the thread that holds `space` only (it is part of what is held).
-unsafe impl Sync for Forks {}
-// SAFETY: as above; a guard is released by the thread that took it, or by its copy in the child.
-unsafe impl Send for Forks {}
-
 impl Forks {
-    /// True in a forked child that does not page for itself yet.
-    pub(crate) fn is_light(&self) -> bool {
-        self.light.load(Ordering::Acquire)
-    }
-
-    /// True if another pager took the place of this one.
-    pub(crate) fn is_grown(&self) -> bool {
-        self.grown.load(Ordering::Acquire) != 0
-    }
-
-    /// True from before the preparation of a fork to the end of the fork.
-    pub(crate) fn is_forking(&self) -> bool {
-        self.step.load(Ordering::Acquire) != NONE
-    }
-
-    /// True for the thread that holds up who makes room.
-    pub(crate) fn is_forking_thread(&self, thread: u32) -> bool {
-        self.thread.load(Ordering::Acquire) == thread
-    }
-
-    /// The evictor is asked to do something for a fork.
-    pub(crate) fn is_asked(&self) -> bool {
-        matches!(self.step.load(Ordering::Acquire), ASKED | BORN)
-    }
-
-    /// The number that hangs up at the end of this process.
-    fn life(&self) -> RawFd {
-        self.life.load(Ordering::Acquire)
-    }
-
-    fn one_more(&self) {
-        *self.living.lock().expect("nobody panics with it locked") += 1;
-    }
-
-    /// The keeper has a child: its parent may end.
-    fn kept(&self) {
-        self.done.fetch_add(1, Ordering::AcqRel);
-        sys::futex_wake(&self.done);
-    }
-
-    /// Children that still need frozen slots.
-    fn living(&self) -> u32 {
-        *self.living.lock().expect("nobody panics with it locked")
-    }
-
-    /// In a light child, with `space` locked: drops pages, and tells the keeper that they read as zeros.
+    /// In a light child, with `space` locked: drops pages and informs the page server that they
+    /// read as zeros.
     pub(crate) fn drop_in_child(&self, pager: &Pager, range: Range<u32>) {
-        self.tell(Message::pages(channel::DROPPED, range.clone()), &[]);
+        self.request(Message::pages(channel::DROPPED, range.clone()), &[]);
         let start = pager.region.address(PageId(range.start));
         // SAFETY: the program drops these pages.
         let dropped = unsafe { sys::madvise(start, range.len() * PAGE_BYTES, libc::MADV_DONTNEED) };
         if let Err(error) = dropped {
-            pager.broken("drop pages in a forked child", &error);
+            pager.fatal("drop pages in a forked child", &error);
         }
-    }
-
-    /// In a light child, with `space` locked: says something and waits until the keeper has done it.
-    fn tell(&self, message: Message, fds: &[RawFd]) {
-        if channel::call(self.calls.load(Ordering::Acquire), message, fds).is_err() {
-            abandoned();
-        }
-    }
-
-    /// In the program's table: what hangs up at the end of this process. The other end is for the pager's
-    /// threads.
-    pub(crate) fn open_life(&self) -> io::Result<OwnedFd> {
-        let [reader, writer] = channel::pair()?;
-        let writer = ManuallyDrop::new(descriptor::move_high(writer.as_raw_fd())?);
-        debug_assert!(descriptor::is_ours(writer.as_raw_fd()));
-        self.life.store(reader.as_raw_fd(), Ordering::Release);
-        Ok(reader)
     }
 }
 
-/// The keeper is gone, and pages with it.
-fn abandoned() -> ! {
-    sys::die(
-        EXIT_PAGER,
-        &format!(
-            "what kept the pages that process {} has from its parent was killed, so it ends now \
-             (status {EXIT_PAGER})",
-            descriptor::program()
-        ),
-    )
-}
-
-/// There is no way to follow a fork, and what is not followed must not happen.
+/// Ends the process because a fork cannot be followed. A child of such a fork would read wrong
+/// data.
 fn cannot_fork(error: &io::Error) -> ! {
     sys::die(
         EXIT_PAGER,
         &format!(
-            "process {} calls fork, and a paged process can fork only with CAP_SYS_PTRACE, or where the \
-             kernel has Syscall User Dispatch (Linux 5.11, x86-64; here: {error}), so it ends now (status \
-             {EXIT_PAGER}); run it as root or with that capability; vfork and posix_spawn work without",
+            "process {} calls fork, which a paged process can do only with CAP_SYS_PTRACE or on a kernel \
+             with Syscall User Dispatch (Linux 5.11, x86-64; here: {error}), so the process ends now \
+             (status {EXIT_PAGER}); run it as root or with CAP_SYS_PTRACE; vfork and posix_spawn work \
+             without",
             descriptor::program()
         ),
     )
 }
 
 impl Pager {
-    /// To be called before every fork, by `pthread_atfork`.
+    /// Prepares a fork. Called before every fork, by `pthread_atfork`.
     pub fn before_fork(&'static self) {
         let blocked = SignalsBlocked::new();
         let Ok(space) = self.space() else {
             drop(blocked);
-            return self.wait_grown().before_fork();
+            return self.wait_promoted().before_fork();
         };
         let pairs = channel::pair().and_then(|calls| Ok((calls, channel::pair()?)));
-        let (calls, bell) = match pairs {
+        let (calls, notices) = match pairs {
             Ok(pairs) => pairs,
-            Err(error) => self.broken("make a channel to a child", &error),
+            Err(error) => self.fatal("create the sockets for a forked child", &error),
         };
-        let ends = [calls[0].as_raw_fd(), bell[0].as_raw_fd()];
-        let done_before = self.forks.done.load(Ordering::Acquire);
+        let ends = [calls[0].as_raw_fd(), notices[0].as_raw_fd()];
+        let added_before = self.forks.children_added.load(Ordering::Acquire);
         if self.forks.is_light() {
-            self.forks.tell(Message::of(channel::FORKS), &ends);
+            self.forks.request(Message::of(channel::FORKS), &ends);
         } else {
             self.ask_evictor(ASKED);
-            for (announced, end) in self.forks.announced.iter().zip(ends) {
-                announced.store(end, Ordering::Release);
+            for (server_ends, end) in self.forks.server_ends.iter().zip(ends) {
+                server_ends.store(end, Ordering::Release);
             }
         }
-        let gate = self.gate();
-        // The handler waits for no room from here on: it could not get any.
+        let evict_lock = self.evict_lock();
+        // From here on the handler must not wait for room, because no eviction can make any.
         self.forks.thread.store(sys::thread_id(), Ordering::Release);
         self.fork_waits.store(true, Ordering::Release);
         self.room.fetch_add(1, Ordering::AcqRel);
         sys::futex_wake(&self.room);
-        let birth = (!self.fork_events).then(|| {
-            Birth::prepare(self, &space, &calls, &bell).unwrap_or_else(|error| cannot_fork(&error))
+        let setup = (!self.fork_events).then(|| {
+            ChildSetup::prepare(self.parts_for_children(&space), &calls, &notices)
+                .unwrap_or_else(|error| cannot_fork(&error))
         });
-        let held = Held { space, gate, blocked, calls, bell, done_before, birth };
+        let guards = ForkGuards { space, evict_lock, blocked, calls, notices, added_before, setup };
         // SAFETY: this thread holds `space`.
-        unsafe { *self.forks.held.get() = Some(held) };
-        // SAFETY: the calling thread's own variable. A fork that fails sets it.
+        unsafe { *self.forks.guards.get() = Some(guards) };
+        // SAFETY: the calling thread's own variable. A failed fork sets it.
         unsafe { *libc::__errno_location() = 0 };
     }
 
     fn ask_evictor(&self, step: u32) {
         self.forks.step.store(step, Ordering::Release);
-        self.call_evictor(true);
+        self.wake_evictor(true);
         while self.forks.is_asked() {
             sys::futex_wait(&self.forks.step, step, None);
         }
     }
 
-    /// The evictor's part of a fork, if it is asked for one.
+    /// Does the evictor's part of a fork if one waits for it.
     pub(crate) fn help_fork(self: &Arc<Self>) {
         let done = match self.forks.step.load(Ordering::Acquire) {
             ASKED => {
-                let gate = self.gate();
-                self.flush_staging(&gate);
+                let evict_lock = self.evict_lock();
+                self.flush_staging(&evict_lock);
                 self.slots().freeze();
-                drop(gate);
-                self.forks.one_more();
+                drop(evict_lock);
+                self.forks.add_dependent();
                 FROZEN
             }
-            BORN => {
-                let channel = self.announced().unwrap_or_else(|| {
+            CHILD_MADE => {
+                let channel = self.server_ends().unwrap_or_else(|| {
                     let error = io::Error::last_os_error();
-                    self.broken("take over the channel to a forked child", &error)
+                    self.fatal("duplicate the sockets of a forked child", &error)
                 });
-                let (picture, touched) = {
-                    let _gate = self.gate();
-                    self.picture()
+                let (snapshot, touched) = {
+                    let _evict_lock = self.evict_lock();
+                    self.snapshot()
                 };
-                // The descriptor of its faults comes by the channel.
-                self.hand_to_keeper(Child::new(None, Some(channel), picture, touched));
+                // The child sends the descriptor of its faults through the request socket.
+                self.hand_to_server(Child::new(None, Some(channel), snapshot, touched));
                 HANDED
             }
             _ => return,
@@ -294,34 +173,35 @@ impl Pager {
         sys::futex_wake(&self.forks.step);
     }
 
-    /// To be called after every fork in the parent, also one that failed: `errno` tells.
+    /// Ends a fork in the parent. Called after every fork, including failed ones, which `errno`
+    /// reveals.
     pub fn after_fork_in_parent(&self) {
         // SAFETY: the calling thread's own variable; `before_fork` cleared it.
         let forked = unsafe { *libc::__errno_location() } == 0;
         // SAFETY: this thread holds `space`.
-        let Some(held) = (unsafe { (*self.forks.held.get()).take() }) else { return };
-        let Held { space, gate, blocked, calls, bell, done_before, birth } = held;
-        let unreported = birth.is_some();
-        let forked = match birth.map(|mut birth| birth.end()) {
+        let Some(guards) = (unsafe { (*self.forks.guards.get()).take() }) else { return };
+        let ForkGuards { space, evict_lock, blocked, calls, notices, added_before, setup } = guards;
+        let unreported = setup.is_some();
+        let forked = match setup.map(|mut setup| setup.end()) {
             None => forked,
             Some(Ok(forked)) => forked,
-            Some(Err(error)) => self.broken("keep memory from what is forked otherwise", &error),
+            Some(Err(error)) => self.fatal("exclude memory from further forks", &error),
         };
         self.forks.thread.store(0, Ordering::Release);
-        drop(gate);
+        drop(evict_lock);
         if forked && unreported && !self.forks.is_light() {
-            self.ask_evictor(BORN);
+            self.ask_evictor(CHILD_MADE);
         }
-        // A light child's own forks are followed by the keeper, not here.
+        // The page server follows a light child's own forks, not this process.
         while forked && !self.forks.is_light() {
-            let done = self.forks.done.load(Ordering::Acquire);
-            if done != done_before {
+            let done = self.forks.children_added.load(Ordering::Acquire);
+            if done != added_before {
                 break;
             }
-            sys::futex_wait(&self.forks.done, done, Some(1000));
+            sys::futex_wait(&self.forks.children_added, done, Some(1000));
         }
         if !self.forks.is_light() {
-            self.forks.announced.iter().for_each(|end| end.store(0, Ordering::Release));
+            self.forks.server_ends.iter().for_each(|end| end.store(0, Ordering::Release));
             self.fork_waits.store(false, Ordering::Release);
             self.slots().end_freezing();
             self.forks.step.store(NONE, Ordering::Release);
@@ -329,71 +209,74 @@ impl Pager {
                 self.child_is_gone();
             }
         }
-        drop((calls, bell));
+        drop((calls, notices));
         drop(space);
         drop(blocked);
     }
 
-    /// One child less that needs frozen slots.
+    /// Records that one child less needs frozen slots. Without such children, unfreezes the slots.
     fn child_is_gone(&self) {
-        let mut living = self.forks.living.lock().expect("nobody panics with it locked");
-        *living -= 1;
-        let thawed = if *living == 0 { self.slots().thaw() } else { Vec::new() };
-        drop(living);
+        let mut dependents =
+            self.forks.dependents.lock().expect("no thread panics while it holds this lock");
+        *dependents -= 1;
+        let thawed = if *dependents == 0 { self.slots().thaw() } else { Vec::new() };
+        drop(dependents);
         self.note_emptied(thawed);
     }
 
-    /// To be called after every fork in the child: from here on it is a light child.
+    /// Makes the child a light child. Called after every fork in the child.
     pub fn after_fork_in_child(&'static self) {
-        // SAFETY: the copy of the thread that holds `space`.
-        let Some(held) = (unsafe { (*self.forks.held.get()).take() }) else { return };
-        let Held { space, gate, blocked, calls, bell, birth, .. } = held;
-        // This thread is the only one yet. The one that is started below may take them: the allocator
-        // gives memory back whenever it is called.
-        drop((space, gate));
+        // SAFETY: this thread is the copy of the thread that holds `space`.
+        let Some(guards) = (unsafe { (*self.forks.guards.get()).take() }) else { return };
+        let ForkGuards { space, evict_lock, blocked, calls, notices, setup, .. } = guards;
+        // No other thread exists yet. The thread that is started below may need these locks,
+        // because the allocator may drop pages in any call.
+        drop((space, evict_lock));
         descriptor::note_program();
         self.forks.light.store(true, Ordering::Release);
-        // These are our parent's: its userfaultfd, its channel to its own parent's keeper.
+        // Closes the parent's descriptors: its userfaultfd, and its sockets to its own parent's
+        // page server.
         descriptor::close_all_but(&self.sockets.descriptors());
-        let [keepers_calls, calls] = calls;
-        let [keepers_bell, bell] = bell;
-        let faults = birth.map(|mut birth| birth.end_in_child());
+        let [server_calls, calls] = calls;
+        let [server_notices, notices] = notices;
+        let faults = setup.map(|mut setup| setup.end_in_child());
         match faults {
-            // It has closed them, and their numbers may be others' by now.
-            Some(_) => std::mem::forget((keepers_calls, keepers_bell)),
-            None => drop((keepers_calls, keepers_bell)),
+            // The child set-up has closed them, and their numbers may have been reused.
+            Some(_) => std::mem::forget((server_calls, server_notices)),
+            None => drop((server_calls, server_notices)),
         }
-        if self.enter_light(calls, bell, faults).is_err() {
-            abandoned();
+        if self.enter_light(calls, notices, faults).is_err() {
+            server_lost();
         }
         drop(blocked);
     }
 
-    /// The descriptor of its faults comes from the keeper, unless the child has made it.
+    /// Starts the thread of a light child. The descriptor of the child's faults comes from the page
+    /// server, unless the child has made it (`faults`).
     fn enter_light(
         &'static self,
         calls: OwnedFd,
-        bell: OwnedFd,
+        notices: OwnedFd,
         faults: Option<OwnedFd>,
     ) -> io::Result<()> {
-        // Stays open as long as the process.
+        // Stays open until the process ends.
         let calls = ManuallyDrop::new(descriptor::move_high(calls.as_raw_fd())?).as_raw_fd();
         self.forks.calls.store(calls, Ordering::Release);
         let faults = match faults {
             Some(faults) => faults,
             None => {
-                let (_, [faults, _]) = channel::receive(bell.as_raw_fd())?;
+                let (_, [faults, _]) = channel::receive(notices.as_raw_fd())?;
                 faults.ok_or(io::ErrorKind::InvalidData)?
             }
         };
-        // The grown child's mapping calls use it, in the program's table.
+        // The promoted child's mapping calls use it, in the program's table.
         let faults = ManuallyDrop::new(descriptor::move_high(faults.as_raw_fd())?);
-        let life = self.forks.open_life()?;
-        let ends = grow::Ends {
+        let exit_socket = self.forks.open_exit_socket()?;
+        let ends = child_promotion::ChildSockets {
             calls,
-            bell: bell.as_raw_fd(),
+            notices: notices.as_raw_fd(),
             faults: faults.as_raw_fd(),
-            life: life.as_raw_fd(),
+            exit_socket: exit_socket.as_raw_fd(),
         };
         spawn("granary-light", move || {
             self.enter();
@@ -401,35 +284,37 @@ impl Pager {
             self.forks.watched.store(1, Ordering::Release);
             sys::futex_wake(&self.forks.watched);
             if own.is_err() {
-                abandoned();
+                server_lost();
             }
-            self.live_light(ends);
+            self.wait_for_promotion(ends);
         })?;
-        // A new thread of libc's looks at the locale, which is paged: only when it is past that
-        // can it watch, and until then we do.
+        // A new libc thread reads the locale, which is paged. Only after that can it wait for
+        // notices; until then this thread does.
         while self.forks.watched.swap(0, Ordering::AcqRel) == 0 {
             sys::futex_wait(&self.forks.watched, 0, Some(10));
-            if channel::has_hung_up(bell.as_raw_fd(), 0) {
-                abandoned();
+            if channel::has_hung_up(notices.as_raw_fd(), 0) {
+                server_lost();
             }
         }
         Ok(())
     }
 
-    /// The keeper's ends of the channel of the fork that is under way, for the calling thread's table.
-    fn announced(&self) -> Option<[OwnedFd; 2]> {
+    /// Copies the page server's ends of the sockets of the fork in progress into the calling
+    /// thread's table.
+    fn server_ends(&self) -> Option<[OwnedFd; 2]> {
         let take = |end: &AtomicI32| match end.swap(0, Ordering::AcqRel) {
             0 => None,
             end => descriptor::take_from_program(end).ok(),
         };
-        let [calls, bell] = &self.forks.announced;
-        Some([take(calls)?, take(bell)?])
+        let [calls, notices] = &self.forks.server_ends;
+        Some([take(calls)?, take(notices)?])
     }
 
-    /// The slots of all pages that have one, those that are resident among them, and where there are pages at
-    /// all. With `gate` locked and nothing staged that is not in its slot.
-    fn picture(&self) -> (Arc<Picture>, Touched) {
-        let (mut picture, mut touched) = (Picture::new(), Touched::new());
+    /// Takes the snapshot for a child: the slots of all pages that have one, resident pages
+    /// included, and the blocks in which pages exist. The caller holds `evict_lock`, and every
+    /// staged page is equal to its slot.
+    fn snapshot(&self) -> (Arc<Snapshot>, Touched) {
+        let (mut snapshot, mut touched) = (Snapshot::new(), Touched::new());
         self.table.touched(0..self.region.pages(), |part| {
             touched.insert(part.start / channel::BLOCK_PAGES);
             for page in part.map(PageId) {
@@ -438,45 +323,48 @@ impl Pager {
                     State::Staged => entry.frame().and_then(|f| self.staging.slot(FrameId(f))),
                     State::Remote | State::Resident | State::Absent => entry.slot().map(SlotId),
                 };
-                picture.extend(slot.map(|slot| (page, slot)));
+                snapshot.extend(slot.map(|slot| (page, slot)));
             }
         });
-        (Arc::new(picture), touched)
+        (Arc::new(snapshot), touched)
     }
 
-    /// On a thread of the pager's.
-    fn hand_to_keeper(self: &Arc<Self>, child: Box<Child>) {
+    /// Hands a child to the page server. Called on a thread of the pager.
+    fn hand_to_server(self: &Arc<Self>, child: Box<Child>) {
         let inbox = match self.forks.inbox.get() {
             Some(inbox) => Ok(inbox),
-            None => Inbox::open(self).map(|inbox| self.forks.inbox.get_or_init(|| inbox)),
+            None => {
+                page_server::open_inbox(self).map(|inbox| self.forks.inbox.get_or_init(|| inbox))
+            }
         };
         if let Err(error) = inbox.and_then(|inbox| inbox.put(child)) {
-            self.broken("start what keeps the pages of a forked child", &error);
+            self.fatal("start the thread granary-keeper, which serves forked children", &error);
         }
     }
 }
 
-/// The handler has read the event of a fork.
+/// Follows a fork whose event the handler has read.
 pub(crate) fn follow(pager: &Arc<Pager>, faults: Uffd) {
-    let channel = pager.announced();
-    let (picture, touched) = {
-        let gate = pager.gate();
+    let channel = pager.server_ends();
+    let (snapshot, touched) = {
+        let evict_lock = pager.evict_lock();
         if channel.is_none() {
-            // Forked by a raw system call: prepared late, which is as good if no other thread runs.
-            pager.flush_staging(&gate);
-            pager.forks.one_more();
+            // A fork by a raw system call was not prepared. Preparing it now is sufficient if no
+            // other thread runs meanwhile.
+            pager.flush_staging(&evict_lock);
+            pager.forks.add_dependent();
             let mut slots = pager.slots();
             slots.freeze();
             slots.end_freezing();
         }
-        pager.picture()
+        pager.snapshot()
     };
-    match keeper::introduce(&faults, channel.as_ref()) {
+    match page_server::send_fault_descriptor(&faults, channel.as_ref()) {
         Err(error) if error.raw_os_error() != Some(libc::EPIPE) => {
-            pager.broken("hand a child the descriptor of its faults", &error);
+            pager.fatal("send a forked child the descriptor of its faults", &error);
         }
         _ => {}
     }
-    pager.hand_to_keeper(Child::new(Some(faults), channel, picture, touched));
+    pager.hand_to_server(Child::new(Some(faults), channel, snapshot, touched));
     pager.fork_waits.store(false, Ordering::Release);
 }

@@ -1,11 +1,13 @@
-//! Syscall User Dispatch: the system calls of a thread come to a function of ours instead of the kernel
+//! Syscall User Dispatch: redirects the system calls of a thread to a function
 //! (`Documentation/admin-guide/syscall-user-dispatch.rst`; Linux 5.11, x86-64).
 //!
-//! The kernel refuses each call of the thread with SIGSYS, but for those that a short piece of code makes which
-//! it was told of: [`bare`] and the return from the signal handler. The handler calls the function and
-//! puts its result where the call's would be. A child has none of it.
+//! The kernel refuses each system call of the thread with SIGSYS, except calls made by one range of
+//! code that was registered: [`bare`], and the return from the signal handler. The signal handler
+//! calls the function and stores its result as the system call's. A forked child has no
+//! redirection.
 
-/// Makes a system call of the thread's: its number, its arguments; gives what the kernel would.
+/// Handles a redirected system call: gets its number and arguments, and returns a result in the
+/// kernel's form.
 pub type Serve = fn(i64, [u64; 6]) -> i64;
 
 #[cfg(target_arch = "x86_64")]
@@ -22,15 +24,16 @@ mod x86_64 {
     const PR_SET_SYSCALL_USER_DISPATCH: i32 = 59;
     const OFF: usize = 0;
     const ON: usize = 1;
-    /// `si_code` of such a SIGSYS.
+    /// `si_code` of a SIGSYS by Syscall User Dispatch.
     const SYS_USER_DISPATCH: i32 = 2;
     const SA_RESTORER: u64 = 0x0400_0000;
-    /// Bytes of a set of signals, as the kernel has it.
+    /// Bytes of the kernel's `sigset_t`.
     const SET_BYTES: usize = 8;
     const SIGSYS_BIT: u64 = 1 << (libc::SIGSYS - 1);
 
-    // As `syscall(3)`, with the arguments behind a pointer, and `errno` left alone; and the return from a
-    // signal handler. What the kernel looks at is the address after the instruction.
+    // `granary_bare_syscall` is like `syscall(3)`, but takes the arguments by pointer and leaves
+    // `errno` alone. `granary_bare_restorer` returns from a signal handler. The kernel compares the
+    // address after the instruction with the registered range.
     std::arch::global_asm!(
         ".pushsection .text.granary_bare,\"ax\",@progbits",
         ".balign 16",
@@ -65,7 +68,7 @@ mod x86_64 {
         fn granary_bare_end();
     }
 
-    /// `struct sigaction`, as the kernel has it.
+    /// The kernel's `struct sigaction`.
     #[repr(C)]
     #[derive(Clone, Copy, Default)]
     struct Action {
@@ -75,10 +78,11 @@ mod x86_64 {
         mask: u64,
     }
 
-    /// Makes a system call that is not dispatched. The result is the kernel's, errors negative.
+    /// Makes a system call that is not redirected. Returns the kernel's result, with errors as
+    /// negative numbers.
     pub fn bare(number: i64, arguments: [u64; 6]) -> i64 {
-        // SAFETY: what the arguments name is the business of who makes the call: the program's own code, whose
-        // calls are passed on, or ours.
+        // SAFETY: the caller is responsible for memory that the arguments name. It is either the
+        // program's code, whose calls are passed on, or the pager's.
         unsafe { granary_bare_syscall(number, arguments.as_ptr()) }
     }
 
@@ -97,24 +101,25 @@ mod x86_64 {
         call(libc::SYS_rt_sigaction, arguments)
     }
 
-    /// The calls of which thread go where. One at a time in a process.
+    /// Function that gets the redirected system calls. Only one thread of a process is redirected
+    /// at a time.
     static SERVE: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
-    /// What the program does at a SIGSYS of another kind.
+    /// The program's handler for SIGSYS of other kinds.
     static PROGRAMS: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
-    /// The calling thread's system calls are dispatched while it lives. To be dropped by the same thread, or its copy
-    /// in a child.
+    /// Redirects the calling thread's system calls while it lives. It is dropped by the same
+    /// thread, or by that thread's copy in a forked child.
     pub struct Dispatch {
-        /// The program's own.
+        /// The program's SIGSYS action, restored on drop.
         action: Action,
         mask: u64,
     }
 
     impl Dispatch {
-        /// From the return on the calling thread's system calls go to `serve`.
+        /// Redirects the calling thread's system calls to `serve`.
         ///
         /// # Errors
-        /// `EINVAL` where the kernel has no such thing.
+        /// `EINVAL` if the kernel has no Syscall User Dispatch.
         pub fn start(serve: Serve) -> io::Result<Self> {
             let mut dispatch = Self { action: Action::default(), mask: 0 };
             SERVE.store(serve as *mut c_void, Ordering::Release);
@@ -129,7 +134,7 @@ mod x86_64 {
             dispatch.set_mask()?;
             let start = granary_bare_syscall as *const () as usize;
             let len = granary_bare_end as *const () as usize - start;
-            // No selector: all calls but those of the piece of code.
+            // Without a selector, all calls outside of the registered range are redirected.
             let arguments = [PR_SET_SYSCALL_USER_DISPATCH as usize, ON, start, len, 0];
             if let Err(error) = call(libc::SYS_prctl, arguments) {
                 dispatch.restore();
@@ -139,7 +144,7 @@ mod x86_64 {
             Ok(dispatch)
         }
 
-        /// SIGSYS comes through, whatever else is blocked: were it not, it would end the process.
+        /// Unblocks SIGSYS: a blocked SIGSYS would end the process at the next system call.
         fn set_mask(&mut self) -> io::Result<()> {
             let sys = SIGSYS_BIT;
             let (new, old) = (&raw const sys as usize, &raw mut self.mask as usize);
@@ -166,15 +171,15 @@ mod x86_64 {
     type Handler = extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut c_void);
 
     extern "C" fn on_signal(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
-        // SAFETY: the kernel passes both, for the time of the handler.
+        // SAFETY: the kernel passes valid pointers for the duration of the handler.
         let (code, context) =
             unsafe { ((*info).si_code, &mut *context.cast::<libc::ucontext_t>()) };
         if code != SYS_USER_DISPATCH {
             return programs(signal, info, &raw mut *context);
         }
         let registers = &mut context.uc_mcontext.gregs;
-        let of = |register: i32| registers[register as usize] as u64;
-        let number = of(libc::REG_RAX) as i64;
+        let value_of = |register: i32| registers[register as usize] as u64;
+        let number = value_of(libc::REG_RAX) as i64;
         let arguments = [
             libc::REG_RDI,
             libc::REG_RSI,
@@ -183,28 +188,31 @@ mod x86_64 {
             libc::REG_R8,
             libc::REG_R9,
         ]
-        .map(of);
+        .map(value_of);
         match number {
             libc::SYS_rt_sigreturn => {
-                // From a handler of libc's (setuid of another thread): the frame is where it was.
+                // Return from a handler of libc (setuid in another thread). The signal frame is
+                // unchanged, so it is enough to continue in the registered restorer.
                 let restorer = granary_bare_restorer as *const () as usize;
                 registers[libc::REG_RIP as usize] = restorer as i64;
             }
             libc::SYS_rt_sigprocmask => {
                 let mask = (&raw mut context.uc_sigmask).cast::<u64>();
-                // SAFETY: the mask that is set when the handler returns; the sets are the caller's.
+                // SAFETY: the mask that takes effect when the handler returns; the caller of the
+                // system call owns the sets.
                 let result = unsafe { change_mask(mask, arguments) };
                 context.uc_mcontext.gregs[libc::REG_RAX as usize] = result;
             }
             _ => {
-                // SAFETY: stored by `start`, of this type.
+                // SAFETY: `start` stored a function of this type.
                 let serve: Serve = unsafe { std::mem::transmute(SERVE.load(Ordering::Acquire)) };
                 registers[libc::REG_RAX as usize] = serve(number, arguments);
             }
         }
     }
 
-    /// `rt_sigprocmask`, on the mask that is set when the handler returns; SIGSYS stays unblocked.
+    /// Does `rt_sigprocmask` on the mask that takes effect when the handler returns. SIGSYS stays
+    /// unblocked.
     ///
     /// # Safety
     /// `mask` is valid, and so are the sets that the caller of the system call names.
@@ -229,19 +237,21 @@ mod x86_64 {
         0
     }
 
-    /// A SIGSYS of another thread's, of a filter that the program has set.
+    /// Passes a SIGSYS of another kind, for example of a seccomp filter of the program, to the
+    /// program's handler.
     fn programs(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::ucontext_t) {
         let handler = PROGRAMS.load(Ordering::Acquire);
         match handler as usize {
             libc::SIG_IGN => {}
             libc::SIG_DFL => {
-                // As it would have ended.
+                // The default action: end the process by SIGSYS.
                 let _ = set_action(&Action::default(), None);
                 let id = bare(libc::SYS_gettid, [0; 6]) as usize;
                 let _ = call(libc::SYS_tkill, [id, signal as usize, 0, 0, 0]);
             }
             _ => {
-                // SAFETY: the program's own handler. Without SA_SIGINFO it looks at the first argument only.
+                // SAFETY: the program's own handler. Without SA_SIGINFO it uses only the first
+                // argument.
                 let handler: Handler = unsafe { std::mem::transmute(handler) };
                 handler(signal, info, context.cast());
             }
@@ -252,25 +262,27 @@ mod x86_64 {
 #[cfg(not(target_arch = "x86_64"))]
 pub use self::elsewhere::{Dispatch, bare};
 
-/// Where the kernel has none.
+/// Replacement for architectures without Syscall User Dispatch.
 #[cfg(not(target_arch = "x86_64"))]
 mod elsewhere {
     use std::io;
 
     use super::Serve;
 
-    /// None.
+    /// Cannot be created.
     pub struct Dispatch(std::convert::Infallible);
 
     impl Dispatch {
+        /// Always fails.
+        ///
         /// # Errors
-        /// Always.
+        /// `Unsupported`.
         pub fn start(_: Serve) -> io::Result<Self> {
             Err(io::ErrorKind::Unsupported.into())
         }
     }
 
-    /// Nothing is dispatched, so nobody calls it.
+    /// Returns ENOSYS. Never called, because no `Dispatch` can exist.
     pub fn bare(_: i64, _: [u64; 6]) -> i64 {
         -i64::from(libc::ENOSYS)
     }
@@ -284,7 +296,7 @@ mod tests {
 
     static SEEN: AtomicI64 = AtomicI64::new(0);
 
-    /// Says something of its own to getppid, and passes all else on.
+    /// Answers getppid itself, and passes all other calls on.
     fn serve(number: i64, arguments: [u64; 6]) -> i64 {
         if number == libc::SYS_getppid {
             SEEN.fetch_add(1, Ordering::Relaxed);
@@ -294,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_of_the_thread_come_here_and_go_on_as_they_were_after() {
+    fn system_calls_are_redirected_until_drop() {
         // SAFETY: plain system calls.
         unsafe {
             let mut blocked: libc::sigset_t = std::mem::zeroed();
@@ -303,7 +315,7 @@ mod tests {
             libc::pthread_sigmask(libc::SIG_SETMASK, &blocked, &mut before);
             let dispatch = Dispatch::start(serve).unwrap();
             let here = libc::getppid();
-            // Were SIGSYS blocked by this, the next call would end the process.
+            // If this blocked SIGSYS, the next call would end the process.
             let mut during: libc::sigset_t = std::mem::zeroed();
             libc::pthread_sigmask(libc::SIG_BLOCK, &blocked, &mut during);
             let again = libc::getppid();
@@ -317,7 +329,7 @@ mod tests {
             assert_eq!(libc::sigismember(&during, libc::SIGUSR1), 1);
             let mut after: libc::sigset_t = std::mem::zeroed();
             libc::pthread_sigmask(libc::SIG_SETMASK, &before, &mut after);
-            assert_eq!(libc::sigismember(&after, libc::SIGSYS), 1, "blocked as it was");
+            assert_eq!(libc::sigismember(&after, libc::SIGSYS), 1, "blocked as before");
         }
     }
 }

@@ -1,9 +1,9 @@
-//! The memory system calls, made directly.
+//! Direct system calls for memory, files and threads.
 //!
-//! Inside the preload library the symbols `mmap`, `munmap`, `madvise` and so on are the library's
-//! own, interposed ones. The pager must reach the kernel and not itself. So [`system_call`] holds the
-//! instruction, and calls no other library. The functions are thin: they add the error and nothing
-//! else.
+//! Inside the preload library, the symbols `mmap`, `munmap`, `madvise` and so on are the interposed
+//! functions of the library itself. The pager must reach the kernel instead. So [`system_call`]
+//! contains the instruction, and calls no other library. The other functions only add error
+//! handling.
 
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,16 +15,18 @@ pub const PAGE_BYTES: usize = 4096;
 /// log2 of [`PAGE_BYTES`].
 pub const PAGE_SHIFT: u32 = 12;
 
-/// A system call of six arguments at most; the error is its number. `errno` stays as it was.
+/// Makes a system call of at most six arguments. Returns the error number on failure and leaves
+/// `errno` unchanged.
 ///
-/// It is inlined, as the preload library makes system calls before the dynamic linker has relocated
-/// it: a call of another crate's function goes through the global offset table.
+/// The function is inlined because the preload library makes system calls before the dynamic linker
+/// has relocated it. A call of another crate's function would go through the global offset table,
+/// which is not ready then.
 ///
 /// # Safety
 /// As for the system call.
 #[inline]
 pub unsafe fn system_call(number: libc::c_long, arguments: [usize; 6]) -> Result<usize, i32> {
-    /// Results above this one are errors, negated.
+    /// Results above this value are negated error numbers.
     const LAST: usize = -4096isize as usize;
     let [a, b, c, d, e, f] = arguments;
     let result: usize;
@@ -63,7 +65,7 @@ pub unsafe fn system_call(number: libc::c_long, arguments: [usize; 6]) -> Result
     if result > LAST { Err(result.wrapping_neg() as i32) } else { Ok(result) }
 }
 
-/// The same, with an error of the standard library.
+/// As [`system_call`], with an error of the standard library.
 ///
 /// # Safety
 /// As for the system call.
@@ -75,7 +77,8 @@ unsafe fn call(number: libc::c_long, arguments: [usize; 6]) -> io::Result<usize>
 /// `mmap(2)`.
 ///
 /// # Safety
-/// With `MAP_FIXED` the range must belong to the caller, as whatever is mapped there goes away.
+/// With `MAP_FIXED` the range must belong to the caller, because the existing mapping there is
+/// replaced.
 pub unsafe fn mmap(
     addr: usize,
     len: usize,
@@ -84,18 +87,19 @@ pub unsafe fn mmap(
     fd: i32,
     offset: i64,
 ) -> io::Result<usize> {
-    // SAFETY: the caller vouches for a fixed range; elsewhere the kernel picks a free one.
+    // SAFETY: the caller guarantees a fixed range; without one, the kernel picks a free range.
     unsafe {
         let arguments = [addr, len, prot as usize, flags as usize, fd as usize, offset as usize];
         call(libc::SYS_mmap, arguments)
     }
 }
 
-/// Start and bytes of what [`map_anonymous`] mapped; 0 where there is none.
+/// Start address and bytes of each mapping by [`map_anonymous`]; start 0 marks a free entry.
 static OWN: [(AtomicUsize, AtomicUsize); 256] =
     [const { (AtomicUsize::new(0), AtomicUsize::new(0)) }; 256];
 
-/// Private anonymous memory of the pager's own, readable and writable, without a reservation of swap.
+/// Maps private anonymous memory for the pager itself: readable and writable, without a reservation
+/// of swap.
 pub fn map_anonymous(len: usize) -> io::Result<usize> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     // SAFETY: no MAP_FIXED, so no existing mapping is touched.
@@ -109,7 +113,7 @@ pub fn map_anonymous(len: usize) -> io::Result<usize> {
     Ok(start)
 }
 
-/// Unmaps what [`map_anonymous`] mapped, whole.
+/// Unmaps a whole mapping made by [`map_anonymous`].
 ///
 /// # Safety
 /// As for [`munmap`].
@@ -121,7 +125,7 @@ pub unsafe fn unmap_anonymous(start: usize, len: usize) -> io::Result<()> {
     unsafe { munmap(start, len) }
 }
 
-/// True for a mapping that begins in memory of the pager's own.
+/// Returns true for a mapping that begins in memory mapped by [`map_anonymous`].
 pub(crate) fn is_own_mapping(range: &std::ops::Range<usize>) -> bool {
     OWN.iter().any(|(own, bytes)| {
         let own = own.load(Ordering::Acquire);
@@ -129,10 +133,12 @@ pub(crate) fn is_own_mapping(range: &std::ops::Range<usize>) -> bool {
     })
 }
 
-/// The name of the program as the kernel has it: 15 bytes at most, zeros behind; empty without /proc.
+/// Returns the kernel's name of the program: at most 15 bytes, padded with zeros; empty without
+/// `/proc`.
 ///
-/// The C library's `program_invocation_short_name` would be memory of the program: setproctitle of
-/// Redis and others lets it point to the heap, whose pages the pager's threads must not touch.
+/// The C library's `program_invocation_short_name` is not used, because the program may change it:
+/// setproctitle of Redis and others lets it point to the heap, whose pages the pager's threads must
+/// not touch.
 pub(crate) fn program_name() -> [u8; 16] {
     let mut name = [0; 16];
     let read = open_own(c"/proc/self/comm").and_then(|file| io::Read::read(&mut &file, &mut name));
@@ -144,9 +150,9 @@ pub(crate) fn program_name() -> [u8; 16] {
 /// `munmap(2)`.
 ///
 /// # Safety
-/// The range must belong to the caller and nothing may refer to it any more.
+/// The range must belong to the caller, and no reference to it may remain.
 pub unsafe fn munmap(addr: usize, len: usize) -> io::Result<()> {
-    // SAFETY: the caller gives the range up.
+    // SAFETY: the caller releases the range.
     unsafe { call(libc::SYS_munmap, [addr, len, 0, 0, 0, 0]) }.map(drop)
 }
 
@@ -161,14 +167,14 @@ pub unsafe fn mremap(
     flags: i32,
     new_addr: usize,
 ) -> io::Result<usize> {
-    // SAFETY: the caller gives the old range up and owns the new one.
+    // SAFETY: the caller releases the old range and owns the new one.
     unsafe { call(libc::SYS_mremap, [addr, old_len, new_len, flags as usize, new_addr, 0]) }
 }
 
 /// `mprotect(2)`.
 ///
 /// # Safety
-/// The range must belong to the caller, and nobody may rely on an access that is taken away.
+/// The range must belong to the caller, and no code may rely on an access that is removed.
 pub unsafe fn mprotect(addr: usize, len: usize, prot: i32) -> io::Result<()> {
     // SAFETY: the caller owns the range.
     unsafe { call(libc::SYS_mprotect, [addr, len, prot as usize, 0, 0, 0]) }.map(drop)
@@ -177,16 +183,18 @@ pub unsafe fn mprotect(addr: usize, len: usize, prot: i32) -> io::Result<()> {
 /// `madvise(2)`.
 ///
 /// # Safety
-/// The range must belong to the caller; destructive advice drops what is in it.
+/// The range must belong to the caller; destructive advice drops its content.
 pub unsafe fn madvise(addr: usize, len: usize, advice: i32) -> io::Result<()> {
     // SAFETY: the caller owns the range.
     unsafe { call(libc::SYS_madvise, [addr, len, advice as usize, 0, 0, 0]) }.map(drop)
 }
 
-/// Writes `text` and a newline to the standard error, without a lock, an allocation or stdio.
+/// Writes `text` and a newline to the program's standard error, without a lock, an allocation or
+/// stdio.
 pub fn say(text: &str) {
     use std::os::fd::AsRawFd;
-    // The pager's threads have a descriptor table of their own.
+    // The pager's threads have a descriptor table of their own, in which descriptor 2 leads to
+    // `/dev/null`.
     let theirs = crate::descriptor::take_from_program(2);
     write_line(theirs.as_ref().map_or(2, |fd| fd.as_raw_fd()), text);
 }
@@ -194,11 +202,12 @@ pub fn say(text: &str) {
 fn write_line(fd: i32, text: &str) {
     let parts = ["granary: ", text, "\n"]
         .map(|part| libc::iovec { iov_base: part.as_ptr().cast_mut().cast(), iov_len: part.len() });
-    // SAFETY: the buffers live through the call, which only reads them.
+    // SAFETY: the buffers outlive the call, which only reads them.
     unsafe { libc::syscall(libc::SYS_writev, fd, parts.as_ptr(), parts.len()) };
 }
 
-/// Ends the process at once, all threads, with no handler run.
+/// Writes `text` to standard error and ends the process at once: all threads, without running exit
+/// handlers.
 pub fn die(status: i32, text: &str) -> ! {
     say(text);
     loop {
@@ -207,11 +216,11 @@ pub fn die(status: i32, text: &str) -> ! {
     }
 }
 
-/// Opens a file of /proc/self for reading. A process that has changed its user may do that only while it
-/// is "dumpable", so it is for the moment.
+/// Opens a file of `/proc/self` for reading. A process that has changed its user may open these
+/// files only while it is "dumpable", so the function sets this flag for the duration of the call.
 pub fn open_own(path: &std::ffi::CStr) -> io::Result<std::fs::File> {
     use std::os::fd::FromRawFd;
-    // SAFETY: the path is a C string; a descriptor that is returned is ours.
+    // SAFETY: the path is a C string; this function owns the returned descriptor.
     let open = || unsafe {
         match libc::open(path.as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC) {
             -1 => Err(io::Error::last_os_error()),
@@ -230,11 +239,11 @@ pub fn open_own(path: &std::ffi::CStr) -> io::Result<std::fs::File> {
     })
 }
 
-/// Waits for the end of a process that shares this thread's thread-local storage. Nothing is called here
-/// that would touch that.
+/// Waits for the end of a process that shares this thread's thread-local storage. Calls no function
+/// that touches that storage.
 #[inline(never)]
 pub fn wait_for_clone(process: i32) {
-    // SAFETY: there is no place for a status, so no memory is named.
+    // SAFETY: no status is requested, so the kernel writes no memory.
     let wait = || unsafe {
         let arguments = [process as usize, 0, libc::__WCLONE as usize, 0, 0, 0];
         system_call(libc::SYS_wait4, arguments)
@@ -242,13 +251,25 @@ pub fn wait_for_clone(process: i32) {
     while wait() == Err(libc::EINTR) {}
 }
 
-/// The calling thread's id.
+/// Returns the id of the calling thread.
 pub fn thread_id() -> u32 {
     // SAFETY: no argument, cannot fail.
     unsafe { libc::syscall(libc::SYS_gettid) as u32 }
 }
 
-/// Monotonic time in nanoseconds.
+/// Returns the number of cores on which the process may run.
+pub(crate) fn cores() -> usize {
+    // SAFETY: a zero set is valid for the write.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        if libc::sched_getaffinity(0, size_of_val(&set), &mut set) != 0 {
+            return 1;
+        }
+        libc::CPU_COUNT(&set) as usize
+    }
+}
+
+/// Returns the monotonic time in nanoseconds.
 pub fn now_ns() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is valid for the write.
@@ -256,22 +277,23 @@ pub fn now_ns() -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// All signals but number 33, with which libc has every thread change its user or group ids: `setuid`
-/// waits until all have answered, the pager's threads too, and its handler touches no paged memory.
+/// All signals but number 33. With signal 33, libc makes every thread change its user or group ids:
+/// `setuid` waits until all threads, including the pager's, have answered. Its handler touches no
+/// paged memory.
 const BLOCKED: u64 = !(1 << 32);
 
-/// Blocks the signals for the calling thread while it lives: all but libc's own for `setuid`.
+/// Blocks the calling thread's signals while it lives, except libc's own signal for `setuid`.
 ///
-/// A program thread that holds a lock of the pager's must not run a signal handler: the handler may
-/// touch paged memory, and the fault would wait for the lock.
+/// A program thread that holds a lock of the pager must not run a signal handler. The handler may
+/// touch paged memory, and its fault would wait for the lock.
 pub struct SignalsBlocked(u64);
 
 impl SignalsBlocked {
-    /// Blocks all signals.
+    /// Blocks the signals.
     pub fn new() -> Self {
         let all = BLOCKED;
         let mut old = 0u64;
-        // SAFETY: both sets are 8 bytes, the size the kernel is told.
+        // SAFETY: both sets are 8 bytes, the size passed to the kernel.
         unsafe {
             libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &all, &mut old, 8usize)
         };
@@ -287,31 +309,33 @@ impl Default for SignalsBlocked {
 
 impl Drop for SignalsBlocked {
     fn drop(&mut self) {
-        // SAFETY: the set is 8 bytes, the size the kernel is told.
+        // SAFETY: the set is 8 bytes, the size passed to the kernel.
         unsafe {
             libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &self.0, 0usize, 8usize)
         };
     }
 }
 
-/// While it lives, a file that would grow beyond RLIMIT_FSIZE is an error (EFBIG) to the calling thread and not
-/// the end of the process by SIGXFSZ. The program's own handling of that signal stays as it is.
+/// Turns SIGXFSZ into an error for the calling thread while it lives. A file that would grow beyond
+/// RLIMIT_FSIZE then causes EFBIG instead of ending the process. The program's own handling of the
+/// signal is unchanged.
 ///
-/// The pager's threads block all signals anyway; the program's need this where the pager works on them.
+/// The pager's threads block all signals anyway. The program's threads need this when they run code
+/// of the pager.
 pub struct FileSizeSignalBlocked {
     old: u64,
-    /// The signal was pending before: it is the program's.
+    /// True if the signal was already pending, for the program.
     theirs: bool,
 }
 
-/// A set of signals with SIGXFSZ alone, as the kernel has it.
+/// A `sigset_t` of the kernel that contains only SIGXFSZ.
 const FILE_SIZE_SIGNAL: u64 = 1 << (libc::SIGXFSZ - 1);
 
 impl FileSizeSignalBlocked {
     /// Blocks the signal.
     pub fn new() -> Self {
         let (mut old, mut pending) = (0u64, 0u64);
-        // SAFETY: all sets are 8 bytes, the size the kernel is told.
+        // SAFETY: all sets are 8 bytes, the size passed to the kernel.
         unsafe {
             libc::syscall(
                 libc::SYS_rt_sigprocmask,
@@ -325,10 +349,10 @@ impl FileSizeSignalBlocked {
         Self { old, theirs: pending & FILE_SIZE_SIGNAL != 0 }
     }
 
-    /// True if a file would have grown beyond the limit since.
+    /// Returns true if a file would have grown beyond the limit since the signal was blocked.
     pub fn was_raised(&self) -> bool {
         let mut pending = 0u64;
-        // SAFETY: the set is 8 bytes, the size the kernel is told.
+        // SAFETY: the set is 8 bytes, the size passed to the kernel.
         unsafe { libc::syscall(libc::SYS_rt_sigpending, &mut pending, 8usize) };
         !self.theirs && pending & FILE_SIZE_SIGNAL != 0
     }
@@ -343,7 +367,8 @@ impl Default for FileSizeSignalBlocked {
 impl Drop for FileSizeSignalBlocked {
     fn drop(&mut self) {
         let at_once = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: the sets are 8 bytes, the size the kernel is told; nothing about a signal is asked for.
+        // SAFETY: the sets are 8 bytes, the size passed to the kernel; no signal information is
+        // requested.
         unsafe {
             if self.was_raised() {
                 let none = std::ptr::null_mut::<libc::siginfo_t>();
@@ -355,7 +380,7 @@ impl Drop for FileSizeSignalBlocked {
     }
 }
 
-/// The most bytes that a file of this process may have (RLIMIT_FSIZE).
+/// Returns the maximum size of a file of this process, in bytes (RLIMIT_FSIZE).
 pub fn file_size_limit() -> u64 {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `limit` is valid for the write.
@@ -363,7 +388,7 @@ pub fn file_size_limit() -> u64 {
     limit.rlim_cur
 }
 
-/// Waits while `*word == expected`, at most `timeout_ms` (forever if none). May return early.
+/// Waits while `*word == expected`, at most `timeout_ms` (forever if `None`). May return early.
 pub fn futex_wait(word: &std::sync::atomic::AtomicU32, expected: u32, timeout_ms: Option<u64>) {
     let time = timeout_ms.map(|ms| libc::timespec {
         tv_sec: (ms / 1000) as i64,
@@ -375,7 +400,7 @@ pub fn futex_wait(word: &std::sync::atomic::AtomicU32, expected: u32, timeout_ms
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), operation, expected, pointer) };
 }
 
-/// Wakes all that wait on `word`.
+/// Wakes all threads that wait on `word`.
 pub fn futex_wake(word: &std::sync::atomic::AtomicU32) {
     let operation = libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG;
     // SAFETY: the word outlives the call.
@@ -388,9 +413,9 @@ mod tests {
     use std::os::fd::{AsRawFd, FromRawFd};
 
     #[test]
-    fn a_file_that_may_not_grow_is_an_error_and_no_signal() {
-        // In a child process: the limit is for all threads.
-        // SAFETY: the child makes system calls only, and ends by one.
+    fn file_size_limit_is_an_error_without_a_signal() {
+        // In a child process, because the limit applies to all threads.
+        // SAFETY: the child only makes system calls, and ends by one.
         let child = unsafe { libc::fork() };
         if child == 0 {
             // SAFETY: as above.
@@ -407,7 +432,7 @@ mod tests {
                 drop(blocked);
                 i32::from(before || done == 0 || error != libc::EFBIG || !after)
             };
-            // SAFETY: ends this process only.
+            // SAFETY: ends the child process only.
             unsafe { libc::_exit(status) };
         }
         let mut status = 0;
@@ -418,8 +443,8 @@ mod tests {
 
     #[test]
     fn a_message_is_one_line() {
-        let (mut ends, text) = ([0; 2], "what cannot be done".to_string());
-        // SAFETY: `ends` is valid for the write; the descriptors are ours.
+        let (mut ends, text) = ([0; 2], "cannot do this".to_string());
+        // SAFETY: `ends` is valid for the write; the test owns the descriptors.
         let (reader, writer) = unsafe {
             assert_eq!(libc::pipe(ends.as_mut_ptr()), 0);
             (std::fs::File::from_raw_fd(ends[0]), std::fs::File::from_raw_fd(ends[1]))
@@ -428,6 +453,6 @@ mod tests {
         drop(writer);
         let mut line = String::new();
         io::Read::read_to_string(&mut &reader, &mut line).unwrap();
-        assert_eq!(line, "granary: what cannot be done\n");
+        assert_eq!(line, "granary: cannot do this\n");
     }
 }

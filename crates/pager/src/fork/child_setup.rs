@@ -1,23 +1,24 @@
-//! The first moments of a child of which the kernel reports nothing.
+//! Set-up of a forked child when the kernel does not report the fork.
 //!
-//! Without CAP_SYS_PTRACE there is no UFFD_FEATURE_EVENT_FORK: the kernel copies the region to the child
-//! as plain memory, in which what is missing reads as zeros. So the child opens a userfaultfd of its own
-//! and registers the region, before anything touches it. A `pthread_atfork` handler is too late for that:
-//! libc resets the locks of its streams before it, and those are in paged memory, and other libraries may
-//! have handlers before ours. So the system call itself is ours: for the time of the fork the kernel hands all
-//! system calls of the forking thread to us (Syscall User Dispatch, Linux 5.11), as SIGSYS. We make
-//! them; and after the one that makes the child we are the first to run there:
+//! Without CAP_SYS_PTRACE there is no UFFD_FEATURE_EVENT_FORK: the kernel copies the region to the
+//! child as plain memory, in which missing pages read as zeros. So the child opens a userfaultfd of
+//! its own and registers the region before any code touches it. A `pthread_atfork` handler runs too
+//! late: before it, libc resets the locks of its streams, which are in paged memory, and handlers
+//! of other libraries may run earlier. So the pager makes the system call itself. During the fork,
+//! the kernel delivers all system calls of the forking thread as SIGSYS (Syscall User Dispatch,
+//! Linux 5.11), and the signal handler makes them. After the call that makes the child, the
+//! handler's code is the first to run in the child:
 //!
 //! ```text
 //!   forking thread                                   child
-//!   before_fork: Birth::prepare
+//!   before_fork: ChildSetup::prepare
 //!   libc: clone --> SIGSYS: deliver: clone ------>   opens a userfaultfd, registers the region,
-//!   libc goes on    <-------/        \               sends the descriptor to the keeper
-//!   after_fork: Birth::end            \-------->     libc goes on
+//!   libc continues  <-----/        \                 sends the descriptor to the page server
+//!   after_fork: ChildSetup::end       \-------->     libc continues
 //! ```
 //!
-//! Outside of a fork the region is not for children at all (MADV_DONTFORK): what is forked by a raw system call,
-//! or by a function that calls no atfork handlers, finds nothing there, rather than zeros.
+//! Outside of a fork, the region has MADV_DONTFORK. So a child made by a raw system call, or by a
+//! function that calls no atfork handlers, finds no memory there instead of zeros.
 
 use std::fmt::Write;
 use std::io;
@@ -26,67 +27,67 @@ use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
 
 use super::channel::{self, Message};
 use crate::config::EXIT_PAGER;
-use crate::pager::Pager;
-use crate::region::Space;
 use crate::sys::dispatch;
 use crate::uffd::{Features, Uffd};
 
-/// The fork that is under way. What the child needs is put together before, as it must not allocate.
-static CURRENT: AtomicPtr<Birth> = AtomicPtr::new(std::ptr::null_mut());
+/// The fork in progress. Data for the child is prepared before the fork, because the child must not
+/// allocate.
+static CURRENT: AtomicPtr<ChildSetup> = AtomicPtr::new(std::ptr::null_mut());
 
-/// A fork that the kernel does not report.
-pub(super) struct Birth {
-    /// What of the region the child gets, and registers: addresses and bytes.
+/// State of a fork that the kernel does not report.
+pub(super) struct ChildSetup {
+    /// Parts of the region that the child gets and registers, as addresses and bytes.
     parts: Vec<(usize, usize)>,
-    /// The child's end of its calls.
+    /// The child's request socket.
     calls: RawFd,
-    /// What the child has no use for.
-    keepers: [RawFd; 2],
-    /// What the system call gave; 0 in the child, and -1 before it.
+    /// The page server's ends of the sockets, which the child closes.
+    server_ends: [RawFd; 2],
+    /// Result of the system call: 0 in the child, -1 before the call.
     made: AtomicI32,
-    /// In the parent: the error of taking the region out of further forks, or 0.
+    /// In the parent: the error of excluding the region from further forks, or 0.
     ended: AtomicI32,
     /// In the child: the descriptor of its faults.
     faults: AtomicI32,
     dispatch: Option<dispatch::Dispatch>,
 }
 
-impl Birth {
-    /// In the parent, before the fork: the next system call that makes a process is ours.
+impl ChildSetup {
+    /// In the parent, before the fork: redirects the thread's system calls to [`on_syscall`].
+    /// `parts` are the parts of the region that the child gets.
     ///
     /// # Errors
-    /// Where the kernel has no Syscall User Dispatch.
+    /// The kernel has no Syscall User Dispatch.
     pub fn prepare(
-        pager: &Pager,
-        space: &Space,
+        parts: Vec<(usize, usize)>,
         calls: &[OwnedFd; 2],
-        bell: &[OwnedFd; 2],
+        notices: &[OwnedFd; 2],
     ) -> io::Result<Box<Self>> {
-        let mut birth = Box::new(Self {
-            parts: pager.parts_for_children(space),
+        let mut setup = Box::new(Self {
+            parts,
             calls: calls[1].as_raw_fd(),
-            keepers: [calls[0].as_raw_fd(), bell[0].as_raw_fd()],
+            server_ends: [calls[0].as_raw_fd(), notices[0].as_raw_fd()],
             made: AtomicI32::new(-1),
             ended: AtomicI32::new(0),
             faults: AtomicI32::new(-1),
             dispatch: None,
         });
-        CURRENT.store(&raw mut *birth, Ordering::Release);
-        // From here on the thread's system calls come to `on_syscall`.
+        CURRENT.store(&raw mut *setup, Ordering::Release);
+        // From here on `on_syscall` receives the thread's system calls.
         match dispatch::Dispatch::start(on_syscall) {
-            Ok(dispatch) => birth.dispatch = Some(dispatch),
+            Ok(dispatch) => setup.dispatch = Some(dispatch),
             Err(error) => {
                 CURRENT.store(std::ptr::null_mut(), Ordering::Release);
                 return Err(error);
             }
         }
-        Ok(birth)
+        Ok(setup)
     }
 
-    /// Says whether a fork copies the region; an error as the kernel gives it, or 0.
+    /// Sets with MADV_DOFORK or MADV_DONTFORK whether a fork copies the region. Returns 0 or a
+    /// negative error number.
     fn advise(&self, advice: i32) -> i64 {
         for &(start, len) in &self.parts {
-            // Parts of the region; only what a fork copies is changed.
+            // Parts of the region; the advice changes only whether a fork copies them.
             let arguments = [start as u64, len as u64, advice as u64, 0, 0, 0];
             let result = dispatch::bare(libc::SYS_madvise, arguments);
             if result < 0 {
@@ -96,7 +97,7 @@ impl Birth {
         0
     }
 
-    /// In the parent, after the fork. True if there is a child.
+    /// In the parent, after the fork: ends the redirection. Returns true if a child was made.
     pub fn end(&mut self) -> io::Result<bool> {
         CURRENT.store(std::ptr::null_mut(), Ordering::Release);
         drop(self.dispatch.take());
@@ -106,19 +107,20 @@ impl Birth {
         }
     }
 
-    /// In the child: the descriptor of its faults.
+    /// In the child: ends the redirection and returns the descriptor of the child's faults.
     pub fn end_in_child(&mut self) -> OwnedFd {
         CURRENT.store(std::ptr::null_mut(), Ordering::Release);
         drop(self.dispatch.take());
-        // SAFETY: `open_faults` left it there, for us.
+        // SAFETY: `open_faults` stored it here and does not use it any more.
         unsafe { OwnedFd::from_raw_fd(self.faults.load(Ordering::Acquire)) }
     }
 
-    /// The first thing that runs in the child. It has the parent's locks as they were, so it allocates nothing.
+    /// Runs first in the child. Must not allocate, because the child has a copy of the parent's
+    /// locks, some of them held.
     fn begin(&self) {
-        for fd in self.keepers {
-            // Makes room for the descriptor below, whatever the limit.
-            // SAFETY: the child's copies; `Pager::after_fork_in_child` does not close them again.
+        for fd in self.server_ends {
+            // Makes room for the descriptor that is opened below, in case the limit is reached.
+            // SAFETY: the child's copies; `after_fork_in_child` does not close them again.
             unsafe { libc::syscall(libc::SYS_close, fd) };
         }
         let (step, error) = match self.open_faults() {
@@ -128,8 +130,8 @@ impl Birth {
         let mut text = Text::default();
         let _ = writeln!(
             text,
-            "granary: a forked process cannot {step} (error {error}), so it ends now (status {EXIT_PAGER}), \
-             before it could see wrong data"
+            "granary: a forked process cannot {step} (error {error}), so it ends now (status {EXIT_PAGER}): \
+             otherwise it could read wrong data"
         );
         loop {
             // SAFETY: the text is valid for the read; exit_group does not return.
@@ -144,28 +146,28 @@ impl Birth {
         let number = |error: io::Error| error.raw_os_error().unwrap_or(0);
         let faults = Uffd::open(Features::default()).map_err(|error| match error {
             crate::Error::Userfaultfd { device, .. } => {
-                ("open a userfaultfd of its own, as its parent could", number(device))
+                ("open a userfaultfd, although its parent could", number(device))
             }
-            crate::Error::UserfaultfdApi(error) => ("set its userfaultfd up", number(error)),
+            crate::Error::UserfaultfdApi(error) => ("set up its userfaultfd", number(error)),
             _ => ("open a userfaultfd", 0),
         })?;
         for &(start, len) in &self.parts {
-            // SAFETY: parts of the region; the keeper resolves their faults.
+            // SAFETY: parts of the region; the page server resolves their faults.
             unsafe { faults.register(start, len) }
                 .map_err(|error| ("register its memory with userfaultfd", number(error)))?;
         }
         match self.advise(libc::MADV_DONTFORK) {
             0 => {}
-            error => return Err(("keep its memory from its own children", -error as i32)),
+            error => return Err(("exclude its memory from its own forks", -error as i32)),
         }
         channel::send(self.calls, Message::of(channel::FAULTS), &[faults.as_raw_fd()])
-            .map_err(|error| ("reach what keeps its parent's pages", number(error)))?;
+            .map_err(|error| ("reach granary-keeper, which holds its pages", number(error)))?;
         self.faults.store(faults.into_fd().into_raw_fd(), Ordering::Release);
         Ok(())
     }
 }
 
-/// A message, put together without the heap.
+/// Buffer to format a message without the heap.
 struct Text {
     bytes: [u8; 256],
     len: usize,
@@ -186,7 +188,7 @@ impl Write for Text {
     }
 }
 
-/// Stack that the child may need before its faults are served: it is there already.
+/// Stack that the child may use before its faults are served. It is made resident before the fork.
 const STACK_BYTES: usize = 8 << 10;
 
 #[inline(never)]
@@ -199,8 +201,8 @@ fn touch_stack() {
     }
 }
 
-/// Makes a system call of the forking thread, by its number and arguments; returns what the kernel does.
-/// No call in here goes to the kernel but by [`dispatch::bare`], as long as it is the parent.
+/// Handles a system call of the forking thread and returns the kernel's result. In the parent, this
+/// function must make system calls only through [`dispatch::bare`].
 fn on_syscall(number: i64, arguments: [u64; 6]) -> i64 {
     const AGAIN: i64 = -(libc::EAGAIN as i64);
     let makes_process = match number {
@@ -212,21 +214,22 @@ fn on_syscall(number: i64, arguments: [u64; 6]) -> i64 {
     if !makes_process {
         return dispatch::bare(number, arguments);
     }
-    // SAFETY: set before the first call comes here, and cleared after the last.
-    let birth = unsafe { CURRENT.load(Ordering::Acquire).as_ref() };
-    let Some(birth) = birth.filter(|birth| birth.made.load(Ordering::Acquire) < 0) else {
-        // One child for each fork: another would share its parent's channel.
+    // SAFETY: set before the first redirected call, and cleared after the last.
+    let setup = unsafe { CURRENT.load(Ordering::Acquire).as_ref() };
+    let Some(setup) = setup.filter(|setup| setup.made.load(Ordering::Acquire) < 0) else {
+        // Only one child per fork: another would share the first child's sockets.
         return AGAIN;
     };
     touch_stack();
-    // The region is for this child, and for no other that is made meanwhile, but by a rare chance.
-    let admitted = birth.advise(libc::MADV_DOFORK);
+    // The region is copied to this child only, unless another thread forks by a raw system call
+    // right now.
+    let admitted = setup.advise(libc::MADV_DOFORK);
     let made = if admitted == 0 { dispatch::bare(number, arguments) } else { admitted };
-    birth.made.store(made.max(-1) as i32, Ordering::Release);
+    setup.made.store(made.max(-1) as i32, Ordering::Release);
     if made == 0 {
-        birth.begin();
+        setup.begin();
     } else {
-        birth.ended.store(birth.advise(libc::MADV_DONTFORK) as i32, Ordering::Release);
+        setup.ended.store(setup.advise(libc::MADV_DONTFORK) as i32, Ordering::Release);
     }
     made
 }

@@ -1,0 +1,155 @@
+//! State of a forked child in the page server, and the inbox through which children arrive there.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use super::channel::{self, Block, Message};
+use crate::page_table::PageId;
+use crate::slots::SlotId;
+use crate::uffd::Uffd;
+
+/// Pages that had slots at a fork, ascending, with their slots. Resident pages are included: the
+/// child got them from the kernel and does not read them.
+pub(super) type Snapshot = Vec<(PageId, SlotId)>;
+/// Indices of blocks that may contain a page of the child.
+pub(super) type Touched = BTreeSet<u32>;
+
+/// State of a child in the page server.
+pub(super) struct Child {
+    /// Descriptor of a light child's faults. `None` for a promoted child, and until a child has
+    /// sent a descriptor that it opened itself.
+    pub faults: Option<Uffd>,
+    /// Sockets for calls and notices. A child made by a raw system call has none.
+    pub channel: Option<[OwnedFd; 2]>,
+    /// Socket for the calls of a promoted child's own page server.
+    pub server_calls: Option<OwnedFd>,
+    pub snapshot: Arc<Snapshot>,
+    /// Sockets of a fork that the child has announced.
+    pub forks: Option<[OwnedFd; 2]>,
+    /// Shared with children that this child makes while it is light. A superfluous block is
+    /// harmless.
+    pub touched: Rc<RefCell<Touched>>,
+    pub pages_served: u32,
+    pub promotion_requested: bool,
+}
+
+impl Child {
+    pub fn new(
+        faults: Option<Uffd>,
+        channel: Option<[OwnedFd; 2]>,
+        snapshot: Arc<Snapshot>,
+        touched: Touched,
+    ) -> Box<Self> {
+        Box::new(Self {
+            faults,
+            channel,
+            server_calls: None,
+            snapshot,
+            forks: None,
+            touched: Rc::new(RefCell::new(touched)),
+            pages_served: 0,
+            promotion_requested: false,
+        })
+    }
+}
+
+/// Queue through which the parent's threads send children to the page server.
+pub(super) struct Inbox {
+    reader: OwnedFd,
+    writer: OwnedFd,
+}
+
+impl Inbox {
+    /// Creates an empty queue, in the calling thread's descriptor table.
+    pub fn new() -> io::Result<Self> {
+        let mut ends = [0; 2];
+        // SAFETY: `ends` is valid for the write; this function owns the descriptors.
+        unsafe {
+            if libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC | libc::O_NONBLOCK) != 0 {
+                return Err(io::Error::last_os_error());
+            }
+            Ok(Self {
+                reader: OwnedFd::from_raw_fd(ends[0]),
+                writer: OwnedFd::from_raw_fd(ends[1]),
+            })
+        }
+    }
+
+    /// Returns the descriptor from which [`take_child`] reads.
+    pub fn reader(&self) -> RawFd {
+        self.reader.as_raw_fd()
+    }
+
+    /// Sends a child. The caller has counted it as a dependent.
+    pub fn put(&self, child: Box<Child>) -> io::Result<()> {
+        let pointer = (Box::into_raw(child) as usize).to_ne_bytes();
+        // SAFETY: a pipe transfers a pointer's bytes together or not at all.
+        let put =
+            unsafe { libc::write(self.writer.as_raw_fd(), pointer.as_ptr().cast(), pointer.len()) };
+        if put == pointer.len() as isize { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+}
+
+/// Takes the next child out of an inbox, by its reader; `None` if the inbox is empty.
+pub(super) fn take_child(reader: RawFd) -> Option<Box<Child>> {
+    let mut pointer = [0u8; size_of::<usize>()];
+    // SAFETY: valid for the write.
+    let got = unsafe { libc::read(reader, pointer.as_mut_ptr().cast(), pointer.len()) };
+    // SAFETY: the pointer was written by `Inbox::put`, and is read only once.
+    (got == pointer.len() as isize)
+        .then(|| unsafe { Box::from_raw(usize::from_ne_bytes(pointer) as *mut Child) })
+}
+
+impl Child {
+    /// Asks the child to get a pager of its own, once.
+    pub fn request_promotion(&mut self) {
+        if let Some([_, notices]) = &self.channel
+            && !std::mem::replace(&mut self.promotion_requested, true)
+        {
+            let _ = channel::send(notices.as_raw_fd(), Message::of(channel::PROMOTE), &[]);
+        }
+    }
+
+    /// Returns the slot of a page in the snapshot.
+    pub fn slot(&self, page: PageId) -> Option<SlotId> {
+        let at = self.snapshot.binary_search_by_key(&page, |&(page, _)| page).ok()?;
+        Some(self.snapshot[at].1)
+    }
+
+    /// Removes pages from the snapshot: they read as zeros.
+    pub fn forget(&mut self, range: Range<u32>) {
+        let at = |page: u32| self.snapshot.partition_point(|&(p, _)| p.0 < page);
+        let dropped = at(range.start)..at(range.end.max(range.start));
+        if !dropped.is_empty() {
+            Arc::make_mut(&mut self.snapshot).drain(dropped);
+        }
+    }
+
+    /// Returns all blocks in which the child may have a page, with the pages there that the page
+    /// server has.
+    pub fn blocks(&self) -> Vec<Block> {
+        let mut blocks: Vec<Block> = Vec::new();
+        let touched = self.touched.borrow();
+        let mut touched_blocks = touched.iter().copied().peekable();
+        let empty = |index: u32| Block { index: u64::from(index), bits: [0; 8] };
+        for &(page, _) in self.snapshot.iter() {
+            let index = page.0 / channel::BLOCK_PAGES;
+            while let Some(other) = touched_blocks.next_if(|&other| other <= index) {
+                blocks.extend((other < index).then(|| empty(other)));
+            }
+            if blocks.last().is_none_or(|last| last.index != u64::from(index)) {
+                blocks.push(empty(index));
+            }
+            let bit = page.0 % channel::BLOCK_PAGES;
+            let last = blocks.last_mut().expect("just pushed");
+            last.bits[bit as usize / 64] |= 1 << (bit % 64);
+        }
+        blocks.extend(touched_blocks.map(empty));
+        blocks
+    }
+}
