@@ -1,4 +1,4 @@
-//! Which memory node: what `--pool` and `GRANARY_POOL` name.
+//! Addresses of memory nodes, as `--pool` and `GRANARY_POOL` give them.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -8,46 +8,47 @@ use crate::client::control::{SocketControl, until_admitted};
 use crate::remote::{RemoteAddress, Token};
 use crate::{Error, Options, Pool};
 
-/// A memory node, and what is needed to reach it.
+/// Address of a memory node, with the token and NIC needed to reach it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Address {
-    /// `shm:PATH`: on this host, by its socket.
+    /// `shm:PATH`: the control socket of a memory node on this host.
     Shm(PathBuf),
-    /// `roce://HOST:PORT`: on another host.
+    /// `roce://HOST:PORT`: a memory node on another host.
     Roce(Remote),
 }
 
 /// A memory node on another host.
 ///
-/// Its text is `roce://HOST:PORT`, and behind it, if given, `;token=FILE` and `;nic=SOCKET;port=PORT`.
+/// Its text form is `roce://HOST:PORT`, optionally followed by `;token=FILE` and
+/// `;nic=SOCKET;port=PORT`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Remote {
-    /// Where it is.
+    /// Host and port of the memory node.
     pub to: RemoteAddress,
-    /// The file that has the token.
+    /// The file that contains the token.
     pub token: Option<PathBuf>,
-    /// The NIC of this host that is used; without, the process has one of its own.
+    /// The NIC of this host to use. Without it, the process runs a NIC of its own.
     pub nic: Option<LocalNic>,
 }
 
-/// A NIC of this host that processes attach to: see [`crate::NicService`].
+/// A NIC of this host to which processes attach: see [`crate::NicService`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LocalNic {
-    /// Its socket.
+    /// Path of its control socket.
     pub socket: PathBuf,
-    /// UDP port of its RoCEv2.
+    /// UDP port of its RoCEv2 traffic.
     pub port: u16,
 }
 
 impl Address {
-    /// Several, with commas between them.
+    /// Parses a list of addresses that are separated by commas.
     ///
     /// # Errors
-    /// What the first that is none says.
+    /// The error of the first invalid address.
     pub fn list(text: &str) -> Result<Vec<Self>, String> {
         let (mut all, mut rest) = (Vec::new(), text);
         loop {
-            // A comma in a path is one of the path, unless the next one begins behind it.
+            // A comma belongs to the path unless an address scheme follows it.
             let begins = |at: &usize| {
                 let behind = &rest[at + 1..];
                 behind.starts_with("shm:") || behind.starts_with(RemoteAddress::SCHEME)
@@ -61,7 +62,7 @@ impl Address {
         }
     }
 
-    /// The text that [`Address::list`] reads.
+    /// Formats a list in the form that [`Address::list`] parses.
     pub fn write_list(all: &[Self]) -> String {
         all.iter().map(Self::to_string).collect::<Vec<_>>().join(",")
     }
@@ -74,7 +75,7 @@ impl Address {
         }
     }
 
-    /// A connection to ask the memory node something with, not to use its memory.
+    /// Opens a connection for control requests only, without access to the pool's memory.
     pub fn ask(&self) -> Result<SocketControl, Error> {
         until_admitted(|| match self {
             Self::Shm(path) => SocketControl::connect(path),
@@ -86,7 +87,7 @@ impl Address {
 }
 
 impl Remote {
-    /// The token, if there is a file that has one.
+    /// Reads the token from its file, if one is given.
     pub fn token(&self) -> Result<Option<Token>, Error> {
         self.token.as_deref().map(Token::read).transpose()
     }
@@ -114,15 +115,15 @@ impl FromStr for Address {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        const KNOWN: &str = "a pool is shm:PATH, PATH being the socket that granary serve prints, or \
-                             roce://HOST:PORT, a granary serve --listen";
+        const KNOWN: &str = "a pool is shm:PATH, where PATH is the socket that granary serve prints, or \
+                             roce://HOST:PORT, where granary serve --listen runs";
         if text.starts_with(RemoteAddress::SCHEME) {
             return Remote::from_str(text).map(Self::Roce);
         }
         match text.split_once(':') {
-            Some((_, "")) => Err(format!("nothing behind the colon of {text:?}: {KNOWN}")),
+            Some((_, "")) => Err(format!("{text:?} has nothing after the colon: {KNOWN}")),
             Some(("shm", path)) => Ok(Self::Shm(path.into())),
-            _ => Err(format!("{text:?} is no pool: {KNOWN}")),
+            _ => Err(format!("{text:?} is not a pool address: {KNOWN}")),
         }
     }
 }
@@ -139,13 +140,17 @@ impl FromStr for Remote {
                 Some(("token", file)) if !file.is_empty() => token = Some(PathBuf::from(file)),
                 Some(("nic", path)) if !path.is_empty() => socket = Some(PathBuf::from(path)),
                 Some(("port", number)) => port = number.parse().ok().filter(|port| *port > 0),
-                _ => return Err(format!("{part:?} is none of token=FILE, nic=SOCKET, port=PORT")),
+                _ => {
+                    return Err(format!(
+                        "{part:?} is not one of token=FILE, nic=SOCKET, port=PORT"
+                    ));
+                }
             }
         }
         let nic = match (socket, port) {
             (Some(socket), Some(port)) => Some(LocalNic { socket, port }),
             (None, None) => None,
-            _ => return Err(format!("{text:?}: nic=SOCKET and port=PORT go together")),
+            _ => return Err(format!("{text:?}: give both nic=SOCKET and port=PORT, or neither")),
         };
         Ok(Self { to, token, nic })
     }
@@ -172,13 +177,13 @@ mod tests {
         assert_eq!(Address::list("shm:/a").unwrap(), [Address::Shm("/a".into())]);
         assert!(Address::list("memory:1GiB").is_err() && Address::list("shm:/a,shm:").is_err());
         for (text, why) in [
-            ("", "no pool"),
-            ("shm:", "behind the colon"),
-            ("/run/g.sock", "no pool"),
-            ("roce://", "no name"),
-            ("roce://h;nic=/n", "go together"),
-            ("roce://h;nic=/n;port=0", "go together"),
-            ("roce://h;token=", "none of"),
+            ("", "not a pool"),
+            ("shm:", "after the colon"),
+            ("/run/g.sock", "not a pool"),
+            ("roce://", "not a name"),
+            ("roce://h;nic=/n", "give both"),
+            ("roce://h;nic=/n;port=0", "give both"),
+            ("roce://h;token=", "not one of"),
         ] {
             let error = text.parse::<Address>().unwrap_err();
             assert!(error.contains(why), "{text}: {error}");

@@ -1,35 +1,35 @@
-//! Budgets: what a compute node may ask of the memory node's NIC, and hold (OneSidedMW §4.4,
-//! "protection against DoS attack").
+//! Budgets: limits on a compute node's requests to the memory node's NIC and on the chunks that it
+//! holds (OneSidedMW §4.4, "protection against DoS attack").
 //!
-//! The NIC executes allocations without asking the CPU, so the CPU looks afterwards: at an
-//! interval it reads the NIC's counters of each compute node's management QPs, that is, how many
-//! requests came in. Whoever is over a budget loses its management connection, and nothing else: its
-//! grants stay usable. Between two looks a compute node can go over its budget by what it gets done
-//! in one interval.
+//! Because the NIC executes allocations without the CPU, the CPU checks them afterwards:
+//! periodically it reads the NIC's request counters of each compute node's management QPs. A
+//! compute node that is over a budget loses its management connection only: its grants stay usable.
+//! It can exceed its budget by the requests of one interval at most.
 //!
-//! - Requests: a bucket that fills with the budget's rate and holds one second of it.
-//! - Chunks: allocations less frees that succeeded bound what is held from above (an allocation may
-//!   have found nothing). Only if that bound is over the budget, `owner_id` of every entry is read, and
-//!   not more often than a twentieth of the time.
+//! - Requests: a token bucket that refills at the budget's rate and holds the tokens of one second.
+//! - Chunks: allocations minus successful frees are an upper bound of the chunks held (an
+//!   allocation may have found no free chunk). Only if that bound exceeds the budget, the CPU reads
+//!   `owner_id` of every entry, for at most a twentieth of its time.
 //!
-//! A connection that was ended may be re-established after [`Budget::suspension`], twice as long each
-//! time, up to 64 times; a minute without a fault makes up for it. Who holds too many chunks may
-//! then free, and is ended again when it holds more than at that time.
+//! A closed connection may be re-established after [`Budget::suspension`]. The suspension doubles
+//! each time, up to 64-fold; a minute within the budget resets it. A compute node that holds too
+//! many chunks may then free chunks; its connection is closed again if it allocates beyond that
+//! number.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// What each compute node may use. Nothing is watched if no limit is set.
+/// Limits of each compute node. Without a limit, the counters are not read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Budget {
-    /// Allocations and frees in a second, on average over one second.
+    /// Allocations and frees per second, averaged over one second.
     pub requests_per_s: Option<u64>,
     /// Chunks held.
     pub chunks: Option<u64>,
-    /// Time between two looks at the counters.
+    /// Interval at which the counters are read.
     pub interval: Duration,
-    /// How long a management connection that was ended stays so, the first time.
+    /// Time for which a closed management connection stays closed, the first time.
     pub suspension: Duration,
 }
 
@@ -45,7 +45,7 @@ impl Default for Budget {
 }
 
 impl Budget {
-    /// True if anything is limited.
+    /// True if a limit is set.
     pub fn is_set(&self) -> bool {
         self.requests_per_s.is_some() || self.chunks.is_some()
     }
@@ -54,46 +54,46 @@ impl Budget {
 /// The state of budgets, for `status`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BudgetStatus {
-    /// Requests in a second that a compute node may make.
+    /// Requests per second that a compute node may make.
     pub requests_per_s: Option<u64>,
     /// Chunks that a compute node may hold.
     pub chunks: Option<u64>,
-    /// Milliseconds between two looks at the counters.
+    /// Interval in milliseconds at which the counters are read.
     pub interval_ms: u64,
-    /// Management connections that were ended so far.
+    /// Management connections closed so far.
     pub ended: u64,
-    /// Compute nodes whose management connection is ended now.
+    /// Compute nodes whose management connection is closed now.
     pub suspended: u64,
-    /// The compute nodes that use most, at most [`BudgetStatus::MOST`] of them.
+    /// Usage of the compute nodes with the highest use, at most [`BudgetStatus::MOST`].
     pub most: Vec<Use>,
 }
 
 impl BudgetStatus {
-    /// Compute nodes in [`BudgetStatus::most`].
+    /// Maximum length of [`BudgetStatus::most`].
     pub const MOST: usize = 16;
 }
 
-/// What one compute node uses.
+/// Usage of one compute node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Use {
     /// The compute node.
     pub client: u32,
-    /// Requests in a second, as of the last look.
+    /// Requests per second, as of the last reading.
     pub requests_per_s: u64,
-    /// Chunks that it holds at most.
+    /// Upper bound of the chunks that it holds.
     pub chunks: u64,
-    /// Its management connection is ended.
+    /// True if its management connection is closed.
     pub suspended: bool,
 }
 
-/// How many doublings the suspension grows by.
+/// Maximum number of times that the suspension doubles.
 const STRIKES: u32 = 6;
-/// After so long within its budget a compute node is as one that was never over it.
+/// Time within the budget after which the suspension starts from its initial length again.
 const FORGIVEN: Duration = Duration::from_secs(60);
-/// The CPU counts owners for at most one part in so many of the time.
+/// Reciprocal of the share of time that the CPU may spend on counting owners.
 const COUNTING: u32 = 20;
 
-/// What the CPU knows of one compute node's use. Moments are those of [`fabric::Nic::now`].
+/// The CPU's record of one compute node's usage. Times are those of [`fabric::Nic::now`].
 #[derive(Debug)]
 pub(crate) struct Meter {
     allocations: u32,
@@ -101,11 +101,11 @@ pub(crate) struct Meter {
     read_at: Option<Duration>,
     tokens: f64,
     rate: f64,
-    /// Chunks held at most.
+    /// Upper bound of the chunks held.
     held: u64,
-    /// Frees among those that came in that were answered without being executed.
+    /// Frees that the NIC counted and the CPU refused.
     refused: u64,
-    /// What may be held: more than the budget for one that was let in again with more.
+    /// Chunks allowed: the budget, or more if the compute node held more when it was re-admitted.
     chunks_max: u64,
     count_at: Option<Duration>,
     strikes: u32,
@@ -118,16 +118,16 @@ struct Suspension {
     why: String,
 }
 
-/// What a look at the counters came to.
+/// Result of a counter reading.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Verdict {
     Within,
-    /// Count what it owns: it may be too much.
+    /// The bound exceeds the limit: count the chunks that it owns.
     Count,
     Over(String),
 }
 
-/// The NIC counts modulo 2^24.
+/// Mask of the NIC's counters, which count modulo 2^24.
 const COUNT: u32 = 0xff_ffff;
 
 impl Meter {
@@ -147,12 +147,12 @@ impl Meter {
         }
     }
 
-    /// So many frees were answered by the CPU.
+    /// Records frees that the CPU refused.
     pub fn refused(&mut self, frees: u32) {
         self.refused += frees as u64;
     }
 
-    /// Takes in the counters: allocations and frees that came in, each modulo 2^24.
+    /// Processes a reading of the counters: received allocations and frees, each modulo 2^24.
     pub fn read(
         &mut self,
         budget: &Budget,
@@ -162,8 +162,8 @@ impl Meter {
         let asked = allocations.wrapping_sub(self.allocations) & COUNT;
         let given = frees.wrapping_sub(self.frees) & COUNT;
         (self.allocations, self.frees) = (allocations, frees);
-        // Some of those may have come in before the last look already: then too few were held at that
-        // time, and this makes up for it.
+        // Some of the refused frees may have been counted at the previous reading, which then set
+        // `held` too low; adding them here corrects that.
         let refused = std::mem::take(&mut self.refused);
         self.held = (self.held + asked as u64 + refused).saturating_sub(given as u64);
         let since = self.read_at.replace(now).map_or(budget.interval, |at| now - at);
@@ -176,7 +176,7 @@ impl Meter {
             if self.tokens < 0.0 {
                 self.tokens = limit;
                 return Verdict::Over(format!(
-                    "it made {requests:.0} requests in {:.0} ms, and its budget is {limit} a \
+                    "it made {requests:.0} requests in {:.0} ms and its budget is {limit} a \
                      second: make fewer, or have the operator raise --budget-requests-per-s",
                     seconds * 1e3
                 ));
@@ -189,7 +189,7 @@ impl Meter {
         }
     }
 
-    /// Takes in how many chunks it really holds, which took `took` to find out.
+    /// Processes an exact count of the chunks held, which took `took`.
     pub fn counted(
         &mut self,
         budget: &Budget,
@@ -206,12 +206,12 @@ impl Meter {
             return Verdict::Within;
         }
         Verdict::Over(format!(
-            "it holds {held} chunks, and its budget is {budget}: free some, or have the operator \
+            "it holds {held} chunks and its budget is {budget}: free some, or have the operator \
              raise --budget-chunks"
         ))
     }
 
-    /// Its management connection is ended.
+    /// Records that the management connection was closed.
     pub fn suspend(&mut self, budget: &Budget, why: String, now: Duration) {
         let forgiven = |s: &Suspension| now.saturating_sub(s.until) >= FORGIVEN;
         if self.suspended.as_ref().is_none_or(forgiven) {
@@ -222,13 +222,13 @@ impl Meter {
         self.suspended = Some(Suspension { until: now + long, why });
     }
 
-    /// Why it is suspended, and for how long still.
+    /// The reason for the suspension and its remaining time, if it is suspended.
     pub fn suspension(&self, now: Duration) -> Option<(&str, Duration)> {
         let s = self.suspended.as_ref().filter(|s| now < s.until)?;
         Some((&s.why, s.until - now))
     }
 
-    /// As if its time were over.
+    /// Ends the suspension as if its time had passed.
     #[cfg(test)]
     pub fn end_suspension(&mut self) {
         if let Some(s) = &mut self.suspended {
@@ -236,7 +236,7 @@ impl Meter {
         }
     }
 
-    /// It is let in again, holds `held` chunks, and the counters stand at this.
+    /// Re-admits the compute node, which holds `held` chunks; `counts` are the current counters.
     pub fn restart(&mut self, budget: &Budget, held: u64, counts: (u32, u32)) {
         self.held = held;
         (self.allocations, self.frees) = counts;
@@ -245,7 +245,7 @@ impl Meter {
         self.tokens = budget.requests_per_s.unwrap_or(0) as f64;
     }
 
-    /// What it uses.
+    /// Usage for `status`.
     pub fn usage(&self, client: u32, suspended: bool) -> Use {
         let requests_per_s = if suspended { 0 } else { self.rate as u64 };
         Use { client, requests_per_s, chunks: self.held, suspended }
@@ -261,17 +261,18 @@ mod tests {
     }
 
     #[test]
-    fn a_second_of_requests_may_come_at_once_and_no_more() {
+    fn request_budget_allows_a_burst_of_one_second() {
         let b = budget(Some(1000), None);
         let mut m = Meter::new(&b);
         let start = Duration::from_secs(100);
         let at = |ms| start + Duration::from_millis(ms);
         assert_eq!(m.read(&b, (600, 300), at(0)), Verdict::Within);
-        // 100 are left, and 50 came in 50 ms.
+        // 100 tokens are left; 50 more arrived in 50 ms.
         assert_eq!(m.read(&b, (700, 350), at(50)), Verdict::Within);
         let Verdict::Over(why) = m.read(&b, (800, 400), at(60)) else { panic!("not over") };
         assert!(why.contains("150 requests in 10 ms") && why.contains("1000 a second"), "{why}");
-        // At the budget's rate it goes on for ever; the counters wrap.
+        // At exactly the budget's rate the verdict stays `Within`, also when the counters wrap
+        // around.
         let mut m = Meter::new(&b);
         for i in 1..100_000u32 {
             let (a, f) = (i * 25, i * 25);
@@ -281,17 +282,17 @@ mod tests {
     }
 
     #[test]
-    fn chunks_are_counted_only_if_there_may_be_too_many() {
+    fn chunks_are_counted_only_if_the_bound_exceeds_the_budget() {
         let b = budget(None, Some(10));
         let mut m = Meter::new(&b);
         let start = Duration::from_secs(100);
         let at = |ms| start + Duration::from_millis(ms);
         assert_eq!(m.read(&b, (10, 0), at(0)), Verdict::Within);
         assert_eq!(m.read(&b, (20, 10), at(50)), Verdict::Within);
-        // Frees that were refused do not count: 10 held, 5 asked for more.
+        // Refused frees do not count: 10 chunks are held, and 5 more were requested.
         m.refused(100);
         assert_eq!(m.read(&b, (25, 110), at(100)), Verdict::Count);
-        // They had found nothing.
+        // The 5 allocations found no free chunk.
         let took = Duration::from_millis(10);
         assert_eq!(m.counted(&b, 9, took, at(100)), Verdict::Within);
         assert_eq!(m.read(&b, (27, 110), at(150)), Verdict::Within, "counted just now");
@@ -300,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn a_suspension_doubles_and_is_forgiven() {
+    fn suspension_doubles_and_resets_after_a_minute() {
         let b = budget(Some(1), Some(10));
         let mut m = Meter::new(&b);
         let mut now = Duration::from_secs(100);
@@ -315,7 +316,7 @@ mod tests {
         now += FORGIVEN;
         m.suspend(&b, "why".into(), now);
         assert_eq!(m.suspension(now).unwrap().1, Duration::from_secs(1));
-        // It was let in again with 15: that many it may keep, and what it frees is gone.
+        // It was re-admitted with 15 chunks and may keep these; freed chunks lower its limit.
         assert_eq!(m.read(&b, (1, 1), now), Verdict::Within);
         assert_eq!(m.counted(&b, 13, Duration::ZERO, now), Verdict::Within);
         assert!(matches!(m.counted(&b, 14, Duration::ZERO, now), Verdict::Over(_)));

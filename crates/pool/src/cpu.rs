@@ -1,4 +1,4 @@
-//! What this process takes: CPU time of a thread, readable by other threads, and RAM.
+//! Resource usage of this process: CPU time of a thread, readable by other threads, and RAM.
 
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::time::Duration;
@@ -6,26 +6,25 @@ use std::time::Duration;
 /// The CPU clock of one thread.
 #[derive(Default)]
 pub struct ThreadClock {
-    /// The thread, as the kernel numbers it; 0 before [`ThreadClock::adopt`] and after
-    /// [`ThreadClock::retire`].
+    /// Thread ID in the kernel; 0 before [`ThreadClock::adopt`] and after [`ThreadClock::retire`].
     tid: AtomicI32,
-    /// What the clock showed at the end.
+    /// Last value of the clock, kept after the thread's end.
     last_ns: AtomicU64,
 }
 
 impl ThreadClock {
-    /// From now on this is the calling thread's clock.
+    /// Makes this the calling thread's clock.
     pub fn adopt(&self) {
         self.tid.store(rustix::thread::gettid().as_raw_nonzero().get(), Ordering::Release);
     }
 
-    /// The calling thread, whose clock this is, ends: what the clock shows now stays.
+    /// Records the final value. Must be called by the clock's thread before it ends.
     pub fn retire(&self) {
         self.last_ns.store(self.read().as_nanos() as u64, Ordering::Release);
         self.tid.store(0, Ordering::Release);
     }
 
-    /// CPU time that the thread has used, user and system.
+    /// CPU time of the thread, user and system.
     pub fn read(&self) -> Duration {
         let tid = self.tid.load(Ordering::Acquire);
         let last = Duration::from_nanos(self.last_ns.load(Ordering::Acquire));
@@ -43,8 +42,9 @@ impl ThreadClock {
     }
 }
 
-/// RAM that this process has for itself, in bytes, within some hundred KiB; 0 where the system does
-/// not say. The system keeps the sum: asking for it takes as long for any memory.
+/// Private (anonymous) resident memory of this process in bytes, accurate to some hundred KiB; 0 if
+/// the system does not report it. The kernel maintains the sum, so the cost does not depend on the
+/// size.
 pub fn resident_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
@@ -59,7 +59,7 @@ mod tests {
     use std::thread;
 
     #[test]
-    fn another_threads_time_is_read_while_it_runs_and_after() {
+    fn thread_clock_is_readable_during_and_after_the_thread() {
         let clock = Arc::new(ThreadClock::default());
         assert_eq!(clock.read(), Duration::ZERO);
         let worker = thread::spawn({

@@ -1,5 +1,5 @@
-//! Slots for requests in flight: a compute node has as many as the memory node has instances of a
-//! chain (or receives posted), and waits for its own replies when they are all out.
+//! Credits: slots for requests in flight. A compute node has as many as the memory node has chain
+//! instances (or posted receives), and waits for a reply when all are in use.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -8,7 +8,7 @@ use std::task::{Context, Poll, Waker};
 
 use parking_lot::Mutex;
 
-/// A set of slots, each taken by one request at a time.
+/// A set of slots. At most one request holds a slot at a time.
 pub struct Credits {
     state: Mutex<State>,
 }
@@ -18,7 +18,7 @@ struct State {
     waiting: VecDeque<Waker>,
 }
 
-/// A slot that is taken; given back when dropped.
+/// A slot that a request holds; dropping it releases the slot.
 pub struct Credit<'a> {
     of: &'a Credits,
     slot: u32,
@@ -31,7 +31,7 @@ impl Credits {
         Self { state: Mutex::new(State { free, waiting: VecDeque::new() }) }
     }
 
-    /// Takes a slot, once there is one.
+    /// Takes a slot; waits until one is free.
     pub fn take(&self) -> Take<'_> {
         Take(self)
     }
@@ -49,14 +49,15 @@ impl Drop for Credit<'_> {
         let waiting = {
             let mut state = self.of.state.lock();
             state.free.push(self.slot);
-            // All of them: one that was dropped while it waited must not swallow the wake-up.
+            // Wakes all waiting tasks: if only one were woken and its future had been dropped, the
+            // wake-up would be lost.
             std::mem::take(&mut state.waiting)
         };
         waiting.into_iter().for_each(Waker::wake);
     }
 }
 
-/// Future of a [`Credit`].
+/// Future that resolves to a [`Credit`].
 pub struct Take<'a>(&'a Credits);
 
 impl<'a> Future for Take<'a> {
@@ -90,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_slot_is_waited_for() {
+    fn credit_take_waits_for_the_last_slot() {
         let credits = Credits::new(1);
         let count = Arc::new(Count(AtomicU32::new(0)));
         let waker = Waker::from(count.clone());

@@ -1,4 +1,4 @@
-//! What can go wrong between a compute node and its memory node.
+//! Errors of a compute node and of its memory node.
 
 use std::time::Duration;
 
@@ -8,63 +8,70 @@ use fabric::Status;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The memory node has no free chunk now.
+    /// No chunk of the memory node is free.
     #[error(
-        "allocating {bytes} bytes: the memory node has no free chunk; wait for it or free some"
+        "allocating {bytes} bytes: the memory node has no free chunk; free one, or wait until one \
+         is freed"
     )]
     OutOfMemory {
-        /// Bytes asked for.
+        /// Bytes requested.
         bytes: u64,
     },
-    /// A chunk was named that this compute node does not own.
-    #[error("freeing chunk {entry}: it is not yours, or was freed already; nothing was changed")]
+    /// The compute node freed a chunk that it does not own.
+    #[error(
+        "freeing chunk {entry}: this compute node does not own it (any more); nothing was changed"
+    )]
     NotYours {
         /// The chunk's index in the memory node's table.
         entry: u32,
     },
-    /// An access reaches beyond its grant.
-    #[error("{op} of {len} bytes at offset {offset}: the grant has {grant_len} bytes")]
+    /// The access exceeds the bounds of its grant.
+    #[error(
+        "{op} of {len} bytes at offset {offset}: outside the grant, which has {grant_len} bytes"
+    )]
     OutOfRange {
         /// The operation.
         op: &'static str,
-        /// Offset asked for.
+        /// Offset requested.
         offset: u64,
-        /// Bytes asked for.
+        /// Bytes requested.
         len: u64,
         /// Bytes of the grant.
         grant_len: u64,
     },
-    /// The memory node does not answer any more, or refuses this connection.
-    #[error("{attempt}: the memory node is gone: {why}; connect again, what it held is lost")]
+    /// The memory node exited or closed this connection.
+    #[error("{attempt}: the memory node is gone: {why}; its contents are lost: reconnect")]
     Gone {
-        /// What was attempted.
+        /// The operation that failed.
         attempt: String,
-        /// How that was noticed.
+        /// The symptom.
         why: String,
     },
-    /// The memory node ended the connection before it admitted this compute node: nothing was said
-    /// for too long, or there was no room for the connection. Nothing was held yet.
+    /// The memory node closed the connection before it admitted this compute node: the connection
+    /// was idle for too long, or the limit of connections was reached. No memory was allocated on
+    /// it.
     #[error(
-        "being admitted: the memory node ended the connection before it answered: {why}; this \
-         process was stopped for too long, or the memory node has as many connections as it \
-         takes, or has just ended: see `granary status`, and connect again"
+        "connection closed before admission: {why}; the handshake timed out \
+         (`granary serve --silence-ms`), the limit of connections is reached, or the memory node \
+         exited: see `granary status`, and reconnect"
     )]
     NotAdmitted {
-        /// How that was noticed.
+        /// The symptom.
         why: String,
     },
-    /// The memory node has no place for this compute node. Nothing was held yet.
+    /// The memory node has no free slot for this compute node. No memory was allocated on the
+    /// connection.
     #[error(
         "{attempt}: the memory node is full: {why}; wait until compute nodes have left, or start \
-         it with more places (granary serve --clients)"
+         it with more client slots (granary serve --clients)"
     )]
     Full {
-        /// What was attempted.
+        /// The operation that failed.
         attempt: String,
-        /// Which limit was reached.
+        /// The limit that was reached.
         why: String,
     },
-    /// The memory node refused an operation on its memory: the key is dead or not for this QP.
+    /// The memory node's NIC refused an access: the key is dead, or is bound to another QP.
     #[error("{op}: refused by the memory node's NIC: {status}")]
     Access {
         /// The operation.
@@ -74,72 +81,74 @@ pub enum Error {
     },
     /// A management QP went into the error state while a request was in flight.
     #[error(
-        "{attempt}: the management QP broke ({status}); it is re-established by reset and connect"
+        "{attempt}: the management QP broke ({status}); reset and reconnect it before the next \
+         request"
     )]
     ManagementBroken {
-        /// What was attempted.
+        /// The operation that failed.
         attempt: String,
         /// The completion's status.
         status: Status,
     },
-    /// The compute node is over a budget: its management connection was ended, or would be. Its
-    /// grants stay usable.
+    /// The compute node exceeded a budget: the memory node closed its management connection, or
+    /// would close it. Its grants stay usable.
     #[error("{attempt}: over budget: {why}; grants stay usable{}", after(retry_after))]
     OverBudget {
-        /// What was attempted.
+        /// The operation that failed.
         attempt: String,
-        /// Which budget, and what to do.
+        /// The budget, and how to stay within it.
         why: String,
-        /// How long the memory node refuses to re-establish the connection; zero: it was not ended.
+        /// Time for which the memory node refuses to re-establish the connection. Zero: it was not
+        /// closed.
         retry_after: Duration,
     },
-    /// A grant or a buffer of another connection: of a memory node that was restarted, or of
-    /// this one before it was connected again.
+    /// A grant or a buffer from another connection: the memory node was restarted, or this compute
+    /// node reconnected.
     #[error(
-        "{op}: this {what} is of another connection to a memory node; what it was for is lost, \
-         allocate anew"
+        "{op}: this {what} belongs to another connection to a memory node and is lost; allocate \
+         a new one"
     )]
     Stale {
-        /// What was attempted.
+        /// The operation that failed.
         op: &'static str,
         /// `grant` or `buffer`.
         what: &'static str,
     },
-    /// A setting that cannot be.
+    /// A setting has an invalid value.
     #[error("{setting} = {value}: {why}")]
     Setting {
         /// Name of the setting.
         setting: &'static str,
         /// Its value.
         value: String,
-        /// What it must be.
+        /// The values allowed.
         why: String,
     },
     /// The memory node refused a request on the control connection.
     #[error("{attempt}: refused: {why}")]
     Refused {
-        /// What was attempted.
+        /// The operation that failed.
         attempt: String,
-        /// Its reason.
+        /// The memory node's reason.
         why: String,
     },
-    /// A message of the control connection could not be understood.
-    #[error("{attempt}: the other side sent something that is not understood: {why}")]
+    /// The memory node or the compute node found data that violates the protocol or an invariant.
+    #[error("{attempt}: {why}")]
     Protocol {
-        /// What was attempted.
+        /// The operation that failed.
         attempt: String,
-        /// What was wrong.
+        /// The reason.
         why: String,
     },
     /// A verb failed.
     #[error(transparent)]
     Verbs(fabric::Error),
-    /// The system refused something.
+    /// A system call failed.
     #[error("{attempt}: {source}")]
     System {
-        /// What was attempted.
+        /// The operation that failed.
         attempt: String,
-        /// The system's error.
+        /// The error of the system call.
         source: std::io::Error,
     },
 }
@@ -147,7 +156,7 @@ pub enum Error {
 impl From<fabric::Error> for Error {
     fn from(e: fabric::Error) -> Self {
         match e {
-            // The NIC of a memory node runs in its process.
+            // The NIC of a memory node runs in the memory node's process, so both exit together.
             fabric::Error::Gone { attempt, why } => Error::Gone { attempt, why },
             e => Error::Verbs(e),
         }
@@ -157,6 +166,6 @@ impl From<fabric::Error> for Error {
 fn after(retry_after: &Duration) -> String {
     match retry_after.is_zero() {
         true => String::new(),
-        false => format!(", and it may be asked again in {:.1} s", retry_after.as_secs_f64()),
+        false => format!("; retry in {:.1} s", retry_after.as_secs_f64()),
     }
 }

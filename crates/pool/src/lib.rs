@@ -1,8 +1,9 @@
 //! The memory pool: memory nodes donate RAM, compute nodes allocate it in chunks and reach it with
 //! one-sided operations.
 //!
-//! [`scheme`] says what an allocation scheme is, on both sides; each scheme has a module of its
-//! own. Nothing here but the service names a NIC: all of it is written against `fabric`'s verbs.
+//! [`scheme`] defines the interface of an allocation scheme on both sides; each scheme has a module
+//! of its own. Only the service depends on a particular NIC: all other code is written against
+//! `fabric`'s verbs.
 //!
 //! ```
 //! use pool::{Pool, Settings};
@@ -19,37 +20,39 @@
 //! ```
 
 mod address;
-mod any;
 pub mod budget;
 pub mod chain;
 pub mod client;
 mod cpu;
 mod credits;
 mod error;
-mod events;
 pub mod finemem;
+mod multi;
 mod node;
 pub mod odrp;
 pub mod onesidedmw;
-mod pools;
 pub mod protocol;
+mod registry;
 pub mod remote;
 pub mod rpc;
 pub mod scheme;
 mod service;
 mod settings;
 mod socket;
+mod wakeup;
 
 pub use address::{Address, LocalNic, Remote};
-pub use any::{AnyClient, AnyNode};
 pub use budget::Budget;
 pub use client::control::ControlPlane;
-pub use client::{Batch, Buffer, Embedded, Operation, Options, Pool, PoolStats, Transfer};
+pub use client::{Batch, Buffer, EmbeddedNode, Operation, Options, Pool, PoolStats, Transfer};
 pub use error::Error;
-pub use node::{MemoryNode, Turner};
-pub use pools::{NodeIndex, Placed, Placement, Pools};
+pub use multi::{MultiPool, NodeIndex, PlacedGrant, Placement};
+pub use node::{MemoryNode, NodeThreads};
+pub use registry::{AnyClient, AnyNode};
 pub use remote::{Listen, RemoteAddress, Token};
-pub use scheme::{Admission, Admitted, ClientId, Effort, Grant, GroupId, Lane, NodeStatus};
+pub use scheme::{
+    CasStats, ClientId, ConnectReply, ConnectRequest, Grant, GroupId, Lane, NodeStatus,
+};
 pub use service::{NicService, Service};
 pub use settings::{ControlMode, SchemeKind, Settings};
 pub use socket::Endpoint;

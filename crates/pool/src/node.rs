@@ -1,5 +1,5 @@
-//! The memory node: a scheme, the compute nodes that it knows, and the CPU thread that does what
-//! the scheme leaves to the CPU.
+//! The memory node: a scheme, the admitted compute nodes, and the threads that do the scheme's CPU
+//! work.
 //!
 //! ```text
 //!  control connections ─┐                  ┌─ QPs of compute nodes
@@ -7,11 +7,11 @@
 //!  embedded pools ──────┘   one lock       └─ CpuEvents ─► thread "granary-turn"
 //! ```
 //!
-//! All that the CPU does happens under one lock, by the control thread for a compute node that
-//! comes, goes or asks, and by the thread `granary-turn` for what the NIC reports: requests, where
-//! the scheme answers by RPC; refused requests and the watch over an empty queue, where it does
-//! not. Both count as the memory node's CPU. Where requests are answered by several cores, each is a
-//! thread that turns a [`Worker`] of the scheme, beside the one lock.
+//! All CPU work is done under one lock. The control thread handles compute nodes that connect,
+//! leave or send control requests. The thread `granary-turn` handles events from the NIC: RPC
+//! requests, in schemes that use RPC; otherwise refused requests and the watch over an empty queue.
+//! The time of both counts as the memory node's CPU time. If several cores answer requests, each
+//! core has a thread that drives one [`Worker`] of the scheme, outside that lock.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -25,15 +25,16 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::Error;
 use crate::cpu::ThreadClock;
-use crate::events::cores;
-use crate::protocol::Welcome;
+use crate::protocol::NodeHello;
 use crate::remote::Start;
 use crate::scheme::{
-    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus, Part, Worker,
+    ClientId, ConnectReply, ConnectRequest, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus,
+    QpSet, Worker,
 };
 use crate::settings::{ControlMode, SchemeKind, Settings};
+use crate::wakeup::cores;
 
-/// A memory node. Clones are the same one.
+/// A memory node. Clones share its state.
 pub struct MemoryNode<S: NodeScheme> {
     inner: Arc<Inner<S>>,
 }
@@ -52,27 +53,28 @@ struct Inner<S> {
     functions: u32,
     started: Instant,
     incarnation: u64,
-    /// True while somebody has gone who is not retired yet.
-    somebody_leaves: AtomicBool,
-    /// Called after a turn that did something.
-    after_turn: OnceLock<Box<dyn Fn() + Send + Sync>>,
+    /// True while a departed compute node is not retired yet.
+    any_leaving: AtomicBool,
+    /// Called after a poll that did work.
+    after_poll: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
 struct Core<S> {
     scheme: S,
     clients: BTreeSet<ClientId>,
-    /// Those that have gone, and are not retired yet.
+    /// Departed compute nodes that are not retired yet.
     leaving: BTreeSet<ClientId>,
-    /// Those of them that the scheme could not begin to retire, and why. It is tried again.
+    /// Departed compute nodes for which [`NodeScheme::retire`] failed, with the error. It is
+    /// retried.
     unretired: BTreeMap<ClientId, String>,
     last: u32,
 }
 
-/// After the scheme could not begin to retire a compute node, the next attempt comes so much later.
+/// Delay before [`NodeScheme::retire`] is retried after a failure.
 const RETIRE_AGAIN: Duration = Duration::from_millis(100);
 
 impl<S: NodeScheme> MemoryNode<S> {
-    /// A memory node with `scheme`, made with the same settings.
+    /// A memory node with `scheme`, which was created with the same settings.
     pub fn new(scheme: S, settings: Settings) -> Self {
         let (events, functions) = (scheme.events(), scheme.functions());
         let core = Mutex::new(Core {
@@ -84,8 +86,8 @@ impl<S: NodeScheme> MemoryNode<S> {
         });
         let started = Instant::now();
         let incarnation = random();
-        let after_turn = OnceLock::new();
-        let somebody_leaves = AtomicBool::new(false);
+        let after_poll = OnceLock::new();
+        let any_leaving = AtomicBool::new(false);
         let inner = Inner {
             core,
             settings,
@@ -93,70 +95,71 @@ impl<S: NodeScheme> MemoryNode<S> {
             functions,
             started,
             incarnation,
-            somebody_leaves,
-            after_turn,
+            any_leaving,
+            after_poll,
         };
         Self { inner: Arc::new(inner) }
     }
 
-    /// Its settings.
+    /// The settings of this memory node.
     pub fn settings(&self) -> &Settings {
         &self.inner.settings
     }
 
-    /// QPs that a compute node needs at most.
+    /// Maximum number of QPs of a compute node.
     pub(crate) fn client_qps(&self) -> u32 {
         self.settings().client_qps(self.inner.functions)
     }
 
-    /// Time since it was made.
+    /// Time since this memory node was created.
     pub fn uptime(&self) -> Duration {
         self.inner.started.elapsed()
     }
 
-    /// What it tells a compute node first.
-    pub fn welcome(&self) -> Welcome {
-        Welcome::of(&self.inner.settings, self.inner.functions, self.inner.incarnation)
+    /// The first reply to a compute node.
+    pub fn welcome(&self) -> NodeHello {
+        NodeHello::of(&self.inner.settings, self.inner.functions, self.inner.incarnation)
     }
 
-    /// Admits a compute node and numbers it. Numbers are not used again before all others were.
-    pub fn admit(&self, request: &Admission) -> Result<Admitted, Error> {
+    /// Admits a compute node and assigns its number. A number is reused only after all others.
+    pub fn admit(&self, request: &ConnectRequest) -> Result<ConnectReply, Error> {
         self.check(request)?;
         let core = &mut *self.inner.core.lock();
         let id = core.next_id();
         let admitted = core.scheme.admit(id, request)?;
         core.clients.insert(id);
-        if core.scheme.next_look().is_some() {
-            // The first one to look at finds the thread asleep for longer than that.
+        if core.scheme.next_poll().is_some() {
+            // The thread may sleep for longer than the scheme now allows.
             self.wake();
         }
         Ok(admitted)
     }
 
-    /// Refuses what no scheme admits: every QP that a compute node names costs one here.
-    fn check(&self, request: &Admission) -> Result<(), Error> {
+    /// Refuses requests that no scheme admits. The number of QPs is limited because each QP of a
+    /// compute node needs a peer here.
+    fn check(&self, request: &ConnectRequest) -> Result<(), Error> {
         let refuse =
             |why: String| Err(Error::Refused { attempt: "admitting a compute node".into(), why });
         let (groups, max) = (request.groups.len(), self.settings().groups_max);
         if groups > max as usize {
-            return refuse(format!("it has {groups} QP groups, and may have {max}"));
+            return refuse(format!("it has {groups} QP groups; the maximum is {max}"));
         }
         let mut named = BTreeSet::new();
-        let mut all = request.management.iter().chain(request.groups.iter().flatten());
-        match all.find(|qpn| **qpn > Qpn::MAX || !named.insert(**qpn)) {
-            Some(qpn) if *qpn > Qpn::MAX => refuse(format!("{qpn:#x} is no QP number")),
-            Some(qpn) => refuse(format!("it names QP {qpn:#x} twice")),
+        let mut qpns = request.management.iter().chain(request.groups.iter().flatten());
+        match qpns.find(|qpn| **qpn > Qpn::MAX || !named.insert(**qpn)) {
+            Some(qpn) if *qpn > Qpn::MAX => refuse(format!("{qpn:#x} is not a QP number")),
+            Some(qpn) => refuse(format!("it lists QP {qpn:#x} twice")),
             None => Ok(()),
         }
     }
 
-    /// A compute node has gone: from now on none of its keys opens anything. Its chunks come back in
-    /// later turns, in bounded pieces: see [`MemoryNode::is_retired`].
+    /// Begins to retire a departed compute node: from now on none of its keys is valid. Later polls
+    /// reclaim its chunks, a bounded amount of work each: see [`MemoryNode::is_retired`].
     ///
-    /// Where the NIC refuses it, the chunks stay that compute node's, and later turns try again:
+    /// If the NIC refuses the revocation, the compute node keeps its chunks and later polls retry:
     /// see [`MemoryNode::unretired`].
     pub fn retire(&self, client: ClientId) {
-        // An error is noted already.
+        // The error is recorded in `unretired`.
         let _ = self.begin_retire(client);
     }
 
@@ -166,57 +169,57 @@ impl<S: NodeScheme> MemoryNode<S> {
             return Ok(());
         }
         core.leaving.insert(client);
-        self.inner.somebody_leaves.store(true, Ordering::Release);
+        self.inner.any_leaving.store(true, Ordering::Release);
         let result = core.retire(client);
         self.wake();
         result
     }
 
-    /// Compute nodes that have gone and that the scheme could not begin to retire yet: how many,
-    /// and why not one of them.
+    /// Number of departed compute nodes that the scheme could not begin to retire yet, and one of
+    /// the errors.
     pub fn unretired(&self) -> (u64, Option<String>) {
         let unretired = &self.inner.core.lock().unretired;
         (unretired.len() as u64, unretired.values().next().cloned())
     }
 
-    /// True if nothing is left of a compute node that has gone.
+    /// True if no resource of a departed compute node is left.
     pub fn is_retired(&self, client: ClientId) -> bool {
         self.inner.core.lock().scheme.is_retired(client)
     }
 
-    /// [`MemoryNode::retire`], and takes its chunks back before it returns. Others get their turns in
-    /// between.
-    pub fn retire_wholly(&self, client: ClientId) -> Result<(), Error> {
+    /// Like [`MemoryNode::retire`], but returns only when all chunks are reclaimed. Releases the
+    /// lock between polls.
+    pub fn retire_blocking(&self, client: ClientId) -> Result<(), Error> {
         self.begin_retire(client)?;
         while !self.is_retired(client) {
-            self.turn_or_yield()?;
+            self.poll_or_yield()?;
         }
         Ok(())
     }
 
-    /// Does what a turn of the CPU does, from the calling thread.
-    fn turn_or_yield(&self) -> Result<(), Error> {
-        match self.turn()?.busy {
-            true => self.tell(),
+    /// Polls once from the calling thread; yields if there was no work.
+    fn poll_or_yield(&self) -> Result<(), Error> {
+        match self.poll()?.busy {
+            true => self.notify(),
             false => thread::yield_now(),
         }
         Ok(())
     }
 
-    /// Wakes the thread that turns: it may sleep for longer than what was begun may wait.
+    /// Wakes the polling thread, which may sleep for longer than new work can wait.
     fn wake(&self) {
         if let Some(events) = &self.inner.events {
             events.wake();
         }
     }
 
-    fn tell(&self) {
-        if let Some(tell) = self.inner.after_turn.get() {
+    fn notify(&self) {
+        if let Some(tell) = self.inner.after_poll.get() {
             tell();
         }
     }
 
-    /// True if there is memory to allocate. If not, the scheme watches for it from now on.
+    /// True if a chunk is free. Otherwise the scheme watches for free memory from now on.
     pub fn has_memory(&self, client: ClientId) -> Result<bool, Error> {
         let waits = self.inner.core.lock().known(client)?.client_waits(client)?;
         if waits {
@@ -234,12 +237,12 @@ impl<S: NodeScheme> MemoryNode<S> {
         result
     }
 
-    /// [`MemoryNode::reset_management`], asked until it is done.
-    pub fn reset_management_wholly(&self, client: ClientId) -> Result<Vec<u32>, Error> {
+    /// Like [`MemoryNode::reset_management`], repeated until it is complete.
+    pub fn reset_management_blocking(&self, client: ClientId) -> Result<Vec<u32>, Error> {
         loop {
             match self.reset_management(client)? {
                 Some(peers) => return Ok(peers),
-                None => self.turn_or_yield()?,
+                None => self.poll_or_yield()?,
             }
         }
     }
@@ -254,9 +257,9 @@ impl<S: NodeScheme> MemoryNode<S> {
         self.inner.core.lock().known(client)?.reset_access(client, group, lane)
     }
 
-    /// See [`NodeScheme::renew`].
-    pub fn renew(&self, client: ClientId, part: Part, start: Start) -> Result<(), Error> {
-        self.inner.core.lock().known(client)?.renew(client, part, start);
+    /// See [`NodeScheme::set_start`].
+    pub fn set_start(&self, client: ClientId, part: QpSet, start: Start) -> Result<(), Error> {
+        self.inner.core.lock().known(client)?.set_start(client, part, start);
         Ok(())
     }
 
@@ -270,9 +273,10 @@ impl<S: NodeScheme> MemoryNode<S> {
         self.inner.core.lock().scheme.audit()
     }
 
-    /// Has `tell` called after every turn that did something, and when a compute node has gone.
-    pub(crate) fn on_turn(&self, tell: impl Fn() + Send + Sync + 'static) {
-        assert!(self.inner.after_turn.set(Box::new(tell)).is_ok(), "on_turn is set once");
+    /// Registers `tell`, which is called after every poll that did work and when a compute node
+    /// departs.
+    pub(crate) fn on_poll(&self, tell: impl Fn() + Send + Sync + 'static) {
+        assert!(self.inner.after_poll.set(Box::new(tell)).is_ok(), "on_poll is set once");
     }
 
     fn forget_retired(&self, core: &mut Core<S>) {
@@ -280,47 +284,47 @@ impl<S: NodeScheme> MemoryNode<S> {
             let scheme = &core.scheme;
             core.leaving.retain(|client| !scheme.is_retired(*client));
             let left = !core.leaving.is_empty();
-            self.inner.somebody_leaves.store(left, Ordering::Release);
+            self.inner.any_leaving.store(left, Ordering::Release);
         }
     }
 
-    /// A turn of one core. The lock over the memory node is taken only if somebody may have left.
-    fn turn_of(&self, worker: &mut dyn Worker) -> Result<Turn, Error> {
-        let busy = worker.turn()?;
-        let mut look = None;
-        if self.inner.somebody_leaves.load(Ordering::Acquire) {
+    /// Polls one worker. Takes the memory node's lock only if a compute node may be departing.
+    fn poll_worker(&self, worker: &mut dyn Worker) -> Result<PollOutcome, Error> {
+        let busy = worker.poll()?;
+        let mut next_poll = None;
+        if self.inner.any_leaving.load(Ordering::Acquire) {
             let core = &mut *self.inner.core.lock();
             core.retire_again()?;
-            look = core.next_retire();
+            next_poll = core.next_retire();
             if busy {
                 self.forget_retired(core);
             }
         }
-        Ok(Turn { busy, watching: false, look })
+        Ok(PollOutcome { busy, watching: false, next_poll })
     }
 
-    fn turn(&self) -> Result<Turn, Error> {
+    fn poll(&self) -> Result<PollOutcome, Error> {
         let core = &mut *self.inner.core.lock();
         core.retire_again()?;
-        let busy = core.scheme.turn()?;
+        let busy = core.scheme.poll()?;
         self.forget_retired(core);
-        let look = core.scheme.next_look().into_iter().chain(core.next_retire()).min();
-        Ok(Turn { busy, watching: core.scheme.is_watching(), look })
+        let next_poll = core.scheme.next_poll().into_iter().chain(core.next_retire()).min();
+        Ok(PollOutcome { busy, watching: core.scheme.is_watching(), next_poll })
     }
 }
 
-/// A number that another start of a memory node does not have.
+/// A number that is unique to this start of the memory node.
 fn random() -> u64 {
     use std::hash::{BuildHasher, Hasher, RandomState};
-    // The standard library seeds it from the system's random numbers.
+    // The standard library seeds it from the kernel's random numbers.
     RandomState::new().build_hasher().finish()
 }
 
-struct Turn {
+struct PollOutcome {
     busy: bool,
     watching: bool,
-    /// The longest that the next turn may be away.
-    look: Option<Duration>,
+    /// Longest time until the next poll.
+    next_poll: Option<Duration>,
 }
 
 impl<S: NodeScheme> Core<S> {
@@ -334,7 +338,7 @@ impl<S: NodeScheme> Core<S> {
         }
     }
 
-    /// Begins to retire a compute node, or notes that it is to be tried again.
+    /// Begins to retire a compute node; records a failure so that it is retried.
     fn retire(&mut self, client: ClientId) -> Result<(), Error> {
         let result = self.scheme.retire(client);
         match &result {
@@ -347,10 +351,10 @@ impl<S: NodeScheme> Core<S> {
         result
     }
 
-    /// Tries again what [`Core::retire`] could not do.
+    /// Retries the failed calls of [`Core::retire`].
     ///
     /// # Errors
-    /// The NIC has ended: there is nothing to serve with.
+    /// The NIC has exited, so the memory node cannot continue.
     fn retire_again(&mut self) -> Result<(), Error> {
         for client in self.unretired.keys().copied().collect::<Vec<_>>() {
             if let Err(e @ Error::Gone { .. }) = self.retire(client) {
@@ -375,44 +379,44 @@ impl<S: NodeScheme> Core<S> {
     }
 }
 
-/// The threads that do the turns, one for each core that the scheme is made for; ended when dropped.
-pub struct Turner {
-    threads: Vec<TurnThread>,
+/// The threads that poll the scheme, one per core that the scheme uses. Dropping it stops them.
+pub struct NodeThreads {
+    threads: Vec<NodeThread>,
 }
 
-struct TurnThread {
-    shared: Arc<TurnerShared>,
+struct NodeThread {
+    shared: Arc<ThreadShared>,
     events: Arc<dyn CpuEvents>,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Default)]
-struct TurnerShared {
+struct ThreadShared {
     stop: AtomicBool,
-    gate: Gate,
+    gate: PauseGate,
     clock: ThreadClock,
     wakeups: AtomicU64,
     failure: Mutex<Option<String>>,
 }
 
-/// Longest sleep while nothing is watched: only a guard against a wake-up that never comes.
+/// Longest sleep while nothing is watched. It only bounds the delay of a lost wake-up.
 const SLEEP: Duration = Duration::from_secs(10);
-/// First sleep while the free queue is watched; it doubles up to [`WATCH_MAX`].
+/// First sleep while the free queue is watched. Each further sleep doubles, up to [`WATCH_MAX`].
 const WATCH_MIN: Duration = Duration::from_micros(100);
 /// Longest sleep while the free queue is watched.
 const WATCH_MAX: Duration = Duration::from_millis(4);
-/// Idle polls of a polling CPU between two offers of its core to others.
+/// Idle polls of a polling CPU between two yields.
 const POLLS_PER_YIELD: u32 = 4096;
 
-impl TurnerShared {
-    /// True if the thread is to stop or to stand still.
-    fn is_called(&self) -> bool {
+impl ThreadShared {
+    /// True if the thread must stop or pause.
+    fn is_interrupted(&self) -> bool {
         self.stop.load(Ordering::Acquire) || self.gate.is_closed()
     }
 }
 
-impl Turner {
-    /// Starts the threads, if the scheme has anything for them.
+impl NodeThreads {
+    /// Starts the threads. Starts none if the scheme has no event source.
     pub fn start<S: NodeScheme + 'static>(node: &MemoryNode<S>) -> Result<Self, Error> {
         let Some(events) = node.inner.events.clone() else {
             return Ok(Self { threads: Vec::new() });
@@ -423,33 +427,33 @@ impl Turner {
         };
         let mut threads = Vec::new();
         if workers.is_empty() {
-            let of = node.clone();
-            threads.push(TurnThread::start(node, events, move || of.turn())?);
+            let polled = node.clone();
+            threads.push(NodeThread::start(node, events, move || polled.poll())?);
         }
         for mut worker in workers {
-            let of = node.clone();
-            threads
-                .push(TurnThread::start(node, worker.events(), move || of.turn_of(&mut *worker))?);
+            let (polled, events) = (node.clone(), worker.events());
+            let poll = move || polled.poll_worker(&mut *worker);
+            threads.push(NodeThread::start(node, events, poll)?);
         }
         Ok(Self { threads })
     }
 
-    /// CPU time of the threads.
+    /// Total CPU time of the threads.
     pub fn cpu_time(&self) -> Duration {
         self.threads.iter().map(|t| t.shared.clock.read()).sum()
     }
 
-    /// How often they woke up.
+    /// Total number of wake-ups.
     pub fn wakeups(&self) -> u64 {
         self.threads.iter().map(|t| t.shared.wakeups.load(Ordering::Relaxed)).sum()
     }
 
-    /// Why one of them ended by itself, if one did.
+    /// The error of the first thread that ended by itself, if any.
     pub fn failure(&self) -> Option<String> {
         self.threads.iter().find_map(|t| t.shared.failure.lock().clone())
     }
 
-    /// Stops the threads at a point where they do nothing, and returns when they stand there.
+    /// Pauses the threads at a point where they hold no lock; returns when all are paused.
     pub fn pause(&self) {
         for t in &self.threads {
             t.shared.gate.close();
@@ -458,23 +462,23 @@ impl Turner {
         self.threads.iter().for_each(|t| t.shared.gate.wait_closed());
     }
 
-    /// Lets the threads go on.
+    /// Resumes the threads.
     pub fn resume(&self) {
         self.threads.iter().for_each(|t| t.shared.gate.open());
     }
 }
 
-impl TurnThread {
+impl NodeThread {
     fn start<S: NodeScheme + 'static>(
         node: &MemoryNode<S>,
         events: Arc<dyn CpuEvents>,
-        turn: impl FnMut() -> Result<Turn, Error> + Send + 'static,
+        poll: impl FnMut() -> Result<PollOutcome, Error> + Send + 'static,
     ) -> Result<Self, Error> {
-        let shared = Arc::new(TurnerShared::default());
+        let shared = Arc::new(ThreadShared::default());
         let (node, its_events, its_shared) = (node.clone(), events.clone(), shared.clone());
         let thread = thread::Builder::new().name("granary-turn".into()).spawn(move || {
             its_shared.clock.adopt();
-            if let Err(e) = take_turns(&node, turn, &*its_events, &its_shared) {
+            if let Err(e) = run_polls(&node, poll, &*its_events, &its_shared) {
                 *its_shared.failure.lock() = Some(e.to_string());
             }
             its_shared.clock.retire();
@@ -488,7 +492,7 @@ impl TurnThread {
     }
 }
 
-impl Drop for Turner {
+impl Drop for NodeThreads {
     fn drop(&mut self) {
         for t in &self.threads {
             t.shared.stop.store(true, Ordering::Release);
@@ -496,17 +500,17 @@ impl Drop for Turner {
             t.events.wake();
         }
         for thread in self.threads.iter_mut().filter_map(|t| t.thread.take()) {
-            // A panic of that thread was reported on stderr; there is nothing to add.
+            // A panic of that thread is reported on stderr already.
             let _ = thread.join();
         }
     }
 }
 
-fn take_turns<S: NodeScheme>(
+fn run_polls<S: NodeScheme>(
     node: &MemoryNode<S>,
-    mut take_turn: impl FnMut() -> Result<Turn, Error>,
+    mut poll: impl FnMut() -> Result<PollOutcome, Error>,
     events: &dyn CpuEvents,
-    shared: &TurnerShared,
+    shared: &ThreadShared,
 ) -> Result<(), Error> {
     let settings = node.settings();
     let polling = settings.control == ControlMode::Polling && settings.scheme.needs_cpu();
@@ -515,25 +519,27 @@ fn take_turns<S: NodeScheme>(
     let (mut idle, mut nap) = (0u32, WATCH_MIN);
     while !shared.stop.load(Ordering::Acquire) {
         shared.gate.pass();
-        // Fatal: the NIC refused the memory node's own queues or tables, which no compute node
-        // reaches. What they hold and the books may differ now, and a chunk could be given twice.
-        let turn = take_turn()?;
-        if turn.busy {
+        // Fatal: the NIC refused an operation on the memory node's own queues or tables, which no
+        // compute node can reach. The tables and the accounting may disagree now, and a chunk could
+        // be allocated twice.
+        let outcome = poll()?;
+        if outcome.busy {
             (idle, nap) = (0, WATCH_MIN);
-            node.tell();
+            node.notify();
         } else if polling {
             idle = idle.wrapping_add(1);
             match few_cores || idle.is_multiple_of(POLLS_PER_YIELD) {
                 true => thread::yield_now(),
                 false => std::hint::spin_loop(),
             }
-        } else if shared.is_called() {
-            // The turn may have taken the wake-up that says so.
+        } else if shared.is_interrupted() {
+            // The poll may have consumed the wake-up that requests the pause, so the thread must
+            // not sleep.
         } else {
-            let sleep = if turn.watching { nap } else { SLEEP };
-            let sleep = sleep.min(turn.look.unwrap_or(SLEEP));
-            nap = if turn.watching { (nap * 2).min(WATCH_MAX) } else { WATCH_MIN };
-            // Fatal: it fails only for a NIC that has ended.
+            let sleep = if outcome.watching { nap } else { SLEEP };
+            let sleep = sleep.min(outcome.next_poll.unwrap_or(SLEEP));
+            nap = if outcome.watching { (nap * 2).min(WATCH_MAX) } else { WATCH_MIN };
+            // Fatal: the wait fails only if the NIC has exited.
             events.wait(sleep)?;
             shared.wakeups.fetch_add(1, Ordering::Relaxed);
         }
@@ -541,9 +547,9 @@ fn take_turns<S: NodeScheme>(
     Ok(())
 }
 
-/// A place where a thread can be held.
+/// A point at which another thread can pause a thread.
 #[derive(Default)]
-pub(crate) struct Gate {
+pub(crate) struct PauseGate {
     state: Mutex<GateState>,
     changed: Condvar,
     closed: AtomicBool,
@@ -555,8 +561,8 @@ struct GateState {
     left: bool,
 }
 
-impl Gate {
-    /// Holds the calling thread while the gate is closed.
+impl PauseGate {
+    /// Blocks the calling thread while the gate is closed.
     pub fn pass(&self) {
         if !self.closed.load(Ordering::Acquire) {
             return;
@@ -570,7 +576,7 @@ impl Gate {
         state.held = false;
     }
 
-    /// The thread that passes will not come again.
+    /// Marks the passing thread as ended: it will not call [`PauseGate::pass`] again.
     pub fn leave(&self) {
         self.state.lock().left = true;
         self.changed.notify_all();
@@ -581,12 +587,12 @@ impl Gate {
         self.closed.store(true, Ordering::Release);
     }
 
-    /// True if whoever comes is held.
+    /// True if the next call of [`PauseGate::pass`] blocks.
     pub fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// Returns when the thread is held, or has left.
+    /// Blocks until the passing thread is held at the gate or has ended.
     pub fn wait_closed(&self) {
         let mut state = self.state.lock();
         while !state.held && !state.left {

@@ -1,26 +1,26 @@
-//! The control protocol between a compute node and its memory node: connection set-up and what is
-//! rare enough to be left to the CPU. No allocation and no access passes here.
+//! The control protocol between a compute node and its memory node: connection set-up and rare
+//! operations that the CPU executes. Allocations and accesses do not use it.
 //!
 //! ```text
 //! compute node                                         memory node
 //!   {"service":"pool","version":3}           ->
 //!                                            <-        {"id":0,"reply":"welcome","scheme":..}
-//!   {"id":1,"request":"admit",..}            ->        makes the peers of the QPs it names
+//!   {"id":1,"request":"admit",..}            ->        creates the peers of the listed QPs
 //!                                            <-        {"id":1,"reply":"admitted",..}
 //!   {"id":2,"request":"await_memory",..}     ->
 //!   {"id":3,"request":"status"}              ->
 //!                                            <-        {"id":3,"reply":"status",..}
-//!                                            <-        {"id":2,"reply":"memory",..}   (when it is there)
-//!   {"id":4,"request":"goodbye"}             ->        its keys die, its chunks come back
+//!                                            <-        {"id":2,"reply":"memory",..}   (once a chunk is free)
+//!   {"id":4,"request":"goodbye"}             ->        revokes its keys, reclaims its chunks
 //! ```
 //!
 //! - A message is one JSON object in one datagram of a `SOCK_SEQPACKET` Unix socket, at most
 //!   [`MAX_BYTES`].
-//! - The first message says which service of the memory node's process the connection is for:
-//!   `nic` (an attached function of its NIC, a protocol of its own from then on) or `pool`.
-//! - Replies carry their request's `id` and may come in another order.
-//! - What cannot be understood is answered by `error`; it never ends the process that reads it.
-//!   Unknown fields are ignored; an unknown version is refused by name.
+//! - The first message selects the service of the memory node's process: `nic` (an attached
+//!   function of its NIC, which uses a protocol of its own from then on) or `pool`.
+//! - A reply carries the `id` of its request. Replies may arrive in another order than requests.
+//! - A message that cannot be decoded is answered with `error` and never ends the process that
+//!   reads it. Unknown fields are ignored; an unknown version is refused, and the reply names it.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -28,23 +28,23 @@ use serde::{Deserialize, Serialize};
 use crate::Error;
 use crate::remote::RoceEnd;
 use crate::remote::token::Nonce;
-use crate::scheme::{Admission, Admitted, NodeStatus};
+use crate::scheme::{ConnectReply, ConnectRequest, NodeStatus};
 use crate::settings::{ControlMode, SchemeKind, Settings};
 
-/// Version of this protocol, and of what compute nodes read and write in a memory node by themselves.
+/// Version of this protocol and of the layouts that compute nodes access directly in a memory node.
 pub const VERSION: u32 = 3;
-/// The most bytes of a message.
-pub const MAX_BYTES: usize = rnic::port::shm::wire::MESSAGE_MAX;
+/// Maximum size of a message in bytes.
+pub const MAX_BYTES: usize = rnic::port::shm::protocol::MESSAGE_MAX;
 
 /// The first message on a connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Opening {
     /// `nic` or `pool`.
     pub service: String,
-    /// Version of that service's protocol; `nic` states it in its own first request.
+    /// Version of the service's protocol. The `nic` service sends it in its first request instead.
     #[serde(default)]
     pub version: u32,
-    /// From another host: that who connects has the token.
+    /// Proof that the client has the token. Only from another host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub proof: Option<String>,
 }
@@ -59,132 +59,133 @@ impl Opening {
 /// A request with its number.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Numbered<T> {
-    /// Chosen by who asks; 0 is the opening's.
+    /// Chosen by the sender of the request; 0 is reserved for the opening.
     pub id: u64,
     /// The request or reply.
     #[serde(flatten)]
     pub body: T,
 }
 
-/// What a compute node asks.
+/// A request of a compute node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "request", rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Request {
-    /// Make the peers of my QPs and count me among your compute nodes.
-    Admit(Admission),
-    /// Answer when there are free chunks, or when the time is over.
+    /// Create the peers of the listed QPs and register the sender as a compute node.
+    Admit(ConnectRequest),
+    /// Answer once a chunk is free, or after the timeout.
     AwaitMemory {
-        /// How long, in milliseconds.
+        /// Timeout in milliseconds.
         timeout_ms: u64,
     },
-    /// What is the state of the memory node?
+    /// Return the state of the memory node.
     Status,
-    /// My management QPs are in Reset: re-establish your side.
+    /// The sender's management QPs are in Reset: re-establish the memory node's side.
     ResetManagement {
-        /// From another host: drawn for what they begin with.
+        /// Salt for the initial state of the QPs. Only from another host.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         salt: Option<Nonce>,
     },
-    /// Do my management QPs take requests at your side? Asked by who waits long for an answer to one.
+    /// Return whether the memory node's sides of the management QPs execute requests. Sent when an
+    /// answer on these QPs is overdue.
     ManagementState,
-    /// An access QP of mine is in Reset: re-establish your side.
+    /// An access QP of the sender is in Reset: re-establish the memory node's side.
     ResetAccess {
         /// The QP group.
         group: u16,
-        /// The QP in the group, by its place in the admission.
+        /// Index of the QP in its group, as in the admission.
         lane: u8,
-        /// From another host: drawn for what it begins with.
+        /// Salt for the initial state of the QP. Only from another host.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         salt: Option<Nonce>,
     },
-    /// Is every chunk exactly once free or owned?
+    /// Check that every chunk is exactly once free or owned.
     Audit,
-    /// I leave: take back what I own.
+    /// The sender leaves: reclaim its chunks.
     Goodbye,
 }
 
-/// What the memory node answers.
+/// A reply of the memory node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "reply", rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Reply {
-    /// To the opening.
-    Welcome(Welcome),
-    /// To `admit`.
-    Admitted(Admitted),
-    /// To `await_memory`.
+    /// Reply to the opening.
+    Welcome(NodeHello),
+    /// Reply to `admit`.
+    Admitted(ConnectReply),
+    /// Reply to `await_memory`.
     Memory {
-        /// True: there are free chunks. False: the time is over.
+        /// True: a chunk is free. False: the timeout has passed.
         available: bool,
     },
-    /// To `status`.
+    /// Reply to `status`.
     Status(Box<Status>),
-    /// To `reset_management`: the peers, in the scheme's order.
+    /// Reply to `reset_management`: the peers, in the scheme's order.
     Management {
         /// QP numbers.
         peers: Vec<u32>,
     },
-    /// To `management_state`.
+    /// Reply to `management_state`.
     ManagementState {
-        /// False: what was asked over them is not answered any more.
+        /// False: pending requests on the management QPs will not be answered.
         open: bool,
     },
-    /// To `reset_access`.
+    /// Reply to `reset_access`.
     Access {
         /// QP number.
         peer: u32,
     },
-    /// To `audit` and `goodbye`.
+    /// Reply to `audit` and `goodbye`.
     Done,
-    /// To `reset_management` of a compute node that is over a budget.
+    /// Reply to `reset_management` of a compute node that is over a budget.
     OverBudget {
-        /// Which budget, and what to do.
+        /// The budget, and how to stay within it.
         why: String,
-        /// Ask again after so many milliseconds.
+        /// Milliseconds after which the request may be repeated.
         retry_after_ms: u64,
     },
-    /// To `admit`: no place is left for this compute node.
+    /// Reply to `admit` when no slot is free for this compute node.
     Full {
-        /// Which limit was reached.
+        /// The limit that was reached.
         why: String,
     },
-    /// The request was refused, or not understood.
+    /// The request was refused or could not be decoded.
     Error {
-        /// Why.
+        /// The reason.
         why: String,
     },
 }
 
-/// What a memory node says of itself before a compute node makes its QPs.
+/// First reply of a memory node, sent before the compute node creates its QPs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Welcome {
-    /// Version of the protocol that it speaks.
+pub struct NodeHello {
+    /// Protocol version of the memory node.
     pub version: u32,
     /// The allocation scheme.
     pub scheme: SchemeKind,
-    /// How its CPU learns of requests.
+    /// How the memory node's CPU is notified of requests.
     pub control: ControlMode,
     /// Bytes of a chunk.
     pub chunk_bytes: u64,
-    /// Chunks in all.
+    /// Number of chunks.
     #[serde(default)]
     pub chunks: u64,
-    /// Windows of a group, the guard included.
+    /// Windows of a group, including the guard.
     pub group_size: u32,
-    /// Functions of the memory node's NIC that windows are in. A group has access QPs for each of them; those of the
-    /// first come first.
+    /// Functions of the memory node's NIC that contain windows. A group has access QPs for each
+    /// function, those of the first function first.
     #[serde(default = "one")]
     pub functions: u32,
-    /// Requests of one kind that a compute node may have in flight.
+    /// Requests of each kind that a compute node may have in flight.
     pub credits: u32,
-    /// QP groups that a compute node may have.
+    /// Maximum number of QP groups of a compute node.
     pub groups_max: u32,
-    /// Which start of the memory node this is: a random number. What was granted before a restart is
-    /// of no use after it.
+    /// Random number of this start of the memory node. Because a restart invalidates all grants, a
+    /// changed number identifies stale ones.
     #[serde(default)]
     pub incarnation: u64,
-    /// Chunks that a compute node may hold, if that is limited.
+    /// Maximum number of chunks that a compute node may hold, if limited.
     #[serde(default)]
     pub budget_chunks: Option<u64>,
     /// See [`crate::Settings::separation`].
@@ -193,24 +194,24 @@ pub struct Welcome {
     /// See [`crate::Settings::contention_control`].
     #[serde(default = "yes")]
     pub contention_control: bool,
-    /// No place is left for a compute node of this connection now: which limit was reached. It can
-    /// still ask.
+    /// The limit that currently leaves no free slot for another compute node. The compute node may
+    /// still send other requests.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub full: Option<String>,
-    /// To another host: what the memory node's NIC is reached by.
+    /// Port and MTU of the memory node's NIC. Only to another host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub roce: Option<RoceEnd>,
-    /// To another host: that the memory node has the token.
+    /// Proof that the memory node has the token. Only to another host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub proof: Option<String>,
-    /// To another host: the packets of its QPs, and those that they get, have tags.
+    /// True if the packets of both ends carry authentication tags. Only to another host.
     #[serde(default)]
     pub authenticated: bool,
 }
 
-impl Welcome {
-    /// What a memory node with these settings says, whose windows are in so many functions of its NIC; nothing yet of
-    /// other hosts.
+impl NodeHello {
+    /// The reply of a memory node with these settings, whose windows are in `functions` functions
+    /// of its NIC, without the fields for other hosts.
     pub fn of(settings: &Settings, functions: u32, incarnation: u64) -> Self {
         let s = settings;
         Self {
@@ -243,84 +244,83 @@ fn one() -> u32 {
     1
 }
 
-/// The state of a memory node. CPU times are nanoseconds since it started; the NIC's thread plays
-/// the hardware and is never counted as the memory node's CPU.
+/// The state of a memory node. CPU times are nanoseconds since its start. The NIC thread stands for
+/// hardware, so its time is never part of the memory node's CPU time.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
     /// The scheme's part.
     #[serde(flatten)]
     pub node: NodeStatus,
-    /// Bytes donated.
+    /// Bytes donated to the pool.
     pub donated_bytes: u64,
     /// Bytes of chunks that are not free.
     #[serde(default)]
     pub held_bytes: u64,
-    /// Bytes of free chunks that keep their RAM, at most ([`crate::Settings::kept_bytes`]).
+    /// Upper limit, in bytes, of free chunks that stay resident ([`crate::Settings::kept_bytes`]).
     #[serde(default)]
     pub kept_bytes: u64,
-    /// RAM that the memory node's process has for itself: chunks, metadata, tables of the NIC, the
-    /// program's own. Memory that its clients share with it is not among it.
+    /// Memory private to the memory node's process: chunks, metadata, NIC tables, its own heap.
+    /// Memory that clients share with it is excluded.
     #[serde(default)]
     pub resident_bytes: u64,
-    /// Milliseconds since it started.
+    /// Milliseconds since the start.
     pub uptime_ms: u64,
-    /// CPU time of the control threads: this is the memory node's CPU.
+    /// CPU time of the control threads, which is the memory node's CPU time.
     pub control_cpu_ns: u64,
-    /// How often a control thread woke up.
+    /// Wake-ups of the control threads.
     pub control_wakeups: u64,
-    /// CPU time of the thread that plays the NIC.
+    /// CPU time of the NIC thread.
     pub nic_cpu_ns: u64,
-    /// How often the NIC thread woke up.
+    /// Wake-ups of the NIC thread.
     pub nic_wakeups: u64,
     /// Work-queue elements that the NIC executed.
     pub nic_wqes: u64,
-    /// The ports that the NIC serves: `shm`, or `shm and roce`.
+    /// Ports of the NIC: `shm`, or `shm and roce`.
     pub nic: String,
-    /// What went wrong without ending the memory node.
+    /// Errors that did not stop the memory node.
     #[serde(default)]
     pub trouble: Trouble,
-    /// Packets of other hosts that the NIC has dropped.
+    /// Packets from other hosts that the NIC dropped.
     #[serde(default)]
     pub dropped: Dropped,
 }
 
-/// Packets of other hosts that the NIC has dropped, by reason.
+/// Packets from other hosts that the NIC dropped, by reason.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Dropped {
-    /// For queue pairs that there are not.
+    /// The destination QP does not exist.
     pub unknown_qp: u64,
-    /// From another address than that of the queue pair's peer.
+    /// The source address is not that of the QP's peer.
     pub strangers: u64,
-    /// Without the tag of their connection.
+    /// The authentication tag is missing or wrong.
     pub forged: u64,
-    /// With the right tag, and too old: recorded, and sent again.
+    /// The tag is correct but the packet is too old: a replay.
     pub outdated: u64,
-    /// For queue pairs at which a sender without a key has guessed too often.
+    /// The destination QP has received too many packets with wrong tags.
     pub guessed: u64,
-    /// Spoilt on the way, or no packets of RoCEv2.
+    /// The packet is corrupt or is no RoCEv2 packet.
     pub spoilt: u64,
 }
 
-/// What has gone wrong at a memory node since it started, and cost one connection or some time.
+/// Errors since the start of a memory node that cost one connection or some time.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Trouble {
-    /// Connections that were ended because a system call for them failed.
+    /// Connections that were closed because a system call for them failed.
     pub connections: u64,
-    /// How often no connection could be accepted, for want of descriptors or memory. It was tried
-    /// again.
+    /// Failed attempts to accept a connection for lack of descriptors or memory. Each was repeated.
     pub accepts: u64,
-    /// Compute nodes that have gone and could not be retired yet: the NIC refused it. Their chunks
-    /// stay theirs, and it is tried again.
+    /// Departed compute nodes that are not retired yet because the NIC refused it. They keep their
+    /// chunks, and the memory node tries again.
     pub unretired: u64,
-    /// The last of these errors.
+    /// The most recent of these errors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last: Option<String>,
 }
 
 impl Status {
-    /// The memory of a memory node with these settings, which is in this process, and what the
-    /// scheme says of it; the rest is zero.
+    /// Memory figures of this process, a memory node with these settings, and its scheme's state.
+    /// The remaining fields are zero.
     pub(crate) fn of(settings: &Settings, node: NodeStatus) -> Self {
         let held_bytes = node.chunks.saturating_sub(node.free) * node.chunk_bytes;
         Self {
@@ -339,19 +339,21 @@ pub fn encode<T: Serialize>(attempt: &str, message: &T) -> Result<Vec<u8>, Error
     let bytes = serde_json::to_vec(message)
         .map_err(|e| Error::Protocol { attempt: attempt.into(), why: e.to_string() })?;
     if bytes.len() > MAX_BYTES {
-        let why = format!("the message has {} bytes, at most {MAX_BYTES} fit", bytes.len());
+        let why = format!("the message has {} bytes; the maximum is {MAX_BYTES}", bytes.len());
         return Err(Error::Protocol { attempt: attempt.into(), why });
     }
     Ok(bytes)
 }
 
-/// Decodes a message; what is wrong with it otherwise.
+/// Decodes a message. The error names `attempt` and the cause.
 pub fn decode<T: DeserializeOwned>(attempt: &str, bytes: &[u8]) -> Result<T, Error> {
-    serde_json::from_slice(bytes)
-        .map_err(|e| Error::Protocol { attempt: attempt.into(), why: e.to_string() })
+    serde_json::from_slice(bytes).map_err(|e| Error::Protocol {
+        attempt: attempt.into(),
+        why: format!("invalid message: {e}; use the same release on both sides"),
+    })
 }
 
-/// The number of a request that cannot be decoded otherwise, so that the refusal names it.
+/// The `id` of a request that cannot be decoded otherwise, so that the refusal can name it.
 pub fn id_of(bytes: &[u8]) -> u64 {
     #[derive(Deserialize)]
     struct Id {
@@ -373,12 +375,12 @@ mod tests {
     #[test]
     fn messages_are_read_back() {
         round_trip(Opening::pool());
-        let admission = Admission {
+        let admission = ConnectRequest {
             management: vec![1, 2],
             groups: vec![vec![3, 4], vec![5, 6]],
             bulletin_addr: u64::MAX,
             bulletin_rkey: 0x1234_5678,
-            ..Admission::default()
+            ..ConnectRequest::default()
         };
         round_trip(Numbered { id: 1, body: Request::Admit(admission) });
         round_trip(Numbered { id: u64::MAX, body: Request::AwaitMemory { timeout_ms: 5 } });
@@ -404,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_understood_is_an_error_that_says_so() {
+    fn decode_error_names_the_unknown_request() {
         let unknown = br#"{"id":9,"request":"reboot"}"#;
         let e = decode::<Numbered<Request>>("reading", unknown).unwrap_err().to_string();
         assert!(e.contains("reboot"), "{e}");
@@ -416,12 +418,12 @@ mod tests {
     fn the_largest_admission_fits() {
         use crate::scheme::MAX_GROUP;
         let group = vec![0xff_ffff; MAX_GROUP];
-        let admission = Admission {
+        let admission = ConnectRequest {
             management: vec![0xff_ffff; 2],
             groups: vec![group; Settings::GROUPS_MAX as usize],
             bulletin_addr: u64::MAX,
             bulletin_rkey: u32::MAX,
-            ..Admission::default()
+            ..ConnectRequest::default()
         };
         encode("test", &Numbered { id: u64::MAX, body: Request::Admit(admission) }).unwrap();
     }

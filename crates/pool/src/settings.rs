@@ -1,4 +1,4 @@
-//! What a memory node is told when it starts.
+//! Settings of a memory node.
 
 use std::fmt;
 use std::str::FromStr;
@@ -16,50 +16,51 @@ use crate::scheme::MAX_GROUP;
 /// Settings of a memory node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// Bytes that it donates; rounded down to whole chunks.
+    /// Bytes to donate; rounded down to whole chunks.
     pub donate_bytes: u64,
-    /// Bytes of a chunk: a power of two, 512 B to 1 GiB.
+    /// Chunk size in bytes: a power of two from 512 B to 1 GiB.
     pub chunk_bytes: u64,
-    /// Windows of a group, the guard included: one more than a compute node has lanes
-    /// (OneSidedMW §4.1).
+    /// Windows of a group, including the guard: the number of lanes plus one (OneSidedMW §4.1).
     pub group_size: u32,
-    /// Requests of one kind that a compute node may have in flight: a power of two.
+    /// Requests of each kind that a compute node may have in flight: a power of two.
     pub credits: u32,
-    /// QP groups that a compute node may have.
+    /// Maximum number of QP groups of a compute node.
     pub groups_max: u32,
-    /// Compute nodes that may be connected.
+    /// Maximum number of connected compute nodes.
     pub clients_max: u32,
-    /// One process, user or host leaves some of these places to others: `docs/operating.md` has the
-    /// rule. A service sees to that.
+    /// Reserves part of these slots so that one process, user or host cannot take all of them
+    /// (`docs/user/operating.md`). Enforced by the service.
     pub shares_places: bool,
-    /// How chunks are allocated.
+    /// The allocation scheme.
     pub scheme: SchemeKind,
-    /// How the CPU learns of requests, where the scheme needs it.
+    /// How the CPU is notified of requests, in schemes that use it.
     pub control: ControlMode,
-    /// Cores that the CPU answers requests with, in the schemes by RPC; no more than there are compute
-    /// nodes.
+    /// CPU cores that answer requests, in schemes by RPC. More cores than compute nodes have no
+    /// effect.
     pub cores: u32,
-    /// How long a connection may say nothing before it has said what it is for: before it has attached
-    /// to the NIC, or is admitted as a compute node. Then it is ended, and its place is free.
+    /// Time within which a new connection must attach to the NIC or be admitted as a compute node.
+    /// Afterwards it is closed, which frees its slot.
     pub silence: Duration,
-    /// In scheme `onesidedmw`: allocation has QPs of its own (OneSidedMW §4.2). Without it, to be compared
-    /// with, each access QP carries the chain that allocates for it.
+    /// In scheme `onesidedmw`: allocation has QPs of its own (OneSidedMW §4.2). If false, each
+    /// access QP carries the chain that allocates for it; only for comparison.
     pub separation: bool,
-    /// In the schemes with a tree: whose CASes fail searches elsewhere, and marks what is contended (FineMem §4.1). Without
-    /// it, to be compared with, he tries again where he is, and begins where many others do. In scheme `premmap-onesided`:
-    /// only what was seen to be free is CASed.
+    /// In schemes with a tree: a client whose CAS fails continues elsewhere and marks the contended
+    /// section (FineMem §4.1). If false, it retries in place and all searches begin at the same
+    /// section; only for comparison. In scheme `premmap-onesided`: the client applies a CAS only to
+    /// words that it has read as free.
     pub contention_control: bool,
-    /// What each compute node may use, in scheme `onesidedmw`.
+    /// Limits of each compute node, in scheme `onesidedmw`.
     pub budget: Budget,
-    /// Requests that a compute node's own fault lets fail are answered at a bounded pace, in scheme
-    /// `onesidedmw`: each of them takes CPU, of which others may have need. A service always does so.
+    /// Limits the rate at which the CPU answers requests that fail by a compute node's own fault,
+    /// in scheme `onesidedmw`, because each of them takes CPU time from other compute nodes. A
+    /// service always sets it.
     pub paced: bool,
-    /// Memory windows that each function of the memory node's own NIC has, where they are to be fewer than it could have
-    /// (16.7 million).
+    /// Memory windows of each function of the memory node's own NIC, if fewer than the maximum of
+    /// 16.7 million.
     pub nic_windows: Option<u32>,
-    /// Bytes of donated memory that keep their RAM while they are free; rounded down to whole
-    /// chunks. RAM beyond goes back to the system when a chunk is released, if the NIC is in the
-    /// memory node's process.
+    /// Donated bytes that stay resident while free; rounded down to whole chunks. Memory beyond it
+    /// is returned to the operating system when a chunk is released, if the NIC runs in the memory
+    /// node's process.
     pub keep_resident_bytes: u64,
 }
 
@@ -88,66 +89,70 @@ impl Default for Settings {
     }
 }
 
-/// Management QPs of a compute node in any scheme, with room for more.
+/// Upper bound of the management QPs of a compute node in any scheme.
 const MANAGEMENT_QPS_MAX: u32 = 16;
 
 impl Settings {
-    /// Smallest chunk.
+    /// Minimum chunk size.
     pub const CHUNK_BYTES_MIN: u64 = 512;
-    /// Largest chunk.
+    /// Maximum chunk size.
     pub const CHUNK_BYTES_MAX: u64 = 1 << 30;
-    /// Most requests of one kind in flight.
+    /// Maximum number of requests of one kind in flight.
     pub const CREDITS_MAX: u32 = 128;
-    /// Most QP groups of a compute node.
+    /// Maximum number of QP groups of a compute node.
     pub const GROUPS_MAX: u32 = 256;
-    /// Most compute nodes.
+    /// Maximum number of compute nodes.
     pub const CLIENTS_MAX: u32 = 4096;
-    /// Most cores.
+    /// Maximum number of cores.
     pub const CORES_MAX: u32 = 4096;
-    /// Most chunks: what 24 bits of index name, less one entry that schemes keep.
+    /// Maximum number of chunks: 24-bit indices, minus one entry that schemes reserve.
     pub const CHUNKS_MAX: u64 = (1 << 24) - 1;
-    /// Most chunks where compute nodes allocate by themselves: the metadata is opened by one window, of up to 2 GiB.
+    /// Maximum number of chunks in schemes by CAS: a single window of up to 2 GiB covers the
+    /// metadata.
     pub const CHUNKS_MAX_BY_CAS: u64 = 1 << 26;
 
-    /// Chunks that the donated bytes make.
+    /// Number of whole chunks in the donated bytes.
     pub fn chunks(&self) -> u64 {
         self.donate_bytes / self.chunk_bytes.max(1)
     }
 
-    /// The most bytes that one allocation can have: those of the largest block where there are several sizes.
+    /// Size in bytes of the largest possible allocation: the largest block in schemes with several
+    /// sizes, otherwise a chunk.
     pub fn largest_bytes(&self) -> u64 {
         let shape = Shape { chunks: self.chunks() as u32, chunk_bytes: self.chunk_bytes };
         shape.block_bytes(if self.scheme.has_sizes() { shape.order_max() } else { 0 })
     }
 
-    /// Access QPs of a group: its windows without the guard.
+    /// Access QPs of a group: its windows minus the guard.
     pub fn lanes(&self) -> u32 {
         self.group_size.saturating_sub(1)
     }
 
-    /// Bytes at the start of the chunks whose RAM is kept while they are free. All bytes, where
-    /// chunks are smaller than a page, so that to release a chunk gives no page back, and in a
-    /// scheme that does not clear chunks.
+    /// Bytes at the start of the chunks that stay resident while free. These are all bytes if
+    /// chunks are smaller than a page, because releasing a chunk then frees no page, and in schemes
+    /// that do not clear chunks.
     pub fn kept_bytes(&self) -> usize {
         let chunk = self.chunk_bytes.max(1);
-        let all = self.chunks() * chunk;
+        let total = self.chunks() * chunk;
         let gives_back = chunk as usize >= rustix::param::page_size() && self.scheme.releases();
-        let kept = if gives_back { self.keep_resident_bytes.min(all) / chunk * chunk } else { all };
+        let kept =
+            if gives_back { self.keep_resident_bytes.min(total) / chunk * chunk } else { total };
         kept as usize
     }
 
-    /// The limits of a NIC that is made for such a memory node.
+    /// Limits of a NIC for a memory node with these settings.
     pub fn nic_limits(&self) -> Limits {
         let usual = Limits::default();
         Limits { windows: self.nic_windows.unwrap_or(usual.windows), ..usual }
     }
 
-    /// QPs that a compute node needs at most: its access QPs for so many functions of the NIC, and those that manage.
+    /// Maximum number of QPs of a compute node: its access QPs for `functions` functions of the
+    /// NIC, and its management QPs.
     pub(crate) fn client_qps(&self, functions: u32) -> u32 {
         self.groups_max * self.lanes() * functions + MANAGEMENT_QPS_MAX
     }
 
-    /// Checks every setting; the error names the one that cannot be.
+    /// Checks every setting. The error names the first invalid one.
     pub fn validate(&self) -> Result<(), Error> {
         let chunk = self.chunk_bytes;
         let chunks_max = match self.scheme.is_by_cas() {
@@ -172,7 +177,7 @@ impl Settings {
             "donate_bytes",
             self.donate_bytes,
             format!(
-                "that makes {} chunks of {chunk} bytes, and a table has at most {}; take larger chunks",
+                "that is {} chunks of {chunk} bytes, and a table has at most {}; choose larger chunks",
                 self.chunks(),
                 chunks_max
             ),
@@ -187,62 +192,57 @@ impl Settings {
             (2..=MAX_GROUP as u32).contains(&self.group_size),
             "group_size",
             self.group_size,
-            format!("a group has 2 to {MAX_GROUP} windows, the guard included"),
+            format!("a group has 2 to {MAX_GROUP} windows, including the guard"),
         )?;
         require(
             self.credits.is_power_of_two() && self.credits <= Self::CREDITS_MAX,
             "credits",
             self.credits,
-            format!("credits are a power of two up to {}", Self::CREDITS_MAX),
+            format!("must be a power of two up to {}", Self::CREDITS_MAX),
         )?;
         require(
             (1..=Self::GROUPS_MAX).contains(&self.groups_max),
             "groups_max",
             self.groups_max,
-            format!("a compute node has 1 to {} QP groups", Self::GROUPS_MAX),
+            format!("must be 1 to {} QP groups", Self::GROUPS_MAX),
         )?;
         require(
             (1..=Self::CLIENTS_MAX).contains(&self.clients_max),
             "clients_max",
             self.clients_max,
-            format!("a memory node serves 1 to {} compute nodes", Self::CLIENTS_MAX),
+            format!("must be 1 to {} compute nodes", Self::CLIENTS_MAX),
         )?;
         require(
             (1..=Self::CORES_MAX).contains(&self.cores),
             "cores",
             self.cores,
-            format!("the CPU answers with 1 to {} cores", Self::CORES_MAX),
+            format!("must be 1 to {} cores", Self::CORES_MAX),
         )?;
         require(
             self.cores == 1 || self.scheme.is_by_rpc(),
             "cores",
             self.cores,
-            format!("in scheme {} the CPU answers no requests", self.scheme),
+            format!("the CPU answers no requests in scheme {}; use 1", self.scheme),
         )?;
         require(
             (Duration::from_millis(1)..=Duration::from_secs(3600)).contains(&self.silence),
             "silence_ms",
             self.silence.as_millis(),
-            "a connection may be silent for 1 ms to one hour",
+            "must be 1 ms to one hour",
         )?;
         require(
             self.separation || self.scheme == SchemeKind::OneSidedMw && !self.budget.is_set(),
             "separation",
             self.separation,
-            "only scheme onesidedmw, without budgets, can do without separate management QPs",
+            "only scheme onesidedmw without budgets supports management without separate QPs",
         )?;
         require(
             self.contention_control || self.scheme.is_by_cas(),
             "contention_control",
             self.contention_control,
-            "only schemes finemem, finemem-paper and premmap-onesided have contention control to do without",
+            "only schemes finemem, finemem-paper and premmap-onesided have contention control",
         )?;
-        require(
-            self.nic_windows != Some(0),
-            "nic_windows",
-            0,
-            "a function of a NIC has at least one memory window",
-        )?;
+        require(self.nic_windows != Some(0), "nic_windows", 0, "must be at least 1")?;
         self.validate_budget()
     }
 
@@ -255,19 +255,19 @@ impl Settings {
             self.scheme == SchemeKind::OneSidedMw,
             "scheme",
             self.scheme,
-            "budgets are read from the NIC's counters, which scheme onesidedmw does; \
+            "only scheme onesidedmw supports budgets, which use the NIC's counters; \
              serve without --budget options",
         )?;
         for (name, limit) in
             [("budget_requests_per_s", budget.requests_per_s), ("budget_chunks", budget.chunks)]
         {
-            require(limit != Some(0), name, 0, "a budget is at least 1")?;
+            require(limit != Some(0), name, 0, "must be at least 1")?;
         }
         require(
             (Duration::from_millis(1)..=Duration::from_secs(60)).contains(&budget.interval),
             "budget_interval_ms",
             budget.interval.as_millis(),
-            "the counters are looked at every 1 ms to 60 s",
+            "must be 1 ms to 60 s",
         )
     }
 }
@@ -284,7 +284,7 @@ fn require(
     Err(Error::Setting { setting, value: value.to_string(), why: why.to_string() })
 }
 
-/// An allocation scheme, by name.
+/// An allocation scheme.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum SchemeKind {
@@ -295,47 +295,49 @@ pub enum SchemeKind {
     /// RPC to the memory node's CPU, which binds type-2 windows (OneSidedMW §2.2.2).
     #[serde(rename = "rpc-mw-2")]
     RpcMw2,
-    /// The same with type-1 windows, where a free and an allocation are one rebind (OneSidedMW
-    /// §2.2.2). Unsafe: a key is 8 bits of tag away from everybody (§2.3).
+    /// Like `rpc-mw-2` with type-1 windows: one rebind frees and allocates a chunk (OneSidedMW
+    /// §2.2.2). Unsafe: any compute node can guess the 8-bit tag of a key (§2.3).
     #[serde(rename = "rpc-mw-1")]
     RpcMw1,
     /// RPC to the memory node's CPU, which registers a memory region for each allocation
     /// (OneSidedMW §6).
     #[serde(rename = "fine-mr")]
     FineMr,
-    /// RPC to the memory node's CPU, which hands out coarse regions that were registered ahead
-    /// (OneSidedMW §2.2.1).
+    /// RPC to the memory node's CPU, which allocates from coarse regions that it registered in
+    /// advance (OneSidedMW §2.2.1).
     #[serde(rename = "static-mr")]
     StaticMr,
-    /// Pages of 4 KiB behind a table for each compute node, looked up by a chain of work requests at
+    /// Pages of 4 KiB behind a page table per compute node; a chain of work requests translates
     /// every access (OneSidedMW §2.2.3).
     #[serde(rename = "odrp")]
     Odrp,
-    /// The compute node allocates by itself, with CAS on an array of one word for each chunk: `finemem` without its
+    /// The compute node allocates with CAS on an array of one word per chunk: `finemem` without the
     /// tree (CXL-SHM's free array, FineMem §6.1).
     #[serde(rename = "premmap-onesided")]
     PremmapOneSided,
-    /// RPC to the memory node's CPU, which hands out blocks of several sizes whose windows are bound ahead
-    /// (FineMem §6.1). Windows are of type 1: compute nodes trust each other not to guess keys.
+    /// RPC to the memory node's CPU, which allocates blocks of several sizes whose windows it bound
+    /// in advance (FineMem §6.1). Windows are of type 1: compute nodes must trust each other not to
+    /// guess keys.
     #[serde(rename = "premmap-rpc")]
     PremmapRpc,
     /// RPC to the memory node's CPU, which registers a memory region for each allocation of any size
     /// (FineMem §6.1): `fine-mr` with several sizes.
     #[serde(rename = "ondemand-rpc")]
     OnDemandRpc,
-    /// The compute node allocates by itself, with READ and CAS on a bitmap tree in the memory node; a freed block
-    /// is set aside until its key is dead and it is cleared (FineMem). Windows are of type 1; on a NIC that has no
-    /// guarded ones compute nodes trust each other not to guess keys.
+    /// The compute node allocates with READ and CAS on a bitmap tree in the memory node. A freed
+    /// block is in quarantine until its key is dead and the block is cleared (FineMem). Windows are
+    /// of type 1; on a NIC without guarded windows, compute nodes must trust each other not to
+    /// guess keys.
     #[serde(rename = "finemem")]
     FineMem,
-    /// `finemem` as published (FineMem §4.3), to be compared with: a freed block is free at once, under a backup key.
-    /// Unsafe: see [`SchemeKind::unsafe_because`].
+    /// `finemem` as published (FineMem §4.3), for comparison: a freed block is free at once, under
+    /// a backup key. Unsafe: see [`SchemeKind::unsafe_because`].
     #[serde(rename = "finemem-paper")]
     FineMemPaper,
 }
 
 impl SchemeKind {
-    /// Every scheme.
+    /// All schemes.
     pub const ALL: &[SchemeKind] = &[
         SchemeKind::OneSidedMw,
         SchemeKind::RpcMw2,
@@ -350,7 +352,7 @@ impl SchemeKind {
         SchemeKind::OnDemandRpc,
     ];
 
-    /// Its name in reports and on command lines.
+    /// Name of the scheme in reports and on command lines.
     pub const fn name(self) -> &'static str {
         match self {
             SchemeKind::OneSidedMw => "onesidedmw",
@@ -367,16 +369,16 @@ impl SchemeKind {
         }
     }
 
-    /// Why a scheme is only there to be compared with; `None` for one that is safe to use. It is never chosen but by
-    /// its name, and who starts it is told.
+    /// The reason why a scheme is unsafe and exists only for comparison; `None` for a safe scheme.
+    /// An unsafe scheme must be selected by name, and `granary serve` prints this reason.
     pub const fn unsafe_because(self) -> Option<&'static str> {
         match self {
             SchemeKind::FineMemPaper => Some(
-                "a freed block is somebody else's while its last owner's key still opens it, and is not cleared; \
-                 keys are 8 bits to be guessed",
+                "a freed block is reused while its last owner's key is still valid, and is not cleared; \
+                 keys have 8 secret bits and can be guessed",
             ),
             SchemeKind::RpcMw1 | SchemeKind::PremmapOneSided | SchemeKind::PremmapRpc => {
-                Some("keys are 8 bits to be guessed")
+                Some("keys have 8 secret bits and can be guessed")
             }
             _ => None,
         }
@@ -399,55 +401,57 @@ impl SchemeKind {
         }
     }
 
-    /// True if every allocation is the compute node's own work on the memory node's metadata, with which it is
-    /// trusted.
+    /// True if the compute node itself allocates, with READ and CAS on the memory node's metadata.
+    /// It is trusted with that metadata.
     pub const fn is_by_cas(self) -> bool {
         matches!(self, SchemeKind::FineMem | SchemeKind::FineMemPaper | SchemeKind::PremmapOneSided)
     }
 
-    /// True if there are blocks of several sizes: powers of two of chunks.
+    /// True if the scheme has several block sizes: a power of two times the chunk size.
     pub const fn has_sizes(self) -> bool {
         self.is_by_cas() || matches!(self, SchemeKind::PremmapRpc | SchemeKind::OnDemandRpc)
     }
 
-    /// True if memory is opened by windows of type 1, whose keys are a guess of 8 bits away from every access QP
-    /// (OneSidedMW §2.3): in `finemem` only on NICs that have no guarded windows.
+    /// True if chunks are accessible through windows of type 1, whose 8-bit tags every access QP
+    /// can guess (OneSidedMW §2.3); in `finemem` only on NICs without guarded windows.
     pub const fn has_type1_windows(self) -> bool {
         self.is_by_cas() || matches!(self, SchemeKind::RpcMw1 | SchemeKind::PremmapRpc)
     }
 
-    /// True if its windows are guarded, on a NIC that can: a key opens what it names to one compute node only.
+    /// True if the scheme guards its windows on a NIC that supports it: a key is then valid for one
+    /// compute node only.
     pub const fn is_guarded(self) -> bool {
         matches!(self, SchemeKind::FineMem)
     }
 
-    /// True if a chunk is out of its last owner's reach, and cleared, before anybody has it again.
+    /// True if a chunk is inaccessible to its last owner, and cleared, before it is allocated
+    /// again.
     pub const fn releases(self) -> bool {
         !matches!(self, SchemeKind::FineMemPaper)
     }
 
-    /// True if a free returns before the chunk is released: it is set aside until it can be.
+    /// True if a free returns before the chunk is released; the chunk is in quarantine until then.
     pub const fn releases_late(self) -> bool {
         self.is_by_cas() || matches!(self, SchemeKind::RpcMw1)
     }
 }
 
-/// How the memory node's CPU learns of requests.
+/// How the memory node's CPU is notified of requests.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ControlMode {
-    /// It sleeps between requests.
+    /// The CPU sleeps between requests.
     #[default]
     Event,
-    /// It polls, with a core of its own. (It yields where there is only one.)
+    /// The CPU polls on a core of its own. On a machine with one core it yields.
     Polling,
 }
 
 impl ControlMode {
-    /// Every mode.
+    /// All modes.
     pub const ALL: &[ControlMode] = &[ControlMode::Event, ControlMode::Polling];
 
-    /// Its name in reports and on command lines.
+    /// Name of the mode in reports and on command lines.
     pub const fn name(self) -> &'static str {
         match self {
             ControlMode::Event => "event",
@@ -472,7 +476,7 @@ macro_rules! named {
                     Error::Setting {
                         setting: $setting,
                         value: s.to_string(),
-                        why: format!("it is one of {}", names.join(", ")),
+                        why: format!("must be one of {}", names.join(", ")),
                     }
                 })
             }

@@ -1,5 +1,4 @@
-//! The control socket: where a memory node listens, and how it is reached. The packets themselves
-//! are moved by [`rnic::port::shm::socket`].
+//! The control socket: listening and connecting. [`rnic::port::shm::socket`] transfers the packets.
 
 use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,12 +11,13 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::Error;
 
-/// Where a memory node listens.
+/// Path at which a memory node listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Endpoint {
-    /// A socket at this path. A stale one is replaced, one that is served is refused.
+    /// A socket at this path. A stale socket file is replaced; a served one is an error.
     At(PathBuf),
-    /// A socket in a directory of its own that only this user can enter, removed at the end.
+    /// A socket in a new directory that only this user can enter. The directory is removed at the
+    /// end.
     Fresh,
 }
 
@@ -30,9 +30,9 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens at `endpoint`. The socket file has mode 0600. In a directory of its own, which only
-    /// this user can enter, it has mode 0666: processes that hold it by a descriptor, and have changed
-    /// their user since, may connect.
+    /// Listens at `endpoint`. The socket file has mode 0600. In a new directory, which only this
+    /// user can enter, it has mode 0666, so that a process that reaches it by a descriptor and has
+    /// changed its user ID since can still connect.
     pub fn bind(endpoint: &Endpoint) -> Result<Self, Error> {
         let (path, fresh) = match endpoint {
             Endpoint::At(path) => (path.clone(), false),
@@ -52,8 +52,8 @@ impl Listener {
     fn bind_at(path: &Path, fresh: bool) -> Result<Self, Error> {
         let attempt = || format!("listening at {}", path.display());
         refuse_served(path)?;
-        // Under another name until its mode is right: nobody connects in between, and a stale
-        // socket is replaced in one step.
+        // The socket has a temporary name until its mode is set, so that no process can connect
+        // before that. The rename also replaces a stale socket atomically.
         let mut name = path.file_name().unwrap_or_default().to_owned();
         name.push(format!(".{}", std::process::id()));
         let draft = path.with_file_name(name);
@@ -78,12 +78,12 @@ impl Listener {
         }
     }
 
-    /// Where it listens.
+    /// Path of the socket.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The next connection, which does not block; `None` if there is none now.
+    /// Accepts the next connection, in non-blocking mode; `None` if none is pending.
     pub fn accept(&self) -> Result<Option<OwnedFd>, Errno> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         match rustix::net::accept_with(&self.fd, flags) {
@@ -113,7 +113,7 @@ impl Drop for Listener {
     }
 }
 
-/// Fails if something is at `path` that must not be replaced.
+/// Fails if a file at `path` must not be replaced.
 fn refuse_served(path: &Path) -> Result<(), Error> {
     let refuse = |why: &str| {
         Err(Error::Refused {
@@ -124,12 +124,12 @@ fn refuse_served(path: &Path) -> Result<(), Error> {
     match fs::symlink_metadata(path) {
         Err(_) => Ok(()),
         Ok(meta) if !meta.file_type().is_socket() => {
-            refuse("something that is not a socket is there; remove it or take another path")
+            refuse("the path exists and is not a socket; remove it or choose another path")
         }
         Ok(_) => match rustix::net::connect(&seqpacket()?, &address(path)?) {
-            Ok(()) | Err(Errno::AGAIN) => {
-                refuse("a process serves it already; stop that one or take another path")
-            }
+            Ok(()) | Err(Errno::AGAIN) => refuse(
+                "another process serves it already; stop that process or choose another path",
+            ),
             Err(_) => Ok(()),
         },
     }
@@ -150,12 +150,12 @@ fn fresh_directory() -> Result<PathBuf, Error> {
         }
     }
     Err(Error::System {
-        attempt: format!("making a directory for the socket in {}", base.display()),
+        attempt: format!("creating a directory for the socket in {}", base.display()),
         source: last.unwrap_or_else(|| Errno::EXIST.into()),
     })
 }
 
-/// Connects to the socket at `path`; the connection blocks.
+/// Connects to the socket at `path`, in blocking mode.
 pub fn connect(path: &Path) -> Result<OwnedFd, Error> {
     let attempt = format!("connecting to the memory node at {}", path.display());
     let addr = address(path)?;
@@ -166,7 +166,7 @@ pub fn connect(path: &Path) -> Result<OwnedFd, Error> {
         Ok(()) => Ok(fd),
         Err(e @ (Errno::NOENT | Errno::CONNREFUSED)) => Err(Error::Gone {
             attempt,
-            why: format!("nobody serves it ({e}); start one with `granary serve`"),
+            why: format!("no process serves it ({e}); start one with `granary serve`"),
         }),
         Err(e) => Err(system(attempt, e)),
     }
@@ -175,14 +175,14 @@ pub fn connect(path: &Path) -> Result<OwnedFd, Error> {
 fn seqpacket() -> Result<OwnedFd, Error> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
-        .map_err(|e| system("making a Unix socket".into(), e))
+        .map_err(|e| system("creating a Unix socket".into(), e))
 }
 
 fn address(path: &Path) -> Result<SocketAddrUnix, Error> {
     SocketAddrUnix::new(path).map_err(|_| Error::Setting {
         setting: "path",
         value: path.display().to_string(),
-        why: "the path of a Unix socket has at most 107 bytes and no zero byte".into(),
+        why: "a Unix socket path has at most 107 bytes and no zero byte".into(),
     })
 }
 
@@ -195,7 +195,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_way_to_a_fresh_socket_is_private_and_goes_with_the_listener() {
+    fn fresh_socket_directory_is_private_and_removed_on_drop() {
         let listener = Listener::bind(&Endpoint::Fresh).unwrap();
         let path = listener.path().to_path_buf();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o666);
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stale_socket_is_replaced_a_served_one_refused() {
+    fn stale_socket_is_replaced_and_served_one_refused() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("pool.sock");
         let at = Endpoint::At(path.clone());
@@ -214,7 +214,7 @@ mod tests {
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         let e = Listener::bind(&at).err().unwrap().to_string();
         assert!(e.contains("serves it already"), "{e}");
-        // As if its process had been killed: the file stays, nobody listens.
+        // As if its process had been killed: the file remains and no process listens.
         let stale = fs::hard_link(&path, dir.path().join("kept"));
         stale.unwrap();
         drop(first);
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_socket_is_left_alone() {
+    fn file_that_is_not_a_socket_is_not_replaced() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("notes");
         fs::write(&path, "mine").unwrap();
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_there_is_said_in_so_many_words() {
+    fn connect_error_suggests_granary_serve() {
         let dir = tempfile::tempdir().unwrap();
         let e = connect(&dir.path().join("none")).err().unwrap().to_string();
         assert!(e.contains("granary serve"), "{e}");

@@ -1,5 +1,5 @@
-//! What only scheme `finemem` has: the quarantine of what was freed, and windows that the logs guard; and what
-//! `finemem-paper`, which is as published, lacks of it.
+//! Tests of features that only scheme `finemem` has: the quarantine of freed blocks, and windows
+//! guarded by the logs. Also tests of `finemem-paper`, the published form, which lacks both.
 
 mod common;
 
@@ -7,17 +7,18 @@ use std::sync::Arc;
 
 use common::{CHUNK, check_whole};
 use fabric::Key;
-use pool::finemem::layout::{Block, Shape};
-use pool::{Embedded, Error, Grant, GroupId, Options, Pool, SchemeKind, Settings};
+use pool::finemem::block::Block;
+use pool::finemem::layout::Shape;
+use pool::{EmbeddedNode, Error, Grant, GroupId, Options, Pool, SchemeKind, Settings};
 
 fn settings(chunks: u64) -> Settings {
     common::settings(SchemeKind::FineMem, chunks)
 }
 
-/// A block of several sections that a compute node leaves behind comes back, and so does all else.
+/// The chunks of a departed compute node are reclaimed, including a block of several sections.
 #[test]
-fn sections_of_who_has_gone_come_back() {
-    let embedded = std::sync::Arc::new(pool::Embedded::start(&settings(2048)).unwrap());
+fn sections_of_a_departed_client_are_reclaimed() {
+    let embedded = std::sync::Arc::new(pool::EmbeddedNode::start(&settings(2048)).unwrap());
     let staying = Pool::embedded_in(&embedded, Default::default()).unwrap();
     for _ in 0..2 {
         let leaving = Pool::embedded_in(&embedded, Default::default()).unwrap();
@@ -32,22 +33,23 @@ fn sections_of_who_has_gone_come_back() {
         let all = staying.allocate_bytes_blocking(CHUNK << 11).unwrap();
         let mut bytes = vec![1; all.len as usize];
         staying.read_blocking(&all, 0, &mut bytes).unwrap();
-        assert!(bytes.iter().all(|b| *b == 0), "what was left behind is still there");
+        assert!(bytes.iter().all(|b| *b == 0), "the departed owner's data is still there");
         staying.free_blocking(all).unwrap();
     }
     check_whole(&staying, 2048);
 }
 
-/// A freed block is its last owner's no more, and nobody else's before its key is dead and it is clear.
+/// A freed block is inaccessible to its last owner, and is not reallocated before its key is dead
+/// and it is cleared.
 #[test]
-fn an_old_key_is_dead_when_the_block_has_a_new_owner() {
+fn old_key_is_dead_when_the_block_has_a_new_owner() {
     let pool = Pool::embedded(settings(1)).unwrap();
     for _ in 0..20 {
         let old = pool.allocate_in_blocking(GroupId(0)).unwrap();
         pool.write_blocking(&old, 0, b"secret").unwrap();
         pool.free_blocking(old).unwrap();
         assert!(matches!(pool.free_blocking(old), Err(Error::NotYours { .. })));
-        // There is one block: this waits for the end of its quarantine.
+        // The pool has one block, so this waits for the end of its quarantine.
         let new = pool.allocate_in_blocking(GroupId(0)).unwrap();
         assert_eq!(new.addr, old.addr);
         let mut bytes = [1; 6];
@@ -60,19 +62,19 @@ fn an_old_key_is_dead_when_the_block_has_a_new_owner() {
     check_whole(&pool, 1);
 }
 
-/// Compute nodes of one memory node in this process: who owns, and who would like to.
+/// Two compute nodes of one memory node in this process.
 struct Two {
     victim: Pool,
     thief: Pool,
 }
 
 fn two(scheme: SchemeKind, chunks: u64) -> Two {
-    let node = Arc::new(Embedded::start(&Settings { scheme, ..settings(chunks) }).unwrap());
+    let node = Arc::new(EmbeddedNode::start(&Settings { scheme, ..settings(chunks) }).unwrap());
     let connect = || Pool::embedded_in(&node, Options::default()).unwrap();
     Two { victim: connect(), thief: connect() }
 }
 
-/// The block of `order` chunks (as a logarithm) that begins where `grant` does, with any key.
+/// A grant of the block of 2^`order` chunks at the address of `grant`, with a forged key.
 fn block_at(grant: &Grant, chunks: u32, order: u32, windows: u32, tag: u8) -> Grant {
     let shape = Shape { chunks, chunk_bytes: CHUNK };
     let at = shape.block(grant.entry).unwrap();
@@ -82,8 +84,8 @@ fn block_at(grant: &Grant, chunks: u32, order: u32, windows: u32, tag: u8) -> Gr
     Grant::new(grant.addr, CHUNK << order, entry, GroupId(0), &keys)
 }
 
-/// Tags with which `pool` can read where `grant` begins, in its own window (of each block there are `windows`) or in that
-/// of a block that begins there and is `larger`.
+/// Tags with which `pool` can read at the address of `grant`: in the block's own window (each block
+/// has `windows`), or in that of the block there whose order is greater by `larger`.
 fn guessed(pool: &Pool, grant: &Grant, chunks: u32, larger: u32, windows: u32) -> Vec<u8> {
     let order = larger + Shape { chunks, chunk_bytes: CHUNK }.block(grant.entry).unwrap().order;
     let opens = |tag: &u8| {
@@ -93,19 +95,21 @@ fn guessed(pool: &Pool, grant: &Grant, chunks: u32, larger: u32, windows: u32) -
     (0..=255).filter(opens).collect()
 }
 
-/// OneSidedMW §2.3 on windows that are guarded by the log: of 256 tags none opens a block of another compute node.
+/// OneSidedMW §2.3 on windows guarded by the log: none of the 256 tags opens a block of another
+/// compute node.
 #[test]
 fn no_tag_opens_another_compute_nodes_block() {
     let Two { victim, thief } = two(SchemeKind::FineMem, 32);
     for order in 0..6 {
         let own = victim.allocate_bytes_blocking(CHUNK << order).unwrap();
         victim.write_blocking(&own, 0, b"a secret").unwrap();
-        // Both windows that begin there; a thief who has memory himself has the same right.
+        // Both windows that begin there. A thief that owns memory has no further access.
         let his = (order < 5).then(|| thief.allocate_bytes_blocking(CHUNK << order).unwrap());
         for larger in [0, 1].into_iter().filter(|larger| order + larger < 6) {
             assert!(guessed(&thief, &own, 32, larger, 1).is_empty(), "order {order} + {larger}");
         }
-        // A key is right or wrong by the log: the owner of a chunk has no use of a larger window that begins there.
+        // The log decides whether a key is valid: the owner of a chunk cannot use a larger window
+        // that begins there.
         assert_eq!(guessed(&victim, &own, 32, 0, 1), [own.keys()[0].tag()]);
         if order < 5 {
             assert!(guessed(&victim, &own, 32, 1, 1).is_empty());
@@ -119,9 +123,9 @@ fn no_tag_opens_another_compute_nodes_block() {
     check_whole(&victim, 32);
 }
 
-/// What is free is nobody's, under any key: not its last owner's either.
+/// No key opens a free block, not even for its last owner.
 #[test]
-fn no_tag_opens_what_is_free() {
+fn no_tag_opens_a_free_block() {
     let Two { victim, thief } = two(SchemeKind::FineMem, 4);
     let own = victim.allocate_blocking().unwrap();
     victim.free_blocking(own).unwrap();
@@ -135,10 +139,11 @@ fn no_tag_opens_what_is_free() {
     assert_eq!(guessed(&thief, &his, 4, 0, 1).len(), 1);
 }
 
-/// What makes `finemem-paper` unsafe, each of which fails in `finemem` (the tests above): a guessed key opens another's
-/// block, a key that was given up opens it in its next owner's hands, and he finds what was in it.
+/// The weaknesses of `finemem-paper`, which `finemem` prevents (the tests above): a guessed key
+/// opens another owner's block, an old key still opens a block after its reallocation, and the
+/// block is not cleared.
 #[test]
-fn as_published_keys_are_guessed_and_late_ones_work() {
+fn published_form_accepts_guessed_and_old_keys() {
     let Two { victim, thief } = two(SchemeKind::FineMemPaper, 1);
     let mut found = [0; 8];
     let mut worked = false;
@@ -152,12 +157,12 @@ fn as_published_keys_are_guessed_and_late_ones_work() {
         victim.read_blocking(&own, 0, &mut found).unwrap();
         assert_eq!(&found, b"mine: 11", "old contents");
         victim.write_blocking(&own, 0, b"a secret").unwrap();
-        // The memory node's scan may have been faster.
+        // The memory node's scan may have invalidated the key already.
         worked = thief.read_blocking(&late, 0, &mut found).is_ok();
         if worked {
             assert_eq!(&found, b"a secret");
         }
-        // Both windows of the block open, with one tag each, and neither asks who comes.
+        // Each of the block's two windows opens with one tag, for any compute node.
         let tags = guessed(&thief, &own, 1, 0, 2);
         assert_eq!(tags.len(), 1);
         let guess = block_at(&own, 1, 0, 2, tags[0]);
@@ -173,9 +178,10 @@ fn as_published_keys_are_guessed_and_late_ones_work() {
     check_whole(&victim, 1);
 }
 
-/// A pool with more blocks than the NIC has windows does not start, and says what to do.
+/// A pool with more blocks than the NIC has windows does not start, and the error suggests a
+/// remedy.
 #[test]
-fn too_many_blocks_for_the_nic_are_refused_at_the_start() {
+fn more_blocks_than_windows_are_refused_at_the_start() {
     for (scheme, windows) in [(SchemeKind::FineMem, 2047), (SchemeKind::FineMemPaper, 4094)] {
         let settings = Settings { scheme, nic_windows: Some(4 + 8), ..settings(1024) };
         let refused = Pool::embedded(settings).err().unwrap();
@@ -187,7 +193,7 @@ fn too_many_blocks_for_the_nic_are_refused_at_the_start() {
             "{says}"
         );
     }
-    // As many as the compute nodes take are none.
+    // With as many windows as the compute nodes take, none is left for blocks.
     let settings = Settings { nic_windows: Some(4), ..settings(1) };
     let says = Pool::embedded(settings).err().unwrap().to_string();
     assert!(says.contains("of which 0 are left"), "{says}");

@@ -1,5 +1,5 @@
-//! Schemes whose windows are bound ahead, on a NIC of whose functions each has too few of them: the memory node takes
-//! several.
+//! Tests of schemes with windows bound in advance on a NIC whose functions have too few windows:
+//! the memory node uses several functions.
 
 mod common;
 
@@ -10,8 +10,8 @@ use common::{CHUNK, check_whole, over_functions, settings};
 use fabric::Key;
 use pool::finemem::layout::{Functions, Shape};
 use pool::{
-    Address, Embedded, Endpoint, Error, Grant, GroupId, Lane, Listen, Options, Placement, Pool,
-    Pools, Remote, SchemeKind, Service, Settings, Transfer,
+    Address, EmbeddedNode, Endpoint, Error, Grant, GroupId, Lane, Listen, MultiPool, Options,
+    Placement, Pool, Remote, SchemeKind, Service, Settings, Transfer,
 };
 
 fn by_cas() -> impl Iterator<Item = SchemeKind> {
@@ -27,7 +27,7 @@ fn two_groups() -> Options {
 }
 
 #[test]
-fn blocks_of_all_sizes_are_where_the_table_says() {
+fn blocks_of_all_sizes_are_at_their_table_addresses() {
     for scheme in by_cas() {
         let pool = Pool::embedded(of(scheme, 96)).unwrap();
         let functions = pool.welcome().functions;
@@ -35,7 +35,7 @@ fn blocks_of_all_sizes_are_where_the_table_says() {
         let shape = Shape { chunks: 96, chunk_bytes: CHUNK };
         let (division, mut seen) = (Functions::new(shape, functions), BTreeSet::new());
         for _ in 0..3 {
-            // All of the memory, one size after another: each block of it.
+            // Allocates all memory in blocks of one size after another, so that each block is used.
             for order in 0..6 {
                 let count = 96 >> order;
                 let blocks: Vec<Grant> = (0..count)
@@ -56,14 +56,14 @@ fn blocks_of_all_sizes_are_where_the_table_says() {
                 check_whole(&pool, 96);
             }
         }
-        assert_eq!(seen.len() as u32, functions, "{scheme}: each has blocks that were used");
+        assert_eq!(seen.len() as u32, functions, "{scheme}: every function has a used block");
     }
 }
 
 #[test]
-fn a_batch_goes_to_all_of_them() {
+fn batch_reaches_all_functions() {
     let pool = Pool::embedded_in(
-        &Arc::new(Embedded::start(&of(SchemeKind::FineMem, 30)).unwrap()),
+        &Arc::new(EmbeddedNode::start(&of(SchemeKind::FineMem, 30)).unwrap()),
         two_groups(),
     );
     let pool = pool.unwrap();
@@ -86,11 +86,11 @@ fn a_batch_goes_to_all_of_them() {
     }
 }
 
-/// A key opens its block over QPs of its function only, to whoever has it; and nobody opens another's block over any QP
-/// with any key.
+/// A key opens its block on QPs of its function only, and no key opens another owner's block on any
+/// QP.
 #[test]
 fn no_key_opens_a_block_over_another_function() {
-    let node = Arc::new(Embedded::start(&of(SchemeKind::FineMem, 6)).unwrap());
+    let node = Arc::new(EmbeddedNode::start(&of(SchemeKind::FineMem, 6)).unwrap());
     let [owner, thief] = [(); 2].map(|()| Pool::embedded_in(&node, two_groups()).unwrap());
     let functions = owner.welcome().functions as u8;
     let grants: Vec<Grant> = (0..5).map(|_| owner.allocate_blocking().unwrap()).collect();
@@ -108,14 +108,14 @@ fn no_key_opens_a_block_over_another_function() {
         };
         let key = grant.keys()[0];
         for function in 0..functions + 3 {
-            // A function that there is not is some other one.
+            // A function number that does not exist is mapped to an existing function.
             let right = function % functions == grant.function;
             if !right {
                 assert!(refused(&owner, function, key), "over {function}");
             }
             assert!(refused(&thief, function, key), "over {function}");
         }
-        // Whatever number has what there: regions and windows have the first ones.
+        // Any index: regions and windows have the lowest ones.
         for function in 0..functions {
             for index in 0..24 {
                 for tag in 0..4 {
@@ -141,9 +141,10 @@ fn serve(scheme: SchemeKind) -> (Service, Remote) {
     (service, Remote { to, token: None, nic: None })
 }
 
-/// Over shared memory and over RoCEv2, two compute nodes at a time; one leaves what it has behind.
+/// Two compute nodes at a time, over shared memory and over RoCEv2; one departs without freeing its
+/// chunks.
 #[test]
-fn compute_nodes_of_two_kinds_share_them() {
+fn shm_and_roce_clients_share_all_functions() {
     for scheme in by_cas() {
         let (service, remote) = serve(scheme);
         let here = Pool::connect(service.path(), two_groups()).unwrap();
@@ -173,9 +174,9 @@ fn compute_nodes_of_two_kinds_share_them() {
     }
 }
 
-/// Memory nodes with one function and with several, as one.
+/// A pool over memory nodes with one and with several functions.
 #[test]
-fn pools_have_memory_nodes_of_both_kinds() {
+fn multi_pool_mixes_one_and_several_functions() {
     let one = Service::start(&settings(SchemeKind::FineMem, 24), &Endpoint::Fresh).unwrap();
     let (several, remote) = serve(SchemeKind::FineMem);
     let addresses = [
@@ -183,7 +184,7 @@ fn pools_have_memory_nodes_of_both_kinds() {
         Address::Shm(several.path().to_owned()),
         Address::Roce(remote),
     ];
-    let pools = Pools::connect(&addresses, two_groups(), Placement::RoundRobin).unwrap();
+    let pools = MultiPool::connect(&addresses, two_groups(), Placement::RoundRobin).unwrap();
     let all: Vec<_> = (0..36u8)
         .map(|i| {
             let placed = pools.allocate_blocking().unwrap();
@@ -205,11 +206,11 @@ fn pools_have_memory_nodes_of_both_kinds() {
     }
 }
 
-/// More windows than 24 bits of key can name: some of them are in another function.
+/// More windows than a 24-bit key index can name: some are in another function.
 #[test]
-fn more_windows_than_a_key_has_numbers() {
+fn windows_exceed_the_24_bit_key_index() {
     if std::env::var_os("GRANARY_TEST_FULL").is_none() {
-        return; // it takes a minute, and some gigabytes
+        return; // takes a minute and several gigabytes
     }
     let chunks = 9 << 20;
     let settings = Settings { nic_windows: None, ..settings(SchemeKind::FineMem, chunks) };

@@ -1,4 +1,5 @@
-//! Several memory nodes, each a process of its own, of which one is killed while compute nodes work.
+//! Tests with several memory nodes in processes of their own; one is killed while compute nodes
+//! work.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -8,8 +9,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use pool::{
-    Address, Endpoint, Error, NodeIndex, Options, Placed, Placement, Pools, SchemeKind, Service,
-    Settings,
+    Address, Endpoint, Error, MultiPool, NodeIndex, Options, PlacedGrant, Placement, SchemeKind,
+    Service, Settings,
 };
 
 const CHUNK: u64 = 4096;
@@ -26,7 +27,8 @@ fn settings(scheme: SchemeKind) -> Settings {
     }
 }
 
-/// Not a test by itself: a memory node that serves until it is killed, when it is told to.
+/// Helper, not a test: a memory node that serves until it is killed, if the environment variable is
+/// set.
 #[test]
 fn serve_until_killed() {
     let Some(path) = std::env::var_os(SERVES) else { return };
@@ -38,7 +40,7 @@ fn serve_until_killed() {
     }
 }
 
-/// A memory node in a process of its own; killed when dropped.
+/// A memory node in a process of its own; killed on drop.
 struct Node(Child);
 
 impl Node {
@@ -63,7 +65,7 @@ impl Drop for Node {
     }
 }
 
-/// What a compute node has written where, so that nobody else's shows.
+/// A mark that is unique to a thread and write, so that another thread's data is detected.
 fn mark(who: u64, number: u64) -> [u8; 16] {
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&who.to_le_bytes());
@@ -71,23 +73,23 @@ fn mark(who: u64, number: u64) -> [u8; 16] {
     bytes
 }
 
-fn check(pools: &Pools, placed: &Placed, mark: [u8; 16]) -> Result<(), Error> {
+fn check(pools: &MultiPool, placed: &PlacedGrant, mark: [u8; 16]) -> Result<(), Error> {
     let mut bytes = [0; 16];
     pools.read_blocking(placed, 0, &mut bytes)?;
-    assert_eq!(bytes, mark, "of {placed:?}");
+    assert_eq!(bytes, mark, "at {placed:?}");
     Ok(())
 }
 
-/// Allocates, writes, reads and frees until it is told to stop; what it had at the failing memory node is lost, and
-/// nothing else is.
-fn work(pools: &Pools, who: u64, failing: NodeIndex, stop: &AtomicBool, done: &AtomicU64) {
-    let mut held: Vec<(Placed, [u8; 16])> = Vec::new();
+/// Allocates, writes, reads and frees until `stop` is set. Errors are allowed at the failing memory
+/// node only.
+fn work(pools: &MultiPool, who: u64, failing: NodeIndex, stop: &AtomicBool, done: &AtomicU64) {
+    let mut held: Vec<(PlacedGrant, [u8; 16])> = Vec::new();
     let mut number = 0;
     while !stop.load(Ordering::Relaxed) {
         if held.len() < 20 {
             let placed = match pools.allocate_blocking() {
                 Ok(placed) => placed,
-                Err(e) => panic!("{who} could not allocate: {e}"),
+                Err(e) => panic!("thread {who} cannot allocate: {e}"),
             };
             number += 1;
             let mark = mark(who, number);
@@ -129,9 +131,9 @@ fn one_is_killed(scheme: SchemeKind) {
         paths.iter().map(|path| Some(Node::start(path, scheme))).collect();
     let addresses: Vec<Address> = paths.iter().map(|path| Address::Shm(path.clone())).collect();
     let options = Options { groups: Some(1), ..Options::default() };
-    let pools = Pools::connect(&addresses, options, Placement::RoundRobin).unwrap();
+    let pools = MultiPool::connect(&addresses, options, Placement::RoundRobin).unwrap();
     let failing = NodeIndex(1);
-    let before: Vec<Placed> = (0..3).map(|_| pools.allocate_blocking().unwrap()).collect();
+    let before: Vec<PlacedGrant> = (0..3).map(|_| pools.allocate_blocking().unwrap()).collect();
     let (stop, done) = (AtomicBool::new(false), AtomicU64::new(0));
     thread::scope(|s| {
         for who in 1..=2 {
@@ -139,28 +141,28 @@ fn one_is_killed(scheme: SchemeKind) {
             s.spawn(move || work(pools, who, failing, stop, done));
         }
         let count = || done.load(Ordering::Relaxed);
-        wait_for("nobody works", || count() > 200);
+        wait_for("no thread works", || count() > 200);
         nodes[failing.0 as usize] = None;
         let at = count();
-        wait_for("nobody works on", || count() > at + 500);
+        wait_for("no thread continues", || count() > at + 500);
         stop.store(true, Ordering::Relaxed);
     });
     assert_eq!(pools.alive().collect::<Vec<_>>(), [NodeIndex(0), NodeIndex(2)]);
     let lost = *before.iter().find(|placed| placed.node == failing).unwrap();
     let e = pools.write_blocking(&lost, 0, b"lost").unwrap_err();
     println!("{scheme}: {e}");
-    // What is free of the others goes on being given out.
-    let some: Vec<Placed> = (0..100).map(|_| pools.allocate_blocking().unwrap()).collect();
+    // Free memory of the remaining memory nodes is still allocated.
+    let some: Vec<PlacedGrant> = (0..100).map(|_| pools.allocate_blocking().unwrap()).collect();
     assert!(some.iter().all(|placed| placed.node != failing));
     some.into_iter().for_each(|placed| pools.free_blocking(placed).unwrap());
 
-    // It comes back empty: with what was granted there before nothing can be done.
+    // The restarted memory node is empty; its earlier grants are invalid.
     assert_eq!(pools.rejoin(), 0);
     nodes[failing.0 as usize] = Some(Node::start(&paths[failing.0 as usize], scheme));
     assert_eq!(pools.rejoin(), 1);
     assert!(matches!(pools.write_blocking(&lost, 0, b"lost"), Err(Error::Stale { .. })));
     pools.free_blocking(lost).unwrap();
-    let some: Vec<Placed> = (0..3).map(|_| pools.allocate_blocking().unwrap()).collect();
+    let some: Vec<PlacedGrant> = (0..3).map(|_| pools.allocate_blocking().unwrap()).collect();
     assert!(some.iter().any(|placed| placed.node == failing));
     for placed in before.into_iter().filter(|placed| placed.node != failing).chain(some) {
         pools.write_blocking(&placed, 0, b"here").unwrap();
@@ -168,7 +170,7 @@ fn one_is_killed(scheme: SchemeKind) {
     }
     for node in pools.alive() {
         let pool = pools.node(node);
-        wait_for("not whole", || {
+        wait_for("not all chunks are free", || {
             let status = pool.node_status().unwrap().node;
             status.free == status.chunks
         });
@@ -177,11 +179,11 @@ fn one_is_killed(scheme: SchemeKind) {
 }
 
 #[test]
-fn one_is_killed_and_the_others_go_on_finemem() {
+fn other_nodes_continue_after_a_kill_finemem() {
     one_is_killed(SchemeKind::FineMem);
 }
 
 #[test]
-fn one_is_killed_and_the_others_go_on_onesidedmw() {
+fn other_nodes_continue_after_a_kill_onesidedmw() {
     one_is_killed(SchemeKind::OneSidedMw);
 }

@@ -1,4 +1,4 @@
-//! A memory node and its compute nodes over RoCEv2, on the loopback interface.
+//! Tests of a memory node and its compute nodes over RoCEv2, on the loopback interface.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -36,7 +36,7 @@ fn options() -> Options {
 
 #[test]
 fn chunks_are_allocated_used_and_freed_over_the_wire() {
-    // Where access is by whole pages, another test has it.
+    // Another test covers the scheme with access by pages.
     let all = SchemeKind::ALL.iter().filter(|scheme| **scheme != SchemeKind::Odrp);
     let places = all.map(|scheme| (*scheme, "127.0.0.1:0"));
     for (scheme, address) in places.chain([(SchemeKind::OneSidedMw, "[::1]:0")]) {
@@ -51,7 +51,7 @@ fn chunks_are_allocated_used_and_freed_over_the_wire() {
             for grant in &grants {
                 let mut zeros = vec![1; 64 << 10];
                 pool.read_blocking(grant, 0, &mut zeros).unwrap();
-                // As published, that one does not clear.
+                // The published form does not clear.
                 let clears = scheme != SchemeKind::FineMemPaper;
                 let empty = zeros.iter().all(|b| *b == 0);
                 assert!(empty || !clears, "{}, round {round}", scheme.name());
@@ -65,18 +65,18 @@ fn chunks_are_allocated_used_and_freed_over_the_wire() {
             }
             grants.into_iter().for_each(|grant| pool.free_blocking(grant).unwrap());
         }
-        assert_eq!(pool.node_status().unwrap().nic, "shm and roce", "what its NIC serves");
+        assert_eq!(pool.node_status().unwrap().nic, "shm and roce", "the ports of its NIC");
         drop(pool);
         let start = Instant::now();
         while service.status().unwrap().node.free != 16 {
-            assert!(start.elapsed() < Duration::from_secs(10), "what it had comes back");
+            assert!(start.elapsed() < Duration::from_secs(10), "its chunks are not reclaimed");
             std::thread::sleep(Duration::from_millis(5));
         }
         service.node().audit().unwrap();
     }
 }
 
-/// Puts a man in the middle of the control connection, who changes what the memory node says first.
+/// A proxy that modifies the memory node's messages on the control connection.
 fn changed_on_the_way(to: SocketAddr, change: fn(String) -> String) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
@@ -102,7 +102,7 @@ fn changed_on_the_way(to: SocketAddr, change: fn(String) -> String) -> SocketAdd
 }
 
 #[test]
-fn packets_go_without_tags_only_if_the_memory_node_itself_says_so() {
+fn untagged_packets_need_the_memory_nodes_own_proof() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("token");
     std::fs::write(&path, "correct horse battery").unwrap();
@@ -123,13 +123,13 @@ fn packets_go_without_tags_only_if_the_memory_node_itself_says_so() {
             if message.contains(yes) { message.replace(yes, no) } else { message.replace(no, yes) }
         };
         let refused = Pool::connect_remote(&remote(changed_on_the_way(to, other)), options());
-        let why = refused.err().expect("the welcome was changed").to_string();
+        let why = refused.err().expect("the modified welcome was accepted").to_string();
         assert!(why.contains("has not proved that it has the token"), "{why}");
     }
 }
 
 #[test]
-fn a_refused_access_breaks_nothing_else() {
+fn refused_access_breaks_nothing_else() {
     let (_service, remote) = serve("127.0.0.1:0");
     let (a, b) = (
         Pool::connect_remote(&remote, options()).unwrap(),
@@ -137,7 +137,7 @@ fn a_refused_access_breaks_nothing_else() {
     );
     let (mine, theirs) = (a.allocate_blocking().unwrap(), b.allocate_blocking().unwrap());
     b.write_blocking(&theirs, 0, b"theirs").unwrap();
-    // Another's chunk, under the key of one's own and under its own.
+    // Another owner's chunk, under this compute node's key and under the owner's key.
     for keys in [mine.keys().to_vec(), theirs.keys().to_vec()] {
         let forged = pool::Grant::new(theirs.addr, theirs.len, theirs.entry, mine.group, &keys);
         let refused = a.write_blocking(&forged, 0, b"mine");
@@ -148,7 +148,7 @@ fn a_refused_access_breaks_nothing_else() {
     let mut bytes = [0; 6];
     b.read_blocking(&theirs, 0, &mut bytes).unwrap();
     assert_eq!(&bytes, b"theirs");
-    // The QPs have been re-established, with PSNs of their own.
+    // The QPs have been re-established, with new PSNs.
     a.write_blocking(&mine, 0, b"mine").unwrap();
     let freed = mine;
     a.free_blocking(mine).unwrap();
@@ -158,10 +158,10 @@ fn a_refused_access_breaks_nothing_else() {
     a.write_blocking(&again, 0, b"again").unwrap();
 }
 
-/// What they begin with comes from a salt that the compute node draws for each time.
+/// The initial state is derived from a salt that the compute node draws each time.
 #[test]
-fn qps_that_a_refused_access_broke_begin_anew_in_every_scheme() {
-    // Where access is by whole pages there are no keys.
+fn broken_access_qps_are_reestablished_in_every_scheme() {
+    // A scheme with access by pages has no keys.
     for scheme in SchemeKind::ALL.iter().filter(|scheme| **scheme != SchemeKind::Odrp) {
         let (_service, remote) = serve_by(*scheme, "127.0.0.1:0");
         let pool = Pool::connect_remote(&remote, options()).unwrap();
@@ -178,7 +178,7 @@ fn qps_that_a_refused_access_broke_begin_anew_in_every_scheme() {
 }
 
 #[test]
-fn the_memory_node_ends() {
+fn operations_end_when_the_remote_node_ends() {
     let (service, remote) = serve("127.0.0.1:0");
     let pool = Pool::connect_remote(&remote, options()).unwrap();
     let grant = pool.allocate_blocking().unwrap();
@@ -192,15 +192,15 @@ fn the_memory_node_ends() {
     assert!(Pool::connect_remote(&remote, options()).is_err());
 }
 
-/// What the memory node answers to these bytes before it closes the connection.
+/// The memory node's answer to these bytes, up to the end of the connection.
 fn say(address: SocketAddr, bytes: &[u8]) -> String {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     stream.write_all(bytes).unwrap();
-    let mut said = Vec::new();
-    // It may be reset where it was closed with bytes of ours unread.
-    let _ = stream.read_to_end(&mut said);
-    String::from_utf8_lossy(&said).into_owned()
+    let mut answer = Vec::new();
+    // The connection may be reset if it was closed with unread data.
+    let _ = stream.read_to_end(&mut answer);
+    String::from_utf8_lossy(&answer).into_owned()
 }
 
 fn frame(message: &str) -> Vec<u8> {
@@ -208,7 +208,7 @@ fn frame(message: &str) -> Vec<u8> {
 }
 
 #[test]
-fn who_does_not_speak_the_protocol_is_told_so_and_others_are_served() {
+fn protocol_violation_is_refused_and_other_clients_served() {
     let (service, remote) = serve("127.0.0.1:0");
     let address = service.address().unwrap();
     let nonce = "00".repeat(32);
@@ -218,23 +218,24 @@ fn who_does_not_speak_the_protocol_is_told_so_and_others_are_served() {
     let old = frame(&format!(r#"{{"granary":9,"nonce":"{nonce}"}}"#));
     assert!(say(address, &old).contains("version 9"));
     for (opening, why) in [
-        (r#"{"service":"nic"}"#, "on its own host only"),
+        (r#"{"service":"nic"}"#, "of its own host"),
         (r#"{"service":"tea"}"#, "there is no service"),
         (r#"{"service":"pool","version":77}"#, "version 77"),
     ] {
-        let said = say(address, &[greeting.clone(), frame(opening)].concat());
-        assert!(said.contains(why), "{opening}: {said}");
+        let answer = say(address, &[greeting.clone(), frame(opening)].concat());
+        assert!(answer.contains(why), "{opening}: {answer}");
     }
-    // One that says nothing more keeps nobody from it.
+    // An incomplete greeting does not delay other connections.
     let mut silent = TcpStream::connect(address).unwrap();
     silent.write_all(&greeting[..3]).unwrap();
     let pool = Pool::connect_remote(&remote, options()).unwrap();
     pool.allocate_blocking().unwrap();
 }
 
-/// In a stream nobody knows where the next message begins after one that is none. Nothing is kept of what follows.
+/// After an invalid frame the start of the next message is unknown. The rest of the stream is not
+/// stored.
 #[test]
-fn a_message_that_is_too_long_ends_the_connection_also_of_who_was_let_in() {
+fn oversized_message_ends_an_admitted_connection() {
     let (service, remote) = serve("127.0.0.1:0");
     let nonce = "00".repeat(32);
     let greeting = frame(&format!(r#"{{"granary":1,"nonce":"{nonce}"}}"#));
@@ -245,8 +246,8 @@ fn a_message_that_is_too_long_ends_the_connection_also_of_who_was_let_in() {
     let mut answers = Vec::new();
     while !String::from_utf8_lossy(&answers).contains("chunk_bytes") {
         let mut some = [0; 4096];
-        let got = stream.read(&mut some).expect("the opening is answered");
-        assert_ne!(got, 0, "it was let in: {}", String::from_utf8_lossy(&answers));
+        let got = stream.read(&mut some).expect("no answer to the opening");
+        assert_ne!(got, 0, "the connection ended: {}", String::from_utf8_lossy(&answers));
         answers.extend_from_slice(&some[..got]);
     }
     stream.write_all(&(protocol::MAX_BYTES as u32 + 1).to_be_bytes()).unwrap();
@@ -273,11 +274,11 @@ fn both_ends_prove_that_they_have_the_token() {
     let remote = |token| Remote { to: service.address().unwrap().into(), token, nic: None };
     Pool::connect_remote(&remote(Some(right.clone())), options()).unwrap();
     let error = |token| {
-        Pool::connect_remote(&remote(token), options()).err().expect("it is refused").to_string()
+        Pool::connect_remote(&remote(token), options()).err().expect("not refused").to_string()
     };
     assert!(error(Some(wrong)).contains("the token is wrong"));
     assert!(error(None).contains("asks for a token"));
-    // One that has no token is not taken for one that has.
+    // A memory node without a token is not accepted in place of one with it.
     let (_open, remote) = serve("127.0.0.1:0");
     let e =
         Pool::connect_remote(&Remote { token: Some(right), ..remote }, options()).err().unwrap();
@@ -293,10 +294,10 @@ fn connect_from(from: u8, to: SocketAddr) -> TcpStream {
     TcpStream::from(socket)
 }
 
-/// More of them than there are connections for all: they have a room of their own, and the old ones
-/// make way.
+/// More connections than the limit of all connections: those without a proof have a limit of their
+/// own, and the oldest are replaced.
 #[test]
-fn connections_without_the_token_take_no_place_of_others() {
+fn unproved_connections_do_not_block_proved_ones() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("token");
     std::fs::write(&file, "0123456789abcdef").unwrap();
@@ -308,13 +309,13 @@ fn connections_without_the_token_take_no_place_of_others() {
     let address = service.address().unwrap();
     let silent: Vec<TcpStream> =
         (1..=9).flat_map(|from| (0..20).map(move |_| connect_from(from, address))).collect();
-    // They have been accepted when one that came later is: it is answered, or ended.
+    // They have all been accepted once a later connection is answered or closed.
     let mut later = connect_from(10, address);
     later.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     later.write_all(&frame(&format!(r#"{{"granary":1,"nonce":"{}"}}"#, "00".repeat(32)))).unwrap();
-    let heard = later.read(&mut [0]);
+    let received = later.read(&mut [0]);
     let timed_out = |e: &std::io::Error| e.kind() == std::io::ErrorKind::WouldBlock;
-    assert!(!heard.is_err_and(|e| timed_out(&e)), "it is answered, or ended");
+    assert!(!received.is_err_and(|e| timed_out(&e)), "neither answered nor closed");
     let here = Pool::connect(service.path(), options()).unwrap();
     here.allocate_blocking().unwrap();
     let remote = Remote { to: address.into(), token: Some(file), nic: None };
@@ -323,9 +324,9 @@ fn connections_without_the_token_take_no_place_of_others() {
     drop(silent);
 }
 
-/// A socket bound to `[::]` has IPv4 connections and IPv4 packets too.
+/// A socket bound to `[::]` also receives IPv4 connections and IPv4 packets.
 #[test]
-fn a_memory_node_at_any_address_serves_both_kinds() {
+fn wildcard_address_serves_ipv4_and_ipv6() {
     let (service, _) = serve("[::]:0");
     let port = service.address().unwrap().port();
     for ip in ["127.0.0.1", "::1", "::ffff:127.0.0.1"] {
@@ -341,15 +342,15 @@ fn a_memory_node_at_any_address_serves_both_kinds() {
 }
 
 #[test]
-fn addresses_name_a_port_or_get_the_usual_one() {
+fn address_without_a_port_gets_the_default_port() {
     let text = "roce://[::1]";
     let Address::Roce(remote) = text.parse().unwrap() else { panic!("{text}") };
     assert_eq!(remote.to.to_string(), format!("roce://[::1]:{PORT}"));
 }
 
-/// A request that was acknowledged and will not be answered: no NIC notices.
+/// A request that is acknowledged but never answered: the NICs cannot detect it.
 #[test]
-fn a_management_connection_that_is_ended_ends_for_who_waits_too() {
+fn closed_management_connection_ends_waiting_requests() {
     let budget = Budget { requests_per_s: Some(200), ..Budget::default() };
     let listen = Listen::to_all("127.0.0.1:0".parse().unwrap());
     let settings = Settings { budget, ..settings() };
@@ -370,11 +371,12 @@ fn a_management_connection_that_is_ended_ends_for_who_waits_too() {
         });
     }
     for _ in 0..4 {
-        let error = end.recv_timeout(Duration::from_secs(60)).expect("who waits is told");
-        let told = matches!(error, Error::OverBudget { .. } | Error::ManagementBroken { .. });
-        assert!(told, "{error}");
+        let error =
+            end.recv_timeout(Duration::from_secs(60)).expect("a waiting request did not end");
+        let expected = matches!(error, Error::OverBudget { .. } | Error::ManagementBroken { .. });
+        assert!(expected, "{error}");
     }
-    // What it has stays usable, and it may come back.
+    // The grant stays usable, and the compute node can reconnect.
     pool.write_blocking(&kept, 0, b"kept").unwrap();
     let start = Instant::now();
     loop {
@@ -383,6 +385,6 @@ fn a_management_connection_that_is_ended_ends_for_who_waits_too() {
             Err(Error::OverBudget { retry_after, .. }) => std::thread::sleep(retry_after),
             Err(e) => panic!("{e}"),
         }
-        assert!(start.elapsed() < Duration::from_secs(60), "it may come back");
+        assert!(start.elapsed() < Duration::from_secs(60), "cannot reconnect");
     }
 }

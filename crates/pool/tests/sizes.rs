@@ -1,4 +1,4 @@
-//! Schemes that have blocks of several sizes, and those that have not.
+//! Tests of schemes with several block sizes, and of schemes with one size.
 
 mod common;
 
@@ -32,7 +32,7 @@ fn every_size_up_to_several_sections() {
     }
 }
 
-/// Small blocks and large ones take from each other what is free, in both directions.
+/// Small and large blocks share the free memory in both directions.
 #[test]
 fn sizes_share_the_memory() {
     for scheme in with_sizes() {
@@ -66,15 +66,15 @@ fn share_the_memory(scheme: SchemeKind) {
         let mut bytes = vec![1; all.len as usize];
         pool.read_blocking(&all, 0, &mut bytes).unwrap();
         let clear = bytes.iter().all(|b| *b == 0) || !scheme.releases();
-        assert!(clear, "what was freed is still there");
+        assert!(clear, "the freed data is still there");
         pool.free_blocking(all).unwrap();
     }
     check_whole(&pool, chunks);
 }
 
-/// There is memory, and none of it in one piece: that is said at once, and harms nobody.
+/// Enough memory is free, but fragmented: the allocation fails at once and has no side effect.
 #[test]
-fn pieces_are_not_a_whole() {
+fn fragmented_memory_refuses_a_large_block() {
     for scheme in with_sizes() {
         let pool = Pool::embedded(settings(scheme, 64)).unwrap();
         let mut held: Vec<_> = (0..64).map(|_| pool.allocate_blocking().unwrap()).collect();
@@ -106,22 +106,22 @@ fn other_schemes_have_one_size() {
     }
 }
 
-/// What allocations cost is counted where compute nodes allocate by CAS, and nowhere else.
+/// The cost of allocations is counted in schemes by CAS only.
 #[test]
-fn effort_is_counted() {
+fn cas_cost_is_counted() {
     for scheme in [SchemeKind::PremmapOneSided, SchemeKind::FineMem, SchemeKind::PremmapRpc] {
         let pool = Pool::embedded(settings(scheme, 512)).unwrap();
         for _ in 0..64 {
             pool.allocate_blocking().unwrap();
         }
-        let small = pool.effort();
+        let small = pool.cas_stats();
         pool.allocate_bytes_blocking(64 * CHUNK).unwrap();
-        let all = pool.effort();
+        let all = pool.cas_stats();
         println!("{scheme}: {small:?}, with 64 chunks at once {all:?}");
         assert_eq!(pool.stats().cas_retries, all.cas_retries);
         match scheme {
             SchemeKind::PremmapOneSided => {
-                // A CAS and the READ of the key each; a CAS for each chunk of a large one.
+                // Each takes a CAS and the READ of the key; a large block takes a CAS per chunk.
                 let counts = (small.allocations, small.round_trips, small.cas, small.cas_retries);
                 assert_eq!(counts, (64, 128, 64, 0));
                 assert_eq!((all.cas - small.cas, all.round_trips - small.round_trips), (64, 65));
@@ -131,27 +131,27 @@ fn effort_is_counted() {
                 assert!(small.cas >= 64 && small.round_trips >= 128 && small.cas_retries == 0);
                 assert!(
                     all.round_trips - small.round_trips < 10,
-                    "a block is a CAS whatever its size"
+                    "a block takes one CAS regardless of its size"
                 );
             }
-            _ => assert_eq!(all, pool::Effort::default()),
+            _ => assert_eq!(all, pool::CasStats::default()),
         }
     }
 }
 
 #[test]
-fn who_comes_later_tries_what_is_taken() {
+fn later_client_reads_the_chunks_already_taken() {
     let settings = settings(SchemeKind::PremmapOneSided, 64);
-    let node = std::sync::Arc::new(pool::Embedded::start(&settings).unwrap());
+    let node = std::sync::Arc::new(pool::EmbeddedNode::start(&settings).unwrap());
     let connect = || Pool::embedded_in(&node, pool::Options::default()).unwrap();
     let (first, second) = (connect(), connect());
     for _ in 0..16 {
         first.allocate_blocking().unwrap();
     }
     second.allocate_blocking().unwrap();
-    // A READ for each chunk that it looks at, and a CAS for the one that is free.
-    let pool::Effort { round_trips, cas, cas_retries, .. } = second.effort();
+    // A READ per chunk visited, and a CAS on the free one.
+    let pool::CasStats { round_trips, cas, cas_retries, .. } = second.cas_stats();
     assert_eq!((round_trips, cas, cas_retries), (18, 1, 0));
     second.allocate_blocking().unwrap();
-    assert_eq!(second.effort().round_trips, 20, "a search goes on where the last one ended");
+    assert_eq!(second.cas_stats().round_trips, 20, "a search continues where the last one ended");
 }

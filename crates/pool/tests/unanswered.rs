@@ -1,5 +1,5 @@
-//! Requests that are acknowledged and never answered: the NICs have nothing to report, and whoever waits learns
-//! from the control plane that there will be no answer.
+//! Tests of requests that are acknowledged but never answered. The NICs report no error, so a
+//! waiting request learns from the control plane that no answer will come.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -9,19 +9,19 @@ use std::time::Duration;
 use fabric::PeerAddress;
 use fabric::soft::SoftNic;
 use parking_lot::Mutex;
-use pool::protocol::{Status, Welcome};
+use pool::protocol::{NodeHello, Status};
 use pool::{
-    Admission, Admitted, AnyNode, ClientId, ControlPlane, Error, GroupId, Lane, MemoryNode,
-    Options, Pool, SchemeKind, Settings,
+    AnyNode, ClientId, ConnectReply, ConnectRequest, ControlPlane, Error, GroupId, Lane,
+    MemoryNode, Options, Pool, SchemeKind, Settings,
 };
 
-/// A memory node whose CPU does nothing, and a control plane that says so when it is asked.
+/// A memory node whose CPU is idle, with a control plane that reports this when asked.
 struct Mute {
     node: MemoryNode<AnyNode<SoftNic>>,
-    welcome: Welcome,
+    welcome: NodeHello,
     client: Mutex<Option<ClientId>>,
     asked: Arc<AtomicU32>,
-    /// The answer, at the third look after each question.
+    /// The answer, given at the third call after each question.
     open: bool,
 }
 
@@ -32,10 +32,10 @@ impl Mute {
 }
 
 impl ControlPlane for Mute {
-    fn welcome(&self) -> &Welcome {
+    fn welcome(&self) -> &NodeHello {
         &self.welcome
     }
-    fn admit(&self, admission: &Admission) -> Result<Admitted, Error> {
+    fn admit(&self, admission: &ConnectRequest) -> Result<ConnectReply, Error> {
         let admitted = self.node.admit(admission)?;
         *self.client.lock() = Some(ClientId(admitted.client));
         Ok(admitted)
@@ -44,21 +44,21 @@ impl ControlPlane for Mute {
         self.answered().is_multiple_of(3).then_some(self.open)
     }
     fn reset_management(&self) -> Result<Vec<PeerAddress>, Error> {
-        let why = "for a test".to_string();
+        let why = "injected".to_string();
         let attempt = "re-establishing the management QPs".to_string();
         Err(Error::OverBudget { attempt, why, retry_after: Duration::from_secs(1) })
     }
     fn await_memory(&self, _: Duration) -> Result<bool, Error> {
-        unreachable!("nobody is told that there is no memory")
+        unreachable!("no bulletin says empty")
     }
     fn reset_access(&self, _: GroupId, _: Lane) -> Result<PeerAddress, Error> {
         unreachable!("no access QP breaks")
     }
     fn status(&self) -> Result<Status, Error> {
-        unreachable!("nobody asks")
+        unreachable!("not called")
     }
     fn audit(&self) -> Result<(), Error> {
-        unreachable!("nobody asks")
+        unreachable!("not called")
     }
     fn goodbye(&self) -> Result<(), Error> {
         Ok(())
@@ -71,7 +71,7 @@ impl ControlPlane for Mute {
     }
 }
 
-/// A pool whose requests nobody answers, and how often it asked why.
+/// A pool whose requests are never answered, and the number of calls that asked for the reason.
 fn unanswered(open: bool) -> (Pool, Arc<AtomicU32>) {
     let settings = Settings {
         scheme: SchemeKind::RpcMw2,
@@ -89,27 +89,28 @@ fn unanswered(open: bool) -> (Pool, Arc<AtomicU32>) {
 }
 
 #[test]
-fn who_waits_for_an_answer_that_will_not_come_is_told_why() {
+fn request_without_an_answer_ends_with_an_error() {
     let (pool, asked) = unanswered(false);
-    let (told, why) = mpsc::channel();
+    let (sender, why) = mpsc::channel();
     for _ in 0..3 {
-        let (pool, told) = (pool.clone(), told.clone());
-        std::thread::spawn(move || told.send(pool.allocate_blocking().map(drop)));
+        let (pool, sender) = (pool.clone(), sender.clone());
+        std::thread::spawn(move || sender.send(pool.allocate_blocking().map(drop)));
     }
     for _ in 0..3 {
-        let result = why.recv_timeout(Duration::from_secs(60)).expect("who waits is told");
+        let result =
+            why.recv_timeout(Duration::from_secs(60)).expect("the waiting request did not end");
         assert!(matches!(result, Err(Error::OverBudget { .. })), "{result:?}");
     }
-    assert!(asked.load(Ordering::Relaxed) >= 3, "the answer was waited for");
+    assert!(asked.load(Ordering::Relaxed) >= 3, "the pool did not wait for the answer");
 }
 
 #[test]
-fn who_waits_for_a_memory_node_that_is_slow_goes_on_waiting() {
+fn request_to_a_slow_memory_node_keeps_waiting() {
     let (pool, asked) = unanswered(true);
-    let (told, why) = mpsc::channel();
+    let (sender, why) = mpsc::channel();
     let waiting = pool.clone();
-    std::thread::spawn(move || told.send(waiting.allocate_blocking().map(drop)));
-    // Asked twice: the first answer has ended nothing.
+    std::thread::spawn(move || sender.send(waiting.allocate_blocking().map(drop)));
+    // After two questions: the first answer has not ended the request.
     while asked.load(Ordering::Relaxed) < 4 {
         let early = why.recv_timeout(Duration::from_millis(10));
         assert!(matches!(early, Err(mpsc::RecvTimeoutError::Timeout)), "{early:?}");

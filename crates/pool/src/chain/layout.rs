@@ -1,18 +1,18 @@
-//! What the chains work on: the MW table, the free queue, the steering table, the counters
-//! (OneSidedMW §3.1, §4.1). Words that feed WQE fields are big-endian.
+//! Memory that the chains work on: the MW table, the free queue, the steering table and the
+//! counters (OneSidedMW §3.1, §4.1). Words that feed WQE fields are big-endian.
 //!
 //! An entry of the table is a patch image: its bytes stand in the order in which the chains' READs
 //! scatter them over the fields of later WQEs. G windows, W = 1 or 2 tag words (4 windows each):
 //!
 //! ```text
 //! entry i at table + 256 i
-//!   0  queue value: the address of T, which is what the free queue holds      8   |
+//!   0  queue value: the address of T; the free queue holds this value         8   |
 //!   8  reply to a free: entry index (4), status FREED (4)                     8   | read by
 //!  16  chunk address                                                          8   | the free
 //!  24  address of OWN                                                         8   | chain,
 //!  32  key index of each window, 3 bytes each, 6 places                      18   | from here
 //!  50  zero                                                                   6   |
-//!  56  T: tag words; each: the tags of 4 windows now, then their next ones  8 W   |    | read by
+//!  56  T: tag words; each: 4 windows' current tags, then their next tags    8 W   |    | read by
 //!      per window: opcode (1), key index (3), start (8), KLM address (8)   20 G        | the
 //!      address of each tag word                                             8 W        | alloc
 //!      address of OWN                                                         8        | chain,
@@ -28,10 +28,10 @@
 //!   a slot holds a queue value, or 0
 //! words:  +0 head: address of the next slot to take    +64 avail: address in the steering table
 //! steering table: P rows of 64 bytes, P a power of two, at a multiple of 64 P
-//!   `avail` counts permits by pointing at row "permits"; row r steers a request that found r:
+//!   `avail` counts permits: it points at row "permits"; row r steers a request that read r:
 //!   0 word to add to: head, or avail (8)   8 addend (8)   16 boundary (8)
 //!   24 opcode: masked CAS, or NOP (1)      25 address of the null entry's T (8)
-//!   rows 1 to N say "take a slot", all others "give the permit back and answer empty"
+//!   rows 1 to N: "take a slot"; all other rows: "return the permit and answer EMPTY"
 //! ```
 
 use fabric::wqe::opcode;
@@ -44,14 +44,14 @@ use crate::scheme::MAX_GROUP;
 /// puts over bytes 4 to 6 of the table's address: the stride must be 256, and the table must start
 /// where those bytes are zero.
 pub const ENTRY_BYTES: usize = 256;
-/// Entries at most, the null entry included: what three bytes can name.
+/// Maximum number of entries, including the null entry: the index has three bytes.
 pub const MAX_ENTRIES: u64 = 1 << 24;
 /// Alignment of the table's address: entry indices replace address bits 8 to 31.
 const TABLE_ALIGN: u64 = 1 << 32;
 
 /// Offsets within an entry.
 pub mod entry {
-    /// What the free queue holds for this entry.
+    /// The value that the free queue holds for this entry.
     pub const QUEUE_VALUE: usize = 0;
     /// The reply to a free.
     pub const FREE_REPLY: usize = 8;
@@ -63,7 +63,7 @@ pub mod entry {
     pub const KEYS: usize = 32;
     /// Bytes of [`KEYS`], and of the key indices in a grant.
     pub const KEYS_BYTES: usize = 3 * crate::scheme::MAX_GROUP;
-    /// T: where the alloc chain starts to read.
+    /// T: the offset at which the alloc chain starts to read.
     pub const T: usize = 56;
     /// `owner_id`.
     pub const OWN: usize = 248;
@@ -73,15 +73,15 @@ pub mod entry {
     pub const GRANT_BYTES: usize = 30;
 }
 
-/// Bytes of a row of the steering table that are read.
+/// Bytes that a chain reads of a row of the steering table.
 pub const STEER_BYTES: usize = 33;
 /// Bytes from one row of the steering table to the next.
 pub const STEER_STRIDE: u64 = 64;
 /// Offset of `avail` in the words, away from `head`'s cache line.
 pub const AVAIL: usize = 64;
 
-/// The reply to an allocation, as the compute node gets it: the grant of the entry, then the tag
-/// words as they were before this binding moved them.
+/// Layout of the reply to an allocation: the entry's grant, then the tag words from before this
+/// allocation's bind advanced them.
 pub mod reply {
     /// Chunk address.
     pub const CHUNK: usize = 0;
@@ -101,9 +101,9 @@ pub mod reply {
     pub const FREE_BYTES: usize = 8;
 }
 
-/// What a reply says.
+/// Status codes in replies.
 pub mod status {
-    /// Not answered yet.
+    /// No reply yet.
     pub const PENDING: u8 = 0;
     /// A chunk was allocated.
     pub const GRANTED: u8 = 1;
@@ -111,22 +111,22 @@ pub mod status {
     pub const EMPTY: u8 = 2;
     /// The chunk was freed.
     pub const FREED: u8 = 3;
-    /// The free was refused: the chunk is not the sender's.
+    /// The free was refused: the sender does not own the chunk.
     pub const REFUSED: u8 = 4;
-    /// The free was not executed, because an earlier one was refused: send it again.
+    /// The free was not executed because an earlier free was refused: resend it.
     pub const AGAIN: u8 = 5;
 }
 
-/// Numbers that the layout follows from.
+/// Sizes that determine the layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// Chunks.
+    /// Number of chunks.
     pub chunks: u32,
     /// Bytes of a chunk.
     pub chunk_bytes: u64,
     /// Windows of a group, the guard included.
     pub group: usize,
-    /// The most requests of all compute nodes that can be in flight.
+    /// Maximum number of requests in flight, over all clients.
     pub in_flight: u32,
 }
 
@@ -146,27 +146,28 @@ impl Shape {
         self.images() + entry::IMAGE_BYTES * self.group
     }
 
-    /// Slots of the free queue: room for every entry and for every push that is on its way.
+    /// Slots of the free queue: one for every entry and one for every push in flight.
     pub fn slots(&self) -> u32 {
         (self.chunks + self.in_flight + 16).next_power_of_two()
     }
 
-    /// Rows of the steering table: every number of permits, and the requests that overdraw them.
+    /// Rows of the steering table: one for every permit count, and one for every request that
+    /// overdraws the permits.
     pub fn rows(&self) -> u32 {
         (self.chunks + self.in_flight + 2).next_power_of_two()
     }
 
-    /// Bit where the additions to `head` end: it walks round the free queue.
+    /// Boundary bit of additions to `head`: the address wraps around within the free queue.
     pub fn head_boundary(&self) -> u64 {
         self.slots() as u64 * 8 / 2
     }
 
-    /// Bit where the additions to `avail` end.
+    /// Boundary bit of additions to `avail`.
     pub fn avail_boundary(&self) -> u64 {
         self.rows() as u64 * STEER_STRIDE / 2
     }
 
-    /// What is added to `avail` to take a permit: -64 within its field.
+    /// Addend for `avail` that takes a permit: -64 within the field.
     pub fn take_permit(&self) -> u64 {
         self.rows() as u64 * STEER_STRIDE - STEER_STRIDE
     }
@@ -174,16 +175,17 @@ impl Shape {
 
 /// The memory that the chains work on, and its registrations.
 ///
-/// The *data* PD holds chunks, windows and the workers' own side; the *metadata* PD has the rights
-/// to change metadata, and only the workers' loopback peers W' and F' are in it: no compute node's
-/// QP can use its keys.
+/// The *data* PD holds chunks, windows and the workers' own side. Keys of the *metadata* PD give
+/// the right to change metadata. Only W' and F', the loopback peers of the workers, are in the
+/// metadata PD, so no client's QP can use its keys.
 #[derive(Clone)]
 pub struct Memory<N: Nic> {
-    /// The numbers.
+    /// The sizes.
     pub shape: Shape,
-    /// Chunks, for the data PD: windows are bound to it. No remote rights of its own.
+    /// Chunks, registered in the data PD: windows are bound to this MR. It has no remote rights of
+    /// its own.
     pub chunks: N::Mr,
-    /// Chunks, for the metadata PD: clearing.
+    /// Chunks, registered in the metadata PD: for clearing.
     pub chunks_clear: N::Mr,
     /// MW table.
     pub table: N::Mr,
@@ -193,9 +195,9 @@ pub struct Memory<N: Nic> {
     pub words: N::Mr,
     /// Steering table.
     pub steer: N::Mr,
-    /// A chunk of zeros, for the data PD.
+    /// A chunk of zeros, in the data PD.
     pub zeros: N::Mr,
-    /// Where results go that nobody wants, for the data PD.
+    /// Destination of unused results, in the data PD.
     pub dump: N::Mr,
 }
 
@@ -203,9 +205,9 @@ pub struct Memory<N: Nic> {
 pub const DUMP_BYTES: usize = 64;
 
 impl<N: Nic> Memory<N> {
-    /// Maps and registers everything, and fills the table, the queue and the steering table.
-    /// `windows` gives the keys of each chunk's windows, `shape.group` at a time; the null entry
-    /// has none. Free chunks among the first `kept` bytes keep their pages.
+    /// Allocates and registers all the memory, and initializes the table, the queue and the
+    /// steering table. `windows` holds the keys of all chunks' windows, `shape.group` per chunk;
+    /// the null entry has none. Free chunks among the first `kept` bytes keep their pages.
     pub fn new(
         nic: &N,
         shape: Shape,
@@ -257,12 +259,12 @@ impl<N: Nic> Memory<N> {
         self.table.memory().addr() + i as u64 * ENTRY_BYTES as u64
     }
 
-    /// What the free queue holds for entry `i`.
+    /// Value that the free queue holds for entry `i`.
     pub fn queue_value(&self, i: u32) -> u64 {
         self.entry_addr(i) + entry::T as u64
     }
 
-    /// The entry that a queue value names, if it is one.
+    /// The entry that `queue_value` names; `None` if the value names no entry.
     pub fn entry_of(&self, queue_value: u64) -> Option<u32> {
         let offset = queue_value.checked_sub(self.entry_addr(0) + entry::T as u64)?;
         let i = offset / ENTRY_BYTES as u64;
@@ -274,13 +276,13 @@ impl<N: Nic> Memory<N> {
         self.table.memory().load_be64(i as usize * ENTRY_BYTES + entry::OWN)
     }
 
-    /// How many entries have this `owner_id`.
+    /// Number of entries with this `owner_id`.
     pub fn owned(&self, owner: u64) -> u64 {
         (0..self.shape.chunks).filter(|&i| self.owner(i) == owner).count() as u64
     }
 
-    /// Permits now: free entries less requests that are taking one. Negative while requests
-    /// overdraw.
+    /// Current permits: free entries minus requests that are taking one. Negative while requests
+    /// overdraw the permits.
     pub fn permits(&self) -> i64 {
         let rows = self.shape.rows() as i64;
         let row = (self.words.memory().load_be64(AVAIL) - self.steer.memory().addr()) as i64
@@ -288,7 +290,7 @@ impl<N: Nic> Memory<N> {
         if row > rows - 1 - self.shape.in_flight as i64 { row - rows } else { row }
     }
 
-    /// The queue values in the free queue, from the head on, and how many of its slots are filled.
+    /// The queue values from the head of the free queue on, and the number of filled slots.
     pub fn queued(&self) -> (Vec<u64>, usize) {
         let slots = self.shape.slots() as usize;
         let load = |slot: usize| self.queue.memory().load_be64((slot % slots) * 8);
@@ -297,8 +299,8 @@ impl<N: Nic> Memory<N> {
         (run, (0..slots).filter(|&i| load(i) != 0).count())
     }
 
-    /// Takes what is in the free queue's slot at `addr`, which head has passed and no chain will
-    /// swap any more: from the CPU.
+    /// Takes, from the CPU, the value in the free queue's slot at `addr`. The slot must be one that
+    /// the head has passed and that no chain will swap any more. Returns 0 for an invalid address.
     pub fn take_slot(&self, addr: u64) -> u64 {
         let queue = self.queue.memory();
         let at = addr.wrapping_sub(queue.addr());
@@ -310,19 +312,19 @@ impl<N: Nic> Memory<N> {
         value
     }
 
-    /// Takes entry `i` into the CPU's hand: it has no owner from now on.
+    /// Clears the owner of entry `i`, so that the CPU may release the entry.
     pub fn disown(&self, i: u32) {
         self.table.memory().store_be64(i as usize * ENTRY_BYTES + entry::OWN, 0);
     }
 
-    /// Writes the tag of entry `i`'s window `j`, and the one that its next binding gives it.
+    /// Writes the current tag of window `j` of entry `i`, and the tag that its next bind assigns.
     pub fn set_tag(&self, i: u32, j: usize, tag: u8) {
         let at = i as usize * ENTRY_BYTES + tag_offset(j);
         self.table.memory().write(at, &[tag]);
         self.table.memory().write(at + 4, &[tag.wrapping_add(1)]);
     }
 
-    /// The keys of entry `i`'s windows as they would be presented now: index and current tag.
+    /// The current keys (index and tag) of the windows of entry `i`.
     pub fn window_keys(&self, i: u32) -> impl Iterator<Item = Key> + '_ {
         let base = i as usize * ENTRY_BYTES;
         (0..self.shape.group).map(move |j| {
@@ -390,7 +392,7 @@ impl<N: Nic> Memory<N> {
     }
 }
 
-/// Offset in an entry of window `j`'s current tag; its next one stands 4 bytes further.
+/// Offset in an entry of window `j`'s current tag; the next tag is 4 bytes further.
 pub fn tag_offset(j: usize) -> usize {
     entry::T + 8 * (j / 4) + j % 4
 }

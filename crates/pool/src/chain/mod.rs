@@ -1,19 +1,21 @@
-//! What schemes by chains share: programs that re-arm themselves, the free queue and how it is worked
-//! on, and what the memory node has for a compute node's requests.
+//! Parts that the chain-based schemes (OneSidedMW, ODRP) share: self-re-arming programs, the free
+//! queue, and the memory node's queues for one client.
 //!
 //! - [`program`]: writes WQEs into a ring whose instances re-arm themselves.
 //! - [`layout`]: the table, the free queue and the steering table, byte by byte.
-//! - [`push`]: how an entry comes back into the free queue.
-//! - [`direction`]: the queues of one kind of request of one compute node.
-//! - [`reclaimer`]: what the CPU posts in a chain's place.
-//! - [`notice`]: telling compute nodes of empty and of available again.
+//! - [`push_queue`]: returns an entry to the free queue.
+//! - [`queues`]: the queues of one request kind of one client.
+//! - [`in_flight`]: the resources that a stopped chain holds.
+//! - [`reclaimer`]: the CPU's loopback QP, which releases entries in place of a chain.
+//! - [`availability`]: broadcasts "empty" and "available again" to the clients.
 
-pub mod direction;
+pub mod availability;
+pub mod in_flight;
 pub mod layout;
-pub mod notice;
 pub mod program;
-pub mod push;
+pub mod push_queue;
+pub mod queues;
 pub mod reclaimer;
 
-/// Immediate data of every reply: nothing is in it, the reply's memory has the answer.
+/// Immediate data of every reply. Unused: the reply is in the memory that the WRITE fills.
 pub const REPLY_IMM: u32 = 0;

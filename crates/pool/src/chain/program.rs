@@ -1,24 +1,25 @@
-//! Writing a chain into a ring so that it re-arms itself.
+//! Writes a chain into a ring so that the chain re-arms itself.
 //!
-//! A chain is R instances of the same WQEs, R a power of two, padded with NOPs to the ring's size
-//! and closed by a SEND_EN of the ring on itself, which begins the next lap. Each WAIT, SEND_EN
-//! and RECV_EN carries an index that must move on by R requests before it is met again: a masked
-//! FAA on the `{index, number}` pair at +24 moves it, its boundary where the index wraps.
+//! A chain is R instances of the same WQEs, R a power of two. NOPs pad it to the size of the ring,
+//! and a SEND_EN of the ring on itself ends it and starts the next lap. Each WAIT, SEND_EN and
+//! RECV_EN carries an index that must advance by R requests before the next lap reaches it. A
+//! masked FAA on the `{index, number}` pair at +24 advances it; the FAA's boundary is the bit at
+//! which the index wraps.
 //!
 //! ```text
 //! | instance 0 | instance 1 | ... | instance R-1 | FAA on the last WQE's index | NOPs | SEND_EN |
 //! ```
 //!
-//! Position p of a lap serves request n0 + p and every R-th after it. The receive WQE that scatters
-//! that request's arguments stands in slot (n0 + p) mod R of the receive ring, and the reply in
-//! the same slot of the reply ring: a chain that was broken can be written anew for the requests
-//! that come next, without touching the connection to the compute node.
+//! Position p of a lap serves request n0 + p and every R-th request after it. The receive WQE that
+//! scatters that request's arguments is in slot (n0 + p) mod R of the receive ring, and the reply
+//! is in the same slot of the reply ring. Therefore a broken chain can be rewritten for the next
+//! requests without touching the connection to the client.
 
 use fabric::direct::Ring;
 use fabric::wqe::{Builder, WQEBB, offset};
 use fabric::{Key, Qpn, Remote, Sge};
 
-/// Where an index wraps.
+/// The bit width at which an index wraps around.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Wrap {
     /// 16 bits: building-block indices, receive indices of queues up to 2^15 entries.
@@ -30,7 +31,7 @@ pub enum Wrap {
 }
 
 impl Wrap {
-    /// The boundary for a masked FAA on a word whose upper half is the index.
+    /// Boundary for a masked FAA on a word whose upper half is the index.
     pub fn boundary(self) -> u64 {
         match self {
             Wrap::Bits16 => 1 << 47,
@@ -40,7 +41,7 @@ impl Wrap {
     }
 }
 
-/// A ring that is being written, and the keys that reach its memory.
+/// A ring that is being written, with the keys that reach its memory.
 pub struct Program {
     ring: Ring,
     qpn: Qpn,
@@ -54,7 +55,7 @@ impl Program {
         Self { ring, qpn, next: 0 }
     }
 
-    /// Building-block index of the WQE that is written next.
+    /// Building-block index of the next WQE to be written.
     pub fn next(&self) -> u32 {
         self.next
     }
@@ -66,7 +67,7 @@ impl Program {
         self.ring.memory.addr() + at as u64
     }
 
-    /// Writes one WQE; its building-block index.
+    /// Writes one WQE and returns its building-block index.
     pub fn push(&mut self, build: impl FnOnce(&mut Builder)) -> u32 {
         let at = self.next;
         let mut b = Builder::new(self.qpn, at as u16);
@@ -77,15 +78,15 @@ impl Program {
         at
     }
 
-    /// Writes one WQE where earlier ones expect it.
+    /// Writes one WQE at the block at which earlier WQEs patch it.
     pub fn push_at(&mut self, expected: u32, build: impl FnOnce(&mut Builder)) {
         let at = self.push(build);
         assert_eq!(at, expected, "a chain's WQE is not where others patch it");
     }
 
-    /// Opens the instance that serves position `p` first: the WAIT for its request, and the FAA that
-    /// moves the index of the RECV_EN behind its reply, since the last lap's has run by now. Gives
-    /// where the WAIT stands.
+    /// Starts the instance that first serves position `p`. Writes the WAIT for its request and the
+    /// FAA that advances the index of the RECV_EN after its reply; the RECV_EN of the previous lap
+    /// has run by then. Returns the block of the WAIT.
     pub fn open(&mut self, w: &Wiring, p: u32) -> u32 {
         let wait = self.push(|b| {
             b.wait(w.recv_cq, (w.count + p) & 0xff_ffff);
@@ -95,8 +96,8 @@ impl Program {
         wait
     }
 
-    /// Ends the instance: SEND_EN of the reply, and the FAAs that move the indices of its WAIT and
-    /// of this SEND_EN.
+    /// Ends the instance: the SEND_EN of the reply, and the FAAs that advance the indices of the
+    /// WAIT and of this SEND_EN.
     pub fn finish(&mut self, w: &Wiring, p: u32, wait: u32) {
         let enable = self.push(|b| {
             let limit = w.reply_blocks * (w.first.wrapping_add(p + 1));
@@ -106,13 +107,13 @@ impl Program {
         self.bump(w, enable, w.reply_blocks * w.credits, Wrap::Bits16);
     }
 
-    /// Writes the FAA that moves the index of the WAIT, SEND_EN or RECV_EN at `block`.
+    /// Writes the FAA that advances the index of the WAIT, SEND_EN or RECV_EN at `block`.
     pub fn bump(&mut self, w: &Wiring, block: u32, by: u32, wrap: Wrap) {
         let pair = self.field(block, PAIR);
         self.push(|b| bump(b, pair, w.worker_rkey, by, wrap, w.dump));
     }
 
-    /// Closes the lap: the FAA that moves the index of the last WQE, NOPs, and the SEND_EN of the
+    /// Ends the lap: the FAA that advances the index of the last WQE, NOPs, and the SEND_EN of the
     /// ring on itself.
     fn close(mut self, w: &Wiring) {
         let last = self.ring.entries - 1;
@@ -131,7 +132,7 @@ impl Program {
     }
 }
 
-/// Writes the chain of a direction: `instance` writes the WQEs of each position.
+/// Writes the chain of one request kind: `instance` writes the WQEs of each position.
 pub fn write_chain(w: &Wiring, mut instance: impl FnMut(&mut Program, u32)) {
     let mut program = Program::new(w.worker_ring.clone(), w.worker);
     for p in 0..w.credits {
@@ -140,7 +141,8 @@ pub fn write_chain(w: &Wiring, mut instance: impl FnMut(&mut Program, u32)) {
     program.close(w);
 }
 
-/// Writes a masked FAA that moves the index of the WQE whose `{index, number}` pair is at `pair`.
+/// Writes a masked FAA that advances the index of the WQE whose `{index, number}` pair is at
+/// `pair`.
 fn bump(b: &mut Builder, pair: u64, rkey: Key, by: u32, wrap: Wrap, dump: Sge) {
     b.masked_fetch_add(Remote { addr: pair, rkey }, (by as u64) << 32, wrap.boundary(), dump);
 }
@@ -150,7 +152,7 @@ fn bump(b: &mut Builder, pair: u64, rkey: Key, by: u32, wrap: Wrap, dump: Sge) {
 pub struct Scatter(Vec<Sge>);
 
 impl Scatter {
-    /// The next `len` bytes go to `addr`; none if `len` is 0.
+    /// Scatters the next `len` bytes to `addr`; adds no element if `len` is 0.
     pub fn to(&mut self, len: usize, lkey: Key, addr: u64) -> &mut Self {
         if len > 0 {
             self.0.push(Sge { addr, len: len as u32, lkey });
@@ -158,12 +160,12 @@ impl Scatter {
         self
     }
 
-    /// The next bytes go to `sge`.
+    /// Scatters the next bytes to `sge`.
     pub fn sge(&mut self, sge: Sge) -> &mut Self {
         self.to(sge.len as usize, sge.lkey, sge.addr)
     }
 
-    /// The next `len` bytes go nowhere.
+    /// Discards the next `len` bytes.
     pub fn skip(&mut self, len: usize, dump: Sge) -> &mut Self {
         assert!(len <= super::layout::DUMP_BYTES);
         self.to(len, dump.lkey, dump.addr)
@@ -180,45 +182,45 @@ impl Scatter {
     }
 }
 
-/// The `{index, number}` pair of a WAIT, SEND_EN or RECV_EN.
+/// Offset of the `{index, number}` pair of a WAIT, SEND_EN or RECV_EN.
 pub const PAIR: usize = offset::ENABLE_INDEX;
 
-/// One direction's queues at the memory node for one compute node, as the chain writers see them:
-/// rings, numbers and keys.
+/// The memory node's queues of one request kind of one client, in the form that the chain writers
+/// need: rings, numbers and keys.
 pub struct Wiring {
     /// The worker's send ring.
     pub worker_ring: Ring,
-    /// The worker's number.
+    /// The worker's QP number.
     pub worker: Qpn,
-    /// Worker ring, for scattering into it.
+    /// Key of the worker ring, for scattering into it.
     pub worker_lkey: Key,
-    /// Worker ring, for atomics through the loopback peer.
+    /// Key of the worker ring, for atomics through the loopback peer.
     pub worker_rkey: Key,
-    /// The send ring of the QP that faces the compute node: replies.
+    /// The send ring of the front QP, which faces the client: replies.
     pub front_ring: Ring,
-    /// The receive ring of that QP: arguments.
+    /// The receive ring of the front QP: arguments.
     pub front_recv: Ring,
-    /// That QP's number.
+    /// The front QP's number.
     pub front: Qpn,
-    /// Front ring, for scattering into it.
+    /// Key of the front ring, for scattering into it.
     pub front_lkey: Key,
-    /// Front ring, for atomics through the loopback peer.
+    /// Key of the front ring, for atomics through the loopback peer.
     pub front_rkey: Key,
-    /// The CQ of arguments that came.
+    /// The CQ that counts received requests.
     pub recv_cq: fabric::Cqn,
     /// Staging memory: 64 bytes per slot, then the 8 bytes of `owner_id`.
     pub staging: Sge,
-    /// Where results go that nobody wants.
+    /// Destination of unused results.
     pub dump: Sge,
-    /// Instances, a power of two.
+    /// Number of instances, a power of two.
     pub credits: u32,
-    /// Building blocks of an answer in the front ring, a power of two.
+    /// Building blocks of a reply in the front ring, a power of two.
     pub reply_blocks: u32,
-    /// Which of them is the RECV_EN that gives the credit back.
+    /// Index, among these blocks, of the RECV_EN that returns the credit.
     pub credit_block: u32,
-    /// The next request's number: its receive WQE stands in slot `first` mod credits.
+    /// Number of the next request: its receive WQE is in slot `first` mod credits.
     pub first: u32,
-    /// What the receive CQ will have counted before that request.
+    /// Value that the receive CQ will have counted before that request.
     pub count: u32,
 }
 
@@ -233,7 +235,7 @@ impl Wiring {
         (credits * STAGING_BYTES) as usize + 8
     }
 
-    /// Slot of the request that position `p` serves first.
+    /// Slot of the first request that position `p` serves.
     pub fn slot(&self, p: u32) -> u32 {
         (self.first + p) % self.credits
     }
@@ -243,12 +245,12 @@ impl Wiring {
         self.worker_ring.memory.addr() + (block as usize * WQEBB + field) as u64
     }
 
-    /// The same as a place that `len` bytes are scattered to.
+    /// The same address as the destination of a scatter of `len` bytes.
     pub fn to(&self, len: u32, block: u32, field: usize) -> Sge {
         Sge { addr: self.at(block, field), len, lkey: self.worker_lkey }
     }
 
-    /// `len` bytes at `offset` of slot `slot`'s staging.
+    /// `len` bytes at `offset` of the staging memory of `slot`.
     pub fn staging(&self, slot: u32, offset: u32, len: u32) -> Sge {
         assert!(offset + len <= STAGING_BYTES);
         Sge {
@@ -275,12 +277,13 @@ impl Wiring {
         self.reply_field(slot, self.credit_block as usize * WQEBB + PAIR)
     }
 
-    /// Writes the reply of `slot` (a WRITE with immediate of `from` to an address that the request
-    /// patches in) and the RECV_EN that gives its credit back. `first_use` is the number of the
-    /// first request that meets it; the chain moves the RECV_EN's index by `credits` before.
+    /// Writes the reply of `slot` and the RECV_EN that returns its credit. The reply is a WRITE
+    /// with immediate of `from` to an address that the request patches in. `first_use` is the
+    /// number of the first request that uses the slot; the chain advances the RECV_EN's index by
+    /// `credits` before.
     ///
-    /// The address that the last request has patched in stays: its reply may not have been sent yet, or has to
-    /// be sent again, since the network has lost it.
+    /// The address that the last request has patched in is kept: its reply may not have been sent
+    /// yet, or may have to be retransmitted because the network has lost it.
     pub fn write_reply(&self, slot: u32, first_use: u32, from: Sge) {
         let to = self.reply_target(slot);
         self.write_front(slot, 0, |b| {
@@ -289,7 +292,7 @@ impl Wiring {
         self.write_credit(slot, first_use, false);
     }
 
-    /// Where the reply in `slot` goes; nowhere, before the first request.
+    /// Destination of the reply in `slot`; null before the first request.
     fn reply_target(&self, slot: u32) -> Remote {
         let at = (slot * self.reply_blocks) as usize * WQEBB + offset::REMOTE_ADDR;
         let (mut addr, mut rkey) = ([0; 8], [0; 4]);
@@ -298,8 +301,8 @@ impl Wiring {
         Remote { addr: u64::from_be_bytes(addr), rkey: Key(u32::from_be_bytes(rkey)) }
     }
 
-    /// Writes the RECV_EN of `slot`, which the request with number `first_use` meets first; it may
-    /// say that the answer has ended.
+    /// Writes the RECV_EN of `slot`, which the request with number `first_use` is the first to
+    /// execute. If `signaled`, it completes when the reply has ended.
     pub fn write_credit(&self, slot: u32, first_use: u32, signaled: bool) {
         self.write_front(slot, self.credit_block, |b| {
             b.receive_enable(self.front, first_use.wrapping_add(1) & 0xffff);
@@ -309,7 +312,7 @@ impl Wiring {
         });
     }
 
-    /// Writes the WQE at block `at` of the answer in `slot`.
+    /// Writes the WQE at block `at` of the reply in `slot`.
     pub fn write_front(&self, slot: u32, at: u32, build: impl FnOnce(&mut Builder)) {
         let block = slot * self.reply_blocks + at;
         let mut b = Builder::new(self.front, block as u16);

@@ -1,9 +1,9 @@
-//! What a chain would have done, from the CPU: entries go back to the free queue.
+//! Releases entries from the CPU, in place of the free chain.
 //!
-//! The CPU posts, on a loopback pair of its own, what the free chain would have done. It never
-//! waits for that: a turn posts a batch and returns, and the batch's completion brings the next turn,
-//! so that neither other compute nodes nor the lock over the memory node wait for the clearing of
-//! many or large chunks. At most two batches are with the NIC, each of at most [`CLEAR_BYTES`].
+//! The CPU posts the free chain's work on a loopback QP pair of its own. It never blocks on that
+//! work: a call posts a batch and returns, and the batch's completion triggers the next call.
+//! Because of this, neither other clients nor the lock over the memory node wait while many or
+//! large chunks are cleared. The NIC has at most two batches, each of at most [`CLEAR_BYTES`].
 
 use std::collections::VecDeque;
 
@@ -15,67 +15,67 @@ use fabric::{
 };
 
 use super::layout::{AVAIL, ENTRY_BYTES, Memory, STEER_STRIDE, entry};
-use super::push::Push;
+use super::push_queue::PushRecord;
 use crate::Error;
 
 /// Building blocks of the reclaimer's send queue: two batches.
 const BLOCKS: u32 = 1024;
-/// Building blocks of a batch at most.
+/// Maximum building blocks of a batch.
 const BATCH_BLOCKS: u32 = BLOCKS / 2;
-/// Batches that the NIC has at most.
+/// Maximum number of batches in flight.
 const BATCHES: usize = 2;
-/// Bytes that a batch clears at most.
+/// Maximum bytes that a batch clears.
 const CLEAR_BYTES: u64 = 1 << 20;
-/// Releases that wait to be posted, before more entries are looked at.
+/// Maximum number of queued releases; above it the caller stops looking for more entries.
 pub const WAITING: usize = 1 << 12;
 
-/// Something to be put back.
+/// Work of the reclaimer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Task {
-    /// Release an entry that nobody owns: unbind, clear, push, give its permit.
+    /// Release an entry that has no owner: unbind, clear, push, return its permit.
     Release(u32),
-    /// Give a permit back.
+    /// Return a permit.
     Permit,
-    /// Give the push queue a receive.
+    /// Add a receive to the push queue.
     Receive,
 }
 
-/// How soon a task is wanted.
+/// Priority of a task.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Urgency {
-    /// A living compute node waits for it.
+    /// A connected client waits for the task.
     Now,
-    /// Behind everything else.
+    /// After all urgent tasks.
     InTurn,
 }
 
-/// The loopback pair that the CPU posts to, and what it has to do.
+/// The CPU's loopback QP pair and its queues of tasks.
 pub struct Reclaimer<N: DirectNic> {
     worker: N::Qp,
     _loopback: N::Qp,
-    /// By urgency.
+    /// Indexed by [`Urgency`].
     queues: [Queue; 2],
-    /// For each batch that the NIC has: how many tasks in turn will have ended with it.
+    /// For each batch in flight, the value of `ended` once the batch has completed.
     batches: VecDeque<u64>,
-    /// Tasks in turn that have ended.
+    /// Number of completed tasks of [`Urgency::InTurn`].
     ended: u64,
     id: u64,
-    /// Chunks released so far, those in the NIC's hands included.
+    /// Chunks released so far, including those of batches in flight.
     pub released: u64,
 }
 
 #[derive(Default)]
 struct Queue {
     tasks: VecDeque<Task>,
-    /// Bytes of the first task's chunk that are cleared.
+    /// Cleared bytes of the first task's chunk.
     cleared: u64,
-    /// Tasks that were added, and that were posted to their end.
+    /// Number of tasks added, and number of tasks posted completely.
     added: u64,
     posted: u64,
 }
 
 impl<N: DirectNic> Reclaimer<N> {
-    /// Makes the pair; pushes go to `push_queue`, batches complete to `done`.
+    /// Creates the QP pair. Pushes go to `push_queue`, completions of batches to `done`.
     pub fn new(
         nic: &N,
         (data, metadata): (&N::Pd, &N::Pd),
@@ -115,46 +115,46 @@ impl<N: DirectNic> Reclaimer<N> {
         })
     }
 
-    /// Number of the QP whose completions are for [`Reclaimer::completed`].
+    /// Number of the QP whose completions the caller passes to [`Reclaimer::completed`].
     pub fn qpn(&self) -> Qpn {
         self.worker.qpn()
     }
 
-    /// Adds something to do.
+    /// Queues a task.
     pub fn add(&mut self, task: Task, urgency: Urgency) {
         let queue = &mut self.queues[urgency as usize];
         queue.tasks.push_back(task);
         queue.added += 1;
     }
 
-    /// Adds something to do, if there is something.
+    /// Queues `task` if there is one.
     pub fn take(&mut self, task: Option<Task>, urgency: Urgency) {
         if let Some(task) = task {
             self.add(task, urgency);
         }
     }
 
-    /// Tasks in turn that wait.
+    /// Number of queued tasks of [`Urgency::InTurn`].
     pub fn waiting(&self) -> usize {
         self.queues[Urgency::InTurn as usize].tasks.len()
     }
 
-    /// Tasks in turn that were added so far: a ticket for [`Reclaimer::is_done`].
+    /// Number of [`Urgency::InTurn`] tasks added so far: a ticket for [`Reclaimer::is_done`].
     pub fn ticket(&self) -> u64 {
         self.queues[Urgency::InTurn as usize].added
     }
 
-    /// True if all tasks in turn up to a ticket have ended.
+    /// Returns true if all [`Urgency::InTurn`] tasks up to a ticket have completed.
     pub fn is_done(&self, ticket: u64) -> bool {
         self.ended >= ticket
     }
 
-    /// A batch ended.
+    /// Records the completion of a batch.
     pub fn completed(&mut self, c: &Completion) -> Result<(), Error> {
         if c.status != Status::Success {
             return Err(Error::Protocol {
-                attempt: "taking chunks back".into(),
-                why: format!("the NIC refused what only the memory node posts: {}", c.status),
+                attempt: "releasing chunks from the CPU".into(),
+                why: format!("the NIC rejected the memory node's own request: {}", c.status),
             });
         }
         if let Some(ended) = self.batches.pop_front() {
@@ -163,8 +163,8 @@ impl<N: DirectNic> Reclaimer<N> {
         Ok(())
     }
 
-    /// Posts what there is to do, as far as the NIC may have it at a time. True if it posted.
-    pub fn post(&mut self, memory: &Memory<N>, push: Push) -> Result<bool, Error> {
+    /// Posts queued tasks, up to the limit of batches in flight. Returns true if it posted any.
+    pub fn post(&mut self, memory: &Memory<N>, push: PushRecord) -> Result<bool, Error> {
         let mut any = false;
         while self.batches.len() < BATCHES && self.queues.iter().any(|q| !q.tasks.is_empty()) {
             let mut batch = Batch::new(memory);
@@ -180,7 +180,7 @@ impl<N: DirectNic> Reclaimer<N> {
 }
 
 impl Queue {
-    /// Moves what has room into a batch.
+    /// Moves as many tasks as fit into a batch.
     fn fill<N: DirectNic>(&mut self, batch: &mut Batch, memory: &Memory<N>) {
         let steps = RELEASE_STEPS + memory.shape.group;
         while let Some(&task) = self.tasks.front()
@@ -210,15 +210,15 @@ impl Queue {
     }
 }
 
-/// Steps of a release beside its unbindings.
+/// Steps of a release, without the unbinds.
 const RELEASE_STEPS: usize = 5;
 
-/// Work that is posted together; its last request is signalled.
+/// Tasks that are posted together; only the last request is signalled.
 struct Batch {
     steps: Vec<Step>,
-    /// Bytes that may still be cleared.
+    /// Bytes that this batch may still clear.
     clears: u64,
-    /// Chunks that are free when it ends.
+    /// Chunks that are free once the batch completes.
     released: u64,
     old: Sge,
 }
@@ -237,7 +237,7 @@ impl Batch {
         Self { steps: Vec::new(), clears: CLEAR_BYTES, released: 0, old: memory.dump.sge(0, 8) }
     }
 
-    /// Whether `steps` more fit; each takes two blocks at most.
+    /// Returns true if `steps` more steps fit; each step takes at most two blocks.
     fn has_room(&self, steps: usize) -> bool {
         2 * (self.steps.len() + steps) <= BATCH_BLOCKS as usize
     }
@@ -266,21 +266,21 @@ impl Batch {
     fn requests<'a, N: DirectNic>(
         &'a self,
         memory: &Memory<N>,
-        push: Push,
+        push: PushRecord,
         id: u64,
     ) -> Vec<WorkRequest<'a>> {
         let last = self.steps.len() - 1;
-        let of = |(n, step): (usize, &'a Step)| WorkRequest {
+        let request = |(n, step): (usize, &'a Step)| WorkRequest {
             id,
             op: step.op(memory, push, self.old),
             signaled: n == last,
         };
-        self.steps.iter().enumerate().map(of).collect()
+        self.steps.iter().enumerate().map(request).collect()
     }
 }
 
 impl Step {
-    fn op<N: DirectNic>(&self, memory: &Memory<N>, push: Push, old: Sge) -> Op<'_> {
+    fn op<N: DirectNic>(&self, memory: &Memory<N>, push: PushRecord, old: Sge) -> Op<'_> {
         match self {
             Step::Unbind(umr) => Op::Window(umr),
             Step::Clear(to, from) | Step::Disown(to, from) => Op::Write { to: *to, from },
@@ -293,7 +293,7 @@ impl Step {
             },
             Step::Receive => Op::MaskedFetchAdd {
                 at: push.record,
-                add: Push::ADD,
+                add: PushRecord::ADD,
                 boundary: push.wrap.boundary(),
                 old,
             },

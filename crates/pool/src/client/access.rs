@@ -1,18 +1,18 @@
-//! READ, WRITE, CAS and FAA on a grant.
+//! READ, WRITE, CAS and FAA on the chunk of a grant.
 
 use fabric::executor::block_on;
 use fabric::{Nic, Remote};
 
-use super::buffer::PLACE_MAX;
-use super::finish::Finish;
-use super::operation::{Hold, Operation};
-use super::path::Work;
+use super::access_qp::Work;
+use super::buffer::BOUNCE_MAX;
+use super::detached::Detached;
+use super::operation::{HeldMemory, Operation};
 use super::{Buffer, Inner, Pool, Transfer};
 use crate::Error;
 use crate::odrp::PAGE_BYTES;
 use crate::scheme::{Grant, Lane, PageScheme};
 
-/// The lane of operations that somebody waits for.
+/// The lane of synchronous operations.
 const SYNC: Lane = Lane(0);
 
 impl<N: Nic> Pool<N> {
@@ -72,7 +72,7 @@ impl<N: Nic> Pool<N> {
         Ok(())
     }
 
-    /// Reads a page where access is by pages. Given up, it ends all the same.
+    /// Reads a page, in schemes with access by pages. Runs to completion even if dropped.
     #[cold]
     async fn read_page(&self, grant: &Grant, offset: u64, into: &mut [u8]) -> Result<(), Error> {
         whole_page("read", offset, into.len())?;
@@ -84,11 +84,11 @@ impl<N: Nic> Pool<N> {
             inner.group(grant.group).counts.add_page(false);
             Ok::<_, Error>(page)
         };
-        into.copy_from_slice(&Finish::new::<N::Cq>(read, drop).await?);
+        into.copy_from_slice(&Detached::new::<N::Cq>(read, drop).await?);
         Ok(())
     }
 
-    /// Writes a page where access is by pages. Given up, it ends all the same.
+    /// Writes a page, in schemes with access by pages. Runs to completion even if dropped.
     #[cold]
     async fn write_page(&self, grant: &Grant, offset: u64, from: &[u8]) -> Result<(), Error> {
         whole_page("write", offset, from.len())?;
@@ -99,11 +99,11 @@ impl<N: Nic> Pool<N> {
             inner.group(grant.group).counts.add_page(true);
             Ok::<_, Error>(())
         };
-        Finish::new::<N::Cq>(write, drop).await
+        Detached::new::<N::Cq>(write, drop).await
     }
 
-    /// If the 8 bytes at `offset`, a multiple of 8, hold `expected`, puts `new` there; returns
-    /// what they held before. The word is big-endian in memory.
+    /// Stores `new` in the 8 bytes at `offset`, a multiple of 8, if they hold `expected`. Returns
+    /// their previous value. The word is big-endian in memory.
     pub async fn compare_and_swap(
         &self,
         grant: &Grant,
@@ -129,8 +129,8 @@ impl<N: Nic> Pool<N> {
         Ok(old_word(&op))
     }
 
-    /// Adds `add` to the 8 bytes at `offset`, a multiple of 8, wrapping; returns what they held
-    /// before. The word is big-endian in memory.
+    /// Adds `add` to the 8 bytes at `offset`, a multiple of 8, with wrap-around. Returns their
+    /// previous value. The word is big-endian in memory.
     pub async fn fetch_and_add(&self, grant: &Grant, offset: u64, add: u64) -> Result<u64, Error> {
         let mut op = self.inner.fetch_and_add(grant, offset, add)?;
         (&mut op).await?;
@@ -157,7 +157,7 @@ impl<N: Nic> Pool<N> {
         lane: Lane,
     ) -> Result<Operation<'a, N>, Error> {
         let work = self.inner.read_work(transfer, buffer, lane)?;
-        Operation::post(&self.inner, transfer.grant, lane, work, Hold::Buffer(buffer))
+        Operation::post(&self.inner, transfer.grant, lane, work, HeldMemory::Buffer(buffer))
     }
 
     /// Starts to write from registered memory to a chunk.
@@ -168,12 +168,13 @@ impl<N: Nic> Pool<N> {
         lane: Lane,
     ) -> Result<Operation<'a, N>, Error> {
         let work = self.inner.write_work(transfer, buffer, lane)?;
-        Operation::post(&self.inner, transfer.grant, lane, work, Hold::Buffer(buffer))
+        Operation::post(&self.inner, transfer.grant, lane, work, HeldMemory::Buffer(buffer))
     }
 }
 
 impl<N: Nic> Inner<N> {
-    /// Checks that `len` bytes at `offset` lie in a grant of ours, for one of our groups.
+    /// Checks that the grant belongs to this connection and an existing group, and contains `len`
+    /// bytes at `offset`.
     #[inline]
     pub(super) fn check(
         &self,
@@ -182,7 +183,7 @@ impl<N: Nic> Inner<N> {
         offset: u64,
         len: usize,
     ) -> Result<(), Error> {
-        self.check_of(grant, op)?;
+        self.check_connection(grant, op)?;
         let len = len as u64;
         if offset > grant.len || len > grant.len - offset {
             return Err(Error::OutOfRange { op, offset, len, grant_len: grant.len });
@@ -190,7 +191,7 @@ impl<N: Nic> Inner<N> {
         self.check_group(grant.group)
     }
 
-    /// An error if access is by pages: then there are no keys for this.
+    /// Fails if access is by pages, because grants then have no keys for one-sided access.
     #[inline]
     fn check_one_sided(&self, op: &'static str) -> Result<(), Error> {
         match self.scheme.pages() {
@@ -199,7 +200,7 @@ impl<N: Nic> Inner<N> {
                 setting: "scheme",
                 value: self.welcome.scheme.name().into(),
                 why: format!(
-                    "it has no one-sided {op}: its pages are read and written whole, by slices"
+                    "it has no one-sided {op}; read and write whole pages with `read` and `write`"
                 ),
             }),
         }
@@ -213,7 +214,7 @@ impl<N: Nic> Inner<N> {
     ) -> Result<Work<'static>, Error> {
         self.check(t.grant, "read", t.offset, t.len as usize)?;
         self.check_one_sided("read")?;
-        let to = buffer.part(t, "read", self.era)?;
+        let to = buffer.part(t, "read", self.connection)?;
         Ok(Work::Read { from: remote(t.grant, t.offset, lane), to })
     }
 
@@ -225,14 +226,14 @@ impl<N: Nic> Inner<N> {
     ) -> Result<Work<'static>, Error> {
         self.check(t.grant, "write", t.offset, t.len as usize)?;
         self.check_one_sided("write")?;
-        let from = buffer.part(t, "write", self.era)?;
+        let from = buffer.part(t, "write", self.connection)?;
         Ok(Work::Write { to: remote(t.grant, t.offset, lane), from })
     }
 
     fn read_part(&self, grant: &Grant, at: u64, len: usize) -> Result<Operation<'_, N>, Error> {
         let place = self.bounce.take(len)?;
         let work = Work::Read { from: remote(grant, at, SYNC), to: place.sge(len) };
-        Operation::post(self, grant, SYNC, work, Hold::Place(place))
+        Operation::post(self, grant, SYNC, work, HeldMemory::Place(place))
     }
 
     fn write_part<'a>(
@@ -244,12 +245,12 @@ impl<N: Nic> Inner<N> {
         let to = remote(grant, at, SYNC);
         if data.len() <= self.max_inline.min(INLINE_MAX) {
             let work = Work::WriteInline { to, data };
-            return Operation::post(self, grant, SYNC, work, Hold::Nothing);
+            return Operation::post(self, grant, SYNC, work, HeldMemory::Nothing);
         }
         let place = self.bounce.take(data.len())?;
         place.write(data);
         let work = Work::Write { to, from: place.sge(data.len()) };
-        Operation::post(self, grant, SYNC, work, Hold::Place(place))
+        Operation::post(self, grant, SYNC, work, HeldMemory::Place(place))
     }
 
     fn compare_and_swap(
@@ -262,7 +263,7 @@ impl<N: Nic> Inner<N> {
         let at = self.word(grant, "compare-and-swap", offset)?;
         let place = self.bounce.take(8)?;
         let work = Work::CompareSwap { at, compare, swap, old: place.sge(8) };
-        Operation::post(self, grant, SYNC, work, Hold::Place(place))
+        Operation::post(self, grant, SYNC, work, HeldMemory::Place(place))
     }
 
     fn fetch_and_add(
@@ -274,7 +275,7 @@ impl<N: Nic> Inner<N> {
         let at = self.word(grant, "fetch-and-add", offset)?;
         let place = self.bounce.take(8)?;
         let work = Work::FetchAdd { at, add, old: place.sge(8) };
-        Operation::post(self, grant, SYNC, work, Hold::Place(place))
+        Operation::post(self, grant, SYNC, work, HeldMemory::Place(place))
     }
 
     fn word(&self, grant: &Grant, op: &'static str, offset: u64) -> Result<Remote, Error> {
@@ -284,15 +285,15 @@ impl<N: Nic> Inner<N> {
             return Err(Error::Setting {
                 setting: "offset",
                 value: offset.to_string(),
-                why: format!("{op} works on 8 bytes at a multiple of 8"),
+                why: format!("{op} needs an offset that is a multiple of 8"),
             });
         }
         Ok(remote(grant, offset, SYNC))
     }
 }
 
-/// Slices up to this long go with the request itself: beyond it, a copy through registered memory
-/// is cheaper than the blocks of the send queue.
+/// Maximum length of a slice that is copied into the request. Above it, a copy through registered
+/// memory costs less than the additional blocks of the send queue.
 const INLINE_MAX: usize = 128;
 
 fn whole_page(op: &'static str, offset: u64, len: usize) -> Result<(), Error> {
@@ -303,7 +304,7 @@ fn whole_page(op: &'static str, offset: u64, len: usize) -> Result<(), Error> {
         setting: "offset",
         value: offset.to_string(),
         why: format!(
-            "{len} bytes there: this scheme moves whole pages, {op} {PAGE_BYTES} bytes at 0"
+            "{len} bytes requested: this scheme supports only a {op} of {PAGE_BYTES} bytes at offset 0"
         ),
     })
 }
@@ -313,21 +314,21 @@ fn remote(grant: &Grant, offset: u64, lane: Lane) -> Remote {
 }
 
 fn take_out<N: Nic>(op: &Operation<'_, N>, part: &mut [u8]) {
-    if let Hold::Place(place) = &op.hold {
+    if let HeldMemory::Place(place) = &op.hold {
         place.read(part);
     }
 }
 
 fn old_word<N: Nic>(op: &Operation<'_, N>) -> u64 {
     match &op.hold {
-        Hold::Place(place) => place.word(),
-        _ => unreachable!("an atomic has a place for the old value"),
+        HeldMemory::Place(place) => place.word(),
+        _ => unreachable!("an atomic has a buffer for the old value"),
     }
 }
 
-/// Parts of a slice that pass through one place each, with their offsets in the chunk.
+/// Pieces of a slice that each fit a bounce buffer, with their offsets in the chunk.
 fn parts(offset: u64, all: &[u8]) -> impl Iterator<Item = (u64, &[u8])> {
-    all.chunks(PLACE_MAX).scan(offset, |at, part| {
+    all.chunks(BOUNCE_MAX).scan(offset, |at, part| {
         let here = *at;
         *at += part.len() as u64;
         Some((here, part))
@@ -335,7 +336,7 @@ fn parts(offset: u64, all: &[u8]) -> impl Iterator<Item = (u64, &[u8])> {
 }
 
 fn parts_mut(offset: u64, all: &mut [u8]) -> impl Iterator<Item = (u64, &mut [u8])> {
-    all.chunks_mut(PLACE_MAX).scan(offset, |at, part| {
+    all.chunks_mut(BOUNCE_MAX).scan(offset, |at, part| {
         let here = *at;
         *at += part.len() as u64;
         Some((here, part))

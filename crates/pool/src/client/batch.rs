@@ -1,9 +1,9 @@
-//! Many transfers between chunks and registered memory, with one doorbell for each QP.
+//! Batches of transfers between chunks and registered memory, with one doorbell per QP.
 
 use fabric::{Completion, Nic, Status};
 
-use super::operation::Hold;
-use super::path::{Posted, Way, Work};
+use super::access_qp::{AccessQpIndex, Posted, Work};
+use super::operation::HeldMemory;
 use super::{Buffer, Inner, Pool};
 use crate::Error;
 use crate::scheme::{Grant, GroupId, Lane};
@@ -13,22 +13,22 @@ use crate::scheme::{Grant, GroupId, Lane};
 pub struct Transfer<'a> {
     /// The chunk.
     pub grant: &'a Grant,
-    /// First byte in the chunk.
+    /// Offset in the chunk.
     pub offset: u64,
-    /// First byte in the buffer.
+    /// Offset in the buffer.
     pub buffer_offset: usize,
-    /// Bytes.
+    /// Bytes to transfer.
     pub len: u32,
 }
 
-/// A QP of this compute node: its group, and which it is there.
-type Qp = (GroupId, Way);
+/// An access QP of this compute node: its group and its index in the group.
+type Qp = (GroupId, AccessQpIndex);
 
-/// How often a batch is posted again because a QP was broken by others.
+/// Maximum number of times that a batch is reposted after another operation broke its QP.
 const TRIES: u32 = 64;
 
 impl<N: Nic> Pool<N> {
-    /// Reads many pieces into one buffer and waits for all of them.
+    /// Reads several pieces of chunks into one buffer and waits for completion.
     pub fn read_batch_blocking(
         &self,
         transfers: &[Transfer<'_>],
@@ -38,7 +38,7 @@ impl<N: Nic> Pool<N> {
         self.start_read_batch(transfers, buffer, lane)?.wait()
     }
 
-    /// Writes many pieces from one buffer and waits for all of them.
+    /// Writes several pieces from one buffer to chunks and waits for completion.
     pub fn write_batch_blocking(
         &self,
         transfers: &[Transfer<'_>],
@@ -48,7 +48,7 @@ impl<N: Nic> Pool<N> {
         self.start_write_batch(transfers, buffer, lane)?.wait()
     }
 
-    /// Reads many pieces into one buffer.
+    /// Reads several pieces of chunks into one buffer.
     pub async fn read_batch(
         &self,
         transfers: &[Transfer<'_>],
@@ -58,7 +58,7 @@ impl<N: Nic> Pool<N> {
         self.start_read_batch(transfers, buffer, lane)?.done().await
     }
 
-    /// Writes many pieces from one buffer.
+    /// Writes several pieces from one buffer to chunks.
     pub async fn write_batch(
         &self,
         transfers: &[Transfer<'_>],
@@ -68,7 +68,7 @@ impl<N: Nic> Pool<N> {
         self.start_write_batch(transfers, buffer, lane)?.done().await
     }
 
-    /// Starts to read many pieces into one buffer.
+    /// Starts to read several pieces of chunks into one buffer.
     pub fn start_read_batch<'a>(
         &'a self,
         transfers: &[Transfer<'_>],
@@ -81,7 +81,7 @@ impl<N: Nic> Pool<N> {
         Batch::post(inner, buffer, transfers.iter().map(work).collect::<Result<_, Error>>()?)
     }
 
-    /// Starts to write many pieces from one buffer.
+    /// Starts to write several pieces from one buffer to chunks.
     pub fn start_write_batch<'a>(
         &'a self,
         transfers: &[Transfer<'_>],
@@ -96,24 +96,24 @@ impl<N: Nic> Pool<N> {
     }
 }
 
-/// Transfers that were posted together: wait for all of them. Given up if dropped, see
+/// Transfers in flight that were posted together. Dropping it abandons them, see
 /// [`Operation`](super::Operation).
-#[must_use = "transfers that nobody waits for may still move bytes"]
+#[must_use = "an abandoned transfer may still move bytes"]
 pub struct Batch<'a, N: Nic> {
     pool: &'a Inner<N>,
     buffer: &'a Buffer<N>,
     /// Sorted by QP.
     works: Vec<(Qp, Work<'static>)>,
-    /// What was posted, with the range of `works` that it is of.
+    /// Posted parts, each with its range of `works`.
     posted: Vec<(Posted<N>, usize, usize)>,
     tries: u32,
 }
 
 impl<N: Nic> Inner<N> {
-    /// The QP that accesses to `grant` on a lane take.
+    /// The QP that an access to `grant` on `lane` uses.
     fn qp_of(&self, grant: &Grant, lane: Lane) -> Result<Qp, Error> {
         self.check_group(grant.group)?;
-        Ok((grant.group, self.group(grant.group).way(grant.function, lane)))
+        Ok((grant.group, self.group(grant.group).qp_index(grant.function, lane)))
     }
 }
 
@@ -138,13 +138,13 @@ impl<'a, N: Nic> Batch<'a, N> {
     }
 
     fn post_range(&self, start: usize, end: usize) -> Result<Posted<N>, Error> {
-        let (group, way) = self.works[start].0;
+        let (group, index) = self.works[start].0;
         let list: Vec<Work<'static>> = self.works[start..end].iter().map(|(_, w)| *w).collect();
-        self.pool.post(group, way, &list)
+        self.pool.post(group, index, &list)
     }
 
-    /// Waits for all of them; spins briefly, then sleeps. If some fail, an error of one of them is
-    /// returned, after all have ended.
+    /// Waits until all transfers have ended; spins briefly, then sleeps. Returns one of the errors
+    /// if any transfer failed.
     pub fn wait(mut self) -> Result<(), Error> {
         let mut result = Ok(());
         while let Some((posted, start, end)) = self.posted.pop() {
@@ -156,12 +156,13 @@ impl<'a, N: Nic> Batch<'a, N> {
         result
     }
 
-    /// Ends when all of them have. If some fail, an error of one of them is returned.
+    /// Resolves when all transfers have ended. Returns one of the errors if any transfer failed.
     pub async fn done(mut self) -> Result<(), Error> {
         let mut result = Ok(());
         while let Some((posted, start, end)) = self.posted.last_mut() {
             let (epoch, start, end) = (posted.epoch, *start, *end);
-            // In place: dropped here, it is still known to be in flight.
+            // Polled in place: if this future is dropped here, `posted` still contains the part,
+            // which is in flight.
             let ended = (&mut posted.pending).await.map_err(Error::from);
             self.posted.pop();
             result = self.settle(ended, epoch, start, end).and(result);
@@ -169,7 +170,7 @@ impl<'a, N: Nic> Batch<'a, N> {
         result
     }
 
-    /// Takes note of how a part ended; it may have to be posted again.
+    /// Handles the completion of a part; reposts the part if it was flushed.
     fn settle(
         &mut self,
         ended: Result<Completion, Error>,
@@ -178,13 +179,13 @@ impl<'a, N: Nic> Batch<'a, N> {
         end: usize,
     ) -> Result<(), Error> {
         let status = ended?.status;
-        let ((group, way), work) = self.works[start];
+        let ((group, index), work) = self.works[start];
         let group = self.pool.group(group);
         if status == Status::Success {
             self.works[start..end].iter().for_each(|(_, work)| group.counts.add(work));
             return Ok(());
         }
-        self.pool.recover(group.path(way), epoch)?;
+        self.pool.recover(group.access_qp(index), epoch)?;
         self.tries += 1;
         if !matches!(status, Status::Flushed | Status::RetryExceeded) || self.tries > TRIES {
             return Err(Error::Access { op: work.name(), status });
@@ -198,7 +199,7 @@ impl<'a, N: Nic> Batch<'a, N> {
 impl<N: Nic> Drop for Batch<'_, N> {
     fn drop(&mut self) {
         for (posted, ..) in self.posted.drain(..) {
-            self.pool.abandon(posted, Hold::Buffer(self.buffer));
+            self.pool.abandon(posted, HeldMemory::Buffer(self.buffer));
         }
     }
 }

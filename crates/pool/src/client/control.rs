@@ -1,4 +1,4 @@
-//! A compute node's way to its memory node's control thread.
+//! A compute node's connection to the control thread of its memory node.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -11,62 +11,62 @@ use parking_lot::{Condvar, Mutex};
 use rnic::port::shm::Secret;
 
 use crate::Error;
-use crate::protocol::{self, Numbered, Opening, Reply, Request, Status, VERSION, Welcome};
+use crate::protocol::{self, NodeHello, Numbered, Opening, Reply, Request, Status, VERSION};
 use crate::remote::link::{CLOSED, Link};
 use crate::remote::route::{RoceEnd, Route, Start};
 use crate::remote::token::{self, Greeting, Nonce, Nonces, Side};
 use crate::remote::{ConnectionSecret, RemoteAddress, Token};
-use crate::scheme::{Admission, Admitted, GroupId, Lane};
+use crate::scheme::{ConnectReply, ConnectRequest, GroupId, Lane};
 
-/// The control plane as a compute node sees it.
+/// The control plane of a memory node, as a compute node uses it.
 pub trait ControlPlane: Send + Sync {
-    /// What the memory node said first.
-    fn welcome(&self) -> &Welcome;
-    /// Is admitted, once. [`Error::NotAdmitted`] if the connection has been ended before that.
-    fn admit(&self, admission: &Admission) -> Result<Admitted, Error>;
-    /// The memory node's QP that was named when this compute node was admitted, as it is reached from here.
+    /// The memory node's first reply.
+    fn welcome(&self) -> &NodeHello;
+    /// Requests admission; called once. [`Error::NotAdmitted`] if the connection was closed before.
+    fn admit(&self, admission: &ConnectRequest) -> Result<ConnectReply, Error>;
+    /// Address of a QP of the memory node that its reply to the admission lists.
     fn peer(&self, qpn: u32) -> PeerAddress {
         Qpn::new(qpn).into()
     }
-    /// Returns when there are free chunks (true) or the time is over (false).
+    /// Blocks until a chunk is free (true) or `timeout` has passed (false).
     fn await_memory(&self, timeout: Duration) -> Result<bool, Error>;
     /// See [`crate::scheme::NodeScheme::reset_management`].
     fn reset_management(&self) -> Result<Vec<PeerAddress>, Error>;
-    /// Whether the memory node still answers what is asked over the management QPs
-    /// ([`crate::scheme::NodeScheme::management_is_open`]). Never waits: the first call asks, and says
-    /// `None` as later ones do until the answer is there; then the next call asks anew. Where the memory node
-    /// can always tell a compute node that it does not, nothing need be asked.
+    /// True if the memory node still answers requests on the management QPs
+    /// ([`crate::scheme::NodeScheme::management_is_open`]). Never blocks: the first call sends the
+    /// question, and calls return `None` until the answer has arrived; the call after that sends a
+    /// new question. A memory node that can always notify the compute node needs no question.
     fn management_is_open(&self) -> Option<bool> {
         Some(true)
     }
     /// See [`crate::scheme::NodeScheme::reset_access`].
     fn reset_access(&self, group: GroupId, lane: Lane) -> Result<PeerAddress, Error>;
-    /// The memory node's state.
+    /// The state of the memory node.
     fn status(&self) -> Result<Status, Error>;
-    /// Has the memory node check its books.
+    /// Makes the memory node check that every chunk is exactly once free or owned.
     fn audit(&self) -> Result<(), Error>;
-    /// Leaves: keys die, chunks go back.
+    /// Leaves: the memory node revokes all keys and reclaims the chunks.
     fn goodbye(&self) -> Result<(), Error>;
     /// An error if the memory node is known to be gone.
     fn check_alive(&self) -> Result<(), Error>;
-    /// Descriptors that the connection needs.
+    /// File descriptors that the connection needs.
     fn descriptors(&self) -> Vec<i32>;
 }
 
-/// How long a memory node may take to answer a request that it does not hold back.
+/// Time limit for an answer that the memory node does not defer.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Connections that are made, one after the other, until one of them is admitted.
+/// Maximum number of connection attempts until one is admitted.
 const CONNECTIONS: u32 = 40;
-/// The pause after the first of them. It doubles each time, up to [`PAUSE_MAX`]: 11.2 s in all.
+/// Pause after the first attempt. It doubles each time, up to [`PAUSE_MAX`]: 11.2 s in total.
 const PAUSE: Duration = Duration::from_millis(10);
 const PAUSE_MAX: Duration = Duration::from_millis(320);
 
-/// Connects anew while the memory node ends the connection before it admits this compute node.
+/// Reconnects while the memory node closes the connection before it admits this compute node.
 ///
-/// The compute node held nothing yet. Two reasons pass: this process was stopped, or waited for a
-/// CPU, for longer than the memory node waits; and for a while the memory node had as many
-/// connections as it takes.
+/// No memory is lost, because none was allocated yet. Two causes are temporary: this process was
+/// stopped or not scheduled for longer than the memory node's time limit, or the memory node had
+/// reached its limit of connections.
 pub(crate) fn until_admitted<T>(connect: impl FnMut() -> Result<T, Error>) -> Result<T, Error> {
     connect_again(connect, std::thread::sleep)
 }
@@ -87,25 +87,25 @@ fn connect_again<T>(
     connect()
 }
 
-/// The control plane over a connection: a Unix socket, or TCP to another host. Several threads may ask at
-/// the same time: one of them reads for all.
+/// The control plane over a Unix socket, or over TCP to another host. Several threads may send
+/// requests concurrently: one of them receives the replies for all.
 pub struct SocketControl {
     link: Link,
-    welcome: Welcome,
-    /// On another host, and with a NIC of this process: the way there.
-    way: Option<Way>,
-    /// On this host: the secret of the NIC session that owns the QPs.
+    welcome: NodeHello,
+    /// Path to the memory node's NIC, if it is on another host and this process has a NIC.
+    remote_nic: Option<RemoteNic>,
+    /// Secret of the NIC session that owns the QPs, if the memory node is on this host.
     session: Option<Secret>,
-    /// What the QPs begin with that were named at the admission.
+    /// Initial state of the QPs that were listed in the admission.
     start: OnceLock<Start>,
     state: Mutex<State>,
     changed: Condvar,
 }
 
-/// The way to the NIC of a memory node on another host.
-struct Way {
+/// Path to the NIC of a memory node on another host.
+struct RemoteNic {
     route: Route,
-    /// What this end's NIC is reached by.
+    /// Port and MTU of the local NIC.
     here: RoceEnd,
     secret: ConnectionSecret,
 }
@@ -115,33 +115,34 @@ struct State {
     last: u64,
     reading: bool,
     replies: HashMap<u64, Reply>,
-    /// The question after the management's state that is not answered yet.
+    /// Number of the unanswered request for the state of the management QPs.
     asked: Option<u64>,
-    /// Why no reply will come any more.
+    /// The reason why no reply can arrive any more.
     gone: Option<String>,
 }
 
 const GREETING: &str = "greeting the memory node";
 
 impl SocketControl {
-    /// Connects to the memory node that serves `path`.
+    /// Connects to the memory node that serves the socket at `path`.
     pub fn connect(path: &Path) -> Result<Self, Error> {
         let link = Link::local(path)?;
         let welcome = open(&link, &Opening::pool())?;
         Ok(Self::new(link, welcome, None))
     }
 
-    /// The same connection for a compute node whose QPs are of `nic`.
+    /// The same connection for a compute node whose QPs belong to `nic`.
     pub fn with_nic(self, nic: &SoftNic) -> Self {
         Self { session: nic.secret(), ..self }
     }
 
-    /// Connects to a memory node on another host. `here` is what a NIC of this process is reached by, at the
-    /// address that leads there; none, if the memory node is only asked something.
+    /// Connects to a memory node on another host. `here` returns the port and MTU of this process's
+    /// NIC for the local address of the connection, or `None` if only control requests are to be
+    /// sent.
     pub fn connect_remote(
         to: &RemoteAddress,
         token: Option<&Token>,
-        here: impl FnOnce(&Link, &Welcome) -> Result<Option<RoceEnd>, Error>,
+        here: impl FnOnce(&Link, &NodeHello) -> Result<Option<RoceEnd>, Error>,
     ) -> Result<Self, Error> {
         let link = Link::remote(to)?;
         let nonces = greet(&link, token)?;
@@ -154,40 +155,40 @@ impl SocketControl {
         let server = Side::server(welcome.authenticated);
         if token.is_some_and(|token| !token.is_proved(server, &nonces, proof)) {
             return refused(
-                "it has not proved that it has the token: another memory node answers there",
+                "it has not proved that it has the token: this address belongs to another memory node",
             );
         }
         let Some(there) = welcome.roce else {
-            return refused("it names no RoCEv2 port");
+            return refused("it announces no RoCEv2 port");
         };
         let here = here(&link, &welcome)?;
         let remote = link.as_remote().expect("just connected so");
-        let way = here.map(|here| Way {
+        let remote_nic = here.map(|here| RemoteNic {
             route: Route::between(remote.local, here, remote.peer.ip(), there),
             here,
             secret: ConnectionSecret::new(token, &nonces, welcome.authenticated),
         });
-        Ok(Self::new(link, welcome, way))
+        Ok(Self::new(link, welcome, remote_nic))
     }
 
-    fn new(link: Link, welcome: Welcome, way: Option<Way>) -> Self {
+    fn new(link: Link, welcome: NodeHello, remote_nic: Option<RemoteNic>) -> Self {
         let (state, changed) = (Mutex::default(), Condvar::new());
         let (session, start) = (None, OnceLock::new());
-        Self { link, welcome, way, session, start, state, changed }
+        Self { link, welcome, remote_nic, session, start, state, changed }
     }
 
-    /// The QP `qpn`, with what both ends begin with.
+    /// Address of the QP `qpn` with the initial state `start`.
     fn peer_from(&self, qpn: u32, start: Start) -> PeerAddress {
         let qpn = Qpn::new(qpn);
-        self.way.as_ref().map_or(qpn.into(), |way| way.route.peer(qpn, start))
+        self.remote_nic.as_ref().map_or(qpn.into(), |remote_nic| remote_nic.route.peer(qpn, start))
     }
 
-    /// Draws a salt for QPs that are connected anew, and what they begin with; nothing on this
-    /// host.
+    /// Draws a salt for QPs to be re-established, and derives their initial state. `None` if the
+    /// memory node is on this host.
     fn draw(&self) -> Result<(Option<Nonce>, Start), Error> {
-        let Some(way) = &self.way else { return Ok((None, Start::default())) };
+        let Some(remote_nic) = &self.remote_nic else { return Ok((None, Start::default())) };
         let salt = Nonce::random()?;
-        Ok((Some(salt), way.secret.start(Side::Client, &salt)))
+        Ok((Some(salt), remote_nic.secret.start(Side::Client, &salt)))
     }
 
     /// Sends a request and waits for its reply.
@@ -221,7 +222,7 @@ impl SocketControl {
             state.check(attempt)?;
             let now = Instant::now();
             if now >= deadline {
-                return Err(gone(attempt, "no answer in time".into()));
+                return Err(gone(attempt, "no answer within the time limit".into()));
             }
             if state.reading {
                 self.changed.wait_until(&mut state, deadline);
@@ -236,24 +237,24 @@ impl SocketControl {
             };
             state = self.state.lock();
             state.reading = false;
-            state.take_in(got);
+            state.store_reply(got);
             self.changed.notify_all();
         }
     }
 
-    fn look_at_management(&self) -> Result<Option<bool>, Error> {
+    fn poll_management_state(&self) -> Result<Option<bool>, Error> {
         let attempt = "asking for the state of the management QPs";
         let mut state = self.state.lock();
         let Some(id) = state.asked else {
             let id = state.number(attempt)?;
             state.asked = Some(id);
             drop(state);
-            // A few bytes, and never more than these: there is room for them.
+            // The socket has room: at most one such message of a few bytes is in flight.
             self.send(attempt, id, Request::ManagementState)?;
             return Ok(None);
         };
         if !state.reading && self.link.wait_readable(Duration::ZERO).unwrap_or(true) {
-            state.take_in(read(&self.link).transpose());
+            state.store_reply(read(&self.link).transpose());
             self.changed.notify_all();
         }
         match state.replies.remove(&id) {
@@ -274,15 +275,15 @@ impl State {
         }
     }
 
-    /// A number for a request.
+    /// Allocates a request number.
     fn number(&mut self, attempt: &str) -> Result<u64, Error> {
         self.check(attempt)?;
         self.last += 1;
         Ok(self.last)
     }
 
-    /// Takes in what was read. A number that nobody waits for is of a request that was given up.
-    fn take_in(&mut self, got: Option<Result<Numbered<Reply>, String>>) {
+    /// Stores a received reply. The reply to an abandoned request is kept but never used.
+    fn store_reply(&mut self, got: Option<Result<Numbered<Reply>, String>>) {
         match got {
             None => {}
             Some(Ok(reply)) => drop(self.replies.insert(reply.id, reply.body)),
@@ -292,15 +293,16 @@ impl State {
 }
 
 impl ControlPlane for SocketControl {
-    fn welcome(&self) -> &Welcome {
+    fn welcome(&self) -> &NodeHello {
         &self.welcome
     }
 
-    fn admit(&self, admission: &Admission) -> Result<Admitted, Error> {
+    fn admit(&self, admission: &ConnectRequest) -> Result<ConnectReply, Error> {
         let attempt = "being admitted";
         let (salt, start) = self.draw()?;
-        let (session, roce) = (self.session, self.way.as_ref().map(|way| way.here));
-        let admission = Admission { session, roce, salt, ..admission.clone() };
+        let (session, roce) =
+            (self.session, self.remote_nic.as_ref().map(|remote_nic| remote_nic.here));
+        let admission = ConnectRequest { session, roce, salt, ..admission.clone() };
         let _ = self.start.set(start);
         match self.ask(attempt, Request::Admit(admission), PATIENCE) {
             Ok(Reply::Admitted(admitted)) => Ok(admitted),
@@ -338,8 +340,8 @@ impl ControlPlane for SocketControl {
     }
 
     fn management_is_open(&self) -> Option<bool> {
-        // One that cannot be asked any more answers nothing else either.
-        self.look_at_management().unwrap_or(Some(false))
+        // If the question cannot be sent, the memory node does not answer other requests either.
+        self.poll_management_state().unwrap_or(Some(false))
     }
 
     fn reset_access(&self, group: GroupId, lane: Lane) -> Result<PeerAddress, Error> {
@@ -396,37 +398,40 @@ fn greet(link: &Link, token: Option<&Token>) -> Result<Nonces, Error> {
         (token::VERSION, true, true) | (token::VERSION, false, false) => {
             return Ok(Nonces { server: answer.nonce, client });
         }
-        (token::VERSION, true, false) => "it asks for a token: give the file that has it".into(),
+        (token::VERSION, true, false) => "it asks for a token: give the token file".into(),
         (token::VERSION, false, true) => {
-            "it asks for no token, and a token was given: another memory node answers there, or it was \
-             started without"
+            "it asks for no token, but a token was given: this address belongs to another memory node, or it was \
+             started without one"
                 .into()
         }
         (version, ..) => {
-            format!("it greets in version {version}, this program in {}", token::VERSION)
+            format!("it uses version {version} of the greeting, this program version {}", token::VERSION)
         }
     };
     Err(Error::Refused { attempt: GREETING.into(), why })
 }
 
-/// Opens the connection to the pool; what the memory node says of itself.
-fn open(link: &Link, opening: &Opening) -> Result<Welcome, Error> {
+/// Opens the connection to the pool. Returns the memory node's first reply.
+fn open(link: &Link, opening: &Opening) -> Result<NodeHello, Error> {
     let answer = converse(link, &protocol::encode(GREETING, opening)?)?;
     match protocol::decode::<Numbered<Reply>>(GREETING, &answer)?.body {
         Reply::Welcome(welcome) if welcome.version == VERSION => Ok(welcome),
         Reply::Welcome(welcome) => Err(Error::Refused {
             attempt: GREETING.into(),
-            why: format!("it speaks version {}, this program {VERSION}", welcome.version),
+            why: format!(
+                "it uses protocol version {}, this program version {VERSION}; use the same release on both sides",
+                welcome.version
+            ),
         }),
         other => Err(unexpected(GREETING, other)),
     }
 }
 
-/// Says something and waits for the answer, while no other thread uses the connection.
+/// Sends a message and waits for the answer, while no other thread uses the connection.
 fn converse(link: &Link, message: &[u8]) -> Result<Vec<u8>, Error> {
     exchange(link, message).map_err(|error| match error {
-        // A memory node that has no room for a connection ends it at once. One that is gone is
-        // found out by the next attempt to connect.
+        // A memory node at its limit of connections closes a new one at once. If the memory node
+        // has exited instead, the next connection attempt reports it.
         Error::Gone { why, .. } if link.is_closed() => Error::NotAdmitted { why },
         error => error,
     })
@@ -460,10 +465,9 @@ fn unexpected(attempt: &str, reply: Reply) -> Error {
     match reply {
         Reply::Error { why } => Error::Refused { attempt: attempt.into(), why },
         Reply::Full { why } => Error::Full { attempt: attempt.into(), why },
-        other => Error::Protocol {
-            attempt: attempt.into(),
-            why: format!("an answer that is not one to it: {other:?}"),
-        },
+        other => {
+            Error::Protocol { attempt: attempt.into(), why: format!("unexpected reply {other:?}") }
+        }
     }
 }
 
@@ -472,7 +476,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_who_was_not_admitted_connects_again_and_not_for_ever() {
+    fn connect_retries_only_not_admitted_and_is_bounded() {
         let tried = |results: Vec<Result<u32, Error>>| {
             let (mut results, mut count) = (results.into_iter(), 0);
             let mut paused = Duration::ZERO;
@@ -485,7 +489,7 @@ mod tests {
             (result, count)
         };
         let held = || Err(Error::NotAdmitted { why: CLOSED.into() });
-        let late = || Err(gone("being admitted", "no answer in time".into()));
+        let late = || Err(gone("being admitted", "no answer within the time limit".into()));
         assert!(matches!(tried(vec![Ok(7)]), (Ok(7), 1)));
         assert!(matches!(tried(vec![held(), held(), Ok(7)]), (Ok(7), 3)));
         assert!(matches!(tried(vec![held(), late()]), (Err(Error::Gone { .. }), 2)));

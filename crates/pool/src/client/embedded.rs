@@ -1,4 +1,4 @@
-//! A memory node inside the process of its compute nodes.
+//! A memory node in the same process as its compute nodes.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -8,36 +8,37 @@ use fabric::soft::SoftNic;
 use parking_lot::{Condvar, Mutex};
 
 use super::control::ControlPlane;
-use crate::node::{MemoryNode, Turner};
-use crate::protocol::{Status, Welcome};
-use crate::scheme::{Admission, Admitted, ClientId, GroupId, Lane};
+use crate::node::{MemoryNode, NodeThreads};
+use crate::protocol::{NodeHello, Status};
+use crate::scheme::{ClientId, ConnectReply, ConnectRequest, GroupId, Lane};
 use crate::{AnyNode, Error, Settings};
 
-/// A memory node inside this process, on a NIC that its users run: no socket, no NIC thread.
-pub struct Embedded {
+/// A memory node in this process. Its NIC runs on the callers' threads: no socket and no NIC
+/// thread.
+pub struct EmbeddedNode {
     nic: SoftNic,
     node: MemoryNode<AnyNode<SoftNic>>,
-    turner: Turner,
-    /// Counts the turns that did something: wakes who waits for memory.
-    turns: Arc<(Mutex<u64>, Condvar)>,
+    node_threads: NodeThreads,
+    /// Number of polls that did work; a change wakes threads that wait for memory.
+    polls: Arc<(Mutex<u64>, Condvar)>,
 }
 
-impl Embedded {
-    /// Starts it.
+impl EmbeddedNode {
+    /// Starts the memory node.
     pub fn start(settings: &Settings) -> Result<Self, Error> {
         let nic = SoftNic::inline_with(settings.nic_limits());
         let node = MemoryNode::new(AnyNode::new(&nic, settings)?, settings.clone());
-        let turns = Arc::new((Mutex::new(0), Condvar::new()));
-        let turned = turns.clone();
-        node.on_turn(move || {
+        let polls = Arc::new((Mutex::new(0), Condvar::new()));
+        let turned = polls.clone();
+        node.on_poll(move || {
             *turned.0.lock() += 1;
             turned.1.notify_all();
         });
-        let turner = Turner::start(&node)?;
-        Ok(Self { nic, node, turner, turns })
+        let node_threads = NodeThreads::start(&node)?;
+        Ok(Self { nic, node, node_threads, polls })
     }
 
-    /// Its NIC.
+    /// The memory node's NIC.
     pub fn nic(&self) -> &SoftNic {
         &self.nic
     }
@@ -47,22 +48,22 @@ impl Embedded {
         &self.node
     }
 
-    /// The thread that is its CPU.
-    pub fn turner(&self) -> &Turner {
-        &self.turner
+    /// The memory node's CPU threads.
+    pub fn threads(&self) -> &NodeThreads {
+        &self.node_threads
     }
 }
 
-/// A compute node's control plane to an [`Embedded`] memory node.
+/// Control plane of a compute node of an [`EmbeddedNode`] memory node.
 pub struct LocalControl {
-    embedded: Arc<Embedded>,
-    welcome: Welcome,
+    embedded: Arc<EmbeddedNode>,
+    welcome: NodeHello,
     client: Mutex<Option<ClientId>>,
 }
 
 impl LocalControl {
     /// A compute node of `embedded` that is not admitted yet.
-    pub fn new(embedded: Arc<Embedded>) -> Self {
+    pub fn new(embedded: Arc<EmbeddedNode>) -> Self {
         let welcome = embedded.node.welcome();
         Self { embedded, welcome, client: Mutex::new(None) }
     }
@@ -76,11 +77,11 @@ impl LocalControl {
 }
 
 impl ControlPlane for LocalControl {
-    fn welcome(&self) -> &Welcome {
+    fn welcome(&self) -> &NodeHello {
         &self.welcome
     }
 
-    fn admit(&self, admission: &Admission) -> Result<Admitted, Error> {
+    fn admit(&self, admission: &ConnectRequest) -> Result<ConnectReply, Error> {
         let admitted = self.embedded.node.admit(admission)?;
         *self.client.lock() = Some(ClientId(admitted.client));
         Ok(admitted)
@@ -89,13 +90,13 @@ impl ControlPlane for LocalControl {
     fn await_memory(&self, timeout: Duration) -> Result<bool, Error> {
         let client = self.client("waiting for memory")?;
         let deadline = Instant::now() + timeout;
-        let (turns, changed) = &*self.embedded.turns;
+        let (polls, changed) = &*self.embedded.polls;
         loop {
-            let seen = *turns.lock();
+            let seen = *polls.lock();
             if self.embedded.node.has_memory(client)? {
                 return Ok(true);
             }
-            let mut now = turns.lock();
+            let mut now = polls.lock();
             while *now == seen {
                 if changed.wait_until(&mut now, deadline).timed_out() {
                     return Ok(false);
@@ -106,7 +107,7 @@ impl ControlPlane for LocalControl {
 
     fn reset_management(&self) -> Result<Vec<PeerAddress>, Error> {
         let client = self.client("re-establishing the management QPs")?;
-        let peers = self.embedded.node.reset_management_wholly(client)?;
+        let peers = self.embedded.node.reset_management_blocking(client)?;
         Ok(peers.into_iter().map(|qpn| self.peer(qpn)).collect())
     }
 
@@ -116,11 +117,11 @@ impl ControlPlane for LocalControl {
     }
 
     fn status(&self) -> Result<Status, Error> {
-        let (node, turner) = (&self.embedded.node, &self.embedded.turner);
+        let (node, node_threads) = (&self.embedded.node, &self.embedded.node_threads);
         Ok(Status {
             uptime_ms: node.uptime().as_millis() as u64,
-            control_cpu_ns: turner.cpu_time().as_nanos() as u64,
-            control_wakeups: turner.wakeups(),
+            control_cpu_ns: node_threads.cpu_time().as_nanos() as u64,
+            control_wakeups: node_threads.wakeups(),
             nic: "inline".into(),
             ..Status::of(node.settings(), node.status()?)
         })
@@ -132,15 +133,15 @@ impl ControlPlane for LocalControl {
 
     fn goodbye(&self) -> Result<(), Error> {
         match self.client.lock().take() {
-            Some(client) => self.embedded.node.retire_wholly(client),
+            Some(client) => self.embedded.node.retire_blocking(client),
             None => Ok(()),
         }
     }
 
     fn check_alive(&self) -> Result<(), Error> {
-        match self.embedded.turner.failure() {
+        match self.embedded.node_threads.failure() {
             None => Ok(()),
-            Some(why) => Err(Error::Gone { attempt: "looking for the memory node".into(), why }),
+            Some(why) => Err(Error::Gone { attempt: "checking the memory node".into(), why }),
         }
     }
 

@@ -1,4 +1,4 @@
-//! What the clones of a pool share: the QPs, the scheme, and how they are re-established when they break.
+//! State that the clones of a pool share: QPs and scheme, and the recovery of failed QPs.
 
 use std::any::Any;
 use std::path::PathBuf;
@@ -10,18 +10,18 @@ use fabric::{MemoryRegion, Nic, QpChange, Qpn, QueuePair};
 use parking_lot::Mutex;
 
 use super::Options;
+use super::access_qp::{AccessQp, AccessQpIndex, Group, Posted, Work};
 use super::buffer::Bounce;
 use super::control::ControlPlane;
-use super::embedded::Embedded;
-use super::operation::{Hold, TRIES};
-use super::path::{Group, Path, Posted, Way, Work};
-use crate::any::AnyClient;
-use crate::protocol::Welcome;
-use crate::remote::route::beside;
-use crate::scheme::{Admitted, ClientScheme, Era, Grant, GroupId};
+use super::embedded::EmbeddedNode;
+use super::operation::{HeldMemory, TRIES};
+use crate::protocol::NodeHello;
+use crate::registry::AnyClient;
+use crate::remote::route::sibling_peer;
+use crate::scheme::{ClientScheme, ConnectReply, ConnectionEpoch, Grant, GroupId};
 use crate::{Error, Remote};
 
-/// What all clones of a [`Pool`](super::Pool) share.
+/// State that all clones of a [`Pool`](super::Pool) share.
 pub(super) struct Inner<N: Nic> {
     pub(super) nic: N,
     pub(super) pd: N::Pd,
@@ -29,23 +29,23 @@ pub(super) struct Inner<N: Nic> {
     pub(super) groups: Vec<Group<N>>,
     pub(super) bounce: Arc<Bounce<N>>,
     pub(super) bulletin: N::Mr,
-    /// The bulletin's generation when an allocation found no chunk last.
+    /// Generation of the bulletin when an allocation last found no free chunk.
     pub(super) seen_empty: AtomicU32,
-    pub(super) terms: Admitted,
-    pub(super) welcome: Welcome,
-    /// What grants of this connection are marked with.
-    pub(super) era: Era,
+    pub(super) terms: ConnectReply,
+    pub(super) welcome: NodeHello,
+    /// Identity of this connection, stored in its grants.
+    pub(super) connection: ConnectionEpoch,
     pub(super) options: Options,
     pub(super) origin: Origin,
-    /// Chunks that are held or asked for, where that is limited.
+    /// Chunks held or requested, if a budget limits them.
     pub(super) held: AtomicU64,
     pub(super) max_inline: usize,
-    /// Operations that are posted with one doorbell at most.
+    /// Maximum number of operations posted with one doorbell.
     pub(super) burst: usize,
-    /// Taken by who re-establishes the management QPs; how often that was done.
+    /// Number of times that the management QPs were re-established; locked while they are.
     pub(super) repair: Mutex<u64>,
-    /// What is asked of the memory node while its answers do not come.
-    pub(super) watch: Mutex<Watch>,
+    /// State of the question whether the memory node still answers.
+    pub(super) probe: Mutex<ManagementProbe>,
     pub(super) abandoned: Mutex<Vec<Abandoned<N>>>,
     pub(super) allocations: AtomicU64,
     pub(super) frees: AtomicU64,
@@ -53,31 +53,31 @@ pub(super) struct Inner<N: Nic> {
     pub(super) control: Box<dyn ControlPlane>,
 }
 
-/// How a connection was made, and can be made again.
+/// Origin of a connection, for reconnecting.
 pub(super) enum Origin {
     Socket(PathBuf),
     Remote(Remote),
-    Embedded(Arc<Embedded>),
-    /// By who called [`Pool::over`].
+    Embedded(Arc<EmbeddedNode>),
+    /// Created by the caller of [`Pool::over`].
     Given,
 }
 
-/// How often what a failed request may have got is looked for at once.
+/// Maximum number of attempts to find the result of a failed request.
 const RECALLS: u32 = 4;
 
-/// So often nothing has come, [`Completer::IDLE`](fabric::completion::Completer::IDLE) each, until the memory
-/// node is asked whether it still answers.
-const LOOKS: u32 = 10;
+/// Idle periods of [`Completer::IDLE`](fabric::completion::Completer::IDLE) without a completion
+/// after which the memory node is asked whether it still answers.
+const IDLE_PERIODS: u32 = 10;
 
-/// See [`Inner::look_after_management`].
+/// State of [`Inner::probe_management`].
 #[derive(Default)]
-pub(super) struct Watch {
-    looks: u32,
-    /// A question is on its way; it was asked when the management QPs had been re-established so often.
-    asked_after: Option<u64>,
+pub(super) struct ManagementProbe {
+    idle_periods: u32,
+    /// Set while a question is unanswered: the value of `repair` when it was sent.
+    asked_at: Option<u64>,
 }
 
-/// An operation that nobody waits for any more, and what it moves bytes in or out of.
+/// An abandoned operation in flight, and the memory that it reads or writes.
 pub(super) struct Abandoned<N: Nic> {
     posted: Posted<N>,
     _hold: Box<dyn Any + Send + Sync>,
@@ -87,18 +87,18 @@ impl<N: Nic> Inner<N> {
     pub(super) fn connect(&mut self) -> Result<(), Error> {
         let terms = &self.terms;
         let fits = terms.groups.len() == self.groups.len()
-            && terms.groups.iter().zip(&self.groups).all(|(t, g)| t.len() == g.paths.len());
+            && terms.groups.iter().zip(&self.groups).all(|(t, g)| t.len() == g.qps.len());
         if !fits {
             return Err(Error::Protocol {
                 attempt: "being admitted".into(),
-                why: "the memory node named other QPs than it was asked for".into(),
+                why: "the memory node listed other QPs than requested".into(),
             });
         }
         let peers: Vec<Vec<Qpn>> =
             terms.groups.iter().map(|g| g.iter().map(|q| Qpn::new(*q)).collect()).collect();
         for (peers, group) in peers.iter().zip(&self.groups) {
-            for (peer, path) in peers.iter().zip(&group.paths) {
-                path.connect(self.control.peer(peer.raw()))?;
+            for (peer, access_qp) in peers.iter().zip(&group.qps) {
+                access_qp.connect(self.control.peer(peer.raw()))?;
             }
         }
         self.scheme.name_access(peers);
@@ -107,7 +107,7 @@ impl<N: Nic> Inner<N> {
         self.scheme.connect(&peers)
     }
 
-    /// Allocates a chunk, or `bytes`.
+    /// Allocates a chunk, or a block of at least `bytes`.
     pub(super) async fn allocate_in(
         &self,
         group: GroupId,
@@ -115,11 +115,11 @@ impl<N: Nic> Inner<N> {
     ) -> Result<Grant, Error> {
         self.check_group(group)?;
         self.reopen_management()?;
-        self.hold()?;
+        self.reserve_chunk()?;
         let mut result = self.ask_for(group, bytes).await;
         for _ in 0..TRIES {
-            // Without separation somebody's bad access has broken it; what was not delivered is taken
-            // back.
+            // Without separation, a failed access of another thread breaks the QP. The memory node
+            // takes back a grant that was not delivered.
             if !self.is_broken_by_access(&result) {
                 break;
             }
@@ -137,10 +137,10 @@ impl<N: Nic> Inner<N> {
             }
             Err(_) => {
                 self.held.fetch_sub(1, Ordering::Relaxed);
-                self.mend().await?;
+                self.recover_request().await?;
             }
         }
-        result.map(|grant| grant.of(self.era))
+        result.map(|grant| grant.with_connection(self.connection))
     }
 
     async fn ask_for(&self, group: GroupId, bytes: Option<u64>) -> Result<Grant, Error> {
@@ -151,7 +151,7 @@ impl<N: Nic> Inner<N> {
     }
 
     pub(super) async fn free(&self, grant: &Grant) -> Result<(), Error> {
-        self.check_of(grant, "free")?;
+        self.check_connection(grant, "free")?;
         self.check_group(grant.group)?;
         self.reopen_management()?;
         let mut result = self.scheme.free(grant).await;
@@ -160,7 +160,7 @@ impl<N: Nic> Inner<N> {
                 break;
             }
             self.repair_management()?;
-            // Whether it was executed is open: then it is not ours any more.
+            // The free may have been executed before the failure; `NotYours` then means success.
             result = match self.scheme.free(grant).await {
                 Err(Error::NotYours { .. }) => Ok(()),
                 other => other,
@@ -172,14 +172,15 @@ impl<N: Nic> Inner<N> {
                 self.held.fetch_sub(1, Ordering::Relaxed);
             }
             Err(Error::NotYours { .. }) => {}
-            Err(_) => self.mend().await?,
+            Err(_) => self.recover_request().await?,
         }
         result
     }
 
-    /// Re-establishes the management QPs after a request has failed, and has the scheme give back what it may
-    /// have got. That may break them again; who waits for the error of his request does not wait for long.
-    async fn mend(&self) -> Result<(), Error> {
+    /// Re-establishes the management QPs after a failed request, and lets the scheme return what
+    /// the request may have allocated. This may break the QPs again; the number of attempts is
+    /// bounded, because the caller waits for the error.
+    async fn recover_request(&self) -> Result<(), Error> {
         for _ in 0..RECALLS {
             self.repair_management()?;
             if self.scheme.recall().await.is_ok() {
@@ -193,9 +194,9 @@ impl<N: Nic> Inner<N> {
         !self.welcome.separation && matches!(result, Err(Error::ManagementBroken { .. }))
     }
 
-    /// Counts a chunk that is asked for; an error if the memory node would end the management
-    /// connection for it.
-    pub(super) fn hold(&self) -> Result<(), Error> {
+    /// Counts a requested chunk. Fails if the memory node would close the management connection for
+    /// it.
+    pub(super) fn reserve_chunk(&self) -> Result<(), Error> {
         let held = self.held.fetch_add(1, Ordering::Relaxed);
         let Some(budget) = self.welcome.budget_chunks.filter(|budget| held >= *budget) else {
             return Ok(());
@@ -204,17 +205,17 @@ impl<N: Nic> Inner<N> {
         Err(Error::OverBudget {
             attempt: "allocating a chunk".into(),
             why: format!(
-                "this compute node holds {held} chunks and may hold {budget}: free some, or have the \
+                "this compute node holds {held} chunks and its budget is {budget}: free some, or have the \
                  operator raise --budget-chunks"
             ),
             retry_after: Duration::ZERO,
         })
     }
 
-    /// An error if a grant is of another connection.
+    /// Fails if another connection issued the grant.
     #[inline]
-    pub(super) fn check_of(&self, grant: &Grant, op: &'static str) -> Result<(), Error> {
-        match grant.is_of(self.era) {
+    pub(super) fn check_connection(&self, grant: &Grant, op: &'static str) -> Result<(), Error> {
+        match grant.belongs_to(self.connection) {
             true => Ok(()),
             false => Err(Error::Stale { op, what: "grant" }),
         }
@@ -236,13 +237,13 @@ impl<N: Nic> Inner<N> {
         })
     }
 
-    /// What the bulletin says: state and generation.
+    /// State and generation of the bulletin.
     pub(super) fn bulletin(&self) -> (u32, u32) {
         let both = self.bulletin.memory().load_be64(0);
         ((both >> 32) as u32, both as u32)
     }
 
-    /// Asks again where the memory node has refused to re-establish the management QPs.
+    /// Tries again to re-establish the management QPs if the memory node refused the last time.
     #[inline]
     pub(super) fn reopen_management(&self) -> Result<(), Error> {
         if self.scheme.is_closed() { self.repair_management() } else { Ok(()) }
@@ -263,87 +264,94 @@ impl<N: Nic> Inner<N> {
         self.scheme.connect(&self.control.reset_management()?)
     }
 
-    /// Nothing has come for a while, although somebody waits. An answer that the memory node does not send any
-    /// more is never missed by the NICs: what was asked has arrived and was acknowledged. A memory node on another
-    /// host that has ended the management connection, or whose side of it broke, cannot say so over it:
-    /// it is asked, and then who waits is told. Never waits itself.
-    pub(super) fn look_after_management(&self) {
-        let Some(mut watch) = self.watch.try_lock() else { return };
-        // Whoever holds it re-establishes them just now.
+    /// Checks the management connection after a request has waited for a while without a
+    /// completion. Never blocks.
+    ///
+    /// The NICs detect a lost answer only while the memory node sends one: the request itself has
+    /// arrived and was acknowledged. A memory node on another host that has closed the management
+    /// connection, or whose QP has failed, cannot report that over the connection. Therefore the
+    /// compute node asks over the control connection, and breaks its management QPs if the answer
+    /// is "closed", so that the request fails.
+    pub(super) fn probe_management(&self) {
+        let Some(mut probe) = self.probe.try_lock() else { return };
+        // If another thread holds the lock, it is re-establishing the QPs now.
         let Some(repairs) = self.repair.try_lock() else { return };
-        if watch.looks < LOOKS {
-            watch.looks += 1;
+        if probe.idle_periods < IDLE_PERIODS {
+            probe.idle_periods += 1;
             return;
         }
-        let asked_after = *watch.asked_after.get_or_insert(*repairs);
+        let asked_at = *probe.asked_at.get_or_insert(*repairs);
         let Some(open) = self.control.management_is_open() else { return };
-        *watch = Watch::default();
-        if !open && asked_after == *repairs {
-            // What cannot be taken to Error is in Reset, and has nothing in flight.
+        *probe = ManagementProbe::default();
+        if !open && asked_at == *repairs {
+            // A QP that cannot be taken to Error is in Reset and has nothing in flight.
             let _ = self.scheme.break_management();
         }
     }
 
-    /// Posts operations with one doorbell. A QP that could not be re-established the last time is so first: or who asks hears
-    /// why it cannot be, rather than that it is not ready.
+    /// Posts operations with one doorbell. Re-establishes a QP first if the last attempt failed;
+    /// otherwise the caller would get "not ready" instead of the reason.
     pub(super) fn post(
         &self,
         group: GroupId,
-        way: Way,
+        index: AccessQpIndex,
         works: &[Work<'_>],
     ) -> Result<Posted<N>, Error> {
-        match self.group(group).post(way, works) {
+        match self.group(group).post(index, works) {
             Err(Error::Verbs(fabric::Error::NotReady { .. })) => {
-                let path = self.group(group).path(way);
-                let epoch = *path.epoch().read();
-                self.recover(path, epoch)?;
-                self.group(group).post(way, works)
+                let access_qp = self.group(group).access_qp(index);
+                let epoch = *access_qp.epoch().read();
+                self.recover(access_qp, epoch)?;
+                self.group(group).post(index, works)
             }
             posted => posted,
         }
     }
 
-    /// Re-establishes an access QP after work that was posted in `epoch` failed, unless that was done
-    /// already.
-    pub(super) fn recover(&self, path: &Path<N>, epoch: u64) -> Result<(), Error> {
+    /// Re-establishes an access QP after an operation that was posted in `epoch` failed, unless
+    /// another thread has done so.
+    pub(super) fn recover(&self, access_qp: &AccessQp<N>, epoch: u64) -> Result<(), Error> {
         if self.welcome.separation {
-            return path.recover(epoch, &*self.control);
+            return access_qp.recover(epoch, &*self.control);
         }
         let mut repairs = self.repair.lock();
         *repairs += 1;
-        self.reset_everything(Some((path, epoch)))
+        self.reset_everything(Some((access_qp, epoch)))
     }
 
-    /// Without separation the access QPs are where chunks are allocated, and are re-established with
-    /// the chains: all of them, unless the one that failed was so already. What is in flight on
-    /// any of them ends as flushed.
+    /// Re-establishes all QPs, in scheme `onesidedmw` without separation, where the access QPs
+    /// carry the allocation chains. Does nothing if the failed QP was re-established already.
+    /// Operations in flight on any of them end as flushed.
     #[cold]
-    pub(super) fn reset_everything(&self, failed: Option<(&Path<N>, u64)>) -> Result<(), Error> {
-        let paths = || self.groups.iter().flat_map(|g| &g.paths);
-        if failed.is_some_and(|(path, epoch)| *path.epoch().read() != epoch) {
+    pub(super) fn reset_everything(
+        &self,
+        failed: Option<(&AccessQp<N>, u64)>,
+    ) -> Result<(), Error> {
+        let qps = || self.groups.iter().flat_map(|g| &g.qps);
+        if failed.is_some_and(|(access_qp, epoch)| *access_qp.epoch().read() != epoch) {
             return Ok(());
         }
-        let mut epochs: Vec<_> = paths().map(|path| path.epoch().write()).collect();
+        let mut epochs: Vec<_> = qps().map(|access_qp| access_qp.epoch().write()).collect();
         self.scheme.reset()?;
-        for path in paths() {
-            path.qp().modify(QpChange::Reset)?;
+        for access_qp in qps() {
+            access_qp.qp().modify(QpChange::Reset)?;
         }
         let peers = self.control.reset_management()?;
-        for (path, qpn) in paths().zip(self.terms.groups.iter().flatten()) {
+        for (access_qp, qpn) in qps().zip(self.terms.groups.iter().flatten()) {
             let qpn = Qpn::new(*qpn);
-            path.connect(peers.first().map_or(qpn.into(), |peer| beside(*peer, qpn)))?;
+            access_qp.connect(peers.first().map_or(qpn.into(), |peer| sibling_peer(*peer, qpn)))?;
         }
         self.scheme.connect(&peers)?;
         epochs.iter_mut().for_each(|epoch| **epoch += 1);
         Ok(())
     }
 
-    /// Keeps what an operation uses that nobody waits for, until it has ended.
-    pub(super) fn abandon(&self, posted: Posted<N>, hold: Hold<'_, N>) {
+    /// Keeps the memory of an abandoned operation until the operation has ended.
+    pub(super) fn abandon(&self, posted: Posted<N>, hold: HeldMemory<'_, N>) {
         let hold: Box<dyn Any + Send + Sync> = match hold {
-            Hold::Buffer(buffer) => Box::new(buffer.clone()),
-            Hold::Place(place) => Box::new(place),
-            Hold::Nothing => return,
+            HeldMemory::Buffer(buffer) => Box::new(buffer.clone()),
+            HeldMemory::Place(place) => Box::new(place),
+            HeldMemory::Nothing => return,
         };
         let mut abandoned = self.abandoned.lock();
         abandoned.retain_mut(|a| !has_ended(&mut a.posted));
@@ -361,7 +369,7 @@ fn has_ended<N: Nic>(posted: &mut Posted<N>) -> bool {
 
 impl<N: Nic> Drop for Inner<N> {
     fn drop(&mut self) {
-        // A memory node that is gone has nothing of ours any more.
+        // If this fails, the memory node is gone and owns nothing of this compute node.
         let _ = self.control.goodbye();
     }
 }

@@ -1,21 +1,21 @@
-//! The compute node: a [`Pool`] from which chunks are allocated and through which they are reached.
+//! The compute node: a [`Pool`] allocates chunks and accesses them.
 //!
 //! - A *group* is a set of QPs, one per *lane*, with a CQ of their own; by default there is one
-//!   group for each core (OneSidedMW §5.1). A grant is for the QPs of one group: whoever uses it,
-//!   its requests go there.
-//! - Ranges are checked before anything is posted. The NIC checks them again.
-//! - Every operation exists as a future and blocking. Blocking calls spin briefly, then sleep; they
-//!   must not be made by futures that run under [`fabric::executor::block_on`].
+//!   group per core (OneSidedMW §5.1). A grant is bound to the QPs of one group: all accesses to it
+//!   use these QPs, regardless of the calling thread.
+//! - Ranges are checked before an operation is posted. The NIC checks them again.
+//! - Every operation exists as a future and as a blocking call. Blocking calls spin briefly, then
+//!   sleep; futures that run under [`fabric::executor::block_on`] must not make them.
 
 mod access;
+mod access_qp;
 mod batch;
 mod buffer;
 pub mod control;
+mod detached;
 mod embedded;
-mod finish;
 mod inner;
 mod operation;
-mod path;
 
 use std::io::ErrorKind;
 use std::net::UdpSocket;
@@ -31,31 +31,32 @@ use parking_lot::Mutex;
 
 pub use batch::{Batch, Transfer};
 pub use buffer::Buffer;
-pub use embedded::Embedded;
+pub use embedded::EmbeddedNode;
 pub use operation::Operation;
 
+use self::access_qp::Group;
 use self::buffer::Bounce;
 use self::control::{ControlPlane, SocketControl, until_admitted};
+use self::detached::Detached;
 use self::embedded::LocalControl;
-use self::finish::Finish;
 use self::inner::{Inner, Origin};
-use self::path::Group;
-use crate::any::AnyClient;
-use crate::events::cores;
-use crate::protocol::{Status, Welcome};
+use crate::protocol::{NodeHello, Status};
+use crate::registry::AnyClient;
 use crate::remote::RoceEnd;
 use crate::scheme::{
-    Admission, ClientScheme, Effort, Era, Grant, GroupId, QPS_MAX, WhenIdle, bulletin,
+    CasStats, ClientScheme, ConnectRequest, ConnectionEpoch, Grant, GroupId, QPS_MAX, WhenIdle,
+    bulletin,
 };
+use crate::wakeup::cores;
 use crate::{Error, Remote, Settings};
 
-/// How a compute node connects.
+/// Options of a compute node's connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// QP groups; one per core if not given.
+    /// Number of QP groups; by default one per core.
     pub groups: Option<u16>,
-    /// Size of each access QP's send queue, in building blocks of 64 bytes: a power of two, at
-    /// least 16. An operation takes one, a short write up to four.
+    /// Size of each access QP's send queue in building blocks of 64 bytes: a power of two, at least
+    /// 16. An operation takes one block, a short write up to four.
     pub send_blocks: u32,
 }
 
@@ -65,8 +66,8 @@ impl Default for Options {
     }
 }
 
-/// A connection to a memory node, used by any number of threads. Clones share it; the last one
-/// that is dropped gives everything back.
+/// A connection to a memory node; any number of threads can use it. Clones share the connection;
+/// dropping the last clone releases everything.
 pub struct Pool<N: Nic = SoftNic> {
     inner: Arc<Inner<N>>,
 }
@@ -77,24 +78,25 @@ impl<N: Nic> Clone for Pool<N> {
     }
 }
 
-/// What a pool did since it was connected.
+/// Counters of a pool since it was connected.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolStats {
     /// Chunks allocated.
     pub allocations: u64,
     /// Chunks freed.
     pub frees: u64,
-    /// Allocations that found no free chunk.
+    /// Allocations that failed because no chunk was free.
     pub empty: u64,
-    /// CASes that failed, of allocations that the compute node does itself ([`Pool::effort`] has more).
+    /// Failed CASes of allocations that the compute node executes itself ([`Pool::cas_stats`] has
+    /// more).
     pub cas_retries: u64,
-    /// The most of these in one allocation.
+    /// Maximum number of failed CASes in one allocation.
     pub cas_retries_max: u64,
     /// READs.
     pub reads: u64,
     /// WRITEs.
     pub writes: u64,
-    /// CAS and FAA.
+    /// CAS and FAA operations.
     pub atomics: u64,
     /// Bytes read.
     pub bytes_read: u64,
@@ -103,14 +105,14 @@ pub struct PoolStats {
 }
 
 impl Pool<SoftNic> {
-    /// A memory node inside this process, and one compute node connected to it: no socket, no
-    /// other process.
+    /// Starts a memory node inside this process and connects one compute node to it, without a
+    /// socket or another process.
     pub fn embedded(settings: Settings) -> Result<Self, Error> {
-        Self::embedded_in(&Arc::new(Embedded::start(&settings)?), Options::default())
+        Self::embedded_in(&Arc::new(EmbeddedNode::start(&settings)?), Options::default())
     }
 
-    /// Another compute node of a memory node inside this process.
-    pub fn embedded_in(embedded: &Arc<Embedded>, options: Options) -> Result<Self, Error> {
+    /// Connects another compute node to a memory node inside this process.
+    pub fn embedded_in(embedded: &Arc<EmbeddedNode>, options: Options) -> Result<Self, Error> {
         let control = Box::new(LocalControl::new(embedded.clone()));
         let origin = Origin::Embedded(embedded.clone());
         Self::from(embedded.nic().clone(), control, options, origin)
@@ -129,8 +131,8 @@ impl Pool<SoftNic> {
         })
     }
 
-    /// Connects to a memory node on another host, over RoCEv2: with the NIC of this host that `to` names, or with
-    /// one of this process's own, which is a thread of it.
+    /// Connects to a memory node on another host, over RoCEv2: with the NIC of this host that `to`
+    /// names, or with a NIC of this process, which runs on a thread of it.
     pub fn connect_remote(to: &Remote, options: Options) -> Result<Self, Error> {
         until_admitted(|| Self::connect_remote_once(to, options.clone()))
     }
@@ -140,7 +142,7 @@ impl Pool<SoftNic> {
         let mut nic = None;
         let control = SocketControl::connect_remote(&to.to, token.as_ref(), |link, welcome| {
             check_place(welcome)?;
-            let attempt = || format!("opening the way to {}", to.to);
+            let attempt = || format!("opening a NIC for {}", to.to);
             let system = |source| Error::System { attempt: attempt(), source };
             let (opened, port) = match &to.nic {
                 Some(local) => (SoftNic::attach(&local.socket)?, local.port),
@@ -159,13 +161,12 @@ impl Pool<SoftNic> {
         Self::from(nic, Box::new(control), options, Origin::Remote(to.clone()))
     }
 
-    /// Connects anew to where this pool was connected to, with the same options: after
-    /// [`Error::Gone`], when the memory node has been started again. An error if nobody serves there
-    /// yet.
+    /// Connects again to the memory node of this pool, with the same options. For use after
+    /// [`Error::Gone`], when the memory node was restarted; an error while it is not running.
     ///
-    /// What was granted before belongs to the old connection: used with the new pool it is refused
-    /// with [`Error::Stale`], also where its keys would fit by chance. This pool and its clones stay
-    /// what they are; drop them.
+    /// Grants of this pool belong to the old connection. The new pool refuses them with
+    /// [`Error::Stale`], even if their keys happen to match. This pool and its clones remain
+    /// unusable; drop them.
     pub fn reconnect(&self) -> Result<Self, Error> {
         let options = self.inner.options.clone();
         match &self.inner.origin {
@@ -174,15 +175,15 @@ impl Pool<SoftNic> {
             Origin::Embedded(embedded) => Self::embedded_in(embedded, options),
             Origin::Given => Err(Error::Setting {
                 setting: "reconnect",
-                value: "a pool over a NIC that was given to it".into(),
-                why: "only who opened that NIC can open another; call Pool::over again".into(),
+                value: "a pool over a NIC that the caller supplied".into(),
+                why: "the caller must open a new NIC and call Pool::over again".into(),
             }),
         }
     }
 }
 
 impl<N: Nic> Pool<N> {
-    /// Connects over `nic` to the memory node that `control` leads to.
+    /// Connects over `nic` to the memory node that `control` is connected to.
     pub fn over(nic: N, control: Box<dyn ControlPlane>, options: Options) -> Result<Self, Error> {
         Self::from(nic, control, options, Origin::Given)
     }
@@ -196,27 +197,24 @@ impl<N: Nic> Pool<N> {
         let welcome = control.welcome().clone();
         let groups = checked_groups(&options, &welcome)?;
         let pd = nic.alloc_pd()?;
-        let ways = checked_ways(&welcome)?;
-        // Replies to allocations come over access QPs then.
+        let lanes = checked_lanes(&welcome)?;
+        // Without separation, replies to allocations arrive on the access QPs.
         let receives = if welcome.separation { 0 } else { welcome.credits };
         let groups = (0..groups)
-            .map(|g| Group::new(&nic, &pd, GroupId(g), ways, options.send_blocks, receives))
+            .map(|g| Group::new(&nic, &pd, GroupId(g), lanes, options.send_blocks, receives))
             .collect::<Result<Vec<_>, _>>()?;
         let scheme = AnyClient::new(&nic, &pd, &welcome)?;
-        let lent = |g: &Group<N>| (g.paths[0].qp().clone(), g.completer.clone());
-        scheme.lend_access(&nic, &pd, welcome.credits, groups.iter().map(lent).collect())?;
+        let lent = |g: &Group<N>| (g.qps[0].qp().clone(), g.completer.clone());
+        scheme.share_access_qps(&nic, &pd, welcome.credits, groups.iter().map(lent).collect())?;
         let memory = nic.alloc_dma(bulletin::BYTES)?;
         let bulletin = nic.reg_mr(&pd, &memory, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
         let at = bulletin.remote(0);
-        let terms = control.admit(&Admission {
+        let terms = control.admit(&ConnectRequest {
             management: scheme.management().iter().map(|q| q.raw()).collect(),
-            groups: groups
-                .iter()
-                .map(|g| g.paths.iter().map(|p| p.qpn().raw()).collect())
-                .collect(),
+            groups: groups.iter().map(|g| g.qps.iter().map(|p| p.qpn().raw()).collect()).collect(),
             bulletin_addr: at.addr,
             bulletin_rkey: at.rkey.0,
-            ..Admission::default()
+            ..ConnectRequest::default()
         })?;
         let bounce = Bounce::new(&nic, &pd)?;
         let mut inner = Inner {
@@ -229,14 +227,14 @@ impl<N: Nic> Pool<N> {
             groups,
             bulletin,
             seen_empty: AtomicU32::new(0),
-            era: Era { incarnation: welcome.incarnation, client: terms.client },
+            connection: ConnectionEpoch { incarnation: welcome.incarnation, client: terms.client },
             terms,
             welcome,
             options,
             origin,
             held: AtomicU64::new(0),
             repair: Mutex::default(),
-            watch: Mutex::default(),
+            probe: Mutex::default(),
             abandoned: Mutex::new(Vec::new()),
             allocations: AtomicU64::new(0),
             frees: AtomicU64::new(0),
@@ -246,33 +244,33 @@ impl<N: Nic> Pool<N> {
         inner.connect()?;
         let inner = Arc::new(inner);
         let pool = Arc::downgrade(&inner);
-        let look = move || pool.upgrade().into_iter().for_each(|p| p.look_after_management());
-        inner.scheme.when_idle(&(Arc::new(look) as WhenIdle));
+        let probe = move || pool.upgrade().into_iter().for_each(|p| p.probe_management());
+        inner.scheme.when_idle(&(Arc::new(probe) as WhenIdle));
         Ok(Self { inner })
     }
 
-    /// Bytes of a chunk.
+    /// Size of a chunk in bytes.
     pub fn chunk_bytes(&self) -> u64 {
         self.inner.terms.chunk_bytes
     }
 
-    /// QP groups of this compute node.
+    /// Number of QP groups of this compute node.
     pub fn groups(&self) -> u16 {
         self.inner.groups.len() as u16
     }
 
-    /// Lanes of each group.
+    /// Number of lanes of each group.
     pub fn lanes(&self) -> u8 {
         self.inner.groups[0].lanes()
     }
 
-    /// This compute node's number at the memory node.
+    /// Number of this compute node at the memory node.
     pub fn client(&self) -> u32 {
         self.inner.terms.client
     }
 
-    /// What the memory node said of itself first: scheme, sizes.
-    pub fn welcome(&self) -> &Welcome {
+    /// The memory node's first reply: scheme and sizes.
+    pub fn welcome(&self) -> &NodeHello {
         &self.inner.welcome
     }
 
@@ -281,26 +279,27 @@ impl<N: Nic> Pool<N> {
         &self.inner.nic
     }
 
-    /// Descriptors that the connection needs, for a thread with a descriptor table of its own: the
-    /// control connection's. (The NIC's are its function's to name.)
+    /// File descriptors of the control connection, for a thread with a descriptor table of its own.
+    /// (The NIC's function reports its own descriptors.)
     pub fn control_descriptors(&self) -> Vec<i32> {
         self.inner.control.descriptors()
     }
 
-    /// The group of the core that the calling thread runs on now.
+    /// The group of the core on which the calling thread runs now.
     pub fn current_group(&self) -> GroupId {
         let cpu = rustix::thread::sched_getcpu();
         GroupId((cpu % self.inner.groups.len()) as u16)
     }
 
-    /// `bytes` of zeroed registered memory, rounded up to pages.
+    /// Registers `bytes` of zeroed memory, rounded up to pages.
     pub fn buffer(&self, bytes: usize) -> Result<Buffer<N>, Error> {
-        Buffer::new(&self.inner.nic, &self.inner.pd, bytes, self.inner.era)
+        Buffer::new(&self.inner.nic, &self.inner.pd, bytes, self.inner.connection)
     }
 
     /// Allocates a chunk for the current core's group. It reads as zeros.
     ///
-    /// Dropped before it ends, the chunk is freed as soon as it is there.
+    /// If the future is dropped after its first poll, the chunk is freed as soon as it is
+    /// allocated.
     pub async fn allocate(&self) -> Result<Grant, Error> {
         self.allocate_in(self.current_group()).await
     }
@@ -310,10 +309,11 @@ impl<N: Nic> Pool<N> {
         self.allocate_some(group, None).await
     }
 
-    /// Allocates at least `bytes` for the current core's group, like [`Pool::allocate`]: the grant says how
-    /// many there are. Schemes with sizes ([`SchemeKind::has_sizes`](crate::SchemeKind::has_sizes)) have blocks of
-    /// powers of two of chunks, up to what the pool has, and 2 GiB; of others an error says that a chunk does not hold as
-    /// many.
+    /// Allocates at least `bytes` for the current core's group, like [`Pool::allocate`]; the grant
+    /// has the actual length. Schemes with sizes
+    /// ([`SchemeKind::has_sizes`](crate::SchemeKind::has_sizes)) have blocks of a power of two of
+    /// chunks, up to the pool's size and 2 GiB. Other schemes return an error if `bytes` exceeds a
+    /// chunk.
     pub async fn allocate_bytes(&self, bytes: u64) -> Result<Grant, Error> {
         self.allocate_some(self.current_group(), Some(bytes)).await
     }
@@ -326,20 +326,23 @@ impl<N: Nic> Pool<N> {
     async fn allocate_some(&self, group: GroupId, bytes: Option<u64>) -> Result<Grant, Error> {
         let (inner, undo) = (self.inner.clone(), self.inner.clone());
         let allocate = async move { inner.allocate_in(group, bytes).await };
-        Finish::new::<N::Cq>(allocate, move |result| {
+        Detached::new::<N::Cq>(allocate, move |result| {
             if let Ok(grant) = result {
-                // A memory node that is gone, or a connection that broke: it is not ours any more.
+                // If this fails, the memory node has exited or the connection broke, and the chunk
+                // is reclaimed there.
                 let _ = block_on(undo.free(&grant));
             }
         })
         .await
     }
 
-    /// Frees a chunk: when this returns, its keys are dead, and it is cleared and free; in schemes `finemem` and
-    /// `rpc-mw-1` it is set aside until it can be. Nothing of it may be in flight any more. It is freed also if this is dropped before it ends.
+    /// Frees a chunk. When this returns, its keys are dead, and the chunk is cleared and free; in
+    /// schemes `finemem` and `rpc-mw-1` it is in quarantine until then. No access to the chunk may
+    /// be in flight. If the future is dropped after its first poll, the chunk is freed
+    /// nevertheless.
     pub async fn free(&self, grant: Grant) -> Result<(), Error> {
         let inner = self.inner.clone();
-        Finish::new::<N::Cq>(async move { inner.free(&grant).await }, drop).await
+        Detached::new::<N::Cq>(async move { inner.free(&grant).await }, drop).await
     }
 
     /// [`Pool::allocate`], blocking.
@@ -362,11 +365,12 @@ impl<N: Nic> Pool<N> {
         block_on(self.inner.free(&grant))
     }
 
-    /// Waits until the memory node has free chunks: true; or until `timeout` has passed: false. Another
-    /// compute node may be faster in taking them.
+    /// Blocks until the memory node has a free chunk (true) or `timeout` has passed (false).
+    /// Another compute node may allocate that chunk first.
     pub fn wait_for_memory_blocking(&self, timeout: Duration) -> Result<bool, Error> {
         let inner = &*self.inner;
-        // The memory node's word by RDMA, if it is newer than the last "empty": no request then.
+        // If the bulletin reports free memory since the last failed allocation, no request is
+        // needed.
         let (state, generation) = inner.bulletin();
         let seen = inner.seen_empty.load(Ordering::Relaxed);
         if state == bulletin::AVAILABLE && generation != seen {
@@ -376,20 +380,20 @@ impl<N: Nic> Pool<N> {
         inner.control.await_memory(timeout)
     }
 
-    /// An error if its connection to the memory node is known to have ended. Asks nobody, and never waits.
+    /// An error if the control connection is known to have ended. Sends nothing and never blocks.
     pub(crate) fn check_alive(&self) -> Result<(), Error> {
         self.inner.control.check_alive()
     }
 
-    /// What its allocations have cost in round trips and CASes, in schemes where it does them by CAS.
-    pub fn effort(&self) -> Effort {
-        self.inner.scheme.effort()
+    /// Round trips and CASes of its allocations, in schemes by CAS.
+    pub fn cas_stats(&self) -> CasStats {
+        self.inner.scheme.cas_stats()
     }
 
-    /// What this pool did.
+    /// Counters of this pool.
     pub fn stats(&self) -> PoolStats {
         let inner = &*self.inner;
-        let effort = inner.scheme.effort();
+        let effort = inner.scheme.cas_stats();
         let mut stats = PoolStats {
             cas_retries: effort.cas_retries,
             cas_retries_max: effort.cas_retries_max,
@@ -408,13 +412,13 @@ impl<N: Nic> Pool<N> {
         stats
     }
 
-    /// The memory node's state.
+    /// The state of the memory node.
     pub fn node_status(&self) -> Result<Status, Error> {
         self.inner.control.status()
     }
 
-    /// Has the memory node check that every chunk is exactly once free or owned. Exact only while
-    /// nobody allocates or frees.
+    /// Makes the memory node check that every chunk is exactly once free or owned. Exact only while
+    /// no compute node allocates or frees.
     pub fn audit(&self) -> Result<(), Error> {
         self.inner.control.audit()
     }
@@ -425,8 +429,8 @@ impl<N: Nic> Pool<N> {
     }
 }
 
-/// Whether there is a place, before QPs are made. Admission decides.
-fn check_place(welcome: &Welcome) -> Result<(), Error> {
+/// Checks for a free client slot before QPs are created. The admission checks again.
+fn check_place(welcome: &NodeHello) -> Result<(), Error> {
     match &welcome.full {
         None => Ok(()),
         Some(why) => {
@@ -435,8 +439,8 @@ fn check_place(welcome: &Welcome) -> Result<(), Error> {
     }
 }
 
-/// Attaches to the NIC of the memory node at `path`, over a second connection. If that one is
-/// ended, the memory node has as many as it takes.
+/// Attaches to the NIC of the memory node at `path`, over a second connection. If the memory node
+/// closes that one, it has reached its limit of connections.
 fn attach(path: &FilePath) -> Result<SoftNic, Error> {
     let is_closed = |e: &ErrorKind| matches!(e, ErrorKind::BrokenPipe | ErrorKind::ConnectionReset);
     SoftNic::attach(path).map_err(|error| match error {
@@ -448,20 +452,22 @@ fn attach(path: &FilePath) -> Result<SoftNic, Error> {
     })
 }
 
-/// Lanes, and functions of the memory node's NIC that windows are in.
-fn checked_ways(welcome: &Welcome) -> Result<(u8, u8), Error> {
+/// Number of lanes, and of functions of the memory node's NIC that contain windows.
+fn checked_lanes(welcome: &NodeHello) -> Result<(u8, u8), Error> {
     let lanes = welcome.group_size.saturating_sub(1).max(1);
     let functions = welcome.functions.max(1);
     match (u8::try_from(lanes), u8::try_from(functions)) {
-        (Ok(few), Ok(of)) if lanes * functions <= QPS_MAX => Ok((few, of)),
+        (Ok(lanes_u8), Ok(functions_u8)) if lanes * functions <= QPS_MAX => {
+            Ok((lanes_u8, functions_u8))
+        }
         _ => Err(Error::Protocol {
             attempt: "connecting to the memory node".into(),
-            why: format!("it wants {lanes} lanes to each of {functions} functions of its NIC"),
+            why: format!("it requires {lanes} lanes to each of {functions} functions of its NIC"),
         }),
     }
 }
 
-fn checked_groups(options: &Options, welcome: &Welcome) -> Result<u16, Error> {
+fn checked_groups(options: &Options, welcome: &NodeHello) -> Result<u16, Error> {
     let setting = |setting, value: u32, why: String| Error::Setting {
         setting,
         value: value.to_string(),
@@ -473,12 +479,16 @@ fn checked_groups(options: &Options, welcome: &Welcome) -> Result<u16, Error> {
         None => (cores() as u32).min(max),
     };
     if !(1..=max).contains(&groups) {
-        let why = format!("the memory node gives a compute node 1 to {max}");
+        let why = format!("must be 1 to {max}, the memory node's limit");
         return Err(setting("groups", groups, why));
     }
     let blocks = options.send_blocks;
     if !blocks.is_power_of_two() || !(16..=1 << 15).contains(&blocks) {
-        return Err(setting("send_blocks", blocks, "a power of two from 16 to 32768".into()));
+        return Err(setting(
+            "send_blocks",
+            blocks,
+            "must be a power of two from 16 to 32768".into(),
+        ));
     }
     Ok(groups as u16)
 }

@@ -1,4 +1,4 @@
-//! One access in flight.
+//! A single access in flight.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -8,33 +8,33 @@ use std::task::{Context, Poll};
 use fabric::{Completion, Nic, Status};
 
 use super::Inner;
-use super::buffer::{Buffer, Taken};
-use super::path::{Group, Posted, Way, Work};
+use super::access_qp::{AccessQpIndex, Group, Posted, Work};
+use super::buffer::{BounceBuffer, Buffer};
 use crate::Error;
 use crate::scheme::{Grant, GroupId, Lane};
 
-/// How often an operation is posted again because the QP was broken by others.
+/// Maximum number of times that an operation is reposted after another operation broke its QP.
 pub(super) const TRIES: u32 = 64;
 
-/// What an operation in flight moves bytes in or out of: kept until it has ended.
-pub(super) enum Hold<'a, N: Nic> {
+/// Memory that an operation in flight reads or writes; kept until the operation has ended.
+pub(super) enum HeldMemory<'a, N: Nic> {
     Buffer(&'a Buffer<N>),
-    Place(Taken<N>),
-    /// The bytes went with the request.
+    Place(BounceBuffer<N>),
+    /// The data was copied into the request.
     Nothing,
 }
 
-/// An access that was posted: wait for it, or await it.
+/// An access in flight: wait for it, or await it.
 ///
-/// Dropped early it is given up, not undone: the buffer may still be read or written, and stays
-/// registered until that is over.
-#[must_use = "an access that nobody waits for may still move bytes"]
+/// Dropping it abandons the access but does not cancel it: the access may still read or write the
+/// buffer, which stays registered until the access has ended.
+#[must_use = "an abandoned access may still move bytes"]
 pub struct Operation<'a, N: Nic> {
     pool: &'a Inner<N>,
     group: GroupId,
-    way: Way,
+    index: AccessQpIndex,
     work: Work<'a>,
-    pub(super) hold: Hold<'a, N>,
+    pub(super) hold: HeldMemory<'a, N>,
     posted: Option<Posted<N>>,
     tries: u32,
 }
@@ -45,19 +45,19 @@ impl<'a, N: Nic> Operation<'a, N> {
         grant: &Grant,
         lane: Lane,
         work: Work<'a>,
-        hold: Hold<'a, N>,
+        hold: HeldMemory<'a, N>,
     ) -> Result<Self, Error> {
         let group = grant.group;
-        let way = pool.group(group).way(grant.function, lane);
-        let posted = Some(pool.post(group, way, &[work])?);
-        Ok(Self { pool, group, way, work, hold, posted, tries: 0 })
+        let index = pool.group(group).qp_index(grant.function, lane);
+        let posted = Some(pool.post(group, index, &[work])?);
+        Ok(Self { pool, group, index, work, hold, posted, tries: 0 })
     }
 
     fn group(&self) -> &'a Group<N> {
         self.pool.group(self.group)
     }
 
-    /// Waits until it has been done; spins briefly, then sleeps.
+    /// Waits for completion; spins briefly, then sleeps.
     #[inline]
     pub fn wait(mut self) -> Result<(), Error> {
         self.finish()
@@ -67,7 +67,7 @@ impl<'a, N: Nic> Operation<'a, N> {
     pub(super) fn finish(&mut self) -> Result<(), Error> {
         loop {
             let Some(Posted { pending, epoch }) = self.posted.take() else {
-                unreachable!("an operation that ended is not waited for")
+                unreachable!("waited for an operation that has ended")
             };
             let completion = self.group().completer.wait(pending)?;
             if self.ended(&completion, epoch)? {
@@ -76,7 +76,7 @@ impl<'a, N: Nic> Operation<'a, N> {
         }
     }
 
-    /// True if it was done; false if it was posted again.
+    /// True if the operation is complete; false if it was reposted.
     #[inline]
     fn ended(&mut self, completion: &Completion, epoch: u64) -> Result<bool, Error> {
         if completion.status == Status::Success {
@@ -87,10 +87,10 @@ impl<'a, N: Nic> Operation<'a, N> {
         Ok(false)
     }
 
-    /// Posts it again if it was only flushed, on a QP that is re-established.
+    /// Reposts the operation if it was only flushed, on the re-established QP.
     #[cold]
     fn failed(&mut self, status: Status, epoch: u64) -> Result<(), Error> {
-        self.pool.recover(self.group().path(self.way), epoch)?;
+        self.pool.recover(self.group().access_qp(self.index), epoch)?;
         let innocent = match status {
             Status::Flushed => true,
             Status::RetryExceeded => self.work.is_idempotent(),
@@ -100,7 +100,7 @@ impl<'a, N: Nic> Operation<'a, N> {
         if !innocent || self.tries > TRIES {
             return Err(Error::Access { op: self.work.name(), status });
         }
-        self.posted = Some(self.group().post(self.way, &[self.work])?);
+        self.posted = Some(self.group().post(self.index, &[self.work])?);
         Ok(())
     }
 
@@ -116,7 +116,7 @@ impl<N: Nic> Future for Operation<'_, N> {
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
         loop {
-            let posted = this.posted.as_mut().expect("an operation that ended is not polled again");
+            let posted = this.posted.as_mut().expect("polled after completion");
             let completion = match Pin::new(&mut posted.pending).poll(cx) {
                 Poll::Pending => return Poll::Pending,
                 Poll::Ready(completion) => completion,
@@ -135,13 +135,13 @@ impl<N: Nic> Future for Operation<'_, N> {
 impl<N: Nic> Drop for Operation<'_, N> {
     fn drop(&mut self) {
         let Some(posted) = self.posted.take() else { return };
-        let hold = std::mem::replace(&mut self.hold, Hold::Nothing);
+        let hold = std::mem::replace(&mut self.hold, HeldMemory::Nothing);
         self.pool.abandon(posted, hold);
     }
 }
 
-impl super::path::Counts {
-    /// Counts a page that was moved.
+impl super::access_qp::Counts {
+    /// Counts a page transfer.
     pub fn add_page(&self, written: bool) {
         let (calls, bytes) = match written {
             true => (&self.writes, &self.bytes_written),
@@ -151,7 +151,7 @@ impl super::path::Counts {
         bytes.fetch_add(crate::odrp::PAGE_BYTES as u64, Ordering::Relaxed);
     }
 
-    /// Counts an operation that was done.
+    /// Counts a completed operation.
     #[inline]
     pub fn add(&self, work: &Work<'_>) {
         let (calls, bytes, len) = match work {

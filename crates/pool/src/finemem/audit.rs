@@ -1,17 +1,17 @@
-//! What must be true of tree, logs and keys while no request is in flight.
+//! Consistency check of tree, logs and keys. No request may be in flight.
 
 use fabric::Nic;
 
 use super::array::Taker;
+use super::block::{Block, SECTION};
 use super::header::{CHUNKS, Header, SPANS, Spread, chunk_mask};
-use super::layout::{Block, SECTION};
 use super::log::{Capability, FullLog};
 use super::map::Map;
 use super::node::Node;
 use crate::Error;
 
-/// Checks that every chunk is free, or in one block that its log names and a compute node has; and that the
-/// capability table has the keys that the windows have.
+/// Checks that every chunk is free, or in one block that its log names and a client owns, and that
+/// the capability table has the keys of the windows.
 pub(super) fn check<N: Nic>(node: &Node<N>) -> Result<(), Error> {
     match node.map {
         Map::Tree(_) => check_tree(node)?,
@@ -22,7 +22,7 @@ pub(super) fn check<N: Nic>(node: &Node<N>) -> Result<(), Error> {
         if !node.keys.fits(entry, capability) {
             let keys = node.keys.capability(entry);
             return wrong(format!(
-                "the table has {capability:?} for entry {entry}, whose keys are {keys:?}"
+                "the table has {capability:?} for entry {entry}, but its windows have {keys:?}"
             ));
         }
     }
@@ -39,11 +39,11 @@ fn check_array<N: Nic>(node: &Node<N>) -> Result<(), Error> {
         let Some(taker) = Taker::parse(word(chunk)) else { continue };
         if node.peers.values().all(|peer| peer.user != taker.user) {
             let user = taker.user.raw();
-            return wrong(format!("chunk {chunk} is user {user}'s, who is not there"));
+            return wrong(format!("chunk {chunk} belongs to user {user}, which is not connected"));
         }
         let block = taker.block(node.shape, chunk);
         if !block.is_some_and(|block| block.chunks().all(|other| word(other) == word(chunk))) {
-            return wrong(format!("chunk {chunk} is of a block that was taken in part: {taker:?}"));
+            return wrong(format!("chunk {chunk} belongs to a partly taken block: {taker:?}"));
         }
     }
     Ok(())
@@ -60,15 +60,18 @@ fn check_tree<N: Nic>(node: &Node<N>) -> Result<(), Error> {
             continue;
         }
         if node.peers.values().all(|peer| peer.user != log.user) {
-            return wrong(format!("chunk {chunk} is user {}'s, who is not there", log.user.raw()));
+            return wrong(format!(
+                "chunk {chunk} belongs to user {}, which is not connected",
+                log.user.raw()
+            ));
         }
-        let block = Block::of(chunk, log);
-        // Of several sections each says so.
+        let block = log.block(chunk);
+        // In a block of several sections, each section has a log.
         let here = if block.parts().is_some() { Block::section(chunk / SECTION) } else { block };
         for chunk in here.chunks() {
             match owned.get_mut(chunk as usize) {
                 Some(owned @ false) => *owned = true,
-                _ => return wrong(format!("chunk {chunk} is in two blocks, or in none")),
+                _ => return wrong(format!("chunk {chunk} is in two blocks, or beyond the pool")),
             }
         }
     }
@@ -78,7 +81,7 @@ fn check_tree<N: Nic>(node: &Node<N>) -> Result<(), Error> {
         let taken = match section(index).spread(at) {
             Spread::Empty if header.in_use() || header.bitmap() != 0 => {
                 return wrong(format!(
-                    "span {} is empty for its section, and not for itself",
+                    "span {} is empty in its section's header but not in its own",
                     chunk / CHUNKS
                 ));
             }
@@ -86,10 +89,12 @@ fn check_tree<N: Nic>(node: &Node<N>) -> Result<(), Error> {
             spread => spread == Spread::Full,
         };
         if taken != owned[chunk as usize] {
-            let of = if taken { "taken, and no log says so" } else { "free, and a log says not" };
+            let state =
+                if taken { "taken without a log" } else { "free, but a log names an owner" };
             let log = FullLog::parse(load(shape.log(chunk)));
             return wrong(format!(
-                "chunk {chunk} is {of}: its span's header is {:#018x}, its section's {:#018x}, {log:?}",
+                "chunk {chunk} is {state}: its span's header is {:#018x}, its section's {:#018x}, \
+                 {log:?}",
                 header.0,
                 section(index).0
             ));

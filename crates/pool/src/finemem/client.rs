@@ -1,8 +1,9 @@
-//! The compute node's side: the tree's READs and CASes go over the management QP, whose peer the memory
-//! node has opened the metadata to. A free is one CAS on the capability of the block.
+//! The client's side of FineMem. The tree's READs and CASes go over the management QP, to which the
+//! memory node has given access to the metadata. A free is one CAS on the capability of the block.
 //!
-//! An allocation or free that broke off may have been executed or not. What this compute node owns
-//! without having been told is found in the logs, and put into quarantine, before the next allocation.
+//! An interrupted allocation or free may or may not have been executed. Before the next allocation,
+//! the client searches the logs for blocks that it owns without knowing it, and puts them into
+//! quarantine.
 
 use std::collections::HashMap;
 use std::sync::OnceLock;
@@ -15,7 +16,7 @@ use fabric::{
 };
 use parking_lot::Mutex;
 
-use super::effort::{EffortCounts, Spent};
+use super::effort::{AttemptCost, EffortCounts};
 use super::header::User;
 use super::layout::{Functions, Shape, Word};
 use super::log::Capability;
@@ -24,51 +25,51 @@ use super::release::Release;
 use super::tree::{BATCH, Verbs};
 use crate::Error;
 use crate::credits::{Credit, Credits};
-use crate::protocol::Welcome;
+use crate::protocol::NodeHello;
 use crate::scheme::{
-    Admitted, ClientScheme, Effort, Grant, GroupId, MAX_GROUP, WhenIdle, too_large,
+    CasStats, ClientScheme, ConnectReply, Grant, GroupId, MAX_GROUP, WhenIdle, too_large,
 };
 use crate::settings::SchemeKind;
 
-/// Bytes that a request in flight has for what its verbs return.
+/// Bytes for the results of the verbs of a request in flight.
 const SLOT_BYTES: usize = 8 * BATCH;
-/// Building blocks of the management QP for each request in flight: a CAS and three READs at once, or a bell, and
-/// as many again that were completed and not polled.
+/// Building blocks of the management QP per request in flight: a CAS and three READs posted
+/// together, or a scan request, and the same number again that completed but were not polled.
 const BLOCKS: u32 = 8;
-/// How often an allocation has quarantines ended, as long as that ends any.
-const RINGS: u32 = 64;
+/// Maximum number of scan requests of one allocation, as long as each scan ends any quarantine.
+const SCAN_REQUESTS_MAX: u32 = 64;
 
-/// The scheme's compute-node side on the NIC `N`.
+/// The scheme's client on the NIC `N`.
 pub struct Client<N: Nic> {
     qp: N::Qp,
     completer: Completer<N::Cq>,
-    /// What verbs return: a slot for each request in flight.
+    /// Buffer for the results of verbs: a slot for each request in flight.
     scratch: N::Mr,
-    /// What the answer to a bell goes to.
+    /// Buffer for the answer to a scan request.
     answers: N::Mr,
     credits: Credits,
     in_flight: u32,
     scheme: SchemeKind,
     chunk_bytes: u64,
     contention_control: bool,
-    /// Of the memory node's NIC, with windows.
+    /// Functions of the memory node's NIC that have windows.
     functions: u32,
     lanes: usize,
-    /// Taken to ring, and to clear doubts.
+    /// Held while requesting a scan or resolving doubts.
     alone: Credits,
     order: Mutex<()>,
-    /// The QP is not in Reset. Changes under `order`.
+    /// False while the QP is in Reset. Changes under `order`.
     open: AtomicBool,
     admitted: OnceLock<Terms>,
-    /// Blocks that this compute node has been granted, with their capabilities as they were then.
+    /// Blocks granted to this client, with their capabilities at that time.
     held: Mutex<HashMap<u32, Capability>>,
     release: Release,
-    /// An allocation broke off, and may have taken something.
+    /// An interrupted allocation may have taken a block.
     in_doubt: AtomicBool,
     effort: EffortCounts,
 }
 
-/// What the memory node said when it admitted this compute node.
+/// Terms that the memory node announced when it admitted this client.
 struct Terms {
     metadata: Remote,
     data: u64,
@@ -78,8 +79,8 @@ struct Terms {
 }
 
 impl<N: Nic> Client<N> {
-    /// Makes the management QP.
-    pub fn new(nic: &N, pd: &N::Pd, welcome: &Welcome) -> Result<Self, Error> {
+    /// Creates the management QP.
+    pub fn new(nic: &N, pd: &N::Pd, welcome: &NodeHello) -> Result<Self, Error> {
         let credits = welcome.credits;
         let blocks = (credits * BLOCKS).next_power_of_two().max(16);
         let cq = nic.create_cq(CqAttr { entries: 2 * blocks, ignore_overrun: false })?;
@@ -120,18 +121,18 @@ impl<N: Nic> Client<N> {
     fn terms(&self, attempt: &'static str) -> Result<&Terms, Error> {
         self.admitted.get().ok_or_else(|| Error::Protocol {
             attempt: attempt.into(),
-            why: "the memory node did not say where its metadata is".into(),
+            why: "the memory node did not announce the address of its metadata".into(),
         })
     }
 
-    /// A place among the requests in flight.
+    /// Takes a credit for a request in flight.
     pub(super) async fn session(&self, attempt: &'static str) -> Result<Session<'_, N>, Error> {
         let metadata = self.terms(attempt)?.metadata;
         let credit = self.credits.take().await;
-        Ok(Session { client: self, credit, metadata, attempt, spent: Spent::default() })
+        Ok(Session { client: self, credit, metadata, attempt, spent: AttemptCost::default() })
     }
 
-    /// Posts requests of which the last one is signaled.
+    /// Posts requests of which only the last one is signaled.
     fn post(&self, attempt: &str, list: &mut [WorkRequest<'_>]) -> Result<Pending<N::Cq>, Error> {
         let _order = self.order.lock();
         self.check_open(attempt)?;
@@ -148,14 +149,18 @@ impl<N: Nic> Client<N> {
         }
     }
 
-    /// Asks the memory node's CPU to end the quarantines that there are, and waits for that; how many it has
-    /// ended, and how many chunks are free.
-    pub(super) async fn ring(&self, attempt: &str, order: u32) -> Result<(u32, u32), Error> {
+    /// Sends a scan request to the memory node's CPU and waits for the answer: the number of
+    /// quarantines that the scan ended, and the number of free blocks of the order.
+    pub(super) async fn request_scan(
+        &self,
+        attempt: &str,
+        order: u32,
+    ) -> Result<(u32, u32), Error> {
         let alone = self.alone.take().await;
-        self.ring_alone(attempt, order, &alone).await
+        self.request_scan_exclusive(attempt, order, &alone).await
     }
 
-    async fn ring_alone(
+    async fn request_scan_exclusive(
         &self,
         attempt: &str,
         order: u32,
@@ -179,12 +184,13 @@ impl<N: Nic> Client<N> {
         Ok(((answer >> 32) as u32, answer as u32))
     }
 
-    /// Puts into quarantine what this compute node owns and was not told of. Nothing else is in flight
-    /// meanwhile.
+    /// Quarantines the blocks that this client owns without knowing it. Nothing else may be in
+    /// flight.
     ///
-    /// What it has freed is in the logs as its own until the quarantine has ended, and has its new key a moment
-    /// before that: then it looks like what it was granted last. So it has all quarantines ended first.
-    async fn clear_doubts(&self, attempt: &'static str) -> Result<(), Error> {
+    /// The logs name this client as the owner of a freed block until its quarantine has ended. Just
+    /// before that, the block has its new key, and looks like a block granted last. Therefore all
+    /// quarantines are ended first.
+    async fn recover_undelivered(&self, attempt: &'static str) -> Result<(), Error> {
         let alone = self.alone.take().await;
         let mut all = Vec::new();
         for _ in 1..self.in_flight {
@@ -194,11 +200,11 @@ impl<N: Nic> Client<N> {
         if !self.in_doubt.load(Ordering::Acquire) {
             return Ok(());
         }
-        self.ring_alone(attempt, 0, &alone).await?;
+        self.request_scan_exclusive(attempt, 0, &alone).await?;
         let Terms { map, user, .. } = self.terms(attempt)?;
         let shape = map.shape();
-        // All are found before any is given up: one that is given up is soon in other hands, and parts of a block are
-        // told by its first section's.
+        // All blocks are found before any is quarantined. A quarantined block soon has another
+        // owner, and the parts of a block are identified by the log of its first section.
         let mut blocks = Vec::new();
         for section in 0..shape.sections() {
             blocks.extend(map.taken_by(&session, *user, section).await?);
@@ -211,8 +217,8 @@ impl<N: Nic> Client<N> {
             let capability = Capability::parse(word[0]);
             let is_held = self.held(entry, capability.main).is_some();
             if !is_held && !capability.is_quarantined() {
-                let given_up = Capability::quarantined(capability.main);
-                session.cas(at, word[0], given_up.to_word()).await?;
+                let quarantined = Capability::quarantined(capability.main);
+                session.cas(at, word[0], quarantined.to_word()).await?;
             }
         }
         self.in_doubt.store(false, Ordering::Release);
@@ -234,7 +240,7 @@ impl<N: Nic> Client<N> {
             };
             let (entry, key) = (shape.entry(block), capability.main);
             let addr = data + block.chunk as u64 * shape.chunk_bytes;
-            // One window for all lanes.
+            // One window serves all lanes.
             let keys = &[key; MAX_GROUP][..self.lanes];
             let grant = Grant::new(addr, shape.block_bytes(order), entry, group, keys)
                 .in_function(functions.of(entry) as u8);
@@ -249,12 +255,12 @@ impl<N: Nic> Client<N> {
         granted
     }
 
-    /// The capability of a block that was granted under `key`, as it was then.
+    /// The capability of a block granted under `key`, at the time of the grant.
     pub(super) fn held(&self, entry: u32, key: Key) -> Option<Capability> {
         self.held.lock().get(&entry).copied().filter(|held| held.main == key)
     }
 
-    /// A block that was granted under `key` is given up.
+    /// Removes a block granted under `key` from the held blocks.
     pub(super) fn forget(&self, entry: u32, key: Key) {
         let mut held = self.held.lock();
         if held.get(&entry).is_some_and(|held| held.main == key) {
@@ -262,9 +268,67 @@ impl<N: Nic> Client<N> {
         }
     }
 
-    /// What there is to be taken, and who this compute node is there.
+    /// The map of the pool, and this client's user number.
     pub(super) fn map(&self, attempt: &'static str) -> Result<(&Map, User), Error> {
         self.terms(attempt).map(|terms| (&terms.map, terms.user))
+    }
+}
+
+impl<N: Nic> Client<N> {
+    /// Puts a block into quarantine. Returns false if this client does not own it under that key.
+    pub(super) async fn quarantine(
+        &self,
+        attempt: &'static str,
+        (entry, key): (u32, Key),
+    ) -> Result<bool, Error> {
+        let at = self.map(attempt)?.0.shape().capability(entry);
+        let session = self.session(attempt).await?;
+        let (open, given_up) = (Capability::open(key), Capability::quarantined(key));
+        let found = session.cas(at, open.to_word(), given_up.to_word()).await?;
+        if found != open.to_word() {
+            return Ok(false); // another free of this block was faster
+        }
+        self.forget(entry, key);
+        Ok(true)
+    }
+
+    /// Frees a block at once. Returns false if this client does not own it under that key. The key
+    /// stays valid until the memory node has rebound its window.
+    pub(super) async fn free_at_once(
+        &self,
+        attempt: &'static str,
+        (entry, key): (u32, Key),
+    ) -> Result<bool, Error> {
+        let (map, user) = self.map(attempt)?;
+        let at = map.shape().capability(entry);
+        let Some(mut seen) = self.held(entry, key) else { return Ok(false) };
+        loop {
+            if seen.lacks_backup() {
+                // No scan has run since the block was last freed.
+                self.request_scan(attempt, 0).await?;
+            }
+            let session = self.session(attempt).await?;
+            if seen.lacks_backup() {
+                let mut word = [0];
+                session.read(at, &mut word).await?;
+                seen = Capability::parse(word[0]);
+            }
+            if seen.main != key {
+                return Ok(false);
+            }
+            if seen.lacks_backup() {
+                continue;
+            }
+            let next = Capability::open(seen.backup);
+            let found = session.cas(at, seen.to_word(), next.to_word()).await?;
+            if found == seen.to_word() {
+                self.forget(entry, key);
+                let block = map.shape().block(entry).ok_or(Error::NotYours { entry })?;
+                map.give_back(&session, block, user).await?;
+                return Ok(true);
+            }
+            seen = Capability::parse(found);
+        }
     }
 }
 
@@ -274,7 +338,7 @@ pub(super) struct Session<'a, N: Nic> {
     credit: Credit<'a>,
     metadata: Remote,
     attempt: &'static str,
-    spent: Spent,
+    spent: AttemptCost,
 }
 
 impl<N: Nic> Session<'_, N> {
@@ -353,7 +417,7 @@ impl<N: Nic> Verbs for Session<'_, N> {
         new: u64,
         then: Word,
     ) -> Result<(u64, u64), Error> {
-        // A QP's requests are executed in their order.
+        // A QP executes its requests in order.
         let [old, read] = [0, 1].map(|word| [self.client.scratch.sge(self.slot(word), 8)]);
         let swap = Op::CompareSwap { at: self.at(at), compare: expected, swap: new, old: old[0] };
         let read = Op::Read { from: self.at(then), to: &read };
@@ -374,7 +438,7 @@ impl<N: Nic> Verbs for Session<'_, N> {
         then: [Word; 3],
     ) -> Result<(u64, [u64; 3]), Error> {
         if self.client.release == Release::AtOnce {
-            // As published, each step waits for the one before it.
+            // As published, each step waits for the previous one.
             let (found, mut words) = (self.cas(at, expected, new).await?, [0; 3]);
             if found == expected {
                 self.read(then[2], &mut words[2..]).await?;
@@ -382,7 +446,7 @@ impl<N: Nic> Verbs for Session<'_, N> {
             }
             return Ok((found, words));
         }
-        // A QP's requests are executed in their order.
+        // A QP executes its requests in order.
         let old = self.client.scratch.sge(self.slot(0), 8);
         let op = Op::CompareSwap { at: self.at(at), compare: expected, swap: new, old };
         let to = [1, 2, 3].map(|word| [self.client.scratch.sge(self.slot(word), 8)]);
@@ -411,15 +475,16 @@ impl<N: Nic> ClientScheme for Client<N> {
             return Err(too_large(bytes, shape.block_bytes(shape.order_max()), true));
         };
         if self.in_doubt.load(Ordering::Acquire) {
-            self.clear_doubts(attempt).await?;
+            self.recover_undelivered(attempt).await?;
         }
         if let Some(grant) = self.try_allocate(attempt, group, order).await? {
             return Ok(grant);
         }
-        // What is in quarantine may be all that is missing; others may be faster, and free it again. So one that was free
-        // when the scan ended, and was not to be had, is worth another look too.
-        for _ in 0..RINGS {
-            let (ended, free) = self.ring(attempt, order).await?;
+        // Blocks in quarantine may satisfy the request once the scan has ended, but other clients
+        // may take them first and free them again. So the client also retries if a block was free
+        // when the scan ended.
+        for _ in 0..SCAN_REQUESTS_MAX {
+            let (ended, free) = self.request_scan(attempt, order).await?;
             if let Some(grant) = self.try_allocate(attempt, group, order).await? {
                 return Ok(grant);
             }
@@ -437,17 +502,18 @@ impl<N: Nic> ClientScheme for Client<N> {
             return Err(Error::NotYours { entry: grant.entry });
         }
         let freed = match self.release {
-            Release::Quarantined => self.give_up(attempt, (grant.entry, key)).await,
+            Release::Quarantined => self.quarantine(attempt, (grant.entry, key)).await,
             Release::AtOnce => self.free_at_once(attempt, (grant.entry, key)).await,
         };
         if freed.is_err() {
-            // Whether it was freed is open: then it will be.
+            // The block may or may not have been freed; resolving the doubts frees it.
             self.forget(grant.entry, key);
             self.in_doubt.store(true, Ordering::Release);
         }
         match freed? {
             true => Ok(()),
-            false => Err(Error::NotYours { entry: grant.entry }), // somebody else was faster
+            // Another free of this block was faster.
+            false => Err(Error::NotYours { entry: grant.entry }),
         }
     }
 
@@ -475,12 +541,12 @@ impl<N: Nic> ClientScheme for Client<N> {
 
     async fn recall(&self) -> Result<(), Error> {
         match self.in_doubt.load(Ordering::Acquire) {
-            true => self.clear_doubts("looking for what was not told").await,
+            true => self.recover_undelivered("recovering undelivered grants").await,
             false => Ok(()),
         }
     }
 
-    fn effort(&self) -> Effort {
+    fn cas_stats(&self) -> CasStats {
         self.effort.get()
     }
 
@@ -488,7 +554,7 @@ impl<N: Nic> ClientScheme for Client<N> {
         self.completer.when_idle(look.clone());
     }
 
-    fn admitted(&self, terms: &Admitted) {
+    fn admitted(&self, terms: &ConnectReply) {
         let Some(m) = &terms.metadata else { return };
         let shape = Shape { chunks: m.chunks, chunk_bytes: terms.chunk_bytes };
         let Some(user) = User::new(m.user) else { return };
@@ -502,7 +568,7 @@ impl<N: Nic> ClientScheme for Client<N> {
         let [peer] = peers else {
             return Err(Error::Protocol {
                 attempt: "connecting the management QP".into(),
-                why: format!("{} peers were named for one QP", peers.len()),
+                why: format!("the memory node named {} peers for one QP", peers.len()),
             });
         };
         let _order = self.order.lock();

@@ -1,24 +1,24 @@
-//! What allocations cost in verbs, counted where they are posted.
+//! Verbs that allocations cost, counted where they are posted.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
-use crate::scheme::Effort;
+use crate::scheme::CasStats;
 
-/// What one attempt has cost so far.
+/// Verbs of one attempt so far.
 #[derive(Default)]
-pub(super) struct Spent {
+pub(super) struct AttemptCost {
     round_trips: AtomicU32,
     cas: AtomicU32,
     retries: AtomicU32,
 }
 
-impl Spent {
-    /// Verbs were posted together, and waited for.
+impl AttemptCost {
+    /// Counts verbs that are posted together and waited for.
     pub fn round_trip(&self) {
         self.round_trips.fetch_add(1, Relaxed);
     }
 
-    /// A CAS has succeeded or not.
+    /// Counts a CAS.
     pub fn cas(&self, succeeded: bool) {
         self.cas.fetch_add(1, Relaxed);
         self.retries.fetch_add(!succeeded as u32, Relaxed);
@@ -36,8 +36,8 @@ pub(super) struct EffortCounts {
 }
 
 impl EffortCounts {
-    /// Adds an attempt, which has got a block or has not.
-    pub fn add(&self, spent: &Spent, granted: bool) {
+    /// Adds an attempt; `granted` tells whether it got a block.
+    pub fn add(&self, spent: &AttemptCost, granted: bool) {
         let retries = spent.retries.load(Relaxed) as u64;
         self.allocations.fetch_add(granted as u64, Relaxed);
         self.round_trips.fetch_add(spent.round_trips.load(Relaxed) as u64, Relaxed);
@@ -46,8 +46,8 @@ impl EffortCounts {
         self.retries_max.fetch_max(retries, Relaxed);
     }
 
-    pub fn get(&self) -> Effort {
-        Effort {
+    pub fn get(&self) -> CasStats {
+        CasStats {
             allocations: self.allocations.load(Relaxed),
             round_trips: self.round_trips.load(Relaxed),
             cas: self.cas.load(Relaxed),

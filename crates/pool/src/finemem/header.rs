@@ -1,5 +1,5 @@
-//! The 64-bit headers of spans and sections: a bitmap and, in the same word, the log of the last change,
-//! so that one CAS commits both (FineMem §4.1, §4.2).
+//! The 64-bit headers of spans and sections. A header holds a bitmap and the log of the last change
+//! in one word, so that one CAS commits both (FineMem §4.1, §4.2).
 //!
 //! ```text
 //!  63                            32 31 30 29    25 24 22 21       15 14            1  0
@@ -7,32 +7,32 @@
 //! │ bitmap (32)                    │retry│ offset │size │ timestamp │ user          │ in │
 //! │                                │ (2) │  (5)   │ (3) │    (7)    │ (14)          │use │
 //! └────────────────────────────────┴─────┴────────┴─────┴───────────┴───────────────┴────┘
-//! span:    one bit per chunk: 1 taken            in use: its chunks are given out one by one
+//! span:    one bit per chunk: 1 taken            in use: its chunks are allocated individually
 //! section: two bits per span: 00 empty, 01 normal, 10 contended, 11 full      in use: 0
 //! ```
 //!
-//! - *offset* and *size*: the block that the last change was about: its first chunk (section: its first
-//!   span), and the logarithm of its length. Whether it was taken or given back shows in the bitmap. A section
-//!   that is a part of a larger block has a *size* of its own, and *offset* has the logarithm of the block's
-//!   sections ([`Record::PART`]).
-//! - *user*: a compute node, as the memory node numbers those that are there (1 up). Applications of one
-//!   compute node are told apart by the service that allocates for them, not here.
-//! - *timestamp*: moves when a change is of another kind than the one before (FineMem §4.2). It makes two
-//!   words different that would otherwise be the same with a history in between; a verb that is late by 128
-//!   such changes would not notice.
+//! - *offset* and *size*: the block of the last change: its first chunk (section: its first span),
+//!   and the logarithm of its length. The bitmap shows whether the block was allocated or freed. A
+//!   section that is part of a larger block has a special *size*, and *offset* holds the logarithm
+//!   of the block's number of sections ([`Record::PART`]).
+//! - *user*: the client, as numbered by the memory node (from 1). Applications of one compute node
+//!   are distinguished by the service that allocates for them, not in the header.
+//! - *timestamp*: advances when a change is of another kind than the previous one (FineMem §4.2).
+//!   It distinguishes two words that would otherwise be equal with changes in between. A verb that
+//!   is delayed by exactly 128 such changes would not notice them.
 
 /// Chunks of a span.
 pub const CHUNKS: u32 = 32;
 /// Spans of a section.
 pub const SPANS: u32 = 16;
-/// Largest block of chunks within a span: half of it, as a logarithm.
+/// Order of the largest block of chunks within a span: half a span.
 pub const CHUNK_ORDER_MAX: u32 = 4;
-/// Largest block of spans: a section, as a logarithm.
+/// Order of the largest block of spans: a section, as the logarithm of its spans.
 pub const SPAN_ORDER_MAX: u32 = 4;
-/// Most sections of a block, as a logarithm.
+/// Maximum sections of a block, as a logarithm.
 pub const PARTS_ORDER_MAX: u32 = 14;
 
-/// A field of the word: where its lowest bit is, and how many it has.
+/// A field of the word: its lowest bit, and its number of bits.
 #[derive(Clone, Copy)]
 struct Field(u32, u32);
 
@@ -82,81 +82,82 @@ impl Field {
 pub struct Timestamp(u32);
 
 impl Timestamp {
-    /// Modulo 128.
+    /// The timestamp `value` modulo 128.
     pub const fn new(value: u32) -> Self {
         Self(value % 128)
     }
 
-    /// The one that follows.
+    /// The next timestamp.
     pub const fn next(self) -> Self {
         Self::new(self.0 + 1)
     }
 
-    /// Its number, below 128.
+    /// The number, below 128.
     pub const fn raw(self) -> u32 {
         self.0
     }
 
-    /// True if it is later than `other`, provided that they are less than 64 apart.
+    /// True if this timestamp is later than `other`, provided that they are less than 64 apart.
     pub const fn is_after(self, other: Self) -> bool {
         let ahead = (self.0 + 128 - other.0) % 128;
         ahead != 0 && ahead < 64
     }
 }
 
-/// A compute node, in 14 bits; 0 is nobody.
+/// A client's user number, 14 bits; 0 means no owner.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash)]
 pub struct User(u16);
 
 impl User {
-    /// Nobody.
+    /// No owner.
     pub const NOBODY: User = User(0);
     /// The largest number.
     pub const MAX: u16 = (1 << USER.1) - 1;
 
-    /// A user by number; `None` beyond [`User::MAX`].
+    /// The user with this number; `None` beyond [`User::MAX`].
     pub const fn new(number: u16) -> Option<Self> {
         if number <= Self::MAX { Some(Self(number)) } else { None }
     }
 
-    /// Its number.
+    /// The number.
     pub const fn raw(self) -> u16 {
         self.0
     }
 }
 
-/// The temporary log of a header: what its last change was about.
+/// The temporary log of a header: the block of its last change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Record {
-    /// First chunk in the span, or first span in the section; of a [`Record::PART`] the logarithm of the sections
-    /// of its block.
+    /// First chunk in the span, or first span in the section. For a [`Record::PART`]: the logarithm
+    /// of the block's number of sections.
     pub offset: u32,
-    /// Logarithm of how many, or [`Record::OPENED`], or [`Record::PART`].
+    /// Logarithm of the number of chunks or spans, or [`Record::OPENED`], or [`Record::PART`].
     pub size: u32,
-    /// When.
+    /// Time of the change.
     pub timestamp: Timestamp,
-    /// Whose the block is, or was until then.
+    /// The owner of the block, or the last owner of a freed block.
     pub user: User,
 }
 
 impl Record {
-    /// In a section: the span at `offset` was opened, to be given out in chunks. There is no block to it.
+    /// In a section: the span at `offset` was opened for the allocation of single chunks. There is
+    /// no block.
     pub const OPENED: u32 = 7;
-    /// The whole section, as a part of a block of several.
+    /// The whole section, as part of a block of several sections.
     pub const PART: u32 = 5;
 }
 
-/// What the chunks or spans of a header are used for.
+/// State of a span in its section's bitmap.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum Spread {
-    /// Nothing of it is taken.
+    /// Nothing in the span is taken.
     Empty = 0b00,
-    /// Some of it is.
+    /// Part of the span is taken.
     Normal = 0b01,
-    /// The same, and many try to.
+    /// Part of the span is taken, and allocations contend for it.
     Contended = 0b10,
-    /// All of it is.
+    /// The whole span is taken.
     Full = 0b11,
 }
 
@@ -171,7 +172,7 @@ impl Spread {
     }
 }
 
-/// A header as it is in memory.
+/// A header, as stored in memory.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Hash)]
 pub struct Header(pub u64);
 
@@ -190,27 +191,28 @@ impl Header {
         BITMAP.get(self.0)
     }
 
-    /// With another bitmap.
+    /// Replaces the bitmap.
     pub const fn with_bitmap(self, bitmap: u32) -> Self {
         Self(BITMAP.put(self.0, bitmap))
     }
 
-    /// How often the last allocation's CAS failed: 0 below the lower threshold, 1 below the upper one, 2.
+    /// Number of failed CAS of the last allocation, as a level: 0 below the lower threshold, 1
+    /// below the upper one, else 2.
     pub const fn retry(self) -> u32 {
         RETRY.get(self.0)
     }
 
-    /// With another count of failures.
+    /// Replaces the level of failed CAS.
     pub const fn with_retry(self, level: u32) -> Self {
         Self(RETRY.put(self.0, level))
     }
 
-    /// True if a span's chunks are given out one by one.
+    /// True if the span's chunks are allocated individually.
     pub const fn in_use(self) -> bool {
         IN_USE.get(self.0) == 1
     }
 
-    /// In use or not.
+    /// Sets or clears "in use".
     pub const fn with_in_use(self, in_use: bool) -> Self {
         Self(IN_USE.put(self.0, in_use as u32))
     }
@@ -225,7 +227,7 @@ impl Header {
         }
     }
 
-    /// With another temporary log.
+    /// Replaces the temporary log.
     pub const fn with_record(self, record: Record) -> Self {
         let word = OFFSET.put(self.0, record.offset);
         let word = SIZE.put(word, record.size);
@@ -233,30 +235,31 @@ impl Header {
         Self(USER.put(word, record.user.0 as u32))
     }
 
-    /// Of a section: the state of a span.
+    /// Section: the state of a span.
     pub const fn spread(self, span: u32) -> Spread {
         Spread::of(self.bitmap() >> (2 * span) & 0b11)
     }
 
-    /// Of a section: with another state of a span.
+    /// Section: replaces the state of a span.
     pub const fn with_spread(self, span: u32, spread: Spread) -> Self {
         let cleared = self.bitmap() & !(0b11 << (2 * span));
         self.with_bitmap(cleared | (spread as u32) << (2 * span))
     }
 }
 
-/// The bits of a block of 2^`order` in a span's bitmap.
+/// The bits of a block of 2^`order` chunks in a span's bitmap.
 pub const fn chunk_mask(offset: u32, order: u32) -> u32 {
     ((1u32 << (1 << order)) - 1) << offset
 }
 
-/// The bits of a block of 2^`order` spans in a section's bitmap: all of them full.
+/// The bits of a block of 2^`order` spans in a section's bitmap, all of them full.
 pub const fn span_mask(offset: u32, order: u32) -> u32 {
     let bits = ((1u64 << (2 << order)) - 1) as u32;
     bits << (2 * offset)
 }
 
-/// The first free, aligned block of 2^`order` in `bitmap` at or after chunk `from`, wrapping around.
+/// The first free, aligned block of 2^`order` chunks in `bitmap` at or after chunk `from`, wrapping
+/// around.
 pub fn find_chunks(bitmap: u32, order: u32, from: u32) -> Option<u32> {
     let count = CHUNKS >> order;
     let first = (from % CHUNKS) >> order;
@@ -264,7 +267,7 @@ pub fn find_chunks(bitmap: u32, order: u32, from: u32) -> Option<u32> {
     offsets.find(|offset| bitmap & chunk_mask(*offset, order) == 0)
 }
 
-/// The first aligned block of 2^`order` empty spans.
+/// The first aligned block of 2^`order` empty spans in `bitmap`.
 pub fn find_spans(bitmap: u32, order: u32) -> Option<u32> {
     let mut offsets = (0..SPANS >> order).map(|i| i << order);
     offsets.find(|offset| bitmap & span_mask(*offset, order) == 0)
@@ -277,7 +280,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_field_is_read_back_and_leaves_the_others(
+        fn every_header_field_round_trips_alone(
             word in any::<u64>(), bitmap in any::<u32>(), retry in 0u32..4, offset in 0u32..32,
             size in 0u32..8, time in 0u32..128, user in 0u16..=User::MAX, in_use in any::<bool>(),
         ) {
@@ -297,7 +300,7 @@ mod tests {
         }
 
         #[test]
-        fn a_block_that_is_found_is_free_and_aligned(
+        fn found_block_is_free_and_aligned(
             bitmap in any::<u32>(), order in 0u32..=CHUNK_ORDER_MAX, from in 0u32..64,
         ) {
             match find_chunks(bitmap, order, from) {
@@ -313,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn timestamps_are_compared_around_their_end() {
+    fn timestamp_comparison_wraps_around() {
         let t = Timestamp::new;
         assert!(t(1).is_after(t(0)) && t(0).is_after(t(127)) && t(63).is_after(t(0)));
         assert!(!t(0).is_after(t(0)) && !t(64).is_after(t(0)) && !t(127).is_after(t(0)));
@@ -331,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_number_of_a_user_fits() {
+    fn largest_user_number_fits() {
         assert!(User::new(User::MAX).is_some() && User::new(User::MAX + 1).is_none());
     }
 }

@@ -1,9 +1,10 @@
-//! The windows: of each block one for each key that it has at a time, bound ahead; and how a key dies and another
-//! takes its place.
+//! The pre-bound windows of all blocks, one for each key that a block has at a time, and the
+//! replacement of their keys.
 //!
-//! They are of type 1: when a window is bound nobody knows yet whose QPs will use it. One rebind ends the old key
-//! and makes the new one. Where the NIC has guarded windows, each of them asks the full log of its block's first
-//! chunk: whose key it is decides what is written there anyway, and no key is to be guessed.
+//! The windows are of type 1, because the QPs that will use a block are not yet known when its
+//! window is bound. One rebind invalidates the old key and creates the new one. If the NIC has
+//! guarded windows, each window checks the full log of its block's first chunk: the log determines
+//! the owner of the key, so a guessed key is useless.
 
 use std::ops::Range;
 
@@ -13,26 +14,22 @@ use fabric::{
     WorkRequest,
 };
 
-use super::function::Function;
+use super::function::{BATCH, Function};
 use super::header::User;
 use super::layout::{Functions, Shape};
 use super::log::{Capability, FullLog};
 use super::release::Release;
 use crate::Error;
-use crate::events::poll_until;
 use crate::settings::SchemeKind;
+use crate::wakeup::poll_until;
 
-/// Windows that are rebound with one doorbell.
-pub(super) const BATCH: usize = 64;
-/// Building blocks of a UMR that binds.
-pub(super) const BIND_BLOCKS: u32 = 3;
-/// Windows that are allocated with one call.
+/// Maximum number of windows that are allocated with one call.
 const PIECE: usize = 1 << 15;
 
-/// The windows of all blocks, by entry of the capability table.
+/// The windows of all blocks, indexed by entry of the capability table.
 pub(super) struct Keys<N: Nic> {
     shape: Shape,
-    /// Windows of each block.
+    /// Windows per block.
     each: u32,
     keys: Vec<Key>,
     _windows: Vec<N::Mw>,
@@ -40,13 +37,13 @@ pub(super) struct Keys<N: Nic> {
     functions: Vec<Function<N>>,
 }
 
-/// Whether the windows of blocks are guarded on this NIC.
+/// True if the windows of blocks are guarded on this NIC.
 pub(super) fn are_guarded<N: Nic>(nic: &N, scheme: SchemeKind) -> bool {
     scheme.is_guarded() && nic.caps().has(Feature::GuardedWindows)
 }
 
 impl<N: Nic> Keys<N> {
-    /// Makes and binds them all, in `functions`: each has those of its run of entries.
+    /// Creates and binds all windows, each in the function that has its entry.
     pub fn new(
         functions: Vec<Function<N>>,
         shape: Shape,
@@ -69,7 +66,7 @@ impl<N: Nic> Keys<N> {
         Ok(all)
     }
 
-    /// The functions that the windows are in.
+    /// The functions that have the windows.
     pub fn functions(&self) -> &[Function<N>] {
         &self.functions
     }
@@ -84,31 +81,31 @@ impl<N: Nic> Keys<N> {
         entry * self.each..(entry + 1) * self.each
     }
 
-    /// The window of a block that is not the one of its key `main`.
+    /// The window of a block whose key is not `main`.
     pub fn other_than(&self, entry: u32, main: Key) -> Option<u32> {
         self.windows(entry).find(|window| self.key(*window) != main)
     }
 
-    /// What opens a window.
+    /// The current key of a window.
     pub fn key(&self, window: u32) -> Key {
         self.keys[window as usize]
     }
 
-    /// The capability of a block with all the keys that it can have.
+    /// The capability of a block with all of its keys.
     pub fn capability(&self, entry: u32) -> Capability {
         let mut keys = self.windows(entry).map(|window| self.key(window));
         let mut next = || keys.next().unwrap_or_default();
         Capability { main: next(), backup: next() }
     }
 
-    /// Whether a word of the capability table is one that a block can have.
+    /// True if `capability` is a valid value for the block of `entry`.
     pub fn fits(&self, entry: u32, capability: Capability) -> bool {
-        let all = self.capability(entry);
-        let swapped = Capability { main: all.backup, backup: all.main };
-        let of = |c: Capability| [Capability::open(c.main), Capability::quarantined(c.main), c];
-        of(all)
+        let capability_now = self.capability(entry);
+        let swapped = Capability { main: capability_now.backup, backup: capability_now.main };
+        let states = |c: Capability| [Capability::open(c.main), Capability::quarantined(c.main), c];
+        states(capability_now)
             .into_iter()
-            .chain(of(swapped))
+            .chain(states(swapped))
             .any(|c| c == capability && c != Capability::default())
     }
 
@@ -120,7 +117,8 @@ impl<N: Nic> Keys<N> {
         (start, self.shape.block_bytes(block.order))
     }
 
-    /// Gives windows new keys. When this returns the old ones are dead, and no access under them is pending.
+    /// Rebinds windows under new keys. On return the old keys are dead, and no access under them is
+    /// pending.
     pub fn renew(&mut self, windows: &[u32]) -> Result<(), Error> {
         if self.functions.len() == 1 {
             return windows.chunks(BATCH).try_for_each(|some| self.renew_some(0, some));
@@ -132,8 +130,9 @@ impl<N: Nic> Keys<N> {
         })
     }
 
-    /// Those of one function, with one doorbell. Work of a QP completes in the order of its list, so the completion of
-    /// the last bind is that of all; one that fails completes in any case, and those behind it are flushed.
+    /// Rebinds windows of one function with one doorbell. The work of a QP completes in order, so
+    /// the completion of the last bind covers all. A failed bind always completes, and the binds
+    /// after it are flushed.
     fn renew_some(&mut self, function: usize, windows: &[u32]) -> Result<(), Error> {
         let Function { binder, binds, .. } = &self.functions[function];
         let umrs: Vec<Umr> = windows.iter().map(|window| self.rebind(*window)).collect();
@@ -149,7 +148,7 @@ impl<N: Nic> Keys<N> {
             true
         })?;
         if let Some(status) = failed {
-            let attempt = "giving blocks of memory new keys".to_string();
+            let attempt = "rebinding the windows of blocks".to_string();
             return Err(Error::ManagementBroken { attempt, status });
         }
         for window in windows {
@@ -167,8 +166,8 @@ impl<N: Nic> Keys<N> {
     }
 }
 
-/// A window for each block, used only through QPs whose tag is the number of the user that the full log says has
-/// exactly this block.
+/// Allocates a window for each block that is usable only through QPs tagged with the user number
+/// that the full log names as the owner of exactly this block.
 fn guarded<N: Nic>(
     function: &Function<N>,
     shape: Shape,

@@ -1,51 +1,43 @@
-//! The full redo log and the capability table: 8 bytes each for a chunk and for a block.
+//! The full redo log (8 bytes per chunk) and the capability table (8 bytes per block).
 //!
 //! ```text
-//! full log, one for each chunk; what is known of a block is kept at its first chunk
+//! full log, one per chunk; the log of a block is that of its first chunk
 //!  63                              31 30     26 25    24    23  21 20       14 13       0
 //! ┌──────────────────────────────────┬─────────┬──────┬─────┬──────┬───────────┬─────────┐
 //! │ zero                             │sections │layer │taken│ size │ timestamp │ user    │
 //! └──────────────────────────────────┴─────────┴──────┴─────┴──────┴───────────┴─────────┘
-//! of a block of several sections each section's first chunk has one: size 5, and the logarithm of how many
+//! A block of several sections has a log at each section's first chunk: size 5, and the logarithm
+//! of the number of sections.
 //!
-//! capability, one for each block
+//! capability, one per block
 //!  63                                  32 31                                   0
 //! ┌──────────────────────────────────────┬──────────────────────────────────────┐
 //! │ main key                             │ backup key                           │
 //! └──────────────────────────────────────┴──────────────────────────────────────┘
 //! free or granted: (key, 0)     quarantined: (0, the old key)
-//! in finemem-paper (key, backup key); (what was the backup key, 0) until there is another
+//! in finemem-paper (key, backup key); after a free (the former backup key, 0), until regeneration
 //! ```
 
 use fabric::Key;
 
-use super::header::{Record, Timestamp, User};
-use super::layout::{Block, SECTION_ORDER, SPAN_ORDER};
+use super::block::{Block, Layer, SECTION_ORDER, SPAN_ORDER};
+use super::header::{PARTS_ORDER_MAX, Record, Timestamp, User};
 
-/// Which header a record of the log came from.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Layer {
-    /// A span's: the block is one of chunks.
-    #[default]
-    Span,
-    /// A section's: the block is one of spans.
-    Section,
-}
-
-/// What the full log of a chunk says: the last that happened to the block that begins there.
+/// The full log of a chunk: the last change of the block that begins there.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct FullLog {
-    /// Whose it is, or was.
+    /// The owner, or the last owner of a freed block.
     pub user: User,
-    /// When.
+    /// Time of the change.
     pub timestamp: Timestamp,
-    /// Logarithm of the block's length, in chunks or spans; [`Record::PART`] of one that has several sections.
+    /// Logarithm of the block's length, in chunks or spans; [`Record::PART`] for a block of several
+    /// sections.
     pub size: u32,
-    /// Of one that has several, the logarithm of how many; else 0.
+    /// Logarithm of the number of sections of a block that has several; otherwise 0.
     pub sections: u32,
-    /// It was taken, not given back.
+    /// True after an allocation, false after a free.
     pub taken: bool,
-    /// Of what the block is one.
+    /// Unit of the block's length.
     pub layer: Layer,
 }
 
@@ -58,7 +50,7 @@ const _: () = assert!(User::MAX as u64 == (1 << TIMESTAMP_AT) - 1);
 const _: () = assert!(SIZE_AT == TIMESTAMP_AT + 7 && TAKEN_AT == SIZE_AT + 3);
 
 impl FullLog {
-    /// What a header's temporary log becomes.
+    /// The full log for a header's temporary log.
     pub fn of(record: Record, taken: bool, layer: Layer) -> Self {
         let Record { offset, size, timestamp, user } = record;
         let sections = if layer == Layer::Section && size == Record::PART { offset } else { 0 };
@@ -75,10 +67,10 @@ impl FullLog {
             | (self.sections as u64) << SECTIONS_AT
     }
 
-    /// The bits that say whose a block is, and which: all but the timestamp.
+    /// Mask of the bits that identify the block and its owner: all but the timestamp.
     pub const OWNERSHIP: u64 = !(0x7f << TIMESTAMP_AT);
 
-    /// What says that `user` has a block, at no time.
+    /// The log of a block owned by `user`, with timestamp 0.
     pub fn taken(user: User, block: Block) -> Self {
         let (layer, timestamp) = (block.layer(), Timestamp::default());
         let (size, sections) = match layer {
@@ -91,7 +83,20 @@ impl FullLog {
         Self { user, timestamp, size, sections, taken: true, layer }
     }
 
-    /// What a word says; bits beyond the fields are ignored.
+    /// The block that this log of `chunk` describes: it begins at `chunk`, or in an earlier
+    /// section.
+    pub fn block(self, chunk: u32) -> Block {
+        match self.layer {
+            Layer::Span => Block { chunk, order: self.size },
+            Layer::Section if self.size == Record::PART => {
+                let order = SECTION_ORDER + self.sections.min(PARTS_ORDER_MAX);
+                Block { chunk: chunk >> order << order, order }
+            }
+            Layer::Section => Block { chunk, order: self.size + SPAN_ORDER },
+        }
+    }
+
+    /// Decodes a word; bits outside the fields are ignored.
     pub fn parse(word: u64) -> Self {
         let bits = |at: u32, count: u32| (word >> at) as u32 & ((1 << count) - 1);
         Self {
@@ -108,9 +113,9 @@ impl FullLog {
 /// An entry of the capability table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Capability {
-    /// What opens the block; no key while it is quarantined.
+    /// The key that grants access to the block; no key during quarantine.
     pub main: Key,
-    /// What opens it next; of a block in quarantine, what opened it.
+    /// The next main key. For a block in quarantine: the last main key.
     pub backup: Key,
 }
 
@@ -120,12 +125,12 @@ impl Capability {
         Self { main: key, backup: Key::default() }
     }
 
-    /// A block that its owner has given up, and whose key may still open it.
+    /// A block that its owner has freed, and whose key may still grant access.
     pub fn quarantined(key: Key) -> Self {
         Self { main: Key::default(), backup: key }
     }
 
-    /// True for a block with a key and none to follow it.
+    /// True for a block with a main key and no backup key.
     pub fn lacks_backup(self) -> bool {
         (self.main != Key::default()) & (self.backup == Key::default())
     }
@@ -140,7 +145,7 @@ impl Capability {
         (self.main.0 as u64) << 32 | self.backup.0 as u64
     }
 
-    /// What a word says.
+    /// Decodes a word.
     pub fn parse(word: u64) -> Self {
         Self { main: Key((word >> 32) as u32), backup: Key(word as u32) }
     }
@@ -153,19 +158,20 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_log_is_read_back(
+        fn full_log_round_trips(
             user in 0u16..=User::MAX, time in 0u32..128, size in 0u32..8, taken in any::<bool>(),
             section in any::<bool>(), sections in 0u32..32,
         ) {
             let layer = if section { Layer::Section } else { Layer::Span };
             let user = User::new(user).unwrap();
-            let log = FullLog { user, timestamp: Timestamp::new(time), size, sections, taken, layer };
+            let timestamp = Timestamp::new(time);
+            let log = FullLog { user, timestamp, size, sections, taken, layer };
             prop_assert_eq!(FullLog::parse(log.to_word()), log);
             prop_assert_eq!(log.to_word() >> (SECTIONS_AT + 5), 0);
         }
 
         #[test]
-        fn any_word_is_a_log_and_a_capability(word in any::<u64>()) {
+        fn any_word_parses_as_log_and_capability(word in any::<u64>()) {
             let log = FullLog::parse(word);
             prop_assert_eq!(FullLog::parse(log.to_word()), log);
             prop_assert_eq!(Capability::parse(word).to_word(), word);

@@ -1,13 +1,15 @@
-//! How free chunks are found and taken: what differs between the schemes in which the compute node allocates.
+//! Allocation of free chunks: the part that differs between the schemes in which the client
+//! allocates.
 
 use super::array::{Array, Taker};
+use super::block::{Block, SECTION_ORDER, SPAN_ORDER};
 use super::header::{CHUNKS, Header, SPANS, Spread, User, chunk_mask, span_mask};
-use super::layout::{Block, SECTION_ORDER, SPAN_ORDER, Shape, Word};
+use super::layout::{Shape, Word};
 use super::log::{Capability, FullLog};
 use super::tree::{Tree, Verbs};
 use crate::settings::SchemeKind;
 
-/// The tree, or what stands in its place.
+/// The tree, or the array that replaces it.
 pub(super) enum Map {
     /// Scheme `finemem`.
     Tree(Tree),
@@ -16,7 +18,7 @@ pub(super) enum Map {
 }
 
 impl Map {
-    /// The scheme's, as `user` sees it.
+    /// The map of a scheme, for the operations of `user`.
     pub fn new(scheme: SchemeKind, shape: Shape, user: User, contention_control: bool) -> Self {
         match scheme {
             SchemeKind::PremmapOneSided if contention_control => {
@@ -30,7 +32,7 @@ impl Map {
         }
     }
 
-    /// How large it is.
+    /// The shape of the pool.
     pub fn shape(&self) -> Shape {
         match self {
             Self::Tree(tree) => tree.shape(),
@@ -38,7 +40,7 @@ impl Map {
         }
     }
 
-    /// Takes a block of 2^`order` chunks, and reads what opens it; `None` if there is none.
+    /// Takes a block of 2^`order` chunks, and reads its capability; `None` if no block is free.
     pub async fn allocate<V: Verbs>(
         &self,
         verbs: &V,
@@ -53,7 +55,7 @@ impl Map {
         }
     }
 
-    /// Gives back a block of `user`. Nobody else may be giving it back.
+    /// Frees a block of `user`. There must be no concurrent free of the same block.
     pub async fn give_back<V: Verbs>(
         &self,
         verbs: &V,
@@ -66,7 +68,7 @@ impl Map {
         }
     }
 
-    /// What `user` has that begins in a section. It must not be at work any more.
+    /// Blocks of `user` that begin in a section. The user must have stopped working.
     pub async fn taken_by<V: Verbs>(
         &self,
         verbs: &V,
@@ -79,16 +81,16 @@ impl Map {
         }
     }
 
-    /// Sets right what crashes left half-way in a section.
-    pub async fn settle<V: Verbs>(&self, verbs: &V, section: u32) -> Result<(), V::Error> {
+    /// Completes operations in a section that crashes have left unfinished.
+    pub async fn repair_section<V: Verbs>(&self, verbs: &V, section: u32) -> Result<(), V::Error> {
         match self {
-            Self::Tree(tree) => tree.settle(verbs, section).await.map(drop),
+            Self::Tree(tree) => tree.repair_section(verbs, section).await.map(drop),
             Self::Array(_) => Ok(()),
         }
     }
 
-    /// Aligned blocks of 2^`order` chunks that are free, however they lie in larger ones, by what `load` reads. Of an order
-    /// that there is not there are none.
+    /// Counts free aligned blocks of 2^`order` chunks, including those inside larger free blocks.
+    /// `load` reads the words. Returns 0 for an invalid order.
     pub fn free_blocks(&self, order: u64, load: impl Fn(Word) -> u64) -> u32 {
         let shape = self.shape();
         let order = u32::try_from(order).ok().filter(|order| *order <= shape.order_max());
@@ -130,7 +132,7 @@ impl Map {
         (0..shape.sections()).map(in_section).sum()
     }
 
-    /// Blocks that somebody has, or that are quarantined.
+    /// Number of blocks that are owned or in quarantine.
     pub fn taken_blocks(&self, load: impl Fn(Word) -> u64) -> u64 {
         let shape = self.shape();
         let begins = |chunk: &u32| {
@@ -138,7 +140,7 @@ impl Map {
             match self {
                 Self::Tree(_) => {
                     let log = FullLog::parse(word);
-                    log.taken && Block::of(*chunk, log).chunk == *chunk
+                    log.taken && log.block(*chunk).chunk == *chunk
                 }
                 Self::Array(_) => {
                     let block = Taker::parse(word).and_then(|taker| taker.block(shape, *chunk));

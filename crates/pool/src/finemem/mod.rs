@@ -1,30 +1,34 @@
-//! FineMem: the compute node allocates by itself, with READ and CAS on a bitmap tree in the memory node.
+//! FineMem: the client allocates by itself, with READ and CAS on a bitmap tree in the memory node.
 //!
 //! ```text
 //! compute node                                     memory node's memory
-//!   allocate   CAS header ─────────────────────────► span or section: bits and temporary log, committed
+//!   allocate   CAS header ─────────────────────────► span or section: commits bits and log
 //!              READ log, READ header, CAS log ─────► full log of the block
-//!              READ capability ◄──────────────────── its key: a window was bound ahead
+//!              READ capability ◄──────────────────── its key: the window is already bound
 //!   access     READ, WRITE, atomics under that key, on its access QPs
 //!   free       CAS capability ─────────────────────► quarantined
-//!                                                    scan (CPU): rebind, clear, new key, bits cleared
+//!                                         scan (CPU): rebind, clear, new key, clear bits
 //! ```
 //!
-//! - Scheme `premmap-onesided` is the same with a free array in the tree's place ([`array`]).
-//! - [`header`], [`log`] and [`layout`] are the words, [`tree`] is what is done with them.
-//! - The metadata is opened to the management QP of each compute node by a type-2 window that is bound to
-//!   that QP. Who runs on a compute node and has access QPs only cannot reach it, whatever he guesses.
-//! - Windows over the blocks are of type 1, since nobody knows who will use one when it is bound. Where the NIC has
-//!   guarded windows, each asks the full log whose its block is; elsewhere a key is 8 bits of tag away from each
-//!   compute node's access QPs (OneSidedMW §2.3), as in `rpc-mw-1`.
-//! - A compute node is trusted with the metadata (FineMem §4.3): it is a service that allocates for the
-//!   applications there.
-//! - A block that is freed is given to nobody before its old key is dead and it is cleared. Scheme `finemem-paper`
-//!   frees at once, as published; it is unsafe, and there to be compared with (`release`).
+//! - Scheme `premmap-onesided` is the same with a free array in place of the tree ([`array`]).
+//! - [`header`], [`log`] and [`layout`] define the words; [`tree`] has the operations on them.
+//! - The metadata is accessible to each client's management QP through a type-2 window that is
+//!   bound to that QP. A process that has only access QPs cannot reach the metadata, whatever key
+//!   it guesses.
+//! - Windows over the blocks are of type 1, because the QP that will use a block is not yet known
+//!   when its window is bound. If the NIC has guarded windows, each window checks the owner in the
+//!   block's full log. Otherwise only 8 bits of key tag protect a block from other clients' access
+//!   QPs (OneSidedMW §2.3), as in `rpc-mw-1`.
+//! - A client is trusted with the metadata (FineMem §4.3): it is a service that allocates for the
+//!   applications of its compute node.
+//! - A freed block is not reallocated before its old key is dead and it has been cleared. Scheme
+//!   `finemem-paper` reallocates at once, as published; it is unsafe, and exists for comparison
+//!   (`release`).
 
+mod allocation_view;
 pub mod array;
 mod audit;
-mod books;
+pub mod block;
 mod client;
 mod effort;
 mod function;
@@ -41,7 +45,7 @@ mod table;
 pub mod tree;
 mod words;
 
-pub use books::Books;
+pub use allocation_view::AllocationView;
 pub use client::Client;
 pub use node::Node;
 pub use scan::ReleaseTimes;

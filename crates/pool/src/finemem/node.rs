@@ -1,5 +1,5 @@
-//! The memory node's side: it lays out the metadata and binds the windows; later it admits compute nodes,
-//! and ends quarantines (`scan`). It has no part in an allocation.
+//! The memory node's side of FineMem. It lays out the metadata and binds the windows; later it
+//! admits clients and ends quarantines (`scan`). It takes no part in an allocation.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -7,27 +7,28 @@ use std::time::Duration;
 
 use fabric::{Access, Caps, CqAttr, DmaMemory, MemoryRegion, Nic, QpState, QueuePair};
 
-use super::books::{Books, Names};
+use super::allocation_view::{AllocationView, ClientsByUser};
 use super::function::{self, Function};
 use super::header::User;
 use super::keys::Keys;
 use super::layout::Shape;
 use super::log::Capability;
 use super::map::Map;
-use super::peer::{Common, Leaving, Peer};
+use super::peer::{Leaving, Peer, PeerResources};
 use super::release::Release;
 use super::scan::{ReleaseTimes, Scan};
 use super::table::initial;
 use super::words::{Words, now};
 use crate::Error;
-use crate::events::CqEvents;
-use crate::remote::route::{Start, begun, renew_lane};
+use crate::remote::route::{Start, set_lane_start, with_start};
 use crate::scheme::{
-    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, Metadata, NodeScheme, NodeStatus, Part,
+    ClientId, ConnectReply, ConnectRequest, CpuEvents, GroupId, Lane, Metadata, NodeScheme,
+    NodeStatus, QpSet,
 };
 use crate::settings::Settings;
+use crate::wakeup::CqEvents;
 
-/// The memory node of the schemes in which the compute node allocates.
+/// The memory node of the schemes in which the client allocates.
 pub struct Node<N: Nic> {
     pub(super) nic: N,
     settings: Settings,
@@ -38,22 +39,22 @@ pub struct Node<N: Nic> {
     pub(super) words: Words,
     pub(super) keys: Keys<N>,
     pub(super) release: Release,
-    /// What is taken, as the memory node's CPU sees it.
+    /// Allocation state, as the memory node's CPU accesses it.
     pub(super) map: Map,
-    /// Bells of compute nodes.
+    /// Receives the scan requests of clients.
     pub(super) requests: N::Cq,
     events: Arc<CqEvents<N>>,
     pub(super) peers: BTreeMap<ClientId, Peer<N>>,
-    names: Names,
-    /// The user number that was given out last.
+    names: ClientsByUser,
+    /// The user number assigned last.
     last_user: u16,
     pub(super) scan: Scan,
-    /// Somebody waits for memory.
+    /// A client waits for memory.
     pub(super) watching: bool,
 }
 
 impl<N: Nic> Node<N> {
-    /// Donates memory as `settings` say, with a window bound for every block.
+    /// Donates memory according to `settings`, with a window bound for every block.
     pub fn new(nic: &N, settings: &Settings) -> Result<Self, Error> {
         settings.validate()?;
         check_caps(&nic.caps(), settings)?;
@@ -91,21 +92,21 @@ impl<N: Nic> Node<N> {
             requests,
             events,
             peers: BTreeMap::new(),
-            names: Names::default(),
+            names: ClientsByUser::default(),
             last_user: 0,
             scan: Scan::default(),
             watching: false,
         })
     }
 
-    /// What taking blocks back has cost so far.
+    /// CPU time spent so far on releasing blocks.
     pub fn release_times(&self) -> ReleaseTimes {
         self.scan.times
     }
 
-    /// A look into the metadata.
-    pub fn books(&self) -> Books {
-        Books {
+    /// A read-only view of the metadata.
+    pub fn allocation_view(&self) -> AllocationView {
+        AllocationView {
             shape: self.shape,
             memory: self.memory.clone(),
             words: Words::new(self.words.memory().clone()),
@@ -114,7 +115,8 @@ impl<N: Nic> Node<N> {
         }
     }
 
-    /// A user number that nobody has; the one that was given up last comes last.
+    /// An unused user number. Numbers are assigned round-robin, so that a number is reused as late
+    /// as possible.
     fn new_user(&mut self) -> Result<User, Error> {
         for _ in 0..User::MAX {
             self.last_user = self.last_user % User::MAX + 1;
@@ -123,7 +125,7 @@ impl<N: Nic> Node<N> {
                 return Ok(user);
             }
         }
-        Err(refuse("all user numbers are taken"))
+        Err(refuse("all user numbers are in use"))
     }
 
     fn peer(&self, client: ClientId) -> Result<&Peer<N>, Error> {
@@ -136,21 +138,22 @@ impl<N: Nic> Node<N> {
         peer.ok_or_else(|| refuse(NOT_ADMITTED))
     }
 
-    /// Chunks that nobody has, as the headers say.
+    /// Number of free chunks, according to the headers.
     pub(super) fn free_chunks(&self) -> u64 {
         let free = self.map.free_blocks(0, |at| self.words.load(at));
-        // Headers may say anything, also of chunks that there are not.
+        // A client can corrupt headers, so the count is limited to the chunks of the pool.
         free.min(self.shape.chunks).into()
     }
 
-    /// Blocks that were freed at once and have no backup key yet.
+    /// Number of blocks that were freed at once and have no backup key yet.
     fn lacking_blocks(&self) -> u64 {
         let word = |entry| self.words.load(self.shape.capability(entry));
         let lacks = |entry: &u32| Capability::parse(word(*entry)).lacks_backup();
         (0..self.shape.entries()).filter(lacks).count() as u64
     }
 
-    /// Blocks that are in quarantine, and all that are taken, those among them.
+    /// Number of blocks in quarantine, and number of all taken blocks, including those in
+    /// quarantine.
     fn taken_blocks(&self) -> (u64, u64) {
         let word = |at| self.words.load(at);
         let quarantined = (0..self.shape.entries())
@@ -161,18 +164,18 @@ impl<N: Nic> Node<N> {
 }
 
 impl<N: Nic> NodeScheme for Node<N> {
-    fn admit(&mut self, client: ClientId, request: &Admission) -> Result<Admitted, Error> {
+    fn admit(&mut self, client: ClientId, request: &ConnectRequest) -> Result<ConnectReply, Error> {
         let settings = &self.settings;
         let (lanes, max) = (settings.lanes() as usize, settings.clients_max as usize);
         if self.peers.len() >= max {
-            return Err(refuse(format!("{max} compute nodes are connected")));
+            return Err(refuse(format!("the limit is reached: {max} clients are connected")));
         }
         let qps = lanes * self.keys.functions().len();
         if request.groups.is_empty() || request.groups.iter().any(|g| g.len() != qps) {
-            return Err(refuse(format!("each of its QP groups must have {qps} access QPs")));
+            return Err(refuse(format!("each QP group must have {qps} access QPs")));
         }
         let user = self.new_user()?;
-        let common = Common {
+        let common = PeerResources {
             nic: &self.nic,
             functions: self.keys.functions(),
             lanes,
@@ -183,7 +186,7 @@ impl<N: Nic> NodeScheme for Node<N> {
         };
         let peer = Peer::new(&common, user, request)?;
         let settings = &self.settings;
-        let admitted = Admitted {
+        let admitted = ConnectReply {
             client: client.0,
             chunk_bytes: settings.chunk_bytes,
             group_size: settings.group_size,
@@ -209,7 +212,7 @@ impl<N: Nic> NodeScheme for Node<N> {
 
     fn retire(&mut self, client: ClientId) -> Result<(), Error> {
         match self.peers.get_mut(&client).filter(|peer| peer.leaving.is_none()) {
-            Some(peer) => peer.shut(),
+            Some(peer) => peer.shut_down(),
             None => Ok(()),
         }
     }
@@ -218,18 +221,18 @@ impl<N: Nic> NodeScheme for Node<N> {
         !self.peers.contains_key(&client)
     }
 
-    fn turn(&mut self) -> Result<bool, Error> {
-        let mut done = self.hear_bells()?;
+    fn poll(&mut self) -> Result<bool, Error> {
+        let mut done = self.poll_scan_requests()?;
         let before = (self.scan.released, self.scan.ended());
-        match self.work_in_background() {
+        match self.run_background_work() {
             Ok(any) => done |= any,
-            Err(_) if self.words.was_broken_off() => {
-                self.begin_anew();
+            Err(_) if self.words.take_abort() => {
+                self.start_recovery();
                 done = true;
             }
             Err(e) => return Err(e),
         }
-        // That takes a look at every header, and it is the scan that frees.
+        // Counting free chunks reads every header, and only the scan frees chunks.
         let may_have_freed = before != (self.scan.released, self.scan.ended());
         if self.watching && may_have_freed && self.free_chunks() > 0 {
             (self.watching, done) = (false, true);
@@ -241,7 +244,7 @@ impl<N: Nic> NodeScheme for Node<N> {
         self.watching
     }
 
-    fn next_look(&self) -> Option<Duration> {
+    fn next_poll(&self) -> Option<Duration> {
         (!self.peers.is_empty()).then(|| self.scan.due_in(self.nic.now()))
     }
 
@@ -270,11 +273,11 @@ impl<N: Nic> NodeScheme for Node<N> {
         Ok(qp.qpn().raw())
     }
 
-    fn renew(&mut self, client: ClientId, part: Part, start: Start) {
+    fn set_start(&mut self, client: ClientId, part: QpSet, start: Start) {
         let Ok(peer) = self.peer_mut(client) else { return };
         match part {
-            Part::Management => peer.management_peer = begun(peer.management_peer, start),
-            Part::Access(group, lane) => renew_lane(&mut peer.groups, group, lane, start),
+            QpSet::Management => peer.management_peer = with_start(peer.management_peer, start),
+            QpSet::Access(group, lane) => set_lane_start(&mut peer.groups, group, lane, start),
         }
     }
 
@@ -303,7 +306,8 @@ impl<N: Nic> NodeScheme for Node<N> {
             clients: self.peers.len() as u64 - leaving,
             leaving,
             allocations_nic: scan.released + scan.regenerated + lacking + taken,
-            // Who has a management QP can take a block out of quarantine again, and work can break off between the two.
+            // Saturates: a client can take a block out of quarantine again through its management
+            // QP, and work can be aborted between the two counts.
             frees_nic: (scan.released + scan.regenerated + lacking + quarantined)
                 .saturating_sub(scan.reclaimed),
             frees_cpu: scan.reclaimed,
@@ -317,40 +321,41 @@ impl<N: Nic> NodeScheme for Node<N> {
 }
 
 impl<N: Nic> Node<N> {
-    /// Has the background work (recovery, regeneration) broken off after so many more steps, each a change of a word,
-    /// windows that are rebound with one doorbell, or a piece that is cleared: whatever it had in its own variables is
-    /// lost, and the next turn begins anew from what is in memory. For tests of that, in schemes that have a tree.
-    pub fn break_off_after(&mut self, steps: u64) {
+    /// For tests, in schemes that have a tree: aborts the background work (recovery, regeneration)
+    /// after `steps` more steps. A step is a change of a word, a rebind of windows with one
+    /// doorbell, or the clearing of a part of a block. The abort discards all local state, and the
+    /// next turn starts from the state in memory.
+    pub fn abort_after(&mut self, steps: u64) {
         if let Map::Tree(_) = self.map {
-            self.words.break_off_after(steps);
+            self.words.abort_after(steps);
         }
     }
 
-    /// How often that has happened.
-    pub fn broken_off(&self) -> u64 {
-        self.scan.broken_off
+    /// Number of aborted background passes.
+    pub fn aborts(&self) -> u64 {
+        self.scan.aborts
     }
 
-    fn work_in_background(&mut self) -> Result<bool, Error> {
-        let mut done = self.mend()?;
-        done |= self.take_back()?;
-        done |= self.go_on_scanning()?;
+    fn run_background_work(&mut self) -> Result<bool, Error> {
+        let mut done = self.repair_after_abort()?;
+        done |= self.reclaim_departed()?;
+        done |= self.continue_scan()?;
         Ok(done)
     }
 
-    /// Nothing is known of what was under way: see [`Anew`](super::scan::Anew).
-    fn begin_anew(&mut self) {
-        self.scan.begin_anew();
+    /// Discards the state of an aborted pass: see [`RecoveryPhase`](super::scan::RecoveryPhase).
+    fn start_recovery(&mut self) {
+        self.scan.start_recovery();
         for peer in self.peers.values_mut().filter(|peer| peer.leaving.is_some()) {
             peer.leaving = Some(Leaving::Sections(0));
         }
     }
 
-    /// Brings on who has gone: from the logs, what he had is put into quarantine, which the scan ends.
-    /// Nobody waits for it. True if that did something.
-    fn take_back(&mut self) -> Result<bool, Error> {
-        if self.scan.is_busy() || self.scan.is_anew() {
-            // Blocks that are half-way back do not look like anything.
+    /// Advances reclamation of departed clients: quarantines the blocks that their logs name. No
+    /// client waits for it. Returns true if it did any work.
+    fn reclaim_departed(&mut self) -> Result<bool, Error> {
+        if self.scan.is_busy() || self.scan.is_recovering() {
+            // Partly released blocks have no consistent state.
             return Ok(false);
         }
         let began = self.nic.now();
@@ -365,20 +370,20 @@ impl<N: Nic> Node<N> {
                         let at = shape.capability(shape.entry(block));
                         let word = words.load(at);
                         let open = Capability::parse(word);
-                        // It may have been freed in its last moment.
+                        // The client may have freed the block just before it departed.
                         let shut = Capability::quarantined(open.main).to_word();
                         if !open.is_quarantined() {
                             words.step()?;
                             scan.reclaimed += (words.swap(at, word, shut) == word) as u64;
                         }
                     }
-                    now(map.settle(words, section))?;
+                    now(map.repair_section(words, section))?;
                     peer.leaving = Some(Leaving::Sections(section + 1));
                     any = true;
                 }
                 Some(Leaving::Sections(_)) => {
                     peer.leaving = Some(Leaving::Scanned(scan.begun));
-                    scan.hurry();
+                    scan.schedule_now();
                     any = true;
                 }
                 Some(Leaving::Scanned(after)) if scan.is_over(after) => gone.push(*client),
@@ -394,7 +399,7 @@ impl<N: Nic> Node<N> {
     }
 }
 
-/// Refuses a NIC that lacks what the schemes rely on.
+/// Returns an error if the NIC lacks a capability that the schemes need.
 fn check_caps(caps: &Caps, settings: &Settings) -> Result<(), Error> {
     let windows = caps.type1_windows && caps.windows;
     if windows && caps.big_endian_atomics && caps.global_atomics {
@@ -403,8 +408,9 @@ fn check_caps(caps: &Caps, settings: &Settings) -> Result<(), Error> {
     Err(fabric::Error::Unsupported {
         attempt: format!("serving with scheme {}", settings.scheme),
         why: format!(
-            "it needs windows of types 1 and 2B, and atomics that are big-endian and atomic to the CPU \
-             too; {} has type 1: {}, type 2B: {}, big-endian atomics: {}, atomic to the CPU: {}",
+            "the NIC must have windows of types 1 and 2B, and big-endian atomics that are atomic \
+             with respect to the CPU; {} has type 1: {}, type 2B: {}, big-endian atomics: {}, \
+             atomic to the CPU: {}",
             caps.name,
             caps.type1_windows,
             caps.windows,
@@ -415,10 +421,10 @@ fn check_caps(caps: &Caps, settings: &Settings) -> Result<(), Error> {
     .into())
 }
 
-const NOT_ADMITTED: &str = "this compute node is not admitted";
+const NOT_ADMITTED: &str = "the client is not admitted";
 
 fn refuse(why: impl ToString) -> Error {
-    Error::Refused { attempt: "a request of a compute node".into(), why: why.to_string() }
+    Error::Refused { attempt: "handling a client's request".into(), why: why.to_string() }
 }
 
 #[cfg(test)]

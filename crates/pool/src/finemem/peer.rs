@@ -1,4 +1,4 @@
-//! What the memory node has for one compute node.
+//! The memory node's state for one client.
 
 use fabric::wqe::Umr;
 use fabric::{
@@ -10,78 +10,86 @@ use fabric::{
 use super::function::Function;
 use super::header::User;
 use crate::Error;
-use crate::events::poll_until;
-use crate::scheme::Admission;
+use crate::scheme::ConnectRequest;
+use crate::wakeup::poll_until;
 
-/// Requests for a scan that may wait: a compute node has one at a time, and as many again of before a reset.
-const BELLS: u32 = 4;
-/// Building blocks of the management QP: the bind of its window, and answers to bells.
+/// Receives for scan requests: a client has one request at a time, and there may be more from
+/// before a reset.
+const SCAN_REQUESTS: u32 = 4;
+/// Building blocks of the management QP: the bind of its window, and answers to scan requests.
 const BLOCKS: u32 = 16;
 
-/// A compute node.
+/// A client.
 pub(super) struct Peer<N: Nic> {
     pub user: User,
-    /// Through it the compute node reads and changes the metadata.
+    /// The QP through which the client reads and changes the metadata.
     pub management: N::Qp,
     pub management_peer: PeerAddress,
-    /// What it sends, and binds, completes here.
+    /// Receives the completions of the management QP's sends and binds.
     sent: N::Cq,
-    /// Where bells say what is wanted: 8 bytes each.
+    /// Buffer of scan requests: 8 bytes each.
     inbox: N::Mr,
-    /// The window that opens the metadata to that QP, and its key.
+    /// The window that gives the management QP access to the metadata, and its key.
     _window: N::Mw,
     pub key: Key,
-    /// Access QPs by group, function and lane, with whom they are connected to.
+    /// Access QPs by group, function and lane, each with the client's QP that it is connected to.
     pub groups: Vec<Vec<(N::Qp, PeerAddress)>>,
-    /// It has asked for a scan.
-    pub bell: Option<Bell>,
-    /// It has gone.
+    /// The client's pending scan request.
+    pub scan_request: Option<ScanRequest>,
+    /// Progress of reclamation, if the client has departed.
     pub leaving: Option<Leaving>,
 }
 
-/// Somebody wants to know of a scan that has ended.
+/// A client's request for a completed scan.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Bell {
-    /// Of one that began after this many had.
+pub(super) struct ScanRequest {
+    /// The request is answered by a scan that begins after this number of scans.
     pub begun: u64,
-    /// The block that is wanted: 2^order chunks. Anything may stand here.
+    /// Order of the wanted block: 2^order chunks. Not validated.
     pub order: u64,
 }
 
-/// How far a compute node that has gone was taken back.
+/// Progress of reclaiming a departed client's blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Leaving {
-    /// Sections below this one were looked at.
+    /// Sections below this one have been searched.
     Sections(u32),
-    /// What it had is in quarantine; the scan that ends it is the one after this many.
+    /// All its blocks are in quarantine; a scan after this number of scans releases them.
     Scanned(u64),
 }
 
-/// What QPs of all compute nodes share.
-pub(super) struct Common<'a, N: Nic> {
+/// Resources that the QPs of all clients use.
+pub(super) struct PeerResources<'a, N: Nic> {
     pub nic: &'a N,
-    /// What answers accesses.
+    /// The functions that serve accesses.
     pub functions: &'a [Function<N>],
-    /// Access QPs of a group to each of them.
+    /// Access QPs of a group to each function.
     pub lanes: usize,
     /// The PD of the metadata.
     pub metadata_pd: &'a N::Pd,
     pub metadata: &'a N::Mr,
-    /// Bells ring here.
+    /// Receives scan requests.
     pub requests: &'a N::Cq,
-    /// The windows of blocks ask whose QP it is.
+    /// The windows of blocks check the QP's tag.
     pub guarded: bool,
 }
 
 impl<N: Nic> Peer<N> {
-    /// QPs for a compute node, and the metadata opened to its management QP.
-    pub fn new(common: &Common<'_, N>, user: User, request: &Admission) -> Result<Self, Error> {
+    /// Creates a client's QPs, and gives its management QP access to the metadata.
+    pub fn new(
+        common: &PeerResources<'_, N>,
+        user: User,
+        request: &ConnectRequest,
+    ) -> Result<Self, Error> {
         let nic = common.nic;
         let sent = nic.create_cq(CqAttr { entries: 2 * BLOCKS, ignore_overrun: false })?;
         let [management_peer] = request.management[..] else {
             return Err(Error::Refused {
-                attempt: "admitting a compute node".into(),
-                why: format!("it names {} management QPs, not one", request.management.len()),
+                attempt: "admitting a client".into(),
+                why: format!(
+                    "the request must name one management QP, but names {}",
+                    request.management.len()
+                ),
             });
         };
         let management = nic.create_qp(
@@ -90,16 +98,16 @@ impl<N: Nic> Peer<N> {
                 send_cq: &sent,
                 recv_cq: common.requests,
                 send_blocks: BLOCKS,
-                receive: Receive::Own(ReceiveAttr { entries: BELLS, max_sges: 1 }),
+                receive: Receive::Own(ReceiveAttr { entries: SCAN_REQUESTS, max_sges: 1 }),
                 access: Access::REMOTE_READ | Access::REMOTE_ATOMIC,
             },
         )?;
-        let inbox = nic.alloc_dma(8 * BELLS as usize)?;
+        let inbox = nic.alloc_dma(8 * SCAN_REQUESTS as usize)?;
         let inbox = nic.reg_mr(common.metadata_pd, &inbox, Access::LOCAL_ALL)?;
         let path = |(at, peer): (usize, &u32)| -> Result<(N::Qp, PeerAddress), Error> {
             let function = &common.functions[at / common.lanes];
             let peer = request.peer(*peer);
-            Ok((function.answer(peer, common.guarded.then_some(user))?, peer))
+            Ok((function.create_access_qp(peer, common.guarded.then_some(user))?, peer))
         };
         let groups = request
             .groups
@@ -107,10 +115,10 @@ impl<N: Nic> Peer<N> {
             .map(|group| group.iter().enumerate().map(path).collect())
             .collect::<Result<_, _>>()?;
         let window = nic.alloc_mw(common.metadata_pd)?;
-        let (bell, leaving) = (None, None);
+        let (scan_request, leaving) = (None, None);
         let (management_peer, mut key) = (request.peer(management_peer), window.key());
         management.connect(management_peer)?;
-        open_metadata(common, (&management, &sent), &mut key)?;
+        grant_metadata_access(common, (&management, &sent), &mut key)?;
         let peer = Self {
             user,
             management,
@@ -120,56 +128,57 @@ impl<N: Nic> Peer<N> {
             _window: window,
             key,
             groups,
-            bell,
+            scan_request,
             leaving,
         };
-        (0..BELLS).try_for_each(|slot| peer.listen(slot))?;
+        (0..SCAN_REQUESTS).try_for_each(|slot| peer.post_receive(slot))?;
         Ok(peer)
     }
 
-    /// The order of the block that the bell in a slot wants.
-    pub fn wanted(&self, slot: u32) -> u64 {
+    /// The order of the block that the scan request in a slot wants.
+    pub fn wanted_order(&self, slot: u32) -> u64 {
         self.inbox.memory().load_be64(slot as usize * 8)
     }
 
-    /// Takes a bell.
-    pub fn listen(&self, slot: u32) -> Result<(), Error> {
+    /// Posts the receive of a slot for the next scan request.
+    pub fn post_receive(&self, slot: u32) -> Result<(), Error> {
         let to = self.inbox.sge(slot as usize * 8, 8);
         Ok(self.management.post_recv(&ReceiveRequest { id: slot as u64, to: &[to] })?)
     }
 
-    /// Connects the management QP anew. Its window lives on.
+    /// Reconnects the management QP. Its window stays bound.
     pub fn reconnect(&mut self) -> Result<(), Error> {
-        self.bell = None;
+        self.scan_request = None;
         self.management.connect(self.management_peer)?;
-        (0..BELLS).try_for_each(|slot| self.listen(slot))
+        (0..SCAN_REQUESTS).try_for_each(|slot| self.post_receive(slot))
     }
 
-    /// Answers a bell: the scan has ended; how many quarantines it has ended, and how many blocks of the wanted
-    /// order are free. One that does not take answers has broken its connection.
+    /// Answers a scan request: the number of quarantines that the scan has ended, and the number of
+    /// free blocks of the wanted order. Errors are ignored: a client that does not accept the
+    /// answer has broken its connection.
     pub fn answer(&mut self, ended: u32, free: u32) {
-        self.bell = None;
+        self.scan_request = None;
         while self.sent.poll(&mut [Completion::EMPTY; 16]) > 0 {}
         let op = Op::SendInline { data: &((ended as u64) << 32 | free as u64).to_be_bytes() };
         let _ = self.management.post_send(&[WorkRequest { id: 0, op, signaled: true }]);
     }
 
-    /// From here on its keys open nothing: neither QP answers any more.
-    pub fn shut(&mut self) -> Result<(), Error> {
+    /// Shuts the client's QPs, so that its keys are useless, and starts reclamation.
+    pub fn shut_down(&mut self) -> Result<(), Error> {
         self.management.modify(QpChange::Error)?;
         for (qp, _) in self.groups.iter().flatten() {
             qp.modify(QpChange::Error)?;
         }
-        self.bell = None;
+        self.scan_request = None;
         self.leaving = Some(Leaving::Sections(0));
         Ok(())
     }
 }
 
-/// Binds the window over the metadata to the management QP, and to no other: an application that guesses
-/// its key has no QP to use it on (FineMem §4.3 has a trusted service there).
-fn open_metadata<N: Nic>(
-    common: &Common<'_, N>,
+/// Binds the window over the metadata to the management QP only. An application that guesses the
+/// window's key has no QP to use it on (FineMem §4.3 uses a trusted service for this).
+fn grant_metadata_access<N: Nic>(
+    common: &PeerResources<'_, N>,
     (management, sent): (&N::Qp, &N::Cq),
     key: &mut Key,
 ) -> Result<(), Error> {
@@ -186,7 +195,7 @@ fn open_metadata<N: Nic>(
     })?;
     if !bound {
         return Err(Error::Refused {
-            attempt: "opening the metadata to a compute node".into(),
+            attempt: "giving a client access to the metadata".into(),
             why: "the NIC did not bind the window to its management QP".into(),
         });
     }

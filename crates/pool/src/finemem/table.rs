@@ -1,10 +1,10 @@
-//! The metadata as the memory node makes it.
+//! The initial metadata.
 
 use super::header::{CHUNKS, Header, SPANS, Spread};
 use super::layout::{Shape, Word};
 
-/// The words of a tree of which nothing is taken that are not zero: chunks that the pool does not have are
-/// taken, by nobody, and so are their spans.
+/// Sets the nonzero words of an empty tree: chunks beyond the end of the pool, and their spans, are
+/// marked as taken without an owner.
 pub(super) fn initial(shape: Shape, mut set: impl FnMut(Word, u64)) {
     for section in 0..shape.sections() {
         let mut header = Header(0);

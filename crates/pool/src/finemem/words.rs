@@ -1,39 +1,39 @@
-//! READ and CAS of the memory node's CPU on its own metadata.
+//! READ and CAS by the memory node's CPU on its own metadata.
 //!
-//! The words are big-endian. CPU and NIC change the same words, so the NIC's atomics must be atomic to the
-//! CPU's too (`IBV_ATOMIC_GLOB`); those of the software NIC are. On one that is not coherent in that way these
-//! would be verbs over a QP of the memory node with itself.
+//! The words are big-endian. CPU and NIC change the same words, so the NIC's atomics must be atomic
+//! with respect to the CPU (`IBV_ATOMIC_GLOB`), as those of the software NIC are. On a NIC without
+//! this property, these operations would have to be verbs over a loopback QP of the memory node.
 
 use std::future::Future;
 use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll, Waker};
 
-use fabric::{DmaMemory, For};
+use fabric::{DmaMemory, PrefetchFor};
 
 use super::layout::Word;
 use super::tree::Verbs;
 use crate::Error;
 
-/// The metadata as the memory node's CPU sees it.
+/// The metadata, accessed by the memory node's CPU.
 pub(super) struct Words {
     memory: DmaMemory,
-    /// Steps of background work until it is broken off.
+    /// Remaining steps of background work before it is aborted.
     left: AtomicU64,
 }
 
-/// The memory node's background work was broken off between two steps.
+/// Error: the memory node's background work was aborted between two steps.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct BrokenOff;
+pub(super) struct Aborted;
 
-impl From<BrokenOff> for Error {
-    fn from(_: BrokenOff) -> Self {
+impl From<Aborted> for Error {
+    fn from(_: Aborted) -> Self {
         let attempt = "the memory node's background work".into();
-        Self::Refused { attempt, why: "it was broken off, and begins anew".into() }
+        Self::Refused { attempt, why: "it was aborted, and will restart".into() }
     }
 }
 
-/// It goes on as long as there is something to do.
+/// Value of `left` for which the work is not aborted.
 const NEVER: u64 = u64::MAX;
 
 impl Words {
@@ -42,21 +42,21 @@ impl Words {
         Self { memory, left: AtomicU64::new(NEVER) }
     }
 
-    /// Where they are.
+    /// The memory of the words.
     pub fn memory(&self) -> &DmaMemory {
         &self.memory
     }
 
-    /// Has background work broken off after so many more steps.
-    pub fn break_off_after(&self, steps: u64) {
+    /// Aborts background work after `steps` more steps.
+    pub fn abort_after(&self, steps: u64) {
         self.left.store(steps.min(NEVER - 1), Ordering::Relaxed);
     }
 
-    /// A step that changes something follows.
-    pub fn step(&self) -> Result<(), BrokenOff> {
+    /// Counts a step, before it changes anything; fails if the work is to be aborted.
+    pub fn step(&self) -> Result<(), Aborted> {
         match self.left.load(Ordering::Relaxed) {
             NEVER => Ok(()),
-            0 => Err(BrokenOff),
+            0 => Err(Aborted),
             left => {
                 self.left.store(left - 1, Ordering::Relaxed);
                 Ok(())
@@ -64,35 +64,35 @@ impl Words {
         }
     }
 
-    /// True if it was broken off, once for each time.
-    pub fn was_broken_off(&self) -> bool {
+    /// True once after each abort.
+    pub fn take_abort(&self) -> bool {
         self.left.compare_exchange(0, NEVER, Ordering::Relaxed, Ordering::Relaxed).is_ok()
     }
 
-    /// A word.
+    /// Loads a word.
     pub fn load(&self, at: Word) -> u64 {
         self.memory.load_be64(at.0 as usize * 8)
     }
 
-    /// Copies words as they lie there. One that changes meanwhile may be half of what it was.
+    /// Copies words without atomicity: a word that changes meanwhile may be mixed from two states.
     pub fn copy(&self, at: Word, out: &mut [u8]) {
         self.memory.read(at.0 as usize * 8, out);
     }
 
-    /// Begins to bring `count` words near, as far as they are there.
+    /// Starts to prefetch `count` words, within the bounds of the memory.
     pub fn prefetch(&self, at: Word, count: usize) {
         let (from, end) = (at.0 as usize * 8, self.memory.len());
         (from..end.min(from + 8 * count))
             .step_by(64)
-            .for_each(|at| self.memory.prefetch(at, For::Read));
+            .for_each(|at| self.memory.prefetch(at, PrefetchFor::Read));
     }
 
-    /// Sets a word that nobody else changes.
+    /// Stores a word that has no other writer.
     pub fn store(&self, at: Word, value: u64) {
         self.memory.store_be64(at.0 as usize * 8, value);
     }
 
-    /// Puts `new` into a word if it is `expected`; what it was.
+    /// Replaces a word by `new` if it is `expected`; returns the previous value.
     pub fn swap(&self, at: Word, expected: u64, new: u64) -> u64 {
         let word = self.memory.word64(at.0 as usize * 8);
         let (expected, new) = (expected.to_be(), new.to_be());
@@ -102,25 +102,25 @@ impl Words {
 }
 
 impl Verbs for Words {
-    type Error = BrokenOff;
+    type Error = Aborted;
 
-    async fn read(&self, at: Word, out: &mut [u64]) -> Result<(), BrokenOff> {
+    async fn read(&self, at: Word, out: &mut [u64]) -> Result<(), Aborted> {
         for (i, word) in out.iter_mut().enumerate() {
             *word = self.load(Word(at.0 + i as u32));
         }
         Ok(())
     }
 
-    async fn cas(&self, at: Word, expected: u64, new: u64) -> Result<u64, BrokenOff> {
+    async fn cas(&self, at: Word, expected: u64, new: u64) -> Result<u64, Aborted> {
         self.step()?;
         Ok(self.swap(at, expected, new))
     }
 }
 
-/// Runs what only works on [`Words`], which never waits.
-pub(super) fn now<T>(future: impl Future<Output = Result<T, BrokenOff>>) -> Result<T, BrokenOff> {
+/// Runs a future that only uses [`Words`], which never waits.
+pub(super) fn now<T>(future: impl Future<Output = Result<T, Aborted>>) -> Result<T, Aborted> {
     match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(result) => result,
-        Poll::Pending => unreachable!("words in memory are there at once"),
+        Poll::Pending => unreachable!("operations on words in memory never wait"),
     }
 }

@@ -1,17 +1,17 @@
-//! A memory node whose NIC refuses something.
+//! Tests of a memory node whose NIC refuses operations.
 
 use super::*;
 
-/// A scheme that admits everybody, and cannot retire a compute node the first few times.
+/// A scheme that admits every compute node; its first calls of `retire` fail.
 struct Stubborn {
     here: BTreeSet<ClientId>,
     refusals: u32,
 }
 
 impl NodeScheme for Stubborn {
-    fn admit(&mut self, client: ClientId, _: &Admission) -> Result<Admitted, Error> {
+    fn admit(&mut self, client: ClientId, _: &ConnectRequest) -> Result<ConnectReply, Error> {
         self.here.insert(client);
-        Ok(Admitted {
+        Ok(ConnectReply {
             client: client.0,
             chunk_bytes: 4096,
             group_size: 2,
@@ -25,7 +25,7 @@ impl NodeScheme for Stubborn {
     fn retire(&mut self, client: ClientId) -> Result<(), Error> {
         if self.refusals > 0 {
             self.refusals -= 1;
-            let verb = fabric::Error::Refused { verb: "modify_qp", why: "a test says so".into() };
+            let verb = fabric::Error::Refused { verb: "modify_qp", why: "injected".into() };
             return Err(verb.into());
         }
         self.here.remove(&client);
@@ -36,7 +36,7 @@ impl NodeScheme for Stubborn {
         !self.here.contains(&client)
     }
 
-    fn turn(&mut self) -> Result<bool, Error> {
+    fn poll(&mut self) -> Result<bool, Error> {
         Ok(false)
     }
 
@@ -60,7 +60,7 @@ impl NodeScheme for Stubborn {
         Ok(0)
     }
 
-    fn renew(&mut self, _: ClientId, _: Part, _: Start) {}
+    fn set_start(&mut self, _: ClientId, _: QpSet, _: Start) {}
 
     fn status(&mut self) -> Result<NodeStatus, Error> {
         Ok(NodeStatus { clients: self.here.len() as u64, ..NodeStatus::default() })
@@ -72,23 +72,21 @@ impl NodeScheme for Stubborn {
 }
 
 #[test]
-fn a_compute_node_that_cannot_be_retired_keeps_its_chunks_until_it_can() {
+fn failed_retire_keeps_the_chunks_and_is_retried() {
     let stubborn = Stubborn { here: BTreeSet::new(), refusals: 2 };
     let node = MemoryNode::new(stubborn, Settings::default());
-    let admit = || ClientId(node.admit(&Admission::default()).unwrap().client);
+    let admit = || ClientId(node.admit(&ConnectRequest::default()).unwrap().client);
     let (first, second) = (admit(), admit());
     node.retire(first);
     let (count, why) = node.unretired();
     assert_eq!(count, 1);
-    assert!(
-        why.is_some_and(|why| why.contains("compute node 1") && why.contains("a test says so"))
-    );
+    assert!(why.is_some_and(|why| why.contains("compute node 1") && why.contains("injected")));
     assert!(!node.is_retired(first));
-    assert!(node.has_memory(first).is_err(), "it is not served any more");
-    assert!(node.has_memory(second).unwrap(), "the other one is");
-    // The second attempt fails as well. The third comes soon, though nothing else happens.
-    assert_eq!(node.turn().unwrap().look, Some(RETIRE_AGAIN));
-    assert_eq!(node.turn().unwrap().look, None);
+    assert!(node.has_memory(first).is_err(), "the departed one is not served");
+    assert!(node.has_memory(second).unwrap(), "the other one is served");
+    // The second attempt fails as well. The third is due soon, although no event arrives.
+    assert_eq!(node.poll().unwrap().next_poll, Some(RETIRE_AGAIN));
+    assert_eq!(node.poll().unwrap().next_poll, None);
     assert!(node.is_retired(first) && !node.is_retired(second));
     assert_eq!(node.unretired(), (0, None));
     node.retire(second);
@@ -96,10 +94,10 @@ fn a_compute_node_that_cannot_be_retired_keeps_its_chunks_until_it_can() {
 }
 
 #[test]
-fn the_scheme_says_whose_management_connection_is_open() {
+fn management_is_open_is_answered_by_the_scheme() {
     let node =
         MemoryNode::new(Stubborn { here: BTreeSet::new(), refusals: 0 }, Settings::default());
-    let admit = || ClientId(node.admit(&Admission::default()).unwrap().client);
+    let admit = || ClientId(node.admit(&ConnectRequest::default()).unwrap().client);
     let (first, second) = (admit(), admit());
     assert!(node.management_is_open(first).unwrap());
     assert!(!node.management_is_open(second).unwrap());
@@ -107,18 +105,19 @@ fn the_scheme_says_whose_management_connection_is_open() {
 }
 
 #[test]
-fn numbers_that_are_of_no_qp_or_named_twice_are_refused() {
+fn admit_refuses_invalid_and_duplicate_qp_numbers() {
     let node =
         MemoryNode::new(Stubborn { here: BTreeSet::new(), refusals: 0 }, Settings::default());
     let (last, beyond) = (Qpn::MAX, Qpn::MAX + 1);
     for (management, group, why) in [
         (vec![last], vec![1, 2], None),
-        (vec![beyond], vec![1, 2], Some("0x1000000 is no QP number")),
-        (vec![3], vec![1, u32::MAX], Some("0xffffffff is no QP number")),
+        (vec![beyond], vec![1, 2], Some("0x1000000 is not a QP number")),
+        (vec![3], vec![1, u32::MAX], Some("0xffffffff is not a QP number")),
         (vec![3], vec![1, 3], Some("QP 0x3 twice")),
         (vec![last], vec![1, last], Some("QP 0xffffff twice")),
     ] {
-        let request = Admission { management, groups: vec![group], ..Admission::default() };
+        let request =
+            ConnectRequest { management, groups: vec![group], ..ConnectRequest::default() };
         match (node.admit(&request), why) {
             (Ok(_), None) => {}
             (Err(e), Some(why)) => assert!(e.to_string().contains(why), "{e}"),
@@ -128,9 +127,9 @@ fn numbers_that_are_of_no_qp_or_named_twice_are_refused() {
 }
 
 #[test]
-fn the_wait_at_a_closed_gate_ends_when_the_thread_is_held_or_has_left() {
+fn wait_closed_returns_when_the_thread_is_held_or_ended() {
     for _ in 0..50 {
-        let gate = Gate::default();
+        let gate = PauseGate::default();
         gate.close();
         thread::scope(|scope| {
             let passing = scope.spawn(|| {

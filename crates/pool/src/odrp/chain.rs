@@ -1,40 +1,43 @@
-//! The chain of writes and frees (OneSidedMW §2.2.3; `table` has what it works on). It also reads, for who
-//! does not know whether a page is mapped: [`super::read_chain`] is faster.
+//! The chain of writes and frees (OneSidedMW §2.2.3; [`super::table`] describes its tables). It
+//! also serves reads from clients that do not know whether a page is mapped; [`super::read_chain`]
+//! is faster.
 //!
-//! | # | WQE | what it does, and what it patches |
+//! | # | WQE | effect, and fields that it patches |
 //! |---|---|---|
-//! | - | RECV | op to #3, page number to #2, buffer to the transfer, reply's place to the reply |
+//! | - | RECV | op to #3, page number to #2, buffer to the transfer, reply address to the reply |
 //! | 0 | WAIT | for the request's completion |
-//! | 1 | FAA | moves the index of the answer's RECV_EN: the last lap's has run by now |
-//! | 2 | READ the page's row | #3: the state; the transfer and #c8: the page; queue value to staging |
-//! | 3 | READ the request's row | the gates #a0 and #c0; opcodes of transfer and reply; the status to the reply |
-//! | a0 | WRITE | the address of #2 to #a6; or the NOP that steps over all of "allocate" |
+//! | 1 | FAA | advances the index of the reply's RECV_EN, which has run in the previous lap |
+//! | 2 | READ the page's row | #3: state; the transfer and #c8: page; queue value to staging |
+//! | 3 | READ the request's row | gates #a0 and #c0; opcodes of transfer and reply; status |
+//! | a0 | WRITE | the address of #2 to #a6; or the NOP that skips all of "allocate" |
 //! | a1 | FAA avail, -64 | takes a permit; the old value is the address of #a2 |
 //! | a2 | READ steering row | #a3: word, addend, boundary; #a4: opcode; #a5: the null entry |
 //! | a3 | FAA head, +8 (or avail, +64) | the old head is the address of #a4 |
 //! | a4 | CAS that swaps in 0 (or NOP) | the queue value is the address of #a5 |
 //! | a5 | READ image | the transfer: page and opcode; the status; the new row to staging |
 //! | a6 | WRITE the row | the page is mapped |
-//! | c0 | WRITE | the address of #2 to #c1; or the NOP that steps over all of "free" |
-//! | c1 | WRITE zeros | the row: the page is not mapped any more |
+//! | c0 | WRITE | the address of #2 to #c1; or the NOP that skips all of "free" |
+//! | c1 | WRITE zeros | the row: the page is unmapped |
 //! | c2 | READ `begun` of the reads | the index of #c4 |
-//! | c3 | FAA | from the number of a read to that of its answer |
-//! | c4 | WAIT | until all reads are answered that may have looked the page up |
-//! | c5 to c7 | READ, FAA, WAIT | the same with the number of this request: until all before it are answered |
+//! | c3 | FAA | converts the number of a read to the number of its reply |
+//! | c4 | WAIT | until all reads that may have looked the page up are answered |
+//! | c5 to c7 | READ, FAA, WAIT | the same for this queue: until all earlier requests are answered
+//! |
 //! | c8 | WRITE zeros | clears the page |
-//! | c9 | SEND the queue value | to the shared push queue, whose order is the tail |
+//! | c9 | SEND the queue value | to the shared push queue, whose order defines the tail |
 //! | c10, c11 | FAA, FAA | the permit; one more receive for the push queue |
 //! | 4 | SEND_EN | the answer |
 //! | 5 | FAA, FAA | the indices of WAIT and SEND_EN |
 //!
 //! ```text
-//! answer (front ring): transfer of the page | reply, inline (2 blocks) | RECV_EN, which completes
+//! answer (front ring): transfer of the page | reply, inline (2 blocks) | RECV_EN, signaled
 //! ```
 //!
-//! The allocating part is that of [`crate::onesidedmw::alloc_chain`] without its windows. Nothing that
-//! a compute node sends makes a WQE fail before #c11 but a page number beyond its table, at #2, when
-//! nothing was changed. But it may wait for ever at #c4 or #c7, if the compute node breaks what it reads or
-//! writes over: then it has a page in hand ([`in_hand`]).
+//! The allocating part is that of [`crate::onesidedmw::alloc_chain`] without the windows. The only
+//! argument that can make a WQE fail before #c11 is a page number beyond the client's table; it
+//! fails at #2, before anything is changed. But the chain may wait for ever at #c4 or #c7, if the
+//! client breaks the QP of its reads or writes. The chain then holds an unmapped page
+//! ([`held_page`]).
 
 use fabric::wqe::{WQEBB, offset};
 use fabric::{Cqn, DmaMemory, MemoryRegion, Nic, Remote};
@@ -42,14 +45,14 @@ use fabric::{Cqn, DmaMemory, MemoryRegion, Nic, Remote};
 use super::read_chain::BEGUN;
 use super::table::{Gate, ROW_BYTES, image};
 use super::{PAGE_BYTES, REPLY_BYTES};
-use crate::chain::direction::COUNT;
 use crate::chain::layout::{self, AVAIL, Memory};
 use crate::chain::program::{PAIR, Program, STAGING_BYTES, Scatter, Wiring, Wrap, write_chain};
-use crate::chain::push::{Push, give_back};
+use crate::chain::push_queue::{PushRecord, write_release_tail};
+use crate::chain::queues::COUNT;
 
 /// Building blocks of an answer.
 pub const ANSWER_BLOCKS: u32 = 4;
-/// Which of them gives the credit back.
+/// Index of the block that returns the credit.
 pub const CREDIT_BLOCK: u32 = 3;
 /// Scatter elements of a receive WQE.
 pub const RECEIVE_SGES: u32 = 4;
@@ -62,54 +65,54 @@ pub const ALLOCATE: Gate = Gate::of(ALLOCATE_BLOCKS);
 /// The gate of "free".
 pub const FREE: Gate = Gate::of(FREE_BLOCKS);
 
-/// Byte of the control segment that says how many segments a WQE has.
+/// Byte of the control segment that holds a WQE's number of segments.
 const SEGMENTS: usize = 7;
-/// Byte of a row's address where the three bytes of the page number stand.
+/// Byte of a row's address that the page number's three bytes replace.
 const NUMBER_AT: usize = offset::REMOTE_ADDR + 4;
-/// Byte of the address of a request's row where the state stands.
+/// Byte of the address of a request's row that the state replaces.
 const STATE_AT: usize = offset::REMOTE_ADDR + 5;
-/// Byte of the address of a request's row where the op stands.
+/// Byte of the address of a request's row that the op replaces.
 const OP_AT: usize = offset::REMOTE_ADDR + 6;
-/// The status in a reply: its first inline byte.
+/// Offset of the status in a reply: its first inline byte.
 const STATUS_AT: usize = WQEBB + offset::RDMA_SGE + 4;
-/// Bytes of a reply, so many that its WQE takes two blocks and the answer four.
+/// Inline bytes of a reply: enough that its WQE takes two blocks and the answer four.
 const INLINE_BYTES: usize = 32;
 /// Address of the first SGE of a transfer.
 const LOCAL_ADDR: usize = offset::RDMA_SGE + 8;
 
 /// Offsets in a slot of the staging memory.
 mod staged {
-    /// The queue value of the page that is freed.
+    /// The queue value of the page that a free returns.
     pub const QUEUE_VALUE: u32 = 0;
-    /// The row that maps the page that was allocated.
+    /// The row that maps the allocated page.
     pub const ROW: u32 = 16;
 }
 
-/// What the chain of one compute node works on.
+/// Tables and queues that the chain of one client works on.
 pub struct Tables<N: Nic> {
-    /// Its table.
+    /// The client's table.
     pub rows: N::Mr,
-    /// The table of requests.
+    /// The table of requests (see [`super::table`]).
     pub steps: N::Mr,
-    /// How pages come back.
-    pub push: Push,
-    /// The CQ of answers that ended, and what it counted before the first.
+    /// The push queue, through which pages return to the free queue.
+    pub push: PushRecord,
+    /// The CQ of completed answers, and its count before the first one.
     pub answers: (Cqn, u32),
-    /// The reads beside this chain.
+    /// State of the client's chain of reads.
     pub reads: Reads<N>,
 }
 
-/// The reads of the same compute node, as a free sees them.
+/// State of the same client's reads that a free waits on.
 pub struct Reads<N: Nic> {
-    /// Their counters.
+    /// The counters of the chain of reads.
     pub counters: N::Mr,
-    /// The CQ of their answers.
+    /// The CQ of completed read answers.
     pub answers: Cqn,
-    /// What is added to `begun` for the number of the last answer among them (24 bits).
+    /// Addend that converts `begun` to the number of the last answer to wait for (24 bits).
     pub delta: u32,
 }
 
-/// Where the WQEs of one instance stand, as building-block indices.
+/// Building-block indices of the WQEs of one instance.
 struct Plan {
     row: u32,
     step: u32,
@@ -162,14 +165,14 @@ impl Plan {
     }
 }
 
-/// Building blocks that a ring for `credits` instances needs.
+/// Building blocks of a ring for `credits` instances.
 pub fn ring_blocks(credits: u32) -> u32 {
     (Plan::new(0).end * credits + 2).next_power_of_two()
 }
 
-/// The page that a chain has in hand that stands before the building block `at` for ever: one that is
-/// unmapped, and not pushed. The chain was written for requests from 0 on.
-pub fn in_hand<N: Nic>(
+/// The page held by a chain that is blocked for ever before building block `at`: a page that the
+/// chain has unmapped but not pushed. The chain must have been written for requests from 0 on.
+pub fn held_page<N: Nic>(
     memory: &Memory<N>,
     staging: &DmaMemory,
     (at, ring_entries): (u16, u32),
@@ -237,7 +240,7 @@ fn write_instance<N: Nic>(
     w.write_receive(slot, &arguments);
 }
 
-/// The gate at block `at` of a part: open, it copies the row's address from where the request put it, to the
+/// Writes the gate at block `at` of a part. An open gate copies the row's address from #2 to the
 /// WQE at `block`.
 fn gate(program: &mut Program, w: &Wiring, plan: &Plan, (at, block): (u32, u32)) {
     let to = Remote { addr: w.at(block, offset::REMOTE_ADDR), rkey: w.worker_rkey };
@@ -308,7 +311,8 @@ fn write_free<N: Nic>(
     });
     settle(program, w, plan.settle, (reads.counters.remote(BEGUN), reads.delta, reads.answers));
     let own = Remote { addr: w.at(wait, PAIR), rkey: w.worker_rkey };
-    // Of the requests before this one, whose number stands in its own WAIT.
+    // For the requests of this queue before this one; the number of this request is in its own
+    // WAIT.
     let (answers, before) = tables.answers;
     let delta = before.wrapping_sub(w.count).wrapping_sub(1) & COUNT;
     settle(program, w, plan.settle_own, (own, delta, answers));
@@ -319,11 +323,12 @@ fn write_free<N: Nic>(
     program.push(|b| {
         b.send(&[w.staging(slot, staged::QUEUE_VALUE, 8)]);
     });
-    give_back(memory, tables.push, program);
+    write_release_tail(memory, tables.push, program);
     assert_eq!(program.next(), plan.free_gate + FREE_BLOCKS);
 }
 
-/// Waits, at block `at`, until `answers` has counted completion number "index at `from`, plus `delta`".
+/// Waits, at block `at`, until `answers` has counted the completion "index at `from`, plus
+/// `delta`".
 fn settle(program: &mut Program, w: &Wiring, at: u32, (from, delta, answers): (Remote, u32, Cqn)) {
     program.push(|b| {
         b.rdma_read(from, &[w.to(4, at, PAIR)]);
@@ -337,7 +342,7 @@ fn settle(program: &mut Program, w: &Wiring, at: u32, (from, delta, answers): (R
     });
 }
 
-/// Writes the answer of `slot`; the request that meets it first has number `first_use`.
+/// Writes the answer of `slot`; `first_use` is the number of the first request that uses the slot.
 fn write_answer<N: Nic>(memory: &Memory<N>, w: &Wiring, slot: u32, first_use: u32) {
     w.write_front(slot, 0, |b| {
         let page = fabric::Sge { addr: 0, len: PAGE_BYTES as u32, lkey: memory.chunks.key() };

@@ -1,14 +1,14 @@
-//! The compute node's side: a request is a SEND, its answer the page or a status, written into a slot of
-//! the compute node's own memory.
+//! The client's side of `odrp`. A request is a SEND. The reply is the page or a status, written
+//! into a slot of the client's own memory.
 //!
 //! ```text
 //! read:    page number (3) | buffer: address (8), key (4)
 //! others:  op (1) | page number (3) | buffer: address (8), key (4) | reply: address (8), key (4)
 //! ```
 //!
-//! Page numbers are the compute node's own: an allocation takes one that is not in use, and asks
-//! nobody; memory is allocated by the first write. Which pages are mapped is known here, since the chain
-//! of reads answers for those only.
+//! Each client chooses its own page numbers: an allocation takes an unused number without sending a
+//! request, and the first write allocates the memory. The client records which pages are mapped,
+//! because the chain of reads answers only for mapped pages.
 
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
@@ -21,40 +21,41 @@ use fabric::{
 use parking_lot::Mutex;
 
 use super::table::PAGES_MAX;
-use super::{Ask, PAGE_BYTES, READ_BYTES, REPLY_BYTES, REQUEST_BYTES, status};
+use super::{PAGE_BYTES, PageOp, READ_BYTES, REPLY_BYTES, REQUEST_BYTES, status};
 use crate::Error;
 use crate::credits::{Credit, Credits};
-use crate::protocol::Welcome;
+use crate::protocol::NodeHello;
 use crate::scheme::{ClientScheme, Grant, GroupId, PageScheme, WhenIdle};
 
-/// Bytes from one reply to the next.
+/// Bytes from one reply slot to the next.
 const REPLY_STRIDE: usize = 64;
 
-/// The scheme's compute-node side on the NIC `N`.
+/// The scheme's client on the NIC `N`.
 pub struct Client<N: Nic> {
     reads: Queue<N>,
     writes: Queue<N>,
     numbers: Arc<Mutex<Numbers>>,
 }
 
-/// One QP with its slots.
+/// One QP with its request slots.
 struct Queue<N: Nic> {
     qp: N::Qp,
     completer: Completer<N::Cq>,
-    /// A page for each request in flight, which the memory node reads and writes.
+    /// One page for each request in flight, which the memory node reads and writes.
     pages: N::Mr,
     replies: N::Mr,
     credits: Credits,
-    /// Receives and SENDs are posted in the same order: the n-th reply answers the n-th request.
+    /// Held while posting, so that receives and SENDs have the same order: the n-th reply answers
+    /// the n-th request.
     order: Mutex<()>,
 }
 
-/// Page numbers.
+/// Allocator and state of the page numbers.
 struct Numbers {
-    /// Numbers from here on were never used.
+    /// Numbers from this one on have never been used.
     fresh: u32,
     end: u32,
-    /// Numbers that were used, and are not.
+    /// Numbers that were used and are free again.
     free: Vec<u32>,
     pages: Vec<Page>,
 }
@@ -62,22 +63,22 @@ struct Numbers {
 #[derive(Clone, Copy)]
 struct Page {
     state: State,
-    /// Reads of it that are in flight.
+    /// Number of reads of the page in flight.
     reading: u32,
 }
 
-/// What is known of a page number.
+/// State of a page number, as far as the client knows it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum State {
-    /// Nobody has it.
+    /// Not allocated.
     Unused,
-    /// It was never written: it is not mapped.
+    /// Allocated but never written: not mapped.
     Reserved,
-    /// It is mapped.
+    /// Mapped.
     Written,
-    /// A request ended with an error: whether it is mapped is open.
+    /// A request failed: the page may or may not be mapped.
     Unknown,
-    /// It is being freed.
+    /// A free is in flight.
     Leaving,
 }
 
@@ -96,7 +97,7 @@ impl Numbers {
         Some(number)
     }
 
-    /// The page of a number that somebody has.
+    /// The page of an allocated number.
     fn get(&mut self, number: u32) -> Result<&mut Page, Error> {
         let page = self.pages.get_mut(number as usize);
         page.filter(|page| !matches!(page.state, State::Unused | State::Leaving))
@@ -108,7 +109,7 @@ impl Numbers {
     }
 }
 
-/// A read of a page that is in flight.
+/// Counts a read of a page as in flight until it is dropped.
 struct Reading<'a> {
     numbers: &'a Mutex<Numbers>,
     number: u32,
@@ -121,12 +122,15 @@ impl Drop for Reading<'_> {
 }
 
 impl<N: Nic> Client<N> {
-    /// Makes the QPs.
-    pub fn new(nic: &N, pd: &N::Pd, welcome: &Welcome) -> Result<Self, Error> {
+    /// Creates the QPs.
+    pub fn new(nic: &N, pd: &N::Pd, welcome: &NodeHello) -> Result<Self, Error> {
         if welcome.chunk_bytes != PAGE_BYTES as u64 {
             return Err(Error::Protocol {
                 attempt: "connecting to a memory node with scheme odrp".into(),
-                why: format!("its pages have {} bytes, not {PAGE_BYTES}", welcome.chunk_bytes),
+                why: format!(
+                    "the memory node's pages have {} bytes, not {PAGE_BYTES}",
+                    welcome.chunk_bytes
+                ),
             });
         }
         let end = welcome.chunks.min(PAGES_MAX) as u32;
@@ -145,7 +149,7 @@ impl<N: Nic> Client<N> {
 
 impl<N: Nic> Queue<N> {
     fn new(nic: &N, pd: &N::Pd, credits: u32) -> Result<Self, Error> {
-        // A receive and a SEND for each request, and as many again that are flushed at a reset.
+        // A receive and a SEND for each request, and the same number again, flushed by a reset.
         let cq = nic.create_cq(CqAttr { entries: credits * 4, ignore_overrun: false })?;
         let qp = nic.create_qp(
             pd,
@@ -170,12 +174,12 @@ impl<N: Nic> Queue<N> {
         })
     }
 
-    /// Where the page of a request is.
+    /// Page buffer of the request.
     fn place(&self, credit: &Credit<'_>) -> Remote {
         self.pages.remote(credit.slot() as usize * PAGE_BYTES)
     }
 
-    /// Asks for a page that is mapped; its bytes are in the slot then.
+    /// Reads a mapped page into the request's page buffer.
     async fn read(&self, number: u32, credit: &Credit<'_>) -> Result<(), Error> {
         let mut request = [0; READ_BYTES];
         request[..3].copy_from_slice(&number.to_be_bytes()[1..]);
@@ -183,11 +187,11 @@ impl<N: Nic> Queue<N> {
         self.send("reading a page", &request).await
     }
 
-    /// Sends a request that is answered with a status.
+    /// Sends a request whose reply is a status.
     async fn ask(
         &self,
         what: &str,
-        ask: Ask,
+        ask: PageOp,
         number: u32,
         credit: &Credit<'_>,
     ) -> Result<u64, Error> {
@@ -201,7 +205,7 @@ impl<N: Nic> Queue<N> {
         Ok(self.replies.memory().load_be64(reply))
     }
 
-    /// Sends a request, and returns when it was answered.
+    /// Sends a request and waits for its reply.
     async fn send(&self, what: &str, request: &[u8]) -> Result<(), Error> {
         let (answered, sent) = {
             let _order = self.order.lock();
@@ -214,7 +218,8 @@ impl<N: Nic> Queue<N> {
             (answered, sent)
         };
         let (answered, sent) = (answered.await?, sent.await?);
-        // A reply that has come says that the request was done, whatever is known of its way there.
+        // A received reply means that the request was executed, whatever the completion of the SEND
+        // says.
         if answered.status != Status::Success {
             let status = match sent.status {
                 Status::Success => answered.status,
@@ -222,13 +227,13 @@ impl<N: Nic> Queue<N> {
             };
             return Err(Error::ManagementBroken { attempt: what.to_owned(), status });
         }
-        // The answer was written before its completion, which was just read.
+        // The reply was written before its completion, which was polled above.
         fence(Ordering::Acquire);
         Ok(())
     }
 }
 
-/// Address and key of a place.
+/// Writes an address and a key into a request.
 fn put(at: &mut [u8], place: Remote) {
     at[..8].copy_from_slice(&place.addr.to_be_bytes());
     at[8..12].copy_from_slice(&place.rkey.0.to_be_bytes());
@@ -241,7 +246,7 @@ fn check_whole(op: &'static str, len: usize) -> Result<(), Error> {
     Err(Error::Setting {
         setting: "length",
         value: len.to_string(),
-        why: format!("scheme odrp moves whole pages of {PAGE_BYTES} bytes: {op} one"),
+        why: format!("scheme odrp transfers whole pages: {op} {PAGE_BYTES} bytes"),
     })
 }
 
@@ -266,7 +271,7 @@ impl<N: Nic> PageScheme for Client<N> {
         let credit = queue.credits.take().await;
         let said = match state {
             State::Written => queue.read(number, &credit).await.map(|()| status::PENDING),
-            _ => queue.ask("reading a page", Ask::Read, number, &credit).await,
+            _ => queue.ask("reading a page", PageOp::Read, number, &credit).await,
         };
         match said? {
             status::PENDING => {
@@ -287,7 +292,7 @@ impl<N: Nic> PageScheme for Client<N> {
         self.numbers.lock().get(number)?;
         let credit = self.writes.credits.take().await;
         self.writes.pages.memory().write(credit.slot() as usize * PAGE_BYTES, from);
-        let said = self.writes.ask("writing a page", Ask::Write, number, &credit).await;
+        let said = self.writes.ask("writing a page", PageOp::Write, number, &credit).await;
         let mut numbers = self.numbers.lock();
         match said {
             Ok(status::DONE) => {
@@ -307,7 +312,7 @@ impl<N: Nic> PageScheme for Client<N> {
 }
 
 impl<N: Nic> ClientScheme for Client<N> {
-    /// Takes a page number. That is all: see [`PageScheme::write_page`].
+    /// Takes a page number; no request is sent: see [`PageScheme::write_page`].
     async fn allocate(&self, group: GroupId) -> Result<Grant, Error> {
         let number = self.numbers.lock().take();
         let number = number.ok_or(Error::OutOfMemory { bytes: PAGE_BYTES as u64 })?;
@@ -323,17 +328,20 @@ impl<N: Nic> ClientScheme for Client<N> {
             if page.reading > 0 {
                 return Err(Error::Refused {
                     attempt: "freeing a page".into(),
-                    why: format!("{} reads of it are in flight", page.reading),
+                    why: format!(
+                        "{} reads of the page are in flight: retry when they are complete",
+                        page.reading
+                    ),
                 });
             }
             std::mem::replace(&mut page.state, State::Leaving)
         };
-        // One that was never written was never allocated.
+        // A page that was never written has no memory to free.
         let said = match was {
             State::Reserved => Ok(status::UNMAPPED),
             _ => {
                 let credit = self.writes.credits.take().await;
-                self.writes.ask("freeing a page", Ask::Free, number, &credit).await
+                self.writes.ask("freeing a page", PageOp::Free, number, &credit).await
             }
         };
         let mut numbers = self.numbers.lock();
@@ -344,7 +352,7 @@ impl<N: Nic> ClientScheme for Client<N> {
                 Ok(())
             }
             Ok(other) => Err(not_understood("freeing a page", other)),
-            // It may be freed again.
+            // The caller may free the page again.
             Err(e) => {
                 numbers.set(number, State::Unknown);
                 Err(e)
@@ -375,8 +383,8 @@ impl<N: Nic> ClientScheme for Client<N> {
     fn connect(&self, peers: &[PeerAddress]) -> Result<(), Error> {
         if peers.len() != 2 {
             return Err(Error::Protocol {
-                attempt: "connecting the QPs for pages".into(),
-                why: format!("{} peers were named for two QPs", peers.len()),
+                attempt: "connecting the management QPs".into(),
+                why: format!("the memory node named {} peers for two QPs", peers.len()),
             });
         }
         Ok(self.queues().iter().zip(peers).try_for_each(|(q, peer)| q.qp.connect(*peer))?)
@@ -386,6 +394,6 @@ impl<N: Nic> ClientScheme for Client<N> {
 fn not_understood(attempt: &str, status: u64) -> Error {
     Error::Protocol {
         attempt: attempt.to_owned(),
-        why: format!("the reply's status is {status}, which means nothing"),
+        why: format!("the reply has unknown status {status}"),
     }
 }

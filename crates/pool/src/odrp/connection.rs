@@ -1,4 +1,4 @@
-//! What the memory node has for one compute node, and how far that has come.
+//! The memory node's state for one client, with the stages of closing and reclaiming it.
 
 use fabric::direct::{DirectNic, DirectQp};
 use fabric::wqe::Builder;
@@ -6,78 +6,79 @@ use fabric::{MemoryRegion, PeerAddress, QpChange, QueuePair, Remote};
 
 use super::{REPLY_BYTES, chain};
 use crate::Error;
-use crate::chain::direction::Direction;
 use crate::chain::layout::Memory;
+use crate::chain::queues::ChainQueues;
 
-/// What the memory node has for one compute node.
+/// Queues, tables and stage of one client.
 pub struct Connection<N: DirectNic> {
-    pub reads: Direction<N>,
+    pub reads: ChainQueues<N>,
     /// Writes and frees.
-    pub writes: Direction<N>,
-    /// What the chain of reads counts.
+    pub writes: ChainQueues<N>,
+    /// Counters of the chain of reads.
     pub counters: N::Mr,
     pub rows: N::Mr,
-    /// Access QPs by group and lane, with the compute node's QPs: no key opens anything to them, and
-    /// only bulletins go over them.
+    /// Access QPs by group and lane, with the client's QPs. No key grants access over them; they
+    /// carry bulletins only.
     pub access: Vec<Vec<(N::Qp, PeerAddress)>>,
     pub bulletin: Remote,
     pub stage: Stage,
-    /// Tell it, once its connection is closed.
-    pub tell: bool,
+    /// Break the client's QPs once the connection is closed, so that the client notices.
+    pub notify: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Stage {
-    /// Requests come in.
+    /// Requests are accepted.
     Open,
-    /// None come in; what did is executed to its end.
+    /// No new request is accepted; requests in flight are executed to the end.
     Closing,
-    /// Nothing is in flight.
+    /// No request is in flight.
     Closed,
-    /// It has gone; its chain runs on.
+    /// The client has departed; its chains still run.
     Settling,
-    /// The rows below this one were looked at.
+    /// The rows below this one have been scanned.
     Scanning(u64),
-    /// What it had is with the reclaimer, up to this ticket.
+    /// The reclaimer releases the client's pages, up to this ticket.
     Releasing(u64),
 }
 
 impl<N: DirectNic> Connection<N> {
-    /// In the order of [`Admitted::management`].
-    pub fn directions(&self) -> [&Direction<N>; 2] {
+    /// The queues in the order of [`ConnectReply::management`].
+    pub fn queues(&self) -> [&ChainQueues<N>; 2] {
         [&self.reads, &self.writes]
     }
 
-    /// No request comes in from now on, and no answer goes out.
+    /// Resets the front QPs: no request is accepted and no reply is sent any more.
     pub fn close(&self) -> Result<(), Error> {
-        Ok(self.directions().iter().try_for_each(|d| d.front.modify(QpChange::Reset))?)
+        Ok(self.queues().iter().try_for_each(|d| d.front.modify(QpChange::Reset))?)
     }
 
-    /// Whether nothing is in flight, given that it is closed.
+    /// Returns true if no request is in flight. The connection must be closed.
     pub fn is_at_rest(&self, nic: &N) -> Result<bool, Error> {
-        // The reads first: a free waits for them.
+        // Reads first, because a free waits for them.
         Ok(self.reads.is_at_rest(nic, None)?
             && self.writes.is_at_rest(nic, self.reads.answers.as_ref())?)
     }
 
-    /// Ends its chains, which are at rest. Gives a page that they have unmapped and not given back, since they
-    /// waited for a read that was never answered.
+    /// Stops the chains, which must be at rest. Returns the page, if any, that they have unmapped
+    /// but not freed because they waited for a read that was never answered.
     ///
-    /// A free that waits for such a read must not go on after its page was taken from it: anything that completes to
-    /// the CQ of the answers, be it an error, would let it.
+    /// A free that waits for such a read must not continue after its page has been taken from it.
+    /// Any completion in the CQ of the answers, even an error, would let it continue; therefore the
+    /// workers are reset.
     pub fn stop(&self, memory: &Memory<N>, credits: u32) -> Result<Option<u32>, Error> {
-        let page = self.in_hand(memory, credits)?;
-        self.directions().iter().try_for_each(|d| d.worker.modify(QpChange::Reset))?;
+        let page = self.held_page(memory, credits)?;
+        self.queues().iter().try_for_each(|d| d.worker.modify(QpChange::Reset))?;
         Ok(page)
     }
 
-    fn in_hand(&self, memory: &Memory<N>, credits: u32) -> Result<Option<u32>, Error> {
+    fn held_page(&self, memory: &Memory<N>, credits: u32) -> Result<Option<u32>, Error> {
         let d = &self.writes;
         if d.stopped.is_some() {
             return Ok(None);
         }
         let at = (d.worker.progress()?.send_consumer, d.worker.send_ring().entries);
-        Ok(chain::in_hand(memory, d.staging.memory(), at, credits))
+        Ok(chain::held_page(memory, d.staging.memory(), at, credits))
     }
 }
 
@@ -87,9 +88,9 @@ impl Stage {
     }
 }
 
-/// Breaks the compute node's side of its QP, so that whoever waits for a reply learns that there will
-/// be none: a WRITE with a key that is not one. Nothing is in flight.
-pub fn break_peer<N: DirectNic>(d: &Direction<N>) -> Result<(), Error> {
+/// Breaks the client's QP, so that a client that waits for a reply gets an error: posts a WRITE
+/// with an invalid key. No request may be in flight.
+pub fn break_peer<N: DirectNic>(d: &ChainQueues<N>) -> Result<(), Error> {
     d.front.connect(d.front_peer)?;
     let mut b = Builder::new(d.front.qpn(), 0);
     b.rdma_write(Remote::default(), &[d.staging.sge(0, REPLY_BYTES as u32)]);

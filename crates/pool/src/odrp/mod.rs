@@ -1,43 +1,47 @@
-//! `odrp`: remote paging whose every access is a chain (the ODRP baseline of OneSidedMW, §2.2.3).
+//! `odrp`: remote paging in which every access is a chain (the ODRP baseline of OneSidedMW,
+//! §2.2.3).
 //!
-//! Memory is pages of 4 KiB. Each compute node has a table of its own at the memory node, which maps
-//! its *page numbers* (places in its swap space) to pages. It never learns an address and never has a
-//! key: it sends a number, and the memory node's NIC looks it up and moves the page.
+//! Memory is divided into pages of 4 KiB. Each client has its own table at the memory node, which
+//! maps its *page numbers* (positions in its swap space) to pages. A client never learns an address
+//! and never has a key: it sends a page number, and the memory node's NIC looks the page up and
+//! transfers it.
 //!
 //! ```text
 //!  compute node                              memory node
 //!  QP == SEND number, buffer ==============> front QP   RQ: scatters the arguments into the chain
-//!                                            worker R ==loopback==> R'   looks up
+//!                                           worker R ==loopback==> R'   looks up
 //!     <== WRITE of the page ================ front QP   SQ: the page
-//!  QP == SEND op, number, buffer, reply ===> front QP   likewise
-//!                                            worker W ==loopback==> W'   looks up, allocates, frees
+//!  QP == SEND op, number, buffer, reply ===> front QP   RQ: the same
+//!                                           worker W ==loopback==> W'   looks up, allocates, frees
 //!     <== READ of the page, reply ========== front QP   SQ: the page, the reply, the credit
 //! ```
 //!
-//! | request | the page is mapped | it is not |
+//! | request | page mapped | page not mapped |
 //! | --- | --- | --- |
 //! | read | the page | "not mapped": it reads as zeros |
-//! | write | the page is overwritten | a free page is mapped, then written ("AllocWrite"); or "no memory" |
+//! | write | the page is overwritten | maps a page, then writes ("AllocWrite"); or "no memory" |
 //! | free | cleared, unmapped, back in the free queue | "not mapped" |
 //!
 //! - [`table`]: the tables, byte by byte.
-//! - [`read_chain`]: the chain of reads, which is short; [`chain`]: that of writes and frees.
-//! - `node`: the memory node's side; [`client`]: the compute node's.
+//! - [`read_chain`]: the short chain of reads; [`chain`]: the chain of writes and frees.
+//! - `node`: the memory node's side; [`client`]: the client's side.
 //!
-//! Decisions, where the paper says little:
-//! - Two QPs with a chain each, and one table, for each compute node: a queue for what is read, a queue for
-//!   what is written and freed. A free waits, on the NIC, for the reads and writes that may have looked its
-//!   page up. So no access is pending when a page is given back, and the NIC frees as it allocates.
-//! - A write READs the compute node's buffer; a read WRITEs into it, and that WRITE is the reply. A page
-//!   that is not mapped has none: a compute node reads what it has written, and knows what that is. Who does
-//!   not know it asks the other queue.
-//! - The compute node chooses page numbers. Nothing is allocated before the first write.
+//! Decisions where the paper is silent:
+//! - Each client has one table and two QPs, each with a chain: one queue for reads, one for writes
+//!   and frees. A free waits, on the NIC, for the reads and writes that may have looked its page
+//!   up. So no access is pending when a page is freed, and the NIC frees without the CPU, as it
+//!   allocates.
+//! - A write READs the client's buffer. A read WRITEs into the buffer, and that WRITE is the reply.
+//!   A read of an unmapped page has no reply: a client knows which pages it has written. A client
+//!   that does not know whether a page is mapped reads it through the queue of writes.
+//! - The client chooses page numbers. No page is allocated before the first write.
 //! - Pages are cleared when they are freed, as in every scheme here.
 //!
-//! What keeps a compute node to itself: its number replaces 3 bytes of an address, through a key that
-//! covers its own table only; everything else of a request either picks a row of a constant table that
-//! has a row for every value, or is an address and a key of its own memory, used over its own connection.
-//! A number beyond the table ends its connection, with nothing changed.
+//! Isolation of clients: a page number replaces 3 bytes of an address, through a key that covers
+//! only the client's own table. Every other field of a request either selects a row of a constant
+//! table that has a row for every value, or is an address and a key of the client's own memory,
+//! used over its own connection. A page number beyond the table ends the client's connection and
+//! changes nothing.
 
 pub mod chain;
 pub mod client;
@@ -54,36 +58,36 @@ pub use node::Node;
 /// Bytes of a page.
 pub const PAGE_BYTES: usize = 4096;
 
-/// What a request asks.
+/// Operation of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
-pub enum Ask {
-    /// Give me the page.
+pub enum PageOp {
+    /// Transfer the page to the client.
     Read = 1,
-    /// Take the page.
+    /// Transfer the page from the client.
     Write = 2,
     /// Unmap the page.
     Free = 3,
 }
 
-/// What a reply says.
+/// Status codes in replies.
 pub mod status {
-    /// Not answered yet; or, of a read, the page itself is the answer.
+    /// No reply yet. For a read: the page itself is the reply.
     pub const PENDING: u64 = 0;
-    /// It was done.
+    /// The operation was executed.
     pub const DONE: u64 = 1;
     /// The page is not mapped.
     pub const UNMAPPED: u64 = 2;
     /// There is no free page.
     pub const EMPTY: u64 = 3;
-    /// There is no such request.
+    /// The operation is unknown.
     pub const BAD: u64 = 4;
 }
 
-/// Bytes of a request to read: page number (3), buffer's address (8) and key (4).
+/// Bytes of a read request: page number (3), buffer's address (8) and key (4).
 pub const READ_BYTES: usize = 15;
-/// Bytes of a request to the other queue: op (1), page number (3), buffer's address (8) and key (4), reply's address (8)
-/// and key (4).
+/// Bytes of a request to the queue of writes: op (1), page number (3), buffer's address (8) and key
+/// (4), reply's address (8) and key (4).
 pub const REQUEST_BYTES: usize = 28;
 /// Bytes of a reply: a status.
 pub const REPLY_BYTES: usize = 8;

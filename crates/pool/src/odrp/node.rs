@@ -1,6 +1,6 @@
-//! The memory node's side: what is set up before the first request, and the little that the CPU does
-//! afterwards: it admits compute nodes, tells them of empty and of available again, ends the connection of
-//! one that named a page which it does not have, and takes back what a gone one had mapped.
+//! The memory node's side of `odrp`: the setup before the first request, and the rare work of the
+//! CPU. The CPU admits clients, broadcasts "empty" and "available again", closes the connection of
+//! a client that sent an invalid page number, and reclaims the pages of departed clients.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -14,22 +14,22 @@ use fabric::{
 use super::chain::{self, Reads, Tables};
 use super::connection::{Connection, Stage, break_peer};
 use super::{read_chain, table};
-use crate::chain::direction::{COUNT, Direction, Parts, Purpose, takes_requests};
+use crate::chain::availability::{AvailabilityNotifier, BULLETIN_BLOCKS};
 use crate::chain::layout::{Memory, Shape};
-use crate::chain::notice::{BULLETIN_BLOCKS, Notice};
 use crate::chain::program::Wrap;
-use crate::chain::push::{self, Push};
+use crate::chain::push_queue::{self, PushRecord};
+use crate::chain::queues::{COUNT, ChainQueues, QueueParams, SharedResources, accept_requests};
 use crate::chain::reclaimer::{Reclaimer, Task, Urgency, WAITING};
-use crate::events::CqEvents;
-use crate::remote::route::{Start, begun, renew_lane};
+use crate::remote::route::{Start, set_lane_start, with_start};
 use crate::scheme::{
-    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus, Part,
+    ClientId, ConnectReply, ConnectRequest, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus, QpSet,
 };
+use crate::wakeup::CqEvents;
 use crate::{Error, Settings};
 
-/// Rows of a table that are looked at in one turn.
+/// Rows of a table that one call scans.
 const SCAN: u64 = 1 << 13;
-/// WQEs that a worker flushes at most when it stops, for each of its instances.
+/// Maximum number of WQEs that a stopping worker flushes, per instance.
 const FLUSHED: u32 = 32;
 
 /// The scheme's memory-node side on the NIC `N`.
@@ -40,17 +40,17 @@ pub struct Node<N: DirectNic> {
     steps: N::Mr,
     data: N::Pd,
     metadata: N::Pd,
-    /// Workers that stop, and the reclaimer's batches, complete here; the CPU wakes on it.
+    /// Receives the completions of stopped workers and of the reclaimer's batches; wakes the CPU.
     faults: N::Cq,
     events: Arc<CqEvents<N>>,
-    /// Counts pushes; nobody polls it.
+    /// Counts pushes; not polled.
     pushes: N::Cq,
-    /// What goes wrong with loopback peers; nobody polls it.
+    /// Receives the errors of loopback peers; not polled.
     sink: N::Cq,
     push_queue: N::Srq,
     push_record: N::Mr,
     reclaimer: Reclaimer<N>,
-    notice: Notice<N>,
+    notice: AvailabilityNotifier<N>,
     pub(super) clients: BTreeMap<ClientId, Connection<N>>,
     workers: HashMap<Qpn, ClientId>,
     refused: u64,
@@ -59,7 +59,7 @@ pub struct Node<N: DirectNic> {
 }
 
 impl<N: DirectNic> Node<N> {
-    /// Maps the memory, fills the tables and the queue.
+    /// Allocates the memory and initializes the tables and the free queue.
     pub fn new(nic: N, settings: Settings) -> Result<Self, Error> {
         settings.validate()?;
         check_caps(&nic.caps())?;
@@ -83,11 +83,11 @@ impl<N: DirectNic> Node<N> {
         let push_queue = nic.create_srq(&metadata, slots)?;
         let push_record = fabric::direct::DirectReceive::record(&push_queue);
         let push_record = nic.reg_mr(&metadata, &push_record, Access::REMOTE_ATOMIC)?;
-        push::fill(&memory, &push_queue);
+        push_queue::fill(&memory, &push_queue);
         let pds = (&data, &metadata);
         let reclaimer = Reclaimer::new(&nic, pds, &push_queue, &pushes, &faults)?;
         Ok(Self {
-            notice: Notice::new(&nic, settings.clients_max)?,
+            notice: AvailabilityNotifier::new(&nic, settings.clients_max)?,
             nic,
             settings,
             memory,
@@ -114,29 +114,35 @@ impl<N: DirectNic> Node<N> {
         &self.memory
     }
 
-    /// The tables of the compute nodes whose chains may still run, for who checks them from outside: rows
-    /// as [`table`] has them.
+    /// The tables of the clients whose chains may still run, for external checkers. The rows are as
+    /// described in [`table`].
     pub fn tables(&self) -> Vec<(ClientId, DmaMemory)> {
         let runs = |c: &Connection<N>| !matches!(c.stage, Stage::Scanning(_) | Stage::Releasing(_));
         let rows = |(id, c): (&ClientId, &Connection<N>)| (*id, c.rows.memory().clone());
         self.clients.iter().filter(|(_, c)| runs(c)).map(rows).collect()
     }
 
-    /// Page numbers that a compute node has: it may have all memory.
+    /// Page numbers of one client: enough for all the memory.
     fn numbers(&self) -> u64 {
         self.memory.shape.chunks as u64
     }
 
-    fn push(&self) -> Push {
+    fn push(&self) -> PushRecord {
         let wrap = if self.memory.shape.slots() <= 1 << 15 { Wrap::Bits16 } else { Wrap::Bits32 };
-        Push { record: self.push_record.remote(0), wrap }
+        PushRecord { record: self.push_record.remote(0), wrap }
     }
 
-    fn connection(&self, client: ClientId, request: &Admission) -> Result<Connection<N>, Error> {
+    fn connection(
+        &self,
+        client: ClientId,
+        request: &ConnectRequest,
+    ) -> Result<Connection<N>, Error> {
         let [reads, writes] = request.management[..] else {
-            return Err(refuse("it must name two management QPs: for reads, and for the rest"));
+            return Err(refuse(
+                "the request must name two management QPs: reads; writes and frees",
+            ));
         };
-        let parts = Parts {
+        let parts = SharedResources {
             nic: &self.nic,
             data: &self.data,
             metadata: &self.metadata,
@@ -145,7 +151,7 @@ impl<N: DirectNic> Node<N> {
             pushes: &self.pushes,
             credits: self.settings.credits,
         };
-        let read = Purpose {
+        let read = QueueParams {
             owner: client,
             peer: request.peer(reads),
             worker_blocks: read_chain::ring_blocks(self.settings.credits),
@@ -157,7 +163,7 @@ impl<N: DirectNic> Node<N> {
             access: Access::NONE,
             copies: false,
         };
-        let write = Purpose {
+        let write = QueueParams {
             owner: client,
             peer: request.peer(writes),
             worker_blocks: chain::ring_blocks(self.settings.credits),
@@ -187,8 +193,8 @@ impl<N: DirectNic> Node<N> {
             Ok((qp, peer))
         };
         Ok(Connection {
-            reads: Direction::new(&parts, &read)?,
-            writes: Direction::new(&parts, &write)?,
+            reads: ChainQueues::new(&parts, &read)?,
+            writes: ChainQueues::new(&parts, &write)?,
             counters: self.nic.reg_mr(&self.metadata, &counters, rights)?,
             rows: table::new_table(&self.nic, &self.metadata, self.numbers())?,
             access: request
@@ -201,18 +207,19 @@ impl<N: DirectNic> Node<N> {
                 rkey: fabric::Key(request.bulletin_rkey),
             },
             stage: Stage::Closed,
-            tell: false,
+            notify: false,
         })
     }
 
-    /// Writes the chains anew and lets requests in; nothing is in flight.
+    /// Rewrites the chains and enables requests. No request may be in flight.
     fn open(&mut self, client: ClientId) -> Result<(), Error> {
         let c = self.clients.get(&client).ok_or_else(|| unknown(client))?;
-        for d in c.directions() {
+        for d in c.queues() {
             d.worker.modify(QpChange::Reset)?;
         }
-        // What the workers' last lives left in the CQ must not count as a stop of the next.
-        self.hear_faults()?;
+        // Drains completions of the workers before their reset; otherwise they would count as a new
+        // stop.
+        self.poll_faults()?;
         let push = self.push();
         let c = self.clients.get_mut(&client).ok_or_else(|| unknown(client))?;
         let mut answers = [(Cqn::new(0), 0); 2];
@@ -245,30 +252,30 @@ impl<N: DirectNic> Node<N> {
         Ok(())
     }
 
-    /// Takes in what the NIC reports to the CPU: batches of the reclaimer that ended, and workers that
-    /// stopped. True if there was anything.
-    fn hear_faults(&mut self) -> Result<bool, Error> {
-        let mut heard = false;
+    /// Drains the fault CQ: completed batches of the reclaimer, and workers that stopped. Returns
+    /// true if it processed any.
+    fn poll_faults(&mut self) -> Result<bool, Error> {
+        let mut any = false;
         let mut some = [Completion::EMPTY; 16];
         loop {
             let n = self.faults.poll(&mut some);
             if n == 0 {
-                return Ok(heard);
+                return Ok(any);
             }
             for c in &some[..n] {
                 if c.qpn == self.reclaimer.qpn() {
                     self.reclaimer.completed(c)?;
-                    heard = true;
+                    any = true;
                 } else if c.status != Status::Success {
-                    heard |= self.hear_stop(c)?;
+                    any |= self.record_stop(c)?;
                 }
             }
         }
     }
 
-    /// A worker stopped, at the first bad completion: its compute node named a page that it does not
-    /// have. Its connection is closed.
-    fn hear_stop(&mut self, fault: &Completion) -> Result<bool, Error> {
+    /// Handles the first error completion of a worker, whose client sent an invalid page number.
+    /// Closes the client's connection.
+    fn record_stop(&mut self, fault: &Completion) -> Result<bool, Error> {
         let client = self.workers.get(&fault.qpn);
         let Some(c) = client.and_then(|client| self.clients.get_mut(client)) else {
             return Ok(false);
@@ -284,14 +291,14 @@ impl<N: DirectNic> Node<N> {
         if c.stage == Stage::Open {
             c.close()?;
             c.stage = Stage::Closing;
-            c.tell = true;
+            c.notify = true;
             self.refused += 1;
         }
         Ok(true)
     }
 
-    /// Brings the connections on that are being closed; true if one came on.
-    fn bring_on(&mut self) -> Result<bool, Error> {
+    /// Advances the connections that are being closed or reclaimed. Returns true if any advanced.
+    fn advance_reclamation(&mut self) -> Result<bool, Error> {
         let mut any = false;
         let mut retired = Vec::new();
         for (&client, c) in &mut self.clients {
@@ -302,8 +309,8 @@ impl<N: DirectNic> Node<N> {
                     let page = c.stop(&self.memory, self.settings.credits)?;
                     self.reclaimer.take(page.map(Task::Release), Urgency::Now);
                     c.stage = Stage::Closed;
-                    if std::mem::take(&mut c.tell) {
-                        c.directions().into_iter().try_for_each(break_peer)?;
+                    if std::mem::take(&mut c.notify) {
+                        c.queues().into_iter().try_for_each(break_peer)?;
                     }
                     true
                 }
@@ -313,7 +320,7 @@ impl<N: DirectNic> Node<N> {
                     c.stage = Stage::Scanning(0);
                     true
                 }
-                // The completion of a batch brings the next turn.
+                // The completion of a batch triggers the next call.
                 Stage::Scanning(_) if self.reclaimer.waiting() >= WAITING => false,
                 Stage::Scanning(from) => {
                     let numbers = self.memory.shape.chunks as u64;
@@ -340,7 +347,7 @@ impl<N: DirectNic> Node<N> {
         }
         for client in retired {
             if let Some(c) = self.clients.remove(&client) {
-                for d in c.directions() {
+                for d in c.queues() {
                     self.workers.remove(&d.worker.qpn());
                 }
             }
@@ -349,60 +356,60 @@ impl<N: DirectNic> Node<N> {
         Ok(self.reclaimer.post(&self.memory, push)? || any)
     }
 
-    /// Tells every compute node whether there is memory, if that is new to them.
+    /// Broadcasts whether memory is available, if that changed.
     fn broadcast(&mut self, empty: bool) -> bool {
-        let new = self.notice.changes(empty);
+        let new = self.notice.set_empty(empty);
         if new {
             for c in self.clients.values().filter(|c| !c.stage.is_gone()) {
                 if let Some((qp, _)) = c.access.first().and_then(|lanes| lanes.first()) {
-                    self.notice.tell(qp, c.bulletin);
+                    self.notice.notify(qp, c.bulletin);
                 }
             }
         }
         new
     }
 
-    fn living(&mut self, client: ClientId) -> Result<&mut Connection<N>, Error> {
+    fn connected(&mut self, client: ClientId) -> Result<&mut Connection<N>, Error> {
         let c = self.clients.get_mut(&client).filter(|c| !c.stage.is_gone());
         c.ok_or_else(|| unknown(client))
     }
 }
 
 fn refuse(why: impl ToString) -> Error {
-    Error::Refused { attempt: "admitting a compute node".into(), why: why.to_string() }
+    Error::Refused { attempt: "admitting a client".into(), why: why.to_string() }
 }
 
 fn unknown(client: ClientId) -> Error {
     Error::Refused {
-        attempt: format!("serving compute node {}", client.0),
-        why: "it is not connected".into(),
+        attempt: format!("serving client {}", client.0),
+        why: "the client is not connected".into(),
     }
 }
 
 impl<N: DirectNic> NodeScheme for Node<N> {
-    fn admit(&mut self, client: ClientId, request: &Admission) -> Result<Admitted, Error> {
+    fn admit(&mut self, client: ClientId, request: &ConnectRequest) -> Result<ConnectReply, Error> {
         if self.clients.len() >= self.settings.clients_max as usize {
             return Err(refuse(format!(
-                "{} are connected or being taken back, the most allowed",
+                "the limit is reached: {} clients are connected or being reclaimed",
                 self.clients.len()
             )));
         }
         let lanes = self.settings.lanes() as usize;
         if request.groups.is_empty() || request.groups.iter().any(|g| g.len() != lanes) {
             return Err(refuse(format!(
-                "it must have QP groups, and each of them {lanes} access QPs"
+                "the request must name QP groups with {lanes} access QPs each"
             )));
         }
         if self.clients.contains_key(&client) {
-            return Err(refuse(format!("compute node {} is there already", client.0)));
+            return Err(refuse(format!("client {} is already connected", client.0)));
         }
         let c = self.connection(client, request)?;
-        let admitted = Admitted {
+        let admitted = ConnectReply {
             client: client.0,
             chunk_bytes: self.settings.chunk_bytes,
             group_size: self.settings.group_size,
             credits: self.settings.credits,
-            management: c.directions().map(|d| d.front.qpn().raw()).to_vec(),
+            management: c.queues().map(|d| d.front.qpn().raw()).to_vec(),
             groups: c
                 .access
                 .iter()
@@ -410,7 +417,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
                 .collect(),
             metadata: None,
         };
-        let workers = c.directions().map(|d| d.worker.qpn());
+        let workers = c.queues().map(|d| d.worker.qpn());
         self.clients.insert(client, c);
         if let Err(e) = self.open(client) {
             self.clients.remove(&client);
@@ -421,12 +428,12 @@ impl<N: DirectNic> NodeScheme for Node<N> {
     }
 
     fn retire(&mut self, client: ClientId) -> Result<(), Error> {
-        let Ok(c) = self.living(client) else { return Ok(()) };
+        let Ok(c) = self.connected(client) else { return Ok(()) };
         c.close()?;
         for (qp, _) in c.access.iter().flatten() {
             qp.modify(QpChange::Error)?;
         }
-        // What had come to rest, and was stopped, has nothing in hand.
+        // A connection in stage Closed has been stopped already and holds no page.
         c.stage = if c.stage == Stage::Closed { Stage::Scanning(0) } else { Stage::Settling };
         Ok(())
     }
@@ -435,9 +442,9 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         !self.clients.contains_key(&client)
     }
 
-    fn turn(&mut self) -> Result<bool, Error> {
-        let mut done = self.hear_faults()?;
-        done |= self.bring_on()?;
+    fn poll(&mut self) -> Result<bool, Error> {
+        let mut done = self.poll_faults()?;
+        done |= self.advance_reclamation()?;
         if self.notice.is_watching() && self.memory.permits() > 0 {
             done |= self.broadcast(false);
         }
@@ -450,7 +457,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
     }
 
     fn client_waits(&mut self, client: ClientId) -> Result<bool, Error> {
-        self.living(client)?;
+        self.connected(client)?;
         if self.memory.permits() > 0 {
             return Ok(false);
         }
@@ -459,10 +466,10 @@ impl<N: DirectNic> NodeScheme for Node<N> {
     }
 
     fn reset_management(&mut self, client: ClientId) -> Result<Option<Vec<u32>>, Error> {
-        self.hear_faults()?;
+        self.poll_faults()?;
         let nic = self.nic.clone();
-        let c = self.living(client)?;
-        c.tell = false; // it knows
+        let c = self.connected(client)?;
+        c.notify = false; // the client reset its side itself
         if c.stage == Stage::Open {
             c.close()?;
             c.stage = Stage::Closing;
@@ -471,40 +478,40 @@ impl<N: DirectNic> NodeScheme for Node<N> {
             if !c.is_at_rest(&nic)? {
                 return Ok(None);
             }
-            self.bring_on()?;
+            self.advance_reclamation()?;
         }
-        let c = self.living(client)?;
+        let c = self.connected(client)?;
         c.close()?;
-        let fronts = c.directions().map(|d| d.front.qpn().raw()).to_vec();
+        let fronts = c.queues().map(|d| d.front.qpn().raw()).to_vec();
         self.open(client)?;
         Ok(Some(fronts))
     }
 
     fn management_is_open(&self, client: ClientId) -> Result<bool, Error> {
         let c = self.clients.get(&client).ok_or_else(|| unknown(client))?;
-        Ok(c.stage == Stage::Open && takes_requests(c.directions())?)
+        Ok(c.stage == Stage::Open && accept_requests(c.queues())?)
     }
 
     fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {
-        let c = self.living(client)?;
+        let c = self.connected(client)?;
         let lanes = c.access.get(group.0 as usize);
         let Some((qp, peer)) = lanes.and_then(|lanes| lanes.get(lane.0 as usize)) else {
             return Err(Error::Refused {
                 attempt: format!("re-establishing lane {} of group {}", lane.0, group.0),
-                why: "this compute node has no such QP".into(),
+                why: "the client has no such QP".into(),
             });
         };
         qp.connect(*peer)?;
         Ok(qp.qpn().raw())
     }
 
-    fn renew(&mut self, client: ClientId, part: Part, start: Start) {
+    fn set_start(&mut self, client: ClientId, part: QpSet, start: Start) {
         let Some(c) = self.clients.get_mut(&client) else { return };
         match part {
-            Part::Management => [&mut c.reads, &mut c.writes]
+            QpSet::Management => [&mut c.reads, &mut c.writes]
                 .into_iter()
-                .for_each(|d| d.front_peer = begun(d.front_peer, start)),
-            Part::Access(group, lane) => renew_lane(&mut c.access, group, lane, start),
+                .for_each(|d| d.front_peer = with_start(d.front_peer, start)),
+            QpSet::Access(group, lane) => set_lane_start(&mut c.access, group, lane, start),
         }
     }
 
@@ -537,19 +544,19 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         })
     }
 
-    /// Every page is either mapped by one row of one table or once in the free queue; the queue is a
-    /// run without holes from the head on; permits equal its length.
+    /// Checks that every page is either mapped by exactly one row of one table or in the free queue
+    /// once, that the queue has no hole from the head on, and that the permits equal its length.
     fn audit(&self) -> Result<(), Error> {
         let attempt = || "auditing the pool".into();
         let broken = |why: String| Error::Protocol { attempt: attempt(), why };
         if self.clients.values().any(|c| c.stage.is_gone()) {
-            let why = "what compute nodes had is being taken back: ask again when that is over";
+            let why = "pages of departed clients are being reclaimed: retry when that is complete";
             return Err(Error::Refused { attempt: attempt(), why: why.into() });
         }
         let (run, filled) = self.memory.queued();
         if run.len() != filled || self.memory.permits() != run.len() as i64 {
             return Err(broken(format!(
-                "{filled} slots are filled, {} from the head on, with {} permits",
+                "{filled} slots of the free queue are filled, {} from the head on, with {} permits",
                 run.len(),
                 self.memory.permits()
             )));
@@ -567,7 +574,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
                 let Some(page) = table::page_of(&self.memory, c.rows.memory(), n) else { continue };
                 if let Some(other) = at[page as usize].replace(*client) {
                     return Err(broken(format!(
-                        "page {page} is number {n} of compute node {}, and has {other:?} too",
+                        "page {page} is number {n} of client {}, and also belongs to {other:?}",
                         client.0
                     )));
                 }
@@ -575,12 +582,12 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         }
         match at.iter().position(Option::is_none) {
             None => Ok(()),
-            Some(page) => Err(broken(format!("page {page} is lost: not free, and nobody's"))),
+            Some(page) => Err(broken(format!("page {page} is lost: neither free nor mapped"))),
         }
     }
 }
 
-/// Refuses a NIC that lacks what the scheme relies on.
+/// Returns an error if the NIC lacks a capability that the scheme needs.
 pub(super) fn check_caps(caps: &Caps) -> Result<(), Error> {
     if caps.chains && caps.big_endian_atomics {
         return Ok(());
@@ -588,8 +595,8 @@ pub(super) fn check_caps(caps: &Caps) -> Result<(), Error> {
     Err(fabric::Error::Unsupported {
         attempt: "serving with scheme odrp".into(),
         why: format!(
-            "it needs WAIT and SEND_EN, and big-endian atomics; {} has chains: {}, big-endian \
-             atomics: {}",
+            "the NIC must have WAIT and SEND_EN, and big-endian atomics; {} has chains: {}, \
+             big-endian atomics: {}",
             caps.name, caps.chains, caps.big_endian_atomics
         ),
     }

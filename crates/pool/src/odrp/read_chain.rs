@@ -1,6 +1,6 @@
-//! The chain of reads: as few WQEs as can be, since every access pays them.
+//! The chain of reads, with as few WQEs as possible, because every access executes all of them.
 //!
-//! | # | WQE | what it does, and what it patches |
+//! | # | WQE | effect, and fields that it patches |
 //! |---|---|---|
 //! | - | RECV | page number to #2, buffer to the transfer |
 //! | 0 | WAIT | for the request's completion |
@@ -8,22 +8,25 @@
 //! | 2 | READ the page's row | the transfer: opcode and page |
 //! | 3 | SEND_EN | the transfer |
 //! | 4 | FAA `enabled`, +1 | the old value is the index of the next instance's #3 |
-//! | lap | RECV_EN, FAA, FAA, SEND_EN | so many receives more; the ring on itself |
+//! | lap | RECV_EN, FAA, FAA, SEND_EN | one lap more of receives; the ring on itself |
 //!
 //! ```text
 //! answer (front ring): WRITE of the page with immediate, or NOP, which completes
-//! counters, in the metadata PD:  +0 begun   +8 enabled   each {index (4), number (4)}, as in a WAIT
+//! counters, in the metadata PD:  +0 begun   +8 enabled   each {index (4), number (4)}, as in WAIT
 //! ```
 //!
-//! The op is the queue, and the row says the opcode: a page that is not mapped, whose row is zero, is not
-//! answered. The compute node knows which of its pages are mapped; who reads another one waits alone.
+//! The queue determines the operation, and the row provides the opcode. The row of an unmapped page
+//! is zero, so a read of it gets no reply. The client knows which of its pages are mapped; a client
+//! that reads another page blocks only itself.
 //!
-//! `begun` is what a free looks at: it is counted before the row is read. A free first unmaps the page, then
-//! reads `begun`, and then waits until so many reads have been answered: whoever has looked the page up has
-//! then been answered, and whoever has not finds no page ([`super::chain`]).
+//! A free relies on `begun`, which each read increments before it reads the row. A free first
+//! unmaps the page, then reads `begun`, and then waits until that number of reads has been
+//! answered. By then every read that looked the page up has been answered, and every later read
+//! finds no page ([`super::chain`]).
 //!
-//! Receives are given out a lap ahead, so that a compute node may overwrite the arguments of a read of its own
-//! that is not finished. They name pages of its table and places of its memory, as any others would.
+//! Receives are enabled one lap ahead, so a client may overwrite the arguments of one of its own
+//! unfinished reads. The overwritten arguments can still name only pages of its own table and
+//! addresses in its own memory.
 
 use fabric::wqe::{WQEBB, offset};
 use fabric::{Cqn, MemoryRegion, Nic, Remote};
@@ -45,18 +48,18 @@ const ENABLED: usize = 8;
 /// Bytes of the counters.
 pub const COUNTERS_BYTES: usize = 64;
 
-/// Receives that a compute node has at first: two laps.
+/// Receives that are enabled initially: two laps.
 pub const fn receives(credits: u32) -> u32 {
     2 * credits
 }
 
-/// Building blocks that a ring for `credits` instances needs.
+/// Building blocks of a ring for `credits` instances.
 pub fn ring_blocks(credits: u32) -> u32 {
     (INSTANCE * credits + 4).next_power_of_two()
 }
 
-/// Writes the chain for the requests that come next, the first of which is completion number
-/// `wiring.count`, and its counters.
+/// Writes the chain and its counters for the next requests. The first request is completion number
+/// `wiring.count`.
 pub fn write<N: Nic>(
     memory: &Memory<N>,
     rows: &N::Mr,

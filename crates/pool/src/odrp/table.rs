@@ -1,39 +1,39 @@
-//! What the chain works on beside the free queue: the tables of the compute nodes, the table of
+//! Tables that the chain works on besides the free queue: the clients' tables, the table of
 //! requests, and the images of pages. Words are big-endian.
 //!
 //! ```text
-//! row n of a compute node's table, at 256 n; zero: not mapped
+//! row n of a client's table, at 256 n; zero: not mapped
 //!   0 state: 9, mapped (1)   1 page (8)   9 page (8)   17 queue value (8)
 //!
-//! row of a request, at 65536 * state + 256 * op: what each part of the chain does then
+//! row of a request, at 65536 * state + 256 * op: how each part of the chain handles it
 //!   0 gate of "allocate": opcode, size (2)   2 gate of "free": opcode, size (2)
 //!   4 opcode of the page's transfer (1)   5 opcode of the reply (1)   6 status (8)
 //!
-//! image of a page, at T of its entry ([`crate::chain::layout`]); the null entry's has page 0, NOP,
+//! image of a page, at T of its entry ([`crate::chain::layout`]); the null entry has page 0, NOP,
 //! EMPTY and a row of zeros
-//!   0 page (8)   8 opcode of the transfer (1)   9 status (8)   17 the row that maps it (25)
+//!   0 page (8)   8 opcode of the transfer (1)   9 status (8)   17 the row that maps the page (25)
 //! ```
 //!
-//! The state of a mapped page is the opcode of the transfer that a read makes of it.
+//! The state of a mapped page is the opcode of the transfer with which a read answers.
 //!
-//! A gate is the first WQE of a part: open it does what the part begins with, closed it is a NOP as large as
-//! the part, which so is stepped over.
+//! A gate is the first WQE of a part. An open gate executes the first step of the part. A closed
+//! gate is a NOP as large as the part, so the whole part is skipped.
 
 use fabric::direct::DirectNic;
 use fabric::wqe::opcode;
 use fabric::{Access, DmaMemory, MemoryRegion};
 
-use super::{Ask, status};
+use super::{PageOp, status};
 use crate::Error;
 use crate::chain::layout::{ENTRY_BYTES, Memory, aligned, entry};
 
-/// Bytes from one row of a compute node's table to the next.
+/// Bytes from one row of a client's table to the next.
 pub const ROW_STRIDE: usize = 256;
 /// Bytes of a row.
 pub const ROW_BYTES: usize = 25;
-/// State of a page that is mapped: what a read does with it.
+/// State of a mapped page: the opcode of a read's transfer.
 const MAPPED: u8 = opcode::RDMA_WRITE_IMM;
-/// Pages that a compute node may have: what three bytes can name.
+/// Maximum number of pages of a client: the page number has three bytes.
 pub const PAGES_MAX: u64 = 1 << 24;
 /// Page numbers replace bits 8 to 31 of the table's address.
 const TABLE_ALIGN: u64 = 1 << 32;
@@ -55,18 +55,18 @@ pub mod image {
 /// Bytes of a row of the table of requests.
 pub const STEP_BYTES: usize = 14;
 const STEP_STRIDE: usize = 256;
-/// State and op of a request replace bits 8 to 23 of the table's address.
+/// State and op of a request replace bits 8 to 23 of the address of the table of requests.
 const STEPS_ALIGN: u64 = 1 << 24;
 /// Rows for each state.
 const OPS: usize = 256;
 
-/// A compute node's table: every page is unmapped.
+/// Creates a client's table, with all pages unmapped.
 pub fn new_table<N: DirectNic>(nic: &N, metadata: &N::Pd, pages: u64) -> Result<N::Mr, Error> {
     let memory = aligned(nic, pages as usize * ROW_STRIDE, TABLE_ALIGN)?;
     Ok(nic.reg_mr(metadata, &memory, Access::REMOTE_READ | Access::REMOTE_WRITE)?)
 }
 
-/// The page that row `n` maps, if it maps one.
+/// The page that row `n` maps, if any.
 pub fn page_of<N: DirectNic>(memory: &Memory<N>, table: &DmaMemory, n: u64) -> Option<u32> {
     let mut row = [0; ROW_BYTES];
     table.read(n as usize * ROW_STRIDE, &mut row);
@@ -96,12 +96,12 @@ pub fn write_images<N: DirectNic>(memory: &Memory<N>) {
     }
 }
 
-/// What the first WQE of a part is: opcode, and size in 16-byte segments.
+/// The two forms of a part's first WQE: opcode, and size in 16-byte segments.
 #[derive(Clone, Copy, Debug)]
 pub struct Gate {
-    /// The part is executed: a WRITE with one SGE.
+    /// The part is executed: the first WQE is a WRITE with one SGE.
     pub open: [u8; 2],
-    /// It is not: a NOP that covers it.
+    /// The part is skipped: the first WQE is a NOP that covers it.
     pub closed: [u8; 2],
 }
 
@@ -113,7 +113,7 @@ impl Gate {
     }
 }
 
-/// The table of requests; `allocate` and `free` are the gates of these parts.
+/// Creates the table of requests; `allocate` and `free` are the gates of these parts.
 pub fn new_steps<N: DirectNic>(
     nic: &N,
     metadata: &N::Pd,
@@ -137,7 +137,7 @@ pub fn new_steps<N: DirectNic>(
                     opcode::RDMA_WRITE_IMM,
                     status::DONE,
                 ),
-                // The page's image says what becomes of it.
+                // The image of the page replaces the opcode and the status.
                 (WRITE, false) => (
                     (allocate.open, free.closed),
                     opcode::NOP,
@@ -175,9 +175,9 @@ pub fn new_steps<N: DirectNic>(
     Ok(nic.reg_mr(metadata, &memory, Access::REMOTE_READ)?)
 }
 
-const READ: u8 = Ask::Read as u8;
-const WRITE: u8 = Ask::Write as u8;
-const FREE: u8 = Ask::Free as u8;
+const READ: u8 = PageOp::Read as u8;
+const WRITE: u8 = PageOp::Write as u8;
+const FREE: u8 = PageOp::Free as u8;
 
 fn put_status(b: &mut [u8], at: usize, status: u64) {
     b[at..at + 8].copy_from_slice(&status.to_be_bytes());

@@ -1,33 +1,33 @@
-//! The allocation chain (OneSidedMW §4.3, figure 5; `layout` has what it works on).
+//! The allocation chain (OneSidedMW §4.3, figure 5; [`layout`] describes its memory).
 //!
-//! | # | WQE | what it does, and what it patches |
+//! | # | WQE | effect, and fields that it patches |
 //! |---|---|---|
 //! | - | RECV | QPNs of the access QPs to BIND 1.. +68; reply address and rkey to the reply +16 |
-//! | 0 | WAIT | for the request's completion; its own index is moved by 11 |
-//! | 1 | FAA | moves the index of the reply's RECV_EN: the last lap's has run by now |
+//! | 0 | WAIT | for the request's completion; #11 advances its index |
+//! | 1 | FAA | advances the index of the reply's RECV_EN, which has run in the previous lap |
 //! | 2 | FAA avail, -64 | takes a permit; the old value is the address of #3 |
 //! | 3 | READ steering row | #4: word, addend, boundary; #5: opcode; #6: the null entry's address |
 //! | 4 | FAA head, +8 (or avail, +64) | the old head is the address of #5 |
 //! | 5 | CAS that swaps in 0 (or NOP) | the queue value is the address of #6 |
 //! | 6 | READ entry | all of #7 to #10, and the reply |
-//! | 7 | BIND each window | the guard to the free worker, the others to the access QPs |
-//! | 8 | FAA on the tag words | the old tags go into the reply, the next ones are ready |
+//! | 7 | BIND each window | the guard to the free worker, the other windows to the access QPs |
+//! | 8 | FAA on the tag words | the old tags go into the reply; advances to the next tags |
 //! | 9 | WRITE owner_id | before the reply, from the memory node's constant |
 //! | 10 | SEND_EN | the reply |
 //! | 11 | FAA, FAA | the indices of WAIT and SEND_EN |
 //!
-//! A WQE is fetched only after all earlier ones of its queue have taken effect; what patches a WQE
-//! stands before it.
+//! A WQE is fetched only after all earlier WQEs of its queue have taken effect, and each WQE is
+//! patched only by earlier WQEs.
 
 use fabric::direct::Ring;
 use fabric::wqe::{Umr, WQEBB, offset, opcode, umr};
 use fabric::{Access, Key, MemoryRegion, Nic, Qpn, Remote, Sge};
 
-use super::in_flight::Hand;
 use super::layout::{self, AVAIL, DUMP_BYTES, Memory, entry, reply};
 use super::program::{Program, Scatter, Wiring, write_chain};
+use crate::chain::in_flight::InFlight;
 
-/// Where the WQEs of one instance stand, as building-block indices.
+/// Building-block indices of the WQEs of one instance.
 struct Plan {
     steer: u32,
     advance: u32,
@@ -52,13 +52,13 @@ impl Plan {
         Self { steer, advance, swap, entry, binds, tags, owner }
     }
 
-    /// Behind the instance's last WQE.
+    /// The block after the instance's last WQE.
     fn end(&self) -> u32 {
         self.owner + 4
     }
 }
 
-/// Building blocks that a ring for `credits` instances needs.
+/// Building blocks of a ring for `credits` instances.
 pub fn ring_blocks(shape: &layout::Shape, credits: u32) -> u32 {
     (Plan::new(0, shape).end() * credits + 2).next_power_of_two()
 }
@@ -146,52 +146,52 @@ fn write_instance<N: Nic>(
     w.write_receive(slot, &arguments);
 }
 
-/// What a worker that stopped before the building block `at` has in hand.
+/// Resources held by a worker that stopped before building block `at`.
 ///
-/// | it stopped before | in hand |
+/// | stopped before | holds |
 /// |---|---|
 /// | #0, #1, #2 | nothing |
 /// | #3, #4 | a permit |
-/// | #5, with a permit | the slot that head has passed, and its entry |
+/// | #5, with a permit | the slot that the head has passed, and its entry |
 /// | #6 to #9, with a permit | the entry, some of its windows bound |
-/// | #5 to #9, without | nothing: the permit was given back |
-/// | #10, #11 | nothing: `owner_id` names the compute node |
-pub fn in_hand<N: Nic>(memory: &Memory<N>, ring: &Ring, at: u16, credits: u32) -> Hand {
+/// | #5 to #9, without a permit | nothing: the permit was returned |
+/// | #10, #11 | nothing: `owner_id` names the client |
+pub fn held_resources<N: Nic>(memory: &Memory<N>, ring: &Ring, at: u16, credits: u32) -> InFlight {
     let block = at as u32 % ring.entries;
     let instance = Plan::new(0, &memory.shape).end();
     if block >= instance * credits {
-        return Hand::default(); // the end of the lap
+        return InFlight::default(); // the end of the lap
     }
     let plan = Plan::new(block - block % instance, &memory.shape);
     let field = |block: u32, field: usize| block as usize * WQEBB + field;
     let word = |block: u32| ring.memory.load_be64(field(block, offset::REMOTE_ADDR));
     if block < plan.steer || block > plan.owner {
-        return Hand::default();
+        return InFlight::default();
     }
     if block <= plan.advance {
-        return Hand { permits: 1, ..Hand::default() };
+        return InFlight { permits: 1, ..InFlight::default() };
     }
     let value = if block == plan.swap {
         let mut op = [0];
         ring.memory.read(field(plan.swap, offset::OPCODE), &mut op);
         if op[0] != opcode::ATOMIC_MASKED_CS {
-            return Hand::default();
+            return InFlight::default();
         }
         memory.take_slot(word(plan.swap))
     } else {
         word(plan.entry)
     };
-    Hand { entry: memory.entry_of(value), ..Hand::default() }
+    InFlight { entry: memory.entry_of(value), ..InFlight::default() }
 }
 
-/// Where the WAIT of a position stands.
+/// Block of the WAIT of a position.
 pub fn wait_block(shape: &layout::Shape, position: u32) -> u32 {
     Plan::new(0, shape).end() * position
 }
 
-/// How far a worker came that stopped before the building block `at`: the position of the request
-/// that it did not finish, and whether it had begun it; with the grant's owner written, it counts as
-/// finished.
+/// Progress of a worker that stopped before building block `at`: the position of the unfinished
+/// request, and whether its execution has begun. A request counts as finished once the grant's
+/// owner is written.
 pub fn unfinished(shape: &layout::Shape, ring: &Ring, at: u16, credits: u32) -> (u32, bool) {
     let block = at as u32 % ring.entries;
     let plan = Plan::new(0, shape);
@@ -203,7 +203,7 @@ pub fn unfinished(shape: &layout::Shape, ring: &Ring, at: u16, credits: u32) -> 
     }
 }
 
-/// How an entry's bytes from T on go into the WQEs behind the READ.
+/// Scatter list from an entry's bytes after T to the WQEs after the READ.
 fn entry_scatter(shape: &layout::Shape, plan: &Plan, w: &Wiring, slot: u32, dump: Sge) -> Scatter {
     let mut s = Scatter::default();
     for four in plan.binds.chunks(4) {

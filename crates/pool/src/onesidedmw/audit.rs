@@ -1,4 +1,4 @@
-//! The check that the pool is whole, for tests and for `status`: nothing may be in flight.
+//! Consistency check of the pool, for tests and for `status`. No request may be in flight.
 
 use std::collections::HashSet;
 
@@ -7,15 +7,16 @@ use fabric::direct::DirectNic;
 use super::node::Node;
 use crate::Error;
 
-/// Every chunk is either owned or once in the free queue; the queue is a run without holes from
-/// the head on; permits equal its length; windows of free chunks are unbound, of owned ones bound.
+/// Checks that every chunk is either owned or in the free queue once, that the queue has no hole
+/// from the head on, that the permits equal its length, and that windows are bound exactly if their
+/// chunk is owned.
 pub fn check<N: DirectNic>(node: &Node<N>) -> Result<(), Error> {
     let broken = |why: String| Error::Protocol { attempt: "auditing the pool".into(), why };
     if !node.leaving.is_empty() {
         return Err(Error::Refused {
             attempt: "auditing the pool".into(),
             why: format!(
-                "what {} compute nodes had is being taken back: ask again when that is over",
+                "chunks of {} departed clients are being reclaimed: retry when that is complete",
                 node.leaving.len()
             ),
         });
@@ -24,16 +25,23 @@ pub fn check<N: DirectNic>(node: &Node<N>) -> Result<(), Error> {
     let chunks = memory.shape.chunks;
     let (run, filled) = memory.queued();
     if run.len() != filled {
-        return Err(broken(format!("{filled} slots are filled, {} from the head on", run.len())));
+        return Err(broken(format!(
+            "{filled} slots of the free queue are filled, {} from the head on",
+            run.len()
+        )));
     }
     if memory.permits() != run.len() as i64 {
-        return Err(broken(format!("{} permits for {} entries", memory.permits(), run.len())));
+        return Err(broken(format!(
+            "the free queue has {} permits for {} entries",
+            memory.permits(),
+            run.len()
+        )));
     }
     let mut free = HashSet::new();
     for value in run {
-        let i = memory
-            .entry_of(value)
-            .ok_or_else(|| broken(format!("the free queue holds {value:#x}: no entry")))?;
+        let i = memory.entry_of(value).ok_or_else(|| {
+            broken(format!("the free queue holds {value:#x}, which names no entry"))
+        })?;
         if !free.insert(i) {
             return Err(broken(format!("chunk {i} is in the free queue twice")));
         }
@@ -47,17 +55,17 @@ pub fn check<N: DirectNic>(node: &Node<N>) -> Result<(), Error> {
             )));
         }
         for key in memory.window_keys(i) {
-            // The table's tag is the next binding's to present; a bound window has it already.
+            // The table's tag is the tag of the next bind; a bound window already has it.
             let info = node.nic.query_key(key)?;
             if info.is_bound() != (owner != 0) {
                 return Err(broken(format!(
-                    "chunk {i} has owner {owner}, its window {key} has {} bytes, for {:?}",
+                    "chunk {i} has owner {owner}, but its window {key} has {} bytes, bound to {:?}",
                     info.len, info.bound_to
                 )));
             }
             if info.key != key {
                 return Err(broken(format!(
-                    "chunk {i}: the table has key {key}, the NIC {}",
+                    "chunk {i}: the table has key {key}, but the NIC has {}",
                     info.key
                 )));
             }

@@ -1,4 +1,4 @@
-//! Budgets as this scheme sees to them (OneSidedMW §4.4); [`crate::budget`] says how.
+//! Enforces budgets in this scheme (OneSidedMW §4.4); [`crate::budget`] has the rules.
 
 use fabric::direct::DirectNic;
 
@@ -9,17 +9,18 @@ use crate::budget::{BudgetStatus, Verdict};
 use crate::scheme::ClientId;
 
 impl<N: DirectNic> Node<N> {
-    /// Looks at the counters of the management QPs, if it is time to. True if a connection was ended.
-    pub(super) fn mind_budgets(&mut self) -> Result<bool, Error> {
+    /// Checks the counters of the management QPs, once per interval. Returns true if it closed a
+    /// connection.
+    pub(super) fn check_budgets(&mut self) -> Result<bool, Error> {
         let budget = self.settings.budget.clone();
         if !budget.is_set() {
             return Ok(false);
         }
         let now = self.nic.now();
-        if self.look_at.is_some_and(|at| now < at) {
+        if self.next_budget_check.is_some_and(|at| now < at) {
             return Ok(false);
         }
-        self.look_at = Some(now + budget.interval);
+        self.next_budget_check = Some(now + budget.interval);
         let mut over = Vec::new();
         for (&client, c) in &mut self.clients {
             if c.management != Management::Open {
@@ -40,7 +41,7 @@ impl<N: DirectNic> Node<N> {
         for (client, why) in over {
             let Some(mut c) = self.clients.remove(&client) else { continue };
             c.meter.suspend(&budget, why, now);
-            c.tell = true;
+            c.notify = true;
             let closed = self.close(client, &mut c);
             self.clients.insert(client, c);
             closed?;
@@ -49,7 +50,7 @@ impl<N: DirectNic> Node<N> {
         Ok(any)
     }
 
-    /// An error while the compute node must not be let in again; else its meter starts anew.
+    /// Returns an error while the client is suspended; otherwise restarts its meter.
     pub(super) fn check_suspension(
         &self,
         client: ClientId,
@@ -61,7 +62,7 @@ impl<N: DirectNic> Node<N> {
         }
         if let Some((why, retry_after)) = c.meter.suspension(self.nic.now()) {
             return Err(Error::OverBudget {
-                attempt: format!("re-establishing the management QPs of compute node {}", client.0),
+                attempt: format!("re-establishing the management QPs of client {}", client.0),
                 why: why.to_owned(),
                 retry_after,
             });
@@ -73,7 +74,7 @@ impl<N: DirectNic> Node<N> {
         Ok(())
     }
 
-    /// The state of budgets, if there are any.
+    /// State of the budgets; `None` if no budget is set.
     pub(super) fn budget_status(&self) -> Option<BudgetStatus> {
         let budget = &self.settings.budget;
         if !budget.is_set() {

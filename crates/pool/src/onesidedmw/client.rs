@@ -1,5 +1,5 @@
-//! The compute node's side: a request is a SEND, its answer a WRITE with immediate into a slot of
-//! the compute node's own memory (OneSidedMW §4.3).
+//! The client's side of OneSidedMW. A request is a SEND. The reply is a WRITE with immediate into a
+//! slot of the client's own memory (OneSidedMW §4.3).
 //!
 //! ```text
 //! allocate: QPN of each access QP of the group (3 bytes each) | reply address (8) | reply rkey (4)
@@ -21,93 +21,95 @@ use parking_lot::Mutex;
 use super::layout::{reply, status};
 use crate::Error;
 use crate::credits::Credits;
-use crate::protocol::Welcome;
+use crate::protocol::NodeHello;
 use crate::scheme::{ClientScheme, Grant, GroupId, MAX_GROUP, WhenIdle};
 
 /// Bytes of a reply slot.
 const SLOT_BYTES: usize = 64;
-/// The most bytes of a request.
+/// Maximum bytes of a request.
 const REQUEST_BYTES: usize = 3 * (MAX_GROUP - 1) + 12;
 
-/// The scheme's compute-node side on the NIC `N`.
+/// The scheme's client on the NIC `N`.
 pub struct Client<N: Nic> {
     chunk_bytes: u64,
-    /// The memory node's access QPs, by group and lane: what windows are to be bound to.
+    /// The memory node's access QPs, by group and lane: windows are bound to these.
     access: OnceLock<Vec<Vec<Qpn>>>,
     alloc: Alloc<N>,
-    free: Direction<N>,
+    free: RequestQueue<N>,
 }
 
-/// A QP that others use too, and what gets its completions.
-pub(crate) type Lent<N> = (<N as Nic>::Qp, Arc<Completer<<N as Nic>::Cq>>);
+/// An access QP that is also used for requests, with the completer of its completions.
+pub(crate) type SharedQp<N> = (<N as Nic>::Qp, Arc<Completer<<N as Nic>::Cq>>);
 
-/// Where allocations go.
+/// QPs for allocations.
 enum Alloc<N: Nic> {
-    /// Over a QP of their own.
-    Separate(Direction<N>),
-    /// Without separation: over the first access QP of each group, once they are known.
-    Access(OnceLock<Vec<Direction<N>>>),
+    /// One QP for allocations only.
+    Separate(RequestQueue<N>),
+    /// Without separation: the first access QP of each group. Set once these QPs are known.
+    Access(OnceLock<Vec<RequestQueue<N>>>),
 }
 
-/// One management QP with its reply slots.
-struct Direction<N: Nic> {
+/// One QP for requests, with its reply slots.
+struct RequestQueue<N: Nic> {
     qp: N::Qp,
     completer: Arc<Completer<N::Cq>>,
-    /// Others post to the QP too.
+    /// The QP also carries accesses.
     shared: bool,
     replies: N::Mr,
     credits: Credits,
-    /// Receives and SENDs are posted in the same order: the n-th reply answers the n-th request.
+    /// Held while posting, so that receives and SENDs have the same order: the n-th reply answers
+    /// the n-th request.
     order: Mutex<()>,
-    /// The QP is not in Reset, where requests would not end. Changes under `order`.
+    /// False while the QP is in Reset, where requests would never complete. Changes under `order`.
     open: AtomicBool,
 }
 
 impl<N: Nic> Client<N> {
-    /// Makes the management QPs.
-    pub fn new(nic: &N, pd: &N::Pd, welcome: &Welcome) -> Result<Self, Error> {
+    /// Creates the management QPs.
+    pub fn new(nic: &N, pd: &N::Pd, welcome: &NodeHello) -> Result<Self, Error> {
         Ok(Self {
             chunk_bytes: welcome.chunk_bytes,
             access: OnceLock::new(),
             alloc: match welcome.separation {
-                true => Alloc::Separate(Direction::new(nic, pd, welcome.credits)?),
+                true => Alloc::Separate(RequestQueue::new(nic, pd, welcome.credits)?),
                 false => Alloc::Access(OnceLock::new()),
             },
-            free: Direction::new(nic, pd, welcome.credits)?,
+            free: RequestQueue::new(nic, pd, welcome.credits)?,
         })
     }
 }
 
 impl<N: Nic> Client<N> {
-    /// Without separation: the first access QP of each group, with its completions, to allocate over.
-    pub(crate) fn lend_access(
+    /// Without separation: sets the first access QP of each group, with its completer, for
+    /// allocations.
+    pub(crate) fn share_access_qps(
         &self,
         nic: &N,
         pd: &N::Pd,
         credits: u32,
-        groups: Vec<Lent<N>>,
+        groups: Vec<SharedQp<N>>,
     ) -> Result<(), Error> {
         let Alloc::Access(allocs) = &self.alloc else { return Ok(()) };
-        let over = |(qp, completer)| Direction::over(nic, pd, credits, (qp, completer), true);
+        let over = |(qp, completer)| RequestQueue::over(nic, pd, credits, (qp, completer), true);
         let _ = allocs.set(groups.into_iter().map(over).collect::<Result<_, _>>()?);
         Ok(())
     }
 
-    fn allocs(&self) -> &[Direction<N>] {
+    fn allocs(&self) -> &[RequestQueue<N>] {
         match &self.alloc {
             Alloc::Separate(alloc) => std::slice::from_ref(alloc),
             Alloc::Access(allocs) => allocs.get().map_or(&[], Vec::as_slice),
         }
     }
 
-    fn directions(&self) -> impl Iterator<Item = &Direction<N>> {
+    fn queues(&self) -> impl Iterator<Item = &RequestQueue<N>> {
         self.allocs().iter().chain([&self.free])
     }
 }
 
-impl<N: Nic> Direction<N> {
+impl<N: Nic> RequestQueue<N> {
     fn new(nic: &N, pd: &N::Pd, credits: u32) -> Result<Self, Error> {
-        // A receive and a SEND for each request, and as many again that are flushed at a reset.
+        // A receive and a SEND for each request, and the same number again, flushed by a reset.
         let cq = nic.create_cq(CqAttr { entries: credits * 4, ignore_overrun: false })?;
         let qp = nic.create_qp(
             pd,
@@ -122,12 +124,12 @@ impl<N: Nic> Direction<N> {
         Self::over(nic, pd, credits, (qp, Arc::new(Completer::new(cq))), false)
     }
 
-    /// Requests over a QP, whose completions the completer gets.
+    /// Sends requests over an existing QP, whose completions go to the completer.
     fn over(
         nic: &N,
         pd: &N::Pd,
         credits: u32,
-        (qp, completer): Lent<N>,
+        (qp, completer): SharedQp<N>,
         shared: bool,
     ) -> Result<Self, Error> {
         let memory = nic.alloc_dma(credits as usize * SLOT_BYTES)?;
@@ -143,7 +145,7 @@ impl<N: Nic> Direction<N> {
         })
     }
 
-    /// Sends `arguments` and the reply's target; the reply's bytes.
+    /// Sends `arguments` and the reply's address. Returns the bytes of the reply.
     async fn ask(&self, what: &str, arguments: &[u8]) -> Result<[u8; reply::BYTES], Error> {
         let credit = self.credits.take().await;
         let at = credit.slot() as usize * SLOT_BYTES;
@@ -164,7 +166,8 @@ impl<N: Nic> Direction<N> {
             }
         };
         let (answered, sent) = (answered.await?, sent.await?);
-        // A reply that has come says that the request was done, whatever is known of its way there.
+        // A received reply means that the request was executed, whatever the completion of the SEND
+        // says.
         if answered.status != Status::Success {
             let status = match sent.status {
                 Status::Success => answered.status,
@@ -172,7 +175,7 @@ impl<N: Nic> Direction<N> {
             };
             return Err(Error::ManagementBroken { attempt: what.to_owned(), status });
         }
-        // The reply was written before its completion, which was just read.
+        // The reply was written before its completion, which was polled above.
         fence(Ordering::Acquire);
         let mut bytes = [0; reply::BYTES];
         memory.read(at, &mut bytes);
@@ -182,9 +185,10 @@ impl<N: Nic> Direction<N> {
 
 type Posted<N> = Pending<<N as Nic>::Cq>;
 
-impl<N: Nic> Direction<N> {
-    /// Posts a request and the receive for its reply. On a QP that others post to, the SEND may find no
-    /// room: it goes first, and a reply that is faster waits for its receive.
+impl<N: Nic> RequestQueue<N> {
+    /// Posts a request and the receive for its reply. On a shared QP the SEND may find the queue
+    /// full, so it is posted before the receive; a reply that arrives before the receive waits for
+    /// it.
     fn post(&self, what: &str, request: &[u8]) -> Result<(Posted<N>, Posted<N>), Error> {
         let receive =
             || self.completer.submit(|id| self.qp.post_recv(&ReceiveRequest { id, to: &[] }));
@@ -206,10 +210,10 @@ impl<N: Nic> Direction<N> {
         Ok((receive()?, send()?))
     }
 
-    /// Polls for others, since room comes with their completions.
+    /// Polls completions, including those of accesses, to free room in the send queue.
     #[cold]
     fn make_room(&self) -> Result<(), Error> {
-        if self.completer.turn() == 0 {
+        if self.completer.poll() == 0 {
             self.completer.cq().wait(Duration::from_millis(1))?;
         }
         Ok(())
@@ -221,7 +225,7 @@ impl<N: Nic> ClientScheme for Client<N> {
         let groups = self.access.get().map_or(&[][..], Vec::as_slice);
         let lanes = groups.get(group.0 as usize).ok_or_else(|| Error::Refused {
             attempt: format!("allocating a chunk for QP group {}", group.0),
-            why: format!("this compute node has {}", groups.len()),
+            why: format!("the client has {} QP groups", groups.len()),
         })?;
         let mut arguments = [0u8; 3 * (MAX_GROUP - 1)];
         for (qpn, at) in lanes.iter().zip(arguments.chunks_exact_mut(3)) {
@@ -242,7 +246,7 @@ impl<N: Nic> ClientScheme for Client<N> {
         for (lane, key) in keys[..lanes.len()].iter_mut().enumerate() {
             let window = lane + 1;
             let index = &bytes[reply::KEYS + 3 * window..][..3];
-            // The window's tag is the one that the table kept as the next.
+            // The key's tag is the tag that the table listed as the next one.
             let tag = bytes[reply::TAGS + 8 * (window / 4) + 4 + window % 4];
             *key = Key(u32::from_be_bytes([index[0], index[1], index[2], tag]));
         }
@@ -271,15 +275,15 @@ impl<N: Nic> ClientScheme for Client<N> {
     }
 
     fn is_broken(&self) -> bool {
-        self.directions().any(|d| !matches!(d.qp.state(), Ok(QpState::ReadyToSend)))
+        self.queues().any(|d| !matches!(d.qp.state(), Ok(QpState::ReadyToSend)))
     }
 
     fn is_closed(&self) -> bool {
-        self.directions().any(|d| !d.open.load(Ordering::Acquire))
+        self.queues().any(|d| !d.open.load(Ordering::Acquire))
     }
 
     fn reset(&self) -> Result<(), Error> {
-        for d in self.directions() {
+        for d in self.queues() {
             let _order = d.order.lock();
             d.open.store(false, Ordering::Relaxed);
             d.qp.modify(QpChange::Reset)?;
@@ -288,29 +292,29 @@ impl<N: Nic> ClientScheme for Client<N> {
     }
 
     fn break_management(&self) -> Result<(), Error> {
-        Ok(self.directions().try_for_each(|d| d.qp.modify(QpChange::Error))?)
+        Ok(self.queues().try_for_each(|d| d.qp.modify(QpChange::Error))?)
     }
 
     fn when_idle(&self, look: &WhenIdle) {
-        self.directions().for_each(|d| d.completer.when_idle(look.clone()));
+        self.queues().for_each(|d| d.completer.when_idle(look.clone()));
     }
 
     fn name_access(&self, peers: Vec<Vec<Qpn>>) {
-        // They keep their numbers when they are re-established.
+        // Access QPs keep their numbers when they are re-established.
         let _ = self.access.set(peers);
     }
 
     fn connect(&self, peers: &[PeerAddress]) -> Result<(), Error> {
         let own: Vec<_> = match &self.alloc {
             Alloc::Separate(alloc) => vec![alloc, &self.free],
-            // Access QPs are connected before, by who has them.
+            // Access QPs are connected by their owner, the pool client.
             Alloc::Access(_) => vec![&self.free],
         };
         for (d, &peer) in own.into_iter().zip(peers) {
             let _order = d.order.lock();
             d.qp.connect(peer)?;
         }
-        self.directions().for_each(|d| d.open.store(true, Ordering::Release));
+        self.queues().for_each(|d| d.open.store(true, Ordering::Release));
         Ok(())
     }
 }
@@ -318,6 +322,6 @@ impl<N: Nic> ClientScheme for Client<N> {
 fn not_understood(attempt: &str, status: u8) -> Error {
     Error::Protocol {
         attempt: attempt.to_owned(),
-        why: format!("the reply's status is {status}, which means nothing"),
+        why: format!("the reply has unknown status {status}"),
     }
 }

@@ -1,10 +1,10 @@
-//! What the memory node has for one compute node: two management directions and the access QPs.
+//! The memory node's state for one client: the queues of its requests and its access QPs.
 //!
 //! ```text
-//! Open ── reset_management, over budget, a chain that stopped in the middle ──> Closing
-//! Closing ── the chains are at rest; what they have in flight is taken back ──> Closed
+//! Open ── reset_management, over budget, a chain that stopped midway ──> Closing
+//! Closing ── the chains are at rest; resources in flight are reclaimed ──> Closed
 //! Closed ── reset_management, if the budget allows ──> Open
-//! any ── the compute node leaves, or dies ──> it is retired (`reclaim`)
+//! any ── the client leaves, or dies ──> retired (`reclaim`)
 //! ```
 
 use std::time::Duration;
@@ -14,82 +14,82 @@ use fabric::wqe::Builder;
 use fabric::{
     Access, MemoryRegion, PeerAddress, QpAttr, QpChange, Qpn, QueuePair, Receive, Remote,
 };
-use rnic::bucket::TokenBucket as Pace;
+use rnic::bucket::TokenBucket;
 
 use super::node::Node;
 use super::program::{REPLY_BLOCKS, Wiring};
 use super::{alloc_chain, free_chain};
 use crate::Error;
 use crate::budget::Meter;
-use crate::chain::direction::{Direction, Purpose};
-use crate::chain::notice::BULLETIN_BLOCKS;
-use crate::scheme::{Admission, ClientId};
+use crate::chain::availability::BULLETIN_BLOCKS;
+use crate::chain::queues::{ChainQueues, QueueParams};
+use crate::scheme::{ClientId, ConnectRequest};
 
-/// Access QPs by group and lane, with the compute node's QPs that they are connected to.
+/// Access QPs by group and lane, each with the client's QP that it is connected to.
 pub(super) type AccessQps<N> = Vec<Vec<(<N as fabric::Nic>::Qp, PeerAddress)>>;
 
-/// What the memory node has for one compute node.
+/// Queues and management state of one client.
 pub(super) struct Connection<N: DirectNic> {
-    /// Where it allocates: one QP; without separation, each of its access QPs.
-    pub allocs: Vec<Direction<N>>,
-    pub free: Direction<N>,
-    /// Access QPs by group and lane, with the compute node's QPs that they are connected to.
+    /// Queues for allocations: one; without separation, one for each access QP.
+    pub allocs: Vec<ChainQueues<N>>,
+    pub free: ChainQueues<N>,
+    /// Access QPs by group and lane, each with the client's QP that it is connected to.
     pub access: AccessQps<N>,
-    /// Its access QPs are not those that it allocates over.
+    /// The client allocates over QPs other than its access QPs.
     pub separate: bool,
     pub bulletin: Remote,
     pub management: Management,
-    /// Tell it, once its management is closed.
-    pub tell: bool,
-    /// Entries that are taken back from it although it lives.
-    pub owed: Vec<u32>,
+    /// Break the client's QPs once its management connection is closed, so that the client notices.
+    pub notify: bool,
+    /// Entries that are being reclaimed from the client while it stays connected.
+    pub reclaiming: Vec<u32>,
     pub meter: Meter,
-    /// How often the CPU writes its free chain anew after a free that was refused.
-    pub repairs: Pace,
+    /// Rate limit for repairs of the client's free chain after refused frees.
+    pub repairs: TokenBucket,
 }
 
-/// Repairs at once of one compute node, and then one in this time. Only a program that is broken, or
-/// hostile, frees what is not its own.
+/// Burst of repairs of one client, and the interval of further repairs. Only a faulty or hostile
+/// program frees chunks that it does not own.
 const REPAIRS: u32 = 16;
 const REPAIR_EACH: Duration = Duration::from_millis(10);
 
-/// The state of a compute node's management connection.
+/// State of a client's management connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Management {
-    /// Requests come in.
+    /// Requests are accepted.
     Open,
-    /// None come in; what did is executed to its end.
+    /// No new request is accepted; requests in flight are executed to the end.
     Closing,
     /// Nothing is in flight.
     Closed,
 }
 
 impl<N: DirectNic> Connection<N> {
-    /// True once it has sent a request: all its QPs are connected then.
-    pub fn has_asked(&self, nic: &N) -> bool {
-        self.directions().any(|d| nic.cq_count(&d.requests).is_ok_and(|count| count > 0))
+    /// True once the client has sent a request. All its QPs are connected by then.
+    pub fn has_sent_requests(&self, nic: &N) -> bool {
+        self.queues().any(|d| nic.cq_count(&d.requests).is_ok_and(|count| count > 0))
     }
 
-    pub fn directions(&self) -> impl Iterator<Item = &Direction<N>> {
+    pub fn queues(&self) -> impl Iterator<Item = &ChainQueues<N>> {
         self.allocs.iter().chain([&self.free])
     }
 
-    /// Numbers of the fronts, in the order of [`crate::scheme::Admitted::management`].
+    /// Numbers of the fronts, in the order of [`crate::scheme::ConnectReply::management`].
     pub fn management_qpns(&self) -> Vec<u32> {
         let allocs = self.allocs.iter().take(if self.separate { 1 } else { 0 });
         allocs.chain([&self.free]).map(|d| d.front.qpn().raw()).collect()
     }
 
-    /// The direction of the worker `qpn`.
-    pub fn direction_of(&mut self, worker: Qpn) -> Option<&mut Direction<N>> {
-        let mut all = self.allocs.iter_mut().chain([&mut self.free]);
-        all.find(|d| d.worker.qpn() == worker)
+    /// The queues whose worker is `worker`.
+    pub fn queues_of(&mut self, worker: Qpn) -> Option<&mut ChainQueues<N>> {
+        let mut queues = self.allocs.iter_mut().chain([&mut self.free]);
+        queues.find(|d| d.worker.qpn() == worker)
     }
 
-    /// No request comes in from now on, and no reply goes out.
+    /// Resets the front QPs: no request is accepted and no reply is sent any more.
     pub fn close(&mut self) -> Result<(), Error> {
         if self.management == Management::Open {
-            for d in self.directions() {
+            for d in self.queues() {
                 d.front.modify(QpChange::Reset)?;
             }
             self.management = Management::Closing;
@@ -99,11 +99,11 @@ impl<N: DirectNic> Connection<N> {
 }
 
 impl<N: DirectNic> Node<N> {
-    /// Makes the QPs for a compute node, and connects its access QPs.
+    /// Creates a client's QPs, and connects its access QPs.
     pub(super) fn connection(
         &self,
         client: ClientId,
-        request: &Admission,
+        request: &ConnectRequest,
     ) -> Result<Connection<N>, Error> {
         let separate = self.settings.separation;
         let (alloc_peers, free_peer) = match (&request.management[..], separate) {
@@ -111,19 +111,19 @@ impl<N: DirectNic> Node<N> {
             ([free], false) => (request.groups.concat(), *free),
             _ => {
                 let why = match separate {
-                    true => "it must name two management QPs: for allocations and for frees",
-                    false => "it must name one management QP, for frees",
+                    true => "the request must name two management QPs: allocations and frees",
+                    false => "the request must name one management QP, for frees",
                 };
-                let attempt = "admitting a compute node".into();
+                let attempt = "admitting a client".into();
                 return Err(Error::Refused { attempt, why: why.into() });
             }
         };
         let alloc = |peer: &u32| {
-            Direction::new(&self.parts(), &self.alloc_purpose(client, request.peer(*peer)))
+            ChainQueues::new(&self.parts(), &self.alloc_purpose(client, request.peer(*peer)))
         };
         let allocs = alloc_peers.iter().map(alloc).collect::<Result<Vec<_>, _>>()?;
         let free =
-            Direction::new(&self.parts(), &self.free_purpose(client, request.peer(free_peer)))?;
+            ChainQueues::new(&self.parts(), &self.free_purpose(client, request.peer(free_peer)))?;
         let access = match separate {
             true => self.access_qps(request)?,
             false => allocs
@@ -142,15 +142,15 @@ impl<N: DirectNic> Node<N> {
             separate,
             bulletin,
             management,
-            tell: false,
-            owed: Vec::new(),
+            notify: false,
+            reclaiming: Vec::new(),
             meter,
-            repairs: Pace::new(REPAIRS, REPAIR_EACH, self.nic.now()),
+            repairs: TokenBucket::new(REPAIRS, REPAIR_EACH, self.nic.now()),
         })
     }
 
-    /// The QPs that a compute node's access QPs are connected to.
-    fn access_qps(&self, request: &Admission) -> Result<AccessQps<N>, Error> {
+    /// Creates the QPs that the client's access QPs connect to.
+    fn access_qps(&self, request: &ConnectRequest) -> Result<AccessQps<N>, Error> {
         let mut access = Vec::new();
         for group in &request.groups {
             let mut lanes = Vec::new();
@@ -174,9 +174,9 @@ impl<N: DirectNic> Node<N> {
         Ok(access)
     }
 
-    fn alloc_purpose(&self, owner: ClientId, peer: PeerAddress) -> Purpose<'_, N> {
+    fn alloc_purpose(&self, owner: ClientId, peer: PeerAddress) -> QueueParams<'_, N> {
         let shape = &self.memory.shape;
-        Purpose {
+        QueueParams {
             owner,
             peer,
             worker_blocks: alloc_chain::ring_blocks(shape, self.settings.credits),
@@ -190,8 +190,8 @@ impl<N: DirectNic> Node<N> {
         }
     }
 
-    fn free_purpose(&self, owner: ClientId, peer: PeerAddress) -> Purpose<'_, N> {
-        Purpose {
+    fn free_purpose(&self, owner: ClientId, peer: PeerAddress) -> QueueParams<'_, N> {
+        QueueParams {
             worker_blocks: free_chain::ring_blocks(&self.memory.shape, self.settings.credits),
             receive_sges: free_chain::RECEIVE_SGES,
             push_queue: Some(&self.push_queue),
@@ -200,16 +200,17 @@ impl<N: DirectNic> Node<N> {
         }
     }
 
-    /// Writes the chain of a direction from its `first` request on, and starts the worker on it.
+    /// Writes the chain for the requests from `first` on, and starts the worker.
     pub(super) fn arm(
         &mut self,
-        d: &mut Direction<N>,
+        d: &mut ChainQueues<N>,
         write: impl FnOnce(&Self, &Wiring),
     ) -> Result<(), Error> {
         d.worker.modify(QpChange::Reset)?;
-        // What the worker's last life left in the CQ must not count as a stop of the next.
-        self.hear_faults()?;
-        self.unheard.retain(|fault| fault.qpn != d.worker.qpn());
+        // Drains completions of the worker before its reset; otherwise they would count as a new
+        // stop.
+        self.poll_faults()?;
+        self.pending_faults.retain(|fault| fault.qpn != d.worker.qpn());
         d.stopped = None;
         let wiring = d.wiring(self.memory.dump.sge(0, 8));
         d.worker.connect(d.loopback.qpn())?;
@@ -218,19 +219,20 @@ impl<N: DirectNic> Node<N> {
         Ok(d.worker.enable_send(wiring.worker_ring.entries as u16)?)
     }
 
-    pub(super) fn arm_free(&mut self, d: &mut Direction<N>) -> Result<(), Error> {
+    pub(super) fn arm_free(&mut self, d: &mut ChainQueues<N>) -> Result<(), Error> {
         self.arm(d, |node, w| free_chain::write(&node.memory, w, node.push()))
     }
 
-    /// Arms both chains and lets requests in; nothing is in flight, and the compute node has reset
-    /// its side, or not been admitted yet.
+    /// Arms all chains and accepts requests. Nothing may be in flight, and the client must have
+    /// reset its side, or not have been admitted yet.
     pub(super) fn open(&mut self, c: &mut Connection<N>) -> Result<(), Error> {
         for d in c.allocs.iter_mut().chain([&mut c.free]) {
             d.first = 0;
             d.count = self.nic.cq_count(&d.requests)?;
             d.opened = d.count;
             d.executed = d.front.progress()?.executed;
-            // Nothing of an earlier connection is sent any more: replies go nowhere until they are asked for.
+            // Clears replies of an earlier connection: a reply has no destination until a request
+            // provides it.
             let ring = d.front.send_ring().memory;
             ring.zero(0, ring.len());
         }
@@ -239,7 +241,7 @@ impl<N: DirectNic> Node<N> {
             self.arm(d, |node, w| alloc_chain::write(&node.memory, w, guard))?;
         }
         self.arm_free(&mut c.free)?;
-        for d in c.directions() {
+        for d in c.queues() {
             d.front.connect(d.front_peer)?;
             d.front.enable_recv(self.settings.credits)?;
         }
@@ -247,10 +249,10 @@ impl<N: DirectNic> Node<N> {
         Ok(())
     }
 
-    /// Breaks the compute node's side of its management QPs, so that whoever waits for a reply learns
-    /// that there will be none: a WRITE with a key that is not one. Nothing is in flight.
+    /// Breaks the client's management QPs, so that a client that waits for a reply gets an error:
+    /// posts a WRITE with an invalid key. No request may be in flight.
     pub(super) fn break_peer(&self, c: &Connection<N>) -> Result<(), Error> {
-        for d in c.directions() {
+        for d in c.queues() {
             d.front.connect(d.front_peer)?;
             let mut b = Builder::new(d.front.qpn(), 0);
             b.rdma_write(Remote::default(), &[d.staging.sge(0, 8)]);

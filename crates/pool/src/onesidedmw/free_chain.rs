@@ -1,34 +1,35 @@
-//! The free chain (OneSidedMW §4.3 and §4.4; `layout` has what it works on).
+//! The free chain (OneSidedMW §4.3 and §4.4; [`layout`] describes its memory).
 //!
-//! | # | WQE | what it does, and what it patches |
+//! | # | WQE | effect, and fields that it patches |
 //! |---|---|---|
 //! | - | RECV | the entry's index to #2 +20 (3 bytes of the address); reply address and rkey |
-//! | 0 | WAIT | for the request's completion; its own index is moved by 11 |
-//! | 1 | FAA | moves the index of the reply's RECV_EN |
+//! | 0 | WAIT | for the request's completion; #11 advances its index |
+//! | 1 | FAA | advances the index of the reply's RECV_EN |
 //! | 2 | READ entry | queue value and reply to staging; #3 to #6 |
-//! | 3 | UNBIND the guard, with the QP check | the proof of ownership: nothing irreversible before |
-//! | 4 | UNBIND the other windows | without the check: they are bound to access QPs |
+//! | 3 | UNBIND the guard, with the QP check | the proof of ownership: no irreversible step comes
+//! before it |
+//! | 4 | UNBIND the other windows | without the check: these windows are bound to access QPs |
 //! | 5 | WRITE zeros | clears the chunk |
 //! | 6 | WRITE owner_id 0 | |
-//! | 7 | SEND the queue value | to the shared push queue, whose order is the tail |
-//! | 8 | FAA avail, +64 | gives the permit, after the slot is filled |
+//! | 7 | SEND the queue value | to the shared push queue, whose order defines the tail |
+//! | 8 | FAA avail, +64 | returns the permit, after the slot is filled |
 //! | 9 | FAA | one more receive for the push queue, in its doorbell record |
 //! | 10 | SEND_EN | the reply |
 //! | 11 | FAA, FAA | the indices of WAIT and SEND_EN |
 //!
-//! If #2 or #3 fails, nothing was changed: the entry does not exist or is not the sender's. The
-//! worker is in the error state, and the memory node's CPU answers the requests that are in
-//! flight and writes the chain anew (`repair`).
+//! If #2 or #3 fails, nothing has been changed: the entry does not exist, or the sender does not
+//! own it. The worker is then in the error state. The memory node's CPU answers the requests in
+//! flight and rewrites the chain ([`super::repair`]).
 
 use fabric::wqe::{Umr, offset};
 use fabric::{DmaMemory, Key, MemoryRegion, Nic, Remote, Sge};
 
-use super::in_flight::Hand;
 use super::layout::{self, DUMP_BYTES, Memory, entry, reply, tag_offset};
+use crate::chain::in_flight::InFlight;
 use crate::chain::program::{Program, STAGING_BYTES, Scatter, Wiring, write_chain};
-use crate::chain::push::{Push, give_back};
+use crate::chain::push_queue::{PushRecord, write_release_tail};
 
-/// Byte of an entry's address where the three bytes of its index stand: address bits 8 to 31.
+/// Byte of an entry's address that the index's three bytes replace: address bits 8 to 31.
 const INDEX_AT: usize = offset::REMOTE_ADDR + 4;
 /// Bytes of the entry index in a request.
 pub const INDEX_BYTES: usize = 3;
@@ -51,7 +52,7 @@ impl Plan {
     }
 }
 
-/// Building blocks that a ring for `credits` instances needs.
+/// Building blocks of a ring for `credits` instances.
 pub fn ring_blocks(shape: &layout::Shape, credits: u32) -> u32 {
     (Plan::new(0, shape).end * credits + 2).next_power_of_two()
 }
@@ -59,27 +60,27 @@ pub fn ring_blocks(shape: &layout::Shape, credits: u32) -> u32 {
 /// Scatter elements of a receive WQE.
 pub const RECEIVE_SGES: u32 = 2;
 
-/// Where a worker stopped: which position of the lap, and what it has in hand.
+/// Where a worker stopped, and the resources that it holds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Stopped {
     /// Position in the lap.
     pub position: u32,
-    /// True if the request was refused: its entry is unknown, or its guard not the sender's.
-    /// Nothing was changed.
+    /// True if the request was refused: the entry does not exist, or the guard is not the sender's.
+    /// Nothing has been changed.
     pub refused: bool,
-    /// What was begun and not ended.
-    pub hand: Hand,
+    /// Resources of the unfinished request.
+    pub held: InFlight,
 }
 
-/// What a worker that stopped before the building block `at` has in hand; the chain's position 0
-/// serves slot `first` of `staging`.
+/// State of a worker that stopped before building block `at`. The chain's position 0 serves slot
+/// `first` of `staging`.
 ///
-/// | it stopped before | in hand |
+/// | stopped before | holds |
 /// |---|---|
 /// | #0 to #3 | nothing |
-/// | the second unbinding of #4, #5 to #7 | the entry, not the sender's any more |
-/// | #8 | a permit, and a receive of the push queue |
-/// | #9 | a receive of the push queue |
+/// | the second UNBIND of #4, #5 to #7 | the entry, no longer owned by the sender |
+/// | #8 | a permit, and a receive for the push queue |
+/// | #9 | a receive for the push queue |
 /// | #10, #11 | nothing |
 pub fn stopped_at<N: Nic>(
     memory: &Memory<N>,
@@ -92,29 +93,29 @@ pub fn stopped_at<N: Nic>(
     let plan = Plan::new(0, &memory.shape);
     let (position, within) = (block / plan.end, block % plan.end);
     let refused = within == plan.entry || within == plan.unbinds[0];
-    let mut stopped = Stopped { position, refused, hand: Hand::default() };
+    let mut stopped = Stopped { position, refused, held: InFlight::default() };
     if position >= credits || within <= plan.unbinds[0] {
         return Stopped { refused: refused && position < credits, ..stopped };
     }
     let push = plan.owner + 1;
     if within <= push {
         let slot = ((first + position) % credits * STAGING_BYTES) as usize;
-        stopped.hand.entry = memory.entry_of(staging.load_be64(slot + entry::QUEUE_VALUE));
+        stopped.held.entry = memory.entry_of(staging.load_be64(slot + entry::QUEUE_VALUE));
     }
-    stopped.hand.permits = (within == push + 1) as u32;
-    stopped.hand.receives = (within == push + 1 || within == push + 2) as u32;
+    stopped.held.permits = (within == push + 1) as u32;
+    stopped.held.receives = (within == push + 1 || within == push + 2) as u32;
     stopped
 }
 
 /// Writes the chain for the requests from `wiring.first` on.
-pub fn write<N: Nic>(memory: &Memory<N>, wiring: &Wiring, push: Push) {
+pub fn write<N: Nic>(memory: &Memory<N>, wiring: &Wiring, push: PushRecord) {
     write_chain(wiring, |program, p| write_instance(memory, wiring, push, program, p));
 }
 
 fn write_instance<N: Nic>(
     memory: &Memory<N>,
     w: &Wiring,
-    push: Push,
+    push: PushRecord,
     program: &mut Program,
     p: u32,
 ) {
@@ -143,7 +144,7 @@ fn write_instance<N: Nic>(
     program.push(|b| {
         b.send(&[w.staging(slot, 0, 8)]);
     });
-    give_back(memory, push, program);
+    write_release_tail(memory, push, program);
     program.finish(w, p, wait);
     assert_eq!(program.next(), plan.end, "the free chain's plan and its WQEs differ");
 
@@ -155,7 +156,7 @@ fn write_instance<N: Nic>(
     w.write_receive(slot, &arguments);
 }
 
-/// How an entry's bytes go into the WQEs behind the READ.
+/// Scatter list from an entry's bytes to the WQEs after the READ.
 fn entry_scatter(plan: &Plan, w: &Wiring, slot: u32, dump: Sge) -> Scatter {
     let group = plan.unbinds.len();
     let mut s = Scatter::default();

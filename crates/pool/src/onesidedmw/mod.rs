@@ -7,7 +7,7 @@
 //!  Alloc QP  == SEND qpns, reply ====>  Alloc QP   RQ: scatters the arguments into the chain
 //!            <== WRITE_IMM grant =====             SQ: the reply, then RECV_EN (the credit)
 //!                                       worker W ==loopback==> W'   the allocation chain
-//!  Free QP   == SEND entry, reply ===>  Free QP    likewise
+//!  Free QP   == SEND entry, reply ===>  Free QP    the same
 //!            <== WRITE_IMM status ====
 //!                                       worker F ==loopback==> F'   the free chain
 //!  Access QPs == READ WRITE CAS FAA =>  Access QPs (one window of each group for each)
@@ -16,22 +16,22 @@
 //! - [`layout`]: the table, the free queue and the steering table, byte by byte.
 //! - [`program`]: writes WQEs into a ring whose instances re-arm themselves.
 //! - [`alloc_chain`], [`free_chain`]: the two chains.
-//! - [`node`]: the memory node's side, with `connection` (what it has for one compute node), `repair`
-//!   and `in_flight` (chains that stopped, connections that are closed), `reclaim` (compute nodes that
-//!   are gone) and `budget`; [`client`]: the compute node's side.
+//! - [`node`]: the memory node's side. `connection` holds the state of one client, `repair` and
+//!   `in_flight` handle stopped chains and closed connections, `reclaim` handles departed clients,
+//!   and `budget` enforces budgets. [`client`]: the client's side.
 //!
-//! Where this differs from the paper's figure 5, and why:
-//! - An empty queue is an answer. A counter of permits steers the chain through a table, so that
-//!   the head never passes a slot that is not filled and nothing has to be repaired.
-//! - A slot is taken by one masked CAS that swaps a zero in; entries are pushed by a SEND into a
-//!   shared receive queue whose order is the tail. (FAA on a tail, then a WRITE, shows allocators
-//!   empty slots although the pool is not empty.)
+//! Differences from the paper's figure 5, with reasons:
+//! - An empty queue is answered with EMPTY. A counter of permits steers the chain through a table,
+//!   so that the head never passes an unfilled slot and no repair is needed.
+//! - A slot is taken by one masked CAS that swaps a zero in. Entries are pushed by a SEND into a
+//!   shared receive queue whose order defines the tail. (An FAA on a tail followed by a WRITE shows
+//!   empty slots to allocators although the pool is not empty.)
 //! - The worker queues are loopback pairs, because FAA and READ on the memory node's own memory
 //!   cannot run on a QP whose peer is the compute node.
-//! - The guard window is bound to the free worker F, to which no compute node can post: the proof
-//!   of ownership is its unbinding with the QP check.
-//! - The reply is a WRITE with immediate, so that the compute node can sleep until it comes; a free
-//!   has a reply too.
+//! - The guard window is bound to the free worker F, to which no client can post. The proof of
+//!   ownership is that F unbinds the guard with the QP check.
+//! - The reply is a WRITE with immediate, so that the client can sleep until the reply arrives. A
+//!   free has a reply too.
 //! - Chunks are cleared before they are free again.
 
 pub mod alloc_chain;

@@ -1,9 +1,9 @@
-//! The memory node's side: what is set up before the first request, and the little that the CPU
-//! does afterwards.
+//! The memory node's side of OneSidedMW: the setup before the first request, and the rare work of
+//! the CPU.
 //!
-//! The CPU admits compute nodes, tells them of empty and of available again (§4.3), answers the
-//! free that was refused and writes that chain anew, and takes back what a gone compute node owned
-//! (§4.3, by `owner_id`). It has no part in an allocation, an access or a free.
+//! The CPU admits clients, broadcasts "empty" and "available again" (§4.3), answers refused frees
+//! and rewrites their chains, and reclaims the chunks of departed clients (§4.3, by `owner_id`). It
+//! takes no part in an allocation, an access or a free.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -19,22 +19,22 @@ use super::connection::{Connection, Management};
 use super::layout::{Memory, Shape};
 use super::program::Wrap;
 use super::reclaim::Leaving;
-use crate::chain::direction::{Parts, takes_requests};
-use crate::chain::notice::Notice;
-use crate::chain::push::{self, Push};
+use crate::chain::availability::AvailabilityNotifier;
+use crate::chain::push_queue::{self, PushRecord};
+use crate::chain::queues::{SharedResources, accept_requests};
 use crate::chain::reclaimer::Reclaimer;
-use crate::events::CqEvents;
-use crate::remote::route::{Start, begun, renew_lane};
+use crate::remote::route::{Start, set_lane_start, with_start};
 use crate::scheme::{
-    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus, Part,
+    ClientId, ConnectReply, ConnectRequest, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus, QpSet,
 };
+use crate::wakeup::CqEvents;
 use crate::{Error, Settings};
 
-/// WQEs of a free chain's instance, padding included: what its worker flushes when it stops.
+/// WQEs of a free chain's instance, padding included: its worker flushes them when it stops.
 const FREE_WQES: u32 = 20;
 
-/// Entries of the CQ of faults. A compute node can stop its free worker, which then flushes its
-/// lap, and stops again only after the CPU has seen to it.
+/// Entries of the CQ of faults. A client can stop its free worker, which then flushes one lap; the
+/// worker can stop again only after the CPU has handled the first stop.
 fn fault_entries(settings: &Settings) -> u32 {
     let flushes = settings.clients_max * settings.credits * FREE_WQES;
     (flushes + 1024).min(1 << 21)
@@ -60,41 +60,41 @@ pub struct Node<N: DirectNic> {
     pub(super) memory: Memory<N>,
     pub(super) data: N::Pd,
     pub(super) metadata: N::Pd,
-    /// Workers that stop, and the reclaimer's batches, complete here; the CPU wakes on it.
+    /// Receives the completions of stopped workers and of the reclaimer's batches; wakes the CPU.
     pub(super) faults: N::Cq,
     events: Arc<CqEvents<N>>,
-    /// Counts pushes; nobody polls it.
+    /// Counts pushes; not polled.
     pub(super) pushes: N::Cq,
-    /// What goes wrong with replies completes here: it is between the compute node and its QP, and
-    /// nobody polls it.
+    /// Receives the errors of replies; not polled. Such an error concerns only the client and its
+    /// QP.
     pub(super) replies: N::Cq,
     pub(super) push_queue: N::Srq,
     push_record: N::Mr,
     pub(super) reclaimer: Reclaimer<N>,
     pub(super) clients: BTreeMap<ClientId, Connection<N>>,
-    /// Compute nodes that have gone.
+    /// Departed clients whose chunks are being reclaimed.
     pub(super) leaving: BTreeMap<ClientId, Leaving<N>>,
-    /// Whose a worker is.
+    /// The client of each worker.
     pub(super) workers: HashMap<Qpn, ClientId>,
-    /// Compute nodes with a worker that stopped.
+    /// Clients with a stopped worker.
     pub(super) stopped: Vec<ClientId>,
-    /// Compute nodes whose free chain is repaired when it is time to.
-    pub(super) later: Vec<ClientId>,
-    /// What was heard of workers whose compute node was in other hands just then.
-    pub(super) unheard: Vec<Completion>,
-    /// Compute nodes whose management connection is being closed.
+    /// Clients whose free chain waits for a rate-limited repair.
+    pub(super) deferred_repairs: Vec<ClientId>,
+    /// Faults of workers whose connection was temporarily not in `clients` or `leaving`.
+    pub(super) pending_faults: Vec<Completion>,
+    /// Clients whose management connection is being closed.
     pub(super) closing: BTreeSet<ClientId>,
-    /// Management connections that went over a budget.
+    /// Number of management connections closed because they exceeded a budget.
     pub(super) over_budget: u64,
-    /// When budgets are looked at next.
-    pub(super) look_at: Option<Duration>,
-    pub(super) notice: Notice<N>,
+    /// Time of the next budget check.
+    pub(super) next_budget_check: Option<Duration>,
+    pub(super) notice: AvailabilityNotifier<N>,
     pub(super) refused: u64,
     counted: Counted,
     _windows: Vec<N::Mw>,
 }
 
-/// Running counts that the NIC keeps modulo 2^24.
+/// Running totals of counts that the NIC keeps modulo 2^24.
 #[derive(Default)]
 struct Counted {
     pushes_seen: u32,
@@ -102,7 +102,7 @@ struct Counted {
 }
 
 impl<N: DirectNic> Node<N> {
-    /// Maps the memory, allocates the windows, fills table and queue.
+    /// Allocates the memory and the windows, and initializes the table and the free queue.
     pub fn new(nic: N, settings: Settings) -> Result<Self, Error> {
         settings.validate()?;
         let caps = nic.caps();
@@ -110,8 +110,8 @@ impl<N: DirectNic> Node<N> {
             return Err(fabric::Error::Unsupported {
                 attempt: "serving with scheme onesidedmw".into(),
                 why: format!(
-                    "it needs WAIT and SEND_EN, type-2B windows and big-endian atomics; {} has \
-                     chains: {}, windows: {}, big-endian atomics: {}",
+                    "the NIC must have WAIT and SEND_EN, type-2B windows and big-endian atomics; \
+                     {} has chains: {}, windows: {}, big-endian atomics: {}",
                     caps.name, caps.chains, caps.windows, caps.big_endian_atomics
                 ),
             }
@@ -127,11 +127,11 @@ impl<N: DirectNic> Node<N> {
         let faults = nic.create_cq(CqAttr { entries, ignore_overrun: false })?;
         let events = Arc::new(CqEvents::new(&nic, &data, &faults)?);
         let (pushes, replies) = (nic.create_cq(sink.clone())?, nic.create_cq(sink)?);
-        let notice = Notice::new(&nic, settings.clients_max)?;
+        let notice = AvailabilityNotifier::new(&nic, settings.clients_max)?;
         let push_queue =
             nic.create_srq(&metadata, ReceiveAttr { entries: shape.slots(), max_sges: 1 })?;
         let push_record = nic.reg_mr(&metadata, &push_queue.record(), Access::REMOTE_ATOMIC)?;
-        push::fill(&memory, &push_queue);
+        push_queue::fill(&memory, &push_queue);
         let pds = (&data, &metadata);
         let reclaimer = Reclaimer::new(&nic, pds, &push_queue, &pushes, &faults)?;
         Ok(Self {
@@ -151,11 +151,11 @@ impl<N: DirectNic> Node<N> {
             leaving: BTreeMap::new(),
             workers: HashMap::new(),
             stopped: Vec::new(),
-            later: Vec::new(),
-            unheard: Vec::new(),
+            deferred_repairs: Vec::new(),
+            pending_faults: Vec::new(),
             closing: BTreeSet::new(),
             over_budget: 0,
-            look_at: None,
+            next_budget_check: None,
             notice,
             refused: 0,
             counted: Counted::default(),
@@ -168,18 +168,18 @@ impl<N: DirectNic> Node<N> {
         &self.memory
     }
 
-    /// The CQ that gets a completion when the CPU has something to repair.
+    /// The CQ that receives a completion when the CPU has something to repair.
     pub fn faults(&self) -> &N::Cq {
         &self.faults
     }
 
-    /// The node-side QPs that answer `client`: for tests that look behind the scenes.
+    /// The worker QPs of `client`, for tests.
     pub fn worker_qpns(&self, client: ClientId) -> Option<[Qpn; 2]> {
         self.clients.get(&client).map(|c| [c.allocs[0].worker.qpn(), c.free.worker.qpn()])
     }
 
-    pub(super) fn parts(&self) -> Parts<'_, N> {
-        Parts {
+    pub(super) fn parts(&self) -> SharedResources<'_, N> {
+        SharedResources {
             nic: &self.nic,
             data: &self.data,
             metadata: &self.metadata,
@@ -190,67 +190,68 @@ impl<N: DirectNic> Node<N> {
         }
     }
 
-    pub(super) fn push(&self) -> Push {
+    pub(super) fn push(&self) -> PushRecord {
         let wrap = if self.memory.shape.slots() <= 1 << 15 { Wrap::Bits16 } else { Wrap::Bits32 };
-        Push { record: self.push_record.remote(0), wrap }
+        PushRecord { record: self.push_record.remote(0), wrap }
     }
 
-    /// Takes in what the NIC reports to the CPU: batches of the reclaimer that ended, and workers that
-    /// stopped. True if there was anything.
-    pub(super) fn hear_faults(&mut self) -> Result<bool, Error> {
-        let mut heard = false;
-        for fault in std::mem::take(&mut self.unheard) {
-            heard |= self.hear_stop(&fault);
+    /// Drains the fault CQ: completed batches of the reclaimer, and workers that stopped. Returns
+    /// true if it processed any.
+    pub(super) fn poll_faults(&mut self) -> Result<bool, Error> {
+        let mut any = false;
+        for fault in std::mem::take(&mut self.pending_faults) {
+            any |= self.record_stop(&fault);
         }
         let mut some = [Completion::EMPTY; 16];
         loop {
             let n = self.faults.poll(&mut some);
             if n == 0 {
-                return Ok(heard);
+                return Ok(any);
             }
             for c in &some[..n] {
                 if c.qpn == self.reclaimer.qpn() {
                     self.reclaimer.completed(c)?;
-                    heard = true;
+                    any = true;
                 } else if c.status != Status::Success {
-                    heard |= self.hear_stop(c);
+                    any |= self.record_stop(c);
                 }
             }
         }
     }
 
-    /// The first bad completion of a worker says where it stopped: those of a managed queue carry
-    /// the index of their WQE. The rest is its flush.
-    fn hear_stop(&mut self, fault: &Completion) -> bool {
+    /// Records where a worker stopped, from its first error completion: completions of a managed
+    /// queue carry the index of their WQE. Later error completions are the worker's flush.
+    fn record_stop(&mut self, fault: &Completion) -> bool {
         let Some(&client) = self.workers.get(&fault.qpn) else { return false };
         let connection = match self.clients.get_mut(&client) {
             Some(c) => Some(c),
             None => self.leaving.get_mut(&client).map(Leaving::connection),
         };
         let Some(connection) = connection else {
-            self.unheard.push(*fault);
+            self.pending_faults.push(*fault);
             return false;
         };
-        let direction = connection.direction_of(fault.qpn);
-        let Some(d) = direction.filter(|d| d.stopped.is_none()) else { return false };
+        let queues = connection.queues_of(fault.qpn);
+        let Some(d) = queues.filter(|d| d.stopped.is_none()) else { return false };
         d.stopped = Some(fault.id as u16);
         self.stopped.push(client);
         true
     }
 
-    /// Tells every compute node whether there is memory, if that is new to them (OneSidedMW §4.3).
+    /// Broadcasts whether memory is available, if that changed (OneSidedMW §4.3).
     fn broadcast(&mut self, empty: bool) -> bool {
-        let new = self.notice.changes(empty);
+        let new = self.notice.set_empty(empty);
         if new {
             for c in self.clients.values() {
-                // Without separation their send queues are the chains': they ask the control thread. Who
-                // has sent no request may not have connected its QPs yet, and the write would break ours;
-                // it was not told "empty" before either.
+                // Without separation the access QPs' send queues belong to the chains, so the
+                // client asks the control thread instead. A client that has sent no request may not
+                // have connected its QPs yet, and the WRITE would break the memory node's QP; such
+                // a client has not received "empty" either.
                 if c.separate
-                    && c.has_asked(&self.nic)
+                    && c.has_sent_requests(&self.nic)
                     && let Some((qp, _)) = c.access.first().and_then(|lanes| lanes.first())
                 {
-                    self.notice.tell(qp, c.bulletin);
+                    self.notice.notify(qp, c.bulletin);
                 }
             }
         }
@@ -260,36 +261,36 @@ impl<N: DirectNic> Node<N> {
 
 fn unknown(client: ClientId) -> Error {
     Error::Refused {
-        attempt: format!("serving compute node {}", client.0),
-        why: "it is not connected".into(),
+        attempt: format!("serving client {}", client.0),
+        why: "the client is not connected".into(),
     }
 }
 
 impl<N: DirectNic> NodeScheme for Node<N> {
-    fn admit(&mut self, client: ClientId, request: &Admission) -> Result<Admitted, Error> {
+    fn admit(&mut self, client: ClientId, request: &ConnectRequest) -> Result<ConnectReply, Error> {
         let refuse =
-            |why: String| Err(Error::Refused { attempt: "admitting a compute node".into(), why });
+            |why: String| Err(Error::Refused { attempt: "admitting a client".into(), why });
         let (here, leaving) = (self.clients.len(), self.leaving.len());
         if here + leaving >= self.settings.clients_max as usize {
             return refuse(format!(
-                "{here} are connected and {leaving} are being taken back, the most allowed"
+                "the limit is reached: {here} clients are connected, {leaving} are being reclaimed"
             ));
         }
         let lanes = self.settings.lanes() as usize;
         let groups = &request.groups;
         if groups.is_empty() {
-            return refuse("it must have a QP group".into());
+            return refuse("the request must name a QP group".into());
         }
         if groups.iter().any(|g| g.len() != lanes) {
-            return refuse(format!("each of its QP groups must have {lanes} access QPs"));
+            return refuse(format!("each QP group must have {lanes} access QPs"));
         }
         if client.0 == 0 || self.clients.contains_key(&client) || self.leaving.contains_key(&client)
         {
-            return refuse(format!("compute node {} is there already", client.0));
+            return refuse(format!("client {} is already connected", client.0));
         }
         let mut c = self.connection(client, request)?;
         self.open(&mut c)?;
-        let admitted = Admitted {
+        let admitted = ConnectReply {
             client: client.0,
             chunk_bytes: self.settings.chunk_bytes,
             group_size: self.settings.group_size,
@@ -302,7 +303,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
                 .collect(),
             metadata: None,
         };
-        self.workers.extend(c.directions().map(|d| (d.worker.qpn(), client)));
+        self.workers.extend(c.queues().map(|d| (d.worker.qpn(), client)));
         self.clients.insert(client, c);
         Ok(admitted)
     }
@@ -316,7 +317,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
     }
 
     fn reset_management(&mut self, client: ClientId) -> Result<Option<Vec<u32>>, Error> {
-        self.hear_faults()?;
+        self.poll_faults()?;
         let Some(mut c) = self.clients.remove(&client) else { return Err(unknown(client)) };
         let result = self.reestablish(client, &mut c);
         self.clients.insert(client, c);
@@ -325,7 +326,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
 
     fn management_is_open(&self, client: ClientId) -> Result<bool, Error> {
         let c = self.clients.get(&client).ok_or_else(|| unknown(client))?;
-        Ok(c.management == Management::Open && takes_requests(c.directions())?)
+        Ok(c.management == Management::Open && accept_requests(c.queues())?)
     }
 
     fn reset_access(&mut self, client: ClientId, group: GroupId, lane: Lane) -> Result<u32, Error> {
@@ -334,28 +335,28 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         let Some((qp, peer)) = lanes.and_then(|lanes| lanes.get(lane.0 as usize)) else {
             return Err(Error::Refused {
                 attempt: format!("re-establishing lane {} of group {}", lane.0, group.0),
-                why: "this compute node has no such QP".into(),
+                why: "the client has no such QP".into(),
             });
         };
         if !c.separate {
             return Err(Error::Refused {
                 attempt: format!("re-establishing lane {} of group {}", lane.0, group.0),
-                why: "without separation that is done with the management QPs, all at once".into(),
+                why: "without separation, lanes are re-established with the management QPs".into(),
             });
         }
         qp.connect(*peer)?;
         Ok(qp.qpn().raw())
     }
 
-    fn renew(&mut self, client: ClientId, part: Part, start: Start) {
+    fn set_start(&mut self, client: ClientId, part: QpSet, start: Start) {
         let Some(c) = self.clients.get_mut(&client) else { return };
         match part {
-            Part::Management => c
+            QpSet::Management => c
                 .allocs
                 .iter_mut()
                 .chain([&mut c.free])
-                .for_each(|d| d.front_peer = begun(d.front_peer, start)),
-            Part::Access(group, lane) => renew_lane(&mut c.access, group, lane, start),
+                .for_each(|d| d.front_peer = with_start(d.front_peer, start)),
+            QpSet::Access(group, lane) => set_lane_start(&mut c.access, group, lane, start),
         }
     }
 
@@ -363,12 +364,12 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         Some(self.events.clone())
     }
 
-    fn turn(&mut self) -> Result<bool, Error> {
-        let mut done = self.hear_faults()?;
-        done |= self.see_to_stopped()?;
-        done |= self.bring_to_rest()?;
-        done |= self.take_back()?;
-        done |= self.mind_budgets()?;
+    fn poll(&mut self) -> Result<bool, Error> {
+        let mut done = self.poll_faults()?;
+        done |= self.handle_stopped()?;
+        done |= self.complete_closings()?;
+        done |= self.reclaim_departed()?;
+        done |= self.check_budgets()?;
         if self.notice.is_watching() && self.memory.permits() > 0 {
             done |= self.broadcast(false);
         }
@@ -380,7 +381,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         self.notice.is_watching() || !self.closing.is_empty() || settling()
     }
 
-    fn next_look(&self) -> Option<Duration> {
+    fn next_poll(&self) -> Option<Duration> {
         let watched = self.settings.budget.is_set() && !self.clients.is_empty();
         let budgets = watched.then_some(self.settings.budget.interval);
         budgets.into_iter().chain(self.next_repair()).min()

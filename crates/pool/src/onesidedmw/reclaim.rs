@@ -1,8 +1,9 @@
-//! Taking back what a gone compute node owned (OneSidedMW §4.3, "handling crashed CNs").
+//! Reclaims the chunks of departed clients (OneSidedMW §4.3, "handling crashed CNs").
 //!
 //! ```text
-//! retire: fronts reset, access QPs in Error ──> its chains come to rest ──> owner_id of every entry
-//!   is read, a piece at a time ──> each of its chunks: keys dead, cleared, back in the queue
+//! retire: reset the front QPs, set the access QPs to Error ──> the chains come to rest
+//!   ──> scan owner_id of all entries, in batches ──> for each chunk: invalidate keys, clear,
+//!   push to the queue
 //! ```
 
 use fabric::direct::DirectNic;
@@ -14,42 +15,43 @@ use crate::Error;
 use crate::chain::reclaimer::{Task, Urgency, WAITING};
 use crate::scheme::ClientId;
 
-/// Entries whose owner is looked at in one turn.
+/// Entries whose owner one call checks.
 const SCAN: u32 = 1 << 15;
 
-/// A compute node that has gone.
+/// A departed client whose chunks are being reclaimed.
 pub(super) struct Leaving<N: DirectNic> {
     connection: Connection<N>,
     stage: Stage,
 }
 
 enum Stage {
-    /// Its chains run on.
+    /// The client's chains still run.
     Settling,
-    /// The entries below this one were looked at.
+    /// The entries below this one have been scanned.
     Scanning(u32),
-    /// What it had is with the reclaimer, up to this ticket.
+    /// The reclaimer releases the client's chunks, up to this ticket.
     Releasing(u64),
 }
 
 impl<N: DirectNic> Leaving<N> {
-    /// Its connection.
+    /// The client's connection.
     pub fn connection(&mut self) -> &mut Connection<N> {
         &mut self.connection
     }
 
-    /// True while only time brings it on: its chains come to rest without a word to the CPU.
+    /// True while the chains come to rest, which no event reports: the CPU must poll.
     pub fn is_settling(&self) -> bool {
         matches!(self.stage, Stage::Settling)
     }
 }
 
 impl<N: DirectNic> Node<N> {
-    /// A compute node has gone: its requests and accesses end here.
+    /// Ends the requests and accesses of a departed client, and starts reclaiming its chunks.
     pub(super) fn begin_retire(&mut self, client: ClientId) -> Result<(), Error> {
         let Some(connection) = self.clients.get_mut(&client) else { return Ok(()) };
         connection.close()?;
-        // From here on its keys open nothing: its windows are bound to QPs that do not answer.
+        // From here on the client's keys are useless: its windows are bound to QPs in the error
+        // state.
         for (qp, _) in connection.access.iter().flatten() {
             qp.modify(QpChange::Error)?;
         }
@@ -60,14 +62,14 @@ impl<N: DirectNic> Node<N> {
         Ok(())
     }
 
-    /// Brings the compute nodes that have gone on; true if that did something.
-    pub(super) fn take_back(&mut self) -> Result<bool, Error> {
+    /// Advances reclamation of all departed clients; true if any advanced.
+    pub(super) fn reclaim_departed(&mut self) -> Result<bool, Error> {
         let mut any = false;
         let mut leaving = std::mem::take(&mut self.leaving);
         let mut gone = Vec::new();
         let mut result = Ok(());
         for (&client, l) in &mut leaving {
-            match self.bring_on(client, l) {
+            match self.advance_reclamation(client, l) {
                 Ok(Some(done)) => {
                     any = true;
                     if done {
@@ -80,7 +82,7 @@ impl<N: DirectNic> Node<N> {
         }
         for client in gone {
             if let Some(l) = leaving.remove(&client) {
-                for d in l.connection.directions() {
+                for d in l.connection.queues() {
                     self.workers.remove(&d.worker.qpn());
                 }
             }
@@ -91,19 +93,23 @@ impl<N: DirectNic> Node<N> {
         Ok(self.reclaimer.post(&self.memory, push)? || any)
     }
 
-    /// Brings one on: whether it came on, and then, whether it is through.
-    fn bring_on(&mut self, client: ClientId, l: &mut Leaving<N>) -> Result<Option<bool>, Error> {
+    /// Advances reclamation of one client by one step. `None`: no progress; `Some(true)`: finished.
+    fn advance_reclamation(
+        &mut self,
+        client: ClientId,
+        l: &mut Leaving<N>,
+    ) -> Result<Option<bool>, Error> {
         match l.stage {
             Stage::Settling => {
                 if !self.are_at_rest(&l.connection)? {
                     return Ok(None);
                 }
-                self.empty_hands(&l.connection, Urgency::InTurn)?;
+                self.return_held(&l.connection, Urgency::InTurn)?;
                 l.stage = Stage::Scanning(0);
             }
             Stage::Scanning(from) => {
                 if self.reclaimer.waiting() >= WAITING {
-                    return Ok(None); // the completion of a batch brings the next turn
+                    return Ok(None); // the completion of a batch triggers the next call
                 }
                 let chunks = self.memory.shape.chunks;
                 let to = chunks.min(from + SCAN);

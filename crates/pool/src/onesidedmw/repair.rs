@@ -1,12 +1,13 @@
-//! What the CPU does when a chain stopped, or a management connection is closed.
+//! The CPU's work when a chain has stopped, or when a management connection is closed.
 //!
-//! - A free that is refused stops its worker before anything was changed. That request is answered
-//!   with "refused", those behind it with "again", and the chain is written anew. Who has many refused
-//!   waits for that ([`Settings::paced`](crate::Settings::paced)), alone.
-//! - A worker that stopped elsewhere has something in hand; no compute node can bring that about, but
-//!   if it happens, what is in hand goes back, and the compute node's management is closed.
-//! - A management connection that is closed leaves nothing behind: what is in flight is executed to
-//!   its end, and grants that were not delivered are taken back.
+//! - A refused free stops its worker before anything is changed. The CPU answers that request with
+//!   REFUSED and the requests after it with AGAIN, and rewrites the chain. A client with many
+//!   refused frees is rate-limited ([`Settings::paced`](crate::Settings::paced)); no other client
+//!   waits.
+//! - A worker that stopped elsewhere holds resources. No client can cause this; if it happens, the
+//!   CPU returns the resources and closes the client's management connection.
+//! - A closed management connection leaves nothing behind: requests in flight are executed to the
+//!   end, and undelivered grants are reclaimed.
 
 use std::time::Duration;
 
@@ -14,34 +15,39 @@ use fabric::direct::{DirectNic, DirectQp};
 use fabric::{MemoryRegion, QpState, QueuePair};
 
 use super::connection::{Connection, Management};
-use super::in_flight::{Hand, undelivered};
+use super::in_flight::undelivered;
 use super::layout::{entry, reply, status};
 use super::node::Node;
 use super::program::{REPLY_BLOCKS, STAGING_BYTES};
 use super::{alloc_chain, free_chain};
 use crate::Error;
-use crate::chain::direction::Direction;
+use crate::chain::in_flight::InFlight;
+use crate::chain::queues::ChainQueues;
 use crate::chain::reclaimer::{Task, Urgency};
 use crate::scheme::ClientId;
 
 impl<N: DirectNic> Node<N> {
-    /// Sees to the workers that stopped; true if any did.
-    pub(super) fn see_to_stopped(&mut self) -> Result<bool, Error> {
+    /// Handles the workers that have stopped; true if there were any.
+    pub(super) fn handle_stopped(&mut self) -> Result<bool, Error> {
         let mut stopped = std::mem::take(&mut self.stopped);
         let any = !stopped.is_empty();
-        stopped.append(&mut self.later);
+        stopped.append(&mut self.deferred_repairs);
         for client in stopped {
-            // It may have left, or been re-established meanwhile.
+            // The client may have left, or re-established its connection, in the meantime.
             let Some(mut c) = self.clients.remove(&client) else { continue };
-            let result = self.see_to(client, &mut c);
+            let result = self.handle_stopped_client(client, &mut c);
             self.clients.insert(client, c);
             result?;
         }
         Ok(any)
     }
 
-    fn see_to(&mut self, client: ClientId, c: &mut Connection<N>) -> Result<(), Error> {
-        if c.management != Management::Open || c.directions().all(|d| d.stopped.is_none()) {
+    fn handle_stopped_client(
+        &mut self,
+        client: ClientId,
+        c: &mut Connection<N>,
+    ) -> Result<(), Error> {
+        if c.management != Management::Open || c.queues().all(|d| d.stopped.is_none()) {
             return Ok(());
         }
         if c.allocs.iter().all(|d| d.stopped.is_none())
@@ -53,8 +59,8 @@ impl<N: DirectNic> Node<N> {
                 if self.settings.paced {
                     let now = self.nic.now();
                     if c.repairs.wait(now).is_some() {
-                        if !self.later.contains(&client) {
-                            self.later.push(client);
+                        if !self.deferred_repairs.contains(&client) {
+                            self.deferred_repairs.push(client);
                         }
                         return Ok(());
                     }
@@ -65,36 +71,36 @@ impl<N: DirectNic> Node<N> {
                 return Ok(());
             }
         }
-        c.tell = true;
+        c.notify = true;
         self.close(client, c)
     }
 
-    /// How long it is until the next free chain is to be repaired.
+    /// Time until the next deferred repair of a free chain.
     pub(super) fn next_repair(&self) -> Option<Duration> {
         let now = self.nic.now();
         let wait = |client| self.clients.get(client)?.repairs.wait(now);
-        self.later.iter().map(|client| wait(client).unwrap_or_default()).min()
+        self.deferred_repairs.iter().map(|client| wait(client).unwrap_or_default()).min()
     }
 
-    fn free_stop(&self, d: &Direction<N>, at: u16) -> free_chain::Stopped {
+    fn free_stop(&self, d: &ChainQueues<N>, at: u16) -> free_chain::Stopped {
         let (entries, credits) = (d.worker.send_ring().entries, self.settings.credits);
         let staging = (d.staging.memory(), d.first);
         free_chain::stopped_at(&self.memory, entries, at, credits, staging)
     }
 
-    /// The worker of a free chain has refused the request of `position`: answers what is in flight
-    /// and writes the chain anew. Gives how many requests it answered.
+    /// Repairs a free chain whose worker refused the request of `position`: answers the requests in
+    /// flight and rewrites the chain. Returns the number of answered requests.
     ///
-    /// No request can come in meanwhile: the receive queue's limit is set back, and moves on only
-    /// with the replies that are sent here.
-    fn repair_free(&mut self, d: &mut Direction<N>, position: u32) -> Result<u32, Error> {
+    /// No request can arrive in the meantime: the receive queue's limit is set back, and advances
+    /// only with the replies sent here.
+    fn repair_free(&mut self, d: &mut ChainQueues<N>, position: u32) -> Result<u32, Error> {
         let credits = self.settings.credits;
         let taken = d.front.progress()?.recv_consumer;
         d.front.enable_recv(taken)?;
-        // Receive indices have 16 bits and are met modulo that only: one lap more keeps the
-        // subtractions below from wrapping.
+        // Receive indices have 16 bits and wrap. Adding one lap keeps the subtractions below from
+        // underflowing.
         let received = (d.front.progress()?.recv_consumer & 0xffff) + (1 << 16);
-        // The request that stopped the chain: the last one at this position that has come in.
+        // The request that stopped the chain: the last received request of this position.
         let at = (d.first + position) % credits;
         let failed = received - 1 - (received - 1).wrapping_sub(at) % credits;
         d.count = self.nic.cq_count(&d.requests)?;
@@ -110,7 +116,7 @@ impl<N: DirectNic> Node<N> {
         Ok(received - failed)
     }
 
-    /// Closes a compute node's management connection: [`Node::bring_to_rest`] sees to the rest.
+    /// Closes a client's management connection; [`Node::complete_closings`] completes the closing.
     pub(super) fn close(&mut self, client: ClientId, c: &mut Connection<N>) -> Result<(), Error> {
         c.close()?;
         if c.management == Management::Closing {
@@ -119,16 +125,17 @@ impl<N: DirectNic> Node<N> {
         Ok(())
     }
 
-    /// Re-establishes a management connection, once nothing of it is in flight any more; its numbers.
+    /// Re-establishes a management connection once nothing of it is in flight. Returns its QP
+    /// numbers, or `None` to retry later.
     pub(super) fn reestablish(
         &mut self,
         client: ClientId,
         c: &mut Connection<N>,
     ) -> Result<Option<Vec<u32>>, Error> {
         self.close(client, c)?;
-        c.tell = false; // it knows
+        c.notify = false; // the client reset its side itself
         if c.management == Management::Closing {
-            if !self.take_in_flight(client, c)? {
+            if !self.reclaim_in_flight(client, c)? {
                 return Ok(None);
             }
             self.closing.remove(&client);
@@ -136,7 +143,7 @@ impl<N: DirectNic> Node<N> {
         }
         let push = self.push();
         self.reclaimer.post(&self.memory, push)?;
-        if self.is_owing(c)? {
+        if self.has_bound_guards(c)? {
             return Ok(None);
         }
         self.check_suspension(client, c)?;
@@ -144,21 +151,21 @@ impl<N: DirectNic> Node<N> {
         Ok(Some(c.management_qpns()))
     }
 
-    /// Looks after the connections that are being closed; true if one got there.
-    pub(super) fn bring_to_rest(&mut self) -> Result<bool, Error> {
+    /// Completes the closing of connections that have come to rest; true if any has.
+    pub(super) fn complete_closings(&mut self) -> Result<bool, Error> {
         let mut any = false;
         for client in self.closing.clone() {
             let Some(mut c) = self.clients.remove(&client) else {
                 self.closing.remove(&client);
                 continue;
             };
-            let result = self.take_in_flight(client, &mut c);
+            let result = self.reclaim_in_flight(client, &mut c);
             if let Ok(true) = result {
                 c.management = Management::Closed;
                 self.closing.remove(&client);
                 any = true;
-                if std::mem::take(&mut c.tell) {
-                    // Whoever cannot be told has left.
+                if std::mem::take(&mut c.notify) {
+                    // An error means that the client has left.
                     let _ = self.break_peer(&c);
                 }
             }
@@ -168,40 +175,46 @@ impl<N: DirectNic> Node<N> {
         Ok(any)
     }
 
-    /// Takes back what the chains of a closed connection have in flight, if they are at rest.
-    fn take_in_flight(&mut self, client: ClientId, c: &mut Connection<N>) -> Result<bool, Error> {
+    /// Reclaims the resources that a closed connection's chains have in flight. Returns false if
+    /// the chains are not at rest.
+    fn reclaim_in_flight(
+        &mut self,
+        client: ClientId,
+        c: &mut Connection<N>,
+    ) -> Result<bool, Error> {
         if !self.are_at_rest(c)? {
             return Ok(false);
         }
-        c.owed = self.empty_hands(c, Urgency::Now)?;
+        c.reclaiming = self.return_held(c, Urgency::Now)?;
         let who = (self.settings.credits, client.0 as u64);
         for d in &c.allocs {
             for entry in undelivered(&self.nic, &self.memory, d, who)? {
                 self.memory.disown(entry);
                 self.reclaimer.add(Task::Release(entry), Urgency::Now);
-                c.owed.push(entry);
+                c.reclaiming.push(entry);
             }
         }
         Ok(true)
     }
 
-    /// True if a compute node's free chain could still free what is being taken back from it: the
-    /// guard is bound.
-    pub(super) fn is_owing(&self, c: &mut Connection<N>) -> Result<bool, Error> {
+    /// True if the client's free chain could still free an entry that is being reclaimed from it,
+    /// because the entry's guard is still bound to that chain's worker.
+    pub(super) fn has_bound_guards(&self, c: &mut Connection<N>) -> Result<bool, Error> {
         let guard_of = c.free.worker.qpn();
-        while let Some(&entry) = c.owed.last() {
+        while let Some(&entry) = c.reclaiming.last() {
             let guard = self.memory.window_keys(entry).next().expect("a group has a guard");
             if self.nic.query_key(guard)?.bound_to == Some(guard_of) {
                 return Ok(true);
             }
-            c.owed.pop();
+            c.reclaiming.pop();
         }
         Ok(false)
     }
 
-    /// True if nothing is in flight: no request comes in, and the workers have done what did.
+    /// True if nothing is in flight: no request arrives, and the workers have executed all requests
+    /// received.
     pub(super) fn are_at_rest(&self, c: &Connection<N>) -> Result<bool, Error> {
-        for d in c.directions() {
+        for d in c.queues() {
             if !d.is_at_rest(&self.nic, None)? {
                 return Ok(false);
             }
@@ -209,39 +222,39 @@ impl<N: DirectNic> Node<N> {
         Ok(true)
     }
 
-    /// Puts back what workers that stopped have in hand; the entries among it.
-    pub(super) fn empty_hands(
+    /// Returns the resources that stopped workers hold. Gives the entries among them.
+    pub(super) fn return_held(
         &mut self,
         c: &Connection<N>,
         urgency: Urgency,
     ) -> Result<Vec<u32>, Error> {
         let credits = self.settings.credits;
-        let mut hands: Vec<Hand> = Vec::new();
+        let mut held: Vec<InFlight> = Vec::new();
         for d in &c.allocs {
             if let Some(at) = d.stopped {
                 let ring = d.worker.send_ring();
-                hands.push(alloc_chain::in_hand(&self.memory, &ring, at, credits));
+                held.push(alloc_chain::held_resources(&self.memory, &ring, at, credits));
             }
         }
         if let Some(at) = c.free.stopped {
-            hands.push(self.free_stop(&c.free, at).hand);
+            held.push(self.free_stop(&c.free, at).held);
         }
         let mut entries = Vec::new();
-        for hand in hands {
-            if let Some(entry) = hand.entry {
-                self.take_up(entry)?;
+        for held in held {
+            if let Some(entry) = held.entry {
+                self.prepare_release(entry)?;
                 self.reclaimer.add(Task::Release(entry), urgency);
                 entries.push(entry);
             }
-            (0..hand.permits).for_each(|_| self.reclaimer.add(Task::Permit, urgency));
-            (0..hand.receives).for_each(|_| self.reclaimer.add(Task::Receive, urgency));
+            (0..held.permits).for_each(|_| self.reclaimer.add(Task::Permit, urgency));
+            (0..held.receives).for_each(|_| self.reclaimer.add(Task::Receive, urgency));
         }
         Ok(entries)
     }
 
-    /// Takes an entry that a chain left half bound or half unbound: nobody owns it any more, and the
-    /// table has the tags that the NIC has.
-    fn take_up(&self, i: u32) -> Result<(), Error> {
+    /// Prepares an entry with partly bound windows for its release: clears its owner, and copies
+    /// the windows' current tags from the NIC to the table.
+    fn prepare_release(&self, i: u32) -> Result<(), Error> {
         self.memory.disown(i);
         for (j, key) in self.memory.window_keys(i).enumerate() {
             let now = self.nic.query_key(key)?.key;

@@ -1,4 +1,4 @@
-//! `roce://HOST:PORT`: a memory node on another host, by name or IP address.
+//! Address of a memory node on another host: `roce://HOST:PORT`, by name or IP address.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
@@ -6,10 +6,11 @@ use std::str::FromStr;
 
 use crate::Error;
 
-/// The port of a memory node, for TCP and UDP alike, if none is named: RoCEv2's.
+/// Default port of a memory node, for TCP and UDP: the port of RoCEv2.
 pub const PORT: u16 = rnic::wire::UDP_PORT;
 
-/// Where a memory node can be reached. `HOST` is a name, an IPv4 address, or an IPv6 address in brackets.
+/// Host and port of a memory node. `HOST` is a name, an IPv4 address, or an IPv6 address in
+/// brackets.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct RemoteAddress {
     host: String,
@@ -17,23 +18,23 @@ pub struct RemoteAddress {
 }
 
 impl RemoteAddress {
-    /// What a pool's address between hosts starts with.
+    /// Prefix of an address on another host.
     pub const SCHEME: &str = "roce://";
 
-    /// The IP addresses that the name stands for, in the system's order.
+    /// Resolves the name to its IP addresses, in the system's order.
     pub fn resolve(&self) -> Result<Vec<SocketAddr>, Error> {
         let attempt = || format!("looking up {}", self.host);
         let found = (self.host.as_str(), self.port)
             .to_socket_addrs()
             .map_err(|source| Error::System { attempt: attempt(), source })?;
-        // An IPv4 address in IPv6 form is an IPv4 address: RoCEv2 packets go over that.
+        // Converts an IPv4 address in IPv6 form to IPv4, because RoCEv2 packets to it use IPv4.
         let canonical = |a: SocketAddr| match a.ip().to_canonical() {
             IpAddr::V4(ip) => SocketAddr::from((ip, a.port())),
             IpAddr::V6(_) => a,
         };
         let found: Vec<SocketAddr> = found.map(canonical).collect();
         if found.is_empty() {
-            let why = "the name has no address; check it, or write the IP address".into();
+            let why = "the name has no address; check the name, or give the IP address".into();
             return Err(Error::Gone { attempt: attempt(), why });
         }
         Ok(found)
@@ -60,10 +61,12 @@ impl fmt::Display for RemoteAddress {
 impl FromStr for RemoteAddress {
     type Err = String;
 
-    /// With `roce://` in front or without; without a port it is [`PORT`].
+    /// Parses an address with or without `roce://`. The default port is [`PORT`].
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong = |why: &str| {
-            Err(format!("{text:?} is no roce://HOST:PORT: {why} (an IPv6 address in brackets)"))
+            Err(format!(
+                "{text:?} is not roce://HOST:PORT: {why} (write an IPv6 address in brackets)"
+            ))
         };
         let rest = text.strip_prefix(Self::SCHEME).unwrap_or(text);
         let (host, port) = match rest.strip_prefix('[') {
@@ -71,9 +74,9 @@ impl FromStr for RemoteAddress {
                 Some((host, "")) => (host, None),
                 Some((host, port)) => match port.strip_prefix(':') {
                     Some(port) => (host, Some(port)),
-                    None => return wrong("something is behind the bracket"),
+                    None => return wrong("there is text after the bracket"),
                 },
-                None => return wrong("a bracket is not closed"),
+                None => return wrong("the bracket is not closed"),
             },
             None => match rest.split_once(':') {
                 Some((_, port)) if port.contains(':') => return wrong("it has too many colons"),
@@ -83,12 +86,12 @@ impl FromStr for RemoteAddress {
         };
         let odd = |c: char| c.is_whitespace() || c.is_control() || "/@?#".contains(c);
         if host.is_empty() || host.contains(odd) {
-            return wrong("the host is no name or address");
+            return wrong("the host is not a name or address");
         }
         let port = match port.map(str::parse::<u16>) {
             None => PORT,
             Some(Ok(port)) if port > 0 => port,
-            Some(_) => return wrong("the port is no number from 1 to 65535"),
+            Some(_) => return wrong("the port is not a number from 1 to 65535"),
         };
         Ok(Self { host: host.into(), port })
     }
@@ -113,14 +116,14 @@ mod tests {
             assert_eq!(full.parse(), Ok(address));
         }
         for (text, why) in [
-            ("roce://", "no name"),
+            ("roce://", "not a name"),
             ("fd00::2", "too many colons"),
             ("[fd00::2", "not closed"),
-            ("[fd00::2]4791", "behind the bracket"),
+            ("[fd00::2]4791", "after the bracket"),
             ("host:0", "1 to 65535"),
             ("host:70000", "1 to 65535"),
-            ("ho st", "no name"),
-            ("host/pool", "no name"),
+            ("ho st", "not a name"),
+            ("host/pool", "not a name"),
         ] {
             let error = text.parse::<RemoteAddress>().unwrap_err();
             assert!(error.contains(why), "{text}: {error}");
@@ -128,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_an_address_already_is_not_looked_up() {
+    fn resolve_skips_the_lookup_of_an_ip_address() {
         let address: RemoteAddress = "[::1]:7".parse().unwrap();
         assert_eq!(address.resolve().unwrap(), ["[::1]:7".parse().unwrap()]);
         let address: RemoteAddress = "[::ffff:10.0.0.2]:7".parse().unwrap();

@@ -1,10 +1,11 @@
-//! Messages in a stream of bytes.
+//! Framing of messages in a byte stream.
 //!
 //! ```text
 //! +0 length of the message (be32), 1 to MAX_BYTES    +4 the message: one JSON object
 //! ```
 //!
-//! Nothing is read beyond a message, so that a level-triggered watch on the stream tells of the next.
+//! A read never goes beyond the current message, so that a level-triggered poll reports the next
+//! one.
 
 use std::os::fd::AsFd;
 
@@ -13,37 +14,37 @@ use rustix::net::RecvFlags;
 
 use crate::protocol::MAX_BYTES;
 
-/// Bytes of the length.
+/// Size of the length field in bytes.
 const HEADER: usize = 4;
 
-/// The part of a message that has been read.
+/// The received part of the current message.
 #[derive(Default)]
 pub struct Inbox {
     bytes: Vec<u8>,
 }
 
-/// What a read came to.
+/// Result of a read.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Read {
-    /// A whole message.
+    /// A complete message.
     Message(Vec<u8>),
-    /// A part of one.
+    /// A part of a message.
     Part,
     /// The peer has ended the stream.
     End,
-    /// What follows is no message: the length is 0, or more than a message has. Nobody knows where the next one
-    /// begins: nothing more is read.
-    Wrong(usize),
+    /// Invalid length: 0, or more than [`MAX_BYTES`]. Because the start of the next message is
+    /// unknown, nothing more is read.
+    Invalid(usize),
 }
 
 impl Inbox {
-    /// Reads once from `stream` what the message still lacks.
+    /// Reads once from `stream`, at most the missing part of the current message.
     ///
     /// # Errors
-    /// Those of the system call; `WOULDBLOCK` if there is nothing now.
+    /// Those of the system call; `WOULDBLOCK` if no data is available.
     pub fn read(&mut self, stream: impl AsFd) -> Result<Read, Errno> {
-        if let Some(wrong) = self.wrong() {
-            return Ok(Read::Wrong(wrong));
+        if let Some(wrong) = self.invalid_length() {
+            return Ok(Read::Invalid(wrong));
         }
         let have = self.bytes.len();
         let want = if have < HEADER { HEADER } else { HEADER + self.announced() };
@@ -57,9 +58,9 @@ impl Inbox {
             }
         };
         self.bytes.truncate(have + got);
-        Ok(match self.wrong() {
+        Ok(match self.invalid_length() {
             _ if got == 0 => Read::End,
-            Some(wrong) => Read::Wrong(wrong),
+            Some(wrong) => Read::Invalid(wrong),
             None if self.bytes.len() < HEADER => Read::Part,
             None if self.bytes.len() < HEADER + self.announced() => Read::Part,
             None => {
@@ -70,20 +71,20 @@ impl Inbox {
         })
     }
 
-    /// What the header announces, if it is there and no message has that length.
-    fn wrong(&self) -> Option<usize> {
+    /// The announced length, if the header is complete and the length is invalid.
+    fn invalid_length(&self) -> Option<usize> {
         let there = self.bytes.len() >= HEADER;
         there.then(|| self.announced()).filter(|len| *len == 0 || *len > MAX_BYTES)
     }
 
-    /// The length of the message whose header is there.
+    /// The length in the header, which must be complete.
     fn announced(&self) -> usize {
         let header = self.bytes.first_chunk::<HEADER>().expect("the header is there");
         u32::from_be_bytes(*header) as usize
     }
 }
 
-/// A message as it goes into the stream.
+/// A message with its length field.
 pub fn frame(message: &[u8]) -> Vec<u8> {
     debug_assert!((1..=MAX_BYTES).contains(&message.len()));
     let mut bytes = Vec::with_capacity(HEADER + message.len());
@@ -123,21 +124,21 @@ mod tests {
     }
 
     #[test]
-    fn a_length_that_no_message_has_is_told_before_anything_is_kept() {
+    fn invalid_length_is_reported_before_data_is_buffered() {
         for length in [0, MAX_BYTES as u32 + 1, u32::MAX] {
             let (mut a, b) = UnixStream::pair().unwrap();
             a.write_all(&length.to_be_bytes()).unwrap();
             let mut inbox = Inbox::default();
-            assert_eq!(read_all(&mut inbox, &b), [Read::Wrong(length as usize)]);
-            // Nor is what comes after it, however often it is looked at.
+            assert_eq!(read_all(&mut inbox, &b), [Read::Invalid(length as usize)]);
+            // The rest of the stream is not read either, however often the test tries.
             a.write_all(&[0x5a; 100]).unwrap();
-            assert_eq!(read_all(&mut inbox, &b), [Read::Wrong(length as usize)]);
+            assert_eq!(read_all(&mut inbox, &b), [Read::Invalid(length as usize)]);
             assert!(inbox.bytes.capacity() < 64);
         }
     }
 
     #[test]
-    fn a_message_has_one_byte_to_the_most() {
+    fn message_length_is_one_to_max_bytes() {
         for len in [1, MAX_BYTES] {
             let message = vec![0x5a; len];
             let (mut a, b) = UnixStream::pair().unwrap();
@@ -157,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn an_end_in_the_middle_is_an_end() {
+    fn end_of_stream_within_a_message_is_an_end() {
         let (mut a, b) = UnixStream::pair().unwrap();
         a.write_all(&frame(b"{}")[..5]).unwrap();
         a.shutdown(Shutdown::Write).unwrap();
@@ -166,7 +167,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn messages_arrive_however_they_are_cut(
+        fn messages_arrive_in_any_fragmentation(
             messages in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 1..300), 0..6),
             cuts in proptest::collection::vec(1usize..64, 1..20),
         ) {

@@ -1,6 +1,7 @@
-//! A compute node's end of a control connection: messages, whole, over a Unix socket or between hosts.
+//! A compute node's end of a control connection, over a Unix socket or TCP. Preserves message
+//! boundaries.
 //!
-//! Several threads may send. One at a time receives.
+//! Several threads may send. Only one thread at a time receives.
 
 use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -15,19 +16,19 @@ use rustix::net::SendFlags;
 
 use super::address::RemoteAddress;
 use super::frames::{Inbox, Read, frame};
-use super::listener::mind_the_peer;
+use super::listener::set_keepalive;
 use crate::{Error, socket};
 
-/// How long a host may take to answer a connection.
+/// Timeout of a TCP connection attempt.
 const CONNECT: Duration = Duration::from_secs(5);
-/// How long a peer may take to make room for a message.
+/// Time limit for the peer to accept a message that the socket buffer cannot hold.
 const ROOM: Duration = Duration::from_secs(30);
 
-/// The end of a connection.
+/// The compute node's end of a control connection.
 pub enum Link {
-    /// To a memory node on this host: `SOCK_SEQPACKET`, which keeps messages whole.
+    /// To a memory node on this host: `SOCK_SEQPACKET`, which preserves message boundaries.
     Local(OwnedFd),
-    /// To another host.
+    /// To a memory node on another host.
     Remote(RemoteLink),
 }
 
@@ -36,13 +37,13 @@ pub struct RemoteLink {
     stream: TcpStream,
     sending: Mutex<()>,
     inbox: Mutex<Inbox>,
-    /// The memory node.
+    /// Address of the memory node.
     pub peer: SocketAddr,
-    /// The address here.
+    /// Local address of the connection.
     pub local: IpAddr,
 }
 
-/// Why nothing more comes.
+/// The error after the peer has closed the connection.
 pub const CLOSED: &str = "its process has closed the connection";
 
 impl Link {
@@ -51,7 +52,7 @@ impl Link {
         socket::connect(path).map(Self::Local)
     }
 
-    /// Connects to a memory node on another host: to the first of its addresses that answers.
+    /// Connects to a memory node on another host: to the first of its addresses that accepts.
     pub fn remote(to: &RemoteAddress) -> Result<Self, Error> {
         let mut last = None;
         for peer in to.resolve()? {
@@ -63,7 +64,7 @@ impl Link {
         let source = last.expect("a name that is resolved has an address");
         let hint = match source.kind() {
             std::io::ErrorKind::ConnectionRefused => {
-                "; nobody serves there: start one with `granary serve --listen`"
+                "; no process serves this address; start one with `granary serve --listen`"
             }
             _ => "; check the address, the network and its firewalls",
         };
@@ -79,27 +80,28 @@ impl Link {
         }
     }
 
-    /// Receives what has come; `None` if that is no whole message yet. An error says why none will come any more.
+    /// Receives available data; `None` if the message is incomplete. An error means that no further
+    /// message can arrive.
     pub fn receive(&self) -> Result<Option<Vec<u8>>, String> {
         match self {
             Link::Local(fd) => match packets::receive(fd) {
                 Ok(None) => Err(CLOSED.into()),
                 Ok(Some(packet)) => Ok(Some(packet.bytes)),
-                Err(e) => Err(format!("reading its answer: {e}")),
+                Err(e) => Err(format!("reading the memory node's answer: {e}")),
             },
             Link::Remote(link) => match link.inbox.lock().read(&link.stream) {
                 Ok(Read::Message(bytes)) => Ok(Some(bytes)),
                 Ok(Read::Part) | Err(Errno::WOULDBLOCK | Errno::INTR) => Ok(None),
                 Ok(Read::End) => Err(CLOSED.into()),
-                Ok(Read::Wrong(len)) => Err(format!(
-                    "it sends a message of {len} bytes: no memory node, or another version"
+                Ok(Read::Invalid(len)) => Err(format!(
+                    "invalid message length {len}: the peer is not a memory node, or has another version"
                 )),
-                Err(e) => Err(format!("reading its answer: {e}")),
+                Err(e) => Err(format!("reading the memory node's answer: {e}")),
             },
         }
     }
 
-    /// Waits until something has come; false if the time is over.
+    /// Waits until data has arrived; false after `timeout`.
     pub fn wait_readable(&self, timeout: Duration) -> Result<bool, Errno> {
         match poll_for(self.as_fd(), PollFlags::IN, timeout) {
             Err(Errno::INTR) => Ok(false),
@@ -107,12 +109,12 @@ impl Link {
         }
     }
 
-    /// True if the other end is known to be gone.
+    /// True if the peer is known to have closed the connection.
     pub fn is_closed(&self) -> bool {
         matches!(poll_for(self.as_fd(), PollFlags::RDHUP, Duration::ZERO), Ok(true))
     }
 
-    /// The connection between hosts, if it is one.
+    /// The TCP connection, if the memory node is on another host.
     pub fn as_remote(&self) -> Option<&RemoteLink> {
         match self {
             Link::Local(_) => None,
@@ -120,7 +122,7 @@ impl Link {
         }
     }
 
-    /// Its descriptor.
+    /// The connection's file descriptor.
     pub fn descriptor(&self) -> i32 {
         self.as_fd().as_raw_fd()
     }
@@ -139,7 +141,7 @@ impl RemoteLink {
     fn connect(peer: SocketAddr) -> std::io::Result<Self> {
         let stream = TcpStream::connect_timeout(&peer, CONNECT)?;
         stream.set_nonblocking(true)?;
-        mind_the_peer(&stream)?;
+        set_keepalive(&stream)?;
         let local = stream.local_addr()?.ip();
         Ok(Self { stream, sending: Mutex::default(), inbox: Mutex::default(), peer, local })
     }
@@ -181,8 +183,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_host_where_nothing_serves_is_told_from_one_that_is_not_reached() {
-        // Bound, and not listening: the port is of no other process meanwhile.
+    fn refused_connection_suggests_granary_serve() {
+        // Bound but not listening, so that no other process can use the port meanwhile.
         let (family, kind) = (AddressFamily::INET, SocketType::STREAM);
         let bound = net::socket_with(family, kind, SocketFlags::CLOEXEC, None).unwrap();
         net::bind(&bound, &SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
@@ -192,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn the_descriptor_of_a_link_is_its_sockets() {
+    fn link_descriptor_is_the_socket() {
         let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
         let (here, _there) = net::socketpair(AddressFamily::UNIX, kind, flags, None).unwrap();
         let number = here.as_raw_fd();

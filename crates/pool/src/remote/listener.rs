@@ -1,4 +1,4 @@
-//! Where a memory node listens for other hosts.
+//! Listening for compute nodes on other hosts.
 
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener, UdpSocket};
@@ -11,23 +11,24 @@ use rustix::net::{SocketFlags, sockopt};
 use super::token::Token;
 use crate::Error;
 
-/// How a memory node is reached from other hosts.
+/// Settings for connections from other hosts.
 #[derive(Clone, Debug)]
 pub struct Listen {
-    /// TCP address of the control connection; the UDP port of RoCEv2 has the same number.
+    /// TCP address of the control connection. RoCEv2 uses the UDP port with the same number.
     pub address: SocketAddr,
-    /// What compute nodes must have.
+    /// Token that compute nodes must prove.
     pub token: Option<Token>,
-    /// Without a token, every host and every local user that reaches the address may take memory.
-    /// That must be said, for a loopback address too: all users of this host reach it.
+    /// Allows connections without a token: every host and every local user that reaches the address
+    /// can then allocate memory. Required even for a loopback address, because all users of this
+    /// host reach it.
     pub open_to_all: bool,
-    /// The packets of both ends have tags. Without tags they cost less, and are told by address and
-    /// PSN.
+    /// Packets carry authentication tags. Without tags packets cost less, but are identified only
+    /// by address and PSN.
     pub authenticated: bool,
 }
 
 impl Listen {
-    /// Listens at `address`, to compute nodes that have `token`.
+    /// Listens at `address`, for compute nodes that prove `token`.
     pub fn new(address: SocketAddr, token: Token) -> Self {
         Self { address, token: Some(token), open_to_all: false, authenticated: true }
     }
@@ -37,7 +38,7 @@ impl Listen {
         Self { address, token: None, open_to_all: true, authenticated: true }
     }
 
-    /// Refuses to be open to all unless that is said.
+    /// Requires a token or `open_to_all`.
     pub fn check(&self) -> Result<(), Error> {
         if self.token.is_some() || self.open_to_all {
             return Ok(());
@@ -45,38 +46,38 @@ impl Listen {
         Err(Error::Setting {
             setting: "listen",
             value: self.address.to_string(),
-            why: "no token is set, so that every host and local user that reaches this address \
-                  could take memory; set a token, or say that it shall be open to all"
+            why: "no token is set, so every host and local user that reaches this address \
+                  could allocate memory; set a token, or allow access without one"
                 .into(),
         })
     }
 }
 
-/// Numbers that are tried until one is free for TCP and UDP.
+/// Attempts to find a port number that is free for TCP and UDP.
 const TRIES: u32 = 64;
 
 /// The listening TCP socket.
 pub struct RemoteListener {
     socket: TcpListener,
     address: SocketAddr,
-    /// What compute nodes must have.
+    /// Token that compute nodes must prove.
     pub token: Option<Token>,
-    /// The packets of both ends have tags.
+    /// Packets carry authentication tags.
     pub authenticated: bool,
 }
 
 impl RemoteListener {
-    /// Listens; gives the socket of the UDP port with the same number as well, for the NIC. With port 0 it is any
-    /// number that both have free.
+    /// Listens on TCP. Also returns a socket of the UDP port with the same number, for the NIC.
+    /// Port 0 selects a number that is free for both.
     ///
     /// # Errors
-    /// The address is in use or not this host's; there is no token, and it was not said
-    /// that all may connect.
+    /// The address is in use or is not an address of this host; or neither a token nor
+    /// `open_to_all` is set.
     pub fn bind(listen: &Listen) -> Result<(Self, UdpSocket), Error> {
         Self::bind_with(listen, UdpSocket::bind)
     }
 
-    /// The same with what makes the socket of the UDP port.
+    /// [`RemoteListener::bind`] with `udp` to create the UDP socket.
     fn bind_with(
         listen: &Listen,
         mut udp: impl FnMut(SocketAddr) -> std::io::Result<UdpSocket>,
@@ -103,30 +104,30 @@ impl RemoteListener {
         }
     }
 
-    /// Where it listens.
+    /// Local address of the listener.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// The next connection, which does not block; `None` if there is none now, or if it has broken
-    /// already.
+    /// Accepts the next connection, in non-blocking mode; `None` if none is pending or the
+    /// connection has broken already.
     ///
     /// # Errors
-    /// No descriptor or no memory is left: the connection stays in the queue.
+    /// No descriptor or memory is available: the connection stays in the queue.
     pub fn accept(&self) -> Result<Option<OwnedFd>, Errno> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         match rustix::net::accept_with(&self.socket, flags) {
-            // One whose options cannot be set has broken.
-            Ok(fd) => Ok(mind_the_peer(&fd).is_ok().then_some(fd)),
-            Err(e) if is_of_one(e) => Ok(None),
+            // A connection whose options cannot be set has broken.
+            Ok(fd) => Ok(set_keepalive(&fd).is_ok().then_some(fd)),
+            Err(e) if is_connection_error(e) => Ok(None),
             Err(e) => Err(e),
         }
     }
 }
 
-/// True for errors of `accept` that are of the connection that it took from the queue
-/// (`accept(2)`), or of none.
-fn is_of_one(e: Errno) -> bool {
+/// True for errors of `accept` that concern only the accepted connection (`accept(2)`) or mean that
+/// none is pending.
+fn is_connection_error(e: Errno) -> bool {
     use Errno as E;
     matches!(
         e,
@@ -152,16 +153,16 @@ impl AsFd for RemoteListener {
     }
 }
 
-/// After this long without a sign of life the peer is asked for one...
+/// Idle time of a connection until the first keep-alive probe.
 const IDLE: Duration = Duration::from_secs(3);
-/// ... so often, at this interval...
+/// Number of unanswered keep-alive probes, one per [`INTERVAL`], after which the connection ends.
 const PROBES: u32 = 4;
 const INTERVAL: Duration = Duration::from_secs(1);
-/// ... and so long what was sent may go unacknowledged. Then the peer's host is gone.
+/// Time for which sent data may stay unacknowledged before the connection ends.
 const GONE: Duration = Duration::from_secs(7);
 
-/// Has the kernel end a connection whose other host is gone, and send small messages at once.
-pub fn mind_the_peer(stream: impl AsFd) -> Result<(), Errno> {
+/// Makes the kernel end a connection to an unreachable host, and send small messages without delay.
+pub fn set_keepalive(stream: impl AsFd) -> Result<(), Errno> {
     let stream = stream.as_fd();
     sockopt::set_tcp_nodelay(stream, true)?;
     sockopt::set_socket_keepalive(stream, true)?;
@@ -178,7 +179,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_address_needs_a_token_or_a_word() {
+    fn every_address_needs_a_token_or_open_to_all() {
         let bind = |address: &str, token: Option<Token>, open_to_all| {
             let address = address.parse().unwrap();
             let listen = Listen { address, token, open_to_all, authenticated: true };
@@ -194,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_in_use_is_named() {
+    fn bind_error_names_the_address_in_use() {
         let first = Listen::to_all("127.0.0.1:0".parse().unwrap());
         let first = RemoteListener::bind(&first).unwrap().0;
         let e = RemoteListener::bind(&Listen::to_all(first.address())).err().unwrap();
@@ -207,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn any_number_is_tried_until_tcp_and_udp_have_it_free_and_one_number_once() {
+    fn port_zero_retries_until_tcp_and_udp_are_free() {
         let fixed = RemoteListener::bind(&Listen::to_all("127.0.0.1:0".parse().unwrap()));
         let fixed = fixed.unwrap().0.address();
         for (port, tries) in [(0, TRIES), (fixed.port(), 1)] {
@@ -216,7 +217,7 @@ mod tests {
                 let mut asked = 0;
                 let bound = RemoteListener::bind_with(&listen, |address| {
                     asked += 1;
-                    assert!(asked <= tries, "{asked} numbers are tried");
+                    assert!(asked <= tries, "{asked} attempts");
                     match asked > taken {
                         true => UdpSocket::bind(address),
                         false => Err(ErrorKind::AddrInUse.into()),
@@ -243,24 +244,28 @@ mod tests {
     }
 
     #[test]
-    fn an_error_of_one_connection_is_not_one_of_the_listener() {
-        for of_one in [Errno::WOULDBLOCK, Errno::INTR, Errno::CONNABORTED, Errno::TIMEDOUT] {
-            assert!(is_of_one(of_one), "{of_one}");
+    fn accept_distinguishes_connection_and_listener_errors() {
+        for of_connection in [Errno::WOULDBLOCK, Errno::INTR, Errno::CONNABORTED, Errno::TIMEDOUT] {
+            assert!(is_connection_error(of_connection), "{of_connection}");
         }
-        for of_all in [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::INVAL] {
-            assert!(!is_of_one(of_all), "{of_all}");
+        for of_listener in [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::INVAL] {
+            assert!(!is_connection_error(of_listener), "{of_listener}");
         }
-        // A socket that does not listen has no connection that could have broken.
+        // A socket that does not listen: `accept` fails with an error of the listener.
         let (family, kind) = (AddressFamily::INET, SocketType::STREAM);
-        let deaf = net::socket_with(family, kind, SocketFlags::CLOEXEC, None).unwrap();
+        let not_listening = net::socket_with(family, kind, SocketFlags::CLOEXEC, None).unwrap();
         let address = "127.0.0.1:0".parse().unwrap();
-        let deaf =
-            RemoteListener { socket: deaf.into(), address, token: None, authenticated: true };
-        assert_eq!(deaf.accept().err(), Some(Errno::INVAL));
+        let not_listening = RemoteListener {
+            socket: not_listening.into(),
+            address,
+            token: None,
+            authenticated: true,
+        };
+        assert_eq!(not_listening.accept().err(), Some(Errno::INVAL));
     }
 
     #[test]
-    fn an_accepted_connection_does_not_block_is_not_inherited_and_minds_its_peer() {
+    fn accepted_connection_has_nonblock_cloexec_and_keepalive() {
         let listen = Listen::to_all("127.0.0.1:0".parse().unwrap());
         let listener = RemoteListener::bind(&listen).unwrap().0;
         let _client = std::net::TcpStream::connect(listener.address()).unwrap();

@@ -1,27 +1,26 @@
-//! Between hosts: the control connection over TCP, beside RoCEv2 for the data.
+//! Connections between hosts: the control connection over TCP, and RoCEv2 for data.
 //!
 //! ```text
 //! compute node                                   memory node, --listen ADDRESS:PORT
 //!   TCP   greeting, then the control protocol of the Unix socket        PORT
-//!   UDP   RoCEv2: allocation, access, free                              PORT, 4791 unless told
+//!   UDP   RoCEv2: allocation, access, free                              PORT, 4791 by default
 //! ```
 //!
-//! | module | what it has |
+//! | module | content |
 //! | --- | --- |
-//! | [`address`] | `roce://HOST:PORT`, and what becomes of it |
-//! | [`token`] | the secret that both ends share, and how each proves that it has it |
-//! | [`frames`] | messages in a stream of bytes |
+//! | [`address`] | the address form `roce://HOST:PORT` and its resolution |
+//! | [`token`] | the shared secret, and its proof by either end |
+//! | [`frames`] | framing of messages in a byte stream |
 //! | [`link`] | a compute node's end of a control connection, local or between hosts |
-//! | [`listener`] | where a memory node listens for other hosts |
-//! | [`route`] | how a QP reaches its peer on another host |
-//! | [`secret`] | what QPs of two hosts begin with: PSNs, and keys that authenticate their packets |
+//! | [`listener`] | listening for compute nodes on other hosts |
+//! | [`route`] | addressing of a QP's peer on another host |
+//! | [`secret`] | initial state of QPs between hosts: PSNs, and keys that authenticate packets |
 //!
-//! The control connection is neither encrypted nor protected against change on the way. Packets of
-//! RoCEv2 are not encrypted; each has a tag that only the two ends can make. A third party that
-//! reads packets between the hosts reads what is in the pool; one that forges packets changes
-//! nothing, unless it can also read the control connection and there is no token. TLS is to take
-//! the place of the plain stream in [`link`] and [`frames`]; nothing above them depends on the
-//! stream.
+//! The control connection is neither encrypted nor protected against modification. RoCEv2 packets
+//! are not encrypted; each carries a tag that only the two ends can compute. A third party that
+//! reads the packets between the hosts can read the pool's data. A third party that forges packets
+//! changes nothing, unless it can also read the control connection and no token is set. TLS is to
+//! replace the plain stream in [`link`] and [`frames`]; no other module depends on the stream.
 
 pub mod address;
 pub mod frames;

@@ -1,4 +1,4 @@
-//! How a QP reaches its peer on another host.
+//! Addressing of a QP's peer on another host.
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
@@ -9,18 +9,19 @@ use serde::{Deserialize, Serialize};
 
 use crate::scheme::{GroupId, Lane};
 
-/// What one end of a control connection says of its NIC. Its IP address is that of the connection, so that
-/// nobody has packets sent to a third party.
+/// UDP port and MTU of the NIC at one end of a control connection. Its IP address is that of the
+/// connection, so that neither end can direct packets to a third party.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct RoceEnd {
-    /// UDP port of its RoCEv2.
+    /// UDP port of its RoCEv2 traffic.
     pub port: u16,
-    /// The most payload of a packet that its link takes.
+    /// Maximum payload of a packet on its link.
     pub mtu: PathMtu,
 }
 
 impl RoceEnd {
-    /// A NIC with UDP port `port` at the address of this end of a TCP connection, which also knows the way's MTU.
+    /// The end of a NIC with UDP port `port` at the local address of a TCP connection, which also
+    /// supplies the path MTU.
     pub fn of(stream: impl AsFd, port: u16) -> Result<Self, Errno> {
         let bytes = match rustix::net::sockopt::ip_mtu(&stream) {
             Ok(bytes) => bytes,
@@ -31,52 +32,53 @@ impl RoceEnd {
     }
 }
 
-/// The way from the QPs here to those of another host.
+/// Path from local QPs to QPs on another host.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Route {
-    /// Where packets go.
+    /// Destination address of packets.
     pub address: SocketAddr,
-    /// The address here that they come from.
+    /// Source address of packets.
     pub local: IpAddr,
-    /// The most payload of a packet.
+    /// Maximum payload of a packet.
     pub mtu: PathMtu,
 }
 
-/// Local ACK timeout: 4.096 us times two to this power, so 1.07 s. What has been measured of the connection makes
-/// retransmissions much earlier; with [`RETRIES`] a peer is given up after some 9 s, when the control
-/// connection has noticed too that a host is gone.
+/// Local ACK timeout exponent: 4.096 us * 2^18 = 1.07 s. Retransmissions normally happen much
+/// earlier, after a timeout derived from the measured round-trip time. With [`RETRIES`], the QP
+/// fails after about 9 s; by then the control connection has detected a dead host, too.
 const TIMEOUT: u8 = 18;
 const RETRIES: u8 = 7;
-/// Receives are posted before they are asked for, and where they are not, a chain comes to it.
-const RNR_FOR_EVER: u8 = 7;
+/// RNR retry count 7 (unlimited). Receives are posted before the requests that need them; where
+/// they are not, a chain posts them later.
+const RNR_UNLIMITED: u8 = 7;
 
 impl Route {
-    /// The way from a NIC with `here` at the address `local` to one with `there` at `remote`.
+    /// The path from a NIC with `here` at the address `local` to a NIC with `there` at `remote`.
     pub fn between(local: IpAddr, here: RoceEnd, remote: IpAddr, there: RoceEnd) -> Self {
         let address = SocketAddr::new(remote, there.port);
         Self { address, local, mtu: here.mtu.min(there.mtu) }
     }
 
-    /// The QP `qpn` at its end, with what both ends begin with.
+    /// Address of the QP `qpn` on the other host, with its initial state.
     pub fn peer(&self, qpn: Qpn, start: Start) -> PeerAddress {
         let peer = RemotePeer {
             mtu: self.mtu,
             timeout: TIMEOUT,
             retry_cnt: RETRIES,
-            rnr_retry: RNR_FOR_EVER,
+            rnr_retry: RNR_UNLIMITED,
             ..RemotePeer::new(self.address, self.local, qpn)
         };
-        begun(peer.into(), start)
+        with_start(peer.into(), start)
     }
 }
 
-/// What two connected QPs begin with.
+/// Initial state of two connected QPs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Start {
-    /// This PSN, both ways. The peer is none of Granary's NICs: it has no secret, and its packets
-    /// come from any port.
+    /// This PSN in both directions. For a NIC other than Granary's, which has no secret and whose
+    /// packets may come from any UDP port.
     Psn(Psn),
-    /// What both ends draw from a secret.
+    /// PSNs and packet keys that both ends derive from a secret.
     Secret(PairSecret),
 }
 
@@ -86,17 +88,16 @@ impl Default for Start {
     }
 }
 
-/// The QP `qpn` where `peer` is, that begins as that does.
-pub fn beside(peer: PeerAddress, qpn: Qpn) -> PeerAddress {
+/// Address of the QP `qpn` on the host of `peer`, with the same initial state.
+pub fn sibling_peer(peer: PeerAddress, qpn: Qpn) -> PeerAddress {
     match peer {
         PeerAddress::Local(_) => qpn.into(),
         PeerAddress::Remote(peer) => RemotePeer { qpn, ..peer }.into(),
     }
 }
 
-/// Of access QPs, each with its peer: what that of a lane begins with. Nothing if there is no such
-/// lane.
-pub(crate) fn renew_lane<T>(
+/// Sets the initial state of the access QP of one lane; does nothing if the lane does not exist.
+pub(crate) fn set_lane_start<T>(
     groups: &mut [Vec<(T, PeerAddress)>],
     group: GroupId,
     lane: Lane,
@@ -104,12 +105,12 @@ pub(crate) fn renew_lane<T>(
 ) {
     let lanes = groups.get_mut(group.0 as usize);
     if let Some((_, peer)) = lanes.and_then(|lanes| lanes.get_mut(lane.0 as usize)) {
-        *peer = begun(*peer, start);
+        *peer = with_start(*peer, start);
     }
 }
 
-/// The same peer, with what both ends begin with.
-pub fn begun(peer: PeerAddress, start: Start) -> PeerAddress {
+/// The same peer with another initial state.
+pub fn with_start(peer: PeerAddress, start: Start) -> PeerAddress {
     let PeerAddress::Remote(peer) = peer else { return peer };
     let (psn, secret) = match start {
         Start::Psn(psn) => (psn, None),
@@ -124,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_route_takes_the_smaller_mtu_and_its_peers_can_be_connected() {
+    fn route_uses_the_smaller_mtu_and_valid_peers() {
         let ip = |s: &str| s.parse::<IpAddr>().unwrap();
         let end = |port, mtu| RoceEnd { port, mtu };
         let route = Route::between(
@@ -142,7 +143,7 @@ mod tests {
         let plain = peer(Start::Psn(Psn::new(9)));
         assert_eq!(plain.check(), Ok(()));
         assert_eq!((plain.local, plain.sq_psn), (route.local, plain.rq_psn));
-        assert!(!plain.fixed_port, "other NICs vary the port");
+        assert!(!plain.fixed_port, "other NICs use varying ports");
         let side = fabric::SecretSide::Asking;
         let secret = PairSecret { bytes: [1; 32], side, authenticated: true };
         let ours = peer(Start::Secret(secret));

@@ -1,4 +1,4 @@
-//! What the QPs of two hosts begin with: secrets that come from their control connection.
+//! Secrets for the QPs of two hosts, derived from their control connection.
 //!
 //! ```text
 //! secret of the connection   = HMAC-SHA256(token, "granary packets 1" S C)      S, C: the nonces
@@ -6,9 +6,9 @@
 //! key, first PSN of each way = HMAC-SHA256(that, way, QP numbers)               see rnic::wire::mac
 //! ```
 //!
-//! Without a token the first key is empty. Then a third party that reads the control connection can
-//! work the secrets out; one that cannot read it knows none of them. The compute node draws a salt
-//! when it is admitted, and each time that QPs are connected anew.
+//! Without a token the first HMAC key is empty. A third party that reads the control connection can
+//! then compute the secrets; a third party that cannot read it knows none of them. The compute node
+//! draws a salt at admission and each time it re-establishes QPs.
 
 use fabric::{PairSecret, SecretSide as End};
 use hmac::{Hmac, KeyInit, Mac};
@@ -17,7 +17,7 @@ use sha2::Sha256;
 use super::route::Start;
 use super::token::{Nonce, Nonces, Side, Token};
 
-/// The secret of a control connection between hosts.
+/// Secret of a control connection between hosts.
 #[derive(Clone, Copy)]
 pub struct ConnectionSecret {
     key: [u8; 32],
@@ -25,14 +25,15 @@ pub struct ConnectionSecret {
 }
 
 impl ConnectionSecret {
-    /// The secret of the connection with these nonces; whether the packets of its QPs have tags.
+    /// The secret of the connection with these nonces. `authenticated`: packets of its QPs carry
+    /// tags.
     pub fn new(token: Option<&Token>, nonces: &Nonces, authenticated: bool) -> Self {
         let token = token.map_or(&[][..], Token::bytes);
         let [server, client] = [&nonces.server, &nonces.client].map(Nonce::bytes);
         Self { key: mac(token, &[b"granary packets 1", server, client]), authenticated }
     }
 
-    /// What QPs begin with at the end `side`, where `salt` was drawn for them.
+    /// Initial state, at the end `side`, of the QPs for which `salt` was drawn.
     pub fn start(&self, side: Side, salt: &Nonce) -> Start {
         let side = match side {
             Side::Client => End::Asking,
@@ -54,12 +55,12 @@ mod tests {
     use super::*;
 
     fn bytes(start: Start) -> [u8; 32] {
-        let Start::Secret(secret) = start else { panic!("a secret was asked for") };
+        let Start::Secret(secret) = start else { panic!("no secret") };
         secret.bytes
     }
 
     #[test]
-    fn a_secret_is_of_one_token_one_connection_and_one_salt() {
+    fn secret_depends_on_token_connection_and_salt() {
         let nonce = || Nonce::random().unwrap();
         let (nonces, salt) = (Nonces { server: nonce(), client: nonce() }, nonce());
         let token = Token::new("correct horse battery").unwrap();
@@ -69,7 +70,7 @@ mod tests {
         };
         let secret = of(Some(&token), &nonces, &salt);
         let server = ConnectionSecret::new(Some(&token), &nonces, true).start(Side::Server, &salt);
-        assert_eq!(secret, bytes(server), "both ends know it");
+        assert_eq!(secret, bytes(server), "both ends derive the same");
         for differs in [
             of(Some(&other), &nonces, &salt),
             of(None, &nonces, &salt),

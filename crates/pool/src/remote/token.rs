@@ -1,4 +1,5 @@
-//! The secret that a memory node and its compute nodes share, and how each end proves that it has it.
+//! The shared secret of a memory node and its compute nodes, and the proof by which each end shows
+//! that it has the secret.
 //!
 //! ```text
 //! compute node                                             memory node
@@ -9,12 +10,14 @@
 //!                                                          Q = HMAC-SHA256(token, "server" S C)
 //! ```
 //!
-//! A memory node whose packets have no tags proves it as "plain server", so that a third party
-//! which changes the welcome on the way cannot have the packets of both ends go without tags.
+//! A memory node whose packets carry no tags computes its proof with "plain server" instead of
+//! "server". Otherwise a third party that modifies the welcome in transit could make both ends omit
+//! tags.
 //!
-//! Nonces are 32 random bytes each, so that no proof serves twice, and the token itself is never sent. The compute
-//! node proves first: who has no token gets nothing to try tokens on. Who listens to a connection can try
-//! tokens on what he heard, so that a token is a random text, not a word.
+//! Each nonce has 32 random bytes, so that no proof can be replayed, and the token itself is never
+//! sent. The compute node proves first: a client without the token obtains no data on which to test
+//! tokens. An eavesdropper can test tokens offline on recorded proofs; therefore a token must be
+//! random text, not a word.
 
 use std::fmt;
 use std::fs::File;
@@ -29,13 +32,13 @@ use sha2::Sha256;
 
 use crate::Error;
 
-/// Version of the greeting.
+/// Version of the greeting message.
 pub const VERSION: u32 = 1;
-/// The shortest token, in bytes: shorter ones can be found by trying.
+/// Minimum length of a token in bytes. Shorter tokens can be found by exhaustive search.
 const TOKEN_MIN: usize = 16;
-/// The longest.
+/// Maximum length of a token in bytes.
 const TOKEN_MAX: usize = 1024;
-/// Most bytes of a token's file, white space included.
+/// Maximum size of a token file in bytes, including white space.
 const FILE_MAX: usize = 2 * TOKEN_MAX;
 
 /// A shared secret.
@@ -43,10 +46,10 @@ const FILE_MAX: usize = 2 * TOKEN_MAX;
 pub struct Token(Vec<u8>);
 
 impl Token {
-    /// The token that `text` is.
+    /// Creates a token from `text`, without the white space around it.
     ///
     /// # Errors
-    /// It is shorter than 16 bytes or longer than 1024, without the white space around it.
+    /// The token is shorter than 16 bytes or longer than 1024.
     pub fn new(text: &str) -> Result<Self, Error> {
         Self::checked(text.trim().as_bytes(), || "the token".into())
     }
@@ -59,10 +62,12 @@ impl Token {
         let mut file = File::open(path).map_err(system)?;
         let meta = file.metadata().map_err(system)?;
         if !meta.is_file() {
-            return Err(refuse("it is no file"));
+            return Err(refuse("it is not a file"));
         }
         if meta.mode() & 0o077 != 0 {
-            return Err(refuse("others than its owner may read or write it; chmod 600 it"));
+            return Err(refuse(
+                "users other than its owner may read or write it; run chmod 600 on it",
+            ));
         }
         let mut text = Vec::new();
         file.by_ref().take(FILE_MAX as u64 + 1).read_to_end(&mut text).map_err(system)?;
@@ -75,7 +80,7 @@ impl Token {
     fn checked(text: &[u8], attempt: impl Fn() -> String) -> Result<Self, Error> {
         if !(TOKEN_MIN..=TOKEN_MAX).contains(&text.len()) {
             let why = format!(
-                "it has {} bytes; a token has {TOKEN_MIN} to {TOKEN_MAX}, best random ones: \
+                "it has {} bytes; a token has {TOKEN_MIN} to {TOKEN_MAX}; create a random one with \
                  head -c 32 /dev/urandom | base64",
                 text.len()
             );
@@ -97,12 +102,13 @@ impl Token {
         mac
     }
 
-    /// What `side` says to prove that it has the token, on the connection with these nonces.
+    /// The proof of `side` on the connection with these nonces.
     pub fn proof(&self, side: Side, nonces: &Nonces) -> String {
         hex(&self.mac(side, nonces).finalize().into_bytes())
     }
 
-    /// Whether `side` has proved that it has the token. Takes the same time wherever a wrong proof differs.
+    /// True if `proof` is the proof of `side`. Constant time, independent of the position of a
+    /// wrong digit.
     pub fn is_proved(&self, side: Side, nonces: &Nonces, proof: &str) -> bool {
         unhex(proof).is_some_and(|proof| self.mac(side, nonces).verify_slice(&proof).is_ok())
     }
@@ -114,7 +120,7 @@ impl fmt::Debug for Token {
     }
 }
 
-/// Who proves.
+/// The end of the connection that proves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// The compute node.
@@ -134,24 +140,24 @@ impl Side {
         }
     }
 
-    /// The memory node, with packets that are authenticated or not.
+    /// The memory node's side, with or without authenticated packets.
     pub fn server(authenticated: bool) -> Self {
         if authenticated { Side::Server } else { Side::PlainServer }
     }
 }
 
-/// 32 random bytes, chosen for one connection.
+/// 32 random bytes, drawn for one connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct Nonce([u8; 32]);
 
 impl Nonce {
-    /// One that nobody has had before.
+    /// Draws a new nonce.
     pub fn random() -> Result<Self, Error> {
         let mut bytes = [0; 32];
         match getrandom(&mut bytes[..], GetRandomFlags::empty()) {
             Ok(32) => Ok(Self(bytes)),
-            // Up to 256 bytes come whole.
+            // `getrandom` returns up to 256 bytes completely unless a signal interrupts it.
             Ok(_) | Err(rustix::io::Errno::INTR) => Self::random(),
             Err(e) => {
                 Err(Error::System { attempt: "drawing random numbers".into(), source: e.into() })
@@ -181,23 +187,23 @@ impl TryFrom<String> for Nonce {
     }
 }
 
-/// The nonces of a connection.
+/// The nonces of both ends of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Nonces {
-    /// The memory node's.
+    /// Drawn by the memory node.
     pub server: Nonce,
-    /// The compute node's.
+    /// Drawn by the compute node.
     pub client: Nonce,
 }
 
-/// The first message in either direction.
+/// First message in either direction.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Greeting {
-    /// [`VERSION`].
+    /// Must be [`VERSION`].
     pub granary: u32,
-    /// Who greets chose it.
+    /// Drawn by the sender.
     pub nonce: Nonce,
-    /// The memory node asks for a token.
+    /// True if the memory node requires a token.
     #[serde(default)]
     pub token: bool,
 }
@@ -206,7 +212,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// Up to 64 bytes.
+/// Decodes up to 64 bytes.
 fn unhex(text: &str) -> Option<Vec<u8>> {
     let digit = |c: u8| (c as char).to_digit(16).map(|d| d as u8);
     let pairs = text.as_bytes().chunks(2);
@@ -228,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_proof_is_of_one_token_one_side_and_one_connection() {
+    fn proof_depends_on_token_side_and_connection() {
         let token = Token::new("correct horse battery").unwrap();
         let other = Token::new("correct horse buttery").unwrap();
         let proof = token.proof(Side::Client, &nonces(1, 2));
@@ -245,7 +251,7 @@ mod tests {
 
     #[test]
     fn proofs_are_hmac_sha256() {
-        // RFC 4231, test case 2, by the same calls.
+        // RFC 4231, test case 2, with the same library calls.
         let mut mac = Hmac::<Sha256>::new_from_slice(b"Jefe").unwrap();
         mac.update(b"what do ya want for nothing?");
         assert_eq!(
@@ -255,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_is_long_and_its_file_is_private() {
+    fn token_has_minimum_length_and_private_file() {
         assert!(Token::new("  0123456789abcde \n").is_err());
         assert!(Token::new(&"x".repeat(TOKEN_MAX + 1)).is_err());
         let dir = tempfile::tempdir().unwrap();
@@ -278,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn nonces_differ_and_travel_as_text() {
+    fn nonces_differ_and_round_trip_as_text() {
         let a = Nonce::random().unwrap();
         assert_ne!(a, Nonce::random().unwrap());
         let text = serde_json::to_string(&a).unwrap();
@@ -288,7 +294,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_text_is_taken_for_a_proof(text in ".{0,140}") {
+        fn arbitrary_text_is_not_a_proof(text in ".{0,140}") {
             let token = Token::new("0123456789abcdef").unwrap();
             prop_assert!(!token.is_proved(Side::Client, &nonces(1, 2), &text));
         }

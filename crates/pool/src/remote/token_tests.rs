@@ -1,4 +1,5 @@
-//! Tokens at their edges: the longest and the shortest, white space in files, proofs byte by byte.
+//! Boundary cases of tokens: minimum and maximum length, white space in files, every digit of a
+//! proof.
 
 use std::os::unix::fs::PermissionsExt;
 
@@ -8,9 +9,9 @@ fn nonces() -> Nonces {
     Nonces { server: Nonce([1; 32]), client: Nonce([2; 32]) }
 }
 
-/// By Python: `hmac.new(token, side + server + client, "sha256")`.
+/// Expected values computed in Python: `hmac.new(token, side + server + client, "sha256")`.
 #[test]
-fn a_proof_is_of_the_side_and_the_nonces_in_this_order() {
+fn proof_is_hmac_of_side_and_nonces_in_order() {
     let token = Token::new("correct horse battery").unwrap();
     for (side, proof) in [(Side::Client, CLIENT), (Side::Server, SERVER)] {
         assert_eq!(token.proof(side, &nonces()), proof);
@@ -22,7 +23,7 @@ const CLIENT: &str = "ea4bc2a9541eeb60cddcb68965a9b02fd38bd91e4a0952202665b91079
 const SERVER: &str = "883ec53cbd818ed625e617bf5fd5810d6fbbf228f3fe4d96b067e35de56bba66";
 
 #[test]
-fn a_proof_with_any_digit_changed_is_none() {
+fn proof_with_one_wrong_digit_is_rejected() {
     let token = Token::new("correct horse battery").unwrap();
     for at in 0..CLIENT.len() {
         let mut proof = CLIENT.as_bytes().to_vec();
@@ -36,7 +37,7 @@ fn a_proof_with_any_digit_changed_is_none() {
 }
 
 #[test]
-fn tokens_have_16_to_1024_bytes_without_the_white_space_around_them() {
+fn token_length_excludes_surrounding_white_space() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("token");
     let read = |text: &str| {
@@ -49,18 +50,18 @@ fn tokens_have_16_to_1024_bytes_without_the_white_space_around_them() {
         assert_eq!(Token::new(&text).is_ok(), fits, "{len} bytes");
         assert_eq!(read(&text).is_ok(), fits, "{len} bytes");
     }
-    // The file may have 2048 bytes, white space included.
+    // The file may have 2048 bytes, including white space.
     let text = "y".repeat(1024);
     let token = read(&format!("{}{text}\n", " ".repeat(1000))).unwrap();
     let same = Token::new(&text).unwrap();
     assert_eq!(token.proof(Side::Client, &nonces()), same.proof(Side::Client, &nonces()));
     assert!(read(&format!("{}{text}\n", " ".repeat(1023))).is_ok());
-    // A longer file is refused, not cut off.
+    // A longer file is refused, not truncated.
     assert!(read(&format!("{}{text}", " ".repeat(1025))).is_err());
 }
 
 #[test]
-fn hexadecimal_digits_are_pairs_of_up_to_64_bytes() {
+fn unhex_accepts_digit_pairs_up_to_64_bytes() {
     for len in [0, 1, 63, 64] {
         let bytes: Vec<u8> = (0..len).map(|n| (n * 37) as u8).collect();
         assert_eq!(unhex(&hex(&bytes)), Some(bytes));

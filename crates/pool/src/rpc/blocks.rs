@@ -1,13 +1,14 @@
-//! What can be allocated: chunks, or in schemes with several sizes every power of two of chunks, aligned to
-//! its length; and which of it is free (a buddy allocator).
+//! The blocks that can be allocated, and the free list (a buddy allocator). A block is a chunk; in
+//! schemes with several sizes it is any power of two of chunks, aligned to its length.
 //!
-//! An entry is the number of a block. Those of single chunks come first, so that an entry below the number of
-//! chunks is that chunk in every scheme.
+//! An entry is the number of a block. Blocks of a single chunk come first, so that an entry below
+//! the number of chunks is a chunk number in every scheme.
 
-use crate::finemem::layout::{Block, Shape};
+use crate::finemem::block::Block;
+use crate::finemem::layout::Shape;
 use crate::settings::Settings;
 
-/// The blocks that there are.
+/// The blocks of a memory node.
 #[derive(Clone, Copy)]
 pub struct Blocks {
     shape: Shape,
@@ -15,48 +16,48 @@ pub struct Blocks {
 }
 
 impl Blocks {
-    /// Those of a memory node with `settings`.
+    /// The blocks of a memory node with `settings`.
     pub fn of(settings: &Settings) -> Self {
         Self::new(settings.chunks() as u32, settings.chunk_bytes, settings.scheme.has_sizes())
     }
 
-    /// Those of `chunks` chunks of `chunk_bytes`.
+    /// The blocks of `chunks` chunks of `chunk_bytes`.
     pub fn new(chunks: u32, chunk_bytes: u64, sizes: bool) -> Self {
         let shape = Shape { chunks, chunk_bytes };
         Self { shape, order_max: if sizes { shape.order_max() } else { 0 } }
     }
 
-    /// Chunks.
+    /// Number of chunks.
     pub fn chunks(self) -> u32 {
         self.shape.chunks
     }
 
-    /// The largest block's order.
+    /// Order of the largest block.
     pub fn order_max(self) -> u32 {
         self.order_max
     }
 
-    /// Bytes of the largest block.
+    /// Size in bytes of the largest block.
     pub fn bytes_max(self) -> u64 {
         self.shape.block_bytes(self.order_max)
     }
 
-    /// The order of the smallest block of at least `bytes`.
+    /// Order of the smallest block of at least `bytes`.
     pub fn order_for(self, bytes: u64) -> Option<u32> {
         self.shape.order_for(bytes).filter(|order| *order <= self.order_max)
     }
 
-    /// Bytes of a block of an order.
+    /// Size in bytes of a block of this order.
     pub fn bytes(self, order: u32) -> u64 {
         self.shape.block_bytes(order)
     }
 
-    /// Entries.
+    /// Number of entries.
     pub fn count(self) -> u32 {
         if self.order_max == 0 { self.shape.chunks } else { self.shape.entries() }
     }
 
-    /// The block of an entry that there is.
+    /// The block of an entry, which must exist.
     pub fn block(self, entry: u32) -> Block {
         self.shape.block(entry).expect("an entry of the table")
     }
@@ -66,40 +67,40 @@ impl Blocks {
         self.shape.entry(block)
     }
 
-    /// Where a block begins in the donated memory, and its bytes.
+    /// Offset of a block in the donated memory, and its size in bytes.
     pub fn range(self, entry: u32) -> (u64, u64) {
         let block = self.block(entry);
         (block.chunk as u64 * self.shape.chunk_bytes, self.shape.block_bytes(block.order))
     }
 
-    /// The block of an order that a chunk lies in, if all of it is in the pool.
+    /// The block of this order that contains a chunk, if all of the block is in the pool.
     fn around(self, chunk: u32, order: u32) -> Option<Block> {
         let there = order <= self.order_max && chunk >> order < self.shape.blocks(order);
         there.then_some(Block { chunk: chunk >> order << order, order })
     }
 
-    /// Entries of all blocks that a chunk lies in.
+    /// Entries of all blocks that contain a chunk.
     pub fn over(self, chunk: u32) -> impl Iterator<Item = u32> {
         let around = move |order| self.around(chunk, order).map(|block| self.entry(block));
         (0..=self.order_max).filter_map(around)
     }
 }
 
-/// Not on a list.
+/// Position of an entry that is on no list.
 const NOWHERE: u32 = u32::MAX;
 
-/// The free blocks: as large as they can be, none of two halves that are both free.
+/// The free blocks. Two free halves of a block are always merged.
 pub struct Free {
     blocks: Blocks,
-    /// Entries of free blocks, by order. The last one is given first.
+    /// Entries of free blocks, by order; last in, first out.
     lists: Vec<Vec<u32>>,
-    /// Where in its list an entry is.
+    /// Position of each entry in its list.
     at: Vec<u32>,
     chunks: u64,
 }
 
 impl Free {
-    /// All are free.
+    /// All blocks are free.
     pub fn all(blocks: Blocks) -> Self {
         let orders = blocks.order_max() as usize + 1;
         let at = vec![NOWHERE; blocks.count() as usize];
@@ -119,7 +120,7 @@ impl Free {
         free
     }
 
-    /// Chunks that are free.
+    /// Number of free chunks.
     pub fn chunks(&self) -> u64 {
         self.chunks
     }
@@ -129,7 +130,7 @@ impl Free {
         self.lists.iter().flatten().copied()
     }
 
-    /// Takes a block, of the smallest that there are.
+    /// Takes a block of this order, split from the smallest free block that is large enough.
     pub fn take(&mut self, order: u32) -> Option<u32> {
         let from = (order as usize..self.lists.len()).find(|at| !self.lists[*at].is_empty())?;
         let entry = *self.lists[from].last().expect("just seen");
@@ -141,7 +142,7 @@ impl Free {
         Some(self.blocks.entry(Block { chunk, order }))
     }
 
-    /// Gives a block back.
+    /// Returns a block to the free list, and merges it with its free neighbours.
     pub fn give(&mut self, entry: u32) {
         let mut block = self.blocks.block(entry);
         while let Some(whole) = self.blocks.around(block.chunk, block.order + 1) {
@@ -182,7 +183,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn chunks_come_in_order_and_the_last_one_back_is_the_next() {
+    fn free_list_allocates_in_order_and_last_freed_first() {
         let mut free = Free::all(Blocks::new(5, 4096, false));
         assert_eq!(
             (0..5).map(|_| free.take(0)).collect::<Option<Vec<_>>>(),
@@ -195,9 +196,10 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is taken and given back: no chunk is given twice, and in the end all is one again.
+        /// For any sequence of takes and returns: no chunk is taken twice, and all merge into one
+        /// block.
         #[test]
-        fn halves_become_whole_again(
+        fn free_halves_merge_into_their_block(
             chunks in 1u32..1500,
             steps in prop::collection::vec((any::<bool>(), 0u32..10, any::<prop::sample::Index>()), 1..200),
         ) {

@@ -1,8 +1,8 @@
-//! The compute node's side of the schemes by RPC: a request is a SEND, its answer a SEND from the memory
-//! node's CPU.
+//! The compute node's side of the schemes by RPC. A request is a SEND, and its answer is a SEND
+//! from the memory node's CPU.
 //!
 //! The receive for the answer is posted before the request, under the same lock, and the memory
-//! node answers in order: the n-th receive gets the n-th answer.
+//! node answers in order: the n-th receive completes with the n-th answer.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -17,10 +17,10 @@ use super::blocks::Blocks;
 use super::{Ask, Outcome, REPLY_BYTES, Reply, Request};
 use crate::Error;
 use crate::credits::Credits;
-use crate::protocol::Welcome;
+use crate::protocol::NodeHello;
 use crate::scheme::{ClientScheme, Grant, GroupId, WhenIdle, too_large};
 
-/// The compute node of the schemes by RPC on the NIC `N`.
+/// The client of the schemes by RPC on a NIC of type `N`.
 pub struct Client<N: Nic> {
     qp: N::Qp,
     completer: Completer<N::Cq>,
@@ -34,10 +34,10 @@ pub struct Client<N: Nic> {
 }
 
 impl<N: Nic> Client<N> {
-    /// Makes the management QP.
-    pub fn new(nic: &N, pd: &N::Pd, welcome: &Welcome) -> Result<Self, Error> {
+    /// Creates the management QP.
+    pub fn new(nic: &N, pd: &N::Pd, welcome: &NodeHello) -> Result<Self, Error> {
         let credits = welcome.credits;
-        // A receive and a SEND for each request, and as many again that are flushed at a reset.
+        // Room for a receive and a SEND per request, and as many again that are flushed at a reset.
         let cq = nic.create_cq(CqAttr { entries: credits * 4, ignore_overrun: false })?;
         let qp = nic.create_qp(
             pd,
@@ -67,7 +67,7 @@ impl<N: Nic> Client<N> {
         })
     }
 
-    /// `wanted`: bytes that are asked for, if it is memory.
+    /// Sends a request and waits for its reply. `wanted`: bytes requested, for error messages.
     async fn ask(&self, attempt: &'static str, ask: Ask, wanted: u64) -> Result<Reply, Error> {
         let credit = self.credits.take().await;
         let at = credit.slot() as usize * REPLY_BYTES;
@@ -85,7 +85,7 @@ impl<N: Nic> Client<N> {
             (answered, sent)
         };
         let (answered, sent) = (answered.await?, sent.await?);
-        // A reply that has come says that the request was done, whatever is known of its way there.
+        // A received reply proves that the request was executed, whatever the status of its SEND.
         if answered.status != Status::Success {
             self.broken.store(true, Ordering::Release);
             let status = match sent.status {
@@ -97,18 +97,19 @@ impl<N: Nic> Client<N> {
         let mut bytes = [0; REPLY_BYTES];
         self.replies.memory().read(at, &mut bytes);
         let wrong = |why: String| Error::Protocol { attempt: attempt.into(), why };
-        let reply = Reply::parse(&bytes).ok_or_else(|| wrong("the reply is not one".into()))?;
+        let reply =
+            Reply::parse(&bytes).ok_or_else(|| wrong("the reply cannot be decoded".into()))?;
         if reply.number != number {
-            return Err(wrong(format!("a reply to request {}, not {number}", reply.number)));
+            return Err(wrong(format!("reply to request {} instead of {number}", reply.number)));
         }
         match reply.outcome {
             Outcome::Done => Ok(reply),
             Outcome::Empty | Outcome::NoBlock => Err(Error::OutOfMemory { bytes: wanted }),
             Outcome::NotYours => Err(Error::NotYours { entry: reply.entry }),
-            Outcome::BadRequest => Err(wrong("the memory node did not understand it".into())),
+            Outcome::BadRequest => Err(wrong("the memory node could not decode the request".into())),
             Outcome::Failed => Err(Error::Refused {
                 attempt: attempt.into(),
-                why: "the memory node's NIC could not bind the windows; are the access QPs up?"
+                why: "the memory node's NIC could not bind the windows; check that the access QPs are connected"
                     .into(),
             }),
         }
@@ -131,7 +132,7 @@ impl<N: Nic> ClientScheme for Client<N> {
         if reply.lanes != self.lanes || reply.len != self.blocks.bytes(order) {
             return Err(Error::Protocol {
                 attempt: attempt.into(),
-                why: format!("a grant of {} bytes with {} keys", reply.len, reply.lanes),
+                why: format!("invalid grant of {} bytes with {} keys", reply.len, reply.lanes),
             });
         }
         let keys = &reply.keys[..reply.lanes];
@@ -166,7 +167,7 @@ impl<N: Nic> ClientScheme for Client<N> {
         let [peer] = peers else {
             return Err(Error::Protocol {
                 attempt: "connecting the management QP".into(),
-                why: format!("{} peers were named for one QP", peers.len()),
+                why: format!("{} peers were given for one QP", peers.len()),
             });
         };
         self.qp.connect(*peer)?;

@@ -1,48 +1,50 @@
-//! Allocation by RPC to the memory node's CPU: the baselines in which the CPU opens a chunk to a
-//! compute node, and closes it.
+//! Allocation by RPC to the memory node's CPU: the baseline schemes in which the CPU opens a chunk
+//! to a compute node (makes it accessible) and closes it.
 //!
-//! A compute node SENDs a request on its management QP; the memory node's CPU takes a chunk from a
-//! free list, opens it, and SENDs the grant back. A free closes the chunk, clears it and gives it back.
-//! What opens a chunk makes the scheme:
+//! A compute node SENDs a request on its management QP. The memory node's CPU takes a chunk from a
+//! free list, opens it, and SENDs the grant back. A free closes the chunk, clears it and returns it
+//! to the list. The schemes differ in the mechanism that opens a chunk:
 //!
-//! | scheme | what opens a chunk | who is kept out by what | source |
+//! | scheme | mechanism | isolation of compute nodes | source |
 //! | --- | --- | --- | --- |
-//! | `rpc-mw-2` | a type-2 window for each access QP of the group | the window names the QP | OneSidedMW §2.2.2, Patronus |
+//! | `rpc-mw-2` | a type-2 window per access QP of the group | the window is bound to the QP | OneSidedMW §2.2.2, Patronus |
 //! | `rpc-mw-1` | one type-1 window; a free and the next allocation are one rebind | **unsafe**: 8 bits of tag | OneSidedMW §2.2.2, §2.3 |
-//! | `fine-mr` | an MR, registered by each allocation and ended by each free | a PD for each compute node | OneSidedMW §6 |
-//! | `static-mr` | an MR that was registered ahead | a PD for each compute node | OneSidedMW §2.2.1 |
-//! | `ondemand-rpc` | as `fine-mr`, of several sizes | a PD for each compute node | FineMem §6.1 |
-//! | `premmap-rpc` | a type-1 window that was bound ahead; a free rebinds it | **trust**: 8 bits of tag | FineMem §6.1 |
+//! | `fine-mr` | an MR, registered by each allocation and deregistered by each free | a PD per compute node | OneSidedMW §6 |
+//! | `static-mr` | an MR that was registered in advance | a PD per compute node | OneSidedMW §2.2.1 |
+//! | `ondemand-rpc` | as `fine-mr`, with several sizes | a PD per compute node | FineMem §6.1 |
+//! | `premmap-rpc` | a type-1 window that was bound in advance; a free rebinds it | **trust**: 8 bits of tag | FineMem §6.1 |
 //!
-//! The CPU knows who asks by the QP that the request came in on, so the proof of ownership that a
-//! chain takes from the guard window is a comparison here: a group has one window less.
+//! The CPU identifies the sender of a request by its QP. Therefore a free needs no guard window as
+//! proof of ownership, as the chains of OneSidedMW do, and a group has one window less.
 //!
-//! **`rpc-mw-1`** binds one window for a chunk, since any QP of the PD may use it; that is its
-//! weakness too: a compute node that guesses the 8 bits of a tag is in, and nothing can be done about
-//! it at the memory node. A free is answered without the NIC: the chunk is set aside, its window still
-//! bound. The next allocation of the same compute node takes a chunk that is free and clear, and one
-//! rebind takes the window from the old chunk to the new one. Only then is the old one cleared and free:
-//! nobody is given a chunk that another key opens. But its last owner can reach it for that long after
-//! the free has returned, so that *released* comes late. At most `credits` chunks of a compute node are
-//! aside; when the free list is empty they are unbound, cleared and free.
+//! **`rpc-mw-1`** binds one window per chunk, which any QP of the PD may use. This is also its
+//! weakness: a compute node that guesses the 8 bits of the tag has access, and the memory node
+//! cannot prevent it. A free is answered without the NIC: the chunk is set aside with its window
+//! still bound. The next allocation of the same compute node takes a chunk that is free and
+//! cleared, and one rebind moves the window from the old chunk to the new one. Only then is the old
+//! chunk cleared and freed, so that no chunk is allocated while an old key opens it. But its last
+//! owner can access it until then, after the free has returned; therefore the chunk is *released*
+//! late. At most `credits` chunks of a compute node are set aside. When the free list is empty,
+//! they are unbound, cleared and freed.
 //!
-//! **MRs** are keyed by PD: their key opens them on every QP of it. So each compute node has a PD of its
-//! own, with its QPs and the MRs of its chunks. (The published forms share one PD, and never end a key
-//! of Static-MR: its strong isolation is that of a chunk which has one owner for ever.) `static-mr`
-//! registers ahead, in each compute node's PD, when that is admitted and when the CPU has nothing else
-//! to do, up to [`regions::AHEAD`] chunks: an allocation takes one of these, and only finds out which. A
-//! free ends the MR, as everywhere; a chunk that is registered ahead for one goes to another when there
-//! is no free one.
+//! **MRs** belong to a PD: their key is valid on every QP of it. Therefore each compute node has a
+//! PD of its own, with its QPs and the MRs of its chunks. (The published forms share one PD and
+//! never invalidate a key of Static-MR; their strong isolation holds only for a chunk that never
+//! changes its owner.) `static-mr` registers up to [`regions::AHEAD`] chunks in advance in each
+//! compute node's PD: when it is admitted, and when the CPU is idle. An allocation takes one of
+//! these. A free deregisters the MR, as in the other schemes. When no chunk is free, a chunk that
+//! is registered in advance for one compute node is allocated to another.
 //!
-//! **Sizes.** `premmap-rpc` and `ondemand-rpc` hand out blocks of every power of two of chunks ([`blocks`]); the
-//! others have chunks.
+//! **Sizes.** `premmap-rpc` and `ondemand-rpc` have blocks of every power of two of chunks
+//! ([`blocks`]); the other schemes have chunks only.
 //!
-//! **`premmap-rpc`** has a window bound ahead over every block, so that an allocation only finds out which. The
-//! published form ("memory is premapped") has one region and one key, which stays good for ever. Here a
-//! free rebinds the block's window before it is answered: the old key is dead, and the next one is there.
+//! **`premmap-rpc`** binds a window over every block in advance, so that an allocation only selects
+//! a block. The published form ("memory is premapped") has one region and one key, which stays
+//! valid for ever. Here a free rebinds the block's window before it is answered: the old key is
+//! dead, and the next key is valid.
 //!
-//! The CPU may be several cores ([`crate::Settings::cores`]): each has a CQ for requests and its share
-//! of the compute nodes, and all work on one [`table::Table`].
+//! The CPU may have several cores ([`crate::Settings::cores`]). Each core has a CQ for requests and
+//! serves a part of the compute nodes; all cores share one [`table::Table`].
 //!
 //! ```text
 //! request (16 B)                       reply (64 B)
@@ -56,12 +58,11 @@
 //!                                      +32 keys, one per lane    (be32 each)
 //! ```
 //!
-//! Invariants: replies come in the order of the requests of a compute node; a request is answered
-//! in any case, also when it makes no sense; the memory node posts `credits` receives for each
-//! compute node, so that who sends more waits alone.
+//! Invariants: replies are sent in the order of a compute node's requests. Every request is
+//! answered, including invalid ones. The memory node posts `credits` receives per compute node, so
+//! that a compute node that sends more delays only itself.
 
 mod blocks;
-mod books;
 mod client;
 mod node;
 mod peer;
@@ -69,28 +70,30 @@ mod regions;
 mod table;
 #[cfg(test)]
 mod tests;
+mod view;
 mod windows;
 mod worker;
 
-pub use books::{Books, ChunkState};
 pub use client::Client;
 pub use node::Node;
+pub use table::ChunkState;
+pub use view::AllocationView;
 
 use fabric::Key;
 
 use crate::scheme::MAX_GROUP;
 
-/// Bytes of a request.
+/// Size of a request in bytes.
 const REQUEST_BYTES: usize = 16;
-/// Bytes of a reply.
+/// Size of a reply in bytes.
 const REPLY_BYTES: usize = 64;
 
-/// What a request asks.
+/// Operation of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Ask {
-    /// 2^`order` chunks for the QPs of a group.
+    /// Allocate 2^`order` chunks for the QPs of a group.
     Allocate { group: u16, order: u8 },
-    /// Take a chunk back.
+    /// Free a block.
     Free { entry: u32 },
 }
 
@@ -122,7 +125,7 @@ impl Request {
         out
     }
 
-    /// The number, and what is asked if that is known.
+    /// Decodes a request: its number, and its operation if valid.
     fn parse(bytes: &[u8; REQUEST_BYTES]) -> (u64, Option<Ask>) {
         let number = be64(bytes, 8);
         let ask = match bytes[0] {
@@ -137,7 +140,7 @@ impl Request {
     }
 }
 
-/// How a request ended.
+/// Result of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 enum Outcome {
@@ -146,7 +149,7 @@ enum Outcome {
     NotYours = 3,
     BadRequest = 4,
     Failed = 5,
-    /// There is memory, and no block as large.
+    /// Memory is free, but no block of the requested size.
     NoBlock = 6,
 }
 
@@ -163,7 +166,7 @@ struct Reply {
 }
 
 impl Reply {
-    /// A reply that grants nothing.
+    /// A reply without a grant.
     fn bare(number: u64, outcome: Outcome, entry: u32) -> Self {
         Self {
             number,
@@ -190,7 +193,7 @@ impl Reply {
         out
     }
 
-    /// `None` if it is not a reply.
+    /// Decodes a reply; `None` if it is invalid.
     fn parse(bytes: &[u8; REPLY_BYTES]) -> Option<Self> {
         let outcome = match bytes[0] {
             1 => Outcome::Done,

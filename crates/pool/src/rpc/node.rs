@@ -1,4 +1,4 @@
-//! The memory node's side: what the control thread does. Requests are answered by `worker`.
+//! The memory node's side: the work of the control thread. `worker` answers the requests.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -11,33 +11,34 @@ use fabric::{
 use parking_lot::{Mutex, MutexGuard};
 
 use super::blocks::Blocks;
-use super::books::Books;
 use super::peer::{Path, Peer};
 use super::regions::Regions;
-use super::table::{Doors, Table};
+use super::table::{Protection, Table};
+use super::view::AllocationView;
 use super::windows::{Type1, Type2};
 use super::worker::{BIND_BLOCKS, Core, Handle, Shared, State};
 use super::{REPLY_BYTES, REQUEST_BYTES};
 use crate::Error;
-use crate::remote::route::{Start, begun};
+use crate::remote::route::{Start, with_start};
 use crate::scheme::{
-    Admission, Admitted, ClientId, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus, Part, Worker,
+    ClientId, ConnectReply, ConnectRequest, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus,
+    QpSet, Worker,
 };
 use crate::settings::{SchemeKind, Settings};
 
-/// Building blocks that answering one request takes of a management QP: the reply, the bulletin
-/// before it, and the bulletin that takes that back.
+/// Send blocks of a management QP per request in flight: the reply, a bulletin "empty" before it,
+/// and a bulletin "available" after it.
 const ANSWER_BLOCKS: u32 = 4;
 
 /// The memory node of a scheme by RPC.
 pub struct Node<N: Nic> {
     shared: Arc<Shared<N>>,
     /// The core that serves each compute node.
-    homes: BTreeMap<ClientId, usize>,
+    core_by_client: BTreeMap<ClientId, usize>,
 }
 
 impl<N: Nic> Node<N> {
-    /// Donates memory as `settings` say.
+    /// Donates memory according to `settings`.
     pub fn new(nic: &N, settings: &Settings) -> Result<Self, Error> {
         settings.validate()?;
         let (scheme, caps) = (settings.scheme, nic.caps());
@@ -45,7 +46,7 @@ impl<N: Nic> Node<N> {
             return Err(Error::Setting {
                 setting: "scheme",
                 value: scheme.name().into(),
-                why: format!("the NIC {} has no {missing}", caps.name),
+                why: format!("the NIC {} lacks {missing}", caps.name),
             });
         }
         let blocks = Blocks::of(settings);
@@ -54,14 +55,14 @@ impl<N: Nic> Node<N> {
         let (bytes, unit) = (settings.chunks() * settings.chunk_bytes, settings.chunk_bytes);
         let memory = nic.alloc_thin(bytes as usize, unit as usize, settings.kept_bytes())?;
         let memory = nic.reg_mr(&pd, &memory, Access::LOCAL_ALL)?;
-        let doors = match scheme {
-            SchemeKind::RpcMw2 => Doors::Type2(Type2::new(nic, &pd, &memory, blocks, lanes)?),
+        let protection = match scheme {
+            SchemeKind::RpcMw2 => Protection::Type2(Type2::new(nic, &pd, &memory, blocks, lanes)?),
             SchemeKind::RpcMw1 | SchemeKind::PremmapRpc => {
                 let ahead = scheme == SchemeKind::PremmapRpc;
-                Doors::Type1(Type1::new(nic, &pd, &memory, blocks, ahead)?)
+                Protection::Type1(Type1::new(nic, &pd, &memory, blocks, ahead)?)
             }
             SchemeKind::FineMr | SchemeKind::StaticMr | SchemeKind::OnDemandRpc => {
-                Doors::Regions(Regions::new(blocks.count()))
+                Protection::Regions(Regions::new(blocks.count()))
             }
             other => {
                 return Err(Error::Setting {
@@ -73,7 +74,7 @@ impl<N: Nic> Node<N> {
         };
         let cores = settings.cores.min(settings.clients_max) as usize;
         let base = memory.memory().addr();
-        let table = Table::new(doors, lanes, base, blocks, cores);
+        let table = Table::new(protection, lanes, base, blocks, cores);
         let cores = (0..cores)
             .map(|index| Core::new(nic, &pd, settings, index))
             .collect::<Result<Vec<_>, _>>()?;
@@ -82,58 +83,59 @@ impl<N: Nic> Node<N> {
         if scheme == SchemeKind::PremmapRpc {
             shared.cores[0].state.lock().bind_ahead(&shared)?;
         }
-        Ok(Self { shared, homes: BTreeMap::new() })
+        Ok(Self { shared, core_by_client: BTreeMap::new() })
     }
 
-    /// A look into the books.
-    pub fn books(&self) -> Books<N> {
-        Books(self.shared.clone())
+    /// A view of the allocations.
+    pub fn allocation_view(&self) -> AllocationView<N> {
+        AllocationView(self.shared.clone())
     }
 
     fn core_of(&self, client: ClientId) -> usize {
-        self.homes.get(&client).copied().unwrap_or(0)
+        self.core_by_client.get(&client).copied().unwrap_or(0)
     }
 
-    /// The state of the core that serves a compute node.
+    /// State of the core that serves a compute node.
     fn state_of(&self, client: ClientId) -> MutexGuard<'_, State<N>> {
         self.shared.cores[self.core_of(client)].state.lock()
     }
 
-    /// The core with the fewest compute nodes, for one more; an error if all are here.
-    fn find_home(&mut self) -> Result<usize, Error> {
+    /// The core with the fewest compute nodes; an error if the limit of compute nodes is reached.
+    fn least_loaded_core(&mut self) -> Result<usize, Error> {
         let cores = &self.shared.cores;
-        self.homes.retain(|client, core| cores[*core].state.lock().peers.contains_key(client));
+        self.core_by_client
+            .retain(|client, core| cores[*core].state.lock().peers.contains_key(client));
         let max = self.shared.settings.clients_max as usize;
-        if self.homes.len() >= max {
+        if self.core_by_client.len() >= max {
             return Err(refuse(format!("{max} compute nodes are connected")));
         }
         let mut counts = vec![0; cores.len()];
-        self.homes.values().for_each(|core| counts[*core] += 1);
+        self.core_by_client.values().for_each(|core| counts[*core] += 1);
         let least = counts.iter().enumerate().min_by_key(|(_, count)| **count);
         Ok(least.expect("there is a core").0)
     }
 
-    fn make_peer(&self, state: &State<N>, request: &Admission) -> Result<Peer<N>, Error> {
+    fn make_peer(&self, state: &State<N>, request: &ConnectRequest) -> Result<Peer<N>, Error> {
         let settings = &self.shared.settings;
         let (nic, credits) = (&self.shared.nic, settings.credits);
         let lanes = settings.lanes() as usize;
         let [management_peer] = request.management[..] else {
             return Err(refuse(format!(
-                "scheme {} has one management QP, {} were named",
+                "scheme {} needs one management QP, {} were given",
                 settings.scheme,
                 request.management.len()
             )));
         };
         if !(1..=settings.groups_max as usize).contains(&request.groups.len()) {
             return Err(refuse(format!(
-                "{} QP groups were named, 1 to {} are served",
+                "{} QP groups were given; 1 to {} are allowed",
                 request.groups.len(),
                 settings.groups_max
             )));
         }
         if let Some(group) = request.groups.iter().find(|group| group.len() != lanes) {
             return Err(refuse(format!(
-                "a QP group of {} QPs was named; windows of a group of {} serve {lanes}",
+                "a QP group of {} QPs was given; window groups of {} serve {lanes}",
                 group.len(),
                 settings.group_size
             )));
@@ -185,9 +187,9 @@ impl<N: Nic> Node<N> {
             bulletin: Remote { addr: request.bulletin_addr, rkey: Key(request.bulletin_rkey) },
             generation: 0,
             bulletins: 0,
-            told_empty: false,
+            announced_empty: false,
             broken: false,
-            unheard: BTreeSet::new(),
+            unconfirmed: BTreeSet::new(),
             lost: Vec::new(),
             leaving: None,
             pd,
@@ -198,12 +200,12 @@ impl<N: Nic> Node<N> {
 }
 
 impl<N: Nic> NodeScheme for Node<N> {
-    fn admit(&mut self, client: ClientId, request: &Admission) -> Result<Admitted, Error> {
-        let core = self.find_home()?;
+    fn admit(&mut self, client: ClientId, request: &ConnectRequest) -> Result<ConnectReply, Error> {
+        let core = self.least_loaded_core()?;
         let settings = &self.shared.settings;
         let mut state = self.shared.cores[core].state.lock();
         let peer = self.make_peer(&state, request)?;
-        let admitted = Admitted {
+        let admitted = ConnectReply {
             client: client.0,
             chunk_bytes: settings.chunk_bytes,
             group_size: settings.group_size,
@@ -218,8 +220,8 @@ impl<N: Nic> NodeScheme for Node<N> {
         };
         state.by_management.insert(peer.management.qpn(), client);
         state.peers.insert(client, peer);
-        state.joined(client);
-        self.homes.insert(client, core);
+        state.add_client(client);
+        self.core_by_client.insert(client, core);
         Ok(admitted)
     }
 
@@ -228,9 +230,9 @@ impl<N: Nic> NodeScheme for Node<N> {
         let state = &mut *state;
         let Some(peer) = state.peers.get_mut(&client) else { return Ok(()) };
         state.by_management.remove(&peer.management.qpn());
-        (peer.broken, peer.told_empty) = (true, false);
-        // From the reset on its accesses are refused; the QPs, connected to nobody but themselves,
-        // still unbind their windows.
+        (peer.broken, peer.announced_empty) = (true, false);
+        // After the reset, accesses of the compute node are refused. The QPs, now connected to
+        // themselves, can still unbind their windows.
         peer.management.modify(QpChange::Reset)?;
         for path in peer.groups.iter().flatten() {
             path.qp.connect(path.qp.qpn())?;
@@ -243,10 +245,10 @@ impl<N: Nic> NodeScheme for Node<N> {
         !self.state_of(client).peers.contains_key(&client)
     }
 
-    fn turn(&mut self) -> Result<bool, Error> {
+    fn poll(&mut self) -> Result<bool, Error> {
         let mut any = false;
         for core in 0..self.shared.cores.len() {
-            any |= self.shared.turn(core)?;
+            any |= self.shared.poll(core)?;
         }
         Ok(any)
     }
@@ -262,17 +264,17 @@ impl<N: Nic> NodeScheme for Node<N> {
     }
 
     fn is_watching(&self) -> bool {
-        false // every free passes through this CPU
+        false // this CPU executes every free
     }
 
     fn client_waits(&mut self, client: ClientId) -> Result<bool, Error> {
         let core = self.core_of(client);
         let mut state = self.state_of(client);
-        if !self.shared.table.lock().tell_empty(core) {
+        if !self.shared.table.lock().announce_empty(core) {
             return Ok(false);
         }
         let peer = state.peers.get_mut(&client).ok_or_else(|| refuse(NOT_ADMITTED))?;
-        peer.tell_empty();
+        peer.announce_empty();
         Ok(true)
     }
 
@@ -306,15 +308,15 @@ impl<N: Nic> NodeScheme for Node<N> {
         Ok(path.qp.qpn().raw())
     }
 
-    fn renew(&mut self, client: ClientId, part: Part, start: Start) {
+    fn set_start(&mut self, client: ClientId, part: QpSet, start: Start) {
         let mut state = self.state_of(client);
         let Some(peer) = state.peers.get_mut(&client) else { return };
         match part {
-            Part::Management => peer.management_peer = begun(peer.management_peer, start),
-            Part::Access(group, lane) => {
+            QpSet::Management => peer.management_peer = with_start(peer.management_peer, start),
+            QpSet::Access(group, lane) => {
                 let lanes = peer.groups.get_mut(group.0 as usize);
                 if let Some(path) = lanes.and_then(|lanes| lanes.get_mut(lane.0 as usize)) {
-                    path.peer = begun(path.peer, start);
+                    path.peer = with_start(path.peer, start);
                 }
             }
         }
@@ -354,7 +356,8 @@ impl<N: Nic> NodeScheme for Node<N> {
     }
 }
 
-/// What wakes all cores. One core sleeps on it where one thread does the turns of all.
+/// Event source for all cores together. If one thread polls all cores, it waits on the first core's
+/// CQ.
 struct AllCores<N: Nic>(Arc<Shared<N>>);
 
 impl<N: Nic> CpuEvents for AllCores<N> {
@@ -367,7 +370,7 @@ impl<N: Nic> CpuEvents for AllCores<N> {
     }
 }
 
-/// What a NIC lacks that `scheme` needs.
+/// The capability that the NIC lacks for `scheme`, if any.
 fn missing(scheme: SchemeKind, caps: &Caps) -> Option<&'static str> {
     match scheme {
         SchemeKind::RpcMw2 if !caps.windows => Some("type-2 windows"),

@@ -1,4 +1,4 @@
-//! What the memory node has for one compute node: its QPs, and how it is answered.
+//! State of one compute node at the memory node: its QPs, and replies and bulletins to it.
 
 use std::collections::BTreeSet;
 
@@ -11,44 +11,44 @@ use super::{Outcome, REQUEST_BYTES, Reply};
 use crate::Error;
 use crate::scheme::bulletin;
 
-/// Id of what grants nothing: beyond all entries.
+/// Work-request ID of a reply without a grant: greater than every entry.
 const NO_GRANT: u64 = u32::MAX as u64;
-/// Id of the work request of a bulletin.
+/// Work-request ID of a bulletin.
 const BULLETIN: u64 = NO_GRANT - 1;
-/// Changes of a bulletin that may be on their way.
+/// Maximum number of bulletin writes in flight.
 const BULLETINS: u32 = 2;
 
-/// A compute node.
+/// A compute node, as the memory node sees it.
 pub struct Peer<N: Nic> {
-    /// The PD of its QPs.
+    /// PD of its QPs.
     pub pd: N::Pd,
-    /// Its requests come in here, replies and bulletins go out.
+    /// The QP for its requests, and for replies and bulletins to it.
     pub management: N::Qp,
-    /// The compute node's side of it.
+    /// The compute node's side of the management QP.
     pub management_peer: PeerAddress,
-    /// Counts the resets of the management QP: completions from before the last one are stale.
+    /// Number of resets of the management QP. Completions of an earlier epoch are stale.
     pub epoch: u32,
-    /// Where what goes out completes.
+    /// CQ for the completions of replies and bulletins.
     pub replies: N::Cq,
-    /// A place for each request.
+    /// Receive buffers, one per request in flight.
     pub inbox: N::Mr,
     /// Its access QPs, by group and lane.
     pub groups: Vec<Vec<Path<N>>>,
-    /// Its bulletin; key 0: it has none.
+    /// Address of its bulletin; key 0: none.
     pub bulletin: Remote,
-    /// Changes of the bulletin.
+    /// Number of changes of the bulletin.
     pub generation: u32,
-    /// Changes of the bulletin that are on their way.
+    /// Bulletin writes in flight.
     pub bulletins: u32,
-    /// Its bulletin says "empty".
-    pub told_empty: bool,
-    /// Its management QP does not answer.
+    /// True if its bulletin says "empty".
+    pub announced_empty: bool,
+    /// True if its management QP has failed.
     pub broken: bool,
-    /// Chunks that were granted in replies of which it is not known that they arrived.
-    pub unheard: BTreeSet<u32>,
-    /// Chunks that were granted in replies that did not arrive: they are to be taken back.
+    /// Chunks granted in replies whose delivery is not confirmed yet.
+    pub unconfirmed: BTreeSet<u32>,
+    /// Chunks granted in replies that were not delivered; to be taken back.
     pub lost: Vec<u32>,
-    /// It has gone, and these chunks are still to be taken back.
+    /// Chunks still to be reclaimed, if the compute node has departed.
     pub leaving: Option<Vec<u32>>,
 }
 
@@ -61,16 +61,16 @@ pub struct Path<N: Nic> {
 }
 
 impl<N: Nic> Peer<N> {
-    /// Connects the management QP, for the first time or anew, and takes requests.
+    /// Connects the management QP, for the first time or again, and posts its receives.
     pub fn connect_management(&mut self, credits: u32) -> Result<(), Error> {
-        // What has not arrived by now never will.
-        self.hear();
-        self.lost.extend(std::mem::take(&mut self.unheard));
+        // Replies that are unconfirmed by now were not delivered.
+        self.poll_replies();
+        self.lost.extend(std::mem::take(&mut self.unconfirmed));
         self.management.connect(self.management_peer)?;
         while self.replies.poll(&mut [Completion::EMPTY; 16]) > 0 {}
         self.bulletins = 0;
         self.broken = false;
-        self.told_empty = false;
+        self.announced_empty = false;
         for slot in 0..credits {
             self.post_receive(slot)?;
         }
@@ -83,36 +83,37 @@ impl<N: Nic> Peer<N> {
         Ok(self.management.post_recv(&ReceiveRequest { id, to: &[to] })?)
     }
 
-    /// Sends a reply and takes the next request into the same place. What goes wrong here is
-    /// between this compute node and its management QP, and ends with that.
+    /// Sends a reply and reposts the receive of that slot. An error affects only this compute node:
+    /// it puts the management QP into the error state.
     pub fn answer(&mut self, slot: u32, reply: Reply) {
         let granted = (reply.outcome == Outcome::Done && reply.lanes > 0).then_some(reply.entry);
-        self.unheard.extend(granted);
+        self.unconfirmed.extend(granted);
         if self.broken {
             return;
         }
         if reply.outcome == Outcome::Empty {
-            self.tell_empty();
+            self.announce_empty();
         }
         let id = granted.map_or(NO_GRANT, |entry| entry as u64);
         self.post(id, Op::SendInline { data: &reply.to_bytes() });
         if self.post_receive(slot).is_err() {
-            self.break_off();
+            self.disconnect();
         }
     }
 
-    /// Says on the bulletin that there is no memory, once.
-    pub fn tell_empty(&mut self) {
-        if !self.told_empty && !self.broken {
-            self.told_empty = true;
+    /// Writes "empty" to the bulletin, unless it says so already.
+    pub fn announce_empty(&mut self) {
+        if !self.announced_empty && !self.broken {
+            self.announced_empty = true;
             self.post_bulletin(bulletin::EMPTY);
         }
     }
 
-    /// Writes the bulletin, if there is one. Of a compute node that does not answer for a while some are
-    /// left out, so that there is room for its replies: it asks before it waits.
+    /// Writes the bulletin, if the compute node has one. Skips the write while earlier ones are in
+    /// flight, so that the send queue has room for replies. No wake-up is lost, because the compute
+    /// node asks the memory node before it waits.
     pub fn post_bulletin(&mut self, state: u32) {
-        self.hear();
+        self.poll_replies();
         if self.bulletin.rkey == Key::default() || self.bulletins == BULLETINS {
             return;
         }
@@ -124,15 +125,15 @@ impl<N: Nic> Peer<N> {
         self.post(BULLETIN, Op::WriteInline { to: self.bulletin, data: &data });
     }
 
-    /// Takes note of what has arrived, and of what has not.
-    pub fn hear(&mut self) {
+    /// Processes the completions of replies and bulletins.
+    pub fn poll_replies(&mut self) {
         let mut done = [Completion::EMPTY; 16];
         loop {
             let n = self.replies.poll(&mut done);
             for c in &done[..n] {
                 self.bulletins -= (c.id == BULLETIN && self.bulletins > 0) as u32;
                 match c.status {
-                    Status::Success => drop(self.unheard.remove(&(c.id as u32))),
+                    Status::Success => drop(self.unconfirmed.remove(&(c.id as u32))),
                     _ => self.broken = true,
                 }
             }
@@ -143,18 +144,18 @@ impl<N: Nic> Peer<N> {
     }
 
     fn post(&mut self, id: u64, op: Op<'_>) {
-        self.hear();
+        self.poll_replies();
         match self.management.post_send(&[WorkRequest { id, op, signaled: true }]) {
             Ok(()) => {}
-            // It does not take the replies that it asked for.
-            Err(VerbsError::QueueFull { .. }) => self.break_off(),
+            // The compute node has not posted receives for its replies.
+            Err(VerbsError::QueueFull { .. }) => self.disconnect(),
             Err(_) => self.broken = true,
         }
     }
 
-    fn break_off(&mut self) {
+    fn disconnect(&mut self) {
         self.broken = true;
-        // If even that fails, the NIC is gone, and with it everybody's QPs.
+        // If this fails, the NIC has exited, and no QP works any more.
         let _ = self.management.modify(QpChange::Error);
     }
 }

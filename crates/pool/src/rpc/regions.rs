@@ -1,35 +1,36 @@
-//! Memory regions as what opens chunks: one for a chunk while it has an owner, in that compute node's
-//! own PD.
+//! Memory regions as the mechanism that opens chunks: one region per allocated chunk, in the PD of
+//! its owner.
 
 use fabric::{Key, MemoryRegion, Nic};
 
-/// Chunks that `static-mr` registers ahead for each compute node: one to be given, and one for while
-/// the next is being registered.
+/// Chunks that `static-mr` registers in advance per compute node: one to be allocated, and one for
+/// the time in which the next is registered.
 pub const AHEAD: usize = 2;
 
-/// The regions of chunks.
+/// The regions of all blocks.
 pub struct Regions<N: Nic> {
     regions: Vec<Option<N::Mr>>,
 }
 
 impl<N: Nic> Regions<N> {
-    /// None of `count` blocks is registered.
+    /// No region is registered yet for any of `count` blocks.
     pub fn new(count: u32) -> Self {
         Self { regions: (0..count).map(|_| None).collect() }
     }
 
-    /// The key of a chunk that is registered; otherwise one that opens nothing.
+    /// Key of a registered chunk; an invalid key if it has no region.
     pub fn key(&self, entry: u32) -> Key {
         self.regions[entry as usize].as_ref().map_or(Key::default(), |region| region.key())
     }
 
-    /// A chunk is open by `region`.
+    /// Opens a chunk with `region`.
     pub fn open(&mut self, entry: u32, region: N::Mr) {
         let old = self.regions[entry as usize].replace(region);
         assert!(old.is_none(), "entry {entry} is registered twice");
     }
 
-    /// A chunk's region: when it is dropped, its key is dead. Not under the lock: that takes time.
+    /// Removes a chunk's region. Dropping it invalidates its key; because that takes time, the
+    /// caller drops it without holding the lock.
     pub fn close(&mut self, entry: u32) -> Option<N::Mr> {
         self.regions[entry as usize].take()
     }

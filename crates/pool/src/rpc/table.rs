@@ -1,35 +1,44 @@
-//! Which chunk is whose: the memory node's books, which all its cores share.
+//! The allocation table: the owner and state of each block. All cores of the memory node share it.
 //!
 //! ```text
 //! entry: a block of the donated memory, in most schemes a chunk (see `blocks`)
 //!
 //! free ──take──> owned ──start_free──> leaving ──release──> free
-//!   └─set aside for a compute node <──> (opened for it: before its allocation, or after its free)
+//!   └─set aside for a compute node <──> (open for its owner: before its allocation, or after its free)
 //! ```
 //!
-//! Invariants: a chunk lies in a block that is free or in one that somebody owns, and in no other such one; what opened a free entry is
-//! closed, and its bytes are zero. An entry that is aside has an owner, and counts as available.
-//! The lock over the books is held for as long as they are looked at or changed, never while
-//! anything is waited for.
+//! Invariants: each chunk lies in exactly one block that is free or owned. A free block is closed
+//! and its bytes are zero. A block that is set aside has an owner and counts as available. The lock
+//! of the table is held while entries are read or changed, and never while the core waits.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use fabric::{Key, Nic};
 
 use super::blocks::{Blocks, Free};
-use super::books::ChunkState;
 use super::regions::Regions;
 use super::windows::{Type1, Type2};
 use super::{Outcome, Reply};
 use crate::Error;
 use crate::scheme::{ClientId, GroupId, MAX_GROUP};
 
-/// Whose a chunk is.
+/// Allocation state of a chunk.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ChunkState {
+    /// The compute node that owns the chunk.
+    pub owner: Option<ClientId>,
+    /// True if the chunk is set aside: open for its owner but not allocated.
+    pub aside: bool,
+    /// True if a free of the chunk is in progress.
+    pub leaving: bool,
+}
+
+/// Owner of a block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Owner {
-    /// It is free.
-    Nobody,
-    /// A compute node's.
+    /// The block is free.
+    Free,
+    /// The block belongs to a compute node.
     Client(ClientId),
 }
 
@@ -37,11 +46,12 @@ pub enum Owner {
 enum State {
     Free,
     Owned,
-    /// A free of it has begun.
+    /// A free of the block is in progress.
     Leaving,
-    /// It was aside, and a core closes it, which need not be its owner's. Nobody can free it.
+    /// The block was set aside, and a core closes it, possibly not its owner's core. It cannot be
+    /// freed.
     Closing,
-    /// It is opened for its owner, who does not have it yet, or any more.
+    /// The block is open for its owner but not allocated: set aside.
     Aside,
 }
 
@@ -51,19 +61,19 @@ struct Entry {
     state: State,
 }
 
-/// What opens chunks.
-pub enum Doors<N: Nic> {
-    /// A window for each lane, bound to its QP.
+/// Mechanism that opens chunks.
+pub enum Protection<N: Nic> {
+    /// A type-2 window per lane, bound to the lane's QP.
     Type2(Type2<N>),
-    /// One window for all QPs.
+    /// One type-1 window for all QPs.
     Type1(Type1<N>),
-    /// An MR.
+    /// A memory region.
     Regions(Regions<N>),
 }
 
-/// The books.
+/// The allocation table.
 pub struct Table<N: Nic> {
-    pub doors: Doors<N>,
+    pub protection: Protection<N>,
     lanes: usize,
     base: u64,
     blocks: Blocks,
@@ -71,16 +81,22 @@ pub struct Table<N: Nic> {
     free: Free,
     aside: BTreeMap<ClientId, VecDeque<u32>>,
     aside_count: u64,
-    /// Cores whose compute nodes were told that there is no memory.
-    told: Vec<bool>,
+    /// Cores that have announced "empty" to their compute nodes.
+    announced_empty: Vec<bool>,
 }
 
 impl<N: Nic> Table<N> {
-    /// All `blocks` from address `base` on are free.
-    pub fn new(doors: Doors<N>, lanes: usize, base: u64, blocks: Blocks, cores: usize) -> Self {
-        let entry = |_| Entry { owner: Owner::Nobody, group: GroupId(0), state: State::Free };
+    /// All `blocks`, which begin at address `base`, are free.
+    pub fn new(
+        protection: Protection<N>,
+        lanes: usize,
+        base: u64,
+        blocks: Blocks,
+        cores: usize,
+    ) -> Self {
+        let entry = |_| Entry { owner: Owner::Free, group: GroupId(0), state: State::Free };
         Self {
-            doors,
+            protection,
             lanes,
             base,
             blocks,
@@ -88,22 +104,22 @@ impl<N: Nic> Table<N> {
             free: Free::all(blocks),
             aside: BTreeMap::new(),
             aside_count: 0,
-            told: vec![false; cores],
+            announced_empty: vec![false; cores],
         }
     }
 
-    /// Chunks in all.
+    /// Number of chunks.
     pub fn chunks(&self) -> u64 {
         self.blocks.chunks() as u64
     }
 
-    /// What is said of the block that a chunk lies in.
+    /// State of the block that contains a chunk.
     pub fn state_of(&self, chunk: u32) -> ChunkState {
-        let owned = |entry: &u32| self.entries[*entry as usize].owner != Owner::Nobody;
+        let owned = |entry: &u32| self.entries[*entry as usize].owner != Owner::Free;
         let entry = self.blocks.over(chunk).find(owned).unwrap_or(chunk);
         let e = &self.entries[entry as usize];
         let owner = match e.owner {
-            Owner::Nobody => None,
+            Owner::Free => None,
             Owner::Client(client) => Some(client),
         };
         ChunkState {
@@ -113,22 +129,22 @@ impl<N: Nic> Table<N> {
         }
     }
 
-    /// Chunks that are nobody's.
+    /// Chunks without an owner.
     pub fn free_chunks(&self) -> Vec<u32> {
         self.free.entries().flat_map(|entry| self.blocks.block(entry).chunks()).collect()
     }
 
-    /// True if some chunk is aside for somebody.
+    /// True if a chunk is set aside.
     pub fn is_any_aside(&self) -> bool {
         self.aside_count > 0
     }
 
-    /// Chunks that are nobody's, or aside.
+    /// Number of chunks that are free or set aside.
     pub fn available(&self) -> u64 {
         self.free.chunks() + self.aside_count
     }
 
-    /// Takes 2^`order` free chunks for a compute node.
+    /// Allocates a block of 2^`order` free chunks to a compute node.
     pub fn take(&mut self, client: ClientId, group: GroupId, order: u32) -> Option<u32> {
         let entry = self.free.take(order)?;
         let owner = Owner::Client(client);
@@ -136,7 +152,7 @@ impl<N: Nic> Table<N> {
         Some(entry)
     }
 
-    /// Begins to take a chunk back. False if it is not the compute node's or leaves already.
+    /// Begins to free a block. False if the compute node does not own it or its free has with_start.
     pub fn start_free(&mut self, entry: u32, client: ClientId) -> bool {
         match self.entries.get_mut(entry as usize) {
             Some(e) if e.owner == Owner::Client(client) && e.state == State::Owned => {
@@ -147,12 +163,12 @@ impl<N: Nic> Table<N> {
         }
     }
 
-    /// The group that a chunk was taken for.
+    /// The group for which a block was allocated.
     pub fn group_of(&self, entry: u32) -> GroupId {
         self.entries[entry as usize].group
     }
 
-    /// Sets a chunk of a compute node aside for it.
+    /// Sets a block aside for its owner.
     pub fn set_aside(&mut self, entry: u32, client: ClientId) {
         let e = &mut self.entries[entry as usize];
         assert_eq!(e.owner, Owner::Client(client), "entry {entry} is set aside for its owner");
@@ -162,12 +178,12 @@ impl<N: Nic> Table<N> {
         self.aside_count += 1;
     }
 
-    /// How many chunks are aside for a compute node.
+    /// Number of blocks that are set aside for a compute node.
     pub fn aside_for(&self, client: ClientId) -> usize {
         self.aside.get(&client).map_or(0, VecDeque::len)
     }
 
-    /// Takes what has been aside for a compute node for longest, to be given to it.
+    /// Allocates the block that was set aside first for a compute node.
     pub fn take_aside(&mut self, client: ClientId, group: GroupId) -> Option<u32> {
         let entry = self.aside.get_mut(&client)?.pop_front()?;
         self.aside_count -= 1;
@@ -176,8 +192,8 @@ impl<N: Nic> Table<N> {
         Some(entry)
     }
 
-    /// Takes what has been aside for a compute node for longest, to be closed: it is not its any more, also if
-    /// it frees it once more.
+    /// Takes the block that was set aside first for a compute node, to be closed. The compute node
+    /// cannot free it a second time.
     pub fn take_aside_to_close(&mut self, client: ClientId) -> Option<u32> {
         let entry = self.aside.get_mut(&client)?.pop_front()?;
         self.aside_count -= 1;
@@ -185,7 +201,7 @@ impl<N: Nic> Table<N> {
         Some(entry)
     }
 
-    /// Takes up to `most` chunks that are aside for anybody, to be closed: a bit of each one's.
+    /// Takes up to `most` blocks that are set aside, to be closed: in turn from each compute node.
     pub fn take_aside_of_all(&mut self, most: usize) -> Vec<u32> {
         let mut taken = Vec::new();
         while taken.len() < most && self.aside_count > 0 {
@@ -202,16 +218,16 @@ impl<N: Nic> Table<N> {
         taken
     }
 
-    /// The reply that grants a chunk that is open.
+    /// The reply that grants an open block.
     pub fn grant(&self, number: u64, entry: u32) -> Reply {
         let mut keys = [Key::default(); MAX_GROUP];
-        match &self.doors {
-            Doors::Type2(windows) => {
+        match &self.protection {
+            Protection::Type2(windows) => {
                 keys[..self.lanes].copy_from_slice(windows.keys(entry));
             }
-            // One key for all lanes.
-            Doors::Type1(windows) => keys[..self.lanes].fill(windows.key(entry)),
-            Doors::Regions(regions) => keys[..self.lanes].fill(regions.key(entry)),
+            // All lanes use the same key.
+            Protection::Type1(windows) => keys[..self.lanes].fill(windows.key(entry)),
+            Protection::Regions(regions) => keys[..self.lanes].fill(regions.key(entry)),
         }
         let (offset, len) = self.blocks.range(entry);
         Reply {
@@ -225,16 +241,16 @@ impl<N: Nic> Table<N> {
         }
     }
 
-    /// Puts a chunk on the free list. It is clear, its keys are dead.
+    /// Returns a block to the free list. It must be cleared, and its keys must be dead.
     pub fn release(&mut self, entry: u32) {
         let e = &mut self.entries[entry as usize];
-        assert_ne!(e.owner, Owner::Nobody, "entry {entry} is released twice");
-        *e = Entry { owner: Owner::Nobody, group: GroupId(0), state: State::Free };
+        assert_ne!(e.owner, Owner::Free, "entry {entry} is released twice");
+        *e = Entry { owner: Owner::Free, group: GroupId(0), state: State::Free };
         self.free.give(entry);
     }
 
-    /// The chunks of a compute node, those that are aside among them: they are so no more. Without those
-    /// that another core closes just now, which releases them.
+    /// Begins to free all blocks of a compute node, including those set aside. Excludes blocks that
+    /// another core is closing, because that core releases them.
     pub fn owned_by(&mut self, client: ClientId) -> Vec<u32> {
         self.aside_count -= self.aside.remove(&client).map_or(0, |aside| aside.len()) as u64;
         let owner = Owner::Client(client);
@@ -248,27 +264,27 @@ impl<N: Nic> Table<N> {
         owned
     }
 
-    /// A core tells a compute node of its own that there is no memory, unless there is.
-    pub fn tell_empty(&mut self, core: usize) -> bool {
+    /// True if no chunk is available. Records that this core announces "empty".
+    pub fn announce_empty(&mut self, core: usize) -> bool {
         let empty = self.available() == 0;
-        self.told[core] |= empty;
+        self.announced_empty[core] |= empty;
         empty
     }
 
-    /// Whether a core has to tell its compute nodes that there is memory again; once.
-    pub fn tell_available(&mut self, core: usize) -> bool {
-        self.available() > 0 && std::mem::take(&mut self.told[core])
+    /// True if this core must announce "available" after it has announced "empty".
+    pub fn announce_available(&mut self, core: usize) -> bool {
+        self.available() > 0 && std::mem::take(&mut self.announced_empty[core])
     }
 
-    /// Cores that have to tell so, and may sleep.
+    /// Cores that must announce "available", which may be asleep.
     pub fn cores_to_wake(&self) -> Vec<usize> {
         if self.available() == 0 {
             return Vec::new();
         }
-        (0..self.told.len()).filter(|core| self.told[*core]).collect()
+        (0..self.announced_empty.len()).filter(|core| self.announced_empty[*core]).collect()
     }
 
-    /// Checks that every chunk is exactly once free, aside, or owned by somebody who `exists`.
+    /// Checks that every chunk is exactly once free, or owned by a compute node that `exists`.
     pub fn audit(&self, exists: impl Fn(ClientId) -> bool) -> Result<(), Error> {
         let wrong = |why: String| Error::Protocol { attempt: "auditing the pool".into(), why };
         let mut covered = vec![false; self.blocks.chunks() as usize];
@@ -277,11 +293,11 @@ impl<N: Nic> Table<N> {
             chunks.into_iter().find(|c| std::mem::replace(&mut covered[*c as usize], true))
         };
         for entry in self.free.entries() {
-            if self.entries[entry as usize].owner != Owner::Nobody {
+            if self.entries[entry as usize].owner != Owner::Free {
                 return Err(wrong(format!("chunk {entry} is free and owned")));
             }
             if let Some(chunk) = cover(entry) {
-                return Err(wrong(format!("chunk {chunk} is twice on the free list")));
+                return Err(wrong(format!("chunk {chunk} is on the free list twice")));
             }
         }
         let mut aside = BTreeSet::new();
@@ -290,18 +306,18 @@ impl<N: Nic> Table<N> {
                 let e = &self.entries[*entry as usize];
                 if e.owner != Owner::Client(*client) || e.state != State::Aside {
                     return Err(wrong(format!(
-                        "chunk {entry} is aside for compute node {}, who does not own it",
+                        "chunk {entry} is set aside for compute node {}, which does not own it",
                         client.0
                     )));
                 }
                 if !aside.insert(*entry) {
-                    return Err(wrong(format!("chunk {entry} is aside twice")));
+                    return Err(wrong(format!("chunk {entry} is set aside twice")));
                 }
             }
         }
         if aside.len() as u64 != self.aside_count {
             return Err(wrong(format!(
-                "{} chunks are aside, {} are counted",
+                "{} chunks are set aside, but the count is {}",
                 aside.len(),
                 self.aside_count
             )));
@@ -310,17 +326,21 @@ impl<N: Nic> Table<N> {
             let Owner::Client(client) = entry.owner else { continue };
             if !exists(client) {
                 let gone = client.0;
-                return Err(wrong(format!("chunk {at} is of compute node {gone}, who is gone")));
+                return Err(wrong(format!(
+                    "chunk {at} belongs to compute node {gone}, which is gone"
+                )));
             }
             if (entry.state == State::Aside) != aside.contains(&at) {
-                return Err(wrong(format!("chunk {at} is aside for nobody")));
+                return Err(wrong(format!("chunk {at} is set aside but on no list")));
             }
             if let Some(chunk) = cover(at) {
-                return Err(wrong(format!("chunk {chunk} is owned, and free or owned once more")));
+                return Err(wrong(format!(
+                    "chunk {chunk} is owned, and also free or owned a second time"
+                )));
             }
         }
         match covered.iter().position(|covered| !covered) {
-            Some(chunk) => Err(wrong(format!("chunk {chunk} is lost: nobody's, and not free"))),
+            Some(chunk) => Err(wrong(format!("chunk {chunk} is lost: neither owned nor free"))),
             None => Ok(()),
         }
     }
@@ -332,11 +352,12 @@ mod tests {
     use crate::rpc::regions::Regions;
     use fabric::soft::SoftNic;
 
-    /// One core closes what is aside for a compute node while another learns that it has gone.
+    /// One core closes blocks that are set aside for a compute node while another core retires that
+    /// node.
     #[test]
-    fn what_one_core_closes_is_not_taken_back_by_another() {
-        let doors = Doors::Regions(Regions::<SoftNic>::new(3));
-        let mut table = Table::new(doors, 1, 0, Blocks::new(3, 4096, false), 2);
+    fn retire_excludes_blocks_that_another_core_closes() {
+        let protection = Protection::Regions(Regions::<SoftNic>::new(3));
+        let mut table = Table::new(protection, 1, 0, Blocks::new(3, 4096, false), 2);
         let client = ClientId(7);
         let taken: Vec<u32> =
             (0..3).map(|_| table.take(client, GroupId(0), 0).expect("a free one")).collect();
@@ -348,8 +369,8 @@ mod tests {
         left.sort_unstable();
         let mut others = taken[1..].to_vec();
         others.sort_unstable();
-        assert_eq!(left, others, "each chunk is closed once");
+        assert_eq!(left, others, "each chunk is closed exactly once");
         closing.into_iter().chain(left).for_each(|entry| table.release(entry));
-        table.audit(|_| false).expect("a whole table");
+        table.audit(|_| false).expect("a consistent table");
     }
 }

@@ -1,4 +1,5 @@
-//! Windows as what opens chunks: of type 2, one for each lane, or of type 1, one for all.
+//! Memory windows as the mechanism that opens chunks: a type-2 window per lane, or one type-1
+//! window.
 
 use fabric::wqe::Umr;
 use fabric::{Access, Key, MemoryRegion, MemoryWindow, Nic, Qpn};
@@ -7,7 +8,7 @@ use super::blocks::Blocks;
 use crate::Error;
 use crate::scheme::{Lane, MAX_GROUP};
 
-/// The blocks as windows see them.
+/// Addresses of the blocks, for binds.
 struct Ranges {
     mr: Key,
     base: u64,
@@ -19,19 +20,19 @@ impl Ranges {
         Self { mr: memory.key(), base: memory.memory().addr(), blocks }
     }
 
-    /// Address and bytes of a block.
+    /// Address and size of a block.
     fn of_entry(&self, entry: u32) -> (u64, u32) {
         let (offset, bytes) = self.blocks.range(entry);
         (self.base + offset, bytes as u32)
     }
 }
 
-/// Type-2 windows: entry e has those from e * lanes on, each bound to one QP.
+/// Type-2 windows, each bound to one QP. Entry e uses `lanes` windows, beginning with e * lanes.
 pub struct Type2<N: Nic> {
     ranges: Ranges,
     lanes: usize,
     windows: Vec<N::Mw>,
-    /// The windows' keys as their last bind left them.
+    /// Keys of the windows as of their last bind.
     keys: Vec<Key>,
 }
 
@@ -49,17 +50,17 @@ impl<N: Nic> Type2<N> {
         Ok(Self { ranges: Ranges::of(memory, blocks), lanes, windows, keys })
     }
 
-    /// Windows of a chunk.
+    /// Windows per block.
     pub fn lanes(&self) -> usize {
         self.lanes
     }
 
-    /// The keys of a chunk, by lane.
+    /// Keys of a block, by lane.
     pub fn keys(&self, entry: u32) -> &[Key] {
         &self.keys[entry as usize * self.lanes..][..self.lanes]
     }
 
-    /// The UMR that binds a window of a chunk to `qpn`, and changes its tag.
+    /// The UMR that binds a block's window to `qpn` and changes its tag.
     pub fn bind(&mut self, entry: u32, lane: Lane, qpn: Qpn) -> Umr {
         let key = &mut self.keys[entry as usize * self.lanes + lane.0 as usize];
         let tag = key.tag().wrapping_add(1);
@@ -69,12 +70,13 @@ impl<N: Nic> Type2<N> {
         umr
     }
 
-    /// The UMR that unbinds a window of a chunk.
+    /// The UMR that unbinds a block's window.
     pub fn unbind(&self, entry: u32, lane: Lane) -> Umr {
         Umr::unbind(self.keys(entry)[lane.0 as usize], true)
     }
 
-    /// Takes new windows for a chunk. The old ones are deallocated: their keys are dead.
+    /// Allocates new windows for a block and deallocates the old ones, which invalidates their
+    /// keys.
     pub fn replace(&mut self, nic: &N, pd: &N::Pd, entry: u32) -> Result<(), Error> {
         let from = entry as usize * self.lanes;
         for at in from..from + self.lanes {
@@ -85,19 +87,20 @@ impl<N: Nic> Type2<N> {
     }
 }
 
-/// Type-1 windows: as many as there are blocks, each over some block or over none.
+/// Type-1 windows: one per block, each bound to some block or unbound.
 pub struct Type1<N: Nic> {
     ranges: Ranges,
     windows: Vec<N::Mw>,
     keys: Vec<Key>,
-    /// The window of each block.
+    /// Index of the window of each block.
     of: Vec<u32>,
-    /// Blocks that are open before anybody has them, if they are to be.
+    /// Blocks that are open before they are allocated; `None` if allocations open them.
     ahead: Option<Vec<bool>>,
 }
 
 impl<N: Nic> Type1<N> {
-    /// Allocates the windows for `blocks`, which are to be bound `ahead` of allocations, or by them.
+    /// Allocates the windows for `blocks`. `ahead`: windows are bound before allocations instead of
+    /// by them.
     pub fn new(
         nic: &N,
         pd: &N::Pd,
@@ -113,17 +116,17 @@ impl<N: Nic> Type1<N> {
         Ok(Self { ranges, windows, keys, of: (0..count).collect(), ahead })
     }
 
-    /// True if a block need not be bound for an allocation.
+    /// True if an allocation of the block needs no bind.
     pub fn is_ahead(&self, entry: u32) -> bool {
         self.ahead.as_ref().is_some_and(|ahead| ahead[entry as usize])
     }
 
-    /// The key of a chunk.
+    /// Key of a block.
     pub fn key(&self, entry: u32) -> Key {
         self.keys[self.of[entry as usize] as usize]
     }
 
-    /// The UMR that takes a chunk's window to it, from wherever it was: a bind or a rebind.
+    /// The UMR that binds a block's window to the block, also if it was bound elsewhere.
     pub fn bind(&mut self, entry: u32) -> Umr {
         let (start, len) = self.ranges.of_entry(entry);
         if let Some(ahead) = &mut self.ahead {
@@ -132,8 +135,8 @@ impl<N: Nic> Type1<N> {
         self.change(entry, Access::REMOTE_ALL, start, len)
     }
 
-    /// The UMR that ends the key of a block: an unbind, or where windows are bound ahead the bind for whoever has
-    /// the block next.
+    /// The UMR that invalidates a block's key: an unbind, or a bind for the next owner if windows
+    /// are bound before allocations.
     pub fn close(&mut self, entry: u32) -> Umr {
         match self.ahead {
             Some(_) => self.bind(entry),
@@ -149,19 +152,19 @@ impl<N: Nic> Type1<N> {
         umr
     }
 
-    /// Gives each of two chunks the other's window: a bind of the first is then a rebind of what
-    /// opened the second.
+    /// Swaps the windows of two blocks. A bind of the first block is then a rebind of the window
+    /// that opened the second.
     pub fn exchange(&mut self, a: u32, b: u32) {
         self.of.swap(a as usize, b as usize);
     }
 
-    /// Takes a new window for a chunk. The old one is deallocated: its key is dead.
+    /// Allocates a new window for a block and deallocates the old one, which invalidates its key.
     pub fn replace(&mut self, nic: &N, pd: &N::Pd, entry: u32) -> Result<(), Error> {
         let at = self.of[entry as usize] as usize;
         let [new] = &nic.alloc_type1_mws(pd, 1)?[..] else {
             return Err(Error::Protocol {
                 attempt: "replacing a memory window".into(),
-                why: "the NIC gave another number of windows than 1".into(),
+                why: "the NIC did not return exactly one window".into(),
             });
         };
         (self.windows[at], self.keys[at]) = (new.clone(), new.key());

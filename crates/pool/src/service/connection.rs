@@ -1,4 +1,4 @@
-//! One connection to the control socket: what has been said on it, and what is still to be sent.
+//! A connection to the control socket: its role, its input, and its unsent replies.
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
@@ -10,8 +10,8 @@ use rnic::port::shm::{Peer, Session, peer};
 use rustix::io::Errno;
 use rustix::net::SendFlags;
 
-use super::paces::Asker;
-use super::rooms::{Holder, User};
+use super::client_limits::PeerIdentity;
+use super::connection_limits::{Holder, User};
 use crate::Error;
 use crate::protocol::{self, Numbered, Reply};
 use crate::remote::ConnectionSecret;
@@ -20,143 +20,145 @@ use crate::remote::route::RoceEnd;
 use crate::remote::token::Nonces;
 use crate::scheme::ClientId;
 
-/// Number of a connection, for as long as the service runs.
+/// Number of a connection, unique while the service runs.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct ConnectionId(pub u64);
 
-/// A connection.
+/// A connection to the control socket or from another host.
 pub struct Connection {
     socket: Socket,
-    /// Who is at the other end.
-    pub asker: Asker,
-    /// Replies that the peer was too slow to take.
+    /// The process or host at the other end.
+    pub identity: PeerIdentity,
+    /// Replies that the peer has not read yet.
     outbox: VecDeque<(Vec<u8>, Vec<OwnedFd>)>,
-    /// What it may still ask without regard to its process's pace: what setting up takes.
+    /// Requests that do not count against the process's rate limit, for connection set-up.
     pub credit: u32,
-    /// What it is for.
+    /// Purpose of the connection.
     pub role: Role,
-    /// When it was accepted.
+    /// Time at which the connection was accepted.
     pub accepted: Instant,
-    /// When it connected or asked last.
-    pub heard: Instant,
-    /// When it is looked at because it has not settled.
-    pub expected: Option<Instant>,
+    /// Time of the last request, or of the connect.
+    pub last_request: Instant,
+    /// Deadline by which the connection must settle, if one is set.
+    pub deadline: Option<Instant>,
 }
 
 enum Socket {
-    /// A process of this host: messages are packets, descriptors may come with them.
+    /// From a process of this host: one packet per message, possibly with file descriptors.
     Local(PeerSocket),
-    /// Another host: messages are frames in a stream.
+    /// From another host: framed messages in a byte stream.
     Remote {
         stream: OwnedFd,
         inbox: Inbox,
-        /// Bytes of the first reply in the outbox that the stream has taken.
+        /// Bytes of the first reply in the outbox that are sent.
         taken: usize,
         ends: Ends,
     },
 }
 
-/// Where the NICs at the ends of a connection between hosts are.
+/// Addresses of the NICs at the two ends of a connection between hosts.
 #[derive(Clone, Copy, Debug)]
 pub struct Ends {
-    /// The address here that the other host has connected to.
+    /// Local address to which the other host has connected.
     pub local: IpAddr,
-    /// The other host's.
+    /// Address of the other host.
     pub remote: IpAddr,
-    /// What the NIC here is reached by.
+    /// Port and MTU of the local NIC.
     pub here: RoceEnd,
 }
 
-/// What a connection is for.
+/// Purpose of a connection.
 pub enum Role {
-    /// It has not said so yet.
+    /// No opening was received yet.
     Unknown,
-    /// It has not said so yet, but greeted: another host.
+    /// From another host: the greeting was received, the opening was not.
     Greeted(Nonces),
-    /// An attached function of the NIC.
+    /// A process that is attached to the NIC.
     Nic(Box<Session>),
     /// A compute node's control connection.
     Pool(PoolSession),
 }
 
-/// A compute node's control connection.
+/// State of a compute node's control connection.
 #[derive(Default)]
 pub struct PoolSession {
-    /// The compute node, once it is admitted.
+    /// The compute node, after admission.
     pub client: Option<ClientId>,
-    /// On another host: where what its QPs begin with comes from.
+    /// Secret from which the initial state of its QPs is derived. Only from another host.
     pub secret: Option<ConnectionSecret>,
-    /// The connection of the NIC session that owns its QPs.
+    /// Connection of the NIC session that owns its QPs.
     pub nic: Option<ConnectionId>,
-    /// Its requests that wait until there is memory.
-    pub awaiting: Vec<Await>,
-    /// Its requests that wait until its chains are at rest, or its chunks are back.
+    /// Pending requests for free memory.
+    pub awaiting: Vec<MemoryWait>,
+    /// Pending requests that wait until the compute node's chains are idle or its chunks are
+    /// reclaimed.
     pub deferred: Vec<Deferred>,
 }
 
-/// A request that is answered when the memory node has come so far.
+/// A request whose answer depends on work of the memory node in progress.
 pub struct Deferred {
-    /// The request's number.
+    /// Number of the request.
     pub id: u64,
-    /// What it asked.
-    pub what: What,
+    /// The pending operation.
+    pub what: DeferredOp,
 }
 
-/// What is answered later.
+/// Operation of a deferred request.
 #[derive(Clone, Copy)]
-pub enum What {
-    /// The management QPs are to be re-established.
+pub enum DeferredOp {
+    /// Re-establish the management QPs.
     ResetManagement(ClientId),
-    /// This compute node has left.
+    /// Leave; answered when the compute node is retired.
     Goodbye(ClientId),
 }
 
-/// A request that waits until there is memory.
-pub struct Await {
-    /// The request's number.
+/// A request that is answered when a chunk is free.
+pub struct MemoryWait {
+    /// Number of the request.
     pub id: u64,
-    /// When it is told that there is none.
+    /// Time at which the answer is "no memory".
     pub deadline: Instant,
 }
 
-/// What was read from a connection.
+/// Result of reading from a connection.
 pub enum Input {
-    /// A message with its descriptors.
+    /// A message with its file descriptors.
     Message(Packet),
-    /// A part of one.
+    /// A part of a message.
     Part,
-    /// A message that is longer than allowed.
+    /// A message that exceeds the maximum length.
     TooLong,
-    /// Nothing now.
+    /// No data is available.
     Nothing,
-    /// The peer has closed, or the connection broke.
+    /// The peer has closed the connection, or it broke.
     End,
 }
 
 impl Connection {
-    /// A connection of a process of this host, just accepted.
+    /// An accepted connection from a process of this host.
     pub fn local(fd: OwnedFd, credit: u32) -> Self {
-        let asker = Asker::Process(Peer::of(&fd));
-        Self::new(Socket::Local(fd.into()), asker, credit)
+        let identity = PeerIdentity::Process(Peer::of(&fd));
+        Self::new(Socket::Local(fd.into()), identity, credit)
     }
 
-    /// A connection of another host, just accepted, to a memory node whose RoCEv2 has UDP port `port`.
+    /// An accepted connection from another host; `port` is the UDP port of the memory node's
+    /// RoCEv2.
     pub fn remote(stream: OwnedFd, port: u16, credit: u32) -> Result<Self, Errno> {
         let local = ip_of(rustix::net::getsockname(&stream)?)?;
         let remote = ip_of(rustix::net::getpeername(&stream)?.ok_or(Errno::NOTCONN)?)?;
         let here = RoceEnd::of(&stream, port)?;
         let ends = Ends { local, remote, here };
         let socket = Socket::Remote { stream, inbox: Inbox::default(), taken: 0, ends };
-        Ok(Self::new(socket, Asker::Host(remote), credit))
+        Ok(Self::new(socket, PeerIdentity::Host(remote), credit))
     }
 
-    fn new(socket: Socket, asker: Asker, credit: u32) -> Self {
+    fn new(socket: Socket, identity: PeerIdentity, credit: u32) -> Self {
         let (outbox, accepted) = (VecDeque::new(), Instant::now());
-        let (role, heard, expected) = (Role::Unknown, accepted, None);
-        Self { socket, asker, outbox, credit, role, accepted, heard, expected }
+        let (role, last_request, deadline) = (Role::Unknown, accepted, None);
+        Self { socket, identity, outbox, credit, role, accepted, last_request, deadline }
     }
 
-    /// Where the NICs are, of a connection between hosts.
+    /// Addresses of the NICs of a connection between hosts.
     pub fn ends(&self) -> Option<Ends> {
         match &self.socket {
             Socket::Local(_) => None,
@@ -164,21 +166,22 @@ impl Connection {
         }
     }
 
-    /// The process and user, or the host, that a place is taken by.
+    /// The process and user, or the host, to which client slots of this connection are attributed.
     pub fn holder(&self) -> Holder {
         let user = match &self.socket {
             Socket::Local(fd) => User::Local(peer::user(fd)),
             Socket::Remote { ends, .. } => User::Host(ends.remote),
         };
-        Holder { asker: self.asker, user }
+        Holder { identity: self.identity, user }
     }
 
-    /// True if messages are parts of a stream: after what is none nobody knows where the next one begins.
+    /// True if messages are framed in a stream. After an invalid frame the start of the next is
+    /// unknown.
     pub fn is_stream(&self) -> bool {
         matches!(self.socket, Socket::Remote { .. })
     }
 
-    /// Reads one message, or a part of one.
+    /// Reads one message or a part of one.
     pub fn read(&mut self) -> Input {
         match &mut self.socket {
             Socket::Local(fd) => match socket::receive(&*fd) {
@@ -193,14 +196,14 @@ impl Connection {
                     Input::Message(Packet { bytes, descriptors: Vec::new() })
                 }
                 Ok(Read::Part) => Input::Part,
-                Ok(Read::Wrong(_)) => Input::TooLong,
+                Ok(Read::Invalid(_)) => Input::TooLong,
                 Err(Errno::WOULDBLOCK | Errno::INTR) => Input::Nothing,
                 Ok(Read::End) | Err(_) => Input::End,
             },
         }
     }
 
-    /// Sends a message, now or when the peer takes it. False if the connection is broken.
+    /// Queues a message and sends as much as the peer accepts. False if the connection is broken.
     pub fn send(&mut self, bytes: Vec<u8>, fds: Vec<OwnedFd>) -> bool {
         let bytes = match self.socket {
             Socket::Local(_) => bytes,
@@ -210,7 +213,7 @@ impl Connection {
         self.flush()
     }
 
-    /// Sends a reply of the pool.
+    /// Sends a reply of the pool protocol.
     pub fn reply(&mut self, id: u64, body: Reply) -> bool {
         match protocol::encode("answering a request", &Numbered { id, body }) {
             Ok(bytes) => self.send(bytes, Vec::new()),
@@ -218,7 +221,7 @@ impl Connection {
         }
     }
 
-    /// Tells why a request is refused.
+    /// Sends the reason for refusing a request.
     pub fn refuse(&mut self, id: u64, error: &Error) -> bool {
         let body = match error {
             Error::Refused { why, .. } => Reply::Error { why: why.clone() },
@@ -235,7 +238,7 @@ impl Connection {
         }
     }
 
-    /// Sends what waits. False if the connection is broken.
+    /// Sends queued messages. False if the connection is broken.
     pub fn flush(&mut self) -> bool {
         while let Some((bytes, fds)) = self.outbox.front() {
             let sent = match &mut self.socket {
@@ -254,12 +257,13 @@ impl Connection {
         true
     }
 
-    /// True if it has not said yet what it is for.
+    /// True if no opening was received yet.
     pub fn is_new(&self) -> bool {
         matches!(self.role, Role::Unknown | Role::Greeted(_))
     }
 
-    /// True if it may be silent: it is attached to the NIC, is a compute node, or waits for an answer.
+    /// True if the connection has no deadline: it is attached to the NIC, belongs to a compute
+    /// node, or has a deferred request.
     pub fn is_settled(&self) -> bool {
         match &self.role {
             Role::Unknown | Role::Greeted(_) => false,
@@ -268,12 +272,12 @@ impl Connection {
         }
     }
 
-    /// True if the peer must take replies before it is listened to again.
-    pub fn is_clogged(&self) -> bool {
+    /// True if the peer must read replies before its next request is read.
+    pub fn has_unsent(&self) -> bool {
         !self.outbox.is_empty()
     }
 
-    /// The pool session, if it is one.
+    /// The pool session, if the connection has that role.
     pub fn pool(&mut self) -> Option<&mut PoolSession> {
         match &mut self.role {
             Role::Pool(session) => Some(session),
@@ -291,7 +295,7 @@ impl AsFd for Connection {
     }
 }
 
-/// Sends what the stream has not taken yet of `bytes`.
+/// Sends the rest of `bytes`, of which the stream has accepted `taken`.
 fn send_rest(stream: &OwnedFd, bytes: &[u8], taken: &mut usize) -> Result<(), Errno> {
     while *taken < bytes.len() {
         match rustix::net::send(stream, &bytes[*taken..], SendFlags::NOSIGNAL) {
@@ -304,7 +308,7 @@ fn send_rest(stream: &OwnedFd, bytes: &[u8], taken: &mut usize) -> Result<(), Er
     Ok(())
 }
 
-/// An IPv4 address that came over an IPv6 socket is an IPv4 address: that is what packets go to.
+/// Converts an IPv4 address in IPv6 form to IPv4, the form in which packets are sent.
 fn ip_of(address: rustix::net::SocketAddrAny) -> Result<IpAddr, Errno> {
     let address = SocketAddr::try_from(address)?;
     Ok(address.ip().to_canonical())

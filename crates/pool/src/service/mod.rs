@@ -1,5 +1,5 @@
-//! The memory node as a service of a process: other processes attach to its NIC and to its pool
-//! over one Unix socket.
+//! The memory node as a service: other processes attach to its NIC and to its pool over one Unix
+//! socket.
 //!
 //! ```text
 //!            granary-control                 granary-turn              granary-nic
@@ -7,23 +7,25 @@
 //!  listen ──►│ epoll                 │ lock  │ sleeps on a  │ verbs    │ engine   │
 //!  nic    ──►│  NIC sessions         ├──────►│ CQ; answers  ├─────────►│ doorbells│
 //!  pool   ──►│  pool sessions        │       │ RPCs, repairs│          │          │
-//!  eventfd──►│  (stop, memory again) │       └──────────────┘          └──────────┘
+//!  eventfd──►│  (stop, memory free)  │       └──────────────┘          └──────────┘
 //!            └───────────────────────┘
 //!            the memory node's CPU: both threads                       the hardware
 //! ```
 //!
-//! - Sockets do not block; a peer that does not read its replies is not read from either.
-//! - A compute node is known by its pool connection and by the NIC session that owns the QPs that
-//!   it named. When either closes, first its keys die and its chunks come back, then its NIC
-//!   session ends.
-//! - A process that asks for very much is read from at a pace (`paces.rs`); nothing is refused for that.
-//! - The control thread sleeps unless somebody connects, asks or leaves.
+//! - Sockets are non-blocking. The service does not read requests of a peer that does not read
+//!   replies.
+//! - A compute node is identified by its pool connection and by the NIC session that owns its QPs.
+//!   When either closes, the service first revokes its keys and reclaims its chunks, then ends its
+//!   NIC session.
+//! - Requests of each process are rate-limited (`client_limits.rs`) by delaying reads; no request is
+//!   refused for that reason.
+//! - The control thread sleeps unless a process connects, sends a request or leaves.
 
+mod client_limits;
 mod connection;
+mod connection_limits;
 mod control;
 mod nic;
-mod paces;
-mod rooms;
 #[cfg(test)]
 mod tests;
 
@@ -40,16 +42,16 @@ use parking_lot::Mutex;
 use rnic::port::shm::Host;
 use rustix::event::EventfdFlags;
 
-use self::control::{Ears, Watch};
+use self::control::{ControlSockets, Epoll};
 pub use self::nic::NicService;
 use crate::cpu::ThreadClock;
-use crate::node::{Gate, MemoryNode, Turner};
+use crate::node::{MemoryNode, NodeThreads, PauseGate};
 use crate::protocol::{Dropped, Status, Trouble};
 use crate::remote::{Listen, RemoteListener};
 use crate::socket::{Endpoint, Listener};
 use crate::{AnyNode, Error, Settings};
 
-/// A running memory node; it stops when dropped.
+/// A running memory node; dropping it stops it.
 pub struct Service {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
@@ -57,34 +59,34 @@ pub struct Service {
     address: Option<SocketAddr>,
 }
 
-/// What the control thread shares with its owner.
+/// State shared by the control thread and the [`Service`].
 pub(crate) struct Shared {
     stop: AtomicBool,
-    gate: Gate,
+    gate: PauseGate,
     clock: ThreadClock,
     wakeups: AtomicU64,
     /// An eventfd that wakes the control thread.
     wake: OwnedFd,
     failure: Mutex<Option<String>>,
-    /// What went wrong without ending the memory node.
+    /// Errors that did not stop the memory node.
     trouble: Mutex<Trouble>,
     host: Host,
     node: MemoryNode<AnyNode<SoftNic>>,
-    turner: Turner,
-    /// Requests that wait until there is memory.
+    node_threads: NodeThreads,
+    /// Number of requests that wait for the memory node.
     awaiting: AtomicUsize,
-    /// See [`Watch::fail`].
+    /// See [`Epoll::fail`].
     #[cfg(test)]
     adds_to_fail: Arc<std::sync::atomic::AtomicU32>,
 }
 
 impl Service {
-    /// Starts a memory node that listens at `endpoint`, for processes of this host.
+    /// Starts a memory node that listens at `endpoint` for processes of this host.
     pub fn start(settings: &Settings, endpoint: &Endpoint) -> Result<Self, Error> {
         Self::start_with(settings, endpoint, None)
     }
 
-    /// Starts a memory node that listens at `endpoint`, and for other hosts at `listen`.
+    /// Starts a memory node that listens at `endpoint`, and at `listen` for other hosts.
     pub fn start_with(
         settings: &Settings,
         endpoint: &Endpoint,
@@ -101,19 +103,21 @@ impl Service {
         };
         let settings = Settings { paced: true, ..settings.clone() };
         let node = MemoryNode::new(AnyNode::new(&nic, &settings)?, settings);
-        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|e| Error::System { attempt: "making an eventfd".into(), source: e.into() })?;
-        let watch = Watch::new().map_err(|e| Error::System {
-            attempt: "making the memory node's epoll instance".into(),
+        let wake =
+            rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(
+                |e| Error::System { attempt: "creating an eventfd".into(), source: e.into() },
+            )?;
+        let epoll = Epoll::new().map_err(|e| Error::System {
+            attempt: "creating the memory node's epoll instance".into(),
             source: e.into(),
         })?;
         #[cfg(test)]
-        let adds_to_fail = watch.fail.clone();
-        let ears = Ears::new(watch, &wake, listener, remote)?;
-        let turner = Turner::start(&node)?;
+        let adds_to_fail = epoll.fail.clone();
+        let sockets = ControlSockets::new(epoll, &wake, listener, remote)?;
+        let node_threads = NodeThreads::start(&node)?;
         let shared = Arc::new(Shared {
             stop: AtomicBool::new(false),
-            gate: Gate::default(),
+            gate: PauseGate::default(),
             clock: ThreadClock::default(),
             wakeups: AtomicU64::new(0),
             wake,
@@ -121,13 +125,13 @@ impl Service {
             trouble: Mutex::default(),
             host,
             node: node.clone(),
-            turner,
+            node_threads,
             awaiting: AtomicUsize::new(0),
             #[cfg(test)]
             adds_to_fail,
         });
         let weak = Arc::downgrade(&shared);
-        node.on_turn(move || {
+        node.on_poll(move || {
             if let Some(shared) = weak.upgrade()
                 && shared.awaiting.load(Ordering::SeqCst) > 0
             {
@@ -140,7 +144,7 @@ impl Service {
                 let shared = shared.clone();
                 move || {
                     shared.clock.adopt();
-                    if let Err(e) = control::run(&shared, ears) {
+                    if let Err(e) = control::run(&shared, sockets) {
                         *shared.failure.lock() = Some(e.to_string());
                     }
                     shared.clock.retire();
@@ -154,52 +158,52 @@ impl Service {
         Ok(Self { shared, thread: Some(thread), path, address })
     }
 
-    /// Where it listens.
+    /// Path of the control socket.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Where it listens for other hosts, if it does.
+    /// Address for other hosts, if enabled.
     pub fn address(&self) -> Option<SocketAddr> {
         self.address
     }
 
-    /// The memory node itself.
+    /// The memory node.
     pub fn node(&self) -> &MemoryNode<AnyNode<SoftNic>> {
         &self.shared.node
     }
 
-    /// Its state, as a compute node can ask for it too.
+    /// The memory node's state, as compute nodes can also query it.
     pub fn status(&self) -> Result<Status, Error> {
         self.shared.status()
     }
 
-    /// CPU time of the control threads: the memory node's CPU.
+    /// CPU time of the control threads, which is the memory node's CPU time.
     pub fn control_cpu(&self) -> Duration {
-        self.shared.clock.read() + self.shared.turner.cpu_time()
+        self.shared.clock.read() + self.shared.node_threads.cpu_time()
     }
 
-    /// Why a control thread ended by itself, if one did.
+    /// The error that ended a control thread, if any.
     pub fn failure(&self) -> Option<String> {
-        self.shared.failure.lock().clone().or_else(|| self.shared.turner.failure())
+        self.shared.failure.lock().clone().or_else(|| self.shared.node_threads.failure())
     }
 
-    /// Stops the control threads, and returns when they stand still: nothing is left of the memory
-    /// node's CPU until [`Service::resume`]. The NIC goes on.
+    /// Pauses the control threads and returns when they are paused. The memory node uses no CPU
+    /// until [`Service::resume`]; the NIC continues.
     pub fn pause(&self) {
         self.shared.gate.close();
         self.shared.wake();
         self.shared.gate.wait_closed();
-        self.shared.turner.pause();
+        self.shared.node_threads.pause();
     }
 
-    /// Lets the control threads go on.
+    /// Resumes the control threads.
     pub fn resume(&self) {
-        self.shared.turner.resume();
+        self.shared.node_threads.resume();
         self.shared.gate.open();
     }
 
-    /// Ends all connections and stops. The socket file is removed.
+    /// Closes all connections and stops. Removes the socket file.
     pub fn stop(mut self) {
         self.end();
     }
@@ -209,7 +213,7 @@ impl Service {
         self.shared.gate.open();
         self.shared.wake();
         if let Some(thread) = self.thread.take() {
-            // A panic of that thread was reported on stderr; there is nothing to add.
+            // A panic of that thread is reported on stderr already.
             let _ = thread.join();
         }
     }
@@ -223,14 +227,14 @@ impl Drop for Service {
 
 impl Shared {
     fn wake(&self) {
-        // It does not block; if its counter is full, the thread is woken already.
+        // The write does not block. If the counter is at its maximum, a wake-up is pending already.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
     fn status(&self) -> Result<Status, Error> {
         let nic = self.host.stats().map_err(nic_gone)?;
-        let control = self.clock.read() + self.turner.cpu_time();
-        let wakeups = self.wakeups.load(Ordering::Relaxed) + self.turner.wakeups();
+        let control = self.clock.read() + self.node_threads.cpu_time();
+        let wakeups = self.wakeups.load(Ordering::Relaxed) + self.node_threads.wakeups();
         let (unretired, why) = self.node.unretired();
         let trouble = self.trouble.lock().clone();
         let trouble = Trouble { unretired, last: why.or(trouble.last.clone()), ..trouble };
@@ -242,7 +246,7 @@ impl Shared {
             nic_cpu_ns: nic.cpu.as_nanos() as u64,
             nic_wakeups: nic.sleeps,
             nic_wqes: nic.engine.wqes_total(),
-            nic: if self.host.is_wired() { "shm and roce" } else { "shm" }.into(),
+            nic: if self.host.has_roce() { "shm and roce" } else { "shm" }.into(),
             dropped: Dropped {
                 unknown_qp: nic.wire.unknown_qp,
                 strangers: nic.wire.strangers,
@@ -257,5 +261,5 @@ impl Shared {
 }
 
 fn nic_gone(e: rnic::port::Error) -> Error {
-    Error::Gone { attempt: "asking the NIC for its state".into(), why: e.to_string() }
+    Error::Gone { attempt: "querying the NIC's state".into(), why: e.to_string() }
 }

@@ -1,4 +1,4 @@
-//! A NIC of this host, for the processes of one user: what paged programs use to reach another host.
+//! A NIC of this host for the processes of one user. Paged programs use it to reach another host.
 //!
 //! ```text
 //!  paged program ─┐  Unix socket, shared memory   ┌───────────────┐
@@ -7,8 +7,9 @@
 //!                 └── TCP: control connections, one for each process ──────> memory node
 //! ```
 //!
-//! A process that is forked has no threads of its parent's, and a program that ends takes its threads with it, while
-//! the keeper of its children's pages goes on. So the NIC is in a process of its own.
+//! The NIC runs in a process of its own, because a forked process has no threads of its parent, and
+//! because a program that exits takes its threads along while the process that serves its
+//! children's pages continues.
 
 use std::net::UdpSocket;
 use std::os::fd::OwnedFd;
@@ -27,13 +28,13 @@ use crate::Error;
 use crate::protocol::{self, Opening};
 use crate::socket::{Endpoint, Listener};
 
-/// Connections that are a QP's peer on another host, of each process: an access QP for each lane and core, and
-/// management.
+/// Maximum number of QPs per process with a peer on another host: an access QP per lane and core,
+/// and management QPs.
 const REMOTE_PEERS: u32 = 1024;
-/// How long the listener is left alone when there was no descriptor, thread or memory for a connection.
+/// Pause of the listener after a lack of descriptors, threads or memory.
 const RETRY: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
-/// A NIC that serves until it is dropped. Only the user's own processes reach it.
+/// A NIC that serves until it is dropped. Only processes of the same user can attach.
 pub struct NicService {
     path: PathBuf,
     stop: Arc<OwnedFd>,
@@ -41,13 +42,14 @@ pub struct NicService {
 }
 
 impl NicService {
-    /// A NIC whose packets come to, and leave from, the address that `wire` is bound to.
+    /// Starts a NIC that sends and receives packets at the local address of `wire`.
     pub fn start(wire: UdpSocket) -> Result<Self, Error> {
         let (_, host) = SoftNic::host_over(wire)?;
         Self::serve(host)
     }
 
-    /// A NIC that this process uses itself ([`SoftNic::host_own`]), and serves to others.
+    /// Starts a NIC that this process uses ([`SoftNic::host_own`]) and other processes can attach
+    /// to.
     pub fn start_own() -> Result<(SoftNic, Self), Error> {
         let (nic, host) = SoftNic::host_own()?;
         Ok((nic, Self::serve(host)?))
@@ -56,21 +58,22 @@ impl NicService {
     fn serve(host: Host) -> Result<Self, Error> {
         let listener = Listener::bind(&Endpoint::Fresh)?;
         let path = listener.path().to_path_buf();
-        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|e| Error::System { attempt: "making an eventfd".into(), source: e.into() })?;
+        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|e| {
+            Error::System { attempt: "creating an eventfd".into(), source: e.into() }
+        })?;
         let stop = Arc::new(stop);
         let stopped = stop.clone();
         let thread = thread::Builder::new()
             .name("granary-control".into())
             .spawn(move || accept(&host, &listener, &stopped))
             .map_err(|source| Error::System {
-                attempt: "starting a NIC's thread".into(),
+                attempt: "starting the NIC's listener thread".into(),
                 source,
             })?;
         Ok(Self { path, stop, thread: Some(thread) })
     }
 
-    /// Its socket.
+    /// Path of the control socket.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -78,29 +81,29 @@ impl NicService {
 
 impl Drop for NicService {
     fn drop(&mut self) {
-        // It does not block; if its counter is full, the thread is woken already.
+        // The write does not block. If the counter is at its maximum, a wake-up is pending already.
         let _ = rustix::io::write(&*self.stop, &1u64.to_ne_bytes());
         if let Some(thread) = self.thread.take() {
-            // A panic of that thread was reported on stderr; there is nothing to add.
+            // A panic of that thread is reported on stderr already.
             let _ = thread.join();
         }
     }
 }
 
-/// Accepts processes until `stop` can be read.
+/// Accepts processes until `stop` is readable.
 fn accept(host: &Host, listener: &Listener, stop: &OwnedFd) {
     let mut is_full = false;
     loop {
         let mut fds = [PollFd::new(stop, PollFlags::IN), PollFd::new(listener, PollFlags::IN)];
-        // A listener that cannot be accepted from stays readable: watched all the time, it would never
-        // let this thread sleep.
+        // If accepting fails, the listener stays readable. Polling it would keep this thread from
+        // sleeping.
         let (watched, timeout) = match is_full {
             true => (&mut fds[..1], Some(&RETRY)),
             false => (&mut fds[..], None),
         };
         match poll(watched, timeout) {
             Ok(_) | Err(Errno::INTR) => {}
-            // The kernel has no memory for the call.
+            // The kernel lacks memory for the call.
             Err(_) => thread::sleep(Duration::from_nanos(RETRY.tv_nsec as u64)),
         }
         if !fds[0].revents().is_empty() {
@@ -111,17 +114,17 @@ fn accept(host: &Host, listener: &Listener, stop: &OwnedFd) {
             Ok(Some(fd)) => {
                 let (host, peer) = (host.clone(), PeerSocket::from(fd));
                 let named = thread::Builder::new().name("granary-session".into());
-                // Without a thread the connection ends, and its process hears that.
-                named.spawn(move || attend(&host, peer)).is_err()
+                // If no thread can be started, the connection is closed, which its process detects.
+                named.spawn(move || serve_session(&host, peer)).is_err()
             }
-            // No descriptor or no memory is left: connections wait in the backlog.
+            // No descriptor or memory is available: connections stay in the backlog.
             Err(_) => true,
         };
     }
 }
 
-/// Serves one attached process until it goes.
-fn attend(host: &Host, peer: PeerSocket) {
+/// Serves one attached process until its connection ends.
+fn serve_session(host: &Host, peer: PeerSocket) {
     let mut limits = SessionLimits::default();
     limits.function.remote_peers = REMOTE_PEERS;
     let mut session = None;
@@ -143,13 +146,14 @@ fn attend(host: &Host, peer: PeerSocket) {
                     session = Some(Session::new(host, limits.clone()));
                     continue;
                 }
-                // Whoever this is, there is nothing else here.
+                // Any other opening is an error: this socket serves only the NIC.
                 _ => return,
             }
         };
         let (reply, descriptors) = session.handle(&packet.bytes, packet.descriptors);
         let descriptors: Vec<_> = descriptors.iter().map(std::os::fd::AsFd::as_fd).collect();
-        // A reply has its place in the socket's buffer: one is asked for at a time.
+        // The socket's buffer has room for the reply, because the process sends one request at a
+        // time.
         if socket::send(&peer, &reply, &descriptors).is_err() {
             return;
         }
@@ -178,23 +182,26 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_served_but_the_nic() {
+    fn nic_service_refuses_other_services() {
         let service = start();
         for opening in [&br#"{"service":"pool","version":3}"#[..], b"{}", b"\xff"] {
             let peer = crate::socket::connect(service.path()).unwrap();
             socket::send(&peer, opening, &[]).unwrap();
-            // A session would answer this; the connection may have ended by now.
+            // A session would answer this message; the connection may have ended by now.
             let _ = socket::send(&peer, b"{}", &[]);
             let limit = Timespec { tv_sec: 60, tv_nsec: 0 };
             let ready = poll(&mut [PollFd::new(&peer, PollFlags::IN)], Some(&limit));
             assert_eq!(ready, Ok(1), "the connection ends");
-            assert!(matches!(socket::receive(&peer), Ok(None) | Err(_)), "it was answered");
+            assert!(
+                matches!(socket::receive(&peer), Ok(None) | Err(_)),
+                "the message was answered"
+            );
         }
         SoftNic::attach(service.path()).unwrap().alloc_pd().unwrap();
     }
 
     #[test]
-    fn what_ends_the_thread_does_not_block_and_is_not_inherited() {
+    fn stop_eventfd_is_nonblocking_and_cloexec() {
         let service = start();
         let inherited = rustix::io::fcntl_getfd(&service.stop).unwrap();
         assert!(inherited.contains(rustix::io::FdFlags::CLOEXEC));

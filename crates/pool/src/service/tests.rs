@@ -1,4 +1,4 @@
-//! System calls that fail: what they cost. And what the CPU time is of.
+//! Tests of failing system calls, and of the CPU time of the control threads.
 
 use std::sync::atomic::Ordering;
 use std::thread;
@@ -19,10 +19,10 @@ fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// The kernel refuses to watch a connection where the user has too many watches
+/// The kernel refuses to watch a connection if the user has too many epoll watches
 /// (`fs.epoll.max_user_watches`).
 #[test]
-fn a_failing_epoll_add_costs_one_connection() {
+fn failing_epoll_add_closes_one_connection() {
     let service = Service::start(&settings(), &Endpoint::Fresh).unwrap();
     let options = Options { groups: Some(1), ..Options::default() };
     let before = Pool::connect(service.path(), options.clone()).unwrap();
@@ -42,15 +42,15 @@ fn a_failing_epoll_add_costs_one_connection() {
 }
 
 #[test]
-fn the_cpu_time_of_both_control_threads_is_counted() {
+fn cpu_time_includes_both_control_threads() {
     let service = Service::start(&settings(), &Endpoint::Fresh).unwrap();
     let pool = Pool::connect(service.path(), Options::default()).unwrap();
     pool.free_blocking(pool.allocate_blocking().unwrap()).unwrap();
     let threads = || {
-        let times = [service.shared.clock.read(), service.shared.turner.cpu_time()];
+        let times = [service.shared.clock.read(), service.shared.node_threads.cpu_time()];
         assert!(times.iter().all(|time| !time.is_zero()), "{times:?}");
         times.iter().sum::<Duration>()
     };
-    let (before, told, after) = (threads(), service.control_cpu(), threads());
-    assert!((before..=after).contains(&told), "{told:?} of {before:?} to {after:?}");
+    let (before, measured, after) = (threads(), service.control_cpu(), threads());
+    assert!((before..=after).contains(&measured), "{measured:?} of {before:?} to {after:?}");
 }

@@ -1,14 +1,14 @@
-//! Small embedded pools, and when all of one is free again.
-#![allow(dead_code, reason = "no test uses all of it")]
+//! Helpers: small embedded pools, and a check that all chunks are free again.
+#![allow(dead_code, reason = "each test uses a part")]
 
 use std::time::{Duration, Instant};
 
 use pool::{Pool, SchemeKind, Settings};
 
-/// Bytes of a chunk.
+/// Size of a chunk in bytes.
 pub const CHUNK: u64 = 4096;
 
-/// A pool of so many chunks.
+/// Settings of a pool of `chunks` chunks.
 pub fn settings(scheme: SchemeKind, chunks: u64) -> Settings {
     Settings {
         donate_bytes: chunks * CHUNK,
@@ -19,15 +19,16 @@ pub fn settings(scheme: SchemeKind, chunks: u64) -> Settings {
     }
 }
 
-/// The same on a NIC whose functions have so few windows that chunks are in three of them, and larger blocks in others.
+/// Limits the windows per function of the NIC, so that the chunks are in three functions and larger
+/// blocks in others.
 pub fn over_functions(settings: Settings) -> Settings {
-    // As many keys as a block has at a time; and each compute node has a window over the metadata.
+    // Keys per block at a time. Each compute node has a window over the metadata in addition.
     let each = if settings.scheme.releases() { 1 } else { 2 };
     let share = settings.chunks().div_ceil(3) as u32;
     Settings { nic_windows: Some(share * each + settings.clients_max), ..settings }
 }
 
-/// Waits until so many chunks are free, and checks the books.
+/// Waits until `chunks` chunks are free, and audits the pool.
 pub fn check_whole(pool: &Pool, chunks: u64) {
     let deadline = Instant::now() + Duration::from_secs(10);
     while pool.node_status().unwrap().node.free < chunks {

@@ -1,4 +1,4 @@
-//! The checks.
+//! The checks that run for each scheme.
 
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -25,7 +25,7 @@ impl Setup {
     }
 }
 
-/// A grant whose keys open nothing.
+/// A grant whose keys are dead.
 fn dead_grant(pool: &Pool, setup: &Setup) -> Grant {
     let grant = pool.allocate_in_blocking(GroupId(0)).unwrap();
     pool.free_blocking(grant).unwrap();
@@ -36,7 +36,7 @@ fn dead_grant(pool: &Pool, setup: &Setup) -> Grant {
     copy(&grant, GroupId(0), &keys)
 }
 
-/// The same by hand, with these keys: it belongs to no connection.
+/// A copy of a grant with other keys, which belongs to no connection.
 fn copy(grant: &Grant, group: GroupId, keys: &[Key]) -> Grant {
     Grant::new(grant.addr, grant.len, grant.entry, group, keys).in_function(grant.function)
 }
@@ -55,7 +55,7 @@ fn read(pool: &Pool, grant: &Grant, offset: u64, len: usize) -> Vec<u8> {
     out
 }
 
-pub fn a_chunk_is_zero_and_keeps_what_is_written(setup: &Setup) {
+pub fn chunk_is_zero_and_keeps_written_data(setup: &Setup) {
     let node = setup.node(8);
     let pool = node.connect();
     for group in 0..pool.groups() {
@@ -99,7 +99,11 @@ pub fn the_next_owner_reads_zeros(setup: &Setup) {
             if setup.clears() {
                 assert_eq!(found, vec![0; CHUNK as usize]);
             } else if (round, pool.client()) != (1, a.client()) {
-                assert_ne!(found, vec![0; CHUNK as usize], "what makes the scheme unsafe");
+                assert_ne!(
+                    found,
+                    vec![0; CHUNK as usize],
+                    "the scheme is unsafe because it does not clear"
+                );
             }
             pool.write_blocking(&grant, 0, &vec![round; CHUNK as usize]).unwrap();
             pool.free_blocking(grant).unwrap();
@@ -111,7 +115,7 @@ pub fn the_next_owner_reads_zeros(setup: &Setup) {
 
 pub fn keys_are_dead_after_free(setup: &Setup) {
     if !setup.dies_with_its_free() {
-        return; // how long they live there is tested in src/rpc/tests
+        return; // src/rpc/tests covers their lifetime
     }
     let node = setup.node(2);
     let (pool, other) = (node.connect(), node.connect());
@@ -120,7 +124,7 @@ pub fn keys_are_dead_after_free(setup: &Setup) {
     assert!(is_refused(pool.read_blocking(&old, 0, &mut [0; 8])));
     assert!(is_refused(pool.write_blocking(&old, 0, &[1; 8])));
     assert!(is_refused(pool.fetch_and_add_blocking(&old, 0, 1)));
-    // Nor when the same chunk is somebody's again.
+    // The keys stay dead when the chunk has an owner again.
     let grants = [other.allocate_blocking().unwrap(), pool.allocate_blocking().unwrap()];
     assert!(grants.iter().any(|g| g.addr == old.addr));
     assert!(is_refused(pool.write_blocking(&old, 0, &[1; 8])));
@@ -130,7 +134,7 @@ pub fn keys_are_dead_after_free(setup: &Setup) {
     node.check_whole(2);
 }
 
-pub fn ranges_are_kept(setup: &Setup) {
+pub fn accesses_beyond_the_grant_are_refused(setup: &Setup) {
     let node = setup.node(4);
     let pool = node.connect();
     let grants: Vec<Grant> =
@@ -146,7 +150,7 @@ pub fn ranges_are_kept(setup: &Setup) {
     assert!(matches!(result, Err(Error::Setting { .. })), "{result:?}");
     pool.read_blocking(&grant, CHUNK, &mut []).unwrap();
 
-    // Who forges a larger grant is stopped by the NIC, at both ends and for each operation.
+    // The NIC stops a forged larger grant, at both ends and for each operation.
     let forged = |addr: u64, len: u64| {
         let forged = Grant::new(addr, len, grant.entry, grant.group, grant.keys());
         forged.in_function(grant.function)
@@ -169,9 +173,9 @@ pub fn ranges_are_kept(setup: &Setup) {
     node.check_whole(4);
 }
 
-pub fn a_grant_is_of_no_use_to_another_client(setup: &Setup) {
+pub fn grant_is_useless_to_another_client(setup: &Setup) {
     if !setup.keys_are_for_one_client() {
-        return; // that it is of use is tested in src/rpc/tests
+        return; // src/rpc/tests covers these schemes
     }
     let node = setup.node(4);
     let (owner, thief) = (node.connect(), node.connect());
@@ -183,12 +187,12 @@ pub fn a_grant_is_of_no_use_to_another_client(setup: &Setup) {
         assert!(is_refused(thief.write_blocking(&copy, 0, b"gone")));
         assert!(is_refused(thief.fetch_and_add_blocking(&copy, 0, 1)));
     }
-    // Nor to another group of its owner, where the key names a QP.
+    // Another group of the owner cannot use it either, if the key is bound to a QP.
     let elsewhere = GroupId(1 - grant.group.0);
     let moved = copy(&grant, elsewhere, grant.keys());
     let refused = owner.read_blocking(&moved, 0, &mut [0; 4]).is_err();
     assert_eq!(refused, setup.keys_are_for_one_qp());
-    // Every tag of its keys.
+    // All tags of its keys.
     let own = thief.allocate_in_blocking(GroupId(0)).unwrap();
     for tag in 0..=255 {
         let keys: Vec<Key> = grant.keys().iter().map(|k| Key::new(k.index(), tag)).collect();
@@ -201,7 +205,7 @@ pub fn a_grant_is_of_no_use_to_another_client(setup: &Setup) {
     node.check_whole(4);
 }
 
-pub fn a_key_is_for_its_lane_only(setup: &Setup) {
+pub fn key_is_valid_on_its_lane_only(setup: &Setup) {
     let node = setup.node(2);
     let pool = node.connect();
     let grant = pool.allocate_blocking().unwrap();
@@ -228,7 +232,7 @@ pub fn a_key_is_for_its_lane_only(setup: &Setup) {
     node.check_whole(2);
 }
 
-pub fn what_is_not_owned_is_not_freed(setup: &Setup) {
+pub fn foreign_chunk_is_not_freed(setup: &Setup) {
     let node = setup.node(8);
     let (a, b) = (node.connect(), node.connect());
     for round in 0..20 {
@@ -240,7 +244,7 @@ pub fn what_is_not_owned_is_not_freed(setup: &Setup) {
         };
         let by_hand = copy(&grant, GroupId(0), grant.keys());
         not_yours(b.free_blocking(by_hand));
-        // The library itself knows that it is another one's.
+        // The library itself detects that the grant belongs to another connection.
         let stale = b.free_blocking(grant);
         assert!(matches!(stale, Err(Error::Stale { what: "grant", .. })), "{stale:?}");
         assert_eq!(read(&a, &grant, 0, 4), b"kept");
@@ -257,7 +261,7 @@ pub fn what_is_not_owned_is_not_freed(setup: &Setup) {
     node.check_whole(8);
 }
 
-pub fn an_empty_pool_is_waited_for(setup: &Setup) {
+pub fn empty_pool_wait_ends_when_a_chunk_is_freed(setup: &Setup) {
     let node = setup.node(4);
     let (a, b) = (node.connect(), node.connect());
     let mut held: Vec<Grant> = (0..4).map(|_| a.allocate_blocking().unwrap()).collect();
@@ -294,9 +298,9 @@ pub fn an_empty_pool_is_waited_for(setup: &Setup) {
     node.check_whole(4);
 }
 
-/// Clients on a pool that is near empty most of the time: a word that every owner counts up once
-/// is 0 when it is got, and stays what its owner made of it.
-pub fn nobody_shares_a_chunk(setup: &Setup) {
+/// Clients on a nearly empty pool. Each owner increments a word once: it must be 0 after the
+/// allocation, and keep the owner's value.
+pub fn chunk_has_one_owner_at_a_time(setup: &Setup) {
     const CLIENTS: u64 = 3;
     const ROUNDS: u64 = 400;
     let node = setup.node(4);
@@ -319,7 +323,7 @@ pub fn nobody_shares_a_chunk(setup: &Setup) {
                         Ok(grant) => {
                             let mark = client << 32 | done;
                             let old = pool.compare_and_swap_blocking(&grant, 8, 0, mark).unwrap();
-                            assert_eq!(old, 0, "somebody else has chunk {}", grant.entry);
+                            assert_eq!(old, 0, "chunk {} has another owner", grant.entry);
                             held.push((grant, mark));
                             done += 1;
                         }
@@ -331,7 +335,11 @@ pub fn nobody_shares_a_chunk(setup: &Setup) {
                     if held.len() == 2 || done % 3 == 0 {
                         for (grant, mark) in held.drain(..) {
                             let found = pool.fetch_and_add_blocking(&grant, 8, 0).unwrap();
-                            assert_eq!(found, mark, "somebody wrote to chunk {}", grant.entry);
+                            assert_eq!(
+                                found, mark,
+                                "another client wrote to chunk {}",
+                                grant.entry
+                            );
                             free(grant);
                         }
                     }
@@ -437,7 +445,7 @@ pub fn batches_over_groups(setup: &Setup) {
     node.check_whole(8);
 }
 
-pub fn given_up_operations_harm_nobody(setup: &Setup) {
+pub fn abandoned_operations_have_no_side_effect(setup: &Setup) {
     let node = setup.node_of(1 << 20, 2);
     let pool = node.connect();
     let grant = pool.allocate_blocking().unwrap();
@@ -460,12 +468,12 @@ pub fn given_up_operations_harm_nobody(setup: &Setup) {
     node.check_whole(2);
 }
 
-pub fn given_up_requests_leave_nothing_behind(setup: &Setup) {
+pub fn abandoned_requests_leak_no_chunk(setup: &Setup) {
     let node = setup.node(256);
     let pool = node.connect();
     let cx = &mut std::task::Context::from_waker(std::task::Waker::noop());
     for _ in 0..100 {
-        // On some NICs it is there at once.
+        // On some NICs the first poll completes the allocation.
         if let Poll::Ready(grant) = std::pin::pin!(pool.allocate()).poll(cx) {
             pool.free_blocking(grant.unwrap()).unwrap();
         }
@@ -474,14 +482,14 @@ pub fn given_up_requests_leave_nothing_behind(setup: &Setup) {
     }
     let deadline = Instant::now() + Duration::from_secs(20);
     while pool.node_status().unwrap().node.free < 256 {
-        assert!(Instant::now() < deadline, "chunks are left behind");
+        assert!(Instant::now() < deadline, "chunks are missing");
         thread::yield_now();
     }
     drop(pool);
     node.check_whole(256);
 }
 
-pub fn a_bad_access_disturbs_no_neighbour(setup: &Setup) {
+pub fn bad_access_does_not_disturb_other_operations(setup: &Setup) {
     let node = setup.node(8);
     let (pool, other) = (node.connect(), node.connect());
     let dead = dead_grant(&pool, setup);
@@ -498,7 +506,7 @@ pub fn a_bad_access_disturbs_no_neighbour(setup: &Setup) {
         pool.free_blocking(grant).unwrap();
     };
     thread::scope(|s| {
-        // On the same QP, on another one, of another client.
+        // On the same QP, on another QP, and by another client.
         let workers = [&pool, &other].map(|pool| s.spawn(|| work(pool)));
         for _ in 0..60 {
             assert!(is_refused(pool.read_blocking(&dead, 0, &mut [0; 8])));
@@ -514,7 +522,7 @@ pub fn a_bad_access_disturbs_no_neighbour(setup: &Setup) {
     node.check_whole(8);
 }
 
-pub fn leaving_gives_everything_back(setup: &Setup) {
+pub fn departure_returns_all_chunks(setup: &Setup) {
     let node = setup.node(32);
     for _ in 0..3 {
         let pool = node.connect();
@@ -523,7 +531,7 @@ pub fn leaving_gives_everything_back(setup: &Setup) {
         for grant in &grants {
             pool.write_blocking(grant, 0, &[0xaa; CHUNK as usize]).unwrap();
         }
-        // One QP is broken when it leaves.
+        // One QP is broken when the pool is dropped.
         let wrong = Grant::new(8, CHUNK, 0, GroupId(0), grants[0].keys());
         let buffer = pool.buffer(4096).unwrap();
         let t = Transfer { grant: &wrong, offset: 0, buffer_offset: 0, len: 8 };
@@ -541,7 +549,7 @@ pub fn leaving_gives_everything_back(setup: &Setup) {
     node.check_whole(32);
 }
 
-pub fn counters_count(setup: &Setup) {
+pub fn counters_match_the_operations(setup: &Setup) {
     let node = setup.node(4);
     let pool = node.connect();
     let before = pool.node_status().unwrap().node;

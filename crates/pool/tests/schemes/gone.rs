@@ -1,4 +1,4 @@
-//! The memory node's process dies.
+//! The check for the death of the memory node's process.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -7,10 +7,10 @@ use pool::{Error, GroupId};
 
 use crate::place::{How, Node, Place};
 
-/// How long it may take until somebody who waits learns it.
+/// Time limit until a waiting operation reports the death.
 const NOTICED: Duration = Duration::from_millis(1000);
 
-/// Whatever is in flight, and whatever is asked afterwards, ends with [`Error::Gone`].
+/// Operations in flight and later ones all end with [`Error::Gone`].
 pub fn operations_end_when_the_node_dies(how: How) {
     let mut node = Node::start(Place::OtherProcess, how, 4096, 4);
     let pool = node.connect();

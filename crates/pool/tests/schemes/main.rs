@@ -1,5 +1,5 @@
-//! What every allocation scheme must keep, on every attachment of the NIC: one list of checks,
-//! run for each scheme in each place.
+//! Requirements on every allocation scheme: one list of checks, run for each scheme and each
+//! attachment of the NIC.
 
 mod checks;
 #[path = "../common/mod.rs"]
@@ -44,28 +44,28 @@ macro_rules! scheme {
     };
     (@all $how:expr, $place:expr) => {
         run!($how, $place, [
-            a_chunk_is_zero_and_keeps_what_is_written,
+            chunk_is_zero_and_keeps_written_data,
             the_next_owner_reads_zeros,
             keys_are_dead_after_free,
-            ranges_are_kept,
-            a_grant_is_of_no_use_to_another_client,
-            a_key_is_for_its_lane_only,
-            what_is_not_owned_is_not_freed,
-            an_empty_pool_is_waited_for,
-            nobody_shares_a_chunk,
+            accesses_beyond_the_grant_are_refused,
+            grant_is_useless_to_another_client,
+            key_is_valid_on_its_lane_only,
+            foreign_chunk_is_not_freed,
+            empty_pool_wait_ends_when_a_chunk_is_freed,
+            chunk_has_one_owner_at_a_time,
             threads_share_a_pool,
             long_and_odd_lengths,
             batches_over_groups,
-            given_up_operations_harm_nobody,
-            given_up_requests_leave_nothing_behind,
-            a_bad_access_disturbs_no_neighbour,
-            leaving_gives_everything_back,
-            counters_count,
+            abandoned_operations_have_no_side_effect,
+            abandoned_requests_leak_no_chunk,
+            bad_access_does_not_disturb_other_operations,
+            departure_returns_all_chunks,
+            counters_match_the_operations,
         ]);
     };
 }
 
-/// What a check is run with.
+/// Configuration of a check.
 #[derive(Clone, Copy)]
 pub struct Setup {
     how: How,
@@ -73,30 +73,31 @@ pub struct Setup {
 }
 
 impl Setup {
-    /// True if a key is for one QP, not for all of a compute node's.
+    /// True if a key is bound to one QP rather than to all QPs of a compute node.
     fn keys_are_for_one_qp(&self) -> bool {
         matches!(self.how.scheme, SchemeKind::OneSidedMw | SchemeKind::RpcMw2)
     }
 
-    /// True if a key is for one compute node: not with type-1 windows that nothing guards (OneSidedMW §2.3).
+    /// True if a key is valid for one compute node only; false for unguarded type-1 windows
+    /// (OneSidedMW §2.3).
     fn keys_are_for_one_client(&self) -> bool {
         !self.how.scheme.has_type1_windows() || self.how.scheme.is_guarded()
     }
 
-    /// True if a chunk is cleared before it has another owner.
+    /// True if a chunk is cleared before it is reallocated.
     fn clears(&self) -> bool {
         self.how.scheme.releases()
     }
 
-    /// True if a chunk's keys are dead when its free returns: with type-1 windows they are when somebody
-    /// gets the chunk, at the latest.
+    /// True if a chunk's keys are dead when its free returns. With type-1 windows they die later,
+    /// before the chunk is reallocated.
     fn dies_with_its_free(&self) -> bool {
         !self.how.scheme.releases_late()
     }
 }
 
 scheme!(onesidedmw, crate::How::by(pool::SchemeKind::OneSidedMw));
-// Each access QP carries a chain that allocates for it.
+// Each access QP carries an allocation chain.
 scheme!(
     onesidedmw_without_separation,
     crate::How { separation: false, ..crate::How::by(pool::SchemeKind::OneSidedMw) }
@@ -120,8 +121,8 @@ scheme!(premmap_onesided, crate::How::by(pool::SchemeKind::PremmapOneSided));
 scheme!(premmap_rpc, crate::How::by(pool::SchemeKind::PremmapRpc));
 scheme!(ondemand_rpc, crate::How::by(pool::SchemeKind::OnDemandRpc));
 
-/// Access is by pages: the checks of [`checks`] that are about keys, ranges and parts of a chunk do not
-/// apply; those that do are made with pages.
+/// Access by pages: the checks of [`checks`] for keys, ranges and parts of a chunk do not apply;
+/// the others have a version with pages.
 mod odrp {
     macro_rules! pages {
         ($name:ident, $place:expr, [$($check:ident),* $(,)?]) => {
@@ -136,14 +137,14 @@ mod odrp {
         };
         ($name:ident, $place:expr) => {
             pages!($name, $place, [
-                a_page_is_zero_and_keeps_what_is_written,
+                page_is_zero_and_keeps_written_data,
                 memory_is_allocated_by_the_first_write,
-                what_is_not_owned_is_not_freed,
-                an_empty_pool_is_waited_for,
-                nobody_shares_a_page,
-                given_up_requests_harm_nobody,
-                leaving_gives_everything_back,
-                what_is_not_a_page_is_refused,
+                foreign_chunk_is_not_freed,
+                empty_pool_wait_ends_when_a_chunk_is_freed,
+                page_has_one_owner_at_a_time,
+                abandoned_page_requests_have_no_side_effect,
+                departure_returns_all_chunks,
+                access_that_is_not_a_whole_page_is_refused,
             ]);
         };
     }
@@ -157,7 +158,7 @@ mod odrp {
     }
 }
 
-/// Requests are answered by several cores.
+/// Several cores answer the requests.
 mod several_cores {
     macro_rules! cores {
         ($name:ident, $kind:expr) => {
@@ -169,20 +170,20 @@ mod several_cores {
                 }
 
                 #[test]
-                fn nobody_shares_a_chunk() {
-                    checks::nobody_shares_a_chunk(&setup(Place::Embedded));
-                    checks::nobody_shares_a_chunk(&setup(Place::SameProcess));
+                fn chunk_has_one_owner_at_a_time() {
+                    checks::chunk_has_one_owner_at_a_time(&setup(Place::Embedded));
+                    checks::chunk_has_one_owner_at_a_time(&setup(Place::SameProcess));
                 }
 
                 #[test]
-                fn an_empty_pool_is_waited_for() {
-                    checks::an_empty_pool_is_waited_for(&setup(Place::Embedded));
-                    checks::an_empty_pool_is_waited_for(&setup(Place::SameProcess));
+                fn empty_pool_wait_ends_when_a_chunk_is_freed() {
+                    checks::empty_pool_wait_ends_when_a_chunk_is_freed(&setup(Place::Embedded));
+                    checks::empty_pool_wait_ends_when_a_chunk_is_freed(&setup(Place::SameProcess));
                 }
 
                 #[test]
-                fn leaving_gives_everything_back() {
-                    checks::leaving_gives_everything_back(&setup(Place::Embedded));
+                fn departure_returns_all_chunks() {
+                    checks::departure_returns_all_chunks(&setup(Place::Embedded));
                 }
             }
         };
@@ -195,7 +196,7 @@ mod several_cores {
     cores!(ondemand_rpc, pool::SchemeKind::OnDemandRpc);
 }
 
-/// A CPU that polls for RPCs instead of sleeping.
+/// The CPU polls for RPCs instead of sleeping.
 mod rpc_mw_2_polling {
     run!(
         crate::How {
@@ -204,9 +205,9 @@ mod rpc_mw_2_polling {
         },
         crate::Place::SameProcess,
         [
-            a_chunk_is_zero_and_keeps_what_is_written,
-            an_empty_pool_is_waited_for,
-            nobody_shares_a_chunk
+            chunk_is_zero_and_keeps_written_data,
+            empty_pool_wait_ends_when_a_chunk_is_freed,
+            chunk_has_one_owner_at_a_time
         ]
     );
 }

@@ -1,4 +1,4 @@
-//! The checks of schemes whose access is by pages.
+//! The checks of schemes with access by pages.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
@@ -26,7 +26,7 @@ fn free(pool: &Pool) -> u64 {
     pool.node_status().unwrap().node.free
 }
 
-pub fn a_page_is_zero_and_keeps_what_is_written(place: Place) {
+pub fn page_is_zero_and_keeps_written_data(place: Place) {
     let node = start(place, 8);
     let (pool, other) = (node.connect(), node.connect());
     for round in 1..6u8 {
@@ -77,7 +77,7 @@ pub fn memory_is_allocated_by_the_first_write(place: Place) {
     node.check_whole(4);
 }
 
-pub fn what_is_not_owned_is_not_freed(place: Place) {
+pub fn foreign_chunk_is_not_freed(place: Place) {
     let node = start(place, 8);
     let (a, b) = (node.connect(), node.connect());
     for _ in 0..20 {
@@ -102,7 +102,7 @@ pub fn what_is_not_owned_is_not_freed(place: Place) {
     node.check_whole(8);
 }
 
-pub fn an_empty_pool_is_waited_for(place: Place) {
+pub fn empty_pool_wait_ends_when_a_chunk_is_freed(place: Place) {
     let node = start(place, 4);
     let (a, b) = (node.connect(), node.connect());
     let mut held: Vec<Grant> = (0..4).map(|_| a.allocate_blocking().unwrap()).collect();
@@ -133,8 +133,8 @@ pub fn an_empty_pool_is_waited_for(place: Place) {
     node.check_whole(4);
 }
 
-/// Clients on a pool that is near empty: whoever has a page finds on it what it wrote, whole.
-pub fn nobody_shares_a_page(place: Place) {
+/// Clients on a nearly empty pool: each owner reads back its own page completely.
+pub fn page_has_one_owner_at_a_time(place: Place) {
     const CLIENTS: u8 = 3;
     const ROUNDS: u32 = 300;
     let node = start(place, 4);
@@ -159,7 +159,10 @@ pub fn nobody_shares_a_page(place: Place) {
                     }
                     if held.len() == 2 || round % 3 == 0 {
                         for (grant, mark) in held.drain(..) {
-                            assert!(read(&pool, &grant) == [mark; PAGE], "another one's page");
+                            assert!(
+                                read(&pool, &grant) == [mark; PAGE],
+                                "the page of another owner"
+                            );
                             pool.free_blocking(grant).unwrap();
                         }
                     }
@@ -170,7 +173,7 @@ pub fn nobody_shares_a_page(place: Place) {
     node.check_whole(4);
 }
 
-pub fn given_up_requests_harm_nobody(place: Place) {
+pub fn abandoned_page_requests_have_no_side_effect(place: Place) {
     use std::future::Future;
     let node = start(place, 8);
     let pool = node.connect();
@@ -186,7 +189,7 @@ pub fn given_up_requests_harm_nobody(place: Place) {
     node.check_whole(8);
 }
 
-pub fn leaving_gives_everything_back(place: Place) {
+pub fn departure_returns_all_chunks(place: Place) {
     let node = start(place, 32);
     for _ in 0..3 {
         let pool = node.connect();
@@ -200,7 +203,7 @@ pub fn leaving_gives_everything_back(place: Place) {
     }
 }
 
-pub fn what_is_not_a_page_is_refused(place: Place) {
+pub fn access_that_is_not_a_whole_page_is_refused(place: Place) {
     let node = start(place, 4);
     let pool = node.connect();
     let grant = pool.allocate_blocking().unwrap();
@@ -222,7 +225,7 @@ pub fn what_is_not_a_page_is_refused(place: Place) {
     node.check_whole(4);
 }
 
-/// Whatever is in flight, and whatever is asked afterwards, ends with [`Error::Gone`].
+/// Operations in flight and later ones all end with [`Error::Gone`].
 pub fn operations_end_when_the_node_dies() {
     let mut node = start(Place::OtherProcess, 4);
     let pool = node.connect();

@@ -1,4 +1,4 @@
-//! Where the memory node is.
+//! Location of the memory node under test.
 
 use std::io::Write;
 use std::process::{Child, Command, Stdio};
@@ -6,34 +6,34 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::common;
-use pool::{ControlMode, Embedded, Endpoint, Options, Pool, SchemeKind, Service, Settings};
+use pool::{ControlMode, EmbeddedNode, Endpoint, Options, Pool, SchemeKind, Service, Settings};
 
-/// Where the memory node is, as seen by its compute nodes.
+/// Location of the memory node relative to its compute nodes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Place {
     /// In the same process, on the inline NIC.
     Embedded,
-    /// In the same process, behind its socket.
+    /// In the same process, behind its control socket.
     SameProcess,
     /// In another process.
     OtherProcess,
 }
 
-/// How a memory node allocates.
+/// Configuration of a memory node.
 #[derive(Clone, Copy)]
 pub struct How {
     pub scheme: SchemeKind,
     pub control: ControlMode,
-    /// Cores that answer requests.
+    /// CPU cores that answer requests.
     pub cores: u32,
-    /// Allocation has QPs of its own.
+    /// Allocation uses QPs of its own.
     pub separation: bool,
-    /// Functions of the NIC have few windows: chunks are spread over three of them.
+    /// Functions of the NIC have few windows, so that the chunks are spread over three functions.
     pub few_windows: bool,
 }
 
 impl How {
-    /// As the scheme is by default.
+    /// The default configuration of a scheme.
     pub fn by(scheme: SchemeKind) -> Self {
         Self { scheme, control: ControlMode::Event, cores: 1, separation: true, few_windows: false }
     }
@@ -41,7 +41,7 @@ impl How {
 
 /// A running memory node.
 pub enum Node {
-    Embedded(Arc<Embedded>),
+    Embedded(Arc<EmbeddedNode>),
     SameProcess(Service),
     OtherProcess(ServerProcess),
 }
@@ -78,7 +78,7 @@ impl Node {
     /// Starts a memory node.
     pub fn with(place: Place, settings: &Settings) -> Node {
         match place {
-            Place::Embedded => Node::Embedded(Arc::new(Embedded::start(settings).unwrap())),
+            Place::Embedded => Node::Embedded(Arc::new(EmbeddedNode::start(settings).unwrap())),
             Place::SameProcess => {
                 Node::SameProcess(Service::start(settings, &Endpoint::Fresh).unwrap())
             }
@@ -100,7 +100,7 @@ impl Node {
         }
     }
 
-    /// Checks that the pool is whole: all `chunks` free, nobody connected but the one that asks.
+    /// Checks that all `chunks` are free and that only this connection exists.
     pub fn check_whole(&self, chunks: u64) {
         let asking = self.connect();
         let deadline = Instant::now() + Duration::from_secs(10);
@@ -110,9 +110,10 @@ impl Node {
             if status.free == chunks && (status.clients, status.leaving) == (1, 0) {
                 break;
             }
-            // A client that left is noticed when its connection has closed; what it had given up may be under way until
-            // then, and an audit is exact only when nothing is.
-            assert!(Instant::now() < deadline, "the pool is not whole: {status:?}");
+            // The memory node notices a departed client only when the connection has closed.
+            // Abandoned requests may be in progress until then, and an audit is exact only when
+            // there are none.
+            assert!(Instant::now() < deadline, "chunks are missing: {status:?}");
             std::thread::yield_now();
         }
         asking.audit().unwrap();
@@ -151,12 +152,12 @@ impl ServerProcess {
         server
     }
 
-    /// Its socket.
+    /// Path of the control socket.
     pub fn path(&self) -> std::path::PathBuf {
         self.dir.path().join("pool.sock")
     }
 
-    /// Kills it, as a crash would.
+    /// Kills the process, as a crash would.
     pub fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
@@ -165,7 +166,7 @@ impl ServerProcess {
 
 impl Drop for ServerProcess {
     fn drop(&mut self) {
-        // The end of its input is what it waits for.
+        // Closing its standard input makes the process exit.
         if let Some(mut input) = self.child.stdin.take() {
             let _ = input.flush();
         }
@@ -173,7 +174,8 @@ impl Drop for ServerProcess {
     }
 }
 
-/// Not a test by itself: the memory node of [`Place::OtherProcess`] when it is told to be.
+/// Helper, not a test: the memory node of [`Place::OtherProcess`], if the environment variable is
+/// set.
 #[test]
 fn serve_for_another_process() {
     let Ok(words) = std::env::var(SETTINGS) else { return };

@@ -1,5 +1,5 @@
-//! The memory node as a service: what its control socket refuses, whom it outlives, and that its
-//! CPU has no part in what the NIC does.
+//! Tests of the memory node as a service: requests that its control socket refuses, crashes of
+//! clients, and that its CPU is not involved in the work of the NIC.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -11,7 +11,7 @@ use fabric::soft::SoftNic;
 use fabric::{Access, CqAttr, Nic, QpAttr, QueuePair, Receive};
 use pool::protocol::{MAX_BYTES, Numbered, Reply, Request};
 use pool::{
-    Admission, Budget, Endpoint, Error, GroupId, Options, Pool, SchemeKind, Service, Settings,
+    Budget, ConnectRequest, Endpoint, Error, GroupId, Options, Pool, SchemeKind, Service, Settings,
 };
 use rnic::port::shm::Secret;
 use rnic::port::shm::socket::{receive, send};
@@ -21,9 +21,9 @@ mod silence;
 
 use self::place::{Raw, check_whole, connect, service, settings};
 
-/// What the settings promise a compute node, its session must hold.
+/// The session limits allow everything that the settings promise to a compute node.
 #[test]
-fn a_compute_node_may_have_all_groups_and_lanes() {
+fn session_limits_allow_all_groups_and_lanes() {
     let largest = Settings {
         donate_bytes: 8 * 4096,
         group_size: pool::scheme::MAX_GROUP as u32,
@@ -49,7 +49,7 @@ fn refusal(reply: Reply) -> String {
 }
 
 #[test]
-fn what_is_not_understood_is_refused_in_words() {
+fn invalid_message_is_refused_with_a_reason() {
     let service = service(SchemeKind::RpcMw2);
     let cases: [(&[u8], &str); 5] = [
         (b"\xff\x00", "expected value"),
@@ -58,14 +58,14 @@ fn what_is_not_understood_is_refused_in_words() {
         (br#"{"version":1}"#, "service"),
         (&[b' '; MAX_BYTES + 1], "bytes"),
     ];
-    for (bytes, said) in cases {
+    for (bytes, expected) in cases {
         let raw = Raw::new(service.path());
         raw.say(bytes);
         let why = refusal(raw.hear().unwrap().body);
-        assert!(why.contains(said), "{why}");
-        assert!(raw.hear().is_none(), "the connection stays open after: {why}");
+        assert!(why.contains(expected), "{why}");
+        assert!(raw.hear().is_none(), "the connection stayed open after: {why}");
     }
-    // Once open, a connection survives what it said wrong.
+    // After the opening, an invalid message does not end the connection.
     let raw = Raw::pool(service.path());
     let cases: [(&[u8], u64, &str); 5] = [
         (br#"{"id":7,"request":"reboot"}"#, 7, "reboot"),
@@ -74,12 +74,12 @@ fn what_is_not_understood_is_refused_in_words() {
         (&[b' '; MAX_BYTES + 1], 0, "bytes"),
         (br#"{"id":9,"request":"reset_access","group":-1,"lane":0}"#, 9, "-1"),
     ];
-    for (bytes, id, said) in cases {
+    for (bytes, id, expected) in cases {
         raw.say(bytes);
         let reply = raw.hear().unwrap();
         assert_eq!(reply.id, id);
         let why = refusal(reply.body);
-        assert!(why.contains(said), "{why}");
+        assert!(why.contains(expected), "{why}");
     }
     for request in [
         Request::AwaitMemory { timeout_ms: 5 },
@@ -96,20 +96,21 @@ fn what_is_not_understood_is_refused_in_words() {
 }
 
 #[test]
-fn only_ones_own_qps_are_admitted() {
+fn admission_refuses_foreign_qps() {
     let service = service(SchemeKind::RpcMw2);
     let victim = connect(&service);
     let grant = victim.allocate_blocking().unwrap();
     let nic = SoftNic::attach(service.path()).unwrap();
     let raw = Raw::pool(service.path());
-    // None of these numbers is of a QP of this session, and without a session no QP is.
+    // None of these numbers belongs to a QP of this session, and without a session no QP is
+    // accepted.
     for session in [nic.secret(), Some(Secret::random().unwrap()), None] {
         for first in [0, 1, 2, 3, 17, 0xff_ffff, u32::MAX] {
-            let admission = Admission {
+            let admission = ConnectRequest {
                 management: vec![first],
                 groups: vec![vec![first.wrapping_add(1), u32::MAX]],
                 session,
-                ..Admission::default()
+                ..ConnectRequest::default()
             };
             let why = refusal(raw.ask(1, Request::Admit(admission)));
             assert!(why.contains("NIC session") || why.contains("session with the NIC"), "{why}");
@@ -122,7 +123,8 @@ fn only_ones_own_qps_are_admitted() {
 
 const STRANGER: &str = "GRANARY_TEST_STRANGER";
 
-/// Not a test by itself: a process that makes QPs at the NIC, when it is told to, and names them.
+/// Helper, not a test: a process that creates QPs and prints their numbers, if the environment
+/// variable is set.
 #[test]
 fn make_qps_and_wait() {
     let Ok(path) = std::env::var(STRANGER) else { return };
@@ -138,9 +140,9 @@ fn make_qps_and_wait() {
     std::io::stdin().read_line(&mut String::new()).unwrap();
 }
 
-/// They exist, and one session owns all of them; but another process made them.
+/// The QPs exist and belong to one session, but another process created them.
 #[test]
-fn qps_that_another_process_made_are_not_admitted() {
+fn admission_refuses_qps_of_another_process() {
     let service = service(SchemeKind::RpcMw2);
     let mut stranger = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "make_qps_and_wait", "--nocapture"])
@@ -154,19 +156,19 @@ fn qps_that_another_process_made_are_not_admitted() {
         let (_, numbers) = line.split_once("qps ")?;
         numbers.split(' ').map(|n| n.trim().parse().ok()).collect()
     };
-    let qps = lines.by_ref().find_map(named).expect("the other process names its QPs");
+    let qps = lines.by_ref().find_map(named).expect("the QPs of the other process");
     let nic = SoftNic::attach(service.path()).unwrap();
     let raw = Raw::pool(service.path());
     for session in [nic.secret(), Some(Secret::random().unwrap()), None] {
-        let admission = Admission {
+        let admission = ConnectRequest {
             management: vec![qps[0]],
             groups: vec![qps[1..].to_vec()],
             session,
-            ..Admission::default()
+            ..ConnectRequest::default()
         };
         match raw.ask(1, Request::Admit(admission)) {
             Reply::Error { why } => assert!(why.contains("session"), "{why}"),
-            other => panic!("another process's QPs are admitted: {other:?}"),
+            other => panic!("another process's QPs were admitted: {other:?}"),
         }
     }
     drop((nic, raw, stranger.stdin.take()));
@@ -176,15 +178,15 @@ fn qps_that_another_process_made_are_not_admitted() {
 }
 
 #[test]
-fn a_connection_admits_once() {
+fn connection_admits_one_compute_node() {
     let service = service(SchemeKind::RpcMw2);
     let pool = connect(&service);
-    let admission = Admission {
+    let admission = ConnectRequest {
         management: Vec::new(),
         groups: Vec::new(),
         bulletin_addr: 0,
         bulletin_rkey: 0,
-        ..Admission::default()
+        ..ConnectRequest::default()
     };
     let e = pool.control().admit(&admission).unwrap_err().to_string();
     assert!(e.contains("already"), "{e}");
@@ -195,19 +197,19 @@ fn a_connection_admits_once() {
 }
 
 #[test]
-fn who_does_not_read_its_replies_delays_nobody() {
+fn client_that_reads_no_replies_delays_no_other() {
     let service = service(SchemeKind::RpcMw2);
-    let deaf = Raw::pool(service.path());
-    rustix::io::ioctl_fionbio(&deaf.0, true).unwrap();
+    let unread = Raw::pool(service.path());
+    rustix::io::ioctl_fionbio(&unread.0, true).unwrap();
     let request = serde_json::to_vec(&Numbered { id: 1, body: Request::Status }).unwrap();
-    let mut said = 0;
+    let mut sent = 0;
     let deadline = Instant::now() + Duration::from_secs(10);
-    // Until the service stops reading.
+    // Sends until the service stops reading.
     let mut full_since = None;
     while full_since.is_none_or(|t: Instant| t.elapsed() < Duration::from_millis(100)) {
-        assert!(Instant::now() < deadline, "{said} requests were taken from who reads no reply");
-        match send(&deaf.0, &request, &[]) {
-            Ok(()) => (said, full_since) = (said + 1, None),
+        assert!(Instant::now() < deadline, "{sent} requests were read although no reply was read");
+        match send(&unread.0, &request, &[]) {
+            Ok(()) => (sent, full_since) = (sent + 1, None),
             Err(_) => _ = full_since.get_or_insert_with(Instant::now),
         }
     }
@@ -215,29 +217,29 @@ fn who_does_not_read_its_replies_delays_nobody() {
     let grant = pool.allocate_blocking().unwrap();
     pool.free_blocking(grant).unwrap();
     assert!(matches!(Raw::pool(service.path()).ask(1, Request::Status), Reply::Status(_)));
-    // When it reads at last, it gets them all.
-    rustix::io::ioctl_fionbio(&deaf.0, false).unwrap();
-    for _ in 0..said {
-        assert!(matches!(deaf.hear().unwrap().body, Reply::Status(_)));
+    // Once the client reads, it receives all replies.
+    rustix::io::ioctl_fionbio(&unread.0, false).unwrap();
+    for _ in 0..sent {
+        assert!(matches!(unread.hear().unwrap().body, Reply::Status(_)));
     }
-    drop((deaf, pool));
+    drop((unread, pool));
     check_whole(&service);
 }
 
 #[test]
-fn the_number_of_compute_nodes_and_connections_is_bounded() {
+fn number_of_clients_and_connections_is_bounded() {
     let service = service(SchemeKind::RpcMw2);
     let pools: Vec<Pool> = (0..4).map(|_| connect(&service)).collect();
     match Pool::connect(service.path(), Options::default()) {
-        Err(Error::Full { why, .. }) => assert!(why.contains("4 places"), "{why}"),
+        Err(Error::Full { why, .. }) => assert!(why.contains("4 client slots"), "{why}"),
         Err(e) => panic!("{e}"),
         Ok(_) => panic!("a fifth compute node was admitted"),
     }
     let idle: Vec<Raw> = (0..100).map(|_| Raw::new(service.path())).collect();
-    // The last ones find no room: they are closed without a word.
+    // The last connections exceed the limit and are closed without a reply.
     let refused =
         idle.iter().rev().take(50).all(|raw| matches!(receive(&raw.0), Ok(None) | Err(_)));
-    assert!(refused, "100 idle connections are kept");
+    assert!(refused, "100 idle connections were kept");
     drop(idle);
     drop(pools);
     check_whole(&service);
@@ -250,7 +252,7 @@ fn chains_need_no_cpu_of_the_memory_node() {
     let service = service(SchemeKind::OneSidedMw);
     let pools = [connect(&service), connect(&service)];
     service.pause();
-    // Held threads have told so before they went to sleep.
+    // A paused thread has recorded that before it sleeps.
     let mut before = service.control_cpu();
     loop {
         thread::sleep(Duration::from_millis(5));
@@ -275,7 +277,7 @@ fn chains_need_no_cpu_of_the_memory_node() {
             });
         }
     });
-    assert_eq!(service.control_cpu(), before, "the memory node's CPU was used");
+    assert_eq!(service.control_cpu(), before, "the memory node's CPU took part");
     service.resume();
     let status = service.status().unwrap().node;
     assert_eq!((status.allocations_nic, status.allocations_cpu), (6000, 0));
@@ -284,9 +286,9 @@ fn chains_need_no_cpu_of_the_memory_node() {
     check_whole(&service);
 }
 
-/// The other way round: what the test above relies on is really stopped.
+/// The counterpart: the CPU that the test above pauses is really paused.
 #[test]
-fn rpcs_do_need_the_cpu_of_the_memory_node() {
+fn rpcs_need_the_cpu_of_the_memory_node() {
     let service = service(SchemeKind::RpcMw2);
     let pool = connect(&service);
     service.pause();
@@ -298,7 +300,7 @@ fn rpcs_do_need_the_cpu_of_the_memory_node() {
             grant
         });
         thread::sleep(Duration::from_millis(100));
-        assert!(!done.load(Ordering::Acquire), "a stopped CPU has answered");
+        assert!(!done.load(Ordering::Acquire), "a paused CPU answered");
         service.resume();
         pool.free_blocking(waiting.join().unwrap()).unwrap();
     });
@@ -306,10 +308,10 @@ fn rpcs_do_need_the_cpu_of_the_memory_node() {
     check_whole(&service);
 }
 
-/// How often its threads are woken does not hang on what else the machine does, as their CPU time does; that tells only a
-/// thread that never sleeps from one that does.
+/// The number of wake-ups does not depend on the load of the machine, unlike the CPU time. The CPU
+/// time only distinguishes a thread that never sleeps from one that does.
 #[test]
-fn an_idle_service_sleeps() {
+fn idle_service_sleeps() {
     for scheme in SchemeKind::ALL {
         let service = service(*scheme);
         let pool = connect(&service);
@@ -317,7 +319,8 @@ fn an_idle_service_sleeps() {
         let (start, before) = (Instant::now(), service.status().unwrap());
         thread::sleep(Duration::from_millis(500));
         let (time, after) = (start.elapsed(), service.status().unwrap());
-        // Scans of the capability table are 100 ms apart; to be asked for the status is a wake-up or two.
+        // Scans of the capability table are 100 ms apart; a status request takes one or two
+        // wake-ups.
         let most = 4 + 2 * time.as_millis() as u64 / 100;
         let control = after.control_wakeups - before.control_wakeups;
         let nic = after.nic_wakeups - before.nic_wakeups;
@@ -332,7 +335,7 @@ fn an_idle_service_sleeps() {
 }
 
 #[test]
-fn stopping_tells_clients_and_removes_the_socket() {
+fn stop_notifies_clients_and_removes_the_socket() {
     for scheme in SchemeKind::ALL {
         let service = service(*scheme);
         let path = service.path().to_path_buf();
@@ -355,7 +358,8 @@ fn stopping_tells_clients_and_removes_the_socket() {
 
 const VICTIM: &str = "GRANARY_TEST_VICTIM";
 
-/// Not a test by itself: a compute node that works until it is killed, when it is told to be.
+/// Helper, not a test: a compute node that works until it is killed, if the environment variable is
+/// set.
 #[test]
 fn work_until_killed() {
     let Ok(path) = std::env::var(VICTIM) else { return };
@@ -381,11 +385,11 @@ fn work_until_killed() {
 }
 
 #[test]
-fn what_a_killed_process_had_comes_back() {
+fn chunks_of_a_killed_process_are_reclaimed() {
     for scheme in SchemeKind::ALL {
         let service = service(*scheme);
         let survivor = connect(&service);
-        // As published nothing is cleared.
+        // The published form does not clear.
         let clears = scheme.releases();
         for round in 0..8u64 {
             let mut child = Command::new(std::env::current_exe().unwrap())
@@ -402,7 +406,10 @@ fn what_a_killed_process_had_comes_back() {
                     Ok(grant) => {
                         let mut page = [1; 4096];
                         survivor.read_blocking(&grant, 0, &mut page).unwrap();
-                        assert!(page == [0; 4096] || !clears, "{scheme}: it is somebody's");
+                        assert!(
+                            page == [0; 4096] || !clears,
+                            "{scheme}: the page has another owner"
+                        );
                         match survivor.write_blocking(&grant, 0, &[0x77; 4096]) {
                             Ok(()) | Err(Error::OutOfMemory { .. }) => {}
                             Err(e) => panic!("{scheme}: {e}"),
@@ -421,7 +428,7 @@ fn what_a_killed_process_had_comes_back() {
                 if status.free == status.chunks && (status.clients, status.leaving) == (1, 0) {
                     break;
                 }
-                assert!(Instant::now() < deadline, "{scheme}: not whole: {status:?}");
+                assert!(Instant::now() < deadline, "{scheme}: chunks are missing: {status:?}");
                 thread::sleep(Duration::from_millis(1));
             }
             survivor.audit().unwrap();
@@ -430,7 +437,7 @@ fn what_a_killed_process_had_comes_back() {
                 let mut page = [1; 4096];
                 survivor.read_blocking(&grant, 0, &mut page).unwrap();
                 let found = page != [0; 4096] && clears;
-                assert!(!found, "{scheme}: what a killed process wrote is still there");
+                assert!(!found, "{scheme}: a killed process's data is still there");
                 survivor.free_blocking(grant).unwrap();
             }
         }
@@ -439,44 +446,45 @@ fn what_a_killed_process_had_comes_back() {
     }
 }
 
-/// Budgets are looked at from the first compute node on, though the thread that looks sleeps until
-/// there is one; and who is over its budget is told so as often as it asks, until it may come back.
+/// Budgets are checked from the first compute node on, although the thread sleeps before. A compute
+/// node over its budget gets this error for every request until it may reconnect.
 #[test]
-fn who_is_over_budget_is_told_so_each_time() {
+fn over_budget_error_is_returned_for_each_request() {
     let suspension = Duration::from_millis(300);
     let budget = Budget { requests_per_s: Some(20), suspension, ..Budget::default() };
     let settings = Settings { budget, ..settings(SchemeKind::OneSidedMw) };
     let service = Service::start(&settings, &Endpoint::Fresh).unwrap();
     let pool = connect(&service);
-    // By a thread of its own, so that a request that never ends fails the test.
+    // On a thread of its own, so that a request that never ends fails the test.
     let (done, ended) = std::sync::mpsc::channel();
     let client = thread::spawn(move || {
         let start = Instant::now();
-        let mut told = Vec::new();
+        let mut refusals = Vec::new();
         let mut back = 0;
         let held = pool.allocate_blocking().unwrap();
         while back < 3 {
             let result = pool.allocate_blocking().and_then(|grant| pool.free_blocking(grant));
             match result {
-                Ok(()) if told.is_empty() => assert!(start.elapsed() < Duration::from_secs(5)),
+                Ok(()) if refusals.is_empty() => assert!(start.elapsed() < Duration::from_secs(5)),
                 Ok(()) => back += 1,
-                Err(Error::OverBudget { retry_after, .. }) => told.push(retry_after),
+                Err(Error::OverBudget { retry_after, .. }) => refusals.push(retry_after),
                 Err(e) => panic!("{e}"),
             }
         }
         pool.free_blocking(held).unwrap();
-        done.send(told).unwrap();
+        done.send(refusals).unwrap();
     });
-    let told = ended.recv_timeout(Duration::from_secs(20)).expect("a request that never ended");
+    let refusals = ended.recv_timeout(Duration::from_secs(20)).expect("a request that never ended");
     client.join().unwrap();
-    assert!(told.len() > 1, "{told:?}");
-    assert!(told.iter().all(|left| *left <= suspension), "{told:?}");
+    assert!(refusals.len() > 1, "{refusals:?}");
+    assert!(refusals.iter().all(|left| *left <= suspension), "{refusals:?}");
     check_whole(&service);
 }
 
-/// Key, QP and client numbers begin anew with each start: a grant of the last one would fit.
+/// Keys, QP numbers and client numbers restart with the memory node, so that an old grant would
+/// match.
 #[test]
-fn a_grant_does_not_survive_a_restart() {
+fn grant_does_not_survive_a_restart() {
     let directory = tempfile::tempdir().unwrap();
     let endpoint = Endpoint::At(directory.path().join("pool.sock"));
     for &scheme in SchemeKind::ALL {
@@ -488,7 +496,11 @@ fn a_grant_does_not_survive_a_restart() {
         let second = start();
         let pool = pool.reconnect().unwrap();
         let anew = pool.allocate_blocking().unwrap();
-        assert_eq!((anew.entry, anew.keys()), (held.entry, held.keys()), "the test shows nothing");
+        assert_eq!(
+            (anew.entry, anew.keys()),
+            (held.entry, held.keys()),
+            "the numbers do not match, so the test is void"
+        );
         let uses = [
             pool.read_blocking(&held, 0, &mut [0; 8]),
             pool.write_blocking(&held, 0, b"stale"),

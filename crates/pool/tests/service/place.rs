@@ -1,4 +1,4 @@
-//! A small memory node, and connections to it that say what they like.
+//! Helpers: a small memory node, and connections that send arbitrary messages.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -35,14 +35,14 @@ pub fn check_whole(service: &Service) {
         if status.free == status.chunks && (status.clients, status.leaving) == (0, 0) {
             break;
         }
-        assert!(Instant::now() < deadline, "the pool is not whole: {status:?}");
+        assert!(Instant::now() < deadline, "chunks are missing: {status:?}");
         thread::sleep(Duration::from_millis(1));
     }
     service.node().audit().unwrap();
     assert_eq!(service.failure(), None);
 }
 
-/// A connection that says whatever it likes.
+/// A connection that sends arbitrary messages.
 pub struct Raw(pub OwnedFd);
 
 impl Raw {
@@ -78,7 +78,7 @@ impl Raw {
         reply.body
     }
 
-    /// The next reply; `None` at the end of the connection.
+    /// Receives the next reply; `None` at the end of the connection.
     pub fn hear(&self) -> Option<Numbered<Reply>> {
         let packet = receive(&self.0).expect("an answer in time")?;
         Some(serde_json::from_slice(&packet.bytes).unwrap())

@@ -1,4 +1,4 @@
-//! Who is sent away for saying nothing, and who is not.
+//! Tests of the deadline for idle connections.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -14,10 +14,11 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::place::{Raw, check_whole, connect, service, settings};
 
-/// Who connects and says nothing, or stops half-way, does not hold a place for ever; who has said what it is
-/// for may be silent as long as it likes, and who only asks has some time after each answer.
+/// An idle or half-open connection is closed after the deadline. A connection of an admitted
+/// compute node or an attached process has no deadline. A connection that only sends control
+/// requests has a deadline after each answer.
 #[test]
-fn the_silent_are_sent_away() {
+fn idle_connections_are_closed_at_the_deadline() {
     let silence = Duration::from_secs(1);
     let settings = Settings { silence, ..settings(SchemeKind::OneSidedMw) };
     let service = Service::start(&settings, &Endpoint::Fresh).unwrap();
@@ -25,30 +26,30 @@ fn the_silent_are_sent_away() {
     let grant = settled.allocate_blocking().unwrap();
     let attached = SoftNic::attach(service.path()).unwrap();
     let start = Instant::now();
-    let speechless = Raw::new(service.path());
+    let idle = Raw::new(service.path());
     let no_hello = Raw::new(service.path());
     no_hello.say(br#"{"service":"nic"}"#);
     let wrong_hello = Raw::new(service.path());
     wrong_hello.say(br#"{"service":"nic"}"#);
     let not_admitted = Raw::pool(service.path());
     let asking = Raw::pool(service.path());
-    let has_left = Raw::pool(service.path());
-    assert_eq!(has_left.ask(1, Request::Goodbye), Reply::Done);
-    // Talk that leads nowhere does not count, and requests do.
+    let departed = Raw::pool(service.path());
+    assert_eq!(departed.ask(1, Request::Goodbye), Reply::Done);
+    // Invalid messages do not extend the deadline; valid requests do.
     for _ in 0..2 {
         thread::sleep(silence / 4);
         send(&wrong_hello.0, b"{}", &[]).unwrap();
         receive(&wrong_hello.0).unwrap().expect("a refusal");
         assert_eq!(asking.ask(1, Request::Audit), Reply::Done);
     }
-    for raw in [&speechless, &no_hello, &wrong_hello, &not_admitted, &has_left] {
+    for raw in [&idle, &no_hello, &wrong_hello, &not_admitted, &departed] {
         assert!(receive(&raw.0).expect("an end in time").is_none());
     }
     let after = start.elapsed();
     assert!(after >= silence, "{after:?}");
     drop(asking.ask(2, Request::Status));
     assert!(asking.hear().is_none());
-    // Who is settled is silent all this time, and beyond.
+    // The admitted compute node stays connected all the time.
     settled.write_blocking(&grant, 0, b"here").unwrap();
     settled.free_blocking(grant).unwrap();
     attached.alloc_pd().unwrap();
@@ -56,9 +57,9 @@ fn the_silent_are_sent_away() {
     check_whole(&service);
 }
 
-/// A memory node that was held does not blame others for it: what they said in time counts.
+/// Messages that arrive in time count even if the memory node is paused and reads them late.
 #[test]
-fn who_spoke_while_the_memory_node_was_held_was_not_silent() {
+fn message_during_a_pause_keeps_the_connection() {
     let silence = Duration::from_millis(500);
     let settings = Settings { silence, ..settings(SchemeKind::OneSidedMw) };
     let service = Service::start(&settings, &Endpoint::Fresh).unwrap();
@@ -70,14 +71,17 @@ fn who_spoke_while_the_memory_node_was_held_was_not_silent() {
     thread::sleep(silence + silence / 4);
     service.resume();
     assert_eq!(pool.hear().map(|reply| reply.body), Some(Reply::Done));
-    assert!(receive(&nic.0).expect("an end in time").is_none(), "no hello for too long");
+    assert!(
+        receive(&nic.0).expect("an end in time").is_none(),
+        "the session stayed open without a hello"
+    );
     assert!(pool.hear().is_none());
 }
 
-/// What a compute node needs takes it long where many others want the CPU: as long as its process makes QPs, the
-/// connection that is to name them is not silent.
+/// While a process creates QPs, its connection to the pool does not count as idle, because creating
+/// them takes long on a busy machine.
 #[test]
-fn who_prepares_its_qps_is_not_silent() {
+fn creating_qps_extends_the_deadline() {
     let silence = Duration::from_millis(500);
     let settings = Settings { silence, ..settings(SchemeKind::OneSidedMw) };
     let service = Service::start(&settings, &Endpoint::Fresh).unwrap();
@@ -91,22 +95,23 @@ fn who_prepares_its_qps_is_not_silent() {
         thread::sleep(silence / 10);
     }
     assert_eq!(pool.ask(1, Request::Audit), Reply::Done);
-    // With the NIC as silent as itself it is.
+    // Once the NIC connection is idle, too, it is closed.
     assert!(pool.hear().is_none());
     assert!(last.elapsed() >= silence, "{:?}", last.elapsed());
 }
 
-/// A process that was stopped for too long before it was admitted finds its connection ended: it has lost
-/// nothing, and connects again.
+/// A process that was stopped too long before its admission finds its connection closed. It has
+/// lost nothing, and reconnects.
 #[test]
-fn who_was_stopped_before_it_was_admitted_connects_again() {
+fn client_reconnects_after_a_missed_deadline() {
     let service = service(SchemeKind::OneSidedMw);
     let welcome = {
         let raw = Raw::new(service.path());
         raw.say(&serde_json::to_vec(&Opening::pool()).unwrap());
         receive(&raw.0).unwrap().expect("a welcome").bytes
     };
-    // Who serves this path first ends the connection after the welcome; from then on the service does.
+    // The first server of this path closes the connection after the welcome; then the service takes
+    // over.
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("node");
     let (flags, kind) = (SocketFlags::CLOEXEC, SocketType::SEQPACKET);

@@ -1,8 +1,8 @@
-//! The free array in the tree's place: scheme `premmap-onesided`, the one-sided baseline of FineMem (§3.1, §6.1;
-//! it is CXL-SHM's).
+//! A free array in place of the tree: scheme `premmap-onesided`, the one-sided baseline of FineMem
+//! (§3.1, §6.1), taken from CXL-SHM.
 //!
 //! ```text
-//! one word for each chunk, where the tree has its full logs
+//! one word per chunk, at the position of the tree's full logs
 //!  63                                                   19 18        14 13             0
 //! ┌───────────────────────────────────────────────────────┬────────────┬───────────────┐
 //! │ zero                                                  │ order (5)  │ user (14)     │
@@ -10,27 +10,31 @@
 //! all zero: free
 //! ```
 //!
-//! A compute node goes through the array from where its last search ended; its first one begins at the first chunk
-//! (§6.3). It READs one word after another, a round trip each, and CASes what it saw free, which others that have seen
-//! the same may have taken by then. (The text has CASes only; the authors' published code READs first. What table 2
-//! has is met by neither, but by who READs, and CASes in any case: [`Array::without_contention_control`].)
+//! A search begins where the client's last search ended, the first one at the first chunk (§6.3).
+//! It READs one word after another, a round trip each, and CASes a free word; another client may
+//! have taken the chunk since the READ. (The paper's text has CASes only; the authors' published
+//! code READs first. Neither gives the numbers of table 2; a search that READs and CASes every word
+//! does: [`Array::without_contention_control`].)
 //!
-//! A block of several chunks takes one READ, and a CAS for each chunk, in their order. If one fails, those before it are given back,
-//! by a CAS each, and the search goes on behind. So what of a block was taken when its taker died is its
-//! beginning, and a block whose words all say the same was taken.
+//! A block of several chunks takes one READ, and a CAS for each chunk in ascending order. If a CAS
+//! fails, the search undoes the earlier ones with a CAS each, and continues after the block.
+//! Therefore, if a client dies during an allocation, the taken chunks are the beginning of the
+//! block, and a block whose words are all equal was taken completely.
 //!
-//! Keys, quarantine, crashes and all else are as in scheme `finemem`: what differs is how free chunks are found.
-//! Published, all memory is premapped under one key, which stays good for ever; here a READ for the block's own
-//! key is posted with the CAS, so that it takes one round trip as published. A free is one CAS for a block of any size (on its capability); the CPU of the memory node
-//! gives the words back when the quarantine ends.
+//! Keys, quarantine and crash recovery are as in scheme `finemem`; only the search for free chunks
+//! differs. As published, all memory is premapped under one key, which stays valid for ever. Here a
+//! READ of the block's own key is posted with the CAS, so an allocation takes one round trip, as
+//! published. A free is one CAS for a block of any size (on its capability); the memory node's CPU
+//! clears the words when the quarantine ends.
 
 #[cfg(test)]
 mod tests;
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use super::block::{Block, ORDERS, SECTION};
 use super::header::User;
-use super::layout::{Block, ORDERS, SECTION, Shape};
+use super::layout::Shape;
 use super::log::Capability;
 use super::tree::{BATCH, Verbs};
 
@@ -38,12 +42,12 @@ const ORDER_AT: u32 = 14;
 const ORDER_BITS: u64 = 31;
 const _: () = assert!(User::MAX as u64 == (1 << ORDER_AT) - 1 && ORDERS as u64 <= ORDER_BITS);
 
-/// What the word of a chunk says.
+/// Content of the word of a taken chunk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Taker {
-    /// Who has it.
+    /// The owner.
     pub user: User,
-    /// Of the block that it was taken in.
+    /// Order of the block that contains the chunk.
     pub order: u32,
 }
 
@@ -53,14 +57,14 @@ impl Taker {
         self.user.raw() as u64 | (self.order as u64) << ORDER_AT
     }
 
-    /// What a word says; `None`: the chunk is free. Bits beyond the fields are ignored.
+    /// Decodes a word; `None` if the chunk is free. Bits outside the fields are ignored.
     pub fn parse(word: u64) -> Option<Self> {
         let user = User::new((word & User::MAX as u64) as u16).unwrap_or(User::NOBODY);
         let order = (word >> ORDER_AT & ORDER_BITS) as u32;
         (word != 0).then_some(Self { user, order })
     }
 
-    /// The block that `chunk` was taken in, if the pool has it.
+    /// The block that contains `chunk`, if it lies within the pool.
     pub fn block(self, shape: Shape, chunk: u32) -> Option<Block> {
         let Self { order, .. } = self;
         let there = order < ORDERS && chunk >> order < shape.blocks(order);
@@ -68,13 +72,13 @@ impl Taker {
     }
 }
 
-/// The array as one of its users sees it.
+/// The array, with the search state of one user.
 pub struct Array {
     shape: Shape,
     user: User,
-    /// What was seen to be taken is left alone.
+    /// Skip the CAS if the READ shows that a chunk is taken.
     contention_control: bool,
-    /// The chunk that the next search begins at.
+    /// The chunk at which the next search begins.
     next: AtomicU32,
 }
 
@@ -84,8 +88,8 @@ impl Array {
         Self { shape, user, contention_control: true, next: AtomicU32::new(0) }
     }
 
-    /// The same for who CASes all that he looks at, taken or not. To be compared with: FineMem's table 2 has one CAS for every
-    /// 17 us of a search.
+    /// As [`Array::new`], but the search CASes every word that it reads, taken or not. For
+    /// comparison: FineMem's table 2 has one CAS for every 17 us of a search.
     pub fn without_contention_control(shape: Shape, user: User) -> Self {
         Self { contention_control: false, ..Self::new(shape, user) }
     }
@@ -95,17 +99,18 @@ impl Array {
         self.shape
     }
 
-    /// Takes a block of 2^`order` chunks, and what its capability says; `None` if there was none on a whole lap.
+    /// Takes a block of 2^`order` chunks, and reads its capability; `None` if no block was free on
+    /// a whole lap.
     ///
     /// # Errors
-    /// Those of the verbs. It is open then what was taken.
+    /// Errors of the verbs. The block may then be taken or not.
     pub async fn allocate<V: Verbs>(
         &self,
         verbs: &V,
         order: u32,
     ) -> Result<Option<(Block, Capability)>, V::Error> {
         let blocks = self.shape.blocks(order);
-        // Others of this compute node that search at the same time begin behind this one.
+        // Concurrent searches of this client begin after this one's block.
         let begin = self.next.fetch_add(1 << order, Ordering::Relaxed).div_ceil(1 << order);
         for i in 0..blocks {
             let at = (begin % blocks + i) % blocks;
@@ -120,7 +125,7 @@ impl Array {
         Ok(None)
     }
 
-    /// Takes a block, if all of it is free. The READ of its capability is posted with the last CAS.
+    /// Takes a block if all of it is free. The READ of its capability is posted with the last CAS.
     async fn try_block<V: Verbs>(
         &self,
         verbs: &V,
@@ -156,8 +161,8 @@ impl Array {
         Ok(Some(Capability::parse(capability)))
     }
 
-    /// What `user` has that begins in a section. It must not be at work any more. Blocks that it has in part
-    /// are given back: nobody was told of them.
+    /// Blocks of `user` that begin in a section. The user must have stopped working. Frees its
+    /// partly taken blocks, which were never granted.
     pub async fn taken_by<V: Verbs>(
         &self,
         verbs: &V,
@@ -184,8 +189,9 @@ impl Array {
                     true => blocks.push(block),
                     false => self.drop_part(verbs, block, word).await?,
                 }
-            } // else it begins in an earlier section, and was seen to there
-            // What stopped the taking of a block may be a smaller one of the same user.
+            } // else the block begins in an earlier section, and was handled there
+            // The chunk at which the allocation failed may belong to a smaller block of the same
+            // user.
             let rest = (chunk - begin) as usize..(block.chunks().end.min(end) - begin) as usize;
             let rest = &words[rest];
             chunk += rest.iter().take_while(|other| **other == word).count() as u32;
@@ -217,7 +223,7 @@ impl Array {
         Ok(())
     }
 
-    /// Gives blocks back whose quarantine has ended: nobody else changes their words.
+    /// Frees blocks whose quarantine has ended. Their words have no other writer.
     pub async fn give_back<V: Verbs>(&self, verbs: &V, blocks: &[Block]) -> Result<(), V::Error> {
         for block in blocks {
             let mut word = [0];

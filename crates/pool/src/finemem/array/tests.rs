@@ -1,4 +1,4 @@
-//! The array on plain memory: who gets what, in any order of verbs, and what a crash leaves.
+//! The array on plain memory: allocation under any order of verbs, and recovery after crashes.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::finemem::layout::Word;
 
-/// Memory on which each verb waits once before it is executed.
+/// Memory on which each verb yields once before it is executed.
 struct Memory(Vec<AtomicU64>);
 
 impl Memory {
@@ -24,7 +24,7 @@ impl Memory {
     }
 }
 
-/// Ready when it is polled for the second time.
+/// Is ready at the second poll.
 async fn once() {
     let mut waited = false;
     std::future::poll_fn(|_| match std::mem::replace(&mut waited, true) {
@@ -76,7 +76,7 @@ fn run<T>(future: impl Future<Output = Result<T, Infallible>>) -> T {
 }
 
 #[test]
-fn a_search_goes_on_where_the_last_one_ended() {
+fn search_resumes_where_the_last_one_ended() {
     search_goes_on(Array::new);
     search_goes_on(Array::without_contention_control);
 }
@@ -95,9 +95,9 @@ fn search_goes_on(new: fn(Shape, User) -> Array) {
     assert_eq!(memory.load(shape.log(7)), 0);
 }
 
-/// What is seen to be taken costs a round trip, and another for who CASes it all the same.
+/// A taken chunk costs a round trip, and one more if it is CASed nevertheless.
 #[test]
-fn who_cases_what_he_has_looked_at_anyway_takes_longer() {
+fn search_without_contention_control_costs_more() {
     let shape = shape(8);
     let polls = |new: fn(Shape, User) -> Array| {
         let memory = Memory::new(shape);
@@ -113,14 +113,14 @@ fn who_cases_what_he_has_looked_at_anyway_takes_longer() {
 }
 
 #[test]
-fn what_another_took_since_it_was_read_is_left_and_the_rest_given_back() {
+fn failed_cas_undoes_the_partial_allocation() {
     let shape = shape(16);
     let (memory, array) = (Memory::new(shape), Array::new(shape, user(1)));
     let mut task: Pin<Box<dyn Future<Output = _>>> = Box::pin(array.allocate(&memory, 2));
     for _ in 0..4 {
         assert_eq!(step(&mut task), None);
     }
-    assert_ne!(memory.load(shape.log(1)), 0, "it has READ four words and taken two");
+    assert_ne!(memory.load(shape.log(1)), 0, "the allocation has READ four words and taken two");
     let other = Taker { user: user(2), order: 0 }.to_word();
     memory.0[shape.log(3).0 as usize].store(other, Ordering::Relaxed);
     let taken = std::iter::repeat_with(|| step(&mut task)).flatten().next().unwrap();
@@ -130,7 +130,7 @@ fn what_another_took_since_it_was_read_is_left_and_the_rest_given_back() {
 }
 
 #[test]
-fn what_is_no_word_of_ours_is_not_believed() {
+fn invalid_array_words_yield_no_large_block() {
     let shape = shape(600);
     let memory = Memory::new(shape);
     let me = user(3);
@@ -148,9 +148,10 @@ fn what_is_no_word_of_ours_is_not_believed() {
     assert!(found.iter().all(|block| block.order == 0), "{found:?}");
 }
 
-/// A block that could not be taken whole, since its taker has a part of it, must not hide that part.
+/// A block that cannot be taken completely, because its taker owns a part of it, must not hide that
+/// part.
 #[test]
-fn who_dies_before_his_own_block_is_not_forgotten() {
+fn partial_block_before_an_own_block_is_recovered() {
     let shape = shape(16);
     let (memory, array) = (Memory::new(shape), Array::new(shape, user(1)));
     let mut task: Pin<Box<dyn Future<Output = _>>> = Box::pin(array.allocate(&memory, 3));
@@ -158,7 +159,7 @@ fn who_dies_before_his_own_block_is_not_forgotten() {
         assert_eq!(step(&mut task), None);
     }
     drop(task);
-    assert_ne!(memory.load(shape.log(0)), 0, "it has begun to take");
+    assert_ne!(memory.load(shape.log(0)), 0, "the allocation has taken its first chunk");
     array.next.store(4, Ordering::Relaxed);
     assert_eq!(run(array.allocate(&memory, 1)).unwrap().0, Block { chunk: 4, order: 1 });
     assert_eq!(run(array.taken_by(&memory, user(1), 0)), [Block { chunk: 4, order: 1 }]);
@@ -166,10 +167,10 @@ fn who_dies_before_his_own_block_is_not_forgotten() {
 }
 
 proptest! {
-    /// Several users at once, stopped between any two verbs, some of them for ever: no chunk has two owners, and
-    /// what those had who stopped is found.
+    /// Several users run concurrently and stop between any two verbs, some of them for ever. No
+    /// chunk has two owners, and recovery finds the blocks of stopped users.
     #[test]
-    fn nobody_shares_a_chunk(
+    fn no_chunk_has_two_owners(
         chunks in 1u32..80,
         orders in prop::collection::vec(prop::collection::vec(0u32..4, 1..5), 2..5),
         turns in prop::collection::vec(any::<prop::sample::Index>(), 0..400),
@@ -199,7 +200,7 @@ proptest! {
                 }
             }
         }
-        // All of them crash here.
+        // All users crash here.
         let mut owned = vec![false; chunks as usize];
         for (array, held) in users.iter().zip(&held) {
             let found = run(array.taken_by(memory, array.user, 0));

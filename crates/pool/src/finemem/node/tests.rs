@@ -1,4 +1,4 @@
-//! What a compute node asks of the memory node's CPU, and background work that is broken off or fails.
+//! Requests of a client to the memory node's CPU, and background work that is aborted or fails.
 
 use fabric::soft::SoftNic;
 use fabric::{
@@ -25,7 +25,7 @@ fn settings() -> Settings {
     }
 }
 
-/// A memory node, and a compute node without any of the client's code.
+/// A memory node, and a client that uses none of the client code.
 struct Bed {
     node: Node<SoftNic>,
     id: ClientId,
@@ -52,10 +52,10 @@ impl Bed {
         };
         let management = qp();
         let access: Vec<Qp> = (0..settings.lanes() * node.functions()).map(|_| qp()).collect();
-        let request = Admission {
+        let request = ConnectRequest {
             management: vec![management.qpn().raw()],
             groups: vec![access.iter().map(|qp| qp.qpn().raw()).collect()],
-            ..Admission::default()
+            ..ConnectRequest::default()
         };
         let id = ClientId(1);
         let admitted = node.admit(id, &request).unwrap();
@@ -67,7 +67,7 @@ impl Bed {
         Self { node, id, cq, management, _access: access, memory, metadata, peer }
     }
 
-    /// How a READ of the first word of the metadata completes.
+    /// Completion status of a READ of the first word of the metadata.
     fn read(&self, key: Key) -> Status {
         let to = [self.memory.sge(0, 8)];
         let op = Op::Read { from: Remote { addr: self.metadata.addr, rkey: key }, to: &to };
@@ -77,7 +77,7 @@ impl Bed {
         some[0].status
     }
 
-    /// The compute node takes a chunk, and is gone.
+    /// The client allocates a chunk, then departs.
     fn die_with_a_chunk(&mut self) {
         let user = User::new(self.metadata.user).unwrap();
         let tree = Tree::new(self.node.shape, user);
@@ -89,7 +89,7 @@ impl Bed {
 }
 
 #[test]
-fn a_nic_that_lacks_anything_is_refused_and_what_it_lacks_is_named() {
+fn nic_that_lacks_a_capability_is_rejected_by_name() {
     let caps = SoftNic::inline().caps();
     assert!(check_caps(&caps, &settings()).is_ok());
     let lacking = [
@@ -105,7 +105,7 @@ fn a_nic_that_lacks_anything_is_refused_and_what_it_lacks_is_named() {
 }
 
 #[test]
-fn a_management_connection_that_broke_is_seen_to_be_closed_and_made_anew() {
+fn broken_management_connection_closes_and_reconnects() {
     let mut bed = Bed::new();
     let key = Key(bed.metadata.rkey);
     assert_eq!(bed.read(key), Status::Success);
@@ -120,22 +120,22 @@ fn a_management_connection_that_broke_is_seen_to_be_closed_and_made_anew() {
 }
 
 #[test]
-fn work_that_is_broken_off_begins_anew() {
+fn aborted_background_work_recovers() {
     let mut steps = 0;
     loop {
         let mut bed = Bed::new();
         bed.die_with_a_chunk();
-        assert_eq!(bed.node.broken_off(), 0);
-        bed.node.break_off_after(steps);
+        assert_eq!(bed.node.aborts(), 0);
+        bed.node.abort_after(steps);
         let mut turns = 0;
         while !bed.node.is_retired(bed.id) {
             turns += 1;
-            assert!(turns < 100_000, "broken off after {steps} steps: {:?}", bed.node.status());
-            bed.node.turn().unwrap();
+            assert!(turns < 100_000, "aborted after {steps} steps: {:?}", bed.node.status());
+            bed.node.poll().unwrap();
         }
         assert_eq!(bed.node.free_chunks(), CHUNKS);
         bed.node.audit().unwrap();
-        match bed.node.broken_off() {
+        match bed.node.aborts() {
             0 => break,
             times => assert_eq!(times, 1),
         }
@@ -145,19 +145,19 @@ fn work_that_is_broken_off_begins_anew() {
 }
 
 #[test]
-fn work_that_the_nic_refuses_is_not_taken_for_broken_off() {
+fn nic_error_is_not_mistaken_for_an_abort() {
     let mut bed = Bed::new();
     bed.die_with_a_chunk();
     bed.node.keys.functions()[0].binder.modify(QpChange::Error).unwrap();
-    let failed = (0..1000).find_map(|_| bed.node.turn().err());
-    assert!(failed.is_some(), "its window cannot be bound anew");
-    assert_eq!(bed.node.broken_off(), 0);
+    let failed = (0..1000).find_map(|_| bed.node.poll().err());
+    assert!(failed.is_some(), "rebinding its window must fail");
+    assert_eq!(bed.node.aborts(), 0);
     assert_eq!(bed.node.free_chunks(), CHUNKS - 1);
 }
 
-/// Both ends draw that from a salt, which the compute node chooses for each time.
+/// Both ends derive the PSN from a salt, which the client chooses for each connection.
 #[test]
-fn a_qp_of_another_host_that_is_made_anew_begins_with_what_was_told_last() {
+fn remote_qp_restarts_at_the_last_announced_psn() {
     let mut bed = Bed::new();
     let end = RoceEnd { port: 4791, mtu: PathMtu::Mtu1024 };
     let ip = |last| std::net::IpAddr::from([10, 0, 0, last]);
@@ -170,8 +170,8 @@ fn a_qp_of_another_host_that_is_made_anew_begins_with_what_was_told_last() {
         let peer = &bed.node.peers[&bed.id];
         [peer.management_peer, peer.groups[0][0].1, peer.groups[0][1].1]
     };
-    bed.node.renew(bed.id, Part::Access(GroupId(0), Lane(1)), Start::Psn(Psn::new(2)));
+    bed.node.set_start(bed.id, QpSet::Access(GroupId(0), Lane(1)), Start::Psn(Psn::new(2)));
     assert_eq!(begin(&bed), [at(1), at(1), at(2)]);
-    bed.node.renew(bed.id, Part::Management, Start::Psn(Psn::new(3)));
+    bed.node.set_start(bed.id, QpSet::Management, Start::Psn(Psn::new(3)));
     assert_eq!(begin(&bed), [at(3), at(1), at(2)]);
 }

@@ -1,28 +1,30 @@
-//! Taking a block.
+//! Allocation of a block.
 //!
 //! ```text
-//! CAS header, READ full log, READ header, READ capability   one post: committed, if the CAS says so
+//! CAS header, READ full log, READ header, READ capability   posted together; the CAS commits
 //! CAS full log                                              flushed
 //! ```
 //!
-//! A block of several sections is taken a section at a time, its last first. Who finds one that is not free
-//! gives back those that he has. The first one is the commit point: whose log it has owns the block, and the
-//! other sections then have the same log. Where somebody left parts behind, the first is not among them.
+//! A block of several sections is taken one section at a time, in descending order. If a section is
+//! not free, the search frees the sections taken so far. The first section is the commit point: the
+//! owner in its log owns the block, and the other sections then have the same log. If a crash
+//! leaves parts behind, the first section is not among them.
 
 use super::flush::{has_taken, pending};
 use super::{BATCH, CONTENDED_BELOW, CONTENDED_FROM, Place, Seen, Tree, Verbs};
+use crate::finemem::block::{Block, Layer, SECTION, SECTION_ORDER, SPAN_ORDER};
 use crate::finemem::header::{
     CHUNKS, Header, Record, SPANS, Spread, Timestamp, chunk_mask, find_chunks, find_spans,
     span_mask,
 };
-use crate::finemem::layout::{Block, SECTION, SECTION_ORDER, SPAN_ORDER, Word};
-use crate::finemem::log::{Capability, Layer};
+use crate::finemem::layout::Word;
+use crate::finemem::log::Capability;
 
-/// What spans are tried in turn (FineMem §4.1).
+/// Order in which states of spans are tried (FineMem §4.1).
 const PREFERENCE: [Spread; 3] = [Spread::Normal, Spread::Empty, Spread::Contended];
 
-/// The timestamp of a change that takes (or gives back) a block: the next one if the last change was of the
-/// other kind.
+/// Timestamp of a change that allocates (or frees) a block: the next timestamp if the last change
+/// was of the other kind, otherwise the same.
 pub(super) fn timestamp(layer: Layer, header: Header, taking: bool) -> Timestamp {
     let last = header.record();
     let opened = layer == Layer::Section && last.size == Record::OPENED;
@@ -30,50 +32,51 @@ pub(super) fn timestamp(layer: Layer, header: Header, taking: bool) -> Timestamp
     if same_kind { last.timestamp } else { last.timestamp.next() }
 }
 
-/// Sections whose spans' headers are read with one READ.
-const AT_ONCE: u32 = BATCH as u32 / SPANS;
-/// Sections that are read anew, with their spans, by who finds that what he knew of one is old; and at most, if he
-/// finds that again and again. Many readers of many headers wait for each other on the memory node's link.
-const FEW: u32 = 1;
-const MANY: u32 = 16;
-const _: () = assert!((MANY * (SPANS + 1)) as usize <= BATCH);
-/// CASes of one search that fail on one header before the next search begins elsewhere. The first one says only that
-/// what was known is old.
-pub(super) const CROWDED: u32 = 2;
-/// How often a search leaves a place for another because it met somebody there.
-pub(super) const MOVES: u32 = 3;
+/// Sections whose spans' headers one READ covers.
+const SECTIONS_PER_READ: u32 = BATCH as u32 / SPANS;
+/// Number of sections that are re-read, with their spans, when cached headers turn out to be
+/// outdated: initially, and at most after repeated cases. Both are small, because many large READs
+/// would saturate the memory node's link.
+const REREAD_MIN: u32 = 1;
+const REREAD_MAX: u32 = 16;
+const _: () = assert!((REREAD_MAX * (SPANS + 1)) as usize <= BATCH);
+/// Failed CASes of one search on one header after which the next search starts elsewhere. The first
+/// failure only shows that the cached header was outdated.
+pub(super) const COLLISION_FAILURES: u32 = 2;
+/// Maximum number of times that a search moves to another position because of collisions.
+pub(super) const RELOCATIONS_MAX: u32 = 3;
 
-/// How a search goes on.
+/// Mode of a search.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Search {
-    /// By what is known; who meets others looks elsewhere.
-    Fleeting,
-    /// By what is known; what is contended is left to others.
-    Known,
-    /// Everything is looked at.
-    All,
+    /// Uses the cache; moves elsewhere after a collision.
+    Relocating,
+    /// Uses the cache; avoids contended spans.
+    Cached,
+    /// Reads all headers.
+    Exhaustive,
 }
 
-/// A block that was taken.
+/// An allocated block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Taken {
-    /// Which.
+    /// The block.
     pub block: Block,
-    /// What opens it.
+    /// The capability of the block.
     pub capability: Capability,
 }
 
-/// What of a section's spans somebody wants.
+/// Spans of a section to be allocated.
 #[derive(Clone, Copy)]
 enum Wanted {
-    /// 2^order of them, aligned, as a block.
+    /// A block of 2^order aligned spans.
     Spans(u32),
-    /// All, as a part of that block of several sections.
+    /// All spans, as a part of this block of several sections.
     Part(Block),
 }
 
 impl Wanted {
-    /// Where there is room: the block, its bits in the header, and what the log says of it.
+    /// Finds room: the block, its bits in the header, and its log record.
     fn find(self, section: u32, header: Header) -> Option<(Block, u32, Record)> {
         match self {
             Self::Spans(size) => {
@@ -91,7 +94,7 @@ impl Wanted {
     }
 }
 
-/// What the log of a section says that is a part of a block; not when, and whose.
+/// Log record of a section that is part of a block, without time and owner.
 pub(super) fn part(block: Block) -> Record {
     let offset = block.order - SECTION_ORDER;
     Record { offset, size: Record::PART, ..Record::default() }
@@ -101,7 +104,7 @@ fn level(failures: u32) -> u32 {
     (failures >= CONTENDED_BELOW) as u32 + (failures >= CONTENDED_FROM) as u32
 }
 
-/// What a span's state is to be after an allocation there.
+/// State of a span after an allocation in it.
 fn spread_after(header: Header, before: Spread, failures: u32) -> Spread {
     match before {
         _ if header.bitmap() == u32::MAX => Spread::Full,
@@ -112,11 +115,11 @@ fn spread_after(header: Header, before: Spread, failures: u32) -> Spread {
 }
 
 impl Tree {
-    /// Takes a block of 2^`order` chunks; `None` if there is none. When this returns the block is this
-    /// user's, and the full log says so.
+    /// Allocates a block of 2^`order` chunks; `None` if there is none. On return this user owns the
+    /// block, and the full log says so.
     ///
     /// # Errors
-    /// Those of the verbs. It is open then whether a block was taken, or parts of one; the logs say.
+    /// Errors of the verbs. A block, or parts of one, may have been taken; the logs show which.
     pub async fn allocate<V: Verbs>(
         &self,
         verbs: &V,
@@ -125,12 +128,12 @@ impl Tree {
         if self.shape.blocks(order) == 0 {
             return Ok(None);
         }
-        for search in [Search::Known, Search::All] {
-            self.know_sections(verbs, search).await?;
+        for search in [Search::Cached, Search::Exhaustive] {
+            self.load_sections(verbs, search).await?;
             let found = match search {
                 _ if order > SECTION_ORDER => self.search_groups(verbs, order).await?,
-                Search::All => self.search_all(verbs, order).await?,
-                Search::Fleeting | Search::Known => self.search_known(verbs, order).await?,
+                Search::Exhaustive => self.search_all(verbs, order).await?,
+                Search::Relocating | Search::Cached => self.search_cached(verbs, order).await?,
             };
             if found.is_some() {
                 return Ok(found);
@@ -139,47 +142,48 @@ impl Tree {
         Ok(None)
     }
 
-    async fn know_sections<V: Verbs>(&self, verbs: &V, search: Search) -> Result<(), V::Error> {
+    async fn load_sections<V: Verbs>(&self, verbs: &V, search: Search) -> Result<(), V::Error> {
         for first in (0..self.shape.sections()).step_by(BATCH) {
             let count = self.shape.sections() - first;
-            if search == Search::All || self.known(Place::section(first)).is_none() {
+            if search == Search::Exhaustive || self.known(Place::section(first)).is_none() {
                 self.read_headers(verbs, Place::section(first), count).await?;
             }
         }
         Ok(())
     }
 
-    /// By what is known: in the spans of the preferred state, wherever they are, then in those of the next.
-    async fn search_known<V: Verbs>(
+    /// Searches by cache: all spans of the preferred state first, then those of the next state.
+    async fn search_cached<V: Verbs>(
         &self,
         verbs: &V,
         order: u32,
     ) -> Result<Option<Taken>, V::Error> {
         let states = if order < SPAN_ORDER { &PREFERENCE[..] } else { &[Spread::Empty] };
-        let all = self.shape.sections();
-        let start = self.begin.among(all);
-        // Sections whose headers were read anew since the search began, and how many will be next time.
-        let (mut fresh, mut next_fresh) = (0..0, FEW);
-        let mut moves = if self.contention_control && order < SPAN_ORDER { MOVES } else { 0 };
+        let total = self.shape.sections();
+        let start = self.start.scaled_to(total);
+        // Sections whose headers this search has re-read, and the number to re-read next time.
+        let (mut fresh, mut next_fresh) = (0..0, REREAD_MIN);
+        let mut moves =
+            if self.contention_control && order < SPAN_ORDER { RELOCATIONS_MAX } else { 0 };
         for &spread in states {
-            for range in [start..all, 0..start] {
+            for range in [start..total, 0..start] {
                 let mut from = range.start;
                 let next = |from| self.cache.lock().next(from, spread, order);
                 while let Some(section) = next(from).filter(|section| *section < range.end) {
-                    let search = if moves > 0 { Search::Fleeting } else { Search::Known };
+                    let search = if moves > 0 { Search::Relocating } else { Search::Cached };
                     let mut is_old = false;
                     let old = (!fresh.contains(&section)).then_some(&mut is_old);
                     let taken =
                         self.try_section(verbs, section, order, &[spread], search, old).await?;
                     if taken.is_some() {
                         if section != start && order < SPAN_ORDER {
-                            self.begin.stay(section, all);
+                            self.start.set_start(section, total);
                         } else if section != start && self.contention_control {
-                            self.begin.move_on();
+                            self.start.relocate();
                         }
                         return Ok(taken);
                     }
-                    if self.begin.has_met() && moves > 0 {
+                    if self.start.take_collision() && moves > 0 {
                         if let Some(taken) = self.search_elsewhere(verbs, order, &mut moves).await?
                         {
                             return Ok(Some(taken));
@@ -187,9 +191,10 @@ impl Tree {
                         continue;
                     }
                     if is_old {
-                        // Two READs say of many what CASes that fail would say of one each.
-                        fresh = section..all.min(section + next_fresh);
-                        next_fresh = MANY.min(4 * next_fresh);
+                        // Two READs refresh many headers; otherwise each outdated header would cost
+                        // a failed CAS.
+                        fresh = section..total.min(section + next_fresh);
+                        next_fresh = REREAD_MAX.min(4 * next_fresh);
                         self.read_whole_sections(verbs, fresh.clone()).await?;
                         continue;
                     }
@@ -201,44 +206,45 @@ impl Tree {
         Ok(None)
     }
 
-    /// In other sections than the one where others were met, by what they are like now: first in one that is
-    /// known to be in use, so that empty ones stay empty for large blocks, then in any.
+    /// Searches other sections after a collision, with re-read headers: first a section that is
+    /// known to be in use, so that empty sections stay available for large blocks, then any
+    /// section.
     async fn search_elsewhere<V: Verbs>(
         &self,
         verbs: &V,
         order: u32,
         moves: &mut u32,
     ) -> Result<Option<Taken>, V::Error> {
-        let all = self.shape.sections();
+        let total = self.shape.sections();
         loop {
-            let from = self.begin.among(all);
+            let from = self.start.scaled_to(total);
             let used = {
                 let cache = self.cache.lock();
                 let next = |from| cache.next(from, Spread::Normal, order);
-                next(from).or_else(|| next(0)).filter(|_| *moves == MOVES)
+                next(from).or_else(|| next(0)).filter(|_| *moves == RELOCATIONS_MAX)
             };
             *moves -= 1;
             let section = used.unwrap_or(from);
-            self.begin.stay(section, all);
+            self.start.set_start(section, total);
             self.read_whole_sections(verbs, section..section + 1).await?;
-            let (spreads, search) = (&PREFERENCE[..2], Search::Fleeting);
+            let (spreads, search) = (&PREFERENCE[..2], Search::Relocating);
             let taken = self.try_section(verbs, section, order, spreads, search, None).await?;
-            if taken.is_some() || *moves == 0 || !self.begin.has_met() {
+            if taken.is_some() || *moves == 0 || !self.start.take_collision() {
                 return Ok(taken);
             }
         }
     }
 
-    /// Everywhere: all headers of spans are read anew, many with one READ, some sections after the other.
+    /// Searches all sections: reads all headers of spans, many with one READ.
     async fn search_all<V: Verbs>(&self, verbs: &V, order: u32) -> Result<Option<Taken>, V::Error> {
-        let all = self.shape.sections();
-        let batches = all.div_ceil(AT_ONCE);
+        let total = self.shape.sections();
+        let batches = total.div_ceil(SECTIONS_PER_READ);
         for i in 0..batches {
-            let first = (self.begin.among(batches) + i) % batches * AT_ONCE;
-            let sections = first..all.min(first + AT_ONCE);
+            let first = (self.start.scaled_to(batches) + i) % batches * SECTIONS_PER_READ;
+            let sections = first..total.min(first + SECTIONS_PER_READ);
             if order >= SPAN_ORDER {
                 for section in sections {
-                    let (spread, search) = (Spread::Empty, Search::All);
+                    let (spread, search) = (Spread::Empty, Search::Exhaustive);
                     let taken =
                         self.try_section(verbs, section, order, &[spread], search, None).await?;
                     if taken.is_some() {
@@ -249,10 +255,11 @@ impl Tree {
             }
             let spans = (sections.end - sections.start) * SPANS;
             self.read_headers(verbs, Place::span(first * SPANS), spans).await?;
-            // Also in what a section has as full: that may be an old hint.
+            // Includes spans marked full in the section's header, because that hint may be
+            // outdated.
             for spread in PREFERENCE.into_iter().chain([Spread::Full]) {
                 for section in sections.clone() {
-                    let search = Search::All;
+                    let search = Search::Exhaustive;
                     let taken =
                         self.try_section(verbs, section, order, &[spread], search, None).await?;
                     if taken.is_some() {
@@ -264,8 +271,9 @@ impl Tree {
         Ok(None)
     }
 
-    /// Takes a block in a section: one of chunks in its spans of those states, or one of spans. If what is known of
-    /// its spans turns out to be old, `is_old` is set, and the others are left.
+    /// Allocates a block in a section: of chunks, in the section's spans of the states `spreads`,
+    /// or of spans. If the cached headers of spans turn out to be outdated, sets `is_old` and skips
+    /// the remaining spans.
     async fn try_section<V: Verbs>(
         &self,
         verbs: &V,
@@ -279,12 +287,12 @@ impl Tree {
             let wanted = Wanted::Spans(order - SPAN_ORDER);
             return self.try_spans(verbs, index, wanted, search).await;
         }
-        // Of those that the section has as full only the ones where that is wrong.
+        // Of the spans marked full, only those whose own header shows room.
         let some = match spreads {
             [Spread::Full] => self.cache.lock().with_room(index, order),
             _ => u32::MAX,
         };
-        for at in self.begin.spans() {
+        for at in self.start.spans() {
             let Some(section) = self.known(Place::section(index)) else { return Ok(None) };
             if !spreads.contains(&section.header.spread(at)) || some >> at & 1 == 0 {
                 continue;
@@ -293,7 +301,7 @@ impl Tree {
             let known = || self.known(Place::span(span)).map(|seen| seen.header.bitmap());
             let before = known();
             let taken = self.try_span(verbs, span, order, section, search).await?;
-            if taken.is_some() || search == Search::Fleeting && self.begin.is_crowded() {
+            if taken.is_some() || search == Search::Relocating && self.start.has_collision() {
                 return Ok(taken);
             }
             if let Some(is_old) = is_old.as_deref_mut()
@@ -307,7 +315,7 @@ impl Tree {
         Ok(None)
     }
 
-    /// Takes a block in a span, if it has one. `section` was seen before the span's header is looked at.
+    /// Allocates a block in a span, if it has room. `section` was read before the span's header.
     async fn try_span<V: Verbs>(
         &self,
         verbs: &V,
@@ -317,7 +325,7 @@ impl Tree {
         search: Search,
     ) -> Result<Option<Taken>, V::Error> {
         let (place, at) = (Place::span(span), span % SPANS);
-        let mut seen = self.see(verbs, place).await?;
+        let mut seen = self.cached_or_read(verbs, place).await?;
         let mut failures = 0;
         let mut is_late = false;
         loop {
@@ -327,17 +335,18 @@ impl Tree {
                     return Ok(None);
                 }
                 if !is_late {
-                    // It may have been full long before the section's word was seen, and be closed since: then
-                    // nobody would ever look into it again.
-                    seen = self.look(verbs, place).await?;
+                    // The span may have been full before the section's header was read, and closed
+                    // since. A hint "full" would then hide the span for ever, so its header is read
+                    // again.
+                    seen = self.read_header(verbs, place).await?;
                     is_late = true;
                     continue;
                 }
-                self.hint(verbs, span, section.header, Spread::Full).await?;
+                self.update_hint(verbs, span, section.header, Spread::Full).await?;
                 return Ok(None);
             };
             if !header.in_use() {
-                // What the CAS below expects was seen before the section is changed.
+                // The CAS below expects a header that was read before the section changes.
                 match self.open(verbs, span).await? {
                     Some(opened) => section = opened,
                     None => return Ok(None),
@@ -353,32 +362,35 @@ impl Tree {
             let taken = header
                 .with_bitmap(header.bitmap() | chunk_mask(offset, order))
                 .with_record(record)
-                .with_retry(level(self.counted(failures)))
+                .with_retry(level(self.effective_failures(failures)))
                 .with_in_use(true);
             let block = Block { chunk: span * CHUNKS + offset, order };
             match self.commit(verbs, place, header, taken, block).await? {
                 Ok(capability) => {
-                    let spread =
-                        spread_after(taken, section.header.spread(at), self.counted(failures));
-                    self.hint(verbs, span, section.header, spread).await?;
+                    let spread = spread_after(
+                        taken,
+                        section.header.spread(at),
+                        self.effective_failures(failures),
+                    );
+                    self.update_hint(verbs, span, section.header, spread).await?;
                     return Ok(Some(Taken { block, capability }));
                 }
                 Err(found) => seen = found,
             }
             failures += 1;
-            if failures >= CROWDED && search == Search::Fleeting {
-                self.begin.meet();
+            if failures >= COLLISION_FAILURES && search == Search::Relocating {
+                self.start.record_collision();
                 return Ok(None);
             }
-            if self.counted(failures) >= CONTENDED_FROM && search == Search::Known {
-                self.hint(verbs, span, section.header, Spread::Contended).await?;
+            if self.effective_failures(failures) >= CONTENDED_FROM && search == Search::Cached {
+                self.update_hint(verbs, span, section.header, Spread::Contended).await?;
                 return Ok(None);
             }
         }
     }
 
-    /// Takes something by a change of a header: that is the commit point. What was found in its place, or
-    /// what opens `block`, once the full log has what the header's log says.
+    /// Changes a header by CAS, which is the commit point of an allocation. On success, returns the
+    /// capability of `block` after flushing the header's log; otherwise returns the header found.
     async fn commit<V: Verbs>(
         &self,
         verbs: &V,
@@ -401,11 +413,11 @@ impl Tree {
         Ok(Ok(Capability::parse(capability)))
     }
 
-    /// Opens a span, to be given out in chunks; `None` if somebody has it whole. The section's header as it
-    /// is then.
+    /// Opens a span for the allocation of chunks. Returns the section's header after that; `None`
+    /// if the whole span is taken.
     async fn open<V: Verbs>(&self, verbs: &V, span: u32) -> Result<Option<Seen>, V::Error> {
         let (place, at) = (Place::section(span / SPANS), span % SPANS);
-        let mut seen = self.see(verbs, place).await?;
+        let mut seen = self.cached_or_read(verbs, place).await?;
         loop {
             let header = seen.header;
             let spread = match header.spread(at) {
@@ -428,7 +440,7 @@ impl Tree {
         }
     }
 
-    /// Takes spans of a section by one CAS, if it has them.
+    /// Allocates spans of a section by one CAS, if they are free.
     async fn try_spans<V: Verbs>(
         &self,
         verbs: &V,
@@ -437,7 +449,7 @@ impl Tree {
         search: Search,
     ) -> Result<Option<Taken>, V::Error> {
         let place = Place::section(index);
-        let mut seen = self.see(verbs, place).await?;
+        let mut seen = self.cached_or_read(verbs, place).await?;
         let mut failures = 0;
         loop {
             let header = seen.header;
@@ -447,32 +459,33 @@ impl Tree {
             let taken = header
                 .with_bitmap(header.bitmap() | mask)
                 .with_record(Record { timestamp, user: self.user, ..record })
-                .with_retry(level(self.counted(failures)));
+                .with_retry(level(self.effective_failures(failures)));
             match self.commit(verbs, place, header, taken, block).await? {
                 Ok(capability) => {
-                    if self.counted(failures) >= CROWDED {
-                        self.begin.move_on();
+                    if self.effective_failures(failures) >= COLLISION_FAILURES {
+                        self.start.relocate();
                     }
                     return Ok(Some(Taken { block, capability }));
                 }
                 Err(found) => seen = found,
             }
             failures += 1;
-            if self.counted(failures) >= CONTENDED_FROM && search == Search::Known {
+            if self.effective_failures(failures) >= CONTENDED_FROM && search == Search::Cached {
                 return Ok(None);
             }
         }
     }
 
-    /// Takes a block of several sections where all of them are known to be empty.
+    /// Allocates a block of several sections, all of which are known to be empty.
     async fn search_groups<V: Verbs>(
         &self,
         verbs: &V,
         order: u32,
     ) -> Result<Option<Taken>, V::Error> {
-        let all = self.shape.blocks(order);
-        for i in 0..all {
-            let block = Block { chunk: ((self.begin.among(all) + i) % all) << order, order };
+        let total = self.shape.blocks(order);
+        for i in 0..total {
+            let block =
+                Block { chunk: ((self.start.scaled_to(total) + i) % total) << order, order };
             let Some(parts) = block.parts() else { return Ok(None) };
             let empty = self.cache.lock().are_empty(parts);
             if empty && let Some(taken) = self.try_group(verbs, block).await? {
@@ -482,24 +495,25 @@ impl Tree {
         Ok(None)
     }
 
-    /// Takes the sections of a block, or none of them: the first one is taken last, and says whose the block is.
+    /// Takes all sections of a block, or none. The first section is taken last, because its log
+    /// determines the owner.
     async fn try_group<V: Verbs>(
         &self,
         verbs: &V,
         block: Block,
     ) -> Result<Option<Taken>, V::Error> {
         let parts = block.parts().unwrap_or_default();
-        let mut all = None;
+        let mut taken_part = None;
         for section in parts.clone().rev() {
             let wanted = Wanted::Part(block);
-            all = self.try_spans(verbs, section, wanted, Search::All).await?;
-            if all.is_none() {
+            taken_part = self.try_spans(verbs, section, wanted, Search::Exhaustive).await?;
+            if taken_part.is_none() {
                 for taken in section + 1..parts.end {
                     self.give_back_part(verbs, taken, block, self.user).await?;
                 }
                 break;
             }
         }
-        Ok(all)
+        Ok(taken_part)
     }
 }

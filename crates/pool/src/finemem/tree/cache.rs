@@ -1,15 +1,15 @@
-//! What a user knows of the headers, and where it is of use to look.
+//! A user's cache of headers, with indexes of the sections worth searching.
 //!
-//! It is brought up to date by what CASes find, and read anew only when nothing else is left (FineMem §4.1,
-//! lazy updates). Sections are indexed by what their spans are, so that a search of a pool of a hundred thousand
-//! sections does not walk through them.
+//! Failed CASes refresh the cache; headers are re-read only as a last resort (FineMem §4.1, lazy
+//! updates). Sections are indexed by the states of their spans, so that a search of a pool of a
+//! hundred thousand sections need not visit them all.
 
 use super::{Place, Seen};
+use crate::finemem::block::{Layer, SECTION_ORDER, SPAN_ORDER};
 use crate::finemem::header::{Header, SPANS, Spread, find_chunks, find_spans};
-use crate::finemem::layout::{SECTION_ORDER, SPAN_ORDER, Shape};
-use crate::finemem::log::Layer;
+use crate::finemem::layout::Shape;
 
-/// States of spans, for each order within a section.
+/// Combinations of a span's state and an order within a section.
 const KINDS: usize = 4 * (SECTION_ORDER as usize + 1);
 const _: () = assert!(KINDS <= 64);
 
@@ -28,21 +28,21 @@ impl Sections {
     }
 }
 
-/// See the module.
+/// The cache (see the module documentation).
 pub(super) struct Cache {
     sections: Vec<Option<Seen>>,
     spans: Vec<Option<Seen>>,
-    /// Sections that have spans of that state, by [`Spread`].
+    /// Sections that have a span of each state, by [`Spread`].
     having: [Sections; 4],
-    /// Sections whose spans of that state have no room for a block of that order, by [`kind`]; until
-    /// anything of theirs is seen to change.
+    /// Sections whose spans of a state have no room for a block of an order, by [`kind`]. Valid
+    /// until any header of the section changes.
     without: Vec<Sections>,
-    /// The kinds by which a section is there.
+    /// The kinds under which each section is in `without`.
     kinds: Vec<u64>,
 }
 
 impl Cache {
-    /// Nothing is known.
+    /// An empty cache.
     pub fn new(shape: Shape) -> Self {
         let (sections, spans) = (shape.sections(), shape.spans());
         Self {
@@ -66,7 +66,7 @@ impl Cache {
             Layer::Section => (&mut self.sections[place.index as usize], place.index),
             Layer::Span => (&mut self.spans[place.index as usize], place.index / SPANS),
         };
-        // A log that is known to be flushed stays so, whatever else of the word changes.
+        // A flushed log stays flushed while other fields of the header change.
         let same = |seen: &Seen| seen.header.record() == header.record();
         let flushed = flushed || slot.is_some_and(|seen| seen.flushed && same(&seen));
         let before = slot.map(|seen| seen.header.bitmap());
@@ -80,14 +80,15 @@ impl Cache {
             }
             if place.layer == Layer::Section {
                 let states = states(header);
-                let all = (0..).zip(&mut self.having);
-                all.for_each(|(at, having)| having.set(section, states >> at & 1 == 1));
+                let by_state = (0..).zip(&mut self.having);
+                by_state.for_each(|(at, having)| having.set(section, states >> at & 1 == 1));
             }
         }
         seen
     }
 
-    /// The first section from `from` on that has spans of that state, and where a block of `order` may be.
+    /// The first section from `from` on that has spans of this state, and possibly room for a block
+    /// of `order`.
     pub fn next(&self, from: u32, spread: Spread, order: u32) -> Option<u32> {
         let (having, without) =
             (&self.having[spread as usize].0, &self.without[kind(spread, order)].0);
@@ -102,8 +103,8 @@ impl Cache {
         None
     }
 
-    /// The spans of a section that are in that state were searched for a block of that order, in vain: if what
-    /// is known of them says why, they are not searched again.
+    /// Records that a search for a block of `order` in a section's spans of this state failed. If
+    /// the cached headers confirm that there is no room, later searches skip the section.
     pub fn found_none(&mut self, section: u32, spread: Spread, order: u32) {
         let Some(seen) = self.sections[section as usize] else { return };
         let has_room = |at: &u32| match self.spans[(section * SPANS + at) as usize] {
@@ -121,7 +122,7 @@ impl Cache {
         }
     }
 
-    /// The spans of a section that are known to have room for a block of that order: a bit for each.
+    /// Bitmap of the section's spans that are known to have room for a block of this order.
     pub fn with_room(&self, section: u32, order: u32) -> u32 {
         let spans = &self.spans[(section * SPANS) as usize..][..SPANS as usize];
         let room = |seen: &Seen| {
@@ -133,7 +134,7 @@ impl Cache {
             .fold(0, |all, (at, seen)| all | (seen.as_ref().is_some_and(room) as u32) << at)
     }
 
-    /// True if all of these sections are known to be empty.
+    /// True if all these sections are known to be empty.
     pub fn are_empty(&self, sections: std::ops::Range<u32>) -> bool {
         let mut all = self.sections[sections.start as usize..sections.end as usize].iter();
         all.all(|seen| seen.is_some_and(|seen| seen.header.bitmap() == 0))
@@ -144,7 +145,7 @@ fn kind(spread: Spread, order: u32) -> usize {
     order as usize * 4 + spread as usize
 }
 
-/// The states that spans of a section are in: a bit for each [`Spread`].
+/// The states of a section's spans: one bit for each [`Spread`].
 fn states(section: Header) -> u32 {
     const LOW: u32 = 0x5555_5555;
     let (low, high) = (section.bitmap() & LOW, section.bitmap() >> 1 & LOW);
@@ -159,7 +160,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn states_are_those_of_the_spans(word in any::<u64>(), mask in any::<u64>()) {
+        fn section_states_match_its_spans(word in any::<u64>(), mask in any::<u64>()) {
             let header = Header(word & mask);
             let all = (0..SPANS).fold(0, |all, span| all | 1 << header.spread(span) as u32);
             prop_assert_eq!(states(header), all);
@@ -167,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_section_is_passed_over_until_it_changes() {
+    fn section_is_skipped_until_it_changes() {
         let shape = Shape { chunks: 200 * 512, chunk_bytes: 4096 };
         let mut cache = Cache::new(shape);
         assert_eq!(cache.next(0, Spread::Empty, 0), None);
@@ -187,7 +188,7 @@ mod tests {
         assert_eq!(cache.next(4, Spread::Empty, SPAN_ORDER), Some(70));
         cache.remember(Place::section(70), Header(0), false);
         assert_eq!(cache.next(4, Spread::Empty, two), Some(70));
-        // Its spans are not known: there may be room.
+        // The headers of its spans are not cached: there may be room.
         cache.found_none(70, Spread::Empty, 0);
         assert_eq!(cache.next(4, Spread::Empty, 0), Some(70));
         assert_eq!(cache.next(0, Spread::Full, 0), None);

@@ -1,31 +1,33 @@
-//! From the temporary log into the full log (FineMem §4.2).
+//! Flush of the temporary log to the full log (FineMem §4.2).
 //!
-//! Who overwrites a header flushes its temporary log first, so a log is lost with no crash, and of the logs
-//! of a header only the one in it can be missing. A flush that is late must not undo a later one:
+//! A client flushes the header's temporary log before it overwrites the header. So no crash loses a
+//! log, and of all logs of a header only the one in the header may be missing from the full logs. A
+//! delayed flush must not undo a later one:
 //!
 //! ```text
 //! READ the full log ── READ the header: still this log? ── CAS the full log from what was read
 //! ```
 //!
-//! If the header has another log by now, who put it there has flushed this one. If it has not, and
-//! another log comes between the second READ and the CAS, this one was flushed by then, the full log is no
-//! longer what was read, and the CAS fails. So it does not matter how late anybody is, nor how long ago the
-//! full log was written.
+//! If the header has another log by then, the client that wrote it has flushed this one. Otherwise,
+//! if another log is written between the second READ and the CAS, this log had been flushed before
+//! that; the full log then differs from the value read, and the CAS fails. So any delay is
+//! harmless, as is any age of the full log.
 //!
-//! A span that is not in use has a header that still holds its last chunk's log, while the section's header gives
-//! the span out whole. A full log of a section is the later one then, and stays: that of the chunk was
-//! flushed before the span was closed, and nothing of the span's can come later while it is not in use (FineMem
-//! §4.2 looks at the in-use bit too, where the layers differ).
+//! The header of a span that is not in use still holds the log of its last chunk, while the
+//! section's header allocates the whole span. In that case a full log written for the section is
+//! the later one, and is kept: the chunk's log was flushed before the span was closed, and no later
+//! log of the span exists while it is not in use (FineMem §4.2 also checks the in-use bit where the
+//! layers differ).
 //!
-//! FineMem compares the timestamps of both logs instead. They say which is later only within 64 changes: a
-//! chunk that was not touched for longer would have its new log taken for an old one, and lost.
+//! FineMem compares the timestamps of both logs instead. Timestamps are ordered only within 64
+//! changes: for a chunk not changed for longer, a new log would be taken for an old one, and lost.
 
 use super::{Place, Seen, Tree, Verbs};
+use crate::finemem::block::{Layer, SECTION};
 use crate::finemem::header::{CHUNKS, Header, Record, SPANS, Spread, User};
-use crate::finemem::layout::SECTION;
-use crate::finemem::log::{FullLog, Layer};
+use crate::finemem::log::FullLog;
 
-/// True if the last change of a header took its block.
+/// True if the last change of a header was an allocation.
 pub(in crate::finemem) fn has_taken(layer: Layer, header: Header) -> bool {
     let Record { offset, size, .. } = header.record();
     match (layer, size) {
@@ -36,8 +38,8 @@ pub(in crate::finemem) fn has_taken(layer: Layer, header: Header) -> bool {
     }
 }
 
-/// The first chunk of a header's last change, and what the full log is to say of it; `None` if there is
-/// nothing to be said.
+/// The first chunk of a header's last change, and the full log to write for it; `None` if there is
+/// nothing to write.
 pub(in crate::finemem) fn pending(
     layer: Layer,
     index: u32,
@@ -50,14 +52,14 @@ pub(in crate::finemem) fn pending(
     let chunk = match layer {
         Layer::Span => index * CHUNKS + record.offset,
         Layer::Section if record.size == Record::PART => index * SECTION,
-        // A section has 16 spans; a larger offset is none of ours.
+        // A section has 16 spans; a larger offset is invalid.
         Layer::Section => index * SECTION + record.offset % SPANS * CHUNKS,
     };
     Some((chunk, FullLog::of(record, has_taken(layer, header), layer)))
 }
 
 impl Tree {
-    /// Sees to it that the temporary log of a header is in the full log.
+    /// Ensures that the temporary log of a header is in the full log.
     pub(super) async fn flush<V: Verbs>(
         &self,
         verbs: &V,
@@ -67,7 +69,7 @@ impl Tree {
         self.flush_from(verbs, place, seen, None).await
     }
 
-    /// The same, for who has read the full log and then the header already.
+    /// As [`Tree::flush`], for a caller that has already read the full log and then the header.
     pub(super) async fn flush_from<V: Verbs>(
         &self,
         verbs: &V,
@@ -103,7 +105,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Remembers that a log needs no flushing any more.
+    /// Marks a header's log as flushed.
     fn is_flushed(&self, place: Place, record: Record) {
         if let Some(seen) = self.known(place).filter(|seen| seen.header.record() == record) {
             self.remember(place, seen.header, true);

@@ -1,19 +1,18 @@
-//! Giving blocks back, and closing a span that has become empty. A block of several sections is given back first
-//! section first: from then on nobody has it.
+//! Frees blocks, and closes spans that have become empty. A block of several sections is freed
+//! beginning with its first section: from then on it has no owner.
 
 use super::allocate::{part, timestamp};
 use super::{Place, Seen, Tree, Verbs};
+use crate::finemem::block::{Block, Layer, SECTION, SPAN_ORDER};
 use crate::finemem::header::{CHUNKS, Header, Record, SPANS, Spread, User, chunk_mask, span_mask};
-use crate::finemem::layout::{Block, SECTION, SPAN_ORDER};
-use crate::finemem::log::Layer;
 
 impl Tree {
-    /// Gives back blocks of `owner`, all of one span or all of one section, by one CAS; or one of several sections,
-    /// by one CAS each. They must be taken,
-    /// and nobody else may be giving them back.
+    /// Frees blocks of `owner`: several of one span or of one section by one CAS, or one block of
+    /// several sections by one CAS per section. The blocks must be taken, and there must be no
+    /// concurrent free of them.
     ///
-    /// The temporary log names the last of them only: where there are several, it is for the caller to have the
-    /// others in the full log before the header changes again.
+    /// The temporary log names only the last block. If there are several, the caller must have
+    /// written the full logs of the other blocks before the header changes again.
     pub async fn give_back<V: Verbs>(
         &self,
         verbs: &V,
@@ -40,7 +39,7 @@ impl Tree {
         self.give_back_bits(verbs, mask, last, owner).await
     }
 
-    /// Gives back chunks of a span, the block `last` among them.
+    /// Frees chunks of a span, including the block `last`.
     pub(super) async fn give_back_bits<V: Verbs>(
         &self,
         verbs: &V,
@@ -50,17 +49,18 @@ impl Tree {
     ) -> Result<(), V::Error> {
         let span = last.chunk / CHUNKS;
         let (place, at) = (Place::span(span), span % SPANS);
-        // As it was before the span changes.
-        let mut section = self.see(verbs, Place::section(span / SPANS)).await?;
+        // The section's header as it was before the span changes.
+        let mut section = self.cached_or_read(verbs, Place::section(span / SPANS)).await?;
         let mut is_new = false;
-        let mut seen = self.see(verbs, place).await?;
+        let mut seen = self.cached_or_read(verbs, place).await?;
         let free = loop {
             let header = seen.header;
             self.flush(verbs, place, seen).await?;
             let bitmap = header.bitmap() & !mask;
             if bitmap == 0 && !is_new {
-                // From an older word who closes would take an opening of long ago for one of just now.
-                section = self.look(verbs, Place::section(span / SPANS)).await?;
+                // With an outdated section header, the closing would mistake an old opening for a
+                // concurrent one.
+                section = self.read_header(verbs, Place::section(span / SPANS)).await?;
                 is_new = true;
             }
             let record = Record {
@@ -79,13 +79,14 @@ impl Tree {
         if !free.in_use() {
             self.close(verbs, span, free, section.header).await?;
         } else if section.header.spread(at) == Spread::Full {
-            self.hint(verbs, span, section.header, Spread::Normal).await?;
+            self.update_hint(verbs, span, section.header, Spread::Normal).await?;
         }
         Ok(())
     }
 
-    /// Closes a span whose header was left without bits and not in use. `section` was seen before that.
-    /// Somebody who is opening it just now is left alone: he and who closes could hinder each other for ever.
+    /// Closes a span whose header has no bits and is not in use. `section` was read before that. A
+    /// concurrent opening has priority; otherwise opening and closing could obstruct each other for
+    /// ever.
     pub(super) async fn close<V: Verbs>(
         &self,
         verbs: &V,
@@ -101,26 +102,27 @@ impl Tree {
                     Ok(()) => return Ok(()),
                     Err(found) => section = found.header,
                 }
-                // That the span is full is a late hint: who opens it would have it as normal or contended.
+                // State full is an outdated hint here: an opening would leave state normal or
+                // contended.
                 let last = section.record();
                 let is_opened = last.size == Record::OPENED && last.offset == at;
                 if is_opened && section.spread(at) != Spread::Full {
                     return Ok(());
                 }
             } else {
-                section = self.look(verbs, place).await?.header;
+                section = self.read_header(verbs, place).await?.header;
                 if section.spread(at) == Spread::Empty {
                     return Ok(());
                 }
             }
-            // The section's word as it is now counts from the next change of the span's on.
+            // The section's header as read now is valid for the next change of the span.
             let Some(renewed) = self.renew(verbs, span, header).await? else { return Ok(()) };
             header = renewed;
         }
     }
 
-    /// Changes the header of a span that is not in use, so that no opening that has begun succeeds; `None`
-    /// if it has another header by now, and is in other hands.
+    /// Changes the header of a span that is not in use, so that every opening in progress fails.
+    /// `None` if the header has changed meanwhile, and the span is used again.
     pub(super) async fn renew<V: Verbs>(
         &self,
         verbs: &V,
@@ -155,7 +157,7 @@ impl Tree {
         self.clear_spans(verbs, last.chunk / SECTION, mask, record).await
     }
 
-    /// Gives back a section that is a part of `block`.
+    /// Frees a section that is part of `block`.
     pub(super) async fn give_back_part<V: Verbs>(
         &self,
         verbs: &V,
@@ -175,7 +177,7 @@ impl Tree {
         record: Record,
     ) -> Result<(), V::Error> {
         let place = Place::section(index);
-        let mut seen = self.see(verbs, place).await?;
+        let mut seen = self.cached_or_read(verbs, place).await?;
         let free = loop {
             let header = seen.header;
             self.flush(verbs, place, seen).await?;

@@ -1,41 +1,43 @@
-//! The two-layer bitmap tree: how blocks are taken and given back by READ and CAS alone (FineMem §4.1,
+//! The two-layer bitmap tree: blocks are allocated and freed by READ and CAS alone (FineMem §4.1,
 //! §4.2).
 //!
-//! What is here owns no NIC and no clock: it asks for one verb after another ([`Verbs`]) and goes on with
-//! the results, so that it runs over a management QP, on the memory node's own memory, and in tests that
-//! stop it, or have it crash, between any two verbs.
+//! The code here owns no NIC and no clock: it requests one verb after another ([`Verbs`]) and
+//! continues with the results. Therefore it runs over a management QP, on the memory node's own
+//! memory, and in tests that stop or crash it between any two verbs.
 //!
-//! **Layers.** A span belongs to the section's header, which gives it out whole, or to its own header,
-//! which gives out its chunks. The words must never disagree about that, whoever is late:
+//! **Layers.** A span belongs either to its section's header, which allocates it as a whole, or to
+//! its own header, which allocates its chunks. The two words must never contradict each other about
+//! this, however late a verb is:
 //!
 //! ```text
 //!            section's word                            span's word
 //! take spans 00 ──CAS──> 11
 //! open       any but 11 ──CAS──> 01, and a new log ──> CAS that expects what was seen before:
 //!                                                      first bits, in use
-//! close      s, as it was before ───────────────────── CAS: no bits, not in use, a new timestamp
+//! close      s, as read before the span changed ────── CAS: no bits, not in use, a new timestamp
 //!            CAS s ──> 00
 //! ```
 //!
-//! An opening changes the section's word, and a closing the span's word, in every case: of an opening and a
-//! closing that overlap, one fails. A state 00 therefore says that nobody has anything of the span, or can
-//! still get it. The other states are hints that may be wrong for a while; who finds them wrong on the way
-//! to memory sets them right.
+//! Every opening changes the section's word, and every closing changes the span's word; so of an
+//! overlapping opening and closing, one fails. State 00 therefore means that no client has any part
+//! of the span, or can still get one. The other states are hints that may be wrong for a while; a
+//! client that finds a wrong hint corrects it.
 //!
-//! **Where this is not as published.** FineMem updates the section by an RDMA WRITE after a commit in the
-//! span. A WRITE of a word that another has changed since undoes that change, also one that took spans.
-//! Here it is a CAS from the word that was seen, tried once: it costs the same and undoes nothing. The first
-//! chunk of an empty span costs one CAS more than published (the opening), since a span's commit alone does
-//! not keep others from taking the span whole at the same time.
+//! **Differences from the paper.** FineMem updates the section by an RDMA WRITE after a commit in
+//! the span. Such a WRITE undoes any change made since the section was read, even the allocation of
+//! spans. Here the update is a single CAS from the word that was read: it costs the same and undoes
+//! nothing. The first chunk of an empty span costs one more CAS than published (the opening),
+//! because a commit in the span alone does not prevent a concurrent allocation of the whole span.
 //!
-//! **Logs.** A header is overwritten only after its temporary log is in the full log; see `flush`.
+//! **Logs.** A header is overwritten only after its temporary log has been flushed to the full log;
+//! see `flush`.
 
 mod allocate;
-mod begin;
 mod cache;
 mod flush;
 mod give_back;
 mod recover;
+mod start;
 #[cfg(test)]
 mod tests;
 mod withdraw;
@@ -47,33 +49,34 @@ use std::future::Future;
 
 use parking_lot::Mutex;
 
-use begin::Begin;
 use cache::Cache;
+use start::StartPosition;
 
+use super::block::Layer;
 use super::header::{Header, SPANS, Spread, User};
 use super::layout::{Shape, Word};
-use super::log::Layer;
 
-/// CAS failures of one allocation from which on a span is contended (FineMem §4.1).
+/// CAS failures of one allocation at which a span becomes contended (FineMem §4.1).
 pub const CONTENDED_FROM: u32 = 10;
-/// CAS failures below which it is not contended any more.
+/// CAS failures below which a span is no longer contended.
 pub const CONTENDED_BELOW: u32 = 3;
-/// Words that are read with one READ at most.
+/// Maximum words per READ.
 pub const BATCH: usize = 512;
 
 /// READ and CAS on the words of the metadata.
 pub trait Verbs: Sync {
-    /// What goes wrong.
+    /// Error of a verb.
     type Error: Send;
 
-    /// Reads the words from `at` on. Each is read whole; they need not be of one moment.
+    /// Reads the words from `at` on. Each word is read atomically, but different words may be read
+    /// at different times.
     fn read(
         &self,
         at: Word,
         out: &mut [u64],
     ) -> impl Future<Output = Result<(), Self::Error>> + Send;
 
-    /// Puts `new` into a word if it is `expected`; what it was.
+    /// Replaces a word by `new` if it is `expected`; returns the previous value.
     fn cas(
         &self,
         at: Word,
@@ -81,7 +84,7 @@ pub trait Verbs: Sync {
         new: u64,
     ) -> impl Future<Output = Result<u64, Self::Error>> + Send;
 
-    /// Reads `first` and then `second`, posted together where that is possible.
+    /// Reads `first` and then `second`, posted together where possible.
     fn read_both(
         &self,
         first: Word,
@@ -95,8 +98,8 @@ pub trait Verbs: Sync {
         }
     }
 
-    /// Reads several words from `first` on and then several from `second` on, posted together where that is
-    /// possible. Not more than [`BATCH`] in all.
+    /// Reads words from `first` on and then words from `second` on, posted together where possible.
+    /// At most [`BATCH`] words in total.
     fn read_two(
         &self,
         first: (Word, &mut [u64]),
@@ -108,7 +111,7 @@ pub trait Verbs: Sync {
         }
     }
 
-    /// A CAS, and what the word `then` is after it, posted together where that is possible.
+    /// Executes a CAS and then reads the word `then`, posted together where possible.
     fn cas_and_read_one(
         &self,
         at: Word,
@@ -125,8 +128,8 @@ pub trait Verbs: Sync {
         }
     }
 
-    /// A CAS, and what the words in `then` are after it, read in this order, posted together where that is
-    /// possible. What was read after a CAS that failed may be anything.
+    /// Executes a CAS and then reads the words `then` in this order, posted together where
+    /// possible. If the CAS fails, the words read are meaningless.
     fn cas_and_read(
         &self,
         at: Word,
@@ -146,15 +149,15 @@ pub trait Verbs: Sync {
     }
 }
 
-/// A header as it was seen last.
+/// A header as last read, possibly outdated.
 #[derive(Clone, Copy, Debug, Default)]
 struct Seen {
     header: Header,
-    /// Its temporary log is in the full log, as far as is known here.
+    /// The header's temporary log is known to be in the full log.
     flushed: bool,
 }
 
-/// One of the two kinds of headers, by index.
+/// A section's or a span's header, by index.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Place {
     layer: Layer,
@@ -178,34 +181,39 @@ impl Place {
     }
 }
 
-/// A tree as one of its users sees it.
+/// A tree, with the cache and the search state of one user.
 pub struct Tree {
     shape: Shape,
     user: User,
     cache: Box<Mutex<Cache>>,
-    begin: Begin,
+    start: StartPosition,
     contention_control: bool,
 }
 
 impl Tree {
-    /// The tree of that shape, for `user`, of which nothing is known yet.
+    /// The tree of that shape, for `user`, with an empty cache.
     pub fn new(shape: Shape, user: User) -> Self {
         let cache = Box::new(Mutex::new(Cache::new(shape)));
-        Self { shape, user, cache, begin: Begin::of(user), contention_control: true }
+        Self { shape, user, cache, start: StartPosition::for_user(user), contention_control: true }
     }
 
-    /// The same for whom nothing follows from a CAS that fails: he tries again where he is, whoever else is there, and
-    /// begins where many others do. To be compared with (FineMem §6.2, figure 11).
+    /// As [`Tree::new`], but without contention control: a failed CAS is retried in place, and
+    /// searches start at few sections that many users share. For comparison (FineMem §6.2, figure
+    /// 11).
     pub fn without_contention_control(shape: Shape, user: User) -> Self {
-        Self { contention_control: false, begin: Begin::crowded(user), ..Self::new(shape, user) }
+        Self {
+            contention_control: false,
+            start: StartPosition::shared(user),
+            ..Self::new(shape, user)
+        }
     }
 
-    /// CASes of an allocation that failed on one header, as far as anything follows from it.
-    fn counted(&self, failures: u32) -> u32 {
+    /// Failed CAS of an allocation on one header that contention control takes into account.
+    fn effective_failures(&self, failures: u32) -> u32 {
         if self.contention_control { failures } else { 0 }
     }
 
-    /// Its shape.
+    /// The shape of the pool.
     pub fn shape(&self) -> Shape {
         self.shape
     }
@@ -218,15 +226,15 @@ impl Tree {
         self.cache.lock().remember(place, header, flushed)
     }
 
-    /// Reads a header anew.
-    async fn look<V: Verbs>(&self, verbs: &V, place: Place) -> Result<Seen, V::Error> {
+    /// Reads a header, bypassing the cache.
+    async fn read_header<V: Verbs>(&self, verbs: &V, place: Place) -> Result<Seen, V::Error> {
         let mut word = [0];
         verbs.read(place.word(self.shape), &mut word).await?;
         Ok(self.remember(place, Header(word[0]), false))
     }
 
-    /// A header, as it is known or as it is now, with its neighbours.
-    async fn see<V: Verbs>(&self, verbs: &V, place: Place) -> Result<Seen, V::Error> {
+    /// A header from the cache; if it is not cached, reads it with its neighbours.
+    async fn cached_or_read<V: Verbs>(&self, verbs: &V, place: Place) -> Result<Seen, V::Error> {
         if let Some(seen) = self.known(place) {
             return Ok(seen);
         }
@@ -238,7 +246,7 @@ impl Tree {
         Ok(self.known(place).unwrap_or_default())
     }
 
-    /// Reads up to [`BATCH`] headers from a place on.
+    /// Reads up to [`BATCH`] headers, starting at `from`.
     async fn read_headers<V: Verbs>(
         &self,
         verbs: &V,
@@ -254,7 +262,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Reads the headers of sections and, after them, of their spans.
+    /// Reads the headers of sections and then those of their spans.
     async fn read_whole_sections<V: Verbs>(
         &self,
         verbs: &V,
@@ -274,7 +282,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Changes a header from what was seen; what was found instead, if it was another.
+    /// Changes a header by CAS. If the header is not `from`, returns the header found.
     async fn change<V: Verbs>(
         &self,
         verbs: &V,
@@ -290,9 +298,10 @@ impl Tree {
         Ok(Err(self.remember(place, found, false)))
     }
 
-    /// Sets a hint right, in one attempt: the state of a span that its own header has for its chunks. `seen`
-    /// is the section's header as it was before the span's was found in use.
-    async fn hint<V: Verbs>(
+    /// Corrects a hint with a single CAS: the state, in the section's header, of a span that
+    /// allocates its chunks itself. `seen` is the section's header as read before the span's header
+    /// was found in use.
+    async fn update_hint<V: Verbs>(
         &self,
         verbs: &V,
         span: u32,
@@ -300,7 +309,7 @@ impl Tree {
         spread: Spread,
     ) -> Result<(), V::Error> {
         let (section, at) = (span / SPANS, span % SPANS);
-        // An empty span is opened, never hinted at: then the section's word was too old.
+        // An empty span is opened, never marked by a hint; here the section's header was outdated.
         if seen.spread(at) != spread && seen.spread(at) != Spread::Empty {
             let _ = self
                 .change(verbs, Place::section(section), seen, seen.with_spread(at, spread))

@@ -1,19 +1,21 @@
-//! What somebody has, and what a crash left, from headers and logs alone (FineMem §4.2).
+//! Recovery after a crash, from headers and logs alone: the blocks of a user, and unfinished
+//! operations (FineMem §4.2).
 //!
-//! A section at a time, while others work on: nobody waits for it.
+//! Recovery processes one section at a time while other clients continue; no client waits for it.
 
 use super::flush::pending;
 use super::{BATCH, Place, Tree, Verbs};
+use crate::finemem::block::{Block, Layer, SECTION, SPAN_ORDER};
 use crate::finemem::header::{
     CHUNKS, Header, Record, SPAN_ORDER_MAX, SPANS, Spread, User, chunk_mask, span_mask,
 };
-use crate::finemem::layout::{Block, SECTION, SPAN_ORDER};
-use crate::finemem::log::{FullLog, Layer};
+use crate::finemem::log::FullLog;
 
 impl Tree {
-    /// What `user` has that begins in a section. It must not be at work any more.
+    /// Blocks of `user` that begin in a section. The user must have stopped working.
     ///
-    /// Parts of a block of several sections that was not taken as a whole are blocks of one section each.
+    /// Parts of a block of several sections that was not taken completely are returned as blocks of
+    /// one section each.
     pub async fn taken_by<V: Verbs>(
         &self,
         verbs: &V,
@@ -42,8 +44,10 @@ impl Tree {
         Ok(blocks)
     }
 
-    /// `user` has `section` as a part of a block: that, if it begins here, since its first section is taken last;
-    /// nothing, if he has that too, where it is found; else the section, which was left behind.
+    /// Determines what `user` owns, given that it owns `section` as a part of `block`. If the block
+    /// begins here: the whole block, because its first section is taken last. If the user also owns
+    /// the first section: nothing, because the block is found there. Otherwise: this section, which
+    /// was left behind.
     async fn part_of<V: Verbs>(
         &self,
         verbs: &V,
@@ -66,34 +70,34 @@ impl Tree {
         section: u32,
         block: Block,
     ) -> Result<bool, V::Error> {
-        // Not flushed yet, maybe.
+        // The log may not have been flushed yet.
         let place = Place::section(section);
-        let seen = self.look(verbs, place).await?;
+        let seen = self.read_header(verbs, place).await?;
         self.flush(verbs, place, seen).await?;
         let mut log = [0];
         verbs.read(self.shape.log(section * SECTION), &mut log).await?;
         let log = FullLog::parse(log[0]);
         let says = log.taken && log.user == user && log.size == Record::PART;
-        Ok(says && log.layer == Layer::Section && Block::of(section * SECTION, log) == block)
+        Ok(says && log.layer == Layer::Section && log.block(section * SECTION) == block)
     }
 
-    /// Flushes the temporary log of every header of a section; the section's own.
+    /// Flushes the temporary logs of all headers of a section; returns the section's header.
     async fn flush_section<V: Verbs>(&self, verbs: &V, index: u32) -> Result<Header, V::Error> {
         for span in index * SPANS..(index + 1) * SPANS {
             let place = Place::span(span);
-            let seen = self.look(verbs, place).await?;
+            let seen = self.read_header(verbs, place).await?;
             self.flush(verbs, place, seen).await?;
         }
         let place = Place::section(index);
-        let seen = self.look(verbs, place).await?;
+        let seen = self.read_header(verbs, place).await?;
         self.flush(verbs, place, seen).await?;
         Ok(seen.header)
     }
 
-    /// The block that a log says is taken, if the bitmaps say so too.
+    /// The block that a log names as taken, if the bitmaps agree.
     fn block_of(&self, section: Header, chunk: u32, log: FullLog) -> Option<Block> {
         let span = self.known(Place::span(chunk / CHUNKS))?.header;
-        let block = Block::of(chunk, log);
+        let block = log.block(chunk);
         if block.parts().is_some() {
             let fits = self.shape.blocks(block.order) > block.chunk >> block.order;
             let taken = log.taken && section.bitmap() == u32::MAX && !span.in_use();
@@ -123,24 +127,25 @@ impl Tree {
         taken.then_some(block)
     }
 
-    /// Sets right what crashes left in a section: spans that are open and have nothing (an opening or a
-    /// closing that was not finished), or that the section has as full and nobody has. How many there were.
-    pub async fn settle<V: Verbs>(&self, verbs: &V, index: u32) -> Result<u32, V::Error> {
+    /// Repairs what crashes have left in a section: spans that are open but empty (an unfinished
+    /// opening or closing), and spans marked full that have no owner. Returns the number of
+    /// repaired spans.
+    pub async fn repair_section<V: Verbs>(&self, verbs: &V, index: u32) -> Result<u32, V::Error> {
         let mut closed = 0;
         for at in 0..SPANS {
             let span = index * SPANS + at;
-            let section = self.look(verbs, Place::section(index)).await?.header;
+            let section = self.read_header(verbs, Place::section(index)).await?.header;
             if section.spread(at) == Spread::Empty {
                 continue;
             }
-            let seen = self.look(verbs, Place::span(span)).await?.header;
+            let seen = self.read_header(verbs, Place::span(span)).await?.header;
             if seen.in_use() || seen.bitmap() != 0 {
                 continue;
             }
             if section.spread(at) == Spread::Full && self.has_owner(verbs, section, span).await? {
                 continue;
             }
-            // The section's word was seen before this, and must still be the same after it.
+            // The section's header was read before this change, and must be unchanged after it.
             if self.renew(verbs, span, seen).await?.is_none() {
                 continue;
             }
@@ -151,24 +156,25 @@ impl Tree {
         Ok(closed)
     }
 
-    /// Gives back what headers of a section have as taken, and no log has as anybody's: what was withdrawn by somebody
-    /// who went no further. Nobody may be at giving back what was withdrawn, and nothing that was may be in
-    /// quarantine still.
-    pub async fn mend<V: Verbs>(&self, verbs: &V, index: u32) -> Result<(), V::Error> {
+    /// Frees blocks of a section that are taken in the headers but have no owner in a log: blocks
+    /// whose withdrawal was not followed by the free. There must be no free of a withdrawn block in
+    /// progress, and no withdrawn block in quarantine.
+    pub async fn free_ownerless<V: Verbs>(&self, verbs: &V, index: u32) -> Result<(), V::Error> {
         for span in index * SPANS..(index + 1) * SPANS {
             let first = span * CHUNKS;
             let there = self.shape.chunks.saturating_sub(first).min(CHUNKS);
             let place = Place::span(span);
-            let seen = self.look(verbs, place).await?;
+            let seen = self.read_header(verbs, place).await?;
             if there == 0 || !seen.header.in_use() {
                 continue;
             }
-            // Then every bit of the header has its log, or had when it was seen.
+            // Afterwards every bit of the header has its full log, as of the time the header was
+            // read.
             self.flush(verbs, place, seen).await?;
             let mut words = [0; CHUNKS as usize];
             verbs.read(self.shape.log(first), &mut words[..there as usize]).await?;
             let logs = words.map(FullLog::parse);
-            let mut nobodys = (0..there).fold(seen.header.bitmap(), |bits, at| {
+            let mut ownerless = (0..there).fold(seen.header.bitmap(), |bits, at| {
                 let log = logs[at as usize];
                 let whole = log.layer == Layer::Span && log.size < SPAN_ORDER;
                 match log.taken && whole && at + (1 << log.size) <= CHUNKS {
@@ -176,21 +182,21 @@ impl Tree {
                     false => bits,
                 }
             });
-            // Chunks that the pool does not have are taken, by nobody.
-            nobodys &= ((1u64 << there) - 1) as u32;
-            if nobodys != 0 {
-                let at = nobodys.trailing_zeros();
+            // Chunks beyond the end of the pool are taken without an owner.
+            ownerless &= ((1u64 << there) - 1) as u32;
+            if ownerless != 0 {
+                let at = ownerless.trailing_zeros();
                 let log = logs[at as usize];
                 // A block's log is at its first chunk.
                 let size = if log.layer == Layer::Span { log.size.min(SPAN_ORDER - 1) } else { 0 };
                 let last = Block { chunk: first + at, order: size };
-                self.give_back_bits(verbs, nobodys, last, log.user).await?;
+                self.give_back_bits(verbs, ownerless, last, log.user).await?;
             }
         }
-        self.settle(verbs, index).await.map(drop)
+        self.repair_section(verbs, index).await.map(drop)
     }
 
-    /// Whether the logs say that somebody has a span whole.
+    /// True if the logs name an owner of the whole span.
     async fn has_owner<V: Verbs>(
         &self,
         verbs: &V,

@@ -1,21 +1,22 @@
-//! Taking back what the logs say of a block, ahead of the block itself.
+//! Withdrawal: marks a block as freed in its logs before it is freed in the headers.
 
 use super::flush::pending;
 use super::{Place, Tree, Verbs};
+use crate::finemem::block::{Block, Layer, SECTION};
 use crate::finemem::header::{CHUNKS, Record, User};
-use crate::finemem::layout::{Block, SECTION};
-use crate::finemem::log::{FullLog, Layer};
+use crate::finemem::log::FullLog;
 
 impl Tree {
-    /// Has the full log of a taken block say that it is given back, while its header still has it as taken: it is
-    /// nobody's. Nobody else may be giving it back.
+    /// Marks a taken block as freed in its full log, while its header still marks it as taken, so
+    /// that it has no owner. There must be no concurrent free of the block.
     ///
-    /// A NIC that asks the full log who may use the block's window ([`FullLog::OWNERSHIP`]) admits nobody from here
-    /// on. The temporary log, if it is still that of the block's taking, is in the full log; it is changed to one
-    /// of nobody, so that no flush, however late, brings it back.
+    /// From then on, a NIC whose windows are guarded by the full log ([`FullLog::OWNERSHIP`])
+    /// admits no client to the block's window. If the header's temporary log is still that of the
+    /// block's allocation, it is flushed and then rewritten without a user, so that no delayed
+    /// flush restores it.
     ///
-    /// Of a block of several sections each section's log says so: who is broken off between giving back one and the
-    /// next leaves none that looks like its owner's.
+    /// In a block of several sections, the log of each section is changed. Otherwise an abort
+    /// between the frees of two sections would leave a section that seems to belong to the owner.
     pub async fn withdraw<V: Verbs>(&self, verbs: &V, block: Block) -> Result<(), V::Error> {
         match block.parts() {
             None if block.layer() == Layer::Span => {
@@ -34,21 +35,21 @@ impl Tree {
         Ok(())
     }
 
-    /// The same for the log at `first`, which is of `place`.
+    /// Withdraws the log at `first`, whose header is `place`.
     async fn withdraw_at<V: Verbs>(
         &self,
         verbs: &V,
         place: Place,
         first: u32,
     ) -> Result<(), V::Error> {
-        let mut seen = self.look(verbs, place).await?;
+        let mut seen = self.read_header(verbs, place).await?;
         while let Some((chunk, log)) = pending(place.layer, place.index, seen.header)
             && chunk == first
             && log.taken
         {
             self.flush(verbs, place, seen).await?;
-            let nobodys = Record { user: User::NOBODY, ..seen.header.record() };
-            let changed = seen.header.with_record(nobodys);
+            let ownerless = Record { user: User::NOBODY, ..seen.header.record() };
+            let changed = seen.header.with_record(ownerless);
             match self.change(verbs, place, seen.header, changed).await? {
                 Ok(()) => break,
                 Err(found) => seen = found,

@@ -1,8 +1,8 @@
-//! The chain against compute nodes that keep to the protocol and others that do not: requests posted
-//! by hand, on the inline NIC, with the test's thread as the memory node's CPU.
+//! The chain against conforming and non-conforming clients. Requests are posted directly on the
+//! inline NIC, and the test's thread is the memory node's CPU.
 
-mod anew;
-mod hand;
+mod raw_client;
+mod reconnect;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use rnic::port::Function;
 use rnic::port::inline::InlineNic;
 use rnic::verbs::Limits;
 
-use self::hand::{Hand, REPLY};
+use self::raw_client::{REPLY, RawClient};
 use super::*;
 use crate::scheme::{ClientId, NodeScheme};
 use crate::{SchemeKind, Settings};
@@ -42,33 +42,33 @@ fn start(pages: u64) -> (SoftNic, Node<SoftNic>) {
 fn retire(node: &mut Node<SoftNic>, client: ClientId) {
     node.retire(client).unwrap();
     while !node.is_retired(client) {
-        node.turn().unwrap();
+        node.poll().unwrap();
     }
 }
 
 #[test]
-fn the_first_write_allocates_and_a_free_gives_back() {
+fn first_write_allocates_a_page_and_free_returns_it() {
     let (nic, mut node) = start(4);
-    let hand = Hand::join(&nic, &mut node, 1);
+    let client = RawClient::join(&nic, &mut node, 1);
     let free = |node: &mut Node<SoftNic>| node.status().unwrap().free;
-    assert_eq!((hand.read(3), free(&mut node)), (None, 4));
-    assert_eq!((hand.write(3, 7), free(&mut node)), (status::DONE, 3));
-    assert_eq!((hand.write(3, 8), free(&mut node)), (status::DONE, 3));
-    assert_eq!(hand.read(3), Some(8));
-    assert_eq!(hand.read(2), None);
+    assert_eq!((client.read(3), free(&mut node)), (None, 4));
+    assert_eq!((client.write(3, 7), free(&mut node)), (status::DONE, 3));
+    assert_eq!((client.write(3, 8), free(&mut node)), (status::DONE, 3));
+    assert_eq!(client.read(3), Some(8));
+    assert_eq!(client.read(2), None);
     node.audit().unwrap();
-    assert_eq!((hand.free(3), free(&mut node)), (status::DONE, 4));
-    assert_eq!(hand.free(3), status::UNMAPPED, "twice");
-    assert_eq!(hand.read(3), None);
+    assert_eq!((client.free(3), free(&mut node)), (status::DONE, 4));
+    assert_eq!(client.free(3), status::UNMAPPED, "twice");
+    assert_eq!(client.read(3), None);
     node.audit().unwrap();
     let status = node.status().unwrap();
     assert_eq!((status.allocations_nic, status.frees_nic, status.frees_cpu), (1, 1, 0));
 }
 
 #[test]
-fn an_empty_pool_is_an_answer() {
+fn empty_pool_answers_out_of_memory() {
     let (nic, mut node) = start(3);
-    let (a, b) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
+    let (a, b) = (RawClient::join(&nic, &mut node, 1), RawClient::join(&nic, &mut node, 2));
     for number in 0..3 {
         assert_eq!(a.write(number, number as u8 + 1), status::DONE);
     }
@@ -78,9 +78,9 @@ fn an_empty_pool_is_an_answer() {
     }
     assert!(node.client_waits(b.id).unwrap());
     assert!(node.is_watching());
-    assert_eq!(a.write(1, 5), status::DONE, "what is mapped is written still");
+    assert_eq!(a.write(1, 5), status::DONE, "a mapped page remains writable");
     assert_eq!(a.free(1), status::DONE);
-    assert!(node.turn().unwrap(), "nobody is told");
+    assert!(node.poll().unwrap(), "available was not broadcast");
     assert!(!node.is_watching());
     assert_eq!(b.write(0, 9), status::DONE);
     assert_eq!((a.read(0), a.read(1), a.read(2)), (Some(1), None, Some(3)));
@@ -89,40 +89,43 @@ fn an_empty_pool_is_an_answer() {
 }
 
 #[test]
-fn a_number_is_its_compute_nodes_own() {
+fn page_numbers_are_private_to_a_client() {
     let (nic, mut node) = start(8);
-    let hands: Vec<Hand> = (1..=3).map(|id| Hand::join(&nic, &mut node, id)).collect();
-    for (hand, value) in hands.iter().zip(1..) {
-        assert_eq!(hand.write(2, value), status::DONE);
+    let clients: Vec<RawClient> = (1..=3).map(|id| RawClient::join(&nic, &mut node, id)).collect();
+    for (client, value) in clients.iter().zip(1..) {
+        assert_eq!(client.write(2, value), status::DONE);
     }
-    assert_eq!(hands[1].free(2), status::DONE);
-    let seen: Vec<_> = hands.iter().map(|hand| hand.read(2)).collect();
+    assert_eq!(clients[1].free(2), status::DONE);
+    let seen: Vec<_> = clients.iter().map(|client| client.read(2)).collect();
     assert_eq!(seen, [Some(1), None, Some(3)]);
     node.audit().unwrap();
 }
 
 #[test]
-fn requests_that_do_not_exist_are_answered() {
+fn unknown_requests_are_answered_with_bad() {
     let (nic, mut node) = start(4);
-    let hand = Hand::join(&nic, &mut node, 1);
-    assert_eq!(hand.write(0, 1), status::DONE);
+    let client = RawClient::join(&nic, &mut node, 1);
+    assert_eq!(client.write(0, 1), status::DONE);
     for op in (0..=255).filter(|op| !(1..=3).contains(op)) {
         for number in [0, 1] {
-            assert_eq!(hand.ask_raw(op, number), status::BAD, "op {op}");
+            assert_eq!(client.ask_raw(op, number), status::BAD, "op {op}");
         }
     }
-    // A request that is cut short takes the rest from an earlier one of the same compute node.
+    // A truncated request uses the remaining arguments of an earlier request of the same client.
     for len in 1..REQUEST_BYTES {
-        assert_eq!(hand.send(&hand.request(Ask::Read as u8, 0)[..len]), [Status::Success; 2]);
+        assert_eq!(
+            client.send(&client.request(PageOp::Read as u8, 0)[..len]),
+            [Status::Success; 2]
+        );
     }
-    assert_eq!((hand.read(0), hand.read(1)), (Some(1), None));
+    assert_eq!((client.read(0), client.read(1)), (Some(1), None));
     node.audit().unwrap();
 }
 
 #[test]
-fn a_number_beyond_the_table_ends_its_senders_connection_only() {
+fn page_number_beyond_table_breaks_only_the_sender() {
     let (nic, mut node) = start(4);
-    let (bad, good) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
+    let (bad, good) = (RawClient::join(&nic, &mut node, 1), RawClient::join(&nic, &mut node, 2));
     assert_eq!((bad.write(0, 1), good.write(0, 2)), (status::DONE, status::DONE));
     for (round, number) in [4, 5, 100, 0x10000, 0xff_ffff].into_iter().enumerate() {
         for op in 0..=3 {
@@ -130,9 +133,13 @@ fn a_number_beyond_the_table_ends_its_senders_connection_only() {
                 0 => bad.send_read(&bad.read_request(number)),
                 _ => bad.send(&bad.request(op, number)),
             };
-            assert!(sent.len() < 2, "it was answered: {sent:?}");
-            while node.turn().unwrap() {}
-            assert_ne!(bad.qp.state().unwrap(), QpState::ReadyToSend, "it is not told");
+            assert!(sent.len() < 2, "an invalid page number was answered: {sent:?}");
+            while node.poll().unwrap() {}
+            assert_ne!(
+                bad.qp.state().unwrap(),
+                QpState::ReadyToSend,
+                "the client's QP is not broken"
+            );
             assert_eq!(good.read(0), Some(2));
             bad.reset(&mut node);
             assert_eq!(bad.read(0), Some(1), "round {round}");
@@ -143,19 +150,19 @@ fn a_number_beyond_the_table_ends_its_senders_connection_only() {
 }
 
 #[test]
-fn addresses_that_are_not_its_own_end_its_senders_connection_only() {
+fn foreign_addresses_break_only_the_sender() {
     let (nic, mut node) = start(4);
-    let (bad, good) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
+    let (bad, good) = (RawClient::join(&nic, &mut node, 1), RawClient::join(&nic, &mut node, 2));
     assert_eq!(good.write(0, 2), status::DONE);
     assert_eq!(bad.write(0, 1), status::DONE);
-    // The places of the buffer's address and key, and of the reply's; and the other one's memory.
+    // Offsets and lengths of the buffer's address and key, and of the reply's.
     for (at, len) in [(4, 8), (12, 4), (16, 8), (24, 4)] {
         for op in 1..=3 {
             for number in [0, 1] {
                 let mut request = bad.request(op, number);
                 request[at..at + len].fill(0x5a);
                 let ended = bad.send(&request);
-                while node.turn().unwrap() {}
+                while node.poll().unwrap() {}
                 if ended != [Status::Success; 2] {
                     bad.reset(&mut node);
                 }
@@ -169,28 +176,29 @@ fn addresses_that_are_not_its_own_end_its_senders_connection_only() {
         let mut request = bad.read_request(0);
         request[at..at + 4].fill(0x5a);
         assert_ne!(bad.send_read(&request), [Status::Success; 2]);
-        while node.turn().unwrap() {}
+        while node.poll().unwrap() {}
         bad.reset(&mut node);
         assert_eq!(bad.read(0), Some(1));
     }
-    let mut request = bad.request(Ask::Write as u8, 2);
+    let mut request = bad.request(PageOp::Write as u8, 2);
     request[4..16].copy_from_slice(&good.request(0, 0)[4..16]);
     bad.send(&request);
-    while node.turn().unwrap() {}
+    while node.poll().unwrap() {}
     bad.reset(&mut node);
-    assert_ne!(bad.read(2), Some(2), "it reads what is another one's");
+    assert_ne!(bad.read(2), Some(2), "it read another client's page");
     retire(&mut node, bad.id);
     node.audit().unwrap();
     assert_eq!(node.status().unwrap().free, 3);
 }
 
 #[test]
-fn who_sends_more_than_its_credits_waits_alone() {
+fn client_that_exceeds_its_credits_blocks_only_itself() {
     let (nic, mut node) = start(64);
-    let (eager, modest) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
-    // It takes no replies: its answers wait, and with them its credits.
+    let (eager, modest) =
+        (RawClient::join(&nic, &mut node, 1), RawClient::join(&nic, &mut node, 2));
+    // The eager client posts no receives: its answers wait, and with them its credits.
     for number in 0..3 * CREDITS {
-        let request = eager.request(Ask::Write as u8, number);
+        let request = eager.request(PageOp::Write as u8, number);
         let op = Op::SendInline { data: &request };
         eager.qp.post_send(&[WorkRequest { id: 2, op, signaled: true }]).unwrap();
     }
@@ -204,34 +212,34 @@ fn who_sends_more_than_its_credits_waits_alone() {
     let mut done = 0;
     while done < 3 * CREDITS as usize {
         done += eager.completions().len();
-        node.turn().unwrap();
+        node.poll().unwrap();
     }
     node.audit().unwrap();
 }
 
 #[test]
-fn what_was_freed_is_clear_and_whoever_leaves_gives_all_back() {
+fn freed_pages_are_cleared_and_departure_frees_all() {
     let (nic, mut node) = start(4);
     for id in 1..=6 {
-        let hand = Hand::join(&nic, &mut node, id);
+        let client = RawClient::join(&nic, &mut node, id);
         for number in 0..4 {
-            assert_eq!(hand.read(number), None);
-            assert_eq!(hand.write(number, id as u8), status::DONE);
+            assert_eq!(client.read(number), None);
+            assert_eq!(client.write(number, id as u8), status::DONE);
         }
         if id % 2 == 0 {
-            assert_eq!(hand.free(2), status::DONE);
+            assert_eq!(client.free(2), status::DONE);
         }
-        retire(&mut node, hand.id);
+        retire(&mut node, client.id);
         assert_eq!(node.status().unwrap().free, 4);
         node.audit().unwrap();
         let mut pages = vec![0xee; 4 * PAGE_BYTES];
         node.memory().chunks.memory().read(0, &mut pages);
         assert!(pages.iter().all(|b| *b == 0), "pages are not cleared");
-        assert_ne!(hand.send(&hand.request(Ask::Read as u8, 0)), [Status::Success; 2]);
+        assert_ne!(client.send(&client.request(PageOp::Read as u8, 0)), [Status::Success; 2]);
     }
 }
 
-/// A NIC that runs WQE by WQE, in an order that a seed gives.
+/// A NIC that executes single WQEs, in an order that a seed determines.
 struct Stepper {
     nic: Arc<InlineNic>,
     state: u64,
@@ -257,8 +265,9 @@ impl Stepper {
         (self.state >> 33) as usize % below
     }
 
-    /// Executes up to `wqes` WQEs: of the QPs that are ready, the one that comes first in an order that
-    /// changes now and then, so that some stand still for long while others come far.
+    /// Executes up to `wqes` WQEs, each of the ready QP that is first in an order. The order
+    /// changes from time to time, so that some QPs make no progress for long while others advance
+    /// far.
     fn run(&mut self, wqes: usize) {
         for _ in 0..wqes {
             if self.random(24) == 0 {
@@ -276,7 +285,7 @@ impl Stepper {
     }
 }
 
-impl Hand {
+impl RawClient {
     fn post(&self, qp: &<SoftNic as Nic>::Qp, data: &[u8]) {
         qp.post_recv(&ReceiveRequest { id: 1, to: &[] }).unwrap();
         let op = Op::SendInline { data };
@@ -284,94 +293,94 @@ impl Hand {
     }
 }
 
-/// A page is read and freed at the same time, and another compute node waits for it: in every order
-/// of WQEs the reader sees what was its own, or no page.
+/// A page is read and freed concurrently, and another client waits for a page. In every order of
+/// WQEs the read returns the reader's own data, or no page.
 #[test]
-fn a_page_is_not_given_away_before_it_has_been_read() {
+fn page_is_not_reallocated_before_reads_end() {
     let seeds = if std::env::var_os("GRANARY_TEST_FULL").is_some() { 20_000 } else { 1500 };
     let (mut read, mut unmapped, mut given) = (0, 0, 0);
     for seed in 0..seeds {
         let mut stepper = Stepper::new(seed);
         let nic = stepper.physical();
         let mut node = Node::new(nic.clone(), settings(1)).unwrap();
-        let (a, b) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
+        let (a, b) = (RawClient::join(&nic, &mut node, 1), RawClient::join(&nic, &mut node, 2));
         stepper.run(usize::MAX);
         a.memory.memory().write(0, &[7; PAGE_BYTES]);
-        a.post(&a.qp, &a.request(Ask::Write as u8, 0));
+        a.post(&a.qp, &a.request(PageOp::Write as u8, 0));
         stepper.run(usize::MAX);
         a.memory.memory().write(0, &[0xee; PAGE_BYTES]);
         b.memory.memory().write(0, &[9; PAGE_BYTES]);
         a.post(&a.reads, &a.read_request(0));
         stepper.run(seed as usize % 8);
-        a.post(&a.qp, &a.request(Ask::Free as u8, 0));
+        a.post(&a.qp, &a.request(PageOp::Free as u8, 0));
         stepper.run(seed as usize % 13);
         for _ in 0..CREDITS {
-            b.post(&b.qp, &b.request(Ask::Write as u8, 0));
+            b.post(&b.qp, &b.request(PageOp::Write as u8, 0));
         }
         stepper.run(usize::MAX);
         match a.full_of(0) {
             7 => read += 1,
             0xee => unmapped += 1,
-            other => panic!("seed {seed}: it read {other}"),
+            other => panic!("seed {seed}: the read returned {other}"),
         }
         given += (b.memory.memory().load_be64(REPLY) == status::DONE) as u32;
-        assert!(!node.turn().unwrap());
+        assert!(!node.poll().unwrap());
         node.audit().unwrap();
     }
-    println!("read {read}, unmapped {unmapped}, given to another one {given}");
+    println!("read {read}, unmapped {unmapped}, given to another client {given}");
     assert!(read > 100 && unmapped > 10 && given > 100, "{read} {unmapped} {given}");
 }
 
-/// The same with a write that is still being transferred when the page is freed: it does not land in what
-/// is another one's by then.
+/// As above, with a write that is still being transferred when the page is freed: the write must
+/// not reach the page after another client has got it.
 #[test]
-fn a_page_is_not_given_away_before_it_has_been_written() {
+fn page_is_not_reallocated_before_writes_end() {
     let seeds = if std::env::var_os("GRANARY_TEST_FULL").is_some() { 20_000 } else { 1500 };
     let mut given = 0;
     for seed in 0..seeds {
         let mut stepper = Stepper::new(seed);
         let nic = stepper.physical();
         let mut node = Node::new(nic.clone(), settings(1)).unwrap();
-        let (a, b) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
+        let (a, b) = (RawClient::join(&nic, &mut node, 1), RawClient::join(&nic, &mut node, 2));
         stepper.run(usize::MAX);
         a.memory.memory().write(0, &[7; PAGE_BYTES]);
         b.memory.memory().write(0, &[9; PAGE_BYTES]);
-        for ask in [Ask::Write, Ask::Write, Ask::Free] {
+        for ask in [PageOp::Write, PageOp::Write, PageOp::Free] {
             a.post(&a.qp, &a.request(ask as u8, 0));
             stepper.run(seed as usize % 11);
         }
         for _ in 0..CREDITS {
-            b.post(&b.qp, &b.request(Ask::Write as u8, 0));
+            b.post(&b.qp, &b.request(PageOp::Write as u8, 0));
         }
         stepper.run(usize::MAX);
         if b.memory.memory().load_be64(REPLY) == status::DONE {
             given += 1;
             let mut page = [0; PAGE_BYTES];
             node.memory().chunks.memory().read(0, &mut page);
-            assert!(page == [9; PAGE_BYTES], "seed {seed}: another one wrote to it");
+            assert!(page == [9; PAGE_BYTES], "seed {seed}: the first client wrote to the page");
         }
-        assert!(!node.turn().unwrap());
+        assert!(!node.poll().unwrap());
         node.audit().unwrap();
     }
     assert!(given > 100, "{given}");
 }
 
-/// A compute node breaks what it reads over while it frees the page, at every step: the page is
-/// not lost, whether it comes back or goes.
+/// A client breaks the QP of its reads while it frees the page, at every step. The page is not
+/// lost, whether the client reconnects or leaves.
 #[test]
-fn a_free_that_waits_for_a_read_that_never_ends_loses_nothing() {
+fn free_that_waits_for_a_stuck_read_loses_no_page() {
     for steps in 0..120 {
         for leaves in [false, true] {
             let mut stepper = Stepper::new(steps as u64);
             let nic = stepper.physical();
             let mut node = Node::new(nic.clone(), settings(2)).unwrap();
-            let a = Hand::join(&nic, &mut node, 1);
+            let a = RawClient::join(&nic, &mut node, 1);
             stepper.run(usize::MAX);
             for number in 0..2 {
-                a.post(&a.qp, &a.request(Ask::Write as u8, number));
+                a.post(&a.qp, &a.request(PageOp::Write as u8, number));
                 stepper.run(usize::MAX);
             }
-            // The read finds no receive, or a bad key: it is not answered.
+            // The read has no receive, or a bad key, so it is never answered.
             let mut request = a.read_request(0);
             if steps % 2 == 0 {
                 request[11..].fill(0x5a);
@@ -379,11 +388,11 @@ fn a_free_that_waits_for_a_read_that_never_ends_loses_nothing() {
             let op = Op::SendInline { data: &request };
             a.reads.post_send(&[WorkRequest { id: 2, op, signaled: true }]).unwrap();
             stepper.run(steps % 10);
-            a.post(&a.qp, &a.request(Ask::Free as u8, 0));
+            a.post(&a.qp, &a.request(PageOp::Free as u8, 0));
             stepper.run(steps);
             let settle = |stepper: &mut Stepper, node: &mut Node<SoftNic>| {
                 stepper.run(usize::MAX);
-                node.turn().unwrap();
+                node.poll().unwrap();
             };
             if leaves {
                 node.retire(a.id).unwrap();
@@ -407,7 +416,8 @@ fn a_free_that_waits_for_a_read_that_never_ends_loses_nothing() {
                     settle(&mut stepper, &mut node);
                 }
                 a.completions();
-                for (op, expected) in [(Ask::Write, status::DONE), (Ask::Free, status::DONE)] {
+                for (op, expected) in [(PageOp::Write, status::DONE), (PageOp::Free, status::DONE)]
+                {
                     a.memory.memory().zero(REPLY, 8);
                     a.post(&a.qp, &a.request(op as u8, 0));
                     stepper.run(usize::MAX);
@@ -420,10 +430,10 @@ fn a_free_that_waits_for_a_read_that_never_ends_loses_nothing() {
     }
 }
 
-/// Random requests of several compute nodes, beside a model of what each has: over many laps of the
-/// rings and past where their indices wrap.
+/// Compares random requests of several clients with a model of their pages, over many laps of the
+/// rings and past the wrap of the rings' indices.
 #[test]
-fn random_requests_do_what_the_model_does() {
+fn random_requests_match_the_model() {
     let rounds = if std::env::var_os("GRANARY_TEST_FULL").is_some() { 400_000 } else { 70_000 };
     let seed = 0x0dd9_u64;
     println!("seed {seed:#x}");
@@ -435,26 +445,26 @@ fn random_requests_do_what_the_model_does() {
     };
     const PAGES: usize = 12;
     let (nic, mut node) = start(PAGES as u64);
-    let hands: Vec<Hand> = (1..=3).map(|id| Hand::join(&nic, &mut node, id)).collect();
-    let mut model: Vec<BTreeMap<u32, u8>> = vec![BTreeMap::new(); hands.len()];
+    let clients: Vec<RawClient> = (1..=3).map(|id| RawClient::join(&nic, &mut node, id)).collect();
+    let mut model: Vec<BTreeMap<u32, u8>> = vec![BTreeMap::new(); clients.len()];
     for round in 0..rounds {
-        // One of them asks for most, so that its counters wrap.
+        // Client 0 sends most requests, so that its counters wrap.
         let who = if random(8) == 0 { 1 + random(2) as usize } else { 0 };
-        let (hand, number) = (&hands[who], random(PAGES as u64) as u32);
+        let (client, number) = (&clients[who], random(PAGES as u64) as u32);
         let mapped: usize = model.iter().map(BTreeMap::len).sum();
         let mine = &mut model[who];
         match random(4) {
-            0 => assert_eq!(hand.read(number), mine.get(&number).copied(), "round {round}"),
+            0 => assert_eq!(client.read(number), mine.get(&number).copied(), "round {round}"),
             1 => {
                 let was = mine.remove(&number).is_some();
                 let expected = if was { status::DONE } else { status::UNMAPPED };
-                assert_eq!(hand.free(number), expected, "round {round}");
+                assert_eq!(client.free(number), expected, "round {round}");
             }
             _ => {
                 let value = random(255) as u8 + 1;
                 let fits = mapped < PAGES || mine.contains_key(&number);
                 let expected = if fits { status::DONE } else { status::EMPTY };
-                assert_eq!(hand.write(number, value), expected, "round {round}");
+                assert_eq!(client.write(number, value), expected, "round {round}");
                 if fits {
                     mine.insert(number, value);
                 }
@@ -462,7 +472,7 @@ fn random_requests_do_what_the_model_does() {
         }
         if round % 1000 == 0 {
             node.audit().unwrap();
-            assert!(!node.turn().unwrap());
+            assert!(!node.poll().unwrap());
         }
     }
     node.audit().unwrap();

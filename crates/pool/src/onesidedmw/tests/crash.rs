@@ -1,5 +1,5 @@
-//! A compute node dies, or loses its management QPs, at every step of its chains: the NIC is run
-//! WQE by WQE, stopped after k of them for every k, and the pool must be whole in the end.
+//! A client dies, or loses its management QPs, at every step of its chains: the NIC executes WQE by
+//! WQE and stops after k of them, for every k. The pool must be consistent in the end.
 
 use fabric::DmaMemory;
 use rnic::port::Function;
@@ -12,7 +12,7 @@ use super::*;
 
 const CHUNKS: u64 = 6;
 
-/// A NIC that runs WQE by WQE, in turns among the QPs that are ready.
+/// A NIC that executes WQE by WQE, round-robin over the ready QPs.
 struct Stepper {
     nic: Arc<InlineNic>,
     last: Cell<Qpn>,
@@ -29,7 +29,7 @@ impl Stepper {
         SoftNic::new(Function::Inline(self.nic.physical()))
     }
 
-    /// Executes `wqes` WQEs, or as many as there are; how many.
+    /// Executes up to `wqes` WQEs; returns the number executed.
     fn run(&self, wqes: usize) -> usize {
         for n in 0..wqes {
             let ready = self.nic.ready_qps();
@@ -42,29 +42,29 @@ impl Stepper {
     }
 }
 
-/// A memory node with two compute nodes, of which one is in trouble.
+/// A memory node with two clients. Client `a` fails; client `b` does not.
 struct Scene {
     stepper: Stepper,
     node: Node<SoftNic>,
-    /// The one in trouble, in a function of its own.
+    /// The failing client, in a function of its own.
     a: Raw,
     function: InlineFunction,
     b: Raw,
-    /// What the other one holds, and what is in it.
+    /// The chunk of `b`, which holds data.
     kept: Chunk,
-    /// What the one in trouble holds.
+    /// The chunks of `a`.
     held: Vec<Chunk>,
 }
 
-/// What the one in trouble has in flight.
+/// Requests that `a` has in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Flight {
     Allocation,
     Free,
     Both,
-    /// An allocation that finds nothing.
+    /// An allocation that finds no free chunk.
     Empty,
-    /// As many as its credits of each kind, the second free a double one.
+    /// As many requests of each kind as credits; the second free is a double free.
     Full,
 }
 
@@ -90,7 +90,8 @@ impl Scene {
         let at = Remote { addr: kept.addr, rkey: kept.keys[0] };
         let op = Op::WriteInline { to: at, data: b"kept" };
         b.access[0].post_send(&[WorkRequest { id: 7, op, signaled: true }]).unwrap();
-        // So many laps that what a slot holds from earlier requests could be taken for this one's.
+        // Enough laps that a slot's data from earlier requests could be mistaken for this
+        // request's.
         let mut held: Vec<Chunk> = (0..2).map(|_| allocate(&a)).collect();
         if flight == Flight::Empty {
             held.extend((0..CHUNKS - 3).map(|_| allocate(&a)));
@@ -114,30 +115,30 @@ impl Scene {
                 (4..8).zip([x, x, y, y]).for_each(|(slot, entry)| self.a.ask_free(entry, slot));
             }
         }
-        // The other one is at work as well.
+        // Client `b` is active as well.
         self.b.ask_chunk(8);
     }
 
-    /// The NIC and the CPU in turns: so many WQEs for each turn of the CPU.
+    /// Alternates the NIC and the CPU: `wqes` WQEs for each turn of the CPU.
     fn pump(&mut self, wqes: usize, mut done: impl FnMut(&mut Self) -> bool) {
         for _ in 0..100_000 {
             if done(self) {
                 return;
             }
-            self.node.turn().unwrap();
+            self.node.poll().unwrap();
             self.stepper.run(wqes);
         }
-        panic!("it does not come to an end");
+        panic!("the scene does not finish");
     }
 
     fn settle(&mut self) {
-        while self.stepper.run(usize::MAX) > 0 || self.node.turn().unwrap() {}
+        while self.stepper.run(usize::MAX) > 0 || self.node.poll().unwrap() {}
     }
 
-    /// The free worker that was stopped runs again.
+    /// True once the stopped free worker runs again.
     fn is_repaired(&self) -> bool {
         let c = &self.node.clients[&ClientId(1)];
-        let runs = c.directions().all(|d| d.worker.state().unwrap() != QpState::Error);
+        let runs = c.queues().all(|d| d.worker.state().unwrap() != QpState::Error);
         runs && c.management == Management::Open
     }
 
@@ -145,14 +146,14 @@ impl Scene {
         self.node.worker_qpns(ClientId(1)).unwrap()[index]
     }
 
-    /// Stops a worker of the one in trouble where it is.
+    /// Stops a worker of `a` where it is.
     fn stop(&self, index: usize) {
         let change = rnic::verbs::QpChange::Error;
         let verb = Verb::ModifyQp { qpn: self.worker(index), change };
         self.stepper.nic.physical().execute(verb).unwrap();
     }
 
-    /// Everything is whole, and all that is not the other one's is free and zero.
+    /// Checks that the pool is consistent, and that every chunk not owned by `b` is free and zero.
     fn check_whole(mut self) {
         self.settle();
         self.b.drain();
@@ -184,7 +185,7 @@ impl Scene {
         self.b.read_back(len)
     }
 
-    /// What the one in trouble was told that it has, and the frees whose reply it got.
+    /// The entries that replies have granted to `a`, and the statuses of its frees.
     fn known(&self) -> (HashSet<u32>, Vec<(u32, u8)>) {
         let granted = (8..12).filter_map(|slot| self.a.chunk(slot).ok()).map(|c| c.entry);
         let held = self.held.iter().map(|c| c.entry);
@@ -194,7 +195,7 @@ impl Scene {
     }
 }
 
-/// Group sizes and WQEs that the NIC gets done for each turn of the CPU.
+/// Group sizes, and numbers of WQEs that the NIC executes per turn of the CPU.
 fn variants() -> Vec<(u32, usize)> {
     match std::env::var_os("GRANARY_TEST_FULL") {
         None => vec![(2, 1), (5, 3)],
@@ -202,12 +203,12 @@ fn variants() -> Vec<(u32, usize)> {
     }
 }
 
-/// Runs `trouble` after every number of WQEs, until there are no more.
+/// Runs `trouble` after every number of WQEs, until the NIC has no more to execute.
 fn after_every_step(trouble: impl Fn(Scene, usize)) {
     let mut scenes = 0;
     for (group, wqes) in variants() {
         for flight in FLIGHTS {
-            // Only every third step of the long ones, unless there is time.
+            // Only every third step of the long scenes, except in the full test.
             let long = flight == Flight::Full && std::env::var_os("GRANARY_TEST_FULL").is_none();
             for k in (wqes % 3..).step_by(if long { 3 } else { 1 }) {
                 let scene = Scene::new(group, flight);
@@ -233,7 +234,7 @@ fn a_client_dies_at_any_step_and_the_pool_is_whole() {
     after_every_step(|mut scene, wqes| {
         let key = Remote { addr: scene.held[1].addr, rkey: scene.held[1].keys[0] };
         scene.node.retire(ClientId(1)).unwrap();
-        // From now on its keys open nothing, whatever the state of its chunks.
+        // From now on the client's keys are useless, whatever the state of its chunks.
         let op = Op::WriteInline { to: key, data: b"late" };
         scene.a.access[0].post_send(&[WorkRequest { id: 99, op, signaled: true }]).unwrap();
         scene.pump(wqes, |s| s.node.is_retired(ClientId(1)));
@@ -256,7 +257,7 @@ fn a_client_dies_and_its_queues_with_it() {
     });
 }
 
-/// The chain itself stops, by what no client can bring about: what it has in hand goes back.
+/// The chain itself stops, which no client can cause: the resources that it holds are returned.
 #[test]
 fn a_chain_stops_at_any_step_and_nothing_is_lost() {
     for worker in 0..2 {
@@ -269,15 +270,17 @@ fn a_chain_stops_at_any_step_and_nothing_is_lost() {
     }
 }
 
-/// The same, and the client lives: it is told, re-establishes its QPs, and owns what it knows of.
+/// As above, but the client stays: it gets an error, re-establishes its QPs, and owns exactly the
+/// chunks that it knows of.
 #[test]
-fn a_client_survives_its_chains() {
+fn client_recovers_after_its_chains_stop() {
     for worker in 0..2 {
         after_every_step(|mut scene, wqes| {
             scene.stop(worker);
             scene.pump(wqes, |s| {
                 let broken = |qp: &Qp| qp.state().unwrap() == QpState::Error;
-                // A free worker that stops where a refusal stops it is taken for one that refused.
+                // A free worker that stops at the check of the guard is treated as having refused a
+                // request.
                 s.is_repaired() || broken(&s.a.alloc) && broken(&s.a.free)
             });
             survive(scene, wqes);
@@ -285,7 +288,7 @@ fn a_client_survives_its_chains() {
     }
 }
 
-/// The client resets its management QPs at any step: what it was not told of is not its own.
+/// The client resets its management QPs at any step: undelivered grants are reclaimed.
 #[test]
 fn management_is_reset_at_any_step_and_no_grant_is_lost() {
     after_every_step(survive);
@@ -300,7 +303,7 @@ fn survive(mut scene: Scene, wqes: usize) {
         peers = s.node.reset_management(ClientId(1)).unwrap();
         peers.is_some()
     });
-    let peers = peers.expect("it came to an end");
+    let peers = peers.expect("the reset has finished");
     scene.a.alloc.connect(Qpn::new(peers[0])).unwrap();
     scene.a.free.connect(Qpn::new(peers[1])).unwrap();
     scene.settle();
@@ -309,13 +312,13 @@ fn survive(mut scene: Scene, wqes: usize) {
     for (entry, told) in frees {
         match told {
             status::PENDING if known.contains(&entry) => {
-                // Whether it was executed is open: the memory node's books say.
+                // The free may have been executed or not: the memory node's table shows which.
                 if scene.node.memory().owner(entry) != 1 {
                     known.remove(&entry);
                 }
             }
             status::FREED => {
-                // It may have been granted anew since.
+                // The entry may have been granted again since.
                 if scene.node.memory().owner(entry) != 1 {
                     known.remove(&entry);
                 }
@@ -328,7 +331,7 @@ fn survive(mut scene: Scene, wqes: usize) {
         (0..CHUNKS as u32).filter(|&i| scene.node.memory().owner(i) == 1).collect();
     assert_eq!(owned, known, "owned, and known to be owned");
     scene.node.audit().unwrap();
-    // It goes on: for many laps, with a refusal in between.
+    // The client continues for many laps, with refusals in between.
     for round in 0..12 {
         scene.a.ask_chunk(0);
         scene.settle();
@@ -347,13 +350,13 @@ fn survive(mut scene: Scene, wqes: usize) {
     scene.check_whole();
 }
 
-/// A chunk is freed by the client while it is taken back from it, because its reply was lost: it
-/// comes back once.
+/// The client frees a chunk while the memory node reclaims it because its reply was lost: the chunk
+/// becomes free once.
 #[test]
-fn what_is_taken_back_cannot_be_freed_as_well() {
+fn chunk_being_reclaimed_cannot_be_freed_twice() {
     for k in 0..40 {
         let mut scene = Scene::new(3, Flight::Empty);
-        // Two chunks are there for whom they are granted to, and the replies go nowhere.
+        // Two chunks are free; they are granted, and the replies are lost.
         let [x, y] = [scene.held[2].entry, scene.held[1].entry];
         scene.settle();
         for (slot, entry) in [(4, x), (5, y)] {
@@ -363,7 +366,8 @@ fn what_is_taken_back_cannot_be_freed_as_well() {
         scene.a.drain();
         scene.a.ask_chunk(8);
         scene.a.ask_chunk(9);
-        // The requests and the alloc worker only, so that chunks are granted and no reply has gone out.
+        // Steps only the requests and the alloc worker, so that chunks are granted but no reply is
+        // sent.
         for qpn in [scene.a.alloc.qpn(), scene.worker(0)] {
             while scene.stepper.nic.step(qpn) {}
         }
@@ -379,7 +383,7 @@ fn what_is_taken_back_cannot_be_freed_as_well() {
             tries += 1;
             scene.stepper.run(1);
         };
-        assert!(tries > 0, "it was let in while its old chunks were still bound");
+        assert!(tries > 0, "the connection was re-established while old chunks were still bound");
         scene.a.alloc.connect(Qpn::new(peers[0])).unwrap();
         scene.a.free.connect(Qpn::new(peers[1])).unwrap();
         scene.a.ask_free(x, 4);

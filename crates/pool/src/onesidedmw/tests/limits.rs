@@ -1,4 +1,5 @@
-//! Budgets: who goes over one loses its management connection, is told why, and nothing else.
+//! Budgets: a client that exceeds one loses its management connection, learns the reason, and keeps
+//! everything else.
 
 use std::time::{Duration, Instant};
 
@@ -15,12 +16,12 @@ fn start(budget: Budget) -> (SoftNic, Node<SoftNic>, Raw, Raw) {
     (nic, node, a, b)
 }
 
-/// So short that a turn always finds it over.
+/// Short enough that the interval has always elapsed at the next turn.
 const INTERVAL: Duration = Duration::from_nanos(1_000_000);
 
 fn turn(node: &mut Node<SoftNic>) {
     let until = Instant::now() + 2 * INTERVAL;
-    while node.turn().unwrap() || Instant::now() < until {
+    while node.poll().unwrap() || Instant::now() < until {
         std::thread::yield_now();
     }
 }
@@ -31,18 +32,18 @@ fn is_cut(raw: &Raw) -> bool {
     states == [QpState::Error; 2]
 }
 
-/// Asks to be let in again, as a client does.
+/// Requests a re-establishment, as the client code does.
 fn ask_again(node: &mut Node<SoftNic>, raw: &Raw) -> Error {
     for qp in [&raw.alloc, &raw.free] {
         qp.modify(QpChange::Reset).unwrap();
     }
     match node.reset_management(raw.id) {
         Err(e) => e,
-        Ok(peers) => panic!("let in: {peers:?}"),
+        Ok(peers) => panic!("re-established: {peers:?}"),
     }
 }
 
-/// Comes back when the suspension is over.
+/// Re-establishes the connection once the suspension has ended.
 fn come_back(node: &mut Node<SoftNic>, raw: &Raw) {
     let e = ask_again(node, raw);
     assert!(matches!(e, Error::OverBudget { .. }), "{e}");
@@ -60,14 +61,14 @@ fn can_use(raw: &Raw, chunk: &Chunk) {
 }
 
 #[test]
-fn too_many_requests() {
+fn request_rate_over_budget_ends_the_connection() {
     let budget = Budget { requests_per_s: Some(100), interval: INTERVAL, ..Budget::default() };
     let (_nic, mut node, a, b) = start(budget);
     let kept = a.allocate().unwrap();
     let other = b.allocate().unwrap();
     turn(&mut node);
     assert!(!is_cut(&a));
-    // In far less than three seconds, also where threads are watched.
+    // This takes far less than three seconds, also under a race detector.
     for _ in 0..150 {
         let c = a.allocate().unwrap();
         assert_eq!(a.free(c.entry), status::FREED);
@@ -82,7 +83,7 @@ fn too_many_requests() {
     let e = ask_again(&mut node, &a);
     let text = e.to_string();
     for part in
-        ["requests in", "100 a second", "--budget-requests-per-s", "stay usable", "again in"]
+        ["requests in", "100 a second", "--budget-requests-per-s", "stay usable", "retry in"]
     {
         assert!(text.contains(part), "{part:?} is not in {text}");
     }
@@ -91,10 +92,10 @@ fn too_many_requests() {
     turn(&mut node);
     assert!(!is_cut(&a) && !is_cut(&b));
     assert_eq!(node.status().unwrap().budget.unwrap().suspended, 0);
-    // Requests that are refused are requests too.
+    // Refused requests count as requests too.
     for _ in 0..230 {
         a.ask_free(other.entry, 0);
-        node.turn().unwrap();
+        node.poll().unwrap();
         a.drain();
     }
     turn(&mut node);
@@ -107,25 +108,25 @@ fn too_many_requests() {
 }
 
 #[test]
-fn too_many_chunks() {
+fn chunks_over_budget_end_the_connection() {
     let budget = Budget { chunks: Some(4), interval: INTERVAL, ..Budget::default() };
     let (_nic, mut node, a, b) = start(budget);
     let mut held: Vec<Chunk> = (0..4).map(|_| a.allocate().unwrap()).collect();
-    // Within the budget for ever: with many requests, refused frees among them.
+    // The client stays within the budget with many requests, including refused frees.
     for _ in 0..100 {
         let c = b.allocate().unwrap();
         assert_eq!(b.free(c.entry), status::FREED);
         b.ask_free(c.entry, 0);
-        node.turn().unwrap();
+        node.poll().unwrap();
         b.drain();
         assert_eq!(b.free_status(0), status::REFUSED);
     }
     turn(&mut node);
     assert!(!is_cut(&a) && !is_cut(&b));
-    // Frees that are refused do not make room.
+    // Refused frees do not reduce the count.
     for _ in 0..10 {
         a.ask_free(60, 0);
-        node.turn().unwrap();
+        node.poll().unwrap();
         a.drain();
     }
     held.extend((0..2).map(|_| a.allocate().unwrap()));
@@ -137,7 +138,7 @@ fn too_many_chunks() {
         assert!(text.contains(part), "{part:?} is not in {text}");
     }
     come_back(&mut node, &a);
-    // It may keep what it has, and free; not take more.
+    // The client may keep its chunks and free them, but not allocate more.
     turn(&mut node);
     assert!(!is_cut(&a));
     assert_eq!(a.free(held.pop().unwrap().entry), status::FREED);
@@ -156,17 +157,17 @@ fn too_many_chunks() {
     assert_eq!(node.memory().owned(1), 4);
 }
 
-/// What is in flight when the connection is ended: no reply is waited for in vain, and no grant is
+/// Requests in flight when the connection is ended: every wait for a reply ends, and no grant is
 /// lost.
 #[test]
-fn requests_in_flight_end_with_the_connection() {
+fn requests_in_flight_end_when_budget_closes_connection() {
     let budget = Budget { requests_per_s: Some(5), interval: INTERVAL, ..Budget::default() };
     let (_nic, mut node, a, _b) = start(budget);
     (0..8).for_each(|slot| a.ask_chunk(slot));
     (0..8).for_each(|slot| a.ask_free(63, 8 + slot));
     turn(&mut node);
     let ended = a.drain();
-    // A receive and a SEND for each of the 16.
+    // A receive and a SEND for each of the 16 requests.
     assert_eq!(ended.len(), 32, "{ended:?}");
     let told = (0..8).filter(|&slot| a.chunk(slot).is_ok()).count() as u64;
     turn(&mut node);

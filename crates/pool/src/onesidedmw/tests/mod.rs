@@ -1,4 +1,4 @@
-//! The chains as the NIC runs them, seen from a compute node that speaks raw verbs.
+//! Tests of the chains on the NIC, with clients that use raw verbs.
 
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
@@ -17,20 +17,20 @@ use crate::Settings;
 mod crash;
 mod limits;
 mod refused;
-use crate::scheme::{Admission, ClientId, GroupId, Lane, NodeScheme, bulletin};
+use crate::scheme::{ClientId, ConnectRequest, GroupId, Lane, NodeScheme, bulletin};
 
 type Qp = <SoftNic as Nic>::Qp;
 type Cq = <SoftNic as Nic>::Cq;
 type Mr = <SoftNic as Nic>::Mr;
 
-/// A compute node without any of the client's code.
+/// A client that uses none of the client code.
 struct Raw {
     id: ClientId,
     cq: Cq,
     alloc: Qp,
     free: Qp,
     access: Vec<Qp>,
-    /// What the windows are bound to: the memory node's side of the access QPs.
+    /// Memory node's side of the access QPs: windows are bound to these.
     peers: Vec<Qpn>,
     memory: Mr,
 }
@@ -73,18 +73,18 @@ impl Raw {
         let memory = nic.alloc_dma(64 << 10).unwrap();
         let rights = Access::LOCAL_ALL | Access::REMOTE_WRITE;
         let memory = nic.reg_mr(&pd, &memory, rights).unwrap();
-        // Without separation it allocates over its first access QP.
+        // Without separation the client allocates over its first access QP.
         let alloc = if settings.separation { alloc } else { access[0].clone() };
         let management = match settings.separation {
             true => vec![alloc.qpn().raw(), free.qpn().raw()],
             false => vec![free.qpn().raw()],
         };
-        let request = Admission {
+        let request = ConnectRequest {
             management,
             groups: vec![access.iter().map(|q| q.qpn().raw()).collect()],
             bulletin_addr: memory.memory().addr() + 32768,
             bulletin_rkey: memory.key().0,
-            ..Admission::default()
+            ..ConnectRequest::default()
         };
         let admitted = node.admit(ClientId(id), &request).unwrap();
         if settings.separation {
@@ -98,7 +98,7 @@ impl Raw {
         Self { id: ClientId(id), cq, alloc, free, access, peers, memory }
     }
 
-    /// Re-establishes the management QPs, as a client does.
+    /// Re-establishes the management QPs, as the client code does.
     fn reset_management(&self, node: &mut Node<SoftNic>) {
         for qp in [&self.alloc, &self.free] {
             qp.modify(QpChange::Reset).unwrap();
@@ -106,7 +106,7 @@ impl Raw {
         let peers = loop {
             match node.reset_management(self.id).unwrap() {
                 Some(peers) => break peers,
-                None => drop(node.turn().unwrap()),
+                None => drop(node.poll().unwrap()),
             }
         };
         self.alloc.connect(Qpn::new(peers[0])).unwrap();
@@ -189,7 +189,7 @@ impl Raw {
         self.free_status(0)
     }
 
-    /// One access through lane `lane`; how it completes.
+    /// Executes one access through lane `lane`; returns its completion status.
     fn access(&self, lane: usize, at: Remote, write: Option<&[u8]>, read: usize) -> Status {
         let to = [self.memory.sge(40000, read as u32)];
         let op = match write {
@@ -207,11 +207,11 @@ impl Raw {
     }
 }
 
-/// Retires a compute node, and has the CPU turn until nothing is left of it.
+/// Retires a client, and runs the CPU until the client is retired.
 fn retire(node: &mut Node<SoftNic>, client: ClientId) {
     node.retire(client).unwrap();
     while !node.is_retired(client) {
-        node.turn().unwrap();
+        node.poll().unwrap();
     }
 }
 
@@ -240,7 +240,7 @@ fn chunks_of_every_group_size_are_granted_used_and_freed() {
         for c in &held {
             assert_eq!(a.free(c.entry), status::FREED);
         }
-        assert!(!node.turn().unwrap(), "the CPU had something to do");
+        assert!(!node.poll().unwrap(), "the CPU had something to do");
         node.audit().unwrap();
         let s = node.status().unwrap();
         assert_eq!((s.allocations_nic, s.frees_nic, s.free), (8, 8, 8));
@@ -248,7 +248,7 @@ fn chunks_of_every_group_size_are_granted_used_and_freed() {
     }
 }
 
-/// Without separation each access QP carries a chain, which binds for all of its group.
+/// Without separation each access QP carries a chain, which binds windows for its whole group.
 #[test]
 fn without_separation_every_access_qp_allocates() {
     let nic = SoftNic::inline();
@@ -269,7 +269,7 @@ fn without_separation_every_access_qp_allocates() {
         }
         node.audit().unwrap();
     }
-    // It goes with three grants, and with allocations in flight on all of them.
+    // The client departs with three grants, and with allocations in flight on all access QPs.
     for (slot, qp) in a.access.clone().into_iter().enumerate() {
         a.alloc = qp;
         a.ask_chunk(slot);
@@ -294,7 +294,7 @@ fn many_laps(separation: bool) {
     let mut owner: HashMap<u32, usize> = HashMap::new();
     let (mut granted, mut empty) = (0, 0);
     let mut random = 0x2545_f491_4f6c_dd1du64;
-    // Enough for the 16-bit building-block indices to wrap many times.
+    // Enough rounds for the 16-bit building-block indices to wrap many times.
     for _ in 0..40_000 {
         random ^= random << 13;
         random ^= random >> 7;
@@ -332,11 +332,11 @@ fn many_laps(separation: bool) {
     }
     assert!(granted > 20_000 && empty > 20_000, "{granted} granted, {empty} empty");
     node.audit().unwrap();
-    assert!(!node.turn().unwrap(), "the CPU had something to do");
+    assert!(!node.poll().unwrap(), "the CPU had something to do");
 }
 
 #[test]
-fn the_next_owner_reads_zeros_and_old_keys_are_dead() {
+fn next_owner_reads_zeros_and_old_keys_are_invalid() {
     let nic = SoftNic::inline();
     let settings = settings(1, 3, 4);
     let mut node = Node::new(nic.clone(), settings.clone()).unwrap();
@@ -353,10 +353,10 @@ fn the_next_owner_reads_zeros_and_old_keys_are_dead() {
     let at = Remote { addr: new.addr, rkey: new.keys[0] };
     assert_eq!(b.access(0, at, None, 4096), Status::Success);
     assert!(b.read_back(4096).iter().all(|&x| x == 0));
-    // The right key from another compute node, and from another lane of the same one.
+    // The right key from another client, and from another lane of the same client.
     assert_eq!(a.access(1, at, None, 8), Status::RemoteAccess);
     assert_eq!(b.access(1, at, None, 8), Status::RemoteAccess);
-    // The broken lane is re-established; its windows live on.
+    // The broken lane is re-established; its windows are still bound.
     let peer = node.reset_access(ClientId(2), GroupId(0), Lane(1)).unwrap();
     b.access[1].connect(Qpn::new(peer)).unwrap();
     let at = Remote { addr: new.addr, rkey: new.keys[1] };
@@ -366,7 +366,7 @@ fn the_next_owner_reads_zeros_and_old_keys_are_dead() {
 }
 
 #[test]
-fn a_free_of_what_is_not_ones_own_is_refused_and_hurts_nobody() {
+fn foreign_free_is_refused_and_affects_no_other_client() {
     let nic = SoftNic::inline();
     for in_flight in 0..8 {
         let settings = settings(16, 3, 8);
@@ -375,7 +375,8 @@ fn a_free_of_what_is_not_ones_own_is_refused_and_hurts_nobody() {
         let b = Raw::join(&nic, &mut node, 2, &settings);
         let victim = a.allocate().unwrap();
         let mine: Vec<Chunk> = (0..8).map(|_| b.allocate().unwrap()).collect();
-        // Foreign, double, the null entry, beyond the table: `in_flight` good ones before it.
+        // Invalid frees: foreign, double, the null entry, beyond the table; each after `in_flight`
+        // valid ones.
         let freed = mine[7].entry;
         assert_eq!(b.free(freed), status::FREED);
         for (round, bad) in [victim.entry, freed, 16, 0xff_ffff].into_iter().enumerate() {
@@ -396,7 +397,7 @@ fn a_free_of_what_is_not_ones_own_is_refused_and_hurts_nobody() {
                 b.ask_free(bad, slot);
             }
             b.drain();
-            assert!(node.turn().unwrap(), "the CPU did not hear of it");
+            assert!(node.poll().unwrap(), "the CPU was not notified");
             b.drain();
             let mut again = Vec::new();
             for slot in 0..=in_flight {
@@ -416,7 +417,7 @@ fn a_free_of_what_is_not_ones_own_is_refused_and_hurts_nobody() {
             node.audit().unwrap();
         }
         assert_eq!(node.status().unwrap().refused, 4);
-        // It can go on for many laps.
+        // The client can continue for many laps.
         for _ in 0..200 {
             let c = b.allocate().unwrap();
             assert_eq!(b.free(c.entry), status::FREED);
@@ -426,7 +427,7 @@ fn a_free_of_what_is_not_ones_own_is_refused_and_hurts_nobody() {
 }
 
 #[test]
-fn what_a_gone_compute_node_owned_comes_back() {
+fn chunks_of_a_departed_client_are_reclaimed() {
     let nic = SoftNic::inline();
     let settings = settings(64, 3, 4);
     let mut node = Node::new(nic.clone(), settings.clone()).unwrap();
@@ -461,23 +462,23 @@ fn empty_and_available_again_are_broadcast() {
     let mut node = Node::new(nic.clone(), settings.clone()).unwrap();
     let a = Raw::join(&nic, &mut node, 1, &settings);
     let b = Raw::join(&nic, &mut node, 2, &settings);
-    assert!(!node.client_waits(a.id).unwrap(), "there is memory");
+    assert!(!node.client_waits(a.id).unwrap(), "memory is available");
     let c = a.allocate().unwrap();
     assert_eq!(b.allocate().unwrap_err(), status::EMPTY);
     assert!(node.client_waits(b.id).unwrap());
     assert!(node.is_watching());
     let state = |r: &Raw| r.memory.memory().load_be32(32768);
     assert_eq!((state(&a), state(&b)), (1, 1));
-    assert!(!node.turn().unwrap());
+    assert!(!node.poll().unwrap());
     assert_eq!(a.free(c.entry), status::FREED);
-    assert!(node.turn().unwrap());
+    assert!(node.poll().unwrap());
     assert_eq!((state(&a), state(&b)), (0, 0));
     assert!(!node.is_watching());
     b.allocate().unwrap();
 }
 
 #[test]
-fn a_reply_that_cannot_be_written_ends_at_its_sender() {
+fn unwritable_reply_breaks_only_its_sender() {
     let nic = SoftNic::inline();
     let settings = settings(8, 3, 4);
     let mut node = Node::new(nic.clone(), settings.clone()).unwrap();
@@ -495,7 +496,7 @@ fn a_reply_that_cannot_be_written_ends_at_its_sender() {
     assert_eq!(a.alloc.state().unwrap(), QpState::Error);
     let open = |node: &Node<SoftNic>| [&a, &b].map(|raw| node.management_is_open(raw.id).unwrap());
     assert_eq!(open(&node), [false, true]);
-    // The one whose reply was lost, and no other: receives that are flushed are not requests.
+    // Only the request whose reply was lost completes: flushed receives are not requests.
     assert_eq!(node.status().unwrap().free, 7);
     b.allocate().unwrap();
     a.reset_management(&mut node);
@@ -505,7 +506,7 @@ fn a_reply_that_cannot_be_written_ends_at_its_sender() {
         let c = a.allocate().unwrap();
         assert_eq!(a.free(c.entry), status::FREED);
     }
-    // What could not be told was taken back.
+    // The undelivered grant was reclaimed.
     assert_eq!(node.status().unwrap().free, 7);
     retire(&mut node, a.id);
     retire(&mut node, b.id);
@@ -513,9 +514,9 @@ fn a_reply_that_cannot_be_written_ends_at_its_sender() {
     assert_eq!(node.status().unwrap().free, 8);
 }
 
-/// Its QPs may not be connected yet: a write to it would break the memory node's side.
+/// The client's QPs may not be connected yet: a WRITE would break the memory node's side.
 #[test]
-fn a_compute_node_that_has_asked_for_nothing_is_not_told_that_there_is_nothing() {
+fn idle_client_gets_no_empty_broadcast() {
     let nic = SoftNic::inline();
     let settings = settings(2, 3, 4);
     let mut node = Node::new(nic.clone(), settings.clone()).unwrap();

@@ -1,5 +1,5 @@
-//! Requests that a client should not make: each ends at who made it, with an answer that says so,
-//! the chain goes on, nothing is leaked, and nobody else notices.
+//! Invalid requests: each is answered with an error or ends at its sender, the chain continues,
+//! nothing is leaked, and no other client is affected.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use super::*;
 struct Bed {
     nic: SoftNic,
     node: Node<SoftNic>,
-    /// Who misbehaves.
+    /// The misbehaving client.
     a: Raw,
     b: Raw,
     victim: Chunk,
@@ -36,11 +36,12 @@ impl Bed {
     }
 
     fn turn(&mut self) {
-        while self.node.turn().unwrap() {}
+        while self.node.poll().unwrap() {}
         self.a.drain();
     }
 
-    /// Both still work, the victim has its data, and all comes back in the end.
+    /// Checks that both clients still work, that the victim has its data, and that all chunks are
+    /// free in the end.
     fn check(mut self) {
         self.turn();
         for raw in [&self.a, &self.b] {
@@ -69,8 +70,8 @@ impl Bed {
 }
 
 #[test]
-fn a_free_while_the_same_free_is_in_flight() {
-    // The same chunk two to four times, in each order with another one.
+fn concurrent_double_free_frees_once() {
+    // The same chunk is freed two to four times, in each order with another chunk.
     for order in [[0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1], [0, 1, 1, 0], [0, 0, 0, 0]] {
         let mut bed = Bed::new();
         let mine: Vec<Chunk> = (0..2).map(|_| bed.a.allocate().unwrap()).collect();
@@ -98,7 +99,7 @@ fn a_free_while_the_same_free_is_in_flight() {
 }
 
 #[test]
-fn a_free_of_what_is_beyond_the_table() {
+fn free_beyond_the_table_is_refused() {
     for entry in [16, 17, 255, 256, 0x8000, 0xff_fffe, 0xff_ffff] {
         let mut bed = Bed::new();
         for _ in 0..9 {
@@ -110,10 +111,10 @@ fn a_free_of_what_is_beyond_the_table() {
     }
 }
 
-/// A reply that has been sent may have to be sent again, by a NIC that reads it from the queue again: its target
-/// stays what it was when the chain is written anew.
+/// A NIC may retransmit a sent reply, and reads it from the queue again. Therefore a reply keeps
+/// its target when the chain is rewritten.
 #[test]
-fn replies_that_may_be_sent_again_keep_their_targets() {
+fn replies_keep_their_targets_across_a_repair() {
     let mut bed = Bed::new();
     let targets = |bed: &Bed| -> Vec<[u8; 12]> {
         let ring = bed.node.clients[&bed.a.id].free.front.send_ring().memory;
@@ -141,28 +142,33 @@ fn replies_that_may_be_sent_again_keep_their_targets() {
     bed.check();
 }
 
-/// A repair takes CPU: who has had many waits for the next one, and nobody else does.
+/// Repairs are rate-limited because each takes CPU: a client with many refused frees waits, and no
+/// other client does.
 #[test]
-fn refused_frees_are_answered_at_a_pace() {
+fn refused_frees_are_rate_limited() {
     let mut bed = Bed::with(Settings { paced: true, ..settings(16, 3, 4) });
     let full = bed.node.clients[&bed.a.id].repairs;
     for _ in 0..16 {
         bed.a.ask_free(99, 0);
         bed.turn();
-        assert_eq!(bed.a.free_status(0), status::REFUSED, "the first few at once");
+        assert_eq!(
+            bed.a.free_status(0),
+            status::REFUSED,
+            "refusals within the burst are answered at once"
+        );
     }
-    // As many as would have used up the bucket for a minute.
+    // Enough repairs to exhaust the token bucket for a minute.
     bed.node.clients.get_mut(&bed.a.id).unwrap().repairs.take(6_000, bed.nic.now());
     for _ in 0..3 {
         bed.a.ask_free(99, 0);
         bed.a.ask_free(98, 1);
         bed.turn();
         assert_eq!(bed.a.free_status(0), status::PENDING);
-        let look = bed.node.next_look().unwrap();
+        let look = bed.node.next_poll().unwrap();
         assert!(look > Duration::from_secs(30) && look <= Duration::from_secs(60), "{look:?}");
         let c = bed.b.allocate().unwrap();
         assert_eq!(bed.b.free(c.entry), status::FREED);
-        // It need not wait for the answer.
+        // The client does not need to wait for the answer.
         bed.a.reset_management(&mut bed.node);
         assert_eq!(bed.a.allocate().map(|c| bed.a.free(c.entry)), Ok(status::FREED));
     }
@@ -171,15 +177,16 @@ fn refused_frees_are_answered_at_a_pace() {
     bed.turn();
     bed.node.clients.get_mut(&bed.a.id).unwrap().repairs = full;
     bed.turn();
-    assert_eq!(bed.a.free_status(0), status::REFUSED, "when it is time to");
+    assert_eq!(bed.a.free_status(0), status::REFUSED, "answered after the rate limit");
     assert_eq!(bed.a.free_status(1), status::AGAIN);
-    assert_eq!(bed.node.next_look(), None);
+    assert_eq!(bed.node.next_poll(), None);
     bed.check();
 }
 
-/// Windows are bound to whatever QPs the request names: only who named wrong ones goes without.
+/// Windows are bound to any QPs that the request names: a client that names wrong QPs harms only
+/// itself.
 #[test]
-fn wrong_access_qps() {
+fn wrong_access_qps_harm_only_their_sender() {
     let numbers = |bed: &Bed| {
         let mut all = vec![0, 1, 0x7f_ffff, 0xff_ffff];
         all.extend(bed.node.worker_qpns(bed.a.id).unwrap().map(Qpn::raw));
@@ -188,7 +195,7 @@ fn wrong_access_qps() {
             let own = [&r.alloc, &r.free, &r.access[0], &r.access[1]].map(|q| q.qpn().raw());
             own.into_iter().chain(r.peers.iter().map(|q| q.raw()))
         }));
-        // Every QP of the memory node, the loopback peers among them.
+        // Every QP of the memory node, including the loopback peers.
         all.extend(1..64);
         all
     };
@@ -212,7 +219,8 @@ fn wrong_access_qps() {
         if first != Status::Success {
             bed.reset_access(0);
         }
-        // The window is bound to a QP of the victim if that was named: its owner gives it away.
+        // If the request named a QP of the victim, the window is bound to it: the owner gives its
+        // chunk away.
         let lane = bed.b.peers.iter().position(|p| p.raw() == qpn).unwrap_or(0);
         let seen = if foreign { Status::Success } else { Status::RemoteAccess };
         assert_eq!(bed.b.access(lane, at(0), None, 4), seen, "QP {qpn:#x}");
@@ -220,7 +228,7 @@ fn wrong_access_qps() {
             let peer = bed.node.reset_access(bed.b.id, GroupId(0), Lane(0)).unwrap();
             bed.b.access[0].connect(Qpn::new(peer)).unwrap();
         }
-        assert_eq!(bed.b.free(chunk.entry), status::PENDING, "answered by the CPU only");
+        assert_eq!(bed.b.free(chunk.entry), status::PENDING, "only the CPU answers it");
         bed.turn();
         assert_eq!(bed.b.free_status(0), status::REFUSED);
         bed.b.drain();
@@ -230,7 +238,7 @@ fn wrong_access_qps() {
 }
 
 #[test]
-fn a_reply_that_cannot_be_written() {
+fn unwritable_reply_target_breaks_only_its_sender() {
     for (addr, rkey) in [(0, 0), (0xeeee_eeee_eeee_eeee, 0xeeee_eeee), (8, 0x0000_0101)] {
         for free in [false, true] {
             for behind in 0..3 {
@@ -261,10 +269,10 @@ fn a_reply_that_cannot_be_written() {
                     }
                 };
                 for _ in 0..behind {
-                    assert!(broken(qp), "a broken QP does not say so");
+                    assert!(broken(qp), "a broken QP does not report its state");
                 }
                 bed.turn();
-                // Nothing is leaked: the chunk was freed, or is taken back with the reset.
+                // Nothing is leaked: the chunk was freed, or the reset reclaims it.
                 bed.a.reset_management(&mut bed.node);
                 bed.turn();
                 assert_eq!(bed.node.memory().owned(1), 4 - free as u64);
@@ -277,10 +285,10 @@ fn a_reply_that_cannot_be_written() {
     }
 }
 
-/// Messages of the wrong length: they run with what the slot held before, or break their QP; either
-/// way it is between the sender and its own chunks.
+/// Messages of the wrong length either use the slot's previous arguments or break their QP. In both
+/// cases only the sender's own chunks are affected.
 #[test]
-fn messages_of_the_wrong_length() {
+fn wrong_length_messages_affect_only_their_sender() {
     for free in [false, true] {
         for len in [0, 1, 2, 3, 5, 11, 14, 16, 17, 19, 64, 200] {
             let mut bed = Bed::new();
@@ -298,7 +306,8 @@ fn messages_of_the_wrong_length() {
                     bed.turn();
                 }
             }
-            // Grants that it was never told of it cannot name; it may lose what it has, no more.
+            // The client cannot name grants whose replies it never received; it may lose its own
+            // chunks, no others.
             bed.a.reset_management(&mut bed.node);
             bed.turn();
             let owned = bed.node.memory().owned(1);

@@ -1,4 +1,4 @@
-//! What a NIC must have, and what QPs that are made anew begin with.
+//! Tests of the required NIC capabilities, and of the initial state of re-established QPs.
 
 use fabric::soft::SoftNic;
 use fabric::{PathMtu, Psn, Qpn};
@@ -11,7 +11,7 @@ fn settings(scheme: SchemeKind) -> Settings {
 }
 
 #[test]
-fn what_a_nic_lacks_is_named() {
+fn missing_nic_capability_is_named() {
     let whole = SoftNic::inline().caps();
     let no_windows = Caps { windows: false, ..whole.clone() };
     let no_type1 = Caps { type1_windows: false, ..whole.clone() };
@@ -31,9 +31,9 @@ fn what_a_nic_lacks_is_named() {
     }
 }
 
-/// Both ends draw that from a salt, which the compute node chooses for each time.
+/// Both ends derive the state from a salt that the compute node draws each time.
 #[test]
-fn a_qp_of_another_host_that_is_made_anew_begins_with_what_was_told_last() {
+fn reestablished_remote_qp_uses_the_latest_start() {
     let nic = SoftNic::inline();
     let settings = settings(SchemeKind::RpcMw2);
     let mut node = Node::new(&nic, &settings).unwrap();
@@ -45,10 +45,10 @@ fn a_qp_of_another_host_that_is_made_anew_begins_with_what_was_told_last() {
         nic.create_qp(&pd, attr).unwrap()
     };
     let (management, lanes): (_, Vec<_>) = (qp(), (0..settings.lanes()).map(|_| qp()).collect());
-    let request = Admission {
+    let request = ConnectRequest {
         management: vec![management.qpn().raw()],
         groups: vec![lanes.iter().map(|lane| lane.qpn().raw()).collect()],
-        ..Admission::default()
+        ..ConnectRequest::default()
     };
     let id = ClientId(1);
     node.admit(id, &request).unwrap();
@@ -66,12 +66,12 @@ fn a_qp_of_another_host_that_is_made_anew_begins_with_what_was_told_last() {
         let peer = &node.state_of(id).peers[&id];
         [peer.management_peer, peer.groups[0][0].peer, peer.groups[0][1].peer]
     };
-    node.renew(id, Part::Access(GroupId(0), Lane(1)), Start::Psn(Psn::new(2)));
+    node.set_start(id, QpSet::Access(GroupId(0), Lane(1)), Start::Psn(Psn::new(2)));
     assert_eq!(begin(&node), [at(1), at(1), at(2)]);
-    node.renew(id, Part::Management, Start::Psn(Psn::new(3)));
+    node.set_start(id, QpSet::Management, Start::Psn(Psn::new(3)));
     assert_eq!(begin(&node), [at(3), at(1), at(2)]);
-    // There are no such lanes.
-    node.renew(id, Part::Access(GroupId(0), Lane(99)), Start::Psn(Psn::new(4)));
-    node.renew(id, Part::Access(GroupId(99), Lane(0)), Start::Psn(Psn::new(4)));
+    // These lanes do not exist.
+    node.set_start(id, QpSet::Access(GroupId(0), Lane(99)), Start::Psn(Psn::new(4)));
+    node.set_start(id, QpSet::Access(GroupId(99), Lane(0)), Start::Psn(Psn::new(4)));
     assert_eq!(begin(&node), [at(3), at(1), at(2)]);
 }

@@ -1,5 +1,5 @@
-//! The CPU that answers, against compute nodes that do not keep to the protocol: posted by hand,
-//! on the inline NIC, with the test's thread as the memory node's CPU.
+//! Tests of the CPU against compute nodes that violate the protocol. Their requests are posted by
+//! hand on the inline NIC, and the test's thread is the memory node's CPU.
 
 use fabric::soft::SoftNic;
 use fabric::{
@@ -10,10 +10,10 @@ use fabric::{
 use proptest::prelude::*;
 
 use super::*;
-use crate::scheme::{Admission, ClientId, GroupId, Lane, NodeScheme, bulletin};
+use crate::scheme::{ClientId, ConnectRequest, GroupId, Lane, NodeScheme, bulletin};
 
-mod anew;
 mod openings;
+mod reconnect;
 use crate::{SchemeKind, Settings};
 
 const CREDITS: u32 = 4;
@@ -39,7 +39,7 @@ fn settings(scheme: SchemeKind, chunks: u64) -> Settings {
     }
 }
 
-/// A compute node that posts what it likes.
+/// A compute node whose requests the test posts directly.
 struct Hand {
     id: ClientId,
     cq: <SoftNic as Nic>::Cq,
@@ -48,7 +48,7 @@ struct Hand {
     memory: <SoftNic as Nic>::Mr,
 }
 
-/// Where the bulletin is in a hand's memory.
+/// Offset of the bulletin in a hand's memory.
 const BULLETIN: usize = 2048;
 
 impl Hand {
@@ -60,7 +60,7 @@ impl Hand {
         nic: &SoftNic,
         node: &mut Node<SoftNic>,
         id: u32,
-        change: impl FnOnce(&mut Admission),
+        change: impl FnOnce(&mut ConnectRequest),
     ) -> Self {
         let pd = nic.alloc_pd().unwrap();
         let cq = nic.create_cq(CqAttr { entries: 256, ignore_overrun: false }).unwrap();
@@ -79,12 +79,12 @@ impl Hand {
         let memory = nic.alloc_dma(4096).unwrap();
         let rights = Access::LOCAL_ALL | Access::REMOTE_WRITE;
         let memory = nic.reg_mr(&pd, &memory, rights).unwrap();
-        let mut request = Admission {
+        let mut request = ConnectRequest {
             management: vec![qp.qpn().raw()],
             groups: vec![lanes.iter().map(|q| q.qpn().raw()).collect()],
             bulletin_addr: memory.remote(BULLETIN).addr,
             bulletin_rkey: memory.key().0,
-            ..Admission::default()
+            ..ConnectRequest::default()
         };
         change(&mut request);
         let id = ClientId(id);
@@ -113,11 +113,11 @@ impl Hand {
         all
     }
 
-    /// Asks, lets the CPU take a turn, and reads the reply.
+    /// Sends a request, polls the CPU once, and reads the reply.
     fn ask(&self, node: &mut Node<SoftNic>, ask: Ask) -> Reply {
         self.receive();
         self.send(&Request { number: 77, ask }.to_bytes());
-        assert!(node.turn().unwrap());
+        assert!(node.poll().unwrap());
         assert!(self.completions().iter().all(|c| c.status == Status::Success));
         self.reply()
     }
@@ -156,7 +156,7 @@ fn start(scheme: SchemeKind, chunks: u64) -> (SoftNic, Node<SoftNic>) {
 }
 
 #[test]
-fn requests_that_make_no_sense_are_answered() {
+fn invalid_requests_are_answered() {
     for scheme in SCHEMES {
         let (nic, mut node) = start(scheme, 2);
         let hand = Hand::join(&nic, &mut node, 1);
@@ -174,7 +174,7 @@ fn requests_that_make_no_sense_are_answered() {
         for data in [&b""[..], b"short", &[9; REQUEST_BYTES]] {
             hand.receive();
             hand.send(data);
-            assert!(node.turn().unwrap());
+            assert!(node.poll().unwrap());
             assert_eq!(hand.completions().len(), 2);
             let mut outcome = [0];
             hand.memory.memory().read(0, &mut outcome);
@@ -189,16 +189,16 @@ fn requests_that_make_no_sense_are_answered() {
 }
 
 #[test]
-fn a_message_that_is_too_long_breaks_its_senders_management_only() {
+fn oversized_message_breaks_only_its_senders_management_qp() {
     for scheme in SCHEMES {
         let (nic, mut node) = start(scheme, 4);
         let (bad, good) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
         let granted = bad.allocate(&mut node);
         bad.send(&[1; REQUEST_BYTES + 1]);
-        node.turn().unwrap();
+        node.poll().unwrap();
         assert_ne!(bad.completions()[0].status, Status::Success);
         assert_eq!(good.allocate(&mut node).outcome, Outcome::Done);
-        // What it has, it keeps, and after a reset it may ask again.
+        // The compute node keeps its chunk, and after a reset it may send requests again.
         assert_eq!(bad.read(&granted), Status::Success);
         for _ in 0..10 {
             bad.send(&[1; REQUEST_BYTES + 1]);
@@ -206,7 +206,7 @@ fn a_message_that_is_too_long_breaks_its_senders_management_only() {
             let peers = node.reset_management(bad.id).unwrap();
             bad.qp.connect(Qpn::new(peers.expect("nothing is in flight")[0])).unwrap();
             bad.completions();
-            node.turn().unwrap();
+            node.poll().unwrap();
             for _ in 0..3 {
                 let entry = bad.allocate(&mut node).entry;
                 assert_eq!(bad.ask(&mut node, Ask::Free { entry }).outcome, Outcome::Done);
@@ -220,7 +220,7 @@ fn a_message_that_is_too_long_breaks_its_senders_management_only() {
 }
 
 #[test]
-fn who_sends_more_than_its_credits_waits_alone() {
+fn client_beyond_its_credits_delays_only_itself() {
     for scheme in SCHEMES {
         let (nic, mut node) = start(scheme, 64);
         let (eager, modest) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
@@ -230,54 +230,54 @@ fn who_sends_more_than_its_credits_waits_alone() {
                 &Request { number: 77, ask: Ask::Allocate { group: 0, order: 0 } }.to_bytes(),
             );
         }
-        assert_eq!(eager.completions().len() as u32, CREDITS, "the others found no receive");
+        assert_eq!(eager.completions().len() as u32, CREDITS, "further requests found no receive");
         assert_eq!(modest.allocate(&mut node).outcome, Outcome::Done);
-        while node.turn().unwrap() {}
+        while node.poll().unwrap() {}
         assert_eq!(node.status().unwrap().allocations_cpu, 3 * CREDITS as u64 + 1);
         assert_eq!(eager.completions().len() as u32, 5 * CREDITS);
     }
 }
 
 #[test]
-fn who_takes_no_replies_is_cut_off_and_keeps_nobody_waiting() {
+fn client_without_receives_is_disconnected_alone() {
     for scheme in SCHEMES {
         let (nic, mut node) = start(scheme, 64);
-        let (mute, good) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
-        // It posts no receives: replies pile up at the memory node until their queue is full.
+        let (silent, good) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
+        // It posts no receives: replies pile up at the memory node until the send queue is full.
         let cut_off = (0..64).any(|_| {
-            mute.send(&Request { number: 77, ask: Ask::Free { entry: 0 } }.to_bytes());
-            node.turn().unwrap();
-            mute.completions().iter().any(|c| c.status != Status::Success)
+            silent.send(&Request { number: 77, ask: Ask::Free { entry: 0 } }.to_bytes());
+            node.poll().unwrap();
+            silent.completions().iter().any(|c| c.status != Status::Success)
         });
-        assert!(cut_off, "its replies are kept for ever");
-        assert_eq!(mute.qp.state().unwrap(), QpState::Error);
+        assert!(cut_off, "the compute node is not disconnected");
+        assert_eq!(silent.qp.state().unwrap(), QpState::Error);
         assert_eq!(good.allocate(&mut node).outcome, Outcome::Done);
-        retire(&mut node, mute.id);
+        retire(&mut node, silent.id);
         node.audit().unwrap();
     }
 }
 
-/// What was granted and could not be delivered is taken back when the connection is re-established; what
-/// was delivered is not.
+/// A grant that was not delivered is taken back when the connection is re-established; a delivered
+/// one is not.
 #[test]
-fn grants_that_did_not_arrive_are_taken_back() {
+fn undelivered_grants_are_taken_back() {
     for scheme in SCHEMES {
         let (nic, mut node) = start(scheme, 8);
         let hand = Hand::join(&nic, &mut node, 1);
         let delivered = hand.allocate(&mut node);
         for _ in 0..3 {
-            // It takes no reply.
+            // No receive is posted for the reply.
             hand.send(
                 &Request { number: 77, ask: Ask::Allocate { group: 0, order: 0 } }.to_bytes(),
             );
         }
-        while node.turn().unwrap() {}
+        while node.poll().unwrap() {}
         assert_eq!(node.status().unwrap().free, 4);
         hand.qp.modify(fabric::QpChange::Reset).unwrap();
         let peers = node.reset_management(hand.id).unwrap();
         hand.qp.connect(Qpn::new(peers.expect("nothing is in flight")[0])).unwrap();
         hand.completions();
-        while node.turn().unwrap() {}
+        while node.poll().unwrap() {}
         assert_eq!(node.status().unwrap().free, 7, "{scheme}");
         node.audit().unwrap();
         assert_eq!(hand.read(&delivered), Status::Success);
@@ -293,7 +293,7 @@ fn grants_that_did_not_arrive_are_taken_back() {
 }
 
 #[test]
-fn a_bulletin_that_cannot_be_written_hurts_its_owner_only() {
+fn unwritable_bulletin_affects_only_its_owner() {
     for scheme in SCHEMES {
         let (nic, mut node) = start(scheme, 1);
         let good = Hand::join(&nic, &mut node, 1);
@@ -304,7 +304,7 @@ fn a_bulletin_that_cannot_be_written_hurts_its_owner_only() {
         assert_eq!(good.bulletin(), (bulletin::EMPTY, 1));
         bad.receive();
         bad.send(&Request { number: 77, ask: Ask::Allocate { group: 0, order: 0 } }.to_bytes());
-        node.turn().unwrap();
+        node.poll().unwrap();
         assert!(bad.completions().iter().any(|c| c.status != Status::Success));
         assert_eq!(none.allocate(&mut node).outcome, Outcome::Empty);
         let free = Ask::Free { entry: granted.entry };
@@ -316,7 +316,7 @@ fn a_bulletin_that_cannot_be_written_hurts_its_owner_only() {
 }
 
 #[test]
-fn a_broken_access_qp_keeps_nobody_from_allocating_and_freeing() {
+fn broken_access_qp_does_not_block_allocate_and_free() {
     for scheme in SCHEMES {
         let (nic, mut node) = start(scheme, 2);
         let hand = Hand::join(&nic, &mut node, 1);
@@ -324,7 +324,7 @@ fn a_broken_access_qp_keeps_nobody_from_allocating_and_freeing() {
         let mut wrong = granted;
         wrong.keys[0] = Key(0xdead_be00);
         assert_eq!(hand.read(&wrong), Status::RemoteAccess);
-        // Binds and unbinds are posted on that very QP.
+        // Binds and unbinds are posted on the broken QP.
         let second = hand.allocate(&mut node);
         assert_eq!(second.outcome, Outcome::Done);
         assert_eq!(hand.read(&second), Status::Flushed);
@@ -333,7 +333,7 @@ fn a_broken_access_qp_keeps_nobody_from_allocating_and_freeing() {
         hand.access.connect(Qpn::new(peer)).unwrap();
         hand.completions();
         assert_eq!(hand.read(&second), Status::Success);
-        // A type-1 window lives on until the next allocation.
+        // A type-1 window stays bound until the next allocation.
         let dead = scheme != SchemeKind::RpcMw1;
         assert_eq!(hand.read(&granted) == Status::RemoteAccess, dead);
         assert!(node.reset_access(hand.id, GroupId(0), Lane(2)).is_err());
@@ -345,16 +345,16 @@ fn a_broken_access_qp_keeps_nobody_from_allocating_and_freeing() {
     }
 }
 
-/// Retires a compute node, and has the CPU turn until nothing is left of it.
+/// Retires a compute node and polls until it is retired.
 fn retire(node: &mut Node<SoftNic>, client: ClientId) {
     node.retire(client).unwrap();
     while !node.is_retired(client) {
-        node.turn().unwrap();
+        node.poll().unwrap();
     }
 }
 
 #[test]
-fn a_retired_client_reaches_nothing() {
+fn retired_client_has_no_access() {
     for scheme in SCHEMES {
         let (nic, mut node) = start(scheme, 4);
         let (leaver, heir) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
@@ -368,27 +368,27 @@ fn a_retired_client_reaches_nothing() {
             assert_ne!(leaver.read(g), Status::Success);
         }
         leaver.send(&Request { number: 77, ask: Ask::Free { entry: granted[0].entry } }.to_bytes());
-        assert!(!node.turn().unwrap(), "a request of a client that is gone was taken");
-        retire(&mut node, leaver.id); // twice is once
+        assert!(!node.poll().unwrap(), "a request of a departed client was executed");
+        retire(&mut node, leaver.id); // idempotent
         node.audit().unwrap();
     }
 }
 
 #[test]
-fn admissions_that_do_not_fit_are_refused() {
+fn invalid_admissions_are_refused() {
     for scheme in SCHEMES {
         let (nic, mut node) = start(scheme, 1);
         let hand = Hand::join(&nic, &mut node, 1);
         let qpn = hand.qp.qpn().raw();
         let lanes = vec![qpn, qpn];
-        let admission = |management: Vec<u32>, groups: Vec<Vec<u32>>| Admission {
+        let admission = |management: Vec<u32>, groups: Vec<Vec<u32>>| ConnectRequest {
             management,
             groups,
             bulletin_addr: 0,
             bulletin_rkey: 0,
-            ..Admission::default()
+            ..ConnectRequest::default()
         };
-        for (request, said) in [
+        for (request, expected) in [
             (admission(vec![], vec![lanes.clone()]), "one management QP"),
             (admission(vec![qpn; 2], vec![lanes.clone()]), "one management QP"),
             (admission(vec![qpn], vec![]), "QP groups"),
@@ -397,7 +397,7 @@ fn admissions_that_do_not_fit_are_refused() {
             (admission(vec![qpn], vec![vec![qpn; 3]]), "a QP group of 3"),
         ] {
             let e = node.admit(ClientId(2), &request).unwrap_err().to_string();
-            assert!(e.contains(said), "{e}");
+            assert!(e.contains(expected), "{e}");
         }
         assert_eq!(node.status().unwrap().clients, 1);
     }

@@ -1,5 +1,5 @@
-//! What opens a chunk, and how long: windows of type 1 that are rebound, regions, and regions that
-//! are registered ahead. And the books, with several cores that work on them.
+//! Tests of the mechanisms that open chunks: rebound type-1 windows, regions, and regions
+//! registered in advance; and of several cores that share the table.
 
 use fabric::direct::DirectNic;
 use fabric::{Key, Nic};
@@ -14,9 +14,9 @@ fn with_key(granted: &Reply, key: Key) -> Reply {
     Reply { keys: [key; MAX_GROUP], ..*granted }
 }
 
-/// OneSidedMW §2.3: the attack that type-1 windows allow, and the others do not.
+/// OneSidedMW §2.3: the attack that type-1 windows allow and the other mechanisms prevent.
 #[test]
-fn a_guessed_tag_opens_type_1_windows_and_nothing_else() {
+fn guessed_tag_opens_only_type_1_windows() {
     for scheme in SCHEMES {
         let (nic, mut node) = start(scheme, 4);
         let (victim, thief) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
@@ -37,14 +37,14 @@ fn a_guessed_tag_opens_type_1_windows_and_nothing_else() {
 }
 
 #[test]
-fn a_type_1_window_moves_from_the_freed_chunk_to_the_next() {
+fn type_1_window_moves_from_the_freed_chunk_to_the_next() {
     let (nic, mut node) = start(SchemeKind::RpcMw1, 4);
     let hand = Hand::join(&nic, &mut node, 1);
     let first = hand.allocate(&mut node);
     let free = Ask::Free { entry: first.entry };
     assert_eq!(hand.ask(&mut node, free).outcome, Outcome::Done);
     assert_eq!(hand.ask(&mut node, free).outcome, Outcome::NotYours, "twice");
-    // The key lives on, for who had it; the chunk is nobody else's meanwhile.
+    // The key stays valid for its last owner; the chunk has no other owner meanwhile.
     assert_eq!(hand.read(&first), Status::Success);
     assert_eq!(node.status().unwrap().free, 4);
     node.audit().unwrap();
@@ -58,7 +58,7 @@ fn a_type_1_window_moves_from_the_freed_chunk_to_the_next() {
 }
 
 #[test]
-fn what_is_set_aside_is_there_for_others_closed_and_clear() {
+fn chunk_set_aside_is_closed_and_cleared_for_other_clients() {
     let (nic, mut node) = start(SchemeKind::RpcMw1, 4);
     let (a, b) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
     let granted: Vec<Reply> = (0..4).map(|_| a.allocate(&mut node)).collect();
@@ -66,7 +66,7 @@ fn what_is_set_aside_is_there_for_others_closed_and_clear() {
     for g in &granted {
         assert_eq!(a.ask(&mut node, Ask::Free { entry: g.entry }).outcome, Outcome::Done);
     }
-    // What is written after a free does not reach the next owner.
+    // Data written after a free does not reach the next owner.
     let from = [a.memory.sge(1024, 8)];
     a.memory.memory().write(1024, b"leftover");
     for g in &granted {
@@ -90,9 +90,9 @@ fn what_is_set_aside_is_there_for_others_closed_and_clear() {
     node.audit().unwrap();
 }
 
-/// Whoever frees a chunk again whose window his allocation takes over just now, in the same turn, frees nothing.
+/// A second free of a chunk fails while an allocation in the same poll takes over its window.
 #[test]
-fn what_an_allocation_takes_over_is_not_freed_again() {
+fn chunk_whose_window_is_reused_is_not_freed_again() {
     let (nic, mut node) = start(SchemeKind::RpcMw1, 4);
     let hand = Hand::join(&nic, &mut node, 1);
     let entry = hand.allocate(&mut node).entry;
@@ -101,7 +101,7 @@ fn what_an_allocation_takes_over_is_not_freed_again() {
         hand.receive();
         hand.send(&Request { number: 77, ask }.to_bytes());
     }
-    assert!(node.turn().unwrap());
+    assert!(node.poll().unwrap());
     assert!(hand.completions().iter().all(|c| c.status == Status::Success));
     let last = hand.reply();
     assert_eq!((last.outcome, last.entry), (Outcome::NotYours, entry));
@@ -110,7 +110,7 @@ fn what_an_allocation_takes_over_is_not_freed_again() {
 }
 
 #[test]
-fn no_more_is_set_aside_than_there_are_credits() {
+fn chunks_set_aside_are_limited_by_credits() {
     let (nic, mut node) = start(SchemeKind::RpcMw1, 16);
     let hand = Hand::join(&nic, &mut node, 1);
     let granted: Vec<Reply> = (0..16).map(|_| hand.allocate(&mut node)).collect();
@@ -124,13 +124,13 @@ fn no_more_is_set_aside_than_there_are_credits() {
     node.audit().unwrap();
 }
 
-/// True if the window is over some bytes.
+/// True if the window is bound.
 fn is_bound(nic: &SoftNic, key: Key) -> bool {
     nic.query_key(key).unwrap().len > 0
 }
 
 #[test]
-fn a_region_lives_as_long_as_its_grant() {
+fn region_lives_as_long_as_its_grant() {
     let (nic, mut node) = start(SchemeKind::FineMr, 4);
     let hand = Hand::join(&nic, &mut node, 1);
     for _ in 0..100 {
@@ -140,31 +140,31 @@ fn a_region_lives_as_long_as_its_grant() {
         assert_eq!(hand.read(&granted), Status::Success);
         let free = Ask::Free { entry: granted.entry };
         assert_eq!(hand.ask(&mut node, free).outcome, Outcome::Done);
-        assert!(nic.query_key(key).is_err(), "it is registered still");
+        assert!(nic.query_key(key).is_err(), "the region is still registered");
     }
 }
 
 #[test]
-fn static_regions_are_registered_before_they_are_asked_for() {
+fn static_regions_are_registered_in_advance() {
     let (nic, mut node) = start(SchemeKind::StaticMr, 8);
     let hand = Hand::join(&nic, &mut node, 1);
-    while node.turn().unwrap() {}
+    while node.poll().unwrap() {}
     assert_eq!(node.status().unwrap().free, 8);
-    // Another region that is made now has a higher number than what was made ahead.
+    // A region registered now has a higher index than the regions registered in advance.
     let pd = nic.alloc_pd().unwrap();
     let memory = nic.alloc_dma(4096).unwrap();
     let marker = nic.reg_mr(&pd, &memory, Access::LOCAL_ALL).unwrap();
     let granted = hand.allocate(&mut node);
-    assert!(granted.keys[0].index() < marker.key().index(), "it was registered on request");
+    assert!(granted.keys[0].index() < marker.key().index(), "the chunk was registered on request");
     assert_eq!(hand.read(&granted), Status::Success);
     node.audit().unwrap();
 }
 
 #[test]
-fn static_regions_of_others_are_taken_when_nothing_else_is_free() {
+fn static_regions_of_other_clients_are_taken_when_none_is_free() {
     let (nic, mut node) = start(SchemeKind::StaticMr, 4);
     let hands: Vec<Hand> = (1..=3).map(|id| Hand::join(&nic, &mut node, id)).collect();
-    while node.turn().unwrap() {}
+    while node.poll().unwrap() {}
     for _ in 0..4 {
         assert_eq!(hands[2].allocate(&mut node).outcome, Outcome::Done);
     }
@@ -175,7 +175,7 @@ fn static_regions_of_others_are_taken_when_nothing_else_is_free() {
     node.audit().unwrap();
 }
 
-/// Cores that answer at the same time, each its own compute nodes, over one table that is near empty.
+/// Several cores answer their compute nodes concurrently, over one nearly empty table.
 #[test]
 fn cores_share_one_table() {
     const CLIENTS: u32 = 8;
@@ -188,7 +188,7 @@ fn cores_share_one_table() {
         let hands: Vec<Hand> = (1..=CLIENTS).map(|id| Hand::join(&nic, &mut node, id)).collect();
         let workers = node.take_workers();
         assert_eq!((workers.len(), node.workers()), (4, 4));
-        // Which compute nodes a core has: those that it answers.
+        // The compute nodes of a core are those that it answers.
         let held = Arc::new(Mutex::new(BTreeSet::new()));
         let left = AtomicU32::new(CLIENTS);
         thread::scope(|s| {
@@ -196,7 +196,7 @@ fn cores_share_one_table() {
                 let left = &left;
                 s.spawn(move || {
                     while left.load(Ordering::Acquire) > 0 {
-                        if !worker.turn().unwrap() {
+                        if !worker.poll().unwrap() {
                             thread::yield_now();
                         }
                     }
@@ -228,7 +228,7 @@ fn cores_share_one_table() {
                 });
             }
         });
-        while node.turn().unwrap() {}
+        while node.poll().unwrap() {}
         node.audit().unwrap();
         let status = node.status().unwrap();
         assert_eq!((status.free, status.clients), (CLIENTS as u64 + 3, CLIENTS as u64));
@@ -238,7 +238,7 @@ fn cores_share_one_table() {
 }
 
 impl Hand {
-    /// Asks, and waits until another thread's CPU has answered.
+    /// Sends a request and waits until another thread has answered it.
     fn ask_and_wait(&self, ask: Ask) -> Reply {
         self.receive();
         self.send(&Request { number: 77, ask }.to_bytes());

@@ -1,17 +1,17 @@
-//! Binds and unbinds: posted with one doorbell per QP, and waited for.
+//! Binds and unbinds: posted with one doorbell per QP, then awaited.
 
 use fabric::wqe::Umr;
 use fabric::{Nic, Op, QueuePair, Status, WorkRequest};
 
 use super::State;
 use crate::Error;
-use crate::events::poll_until;
 use crate::rpc::peer::Path;
 use crate::scheme::{ClientId, GroupId, Lane};
+use crate::wakeup::poll_until;
 
-/// One bind or unbind.
+/// A bind or unbind.
 pub(super) struct WindowOp {
-    /// The QP that it is posted to; none: the binder.
+    /// The access QP to post to; `None`: the binder QP.
     pub(super) path: Option<(ClientId, GroupId, Lane)>,
     pub(super) umr: Umr,
     pub(super) job: usize,
@@ -19,8 +19,9 @@ pub(super) struct WindowOp {
 }
 
 impl<N: Nic> State<N> {
-    /// Executes the operations and waits for them. What fails because its QP is in the error state
-    /// (its compute node made a bad access) is tried again on the same QP, connected anew.
+    /// Executes the operations and waits for them. An operation that fails because its QP is in the
+    /// error state (after a bad access of its compute node) is repeated once on the re-established
+    /// QP.
     pub(super) fn run(&mut self, ops: &mut [WindowOp]) -> Result<(), Error> {
         ops.sort_by_key(|op| op.path);
         self.run_once(ops)?;
@@ -55,7 +56,8 @@ impl<N: Nic> State<N> {
                 }
                 index += 1;
             }
-            // A compute node has at most `credits` requests in a turn, which its QPs have room for.
+            // The send queue has room, because a compute node has at most `credits` requests per
+            // poll.
             if let Some(qp) = self.path(&run[0])
                 && !list.is_empty()
                 && qp.post_send(&list).is_ok()
@@ -72,7 +74,7 @@ impl<N: Nic> State<N> {
         })
     }
 
-    /// The QP that an operation is posted to.
+    /// The QP to which an operation is posted.
     fn path(&self, op: &WindowOp) -> Option<&N::Qp> {
         match op.path {
             None => self.binder.as_ref(),

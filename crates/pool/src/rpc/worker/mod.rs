@@ -1,10 +1,10 @@
-//! A core of the memory node's CPU: it answers the requests of its compute nodes.
+//! A core of the memory node's CPU, which answers the requests of its compute nodes.
 //!
-//! A turn takes what requests have arrived (at most [`BATCH`]), decides on each, opens and closes what
-//! they need (all binds and unbinds with one doorbell per QP), waits for that, clears what was freed
-//! and posts the replies.
+//! A poll collects the received requests (at most [`BATCH`]), decides on each, opens and closes
+//! chunks (all binds and unbinds with one doorbell per QP), waits for the binds, clears freed
+//! chunks and posts the replies.
 
-mod aside;
+mod background;
 mod binds;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -19,61 +19,61 @@ use parking_lot::Mutex;
 use self::binds::WindowOp;
 use super::blocks::Blocks;
 use super::peer::Peer;
-use super::table::{Doors, Table};
+use super::table::{Protection, Table};
 use super::{Ask, Outcome, REQUEST_BYTES, Reply, Request};
 use crate::Error;
-use crate::events::CqEvents;
 use crate::scheme::{ClientId, CpuEvents, GroupId, Lane, MAX_GROUP, Worker};
 use crate::settings::{SchemeKind, Settings};
+use crate::wakeup::CqEvents;
 
-/// Requests that one turn answers at most.
+/// Maximum number of requests that one poll answers.
 const BATCH: usize = 64;
-/// Building blocks of a UMR that binds.
+/// Send blocks of a UMR that binds.
 pub(super) const BIND_BLOCKS: u32 = 3;
 
-/// What all cores share.
+/// State that all cores share.
 pub(super) struct Shared<N: Nic> {
     pub nic: N,
     pub settings: Settings,
-    /// The PD of the windows and of whom they are for.
+    /// PD of the windows and of the QPs that use them.
     pub pd: N::Pd,
-    /// The donated memory, for [`Shared::pd`].
+    /// The donated memory, registered in [`Shared::pd`].
     pub memory: N::Mr,
     pub blocks: Blocks,
     pub table: Mutex<Table<N>>,
     pub cores: Vec<Core<N>>,
 }
 
-/// A core: what it sleeps on, and what it works on, which the control thread changes between its turns.
+/// A core: its event source, and its state, which the control thread also changes between polls.
 pub(super) struct Core<N: Nic> {
     pub events: Arc<CqEvents<N>>,
     pub state: Mutex<State<N>>,
 }
 
-/// What a core works on.
+/// State of a core.
 pub(super) struct State<N: Nic> {
-    /// Which core it is.
+    /// Index of the core.
     index: usize,
-    /// Requests of its compute nodes arrive here.
+    /// CQ for requests of its compute nodes.
     pub requests: N::Cq,
-    /// Completions that were polled there.
+    /// Buffer for completions polled from `requests`.
     arrived: Vec<Completion>,
-    /// Binds and unbinds complete here.
+    /// CQ for binds and unbinds.
     pub binds: N::Cq,
-    /// Where binds of type-1 windows are posted.
+    /// QP to which binds of type-1 windows are posted.
     binder: Option<N::Qp>,
     pub peers: BTreeMap<ClientId, Peer<N>>,
     pub by_management: HashMap<Qpn, ClientId>,
-    /// Compute nodes that may have fewer chunks aside than they should.
+    /// Compute nodes that may have too few chunks set aside.
     short: VecDeque<ClientId>,
-    /// Id of the next bind or unbind.
+    /// ID of the next bind or unbind.
     serial: u64,
     pub allocations: u64,
     pub frees: u64,
     pub refused: u64,
 }
 
-/// A request on its way through a turn.
+/// A request in progress.
 struct Job {
     client: ClientId,
     slot: u32,
@@ -83,7 +83,8 @@ struct Job {
 
 enum Step {
     Refuse(Outcome, u32),
-    /// `open`: it is registered. `from`: the chunk whose window it takes over, which is then closed.
+    /// `open`: the chunk is registered already. `from`: the chunk whose window is reused, which is
+    /// then closed.
     Allocate {
         entry: u32,
         open: bool,
@@ -94,7 +95,7 @@ enum Step {
         entry: u32,
         failed: bool,
     },
-    /// A free that is answered although the chunk is still open.
+    /// A free that is answered while the chunk is still open.
     SetAside {
         entry: u32,
     },
@@ -107,8 +108,8 @@ pub(super) struct Handle<N: Nic> {
 }
 
 impl<N: Nic> Worker for Handle<N> {
-    fn turn(&mut self) -> Result<bool, Error> {
-        self.shared.turn(self.core)
+    fn poll(&mut self) -> Result<bool, Error> {
+        self.shared.poll(self.core)
     }
 
     fn events(&self) -> Arc<dyn CpuEvents> {
@@ -117,9 +118,9 @@ impl<N: Nic> Worker for Handle<N> {
 }
 
 impl<N: Nic> Shared<N> {
-    /// A turn of a core.
-    pub fn turn(&self, core: usize) -> Result<bool, Error> {
-        let did = self.cores[core].state.lock().turn(self)?;
+    /// Polls a core.
+    pub fn poll(&self, core: usize) -> Result<bool, Error> {
+        let did = self.cores[core].state.lock().poll(self)?;
         if did {
             let wake = self.table.lock().cores_to_wake();
             wake.iter().filter(|c| **c != core).for_each(|c| self.cores[*c].events.wake());
@@ -146,12 +147,12 @@ impl<N: Nic> Shared<N> {
         Ok(self.nic.reg_mr(pd, &chunk, Access::LOCAL_WRITE | Access::REMOTE_ALL)?)
     }
 
-    /// New windows in place of a chunk's: the old ones' keys are dead.
+    /// Replaces the windows of a chunk, which invalidates the keys of the old ones.
     fn replace_windows(&self, entry: u32) -> Result<(), Error> {
-        match &mut self.table.lock().doors {
-            Doors::Type2(windows) => windows.replace(&self.nic, &self.pd, entry),
-            Doors::Type1(windows) => windows.replace(&self.nic, &self.pd, entry),
-            Doors::Regions(_) => Ok(()),
+        match &mut self.table.lock().protection {
+            Protection::Type2(windows) => windows.replace(&self.nic, &self.pd, entry),
+            Protection::Type1(windows) => windows.replace(&self.nic, &self.pd, entry),
+            Protection::Regions(_) => Ok(()),
         }
     }
 }
@@ -159,7 +160,7 @@ impl<N: Nic> Shared<N> {
 impl<N: Nic> Core<N> {
     /// A core without compute nodes.
     pub fn new(nic: &N, pd: &N::Pd, settings: &Settings, index: usize) -> Result<Self, Error> {
-        // A compute node that comes goes to the core that has the fewest.
+        // A new compute node is assigned to the core with the fewest.
         let clients = settings.clients_max.div_ceil(settings.cores.min(settings.clients_max));
         let in_flight = clients * settings.credits;
         let requests = nic.create_cq(CqAttr {
@@ -208,10 +209,11 @@ impl<N: Nic> Core<N> {
 }
 
 impl<N: Nic> State<N> {
-    fn turn(&mut self, shared: &Shared<N>) -> Result<bool, Error> {
-        // Before requests that come after it: a chunk could be its owner's anew.
+    fn poll(&mut self, shared: &Shared<N>) -> Result<bool, Error> {
+        // Before new requests: otherwise the chunk could be allocated to the same compute node
+        // again first.
         let mut lost = false;
-        while self.take_lost(shared)? {
+        while self.reclaim_undelivered(shared)? {
             lost = true;
         }
         let mut jobs = self.collect(shared)?;
@@ -220,17 +222,17 @@ impl<N: Nic> State<N> {
             self.open_and_close(shared, &mut jobs)?;
             self.finish(shared, &jobs)?;
         }
-        let back = self.take_back(shared)? || lost;
-        let told = self.tell_available(shared);
-        Ok(self.open_ahead(shared)? || back || told || any)
+        let back = self.reclaim_departed(shared)? || lost;
+        let announced = self.announce_available(shared);
+        Ok(self.open_ahead(shared)? || back || announced || any)
     }
 
-    /// A compute node has come, which may want chunks opened ahead.
-    pub fn joined(&mut self, client: ClientId) {
+    /// Registers a new compute node, which may need chunks opened in advance.
+    pub fn add_client(&mut self, client: ClientId) {
         self.short.push_back(client);
     }
 
-    /// The requests that have arrived, each with what to do.
+    /// The received requests, each with the decision on it.
     fn collect(&mut self, shared: &Shared<N>) -> Result<Vec<Job>, Error> {
         let n = self.requests.poll(&mut self.arrived);
         let mut jobs = Vec::with_capacity(n);
@@ -244,7 +246,7 @@ impl<N: Nic> State<N> {
 
     fn take(&mut self, shared: &Shared<N>, c: Completion) -> Result<Option<Job>, Error> {
         if c.kind != CompletionKind::Receive {
-            return Ok(None); // somebody woke us
+            return Ok(None); // a wake-up
         }
         let Some(&client) = self.by_management.get(&c.qpn) else { return Ok(None) };
         let Some(peer) = self.peers.get_mut(&client) else { return Ok(None) };
@@ -295,7 +297,7 @@ impl<N: Nic> State<N> {
                 };
                 return Ok(Step::Allocate { entry, open: false, from, failed: false });
             }
-            if table.tell_empty(self.index) {
+            if table.announce_empty(self.index) {
                 return Ok(Step::Refuse(Outcome::Empty, 0));
             }
             if !table.is_any_aside() {
@@ -319,7 +321,7 @@ impl<N: Nic> State<N> {
         Step::Free { entry, failed: false }
     }
 
-    /// Opens and closes what the jobs need.
+    /// Executes the binds, unbinds and registrations that the jobs need.
     fn open_and_close(&mut self, shared: &Shared<N>, jobs: &mut [Job]) -> Result<(), Error> {
         let mut ops = Vec::with_capacity(jobs.len() * shared.settings.lanes() as usize);
         for (index, job) in jobs.iter_mut().enumerate() {
@@ -344,7 +346,7 @@ impl<N: Nic> State<N> {
         Ok(())
     }
 
-    /// Opens a chunk, or adds to `ops` what opens it. False if it cannot be.
+    /// Opens a chunk, or adds the binds that open it to `ops`. False on failure.
     fn open(
         &mut self,
         shared: &Shared<N>,
@@ -355,8 +357,8 @@ impl<N: Nic> State<N> {
     ) -> bool {
         let mut table = shared.table.lock();
         let group = table.group_of(entry);
-        match &mut table.doors {
-            Doors::Type2(windows) => {
+        match &mut table.protection {
+            Protection::Type2(windows) => {
                 let paths = &self.peers[&client].groups[group.0 as usize];
                 for (lane, path) in paths.iter().enumerate() {
                     let lane = Lane(lane as u8);
@@ -365,7 +367,7 @@ impl<N: Nic> State<N> {
                 }
                 true
             }
-            Doors::Type1(windows) => {
+            Protection::Type1(windows) => {
                 if let Some(from) = from {
                     windows.exchange(entry, from);
                 }
@@ -374,13 +376,13 @@ impl<N: Nic> State<N> {
                 }
                 true
             }
-            Doors::Regions(_) => {
+            Protection::Regions(_) => {
                 drop(table);
                 let Ok(region) = shared.register(&self.peers[&client].pd, entry) else {
                     return false;
                 };
-                let Doors::Regions(regions) = &mut shared.table.lock().doors else {
-                    unreachable!("doors do not change")
+                let Protection::Regions(regions) = &mut shared.table.lock().protection else {
+                    unreachable!("the mechanism does not change")
                 };
                 regions.open(entry, region);
                 true
@@ -388,7 +390,7 @@ impl<N: Nic> State<N> {
         }
     }
 
-    /// Closes a chunk of `client`, or adds to `ops` what closes it.
+    /// Closes a chunk of `client`, or adds the unbinds that close it to `ops`.
     fn close(
         &mut self,
         shared: &Shared<N>,
@@ -399,19 +401,19 @@ impl<N: Nic> State<N> {
     ) {
         let mut table = shared.table.lock();
         let group = table.group_of(entry);
-        match &mut table.doors {
-            Doors::Type2(windows) => {
-                let client = client.expect("a bound type-2 window is a compute node's");
+        match &mut table.protection {
+            Protection::Type2(windows) => {
+                let client = client.expect("a bound type-2 window belongs to a compute node");
                 for lane in 0..windows.lanes() {
                     let lane = Lane(lane as u8);
                     let umr = windows.unbind(entry, lane);
                     ops.push(WindowOp { path: Some((client, group, lane)), umr, job, done: false });
                 }
             }
-            Doors::Type1(windows) => {
+            Protection::Type1(windows) => {
                 ops.push(WindowOp { path: None, umr: windows.close(entry), job, done: false });
             }
-            Doors::Regions(regions) => {
+            Protection::Regions(regions) => {
                 let region = regions.close(entry);
                 drop(table);
                 drop(region);
@@ -419,7 +421,7 @@ impl<N: Nic> State<N> {
         }
     }
 
-    /// Ends the jobs: chunks change hands, replies are posted in the order of the requests.
+    /// Completes the jobs: updates the table and posts the replies in the order of the requests.
     fn finish(&mut self, shared: &Shared<N>, jobs: &[Job]) -> Result<(), Error> {
         let mut closed = Vec::new();
         for job in jobs {
@@ -462,7 +464,7 @@ impl<N: Nic> State<N> {
                 peer.answer(job.slot, reply);
             }
         }
-        // Their keys died with the rebinds; nobody waits for this.
+        // The rebinds invalidated their keys. Clearing them here delays no reply.
         for entry in closed {
             shared.clear(entry);
             shared.table.lock().release(entry);

@@ -1,4 +1,4 @@
-//! Accepting connections: who finds room, and what happens where descriptors or memory run out.
+//! Accepting connections: connection limits, and lack of descriptors or memory.
 
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
@@ -10,11 +10,11 @@ use rustix::io::Errno;
 
 use super::{Control, LISTENER, REMOTE_LISTENER, system};
 use crate::Error;
+use crate::service::client_limits::PeerIdentity;
 use crate::service::connection::{Connection, ConnectionId};
-use crate::service::paces::Asker;
-use crate::service::rooms::{self, Unproved};
+use crate::service::connection_limits::{self, UnprovedDecision};
 
-/// After no connection could be accepted, the next attempt comes so much later.
+/// Delay of the next attempt after a connection could not be accepted.
 const AGAIN: Duration = Duration::from_millis(100);
 
 impl Control<'_> {
@@ -22,9 +22,9 @@ impl Control<'_> {
         match self.listener.accept() {
             Ok(None) => Ok(()),
             Ok(Some(fd)) => {
-                let asker = Asker::Process(Peer::of(&fd));
-                if self.has_room_for(asker) {
-                    let credit = self.credit(asker);
+                let identity = PeerIdentity::Process(Peer::of(&fd));
+                if self.has_room_for(identity) {
+                    let credit = self.credit(identity);
                     self.add(Connection::local(fd, credit));
                 }
                 Ok(())
@@ -46,58 +46,57 @@ impl Control<'_> {
         }
     }
 
-    /// Takes in a TCP connection, if the room for those that have not proved the token has a place.
+    /// Adds a TCP connection if the limit of unproved connections allows it.
     fn admit_remote(&mut self, stream: OwnedFd, port: u16) {
-        // An error here is that it has ended again.
+        // An error means that the connection has ended already.
         let Ok(mut connection) = Connection::remote(stream, port, 0) else { return };
-        let Asker::Host(address) = connection.asker else { return };
-        match rooms::admit_unproved(address, Instant::now(), self.unproved()) {
-            Unproved::Kept => {}
-            Unproved::InPlaceOf(old) => self.close(old),
-            Unproved::Refused => return,
+        let PeerIdentity::Host(address) = connection.identity else { return };
+        match connection_limits::admit_unproved(address, Instant::now(), self.unproved()) {
+            UnprovedDecision::Kept => {}
+            UnprovedDecision::InPlaceOf(old) => self.close(old),
+            UnprovedDecision::Refused => return,
         }
-        connection.credit = self.credit(connection.asker);
+        connection.credit = self.credit(connection.identity);
         self.add(connection);
     }
 
     /// TCP connections that have not proved the token.
     fn unproved(&self) -> impl Iterator<Item = (ConnectionId, IpAddr, Instant)> {
-        self.connections.iter().filter_map(|(id, c)| match c.asker {
-            Asker::Host(address) if c.is_new() => Some((*id, address, c.accepted)),
+        self.connections.iter().filter_map(|(id, c)| match c.identity {
+            PeerIdentity::Host(address) if c.is_new() => Some((*id, address, c.accepted)),
             _ => None,
         })
     }
 
-    /// Whether one more connection of `asker` may be let in.
-    pub(super) fn has_room_for(&self, asker: Asker) -> bool {
+    /// True if one more connection of `identity` is allowed.
+    pub(super) fn has_room_for(&self, identity: PeerIdentity) -> bool {
         let let_in = self.connections.values().filter(|c| !(c.is_stream() && c.is_new()));
         let clients_max = self.shared.node.settings().clients_max as usize;
-        rooms::has_room_for(clients_max, asker, let_in.map(|c| c.asker))
+        connection_limits::has_room_for(clients_max, identity, let_in.map(|c| c.identity))
     }
 
-    fn credit(&mut self, asker: Asker) -> u32 {
+    fn credit(&mut self, identity: PeerIdentity) -> u32 {
         let now = self.started.elapsed();
-        self.paces.forget(now);
-        self.paces.open(asker, now)
+        self.limits.forget(now);
+        self.limits.open(identity, now)
     }
 
-    /// Serves a connection. One that cannot be watched is ended, and nothing else.
+    /// Adds a connection. If epoll cannot watch it, only this connection is closed.
     pub(super) fn add(&mut self, connection: Connection) {
         let id = ConnectionId(self.next);
         self.next += 1;
-        if let Err(e) = self.watch.add(&connection, id.0) {
+        if let Err(e) = self.epoll.add(&connection, id.0) {
             let mut trouble = self.shared.trouble.lock();
             trouble.connections += 1;
             trouble.last = Some(format!("watching a new connection: {e}"));
             return;
         }
         self.connections.insert(id, connection);
-        self.mind_silence(id);
+        self.update_deadline(id);
     }
 
-    /// No connection can be accepted now: there is no descriptor or no memory left. Those that wait
-    /// do so in the listeners' queues, and are accepted a little later or when a connection has
-    /// ended.
+    /// Stops accepting connections for lack of descriptors or memory. Pending connections stay in
+    /// the listeners' queues until `AGAIN` has passed or a connection is closed.
     fn stop_accepting(&mut self, why: Errno) -> Result<(), Error> {
         {
             let mut trouble = self.shared.trouble.lock();
@@ -108,7 +107,7 @@ impl Control<'_> {
         self.watch_listeners(EventFlags::empty())
     }
 
-    /// Accepts connections again, if it is time to.
+    /// Accepts connections again if the delay has passed.
     pub(super) fn accept_again(&mut self) -> Result<(), Error> {
         if self.accept_again.is_some_and(|at| at <= Instant::now()) {
             self.accept_again = None;
@@ -118,12 +117,12 @@ impl Control<'_> {
     }
 
     /// # Errors
-    /// Fatal: the kernel refuses it only if a listener is not in the epoll set, so that no
-    /// connection would ever be accepted again. A change allocates nothing.
+    /// Fatal: the kernel refuses the change only if a listener is not in the epoll set, and then no
+    /// further connection would be accepted. A change allocates no memory.
     fn watch_listeners(&mut self, flags: EventFlags) -> Result<(), Error> {
-        self.watch.change(&self.listener, LISTENER, flags).map_err(system)?;
+        self.epoll.change(&self.listener, LISTENER, flags).map_err(system)?;
         match &self.remote {
-            Some(remote) => self.watch.change(remote, REMOTE_LISTENER, flags).map_err(system),
+            Some(remote) => self.epoll.change(remote, REMOTE_LISTENER, flags).map_err(system),
             None => Ok(()),
         }
     }

@@ -1,4 +1,4 @@
-//! Tests of which connections are kept, and of listeners from which nothing can be accepted.
+//! Tests of the connection limits, and of listeners whose `accept` fails.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 
@@ -10,23 +10,24 @@ use super::*;
 use crate::remote::{Listen, RemoteListener};
 use crate::service::Service;
 use crate::service::connection::{PoolSession, Role};
-use crate::service::control::{Ears, Watch};
+use crate::service::control::{ControlSockets, Epoll};
 use crate::socket::Listener;
 use crate::{Endpoint, Settings};
 
-/// Runs a test with a control thread's state, whose listeners are its own. The service lends its memory node only.
+/// Runs a test with a control thread's state and listeners of its own. The service only provides
+/// the memory node.
 fn with_control(clients_max: u32, test: impl FnOnce(&mut Control<'_>)) {
     let settings = Settings { donate_bytes: 1 << 20, clients_max, ..Settings::default() };
     let service = Service::start(&settings, &Endpoint::Fresh).unwrap();
     let listener = Listener::bind(&Endpoint::Fresh).unwrap();
     let remote = Listen::to_all("127.0.0.1:0".parse().unwrap());
     let (remote, _wire) = RemoteListener::bind(&remote).unwrap();
-    let watch = Watch::new().unwrap();
-    let ears = Ears::new(watch, &service.shared.wake, listener, Some(remote)).unwrap();
-    test(&mut Control::new(&service.shared, ears));
+    let epoll = Epoll::new().unwrap();
+    let sockets = ControlSockets::new(epoll, &service.shared.wake, listener, Some(remote)).unwrap();
+    test(&mut Control::new(&service.shared, sockets));
 }
 
-/// The two ends of TCP connections from 127.0.1.`from`.
+/// Source of connected TCP socket pairs; the clients have addresses 127.0.1.`from`.
 struct Tcp(TcpListener);
 
 impl Tcp {
@@ -43,10 +44,10 @@ impl Tcp {
     }
 }
 
-/// The listeners that the control thread would hear of within `limit`.
+/// The listeners that the epoll set reports within `limit`.
 fn heard(control: &Control<'_>, limit: Option<&Timespec>) -> Vec<u64> {
     let mut events: Vec<Event> = Vec::with_capacity(8);
-    control.watch.wait(&mut events, limit).unwrap();
+    control.epoll.wait(&mut events, limit).unwrap();
     let mut heard: Vec<u64> = events.iter().map(|event| event.data.u64()).collect();
     heard.retain(|number| [LISTENER, REMOTE_LISTENER].contains(number));
     heard.sort();
@@ -54,7 +55,7 @@ fn heard(control: &Control<'_>, limit: Option<&Timespec>) -> Vec<u64> {
 }
 
 #[test]
-fn listeners_that_nothing_can_be_accepted_from_are_left_alone_for_a_time() {
+fn failing_listeners_are_not_watched_until_the_delay_passed() {
     with_control(4, |control| {
         const BOTH: [u64; 2] = [LISTENER, REMOTE_LISTENER];
         const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -71,7 +72,7 @@ fn listeners_that_nothing_can_be_accepted_from_are_left_alone_for_a_time() {
             assert_eq!(trouble.accepts, 1);
             assert!(trouble.last.as_ref().is_some_and(|why| why.contains("Too many open files")));
         }
-        // Its time has not come.
+        // The delay has not passed.
         let later = Instant::now() + Duration::from_secs(3600);
         control.accept_again = Some(later);
         control.accept_again().unwrap();
@@ -88,7 +89,7 @@ fn listeners_that_nothing_can_be_accepted_from_are_left_alone_for_a_time() {
 }
 
 #[test]
-fn a_connection_that_has_proved_the_token_makes_way_for_none_that_has_not() {
+fn proved_connection_is_never_replaced_by_an_unproved_one() {
     with_control(4, |control| {
         let tcp = Tcp::new();
         let mut clients = Vec::new();
@@ -98,19 +99,28 @@ fn a_connection_that_has_proved_the_token_makes_way_for_none_that_has_not() {
             control.admit_remote(stream, 4791);
             control.connections.len()
         };
-        for held in 1..=rooms::UNPROVED_EACH {
+        for held in 1..=connection_limits::UNPROVED_EACH {
             assert_eq!(admit(control), held);
         }
-        assert_eq!(admit(control), rooms::UNPROVED_EACH, "one address has its fill");
+        assert_eq!(
+            admit(control),
+            connection_limits::UNPROVED_EACH,
+            "one address has reached its limit"
+        );
         let ids: Vec<ConnectionId> = control.connections.keys().copied().collect();
         control.connections.get_mut(&ids[0]).unwrap().role = Role::Pool(PoolSession::default());
-        assert_eq!(admit(control), rooms::UNPROVED_EACH + 1, "it has left that room");
-        assert_eq!(admit(control), rooms::UNPROVED_EACH + 1);
-        // When all are old, the first of those without a proof makes way.
+        assert_eq!(
+            admit(control),
+            connection_limits::UNPROVED_EACH + 1,
+            "it no longer counts as unproved"
+        );
+        assert_eq!(admit(control), connection_limits::UNPROVED_EACH + 1);
+        // Once all are old, the first unproved connection is replaced.
         for connection in control.connections.values_mut() {
-            connection.accepted = Instant::now().checked_sub(2 * rooms::PROVING).unwrap();
+            connection.accepted =
+                Instant::now().checked_sub(2 * connection_limits::PROVING).unwrap();
         }
-        assert_eq!(admit(control), rooms::UNPROVED_EACH + 1);
+        assert_eq!(admit(control), connection_limits::UNPROVED_EACH + 1);
         let there = ids.iter().map(|id| control.connections.contains_key(id));
         let gone: Vec<bool> = there.map(|there| !there).collect();
         assert_eq!(gone.iter().filter(|gone| **gone).count(), 1);
@@ -119,21 +129,21 @@ fn a_connection_that_has_proved_the_token_makes_way_for_none_that_has_not() {
 }
 
 #[test]
-fn connections_of_other_hosts_that_were_let_in_take_up_room_and_the_others_do_not() {
+fn only_proved_remote_connections_count_against_the_limit() {
     with_control(1, |control| {
         let tcp = Tcp::new();
         let mut clients = Vec::new();
-        let other = Asker::Host(IpAddr::from([127, 0, 2, 1]));
+        let other = PeerIdentity::Host(IpAddr::from([127, 0, 2, 1]));
         for from in 1..=64 {
             let (stream, client) = tcp.connect(from);
             clients.push(client);
             let mut connection = Connection::remote(stream, 4791, 0).unwrap();
             connection.role = Role::Pool(PoolSession::default());
-            if control.has_room_for(connection.asker) {
+            if control.has_room_for(connection.identity) {
                 control.add(connection);
             }
         }
-        assert!(control.connections.len() < 64, "the room is bounded");
+        assert!(control.connections.len() < 64, "the number of connections is bounded");
         assert!(!control.has_room_for(other));
         control.connections.values_mut().for_each(|c| c.role = Role::Unknown);
         assert!(control.has_room_for(other));

@@ -1,4 +1,4 @@
-//! Tests of the credit that the control thread charges a connection for what arrives on it.
+//! Tests of the credit that the control thread charges for received data.
 
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
@@ -9,17 +9,18 @@ use super::*;
 use crate::service::Service;
 use crate::{Endpoint, Settings};
 
-/// What the connection may ask for at once.
+/// Initial credit of the connection.
 const CREDIT: u32 = 100;
 
-/// Runs a test with a control thread's state and one TCP connection. The service lends its memory
-/// node only.
+/// Runs a test with a control thread's state and one TCP connection. The service only provides the
+/// memory node.
 fn with_connection(test: impl FnOnce(&mut Control<'_>, ConnectionId, TcpStream)) {
     let settings = Settings { donate_bytes: 1 << 20, ..Settings::default() };
     let service = Service::start(&settings, &Endpoint::Fresh).unwrap();
     let listener = Listener::bind(&Endpoint::Fresh).unwrap();
-    let ears = Ears::new(Watch::new().unwrap(), &service.shared.wake, listener, None).unwrap();
-    let mut control = Control::new(&service.shared, ears);
+    let sockets =
+        ControlSockets::new(Epoll::new().unwrap(), &service.shared.wake, listener, None).unwrap();
+    let mut control = Control::new(&service.shared, sockets);
     let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
     let peer = TcpStream::connect(tcp.local_addr().unwrap()).unwrap();
     peer.set_nodelay(true).unwrap();
@@ -31,11 +32,11 @@ fn with_connection(test: impl FnOnce(&mut Control<'_>, ConnectionId, TcpStream))
     test(&mut control, id, peer);
 }
 
-/// Returns when there is something to be read.
+/// Waits until data can be read.
 fn wait_for(control: &Control<'_>, id: ConnectionId) {
     let mut events = Vec::with_capacity(4);
     while !events.iter().any(|e: &Event| e.data.u64() == id.0) {
-        control.watch.wait(&mut events, None).unwrap();
+        control.epoll.wait(&mut events, None).unwrap();
     }
 }
 
@@ -44,9 +45,9 @@ fn credit(control: &Control<'_>, id: ConnectionId) -> u32 {
 }
 
 #[test]
-fn each_part_of_a_frame_costs_its_sender_as_much_as_a_request() {
+fn each_part_of_a_frame_is_charged_as_a_request() {
     with_connection(|control, id, mut peer| {
-        // A header that announces 64 bytes, and less than these.
+        // A header that announces 64 bytes, and fewer bytes than that.
         let bytes: Vec<u8> = [0, 0, 0, 64].into_iter().chain([b' '; 40]).collect();
         for (n, byte) in bytes.iter().enumerate() {
             peer.write_all(&[*byte]).unwrap();
@@ -54,7 +55,7 @@ fn each_part_of_a_frame_costs_its_sender_as_much_as_a_request() {
             control.serve_connection(id, EventFlags::IN);
             assert_eq!(credit(control, id), CREDIT - 1 - n as u32, "after byte {n}");
         }
-        // Nothing was there to be read: that costs nothing.
+        // A read without data costs nothing.
         control.serve_connection(id, EventFlags::IN);
         assert_eq!(credit(control, id), CREDIT - bytes.len() as u32);
     });

@@ -1,25 +1,25 @@
-//! The control thread: one loop over the listening socket, the connections and an eventfd.
+//! The control thread: an event loop over the listening sockets, the connections and an eventfd.
 
 mod accept;
-mod later;
+mod deferred;
+mod epoll;
 mod requests;
-mod watch;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use rnic::port::shm::socket::{Packet, close_aside};
+use rnic::port::shm::socket::{Packet, close_deferred};
 use rustix::event::Timespec;
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
 
-pub(super) use self::watch::Watch;
+pub(super) use self::epoll::Epoll;
 use super::Shared;
+use super::client_limits::ClientLimits;
 use super::connection::{Connection, ConnectionId, Input, Role};
-use super::paces::Paces;
-use super::rooms::Places;
+use super::connection_limits::ClientSlots;
 use crate::Error;
 use crate::protocol::{self, Numbered, Request};
 use crate::remote::RemoteListener;
@@ -31,37 +31,37 @@ const WAKE: u64 = 1;
 const REMOTE_LISTENER: u64 = 2;
 const FIRST_CONNECTION: u64 = 3;
 
-/// Requests for memory that a connection may have waiting.
+/// Maximum number of pending requests for memory per connection.
 const AWAITS_MAX: usize = 16;
 
-/// What the control thread listens to, watched already: what can fail at the start fails before the
-/// thread runs.
-pub(super) struct Ears {
-    watch: Watch,
+/// The sockets of the control thread, already in the epoll set, so that errors occur before the
+/// thread starts.
+pub(super) struct ControlSockets {
+    epoll: Epoll,
     listener: Listener,
     remote: Option<RemoteListener>,
 }
 
-impl Ears {
-    /// Watches the listeners, and the eventfd that wakes the thread.
+impl ControlSockets {
+    /// Adds the listeners and the wake-up eventfd to the epoll set.
     pub fn new(
-        watch: Watch,
+        epoll: Epoll,
         wake: &OwnedFd,
         listener: Listener,
         remote: Option<RemoteListener>,
     ) -> Result<Self, Error> {
-        watch.add(&listener, LISTENER).map_err(system)?;
-        watch.add(wake, WAKE).map_err(system)?;
+        epoll.add(&listener, LISTENER).map_err(system)?;
+        epoll.add(wake, WAKE).map_err(system)?;
         if let Some(remote) = &remote {
-            watch.add(remote, REMOTE_LISTENER).map_err(system)?;
+            epoll.add(remote, REMOTE_LISTENER).map_err(system)?;
         }
-        Ok(Self { watch, listener, remote })
+        Ok(Self { epoll, listener, remote })
     }
 }
 
-/// Serves until told to stop.
-pub(super) fn run(shared: &Shared, ears: Ears) -> Result<(), Error> {
-    let mut control = Control::new(shared, ears);
+/// Runs the control thread until `stop` is set.
+pub(super) fn run(shared: &Shared, sockets: ControlSockets) -> Result<(), Error> {
+    let mut control = Control::new(shared, sockets);
     let result = control.serve();
     control.close_all();
     result
@@ -70,53 +70,54 @@ pub(super) fn run(shared: &Shared, ears: Ears) -> Result<(), Error> {
 struct Control<'a> {
     shared: &'a Shared,
     listener: Listener,
-    /// For other hosts.
+    /// Listener for other hosts.
     remote: Option<RemoteListener>,
-    watch: Watch,
+    epoll: Epoll,
     connections: BTreeMap<ConnectionId, Connection>,
-    /// Those that have not settled, and until when they may say nothing.
+    /// Connections that have not settled, ordered by deadline.
     silent: BTreeSet<(Instant, ConnectionId)>,
     next: u64,
-    places: Places,
+    slots: ClientSlots,
     started: Instant,
-    paces: Paces,
-    /// Connections that are not read from until their process has earned it.
+    limits: ClientLimits,
+    /// Connections that are not read because their process has no tokens.
     paused: Vec<ConnectionId>,
-    /// When the listeners are watched again: no connection could be accepted, for want of
-    /// descriptors or memory.
+    /// Time at which the listeners are watched again, after a lack of descriptors or memory.
     accept_again: Option<Instant>,
 }
 
 impl<'a> Control<'a> {
-    fn new(shared: &'a Shared, ears: Ears) -> Self {
-        let Ears { watch, listener, remote } = ears;
+    fn new(shared: &'a Shared, sockets: ControlSockets) -> Self {
+        let ControlSockets { epoll, listener, remote } = sockets;
         let settings = shared.node.settings();
         Self {
             shared,
             listener,
             remote,
-            watch,
+            epoll,
             connections: BTreeMap::new(),
             silent: BTreeSet::new(),
             next: FIRST_CONNECTION,
-            places: Places::new(settings.clients_max as usize, settings.shares_places),
+            slots: ClientSlots::new(settings.clients_max as usize, settings.shares_places),
             started: Instant::now(),
-            paces: Paces::new(shared.node.client_qps()),
+            limits: ClientLimits::new(shared.node.client_qps()),
             paused: Vec::new(),
             accept_again: None,
         }
     }
 
+    /// Runs the event loop.
+    ///
     /// # Errors
-    /// Only what leaves nothing to serve with: the epoll instance itself, or a listener in
-    /// it, is wrong. A system call that fails for one connection ends that connection.
+    /// Only errors that make service impossible: in the epoll instance or in a listener. A system
+    /// call that fails for one connection closes that connection.
     fn serve(&mut self) -> Result<(), Error> {
         let mut events = Vec::with_capacity(64);
         while !self.shared.stop.load(Ordering::Acquire) {
             self.shared.gate.pass();
             events.clear();
             let timeout = self.next_deadline();
-            self.watch.wait(&mut events, timeout.as_ref()).map_err(system)?;
+            self.epoll.wait(&mut events, timeout.as_ref()).map_err(system)?;
             self.shared.wakeups.fetch_add(1, Ordering::Relaxed);
             for event in events.drain(..) {
                 match event.data.u64() {
@@ -130,62 +131,63 @@ impl<'a> Control<'a> {
             }
             self.answer_awaits();
             self.answer_deferred();
-            self.end_silent();
-            self.unpause();
+            self.close_idle();
+            self.resume_paused();
             self.accept_again()?;
         }
         Ok(())
     }
 
-    /// A connection that has not settled has some time for it.
-    fn mind_silence(&mut self, id: ConnectionId) {
+    /// Sets or clears the deadline of a connection, depending on whether it has settled.
+    fn update_deadline(&mut self, id: ConnectionId) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
-        match (connection.is_settled(), connection.expected) {
+        match (connection.is_settled(), connection.deadline) {
             (true, Some(until)) => {
                 self.silent.remove(&(until, id));
-                connection.expected = None;
+                connection.deadline = None;
             }
             (false, None) => {
-                let until = connection.heard + self.shared.node.settings().silence;
+                let until = connection.last_request + self.shared.node.settings().silence;
                 self.silent.insert((until, id));
-                connection.expected = Some(until);
+                connection.deadline = Some(until);
             }
             _ => {}
         }
     }
 
-    /// Ends the connections that have taken up a place for too long without saying what for.
-    fn end_silent(&mut self) {
+    /// Closes the connections that have not settled by their deadline.
+    fn close_idle(&mut self) {
         let silence = self.shared.node.settings().silence;
         while let Some(&(until, id)) = self.silent.first()
             && until <= Instant::now()
         {
             self.silent.pop_first();
-            if self.connections.get(&id).is_some_and(|c| !c.is_settled() && !c.is_clogged()) {
-                // It may have spoken in time: this thread had other things to do, or was held.
+            if self.connections.get(&id).is_some_and(|c| !c.is_settled() && !c.has_unsent()) {
+                // The peer may have sent data in time, while this thread was busy or paused.
                 self.serve_connection(id, EventFlags::IN);
             }
             let last_verb = self.connections.get(&id).and_then(|c| self.last_verb(c));
             let Some(connection) = self.connections.get_mut(&id) else { continue };
-            connection.expected = None;
-            connection.heard = connection.heard.max(last_verb.unwrap_or(connection.heard));
-            match connection.is_settled() || connection.heard + silence > Instant::now() {
-                true => self.mind_silence(id),
+            connection.deadline = None;
+            connection.last_request =
+                connection.last_request.max(last_verb.unwrap_or(connection.last_request));
+            match connection.is_settled() || connection.last_request + silence > Instant::now() {
+                true => self.update_deadline(id),
                 false => self.close(id),
             }
         }
     }
 
-    /// When the process of a compute node that is not admitted yet last made something of its QPs, over its
+    /// Time of the last verb of the process of a compute node that is not admitted yet, over its
     /// connections to the NIC.
     fn last_verb(&self, of: &Connection) -> Option<Instant> {
         let Role::Pool(_) = of.role else { return None };
-        let verbs = |c: &&Connection| c.asker == of.asker && matches!(c.role, Role::Nic(_));
-        self.connections.values().filter(verbs).map(|c| c.heard).max()
+        let verbs = |c: &&Connection| c.identity == of.identity && matches!(c.role, Role::Nic(_));
+        self.connections.values().filter(verbs).map(|c| c.last_request).max()
     }
 
-    /// Reads one message and answers it. Level-triggered: what else is there comes round again,
-    /// after everybody else.
+    /// Reads one message and answers it. Because epoll is level-triggered, further messages are
+    /// reported in the next round, after those of other connections.
     fn serve_connection(&mut self, id: ConnectionId, flags: EventFlags) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         let mut alive = true;
@@ -193,11 +195,11 @@ impl<'a> Control<'a> {
             alive = connection.flush();
         }
         let hung_up = flags.intersects(EventFlags::HUP | EventFlags::ERR);
-        if alive && !connection.is_clogged() {
+        if alive && !connection.has_unsent() {
             alive = match connection.read() {
                 Input::Message(packet) => self.handle(id, packet),
                 Input::Part => {
-                    // Who sends byte by byte pays for each.
+                    // Each read is charged, so that a peer that sends single bytes pays for each.
                     self.charge(id, 1);
                     true
                 }
@@ -213,19 +215,20 @@ impl<'a> Control<'a> {
             alive = false;
         }
         match alive {
-            true => self.listen_to(id),
+            true => self.update_interest(id),
             false => self.close(id),
         }
     }
 
-    /// Watches a connection for what it is ready for: requests, or room for replies. One whose
-    /// process has asked for too much is heard of again when it ends, or it is time to.
-    fn listen_to(&mut self, id: ConnectionId) {
-        self.mind_silence(id);
+    /// Sets the epoll flags of a connection: readable, or writable while replies are queued. A
+    /// connection without tokens is not watched until tokens are available; epoll still reports its
+    /// end.
+    fn update_interest(&mut self, id: ConnectionId) {
+        self.update_deadline(id);
         let Some(connection) = self.connections.get(&id) else { return };
-        let wait = self.paces.wait(connection.asker, connection.credit, self.started.elapsed());
+        let wait = self.limits.wait(connection.identity, connection.credit, self.started.elapsed());
         let flags = match wait {
-            _ if connection.is_clogged() => EventFlags::OUT,
+            _ if connection.has_unsent() => EventFlags::OUT,
             None => EventFlags::IN,
             Some(_) => {
                 if !self.paused.contains(&id) {
@@ -234,34 +237,34 @@ impl<'a> Control<'a> {
                 EventFlags::empty()
             }
         };
-        if self.watch.change(connection, id.0, flags).is_err() {
+        if self.epoll.change(connection, id.0, flags).is_err() {
             self.close(id);
         }
     }
 
-    /// Listens again to connections for which it is time to.
-    fn unpause(&mut self) {
+    /// Watches paused connections again for which tokens are available.
+    fn resume_paused(&mut self) {
         for id in std::mem::take(&mut self.paused) {
-            // If it is not time yet, this puts it back.
-            self.listen_to(id);
+            // Pauses the connection again if no token is available.
+            self.update_interest(id);
         }
     }
 
-    /// Takes what a request costs from what its connection and process have.
+    /// Charges `cost` to a connection and its process.
     fn charge(&mut self, id: ConnectionId, cost: u32) {
         if let Some(c) = self.connections.get_mut(&id) {
-            self.paces.asked(c.asker, &mut c.credit, cost, self.started.elapsed());
+            self.limits.asked(c.identity, &mut c.credit, cost, self.started.elapsed());
         }
     }
 
-    /// False if the connection is to be closed.
+    /// Handles a message. False if the connection must be closed.
     fn handle(&mut self, id: ConnectionId, packet: Packet) -> bool {
         let Packet { bytes, mut descriptors } = packet;
         self.charge(id, 1);
         let Some(connection) = self.connections.get_mut(&id) else { return false };
         if !matches!(connection.role, Role::Nic(_)) {
-            // Nobody asked for them.
-            descriptors.drain(..).for_each(close_aside);
+            // This message has no use for file descriptors.
+            descriptors.drain(..).for_each(close_deferred);
         }
         let is_remote = connection.ends().is_some();
         match &mut connection.role {
@@ -270,12 +273,12 @@ impl<'a> Control<'a> {
             Role::Nic(session) => {
                 let (reply, fds) = session.handle(&bytes, descriptors);
                 if session.is_open() {
-                    connection.heard = Instant::now();
+                    connection.last_request = Instant::now();
                 }
                 connection.send(reply, fds)
             }
             Role::Pool(_) => {
-                connection.heard = Instant::now();
+                connection.last_request = Instant::now();
                 match protocol::decode::<Numbered<Request>>("reading a request", &bytes) {
                     Ok(request) => self.request(id, request.id, request.body),
                     Err(e) => connection.refuse(protocol::id_of(&bytes), &e),
@@ -299,12 +302,12 @@ impl<'a> Control<'a> {
     fn next_unpause(&self) -> Option<Instant> {
         let now = self.started.elapsed();
         let paused = self.paused.iter().filter_map(|id| self.connections.get(id));
-        let wait = |c: &Connection| self.paces.wait(c.asker, c.credit, now).unwrap_or_default();
+        let wait = |c: &Connection| self.limits.wait(c.identity, c.credit, now).unwrap_or_default();
         paused.map(|c| self.started + now + wait(c)).min()
     }
 
-    /// The compute node of a connection leaves, if there is one: its keys die, and its chunks come
-    /// back in the memory node's next turns.
+    /// Retires the compute node of a connection, if there is one: revokes its keys; later polls of
+    /// the memory node reclaim its chunks.
     fn leave(&mut self, id: ConnectionId) -> Option<ClientId> {
         let session = self.connections.get_mut(&id).and_then(Connection::pool)?;
         let waiting = session.awaiting.len() + session.deferred.len();
@@ -317,12 +320,12 @@ impl<'a> Control<'a> {
         Some(client)
     }
 
-    /// Ends a connection and what hangs on it.
+    /// Closes a connection, and the connections that depend on it.
     fn close(&mut self, id: ConnectionId) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         let linked = match &mut connection.role {
             Role::Unknown | Role::Greeted(_) => Vec::new(),
-            // Its compute nodes lose their QPs: they are retired before that.
+            // Compute nodes lose their QPs with this session, so they are retired first.
             Role::Nic(_) => {
                 let on_it: Vec<_> = self
                     .connections
@@ -336,7 +339,8 @@ impl<'a> Control<'a> {
                 }
                 on_it
             }
-            // It did not say goodbye (then there would be no link): its NIC session ends with it.
+            // No goodbye was received (it would have cleared `nic`), so the NIC session is closed,
+            // too.
             Role::Pool(session) => {
                 let nic = session.nic;
                 self.leave(id);
@@ -348,14 +352,14 @@ impl<'a> Control<'a> {
         };
         for id in linked.into_iter().chain([id]) {
             if let Some(connection) = self.connections.remove(&id) {
-                self.watch.remove(&connection);
-                if let Some(until) = connection.expected {
+                self.epoll.remove(&connection);
+                if let Some(until) = connection.deadline {
                     self.silent.remove(&(until, id));
                 }
             }
         }
         if let Some(at) = &mut self.accept_again {
-            // There is a descriptor again.
+            // Closing a connection frees a descriptor.
             *at = Instant::now();
         }
     }

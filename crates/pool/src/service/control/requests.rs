@@ -1,30 +1,30 @@
-//! What connections say: greetings, openings, and the requests of compute nodes.
+//! Handling of greetings, openings, and requests of compute nodes.
 
 use fabric::Qpn;
 use rnic::port::shm::{Session, SessionLimits};
 
 use super::{AWAITS_MAX, Control, protocol_error, refused};
 use crate::Error;
-use crate::protocol::{self, Opening, Reply, Request, VERSION, Welcome};
+use crate::protocol::{self, NodeHello, Opening, Reply, Request, VERSION};
 use crate::remote::token::{self, Greeting, Nonce, Nonces, Side};
 use crate::remote::{ConnectionSecret, Route, Start};
-use crate::scheme::{Admission, Admitted, ClientId, GroupId, Lane, Part};
-use crate::service::connection::{Connection, ConnectionId, Ends, PoolSession, Role, What};
+use crate::scheme::{ClientId, ConnectReply, ConnectRequest, GroupId, Lane, QpSet};
+use crate::service::client_limits::cost;
+use crate::service::connection::{Connection, ConnectionId, DeferredOp, Ends, PoolSession, Role};
+use crate::service::connection_limits::Holder;
 use crate::service::nic_gone;
-use crate::service::paces::cost;
-use crate::service::rooms::Holder;
 
-/// Pieces of memory that a compute node may share besides those of its queues.
+/// Pieces of shared memory of a compute node in addition to those of its queues.
 const BUFFERS: usize = 256;
 
 impl Control<'_> {
-    /// What one attached process may have: never less than the settings promise a compute node.
+    /// Limits of one attached process: at least what the settings promise to a compute node.
     fn session_limits(&self) -> SessionLimits {
         let mut limits = SessionLimits::default();
         let settings = self.shared.node.settings();
         let qps = self.shared.node.client_qps();
         limits.function.qps = limits.function.qps.max(qps);
-        // A ring for each QP and one for each group's CQ; buffers besides.
+        // A ring per QP and one per group's CQ, plus buffers.
         let pieces = (qps + settings.groups_max) as usize + BUFFERS;
         limits.memories = limits.memories.max(pieces);
         limits
@@ -37,7 +37,7 @@ impl Control<'_> {
         let greeted = protocol::decode::<Greeting>("reading a greeting", bytes).and_then(|theirs| {
             if theirs.granary != token::VERSION {
                 let why = format!(
-                    "version {} of the greeting is not spoken here, {} is; use the same release on both sides",
+                    "greeting version {} is not supported, only {}; use the same release on both sides",
                     theirs.granary,
                     token::VERSION
                 );
@@ -62,9 +62,9 @@ impl Control<'_> {
 
     pub(super) fn open(&mut self, id: ConnectionId, bytes: &[u8]) -> bool {
         let limits = self.session_limits();
-        let full = self.place_for(id).err();
+        let full = self.slot_holder(id).err();
         let token = self.remote.as_ref().and_then(|remote| remote.token.as_ref());
-        let has_room = self.connections.get(&id).is_some_and(|c| self.has_room_for(c.asker));
+        let has_room = self.connections.get(&id).is_some_and(|c| self.has_room_for(c.identity));
         let authenticated = self.remote.as_ref().is_some_and(|remote| remote.authenticated);
         let Some(connection) = self.connections.get_mut(&id) else { return false };
         let opening = match protocol::decode::<Opening>("reading an opening", bytes) {
@@ -87,11 +87,12 @@ impl Control<'_> {
         let is_full = ends.is_some() && !has_room;
         let why = match opening.service.as_str() {
             _ if !is_let_in => {
-                "the token is wrong, or missing: give the file that the memory node has".into()
+                "the token is wrong, or missing: give the memory node's token file".into()
             }
-            // With the proof a connection leaves the small room of those without one.
+            // With the proof, the connection counts against the limit of proved connections
+            // instead.
             _ if is_full => {
-                let why = "it has as many connections as it takes".into();
+                let why = "it has reached its limit of connections".into();
                 connection.refuse(0, &Error::Full { attempt: "opening a connection".into(), why });
                 return false;
             }
@@ -100,7 +101,7 @@ impl Control<'_> {
                 connection.role = Role::Nic(Box::new(session));
                 return true;
             }
-            "nic" => "a NIC is attached to on its own host only".into(),
+            "nic" => "only processes of its own host can attach to the NIC".into(),
             "pool" if opening.version == VERSION => {
                 let secret = nonces.map(|n| ConnectionSecret::new(token, &n, authenticated));
                 connection.role = Role::Pool(PoolSession { secret, ..PoolSession::default() });
@@ -109,15 +110,15 @@ impl Control<'_> {
                 let roce = ends.map(|ends| ends.here);
                 let authenticated = authenticated && roce.is_some();
                 let node = self.shared.node.welcome();
-                let welcome = Welcome { full, roce, proof, authenticated, ..node };
+                let welcome = NodeHello { full, roce, proof, authenticated, ..node };
                 return connection.reply(0, Reply::Welcome(welcome));
             }
             "pool" => format!(
-                "version {} of the pool's protocol is not spoken here, {VERSION} is; use the same \
+                "version {} of the pool's protocol is not supported, only {VERSION}; use the same \
                  release on both sides",
                 opening.version
             ),
-            other => format!("there is no service `{other}`; there are `nic` and `pool`"),
+            other => format!("there is no service `{other}`; use `nic` or `pool`"),
         };
         connection.refuse(0, &protocol_error(why));
         false
@@ -129,9 +130,9 @@ impl Control<'_> {
         let session = connection.pool();
         let (client, secret) = session.map_or((None, None), |p| (p.client, p.secret));
         let node = &self.shared.node;
-        // QPs that are about to be connected anew begin with what comes from the salt.
+        // The initial state of QPs that are about to be re-established is derived from the salt.
         let renew = |c, part, salt| match start_of(secret, salt)? {
-            Some(start) => node.renew(c, part, start),
+            Some(start) => node.set_start(c, part, start),
             None => Ok(()),
         };
         let admitted = || client.ok_or_else(|| refused("it is not admitted"));
@@ -143,7 +144,7 @@ impl Control<'_> {
             },
             Request::Status => self.shared.status().map(|s| Reply::Status(Box::new(s))),
             Request::ResetManagement { salt } => {
-                let begin = |c| renew(c, Part::Management, salt).map(|()| c);
+                let begin = |c| renew(c, QpSet::Management, salt).map(|()| c);
                 match admitted().and_then(begin).and_then(|c| self.reset(from, id, c)) {
                     Ok(None) => return true,
                     Ok(Some(reply)) => Ok(reply),
@@ -156,7 +157,7 @@ impl Control<'_> {
             Request::ResetAccess { group, lane, salt } => {
                 let (group, lane) = (GroupId(group), Lane(lane));
                 admitted()
-                    .and_then(|c| renew(c, Part::Access(group, lane), salt).map(|()| c))
+                    .and_then(|c| renew(c, QpSet::Access(group, lane), salt).map(|()| c))
                     .and_then(|c| node.reset_access(c, group, lane))
                     .map(|peer| Reply::Access { peer })
             }
@@ -164,7 +165,7 @@ impl Control<'_> {
             Request::Goodbye => match self.leave(from) {
                 None => Ok(Reply::Done),
                 Some(client) => {
-                    self.defer(from, id, What::Goodbye(client));
+                    self.defer(from, id, DeferredOp::Goodbye(client));
                     return true;
                 }
             },
@@ -176,7 +177,7 @@ impl Control<'_> {
         }
     }
 
-    /// Re-establishes a compute node's management QPs, now or later.
+    /// Re-establishes a compute node's management QPs, now or as a deferred request.
     fn reset(
         &mut self,
         from: ConnectionId,
@@ -185,18 +186,22 @@ impl Control<'_> {
     ) -> Result<Option<Reply>, Error> {
         let deferred = self.connections.get_mut(&from).and_then(Connection::pool);
         if deferred.is_some_and(|p| p.deferred.len() >= AWAITS_MAX) {
-            return Err(refused(&format!("{AWAITS_MAX} such requests wait already")));
+            return Err(refused(&format!("{AWAITS_MAX} such requests are pending already")));
         }
         let peers = self.shared.node.reset_management(client)?;
         if peers.is_none() {
-            self.defer(from, id, What::ResetManagement(client));
+            self.defer(from, id, DeferredOp::ResetManagement(client));
         }
         Ok(peers.map(|peers| Reply::Management { peers }))
     }
 
-    fn admit(&mut self, from: ConnectionId, request: &Admission) -> Result<Admitted, Error> {
+    fn admit(
+        &mut self,
+        from: ConnectionId,
+        request: &ConnectRequest,
+    ) -> Result<ConnectReply, Error> {
         let full = |why| Error::Full { attempt: "admitting a compute node".into(), why };
-        let holder = self.place_for(from).map_err(full)?;
+        let holder = self.slot_holder(from).map_err(full)?;
         let connection = self.connections.get(&from);
         let connection = connection.ok_or_else(|| refused("the connection has ended"))?;
         let (nic, route) = match connection.ends() {
@@ -207,29 +212,31 @@ impl Control<'_> {
         let session = session.ok_or_else(|| refused("the connection has ended"))?;
         let start = start_of(session.secret, request.salt)?.unwrap_or_default();
         if session.client.is_some() {
-            return Err(refused("this connection has admitted a compute node already"));
+            return Err(refused("a compute node is admitted on this connection already"));
         }
-        let admitted = self.shared.node.admit(&Admission { route, start, ..request.clone() })?;
-        self.places.take(ClientId(admitted.client), holder);
+        let admitted =
+            self.shared.node.admit(&ConnectRequest { route, start, ..request.clone() })?;
+        self.slots.take(ClientId(admitted.client), holder);
         session.client = Some(ClientId(admitted.client));
         session.nic = nic;
         Ok(admitted)
     }
 
-    /// The holder that a compute node of a connection is, if there is a place for one more of it.
-    fn place_for(&mut self, id: ConnectionId) -> Result<Holder, String> {
+    /// The holder to which a connection's compute node is attributed, if it may take one more slot.
+    fn slot_holder(&mut self, id: ConnectionId) -> Result<Holder, String> {
         let connection = self.connections.get(&id).ok_or("the connection has ended")?;
         let (holder, node) = (connection.holder(), &self.shared.node);
-        self.places.forget(|client| node.is_retired(client));
-        self.places.check(holder).map(|()| holder)
+        self.slots.forget(|client| node.is_retired(client));
+        self.slots.check(holder).map(|()| holder)
     }
 
-    /// The NIC session that owns all QPs that are named: the one whose secret the compute node has, since
-    /// another's would end with this connection.
-    fn nic_of(&self, request: &Admission) -> Result<ConnectionId, Error> {
+    /// The NIC session that owns all listed QPs. It is identified by its secret, because otherwise
+    /// a compute node could name the session of another process, which would end with this
+    /// connection.
+    fn nic_of(&self, request: &ConnectRequest) -> Result<ConnectionId, Error> {
         let secret = request.session.ok_or_else(|| {
             refused(
-                "it does not prove which NIC session its QPs are of; use the same release on both sides",
+                "it does not name the NIC session of its QPs; use the same release on both sides",
             )
         })?;
         let of_secret = |c: &Connection| match &c.role {
@@ -245,23 +252,23 @@ impl Control<'_> {
         {
             return Ok(*id);
         }
-        Err(refused("the QPs that it names are not those of its own session with the NIC"))
+        Err(refused("the listed QPs do not belong to its own NIC session"))
     }
 }
 
-/// How the QPs of a compute node on another host are reached.
-fn route_of(ends: &Ends, request: &Admission) -> Result<Route, Error> {
-    let there =
-        request.roce.ok_or_else(|| refused("it does not say what its NIC is reached by"))?;
+/// Network path to the QPs of a compute node on another host.
+fn route_of(ends: &Ends, request: &ConnectRequest) -> Result<Route, Error> {
+    let there = request.roce.ok_or_else(|| refused("it does not announce the port of its NIC"))?;
     if there.port == 0 {
-        return Err(refused("its NIC is reached by UDP port 0, which is none"));
+        return Err(refused("it announces UDP port 0 for its NIC"));
     }
     Ok(Route::between(ends.local, ends.here, ends.remote, there))
 }
 
-/// What QPs of another host begin with, which has drawn `salt` for them; nothing on this host.
+/// Initial state of QPs of another host, derived from `salt`; `None` for a compute node on this
+/// host.
 fn start_of(secret: Option<ConnectionSecret>, salt: Option<Nonce>) -> Result<Option<Start>, Error> {
     let Some(secret) = secret else { return Ok(None) };
-    let salt = salt.ok_or_else(|| refused("it names no salt for what its QPs begin with"))?;
+    let salt = salt.ok_or_else(|| refused("it gives no salt for its QPs"))?;
     Ok(Some(secret.start(Side::Server, &salt)))
 }

@@ -1,4 +1,4 @@
-//! Tests of which connections are ended, and what ends with them.
+//! Tests of the deadline for idle connections, and of dependent connections that close together.
 
 use rnic::port::shm::socket::{receive, send};
 use rnic::port::shm::{Session, SessionLimits};
@@ -9,19 +9,20 @@ use crate::service::Service;
 use crate::service::connection::PoolSession;
 use crate::{Endpoint, Settings};
 
-/// How long a connection may say nothing. The machine runs for longer than that.
+/// Deadline for idle connections. The machine must have been up for longer.
 const SILENCE: Duration = Duration::from_secs(20);
 
-/// Runs a test with a control thread's state. The service lends its memory node only.
+/// Runs a test with a control thread's state. The service only provides the memory node.
 fn with_control(test: impl FnOnce(&mut Control<'_>)) {
     let settings = Settings { donate_bytes: 1 << 20, silence: SILENCE, ..Settings::default() };
     let service = Service::start(&settings, &Endpoint::Fresh).unwrap();
     let listener = Listener::bind(&Endpoint::Fresh).unwrap();
-    let ears = Ears::new(Watch::new().unwrap(), &service.shared.wake, listener, None).unwrap();
-    test(&mut Control::new(&service.shared, ears));
+    let sockets =
+        ControlSockets::new(Epoll::new().unwrap(), &service.shared.wake, listener, None).unwrap();
+    test(&mut Control::new(&service.shared, sockets));
 }
 
-/// A connection that was accepted, and its other end.
+/// An accepted connection and its client end.
 fn connect(control: &mut Control<'_>) -> (ConnectionId, OwnedFd) {
     let client = crate::socket::connect(control.listener.path()).unwrap();
     let id = ConnectionId(control.next);
@@ -30,17 +31,17 @@ fn connect(control: &mut Control<'_>) -> (ConnectionId, OwnedFd) {
     (id, client)
 }
 
-/// Has the connection's time be over.
+/// Simulates that the connection's deadline has passed.
 fn let_time_pass(control: &mut Control<'_>, id: ConnectionId) {
     let (now, connection) = (Instant::now(), control.connections.get_mut(&id).unwrap());
-    let until = connection.expected.replace(now).expect("it has not settled");
-    connection.heard = now.checked_sub(SILENCE).unwrap();
+    let until = connection.deadline.replace(now).expect("not settled");
+    connection.last_request = now.checked_sub(SILENCE).unwrap();
     control.silent.remove(&(until, id));
     control.silent.insert((now, id));
 }
 
 #[test]
-fn a_connection_whose_request_was_not_read_in_time_was_not_silent() {
+fn unread_request_at_the_deadline_keeps_the_connection() {
     with_control(|control| {
         let (id, client) = connect(control);
         let opening = serde_json::to_vec(&Opening::pool()).unwrap();
@@ -50,20 +51,20 @@ fn a_connection_whose_request_was_not_read_in_time_was_not_silent() {
         let_time_pass(control, id);
         let request = serde_json::to_vec(&Numbered { id: 1, body: Request::Audit }).unwrap();
         send(&client, &request, &[]).unwrap();
-        control.end_silent();
+        control.close_idle();
         assert!(control.connections.contains_key(&id));
         let answer = receive(&client).unwrap().expect("an answer").bytes;
         let answer: Numbered<Reply> = serde_json::from_slice(&answer).unwrap();
         assert_eq!((answer.id, answer.body), (1, Reply::Done));
         let_time_pass(control, id);
-        control.end_silent();
+        control.close_idle();
         assert!(!control.connections.contains_key(&id));
         assert!(matches!(receive(&client), Ok(None)));
     });
 }
 
 #[test]
-fn a_nic_session_ends_with_the_last_compute_node_on_it() {
+fn nic_session_ends_with_its_last_compute_node() {
     with_control(|control| {
         let mut clients = Vec::new();
         let mut with = |control: &mut Control<'_>, role| {

@@ -1,7 +1,8 @@
-//! Every interleaving of a few clients, with a crash after any verb.
+//! Explores every interleaving of a few clients, with a crash after any verb.
 //!
-//! A state is the memory and what each task has seen; what follows from two equal states is the same, so
-//! each is looked at once. A state is reached anew by its schedule.
+//! A state consists of the memory and of the results that each task has seen. Equal states have
+//! equal continuations, so each state is explored once. A state is restored by replaying its
+//! schedule.
 
 use std::collections::HashSet;
 use std::collections::hash_map::DefaultHasher;
@@ -11,18 +12,18 @@ use std::sync::Arc;
 use super::world::{Stepped, Task};
 use super::*;
 
-/// Preemptions of those long explorations that have a bound.
+/// Preemption bound of the long explorations.
 const PREEMPTIONS: usize = 3;
 
-/// What a client does: takes a block and gives it back, for each order.
+/// A client allocates and frees a block of each order.
 #[derive(Clone, Copy)]
 struct Client {
     orders: &'static [u32],
-    /// Crashes after so many verbs; its recovery begins then.
+    /// Number of verbs after which the client crashes and its recovery starts.
     crash: Option<usize>,
 }
 
-/// Who has what: told when an allocation returns, and before it is given back.
+/// The owners of blocks: updated when an allocation returns, and before a free.
 #[derive(Default)]
 pub struct Held(Mutex<Vec<(User, Block)>>);
 
@@ -31,7 +32,7 @@ impl Held {
         let mut all = self.0.lock();
         for (other, had) in all.iter() {
             let apart = had.chunks().end <= block.chunk || block.chunks().end <= had.chunks().start;
-            assert!(apart, "{other:?} has {had:?}, and {user:?} is given {block:?}");
+            assert!(apart, "{other:?} has {had:?}, but {user:?} gets {block:?}");
         }
         all.push((user, block));
     }
@@ -41,19 +42,19 @@ impl Held {
     }
 
     pub fn forget(&self, user: User) {
-        self.0.lock().retain(|(of, _)| *of != user);
+        self.0.lock().retain(|(owner, _)| *owner != user);
     }
 }
 
-/// What is explored: tasks that go on a verb at a time.
+/// A set of tasks that is explored verb by verb.
 pub trait Explored {
-    /// Task `at` goes on.
+    /// Executes the next verb of task `at`.
     fn step(&mut self, at: usize);
-    /// Tasks that can.
+    /// Tasks that can continue.
     fn ready(&self) -> Vec<usize>;
-    /// What follows is the same from states that are equal.
+    /// Hash of the state: equal states have equal continuations.
     fn state(&self) -> u64;
-    /// What must hold when none can go on.
+    /// Checks the state in which no task can continue.
     fn check_end(&self);
 }
 
@@ -81,16 +82,16 @@ fn client(memory: Memory, me: User, orders: &'static [u32], held: Arc<Held>) -> 
     })
 }
 
-/// What a memory node does for one that crashed.
-fn recovery(shape: Shape, of: User) -> Task {
+/// The memory node's recovery for a crashed client.
+fn recovery(shape: Shape, crashed: User) -> Task {
     Task::new(move |verbs: Stepped| async move {
         let tree = Tree::new(shape, user(100));
         for section in 0..shape.sections() {
-            let Ok(blocks) = tree.taken_by(&verbs, of, section).await;
+            let Ok(blocks) = tree.taken_by(&verbs, crashed, section).await;
             for block in blocks {
-                let Ok(()) = tree.give_back(&verbs, &[block], of).await;
+                let Ok(()) = tree.give_back(&verbs, &[block], crashed).await;
             }
-            let Ok(_) = tree.settle(&verbs, section).await;
+            let Ok(_) = tree.repair_section(&verbs, section).await;
         }
     })
 }
@@ -98,7 +99,7 @@ fn recovery(shape: Shape, of: User) -> Task {
 impl World {
     fn new(shape: Shape, clients: &[Client]) -> Self {
         let held = Arc::new(Held::default());
-        // Timestamps go around at once.
+        // Timestamps wrap around at once.
         let memory = Memory::at(shape, 127);
         let tasks = clients
             .iter()
@@ -117,11 +118,11 @@ impl Explored for World {
             && client.crash == Some(self.tasks[at].history.len())
             && !self.tasks[at].ended
         {
-            let of = user(at as u16 + 1);
+            let crashed = user(at as u16 + 1);
             self.crashed[at] = true;
             self.tasks[at].ended = true;
-            self.held.forget(of);
-            self.tasks.push(recovery(shape, of));
+            self.held.forget(crashed);
+            self.tasks.push(recovery(shape, crashed));
         }
     }
 
@@ -138,16 +139,16 @@ impl Explored for World {
         hasher.finish()
     }
 
-    /// Nothing is leaked, whatever has happened.
+    /// Checks that nothing has leaked, whatever happened.
     fn check_end(&self) {
         let shape = self.memory.shape();
         let tree = Tree::new(shape, user(101));
         for section in 0..shape.sections() {
             for number in 1..=self.clients.len() as u16 {
                 let left = run(tree.taken_by(&self.memory, user(number), section));
-                assert_eq!(left, [], "of client {number}");
+                assert_eq!(left, [], "left behind by client {number}");
             }
-            run(tree.settle(&self.memory, section));
+            run(tree.repair_section(&self.memory, section));
         }
         self.memory.check_empty();
         for chunk in 0..shape.chunks {
@@ -156,13 +157,13 @@ impl Explored for World {
     }
 }
 
-/// All interleavings, or those with at most `most` preemptions: one is when somebody goes on while who went
-/// last could. How many states, and how many ends.
+/// Explores all interleavings, or those with at most `most` preemptions. A preemption is a switch
+/// to another task while the last task could continue. Returns the numbers of states and of ends.
 fn explore(shape: Shape, clients: &[Client], most: Option<usize>) -> (usize, usize) {
     explore_all(|| World::new(shape, clients), most)
 }
 
-/// The same for anything.
+/// As [`explore`], for any set of tasks.
 pub fn explore_all<W: Explored>(make: impl Fn() -> W, most: Option<usize>) -> (usize, usize) {
     let mut seen = HashSet::new();
     let mut ends = 0;
@@ -176,11 +177,11 @@ pub fn explore_all<W: Explored>(make: impl Fn() -> W, most: Option<usize>) -> (u
             world.step(at);
             last = Some(at);
         }
-        // On from here, as long as it is new; what else could come next is kept for later. What may follow
-        // depends on what is left of the bound too.
+        // Continues from here while the states are new; alternatives are queued. The continuations
+        // of a state also depend on the remaining preemptions.
         while seen.insert((world.state(), most.map(|_| (last, preemptions)))) {
             let mut ready = world.ready();
-            // Who went last first.
+            // The last task comes first.
             ready.sort_by_key(|at| Some(*at) != last);
             let Some((first, others)) = ready.split_first() else {
                 ends += 1;
@@ -196,7 +197,7 @@ pub fn explore_all<W: Explored>(make: impl Fn() -> W, most: Option<usize>) -> (u
                 }
             }
             schedule.push(*first as u8);
-            assert!(schedule.len() < 1000, "it does not end: {schedule:?}");
+            assert!(schedule.len() < 1000, "the schedule does not end: {schedule:?}");
             world.step(*first);
             last = Some(*first);
         }
@@ -223,10 +224,11 @@ fn two_clients_in_one_span() {
     assert!(states > 500 && ends > 10);
 }
 
-/// One opens and closes a span that another would take whole. The long form has more of them, with at most
-/// [`PREEMPTIONS`]: all interleavings of three would be too many.
+/// One client opens and closes a span while another one takes it as a whole. The full test has more
+/// clients, with at most [`PREEMPTIONS`], because all interleavings of three clients would be too
+/// many.
 #[test]
-fn a_span_is_opened_and_taken_whole() {
+fn span_opening_races_with_whole_allocation() {
     let (states, ends) = explore(SMALL, &[working(&[0]), working(&[5])], None);
     println!("{states} states, {ends} ends");
     assert!(states > 500 && ends > 10);
@@ -242,9 +244,10 @@ fn a_span_is_opened_and_taken_whole() {
     }
 }
 
-/// Two sections: one wants both, another a chunk or a section. Nobody is left with a part.
+/// Two sections: one client wants both, another a chunk or a section. No client is left with a
+/// part.
 #[test]
-fn a_block_of_two_sections_beside_parts_of_it() {
+fn two_section_block_races_with_its_parts() {
     let pairs: [(&'static [u32], &'static [u32]); 3] =
         [(&[10], &[10]), (&[10], &[9]), (&[10], &[0])];
     for (one, other) in pairs {
@@ -255,9 +258,10 @@ fn a_block_of_two_sections_beside_parts_of_it() {
     }
 }
 
-/// Who takes two sections crashes after any verb, with the recovery and another client interleaved.
+/// A client that takes two sections crashes after any verb, interleaved with the recovery and
+/// another client.
 #[test]
-fn a_crash_in_the_middle_of_two_sections() {
+fn crash_while_taking_two_sections_loses_nothing() {
     let step = if full() { 1 } else { 9 };
     for (other, most) in [(&[9u32] as &[u32], 2), (&[10], 2)] {
         let mut total = (0, 0);
@@ -272,11 +276,12 @@ fn a_crash_in_the_middle_of_two_sections() {
     }
 }
 
-/// A crash after a verb, with the recovery and another client interleaved: in all ways, after every seventh verb,
-/// and after every one in the long form. Two that take one chunk each are for the long form, with at most
-/// [`PREEMPTIONS`]: without a bound they have twenty million states.
+/// A crash after a verb, interleaved with the recovery and another client: all interleavings, after
+/// every seventh verb, or after every verb in the full test. Two clients with one chunk each run
+/// only in the full test, with at most [`PREEMPTIONS`]: without a bound they have twenty million
+/// states.
 #[test]
-fn a_crash_after_any_verb() {
+fn crash_after_any_verb_loses_nothing() {
     let mut pairs: Vec<(&[u32], &[u32], Option<usize>)> =
         vec![(&[0], &[5], None), (&[5], &[0], None)];
     pairs.extend(full().then_some((&[0u32] as &[u32], &[0u32] as &[u32], Some(PREEMPTIONS))));

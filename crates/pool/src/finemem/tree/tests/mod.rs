@@ -1,4 +1,4 @@
-//! The tree, stopped and crashed between any two verbs.
+//! Tests of the tree, stopped and crashed between any two verbs.
 
 mod explore;
 mod pass;
@@ -8,17 +8,17 @@ mod world;
 
 use std::convert::Infallible;
 
-use super::allocate::{CROWDED, MOVES};
+use super::allocate::{COLLISION_FAILURES, RELOCATIONS_MAX};
 use super::*;
+use crate::finemem::block::{Block, SPAN_ORDER};
 use crate::finemem::header::{CHUNKS, Record, SPANS, Spread};
-use crate::finemem::layout::{Block, SPAN_ORDER};
 use world::{Memory, run};
 
 const SMALL: Shape = Shape { chunks: 32, chunk_bytes: 4096 };
 const SECTION: Shape = Shape { chunks: 512, chunk_bytes: 4096 };
 const TWO_SECTIONS: Shape = Shape { chunks: 1024, chunk_bytes: 4096 };
 
-/// Takes a block.
+/// Allocates a block.
 fn take(tree: &Tree, memory: &impl Verbs<Error = Infallible>, order: u32) -> Option<Block> {
     run(tree.allocate(memory, order)).map(|taken| taken.block)
 }
@@ -28,7 +28,7 @@ fn user(number: u16) -> User {
 }
 
 #[test]
-fn every_size_is_taken_and_given_back() {
+fn every_order_is_allocated_and_freed() {
     let eight = Shape { chunks: 8 * 512, chunk_bytes: 4096 };
     for (order, shape) in (0..=9).map(|o| (o, SECTION)).chain((9..=12).map(|o| (o, eight))) {
         let memory = Memory::new(shape);
@@ -46,7 +46,7 @@ fn every_size_is_taken_and_given_back() {
 }
 
 #[test]
-fn a_pool_that_ends_within_a_span_gives_out_what_it_has() {
+fn partial_span_at_the_end_is_fully_allocated() {
     for chunks in [1, 2, 31, 33, 513, 530] {
         let shape = Shape { chunks, chunk_bytes: 4096 };
         let memory = Memory::new(shape);
@@ -62,7 +62,7 @@ fn a_pool_that_ends_within_a_span_gives_out_what_it_has() {
     }
 }
 
-/// A pool of any size of which everything is taken: what its headers say.
+/// The headers of a pool of any size in which everything is taken.
 struct Full {
     shape: Shape,
     reads: std::sync::atomic::AtomicU32,
@@ -81,13 +81,13 @@ impl Verbs for Full {
     }
 
     async fn cas(&self, _: Word, _: u64, _: u64) -> Result<u64, Infallible> {
-        panic!("there is nothing to be taken")
+        panic!("a search of a full pool must not CAS")
     }
 }
 
-/// A search that finds nothing costs one READ for 512 headers, in a large pool too.
+/// A failed search costs one READ for 512 headers, also in a large pool.
 #[test]
-fn a_search_in_vain_reads_headers_in_batches() {
+fn failed_search_reads_headers_in_batches() {
     for sections in [1, 1000, 100_000u32] {
         let shape = Shape { chunks: sections * 512, chunk_bytes: 4096 };
         let full = Full { shape, reads: Default::default() };
@@ -103,9 +103,9 @@ fn a_search_in_vain_reads_headers_in_batches() {
     }
 }
 
-/// And one that finds something looks at what it takes only, once it knows the sections.
+/// A successful search reads only what it takes, once the section headers are cached.
 #[test]
-fn a_large_pool_is_searched_as_fast_as_a_small_one() {
+fn large_pool_search_costs_as_much_as_small() {
     for sections in [1, 1000u32] {
         let shape = Shape { chunks: sections * 512, chunk_bytes: 4096 };
         let memory = Memory::new(shape);
@@ -122,13 +122,14 @@ fn a_large_pool_is_searched_as_fast_as_a_small_one() {
     }
 }
 
-/// Of a block of several sections that are not all free nothing is taken, and nothing stays behind.
+/// If some sections of a block are not free, nothing is taken, and no part is left behind.
 #[test]
-fn sections_that_were_taken_in_vain_are_given_back() {
+fn failed_multi_section_allocation_frees_its_parts() {
     let shape = Shape { chunks: 4 * 512, chunk_bytes: 4096 };
     let memory = Memory::new(shape);
     let (one, two) = (Tree::new(shape, user(1)), Tree::new(shape, user(2)));
-    // One knows all as empty, and not that the second section is taken since.
+    // Tree `one` caches all sections as empty, and does not know that the second one is taken
+    // since.
     let block = take(&one, &memory, 11).unwrap();
     run(one.give_back(&memory, &[block], user(1)));
     for _ in 0..4 {
@@ -140,14 +141,15 @@ fn sections_that_were_taken_in_vain_are_given_back() {
         assert_eq!(memory.section(index).bitmap(), 0);
         assert!(!memory.log(index * 512).taken, "section {index}");
     }
-    // Two of them were taken in between.
+    // Two of the sections were taken and freed again.
     assert_eq!(memory.section(2).record().user, user(1));
     memory.check_log(Block::section(1), user(2));
 }
 
-/// What a crash leaves of a block of several sections: all of it, or parts without its first.
+/// States that a crash leaves of a block of several sections: all of it, or parts without the first
+/// one.
 #[test]
-fn what_was_taken_in_part_is_found_as_sections() {
+fn partly_taken_block_is_found_as_sections() {
     let shape = Shape { chunks: 4 * 512, chunk_bytes: 4096 };
     let memory = Memory::new(shape);
     let one = Tree::new(shape, user(1));
@@ -162,55 +164,55 @@ fn what_was_taken_in_part_is_found_as_sections() {
     assert_eq!((found(1), found(2)), (vec![], vec![Block::section(2)]));
 }
 
-/// What is full in the section's header and neither in use nor anybody's is lost to all.
+/// A span that is full in its section's header, but neither in use nor owned, is lost.
 fn check_not_lost(memory: &Memory, span: u32) {
     let (section, header) = (memory.section(span / SPANS), memory.span(span));
     let is_full = section.spread(span % SPANS) == Spread::Full;
     assert!(!is_full || header.in_use(), "span {span} is lost: {section:?}, {header:?}");
 }
 
-/// Somebody took a span for full just before it is closed: it is closed all the same, although the last log of the
-/// section is still that of its opening.
+/// A client marks a span full just before it is closed: it is closed nevertheless, although the
+/// last log of the section is still that of the span's opening.
 #[test]
-fn a_late_hint_does_not_keep_a_span_from_being_closed() {
+fn late_full_hint_does_not_prevent_closing() {
     let memory = Memory::new(SECTION);
     let node = Tree::new(SECTION, User::NOBODY);
     let owner = Tree::new(SECTION, user(16));
     let block = take(&owner, &memory, 0).unwrap();
     assert_eq!(block.chunk, 0);
-    run(node.look(&memory, Place::section(0)));
+    run(node.read_header(&memory, Place::section(0)));
     memory.set(SECTION.section(0), memory.section(0).with_spread(0, Spread::Full));
     run(node.give_back(&memory, &[block], user(16)));
     check_not_lost(&memory, 0);
     memory.check_empty();
 }
 
-/// Who knows a span as full from long ago, and the section as it is now, does not say that it is full.
+/// A client with an outdated full span and a current section header must not mark the span full.
 #[test]
-fn no_span_is_called_full_for_what_it_was_long_ago() {
+fn outdated_span_is_not_marked_full() {
     let memory = Memory::new(SECTION);
     let (others, late) = (Tree::new(SECTION, user(16)), Tree::new(SECTION, user(16)));
     let blocks: Vec<_> = (0..CHUNKS).map(|_| take(&others, &memory, 0).unwrap()).collect();
-    run(late.look(&memory, Place::span(0)));
+    run(late.read_header(&memory, Place::span(0)));
     run(others.give_back(&memory, &blocks, user(16)));
-    // Somebody begins to open it, and goes no further.
+    // A client starts to open the span, and stops.
     let section = memory.section(0);
     let record = Record { timestamp: section.record().timestamp.next(), ..section.record() };
     let opened = Record { offset: 0, size: Record::OPENED, ..record };
     let section = section.with_spread(0, Spread::Normal).with_record(opened);
     memory.set(SECTION.section(0), section);
-    run(late.look(&memory, Place::section(0)));
+    run(late.read_header(&memory, Place::section(0)));
     take(&late, &memory, 0).unwrap();
     check_not_lost(&memory, 0);
     assert_eq!(take(&Tree::new(SECTION, user(32)), &memory, 0).map(|b| b.chunk / CHUNKS), Some(0));
 }
 
-/// The header of a span that nobody has in chunks any more keeps its last log, while the span is taken whole: who
-/// has never seen it before must not put it over the owner's.
+/// A closed span's header keeps its last log while the whole span is taken. A client that reads
+/// this header for the first time must not flush that log over the owner's.
 #[test]
-fn an_old_log_of_a_span_does_not_undo_that_of_who_has_it_whole() {
+fn old_span_log_does_not_overwrite_the_section_log() {
     let memory = Memory::new(SECTION);
-    // Its searches begin with the first span.
+    // User 16 starts its searches at the first span.
     let before = Tree::new(SECTION, user(16));
     let chunk = take(&before, &memory, 0).unwrap();
     assert_eq!(chunk.chunk, 0);
@@ -218,7 +220,7 @@ fn an_old_log_of_a_span_does_not_undo_that_of_who_has_it_whole() {
     let owner = Tree::new(SECTION, user(2));
     let block = take(&owner, &memory, SPAN_ORDER).unwrap();
     assert_eq!(block.chunk, 0);
-    // The section's log is about another span now.
+    // The section's log names another span now.
     take(&owner, &memory, SPAN_ORDER).unwrap();
     let fresh = Tree::new(SECTION, user(100));
     let found = run(fresh.taken_by(&memory, user(2), 0));
@@ -226,9 +228,9 @@ fn an_old_log_of_a_span_does_not_undo_that_of_who_has_it_whole() {
     assert_eq!(found.len(), 2);
 }
 
-/// One CAS commits: the others are the log, and the opening of the first.
+/// One CAS commits; the other CASes write the log, and open the first span.
 #[test]
-fn verbs_of_an_allocation() {
+fn allocation_costs_the_expected_verbs() {
     let memory = Memory::new(SECTION);
     let tree = Tree::new(SECTION, user(1));
     take(&tree, &memory, 0).unwrap();
@@ -245,7 +247,7 @@ fn verbs_of_an_allocation() {
 }
 
 #[test]
-fn several_blocks_of_a_span_are_given_back_by_one_cas() {
+fn several_blocks_of_a_span_are_freed_by_one_cas() {
     let memory = Memory::new(SMALL);
     let tree = Tree::new(SMALL, user(1));
     let blocks: Vec<Block> = (0..4).map(|_| take(&tree, &memory, 1).unwrap()).collect();
@@ -257,7 +259,7 @@ fn several_blocks_of_a_span_are_given_back_by_one_cas() {
 }
 
 #[test]
-fn who_finds_a_full_span_says_so_and_who_finds_room_too() {
+fn full_and_normal_hints_are_corrected() {
     let memory = Memory::new(SECTION);
     let (one, two) = (Tree::new(SECTION, user(1)), Tree::new(SECTION, user(2)));
     let blocks: Vec<Block> = (0..32).map(|_| take(&one, &memory, 0).unwrap()).collect();
@@ -265,25 +267,26 @@ fn who_finds_a_full_span_says_so_and_who_finds_room_too() {
     assert_eq!(memory.section(0).spread(span), Spread::Full);
     run(two.give_back(&memory, &blocks[..1], user(1)));
     assert_eq!(memory.section(0).spread(span), Spread::Normal);
-    // As after a hint that was lost.
+    // As after a lost hint.
     memory.set(SECTION.section(0), memory.section(0).with_spread(span, Spread::Full));
     let all: Vec<Block> = (0..481).map(|_| take(&two, &memory, 0).unwrap()).collect();
     memory.check_distinct(&all);
     assert_eq!(take(&one, &memory, 0), None);
 }
 
-/// Who meets others at a span takes from another one.
+/// A client that collides at a span takes from another span.
 #[test]
-fn who_meets_others_goes_elsewhere() {
+fn collision_moves_the_search_to_another_span() {
     let memory = Memory::new(SECTION);
     let one = Tree::new(SECTION, user(1));
     let span = take(&one, &memory, 0).unwrap().chunk / 32;
-    let disturbed = world::Disturbed::new(&memory, SECTION.span(span), CROWDED);
+    let disturbed = world::Disturbed::new(&memory, SECTION.span(span), COLLISION_FAILURES);
     assert_ne!(take(&one, &disturbed, 0).unwrap().chunk / 32, span);
     assert_eq!(memory.section(0).spread(span), Spread::Normal);
 }
 
-/// Where there is nothing else, and the CAS fails often, the span is marked, and others prefer another one.
+/// Where there is no alternative and CASes fail often, the span is marked contended, and other
+/// clients avoid it.
 #[test]
 fn contention_is_marked_avoided_and_forgotten() {
     let memory = Memory::new(SECTION);
@@ -293,22 +296,22 @@ fn contention_is_marked_avoided_and_forgotten() {
         memory.set(SECTION.section(0), memory.section(0).with_spread(at, spread));
     };
     (0..16).filter(|at| *at != span).for_each(|at| set(at, Spread::Full));
-    let failures = CROWDED * (1 + MOVES) + CONTENDED_FROM + CONTENDED_BELOW;
+    let failures = COLLISION_FAILURES * (1 + RELOCATIONS_MAX) + CONTENDED_FROM + CONTENDED_BELOW;
     let disturbed = world::Disturbed::new(&memory, SECTION.span(span), failures);
     assert_eq!(take(&one, &disturbed, 0).unwrap().chunk / 32, span);
     assert_eq!(memory.section(0).spread(span), Spread::Contended);
     let other = (span + 1) % 16;
     set(other, Spread::Empty);
     assert_eq!(take(&Tree::new(SECTION, user(2)), &memory, 0).unwrap().chunk / 32, other);
-    // Somebody who has nothing else.
+    // A client without an alternative.
     set(other, Spread::Full);
     assert_eq!(take(&Tree::new(SECTION, user(3)), &memory, 0).unwrap().chunk / 32, span);
     assert_eq!(memory.section(0).spread(span), Spread::Normal);
 }
 
-/// Who is to be compared with stays where he is, however often his CAS fails.
+/// Without contention control a client retries in place, however often its CAS fails.
 #[test]
-fn without_contention_control_nobody_gives_way() {
+fn without_contention_control_cas_is_retried_in_place() {
     let memory = Memory::new(SECTION);
     let tree = Tree::without_contention_control(SECTION, user(1));
     let span = take(&tree, &memory, 0).unwrap().chunk / CHUNKS;
@@ -318,15 +321,15 @@ fn without_contention_control_nobody_gives_way() {
     assert_eq!(memory.section(0).spread(span), Spread::Normal);
     let disturbed = world::Disturbed::new(&memory, SECTION.section(0), failures);
     assert!(take(&tree, &disturbed, SPAN_ORDER).is_some());
-    // It finds all there is nevertheless.
+    // The search still finds all free chunks.
     let rest: Vec<Block> = std::iter::from_fn(|| take(&tree, &memory, 0)).collect();
     assert_eq!(rest.len() as u32, 512 - CHUNKS - 2);
     memory.check_distinct(&rest);
 }
 
-/// The full log of a chunk may be as old as it likes: timestamps that have gone around do not lose a log.
+/// The full log of a chunk may be arbitrarily old: no log is lost when timestamps wrap around.
 #[test]
-fn a_log_is_flushed_over_one_that_is_128_changes_old() {
+fn log_is_flushed_over_one_128_changes_old() {
     let memory = Memory::new(SMALL);
     let tree = Tree::new(SMALL, user(1));
     let old = take(&tree, &memory, 0).unwrap();

@@ -1,7 +1,8 @@
-//! The memory node's own work (recovery, the end of quarantines, what it mends) a verb at a time: broken off after any
-//! of them and begun anew, beside clients, and with clients that crash meanwhile.
+//! The memory node's background work (recovery, ends of quarantines, repairs) one verb at a time:
+//! aborted after any verb and restarted, next to clients that may crash meanwhile.
 //!
-//! The tree's part is the memory node's own code; who calls it in which order is as in `node` and `scan`.
+//! The operations on the tree are the memory node's own code; their order is that of `node` and
+//! `scan`.
 
 use std::collections::BTreeMap;
 use std::collections::hash_map::DefaultHasher;
@@ -14,29 +15,29 @@ use super::*;
 use crate::finemem::log::{Capability, FullLog};
 use fabric::Key;
 
-/// What a client does, and after how many verbs it crashes.
+/// The allocations of a client, and the number of verbs after which it crashes.
 #[derive(Clone, Copy)]
 struct Client {
     orders: &'static [u32],
     crash: Option<usize>,
 }
 
-/// What was given up, under which key.
+/// Freed blocks, and the keys under which they were granted.
 type Released = Arc<Mutex<Vec<(Block, Key)>>>;
 
 struct World {
     memory: Memory,
     held: Arc<Held>,
     clients: Vec<Client>,
-    /// The clients', and the memory node's last.
+    /// The clients' tasks, then the memory node's.
     tasks: Vec<Task>,
-    /// Crashed, and not taken back yet.
+    /// Crashed users that are not reclaimed yet.
     dead: Vec<User>,
-    /// Whom the pass that is under way takes back.
+    /// Users that the current pass reclaims.
     taking: Vec<User>,
-    /// The memory node is broken off after so many more verbs.
+    /// Number of verbs after which the memory node's pass is aborted.
     breaks: Option<usize>,
-    /// It was, and has not come to the end of a pass since.
+    /// A pass was aborted, and none has completed since.
     anew: bool,
 }
 
@@ -44,7 +45,7 @@ fn overlap(a: Block, b: Block) -> bool {
     a.chunks().start < b.chunks().end && b.chunks().start < a.chunks().end
 }
 
-/// Takes a block, and frees it: into quarantine.
+/// Allocates blocks, and frees each one into quarantine.
 fn client(
     memory: Memory,
     me: User,
@@ -62,29 +63,32 @@ fn client(
             let entry = shape.entry(block);
             held.take(me, block);
             memory.check_log(block, me);
-            assert_eq!(memory.window(entry), key, "{block:?} is granted under a key that works");
+            assert_eq!(memory.window(entry), key, "{block:?} is granted under an invalid key");
             for (other, key) in released.lock().iter().filter(|(other, _)| overlap(*other, block)) {
                 let now = memory.window(shape.entry(*other));
-                assert_ne!(now, *key, "{block:?} is granted, and the old key of {other:?} works");
+                assert_ne!(
+                    now, *key,
+                    "{block:?} is granted while the old key of {other:?} is valid"
+                );
             }
             held.leave(me, block);
             released.lock().push((block, key));
             let (open, shut) = (Capability::open(key), Capability::quarantined(key));
             let at = shape.capability(entry);
             let Ok(found) = verbs.cas(at, open.to_word(), shut.to_word()).await;
-            assert_eq!(found, open.to_word(), "{block:?} is its owner's to free");
+            assert_eq!(found, open.to_word(), "the owner's free of {block:?} failed");
         }
     })
 }
 
-/// What the memory node does until nothing is left to do.
+/// The memory node's work until nothing is left to do.
 fn pass(shape: Shape, dead: Vec<User>, anew: bool) -> Task {
     Task::new(move |verbs: Stepped| async move {
         let tree = Tree::new(shape, User::NOBODY);
         if anew {
             let Ok(()) = end_quarantines(&tree, &verbs).await;
             for section in 0..shape.sections() {
-                let Ok(()) = tree.mend(&verbs, section).await;
+                let Ok(()) = tree.free_ownerless(&verbs, section).await;
             }
         }
         for user in dead {
@@ -99,7 +103,7 @@ fn pass(shape: Shape, dead: Vec<User>, anew: bool) -> Task {
                         let Ok(_) = verbs.cas(at, word, shut.to_word()).await;
                     }
                 }
-                let Ok(_) = tree.settle(&verbs, section).await;
+                let Ok(_) = tree.repair_section(&verbs, section).await;
             }
         }
         let Ok(()) = end_quarantines(&tree, &verbs).await;
@@ -112,7 +116,8 @@ async fn read(verbs: &Stepped, at: Word) -> u64 {
     word[0]
 }
 
-/// Everything is withdrawn, then rebound; all new keys are in the table before the first header is changed.
+/// All blocks are withdrawn, then rebound; all new keys are in the table before the first header
+/// changes.
 async fn end_quarantines(tree: &Tree, verbs: &Stepped) -> Result<(), Infallible> {
     let shape = tree.shape();
     let mut words = Vec::new();
@@ -198,7 +203,8 @@ impl Explored for World {
             }
             if ended {
                 self.anew = false;
-                // Those that it has taken back; who crashed meanwhile is next.
+                // Removes the reclaimed users; users that crashed meanwhile are handled by the next
+                // pass.
                 self.dead.retain(|user| !self.taking.contains(user));
             }
         } else if self.clients[at].crash == Some(verbs) && !ended {
@@ -227,7 +233,8 @@ impl Explored for World {
     fn check_end(&self) {
         let shape = self.memory.shape();
         let tree = Tree::new(shape, user(101));
-        (0..shape.sections()).for_each(|section| _ = run(tree.settle(&self.memory, section)));
+        (0..shape.sections())
+            .for_each(|section| _ = run(tree.repair_section(&self.memory, section)));
         self.memory.check_empty();
         for chunk in 0..shape.chunks {
             assert!(!self.memory.log(chunk).taken, "the log of chunk {chunk}");
@@ -247,7 +254,7 @@ fn crashing(orders: &'static [u32], after: usize) -> Client {
     Client { orders, crash: Some(after) }
 }
 
-/// How many states and ends there are over all `worlds`.
+/// Explores all `worlds`, and prints the numbers of states and ends.
 fn explore(shape: Shape, worlds: impl Iterator<Item = (Vec<Client>, Option<usize>)>, most: usize) {
     let (mut states, mut ends, mut count) = (0, 0, 0);
     for (clients, breaks) in worlds {
@@ -262,25 +269,25 @@ fn every(long: usize) -> usize {
     if full() { 1 } else { long }
 }
 
-/// Quarantines end, broken off after any verb, beside clients that allocate and free.
+/// Ends of quarantines are aborted after any verb, next to clients that allocate and free.
 #[test]
-fn the_end_of_quarantines_is_broken_off_after_any_verb() {
+fn ends_of_quarantines_survive_aborts_at_any_verb() {
     let breaks = |k| (vec![working(&[0, 1]), working(&[0])], Some(k));
     explore(SMALL, (1..60).step_by(every(4)).map(breaks), if full() { 2 } else { 1 });
     let breaks = |k| (vec![working(&[5]), working(&[0])], Some(k));
     explore(SMALL, (1..60).step_by(every(4)).map(breaks), if full() { 2 } else { 1 });
 }
 
-/// The same of a block of two sections, whose release has more steps.
+/// As above with a block of two sections, whose release has more steps.
 #[test]
-fn the_release_of_two_sections_is_broken_off_after_any_verb() {
+fn two_section_release_survives_aborts_at_any_verb() {
     let breaks = |k| (vec![working(&[10]), working(&[9])], Some(k));
     explore(TWO_SECTIONS, (1..60).step_by(every(5)).map(breaks), full() as usize);
 }
 
-/// A client crashes, and what takes it back is broken off after any verb, beside another client.
+/// A client crashes, and its recovery is aborted after any verb, next to another client.
 #[test]
-fn a_recovery_is_broken_off_after_any_verb() {
+fn recovery_survives_aborts_at_any_verb() {
     for (orders, other) in [(&[0u32, 2] as &[u32], &[0u32] as &[u32]), (&[5], &[0])] {
         let worlds = |after: usize, every: usize| {
             (2..18).step_by(after).flat_map(move |crash| {
@@ -295,9 +302,9 @@ fn a_recovery_is_broken_off_after_any_verb() {
     }
 }
 
-/// Another client crashes while the first one is taken back, and that is broken off, too.
+/// Another client crashes while the first one is reclaimed, and that recovery is aborted too.
 #[test]
-fn two_crash_and_their_recovery_is_broken_off() {
+fn recovery_of_two_crashes_survives_aborts() {
     let worlds = (2..16).step_by(every(6)).flat_map(|crash| {
         let breaks = (1..110).step_by(if full() { 3 } else { 13 });
         breaks.map(move |k| (vec![crashing(&[0, 1], crash), crashing(&[0, 0], 7)], Some(k)))
@@ -305,9 +312,9 @@ fn two_crash_and_their_recovery_is_broken_off() {
     explore(SMALL, worlds, 1);
 }
 
-/// What takes sections back that a crash has left in the middle of taking two.
+/// A client crashes while it takes two sections; the recovery of the parts is aborted.
 #[test]
-fn the_recovery_of_parts_is_broken_off() {
+fn recovery_of_partial_blocks_survives_aborts() {
     let worlds = (6..20).step_by(every(6)).flat_map(|crash| {
         let breaks = (1..160).step_by(every(17));
         breaks.map(move |k| (vec![crashing(&[10], crash), working(&[9])], Some(k)))

@@ -1,4 +1,4 @@
-//! Random runs: several clients, any sizes, crashes, and verbs in any order.
+//! Random runs: several clients, all sizes, crashes, and any order of verbs.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ struct Plan {
 
 type Held = Arc<Mutex<Vec<Option<u16>>>>;
 
-/// Takes blocks, and gives each back at once or at the end.
+/// Allocates blocks, and frees each one at once or at the end.
 fn client(memory: Memory, me: u16, plan: Plan, held: Held) -> Task {
     let shape = memory.shape();
     Task::new(move |verbs: Stepped| async move {
@@ -62,10 +62,10 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
     #[test]
-    fn nobody_shares_and_nothing_is_leaked(
+    fn random_runs_share_no_chunk_and_leak_none(
         chunks in prop_oneof![Just(32u32), Just(40), Just(64), Just(512), Just(2048)],
         plans in plans(),
-        // Of 128: they go around while clients are at work.
+        // Modulo 128: timestamps wrap around during the run.
         time in prop_oneof![Just(0u32), Just(61), Just(120), Just(127)],
         choices in prop::collection::vec(any::<u16>(), 2000),
     ) {
@@ -88,7 +88,7 @@ proptest! {
             let at = ready[choices.next().unwrap() as usize % ready.len()];
             tasks[at].step(&memory);
             steps += 1;
-            prop_assert!(steps < 100_000, "it does not end");
+            prop_assert!(steps < 100_000, "the run does not end");
             if let Some((me, plan)) = clients.get(at)
                 && plan.crash == Some(tasks[at].history.len())
                 && !tasks[at].ended
@@ -108,7 +108,7 @@ proptest! {
             }
         }
         let tree = Tree::new(shape, user(101));
-        (0..shape.sections()).for_each(|section| _ = run(tree.settle(&memory, section)));
+        (0..shape.sections()).for_each(|section| _ = run(tree.repair_section(&memory, section)));
         memory.check_empty();
         for chunk in 0..chunks {
             prop_assert!(!memory.log(chunk).taken, "the log of chunk {chunk}");
@@ -117,9 +117,10 @@ proptest! {
 }
 
 proptest! {
-    /// What the memory node says is free is what can be taken, of each size.
+    /// The memory node's count of free blocks equals the number that can be allocated, for each
+    /// size.
     #[test]
-    fn as_many_blocks_can_be_taken_as_are_counted(
+    fn count_of_free_blocks_equals_allocations(
         chunks in prop_oneof![Just(4 * 512u32), 1u32..2600],
         steps in prop::collection::vec((0u32..11, any::<bool>()), 0..60),
         order in 0u32..11,

@@ -1,13 +1,13 @@
-//! Taking back what logs say, ahead of the block.
+//! Tests of the withdrawal of blocks.
 
 use super::world::Memory;
 use super::*;
 use crate::finemem::log::FullLog;
 
-/// After a withdrawal every log of the block says that it is nobody's, the bitmaps have it as taken, and a flush of the
-/// header as it was seen before, however late, does not bring it back.
+/// After a withdrawal the logs of the block name no owner, the bitmaps still mark it as taken, and
+/// a delayed flush of an older header does not restore the log.
 #[test]
-fn a_withdrawn_block_is_nobodys_and_still_taken() {
+fn withdrawn_block_has_no_owner_but_stays_taken() {
     for order in [0, 1, 4, 5, 8, 9, 10] {
         let memory = Memory::new(TWO_SECTIONS);
         let (owner, node) = (Tree::new(TWO_SECTIONS, user(1)), Tree::new(TWO_SECTIONS, user(0)));
@@ -18,7 +18,7 @@ fn a_withdrawn_block_is_nobodys_and_still_taken() {
             true => vec![Place::span(block.chunk / CHUNKS)],
             false => sections.clone().map(Place::section).collect(),
         };
-        let before: Vec<Seen> = places.iter().map(|p| run(late.look(&memory, *p))).collect();
+        let before: Vec<Seen> = places.iter().map(|p| run(late.read_header(&memory, *p))).collect();
         run(node.withdraw(&memory, block));
         let firsts = match block.parts() {
             Some(parts) => parts.map(|index| index * 512).collect(),
@@ -28,21 +28,21 @@ fn a_withdrawn_block_is_nobodys_and_still_taken() {
             for chunk in &firsts {
                 let log = memory.log(*chunk);
                 assert!(!log.taken, "{block:?} {when}: {log:?}");
-                assert_eq!((log.user, Block::of(*chunk, log)), (user(1), block), "its last owner");
+                assert_eq!((log.user, log.block(*chunk)), (user(1), block), "its last owner");
             }
         };
         check("withdrawn");
-        // With what was seen before, and with what is there now.
+        // With the headers read before, and with the current ones.
         for (place, seen) in places.iter().zip(before) {
             run(late.flush(&memory, *place, seen));
-            let now = run(late.look(&memory, *place));
+            let now = run(late.read_header(&memory, *place));
             run(late.flush(&memory, *place, now));
         }
         check("flushed late");
         for section in 0..2 {
             assert_eq!(run(late.taken_by(&memory, user(1), section)), [], "{block:?}");
         }
-        // Nobody is given any of it.
+        // No client gets any part of the block.
         let mut others = Vec::new();
         while let Some(other) = take(&late, &memory, 0) {
             others.push(other);
@@ -55,9 +55,10 @@ fn a_withdrawn_block_is_nobodys_and_still_taken() {
     }
 }
 
-/// It can be done again, and does not touch the block beside it that the header's log is about.
+/// A withdrawal can be repeated, and does not affect the neighbouring block that the header's log
+/// names.
 #[test]
-fn a_withdrawal_is_done_again_and_leaves_others() {
+fn withdrawal_is_idempotent_and_affects_one_block() {
     let memory = Memory::new(SMALL);
     let (one, two, node) =
         (Tree::new(SMALL, user(1)), Tree::new(SMALL, user(2)), Tree::new(SMALL, User::NOBODY));
@@ -66,10 +67,10 @@ fn a_withdrawal_is_done_again_and_leaves_others() {
     run(node.withdraw(&memory, block));
     memory.check_log(other, user(2));
     let (log, header): (FullLog, Header) = (memory.log(block.chunk), memory.span(0));
-    assert_eq!(header.record().user, user(2), "the last change was the other's");
+    assert_eq!(header.record().user, user(2), "the last change was by the other user");
     run(node.withdraw(&memory, block));
     assert_eq!((memory.log(block.chunk), memory.span(0)), (log, header));
-    // The newest one: the header's log becomes one of nobody.
+    // The newest block: the header's log then names no user.
     run(node.withdraw(&memory, other));
     assert_eq!(memory.span(0).record().user, User::NOBODY);
     assert!(!memory.log(other.chunk).taken);
@@ -77,9 +78,10 @@ fn a_withdrawal_is_done_again_and_leaves_others() {
     memory.check_empty();
 }
 
-/// What was withdrawn and not given back is found by that: bits that are taken and no log has as anybody's.
+/// Blocks that were withdrawn but not freed are found: they are taken in the bitmaps but have no
+/// owner in a log.
 #[test]
-fn what_was_withdrawn_and_not_given_back_is_mended() {
+fn withdrawn_but_unfreed_blocks_are_repaired() {
     for order in [0, 3, 5, 9, 10] {
         let memory = Memory::new(TWO_SECTIONS);
         let (one, two) = (Tree::new(TWO_SECTIONS, user(1)), Tree::new(TWO_SECTIONS, user(2)));
@@ -87,7 +89,7 @@ fn what_was_withdrawn_and_not_given_back_is_mended() {
         let lost = take(&one, &memory, order).unwrap();
         let kept: Vec<Block> = (0..5).filter_map(|order| take(&two, &memory, order)).collect();
         run(node.withdraw(&memory, lost));
-        (0..2).for_each(|section| run(node.mend(&memory, section)));
+        (0..2).for_each(|section| run(node.free_ownerless(&memory, section)));
         kept.iter().for_each(|block| memory.check_log(*block, user(2)));
         kept.iter().for_each(|block| run(two.give_back(&memory, &[*block], user(2))));
         memory.check_empty();

@@ -1,4 +1,4 @@
-//! Memory that verbs work on, one at a time, and tasks that can be stopped between them.
+//! Memory on which verbs execute one at a time, and tasks that can be stopped between verbs.
 
 use std::cell::Cell;
 use std::convert::Infallible;
@@ -22,7 +22,7 @@ pub fn run<T>(future: impl Future<Output = Result<T, Infallible>>) -> T {
     }
 }
 
-/// The metadata.
+/// The metadata of a tree.
 #[derive(Clone)]
 pub struct Memory {
     shape: Shape,
@@ -37,7 +37,7 @@ impl Memory {
         Self { shape, words: Arc::new(Mutex::new(words)), counts: Arc::default() }
     }
 
-    /// As after so many changes that the timestamps of all headers are there.
+    /// Memory whose headers all have the timestamp `time`, as after that many changes.
     pub fn at(shape: Shape, time: u32) -> Self {
         let memory = Self::new(shape);
         let sections = (0..shape.sections()).map(|index| shape.section(index));
@@ -51,7 +51,8 @@ impl Memory {
         memory
     }
 
-    /// With a window for each block, whose key is a word behind the metadata, and in the capability table.
+    /// Memory with a window for each block: its key is in a word after the metadata, and in the
+    /// capability table.
     pub fn with_windows(shape: Shape, time: u32) -> Self {
         let memory = Self::at(shape, time);
         {
@@ -70,7 +71,7 @@ impl Memory {
         self.shape
     }
 
-    /// What opens a block.
+    /// The current key of a block's window.
     pub fn window(&self, entry: u32) -> fabric::Key {
         fabric::Key(self.words.lock()[window(self.shape, entry).0 as usize] as u32)
     }
@@ -79,13 +80,13 @@ impl Memory {
         Capability::parse(self.words.lock()[self.shape.capability(entry).0 as usize])
     }
 
-    /// The full log names who has a block.
+    /// Checks that the full log names the owner of a block.
     pub fn check_log(&self, block: Block, owner: User) {
         let parts = block.parts().into_iter().flatten().map(|index| index * SECTION.chunks);
         for chunk in parts.chain([block.chunk]) {
             let log = self.log(chunk);
             assert_eq!((log.user, log.taken), (owner, true), "{block:?}");
-            assert_eq!(Block::of(chunk, log), block);
+            assert_eq!(log.block(chunk), block);
         }
     }
 
@@ -109,7 +110,7 @@ impl Memory {
         self.words.lock()[at.0 as usize] = header.0;
     }
 
-    /// READs and CASes since the last time.
+    /// READs and CASes since the last call.
     pub fn count(&self) -> (u32, u32) {
         (self.counts.0.swap(0, Ordering::Relaxed), self.counts.1.swap(0, Ordering::Relaxed))
     }
@@ -121,7 +122,7 @@ impl Memory {
         }
     }
 
-    /// Everything is as it was in the beginning, but for logs.
+    /// Checks that all words but the logs are as they were initially.
     pub fn check_empty(&self) {
         let mut fresh = vec![0; self.shape.words() as usize];
         initial(self.shape, |at, word| fresh[at.0 as usize] = word);
@@ -160,12 +161,12 @@ impl Verbs for Memory {
     }
 }
 
-/// Where the key of a block's window is.
+/// The word that holds the key of a block's window.
 pub fn window(shape: Shape, entry: u32) -> Word {
     Word(shape.words() + entry)
 }
 
-/// Memory where a word is changed by others just before the next few CASes on it.
+/// Memory in which another client changes a word just before each of the next CASes on it.
 pub struct Disturbed<'a> {
     memory: &'a Memory,
     word: Word,
@@ -191,7 +192,7 @@ impl Verbs for Disturbed<'_> {
             self.left.lock().set(left - 1);
             let word = &mut self.memory.words.lock()[at.0 as usize];
             let header = Header(*word);
-            // The user number of the log stands for an operation of somebody.
+            // Changing the log's user number represents an operation of another client.
             let record = header.record();
             let other = User::new(record.user.raw() % 100 + 1).unwrap();
             *word = header.with_record(crate::finemem::header::Record { user: other, ..record }).0;
@@ -200,7 +201,7 @@ impl Verbs for Disturbed<'_> {
     }
 }
 
-/// A verb that waits to be executed.
+/// A verb that waits for its execution.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Request {
     Read(Word, usize),
@@ -213,16 +214,16 @@ struct Port {
     reply: Option<Vec<u64>>,
 }
 
-/// The verbs of a task: each waits until it is stepped.
+/// The verbs of a task: each waits until the task is stepped.
 #[derive(Clone, Default)]
 pub struct Stepped {
     port: Arc<Mutex<Port>>,
-    /// Capabilities are read too.
+    /// READs of capabilities are executed too.
     keys: bool,
 }
 
 impl Stepped {
-    /// The same, with keys.
+    /// Also executes READs of capabilities.
     pub fn with_keys(self) -> Self {
         Self { keys: true, ..self }
     }
@@ -249,7 +250,7 @@ impl Verbs for Stepped {
         Ok(self.ask(Request::Cas(at, expected, new)).await[0])
     }
 
-    /// Without the capability where nobody changes any.
+    /// Skips the READ of the capability in tests where capabilities do not change.
     async fn cas_and_read(
         &self,
         at: Word,
@@ -269,12 +270,12 @@ impl Verbs for Stepped {
     }
 }
 
-/// Something that is under way, a verb at a time.
+/// A future that is executed verb by verb.
 pub struct Task {
     port: Stepped,
     future: Pin<Box<dyn Future<Output = ()>>>,
     pub ended: bool,
-    /// Verbs that were executed, with their results.
+    /// Executed verbs, with their results.
     pub history: Vec<(Request, Vec<u64>)>,
 }
 
@@ -292,7 +293,7 @@ impl Task {
         self.ended = self.future.as_mut().poll(cx).is_ready();
     }
 
-    /// Executes the verb that it waits for, and lets it come to the next.
+    /// Executes the pending verb, and runs the task to its next verb.
     pub fn step(&mut self, memory: &Memory) {
         let request = self.port.port.lock().request.take().expect("a task waits for a verb");
         let reply = match request {

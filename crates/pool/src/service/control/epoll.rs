@@ -1,4 +1,4 @@
-//! The descriptors that the control thread waits for: an epoll instance.
+//! The epoll instance of the control thread.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -7,16 +7,16 @@ use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::io::Errno;
 
-/// The descriptors, each with a number that its events carry.
-pub(in crate::service) struct Watch {
+/// An epoll set. Each descriptor has a number that its events carry.
+pub(in crate::service) struct Epoll {
     epoll: OwnedFd,
-    /// Additions that are to fail as if the user had no watches left (ENOSPC).
+    /// Number of additions that must fail as if the user had no watches left (ENOSPC).
     #[cfg(test)]
     pub fail: std::sync::Arc<std::sync::atomic::AtomicU32>,
 }
 
-impl Watch {
-    /// Watches nothing yet.
+impl Epoll {
+    /// An empty epoll set.
     pub fn new() -> Result<Self, Errno> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         Ok(Self {
@@ -26,8 +26,8 @@ impl Watch {
         })
     }
 
-    /// Watches a descriptor for something to read. Allocates, and counts against the user's
-    /// `fs.epoll.max_user_watches`.
+    /// Adds a descriptor and watches it for readability. Allocates kernel memory, and counts
+    /// against the user's `fs.epoll.max_user_watches`.
     pub fn add(&self, fd: impl AsFd, number: u64) -> Result<(), Errno> {
         #[cfg(test)]
         {
@@ -39,23 +39,23 @@ impl Watch {
         epoll::add(&self.epoll, fd, EventData::new_u64(number), EventFlags::IN)
     }
 
-    /// Watches a descriptor for something else. Allocates nothing: fails only for one that is not
-    /// watched.
+    /// Changes the watched events of a descriptor. Allocates nothing; fails only if the descriptor
+    /// is not in the set.
     pub fn change(&self, fd: impl AsFd, number: u64, flags: EventFlags) -> Result<(), Errno> {
         epoll::modify(&self.epoll, fd, EventData::new_u64(number), flags)
     }
 
-    /// Watches a descriptor no longer.
+    /// Removes a descriptor.
     pub fn remove(&self, fd: impl AsFd) {
-        // One that is not watched, since adding it failed, need not be removed.
+        // Fails if adding the descriptor failed, which needs no handling.
         let _ = epoll::delete(&self.epoll, fd);
     }
 
-    /// Waits until there are events, or until the timeout has passed.
+    /// Waits until events arrive or the timeout has passed.
     ///
     /// # Errors
-    /// None that a busy system brings (`epoll_wait` allocates nothing): the descriptor or
-    /// the buffer is wrong.
+    /// Only for a wrong descriptor or buffer; lack of memory is no cause, because `epoll_wait`
+    /// allocates none.
     pub fn wait(&self, events: &mut Vec<Event>, timeout: Option<&Timespec>) -> Result<(), Errno> {
         match epoll::wait(&self.epoll, spare_capacity(events), timeout) {
             Ok(_) | Err(Errno::INTR) => Ok(()),

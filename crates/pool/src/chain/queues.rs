@@ -1,5 +1,5 @@
-//! One kind of a compute node's requests at the memory node: the QP that faces the compute node, and
-//! the loopback pair whose worker executes the chain.
+//! The memory node's queues for one request kind of one client: the front QP, which faces the
+//! client, and the loopback pair whose worker executes the chain.
 
 use fabric::direct::{DirectNic, DirectQp, Managed};
 use fabric::wqe::{WQEBB, offset, opcode};
@@ -12,19 +12,19 @@ use super::program::{PAIR, STAGING_BYTES, Wiring};
 use crate::Error;
 use crate::scheme::ClientId;
 
-/// One direction's queues: the QP that faces the compute node, the worker, its loopback peer.
-pub struct Direction<N: DirectNic> {
-    /// The QP that faces the compute node.
+/// The queues for one request kind of one client: the front QP, the worker and its loopback peer.
+pub struct ChainQueues<N: DirectNic> {
+    /// The QP that faces the client.
     pub front: N::Qp,
-    /// The compute node's side of it.
+    /// Address of the client's QP that connects to the front QP.
     pub front_peer: PeerAddress,
     /// Executes the chain.
     pub worker: N::Qp,
     /// The worker's peer.
     pub loopback: N::Qp,
-    /// Counts the requests that came.
+    /// Counts the requests received.
     pub requests: N::Cq,
-    /// Counts the answers that went, where the chain waits for them.
+    /// Counts the completed replies, if the chain waits for them.
     pub answers: Option<N::Cq>,
     worker_local: N::Mr,
     worker_remote: N::Mr,
@@ -35,65 +35,66 @@ pub struct Direction<N: DirectNic> {
     credit_block: u32,
     /// 64 bytes for each slot, then the constant `owner_id`.
     pub staging: N::Mr,
-    /// Number of the request that position 0 of the chain's present text serves.
+    /// Number of the request that position 0 of the chain serves first, as the chain is currently
+    /// written.
     pub first: u32,
-    /// What the CQ of requests will have counted before that request.
+    /// Value that the CQ of requests will have counted before that request.
     pub count: u32,
-    /// What that CQ had counted when the direction was opened.
+    /// Value that this CQ had counted when the queues were opened.
     pub opened: u32,
-    /// WQEs that the front had executed by then.
+    /// Number of WQEs that the front QP had executed when the queues were opened.
     pub executed: u64,
-    /// The WQE before which the worker stopped, if it is known to be in the error state.
+    /// The WQE before which the worker stopped, if the worker is known to be in the error state.
     pub stopped: Option<u16>,
 }
 
-/// What directions of a memory node are made of.
-pub struct Parts<'a, N: DirectNic> {
+/// Resources of the memory node that all clients' queues use.
+pub struct SharedResources<'a, N: DirectNic> {
     /// The NIC.
     pub nic: &'a N,
     /// The PD of fronts and workers.
     pub data: &'a N::Pd,
     /// The PD of the workers' peers.
     pub metadata: &'a N::Pd,
-    /// Workers that stop complete here.
+    /// Receives the error completions of workers.
     pub faults: &'a N::Cq,
-    /// What goes wrong with replies completes here, and is looked at by nobody.
+    /// Receives the error completions of replies, which are ignored.
     pub replies: &'a N::Cq,
-    /// Counts pushes.
+    /// Counts pushes to the free queue.
     pub pushes: &'a N::Cq,
-    /// Requests in flight.
+    /// Requests that may be in flight.
     pub credits: u32,
 }
 
-/// What a direction is for.
-pub struct Purpose<'a, N: DirectNic> {
-    /// The compute node.
+/// Parameters of one request kind.
+pub struct QueueParams<'a, N: DirectNic> {
+    /// The client.
     pub owner: ClientId,
-    /// Its QP.
+    /// The client's QP.
     pub peer: PeerAddress,
     /// Building blocks of the chain.
     pub worker_blocks: u32,
-    /// Building blocks of an answer.
+    /// Building blocks of a reply.
     pub reply_blocks: u32,
-    /// Which of them gives the credit back.
+    /// Index of the block that returns the credit.
     pub credit_block: u32,
     /// Scatter elements of a request.
     pub receive_sges: u32,
-    /// Where its pushes go, if it makes any.
+    /// Push queue of the chain, if it pushes to the free queue.
     pub push_queue: Option<&'a N::Srq>,
-    /// The chain waits for its answers to end.
+    /// The chain waits for the completion of its replies.
     pub waits: bool,
-    /// What the compute node may do over the front with keys that allow it.
+    /// Rights of the client over the front QP, with keys that allow them.
     pub access: Access,
-    /// The chain copies fields of its WQEs to others of them.
+    /// The chain copies fields between its WQEs.
     pub copies: bool,
 }
 
-/// Whether the fronts of all `directions` are connected and not broken.
-pub fn takes_requests<'a, N: DirectNic>(
-    directions: impl IntoIterator<Item = &'a Direction<N>>,
+/// Returns true if the front QPs of all `queues` are connected and not in the error state.
+pub fn accept_requests<'a, N: DirectNic>(
+    queues: impl IntoIterator<Item = &'a ChainQueues<N>>,
 ) -> Result<bool, Error> {
-    for d in directions {
+    for d in queues {
         if d.front.state()? != QpState::ReadyToSend {
             return Ok(false);
         }
@@ -101,10 +102,13 @@ pub fn takes_requests<'a, N: DirectNic>(
     Ok(true)
 }
 
-impl<N: DirectNic> Direction<N> {
-    /// Makes the queues.
-    pub fn new(parts: &Parts<'_, N>, purpose: &Purpose<'_, N>) -> Result<Self, Error> {
-        let Parts { nic, data, metadata, .. } = parts;
+impl<N: DirectNic> ChainQueues<N> {
+    /// Creates the queues.
+    pub fn new(
+        parts: &SharedResources<'_, N>,
+        purpose: &QueueParams<'_, N>,
+    ) -> Result<Self, Error> {
+        let SharedResources { nic, data, metadata, .. } = parts;
         let credits = parts.credits;
         let counter = CqAttr { entries: 64, ignore_overrun: true };
         let requests = nic.create_cq(counter.clone())?;
@@ -169,7 +173,7 @@ impl<N: DirectNic> Direction<N> {
         })
     }
 
-    /// The queues as the chain writers see them.
+    /// The queues in the form that the chain writers need.
     pub fn wiring(&self, dump: Sge) -> Wiring {
         Wiring {
             worker_ring: self.worker.send_ring(),
@@ -192,9 +196,10 @@ impl<N: DirectNic> Direction<N> {
         }
     }
 
-    /// Whether the worker will do nothing more, given that no request comes in and that nothing more
-    /// completes into `others`: it waits for the next one, or for an answer that will not end, or it is
-    /// in the error state and known where it stopped.
+    /// Returns true if the worker will execute nothing more, provided that no request arrives and
+    /// that nothing more completes into `others`. Either it waits for the next request or for a
+    /// reply that will not end, or it is in the error state and the WQE at which it stopped is
+    /// known.
     pub fn is_at_rest(&self, nic: &N, others: Option<&N::Cq>) -> Result<bool, Error> {
         if self.worker.state()? == QpState::Error {
             return Ok(self.stopped.is_some());
@@ -210,13 +215,13 @@ impl<N: DirectNic> Direction<N> {
         let awaited = ring.memory.load_be32(at + PAIR) & COUNT;
         let on = ring.memory.load_be32(at + offset::ENABLE_NUMBER);
         let counted = counts.iter().find(|(cqn, _)| *cqn == on).map_or(0, |(_, counted)| *counted);
-        // If the worker has not moved, that was the WQE which it executes next, unchanged: an index is
-        // moved only by WQEs behind the one that has it.
+        // If the worker has not moved, the fields read above belong to the WQE that it executes
+        // next, and are unchanged: an index is advanced only by WQEs after the WQE that carries it.
         let stands = self.worker.progress()?.send_consumer == before;
         let reached = counted.wrapping_sub(1).wrapping_sub(awaited) & (COUNT / 2 + 1) == 0;
         Ok(stands && op[0] == opcode::WAIT && !reached)
     }
 }
 
-/// A CQ counts modulo 2^24.
+/// Mask of a CQ's count, which wraps at 2^24.
 pub const COUNT: u32 = 0xff_ffff;

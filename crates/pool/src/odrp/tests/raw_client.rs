@@ -1,4 +1,4 @@
-//! A compute node that posts its requests by hand.
+//! A client that posts raw requests.
 
 use fabric::soft::SoftNic;
 use fabric::{
@@ -7,24 +7,24 @@ use fabric::{
 };
 
 use crate::odrp::*;
-use crate::scheme::{Admission, ClientId, NodeScheme};
+use crate::scheme::{ClientId, ConnectRequest, NodeScheme};
 
-/// A compute node that posts what it likes: the page is at 0 of its memory, the reply behind it.
-pub struct Hand {
+/// Posts raw requests. The page is at offset 0 of its memory, the reply after the page.
+pub struct RawClient {
     pub id: ClientId,
     pub cq: <SoftNic as Nic>::Cq,
-    /// Where it reads.
+    /// QP for reads.
     pub reads: <SoftNic as Nic>::Qp,
-    /// Where it writes and frees.
+    /// QP for writes and frees.
     pub qp: <SoftNic as Nic>::Qp,
     pub memory: <SoftNic as Nic>::Mr,
-    /// Its access QPs, which it does not use.
+    /// Access QPs, which it does not use.
     pub _access: Vec<<SoftNic as Nic>::Qp>,
 }
 
 pub const REPLY: usize = PAGE_BYTES;
 
-impl Hand {
+impl RawClient {
     pub fn join(nic: &SoftNic, node: &mut Node<SoftNic>, id: u32) -> Self {
         let pd = nic.alloc_pd().unwrap();
         let cq = nic.create_cq(CqAttr { entries: 256, ignore_overrun: false }).unwrap();
@@ -44,12 +44,12 @@ impl Hand {
             .collect();
         let memory = nic.alloc_dma(2 * PAGE_BYTES).unwrap();
         let memory = nic.reg_mr(&pd, &memory, Access::LOCAL_ALL | rights).unwrap();
-        let admission = Admission {
+        let admission = ConnectRequest {
             management: vec![reads.qpn().raw(), qp.qpn().raw()],
             groups: vec![access.iter().map(|q| q.qpn().raw()).collect()],
             bulletin_addr: memory.remote(REPLY + 64).addr,
             bulletin_rkey: memory.key().0,
-            ..Admission::default()
+            ..ConnectRequest::default()
         };
         let id = ClientId(id);
         let admitted = node.admit(id, &admission).unwrap();
@@ -76,7 +76,7 @@ impl Hand {
         bytes
     }
 
-    /// Sends bytes to the queue of reads; how everything ended that was posted for it.
+    /// Sends bytes to the queue of reads; returns the statuses of all completions.
     pub fn send_read(&self, data: &[u8]) -> Vec<Status> {
         self.reads.post_recv(&ReceiveRequest { id: 1, to: &[] }).unwrap();
         let op = Op::SendInline { data };
@@ -84,7 +84,7 @@ impl Hand {
         self.completions()
     }
 
-    /// The page as the short chain gives it.
+    /// Reads a page through the chain of reads; returns the byte that fills it.
     pub fn read_mapped(&self, number: u32) -> u8 {
         self.memory.memory().write(0, &[0xee; PAGE_BYTES]);
         assert_eq!(self.send_read(&self.read_request(number)), [Status::Success; 2]);
@@ -98,7 +98,7 @@ impl Hand {
         page[0]
     }
 
-    /// Sends bytes to the other queue; how everything ended that was posted for it.
+    /// Sends bytes to the queue of writes; returns the statuses of all completions.
     pub fn send(&self, data: &[u8]) -> Vec<Status> {
         self.memory.memory().zero(REPLY, 8);
         self.qp.post_recv(&ReceiveRequest { id: 1, to: &[] }).unwrap();
@@ -108,9 +108,9 @@ impl Hand {
     }
 
     pub fn completions(&self) -> Vec<Status> {
-        let mut all = vec![Completion::EMPTY; 64];
-        let n = self.cq.poll(&mut all);
-        all[..n].iter().map(|c| c.status).collect()
+        let mut completions = vec![Completion::EMPTY; 64];
+        let n = self.cq.poll(&mut completions);
+        completions[..n].iter().map(|c| c.status).collect()
     }
 
     pub fn ask_raw(&self, op: u8, number: u32) -> u64 {
@@ -121,13 +121,13 @@ impl Hand {
 
     pub fn write(&self, number: u32, value: u8) -> u64 {
         self.memory.memory().write(0, &[value; PAGE_BYTES]);
-        self.ask_raw(Ask::Write as u8, number)
+        self.ask_raw(PageOp::Write as u8, number)
     }
 
-    /// The byte that the page is full of; none if it is not mapped.
+    /// The byte that fills the page; `None` if the page is not mapped.
     pub fn read(&self, number: u32) -> Option<u8> {
         self.memory.memory().write(0, &[0xee; PAGE_BYTES]);
-        match self.ask_raw(Ask::Read as u8, number) {
+        match self.ask_raw(PageOp::Read as u8, number) {
             status::PENDING => {
                 let value = self.full_of(number);
                 assert_eq!(self.read_mapped(number), value);
@@ -139,10 +139,10 @@ impl Hand {
     }
 
     pub fn free(&self, number: u32) -> u64 {
-        self.ask_raw(Ask::Free as u8, number)
+        self.ask_raw(PageOp::Free as u8, number)
     }
 
-    /// Re-establishes its connection.
+    /// Re-establishes the connection.
     pub fn reset(&self, node: &mut Node<SoftNic>) {
         for qp in [&self.reads, &self.qp] {
             qp.modify(fabric::QpChange::Reset).unwrap();
@@ -150,7 +150,7 @@ impl Hand {
         let peers = loop {
             match node.reset_management(self.id).unwrap() {
                 Some(peers) => break peers,
-                None => drop(node.turn().unwrap()),
+                None => drop(node.poll().unwrap()),
             }
         };
         self.reads.connect(Qpn::new(peers[0])).unwrap();

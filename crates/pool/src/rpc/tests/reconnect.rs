@@ -1,4 +1,4 @@
-//! Management connections that break, and are made anew.
+//! Tests of management connections that fail and are re-established.
 
 use std::time::Duration;
 
@@ -12,38 +12,38 @@ fn make_anew(node: &mut Node<SoftNic>, hand: &Hand) {
 }
 
 #[test]
-fn a_connection_that_broke_is_not_open_until_it_is_made_anew() {
+fn broken_management_is_closed_until_reset() {
     for scheme in SCHEMES {
         let (nic, mut node) = start(scheme, 4);
         let (bad, good) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
         let is_open = |node: &Node<SoftNic>, hand: &Hand| node.management_is_open(hand.id).unwrap();
         assert!(is_open(&node, &bad) && is_open(&node, &good), "{scheme}");
         bad.send(&[1; REQUEST_BYTES + 1]);
-        assert!(!is_open(&node, &bad), "{scheme}: the CPU has not heard of it");
-        node.turn().unwrap();
+        assert!(!is_open(&node, &bad), "{scheme}: the CPU has not seen the failure");
+        node.poll().unwrap();
         assert!(!is_open(&node, &bad) && is_open(&node, &good), "{scheme}");
         make_anew(&mut node, &bad);
         assert!(is_open(&node, &bad) && is_open(&node, &good), "{scheme}");
     }
 }
 
-/// The memory node's CPU may sleep, and nothing else may ever come.
+/// The memory node's CPU may be asleep, and no other event may ever arrive.
 #[test]
-fn the_cpu_is_woken_for_grants_that_did_not_arrive() {
+fn reset_wakes_the_cpu_for_undelivered_grants() {
     for scheme in SCHEMES {
         let (nic, mut node) = start(scheme, 8);
         let hand = Hand::join(&nic, &mut node, 1);
-        // It takes no reply.
+        // The compute node posts no receive for the reply.
         hand.send(&Request { number: 77, ask: Ask::Allocate { group: 0, order: 0 } }.to_bytes());
-        while node.turn().unwrap() {}
-        // What was posted for its requests is flushed now, so that nothing is when it comes back.
+        while node.poll().unwrap() {}
+        // The receives are flushed now, so that no completion is left for the reset.
         hand.send(&[1; REQUEST_BYTES + 1]);
-        while node.turn().unwrap() {}
+        while node.poll().unwrap() {}
         let events = node.events().unwrap();
-        assert!(!events.wait(Duration::ZERO).unwrap(), "{scheme}: it may sleep");
+        assert!(!events.wait(Duration::ZERO).unwrap(), "{scheme}: an event is pending");
         make_anew(&mut node, &hand);
-        assert!(events.wait(Duration::ZERO).unwrap(), "{scheme}: it sleeps on");
-        while node.turn().unwrap() {}
+        assert!(events.wait(Duration::ZERO).unwrap(), "{scheme}: no event arrived");
+        while node.poll().unwrap() {}
         assert_eq!(node.status().unwrap().free, 8, "{scheme}");
     }
 }

@@ -1,4 +1,4 @@
-//! What the memory node's CPU sleeps on, and the wait for a few completions that come soon.
+//! Wake-up of the memory node's CPU, and the wait for a few completions that arrive soon.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -11,21 +11,22 @@ use fabric::{
 use crate::Error;
 use crate::scheme::CpuEvents;
 
-/// The completions of a CQ as [`CpuEvents`]. Waking is a NOP that completes into the same CQ (of
-/// kind [`fabric::CompletionKind::Send`]; who polls the CQ passes over it).
+/// A CQ as a [`CpuEvents`] source. A wake-up is a NOP that completes into the same CQ as a
+/// completion of kind [`fabric::CompletionKind::Send`]; the code that polls the CQ ignores it.
 pub struct CqEvents<N: Nic> {
     cq: N::Cq,
     bell: N::Qp,
 }
 
-/// Building blocks of the bell's queue: wakes that were not polled yet.
+/// Send blocks of the wake-up QP: wake-ups whose completions were not polled yet.
 const BELL_BLOCKS: u32 = 16;
 
 impl<N: Nic> CqEvents<N> {
-    /// Completions that wakes may have in the CQ at one time.
+    /// Completions of wake-ups that can be in the CQ at the same time.
     pub const MARGIN: u32 = BELL_BLOCKS;
 
-    /// Sleeps on `cq`, which has room for [`CqEvents::MARGIN`] more completions than others put there.
+    /// An event source on `cq`, which must have room for [`CqEvents::MARGIN`] completions more than
+    /// its other QPs need.
     pub fn new(nic: &N, pd: &N::Pd, cq: &N::Cq) -> Result<Self, Error> {
         let attr = QpAttr {
             send_cq: cq,
@@ -46,16 +47,16 @@ impl<N: Nic> CpuEvents for CqEvents<N> {
     }
 
     fn wake(&self) {
-        // A full queue means that earlier wakes were not seen yet: the sleeper is woken already. A
-        // NIC that is gone has ended the sleep by itself.
+        // A full queue means that earlier wake-ups are still pending, so the sleeping thread wakes
+        // anyway. If the NIC has exited, the wait ends by itself.
         let _ = self.bell.post_send(&[WorkRequest { id: 0, op: Op::Nop, signaled: true }]);
     }
 }
 
-/// How long the NIC may take for work that touches only its own tables and memory.
+/// Time limit for NIC work that touches only the NIC's own tables and memory.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Polls `cq` until `on`, which gets each completion, has said of `left` of them that they are what
-/// it waits for. Spins briefly, then yields, then sleeps.
+/// Polls `cq` until `on`, which receives every completion, has returned true for `left` of them.
+/// Spins briefly, then yields, then sleeps.
 pub(crate) fn poll_until<C: CompletionQueue>(
     cq: &C,
     mut left: usize,
@@ -82,7 +83,7 @@ pub(crate) fn poll_until<C: CompletionQueue>(
     Ok(())
 }
 
-/// Cores that this process may use.
+/// Number of cores that this process may use.
 pub(crate) fn cores() -> usize {
     use std::sync::OnceLock;
     static CORES: OnceLock<usize> = OnceLock::new();

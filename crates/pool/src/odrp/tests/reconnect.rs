@@ -1,14 +1,14 @@
-//! What the memory node needs, what it says of its compute nodes, and connections that are made anew.
+//! Required capabilities of the NIC, the tables shown to checkers, and re-established connections.
 
 use fabric::{Caps, PathMtu, Psn};
 
 use super::*;
 use crate::odrp::node::check_caps;
 use crate::remote::{RoceEnd, Route, Start};
-use crate::scheme::{GroupId, Lane, Part};
+use crate::scheme::{GroupId, Lane, QpSet};
 
 #[test]
-fn a_nic_that_lacks_anything_is_refused_and_what_it_lacks_is_named() {
+fn nic_that_lacks_a_capability_is_rejected_by_name() {
     let whole = SoftNic::inline().caps();
     assert!(check_caps(&whole).is_ok());
     for (caps, named) in [
@@ -21,26 +21,27 @@ fn a_nic_that_lacks_anything_is_refused_and_what_it_lacks_is_named() {
 }
 
 #[test]
-fn a_connection_that_broke_is_not_open_until_it_is_made_anew() {
+fn broken_connection_is_not_open_until_reset() {
     let (nic, mut node) = start(4);
-    let (bad, good) = (Hand::join(&nic, &mut node, 1), Hand::join(&nic, &mut node, 2));
-    let open =
-        |node: &Node<SoftNic>| [&bad, &good].map(|hand| node.management_is_open(hand.id).unwrap());
+    let (bad, good) = (RawClient::join(&nic, &mut node, 1), RawClient::join(&nic, &mut node, 2));
+    let open = |node: &Node<SoftNic>| {
+        [&bad, &good].map(|client| node.management_is_open(client.id).unwrap())
+    };
     assert_eq!(open(&node), [true, true]);
-    // A longer one than any request breaks the QP that it comes to.
+    // A request longer than any valid one breaks the QP that receives it.
     let ended = bad.send(&[0; 200]);
     assert!(ended.iter().any(|status| *status != Status::Success), "{ended:?}");
     assert_eq!(open(&node), [false, true]);
-    node.turn().unwrap();
+    node.poll().unwrap();
     assert_eq!(open(&node), [false, true]);
     bad.reset(&mut node);
     assert_eq!(open(&node), [true, true]);
 }
 
 #[test]
-fn each_lane_is_made_anew_by_itself_and_begins_with_what_was_told_last() {
+fn lanes_reset_singly_and_start_at_the_last_psn() {
     let (nic, mut node) = start(4);
-    let id = Hand::join(&nic, &mut node, 1).id;
+    let id = RawClient::join(&nic, &mut node, 1).id;
     let lanes: Vec<u32> =
         node.clients[&id].access[0].iter().map(|(qp, _)| qp.qpn().raw()).collect();
     for (lane, qpn) in (0..).zip(&lanes) {
@@ -59,23 +60,23 @@ fn each_lane_is_made_anew_by_itself_and_begins_with_what_was_told_last() {
         let c = &node.clients[&id];
         [c.reads.front_peer, c.writes.front_peer, c.access[0][0].1, c.access[0][1].1]
     };
-    node.renew(id, Part::Access(GroupId(0), Lane(1)), Start::Psn(Psn::new(2)));
+    node.set_start(id, QpSet::Access(GroupId(0), Lane(1)), Start::Psn(Psn::new(2)));
     assert_eq!(begin(&node), [at(1), at(1), at(1), at(2)]);
-    node.renew(id, Part::Management, Start::Psn(Psn::new(3)));
+    node.set_start(id, QpSet::Management, Start::Psn(Psn::new(3)));
     assert_eq!(begin(&node), [at(3), at(3), at(1), at(2)]);
 }
 
 #[test]
-fn the_table_of_a_compute_node_is_shown_until_it_is_taken_back() {
+fn table_of_a_client_is_shown_until_it_is_reclaimed() {
     let (nic, mut node) = start(4);
-    let ids = [1, 2].map(|id| Hand::join(&nic, &mut node, id).id);
+    let ids = [1, 2].map(|id| RawClient::join(&nic, &mut node, id).id);
     let shown = |node: &Node<SoftNic>| -> Vec<ClientId> {
         node.tables().iter().map(|(id, _)| *id).collect()
     };
     assert_eq!(shown(&node), ids);
     node.retire(ids[0]).unwrap();
     while !node.is_retired(ids[0]) {
-        node.turn().unwrap();
+        node.poll().unwrap();
     }
     assert_eq!(shown(&node), ids[1..]);
 }

@@ -1,4 +1,4 @@
-//! A look into the memory node's metadata, for who checks it from outside.
+//! A read-only view of the memory node's metadata, for external checkers.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -7,42 +7,43 @@ use fabric::DmaMemory;
 use parking_lot::Mutex;
 
 use super::array::Taker;
+use super::block::{Block, Layer, SECTION, SECTION_ORDER};
 use super::header::{CHUNKS, Header, SPANS, Spread, User};
-use super::layout::{Block, SECTION, SECTION_ORDER, Shape};
-use super::log::{Capability, FullLog, Layer};
+use super::layout::Shape;
+use super::log::{Capability, FullLog};
 use super::tree::pending;
 use super::words::Words;
 use crate::scheme::ClientId;
 
-/// Which compute node a user number was given to last.
-pub(super) type Names = Arc<Mutex<HashMap<User, ClientId>>>;
+/// The client to which each user number was last assigned.
+pub(super) type ClientsByUser = Arc<Mutex<HashMap<User, ClientId>>>;
 
-/// Whose each chunk is, as headers and logs have it at any moment.
-pub struct Books {
+/// The owner of each chunk, according to headers and logs.
+pub struct AllocationView {
     pub(super) shape: Shape,
     pub(super) memory: DmaMemory,
     pub(super) words: Words,
-    pub(super) names: Names,
+    pub(super) names: ClientsByUser,
     pub(super) is_array: bool,
 }
 
-impl Books {
+impl AllocationView {
     /// The donated memory.
     pub fn memory(&self) -> DmaMemory {
         self.memory.clone()
     }
 
-    /// Chunks.
+    /// Number of chunks.
     pub fn chunks(&self) -> u32 {
         self.shape.chunks
     }
 
-    /// What the array says of a chunk, if there is one in the tree's place.
+    /// The array's record of a chunk, in the scheme that has an array in place of the tree.
     fn taker(&self, chunk: u32) -> Option<Taker> {
         Taker::parse(self.words.load(self.shape.log(chunk))).filter(|_| self.is_array)
     }
 
-    /// The timestamps of all headers, sections' and spans'.
+    /// The timestamps of all headers of sections and spans.
     pub fn timestamps(&self) -> impl Iterator<Item = u32> {
         let shape = self.shape;
         let sections = (0..shape.sections()).map(move |section| shape.section(section));
@@ -50,13 +51,13 @@ impl Books {
         headers.map(|at| Header(self.words.load(at)).record().timestamp.raw())
     }
 
-    /// True for an address in the metadata.
+    /// True if the address is in the metadata.
     pub fn is_metadata(&self, addr: u64) -> bool {
         let words = self.words.memory();
         (words.addr()..words.addr() + words.len() as u64).contains(&addr)
     }
 
-    /// Who has a chunk, or had it until it was freed; nobody has one that is free.
+    /// The owner of a chunk, or of a quarantined chunk its last owner; `None` if the chunk is free.
     pub fn owner(&self, chunk: u32) -> Option<ClientId> {
         if !self.is_taken(chunk) {
             return None;
@@ -70,7 +71,8 @@ impl Books {
         self.names.lock().get(&user).copied()
     }
 
-    /// What the log of a chunk says: the one of its header, if that is newer.
+    /// The log of a chunk: the temporary log of its header if that is newer, otherwise the full
+    /// log.
     fn log(&self, chunk: u32) -> FullLog {
         let (span, section) = (chunk / CHUNKS, chunk / SECTION);
         let header = |at| Header(self.words.load(at));
@@ -84,22 +86,22 @@ impl Books {
         newest.map_or_else(full, |(_, log)| log)
     }
 
-    /// The block that a chunk is taken with, by the log of the chunk that it begins with.
+    /// The taken block that contains a chunk, according to the log of the block's first chunk.
     fn taken_with(&self, chunk: u32) -> Option<(Block, FullLog)> {
         (0..=self.shape.order_max()).find_map(|order| {
-            // Of several sections each says so.
+            // In a block of several sections, each section has a log.
             let first = match order > SECTION_ORDER {
                 true => chunk / SECTION * SECTION,
                 false => chunk >> order << order,
             };
             let log = self.log(first);
-            let block = Block::of(first, log);
+            let block = log.block(first);
             let fits = block.order == order && block.chunks().contains(&chunk);
             (log.taken && fits).then_some((block, log))
         })
     }
 
-    /// True if the bitmaps have a chunk as taken.
+    /// True if the bitmaps mark a chunk as taken.
     pub fn is_taken(&self, chunk: u32) -> bool {
         if self.is_array {
             return self.taker(chunk).is_some();
@@ -115,7 +117,8 @@ impl Books {
         }
     }
 
-    /// True if a chunk was freed, by itself or in a larger block, and its old key may still open it.
+    /// True if a chunk was freed, alone or in a larger block, and its old key may still grant
+    /// access.
     pub fn is_quarantined(&self, chunk: u32) -> bool {
         let alone = Block { chunk, order: 0 };
         let block = match self.is_array {

@@ -1,4 +1,4 @@
-//! Access QPs: posting to them, and re-establishing them when a bad access broke one.
+//! Access QPs: posting to them, and re-establishing them after a failed access.
 //!
 //! ```text
 //! group g (one per core): one CQ, one QP per lane
@@ -6,15 +6,16 @@
 //!   lane 1 ── QP ══ memory node's QP
 //! ```
 //!
-//! Where the memory node's windows are in several functions of its NIC there are as many QPs again for each: a key
-//! is of one function, and only a QP that is connected there reaches it. A grant says which. They are
-//! all connected when the compute node is admitted, so that no access is ever held up by a connection that is
-//! not there yet.
+//! If the memory node's windows are in several functions of its NIC, each function has QPs of its
+//! own: a key belongs to one function and is valid only on QPs that are connected to that function.
+//! The grant names the function. All QPs are connected at admission, so that no access waits for a
+//! connection.
 //!
-//! A refused access puts its QP into the error state, and everything else on that QP is flushed.
-//! Windows live on, since both QPs keep their numbers: whoever notices resets the QP on both sides
-//! and connects it again; the flushed operations of others are posted again, since a flushed request was not
-//! executed. `epoch` counts this, so that it happens once for each break.
+//! A refused access puts its QP into the error state and flushes all other operations on it. The
+//! windows stay bound, because both QPs keep their numbers. The first thread that notices resets
+//! the QP on both sides and connects it again. Flushed operations of other threads are reposted,
+//! because a flushed request was not executed. `epoch` counts the resets, so that each failure
+//! causes one reset only.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -34,13 +35,13 @@ use crate::scheme::{GroupId, Lane};
 /// A QP group of a compute node.
 pub(super) struct Group<N: Nic> {
     pub completer: Arc<Completer<N::Cq>>,
-    pub paths: Vec<Path<N>>,
-    /// QPs for each function.
+    pub qps: Vec<AccessQp<N>>,
+    /// QPs per function.
     lanes: u8,
     pub counts: Counts,
 }
 
-/// What a group's QPs did.
+/// Operation counters of a group's QPs.
 #[derive(Default)]
 #[repr(align(128))]
 pub(super) struct Counts {
@@ -51,20 +52,20 @@ pub(super) struct Counts {
     pub bytes_written: AtomicU64,
 }
 
-/// An access QP of a group, by its place in the admission: function by function, and the lanes in each.
+/// Index of an access QP in its group, in the order of the admission: by function, then by lane.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(super) struct Way(u8);
+pub(super) struct AccessQpIndex(u8);
 
 /// An access QP.
-pub(super) struct Path<N: Nic> {
+pub(super) struct AccessQp<N: Nic> {
     qp: N::Qp,
-    /// How often it was re-established. Held for reading while something is posted.
+    /// Number of resets. Held for reading while an operation is posted.
     epoch: RwLock<u64>,
     group: GroupId,
-    way: Way,
+    index: AccessQpIndex,
 }
 
-/// One operation, in a form that can be posted again.
+/// An access in a form that can be reposted.
 #[derive(Clone, Copy)]
 pub(super) enum Work<'a> {
     Read { from: Remote, to: Sge },
@@ -75,7 +76,7 @@ pub(super) enum Work<'a> {
 }
 
 impl Work<'_> {
-    /// Its name in errors.
+    /// Name in error messages.
     pub fn name(&self) -> &'static str {
         match self {
             Work::Read { .. } => "read",
@@ -85,7 +86,7 @@ impl Work<'_> {
         }
     }
 
-    /// True if doing it twice is the same as doing it once.
+    /// True if repeating the operation has the same effect as executing it once.
     pub fn is_idempotent(&self) -> bool {
         matches!(self, Work::Read { .. } | Work::Write { .. } | Work::WriteInline { .. })
     }
@@ -104,14 +105,14 @@ impl Work<'_> {
     }
 }
 
-/// Work that was posted, and the epoch that it was posted in.
+/// A posted operation and the epoch at that time.
 pub(super) struct Posted<N: Nic> {
     pub pending: Pending<N::Cq>,
     pub epoch: u64,
 }
 
 impl<N: Nic> Group<N> {
-    /// Makes the QPs of a group.
+    /// Creates the QPs of a group.
     pub fn new(
         nic: &N,
         pd: &N::Pd,
@@ -121,10 +122,10 @@ impl<N: Nic> Group<N> {
         receives: u32,
     ) -> Result<Self, Error> {
         let count = lanes as u32 * functions as u32;
-        // Everything that is posted, and as much again that is flushed at a reset.
+        // Room for all posted operations, and as many again that are flushed at a reset.
         let entries = 2 * count * (send_blocks + receives);
         let cq = nic.create_cq(CqAttr { entries, ignore_overrun: false })?;
-        let path = |way| -> Result<Path<N>, Error> {
+        let access_qp = |index| -> Result<AccessQp<N>, Error> {
             let attr = QpAttr {
                 send_cq: &cq,
                 recv_cq: &cq,
@@ -133,46 +134,46 @@ impl<N: Nic> Group<N> {
                     0 => Receive::None,
                     entries => Receive::Own(ReceiveAttr { entries, max_sges: 1 }),
                 },
-                // The memory node may write the bulletin, the only memory whose key it has.
+                // Remote write is for the bulletin, the only memory whose key the memory node has.
                 access: Access::REMOTE_WRITE,
             };
             let qp = nic.create_qp(pd, attr)?;
-            Ok(Path { qp, epoch: RwLock::new(0), group, way: Way(way as u8) })
+            Ok(AccessQp { qp, epoch: RwLock::new(0), group, index: AccessQpIndex(index as u8) })
         };
-        let paths = (0..count).map(path).collect::<Result<_, _>>()?;
+        let qps = (0..count).map(access_qp).collect::<Result<_, _>>()?;
         let completer = Arc::new(Completer::new(cq));
-        Ok(Self { completer, paths, lanes, counts: Counts::default() })
+        Ok(Self { completer, qps, lanes, counts: Counts::default() })
     }
 
-    /// The way to a function of the memory node's NIC on a lane, taken modulo the number of lanes.
+    /// Index of the QP for a function of the memory node's NIC and a lane, modulo the number of
+    /// lanes.
     #[inline]
-    pub fn way(&self, function: u8, lane: Lane) -> Way {
-        let way = function as usize * self.lanes as usize + (lane.0 % self.lanes) as usize;
-        // A function that there is not is some forged grant's.
-        Way(if way < self.paths.len() { way } else { way % self.paths.len() } as u8)
+    pub fn qp_index(&self, function: u8, lane: Lane) -> AccessQpIndex {
+        let index = function as usize * self.lanes as usize + (lane.0 % self.lanes) as usize;
+        // Only a forged grant names a function that does not exist.
+        AccessQpIndex(if index < self.qps.len() { index } else { index % self.qps.len() } as u8)
     }
 
-    /// The path of a way of this group.
+    /// The access QP at an index of this group.
     #[inline]
-    pub fn path(&self, way: Way) -> &Path<N> {
-        &self.paths[way.0 as usize]
+    pub fn access_qp(&self, index: AccessQpIndex) -> &AccessQp<N> {
+        &self.qps[index.0 as usize]
     }
 
-    /// QPs for each function.
+    /// QPs per function.
     pub fn lanes(&self) -> u8 {
         self.lanes
     }
 
-    /// Posts operations with one doorbell; what is waited for is the last of them, or the first
-    /// that fails.
-    ///
-    /// They fit the send queue: 1 or a few blocks each.
-    pub fn post(&self, way: Way, works: &[Work<'_>]) -> Result<Posted<N>, Error> {
-        let path = self.path(way);
+    /// Posts operations with one doorbell. The result completes with the last operation, or with
+    /// the first one that fails. The operations must fit the send queue; each needs one or a few
+    /// blocks.
+    pub fn post(&self, index: AccessQpIndex, works: &[Work<'_>]) -> Result<Posted<N>, Error> {
+        let access_qp = self.access_qp(index);
         let mut tries = 0;
         loop {
-            let epoch = path.epoch.read();
-            match self.completer.submit(|id| path.post(id, works)) {
+            let epoch = access_qp.epoch.read();
+            match self.completer.submit(|id| access_qp.post(id, works)) {
                 Ok(pending) => return Ok(Posted { pending, epoch: *epoch }),
                 Err(VerbsError::QueueFull { .. }) => drop(epoch),
                 Err(e) => return Err(e.into()),
@@ -181,10 +182,10 @@ impl<N: Nic> Group<N> {
         }
     }
 
-    /// Polls for others, since room comes with their completions.
+    /// Frees room in the send queue by polling completions, also those of other threads.
     #[cold]
     fn make_room(&self, tries: &mut u32) -> Result<(), Error> {
-        if self.completer.turn() > 0 {
+        if self.completer.poll() > 0 {
             *tries = 0;
             return Ok(());
         }
@@ -192,14 +193,14 @@ impl<N: Nic> Group<N> {
         if *tries < 1000 && !N::Cq::VIRTUAL {
             std::thread::yield_now();
         } else {
-            // Somebody else polls, or the NIC is gone: this tells.
+            // Another thread is polling, or the NIC has exited, which `wait` reports.
             self.completer.cq().wait(Duration::from_millis(200))?;
         }
         Ok(())
     }
 }
 
-impl<N: Nic> Path<N> {
+impl<N: Nic> AccessQp<N> {
     /// The QP's number.
     pub fn qpn(&self) -> Qpn {
         self.qp.qpn()
@@ -225,20 +226,20 @@ impl<N: Nic> Path<N> {
         &self.qp
     }
 
-    /// How often it was re-established; nobody posts while this is held for writing.
+    /// Number of resets. While it is locked for writing, no operation is posted.
     pub fn epoch(&self) -> &RwLock<u64> {
         &self.epoch
     }
 
-    /// Re-establishes the QP after work that was posted in `epoch` failed, unless that was done
-    /// already. Everything that is still in flight on it ends as flushed.
+    /// Re-establishes the QP after an operation that was posted in `epoch` failed, unless another
+    /// thread has done so. All operations in flight on it end as flushed.
     pub fn recover(&self, epoch: u64, control: &dyn ControlPlane) -> Result<(), Error> {
         let mut now = self.epoch.write();
         if *now != epoch {
             return Ok(());
         }
         self.qp.modify(QpChange::Reset)?;
-        let peer = control.reset_access(self.group, Lane(self.way.0))?;
+        let peer = control.reset_access(self.group, Lane(self.index.0))?;
         self.qp.connect(peer)?;
         *now += 1;
         Ok(())

@@ -1,4 +1,4 @@
-//! Requests that are answered later: when what they wait for has happened, or when their time is over.
+//! Deferred requests: answered when their condition holds or their timeout has passed.
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
@@ -7,23 +7,24 @@ use std::time::{Duration, Instant};
 use super::{AWAITS_MAX, Control, refused};
 use crate::Error;
 use crate::protocol::Reply;
-use crate::service::connection::{Await, Connection, ConnectionId, Deferred, What};
+use crate::service::connection::{Connection, ConnectionId, Deferred, DeferredOp, MemoryWait};
 
-/// The longest that a request for memory waits.
+/// Maximum time for which a request for memory waits.
 const AWAIT_MAX: Duration = Duration::from_secs(3600);
 
 impl Control<'_> {
-    /// Answers a request later.
-    pub(super) fn defer(&mut self, from: ConnectionId, id: u64, what: What) {
+    /// Defers the answer to a request.
+    pub(super) fn defer(&mut self, from: ConnectionId, id: u64, what: DeferredOp) {
         let Some(session) = self.connections.get_mut(&from).and_then(Connection::pool) else {
             return;
         };
         session.deferred.push(Deferred { id, what });
-        // Before the look of this round: a turn after that look then wakes this thread.
+        // Incremented before this round checks the condition: a poll after that check then wakes
+        // this thread.
         self.shared.awaiting.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Answers the requests for which the memory node has come far enough.
+    /// Answers the deferred requests whose condition holds.
     pub(super) fn answer_deferred(&mut self) {
         if self.shared.awaiting.load(Ordering::SeqCst) == 0 {
             return;
@@ -35,7 +36,7 @@ impl Control<'_> {
             .collect();
         for id in waiting {
             match self.answer_deferred_of(id) {
-                true => self.listen_to(id),
+                true => self.update_interest(id),
                 false => self.close(id),
             }
         }
@@ -47,19 +48,23 @@ impl Control<'_> {
         let mut alive = true;
         for deferred in std::mem::take(&mut session.deferred) {
             let reply = match deferred.what {
-                What::Goodbye(client) if self.shared.node.is_retired(client) => Ok(Reply::Done),
-                What::Goodbye(_) => {
+                DeferredOp::Goodbye(client) if self.shared.node.is_retired(client) => {
+                    Ok(Reply::Done)
+                }
+                DeferredOp::Goodbye(_) => {
                     connection.pool().expect("just seen").deferred.push(deferred);
                     continue;
                 }
-                What::ResetManagement(client) => match self.shared.node.reset_management(client) {
-                    Ok(None) => {
-                        connection.pool().expect("just seen").deferred.push(deferred);
-                        continue;
+                DeferredOp::ResetManagement(client) => {
+                    match self.shared.node.reset_management(client) {
+                        Ok(None) => {
+                            connection.pool().expect("just seen").deferred.push(deferred);
+                            continue;
+                        }
+                        Ok(Some(peers)) => Ok(Reply::Management { peers }),
+                        Err(e) => Err(e),
                     }
-                    Ok(Some(peers)) => Ok(Reply::Management { peers }),
-                    Err(e) => Err(e),
-                },
+                }
             };
             self.shared.awaiting.fetch_sub(1, Ordering::SeqCst);
             alive &= match reply {
@@ -85,13 +90,14 @@ impl Control<'_> {
             return Err(refused(&format!("{AWAITS_MAX} such requests wait already")));
         }
         let deadline = Instant::now() + Duration::from_millis(ms).min(AWAIT_MAX);
-        session.awaiting.push(Await { id, deadline });
-        // Before the look that follows: a turn after that look then wakes this thread.
+        session.awaiting.push(MemoryWait { id, deadline });
+        // Incremented before the next check of the condition: a poll after that check then wakes
+        // this thread.
         self.shared.awaiting.fetch_add(1, Ordering::SeqCst);
         Ok(())
     }
 
-    /// Answers the requests for which there is memory, or whose time is over.
+    /// Answers the requests for memory if a chunk is free or the timeout has passed.
     pub(super) fn answer_awaits(&mut self) {
         if self.shared.awaiting.load(Ordering::SeqCst) == 0 {
             return;
@@ -105,7 +111,7 @@ impl Control<'_> {
             if !self.answer_awaits_of(id) {
                 self.close(id);
             } else {
-                self.listen_to(id);
+                self.update_interest(id);
             }
         }
     }

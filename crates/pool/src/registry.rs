@@ -1,4 +1,4 @@
-//! The schemes behind one type, since which it is, is decided when a memory node starts.
+//! Enum dispatch over the schemes. The scheme is chosen at run time, when a memory node starts.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,11 +6,11 @@ use std::time::Duration;
 use fabric::direct::DirectNic;
 use fabric::{Nic, PeerAddress, Qpn};
 
-use crate::protocol::Welcome;
+use crate::protocol::NodeHello;
 use crate::remote::Start;
 use crate::scheme::{
-    Admission, Admitted, ClientId, ClientScheme, CpuEvents, Effort, Grant, GroupId, Lane,
-    NodeScheme, NodeStatus, Part, WhenIdle, Worker,
+    CasStats, ClientId, ClientScheme, ConnectReply, ConnectRequest, CpuEvents, Grant, GroupId,
+    Lane, NodeScheme, NodeStatus, QpSet, WhenIdle, Worker,
 };
 use crate::settings::{SchemeKind, Settings};
 use crate::{Error, finemem, odrp, onesidedmw, rpc};
@@ -29,7 +29,7 @@ pub enum AnyNode<N: DirectNic> {
 }
 
 impl<N: DirectNic> AnyNode<N> {
-    /// The scheme that `settings` name, on `nic`.
+    /// Creates the scheme that `settings` select, on `nic`.
     pub fn new(nic: &N, settings: &Settings) -> Result<Self, Error> {
         Ok(match settings.scheme {
             SchemeKind::OneSidedMw => {
@@ -63,7 +63,7 @@ macro_rules! each {
 }
 
 impl<N: DirectNic> NodeScheme for AnyNode<N> {
-    fn admit(&mut self, client: ClientId, request: &Admission) -> Result<Admitted, Error> {
+    fn admit(&mut self, client: ClientId, request: &ConnectRequest) -> Result<ConnectReply, Error> {
         each!(self, node => node.admit(client, request))
     }
 
@@ -75,16 +75,16 @@ impl<N: DirectNic> NodeScheme for AnyNode<N> {
         each!(self, node => node.is_retired(client))
     }
 
-    fn turn(&mut self) -> Result<bool, Error> {
-        each!(self, node => node.turn())
+    fn poll(&mut self) -> Result<bool, Error> {
+        each!(self, node => node.poll())
     }
 
     fn is_watching(&self) -> bool {
         each!(self, node => node.is_watching())
     }
 
-    fn next_look(&self) -> Option<Duration> {
-        each!(self, node => node.next_look())
+    fn next_poll(&self) -> Option<Duration> {
+        each!(self, node => node.next_poll())
     }
 
     fn client_waits(&mut self, client: ClientId) -> Result<bool, Error> {
@@ -103,8 +103,8 @@ impl<N: DirectNic> NodeScheme for AnyNode<N> {
         each!(self, node => node.reset_access(client, group, lane))
     }
 
-    fn renew(&mut self, client: ClientId, part: Part, start: Start) {
-        each!(self, node => node.renew(client, part, start))
+    fn set_start(&mut self, client: ClientId, part: QpSet, start: Start) {
+        each!(self, node => node.set_start(client, part, start))
     }
 
     fn events(&self) -> Option<Arc<dyn CpuEvents>> {
@@ -146,8 +146,8 @@ pub enum AnyClient<N: Nic> {
 }
 
 impl<N: Nic> AnyClient<N> {
-    /// The scheme that the memory node named, on `nic`.
-    pub fn new(nic: &N, pd: &N::Pd, welcome: &Welcome) -> Result<Self, Error> {
+    /// Creates the client of the scheme that `welcome` selects, on `nic`.
+    pub fn new(nic: &N, pd: &N::Pd, welcome: &NodeHello) -> Result<Self, Error> {
         Ok(match welcome.scheme {
             SchemeKind::OneSidedMw => Self::OneSidedMw(onesidedmw::Client::new(nic, pd, welcome)?),
             SchemeKind::FineMem | SchemeKind::FineMemPaper | SchemeKind::PremmapOneSided => {
@@ -165,21 +165,21 @@ impl<N: Nic> AnyClient<N> {
 }
 
 impl<N: Nic> AnyClient<N> {
-    /// Lends the scheme the first access QP of each group, where it allocates over them.
-    pub(crate) fn lend_access(
+    /// Passes the first access QP of each group to a scheme that allocates over these QPs.
+    pub(crate) fn share_access_qps(
         &self,
         nic: &N,
         pd: &N::Pd,
         credits: u32,
-        groups: Vec<onesidedmw::client::Lent<N>>,
+        groups: Vec<onesidedmw::client::SharedQp<N>>,
     ) -> Result<(), Error> {
         match self {
-            AnyClient::OneSidedMw(client) => client.lend_access(nic, pd, credits, groups),
+            AnyClient::OneSidedMw(client) => client.share_access_qps(nic, pd, credits, groups),
             _ => Ok(()),
         }
     }
 
-    /// How pages are reached, if access is not one-sided.
+    /// The page access of a scheme whose access is not one-sided.
     pub fn pages(&self) -> Option<&odrp::Client<N>> {
         match self {
             AnyClient::Odrp(client) => Some(client),
@@ -236,8 +236,8 @@ impl<N: Nic> ClientScheme for AnyClient<N> {
         each_client!(self, client => client.recall().await)
     }
 
-    fn effort(&self) -> Effort {
-        each_client!(self, client => client.effort())
+    fn cas_stats(&self) -> CasStats {
+        each_client!(self, client => client.cas_stats())
     }
 
     fn when_idle(&self, look: &WhenIdle) {
@@ -248,7 +248,7 @@ impl<N: Nic> ClientScheme for AnyClient<N> {
         each_client!(self, client => client.name_access(peers))
     }
 
-    fn admitted(&self, terms: &Admitted) {
+    fn admitted(&self, terms: &ConnectReply) {
         each_client!(self, client => client.admitted(terms))
     }
 

@@ -1,14 +1,16 @@
-//! Several memory nodes as one: a compute node connected to all of them, and allocation over those that answer
-//! (FineMem §6.2 spreads its chunks over memory nodes in turn).
+//! Several memory nodes used as one pool: a compute node connects to all of them and allocates on
+//! those that respond (FineMem §6.2 spreads its chunks over memory nodes round-robin).
 //!
-//! A grant says on which memory node it is ([`Placed`]). One that fails takes what it held with it, and nothing
-//! else: allocations go on at the others, and accesses to grants there do not notice. It is left out until it
-//! is connected again ([`Pools::rejoin`]); grants of before stay refused then.
+//! A grant carries the index of its memory node ([`PlacedGrant`]). If a memory node fails, its
+//! contents are lost and nothing else: allocations continue on the other memory nodes, and accesses
+//! to grants there are unaffected. A failed memory node is excluded until [`MultiPool::rejoin`]
+//! reconnects it; grants from before stay invalid.
 //!
-//! A process that ends is gone at once. Of a host that vanishes nothing is heard: what is asked there fails once the NIC
-//! has tried often enough, or the control connection has. From the first such failure on that memory node is *silent*: it
-//! is tried last, so that allocations do not wait for it, until its control connection has ended, and it is gone, or
-//! has outlived [`SILENCE`], and it is one of the others again.
+//! The end of a memory node's process is detected at once. The loss of its host is detected only by
+//! timeouts: requests fail once the NIC's retransmissions or the control connection time out. From
+//! the first such failure the memory node counts as *silent*: allocations try it last, so that they
+//! do not wait for it. The state ends when its control connection ends, which makes the memory node
+//! *gone*, or after [`SILENCE`], which makes it a normal memory node again.
 
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
@@ -22,64 +24,65 @@ use parking_lot::{Mutex, RwLock};
 use crate::scheme::Grant;
 use crate::{Address, Error, Options, Pool};
 
-/// How old what is known of a memory node's free memory may be.
+/// Maximum age of the cached amount of free memory.
 const FRESH: Duration = Duration::from_millis(500);
 
-/// How long a memory node is left alone that did not answer: longer than its control connection takes to notice that
-/// nobody is there.
+/// Time for which a memory node stays silent after a timeout. Longer than its control connection
+/// takes to detect that the host is unreachable.
 const SILENCE: Duration = Duration::from_secs(10);
 
-/// Where a block is allocated.
+/// Policy that selects the memory node of an allocation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Placement {
-    /// On the next memory node in turn.
+    /// Round-robin over the memory nodes.
     #[default]
     RoundRobin,
-    /// On the one with most free memory, as far as is known: each says how much it has now and then, and what is
-    /// allocated from here meanwhile is counted.
+    /// The memory node with the most free memory. The amount is queried periodically, and this
+    /// process's own allocations and frees are added in between.
     MostFree,
 }
 
-/// A memory node of several, by its place in the list.
+/// Index of a memory node in the list of addresses.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct NodeIndex(pub u16);
 
-/// A grant, and which memory node's it is.
+/// A grant with the index of its memory node.
 #[derive(Clone, Copy, Debug)]
-pub struct Placed {
-    /// Whose.
+pub struct PlacedGrant {
+    /// The memory node that issued the grant.
     pub node: NodeIndex,
-    /// Where there.
+    /// The grant at that memory node.
     pub grant: Grant,
 }
 
-/// Connections to several memory nodes, used by any number of threads.
-pub struct Pools<N: Nic = SoftNic> {
-    nodes: Vec<Member<N>>,
+/// Connections to several memory nodes. Any number of threads can use it.
+pub struct MultiPool<N: Nic = SoftNic> {
+    nodes: Vec<Node<N>>,
     placement: Placement,
     next: AtomicUsize,
     chunk_bytes: u64,
     started: Instant,
 }
 
-struct Member<N: Nic> {
+struct Node<N: Nic> {
     pool: RwLock<Pool<N>>,
-    /// It does not answer any more.
+    /// Requests to this memory node have failed for good.
     gone: AtomicBool,
-    /// When something failed there for want of an answer, in nanoseconds since the start; 0: nothing did.
+    /// Time of the last timeout, in nanoseconds since `started`; 0: none.
     silent: AtomicU64,
-    /// Bytes that are free there, as far as is known.
+    /// Estimated number of free bytes.
     free: AtomicI64,
-    /// When that was asked, in nanoseconds since the start; and a lock for who asks.
-    asked: AtomicU64,
-    asking: Mutex<()>,
+    /// Time of the last query of the free bytes, in nanoseconds since `started`; `query_lock` is
+    /// held during a query.
+    queried_at: AtomicU64,
+    query_lock: Mutex<()>,
 }
 
-impl Pools<SoftNic> {
-    /// Connects to the memory nodes at `addresses`. All must be there.
+impl MultiPool<SoftNic> {
+    /// Connects to the memory nodes at `addresses`.
     ///
     /// # Errors
-    /// What the first that cannot be connected to says.
+    /// The error of the first memory node to which the connection fails.
     pub fn connect(
         addresses: &[Address],
         options: Options,
@@ -90,18 +93,18 @@ impl Pools<SoftNic> {
         Self::over(pools, placement)
     }
 
-    /// Connects again to the memory nodes that are gone, if they are back; how many are. Grants of before are
-    /// lost.
+    /// Reconnects to memory nodes that are gone and run again. Returns the number of reconnected
+    /// memory nodes. Their earlier grants stay lost.
     pub fn rejoin(&self) -> usize {
         let gone = self.nodes.iter().filter(|node| node.gone.load(Ordering::Acquire));
         gone.filter(|node| {
             let before = node.pool.read().clone();
             let Ok(pool) = before.reconnect() else { return false };
             if pool.chunk_bytes() != self.chunk_bytes {
-                return false; // another one serves there
+                return false; // a memory node with other settings
             }
             *node.pool.write() = pool;
-            node.asked.store(0, Ordering::Relaxed);
+            node.queried_at.store(0, Ordering::Relaxed);
             node.silent.store(0, Ordering::Relaxed);
             node.gone.store(false, Ordering::Release);
             true
@@ -110,11 +113,11 @@ impl Pools<SoftNic> {
     }
 }
 
-impl<N: Nic> Pools<N> {
-    /// Over connections that were made already.
+impl<N: Nic> MultiPool<N> {
+    /// Creates the pool over existing connections.
     ///
     /// # Errors
-    /// There is none, or their chunks differ in size.
+    /// The list is empty, or the memory nodes differ in chunk size.
     pub fn over(pools: Vec<Pool<N>>, placement: Placement) -> Result<Self, Error> {
         let wrong = |why: String| Error::Setting {
             setting: "pool",
@@ -125,20 +128,20 @@ impl<N: Nic> Pools<N> {
             return Err(wrong("name at least one".into()));
         };
         if pools.len() > u16::MAX as usize {
-            return Err(wrong(format!("there may be {}", u16::MAX)));
+            return Err(wrong(format!("the maximum is {}", u16::MAX)));
         }
         if let Some(other) = pools.iter().map(Pool::chunk_bytes).find(|b| *b != chunk_bytes) {
             return Err(wrong(format!(
-                "one has chunks of {chunk_bytes} bytes and another of {other}; serve with the same --chunk"
+                "their chunk sizes differ ({chunk_bytes} and {other} bytes); serve all with the same --chunk"
             )));
         }
-        let member = |pool: Pool<N>| Member {
+        let member = |pool: Pool<N>| Node {
             pool: RwLock::new(pool),
             gone: AtomicBool::new(false),
             silent: AtomicU64::new(0),
             free: AtomicI64::new(0),
-            asked: AtomicU64::new(0),
-            asking: Mutex::new(()),
+            queried_at: AtomicU64::new(0),
+            query_lock: Mutex::new(()),
         };
         Ok(Self {
             nodes: pools.into_iter().map(member).collect(),
@@ -149,23 +152,23 @@ impl<N: Nic> Pools<N> {
         })
     }
 
-    /// Memory nodes, those that are gone too.
+    /// Number of memory nodes, including those that are gone.
     pub fn len(&self) -> usize {
         self.nodes.len()
     }
 
-    /// Never true: there is at least one.
+    /// Always false: there is at least one memory node.
     pub fn is_empty(&self) -> bool {
         self.nodes.is_empty()
     }
 
-    /// Those that answer, as far as is known.
+    /// Memory nodes that are not known to be gone.
     pub fn alive(&self) -> impl Iterator<Item = NodeIndex> {
-        let alive = |(_, node): &(u16, &Member<N>)| !node.gone.load(Ordering::Acquire);
+        let alive = |(_, node): &(u16, &Node<N>)| !node.gone.load(Ordering::Acquire);
         (0..).zip(&self.nodes).filter(alive).map(|(index, _)| NodeIndex(index))
     }
 
-    /// Bytes of a chunk, the same everywhere.
+    /// Chunk size in bytes, equal on all memory nodes.
     pub fn chunk_bytes(&self) -> u64 {
         self.chunk_bytes
     }
@@ -175,7 +178,8 @@ impl<N: Nic> Pools<N> {
         self.nodes[index.0 as usize].pool.read().clone()
     }
 
-    /// Tells that a memory node does not answer any more, for who has accessed it through [`Pools::node`].
+    /// Reports a failed access to a memory node, for callers that access it through
+    /// [`MultiPool::node`].
     pub fn failed(&self, index: NodeIndex, error: &Error) {
         let node = &self.nodes[index.0 as usize];
         if is_gone(error) {
@@ -185,22 +189,23 @@ impl<N: Nic> Pools<N> {
         }
     }
 
-    /// Nanoseconds since the start, never 0.
+    /// Nanoseconds since `started`, never 0.
     fn now(&self) -> u64 {
         self.started.elapsed().as_nanos().max(1) as u64
     }
 
     /// Allocates a chunk, like [`Pool::allocate`].
-    pub async fn allocate(&self) -> Result<Placed, Error> {
+    pub async fn allocate(&self) -> Result<PlacedGrant, Error> {
         self.allocate_bytes(self.chunk_bytes).await
     }
 
-    /// Allocates at least `bytes`, like [`Pool::allocate_bytes`], on the memory node that the placement prefers of
-    /// those that have as much.
+    /// Allocates at least `bytes`, like [`Pool::allocate_bytes`], on the memory node that the
+    /// placement prefers among those with enough free memory.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if none of those that answer has; [`Error::Gone`] if none answers.
-    pub async fn allocate_bytes(&self, bytes: u64) -> Result<Placed, Error> {
+    /// [`Error::OutOfMemory`] if no responding memory node has enough; [`Error::Gone`] if none
+    /// responds.
+    pub async fn allocate_bytes(&self, bytes: u64) -> Result<PlacedGrant, Error> {
         let mut last = None;
         for index in self.order() {
             let node = &self.nodes[index.0 as usize];
@@ -208,7 +213,7 @@ impl<N: Nic> Pools<N> {
             match pool.allocate_bytes(bytes).await {
                 Ok(grant) => {
                     node.free.fetch_sub(grant.len as i64, Ordering::Relaxed);
-                    return Ok(Placed { node: index, grant });
+                    return Ok(PlacedGrant { node: index, grant });
                 }
                 Err(e) if is_gone(&e) || is_silent(&e) => {
                     self.failed(index, &e);
@@ -218,19 +223,20 @@ impl<N: Nic> Pools<N> {
                     node.free.store(0, Ordering::Relaxed);
                     last = Some(e);
                 }
-                // No block of that pool is as large.
+                // This pool's largest block is smaller than that.
                 Err(e @ Error::Setting { .. }) => last = last.or(Some(e)),
                 Err(e) => return Err(e),
             }
         }
         Err(last.unwrap_or_else(|| Error::Gone {
             attempt: format!("allocating {bytes} bytes"),
-            why: format!("none of {} memory nodes answers", self.nodes.len()),
+            why: format!("none of {} memory nodes responds", self.nodes.len()),
         }))
     }
 
-    /// Frees a block, like [`Pool::free`]. What a memory node held that is gone is lost, and free in that sense.
-    pub async fn free(&self, placed: Placed) -> Result<(), Error> {
+    /// Frees a block, like [`Pool::free`]. Succeeds if the memory node is gone, because its
+    /// contents are lost.
+    pub async fn free(&self, placed: PlacedGrant) -> Result<(), Error> {
         let node = &self.nodes[placed.node.0 as usize];
         let pool = node.pool.read().clone();
         match pool.free(placed.grant).await {
@@ -251,48 +257,58 @@ impl<N: Nic> Pools<N> {
     }
 
     /// READs, like [`Pool::read`].
-    pub async fn read(&self, placed: &Placed, offset: u64, into: &mut [u8]) -> Result<(), Error> {
+    pub async fn read(
+        &self,
+        placed: &PlacedGrant,
+        offset: u64,
+        into: &mut [u8],
+    ) -> Result<(), Error> {
         let pool = self.node(placed.node);
-        self.told(placed.node, pool.read(&placed.grant, offset, into)).await
+        self.report_failure(placed.node, pool.read(&placed.grant, offset, into)).await
     }
 
     /// WRITEs, like [`Pool::write`].
-    pub async fn write(&self, placed: &Placed, offset: u64, from: &[u8]) -> Result<(), Error> {
+    pub async fn write(&self, placed: &PlacedGrant, offset: u64, from: &[u8]) -> Result<(), Error> {
         let pool = self.node(placed.node);
-        self.told(placed.node, pool.write(&placed.grant, offset, from)).await
+        self.report_failure(placed.node, pool.write(&placed.grant, offset, from)).await
     }
 
-    /// [`Pools::allocate`], blocking.
-    pub fn allocate_blocking(&self) -> Result<Placed, Error> {
+    /// [`MultiPool::allocate`], blocking.
+    pub fn allocate_blocking(&self) -> Result<PlacedGrant, Error> {
         block_on(self.allocate())
     }
 
-    /// [`Pools::allocate_bytes`], blocking.
-    pub fn allocate_bytes_blocking(&self, bytes: u64) -> Result<Placed, Error> {
+    /// [`MultiPool::allocate_bytes`], blocking.
+    pub fn allocate_bytes_blocking(&self, bytes: u64) -> Result<PlacedGrant, Error> {
         block_on(self.allocate_bytes(bytes))
     }
 
-    /// [`Pools::free`], blocking.
-    pub fn free_blocking(&self, placed: Placed) -> Result<(), Error> {
+    /// [`MultiPool::free`], blocking.
+    pub fn free_blocking(&self, placed: PlacedGrant) -> Result<(), Error> {
         block_on(self.free(placed))
     }
 
-    /// [`Pools::read`], blocking.
+    /// [`MultiPool::read`], blocking.
     pub fn read_blocking(
         &self,
-        placed: &Placed,
+        placed: &PlacedGrant,
         offset: u64,
         into: &mut [u8],
     ) -> Result<(), Error> {
         block_on(self.read(placed, offset, into))
     }
 
-    /// [`Pools::write`], blocking.
-    pub fn write_blocking(&self, placed: &Placed, offset: u64, from: &[u8]) -> Result<(), Error> {
+    /// [`MultiPool::write`], blocking.
+    pub fn write_blocking(
+        &self,
+        placed: &PlacedGrant,
+        offset: u64,
+        from: &[u8],
+    ) -> Result<(), Error> {
         block_on(self.write(placed, offset, from))
     }
 
-    async fn told<T>(
+    async fn report_failure<T>(
         &self,
         index: NodeIndex,
         access: impl Future<Output = Result<T, Error>>,
@@ -300,15 +316,15 @@ impl<N: Nic> Pools<N> {
         access.await.inspect_err(|e| self.failed(index, e))
     }
 
-    /// Those that answer, in the order in which they are tried.
+    /// Responding memory nodes in the order in which an allocation tries them.
     fn order(&self) -> Vec<NodeIndex> {
         let mut order: Vec<NodeIndex> = self.alive().collect();
-        // In turn also among those that are as good.
+        // Rotates the start also among memory nodes with equal free memory.
         let next = self.next.fetch_add(1, Ordering::Relaxed);
         let first = next % order.len().max(1);
         order.rotate_left(first);
         if self.placement == Placement::MostFree {
-            order.iter().for_each(|index| self.ask(*index));
+            order.iter().for_each(|index| self.refresh_free_bytes(*index));
             let free =
                 |index: &NodeIndex| self.nodes[index.0 as usize].free.load(Ordering::Relaxed);
             order.sort_by_key(|index| std::cmp::Reverse(free(index)));
@@ -322,8 +338,8 @@ impl<N: Nic> Pools<N> {
         self.nodes[index.0 as usize].silent.load(Ordering::Relaxed) > 0
     }
 
-    /// True if a memory node that was silent is gone. One that has been silent for long enough, and is not, is silent
-    /// no more. Never waits.
+    /// True if a silent memory node turns out to be gone. Ends the silent state after [`SILENCE`].
+    /// Never blocks.
     fn has_ended(&self, index: NodeIndex) -> bool {
         let node = &self.nodes[index.0 as usize];
         let since = node.silent.load(Ordering::Relaxed);
@@ -340,35 +356,36 @@ impl<N: Nic> Pools<N> {
         false
     }
 
-    /// Asks a memory node how much is free there, if that was long ago and nobody else asks.
-    fn ask(&self, index: NodeIndex) {
+    /// Queries the free bytes of a memory node unless the cached value is recent or another thread
+    /// queries it.
+    fn refresh_free_bytes(&self, index: NodeIndex) {
         let node = &self.nodes[index.0 as usize];
         let now = self.started.elapsed();
-        let asked = node.asked.load(Ordering::Relaxed);
+        let queried_at = node.queried_at.load(Ordering::Relaxed);
         if self.is_silent(index)
-            || asked > 0 && now.saturating_sub(Duration::from_nanos(asked)) < FRESH
+            || queried_at > 0 && now.saturating_sub(Duration::from_nanos(queried_at)) < FRESH
         {
             return;
         }
-        let Some(_asking) = node.asking.try_lock() else { return };
+        let Some(_query_lock) = node.query_lock.try_lock() else { return };
         let pool = node.pool.read().clone();
         match pool.node_status() {
             Ok(status) => {
                 let free = status.node.free * status.node.chunk_bytes;
                 node.free.store(free as i64, Ordering::Relaxed);
-                node.asked.store(now.as_nanos().max(1) as u64, Ordering::Relaxed);
+                node.queried_at.store(now.as_nanos().max(1) as u64, Ordering::Relaxed);
             }
             Err(e) => self.failed(index, &e),
         }
     }
 }
 
-/// True for an error after which a memory node is asked no more.
+/// True for an error after which a memory node receives no more requests.
 fn is_gone(error: &Error) -> bool {
     matches!(error, Error::Gone { .. } | Error::NotAdmitted { .. })
 }
 
-/// True for an error that says that no answer came; the next thing that is asked may be answered.
+/// True for a timeout. A later request may succeed.
 fn is_silent(error: &Error) -> bool {
     match error {
         Error::ManagementBroken { .. } => true,
@@ -377,10 +394,10 @@ fn is_silent(error: &Error) -> bool {
     }
 }
 
-impl<N: Nic> std::fmt::Debug for Pools<N> {
+impl<N: Nic> std::fmt::Debug for MultiPool<N> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (all, alive) = (self.nodes.len(), self.alive().count());
-        write!(f, "{alive} of {all} memory nodes, {:?}", self.placement)
+        let (total, alive) = (self.nodes.len(), self.alive().count());
+        write!(f, "{alive} of {total} memory nodes, {:?}", self.placement)
     }
 }
 
@@ -389,7 +406,7 @@ mod tests {
     use super::*;
     use crate::{SchemeKind, Settings};
 
-    fn pools(sizes: &[u64], placement: Placement) -> Pools {
+    fn pools(sizes: &[u64], placement: Placement) -> MultiPool {
         let start = |chunks: &u64| {
             Pool::embedded(Settings {
                 donate_bytes: chunks * 4096,
@@ -399,18 +416,19 @@ mod tests {
             })
             .unwrap()
         };
-        Pools::over(sizes.iter().map(start).collect(), placement).unwrap()
+        MultiPool::over(sizes.iter().map(start).collect(), placement).unwrap()
     }
 
-    fn counts(pools: &Pools, placed: &[Placed]) -> Vec<usize> {
+    fn counts(pools: &MultiPool, placed: &[PlacedGrant]) -> Vec<usize> {
         let on = |i: u16| placed.iter().filter(|p| p.node == NodeIndex(i)).count();
         (0..pools.len() as u16).map(on).collect()
     }
 
     #[test]
-    fn blocks_go_to_each_in_turn_and_to_others_when_one_is_full() {
+    fn round_robin_skips_full_memory_nodes() {
         let pools = pools(&[4, 16, 16], Placement::RoundRobin);
-        let mut all: Vec<Placed> = (0..9).map(|_| pools.allocate_blocking().unwrap()).collect();
+        let mut all: Vec<PlacedGrant> =
+            (0..9).map(|_| pools.allocate_blocking().unwrap()).collect();
         assert_eq!(counts(&pools, &all), [3, 3, 3]);
         all.extend((0..27).map(|_| pools.allocate_blocking().unwrap()));
         assert_eq!(counts(&pools, &all), [4, 16, 16]);
@@ -428,17 +446,17 @@ mod tests {
     }
 
     #[test]
-    fn most_free_memory_comes_first() {
+    fn most_free_placement_prefers_the_emptiest_node() {
         let pools = pools(&[8, 64], Placement::MostFree);
-        let all: Vec<Placed> = (0..56).map(|_| pools.allocate_blocking().unwrap()).collect();
+        let all: Vec<PlacedGrant> = (0..56).map(|_| pools.allocate_blocking().unwrap()).collect();
         assert_eq!(counts(&pools, &all), [0, 56]);
-        let all: Vec<Placed> = (0..8).map(|_| pools.allocate_blocking().unwrap()).collect();
+        let all: Vec<PlacedGrant> = (0..8).map(|_| pools.allocate_blocking().unwrap()).collect();
         let counts = counts(&pools, &all);
         assert!(counts[0] >= 3 && counts[1] >= 3, "{counts:?}");
     }
 
     #[test]
-    fn a_large_block_goes_where_there_is_room() {
+    fn large_block_goes_to_a_node_with_room() {
         let pools = pools(&[8, 1024], Placement::RoundRobin);
         for _ in 0..2 {
             let placed = pools.allocate_bytes_blocking(2 << 20).unwrap();
@@ -447,13 +465,13 @@ mod tests {
     }
 
     #[test]
-    fn none_at_all_and_different_chunks_are_refused() {
-        assert!(Pools::<SoftNic>::over(Vec::new(), Placement::RoundRobin).is_err());
+    fn multi_pool_refuses_no_nodes_and_unequal_chunks() {
+        assert!(MultiPool::<SoftNic>::over(Vec::new(), Placement::RoundRobin).is_err());
         let pool = |chunk_bytes| {
             let donate_bytes = 4 * chunk_bytes;
             Pool::embedded(Settings { donate_bytes, chunk_bytes, ..Settings::default() }).unwrap()
         };
-        let e = Pools::over(vec![pool(4096), pool(8192)], Placement::RoundRobin).unwrap_err();
+        let e = MultiPool::over(vec![pool(4096), pool(8192)], Placement::RoundRobin).unwrap_err();
         assert!(e.to_string().contains("--chunk"), "{e}");
     }
 }

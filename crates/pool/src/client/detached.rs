@@ -1,8 +1,8 @@
-//! Requests that are finished even if nobody waits for them any more.
+//! Requests that run to completion even if their future is dropped.
 //!
-//! A request to allocate or free cannot be taken back once it was sent. If its future is dropped
-//! then, a thread sees it through, so that no chunk is left that nobody knows of and no reply lands
-//! in the slot of another request.
+//! A request to allocate or free cannot be cancelled once it is sent. If its future is dropped
+//! then, a thread polls it to completion. Otherwise a chunk could be allocated without an owner, or
+//! a late reply could be written to the slot of another request.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -12,12 +12,12 @@ use std::thread;
 use fabric::CompletionQueue;
 use fabric::executor::block_on;
 
-/// A future that, once polled, is run to its end in any case; `undo` gets a result that nobody
-/// waits for.
-pub(super) struct Finish<T: Send + 'static> {
+/// A future that, once polled, always runs to completion. `undo` receives the result if the future
+/// was dropped.
+pub(super) struct Detached<T: Send + 'static> {
     parts: Option<Parts<T>>,
     started: bool,
-    /// There is a thread that can see it through: not where time is virtual.
+    /// True if a thread may complete the future: false under virtual time.
     threads: bool,
 }
 
@@ -26,7 +26,7 @@ struct Parts<T> {
     undo: Box<dyn FnOnce(T) + Send>,
 }
 
-impl<T: Send> Finish<T> {
+impl<T: Send> Detached<T> {
     /// Wraps `future`, whose completions come from a CQ of type `C`.
     pub fn new<C: CompletionQueue>(
         future: impl Future<Output = T> + Send + 'static,
@@ -37,7 +37,7 @@ impl<T: Send> Finish<T> {
     }
 }
 
-impl<T: Send> Future for Finish<T> {
+impl<T: Send> Future for Detached<T> {
     type Output = T;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<T> {
@@ -49,7 +49,7 @@ impl<T: Send> Future for Finish<T> {
     }
 }
 
-impl<T: Send + 'static> Drop for Finish<T> {
+impl<T: Send + 'static> Drop for Detached<T> {
     fn drop(&mut self) {
         let Some(Parts { future, undo }) =
             self.parts.take().filter(|_| self.started && self.threads)
@@ -57,7 +57,8 @@ impl<T: Send + 'static> Drop for Finish<T> {
             return;
         };
         let finish = move || undo(block_on(future));
-        // Without a thread it ends here: the memory node takes the chunk back with the connection.
+        // If no thread can be started, the request ends here: the memory node reclaims the chunk
+        // when the connection closes.
         let _ = thread::Builder::new().name("granary-finish".into()).spawn(finish);
     }
 }
@@ -72,7 +73,7 @@ mod tests {
 
     use super::*;
 
-    /// Pending once, then ready.
+    /// Pending at the first poll, then ready.
     fn later<T: Send + 'static>(value: T) -> impl Future<Output = T> + Send {
         let mut polled = false;
         let mut value = Some(value);
@@ -86,21 +87,21 @@ mod tests {
     }
 
     #[test]
-    fn a_result_goes_to_who_waits_or_to_undo_but_not_to_both() {
+    fn detached_result_goes_to_the_caller_or_to_undo() {
         let (undone, results) = mpsc::channel();
         let undo = |undone: &mpsc::Sender<u32>| {
             let undone = undone.clone();
-            move |n| undone.send(n).expect("the test listens")
+            move |n| undone.send(n).expect("the test receives it")
         };
-        assert_eq!(block_on(Finish::new::<SoftCq>(later(1), undo(&undone))), 1);
-        drop(Finish::new::<SoftCq>(ready(2), undo(&undone)));
-        drop(Finish::new::<SoftCq>(pending::<u32>(), undo(&undone)));
-        let mut third = Finish::new::<SoftCq>(later(3), undo(&undone));
+        assert_eq!(block_on(Detached::new::<SoftCq>(later(1), undo(&undone))), 1);
+        drop(Detached::new::<SoftCq>(ready(2), undo(&undone)));
+        drop(Detached::new::<SoftCq>(pending::<u32>(), undo(&undone)));
+        let mut third = Detached::new::<SoftCq>(later(3), undo(&undone));
         let cx = &mut Context::from_waker(Waker::noop());
         assert!(Pin::new(&mut third).poll(cx).is_pending());
         drop(third);
         assert_eq!(results.recv_timeout(Duration::from_secs(10)), Ok(3));
         drop(undone);
-        assert!(results.recv().is_err(), "something else was undone");
+        assert!(results.recv().is_err(), "another result was undone");
     }
 }

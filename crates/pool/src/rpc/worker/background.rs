@@ -1,5 +1,6 @@
-//! What a turn does of its own accord: it takes back what was not delivered and what compute nodes had
-//! that have gone, opens chunks ahead, closes those that are aside when somebody needs them, and takes "empty" back.
+//! Background work of a poll: takes back undelivered grants, reclaims the chunks of departed
+//! compute nodes, opens chunks in advance, closes chunks that are set aside when memory is short,
+//! and announces "available".
 
 use fabric::Nic;
 
@@ -7,15 +8,15 @@ use super::{BATCH, Shared, State};
 use crate::Error;
 use crate::rpc::peer::Peer;
 use crate::rpc::regions::AHEAD;
-use crate::rpc::table::Doors;
+use crate::rpc::table::Protection;
 use crate::scheme::{ClientId, GroupId, bulletin};
 use crate::settings::SchemeKind;
 
-/// Bytes that one turn clears at most of what a compute node had that has gone.
+/// Maximum number of bytes of a departed compute node that one poll clears.
 const CLEAR_BYTES: u64 = 1 << 20;
 
 impl<N: Nic> State<N> {
-    /// Binds the windows of all blocks, before there is anybody.
+    /// Binds the windows of all blocks, before any compute node connects.
     pub fn bind_ahead(&mut self, shared: &Shared<N>) -> Result<(), Error> {
         let all: Vec<u32> = (0..shared.blocks.count()).collect();
         for some in all.chunks(BATCH) {
@@ -24,7 +25,7 @@ impl<N: Nic> State<N> {
                 self.close(shared, &mut ops, None, *entry, job);
             }
             self.run(&mut ops)?;
-            // One that could not be is bound by its first allocation.
+            // A block whose bind failed is bound by its first allocation.
             for op in ops.iter().filter(|op| !op.done) {
                 shared.replace_windows(some[op.job])?;
             }
@@ -32,17 +33,18 @@ impl<N: Nic> State<N> {
         Ok(())
     }
 
-    /// Closes some of what is aside for anybody, since somebody needs it: it is free then.
+    /// Under memory pressure, closes some chunks that are set aside for any compute node, and frees
+    /// them.
     pub(super) fn close_aside(&mut self, shared: &Shared<N>) -> Result<(), Error> {
-        // Those that clear fast, a few at a time; a large one alone.
-        let most = (CLEAR_BYTES / shared.settings.chunk_bytes).clamp(1, 16) as usize;
-        let entries = shared.table.lock().take_aside_of_all(most);
-        self.close_for_good(shared, &entries)?;
+        // Several small chunks at a time, which are cleared quickly, or one large chunk.
+        let max_entries = (CLEAR_BYTES / shared.settings.chunk_bytes).clamp(1, 16) as usize;
+        let entries = shared.table.lock().take_aside_of_all(max_entries);
+        self.close_and_release(shared, &entries)?;
         Ok(())
     }
 
-    /// Closes chunks, clears and releases them.
-    fn close_for_good(&mut self, shared: &Shared<N>, entries: &[u32]) -> Result<(), Error> {
+    /// Closes, clears and releases chunks.
+    fn close_and_release(&mut self, shared: &Shared<N>, entries: &[u32]) -> Result<(), Error> {
         let mut ops = Vec::new();
         for (job, entry) in entries.iter().enumerate() {
             self.close(shared, &mut ops, None, *entry, job);
@@ -58,15 +60,14 @@ impl<N: Nic> State<N> {
         Ok(())
     }
 
-    /// Takes a chunk back that was granted to a compute node which did not get to know it. True if there
-    /// was one.
-    pub(super) fn take_lost(&mut self, shared: &Shared<N>) -> Result<bool, Error> {
+    /// Takes back one chunk whose grant was not delivered. False if there is none.
+    pub(super) fn reclaim_undelivered(&mut self, shared: &Shared<N>) -> Result<bool, Error> {
         let with = |(client, peer): (&ClientId, &mut Peer<N>)| {
             let lost = peer.lost.pop().filter(|_| peer.leaving.is_none())?;
             Some((*client, lost))
         };
         let Some((client, entry)) = self.peers.iter_mut().find_map(with) else { return Ok(false) };
-        // It may have guessed, and freed it.
+        // The compute node may have guessed the entry and freed it.
         if shared.table.lock().start_free(entry, client) {
             let mut ops = Vec::new();
             self.close(shared, &mut ops, Some(client), entry, 0);
@@ -80,9 +81,9 @@ impl<N: Nic> State<N> {
         Ok(true)
     }
 
-    /// Takes back some of what compute nodes had that have gone: as much as it takes little time to
-    /// clear. True if there was any.
-    pub(super) fn take_back(&mut self, shared: &Shared<N>) -> Result<bool, Error> {
+    /// Reclaims some chunks of a departed compute node, limited by the time to clear them. False if
+    /// there are none.
+    pub(super) fn reclaim_departed(&mut self, shared: &Shared<N>) -> Result<bool, Error> {
         let gone = self.peers.iter_mut().find(|(_, peer)| peer.leaving.is_some());
         let Some((&client, peer)) = gone else { return Ok(false) };
         let entries = peer.leaving.as_mut().expect("just seen");
@@ -93,8 +94,8 @@ impl<N: Nic> State<N> {
             left = left.saturating_sub(bytes);
             fits
         };
-        let most = shared.settings.credits as usize;
-        let some = entries.iter().rev().take(most).take_while(fits).count();
+        let max_entries = shared.settings.credits as usize;
+        let some = entries.iter().rev().take(max_entries).take_while(fits).count();
         let some = entries.split_off(entries.len() - some);
         if some.is_empty() {
             self.peers.remove(&client);
@@ -116,7 +117,8 @@ impl<N: Nic> State<N> {
         Ok(true)
     }
 
-    /// Opens a chunk for a compute node that has few ahead, if there is a free one. True if it did.
+    /// Opens a chunk for a compute node that has too few opened in advance. False if none needs one
+    /// or no chunk is free.
     pub(super) fn open_ahead(&mut self, shared: &Shared<N>) -> Result<bool, Error> {
         if !shared.is(SchemeKind::StaticMr) {
             self.short.clear();
@@ -135,7 +137,7 @@ impl<N: Nic> State<N> {
             };
             let region = shared.register(&peer.pd, entry);
             let mut table = shared.table.lock();
-            let Doors::Regions(regions) = &mut table.doors else {
+            let Protection::Regions(regions) = &mut table.protection else {
                 unreachable!("this scheme opens chunks by regions")
             };
             match region {
@@ -144,7 +146,7 @@ impl<N: Nic> State<N> {
                     table.set_aside(entry, client);
                     return Ok(true);
                 }
-                // It is registered when it is wanted, or refused then.
+                // Its next allocation registers it, or is refused.
                 Err(_) => {
                     table.release(entry);
                     self.short.pop_front();
@@ -154,13 +156,14 @@ impl<N: Nic> State<N> {
         Ok(false)
     }
 
-    /// Takes "empty" back where it was said. True if it was.
-    pub(super) fn tell_available(&mut self, shared: &Shared<N>) -> bool {
-        if !shared.table.lock().tell_available(self.index) {
+    /// Announces "available" to the compute nodes that saw "empty". False if this core announced no
+    /// "empty".
+    pub(super) fn announce_available(&mut self, shared: &Shared<N>) -> bool {
+        if !shared.table.lock().announce_available(self.index) {
             return false;
         }
-        for peer in self.peers.values_mut().filter(|p| p.told_empty) {
-            peer.told_empty = false;
+        for peer in self.peers.values_mut().filter(|p| p.announced_empty) {
+            peer.announced_empty = false;
             peer.post_bulletin(bulletin::AVAILABLE);
         }
         true

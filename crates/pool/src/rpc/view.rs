@@ -1,0 +1,28 @@
+//! A view of the memory node's allocations, for external checkers.
+
+use std::sync::Arc;
+
+use fabric::{DmaMemory, MemoryRegion, Nic};
+
+use super::table::ChunkState;
+use super::worker::Shared;
+
+/// View of the owner of each chunk.
+pub struct AllocationView<N: Nic>(pub(super) Arc<Shared<N>>);
+
+impl<N: Nic> AllocationView<N> {
+    /// The donated memory.
+    pub fn memory(&self) -> DmaMemory {
+        self.0.memory.memory().clone()
+    }
+
+    /// State of a chunk; `None` while another thread holds the lock.
+    pub fn chunk(&self, entry: u32) -> Option<ChunkState> {
+        self.0.table.try_lock().map(|table| table.state_of(entry))
+    }
+
+    /// The free chunks; `None` while another thread holds the lock.
+    pub fn free(&self) -> Option<Vec<u32>> {
+        self.0.table.try_lock().map(|table| table.free_chunks())
+    }
+}
