@@ -1,15 +1,15 @@
-# What can be done with this project; `make help` lists it.
+# The tasks of this project. `make help` lists them.
 #
-# A Rust toolchain (see rust-version in Cargo.toml) and a C compiler are all that `build` and
-# `quickstart` need. What the tests need besides, `test` installs where it may.
+# `build` and `quickstart` need only a Rust toolchain (see rust-version in Cargo.toml) and a C
+# compiler. `test` installs more dependencies if it is allowed to.
 
 CARGO ?= cargo
-# Whole-system tests and benchmarks run these two: the command, and the library that
-# `granary run` preloads, which it finds beside itself.
+# Whole-system tests and benchmarks run the command and the library that `granary run` preloads.
+# The command finds the library in its own directory.
 PRODUCTS := -p granary-cli -p granary-preload
-# As cargo: its environment says where artifacts are.
+# Cargo's environment variables set the directory of the artifacts.
 GRANARY := $(or $(CARGO_TARGET_DIR),$(CARGO_BUILD_TARGET_DIR),target)/release/granary
-# A test binary that does not end is shown with its stacks, and killed.
+# If a test binary does not end, the runner prints its stacks and kills it.
 TEST := $(CARGO) --config 'target."cfg(unix)".runner="$(CURDIR)/scripts/run-test"' test
 # Where `make bench` puts records (JSON lines) and pictures (SVG and PNG).
 OUT ?= out
@@ -31,24 +31,24 @@ build: toolchain ## Build the granary command and its preload library, optimised
 	$(CARGO) build --release $(PRODUCTS)
 
 .PHONY: quickstart
-quickstart: build ## See it work: real programs, most of their memory in a pool
+quickstart: build ## Run real programs with most of their memory in a pool
 	$(GRANARY) quickstart
 
 .PHONY: test
-test: toolchain ## Unit, property and whole-system tests
+test: toolchain ## Run unit, property and whole-system tests
 	scripts/test-deps
 	$(CARGO) build --release $(PRODUCTS)
 	$(TEST) --workspace
 
 .PHONY: test-full
-test-full: test ## More cases, longer runs, Linux's soft-RoCE in qemu, and all once more on a single core
+test-full: test ## Run more and longer tests, tests with Linux's soft-RoCE in qemu, and all tests on a single core
 	GRANARY_TEST_FULL=1 scripts/test-deps
-	# Optimised, but each test binary is linked without LTO: there are many, and each would be compiled anew.
+	# Optimised, but without LTO, which would compile everything again for each test binary.
 	PROPTEST_CASES=4096 GRANARY_TEST_FULL=1 CARGO_PROFILE_RELEASE_LTO=off \
 	    TEST_SECONDS=3600 $(TEST) --workspace --release
 	TEST_SECONDS=1800 taskset -c 0 $(TEST) --workspace
 	GRANARY_TEST_UNPRIVILEGED=1 $(TEST) --workspace --test pager_forks
-	# All benchmarks in full: with what the tests above have built, and pictures in a temporary directory.
+	# All benchmarks in full, with the build of the tests above. Pictures go to a temporary directory.
 	out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && \
 	    $(MAKE) --no-print-directory benchmarks OUT="$$out"
 
@@ -56,7 +56,7 @@ test-full: test ## More cases, longer runs, Linux's soft-RoCE in qemu, and all o
 FUZZ_SECONDS ?= 600
 
 .PHONY: fuzz
-fuzz: toolchain ## Fuzz every target, FUZZ_SECONDS each (docs/testing.md)
+fuzz: toolchain ## Fuzz every target, FUZZ_SECONDS each (docs/internals/testing.md)
 	@for target in $(basename $(notdir $(wildcard fuzz/tests/*.rs))); do \
 	    scripts/fuzz $$target $(FUZZ_SECONDS) || exit 1; \
 	done
@@ -64,36 +64,36 @@ fuzz: toolchain ## Fuzz every target, FUZZ_SECONDS each (docs/testing.md)
 .PHONY: miri
 miri: export MIRIFLAGS = -Zmiri-disable-isolation -Zmiri-permissive-provenance
 miri: export PROPTEST_CASES = 8
-# Without authenticated packets: their tags come from a library of C and assembly.
-miri: toolchain ## Unsafe code under Miri, about an hour (needs: rustup +nightly component add miri)
+# Without authenticated packets: a library in C and assembly computes their tags.
+miri: toolchain ## Run unsafe code under Miri, about an hour (needs: rustup +nightly component add miri)
 	$(CARGO) +nightly miri test --target-dir target/miri \
 	    -p granary-rnic --lib -- engine:: wqe:: cqe:: dma:: queue:: table:: protection:: \
-	    --skip a_chain_serves --skip tests::model --skip tests::fairness \
+	    --skip chain_serves --skip tests::model --skip tests::fairness \
 	    --skip wire::forged --skip authenticated
-	# With what the CPU must have for sums of payloads.
+	# With the CPU features that the checksums of payloads need.
 	RUSTFLAGS=-Ctarget-feature=+avx2,+pclmulqdq,+vpclmulqdq $(CARGO) +nightly miri test --target-dir target/miri \
 	    -p granary-rnic --lib -- crc:: wire::icrc:: wire::outbox::
 	$(CARGO) +nightly miri test --target-dir target/miri \
 	    -p granary-fabric --lib -- completion::slab
 
 .PHONY: tsan
-tsan: toolchain ## Tests with threads under ThreadSanitizer (needs: rustup +nightly component add rust-src)
+tsan: toolchain ## Run tests with threads under ThreadSanitizer (needs: rustup +nightly component add rust-src)
 	scripts/tsan
 
 .PHONY: planted
-planted: toolchain ## Plant bugs in a copy of the tree: tests and the simulator must find them (long)
+planted: toolchain ## Plant bugs in a copy of the tree, which tests and the simulator must find (long)
 	scripts/planted-bugs
 	scripts/planted-bugs --sim
 
 .PHONY: mutants
-mutants: toolchain ## Mutation tests of the trusted parts, or of FILE=crates/... (hours)
+mutants: toolchain ## Run mutation tests of the trusted parts, or of FILE=crates/... (hours)
 	scripts/mutants $(FILE)
 
 .PHONY: bench
-bench: build ## All benchmarks of this machine, tables on the screen, pictures in $(OUT)
+bench: build ## Run all benchmarks of this machine, print tables, write pictures to $(OUT)
 	@$(MAKE) --no-print-directory benchmarks OUT=$(OUT)
 
-# With the command as it is built.
+# Without building the command.
 .PHONY: benchmarks
 benchmarks:
 	$(GRANARY) bench access --out $(OUT)
@@ -104,7 +104,7 @@ benchmarks:
 	$(GRANARY) bench paper finemem --out $(OUT)
 
 .PHONY: lint
-lint: toolchain ## Formatting, clippy without a warning, licences of dependencies
+lint: toolchain ## Check formatting, clippy warnings and licences of dependencies
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
 	@if command -v cargo-deny >/dev/null; then \

@@ -1,11 +1,11 @@
-//! What `bench/llfree` builds and runs: an allocation of FineMem's tree beside one of LLFree, in one process.
+//! The program of `bench/llfree`: compares allocations of FineMem's tree and of LLFree in one process.
 //!
-//! Prints a line for each measurement of each round: `who operation order threads ns`, or `- why` in the place of ns.
+//! Prints a line for each measurement of each round: `allocator operation order threads ns`.
 //!
-//! - `llfree`: get and put of a thread with a reservation of its own.
-//! - `tree`: the same tree as scheme finemem's, on this process's own memory: a verb is an atomic instruction.
-//! - `embedded`: scheme finemem in an embedded pool: verbs are work requests that the inline NIC executes on the
-//!   caller's thread, and a free's quarantine is ended by another thread.
+//! - `llfree`: get and put by threads that each have a reservation.
+//! - `tree`: the tree of scheme finemem in this process's memory. A verb is an atomic instruction.
+//! - `embedded`: scheme finemem in an embedded pool. Verbs are work requests, which the inline NIC executes on the
+//!   caller's thread. Another thread ends the quarantine of a freed block.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -25,7 +25,7 @@ use pool::{Pool, SchemeKind, Settings};
 
 const CHUNK: u64 = 4096;
 
-/// Words of this process's own memory.
+/// The tree's words in this process's memory.
 struct Memory(Vec<AtomicU64>);
 
 impl Verbs for Memory {
@@ -48,16 +48,16 @@ impl Verbs for Memory {
 fn now<T>(future: impl Future<Output = Result<T, Infallible>>) -> T {
     match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(Ok(value)) => value,
-        _ => unreachable!("words in memory are there at once"),
+        _ => unreachable!("access to memory never waits"),
     }
 }
 
-/// Two operations that undo each other.
+/// An allocator with two inverse operations.
 trait Allocator: Sync {
     type Held: Send;
     fn get(&self, order: u32) -> Self::Held;
     fn put(&self, held: Self::Held, order: u32);
-    /// Returns when everything is free.
+    /// Waits until all blocks are free.
     fn settle(&self) {}
 }
 
@@ -75,7 +75,7 @@ impl<F: Fn(usize, usize) -> llfree::Request + Sync> Allocator for Peer<'_, F> {
     }
 
     fn put(&self, frame: FrameId, order: u32) {
-        self.all.put(frame, (self.request)(order as usize, self.thread)).expect("it is taken");
+        self.all.put(frame, (self.request)(order as usize, self.thread)).expect("the frame is allocated");
     }
 }
 
@@ -107,7 +107,7 @@ impl Allocator for Embedded {
     }
 
     fn put(&self, grant: pool::Grant, _: u32) {
-        self.0.free_blocking(grant).expect("it is ours");
+        self.0.free_blocking(grant).expect("the block is allocated");
     }
 
     fn settle(&self) {
@@ -119,7 +119,7 @@ impl Allocator for Embedded {
     }
 }
 
-/// ns of a get, of a put (each of `count` in a row), and of a put and a get of one block by turns.
+/// Time in ns of a get, of a put (`count` of each in a row), and of a get and a put of one block.
 fn measure<A: Allocator>(all: &[A], order: u32, count: usize) -> [f64; 3] {
     let barrier = Barrier::new(all.len());
     let of_thread = |one: &A| {
@@ -161,12 +161,12 @@ fn main() {
     for round in 0..rounds {
         for &threads in threads.iter().take(if threads[0] == threads[1] { 1 } else { 2 }) {
             for order in [0, 3, 9] {
-                // Half of the memory at most, and what is quick.
+                // At most half of the memory, and few enough to be quick.
                 let count = (chunks as usize >> order) / 2 / threads;
                 let count = count.min(20_000);
-                let say = |who: &str, times: [f64; 3]| {
+                let print = |allocator: &str, times: [f64; 3]| {
                     for (operation, ns) in ["get", "put", "pair"].iter().zip(times) {
-                        println!("{who} {operation} {order} {threads} {ns:.1}");
+                        println!("{allocator} {operation} {order} {threads} {ns:.1}");
                     }
                 };
                 let mut turns: [&dyn Fn(); 3] = [
@@ -177,7 +177,7 @@ fn main() {
                         let meta = MetaData::alloc(&size);
                         let all = LLFree::new(frames, Init::FreeAll, &classing, meta).expect("LLFree");
                         let peer = |thread| Peer { all: &all, thread, request: &request };
-                        say("llfree", measure(&(0..threads).map(peer).collect::<Vec<_>>(), order, count));
+                        print("llfree", measure(&(0..threads).map(peer).collect::<Vec<_>>(), order, count));
                     },
                     &|| {
                         let shape = Shape { chunks, chunk_bytes: CHUNK };
@@ -186,7 +186,7 @@ fn main() {
                             let user = User::new(thread as u16 + 1).expect("a user");
                             Local { words: &words, tree: Tree::new(shape, user), user }
                         };
-                        say("tree", measure(&(0..threads).map(local).collect::<Vec<_>>(), order, count));
+                        print("tree", measure(&(0..threads).map(local).collect::<Vec<_>>(), order, count));
                     },
                     &|| {
                         let settings = Settings {
@@ -195,14 +195,14 @@ fn main() {
                             scheme: SchemeKind::FineMem,
                             ..Settings::default()
                         };
-                        let node = pool::Embedded::start(&settings).expect("an embedded memory node");
+                        let node = pool::EmbeddedNode::start(&settings).expect("an embedded memory node");
                         let node = std::sync::Arc::new(node);
                         let connect = |_| {
                             let pool = Pool::embedded_in(&node, pool::Options::default());
                             Embedded(pool.expect("a pool"), chunks as u64)
                         };
                         let pools: Vec<_> = (0..threads).map(connect).collect();
-                        say("embedded", measure(&pools, order, count));
+                        print("embedded", measure(&pools, order, count));
                     },
                 ];
                 if round % 2 == 1 {

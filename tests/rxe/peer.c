@@ -1,9 +1,9 @@
 /*
- * The program in the guest: plain libibverbs over the kernel's soft-RoCE, told what to do over a serial
- * line. It is client and responder alike: each line is one verb, or fills or checks memory, and each has one
- * line in answer: "ok ...", "bad ..." (contents are not what they should be), or "error ...".
+ * The program in the guest. It uses libibverbs over the kernel's soft-RoCE, and receives commands over a serial
+ * line. It acts as client and as responder. Each line is one verb, or fills or checks memory. The reply is one
+ * line: "ok ...", "bad ..." (unexpected content), or "error ...".
  *
- * One device, one protection domain, one buffer; work and regions name places in the buffer by offset.
+ * There is one device, one protection domain and one buffer. Work requests and regions use offsets in the buffer.
  * Numbers are decimal or begin with 0x.
  */
 #include <arpa/inet.h>
@@ -24,13 +24,13 @@
 #define SLOTS 16
 #define QUEUE 64
 #define ARGUMENTS 16
-/* Seconds that a completion may take: the machine is emulated, and shares its host with others. */
+/* Time limit for a completion in seconds: the machine is emulated and shares its host. */
 #define PATIENCE 180
 
 static FILE *answers;
 static struct ibv_context *device;
 static struct ibv_pd *pd;
-static struct ibv_mr *everything; /* the lkey of what work requests name */
+static struct ibv_mr *everything; /* gives the lkey of work requests */
 static uint8_t *buffer;
 
 static struct ibv_cq *cqs[SLOTS];
@@ -38,7 +38,7 @@ static struct ibv_qp *qps[SLOTS];
 static struct ibv_mr *regions[SLOTS];
 static struct ibv_mw *windows[SLOTS];
 
-static char *word[ARGUMENTS]; /* the line, cut at its spaces */
+static char *word[ARGUMENTS]; /* the line, split at its spaces */
 
 static void answer(const char *format, ...)
 {
@@ -84,7 +84,7 @@ static uint8_t *range(int at)
 
 /* --- memory --------------------------------------------------------------------------------------- */
 
-/* Byte `at` of the pattern of a seed; the test has the same (tests/src/guest.rs). */
+/* Byte `at` of the pattern of a seed, as in the test (tests/src/guest.rs). */
 static uint8_t pattern(uint64_t seed, uint64_t at)
 {
 	uint64_t x = seed * 0x9e3779b97f4a7c15 + at / 8 + 1;
@@ -103,7 +103,7 @@ static void fill(void)
 	answer("ok");
 }
 
-/* check OFFSET LENGTH SEED: whether the pattern is there. */
+/* check OFFSET LENGTH SEED: compares the memory with the pattern. */
 static void check(void)
 {
 	volatile uint8_t *at = range(1);
@@ -116,7 +116,7 @@ static void check(void)
 	answer("ok");
 }
 
-/* hash OFFSET LENGTH: FNV-1a of what is there. */
+/* hash OFFSET LENGTH: FNV-1a of the memory. */
 static void hash(void)
 {
 	volatile uint8_t *at = range(1);
@@ -126,7 +126,7 @@ static void hash(void)
 	answer("ok %" PRIu64, h);
 }
 
-/* put OFFSET VALUE, get OFFSET: a word of 8 bytes in this CPU's order, which is that of rxe's atomics. */
+/* put OFFSET VALUE, get OFFSET: a word of 8 bytes in this CPU's byte order, which rxe's atomics use. */
 static void put(void)
 {
 	*(volatile uint64_t *)(buffer + number(1) % BUFFER / 8 * 8) = number(2);
@@ -237,7 +237,7 @@ static void connect_qp(void)
 		answer("error no address");
 		return;
 	}
-	/* It comes a little after the address that it is made of. */
+	/* The GID appears a little later than its address. */
 	int index = gid_index(&ours);
 	for (int i = 0; index < 0 && i < 10 * PATIENCE; i++) {
 		usleep(100000);
@@ -355,7 +355,7 @@ static void post_atomic(void)
 	post(&wr);
 }
 
-/* bind SLOT ID WINDOW REGION OFFSET LENGTH ACCESS RKEY: the region's rights must allow it. */
+/* bind SLOT ID WINDOW REGION OFFSET LENGTH ACCESS RKEY: the rights of the region must include ACCESS. */
 static void post_bind(void)
 {
 	struct ibv_send_wr wr = { .opcode = IBV_WR_BIND_MW };
@@ -368,14 +368,14 @@ static void post_bind(void)
 	post(&wr);
 }
 
-/* inv SLOT ID RKEY: LOCAL_INV. The window must be bound: one that is free ends this kernel. */
+/* inv SLOT ID RKEY: LOCAL_INV. The window must be bound: for an unbound one, this kernel crashes. */
 static void post_inv(void)
 {
 	struct ibv_send_wr wr = { .opcode = IBV_WR_LOCAL_INV, .invalidate_rkey = number(3) };
 	post(&wr);
 }
 
-/* wait SLOT: the next completion: id, status, opcode, bytes, flags, immediate data, what the status is called. */
+/* wait SLOT: the next completion: id, status, opcode, bytes, flags, immediate data, name of the status. */
 static void wait_completion(void)
 {
 	struct ibv_cq *cq = cqs[slot(1)];
@@ -398,7 +398,7 @@ static void wait_completion(void)
 	       ibv_wc_status_str(wc.status));
 }
 
-/* reset MARK: destroys all that there is, windows first: the kernel waits for those that are bound. */
+/* reset MARK: destroys all objects, windows first, because the kernel waits for bound windows. */
 static void reset(void)
 {
 	for (int i = 0; i < SLOTS; i++) {
@@ -420,7 +420,7 @@ static void reset(void)
 	answer("ok reset %s", word[1]);
 }
 
-/* bye: the end. */
+/* bye: ends the program. */
 static void bye(void)
 {
 	answer("ok");
@@ -429,7 +429,7 @@ static void bye(void)
 
 static const struct {
 	const char *name;
-	int least; /* words of its line */
+	int least; /* number of words in its line */
 	void (*run)(void);
 } commands[] = {
 	{ "fill", 4, fill },	     { "check", 4, check },	    { "hash", 3, hash },

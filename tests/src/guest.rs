@@ -1,13 +1,13 @@
-//! A virtual machine with soft-RoCE (`tests/rxe`), and a bad cable to it.
+//! A virtual machine with the kernel's soft-RoCE (`tests/rxe`), behind an impaired link.
 //!
 //! ```text
 //!  this process                                       qemu, emulating
 //!  NIC ── UDP socket ─┐ network namespace             ┌ rxe ── peer (libibverbs)
-//!                     └─ TAP ── Shuttle ── datagrams ─┴ card    │
+//!                     └─ TAP ─ ImpairedLink ─ sockets ┴ card    │
 //!  the test ───────────────────────────── socket ───── serial line
 //! ```
 //!
-//! What the program in the guest shall do next is told over its serial line, which nothing disturbs.
+//! The test sends commands to the program in the guest over a serial line, which is not impaired.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, UdpSocket};
@@ -18,13 +18,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 
-use crate::cable::{End, Shuttle, Trouble, in_namespace, open_device};
+use crate::impaired_link::{LinkEnd, ImpairedLink, Impairment, in_namespace, open_device};
 use crate::hosts::{V4, V6, ip};
 use crate::needs;
 
-/// How long the guest may take to boot, or to answer: it is emulated, on a machine that does other things.
-const PATIENCE: Duration = Duration::from_secs(300);
-/// Bytes of an IP packet on the cable.
+/// Time limit of the guest's boot and of each answer. Long, because the guest is emulated and the
+/// machine may be busy.
+const TIMEOUT: Duration = Duration::from_secs(300);
+/// Bytes of an IP packet on the link.
 const MTU: u32 = 9000;
 /// The TAP device's name.
 const DEVICE: &str = "cable";
@@ -34,38 +35,38 @@ pub struct Guest {
     child: Child,
     directory: PathBuf,
     namespace: String,
-    orders: UnixStream,
+    commands: UnixStream,
     answers: BufReader<UnixStream>,
     restarts: u32,
-    /// What is between it and this process.
-    pub cable: Shuttle,
+    /// The link between the guest and this process.
+    pub link: ImpairedLink,
 }
 
 impl Guest {
-    /// Boots one, after making its image if that is not there. `None` where this user may make no
-    /// network namespace: the test is skipped.
+    /// Boots a guest; builds its image first if necessary. `None` if this user may not create
+    /// network namespaces; then the test is skipped.
     pub fn boot() -> Result<Option<Self>> {
         if !rustix::process::geteuid().is_root() {
-            needs::skip("only root can make network namespaces");
+            needs::skip("only root can create network namespaces");
             return Ok(None);
         }
         ensure!(
             Path::new("/dev/net/tun").exists(),
-            "there is no /dev/net/tun: load the kernel's module tun, or give this container the device"
+            "/dev/net/tun is missing: load the kernel module tun, or pass the device to this container"
         );
         let image = image()?;
         let name = format!("granary-rxe-{}", std::process::id());
         let directory = std::env::temp_dir().join(&name);
         std::fs::create_dir_all(&directory)?;
         let network = Network::new(&name)?;
-        let place = |file: &str| directory.join(file);
+        let path = |file: &str| directory.join(file);
         let ends = [
-            End::Device(open_device(&name, DEVICE, true)?),
-            End::machine(&place("cable.sock"), &place("card.sock"))?,
+            LinkEnd::Device(open_device(&name, DEVICE, true)?),
+            LinkEnd::machine(&path("cable.sock"), &path("card.sock"))?,
         ];
-        let cable = Shuttle::start(ends, Trouble::default())?;
-        network.address()?;
-        let control = UnixListener::bind(place("control.sock"))?;
+        let link = ImpairedLink::start(ends, Impairment::default())?;
+        network.set_addresses()?;
+        let control = UnixListener::bind(path("control.sock"))?;
         control.set_nonblocking(true)?;
         let mut child = start(&image, &directory)?;
         let stream = match accept(&control, &mut child) {
@@ -76,59 +77,59 @@ impl Guest {
                 return Err(e);
             }
         };
-        let orders = stream.try_clone()?;
+        let commands = stream.try_clone()?;
         let answers = BufReader::new(stream);
         let namespace = network.keep();
-        let mut guest = Self { child, directory, namespace, orders, answers, restarts: 0, cable };
+        let mut guest = Self { child, directory, namespace, commands, answers, restarts: 0, link };
         let start = Instant::now();
-        guest.hear().context("booting")?;
+        guest.receive().context("booting")?;
         eprintln!("the guest is up after {:.1?}", start.elapsed());
         Ok(Some(guest))
     }
 
-    /// A UDP socket of the machine at the other end of the cable.
+    /// Opens a UDP socket at this process's end of the link.
     pub fn socket(&self, address: SocketAddr) -> Result<UdpSocket> {
         let made = move || UdpSocket::bind(address).with_context(|| format!("binding {address}"));
         in_namespace(&self.namespace, made)
     }
 
-    /// Gives an order; its answer is to be heard later.
-    pub fn tell(&mut self, order: &str) -> Result<()> {
-        writeln!(self.orders, "{order}").with_context(|| self.gone(order))
+    /// Sends a command; [`Guest::receive`] returns the answer.
+    pub fn send(&mut self, command: &str) -> Result<()> {
+        writeln!(self.commands, "{command}").with_context(|| self.failure(command))
     }
 
-    /// The next answer, without its `ok`.
-    pub fn hear(&mut self) -> Result<Vec<String>> {
+    /// The words of the next answer, without the leading `ok`.
+    pub fn receive(&mut self) -> Result<Vec<String>> {
         let mut line = String::new();
         let read = self.answers.read_line(&mut line);
-        ensure!(matches!(read, Ok(1..)), self.gone("answering"));
+        ensure!(matches!(read, Ok(1..)), self.failure("answering"));
         let mut words = line.split_whitespace().map(str::to_owned);
         match words.next().as_deref() {
             Some("ok") => Ok(words.collect()),
-            _ => bail!("the guest says: {}", line.trim()),
+            _ => bail!("the guest answered: {}", line.trim()),
         }
     }
 
-    /// Gives an order and hears its answer.
-    pub fn ask(&mut self, order: &str) -> Result<Vec<String>> {
-        self.tell(order)?;
-        self.hear().with_context(|| order.to_owned())
+    /// Sends a command and returns the answer.
+    pub fn ask(&mut self, command: &str) -> Result<Vec<String>> {
+        self.send(command)?;
+        self.receive().with_context(|| command.to_owned())
     }
 
-    /// Gives an order that is answered with a number.
-    pub fn number(&mut self, order: &str) -> Result<u64> {
-        let words = self.ask(order)?;
-        let word = words.first().with_context(|| format!("{order}: no number"))?;
+    /// Sends a command whose answer is a number.
+    pub fn number(&mut self, command: &str) -> Result<u64> {
+        let words = self.ask(command)?;
+        let word = words.first().with_context(|| format!("{command}: no number"))?;
         Ok(word.parse()?)
     }
 
-    /// Has it destroy all objects. Answers that were still to come are dropped.
+    /// Makes the guest's program destroy all objects; discards outstanding answers.
     pub fn restart(&mut self) -> Result<()> {
         self.restarts += 1;
         let last = self.restarts.to_string();
-        self.tell(&format!("reset {last}"))?;
+        self.send(&format!("reset {last}"))?;
         loop {
-            match self.hear() {
+            match self.receive() {
                 Ok(words)
                     if words.first().is_some_and(|word| word == "reset") && words[1] == last =>
                 {
@@ -140,18 +141,22 @@ impl Guest {
         }
     }
 
-    /// Ends it, and makes sure that it has not crashed: qemu's own status does not tell.
+    /// Shuts the guest down and checks on its console that it did not crash; qemu's exit status does
+    /// not show a crash.
     pub fn end(mut self) -> Result<()> {
         self.ask("bye")?;
         let start = Instant::now();
         while self.child.try_wait()?.is_none() {
-            ensure!(start.elapsed() < PATIENCE, self.gone("switching off"));
+            ensure!(start.elapsed() < TIMEOUT, self.failure("shutting down"));
             std::thread::sleep(Duration::from_millis(50));
         }
         let console = self.console();
-        ensure!(console.contains("init: the peer ended with 0"), "it crashed:\n{console}");
-        let trouble = ["BUG:", "WARNING:", "Oops", "Call Trace"];
-        ensure!(!trouble.iter().any(|t| console.contains(t)), "its kernel complains:\n{console}");
+        ensure!(console.contains("init: the peer ended with 0"), "the guest crashed:\n{console}");
+        let problems = ["BUG:", "WARNING:", "Oops", "Call Trace"];
+        ensure!(
+            !problems.iter().any(|p| console.contains(p)),
+            "the guest's kernel reports a problem:\n{console}"
+        );
         Ok(())
     }
 
@@ -160,10 +165,10 @@ impl Guest {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    fn gone(&self, what: &str) -> anyhow::Error {
+    fn failure(&self, what: &str) -> anyhow::Error {
         let console = self.console();
         let from = console.char_indices().rev().nth(4000).map_or(0, |(at, _)| at);
-        anyhow!("the guest is gone or hangs ({what}); it said last:\n{}", &console[from..])
+        anyhow!("the guest has ended or hangs ({what}); end of its console:\n{}", &console[from..])
     }
 }
 
@@ -176,7 +181,8 @@ impl Drop for Guest {
     }
 }
 
-/// The network namespace that our end of the cable is in; removed with its value, unless it is kept.
+/// The network namespace of this process's end of the link; dropping the value removes the
+/// namespace unless it was kept.
 struct Network(Option<String>);
 
 impl Network {
@@ -185,9 +191,9 @@ impl Network {
         Ok(Self(Some(name.to_owned())))
     }
 
-    /// Gives the device its addresses.
-    fn address(&self) -> Result<()> {
-        let name = self.0.as_deref().expect("not yet kept");
+    /// Assigns the addresses of the device.
+    fn set_addresses(&self) -> Result<()> {
+        let name = self.0.as_deref().expect("set until it is kept");
         let inside = |more: &[&str]| ip(&[&["-n", name], more].concat());
         inside(&["link", "set", DEVICE, "mtu", &MTU.to_string(), "up"])?;
         inside(&["addr", "add", &format!("{}/24", V4[0]), "dev", DEVICE])?;
@@ -207,13 +213,13 @@ impl Drop for Network {
     }
 }
 
-/// The directory with the kernel and the file system, made if need be.
+/// The directory with the guest's kernel and file system; built if necessary.
 fn image() -> Result<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let directory = root.join("target/rxe");
     let script = root.join("tests/rxe/image");
     let made = Command::new(script).arg(&directory).status().context("tests/rxe/image")?;
-    ensure!(made.success(), "the guest's image was not made: see above");
+    ensure!(made.success(), "building the guest's image failed: see the messages above");
     Ok(directory)
 }
 
@@ -224,15 +230,16 @@ fn start(image: &Path, directory: &Path) -> Result<Child> {
         path("card.sock"),
         path("cable.sock"),
     );
-    // Its clock is not watched. On a busy machine a guest has panicked in `sched_clock_cpu`, just where the kernel patches
-    // its code when it finds the clock unstable; that this is why was not proven, and there is no need for the watch.
+    // `tsc=reliable` disables the guest's clock watchdog, which the tests do not need. On a busy
+    // machine a guest once panicked in `sched_clock_cpu`, where the kernel patches its code when the
+    // watchdog finds the clock unstable. The watchdog is the suspected cause, without proof.
     let words = format!(
         "console=ttyS0 quiet loglevel=4 panic=-1 mitigations=off audit=0 random.trust_cpu=on \
          tsc=reliable v4={}/24 v6={}/64 mtu={MTU}",
         V4[1], V6[1],
     );
     let mut qemu = Command::new("qemu-system-x86_64");
-    // Always emulated: then it is the same everywhere.
+    // Always emulation without KVM, so that the guest behaves the same on every machine.
     qemu.args(["-accel", "tcg,thread=multi", "-machine", "q35", "-cpu", "max", "-smp", "2"]);
     qemu.args(["-m", "512", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
     qemu.args(["-serial", &format!("file:{}", path("console"))]);
@@ -246,28 +253,28 @@ fn start(image: &Path, directory: &Path) -> Result<Child> {
     )
 }
 
-/// The serial line, which qemu connects to when it starts.
+/// Accepts qemu's connection for the guest's serial line.
 fn accept(control: &UnixListener, child: &mut Child) -> Result<UnixStream> {
     let start = Instant::now();
     loop {
         match control.accept() {
             Ok((stream, _)) => {
                 stream.set_nonblocking(false)?;
-                stream.set_read_timeout(Some(PATIENCE))?;
+                stream.set_read_timeout(Some(TIMEOUT))?;
                 return Ok(stream);
             }
             Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
             Err(e) => return Err(e).context("the guest's serial line"),
         }
         if let Some(status) = child.try_wait()? {
-            bail!("qemu ended at once ({status}): see above");
+            bail!("qemu ended immediately ({status}): see its messages above");
         }
-        ensure!(start.elapsed() < PATIENCE, "qemu does not start");
+        ensure!(start.elapsed() < TIMEOUT, "qemu did not connect within {TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
-/// `len` bytes that differ by `seed`; the guest's program has the same (tests/rxe/peer.c).
+/// `len` pseudo-random bytes of a seed; the guest's program (tests/rxe/peer.c) computes the same.
 pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let words = (0..len.div_ceil(8) as u64).flat_map(|word| {
         let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(word + 1);
@@ -278,7 +285,7 @@ pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
     words.take(len).collect()
 }
 
-/// FNV-1a, as the guest's program works it out.
+/// FNV-1a; the guest's program computes the same.
 pub fn hash(bytes: &[u8]) -> u64 {
     let step = |h: u64, byte: &u8| (h ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, step)

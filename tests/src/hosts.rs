@@ -1,80 +1,81 @@
-//! Two hosts on one machine: network namespaces, with a cable between them that is good, or is not.
+//! Two hosts on one machine: network namespaces, connected by a perfect or an impaired link.
 
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use anyhow::{Context, Result, ensure};
 
-pub use crate::cable::Trouble;
-use crate::cable::{End, Shuttle, in_namespace, open_device};
+pub use crate::impaired_link::Impairment;
+use crate::impaired_link::{LinkEnd, ImpairedLink, in_namespace, open_device};
 use crate::needs;
 
-/// The cable's name at both ends.
-const CABLE: &str = "cable";
-/// Their addresses.
+/// Name of the network device at both ends of the link.
+const DEVICE: &str = "cable";
+/// IPv4 addresses of the hosts.
 pub const V4: [&str; 2] = ["10.77.0.1", "10.77.0.2"];
-/// The same in IPv6.
+/// IPv6 addresses of the hosts.
 pub const V6: [&str; 2] = ["fd77::1", "fd77::2"];
 
 /// Two hosts.
 pub struct Hosts {
     names: [String; 2],
-    _shuttle: Option<Shuttle>,
+    _link: Option<ImpairedLink>,
 }
 
 impl Hosts {
-    /// Two hosts with a good cable (veth). `None` where this user may make none: the test is skipped.
+    /// Creates two hosts with a perfect link (veth). `None` if this user may not create network
+    /// namespaces; then the test is skipped.
     pub fn new() -> Result<Option<Self>> {
-        Self::made(None)
+        Self::create(None)
     }
 
-    /// Two hosts with a bad cable: every packet passes through this process.
-    pub fn with(trouble: Trouble) -> Result<Option<Self>> {
-        Self::made(Some(trouble))
+    /// Creates two hosts with an impaired link: every packet passes through this process.
+    pub fn with(impairment: Impairment) -> Result<Option<Self>> {
+        Self::create(Some(impairment))
     }
 
-    fn made(trouble: Option<Trouble>) -> Result<Option<Self>> {
+    fn create(impairment: Option<Impairment>) -> Result<Option<Self>> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         if !rustix::process::geteuid().is_root() {
-            needs::skip("only root can make network namespaces");
+            needs::skip("only root can create network namespaces");
             return Ok(None);
         }
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
         let name = |side| format!("granary-{}-{number}-{side}", std::process::id());
-        let mut hosts = Self { names: [name("a"), name("b")], _shuttle: None };
+        let mut hosts = Self { names: [name("a"), name("b")], _link: None };
         for name in &hosts.names {
             ip(&["netns", "add", name])?;
         }
-        match trouble {
+        match impairment {
             None => {
                 let [a, b] = &hosts.names;
-                let ends = ["link", "add", CABLE, "netns", a, "type", "veth", "peer"];
-                ip(&[&ends[..], &["name", CABLE, "netns", b]].concat())?;
+                let ends = ["link", "add", DEVICE, "netns", a, "type", "veth", "peer"];
+                ip(&[&ends[..], &["name", DEVICE, "netns", b]].concat())?;
             }
-            Some(trouble) => {
-                let end = |name: &String| open_device(name, CABLE, false).map(End::Device);
+            Some(impairment) => {
+                let end = |name: &String| open_device(name, DEVICE, false).map(LinkEnd::Device);
                 let ends = [end(&hosts.names[0])?, end(&hosts.names[1])?];
-                hosts._shuttle = Some(Shuttle::start(ends, trouble)?);
+                hosts._link = Some(ImpairedLink::start(ends, impairment)?);
             }
         }
         for (i, name) in hosts.names.iter().enumerate() {
             let inside = |more: &[&str]| ip(&[&["-n", name.as_str()], more].concat());
-            inside(&["addr", "add", &format!("{}/24", V4[i]), "dev", CABLE])?;
-            inside(&["addr", "add", &format!("{}/64", V6[i]), "dev", CABLE, "nodad"])?;
+            inside(&["addr", "add", &format!("{}/24", V4[i]), "dev", DEVICE])?;
+            inside(&["addr", "add", &format!("{}/64", V6[i]), "dev", DEVICE, "nodad"])?;
             inside(&["link", "set", "lo", "up"])?;
-            inside(&["link", "set", CABLE, "up"])?;
+            inside(&["link", "set", DEVICE, "up"])?;
         }
         Ok(Some(hosts))
     }
 
-    /// A program on a host, 0 or 1.
+    /// A command that runs a program on a host, 0 or 1.
     pub fn command(&self, host: usize, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", &self.names[host]]).arg(program);
         command
     }
 
-    /// Does something in this process as if it ran on a host.
+    /// Runs a closure of this process in the network namespace of a host.
     pub fn inside<T: Send + 'static>(
         &self,
         host: usize,
@@ -83,9 +84,9 @@ impl Hosts {
         in_namespace(&self.names[host], what)
     }
 
-    /// Pulls the cable out at a host.
+    /// Takes the link down at a host.
     pub fn unplug(&self, host: usize) -> Result<()> {
-        ip(&["-n", &self.names[host], "link", "set", CABLE, "down"])
+        ip(&["-n", &self.names[host], "link", "set", DEVICE, "down"])
     }
 }
 
@@ -97,10 +98,10 @@ impl Drop for Hosts {
     }
 }
 
-/// Runs `ip`.
+/// Runs the command `ip`.
 pub(crate) fn ip(arguments: &[&str]) -> Result<()> {
-    let out = Command::new("ip").args(arguments).output().context("ip (Debian: iproute2)")?;
-    let said = String::from_utf8_lossy(&out.stderr);
-    ensure!(out.status.success(), "ip {}: {}", arguments.join(" "), said.trim());
+    let out = Command::new("ip").args(arguments).output().context("running ip (Debian: iproute2)")?;
+    let error = String::from_utf8_lossy(&out.stderr);
+    ensure!(out.status.success(), "ip {}: {}", arguments.join(" "), error.trim());
     Ok(())
 }

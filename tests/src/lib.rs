@@ -1,10 +1,10 @@
 //! Helpers of the whole-system tests.
 
 pub mod built;
-pub mod cable;
 pub mod control;
 pub mod guest;
 pub mod hosts;
+pub mod impaired_link;
 pub mod needs;
 pub mod node;
 pub mod pager;

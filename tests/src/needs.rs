@@ -1,26 +1,27 @@
-//! What a test needs of its machine: privileges, programs, features of the kernel.
+//! Requirements of a test on its machine: privileges, programs, kernel features.
 //!
-//! Also a module of other crates' tests (`#[path]`): a test that cannot run here ends by [`skip`].
+//! Tests of other crates include this file as a module (`#[path]`). A test that cannot run on this
+//! machine calls [`skip`] and returns.
 
 use std::ffi::OsStr;
 use std::fmt::Display;
 use std::io::Write;
 
-/// Says on standard error that the test at hand is skipped, and why.
+/// Reports on standard error that the current test is skipped, and the reason.
 ///
-/// The line is written past the capture of the test harness, which shows the output of failures
+/// The line bypasses the output capture of the test harness, which shows the output of failed tests
 /// only.
 ///
 /// # Panics
-/// Where the environment variable `CI` is set to anything but nothing, `0` or `false`: a machine
-/// that is to check every change has what the tests need.
+/// If the environment variable `CI` is set to a value other than the empty string, `0` or `false`,
+/// because a CI machine must be able to run all tests.
 pub fn skip(why: impl Display) {
     assert!(
         !is_ci(std::env::var_os("CI").as_deref()),
         "this test cannot run here, and CI is set: {why}"
     );
     let thread = std::thread::current();
-    // The harness names the thread of each test after it.
+    // The harness runs each test in a thread with the test's name.
     let test = thread.name().unwrap_or("a test");
     let _ = writeln!(std::io::stderr(), "{test}: skipped: {why}");
 }

@@ -1,4 +1,4 @@
-//! A memory node and its clients as processes of their own.
+//! A memory node and its clients as separate processes.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -11,11 +11,11 @@ pub use crate::built::granary;
 use crate::hosts::Hosts;
 use crate::needs::skip;
 
-/// A running `granary serve`, ended with its value.
+/// A running `granary serve`; dropping the value ends the process.
 pub struct MemoryNode {
     child: Child,
     directory: PathBuf,
-    /// Where clients of its host connect.
+    /// Path of the Unix socket for clients on the same host.
     pub socket: PathBuf,
 }
 
@@ -23,7 +23,7 @@ pub struct MemoryNode {
 const TOKEN: &str = "a token of twenty-odd bytes\n";
 
 impl MemoryNode {
-    /// Starts one with these further arguments and waits until it serves.
+    /// Starts a memory node with additional arguments and waits until it is ready.
     pub fn start(name: &str, arguments: &[&str]) -> Result<Self> {
         let directory = std::env::temp_dir().join(format!("granary-{name}-{}", std::process::id()));
         std::fs::create_dir_all(&directory)?;
@@ -32,11 +32,11 @@ impl MemoryNode {
         Ok(Self { child, directory, socket })
     }
 
-    /// Starts one in a PID namespace of its own, in which the processes outside have no process id.
-    /// `None` where this user may not make any: the test is skipped.
+    /// Starts a memory node in a PID namespace of its own, in which outside processes have no
+    /// process id. `None` if this user may not create PID namespaces; then the test is skipped.
     pub fn start_contained(name: &str, arguments: &[&str]) -> Result<Option<Self>> {
         if !rustix::process::geteuid().is_root() {
-            skip("PID namespaces are made as root only");
+            skip("only root can create PID namespaces");
             return Ok(None);
         }
         let directory = std::env::temp_dir().join(format!("granary-{name}-{}", std::process::id()));
@@ -45,7 +45,7 @@ impl MemoryNode {
         let mut command = Command::new("unshare");
         command.args(["--pid", "--fork", "--kill-child"]).arg(granary());
         command.args(["serve", "--json", "--socket"]).arg(&socket).args(arguments);
-        let child = wait_until_it_serves(&mut command)?;
+        let child = start_and_wait_ready(&mut command)?;
         Ok(Some(Self { child, directory, socket }))
     }
 
@@ -59,45 +59,45 @@ impl MemoryNode {
         let mut command = hosts.command(0, granary());
         command.args(["serve", "--json", "--listen", listen, "--token-file"]).arg(&token);
         let socket = directory.join("pool.sock");
-        let child = wait_until_it_serves(command.arg("--socket").arg(&socket).args(arguments))?;
+        let child = start_and_wait_ready(command.arg("--socket").arg(&socket).args(arguments))?;
         Ok(Self { child, directory, socket })
     }
 
-    /// The file with the token that other hosts need.
+    /// Path of the token file for clients on other hosts.
     pub fn token(&self) -> PathBuf {
         self.directory.join("token")
     }
 
-    /// What `--pool` takes on host 1, where host 0 has the address `address`.
+    /// The node's `--pool` address on host 1, if host 0 has the address `address`.
     pub fn pool_at(&self, address: &str) -> String {
         let host = if address.contains(':') { format!("[{address}]") } else { address.into() };
         format!("roce://{host};token={}", self.token().display())
     }
 
-    /// Starts it again at the same path, after it was killed.
+    /// Starts the node again at the same path after it was killed.
     pub fn restart(&mut self, arguments: &[&str]) -> Result<()> {
         self.child = serve(&self.socket, arguments)?;
         Ok(())
     }
 
-    /// Its process.
+    /// The node's process id.
     pub fn pid(&self) -> i32 {
         self.child.id() as i32
     }
 
-    /// Where a test may keep files.
+    /// Directory for files of the test.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// Kills it without warning.
+    /// Kills the node (SIGKILL).
     pub fn kill(&mut self) -> Result<()> {
         self.child.kill()?;
         self.child.wait()?;
         Ok(())
     }
 
-    /// What `granary status` says of it.
+    /// The output of `granary status --json`.
     pub fn status(&self) -> Result<Value> {
         let pool = format!("shm:{}", self.socket.display());
         let out = Command::new(granary()).args(["status", "--json", "--pool", &pool]).output()?;
@@ -105,7 +105,7 @@ impl MemoryNode {
         Ok(serde_json::from_slice(&out.stdout)?)
     }
 
-    /// A ledger for `chunks` chunks: a file of zeros.
+    /// Creates the ledger of chunk owners for `chunks` chunks: a file of zeros.
     pub fn ledger(&self, chunks: u64) -> Result<PathBuf> {
         let path = self.directory.join("ledger");
         std::fs::File::create(&path)?.set_len((chunks * 4).next_multiple_of(4096))?;
@@ -113,18 +113,18 @@ impl MemoryNode {
     }
 }
 
-/// Starts `granary serve` and waits until it serves.
+/// Starts `granary serve` and waits until it is ready.
 fn serve(socket: &Path, arguments: &[&str]) -> Result<Child> {
     let mut command = Command::new(granary());
     command.args(["serve", "--json", "--socket"]).arg(socket).args(arguments);
-    wait_until_it_serves(&mut command)
+    start_and_wait_ready(&mut command)
 }
 
-fn wait_until_it_serves(command: &mut Command) -> Result<Child> {
+fn start_and_wait_ready(command: &mut Command) -> Result<Child> {
     let mut child = command.stdout(Stdio::piped()).spawn().context("starting granary serve")?;
     let mut ready = String::new();
     BufReader::new(child.stdout.take().expect("piped")).read_line(&mut ready)?;
-    ensure!(!ready.is_empty(), "granary serve ended before it served");
+    ensure!(!ready.is_empty(), "granary serve ended before it was ready");
     Ok(child)
 }
 
@@ -144,7 +144,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Starts one (`program` is the built `pool-client`) and waits until it is connected.
+    /// Starts the built `pool-client` and waits until it is connected.
     pub fn start(program: &str, node: &MemoryNode, arguments: &[&str]) -> Result<Self> {
         let mut child = Command::new(program)
             .arg("--socket")
@@ -161,12 +161,12 @@ impl Client {
         Ok(Self { child, input, output })
     }
 
-    /// Lets it run.
+    /// Starts the client's work.
     pub fn go(&mut self) -> Result<()> {
-        Ok(self.input.as_mut().expect("it has not left").write_all(b"go\n")?)
+        Ok(self.input.as_mut().expect("open until leave").write_all(b"go\n")?)
     }
 
-    /// What it did, once it is done.
+    /// Waits until the client has finished its work and returns its report.
     pub fn report(&mut self) -> Result<Value> {
         let mut line = String::new();
         self.output.read_line(&mut line)?;
@@ -174,7 +174,7 @@ impl Client {
         Ok(serde_json::from_str(&line)?)
     }
 
-    /// Lets it leave.
+    /// Lets the client disconnect and checks that it exits with success.
     pub fn leave(mut self) -> Result<()> {
         self.input.take();
         let status = self.child.wait()?;
@@ -182,7 +182,7 @@ impl Client {
         Ok(())
     }
 
-    /// Kills it without warning.
+    /// Kills the client (SIGKILL).
     pub fn kill(&mut self) -> Result<()> {
         self.child.kill()?;
         self.child.wait()?;
@@ -190,7 +190,7 @@ impl Client {
     }
 }
 
-/// True where the longer checks of `make test-full` are wanted.
+/// True in `make test-full`, which runs longer checks.
 pub fn full() -> bool {
     std::env::var_os("GRANARY_TEST_FULL").is_some()
 }

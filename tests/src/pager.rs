@@ -1,5 +1,5 @@
-//! Runs real programs, plainly and with the preload library, and measures what they had resident.
-//! [`crate::run`] runs them with the whole command.
+//! Runs programs directly and with the preload library, and measures their peak resident memory.
+//! [`crate::run`] runs programs under the `granary run` command.
 
 use std::io::Read;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -14,42 +14,43 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// How a program ended.
+/// Result of a program's run.
 #[derive(Debug)]
 pub struct Outcome {
-    /// What it wrote.
+    /// Standard output.
     pub stdout: Vec<u8>,
-    /// What it said.
+    /// Standard error.
     pub stderr: String,
-    /// Exit code, or 128 and the signal's number.
+    /// Exit code, or 128 plus the number of the signal that ended the program.
     pub code: i32,
-    /// Most that it had resident (VmHWM), in bytes.
+    /// Peak resident memory (VmHWM) in bytes.
     pub resident_bytes: u64,
-    /// What the pager counted; nothing for a plain run, and for the command, which reports itself.
+    /// The pager's counters; empty for a run without the pager, and for `granary run`, which reports
+    /// its own.
     pub summary: Summary,
 }
 
-/// A directory of a test's own, removed with its value.
+/// A temporary directory of one test; dropping the value removes the directory.
 pub struct Scratch(pub PathBuf);
 
-/// A header that C programs of the tests include: they check themselves with it.
+/// The header with assertions that the tests' C programs include.
 const CHECK: &str = include_str!("../tests/pager_programs/check.h");
 
 impl Scratch {
-    /// Makes one.
+    /// Creates the directory.
     pub fn new(name: &str) -> Self {
         let path = std::env::temp_dir().join(format!("granary-{name}-{}", std::process::id()));
         std::fs::create_dir_all(&path).expect("the temporary directory is writable");
         Self(path)
     }
 
-    /// Compiles a C program into it; returns its path.
+    /// Compiles a C program into the directory and returns the program's path.
     pub fn compile(&self, name: &str, source: &str) -> PathBuf {
         self.compile_with(name, source, &[])
     }
 
-    /// The same, with these options too. They stand behind the file: the linker looks libraries up
-    /// in the order of the command.
+    /// As [`Scratch::compile`], with additional options. They follow the file on the command line,
+    /// because the linker searches libraries in that order.
     pub fn compile_with(&self, name: &str, source: &str, options: &[&str]) -> PathBuf {
         let (file, program) = (self.0.join(format!("{name}.c")), self.0.join(name));
         for (file, text) in [(&file, source), (&self.0.join("check.h"), CHECK)] {
@@ -73,12 +74,12 @@ impl Drop for Scratch {
     }
 }
 
-/// Runs `program` plainly.
+/// Runs `program` without the pager.
 pub fn plain(program: &str, arguments: &[&str]) -> Outcome {
     run(Command::new(program).args(arguments))
 }
 
-/// Runs `program` with `local` bytes of paged memory and the pool that `pool` names.
+/// Runs `program` with the pager: at most `local` bytes resident, the rest in the pool `pool`.
 pub fn paged(local: u64, pool: &str, program: &str, arguments: &[&str]) -> Outcome {
     static COUNT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
     let count = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
@@ -87,7 +88,7 @@ pub fn paged(local: u64, pool: &str, program: &str, arguments: &[&str]) -> Outco
     config.run_directory = Some(directory.0.clone());
     let mut command = Command::new(program);
     command.args(arguments).envs(config.to_environment()).env("LD_PRELOAD", library());
-    as_asked(&mut command);
+    apply_privilege_setting(&mut command);
     let mut outcome = run(&mut command);
     outcome.summary = Summary::read(&directory.0).expect("the counters are readable");
     outcome
@@ -99,14 +100,15 @@ pub fn forks_are_reported() -> bool {
     rustix::process::geteuid().is_root() && std::env::var_os("GRANARY_TEST_UNPRIVILEGED").is_none()
 }
 
-/// With `GRANARY_TEST_UNPRIVILEGED` set the kernel reports no forks to the program that `command` starts: the
-/// program lacks the capability for that. Only root has that capability to lose.
-pub fn as_asked(command: &mut Command) {
+/// Applies `GRANARY_TEST_UNPRIVILEGED` to a command: if set, drops CAP_SYS_PTRACE in the started
+/// program, so that the kernel reports no forks to the program's pager. No effect unless the tests
+/// run as root, because other users do not have the capability.
+pub fn apply_privilege_setting(command: &mut Command) {
     if forks_are_reported() || !rustix::process::geteuid().is_root() {
         return;
     }
     const CAP_SYS_PTRACE: i32 = 19;
-    // SAFETY: one system call in the new process.
+    // SAFETY: the closure makes a single system call in the new process.
     unsafe {
         command.pre_exec(|| match libc::prctl(libc::PR_CAPBSET_DROP, CAP_SYS_PTRACE, 0, 0, 0) {
             0 => Ok(()),
@@ -119,7 +121,7 @@ fn run(command: &mut Command) -> Outcome {
     Running::start(command.stdin(Stdio::null())).finish()
 }
 
-/// A program that runs, whose output is being read.
+/// A running program whose output is being read.
 pub struct Running {
     child: Child,
     stdout: JoinHandle<Vec<u8>>,
@@ -128,7 +130,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// Starts it. What is its standard input is the command's business.
+    /// Starts the program. The caller sets the command's standard input.
     pub fn start(command: &mut Command) -> Self {
         let mut child = command
             .stdout(Stdio::piped())
@@ -142,20 +144,20 @@ impl Running {
         Self { child, stdout, stderr, peak }
     }
 
-    /// Its process.
+    /// The program's process id.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Where to write what it reads, once, if that was piped.
+    /// Takes the program's standard input, which must be piped.
     pub fn input(&mut self) -> ChildStdin {
         self.child.stdin.take().expect("its input is piped and was not taken")
     }
 
-    /// Waits for its end, at most for this time. True if it has ended.
+    /// Waits until the program has ended, at most for `time`. False after the timeout.
     pub fn ends_within(&self, time: Duration) -> bool {
         let pid = Pid::from_child(&self.child);
-        let end = pidfd_open(pid, PidfdFlags::empty()).expect("it was not waited for yet");
+        let end = pidfd_open(pid, PidfdFlags::empty()).expect("the child was not reaped");
         let until = Instant::now() + time;
         loop {
             let left = until.saturating_duration_since(Instant::now());
@@ -167,17 +169,17 @@ impl Running {
         }
     }
 
-    /// Waits until it has ended and all that it started has closed its output.
+    /// Waits until the program has ended and all of its descendants have closed the output.
     ///
     /// # Panics
-    /// If it still runs after [`PATIENCE`]: then it is ended, so that the tests end too.
+    /// If the program still runs after [`TIMEOUT`]. It is killed first, so that the tests can end.
     pub fn finish(mut self) -> Outcome {
-        let ended = self.ends_within(PATIENCE);
+        let ended = self.ends_within(TIMEOUT);
         if !ended {
-            self.child.kill().expect("the child is ours");
+            self.child.kill().expect("the child was not reaped");
         }
-        let status = self.child.wait().expect("the child is ours").into_raw();
-        assert!(ended, "it ran on for {PATIENCE:?}");
+        let status = self.child.wait().expect("the child was not reaped").into_raw();
+        assert!(ended, "the program did not end within {TIMEOUT:?}");
         let stdout = self.stdout.join().expect("no panic");
         let stderr = self.stderr.join().expect("no panic");
         let resident_bytes = self.peak.join().expect("no panic");
@@ -191,20 +193,20 @@ impl Running {
     }
 }
 
-/// After how long a program is taken to hang.
-pub const PATIENCE: Duration = Duration::from_secs(480);
+/// Time after which a program is considered to hang.
+pub const TIMEOUT: Duration = Duration::from_secs(480);
 
 fn read_all(mut from: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
     std::thread::spawn(move || {
-        let mut all = Vec::new();
-        from.read_to_end(&mut all).expect("the pipe is readable");
-        all
+        let mut output = Vec::new();
+        from.read_to_end(&mut output).expect("the pipe is readable");
+        output
     })
 }
 
-/// VmHWM of a process, read every few milliseconds until it has none (a zombie). The kernel keeps the
-/// maximum, so only what was added in the last milliseconds is missed. (`ru_maxrss` would count the
-/// memory of this test too, from before the exec.)
+/// VmHWM of a process, sampled every few milliseconds until the process is a zombie. The kernel
+/// maintains the maximum, so only growth in the last milliseconds is missed. `ru_maxrss` is not
+/// usable, because it includes this test's own memory from before the exec.
 fn resident_peak(status_file: &str) -> u64 {
     let mut peak = 0;
     while let Ok(status) = std::fs::read_to_string(status_file) {
@@ -216,12 +218,12 @@ fn resident_peak(status_file: &str) -> u64 {
     peak
 }
 
-/// Asserts that the paged run gave what the plain one gave, and stayed within its bound.
+/// Asserts that the paged run has the output of the plain run and stayed within its limit.
 pub fn assert_same(plain: &Outcome, paged: &Outcome, local: u64) {
     assert_same_within(plain, paged, local + pager::CONSTANT_BYTES);
 }
 
-/// The first line in which two outputs differ.
+/// Describes the first line in which two outputs differ.
 fn first_difference(plain: &[u8], paged: &[u8]) -> String {
     let line =
         plain.iter().zip(paged).take_while(|(a, b)| a == b).filter(|(a, _)| **a == b'\n').count();
@@ -232,9 +234,9 @@ fn first_difference(plain: &[u8], paged: &[u8]) -> String {
     format!(" in line {}: plain {:?}, paged {:?}", line + 1, show(plain), show(paged))
 }
 
-/// Asserts that the paged run gave what the plain one gave, and never had more than `bound` bytes
+/// Asserts that the paged run has the output of the plain run and never had more than `limit` bytes
 /// resident.
-pub fn assert_same_within(plain: &Outcome, paged: &Outcome, bound: u64) {
+pub fn assert_same_within(plain: &Outcome, paged: &Outcome, limit: u64) {
     assert_eq!(paged.code, plain.code, "stderr: {}", paged.stderr);
     assert!(
         paged.stdout == plain.stdout,
@@ -242,12 +244,12 @@ pub fn assert_same_within(plain: &Outcome, paged: &Outcome, bound: u64) {
         first_difference(&plain.stdout, &paged.stdout),
         paged.stderr
     );
-    assert!(paged.resident_bytes > 0, "nothing was measured; stderr: {}", paged.stderr);
+    assert!(paged.resident_bytes > 0, "no resident memory was measured: {}", paged.stderr);
     assert!(
-        paged.resident_bytes <= bound,
-        "{} KiB resident, of {} allowed ({} plainly)",
+        paged.resident_bytes <= limit,
+        "{} KiB resident, limit {} KiB ({} KiB without the pager)",
         paged.resident_bytes >> 10,
-        bound >> 10,
+        limit >> 10,
         plain.resident_bytes >> 10,
     );
 }

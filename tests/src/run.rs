@@ -1,5 +1,5 @@
-//! Programs under `granary run`, with a memory node behind them: the one that it starts itself, or a
-//! running one. Both are the built command, as a user has it.
+//! Runs programs under the built `granary run`, with a private memory node or a running
+//! `granary serve`.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -13,65 +13,65 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use crate::node::{MemoryNode, granary};
-use crate::pager::{Outcome, Running, Scratch, as_asked};
+use crate::pager::{Outcome, Running, Scratch, apply_privilege_setting};
 
-/// Which memory node is behind a program.
+/// The memory node that a program uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Behind {
-    /// The default: `granary run` starts one for itself.
+pub enum NodeKind {
+    /// The default: `granary run` starts a private memory node.
     Private,
-    /// A running `granary serve`, through `--pool shm:PATH`.
+    /// A running `granary serve`, with `--pool shm:PATH`.
     Served,
 }
 
-/// Makes a test of each function here for each [`Behind`], which it is called with.
+/// Makes a test of each named function for each [`NodeKind`], which is the function's argument.
 #[macro_export]
 macro_rules! over_each_node {
     ($($check:ident),* $(,)?) => {
         mod private_node {
-            $(#[test] fn $check() { super::$check($crate::run::Behind::Private) })*
+            $(#[test] fn $check() { super::$check($crate::run::NodeKind::Private) })*
         }
         mod served_node {
-            $(#[test] fn $check() { super::$check($crate::run::Behind::Served) })*
+            $(#[test] fn $check() { super::$check($crate::run::NodeKind::Served) })*
         }
     };
 }
 
-/// A place to run programs: a bound, a memory node and a directory.
+/// Environment of `granary run` in a test: a limit of local memory, a memory node, a directory.
 pub struct Site {
     local_bytes: u64,
     memory: String,
     node: Option<MemoryNode>,
-    /// A directory of this test's own.
+    /// Temporary directory of the test.
     pub scratch: Scratch,
 }
 
-/// How a program ended, and what `--stats-json` says.
+/// Result of a run under `granary run`.
 #[derive(Debug)]
 pub struct Paged {
-    /// How it ended. What was resident is the most of any of its processes.
+    /// The program's outcome; its resident memory is that of the largest process.
     pub outcome: Outcome,
-    /// The summary; null if there is none.
+    /// The output of `--stats-json`; null if the file is missing.
     pub stats: Value,
 }
 
 impl Site {
-    /// A site with this bound, in front of a memory node that donates `memory` (as `--memory` takes
-    /// it). The name must be the test's own.
-    pub fn new(behind: Behind, name: &str, local_bytes: u64, memory: &str) -> Self {
-        let name = format!("{name}-{behind:?}");
-        let node = (behind == Behind::Served)
+    /// Sets up a limit of `local_bytes` and a memory node that donates `memory` (a value of
+    /// `--memory`). The name must be unique among the tests.
+    pub fn new(kind: NodeKind, name: &str, local_bytes: u64, memory: &str) -> Self {
+        let name = format!("{name}-{kind:?}");
+        let node = (kind == NodeKind::Served)
             .then(|| MemoryNode::start(&format!("node-{name}"), &["--memory", memory]))
             .map(|node| node.expect("a memory node starts"));
         Self { local_bytes, memory: memory.into(), node, scratch: Scratch::new(&name) }
     }
 
-    /// The bound.
+    /// The limit of local memory.
     pub fn local_bytes(&self) -> u64 {
         self.local_bytes
     }
 
-    /// `granary run` of a program here, not started yet.
+    /// The command `granary run` of a program, not started yet.
     pub fn command(&self, program: &str, arguments: &[&str]) -> Command {
         let mut command = Command::new(granary());
         command.args(["run", "--stats", "--local", &self.local_bytes.to_string(), "--stats-json"]);
@@ -81,16 +81,16 @@ impl Site {
             Some(node) => command.arg("--pool").arg(format!("shm:{}", node.socket.display())),
         };
         command.arg("--").arg(program).args(arguments).stdin(Stdio::null());
-        as_asked(&mut command);
+        apply_privilege_setting(&mut command);
         command
     }
 
-    /// Runs a program to its end.
+    /// Runs a program until it ends.
     pub fn run(&self, program: &str, arguments: &[&str]) -> Paged {
         self.finish(Running::start(&mut self.command(program, arguments)))
     }
 
-    /// Waits for the end of what [`Site::command`] started.
+    /// Waits until a program that was started with [`Site::command`] has ended.
     pub fn finish(&self, running: Running) -> Paged {
         let mut outcome = running.finish();
         let stats = fs::read(self.scratch.0.join("stats.json"));
@@ -101,36 +101,37 @@ impl Site {
         Paged { outcome, stats }
     }
 
-    /// Waits until this many pages of the program have gone to the memory node.
+    /// Waits until the pager has written this many pages of the program to the memory node.
     pub fn wait_for_pages_out(&self, running: &Running, pages: u64) {
-        let gone_out = || {
+        let pages_out = || {
             let children = children(running);
             let directory = children.iter().find_map(|&child| counters_of(child))?;
             let summary = Summary::read(&directory).ok()?;
             Some(summary.get(Counter::PagesOut))
         };
-        while gone_out().unwrap_or(0) < pages {
+        while pages_out().unwrap_or(0) < pages {
             let ended = running.ends_within(Duration::from_millis(2));
-            assert!(!ended, "it ended before {pages} of its pages were out");
+            assert!(!ended, "the program ended before {pages} of its pages were written out");
         }
     }
 
-    /// Kills the memory node without warning.
+    /// Kills the memory node (SIGKILL).
     pub fn kill_node(&mut self, running: &Running) {
         match &mut self.node {
-            Some(node) => node.kill().expect("it runs"),
+            Some(node) => node.kill().expect("the memory node runs"),
             None => {
                 let mut children = children(running);
                 children.retain(|&child| argument(child, 1) == "serve");
                 let [node] = children[..] else { panic!("not one memory node: {children:?}") };
-                kill_process(Pid::from_raw(node).expect("a pid"), Signal::KILL).expect("it runs");
+                let pid = Pid::from_raw(node).expect("a pid");
+                kill_process(pid, Signal::KILL).expect("the memory node runs");
             }
         }
     }
 
-    /// Waits until the served node has all its chunks again: a program that has ended gives them back.
-    /// The private one ended with its command.
-    pub fn assert_whole(&self) {
+    /// Asserts that all chunks of a served node become free after the program has ended. A private
+    /// node has ended with its command.
+    pub fn assert_all_chunks_free(&self) {
         let Some(node) = &self.node else { return };
         let mut status = Value::Null;
         for _ in 0..1000 {
@@ -144,21 +145,21 @@ impl Site {
     }
 }
 
-/// The children of `granary run`: its memory node and the program.
+/// The child processes of `granary run`: its memory node and the program.
 fn children(running: &Running) -> Vec<i32> {
     let pid = running.pid();
     let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
-    let children = children.expect("it was not waited for, and the kernel lists children");
+    let children = children.expect("the process was not reaped, and the kernel lists children");
     children.split_whitespace().map(|pid| pid.parse().expect("a pid")).collect()
 }
 
-/// An argument of a process; nothing if it has none.
+/// An argument of a process; empty if the process has fewer.
 fn argument(pid: i32, number: usize) -> String {
     let command = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     command.split('\0').nth(number).unwrap_or_default().into()
 }
 
-/// Where a paged process counts, once it is one.
+/// The directory of a paged process's counters; `None` until the process is paged.
 fn counters_of(pid: i32) -> Option<PathBuf> {
     let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
     let mut entries = environment.split(|&byte| byte == 0);
@@ -167,14 +168,14 @@ fn counters_of(pid: i32) -> Option<PathBuf> {
 }
 
 impl Paged {
-    /// A number of the summary.
+    /// A number of `--stats-json`.
     pub fn count(&self, name: &str) -> u64 {
         let Self { outcome, stats } = self;
         stats[name].as_u64().unwrap_or_else(|| panic!("no {name} in {stats}: {}", outcome.stderr))
     }
 
-    /// Asserts that pages really went to the memory node and came back, in chunks that its NIC
-    /// allocated.
+    /// Asserts that at least `pages` pages were written to the memory node and read back, in chunks
+    /// that the node's NIC allocated.
     pub fn assert_moved(&self, pages: u64) {
         let stats = &self.stats;
         assert!(self.count("pages_out") >= pages, "too few pages out: {stats}");

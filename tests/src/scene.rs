@@ -1,4 +1,5 @@
-//! A memory node, victims that work beside it, and attackers: all of them processes.
+//! Set-up of an attack test: a memory node, victims that work normally, and attackers, each in a
+//! process of its own.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -12,17 +13,17 @@ use crate::control::Control;
 use crate::hosts::{Hosts, V4};
 use crate::node::{MemoryNode, granary};
 
-/// How long an attack may take.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// How long the memory node may take to be whole again.
-const WHOLE: Duration = Duration::from_secs(20);
+/// Time limit of an attack.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// Time after the last client's end in which all chunks must become free.
+const RECLAIM_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// The built programs.
+/// Paths of the built programs.
 #[derive(Clone, Copy)]
 pub struct Programs {
     /// The attacker.
     pub hostile: &'static str,
-    /// The compute node that is attacked.
+    /// The attacked compute node.
     pub victim: &'static str,
 }
 
@@ -30,26 +31,26 @@ pub struct Programs {
 pub struct Scene {
     /// The memory node.
     pub node: MemoryNode,
-    /// The others are on another host.
-    far: Option<Far>,
+    /// Set if victims and attackers are on another host.
+    remote: Option<RemoteHost>,
     programs: Programs,
     victims: Vec<Process>,
-    /// What each victim holds, as it described it: an array of chunks.
+    /// The chunks that each victim holds, as the victim reported them: arrays of chunks.
     pub held: Vec<Value>,
 }
 
-/// Where victims and attackers are, if not beside the memory node.
-struct Far {
+/// The host of victims and attackers, if it is not the memory node's host.
+struct RemoteHost {
     hosts: Hosts,
-    /// What `--pool` takes there.
+    /// The node's `--pool` address on that host.
     pool: String,
 }
 
-/// A process of the scene; killed if it is dropped early.
+/// A process of the scene; dropping the value kills the process if it still runs.
 pub struct Process {
     name: String,
     child: Child,
-    /// The NIC of its host, if it has one of its own.
+    /// A separate NIC process for this process, if needed.
     _nic: Option<NicProcess>,
     input: Option<ChildStdin>,
     output: BufReader<ChildStdout>,
@@ -79,26 +80,26 @@ impl Process {
         Ok(Self { name, child, _nic: nic, input, output })
     }
 
-    /// Its process id.
+    /// The process id.
     pub fn pid(&self) -> i32 {
         self.child.id() as i32
     }
 
-    /// Sends it a signal.
+    /// Sends the process a signal.
     pub fn signal(&self, signal: i32) -> Result<()> {
-        // SAFETY: kill takes no pointers; the child was not waited for, so the number is its own.
+        // SAFETY: kill takes no pointers; the child was not reaped, so its process id is valid.
         let sent = unsafe { libc::kill(self.pid(), signal) };
         ensure!(sent == 0, "signalling {}: {}", self.name, std::io::Error::last_os_error());
         Ok(())
     }
 
-    /// Writes it a line.
-    pub fn tell(&mut self, line: &str) -> Result<()> {
+    /// Writes a line to the standard input of the process.
+    pub fn send_line(&mut self, line: &str) -> Result<()> {
         let input = self.input.as_mut().context("its input is closed")?;
-        writeln!(input, "{line}").with_context(|| format!("telling {} to {line}", self.name))
+        writeln!(input, "{line}").with_context(|| format!("sending {line:?} to {}", self.name))
     }
 
-    /// The next line that it prints.
+    /// The next line on the standard output of the process.
     pub fn line(&mut self) -> Result<String> {
         let mut line = String::new();
         self.output.read_line(&mut line)?;
@@ -109,24 +110,25 @@ impl Process {
     /// The next line as JSON.
     pub fn report(&mut self) -> Result<Value> {
         let line = self.line()?;
-        serde_json::from_str(&line).with_context(|| format!("{} said {line}", self.name))
+        serde_json::from_str(&line).with_context(|| format!("{} printed {line}", self.name))
     }
 
-    /// Waits for its end, which must be a good one. It is killed if it takes too long.
+    /// Waits until the process has ended, with success. Fails after a timeout; the process is killed
+    /// then.
     pub fn end(mut self) -> Result<()> {
         self.input.take();
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             if let Some(status) = self.child.try_wait()? {
                 ensure!(status.success(), "{} ended with {status}", self.name);
                 return Ok(());
             }
-            ensure!(Instant::now() < deadline, "{} did not end for {PATIENCE:?}", self.name);
+            ensure!(Instant::now() < deadline, "{} did not end within {TIMEOUT:?}", self.name);
             std::thread::sleep(Duration::from_millis(2));
         }
     }
 
-    /// Kills it without warning.
+    /// Kills the process (SIGKILL).
     pub fn kill(mut self) -> Result<()> {
         self.child.kill()?;
         self.child.wait()?;
@@ -141,11 +143,11 @@ impl Drop for Process {
     }
 }
 
-/// A running `granary nic` on host 1, ended with its value.
+/// A running `granary nic` on host 1; dropping the value ends the process.
 struct NicProcess {
     child: Child,
-    /// What is added to an address so that this NIC is used.
-    part: String,
+    /// Suffix of a pool address that selects this NIC.
+    suffix: String,
 }
 
 impl NicProcess {
@@ -155,24 +157,24 @@ impl NicProcess {
         let mut child = command.spawn().context("starting granary nic")?;
         let mut line = String::new();
         BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line)?;
-        let ready: Value = serde_json::from_str(&line).context("granary nic says where it is")?;
+        let ready: Value = serde_json::from_str(&line).context("parsing granary nic's output")?;
         let socket = ready["socket"].as_str().context("a socket")?;
-        Ok(Self { child, part: format!(";nic={socket};port={}", ready["port"]) })
+        Ok(Self { child, suffix: format!(";nic={socket};port={}", ready["port"]) })
     }
 }
 
 impl Drop for NicProcess {
     fn drop(&mut self) {
-        // It removes its socket when it is told to end.
-        // SAFETY: kill takes no pointers; the child was not waited for, so the number is its own.
+        // SIGTERM and not SIGKILL, so that the NIC process removes its socket.
+        // SAFETY: kill takes no pointers; the child was not reaped, so its process id is valid.
         unsafe { libc::kill(self.child.id() as i32, libc::SIGTERM) };
         let _ = self.child.wait();
     }
 }
 
 impl Scene {
-    /// The same as [`Scene::start`], with the memory node on host 0 and all others on host 1: victims have a NIC
-    /// each in their process, attackers one in a process of its own.
+    /// As [`Scene::start`], with the memory node on host 0 and all other processes on host 1. Each
+    /// victim has a NIC in its own process; each attacker uses a separate NIC process.
     pub fn start_between(
         hosts: Hosts,
         name: &str,
@@ -181,15 +183,15 @@ impl Scene {
         victims: &[&[&str]],
     ) -> Result<Self> {
         let node = MemoryNode::start_on(&hosts, name, V4[0], serve)?;
-        let far = Some(Far { pool: node.pool_at(V4[0]), hosts });
+        let remote = Some(RemoteHost { pool: node.pool_at(V4[0]), hosts });
         Self::with_victims(
-            Self { node, far, programs, victims: Vec::new(), held: Vec::new() },
+            Self { node, remote, programs, victims: Vec::new(), held: Vec::new() },
             victims,
         )
     }
 
-    /// Starts a memory node with `serve` as further arguments, and a victim for each list of arguments
-    /// in `victims`. The victims work when this returns.
+    /// Starts a memory node with the additional arguments `serve`, and a victim for each list of
+    /// arguments in `victims`. The victims are working when this function returns.
     pub fn start(
         name: &str,
         programs: Programs,
@@ -197,7 +199,7 @@ impl Scene {
         victims: &[&[&str]],
     ) -> Result<Self> {
         let node = MemoryNode::start(name, serve)?;
-        let scene = Self { node, far: None, programs, victims: Vec::new(), held: Vec::new() };
+        let scene = Self { node, remote: None, programs, victims: Vec::new(), held: Vec::new() };
         Self::with_victims(scene, victims)
     }
 
@@ -205,9 +207,9 @@ impl Scene {
         for arguments in victims {
             let mut victim = scene.process(scene.programs.victim, None, arguments)?;
             let ready = victim.line()?;
-            ensure!(ready == "ready\n", "a victim said {ready}");
+            ensure!(ready == "ready\n", "a victim printed {ready}");
             scene.held.push(victim.report()?);
-            victim.tell("go")?;
+            victim.send_line("go")?;
             scene.victims.push(victim);
         }
         Ok(scene)
@@ -215,48 +217,48 @@ impl Scene {
 
     fn process(&self, program: &str, first: Option<&str>, more: &[&str]) -> Result<Process> {
         let mut arguments: Vec<&str> = first.into_iter().collect();
-        let Some(Far { hosts, pool }) = &self.far else {
-            let socket = self.node.socket.to_str().context("an odd path")?;
+        let Some(RemoteHost { hosts, pool }) = &self.remote else {
+            let socket = self.node.socket.to_str().context("a socket path in UTF-8")?;
             arguments.extend(["--socket", socket]);
             arguments.extend(more);
             return Process::start(program, &arguments);
         };
         let attacks = program == self.programs.hostile;
         let nic = attacks.then(|| NicProcess::start(hosts)).transpose()?;
-        let pool = format!("{pool}{}", nic.as_ref().map_or("", |nic| &nic.part));
+        let pool = format!("{pool}{}", nic.as_ref().map_or("", |nic| &nic.suffix));
         arguments.extend(["--pool", &pool]);
         arguments.extend(more);
         Process::start_by(hosts.command(1, program), program, &arguments, nic)
     }
 
-    /// Starts an attacker and waits until it is ready: that is, it has attached and will go on when it
-    /// is told so.
+    /// Starts an attacker and waits until it has attached. The attacker then waits for a line on its
+    /// standard input.
     pub fn hostile(&self, attack: &str, more: &[&str]) -> Result<Process> {
         let mut attacker = self.process(self.programs.hostile, Some(attack), more)?;
         let ready = attacker.line()?;
-        ensure!(ready == "ready\n", "{attack} said {ready}");
+        ensure!(ready == "ready\n", "{attack} printed {ready}");
         Ok(attacker)
     }
 
-    /// Runs an attack from beginning to end; its report.
+    /// Runs an attack to completion and returns its report.
     pub fn attack(&self, attack: &str, more: &[&str]) -> Result<Value> {
         let mut attacker = self.hostile(attack, more)?;
-        attacker.tell("go")?;
+        attacker.send_line("go")?;
         let report = attacker.report()?;
         attacker.end()?;
         Ok(report)
     }
 
-    /// What the victims did since they were asked last. An error if one of them saw an error.
+    /// The victims' reports since the last mark. An error if a victim has failed.
     pub fn mark(&mut self) -> Result<Vec<Value>> {
-        self.victims.iter_mut().try_for_each(|v| v.tell("mark"))?;
+        self.victims.iter_mut().try_for_each(|v| v.send_line("mark"))?;
         self.victims.iter_mut().map(Process::report).collect()
     }
 
-    /// Asks as [`Scene::mark`] does until every victim has done a round. An error after a minute: where
-    /// other programs want the CPUs, a victim may have no turn during an attack of milliseconds.
+    /// Repeats [`Scene::mark`] until every victim has completed a round. An error after a minute. On
+    /// a busy machine a victim may not be scheduled during an attack of a few milliseconds.
     pub fn victims_worked(&mut self) -> Result<()> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         let mut rounds = vec![0; self.victims.len()];
         loop {
             let reports = self.mark()?;
@@ -266,40 +268,40 @@ impl Scene {
             if rounds.iter().all(|rounds| *rounds > 0) {
                 return Ok(());
             }
-            ensure!(Instant::now() < deadline, "a victim stands still: rounds of each {rounds:?}");
+            ensure!(Instant::now() < deadline, "a victim makes no progress: rounds {rounds:?}");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 
-    /// The end: the victims find all that they wrote, give it back and leave without an error; the pool
-    /// is whole, and serves a client that comes now.
+    /// Ends the scene: the victims verify their chunks, free them and disconnect without an error;
+    /// then all chunks must be free, and the pool must serve a new client.
     pub fn end(mut self) -> Result<Vec<Value>> {
-        self.victims.iter_mut().try_for_each(|v| v.tell("stop"))?;
+        self.victims.iter_mut().try_for_each(|v| v.send_line("stop"))?;
         let reports = self.victims.iter_mut().map(Process::report).collect::<Result<Vec<_>>>()?;
         std::mem::take(&mut self.victims).into_iter().try_for_each(Process::end)?;
-        self.check_whole()?;
-        self.newcomer().context("a later client")?;
-        self.check_whole()?;
+        self.check_all_chunks_free()?;
+        self.check_new_client().context("a new client")?;
+        self.check_all_chunks_free()?;
         Ok(reports)
     }
 
-    /// A client that comes now, works and leaves.
-    pub fn newcomer(&self) -> Result<()> {
-        let mut it = self.process(self.programs.victim, None, &["--hold", "2"])?;
-        ensure!(it.line()? == "ready\n", "it did not start");
-        it.line()?;
-        it.tell("go")?;
-        it.tell("mark")?;
-        it.report()?;
-        it.tell("stop")?;
-        it.report()?;
-        it.end()
+    /// Checks that a new client can connect, work and disconnect.
+    pub fn check_new_client(&self) -> Result<()> {
+        let mut client = self.process(self.programs.victim, None, &["--hold", "2"])?;
+        ensure!(client.line()? == "ready\n", "the client did not start");
+        client.line()?;
+        client.send_line("go")?;
+        client.send_line("mark")?;
+        client.report()?;
+        client.send_line("stop")?;
+        client.report()?;
+        client.end()
     }
 
-    /// Waits until nobody is connected and every chunk is free, then lets the memory node check its
-    /// books.
-    pub fn check_whole(&self) -> Result<()> {
-        let deadline = Instant::now() + WHOLE;
+    /// Waits until no client is connected and every chunk is free, then lets the memory node audit
+    /// its metadata.
+    pub fn check_all_chunks_free(&self) -> Result<()> {
+        let deadline = Instant::now() + RECLAIM_TIMEOUT;
         let control = Control::pool(&self.node.socket)?;
         loop {
             let Reply::Status(status) = control.ask(Request::Status)? else { bail!("no status") };
@@ -307,13 +309,13 @@ impl Scene {
             if n.clients == 0 && n.free == n.chunks {
                 break;
             }
-            ensure!(Instant::now() < deadline, "the pool is not whole: {n:?}");
+            ensure!(Instant::now() < deadline, "chunks are not free, or clients connected: {n:?}");
             std::thread::sleep(Duration::from_millis(2));
         }
         loop {
             match control.ask(Request::Audit)? {
                 Reply::Done => return Ok(()),
-                // Somebody may be on his way out yet.
+                // The node may still be reclaiming a departed client.
                 Reply::Error { .. } if Instant::now() < deadline => {}
                 other => bail!("the audit: {other:?}"),
             }
@@ -321,12 +323,12 @@ impl Scene {
         }
     }
 
-    /// Where the kernel lists the memory node's descriptors.
+    /// The `/proc` directory of the memory node's file descriptors.
     pub fn fds(&self) -> String {
         format!("/proc/{}/fd", self.node.pid())
     }
 
-    /// The memory node's state.
+    /// The memory node's status.
     pub fn status(&self) -> Result<pool::protocol::Status> {
         match Control::pool(&self.node.socket)?.ask(Request::Status)? {
             Reply::Status(status) => Ok(*status),

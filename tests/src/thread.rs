@@ -1,4 +1,4 @@
-//! Threads of another process: finding, measuring and stopping them.
+//! Finds, measures and stops threads of another process.
 
 use std::fs;
 
@@ -12,7 +12,7 @@ pub struct Thread {
 }
 
 impl Thread {
-    /// The thread called `name` of process `pid`.
+    /// Finds the thread called `name` of process `pid`.
     pub fn find(pid: i32, name: &str) -> Result<Self> {
         for task in fs::read_dir(format!("/proc/{pid}/task"))? {
             let tid: i32 = task?.file_name().to_string_lossy().parse()?;
@@ -23,21 +23,21 @@ impl Thread {
         anyhow::bail!("process {pid} has no thread called {name}")
     }
 
-    /// Nanoseconds that it has run on a CPU.
+    /// CPU time of the thread in nanoseconds.
     pub fn cpu_ns(&self) -> Result<u64> {
         let text = fs::read_to_string(format!("/proc/{}/task/{}/schedstat", self.pid, self.tid))?;
         Ok(text.split(' ').next().context("an empty schedstat")?.parse()?)
     }
 
-    /// Its state, as `/proc` has it: `t` is stopped by a tracer.
+    /// State of the thread as in `/proc`: `t` means stopped by a tracer.
     pub fn state(&self) -> Result<char> {
         let text = fs::read_to_string(format!("/proc/{}/task/{}/stat", self.pid, self.tid))?;
-        let after = text.rsplit(") ").next().context("an odd stat")?;
-        after.chars().next().context("an odd stat")
+        let after = text.rsplit(") ").next().context("a malformed stat")?;
+        after.chars().next().context("a malformed stat")
     }
 
-    /// Stops this thread alone; the others of its process run on. It goes on when the returned
-    /// value is dropped.
+    /// Stops this thread; other threads of the process keep running. Dropping the returned value
+    /// resumes the thread.
     pub fn stop(&self) -> Result<Stopped> {
         // SAFETY: PTRACE_SEIZE and PTRACE_INTERRUPT take no pointers; waitpid writes to `status`.
         unsafe {
@@ -54,12 +54,13 @@ impl Thread {
     }
 }
 
-/// A thread that is stopped. Belongs to the thread that stopped it.
+/// A stopped thread. Must be dropped in the thread that stopped it, because ptrace binds a tracee to
+/// the tracing thread.
 pub struct Stopped(Thread);
 
 impl Drop for Stopped {
     fn drop(&mut self) {
-        // SAFETY: detaching takes no pointers; if the thread has ended there is nothing to do.
+        // SAFETY: detaching takes no pointers; the call fails harmlessly if the thread has ended.
         unsafe { libc::ptrace(libc::PTRACE_DETACH, self.0.tid, 0usize, 0usize) };
     }
 }

@@ -1,6 +1,6 @@
-//! Packets that any user of a compute node's host can send, without token, key or privilege.
+//! Forged packets that any user of a compute node's host can send, without token, key or privilege.
 //!
-//! Needs network namespaces: says so, and does nothing, where this user may not make any.
+//! The tests need network namespaces; they are skipped if this user may not create any.
 
 use anyhow::{Context, Result, ensure};
 use bench::histogram::Latencies;
@@ -27,16 +27,17 @@ fn dropped(scene: &Scene, why: &str) -> Result<u64> {
     status["dropped"][why].as_u64().with_context(|| format!("no count of {why} in {status}"))
 }
 
-/// "Free this chunk" for all PSNs, to both management QPs, from the address of their compute node.
+/// Forged requests to free a chunk, with all PSNs, to both management QPs, from the IP address of the
+/// chunk's owner.
 #[test]
-fn a_sweep_of_all_psns_frees_nothing_and_breaks_nothing() -> Result<()> {
+fn forged_frees_with_all_psns_have_no_effect() -> Result<()> {
     for more in [&[][..], &["--no-packet-authentication"]] {
         let Some(mut scene) = scene("sweep", more)? else { return Ok(()) };
         let count = if full() { "0" } else { "1000000" };
         let report = scene.attack("sweep", &["--count", count])?;
         let sent = report["sent"].as_u64().context("a count")?;
         ensure!(sent >= 2_000_000, "{report}");
-        // The port is not the peer's.
+        // The forger's UDP port differs from the peer's port.
         let strangers = dropped(&scene, "strangers")?;
         ensure!(strangers > sent / 10, "{strangers} of {sent} arrived");
         scene.victims_worked()?;
@@ -45,10 +46,10 @@ fn a_sweep_of_all_psns_frees_nothing_and_breaks_nothing() -> Result<()> {
     Ok(())
 }
 
-/// Prints what the victim's operations took, without and with: on two cores that depends on where
-/// the scheduler puts four threads, so that only a person can judge it.
+/// Prints the latency of the victim's operations without and with the attack, without a limit. On
+/// two cores the latency depends on where the scheduler puts four threads.
 #[test]
-fn packets_for_unknown_queue_pairs_are_dropped_and_a_victim_gets_on() -> Result<()> {
+fn packets_to_unknown_qps_are_dropped() -> Result<()> {
     let Some(mut scene) = scene("junk", &[])? else { return Ok(()) };
     let ms = if full() { "5000" } else { "500" };
     let p99 = |report: &Value, name: &str| -> Result<f64> {
@@ -59,7 +60,7 @@ fn packets_for_unknown_queue_pairs_are_dropped_and_a_victim_gets_on() -> Result<
     scene.mark()?;
     std::thread::sleep(std::time::Duration::from_millis(ms.parse()?));
     let before = scene.mark()?.remove(0);
-    attacker.tell("go")?;
+    attacker.send_line("go")?;
     let report = attacker.report()?;
     let beside = scene.mark()?.remove(0);
     attacker.end()?;
@@ -71,7 +72,7 @@ fn packets_for_unknown_queue_pairs_are_dropped_and_a_victim_gets_on() -> Result<
     }
     eprintln!("{sent} packets in {ms} ms, {unknown} of them reached the NIC");
     ensure!(unknown > sent / 10, "{unknown} of {sent} reached the NIC");
-    ensure!(beside["rounds"].as_u64() > Some(0), "the victim stood still: {beside}");
+    ensure!(beside["rounds"].as_u64() > Some(0), "the victim made no progress: {beside}");
     scene.victims_worked()?;
     scene.end().map(drop)
 }

@@ -1,5 +1,5 @@
-//! Hostile compute nodes against the pool: frees, arguments of requests, keys, ranges, exhaustion. Each
-//! attacker is a process of its own; victims work beside it and must not notice.
+//! Hostile compute nodes against the pool: frees, arguments of requests, keys, ranges, exhaustion.
+//! Each attacker is a separate process; victims work at the same time and must not be affected.
 
 use anyhow::{Result, ensure};
 use granary_tests::node::full;
@@ -11,9 +11,9 @@ const PROGRAMS: Programs =
 
 /// 64 chunks of 4 KiB.
 const SMALL: [&str; 4] = ["--memory", "256KiB", "--chunk", "4KiB"];
-/// A victim that leaves CPU to the others.
+/// Arguments of a victim that pauses, to leave CPU time to other processes.
 const CALM: [&str; 4] = ["--pause-us", "100", "--seed", "11"];
-/// Another one.
+/// Arguments of a second victim.
 const SECOND: [&str; 4] = ["--pause-us", "150", "--seed", "12"];
 
 fn scene(name: &str) -> Result<Scene> {
@@ -25,11 +25,11 @@ fn targets(scene: &Scene) -> String {
     scene.held[0].to_string()
 }
 
-fn number(of: &Value, name: &str) -> u64 {
-    of[name].as_u64().unwrap_or_else(|| panic!("no number {name} in {of}"))
+fn number(report: &Value, name: &str) -> u64 {
+    report[name].as_u64().unwrap_or_else(|| panic!("no number {name} in {report}"))
 }
 
-/// An attack that is told the first victim's chunks, with this `--count`.
+/// Runs an attack on the first victim's chunks, with this `--count`.
 fn attack(name: &str, count: &str) -> Result<Value> {
     let mut scene = scene(name)?;
     let of = targets(&scene);
@@ -40,44 +40,44 @@ fn attack(name: &str, count: &str) -> Result<Value> {
 }
 
 #[test]
-fn anothers_chunk_is_not_freed() -> Result<()> {
+fn free_of_a_foreign_chunk_is_refused() -> Result<()> {
     let report = attack("foreign-free", if full() { "2000" } else { "50" })?;
     ensure!(number(&report, "refused") >= 200, "{report}");
     Ok(())
 }
 
-/// One after the other, and up to 15 frees of the same chunk in flight at once.
+/// Sequential frees of a chunk, and up to 15 concurrent ones.
 #[test]
-fn a_chunk_is_freed_once() -> Result<()> {
+fn double_free_is_refused() -> Result<()> {
     let report = attack("double-free", if full() { "1000" } else { "200" })?;
     ensure!(number(&report, "refused") >= 400, "{report}");
     Ok(())
 }
 
 #[test]
-fn an_index_out_of_the_table_frees_nothing() -> Result<()> {
-    // The number of chunks: the null entry stands behind them.
+fn free_of_an_invalid_entry_is_refused() -> Result<()> {
+    // The count is the number of chunks; the null entry follows them.
     let report = attack("unknown-free", "64")?;
     ensure!(number(&report, "refused") == 7, "{report}");
     Ok(())
 }
 
 #[test]
-fn a_wrong_qp_number_harms_its_sender_only() -> Result<()> {
+fn wrong_qp_number_gives_no_access() -> Result<()> {
     let report = attack("wrong-qpn", "0")?;
     ensure!(number(&report, "refused") >= 4 * number(&report, "named"), "{report}");
     Ok(())
 }
 
 #[test]
-fn a_reply_that_cannot_be_written_harms_its_sender_only() -> Result<()> {
+fn unwritable_reply_breaks_only_the_senders_connection() -> Result<()> {
     let report = attack("unwritable-reply", "0")?;
     ensure!(number(&report, "targets") == 10, "{report}");
     Ok(())
 }
 
 #[test]
-fn malformed_requests_harm_their_sender_only() -> Result<()> {
+fn malformed_requests_break_only_the_senders_connection() -> Result<()> {
     attack("malformed", "0").map(drop)
 }
 
@@ -96,12 +96,12 @@ fn requests_beyond_the_credits_wait() -> Result<()> {
 }
 
 #[test]
-fn who_never_polls_stops_itself_only() -> Result<()> {
+fn client_that_never_polls_blocks_only_itself() -> Result<()> {
     attack("never-poll", "0").map(drop)
 }
 
 #[test]
-fn all_tags_of_anothers_key_are_refused() -> Result<()> {
+fn all_tags_of_a_foreign_key_are_refused() -> Result<()> {
     let report = attack("tags", "0")?;
     // Four chunks, two keys each.
     ensure!(number(&report, "tried") == 4 * 2 * (256 + 8), "{report}");
@@ -109,24 +109,24 @@ fn all_tags_of_anothers_key_are_refused() -> Result<()> {
 }
 
 #[test]
-fn a_chunk_ends_at_its_borders() -> Result<()> {
+fn access_beyond_chunk_borders_is_refused() -> Result<()> {
     let report = attack("borders", "0")?;
     ensure!(number(&report, "granted") >= 50 && number(&report, "refused") >= 200, "{report}");
     Ok(())
 }
 
-/// Frees with WRITEs in flight, which go on after the free.
+/// The attacker frees a chunk with WRITEs in flight that continue after the free.
 #[test]
-fn a_released_key_is_dead() -> Result<()> {
+fn released_key_is_revoked() -> Result<()> {
     let report = attack("reuse", if full() { "4000" } else { "400" })?;
     ensure!(number(&report, "cut_off_by_it") > 0, "{report}");
     Ok(())
 }
 
-/// The attacker takes everything. Victims are told that there is no memory, keep what they have, and get
-/// memory again when it has died.
+/// The attacker allocates all chunks. The victims' allocations fail with `OutOfMemory`, their chunks
+/// stay intact, and after the attacker's death they can allocate again.
 #[test]
-fn an_empty_pool_is_no_error() -> Result<()> {
+fn empty_pool_is_reported_and_recovers() -> Result<()> {
     let may = ["--may-be-empty", "--allocate-every", "1"];
     let mut scene = Scene::start(
         "hoard",
@@ -135,7 +135,7 @@ fn an_empty_pool_is_no_error() -> Result<()> {
         &[&[&CALM[..], &may].concat(), &[&SECOND[..], &may].concat()],
     )?;
     let mut hoarder = scene.hostile("hoard", &["--ms", "100"])?;
-    hoarder.tell("go")?;
+    hoarder.send_line("go")?;
     let report = hoarder.report()?;
     scene.mark()?;
     std::thread::sleep(std::time::Duration::from_millis(50));
@@ -144,11 +144,11 @@ fn an_empty_pool_is_no_error() -> Result<()> {
         empty += number(&victim, "empty");
         allocated += number(&victim, "allocated");
     }
-    // A victim may have had one that it allocates and frees in turns.
+    // Each victim may have held one chunk that it was about to free.
     ensure!(number(&report, "held") >= 54, "{report}");
     ensure!(empty > 0, "the pool was not empty: {allocated} allocations");
     hoarder.kill()?;
-    // Where other programs want the CPUs, a victim may get a turn in few of these windows.
+    // Several windows, because on a busy machine a victim may not be scheduled in each of them.
     let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
     let mut allocated = 0;
     loop {
@@ -163,20 +163,20 @@ fn an_empty_pool_is_no_error() -> Result<()> {
     Ok(())
 }
 
-/// An attacker fills its chunks and is killed with WRITEs in flight; who gets them next, at once, finds
-/// zeros.
+/// An attacker fills its chunks and is killed with WRITEs in flight. A client that allocates the
+/// chunks immediately afterwards must find zeros.
 #[test]
-fn what_a_dead_client_left_is_gone() -> Result<()> {
+fn chunks_of_a_killed_client_are_cleared() -> Result<()> {
     let may = ["--may-be-empty"];
     let victims: [&[&str]; 2] = [&[&CALM[..], &may].concat(), &[&SECOND[..], &may].concat()];
     let mut scene = Scene::start("spoil", PROGRAMS, &SMALL, &victims)?;
     for _ in 0..if full() { 50 } else { 4 } {
         let mut spoiler = scene.hostile("spoil", &["--count", "48"])?;
         let mut scavenger = scene.hostile("scavenge", &["--count", "50"])?;
-        spoiler.tell("go")?;
+        spoiler.send_line("go")?;
         let report = spoiler.report()?;
         ensure!(number(&report, "spoiled") >= 46, "{report}");
-        scavenger.tell("go")?;
+        scavenger.send_line("go")?;
         spoiler.kill()?;
         let report = scavenger.report()?;
         ensure!(number(&report, "all_zero") == 50, "{report}");
@@ -187,10 +187,10 @@ fn what_a_dead_client_left_is_gone() -> Result<()> {
     Ok(())
 }
 
-/// Many compute nodes stop their free chains at the same moment: what that flushes must not overflow
-/// what tells the memory node's CPU of it.
+/// Many compute nodes stop their free chains at the same time. The flushed WQEs must not overflow
+/// the CQ that notifies the memory node's CPU.
 #[test]
-fn many_refused_frees_at_once_are_all_answered() -> Result<()> {
+fn concurrent_invalid_frees_are_all_answered() -> Result<()> {
     let mut scene = Scene::start(
         "all-stop",
         PROGRAMS,
@@ -204,7 +204,7 @@ fn many_refused_frees_at_once_are_all_answered() -> Result<()> {
     Ok(())
 }
 
-/// Requests in flight when their own management connection is re-established, again and again.
+/// A client repeatedly re-establishes its management connection with requests in flight.
 #[test]
 fn resets_with_requests_in_flight_lose_no_chunk() -> Result<()> {
     let may = ["--may-be-empty"];
@@ -220,24 +220,24 @@ fn resets_with_requests_in_flight_lose_no_chunk() -> Result<()> {
     Ok(())
 }
 
-/// The NIC has 512 other QPs to serve while clients die, or reset their connections, with requests in
-/// flight: a chain that has begun is waited for, however long its turn takes to come.
+/// Clients die or reset their connections with requests in flight while the NIC serves 512 other
+/// busy QPs. The memory node must wait for running chains, even if the NIC schedules them late.
 #[test]
-fn clients_that_die_under_a_flood_leave_the_pool_whole() -> Result<()> {
+fn clients_killed_under_load_lose_no_chunk() -> Result<()> {
     let may = ["--may-be-empty"];
     let victims: [&[&str]; 1] = [&[&CALM[..], &may].concat()];
     let mut scene = Scene::start("die-in-flood", PROGRAMS, &SMALL, &victims)?;
     let mut flood = scene.hostile("load", &["--seed", "7"])?;
-    flood.tell("on")?;
+    flood.send_line("on")?;
     flood.report()?;
     for _ in 0..if full() { 200 } else { 6 } {
         let mut dying = scene.hostile("in-flight", &[])?;
-        dying.tell("go")?;
+        dying.send_line("go")?;
         dying.report()?;
         dying.kill()?;
         scene.attack("reset-storm", &["--count", "12"])?;
     }
-    flood.tell("off")?;
+    flood.send_line("off")?;
     flood.report()?;
     flood.end()?;
     scene.victims_worked()?;
@@ -245,14 +245,14 @@ fn clients_that_die_under_a_flood_leave_the_pool_whole() -> Result<()> {
     Ok(())
 }
 
-/// Stopped in the middle with requests of every kind in flight: it goes on as if nothing had been, or
-/// it is killed.
+/// A client is stopped (SIGSTOP) with requests of every kind in flight, and later continued or
+/// killed. After continuing, all of its requests complete normally.
 #[test]
-fn a_stopped_client_delays_nobody() -> Result<()> {
+fn stopped_client_does_not_delay_others() -> Result<()> {
     let mut scene = scene("stopped-client")?;
     for kill in [false, true] {
         let mut stopped = scene.hostile("in-flight", &[])?;
-        stopped.tell("go")?;
+        stopped.send_line("go")?;
         stopped.report()?;
         stopped.signal(libc::SIGSTOP)?;
         scene.mark()?;
@@ -262,7 +262,7 @@ fn a_stopped_client_delays_nobody() -> Result<()> {
             stopped.signal(libc::SIGKILL)?;
         } else {
             stopped.signal(libc::SIGCONT)?;
-            stopped.tell("go on")?;
+            stopped.send_line("go on")?;
             stopped.report()?;
             stopped.end()?;
         }

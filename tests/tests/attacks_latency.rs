@@ -1,13 +1,14 @@
-//! What a neighbour costs a victim: the 99th percentile of its operations beside each kind of attacker, over
-//! that beside a baseline neighbour, in one run, in windows that take turns. Prints a table of medians: a scheduler
-//! that puts two of the threads on one core for a while spoils a window, not the line.
+//! Effect of an attacker on a victim's latency: the 99th percentile of the victim's operations during
+//! an attack, divided by that with a baseline neighbour. The two are measured in alternating windows
+//! of one run. The test prints medians over the windows, so that a window in which the scheduler puts
+//! two threads on one core does not spoil the result.
 //!
-//! A machine of two cores has no third one for an attacker: a process that burns CPU slows its
-//! neighbours whatever the NIC does, and one that wakes up often interrupts them. So there are three
-//! baselines. Attackers that need no CPU (they leave the NIC work that never ends, and sleep) are
-//! compared with a neighbour that is attached and sleeps. Those that need CPU are compared with an
-//! honest neighbour that takes as much in the same manner: it READs from its own chunk, one READ at a
-//! time, and spins; or, for attackers that wait for answers, sleeps in between as they do.
+//! On a machine with two cores any process that uses CPU time slows the other processes, and a process
+//! that wakes up often interrupts them. Therefore there are three baselines. Attackers that need no
+//! CPU (they give the NIC endless work and sleep) are compared with a neighbour that is attached and
+//! sleeps. Attackers that need CPU are compared with a normal neighbour that READs from its own
+//! chunk, one READ at a time, and spins. Attackers that wait for answers are compared with a normal
+//! neighbour that sleeps between its READs.
 
 use anyhow::{Context, Result, ensure};
 use bench::histogram::Latencies;
@@ -20,7 +21,7 @@ use std::time::Duration;
 const PROGRAMS: Programs =
     Programs { hostile: env!("CARGO_BIN_EXE_hostile"), victim: env!("CARGO_BIN_EXE_victim") };
 
-/// Kinds of load of the attacker, by position: its name in the table, and its baseline.
+/// The attacker's kinds of load: the index of the kind, its name in the table, and its baseline.
 const KINDS: [(usize, &str, Baseline); 13] = [
     (2, "64 endless rings of NOPs", ASLEEP),
     (3, "64 endless rings of 8 B WRITEs", ASLEEP),
@@ -34,9 +35,9 @@ const KINDS: [(usize, &str, Baseline); 13] = [
     (11, "refused frees", NAPPING),
     (12, "refused accesses and resets", BUSY),
     (13, "slow control verbs", BUSY),
-    (14, "lying doorbells and hints", BUSY),
+    (14, "false doorbells and hints", BUSY),
 ];
-/// Neighbours that attackers are compared with: the kind of load, and its name in the table.
+/// A baseline neighbour: the index of its kind of load, and its name in the table.
 type Baseline = (usize, &'static str);
 const ASLEEP: Baseline = (0, "asleep");
 const BUSY: Baseline = (1, "busy");
@@ -49,13 +50,13 @@ const ROUNDS: usize = 9;
 type P99s = [f64; OPERATIONS.len()];
 
 fn p99s(report: &Value) -> Result<P99s> {
-    let mut all = P99s::default();
-    for (p99, name) in all.iter_mut().zip(OPERATIONS) {
+    let mut p99s = P99s::default();
+    for (p99, name) in p99s.iter_mut().zip(OPERATIONS) {
         let latencies: Latencies =
             serde_json::from_value(report[name].clone()).context("a histogram")?;
         *p99 = latencies.quantile_us(0.99);
     }
-    Ok(all)
+    Ok(p99s)
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -63,26 +64,26 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// One window with a neighbour at work; what the victim did in it.
+/// Runs one window with a working neighbour; returns the victim's report.
 fn window(scene: &mut Scene, neighbour: &mut Process, length: Duration) -> Result<Value> {
-    neighbour.tell("on")?;
+    neighbour.send_line("on")?;
     neighbour.report()?;
-    // What starting costs is not measured.
+    // The start of the load is not measured.
     std::thread::sleep(length / 10);
     scene.mark()?;
     std::thread::sleep(length);
     let report = scene.mark()?.remove(0);
-    neighbour.tell("off")?;
+    neighbour.send_line("off")?;
     neighbour.report()?;
     let rounds = report["rounds"].as_u64().unwrap_or(0);
-    ensure!(rounds > 0, "the victim stood still: {report}");
+    ensure!(rounds > 0, "the victim made no progress: {report}");
     Ok(report)
 }
 
-/// The full run prints the table; the short one only sees that every kind of load does no harm.
-/// `GRANARY_LATENCY_KINDS` (numbers with commas) chooses some of the kinds.
+/// The full run prints the table. The short run only checks that no kind of load causes an error.
+/// `GRANARY_LATENCY_KINDS` (indices separated by commas) selects kinds.
 #[test]
-fn victims_beside_each_kind_of_load() -> Result<()> {
+fn victim_latency_under_each_kind_of_load() -> Result<()> {
     let (length, rounds) = match full() {
         true => (Duration::from_millis(200), ROUNDS),
         false => (Duration::from_millis(60), 1),
@@ -96,12 +97,12 @@ fn victims_beside_each_kind_of_load() -> Result<()> {
         baselines.push((baseline, process));
     }
     println!(
-        "P99 of a victim's operations in us, beside a baseline neighbour -> beside an attacker \
-         (ratio of two windows, one after the other); medians of {rounds} windows of {length:?} each, in turns"
+        "P99 of a victim's operations in us, with a baseline neighbour -> with an attacker (ratio of \
+         two consecutive windows); medians of {rounds} alternating windows of {length:?} each"
     );
     println!(
-        "baselines: asleep: attached, no work; busy: one honest READ at a time, spinning; napping: one \
-         honest READ, then a nap"
+        "baselines: asleep: attached without work; busy: READs one at a time and spins; napping: \
+         READs one at a time and sleeps in between"
     );
     let only = std::env::var("GRANARY_LATENCY_KINDS").ok();
     let wanted = |kind: usize| {
@@ -119,11 +120,11 @@ fn victims_beside_each_kind_of_load() -> Result<()> {
         attacker.end()?;
         print!("{name:34} {:7}", baseline.1);
         for (i, operation) in OPERATIONS.iter().enumerate() {
-            let of = |value: fn(f64, f64) -> f64| {
+            let median_of = |value: fn(f64, f64) -> f64| {
                 median(pairs.iter().map(|(before, during)| value(before[i], during[i])).collect())
             };
-            let (before, during) = (of(|before, _| before), of(|_, during| during));
-            let ratio = of(|before, during| during / before);
+            let (before, during) = (median_of(|before, _| before), median_of(|_, during| during));
+            let ratio = median_of(|before, during| during / before);
             print!(" | {operation} {before:.1} -> {during:.1} ({ratio:.2})");
         }
         println!();
@@ -135,40 +136,41 @@ fn victims_beside_each_kind_of_load() -> Result<()> {
     Ok(())
 }
 
-/// The work that a victim and the NIC did beside parked threads.
-struct Beside {
-    /// Rounds of the victim in a second.
+/// Progress of the victim and of the NIC while threads are parked.
+struct Progress {
+    /// The victim's rounds per second.
     rounds: f64,
-    /// WQEs of the attacker for each second of CPU time of the NIC's thread.
+    /// The attacker's WQEs per second of CPU time of the NIC thread.
     wqes: f64,
 }
 
-/// A window in which the NIC wakes CQs without end in whose hash bucket `count` threads are parked.
-fn beside_parked(scene: &mut Scene, count: usize, length: Duration) -> Result<Beside> {
+/// Runs a window in which the NIC continuously wakes CQs, with `count` threads parked in the CQs' hash
+/// bucket.
+fn with_parked_threads(scene: &mut Scene, count: usize, length: Duration) -> Result<Progress> {
     let nic = Thread::find(scene.node.pid(), "granary-nic")?;
     let mut attacker = scene.hostile("parked", &["--count", &count.to_string()])?;
-    attacker.tell("go")?;
+    attacker.send_line("go")?;
     attacker.report()?;
     let before = nic.cpu_ns()?;
-    attacker.tell("on")?;
+    attacker.send_line("on")?;
     scene.mark()?;
     std::thread::sleep(length);
     let report = scene.mark()?.remove(0);
-    attacker.tell("off")?;
+    attacker.send_line("off")?;
     let executed = attacker.report()?["executed"].as_u64().context("WQEs")?;
     let cpu = nic.cpu_ns()? - before;
     attacker.end()?;
     let rounds = report["rounds"].as_u64().unwrap_or(0) as f64 / length.as_secs_f64();
     let wqes = executed as f64 / (cpu as f64 / 1e9);
     println!("{count} parked threads: victim {rounds:.0} rounds/s, NIC {wqes:.0} WQEs/CPU s");
-    Ok(Beside { rounds, wqes })
+    Ok(Progress { rounds, wqes })
 }
 
-/// A client parks threads in the hash bucket of its CQs' records, which the kernel walks in each wake-up.
-/// The NIC thread must not make these wake-ups. The test compares the WQEs that the NIC thread executes
-/// for each second of its CPU time, which do not depend on other processes; it prints the victim's rounds.
+/// A client parks threads in the hash bucket of its CQs' records, which the kernel walks at each
+/// wake-up. The NIC thread must not execute these wake-ups. The test compares the NIC thread's WQEs
+/// per second of its CPU time, which do not depend on other processes. It prints the victim's rounds.
 #[test]
-fn parked_threads_of_a_client_cost_the_nic_thread_nothing() -> Result<()> {
+fn parked_threads_do_not_slow_the_nic_thread() -> Result<()> {
     let (length, rounds, counts): (_, _, &[usize]) = match full() {
         true => (Duration::from_secs(2), 5, &[2000, 5000]),
         false => (Duration::from_millis(500), 3, &[2000]),
@@ -178,19 +180,19 @@ fn parked_threads_of_a_client_cost_the_nic_thread_nothing() -> Result<()> {
     let mut scene = Scene::start("parked", PROGRAMS, &serve, &[&victim])?;
     let mut ratios = vec![Vec::new(); counts.len()];
     for _ in 0..rounds {
-        let alone = beside_parked(&mut scene, 0, length)?;
+        let without = with_parked_threads(&mut scene, 0, length)?;
         for (ratios, count) in ratios.iter_mut().zip(counts) {
-            let beside = beside_parked(&mut scene, *count, length)?;
-            ratios.push((beside.rounds / alone.rounds, beside.wqes / alone.wqes));
+            let with = with_parked_threads(&mut scene, *count, length)?;
+            ratios.push((with.rounds / without.rounds, with.wqes / without.wqes));
         }
     }
     for (ratios, count) in ratios.into_iter().zip(counts) {
         let (rounds, wqes) = ratios.into_iter().unzip();
         let (rounds, wqes) = (median(rounds), median(wqes));
         println!(
-            "beside {count} parked threads over beside none: victim's rounds {rounds:.2}, WQEs {wqes:.2}"
+            "{count} parked threads over none: ratio of victim's rounds {rounds:.2}, of WQEs {wqes:.2}"
         );
-        ensure!(wqes > 0.4, "beside {count} parked threads the NIC does {wqes:.2} of its work");
+        ensure!(wqes > 0.4, "with {count} parked threads the NIC does {wqes:.2} of its work");
     }
     scene.end()?;
     Ok(())

@@ -1,5 +1,6 @@
-//! Hostile functions of the NIC: objects of others, windows, limits, descriptors, noise, the control
-//! socket. Each attacker is a process of its own; victims work beside it and must not notice.
+//! Attacks through a function of the NIC: foreign objects, windows, limits, file descriptors, noise,
+//! the control socket. Each attacker is a separate process; victims work at the same time and must not
+//! be affected.
 
 use anyhow::{Context, Result, ensure};
 use granary_tests::node::full;
@@ -11,20 +12,20 @@ const PROGRAMS: Programs =
 
 /// 64 chunks of 4 KiB.
 const SMALL: [&str; 4] = ["--memory", "256KiB", "--chunk", "4KiB"];
-/// A victim that leaves CPU to the others.
+/// Arguments of a victim that pauses, to leave CPU time to other processes.
 const CALM: [&str; 4] = ["--pause-us", "100", "--seed", "21"];
-/// Another one, which must do without memory if there is none.
+/// Arguments of a second victim, which tolerates an empty pool.
 const SECOND: [&str; 5] = ["--pause-us", "150", "--seed", "22", "--may-be-empty"];
 
 fn scene(name: &str) -> Result<Scene> {
     Scene::start(name, PROGRAMS, &SMALL, &[&CALM, &SECOND])
 }
 
-fn number(of: &Value, name: &str) -> u64 {
-    of[name].as_u64().unwrap_or_else(|| panic!("no number {name} in {of}"))
+fn number(report: &Value, name: &str) -> u64 {
+    report[name].as_u64().unwrap_or_else(|| panic!("no number {name} in {report}"))
 }
 
-/// An attack that is told the first victim's chunks.
+/// Runs an attack on the first victim's chunks.
 fn attack(name: &str, more: &[&str]) -> Result<Value> {
     let mut scene = scene(name)?;
     let of = scene.held[0].to_string();
@@ -34,18 +35,18 @@ fn attack(name: &str, more: &[&str]) -> Result<Value> {
     Ok(report)
 }
 
-/// The same with an attack that reports, holds what it has, and is told to go on. Meanwhile victims
-/// work, and a client that comes then finds what it needs.
+/// Runs an attack that allocates a resource, reports, and keeps the resource until the next command.
+/// Meanwhile the victims work, and a new client gets the resources that it needs.
 fn hold(name: &str, more: &[&str]) -> Result<Value> {
     let mut scene = scene(name)?;
     let mut attacker = scene.hostile(name, more)?;
-    attacker.tell("go")?;
+    attacker.send_line("go")?;
     let report = attacker.report()?;
     scene.mark()?;
     std::thread::sleep(std::time::Duration::from_millis(50));
     scene.victims_worked()?;
-    scene.newcomer().context("a newcomer, while the attacker holds all that it could get")?;
-    attacker.tell("end")?;
+    scene.check_new_client().context("a new client while the attacker holds its resources")?;
+    attacker.send_line("end")?;
     attacker.report()?;
     attacker.end()?;
     scene.end()?;
@@ -74,7 +75,7 @@ fn verbs_reach_own_objects_only() -> Result<()> {
 }
 
 #[test]
-fn qps_that_do_not_name_each_other_do_not_talk() -> Result<()> {
+fn qps_without_mutual_connection_exchange_nothing() -> Result<()> {
     let report = attack("connect", &[])?;
     ensure!(number(&report, "refused") > 150, "{report}");
     Ok(())
@@ -85,7 +86,8 @@ fn objects_are_limited() -> Result<()> {
     hold("objects", &[]).map(drop)
 }
 
-/// Each is a mapping in the memory node's process, which may have some 65,530.
+/// Each piece of shared memory is a mapping in the memory node's process, which may have about
+/// 65,530 mappings.
 #[test]
 fn shared_memory_is_limited() -> Result<()> {
     let report = hold("memories", &["--count", "40"])?;
@@ -106,7 +108,8 @@ fn qps_of_many_functions_are_limited() -> Result<()> {
     Ok(())
 }
 
-/// An admission names each QP once, and no more groups than the memory node gives.
+/// An admission request must name each QP once, and must not exceed the memory node's number of
+/// groups.
 #[test]
 fn groups_are_limited() -> Result<()> {
     let report = attack("groups", &[])?;
@@ -127,23 +130,23 @@ fn memory_does_not_shrink_under_the_nic() -> Result<()> {
     attack("shrink", &["--count", "200"]).map(drop)
 }
 
-/// Random bytes in every ring, record, doorbell and word that a client shares with the NIC. The full
-/// run takes minutes.
+/// The attacker fills every ring, record, doorbell and word that it shares with the NIC with random
+/// bytes. The full run takes minutes.
 #[test]
-fn rings_full_of_noise() -> Result<()> {
+fn nic_survives_noise_in_all_shared_memory() -> Result<()> {
     let (seeds, ms) = if full() { (16, "15000") } else { (3, "1000") };
     let first = std::env::var("GRANARY_NOISE_SEED").ok().map_or(Ok(1), |s| s.parse())?;
     for seed in first..first + seeds {
         println!("seed {seed}");
         let report = attack("noise", &["--seed", &seed.to_string(), "--ms", ms])?;
         println!("{report}");
-        ensure!(number(&report, "resets") > 0, "nothing broke: {report}");
+        ensure!(number(&report, "resets") > 0, "no QP broke: {report}");
     }
     Ok(())
 }
 
 #[test]
-fn garbage_on_the_control_socket() -> Result<()> {
+fn control_socket_survives_garbage() -> Result<()> {
     let ms = if full() { "20000" } else { "700" };
     let before = std::time::Instant::now();
     let mut scene = scene("garbage")?;
@@ -151,7 +154,7 @@ fn garbage_on_the_control_socket() -> Result<()> {
     let first = descriptors()?;
     let report = scene.attack("garbage", &["--ms", ms])?;
     println!("{report}, {:?}", before.elapsed());
-    // What came with the packets is closed.
+    // The memory node must close the descriptors that came with the packets.
     let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
     while descriptors()? > first {
         ensure!(
@@ -167,67 +170,67 @@ fn garbage_on_the_control_socket() -> Result<()> {
 }
 
 #[test]
-fn who_never_reads_replies_delays_nobody() -> Result<()> {
+fn client_that_never_reads_replies_delays_no_other() -> Result<()> {
     attack("deaf", &["--count", "16", "--ms", "500"]).map(drop)
 }
 
-/// A process that is attached and not admitted yet; another one asks to be admitted with its QPs, and
-/// leaves.
+/// A process is attached but not yet admitted. Another process requests admission with the first
+/// one's QPs and disconnects.
 #[test]
 fn qps_of_another_process_are_not_admitted() -> Result<()> {
     let mut scene = scene("hijack")?;
     let mut attached = scene.hostile("hijack", &[])?;
-    attached.tell("attach")?;
+    attached.send_line("attach")?;
     let numbers = attached.report()?;
     let mut attacker = scene.hostile("hijack", &[])?;
-    attacker.tell(&numbers.to_string())?;
+    attacker.send_line(&numbers.to_string())?;
     let report = attacker.report()?;
     println!("{report}");
     drop(attacker);
-    // The memory node has seen its end once it counts nobody of its.
+    // Gives the memory node time to process the end of the attacker's connections.
     std::thread::sleep(std::time::Duration::from_millis(50));
-    attached.tell("go on")?;
+    attached.send_line("go on")?;
     attached.report().context("the attached process lost its NIC session")?;
     attached.end()?;
     let refusals = report["why"].as_array().map_or(0, Vec::len);
-    ensure!(refusals == 3, "admitted with another's QPs: {report}");
+    ensure!(refusals == 3, "admitted with foreign QPs: {report}");
     scene.victims_worked()?;
     scene.end()?;
     Ok(())
 }
 
-/// OneSidedMW §2.3: who shares a server with the owner of a type-1 window finds its key by trying all
-/// 256 tags, reads what is in it and writes to it. The same attack on a type-2 window finds nothing.
+/// OneSidedMW §2.3: a client of the same server finds the key of a type-1 window by trying all 256
+/// tags, and can then read and write the window. The same attack on a type-2 window fails.
 #[test]
-fn all_tags_find_a_type_1_window_and_no_type_2_window() -> Result<()> {
+fn tag_search_opens_type_1_but_not_type_2_windows() -> Result<()> {
     let mut scene = scene("type1")?;
     for seed in ["1", "2", "3"] {
         let mut server = scene.hostile("type1-server", &["--seed", seed])?;
         let mut owner = scene.hostile("type1-client", &[])?;
         let mut stranger = scene.hostile("type1-client", &["--count", "512"])?;
         let go = |p: &mut Process| -> Result<Value> {
-            p.tell("go")?;
+            p.send_line("go")?;
             p.report()
         };
         let (serving, owners, strangers) = (go(&mut server)?, go(&mut owner)?, go(&mut stranger)?);
-        server.tell(&json!([owners, strangers]).to_string())?;
+        server.send_line(&json!([owners, strangers]).to_string())?;
         let windows = server.report()?;
         let order = |order: &str, peers: &Value| {
             json!({ "order": order, "peers": peers, "windows": windows }).to_string()
         };
-        owner.tell(&order("own", &serving["owner"]))?;
+        owner.send_line(&order("own", &serving["owner"]))?;
         owner.report()?;
-        stranger.tell(&order("search", &serving["other"]))?;
+        stranger.send_line(&order("search", &serving["other"]))?;
         let found = stranger.report()?;
         stranger.report()?;
-        owner.tell(&order("look", &serving["owner"]))?;
+        owner.send_line(&order("look", &serving["owner"]))?;
         let intact = owner.report()?;
         owner.report()?;
         println!("seed {seed}: {found}, {intact}");
         ensure!(found[0]["secret"] == true, "the attack on type 1 failed: {found}");
         ensure!(found[1] == json!({ "tries": 256, "secret": false }), "type 2: {found}");
         ensure!(intact["intact"] == json!([false, true]), "{intact}");
-        server.tell("end")?;
+        server.send_line("end")?;
         for process in [server, owner, stranger] {
             process.end()?;
         }

@@ -1,6 +1,6 @@
-//! Hostile compute nodes against scheme `finemem`, each a process with its own verbs: what a guard, a window or the NIC
-//! refuses, with victims beside it that must not notice; and what nothing refuses, since compute nodes change the
-//! metadata themselves.
+//! Hostile compute nodes against scheme `finemem`, each a separate process that posts its own verbs.
+//! Some attacks are refused by a guard, a window or the NIC, and must not affect victims. Other
+//! attacks cannot be refused, because compute nodes change the metadata themselves.
 
 use std::sync::mpsc::channel;
 use std::time::Duration;
@@ -16,16 +16,17 @@ const PROGRAMS: Programs =
 
 /// 64 chunks of 4 KiB: two spans.
 const SMALL: [&str; 6] = ["--scheme", "finemem", "--memory", "256KiB", "--chunk", "4KiB"];
-/// A victim that leaves CPU to the others.
+/// Arguments of a victim that pauses, to leave CPU time to other processes.
 const CALM: [&str; 4] = ["--pause-us", "100", "--seed", "11"];
-/// Another one.
+/// Arguments of a second victim.
 const SECOND: [&str; 4] = ["--pause-us", "150", "--seed", "12"];
 
-fn number(of: &Value, name: &str) -> u64 {
-    of[name].as_u64().unwrap_or_else(|| panic!("no number {name} in {of}"))
+fn number(report: &Value, name: &str) -> u64 {
+    report[name].as_u64().unwrap_or_else(|| panic!("no number {name} in {report}"))
 }
 
-/// An attack beside two victims, on the first one's chunks. The pool is whole afterwards, and its books are right.
+/// Runs an attack on the first of two victims. Afterwards all chunks are free and the audit of the
+/// metadata succeeds.
 fn attack(name: &str, more: &[&str]) -> Result<Value> {
     let mut scene = Scene::start(name, PROGRAMS, &SMALL, &[&CALM, &SECOND])?;
     let of = scene.held[0].to_string();
@@ -36,15 +37,15 @@ fn attack(name: &str, more: &[&str]) -> Result<Value> {
 }
 
 #[test]
-fn no_tag_opens_others_blocks_or_the_metadata_on_an_access_qp() -> Result<()> {
+fn access_qp_reaches_no_foreign_block_or_metadata() -> Result<()> {
     let report = attack("tree-guess", &[])?;
     ensure!(number(&report, "refused") > 512, "{report}");
     Ok(())
 }
 
-/// Also freed twice, and tried when others may have the block.
+/// Includes double frees, and accesses when another client may own the block.
 #[test]
-fn keys_that_were_given_up_die() -> Result<()> {
+fn keys_of_freed_blocks_are_revoked() -> Result<()> {
     let rounds = if full() { "500" } else { "20" };
     let report = attack("tree-late", &["--count", rounds])?;
     ensure!(number(&report, "refused") >= 60, "{report}");
@@ -52,44 +53,45 @@ fn keys_that_were_given_up_die() -> Result<()> {
 }
 
 #[test]
-fn the_management_qp_reaches_the_metadata_by_read_and_atomics_only() -> Result<()> {
+fn management_qp_has_read_and_atomic_access_only() -> Result<()> {
     let report = attack("tree-beyond", &[])?;
     ensure!(number(&report, "refused") >= 18, "{report}");
     Ok(())
 }
 
-/// Whoever allocates there meets it at every CAS, and so does the memory node's scan.
+/// Allocations in that section, and the memory node's scan, conflict with the attacker's CASes.
 #[test]
-fn a_storm_of_cas_on_one_header_keeps_nobody_from_allocating() -> Result<()> {
+fn cas_storm_on_a_header_does_not_block_allocation() -> Result<()> {
     let time = if full() { "20000" } else { "500" };
     let report = attack("tree-storm", &["--ms", time])?;
     ensure!(number(&report, "changed") > 100, "{report}");
     Ok(())
 }
 
-/// Logs of its own blocks that name others: they come back when these go.
+/// The attacker's blocks whose logs name other clients are reclaimed when those clients disconnect.
 #[test]
-fn who_gives_others_names_to_its_own_blocks_harms_nobody() -> Result<()> {
+fn wrong_owners_in_logs_harm_no_other_client() -> Result<()> {
     let report = attack("tree-misnames", &[])?;
     ensure!(number(&report, "misnamed") >= 3, "{report}");
     Ok(())
 }
 
 fn hostile(node: &MemoryNode, attack: &str, more: &[&str]) -> Result<Value> {
-    let socket = node.socket.to_str().context("an odd path")?;
+    let socket = node.socket.to_str().context("a socket path in UTF-8")?;
     let mut attacker =
         Process::start(PROGRAMS.hostile, &[&[attack, "--socket", socket], more].concat())?;
     attacker.line()?;
-    attacker.tell("go")?;
+    attacker.send_line("go")?;
     let report = attacker.report()?;
     attacker.end()?;
     Ok(report)
 }
 
-/// What the scheme does not withstand by design: who has a management QP gives another's block up in its place. Its owner
-/// hears of it as of a refusal, and reads nobody else's data; what he holds beside it is as it was.
+/// A limit of the scheme by design: a client with a management QP can free another client's block.
+/// The block's owner then gets refusals and never reads another client's data. The owner's other
+/// blocks are not affected.
 #[test]
-fn who_has_a_management_qp_can_take_anothers_block_away() -> Result<()> {
+fn management_qp_can_free_a_foreign_block() -> Result<()> {
     let node = MemoryNode::start("tree-takes", &SMALL)?;
     let options = || Options { groups: Some(1), ..Options::default() };
     let victim = Pool::connect(&node.socket, options())?;
@@ -104,14 +106,14 @@ fn who_has_a_management_qp_can_take_anothers_block_away() -> Result<()> {
     let mut bytes = [0; 8];
     let refused = loop {
         match victim.read_blocking(&lost, 0, &mut bytes) {
-            // Its key lives until the scan comes by.
+            // The key is valid until the next scan rebinds the window.
             Ok(()) => ensure!(&bytes == b"a secret" || bytes == [0; 8], "{bytes:?}"),
             Err(e) => break e,
         }
         std::thread::sleep(Duration::from_millis(1));
     };
     ensure!(matches!(refused, Error::Access { .. }), "{refused}");
-    // Whoever has it now, it is clear.
+    // The next owner of the block reads zeros.
     let next = Pool::connect(&node.socket, options())?;
     while let Ok(grant) = next.allocate_blocking() {
         next.read_blocking(&grant, 0, &mut bytes)?;
@@ -124,27 +126,29 @@ fn who_has_a_management_qp_can_take_anothers_block_away() -> Result<()> {
     Ok(())
 }
 
-/// Whatever is in the metadata: the memory node lives, answers, admits who comes and takes back who goes.
+/// With random metadata the memory node keeps running, answers, admits new clients and reclaims
+/// departed ones.
 #[test]
-fn nonsense_in_the_metadata_does_not_stop_the_memory_node() -> Result<()> {
+fn memory_node_survives_random_metadata() -> Result<()> {
     for seed in 1..=if full() { 40 } else { 4 } {
         let node = MemoryNode::start(&format!("tree-nonsense-{seed}"), &SMALL)?;
         let seeds = seed.to_string();
         let report = hostile(&node, "tree-nonsense", &["--seed", &seeds, "--count", "3000"])?;
         ensure!(number(&report, "changed") > 1000, "seed {seed}: {report}");
-        // Who comes is told of memory or of none; a memory node whose background work had ended would leave him waiting.
-        let (told, ends) = channel();
+        // A new client's allocations succeed or fail. They would wait forever if the memory node's
+        // background work had ended.
+        let (sender, results) = channel();
         let socket = node.socket.clone();
         std::thread::spawn(move || {
             let tried = Pool::connect(&socket, Options { groups: Some(1), ..Options::default() })
                 .map(|pool| (0..8).filter(|_| pool.allocate_blocking().is_ok()).count());
-            let _ = told.send(tried);
+            let _ = sender.send(tried);
         });
-        let got = ends.recv_timeout(Duration::from_secs(20));
-        let got = got.with_context(|| format!("seed {seed}: a newcomer waits for ever"))?;
-        let got = got.with_context(|| format!("seed {seed}: a newcomer is not let in"))?;
+        let got = results.recv_timeout(Duration::from_secs(20));
+        let got = got.with_context(|| format!("seed {seed}: a new client waits forever"))?;
+        let got = got.with_context(|| format!("seed {seed}: a new client is not admitted"))?;
         let status = node.status().with_context(|| format!("seed {seed}"))?;
-        println!("seed {seed}: a newcomer got {got} of 8; {status}");
+        println!("seed {seed}: a new client got {got} of 8; {status}");
     }
     Ok(())
 }

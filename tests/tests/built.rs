@@ -1,5 +1,5 @@
-//! Programs under test are built before use: never older than their sources, wherever cargo puts
-//! them.
+//! Tests of the helper that builds the programs under test: programs are never older than their
+//! sources, in any target directory.
 
 use std::fs;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use std::process::Command;
 use granary_tests::built::{build, granary, library};
 use granary_tests::pager::Scratch;
 
-/// A package that prints `word`, in a workspace of its own.
+/// Creates a package, in its own workspace, whose program prints `word`.
 fn package(scratch: &Scratch, word: &str) {
     let file = |name: &str, text: &str| fs::write(scratch.0.join(name), text).unwrap();
     fs::create_dir_all(scratch.0.join("src")).unwrap();
@@ -16,7 +16,7 @@ fn package(scratch: &Scratch, word: &str) {
     file("src/main.rs", &format!("fn main() {{ print!({word:?}) }}\n"));
 }
 
-/// Where cargo puts what it builds of the package.
+/// Sets the package's target directory and returns its path.
 fn artifacts(scratch: &Scratch, directory: &str) -> PathBuf {
     let configuration = scratch.0.join(".cargo");
     fs::create_dir_all(&configuration).unwrap();
@@ -27,7 +27,7 @@ fn artifacts(scratch: &Scratch, directory: &str) -> PathBuf {
 }
 
 #[test]
-fn a_program_older_than_its_source_is_built_again() {
+fn stale_program_is_rebuilt() {
     let scratch = Scratch::new("built");
     artifacts(&scratch, "first");
     let mut paths = Vec::new();
@@ -48,7 +48,7 @@ fn a_program_older_than_its_source_is_built_again() {
 }
 
 #[test]
-fn a_program_that_does_not_build_is_refused_with_the_command_to_run() {
+fn build_failure_names_the_command_to_run() {
     let scratch = Scratch::new("unbuilt");
     artifacts(&scratch, "target");
     package(&scratch, "good");
@@ -58,11 +58,11 @@ fn a_program_that_does_not_build_is_refused_with_the_command_to_run() {
     assert!(refused.contains("cannot build word") && refused.contains("`cargo build -p word`"));
     package(&scratch, "good");
     let refused = build(&scratch.0, &["-p", "word"], "other").unwrap_err().to_string();
-    assert_eq!(refused, "`cargo build -p word` makes no other");
+    assert_eq!(refused, "`cargo build -p word` does not make other");
 }
 
 #[test]
-fn the_command_and_its_library_are_side_by_side() {
+fn command_and_library_are_in_one_directory() {
     assert!(granary().is_file());
     assert!(granary().with_file_name(pager::run::LIBRARY).is_file());
     assert!(library().is_file());

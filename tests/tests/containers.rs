@@ -1,4 +1,4 @@
-//! A memory node in a container: in its PID namespace the processes outside have no process id.
+//! A memory node in a container: outside processes have no process id in its PID namespace.
 
 use anyhow::{Context, Result, ensure};
 use granary_tests::control::Control;
@@ -12,7 +12,7 @@ const HOSTILE: &str = env!("CARGO_BIN_EXE_hostile");
 const SMALL: [&str; 4] = ["--memory", "256KiB", "--chunk", "4KiB"];
 
 fn hostile(node: &MemoryNode, attack: &str, more: &[&str]) -> Result<Process> {
-    let socket = node.socket.to_str().context("a path of text")?;
+    let socket = node.socket.to_str().context("a socket path in UTF-8")?;
     let mut process = Process::start(HOSTILE, &[&[attack, "--socket", socket], more].concat())?;
     ensure!(process.line()? == "ready\n", "{attack} is not ready");
     Ok(process)
@@ -26,42 +26,44 @@ fn use_pool(node: &MemoryNode) -> Result<()> {
     Ok(())
 }
 
-/// Of two processes without a process id, one asks to be admitted with the QPs of the other, and leaves.
+/// One of two processes without a process id requests admission with the other one's QPs, and
+/// disconnects.
 #[test]
 fn qps_of_another_process_are_not_admitted_in_a_pid_namespace() -> Result<()> {
     let Some(node) = MemoryNode::start_contained("contained-hijack", &SMALL)? else {
         return Ok(());
     };
-    use_pool(&node).context("an honest process outside the namespace")?;
+    use_pool(&node).context("a normal process outside the namespace")?;
     let mut attached = hostile(&node, "hijack", &[])?;
-    attached.tell("attach")?;
+    attached.send_line("attach")?;
     let numbers = attached.report()?;
     let mut attacker = hostile(&node, "hijack", &[])?;
-    attacker.tell(&numbers.to_string())?;
+    attacker.send_line(&numbers.to_string())?;
     let report = attacker.report()?;
     drop(attacker);
     let refusals = report["why"].as_array().map_or(0, Vec::len);
-    ensure!(refusals == 3, "admitted with another's QPs: {report}");
-    // The control thread answers in order: the end of the attacker's connections came before this.
+    ensure!(refusals == 3, "admitted with foreign QPs: {report}");
+    // The control thread serves requests in order, so it has already processed the end of the
+    // attacker's connections.
     let control = Control::pool(&node.socket)?;
-    ensure!(matches!(control.ask(Request::Audit)?, Reply::Done), "the pool is not whole");
-    attached.tell("go on")?;
+    ensure!(matches!(control.ask(Request::Audit)?, Reply::Done), "the audit failed");
+    attached.send_line("go on")?;
     attached.report().context("the attached process lost its NIC session")?;
     attached.end()
 }
 
-/// A process without a process id takes all the connections that one process may have; another one, without
-/// a process id as well, connects.
+/// A process without a process id opens as many connections as one process may have. Another process
+/// without a process id can still connect.
 #[test]
-fn processes_outside_a_pid_namespace_have_connections_each() -> Result<()> {
+fn connection_limit_is_per_process_outside_a_pid_namespace() -> Result<()> {
     let Some(node) = MemoryNode::start_contained("contained-crowd", &SMALL)? else {
         return Ok(());
     };
     let mut crowd = hostile(&node, "connections", &["--count", "3000"])?;
-    crowd.tell("go")?;
+    crowd.send_line("go")?;
     crowd.report()?;
-    use_pool(&node).context("a process outside the namespace, beside one with many connections")?;
-    crowd.tell("end")?;
+    use_pool(&node).context("a second process outside the namespace")?;
+    crowd.send_line("end")?;
     crowd.report()?;
     crowd.end()
 }

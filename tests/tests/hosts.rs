@@ -5,37 +5,37 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use granary_tests::hosts::{Hosts, Trouble, V4, V6};
+use granary_tests::hosts::{Hosts, Impairment, V4, V6};
 use granary_tests::node::{MemoryNode, full, granary};
 use serde_json::Value;
 
 const VICTIM: &str = env!("CARGO_BIN_EXE_victim");
 
-/// How long a memory node may take to see that a host is gone, and to take back what that had.
+/// Time limit of a memory node to detect a lost host and to reclaim its chunks.
 const GONE: Duration = Duration::from_secs(40);
 
-/// Waits until nobody is there and every chunk is free.
-fn wait_until_whole(node: &MemoryNode) -> Result<Duration> {
+/// Waits until no client is connected and every chunk is free; returns the elapsed time.
+fn wait_until_all_free(node: &MemoryNode) -> Result<Duration> {
     let start = Instant::now();
     loop {
         let status = node.status()?;
         if status["clients"] == 0 && status["leaving"] == 0 && status["free"] == status["chunks"] {
             return Ok(start.elapsed());
         }
-        ensure!(start.elapsed() < GONE, "not whole after {GONE:?}: {status}");
+        ensure!(start.elapsed() < GONE, "not all chunks are free after {GONE:?}: {status}");
         std::thread::sleep(Duration::from_millis(50));
     }
 }
 
-/// Waits until only `living` compute nodes are there and nothing is left of others.
-fn wait_for_the_dead(node: &MemoryNode, living: u64) -> Result<()> {
+/// Waits until `living` clients are connected and all departed clients are reclaimed.
+fn wait_for_reclaim(node: &MemoryNode, living: u64) -> Result<()> {
     let start = Instant::now();
     loop {
         let status = node.status()?;
         if status["clients"] == living && status["leaving"] == 0 {
             return Ok(());
         }
-        ensure!(start.elapsed() < GONE, "the dead are there after {GONE:?}: {status}");
+        ensure!(start.elapsed() < GONE, "clients are not reclaimed after {GONE:?}: {status}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
@@ -55,7 +55,7 @@ impl Client {
         let mut client = Self { child, lines };
         ensure!(client.line()? == "ready\n", "a client did not connect");
         client.line()?;
-        client.tell("go")?;
+        client.send_line("go")?;
         Ok(client)
     }
 
@@ -66,25 +66,25 @@ impl Client {
         Ok(line)
     }
 
-    fn tell(&mut self, order: &str) -> Result<()> {
+    fn send_line(&mut self, command: &str) -> Result<()> {
         let input = self.child.stdin.as_mut().expect("piped");
-        writeln!(input, "{order}").context("steering a client")
+        writeln!(input, "{command}").context("sending a command to a client")
     }
 
-    /// Returns when it has done so many more rounds.
+    /// Waits until the client has done `rounds` more rounds.
     fn work(&mut self, rounds: u64) -> Result<()> {
         let mut done = 0;
         while done < rounds {
-            self.tell("mark")?;
+            self.send_line("mark")?;
             let report: Value = serde_json::from_str(&self.line()?)?;
             done += report["rounds"].as_u64().context("a report has rounds")?;
         }
         Ok(())
     }
 
-    /// Lets it check everything once more and leave.
+    /// Lets the client verify its data and disconnect.
     fn finish(mut self) -> Result<()> {
-        self.tell("stop")?;
+        self.send_line("stop")?;
         self.line()?;
         drop(self.child.stdin.take());
         let status = self.child.wait()?;
@@ -103,7 +103,7 @@ impl Drop for Client {
 const SMALL: [&str; 4] = ["--memory", "4MiB", "--chunk", "64KiB"];
 
 #[test]
-fn clients_of_another_host_work_and_are_cleaned_up_after() -> Result<()> {
+fn clients_on_another_host_work_and_are_reclaimed() -> Result<()> {
     let Some(hosts) = Hosts::new()? else { return Ok(()) };
     for (name, address, listen) in [
         ("v4", V4[0], V4[0]),
@@ -119,23 +119,24 @@ fn clients_of_another_host_work_and_are_cleaned_up_after() -> Result<()> {
         for client in &mut clients {
             client.work(200)?;
         }
-        // One is killed, the others do not notice.
+        // Killing one client must not affect the other clients.
         drop(clients.pop());
         for client in &mut clients {
             client.work(50)?;
         }
         clients.into_iter().try_for_each(Client::finish)?;
-        wait_until_whole(&node)?;
+        wait_until_all_free(&node)?;
     }
     Ok(())
 }
 
 #[test]
-fn a_bad_cable_costs_time_and_nothing_else() -> Result<()> {
+fn clients_work_over_an_impaired_link() -> Result<()> {
     let rates: &[u32] = if full() { &[1, 10, 100] } else { &[10] };
     for &lost in rates {
-        let trouble = Trouble { lost, doubled: lost, late: lost, seed: 77 + u64::from(lost) };
-        let Some(hosts) = Hosts::with(trouble)? else { return Ok(()) };
+        let seed = 77 + u64::from(lost);
+        let impairment = Impairment { lost, duplicated: lost, delayed: lost, seed };
+        let Some(hosts) = Hosts::with(impairment)? else { return Ok(()) };
         let node = MemoryNode::start_on(&hosts, &format!("cable-{lost}"), V4[0], &SMALL)?;
         let pool = node.pool_at(V4[0]);
         let mut clients = vec![Client::start(&hosts, &pool, 5)?, Client::start(&hosts, &pool, 6)?];
@@ -143,19 +144,19 @@ fn a_bad_cable_costs_time_and_nothing_else() -> Result<()> {
             client.work(if full() { 2000 } else { 100 })?;
         }
         clients.into_iter().try_for_each(Client::finish)?;
-        wait_until_whole(&node)?;
+        wait_until_all_free(&node)?;
     }
     Ok(())
 }
 
-/// Compute nodes are killed over a cable that loses packets, at moments that the seed says, while another one
-/// goes on; each time all that they had comes back.
+/// Clients are killed at pseudo-random times over a lossy link while another client keeps working.
+/// Each time all of their chunks are reclaimed.
 #[test]
-fn clients_are_killed_over_a_bad_cable() -> Result<()> {
+fn clients_killed_over_an_impaired_link_are_reclaimed() -> Result<()> {
     let kills = if full() { 60 } else { 3 };
     for scheme in ["onesidedmw", "finemem"] {
-        let trouble = Trouble { lost: 10, doubled: 10, late: 10, seed: 78 };
-        let Some(hosts) = Hosts::with(trouble)? else { return Ok(()) };
+        let impairment = Impairment { lost: 10, duplicated: 10, delayed: 10, seed: 78 };
+        let Some(hosts) = Hosts::with(impairment)? else { return Ok(()) };
         let arguments = [&SMALL[..], &["--scheme", scheme]].concat();
         let node = MemoryNode::start_on(&hosts, &format!("bad-{scheme}"), V4[0], &arguments)?;
         let pool = node.pool_at(V4[0]);
@@ -167,22 +168,23 @@ fn clients_are_killed_over_a_bad_cable() -> Result<()> {
                 Client::start(&hosts, &pool, 200 + seed)?,
             ];
             victims.each_mut().map(|victim| victim.work(1)).into_iter().collect::<Result<()>>()?;
-            // It is in the midst of whatever it is in.
+            // A random delay, so that a client dies in a random state.
             random = random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
             std::thread::sleep(Duration::from_micros(random >> 50));
             drop(victims);
             living.work(5)?;
-            wait_for_the_dead(&node, 1)?;
+            wait_for_reclaim(&node, 1)?;
         }
         living.finish()?;
-        wait_until_whole(&node)?;
+        wait_until_all_free(&node)?;
     }
     Ok(())
 }
 
 #[test]
-fn a_host_that_vanishes_is_noticed_and_what_it_had_comes_back() -> Result<()> {
-    // What a compute node had is known by the memory node's NIC, or by the logs that it wrote itself.
+fn chunks_of_a_vanished_host_are_reclaimed() -> Result<()> {
+    // In scheme onesidedmw the memory node's own state names a client's chunks, in finemem the logs
+    // that the client wrote.
     for scheme in ["onesidedmw", "finemem"] {
         let Some(hosts) = Hosts::new()? else { return Ok(()) };
         let arguments = [&SMALL[..], &["--scheme", scheme]].concat();
@@ -191,45 +193,45 @@ fn a_host_that_vanishes_is_noticed_and_what_it_had_comes_back() -> Result<()> {
         client.work(20)?;
         ensure!(node.status()?["free"] != node.status()?["chunks"], "the client holds chunks");
         hosts.unplug(1)?;
-        let took = wait_until_whole(&node)?;
-        eprintln!("{scheme}: whole again {took:.1?} after the host was gone");
+        let took = wait_until_all_free(&node)?;
+        eprintln!("{scheme}: all chunks were free {took:.1?} after the loss of the host");
     }
     Ok(())
 }
 
 #[test]
-fn who_has_no_token_gets_nothing() -> Result<()> {
+fn client_without_token_is_refused() -> Result<()> {
     let Some(hosts) = Hosts::new()? else { return Ok(()) };
     let node = MemoryNode::start_on(&hosts, "token", V4[0], &SMALL)?;
     let status = |pool: &str| -> Result<(bool, String)> {
         let out = hosts.command(1, granary()).args(["status", "--pool", pool]).output()?;
         Ok((out.status.success(), String::from_utf8_lossy(&out.stderr).into_owned()))
     };
-    let (ok, said) = status(&node.pool_at(V4[0]))?;
-    ensure!(ok, "{said}");
+    let (ok, error) = status(&node.pool_at(V4[0]))?;
+    ensure!(ok, "{error}");
     let bare = format!("roce://{}", V4[0]);
-    let (ok, said) = status(&bare)?;
-    ensure!(!ok && said.contains("asks for a token"), "{said}");
+    let (ok, error) = status(&bare)?;
+    ensure!(!ok && error.contains("asks for a token"), "{error}");
     let wrong = node.directory().join("wrong");
     std::fs::write(&wrong, "another token of that length")?;
     std::fs::set_permissions(&wrong, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
-    let (ok, said) = status(&format!("{bare};token={}", wrong.display()))?;
-    ensure!(!ok && said.contains("the token is wrong"), "{said}");
-    // Nobody listens there, or there is nobody.
-    let (ok, said) = status(&format!("roce://{}:9;token={}", V4[0], node.token().display()))?;
-    ensure!(!ok && said.contains("granary serve --listen"), "{said}");
+    let (ok, error) = status(&format!("{bare};token={}", wrong.display()))?;
+    ensure!(!ok && error.contains("the token is wrong"), "{error}");
+    // A port without a listener.
+    let (ok, error) = status(&format!("roce://{}:9;token={}", V4[0], node.token().display()))?;
+    ensure!(!ok && error.contains("granary serve --listen"), "{error}");
     Ok(())
 }
 
 #[test]
-fn every_address_is_served_with_a_token_or_when_told_so_by_name() -> Result<()> {
+fn listen_without_token_requires_open_to_all() -> Result<()> {
     for address in ["0.0.0.0:0", "[::]:0", "127.0.0.1:0", "[::1]:0"] {
         let mut command = Command::new("timeout");
         command.arg("10").arg(granary()).args(["serve", "--private", "--listen", address]);
         let out = command.output()?;
-        let said = String::from_utf8_lossy(&out.stderr);
-        ensure!(out.status.code() == Some(2), "{address}: {}: {said}", out.status);
-        ensure!(said.contains("--token-file FILE, or say --open-to-all"), "{address}: {said}");
+        let error = String::from_utf8_lossy(&out.stderr);
+        ensure!(out.status.code() == Some(2), "{address}: {}: {error}", out.status);
+        ensure!(error.contains("--token-file FILE or --open-to-all"), "{address}: {error}");
     }
     Ok(())
 }
@@ -238,7 +240,7 @@ fn every_address_is_served_with_a_token_or_when_told_so_by_name() -> Result<()> 
 fn programs_page_to_another_host() -> Result<()> {
     let Some(hosts) = Hosts::new()? else { return Ok(()) };
     let node = MemoryNode::start_on(&hosts, "pages", V6[0], &["--memory", "256MiB"])?;
-    // Sorts 1,000,000 lines in memory, beside a child that is forked with half of it.
+    // Forks with 400,000 lines in memory; parent and child sort them.
     let script = "import hashlib, os\n\
         lines = [b'%020d' % (i * 7919 % 1000003) for i in range(400000)]\n\
         child = os.fork()\n\
@@ -252,10 +254,10 @@ fn programs_page_to_another_host() -> Result<()> {
     command.args(["run", "--stats", "--local", "24MiB", "--pool", &format!("roce://[{}]", V6[0])]);
     command.arg("--token-file").arg(node.token()).args(["--", "python3", "-c", script]);
     let paged = command.output()?;
-    let said = String::from_utf8_lossy(&paged.stderr);
-    ensure!(paged.status.success(), "{said}");
-    ensure!(paged.stdout == plain.stdout, "the same output; it said {said}");
-    ensure!(node.status()?["allocations_nic"].as_u64() > Some(0), "pages were moved: {said}");
-    wait_until_whole(&node)?;
+    let stderr = String::from_utf8_lossy(&paged.stderr);
+    ensure!(paged.status.success(), "{stderr}");
+    ensure!(paged.stdout == plain.stdout, "the outputs differ; standard error: {stderr}");
+    ensure!(node.status()?["allocations_nic"].as_u64() > Some(0), "no page was moved: {stderr}");
+    wait_until_all_free(&node)?;
     Ok(())
 }

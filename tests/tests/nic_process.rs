@@ -1,4 +1,4 @@
-//! `granary nic`, the process with a host's NIC, when it runs out of descriptors.
+//! `granary nic` when it runs out of file descriptors.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use rnic::port::shm::Attached;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde_json::Value;
 
-/// Descriptors that the process may have.
+/// The process's limit of file descriptors.
 const DESCRIPTORS: usize = 64;
 
 struct NicProcess {
@@ -28,7 +28,7 @@ impl NicProcess {
         let mut child = command.spawn().context("starting granary nic")?;
         let mut line = String::new();
         BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line)?;
-        let ready: Value = serde_json::from_str(&line).context("it says where it is")?;
+        let ready: Value = serde_json::from_str(&line).context("parsing granary nic's output")?;
         let socket = ready["socket"].as_str().context("a socket")?.into();
         Ok(Self { child, socket })
     }
@@ -40,8 +40,8 @@ impl NicProcess {
 
 impl Drop for NicProcess {
     fn drop(&mut self) {
-        // It removes its socket when it is told to end.
-        // SAFETY: kill takes no pointers; the child was not waited for, so the number is its own.
+        // SIGTERM and not SIGKILL, so that the process removes its socket.
+        // SAFETY: kill takes no pointers; the child was not reaped, so its process id is valid.
         unsafe { libc::kill(self.child.id() as i32, libc::SIGTERM) };
         let _ = self.child.wait();
     }
@@ -55,29 +55,29 @@ fn connect(path: &Path) -> Result<rustix::fd::OwnedFd> {
 }
 
 #[test]
-fn a_nic_without_a_descriptor_left_sleeps_and_accepts_again_later() -> Result<()> {
+fn nic_without_descriptors_sleeps_and_recovers() -> Result<()> {
     let nic = NicProcess::start()?;
-    let patience = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + Duration::from_secs(20);
     let mut open = Vec::new();
-    // As many connections as there are descriptors, and some that stay in the backlog.
+    // Connections for all descriptors, and some more that stay in the backlog.
     for _ in 0..DESCRIPTORS + 16 {
         open.push(connect(&nic.socket)?);
     }
     while nic.descriptors()? < DESCRIPTORS {
-        ensure!(Instant::now() < patience, "it has only {} descriptors", nic.descriptors()?);
+        ensure!(Instant::now() < deadline, "only {} descriptors are open", nic.descriptors()?);
         std::thread::sleep(Duration::from_millis(5));
     }
     let accepting = Thread::find(nic.child.id() as i32, "granary-control")?;
     let (before, start) = (accepting.cpu_ns()?, Instant::now());
     std::thread::sleep(Duration::from_secs(1));
     let share = (accepting.cpu_ns()? - before) as f64 / start.elapsed().as_nanos() as f64;
-    ensure!(share < 0.2, "the thread that accepts takes {share:.2} of a CPU");
-    // Those are gone, and nothing but time has told the process so.
+    ensure!(share < 0.2, "the accepting thread uses {share:.2} of a CPU");
+    // The process gets no event when descriptors become free, so it must retry after a time.
     drop(open);
     let attached = loop {
         match Attached::connect(&nic.socket) {
             Ok(attached) => break attached,
-            Err(e) => ensure!(Instant::now() < patience, "it accepts nothing any more: {e}"),
+            Err(e) => ensure!(Instant::now() < deadline, "the NIC accepts no connection: {e}"),
         }
         std::thread::sleep(Duration::from_millis(5));
     };

@@ -1,5 +1,5 @@
-//! Files of the pager's beside a program: the overflow file, which only this process can read, and the limit of
-//! file sizes (`ulimit -f`), under which a program runs or ends with a message.
+//! Files of the pager: the overflow file, which is encrypted and authenticated, and the limit of file
+//! sizes (`ulimit -f`), under which a program runs or ends with a message.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -7,13 +7,13 @@ use std::os::unix::fs::FileExt;
 use std::process::{Child, Command, Stdio};
 
 use granary_tests::pager::{Scratch, library};
-use granary_tests::run::{Behind, Site};
+use granary_tests::run::{NodeKind, Site};
 use pager::config::EXIT_PAGER;
 use pager::sys::PAGE_BYTES;
 
 const MIB: u64 = 1 << 20;
 
-/// A program that has filled its memory, most of which is in the overflow file, and waits.
+/// A waiting program that has filled its memory, most of which is in the overflow file.
 struct Filled {
     child: Child,
     file: File,
@@ -42,8 +42,8 @@ impl Filled {
         Self { child, file, _scratch: scratch }
     }
 
-    /// Lets it check its memory; returns its status, what it wrote and what it said.
-    fn go_on(mut self) -> (Option<i32>, String, String) {
+    /// Lets the program check its memory; returns its exit code, standard output and standard error.
+    fn check_memory(mut self) -> (Option<i32>, String, String) {
         self.child.stdin.take().unwrap().write_all(b"\n").unwrap();
         let output = self.child.wait_with_output().unwrap();
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -51,8 +51,8 @@ impl Filled {
     }
 }
 
-/// The overflow file of a process, which has no name: it is open in the pager's threads, which have a descriptor table
-/// of their own.
+/// Opens the overflow file of a process. The file has no name; it is open in the pager's threads,
+/// which have a separate descriptor table.
 fn overflow_file(pid: u32, scratch: &Scratch) -> File {
     let list =
         |path: &std::path::Path| std::fs::read_dir(path).unwrap().map(|entry| entry.unwrap());
@@ -65,51 +65,51 @@ fn overflow_file(pid: u32, scratch: &Scratch) -> File {
 }
 
 #[test]
-fn the_overflow_file_has_nothing_readable() {
+fn overflow_file_is_encrypted() {
     let filled = Filled::start("overflow-read");
     let len = filled.file.metadata().unwrap().len();
     assert!(len >= 8 * MIB, "{len} bytes are in the file");
     let mut bytes = vec![0; len as usize];
     filled.file.read_exact_at(&mut bytes, 0).unwrap();
     let secret = b"a secret of the program's";
-    assert!(!bytes.windows(secret.len()).any(|part| part == secret), "memory lies in the file");
-    let (status, stdout, stderr) = filled.go_on();
+    assert!(!bytes.windows(secret.len()).any(|part| part == secret), "the file contains plain text");
+    let (status, stdout, stderr) = filled.check_memory();
     assert_eq!((status, &*stdout), (Some(0), "as expected\n"), "{stderr}");
 }
 
 #[test]
-fn a_changed_overflow_file_ends_the_program_before_it_sees_anything_wrong() {
+fn changed_overflow_file_ends_the_program() {
     let filled = Filled::start("overflow-changed");
     let len = filled.file.metadata().unwrap().len();
     let mut page = [0; PAGE_BYTES];
     for at in (0..len - PAGE_BYTES as u64).step_by(2 * PAGE_BYTES) {
-        // One bit of every other page.
+        // Flips one bit of every other page.
         filled.file.read_exact_at(&mut page, at).unwrap();
         page[1000] ^= 4;
         filled.file.write_all_at(&page, at).unwrap();
     }
-    let (status, stdout, stderr) = filled.go_on();
+    let (status, stdout, stderr) = filled.check_memory();
     assert_eq!(status, Some(EXIT_PAGER), "{stdout}{stderr}");
     assert_eq!(stdout, "");
     assert!(stderr.contains("overflow file") && stderr.contains("changed"), "{stderr}");
 }
 
 #[test]
-fn pages_that_change_places_in_the_overflow_file_end_the_program() {
+fn swapped_pages_in_the_overflow_file_end_the_program() {
     let filled = Filled::start("overflow-swapped");
     let len = filled.file.metadata().unwrap().len();
     let mut bytes = vec![0; len as usize];
     filled.file.read_exact_at(&mut bytes, 0).unwrap();
     bytes.rotate_left(PAGE_BYTES);
     filled.file.write_all_at(&bytes, 0).unwrap();
-    let (status, stdout, stderr) = filled.go_on();
+    let (status, stdout, stderr) = filled.check_memory();
     assert_eq!((status, &*stdout), (Some(EXIT_PAGER), ""), "{stderr}");
     assert!(stderr.contains("overflow file") && stderr.contains("changed"), "{stderr}");
 }
 
-/// Runs `fsize.c` through a shell that sets a limit first.
+/// Runs `fsize.c` from a shell script, which may set a limit first.
 fn under(name: &str, memory: &str, script: &str) -> (i32, String, String) {
-    let site = Site::new(Behind::Private, name, 8 * MIB, memory);
+    let site = Site::new(NodeKind::Private, name, 8 * MIB, memory);
     let program = site.scratch.compile("fsize", include_str!("pager_programs/fsize.c"));
     let script = script.replace("PROGRAM", program.to_str().unwrap());
     let outcome = site.run("sh", &["-c", &script]).outcome;
@@ -117,8 +117,8 @@ fn under(name: &str, memory: &str, script: &str) -> (i32, String, String) {
 }
 
 #[test]
-fn a_limit_of_file_sizes_that_leaves_no_room_for_the_pager_is_named() {
-    // In blocks of 512 bytes: nothing at all, and less than the memory that is shared with the NIC.
+fn too_small_file_size_limit_is_named() {
+    // In blocks of 512 bytes: zero, and less than the memory that is shared with the NIC.
     for limit in [0, 1, 8, 100, 1000] {
         let script = format!("ulimit -f {limit}; exec PROGRAM");
         let (code, stdout, stderr) = under(&format!("fsize-{limit}"), "256MiB", &script);
@@ -131,19 +131,19 @@ fn a_limit_of_file_sizes_that_leaves_no_room_for_the_pager_is_named() {
 }
 
 #[test]
-fn a_limit_of_file_sizes_above_what_the_pager_needs_changes_nothing() {
+fn sufficient_file_size_limit_has_no_effect() {
     let (code, stdout, stderr) = under("fsize-enough", "256MiB", "ulimit -f 40000; exec PROGRAM");
     assert_eq!((code, &*stdout), (0, "as expected\n"), "{stderr}");
 }
 
 #[test]
-fn a_limit_that_a_program_sets_and_meets_itself_is_its_own_business() {
+fn file_size_limit_of_a_program_still_applies() {
     let (code, stdout, stderr) = under("fsize-own", "256MiB", "exec PROGRAM 1048576");
     assert_eq!((code, &*stdout), (0, "as expected\n"), "{stderr}");
 }
 
 #[test]
-fn an_overflow_file_that_may_not_grow_ends_the_program_with_a_message() {
+fn overflow_file_at_its_size_limit_ends_the_program() {
     for script in ["exec PROGRAM 1048576", "ulimit -f 10000; exec PROGRAM"] {
         let (code, stdout, stderr) = under("fsize-overflow", "4MiB", script);
         assert_eq!((code, &*stdout), (EXIT_PAGER, ""), "{script}: {stderr}");

@@ -1,16 +1,15 @@
-//! Programs that fork, under the pager: every process sees what POSIX has it see, within a bound of its
-//! own, whatever becomes of the others.
+//! Programs that fork, under the pager. Every process sees the memory that POSIX specifies, within its
+//! own limit, even if other processes of the family end.
 //!
-//! With `GRANARY_TEST_UNPRIVILEGED=1` all of it runs where the kernel reports no forks (`pager::fork::birth`).
+//! With `GRANARY_TEST_UNPRIVILEGED=1` the tests run without reports of forks from the kernel (`pager::fork::child_setup`).
 //!
-//! Real programs run over a real memory node; what no real program does in a second is done by C programs
-//! that check themselves.
+//! Unmodified programs run with a memory node. C programs that check themselves cover rare cases.
 
 use granary_tests::needs;
 use granary_tests::node::{MemoryNode, full};
 use granary_tests::over_each_node;
 use granary_tests::pager::{Scratch, assert_same, forks_are_reported, paged, plain};
-use granary_tests::run::{Behind, Site};
+use granary_tests::run::{NodeKind, Site};
 use pager::config::EXIT_PAGER;
 
 const MIB: u64 = 1 << 20;
@@ -22,18 +21,18 @@ over_each_node![
     redis_saves_in_the_background,
 ];
 
-/// Runs a program plainly and paged in a fresh directory each, and compares.
+/// Runs a program without the pager and paged, and compares the results.
 fn compare(site: &Site, program: &str, arguments: &[&str]) {
     compare_within(site.local_bytes(), site, program, arguments);
 }
 
-/// As [`compare`], for programs whose own text is large: with this bound instead of the site's.
+/// As [`compare`], with another limit than the site's, for programs with a large text segment.
 fn compare_within(bound: u64, site: &Site, program: &str, arguments: &[&str]) {
     let plain = plain(program, arguments);
     assert_eq!(plain.code, 0, "{}", plain.stderr);
     let paged = site.run(program, arguments);
     assert_same(&plain, &paged.outcome, bound);
-    site.assert_whole();
+    site.assert_all_chunks_free();
 }
 
 fn script(site: &Site, name: &str, text: &str) -> String {
@@ -42,8 +41,8 @@ fn script(site: &Site, name: &str, text: &str) -> String {
     path.to_str().unwrap().into()
 }
 
-fn make_with_two_jobs_of_gcc(behind: Behind) {
-    let site = Site::new(behind, "make", 12 * MIB, "1GiB");
+fn make_with_two_jobs_of_gcc(node: NodeKind) {
+    let site = Site::new(node, "make", 12 * MIB, "1GiB");
     let makefile = script(&site, "Makefile", include_str!("pager_programs/build.mk"));
     let directory = site.scratch.0.to_str().unwrap();
     let files = if full() { "FILES=1 2 3 4 5 6 7 8" } else { "FILES=1 2" };
@@ -52,28 +51,28 @@ fn make_with_two_jobs_of_gcc(behind: Behind) {
     compare_within(28 * MIB, &site, "make", &arguments);
 }
 
-fn python_with_processes(behind: Behind) {
-    let site = Site::new(behind, "multiprocessing", 16 * MIB, "1GiB");
+fn python_with_processes(node: NodeKind) {
+    let site = Site::new(node, "multiprocessing", 16 * MIB, "1GiB");
     let program = script(&site, "processes.py", include_str!("pager_programs/processes.py"));
     let rows = if full() { "400000" } else { "60000" };
     compare(&site, "/usr/bin/python3", &[&program, rows]);
 }
 
-fn a_shell_script_with_subshells(behind: Behind) {
-    let site = Site::new(behind, "subshells", 4 * MIB, "1GiB");
+fn a_shell_script_with_subshells(node: NodeKind) {
+    let site = Site::new(node, "subshells", 4 * MIB, "1GiB");
     let program = script(&site, "subshells.sh", include_str!("pager_programs/subshells.sh"));
     compare(&site, "sh", &[&program, if full() { "200000" } else { "60000" }]);
 }
 
-fn redis_saves_in_the_background(behind: Behind) {
-    let site = Site::new(behind, "redis", 8 * MIB, "1GiB");
+fn redis_saves_in_the_background(node: NodeKind) {
+    let site = Site::new(node, "redis", 8 * MIB, "1GiB");
     let program = script(&site, "redis.sh", include_str!("pager_programs/redis.sh"));
     let directory = site.scratch.0.to_str().unwrap();
     let keys = if full() { "200000" } else { "20000" };
     compare(&site, "sh", &[&program, directory, keys]);
 }
 
-/// Runs a C program that checks itself, plainly and paged.
+/// Runs a C program that checks itself, without the pager and paged.
 fn self_checking(name: &str, source: &str, runs: &[&[&str]]) {
     let scratch = Scratch::new(&format!("forks-{name}"));
     let program = scratch.compile(name, source);
@@ -88,7 +87,7 @@ fn self_checking(name: &str, source: &str, runs: &[&[&str]]) {
 }
 
 #[test]
-fn a_family_of_processes_finds_every_page_as_it_left_it() {
+fn process_family_keeps_its_page_contents() {
     let source = include_str!("pager_programs/family.c");
     let seeds: Vec<String> =
         (1..if full() { 60 } else { 5 }).map(|seed| seed.to_string()).collect();
@@ -100,44 +99,44 @@ fn a_family_of_processes_finds_every_page_as_it_left_it() {
 }
 
 #[test]
-fn a_daemon_outlives_its_parent() {
+fn daemon_outlives_its_parent() {
     self_checking("daemon", include_str!("pager_programs/daemon.c"), &[&["libc"], &["double"]]);
 }
 
 #[test]
-fn a_child_lives_on_when_its_parent_is_killed() {
+fn child_survives_when_its_parent_is_killed() {
     self_checking("killed", include_str!("pager_programs/daemon.c"), &[&["killed"]]);
 }
 
-/// nginx, Apache and php-fpm begin as root, and their workers have a user of their own.
+/// Like nginx, Apache and php-fpm, which start as root and run their workers as another user.
 #[test]
-fn workers_that_give_up_roots_rights_page_over_the_private_memory_node() {
+fn workers_without_root_page_to_the_private_node() {
     if !rustix::process::geteuid().is_root() {
         return needs::skip("only root can change its user");
     }
-    let site = Site::new(Behind::Private, "drops", 12 * MIB, "1GiB");
-    let program = site.scratch.compile("drops", include_str!("pager_programs/drops.c"));
+    let site = Site::new(NodeKind::Private, "drops_privileges", 12 * MIB, "1GiB");
+    let program = site.scratch.compile("drops_privileges", include_str!("pager_programs/drops_privileges.c"));
     compare(&site, program.to_str().unwrap(), &[]);
 }
 
 #[test]
-fn two_hundred_children_one_after_the_other() {
+fn two_hundred_sequential_children_are_paged() {
     self_checking("many", include_str!("pager_programs/many.c"), &[&["200"]]);
 }
 
-/// The kernel refuses to write-protect pages while it reports a fork, and a child by a raw system call comes
-/// without a step of the pager's before it.
+/// The kernel refuses to write-protect pages while it reports a fork, and the pager's fork hook does
+/// not run before a fork by a raw system call.
 #[test]
 fn pages_are_evicted_in_the_middle_of_forks() {
     let forks = if full() { "1000" } else { "60" };
-    let ways: &[&str] = if forks_are_reported() { &["fork", "raw"] } else { &["fork"] };
-    for way in ways {
-        self_checking("storm", include_str!("pager_programs/storm.c"), &[&[way, forks]]);
+    let methods: &[&str] = if forks_are_reported() { &["fork", "raw"] } else { &["fork"] };
+    for method in methods {
+        self_checking("storm", include_str!("pager_programs/storm.c"), &[&[method, forks]]);
     }
 }
 
 #[test]
-fn limits_that_a_program_sets_are_kept_to() {
+fn limits_set_by_a_program_still_apply() {
     let scratch = Scratch::new("forks-limits");
     let program = scratch.compile("limits", include_str!("pager_programs/limits.c"));
     let program = program.to_str().unwrap();
@@ -150,7 +149,7 @@ fn limits_that_a_program_sets_are_kept_to() {
 }
 
 #[test]
-fn limits_that_leave_no_room_for_the_pager_are_named() {
+fn too_small_limits_are_named() {
     for limit in ["-v 2000000", "-d 2000000", "-d 100000000"] {
         let script = format!("ulimit {limit}; exec true");
         let paged = paged(8 * MIB, "memory:1GiB", "sh", &["-c", &script]);
@@ -159,14 +158,14 @@ fn limits_that_leave_no_room_for_the_pager_are_named() {
     }
 }
 
-/// A thread of the pager's that takes memory from the program's allocator has a heap there; when it ends
-/// in a fork, its heap is for others to take over, and the next such thread waits for pages that itself is to
-/// bring.
+/// A pager thread that uses the program's allocator would own a heap there. When the thread ends in a
+/// fork, another thread takes over the heap, and the next pager thread could wait for pages that it
+/// must bring in itself.
 #[test]
-fn the_pagers_threads_allocate_nothing_that_is_paged() {
+fn pager_threads_allocate_no_paged_memory() {
     let scratch = Scratch::new("forks-inside");
-    let source = include_str!("pager_programs/inside.c");
-    let program = scratch.compile("inside", source);
+    let source = include_str!("pager_programs/pager_allocations.c");
+    let program = scratch.compile("pager_allocations", source);
     let notes = scratch.compile_with("notes.so", source, &["-shared", "-fPIC", "-DLIBRARY"]);
     let under = |libraries: &[&std::path::Path]| {
         let libraries: Vec<_> = libraries.iter().map(|path| path.to_str().unwrap()).collect();
@@ -175,7 +174,7 @@ fn the_pagers_threads_allocate_nothing_that_is_paged() {
     let plain = plain("sh", &["-c", &under(&[&notes])]);
     assert_eq!(plain.code, 0, "{}", plain.stderr);
     let script = under(&[&notes, &granary_tests::pager::library()]);
-    // Over a memory node too: its client may start threads of its own.
+    // With a memory node too, because the pool client may start threads.
     let node = MemoryNode::start("forks-inside-node", &["--memory", "512MiB"]).unwrap();
     for pool in ["memory:1GiB".to_owned(), format!("shm:{}", node.socket.display())] {
         let paged = paged(8 * MIB, &pool, "sh", &["-c", &script]);
@@ -184,10 +183,11 @@ fn the_pagers_threads_allocate_nothing_that_is_paged() {
     }
 }
 
-/// Streams, the name service and thread-specific data, which libc touches in a fork, and handlers of a library that is
-/// initialised before the pager's: with all of it paged out, and no room for it.
+/// During a fork libc touches streams, the name service and thread-specific data, and runs fork
+/// handlers of a library that is initialised before the pager's. All of that memory is paged out, and
+/// the local memory is full.
 #[test]
-fn what_is_touched_in_the_middle_of_a_fork() {
+fn libc_state_touched_during_a_fork_is_available() {
     let scratch = Scratch::new("forks-streams");
     let source = include_str!("pager_programs/streams.c");
     let program = scratch.compile("streams", source);
@@ -200,7 +200,7 @@ fn what_is_touched_in_the_middle_of_a_fork() {
     let library = granary_tests::pager::library();
     let plain = plain("sh", &["-c", &under(&[&early])]);
     assert_eq!(plain.code, 0, "{}", plain.stderr);
-    // What stands behind in the list is initialised first.
+    // Libraries later in the list are initialised first.
     for libraries in [&[&*library, &*early][..], &[&*library]] {
         let paged = paged(8 * MIB, "memory:1GiB", "sh", &["-c", &under(libraries)]);
         assert_same(&plain, &paged, 8 * MIB);
@@ -209,13 +209,13 @@ fn what_is_touched_in_the_middle_of_a_fork() {
 }
 
 #[test]
-fn all_ways_to_make_a_process() {
-    self_checking("ways", include_str!("pager_programs/ways.c"), &[&[]]);
+fn all_ways_to_create_a_process_are_paged() {
+    self_checking("process_creation", include_str!("pager_programs/process_creation.c"), &[&[]]);
 }
 
 /// The keeper's process is killed while it waits: another one takes its place, and no child notices.
 #[test]
-fn children_live_on_when_their_keeper_is_killed() {
+fn children_survive_when_their_keeper_is_killed() {
     self_checking(
         "keeper",
         include_str!("pager_programs/keeper.c"),
@@ -223,10 +223,10 @@ fn children_live_on_when_their_keeper_is_killed() {
     );
 }
 
-/// The keeper is killed again and again, whatever it does. While it works it may hold locks of the parent's: then
-/// the parent ends with a message. Nobody hangs, and nobody sees anything wrong.
+/// The keeper is killed repeatedly at any time. While it works it may hold locks of the parent; then
+/// the parent ends with a message. No process hangs, and no process sees wrong data.
 #[test]
-fn a_keeper_that_is_killed_at_any_moment_leaves_nothing_wrong_and_nobody_waiting() {
+fn keeper_killed_at_any_moment_causes_no_hang_or_data_loss() {
     let scratch = Scratch::new("forks-storm");
     let program = scratch.compile("keeper", include_str!("pager_programs/keeper.c"));
     let program = program.to_str().unwrap();

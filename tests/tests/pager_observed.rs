@@ -1,5 +1,5 @@
-//! Programs that are traced, debugged or dumped while their memory is paged: nobody hangs, and the end is
-//! that of a plain run.
+//! Programs that are traced, debugged or dumped while their memory is paged: no process hangs, and the
+//! result is that of a run without the pager.
 
 use std::fs;
 use std::io::Write;
@@ -10,7 +10,7 @@ use granary_tests::pager::{Outcome, Running, Scratch, library};
 
 const MIB: u64 = 1 << 20;
 
-/// A C program that aborts with most of its memory paged out, and what pages it.
+/// A C program that aborts with most of its memory paged out.
 struct Aborting {
     scratch: Scratch,
     program: String,
@@ -24,34 +24,35 @@ impl Aborting {
         Self { scratch, program }
     }
 
-    /// Runs a command in its directory that runs programs with what [`variables`] says.
+    /// Runs a command in the program's directory.
     fn run(&self, command: &mut Command) -> Outcome {
         Running::start(command.current_dir(&self.scratch.0)).finish()
     }
 
-    /// What gdb says that starts it by `wrapper`, lets it run to its end, and then does `orders`.
-    fn debugged(&self, wrapper: &str, orders: &[&str]) -> String {
+    /// Runs the program in gdb, started by `wrapper`, until it ends, and then runs gdb `commands`.
+    /// Returns gdb's output.
+    fn debugged(&self, wrapper: &str, commands: &[&str]) -> String {
         let mut command = Command::new("timeout");
         command.args(["120", "gdb", "-batch", "-nx", "-ex", "set debuginfod enabled off"]);
         command.args(["-ex", &format!("set exec-wrapper {wrapper}"), "-ex", "run"]);
-        for order in orders {
-            command.args(["-ex", order]);
+        for gdb_command in commands {
+            command.args(["-ex", gdb_command]);
         }
         let outcome = self.run(command.args(["--args", &self.program]));
         let text = text(&outcome);
-        // Its own is that of the last order.
-        assert_ne!(outcome.code, 124, "it hangs: {text}");
+        // 124 is the status of `timeout`; gdb's own status is that of its last command.
+        assert_ne!(outcome.code, 124, "gdb hangs: {text}");
         text
     }
 }
 
 /// The environment of a paged program, `NAME=VALUE`.
 fn variables() -> Vec<String> {
-    let mut all = vec![format!("LD_PRELOAD={}", library().display())];
+    let mut variables = vec![format!("LD_PRELOAD={}", library().display())];
     for (name, value) in pager::Config::new(8 * MIB, "memory:1GiB").to_environment() {
-        all.push(format!("{name}={}", value.to_str().unwrap()));
+        variables.push(format!("{name}={}", value.to_str().unwrap()));
     }
-    all
+    variables
 }
 
 fn text(outcome: &Outcome) -> String {
@@ -59,7 +60,7 @@ fn text(outcome: &Outcome) -> String {
 }
 
 #[test]
-fn a_traced_family_gives_the_same() {
+fn traced_processes_have_the_same_output() {
     let scratch = Scratch::new("strace");
     let program = scratch.compile("many", include_str!("pager_programs/many.c"));
     let log = scratch.0.join("log");
@@ -76,13 +77,14 @@ fn a_traced_family_gives_the_same() {
     assert!(log.contains("exited with 19"), "the children were traced too");
 }
 
-/// gdb stops all threads, those of the pager too. What is not resident it cannot read then; a function that
-/// it calls in the program can, since all threads run meanwhile.
+/// gdb stops all threads, the pager's included, and then cannot read memory that is not resident. A
+/// function that gdb calls in the program can read it, because all threads run during the call.
 ///
-/// A gdb that is older than its CPU calls nothing, in no program: version 13 has no room for the registers of
-/// one with AMX. Then the plain program says so, and the calls are left out.
+/// A gdb that is older than the CPU cannot call functions in any program: version 13 has no room for
+/// the registers of a CPU with AMX. The run without the pager detects this, and the test then leaves
+/// out the calls.
 #[test]
-fn a_debugger_sees_the_end_and_reads_memory_by_calls() {
+fn debugger_reads_paged_memory_by_calls() {
     let aborting = Aborting::new("gdb");
     let call = r#"printf "called: %u\n", (unsigned)word_of_page(10)"#;
     let look = r#"printf "seen: %u\n", ((unsigned *)paged)[10 * 1024]"#;
@@ -93,21 +95,21 @@ fn a_debugger_sees_the_end_and_reads_memory_by_calls() {
     let calls = plain.contains("called: 11\n");
     if !calls {
         assert!(plain.contains("Couldn't write extended state status"), "{plain}");
-        let _ = writeln!(std::io::stderr(), "gdb: calls are left out: it makes none on this CPU");
+        let _ = writeln!(std::io::stderr(), "this gdb cannot call functions on this CPU: the calls are left out");
     }
     let paged = format!("env {}", variables().join(" "));
     let text = aborting.debugged(&paged, &["bt", look, call, look]);
     for part in ["all there", "SIGABRT", "in fail ", "in main "] {
         assert!(text.contains(part), "no {part:?} in {text}");
     }
-    assert!(text.contains("Cannot access memory at address"), "it was paged out: {text}");
+    assert!(text.contains("Cannot access memory at address"), "the page is resident: {text}");
     if calls {
         assert!(text.contains("called: 11\n") && text.contains("seen: 11\n"), "{text}");
     }
 }
 
 #[test]
-fn a_core_dump_ends_and_holds_no_paged_memory() {
+fn core_dump_contains_no_paged_memory() {
     let aborting = Aborting::new("core");
     let script =
         format!("ulimit -c unlimited; exec env {} {}", variables().join(" "), aborting.program);
@@ -125,7 +127,7 @@ fn a_core_dump_ends_and_holds_no_paged_memory() {
     };
     use std::os::unix::fs::MetadataExt;
     let taken = core.metadata().unwrap().blocks() * 512;
-    assert!(taken < 8 * MIB, "{taken} bytes: paged memory is in it");
+    assert!(taken < 8 * MIB, "the dump of {taken} bytes contains paged memory");
     let core = core.path();
     let mut command = Command::new("timeout");
     command.args(["120", "gdb", "-batch", "-nx", "-ex", "set debuginfod enabled off", "-ex", "bt"]);

@@ -1,9 +1,9 @@
-//! Unmodified programs under the pager give the output of a plain run, within their bound.
+//! Unmodified programs under the pager have the output of a run without the pager, and stay within
+//! their limit of local memory.
 //!
-//! Real programs run as a user runs them: the built `granary run`, over a memory node that it starts
-//! itself and over a running one. What the diagnostic pool is special for runs in that one (a file
-//! without a name in the program's own process): the library built with debug assertions, a pool that
-//! fails after exactly so many transfers, and forks.
+//! Most tests use the built `granary run`, with a private memory node and with a running one. Some
+//! tests use the diagnostic pool, an unnamed file in the program's own process: for the library with
+//! debug assertions, for a pool that fails after an exact number of transfers, and for forks.
 
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -14,17 +14,17 @@ use granary_tests::over_each_node;
 use granary_tests::pager::{
     Outcome, Running, Scratch, assert_same, assert_same_within, paged, plain,
 };
-use granary_tests::run::{Behind, Paged, Site};
+use granary_tests::run::{NodeKind, Paged, Site};
 use pager::config::EXIT_POOL_GONE;
 use pager::stats::Counter;
 
 const MIB: u64 = 1 << 20;
 
 over_each_node![
-    sort_gives_the_same,
-    sort_with_a_full_pool_goes_on_in_the_overflow_file,
+    sort_has_the_same_output,
+    sort_uses_the_overflow_file_when_the_pool_is_full,
     sort_ends_when_the_node_is_killed,
-    nothing_wrong_is_read_when_the_node_is_killed,
+    no_wrong_data_is_read_when_the_node_is_killed,
     python_with_threads_and_subprocesses,
     gcc_compiles_a_real_file,
     sqlite_builds_and_queries_a_table_in_memory,
@@ -33,12 +33,12 @@ over_each_node![
     mappings_are_changed_as_the_kernel_would,
 ];
 
-/// A size for `make test`, or the one for `make test-full`.
+/// The size for `make test` or for `make test-full`.
 fn size<T>(short: T, long: T) -> T {
     if full() { long } else { short }
 }
 
-/// Lines in no order, the same every time.
+/// Lines in a pseudo-random order, the same in every run.
 fn lines(count: u32) -> String {
     let (mut text, mut state) = (String::new(), 1u64);
     for _ in 0..count {
@@ -49,14 +49,14 @@ fn lines(count: u32) -> String {
     text
 }
 
-/// Runs a program plainly and paged, and compares: the same status and output, at least `pages` moved
-/// each way, within its bound; and in the end all chunks are back.
+/// Runs a program without the pager and paged. Asserts the same status and output, at least `pages`
+/// moved in each direction, the limit of local memory, and that all chunks are free at the end.
 fn compare(site: &Site, pages: u64, program: &str, arguments: &[&str]) -> (Outcome, Paged) {
     compare_within(site.local_bytes() + pager::CONSTANT_BYTES, site, pages, program, arguments)
 }
 
 fn compare_within(
-    bound: u64,
+    limit: u64,
     site: &Site,
     pages: u64,
     program: &str,
@@ -64,14 +64,14 @@ fn compare_within(
 ) -> (Outcome, Paged) {
     let plain = plain(program, arguments);
     let paged = site.run(program, arguments);
-    assert_same_within(&plain, &paged.outcome, bound);
+    assert_same_within(&plain, &paged.outcome, limit);
     paged.assert_moved(pages);
-    site.assert_whole();
+    site.assert_all_chunks_free();
     (plain, paged)
 }
 
-/// The most bytes that a plain run has resident, as the kernel counts them for a child of a small process: the peak in
-/// an [`Outcome`] is sampled, and a short run may end between two looks.
+/// Peak resident memory of a run without the pager, in bytes, from the rusage of a child of a small
+/// process. The peak in an [`Outcome`] is sampled, and a short run may end between two samples.
 fn plain_peak(program: &str, arguments: &[&str]) -> u64 {
     let script = "import resource, subprocess, sys\n\
                   subprocess.call(sys.argv[1:], stdout=subprocess.DEVNULL)\n\
@@ -82,18 +82,18 @@ fn plain_peak(program: &str, arguments: &[&str]) -> u64 {
     text.trim().parse::<u64>().expect("a number of KiB") * 1024
 }
 
-fn sort_gives_the_same(behind: Behind) {
-    let site = Site::new(behind, "sort", size(8, 16) * MIB, "1GiB");
+fn sort_has_the_same_output(node: NodeKind) {
+    let site = Site::new(node, "sort", size(8, 16) * MIB, "1GiB");
     let input = site.scratch.0.join("lines");
     std::fs::write(&input, lines(size(200_000, 600_000))).unwrap();
     let input = input.to_str().unwrap();
     let arguments = ["--parallel=1", "-S", "300M", input];
     compare(&site, 2000, "sort", &arguments);
-    assert!(plain_peak("sort", &arguments) > 16 * MIB, "the bound must bite");
+    assert!(plain_peak("sort", &arguments) > 16 * MIB, "the program needs too little memory");
 }
 
-fn sort_with_a_full_pool_goes_on_in_the_overflow_file(behind: Behind) {
-    let site = Site::new(behind, "full", size(8, 16) * MIB, "4MiB");
+fn sort_uses_the_overflow_file_when_the_pool_is_full(node: NodeKind) {
+    let site = Site::new(node, "full", size(8, 16) * MIB, "4MiB");
     let input = site.scratch.0.join("lines");
     std::fs::write(&input, lines(size(200_000, 600_000))).unwrap();
     let input = input.to_str().unwrap();
@@ -102,16 +102,17 @@ fn sort_with_a_full_pool_goes_on_in_the_overflow_file(behind: Behind) {
     assert!(paged.count("overflow_peak_bytes") >= 4 * MIB, "{}", paged.stats);
 }
 
-/// The program's memory lies in the pool and it waits for more input while the memory node is killed.
-fn sort_ends_when_the_node_is_killed(behind: Behind) {
-    let mut site = Site::new(behind, "killed", 8 * MIB, "1GiB");
+/// The memory node is killed while the program's memory is in the pool and the program waits for
+/// input.
+fn sort_ends_when_the_node_is_killed(node: NodeKind) {
+    let mut site = Site::new(node, "killed", 8 * MIB, "1GiB");
     let mut command = site.command("sort", &["-S", "200M"]);
     let mut running = Running::start(command.stdin(Stdio::piped()));
     let mut input = running.input();
     input.write_all(lines(400_000).as_bytes()).unwrap();
     site.wait_for_pages_out(&running, 500);
     site.kill_node(&running);
-    // It may have ended before it reads this.
+    // Fails if the program has already ended.
     let _ = input.write_all(b"the last line\n");
     drop(input);
     let Paged { outcome, stats } = site.finish(running);
@@ -120,12 +121,12 @@ fn sort_ends_when_the_node_is_killed(behind: Behind) {
     assert!(stats["pages_out"].as_u64() >= Some(500), "{stats}");
 }
 
-/// A program that reads and checks paged memory all the time never sees anything wrong.
-fn nothing_wrong_is_read_when_the_node_is_killed(behind: Behind) {
-    let mut site = Site::new(behind, "holder", 8 * MIB, "1GiB");
+/// A program that continuously reads and checks paged memory never sees wrong data.
+fn no_wrong_data_is_read_when_the_node_is_killed(node: NodeKind) {
+    let mut site = Site::new(node, "holder", 8 * MIB, "1GiB");
     let program = site.scratch.compile("holder", include_str!("pager_programs/holder.c"));
     let running = Running::start(&mut site.command(program.to_str().unwrap(), &[]));
-    // More than it fills: it reads what it has written, and changes it.
+    // More pages than the program fills, so it is already rereading and changing them.
     site.wait_for_pages_out(&running, 10_000);
     site.kill_node(&running);
     let Paged { outcome, stats } = site.finish(running);
@@ -140,7 +141,7 @@ fn assert_gone(outcome: &Outcome) {
     assert!(stderr.contains("the memory pool is gone"), "{stderr}");
 }
 
-/// What python runs: `ROWS` is set before.
+/// Python program; `ROWS` is defined before it.
 const PYTHON: &str = "
 import hashlib, subprocess, sys, threading
 rows = [(i * 7919 % 1000003, str(i) * 3) for i in range(ROWS)]
@@ -158,20 +159,20 @@ print(subprocess.run(['sh', '-c', 'exit 7'], preexec_fn=lambda: None).returncode
 sys.exit(3)
 ";
 
-fn python_with_threads_and_subprocesses(behind: Behind) {
-    let site = Site::new(behind, "python", size(8, 24) * MIB, "1GiB");
+fn python_with_threads_and_subprocesses(node: NodeKind) {
+    let site = Site::new(node, "python", size(8, 24) * MIB, "1GiB");
     let script = format!("ROWS = {}\n{PYTHON}", size(40_000, 150_000));
     let (plain, paged) = compare(&site, 2000, "/usr/bin/python3", &["-c", &script]);
     assert_eq!(plain.code, 3);
     let peak = plain_peak("/usr/bin/python3", &["-c", &script]);
-    assert!(peak > 16 * MIB, "the bound must bite");
-    assert!(paged.count("processes") >= 3, "what it starts is paged too: {}", paged.stats);
+    assert!(peak > 16 * MIB, "the program needs too little memory");
+    assert!(paged.count("processes") >= 3, "child processes are not paged: {}", paged.stats);
 }
 
-/// The compiler proper has more text than other programs have memory. So its bound is what it has
-/// resident with one function to compile, when hardly anything is paged, and `--local`.
-fn gcc_compiles_a_real_file(behind: Behind) {
-    let site = Site::new(behind, "gcc", size(6, 16) * MIB, "1GiB");
+/// The compiler's text segment is larger than other programs' memory. Therefore the limit is `--local`
+/// plus the resident memory of a compilation of a single function, during which few pages move.
+fn gcc_compiles_a_real_file(node: NodeKind) {
+    let site = Site::new(node, "gcc", size(6, 16) * MIB, "1GiB");
     let source = |name: &str, functions| {
         let mut text = String::from("#include <stdio.h>\n#include <string.h>\n");
         for number in 0..functions {
@@ -189,13 +190,13 @@ fn gcc_compiles_a_real_file(behind: Behind) {
     let (one, many) = (source("one.c", 1), source("many.c", size(300, 1500)));
     let alone = site.run("gcc", &["-O1", "-S", "-o", "-", &one]);
     assert!(alone.count("pages_out") < 100, "{}", alone.stats);
-    let bound = site.local_bytes() + alone.outcome.resident_bytes;
-    let (plain, _) = compare_within(bound, &site, 2000, "gcc", &["-O1", "-S", "-o", "-", &many]);
+    let limit = site.local_bytes() + alone.outcome.resident_bytes;
+    let (plain, _) = compare_within(limit, &site, 2000, "gcc", &["-O1", "-S", "-o", "-", &many]);
     assert_eq!(plain.code, 0, "{}", plain.stderr);
 }
 
-fn sqlite_builds_and_queries_a_table_in_memory(behind: Behind) {
-    let site = Site::new(behind, "sqlite", 4 * MIB, "1GiB");
+fn sqlite_builds_and_queries_a_table_in_memory(node: NodeKind) {
+    let site = Site::new(node, "sqlite", 4 * MIB, "1GiB");
     let rows = size(100_000, 200_000);
     let statements = format!(
         "create table t(a integer primary key, b text, c real); \
@@ -208,25 +209,26 @@ fn sqlite_builds_and_queries_a_table_in_memory(behind: Behind) {
     );
     compare(&site, 2000, "sqlite3", &[":memory:", &statements]);
     let peak = plain_peak("sqlite3", &[":memory:", &statements]);
-    assert!(peak > 16 * MIB, "the bound must bite");
+    assert!(peak > 16 * MIB, "the program needs too little memory");
 }
 
-fn threads_share_paged_memory(behind: Behind) {
+fn threads_share_paged_memory(node: NodeKind) {
     let steps = size(6000, 30_000).to_string();
-    self_checking(behind, "threads", include_str!("pager_programs/threads.c"), &steps);
+    self_checking(node, "threads", include_str!("pager_programs/threads.c"), &steps);
 }
 
-fn system_calls_reach_paged_buffers(behind: Behind) {
-    self_checking(behind, "syscalls", include_str!("pager_programs/syscalls.c"), "data");
+fn system_calls_reach_paged_buffers(node: NodeKind) {
+    self_checking(node, "syscalls", include_str!("pager_programs/syscalls.c"), "data");
 }
 
-fn mappings_are_changed_as_the_kernel_would(behind: Behind) {
-    self_checking(behind, "mappings", include_str!("pager_programs/mappings.c"), "data");
+fn mappings_are_changed_as_the_kernel_would(node: NodeKind) {
+    self_checking(node, "mappings", include_str!("pager_programs/mappings.c"), "data");
 }
 
-/// Runs a C program that checks itself. `argument` is a number, or the name of a file to use.
-fn self_checking(behind: Behind, name: &str, source: &str, argument: &str) {
-    let site = Site::new(behind, name, 12 * MIB, "1GiB");
+/// Runs a C program that checks itself. `argument` is a number, or the name of a file in the scratch
+/// directory.
+fn self_checking(node: NodeKind, name: &str, source: &str, argument: &str) {
+    let site = Site::new(node, name, 12 * MIB, "1GiB");
     let program = site.scratch.compile(name, source);
     let file = site.scratch.0.join(argument);
     let number = argument.parse::<u32>().is_ok();
@@ -235,15 +237,15 @@ fn self_checking(behind: Behind, name: &str, source: &str, argument: &str) {
     assert_eq!(plain.code, 0, "{}", plain.stderr);
 }
 
-/// Programs whose memory does not come from malloc alone, or not from the first malloc that the dynamic
-/// linker finds.
+/// Programs that allocate memory by other means than malloc, or with another malloc than the first
+/// that the dynamic linker finds.
 mod allocators {
     use super::*;
 
     const LOCAL: u64 = 12 * MIB;
 
     fn site(name: &str) -> Site {
-        Site::new(Behind::Private, name, LOCAL, "1GiB")
+        Site::new(NodeKind::Private, name, LOCAL, "1GiB")
     }
 
     /// Compiles a shared object into the site's directory; returns its path.
@@ -252,7 +254,7 @@ mod allocators {
         site.scratch.compile_with(name, source, &options).to_str().unwrap().to_owned()
     }
 
-    /// Runs a C program that checks itself, plainly and paged, within the bound.
+    /// Runs a C program that checks itself, without the pager and paged, and compares the runs.
     fn check(site: &Site, pages: u64, source: &str, options: &[&str], arguments: &[&str]) {
         let program = site.scratch.compile_with("program", source, options);
         let (plain, _) = compare(site, pages, program.to_str().unwrap(), arguments);
@@ -260,16 +262,16 @@ mod allocators {
     }
 
     #[test]
-    fn a_library_opened_with_rtld_deepbind_exchanges_memory_with_the_program() {
+    fn deepbind_library_exchanges_memory_with_the_program() {
         let site = site("deepbind");
         let source = include_str!("pager_programs/deepbind.c");
         let plugin = object(&site, "plugin.so", source, "-DPLUGIN");
         check(&site, 2000, source, &["-ldl"], &[&plugin]);
     }
 
-    /// None of it is paged: there is little of it.
+    /// This memory is not paged, because it is small.
     #[test]
-    fn a_library_allocates_in_an_ifunc_resolver_a_constructor_and_destructors() {
+    fn library_allocates_in_resolvers_constructors_and_destructors() {
         let site = site("early");
         let source = include_str!("pager_programs/early.c");
         let library = object(&site, "libearly.so", source, "-DLIBRARY");
@@ -282,50 +284,50 @@ mod allocators {
     }
 
     #[test]
-    fn memory_of_libc_malloc_is_paged_and_libc_free_takes_all_memory() {
+    fn libc_malloc_is_paged_and_libc_free_accepts_all_memory() {
         let source = include_str!("pager_programs/wrapper.c");
         check(&site("libc-names"), 2000, source, &[], &[]);
     }
 
     #[test]
-    fn a_program_wraps_malloc_around_libc_malloc() {
+    fn program_wraps_malloc_around_libc_malloc() {
         let source = include_str!("pager_programs/wrapper.c");
         check(&site("wrapper"), 2000, source, &["-DWRAPPED"], &[]);
     }
 
     #[test]
-    fn a_program_mixes_the_functions_of_a_shared_libjemalloc_with_malloc() {
+    fn program_mixes_libjemalloc_functions_with_malloc() {
         let source = include_str!("pager_programs/jemalloc.c");
         check(&site("jemalloc"), 2000, source, &["-l:libjemalloc.so.2"], &[]);
     }
 
     #[test]
-    fn a_program_mixes_the_functions_of_a_shared_libtcmalloc_with_malloc() {
+    fn program_mixes_libtcmalloc_functions_with_malloc() {
         let source = include_str!("pager_programs/tcmalloc.c");
         check(&site("tcmalloc"), 2000, source, &["-l:libtcmalloc_minimal.so.4"], &[]);
     }
 
     #[test]
-    fn the_break_is_paged() {
+    fn program_break_is_paged() {
         check(&site("break"), 2000, include_str!("pager_programs/brk.c"), &[], &[]);
     }
 
     #[test]
-    fn a_library_preloaded_beside_passes_calls_on() {
-        let site = site("beside");
-        let source = include_str!("pager_programs/beside.c");
-        let beside = object(&site, "beside.so", source, "-DBESIDE");
+    fn another_preloaded_library_passes_calls_on() {
+        let site = site("interposer");
+        let source = include_str!("pager_programs/interposer.c");
+        let interposer = object(&site, "interposer.so", source, "-DINTERPOSER");
         let program = site.scratch.compile("program", source);
         let program = program.to_str().unwrap();
-        assert_eq!(plain(program, &[]).code, 2, "nothing counts without the library");
+        assert_eq!(plain(program, &[]).code, 2, "without the library the program fails");
         let mut command = site.command(program, &[]);
-        let paged = site.finish(Running::start(command.env("LD_PRELOAD", beside)));
+        let paged = site.finish(Running::start(command.env("LD_PRELOAD", interposer)));
         let Outcome { code, stdout, stderr, .. } = paged.outcome;
         assert_eq!((code, &stdout[..]), (0, &b"done\n"[..]), "{stderr}");
     }
 
-    /// PHP opens its extensions with RTLD_DEEPBIND, has an allocator of its own over mmap, and with the
-    /// just-in-time compiler a large shared mapping that is written and run.
+    /// PHP opens its extensions with RTLD_DEEPBIND and has its own allocator over mmap. Its just-in-time
+    /// compiler has a large shared mapping that is written and executed.
     #[test]
     fn php_with_extensions_and_a_just_in_time_compiler() {
         let site = site("php");
@@ -362,7 +364,7 @@ mod diagnostic_pool {
     use super::*;
 
     #[test]
-    fn a_pool_that_goes_away_ends_the_program_with_a_message() {
+    fn lost_pool_ends_the_program_with_a_message() {
         let scratch = Scratch::new("gone");
         let input = scratch.0.join("lines");
         std::fs::write(&input, lines(400_000)).unwrap();
@@ -373,7 +375,7 @@ mod diagnostic_pool {
     }
 
     #[test]
-    fn without_a_bound_the_library_pages_nothing() {
+    fn library_without_limit_pages_nothing() {
         let scratch = Scratch::new("unbound");
         let program = scratch.compile("unbound", include_str!("pager_programs/mappings.c"));
         let mut command = std::process::Command::new(program);
@@ -381,7 +383,7 @@ mod diagnostic_pool {
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     }
 
-    /// Runs a C program that checks itself, plainly and paged.
+    /// Runs a C program that checks itself, without the pager and paged.
     fn self_checking(name: &str, source: &str, local: u64) {
         let scratch = Scratch::new(&format!("{name}-diagnostic"));
         let program = scratch.compile(name, source);
@@ -411,16 +413,16 @@ mod diagnostic_pool {
     }
 
     #[test]
-    fn a_child_sees_what_was_there_at_the_fork() {
+    fn child_sees_memory_as_of_the_fork() {
         self_checking("forks", include_str!("pager_programs/forks.c"), 12 * MIB);
     }
 
     #[test]
-    fn a_child_lives_on_when_its_parent_ends() {
+    fn child_survives_when_its_parent_ends() {
         let scratch = Scratch::new("orphan");
         let program = scratch.compile("orphan", include_str!("pager_programs/orphan.c"));
         let paged = paged(12 * MIB, "memory:1GiB", program.to_str().unwrap(), &[]);
-        // The output pipe closes when the child is gone too.
+        // The output pipe closes when the child has ended, too.
         assert_eq!(String::from_utf8_lossy(&paged.stdout), "parent ends\nread all\n");
         assert_eq!(paged.stderr, "");
     }

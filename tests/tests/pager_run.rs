@@ -1,5 +1,5 @@
-//! What `granary run` is built on: statuses pass through, counters come back, and what cannot work is
-//! refused before the program starts.
+//! The library function under `granary run`: it returns the program's status and the counters, and
+//! refuses unsupported programs before they start.
 
 use std::ffi::OsStr;
 
@@ -9,7 +9,7 @@ use pager::run::run;
 use pager::stats::Counter;
 
 #[test]
-fn statuses_pass_through_and_the_counters_come_back() {
+fn run_returns_status_and_counters() {
     library();
     let config = Config::new(16 << 20, "memory:1GiB");
     let script = "x = [i for i in range(2000000)]; import sys; sys.exit(9)";
@@ -23,7 +23,7 @@ fn statuses_pass_through_and_the_counters_come_back() {
 }
 
 #[test]
-fn what_cannot_work_is_refused_before_it_starts() {
+fn unsupported_programs_are_refused_before_start() {
     library();
     let scratch = Scratch::new("static");
     let source = scratch.0.join("static.c");

@@ -1,19 +1,21 @@
-//! Memory of a program that the pager does not page: `granary run` says how much there is, and of what kind.
-//! And memory that the pager must page: small mappings, and those of Ruby's garbage collector.
+//! Memory that the pager does not page: `granary run` reports its amount and kind. Also memory that the
+//! pager must page: small mappings, and those of Ruby's garbage collector.
 
 use granary_tests::pager::{Outcome, assert_same_within, plain};
-use granary_tests::run::{Behind, Paged, Site};
+use granary_tests::run::{NodeKind, Paged, Site};
 
 const MIB: u64 = 1 << 20;
-/// The bound, and what a program touches of one kind.
+/// Limit of local memory.
 const LOCAL: u64 = 16 * MIB;
+/// Memory of one kind that the program touches.
 const TOUCHED: u64 = 48 * MIB;
 
-const SAID: &str = "resident that is not paged: ";
+/// Part of the report's line.
+const REPORT: &str = "resident that is not paged: ";
 
-/// Runs a kind of `unpaged.c`.
+/// Runs `unpaged.c` with one kind of memory, without the pager and paged.
 fn run(kind: &str) -> (Outcome, Paged) {
-    let site = Site::new(Behind::Private, &format!("unpaged-{kind}"), LOCAL, "256MiB");
+    let site = Site::new(NodeKind::Private, &format!("unpaged-{kind}"), LOCAL, "256MiB");
     let program = site.scratch.compile("unpaged", include_str!("pager_programs/unpaged.c"));
     let program = program.to_str().unwrap();
     let mebibytes = (TOUCHED / MIB).to_string();
@@ -21,72 +23,73 @@ fn run(kind: &str) -> (Outcome, Paged) {
     (plain(program, &arguments), site.run(program, &arguments))
 }
 
-/// The kind is not paged: it is said how much there is, and of what kind, the largest one first.
-fn is_said(kind: &str, as_what: &str) {
+/// Asserts that a kind of memory is not paged, and that the report has its amount and kind, the
+/// largest kind first.
+fn is_reported(kind: &str, as_what: &str) {
     let (plain, Paged { outcome, stats }) = run(kind);
     assert_eq!((plain.code, outcome.code), (0, 0), "{}", outcome.stderr);
     assert_eq!(plain.stdout, outcome.stdout);
     let peak = stats["unpaged_peak_bytes"].as_u64().unwrap_or(0);
     assert!((TOUCHED..TOUCHED + 8 * MIB).contains(&peak), "{kind}: {stats}");
-    let line = outcome.stderr.lines().find(|line| line.contains(SAID));
-    let line = line.unwrap_or_else(|| panic!("{kind}: nothing is said: {}", outcome.stderr));
+    let line = outcome.stderr.lines().find(|line| line.contains(REPORT));
+    let line = line.unwrap_or_else(|| panic!("{kind}: no report: {}", outcome.stderr));
     assert!(line.starts_with("granary: unpaged (process "), "{line}");
-    let (_, first) = line.split_once(SAID).unwrap();
+    let (_, first) = line.split_once(REPORT).unwrap();
     assert!(first.split_once(" MiB ").unwrap().1.starts_with(as_what), "{kind}: {line}");
 }
 
 #[test]
-fn memory_by_raw_system_calls_is_said() {
-    is_said("raw", "in mappings by raw system calls");
+fn memory_by_raw_system_calls_is_reported() {
+    is_reported("raw", "in mappings by raw system calls");
 }
 
 #[test]
-fn memory_at_fixed_addresses_is_said() {
-    is_said("fixed", "in mappings by raw system calls or at fixed addresses");
+fn memory_at_fixed_addresses_is_reported() {
+    is_reported("fixed", "in mappings by raw system calls or at fixed addresses");
 }
 
-/// The kernel has more address space than the region.
+/// The reservation is larger than the pager's region, so the kernel's own mmap serves it.
 #[test]
-fn a_reservation_that_the_region_has_no_room_for_is_the_kernels() {
-    is_said("vast", "in mappings by raw system calls or at fixed addresses");
-}
-
-#[test]
-fn a_large_bss_is_said() {
-    is_said("bss", "in .data, .bss");
+fn reservation_larger_than_the_region_is_reported() {
+    is_reported("vast", "in mappings by raw system calls or at fixed addresses");
 }
 
 #[test]
-fn written_pages_of_private_file_mappings_are_said() {
-    is_said("file", "in .data, .bss and other private mappings of files");
+fn large_bss_is_reported() {
+    is_reported("bss", "in .data, .bss");
 }
 
 #[test]
-fn stacks_of_threads_are_said() {
-    is_said("stack", "in stacks");
+fn written_pages_of_private_file_mappings_are_reported() {
+    is_reported("file", "in .data, .bss and other private mappings of files");
 }
 
 #[test]
-fn shared_memory_is_said() {
-    is_said("shared", "in shared memory");
-    is_said("memfd", "in shared memory");
+fn stacks_of_threads_are_reported() {
+    is_reported("stack", "in stacks");
 }
 
-/// The pager's threads read no memory of the program: a page that they touch would be lost.
 #[test]
-fn a_program_that_keeps_its_name_on_the_heap_loses_no_page() {
+fn shared_memory_is_reported() {
+    is_reported("shared", "in shared memory");
+    is_reported("memfd", "in shared memory");
+}
+
+/// The pager's threads must not read the program's memory, because a page that they touch is lost.
+#[test]
+fn program_with_its_name_on_the_heap_loses_no_page() {
     let (plain, Paged { outcome, stats }) = run("renamed");
     assert_eq!(plain.code, 0, "{}", plain.stderr);
     assert_eq!(outcome.code, 0, "{}", outcome.stderr);
-    assert!(stats["unpaged_peak_bytes"].as_u64().unwrap_or(0) >= 40 * MIB, "no look: {stats}");
-    let line = outcome.stderr.lines().find(|line| line.contains(SAID));
+    assert!(stats["unpaged_peak_bytes"].as_u64().unwrap_or(0) >= 40 * MIB, "no sample: {stats}");
+    let line = outcome.stderr.lines().find(|line| line.contains(REPORT));
     assert!(line.is_some_and(|line| line.starts_with("granary: unpaged ")), "{}", outcome.stderr);
 }
 
-/// Without `--stats` too, and what a forked child has counts though it never pages for itself.
+/// Reported without `--stats` too, and including a forked child that does not page for itself.
 #[test]
-fn memory_of_a_forked_child_is_said_without_stats() {
-    let site = Site::new(Behind::Private, "unpaged-quiet", LOCAL, "256MiB");
+fn memory_of_a_forked_child_is_reported_without_stats() {
+    let site = Site::new(NodeKind::Private, "unpaged-quiet", LOCAL, "256MiB");
     let program = site.scratch.compile("unpaged", include_str!("pager_programs/unpaged.c"));
     let mebibytes = (TOUCHED / MIB).to_string();
     let output = std::process::Command::new(granary_tests::node::granary())
@@ -99,18 +102,19 @@ fn memory_of_a_forked_child_is_said_without_stats() {
     assert!(output.status.success(), "{stderr}");
     assert_eq!(stderr.lines().count(), 1, "{stderr}");
     assert!(
-        stderr.contains(SAID) && stderr.contains("in mappings by raw system calls"),
+        stderr.contains(REPORT) && stderr.contains("in mappings by raw system calls"),
         "{stderr}"
     );
 }
 
-/// The kind is paged: it stays within the bound, and nothing is said.
+/// Asserts that a kind of memory is paged: the program stays within the limit, and nothing is
+/// reported.
 fn is_paged(kind: &str) {
     let (plain, paged) = run(kind);
     assert_eq!(plain.code, 0, "{}", plain.stderr);
     assert_same_within(&plain, &paged.outcome, LOCAL + pager::CONSTANT_BYTES);
     paged.assert_moved(1000);
-    assert!(!paged.outcome.stderr.contains(SAID), "{}", paged.outcome.stderr);
+    assert!(!paged.outcome.stderr.contains(REPORT), "{}", paged.outcome.stderr);
 }
 
 #[test]
@@ -130,11 +134,11 @@ fn the_heap_of_brk_is_paged() {
 }
 
 #[test]
-fn what_is_mapped_within_a_reservation_is_paged() {
+fn mappings_within_a_reservation_are_paged() {
     is_paged("reserved");
 }
 
-/// What Ruby runs: strings and a table of them, several times the bound.
+/// Ruby program: strings and a table of them, several times the limit of local memory.
 const RUBY: &str = "
 a = Array.new(500_000) { |i| \"item number #{i * 7919 % 1000003} with some text in it\" }
 h = {}
@@ -145,12 +149,12 @@ puts h.size, a.map(&:size).sum, a.sort[250_000]
 #[test]
 fn ruby_is_paged() {
     const RUBY_LOCAL: u64 = 24 * MIB;
-    let site = Site::new(Behind::Private, "ruby", RUBY_LOCAL, "512MiB");
+    let site = Site::new(NodeKind::Private, "ruby", RUBY_LOCAL, "512MiB");
     let plain = plain("/usr/bin/ruby", &["-e", RUBY]);
     let paged = site.run("/usr/bin/ruby", &["-e", RUBY]);
     assert_eq!(plain.code, 0, "{}", plain.stderr);
-    // Its own text and data have some 16 MiB.
+    // Ruby's own text and data take about 16 MiB.
     assert_same_within(&plain, &paged.outcome, RUBY_LOCAL + pager::CONSTANT_BYTES + 8 * MIB);
     paged.assert_moved(5000);
-    assert!(!paged.outcome.stderr.contains(SAID), "{}", paged.outcome.stderr);
+    assert!(!paged.outcome.stderr.contains(REPORT), "{}", paged.outcome.stderr);
 }

@@ -1,8 +1,8 @@
-//! Budgets of a running `granary serve` (OneSidedMW §4.4): a compute node that goes over one loses its
-//! management connection, is told which budget it was, and nothing else happens to anybody.
+//! Budgets of a running `granary serve` (OneSidedMW §4.4). A client over its budget loses its management
+//! connection, and its requests fail with the name of the budget. Other clients are not affected.
 //!
-//! The compute node that goes over is this process; the victims are processes of their own, and stay
-//! within the budgets however fast the machine is.
+//! The client over its budget is this process. The victims are separate processes and stay within the
+//! budgets on any machine.
 
 use std::time::{Duration, Instant};
 
@@ -12,20 +12,22 @@ use fabric::soft::SoftNic;
 use granary_tests::scene::{Programs, Scene};
 use pool::budget::BudgetStatus;
 use pool::client::control::{ControlPlane, SocketControl};
-use pool::protocol::{Status, Welcome};
-use pool::{Admission, Admitted, Error, Grant, GroupId, Lane, Options, Pool};
+use pool::protocol::{Status, NodeHello};
+use pool::{ConnectRequest, ConnectReply, Error, Grant, GroupId, Lane, Options, Pool};
 
 const PROGRAMS: Programs =
     Programs { hostile: env!("CARGO_BIN_EXE_hostile"), victim: env!("CARGO_BIN_EXE_victim") };
 
-/// Requests in a second.
+/// Budget of requests per second.
 const REQUESTS: u64 = 400;
-/// Chunks.
+/// Budget of chunks.
 const CHUNKS: u64 = 8;
-/// At most 500 rounds a second, and an allocation and a free in every fifth: half of the budget. Five chunks.
+/// Arguments of a victim. It makes at most 500 rounds per second, with an allocation and a free in
+/// every fifth round, which is half of the request budget, and it holds at most five chunks.
 const VICTIM: &[&str] = &["--hold", "4", "--pause-us", "2000", "--allocate-every", "5"];
-/// How long a compute node over its budget may go on: two looks, and what a busy machine adds.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Time after which a client over its budget must be suspended: two budget checks, and a reserve for
+/// busy machines.
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 fn scene(name: &str, budget: &[&str]) -> Result<Scene> {
     let mut serve = vec!["--memory", "4MiB", "--chunk", "16KiB", "--budget-interval-ms", "10"];
@@ -41,14 +43,14 @@ fn budgets(pool: &Pool) -> Result<BudgetStatus> {
     pool.node_status()?.node.budget.context("the memory node has budgets")
 }
 
-/// A chunk with something in it.
-fn take(pool: &Pool, mark: u64) -> Result<Grant, Error> {
+/// Allocates a chunk and writes a mark into it.
+fn allocate_marked(pool: &Pool, mark: u64) -> Result<Grant, Error> {
     let grant = pool.allocate_blocking()?;
     pool.write_blocking(&grant, 64, &mark.to_le_bytes())?;
     Ok(grant)
 }
 
-/// Its grants are worth what they were: read, written, counted in.
+/// Checks that a client's grants are still usable: READ, WRITE and FAA succeed.
 fn check_usable(pool: &Pool, held: &[Grant]) -> Result<()> {
     for (mark, grant) in held.iter().enumerate() {
         let mut found = [0; 8];
@@ -63,8 +65,8 @@ fn check_usable(pool: &Pool, held: &[Grant]) -> Result<()> {
     Ok(())
 }
 
-/// What an allocation or free is refused with: which budget, and for how long.
-fn check_told(error: &Error, parts: &[&str]) -> Result<Duration> {
+/// Checks the error of a refused allocation or free; returns the time of the suspension.
+fn check_over_budget(error: &Error, parts: &[&str]) -> Result<Duration> {
     let Error::OverBudget { retry_after, .. } = error else { bail!("{error}") };
     let text = error.to_string();
     for part in parts {
@@ -73,48 +75,47 @@ fn check_told(error: &Error, parts: &[&str]) -> Result<Duration> {
     Ok(*retry_after)
 }
 
-/// Only the management connection of `over` is ended: the grants of `over` and another compute node of
-/// the same process go on, and so do the victims. Returns when `over` may come back.
-fn check_nothing_else_ended(
+/// Checks that only the management connection of `over` was closed. The grants of `over`, another
+/// client of the same process, and the victims must still work. Returns after the suspension.
+fn check_only_management_closed(
     scene: &mut Scene,
     over: &Pool,
     held: &[Grant],
-    told: &[&str],
+    error_parts: &[&str],
 ) -> Result<()> {
-    let status =
-        budgets(over).context("the control connection is not the management connection")?;
+    let status = budgets(over).context("the control connection must still be open")?;
     ensure!((status.ended, status.suspended) == (1, 1), "{status:?}");
     let suspended: Vec<u32> =
         status.most.iter().filter(|used| used.suspended).map(|used| used.client).collect();
     ensure!(suspended == [over.client()], "{status:?}");
-    // At once: it may come back after a second.
-    let refused = match over.allocate_blocking() {
-        Err(e) => check_told(&e, told)?,
-        Ok(grant) => bail!("{grant:?} although its management connection was ended"),
+    // Immediately, because the suspension ends after a second.
+    let retry_after = match over.allocate_blocking() {
+        Err(e) => check_over_budget(&e, error_parts)?,
+        Ok(grant) => bail!("{grant:?} was granted during the suspension"),
     };
     check_usable(over, held)?;
-    let beside = Pool::connect(&scene.node.socket, options()).context("another compute node")?;
-    beside.free_blocking(take(&beside, 0)?)?;
-    drop(beside);
-    scene.mark()?; // what they did until now is not what is asked for
+    let other = Pool::connect(&scene.node.socket, options()).context("another client")?;
+    other.free_blocking(allocate_marked(&other, 0)?)?;
+    drop(other);
+    scene.mark()?; // discards the victims' work so far
     check_usable(over, held)?;
-    // It may come back then, and not before: this is the time that it was told.
-    std::thread::sleep(refused);
+    // The suspension ends after the time that the error names.
+    std::thread::sleep(retry_after);
     scene.victims_worked()?;
     check_usable(over, held)?;
-    ensure!(budgets(over)?.ended == 1, "asking again was held against it");
+    ensure!(budgets(over)?.ended == 1, "the refused request caused another suspension");
     Ok(())
 }
 
 #[test]
-fn who_asks_too_often_is_stopped_and_nobody_else() -> Result<()> {
+fn only_the_client_over_its_request_budget_is_suspended() -> Result<()> {
     let mut scene = scene("budget-requests", &["--budget-requests-per-s", &REQUESTS.to_string()])?;
     let pool = Pool::connect(&scene.node.socket, options())?;
-    let held = (0..4).map(|mark| take(&pool, mark)).collect::<Result<Vec<_>, _>>()?;
+    let held = (0..4).map(|mark| allocate_marked(&pool, mark)).collect::<Result<Vec<_>, _>>()?;
     let start = Instant::now();
     let mut requests = held.len() as u64;
     let error = loop {
-        ensure!(start.elapsed() < PATIENCE, "{requests} requests, and nobody minds");
+        ensure!(start.elapsed() < TIMEOUT, "not suspended after {requests} requests");
         match pool.allocate_blocking() {
             Ok(grant) => match pool.free_blocking(grant) {
                 Ok(()) => requests += 2,
@@ -123,11 +124,11 @@ fn who_asks_too_often_is_stopped_and_nobody_else() -> Result<()> {
             Err(e) => break e,
         }
     };
-    let told = ["400 a second", "--budget-requests-per-s", "stay usable"];
-    check_told(&error, &told)?;
-    ensure!(requests >= REQUESTS / 2, "{requests} requests are not too many");
-    check_nothing_else_ended(&mut scene, &pool, &held, &told)?;
-    // Back again, with what it had.
+    let error_parts = ["400 a second", "--budget-requests-per-s", "stay usable"];
+    check_over_budget(&error, &error_parts)?;
+    ensure!(requests >= REQUESTS / 2, "suspended after only {requests} requests");
+    check_only_management_closed(&mut scene, &pool, &held, &error_parts)?;
+    // After the suspension the client works again and still has its chunks.
     pool.free_blocking(pool.allocate_blocking()?)?;
     check_usable(&pool, &held)?;
     held.into_iter().try_for_each(|grant| pool.free_blocking(grant))?;
@@ -137,23 +138,24 @@ fn who_asks_too_often_is_stopped_and_nobody_else() -> Result<()> {
 }
 
 #[test]
-fn who_holds_too_much_is_stopped_and_nobody_else() -> Result<()> {
+fn only_the_client_over_its_chunk_budget_is_suspended() -> Result<()> {
     let mut scene = scene("budget-chunks", &["--budget-chunks", &CHUNKS.to_string()])?;
-    // The library keeps within the budget by itself, and nothing is ended.
-    let honest = Pool::connect(&scene.node.socket, options())?;
-    let kept = (0..CHUNKS).map(|mark| take(&honest, mark)).collect::<Result<Vec<_>, _>>()?;
-    let error = honest.allocate_blocking().expect_err("one chunk too many");
-    let told = ["may hold 8", "--budget-chunks", "stay usable"];
-    ensure!(check_told(&error, &told)?.is_zero(), "{error}");
-    // One that does not know of the budget, or does not want to.
+    // The client library itself keeps within the budget, so there is no suspension.
+    let normal = Pool::connect(&scene.node.socket, options())?;
+    let kept =
+        (0..CHUNKS).map(|mark| allocate_marked(&normal, mark)).collect::<Result<Vec<_>, _>>()?;
+    let error = normal.allocate_blocking().expect_err("one chunk over the budget");
+    let error_parts = ["may hold 8", "--budget-chunks", "stay usable"];
+    ensure!(check_over_budget(&error, &error_parts)?.is_zero(), "{error}");
+    // A client that does not know the budget.
     let nic = SoftNic::attach(&scene.node.socket)?;
     let control = Unaware::connect(&scene, &nic)?;
     let pool = Pool::over(nic, Box::new(control), options())?;
     let mut held = Vec::new();
     while (held.len() as u64) < CHUNKS + 4 {
-        match take(&pool, held.len() as u64) {
+        match allocate_marked(&pool, held.len() as u64) {
             Ok(grant) => held.push(grant),
-            // It was looked at before it had them all.
+            // The memory node may check the budget before the client has all chunks.
             Err(Error::OverBudget { .. } | Error::ManagementBroken { .. })
                 if held.len() as u64 > CHUNKS =>
             {
@@ -164,40 +166,40 @@ fn who_holds_too_much_is_stopped_and_nobody_else() -> Result<()> {
     }
     let start = Instant::now();
     while budgets(&pool)?.ended == 0 {
-        ensure!(start.elapsed() < PATIENCE, "it holds {} chunks, and nobody minds", held.len());
+        ensure!(start.elapsed() < TIMEOUT, "not suspended with {} chunks", held.len());
         std::thread::sleep(Duration::from_millis(1));
     }
-    let told = ["holds ", " chunks", "budget is 8", "--budget-chunks", "stay usable"];
-    check_nothing_else_ended(&mut scene, &pool, &held, &told)?;
-    check_usable(&honest, &kept)?;
-    // Back again: it may keep what it has, and free.
+    let error_parts = ["holds ", " chunks", "budget is 8", "--budget-chunks", "stay usable"];
+    check_only_management_closed(&mut scene, &pool, &held, &error_parts)?;
+    check_usable(&normal, &kept)?;
+    // After the suspension the client still has its chunks and can free them.
     held.into_iter().try_for_each(|grant| pool.free_blocking(grant))?;
     ensure!(budgets(&pool)?.suspended == 0);
-    kept.into_iter().try_for_each(|grant| honest.free_blocking(grant))?;
-    drop((pool, honest));
+    kept.into_iter().try_for_each(|grant| normal.free_blocking(grant))?;
+    drop((pool, normal));
     scene.end().map(drop)
 }
 
-/// A control connection that does not hear of the budget for chunks.
+/// A control connection that hides the chunk budget from the client library.
 struct Unaware {
     control: SocketControl,
-    welcome: Welcome,
+    welcome: NodeHello,
 }
 
 impl Unaware {
     fn connect(scene: &Scene, nic: &SoftNic) -> Result<Self> {
         let control = SocketControl::connect(&scene.node.socket)?.with_nic(nic);
         let mut welcome = control.welcome().clone();
-        ensure!(welcome.budget_chunks.take() == Some(CHUNKS), "the welcome tells the budget");
+        ensure!(welcome.budget_chunks.take() == Some(CHUNKS), "the welcome has no chunk budget");
         Ok(Self { control, welcome })
     }
 }
 
 impl ControlPlane for Unaware {
-    fn welcome(&self) -> &Welcome {
+    fn welcome(&self) -> &NodeHello {
         &self.welcome
     }
-    fn admit(&self, admission: &Admission) -> Result<Admitted, Error> {
+    fn admit(&self, admission: &ConnectRequest) -> Result<ConnectReply, Error> {
         self.control.admit(admission)
     }
     fn await_memory(&self, timeout: Duration) -> Result<bool, Error> {

@@ -1,6 +1,6 @@
-//! Compute nodes are killed at random moments, under load, again and again: after each time the pool
-//! is whole, and those who live have lost nothing. Of the schemes: the one where the memory node's NIC allocates,
-//! and the one where the compute nodes do.
+//! Clients are repeatedly killed at random times under load. Each time all of their chunks are
+//! reclaimed, and the surviving clients lose nothing. The tests cover scheme onesidedmw, in which the
+//! memory node's NIC allocates, and scheme finemem, in which the compute nodes allocate.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -15,14 +15,14 @@ use pool::{Error, Grant, GroupId, Options, Pool};
 
 const VICTIM: &str = env!("CARGO_BIN_EXE_pool-victim");
 const CHUNKS: u64 = 192;
-/// Compute nodes that live.
+/// Number of surviving clients.
 const LIVING: u64 = 2;
-/// Killed at a time.
+/// Number of clients that are killed at about the same time.
 const TOGETHER: u64 = 2;
-/// The longest life of a victim, in microseconds: connecting takes it some milliseconds.
+/// Longest life of a victim in microseconds, including a few milliseconds for connecting.
 const LIFE_US: u64 = 24_000;
-/// How long what was killed may take to be gone.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Time limit for the reclamation of a killed client.
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 fn victim(node: &MemoryNode, what: &str, number: u64) -> Result<Child> {
     Ok(Command::new(VICTIM)
@@ -33,11 +33,11 @@ fn victim(node: &MemoryNode, what: &str, number: u64) -> Result<Child> {
         .spawn()?)
 }
 
-/// One who lives: holds some chunks for good, and works with others.
+/// A surviving client: it keeps some chunks until the end, and allocates and frees other chunks.
 struct Living {
     pool: Pool,
     kept: Vec<Grant>,
-    /// Chunks that it has beside those.
+    /// Number of chunks held in addition to `kept`.
     working: AtomicU64,
     rounds: AtomicU64,
 }
@@ -67,11 +67,11 @@ impl Living {
         Ok(())
     }
 
-    /// Works until told to stop; stands still while somebody has `gate` for writing.
+    /// Works until `stop` is set; pauses while another thread holds `gate` for writing.
     fn work(&self, gate: &RwLock<()>, stop: &AtomicBool) -> Result<()> {
         let mut held: Vec<Grant> = Vec::new();
         while !stop.load(Ordering::Relaxed) {
-            let _pass = gate.read().expect("nobody panics with it");
+            let _pass = gate.read().expect("no thread panics while it holds the gate");
             match self.pool.allocate_in_blocking(GroupId(0)) {
                 Ok(grant) => {
                     let mut text = [1; 4096];
@@ -89,7 +89,7 @@ impl Living {
                 let grant = held.swap_remove(0);
                 let mut text = [0; 4096];
                 self.pool.read_blocking(&grant, 0, &mut text)?;
-                ensure!(text == pattern(&grant), "chunk {} was changed by another", grant.entry);
+                ensure!(text == pattern(&grant), "another client changed chunk {}", grant.entry);
                 self.pool.free_blocking(grant).context("freeing")?;
             }
             self.rounds.fetch_add(1, Ordering::Relaxed);
@@ -107,9 +107,9 @@ fn pattern(grant: &Grant) -> [u8; 4096] {
     text
 }
 
-/// Waits until nothing is left of the dead, and the memory node's books are right: every chunk is
-/// free or with one of the living.
-fn check_whole(living: &[Living], held: u64) -> Result<Duration> {
+/// Waits until all killed clients are reclaimed, the audit succeeds, and every chunk is free or held
+/// by a surviving client. Returns the elapsed time.
+fn check_all_chunks_free(living: &[Living], held: u64) -> Result<Duration> {
     let start = Instant::now();
     loop {
         let asking = &living[0].pool;
@@ -120,20 +120,20 @@ fn check_whole(living: &[Living], held: u64) -> Result<Duration> {
             return Ok(start.elapsed());
         }
         ensure!(
-            start.elapsed() < PATIENCE,
-            "not whole: {held} chunks are with the living, {status:?}, audit {audit:?}"
+            start.elapsed() < TIMEOUT,
+            "chunks are missing: the survivors hold {held}, {status:?}, audit {audit:?}"
         );
         thread::sleep(Duration::from_micros(200));
     }
 }
 
 #[test]
-fn clients_are_killed_at_random_moments() -> Result<()> {
+fn clients_killed_at_random_moments_are_reclaimed() -> Result<()> {
     kill_at_random_moments("onesidedmw")
 }
 
 #[test]
-fn clients_that_allocate_by_themselves_are_killed_at_random_moments() -> Result<()> {
+fn finemem_clients_killed_at_random_moments_are_reclaimed() -> Result<()> {
     kill_at_random_moments("finemem")
 }
 
@@ -167,13 +167,13 @@ fn kill_at_random_moments(scheme: &str) -> Result<()> {
     })?;
     let took = start.elapsed();
     println!(
-        "{scheme}: {kills} clients killed in {:.1} s; the slowest to be gone took {:.1} ms; the living did {:?} \
-         rounds",
+        "{scheme}: {kills} clients killed in {:.1} s; the slowest reclamation took {:.1} ms; the \
+         survivors did {:?} rounds",
         took.as_secs_f64(),
         slowest.as_secs_f64() * 1e3,
         living.iter().map(|l| l.rounds.load(Ordering::Relaxed)).collect::<Vec<_>>(),
     );
-    check_whole(&living, living.iter().map(|l| l.kept.len() as u64).sum())?;
+    check_all_chunks_free(&living, living.iter().map(|l| l.kept.len() as u64).sum())?;
     living.iter().try_for_each(Living::check_kept)
 }
 
@@ -205,18 +205,18 @@ fn kill(
             victim.kill()?;
             victim.wait()?;
         }
-        let _still = gate.write().expect("nobody panics with it");
+        let _paused = gate.write().expect("no thread panics while it holds the gate");
         let held = living.iter().map(Living::holds).sum();
-        slowest = slowest.max(check_whole(living, held)?);
+        slowest = slowest.max(check_all_chunks_free(living, held)?);
         living.iter().try_for_each(Living::check_kept)?;
     }
     Ok(slowest)
 }
 
-/// How long it takes to take back what one compute node held, and what others notice of it: printed,
-/// not judged.
+/// Prints the time to reclaim the chunks of one client, and the effect on another client's latency,
+/// without a limit.
 #[test]
-fn reclaiming_many_chunks() -> Result<()> {
+fn reclaim_of_many_chunks_is_timed() -> Result<()> {
     let sizes: &[(u64, &str, u64)] = match full() {
         true => &[(100_000, "4KiB", 4096), (1024, "1MiB", 1 << 20), (8, "64MiB", 64 << 20)],
         false => &[(2000, "4KiB", 4096)],
@@ -225,9 +225,9 @@ fn reclaiming_many_chunks() -> Result<()> {
         let memory = ((chunks + 64) * bytes).to_string();
         let node = MemoryNode::start("reclaim", &["--memory", &memory, "--chunk", name])?;
         let mut victim = victim(&node, "hold", chunks)?;
-        let mut said = String::new();
-        BufReader::new(victim.stdout.take().expect("piped")).read_line(&mut said)?;
-        ensure!(said == "holding\n", "the victim did not get its chunks");
+        let mut line = String::new();
+        BufReader::new(victim.stdout.take().expect("piped")).read_line(&mut line)?;
+        ensure!(line == "holding\n", "the victim did not get its chunks");
         let options = Options { groups: Some(1), ..Options::default() };
         let (pool, asking) =
             (Pool::connect(&node.socket, options.clone())?, Pool::connect(&node.socket, options)?);
@@ -246,9 +246,9 @@ fn reclaiming_many_chunks() -> Result<()> {
             anyhow::Ok((during, watcher.join().expect("the watcher panicked")?))
         })?;
         println!(
-            "{chunks} chunks of {name} back in {:.1} ms, {:.2} us each, {:.2} GB/s; another's \
-             allocation p50 {:.1} us, p99 {:.1} us idle, p50 {:.1} us, p99 {:.1} us meanwhile (p99 \
-             x{:.1})",
+            "{chunks} chunks of {name} reclaimed in {:.1} ms, {:.2} us each, {:.2} GB/s; another \
+             client's allocation before: p50 {:.1} us, p99 {:.1} us; meanwhile: p50 {:.1} us, p99 \
+             {:.1} us (p99 x{:.1})",
             took.as_secs_f64() * 1e3,
             took.as_secs_f64() * 1e6 / chunks as f64,
             (chunks * bytes) as f64 / took.as_secs_f64() / 1e9,
@@ -271,23 +271,23 @@ fn wait_for_free(pool: &Pool, free: u64) -> Result<()> {
         if node.free >= free && node.leaving == 0 && node.clients == 2 {
             return Ok(());
         }
-        ensure!(start.elapsed() < PATIENCE, "it does not come back: {node:?}");
+        ensure!(start.elapsed() < TIMEOUT, "the chunks are not reclaimed: {node:?}");
         thread::sleep(Duration::from_micros(500));
     }
 }
 
-/// Times of allocations in microseconds, sorted; each is freed again.
+/// Latencies of allocations in microseconds, sorted; each chunk is freed again.
 fn latencies(pool: &Pool, on: impl Fn(Instant) -> bool) -> Result<Vec<f64>> {
     let started = Instant::now();
-    let mut all = Vec::new();
-    while on(started) || all.len() < 100 {
+    let mut latencies = Vec::new();
+    while on(started) || latencies.len() < 100 {
         let start = Instant::now();
         let grant = pool.allocate_in_blocking(GroupId(0))?;
-        all.push(start.elapsed().as_secs_f64() * 1e6);
+        latencies.push(start.elapsed().as_secs_f64() * 1e6);
         pool.free_blocking(grant)?;
     }
-    all.sort_by(f64::total_cmp);
-    Ok(all)
+    latencies.sort_by(f64::total_cmp);
+    Ok(latencies)
 }
 
 fn at(sorted: &[f64], percent: usize) -> f64 {

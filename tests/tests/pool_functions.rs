@@ -1,5 +1,5 @@
-//! A memory node whose NIC has few windows for each function, as an operator sets it, with compute nodes in other
-//! processes: on its host over shared memory, and over RoCEv2.
+//! A memory node with a low limit of windows per NIC function (`--nic-windows`), with clients over
+//! shared memory and over RoCEv2.
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader};
@@ -31,9 +31,9 @@ impl Node {
             .context("starting granary serve")?;
         let mut ready = String::new();
         BufReader::new(child.stdout.take().expect("piped")).read_line(&mut ready)?;
-        let ready: Value = serde_json::from_str(&ready).context("it serves")?;
-        let address = |of: &str| -> Result<Address> {
-            let text = ready[of].as_str().context("an address")?;
+        let ready: Value = serde_json::from_str(&ready).context("parsing granary serve's output")?;
+        let address = |key: &str| -> Result<Address> {
+            let text = ready[key].as_str().context("an address")?;
             text.parse().map_err(anyhow::Error::msg)
         };
         Ok(Self { shm: address("pool")?, roce: address("remote")?, child })
@@ -47,7 +47,7 @@ impl Drop for Node {
     }
 }
 
-/// Takes half of the memory and fills it; in which functions it is.
+/// Allocates half of the memory and fills it; also returns the functions that hold the windows.
 fn fill(pool: &Pool, mark: u8) -> Result<(Vec<Grant>, BTreeSet<u8>)> {
     let mut held = Vec::new();
     for i in 0..CHUNKS as u8 / 2 {
@@ -71,47 +71,47 @@ fn check_and_free(pool: &Pool, held: Vec<Grant>, mark: u8) -> Result<()> {
 
 #[test]
 fn clients_use_all_functions_and_leave_nothing_behind() -> Result<()> {
-    // 32 blocks to a function, and a window over the metadata for each of 256 clients.
+    // Per function: windows of 32 blocks, and a window over the metadata for each of 256 clients.
     for (scheme, windows) in [("finemem", "288"), ("finemem-paper", "320")] {
         let node = Node::start(scheme, windows)?;
         let options = Options { groups: Some(2), ..Options::default() };
-        let here = node.shm.connect(options.clone())?;
-        let far = node.roce.connect(options)?;
-        let told = here.node_status()?.node.functions;
-        // 190 blocks, of which the larger ones are in other functions than chunks are.
-        ensure!(told == 6, "it says that windows are in {told} functions");
+        let shm = node.shm.connect(options.clone())?;
+        let roce = node.roce.connect(options)?;
+        let count = shm.node_status()?.node.functions;
+        // 190 blocks; windows of chunks and of larger blocks are in different functions.
+        ensure!(count == 6, "the status has windows in {count} functions");
         for round in 0..4 {
-            let (own, theirs) = (fill(&here, round)?, fill(&far, 0x80 ^ round)?);
-            let all: BTreeSet<u8> = own.1.union(&theirs.1).copied().collect();
-            ensure!(all.len() == 3, "all chunks are in {all:?}");
-            check_and_free(&here, own.0, round)?;
+            let (held, held_roce) = (fill(&shm, round)?, fill(&roce, 0x80 ^ round)?);
+            let functions: BTreeSet<u8> = held.1.union(&held_roce.1).copied().collect();
+            ensure!(functions.len() == 3, "the chunks are in functions {functions:?}");
+            check_and_free(&shm, held.0, round)?;
             match round {
-                3 => drop(theirs),
-                _ => check_and_free(&far, theirs.0, 0x80 ^ round)?,
+                3 => drop(held_roce),
+                _ => check_and_free(&roce, held_roce.0, 0x80 ^ round)?,
             }
         }
-        // It goes with half of the memory in its hands.
-        drop(far);
+        // The client disconnects while it holds half of the memory.
+        drop(roce);
         let start = Instant::now();
-        while here.node_status()?.node.free < CHUNKS as u64 {
-            ensure!(start.elapsed() < Duration::from_secs(30), "{:?}", here.node_status());
+        while shm.node_status()?.node.free < CHUNKS as u64 {
+            ensure!(start.elapsed() < Duration::from_secs(30), "{:?}", shm.node_status());
             std::thread::sleep(Duration::from_millis(2));
         }
-        here.audit()?;
+        shm.audit()?;
     }
     Ok(())
 }
 
 #[test]
-fn too_few_windows_in_all_are_refused_with_the_numbers() -> Result<()> {
+fn too_few_windows_are_refused_with_numbers() -> Result<()> {
     let arguments = ["serve", "--private", "--memory", "384KiB", "--chunk", "4KiB", "--scheme"];
     let out = Command::new(granary())
         .args(arguments)
         .args(["finemem", "--nic-windows", "257"])
         .output()?;
-    let said = String::from_utf8_lossy(&out.stderr);
-    ensure!(!out.status.success(), "one window to each function is not enough");
+    let error = String::from_utf8_lossy(&out.stderr);
+    ensure!(!out.status.success(), "one window per function must not be enough");
     let numbers = ["96 chunks need 190 memory windows", "128 functions of 257", "128 in all"];
-    ensure!(numbers.iter().all(|n| said.contains(n)), "{said}");
+    ensure!(numbers.iter().all(|n| error.contains(n)), "{error}");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Compute nodes in processes of their own, against `granary serve`.
+//! Clients in separate processes, with a running `granary serve`.
 
 use anyhow::Result;
 use granary_tests::node::{Client, MemoryNode, full};
@@ -13,13 +13,13 @@ fn start(node: &MemoryNode, ledger: &str, id: &str, more: &[&str]) -> Result<Cli
     Client::start(CLIENT, node, &arguments)
 }
 
-fn number(of: &Value, name: &str) -> u64 {
-    of[name].as_u64().unwrap_or_else(|| panic!("no number {name} in {of}"))
+fn number(report: &Value, name: &str) -> u64 {
+    report[name].as_u64().unwrap_or_else(|| panic!("no number {name} in {report}"))
 }
 
-/// Two processes with two threads each want four chunks a thread and there are twelve: the pool is
-/// empty most of the time. No chunk is ever held twice, shows old contents or changes under its
-/// owner; and in the end the pool is whole.
+/// Two processes with two threads each use up to four chunks per thread of a pool of twelve, so the
+/// pool is empty most of the time. No chunk ever has two owners, shows old contents or changes while
+/// it is held, and all chunks are free at the end.
 #[test]
 fn chunks_are_exclusive_while_the_pool_is_near_empty() -> Result<()> {
     let node = MemoryNode::start("exclusive", &["--memory", "48KiB", "--chunk", "4KiB"])?;
@@ -36,7 +36,7 @@ fn chunks_are_exclusive_while_the_pool_is_near_empty() -> Result<()> {
         empty += number(&report, "empty");
         assert_eq!(number(&report, "allocations"), number(&report, "frees"), "{report}");
     }
-    assert!(empty > 1000, "the pool was empty {empty} times only");
+    assert!(empty > 1000, "the pool was empty only {empty} times");
     clients.into_iter().try_for_each(Client::leave)?;
     let status = node.status()?;
     assert_eq!((number(&status, "chunks"), number(&status, "free")), (12, 12), "{status}");
@@ -45,10 +45,10 @@ fn chunks_are_exclusive_while_the_pool_is_near_empty() -> Result<()> {
     Ok(())
 }
 
-/// The memory node's CPU takes no part: with its control thread stopped (not merely idle) two
-/// clients do 100,000 rounds of allocate, write, read and free.
+/// The memory node's CPU takes no part in allocations: with the control thread stopped by a tracer,
+/// two clients do 100,000 rounds of allocate, write, read and free.
 #[test]
-fn the_control_thread_is_not_needed() -> Result<()> {
+fn allocations_work_without_the_control_thread() -> Result<()> {
     let node = MemoryNode::start("stopped", &["--memory", "4MiB", "--chunk", "64KiB"])?;
     let ledger = node.ledger(64)?;
     let ledger = ledger.to_str().expect("a plain path");
@@ -65,7 +65,7 @@ fn the_control_thread_is_not_needed() -> Result<()> {
     assert_eq!(control.state()?, 't', "the control thread ran in between");
     assert_eq!(control.cpu_ns()?, control_before, "the control thread took part");
     println!(
-        "control CPU: 0 ns; NIC thread, which plays the hardware: {} ns a round",
+        "control CPU: 0 ns; NIC thread, which stands in for the hardware: {} ns per round",
         (nic.cpu_ns()? - nic_before) / 100_000
     );
     drop(stopped);
@@ -76,9 +76,9 @@ fn the_control_thread_is_not_needed() -> Result<()> {
     Ok(())
 }
 
-/// A client that is killed loses its chunks to the pool; the others do not notice.
+/// The chunks of a killed client return to the pool; other clients are not affected.
 #[test]
-fn a_killed_client_gives_its_chunks_back() -> Result<()> {
+fn chunks_of_a_killed_client_return_to_the_pool() -> Result<()> {
     let node = MemoryNode::start("killed", &["--memory", "256KiB", "--chunk", "4KiB"])?;
     let ledger = node.ledger(64)?;
     let ledger = ledger.to_str().expect("a plain path");
@@ -90,7 +90,7 @@ fn a_killed_client_gives_its_chunks_back() -> Result<()> {
         let other = other.to_str().expect("a plain path");
         let mut victim = start(&node, other, "2", &["--rounds", "100000000", "--hold", "8"])?;
         victim.go()?;
-        // Let it get somewhere: wait until the memory node has seen it allocate.
+        // Waits until the victim has allocated 100 chunks.
         let seen = number(&node.status()?, "allocations_nic");
         while number(&node.status()?, "allocations_nic") < seen + 100 {}
         victim.kill()?;

@@ -1,4 +1,4 @@
-//! RAM of a memory node: released chunks give their pages back, whatever the scheme.
+//! Resident memory of a memory node: in every scheme, pages of released chunks return to the kernel.
 
 use std::collections::VecDeque;
 use std::thread;
@@ -8,14 +8,14 @@ use anyhow::{Context, Result, ensure};
 use granary_tests::node::MemoryNode;
 use pool::{Grant, Options, Pool, SchemeKind};
 
-/// What `granary serve` keeps of free chunks, unless `--keep-resident` says otherwise.
+/// Memory of free chunks that `granary serve` keeps resident by default (`--keep-resident`).
 const KEPT: u64 = 64 << 20;
-/// Chunks that are held while allocations and frees take turns.
+/// Chunks that are held while allocations and frees alternate.
 const HELD: usize = 4;
-/// What the NIC and the program take for themselves while clients come and go.
+/// Allowance for memory of the NIC and of the process itself.
 const OWN: u64 = 8 << 20;
 
-/// RAM that a process has for itself, in bytes.
+/// Anonymous resident memory of a process in bytes.
 fn resident(pid: i32) -> Result<u64> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).context("RssAnon")?;
@@ -23,12 +23,14 @@ fn resident(pid: i32) -> Result<u64> {
     Ok(kib << 10)
 }
 
-/// A memory node, and what it had resident before any chunk was used.
+/// A memory node with a client.
 struct Served {
     node: MemoryNode,
     pool: Pool,
+    /// Resident memory before any chunk was used.
     before: u64,
-    aside: u64,
+    /// Freed chunks that are not cleared yet.
+    deferred: u64,
     kept: u64,
     donated: u64,
     chunk: usize,
@@ -36,29 +38,29 @@ struct Served {
 
 impl Served {
     fn start(scheme: SchemeKind, kept: u64, arguments: &[&str]) -> Result<Self> {
-        // Pages of odrp are many, so that there is less of them.
+        // Less memory for odrp, because its pages are small and the test would take long.
         let (chunk, donated) = match scheme {
             SchemeKind::Odrp => (4 << 10, 32 << 20),
             _ => (4 << 20, 128 << 20),
         };
         let (memory, chunk_bytes) = (donated.to_string(), chunk.to_string());
-        let all = [
+        let arguments = [
             &["--scheme", scheme.name(), "--memory", &memory, "--chunk", &chunk_bytes],
             &["--credits", "4"][..],
             arguments,
         ]
         .concat();
-        let node = MemoryNode::start(&format!("resident-{scheme}-{kept}"), &all)?;
+        let node = MemoryNode::start(&format!("resident-{scheme}-{kept}"), &arguments)?;
         let options = Options { groups: Some(1), ..Options::default() };
         let pool = Pool::connect(&node.socket, options)?;
         let before = resident(node.pid())?;
-        // As many chunks as there are credits are aside: free, and not cleared yet.
-        let aside = if scheme == SchemeKind::RpcMw1 { 4 * chunk as u64 } else { 0 };
-        Ok(Self { node, pool, before, aside, kept, donated, chunk })
+        // In rpc-mw-1 as many freed chunks as there are credits are not cleared yet.
+        let deferred = if scheme == SchemeKind::RpcMw1 { 4 * chunk as u64 } else { 0 };
+        Ok(Self { node, pool, before, deferred, kept, donated, chunk })
     }
 
-    /// A chunk, which reads as zeros and is written whole.
-    fn used(&self, bytes: &mut [u8]) -> Result<Grant> {
+    /// Allocates a chunk, checks that it reads as zeros, and writes all of it.
+    fn allocate_and_write(&self, bytes: &mut [u8]) -> Result<Grant> {
         let deadline = Instant::now() + Duration::from_secs(30);
         let grant = loop {
             match self.pool.allocate_blocking() {
@@ -69,13 +71,14 @@ impl Served {
             }
         };
         self.pool.read_blocking(&grant, 0, bytes)?;
-        ensure!(bytes.iter().all(|byte| *byte == 0), "the next owner reads the last one's bytes");
+        ensure!(bytes.iter().all(|byte| *byte == 0), "a new chunk has the last owner's data");
         bytes.fill(0xa5);
         self.pool.write_blocking(&grant, 0, bytes)?;
         Ok(grant)
     }
 
-    /// Waits until no more than `held` chunks are held: schemes may release a chunk after its free.
+    /// Waits until at most `held` chunks are held, because schemes may release a chunk some time
+    /// after its free.
     fn settle(&self, held: usize) -> Result<()> {
         let deadline = Instant::now() + Duration::from_secs(30);
         loop {
@@ -95,54 +98,55 @@ impl Served {
     fn check(&self, held: usize, when: &str) -> Result<()> {
         self.settle(held)?;
         let now = resident(self.node.pid())?;
-        let most = self.before + (held * self.chunk) as u64 + self.aside + self.kept + OWN;
+        let limit = self.before + (held * self.chunk) as u64 + self.deferred + self.kept + OWN;
         ensure!(
-            now <= most,
-            "{when}: {held} chunks are held and {} MiB resident, {} MiB before; at most {} MiB was expected",
+            now <= limit,
+            "{when}: {held} chunks are held and {} MiB resident, {} MiB before; limit {} MiB",
             now >> 20,
             self.before >> 20,
-            most >> 20
+            limit >> 20
         );
         Ok(())
     }
 }
 
-/// Allocates, writes and frees until each chunk was somebody's twice, by turns and all at once.
+/// Allocates, writes and frees until each chunk was used twice: first with few chunks held at a time,
+/// then with all chunks held at once. Checks the resident memory in between.
 fn keeps_its_bound(scheme: SchemeKind, kept: u64, arguments: &[&str]) -> Result<()> {
     let served = Served::start(scheme, kept, arguments)?;
     let mut bytes = vec![0; served.chunk];
     let chunks = served.donated as usize / served.chunk;
     let mut held = VecDeque::new();
-    for turn in 0..chunks + chunks / 4 {
-        held.push_back(served.used(&mut bytes)?);
+    for round in 0..chunks + chunks / 4 {
+        held.push_back(served.allocate_and_write(&mut bytes)?);
         if held.len() > HELD {
             let oldest = held.pop_front().context("some are held")?;
             served.pool.free_blocking(oldest)?;
         }
-        if turn % (chunks / 4) == 0 {
-            served.check(held.len(), "by turns")?;
+        if round % (chunks / 4) == 0 {
+            served.check(held.len(), "with few chunks held")?;
         }
     }
-    served.check(held.len(), "when the queue has gone round")?;
+    served.check(held.len(), "after every chunk was used")?;
     while held.len() < chunks - 4 {
-        held.push_back(served.used(&mut bytes)?);
+        held.push_back(served.allocate_and_write(&mut bytes)?);
     }
     ensure!(resident(served.node.pid())? > served.donated / 4 * 3, "the chunks are in use");
     while held.len() > HELD {
         served.pool.free_blocking(held.pop_back().context("some are held")?)?;
     }
-    served.check(held.len(), "after all were in use")?;
-    // The memory node says the same of itself.
-    let said = served.node.status()?;
-    let of = |key: &str| said[key].as_u64().context(key.to_owned());
-    ensure!(of("kept_bytes")? == kept, "it says that it keeps {}", of("kept_bytes")?);
+    served.check(held.len(), "after all chunks were in use")?;
+    // The status of the memory node has the same numbers.
+    let status = served.node.status()?;
+    let number = |key: &str| status[key].as_u64().context(key.to_owned());
+    ensure!(number("kept_bytes")? == kept, "kept_bytes is {}", number("kept_bytes")?);
     ensure!(
-        of("held_bytes")? == (held.len() * served.chunk) as u64,
-        "it holds {}",
-        of("held_bytes")?
+        number("held_bytes")? == (held.len() * served.chunk) as u64,
+        "held_bytes is {}",
+        number("held_bytes")?
     );
-    let differs = of("resident_bytes")?.abs_diff(resident(served.node.pid())?);
-    ensure!(differs < OWN, "what it says of its memory differs by {differs} bytes");
+    let differs = number("resident_bytes")?.abs_diff(resident(served.node.pid())?);
+    ensure!(differs < OWN, "resident_bytes is off by {differs} bytes");
     for grant in held {
         served.pool.free_blocking(grant)?;
     }
@@ -161,15 +165,16 @@ macro_rules! schemes {
         )*
 
         #[test]
-        fn no_scheme_that_clears_is_left_out() {
+        fn all_releasing_schemes_are_tested() {
             let tested = [$(SchemeKind::$scheme),*];
-            let mut all = SchemeKind::ALL.iter().filter(|scheme| scheme.releases());
-            assert!(all.all(|scheme| tested.contains(scheme)));
+            let mut releasing = SchemeKind::ALL.iter().filter(|scheme| scheme.releases());
+            assert!(releasing.all(|scheme| tested.contains(scheme)));
         }
     };
 }
 
-// As `granary serve` has it; where that would keep all, or an operator wants another bound, what is said.
+// With the default of `granary serve`, and with other values of `--keep-resident`. Odrp uses 0,
+// because the default would keep all of its memory.
 schemes! {
     released_chunks_of_onesidedmw_give_their_memory_back: OneSidedMw, KEPT, [];
     released_chunks_of_rpc_mw_2_give_their_memory_back: RpcMw2, KEPT, [];

@@ -1,5 +1,5 @@
-//! The memory node dies and is started again on the same path: its clients hear of it, connect again,
-//! and what they held before opens nothing, also where keys and addresses would fit by chance.
+//! The memory node dies and is started again at the same path. Its clients detect the loss and
+//! reconnect. Their old grants are refused, even if keys and addresses are valid again by chance.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use pool::{Error, Grant, GroupId, Lane, Options, Pool, Transfer};
 
 const SETTINGS: [&str; 4] = ["--memory", "256KiB", "--chunk", "4KiB"];
 
-/// How long a client may take to learn that its memory node is gone.
+/// Time limit of a client to detect the loss of its memory node.
 const NOTICED: Duration = Duration::from_secs(2);
 
 fn connect(node: &MemoryNode) -> Result<Pool> {
@@ -20,10 +20,10 @@ fn connect(node: &MemoryNode) -> Result<Pool> {
 fn is_stale(result: Result<(), Error>) {
     assert!(matches!(result, Err(Error::Stale { .. })), "{result:?}");
     let text = result.unwrap_err().to_string();
-    assert!(text.contains("of another connection") && text.contains("allocate anew"), "{text}");
+    assert!(text.contains("another connection") && text.contains("allocate a new one"), "{text}");
 }
 
-/// Everything that one can do with a grant.
+/// All operations on a grant.
 fn uses(pool: &Pool, grant: &Grant) -> Vec<Result<(), Error>> {
     let buffer = pool.buffer(4096).expect("a buffer");
     let transfer = Transfer { grant, offset: 0, buffer_offset: 0, len: 64 };
@@ -56,7 +56,7 @@ fn grants_from_before_a_restart_are_refused() -> Result<()> {
         let buffer = pool.buffer(4096)?;
         node.kill()?;
 
-        // Every operation says so, and soon.
+        // Every operation fails with `Gone`, without a long delay.
         let start = Instant::now();
         for result in uses_of_gone(&pool, &held[0]) {
             assert!(matches!(result, Err(Error::Gone { .. })), "round {round}: {result:?}");
@@ -65,30 +65,32 @@ fn grants_from_before_a_restart_are_refused() -> Result<()> {
         }
         assert!(start.elapsed() < NOTICED, "{:?}", start.elapsed());
         let refused = pool.reconnect();
-        assert!(refused.is_err(), "nobody serves there yet");
+        assert!(refused.is_err(), "reconnected before the restart");
 
         node.restart(&SETTINGS)?;
         let again = pool.reconnect()?;
         assert_ne!(again.welcome().incarnation, before);
-        // At first the same requests in the same order: the same entries and keys, down to the tags.
-        let anew: Vec<Grant> = (0..16)
+        // In the first round the same requests in the same order give the same entries and keys,
+        // including the tags.
+        let new_grants: Vec<Grant> = (0..16)
             .map(|i| again.allocate_in_blocking(GroupId(i % 2)))
             .collect::<Result<_, _>>()?;
         let same = |(a, b): (&Grant, &Grant)| a.keys() == b.keys() && a.entry == b.entry;
-        assert!(round > 0 || held.iter().zip(&anew).all(same), "the test shows nothing");
+        let all_same = held.iter().zip(&new_grants).all(same);
+        assert!(round > 0 || all_same, "different keys make the test pointless");
         for grant in &held {
             uses(&again, grant).into_iter().for_each(is_stale);
         }
-        // A buffer that the old connection registered, too.
-        let transfer = Transfer { grant: &anew[0], offset: 0, buffer_offset: 0, len: 64 };
+        // A buffer of the old connection is stale, too.
+        let transfer = Transfer { grant: &new_grants[0], offset: 0, buffer_offset: 0, len: 64 };
         is_stale(again.read_into(&transfer, &buffer, Lane(0)).map(drop));
-        // The old pool stays what it was.
+        // The old connection stays unusable.
         let gone = pool.allocate_blocking();
         assert!(matches!(gone, Err(Error::Gone { .. })), "{gone:?}");
-        for grant in anew {
+        for grant in new_grants {
             let mut zeros = [1; 4096];
             again.read_blocking(&grant, 0, &mut zeros)?;
-            assert!(zeros == [0; 4096], "something of before, or of a stale grant, is there");
+            assert!(zeros == [0; 4096], "a new chunk has data of an old or stale grant");
             again.free_blocking(grant)?;
         }
         again.audit()?;
@@ -108,8 +110,8 @@ fn uses_of_gone(pool: &Pool, grant: &Grant) -> Vec<Result<(), Error>> {
     ]
 }
 
-/// Who connects again to a memory node that did not die is another compute node to it: what it held
-/// was taken back, and its old grants are as stale.
+/// A client that reconnects to a running memory node is a new client to the node. Its old chunks are
+/// reclaimed, and its old grants are stale.
 #[test]
 fn grants_from_before_a_reconnection_are_refused() -> Result<()> {
     let node = MemoryNode::start("reconnect", &SETTINGS)?;
@@ -122,13 +124,13 @@ fn grants_from_before_a_reconnection_are_refused() -> Result<()> {
     uses(&again, &held[0]).into_iter().for_each(is_stale);
     let mut text = [0; 6];
     pool.read_blocking(&held[0], 0, &mut text)?;
-    assert_eq!(&text, b"secret", "the first connection lives on");
+    assert_eq!(&text, b"secret", "the first connection still works");
     drop(pool);
-    // Leaving ends when everything is back.
+    // Dropping the connection waits until all of its chunks are free.
     assert_eq!(again.node_status()?.node.free, 64);
-    let anew: Vec<Grant> =
+    let new_grants: Vec<Grant> =
         (0..64).map(|_| again.allocate_in_blocking(GroupId(0))).collect::<Result<_, _>>()?;
-    for grant in &anew {
+    for grant in &new_grants {
         again.read_blocking(grant, 0, &mut text)?;
         assert_eq!(text, [0; 6]);
     }
@@ -136,10 +138,9 @@ fn grants_from_before_a_reconnection_are_refused() -> Result<()> {
     Ok(())
 }
 
-/// A program that holds pages in a memory node that dies is told in so many words, and the next one
-/// runs with the node that was started again.
+/// `granary status` names the memory node that is gone, and works again after its restart.
 #[test]
-fn programs_say_that_the_memory_node_is_gone() -> Result<()> {
+fn status_reports_a_lost_memory_node() -> Result<()> {
     let settings = ["--memory", "64MiB", "--chunk", "1MiB"];
     let mut node = MemoryNode::start("restart-run", &settings)?;
     let pool = format!("shm:{}", node.socket.display());
@@ -148,7 +149,7 @@ fn programs_say_that_the_memory_node_is_gone() -> Result<()> {
     let out = status()?;
     assert!(!out.status.success());
     let text = String::from_utf8_lossy(&out.stderr).into_owned();
-    assert!(text.contains("pool.sock"), "which memory node? {text}");
+    assert!(text.contains("pool.sock"), "the error names no memory node: {text}");
     node.restart(&settings)?;
     assert!(status()?.status.success());
     Ok(())

@@ -1,4 +1,4 @@
-//! A memory node at its limits: descriptors, places, and more memory than the machine has.
+//! Limits of a memory node: file descriptors, number of clients, memory of the machine.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Output};
@@ -14,7 +14,7 @@ use rustix::process::{Pid, Resource, Rlimit, prlimit};
 
 const SMALL: [&str; 4] = ["--memory", "4MiB", "--chunk", "64KiB"];
 
-/// The least number that no descriptor of a process has.
+/// The lowest unused descriptor number of a process.
 fn free_descriptor(pid: i32) -> Result<u64> {
     let used: Vec<u64> = std::fs::read_dir(format!("/proc/{pid}/fd"))?
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
@@ -22,7 +22,7 @@ fn free_descriptor(pid: i32) -> Result<u64> {
     (0..).find(|number| !used.contains(number)).context("a number is free")
 }
 
-/// Sets the soft limit of a process's descriptors; what it was.
+/// Sets the soft limit of a process's descriptors; returns the old limit.
 fn limit_descriptors(pid: i32, to: Option<u64>) -> Result<Option<u64>> {
     let pid = Pid::from_raw(pid).context("a process")?;
     let limits = rustix::process::getrlimit(Resource::Nofile);
@@ -30,9 +30,9 @@ fn limit_descriptors(pid: i32, to: Option<u64>) -> Result<Option<u64>> {
     Ok(old.current)
 }
 
-/// No connection ends meanwhile: that the listeners are watched again must not hang on that.
+/// No connection ends during the test, because the memory node must retry without such an event.
 #[test]
-fn a_memory_node_without_descriptors_accepts_again_when_there_are_some() -> Result<()> {
+fn memory_node_without_descriptors_accepts_again_later() -> Result<()> {
     let node = MemoryNode::start("descriptors", &SMALL)?;
     let address = Address::Shm(node.socket.clone());
     let early = address.ask()?;
@@ -40,7 +40,7 @@ fn a_memory_node_without_descriptors_accepts_again_when_there_are_some() -> Resu
     let (done, answered) = mpsc::channel();
     thread::spawn(move || {
         let status = address.ask().and_then(|control| control.status());
-        // The test has ended if it does not listen any more.
+        // Fails only if the test has already ended.
         let _ = done.send(status);
     });
     let start = Instant::now();
@@ -48,26 +48,26 @@ fn a_memory_node_without_descriptors_accepts_again_when_there_are_some() -> Resu
         let status = early.status()?;
         if status.trouble.accepts >= 1 {
             while early.status()?.trouble.accepts < status.trouble.accepts + 5 {
-                ensure!(start.elapsed() < Duration::from_secs(60), "it does not try again");
+                ensure!(start.elapsed() < Duration::from_secs(60), "the node does not retry");
                 thread::sleep(Duration::from_millis(50));
             }
             break (status, early.status()?);
         }
-        ensure!(start.elapsed() < Duration::from_secs(60), "it notices: {:?}", status.trouble);
+        ensure!(start.elapsed() < Duration::from_secs(60), "no failure: {:?}", status.trouble);
         thread::sleep(Duration::from_millis(5));
     };
     let tries = later.trouble.accepts - first.trouble.accepts;
     let asked = later.uptime_ms.saturating_sub(first.uptime_ms) / 50 + 2;
     let woken = later.control_wakeups - first.control_wakeups;
-    ensure!(woken <= 4 * tries + 2 * asked, "woken {woken} times for {tries} attempts: it spins");
+    ensure!(woken <= 4 * tries + 2 * asked, "{woken} wake-ups for {tries} attempts: busy loop");
     limit_descriptors(node.pid(), before)?;
-    let status = answered.recv_timeout(Duration::from_secs(30)).context("it stays deaf")??;
+    let status = answered.recv_timeout(Duration::from_secs(30)).context("no answer")??;
     ensure!(status.trouble.last.is_some_and(|why| why.contains("accepting a connection")));
     drop(early);
     Ok(())
 }
 
-/// `granary serve`, which is to end at once.
+/// Runs a `granary serve` that must fail immediately.
 fn serve(arguments: &[&str]) -> Result<Output> {
     let mut command = Command::new("timeout");
     command.args(["-s", "TERM", "10"]).arg(granary()).args(["serve", "--private"]).args(arguments);
@@ -81,34 +81,35 @@ fn total_memory() -> Result<u64> {
 }
 
 #[test]
-fn more_memory_than_the_machine_has_is_refused_unless_it_is_said() -> Result<()> {
+fn donation_above_total_memory_requires_overcommit() -> Result<()> {
     let beyond = ((total_memory()? >> 30) + 2).to_string() + "GiB";
     let out = serve(&["--memory", &beyond])?;
-    let said = String::from_utf8_lossy(&out.stderr);
-    ensure!(out.status.code() == Some(2), "{}: {said}", out.status);
-    ensure!(said.contains(&beyond) && said.contains("--overcommit"), "{said}");
+    let error = String::from_utf8_lossy(&out.stderr);
+    ensure!(out.status.code() == Some(2), "{}: {error}", out.status);
+    ensure!(error.contains(&beyond) && error.contains("--overcommit"), "{error}");
     let node = MemoryNode::start("overcommit", &["--memory", &beyond, "--overcommit"])?;
     ensure!(node.status()?["chunks"].as_u64() > Some(0));
     Ok(())
 }
 
 #[test]
-fn more_memory_than_is_available_now_is_warned_of() -> Result<()> {
-    // The kernel and this test have more than 16 MiB of all that there is.
+fn donation_above_available_memory_is_warned_of() -> Result<()> {
+    // The kernel and this test use more than 16 MiB, so this much is not available.
     let between = (total_memory()? >> 20) - 16;
     let scratch = Scratch::new("available");
     let mut command = Command::new("timeout");
     command.args(["-s", "TERM", "3"]).arg(granary()).args(["serve", "--memory"]);
     command.arg(format!("{between}MiB")).arg("--socket").arg(scratch.0.join("s"));
     let out = command.output()?;
-    let said = String::from_utf8_lossy(&out.stderr);
-    ensure!(said.contains("available now") && said.contains("OOM killer"), "{said}");
-    ensure!(String::from_utf8_lossy(&out.stdout).contains("serving"), "it serves: {said}");
+    let warning = String::from_utf8_lossy(&out.stderr);
+    ensure!(warning.contains("available now") && warning.contains("OOM killer"), "{warning}");
+    let started = String::from_utf8_lossy(&out.stdout).contains("serving");
+    ensure!(started, "the node does not serve: {warning}");
     Ok(())
 }
 
-/// A shell with `count` children that are all there at once (`together`), or each of which goes
-/// when it has come.
+/// A shell script with `count` child processes. All children exist at the same time if `together`;
+/// otherwise each child may end as soon as it has started.
 fn many(count: u32, together: bool) -> String {
     let children = r#"
         mkfifo "$0/up" "$0/go"; exec 3<>"$0/up" 4<>"$0/go"
@@ -127,21 +128,21 @@ fn run_many(arguments: &[&str], count: u32, together: bool) -> Result<()> {
     command.arg("240").arg(granary()).args(["run", "--local", "4MiB"]).args(arguments);
     command.args(["--", "sh", "-c", &many(count, together)]).arg(&scratch.0);
     let out = command.process_group(0).output()?;
-    let said = String::from_utf8_lossy(&out.stderr);
-    ensure!(out.status.success(), "{}: {said}", out.status);
-    ensure!(out.stdout == b"all went\n" && said.is_empty(), "{said}");
+    let error = String::from_utf8_lossy(&out.stderr);
+    ensure!(out.status.success(), "{}: {error}", out.status);
+    ensure!(out.stdout == b"all went\n" && error.is_empty(), "{error}");
     Ok(())
 }
 
-/// All at once: the private memory node has places for them.
+/// All processes exist at once; the private memory node's client limit is high enough.
 #[test]
 fn three_hundred_processes_of_one_program_are_served() -> Result<()> {
     run_many(&[], 300, true)
 }
 
-/// The shell and seven others have all places; the rest waits until some have ended.
+/// The shell and seven children reach the client limit; the other children wait until some have ended.
 #[test]
-fn processes_beyond_the_places_wait_for_one() -> Result<()> {
+fn processes_beyond_the_client_limit_wait() -> Result<()> {
     let node = MemoryNode::start("places", &["--memory", "64MiB", "--clients", "8"])?;
     let pool = format!("shm:{}", node.socket.display());
     run_many(&["--pool", &pool], 24, false)

@@ -1,7 +1,7 @@
-//! A user without privileges: what `granary run` says where userfaultfd is refused, and that it works
-//! where the device file is open to that user, process trees too.
+//! A user without privileges: the error of `granary run` if userfaultfd is refused, and paging of
+//! programs and process trees if the user may open the device file.
 //!
-//! Only root can take privileges away for a test; without that these are skipped (`needs`).
+//! Only root can drop privileges for a test; for other users the tests are skipped (`needs`).
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -19,7 +19,7 @@ fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-/// The command and its library where everybody may execute them.
+/// Copies the command and its library to the scratch directory, executable by all users.
 fn installed(scratch: &Scratch) {
     let open = |path: &Path| fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
     let built = granary();
@@ -29,14 +29,14 @@ fn installed(scratch: &Scratch) {
         fs::copy(built.with_file_name(name), &copy).unwrap();
         open(&copy);
     }
-    // Where the memory node has its socket, and the counters are.
+    // TMPDIR, for the memory node's socket and the counters.
     let directory = scratch.0.join("tmp");
     fs::create_dir(&directory).unwrap();
     fs::set_permissions(&directory, fs::Permissions::from_mode(0o1777)).unwrap();
 }
 
-/// Runs a script of the shell in a mount namespace of its own. In it `nobody COMMAND` runs a command
-/// without any privilege, and `granary` is the command.
+/// Runs a shell script in a mount namespace of its own. In the script, `nobody COMMAND` runs a command
+/// without any privilege, and `./granary` is the command under test.
 fn run(scratch: &Scratch, script: &str) -> Output {
     let here = scratch.0.to_str().unwrap();
     let script = format!(
@@ -52,17 +52,17 @@ fn run(scratch: &Scratch, script: &str) -> Output {
         .unwrap()
 }
 
-/// What keeps these tests from running here.
+/// The reason why these tests cannot run on this machine, if any.
 fn obstacle(scratch: &Scratch) -> Option<String> {
     if !is_root() {
-        return Some("only root can take privileges away".into());
+        return Some("only root can drop privileges".into());
     }
     let tried = run(scratch, "nobody true");
     (!tried.status.success()).then(|| String::from_utf8_lossy(&tried.stderr).into_owned())
 }
 
 #[test]
-fn where_userfaultfd_is_refused_it_says_what_to_change() {
+fn refused_userfaultfd_error_names_the_remedy() {
     let scratch = Scratch::new("refused");
     if let Some(why) = obstacle(&scratch) {
         return needs::skip(why);
@@ -72,7 +72,7 @@ fn where_userfaultfd_is_refused_it_says_what_to_change() {
         return needs::skip(why);
     }
     installed(&scratch);
-    // A device file that nobody may open, and the one that is there is not changed.
+    // Hides the device file behind a file that the user may not open, without changing it.
     let script = format!(
         "touch closed; chmod 600 closed; if [ -e {DEVICE} ]; then mount --bind closed {DEVICE}; fi\n\
          nobody ./granary run --local 16MiB -- sh -c 'echo it ran'"
@@ -88,7 +88,7 @@ fn where_userfaultfd_is_refused_it_says_what_to_change() {
 }
 
 #[test]
-fn with_the_device_file_a_user_pages_like_root() {
+fn user_with_the_device_file_pages_like_root() {
     let scratch = Scratch::new("device");
     if let Some(why) = obstacle(&scratch) {
         return needs::skip(why);
@@ -98,7 +98,7 @@ fn with_the_device_file_a_user_pages_like_root() {
         return needs::skip(why);
     }
     installed(&scratch);
-    // A copy of the device file with other rights, seen by this test alone.
+    // A copy of the device file with other permissions, visible to this test only.
     let script = format!(
         "cp -a {DEVICE} device; chmod 666 device; mount --bind device {DEVICE}\n\
          nobody test -w {DEVICE}\n\
@@ -116,9 +116,9 @@ fn with_the_device_file_a_user_pages_like_root() {
     assert!(count("local_peak_bytes") < (4 << 20) + pager::CONSTANT_BYTES, "{stats}");
 }
 
-/// A place where `nobody` may run paged programs; None where the test is skipped.
-fn place(test: &str) -> Option<Scratch> {
-    // The path of a socket in it must not be too long.
+/// A scratch directory in which `nobody` may run paged programs; `None` if the test is skipped.
+fn scratch_for(test: &str) -> Option<Scratch> {
+    // Truncated, because the path of a socket in the directory must not be too long.
     let scratch = Scratch::new(&format!("user-{}", &test[..test.len().min(24)]));
     let permitted = fs::read_to_string(SYSCTL).is_ok_and(|value| value.trim() != "0");
     let why = match obstacle(&scratch) {
@@ -137,22 +137,22 @@ fn place(test: &str) -> Option<Scratch> {
     None
 }
 
-/// Opens the device file, for this script alone.
-fn device() -> String {
+/// Shell commands that make the device file accessible to all users, in this script only.
+fn open_device() -> String {
     format!(
         "if [ -e {DEVICE} ]; then cp -a {DEVICE} device; chmod 666 device; mount --bind device {DEVICE}; fi\n"
     )
 }
 
-/// Runs a command as nobody, plainly and then paged, which has to say the same and pass no further than its bound.
-/// `$d` is a directory of its own.
+/// Runs a command as nobody, first without the pager and then paged, and compares the outputs and the
+/// limit of local memory. `$d` is an empty directory.
 fn same_paged(scratch: &Scratch, local_mib: u64, command: &str) {
     let script = format!(
         "{}d=$PWD/tmp/d; export d\n\
          nobody mkdir $d; nobody sh -c '{command}' > plain; rm -rf $d; nobody mkdir $d\n\
          nobody ./granary run --local {local_mib}MiB --stats-json tmp/stats -- sh -c '{command}' > paged\n\
          cmp plain paged; test -s plain",
-        device()
+        open_device()
     );
     let output = run(scratch, &script);
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -163,7 +163,7 @@ fn same_paged(scratch: &Scratch, local_mib: u64, command: &str) {
     assert!(peak > 0 && peak < (local_mib << 20) + pager::CONSTANT_BYTES, "{stats}");
 }
 
-/// A file of the tests' where everybody may read it.
+/// Writes a file to the scratch directory, readable by all users.
 fn share(scratch: &Scratch, name: &str, text: &str) -> String {
     let path = scratch.0.join(name);
     fs::write(&path, text).unwrap();
@@ -171,52 +171,53 @@ fn share(scratch: &Scratch, name: &str, text: &str) -> String {
     path.to_str().unwrap().into()
 }
 
-/// The kernel reports forks to CAP_SYS_PTRACE only; without it they are followed all the same.
+/// The kernel reports forks only to processes with CAP_SYS_PTRACE; the pager must follow forks without
+/// these reports.
 #[test]
 fn a_shell_script_of_a_user() {
-    let Some(scratch) = place("a_shell_script_of_a_user") else { return };
+    let Some(scratch) = scratch_for("a_shell_script_of_a_user") else { return };
     let script = share(&scratch, "subshells.sh", include_str!("pager_programs/subshells.sh"));
     same_paged(&scratch, 4, &format!("sh {script} 60000"));
 }
 
 #[test]
 fn make_with_two_jobs_of_gcc_of_a_user() {
-    let Some(scratch) = place("make_with_two_jobs_of_gcc_of_a_user") else { return };
+    let Some(scratch) = scratch_for("make_with_two_jobs_of_gcc_of_a_user") else { return };
     let makefile = share(&scratch, "Makefile", include_str!("pager_programs/build.mk"));
     same_paged(&scratch, 28, &format!("make -s -B -j2 -C $d -f {makefile} FILES=\"1 2\""));
 }
 
 #[test]
 fn python_with_processes_of_a_user() {
-    let Some(scratch) = place("python_with_processes_of_a_user") else { return };
+    let Some(scratch) = scratch_for("python_with_processes_of_a_user") else { return };
     let program = share(&scratch, "processes.py", include_str!("pager_programs/processes.py"));
     same_paged(&scratch, 16, &format!("python3 {program} 60000"));
 }
 
 #[test]
 fn redis_of_a_user_saves_in_the_background() {
-    let Some(scratch) = place("redis_of_a_user_saves_in_the_background") else { return };
+    let Some(scratch) = scratch_for("redis_of_a_user_saves_in_the_background") else { return };
     let program = share(&scratch, "redis.sh", include_str!("pager_programs/redis.sh"));
     same_paged(&scratch, 8, &format!("sh {program} $d 20000"));
 }
 
 #[test]
-fn a_family_of_a_user_finds_every_page_as_it_left_it() {
-    let Some(scratch) = place("a_family_of_a_user_finds_every_page_as_it_left_it") else { return };
+fn process_family_of_a_user_keeps_its_page_contents() {
+    let Some(scratch) = scratch_for("process_family_of_a_user_keeps_its_page_contents") else { return };
     let family = scratch.compile("family", include_str!("pager_programs/family.c"));
     let seeds = if full() { 40 } else { 4 };
     let family = family.to_str().unwrap();
     let command = format!(
         "i=0; while [ $i -lt {seeds} ]; do i=$((i + 1)); {family} $i 4000 250 3 || exit; done"
     );
-    // The last process of one family may end when the next one has begun.
+    // Sorted, because processes of consecutive runs may overlap.
     same_paged(&scratch, 8, &format!("{{ {command}; echo whole; }} | sort"));
 }
 
-/// A child that cannot follow its own memory ends before it sees any of it.
+/// A child that cannot page its memory ends before it accesses any of it.
 #[test]
-fn a_child_that_can_open_no_userfaultfd_ends_with_a_message() {
-    let Some(scratch) = place("a_child_that_can_open_no_userfaultfd_ends_with_a_message") else {
+fn child_without_userfaultfd_ends_with_a_message() {
+    let Some(scratch) = scratch_for("child_without_userfaultfd_ends_with_a_message") else {
         return;
     };
     if fs::read_to_string(SYSCTL).is_ok_and(|value| value.trim() != "0") {
@@ -228,31 +229,32 @@ fn a_child_that_can_open_no_userfaultfd_ends_with_a_message() {
                    if child == 0: print(\"forked\", flush=True)\n\
                    print(os.waitstatus_to_exitcode(os.wait()[1]), sum(x))";
     let program = share(&scratch, "forks.py", program);
-    // The device file is closed when the program has begun. Both hold both ends of the FIFO, so that neither waits for
-    // the other to open it.
+    // The device file becomes inaccessible after the program has started. Both processes hold both
+    // ends of the FIFO, so that neither blocks in open.
     let script = format!(
         "{}mkfifo go; exec 3<>go; touch out\n\
          {{ for i in $(seq 3000); do if grep -q ready out; then break; fi; sleep 0.01; done\n\
          chmod 600 {DEVICE}; echo >&3; }} &\n\
          nobody ./granary run --local 4MiB -- python3 {program} <&3 > out; cat out",
-        device()
+        open_device()
     );
     let output = run(&scratch, &script);
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{stderr}");
     let expected = format!("ready\n{} 499999500000\n", pager::config::EXIT_PAGER);
     assert_eq!(String::from_utf8_lossy(&output.stdout), expected, "{stderr}");
-    assert!(stderr.contains("cannot open a userfaultfd of its own"), "{stderr}");
+    assert!(stderr.contains("cannot open a userfaultfd"), "{stderr}");
     assert_eq!(stderr.lines().count(), 1, "{stderr}");
 }
 
-/// What is made of a process by a raw system call has none of its memory, rather than zeros.
+/// A child by a raw system call has none of the parent's paged memory; accesses fail and do not read
+/// zeros.
 #[test]
-fn a_raw_fork_of_a_user_finds_nothing() {
-    let Some(scratch) = place("a_raw_fork_of_a_user_finds_nothing") else { return };
+fn raw_fork_of_a_user_has_no_memory() {
+    let Some(scratch) = scratch_for("raw_fork_of_a_user_has_no_memory") else { return };
     let program = scratch.compile("raw", include_str!("pager_programs/raw.c"));
     let script =
-        format!("{}nobody ./granary run --local 4MiB -- {}", device(), program.to_str().unwrap());
+        format!("{}nobody ./granary run --local 4MiB -- {}", open_device(), program.to_str().unwrap());
     let output = run(&scratch, &script);
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{stderr}");

@@ -1,4 +1,5 @@
-//! `cargo run --release -p granary-bench --example recovery [CHUNKS [BYTES]]`: see [`bench::recovery`].
+//! `cargo run --release -p granary-bench --example recovery [CHUNKS [BYTES]]`: time to reclaim the
+//! memory of a departed client; see [`bench::recovery`].
 
 fn main() -> Result<(), pool::Error> {
     let mut numbers = std::env::args().skip(1).filter_map(|n| n.parse::<u64>().ok());

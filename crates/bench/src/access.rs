@@ -1,14 +1,14 @@
-//! READ and WRITE: what a client sees of one-sided access, over sizes and depths.
+//! READ and WRITE: latency, rate and bandwidth of one-sided access over sizes and queue depths.
 //!
-//! Every way of moving bytes (the pool on some NIC, the bare hand-off of [`crate::bare`]) is
-//! measured into an [`Outcome`] and reported under the same metrics, so that a ratio between
-//! two of them in one run needs no translation:
+//! Every data path (the pool on some NIC, the bare hand-off of [`crate::handoff`]) is measured into
+//! an [`Outcome`] and reported under the same metrics, so that the results can be compared
+//! directly:
 //!
-//! | metric | of |
+//! | metric | definition |
 //! | --- | --- |
 //! | `read_latency_us`, `write_latency_us` | from the post to the completion |
-//! | `read_rate_per_s`, `write_rate_per_s` | completions over the run's time |
-//! | `read_bandwidth_gb_per_s`, `write_bandwidth_gb_per_s` | their bytes over the run's time |
+//! | `read_rate_per_s`, `write_rate_per_s` | completions per second |
+//! | `read_bandwidth_gb_per_s`, `write_bandwidth_gb_per_s` | bytes of completed operations per second |
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -16,10 +16,9 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::bare;
 use crate::histogram::Latencies;
 use crate::plot::{Axis, Lines};
-use crate::record::{Record, Setting, Statistic, Unit, series};
+use crate::record::{BASELINE_NIC, BASELINE_SCHEME, Record, Setting, Statistic, Unit, series};
 use crate::table::{Pivot, Table};
 
 /// Name of the experiment.
@@ -29,10 +28,10 @@ pub const EXPERIMENT: &str = "access";
 pub const SIZES: [usize; 9] =
     [8, 64, 256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20];
 
-/// Depths that are measured by default: one operation at a time, and as many as fill a queue.
+/// Queue depths that are measured by default: a single operation, and a full queue.
 pub const IN_FLIGHT: [usize; 2] = [1, 64];
 
-/// Which way the bytes go.
+/// Direction of the data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From the memory node to the client.
@@ -42,10 +41,10 @@ pub enum Direction {
 }
 
 impl Direction {
-    /// Both.
+    /// Both directions.
     pub const ALL: [Self; 2] = [Self::Read, Self::Write];
 
-    /// How metrics of this direction begin.
+    /// Prefix of the metrics of this direction.
     pub fn name(self) -> &'static str {
         match self {
             Self::Read => "read",
@@ -58,23 +57,23 @@ impl Direction {
     }
 }
 
-/// One measurement: what is done, for how long.
+/// Parameters of one measurement.
 #[derive(Clone, Copy, Debug)]
 pub struct Spec {
-    /// Which way the bytes go.
+    /// Direction of the data.
     pub direction: Direction,
     /// Bytes of each operation, above zero.
     pub size: usize,
-    /// Operations outstanding at a time, above zero.
+    /// Operations in flight, above zero.
     pub in_flight: usize,
-    /// Bytes at the memory node over which the operations go round, at least `size`.
+    /// Bytes at the memory node that the operations cycle through, at least `size`.
     pub region: usize,
-    /// For how long, once it is warm.
+    /// Duration without the warm-up.
     pub duration: Duration,
 }
 
 impl Spec {
-    /// Bytes from one operation's place to the next one's: whole cache lines.
+    /// Distance in bytes between the slots of two operations: whole cache lines.
     pub fn stride(&self) -> usize {
         self.size.next_multiple_of(64)
     }
@@ -90,15 +89,15 @@ impl Spec {
     }
 }
 
-/// What came out of one measurement.
+/// Results of one measurement.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Outcome {
-    /// Latencies: of each operation one at a time, of a sample with more in flight (reading
-    /// the clock twice for each one would be most of the time).
+    /// Latencies: of every operation with one in flight, of a sample with more in flight. Two
+    /// clock readings per operation would dominate the time of small operations.
     pub latencies: Latencies,
-    /// Operations that completed.
+    /// Completed operations.
     pub operations: u64,
-    /// In this time.
+    /// Time in which the operations completed.
     pub elapsed: Duration,
 }
 
@@ -115,7 +114,7 @@ impl Outcome {
         self.records_of(EXPERIMENT, spec.direction.name(), spec.size, setting)
     }
 
-    /// The records of `operation`s of `size` bytes in another experiment.
+    /// The records of another experiment, with operations named `operation` of `size` bytes.
     pub fn records_of(
         &self,
         experiment: &str,
@@ -123,51 +122,53 @@ impl Outcome {
         size: usize,
         setting: &Setting,
     ) -> Vec<Record> {
-        let of = |what: &str, unit| {
+        let metric = |what: &str, unit| {
             Record::of(experiment, setting, &format!("{operation}_{what}"), unit)
         };
         let rate = self.operations as f64 / self.elapsed.as_secs_f64();
-        let mut records = self.latencies.records(&of("latency_us", Unit::Us));
-        records.push(of("rate_per_s", Unit::PerSecond).mean(rate));
+        let mut records = self.latencies.records(&metric("latency_us", Unit::Us));
+        records.push(metric("rate_per_s", Unit::PerSecond).mean(rate));
         let bandwidth = rate * size as f64 / 1e9;
-        records.push(of("bandwidth_gb_per_s", Unit::GbPerSecond).mean(bandwidth));
+        records.push(metric("bandwidth_gb_per_s", Unit::GbPerSecond).mean(bandwidth));
         records
     }
 }
 
-/// Before the clock counts: caches, page tables and the cores' frequency settle.
+/// Duration of the warm-up, in which caches, page tables and the cores' frequency settle.
 const WARM_UP: Duration = Duration::from_millis(20);
 
-/// The clock of a measurement: nothing counts until it is warm.
+/// Clock and counters of a measurement. Operations during the warm-up do not count.
 pub(crate) struct Meter {
     duration: Duration,
     start: Instant,
+    /// End of the warm-up.
     warm: Instant,
-    /// Operations that had completed when it was warm.
+    /// Operations that had completed at the end of the warm-up; `None` during the warm-up.
     first: Option<u64>,
     outcome: Outcome,
 }
 
 impl Meter {
-    /// A clock that starts now.
+    /// Starts the warm-up now.
     pub fn start(duration: Duration) -> Self {
         let start = Instant::now();
         let (warm, outcome) = (start + WARM_UP, Outcome::default());
         Self { duration, start, warm, first: None, outcome }
     }
 
-    /// When it started, or began to count.
+    /// Start of the warm-up, or of the counted part once the warm-up is over.
     pub fn started(&self) -> Instant {
         self.start
     }
 
-    /// `done` operations have completed in all, just now one that was posted at `since`.
-    /// Returns the time, or none if the measurement is over.
+    /// Records that the `done`th operation has completed now; it was posted at `since`. Returns the
+    /// current time, or `None` if the measurement is over.
     pub fn completed(&mut self, since: Instant, done: u64) -> Option<Instant> {
         self.completed_each(since, done, 1)
     }
 
-    /// Like [`Meter::completed`], where `each` operations, one after the other, began at `since`.
+    /// Like [`Meter::completed`], for `each` consecutive operations of which the first was posted
+    /// at `since`.
     pub fn completed_each(&mut self, since: Instant, done: u64, each: u32) -> Option<Instant> {
         let now = Instant::now();
         let Some(first) = self.first else {
@@ -186,20 +187,20 @@ impl Meter {
         None
     }
 
-    /// What was measured.
+    /// The results.
     pub fn outcome(self) -> Outcome {
         self.outcome
     }
 }
 
-/// The tables of a run: one for each direction and depth, with the ratio to the bare hand-off.
+/// The tables of a run: one per direction and depth, with the ratio to the bare hand-off.
 pub fn tables(records: &[Record]) -> Vec<(String, Table)> {
     let mut tables = Vec::new();
     for direction in Direction::ALL {
         for (depth, records) in by_depth(records) {
             let latency = direction.metric("latency_us");
             let rate = direction.metric("rate_per_s");
-            let bare = Setting::new().scheme(bare::SCHEME).nic(bare::NIC);
+            let bare = Setting::new().scheme(BASELINE_SCHEME).nic(BASELINE_NIC);
             let pivot = Pivot::rows(["size", "scheme", "nic", "clients"])
                 .column(&latency, Statistic::P50)
                 .column(&latency, Statistic::P99)
@@ -217,8 +218,8 @@ pub fn tables(records: &[Record]) -> Vec<(String, Table)> {
     tables
 }
 
-/// Writes the pictures of a run, one for each direction and depth: the latency of one
-/// operation at a time, the bandwidth of more.
+/// Writes the pictures of a run, one per direction and depth: latency with one operation in
+/// flight, bandwidth with more.
 ///
 /// # Errors
 /// As [`Lines::write`].
@@ -237,11 +238,11 @@ pub fn pictures(records: &[Record], directory: &Path) -> Result<Vec<PathBuf>, Er
                 Lines::new(&title, Axis::bytes("size of one operation"), Axis::log(label));
             let mut drawn = false;
             let named = ["scheme", "nic"];
-            let shown = |part: &str| part != bare::NIC;
+            let shown = |part: &str| part != BASELINE_NIC;
             let series = series(&records, &metric, statistic, "size", &named, shown);
             for (scheme, points) in series {
                 drawn = true;
-                lines = if scheme.starts_with(bare::SCHEME) {
+                lines = if scheme.starts_with(BASELINE_SCHEME) {
                     lines.baseline(&scheme, points)
                 } else {
                     lines.line(&scheme, points)
@@ -256,17 +257,17 @@ pub fn pictures(records: &[Record], directory: &Path) -> Result<Vec<PathBuf>, Er
     Ok(files)
 }
 
-/// The records of each depth, ascending.
+/// The records of each depth, in ascending order of depths.
 fn by_depth(records: &[Record]) -> Vec<(f64, Vec<Record>)> {
     let mut depths: Vec<f64> =
         records.iter().filter_map(|record| record.setting.number("in_flight")).collect();
     depths.sort_by(f64::total_cmp);
     depths.dedup();
-    let of = |depth: f64| {
-        let of_depth = |r: &&Record| r.setting.number("in_flight") == Some(depth);
-        (depth, records.iter().filter(of_depth).cloned().collect())
+    let group = |depth: f64| {
+        let has_depth = |r: &&Record| r.setting.number("in_flight") == Some(depth);
+        (depth, records.iter().filter(has_depth).cloned().collect())
     };
-    depths.into_iter().map(of).collect()
+    depths.into_iter().map(group).collect()
 }
 
 #[cfg(test)]
@@ -302,18 +303,18 @@ mod tests {
     #[test]
     fn rate_and_bandwidth_are_over_the_elapsed_time() {
         let records = run();
-        let of = |metric: &str, size: f64| {
+        let value = |metric: &str, size: f64| {
             let found = records
                 .iter()
                 .find(|r| r.metric == metric && r.setting.number("size") == Some(size));
             found.unwrap().value
         };
-        assert_eq!(of("read_rate_per_s", 8.0), 2000.0);
-        assert_eq!(of("read_bandwidth_gb_per_s", 4096.0), 2000.0 * 4096.0 / 1e9);
+        assert_eq!(value("read_rate_per_s", 8.0), 2000.0);
+        assert_eq!(value("read_bandwidth_gb_per_s", 4096.0), 2000.0 * 4096.0 / 1e9);
     }
 
     #[test]
-    fn a_table_for_each_depth_with_the_ratio_to_bare() {
+    fn tables_per_depth_have_the_ratio_to_the_baseline() {
         let tables: Vec<_> =
             tables(&run()).into_iter().filter(|(_, table)| !table.is_empty()).collect();
         let titles: Vec<&str> = tables.iter().map(|(title, _)| title.as_str()).collect();
@@ -327,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn pictures_of_what_was_measured_only() {
+    fn pictures_are_drawn_for_measured_directions_only() {
         let directory = tempfile::tempdir().unwrap();
         let files = pictures(&run(), directory.path()).unwrap();
         let names: Vec<_> =

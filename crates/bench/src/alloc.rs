@@ -1,22 +1,23 @@
-//! Allocation and free: what a compute node waits, and whose CPU time it takes.
+//! Allocation and free: latency at the client, and CPU time at the memory node.
 //!
-//! Each client allocates a chunk and frees it, over and over, one request at a time. The same
-//! loop runs against every scheme:
+//! Each client allocates a chunk and frees it in a loop, one request at a time. The same loop runs
+//! against every scheme:
 //!
-//! | metric | of |
+//! | metric | definition |
 //! | --- | --- |
 //! | `alloc_latency_us`, `free_latency_us` | from the call to its return, at the client |
-//! | `alloc_rate_per_s` | allocations (each with its free) of all clients over the run's time |
-//! | `alloc_nic_cpu_us` | time of the thread that plays the memory node's NIC, for each allocation with its free |
-//! | `alloc_control_cpu_us` | the same of the memory node's CPU |
+//! | `alloc_rate_per_s` | allocations, each with its free, of all clients per second |
+//! | `alloc_nic_cpu_us` | CPU time of the memory node's NIC thread per allocation with its free |
+//! | `alloc_control_cpu_us` | CPU time of the memory node's CPU per allocation with its free |
 //!
-//! In scheme odrp memory is allocated by the first write of a page, and an allocation here is one with
-//! that write of 4 KiB ("AllocWrite").
+//! Scheme odrp allocates a page at its first write, so here an allocation includes a write of 4 KiB
+//! (the paper's "AllocWrite").
 //!
-//! [`Served`] says how a scheme serves a size: those that have several by a block of that size, the others by
-//! chunks as large, and which they do not serve.
+//! [`SizeSupport`] tells how a scheme serves an allocation size: a scheme with several sizes
+//! allocates a block of the size, other schemes use chunks of the size, and some sizes are not
+//! supported.
 //!
-//! On the inline NIC the clients' own threads are the NIC, so that its time is not told apart.
+//! On the inline NIC the clients' own threads run the NIC, so no separate NIC time is reported.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -29,10 +30,11 @@ use serde::{Deserialize, Serialize};
 use crate::Error;
 use crate::claims::Claims;
 use crate::histogram::Latencies;
+use crate::number::engineering;
 use crate::plot::{Axis, Lines, Panels};
 use crate::record::{Record, Setting, Statistic, Unit, series};
 use crate::size::Size;
-use crate::table::{Cell, Pivot, Table, engineering};
+use crate::table::{Cell, Pivot, Table};
 
 /// Name of the experiment.
 pub const EXPERIMENT: &str = "alloc";
@@ -40,38 +42,37 @@ pub const EXPERIMENT: &str = "alloc";
 /// Clients that are measured by default.
 pub const CLIENTS: [u32; 4] = [1, 2, 4, 8];
 
-/// How long memory may be wanting.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// Time for which an allocation retries while the pool is out of memory.
+const OUT_OF_MEMORY_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Rounds before the clock counts.
+/// Allocations with their frees before the measurement.
 const WARM_UP_ROUNDS: u32 = 64;
 
-/// Who allocates: a scheme, and how its control thread waits where it needs one.
+/// A measured variant: a scheme and, for RPC schemes, the wait mode of its control thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Contender {
     /// The scheme.
     pub scheme: SchemeKind,
-    /// How the memory node's CPU learns of requests.
+    /// How the memory node's control thread waits for requests.
     pub control: ControlMode,
 }
 
 impl Contender {
-    /// Those that are compared by default, the chains first.
+    /// The variants that are compared by default; onesidedmw comes first.
     pub const DEFAULT: [Self; 3] = [
         Self { scheme: SchemeKind::OneSidedMw, control: ControlMode::Event },
         Self { scheme: SchemeKind::RpcMw2, control: ControlMode::Event },
         Self { scheme: SchemeKind::RpcMw2, control: ControlMode::Polling },
     ];
 
-    /// Those of some schemes: one where the control thread takes no part, otherwise one for each way
-    /// that it waits.
+    /// The variants of some schemes: one per wait mode for RPC schemes, a single one otherwise.
     pub fn of(schemes: &[SchemeKind]) -> Vec<Self> {
         Self::with(schemes, ControlMode::ALL)
     }
 
-    /// [`Contender::of`], with control threads that wait in one of these ways.
+    /// As [`Contender::of`], with these wait modes only.
     pub fn with(schemes: &[SchemeKind], controls: &[ControlMode]) -> Vec<Self> {
-        let of_one = |scheme: &SchemeKind| {
+        let variants = |scheme: &SchemeKind| {
             let modes = match scheme.needs_cpu() {
                 true => controls,
                 false => &[ControlMode::Event],
@@ -81,10 +82,10 @@ impl Contender {
                 .map(|control| Self { scheme: *scheme, control: *control })
                 .collect::<Vec<_>>()
         };
-        schemes.iter().flat_map(of_one).collect()
+        schemes.iter().flat_map(variants).collect()
     }
 
-    /// Its name, with how its control thread waits where that takes part.
+    /// Name of the variant: the scheme and, for RPC schemes, the wait mode.
     pub fn name(&self) -> String {
         match self.scheme.needs_cpu() {
             true => format!("{} {}", self.scheme, self.control),
@@ -92,7 +93,7 @@ impl Contender {
         }
     }
 
-    /// The setting of its records; without the control thread where that takes no part.
+    /// The setting of the variant's records; the wait mode is part of it for RPC schemes only.
     pub fn setting(&self, nic: &str, clients: u32, chunk_bytes: u64) -> Setting {
         let setting = Setting::new().scheme(self.scheme.name()).nic(nic);
         let setting = match self.scheme.needs_cpu() {
@@ -103,18 +104,18 @@ impl Contender {
     }
 }
 
-/// How a scheme serves requests of a size.
+/// Whether a scheme can serve allocations of a size.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Served {
-    /// By a memory node with these settings.
-    By(Box<Settings>),
-    /// Not, for this reason.
-    Not(String),
+pub enum SizeSupport {
+    /// A memory node with these settings serves the size.
+    Supported(Box<Settings>),
+    /// The scheme does not support the size, for this reason.
+    Unsupported(String),
 }
 
-impl Served {
-    /// Requests of `bytes`, by the contender that `settings` are for. Where it has one size, chunks are as large as
-    /// the requests.
+impl SizeSupport {
+    /// Adapts `settings` to allocations of `bytes`. A scheme with a single allocation size gets
+    /// chunks of `bytes`.
     pub fn of(settings: Settings, bytes: u64) -> Self {
         let chunk_bytes = match settings.scheme {
             SchemeKind::Odrp => PAGE_BYTES as u64,
@@ -122,34 +123,36 @@ impl Served {
             _ => bytes,
         };
         let settings = Settings { chunk_bytes, ..settings };
-        let most = settings.largest_bytes();
+        let largest = settings.largest_bytes();
         match settings.validate() {
             Err(pool::Error::Setting { setting, value, why }) => {
-                Self::Not(format!("{setting} {value}: {why}"))
+                Self::Unsupported(format!("{setting} {value}: {why}"))
             }
-            Err(e) => Self::Not(e.to_string()),
+            Err(e) => Self::Unsupported(e.to_string()),
             Ok(()) if settings.scheme == SchemeKind::Odrp && bytes != chunk_bytes => {
-                Self::Not(format!("it has pages of {} only", Size(chunk_bytes)))
+                Self::Unsupported(format!("pages of {} only", Size(chunk_bytes)))
             }
-            Ok(()) if most < bytes => Self::Not(format!("its largest block has {}", Size(most))),
-            Ok(()) => Self::By(Box::new(settings)),
+            Ok(()) if largest < bytes => {
+                Self::Unsupported(format!("the largest block is {}", Size(largest)))
+            }
+            Ok(()) => Self::Supported(Box::new(settings)),
         }
     }
 }
 
-/// What one client, or all clients together, measured.
+/// Measurements of one client, or of all clients together.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Outcome {
     /// Latencies of the allocations.
     pub allocate: Latencies,
     /// Latencies of the frees.
     pub free: Latencies,
-    /// How long it took.
+    /// Duration of the measurement.
     pub elapsed: Duration,
 }
 
 impl Outcome {
-    /// Adds what another client measured at the same time.
+    /// Adds the measurements of a concurrent client.
     pub fn join(&mut self, other: &Self) {
         self.allocate.merge(&other.allocate);
         self.free.merge(&other.free);
@@ -157,7 +160,7 @@ impl Outcome {
     }
 }
 
-/// What all rounds of one measurement gave.
+/// Sum of all rounds of one measurement.
 #[derive(Clone, Debug, Default)]
 pub struct Total {
     latencies: Outcome,
@@ -166,8 +169,8 @@ pub struct Total {
 }
 
 impl Total {
-    /// Adds a round: what its clients measured together, and the CPU time of the memory node's
-    /// NIC thread, where it has one, and control threads meanwhile.
+    /// Adds a round: the clients' joined measurements, and the CPU times of the memory node's NIC
+    /// thread (`None` on the inline NIC) and of its control threads during the round.
     pub fn add(&mut self, round: &Outcome, nic_cpu: Option<Duration>, control_cpu: Duration) {
         self.latencies.allocate.merge(&round.allocate);
         self.latencies.free.merge(&round.free);
@@ -178,25 +181,25 @@ impl Total {
 
     /// The records of a measurement.
     pub fn records(&self, setting: &Setting) -> Vec<Record> {
-        let of = |metric: &str, unit| Record::of(EXPERIMENT, setting, metric, unit);
+        let record = |metric: &str, unit| Record::of(EXPERIMENT, setting, metric, unit);
         let Outcome { allocate, free, elapsed } = &self.latencies;
-        let mut records = allocate.records(&of("alloc_latency_us", Unit::Us));
-        records.extend(free.records(&of("free_latency_us", Unit::Us)));
+        let mut records = allocate.records(&record("alloc_latency_us", Unit::Us));
+        records.extend(free.records(&record("free_latency_us", Unit::Us)));
         let allocations = allocate.count() as f64;
         if allocations == 0.0 {
             return records;
         }
         let rate = allocations / elapsed.as_secs_f64();
-        records.push(of("alloc_rate_per_s", Unit::PerSecond).mean(rate));
+        records.push(record("alloc_rate_per_s", Unit::PerSecond).mean(rate));
         let each_us = |time: Duration| time.as_secs_f64() * 1e6 / allocations;
-        let nic = self.nic_cpu.map(|cpu| of("alloc_nic_cpu_us", Unit::Us).mean(each_us(cpu)));
+        let nic = self.nic_cpu.map(|cpu| record("alloc_nic_cpu_us", Unit::Us).mean(each_us(cpu)));
         records.extend(nic);
-        records.push(of("alloc_control_cpu_us", Unit::Us).mean(each_us(self.control_cpu)));
+        records.push(record("alloc_control_cpu_us", Unit::Us).mean(each_us(self.control_cpu)));
         records.into_iter().map(with_claim).collect()
     }
 }
 
-/// Puts the paper's number beside ours where it states one: mean latencies at 1 and 24 threads.
+/// Adds the paper's number to a record if the paper states one: mean latencies at 1 and 24 threads.
 fn with_claim(record: Record) -> Record {
     if record.metric != "alloc_latency_us" || record.statistic != Statistic::Mean {
         return record;
@@ -214,7 +217,7 @@ fn with_claim(record: Record) -> Record {
     }
 }
 
-/// Allocates and frees a few times, so that what comes with the first times is over.
+/// Allocates and frees a few times, so that one-time costs are not measured.
 ///
 /// # Errors
 /// As the pool's operations.
@@ -222,16 +225,16 @@ pub fn warm_up<N: Nic>(pool: &Pool<N>) -> Result<(), pool::Error> {
     (0..WARM_UP_ROUNDS).try_for_each(|_| pool.free_blocking(allocate(pool, None)?))
 }
 
-/// Allocates a chunk or `bytes`; where that is done by the first write, with it.
+/// Allocates `bytes`, or a chunk if `None`. In scheme odrp also writes the page, which allocates it.
 fn allocate<N: Nic>(pool: &Pool<N>, bytes: Option<u64>) -> Result<Grant, pool::Error> {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + OUT_OF_MEMORY_TIMEOUT;
     let grant = loop {
         let grant = match bytes {
             Some(bytes) => pool.allocate_bytes_blocking(bytes),
             None => pool.allocate_blocking(),
         };
         match grant {
-            // What all have freed may be in quarantine: then this is what an allocation waits for.
+            // All free chunks may be in quarantine; the allocation waits until it ends.
             Err(pool::Error::OutOfMemory { .. }) if Instant::now() < until => {
                 std::thread::yield_now();
             }
@@ -244,7 +247,7 @@ fn allocate<N: Nic>(pool: &Pool<N>, bytes: Option<u64>) -> Result<Grant, pool::E
     Ok(grant)
 }
 
-/// One client's part: allocates and frees for `duration` a chunk at a time, or `bytes`.
+/// Loop of one client: allocates and frees `bytes`, or a chunk if `None`, for `duration`.
 ///
 /// # Errors
 /// As the pool's operations.
@@ -269,7 +272,7 @@ pub fn client<N: Nic>(
     Ok(outcome)
 }
 
-/// The tables of a run, with the ratio of the chains and of every control thread to the others.
+/// The tables of a run, with ratios to scheme rpc-mw-2 in both wait modes.
 pub fn tables(records: &[Record]) -> Vec<(String, Table)> {
     let rpc = |control: ControlMode| {
         Setting::new().scheme(SchemeKind::RpcMw2.name()).control(control.name())
@@ -295,24 +298,24 @@ pub fn tables(records: &[Record]) -> Vec<(String, Table)> {
         ("Allocation (ratios of medians)".to_owned(), latency("alloc_latency_us")),
         ("Free (ratios of medians)".to_owned(), latency("free_latency_us")),
         (
-            "Allocations with their frees, and CPU time for each (ratios of rates)".to_owned(),
+            "Allocate/free pairs: rate, and CPU time per pair (ratios of rates)".to_owned(),
             rate.table(records),
         ),
     ]
 }
 
-/// The table of a run over sizes and clients: a row for each size and scheme, `refused` for those that are not
-/// served.
-pub fn comparison(records: &[Record], refused: &[(u64, Contender, String)]) -> Table {
+/// The table of a run over sizes and clients: a row per size and scheme. `unsupported` holds the
+/// combinations that a scheme does not serve, with the reason.
+pub fn comparison(records: &[Record], unsupported: &[(u64, Contender, String)]) -> Table {
     let distinct = |key: &str| {
-        let mut all: Vec<u64> =
+        let mut values: Vec<u64> =
             records.iter().filter_map(|r| r.setting.number(key)).map(|n| n as u64).collect();
-        all.sort_unstable();
-        all.dedup();
-        all
+        values.sort_unstable();
+        values.dedup();
+        values
     };
     let (clients, mut sizes) = (distinct("clients"), distinct("size"));
-    sizes.extend(refused.iter().map(|(bytes, ..)| *bytes));
+    sizes.extend(unsupported.iter().map(|(bytes, ..)| *bytes));
     sizes.sort_unstable();
     sizes.dedup();
     let columns = [
@@ -325,11 +328,11 @@ pub fn comparison(records: &[Record], refused: &[(u64, Contender, String)]) -> T
     for n in &clients {
         head.extend(columns.iter().map(|(.., label)| format!("{n} cl.\n{label}")));
     }
-    head.push("not served, since".into());
+    head.push("not supported".into());
     let mut table = Table::new(head);
     let mut schemes: Vec<String> = Vec::new();
-    let known = records.iter().map(name_of).chain(refused.iter().map(|(_, who, _)| who.name()));
-    known.for_each(|name| {
+    let unsupported_names = unsupported.iter().map(|(_, contender, _)| contender.name());
+    records.iter().map(name_of).chain(unsupported_names).for_each(|name| {
         if !schemes.contains(&name) {
             schemes.push(name);
         }
@@ -350,7 +353,8 @@ pub fn comparison(records: &[Record], refused: &[(u64, Contender, String)]) -> T
             for n in &clients {
                 row.extend(columns.iter().map(|(metric, which, _)| value(*n, metric, *which)));
             }
-            let why = refused.iter().find(|(at, who, _)| *at == size && who.name() == *scheme);
+            let matches = |bytes: u64, c: &Contender| bytes == size && c.name() == *scheme;
+            let why = unsupported.iter().find(|(bytes, c, _)| matches(*bytes, c));
             row.push(why.map_or(Cell::None, |(.., why)| Cell::text(why)));
             table.row(row);
         }
@@ -358,15 +362,15 @@ pub fn comparison(records: &[Record], refused: &[(u64, Contender, String)]) -> T
     table
 }
 
-/// As [`Contender::name`].
+/// Name of the variant of a record, as [`Contender::name`].
 fn name_of(record: &Record) -> String {
     let text = |key| record.setting.get(key).map(ToString::to_string);
     let (scheme, control) = (text("scheme").unwrap_or_default(), text("control"));
     control.map_or(scheme.clone(), |control| format!("{scheme} {control}"))
 }
 
-/// The picture of a run over sizes and clients: median, P99 and rate, over sizes with the fewest clients and over
-/// clients with the smallest size.
+/// Writes the picture of a run over sizes and clients: median, P99 and rate, over sizes with the
+/// fewest clients, and over clients with the smallest size.
 ///
 /// # Errors
 /// As [`Lines::write`].
@@ -422,7 +426,7 @@ pub fn comparison_picture(
     Ok(panels.write(directory, &format!("{EXPERIMENT}-schemes"))?.into())
 }
 
-/// Writes the pictures of a run over the number of clients: median latency, and rate.
+/// Writes the pictures of a run over the number of clients: median latency and rate.
 ///
 /// # Errors
 /// As [`Lines::write`].
@@ -467,7 +471,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_client_of_every_contender() {
+    fn client_runs_against_every_contender() {
         for contender in Contender::of(SchemeKind::ALL) {
             let Contender { scheme, control } = contender;
             let small =
@@ -479,7 +483,7 @@ mod tests {
             assert!(outcome.allocate.count() > 0, "{contender:?}");
             assert_eq!(outcome.allocate.count(), outcome.free.count());
             assert!(outcome.elapsed >= Duration::from_millis(10));
-            // What is in quarantine, where a scheme has one, is free a moment later.
+            // In schemes with a quarantine, the last chunks become free a moment later.
             let end = Instant::now() + Duration::from_secs(20);
             loop {
                 let status = pool.node_status().unwrap().node;
@@ -493,37 +497,37 @@ mod tests {
     }
 
     #[test]
-    fn the_default_is_two_schemes() {
+    fn default_contenders_are_two_schemes() {
         let two = [SchemeKind::OneSidedMw, SchemeKind::RpcMw2];
         assert_eq!(Contender::of(&two), Contender::DEFAULT);
     }
 
     #[test]
-    fn a_size_is_served_or_there_is_a_reason() {
-        let served = |scheme, bytes| {
+    fn size_support_has_chunk_size_or_reason() {
+        let chunk_bytes = |scheme, bytes| {
             let settings = Settings { scheme, donate_bytes: 64 << 20, ..Settings::default() };
-            match Served::of(Settings { chunk_bytes: 4096, ..settings }, bytes) {
-                Served::By(settings) => Ok(settings.chunk_bytes),
-                Served::Not(why) => Err(why),
+            match SizeSupport::of(Settings { chunk_bytes: 4096, ..settings }, bytes) {
+                SizeSupport::Supported(settings) => Ok(settings.chunk_bytes),
+                SizeSupport::Unsupported(why) => Err(why),
             }
         };
-        assert_eq!(served(SchemeKind::FineMem, 65536), Ok(4096));
-        assert_eq!(served(SchemeKind::FineMem, 1024), Ok(1024));
-        assert_eq!(served(SchemeKind::OneSidedMw, 65536), Ok(65536));
-        assert_eq!(served(SchemeKind::Odrp, 4096), Ok(4096));
-        let why = served(SchemeKind::Odrp, 65536).unwrap_err();
+        assert_eq!(chunk_bytes(SchemeKind::FineMem, 65536), Ok(4096));
+        assert_eq!(chunk_bytes(SchemeKind::FineMem, 1024), Ok(1024));
+        assert_eq!(chunk_bytes(SchemeKind::OneSidedMw, 65536), Ok(65536));
+        assert_eq!(chunk_bytes(SchemeKind::Odrp, 4096), Ok(4096));
+        let why = chunk_bytes(SchemeKind::Odrp, 65536).unwrap_err();
         assert!(why.contains("4KiB"), "{why}");
-        let why = served(SchemeKind::PremmapRpc, 128 << 20).unwrap_err();
+        let why = chunk_bytes(SchemeKind::PremmapRpc, 128 << 20).unwrap_err();
         assert!(why.contains("largest block"), "{why}");
-        let why = served(SchemeKind::OneSidedMw, 128 << 20).unwrap_err();
+        let why = chunk_bytes(SchemeKind::OneSidedMw, 128 << 20).unwrap_err();
         assert!(why.contains("donate_bytes"), "{why}");
-        assert!(served(SchemeKind::RpcMw2, 5000).unwrap_err().contains("power of two"));
+        assert!(chunk_bytes(SchemeKind::RpcMw2, 5000).unwrap_err().contains("power of two"));
     }
 
     #[test]
-    fn a_comparison_has_a_row_for_each_size_and_scheme() {
-        let refused = vec![(65536, Contender::DEFAULT[0], "why not".to_owned())];
-        let table = comparison(&run(), &refused).to_string();
+    fn comparison_has_a_row_per_size_and_scheme() {
+        let unsupported = vec![(65536, Contender::DEFAULT[0], "why not".to_owned())];
+        let table = comparison(&run(), &unsupported).to_string();
         let lines: Vec<&str> = table.lines().collect();
         assert_eq!(lines.len(), 4 + 2 * 3, "{table}");
         assert!(lines.iter().any(|l| l.contains("4KiB") && l.contains("rpc-mw-2 event")));
@@ -557,9 +561,9 @@ mod tests {
     }
 
     #[test]
-    fn rounds_and_clients_add_up() {
+    fn records_sum_rounds_and_clients() {
         let records = run();
-        let of = |metric: &str, clients: f64| {
+        let value = |metric: &str, clients: f64| {
             let found = records.iter().find(|r| {
                 r.metric == metric
                     && r.statistic == Statistic::Mean
@@ -567,27 +571,27 @@ mod tests {
             });
             found.unwrap().value
         };
-        assert!((of("alloc_rate_per_s", 8.0) - 8.0 / 12e-6).abs() < 1.0);
-        assert!((of("alloc_nic_cpu_us", 8.0) - 2.0).abs() < 1e-9);
-        assert!((of("alloc_control_cpu_us", 1.0) - 7.0).abs() < 1e-9);
+        assert!((value("alloc_rate_per_s", 8.0) - 8.0 / 12e-6).abs() < 1.0);
+        assert!((value("alloc_nic_cpu_us", 8.0) - 2.0).abs() < 1e-9);
+        assert!((value("alloc_control_cpu_us", 1.0) - 7.0).abs() < 1e-9);
         let claimed: Vec<_> = records.iter().filter_map(|r| r.claim.as_deref()).collect();
         assert_eq!(claimed, ["osmw.alloc.latency.1"]);
     }
 
     #[test]
-    fn tables_have_the_ratio_to_both_control_threads() {
+    fn tables_have_ratios_to_both_control_modes() {
         let tables = tables(&run());
         let (_, latency) = &tables[0];
         let text = latency.to_string();
-        let chains = text.lines().find(|line| line.contains("onesidedmw")).unwrap();
-        let words: Vec<&str> = chains.split_whitespace().collect();
+        let row = text.lines().find(|line| line.contains("onesidedmw")).unwrap();
+        let words: Vec<&str> = row.split_whitespace().collect();
         assert!(words.ends_with(&["0.0800", "0.500"]), "{text}");
         let (_, rate) = &tables[2];
         assert!(rate.to_string().contains("alloc_control_cpu_us"), "{rate}");
     }
 
     #[test]
-    fn pictures_over_clients() {
+    fn pictures_show_every_contender_over_clients() {
         let directory = tempfile::tempdir().unwrap();
         assert!(pictures(&[], directory.path()).unwrap().is_empty());
         let files = pictures(&run(), directory.path()).unwrap();

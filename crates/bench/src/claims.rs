@@ -1,8 +1,7 @@
-//! What the papers report, as numbers: the reader of `claims.toml`.
+//! Numbers that the papers report: the reader of `claims.toml`.
 //!
-//! One entry per number that a paper states; see the head of that file for the rules. The
-//! project carries its own copy, compiled in, so that a table can print the paper's column
-//! anywhere.
+//! The file has one entry per number that a paper states; its head explains the rules. The file is
+//! compiled in, so that tables can always print the paper's column.
 
 use std::sync::OnceLock;
 
@@ -17,7 +16,7 @@ pub struct Claims {
     claim: Vec<Claim>,
 }
 
-/// One number that a paper states.
+/// A number that a paper states.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Claim {
@@ -25,22 +24,23 @@ pub struct Claim {
     pub id: String,
     /// The paper: `onesidedmw`, `finemem`, `patronus`, `sams`, `tdmem`.
     pub paper: String,
-    /// The section where the sentence or the table stands.
+    /// The paper's section with the number.
     pub section: String,
-    /// What was measured, in words.
+    /// Description of the measured quantity.
     pub setting: String,
     /// The stated value, in `unit`.
     pub value: f64,
     /// Unit of the value (`us`, `1/s`, `ratio`, `count`).
     pub unit: String,
-    /// Whether one measurement or an extreme over several is stated.
+    /// Whether the value is a single measurement or an extreme over several.
     pub kind: Kind,
-    /// Follows from the workload alone: checks the harness and is no evidence.
+    /// True if the value follows from the workload alone. Such a claim tests the harness and is no
+    /// evidence.
     #[serde(default)]
     pub arithmetic: bool,
 }
 
-/// What a stated value is.
+/// Kind of a stated value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
@@ -53,7 +53,7 @@ pub enum Kind {
 }
 
 impl Claims {
-    /// The project's own copy.
+    /// The compiled-in claims.
     pub fn builtin() -> &'static Claims {
         static CLAIMS: OnceLock<Claims> = OnceLock::new();
         CLAIMS.get_or_init(|| {
@@ -65,13 +65,13 @@ impl Claims {
     /// Reads the text of a `claims.toml`.
     ///
     /// # Errors
-    /// [`Error::Claims`] if it is no such file, or names a claim twice.
+    /// [`Error::Claims`] if the text is malformed or contains an id twice.
     pub fn parse(text: &str) -> Result<Claims, Error> {
         let claims: Claims =
             toml::from_str(text).map_err(|error| Error::Claims(error.to_string()))?;
         for (at, claim) in claims.claim.iter().enumerate() {
             if claims.claim[..at].iter().any(|earlier| earlier.id == claim.id) {
-                return Err(Error::Claims(format!("the id {} stands twice", claim.id)));
+                return Err(Error::Claims(format!("the id {} occurs twice", claim.id)));
             }
         }
         Ok(claims)
@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_own_copy_reads() {
+    fn builtin_claims_parse() {
         let claims = Claims::parse(include_str!("../claims.toml")).unwrap();
         let stated = include_str!("../claims.toml").matches("[[claim]]").count();
         assert_eq!(claims.iter().count(), stated);
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_by_id() {
+    fn get_finds_a_claim_by_id() {
         let claim = Claims::builtin().get("osmw.alloc.latency.1").unwrap();
         assert_eq!((claim.value, claim.unit.as_str(), claim.kind), (10.7, "us", Kind::Point));
         assert!(!claim.arithmetic);
@@ -110,11 +110,11 @@ mod tests {
     }
 
     #[test]
-    fn the_same_id_twice_is_refused() {
+    fn parse_rejects_a_duplicate_id() {
         let one = "[[claim]]\nid='a'\npaper='p'\nsection='1'\nsetting='s'\nvalue=1.0\n\
                    unit='us'\nkind='point'\n";
         assert!(Claims::parse(one).is_ok());
         let error = Claims::parse(&one.repeat(2)).unwrap_err();
-        assert!(error.to_string().contains("the id a stands twice"), "{error}");
+        assert!(error.to_string().contains("the id a occurs twice"), "{error}");
     }
 }

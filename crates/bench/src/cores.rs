@@ -1,4 +1,4 @@
-//! Which core a thread runs on, for measurements in which that decides.
+//! Pinning of threads to cores.
 
 use std::io;
 
@@ -6,16 +6,16 @@ use rustix::thread::CpuSet;
 
 use crate::Error;
 
-/// Two different cores on which this thread may run; the same one twice if there is only one.
+/// Two different cores that this thread may run on; the same core twice if there is only one.
 pub(crate) fn two() -> Result<[usize; 2], Error> {
     let allowed = rustix::thread::sched_getaffinity(None)
-        .map_err(|errno| system("ask for this thread's cores")(errno.into()))?;
+        .map_err(|errno| system("query this thread's CPU affinity")(errno.into()))?;
     let mut cores = (0..CpuSet::MAX_CPU).filter(|core| allowed.is_set(*core));
-    let first = cores.next().expect("a thread that runs may run somewhere");
+    let first = cores.next().expect("a running thread has at least one allowed core");
     Ok([first, cores.next().unwrap_or(first)])
 }
 
-/// Moves the calling thread to one core.
+/// Pins the calling thread to one core.
 pub(crate) fn pin(core: usize) -> Result<(), Error> {
     let mut cores = CpuSet::new();
     cores.set(core);
@@ -23,7 +23,7 @@ pub(crate) fn pin(core: usize) -> Result<(), Error> {
         .map_err(|errno| system("pin a thread to a core")(errno.into()))
 }
 
-/// The error of a system call.
+/// Maps the error of a system call; `what` is the attempt, as a verb phrase.
 pub(crate) fn system(what: &'static str) -> impl Fn(io::Error) -> Error {
     move |source| Error::System { what, source }
 }

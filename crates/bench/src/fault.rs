@@ -1,12 +1,12 @@
-//! Page faults: what a program sees when it touches a page that is not here.
+//! Page faults: latency of touching a page that is not resident.
 //!
-//! The pager and bare userfaultfd (see [`crate::bare_fault`]) are measured into the same
+//! The pager and bare userfaultfd (see [`crate::uffd_baseline`]) are measured into the same
 //! [`Outcome`] and reported under the same metrics:
 //!
-//! | pattern | metric | of |
+//! | pattern | metric | definition |
 //! | --- | --- | --- |
-//! | `random` | `fault_latency_us` | one touch that faults, as the touching thread sees it |
-//! | both | `page_time_us` | the run's time over the pages that were touched |
+//! | `random` | `fault_latency_us` | latency of one faulting touch in the touching thread |
+//! | both | `page_time_us` | elapsed time divided by the number of touched pages |
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -15,10 +15,9 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::bare;
 use crate::histogram::Latencies;
 use crate::plot::Bars;
-use crate::record::{Record, Setting, Statistic, Unit};
+use crate::record::{BASELINE_NIC, BASELINE_SCHEME, Record, Setting, Statistic, Unit};
 use crate::table::{Pivot, Table};
 
 /// Name of the experiment.
@@ -30,14 +29,14 @@ pub const PAGE_BYTES: usize = 4096;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Pattern {
-    /// Each page once in a shuffled order, then again.
+    /// All pages in a shuffled order, repeatedly.
     Random,
-    /// Ascending, then from the start again.
+    /// All pages in ascending order, repeatedly.
     Sequential,
 }
 
 impl Pattern {
-    /// Both.
+    /// Both patterns.
     pub const ALL: [Self; 2] = [Self::Random, Self::Sequential];
 }
 
@@ -50,16 +49,16 @@ impl fmt::Display for Pattern {
     }
 }
 
-/// One measurement: what is touched, for how long.
+/// Parameters of one measurement.
 #[derive(Clone, Copy, Debug)]
 pub struct Spec {
     /// The order of touches.
     pub pattern: Pattern,
-    /// Bytes that the touches go over.
+    /// Bytes of memory that are touched.
     pub memory: usize,
-    /// Bytes of it that are here at a time.
+    /// Bytes of that memory that may be resident at a time.
     pub local: usize,
-    /// For how long, once it is warm.
+    /// Duration without the warm-up.
     pub duration: Duration,
 }
 
@@ -76,14 +75,15 @@ impl Spec {
     }
 }
 
-/// What came out of one measurement.
+/// Results of one measurement.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Outcome {
-    /// Latencies of the touches that fault; empty where most touches do not.
+    /// Latencies of the touches; empty for the sequential pattern, in which most touches do not
+    /// fault.
     pub latencies: Latencies,
-    /// Pages that were touched.
+    /// Touched pages.
     pub pages: u64,
-    /// In this time.
+    /// Time in which the pages were touched.
     pub elapsed: Duration,
 }
 
@@ -97,19 +97,20 @@ impl Outcome {
 
     /// The records of a measurement.
     pub fn records(&self, setting: &Setting) -> Vec<Record> {
-        let of = |metric| Record::of(EXPERIMENT, setting, metric, Unit::Us);
-        let mut records = self.latencies.records(&of("fault_latency_us"));
+        let record = |metric| Record::of(EXPERIMENT, setting, metric, Unit::Us);
+        let mut records = self.latencies.records(&record("fault_latency_us"));
         if self.pages > 0 {
             let page_us = self.elapsed.as_secs_f64() * 1e6 / self.pages as f64;
-            records.push(of("page_time_us").mean(page_us));
+            records.push(record("page_time_us").mean(page_us));
         }
         records
     }
 }
 
-/// The tables of a run: one for each pattern, with the ratio to bare userfaultfd.
+/// The tables of a run, with the ratio to bare userfaultfd: latencies of random faults, and time
+/// per page of both patterns.
 pub fn tables(records: &[Record]) -> Vec<(String, Table)> {
-    let bare = Setting::new().scheme(bare::SCHEME).nic(bare::NIC);
+    let bare = Setting::new().scheme(BASELINE_SCHEME).nic(BASELINE_NIC);
     let pivot = || Pivot::rows(["pattern", "scheme", "nic", "memory", "local"]);
     let random = pivot()
         .column("fault_latency_us", Statistic::P50)
@@ -122,11 +123,11 @@ pub fn tables(records: &[Record]) -> Vec<(String, Table)> {
     );
     vec![
         ("Faults".to_owned(), random.table(records)),
-        ("Time for each page".to_owned(), both.table(records)),
+        ("Time per page".to_owned(), both.table(records)),
     ]
 }
 
-/// Writes the picture of a run: the time for each page by pattern and scheme.
+/// Writes the picture of a run: the time per page by pattern and scheme.
 ///
 /// # Errors
 /// As [`Bars::write`].
@@ -141,19 +142,19 @@ pub fn pictures(records: &[Record], directory: &Path) -> Result<Vec<PathBuf>, Er
     }
     let mut bars = Bars::new(
         "Paging, 4 KiB at a time",
-        "time for each page (us)",
+        "time per page (us)",
         schemes.iter().map(String::as_str),
     );
     for pattern in Pattern::ALL.map(|pattern| pattern.to_string()) {
-        let of = |scheme: &String| {
+        let value = |scheme: &String| {
             let found = shown.iter().find(|record| {
                 text(record, "pattern").as_ref() == Some(&pattern)
                     && text(record, "scheme").as_ref() == Some(scheme)
             });
             found.map(|record| record.value)
         };
-        // A pattern that only some were measured with would be a group with gaps.
-        if let Some(values) = schemes.iter().map(of).collect::<Option<Vec<f64>>>() {
+        // A group of bars needs a value of every scheme.
+        if let Some(values) = schemes.iter().map(value).collect::<Option<Vec<f64>>>() {
             bars = bars.group(&pattern, values);
         }
     }
@@ -186,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_have_the_ratio_to_bare() {
+    fn tables_have_the_ratio_to_the_baseline() {
         let tables = tables(&run());
         for (title, table) in &tables {
             let text = table.to_string();
@@ -197,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn one_picture() {
+    fn picture_shows_patterns_and_schemes() {
         let directory = tempfile::tempdir().unwrap();
         assert!(pictures(&[], directory.path()).unwrap().is_empty());
         let files = pictures(&run(), directory.path()).unwrap();

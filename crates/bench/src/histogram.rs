@@ -1,7 +1,7 @@
 //! Latencies: an HDR histogram of nanoseconds, and its reduction to records.
 //!
-//! Three significant digits from 1 ns to 100 s. A longer latency counts as 100 s: it is
-//! then wrong by its excess, but it is in the maximum and in the percentiles, never lost.
+//! The histogram keeps three significant digits from 1 ns to 100 s. A longer latency counts as
+//! 100 s, so that no latency is missing from the maximum and the percentiles.
 
 use std::time::Duration;
 
@@ -10,11 +10,11 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::record::{Record, RecordBuilder, Statistic};
 
-/// Longest latency that is told from a longer one.
+/// Longest latency of the histogram, in nanoseconds.
 const LATENCY_NS_MAX: u64 = 100_000_000_000;
 
-/// A histogram of latencies. Between processes it travels as a list of pairs: nanoseconds, and
-/// how many latencies had them.
+/// A histogram of latencies. Serialized as a list of pairs: nanoseconds, and the number of
+/// latencies with that value.
 #[derive(Clone, Debug)]
 pub struct Latencies(Histogram<u64>);
 
@@ -65,7 +65,7 @@ impl Latencies {
         self.0.add(&other.0).expect("both histograms have the same bounds");
     }
 
-    /// How many latencies it holds.
+    /// Number of recorded latencies.
     pub fn count(&self) -> u64 {
         self.0.len()
     }
@@ -75,9 +75,9 @@ impl Latencies {
         self.0.mean() / 1e3
     }
 
-    /// The latency in microseconds that this share (0 to 1) of all does not exceed.
+    /// The latency in microseconds that a share (0 to 1) of all latencies does not exceed.
     pub fn quantile_us(&self, share: f64) -> f64 {
-        assert!((0.0..=1.0).contains(&share), "a quantile is a share of one, not {share}");
+        assert!((0.0..=1.0).contains(&share), "a quantile is between 0 and 1, not {share}");
         self.0.value_at_quantile(share) as f64 / 1e3
     }
 
@@ -100,8 +100,8 @@ impl Latencies {
         ]
     }
 
-    /// The cumulative distribution: (latency in microseconds, share of all that do not
-    /// exceed it), ascending, one point for each value that occurs.
+    /// The cumulative distribution: pairs of a latency in microseconds and the share of latencies
+    /// up to that value, ascending, one pair per occurring value.
     pub fn cdf(&self) -> Vec<(f64, f64)> {
         let total = self.count() as f64;
         let mut seen = 0;
@@ -123,7 +123,7 @@ mod tests {
     use crate::record::{Setting, Unit};
 
     #[test]
-    fn records_of_a_known_distribution() {
+    fn records_match_a_known_distribution() {
         let mut latencies = Latencies::new();
         for us in 1..=1000 {
             latencies.record(Duration::from_micros(us));
@@ -145,14 +145,14 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_histogram_has_no_records() {
+    fn empty_histogram_has_no_records() {
         let builder = Record::of("x", &Setting::new(), "read_latency_us", Unit::Us);
         assert!(Latencies::new().records(&builder).is_empty());
         assert!(Latencies::new().cdf().is_empty());
     }
 
     #[test]
-    fn an_endless_latency_counts_as_the_longest() {
+    fn overlong_latency_counts_as_the_longest() {
         let mut latencies = Latencies::new();
         latencies.record(Duration::MAX);
         assert_eq!(latencies.count(), 1);
@@ -161,7 +161,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn merged_is_as_if_recorded_in_one(
+        fn merged_histograms_equal_one_histogram(
             a in prop::collection::vec(1u64..10_000_000, 1..50),
             b in prop::collection::vec(1u64..10_000_000, 1..50),
         ) {

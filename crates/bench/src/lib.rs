@@ -1,41 +1,42 @@
 //! Experiments: measurements, records, tables, pictures.
 //!
-//! An experiment runs something, keeps latencies in [`histogram::Latencies`], and pushes one
-//! [`record::Record`] per number into a [`report::Report`], which prints them as lines of
-//! JSON for machines, or as tables and pictures for people. The numbers of the papers come
-//! from [`claims::Claims`] and stand beside ours.
+//! An experiment runs a workload, collects latencies in [`histogram::Latencies`], and pushes one
+//! [`record::Record`] per number into a [`report::Report`]. The report prints the records as JSON
+//! lines, or as tables and pictures. Tables show the papers' numbers, from [`claims::Claims`],
+//! beside ours.
 //!
-//! | module | what |
+//! | module | content |
 //! | --- | --- |
-//! | [`record`] | the machine-readable record, one JSON object a line |
+//! | [`record`] | the machine-readable record, one JSON object per line |
 //! | [`histogram`] | HDR histograms of latencies |
-//! | [`table`] | plain-text tables out of records |
+//! | [`number`] | formatting of numbers |
+//! | [`table`] | plain-text tables made of records |
 //! | [`plot`] | pictures, SVG and PNG |
-//! | [`report`] | where an experiment's results go |
+//! | [`report`] | output of records and tables |
 //! | [`claims`] | the papers' numbers |
 //! | [`progress`] | progress bars |
-//! | [`size`] | sizes as people write them |
+//! | [`size`] | parsing and formatting of sizes |
 //! | [`access`] | READ and WRITE: metrics, tables, pictures |
 //! | [`pool_access`] | READ and WRITE through the pool |
-//! | [`bare`] | yardstick of READ and WRITE: the bare hand-off between two threads |
-//! | [`pingpong`] | messages between two programs |
+//! | [`handoff`] | baseline of READ and WRITE: a bare hand-off between two threads |
+//! | [`pingpong`] | messages between two processes |
 //! | [`alloc`] | allocation and free: the client's loop, metrics, tables, pictures |
-//! | [`recovery`] | how fast scheme `finemem` takes back what was left behind |
-//! | [`timestamps`] | how long its timestamps last |
+//! | [`recovery`] | time to reclaim a departed client's memory in scheme `finemem` |
+//! | [`timestamps`] | wrap-around of the timestamps in scheme `finemem` |
 //! | [`fault`] | page faults: metrics, tables, pictures |
 //! | [`paged_fault`] | page faults of a paged program |
-//! | [`bare_fault`] | yardstick of the pager: bare userfaultfd |
+//! | [`uffd_baseline`] | baseline of the pager: bare userfaultfd |
 //! | [`paper`] | the papers' experiments, under virtual time and on this machine |
 
 pub mod access;
 pub mod alloc;
-pub mod bare;
-pub mod bare_fault;
 pub mod claims;
 mod cores;
 pub mod fault;
+pub mod handoff;
 pub mod histogram;
-mod local;
+mod inline_client;
+pub mod number;
 pub mod paged_fault;
 pub mod paper;
 pub mod pingpong;
@@ -45,46 +46,48 @@ pub mod progress;
 pub mod record;
 pub mod recovery;
 pub mod report;
+mod rng;
 pub mod size;
 pub mod table;
 pub mod timestamps;
+pub mod uffd_baseline;
 
-/// What can go wrong in an experiment that is not the measured system's fault.
+/// Errors of an experiment.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A `claims.toml` that is none.
+    /// `claims.toml` is malformed.
     #[error("cannot read claims.toml: {0}; compare it with the rules at its head")]
     Claims(String),
-    /// A picture that could not be drawn.
+    /// A picture could not be drawn.
     #[error("cannot draw {picture}: {why}")]
     Draw {
         /// Name of the picture.
         picture: String,
-        /// What the plotting library said.
+        /// Error message of the plotting library.
         why: String,
     },
-    /// A file or directory that could not be written.
+    /// A file or directory could not be written.
     #[error("cannot write {path}: {source}; choose another directory with --out")]
     Write {
         /// The file or directory.
         path: std::path::PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         source: std::io::Error,
     },
     /// A system call of an experiment failed.
     #[error("cannot {what}: {source}")]
     System {
-        /// What was attempted.
+        /// The attempt, as a verb phrase.
         what: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         source: std::io::Error,
     },
-    /// A verb's completion says that it failed.
-    #[error("cannot {what}: the completion says {status}")]
+    /// A verb failed.
+    #[error("cannot {what}: completion status {status}")]
     Verb {
-        /// What was attempted.
+        /// The attempt, as a verb phrase.
         what: &'static str,
-        /// What the completion says.
+        /// Status of the completion.
         status: fabric::Status,
     },
     /// A memory node that an experiment needs did not start.
@@ -102,7 +105,7 @@ pub enum Error {
     /// Userfaultfd is not permitted here.
     #[error(transparent)]
     Pager(#[from] pager::Error),
-    /// Standard output is gone.
+    /// Standard output cannot be written.
     #[error("cannot print results: {0}")]
     Print(std::io::Error),
 }

@@ -1,20 +1,21 @@
-//! Page faults of a paged program: what [`crate::bare_fault`] does, with the pager and the pool
-//! behind it.
+//! Page faults of a paged program: the workload of [`crate::uffd_baseline`], with the pager and
+//! the pool.
 //!
-//! Runs in a process that the preload library pages: its memory is an ordinary allocation.
-//! Every page holds its number, so that none is zero (zero pages need no pool) and a wrong page
-//! is noticed. Pages are only read: what is measured is the fault, not the write-back.
+//! This code runs in a process that the preload library pages; its memory is an ordinary
+//! allocation. Every page holds its number, so that no page is zero (the pager does not store zero
+//! pages) and a wrong page is detected. Pages are only read, so that the fault is measured and not
+//! the write-back.
 //!
-//! With random touches the pages come in one shuffled order, again and again: each page has been
-//! away for as long as possible when its turn comes, so that each touch faults as long as what is
-//! local is clearly less than the memory.
+//! Random touches repeat one shuffled order of the pages. Each page is then touched at the largest
+//! possible distance from its last touch, so every touch faults if the local memory is clearly
+//! smaller than the touched memory.
 
 use std::time::{Duration, Instant};
 
-use crate::bare_fault::SplitMix;
 use crate::fault::{Outcome, PAGE_BYTES, Pattern};
+use crate::rng::Rng;
 
-/// Pages between two looks at the clock, with sequential touches.
+/// Pages between two clock readings, with sequential touches.
 const BATCH_PAGES: usize = 64;
 
 /// Memory of a program, touched page by page.
@@ -22,30 +23,34 @@ pub struct Memory {
     words: Vec<u64>,
     /// The shuffled order of the pages.
     order: Vec<u32>,
-    /// Where the next touch of each pattern is.
+    /// Index into `order` of the next random touch.
     next_random: usize,
+    /// Page of the next sequential touch.
     next_sequential: usize,
 }
 
 const PAGE_WORDS: usize = PAGE_BYTES / size_of::<u64>();
 
-/// A page that does not hold what was stored there: data was lost.
+/// Error: a page does not hold its stored content, because the pager lost data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("page {page} holds {found:#x}, not what was stored: data was lost; please report it")]
+#[error(
+    "page {page} holds {found:#x} instead of its stored content: the pager lost data; please \
+     report this bug"
+)]
 pub struct WrongPage {
     page: usize,
     found: u64,
 }
 
 impl Memory {
-    /// Allocates and fills `bytes`, rounded down to pages.
+    /// Allocates and fills `bytes`, rounded down to whole pages.
     pub fn new(bytes: usize) -> Self {
         let pages = bytes / PAGE_BYTES;
-        assert!(pages > 0, "there is no page in {bytes} bytes");
-        // One page more: an allocation need not begin at a page.
+        assert!(pages > 0, "{bytes} bytes are less than a page");
+        // One extra page, because an allocation may start in the middle of a page.
         let mut words = vec![0; (pages + 1) * PAGE_WORDS];
         let mut order: Vec<u32> = (0..pages as u32).collect();
-        SplitMix::new(0x6772_616e).shuffle(&mut order);
+        Rng::new(0x6772_616e, 0).shuffle(&mut order);
         for page in 0..pages {
             words[page * PAGE_WORDS] = stamp(page);
         }
@@ -92,15 +97,15 @@ impl Memory {
         Ok(outcome)
     }
 
-    /// Reads a word of a page, which must hold what was stored.
+    /// Reads a word of a page and checks that it holds the stored value.
     fn check(&self, page: usize) -> Result<(), WrongPage> {
-        // Through `black_box`, so that the load is made here and now.
+        // `black_box` keeps the compiler from moving or removing the load.
         let found = *std::hint::black_box(&self.words[page * PAGE_WORDS]);
         if found == stamp(page) { Ok(()) } else { Err(WrongPage { page, found }) }
     }
 }
 
-/// What a page holds: nothing like zero.
+/// Content of the first word of a page; never zero.
 fn stamp(page: usize) -> u64 {
     0x6772_616e_0000_0000 | page as u64
 }
@@ -110,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_page_is_touched_and_checked() {
+    fn touch_checks_every_page() {
         let mut memory = Memory::new(64 * PAGE_BYTES);
         for pattern in Pattern::ALL {
             let outcome = memory.touch(pattern, Duration::from_millis(1)).unwrap();

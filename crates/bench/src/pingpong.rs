@@ -1,27 +1,28 @@
-//! Messages between two programs: SEND, with both of them waiting for completions, and READ beside it.
+//! Messages between two processes: two-sided SEND and one-sided READ.
 //!
 //! ```text
 //!  one in flight                                 more in flight
 //!  initiator ──SEND──> responder                 initiator ══SEND, SEND, …══> responder
-//!            <──SEND──                                     each completion: another one
+//!            <──SEND──                             each completion: post another SEND
 //! ```
 //!
-//! What other messaging libraries' benchmarks measure as well, so that theirs can stand beside it:
+//! The method is that of other messaging libraries' benchmarks, so that the results are comparable:
 //!
-//! - One in flight, latency is half of a round trip. Either side goes on when it has the other one's message;
-//!   completions of its own it takes as they come, and lets [`OWN_OUTSTANDING`] be outstanding. What fits into a WQE is posted inline.
-//! - With more in flight rate and bandwidth are those of the initiator's completions. They say that the message is in
-//!   the receiver's memory.
-//! - All messages have one buffer at either end, and receives are posted before anything is sent.
-//! - READ is one-sided: the responder's program sleeps. Latency is from the post to the completion. With more in flight a list
-//!   of them has one completion, as is usual where rates are measured.
-//! - Who waits polls, and offers its CPU to the NIC; after [`Backoff`]'s time it sleeps.
+//! - With one message in flight, latency is half of a round trip. Each side sends when the other
+//!   side's message has arrived. It does not wait for its own send completions, except that at most
+//!   [`OWN_OUTSTANDING`] may be outstanding. Messages that fit into a WQE are posted inline.
+//! - With more in flight, rate and bandwidth count the initiator's completions. A completion means
+//!   that the message is in the receiver's memory.
+//! - All messages use one buffer on each side, and receives are posted before the first message.
+//! - READ is one-sided: the responder's program sleeps. Latency is from the post to the completion.
+//!   With more in flight, a list of READs has one completion, as is usual in rate measurements.
+//! - A waiting side polls and offers its CPU to the NIC; after the time of [`Backoff`] it sleeps.
 //!
-//! | metric | of |
+//! | metric | definition |
 //! | --- | --- |
-//! | `send_latency_us`, `read_latency_us` | one in flight |
-//! | `send_rate_per_s`, `read_rate_per_s` | operations over the run's time |
-//! | `send_bandwidth_gb_per_s`, `read_bandwidth_gb_per_s` | their bytes over the run's time |
+//! | `send_latency_us`, `read_latency_us` | latency of one operation |
+//! | `send_rate_per_s`, `read_rate_per_s` | operations per second |
+//! | `send_bandwidth_gb_per_s`, `read_bandwidth_gb_per_s` | bytes of these operations per second |
 
 use std::net::{SocketAddr, UdpSocket};
 use std::path::Path;
@@ -46,24 +47,25 @@ pub const EXPERIMENT: &str = "pingpong";
 /// Sizes in bytes that are measured by default.
 pub const SIZES: [usize; 3] = [64, 4 << 10, 1 << 20];
 
-/// Operations in flight that are measured by default: one, and as many as `ucx_perftest` has.
+/// Operations in flight that are measured by default: one, and the default of `ucx_perftest`.
 pub const IN_FLIGHT: [usize; 2] = [1, 32];
 
-/// Receives that are posted beyond those of the messages in flight: a message that is acknowledged has
-/// freed its place, and the receiver may not have seen that yet.
+/// Receives that are posted in addition to one per message in flight. An acknowledged message lets
+/// the initiator send the next one before the receiver has processed the completion and posted a
+/// new receive.
 const RECEIVES_AHEAD: usize = 128;
-/// Messages of a side that may be unacknowledged when it answers.
+/// Limit of a side's own uncompleted messages when it sends the next one.
 const OWN_OUTSTANDING: u32 = 8;
-/// Work requests that are posted with one doorbell at most.
+/// Limit of work requests posted with one doorbell.
 const LIST: usize = 16;
 /// The longest message that is posted inline.
 const INLINE_MAX: usize = 64;
 /// Immediate data of the message that ends a measurement.
 const END: u32 = 0x656e_6421;
-/// A peer that is silent for so long is gone.
+/// Time without a completion after which the peer is considered gone.
 const SILENCE: Duration = Duration::from_secs(10);
 
-/// What is measured.
+/// Measured operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Operation {
     /// Two-sided.
@@ -73,10 +75,10 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// Both.
+    /// Both operations.
     pub const ALL: [Self; 2] = [Self::Send, Self::Read];
 
-    /// How its metrics begin.
+    /// Prefix of the metrics of this operation.
     pub fn name(self) -> &'static str {
         match self {
             Self::Send => "send",
@@ -85,56 +87,57 @@ impl Operation {
     }
 }
 
-/// One measurement.
+/// Parameters of one measurement.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Task {
-    /// What is done.
+    /// Measured operation.
     pub operation: Operation,
     /// Bytes of each message, above zero.
     pub size: usize,
-    /// Operations outstanding at a time, above zero.
+    /// Operations in flight, above zero.
     pub in_flight: usize,
-    /// For how long, once it is warm.
+    /// Duration without the warm-up.
     pub duration: Duration,
-    /// Packets between NICs have tags, as between a memory node and its compute nodes.
+    /// Packets between NICs carry authentication tags, as between a memory node and its compute
+    /// nodes.
     pub authenticated: bool,
 }
 
 impl Task {
-    /// The setting of its records.
+    /// The setting of the measurement's records.
     pub fn setting(&self, nic: &str) -> Setting {
         Setting::new().nic(nic).size(self.size as u64).in_flight(self.in_flight as u64)
     }
 
-    /// The records of what came out.
+    /// The records of the measurement.
     pub fn records(&self, outcome: &Outcome, nic: &str) -> Vec<Record> {
         outcome.records_of(EXPERIMENT, self.operation.name(), self.size, &self.setting(nic))
     }
 }
 
-/// What a side must know of the other one.
+/// Connection data that a side sends to its peer.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub struct Place {
-    /// Where its NIC is reached; none: it is on the same one.
+pub struct PeerInfo {
+    /// UDP address of the side's NIC. `None`: both sides use the same NIC.
     address: Option<SocketAddr>,
     qpn: u32,
     memory: u64,
     rkey: u32,
 }
 
-/// A program's NIC.
-pub struct Station {
+/// The NIC of a process and its protection domain.
+pub struct NicContext {
     nic: SoftNic,
     pd: SoftPd,
-    /// Where it is reached from other NICs.
+    /// UDP address at which other NICs reach this NIC.
     address: Option<SocketAddr>,
 }
 
-impl Station {
-    /// A NIC of its own, with a UDP socket on the loopback interface.
+impl NicContext {
+    /// Opens a NIC of this process, with a UDP socket on the loopback interface.
     ///
     /// # Errors
-    /// As the NIC's.
+    /// Errors of the NIC.
     pub fn roce() -> Result<Self, Error> {
         let system = |source| Error::System { what: "open a UDP socket", source };
         let socket = UdpSocket::bind("127.0.0.1:0").map_err(system)?;
@@ -143,26 +146,26 @@ impl Station {
         Ok(Self { pd: nic.alloc_pd()?, nic, address: Some(address) })
     }
 
-    /// The NIC of another process, which serves the socket at `path`.
+    /// Attaches to the NIC of another process, which serves the socket at `path`.
     ///
     /// # Errors
-    /// As the NIC's.
+    /// Errors of the NIC.
     pub fn shm(path: &Path) -> Result<Self, Error> {
-        Self::on(SoftNic::attach(path)?)
+        Self::shared(SoftNic::attach(path)?)
     }
 
-    /// A NIC that the other program is on as well.
+    /// Uses a NIC that the peer process uses as well.
     ///
     /// # Errors
-    /// As the NIC's.
-    pub fn on(nic: SoftNic) -> Result<Self, Error> {
+    /// Errors of the NIC.
+    pub fn shared(nic: SoftNic) -> Result<Self, Error> {
         Ok(Self { pd: nic.alloc_pd()?, nic, address: None })
     }
 
-    /// A QP for one measurement, not connected yet.
+    /// Creates the QP and the buffers of one measurement, not connected yet.
     ///
     /// # Errors
-    /// As the NIC's.
+    /// Errors of the NIC.
     pub fn side(&self, task: &Task) -> Result<Side, Error> {
         let receives = task.in_flight + RECEIVES_AHEAD;
         let entries = (2 * receives) as u32;
@@ -178,15 +181,17 @@ impl Station {
         let memory = self.nic.alloc_dma(2 * task.size)?;
         memory.write(0, &vec![0x5a; 2 * task.size]);
         let mr = self.nic.reg_mr(&self.pd, &memory, Access::LOCAL_ALL | Access::REMOTE_ALL)?;
-        let nowhere = Remote { addr: 0, rkey: Key(0) };
-        // To another NIC a SEND may be as long as a WRITE.
+        let unknown = Remote { addr: 0, rkey: Key(0) };
+        // The NIC limits a SEND between two of its own QPs; to another NIC a SEND may be as long
+        // as a WRITE.
         let local_max = self.nic.query_device()?.send_bytes as usize;
         let sends_max = if self.address.is_some() { usize::MAX } else { local_max };
-        Ok(Side { task: *task, address: self.address, cq, qp, mr, there: nowhere, sends_max })
+        Ok(Side { task: *task, address: self.address, cq, qp, mr, peer: unknown, sends_max })
     }
 }
 
-/// What the sides of a measurement know. It guards nothing but costs what one that does costs.
+/// The key of the packets' authentication tags. A fixed key costs as much time as a secret one; it
+/// protects nothing here.
 fn secret(asks: bool) -> PairSecret {
     let side = if asks { End::Asking } else { End::Asked };
     PairSecret { bytes: [0x5e; 32], side, authenticated: true }
@@ -198,48 +203,51 @@ pub struct Side {
     address: Option<SocketAddr>,
     cq: SoftCq,
     qp: SoftQp,
-    /// What is sent and read from, then what is received and read into.
+    /// Two halves of the message size: the source of SENDs and READs, then their destination.
     mr: SoftMr,
-    there: Remote,
-    /// The longest SEND. What is longer goes as a WRITE with immediate, which is as two-sided.
+    /// The peer's memory.
+    peer: Remote,
+    /// Length limit of a SEND. A longer message is a WRITE with immediate data, which is two-sided
+    /// as well.
     sends_max: usize,
 }
 
 impl Side {
-    /// What the other side must know.
-    pub fn place(&self) -> Place {
+    /// The connection data for the peer.
+    pub fn info(&self) -> PeerInfo {
         let memory = self.mr.remote(0);
         let (qpn, rkey) = (self.qp.qpn().raw(), memory.rkey.0);
-        Place { address: self.address, qpn, memory: memory.addr, rkey }
+        PeerInfo { address: self.address, qpn, memory: memory.addr, rkey }
     }
 
-    /// Connects to the other side, and posts receives. When both have, either may begin.
+    /// Connects to the peer and posts receives. Messages may be sent when both sides have done so.
     ///
     /// # Errors
-    /// As the NIC's.
-    pub fn connect(&mut self, to: &Place) -> Result<(), Error> {
+    /// Errors of the NIC.
+    pub fn connect(&mut self, to: &PeerInfo) -> Result<(), Error> {
         let qpn = Qpn::new(to.qpn);
         let peer = match (self.address, to.address) {
-            (Some(here), Some(there)) => PeerAddress::Remote(RemotePeer {
-                // The loopback interface takes 64 KiB.
+            (Some(local), Some(remote)) => PeerAddress::Remote(RemotePeer {
+                // The loopback interface has an MTU of 64 KiB.
                 mtu: PathMtu::Mtu4096,
                 fixed_port: true,
-                secret: self.task.authenticated.then(|| secret(here < there)),
-                ..RemotePeer::new(there, here.ip(), qpn)
+                secret: self.task.authenticated.then(|| secret(local < remote)),
+                ..RemotePeer::new(remote, local.ip(), qpn)
             }),
             _ => PeerAddress::Local(qpn),
         };
         self.qp.modify(QpChange::Init)?;
         self.qp.modify(QpChange::ReadyToReceive { peer })?;
         self.qp.modify(QpChange::ReadyToSend)?;
-        self.there = Remote { addr: to.memory, rkey: Key(to.rkey) };
+        self.peer = Remote { addr: to.memory, rkey: Key(to.rkey) };
         (0..self.task.in_flight + RECEIVES_AHEAD).try_for_each(|_| self.receive())
     }
 
-    /// The initiator's part.
+    /// Runs the measurement as the initiator.
     ///
     /// # Errors
-    /// [`Error::Verb`] if an operation fails, [`Error::System`] if the peer is silent, or as the NIC's.
+    /// [`Error::Verb`] if an operation fails, [`Error::System`] if the peer is silent, or errors of
+    /// the NIC.
     pub fn measure(&self) -> Result<Outcome, Error> {
         match (self.task.operation, self.task.in_flight) {
             (Operation::Send, 1) => self.ping(),
@@ -247,11 +255,11 @@ impl Side {
         }
     }
 
-    /// The responder's part, until the initiator has ended.
+    /// Acts as the responder until the initiator has ended the measurement.
     ///
     /// # Errors
     /// As [`Side::measure`].
-    pub fn answer(&self) -> Result<(), Error> {
+    pub fn respond(&self) -> Result<(), Error> {
         match (self.task.operation, self.task.in_flight) {
             (Operation::Send, 1) => self.pong(),
             (Operation::Send, _) => self.sink(),
@@ -260,29 +268,29 @@ impl Side {
     }
 
     fn ping(&self) -> Result<Outcome, Error> {
-        let mut turns = Turns::default();
+        let mut alternation = Alternation::default();
         let mut meter = Meter::start(self.task.duration);
         let mut since = meter.started();
         for trip in 1.. {
             self.send(None)?;
-            turns.outstanding += 1;
-            turns.wait(self)?;
+            alternation.outstanding += 1;
+            alternation.wait(self)?;
             match meter.completed_each(since, 2 * trip, 2) {
                 Some(now) => since = now,
                 None => break,
             }
         }
         self.send(Some(END))?;
-        turns.outstanding += 1;
-        turns.drain(self)?;
+        alternation.outstanding += 1;
+        alternation.drain(self)?;
         Ok(meter.outcome())
     }
 
     fn pong(&self) -> Result<(), Error> {
-        let mut turns = Turns::default();
-        while turns.wait(self)? {
+        let mut alternation = Alternation::default();
+        while alternation.wait(self)? {
             self.send(None)?;
-            turns.outstanding += 1;
+            alternation.outstanding += 1;
         }
         Ok(())
     }
@@ -290,7 +298,7 @@ impl Side {
     fn stream(&self) -> Result<Outcome, Error> {
         let mut meter = Meter::start(self.task.duration);
         let (mut posted, mut done) = (0, 0);
-        let (mut followed, mut since) = (0, meter.started());
+        let (mut sampled, mut since) = (0, meter.started());
         let mut batch = [Completion::EMPTY; LIST];
         let depth = self.task.in_flight as u64;
         let mut over = false;
@@ -305,9 +313,9 @@ impl Side {
                 Operation::Send => done + count as u64,
                 Operation::Read => batch[count - 1].id,
             };
-            if !over && done > followed {
+            if !over && done > sampled {
                 match meter.completed(since, done) {
-                    Some(now) => (followed, since) = (posted, now),
+                    Some(now) => (sampled, since) = (posted, now),
                     None => over = true,
                 }
             }
@@ -330,21 +338,21 @@ impl Side {
         }
     }
 
-    fn ours(&self) -> Sge {
+    fn source(&self) -> Sge {
         self.mr.sge(0, self.task.size as u32)
     }
 
-    fn theirs(&self) -> Sge {
+    fn destination(&self) -> Sge {
         self.mr.sge(self.task.size, self.task.size as u32)
     }
 
     fn receive(&self) -> Result<(), Error> {
-        Ok(self.qp.post_recv(&ReceiveRequest { id: 0, to: &[self.theirs()] })?)
+        Ok(self.qp.post_recv(&ReceiveRequest { id: 0, to: &[self.destination()] })?)
     }
 
-    /// Posts one message; the last one has immediate data.
+    /// Posts one message. The last message carries immediate data instead of a payload.
     fn send(&self, imm: Option<u32>) -> Result<(), Error> {
-        let (from, mut inline) = ([self.ours()], [0; INLINE_MAX]);
+        let (from, mut inline) = ([self.source()], [0; INLINE_MAX]);
         let op = match imm {
             None if self.task.size <= INLINE_MAX => {
                 let data = &mut inline[..self.task.size];
@@ -359,26 +367,27 @@ impl Side {
 
     fn message<'a>(&self, from: &'a [Sge]) -> Op<'a> {
         if self.task.size > self.sends_max {
-            let to = Remote { addr: self.there.addr + self.task.size as u64, ..self.there };
+            let to = Remote { addr: self.peer.addr + self.task.size as u64, ..self.peer };
             return Op::WriteImm { to, data: Data::Gather(from), imm: 0 };
         }
         Op::Send { from }
     }
 
-    /// Posts `count` operations with one doorbell, so that `posted` are. READs complete by lists: queues are executed in
-    /// order, and the last one's completion, which has that number, is that of all.
+    /// Posts `count` operations with one doorbell; `posted` is the total afterwards. A list of READs
+    /// has one completion, with id `posted`: a queue executes in order, so the completion of the
+    /// last READ implies all READs before it.
     fn post(&self, count: usize, posted: u64) -> Result<(), Error> {
-        let (from, to) = ([self.ours()], [self.theirs()]);
+        let (from, to) = ([self.source()], [self.destination()]);
         let (op, signaled) = match self.task.operation {
             Operation::Send => (self.message(&from), true),
-            Operation::Read => (Op::Read { from: self.there, to: &to }, false),
+            Operation::Read => (Op::Read { from: self.peer, to: &to }, false),
         };
         let mut list = [WorkRequest { id: 0, op, signaled }; LIST];
         list[count - 1] = WorkRequest { id: posted, op, signaled: true };
         Ok(self.qp.post_send(&list[..count])?)
     }
 
-    /// Waits for completions; there are some, and all of them are of what succeeded.
+    /// Waits for at least one completion. Fails if one of the completions is an error.
     fn next(&self, out: &mut [Completion]) -> Result<usize, Error> {
         let mut backoff = Backoff::on::<SoftCq>();
         let mut count = self.cq.poll(out);
@@ -388,7 +397,7 @@ impl Side {
             }
             if count == 0 && !backoff.snooze() && !self.cq.wait(SILENCE)? {
                 let source = std::io::ErrorKind::TimedOut.into();
-                return Err(Error::System { what: "hear from the other side", source });
+                return Err(Error::System { what: "receive from the peer", source });
             }
             if count == 0 {
                 count = self.cq.poll(out);
@@ -401,33 +410,34 @@ impl Side {
     }
 }
 
-/// Whose turn it is: a side sends when it has received, and not too much of its own is outstanding.
+/// State of one side of a ping-pong: a side sends when a message has arrived and fewer than
+/// [`OWN_OUTSTANDING`] of its own messages are outstanding.
 #[derive(Default)]
-struct Turns {
+struct Alternation {
     outstanding: u32,
     received: bool,
     ended: bool,
 }
 
-impl Turns {
-    /// Waits for the other side's message; false if it has ended.
+impl Alternation {
+    /// Waits until this side may send; false if the peer has ended the measurement.
     fn wait(&mut self, side: &Side) -> Result<bool, Error> {
         while !(self.ended || self.received && self.outstanding < OWN_OUTSTANDING) {
-            self.take(side)?;
+            self.process_completions(side)?;
         }
         self.received = false;
         Ok(!self.ended)
     }
 
-    /// Waits until nothing is outstanding.
+    /// Waits until no message is outstanding.
     fn drain(&mut self, side: &Side) -> Result<(), Error> {
         while self.outstanding > 0 {
-            self.take(side)?;
+            self.process_completions(side)?;
         }
         Ok(())
     }
 
-    fn take(&mut self, side: &Side) -> Result<(), Error> {
+    fn process_completions(&mut self, side: &Side) -> Result<(), Error> {
         let mut batch = [Completion::EMPTY; 4];
         let count = side.next(&mut batch)?;
         for completion in &batch[..count] {
@@ -448,12 +458,12 @@ pub fn tables(records: &[Record]) -> Vec<(String, Table)> {
     Operation::ALL
         .iter()
         .map(|operation| {
-            let of = |what: &str| format!("{}_{what}", operation.name());
+            let metric = |what: &str| format!("{}_{what}", operation.name());
             let pivot = Pivot::rows(["nic", "size", "in_flight"])
-                .column(&of("latency_us"), Statistic::P50)
-                .column(&of("latency_us"), Statistic::P99)
-                .column(&of("rate_per_s"), Statistic::Mean)
-                .column(&of("bandwidth_gb_per_s"), Statistic::Mean);
+                .column(&metric("latency_us"), Statistic::P50)
+                .column(&metric("latency_us"), Statistic::P99)
+                .column(&metric("rate_per_s"), Statistic::Mean)
+                .column(&metric("bandwidth_gb_per_s"), Statistic::Mean);
             (operation.name().to_uppercase(), pivot.table(records))
         })
         .filter(|(_, table)| !table.is_empty())
@@ -464,14 +474,14 @@ pub fn tables(records: &[Record]) -> Vec<(String, Table)> {
 mod tests {
     use super::*;
 
-    fn run(stations: [Station; 2], task: Task) -> Outcome {
-        let [mut initiator, mut responder] = stations.each_ref().map(|s| s.side(&task).unwrap());
-        initiator.connect(&responder.place()).unwrap();
-        responder.connect(&initiator.place()).unwrap();
+    fn run(nics: [NicContext; 2], task: Task) -> Outcome {
+        let [mut initiator, mut responder] = nics.each_ref().map(|nic| nic.side(&task).unwrap());
+        initiator.connect(&responder.info()).unwrap();
+        responder.connect(&initiator.info()).unwrap();
         std::thread::scope(|scope| {
-            let answering = scope.spawn(|| responder.answer());
+            let responding = scope.spawn(|| responder.respond());
             let outcome = initiator.measure();
-            answering.join().expect("no panic").unwrap();
+            responding.join().expect("no panic").unwrap();
             outcome.unwrap()
         })
     }
@@ -482,8 +492,8 @@ mod tests {
             for (size, in_flight) in [(64, 1), (64, 32), (5000, 1), (200_000, 4)] {
                 let duration = Duration::from_millis(10);
                 let task = Task { operation, size, in_flight, duration, authenticated: true };
-                let stations = [Station::roce().unwrap(), Station::roce().unwrap()];
-                let outcome = run(stations, task);
+                let nics = [NicContext::roce().unwrap(), NicContext::roce().unwrap()];
+                let outcome = run(nics, task);
                 assert!(outcome.operations > 0 && outcome.latencies.count() > 0, "{task:?}");
                 let records = task.records(&outcome, "roce");
                 assert!(records.iter().any(|r| r.metric.starts_with(operation.name())));
@@ -501,7 +511,7 @@ mod tests {
             duration,
             authenticated: true,
         };
-        let outcome = run([Station::roce().unwrap(), Station::roce().unwrap()], task);
+        let outcome = run([NicContext::roce().unwrap(), NicContext::roce().unwrap()], task);
         let each_us = outcome.elapsed.as_secs_f64() * 1e6 / outcome.operations as f64;
         let off = outcome.latencies.mean_us() / each_us;
         assert!((0.9..1.1).contains(&off), "mean latency over time per message is {off}");

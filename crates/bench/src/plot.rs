@@ -1,9 +1,9 @@
 //! Pictures of results: lines over linear or logarithmic axes, groups of bars, cumulative
 //! distributions; each written as SVG and as PNG.
 //!
-//! A small layer over the `kuva` crate, so that an experiment says what it shows and the
-//! look of all pictures is decided here: one palette that colour-blind readers can tell
-//! apart, a marker per series beside its colour, and the legend outside the axes.
+//! A small layer over the `kuva` crate: an experiment supplies the data, and this module decides
+//! the look of all pictures. The palette is suitable for colour-blind readers, each series has a
+//! marker besides its colour, and the legend is outside the axes.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,21 +18,21 @@ use kuva::{Palette, RasterBackend};
 
 use crate::Error;
 use crate::histogram::Latencies;
+use crate::number::{engineering, significant};
 use crate::size::Size;
-use crate::table::{engineering, significant};
 
 /// Width and height in logical pixels, without the legend.
 const AREA_PX: (f64, f64) = (680.0, 440.0);
-/// Width of the legend: its frame and marker, and each character.
+/// Width of the legend: of its frame with the marker, and of each character.
 const LEGEND_PX: (f64, f64) = (50.0, 7.5);
 /// Pixels of a PNG per logical pixel.
 const PNG_SCALE: f32 = 2.0;
-/// Colour of a paper's number.
+/// Colour of the line at a paper's number.
 const PAPER_COLOUR: &str = "#555555";
-/// Dashes of a line at a paper's number.
+/// Dash pattern of the line at a paper's number.
 const PAPER_DASHES: &str = "2 3";
 
-/// What an axis shows, and how.
+/// Label and scale of an axis.
 #[derive(Clone, Debug)]
 pub struct Axis {
     label: String,
@@ -69,9 +69,10 @@ impl Axis {
         Self { label: label.into(), scale: Scale::Share }
     }
 
-    /// Where a value lies on the axis that `kuva` draws. It knows decades only, so an axis of
-    /// bytes is a linear one over the binary logarithm.
-    fn place(&self, value: f64) -> Option<f64> {
+    /// Position of a value on the axis that `kuva` draws; `None` if the axis cannot show the value.
+    /// Logarithmic axes of `kuva` have decades only, so an axis of bytes is a linear axis over the
+    /// binary logarithm.
+    fn position(&self, value: f64) -> Option<f64> {
         match self.scale {
             Scale::Linear | Scale::Share => value.is_finite().then_some(value),
             Scale::Log => (value.is_finite() && value > 0.0).then_some(value),
@@ -94,7 +95,7 @@ impl Axis {
     }
 }
 
-/// A tick's number: short, without the zeros of three digits.
+/// Formats a tick: as a number of three digits, without trailing zeros.
 fn tick(value: f64) -> String {
     let text = if value.abs() >= 1000.0 { engineering(value) } else { significant(value) };
     let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
@@ -156,7 +157,7 @@ impl Lines {
         lines
     }
 
-    /// A line under the title: where it was measured, or "simulated".
+    /// Sets a line under the title: the measured machine, or "simulated".
     pub fn subtitle(mut self, subtitle: &str) -> Self {
         self.subtitle = subtitle.into();
         self
@@ -168,7 +169,7 @@ impl Lines {
         self
     }
 
-    /// Adds a series that the others are compared with: a dashed line with markers.
+    /// Adds a series of a baseline: a dashed line with markers.
     pub fn baseline(mut self, name: &str, points: Vec<(f64, f64)>) -> Self {
         self.push(name, points, Form::Dashed);
         self
@@ -180,7 +181,7 @@ impl Lines {
         self
     }
 
-    /// Adds a horizontal line at a value that a paper states, or that does not depend on x.
+    /// Adds a horizontal line, for a paper's number or a value that does not depend on x.
     pub fn paper(mut self, name: &str, value: f64) -> Self {
         self.papers.push((name.into(), value));
         self
@@ -193,15 +194,16 @@ impl Lines {
     /// Writes `NAME.svg` and `NAME.png` into a directory, which is created if it is missing.
     ///
     /// # Errors
-    /// [`Error::Write`] if a file cannot be written; [`Error::Draw`] if nothing can be shown
-    /// (no series has a point that its axes can show).
+    /// [`Error::Write`] if a file cannot be written; [`Error::Draw`] if no series has a point that
+    /// its axes can show.
     pub fn write(&self, directory: &Path, name: &str) -> Result<[PathBuf; 2], Error> {
         let (plots, layout, legend) = self.drawn(name, 10.0)?;
         let layout = look(layout, &self.title, &self.subtitle, legend);
         write(plots, layout, directory, name)
     }
 
-    /// What is drawn, without the look that pictures of one panel have. An axis of bytes has room for `ticks`.
+    /// The plots, the layout and the legend of one panel, without the look of a picture. An axis of
+    /// bytes has room for `ticks`.
     fn drawn(
         &self,
         name: &str,
@@ -215,8 +217,8 @@ impl Lines {
         for (at, series) in self.series.iter().enumerate() {
             let colour = colours[at].to_owned();
             let marker = MARKERS[at % MARKERS.len()];
-            let place = |&(x, y): &(f64, f64)| Some((self.x.place(x)?, self.y.place(y)?));
-            let points: Vec<(f64, f64)> = series.points.iter().filter_map(place).collect();
+            let position = |&(x, y): &(f64, f64)| Some((self.x.position(x)?, self.y.position(y)?));
+            let points: Vec<(f64, f64)> = series.points.iter().filter_map(position).collect();
             if points.is_empty() {
                 continue;
             }
@@ -233,7 +235,7 @@ impl Lines {
             .with_x_tick_format(self.x.ticks())
             .with_y_tick_format(self.y.ticks());
         for (name, value) in &self.papers {
-            let Some(value) = self.y.place(*value) else { continue };
+            let Some(value) = self.y.position(*value) else { continue };
             layout = layout.with_reference_line(
                 ReferenceLine::horizontal(value)
                     .with_color(PAPER_COLOUR)
@@ -253,13 +255,13 @@ impl Lines {
             (false, false) => layout,
         };
         if self.x.scale == Scale::LogBytes {
-            let (least, most) = self.span_of_bytes();
-            let step = ((most - least) / ticks).ceil().max(1.0);
-            // Half a power of room on both sides, so that no marker is cut; ticks are counted
-            // from the left end.
-            let left = ((least - 0.5) / step).floor() * step;
+            let (smallest, largest) = self.span_of_bytes();
+            let step = ((largest - smallest) / ticks).ceil().max(1.0);
+            // A margin of half a power of two on both sides, so that no marker is cut off. Ticks
+            // count from the left end, which must therefore be a multiple of the step.
+            let left = ((smallest - 0.5) / step).floor() * step;
             layout =
-                layout.with_x_tick_step(step).with_x_axis_min(left).with_x_axis_max(most + 0.5);
+                layout.with_x_tick_step(step).with_x_axis_min(left).with_x_axis_max(largest + 0.5);
         }
         if self.y.scale == Scale::Share {
             layout = layout.with_y_axis_min(0.0).with_y_axis_max(1.0).with_y_tick_step(0.25);
@@ -267,17 +269,17 @@ impl Lines {
         Ok((plots, layout, legend))
     }
 
-    /// The least and the greatest power of two that an axis of bytes has to show.
+    /// Exponents of the smallest and largest power of two that an axis of bytes shows.
     fn span_of_bytes(&self) -> (f64, f64) {
         let powers = self.series.iter().flat_map(|series| &series.points);
-        let powers = powers.filter_map(|(x, _)| self.x.place(*x));
-        let (least, most) =
+        let powers = powers.filter_map(|(x, _)| self.x.position(*x));
+        let (smallest, largest) =
             powers.fold((f64::MAX, f64::MIN), |(min, max), x| (min.min(x), max.max(x)));
-        (least.floor(), most.ceil())
+        (smallest.floor(), largest.ceil())
     }
 }
 
-/// Markers of the series, so that a reader need not tell colours apart.
+/// Markers of the series, so that series are distinguishable without colours.
 const MARKERS: [MarkerShape; 6] = [
     MarkerShape::Circle,
     MarkerShape::Square,
@@ -323,7 +325,8 @@ impl Form {
     }
 }
 
-/// Several pictures of the same series in one, with one legend. Each must have the same series in the same order.
+/// A picture with several panels and one legend. All panels must have the same series in the same
+/// order.
 #[derive(Clone, Debug)]
 pub struct Panels {
     title: String,
@@ -332,18 +335,18 @@ pub struct Panels {
 }
 
 impl Panels {
-    /// No panels yet; they fill rows of `columns`.
+    /// A picture without panels; panels fill rows of `columns`.
     pub fn new(title: &str, columns: usize) -> Self {
         Self { title: title.into(), columns, panels: Vec::new() }
     }
 
-    /// Adds a panel, under its title.
+    /// Adds a panel; its title is printed above it.
     pub fn panel(mut self, lines: Lines) -> Self {
         self.panels.push(lines);
         self
     }
 
-    /// As [`Lines::write`].
+    /// Writes the picture, as [`Lines::write`] does.
     ///
     /// # Errors
     /// As [`Lines::write`].
@@ -380,7 +383,7 @@ pub struct Bars {
 }
 
 impl Bars {
-    /// An empty picture; `y_label` names the height of the bars, which start at zero.
+    /// An empty picture; `y_label` is the quantity that the height of the bars shows.
     pub fn new<'a>(title: &str, y_label: &str, series: impl IntoIterator<Item = &'a str>) -> Self {
         Self {
             title: title.into(),
@@ -391,7 +394,7 @@ impl Bars {
         }
     }
 
-    /// A line under the title: where it was measured, or "simulated".
+    /// Sets a line under the title: the measured machine, or "simulated".
     pub fn subtitle(mut self, subtitle: &str) -> Self {
         self.subtitle = subtitle.into();
         self
@@ -436,7 +439,7 @@ impl Bars {
     }
 }
 
-/// What all pictures have in common.
+/// Applies the common look of all pictures.
 fn look(layout: Layout, title: &str, subtitle: &str, legend: Vec<LegendEntry>) -> Layout {
     let longest = legend.iter().map(|entry| entry.label.chars().count()).max().unwrap_or(0);
     let layout = layout
@@ -542,7 +545,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_to_show_is_an_error() {
+    fn picture_without_points_is_an_error() {
         let directory = tempfile::tempdir().unwrap();
         let empty = Lines::new("x", Axis::log("x"), Axis::log("y")).line("a", vec![(1.0, 0.0)]);
         let error = empty.write(directory.path(), "empty").unwrap_err();
@@ -551,7 +554,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_cannot_be_written_is_named() {
+    fn write_error_names_the_path() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("file");
         fs::write(&file, "").unwrap();

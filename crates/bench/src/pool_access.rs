@@ -1,9 +1,9 @@
-//! READ and WRITE through the pool: what [`crate::bare`] does, with keys, queues and work-queue
-//! elements around it.
+//! READ and WRITE through the pool: the workload of [`crate::handoff`], with keys, queues and
+//! work-queue elements.
 //!
-//! The bytes at the memory node are one chunk; those of the client are registered memory, so
-//! that nothing is copied but by the NIC. Operations go round over both in the same order as the
-//! bare hand-off's:
+//! The memory node's side is one chunk, the client's side is registered memory, so that the NIC
+//! makes the only copy. Operations cycle through both in the same order as those of the bare
+//! hand-off:
 //!
 //! ```text
 //!  operation i:  chunk[(i · stride) mod region]  ⇄  buffer[(i mod in_flight) · stride]
@@ -16,16 +16,16 @@ use pool::{Buffer, Error, Grant, Lane, Operation, Options, Pool, Settings, Trans
 
 use crate::access::{Direction, Meter, Outcome, Spec};
 
-/// Building blocks of a send queue that an operation takes, at most.
+/// Limit of the send-queue building blocks that one operation takes.
 const BLOCKS_PER_OPERATION: usize = 4;
 
-/// Settings of a memory node on which operations can be measured over `region` bytes.
+/// Settings of a memory node for measurements over `region` bytes.
 pub fn settings(region: usize) -> Settings {
     let chunk_bytes = (region as u64).next_power_of_two();
     Settings { donate_bytes: 2 * chunk_bytes, chunk_bytes, ..Settings::default() }
 }
 
-/// How a compute node connects that has `in_flight` operations outstanding.
+/// Connection options of a compute node for `in_flight` operations.
 pub fn options(in_flight: usize) -> Options {
     let blocks = (in_flight * BLOCKS_PER_OPERATION).next_power_of_two().clamp(256, 1 << 15);
     Options { groups: Some(1), send_blocks: blocks as u32 }
@@ -34,7 +34,7 @@ pub fn options(in_flight: usize) -> Options {
 /// Measures READs or WRITEs on a chunk of `pool`.
 ///
 /// # Errors
-/// As the pool's operations.
+/// Errors of the pool.
 pub fn measure<N: Nic>(pool: &Pool<N>, spec: &Spec) -> Result<Outcome, Error> {
     let grant = pool.allocate_blocking()?;
     assert!(grant.len >= spec.region as u64, "a chunk is smaller than the region: {spec:?}");
@@ -55,7 +55,7 @@ struct Target<'a, N: Nic> {
 }
 
 impl<N: Nic> Target<'_, N> {
-    /// Writes every page of both sides once, so that no fault is measured.
+    /// Writes every page of both sides once, so that the measurement includes no page fault.
     fn touch_all(&self) -> Result<(), Error> {
         let pattern: Vec<u8> = (0..self.spec.region).map(|at| (at * 31 % 251) as u8).collect();
         self.pool.write_blocking(&self.grant, 0, &pattern)?;
@@ -67,11 +67,11 @@ impl<N: Nic> Target<'_, N> {
     /// Posts one operation.
     fn post(&self, operation: u64) -> Result<Operation<'_, N>, Error> {
         let stride = self.spec.stride();
-        let place = |places: usize| (operation % places as u64) as usize * stride;
+        let offset = |slots: usize| (operation % slots as u64) as usize * stride;
         let transfer = Transfer {
             grant: &self.grant,
-            offset: place(self.spec.region / stride) as u64,
-            buffer_offset: place(self.spec.in_flight),
+            offset: offset(self.spec.region / stride) as u64,
+            buffer_offset: offset(self.spec.in_flight),
             len: self.spec.size as u32,
         };
         match self.spec.direction {
@@ -80,7 +80,7 @@ impl<N: Nic> Target<'_, N> {
         }
     }
 
-    /// One operation at a time: each one's latency is measured.
+    /// With one operation in flight: measures the latency of every operation.
     fn ping(&self) -> Result<Outcome, Error> {
         let mut meter = Meter::start(self.spec.duration);
         let mut since = meter.started();
@@ -94,28 +94,28 @@ impl<N: Nic> Target<'_, N> {
         Ok(meter.outcome())
     }
 
-    /// Many in flight: for each that ends, another one is posted; one at a time is followed with
-    /// the clock.
+    /// With many operations in flight: posts another operation for each completion, and measures
+    /// the latency of one operation at a time.
     fn stream(&self) -> Result<Outcome, Error> {
         let mut meter = Meter::start(self.spec.duration);
-        let (mut followed, mut since) = (0, meter.started());
+        let (mut sampled, mut since) = (0, meter.started());
         let mut outstanding = VecDeque::with_capacity(self.spec.in_flight);
         for operation in 0..self.spec.in_flight as u64 {
             outstanding.push_back(self.post(operation)?);
         }
         for done in 1.. {
-            let oldest = outstanding.pop_front().expect("as many are outstanding as ever");
+            let oldest = outstanding.pop_front().expect("the queue stays full");
             oldest.wait()?;
             let posted = done - 1 + self.spec.in_flight as u64;
-            if done > followed {
+            if done > sampled {
                 match meter.completed(since, done) {
-                    Some(now) => (followed, since) = (posted, now),
+                    Some(now) => (sampled, since) = (posted, now),
                     None => break,
                 }
             }
             outstanding.push_back(self.post(posted)?);
         }
-        // Memory must not go while the NIC still moves bytes in it.
+        // The memory must stay registered while the NIC accesses it.
         outstanding.into_iter().try_for_each(Operation::wait)?;
         Ok(meter.outcome())
     }
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn every_direction_and_depth() {
+    fn measure_runs_in_every_direction_and_depth() {
         for in_flight in [1, 16] {
             let pool = Pool::embedded(settings(64 << 10)).unwrap();
             for direction in Direction::ALL {
@@ -144,13 +144,13 @@ mod tests {
                     assert!(outcome.latencies.count() > 0, "{spec:?}");
                 }
             }
-            // Each measurement gives its chunk back.
+            // Each measurement frees its chunk.
             assert_eq!(pool.node_status().unwrap().node.free, 2);
         }
     }
 
     #[test]
-    fn bytes_arrive_where_they_belong() {
+    fn bytes_arrive_in_the_right_slots() {
         let spec = spec(Direction::Read, 100, 4);
         let pool = Pool::embedded(settings(spec.region)).unwrap();
         let grant = pool.allocate_blocking().unwrap();
@@ -159,11 +159,11 @@ mod tests {
         target.touch_all().unwrap();
         for operation in 0..1000u64 {
             target.post(operation).unwrap().wait().unwrap();
-            let mut place = [0; 100];
-            target.buffer.memory().read(operation as usize % 4 * spec.stride(), &mut place);
+            let mut slot = [0; 100];
+            target.buffer.memory().read(operation as usize % 4 * spec.stride(), &mut slot);
             let from = operation as usize % (spec.region / spec.stride()) * spec.stride();
             let expected = |at: usize| ((from + at) * 31 % 251) as u8;
-            assert!((0..100).all(|at| place[at] == expected(at)), "operation {operation}");
+            assert!((0..100).all(|at| slot[at] == expected(at)), "operation {operation}");
         }
     }
 }

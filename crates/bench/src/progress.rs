@@ -1,29 +1,29 @@
-//! Progress bars of long work, on standard error.
+//! Progress bars on standard error.
 //!
-//! Silent when standard error is no terminal, or when the caller asked for machine output,
-//! so that a log or a pipe never holds a bar.
+//! No bar is drawn if standard error is not a terminal or if the output is JSON, so that logs and
+//! pipes never contain a bar.
 
 use std::io::{self, IsTerminal};
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// Whether bars are drawn.
+/// Whether progress bars are drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// Bars on standard error.
+    /// Bars are drawn on standard error.
     Drawn,
-    /// None.
+    /// No bars.
     Silent,
 }
 
 impl Progress {
-    /// Bars if a person is looking: standard error is a terminal, and `for_machines` is not set.
-    pub fn new(for_machines: bool) -> Self {
-        if !for_machines && io::stderr().is_terminal() { Self::Drawn } else { Self::Silent }
+    /// Bars if standard error is a terminal and the output is not JSON.
+    pub fn new(json: bool) -> Self {
+        if !json && io::stderr().is_terminal() { Self::Drawn } else { Self::Silent }
     }
 
-    /// A bar over `steps` steps. It goes away when it is dropped.
+    /// A bar over `steps` steps; dropping it removes it from the screen.
     pub fn bar(self, what: &str, steps: u64) -> Bar {
         let style = ProgressStyle::with_template(
             "{msg:32} [{bar:32}] {pos}/{len} {elapsed_precise} eta {eta}",
@@ -33,7 +33,7 @@ impl Progress {
         Bar(self.start(ProgressBar::with_draw_target(Some(steps), self.target()), style, what))
     }
 
-    /// A sign of life for work whose length is not known.
+    /// A spinner for work of unknown length.
     pub fn spinner(self, what: &str) -> Bar {
         let style = ProgressStyle::with_template("{spinner} {msg} {elapsed_precise}")
             .expect("the template names known fields only");
@@ -58,22 +58,22 @@ impl Progress {
     }
 }
 
-/// One bar; cleared from the screen when it is dropped.
+/// A progress bar; dropping it removes it from the screen.
 #[derive(Debug)]
 pub struct Bar(ProgressBar);
 
 impl Bar {
-    /// One step more. Not for the inside of a measured loop.
+    /// Advances the bar by one step. Too slow for the inside of a measured loop.
     pub fn step(&self) {
         self.0.inc(1);
     }
 
-    /// Says what is being done now.
+    /// Sets the description of the current step.
     pub fn say(&self, what: &str) {
         self.0.set_message(what.to_owned());
     }
 
-    /// Prints a line above the bar, on standard error, where bars are drawn.
+    /// Prints a line above the bar; nothing if bars are not drawn.
     pub fn note(&self, line: &str) {
         self.0.println(line);
     }
@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn silent_for_machines() {
+    fn bars_are_silent_with_json() {
         assert_eq!(Progress::new(true), Progress::Silent);
         let bar = Progress::Silent.bar("measure", 3);
         assert!(bar.0.is_hidden());

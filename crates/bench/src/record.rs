@@ -1,19 +1,17 @@
 //! The machine-readable record: one measured number, as one JSON object on one line.
 //!
-//! Every `granary bench … --json` prints these and nothing else on standard output:
+//! `granary bench … --json` prints only records on standard output:
 //!
 //! ```text
 //! {"experiment":"access","setting":{"scheme":"onesidedmw","nic":"shm","size":4096,"in_flight":1},
 //!  "metric":"read_latency_us","statistic":"p50","value":0.41,"unit":"us","simulated":false}
 //! ```
 //!
-//! Where a paper states the number, three more fields follow: `claim` (its id in
-//! `claims.toml`), `paper` (the value that the paper states) and, if the timing model was
-//! fitted on that claim, `fitted: true`.
+//! If a paper states the number, further fields follow: `claim` (the id in `claims.toml`), `paper`
+//! (the paper's value) and, if the timing model was fitted to that claim, `fitted: true`.
 //!
-//! Invariants: a value is finite; a metric's name ends in its unit ([`Unit::suffix`]), so
-//! that a reader of one line never has to guess; a setting keeps the order in which it was
-//! built and has each key once.
+//! Invariants: a value is finite; a metric's name ends in its unit ([`Unit::suffix`]), so that each
+//! line is understandable by itself; a setting keeps its keys in insertion order, each key once.
 
 use std::fmt;
 
@@ -23,22 +21,27 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::claims::Claim;
 
-/// One measured (or simulated) number and everything needed to say what it is.
+/// Scheme in the records of a baseline measurement without a pool.
+pub const BASELINE_SCHEME: &str = "bare";
+/// NIC in the records of a baseline measurement without a NIC.
+pub const BASELINE_NIC: &str = "none";
+
+/// One measured or simulated number with its description.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Record {
     /// The experiment's name, as in `granary bench NAME`.
     pub experiment: String,
-    /// What was varied: scheme, NIC, clients, size, …
+    /// The varied parameters: scheme, NIC, clients, size, …
     pub setting: Setting,
-    /// What was measured, with the unit as its suffix, e.g. `read_latency_us`.
+    /// Name of the measured quantity, with the unit as its suffix, e.g. `read_latency_us`.
     pub metric: String,
-    /// How the samples were reduced to one number.
+    /// Reduction of the samples to one number.
     pub statistic: Statistic,
     /// The number, in `unit`.
     pub value: f64,
     /// The unit of `value` and of `paper`.
     pub unit: Unit,
-    /// True when the number comes from virtual time, false when it comes from a clock.
+    /// True if the number comes from virtual time, false if it comes from a clock.
     pub simulated: bool,
     /// Id of the claim in `claims.toml` that states this number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -52,7 +55,7 @@ pub struct Record {
 }
 
 impl Record {
-    /// Starts a record of an experiment; the builder ends in one of the statistics.
+    /// Starts a record of an experiment; the builder's methods add the statistic and the value.
     pub fn of(experiment: &str, setting: &Setting, metric: &str, unit: Unit) -> RecordBuilder {
         assert!(
             metric.ends_with(unit.suffix()),
@@ -68,7 +71,7 @@ impl Record {
         }
     }
 
-    /// Puts a paper's number beside ours.
+    /// Adds the paper's number.
     pub fn against(mut self, claim: &Claim) -> Self {
         self.claim = Some(claim.id.clone());
         self.paper = Some(claim.value);
@@ -77,7 +80,7 @@ impl Record {
 
     /// Marks that the claim was used to fit the timing model.
     pub fn fitted(mut self) -> Self {
-        assert!(self.claim.is_some(), "only a number with a claim can be fitted to it");
+        assert!(self.claim.is_some(), "only a record with a claim can be marked as fitted");
         self.fitted = Some(true);
         self
     }
@@ -99,18 +102,18 @@ pub struct RecordBuilder {
 }
 
 impl RecordBuilder {
-    /// Says that the numbers come from virtual time.
+    /// Marks the numbers as coming from virtual time.
     pub fn simulated(mut self) -> Self {
         self.simulated = true;
         self
     }
 
-    /// The record of this metric's mean; counts and rates over a whole run are means too.
+    /// The record of the metric's mean. Counts and rates over a whole run are means too.
     pub fn mean(&self, value: f64) -> Record {
         self.value(Statistic::Mean, value)
     }
 
-    /// The record of this metric's given statistic.
+    /// The record of a statistic of the metric.
     pub fn value(&self, statistic: Statistic, value: f64) -> Record {
         assert!(value.is_finite(), "{} {statistic} is not finite: {value}", self.metric);
         Record {
@@ -128,11 +131,11 @@ impl RecordBuilder {
     }
 }
 
-/// How samples were reduced to one number.
+/// Reduction of samples to one number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Statistic {
-    /// Arithmetic mean, or the total of a run over its time.
+    /// Arithmetic mean, or the total of a run divided by its time.
     Mean,
     /// Median.
     P50,
@@ -171,16 +174,16 @@ pub enum Unit {
     /// Bytes.
     #[serde(rename = "bytes")]
     Bytes,
-    /// A number of things.
+    /// A number of items.
     #[serde(rename = "count")]
     Count,
-    /// One number over another.
+    /// A quotient of two numbers.
     #[serde(rename = "ratio")]
     Ratio,
 }
 
 impl Unit {
-    /// What the name of a metric in this unit ends in.
+    /// Suffix of the names of metrics in this unit.
     pub fn suffix(self) -> &'static str {
         match self {
             Self::Us => "_us",
@@ -208,10 +211,10 @@ impl fmt::Display for Unit {
     }
 }
 
-/// What was varied, in the order in which it is worth reading.
+/// The parameters of a measurement, in reading order.
 ///
-/// The keys that several experiments share have methods, so that nobody spells one of them
-/// in two ways; [`Setting::with`] is for the others.
+/// Keys that several experiments share have methods of their own, so that their spelling is the
+/// same everywhere. [`Setting::with`] sets any other key.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Setting(Vec<(String, SettingValue)>);
 
@@ -221,7 +224,7 @@ impl Setting {
         Self::default()
     }
 
-    /// The allocation scheme, or what stands in its place (`bare`).
+    /// The allocation scheme, or [`BASELINE_SCHEME`].
     pub fn scheme(self, scheme: &str) -> Self {
         self.with("scheme", scheme)
     }
@@ -231,12 +234,12 @@ impl Setting {
         self.with("nic", nic)
     }
 
-    /// How the memory node's control thread waits: `event` or `polling`.
+    /// Wait mode of the memory node's control thread: `event` or `polling`.
     pub fn control(self, control: &str) -> Self {
         self.with("control", control)
     }
 
-    /// How many clients run at once.
+    /// Number of concurrent clients.
     pub fn clients(self, clients: u64) -> Self {
         self.with("clients", clients)
     }
@@ -246,7 +249,7 @@ impl Setting {
         self.with("size", bytes)
     }
 
-    /// How many operations each client keeps outstanding.
+    /// Operations in flight per client.
     pub fn in_flight(self, operations: u64) -> Self {
         self.with("in_flight", operations)
     }
@@ -256,7 +259,7 @@ impl Setting {
         self.with("pattern", pattern)
     }
 
-    /// Sets any other key; a key that is there already gets the new value in its old place.
+    /// Sets a key. An existing key keeps its position and gets the new value.
     pub fn with(mut self, key: &str, value: impl Into<SettingValue>) -> Self {
         let value = value.into();
         match self.0.iter_mut().find(|(k, _)| k == key) {
@@ -368,8 +371,8 @@ impl<'de> Deserialize<'de> for Setting {
     }
 }
 
-/// The points (`across`, value) of a metric, in a series for each combination of the settings `named`;
-/// its name is their values, those that pass `shown`.
+/// Groups the points (`across`, value) of a metric into one series per combination of the settings
+/// `named`. The name of a series consists of those values that pass `shown`.
 pub fn series(
     records: &[Record],
     metric: &str,
@@ -405,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn one_line_with_the_fields_in_the_agreed_order() {
+    fn json_has_one_line_with_fields_in_documented_order() {
         let record = Record::of("alloc", &shm(), "alloc_latency_us", Unit::Us)
             .value(Statistic::P99, 12.5)
             .against(Claims::builtin().get("osmw.alloc.latency.1").unwrap())
@@ -422,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_of_a_claim_are_absent_without_one() {
+    fn json_without_claim_has_no_claim_fields() {
         let record = Record::of("alloc", &shm(), "alloc_rate_per_s", Unit::PerSecond).mean(1.0);
         let json = record.to_json();
         for field in ["claim", "paper", "fitted"] {
@@ -431,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn a_repeated_key_replaces() {
+    fn repeated_key_replaces_the_value() {
         let setting = shm().clients(8);
         assert_eq!(setting.number("clients"), Some(8.0));
         assert_eq!(setting.iter().count(), 3);
@@ -439,13 +442,13 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "must end in its unit")]
-    fn a_metric_names_its_unit() {
+    fn metric_without_unit_suffix_panics() {
         let _ = Record::of("alloc", &shm(), "alloc_latency", Unit::Us);
     }
 
     #[test]
     #[should_panic(expected = "not finite")]
-    fn a_value_is_finite() {
+    fn value_that_is_not_finite_panics() {
         let _ = Record::of("alloc", &shm(), "alloc_latency_us", Unit::Us).mean(f64::NAN);
     }
 
@@ -453,7 +456,7 @@ mod tests {
         prop_oneof![
             any::<bool>().prop_map(SettingValue::Flag),
             any::<u64>().prop_map(SettingValue::Count),
-            // Whole numbers of this kind come back as a count, which is their other spelling.
+            // Never a whole number: JSON would turn that into a count.
             (1u32..1000).prop_map(|n| SettingValue::Number(f64::from(n) + 0.5)),
             "[a-z0-9\"\\\\ é-]{0,12}".prop_map(SettingValue::Text),
         ]

@@ -1,5 +1,6 @@
-//! How fast scheme `finemem` takes back what a compute node had that has gone (FineMem §6.2): in this process, on the
-//! inline NIC, whose time is the memory node's CPU time here.
+//! Speed at which scheme `finemem` reclaims the memory of a departed client (FineMem §6.2).
+//!
+//! Runs in this process on the inline NIC, so the NIC's time counts as the memory node's CPU time.
 
 use std::time::{Duration, Instant};
 
@@ -8,29 +9,31 @@ use pool::finemem::{Node, ReleaseTimes};
 use pool::scheme::{ClientScheme, NodeScheme};
 use pool::{Error, GroupId, SchemeKind, Settings};
 
-use crate::local::{self, Connection};
+use crate::inline_client::{self, Connection};
 
-/// What was measured.
+/// Results of one recovery.
 #[derive(Clone, Copy, Debug)]
 pub struct Recovery {
-    /// Blocks that the compute node had.
+    /// Blocks that the client held.
     pub entries: u64,
-    /// From the end of its connection until it is forgotten: all is free and clear, under new keys.
+    /// Time from the end of the client's connection until all of its blocks are free, cleared and
+    /// have new keys.
     pub total: Duration,
-    /// The longest that anybody else could have waited for the memory node's CPU.
-    pub longest_turn: Duration,
-    /// Where the time went.
+    /// The longest single call of the node's poll function: the longest time for which the memory
+    /// node's CPU is unavailable to other clients.
+    pub longest_poll: Duration,
+    /// Time by step.
     pub times: ReleaseTimes,
 }
 
 impl Recovery {
-    /// Entries a second, all included.
+    /// Entries per second.
     pub fn rate(&self) -> f64 {
         self.entries as f64 / self.total.as_secs_f64()
     }
 
-    /// Entries a second without the writing of zeros, which FineMem does not do: logs found, windows rebound,
-    /// headers freed.
+    /// Entries per second without the time for clearing, which FineMem does not do. The rest is
+    /// finding logs, rebinding windows and freeing headers.
     pub fn rate_without_clearing(&self) -> f64 {
         self.entries as f64 / (self.total - self.times.clearing).as_secs_f64()
     }
@@ -39,28 +42,30 @@ impl Recovery {
 impl std::fmt::Display for Recovery {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let each = |time: Duration| time.as_nanos() as f64 / self.entries as f64;
-        let e = &self.times;
+        let times = &self.times;
         write!(
             f,
-            "{} entries in {:?}: {:.0} a second, {:.0} without clearing; of each entry's time finding {:.0} ns, \
-             rebinding {:.0} ns, clearing {:.0} ns, freeing {:.0} ns; longest turn {:?}",
+            "{} entries in {:?}: {:.0} per second, {:.0} per second without clearing; per entry: \
+             finding {:.0} ns, rebinding {:.0} ns, clearing {:.0} ns, freeing {:.0} ns; longest \
+             poll {:?}",
             self.entries,
             self.total,
             self.rate(),
             self.rate_without_clearing(),
-            each(e.finding),
-            each(e.rebinding),
-            each(e.clearing),
-            each(e.freeing),
-            self.longest_turn,
+            each(times.finding),
+            each(times.rebinding),
+            each(times.clearing),
+            each(times.freeing),
+            self.longest_poll,
         )
     }
 }
 
-/// A compute node takes all `chunks` one by one, and goes without a word.
+/// A client allocates all `chunks`, one at a time, and disconnects without freeing them. Measures
+/// their recovery.
 ///
 /// # Errors
-/// What the pool says.
+/// Errors of the pool.
 pub fn recovery(chunks: u64, chunk_bytes: u64) -> Result<Recovery, Error> {
     let settings = Settings {
         donate_bytes: chunks * chunk_bytes,
@@ -70,24 +75,24 @@ pub fn recovery(chunks: u64, chunk_bytes: u64) -> Result<Recovery, Error> {
     };
     let nic = SoftNic::inline();
     let mut node = Node::new(&nic, &settings)?;
-    let Connection { client, id, .. } = &local::connect(&nic, &mut node, &settings, 1)?;
+    let Connection { client, id, .. } = &inline_client::connect(&nic, &mut node, &settings, 1)?;
     for _ in 0..chunks {
         fabric::executor::block_on(client.allocate(GroupId(0)))?;
     }
-    // As its pages were written.
-    let memory = node.books().memory();
+    // Writes all pages, as a client would have; clearing untouched pages would be cheaper.
+    let memory = node.allocation_view().memory();
     let page = [1; 4096];
     let bytes = (chunks * chunk_bytes) as usize;
     for at in (0..bytes).step_by(page.len()) {
         memory.write(at, &page[..page.len().min(bytes - at)]);
     }
     let before = node.release_times();
-    let (started, mut longest_turn) = (Instant::now(), Duration::ZERO);
+    let (started, mut longest_poll) = (Instant::now(), Duration::ZERO);
     node.retire(*id)?;
     while !node.is_retired(*id) {
-        let turn = Instant::now();
-        node.turn()?;
-        longest_turn = longest_turn.max(turn.elapsed());
+        let start = Instant::now();
+        node.poll()?;
+        longest_poll = longest_poll.max(start.elapsed());
     }
     let total = started.elapsed();
     node.audit()?;
@@ -100,36 +105,38 @@ pub fn recovery(chunks: u64, chunk_bytes: u64) -> Result<Recovery, Error> {
         looking: now.looking - before.looking,
         entries: now.entries - before.entries,
     };
-    Ok(Recovery { entries: chunks, total, longest_turn, times })
+    Ok(Recovery { entries: chunks, total, longest_poll, times })
 }
 
-/// What it takes the memory node's CPU to look for what was freed in a pool of so many chunks of 4 KiB where nothing was,
-/// in nanoseconds for each entry of the capability table: FineMem's scan (§6.2). A compute node has all of them, one by
-/// one, if they are `taken`, or nobody has any.
+/// Cost of a scan of the capability table that finds no freed chunk (FineMem §6.2), in nanoseconds
+/// per entry of the table.
+///
+/// The pool has `chunks` chunks of 4 KiB. If `taken`, a client has allocated all of them, one at a
+/// time; otherwise all are free.
 ///
 /// # Errors
-/// What the pool says.
-pub fn look_ns(scheme: SchemeKind, chunks: u64, scans: u64, taken: bool) -> Result<f64, Error> {
+/// Errors of the pool.
+pub fn scan_ns_per_entry(scheme: SchemeKind, chunks: u64, scans: u64, taken: bool) -> Result<f64, Error> {
     const CHUNK: u64 = 4096;
     let donate_bytes = chunks * CHUNK;
     let settings = Settings { donate_bytes, chunk_bytes: CHUNK, scheme, ..Settings::default() };
     let nic = SoftNic::inline();
     let mut node = Node::new(&nic, &settings)?;
-    let Connection { client, .. } = &local::connect(&nic, &mut node, &settings, 1)?;
+    let Connection { client, .. } = &inline_client::connect(&nic, &mut node, &settings, 1)?;
     for _ in 0..if taken { chunks } else { 0 } {
         fabric::executor::block_on(client.allocate(GroupId(0)))?;
     }
     let before = node.release_times();
-    let of = |node: &Node<SoftNic>| {
+    let scanned = |node: &Node<SoftNic>| {
         let now = node.release_times();
         (now.entries - before.entries, now.looking - before.looking)
     };
-    // Scans are up to 100 ms apart, and those of a few seconds are enough.
-    while of(&node).0 < scans * chunks {
-        node.turn()?;
+    // Scans are up to 100 ms apart, so 40 scans take a few seconds.
+    while scanned(&node).0 < scans * chunks {
+        node.poll()?;
     }
-    let (entries, looking) = of(&node);
-    Ok(looking.as_nanos() as f64 / entries as f64)
+    let (entries, time) = scanned(&node);
+    Ok(time.as_nanos() as f64 / entries as f64)
 }
 
 #[cfg(test)]
@@ -137,10 +144,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn everything_comes_back() {
+    fn recovery_frees_all_blocks_of_a_departed_client() {
         let r = recovery(3000, 4096).unwrap();
         println!("{r}");
         assert_eq!(r.entries, 3000);
-        assert!(r.times.clearing <= r.total && r.longest_turn <= r.total);
+        assert!(r.times.clearing <= r.total && r.longest_poll <= r.total);
     }
 }

@@ -1,7 +1,7 @@
-//! Where an experiment's results go: lines of JSON for machines, tables for people.
+//! Output of an experiment's results: JSON lines, or tables.
 //!
-//! Every record goes through [`Report::push`], in both forms; in the form for machines it is
-//! printed at once, so that a run that is cut short has printed what it measured.
+//! Every record goes through [`Report::push`]. With JSON output a record is printed immediately, so
+//! that an interrupted run has printed the numbers that it measured.
 
 use std::fmt::Display;
 use std::io::{self, Write};
@@ -12,28 +12,28 @@ use crate::table::Table;
 
 /// Collects the records of a run and prints them.
 pub struct Report {
-    for_machines: bool,
+    json: bool,
     records: Vec<Record>,
     out: Box<dyn Write>,
 }
 
 impl Report {
-    /// A report on standard output; `for_machines` chooses JSON.
-    pub fn new(for_machines: bool) -> Self {
-        Self::to(for_machines, Box::new(io::stdout()))
+    /// A report on standard output, as JSON lines or as text.
+    pub fn new(json: bool) -> Self {
+        Self::to(json, Box::new(io::stdout()))
     }
 
-    /// A report to anywhere.
-    pub fn to(for_machines: bool, out: Box<dyn Write>) -> Self {
-        Self { for_machines, records: Vec::new(), out }
+    /// A report to any writer.
+    pub fn to(json: bool, out: Box<dyn Write>) -> Self {
+        Self { json, records: Vec::new(), out }
     }
 
     /// Adds a record.
     ///
     /// # Errors
-    /// [`Error::Print`] if standard output is gone.
+    /// [`Error::Print`] if the output cannot be written.
     pub fn push(&mut self, record: Record) -> Result<(), Error> {
-        if self.for_machines {
+        if self.json {
             self.line(&record.to_json())?;
         }
         self.records.push(record);
@@ -43,7 +43,7 @@ impl Report {
     /// Adds several records.
     ///
     /// # Errors
-    /// [`Error::Print`] if standard output is gone.
+    /// [`Error::Print`] if the output cannot be written.
     pub fn extend(&mut self, records: impl IntoIterator<Item = Record>) -> Result<(), Error> {
         records.into_iter().try_for_each(|record| self.push(record))
     }
@@ -53,10 +53,10 @@ impl Report {
         &self.records
     }
 
-    /// Prints a table under a title, for people only; an empty table is left out.
+    /// Prints a table under a title, in text output only. An empty table is left out.
     ///
     /// # Errors
-    /// [`Error::Print`] if standard output is gone.
+    /// [`Error::Print`] if the output cannot be written.
     pub fn table(&mut self, title: &str, table: &Table) -> Result<(), Error> {
         if table.is_empty() {
             return Ok(());
@@ -64,18 +64,18 @@ impl Report {
         self.say(format_args!("\n{title}\n\n{}", table.to_string().trim_end()))
     }
 
-    /// Prints a line, for people only.
+    /// Prints a line, in text output only.
     ///
     /// # Errors
-    /// [`Error::Print`] if standard output is gone.
+    /// [`Error::Print`] if the output cannot be written.
     pub fn say(&mut self, line: impl Display) -> Result<(), Error> {
-        if self.for_machines { Ok(()) } else { self.line(&line.to_string()) }
+        if self.json { Ok(()) } else { self.line(&line.to_string()) }
     }
 
-    /// Prints a line, for machines and people alike.
+    /// Prints a line, in text and JSON output.
     ///
     /// # Errors
-    /// [`Error::Print`] if standard output is gone.
+    /// [`Error::Print`] if the output cannot be written.
     pub fn print(&mut self, line: impl Display) -> Result<(), Error> {
         self.line(&line.to_string())
     }
@@ -94,9 +94,9 @@ mod tests {
     use crate::table::Pivot;
 
     #[derive(Clone, Default)]
-    struct Paper(Arc<Mutex<Vec<u8>>>);
+    struct Buffer(Arc<Mutex<Vec<u8>>>);
 
-    impl Write for Paper {
+    impl Write for Buffer {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
             self.0.lock().unwrap().write(bytes)
         }
@@ -106,9 +106,9 @@ mod tests {
         }
     }
 
-    fn reported(for_machines: bool) -> String {
-        let paper = Paper::default();
-        let mut report = Report::to(for_machines, Box::new(paper.clone()));
+    fn reported(json: bool) -> String {
+        let buffer = Buffer::default();
+        let mut report = Report::to(json, Box::new(buffer.clone()));
         let setting = Setting::new().scheme("bare").size(8);
         let builder = Record::of("access", &setting, "read_latency_us", Unit::Us);
         report.say("a line").unwrap();
@@ -118,19 +118,19 @@ mod tests {
         report.table("READ", &table).unwrap();
         let nothing = pivot.table(&[]);
         report.table("nothing", &nothing).unwrap();
-        let bytes = paper.0.lock().unwrap().clone();
+        let bytes = buffer.0.lock().unwrap().clone();
         String::from_utf8(bytes).unwrap()
     }
 
     #[test]
-    fn machines_get_one_object_a_line_and_nothing_else() {
+    fn json_report_has_one_object_per_line_only() {
         let text = reported(true);
         assert_eq!(text.lines().count(), 1);
         assert_eq!(serde_json::from_str::<Record>(&text).unwrap().value, 0.26);
     }
 
     #[test]
-    fn people_get_tables() {
+    fn text_report_has_tables() {
         let text = reported(false);
         assert!(
             text.starts_with(

@@ -1,8 +1,8 @@
-//! Sizes in bytes as people write them: `4096`, `4KiB`, `1.5GiB`, `100MB`.
+//! Parsing and printing of sizes in bytes: `4096`, `4KiB`, `1.5GiB`, `100MB`.
 //!
-//! `KiB`, `MiB`, `GiB`, `TiB` are powers of 1024, and so are their short forms `K`, `M`, `G`,
-//! `T`; `kB`, `MB`, `GB`, `TB` are powers of 1000. Capitals do not matter. What is printed
-//! reads back to the same number of bytes.
+//! `KiB`, `MiB`, `GiB`, `TiB` are powers of 1024, and so are their short forms `K`, `M`, `G`, `T`;
+//! `kB`, `MB`, `GB`, `TB` are powers of 1000. Upper and lower case are the same. A printed size
+//! parses to the same number of bytes.
 
 use std::fmt;
 use std::str::FromStr;
@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 #[serde(transparent)]
 pub struct Size(pub u64);
 
-/// Units, the larger first; [`fmt::Display`] uses the binary ones with their full names.
+/// Units for parsing. [`fmt::Display`] uses the first [`UNITS_BINARY`] of them, largest first.
 const UNITS: [(&str, u64); 15] = [
     ("TiB", 1 << 40),
     ("GiB", 1 << 30),
@@ -33,7 +33,7 @@ const UNITS: [(&str, u64); 15] = [
     ("", 1),
 ];
 
-/// How many of [`UNITS`] are binary with their full names.
+/// Number of binary units with full names at the head of [`UNITS`].
 const UNITS_BINARY: usize = 4;
 
 impl Size {
@@ -42,7 +42,7 @@ impl Size {
         self.0
     }
 
-    /// Rounded to three digits in the largest binary unit, for tables: `1.46GiB`.
+    /// Formats the size to three digits in the largest binary unit, for tables: `1.46GiB`.
     pub fn rounded(self) -> String {
         match UNITS[..UNITS_BINARY].iter().find(|(_, unit)| self.0 >= *unit) {
             Some((name, unit)) if !self.0.is_multiple_of(*unit) => {
@@ -104,8 +104,8 @@ impl FromStr for Size {
 /// `0.FRACTION` of a unit in bytes, if that is a whole number of bytes.
 fn fraction_of(fraction: &str, unit: u64) -> Option<u128> {
     let fraction = fraction.trim_end_matches('0');
-    // 2^-40, the finest step that a unit divides into, has 40 decimal digits; but no more
-    // than 25 of them fit beside a unit into 128 bits, and nobody writes more.
+    // A byte is 2^-40 TiB, which has 40 decimal digits. Only 25 digits times a unit fit into 128
+    // bits, and more digits do not occur in practice.
     if fraction.len() > 25 {
         return None;
     }
@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_that_people_write() {
+    fn common_spellings_parse() {
         for (text, bytes) in [
             ("0", 0),
             ("4096", 4096),
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_size_says_why() {
+    fn invalid_size_error_has_a_reason() {
         for (text, why) in [
             ("", "does not start with a number"),
             ("MiB", "does not start with a number"),
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn printed_for_people() {
+    fn sizes_print_exact_and_rounded() {
         for (bytes, exact, rounded) in [
             (0, "0", "0B"),
             (1000, "1000", "1000B"),
@@ -204,13 +204,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn printed_reads_back(number in any::<u64>(), shift in 0u32..64) {
+        fn printed_size_parses_back(number in any::<u64>(), shift in 0u32..64) {
             let size = Size(number >> shift << shift.min(number.leading_zeros()));
             prop_assert_eq!(size.to_string().parse(), Ok(size));
         }
 
         #[test]
-        fn any_text_is_a_size_or_an_error(text in "\\PC{0,24}") {
+        fn any_text_parses_or_fails_without_panic(text in "\\PC{0,24}") {
             if let Ok(size) = text.parse::<Size>() {
                 prop_assert_eq!(size.to_string().parse(), Ok(size));
             }

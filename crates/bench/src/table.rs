@@ -1,8 +1,8 @@
-//! Plain-text tables for people.
+//! Plain-text tables.
 //!
-//! [`Table`] aligns cells; [`Pivot`] makes one out of records: one row for each combination
-//! of some keys of the setting, one column for each metric and statistic, the paper's column
-//! where a record has a claim, and a ratio column against a baseline row.
+//! [`Table`] aligns cells. [`Pivot`] makes a table out of records: one row per combination of some
+//! keys of the setting, one column per metric and statistic, the paper's number where a record has
+//! a claim, and a column of ratios to a baseline row.
 //!
 //! ```text
 //!                               alloc_latency_us  alloc_latency_us      over
@@ -14,11 +14,11 @@
 
 use std::fmt;
 
-use crate::bare;
-use crate::record::{Record, Setting, SettingValue, Statistic, Unit};
+use crate::number::{engineering, significant, thousands};
+use crate::record::{BASELINE_NIC, Record, Setting, SettingValue, Statistic, Unit};
 use crate::size::Size;
 
-/// A table of text. Columns of numbers are aligned to the right. A head may have several lines.
+/// A table of text. Columns of numbers are right-aligned. A column head may have several lines.
 #[derive(Clone, Debug, Default)]
 pub struct Table {
     head: Vec<String>,
@@ -28,16 +28,16 @@ pub struct Table {
 /// One cell.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Cell {
-    /// Words, aligned to the left.
+    /// Text, left-aligned.
     Text(String),
-    /// A number with whatever unit it carries, aligned to the right.
+    /// A formatted number, possibly with a unit, right-aligned.
     Number(String),
-    /// Nothing to say here; printed as a dash.
+    /// No value; printed as a dash.
     None,
 }
 
 impl Cell {
-    /// A cell of words.
+    /// A cell of text.
     pub fn text(text: impl Into<String>) -> Self {
         Self::Text(text.into())
     }
@@ -47,7 +47,7 @@ impl Cell {
         Self::Number(significant(value))
     }
 
-    /// A cell with a count, its thousands set apart.
+    /// A cell with a count, with thousands separators.
     pub fn count(count: u64) -> Self {
         Self::Number(thousands(count))
     }
@@ -78,7 +78,7 @@ impl Table {
         self.rows.push(cells);
     }
 
-    /// Whether there is no row.
+    /// True if the table has no row.
     pub fn is_empty(&self) -> bool {
         self.rows.is_empty()
     }
@@ -112,7 +112,7 @@ impl fmt::Display for Table {
         };
         let height = self.head.iter().map(|head| head.lines().count()).max().unwrap_or(0);
         for at in 0..height {
-            // Heads stand on the rule: a shorter one begins lower.
+            // Heads are aligned to the bottom: a shorter head starts on a lower line.
             line(&mut self.head.iter().map(|head| {
                 let above = height - head.lines().count();
                 at.checked_sub(above).and_then(|at| head.lines().nth(at)).unwrap_or("")
@@ -127,7 +127,7 @@ impl fmt::Display for Table {
     }
 }
 
-/// How to make a table out of records.
+/// Description of a table made of records.
 #[derive(Clone, Debug, Default)]
 pub struct Pivot {
     rows: Vec<String>,
@@ -142,7 +142,7 @@ struct Column {
     statistic: Statistic,
 }
 
-/// A column of ratios: the value in a row over the value in its baseline row.
+/// A column of ratios: the value of a row divided by the value of its baseline row.
 #[derive(Clone, Debug)]
 struct Ratio {
     column: Column,
@@ -158,7 +158,7 @@ impl Column {
         record.metric == self.metric && record.statistic == self.statistic
     }
 
-    /// The record of a row: the first one with the row's values of the keys.
+    /// The first record with the row's values of the keys.
     fn find<'a>(&self, records: &'a [Record], keys: &[&str], row: &Setting) -> Option<&'a Record> {
         records.iter().find(|r| self.shows(r) && project(&r.setting, keys) == *row)
     }
@@ -169,28 +169,28 @@ impl Column {
 }
 
 impl Pivot {
-    /// One row for each combination of these keys' values, in order of appearance. A key that
-    /// no record has makes no column.
+    /// A table with one row per combination of these keys' values, in order of appearance. A key
+    /// that no record has makes no column.
     pub fn rows<'a>(keys: impl IntoIterator<Item = &'a str>) -> Self {
         Self { rows: keys.into_iter().map(Into::into).collect(), ..Self::default() }
     }
 
-    /// One column with this statistic of this metric. Left out if no record has it.
+    /// Adds a column: a statistic of a metric. The column is left out if no record has it.
     pub fn column(mut self, metric: &str, statistic: Statistic) -> Self {
         self.columns.push(Column::new(metric, statistic));
         self
     }
 
-    /// One column more, behind all others: this statistic of this metric over the same of the
-    /// baseline, which is the row that has the values of `baseline` and this row's values of all
-    /// other keys.
+    /// Adds a column of ratios after all other columns: a statistic of a metric, divided by the
+    /// same statistic in the baseline row. The baseline row has the values of `baseline`, and this
+    /// row's values of all other keys.
     pub fn ratio(mut self, metric: &str, statistic: Statistic, baseline: &Setting) -> Self {
         let column = Column::new(metric, statistic);
         self.ratios.push(Ratio { column, baseline: baseline.clone() });
         self
     }
 
-    /// The table of those records that one of the columns shows.
+    /// Makes the table from the records that belong to one of the columns.
     pub fn table(&self, records: &[Record]) -> Table {
         let shown: Vec<&Record> =
             records.iter().filter(|r| self.columns.iter().any(|c| c.shows(r))).collect();
@@ -240,11 +240,11 @@ impl Pivot {
 }
 
 impl Ratio {
-    /// What it is over: the baseline's names, one below the other.
+    /// The column's head: the values of the baseline, one per line.
     fn head(&self) -> String {
         let names = self.baseline.iter().map(|(_, name)| name.to_string());
-        let names: Vec<String> = names.filter(|name| name != bare::NIC).collect();
-        assert!(!names.is_empty(), "a baseline names a value");
+        let names: Vec<String> = names.filter(|name| name != BASELINE_NIC).collect();
+        assert!(!names.is_empty(), "a baseline has at least one value");
         format!("over\n{}", names.join("\n"))
     }
 
@@ -257,7 +257,7 @@ impl Ratio {
     }
 }
 
-/// Only the given keys of a setting, in their order.
+/// The given keys of a setting, in the order of `keys`.
 fn project(setting: &Setting, keys: &[&str]) -> Setting {
     keys.iter().fold(Setting::new(), |projected, key| match setting.get(key) {
         Some(value) => projected.with(key, value.clone()),
@@ -292,49 +292,6 @@ fn over(value: f64, base: f64) -> Cell {
     if base == 0.0 { Cell::None } else { Cell::number(value / base) }
 }
 
-/// A number to three significant digits, without an exponent where it can be read so.
-pub fn significant(value: f64) -> String {
-    if value == 0.0 {
-        return "0".into();
-    }
-    let magnitude = value.abs().log10().floor();
-    if !(-4.0..15.0).contains(&magnitude) {
-        return format!("{value:.2e}");
-    }
-    // Rounding may carry into the next magnitude: 9.999 has one decimal less than 9.99.
-    let unit = 10f64.powf(2.0 - magnitude);
-    let rounded = (value * unit).round() / unit;
-    let magnitude = rounded.abs().log10().floor();
-    let decimals = (2.0 - magnitude).max(0.0) as usize;
-    if rounded.abs() >= 1000.0 {
-        let sign = if rounded < 0.0 { "-" } else { "" };
-        return format!("{sign}{}", thousands(value.abs().round() as u64));
-    }
-    format!("{rounded:.decimals$}")
-}
-
-/// A number to three significant digits with an SI prefix: `6.80M`.
-pub fn engineering(value: f64) -> String {
-    let (prefix, scale) = [("G", 1e9), ("M", 1e6), ("k", 1e3)]
-        .into_iter()
-        .find(|(_, scale)| value.abs() >= scale * 0.9995)
-        .unwrap_or(("", 1.0));
-    format!("{}{prefix}", significant(value / scale))
-}
-
-/// A count with its thousands set apart: `6,800,000`.
-pub fn thousands(count: u64) -> String {
-    let digits = count.to_string();
-    let mut text = String::with_capacity(digits.len() + digits.len() / 3);
-    for (at, digit) in digits.chars().enumerate() {
-        if at > 0 && (digits.len() - at).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -346,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_out_of_records() {
+    fn pivot_makes_a_table_of_records() {
         let setting = Setting::new().scheme("onesidedmw").nic("shm").clients(1);
         let rate = Record::of("alloc", &setting, "alloc_rate_per_s", Unit::PerSecond).mean(3.3e5);
         let records = [
@@ -377,7 +334,7 @@ rpc-mw-2          8               200                 -      1.00
     }
 
     #[test]
-    fn the_paper_has_a_column_where_it_states_the_number() {
+    fn pivot_adds_paper_columns_for_claimed_numbers() {
         let claim = Claims::builtin().get("osmw.alloc.latency.1").unwrap();
         let records =
             [latency("onesidedmw", 1, 21.4).against(claim), latency("onesidedmw", 8, 12.0)];
@@ -396,30 +353,7 @@ clients               p50  paper  paper
     }
 
     #[test]
-    fn numbers_keep_three_digits() {
-        for (value, text) in [
-            (0.0, "0"),
-            (0.29, "0.290"),
-            (9.999, "10.0"),
-            (99.96, "100"),
-            (999.6, "1,000"),
-            (1234.0, "1,234"),
-            (-2.5, "-2.50"),
-            (-12345.0, "-12,345"),
-            (1.23e-9, "1.23e-9"),
-        ] {
-            assert_eq!(significant(value), text, "{value}");
-        }
-        for (value, text) in
-            [(12.0, "12.0"), (999.9, "1.00k"), (6.8e6, "6.80M"), (0.5, "0.500"), (2e9, "2.00G")]
-        {
-            assert_eq!(engineering(value), text, "{value}");
-        }
-        assert_eq!([0, 999, 1000, 1_234_567].map(thousands), ["0", "999", "1,000", "1,234,567"]);
-    }
-
-    #[test]
-    fn sizes_read_as_sizes() {
+    fn pivot_formats_sizes_and_byte_metrics() {
         let setting = Setting::new().size(4096);
         let record = Record::of("x", &setting, "paged_bytes", Unit::Bytes).mean(1536.0 * 1024.0);
         let table = Pivot::rows(["size"]).column("paged_bytes", Statistic::Mean).table(&[record]);

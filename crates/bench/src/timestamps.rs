@@ -1,5 +1,5 @@
-//! How long the 7-bit timestamps of FineMem's headers last (FineMem §6.2, recovery capability): a count, on which no clock
-//! has any influence.
+//! Number of allocations until a 7-bit timestamp of FineMem's headers wraps around (FineMem §6.2,
+//! recovery capability). The result is a count and independent of any clock.
 
 use fabric::executor::block_on;
 use fabric::soft::SoftNic;
@@ -7,55 +7,55 @@ use pool::finemem::Node;
 use pool::scheme::{ClientScheme, Grant, NodeScheme};
 use pool::{Error, GroupId, SchemeKind, Settings};
 
-use crate::local::{self, Connection};
-use crate::paper::load::Dice;
+use crate::inline_client::{self, Connection};
+use crate::rng::Rng;
 
 const CHUNK: u64 = 4096;
-/// Timestamps that there are.
-const AROUND: u32 = 128;
+/// Number of distinct timestamps.
+const TIMESTAMPS: u32 = 128;
 const SEED: u64 = 1;
 
-/// Who allocates and frees until a timestamp has gone around.
+/// Parameters of the workload: clients that allocate and free chunks in rounds.
 #[derive(Clone, Copy, Debug)]
-pub struct Churning {
-    /// Chunks of 4 KiB that there are.
+pub struct WrapWorkload {
+    /// Chunks of 4 KiB in the pool.
     pub chunks: u64,
-    /// Compute nodes, which take turns chunk by chunk.
+    /// Compute nodes; they allocate and free one chunk each in round-robin order.
     pub compute_nodes: u32,
-    /// Chunks that each holds.
+    /// Chunks that each compute node holds.
     pub held: u32,
-    /// How many of them, picked at random, it frees before it allocates as many.
+    /// Chunks, picked at random, that each compute node frees and allocates again in a round.
     pub freed: u32,
 }
 
-/// Allocations of all compute nodes together until the first timestamp of all headers has gone around; `None` if none
-/// has after `most`.
+/// Allocations of all compute nodes until the first timestamp of any header has wrapped around;
+/// `None` if no timestamp has wrapped around after `limit` allocations.
 ///
 /// # Errors
-/// What the pool says.
-pub fn until_one_wraps(
+/// Errors of the pool.
+pub fn allocations_until_wrap(
     scheme: SchemeKind,
-    churning: &Churning,
-    most: u64,
+    workload: &WrapWorkload,
+    limit: u64,
 ) -> Result<Option<u64>, Error> {
     let settings = Settings {
-        donate_bytes: churning.chunks * CHUNK,
+        donate_bytes: workload.chunks * CHUNK,
         chunk_bytes: CHUNK,
         scheme,
-        clients_max: churning.compute_nodes,
+        clients_max: workload.compute_nodes,
         ..Settings::default()
     };
     let nic = SoftNic::inline();
     let mut node = Node::new(&nic, &settings)?;
-    let connections = (1..=churning.compute_nodes)
-        .map(|number| local::connect(&nic, &mut node, &settings, number))
+    let connections = (1..=workload.compute_nodes)
+        .map(|number| inline_client::connect(&nic, &mut node, &settings, number))
         .collect::<Result<Vec<Connection>, _>>()?;
     let mut held: Vec<Vec<Grant>> = vec![Vec::new(); connections.len()];
-    let mut dice = Dice::new(SEED, 0);
-    let books = node.books();
+    let mut rng = Rng::new(SEED, 0);
+    let books = node.allocation_view();
     let mut last: Vec<u32> = books.timestamps().collect();
     let mut moved = vec![0; last.len()];
-    let (mut allocations, mut wanted) = (0, churning.held);
+    let (mut allocations, mut wanted) = (0, workload.held);
     loop {
         for _ in 0..wanted {
             for (connection, held) in connections.iter().zip(&mut held) {
@@ -63,35 +63,35 @@ pub fn until_one_wraps(
                 allocations += 1;
             }
         }
-        // Twice a round at least, in which no header's timestamp moves as far as half around: it moves only between
-        // allocations and frees.
-        look(books.timestamps(), &mut last, &mut moved);
-        if moved.iter().any(|moved| *moved >= AROUND) {
+        // Sampled twice per round. Between two samples no timestamp moves by half of its range,
+        // because it moves only when allocations and frees alternate.
+        add_movement(books.timestamps(), &mut last, &mut moved);
+        if moved.iter().any(|moved| *moved >= TIMESTAMPS) {
             return Ok(Some(allocations));
         }
-        if allocations >= most {
+        if allocations >= limit {
             return Ok(None);
         }
-        for _ in 0..churning.freed {
+        for _ in 0..workload.freed {
             for (connection, held) in connections.iter().zip(&mut held) {
-                let grant = held.swap_remove(dice.below(held.len() as u64) as usize);
+                let grant = held.swap_remove(rng.below(held.len() as u64) as usize);
                 block_on(connection.client.free(&grant))?;
             }
         }
-        // The rest, in which keys are made anew and quarantines end.
+        // Polls the node until it has regenerated keys and ended quarantines.
         let scanned = node.release_times().entries;
-        while node.release_times().entries < scanned + 4 * churning.chunks {
-            node.turn()?;
+        while node.release_times().entries < scanned + 4 * workload.chunks {
+            node.poll()?;
         }
-        look(books.timestamps(), &mut last, &mut moved);
-        wanted = churning.freed;
+        add_movement(books.timestamps(), &mut last, &mut moved);
+        wanted = workload.freed;
     }
 }
 
-/// Adds how far timestamps have moved since.
-fn look(now: impl Iterator<Item = u32>, last: &mut [u32], moved: &mut [u32]) {
+/// Adds to `moved` the distance that each timestamp has moved since `last`.
+fn add_movement(now: impl Iterator<Item = u32>, last: &mut [u32], moved: &mut [u32]) {
     for ((now, last), moved) in now.zip(last).zip(moved) {
-        *moved += now.wrapping_sub(*last) % AROUND;
+        *moved += now.wrapping_sub(*last) % TIMESTAMPS;
         *last = now;
     }
 }
@@ -101,17 +101,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_timestamp_goes_around_once_allocations_and_frees_have_alternated_64_times() {
-        // No span is ever empty, and so none is opened or closed, which moves timestamps too: two moves of each header in
-        // each round.
-        let one = Churning { chunks: 512, compute_nodes: 1, held: 300, freed: 100 };
-        let allocations = until_one_wraps(SchemeKind::FineMemPaper, &one, 100_000).unwrap();
+    fn timestamp_wraps_after_64_alternations() {
+        // No span is ever empty, so no span is opened or closed, which would move timestamps as
+        // well. Each header's timestamp moves twice per round.
+        let partial = WrapWorkload { chunks: 512, compute_nodes: 1, held: 300, freed: 100 };
+        let allocations =
+            allocations_until_wrap(SchemeKind::FineMemPaper, &partial, 100_000).unwrap();
         let rounds = (allocations.unwrap() - 300) / 100;
         assert!((63..=65).contains(&rounds), "{rounds} rounds");
-        // Where all is freed they are, and a section's header has a part in each of that.
-        let all = Churning { freed: 300, ..one };
-        let sooner = until_one_wraps(SchemeKind::FineMemPaper, &all, 100_000).unwrap();
+        // If all chunks are freed, spans become empty. Each opening or closing of a span moves the
+        // timestamp of its section's header.
+        let full = WrapWorkload { freed: 300, ..partial };
+        let sooner = allocations_until_wrap(SchemeKind::FineMemPaper, &full, 100_000).unwrap();
         assert!(sooner < allocations, "{sooner:?}");
-        assert_eq!(until_one_wraps(SchemeKind::FineMemPaper, &one, 3000).unwrap(), None);
+        let limited = allocations_until_wrap(SchemeKind::FineMemPaper, &partial, 3000).unwrap();
+        assert_eq!(limited, None);
     }
 }

@@ -1,21 +1,27 @@
-//! Programs that this one starts: run to their end with what they used, or ended with this one.
+//! Child processes: programs that run to completion, and servers and workers that end with this
+//! process.
 
-use std::io;
+use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Command, ExitStatus};
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use rustix::process::Signal;
+use anyhow::{Context, bail};
+use rustix::process::{Pid, Signal, kill_process};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
-/// Has the command's process end (by SIGTERM) when this one does, however that happens. To be
-/// started from the main thread: the kernel takes the end of the starting thread for ours.
-pub fn end_with_us(command: &mut Command) -> &mut Command {
+/// Makes the kernel send SIGTERM to the command's process when this process ends for any reason.
+///
+/// The command must be spawned from the main thread, because the kernel sends the signal when the
+/// thread that spawned the child ends.
+pub fn terminate_with_parent(command: &mut Command) -> &mut Command {
     let us = rustix::process::getpid();
-    // SAFETY: between fork and exec only system calls are made, and nothing is allocated.
+    // SAFETY: between fork and exec the closure makes system calls only and allocates nothing.
     unsafe {
         command.pre_exec(move || {
             rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
-            // We may have ended in between.
+            // The parent may have ended between fork and prctl; then no signal would come.
             match rustix::process::getppid() {
                 Some(parent) if parent == us => Ok(()),
                 _ => Err(io::Error::from_raw_os_error(libc::ESRCH)),
@@ -24,32 +30,91 @@ pub fn end_with_us(command: &mut Command) -> &mut Command {
     }
 }
 
-/// A program that ran to its end.
+/// A child process that prints one JSON object per line. Dropping it ends the process and waits.
+pub struct ChildProcess {
+    child: Child,
+    /// Pipe to a worker's standard input; the worker ends when the pipe is closed. Servers have
+    /// none: they end at SIGTERM.
+    input: Option<ChildStdin>,
+    /// Stays open as long as the child, because a server prints a summary when it stops.
+    output: BufReader<ChildStdout>,
+}
+
+impl ChildProcess {
+    /// Starts a server, in a process group of its own: Ctrl-C at the terminal must reach the
+    /// program that uses the server, and not the server.
+    pub fn spawn_server(command: &mut Command) -> io::Result<Self> {
+        Self::spawn(command.process_group(0).stdin(Stdio::null()))
+    }
+
+    /// Starts a worker, which reads tasks from its standard input.
+    pub fn spawn_worker(command: &mut Command) -> io::Result<Self> {
+        Self::spawn(command.stdin(Stdio::piped()))
+    }
+
+    fn spawn(command: &mut Command) -> io::Result<Self> {
+        let mut child = terminate_with_parent(command.stdout(Stdio::piped())).spawn()?;
+        let output = BufReader::new(child.stdout.take().expect("its output is a pipe"));
+        Ok(Self { input: child.stdin.take(), child, output })
+    }
+
+    /// Writes one JSON object, on one line, to a worker.
+    pub fn write_line(&mut self, value: &impl Serialize) -> anyhow::Result<()> {
+        let mut line = serde_json::to_vec(value)?;
+        line.push(b'\n');
+        let input = self.input.as_mut().expect("only a worker is written to, before it is dropped");
+        Ok(input.write_all(&line)?)
+    }
+
+    /// Waits for the next line of the child and parses it.
+    pub fn read_line<T: DeserializeOwned>(&mut self) -> anyhow::Result<T> {
+        let mut line = String::new();
+        self.output.read_line(&mut line)?;
+        if line.is_empty() {
+            bail!("the process ended with {}; see its messages above", self.child.wait()?);
+        }
+        serde_json::from_str(&line).with_context(|| {
+            format!("unexpected message {line:?}; use the same version of granary for all processes")
+        })
+    }
+}
+
+impl Drop for ChildProcess {
+    fn drop(&mut self) {
+        if self.input.take().is_none() {
+            // No effect on a child that has ended: its process id stays valid until `wait`.
+            let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
+        }
+        // The exit status of a child that is no longer needed is of no interest.
+        let _ = self.child.wait();
+    }
+}
+
+/// Exit status and resource usage of a program that ran to completion.
 #[derive(Clone, Copy, Debug)]
 pub struct Finished {
-    /// How it ended.
+    /// Exit status of the program.
     pub status: ExitStatus,
-    /// From before it was started until it had ended.
+    /// Time from before the spawn until the program was reaped.
     pub elapsed: Duration,
-    /// The most memory that it (or a child that it waited for) had resident, in bytes. The
-    /// kernel counts what this process had resident when it started the program, too: keep
-    /// this one small.
+    /// Peak resident memory in bytes of the program or of a child that it reaped. The kernel
+    /// includes this process's own resident memory at the spawn, so this process must stay small.
     pub peak_bytes: u64,
 }
 
-/// Starts a program and waits for its end.
+/// Starts a program and waits until it ends.
 ///
 /// # Errors
-/// As [`Command::spawn`], if it cannot be started.
-pub fn finish(command: &mut Command) -> io::Result<Finished> {
+/// As [`Command::spawn`], if the program cannot be started.
+pub fn run_to_completion(command: &mut Command) -> io::Result<Finished> {
     let start = Instant::now();
     let child = command.spawn()?;
     let pid = libc::pid_t::try_from(child.id()).expect("a process id fits into pid_t");
     let mut status = 0;
     // SAFETY: rusage is a structure of integers, for which all zeros is a value.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-    // SAFETY: both pointers are to live variables of the types that wait4 writes; the child is
-    // ours and nobody else waits for it (dropping a `Child` does not).
+    // SAFETY: both pointers are to live variables of the types that wait4 writes. No other code
+    // waits for this child; dropping a `Child` does not reap it.
     while unsafe { libc::wait4(pid, &mut status, 0, &mut usage) } != pid {
         let error = io::Error::last_os_error();
         if error.kind() != io::ErrorKind::Interrupted {
@@ -64,13 +129,13 @@ pub fn finish(command: &mut Command) -> io::Result<Finished> {
     })
 }
 
-/// The most memory that any child that has ended and was waited for had resident, in bytes.
+/// Largest peak resident memory, in bytes, of the children that were reaped so far.
 pub fn peak_bytes_of_ended() -> u64 {
     // SAFETY: rusage is a structure of integers, for which all zeros is a value.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
     // SAFETY: the pointer is to a live variable of the type that getrusage writes.
     let done = unsafe { libc::getrusage(libc::RUSAGE_CHILDREN, &mut usage) };
-    assert_eq!(done, 0, "getrusage has no other error than a wrong argument");
+    assert_eq!(done, 0, "getrusage fails only on a wrong argument");
     u64::try_from(usage.ru_maxrss).unwrap_or(0) * 1024
 }
 
@@ -79,17 +144,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn status_time_and_peak() {
+    fn completed_program_reports_status_time_and_peak_memory() {
         let script = "x=$(head -c 30000000 /dev/zero | tr '\\0' a); exit 3";
-        let finished = finish(Command::new("sh").args(["-c", script])).unwrap();
+        let finished = run_to_completion(Command::new("sh").args(["-c", script])).unwrap();
         assert_eq!(finished.status.code(), Some(3));
         assert!(finished.elapsed > Duration::ZERO);
         assert!(finished.peak_bytes > 30_000_000, "{finished:?}");
     }
 
     #[test]
-    fn a_program_that_is_not_there() {
-        let error = finish(&mut Command::new("/no/such/program")).unwrap_err();
+    fn missing_program_is_a_not_found_error() {
+        let error = run_to_completion(&mut Command::new("/no/such/program")).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::NotFound);
     }
 }

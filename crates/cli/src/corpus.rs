@@ -1,4 +1,4 @@
-//! Text of this machine's own files, put together as input for real programs.
+//! Input text for `granary quickstart`, collected from this machine's text files.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Read, Write};
@@ -6,28 +6,28 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 
-/// Where a Unix machine has text: headers, scripts, documentation, word lists.
+/// Directories with text on a Unix machine: headers, scripts, documentation, word lists.
 const DIRECTORIES: [&str; 5] = ["/usr/include", "/usr/share", "/usr/lib", "/usr/local", "/etc"];
-/// Larger files are left out, so that the text is of many kinds.
+/// Largest file that is used. A few large files would make the text uniform.
 const FILE_BYTES_MAX: u64 = 4 << 20;
 
-/// What was put together.
+/// Size of the collected text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Corpus {
-    /// How many files it comes from.
+    /// Number of source files; a file that is used twice counts twice.
     pub files: u64,
-    /// How many bytes it has.
+    /// Number of bytes.
     pub bytes: u64,
 }
 
-/// Writes at least `bytes` of text, in whole lines, to a file. If the machine has less, its
-/// text is repeated.
+/// Writes at least `bytes` of text, in whole lines, to a file. Repeats the machine's text if the
+/// machine has less.
 ///
 /// # Errors
-/// If the file cannot be written, or the machine has no text at all.
+/// If the file cannot be written, or if the machine has no text file at all.
 pub fn write(path: &Path, bytes: u64) -> anyhow::Result<Corpus> {
     write_from(&DIRECTORIES.map(PathBuf::from), path, bytes)
-        .with_context(|| format!("put together {bytes} bytes of text at {}", path.display()))
+        .with_context(|| format!("collect {bytes} bytes of text in {}", path.display()))
 }
 
 fn write_from(directories: &[PathBuf], path: &Path, bytes: u64) -> anyhow::Result<Corpus> {
@@ -39,21 +39,21 @@ fn write_from(directories: &[PathBuf], path: &Path, bytes: u64) -> anyhow::Resul
             add_directory(directory, &mut out, bytes, &mut corpus)?;
         }
         if corpus.bytes == before {
-            bail!("no file of text below {directories:?}; install any package that has some");
+            bail!("no text file below {directories:?}; install a package with text files");
         }
     }
     out.flush()?;
     Ok(corpus)
 }
 
-/// Adds all text below a directory, in order of names, until there is enough.
+/// Adds the text files below a directory, in order of names, until `bytes` are reached.
 fn add_directory(
     directory: &Path,
     out: &mut impl Write,
     bytes: u64,
     corpus: &mut Corpus,
 ) -> io::Result<()> {
-    // What may not be read is not there.
+    // Directories without read permission are skipped.
     let Ok(entries) = fs::read_dir(directory) else { return Ok(()) };
     let mut entries: Vec<_> = entries.flatten().collect();
     entries.sort_by_key(fs::DirEntry::file_name);
@@ -79,7 +79,7 @@ fn add_directory(
     Ok(())
 }
 
-/// A file's content, if it is text.
+/// The content of a file if it is text: UTF-8 without zero bytes.
 fn text_of(path: &Path, bytes: u64) -> Option<String> {
     if bytes == 0 || bytes > FILE_BYTES_MAX {
         return None;
@@ -93,17 +93,17 @@ fn text_of(path: &Path, bytes: u64) -> Option<String> {
     String::from_utf8(content).ok()
 }
 
-/// Where two files differ first.
+/// First difference between two files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Difference {
-    /// Offset in bytes of the first one that is different, or in one file only.
+    /// Offset in bytes of the first byte that differs, or that only the longer file has.
     pub offset: u64,
 }
 
-/// Compares two files byte for byte, without holding them in memory.
+/// Compares two files byte for byte, in constant memory. Returns the first difference.
 ///
 /// # Errors
-/// If one of them cannot be read.
+/// If a file cannot be read.
 pub fn compare(left: &Path, right: &Path) -> anyhow::Result<Option<Difference>> {
     let open = |path: &Path| File::open(path).with_context(|| format!("read {}", path.display()));
     let mut files = [open(left)?, open(right)?];
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn text_only_in_order_and_repeated() {
+    fn corpus_has_text_files_in_order_repeated_to_size() {
         let (directory, roots) = machine(&[
             ("b.txt", b"second\n"),
             ("a/x.h", b"first"),
@@ -171,14 +171,14 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_without_text() {
+    fn corpus_fails_on_a_machine_without_text() {
         let (directory, roots) = machine(&[("program", b"\0")]);
         let error = write_from(&roots, &directory.path().join("corpus"), 1).unwrap_err();
-        assert!(error.to_string().contains("no file of text"), "{error}");
+        assert!(error.to_string().contains("no text file"), "{error}");
     }
 
     #[test]
-    fn differences() {
+    fn compare_finds_the_first_difference() {
         let directory = tempfile::tempdir().unwrap();
         let file = |name: &str, content: &[u8]| {
             let path = directory.path().join(name);

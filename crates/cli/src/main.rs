@@ -1,31 +1,30 @@
 //! The `granary` command.
 //!
 //! Each command has one file under [`commands`]: its arguments, its help with examples, and a
-//! `run` that wires the crates below together. What can be computed or measured without the
-//! command line stands in those crates.
+//! `run` method that calls the other crates. Code that does not depend on the command line belongs
+//! in those crates.
 //!
-//! Exit codes: 0 the command did what was asked; 1 it failed, and one line on standard error
-//! says what was attempted, why it failed and what to do; 2 the command line was wrong.
-//! `granary run` passes the program's own exit status through.
+//! Exit codes: 0 success; 1 failure, with one line on standard error that names the attempt, the
+//! cause and the remedy; 2 wrong command line. `granary run` exits with the program's own status.
 
 mod child;
 mod commands;
 mod corpus;
-mod descriptors;
+mod file_descriptors;
 mod memory;
 mod nic;
 mod node;
 mod options;
 mod signals;
 mod summary;
-mod team;
+mod worker_process;
 
 use std::io;
 use std::process::ExitCode;
 
 use clap::Parser;
 
-/// Disaggregated memory: a pool that a NIC allocates from, under unmodified programs.
+/// Disaggregated memory: a memory pool on other machines for unmodified programs.
 #[derive(Parser, Debug)]
 #[command(name = "granary", version, after_help = EXAMPLES, arg_required_else_help = true)]
 struct Cli {
@@ -35,14 +34,14 @@ struct Cli {
 
 const EXAMPLES: &str = "\
 Examples:
-  granary quickstart                                   see it work, in two minutes
-  granary run --local 256MiB -- sort -S 1G big.txt     the rest of sort's memory in a pool
+  granary quickstart                                   a demonstration that takes two minutes
+  granary run --local 256MiB -- sort -S 1G big.txt     256MiB of sort's memory local, the rest paged
   granary serve --memory 4GiB                          a memory node for several programs
-  granary bench access                                 what an access costs here
+  granary bench access                                 latency and bandwidth of READ and WRITE
 
-Exit codes: 0 done, 1 failed, 2 wrong command line.";
+Exit codes: 0 success, 1 failure, 2 wrong command line.";
 
-/// A command line that reads well and still makes no sense; exit code 2.
+/// A command line that parses but has invalid or contradictory values; exit code 2.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}; see granary {1} --help")]
 struct UsageError(String, &'static str);
@@ -51,7 +50,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     match cli.command.run() {
         Ok(code) => code,
-        // Whoever read our output has seen enough (`granary bench … | head`).
+        // The reader of a pipe closed it, as in `granary bench … | head`: not a failure.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("granary: {error:#}");
@@ -100,7 +99,7 @@ mod tests {
         fn examples(command: &clap::Command, lines: &mut Vec<String>) {
             let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
             let commands = help.lines().map(str::trim).filter(|line| line.starts_with("granary "));
-            // Two spaces end the command and begin what is said about it.
+            // Two spaces separate the command from its explanation.
             lines.extend(commands.map(|line| line.split("  ").next().unwrap().to_owned()));
             command.get_subcommands().for_each(|sub| examples(sub, lines));
         }
@@ -114,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_size_says_what_a_size_is() {
+    fn invalid_size_error_shows_valid_sizes() {
         let error = parse("granary run --local 5parsecs -- true").unwrap_err();
         assert_eq!(error.exit_code(), 2);
         let text = error.to_string();
@@ -122,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn the_program_keeps_its_own_options() {
+    fn options_after_the_program_belong_to_the_program() {
         let cli = parse("granary run --local 64MiB -- sort --json -S 1G").unwrap();
         let commands::Command::Run(run) = cli.command else { panic!("not run") };
         assert_eq!(run.program, ["sort", "--json", "-S", "1G"]);

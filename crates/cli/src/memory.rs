@@ -1,39 +1,40 @@
-//! Memory of this machine, or of the control group that this process is in.
+//! Memory size of this machine, or of the control group of this process.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use bench::size::Size;
 
-/// How much memory there is. What the system does not say is `None`.
+/// Memory in bytes that this process can use; `None` where the kernel does not report it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HostMemory {
-    /// All of it: the machine's, or the control group's limit if that is less.
+    /// The machine's memory, or the control group's limit if that is lower.
     pub total: Option<u64>,
-    /// What processes may take now without another's being given up.
+    /// Memory that can be allocated now without swapping (`MemAvailable`), or the rest up to the
+    /// control group's limit if that is less.
     pub available: Option<u64>,
 }
 
-/// What is to be said of a donation.
+/// Result of comparing a donation with the memory of the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Verdict {
-    /// It fits.
+pub enum DonationCheck {
+    /// The donation fits into the available memory.
     Fits,
-    /// It fits, but not beside what is in use now.
-    Crowded { warning: String },
-    /// There is not that much.
+    /// The donation fits into the total memory but exceeds the available memory.
+    Tight { warning: String },
+    /// The donation exceeds the total memory.
     TooLarge { why: String },
 }
 
 impl HostMemory {
-    /// Asks the system.
+    /// Reads `/proc/meminfo` and the limits of the control groups.
     pub fn read() -> Self {
         let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         Self::of(&meminfo, &group_limits(&groups, Path::new("/sys/fs/cgroup")))
     }
 
-    /// From the text of `/proc/meminfo`, and the limit and use of each control group above this
+    /// Combines the text of `/proc/meminfo` with the limit and use of each control group above this
     /// process.
     fn of(meminfo: &str, groups: &[(u64, u64)]) -> Self {
         let field = |name: &str| {
@@ -48,38 +49,38 @@ impl HostMemory {
         }
     }
 
-    /// What is to be said of so many donated bytes.
-    pub fn judge(&self, donated: u64) -> Verdict {
+    /// Compares a donation in bytes with this memory.
+    pub fn check_donation(&self, donated: u64) -> DonationCheck {
         let size = |bytes: u64| Size(bytes).rounded();
         if let Some(total) = self.total.filter(|total| donated > *total) {
             let why = format!(
-                "--memory {}: this machine or its control group has {}; donate less, or say \
-                 --overcommit, and then the kernel's OOM killer ends this memory node, and all \
-                 that it holds is lost, when more is used than there is",
+                "--memory {}: this machine or its control group has {}; donate less, or add \
+                 --overcommit. With --overcommit, the kernel's OOM killer ends this memory node, \
+                 and the data in it is lost, when clients use more memory than there is",
                 size(donated),
                 size(total),
             );
-            return Verdict::TooLarge { why };
+            return DonationCheck::TooLarge { why };
         }
         if let Some(available) = self.available.filter(|available| donated > *available) {
             let warning = format!(
-                "--memory {} is donated and {} is available now; memory is taken when chunks are \
-                 first used, and if there is none then, the kernel's OOM killer ends this memory \
-                 node, and all that it holds is lost",
+                "--memory {} exceeds the {} that are available now. Chunks take memory at their \
+                 first use; if no memory is left then, the kernel's OOM killer ends this memory \
+                 node, and the data in it is lost",
                 size(donated),
                 size(available),
             );
-            return Verdict::Crowded { warning };
+            return DonationCheck::Tight { warning };
         }
-        Verdict::Fits
+        DonationCheck::Fits
     }
 }
 
-/// The limit and the use in bytes of each control group in the text of `/proc/self/cgroup`, and of
-/// those above it, where they have one. Both hierarchies: version 2 under `root`, version 1 under
-/// `root/memory`.
+/// Limit and use in bytes of the control groups in the text of `/proc/self/cgroup` and of their
+/// ancestors; groups without a limit are left out. Covers both hierarchies: version 2 under `root`,
+/// version 1 under `root/memory`.
 fn group_limits(groups: &str, root: &Path) -> Vec<(u64, u64)> {
-    let mut all = Vec::new();
+    let mut limits = Vec::new();
     for line in groups.lines() {
         let mut parts = line.splitn(3, ':');
         let (Some(_), Some(controllers), Some(path)) = (parts.next(), parts.next(), parts.next())
@@ -96,14 +97,14 @@ fn group_limits(groups: &str, root: &Path) -> Vec<(u64, u64)> {
         let number = |path: PathBuf| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
         let group = base.join(path.trim_start_matches('/'));
         for group in group.ancestors().take_while(|group| group.starts_with(&base)) {
-            // Without a limit it is "max", or nothing.
+            // Without a limit the file contains "max" or does not exist.
             if let (Some(limit), Some(used)) = (number(group.join(limit)), number(group.join(used)))
             {
-                all.push((limit, used));
+                limits.push((limit, used));
             }
         }
     }
-    all
+    limits
 }
 
 #[cfg(test)]
@@ -114,31 +115,36 @@ mod tests {
         "MemTotal:       24683940 kB\nMemFree:         1234 kB\nMemAvailable:   20000000 kB\n";
 
     #[test]
-    fn the_least_limit_counts() {
+    fn lowest_limit_of_all_groups_applies() {
         let whole = HostMemory::of(MEMINFO, &[]);
         assert_eq!(whole.total, Some(24_683_940 << 10));
         assert_eq!(whole.available, Some(20_000_000 << 10));
         let group = HostMemory::of(MEMINFO, &[(4 << 30, 1 << 30), (64 << 30, 1 << 30)]);
         assert_eq!(group, HostMemory { total: Some(4 << 30), available: Some(3 << 30) });
-        assert_eq!(HostMemory::of("nothing known", &[]).judge(u64::MAX), Verdict::Fits);
+        let unknown = HostMemory::of("nothing known", &[]);
+        assert_eq!(unknown.check_donation(u64::MAX), DonationCheck::Fits);
     }
 
     #[test]
-    fn a_donation_beyond_the_machine_is_refused_and_one_beyond_what_is_free_warned_of() {
-        let there = HostMemory { total: Some(24 << 30), available: Some(20 << 30) };
-        assert_eq!(there.judge(20 << 30), Verdict::Fits);
-        let Verdict::Crowded { warning } = there.judge(22 << 30) else { panic!("no warning") };
+    fn donation_is_refused_above_total_and_warned_of_above_available() {
+        let host = HostMemory { total: Some(24 << 30), available: Some(20 << 30) };
+        assert_eq!(host.check_donation(20 << 30), DonationCheck::Fits);
+        let DonationCheck::Tight { warning } = host.check_donation(22 << 30) else {
+            panic!("no warning")
+        };
         for part in ["22GiB", "20GiB", "OOM killer", "lost"] {
             assert!(warning.contains(part), "{warning}");
         }
-        let Verdict::TooLarge { why } = there.judge(1 << 40) else { panic!("not refused") };
+        let DonationCheck::TooLarge { why } = host.check_donation(1 << 40) else {
+            panic!("not refused")
+        };
         for part in ["1TiB", "24GiB", "--overcommit"] {
             assert!(why.contains(part), "{why}");
         }
     }
 
     #[test]
-    fn control_groups_of_both_versions_are_read_with_those_above_them() {
+    fn group_limits_cover_both_cgroup_versions_and_ancestors() {
         let root = tempfile::tempdir().unwrap();
         let put = |group: &str, name: &str, text: &str| {
             let group = root.path().join(group);

@@ -1,18 +1,16 @@
-//! A NIC in a process of its own, for the programs that one command runs.
+//! A software NIC in a separate process, for the programs that one command runs.
 
-use std::io::{BufRead, BufReader};
 use std::net::UdpSocket;
-use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 
 use anyhow::{Context, bail};
 use pool::{Address, LocalNic, Remote};
 use serde::{Deserialize, Serialize};
 
-use crate::child;
+use crate::child::ChildProcess;
 
-/// What the process says once it serves.
+/// Start-up message of `granary nic`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Ready {
     socket: PathBuf,
@@ -20,55 +18,47 @@ pub struct Ready {
 }
 
 impl Ready {
-    /// Of a NIC that serves.
+    /// The message of a NIC that is ready.
     pub fn new(nic: &LocalNic) -> Self {
         Self { socket: nic.socket.clone(), port: nic.port }
     }
 }
 
-/// `granary nic` for this command alone. Ends when it is dropped, or when this process ends, however that
-/// happens.
+/// `granary nic` as a child process of this command. The NIC ends when this value is dropped, or
+/// when this process ends for any reason.
 pub struct NicProcess {
-    child: Child,
+    _child: ChildProcess,
     address: Address,
 }
 
 impl NicProcess {
-    /// Starts it for programs that use the memory node `remote`, and waits until it serves.
+    /// Starts a NIC for programs that use the memory node `remote`, and waits until it is ready.
     pub fn start(remote: &Remote) -> anyhow::Result<Self> {
         Self::spawn(remote).context("start a NIC for the program")
     }
 
     fn spawn(remote: &Remote) -> anyhow::Result<Self> {
-        let granary = std::env::current_exe().context("find this program's own file")?;
+        let granary = std::env::current_exe().context("find the path of this program")?;
         let mut command = Command::new(granary);
         command.args(["nic", "--local", &local_address(remote)?]);
-        // A group of its own: Ctrl-C at the terminal is for the program that uses it.
-        command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped());
-        let mut child = child::end_with_us(&mut command).spawn()?;
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().expect("its output is a pipe")).read_line(&mut line)?;
-        if line.is_empty() {
-            bail!("it ended with {}; what it said stands above", child.wait()?);
-        }
-        let Ready { socket, port } = serde_json::from_str(&line)
-            .with_context(|| format!("it said {line:?}; use one version of granary"))?;
+        let mut child = ChildProcess::spawn_server(&mut command)?;
+        let Ready { socket, port } = child.read_line()?;
         let nic = Some(LocalNic { socket, port });
-        Ok(Self { child, address: Address::Roce(Remote { nic, ..remote.clone() }) })
+        Ok(Self { _child: child, address: Address::Roce(Remote { nic, ..remote.clone() }) })
     }
 
-    /// The memory node, over this NIC.
+    /// Address of the memory node, reached over this NIC.
     pub fn address(&self) -> &Address {
         &self.address
     }
 }
 
-/// The address of this host from which packets go to a memory node.
+/// The source address that the kernel uses for packets to a memory node.
 fn local_address(remote: &Remote) -> anyhow::Result<String> {
     let mut last = None;
     for to in remote.to.resolve()? {
         let any = if to.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
-        // Nothing is sent: the system only chooses the way.
+        // Connecting a UDP socket sends nothing; the kernel only selects the route.
         let chosen = UdpSocket::bind(any).and_then(|socket| {
             socket.connect(to)?;
             socket.local_addr()
@@ -78,14 +68,6 @@ fn local_address(remote: &Remote) -> anyhow::Result<String> {
             Err(e) => last = Some(e),
         }
     }
-    bail!("no way to {}: {}", remote.to, last.map_or("no address".into(), |e| e.to_string()))
-}
-
-impl Drop for NicProcess {
-    fn drop(&mut self) {
-        // A process that has ended already needs no signal; its number is ours until `wait`.
-        let pid = rustix::process::Pid::from_child(&self.child);
-        let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
-        let _ = self.child.wait();
-    }
+    let why = last.map_or("the name has no address".into(), |e| e.to_string());
+    bail!("find a route to {}: {why}", remote.to)
 }

@@ -1,32 +1,31 @@
-//! Memory nodes as processes: started for one command and ended with it, or asked for their state.
+//! Memory nodes as separate processes: a private node for one command, and the status of any node.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::SocketAddr;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
 use bench::size::Size;
-use bench::table::thousands;
+use bench::number::thousands;
 use pool::budget::{BudgetStatus, Use};
 use pool::protocol::{Dropped, Status, Trouble};
 use pool::{Address, ControlMode, ControlPlane, Remote, RemoteAddress, SchemeKind, Settings};
 use serde::{Deserialize, Serialize};
 use tempfile::NamedTempFile;
 
-use crate::child;
+use crate::child::ChildProcess;
 use crate::options::{NicName, PoolAddress};
 
-/// What a memory node says once it serves, and what it serves; `event` is `ready`.
+/// Start-up message of `granary serve --json`; `event` is `ready`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ready {
     pub event: String,
-    /// What `--pool` takes.
+    /// The node's address for `--pool` on this host.
     pub pool: String,
-    /// What it takes on other hosts.
+    /// The node's address for `--pool` on other hosts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remote: Option<String>,
     pub pid: u32,
@@ -40,7 +39,7 @@ pub struct Ready {
 }
 
 impl Ready {
-    /// A memory node with these settings in this process.
+    /// The message of a memory node with these settings in this process.
     pub fn new(settings: &Settings, pool: &PoolAddress, remote: Option<SocketAddr>) -> Self {
         Self {
             event: "ready".into(),
@@ -58,25 +57,24 @@ impl Ready {
     }
 }
 
-/// A memory node in a process of its own, for this command alone. Ends when it is dropped, or
-/// when this process ends, however that happens.
+/// A private memory node: `granary serve` as a child process of this command. The node ends when
+/// this value is dropped, or when this process ends for any reason.
 pub struct NodeProcess {
-    child: Child,
+    _child: ChildProcess,
     path: PathBuf,
     remote: Option<Address>,
-    /// Where the token is that it asks for, if it is reached over TCP.
+    /// File with the token that clients over TCP must present.
     _token: Option<NamedTempFile>,
-    /// Held open: the node says at its end what it did.
-    _says: BufReader<ChildStdout>,
 }
 
 impl NodeProcess {
-    /// Starts `granary serve` and waits until it serves.
+    /// Starts `granary serve` and waits until it is ready.
     pub fn start(settings: &Settings) -> anyhow::Result<Self> {
         Self::spawn(settings, None).context("start a memory node")
     }
 
-    /// The same, to be reached over `nic`: between hosts it is this host's loopback interface.
+    /// As [`NodeProcess::start`], for clients over `nic`. With roce the node listens on the loopback
+    /// interface.
     pub fn start_on(settings: &Settings, nic: NicName) -> anyhow::Result<Self> {
         let token = || -> anyhow::Result<NamedTempFile> {
             let mut random = [0; 32];
@@ -85,32 +83,24 @@ impl NodeProcess {
             random.iter().try_for_each(|byte| write!(file, "{byte:02x}"))?;
             Ok(file)
         };
-        let token = (nic == NicName::Roce).then(token).transpose().context("write a token")?;
+        let token = (nic == NicName::Roce).then(token).transpose().context("write a token file")?;
         Self::spawn(settings, token).context("start a memory node")
     }
 
     fn spawn(settings: &Settings, token: Option<NamedTempFile>) -> anyhow::Result<Self> {
-        let granary = std::env::current_exe().context("find this program's own file")?;
+        let granary = std::env::current_exe().context("find the path of this program")?;
         let mut command = Command::new(granary);
-        // What it may use is this command's own memory: it is not a donation to others.
+        // Overcommit, because the node's memory takes the place of this command's own memory; no
+        // other user depends on it.
         command.args(["serve", "--json", "--private", "--overcommit"]).args(arguments(settings));
         if let Some(token) = &token {
             command.args(["--listen", "127.0.0.1:0", "--token-file"]).arg(token.path());
         }
-        // A group of its own: Ctrl-C at the terminal is for the program that uses the node.
-        command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped());
-        let mut child = child::end_with_us(&mut command).spawn()?;
-        let mut says = BufReader::new(child.stdout.take().expect("its output is a pipe"));
-        let mut line = String::new();
-        says.read_line(&mut line)?;
-        if line.is_empty() {
-            bail!("it ended with {}; what it said stands above", child.wait()?);
-        }
-        let ready: Ready = serde_json::from_str(&line)
-            .with_context(|| format!("it said {line:?}; use one version of granary"))?;
+        let mut child = ChildProcess::spawn_server(&mut command)?;
+        let ready: Ready = child.read_line()?;
         let parse = |text: &str| text.parse::<Address>().map_err(anyhow::Error::msg);
         let Address::Shm(path) = parse(&ready.pool)? else {
-            bail!("it serves no socket, but {}", ready.pool);
+            bail!("expected a node with a local socket, but its address is {}", ready.pool);
         };
         let remote = match ready.remote.as_deref().map(parse).transpose()? {
             Some(Address::Roce(remote)) => {
@@ -119,38 +109,28 @@ impl NodeProcess {
             }
             other => other,
         };
-        Ok(Self { child, path, remote, _token: token, _says: says })
+        Ok(Self { _child: child, path, remote, _token: token })
     }
 
-    /// Its socket.
+    /// Path of the node's Unix socket.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// How it is reached, between hosts if it was started so.
+    /// Address for clients: RoCE if the node was started for it, otherwise the socket.
     pub fn address(&self) -> Address {
         self.remote.clone().unwrap_or_else(|| Address::Shm(self.path.clone()))
     }
 
-    /// Its state.
+    /// State and counters of the node.
     pub fn status(&self) -> anyhow::Result<Status> {
         status(&Address::Shm(self.path.clone()))
     }
 }
 
-impl Drop for NodeProcess {
-    fn drop(&mut self) {
-        // A process that has ended already needs no signal; its number is ours until `wait`.
-        let pid = rustix::process::Pid::from_child(&self.child);
-        let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
-        let _ = self.child.wait();
-    }
-}
-
 /// Settings as arguments of `granary serve`.
 fn arguments(settings: &Settings) -> Vec<String> {
-    // A benchmark that counts on fewer has what is usual: its earlier clients may be on their way
-    // out.
+    // Never fewer clients than the default: clients of an earlier round may still be disconnecting.
     let (clients, usual) = (settings.clients_max, Settings::default().clients_max);
     [
         ("--memory", settings.donate_bytes.to_string()),
@@ -171,30 +151,28 @@ fn arguments(settings: &Settings) -> Vec<String> {
     .collect()
 }
 
-/// Says on standard error what is unsafe about a scheme, if something is.
-pub fn warn_of(scheme: SchemeKind) {
+/// Prints a warning on standard error if a scheme is unsafe.
+pub fn warn_if_unsafe(scheme: SchemeKind) {
     if let Some(why) = scheme.unsafe_because() {
-        eprintln!(
-            "granary: warning: scheme {scheme} is unsafe, and only there to be compared with: {why}"
-        );
+        eprintln!("granary: warning: scheme {scheme} is unsafe, use it for comparison only: {why}");
     }
 }
 
-/// Asks a memory node for its state.
+/// Queries the state and the counters of a memory node.
 pub fn status(node: &Address) -> anyhow::Result<Status> {
     Ok(node.ask()?.status()?)
 }
 
-/// The CPU times of a memory node between two states of it.
+/// CPU time that a memory node used between two status queries.
 pub struct CpuTimes {
-    /// The thread that plays the NIC.
+    /// Time of the NIC thread, which stands in for the hardware.
     pub nic: Duration,
-    /// The memory node's CPU.
+    /// Time of the memory node's CPU.
     pub control: Duration,
 }
 
 impl CpuTimes {
-    /// From an earlier state to a later one.
+    /// The difference between an earlier status and a later one.
     pub fn between(before: &Status, after: &Status) -> Self {
         let since = |before: u64, after: u64| Duration::from_nanos(after.saturating_sub(before));
         Self {
@@ -204,7 +182,7 @@ impl CpuTimes {
     }
 }
 
-/// A memory node's state for people.
+/// Formats the status of a memory node as lines of text.
 pub fn describe(status: &Status) -> String {
     let Status { node, .. } = status;
     let seconds = |ns: u64| Duration::from_nanos(ns).as_secs_f64();
@@ -226,7 +204,7 @@ pub fn describe(status: &Status) -> String {
         (
             "resident",
             format!(
-                "{} in the memory node's process; chunks held have {}, free ones keep at most {}",
+                "{} in the memory node's process; held chunks {}, free chunks at most {}",
                 Size(status.resident_bytes).rounded(),
                 Size(status.held_bytes).rounded(),
                 Size(status.kept_bytes).rounded(),
@@ -239,7 +217,7 @@ pub fn describe(status: &Status) -> String {
         (
             "NIC thread",
             format!(
-                "{:.3} s of CPU time, {} work-queue elements, {} sleeps (it plays the hardware)",
+                "{:.3} s of CPU time, {} work-queue elements, {} sleeps (stands in for hardware)",
                 seconds(status.nic_cpu_ns),
                 thousands(status.nic_wqes),
                 thousands(status.nic_wakeups),
@@ -268,15 +246,15 @@ pub fn describe(status: &Status) -> String {
     lines.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// Packets of other hosts that were dropped, if any were.
-fn dropped(of: &Dropped) -> Option<String> {
+/// Dropped packets from other hosts by reason; `None` without any.
+fn dropped(packets: &Dropped) -> Option<String> {
     let reasons = [
-        (of.unknown_qp, "for unknown queue pairs"),
-        (of.strangers, "from other addresses than the peer's"),
-        (of.forged, "forged"),
-        (of.outdated, "recorded and sent again"),
-        (of.guessed, "after too many guesses"),
-        (of.spoilt, "spoilt"),
+        (packets.unknown_qp, "for unknown queue pairs"),
+        (packets.strangers, "from an address other than the peer's"),
+        (packets.forged, "with a wrong authentication tag"),
+        (packets.outdated, "replayed"),
+        (packets.guessed, "after too many wrong tags"),
+        (packets.spoilt, "malformed"),
     ];
     let reasons = reasons.into_iter().filter(|(count, _)| *count > 0);
     let reasons = reasons.map(|(count, why)| format!("{} {why}", thousands(count)));
@@ -303,32 +281,32 @@ fn unsafety(scheme: &str) -> &'static str {
 fn clients(node: &pool::NodeStatus) -> String {
     let leaving = match node.leaving {
         0 => String::new(),
-        n => format!(", and {} gone whose chunks are being taken back", thousands(n)),
+        n => format!(", and {} departed whose chunks are being reclaimed", thousands(n)),
     };
     format!("{}{leaving}", thousands(node.clients))
 }
 
-/// What went wrong, if anything did.
+/// Failures that the memory node has counted; `None` without any.
 fn trouble(trouble: &Trouble) -> Option<String> {
     let Trouble { connections, accepts, unretired, last } = trouble;
     let part =
         |count: &u64, text: &str| (*count > 0).then(|| format!("{} {text}", thousands(*count)));
     let parts = [
-        part(connections, "connections ended by a failing system call"),
-        part(accepts, "attempts to accept a connection failed, and were made again"),
-        part(unretired, "clients gone whose chunks cannot be taken back yet"),
+        part(connections, "connections closed after a failed system call"),
+        part(accepts, "failed attempts to accept a connection (retried)"),
+        part(unretired, "departed clients whose chunks cannot be reclaimed yet"),
     ];
     let parts: Vec<_> = parts.into_iter().flatten().collect();
-    let last = last.as_ref().map_or(String::new(), |why| format!("; the last: {why}"));
+    let last = last.as_ref().map_or(String::new(), |why| format!("; last failure: {why}"));
     (!parts.is_empty()).then(|| format!("{}{last}", parts.join(", ")))
 }
 
 fn budgets(budget: &BudgetStatus) -> String {
     let limit = |limit: Option<u64>, unit: &str| {
-        limit.map_or(format!("any number of {unit}"), |n| format!("{} {unit}", thousands(n)))
+        limit.map_or(format!("unlimited {unit}"), |n| format!("{} {unit}", thousands(n)))
     };
     format!(
-        "{}, {} a client, looked at every {} ms; {} ended so far, {} now",
+        "{}, {} per client, checked every {} ms; {} suspensions so far, {} suspended now",
         limit(budget.requests_per_s, "requests/s"),
         limit(budget.chunks, "chunks"),
         budget.interval_ms,
@@ -339,11 +317,11 @@ fn budgets(budget: &BudgetStatus) -> String {
 
 fn usage(client: &Use) -> String {
     format!(
-        "client {}: {} requests/s, at most {} chunks{}",
+        "client {}: {} requests/s, peak {} chunks{}",
         client.client,
         thousands(client.requests_per_s),
         thousands(client.chunks),
-        if client.suspended { ", over budget: its management connection is ended" } else { "" },
+        if client.suspended { ", over budget: management connection closed" } else { "" },
     )
 }
 
@@ -356,7 +334,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_state_for_people_tells_whose_time_it_was() {
+    fn described_status_has_cpu_times_budgets_and_trouble() {
         let mut status = Status { nic: "shm".into(), donated_bytes: 1 << 30, ..Status::default() };
         status.node.scheme = "onesidedmw".into();
         status.node.chunks = 1024;
@@ -384,15 +362,17 @@ mod tests {
         };
         let text = describe(&status);
         for part in [
-            "clients      0, and 2 gone",
-            "any number of requests/s, 512 chunks a client, looked at every 50 ms; 3 ended so far, 1 now",
-            "client 7: 0 requests/s, at most 513 chunks, over budget",
+            "clients      0, and 2 departed",
+            "unlimited requests/s, 512 chunks per client, checked every 50 ms; \
+             3 suspensions so far, 1 suspended now",
+            "client 7: 0 requests/s, peak 513 chunks, over budget",
             "onesidedmw on NIC shm, windows in 3 of its functions",
             "1GiB in 1,024 chunks of 1MiB: 1,000 free, 24 held",
-            "resident     100MiB in the memory node's process; chunks held have 24MiB, free ones keep at most 64MiB",
+            "resident     100MiB in the memory node's process; held chunks 24MiB, \
+             free chunks at most 64MiB",
             "12,345 by the NIC, 0 by the memory node's CPU",
             "NIC thread   1.500 s",
-            "trouble      2 attempts to accept a connection failed, and were made again; the last: \
+            "trouble      2 failed attempts to accept a connection (retried); last failure: \
              accepting a connection: Too many open files",
             "control CPU  0.000 s",
         ] {
@@ -401,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn cpu_times_are_differences() {
+    fn cpu_times_are_differences_of_two_statuses() {
         let at =
             |nic_cpu_ns, control_cpu_ns| Status { nic_cpu_ns, control_cpu_ns, ..Status::default() };
         let times = CpuTimes::between(&at(10, 5), &at(30, 6));

@@ -1,4 +1,4 @@
-//! Options that several commands share.
+//! Command-line options that several commands share.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -12,39 +12,39 @@ use pool::{Address, Remote, Settings};
 
 use crate::UsageError;
 
-/// Smallest and largest chunk of a pool in bytes.
+/// Allowed chunk sizes in bytes.
 const CHUNK_BYTES: std::ops::RangeInclusive<u64> = 512..=1 << 30;
 
-/// How results are printed.
+/// Output format of a command.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Output {
-    /// Print for machines: one JSON object a line
+    /// Print one JSON object per line instead of text
     #[arg(long)]
     pub json: bool,
 }
 
 impl Output {
-    /// Where results go.
+    /// A report on standard output in this format.
     pub fn report(&self) -> Report {
         Report::new(self.json)
     }
 
-    /// Whether bars are drawn.
+    /// Progress bars; none with `--json`.
     pub fn progress(&self) -> Progress {
         Progress::new(self.json)
     }
 }
 
-/// Where pictures go.
+/// Directory of pictures.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Pictures {
-    /// Directory for pictures (SVG and PNG) [default: out, and none with --json]
+    /// Directory for pictures, SVG and PNG [default: out; no pictures with --json]
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
 }
 
 impl Pictures {
-    /// The directory, if pictures are wanted.
+    /// The directory; `None` if no pictures are drawn.
     pub fn directory(&self, output: &Output) -> Option<PathBuf> {
         self.out.clone().or_else(|| (!output.json).then(|| PathBuf::from("out")))
     }
@@ -53,16 +53,16 @@ impl Pictures {
 /// The NIC of a benchmark.
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NicName {
-    /// Software NIC run by the client's own thread
+    /// Software NIC that the client's own thread runs
     Inline,
-    /// Software NIC in the memory node's process, queues in shared memory
+    /// Software NIC in the memory node's process, with queues in shared memory
     Shm,
-    /// A software NIC in either process, RoCEv2 between them over the loopback interface
+    /// Two software NICs, one per process, that exchange RoCEv2 packets over the loopback interface
     Roce,
 }
 
 impl NicName {
-    /// Its name in records.
+    /// Name of the NIC in records.
     pub fn name(self) -> &'static str {
         match self {
             Self::Inline => "inline",
@@ -72,62 +72,65 @@ impl NicName {
     }
 }
 
-/// Which pool a command uses, as `--pool` writes it.
+/// Value of the option `--pool`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PoolAddress {
-    /// A `granary serve`, on this machine or another.
+    /// A memory node on this machine or another.
     Node(Address),
-    /// Several, with commas between them.
+    /// Several memory nodes, separated by commas.
     Nodes(Vec<Address>),
-    /// No pool, for diagnosis: is it the pool or the pager? `memory:SIZE` or `file:DIRECTORY`.
+    /// A store without a pool, to tell a fault of the pool from one of the pager: `memory:SIZE` or
+    /// `file:DIRECTORY`.
     Store(String),
 }
 
 impl PoolAddress {
-    /// The memory node's socket, for a command that needs one.
+    /// The memory node's address, for a command that needs exactly one.
     pub fn node(&self, command: &'static str) -> Result<&Address, UsageError> {
         match self {
             Self::Node(address) => Ok(address),
             Self::Nodes(_) => {
-                Err(UsageError(format!("--pool {self}: name one memory node"), command))
+                let text = format!("--pool {self}: this command needs a single memory node");
+                Err(UsageError(text, command))
             }
             Self::Store(_) => {
-                Err(UsageError(format!("--pool {self}: that is no memory node"), command))
+                let text = format!("--pool {self}: this command needs a memory node, not a store");
+                Err(UsageError(text, command))
             }
         }
     }
 
-    /// The memory nodes' addresses, for a command that takes each by itself.
+    /// The memory nodes' addresses, for a command that uses each node separately.
     pub fn nodes(&self, command: &'static str) -> Result<Vec<&Address>, UsageError> {
         match self {
-            Self::Nodes(all) => Ok(all.iter().collect()),
-            one => one.node(command).map(|address| vec![address]),
+            Self::Nodes(nodes) => Ok(nodes.iter().collect()),
+            other => other.node(command).map(|address| vec![address]),
         }
     }
 
-    /// The same, with the token that is in `file`, if one is named.
+    /// This address with the token in `file`, if there is one. Only remote nodes take a token.
     pub fn with_token(
         self,
         file: Option<&Path>,
         command: &'static str,
     ) -> Result<Self, UsageError> {
         match (self, file) {
-            (it, None) => Ok(it),
+            (address, None) => Ok(address),
             (Self::Node(Address::Roce(remote)), Some(file)) => {
                 let token = Some(file.to_owned());
                 Ok(Self::Node(Address::Roce(Remote { token, ..remote })))
             }
             (Self::Nodes(nodes), Some(file)) => {
-                let with = |node| match node {
+                let add_token = |node| match node {
                     Address::Roce(remote) => {
                         Address::Roce(Remote { token: Some(file.to_owned()), ..remote })
                     }
                     other => other,
                 };
-                Ok(Self::Nodes(nodes.into_iter().map(with).collect()))
+                Ok(Self::Nodes(nodes.into_iter().map(add_token).collect()))
             }
             (other, Some(_)) => {
-                let text = format!("--token-file: --pool {other} asks for no token");
+                let text = format!("--token-file: --pool {other} needs no token; leave it out");
                 Err(UsageError(text, command))
             }
         }
@@ -138,7 +141,7 @@ impl fmt::Display for PoolAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Node(address) => address.fmt(f),
-            Self::Nodes(all) => f.write_str(&Address::write_list(all)),
+            Self::Nodes(nodes) => f.write_str(&Address::write_list(nodes)),
             Self::Store(store) => f.write_str(store),
         }
     }
@@ -150,54 +153,57 @@ impl FromStr for PoolAddress {
     fn from_str(text: &str) -> Result<Self, String> {
         match text.split_once(':') {
             Some(("memory" | "file", rest)) if !rest.is_empty() => Ok(Self::Store(text.into())),
-            _ => Address::list(text).map(|mut all| match all.len() {
-                1 => Self::Node(all.remove(0)),
-                _ => Self::Nodes(all),
+            _ => Address::list(text).map(|mut nodes| match nodes.len() {
+                1 => Self::Node(nodes.remove(0)),
+                _ => Self::Nodes(nodes),
             }),
         }
     }
 }
 
-/// What a memory node on another host asks for.
+/// Token for a memory node on another host.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct TokenFile {
-    /// File with the token that the memory node of --pool roce://HOST asks for; only its owner may read it
+    /// File with the token for the memory node of --pool roce://HOST; only its owner may have read
+    /// permission
     #[arg(long, value_name = "FILE")]
     pub token_file: Option<PathBuf>,
 }
 
-/// What a memory node donates.
+/// Memory that a memory node donates.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Donation {
     /// Memory that the memory node donates
     #[arg(long, value_name = "SIZE", default_value = "1GiB")]
     pub memory: Size,
 
-    /// Size of a chunk: a power of two, 512 bytes to 1GiB
+    /// Size of a chunk: a power of two from 512 bytes to 1GiB
     #[arg(long, value_name = "SIZE", default_value = "1MiB")]
     pub chunk: Size,
 }
 
 impl Donation {
-    /// Settings of a memory node that donates it.
+    /// Settings of a memory node with this donation.
     pub fn settings(&self) -> Settings {
         let (donate_bytes, chunk_bytes) = (self.memory.bytes(), self.chunk.bytes());
         Settings { donate_bytes, chunk_bytes, ..Settings::default() }
     }
 
-    /// Checks what one option alone cannot say, for a command.
+    /// Checks the two sizes against each other.
     ///
     /// # Errors
-    /// [`UsageError`] if the chunk size is none, or the memory is not a number of chunks.
+    /// [`UsageError`] if the chunk size is not allowed, or if the memory is not a whole number of
+    /// chunks.
     pub fn check(&self, command: &'static str) -> Result<(), UsageError> {
         let (memory, chunk) = (self.memory.bytes(), self.chunk.bytes());
         if !chunk.is_power_of_two() || !CHUNK_BYTES.contains(&chunk) {
-            let text = format!("--chunk {}: a chunk is a power of two, 512 to 1GiB", self.chunk);
+            let text =
+                format!("--chunk {}: must be a power of two from 512 to 1GiB", self.chunk);
             return Err(UsageError(text, command));
         }
         if memory < chunk || !memory.is_multiple_of(chunk) {
             let text = format!(
-                "--memory {}: no whole number of chunks of {}; take e.g. {}",
+                "--memory {}: not a multiple of the chunk size {}; use e.g. {}",
                 self.memory,
                 self.chunk,
                 Size(memory.div_ceil(chunk).max(1).saturating_mul(chunk)),
@@ -208,16 +214,16 @@ impl Donation {
     }
 }
 
-/// A duration in seconds, above zero and below a day.
+/// Parses a duration in seconds, above zero and below one day.
 ///
 /// # Errors
-/// What is wrong with the text.
+/// A description of the accepted values.
 pub fn seconds(text: &str) -> Result<Duration, String> {
-    let seconds: f64 = text.parse().map_err(|_| "write seconds, e.g. 0.5".to_owned())?;
+    let seconds: f64 = text.parse().map_err(|_| "expected seconds, e.g. 0.5".to_owned())?;
     if seconds > 0.0 && seconds < 86_400.0 {
         Ok(Duration::from_secs_f64(seconds))
     } else {
-        Err("take more than 0 and less than 86400 seconds".into())
+        Err("must be more than 0 and less than 86400 seconds".into())
     }
 }
 
@@ -226,7 +232,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pools() {
+    fn pool_addresses_parse_print_and_take_tokens() {
         let shm = PoolAddress::Node(Address::Shm("/run/g.sock".into()));
         assert_eq!("shm:/run/g.sock".parse(), Ok(shm.clone()));
         let file = Path::new("/etc/token");
@@ -248,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn donations() {
+    fn donation_is_checked_against_the_chunk_size() {
         let check = |memory: &str, chunk: &str| {
             Donation { memory: memory.parse().unwrap(), chunk: chunk.parse().unwrap() }
                 .check("serve")
@@ -257,12 +263,12 @@ mod tests {
         assert_eq!(check("1GiB", "512"), Ok(()));
         assert_eq!(check("1GiB", "1GiB"), Ok(()));
         for (memory, chunk, why) in [
-            ("1GiB", "256", "a chunk is a power of two"),
-            ("1GiB", "3MiB", "a chunk is a power of two"),
-            ("4GiB", "2GiB", "a chunk is a power of two"),
-            ("1MB", "1MiB", "take e.g. 1MiB"),
-            ("1000000000", "1MiB", "take e.g. 954MiB"),
-            ("0", "4KiB", "take e.g. 4KiB"),
+            ("1GiB", "256", "must be a power of two"),
+            ("1GiB", "3MiB", "must be a power of two"),
+            ("4GiB", "2GiB", "must be a power of two"),
+            ("1MB", "1MiB", "use e.g. 1MiB"),
+            ("1000000000", "1MiB", "use e.g. 954MiB"),
+            ("0", "4KiB", "use e.g. 4KiB"),
         ] {
             let error = check(memory, chunk).unwrap_err();
             assert!(error.contains(why) && error.contains("granary serve --help"), "{error}");
@@ -270,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn durations() {
+    fn seconds_parse_within_bounds() {
         assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
         for wrong in ["", "abc", "0", "-1", "NaN", "inf", "1e9"] {
             assert!(seconds(wrong).is_err(), "{wrong}");

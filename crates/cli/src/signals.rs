@@ -1,22 +1,22 @@
-//! Signals that are waited for, instead of handled.
+//! Signals that a server waits for synchronously, without signal handlers.
 
 use std::io;
 use std::time::Duration;
 
-/// Signals that this process, and every thread that it starts from now on, keeps pending until
-/// [`Signals::wait`] takes one.
+/// A set of blocked signals, which stay pending until [`Signals::wait`] takes one.
 pub struct Signals(libc::sigset_t);
 
 impl Signals {
-    /// What asks a server to stop: SIGINT, SIGTERM, SIGHUP.
+    /// The signals that stop a server: SIGINT, SIGTERM, SIGHUP.
     ///
-    /// Blocks them in the calling thread; to be called before others are started.
+    /// Blocks the signals in the calling thread. New threads inherit the mask, so this call must
+    /// come before any thread is started.
     ///
     /// # Errors
     /// As `pthread_sigmask`.
     pub fn to_stop() -> io::Result<Self> {
-        // SAFETY: sigset_t is an array of integers, for which all zeros is a value; the calls
-        // get pointers to it, and signals that exist.
+        // SAFETY: sigset_t is an array of integers, for which all zeros is a value; the calls get
+        // pointers to that value and valid signal numbers.
         unsafe {
             let mut set: libc::sigset_t = std::mem::zeroed();
             libc::sigemptyset(&mut set);
@@ -30,7 +30,8 @@ impl Signals {
         }
     }
 
-    /// Waits for one of them; false if the time is over, or another signal came between.
+    /// Waits for one of the signals. False after the timeout, or if a signal handler interrupted the
+    /// wait.
     ///
     /// # Errors
     /// As `sigtimedwait`.
@@ -39,7 +40,7 @@ impl Signals {
             tv_sec: timeout.as_secs() as libc::time_t,
             tv_nsec: timeout.subsec_nanos().into(),
         };
-        // SAFETY: both pointers are to live values, and no information on the signal is asked for.
+        // SAFETY: both pointers are to live values; a null siginfo pointer is allowed.
         let taken = unsafe { libc::sigtimedwait(&self.0, std::ptr::null_mut(), &timeout) };
         if taken > 0 {
             return Ok(true);

@@ -1,4 +1,4 @@
-//! The `granary` binary as a user meets it: exit codes, output for machines, pictures.
+//! Tests of the `granary` binary: exit codes, JSON output, tables and pictures.
 
 use std::io::Read;
 use std::process::{Command, Output, Stdio};
@@ -20,20 +20,20 @@ fn stderr(output: &Output) -> String {
 }
 
 #[test]
-fn a_wrong_command_line_is_exit_code_2_and_says_why() {
+fn wrong_command_line_exits_with_2_and_a_reason() {
     for (arguments, why) in [
         (&["frobnicate"][..], "unrecognized subcommand"),
         (&["run", "--", "true"], "--local"),
         (&["run", "--local", "1x", "--", "true"], "\"x\" is not a unit"),
-        (&["serve", "--memory", "1MB"], "take e.g. 1MiB"),
+        (&["serve", "--memory", "1MB"], "use e.g. 1MiB"),
         (
             &["serve", "--scheme", "premmap-rpc", "--no-contention-control"],
             "--no-contention-control: only schemes finemem, finemem-paper and premmap-onesided",
         ),
-        (&["bench", "access", "--in-flight", "0"], "--in-flight 0: take 1 to"),
+        (&["bench", "access", "--in-flight", "0"], "--in-flight 0: must be 1 to"),
         (&["bench", "access", "--seconds", "0"], "more than 0"),
         (&["bench", "paper"], "required arguments"),
-        (&["bench", "paper", "onesidedmw", "--experiment", "x"], "it is one of allocation, access"),
+        (&["bench", "paper", "onesidedmw", "--experiment", "x"], "must be one of allocation, access"),
     ] {
         let output = run(arguments);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {}", stderr(&output));
@@ -43,7 +43,7 @@ fn a_wrong_command_line_is_exit_code_2_and_says_why() {
 }
 
 #[test]
-fn a_failure_is_exit_code_1_and_one_line() {
+fn failure_exits_with_1_and_one_line() {
     let arguments = ["quickstart", "--keep", "/dev/null/nowhere"];
     let output = run(&arguments);
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
@@ -56,7 +56,7 @@ const ACCESS: [&str; 8] =
     ["bench", "access", "--sizes", "8,4KiB", "--in-flight", "1,4", "--seconds", "0.01"];
 
 #[test]
-fn machines_get_records_and_nothing_else() {
+fn json_output_has_records_only() {
     let output = granary(&ACCESS).arg("--json").output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(output.stderr.is_empty(), "{}", stderr(&output));
@@ -80,7 +80,7 @@ fn machines_get_records_and_nothing_else() {
 }
 
 #[test]
-fn people_get_tables_and_pictures() {
+fn text_output_has_tables_and_pictures() {
     let directory = tempfile::tempdir().unwrap();
     let output = granary(&ACCESS).arg("--out").arg(directory.path()).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
@@ -99,7 +99,7 @@ const PAPER: [&str; 6] =
     ["bench", "paper", "onesidedmw", "--quick", "--experiment", "chain-queues"];
 
 #[test]
-fn what_is_simulated_is_marked_and_is_the_same_for_the_same_seed() {
+fn simulated_records_are_marked_and_repeat_for_a_seed() {
     let simulated = || granary(&PAPER).args(["--simulated-only", "--json"]).output().unwrap();
     let (first, second) = (simulated(), simulated());
     assert!(first.status.success(), "{}", stderr(&first));
@@ -113,7 +113,7 @@ fn what_is_simulated_is_marked_and_is_the_same_for_the_same_seed() {
 }
 
 #[test]
-fn simulated_and_measured_have_tables_of_their_own() {
+fn simulated_and_measured_results_have_separate_tables() {
     let directory = tempfile::tempdir().unwrap();
     let output = granary(&PAPER).arg("--out").arg(directory.path()).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
@@ -130,7 +130,7 @@ fn simulated_and_measured_have_tables_of_their_own() {
 }
 
 #[test]
-fn the_list_names_every_experiments_claims() {
+fn list_names_the_claims_of_every_experiment() {
     let output = run(&["bench", "paper", "--list"]);
     assert!(output.status.success(), "{}", stderr(&output));
     let text = String::from_utf8(output.stdout).unwrap();
@@ -140,7 +140,7 @@ fn the_list_names_every_experiments_claims() {
 }
 
 #[test]
-fn a_reader_that_goes_away_is_no_failure() {
+fn closed_output_pipe_is_not_a_failure() {
     let mut child = granary(&ACCESS).arg("--json").stdout(Stdio::piped()).spawn().unwrap();
     let mut output = child.stdout.take().unwrap();
     output.read_exact(&mut [0; 1]).unwrap();

@@ -1,4 +1,4 @@
-//! The `granary` binary with a memory node behind it: serve, status, run, benchmarks, quickstart.
+//! Tests of the `granary` binary with a memory node: serve, status, run, benchmarks, quickstart.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -33,16 +33,16 @@ fn signal(child: &Child, signal: Signal) {
     kill_process(Pid::from_child(child), signal).unwrap();
 }
 
-/// A child whose output is read line by line.
+/// Starts a child whose output the test reads line by line.
 fn started(mut command: Command) -> (Child, BufReader<ChildStdout>) {
     let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
-    let says = BufReader::new(child.stdout.take().unwrap());
-    (child, says)
+    let output = BufReader::new(child.stdout.take().unwrap());
+    (child, output)
 }
 
-fn line(says: &mut impl BufRead) -> String {
+fn line(output: &mut impl BufRead) -> String {
     let mut line = String::new();
-    says.read_line(&mut line).unwrap();
+    output.read_line(&mut line).unwrap();
     line
 }
 
@@ -53,11 +53,11 @@ fn serve(socket: &Path) -> Command {
 }
 
 #[test]
-fn a_memory_node_serves_tells_its_state_and_stops() {
+fn memory_node_serves_reports_status_and_stops() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("pool.sock");
-    let (mut node, mut says) = started(serve(&socket));
-    let ready: Value = serde_json::from_str(&line(&mut says)).unwrap();
+    let (mut node, mut lines) = started(serve(&socket));
+    let ready: Value = serde_json::from_str(&line(&mut lines)).unwrap();
     let pool = format!("shm:{}", socket.display());
     assert_eq!(ready["event"], "ready");
     assert_eq!(ready["pool"], pool.as_str());
@@ -75,13 +75,13 @@ fn a_memory_node_serves_tells_its_state_and_stops() {
         assert!(stdout(&output).contains(part), "no {part:?} in {}", stdout(&output));
     }
 
-    // The place is taken, which the second one says and the first one survives.
+    // A second node at the same socket fails, and the first node keeps serving.
     let output = serve(&socket).output().unwrap();
     assert_eq!(output.status.code(), Some(1));
     assert!(stderr(&output).contains("serves it already"), "{}", stderr(&output));
 
     signal(&node, Signal::INT);
-    let stopped: Value = serde_json::from_str(&line(&mut says)).unwrap();
+    let stopped: Value = serde_json::from_str(&line(&mut lines)).unwrap();
     assert_eq!(stopped["event"], "stopped");
     assert!(stopped["control_cpu_ns"].as_u64().unwrap() > 0, "{stopped}");
     assert!(stopped["nic_cpu_ns"].is_u64(), "{stopped}");
@@ -94,22 +94,22 @@ fn a_memory_node_serves_tells_its_state_and_stops() {
 }
 
 #[test]
-fn people_are_told_how_to_use_what_is_served() {
+fn start_up_message_shows_how_to_use_the_node() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("pool.sock");
     let mut command = granary(["serve", "--memory", "1MiB", "--scheme", "rpc-mw-2"]);
     command.arg("--socket").arg(&socket);
-    let (mut node, mut says) = started(command);
-    let told: String = (0..6).map(|_| line(&mut says)).collect();
+    let (mut node, mut lines) = started(command);
+    let message: String = (0..6).map(|_| line(&mut lines)).collect();
     for part in ["serving 1MiB in 1 chunks", "rpc-mw-2, control event", "granary run --pool shm:"] {
-        assert!(told.contains(part), "no {part:?} in {told}");
+        assert!(message.contains(part), "no {part:?} in {message}");
     }
     signal(&node, Signal::TERM);
     assert!(node.wait().unwrap().success());
 }
 
 #[test]
-fn wrong_settings_of_a_memory_node_name_the_option() {
+fn invalid_setting_error_names_the_option() {
     for (option, value) in [("--group-size", "1"), ("--credits", "12"), ("--scheme", "rpc")] {
         let output = granary(["serve", option, value]).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
@@ -118,7 +118,7 @@ fn wrong_settings_of_a_memory_node_name_the_option() {
 }
 
 #[test]
-fn a_program_keeps_its_output_and_its_status() {
+fn run_passes_output_and_exit_status_through() {
     for (script, code, text) in [
         ("echo out; exit 7", 7, "out\n"),
         ("kill -TERM $$", 143, ""),
@@ -133,17 +133,17 @@ fn a_program_keeps_its_output_and_its_status() {
 }
 
 #[test]
-fn signals_are_the_programs() {
+fn run_forwards_signals_to_the_program() {
     let script = "trap 'exit 9' TERM; echo ready; while :; do sleep 0.05; done";
-    let (mut run, mut says) =
+    let (mut run, mut lines) =
         started(granary(["run", "--local", "16MiB", "--", "sh", "-c", script]));
-    assert_eq!(line(&mut says), "ready\n");
+    assert_eq!(line(&mut lines), "ready\n");
     signal(&run, Signal::TERM);
     assert_eq!(run.wait().unwrap().code(), Some(9));
 }
 
 #[test]
-fn what_keeps_a_program_from_starting_is_one_line() {
+fn run_reports_a_start_failure_in_one_line() {
     for (arguments, why) in [
         (&["--local", "1MiB", "--", "true"][..], "at least 4 MiB"),
         (&["--local", "16MiB", "--", "no-such-program"], "not found in PATH"),
@@ -160,7 +160,7 @@ fn what_keeps_a_program_from_starting_is_one_line() {
 }
 
 #[test]
-fn a_paged_program_gives_the_same_output_and_the_nic_allocated() {
+fn paged_program_has_the_same_output_by_nic_allocations() {
     let directory = tempfile::tempdir().unwrap();
     let input = directory.path().join("numbers");
     let mut file = std::io::BufWriter::new(std::fs::File::create(&input).unwrap());
@@ -186,17 +186,17 @@ fn a_paged_program_gives_the_same_output_and_the_nic_allocated() {
     assert!(stats["nic_cpu_s"].as_f64().unwrap() > 0.0, "{stats}");
 }
 
-/// Neither of the two has memory enough.
+/// Neither memory node alone has enough memory for the program.
 #[test]
-fn a_program_pages_over_two_memory_nodes() {
+fn program_pages_to_two_memory_nodes() {
     let directory = tempfile::tempdir().unwrap();
     let nodes = ["a", "b"].map(|name| {
         let socket = directory.path().join(name);
         let mut command = granary(["serve", "--json", "--memory", "24MiB", "--chunk", "256KiB"]);
         command.args(["--scheme", "finemem", "--socket"]).arg(&socket);
-        let (node, mut says) = started(command);
-        assert!(line(&mut says).contains("ready"));
-        (node, says, format!("shm:{}", socket.display()))
+        let (node, mut lines) = started(command);
+        assert!(line(&mut lines).contains("ready"));
+        (node, lines, format!("shm:{}", socket.display()))
     });
     let [pool_a, pool_b] = nodes.each_ref().map(|(_, _, pool)| pool);
     let script = "import hashlib\nl = [b'%020d' % (i * 7919) for i in range(300000)]\n\
@@ -207,7 +207,7 @@ fn a_program_pages_over_two_memory_nodes() {
     let paged = command.arg("--").args(program).output().unwrap();
     succeeded(&paged);
     assert_eq!(stdout(&plain), stdout(&paged));
-    for (mut node, _says, pool) in nodes {
+    for (mut node, _lines, pool) in nodes {
         let output = granary(["status", "--json", "--pool", &pool]).output().unwrap();
         let status: Value = serde_json::from_str(stdout(&output)).unwrap();
         assert!(status["allocations_nic"].as_u64().unwrap() > 10, "{pool}: {status}");
@@ -217,11 +217,11 @@ fn a_program_pages_over_two_memory_nodes() {
 }
 
 #[test]
-fn a_private_memory_node_ends_with_its_command_even_if_that_is_killed() {
+fn private_memory_node_ends_when_its_command_is_killed() {
     let script = "echo ready; sleep 1000";
-    let (mut run, mut says) =
+    let (mut run, mut lines) =
         started(granary(["run", "--local", "16MiB", "--", "sh", "-c", script]));
-    assert_eq!(line(&mut says), "ready\n");
+    assert_eq!(line(&mut lines), "ready\n");
     let children = format!("/proc/{0}/task/{0}/children", run.id());
     let children = std::fs::read_to_string(children).unwrap();
     let ours = |pid: &&str| {
@@ -237,10 +237,10 @@ fn a_private_memory_node_ends_with_its_command_even_if_that_is_killed() {
     let minute = Timespec { tv_sec: 60, tv_nsec: 0 };
     let ended = poll(&mut [PollFd::new(&end, PollFlags::IN)], Some(&minute)).unwrap();
     programs.iter().for_each(|program| {
-        // It may have ended already, because its memory is gone.
+        // The program may have ended already, because its pool is gone.
         let _ = kill_process(pid(program), Signal::KILL);
     });
-    assert_eq!(ended, 1, "the memory node {node} runs on");
+    assert_eq!(ended, 1, "the memory node {node} is still running");
 }
 
 fn records(output: &Output) -> Vec<Record> {
@@ -248,7 +248,7 @@ fn records(output: &Output) -> Vec<Record> {
     stdout(output).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// Whether there is a record of a metric with these values in its setting.
+/// True if there is a measured record of a metric with these values in its setting.
 fn has(records: &[Record], metric: &str, setting: &[(&str, &str)]) -> bool {
     records.iter().any(|record| {
         let value = |key: &str| record.setting.get(key).map(ToString::to_string);
@@ -259,7 +259,7 @@ fn has(records: &[Record], metric: &str, setting: &[(&str, &str)]) -> bool {
 }
 
 #[test]
-fn allocations_of_every_contender_on_both_nics() {
+fn bench_alloc_measures_every_contender_on_both_nics() {
     for nic in ["shm", "inline"] {
         let mut command = granary(["bench", "alloc", "--nic", nic, "--clients", "1,3", "--json"]);
         command.args(["--seconds", "0.05", "--rounds", "2", "--memory", "1MiB"]);
@@ -287,7 +287,7 @@ fn allocations_of_every_contender_on_both_nics() {
 }
 
 #[test]
-fn faults_beside_bare_userfaultfd() {
+fn bench_fault_measures_pager_and_bare_userfaultfd() {
     let directory = tempfile::tempdir().unwrap();
     let mut command = granary(["bench", "fault", "--memory", "32MiB", "--local", "8MiB"]);
     command.args(["--seconds", "0.1", "--rounds", "2", "--json", "--out"]).arg(directory.path());
@@ -302,7 +302,7 @@ fn faults_beside_bare_userfaultfd() {
             assert!(has(&records, metric, &setting), "no {metric} of {setting:?}");
         }
     }
-    // A touch that does not fault takes far less than one that does.
+    // A touch without a fault takes far less than 1 us, so each of these touches faulted.
     let faults = |r: &&Record| r.metric == "fault_latency_us" && r.statistic == Statistic::P50;
     assert!(records.iter().filter(faults).all(|r| r.value > 1.0), "{records:?}");
     assert!(directory.path().join("fault.svg").is_file());
@@ -326,12 +326,12 @@ fn quickstart_compares_real_programs() {
 }
 
 #[test]
-fn no_benchmark_outlives_its_patience() {
-    // A memory node that is killed under its clients is an error of theirs, not a wait.
+fn worker_fails_when_its_memory_node_is_killed() {
+    // The client must report an error and not wait forever.
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("pool.sock");
-    let (mut node, mut says) = started(serve(&socket));
-    line(&mut says);
+    let (mut node, mut lines) = started(serve(&socket));
+    line(&mut lines);
     let mut worker = granary(["worker", "alloc", "--pool"]);
     let mut worker = worker
         .arg(format!("shm:{}", socket.display()))

@@ -1,8 +1,8 @@
-//! A compute node for whole-system tests: allocates, checks, writes, reads, checks, frees, in turns.
+//! A compute node for whole-system tests: allocates, checks, writes, reads back, checks and frees.
 //!
-//! Connects, prints `ready`, and waits for a line on standard input; runs; prints what it did as one
-//! JSON object; and waits for the end of standard input before it leaves. So a test can stop parts
-//! of the memory node while its clients run.
+//! The program connects, prints `ready` and waits for a line on standard input. Then it runs, prints
+//! its counters as one JSON object, and waits for the end of standard input before it disconnects, so
+//! that a test can stop parts of the memory node while clients run.
 
 use std::io::BufRead;
 use std::path::PathBuf;
@@ -13,17 +13,17 @@ use anyhow::{Context, Result, bail, ensure};
 use fabric::DmaMemory;
 use pool::{Error, Grant, GroupId, Options, Pool};
 
-/// What happens between an allocation and its free.
+/// Bytes at the start and the end of a chunk that are checked and written.
 const PROBE_BYTES: usize = 64;
 
 struct Arguments {
     socket: PathBuf,
-    /// A file of one 4-byte word per chunk, shared by all clients of a test: who holds it.
+    /// File with the owner of each chunk, a 4-byte word per chunk; shared by all clients of a test.
     ledger: PathBuf,
     id: u32,
     rounds: u64,
     threads: u32,
-    /// Chunks that each thread holds at most.
+    /// Limit of the chunks that each thread holds.
     hold: usize,
 }
 
@@ -72,7 +72,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// One thread's rounds.
+/// Runs the rounds of one thread.
 fn churn(a: &Arguments, pool: &Pool, ledger: &DmaMemory, done: &Done, thread: u32) -> Result<()> {
     let mut held: Vec<(Grant, u64)> = Vec::new();
     let me = a.id << 8 | (thread + 1);
@@ -118,7 +118,7 @@ fn owner<'a>(ledger: &'a DmaMemory, grant: &Grant) -> &'a AtomicU32 {
 
 fn take(pool: &Pool, ledger: &DmaMemory, me: u32, grant: &Grant, mark: u64) -> Result<()> {
     let before = owner(ledger, grant).swap(me, Ordering::SeqCst);
-    ensure!(before == 0, "chunk {} was given to {me:#x} and is held by {before:#x}", grant.entry);
+    ensure!(before == 0, "chunk {} was granted to {me:#x}, but {before:#x} holds it", grant.entry);
     let ends = [0, grant.len - PROBE_BYTES as u64];
     for at in ends {
         let mut probe = [0xffu8; PROBE_BYTES];
@@ -135,10 +135,10 @@ fn give(pool: &Pool, ledger: &DmaMemory, me: u32, grant: Grant, mark: u64) -> Re
     for at in [0, grant.len - PROBE_BYTES as u64] {
         let mut probe = [0u8; PROBE_BYTES];
         pool.read_blocking(&grant, at, &mut probe).context("reading back")?;
-        ensure!(probe == pattern(me, mark), "chunk {} was changed by another", grant.entry);
+        ensure!(probe == pattern(me, mark), "another client changed chunk {}", grant.entry);
     }
     let before = owner(ledger, &grant).swap(0, Ordering::SeqCst);
-    ensure!(before == me, "chunk {} of {me:#x} was given to {before:#x}", grant.entry);
+    ensure!(before == me, "chunk {} of {me:#x} was granted to {before:#x}", grant.entry);
     pool.free_blocking(grant).context("freeing")
 }
 

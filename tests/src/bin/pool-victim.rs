@@ -1,17 +1,17 @@
-//! A compute node that is there to be killed.
+//! A compute node that a test kills.
 //!
-//! `pool-victim SOCKET churn SEED`: allocates, writes, reads and frees from several threads without
-//! end, with refused frees and refused accesses in between. `pool-victim SOCKET hold CHUNKS`:
-//! allocates so many, prints `holding`, and waits.
+//! `pool-victim SOCKET churn SEED`: several threads allocate, write, read and free endlessly, with
+//! refused frees and refused accesses in between. `pool-victim SOCKET hold CHUNKS`: allocates that
+//! many chunks, prints `holding`, and waits.
 
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use pool::{Error, Grant, GroupId, Options, Pool};
 
-/// Threads that churn, each with a QP group of its own.
+/// Number of threads, each with a QP group of its own.
 const THREADS: u16 = 3;
-/// Chunks that each holds at most.
+/// Limit of the chunks that each thread holds.
 const HOLD: usize = 24;
 
 fn main() -> Result<()> {
@@ -21,7 +21,7 @@ fn main() -> Result<()> {
     match what.as_str() {
         "churn" => churn(socket.as_ref(), number),
         "hold" => hold(socket.as_ref(), number),
-        other => bail!("churn or hold, not {other}"),
+        other => bail!("unknown mode {other}: use churn or hold"),
     }
 }
 
@@ -82,17 +82,18 @@ fn work(pool: &Pool, group: GroupId, keys_die_late: bool, mut random: u64) -> Re
     }
 }
 
-/// What is refused, and stays without consequence: the chunk was freed, and may be another's now.
+/// Accesses a freed chunk, which may have a new owner, and frees an invalid entry. Both must be
+/// refused without further effects.
 fn refused(pool: &Pool, freed: &Grant, keys_die_late: bool) -> Result<()> {
     let access = pool.read_blocking(freed, 0, &mut [0; 64]);
-    // Where a freed chunk is set aside first, its key dies some time before it is given out again: until then it
-    // shows what its last owner has left there, or nothing.
-    let aside = access.is_ok() && keys_die_late;
+    // In schemes with a quarantine, the key of a freed chunk is revoked before the chunk is allocated
+    // again. Until then an access still succeeds, and reads the last owner's data or zeros.
+    let quarantined = access.is_ok() && keys_die_late;
     let refused = matches!(access, Err(Error::Access { .. }));
-    ensure!(refused || aside, "a dead key opened something: {access:?}");
-    // It may have been granted to another thread of this client: then the free would be right.
+    ensure!(refused || quarantined, "the key of a freed chunk is still valid: {access:?}");
+    // An invalid entry, because the freed chunk may already belong to another thread of this client.
     let beyond = Grant::new(freed.addr, freed.len, 0xff_fff0, freed.group, freed.keys());
     let free = pool.free_blocking(beyond);
-    ensure!(matches!(free, Err(Error::NotYours { .. })), "freed what it does not own: {free:?}");
+    ensure!(matches!(free, Err(Error::NotYours { .. })), "an invalid free was accepted: {free:?}");
     Ok(())
 }

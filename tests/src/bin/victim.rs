@@ -1,10 +1,10 @@
-//! A compute node that minds its own business while others attack: it allocates, writes, reads back,
-//! does CAS and FAA and frees, checks every byte, and records how long each operation took.
+//! A compute node that works normally during attacks: it allocates, writes, reads back, executes CAS
+//! and FAA, and frees. It checks every byte and records the latency of every operation.
 //!
-//! Prints `ready`, then one line that describes the chunks that it holds to its end. Standard
-//! input steers it: `go` starts it, `mark` asks for what it did and how long that took since the last
-//! `mark` (one JSON object), `stop` lets it check everything once more, give all back and report.
-//! Whatever is wrong ends it with an error.
+//! The program prints `ready`, then one line with the chunks that it holds until its end. Commands on
+//! standard input: `go` starts the work; `mark` prints the counts and latencies since the last `mark`
+//! (one JSON object); `stop` checks all data, frees all chunks and prints a last report. Any fault
+//! ends the program with an error.
 
 use std::io::BufRead;
 use std::path::PathBuf;
@@ -16,26 +16,26 @@ use bench::histogram::Latencies;
 use pool::{Address, Error, Grant, Options, Pool};
 use serde_json::{Value, json};
 
-/// The words at the start of a chunk that FAA and CAS work on.
+/// Bytes at the start of a chunk for FAA and CAS: two words.
 const WORDS: usize = 16;
-/// The longest piece that is written or read at once.
+/// The longest single write or read.
 const PIECE: usize = 4096;
 
 struct Arguments {
     node: Address,
-    /// Chunks that it holds all the time.
+    /// Chunks that the program holds until its end.
     hold: usize,
     /// Pause between two rounds.
     pause: Duration,
-    /// Another compute node may have taken everything.
+    /// True if other compute nodes may hold all other chunks, so that allocations may fail.
     may_be_empty: bool,
     /// Rounds between two allocations.
     allocate_every: u64,
     seed: u64,
 }
 
-/// A chunk and what it must contain.
-struct Held {
+/// A held chunk and its expected contents.
+struct HeldChunk {
     grant: Grant,
     mirror: Vec<u8>,
     counter: u64,
@@ -61,9 +61,9 @@ fn main() -> Result<()> {
     let mut victim = Victim { a, pool, held: Vec::new(), random: 0, window: Window::default() };
     victim.random = victim.a.seed | 1;
     for _ in 0..victim.a.hold {
-        let grant = victim.pool.allocate_blocking().context("allocating what it holds")?;
+        let grant = victim.pool.allocate_blocking().context("allocating a chunk to hold")?;
         let mirror = vec![0; grant.len as usize];
-        victim.held.push(Held { grant, mirror, counter: 0, word: 0 });
+        victim.held.push(HeldChunk { grant, mirror, counter: 0, word: 0 });
     }
     for i in 0..victim.held.len() {
         victim.fill(i)?;
@@ -71,18 +71,18 @@ fn main() -> Result<()> {
     println!("ready");
     println!("{}", Value::Array(victim.held.iter().map(|h| describe(&h.grant)).collect()));
 
-    let (told, orders) = channel();
+    let (sender, commands) = channel();
     std::thread::spawn(move || {
         for line in std::io::stdin().lock().lines().map_while(Result::ok) {
-            if told.send(line).is_err() {
+            if sender.send(line).is_err() {
                 break;
             }
         }
     });
-    victim.run(&orders)?;
+    victim.run(&commands)?;
     println!("{}", victim.finish()?);
-    // It leaves when it is told to, or when who started it has ended.
-    while orders.recv().is_ok() {}
+    // Stays connected until standard input is closed.
+    while commands.recv().is_ok() {}
     Ok(())
 }
 
@@ -94,7 +94,7 @@ fn describe(grant: &Grant) -> Value {
 struct Victim {
     a: Arguments,
     pool: Pool,
-    held: Vec<Held>,
+    held: Vec<HeldChunk>,
     random: u64,
     window: Window,
 }
@@ -107,16 +107,16 @@ impl Victim {
         self.random
     }
 
-    fn run(&mut self, orders: &Receiver<String>) -> Result<()> {
-        let first = orders.recv()?;
-        ensure!(first == "go", "told to {first} before go");
+    fn run(&mut self, commands: &Receiver<String>) -> Result<()> {
+        let first = commands.recv()?;
+        ensure!(first == "go", "the command {first:?} came before \"go\"");
         loop {
-            match orders.try_recv() {
-                Ok(order) if order == "mark" => println!("{}", self.report()),
-                Ok(order) if order == "stop" => return Ok(()),
-                Ok(order) => bail!("told to {order}"),
+            match commands.try_recv() {
+                Ok(command) if command == "mark" => println!("{}", self.report()),
+                Ok(command) if command == "stop" => return Ok(()),
+                Ok(command) => bail!("unknown command {command:?}"),
                 Err(TryRecvError::Empty) => {}
-                Err(TryRecvError::Disconnected) => bail!("who started it has ended"),
+                Err(TryRecvError::Disconnected) => bail!("standard input was closed"),
             }
             self.round().with_context(|| format!("in round {}", self.window.rounds))?;
             self.window.rounds += 1;
@@ -134,12 +134,12 @@ impl Victim {
             self.count(i)?;
         }
         if self.window.rounds.is_multiple_of(self.a.allocate_every) {
-            self.come_and_go()?;
+            self.check_new_chunk()?;
         }
         Ok(())
     }
 
-    /// A random piece of a chunk behind its words: where, and how long; now and then at its end.
+    /// Offset and length of a random piece of a chunk after its words; sometimes at the chunk's end.
     fn piece(&mut self, len: usize) -> (usize, usize) {
         let random = self.next() as usize;
         let bytes = 1 + random % PIECE.min(len - WORDS);
@@ -169,7 +169,7 @@ impl Victim {
         let start = Instant::now();
         let result = self.pool.write_blocking(&held.grant, at as u64, &held.mirror[at..at + bytes]);
         self.window.write.record(start.elapsed());
-        result.context("writing to a chunk that it holds")
+        result.context("writing to a held chunk")
     }
 
     fn reread(&mut self, i: usize) -> Result<()> {
@@ -179,7 +179,7 @@ impl Victim {
         let start = Instant::now();
         let result = self.pool.read_blocking(&held.grant, at as u64, &mut out);
         self.window.read.record(start.elapsed());
-        result.context("reading a chunk that it holds")?;
+        result.context("reading a held chunk")?;
         let entry = held.grant.entry;
         ensure!(out == held.mirror[at..at + bytes], "chunk {entry} changed at {at}, {bytes} bytes");
         Ok(())
@@ -201,8 +201,8 @@ impl Victim {
         Ok(())
     }
 
-    /// Allocates a chunk, checks that it is all zeros, uses it and gives it back.
-    fn come_and_go(&mut self) -> Result<()> {
+    /// Allocates a chunk, checks that it is all zeros, uses it and frees it.
+    fn check_new_chunk(&mut self) -> Result<()> {
         let start = Instant::now();
         let grant = match self.pool.allocate_blocking() {
             Ok(grant) => grant,
@@ -240,11 +240,11 @@ impl Victim {
         for held in std::mem::take(&mut self.held) {
             let entry = held.grant.entry;
             let mut out = vec![0; held.mirror.len()];
-            self.pool.read_blocking(&held.grant, 0, &mut out).context("the last look")?;
+            self.pool.read_blocking(&held.grant, 0, &mut out).context("the final read")?;
             ensure!(out[..8] == held.counter.to_be_bytes(), "chunk {entry}: its counter changed");
             ensure!(out[8..WORDS] == held.word.to_be_bytes(), "chunk {entry}: its word changed");
             ensure!(out[WORDS..] == held.mirror[WORDS..], "chunk {entry}: its contents changed");
-            self.pool.free_blocking(held.grant).context("freeing what it held")?;
+            self.pool.free_blocking(held.grant).context("freeing a held chunk")?;
         }
         Ok(self.report())
     }

@@ -1,4 +1,4 @@
-/* Aborts with most of its memory paged out. */
+/* Calls abort() while most of its memory is paged out. */
 #include <stdio.h>
 #include <stdlib.h>
 

@@ -1,4 +1,4 @@
-/* A program with an allocator of its own over sbrk and brk. */
+/* A program with its own allocator, which uses sbrk and brk. */
 
 #include <errno.h>
 #include <stdint.h>
@@ -39,7 +39,7 @@ int main(void) {
     }
     CHECK(child > 0 && waitpid(child, &status, 0) == child && WEXITSTATUS(status) == 7);
     check(first, BLOCKS);
-    /* What was given back is zeros when it comes again. */
+    /* Memory that is released and requested again is zero. */
     CHECK(brk(first + 10 * BLOCK + 100) == 0);
     CHECK(sbrk(0) == first + 10 * BLOCK + 100);
     check(first, 10);

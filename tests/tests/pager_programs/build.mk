@@ -1,4 +1,4 @@
-# A small build: sources are made, compiled and listed by their checksums.
+# A small build: generates sources, compiles them and prints the checksums of the objects.
 objects := $(FILES:%=f%.o)
 all: $(objects)
 	@for object in $(objects); do cksum < $$object; done

@@ -1,4 +1,4 @@
-/* CHECK ends the process with status 1, and says what did not hold, where and in which process. */
+/* If the condition is false, CHECK prints the process, line and condition, and ends the process with status 1. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>

@@ -1,5 +1,5 @@
-/* Daemons: the parent ends at once, by exit, by daemon(3), or by SIGKILL while its child needs its pages; the
- * last of the family checks everything. What they find is written to a pipe of the first process's parent.
+/* Daemons: the parent ends at once, by exit, by daemon(3), or by SIGKILL while its child needs its pages. The
+ * last process checks all pages. The results go to a pipe of the first process's parent.
  *     daemon double|libc|killed
  */
 #include <signal.h>
@@ -42,7 +42,7 @@ int main(int argc, char **argv) {
         if (fork()) _exit(0);
         look("grandchild");
     } else {
-        /* The middle one is killed when its child has started to read, and is over before it goes on. */
+        /* The process in the middle is killed after its child has started to read. The child continues after that. */
         pid_t middle = fork();
         if (middle == 0) {
             pid_t middle_pid = getpid();

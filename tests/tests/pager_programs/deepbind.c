@@ -1,9 +1,9 @@
 /* A program and, with -DPLUGIN, a shared object that the program opens with RTLD_DEEPBIND.
  *
- * Such an object looks names up in the objects that it depends on before those of the program: its
- * malloc, free, mmap and munmap are those of the C library, not those of a preloaded library. The
- * two exchange memory in both directions, as PHP and its extensions do. The program also takes the
- * functions from the handle of the C library, as Python's ctypes does. */
+ * Such an object looks names up in its own dependencies before it asks the program: its malloc, free, mmap
+ * and munmap are those of the C library, not those of a preloaded library. The program and the object exchange
+ * memory in both directions, like PHP and its extensions. The program also gets the functions from the handle
+ * of the C library, like Python's ctypes. */
 
 #include <dlfcn.h>
 #include <malloc.h>
@@ -39,7 +39,7 @@ __attribute__((constructor)) static void begin(void) {
 
 static char *duplicate(const char *text) { return strdup(text); }
 
-/* Calls, and no addresses: an address would be that of the program's definition. */
+/* Calls instead of function addresses: an address would be that of the program's definition. */
 static void *own_malloc(size_t n) { return malloc(n); }
 static void *own_calloc(size_t c, size_t n) { return calloc(c, n); }
 static void *own_realloc(void *p, size_t n) { return realloc(p, n); }
@@ -85,7 +85,7 @@ static void check(const unsigned char *block, size_t bytes, unsigned seed) {
         CHECK(block[at] == (unsigned char)(seed + at / 4096));
 }
 
-/* Blocks that `makes` allocates, `changes` resizes and `frees` frees. */
+/* `makes` allocates blocks, `changes` resizes them and `frees` frees them. */
 static void exchange(const struct functions *makes, const struct functions *changes,
                      const struct functions *frees) {
     static unsigned char *blocks[BLOCKS];

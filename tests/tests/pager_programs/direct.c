@@ -1,5 +1,5 @@
-// Reads a file with O_DIRECT into a buffer far larger than what is local, while a second thread
-// touches other memory, so that pages are evicted while reads into them are on their way.
+// Reads a file with O_DIRECT into a buffer that is much larger than local memory. A second thread
+// touches other memory, so that pages are evicted while they are the target of a read.
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>

@@ -1,5 +1,6 @@
-/* A family of processes, each with the memory of its parent at the fork, that write, drop, map, move and
- * fork by a seed, and check every page. Some end before their children. The last one says how it went.
+/* A family of processes. Each starts with the memory of its parent at the fork, then writes, drops, maps, moves
+ * and forks as a seed determines, and checks every page. Some end before their children. The last one prints
+ * the result.
  *     family SEED PAGES STEPS DEPTH
  */
 #include <pthread.h>
@@ -13,7 +14,7 @@
 #include <unistd.h>
 
 enum { PAGE = 4096, MOST = 1 << 16, WORDS = PAGE / 8 };
-/* What each page should hold: 0 is zeros, and a version otherwise. Not paged. */
+/* The expected content of each page: 0 for zeros, otherwise a version. Not paged. */
 static uint32_t version[MOST];
 static uint64_t *memory;
 static uint32_t pages, depth_most;
@@ -33,7 +34,7 @@ static uint64_t word(uint32_t page, uint32_t version, int at) {
 static void fill(uint32_t page) {
     uint64_t *at = memory + (size_t)page * WORDS;
     version[page] = draw(1 << 30) + 1;
-    /* Two words and the rest as it is, or all. */
+    /* Writes two words of the page, or all of it. */
     for (int i = 0; i < WORDS; i++) at[i] = word(page, version[page], i);
 }
 
@@ -52,7 +53,7 @@ static void check(uint32_t page) {
 
 static void check_all(void) { for (uint32_t p = 0; p < pages; p++) check(p); }
 
-/* Reads everything all the time, as another thread of each process. */
+/* A second thread of each process, which reads all pages again and again. */
 static atomic_int stop;
 static void *look(void *sum) {
     volatile uint64_t *at = memory;
@@ -80,11 +81,11 @@ static _Noreturn void live(uint32_t steps, uint32_t depth) {
                 if (mmap(at, (size_t)run * PAGE, PROT_READ | PROT_WRITE,
                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != at) abort();
             } else {
-                /* Away and back. */
+                /* To another address and back. */
                 void *away = mremap(at, (size_t)run * PAGE, (size_t)run * PAGE + (64 << 10), MREMAP_MAYMOVE);
-                /* The kernel moves no more than one of its mappings at a time. */
+                /* The kernel moves only one of its mappings per call. */
                 if (away == MAP_FAILED) continue;
-                /* At the end of the memory there may have been room behind it: then it has grown where it is. */
+                /* If there was free space after the memory, it has grown at its old address. */
                 if (away != at && mremap(away, (size_t)run * PAGE, (size_t)run * PAGE,
                                          MREMAP_MAYMOVE | MREMAP_FIXED, at) != at) abort();
                 munmap((char *)away + (size_t)run * PAGE, 64 << 10);

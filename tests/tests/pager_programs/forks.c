@@ -1,4 +1,4 @@
-/* Children see memory as it was at the fork while the parent changes it; they fork and exec themselves. */
+/* Children see memory as it was at the fork while the parent changes it. They also call fork and exec. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,7 +29,7 @@ int main(void) {
             char byte;
             CHECK(read(go[0], &byte, 1) == 1);
             for (size_t i = c; i < PAGES; i += PAGES / CHILD_PAGES) CHECK(*word(i) == i + 1);
-            /* What a child drops is zero to it, and to nobody else. */
+            /* Memory that a child drops reads as zero in the child, and is unchanged in other processes. */
             CHECK(!madvise(word(4096), 16 * PAGE, MADV_DONTNEED));
             CHECK(*word(4100) == 0);
             pid_t grandchild = fork();
@@ -42,7 +42,7 @@ int main(void) {
             _exit(10 + c);
         }
     }
-    /* Overwrite and drop everything before the children look. */
+    /* Overwrites and drops everything before the children read. */
     for (size_t i = 0; i < PAGES; i += 2) *word(i) = 77;
     CHECK(!munmap(word(PAGES / 2), PAGES / 4 * PAGE));
     for (size_t i = 0; i < PAGES / 2; i++) *word(i) = 78;

@@ -1,6 +1,6 @@
-/* Fills 24 MiB with lines of text that say where they are, under a limit of file sizes if one is named. The limit is the
- * program's own business too: writing beyond it, the program gets its signal, once, and EFBIG. With an argument "waits"
- * it says when all is filled, and checks it after a line of input. */
+/* Fills 24 MiB with lines of text that contain their position. With a size as argument, it first sets that limit
+ * of file sizes. The limit also applies to the program: if it writes beyond it, it gets the signal once, and EFBIG.
+ * With the argument "waits" it reports when all memory is filled, and checks the memory after a line of input. */
 #include <errno.h>
 #include <signal.h>
 #include <stdio.h>

@@ -1,5 +1,5 @@
-/* Fills memory that is larger than the bound, says so, and then checks and changes it for ever. Every page
-   has its number and the round in which it was written, at both of its ends. */
+/* Fills memory that is larger than the limit, reports it, and then checks and changes the memory for ever. Every
+   page contains its number and the round of the last write, at its start and end. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -27,7 +27,7 @@ int main(void) {
     puts("filled");
     fflush(stdout);
     for (unsigned long round = 1;; round++) {
-        /* An odd step: every page once, in no order that anybody reads ahead. */
+        /* The step is odd: it visits every page once, in an order that read-ahead does not recognise. */
         for (unsigned long step = 0; step < PAGES; step++) {
             unsigned long page = step * 4099 % PAGES;
             check(page, round);

@@ -1,5 +1,5 @@
-/* Kills the process that keeps the pages of forked children, at several moments. Children and parent go on with
- * right data, or end with the pager's status; nobody hangs. Plainly there is no such process to kill. */
+/* Kills the process that keeps the pages of forked children, at several moments. Children and parent continue with
+ * correct data, or end with the pager's status. No process hangs. Without the pager, there is no process to kill. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -41,7 +41,7 @@ static pid_t keeper_of(pid_t parent) {
     return found;
 }
 
-/* The process waits in poll(2), and not for a lock or a core. */
+/* True if the process waits in poll(2), not for a lock or a core. */
 static int waits(pid_t process) {
     char path[40];
     long call = -1;
@@ -53,8 +53,8 @@ static int waits(pid_t process) {
     return call == SYS_poll;
 }
 
-/* Kills the keeper while it waits, and waits for its end. It has its name only when it has begun; and the
- * child that it served runs before it waits again. */
+/* Kills the keeper while it waits, and waits for its end. The keeper gets its name when it starts to work. The
+ * child that it served runs before the keeper waits again. */
 static void kill_keeper(pid_t parent) {
     if (!is_paged) return;
     pid_t keeper;
@@ -72,12 +72,12 @@ static int end_of(pid_t child) {
     return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-/* A child that waits for a word before each of its steps, and says when each is done. */
+/* A child that waits for a message before each step, and reports the end of each step. */
 struct link { int to[2], from[2]; };
 static void say(int end) { CHECK(write(end, "x", 1) == 1); }
 static void hear(int end) { char word; CHECK(read(end, &word, 1) == 1); }
 
-/* The keeper is killed while it waits: `before` pages of the child's are read by then. */
+/* The keeper is killed while it waits, after the child has read `before` pages. */
 static void idle(unsigned before, int executes, char **arguments) {
     struct link link;
     CHECK(!pipe(link.to) && !pipe(link.from));
@@ -92,7 +92,7 @@ static void idle(unsigned before, int executes, char **arguments) {
             _exit(1);
         }
         look(0, PAGES);
-        /* Grandchildren too. */
+        /* The same with grandchildren. */
         pid_t grandchild = fork();
         if (grandchild == 0) { alarm(PATIENCE_S); look(0, PAGES); _exit(7); }
         CHECK(end_of(grandchild) == 7);
@@ -102,7 +102,7 @@ static void idle(unsigned before, int executes, char **arguments) {
     kill_keeper(getpid());
     say(link.to[1]);
     int status = end_of(child);
-    /* A keeper that had something to do when it was killed took its parent along. */
+    /* If a keeper is killed while it has work, its parent ends too. */
     CHECK(status == 7);
     look(0, PAGES);
 }
@@ -112,7 +112,7 @@ int main(int count, char **arguments) {
     const char *mode = arguments[1];
     if (!strcmp(mode, "executed")) return 7;
     if (!strcmp(mode, "killer")) {
-        /* Kills the keepers of a process as long as that lives. */
+        /* Kills the keepers of a process while that process lives. */
         pid_t parent = atoi(arguments[2]);
         srand(parent);
         for (unsigned killed = 0; !kill(parent, 0);) {

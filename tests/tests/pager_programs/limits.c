@@ -1,6 +1,6 @@
-/* Limits that a program sets on itself while its memory is paged: what it has stays right, and what it
- * cannot have is refused with ENOMEM. A child that must page for itself under such a limit may end with a
- * message, never with anything wrong. */
+/* A program sets resource limits on itself while its memory is paged. Its memory stays correct, and requests beyond
+ * the limits fail with ENOMEM. A child that needs its own pager under such a limit may end with a message, but
+ * never has wrong data. */
 #include <errno.h>
 #include <signal.h>
 #include <stdio.h>
@@ -21,7 +21,7 @@ static int wait_for(pid_t child) {
     return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-/* Allocates up to 16 MiB until refused, and uses it all. */
+/* Allocates up to 16 MiB, or until a request fails, and uses all of it. */
 static void allocate(size_t size) {
     enum { MOST = 256 };
     static unsigned char *all[MOST];
@@ -44,7 +44,7 @@ static void limit(int which, rlim_t most) {
     CHECK(!getrlimit(which, &limit));
     limit.rlim_cur = most;
     CHECK(!setrlimit(which, &limit));
-    /* The first of users may have any number of processes. */
+    /* User 0 may have any number of processes. */
     if (which == RLIMIT_NPROC && geteuid() == 0) CHECK(!setuid(65534));
 }
 
@@ -59,7 +59,7 @@ int main(int count, char **arguments) {
     for (int i = 0; i < 4; i++) {
         pid_t child = fork();
         if (child == 0) {
-            /* Before it has memory of its own, or after. */
+            /* Before or after the child allocates memory. */
             if (i < 2) look();
             limit(which, limits[i % 2]);
             look();

@@ -1,4 +1,4 @@
-/* Many children one after the other, each of which ends as soon as it has looked at a few pages. */
+/* Many children, one after the other. Each reads a few pages and ends. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/wait.h>
@@ -21,7 +21,7 @@ int main(int count, char **arguments) {
             memory[c * (PAGE / 4)] = 0;
             _exit(c % 200);
         }
-        /* Changed while the child looks: not its business. */
+        /* The child must not see this change. */
         memory[c * (PAGE / 4)] += 1000000;
         int status;
         CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == (int)(c % 200));

@@ -1,4 +1,4 @@
-/* mmap, munmap, mremap, madvise and mprotect on memory that is larger than the bound. */
+/* mmap, munmap, mremap, madvise and mprotect on memory that is larger than the limit. */
 #include <errno.h>
 #include <fcntl.h>
 #include <setjmp.h>
@@ -39,7 +39,7 @@ int main(void) {
     fill(a, 1);
     fill(b, 2);
     for (size_t i = 0; i < PAGES; i++) CHECK(holds(a, i, 1) && holds(b, i, 2));
-    /* What is dropped reads as zeros, what is not stays. */
+    /* Dropped pages read as zeros. Other pages keep their content. */
     CHECK(!madvise(a + SIZE / 4, SIZE / 2, MADV_DONTNEED));
     for (size_t i = 0; i < PAGES; i++) {
         int dropped = i >= PAGES / 4 && i < PAGES * 3 / 4;
@@ -50,17 +50,17 @@ int main(void) {
     for (size_t i = 0; i < PAGES; i += 64) CHECK(!munmap(a + i * PAGE, 16 * PAGE));
     CHECK(faults((char *)a, 0) == SIGSEGV && faults((char *)a + 65 * PAGE, 1) == SIGSEGV);
     for (size_t i = 0; i < PAGES; i++) if (i % 64 >= 16) CHECK(holds(a, i, 3));
-    /* A fixed mapping into a hole is zeros. */
+    /* A fixed mapping in a hole reads as zeros. */
     CHECK(mmap(a, 16 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == a);
     CHECK(a[0] == 0 && a[15 * PAGE] == 0 && holds(a, 16, 3));
-    /* A file over a part, and back. */
+    /* A mapping of a file over a part, and anonymous memory there again. */
     int fd = open("/proc/self/exe", O_RDONLY);
     CHECK(mmap(a + 20 * PAGE, PAGE, PROT_READ, MAP_PRIVATE | MAP_FIXED, fd, 0) == a + 20 * PAGE);
     CHECK(!memcmp(a + 20 * PAGE, "\177ELF", 4) && holds(a, 19, 3) && holds(a, 21, 3));
     CHECK(!munmap(a + 20 * PAGE, PAGE) && faults((char *)a + 20 * PAGE, 0) == SIGSEGV);
     CHECK(mmap(a + 20 * PAGE, PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == a + 20 * PAGE);
     CHECK(a[20 * PAGE] == 0);
-    /* Protection: what cannot be read is paged all the same, and comes back. */
+    /* Protection: unreadable pages are paged too, and keep their content. */
     CHECK(!mprotect(b, SIZE, PROT_NONE) && faults((char *)b, 0) == SIGSEGV);
     unsigned char *c = map(SIZE);
     fill(c, 4);
@@ -68,7 +68,7 @@ int main(void) {
     for (size_t i = 0; i < PAGES; i++) CHECK(holds(b, i, 2));
     CHECK(faults((char *)b + 7 * PAGE, 1) == SIGSEGV);
     CHECK(!mprotect(b, SIZE, PROT_READ | PROT_WRITE) && faults((char *)b + 7 * PAGE + 8, 1) == 0);
-    /* A reservation of which parts are opened. */
+    /* A reservation of which parts become accessible. */
     unsigned char *r = mmap(0, 1ul << 34, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     CHECK(r != MAP_FAILED && faults((char *)r, 0) == SIGSEGV);
     CHECK(!mprotect(r + (1ul << 33), SIZE, PROT_READ | PROT_WRITE));
@@ -85,12 +85,12 @@ int main(void) {
     CHECK(m[SIZE] == 0 && m[2 * SIZE - 1] == 0);
     fill(m + SIZE, 6);
     CHECK(mremap(m, 2 * SIZE, SIZE, 0) == m && holds(m, PAGES - 1, 4));
-    /* More than there can be is refused, and changes nothing. */
+    /* Requests that are too large fail without effect. */
     CHECK(mremap(m, SIZE, ((size_t)1 << 44) - PAGE, MREMAP_MAYMOVE) == MAP_FAILED && errno == ENOMEM && holds(m, 1, 4));
     unsigned char *target = map(SIZE);
     CHECK(mremap(m, SIZE, SIZE, MREMAP_MAYMOVE | MREMAP_FIXED, target) == target);
     for (size_t i = 0; i < PAGES; i++) CHECK(holds(target, i, 4));
-    /* Large blocks of the allocator, grown and given back. */
+    /* Large blocks of the allocator grow and are freed. */
     char *block = malloc(1 << 20);
     memset(block, 9, 1 << 20);
     for (size_t size = 2 << 20; size <= 24 << 20; size += 2 << 20) CHECK(block = realloc(block, size));

@@ -1,4 +1,4 @@
-/* A child that lives on when its parent ends, as daemons do. */
+/* A child that outlives its parent, like a daemon. */
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -17,7 +17,7 @@ int main(void) {
         if (write(1, "parent ends\n", 12) != 12) return 1;
         return 0;
     }
-    /* Until the parent has ended. */
+    /* Waits until the parent has ended. */
     close(alive[1]);
     if (read(alive[0], &byte, 1) != 0) return 1;
     for (int i = 0; i < PAGES; i++)

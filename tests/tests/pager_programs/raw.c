@@ -1,5 +1,5 @@
-/* What children have of the region where the kernel reports no forks: those of fork(3) all of it but what the program
- * keeps from them; those of a raw system call nothing. */
+/* The region in children where the kernel reports no forks. Children of fork(3) have all of it, except for the parts
+ * with MADV_DONTFORK. Children of a raw system call have none of it. */
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -41,11 +41,11 @@ int main(void) {
     CHECK(forked(999) == 3 && forked(1000) == -SIGSEGV && forked(1099) == -SIGSEGV && forked(1100) == 3);
     CHECK(!madvise(part, 50 * PAGE, MADV_DOFORK));
     CHECK(forked(1049) == 3 && forked(1050) == -SIGSEGV && raw(1049) == -SIGSEGV);
-    /* What is mapped there later is not kept from anybody. */
+    /* A later mapping at this address is inherited. */
     CHECK(mmap(part, 100 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == part);
     all();
     CHECK(forked(1060) == 3);
-    /* The copy would have to be zeros; what is paged out would not be. */
+    /* Refused: the child would have to see zeros, but paged-out pages would keep their content. */
     CHECK(madvise(part, PAGE, MADV_WIPEONFORK) == -1);
     for (unsigned page = 0; page < PAGES; page++) CHECK(has(page) == 3);
     puts("as expected");

@@ -1,5 +1,5 @@
-# redis.sh DIRECTORY KEYS: a server changes its keys while a child of its saves them; then another one loads
-# what was saved.
+# redis.sh DIRECTORY KEYS: a server changes its keys while its child saves them. Then another server loads
+# the saved keys.
 d=$1
 cli() { redis-cli -s "$d/socket" "$@"; }
 start() {

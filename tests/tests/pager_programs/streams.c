@@ -1,6 +1,6 @@
-/* What libc and other libraries touch around a fork before a handler of the pager's runs in the child: streams, whose
- * locks are reset; the name service's state; thread-specific data; handlers that were registered first. All of it is
- * in paged memory, and most of it not resident.
+/* Data that libc and other libraries access in a child before the pager's atfork handler runs: streams (their locks are
+ * reset), the state of the name service, thread-specific data, and handlers that were registered earlier. All of it is
+ * in paged memory, and most of it is not resident.
  *
  * Compiled twice: as a library that is initialised before the pager's and has handlers, and as a program. */
 #include <errno.h>
@@ -64,7 +64,7 @@ int main(int count, char **arguments) {
     pthread_barrier_wait(&there);
     if (&watched) watched = memory;
     for (int f = 0; f < forks; f++) {
-        /* Everything else goes out, and there is more room, or less, or none. */
+        /* Causes all other pages to be evicted, and leaves more space, or less, or none. */
         for (size_t i = 0; i < PAGES; i++) memory[i * (PAGE / 4)] = i + 1;
         for (int i = 0; i < f % 67; i++) memory[(PAGES + i) * (PAGE / 4)] = f;
         pid_t child = fork();

@@ -28,13 +28,13 @@ int main(int argc, char **argv) {
     for (int i = 0; i < 64; i++) parts[i] = (struct iovec){b + (63 - i) * (SIZE / 64), SIZE / 64};
     CHECK(lseek(fd, 0, SEEK_SET) == 0 && readv(fd, parts, 64) == SIZE);
     for (int i = 0; i < 64; i++) CHECK(!memcmp(parts[i].iov_base, a + i * (SIZE / 64), SIZE / 64));
-    /* A read into memory that was never touched, and a path and a structure that are paged. */
+    /* A read into untouched memory, with a path and a structure in paged memory. */
     unsigned char *fresh = mmap(0, SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(pread(fd, fresh, SIZE, 0) == SIZE && !memcmp(fresh, a, SIZE));
     char *path = malloc(4096);
     struct stat *status = malloc(sizeof *status);
     strcpy(path, argv[1]);
-    memset(a, 1, SIZE); /* push them out */
+    memset(a, 1, SIZE); /* evicts them */
     CHECK(stat(path, status) == 0 && status->st_size == SIZE);
     /* Through a socket to a child and back. */
     int pair[2];
@@ -67,7 +67,7 @@ int main(int argc, char **argv) {
     CHECK(!memcmp(b, fresh, SIZE / 4));
     int ended;
     CHECK(waitpid(child, &ended, 0) == child && ended == 0);
-    /* Descriptors that are not the program's own stay open to the pager. */
+    /* The pager's descriptors stay open if the program closes all others. */
     for (int i = 3; i < 2048; i++) close(i);
     close_range(3, ~0u, 0);
     memset(a, 7, SIZE);

@@ -1,6 +1,5 @@
-/* A program that is linked with a shared libtcmalloc, and mixes its functions with malloc and free. What
- * it asks of `new`, by the names that a C++ compiler gives it, is tcmalloc's own memory: a part of the
- * break. */
+/* A program that is linked with a shared libtcmalloc and mixes its functions with malloc and free. It calls the
+ * operators `new` and `delete` by their mangled C++ names. Their memory is tcmalloc's own, below the program break. */
 
 #include <pthread.h>
 #include <stdint.h>

@@ -1,5 +1,5 @@
-/* Four threads write and check random pages of a mapping that is larger than the bound. argv[1] is how
-   many each of them visits; without a number there, 30000. */
+/* Four threads write and check random pages of a mapping that is larger than the limit. argv[1] is the number of
+   visits of each thread (default: 30000). */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,5 +1,5 @@
-/* Touches so many MiB of memory of one kind, writes a line, and ends. Kinds of memory that the pager does not see,
- * and some that it must see. */
+/* Touches a given number of MiB of one kind of memory, writes a line, and ends. The kinds include memory that the
+ * pager does not see and memory that it must see. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -34,11 +34,11 @@ static char *raw(void) {
 static void *on_stack(void *none) {
     volatile char room[bytes];
     touch((char *)room, bytes);
-    /* The process ends while the stack is there. */
+    /* The process ends while the stack exists. */
     puts("stack");
     exit(none != 0);
 }
-/* As the garbage collector of Ruby 3.1 does: an aligned part of twice the size, the rest given back. */
+/* Like the garbage collector of Ruby 3.1: maps twice the size and unmaps all but an aligned part. */
 static char *aligned(size_t size) {
     char *at = map(2 * size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
     char *part = (char *)(((size_t)at + size) & ~(size - 1));
@@ -54,8 +54,8 @@ static void in_parts(size_t size, char *(*get)(size_t)) {
     for (size_t i = 0; i < count; i += 2) CHECK(!munmap(all[i], size));
     for (size_t i = 1; i < count; i += 2) CHECK(all[i][0] == (char)i && all[i][size - 1] == (char)i);
 }
-/* As setproctitle of Redis, PostgreSQL and others does: the C library's variable of the program's name points
- * to the heap. The pager looks for memory that is not paged, which grows, while that page is not resident. */
+/* Like setproctitle of Redis, PostgreSQL and others: the C library's variable for the program's name points
+ * to the heap. Unpaged memory grows, and the pager looks for it while the page with the name is not resident. */
 static void renamed(void) {
     char *page = aligned_alloc(PAGE, PAGE), *heap = malloc(bytes);
     CHECK(page && heap);
@@ -98,7 +98,7 @@ int main(int count, char **arguments) {
         CHECK(at == (char *)0x100000000000);
         touch(at, bytes);
     } else if (!strcmp(kind, "vast")) {
-        /* As MariaDB reserves its buffer pool, of which it uses a part. */
+        /* Like MariaDB, which reserves memory for its buffer pool and uses a part of it. */
         size_t reserved = (size_t)8 << 40;
         char *at = map(reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1);
         CHECK(mmap(at, bytes / 2, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == at);
@@ -112,7 +112,7 @@ int main(int count, char **arguments) {
         CHECK(child > 0 && waitpid(child, &status, 0) == child && status == 0);
     }
     else if (!strcmp(kind, "renamed")) renamed();
-    /* From here on: kinds that are paged. */
+    /* The following kinds are paged. */
     else if (!strcmp(kind, "aligned")) in_parts(16 * KIB, aligned);
     else if (!strcmp(kind, "aligned64")) in_parts(64 * KIB, aligned);
     else if (!strcmp(kind, "small")) in_parts(PAGE, small);

@@ -1,5 +1,5 @@
-/* A program whose own malloc, linked statically, calls the C library's by its other names; and an
- * allocator within it that gives what is not its own to __libc_free. */
+/* A program with its own malloc, linked statically. It calls that of the C library by its other names. Its
+ * allocator passes blocks that are not its own to __libc_free. */
 
 #include <errno.h>
 #include <stdint.h>

@@ -1,4 +1,4 @@
-//! Both ends of a connection: one of this NIC, one of the kernel's.
+//! Connections between this NIC and the kernel's rxe.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
@@ -12,21 +12,21 @@ use fabric::{
 use granary_tests::guest::{Guest, pattern};
 use granary_tests::hosts::{V4, V6};
 
-/// Bytes of each end's memory: half of it for peers, half for what work requests name.
+/// Bytes of each end's memory: one half for remote access, one half for local work requests.
 pub const BUFFER: usize = 4 << 20;
-/// Where the second half begins.
+/// Offset of the half for local work requests.
 pub const LOCAL: usize = BUFFER / 2;
-/// How long a completion may take; the guest has 180 s.
-const PATIENCE: Duration = Duration::from_secs(200);
+/// Time limit of a completion; the guest's own limit is 180 s.
+const TIMEOUT: Duration = Duration::from_secs(200);
 
-/// Rights as libibverbs writes them: local write, remote write, read, atomics.
+/// Access flags of libibverbs: local write, remote write, remote read, remote atomics.
 pub const ALL: u32 = 15;
-/// Local write, remote read, and that windows are bound to it.
+/// [`ALL`], and binding of windows.
 pub const BINDABLE: u32 = ALL | 16;
-/// A window that may be read and no more.
+/// Remote read only.
 pub const READ: u32 = 4;
 
-/// How work of the kernel's ended (`ibv_wc_status`).
+/// Completion statuses of the kernel (`ibv_wc_status`).
 pub const SUCCESS: u32 = 0;
 pub const REMOTE_ACCESS: u32 = 10;
 pub const RETRY_EXCEEDED: u32 = 12;
@@ -35,25 +35,26 @@ pub const RETRY_EXCEEDED: u32 = 12;
 pub struct Bench {
     pub guest: Guest,
     nics: [SoftNic; 2],
-    /// Slots of the guest's that are taken.
+    /// The guest's slots; true if in use.
     slots: [bool; 16],
-    /// Connections so far: each has PSNs of its own.
+    /// Number of connections so far; it varies the initial PSNs.
     connections: u32,
 }
 
-/// How a connection shall be.
+/// Parameters of a connection.
 #[derive(Clone, Copy, Debug)]
 pub struct How {
     pub v6: bool,
     pub mtu: PathMtu,
-    /// The kernel's local ACK timeout, and its retry count.
-    pub patience: (u8, u8),
+    /// The kernel's local ACK timeout and its retry count.
+    pub retry: (u8, u8),
 }
 
 impl Default for How {
     fn default() -> Self {
-        // 0.54 s: what is lost at the end of a burst costs the kernel that much, eight times that ends it.
-        Self { v6: false, mtu: PathMtu::Mtu1024, patience: (17, 7) }
+        // A timeout of 0.54 s: the kernel's delay after a packet is lost at the end of a burst. The
+        // connection fails after eight timeouts.
+        Self { v6: false, mtu: PathMtu::Mtu1024, retry: (17, 7) }
     }
 }
 
@@ -63,15 +64,15 @@ pub struct Link {
     pub pd: SoftPd,
     pub cq: SoftCq,
     pub qp: SoftQp,
-    /// All of this end's memory.
+    /// Region over all of this end's memory.
     pub mr: SoftMr,
-    /// Which of the guest's queue pairs it is.
+    /// The guest's slot with the QP.
     pub slot: usize,
-    /// The guest's region: address and rkey.
+    /// Address and rkey of the guest's region.
     pub theirs: (u64, u32),
 }
 
-/// A completion of the kernel's.
+/// A completion of the kernel.
 #[derive(Clone, Debug)]
 pub struct Wc {
     pub id: u64,
@@ -100,8 +101,9 @@ impl Bench {
         self.link_in(how, &pd, 0)
     }
 
-    /// Another one in our protection domain `pd`; to our queue pair's number `astray` is added in what the kernel is told.
-    pub fn link_in(&mut self, how: How, pd: &SoftPd, astray: u32) -> Result<Link> {
+    /// A connection in our protection domain `pd`. The kernel connects to our QP number plus
+    /// `qpn_offset`, which is 0 for a working connection.
+    pub fn link_in(&mut self, how: How, pd: &SoftPd, qpn_offset: u32) -> Result<Link> {
         let nic = self.nics[usize::from(how.v6)].clone();
         let cq = nic.create_cq(CqAttr { entries: 256, ignore_overrun: false })?;
         let attr = QpAttr {
@@ -119,70 +121,72 @@ impl Bench {
         let theirs = (words[0].parse()?, words[1].parse()?);
         let their_qpn = self.guest.number(&format!("qp {slot}"))? as u32;
 
-        // Both circles of PSNs end soon.
+        // The PSNs of both directions wrap around soon.
         self.connections += 1;
         let psn = |end: u32| 0xff_fff0 - 40 * end - self.connections % 7;
         let (our_psn, their_psn) = (psn(0), psn(1));
         let [ours, their_address] = Self::addresses(how)?;
-        self.up(how, slot, qp.qpn().raw() + astray, (their_psn, our_psn))?;
+        self.up(how, slot, qp.qpn().raw() + qpn_offset, (their_psn, our_psn))?;
         let there = SocketAddr::new(their_address, rnic::wire::UDP_PORT);
         qp.connect(RemotePeer {
             mtu: how.mtu,
             sq_psn: Psn::new(our_psn),
             rq_psn: Psn::new(their_psn),
-            // 4.3 s, eight times: who is that late is gone.
+            // A timeout of 4.3 s; the connection fails after eight of them.
             timeout: 20,
             ..RemotePeer::new(there, ours, Qpn::new(their_qpn))
         })?;
         Ok(Link { nic, pd: pd.clone(), cq, qp, mr, slot, theirs })
     }
 
-    /// Our address and the guest's.
+    /// The IP addresses of this NIC and of the guest.
     pub fn addresses(how: How) -> Result<[IpAddr; 2]> {
         let [ours, theirs] = if how.v6 { V6 } else { V4 };
         Ok([ours.parse()?, theirs.parse()?])
     }
 
-    /// The NIC that the guest reaches so.
+    /// This process's NIC for a connection with these parameters.
     pub fn nic(&self, how: How) -> SoftNic {
         self.nics[usize::from(how.v6)].clone()
     }
 
-    /// A slot of the guest's that is free; taken from now on.
+    /// Reserves a free slot of the guest.
     pub fn take_slot(&mut self) -> Result<usize> {
         let slot = self.slots.iter().position(|taken| !taken).context("too many connections")?;
         self.slots[slot] = true;
         Ok(slot)
     }
 
-    /// Has the guest connect the QP in `slot` to our `qpn`; both directions begin with `psn`.
+    /// Makes the guest connect the QP in `slot` to our `qpn`; both directions start at `psn`.
     pub fn connect(&mut self, how: How, slot: usize, qpn: u32, psn: u32) -> Result<()> {
         self.up(how, slot, qpn, (psn, psn))
     }
 
-    /// The same with the guest's PSN and ours.
+    /// Makes the guest connect the QP in `slot` to our `qpn`, with separate PSNs.
     fn up(&mut self, how: How, slot: usize, qpn: u32, (theirs, ours): (u32, u32)) -> Result<()> {
         let gid = |address: IpAddr| match address {
             IpAddr::V4(v4) => v4.to_ipv6_mapped(),
             IpAddr::V6(v6) => v6,
         };
         let [here, there] = Self::addresses(how)?.map(gid);
-        let (mtu, (timeout, retries)) = (how.mtu.bytes(), how.patience);
-        let order =
+        let (mtu, (timeout, retries)) = (how.mtu.bytes(), how.retry);
+        let command =
             format!("up {slot} {qpn} {theirs} {ours} {mtu} {timeout} {retries} 7 {there} {here}");
-        self.guest.ask(&order).map(drop)
+        self.guest.ask(&command).map(drop)
     }
 
-    /// Has the kernel run a request on the QP in `slot`, `verb` with the rest of its line; how it ended.
+    /// Makes the kernel execute a request on the QP in `slot`; returns its status. The command is
+    /// `verb`, slot and id, then `rest`.
     pub fn run_on(&mut self, slot: usize, verb: &str, rest: &str) -> Result<u32> {
         self.guest.ask(&format!("{verb} {slot} 77 {rest}"))?;
-        self.guest.tell(&format!("wait {slot}"))?;
-        let wc = self.hear_completion().with_context(|| format!("{verb} {rest}"))?;
+        self.guest.send(&format!("wait {slot}"))?;
+        let wc = self.receive_completion().with_context(|| format!("{verb} {rest}"))?;
         ensure!(wc.id == 77, "another request's completion: {wc:?}");
         Ok(wc.status)
     }
 
-    /// Ends a connection. No window of the guest's may be bound to it: its kernel waits for that.
+    /// Ends a connection. No window of the guest may be bound to it, because the guest's kernel waits
+    /// for the unbinding.
     pub fn unlink(&mut self, link: Link) -> Result<()> {
         self.guest.ask(&format!("destroy {}", link.slot))?;
         self.guest.ask(&format!("dereg {}", link.slot))?;
@@ -190,19 +194,19 @@ impl Bench {
         Ok(())
     }
 
-    /// The guest's side of a connection has been destroyed.
+    /// Releases a slot whose QP the guest has destroyed.
     pub fn free(&mut self, slot: usize) {
         self.slots[slot] = false;
     }
 
-    /// After a case that has failed: the guest destroys all that is left.
+    /// Cleans up after a failed case: the guest destroys all objects.
     pub fn restart(&mut self) -> Result<()> {
         self.guest.restart()?;
         self.slots = [false; 16];
         Ok(())
     }
 
-    /// Has the kernel run a request, `verb` with the rest of its line, and takes the completion.
+    /// Makes the kernel execute a request; returns its completion.
     pub fn run(&mut self, link: &Link, verb: &str, rest: &str) -> Result<Wc> {
         self.guest.ask(&format!("{verb} {} 77 {rest}", link.slot))?;
         let wc = self.wait(link).with_context(|| format!("{verb} {rest}"))?;
@@ -210,22 +214,22 @@ impl Bench {
         Ok(wc)
     }
 
-    /// Has the kernel run what must succeed.
+    /// Makes the kernel execute a request that must succeed.
     pub fn ok(&mut self, link: &Link, verb: &str, rest: &str) -> Result<Wc> {
         let wc = self.run(link, verb, rest)?;
         ensure!(wc.status == SUCCESS, "{verb} {rest}: {}", wc.text);
         Ok(wc)
     }
 
-    /// The next completion of the kernel's.
+    /// The kernel's next completion.
     pub fn wait(&mut self, link: &Link) -> Result<Wc> {
-        self.guest.tell(&format!("wait {}", link.slot))?;
-        self.hear_completion()
+        self.guest.send(&format!("wait {}", link.slot))?;
+        self.receive_completion()
     }
 
-    /// What the kernel answers to `wait`.
-    pub fn hear_completion(&mut self) -> Result<Wc> {
-        let words = self.guest.hear()?;
+    /// Parses the guest's answer to `wait`.
+    pub fn receive_completion(&mut self) -> Result<Wc> {
+        let words = self.guest.receive()?;
         let n = |i: usize| -> Result<u32> { Ok(words.get(i).context("too short")?.parse()?) };
         let imm = (n(4)? & 2 != 0).then_some(n(5)?);
         let id = words[0].parse()?;
@@ -237,7 +241,7 @@ impl Bench {
         self.guest.ask(&format!("fill {offset} {len} {seed}")).map(drop)
     }
 
-    /// Has the guest look whether its memory has a pattern.
+    /// Makes the guest check that its memory contains a pattern.
     pub fn check(&mut self, offset: usize, len: usize, seed: u64) -> Result<()> {
         self.guest.ask(&format!("check {offset} {len} {seed}")).map(drop)
     }
@@ -254,7 +258,7 @@ impl Link {
         Ok(self.qp.post_send(&[WorkRequest { id, op, signaled: true }])?)
     }
 
-    /// Runs signaled work.
+    /// Executes signaled work; returns its completion.
     pub fn run(&self, op: Op<'_>) -> Result<Completion> {
         self.post(77, op)?;
         let c = self.next().with_context(|| format!("{op:?}"))?;
@@ -262,18 +266,18 @@ impl Link {
         Ok(c)
     }
 
-    /// Runs what must succeed.
+    /// Executes work that must succeed.
     pub fn ok(&self, op: Op<'_>) -> Result<Completion> {
         let c = self.run(op)?;
         ensure!(c.status == Status::Success, "{op:?}: {}", c.status);
         Ok(c)
     }
 
-    /// The next completion of ours.
+    /// The next completion of this NIC.
     pub fn next(&self) -> Result<Completion> {
         let mut out = [Completion::EMPTY];
         while self.cq.poll(&mut out) == 0 {
-            ensure!(self.cq.wait(PATIENCE)?, "no completion in {PATIENCE:?}");
+            ensure!(self.cq.wait(TIMEOUT)?, "no completion in {TIMEOUT:?}");
         }
         Ok(out[0])
     }
@@ -283,14 +287,14 @@ impl Link {
         self.mr.memory().write(offset, &pattern(seed, len));
     }
 
-    /// What is in our memory.
+    /// The contents of our memory.
     pub fn bytes(&self, offset: usize, len: usize) -> Vec<u8> {
         let mut out = vec![0; len];
         self.mr.memory().read(offset, &mut out);
         out
     }
 
-    /// Whether our memory has a pattern.
+    /// Checks that our memory contains a pattern.
     pub fn check(&self, offset: usize, len: usize, seed: u64) -> Result<()> {
         let (is, should) = (self.bytes(offset, len), pattern(seed, len));
         match is.iter().zip(&should).position(|(a, b)| a != b) {
@@ -301,7 +305,7 @@ impl Link {
         }
     }
 
-    /// A word of ours that atomics work on: big-endian.
+    /// A big-endian word in our memory, as atomics see it.
     pub fn word(&self, offset: usize) -> u64 {
         u64::from_be_bytes(self.bytes(offset, 8).try_into().expect("eight bytes"))
     }
@@ -310,13 +314,13 @@ impl Link {
         self.mr.memory().write(offset, &value.to_be_bytes());
     }
 
-    /// A place in our memory as the guest's orders name it: address and rkey.
+    /// An address and rkey in our memory, as in the guest's commands.
     pub fn here(&self, offset: usize) -> String {
         let at = self.mr.remote(offset);
         format!("{} {}", at.addr, at.rkey.0)
     }
 
-    /// A place in the guest's memory.
+    /// An address and rkey in the guest's memory.
     pub fn there(&self, offset: usize) -> fabric::Remote {
         fabric::Remote { addr: self.theirs.0 + offset as u64, rkey: fabric::Key(self.theirs.1) }
     }

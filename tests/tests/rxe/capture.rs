@@ -1,4 +1,5 @@
-//! What was on the cable: each packet's ICRC by our code and by scapy's, and tshark's opinion.
+//! Checks of captured packets: the ICRC of each packet by our code and by scapy, and the dissection by
+//! tshark.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -6,16 +7,16 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use granary_tests::cable::Passed;
+use granary_tests::impaired_link::PacketRecord;
 use rnic::wire::icrc::{self, Route};
 use rnic::wire::{Packet, UDP_PORT};
 
-/// Packets that are looked at: scapy takes its time.
-pub const MOST: usize = 20_000;
-/// Of these, those that scapy and tshark look at.
-const TOOLS_MOST: usize = 4_000;
+/// Number of captured packets.
+pub const PACKETS_MAX: usize = 20_000;
+/// Number of packets that scapy and tshark check; scapy is slow.
+const TOOL_PACKETS_MAX: usize = 4_000;
 
-/// Protocols that tshark guesses at in the payload of every packet: ours is random.
+/// Heuristic dissectors of tshark that are disabled, because our payload is random.
 const GUESSES: &str = include_str!("../../../crates/rnic/tests/tshark-guesses.txt");
 
 /// A RoCEv2 packet of a frame.
@@ -52,23 +53,24 @@ fn find(frame: &[u8]) -> Option<Found<'_>> {
     (route.destination.port() == UDP_PORT).then_some(found)
 }
 
-/// Checks frames, each with the end that it came from: 0 is this NIC, 1 the kernel.
+/// Checks frames, each with the number of the sending end: 0 is this NIC, 1 the kernel.
 pub fn check(frames: &[(usize, Vec<u8>)]) -> Result<()> {
     let mut opcodes = [BTreeSet::new(), BTreeSet::new()];
     let mut identifications = BTreeSet::new();
     let mut found = Vec::new();
     for (end, frame) in frames {
-        let Some(it) = find(frame) else { continue };
-        let who = ["this NIC", "the kernel"][*end];
-        let parsed = Packet::parse(it.packet);
-        let parsed = parsed.map_err(|e| anyhow::anyhow!("a packet of {who}: {e:?}"))?;
-        ensure!(icrc::check(&it.route, it.packet), "{who}: another ICRC: {parsed:?}");
-        ensure!(icrc::check_unidentified(&it.route, it.packet), "{who}: unidentified: {parsed:?}");
-        opcodes[*end].insert(it.packet[0]);
-        if *end == 1 && it.route.source.is_ipv4() {
-            identifications.insert(it.route.identification);
+        let Some(roce) = find(frame) else { continue };
+        let sender = ["this NIC", "the kernel"][*end];
+        let parsed = Packet::parse(roce.packet);
+        let parsed = parsed.map_err(|e| anyhow::anyhow!("a packet of {sender}: {e:?}"))?;
+        let (route, packet) = (&roce.route, roce.packet);
+        ensure!(icrc::check(route, packet), "{sender}: wrong ICRC: {parsed:?}");
+        ensure!(icrc::check_unidentified(route, packet), "{sender}: unidentified: {parsed:?}");
+        opcodes[*end].insert(packet[0]);
+        if *end == 1 && route.source.is_ipv4() {
+            identifications.insert(route.identification);
         }
-        found.push((*end, it));
+        found.push((*end, roce));
     }
     let count = |end: usize| found.iter().filter(|(e, _)| *e == end).count();
     println!(
@@ -79,17 +81,17 @@ pub fn check(frames: &[(usize, Vec<u8>)]) -> Result<()> {
         opcodes[0].len(),
         opcodes[1].len(),
     );
-    ensure!(count(0) > 500 && count(1) > 500, "too few packets to say anything");
+    ensure!(count(0) > 500 && count(1) > 500, "too few packets for a check");
 
-    // Some of each opcode and end, then as many as there is time for.
+    // At least 20 packets of each opcode and end, and a sample of the rest.
     let mut kept = Vec::new();
     let mut seen = std::collections::BTreeMap::new();
-    let step = found.len().div_ceil(TOOLS_MOST);
-    for (i, (end, it)) in found.iter().enumerate() {
-        let times = seen.entry((*end, it.packet[0])).or_insert(0);
+    let step = found.len().div_ceil(TOOL_PACKETS_MAX);
+    for (i, (end, roce)) in found.iter().enumerate() {
+        let times = seen.entry((*end, roce.packet[0])).or_insert(0);
         *times += 1;
         if *times <= 20 || i % step == 0 {
-            kept.push(it);
+            kept.push(roce);
         }
     }
     let path = std::env::temp_dir().join(format!("granary-rxe-{}.pcap", std::process::id()));
@@ -99,13 +101,13 @@ pub fn check(frames: &[(usize, Vec<u8>)]) -> Result<()> {
     result
 }
 
-/// The last packets before a failure, in a line each.
-pub fn describe(recent: &[Passed]) -> String {
+/// Describes the last packets before a failure, one per line.
+pub fn describe(recent: &[PacketRecord]) -> String {
     let mut text = String::new();
-    for it in recent {
-        let who = ["this NIC  ", "the kernel"][it.from];
-        let what = match find(&it.bytes) {
-            None => format!("{} bytes, not RoCEv2", it.bytes.len()),
+    for record in recent {
+        let sender = ["this NIC  ", "the kernel"][record.from];
+        let what = match find(&record.bytes) {
+            None => format!("{} bytes, not RoCEv2", record.bytes.len()),
             Some(found) => match Packet::parse(found.packet) {
                 Ok(p) => format!(
                     "QP {:#x} PSN {:#x} {}{:?}, {} bytes",
@@ -119,9 +121,9 @@ pub fn describe(recent: &[Passed]) -> String {
             },
         };
         text += &format!(
-            "        {:10.3?} {who} {what}{}\n",
-            it.at,
-            if it.lost { " LOST" } else { "" }
+            "        {:10.3?} {sender} {what}{}\n",
+            record.at,
+            if record.lost { " LOST" } else { "" }
         );
     }
     text
@@ -134,25 +136,25 @@ fn file(packets: &[&Found<'_>]) -> Vec<u8> {
     for word in [0xa1b2_c3d4u32, 4 << 16 | 2, 0, 0, 65535, 101] {
         file.extend(word.to_le_bytes());
     }
-    for (n, it) in packets.iter().enumerate() {
-        let length = it.ip.len() as u32;
+    for (n, packet) in packets.iter().enumerate() {
+        let length = packet.ip.len() as u32;
         for word in [1_700_000_000, n as u32, length, length] {
             file.extend(word.to_le_bytes());
         }
-        file.extend(it.ip);
+        file.extend(packet.ip);
     }
     file
 }
 
 fn scapy(path: &Path, count: usize) -> Result<()> {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../crates/rnic/tests/icrc.py");
-    // Debian's interpreter: that is the one with Debian's scapy.
+    // Debian's interpreter, because Debian's scapy is installed for it.
     let out = Command::new("/usr/bin/python3").arg(script).arg(path).output();
     let out = out.context("python3 (Debian: python3, python3-scapy)")?;
-    let said = String::from_utf8_lossy(&out.stdout);
-    let complaint = String::from_utf8_lossy(&out.stderr);
-    ensure!(out.status.success(), "scapy (Debian: python3-scapy): {said}{complaint}");
-    ensure!(said.trim() == format!("{count} agree"), "scapy: {said}");
+    let stdout = String::from_utf8_lossy(&out.stdout);
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    ensure!(out.status.success(), "scapy (Debian: python3-scapy): {stdout}{stderr}");
+    ensure!(stdout.trim() == format!("{count} agree"), "scapy: {stdout}");
     Ok(())
 }
 
@@ -171,9 +173,9 @@ fn tshark(path: &Path, count: usize) -> Result<()> {
     let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split('\t').collect()).collect();
     ensure!(lines.len() == count, "tshark sees {} packets of {count}", lines.len());
     for (i, line) in lines.iter().enumerate() {
-        ensure!(!line[0].is_empty(), "packet {i} is none of RoCEv2's to tshark");
+        ensure!(!line[0].is_empty(), "tshark does not dissect packet {i} as RoCEv2");
         ensure!(
-            line.get(1).is_none_or(|said| said.is_empty()),
+            line.get(1).is_none_or(|malformed| malformed.is_empty()),
             "packet {i} is malformed: {line:?}"
         );
     }

@@ -1,8 +1,8 @@
-//! Memory of scheme `finemem`, allocated, used and freed from the guest with READ, WRITE and CAS, and nothing else:
-//! what docs/finemem.md says of the words is all that a compute node needs. The words are put together here, by the page;
-//! none of this project's allocator has a part in it.
+//! Allocates, uses and frees memory of scheme `finemem` from the guest with READ, WRITE and CAS only.
+//! A compute node needs no more than docs/internals/finemem.md. This file builds the words
+//! from that page, without the code of the allocator.
 //!
-//! The pool has fewer chunks than a span, so that its only span is in use from the start.
+//! The pool has fewer chunks than a span, so its only span is in use from the start.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -11,20 +11,20 @@ use anyhow::{Context, Result, ensure};
 use pool::finemem::Node;
 use pool::remote::route::{Route, Start};
 use pool::scheme::{Metadata, NodeScheme};
-use pool::{Admission, ClientId, SchemeKind, Settings};
+use pool::{ConnectRequest, ClientId, SchemeKind, Settings};
 
 use crate::bench::{BUFFER, Bench, How, REMOTE_ACCESS, SUCCESS};
 
 const CHUNKS: u32 = 16;
 const CHUNK_BYTES: u64 = 64 << 10;
-/// Where the guest has what READs and atomics return.
+/// Offset in the guest's memory of the results of READs and atomics.
 const RESULT: usize = 0;
-/// Where it has a chunk's bytes.
+/// Offset in the guest's memory of a chunk's data.
 const DATA: usize = 4096;
-/// How long the memory node may take to release a chunk.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Time limit of the memory node to release a chunk.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A queue pair of the guest's: a slot there.
+/// A QP of the guest, by its slot.
 struct Path(usize);
 
 /// The guest as a compute node.
@@ -34,14 +34,15 @@ struct ComputeNode<'a> {
     metadata: Metadata,
 }
 
-/// A chunk's block as the guest has it.
+/// An allocated chunk, with the guest's key.
 struct Chunk {
     index: u32,
     address: u64,
     key: u32,
 }
 
-/// Allocates, uses and frees chunks; a key of a freed one opens nothing, and its memory comes back empty.
+/// Allocates, uses and frees chunks. The key of a freed chunk is revoked, and its memory is zero at the
+/// next allocation.
 pub fn chunks(bench: &mut Bench, how: How) -> Result<()> {
     let settings = Settings {
         scheme: SchemeKind::FineMem,
@@ -57,20 +58,20 @@ pub fn chunks(bench: &mut Bench, how: How) -> Result<()> {
     let psn = 0xff_ffe0;
     let route =
         Route { address: SocketAddr::new(remote, rnic::wire::UDP_PORT), local, mtu: how.mtu };
-    let admission = Admission {
+    let admission = ConnectRequest {
         management: vec![qpn(bench, &management)? as u32],
         groups: vec![vec![qpn(bench, &access)? as u32]],
         start: Start::Psn(rnic::ids::Psn::new(psn)),
         route: Some(route),
-        ..Admission::default()
+        ..ConnectRequest::default()
     };
     let admitted = node.admit(ClientId(1), &admission)?;
     bench.connect(how, management.0, admitted.management[0], psn)?;
     bench.connect(how, access.0, admitted.groups[0][0], psn)?;
-    let metadata = admitted.metadata.context("a compute node is told where the metadata is")?;
+    let metadata = admitted.metadata.context("the reply names no metadata")?;
     let mut guest = ComputeNode { bench, management, metadata };
 
-    // All there are, and no more.
+    // Allocates all chunks, until the pool is empty.
     let mut held = Vec::new();
     while let Some(chunk) = guest.allocate()? {
         held.push(chunk);
@@ -86,41 +87,41 @@ pub fn chunks(bench: &mut Bench, how: How) -> Result<()> {
         guest.check(&access, chunk, 1000 + chunk.index as u64)?;
     }
 
-    // What it frees comes back with another key, and empty; the rest is as it was.
+    // Freed chunks are allocated again with other keys and zeroed; the other chunks are unchanged.
     let freed = held.split_off(CHUNKS as usize / 2);
     for chunk in &freed {
         guest.free(chunk)?;
     }
     let start = Instant::now();
     while node.status()?.free < freed.len() as u64 {
-        node.turn()?;
-        ensure!(start.elapsed() < PATIENCE, "not released: {:?}", node.status()?);
+        node.poll()?;
+        ensure!(start.elapsed() < TIMEOUT, "not released: {:?}", node.status()?);
     }
     for old in &freed {
-        let new = guest.allocate()?.context("what was released is there")?;
+        let new = guest.allocate()?.context("a released chunk is not available")?;
         ensure!(new.index == old.index, "chunk {} before {}", new.index, old.index);
-        ensure!(new.key != old.key, "the key is another one");
+        ensure!(new.key != old.key, "a freed chunk has the same key again");
         guest.check_empty(&access, &new)?;
         held.push(new);
     }
-    ensure!(guest.allocate()?.is_none(), "more than there is");
+    ensure!(guest.allocate()?.is_none(), "an allocation from an empty pool succeeded");
     for chunk in &held[..CHUNKS as usize / 2] {
         guest.check(&access, chunk, 1000 + chunk.index as u64)?;
     }
     node.audit()?;
 
-    // The old key ends the access connection, as any wrong key does.
+    // An access with the old key breaks the access connection, as any wrong key does.
     let (old, new) = (&freed[0], &held[CHUNKS as usize / 2]);
     let wc = guest.read(&access, old.address, old.key, DATA, 8)?;
-    ensure!(wc == REMOTE_ACCESS, "a dead key: status {wc}");
-    ensure!(new.address == old.address, "it is the same memory");
+    ensure!(wc == REMOTE_ACCESS, "a revoked key: status {wc}");
+    ensure!(new.address == old.address, "the chunk has another address");
 
-    // It goes, and all that it had comes back.
+    // The client disconnects, and all of its chunks are reclaimed.
     node.retire(ClientId(1))?;
     let start = Instant::now();
     while !node.is_retired(ClientId(1)) {
-        node.turn()?;
-        ensure!(start.elapsed() < PATIENCE, "not taken back: {:?}", node.status()?);
+        node.poll()?;
+        ensure!(start.elapsed() < TIMEOUT, "not reclaimed: {:?}", node.status()?);
     }
     ensure!(node.status()?.free == CHUNKS as u64, "{:?}", node.status()?);
     node.audit()?;
@@ -132,7 +133,7 @@ pub fn chunks(bench: &mut Bench, how: How) -> Result<()> {
 }
 
 impl ComputeNode<'_> {
-    /// One section, 16 spans, the full logs, the capabilities: the words of a pool of less than a span.
+    /// Layout of the metadata words: one section, 16 spans, the full logs, the capabilities.
     const SPAN: u32 = 1;
     const LOGS: u32 = 1 + 16;
     const CAPABILITIES: u32 = Self::LOGS + CHUNKS;
@@ -141,7 +142,7 @@ impl ComputeNode<'_> {
         self.metadata.addr + 8 * word as u64
     }
 
-    /// A word of the metadata, by READ: it comes as it lies there, big-endian.
+    /// READs a word of the metadata. The word is big-endian in memory.
     fn load(&mut self, word: u32) -> Result<u64> {
         let (at, key, path) = (self.at(word), self.metadata.rkey, Path(self.management.0));
         let status = self.read(&path, at, key, RESULT, 8)?;
@@ -149,7 +150,7 @@ impl ComputeNode<'_> {
         Ok(self.bench.guest.number(&format!("get {RESULT}"))?.swap_bytes())
     }
 
-    /// CAS of a word; what was there. Atomics give numbers, in the order of the CPU that asks.
+    /// CASes a word and returns its old value. Atomics return values in the requester's byte order.
     fn swap(&mut self, word: u32, from: u64, to: u64) -> Result<u64> {
         let (at, key, slot) = (self.at(word), self.metadata.rkey, self.management.0);
         let status = self.bench.run_on(slot, "cas", &format!("{RESULT} {at} {key} {from} {to}"))?;
@@ -166,7 +167,8 @@ impl ComputeNode<'_> {
             if index == 32 {
                 return Ok(None);
             }
-            // Who changed the header last may not have flushed its log: (user, timestamp, size, taken).
+            // The last client that changed the header may not have flushed its log (user, timestamp,
+            // size, taken).
             self.flush(header)?;
             let timestamp = ((header >> 15) + 1) & 0x7f;
             let taken = (header >> 32 | 1 << index) << 32 // the bitmap
@@ -187,12 +189,12 @@ impl ComputeNode<'_> {
         }
     }
 
-    /// Brings what the span's header says of its last change into that chunk's full log.
+    /// Flushes the log of the span header's last change to the full log of the changed chunk.
     fn flush(&mut self, header: u64) -> Result<()> {
         let field = |at: u32, bits: u32| header >> at & ((1 << bits) - 1);
         let (user, timestamp, offset) = (field(1, 14), field(15, 7), field(25, 5));
         if user == 0 {
-            return Ok(()); // nobody has changed it yet
+            return Ok(()); // the header was never changed
         }
         let is_taken = header >> 32 >> offset & 1;
         let log = user | timestamp << 14 | field(22, 3) << 21 | is_taken << 24;
@@ -204,7 +206,7 @@ impl ComputeNode<'_> {
         Ok(())
     }
 
-    /// Main key 0, backup key what it was: given up.
+    /// Frees a chunk: clears its main key and keeps the backup key.
     fn free(&mut self, chunk: &Chunk) -> Result<()> {
         let (word, open) = (Self::CAPABILITIES + chunk.index, (chunk.key as u64) << 32);
         let found = self.swap(word, open, chunk.key as u64)?;
@@ -212,15 +214,15 @@ impl ComputeNode<'_> {
         Ok(())
     }
 
-    /// READs into the guest's memory; how it ended.
+    /// READs into the guest's memory; returns the status.
     fn read(&mut self, path: &Path, from: u64, key: u32, to: usize, len: u64) -> Result<u32> {
         self.bench.run_on(path.0, "read", &format!("{to} {len} {from} {key}"))
     }
 
     fn write(&mut self, path: &Path, chunk: &Chunk, seed: u64) -> Result<()> {
         self.bench.fill(DATA, CHUNK_BYTES as usize, seed)?;
-        let order = format!("{DATA} {CHUNK_BYTES} {} {}", chunk.address, chunk.key);
-        let status = self.bench.run_on(path.0, "write", &order)?;
+        let arguments = format!("{DATA} {CHUNK_BYTES} {} {}", chunk.address, chunk.key);
+        let status = self.bench.run_on(path.0, "write", &arguments)?;
         ensure!(status == SUCCESS, "WRITE to chunk {}: status {status}", chunk.index);
         Ok(())
     }

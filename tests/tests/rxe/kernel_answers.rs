@@ -1,4 +1,4 @@
-//! The kernel is the responder: our requests.
+//! The kernel is the responder, this NIC the requester.
 
 use anyhow::{Result, ensure};
 use fabric::{Data, Key, MemoryRegion, Op, Remote, Status};
@@ -6,7 +6,7 @@ use fabric::{Data, Key, MemoryRegion, Op, Remote, Status};
 use crate::bench::{ALL, BUFFER, Bench, How, LOCAL, Link, READ, SUCCESS};
 use crate::{sizes, unaligned};
 
-/// The kernel's `ibv_wc_opcode` of a SEND that came, and of a WRITE with immediate data.
+/// `ibv_wc_opcode` of a received SEND, and of a received WRITE with immediate data.
 const RECV: u32 = 128;
 const RECV_WRITE: u32 = 129;
 
@@ -68,12 +68,12 @@ pub fn read(bench: &mut Bench, how: How) -> Result<()> {
         let around = link.bytes(to + len, 16);
         link.ok(Op::Read { from: link.there(from), to: &[link.mr.sge(to, len as u32)] })?;
         link.check(to, len, seed)?;
-        ensure!(link.bytes(to + len, 16) == around, "{len} bytes: what is behind them has changed");
+        ensure!(link.bytes(to + len, 16) == around, "{len} bytes: memory beyond the range has changed");
     }
     bench.unlink(link)
 }
 
-/// CAS that swaps and that does not, FAA, also over the end of the numbers.
+/// Successful and failing CAS, and FAA with wrap-around.
 pub fn atomics(bench: &mut Bench, how: How) -> Result<()> {
     let link = bench.link(how)?;
     let (at_old, old) = (LOCAL + 64, link.mr.sge(LOCAL + 64, 8));
@@ -83,20 +83,20 @@ pub fn atomics(bench: &mut Bench, how: How) -> Result<()> {
         let get = format!("get {offset}");
         bench.guest.ask(&format!("put {offset} {value}"))?;
         link.ok(Op::CompareSwap { at, compare: value + 1, swap: 5, old })?;
-        ensure!(bench.guest.number(&get)? == value, "a CAS swapped that should not");
-        ensure!(link.word(at_old) == value, "CAS: another old value");
+        ensure!(bench.guest.number(&get)? == value, "a CAS swapped despite a wrong value");
+        ensure!(link.word(at_old) == value, "failing CAS: wrong old value");
         link.ok(Op::CompareSwap { at, compare: value, swap: !value, old })?;
         ensure!(bench.guest.number(&get)? == !value, "a CAS did not swap");
-        ensure!(link.word(at_old) == value, "CAS: another old value");
+        ensure!(link.word(at_old) == value, "CAS: wrong old value");
         let add = u64::MAX - 1000 * i as u64;
         link.ok(Op::FetchAdd { at, add, old })?;
-        ensure!(bench.guest.number(&get)? == (!value).wrapping_add(add), "FAA: another sum");
-        ensure!(link.word(at_old) == !value, "FAA: another old value");
+        ensure!(bench.guest.number(&get)? == (!value).wrapping_add(add), "FAA: wrong sum");
+        ensure!(link.word(at_old) == !value, "FAA: wrong old value");
     }
     bench.unlink(link)
 }
 
-/// A type-2 window that the kernel binds to the connection; its key.
+/// Makes the kernel bind a type-2 window to the connection; returns the key.
 fn window(
     bench: &mut Bench,
     link: &Link,
@@ -110,9 +110,9 @@ fn window(
     Ok(key)
 }
 
-/// A window that the kernel has bound, used by this NIC: in its range, with its rights, until it is invalidated.
+/// This NIC uses a window of the kernel: within its range and access rights, until its invalidation.
 ///
-/// What lies beyond its range is not tried: rxe looks at the range of the region only.
+/// Accesses beyond the range are not tested, because rxe checks the range of the region only.
 pub fn their_window(bench: &mut Bench, how: How) -> Result<()> {
     let link = bench.link(how)?;
     let key = window(bench, &link, 0, (1003, 5000), ALL & !1)?;
@@ -125,14 +125,14 @@ pub fn their_window(bench: &mut Bench, how: How) -> Result<()> {
     bench.guest.ask("put 1008 40")?;
     link.ok(Op::FetchAdd { at: at(5), add: 2, old: link.mr.sge(LOCAL, 8) })?;
     ensure!(bench.guest.number("get 1008")? == 42, "FAA through a window");
-    // The window is bound, which it has to be: rxe does not survive the invalidation of a free one.
+    // The window must be bound here, because rxe crashes on the invalidation of an unbound window.
     bench.ok(&link, "inv", &key.to_string())?;
     refused(bench, &link, Op::Write { to: at(0), from: &[link.mr.sge(LOCAL, 8)] })?;
     bench.unlink(link)?;
     bench.guest.ask("dealloc 0").map(drop)?;
 
-    // Without the right to write. That it is refused ends the connection, so that the kernel's invalidation
-    // has to come from elsewhere: deallocating it does that.
+    // A window without write access. The refusal breaks the connection, so the window cannot be
+    // invalidated through it; its deallocation invalidates it.
     let link = bench.link(how)?;
     let key = window(bench, &link, 0, (0, 4096), READ)?;
     let at = Remote { rkey: Key(key), ..link.there(0) };
@@ -142,19 +142,19 @@ pub fn their_window(bench: &mut Bench, how: How) -> Result<()> {
     bench.unlink(link)
 }
 
-/// Runs what the kernel must refuse. It says so once, and its queue pair is in Error from then on: if just that is lost
-/// nobody answers any more.
+/// Executes a request that the kernel must refuse. The kernel sends a single NAK and then has its QP
+/// in state Error. If the NAK is lost, no further answer comes, and the retries are exhausted.
 fn refused(bench: &Bench, link: &Link, op: Op<'_>) -> Result<()> {
-    let lost = || bench.guest.cable.counts().lost;
+    let lost = || bench.guest.link.counts().lost;
     let before = lost();
     let c = link.run(op)?;
-    let is_unheard = c.status == Status::RetryExceeded && lost() > before;
-    let is_refused = c.status == Status::RemoteAccess || is_unheard;
+    let nak_lost = c.status == Status::RetryExceeded && lost() > before;
+    let is_refused = c.status == Status::RemoteAccess || nak_lost;
     ensure!(is_refused, "{op:?}: not refused: {}", c.status);
     Ok(())
 }
 
-/// A window that the kernel has bound to one queue pair, used through another one.
+/// This NIC uses a window that the kernel has bound to another QP.
 pub fn another_queue_pairs_window(bench: &mut Bench, how: How) -> Result<()> {
     let link = bench.link(how)?;
     let pd = link.pd.clone();
@@ -168,8 +168,8 @@ pub fn another_queue_pairs_window(bench: &mut Bench, how: How) -> Result<()> {
     bench.unlink(link)
 }
 
-/// SEND_WITH_INV of a window of the kernel's, which then is dead. It does not say so in the completion: rxe leaves
-/// `IBV_WC_WITH_INV` out.
+/// SEND_WITH_INV invalidates a window of the kernel. The completion does not show the invalidation,
+/// because rxe omits `IBV_WC_WITH_INV`.
 pub fn send_with_invalidate(bench: &mut Bench, how: How) -> Result<()> {
     for len in [0, 1, 37, 1500, 5000] {
         let link = bench.link(how)?;
@@ -190,7 +190,7 @@ pub fn send_with_invalidate(bench: &mut Bench, how: How) -> Result<()> {
     Ok(())
 }
 
-/// Keys that are not, ranges beyond their region.
+/// Invalid keys, and ranges beyond the region.
 pub fn wrong_keys_and_ranges(bench: &mut Bench, how: How) -> Result<()> {
     for verb in ["write", "read", "faa"] {
         for what in ["tag", "index", "before", "behind", "over the end"] {
@@ -202,7 +202,7 @@ pub fn wrong_keys_and_ranges(bench: &mut Bench, how: How) -> Result<()> {
                 "index" => (start, key ^ 0x7fff_ff00),
                 "before" => (start - 8, key),
                 "behind" => (end, key),
-                // An atomic has to be aligned, so it cannot stand across the end.
+                // An atomic must be aligned, so it cannot cross the end.
                 _ => (end - if verb == "faa" { 0 } else { 7 }, key),
             };
             let at = Remote { addr, rkey: Key(key) };
@@ -223,7 +223,7 @@ pub fn wrong_keys_and_ranges(bench: &mut Bench, how: How) -> Result<()> {
     Ok(())
 }
 
-/// A queue pair that there is not any more: nobody answers, and this NIC gives up.
+/// A destroyed QP: no answer comes, and this NIC exhausts its retries.
 pub fn wrong_qp(bench: &mut Bench, how: How) -> Result<()> {
     let link = bench.link(how)?;
     bench.guest.ask(&format!("destroy {}", link.slot))?;
@@ -234,13 +234,13 @@ pub fn wrong_qp(bench: &mut Bench, how: How) -> Result<()> {
     Ok(())
 }
 
-/// A SEND before there is a receive: this NIC is told to wait, and asks again.
+/// A SEND without a posted receive: this NIC receives RNR NAKs and retries.
 pub fn receiver_not_ready(bench: &mut Bench, how: How) -> Result<()> {
     let link = bench.link(how)?;
     for len in [0, 100, 5000] {
         link.fill(LOCAL, len, 71);
         link.post(5, Op::Send { from: &[link.mr.sge(LOCAL, len as u32)] })?;
-        // It is refused a few times before this; if not, the case says nothing, and is right.
+        // Time for a few RNR NAKs before the receive is posted.
         std::thread::sleep(std::time::Duration::from_millis(30));
         bench.guest.ask(&format!("recv {} 3 1 6000", link.slot))?;
         let c = link.next()?.ok()?;

@@ -1,4 +1,4 @@
-//! The kernel is the client: its requests, our responder.
+//! The kernel is the requester, this NIC the responder.
 
 use anyhow::{Result, ensure};
 use fabric::{
@@ -45,7 +45,7 @@ pub fn write(bench: &mut Bench, how: How) -> Result<()> {
             ensure!(c.bytes as usize == len, "{c:?} of {len} bytes");
         }
         link.check(to, len, seed)?;
-        ensure!(link.bytes(to + len, 16) == around, "{len} bytes: what is behind them has changed");
+        ensure!(link.bytes(to + len, 16) == around, "{len} bytes: memory beyond the range has changed");
     }
     bench.unlink(link)
 }
@@ -65,7 +65,7 @@ pub fn read(bench: &mut Bench, how: How) -> Result<()> {
     bench.unlink(link)
 }
 
-/// CAS that swaps and that does not, FAA, also over the end of the numbers.
+/// Successful and failing CAS, and FAA with wrap-around.
 pub fn atomics(bench: &mut Bench, how: How) -> Result<()> {
     let link = bench.link(how)?;
     let old = LOCAL + 64;
@@ -74,21 +74,22 @@ pub fn atomics(bench: &mut Bench, how: How) -> Result<()> {
         let here = link.here(at);
         link.put_word(at, value);
         bench.ok(&link, "cas", &format!("{old} {here} {} 5", value + 1))?;
-        ensure!(link.word(at) == value, "a CAS swapped that should not");
-        ensure!(bench.guest.number(&format!("get {old}"))? == value, "CAS: another old value");
+        ensure!(link.word(at) == value, "a CAS swapped despite a wrong value");
+        let found = bench.guest.number(&format!("get {old}"))?;
+        ensure!(found == value, "failing CAS: wrong old value");
         bench.ok(&link, "cas", &format!("{old} {here} {value} {}", !value))?;
         ensure!(link.word(at) == !value, "a CAS did not swap");
-        ensure!(bench.guest.number(&format!("get {old}"))? == value, "CAS: another old value");
+        ensure!(bench.guest.number(&format!("get {old}"))? == value, "CAS: wrong old value");
         let add = u64::MAX - 1000 * i as u64;
         bench.ok(&link, "faa", &format!("{old} {here} {add}"))?;
-        ensure!(link.word(at) == (!value).wrapping_add(add), "FAA: another sum");
+        ensure!(link.word(at) == (!value).wrapping_add(add), "FAA: wrong sum");
         let found = bench.guest.number(&format!("get {old}"))?;
         ensure!(found == !value, "FAA {i} found {found:#x}, not {:#x}", !value);
     }
     bench.unlink(link)
 }
 
-/// A window of ours on that connection.
+/// Binds a window of this NIC to the connection.
 fn window(link: &Link, offset: usize, len: u32, access: Access) -> Result<Bind> {
     let window = link.nic.alloc_mw(&link.pd)?;
     let bind = Bind {
@@ -102,7 +103,7 @@ fn window(link: &Link, offset: usize, len: u32, access: Access) -> Result<Bind> 
         zero_based: false,
     };
     link.ok(Op::Bind(&bind))?;
-    // Its key lives as long as its handle; nobody here gives windows back before the end.
+    // Dropping the handle would free the window; it must exist until the end of the process.
     std::mem::forget(window);
     Ok(bind)
 }
@@ -111,7 +112,7 @@ fn through(bind: &Bind, offset: u64) -> String {
     format!("{} {}", bind.addr + offset, bind.new_key().0)
 }
 
-/// A window that this NIC has bound, used by the kernel: in its range, with its rights, until it is invalidated.
+/// The kernel uses a window of this NIC: within its range and access rights, until its invalidation.
 pub fn our_window(bench: &mut Bench, how: How) -> Result<()> {
     let link = bench.link(how)?;
     let bind = window(&link, 1003, 5000, Access::REMOTE_ALL)?;
@@ -121,7 +122,7 @@ pub fn our_window(bench: &mut Bench, how: How) -> Result<()> {
     bench.ok(&link, "read", &format!("{} 4999 {}", LOCAL + 9000, through(&bind, 1)))?;
     link.fill(0, 5000, 22);
     bench.ok(&link, "write", &format!("{LOCAL} 0 {}", through(&bind, 5000)))?;
-    // The first aligned word in it.
+    // The first aligned word in the window.
     let at = 8 - (bind.addr % 8);
     link.put_word(1003 + at as usize, 40);
     bench.ok(&link, "faa", &format!("{LOCAL} {} 2", through(&bind, at)))?;
@@ -132,15 +133,15 @@ pub fn our_window(bench: &mut Bench, how: How) -> Result<()> {
     bench.unlink(link)
 }
 
-/// Has the kernel run what this NIC must refuse.
+/// Makes the kernel execute a request that this NIC must refuse.
 fn refused(bench: &mut Bench, link: &Link, verb: &str, rest: &str) -> Result<()> {
     let wc = bench.run(link, verb, rest)?;
     ensure!(wc.status == REMOTE_ACCESS, "{verb} {rest}: not refused: {}", wc.text);
-    ensure!(link.qp.state()? == QpState::Error, "a refusal ends the connection here, too");
+    ensure!(link.qp.state()? == QpState::Error, "a refusal must break this end, too");
     Ok(())
 }
 
-/// What a window does not allow.
+/// Accesses beyond the range or the rights of a window.
 pub fn beyond_our_window(bench: &mut Bench, how: How) -> Result<()> {
     let cases: [(&str, Access, u64, usize); 7] = [
         ("one byte before", Access::REMOTE_ALL, u64::MAX, 1),
@@ -159,7 +160,7 @@ pub fn beyond_our_window(bench: &mut Bench, how: How) -> Result<()> {
         let at = format!("{} {}", bind.addr.wrapping_add(offset), bind.new_key().0);
         refused(bench, &link, "write", &format!("{LOCAL} {len} {at}"))
             .map_err(|e| e.context(what))?;
-        // A message of several packets may have its first ones executed, inside the window.
+        // The first packets of a message, inside the window, may be executed.
         let after = link.bytes(0, 1 << 20);
         ensure!(before[..4096] == after[..4096] && before[8192..] == after[8192..], "{what}");
         ensure!(what.contains("several") || before == after, "{what}: memory has changed");
@@ -175,7 +176,7 @@ pub fn beyond_our_window(bench: &mut Bench, how: How) -> Result<()> {
     bench.unlink(link)
 }
 
-/// A window that is bound to one queue pair, used by the peer of another one of the same protection domain.
+/// The kernel uses a window that is bound to another QP of the same protection domain.
 pub fn another_queue_pairs_window(bench: &mut Bench, how: How) -> Result<()> {
     let link = bench.link(how)?;
     let pd = link.pd.clone();
@@ -188,7 +189,7 @@ pub fn another_queue_pairs_window(bench: &mut Bench, how: How) -> Result<()> {
     bench.unlink(link)
 }
 
-/// SEND_WITH_INV of a window of ours, which then is dead.
+/// SEND_WITH_INV invalidates a window of this NIC.
 pub fn send_with_invalidate(bench: &mut Bench, how: How) -> Result<()> {
     for len in [0, 1, 37, 1500, 5000] {
         let link = bench.link(how)?;
@@ -204,7 +205,7 @@ pub fn send_with_invalidate(bench: &mut Bench, how: How) -> Result<()> {
         refused(bench, &link, "write", &format!("{LOCAL} 1 {}", through(&bind, 0)))?;
         bench.unlink(link)?;
     }
-    // A key that is nobody's, and a region's.
+    // An invalid key, and the key of a region.
     for region in [false, true] {
         let link = bench.link(how)?;
         let key = if region { link.mr.key() } else { Key(link.mr.key().0 ^ 0x55) };
@@ -215,7 +216,7 @@ pub fn send_with_invalidate(bench: &mut Bench, how: How) -> Result<()> {
     Ok(())
 }
 
-/// Keys that are not, ranges beyond their region.
+/// Invalid keys, and ranges beyond the region.
 pub fn wrong_keys_and_ranges(bench: &mut Bench, how: How) -> Result<()> {
     for verb in ["write", "read", "faa"] {
         for what in ["tag", "index", "zero", "before", "behind", "over the end"] {
@@ -228,7 +229,7 @@ pub fn wrong_keys_and_ranges(bench: &mut Bench, how: How) -> Result<()> {
                 "zero" => (start, 0),
                 "before" => (start - 8, key),
                 "behind" => (end, key),
-                // An atomic has to be aligned, so it cannot stand across the end.
+                // An atomic must be aligned, so it cannot cross the end.
                 _ => (end - if verb == "faa" { 0 } else { 7 }, key),
             };
             let rest = match verb {
@@ -242,7 +243,7 @@ pub fn wrong_keys_and_ranges(bench: &mut Bench, how: How) -> Result<()> {
     Ok(())
 }
 
-/// A queue pair that there is not: nobody answers, and the kernel gives up.
+/// A nonexistent QP: no answer comes, and the kernel exhausts its retries.
 pub fn wrong_qp(bench: &mut Bench, how: How) -> Result<()> {
     let pd = {
         let link = bench.link(how)?;
@@ -250,21 +251,21 @@ pub fn wrong_qp(bench: &mut Bench, how: How) -> Result<()> {
         bench.unlink(link)?;
         pd
     };
-    let lost = bench.link_in(How { patience: (14, 1), ..how }, &pd, 0x1234)?;
+    let lost = bench.link_in(How { retry: (14, 1), ..how }, &pd, 0x1234)?;
     let place = lost.here(0);
     let wc = bench.run(&lost, "write", &format!("{LOCAL} 8 {place}"))?;
     ensure!(wc.status == RETRY_EXCEEDED, "{}", wc.text);
-    ensure!(lost.qp.state()? == QpState::ReadyToSend, "nothing has happened here");
+    ensure!(lost.qp.state()? == QpState::ReadyToSend, "this end must not be affected");
     bench.unlink(lost)
 }
 
-/// A SEND before there is a receive: the kernel is told to wait, and asks again.
+/// A SEND without a posted receive: the kernel receives RNR NAKs and retries.
 pub fn receiver_not_ready(bench: &mut Bench, how: How) -> Result<()> {
     let link = bench.link(how)?;
     for len in [0, 100, 5000] {
         bench.fill(LOCAL, len, 41)?;
         bench.guest.ask(&format!("send {} 5 {LOCAL} {len}", link.slot))?;
-        // It is refused a few times before this; if not, the case says nothing, and is right.
+        // Time for a few RNR NAKs before the receive is posted.
         std::thread::sleep(std::time::Duration::from_millis(30));
         link.receive(3, &[link.mr.sge(1, 6000)])?;
         let wc = bench.wait(&link)?;

@@ -1,10 +1,9 @@
-//! Our RoCEv2 against Linux's soft-RoCE (rdma_rxe), in both roles.
+//! Interoperability of our RoCEv2 with the kernel's soft-RoCE (rdma_rxe), in both roles.
 //!
-//! A Debian kernel boots in qemu; a program that knows libibverbs and nothing of this project (`tests/rxe/peer.c`)
-//! uses its rxe device. It is connected to a NIC of this process by a cable that can lose, double and delay
-//! packets. See docs/roce.md for what is run and what rxe does otherwise than the specification.
+//! A Debian kernel boots in qemu. A program that uses only libibverbs (`tests/rxe/peer.c`) drives its rxe device.
+//! A NIC of this process is connected to it by a link that can lose, duplicate and delay packets. See docs/internals/roce.md for the tests and for the differences between rxe and the specification.
 //!
-//! Takes minutes: run with `GRANARY_TEST_FULL=1` only.
+//! The test takes minutes and runs with `GRANARY_TEST_FULL=1` only.
 
 mod bench;
 mod capture;
@@ -17,14 +16,14 @@ use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use fabric::PathMtu;
-use granary_tests::cable::Trouble;
+use granary_tests::impaired_link::Impairment;
 use granary_tests::guest::Guest;
 use granary_tests::needs;
 use granary_tests::node::full;
 
 use bench::{Bench, How};
 
-/// From none to a megabyte; around the ends of packets and of their padding.
+/// Message sizes from 0 to 1 MiB, around the boundaries of packets and of their padding.
 const SIZES: [usize; 22] = [
     0,
     1,
@@ -50,19 +49,19 @@ const SIZES: [usize; 22] = [
     1 << 20,
 ];
 
-/// The sizes of a case: the two longest where that is thousands of packets are once enough.
+/// The sizes of a case. With the smallest MTU the longest sizes, thousands of packets, are left out.
 fn sizes(how: How) -> impl Iterator<Item = usize> {
     SIZES.into_iter().filter(move |len| how.mtu > PathMtu::Mtu256 || *len < 1 << 19)
 }
 
-/// Offsets, each with another remainder by 8.
+/// Offset number `i`; consecutive offsets have different remainders modulo 8.
 fn unaligned(i: usize) -> usize {
     64 * i + 1 + i * 3 % 7
 }
 
 type Case = (&'static str, fn(&mut Bench, How) -> Result<()>);
 
-/// What moves data.
+/// Cases that move data.
 const TRAFFIC: [Case; 12] = [
     ("kernel asks: SEND", kernel_asks::send),
     ("kernel asks: WRITE", kernel_asks::write),
@@ -78,7 +77,7 @@ const TRAFFIC: [Case; 12] = [
     ("kernel answers: receiver not ready", kernel_answers::receiver_not_ready),
 ];
 
-/// What is refused, and windows.
+/// Cases of windows and of refused accesses.
 const KEYS: [Case; 9] = [
     ("kernel asks: through our window", kernel_asks::our_window),
     ("kernel asks: beyond our window", kernel_asks::beyond_our_window),
@@ -94,10 +93,10 @@ const KEYS: [Case; 9] = [
 /// Operations of a mixed run.
 const MIXED: usize = 10_000;
 
-/// Runs cases and says how they ended.
+/// Runs cases and prints their results.
 struct Runner {
     bench: Bench,
-    /// Only those whose names have this in them (environment variable `GRANARY_RXE`).
+    /// Filter: only cases whose names contain this text (environment variable `GRANARY_RXE`).
     only: Option<String>,
     passed: usize,
     failed: Vec<String>,
@@ -116,7 +115,7 @@ impl Runner {
             }
             Err(e) => {
                 println!("FAILED  {name} ({:.1?}): {e:#}", start.elapsed());
-                println!("{}", capture::describe(&self.bench.guest.cable.recent()));
+                println!("{}", capture::describe(&self.bench.guest.link.recent()));
                 self.failed.push(format!("{name}: {e:#}"));
                 self.bench.restart()?;
             }
@@ -133,15 +132,16 @@ impl Runner {
 }
 
 #[test]
-fn soft_roce_and_this_nic_understand_each_other() -> Result<()> {
+fn nic_interoperates_with_kernel_soft_roce() -> Result<()> {
     if !full() {
         println!(
-            "skipped: boots a virtual machine, which takes minutes; GRANARY_TEST_FULL=1 runs it"
+            "skipped: the test boots a virtual machine, which takes minutes; GRANARY_TEST_FULL=1 \
+             runs it"
         );
         return Ok(());
     }
     if cfg!(not(target_arch = "x86_64")) {
-        needs::skip("the guest's image is made on x86-64 only");
+        needs::skip("the guest's image can be built on x86-64 only");
         return Ok(());
     }
     let Some(guest) = Guest::boot()? else { return Ok(()) };
@@ -149,10 +149,10 @@ fn soft_roce_and_this_nic_understand_each_other() -> Result<()> {
     let mut runner = Runner { bench: Bench::new(guest)?, only, passed: 0, failed: Vec::new() };
     let plain = How::default();
 
-    runner.bench.guest.cable.keep(capture::MOST);
+    runner.bench.guest.link.start_capture(capture::PACKETS_MAX);
     runner.cases("MTU 1024", plain, &TRAFFIC)?;
     runner.cases("MTU 1024", plain, &KEYS)?;
-    runner.run("the capture of this", |bench| capture::check(&bench.guest.cable.kept()))?;
+    runner.run("the capture of this", |bench| capture::check(&bench.guest.link.take_capture()))?;
     let any = usize::MAX;
     runner.run("10,000 mixed operations, kernel asks", |b| {
         mixed::kernel_asks(b, plain, MIXED, (1, any))
@@ -164,30 +164,33 @@ fn soft_roce_and_this_nic_understand_each_other() -> Result<()> {
     runner.run("finemem: chunks by READ, WRITE and CAS", |b| finemem::chunks(b, plain))?;
 
     let v6 = How { v6: true, ..plain };
-    runner.bench.guest.cable.keep(capture::MOST);
+    runner.bench.guest.link.start_capture(capture::PACKETS_MAX);
     runner.cases("IPv6", v6, &TRAFFIC)?;
-    runner.run("the capture of this", |bench| capture::check(&bench.guest.cable.kept()))?;
+    runner.run("the capture of this", |bench| capture::check(&bench.guest.link.take_capture()))?;
     for mtu in [PathMtu::Mtu256, PathMtu::Mtu4096] {
         runner.cases(&format!("MTU {}", mtu.bytes()), How { mtu, ..plain }, &TRAFFIC)?;
     }
 
-    // One packet in a hundred is lost, one comes twice, two come late.
-    runner.bench.guest.cable.make(Trouble { lost: 10, doubled: 10, late: 20, seed: 77 });
-    runner.bench.guest.cable.keep(capture::MOST);
-    runner.cases("bad cable", plain, &TRAFFIC)?;
-    runner.cases("bad cable", plain, &KEYS)?;
-    runner.run("the capture of this", |bench| capture::check(&bench.guest.cable.kept()))?;
-    // An acknowledgement that comes twice, or late, between the packets of a READ's response ends rxe's connection.
+    // Of a hundred packets one is lost, one is duplicated, two are delayed.
+    let impairment = Impairment { lost: 10, duplicated: 10, delayed: 20, seed: 77 };
+    runner.bench.guest.link.set_impairment(impairment);
+    runner.bench.guest.link.start_capture(capture::PACKETS_MAX);
+    runner.cases("impaired link", plain, &TRAFFIC)?;
+    runner.cases("impaired link", plain, &KEYS)?;
+    runner.run("the capture of this", |bench| capture::check(&bench.guest.link.take_capture()))?;
+    // READs of one packet only, because a duplicated or delayed ACK between the packets of a READ's
+    // response ends rxe's connection.
     let one_packet = 1024;
-    runner.run("10,000 mixed operations over a bad cable, kernel asks", |b| {
+    runner.run("10,000 mixed operations over an impaired link, kernel asks", |b| {
         mixed::kernel_asks(b, plain, MIXED, (3, one_packet))
     })?;
-    runner.run("10,000 mixed operations over a bad cable, kernel answers", |b| {
+    runner.run("10,000 mixed operations over an impaired link, kernel answers", |b| {
         mixed::kernel_answers(b, plain, MIXED, 4)
     })?;
-    runner
-        .run("bad cable, finemem: chunks by READ, WRITE and CAS", |b| finemem::chunks(b, plain))?;
-    println!("the cable: {:?}", runner.bench.guest.cable.counts());
+    runner.run("impaired link, finemem: chunks by READ, WRITE and CAS", |b| {
+        finemem::chunks(b, plain)
+    })?;
+    println!("the link: {:?}", runner.bench.guest.link.counts());
 
     let Runner { bench, passed, failed, .. } = runner;
     bench.guest.end()?;

@@ -1,7 +1,8 @@
-//! Thousands of operations of all kinds, up to sixteen at a time, and a model that says what each must find.
+//! Thousands of operations of all kinds, up to sixteen in flight, checked against a model.
 //!
-//! The responder's first megabyte is cut into sixteen slots, one for each operation of a round, so that those
-//! under way at a time do not touch the same bytes. SENDs go to receives in the order in which they were posted.
+//! The responder's first megabyte is divided into sixteen slots, one per operation of a round, so that
+//! concurrent operations do not touch the same bytes. SENDs consume receives in the order of their
+//! posting.
 
 use anyhow::{Context, Result, ensure};
 use fabric::{Completion, CompletionKind, Data, MemoryRegion, Op, QueuePair, Sge, WorkRequest};
@@ -9,17 +10,18 @@ use granary_tests::guest::{hash, pattern};
 
 use crate::bench::{Bench, How, LOCAL, Link, SUCCESS};
 
-/// Operations under way at a time, and the bytes of each one's slot.
+/// Operations in flight in a round.
 const ROUND: usize = 16;
+/// Bytes of an operation's slot.
 const SLOT: usize = 64 << 10;
-/// After so many rounds all of the responder's memory is compared.
+/// Interval, in rounds, of comparisons of all of the responder's memory.
 const COMPARE: usize = 64;
 
-/// One operation, on its slot.
+/// An operation on its slot.
 #[derive(Clone, Copy, Debug)]
 struct Step {
     kind: Kind,
-    /// In the responder's memory.
+    /// Offset in the responder's memory.
     at: usize,
     len: usize,
     seed: u64,
@@ -35,7 +37,7 @@ enum Kind {
     FetchAdd,
 }
 
-/// What is random.
+/// Pseudo-random number generator.
 struct Random(u64);
 
 impl Random {
@@ -47,21 +49,22 @@ impl Random {
     }
 }
 
-/// What the responder's memory should hold, and which operations there are.
+/// Generates operations and computes the expected contents of the responder's memory.
 struct Model {
     random: Random,
     memory: Vec<u8>,
-    /// Words that atomics work on are big-endian.
+    /// True if atomics work on big-endian words.
     big_endian: bool,
-    /// Bytes of a READ or WRITE at least, of a READ at most.
-    least: usize,
+    /// Minimum length of a READ or WRITE.
+    min_len: usize,
+    /// Maximum length of a READ.
     read_max: usize,
 }
 
 impl Model {
     fn new(seed: u64, big_endian: bool) -> Self {
         let memory = pattern(0, ROUND * SLOT);
-        Self { random: Random(seed), memory, big_endian, least: 0, read_max: SLOT }
+        Self { random: Random(seed), memory, big_endian, min_len: 0, read_max: SLOT }
     }
 
     fn word(&self, at: usize) -> u64 {
@@ -69,7 +72,7 @@ impl Model {
         if self.big_endian { u64::from_be_bytes(bytes) } else { u64::from_le_bytes(bytes) }
     }
 
-    /// The operation of a slot in this round.
+    /// Generates the next operation of a slot.
     fn step(&mut self, slot: usize) -> Step {
         let random = &mut self.random;
         let kind = random.below(5);
@@ -78,8 +81,8 @@ impl Model {
         let len = random.below(longest + 1) as usize;
         let len = match kind {
             0 => len,
-            2 => len.clamp(self.least, self.read_max),
-            _ => len.max(self.least),
+            2 => len.clamp(self.min_len, self.read_max),
+            _ => len.max(self.min_len),
         };
         let at = slot * SLOT + random.below((SLOT - len) as u64) as usize;
         let imm = (random.below(4) == 0).then_some(seed as u32);
@@ -99,7 +102,7 @@ impl Model {
         }
     }
 
-    /// Does what the responder does; what a READ or an atomic finds there before it.
+    /// Applies an operation to the model; returns the expected result of a READ or an atomic.
     fn apply(&mut self, step: &Step) -> Found {
         let range = step.at..step.at + step.len;
         match step.kind {
@@ -124,24 +127,24 @@ impl Model {
     }
 }
 
-/// What an operation finds.
+/// Result of an operation.
 enum Found {
     Nothing,
     Bytes(Vec<u8>),
     Word(u64),
 }
 
-/// Whether it takes a receive.
+/// True if the operation consumes a receive.
 fn takes_receive(step: &Step) -> bool {
     step.kind == Kind::Send || step.imm.is_some()
 }
 
-/// Where the client keeps what the operation of a slot sends or gets, and the responder what it receives.
+/// Offset of a slot's local buffer: source or result at the requester, received data at the responder.
 fn local(slot: usize) -> usize {
     LOCAL + slot * SLOT
 }
 
-/// The kernel is the client. Its READs have `read_max` bytes at most.
+/// The kernel is the requester. Its READs have at most `read_max` bytes.
 pub fn kernel_asks(
     bench: &mut Bench,
     how: How,
@@ -183,27 +186,27 @@ fn kernel_round(bench: &mut Bench, link: &Link, steps: &[Step], found: &[Found])
             Kind::FetchAdd => format!("faa {qp} {i} {place} {here} {}", step.seed),
         };
         if matches!(step.kind, Kind::Send | Kind::Write) {
-            bench.guest.tell(&format!("fill {place} {len} {}", step.seed))?;
+            bench.guest.send(&format!("fill {place} {len} {}", step.seed))?;
             answers += 1;
         }
-        bench.guest.tell(&order)?;
+        bench.guest.send(&order)?;
         answers += 1;
     }
     for _ in steps {
-        bench.guest.tell(&format!("wait {}", link.slot))?;
+        bench.guest.send(&format!("wait {}", link.slot))?;
     }
     for (i, found) in found.iter().enumerate() {
         match found {
             Found::Nothing => {}
-            Found::Bytes(b) => bench.guest.tell(&format!("hash {} {}", local(i), b.len()))?,
-            Found::Word(_) => bench.guest.tell(&format!("get {}", local(i)))?,
+            Found::Bytes(b) => bench.guest.send(&format!("hash {} {}", local(i), b.len()))?,
+            Found::Word(_) => bench.guest.send(&format!("get {}", local(i)))?,
         }
     }
     for _ in 0..answers {
-        bench.guest.hear()?;
+        bench.guest.receive()?;
     }
     for (i, step) in steps.iter().enumerate() {
-        let wc = bench.hear_completion()?;
+        let wc = bench.receive_completion()?;
         ensure!(wc.status == SUCCESS && wc.id == i as u64, "{step:?}: {wc:?}");
     }
     for (step, found) in steps.iter().zip(found) {
@@ -212,7 +215,7 @@ fn kernel_round(bench: &mut Bench, link: &Link, steps: &[Step], found: &[Found])
             Found::Bytes(bytes) => hash(bytes),
             Found::Word(word) => *word,
         };
-        let is: u64 = bench.guest.hear()?[0].parse()?;
+        let is: u64 = bench.guest.receive()?[0].parse()?;
         ensure!(is == should, "{step:?} found something else");
     }
     for (i, step) in steps.iter().enumerate().filter(|(_, step)| takes_receive(step)) {
@@ -232,9 +235,9 @@ fn kernel_round(bench: &mut Bench, link: &Link, steps: &[Step], found: &[Found])
 pub fn kernel_answers(bench: &mut Bench, how: How, count: usize, seed: u64) -> Result<()> {
     let link = bench.link(how)?;
     let mut model = Model::new(seed, false);
-    // rxe does not answer a READ of no bytes a second time; and once it has executed a READ or WRITE of no
-    // bytes, it refuses READs that are asked for again.
-    model.least = 1;
+    // No empty READs and WRITEs: rxe does not answer a retransmitted READ of zero bytes, and after a
+    // READ or WRITE of zero bytes it refuses retransmitted READs.
+    model.min_len = 1;
     bench.fill(0, ROUND * SLOT, 0)?;
     for round in 0..count.div_ceil(ROUND) {
         let steps: Vec<Step> = (0..ROUND).map(|slot| model.step(slot)).collect();
@@ -252,10 +255,10 @@ pub fn kernel_answers(bench: &mut Bench, how: How, count: usize, seed: u64) -> R
 fn our_round(bench: &mut Bench, link: &Link, steps: &[Step], found: &[Found]) -> Result<()> {
     let receives = || steps.iter().enumerate().filter(|(_, step)| takes_receive(step));
     for (i, _) in receives() {
-        bench.guest.tell(&format!("recv {} {i} {} {SLOT}", link.slot, local(i)))?;
+        bench.guest.send(&format!("recv {} {i} {} {SLOT}", link.slot, local(i)))?;
     }
     for _ in receives() {
-        bench.guest.hear()?;
+        bench.guest.receive()?;
     }
     let gathers: Vec<[Sge; 1]> = steps
         .iter()
@@ -297,17 +300,17 @@ fn our_round(bench: &mut Bench, link: &Link, steps: &[Step], found: &[Found]) ->
         }
     }
     for (i, step) in receives() {
-        bench.guest.tell(&format!("wait {}", link.slot))?;
+        bench.guest.send(&format!("wait {}", link.slot))?;
         if step.kind == Kind::Send {
-            bench.guest.tell(&format!("check {} {} {}", local(i), step.len, step.seed))?;
+            bench.guest.send(&format!("check {} {} {}", local(i), step.len, step.seed))?;
         }
     }
     for (i, step) in receives() {
-        let wc = bench.hear_completion()?;
+        let wc = bench.receive_completion()?;
         let right = wc.id == i as u64 && wc.imm == step.imm && wc.bytes as usize == step.len;
         ensure!(wc.status == SUCCESS && right, "{step:?}: {wc:?}");
         if step.kind == Kind::Send {
-            bench.guest.hear().with_context(|| format!("{step:?}"))?;
+            bench.guest.receive().with_context(|| format!("{step:?}"))?;
         }
     }
     Ok(())

@@ -1,103 +1,103 @@
-//! What a paper's experiments are: names, claims, how they run and how they are drawn.
+//! Description of a paper and its experiments: names, claims, and functions that run and draw them.
 
 use std::path::{Path, PathBuf};
 
 use sim::Params;
 
 use super::Run;
-use super::finding::Findings;
+use super::results::Results;
 use crate::Error;
 
-/// A paper with the experiments of it that there are.
+/// A paper with its reproduced experiments.
 #[derive(Debug)]
 pub struct Paper {
-    /// Its name on the command line and in names of files.
+    /// Name on the command line and in file names.
     pub name: &'static str,
-    /// Its name with where it was published.
+    /// Name and venue.
     pub title: &'static str,
-    /// The cluster that is simulated.
+    /// Description of the simulated cluster.
     pub cluster: &'static str,
     /// The timing model's parameters of that cluster.
     pub params: fn() -> Params,
-    /// All of them, in the order in which they run.
+    /// The experiments, in the order in which they run.
     pub experiments: &'static [Experiment],
-    /// Why a claim is off by more than a tenth.
+    /// Explains why a claim, given by its id, is off by more than a tenth.
     pub note: fn(&str) -> Option<&'static str>,
-    /// What is to be said of the measured tables.
+    /// Note printed after the measured tables.
     pub measured: &'static str,
 }
 
-/// An experiment.
+/// An experiment of a paper.
 #[derive(Clone, Copy, Debug)]
 pub struct Experiment {
-    /// Its name on the command line and in records.
+    /// Name on the command line and in records.
     pub name: &'static str,
-    /// What it is, in a line.
+    /// Title of its tables.
     pub title: &'static str,
-    /// The claims that it covers.
+    /// Ids of the claims that the experiment covers.
     pub claims: &'static [&'static str],
-    /// Steps of its bar.
+    /// Number of steps of the progress bar.
     pub steps: fn(&Run<'_>) -> usize,
-    /// Runs it.
-    pub run: fn(&Run<'_>, &mut Findings) -> Result<(), Error>,
-    /// Draws its pictures.
-    pub draw: fn(&Findings, &Canvas<'_>) -> Result<Vec<PathBuf>, Error>,
+    /// Runs the experiment.
+    pub run: fn(&Run<'_>, &mut Results) -> Result<(), Error>,
+    /// Draws the pictures.
+    pub draw: fn(&Results, &Canvas<'_>) -> Result<Vec<PathBuf>, Error>,
 }
 
-/// Where pictures go.
+/// Output parameters of pictures.
 #[derive(Clone, Copy, Debug)]
 pub struct Canvas<'a> {
-    /// Under each title.
+    /// Line under each title.
     pub subtitle: &'a str,
-    /// The directory.
+    /// Directory of the files.
     pub directory: &'a Path,
-    /// What names of files begin with.
+    /// Prefix of the file names.
     pub name: &'a str,
 }
 
 impl Canvas<'_> {
-    /// The name of a picture.
+    /// The file name of a picture, without its extension.
     pub fn file(&self, rest: &str) -> String {
         if rest.is_empty() { self.name.to_owned() } else { format!("{}-{rest}", self.name) }
     }
 }
 
 impl Paper {
-    /// The experiment of that name.
+    /// Finds an experiment by name.
     ///
     /// # Errors
-    /// The names that there are.
+    /// A message with the existing names.
     pub fn experiment(&self, name: &str) -> Result<&Experiment, String> {
         self.experiments.iter().find(|e| e.name == name).ok_or_else(|| {
             let names: Vec<_> = self.experiments.iter().map(|e| e.name).collect();
-            format!("--experiment {name}: it is one of {}", names.join(", "))
+            format!("--experiment {name}: must be one of {}", names.join(", "))
         })
     }
 }
 
 impl Experiment {
-    /// Runs it. `params` are those of the timing model, if it is simulated.
+    /// Runs the experiment. `params`: the timing model's parameters if the testbed is simulated.
     ///
     /// # Errors
-    /// As what runs.
-    pub fn run(&self, run: &Run<'_>, params: Option<&Params>) -> Result<Findings, Error> {
-        let mut findings = Findings::new(self.name, params);
-        (self.run)(run, &mut findings)?;
-        Ok(findings)
+    /// Errors of the testbed.
+    pub fn run(&self, run: &Run<'_>, params: Option<&Params>) -> Result<Results, Error> {
+        let mut results = Results::new(self.name, params);
+        (self.run)(run, &mut results)?;
+        Ok(results)
     }
 
-    /// Draws its pictures; names of files begin with `prefix` and its own name.
+    /// Draws the pictures; file names begin with `prefix` and the experiment's name.
     ///
     /// # Errors
     /// As [`crate::plot`].
     pub fn draw(
         &self,
-        findings: &Findings,
+        results: &Results,
         subtitle: &str,
         directory: &Path,
         prefix: &str,
     ) -> Result<Vec<PathBuf>, Error> {
         let name = format!("{prefix}-{}", self.name);
-        (self.draw)(findings, &Canvas { subtitle, directory, name: &name })
+        (self.draw)(results, &Canvas { subtitle, directory, name: &name })
     }
 }

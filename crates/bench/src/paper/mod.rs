@@ -1,33 +1,34 @@
-//! The papers' experiments, with their numbers beside ours.
+//! The papers' experiments, with the papers' numbers beside ours.
 //!
 //! ```text
-//!   onesidedmw.rs, finemem   which experiments there are (experiment.rs), and which claims they cover
-//!      │ loads                      (latency.rs, chain_queues.rs, registration.rs, scalability.rs, ...)
+//!   onesidedmw.rs, finemem/   the lists of experiments (experiment.rs) and the claims they cover
+//!      │ loads                  (latency.rs, chain_queues.rs, registration.rs, scalability.rs, ...)
 //!      ▼
-//!   Place ── simulated.rs: a paper's cluster, under virtual time
-//!       └── place.rs: this machine, threads and a memory node's process
-//!      │ findings                   (finding.rs: a record, what it is in words, how it came about)
+//!   Testbed ── simulated.rs: a model of the paper's cluster under virtual time
+//!       └── testbed.rs: this machine, with threads and a memory node's process
+//!      │ results                (results.rs: a record, its description, its provenance)
 //!      ▼
-//!   tables and the tally (finding.rs), pictures (picture.rs)
+//!   tables and the summary of claims (results.rs), pictures (picture.rs)
 //! ```
 //!
-//! Each experiment is one function, generic over the place: the same loops run under virtual time and
-//! on a clock. What is simulated and what is measured never stand in one table.
+//! Each experiment is one function that is generic over the testbed: the same loops run under
+//! virtual time and on a clock. Simulated and measured numbers never share a table.
 
+pub mod barrier;
 pub mod chain_queues;
 pub mod churn;
 pub mod experiment;
-pub mod finding;
 pub mod finemem;
 pub mod latency;
 pub mod load;
-pub mod meeting;
+pub mod measure;
 pub mod onesidedmw;
 pub mod picture;
-pub mod place;
 pub mod registration;
+pub mod results;
 pub mod scalability;
 pub mod simulated;
+pub mod testbed;
 pub mod traces;
 pub mod verbs;
 
@@ -38,19 +39,19 @@ use crate::Error;
 use crate::histogram::Latencies;
 use crate::progress::Bar;
 use crate::record::Statistic;
-use place::Place;
+use testbed::Testbed;
 
-/// How much of an experiment is run.
+/// Extent of an experiment's run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Extent {
     /// All of the paper's points.
     Full,
-    /// Its form: fewer points, fewer rounds.
+    /// Fewer points and fewer rounds: enough to see the shape of the results.
     Quick,
 }
 
 impl Extent {
-    /// Rounds of a loop, of which a quick run makes a tenth.
+    /// Rounds of a loop; a quick run makes a tenth of them.
     fn rounds(self, full: u32) -> u32 {
         match self {
             Self::Full => full,
@@ -59,47 +60,47 @@ impl Extent {
     }
 }
 
-/// What an experiment runs with.
+/// Context of an experiment's run.
 pub struct Run<'a> {
-    /// Where.
-    pub place: &'a dyn Place,
-    /// How much.
+    /// The testbed that the experiment runs on.
+    pub testbed: &'a dyn Testbed,
+    /// Full or quick.
     pub extent: Extent,
-    /// Says how far it is.
+    /// Progress bar.
     pub bar: &'a Bar,
 }
 
 impl Run<'_> {
-    /// Runs one measurement, and says so.
-    fn load(&self, what: &str, load: &load::Load) -> Result<load::Outcome, Error> {
+    /// Runs one measurement and advances the progress bar.
+    fn load(&self, what: &str, load: &load::Load) -> Result<measure::Outcome, Error> {
         self.bar.say(what);
-        let outcome = self.place.run(load)?;
+        let outcome = self.testbed.run(load)?;
         self.bar.step();
         Ok(outcome)
     }
 
-    /// Rounds of a loop: a clock sees a scheduler besides, and needs more of them.
+    /// Rounds of a loop. A measured loop needs more rounds, because of scheduling delays.
     fn rounds(&self, full: u32) -> u32 {
-        self.extent.rounds(if self.place.simulated() { full } else { 3 * full })
+        self.extent.rounds(if self.testbed.simulated() { full } else { 3 * full })
     }
 
-    /// A latency as one number, with what it is: the mean, as the papers have it; on a clock the median,
-    /// since one turn of the scheduler outweighs a thousand requests.
-    fn typical(&self, all: &Latencies) -> (Statistic, f64) {
-        match typical_of(self.place.simulated()) {
-            Statistic::P50 => (Statistic::P50, all.quantile_us(0.5)),
-            _ => (Statistic::Mean, all.mean_us()),
+    /// Reduces latencies to one number: the mean under virtual time, as in the papers; the median
+    /// on a clock, because a single scheduling delay outweighs a thousand requests in a mean.
+    fn typical(&self, latencies: &Latencies) -> (Statistic, f64) {
+        match typical_statistic(self.testbed.simulated()) {
+            Statistic::P50 => (Statistic::P50, latencies.quantile_us(0.5)),
+            _ => (Statistic::Mean, latencies.mean_us()),
         }
     }
 
-    /// The first part of all its settings.
+    /// The common part of all settings of this run.
     fn setting(&self, scheme: &str) -> crate::record::Setting {
-        crate::record::Setting::new().scheme(scheme).nic(self.place.nic())
+        crate::record::Setting::new().scheme(scheme).nic(self.testbed.nic())
     }
 }
 
-/// See [`Run::typical`].
-fn typical_of(simulated: bool) -> Statistic {
+/// The statistic of [`Run::typical`].
+fn typical_statistic(simulated: bool) -> Statistic {
     if simulated { Statistic::Mean } else { Statistic::P50 }
 }
 

@@ -1,4 +1,4 @@
-//! OneSidedMW (NSDI'26): its experiments on allocation and access.
+//! OneSidedMW (NSDI'26): the paper's experiments on allocation and access.
 
 use sim::Params;
 
@@ -13,9 +13,9 @@ pub static PAPER: Paper = Paper {
     params: Params::connectx5,
     experiments: &[ALLOCATION, ACCESS, CHAIN_QUEUES, registration::EXPERIMENT, SCALABILITY],
     note,
-    measured: "This machine is no cluster: a thread plays the memory node's NIC, and there is no \
-               network. More threads than cores wait for turns of the scheduler, so that with 8 and \
-               24 the order of the schemes says something and the times say little.",
+    measured: "This machine is not a cluster: a thread stands in for the memory node's NIC, and \
+               there is no network. With more threads than cores, the times include scheduling \
+               delays; for 8 and 24 threads only the order of the schemes is meaningful.",
 };
 
 /// Figure 10(b).
@@ -25,10 +25,10 @@ pub const ALLOCATION: Experiment = Experiment {
     claims: &["osmw.alloc.latency.1", "osmw.alloc.latency.24", "rpcmw.alloc.latency.24"],
     steps: latency::allocation_steps,
     run: latency::allocation,
-    draw: |findings, canvas| {
-        // Registration takes a hundred times longer than all others.
+    draw: |results, canvas| {
+        // Registration takes a hundred times longer than the other schemes and is left out.
         let shown = |name: &str| !name.contains("-mr ");
-        picture::bars(findings, "alloc_latency_us", "Allocation", shown, canvas)
+        picture::bars(results, "alloc_latency_us", "Allocation", shown, canvas)
     },
 };
 
@@ -39,49 +39,49 @@ pub const ACCESS: Experiment = Experiment {
     claims: &["odrp.access.latency", "odrp.access.ratio.24", "separation.access.latency"],
     steps: latency::access_steps,
     run: latency::access,
-    draw: |findings, canvas| {
-        picture::bars(findings, "access_latency_us", "Access to 4 KiB", |_| true, canvas)
+    draw: |results, canvas| {
+        picture::bars(results, "access_latency_us", "Access to 4 KiB", |_| true, canvas)
     },
 };
 
 /// §3.2.
 pub const CHAIN_QUEUES: Experiment = Experiment {
     name: "chain-queues",
-    title: "READ against the number of QPs that carry chains (§3.2)",
+    title: "READ over the number of QPs that carry chains (§3.2)",
     claims: &["offload.read.overhead.96qp"],
     steps: chain_queues::steps,
     run: chain_queues::run,
     draw: picture::chain_queues,
 };
 
-/// In the form of figure 7.
+/// Scalability in the form of figure 7.
 pub const SCALABILITY: Experiment = Experiment {
     name: "scalability",
-    title: "Allocation against the number of clients (in the form of figure 7)",
+    title: "Allocation over the number of clients (in the form of figure 7)",
     claims: &[],
     steps: scalability::steps,
     run: scalability::run,
     draw: picture::scalability,
 };
 
-/// Why a claim is off by more than a tenth.
+/// Explains why a claim is off by more than a tenth.
 fn note(id: &str) -> Option<&'static str> {
     Some(match id {
         "osmw.alloc.latency.1" => {
-            "A READ or an atomic of a chain waits for host memory on hardware; the model has the 0.54 us that \
-             RedN gives for any WQE of a chain."
+            "On hardware a READ or an atomic of a chain waits for host memory; the model uses the \
+             0.54 us that RedN states for any WQE of a chain."
         }
         "osmw.alloc.latency.24" => {
-            "Our chain re-arms itself: about 16 work requests, where the paper's takes about 10 and its CPU posts \
-             them anew; with 24 threads the NIC's units are the bottleneck."
+            "Our chain re-arms itself, which takes about 16 work requests; the paper's takes about \
+             10 and is re-posted by the CPU. With 24 threads the NIC's units are the bottleneck."
         }
         "odrp.access.latency" | "odrp.access.ratio.24" => {
-            "Our ODRP reads by a chain of 6 work requests, made as short as can be, and in the model a READ of a \
+            "Our ODRP reads with a chain of only 6 work requests, and in the model a READ of a \
              chain does not wait for host memory."
         }
         "separation.access.latency" => {
-            "Without separation each thread's access QP has a chain here, and its Free QP, 48 in all; how many the \
-             paper's has is not stated, and 0.894 is what 96 do."
+            "Without separation our threads have 48 QPs with chains: an access QP and a Free QP \
+             each. The paper does not state its number; 96 such QPs give 0.894."
         }
         _ => return None,
     })

@@ -1,26 +1,26 @@
-//! Pictures of findings, in the papers' form.
+//! Pictures of results, in the form of the papers' figures.
 
 use std::path::PathBuf;
 
 use super::experiment::Canvas;
-use super::finding::Findings;
+use super::results::Results;
 use crate::Error;
 use crate::plot::{Axis, Bars, Lines};
 use crate::record::{Record, Statistic};
 
-/// Groups of bars: a group for each scheme, a bar for each number of threads.
+/// Draws groups of bars: one group per scheme, one bar per number of threads.
 ///
 /// # Errors
 /// As [`crate::plot`].
 pub fn bars(
-    findings: &Findings,
+    results: &Results,
     metric: &str,
     title: &str,
     shown: impl Fn(&str) -> bool,
     canvas: &Canvas<'_>,
 ) -> Result<Vec<PathBuf>, Error> {
-    let typical = findings.typical();
-    let records: Vec<&Record> = findings
+    let typical = results.typical();
+    let records: Vec<&Record> = results
         .records()
         .filter(|r| r.metric == metric && r.statistic == typical)
         .filter(|r| r.setting.get("pause").is_none() && r.setting.get("between").is_none())
@@ -43,63 +43,63 @@ pub fn bars(
         .collect();
     let mut bars = Bars::new(title, &label(typical, "latency"), labels.iter().map(String::as_str));
     for scheme in &schemes {
-        let of = |count: &u64| {
+        let value = |count: &u64| {
             let found = records.iter().find(|r| {
                 text(r, "scheme") == *scheme && r.setting.number("threads") == Some(*count as f64)
             });
             found.map_or(0.0, |r| r.value)
         };
-        bars = bars.group(scheme, threads.iter().map(of));
+        bars = bars.group(scheme, threads.iter().map(value));
     }
     Ok(bars.subtitle(canvas.subtitle).write(canvas.directory, canvas.name)?.into())
 }
 
-/// READ latency over queues that carry chains.
+/// Draws READ latency over the number of QPs that carry chains.
 ///
 /// # Errors
 /// As [`crate::plot`].
-pub fn chain_queues(findings: &Findings, canvas: &Canvas<'_>) -> Result<Vec<PathBuf>, Error> {
+pub fn chain_queues(results: &Results, canvas: &Canvas<'_>) -> Result<Vec<PathBuf>, Error> {
     let x = Axis::linear("queue pairs of the memory node that carry chains");
-    let typical = findings.typical();
+    let typical = results.typical();
     let lines = Lines::new("READ of 4 KiB", x, Axis::linear(&label(typical, "latency")));
-    let points = points(findings.records(), "read_latency_us", typical, "chain_queues");
+    let points = points(results.records(), "read_latency_us", typical, "chain_queues");
     let lines = lines.subtitle(canvas.subtitle).line("READ", points);
     Ok(lines.write(canvas.directory, canvas.name)?.into())
 }
 
-/// Time to register over size.
+/// Draws the time of registration over the size.
 ///
 /// # Errors
 /// As [`crate::plot`].
-pub fn registration(findings: &Findings, canvas: &Canvas<'_>) -> Result<Vec<PathBuf>, Error> {
+pub fn registration(results: &Results, canvas: &Canvas<'_>) -> Result<Vec<PathBuf>, Error> {
     let bytes = Axis::bytes("size of the region");
-    let typical = findings.typical();
+    let typical = results.typical();
     let lines = Lines::new("Registration of memory", bytes, Axis::log(&label(typical, "time")));
-    let points = points(findings.records(), "register_us", typical, "size");
-    let bind = findings.find("bind_us", typical, |_| true).unwrap_or_default();
+    let points = points(results.records(), "register_us", typical, "size");
+    let bind = results.find("bind_us", typical, |_| true).unwrap_or_default();
     let lines = lines.line("register a region", points).paper("bind a window of 4 MiB", bind);
     Ok(lines.subtitle(canvas.subtitle).write(canvas.directory, canvas.name)?.into())
 }
 
-/// What a picture of lines shows.
+/// The quantity that a picture of lines shows.
 #[derive(Clone, Copy, Debug)]
 pub struct Series {
     /// The metric.
     pub metric: &'static str,
-    /// The statistic of it.
+    /// The statistic of the metric.
     pub statistic: Statistic,
-    /// The setting that it is drawn over.
+    /// The key of the setting on the x axis.
     pub across: &'static str,
-    /// What names of our own schemes begin with: they have solid lines.
+    /// Prefix of the names of our own schemes, which have solid lines.
     pub ours: &'static str,
 }
 
-/// A line for each scheme, over the values of a setting.
+/// Draws one line per scheme over the values of a setting.
 ///
 /// # Errors
 /// As [`crate::plot`].
 pub fn lines(
-    findings: &Findings,
+    results: &Results,
     series: &Series,
     title: &str,
     x: Axis,
@@ -112,9 +112,9 @@ pub fn lines(
         label(statistic, "latency")
     });
     let mut lines = Lines::new(title, x, y);
-    for scheme in &schemes(findings) {
-        let of = findings.records().filter(|r| text(r, "scheme") == *scheme);
-        let points = points(of, metric, statistic, across);
+    for scheme in &schemes(results) {
+        let records = results.records().filter(|r| text(r, "scheme") == *scheme);
+        let points = points(records, metric, statistic, across);
         lines = match scheme.starts_with(ours) {
             true => lines.line(scheme, points),
             false => lines.baseline(scheme, points),
@@ -123,11 +123,11 @@ pub fn lines(
     Ok(lines.subtitle(canvas.subtitle).write(canvas.directory, canvas.name)?.into())
 }
 
-/// Throughput and P99 over clients.
+/// Draws throughput and P99 over the number of clients.
 ///
 /// # Errors
 /// As [`crate::plot`].
-pub fn scalability(findings: &Findings, canvas: &Canvas<'_>) -> Result<Vec<PathBuf>, Error> {
+pub fn scalability(results: &Results, canvas: &Canvas<'_>) -> Result<Vec<PathBuf>, Error> {
     let mut files = Vec::new();
     for (metric, statistic, title, rest) in [
         ("alloc_rate_per_s", Statistic::Mean, "Allocations, each with its free", "rate"),
@@ -136,14 +136,14 @@ pub fn scalability(findings: &Findings, canvas: &Canvas<'_>) -> Result<Vec<PathB
         let series = Series { metric, statistic, across: "clients", ours: "onesidedmw" };
         let name = canvas.file(rest);
         let canvas = Canvas { name: &name, ..*canvas };
-        files.extend(lines(findings, &series, title, Axis::linear("clients"), &canvas)?);
+        files.extend(lines(results, &series, title, Axis::linear("clients"), &canvas)?);
     }
     Ok(files)
 }
 
-fn schemes(findings: &Findings) -> Vec<String> {
+fn schemes(results: &Results) -> Vec<String> {
     let mut schemes: Vec<String> = Vec::new();
-    for record in findings.records() {
+    for record in results.records() {
         let scheme = text(record, "scheme");
         if !schemes.contains(&scheme) {
             schemes.push(scheme);

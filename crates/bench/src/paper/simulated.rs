@@ -1,4 +1,4 @@
-//! A paper's cluster, under virtual time.
+//! Testbed under virtual time: a model of a paper's cluster.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -8,23 +8,25 @@ use pool::scheme::GroupId;
 use pool::{Options, Pool, SchemeKind};
 use sim::{Cluster, ClusterSpec, NodeId, Params, SimHooks, SimNic, Time, fiber};
 
-use super::load::{self, Dice, Load, Outcome, Thread, Work};
-use super::meeting::{self, Member};
-use super::place::Place;
+use super::barrier::{self, BarrierMember};
+use super::load::{self, Load, Work};
+use super::measure::{Outcome, Thread};
+use super::testbed::Testbed;
 use super::verbs::{self, VerbTimes};
 use crate::Error;
+use crate::rng::Rng;
 
-/// What a thread does may be this long before time passes for it.
-const PATIENCE: Time = Time::us(1);
+/// Quantum of a thread's fiber: virtual time that it may accumulate before it yields.
+const QUANTUM: Time = Time::us(1);
 
 /// A simulated cluster.
-pub struct Simulated {
+pub struct SimulatedCluster {
     params: Arc<Params>,
     seed: u64,
 }
 
-impl Simulated {
-    /// With these parameters.
+impl SimulatedCluster {
+    /// A cluster with these parameters of the timing model.
     pub fn new(params: Params, seed: u64) -> Self {
         Self { params: Arc::new(params), seed }
     }
@@ -50,7 +52,7 @@ struct SimThread {
     pools: Vec<Pool<SimNic>>,
     hooks: SimHooks,
     group: GroupId,
-    member: Member,
+    member: BarrierMember,
 }
 
 impl Thread for SimThread {
@@ -64,7 +66,7 @@ impl Thread for SimThread {
         self.group
     }
 
-    fn member(&self) -> &Member {
+    fn barrier(&self) -> &BarrierMember {
         &self.member
     }
 
@@ -81,7 +83,7 @@ impl Thread for SimThread {
     }
 }
 
-impl Place for Simulated {
+impl Testbed for SimulatedCluster {
     fn simulated(&self) -> bool {
         true
     }
@@ -103,7 +105,7 @@ impl Place for Simulated {
         cluster.start();
         let joined = Rc::new(RefCell::new(Ok(Outcome::default())));
         let mut fibers = Vec::new();
-        for (at, member) in (0..load.threads).zip(meeting::of(load.threads)) {
+        for (at, member) in (0..load.threads).zip(barrier::members(load.threads)) {
             let each = load.threads_each();
             let connections = &processes[(at / each) as usize];
             let thread = SimThread {
@@ -112,9 +114,9 @@ impl Place for Simulated {
                 group: GroupId((at % each) as u16),
                 member,
             };
-            let (joined, load, dice) = (joined.clone(), load.clone(), Dice::new(self.seed, at));
-            fibers.push(cluster.sim.spawn(format!("thread {at}"), PATIENCE, move || {
-                let result = load::run(&thread, &load, dice);
+            let (joined, load, rng) = (joined.clone(), load.clone(), Rng::new(self.seed, at));
+            fibers.push(cluster.sim.spawn(format!("thread {at}"), QUANTUM, move || {
+                let result = load::run(&thread, &load, rng);
                 let joined = &mut *joined.borrow_mut();
                 match (&mut *joined, result) {
                     (Ok(all), Ok(one)) => all.join(&one),
@@ -134,13 +136,13 @@ impl Place for Simulated {
     fn verbs(&self, sizes: &[u64], rounds: u32) -> Result<VerbTimes, Error> {
         let mut cluster = self.cluster(&Load::new(SchemeKind::StaticMr, Work::AllocateFree, 1))?;
         let (nic, sizes) = (cluster.nic().clone(), sizes.to_vec());
-        let timed = Rc::new(RefCell::new(None));
-        let told = timed.clone();
+        let times = Rc::new(RefCell::new(None));
+        let written = times.clone();
         let fiber = cluster.sim.spawn("the memory node's CPU", Time::ZERO, move || {
             let now = || nic.hooks().now().as_ns();
-            *told.borrow_mut() = Some(verbs::measure(&nic, &sizes, rounds, now));
+            *written.borrow_mut() = Some(verbs::measure(&nic, &sizes, rounds, now));
         });
         cluster.sim.run_to_end(&[fiber])?;
-        timed.take().expect("the fiber has ended")
+        times.take().expect("the fiber has ended")
     }
 }

@@ -1,4 +1,5 @@
-//! What verbs of the memory node's CPU take: to register memory, to bind and unbind a window.
+//! Times of verbs that the memory node's CPU calls: registration of memory, binding and unbinding
+//! of windows.
 
 use std::time::Duration;
 
@@ -11,47 +12,47 @@ use fabric::{
 use crate::Error;
 use crate::histogram::Latencies;
 
-/// What was timed.
+/// Measured times.
 #[derive(Clone, Debug, Default)]
 pub struct VerbTimes {
-    /// By size.
+    /// Times of memory regions, by size.
     pub regions: Vec<Region>,
-    /// To bind a window, from the post to the completion.
+    /// Time to bind a window, from the post to the completion.
     pub bind: Latencies,
-    /// To bind a window after another, each waited for: for one of them.
+    /// Mean time to bind one window of a long sequence of binds, each waited for.
     pub pass: Latencies,
-    /// To unbind it.
+    /// Time to unbind a window.
     pub unbind: Latencies,
-    /// To unbind it and bind it again: a new key.
+    /// Time to unbind a window and bind it again under a new key.
     pub rebind: Latencies,
 }
 
-/// What a memory region takes.
+/// Times of a memory region.
 #[derive(Clone, Debug, Default)]
 pub struct Region {
-    /// Its bytes.
+    /// Size of the region.
     pub bytes: u64,
-    /// To register it.
+    /// Time to register the region.
     pub register: Latencies,
-    /// To deregister it.
+    /// Time to deregister the region.
     pub deregister: Latencies,
-    /// To give it another key, by changing its rights: its pages stay pinned.
+    /// Time to change the region's access rights, which gives it a new key; its pages stay pinned.
     pub reregister: Latencies,
 }
 
-/// Windows of a pass: of 4 MiB over 100 GiB.
+/// Number of binds in a sequence: windows of 4 MiB over 100 GiB.
 const PASS: usize = 25 << 10;
 
-/// Windows of a pass that exist at a time.
+/// Windows of a sequence that exist at a time.
 const PASS_STEP: usize = 4 << 10;
 
 /// Bytes of the windows that are bound (FineMem, table 1).
 const WINDOW_BYTES: u64 = 4 << 20;
 
-/// Times the verbs on the running thread, whose clock is `now_ns`.
+/// Times the verbs on the calling thread with the clock `now_ns`.
 ///
 /// # Errors
-/// As the verbs.
+/// Errors of the verbs.
 pub fn measure<N: Nic>(
     nic: &N,
     sizes: &[u64],
@@ -62,7 +63,7 @@ pub fn measure<N: Nic>(
     let pd = nic.alloc_pd()?;
     for &bytes in sizes {
         let memory = nic.alloc_dma(bytes as usize)?;
-        let mut times_of = Region { bytes, ..Region::default() };
+        let mut region_times = Region { bytes, ..Region::default() };
         for _ in 0..rounds.div_ceil(10) {
             let start = now_ns();
             let region = nic.reg_mr(&pd, &memory, Access::REMOTE_ALL | Access::LOCAL_WRITE)?;
@@ -71,11 +72,11 @@ pub fn measure<N: Nic>(
             let region = nic.rereg_mr(region, Rereg { access, ..Rereg::default() })?;
             let reregistered = now_ns();
             drop(region);
-            times_of.register.record_ns(registered - start);
-            times_of.reregister.record_ns(reregistered - registered);
-            times_of.deregister.record_ns(now_ns() - reregistered);
+            region_times.register.record_ns(registered - start);
+            region_times.reregister.record_ns(reregistered - registered);
+            region_times.deregister.record_ns(now_ns() - reregistered);
         }
-        times.regions.push(times_of);
+        times.regions.push(region_times);
     }
     windows(nic, &pd, rounds, &now_ns, &mut times)?;
     Ok(times)
@@ -128,12 +129,12 @@ fn windows<N: Nic>(
         times.unbind.record_ns(unbound - bound);
         times.rebind.record_ns(unbound - start);
     }
-    // A bind does not look at the memory: it is the same 4 MiB for all windows. They are allocated
-    // in steps, since a function may have 8,192 keys; allocating them is not timed.
-    let many = PASS * rounds.min(100) as usize / 100;
+    // All windows cover the same 4 MiB, because a bind does not access the memory. The windows are
+    // allocated in steps, because a function may have 8,192 keys; their allocation is not timed.
+    let count = PASS * rounds.min(100) as usize / 100;
     let mut pass_ns = 0;
-    for first in (0..many).step_by(PASS_STEP) {
-        let windows = nic.alloc_mws(pd, PASS_STEP.min(many - first))?;
+    for first in (0..count).step_by(PASS_STEP) {
+        let windows = nic.alloc_mws(pd, PASS_STEP.min(count - first))?;
         let start = now_ns();
         for key in windows.iter().map(MemoryWindow::key) {
             let tag = key.tag().wrapping_add(1);
@@ -143,6 +144,6 @@ fn windows<N: Nic>(
         }
         pass_ns += now_ns() - start;
     }
-    times.pass.record_ns(pass_ns / many as u64);
+    times.pass.record_ns(pass_ns / count as u64);
     Ok(())
 }

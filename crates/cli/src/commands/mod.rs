@@ -1,4 +1,4 @@
-//! The commands, one file each.
+//! The subcommands, one file each.
 
 mod bench;
 mod nic;
@@ -11,7 +11,7 @@ mod worker;
 
 use std::process::ExitCode;
 
-/// All commands.
+/// The subcommands of `granary`.
 #[derive(clap::Subcommand, Debug)]
 pub enum Command {
     Quickstart(quickstart::Quickstart),
@@ -29,7 +29,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// Runs it. An error's chain reads: what was attempted, why it failed, what to do.
+    /// Runs the command. The chain of an error names the attempt, the cause, and the remedy.
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self {
             Self::Quickstart(quickstart) => quickstart.run(),

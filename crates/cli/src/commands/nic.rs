@@ -1,4 +1,4 @@
-//! `granary nic`: a NIC of this host for one user's programs; started by `granary run`.
+//! `granary nic`: a software NIC for one user's programs; `granary run` starts it.
 
 use std::net::{IpAddr, UdpSocket};
 use std::process::ExitCode;
@@ -11,13 +11,14 @@ use crate::nic::Ready;
 use crate::options::Output;
 use crate::signals::Signals;
 
-/// Serve a NIC to this user's programs, with a way to other hosts
+/// Serve a software NIC that connects this user's programs to other hosts
 ///
-/// Prints, as JSON, the socket at which processes attach and the UDP port of its RoCEv2. Ends on SIGINT or SIGTERM.
+/// Prints one JSON object: the socket at which processes attach, and the UDP port for RoCEv2. Stops
+/// on SIGINT or SIGTERM.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Nic {
-    /// The address of this host that packets leave from
+    /// Source address of the packets: an address of this host
     #[arg(long, value_name = "ADDRESS")]
     local: IpAddr,
 
@@ -25,8 +26,8 @@ pub struct Nic {
     output: Output,
 }
 
-/// Another signal than one to stop may come between.
-const LOOK: Duration = Duration::from_secs(60);
+/// Timeout of one wait for a signal; the command then waits again.
+const SIGNAL_TIMEOUT: Duration = Duration::from_secs(60);
 
 const EXAMPLES: &str = "\
 Examples:
@@ -35,15 +36,15 @@ Examples:
 impl Nic {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let mut report = self.output.report();
-        // Before the NIC has threads, so that none of them takes a signal.
+        // Block the signals before the NIC starts threads, so that no NIC thread receives one.
         let signals = Signals::to_stop().context("wait for signals")?;
         let open = || format!("open a UDP socket at {}", self.local);
-        let wire = UdpSocket::bind((self.local, 0)).with_context(open)?;
-        let port = wire.local_addr().with_context(open)?.port();
-        let service = NicService::start(wire)?;
+        let socket = UdpSocket::bind((self.local, 0)).with_context(open)?;
+        let port = socket.local_addr().with_context(open)?.port();
+        let service = NicService::start(socket)?;
         let nic = LocalNic { socket: service.path().to_owned(), port };
         report.print(serde_json::to_string(&Ready::new(&nic))?)?;
-        while !signals.wait(LOOK).context("wait for signals")? {}
+        while !signals.wait(SIGNAL_TIMEOUT).context("wait for signals")? {}
         drop(service);
         Ok(ExitCode::SUCCESS)
     }

@@ -1,8 +1,7 @@
-//! `granary quickstart`: see it work.
+//! `granary quickstart`: a demonstration with programs and files of this machine.
 //!
-//! Runs real programs of this machine on real files of this machine, twice each: plainly, and
-//! as `granary run` with a quarter of their peak memory local. Their outputs must be the same,
-//! byte for byte.
+//! Runs each program twice on text files of this machine: directly, and under `granary run` with a
+//! quarter of its peak memory local. The two outputs must be identical byte for byte.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -11,11 +10,12 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use bench::alloc;
+use bench::number::thousands;
 use bench::progress::Bar;
 use bench::record::{Record, Setting, Statistic, Unit};
 use bench::report::Report;
 use bench::size::Size;
-use bench::table::{Cell, Table, thousands};
+use bench::table::{Cell, Table};
 use pager::uffd::{Features, Uffd};
 use pool::{Options, Pool, Settings};
 
@@ -25,19 +25,21 @@ use crate::node::{CpuTimes, NodeProcess};
 use crate::options::{Output, PoolAddress};
 use crate::summary::RunSummary;
 
-/// See it work: real programs, three quarters of their memory in a pool
+/// Demonstrate paging: programs of this machine with three quarters of their memory in a pool
 ///
-/// Starts a memory node, runs unmodified programs of this machine on its own files with a
-/// quarter of their peak memory local, compares their output with a plain run byte for byte,
-/// and prints what it took. Needs userfaultfd, so root or a permission that it names.
+/// Starts a memory node and runs unmodified programs of this machine on this machine's text files,
+/// first directly, then with a quarter of their peak memory local. Compares the two outputs byte
+/// for byte and prints times, page counts and CPU time. Needs userfaultfd: root, or the permission
+/// that the error message names.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Quickstart {
-    /// Text that the programs work on
+    /// Amount of input text
     #[arg(long, value_name = "SIZE", default_value = "128MiB")]
     text: Size,
 
-    /// Where to put it and the outputs [default: a temporary directory, removed at the end]
+    /// Directory that keeps the text and the outputs [default: a temporary directory, removed at
+    /// the end]
     #[arg(long, value_name = "DIR")]
     keep: Option<PathBuf>,
 
@@ -52,20 +54,20 @@ Examples:
 
 /// Name of the experiment in records.
 const EXPERIMENT: &str = "quickstart";
-/// What the memory node donates: more than any of the programs needs. What nobody uses of it
-/// takes no memory.
+/// Bytes that the memory node donates: more than any of the programs needs. Unused parts take no
+/// memory.
 const DONATED_BYTES: u64 = 2 << 30;
-/// For how long allocations are measured.
-const ALLOCATE: Duration = Duration::from_millis(300);
-/// The least that is kept local: what a program and its libraries need to run at all.
+/// Duration of the measurement of allocations.
+const ALLOCATION_DURATION: Duration = Duration::from_millis(300);
+/// Smallest local memory: a program and its libraries need this much to run at all.
 const LOCAL_BYTES_MIN: u64 = 16 << 20;
 
 /// A program to run.
 struct Workload {
     program: &'static str,
-    /// What it does, for people.
+    /// Verb phrase for the output: "sorts lines".
     does: &'static str,
-    /// It works on one nth of the text.
+    /// Divisor of the text size: the program gets this fraction of the text.
     share: u64,
     arguments: fn(text: &Path) -> Vec<String>,
 }
@@ -76,7 +78,8 @@ const WORKLOADS: [Workload; 2] = [
         does: "sorts lines",
         share: 1,
         arguments: |text| {
-            // All in memory: sort would otherwise use files if this machine has little.
+            // A large buffer keeps sort in memory; otherwise sort uses temporary files on
+            // machines with little memory.
             vec!["--buffer-size=2G".into(), "--parallel=2".into(), text.display().to_string()]
         },
     },
@@ -88,8 +91,8 @@ const WORKLOADS: [Workload; 2] = [
     },
 ];
 
-/// Parses all lines into records, and then walks over these: how many words a line shares with
-/// the next one, and its checksum.
+/// Python program: parses all lines into records, then prints for each line the number of words
+/// that it shares with the next line, and its checksum.
 const COMPARE: &str = "\
 import sys, zlib
 records = []
@@ -100,7 +103,7 @@ for number, (this, following) in enumerate(zip(records, records[1:])):
     print(number, len(set(this[0]) & set(following[0])), this[1])
 ";
 
-/// What one program's two runs gave.
+/// Results of one program's two runs.
 struct Comparison {
     workload: &'static Workload,
     corpus: Corpus,
@@ -115,7 +118,7 @@ struct Comparison {
 impl Quickstart {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let (directory, _removed_at_the_end) = self.directory()?;
-        // Before minutes of work: what would keep a paged program from starting.
+        // Check for a missing library or permission before minutes of work, not after.
         pager::run::find_library()?;
         drop(Uffd::open(Features::default())?);
         let mut report = self.output.report();
@@ -155,7 +158,7 @@ impl Quickstart {
 }
 
 impl Workload {
-    /// Runs the program plainly and paged.
+    /// Runs the program directly and paged, and compares the outputs.
     fn compare(
         &'static self,
         text: Size,
@@ -176,14 +179,14 @@ impl Workload {
         let mut command = Command::new(program);
         command.args((self.arguments)(&input));
         let plain = run(&mut command, &plain_output).with_context(|| {
-            format!("run {program} plainly (Debian: apt-get install {program})")
+            format!("run {program} directly; is it installed? (Debian: apt-get install {program})")
         })?;
         bar.step();
 
         let local = Size((plain.peak_bytes / 4).max(LOCAL_BYTES_MIN).next_multiple_of(1 << 20));
         bar.say(&format!("{program}, {local} local"));
         let stats = directory.join(format!("{program}.stats.json"));
-        let granary = std::env::current_exe().context("find this program's own file")?;
+        let granary = std::env::current_exe().context("find the path of this program")?;
         let mut command = Command::new(granary);
         command.arg("run").arg("--local").arg(local.to_string());
         command.arg("--pool").arg(PoolAddress::Node(node.address()).to_string());
@@ -195,7 +198,7 @@ impl Workload {
 
         let summary = fs::read(&stats).with_context(|| format!("read {}", stats.display()))?;
         let summary = serde_json::from_slice(&summary)
-            .with_context(|| format!("read {} as a summary", stats.display()))?;
+            .with_context(|| format!("parse the statistics in {}", stats.display()))?;
         let output = Size(fs::metadata(&plain_output)?.len());
         let difference = corpus::compare(&plain_output, &paged_output)?;
         Ok(Comparison {
@@ -211,13 +214,13 @@ impl Workload {
     }
 }
 
-/// Runs a program whose output goes to a file, in the locale that sorts by bytes.
+/// Runs a program with its output redirected to a file, in the C locale, which sorts by bytes.
 fn run(command: &mut Command, output: &Path) -> anyhow::Result<Finished> {
     let file = File::create(output).with_context(|| format!("write {}", output.display()))?;
     command.stdin(Stdio::null()).stdout(file).env("LC_ALL", "C").env("PYTHONHASHSEED", "0");
-    let finished = child::finish(command)?;
+    let finished = child::run_to_completion(command)?;
     if !finished.status.success() {
-        bail!("it ended with {}; what it said stands above", finished.status);
+        bail!("the program ended with {}; see its messages above", finished.status);
     }
     Ok(finished)
 }
@@ -229,22 +232,23 @@ impl Comparison {
             |mode: &str| Setting::new().with("program", self.workload.program).with("mode", mode);
         let paged =
             setting("paged").scheme("onesidedmw").nic("shm").with("local", self.local.bytes());
-        let of = |setting: &Setting, metric: &str, unit, value| {
+        let record = |setting: &Setting, metric: &str, unit, value| {
             Record::of(EXPERIMENT, setting, metric, unit).mean(value)
         };
+        let count = |metric: &str, value: u64| record(&paged, metric, Unit::Count, value as f64);
         let plain = setting("plain");
         let mut records = vec![
-            of(&plain, "time_s", Unit::Seconds, self.plain.elapsed.as_secs_f64()),
-            of(&plain, "peak_bytes", Unit::Bytes, self.plain.peak_bytes as f64),
-            of(&paged, "time_s", Unit::Seconds, self.paged.as_secs_f64()),
-            of(&paged, "peak_bytes", Unit::Bytes, summary.local_peak_bytes as f64),
-            of(&paged, "output_differs", Unit::Count, f64::from(self.difference.is_some())),
-            of(&paged, "faults", Unit::Count, summary.faults as f64),
-            of(&paged, "pages_in", Unit::Count, summary.pages_in as f64),
-            of(&paged, "pages_out", Unit::Count, summary.pages_out as f64),
-            of(&paged, "chunks_peak", Unit::Count, summary.chunks_peak as f64),
-            of(&paged, "allocations_by_nic", Unit::Count, summary.allocations_by_nic as f64),
-            of(&paged, "allocations_by_cpu", Unit::Count, summary.allocations_by_cpu as f64),
+            record(&plain, "time_s", Unit::Seconds, self.plain.elapsed.as_secs_f64()),
+            record(&plain, "peak_bytes", Unit::Bytes, self.plain.peak_bytes as f64),
+            record(&paged, "time_s", Unit::Seconds, self.paged.as_secs_f64()),
+            record(&paged, "peak_bytes", Unit::Bytes, summary.local_peak_bytes as f64),
+            count("output_differs", u64::from(self.difference.is_some())),
+            count("faults", summary.faults),
+            count("pages_in", summary.pages_in),
+            count("pages_out", summary.pages_out),
+            count("chunks_peak", summary.chunks_peak),
+            count("allocations_by_nic", summary.allocations_by_nic),
+            count("allocations_by_cpu", summary.allocations_by_cpu),
         ];
         for (metric, statistic, value) in [
             ("fault_latency_us", Statistic::Mean, summary.fault_mean_us),
@@ -257,8 +261,8 @@ impl Comparison {
     }
 }
 
-/// What allocations cost on the memory node that the programs used: a client of its own
-/// allocates and frees, one chunk at a time, so that nothing else is in these times.
+/// Cost of allocations on the memory node that the programs used. After the programs have ended,
+/// a single client allocates and frees one chunk at a time, so no paging traffic affects the times.
 struct Allocations {
     outcome: alloc::Outcome,
     cpu: CpuTimes,
@@ -270,12 +274,12 @@ impl Allocations {
         let pool = Pool::connect(node.path(), options)?;
         alloc::warm_up(&pool)?;
         let before = node.status()?;
-        let outcome = alloc::client(&pool, ALLOCATE, None)?;
+        let outcome = alloc::client(&pool, ALLOCATION_DURATION, None)?;
         let cpu = CpuTimes::between(&before, &node.status()?);
         Ok(Self { outcome, cpu })
     }
 
-    /// A time for each allocation with its free.
+    /// CPU time in microseconds per allocation with its free.
     fn each_us(&self, time: Duration) -> f64 {
         time.as_secs_f64() * 1e6 / self.outcome.allocate.count().max(1) as f64
     }
@@ -283,16 +287,16 @@ impl Allocations {
     fn records(&self, settings: &Settings) -> Vec<Record> {
         let setting = Setting::new().scheme(settings.scheme.name()).nic("shm").clients(1);
         let setting = setting.size(settings.chunk_bytes).in_flight(1);
-        let of = |metric: &str| Record::of(EXPERIMENT, &setting, metric, Unit::Us);
-        let mut records = self.outcome.allocate.records(&of("alloc_latency_us"));
-        records.extend(self.outcome.free.records(&of("free_latency_us")));
-        records.push(of("alloc_nic_cpu_us").mean(self.each_us(self.cpu.nic)));
-        records.push(of("alloc_control_cpu_us").mean(self.each_us(self.cpu.control)));
+        let record = |metric: &str| Record::of(EXPERIMENT, &setting, metric, Unit::Us);
+        let mut records = self.outcome.allocate.records(&record("alloc_latency_us"));
+        records.extend(self.outcome.free.records(&record("free_latency_us")));
+        records.push(record("alloc_nic_cpu_us").mean(self.each_us(self.cpu.nic)));
+        records.push(record("alloc_control_cpu_us").mean(self.each_us(self.cpu.control)));
         records
     }
 }
 
-/// Prints the table and the verdict.
+/// Prints the tables, and fails if the outputs of a program differ.
 fn conclude(
     report: &mut Report,
     comparisons: &[Comparison],
@@ -301,7 +305,7 @@ fn conclude(
     let mut table = Table::new([
         "program",
         "peak\nmemory",
-        "kept\nlocal",
+        "local\nlimit",
         "plain\ns",
         "paged\ns",
         "pages\nin",
@@ -358,12 +362,12 @@ fn conclude(
     );
     let count = thousands(allocate.count());
     report
-        .table(&format!("One allocation with its free, of {count} after the programs"), &table)?;
+        .table(&format!("Allocation and free of one chunk ({count} repetitions)"), &table)?;
 
     report.say("")?;
     for Comparison { workload, corpus, output, .. } in comparisons {
         report.say(format_args!(
-            "{} {}: {} of text out of {} files of this machine; its output has {}",
+            "{} {}: input {} of text from {} files of this machine, output {}",
             workload.program,
             workload.does,
             Size(corpus.bytes).rounded(),
@@ -372,13 +376,17 @@ fn conclude(
         ))?;
     }
     report.say(
-        "MN CPU is the memory node's control threads. NIC is the thread that plays its RNIC: with \
-         the programs it moved all their pages, and a free clears its chunk of 1MiB.",
+        "MN CPU: time of the memory node's control threads. NIC: time of the thread that stands \
+         in for the memory node's RDMA NIC. It moved all pages of the programs, and it clears the \
+         1MiB chunk at each free.",
     )?;
     match comparisons.iter().find(|comparison| comparison.difference.is_some()) {
         Some(comparison) => {
             let program = comparison.workload.program;
-            bail!("compare {program}'s outputs: they differ; this is a bug, please report it")
+            bail!(
+                "compare the outputs of {program}: the paged run's output differs; this is a bug, \
+                 please report it"
+            )
         }
         None => Ok(ExitCode::SUCCESS),
     }

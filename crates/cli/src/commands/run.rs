@@ -1,4 +1,4 @@
-//! `granary run`: an unmodified program with most of its memory in a pool.
+//! `granary run`: runs an unmodified program with most of its memory in a pool.
 
 use std::ffi::OsString;
 use std::fs;
@@ -16,25 +16,26 @@ use crate::node::{self, NodeProcess};
 use crate::options::{Donation, PoolAddress, TokenFile};
 use crate::summary::RunSummary;
 
-/// Run a program with the rest of its anonymous memory in a pool
+/// Run a program with part of its memory in a pool
 ///
-/// Starts an unmodified, dynamically linked program. Each of its processes keeps at most
-/// --local bytes of anonymous memory here; the rest is paged to chunks that are allocated on
-/// demand from a memory node: a private one by default, which ends with this command. The
-/// program's output and exit status are its own; 128 and a signal's number if that ended it.
+/// Starts an unmodified, dynamically linked program. Each process of the program keeps at most
+/// --local bytes of anonymous memory resident on this machine. The rest is paged to a memory node,
+/// in chunks that are allocated on demand. By default the memory node is private and ends with this
+/// command. The output is the program's own. The exit status is the program's, or 128 plus the
+/// signal number if a signal ended the program.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Run {
-    /// Anonymous memory that each process keeps here
+    /// Anonymous memory that each process may keep resident on this machine
     #[arg(long, value_name = "SIZE")]
     local: Size,
 
-    /// Use a running memory node: shm:PATH or roce://HOST[:PORT], or several with commas between them [default: a
-    /// private one]
+    /// Use running memory nodes: shm:PATH or roce://HOST[:PORT], separated by commas [default: a
+    /// private memory node]
     #[arg(long, value_name = "POOL", conflicts_with_all = ["memory", "chunk", "scheme"])]
     pool: Option<PoolAddress>,
 
-    /// Allocation scheme of the private memory node, as of granary serve
+    /// Allocation scheme of the private memory node, as in granary serve
     #[arg(long, value_name = "SCHEME", default_value_t = SchemeKind::OneSidedMw)]
     scheme: SchemeKind,
 
@@ -44,20 +45,21 @@ pub struct Run {
     #[command(flatten)]
     donation: Donation,
 
-    /// At the end, print what was paged, to standard error
+    /// Print paging statistics to standard error when the program ends
     #[arg(long)]
     stats: bool,
 
-    /// At the end, write what was paged to a file, as one JSON object
+    /// Write paging statistics to a file, as one JSON object, when the program ends
     #[arg(long, value_name = "FILE")]
     stats_json: Option<PathBuf>,
 
-    /// The program and its arguments
+    /// Program to run, and its arguments
     #[arg(required = true, last = true, value_name = "PROGRAM")]
     pub program: Vec<OsString>,
 }
 
-/// Processes of a program that a private memory node has places for. More wait until others end.
+/// Processes of the program that can use the private memory node at a time. Further processes wait
+/// until others end.
 const PROCESSES: u32 = 512;
 
 const EXAMPLES: &str = "\
@@ -72,7 +74,7 @@ Examples:
 impl Run {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         self.donation.check("run")?;
-        let (program, arguments) = self.program.split_first().expect("clap asks for a program");
+        let (program, arguments) = self.program.split_first().expect("clap requires a program");
         let private = match &self.pool {
             Some(_) => None,
             None => {
@@ -81,7 +83,7 @@ impl Run {
                     clients_max: PROCESSES,
                     ..self.donation.settings()
                 };
-                node::warn_of(settings.scheme);
+                node::warn_if_unsafe(settings.scheme);
                 Some(NodeProcess::start(&settings)?)
             }
         };
@@ -89,13 +91,14 @@ impl Run {
         let pool = match (&private, self.pool.clone()) {
             (_, Some(pool)) => pool.with_token(token, "run")?,
             (Some(node), None) => PoolAddress::Node(node.address()),
-            (None, None) => unreachable!("without a pool there is a private node"),
+            (None, None) => unreachable!("without --pool there is a private node"),
         };
-        // Also finds out whether a memory node is there, before the program starts.
-        let before = state(&pool)?;
-        // A NIC for all processes of the program, which outlives each of them; one for each memory node.
+        // This query also fails before the program starts if no memory node answers.
+        let before = pool_status(&pool)?;
+        // One NIC process for each remote memory node. All processes of the program share it, so
+        // it must outlive each of them.
         let mut nics = Vec::new();
-        let named = match nodes(&pool) {
+        let pool_address = match nodes(&pool) {
             [] => pool.to_string(),
             nodes => {
                 let mut addresses = Vec::new();
@@ -103,7 +106,7 @@ impl Run {
                     addresses.push(match node {
                         Address::Roce(remote) => {
                             nics.push(NicProcess::start(remote)?);
-                            nics.last().expect("just made").address().clone()
+                            nics.last().expect("pushed above").address().clone()
                         }
                         other => other.clone(),
                     });
@@ -111,20 +114,20 @@ impl Run {
                 Address::write_list(&addresses)
             }
         };
-        let config = Config::new(self.local.bytes(), named);
+        let config = Config::new(self.local.bytes(), pool_address);
         let ended = pager::run::run(&config, program, arguments)?;
         if let Some(unpaged) = ended.summary.largest_unpaged()
-            && is_worth_a_word(unpaged.bytes(), self.local.bytes())
+            && is_much_unpaged(unpaged.bytes(), self.local.bytes())
         {
             eprintln!(
-                "granary: {unpaged}; it comes on top of --local {}. docs/pager.md, \"What is not paged\", \
-                 says what to do",
+                "granary: {unpaged}; this memory is in addition to --local {}. See docs/user/running-programs.md, \
+                 \"Memory that is not paged\"",
                 self.local
             );
         }
         if self.stats || self.stats_json.is_some() {
-            // A memory node that went away meanwhile has nothing to tell.
-            let after = state(&pool).unwrap_or_else(|_| before.clone());
+            // If a memory node has ended meanwhile, its CPU times stay at the earlier values.
+            let after = pool_status(&pool).unwrap_or_else(|_| before.clone());
             let summary = RunSummary::new(self.local, &ended.summary, &before, &after);
             self.print(&ended.summary, &summary)?;
         }
@@ -142,35 +145,35 @@ impl Run {
     }
 }
 
-/// True if so much memory that is not paged is to be said without --stats: more than a tenth of the
-/// bound, and more than stacks and the data of libraries take in nearly every program.
-fn is_worth_a_word(unpaged_bytes: u64, local_bytes: u64) -> bool {
+/// True if the command reports unpaged memory even without --stats: more than a tenth of the limit
+/// `--local`, and more than [`ORDINARY_BYTES`].
+fn is_much_unpaged(unpaged_bytes: u64, local_bytes: u64) -> bool {
     unpaged_bytes > (local_bytes / 10).max(ORDINARY_BYTES)
 }
 
-/// What stacks and the data of libraries take in nearly every program.
+/// Unpaged memory in bytes that stacks and library data take in nearly every program.
 const ORDINARY_BYTES: u64 = 4 << 20;
 
-/// The memory nodes of a pool; of a store none.
+/// The memory nodes of a pool; empty for a file or memory store.
 fn nodes(pool: &PoolAddress) -> &[Address] {
     match pool {
         PoolAddress::Node(address) => std::slice::from_ref(address),
-        PoolAddress::Nodes(all) => all,
+        PoolAddress::Nodes(nodes) => nodes,
         PoolAddress::Store(_) => &[],
     }
 }
 
-/// The memory node's state, of several with their times together; of what is none, one in which nothing has
-/// happened.
-fn state(pool: &PoolAddress) -> anyhow::Result<Status> {
-    let mut all = Status::default();
+/// Status of the pool: the last node's, with CPU times summed over all nodes; the default for file
+/// and memory stores.
+fn pool_status(pool: &PoolAddress) -> anyhow::Result<Status> {
+    let mut status = Status::default();
     for address in nodes(pool) {
-        let (nic, control) = (all.nic_cpu_ns, all.control_cpu_ns);
-        all = node::status(address)?;
-        all.nic_cpu_ns += nic;
-        all.control_cpu_ns += control;
+        let (nic, control) = (status.nic_cpu_ns, status.control_cpu_ns);
+        status = node::status(address)?;
+        status.nic_cpu_ns += nic;
+        status.control_cpu_ns += control;
     }
-    Ok(all)
+    Ok(status)
 }
 
 fn write(path: &Path, summary: &RunSummary) -> anyhow::Result<()> {

@@ -1,4 +1,4 @@
-//! `granary serve`: a memory node.
+//! `granary serve`: runs a memory node.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
@@ -7,38 +7,38 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use bench::size::Size;
-use bench::table::thousands;
+use bench::number::thousands;
 use pool::{
     Address, Budget, ControlMode, Endpoint, Listen, SchemeKind, Service, Settings, Token, protocol,
 };
 use serde::Serialize;
 
 use crate::UsageError;
-use crate::descriptors;
-use crate::memory::{HostMemory, Verdict};
+use crate::file_descriptors;
+use crate::memory::{DonationCheck, HostMemory};
 use crate::node::{self, Ready};
 use crate::options::{Donation, Output, PoolAddress};
 use crate::signals::Signals;
 
-/// Bytes of the path in a Unix socket's address, without the final zero.
+/// Longest path of a Unix socket in bytes, without the terminating zero.
 const SOCKET_PATH_BYTES_MAX: usize = 107;
 
-/// How often the control thread is looked after, in case that it ended by itself.
-const LOOK: Duration = Duration::from_secs(1);
+/// Interval between checks whether the control thread has failed.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Serve memory: be a memory node
+/// Run a memory node
 ///
-/// Donates memory, cut into chunks, to every process that attaches to its socket, and says
-/// what it serves once it does. Its software NIC runs in a thread of its own; in scheme
-/// onesidedmw the control thread takes no part in allocations, accesses and frees. Ends on
-/// SIGINT or SIGTERM, and then says what it did.
+/// Donates memory, divided into chunks, to the processes that attach to its socket. Prints its
+/// address and settings when it is ready. The software NIC runs in a thread of its own; in scheme
+/// onesidedmw the control thread takes no part in allocations, accesses and frees. Stops on SIGINT
+/// or SIGTERM and then prints its counters.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Serve {
     #[command(flatten)]
     donation: Donation,
 
-    /// Socket at which clients attach [default: granary.sock in $XDG_RUNTIME_DIR or /tmp]
+    /// Unix socket at which clients attach [default: granary.sock in $XDG_RUNTIME_DIR or /tmp]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
 
@@ -46,60 +46,63 @@ pub struct Serve {
     #[arg(long, value_name = "ADDRESS[:PORT]", value_parser = listen_address)]
     listen: Option<SocketAddr>,
 
-    /// File with the token that other hosts must have; only its owner may read it
+    /// File with the token that clients on other hosts must present; only its owner may have read
+    /// permission
     #[arg(long, value_name = "FILE", requires = "listen")]
     token_file: Option<PathBuf>,
 
-    /// Serve every host and local user that reaches the address of --listen, without a token
+    /// Serve every host and local user that can reach the --listen address, without a token
     #[arg(long, requires = "listen", conflicts_with = "token_file")]
     open_to_all: bool,
 
-    /// Let packets between hosts go without tags, which cost CPU time. The NIC then takes a sender
-    /// for a compute node that has its address and port and guesses a number of 24 bits
+    /// Send packets between hosts without authentication tags, which cost CPU time. Then any sender
+    /// that uses a compute node's address and port and guesses a 24-bit number is accepted as that
+    /// compute node
     #[arg(long, requires = "listen")]
     no_packet_authentication: bool,
 
-    /// Serve at a new socket that only this user reaches, for the command that started this
+    /// Serve at a new socket that only this user can reach, for the command that started this one
     #[arg(long, hide = true, conflicts_with = "socket")]
     private: bool,
 
-    /// Who allocates: onesidedmw (the NIC); finemem (the compute node); or one to be compared with: finemem-paper
-    /// (as published), premmap-onesided (the compute node, on an array), rpc-mw-1, premmap-rpc (these four are
-    /// unsafe), rpc-mw-2, fine-mr, static-mr, ondemand-rpc (the CPU on request); or the NIC page by page, at every
-    /// access: odrp. See docs/choosing.md
+    /// Allocation scheme: onesidedmw (the NIC allocates) or finemem (the compute node allocates with
+    /// one-sided operations). For comparison: odrp (the NIC allocates pages at their first access);
+    /// rpc-mw-2, fine-mr, static-mr, ondemand-rpc (the memory node's CPU allocates on request); and,
+    /// unsafe, finemem-paper (finemem as published), premmap-onesided (the compute node allocates
+    /// from an array), rpc-mw-1, premmap-rpc. See docs/user/choosing.md
     #[arg(long, default_value_t)]
     scheme: SchemeKind,
 
-    /// How the control thread waits for requests, in the schemes by RPC: event or polling
+    /// How the control thread waits for requests in RPC schemes: event or polling
     #[arg(long, default_value_t)]
     control: ControlMode,
 
-    /// Control threads that answer requests, in the schemes by RPC
+    /// Control threads that serve requests in RPC schemes
     #[arg(long, value_name = "CORES", default_value_t = Settings::default().cores)]
     cores: u32,
 
-    /// Without QPs of their own for allocation, in scheme onesidedmw: each access QP carries the chain
-    /// that allocates for it. To be compared with
+    /// Disable separate management QPs in scheme onesidedmw: each access QP also carries the chain
+    /// that allocates for it. For comparison
     #[arg(long)]
     no_separation: bool,
 
-    /// Without contention control, in schemes finemem and finemem-paper: whose CAS fails tries again where he is, and
-    /// begins where others do. In scheme premmap-onesided: what is seen to be taken is CASed all the same. To be
-    /// compared with
+    /// Disable contention control. Schemes finemem and finemem-paper: retry a failed CAS in place
+    /// and start every search at the same section. Scheme premmap-onesided: CAS every entry of the
+    /// array, even one read as taken. For comparison
     #[arg(long)]
     no_contention_control: bool,
 
-    /// Memory windows of a group: one for the grant's owner, and one for each lane
+    /// Memory windows per group: one for the owner of the grant, and one for each lane
     #[arg(long, value_name = "WINDOWS", default_value_t = Settings::default().group_size)]
     group_size: u32,
 
-    /// Memory windows that each function of the NIC has, to have fewer than its 16.7 million; in scheme finemem the
-    /// memory node takes as many functions as it needs
+    /// Limit of memory windows per NIC function, if lower than the NIC's 16.7 million. In scheme
+    /// finemem the memory node uses as many functions as it needs
     #[arg(long, value_name = "WINDOWS")]
     nic_windows: Option<u32>,
 
-    /// Memory that free chunks keep resident at most, for the next use of it to be fast: that at
-    /// the start of the donated memory. All else goes back to the system when a chunk is freed
+    /// Memory at the start of the donated memory that stays resident when its chunks are free, so
+    /// that their next use is fast. Memory of other chunks returns to the system when they are freed
     #[arg(long, value_name = "SIZE", default_value_t = Size(Settings::default().keep_resident_bytes))]
     keep_resident: Size,
 
@@ -107,27 +110,28 @@ pub struct Serve {
     #[arg(long, value_name = "REQUESTS", default_value_t = Settings::default().credits)]
     credits: u32,
 
-    /// Allocations and frees a second that a client may make; over it, it may make none for a while
+    /// Limit of allocations and frees per second and client; a client over the limit is suspended
+    /// for a while
     #[arg(long, value_name = "REQUESTS")]
     budget_requests_per_s: Option<u64>,
 
-    /// Chunks that a client may hold; over it, it may allocate and free nothing for a while
+    /// Limit of chunks held per client; a client over the limit is suspended for a while
     #[arg(long, value_name = "CHUNKS")]
     budget_chunks: Option<u64>,
 
-    /// Milliseconds between two looks at what clients use, where there is a budget
+    /// Milliseconds between checks of the clients' budgets
     #[arg(long, value_name = "MS", default_value_t = Budget::default().interval.as_millis() as u64)]
     budget_interval_ms: u64,
 
-    /// Clients that may be connected at a time; each process of a paged program is one
+    /// Limit of connected clients; each process of a paged program is one client
     #[arg(long, value_name = "CLIENTS", default_value_t = Settings::default().clients_max)]
     clients: u32,
 
-    /// Start although --memory is more than this machine, or this control group, has
+    /// Start even if --memory exceeds the memory of this machine or control group
     #[arg(long)]
     overcommit: bool,
 
-    /// Milliseconds that a connection may be silent before it has attached or is a client
+    /// Milliseconds after which a silent connection that has not completed its handshake is closed
     #[arg(long, value_name = "MS", default_value_t = Settings::default().silence.as_millis() as u64)]
     silence_ms: u64,
 
@@ -144,7 +148,7 @@ Examples:
   granary serve --budget-chunks 512 --budget-requests-per-s 100000
   granary serve --scheme rpc-mw-2 --control polling --json";
 
-/// What it says at its end.
+/// Final JSON line: the memory node's counters.
 #[derive(Serialize)]
 struct Stopped<'a> {
     event: &'static str,
@@ -159,23 +163,23 @@ impl Serve {
         let endpoint = self.endpoint()?;
         let mut report = self.output.report();
         if !self.private {
-            node::warn_of(settings.scheme);
+            node::warn_if_unsafe(settings.scheme);
         }
-        // Before the service has threads, so that none of them takes a signal.
+        // Block the signals before the service starts threads, so that no thread receives one.
         let signals = Signals::to_stop().context("wait for signals")?;
         let listen = self.listen()?;
-        descriptors::provide_for(settings.clients_max);
+        file_descriptors::raise_limit_for(settings.clients_max);
         let service = Service::start_with(&settings, &endpoint, listen.as_ref())?;
         let pool = PoolAddress::Node(Address::Shm(service.path().to_owned()));
         let ready = Ready::new(&settings, &pool, service.address());
         report.print(match self.output.json {
             true => serde_json::to_string(&ready)?,
-            false => introduce(&ready),
+            false => describe_ready(&ready),
         })?;
 
-        while !signals.wait(LOOK).context("wait for signals")? {
+        while !signals.wait(CHECK_INTERVAL).context("wait for signals")? {
             if let Some(why) = service.failure() {
-                bail!("serve at {}: {why}; start it again", service.path().display());
+                bail!("serve at {}: {why}; restart granary serve", service.path().display());
             }
         }
         let status = service.status()?;
@@ -193,7 +197,7 @@ impl Serve {
             group_size: self.group_size,
             credits: self.credits,
             clients_max: self.clients,
-            // The command that started a private one has it for itself.
+            // A private memory node has a single user: the command that started it.
             shares_places: !self.private,
             scheme: self.scheme,
             control: self.control,
@@ -220,21 +224,19 @@ impl Serve {
         Ok(settings)
     }
 
-    /// Compares the memory that is donated with what there is.
+    /// Compares the donated memory with the memory of this machine or control group.
     fn check_memory(&self) -> anyhow::Result<()> {
-        let donated = self.donation.memory.bytes();
-        let there = HostMemory::read();
-        match there.judge(donated) {
-            Verdict::Fits => {}
-            Verdict::Crowded { .. } if self.private => {}
-            Verdict::TooLarge { .. } if self.overcommit => {}
-            Verdict::Crowded { warning } => eprintln!("granary: warning: {warning}"),
-            Verdict::TooLarge { why } => return Err(UsageError(why, "serve").into()),
+        match HostMemory::read().check_donation(self.donation.memory.bytes()) {
+            DonationCheck::Fits => {}
+            DonationCheck::Tight { .. } if self.private => {}
+            DonationCheck::TooLarge { .. } if self.overcommit => {}
+            DonationCheck::Tight { warning } => eprintln!("granary: warning: {warning}"),
+            DonationCheck::TooLarge { why } => return Err(UsageError(why, "serve").into()),
         }
         Ok(())
     }
 
-    /// How other hosts reach it.
+    /// Address and access rules for other hosts, if they are served.
     fn listen(&self) -> anyhow::Result<Option<Listen>> {
         let Some(address) = self.listen else { return Ok(None) };
         let token = self.token_file.as_deref().map(Token::read).transpose()?;
@@ -247,8 +249,8 @@ impl Serve {
         match listen.check() {
             Err(pool::Error::Setting { value, .. }) => {
                 let text = format!(
-                    "--listen {value}: without a token every host and local user that reaches \
-                     this address could take memory; give --token-file FILE, or say --open-to-all"
+                    "--listen {value}: without a token every host and local user that can reach \
+                     this address could allocate memory; add --token-file FILE or --open-to-all"
                 );
                 Err(UsageError(text, "serve").into())
             }
@@ -256,7 +258,8 @@ impl Serve {
         }
     }
 
-    /// Where it listens; the runtime directory belongs to this user, and is preferred.
+    /// The Unix socket of the service. The runtime directory is preferred, because it belongs to
+    /// this user.
     fn endpoint(&self) -> Result<Endpoint, UsageError> {
         if self.private {
             return Ok(Endpoint::Fresh);
@@ -265,7 +268,8 @@ impl Serve {
         let socket = self.socket.clone().unwrap_or_else(|| directory().join("granary.sock"));
         if socket.as_os_str().len() > SOCKET_PATH_BYTES_MAX {
             let text = format!(
-                "--socket {}: longer than the {SOCKET_PATH_BYTES_MAX} bytes of a socket's path",
+                "--socket {}: a socket's path has at most {SOCKET_PATH_BYTES_MAX} bytes; choose a \
+                 shorter one",
                 socket.display()
             );
             return Err(UsageError(text, "serve"));
@@ -274,7 +278,7 @@ impl Serve {
     }
 }
 
-/// What was given on the command line for a setting to have this value.
+/// The command-line option that gives a setting this value.
 fn option_of(setting: &str, value: &str) -> String {
     let option = match setting {
         "clients_max" => "clients".to_owned(),
@@ -286,21 +290,22 @@ fn option_of(setting: &str, value: &str) -> String {
     }
 }
 
-/// An IP address, with a port or without.
+/// Parses an IP address with or without a port.
 fn listen_address(text: &str) -> Result<SocketAddr, String> {
     let bare = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
     match (text.parse(), bare.parse::<IpAddr>()) {
         (Ok(address), _) => Ok(address),
         (_, Ok(ip)) => Ok(SocketAddr::new(ip, pool::remote::address::PORT)),
         _ => {
-            Err("write an IP address of this host, and a port: 10.0.0.2:4791, [fd00::2]:4791"
+            Err("expected an IP address of this host and optionally a port: 10.0.0.2:4791, \
+                 [fd00::2]:4791"
                 .into())
         }
     }
 }
 
-/// What it serves, for people.
-fn introduce(ready: &Ready) -> String {
+/// The start-up message without `--json`.
+fn describe_ready(ready: &Ready) -> String {
     let Ready { pool, scheme, control, group_size, credits, .. } = ready;
     let remote = ready.remote.as_ref().map_or(String::new(), |r| format!("\nremote    {r}"));
     let waits = if scheme.needs_cpu() { format!(", control {control}") } else { String::new() };
@@ -308,9 +313,9 @@ fn introduce(ready: &Ready) -> String {
         "serving {} in {} chunks of {}\n\
          pool      {pool}{remote}\n\
          scheme    {scheme}{waits}, groups of {group_size} windows, {credits} credits\n\
-         use it    granary run --pool {pool} --local 256MiB -- PROGRAM\n\
-         watch it  granary status --pool {pool}\n\
-         stop it   Ctrl-C, or kill {}",
+         to use    granary run --pool {pool} --local 256MiB -- PROGRAM\n\
+         to watch  granary status --pool {pool}\n\
+         to stop   Ctrl-C, or kill {}",
         Size(ready.donated_bytes),
         thousands(ready.chunks),
         Size(ready.chunk_bytes),

@@ -1,4 +1,4 @@
-//! `granary sim`: the pool's own code under virtual time.
+//! `granary sim`: runs the pool's own code under virtual time.
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use sim::check::{self, Case};
 use crate::UsageError;
 use crate::options::seconds;
 
-/// The pool's own code under virtual time
+/// Run the pool's own code under virtual time
 #[derive(clap::Subcommand, Debug)]
 #[command(after_help = EXAMPLES)]
 pub enum Sim {
@@ -18,45 +18,45 @@ pub enum Sim {
 
 const EXAMPLES: &str = "\
 Examples:
-  granary sim check --seeds 0..1000    a thousand worlds in which much goes wrong";
+  granary sim check --seeds 0..1000    a thousand simulated runs with faults and attacks";
 
-/// Check the pool where clients crash, packets are lost and somebody attacks
+/// Check the pool under crashes, packet loss and attacks
 ///
-/// Runs the memory node and its clients, the same code that a real NIC runs, in a simulated world
-/// for each seed. The seed decides how large the world is and what goes wrong: clients crash,
-/// stand still and go on at any step; packets are lost and late; nodes cannot reach each other;
-/// the memory node's CPU is slow; hostile clients replay requests, guess keys and send wrong
-/// arguments. After every step the scheme's invariants must hold: no chunk has two owners, no
-/// access takes effect outside its owner's chunk or after its release, what is free is clear and
-/// free once, whatever the dead had comes back in bounded time, every request ends.
+/// Runs the memory node and its clients, the same code that runs on a real NIC, in one simulated
+/// world per seed. The seed decides the size of the world and its faults: clients crash, pause and
+/// resume at any step; packets are lost or delayed; nodes cannot reach each other; the memory
+/// node's CPU is slow; hostile clients replay requests, guess keys and send wrong arguments. After
+/// every step the scheme's invariants must hold: no chunk has two owners; no access takes effect
+/// outside its owner's chunk or after the chunk's release; a free chunk is cleared, and free only
+/// once; chunks of crashed clients become free in bounded time; every request completes.
 ///
-/// A seed decides everything: the same seed gives the same steps on any machine. A seed that
-/// fails is printed with the command that runs it again and tells every step.
+/// A seed determines the whole run: it gives the same steps on any machine. A failing seed is
+/// printed with the command that repeats it and prints every step.
 #[derive(clap::Args, Debug)]
 #[command(after_help = CHECK_EXAMPLES)]
 pub struct Check {
-    /// Scheme to check, "onesidedmw-without-separation", "onesidedmw-without-grouping",
-    /// "rpc-mw-1-guessed" (which is unsafe by design), or "all" that must hold
+    /// Case to check: a scheme, "onesidedmw-without-separation", "onesidedmw-without-grouping",
+    /// "rpc-mw-1-guessed" (unsafe by design), or "all": every case that must hold
     #[arg(long, value_name = "SCHEME", default_value = "all")]
     scheme: String,
 
-    /// Seeds: from A up to, and not with, B
+    /// Seeds to run: from A to B, excluding B
     #[arg(long, value_name = "A..B", default_value = "0..1000", conflicts_with = "seed")]
     seeds: Seeds,
 
-    /// One seed
+    /// Run a single seed
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
 
-    /// Print what happened, step by step, to standard output
+    /// Print every step to standard output
     #[arg(long)]
     trace: bool,
 
-    /// Stop after so many minutes, wherever that is
+    /// Stop after this many minutes, even if seeds are left
     #[arg(long, value_name = "MINUTES", value_parser = minutes)]
     minutes: Option<Duration>,
 
-    /// Go on after a seed that fails
+    /// Continue after a failing seed
     #[arg(long)]
     keep_going: bool,
 }
@@ -64,11 +64,11 @@ pub struct Check {
 const CHECK_EXAMPLES: &str = "\
 Examples:
   granary sim check                                          a thousand seeds of each scheme
-  granary sim check --scheme onesidedmw --seeds 0..100000    many of one
-  granary sim check --scheme rpc-mw-2 --seed 17 --trace      one, step by step
-  granary sim check --seeds 0..1000000 --minutes 10          as many as ten minutes allow
+  granary sim check --scheme onesidedmw --seeds 0..100000    many seeds of one scheme
+  granary sim check --scheme rpc-mw-2 --seed 17 --trace      one seed, every step printed
+  granary sim check --seeds 0..1000000 --minutes 10          as many seeds as fit in ten minutes
 
-Exit codes: 0 nothing was violated, 1 something was, 2 wrong command line.";
+Exit codes: 0 no violation, 1 at least one violation, 2 wrong command line.";
 
 /// A range of seeds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,7 +81,7 @@ impl std::str::FromStr for Seeds {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("{text:?} is no range of seeds: write e.g. 0..1000");
+        let wrong = || format!("{text:?} is not a range of seeds; write e.g. 0..1000");
         let (from, to) = text.split_once("..").ok_or_else(wrong)?;
         let from = from.parse().map_err(|_| wrong())?;
         let to = to.parse().map_err(|_| wrong())?;
@@ -125,17 +125,17 @@ impl Check {
             return Ok(Case::ALL.to_vec());
         }
         let case = self.scheme.parse().map(|case| vec![case]);
-        case.map_err(|why| UsageError(format!("--scheme: {why}, nor all"), "sim check"))
+        case.map_err(|why| UsageError(format!("--scheme: {why}, or \"all\""), "sim check"))
     }
 
-    /// True if something was violated.
+    /// Runs the seeds of one case; true if an invariant was violated.
     fn check(&self, case: Case, seeds: Seeds, deadline: Option<Instant>) -> bool {
         let bar = Progress::new(self.trace).bar(&format!("check {case}"), seeds.to - seeds.from);
         if let Some(why) = case.unsafe_by_design {
-            println!("{case}: unsafe by design: {why}; a violation shows that");
+            println!("{case}: unsafe by design: {why}; a violation is expected");
         }
         let (start, mut ran, mut failures) = (Instant::now(), 0, 0);
-        let mut seen = check::Seen::default();
+        let mut counts = check::EventCounts::default();
         for seed in seeds.from..seeds.to {
             if deadline.is_some_and(|d| Instant::now() >= d) {
                 break;
@@ -144,7 +144,7 @@ impl Check {
             if let Some(trace) = &outcome.trace {
                 print!("{trace}");
             }
-            seen.add(&outcome.seen);
+            counts.add(&outcome.counts);
             ran += 1;
             bar.step();
             if let Some(why) = outcome.violation {
@@ -159,13 +159,13 @@ impl Check {
         drop(bar);
         let took = start.elapsed().as_secs_f64();
         println!(
-            "{case}: {ran} seeds, {failures} with a violation, in {took:.1} s; {} NIC steps, {} chunks \
-             granted, {} accesses, {} processes killed, {} requests refused or broken",
-            seen.steps,
-            seen.grants.iter().sum::<u64>(),
-            seen.accesses,
-            seen.deaths,
-            seen.errors.iter().sum::<u64>(),
+            "{case}: {ran} seeds, {failures} with a violation, in {took:.1} s; {} NIC steps, \
+             {} chunks granted, {} accesses, {} processes killed, {} requests refused or failed",
+            counts.steps,
+            counts.grants.iter().sum::<u64>(),
+            counts.accesses,
+            counts.deaths,
+            counts.errors.iter().sum::<u64>(),
         );
         failures > 0
     }
@@ -176,7 +176,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn seeds_are_a_range() {
+    fn seeds_parse_as_a_range() {
         assert_eq!("3..17".parse(), Ok(Seeds { from: 3, to: 17 }));
         for wrong in ["", "3", "3..", "..3", "5..5", "6..5", "a..b"] {
             assert!(wrong.parse::<Seeds>().is_err(), "{wrong}");

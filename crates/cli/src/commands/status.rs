@@ -1,18 +1,18 @@
-//! `granary status`: what a memory node is doing.
+//! `granary status`: prints the state and the counters of a memory node.
 
 use std::process::ExitCode;
 
 use crate::node;
 use crate::options::{Output, PoolAddress, TokenFile};
 
-/// Show what a memory node is doing
+/// Show the state and the counters of a memory node
 ///
-/// Chunks free and held, clients, allocations and frees, and whose time they took: the NIC
-/// thread's, which plays the hardware, and the control CPU's.
+/// Prints free and held chunks, clients, allocations and frees, and the CPU time of the NIC thread,
+/// which stands in for the hardware, and of the control CPU.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Status {
-    /// The memory node: shm:PATH or roce://HOST[:PORT]
+    /// Address of the memory node: shm:PATH or roce://HOST[:PORT]
     #[arg(long, value_name = "POOL")]
     pool: PoolAddress,
 

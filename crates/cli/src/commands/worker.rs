@@ -1,5 +1,5 @@
-//! `granary worker`: what benchmarks start in other processes. Not for people; see
-//! [`crate::team`].
+//! `granary worker`: the processes that benchmarks start. Hidden from users; see
+//! [`crate::worker_process`] for the protocol.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -8,60 +8,61 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use bench::fault::Pattern;
 use bench::paged_fault::Memory;
-use bench::pingpong::{Place, Side, Station, Task};
+use bench::pingpong::{NicContext, PeerInfo, Side, Task};
 use bench::size::Size;
 use pool::{Address, NicService, Options};
 use serde::{Deserialize, Serialize};
 
-use crate::team;
+use crate::worker_process::{next_task, send_ready, send_result};
 
-/// Take part in a benchmark
+/// Run tasks of a benchmark in this process
 #[derive(clap::Subcommand, Debug)]
 pub enum Worker {
     /// Allocate and free
     Alloc {
-        /// The memory node
+        /// Address of the memory node
         #[arg(long)]
         pool: Address,
     },
     /// Exchange messages with another worker
     Pingpong {
-        /// The socket of the NIC that both are on; without, each has its own, with a UDP socket
+        /// Socket of a NIC to attach to; without it, this process has its own NIC with a UDP socket
         #[arg(long)]
         socket: Option<PathBuf>,
-        /// Serve the NIC to the other one, and say where
+        /// Let the other worker attach to this process's NIC, and print its socket
         #[arg(long, conflicts_with = "socket")]
         serve: bool,
     },
     /// Touch memory page by page
     Fault {
-        /// How much
+        /// Amount of memory
         #[arg(long)]
         memory: Size,
     },
 }
 
-/// Allocate and free for this long, a chunk at a time or so many bytes.
+/// Task of `bench alloc`: allocate and free for `duration`.
 #[derive(Serialize, Deserialize)]
 pub struct AllocTask {
     pub duration: Duration,
+    /// Bytes of each allocation; one chunk if `None`.
     pub bytes: Option<u64>,
 }
 
-/// What a worker of `bench pingpong` does next.
+/// One step of a worker of `bench pingpong`.
 #[derive(Serialize, Deserialize)]
 pub enum PingpongStep {
-    /// Make a QP for this; its place is the answer.
+    /// Create a QP for this measurement; the worker answers with its [`PeerInfo`].
     Prepare(Task),
-    /// Connect it to this; the answer says that it is ready.
-    Connect(Place),
-    /// Be the initiator; what was measured is the answer.
+    /// Connect the QP to this peer; the worker answers that it is ready.
+    Connect(PeerInfo),
+    /// Act as the initiator; the worker answers with the outcome.
     Measure,
-    /// Be the responder; the answer comes when the initiator has ended.
-    Answer,
+    /// Act as the responder; the worker answers when the initiator has finished.
+    Respond,
 }
 
-/// Touch pages in this order for this long.
+/// Task of `bench fault`: touch pages in the order of `pattern` for `duration`.
 #[derive(Serialize, Deserialize)]
 pub struct FaultTask {
     pub pattern: Pattern,
@@ -83,41 +84,41 @@ fn alloc(node: &Address) -> anyhow::Result<()> {
     let options = Options { groups: Some(1), ..Options::default() };
     let pool = node.connect(options)?;
     bench::alloc::warm_up(&pool)?;
-    team::say_ready()?;
-    while let Some(AllocTask { duration, bytes }) = team::next_task()? {
-        team::say(&bench::alloc::client(&pool, duration, bytes)?)?;
+    send_ready()?;
+    while let Some(AllocTask { duration, bytes }) = next_task()? {
+        send_result(&bench::alloc::client(&pool, duration, bytes)?)?;
     }
     Ok(())
 }
 
 fn pingpong(socket: Option<&Path>, serve: bool) -> anyhow::Result<()> {
     let served = serve.then(NicService::start_own).transpose()?;
-    let station = match (socket, &served) {
-        (Some(socket), _) => Station::shm(socket)?,
-        (None, Some((nic, _))) => Station::on(nic.clone())?,
-        (None, None) => Station::roce()?,
+    let context = match (socket, &served) {
+        (Some(socket), _) => NicContext::shm(socket)?,
+        (None, Some((nic, _))) => NicContext::shared(nic.clone())?,
+        (None, None) => NicContext::roce()?,
     };
-    team::say_ready()?;
+    send_ready()?;
     if let Some((_, service)) = &served {
-        team::say(&service.path())?;
+        send_result(&service.path())?;
     }
     let mut side: Option<Side> = None;
-    while let Some(step) = team::next_task()? {
+    while let Some(step) = next_task()? {
         if let PingpongStep::Prepare(task) = step {
-            let made = side.insert(station.side(&task)?);
-            team::say(&made.place())?;
+            let prepared = side.insert(context.side(&task)?);
+            send_result(&prepared.info())?;
             continue;
         }
-        let side = side.as_mut().context("take part in a measurement that was not prepared")?;
+        let side = side.as_mut().context("run a step of a measurement that was not prepared")?;
         match step {
-            PingpongStep::Connect(place) => {
-                side.connect(&place)?;
-                team::say_ready()?;
+            PingpongStep::Connect(peer) => {
+                side.connect(&peer)?;
+                send_ready()?;
             }
-            PingpongStep::Measure => team::say(&side.measure()?)?,
-            PingpongStep::Answer => {
-                side.answer()?;
-                team::say_ready()?;
+            PingpongStep::Measure => send_result(&side.measure()?)?,
+            PingpongStep::Respond => {
+                side.respond()?;
+                send_ready()?;
             }
             PingpongStep::Prepare(_) => unreachable!("handled above"),
         }
@@ -126,14 +127,14 @@ fn pingpong(socket: Option<&Path>, serve: bool) -> anyhow::Result<()> {
 }
 
 fn fault(memory: Size) -> anyhow::Result<()> {
-    let bytes = usize::try_from(memory.bytes()).context("this much memory has no addresses")?;
+    let bytes = usize::try_from(memory.bytes()).context("--memory exceeds the address space")?;
     if bytes == 0 {
-        bail!("touch no memory: take some");
+        bail!("--memory 0: must be at least one page");
     }
     let mut memory = Memory::new(bytes);
-    team::say_ready()?;
-    while let Some(FaultTask { pattern, duration }) = team::next_task()? {
-        team::say(&memory.touch(pattern, duration)?)?;
+    send_ready()?;
+    while let Some(FaultTask { pattern, duration }) = next_task()? {
+        send_result(&memory.touch(pattern, duration)?)?;
     }
     Ok(())
 }

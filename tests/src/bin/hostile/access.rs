@@ -1,4 +1,4 @@
-//! Attacks on chunks: keys of others, ranges, dead keys, what is left in memory.
+//! Attacks on chunks: victims' keys, out-of-bounds ranges, revoked keys, remaining data.
 
 use anyhow::{Context, Result, bail, ensure};
 use rnic::cqe::Syndrome;
@@ -9,7 +9,8 @@ use serde_json::{Value, json};
 use crate::compute::{Chunk, Compute, LONG, remote, status};
 use crate::{Arguments, Random};
 
-/// Tries all 256 tags of others' keys, on each of its lanes, with each kind of access.
+/// Tries all 256 tags of the victims' keys, over both of the attacker's lanes, with READ, WRITE and
+/// FAA.
 pub fn tags(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     a.ready()?;
@@ -28,7 +29,7 @@ pub fn tags(a: &Arguments) -> Result<Value> {
                 ensure!(got == Syndrome::RemoteAccess as u8, "key {:#x}: {got:#x}", at.rkey.0);
                 refused += 1;
             }
-            // The right key, on the lane that a careless check would take for its own.
+            // The right key, over the lanes that an incomplete check might accept.
             for lane in 0..2 {
                 for len in [1, 8, 64, chunk.len as u32] {
                     let got = me.read(lane, remote(chunk.addr, *key), len)?;
@@ -41,10 +42,11 @@ pub fn tags(a: &Arguments) -> Result<Value> {
     Ok(json!({ "tried": refused }))
 }
 
-/// Reads and writes around every border of its chunk, whose neighbours are others'.
+/// Reads and writes around the borders of its own chunk; the adjacent chunks belong to victims.
 pub fn borders(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
-    // Named many times over in one WQE, and never touched: so that the local side is not what refuses.
+    // One WQE names this memory several times, so that long accesses are not refused because of
+    // their local side.
     let long = me.nic.memory(LONG_SGE)?;
     let long_key = me.nic.register(me.pd, &long, Access::LOCAL_ALL)?;
     a.ready()?;
@@ -99,7 +101,7 @@ pub fn borders(a: &Arguments) -> Result<Value> {
         granted += inside as u32;
         refused += !inside as u32;
     }
-    // Nothing at all is moved, so that nothing is checked.
+    // An access of zero bytes moves nothing, so the NIC checks no range.
     for addr in [chunk.addr - 1, chunk.addr + chunk.len, 0, u64::MAX] {
         let none = Sge { len: 0, ..me.sge(0, 0) };
         let got = me.access(0, |b| _ = b.rdma_write(remote(addr, chunk.keys[0]), &[none]))?;
@@ -119,10 +121,10 @@ pub fn borders(a: &Arguments) -> Result<Value> {
     Ok(json!({ "granted": granted, "refused": refused }))
 }
 
-/// Bytes of an SGE of which those that fit a WQE name more than 2^31 bytes.
+/// Bytes of an SGE. As many such SGEs as fit into a WQE name more than 2^31 bytes.
 const LONG_SGE: usize = 36 << 20;
 
-/// `len` bytes of the long memory, which SGEs name as often as need be.
+/// A list of SGEs of `len` bytes in total, all in the same memory.
 fn long_sges(memory: &rnic::memory::DmaMemory, lkey: rnic::ids::Key, len: u64) -> Vec<Sge> {
     let mut left = len;
     let mut list = Vec::new();
@@ -134,8 +136,8 @@ fn long_sges(memory: &rnic::memory::DmaMemory, lkey: rnic::ids::Key, len: u64) -
     list
 }
 
-/// Frees a chunk with its own WRITEs to it still in flight and goes on to use its key: whoever owns the
-/// chunk next (victims, or itself) finds zeros, and the old key is dead.
+/// Frees a chunk while its own WRITEs to the chunk are in flight, and keeps using the key. The next
+/// owner of the chunk (a victim, or the attacker) must find zeros, and the old key must be revoked.
 pub fn reuse(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     a.ready()?;
@@ -155,25 +157,25 @@ pub fn reuse(a: &Arguments) -> Result<Value> {
                 }
             });
         }
-        // The free goes out before, between or after them.
+        // The free is posted before, between or after the WRITEs.
         if round % 3 == 0 {
-            qp.ring(&me.nic);
+            qp.write_doorbell(&me.nic);
         }
         me.free.send(&me.nic, &chunk.entry.to_be_bytes()[1..], slot);
-        me.access[0].ring(&me.nic);
+        me.access[0].write_doorbell(&me.nic);
         match me.free.answer(slot, LONG) {
             crate::compute::Answer::Reply(bytes) if bytes[7] == status::FREED => {}
-            other => bail!("a free came to {other:?}"),
+            other => bail!("a free ended with {other:?}"),
         }
-        // Released: from now on nothing that goes through the old key has an effect.
-        let next = me.allocate_where(&chunk)?;
+        // The chunk is released: accesses through the old key must have no effect from now on.
+        let next = me.allocate_again()?;
         match me.access[0].wait(LONG).context("the WRITEs did not end")?.error {
             None => late += 1,
             Some(_) => dead += 1,
         }
         me.recover(0)?;
         let got = me.read(0, old, 8)?;
-        ensure!(got == Syndrome::RemoteAccess as u8, "a dead key: {got:#x}");
+        ensure!(got == Syndrome::RemoteAccess as u8, "a revoked key: {got:#x}");
         if let Some(next) = next {
             ensure!(me.is_zero(&next)?, "round {round}: a late WRITE reached the next owner");
             me.release(&next)?;
@@ -184,13 +186,13 @@ pub fn reuse(a: &Arguments) -> Result<Value> {
 }
 
 impl Compute {
-    /// Allocates once more; the chunk, whether or not it is the one that was freed.
-    fn allocate_where(&mut self, _freed: &Chunk) -> Result<Option<Chunk>> {
+    /// Allocates a chunk, possibly the one that was just freed; `None` if the pool is empty.
+    fn allocate_again(&mut self) -> Result<Option<Chunk>> {
         let lanes = self.lanes();
         self.allocate_for(&lanes)
     }
 
-    /// Whether a chunk is all zeros.
+    /// True if a chunk is all zeros.
     pub fn is_zero(&mut self, chunk: &Chunk) -> Result<bool> {
         let len = (chunk.len as usize).min(self.local.len() - 4096);
         self.local.write(4096, &vec![0xff; len]);
@@ -202,7 +204,7 @@ impl Compute {
     }
 }
 
-/// Takes chunks, fills them with a pattern, and waits to be killed.
+/// Allocates chunks, fills them with a pattern, and waits to be killed.
 pub fn spoil(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     a.ready()?;
@@ -215,7 +217,7 @@ pub fn spoil(a: &Arguments) -> Result<Value> {
         ensure!(me.write(0, remote(chunk.addr, chunk.keys[0]), len)? == 0, "spoiling");
         chunks.push(chunk);
     }
-    // More WRITEs than the NIC does before the process is dead.
+    // More WRITEs than the NIC can execute before the process is killed.
     let from = me.sge(4096, chunks.first().map_or(8, |c| c.len as u32));
     for (i, chunk) in chunks.iter().cycle().take(60).enumerate() {
         let qp = &mut me.access[i % 2];
@@ -223,13 +225,13 @@ pub fn spoil(a: &Arguments) -> Result<Value> {
     }
     let report = json!({ "spoiled": chunks.len() });
     println!("{report}");
-    me.access[0].ring(&me.nic);
-    me.access[1].ring(&me.nic);
+    me.access[0].write_doorbell(&me.nic);
+    me.access[1].write_doorbell(&me.nic);
     a.wait()?;
-    bail!("it was to be killed");
+    bail!("the test must kill this process");
 }
 
-/// Takes every chunk that it can get, as soon as it can, and looks for what others left in it.
+/// Allocates every chunk as soon as possible and checks that it contains no data of other clients.
 pub fn scavenge(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     a.ready()?;
@@ -242,7 +244,7 @@ pub fn scavenge(a: &Arguments) -> Result<Value> {
                 ensure!(me.is_zero(&chunk)?, "chunk {} shows another's bytes", chunk.entry);
                 chunks.push(chunk);
             }
-            None => ensure!(std::time::Instant::now() < deadline, "{} chunks only", chunks.len()),
+            None => ensure!(std::time::Instant::now() < deadline, "only {} chunks", chunks.len()),
         }
     }
     for chunk in &chunks {

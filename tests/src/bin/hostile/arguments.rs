@@ -1,4 +1,4 @@
-//! Attacks by what a request says: QP numbers, reply addresses, lengths, and how many there are.
+//! Attacks with the contents of requests: QP numbers, reply addresses, lengths, number of requests.
 
 use anyhow::{Context, Result, bail, ensure};
 use rnic::cqe::Syndrome;
@@ -11,27 +11,27 @@ use serde_json::{Value, json};
 use crate::compute::{Answer, Compute, LONG, SHORT, SLOT, chunk, qpn_bytes, remote, status};
 use crate::{Arguments, Random};
 
-/// Allocates for QPs that are not its own access QPs: nothing is won, and the chunk is freed as any
-/// other (§4.4: "only makes the CN itself unable to access the allocated memory").
+/// Allocates for QPs that are not its own access QPs. The attacker gains no access, and can free the
+/// chunk as usual (§4.4: "only makes the CN itself unable to access the allocated memory").
 pub fn wrong_qpn(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     a.ready()?;
     let lanes = me.lanes();
     let near = |by: i32| lanes[0].wrapping_add_signed(by) & Qpn::MAX;
     let mut named = vec![
-        // Own, and not for access.
+        // Its own QPs that are not access QPs.
         me.terms.management[0],
         me.terms.management[1],
         me.alloc.qp.qpn.raw(),
         me.access[0].qpn.raw(),
-        // Nobody's.
+        // Numbers of no QP.
         0,
         0x12_3456,
         Qpn::NONE.raw(),
     ];
-    // Whoever was admitted before has the numbers before: victims, and the memory node's workers.
+    // Lower numbers belong to earlier clients (the victims) and to the memory node's workers.
     named.extend((1..=24).map(|by| near(-by)));
-    // Between hosts its own numbers may be those of its peers.
+    // Between hosts, the attacker's QPs and its peers may have the same numbers.
     named.retain(|n| !lanes.contains(n));
     let mut refused = 0;
     for &qpn in &named {
@@ -45,12 +45,12 @@ pub fn wrong_qpn(a: &Arguments) -> Result<Value> {
         }
         me.release(&chunk)?;
     }
-    // One right, one wrong: the right one works, and only on its lane.
+    // One right number and one wrong: the right one works, on its own lane only.
     let chunk = me.allocate_for(&[lanes[0], Qpn::NONE.raw()])?.context("the pool is empty")?;
     ensure!(me.write(0, remote(chunk.addr, chunk.keys[0]), 64)? == 0);
     ensure!(me.read(1, remote(chunk.addr, chunk.keys[1]), 64)? != 0);
     me.release(&chunk)?;
-    // Lanes crossed: each key works on the lane that it was asked for.
+    // The two lanes in reverse order: each key works on the lane that was named for it.
     let chunk = me.allocate_for(&[lanes[1], lanes[0]])?.context("the pool is empty")?;
     ensure!(me.write(1, remote(chunk.addr, chunk.keys[0]), 64)? == 0);
     ensure!(me.read(0, remote(chunk.addr, chunk.keys[0]), 64)? != 0);
@@ -58,8 +58,9 @@ pub fn wrong_qpn(a: &Arguments) -> Result<Value> {
     Ok(json!({ "named": named.len(), "refused": refused }))
 }
 
-/// Wants replies where none can be written. Its management connection breaks; once it has
-/// re-established that, it works; what was allocated in between is its own until it leaves.
+/// Requests replies to addresses that the memory node cannot write. The attacker's management
+/// connection breaks and works again after it is re-established. Chunks allocated in between belong
+/// to the attacker until it disconnects.
 pub fn unwritable_reply(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     let readable = me.nic.memory(4096)?;
@@ -69,7 +70,7 @@ pub fn unwritable_reply(a: &Arguments) -> Result<Value> {
     a.ready()?;
     let (addr, rkey) = (me.alloc.replies.addr(), me.alloc.rkey);
     let end = addr + me.alloc.replies.len() as u64;
-    let foreign = a.of.first().context("it needs another's chunk")?;
+    let foreign = a.of.first().context("the attack needs a victim's chunk (--of)")?;
     let targets = [
         (0, rkey),
         (addr, Key(0)),
@@ -87,8 +88,8 @@ pub fn unwritable_reply(a: &Arguments) -> Result<Value> {
         me.alloc.send_to(&me.nic, &lanes, addr, rkey);
         match me.alloc.answer(0, SHORT) {
             Answer::Reply(_) => {
-                // The SEND itself completes without an error only if it asked for that.
-                bail!("a reply to {addr:#x}, key {rkey} was answered");
+                // The SEND is not signaled, so a completion can only be that of a reply.
+                bail!("a request for a reply to {addr:#x}, key {rkey} was answered");
             }
             Answer::Failed(_) | Answer::Silence => {}
         }
@@ -96,7 +97,7 @@ pub fn unwritable_reply(a: &Arguments) -> Result<Value> {
         let arguments = [0xff, 0xff, 0xfe];
         me.free.send_to(&me.nic, &arguments, addr, rkey);
         if let Answer::Reply(bytes) = me.free.answer(0, SHORT) {
-            bail!("a reply to {addr:#x}, key {rkey} was answered: {bytes:?}");
+            bail!("a request for a reply to {addr:#x}, key {rkey} was answered: {bytes:?}");
         }
         me.recover_management()?;
         let own = me.allocate()?;
@@ -105,7 +106,7 @@ pub fn unwritable_reply(a: &Arguments) -> Result<Value> {
     Ok(json!({ "targets": targets.len() }))
 }
 
-/// Requests that are too short, too long or not SENDs at all.
+/// Sends requests that are too short, too long or not SENDs.
 pub fn malformed(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     a.ready()?;
@@ -125,7 +126,8 @@ pub fn malformed(a: &Arguments) -> Result<Value> {
             me.recover_management()?;
         }
     }
-    // As long as a SEND may be, and longer; and operations that a management QP does not answer.
+    // SENDs of the maximum length and longer ones, and operations that a management QP does not
+    // serve.
     let table = a.of.first().map_or(0, |c| c.addr);
     for len in [4096u32, 65536, 1 << 20, (1 << 20) - 4096] {
         let (from, eight) = (me.sge(0, len), me.sge(0, 8));
@@ -153,7 +155,8 @@ pub fn malformed(a: &Arguments) -> Result<Value> {
     Ok(json!({ "answered": answered, "broke": broke, "silent": silent }))
 }
 
-/// Sends many more requests than it has credits, all at once. They wait, and only its own do.
+/// Sends many more requests at once than it has credits. The requests wait, and requests of other
+/// clients do not.
 pub fn over_credit(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     a.ready()?;
@@ -167,18 +170,18 @@ pub fn over_credit(a: &Arguments) -> Result<Value> {
         }
         let mut empty = 0;
         for _ in 0..requests {
-            // Slots are written several times, so that a reply may be another's: entries are taken
-            // from the table by freeing all of them below.
+            // A slot is written several times, so its reply may belong to another request.
+            // Therefore the attacker frees every entry of the table below.
             match me.alloc.answer(0, LONG) {
                 Answer::Reply(bytes) => match chunk(&bytes, me.terms.chunk_bytes, 2) {
                     Ok(Some(chunk)) => held.push(chunk.entry),
                     _ => empty += 1,
                 },
-                other => bail!("a request over the credits came to {other:?}"),
+                other => bail!("a request beyond the credits ended with {other:?}"),
             }
         }
         let _ = empty;
-        // Free whatever may be its own; others refuse.
+        // Frees all entries; the memory node refuses those of other clients.
         let total = me.chunks()?;
         for entry in 0..total {
             let got = me.free_entry(entry)?;
@@ -189,25 +192,25 @@ pub fn over_credit(a: &Arguments) -> Result<Value> {
     Ok(json!({ "requests": requests * a.count.max(1) as usize }))
 }
 
-/// Has a CQ that overflows, since it never polls; and posts no receives for its replies.
+/// Never polls its CQ, so that the CQ overflows, and posts no receives for its replies.
 pub fn never_poll(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     a.ready()?;
     let chunk = me.allocate()?;
-    // The CQ of an access QP has 256 entries and nobody reads it.
+    // The CQ of an access QP has 256 entries and is never polled.
     let (nic, qp) = (&me.nic, &mut me.access[0]);
     let to = rnic::wqe::Sge { addr: me.local.addr(), len: 8, lkey: me.lkey };
     for _ in 0..40 {
         for _ in 0..16 {
             qp.put(|b| _ = b.rdma_read(remote(chunk.addr, chunk.keys[0]), &[to]).signaled());
         }
-        qp.ring(nic);
+        qp.write_doorbell(nic);
         std::thread::sleep(std::time::Duration::from_micros(300));
     }
-    me.nic.expect_state(me.access[0].qpn, QpState::Error).context("its CQ overflowed")?;
-    // The other lane is as it was.
+    me.nic.expect_state(me.access[0].qpn, QpState::Error).context("the CQ overflowed")?;
+    // The other lane still works.
     ensure!(me.write(1, remote(chunk.addr, chunk.keys[1]), 64)? == 0, "the other lane");
-    // No receive for the reply: the memory node's reply waits, and so do its later requests.
+    // Without a receive the memory node's reply waits, and so do the attacker's later requests.
     let lanes = qpn_bytes(&me.lanes());
     let at = me.alloc.replies.addr();
     let mut request = lanes.clone();
@@ -221,8 +224,8 @@ pub fn never_poll(a: &Arguments) -> Result<Value> {
     Ok(json!({}))
 }
 
-/// Re-establishes its management connection again and again with requests in flight: a chain that has
-/// begun must come to its end before it is written anew, or a chunk is lost.
+/// Re-establishes its management connection repeatedly with requests in flight. The memory node must
+/// not rewrite a chain before a running instance has finished; otherwise a chunk is lost.
 pub fn reset_storm(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     a.ready()?;
@@ -240,7 +243,7 @@ pub fn reset_storm(a: &Arguments) -> Result<Value> {
         }
         me.recover_management()?;
         if round % 16 == 15 {
-            // It does not know what it got: frees everything that is its own.
+            // The attacker does not know its chunks, so it tries to free every entry.
             for entry in 0..total {
                 me.free_entry(entry)?;
             }

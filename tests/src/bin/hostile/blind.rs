@@ -1,6 +1,5 @@
-//! Packets that any user of a compute node's host can send: over a UDP socket of its own, without
-//! token, key or privilege. It knows the numbers of the queue pairs, which is more than such a user
-//! does.
+//! Forged packets that any user of a compute node's host can send: over an own UDP socket, without
+//! token, key or privilege. The attack knows the QP numbers, which a real attacker does not.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::AsRawFd;
@@ -9,7 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use rnic::ids::{Key, Psn, Qpn};
 use rnic::wire::Packet;
-use rnic::wire::icrc::{Route, Row};
+use rnic::wire::icrc::{Route, RouteIcrc};
 use rnic::wire::packet::{Body, Notice, PACKET_MAX, Part};
 use rnic::wqe::Remote;
 use serde_json::{Value, json};
@@ -17,32 +16,33 @@ use serde_json::{Value, json};
 use crate::compute::{Compute, status};
 use crate::{Arguments, Random};
 
-/// Packets of one send: what the kernel cuts into segments at most.
+/// Packets per send: the kernel's limit of UDP segmentation offload.
 const BURST: usize = 64;
 
 /// A UDP socket that sends packets of RoCEv2.
 struct Forger {
     socket: UdpSocket,
     to: SocketAddr,
-    row: Row,
+    icrcs: RouteIcrc,
     sent: u64,
 }
 
 impl Forger {
-    /// Sends to the memory node of `me`, from its address and another port.
+    /// Creates a socket that sends to the memory node of `me`, from the address of `me` and another
+    /// port.
     fn new(me: &Compute) -> Result<Self> {
         let route = me.route().context("the memory node is on this host")?;
         let socket = UdpSocket::bind((route.local, 0)).context("a UDP socket")?;
         use rustix::net::sockopt::{Ipv4PathMtuDiscovery, set_ip_mtu_discover};
         set_ip_mtu_discover(&socket, Ipv4PathMtuDiscovery::DO)?;
-        let row = Row::new(Route::new(socket.local_addr()?, route.address));
-        Ok(Self { socket, to: route.address, row, sent: 0 })
+        let icrcs = RouteIcrc::new(Route::new(socket.local_addr()?, route.address));
+        Ok(Self { socket, to: route.address, icrcs, sent: 0 })
     }
 
-    /// Has the kernel cut what is sent into packets of `bytes`.
-    fn cut_into(&self, bytes: usize) -> Result<()> {
+    /// Makes the kernel split each send into packets of `bytes`.
+    fn set_segment_size(&self, bytes: usize) -> Result<()> {
         let bytes = bytes as i32;
-        // SAFETY: the value lives, with its length, until the call returns.
+        // SAFETY: the value and its length are valid until the call returns.
         let done = unsafe {
             libc::setsockopt(
                 self.socket.as_raw_fd(),
@@ -56,7 +56,7 @@ impl Forger {
         Ok(())
     }
 
-    /// Sends `packet` again and again, changed by `change`, for as long as that says so.
+    /// Sends copies of `packet`, each modified by `change`, until `change` returns false.
     fn send(
         &mut self,
         packet: &Packet<'_>,
@@ -64,15 +64,15 @@ impl Forger {
     ) -> Result<()> {
         let mut bytes = [0; PACKET_MAX];
         let len = packet.encode(&mut bytes);
-        self.cut_into(len)?;
+        self.set_segment_size(len)?;
         let mut burst = bytes[..len].repeat(BURST);
         loop {
             let mut goes_on = true;
             for (i, packet) in burst.chunks_mut(len).enumerate() {
                 goes_on &= change(packet);
-                self.row.seal(i as u16, packet);
+                self.icrcs.seal(i as u16, packet);
             }
-            // A full buffer is a loss, as on a network.
+            // A full socket buffer loses the packets, as a network does.
             if self.socket.send_to(&burst, self.to).is_ok() {
                 self.sent += BURST as u64;
             }
@@ -83,15 +83,15 @@ impl Forger {
     }
 }
 
-/// A SEND of these bytes to a QP.
+/// A SEND packet with this payload to a QP.
 fn send_to(qpn: u32, payload: &[u8]) -> Packet<'_> {
     let body = Body::Send { part: Part::Only, notice: Notice::None };
     let (qpn, psn) = (Qpn::new(qpn), Psn::new(0));
     Packet { qpn, psn, ack_request: true, solicited: false, body, payload }
 }
 
-/// Asks in the name of a compute node that a chunk of it be freed, with every PSN (or as many as
-/// `--count` says): the chunk stays its own, and its connections work.
+/// Forges requests in the name of a compute node to free one of its chunks, with every PSN (or
+/// `--count` PSNs). The chunk must stay allocated, and the compute node's connections must work.
 pub fn sweep(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     a.ready()?;
@@ -118,11 +118,11 @@ pub fn sweep(a: &Arguments) -> Result<Value> {
         ensure!(got == 0, "a READ on lane {at} failed with syndrome {got:#x}");
     }
     let got = me.free_entry(chunk.entry)?;
-    ensure!(got == status::FREED, "the owner's own free gave status {got}: a guess has hit");
+    ensure!(got == status::FREED, "the owner's own free gave status {got}: a forged PSN was accepted");
     Ok(json!({ "sent": forger.sent, "ms": took.as_millis() as u64 }))
 }
 
-/// Sends packets for queue pairs that there are not, for as long as `--ms` says.
+/// Sends packets to nonexistent queue pairs, for the time `--ms`.
 pub fn junk(a: &Arguments) -> Result<Value> {
     let me = Compute::join(a)?;
     a.ready()?;

@@ -1,15 +1,14 @@
-//! A compute node of the pool, made by hand: it is admitted as others are, and then posts what it
-//! likes.
+//! A hand-made compute node: it is admitted like any client, and then posts arbitrary requests.
 
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use fabric::PeerAddress;
-use granary_tests::control::{Control, Way};
+use granary_tests::control::{Control, RemoteRoute};
 use pool::protocol::{Reply, Request};
 use pool::remote::token::Nonce;
 use pool::remote::{Route, Start};
-use pool::{Admission, Admitted};
+use pool::{ConnectRequest, ConnectReply};
 use rnic::cqe::Cqe;
 use rnic::ids::{Access, Key, Pdn, Qpn};
 use rnic::memory::DmaMemory;
@@ -21,9 +20,9 @@ use crate::queue::{Qp, Shape};
 
 /// Bytes of a reply slot.
 pub const SLOT: usize = 64;
-/// Longer than any answer takes, also on a busy machine.
+/// Timeout for expected answers; long enough for a busy machine.
 pub const LONG: Duration = Duration::from_secs(10);
-/// Long enough for what should not happen to have happened.
+/// Timeout for answers that must not come.
 pub const SHORT: Duration = Duration::from_millis(30);
 
 /// Status bytes of replies.
@@ -39,23 +38,23 @@ pub mod status {
 pub struct Compute {
     pub nic: Nic,
     pub control: Control,
-    /// The memory node is on another host: how it is reached.
-    way: Option<Way>,
-    /// What its QPs begin with there.
+    /// Route to the memory node, if it is on another host.
+    way: Option<RemoteRoute>,
+    /// Start values of the QPs towards another host.
     start: Start,
     pub pd: Pdn,
     pub alloc: Management,
     pub free: Management,
     /// Access QPs of the one group.
     pub access: Vec<Qp>,
-    pub terms: Admitted,
-    /// Local memory for what it reads and writes.
+    pub terms: ConnectReply,
+    /// Local memory for reads and writes.
     pub local: DmaMemory,
     pub lkey: Key,
 }
 
-/// A salt, and what QPs begin with that come from it; nothing on this host.
-fn draw(way: &Option<Way>) -> Result<(Option<Nonce>, Start)> {
+/// Draws a salt and the QPs' start values; `None` and default values on the same host.
+fn draw(way: &Option<RemoteRoute>) -> Result<(Option<Nonce>, Start)> {
     let Some(way) = way else { return Ok((None, Start::default())) };
     let (salt, start) = way.draw()?;
     Ok((Some(salt), start))
@@ -69,18 +68,18 @@ pub struct Management {
     sent: u32,
 }
 
-/// What a request came to.
+/// Result of a request.
 #[derive(Debug)]
 pub enum Answer {
     /// The reply's bytes.
     Reply([u8; 48]),
     /// The SEND or the receive failed with this syndrome.
     Failed(u8),
-    /// Nothing in time.
+    /// No completion before the timeout.
     Silence,
 }
 
-/// A chunk, as its owner knows it.
+/// A chunk with the keys that its owner has.
 #[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
 pub struct Chunk {
     pub entry: u32,
@@ -103,12 +102,12 @@ impl Management {
         Ok(Self { qp: Qp::new(nic, pd, shape)?, replies, rkey, sent: 0 })
     }
 
-    /// Where the next reply goes, for honest requests.
+    /// Offset of the next reply slot, for well-formed requests.
     pub fn slot(&self) -> usize {
         self.sent as usize * SLOT % self.replies.len()
     }
 
-    /// SENDs `arguments`, then this address and key for the reply.
+    /// SENDs a request: `arguments`, then the address and the key for the reply.
     pub fn send_to(&mut self, nic: &Nic, arguments: &[u8], addr: u64, rkey: Key) {
         let mut request = arguments.to_vec();
         request.extend(addr.to_be_bytes());
@@ -116,7 +115,7 @@ impl Management {
         self.send_raw(nic, &request);
     }
 
-    /// SENDs these bytes, with a receive for the reply.
+    /// SENDs arbitrary bytes, with a receive for the reply.
     pub fn send_raw(&mut self, nic: &Nic, request: &[u8]) {
         self.sent += 1;
         self.qp.post_receives(nic, 1);
@@ -125,15 +124,15 @@ impl Management {
         });
     }
 
-    /// SENDs `arguments`, the reply being wanted in `slot`.
+    /// SENDs a request whose reply goes to `slot`.
     pub fn send(&mut self, nic: &Nic, arguments: &[u8], slot: usize) {
         self.replies.zero(slot, SLOT);
         self.send_to(nic, arguments, self.replies.addr() + slot as u64, self.rkey);
     }
 
-    /// The next answer, whose reply went to `slot`.
-    pub fn answer(&mut self, slot: usize, patience: Duration) -> Answer {
-        match self.qp.wait(patience) {
+    /// Waits for the next answer; its reply is in `slot`.
+    pub fn answer(&mut self, slot: usize, timeout: Duration) -> Answer {
+        match self.qp.wait(timeout) {
             None => Answer::Silence,
             Some(Cqe { error: Some(e), .. }) => Answer::Failed(e.syndrome),
             Some(_) => {
@@ -144,7 +143,7 @@ impl Management {
         }
     }
 
-    /// A request and its answer.
+    /// Sends a request and waits for the answer.
     pub fn ask(&mut self, nic: &Nic, arguments: &[u8]) -> Answer {
         let slot = self.slot();
         self.send(nic, arguments, slot);
@@ -153,7 +152,7 @@ impl Management {
 }
 
 impl Compute {
-    /// Attaches and is admitted.
+    /// Attaches to the NIC and is admitted by the memory node.
     pub fn join(a: &Arguments) -> Result<Self> {
         let nic = Nic::open(&a.socket)?;
         let (control, way) = match &a.remote {
@@ -171,49 +170,49 @@ impl Compute {
             (0..lanes).map(|_| Qp::new(&nic, pd, Shape::default())).collect::<Result<Vec<_>>>()?;
         let local = nic.memory(1 << 20)?;
         let lkey = nic.register(pd, &local, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
-        let admission = Admission {
+        let admission = ConnectRequest {
             management: vec![alloc.qp.qpn.raw(), free.qp.qpn.raw()],
             groups: vec![access.iter().map(|q| q.qpn.raw()).collect()],
             bulletin_addr: local.addr(),
             bulletin_rkey: lkey.0,
             session: Some(nic.secret()),
-            roce: way.map(|way| way.here),
+            roce: way.map(|way| way.local),
             salt,
-            ..Admission::default()
+            ..ConnectRequest::default()
         };
         let terms = match control.ask(Request::Admit(admission))? {
             Reply::Admitted(terms) => terms,
             other => bail!("not admitted: {other:?}"),
         };
-        let it = Self { nic, control, way, start, pd, alloc, free, access, terms, local, lkey };
-        it.alloc.qp.connect(&it.nic, it.peer(it.terms.management[0]))?;
-        it.free.qp.connect(&it.nic, it.peer(it.terms.management[1]))?;
-        for (qp, peer) in it.access.iter().zip(&it.terms.groups[0]) {
-            qp.connect(&it.nic, it.peer(*peer))?;
+        let me = Self { nic, control, way, start, pd, alloc, free, access, terms, local, lkey };
+        me.alloc.qp.connect(&me.nic, me.peer(me.terms.management[0]))?;
+        me.free.qp.connect(&me.nic, me.peer(me.terms.management[1]))?;
+        for (qp, peer) in me.access.iter().zip(&me.terms.groups[0]) {
+            qp.connect(&me.nic, me.peer(*peer))?;
         }
-        Ok(it)
+        Ok(me)
     }
 
-    /// The way to the memory node, if that is on another host.
+    /// The route to the memory node, if it is on another host.
     pub fn route(&self) -> Option<Route> {
         self.way.map(|way| way.route)
     }
 
-    /// A QP of the memory node, as it is reached from here.
+    /// The address of a QP of the memory node.
     pub fn peer(&self, qpn: u32) -> PeerAddress {
         let qpn = Qpn::new(qpn);
         self.way.map_or(qpn.into(), |way| way.route.peer(qpn, self.start))
     }
 
-    /// The next connections begin with another secret: packets of the last ones may be on their
-    /// way.
-    pub fn begin_anew(&mut self) -> Result<Option<Nonce>> {
+    /// Draws new start values for the next connections, because packets of the last connections may
+    /// still be in flight.
+    pub fn draw_start(&mut self) -> Result<Option<Nonce>> {
         let (salt, start) = draw(&self.way)?;
         self.start = start;
         Ok(salt)
     }
 
-    /// How many chunks the pool has.
+    /// The number of the pool's chunks.
     pub fn chunks(&self) -> Result<u32> {
         match self.control.ask(Request::Status)? {
             Reply::Status(status) => Ok(status.node.chunks as u32),
@@ -221,37 +220,37 @@ impl Compute {
         }
     }
 
-    /// The arguments of an honest allocation: the memory node's access QPs.
+    /// The arguments of a well-formed allocation: the memory node's access QPs.
     pub fn lanes(&self) -> Vec<u32> {
         self.terms.groups[0].clone()
     }
 
-    /// Allocates with these QP numbers for the windows; nothing if the pool is empty.
+    /// Allocates with these QP numbers for the windows; `None` if the pool is empty.
     pub fn allocate_for(&mut self, qpns: &[u32]) -> Result<Option<Chunk>> {
         match self.alloc.ask(&self.nic, &qpn_bytes(qpns)) {
             Answer::Reply(bytes) => chunk(&bytes, self.terms.chunk_bytes, qpns.len()),
-            other => bail!("an allocation came to {other:?}"),
+            other => bail!("an allocation ended with {other:?}"),
         }
     }
 
-    /// Allocates as an honest compute node does.
+    /// Allocates as a normal client does.
     pub fn allocate(&mut self) -> Result<Chunk> {
         let lanes = self.lanes();
         self.allocate_for(&lanes)?.context("the pool is empty")
     }
 
-    /// Frees an entry; the reply's status. Asks again where it is told to.
+    /// Frees an entry and returns the reply's status. Repeats the request after status AGAIN.
     pub fn free_entry(&mut self, entry: u32) -> Result<u8> {
         loop {
             match self.free.ask(&self.nic, &entry.to_be_bytes()[1..]) {
                 Answer::Reply(bytes) if bytes[7] == status::AGAIN => {}
                 Answer::Reply(bytes) => return Ok(bytes[7]),
-                other => bail!("a free of entry {entry} came to {other:?}"),
+                other => bail!("a free of entry {entry} ended with {other:?}"),
             }
         }
     }
 
-    /// Frees what must be free-able.
+    /// Frees its own chunk; fails if the memory node refuses.
     pub fn release(&mut self, chunk: &Chunk) -> Result<()> {
         let got = self.free_entry(chunk.entry)?;
         ensure!(got == status::FREED, "freeing entry {} gave status {got}", chunk.entry);
@@ -263,7 +262,7 @@ impl Compute {
         Sge { addr: self.local.addr() + at as u64, len, lkey: self.lkey }
     }
 
-    /// READs on a lane; the syndrome, 0 if it was done.
+    /// READs over a lane; returns the syndrome, 0 for success.
     pub fn read(&mut self, lane: usize, from: Remote, len: u32) -> Result<u8> {
         let to = self.sge(4096, len);
         self.access(lane, |b| {
@@ -271,7 +270,7 @@ impl Compute {
         })
     }
 
-    /// WRITEs on a lane; the syndrome, 0 if it was done.
+    /// WRITEs over a lane; returns the syndrome, 0 for success.
     pub fn write(&mut self, lane: usize, to: Remote, len: u32) -> Result<u8> {
         let from = self.sge(4096, len);
         self.access(lane, |b| {
@@ -279,7 +278,7 @@ impl Compute {
         })
     }
 
-    /// One access; its syndrome, 0 if it was done. A lane that broke is re-established.
+    /// Executes one access and returns its syndrome, 0 for success. Re-establishes a broken lane.
     pub fn access(
         &mut self,
         lane: usize,
@@ -290,7 +289,7 @@ impl Compute {
             build(b);
             b.signaled();
         });
-        let cqe = qp.wait(LONG).context("an access did not end")?;
+        let cqe = qp.wait(LONG).context("an access did not complete")?;
         let Some(error) = cqe.error else { return Ok(0) };
         self.recover(lane)?;
         Ok(error.syndrome)
@@ -301,7 +300,7 @@ impl Compute {
         let qp = &mut self.access[lane];
         qp.reset(&self.nic)?;
         while qp.poll().is_some() {}
-        let salt = self.begin_anew()?;
+        let salt = self.draw_start()?;
         let request = Request::ResetAccess { group: 0, lane: lane as u8, salt };
         match self.control.ask(request)? {
             Reply::Access { peer } => self.access[lane].connect(&self.nic, self.peer(peer)),
@@ -315,7 +314,7 @@ impl Compute {
             m.qp.reset(&self.nic)?;
             while m.qp.poll().is_some() {}
         }
-        let salt = self.begin_anew()?;
+        let salt = self.draw_start()?;
         match self.control.ask(Request::ResetManagement { salt })? {
             Reply::Management { peers } => {
                 for (m, peer) in [&self.alloc, &self.free].into_iter().zip(peers) {
@@ -328,12 +327,12 @@ impl Compute {
     }
 }
 
-/// The first arguments of an allocation.
+/// QP numbers as arguments of an allocation: three bytes each.
 pub fn qpn_bytes(qpns: &[u32]) -> Vec<u8> {
     qpns.iter().flat_map(|q| q.to_be_bytes()[1..].to_vec()).collect()
 }
 
-/// What a reply to an allocation grants; nothing if the pool was empty.
+/// Parses the reply to an allocation; `None` if the pool was empty.
 pub fn chunk(bytes: &[u8; 48], len: u64, lanes: usize) -> Result<Option<Chunk>> {
     match bytes[11] {
         status::GRANTED => {}

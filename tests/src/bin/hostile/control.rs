@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use granary_tests::control::Control;
-use pool::Admission;
+use pool::ConnectRequest;
 use pool::protocol::{MAX_BYTES, Reply, Request};
 use rnic::port::shm::Secret;
 use rnic::port::shm::socket::send;
@@ -16,7 +16,7 @@ use crate::nic::{Nic, memfd};
 use crate::queue::{Qp, Shape};
 use crate::{Arguments, Random};
 
-/// Packets that mean nothing, on new connections and on open ones, with and without descriptors.
+/// Sends malformed packets on new and open connections, with and without descriptors.
 pub fn garbage(a: &Arguments) -> Result<Value> {
     a.ready()?;
     let mut random = Random::new(a.seed);
@@ -39,12 +39,12 @@ pub fn garbage(a: &Arguments) -> Result<Value> {
             0 => Control::connect(&a.socket)?,
             1 => Control::pool(&a.socket)?,
             _ => {
-                let it = Control::connect(&a.socket)?;
-                it.say(br#"{"service":"nic"}"#, &[])?;
+                let nic = Control::connect(&a.socket)?;
+                nic.send(br#"{"service":"nic"}"#, &[])?;
                 if random.below(2) == 0 {
-                    it.say(br#"{"hello":{"version":1}}"#, &[])?;
+                    nic.send(br#"{"hello":{"version":1}}"#, &[])?;
                 }
-                it
+                nic
             }
         };
         for _ in 0..1 + random.below(20) {
@@ -56,8 +56,8 @@ pub fn garbage(a: &Arguments) -> Result<Value> {
             };
             let fds = vec![fd.as_fd(); random.below(3) as usize];
             packets += 1;
-            // Closed is an answer too.
-            if connection.say(&bytes, &fds).is_err() {
+            // The memory node may close the connection.
+            if connection.send(&bytes, &fds).is_err() {
                 closed += 1;
                 break;
             }
@@ -66,7 +66,7 @@ pub fn garbage(a: &Arguments) -> Result<Value> {
     Ok(json!({ "packets": packets, "closed": closed }))
 }
 
-/// A message that is almost right.
+/// A valid message with up to two wrong bytes.
 fn mutated(random: &mut Random) -> Vec<u8> {
     let messages: [&[u8]; 9] = [
         br#"{"id":1,"request":"admit","management":[1,2],"groups":[[3,4]],"bulletin_addr":0,"bulletin_rkey":0}"#,
@@ -87,7 +87,7 @@ fn mutated(random: &mut Random) -> Vec<u8> {
     bytes
 }
 
-/// Asks for ever and never reads a reply, on many connections.
+/// Sends requests on many connections and never reads a reply.
 pub fn deaf(a: &Arguments) -> Result<Value> {
     let count = a.count.max(1);
     let connections = (0..count).map(|_| Control::pool(&a.socket)).collect::<Result<Vec<_>>>()?;
@@ -96,7 +96,7 @@ pub fn deaf(a: &Arguments) -> Result<Value> {
     }
     a.ready()?;
     let deadline = Instant::now() + a.time;
-    let mut said = 0u64;
+    let mut sent = 0u64;
     while Instant::now() < deadline {
         let mut any = false;
         for connection in &connections {
@@ -104,7 +104,7 @@ pub fn deaf(a: &Arguments) -> Result<Value> {
                 [&br#"{"id":1,"request":"audit"}"#[..], br#"{"id":1,"request":"status"}"#]
             {
                 if send(connection, request, &[]).is_ok() {
-                    said += 1;
+                    sent += 1;
                     any = true;
                 }
             }
@@ -113,17 +113,17 @@ pub fn deaf(a: &Arguments) -> Result<Value> {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
-    Ok(json!({ "said": said }))
+    Ok(json!({ "said": sent }))
 }
 
-/// Asks to be admitted with the QPs of another process, which is attached and not admitted yet, and
-/// leaves: that process must not suffer.
+/// Requests admission with the QPs of another process, which is attached but not yet admitted, and
+/// disconnects. The other process must not be affected.
 ///
-/// Two phases: the test gives it the QP numbers on standard input.
+/// Both processes run this function. The line on standard input is `attach` for the attacked
+/// process, or the list of its QP numbers for the attacker.
 pub fn hijack(a: &Arguments) -> Result<Value> {
     println!("ready");
-    let line = a.hear()?;
-    // Either the victim of this attack, or its attacker.
+    let line = a.receive()?;
     if line == "attach" {
         let nic = Nic::open(&a.socket)?;
         let pd = nic.pd()?;
@@ -138,16 +138,16 @@ pub fn hijack(a: &Arguments) -> Result<Value> {
     }
     let numbers: Vec<u32> = serde_json::from_str(&line).context("the QP numbers")?;
     let [first, second, third, fourth] = numbers[..] else { bail!("{line}") };
-    // Without a session, with one of its own, with one that it guesses.
+    // Without a session secret, with the attacker's own secret, with a guessed secret.
     let own = Nic::open(&a.socket)?;
     let mut reasons = Vec::new();
     for session in [None, Some(own.secret()), Some(Secret::random()?)] {
         let control = Control::pool(&a.socket)?;
-        let admission = Admission {
+        let admission = ConnectRequest {
             management: vec![first, second],
             groups: vec![vec![third, fourth]],
             session,
-            ..Admission::default()
+            ..ConnectRequest::default()
         };
         match control.ask(Request::Admit(admission))? {
             Reply::Error { why } => reasons.push(why),

@@ -1,5 +1,5 @@
-//! Attacks by descriptors: of memory that can shrink under the NIC, or that is no memory, as memory and
-//! as the doorbell page.
+//! Attacks with file descriptors: descriptors of shrinkable memory or of other objects, sent as
+//! memory and as the doorbell page.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail, ensure};
 use granary_tests::control::Control;
 use rnic::ids::Access;
 use rnic::port::control::{Reply, Verb};
-use rnic::port::shm::wire::{Request, Response, SERVICE, Span, VERSION};
+use rnic::port::shm::protocol::{Request, Response, SERVICE, Span, VERSION};
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
 use serde_json::{Value, json};
 
@@ -16,9 +16,9 @@ use crate::compute::{LONG, remote};
 use crate::nic::{Nic, filled_memfd, memfd};
 use crate::queue::{Qp, Shape};
 
-/// Bytes of what is sent.
+/// Bytes of a memfd.
 const MIB: u64 = 1 << 20;
-/// Takes pages away and leaves the size.
+/// Removes pages and keeps the size.
 const PUNCH: FallocateFlags = FallocateFlags::PUNCH_HOLE.union(FallocateFlags::KEEP_SIZE);
 
 /// Sends every kind of descriptor that is not sealed shared memory.
@@ -29,7 +29,7 @@ pub fn kinds(a: &Arguments) -> Result<Value> {
         Ok(rustix::fs::open(path, flags | OFlags::CLOEXEC, Mode::RUSR | Mode::WUSR)?)
     };
     let file = std::env::temp_dir().join(format!("hostile-{}", std::process::id()));
-    let named = file.to_str().context("an odd path")?;
+    let named = file.to_str().context("a path in UTF-8")?;
     let regular = path(named, OFlags::RDWR | OFlags::CREATE)?;
     rustix::fs::ftruncate(&regular, 1 << 20)?;
     std::fs::remove_file(&file)?;
@@ -64,7 +64,7 @@ pub fn kinds(a: &Arguments) -> Result<Value> {
         ("an eventfd", rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)?),
         ("a socket", nic_socket(a)?),
     ];
-    // A memfd that cannot be sealed at all, and huge pages, where there are some.
+    // A memfd that cannot be sealed, and huge pages if the machine has any.
     kinds.push((
         "a memfd that cannot be sealed",
         rustix::fs::memfd_create("x", MemfdFlags::CLOEXEC)?,
@@ -82,7 +82,7 @@ pub fn kinds(a: &Arguments) -> Result<Value> {
             Ok(_) => bail!("{what} was accepted"),
             Err(e) => refusals.insert((*what).into(), e.to_string().into()),
         };
-        // As the doorbell page: refused, and nothing is opened.
+        // As the doorbell page the descriptor is refused, too.
         let why = open_with(a, &[fd], MIB).err();
         ensure!(why.is_some(), "{what} was accepted as a doorbell page");
     }
@@ -97,24 +97,24 @@ pub fn kinds(a: &Arguments) -> Result<Value> {
         ensure!(nic.add_memory(&good()?, bytes).is_err(), "{bytes} bytes of 1 MiB were shared");
         ensure!(open_with(a, &[&good()?], bytes).is_err(), "{bytes} bytes of doorbells");
     }
-    // Descriptors where none belong are closed.
+    // The NIC closes descriptors of a request that takes none.
     let response = nic.ask(br#"{"verb":"alloc_pd"}"#, &[&good()?, &good()?])?;
     ensure!(matches!(response, Response::Reply(_)), "{response:?}");
-    nic.add_memory(&good()?, MIB).context("what is good")?;
-    // Twice is once too often: the second mapping would be a new one that writes.
+    nic.add_memory(&good()?, MIB).context("a valid memfd")?;
+    // The same memfd twice is refused: the first request sealed it against new writable mappings.
     let twice = good()?;
     nic.add_memory(&twice, MIB)?;
     ensure!(nic.add_memory(&twice, MIB).is_err(), "the same memory was accepted twice");
     Ok(json!({ "refusals": refusals }))
 }
 
-/// Opens a function of its own with these descriptors as its doorbell page.
+/// Opens a function of the NIC with these descriptors as its doorbell page.
 fn open_with(a: &Arguments, fds: &[&OwnedFd], bytes: u64) -> Result<()> {
     let connection = Control::connect(&a.socket)?;
-    connection.say(SERVICE.as_bytes(), &[])?;
+    connection.send(SERVICE.as_bytes(), &[])?;
     let hello = serde_json::to_vec(&Request::Hello { version: VERSION, bytes })?;
     let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
-    connection.say(&hello, &fds)?;
+    connection.send(&hello, &fds)?;
     let packet = connection.packet()?.context("the connection was closed")?;
     match serde_json::from_slice(&packet.bytes)? {
         Response::Welcome { .. } => Ok(()),
@@ -132,7 +132,8 @@ fn nic_socket(a: &Arguments) -> Result<OwnedFd> {
     Ok(control.as_fd().try_clone_to_owned()?)
 }
 
-/// Takes memory away while the NIC works in it: its process has sealed it, so that the kernel refuses.
+/// Tries to remove memory while the NIC accesses it. The NIC's process has sealed the memory, so the
+/// kernel refuses.
 pub fn shrink(a: &Arguments) -> Result<Value> {
     let nic = Nic::open(&a.socket)?;
     let pd = nic.pd()?;
@@ -165,7 +166,7 @@ pub fn shrink(a: &Arguments) -> Result<Value> {
                 }
             });
         }
-        qp.ring(&nic);
+        qp.write_doorbell(&nic);
         for size in [0, 4096, MIB - 1, 2 * MIB] {
             refused += rustix::fs::ftruncate(&fd, size).is_err() as u32;
         }
@@ -173,12 +174,12 @@ pub fn shrink(a: &Arguments) -> Result<Value> {
         let zero = FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE;
         refused += rustix::fs::fallocate(&fd, zero, 0, MIB).is_err() as u32;
         refused += rustix::fs::fcntl_add_seals(&fd, SealFlags::WRITE).is_err() as u32;
-        let cqe = qp.wait(LONG).context("the WRITEs did not end")?;
+        let cqe = qp.wait(LONG).context("the WRITEs did not complete")?;
         ensure!(cqe.error.is_none(), "round {round}: {cqe:?}");
     }
     ensure!(refused as u64 == 7 * rounds, "{refused} of {} were refused", 7 * rounds);
-    // What its owner may still do with its own pages, the NIC does not notice.
-    // SAFETY: the advice drops what is mapped here; the pages are the file's and stay.
+    // The owner may still drop its own mapping's pages; the NIC is not affected.
+    // SAFETY: the advice drops page table entries only; the pages belong to the file and stay.
     unsafe {
         let advice = rustix::mm::Advice::LinuxDontNeed;
         rustix::mm::madvise(memory.as_ptr().cast(), memory.len(), advice)?;
@@ -189,6 +190,6 @@ pub fn shrink(a: &Arguments) -> Result<Value> {
     let beyond = remote(start + MIB, key.0);
     qp.post(&nic, |b| _ = b.rdma_write(beyond, &[from]).signaled());
     let cqe = qp.wait(LONG).context("a WRITE did not end")?;
-    ensure!(cqe.error.is_some(), "it wrote beyond what is mapped");
+    ensure!(cqe.error.is_some(), "a WRITE beyond the mapped memory succeeded");
     Ok(json!({ "refused": refused }))
 }

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use crate::Arguments;
 use crate::compute::{Answer, Compute, LONG, SLOT, status};
 
-/// Frees chunks of others.
+/// Frees chunks of victims.
 pub fn foreign(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     a.ready()?;
@@ -17,7 +17,7 @@ pub fn foreign(a: &Arguments) -> Result<Value> {
             ensure!(got == status::REFUSED, "freeing another's entry gave status {got}");
             refused += 1;
         }
-        // A refusal costs nothing: its own requests work as before.
+        // A refusal must not affect the attacker's own later requests.
         if round % 8 == 0 {
             let own = me.allocate()?;
             me.release(&own)?;
@@ -26,7 +26,7 @@ pub fn foreign(a: &Arguments) -> Result<Value> {
     Ok(json!({ "refused": refused }))
 }
 
-/// Frees its own chunks twice: one after the other, and with the first free still in flight.
+/// Frees its own chunks twice: sequentially, and with the first free still in flight.
 pub fn double(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     a.ready()?;
@@ -43,14 +43,15 @@ pub fn double(a: &Arguments) -> Result<Value> {
         let chunk = me.allocate()?;
         let at_once = 2 + round % 14;
         let freed = free_at_once(&mut me, chunk.entry, at_once as usize)?;
-        ensure!(freed == 1, "{at_once} frees of one chunk at once, and {freed} were done");
+        ensure!(freed == 1, "{freed} of {at_once} concurrent frees of one chunk were executed");
         refused += at_once - 1;
     }
-    // The entry is free: whoever gets it next must not lose it to a late free.
+    // The entry is free now; its next owner must not lose the chunk to a late free.
     Ok(json!({ "refused": refused }))
 }
 
-/// Sends `n` frees of one entry at once, and again those that were not executed; how many were done.
+/// Sends `n` frees of one entry at once, and repeats those with status AGAIN. Returns the number of
+/// executed frees.
 fn free_at_once(me: &mut Compute, entry: u32, n: usize) -> Result<u32> {
     let arguments = entry.to_be_bytes();
     let slots: Vec<usize> = (0..n).map(|i| i * SLOT).collect();
@@ -61,7 +62,7 @@ fn free_at_once(me: &mut Compute, entry: u32, n: usize) -> Result<u32> {
     for &slot in &slots {
         match me.free.answer(slot, LONG) {
             Answer::Reply(bytes) => answers.push(bytes[7]),
-            other => bail!("a free at once with others came to {other:?}"),
+            other => bail!("a concurrent free ended with {other:?}"),
         }
     }
     let mut freed = 0;
@@ -69,7 +70,7 @@ fn free_at_once(me: &mut Compute, entry: u32, n: usize) -> Result<u32> {
         match answer {
             status::FREED => freed += 1,
             status::REFUSED => {}
-            // Not executed: the chunk is free or not its own by now.
+            // Not executed. By now the chunk is free or belongs to another client.
             status::AGAIN => freed += (me.free_entry(entry)? == status::FREED) as u32,
             other => bail!("status {other}"),
         }
@@ -77,7 +78,7 @@ fn free_at_once(me: &mut Compute, entry: u32, n: usize) -> Result<u32> {
     Ok(freed)
 }
 
-/// Frees entries that are none: the null entry, and all beyond the table.
+/// Frees invalid entries: the null entry, and entries beyond the table.
 pub fn unknown(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     a.ready()?;
@@ -94,29 +95,29 @@ pub fn unknown(a: &Arguments) -> Result<Value> {
     Ok(json!({ "refused": refused }))
 }
 
-/// Many compute nodes send a free that stops their chain, all at the same moment: each stop flushes a
-/// whole lap of WQEs into the one CQ that tells the memory node's CPU.
+/// Many compute nodes send a free that stops their chain at the same time. Each stop flushes a whole
+/// lap of WQEs into the single CQ that notifies the memory node's CPU.
 pub fn all_stop_at_once(a: &Arguments) -> Result<Value> {
-    let mut all = Vec::new();
-    while (all.len() as u64) < a.count {
+    let mut nodes = Vec::new();
+    while (nodes.len() as u64) < a.count {
         match Compute::join(a) {
-            Ok(me) => all.push(me),
-            Err(e) if all.len() > 1 && e.to_string().contains("connected") => break,
+            Ok(me) => nodes.push(me),
+            Err(e) if nodes.len() > 1 && e.to_string().contains("connected") => break,
             Err(e) => return Err(e),
         }
     }
     a.ready()?;
     let rounds = 3;
     for _ in 0..rounds {
-        for me in &mut all {
+        for me in &mut nodes {
             me.free.send(&me.nic, &[0xff; 3], 0);
         }
-        for (i, me) in all.iter_mut().enumerate() {
+        for (i, me) in nodes.iter_mut().enumerate() {
             match me.free.answer(0, LONG) {
                 Answer::Reply(bytes) if bytes[7] == status::REFUSED => {}
-                other => bail!("compute node {i}: a refused free came to {other:?}"),
+                other => bail!("compute node {i}: an invalid free ended with {other:?}"),
             }
         }
     }
-    Ok(json!({ "compute_nodes": all.len(), "refused": all.len() * rounds }))
+    Ok(json!({ "compute_nodes": nodes.len(), "refused": nodes.len() * rounds }))
 }

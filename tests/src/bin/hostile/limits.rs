@@ -1,11 +1,11 @@
-//! Attacks by taking all there is of something.
+//! Attacks that exhaust a resource.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use granary_tests::control::Control;
-use pool::Admission;
+use pool::ConnectRequest;
 use pool::protocol::{Reply, Request};
 use rnic::ids::Access;
 use rnic::port::control::{MWS_MAX, QpVerb, ReceiveRing, ReceiveVerb, SendRing, Verb};
@@ -17,7 +17,7 @@ use crate::compute::Compute;
 use crate::nic::{Nic, part};
 use crate::queue::{Qp, Shape};
 
-/// Allocates every chunk, keeps asking for a while, and holds all until it is killed.
+/// Allocates every chunk, keeps requesting more for a while, and holds all chunks until it is killed.
 pub fn hoard(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     a.ready()?;
@@ -34,10 +34,10 @@ pub fn hoard(a: &Arguments) -> Result<Value> {
         }
     }
     a.report(&json!({ "held": held, "empty": empty }))?;
-    bail!("it was to be killed");
+    bail!("the test must kill this process");
 }
 
-/// Makes objects of each kind until it is told that there are no more for it.
+/// Creates objects of each kind until the NIC refuses because of a limit.
 pub fn objects(a: &Arguments) -> Result<Value> {
     let nic = Nic::open(&a.socket)?;
     a.ready()?;
@@ -56,7 +56,7 @@ pub fn objects(a: &Arguments) -> Result<Value> {
                 return Ok((made, e.to_string()));
             }
         }
-        bail!("200,000 of them, and no limit");
+        bail!("no limit after 200,000 objects");
     };
     let create_qp = || {
         let own = ReceiveVerb::Own { ring: ring(), managed: true };
@@ -101,8 +101,8 @@ pub fn objects(a: &Arguments) -> Result<Value> {
     Ok(json!({}))
 }
 
-/// Shares as many pieces of memory as it may, over several functions: each is a mapping in the memory
-/// node's process, which has some 65,530 in all.
+/// Shares as many pieces of memory as possible over several functions. Each is a mapping in the
+/// memory node's process, which may have about 65,530 mappings.
 pub fn memories(a: &Arguments) -> Result<Value> {
     let mut functions = Vec::new();
     a.ready()?;
@@ -110,7 +110,8 @@ pub fn memories(a: &Arguments) -> Result<Value> {
     for _ in 0..a.count {
         let Ok(nic) = Nic::open(&a.socket) else { break };
         let last = loop {
-            // The NIC's process seals each: it cannot be shared twice.
+            // A new memfd each time, because the NIC's process seals it and a sealed one cannot be
+            // shared again.
             let fd = crate::nic::filled_memfd(4096, rustix::fs::SealFlags::empty())?;
             match nic.add_memory(&fd, 4096) {
                 Ok(_) => shared += 1,
@@ -124,21 +125,21 @@ pub fn memories(a: &Arguments) -> Result<Value> {
     Ok(json!({}))
 }
 
-/// Opens connections until no more are kept.
+/// Opens `--count` connections, more than the memory node keeps.
 pub fn connections(a: &Arguments) -> Result<Value> {
     a.ready()?;
-    let open = crowd(&a.socket, a.count as usize)?;
+    let open = open_connections(&a.socket, a.count as usize)?;
     a.report(&json!({ "open": open.len() }))?;
     Ok(json!({}))
 }
 
-fn crowd(path: &Path, count: usize) -> Result<Vec<Control>> {
+fn open_connections(path: &Path, count: usize) -> Result<Vec<Control>> {
     raise_descriptors()?;
     let mut open = Vec::new();
     for i in 0..count {
-        // The backlog of the socket may be full for a moment.
+        // Blocks while the socket's backlog is full.
         let connection = Control::connect(path).with_context(|| format!("connection {i}"))?;
-        // Those beyond the limit are closed: it does not notice before it reads.
+        // The memory node closes connections beyond its limit; this side notices when it reads.
         open.push(connection);
     }
     Ok(open)
@@ -150,7 +151,7 @@ fn raise_descriptors() -> Result<()> {
     Ok(setrlimit(Resource::Nofile, Rlimit { current: now.maximum, maximum: now.maximum })?)
 }
 
-/// Asks to be admitted with far more QP groups than it has QPs, by naming the same ones again and again.
+/// Requests admission with far more QP groups than it has QPs, by naming the same QPs repeatedly.
 pub fn groups(a: &Arguments) -> Result<Value> {
     let nic = Nic::open(&a.socket)?;
     let pd = nic.pd()?;
@@ -159,11 +160,11 @@ pub fn groups(a: &Arguments) -> Result<Value> {
     let mut refusals = Vec::new();
     for groups in [1, 64, 65, 1000, 2400] {
         let control = Control::pool(&a.socket)?;
-        let admission = Admission {
+        let admission = ConnectRequest {
             management: vec![qp, qp],
             groups: vec![vec![qp, qp]; groups],
             session: Some(nic.secret()),
-            ..Admission::default()
+            ..ConnectRequest::default()
         };
         match control.ask(Request::Admit(admission))? {
             Reply::Error { why } => refusals.push(why),
@@ -173,7 +174,7 @@ pub fn groups(a: &Arguments) -> Result<Value> {
     Ok(json!({ "refusals": refusals }))
 }
 
-/// Attaches many times and makes all the QPs that it may each time.
+/// Attaches many times and creates as many QPs as allowed each time.
 pub fn many_functions(a: &Arguments) -> Result<Value> {
     a.ready()?;
     raise_descriptors()?;
@@ -207,9 +208,9 @@ pub fn many_functions(a: &Arguments) -> Result<Value> {
         while nic.verb(make()).is_ok() {
             qps += 1;
         }
-        // All of its doorbells say something.
+        // Writes a value to every doorbell.
         for slot in 0..nic.doorbells {
-            nic.ring(slot, 0xdead_0000 | slot);
+            nic.write_doorbell(slot, 0xdead_0000 | slot);
         }
         functions.push((nic, base));
     }

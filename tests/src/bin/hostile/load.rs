@@ -1,11 +1,12 @@
-//! Attacks by how much is asked of the NIC and of the memory node's CPU: for the victims' latency, and
-//! for what is in flight when a process stops or dies.
+//! Attacks by load on the NIC and on the memory node's CPU. They measure the effect on the victims'
+//! latency, and leave work in flight when a process stops or dies.
 //!
-//! Most of them take no CPU of their own: an *endless* ring is a managed send queue that moves its own
-//! SEND_EN on by a FAA and enables itself, so that the NIC has work for as long as its owner lives.
+//! Most loads take no CPU time of the attacker. An *endless* ring is a managed send queue that
+//! advances its own SEND_EN with a FAA and enables itself, so that the NIC has work as long as the
+//! attacker's process lives.
 //!
 //! ```text
-//! | work | work | ... | FAA: the index of SEND_EN += blocks | SEND_EN of this queue |   and round again
+//! | work | work | ... | FAA: the index of SEND_EN += blocks | SEND_EN of this queue |   (repeats)
 //! ```
 
 use std::io::BufRead;
@@ -25,14 +26,15 @@ use serde_json::{Value, json};
 use crate::Arguments;
 use crate::compute::{Answer, Compute, LONG, SLOT, qpn_bytes, remote};
 use crate::nic::part;
-use crate::queue::{NAP, Qp, Shape};
+use crate::queue::{POLL_INTERVAL, Qp, Shape};
 
 /// QPs of a flood.
 const QPS: usize = 64;
 /// Building blocks of an endless ring.
 const BLOCKS: u32 = 64;
 
-/// Leaves requests of every kind in flight and says so; goes on when it is told to, if it lives.
+/// Leaves requests of every kind in flight and prints a report. Continues after a line on standard
+/// input, unless it is killed.
 pub fn in_flight(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     a.ready()?;
@@ -59,10 +61,10 @@ pub fn in_flight(a: &Arguments) -> Result<Value> {
                 }
             });
         }
-        qp.ring(&me.nic);
+        qp.write_doorbell(&me.nic);
     }
     a.report(&json!({ "in_flight": 12 + held.len() + 120 }))?;
-    // It was stopped in between, or only slow: everything is as if it had not been.
+    // Every request must complete normally, even if the process was stopped in between.
     for _ in 0..12 {
         ensure!(matches!(me.alloc.answer(0, LONG), Answer::Reply(_)), "an allocation");
     }
@@ -70,7 +72,7 @@ pub fn in_flight(a: &Arguments) -> Result<Value> {
         ensure!(matches!(me.free.answer(0, LONG), Answer::Reply(_)), "a free");
     }
     for qp in &mut me.access {
-        let cqe = qp.wait(LONG).context("the WRITEs did not end")?;
+        let cqe = qp.wait(LONG).context("the WRITEs did not complete")?;
         ensure!(cqe.error.is_none(), "{cqe:?}");
     }
     me.release(&chunk)?;
@@ -79,44 +81,44 @@ pub fn in_flight(a: &Arguments) -> Result<Value> {
     Ok(json!({}))
 }
 
-/// One kind of load, switched on and off from standard input. `--seed` chooses the kind, by its
-/// position in [`KINDS`].
+/// Runs one kind of load, switched on and off by lines on standard input. `--seed` is the kind's
+/// index in [`KINDS`].
 pub fn switched(a: &Arguments) -> Result<Value> {
-    let (name, make) = KINDS.get(a.seed as usize).context("there is no such kind of load")?;
+    let (name, make) = KINDS.get(a.seed as usize).context("unknown kind of load")?;
     let mut me = Compute::join(a)?;
     let mut load = make(&mut me)?;
     println!("ready");
-    let (told, orders) = channel();
+    let (sender, commands) = channel();
     std::thread::spawn(move || {
         for line in std::io::stdin().lock().lines().map_while(Result::ok) {
-            if told.send(line).is_err() {
+            if sender.send(line).is_err() {
                 break;
             }
         }
     });
     loop {
-        match orders.recv() {
-            Ok(order) if order == "on" => {
+        match commands.recv() {
+            Ok(command) if command == "on" => {
                 println!("{}", json!({ "on": name }));
-                load.on(&mut me, &orders)?;
+                load.on(&mut me, &commands)?;
                 println!("{}", json!({ "off": name }));
             }
-            Ok(order) if order == "go" => {}
-            Ok(order) => bail!("told to {order}"),
+            Ok(command) if command == "go" => {}
+            Ok(command) => bail!("unexpected command {command:?}"),
             Err(_) => return Ok(json!({})),
         }
     }
 }
 
-/// A load.
+/// A load on the NIC or on the memory node's CPU.
 trait Load {
-    /// Works until an order comes, and undoes what it did.
-    fn on(&mut self, me: &mut Compute, orders: &Receiver<String>) -> Result<()>;
+    /// Runs the load until the command `off`, then stops it.
+    fn on(&mut self, me: &mut Compute, commands: &Receiver<String>) -> Result<()>;
 }
 
 type Make = fn(&mut Compute) -> Result<Box<dyn Load>>;
 
-/// The kinds of load. The tests name them by position, and know which take CPU.
+/// The kinds of load. The tests refer to them by index, and know which take CPU time.
 const KINDS: [(&str, Make); 16] = [
     ("an idle neighbour", |_| Ok(Box::new(Idle))),
     ("an honest neighbour that takes a CPU", |me| Ok(Box::new(Honest::new(me)?))),
@@ -132,37 +134,37 @@ const KINDS: [(&str, Make); 16] = [
     ("frees that are refused", |_| Ok(Box::new(Refused))),
     ("accesses that are refused, and resets", |_| Ok(Box::new(Errors))),
     ("control verbs: windows, regions, CQs", |me| Ok(Box::new(Verbs::new(me)?))),
-    ("doorbells, wake-ups and hints that say anything", |me| Ok(Box::new(Bells::new(me)?))),
+    ("doorbells, wake-ups and hints that say anything", |me| Ok(Box::new(Doorbells::new(me)?))),
     ("an honest neighbour that naps", |me| Ok(Box::new(Napper(Honest::new(me)?)))),
 ];
 
-/// True when the time of a load is over.
-fn is_over(orders: &Receiver<String>) -> Result<bool> {
-    match orders.try_recv() {
-        Ok(order) if order == "off" => Ok(true),
-        Ok(order) => bail!("told to {order}"),
+/// True after the command `off`.
+fn is_off(commands: &Receiver<String>) -> Result<bool> {
+    match commands.try_recv() {
+        Ok(command) if command == "off" => Ok(true),
+        Ok(command) => bail!("unexpected command {command:?}"),
         Err(TryRecvError::Empty) => Ok(false),
-        Err(TryRecvError::Disconnected) => bail!("who started it has ended"),
+        Err(TryRecvError::Disconnected) => bail!("standard input was closed"),
     }
 }
 
-/// Sleeps until the time is over.
-fn sleep_it_off(orders: &Receiver<String>) -> Result<()> {
-    match orders.recv() {
-        Ok(order) if order == "off" => Ok(()),
-        other => bail!("told to {other:?}"),
+/// Sleeps until the command `off`.
+fn sleep_until_off(commands: &Receiver<String>) -> Result<()> {
+    match commands.recv() {
+        Ok(command) if command == "off" => Ok(()),
+        other => bail!("unexpected command {other:?}"),
     }
 }
 
 struct Idle;
 
 impl Load for Idle {
-    fn on(&mut self, _: &mut Compute, orders: &Receiver<String>) -> Result<()> {
-        sleep_it_off(orders)
+    fn on(&mut self, _: &mut Compute, commands: &Receiver<String>) -> Result<()> {
+        sleep_until_off(commands)
     }
 }
 
-/// Reads from its own chunk, one READ at a time, and spins for the completion.
+/// A normal client: reads from its own chunk, one READ at a time, and spins for the completion.
 struct Honest {
     at: Remote,
 }
@@ -175,9 +177,9 @@ impl Honest {
 }
 
 impl Load for Honest {
-    fn on(&mut self, me: &mut Compute, orders: &Receiver<String>) -> Result<()> {
+    fn on(&mut self, me: &mut Compute, commands: &Receiver<String>) -> Result<()> {
         let to = me.sge(0, 64);
-        while !is_over(orders)? {
+        while !is_off(commands)? {
             for _ in 0..64 {
                 me.access[0].post(&me.nic, |b| _ = b.rdma_read(self.at, &[to]).signaled());
                 while me.access[0].poll().is_none() {
@@ -189,24 +191,23 @@ impl Load for Honest {
     }
 }
 
-/// Reads from its own chunk, and sleeps between two READs for as long as [`Qp::wait`] does that waits for
-/// an answer which is late.
+/// A normal client that reads from its own chunk and sleeps [`POLL_INTERVAL`] between two READs.
 struct Napper(Honest);
 
 impl Load for Napper {
-    fn on(&mut self, me: &mut Compute, orders: &Receiver<String>) -> Result<()> {
-        while !is_over(orders)? {
-            ensure!(me.read(0, self.0.at, 64)? == 0, "an honest READ");
-            std::thread::sleep(NAP);
+    fn on(&mut self, me: &mut Compute, commands: &Receiver<String>) -> Result<()> {
+        while !is_off(commands)? {
+            ensure!(me.read(0, self.0.at, 64)? == 0, "a READ of its own chunk");
+            std::thread::sleep(POLL_INTERVAL);
         }
         Ok(())
     }
 }
 
-/// Writes one WQE.
+/// Builds one WQE.
 type Wqe = Box<dyn Fn(&mut Builder)>;
 
-/// What an endless ring does.
+/// Work of an endless ring.
 #[derive(Clone, Copy)]
 enum Work {
     Nop,
@@ -221,7 +222,7 @@ struct Endless {
 }
 
 fn endless(me: &mut Compute, times: usize, work: Work) -> Result<Box<dyn Load>> {
-    // Memory for the data, and for old values.
+    // Memory for the data and for the results of atomics.
     let memory = me.nic.memory(2 << 20)?;
     let key = me.nic.register(me.pd, &memory, Access::LOCAL_ALL | Access::REMOTE_ALL)?;
     let rings = (0..QPS * times)
@@ -238,7 +239,7 @@ fn endless_qp(me: &Compute) -> Result<Qp> {
     Qp::new(&me.nic, me.pd, Shape::endless(BLOCKS))
 }
 
-/// Fills a ring with work and closes it.
+/// Fills a ring with work, followed by the FAA and the SEND_EN that repeat it.
 fn write_ring(me: &Compute, qp: &mut Qp, memory: &DmaMemory, key: Key, work: Work) -> Result<()> {
     let ring = me.nic.register(me.pd, &qp.memory, Access::LOCAL_ALL | Access::REMOTE_ALL)?;
     let window = match work {
@@ -261,7 +262,7 @@ fn write_ring(me: &Compute, qp: &mut Qp, memory: &DmaMemory, key: Key, work: Wor
             Work::Faa => wqes.push(Box::new(move |b| _ = b.fetch_add(far, 1, local(8)))),
             Work::Bind => {
                 let key_of = window.expect("allocated above");
-                // Without CHECK_FREE: the ring may have been stopped with the window bound.
+                // Without CHECK_FREE, because the ring may have been stopped with the window bound.
                 let bind = Umr {
                     flags: UmrFlags::INLINE | UmrFlags::TRANSLATION_OFFSET,
                     ..Umr::bind(key_of, key_of.tag(), qpn, Access::REMOTE_ALL, key, half, 4096)
@@ -286,7 +287,7 @@ fn write_ring(me: &Compute, qp: &mut Qp, memory: &DmaMemory, key: Key, work: Wor
             qp.put(|b| wqe(b));
         }
     }
-    // The index stands in the first half of the word at +24 of the last WQE.
+    // The index is the first half of the word at +24 of the last WQE.
     let last = qp.memory.addr() + (qp.send_at() + (BLOCKS as usize - 1) * WQEBB) as u64;
     let index = Remote { addr: last + 24, rkey: ring };
     qp.put(|b| _ = b.fetch_add(index, (BLOCKS as u64) << 32, local(8)));
@@ -295,7 +296,7 @@ fn write_ring(me: &Compute, qp: &mut Qp, memory: &DmaMemory, key: Key, work: Wor
 }
 
 impl Load for Endless {
-    fn on(&mut self, me: &mut Compute, orders: &Receiver<String>) -> Result<()> {
+    fn on(&mut self, me: &mut Compute, commands: &Receiver<String>) -> Result<()> {
         for qp in &self.rings {
             let last = qp.send_at() + (BLOCKS as usize - 1) * WQEBB;
             qp.memory.store_be32(last + 24, BLOCKS);
@@ -304,7 +305,7 @@ impl Load for Endless {
         for qp in &self.rings {
             me.nic.verb(Verb::EnableSend { qpn: qp.qpn, limit: BLOCKS as u16 })?;
         }
-        sleep_it_off(orders)?;
+        sleep_until_off(commands)?;
         for qp in &self.rings {
             me.nic.expect_state(qp.qpn, rnic::verbs::QpState::ReadyToSend)?;
             me.nic.verb(Verb::ModifyQp { qpn: qp.qpn, change: QpChange::Reset })?;
@@ -313,7 +314,7 @@ impl Load for Endless {
     }
 }
 
-/// Many QPs whose WAIT is far ahead on one CQ, which counts a completion with every WQE.
+/// Many QPs with a WAIT far ahead on one busy CQ, which receives a completion for every WQE.
 struct Waiters {
     busy: Qp,
     waiting: Vec<Qp>,
@@ -325,7 +326,7 @@ impl Waiters {
         let key = me.nic.register(me.pd, &memory, Access::LOCAL_ALL | Access::REMOTE_ALL)?;
         let mut busy = endless_qp(me)?;
         write_ring(me, &mut busy, &memory, key, Work::Nop)?;
-        // All of its NOPs complete.
+        // Makes every NOP signaled.
         for block in 0..BLOCKS as usize - 2 {
             let at = busy.send_at() + block * WQEBB + 11;
             busy.memory.write(at, &[rnic::wqe::CE_SIGNALED]);
@@ -343,8 +344,8 @@ impl Waiters {
 }
 
 impl Load for Waiters {
-    fn on(&mut self, me: &mut Compute, orders: &Receiver<String>) -> Result<()> {
-        // As far ahead as a WAIT can be: it would pass after 8 million completions.
+    fn on(&mut self, me: &mut Compute, commands: &Receiver<String>) -> Result<()> {
+        // The largest possible distance of a WAIT: 8 million completions.
         let Reply::Count(count) = me.nic.verb(Verb::CqCount { cqn: self.busy.cqn })? else {
             bail!("no count")
         };
@@ -358,7 +359,7 @@ impl Load for Waiters {
         self.busy.memory.store_be32(last + 24, BLOCKS);
         self.busy.connect(&me.nic, self.busy.qpn)?;
         me.nic.verb(Verb::EnableSend { qpn: self.busy.qpn, limit: BLOCKS as u16 })?;
-        sleep_it_off(orders)?;
+        sleep_until_off(commands)?;
         for qp in self.waiting.iter().chain([&self.busy]) {
             me.nic.verb(Verb::ModifyQp { qpn: qp.qpn, change: QpChange::Reset })?;
         }
@@ -366,7 +367,7 @@ impl Load for Waiters {
     }
 }
 
-/// Nothing but QPs: the NIC looks at each one's doorbell.
+/// Idle QPs, whose doorbells the NIC must poll.
 struct Idlers {
     _qps: Vec<Qp>,
 }
@@ -387,18 +388,18 @@ impl Idlers {
 }
 
 impl Load for Idlers {
-    fn on(&mut self, _: &mut Compute, orders: &Receiver<String>) -> Result<()> {
-        sleep_it_off(orders)
+    fn on(&mut self, _: &mut Compute, commands: &Receiver<String>) -> Result<()> {
+        sleep_until_off(commands)
     }
 }
 
-/// As fast as its credits allow, with a nap between batches.
+/// Allocates and frees as fast as the credits allow, and waits for the replies between batches.
 struct Allocations;
 
 impl Load for Allocations {
-    fn on(&mut self, me: &mut Compute, orders: &Receiver<String>) -> Result<()> {
+    fn on(&mut self, me: &mut Compute, commands: &Receiver<String>) -> Result<()> {
         let lanes = qpn_bytes(&me.lanes());
-        while !is_over(orders)? {
+        while !is_off(commands)? {
             for i in 0..16 {
                 me.alloc.send(&me.nic, &lanes, i * SLOT);
             }
@@ -408,7 +409,7 @@ impl Load for Allocations {
                     Answer::Reply(bytes) => {
                         got.extend(crate::compute::chunk(&bytes, me.terms.chunk_bytes, 2)?);
                     }
-                    other => bail!("an allocation came to {other:?}"),
+                    other => bail!("an allocation ended with {other:?}"),
                 }
             }
             for (i, chunk) in got.iter().enumerate() {
@@ -422,12 +423,12 @@ impl Load for Allocations {
     }
 }
 
-/// Each one stops the free chain, and the memory node's CPU has to mend it.
+/// Sends invalid frees. Each stops the free chain, and the memory node's CPU must repair it.
 struct Refused;
 
 impl Load for Refused {
-    fn on(&mut self, me: &mut Compute, orders: &Receiver<String>) -> Result<()> {
-        while !is_over(orders)? {
+    fn on(&mut self, me: &mut Compute, commands: &Receiver<String>) -> Result<()> {
+        while !is_off(commands)? {
             for _ in 0..8 {
                 me.free_entry(0x00ff_ffff)?;
             }
@@ -436,12 +437,12 @@ impl Load for Refused {
     }
 }
 
-/// Each one breaks a QP, and the memory node's CPU has to re-establish it.
+/// Sends refused accesses. Each breaks a QP, and the memory node's CPU must re-establish it.
 struct Errors;
 
 impl Load for Errors {
-    fn on(&mut self, me: &mut Compute, orders: &Receiver<String>) -> Result<()> {
-        while !is_over(orders)? {
+    fn on(&mut self, me: &mut Compute, commands: &Receiver<String>) -> Result<()> {
+        while !is_off(commands)? {
             for lane in 0..2 {
                 me.read(lane, remote(0, 0x100), 8)?;
             }
@@ -450,7 +451,7 @@ impl Load for Errors {
     }
 }
 
-/// Control verbs that take long.
+/// Executes control verbs that take long.
 struct Verbs {
     memory: DmaMemory,
 }
@@ -462,17 +463,17 @@ impl Verbs {
 }
 
 impl Load for Verbs {
-    fn on(&mut self, me: &mut Compute, orders: &Receiver<String>) -> Result<()> {
+    fn on(&mut self, me: &mut Compute, commands: &Receiver<String>) -> Result<()> {
         let entries = 64 << 10;
         let (ring, record) = (part(&self.memory, 0, 4 << 20), part(&self.memory, 4 << 20, 8));
-        while !is_over(orders)? {
+        while !is_off(commands)? {
             let verb = Verb::CreateCq {
                 ring: ring.clone(),
                 entries,
                 record: record.clone(),
                 ignore_overrun: true,
             };
-            // There may be a limit: then it is refused, again and again.
+            // At a limit the verb is refused every time.
             if let Ok(Reply::Cq(cqn)) = me.nic.verb(verb) {
                 me.nic.verb(Verb::DestroyCq { cqn })?;
             }
@@ -491,12 +492,12 @@ impl Load for Verbs {
     }
 }
 
-/// Stores into every word of the doorbell page, and wakes.
-struct Bells {
+/// Writes to every word of the doorbell page and wakes the NIC.
+struct Doorbells {
     qps: Vec<Qp>,
 }
 
-impl Bells {
+impl Doorbells {
     fn new(me: &mut Compute) -> Result<Self> {
         let shape = Shape { blocks: 16, completions: 16, ..Shape::default() };
         let qps = (0..256).map(|_| Qp::new(&me.nic, me.pd, shape)).collect::<Result<Vec<_>>>()?;
@@ -504,22 +505,22 @@ impl Bells {
     }
 }
 
-impl Load for Bells {
-    fn on(&mut self, me: &mut Compute, orders: &Receiver<String>) -> Result<()> {
+impl Load for Doorbells {
+    fn on(&mut self, me: &mut Compute, commands: &Receiver<String>) -> Result<()> {
         let mut value = 0u32;
         let slots: Vec<usize> =
             self.qps.iter().filter_map(|q| q.doorbell).map(|d| d as usize).collect();
-        while !is_over(orders)? {
+        while !is_off(commands)? {
             for slot in &slots {
                 value = value.wrapping_add(0x0001_0007);
                 me.nic.page.word32(raw::DOORBELLS + slot * 4).store(value, Ordering::Release);
             }
-            // "Somebody waits for the NIC on the CPU where the NIC runs."
+            // Claims falsely that a caller waits for the NIC on the NIC's own CPU.
             let cpu = me.nic.page.word32(raw::WHERE).load(Ordering::Relaxed);
             me.nic.page.word32(raw::WAITER).store(cpu, Ordering::Relaxed);
             me.nic.wake();
         }
-        // Let the NIC come to rest.
+        // Waits until the NIC is idle.
         std::thread::sleep(Duration::from_millis(1));
         Ok(())
     }

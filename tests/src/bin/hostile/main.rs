@@ -1,10 +1,12 @@
-//! A hostile compute node. It speaks the attach and control protocols itself, writes its own WQEs, and
-//! has one subcommand for each attack.
+//! A hostile compute node. The program implements the attach and control protocols itself, writes its
+//! own WQEs, and has one subcommand for each attack.
 //!
-//! `hostile ATTACK --socket PATH [--of CHUNKS] [--seed N] [--count N] [--ms N]`, with `--pool ADDRESS` and
-//! the NIC of its own in that where the memory node is on another host. It attaches, prints `ready`,
-//! waits for a line on standard input, attacks, and prints what came of it as one JSON object. It ends with an error if something was granted to it that must be refused. An attack with
-//! several phases reports after each and waits for a line before the next.
+//! `hostile ATTACK --socket PATH [--of CHUNKS] [--seed N] [--count N] [--ms N]`. If the memory node is
+//! on another host, `--pool ADDRESS` replaces `--socket`; the address includes the attacker's NIC.
+//! The program attaches, prints `ready`, waits for a line on standard input, attacks, and prints its
+//! results as one JSON object. It ends with an error if the memory node granted something that it
+//! must refuse. An attack with several phases prints a report after each phase and waits for a line
+//! before the next.
 
 mod access;
 mod arguments;
@@ -33,30 +35,30 @@ use serde_json::Value;
 
 use crate::compute::Chunk;
 
-/// What an attack is told.
+/// Arguments of an attack.
 pub struct Arguments {
-    /// The memory node's socket; that of the NIC of this host, if the memory node is on another one.
+    /// The memory node's socket, or the local NIC's socket if the memory node is on another host.
     pub socket: PathBuf,
-    /// The memory node, if it is on another host.
+    /// Address of the memory node, if it is on another host.
     pub remote: Option<Remote>,
-    /// Chunks of others, as their owners know them.
+    /// Chunks of the victims, with their keys.
     pub of: Vec<Chunk>,
-    /// What random choices follow from.
+    /// Seed of random choices.
     pub seed: u64,
-    /// How often, or how many.
+    /// Number of rounds or objects.
     pub count: u64,
-    /// How long.
+    /// Duration of the attack.
     pub time: Duration,
 }
 
 impl Arguments {
-    /// Says that it is ready and waits until it is told to go on.
+    /// Prints `ready` and waits for a line.
     pub fn ready(&self) -> Result<()> {
         println!("ready");
         self.wait()
     }
 
-    /// Reports, and waits for the next phase.
+    /// Prints a report and waits for a line.
     pub fn report(&self, phase: &Value) -> Result<()> {
         println!("{phase}");
         self.wait()
@@ -64,26 +66,26 @@ impl Arguments {
 
     /// Waits for a line.
     pub fn wait(&self) -> Result<()> {
-        self.hear().map(drop)
+        self.receive().map(drop)
     }
 
-    /// The next line.
-    pub fn hear(&self) -> Result<String> {
+    /// The next line on standard input.
+    pub fn receive(&self) -> Result<String> {
         let line = std::io::stdin().lock().lines().next();
-        line.context("who started it has ended")?.context("reading what to do")
+        line.context("standard input was closed")?.context("reading a command")
     }
 }
 
-/// Numbers that follow from a seed (xorshift64*).
+/// Pseudo-random number generator (xorshift64*).
 pub struct Random(u64);
 
 impl Random {
-    /// The numbers of a seed.
+    /// The generator of a seed.
     pub fn new(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
-    /// The next one.
+    /// The next number.
     pub fn draw(&mut self) -> u64 {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
@@ -91,7 +93,7 @@ impl Random {
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
-    /// The next one, below `n`.
+    /// The next number, below `n`.
     pub fn below(&mut self, n: u64) -> u64 {
         self.draw() % n
     }
@@ -99,7 +101,7 @@ impl Random {
 
 fn main() -> Result<()> {
     let mut words = std::env::args().skip(1);
-    let attack = words.next().context("which attack?")?;
+    let attack = words.next().context("the name of the attack is missing")?;
     let mut a = Arguments {
         socket: PathBuf::new(),
         remote: None,
@@ -114,7 +116,7 @@ fn main() -> Result<()> {
             "--socket" => a.socket = value.into(),
             "--pool" => {
                 let remote: Remote = value.parse().map_err(anyhow::Error::msg)?;
-                a.socket = remote.nic.as_ref().context("which NIC of this host?")?.socket.clone();
+                a.socket = remote.nic.as_ref().context("--pool names no local NIC")?.socket.clone();
                 a.remote = Some(remote);
             }
             "--of" => a.of = serde_json::from_str(&value).context("the chunks of --of")?,
@@ -170,7 +172,7 @@ fn main() -> Result<()> {
         "tree-nonsense" => trees::nonsense(&a),
         "type1-server" => type1::server(&a),
         "type1-client" => type1::client(&a),
-        other => bail!("there is no attack {other}"),
+        other => bail!("unknown attack {other}"),
     }
     .with_context(|| attack.clone())?;
     println!("{report}");

@@ -1,5 +1,4 @@
-//! A function of the memory node's NIC whose rings, doorbells and descriptors are the attacker's to
-//! fill with anything.
+//! A function of the memory node's NIC, with direct access to its rings, doorbells and descriptors.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
@@ -9,7 +8,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use rnic::ids::{Access, Key, Pdn, Qpn};
 use rnic::memory::DmaMemory;
 use rnic::port::control::{Reply, Verb};
-use rnic::port::shm::wire::{Request, Response};
+use rnic::port::shm::protocol::{Request, Response};
 use rnic::port::shm::{Attached, Secret, raw, socket};
 use rnic::verbs::{MwKind, QpInfo, QpState};
 use rustix::fs::{MemfdFlags, SealFlags};
@@ -19,11 +18,11 @@ pub struct Nic {
     attached: Attached,
     /// The doorbell page.
     pub page: DmaMemory,
-    /// Doorbells in it.
+    /// Number of doorbells in the page.
     pub doorbells: u32,
 }
 
-/// A part of memory that the NIC has mapped too.
+/// A part of memory that the NIC has mapped.
 pub fn part(memory: &DmaMemory, offset: usize, bytes: usize) -> DmaMemory {
     memory.slice(offset, bytes).expect("within the memory")
 }
@@ -44,7 +43,7 @@ impl Nic {
         self.attached.secret()
     }
 
-    /// Sends a request as it is; the response.
+    /// Sends arbitrary bytes as a request and returns the response.
     pub fn ask(&self, bytes: &[u8], fds: &[&OwnedFd]) -> Result<Response> {
         let raw = self.attached.raw();
         let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
@@ -53,12 +52,12 @@ impl Nic {
         Ok(serde_json::from_slice(&packet.bytes)?)
     }
 
-    /// Executes a verb; why it was refused otherwise.
+    /// Executes a verb; the error is the reason of a refusal.
     pub fn verb(&self, verb: Verb<DmaMemory>) -> Result<Reply> {
         Ok(self.attached.execute(verb)?)
     }
 
-    /// Expects a verb to be refused; why it was.
+    /// Executes a verb that must be refused; returns the reason.
     pub fn refused(&self, verb: Verb<DmaMemory>) -> Result<String> {
         let name = format!("{verb:?}");
         match self.attached.execute(verb) {
@@ -77,12 +76,12 @@ impl Nic {
         }
     }
 
-    /// Memory shared with the NIC as the protocol wants it.
+    /// Allocates memory and shares it with the NIC, following the protocol.
     pub fn memory(&self, bytes: usize) -> Result<DmaMemory> {
         Ok(self.attached.alloc_dma(bytes)?)
     }
 
-    /// A protection domain.
+    /// Allocates a protection domain.
     pub fn pd(&self) -> Result<Pdn> {
         match self.verb(Verb::AllocPd)? {
             Reply::Pd(pd) => Ok(pd),
@@ -90,7 +89,7 @@ impl Nic {
         }
     }
 
-    /// Registers all of `memory` at its address here.
+    /// Registers all of `memory` at its address in this process.
     pub fn register(&self, pd: Pdn, memory: &DmaMemory, access: Access) -> Result<Key> {
         let (iova, memory) = (memory.addr(), memory.clone());
         match self.verb(Verb::RegMr { pd, memory, iova, access })? {
@@ -99,7 +98,7 @@ impl Nic {
         }
     }
 
-    /// Free windows.
+    /// Allocates unbound windows.
     pub fn windows(&self, pd: Pdn, kind: MwKind, count: u32) -> Result<Vec<Key>> {
         match self.verb(Verb::AllocMws { pd, kind, count })? {
             Reply::Keys(keys) => Ok(keys),
@@ -107,7 +106,7 @@ impl Nic {
         }
     }
 
-    /// What a QP is doing.
+    /// Queries a QP.
     pub fn query(&self, qpn: Qpn) -> Result<QpInfo> {
         match self.verb(Verb::QueryQp { qpn })? {
             Reply::QpInfo(info) => Ok(info),
@@ -122,8 +121,8 @@ impl Nic {
         Ok(())
     }
 
-    /// Stores a doorbell and wakes the NIC.
-    pub fn ring(&self, slot: u32, value: u32) {
+    /// Writes a doorbell and wakes the NIC if it sleeps.
+    pub fn write_doorbell(&self, slot: u32, value: u32) {
         self.page.word32(raw::DOORBELLS + slot as usize * 4).store(value, Ordering::Release);
         self.wake_if_asleep();
     }
@@ -136,13 +135,13 @@ impl Nic {
         }
     }
 
-    /// Writes the eventfd, whatever the NIC does.
+    /// Writes the eventfd, even if the NIC does not sleep.
     pub fn wake(&self) {
         let _ = rustix::io::write(self.attached.raw().wake, &1u64.to_ne_bytes());
     }
 }
 
-/// A memfd of this size with these seals, and no page in it.
+/// Creates a memfd of this size with these seals and without any page.
 pub fn memfd(bytes: u64, seals: SealFlags) -> Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let fd = rustix::fs::memfd_create("hostile", flags)?;
@@ -151,10 +150,10 @@ pub fn memfd(bytes: u64, seals: SealFlags) -> Result<OwnedFd> {
     Ok(fd)
 }
 
-/// The same with all its pages.
+/// Creates a memfd of this size with all pages allocated, and with these seals.
 pub fn filled_memfd(bytes: u64, seals: SealFlags) -> Result<OwnedFd> {
     let fd = memfd(bytes, SealFlags::empty())?;
-    // Allocated and not written, they would count as holes.
+    // Written and not only allocated, because unwritten pages would count as holes.
     let zeros = vec![0; bytes as usize];
     ensure!(rustix::io::pwrite(&fd, &zeros, 0)? == zeros.len(), "writing all of a memfd");
     rustix::fs::fcntl_add_seals(&fd, seals)?;

@@ -1,9 +1,9 @@
-//! Rings full of anything.
+//! Random contents in all shared memory.
 //!
-//! Send rings, receive rings, records, CQ rings, doorbells and the words of the doorbell page are filled
-//! with random bytes, over and over, while the NIC reads them: pure noise, and WQEs that are almost
-//! right, so that they get further. QPs that break are reset and go on. On the QPs that lead to the
-//! memory node as well as on its own.
+//! Send rings, receive rings, records, CQ rings, doorbells and the words of the doorbell page are
+//! repeatedly filled with random bytes while the NIC reads them. Besides pure noise there are almost
+//! valid WQEs, which pass more of the NIC's checks. Broken QPs are reset and reused. The QPs are the
+//! attacker's own and those that are connected to the memory node.
 
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -23,14 +23,14 @@ use rnic::port::shm::raw::DOORBELLS;
 
 struct Noise {
     random: Random,
-    /// Keys that may mean something: its own, those of victims, and others.
+    /// Keys to use: the attacker's, the victims', and invalid ones.
     keys: Vec<u32>,
     addrs: Vec<u64>,
     qpns: Vec<u32>,
     cqns: Vec<u32>,
 }
 
-/// Fills everything with noise for a while.
+/// Fills all shared memory with noise for the time `--ms`.
 pub fn rings(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     let managed = Shape { managed: true, receives: 64, ..Shape::default() };
@@ -38,14 +38,14 @@ pub fn rings(a: &Arguments) -> Result<Value> {
     let shapes = [plain, plain, managed, managed, Shape { ignore_overrun: true, ..plain }];
     let mut own =
         shapes.map(|s| Qp::new(&me.nic, me.pd, s)).into_iter().collect::<Result<Vec<_>>>()?;
-    // A pair, two that talk to themselves, and one more.
+    // Peers of the five QPs: a connected pair, and three loopback QPs.
     let peers = [1, 0, 2, 3, 4];
     for (i, peer) in peers.into_iter().enumerate() {
         own[i].connect(&me.nic, own[peer].qpn)?;
     }
     let window = me.nic.windows(me.pd, MwKind::Type2, 8)?;
     a.ready()?;
-    let chunk = me.allocate().context("the chunk that it starts from")?;
+    let chunk = me.allocate().context("allocating a chunk")?;
     let (local, lkey) = (me.local.addr(), me.lkey.0);
     let mut noise = Noise {
         random: Random::new(a.seed),
@@ -104,13 +104,13 @@ impl Noise {
             let producer = self.random.draw() as u32;
             memory.store_be32(qp.records_at() + 64, producer);
         }
-        // The CQ's record says that all was read, or nonsense; its ring is the NIC's to overwrite.
+        // Random consumer index of the CQ; the NIC overwrites the CQ's ring.
         memory.store_be32(qp.records_at(), self.random.draw() as u32);
         let word = self.random.below((qp.send_at() / 8) as u64) as usize * 8;
         memory.store_be64(word, self.random.draw());
     }
 
-    /// A WQE that is almost right.
+    /// An almost valid WQE.
     fn almost(&mut self, qp: &Qp) -> Vec<u8> {
         let index = self.random.draw() as u16;
         let mut b = Builder::new(qp.qpn, index);
@@ -140,7 +140,7 @@ impl Noise {
         };
         b.flags(r as u8);
         let mut bytes = b.bytes().to_vec();
-        // A byte of it is wrong, now and then.
+        // Sometimes with a wrong byte.
         if self.random.below(3) == 0 {
             let at = self.random.below(bytes.len() as u64) as usize;
             bytes[at] = self.random.draw() as u8;
@@ -172,7 +172,7 @@ impl Noise {
         Sge { addr: self.addr(), len, lkey: self.key() }
     }
 
-    /// Doorbells and the other words of the page, and the eventfd.
+    /// Writes random values to doorbells and other words of the doorbell page, and to the eventfd.
     fn page(&mut self, me: &Compute) {
         let words = DOORBELLS as u64 / 4 + me.nic.doorbells as u64;
         for _ in 0..32 {
@@ -188,7 +188,7 @@ impl Noise {
         }
     }
 
-    /// Resets what broke; how many that were.
+    /// Resets and reconnects broken QPs; returns their number.
     fn revive(&mut self, me: &mut Compute, own: &mut [Qp], peers: &[usize]) -> Result<u64> {
         let mut resets = 0;
         let numbers: Vec<Qpn> = own.iter().map(|q| q.qpn).collect();
@@ -206,7 +206,7 @@ impl Noise {
         for lane in 0..me.access.len() {
             if me.nic.query(me.access[lane].qpn)?.state != QpState::ReadyToSend {
                 me.access[lane].reset(&me.nic)?;
-                let salt = me.begin_anew()?;
+                let salt = me.draw_start()?;
                 me.control.ask(Request::ResetAccess { group: 0, lane: lane as u8, salt })?;
                 me.access[lane].connect(&me.nic, me.peer(me.terms.groups[0][lane]))?;
                 resets += 1;
@@ -217,7 +217,7 @@ impl Noise {
             for m in [&mut me.alloc, &mut me.free] {
                 m.qp.reset(&me.nic)?;
             }
-            let salt = me.begin_anew()?;
+            let salt = me.draw_start()?;
             me.control.ask(Request::ResetManagement { salt })?;
             for (m, peer) in [&me.alloc, &me.free].into_iter().zip(&me.terms.management) {
                 m.qp.connect(&me.nic, me.peer(*peer))?;

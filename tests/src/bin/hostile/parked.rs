@@ -1,10 +1,11 @@
-//! Threads parked in the hash bucket of CQs' records, which the kernel walks in each wake-up of the CQs.
+//! Attack on the kernel's futex hash: many threads are parked in the hash bucket of CQs' records, and
+//! the kernel walks the bucket at each wake-up of the CQs.
 //!
 //! ```text
-//! ring of each CQ | WRITE: armed = 1 | NOP, signaled | ... | FAA: index of SEND_EN | SEND_EN |  round again
+//! ring of each CQ | WRITE: armed = 1 | NOP, signaled | ... | FAA: index of SEND_EN | SEND_EN |  (repeats)
 //! ```
 //!
-//! The NIC arms each CQ and completes on it for ever by itself: the attacker takes no CPU of its own.
+//! The ring makes the NIC arm each CQ and complete on it endlessly, without CPU time of the attacker.
 
 use std::time::Instant;
 
@@ -21,19 +22,20 @@ use crate::Arguments;
 use crate::nic::{Nic, part};
 use crate::queue::{Qp, Shape};
 
-/// CQs: as many as the NIC's thread wakes in a round.
+/// Number of CQs: the NIC thread's limit of wake-ups per round.
 const CQS: usize = 4;
 /// Building blocks of a CQ's ring.
 const BLOCKS: u32 = 64;
-/// Records from which the ones with the slowest wake-ups are taken: many times the kernel's buckets.
+/// Candidate records, of which those with the slowest wake-ups are used. Many times the number of
+/// the kernel's hash buckets.
 const RECORDS: usize = 16 << 10;
-/// Bytes between two of them.
+/// Bytes from one record to the next.
 const APART: usize = 64;
 /// Bytes of a parked thread's stack.
 const STACK: usize = 16 << 10;
 
-/// Parks `--count` threads, makes CQs in their bucket, says so, and has the NIC wake these CQs as often as
-/// it can, from one line on standard input to the next.
+/// Parks `--count` threads, creates CQs in their bucket, and prints a report. Then the NIC wakes the
+/// CQs as often as possible, from one line on standard input to the next.
 pub fn threads(a: &Arguments) -> Result<Value> {
     let nic = Nic::open(&a.socket)?;
     let pd = nic.pd()?;
@@ -60,10 +62,10 @@ pub fn threads(a: &Arguments) -> Result<Value> {
     Ok(json!({ "executed": executed.sum::<Result<u64>>()? }))
 }
 
-/// A ring that arms its CQ before each completion.
+/// Fills a ring that arms its CQ before each completion.
 fn fill(qp: &mut Qp, ring: Key, records: &DmaMemory, key: Key, record: usize) {
-    // The first record belongs to no CQ: its first half is the value to be written, and threads are
-    // parked on its second half. The next 8 bytes take the results of the fetch-and-adds.
+    // The first record belongs to no CQ. Its first half is the value that the WRITEs write, and the
+    // threads are parked on its second half. The next 8 bytes receive the results of the FAAs.
     records.word32(0).store(1, std::sync::atomic::Ordering::Relaxed);
     let one = Sge { addr: records.addr(), len: 4, lkey: key };
     let old = Sge { addr: records.addr() + 8, len: 8, lkey: key };
@@ -72,7 +74,7 @@ fn fill(qp: &mut Qp, ring: Key, records: &DmaMemory, key: Key, record: usize) {
         qp.put(|b| _ = b.rdma_write(armed, &[one]));
         qp.put(|b| _ = b.nop().signaled());
     }
-    // The index stands in the first half of the word at +24 of the last WQE.
+    // The index is the first half of the word at +24 of the last WQE.
     let last = qp.memory.addr() + (qp.send_at() + (BLOCKS as usize - 1) * WQEBB) as u64;
     let index = Remote { addr: last + 24, rkey: ring };
     let qpn = qp.qpn;
@@ -91,13 +93,13 @@ fn park(records: &DmaMemory, count: u64) -> Result<()> {
         });
         parked.with_context(|| format!("parking thread {n}"))?;
     }
-    // Nothing but the kernel knows whether the threads sleep by now; one that comes late is not missed.
+    // Gives the threads time to sleep; a few late ones do not matter.
     std::thread::sleep(std::time::Duration::from_millis(200 + count / 2));
     Ok(())
 }
 
-/// The records, besides the first, whose words have the slowest wake-ups: they are in the bucket of the
-/// parked threads, if there are any.
+/// The records, apart from the first, with the slowest wake-ups. If threads are parked, these records
+/// are in the threads' bucket.
 fn slowest(records: &DmaMemory, parked: u64) -> Vec<usize> {
     if parked == 0 {
         return (1..=CQS).collect();
@@ -111,7 +113,7 @@ fn slowest(records: &DmaMemory, parked: u64) -> Vec<usize> {
         };
         (0..4).map(once).min().expect("four times")
     };
-    let mut all: Vec<_> = (1..RECORDS).map(|record| (time(&record), record)).collect();
-    all.sort_unstable();
-    all.iter().rev().take(CQS).map(|(_, record)| *record).collect()
+    let mut times: Vec<_> = (1..RECORDS).map(|record| (time(&record), record)).collect();
+    times.sort_unstable();
+    times.iter().rev().take(CQS).map(|(_, record)| *record).collect()
 }

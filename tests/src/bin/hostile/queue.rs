@@ -1,4 +1,4 @@
-//! A queue pair whose rings the attacker writes.
+//! A queue pair whose rings the attacker writes directly.
 //!
 //! ```text
 //! memory of a QP: CQ ring | send ring | receive ring | records: CQ +0, receive +64
@@ -17,20 +17,20 @@ use rnic::wqe::{Builder, WQEBB};
 
 use crate::nic::{Nic, part};
 
-/// Between two looks for an answer that is late.
-pub const NAP: Duration = Duration::from_micros(50);
+/// Interval between two polls while a completion is outstanding for long.
+pub const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// Bytes of a receive WQE: one SGE.
 pub const STRIDE: usize = 16;
 
-/// What a queue pair is made with.
+/// Parameters of a queue pair.
 #[derive(Clone, Copy)]
 pub struct Shape {
     /// Building blocks of the send ring.
     pub blocks: u32,
-    /// Receive WQEs; 0: none.
+    /// Number of receive WQEs; 0 for no receive queue.
     pub receives: u32,
-    /// Entries of its CQ.
+    /// Entries of the CQ.
     pub completions: u32,
     pub managed: bool,
     pub ignore_overrun: bool,
@@ -51,7 +51,7 @@ impl Default for Shape {
 }
 
 impl Shape {
-    /// A managed ring of `blocks` that the NIC executes again and again, without a reader of its CQ.
+    /// A managed ring of `blocks` building blocks that repeats itself; its CQ is never polled.
     pub fn endless(blocks: u32) -> Self {
         Self { blocks, completions: 16, managed: true, ignore_overrun: true, ..Self::default() }
     }
@@ -72,23 +72,23 @@ pub struct Qp {
 }
 
 impl Qp {
-    /// Makes one, in Reset.
+    /// Creates a QP in state Reset.
     pub fn new(nic: &Nic, pd: Pdn, shape: Shape) -> Result<Self> {
-        Self::made(nic, pd, shape, None)
+        Self::create(nic, pd, shape, None)
     }
 
-    /// The same with the CQ's record in memory that the NIC has mapped already.
+    /// As [`Qp::new`], with the CQ's record in memory that the NIC has already mapped.
     pub fn with_record(nic: &Nic, pd: Pdn, shape: Shape, record: DmaMemory) -> Result<Self> {
-        Self::made(nic, pd, shape, Some(record))
+        Self::create(nic, pd, shape, Some(record))
     }
 
-    fn made(nic: &Nic, pd: Pdn, shape: Shape, record: Option<DmaMemory>) -> Result<Self> {
+    fn create(nic: &Nic, pd: Pdn, shape: Shape, record: Option<DmaMemory>) -> Result<Self> {
         let cq_bytes = shape.completions as usize * CQE;
         let (send, receive) = (cq_bytes, cq_bytes + shape.blocks as usize * WQEBB);
         let records = (receive + shape.receives as usize * STRIDE).next_multiple_of(64);
         let memory = nic.memory(records + 128)?;
         let record = record.unwrap_or_else(|| part(&memory, records, 8));
-        // Never written: the NIC leaves that to who owns the ring.
+        // Marks all entries as invalid; the NIC leaves this to the owner of the ring.
         for entry in 0..shape.completions as usize {
             memory.write(entry * CQE + offset::OP_OWN, &[opcode::INVALID << 4 | OWNER]);
         }
@@ -139,12 +139,12 @@ impl Qp {
         self.send_at() + self.shape.blocks as usize * WQEBB
     }
 
-    /// Offset of the CQ's record; the receive record is 64 bytes behind it.
+    /// Offset of the CQ's record; the receive record follows at +64.
     pub fn records_at(&self) -> usize {
         (self.receive_at() + self.shape.receives as usize * STRIDE).next_multiple_of(64)
     }
 
-    /// Init, RTR, RTS.
+    /// Connects the QP: Init, RTR, RTS.
     pub fn connect(&self, nic: &Nic, peer: impl Into<PeerAddress>) -> Result<()> {
         let ready_to_receive = QpChange::ReadyToReceive { peer: peer.into() };
         for change in [QpChange::Init, ready_to_receive, QpChange::ReadyToSend] {
@@ -153,7 +153,7 @@ impl Qp {
         Ok(())
     }
 
-    /// To Reset; what was posted is forgotten.
+    /// Moves the QP to Reset and discards all posted work.
     pub fn reset(&mut self, nic: &Nic) -> Result<()> {
         nic.verb(Verb::ModifyQp { qpn: self.qpn, change: QpChange::Reset })?;
         self.next = 0;
@@ -163,14 +163,14 @@ impl Qp {
         Ok(())
     }
 
-    /// Writes one WQE into the ring and does not tell the NIC.
+    /// Writes one WQE into the ring without writing the doorbell.
     pub fn put(&mut self, build: impl FnOnce(&mut Builder)) {
         let mut wqe = Builder::new(self.qpn, self.next);
         build(&mut wqe);
         self.put_bytes(wqe.bytes());
     }
 
-    /// The same with bytes that may be anything, whole building blocks.
+    /// Writes arbitrary bytes, whole building blocks, into the ring.
     pub fn put_bytes(&mut self, bytes: &[u8]) {
         for block in bytes.chunks(WQEBB) {
             let at = self.next as usize % self.shape.blocks as usize;
@@ -179,16 +179,16 @@ impl Qp {
         }
     }
 
-    /// Rings the doorbell for all that was put.
-    pub fn ring(&mut self, nic: &Nic) {
+    /// Writes the doorbell for all WQEs in the ring.
+    pub fn write_doorbell(&mut self, nic: &Nic) {
         let value = (self.generation as u32) << 16 | self.next as u32;
-        nic.ring(self.doorbell.expect("a send queue that is not managed"), value);
+        nic.write_doorbell(self.doorbell.expect("a send queue that is not managed"), value);
     }
 
-    /// One WQE, posted.
+    /// Posts one WQE.
     pub fn post(&mut self, nic: &Nic, build: impl FnOnce(&mut Builder)) {
         self.put(build);
-        self.ring(nic);
+        self.write_doorbell(nic);
     }
 
     /// Posts `count` receives of no bytes.
@@ -199,14 +199,14 @@ impl Qp {
         nic.wake_if_asleep();
     }
 
-    /// The next completion, if it is there.
+    /// Polls for the next completion.
     pub fn poll(&mut self) -> Option<Cqe> {
         self.cq.poll()
     }
 
-    /// The next completion; nothing if none comes in time.
-    pub fn wait(&mut self, patience: Duration) -> Option<Cqe> {
-        let deadline = Instant::now() + patience;
+    /// Waits for the next completion; `None` after the timeout.
+    pub fn wait(&mut self, timeout: Duration) -> Option<Cqe> {
+        let deadline = Instant::now() + timeout;
         let mut spins = 0u32;
         loop {
             if let Some(cqe) = self.poll() {
@@ -219,7 +219,7 @@ impl Qp {
             if spins < 100 {
                 std::thread::yield_now();
             } else {
-                std::thread::sleep(NAP);
+                std::thread::sleep(POLL_INTERVAL);
             }
         }
     }

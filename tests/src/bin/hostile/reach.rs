@@ -1,4 +1,4 @@
-//! Attacks on objects of others: with WQEs that name them, and with control verbs.
+//! Attacks on other clients' objects: with WQEs that name the objects, and with control verbs.
 
 use anyhow::{Context, Result, ensure};
 use rnic::cqe::Syndrome;
@@ -13,11 +13,11 @@ use crate::compute::{Compute, LONG};
 use crate::nic::{Nic, part};
 use crate::queue::{Qp, Shape};
 
-/// Numbers below this are tried. The memory node, whose objects came first, has the lowest; victims
-/// that were admitted before the attack have the next.
+/// Object numbers below this limit are tried. The lowest numbers belong to the memory node, the next
+/// to victims that were admitted before the attack.
 const NUMBERS: u32 = 160;
 
-/// A QP that is connected to itself and comes back after every error.
+/// A QP that is connected to itself and is re-established after every error.
 struct Loop {
     qp: Qp,
 }
@@ -29,13 +29,13 @@ impl Loop {
         Ok(Self { qp })
     }
 
-    /// Posts one WQE; its syndrome, 0 if it was done.
+    /// Executes one WQE and returns its syndrome, 0 for success.
     fn try_one(&mut self, nic: &Nic, build: impl FnOnce(&mut Builder)) -> Result<u8> {
         self.qp.post(nic, |b| {
             build(b);
             b.signaled();
         });
-        let cqe = self.qp.wait(LONG).context("a WQE did not end")?;
+        let cqe = self.qp.wait(LONG).context("a WQE did not complete")?;
         let Some(error) = cqe.error else { return Ok(0) };
         self.qp.reset(nic)?;
         while self.qp.poll().is_some() {}
@@ -56,7 +56,8 @@ impl Loop {
     }
 }
 
-/// UMRs and LOCAL_INV on keys of others, without the QP check, or to the benefit of other QPs.
+/// Posts UMRs and LOCAL_INVs on other clients' keys, UMRs without the QP check, and binds for other
+/// QPs.
 pub fn umr(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     let mut own = Loop::new(&me.nic, me.pd)?;
@@ -87,12 +88,12 @@ pub fn umr(a: &Arguments) -> Result<Value> {
         }
         let inv = |b: &mut Builder| _ = b.local_invalidate(key);
         own.refused(&me.nic, Syndrome::MwBind, "LOCAL_INV of another's key", inv)?;
-        // And on the QP that is connected to the window's own.
+        // Also on the access QP, which is connected to the QP that the window is bound to.
         let got = me.access(0, |b| _ = b.local_invalidate(key))?;
         ensure!(got == Syndrome::MwBind as u8, "LOCAL_INV on the access QP: {got:#x}");
         tried += 2;
     }
-    // Its own windows, to the benefit of others or over what is not its own.
+    // The attacker's own windows: bound for other QPs, or over memory of other owners.
     let window = me.nic.windows(me.pd, MwKind::Type2, 1)?[0];
     let qpn = own.qp.qpn;
     let bind = |qpn, mr, start, len| Umr::bind(window, 9, qpn, Access::REMOTE_ALL, mr, start, len);
@@ -100,35 +101,35 @@ pub fn umr(a: &Arguments) -> Result<Value> {
     let attempts = [
         ("to another's QP", bind(Qpn::new(me.lanes()[0]), own_mr, start, 64)),
         ("to another QP of its own", bind(me.access[0].qpn, own_mr, start, 64)),
-        ("to nobody", bind(Qpn::NONE, own_mr, start, 64)),
+        ("to no QP", bind(Qpn::NONE, own_mr, start, 64)),
         ("over a region of another PD", bind(qpn, other_mr, start, 64)),
-        ("over a region of nobody", bind(qpn, Key(0x7777_7777), start, 64)),
+        ("over a nonexistent region", bind(qpn, Key(0x7777_7777), start, 64)),
         ("over another's window", bind(qpn, Key(chunk.keys[0]), chunk.addr, 64)),
         ("beyond the region", bind(qpn, own_mr, end - 63, 64)),
         ("before the region", bind(qpn, own_mr, start - 1, 64)),
-        ("round the end of the address space", bind(qpn, own_mr, u64::MAX - 7, 64)),
+        ("across the end of the address space", bind(qpn, own_mr, u64::MAX - 7, 64)),
         ("a window over a window's key", bind(qpn, window, start, 64)),
     ];
     for (what, umr) in &attempts {
         own.refused(&me.nic, Syndrome::MwBind, what, |b| _ = b.umr(umr))?;
         tried += 1;
     }
-    // One that is all right, so that the above were refused for the right reason; and its unbinding
-    // without the check, which is for the memory node alone.
+    // A valid bind succeeds, so the binds above were refused for the right reason. Its unbinding
+    // without the QP check is refused, because only the memory node may skip the check.
     let good = bind(qpn, own_mr, start, 64);
-    ensure!(own.try_one(&me.nic, |b| _ = b.umr(&good))? == 0, "an honest bind");
+    ensure!(own.try_one(&me.nic, |b| _ = b.umr(&good))? == 0, "a valid bind");
     let bound = Key::new(window.index(), 9);
     let unchecked = Umr::unbind(bound, false);
     own.refused(&me.nic, Syndrome::MwBind, "an unbind without the check", |b| {
         _ = b.umr(&unchecked)
     })?;
     let checked = Umr::unbind(bound, true);
-    ensure!(own.try_one(&me.nic, |b| _ = b.umr(&checked))? == 0, "an honest unbind");
+    ensure!(own.try_one(&me.nic, |b| _ = b.umr(&checked))? == 0, "a valid unbind");
     me.release(&chunk)?;
     Ok(json!({ "refused": tried + 1 }))
 }
 
-/// WAIT on CQs of others, SEND_EN and RECV_EN of queues of others.
+/// Posts WAITs on other clients' CQs, and SEND_EN and RECV_EN of other clients' queues.
 pub fn enable(a: &Arguments) -> Result<Value> {
     let me = Compute::join(a)?;
     let mut own = Loop::new(&me.nic, me.pd)?;
@@ -146,7 +147,7 @@ pub fn enable(a: &Arguments) -> Result<Value> {
             own.refused(&me.nic, bad, &what, |b| _ = b.wait(Cqn::new(n), 0))?;
             tried += 1;
         }
-        // Its own queues are not managed: refused as well.
+        // The attacker's own queues are not managed, so these are refused as well.
         for index in [0, 1, 0xffff] {
             let what = format!("SEND_EN of QP {n:#x}");
             own.refused(&me.nic, bad, &what, |b| _ = b.send_enable(Qpn::new(n), index))?;
@@ -158,7 +159,7 @@ pub fn enable(a: &Arguments) -> Result<Value> {
     Ok(json!({ "refused": tried }))
 }
 
-/// Every control verb that names an object, with objects of others.
+/// Executes every control verb that names an object, with other clients' objects.
 pub fn verbs(a: &Arguments) -> Result<Value> {
     let me = Compute::join(a)?;
     a.ready()?;
@@ -167,7 +168,7 @@ pub fn verbs(a: &Arguments) -> Result<Value> {
     let mut tried = 0;
     let mut refuse = |verb| -> Result<()> {
         let why = nic.refused(verb)?;
-        ensure!(why.len() > 15, "refused without a reason: {why}");
+        ensure!(why.len() > 15, "a refusal without a reason: {why}");
         tried += 1;
         Ok(())
     };
@@ -200,7 +201,7 @@ pub fn verbs(a: &Arguments) -> Result<Value> {
             refuse(make_qp(pd, me.access[0].cqn, ReceiveVerb::None, false, &me.access[0]))?;
         }
     }
-    // Keys: those of victims, and the lowest, which are the memory node's.
+    // The victims' keys, and the lowest keys, which belong to the memory node.
     let keys = a.of.iter().flat_map(|c| c.keys.clone()).chain((0..NUMBERS).map(|n| n << 8));
     let own = [me.lkey, me.alloc.rkey, me.free.rkey];
     for key in keys.map(Key).filter(|k| !own.iter().any(|o| o.index() == k.index())) {
@@ -231,7 +232,7 @@ fn make_qp(
     })
 }
 
-/// Connects QPs of its own to QPs of others, which do not name them.
+/// Connects its own QPs to other clients' QPs, which are not connected to the attacker.
 pub fn connect(a: &Arguments) -> Result<Value> {
     let me = Compute::join(a)?;
     let nic = &me.nic;
@@ -247,7 +248,7 @@ pub fn connect(a: &Arguments) -> Result<Value> {
         [&me.alloc.qp, &me.free.qp, &me.access[0], &me.access[1], &qp].map(|q| q.qpn).into();
     let foreign = (0..NUMBERS).chain(me.lanes()).chain(me.terms.management.clone());
     for peer in foreign.map(Qpn::new).filter(|n| !own.contains(n)) {
-        let chunk = a.of.first().context("it needs another's chunk")?;
+        let chunk = a.of.first().context("the attack needs a victim's chunk (--of)")?;
         let at = crate::compute::remote(chunk.addr, chunk.keys[tried % chunk.keys.len()]);
         let attempts: [&dyn Fn(&mut Builder); 3] = [
             &|b| _ = b.send_inline(&[0; 18]).signaled(),
@@ -256,7 +257,7 @@ pub fn connect(a: &Arguments) -> Result<Value> {
         ];
         qp.connect(nic, peer)?;
         qp.post(nic, attempts[tried % 3]);
-        let cqe = qp.wait(LONG).with_context(|| format!("a WQE to QP {peer} did not end"))?;
+        let cqe = qp.wait(LONG).with_context(|| format!("a WQE to QP {peer} did not complete"))?;
         let got = cqe.error.map(|e| e.syndrome);
         ensure!(got == Some(Syndrome::RetryExceeded as u8), "to QP {peer}: {got:?}");
         qp.reset(nic)?;

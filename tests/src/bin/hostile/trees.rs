@@ -1,5 +1,5 @@
-//! Attacks on scheme `finemem`, in which the compute node changes the memory node's metadata by READ and CAS: from who has
-//! access QPs only, and from who has a management QP and keeps to none of the rules.
+//! Attacks on scheme `finemem`, in which compute nodes change the memory node's metadata with READ and
+//! CAS. The attacker uses access QPs only, or a management QP without following the protocol.
 
 use std::future::Future;
 use std::pin::pin;
@@ -10,12 +10,13 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use granary_tests::control::Control;
 use pool::finemem::header::{Header, User};
-use pool::finemem::layout::{Block, Shape, Word};
+use pool::finemem::block::Block;
+use pool::finemem::layout::{Shape, Word};
 use pool::finemem::log::{Capability, FullLog};
 use pool::finemem::tree::{Taken, Tree, Verbs};
 use pool::protocol::{Reply, Request};
 use pool::scheme::Metadata;
-use pool::{Admission, Admitted};
+use pool::{ConnectRequest, ConnectReply};
 use rnic::cqe::Syndrome;
 use rnic::ids::{Access, Key, Qpn};
 use rnic::memory::DmaMemory;
@@ -27,13 +28,13 @@ use crate::nic::Nic;
 use crate::queue::{Qp, Shape as QpShape};
 use crate::{Arguments, Random};
 
-/// A compute node's service made by hand, with its access QPs.
+/// A hand-made allocation service of a compute node, with access QPs.
 struct Service {
     nic: Nic,
     control: Control,
     management: Mutex<Qp>,
     access: Vec<Qp>,
-    terms: Admitted,
+    terms: ConnectReply,
     metadata: Metadata,
     shape: Shape,
     user: User,
@@ -41,11 +42,11 @@ struct Service {
     lkey: Key,
 }
 
-/// Where in local memory verbs on the metadata put what they return; accesses use what is before.
+/// Offset in local memory of the results of verbs on the metadata. Accesses use the memory below.
 const RESULTS: usize = 64 << 10;
 
 impl Service {
-    /// Attaches and is admitted.
+    /// Attaches to the NIC and is admitted by the memory node.
     fn join(a: &Arguments) -> Result<Self> {
         let nic = Nic::open(&a.socket)?;
         let control = Control::pool(&a.socket)?;
@@ -56,13 +57,13 @@ impl Service {
         let access = access.collect::<Result<Vec<_>>>()?;
         let local = nic.memory(1 << 20)?;
         let lkey = nic.register(pd, &local, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
-        let admission = Admission {
+        let admission = ConnectRequest {
             management: vec![management.qpn.raw()],
             groups: vec![access.iter().map(|q| q.qpn.raw()).collect()],
             bulletin_addr: local.addr(),
             bulletin_rkey: lkey.0,
             session: Some(nic.secret()),
-            ..Admission::default()
+            ..ConnectRequest::default()
         };
         let terms = match control.ask(Request::Admit(admission))? {
             Reply::Admitted(terms) => terms,
@@ -87,19 +88,19 @@ impl Service {
         remote(self.metadata.addr + 8 * word.0 as u64, self.metadata.rkey)
     }
 
-    /// One request on the management QP; its syndrome, 0 if it was done.
+    /// Executes one request on the management QP and returns its syndrome, 0 for success.
     fn manage(&self, build: impl FnOnce(&mut Builder)) -> Result<u8> {
         let mut qp = self.management.lock().expect("no thread has panicked");
         qp.post(&self.nic, |b| {
             build(b);
             b.signaled();
         });
-        let cqe = qp.wait(LONG).context("a request on the metadata did not end")?;
+        let cqe = qp.wait(LONG).context("a request on the metadata did not complete")?;
         Ok(cqe.error.map_or(0, |e| e.syndrome))
     }
 
-    /// The management QP again, after it broke.
-    fn manage_again(&self) -> Result<()> {
+    /// Re-establishes the broken management QP.
+    fn recover_management(&self) -> Result<()> {
         let mut qp = self.management.lock().expect("no thread has panicked");
         qp.reset(&self.nic)?;
         while qp.poll().is_some() {}
@@ -109,14 +110,14 @@ impl Service {
         }
     }
 
-    /// One access on a lane; its syndrome. A lane that broke is re-established.
+    /// Executes one access over a lane and returns its syndrome. Re-establishes a broken lane.
     fn access(&mut self, lane: usize, build: impl FnOnce(&mut Builder)) -> Result<u8> {
         let qp = &mut self.access[lane];
         qp.post(&self.nic, |b| {
             build(b);
             b.signaled();
         });
-        let cqe = qp.wait(LONG).context("an access did not end")?;
+        let cqe = qp.wait(LONG).context("an access did not complete")?;
         let Some(error) = cqe.error else { return Ok(0) };
         qp.reset(&self.nic)?;
         while qp.poll().is_some() {}
@@ -128,7 +129,7 @@ impl Service {
         Ok(error.syndrome)
     }
 
-    /// READ, WRITE or FAA of a word, by turns.
+    /// READs, WRITEs or FAAs a word, depending on `kind`.
     fn touch(&mut self, lane: usize, addr: u64, key: u32, kind: u32) -> Result<u8> {
         let (at, local) = (remote(addr, key), self.sge(64, 8));
         self.access(lane, |b| match kind % 3 {
@@ -144,12 +145,12 @@ impl Service {
         Ok(word[0])
     }
 
-    /// A CAS; true if it found what was expected.
+    /// Executes a CAS; true if it succeeded.
     fn swap(&self, at: Word, expected: u64, new: u64) -> Result<bool> {
         Ok(now(self.cas(at, expected, new))? == expected)
     }
 
-    /// Takes a block as an honest compute node does.
+    /// Allocates a block as a normal compute node does.
     fn take(&self, tree: &Tree, order: u32) -> Result<Taken> {
         now(tree.allocate(self, order))?.context("the pool is empty")
     }
@@ -158,11 +159,11 @@ impl Service {
         self.shape.capability(self.shape.entry(block))
     }
 
-    /// Frees what it has, as an honest compute node does.
+    /// Frees a block as a normal compute node does.
     fn free(&self, taken: &Taken) -> Result<()> {
         let (at, key) = (self.capability(taken.block), taken.capability.main);
         let (open, shut) = (Capability::open(key), Capability::quarantined(key));
-        ensure!(self.swap(at, open.to_word(), shut.to_word())?, "its own block is not its own");
+        ensure!(self.swap(at, open.to_word(), shut.to_word())?, "the attacker does not own its block");
         Ok(())
     }
 
@@ -170,7 +171,7 @@ impl Service {
         self.metadata.data + block.chunk as u64 * self.terms.chunk_bytes
     }
 
-    /// The block that a chunk of another's is.
+    /// The block of a victim's chunk.
     fn block_at(&self, addr: u64, len: u64) -> Result<Block> {
         let chunk = (addr - self.metadata.data) / self.terms.chunk_bytes;
         let order = self.shape.order_for(len).context("a length of no block")?;
@@ -199,18 +200,18 @@ impl Verbs for Service {
     }
 }
 
-/// Runs what waits for each verb where it is posted.
+/// Runs a future whose verbs complete when they are posted.
 fn now<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
     match pin!(future).poll(&mut Waiting::from_waker(Waker::noop())) {
         Poll::Ready(result) => result,
-        Poll::Pending => bail!("a verb was left to wait for"),
+        Poll::Pending => bail!("a verb did not complete when it was posted"),
     }
 }
 
 const REFUSED: u8 = Syndrome::RemoteAccess as u8;
 
-/// Who has access QPs only: all tags of others' keys, also in the windows of the larger blocks that begin there, and of the
-/// metadata's own key.
+/// With access QPs only: tries all tags of the victims' keys, of the windows of larger blocks at the
+/// same address, and of the metadata's key.
 pub fn guess(a: &Arguments) -> Result<Value> {
     let mut me = Service::join(a)?;
     a.ready()?;
@@ -227,7 +228,8 @@ pub fn guess(a: &Arguments) -> Result<Value> {
         }
     }
     for (i, (addr, key)) in targets.iter().enumerate() {
-        // All tags of the first ones, some of the others: each refusal costs a connection.
+        // All tags of the first two targets, some tags of the rest, because each refusal breaks a
+        // connection.
         for tag in (0..256u32).step_by(if i < 2 { 1 } else { 37 }) {
             let key = key & !0xff | (key + tag) & 0xff;
             let got = me.touch(tag as usize % 2, *addr, key, tag)?;
@@ -238,8 +240,8 @@ pub fn guess(a: &Arguments) -> Result<Value> {
     Ok(json!({ "refused": refused }))
 }
 
-/// Keys that it has given up: until their windows are rebound they open what is nobody's; from then on nothing, whoever
-/// has the block.
+/// Uses keys after freeing their blocks. Until the window is rebound, the key accesses a block
+/// without an owner. Afterwards every access must fail, even if the block has a new owner.
 pub fn late(a: &Arguments) -> Result<Value> {
     let mut me = Service::join(a)?;
     let tree = Tree::new(me.shape, me.user);
@@ -248,26 +250,26 @@ pub fn late(a: &Arguments) -> Result<Value> {
     for round in 0..a.count.max(1) as u32 {
         let taken = me.take(&tree, round % 3)?;
         let (addr, key) = (me.addr(taken.block), taken.capability.main.0);
-        ensure!(me.touch(0, addr, key, round)? == 0, "its own block is closed to it");
+        ensure!(me.touch(0, addr, key, round)? == 0, "an access to its own block was refused");
         me.free(&taken)?;
-        // The second one finds nothing to free.
+        // A second free of the block must fail.
         let (open, shut) = (Capability::open(Key(key)), Capability::quarantined(Key(key)));
         ensure!(!me.swap(me.capability(taken.block), open.to_word(), shut.to_word())?, "twice");
         let deadline = Instant::now() + LONG;
         while me.touch(0, addr, key, 1)? == 0 {
             late += 1;
-            ensure!(Instant::now() < deadline, "a key that was given up lives on");
+            ensure!(Instant::now() < deadline, "the key of a freed block is not revoked");
         }
         for kind in 0..3 {
             let got = me.touch(kind as usize % 2, addr, key, kind)?;
-            ensure!(got == REFUSED, "a dead key: {got:#x}");
+            ensure!(got == REFUSED, "a revoked key: {got:#x}");
             refused += 1;
         }
     }
     Ok(json!({ "refused": refused, "late": late }))
 }
 
-/// What the NIC refuses on the management QP too: WRITEs, and what lies beyond the metadata.
+/// On the management QP: WRITEs, and accesses beyond the metadata. The NIC must refuse both.
 pub fn beyond(a: &Arguments) -> Result<Value> {
     let mut me = Service::join(a)?;
     a.ready()?;
@@ -279,7 +281,7 @@ pub fn beyond(a: &Arguments) -> Result<Value> {
     for at in [start, start + 8, end - 8, victims] {
         let got = me.manage(|b| _ = b.rdma_write(remote(at, rkey), &[word]))?;
         ensure!(got == REFUSED, "a WRITE at {at:#x}: {got:#x}");
-        me.manage_again()?;
+        me.recover_management()?;
         refused += 1;
     }
     for at in [start - 8, end.next_multiple_of(4096), victims, 0, u64::MAX - 7] {
@@ -289,28 +291,28 @@ pub fn beyond(a: &Arguments) -> Result<Value> {
                 false => _ = b.compare_swap(remote(at, rkey), 0, u64::MAX, word),
             })?;
             ensure!(got == REFUSED, "beyond the metadata, at {at:#x}: {got:#x}");
-            me.manage_again()?;
+            me.recover_management()?;
             refused += 1;
         }
     }
-    // Others' keys on the management QP, which is of another protection domain than the memory.
+    // The victims' keys on the management QP, which is in another protection domain than the memory.
     for chunk in &a.of {
         let got = me.manage(|b| _ = b.rdma_read(remote(chunk.addr, chunk.keys[0]), &[word]))?;
         ensure!(got == REFUSED, "another's key: {got:#x}");
-        me.manage_again()?;
+        me.recover_management()?;
         refused += 1;
     }
-    // It works on as if nothing had been.
+    // The attacker can still work normally.
     let tree = Tree::new(me.shape, me.user);
     let taken = me.take(&tree, 0)?;
     let addr = me.addr(taken.block);
-    ensure!(me.touch(0, addr, taken.capability.main.0, 0)? == 0, "it cannot work any more");
+    ensure!(me.touch(0, addr, taken.capability.main.0, 0)? == 0, "a normal access failed after the attack");
     me.free(&taken)?;
     Ok(json!({ "refused": refused }))
 }
 
-/// CASes on headers without end, half of them on one that it finds there: retry bits, which change nothing for others but
-/// the word that they expect.
+/// CASes two headers continuously. The successful CASes change only retry bits, so other clients see
+/// an unexpected word but no change of the tree.
 pub fn storm(a: &Arguments) -> Result<Value> {
     let me = Service::join(a)?;
     a.ready()?;
@@ -326,7 +328,7 @@ pub fn storm(a: &Arguments) -> Result<Value> {
                 tried += 1;
                 changed += (found == seen) as u64;
                 seen = if found == seen { next.0 } else { found };
-                // And one that finds another word for sure.
+                // A CAS that always fails.
                 now(me.cas(at, !seen, 0))?;
                 tried += 1;
             }
@@ -335,8 +337,7 @@ pub fn storm(a: &Arguments) -> Result<Value> {
     Ok(json!({ "tried": tried, "changed": changed }))
 }
 
-/// Says in the logs of its own blocks that others have them, and leaves; and leaves blocks half taken: bits without a log,
-/// sections opened for nothing.
+/// Names other clients in the logs of its own blocks, opens spans without a block, and disconnects.
 pub fn misnames(a: &Arguments) -> Result<Value> {
     let me = Service::join(a)?;
     let tree = Tree::new(me.shape, me.user);
@@ -346,12 +347,12 @@ pub fn misnames(a: &Arguments) -> Result<Value> {
         let taken = me.take(&tree, order)?;
         let at = me.shape.log(taken.block.chunk);
         let word = me.load(at)?;
-        // The first ones that were admitted.
+        // The clients that were admitted first.
         let other = User::new(1 + order as u16 % 2).context("a user")?;
         let log = FullLog { user: other, ..FullLog::parse(word) };
         misnamed += me.swap(at, word, log.to_word())? as u32;
     }
-    // Spans that are said to be open, and have nothing.
+    // Marks spans as open that have no allocated block.
     for section in 0..me.shape.sections() {
         let at = me.shape.section(section);
         let header = Header(me.load(at)?);
@@ -361,7 +362,7 @@ pub fn misnames(a: &Arguments) -> Result<Value> {
     Ok(json!({ "misnamed": misnamed }))
 }
 
-/// What nothing refuses: another's block is given up in its place, and then taken by who comes first.
+/// Frees victims' blocks, which the scheme cannot refuse. Any client may allocate the blocks next.
 pub fn takes(a: &Arguments) -> Result<Value> {
     let me = Service::join(a)?;
     a.ready()?;
@@ -375,7 +376,7 @@ pub fn takes(a: &Arguments) -> Result<Value> {
     Ok(json!({ "taken": taken }))
 }
 
-/// Anything into any word of the metadata, from a seed.
+/// Writes pseudo-random values to pseudo-random words of the metadata.
 pub fn nonsense(a: &Arguments) -> Result<Value> {
     let me = Service::join(a)?;
     let mut random = Random::new(a.seed);
@@ -388,7 +389,7 @@ pub fn nonsense(a: &Arguments) -> Result<Value> {
             0 => random.draw(),
             1 => word ^ 1 << random.below(64),
             2 => 0,
-            // A block in quarantine, or a log that says that it is.
+            // Turns an open capability into a quarantined one, or swaps the halves of a log.
             _ => word.rotate_right(32),
         };
         changed += me.swap(at, word, new)? as u32;

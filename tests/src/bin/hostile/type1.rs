@@ -1,9 +1,9 @@
-//! The weakness of type-1 windows (OneSidedMW §2.3), and that type 2 does not have it.
+//! The weakness of type-1 windows (OneSidedMW §2.3), which type-2 windows do not have.
 //!
-//! A server hands out one window of each type, as a memory node of the RPC-MW baselines does: it
-//! is attached to the NIC, has one protection domain, and a QP for each connection of its clients. A
-//! client can be the owner of the windows, or somebody who tries all 256 tags, each on a connection of
-//! its own, since a wrong one breaks it.
+//! A server grants one window of each type, as a memory node of the RPC-MW baselines does. The server
+//! is attached to the NIC and has one protection domain and a QP for each client connection. A client
+//! is either the owner of the windows or an attacker. The attacker tries all 256 tags, each on a
+//! separate connection, because a wrong tag breaks the connection.
 
 use anyhow::{Context, Result, bail, ensure};
 use rnic::cqe::Syndrome;
@@ -20,35 +20,35 @@ use crate::nic::Nic;
 use crate::queue::{Qp, Shape};
 use crate::{Arguments, Random};
 
-/// Connections that who searches has for each window.
+/// The attacker's connections per window.
 const TRIES: usize = 256;
 /// Bytes of a window.
 const BYTES: usize = 4096;
-/// What the owner keeps in its windows.
+/// The owner's data in its windows.
 const SECRET: &[u8; 17] = b"nobody else knows";
-/// What who gets in leaves there.
+/// Data that the attacker writes to an opened window.
 const MARK: &[u8; 17] = b"who else was here";
 
 const _: () = assert!(MARK.len() == SECRET.len());
 
-/// A window as its owner is told of it.
+/// Address and key of a window, as the server sends them to the owner.
 #[derive(Serialize, Deserialize)]
 struct Window {
     addr: u64,
     key: u32,
 }
 
-/// What a client is to do.
+/// A command to a client.
 #[derive(Serialize, Deserialize)]
 struct Order {
-    /// `own`: store the secret. `search`: try all tags. `look`: is the secret still there?
+    /// `own`: write the secret. `search`: try all tags. `look`: check that the secret is unchanged.
     order: String,
-    /// The server's QPs, one for each of the client's.
+    /// The server's QPs, one for each of the client's QPs.
     peers: Vec<u32>,
     windows: Vec<Window>,
 }
 
-/// Serves a window of type 1 and one of type 2 to the owner, and connections to somebody else.
+/// Grants a window of type 1 and one of type 2 to the owner, and connects to the attacker's QPs.
 pub fn server(a: &Arguments) -> Result<Value> {
     let nic = Nic::open(&a.socket)?;
     let pd = nic.pd()?;
@@ -75,10 +75,10 @@ pub fn server(a: &Arguments) -> Result<Value> {
     a.ready()?;
     let numbers: Vec<u32> = others.iter().map(|q| q.raw()).collect();
     println!("{}", json!({ "owner": [owner.qpn.raw()], "other": numbers }));
-    let peers: Vec<Vec<u32>> = serde_json::from_str(&a.hear()?).context("the clients' QPs")?;
-    let [owners, strangers] = &peers[..] else { bail!("two lists of QPs") };
+    let peers: Vec<Vec<u32>> = serde_json::from_str(&a.receive()?).context("the clients' QPs")?;
+    let [owners, attackers] = &peers[..] else { bail!("expected two lists of QPs") };
     owner.connect(&nic, Qpn::new(owners[0]))?;
-    for (qpn, peer) in others.iter().zip(strangers) {
+    for (qpn, peer) in others.iter().zip(attackers) {
         let peer = Qpn::new(*peer);
         for change in [QpChange::Init, QpChange::ReadyToReceive { peer: peer.into() }] {
             nic.verb(Verb::ModifyQp { qpn: *qpn, change })?;
@@ -96,7 +96,7 @@ pub fn server(a: &Arguments) -> Result<Value> {
             }
         };
         owner.post(&nic, |b| _ = b.umr(&umr).signaled());
-        let cqe = owner.wait(LONG).context("a bind did not end")?;
+        let cqe = owner.wait(LONG).context("a bind did not complete")?;
         ensure!(cqe.error.is_none(), "binding a window: {cqe:?}");
         windows.push(Window { addr: start, key: Key::new(key.index(), tag).0 });
     }
@@ -104,7 +104,7 @@ pub fn server(a: &Arguments) -> Result<Value> {
     Ok(json!({}))
 }
 
-/// The owner of the windows, or somebody else.
+/// Runs a client: the owner of the windows, or the attacker.
 pub fn client(a: &Arguments) -> Result<Value> {
     let nic = Nic::open(&a.socket)?;
     let pd = nic.pd()?;
@@ -117,7 +117,7 @@ pub fn client(a: &Arguments) -> Result<Value> {
     let sge = Sge { addr: memory.addr(), len: SECRET.len() as u32, lkey };
     let mut connected = false;
     loop {
-        let order: Order = serde_json::from_str(&a.hear()?).context("an order")?;
+        let order: Order = serde_json::from_str(&a.receive()?).context("an order")?;
         if !connected {
             for (qp, peer) in qps.iter().zip(&order.peers) {
                 qp.connect(&nic, Qpn::new(*peer))?;
@@ -133,7 +133,7 @@ pub fn client(a: &Arguments) -> Result<Value> {
                 };
                 b.signaled();
             });
-            let cqe = qp.wait(LONG).context("an access did not end")?;
+            let cqe = qp.wait(LONG).context("an access did not complete")?;
             Ok(cqe.error.map_or(0, |e| e.syndrome))
         };
         let report = match order.order.as_str() {
@@ -162,7 +162,7 @@ pub fn client(a: &Arguments) -> Result<Value> {
                 for w in &order.windows {
                     let (mut tries, mut secret) = (0, false);
                     for tag in 0..=255 {
-                        let qp = qps.next().context("its connections are used up")?;
+                        let qp = qps.next().context("no connection is left")?;
                         let at = remote(w.addr, w.key & !0xff | tag);
                         memory.zero(0, SECRET.len());
                         tries += 1;
@@ -175,7 +175,7 @@ pub fn client(a: &Arguments) -> Result<Value> {
                         memory.read(0, &mut read);
                         secret = read == *SECRET;
                         memory.write(0, MARK);
-                        ensure!(access(qp, at, true)? == 0, "it reads and cannot write");
+                        ensure!(access(qp, at, true)? == 0, "a READ succeeds but a WRITE does not");
                         break;
                     }
                     found.push(json!({ "tries": tries, "secret": secret }));
@@ -183,7 +183,7 @@ pub fn client(a: &Arguments) -> Result<Value> {
                 println!("{}", json!(found));
                 return Ok(json!({}));
             }
-            other => bail!("order {other}"),
+            other => bail!("unknown order {other}"),
         };
         println!("{report}");
     }

@@ -1,10 +1,10 @@
-//! FineMem (OSDI'25): its experiments on allocation.
+//! FineMem (OSDI'25): the paper's experiments on allocation.
 
-pub mod crowd;
+pub mod costs;
 pub mod factors;
+pub mod memory_nodes;
+pub mod microbench;
 pub mod mixed;
-pub mod node;
-pub mod several;
 
 use sim::Params;
 
@@ -19,22 +19,24 @@ pub static PAPER: Paper = Paper {
     params: Params::connectx6,
     experiments: &[
         registration::EXPERIMENT,
-        crowd::TABLE_2,
-        crowd::THREADS,
-        several::MEMORY_NODES,
-        crowd::ALL_AT_ONCE,
-        crowd::SIZES,
+        microbench::TABLE_2,
+        microbench::THREADS,
+        memory_nodes::MEMORY_NODES,
+        microbench::ALL_AT_ONCE,
+        microbench::SIZES,
         factors::FACTORS,
-        node::COSTS,
+        costs::COSTS,
         mixed::TRACES_REPLAYED,
     ],
     note,
-    measured: "This machine is no cluster: a thread plays the memory node's NIC, and there is no \
-               network. More threads than cores wait for turns of the scheduler.",
+    measured: "This machine is not a cluster: a thread stands in for the memory node's NIC, and \
+               there is no network. With more threads than cores, the times include scheduling \
+               delays.",
 };
 
-/// Why a claim is off by more than a tenth.
+/// Explains why a claim is off by more than a tenth.
 fn note(id: &str) -> Option<&'static str> {
-    (id == "patronus.bind")
-        .then_some("One number of ours stands beside two papers'; FineMem's is 1.34 us.")
+    (id == "patronus.bind").then_some(
+        "The model has one bind time, and two papers state different ones; FineMem's is 1.34 us.",
+    )
 }

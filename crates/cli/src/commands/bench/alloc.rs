@@ -1,4 +1,4 @@
-//! `granary bench alloc`: what an allocation costs.
+//! `granary bench alloc`: latency, rate and CPU time of allocation and free.
 
 use std::fmt;
 use std::process::{Command, ExitCode};
@@ -8,35 +8,36 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::Context;
-use bench::alloc::{self, Contender, Outcome, Served, Total};
+use bench::alloc::{self, Contender, Outcome, SizeSupport, Total};
 use bench::size::Size;
-use pool::{ControlMode, Embedded, Options, Pool, SchemeKind, Settings};
+use pool::{ControlMode, EmbeddedNode, Options, Pool, SchemeKind, Settings};
 
-use super::{Rounds, begin, conclude};
+use super::BenchOutput;
 use crate::UsageError;
 use crate::commands::worker::AllocTask;
 use crate::node::{CpuTimes, NodeProcess};
-use crate::options::{Donation, NicName, Output, Pictures};
-use crate::team::Member;
+use crate::options::{Donation, NicName};
+use crate::worker_process::WorkerProcess;
 
-/// Measure allocation and free: the NIC's chains against an RPC to the memory node's CPU
+/// Measure allocation and free: chains on the NIC against RPCs to the memory node's CPU
 ///
-/// Latency and rate of scheme onesidedmw and, in the same run on the same NIC, of an RPC that
-/// does the same binding on the memory node's CPU (rpc-mw-2), with a control thread that
-/// sleeps between requests (event) and with one that has a core (polling); and of the other
-/// schemes, if they are named. Whose time each
-/// took is told apart: the NIC thread's, which plays the hardware, and the control CPU's.
-/// On shm each client is a process; on inline it is a thread, and runs the NIC itself.
-/// With --sizes all are compared over size and number of clients, in one table and one picture: schemes
-/// with several sizes have chunks of --chunk, the others chunks as large as what is asked for.
+/// Measures latency and rate of scheme onesidedmw and, in the same run on the same NIC, of scheme
+/// rpc-mw-2, in which the memory node's CPU binds the same memory windows on request. The control
+/// thread of rpc-mw-2 either sleeps between requests (event) or polls on a core of its own
+/// (polling). --schemes adds other schemes. CPU time is reported separately for the NIC thread,
+/// which stands in for the hardware, and for the memory node's control CPU.
+/// On shm each client is a process; on inline each client is a thread that also runs the NIC.
+/// With --sizes, one table and one picture compare all schemes over allocation size and number of
+/// clients. Schemes that allocate several sizes then use chunks of --chunk; the other schemes use
+/// chunks of the requested size.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Alloc {
-    /// NIC
+    /// NIC to measure on
     #[arg(long, value_enum, default_value = "shm")]
     nic: NicName,
 
-    /// Clients at once, one measurement for each number
+    /// Concurrent clients: one measurement per number, separated by commas
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',',
           default_values_t = alloc::CLIENTS)]
     clients: Vec<u32>,
@@ -45,36 +46,32 @@ pub struct Alloc {
     #[arg(long, value_name = "SIZE", default_value = "64MiB")]
     memory: Size,
 
-    /// Size of a chunk, which each free clears: a power of two, 512 bytes to 1GiB
+    /// Size of a chunk, a power of two from 512 bytes to 1GiB; every free writes zeros over it
     #[arg(long, value_name = "SIZE", default_value = "4KiB")]
     chunk: Size,
 
-    /// Sizes to compare the schemes over, instead of allocating chunks
+    /// Compare the schemes over these allocation sizes, separated by commas, instead of
+    /// allocating single chunks
     #[arg(long, value_name = "SIZES", value_delimiter = ',')]
     sizes: Vec<Size>,
 
-    /// Schemes, of those that granary serve has, or all; an allocation of odrp is the first write of a page; see
-    /// docs/choosing.md
+    /// Schemes to measure, as in granary serve --scheme, separated by commas, or "all". Scheme
+    /// odrp allocates a page at its first write, so its allocation includes that write. See
+    /// docs/user/choosing.md
     #[arg(long, value_name = "SCHEMES", value_delimiter = ',', default_values_t = Schemes::DEFAULT)]
     schemes: Vec<Schemes>,
 
-    /// How the control thread waits for requests, in the schemes by RPC: event, polling [default: both; event with
-    /// --sizes]
+    /// How the control thread of RPC schemes waits for requests: event, polling [default: both;
+    /// event with --sizes]
     #[arg(long, value_name = "MODES", value_delimiter = ',')]
     control: Vec<ControlMode>,
 
-    /// Cores of the memory node's CPU that answer requests, in the schemes by RPC
+    /// Cores of the memory node's CPU that serve requests in RPC schemes
     #[arg(long, value_name = "CORES", default_value_t = 1)]
     cores: u32,
 
     #[command(flatten)]
-    rounds: Rounds,
-
-    #[command(flatten)]
-    output: Output,
-
-    #[command(flatten)]
-    pictures: Pictures,
+    output: BenchOutput,
 }
 
 const EXAMPLES: &str = "\
@@ -85,7 +82,7 @@ Examples:
   granary bench alloc --schemes all --sizes 4KiB,64KiB,2MiB --clients 1,2,4 --memory 256MiB
   granary bench alloc --nic shm --clients 1,8 --json > alloc.jsonl";
 
-/// Schemes on the command line.
+/// One item of `--schemes`: a scheme, or "all".
 #[derive(Clone, Copy, Debug)]
 enum Schemes {
     All,
@@ -95,14 +92,15 @@ enum Schemes {
 impl Schemes {
     const DEFAULT: [Self; 2] = [Self::One(SchemeKind::OneSidedMw), Self::One(SchemeKind::RpcMw2)];
 
-    fn named(all: &[Self]) -> Vec<SchemeKind> {
+    /// The schemes that the items name, each once, in order.
+    fn expand(items: &[Self]) -> Vec<SchemeKind> {
         let mut kinds = Vec::new();
-        for scheme in all {
-            let some = match scheme {
+        for item in items {
+            let named = match item {
                 Self::All => SchemeKind::ALL,
                 Self::One(kind) => &[*kind],
             };
-            for kind in some {
+            for kind in named {
                 if !kinds.contains(kind) {
                     kinds.push(*kind);
                 }
@@ -129,12 +127,13 @@ impl fmt::Display for Schemes {
     }
 }
 
-/// The most clients that make sense here.
+/// Largest accepted number of clients.
 const CLIENTS_MAX: u32 = 128;
 
-/// One round: what the clients measured, and the memory node's CPU time meanwhile.
+/// Results of one round: the clients' latencies, and the memory node's CPU time during the round.
 struct Round {
     outcome: Outcome,
+    /// None on the inline NIC, which the clients' threads run.
     nic_cpu: Option<Duration>,
     control_cpu: Duration,
 }
@@ -144,16 +143,16 @@ impl Alloc {
         let donation = Donation { memory: self.memory, chunk: self.chunk };
         donation.check("bench alloc")?;
         if let Some(clients) = self.clients.iter().find(|n| !(1..=CLIENTS_MAX).contains(*n)) {
-            let text = format!("--clients {clients}: take 1 to {CLIENTS_MAX}");
+            let text = format!("--clients {clients}: must be 1 to {CLIENTS_MAX}");
             return Err(UsageError(text, "bench alloc").into());
         }
         if !self.sizes.is_empty() {
             return self.compare(&donation);
         }
-        let mut report = begin(&self.output)?;
-        let rounds = self.rounds.rounds;
+        let mut report = self.output.begin()?;
+        let rounds = self.output.rounds();
         let controls = if self.control.is_empty() { ControlMode::ALL } else { &self.control };
-        let contenders = Contender::with(&Schemes::named(&self.schemes), controls);
+        let contenders = Contender::with(&Schemes::expand(&self.schemes), controls);
         let steps = self.clients.len() * contenders.len() * rounds as usize;
         let bar = self.output.progress().bar("alloc", steps as u64);
         for &clients in &self.clients {
@@ -178,37 +177,38 @@ impl Alloc {
         }
         drop(bar);
         let tables = alloc::tables(report.records());
-        let pictures = self.pictures.directory(&self.output);
-        conclude(&mut report, tables, pictures.as_deref(), |report, directory| {
+        self.output.conclude(&mut report, tables, |report, directory| {
             alloc::pictures(report.records(), directory)
         })
     }
 
-    /// All schemes over sizes and clients.
+    /// Compares all schemes over allocation sizes and numbers of clients (`--sizes`).
     fn compare(&self, donation: &Donation) -> anyhow::Result<ExitCode> {
-        let mut report = begin(&self.output)?;
+        let mut report = self.output.begin()?;
         let controls =
             if self.control.is_empty() { &[ControlMode::Event][..] } else { &self.control };
-        let contenders = Contender::with(&Schemes::named(&self.schemes), controls);
-        let (mut served, mut refused) = (Vec::new(), Vec::new());
+        let contenders = Contender::with(&Schemes::expand(&self.schemes), controls);
+        let (mut supported, mut unsupported) = (Vec::new(), Vec::new());
         for size in self.sizes.iter().map(|size| size.bytes()) {
             for contender in &contenders {
                 let Contender { scheme, control } = *contender;
                 let cores = if scheme.needs_cpu() { self.cores } else { 1 };
                 let settings = Settings { scheme, control, cores, ..donation.settings() };
-                match Served::of(settings, size) {
-                    Served::By(settings) => served.push((size, *contender, *settings)),
-                    Served::Not(why) => refused.push((size, *contender, why)),
+                match SizeSupport::of(settings, size) {
+                    SizeSupport::Supported(settings) => {
+                        supported.push((size, *contender, *settings));
+                    }
+                    SizeSupport::Unsupported(why) => unsupported.push((size, *contender, why)),
                 }
             }
         }
-        let rounds = self.rounds.rounds;
-        let steps = self.clients.len() * served.len() * rounds as usize;
+        let rounds = self.output.rounds();
+        let steps = self.clients.len() * supported.len() * rounds as usize;
         let bar = self.output.progress().bar("alloc", steps as u64);
         for &clients in &self.clients {
-            let mut totals: Vec<_> = served.iter().map(|_| Total::default()).collect();
+            let mut totals: Vec<_> = supported.iter().map(|_| Total::default()).collect();
             for _ in 0..rounds {
-                for ((size, contender, settings), total) in served.iter().zip(&mut totals) {
+                for ((size, contender, settings), total) in supported.iter().zip(&mut totals) {
                     let bytes = settings.scheme.has_sizes().then_some(*size);
                     let name = contender.name();
                     bar.say(&format!("{name}, {}, {clients} clients", Size(*size)));
@@ -217,17 +217,16 @@ impl Alloc {
                     bar.step();
                 }
             }
-            for ((size, contender, _), total) in served.iter().zip(&totals) {
+            for ((size, contender, _), total) in supported.iter().zip(&totals) {
                 let setting = contender.setting(self.nic.name(), clients, *size);
                 report.extend(total.records(&setting))?;
             }
         }
         drop(bar);
-        let table = alloc::comparison(report.records(), &refused);
+        let table = alloc::comparison(report.records(), &unsupported);
         let nic = self.nic.name();
-        let title = format!("Allocation on {nic}: latency, and allocations with their frees");
-        let pictures = self.pictures.directory(&self.output);
-        conclude(&mut report, [(title, table)], pictures.as_deref(), |report, directory| {
+        let title = format!("Allocation on {nic}: latency, and rate of allocate/free pairs");
+        self.output.conclude(&mut report, [(title, table)], |report, directory| {
             alloc::comparison_picture(report.records(), nic, directory)
         })
     }
@@ -239,25 +238,25 @@ impl Alloc {
         bytes: Option<u64>,
     ) -> anyhow::Result<Round> {
         let round = match self.nic {
-            NicName::Inline => inline(settings, clients, self.rounds.each(), bytes),
-            nic => processes(settings, nic, clients, self.rounds.each(), bytes),
+            NicName::Inline => inline(settings, clients, self.output.round_duration(), bytes),
+            nic => processes(settings, nic, clients, self.output.round_duration(), bytes),
         };
         round.with_context(|| {
             let Settings { scheme, control, .. } = settings;
-            let of = bytes.map_or(String::new(), |bytes| format!(" of {}", Size(bytes)));
-            format!("measure {scheme}{of}, control {control}, with {clients} clients")
+            let size = bytes.map_or(String::new(), |bytes| format!(" of {}", Size(bytes)));
+            format!("measure {scheme}{size}, control {control}, with {clients} clients")
         })
     }
 }
 
-/// A round on a NIC that the clients, threads of this process, run themselves.
+/// Runs a round on the inline NIC: the clients are threads of this process and run the NIC.
 fn inline(
     settings: &Settings,
     clients: u32,
     duration: Duration,
     bytes: Option<u64>,
 ) -> anyhow::Result<Round> {
-    let embedded = Arc::new(Embedded::start(settings)?);
+    let embedded = Arc::new(EmbeddedNode::start(settings)?);
     let connect = |_| -> anyhow::Result<Pool> {
         let options = Options { groups: Some(1), ..Options::default() };
         let pool = Pool::embedded_in(&embedded, options)?;
@@ -266,7 +265,7 @@ fn inline(
     };
     let pools = (0..clients).map(connect).collect::<Result<Vec<Pool>, _>>()?;
     let barrier = Barrier::new(pools.len());
-    let before = embedded.turner().cpu_time();
+    let before = embedded.threads().cpu_time();
     let outcomes = thread::scope(|scope| {
         let start = |pool| {
             let barrier = &barrier;
@@ -281,11 +280,11 @@ fn inline(
         };
         threads.into_iter().map(join).collect::<Result<Vec<Outcome>, pool::Error>>()
     })?;
-    let control_cpu = embedded.turner().cpu_time() - before;
+    let control_cpu = embedded.threads().cpu_time() - before;
     Ok(Round { outcome: join(&outcomes), nic_cpu: None, control_cpu })
 }
 
-/// A round on the NIC of a memory node's process, with clients in processes of their own.
+/// Runs a round on the NIC of a memory node's process; each client is a separate process.
 fn processes(
     settings: &Settings,
     nic: NicName,
@@ -294,21 +293,24 @@ fn processes(
     bytes: Option<u64>,
 ) -> anyhow::Result<Round> {
     let node = NodeProcess::start_on(settings, nic)?;
-    let granary = std::env::current_exe().context("find this program's own file")?;
+    let granary = std::env::current_exe().context("find the path of this program")?;
     let start = |_| {
         let mut command = Command::new(&granary);
-        Member::start(command.args(["worker", "alloc", "--pool", &node.address().to_string()]))
+        let node = node.address().to_string();
+        WorkerProcess::start(command.args(["worker", "alloc", "--pool", &node]))
     };
-    let mut team = (0..clients).map(start).collect::<Result<Vec<Member>, _>>()?;
-    team.iter_mut().try_for_each(Member::wait_ready)?;
+    let mut workers = (0..clients).map(start).collect::<Result<Vec<WorkerProcess>, _>>()?;
+    workers.iter_mut().try_for_each(WorkerProcess::wait_ready)?;
     let before = node.status()?;
-    team.iter_mut().try_for_each(|member| member.give(&AllocTask { duration, bytes }))?;
-    let outcomes = team.iter_mut().map(Member::result).collect::<Result<Vec<Outcome>, _>>()?;
+    let task = AllocTask { duration, bytes };
+    workers.iter_mut().try_for_each(|worker| worker.send_task(&task))?;
+    let outcomes =
+        workers.iter_mut().map(WorkerProcess::receive).collect::<Result<Vec<Outcome>, _>>()?;
     let CpuTimes { nic, control } = CpuTimes::between(&before, &node.status()?);
     Ok(Round { outcome: join(&outcomes), nic_cpu: Some(nic), control_cpu: control })
 }
 
-/// What all clients measured together.
+/// Merges the measurements of all clients.
 fn join(outcomes: &[Outcome]) -> Outcome {
     let mut joined = Outcome::default();
     outcomes.iter().for_each(|outcome| joined.join(outcome));

@@ -1,46 +1,41 @@
-//! `granary bench fault`: what a page fault costs.
+//! `granary bench fault`: latency of page faults on remote pages.
 
 use std::process::{Command, ExitCode};
 
 use anyhow::Context;
 use bench::fault::{self, Outcome, PAGE_BYTES, Pattern, Spec};
 use bench::size::Size;
-use bench::{bare, bare_fault};
+use bench::record::{BASELINE_NIC, BASELINE_SCHEME};
+use bench::uffd_baseline;
 use pool::Settings;
 
-use super::{Rounds, begin, conclude};
+use super::BenchOutput;
 use crate::UsageError;
 use crate::commands::worker::FaultTask;
 use crate::node::NodeProcess;
-use crate::options::{Output, Pictures, PoolAddress};
-use crate::team::Member;
+use crate::options::PoolAddress;
+use crate::worker_process::WorkerProcess;
 
-/// Measure page faults on remote pages, ours and bare userfaultfd's
+/// Measure page faults on remote pages: the pager against bare userfaultfd
 ///
-/// Random faults one page at a time, and sequential ones as the pager batches them, in a
-/// process that `granary run` pages to a memory node, and in one that it pages to a file in
-/// memory (scheme memory: the pager without the pool); beside them, in the same run,
-/// userfaultfd with nothing behind it: its handler on the faulting thread's own core, and 64
-/// pages per UFFDIO_COPY with MADV_DONTNEED.
+/// Measures random faults, one page at a time, and sequential faults, which the pager batches. Two
+/// processes run under `granary run`: one pages to a memory node, the other to memory of its own
+/// host (scheme "memory": the pager without the pool). The same run measures a baseline, scheme
+/// "bare": a userfaultfd handler without a pager, on the faulting thread's core, which moves 64
+/// pages per UFFDIO_COPY and drops pages with MADV_DONTNEED.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Fault {
-    /// Memory that the faults go over
+    /// Memory that the measured process touches
     #[arg(long, value_name = "SIZE", default_value = "256MiB")]
     memory: Size,
 
-    /// How much of it is local
+    /// Part of that memory that may be resident at a time
     #[arg(long, value_name = "SIZE", default_value = "64MiB")]
     local: Size,
 
     #[command(flatten)]
-    rounds: Rounds,
-
-    #[command(flatten)]
-    output: Output,
-
-    #[command(flatten)]
-    pictures: Pictures,
+    output: BenchOutput,
 }
 
 const EXAMPLES: &str = "\
@@ -49,27 +44,27 @@ Examples:
   granary bench fault --memory 1GiB --local 128MiB --seconds 5
   granary bench fault --json > fault.jsonl";
 
-/// The most memory that makes sense here.
+/// Largest accepted memory in bytes.
 const MEMORY_BYTES_MAX: u64 = 1 << 40;
 /// Bytes of the memory node's chunks.
 const CHUNK_BYTES: u64 = 1 << 20;
 
-/// Who resolves faults: bare userfaultfd, or the pager over something.
-struct Way {
+/// One of the fault handlers that a run compares: bare userfaultfd, or the pager over a store.
+struct FaultHandler {
     scheme: &'static str,
     nic: &'static str,
-    /// The paged process.
-    paged: Option<Member>,
+    /// The paged process. None: bare userfaultfd, in this process.
+    paged: Option<WorkerProcess>,
 }
 
-impl Way {
+impl FaultHandler {
     fn measure(&mut self, spec: &Spec) -> anyhow::Result<Outcome> {
         match &mut self.paged {
-            None => Ok(bare_fault::measure(spec)?),
-            Some(member) => {
+            None => Ok(uffd_baseline::measure(spec)?),
+            Some(worker) => {
                 let &Spec { pattern, duration, .. } = spec;
-                member.give(&FaultTask { pattern, duration })?;
-                member.result()
+                worker.send_task(&FaultTask { pattern, duration })?;
+                worker.receive()
             }
         }
     }
@@ -78,24 +73,29 @@ impl Way {
 impl Fault {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         self.check()?;
-        let mut report = begin(&self.output)?;
+        let mut report = self.output.begin()?;
         let settings = Settings {
-            // The program itself has memory, too; chunks that nobody allocates take none.
+            // Twice --memory, because the worker process has other memory besides. Chunks that
+            // are never allocated take no memory.
             donate_bytes: (2 * self.memory.bytes()).next_multiple_of(CHUNK_BYTES),
             chunk_bytes: CHUNK_BYTES,
             ..Settings::default()
         };
         let node = NodeProcess::start(&settings)?;
-        let rounds = self.rounds.rounds;
+        let rounds = self.output.rounds();
         let steps = 1 + (Pattern::ALL.len() * rounds as usize) as u64;
         let bar = self.output.progress().bar("fault", steps);
         bar.say(&format!("page out {}", self.memory));
         let pool = PoolAddress::Node(node.address());
         let store = PoolAddress::Store(format!("memory:{}", settings.donate_bytes));
-        let mut ways = [
-            Way { scheme: bare::SCHEME, nic: bare::NIC, paged: None },
-            Way { scheme: "memory", nic: bare::NIC, paged: Some(self.start_paged(&store)?) },
-            Way {
+        let mut handlers = [
+            FaultHandler { scheme: BASELINE_SCHEME, nic: BASELINE_NIC, paged: None },
+            FaultHandler {
+                scheme: "memory",
+                nic: BASELINE_NIC,
+                paged: Some(self.start_paged(&store)?),
+            },
+            FaultHandler {
                 scheme: settings.scheme.name(),
                 nic: "shm",
                 paged: Some(self.start_paged(&pool)?),
@@ -107,20 +107,19 @@ impl Fault {
             let spec = self.spec(pattern);
             let mut outcomes = [Outcome::default(), Outcome::default(), Outcome::default()];
             for _ in 0..rounds {
-                for (way, outcome) in ways.iter_mut().zip(&mut outcomes) {
-                    outcome.merge(&way.measure(&spec)?);
+                for (handler, outcome) in handlers.iter_mut().zip(&mut outcomes) {
+                    outcome.merge(&handler.measure(&spec)?);
                 }
                 bar.step();
             }
-            for (way, outcome) in ways.iter().zip(&outcomes) {
-                report.extend(outcome.records(&spec.setting(way.scheme, way.nic)))?;
+            for (handler, outcome) in handlers.iter().zip(&outcomes) {
+                report.extend(outcome.records(&spec.setting(handler.scheme, handler.nic)))?;
             }
         }
         drop(bar);
-        drop(ways);
+        drop(handlers);
         let tables = fault::tables(report.records());
-        let pictures = self.pictures.directory(&self.output);
-        conclude(&mut report, tables, pictures.as_deref(), |report, directory| {
+        self.output.conclude(&mut report, tables, |report, directory| {
             fault::pictures(report.records(), directory)
         })
     }
@@ -129,7 +128,8 @@ impl Fault {
         let (memory, local) = (self.memory.bytes(), self.local.bytes());
         if memory > MEMORY_BYTES_MAX || memory < 2 * local || local < PAGE_BYTES as u64 {
             let text = format!(
-                "--memory {} --local {}: take at least twice as much memory as is local, up to {}",
+                "--memory {} --local {}: memory must be at least twice --local and at most {}; \
+                 local at least one page",
                 self.memory,
                 self.local,
                 Size(MEMORY_BYTES_MAX)
@@ -144,20 +144,20 @@ impl Fault {
             pattern,
             memory: self.memory.bytes() as usize,
             local: self.local.bytes() as usize,
-            duration: self.rounds.each(),
+            duration: self.output.round_duration(),
         }
     }
 
-    /// A paged process with the memory, filled; returns when it is.
-    fn start_paged(&self, pool: &PoolAddress) -> anyhow::Result<Member> {
-        let granary = std::env::current_exe().context("find this program's own file")?;
+    /// Starts a worker under `granary run` and waits until it has filled its memory.
+    fn start_paged(&self, pool: &PoolAddress) -> anyhow::Result<WorkerProcess> {
+        let granary = std::env::current_exe().context("find the path of this program")?;
         let mut command = Command::new(&granary);
         command.arg("run").arg("--local").arg(self.local.to_string());
         command.arg("--pool").arg(pool.to_string());
         command.arg("--").arg(&granary);
         command.args(["worker", "fault", "--memory"]).arg(self.memory.to_string());
-        let mut member = Member::start(&mut command)?;
-        member.wait_ready()?;
-        Ok(member)
+        let mut worker = WorkerProcess::start(&mut command)?;
+        worker.wait_ready()?;
+        Ok(worker)
     }
 }

@@ -1,4 +1,4 @@
-//! `granary bench`: the experiments, one file each.
+//! `granary bench`: one file per experiment, and the options that experiments share.
 
 mod access;
 mod alloc;
@@ -7,17 +7,18 @@ mod paper;
 mod pingpong;
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::thread;
 use std::time::Duration;
 
+use bench::progress::Progress;
 use bench::report::Report;
 use bench::table::Table;
 
-use crate::options::{Output, seconds};
+use crate::options::{Output, Pictures, seconds};
 
-/// Measure on this machine, and the papers' experiments under virtual time
+/// Run benchmarks on this machine, or the papers' experiments under virtual time
 #[derive(clap::Subcommand, Debug)]
 #[command(after_help = EXAMPLES)]
 pub enum Bench {
@@ -30,11 +31,11 @@ pub enum Bench {
 
 const EXAMPLES: &str = "\
 Examples:
-  granary bench access                          READ and WRITE over sizes and depths
-  granary bench alloc --nic shm --clients 1,8   the NIC's allocation against an RPC's
-  granary bench pingpong --nic roce             messages between two programs
-  granary bench fault --json                    page faults, for machines
-  granary bench paper finemem                   the papers' numbers beside ours";
+  granary bench access                          READ and WRITE over sizes and queue depths
+  granary bench alloc --nic shm --clients 1,8   allocation by the NIC against RPC
+  granary bench pingpong --nic roce             messages between two processes
+  granary bench fault --json                    page faults, results as JSON lines
+  granary bench paper finemem                   a paper's numbers beside ours";
 
 impl Bench {
     pub fn run(self) -> anyhow::Result<ExitCode> {
@@ -48,27 +49,73 @@ impl Bench {
     }
 }
 
-/// Rounds of a measurement. Baseline and ours take turns, so that what else the machine does at
-/// a time falls on both.
+/// Duration and rounds of a measurement. In each round every variant runs once, so that other
+/// load on the machine affects all variants alike.
 #[derive(clap::Args, Clone, Copy, Debug)]
 pub struct Rounds {
-    /// Seconds for each measurement, all rounds together
+    /// Seconds for each measurement, summed over all rounds
     #[arg(long, default_value = "0.5", value_parser = seconds)]
     seconds: Duration,
 
-    /// Rounds in which the measurements take turns
+    /// Rounds over which the measurements are interleaved
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
 }
 
 impl Rounds {
-    /// How long one round is.
-    fn each(&self) -> Duration {
+    /// Duration of one round of a measurement.
+    fn duration(&self) -> Duration {
         self.seconds / self.rounds
     }
 }
 
-/// Begins an experiment: says so if the machine has other work to do.
+/// Options that experiments with tables and pictures share: duration, output, pictures.
+#[derive(clap::Args, Clone, Debug)]
+pub struct BenchOutput {
+    #[command(flatten)]
+    rounds: Rounds,
+
+    #[command(flatten)]
+    output: Output,
+
+    #[command(flatten)]
+    pictures: Pictures,
+}
+
+impl BenchOutput {
+    /// Number of rounds.
+    fn rounds(&self) -> u32 {
+        self.rounds.rounds
+    }
+
+    /// Duration of one round of a measurement.
+    fn round_duration(&self) -> Duration {
+        self.rounds.duration()
+    }
+
+    /// Progress bars, if they are wanted.
+    fn progress(&self) -> Progress {
+        self.output.progress()
+    }
+
+    /// As [`begin`].
+    fn begin(&self) -> Result<Report, bench::Error> {
+        begin(&self.output)
+    }
+
+    /// As [`conclude`], with pictures in the directory that the options name.
+    fn conclude(
+        &self,
+        report: &mut Report,
+        tables: impl IntoIterator<Item = (String, Table)>,
+        draw: impl FnOnce(&Report, &Path) -> Result<Vec<PathBuf>, bench::Error>,
+    ) -> anyhow::Result<ExitCode> {
+        let directory = self.pictures.directory(&self.output);
+        conclude(report, tables, directory.as_deref(), draw)
+    }
+}
+
+/// Starts the report of an experiment, with a warning if the machine is busy.
 fn begin(output: &Output) -> Result<Report, bench::Error> {
     let mut report = output.report();
     let cores = thread::available_parallelism().map_or(1, usize::from);
@@ -76,19 +123,20 @@ fn begin(output: &Output) -> Result<Report, bench::Error> {
     let load = load.split(' ').next().and_then(|load| load.parse::<f64>().ok());
     if let Some(load) = load.filter(|load| *load > cores as f64 / 2.0) {
         report.say(format_args!(
-            "This machine has other work: a load of {load} on {cores} cores in the last minute. What \
-             needs two cores at once then waits for a turn of the scheduler; measure again later."
+            "Warning: this machine is busy: load average {load} on {cores} cores over the last \
+             minute. Measurements that need two cores at once include scheduling delays; measure \
+             again on an idle machine."
         ))?;
     }
     Ok(report)
 }
 
-/// Ends an experiment: tables for people, and where the pictures are.
+/// Ends an experiment: prints its tables, draws its pictures and prints their paths.
 fn conclude(
     report: &mut Report,
     tables: impl IntoIterator<Item = (String, Table)>,
     pictures: Option<&Path>,
-    draw: impl FnOnce(&Report, &Path) -> Result<Vec<std::path::PathBuf>, bench::Error>,
+    draw: impl FnOnce(&Report, &Path) -> Result<Vec<PathBuf>, bench::Error>,
 ) -> anyhow::Result<ExitCode> {
     for (title, table) in tables {
         report.table(&title, &table)?;
@@ -98,7 +146,7 @@ fn conclude(
         if !files.is_empty() {
             let svgs = files.iter().filter(|file| file.extension().is_some_and(|e| e == "svg"));
             let names: Vec<String> = svgs.map(|file| file.display().to_string()).collect();
-            report.say(format_args!("\nPictures (and as PNG): {}", names.join(" ")))?;
+            report.say(format_args!("\nPictures (also as .png): {}", names.join(" ")))?;
         }
     }
     Ok(ExitCode::SUCCESS)

@@ -1,4 +1,4 @@
-//! `granary bench paper`: the papers' experiments, their numbers beside ours.
+//! `granary bench paper`: the papers' experiments, with the papers' numbers beside ours.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,9 +7,9 @@ use std::process::ExitCode;
 use anyhow::Context;
 use bench::claims::Claims;
 use bench::paper::experiment::{self, Experiment};
-use bench::paper::finding::{Findings, Tally};
-use bench::paper::place::{Machine, Node, Place};
-use bench::paper::simulated::Simulated;
+use bench::paper::results::{ClaimSummary, Results};
+use bench::paper::simulated::SimulatedCluster;
+use bench::paper::testbed::{Machine, Node, Testbed};
 use bench::paper::{Extent, Run, finemem, onesidedmw};
 use bench::record::Record;
 use bench::report::Report;
@@ -22,50 +22,52 @@ use crate::UsageError;
 use crate::node::NodeProcess;
 use crate::options::{Output, Pictures};
 
-/// Run a paper's experiments: its numbers beside ours, simulated and measured
+/// Run a paper's experiments, simulated and measured, with the paper's numbers beside ours
 ///
-/// Each experiment runs twice: simulated, on the paper's cluster under virtual time (the same protocol code as
-/// everywhere, on NICs with a timing model), and measured, on this machine over shared memory. Each way has tables of its own: what
-/// it is, the number that the paper states, ours, their ratio, and how ours came about:
+/// Each experiment runs twice: simulated, on a model of the paper's cluster under virtual time (the
+/// same protocol code as everywhere, on NICs with a timing model), and measured, on this machine
+/// over shared memory. Simulated and measured results have separate tables. A row names the
+/// quantity, the paper's number, our number, their ratio, and the origin of our number:
 ///
-///   predicted   the timing model knows nothing of the paper's number
-///   fitted      a parameter was chosen to meet it: no evidence
-///   arithmetic  it follows from the workload alone: no evidence
-///   measured    on a clock, on other hardware than the paper's
-///   no claim    no text states it
+///   predicted   simulated; no parameter of the timing model was fitted to the paper's number
+///   fitted      simulated; a parameter was chosen to match the paper's number: no evidence
+///   arithmetic  follows from the workload alone: no evidence
+///   measured    with a clock, on other hardware than the paper's
+///   no claim    the paper states no number
 ///
-/// Simulated latencies are means, as the papers have them, measured ones medians.
+/// Simulated latencies are means, as in the papers; measured latencies are medians.
 ///
-/// Behind the simulated tables stands how many predicted claims are within 10% and 20%, and a note for each that is off
-/// by more than 10%. The parameters and their sources: docs/simulator.md.
+/// A summary after the simulated tables counts the predicted claims that are within 10% and 20% of
+/// the paper, with a note on each claim that is off by more than 10%. The parameters and their
+/// sources: docs/internals/simulator.md.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Paper {
-    /// The paper
+    /// Paper to reproduce
     #[arg(value_enum, required_unless_present = "list")]
     paper: Option<PaperName>,
 
-    /// Name the papers, their experiments and the claims that each covers; run nothing
+    /// List the papers, their experiments and the claims that each covers, and exit
     #[arg(long)]
     list: bool,
 
-    /// Only this experiment; may be given several times
+    /// Run this experiment only; may be given several times
     #[arg(long, value_name = "NAME")]
     experiment: Vec<String>,
 
-    /// Only under virtual time
+    /// Simulate only
     #[arg(long, conflicts_with = "real_only")]
     simulated_only: bool,
 
-    /// Only on this machine
+    /// Measure on this machine only
     #[arg(long)]
     real_only: bool,
 
-    /// Fewer points and a tenth of the rounds: the form, in seconds
+    /// Measure fewer points with a tenth of the rounds, to see the shape of the results in seconds
     #[arg(long)]
     quick: bool,
 
-    /// What decides all that is left to chance; the same seed gives the same simulated tables
+    /// Seed of all random choices; the same seed gives the same simulated tables
     #[arg(long, default_value_t = 1)]
     seed: u64,
 
@@ -81,7 +83,7 @@ pub struct Paper {
 enum PaperName {
     /// OneSidedMW (NSDI'26): allocation and access
     Onesidedmw,
-    /// FineMem (OSDI'25): allocation by compute nodes themselves
+    /// FineMem (OSDI'25): allocation by the compute nodes with one-sided operations
     Finemem,
 }
 
@@ -103,25 +105,25 @@ Examples:
   granary bench paper onesidedmw --simulated-only --json > onesidedmw.jsonl
   granary bench paper finemem --quick
 
-In the directory for pictures stand the records, too: paper-onesidedmw-simulated.jsonl and
-paper-onesidedmw-measured.jsonl, one JSON object a line.";
+The directory of the pictures also receives the records, one JSON object per line:
+paper-onesidedmw-simulated.jsonl and paper-onesidedmw-measured.jsonl.";
 
-/// One way to run the experiments.
-struct Way {
+/// How a paper's experiments run: simulated or measured.
+struct Mode {
     paper: &'static experiment::Paper,
-    /// In names of files.
+    /// Part of file names.
     name: &'static str,
-    /// Above tables and under pictures' titles.
-    head: String,
+    /// Title of tables and subtitle of pictures.
+    title: String,
 }
 
-impl Way {
+impl Mode {
     fn simulated(paper: &'static experiment::Paper) -> Self {
-        Self { paper, name: "simulated", head: format!("simulated: {}", paper.cluster) }
+        Self { paper, name: "simulated", title: format!("simulated: {}", paper.cluster) }
     }
 
     fn measured(paper: &'static experiment::Paper) -> Self {
-        Self { paper, name: "measured", head: "measured on shm, this machine".into() }
+        Self { paper, name: "measured", title: "measured on shm, this machine".into() }
     }
 }
 
@@ -130,35 +132,35 @@ impl Paper {
         if self.list {
             return self.print_list();
         }
-        let paper = self.paper.expect("clap asks for it").paper();
+        let paper = self.paper.expect("clap requires a paper without --list").paper();
         self.experiments(paper)?;
         let mut report = begin_for(&self)?;
         let directory = self.pictures.directory(&self.output);
         if !self.real_only {
-            let place = Simulated::new((paper.params)(), self.seed);
-            let way = Way::simulated(paper);
-            let all = self.run_at(&place, Some(place.params()), &way, &mut report)?;
-            self.finish(&all, &way, directory.as_deref(), &mut report)?;
+            let testbed = SimulatedCluster::new((paper.params)(), self.seed);
+            let mode = Mode::simulated(paper);
+            let all = self.run_on(&testbed, Some(testbed.params()), &mode, &mut report)?;
+            self.write_files(&all, &mode, directory.as_deref(), &mut report)?;
             report.say("")?;
-            for line in Tally::of(all.iter().map(|(_, f)| f)).lines(paper.note) {
+            for line in ClaimSummary::of(all.iter().map(|(_, r)| r)).lines(paper.note) {
                 report.say(line)?;
             }
         }
         if !self.simulated_only {
-            let place = Machine::new("shm", self.seed, |settings: &Settings| {
+            let testbed = Machine::new("shm", self.seed, |settings: &Settings| {
                 let node = NodeProcess::start(settings);
                 let node = node.map_err(|e| bench::Error::Node(format!("{e:#}")))?;
                 Ok(Box::new(Shm(node)) as Box<dyn Node>)
             });
-            let way = Way::measured(paper);
-            let all = self.run_at(&place, None, &way, &mut report)?;
-            self.finish(&all, &way, directory.as_deref(), &mut report)?;
+            let mode = Mode::measured(paper);
+            let all = self.run_on(&testbed, None, &mode, &mut report)?;
+            self.write_files(&all, &mode, directory.as_deref(), &mut report)?;
             report.say(format_args!("\n{}", paper.measured))?;
         }
         Ok(ExitCode::SUCCESS)
     }
 
-    /// The experiments that were asked for.
+    /// The experiments that `--experiment` selects; all of them without it.
     fn experiments(
         &self,
         paper: &'static experiment::Paper,
@@ -170,54 +172,54 @@ impl Paper {
         named.collect::<Result<_, _>>().map_err(|why| UsageError(why, "bench paper"))
     }
 
-    fn run_at(
+    fn run_on(
         &self,
-        place: &dyn Place,
+        testbed: &dyn Testbed,
         params: Option<&sim::Params>,
-        way: &Way,
+        mode: &Mode,
         report: &mut Report,
-    ) -> anyhow::Result<Vec<(&'static Experiment, Findings)>> {
+    ) -> anyhow::Result<Vec<(&'static Experiment, Results)>> {
         let extent = if self.quick { Extent::Quick } else { Extent::Full };
         let run_one = |experiment: &Experiment| {
             let silent = bench::progress::Progress::Silent.bar("", 0);
-            let steps = (experiment.steps)(&Run { place, extent, bar: &silent });
+            let steps = (experiment.steps)(&Run { testbed, extent, bar: &silent });
             let bar = self.output.progress().bar(experiment.name, steps as u64);
-            let findings = experiment.run(&Run { place, extent, bar: &bar }, params);
-            findings.with_context(|| format!("run experiment {}, {}", experiment.name, way.name))
+            let results = experiment.run(&Run { testbed, extent, bar: &bar }, params);
+            results.with_context(|| format!("run experiment {}, {}", experiment.name, mode.name))
         };
         let mut all = Vec::new();
-        for experiment in self.experiments(way.paper)? {
-            let findings = run_one(experiment)?;
-            report.extend(findings.records().cloned())?;
-            let title = format!("{} - {}", experiment.title, way.head);
-            report.table(&title, &findings.table())?;
-            all.push((experiment, findings));
+        for experiment in self.experiments(mode.paper)? {
+            let results = run_one(experiment)?;
+            report.extend(results.records().cloned())?;
+            let title = format!("{} - {}", experiment.title, mode.title);
+            report.table(&title, &results.table())?;
+            all.push((experiment, results));
         }
         Ok(all)
     }
 
-    /// Writes pictures and records.
-    fn finish(
+    /// Writes the pictures and the records, and prints their paths.
+    fn write_files(
         &self,
-        all: &[(&Experiment, Findings)],
-        way: &Way,
+        all: &[(&Experiment, Results)],
+        mode: &Mode,
         directory: Option<&Path>,
         report: &mut Report,
     ) -> anyhow::Result<()> {
         let Some(directory) = directory else { return Ok(()) };
-        let prefix = format!("paper-{}-{}", way.paper.name, way.name);
+        let prefix = format!("paper-{}-{}", mode.paper.name, mode.name);
         let mut files: Vec<PathBuf> = Vec::new();
-        for (experiment, findings) in all {
-            files.extend(experiment.draw(findings, &way.head, directory, &prefix)?);
+        for (experiment, results) in all {
+            files.extend(experiment.draw(results, &mode.title, directory, &prefix)?);
         }
         let path = directory.join(format!("{prefix}.jsonl"));
         let lines: Vec<String> =
-            all.iter().flat_map(|(_, f)| f.records()).map(Record::to_json).collect();
+            all.iter().flat_map(|(_, r)| r.records()).map(Record::to_json).collect();
         fs::write(&path, lines.join("\n") + "\n")
             .with_context(|| format!("write {}; choose another --out", path.display()))?;
         let svgs = files.iter().filter(|file| file.extension().is_some_and(|e| e == "svg"));
         let names: Vec<String> = svgs.map(|file| file.display().to_string()).collect();
-        report.say(format_args!("\nPictures (and as PNG): {}", names.join(" ")))?;
+        report.say(format_args!("\nPictures (also as .png): {}", names.join(" ")))?;
         report.say(format_args!("Records: {}", path.display()))?;
         Ok(())
     }
@@ -225,7 +227,7 @@ impl Paper {
     fn print_list(&self) -> anyhow::Result<ExitCode> {
         if self.output.json {
             return Err(
-                UsageError("--list is for people: leave --json out".into(), "bench paper").into()
+                UsageError("--list has no JSON form: leave out --json".into(), "bench paper").into()
             );
         }
         let papers = match self.paper {
@@ -241,7 +243,7 @@ impl Paper {
     }
 }
 
-/// Experiments with the claims that each covers.
+/// Table of experiments and the claims that each covers.
 fn claims_of(experiments: &[&Experiment]) -> Table {
     let mut table = Table::new(["experiment", "claim", "paper", "unit", "setting"]);
     for experiment in experiments {
@@ -251,7 +253,7 @@ fn claims_of(experiments: &[&Experiment]) -> Table {
             table.row([name(), Cell::None, Cell::None, Cell::None, title]);
         }
         for id in experiment.claims {
-            let claim = Claims::builtin().get(id).expect("experiments name claims that are");
+            let claim = Claims::builtin().get(id).expect("experiments name existing claims");
             let setting = format!("{} {}: {}", claim.paper, claim.section, claim.setting);
             let number = Cell::number(claim.value);
             table.row([
@@ -266,12 +268,12 @@ fn claims_of(experiments: &[&Experiment]) -> Table {
     table
 }
 
-/// Begins; the load of this machine matters only to what is measured on it.
+/// Starts the report. Only measurements on this machine need the warning about its load.
 fn begin_for(paper: &Paper) -> Result<Report, bench::Error> {
     if paper.simulated_only { Ok(paper.output.report()) } else { begin(&paper.output) }
 }
 
-/// A memory node's process.
+/// A memory node in a separate process, reached over shared memory.
 struct Shm(NodeProcess);
 
 impl Node for Shm {

@@ -1,8 +1,8 @@
-//! The bare hand-off between two threads: the yardstick of READ and WRITE.
+//! The bare hand-off between two threads: the baseline of READ and WRITE.
 //!
-//! What is left of a software RNIC when keys, queues and work-queue elements are taken away:
-//! the client rings (one cache line), the server copies (one `memcpy` an operation), the
-//! server completes (another cache line).
+//! This is a software RNIC without keys, queues and work-queue elements: the client writes a
+//! doorbell (one cache line), the server copies (one `memcpy` per operation) and writes a
+//! completion counter (another cache line).
 //!
 //! ```text
 //!  client thread                                server thread
@@ -12,11 +12,11 @@
 //!  operation i:  region[(i · stride) mod region]  ⇄  local[i mod in_flight]
 //! ```
 //!
-//! Both counters only grow, so both sides need nothing but a load, a store and the difference.
-//! Each side has a core of its own, if there are two: a yardstick in which the scheduler put
-//! both on one would flatter whatever is measured by it. A waiting side spins and then yields its
-//! core, so it also finishes when there is only one; a yielding thread does not sleep, because
-//! its peer is at work as long as it waits.
+//! Both counters only grow, so each side needs only a load, a store and a subtraction. Each side
+//! runs on its own core if there are two. With both sides on one core the baseline would be slow,
+//! and the ratio to it too favourable. A waiting side spins and then yields its core, so that the
+//! measurement also ends on a single core. A waiting side never sleeps, because its peer always has
+//! work while it waits.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -25,12 +25,7 @@ use crate::Error;
 use crate::access::{Direction, Meter, Outcome, Spec};
 use crate::cores;
 
-/// The name in records of what has nothing around it, in the place of a scheme.
-pub const SCHEME: &str = "bare";
-/// And in the place of a NIC.
-pub const NIC: &str = "none";
-
-/// How often a waiting side looks before it yields, if it has a core of its own.
+/// Spins of a waiting side before it yields, if it has its own core.
 const SPINS: u32 = 10_000;
 
 /// Measures the bare hand-off.
@@ -48,34 +43,37 @@ struct Line(AtomicU64);
 
 struct Handoff {
     spec: Spec,
-    /// The memory node's bytes and the client's: `in_flight` places of `stride` bytes.
+    /// Stands in for the memory node's chunk.
     region: Vec<u8>,
+    /// The client's buffer: `in_flight` slots of `stride` bytes.
     local: Vec<u8>,
     doorbell: Line,
     completion: Line,
     stop: AtomicBool,
 }
 
-/// The server's view of the buffers.
+/// Source and destination of the copies, as the server uses them.
 #[derive(Clone, Copy)]
 struct Buffers {
     from: *const u8,
-    from_places: u64,
+    /// Slots of `stride` bytes at `from`.
+    from_slots: u64,
     to: *mut u8,
-    to_places: u64,
+    /// Slots of `stride` bytes at `to`.
+    to_slots: u64,
     stride: usize,
     size: usize,
 }
 
-// SAFETY: only the server thread goes through these pointers, and `Handoff::run` keeps the
-// buffers alive and untouched until that thread has ended.
+// SAFETY: only the server thread uses these pointers, and `Handoff::run` keeps the buffers alive
+// and untouched until that thread has ended.
 unsafe impl Send for Buffers {}
 
 impl Handoff {
     fn new(spec: &Spec) -> Self {
         assert!(spec.size > 0 && spec.in_flight > 0, "nothing to hand over: {spec:?}");
-        assert!(spec.region >= spec.stride(), "the region holds no operation: {spec:?}");
-        // Every page is written once here, so that no fault is measured.
+        assert!(spec.region >= spec.stride(), "the region is smaller than an operation: {spec:?}");
+        // Writes every page once, so that the measurement includes no page fault.
         let pattern = |at: usize| (at * 31 % 251) as u8;
         let mut region: Vec<u8> = (0..spec.region).map(pattern).collect();
         let mut local = vec![0xa5; spec.stride() * spec.in_flight];
@@ -97,16 +95,16 @@ impl Handoff {
         let buffers = self.buffers();
         let (doorbell, completion, stop) = (&self.doorbell.0, &self.completion.0, &self.stop);
         let spec = self.spec;
-        let [ours, other] = cores::two()?;
+        let [client_core, server_core] = cores::two()?;
         thread::scope(|scope| {
-            let serving = scope.spawn(move || {
-                // Serves in any case: the client waits for nothing else.
-                let pinned = cores::pin(other);
+            let server = scope.spawn(move || {
+                // Serves even if pinning fails, because the client waits for completions.
+                let pinned = cores::pin(server_core);
                 serve(buffers, doorbell, completion, stop);
                 pinned
             });
             let client = scope.spawn(move || {
-                cores::pin(ours)?;
+                cores::pin(client_core)?;
                 let outcome = if spec.in_flight == 1 {
                     ping(&spec, doorbell, completion)
                 } else {
@@ -116,54 +114,48 @@ impl Handoff {
             });
             let outcome = client.join().expect("the client does not panic");
             stop.store(true, Ordering::Release);
-            serving.join().expect("the server does not panic")?;
+            server.join().expect("the server does not panic")?;
             outcome
         })
     }
 
     fn buffers(&mut self) -> Buffers {
         let stride = self.spec.stride();
-        let region_places = (self.region.len() / stride) as u64;
-        let local_places = self.spec.in_flight as u64;
+        let region_slots = (self.region.len() / stride) as u64;
+        let local_slots = self.spec.in_flight as u64;
         let (region, local) = (self.region.as_mut_ptr(), self.local.as_mut_ptr());
-        let (from, from_places, to, to_places) = match self.spec.direction {
-            Direction::Read => (region, region_places, local, local_places),
-            Direction::Write => (local, local_places, region, region_places),
+        let (from, from_slots, to, to_slots) = match self.spec.direction {
+            Direction::Read => (region, region_slots, local, local_slots),
+            Direction::Write => (local, local_slots, region, region_slots),
         };
-        Buffers {
-            from: from.cast_const(),
-            from_places,
-            to,
-            to_places,
-            stride,
-            size: self.spec.size,
-        }
+        let (from, size) = (from.cast_const(), self.spec.size);
+        Buffers { from, from_slots, to, to_slots, stride, size }
     }
 }
 
 impl Buffers {
-    /// Moves the bytes of one operation.
+    /// Copies the bytes of one operation.
     fn copy(&self, operation: u64) {
-        let place = |places: u64| (operation % places) as usize * self.stride;
-        // SAFETY: both buffers have `places` places of `stride` bytes, `size` is no more than
-        // that, the buffers are two allocations, and nobody else touches them while this
+        let offset = |slots: u64| (operation % slots) as usize * self.stride;
+        // SAFETY: each buffer has that many slots of `stride` bytes, and `size` is at most
+        // `stride`. The buffers are two allocations, and no other thread touches them while this
         // thread runs (see `Send` above).
         unsafe {
-            let from = self.from.add(place(self.from_places));
-            let to = self.to.add(place(self.to_places));
+            let from = self.from.add(offset(self.from_slots));
+            let to = self.to.add(offset(self.to_slots));
             std::ptr::copy_nonoverlapping(from, to, self.size);
         }
     }
 }
 
-/// The server: copies what was rung for, in order, until it is told to stop.
+/// The server: executes posted operations in order until `stop` is set.
 fn serve(buffers: Buffers, doorbell: &AtomicU64, completion: &AtomicU64, stop: &AtomicBool) {
     let mut done = 0;
     let mut wait = Wait::new();
     while !stop.load(Ordering::Acquire) {
         let posted = doorbell.load(Ordering::Acquire);
         if posted == done {
-            wait.turn();
+            wait.pause();
             continue;
         }
         wait.reset();
@@ -175,7 +167,7 @@ fn serve(buffers: Buffers, doorbell: &AtomicU64, completion: &AtomicU64, stop: &
     }
 }
 
-/// The client with one operation at a time: each one's latency is measured.
+/// The client with one operation in flight: measures the latency of every operation.
 fn ping(spec: &Spec, doorbell: &AtomicU64, completion: &AtomicU64) -> Outcome {
     let mut wait = Wait::new();
     let mut meter = Meter::start(spec.duration);
@@ -183,7 +175,7 @@ fn ping(spec: &Spec, doorbell: &AtomicU64, completion: &AtomicU64) -> Outcome {
     for operation in 1.. {
         doorbell.store(operation, Ordering::Release);
         while completion.load(Ordering::Acquire) < operation {
-            wait.turn();
+            wait.pause();
         }
         wait.reset();
         match meter.completed(since, operation) {
@@ -194,35 +186,35 @@ fn ping(spec: &Spec, doorbell: &AtomicU64, completion: &AtomicU64) -> Outcome {
     meter.outcome()
 }
 
-/// The client with many in flight: rings for each operation, keeps the queue full, and
-/// follows one operation at a time with the clock.
+/// The client with many operations in flight: writes the doorbell for each operation, keeps the
+/// queue full, and measures the latency of one operation at a time.
 fn stream(spec: &Spec, doorbell: &AtomicU64, completion: &AtomicU64) -> Outcome {
     let depth = spec.in_flight as u64;
     let mut wait = Wait::new();
     let mut meter = Meter::start(spec.duration);
     let mut posted = 0;
-    // The operation that the clock follows, and when it was posted.
-    let (mut followed, mut since) = (0, meter.started());
+    // The operation whose latency is being measured, and the time of its post.
+    let (mut sampled, mut since) = (0, meter.started());
     loop {
         let done = completion.load(Ordering::Acquire);
         if done + depth == posted {
-            wait.turn();
+            wait.pause();
             continue;
         }
         wait.reset();
         posted += 1;
         doorbell.store(posted, Ordering::Release);
-        if done < followed {
+        if done < sampled {
             continue;
         }
         match meter.completed(since, done) {
-            Some(now) => (followed, since) = (posted, now),
+            Some(now) => (sampled, since) = (posted, now),
             None => return meter.outcome(),
         }
     }
 }
 
-/// Waiting: spins while that is likely to be short, then yields the core.
+/// Wait strategy: spins for short waits, then yields the core.
 struct Wait {
     spins: u32,
     limit: u32,
@@ -234,7 +226,7 @@ impl Wait {
         Self { spins: 0, limit: if cores == 1 { 0 } else { SPINS } }
     }
 
-    fn turn(&mut self) {
+    fn pause(&mut self) {
         if self.spins < self.limit {
             self.spins += 1;
             std::hint::spin_loop();
@@ -260,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_arrive_where_they_belong() {
+    fn bytes_arrive_in_the_right_slots() {
         for (direction, size, in_flight) in [
             (Direction::Read, 8, 1),
             (Direction::Read, 4096, 16),
@@ -276,13 +268,13 @@ mod tests {
                 Direction::Read => (&handoff.region, &handoff.local),
                 Direction::Write => (&handoff.local, &handoff.region),
             };
-            let places = |buffer: &[u8]| buffer.len() / spec.stride();
-            // The last operations are the ones that nothing has overwritten since.
+            let slots = |buffer: &[u8]| buffer.len() / spec.stride();
+            // Later operations have overwritten the slots of all but the last operations.
             let done = handoff.completion.0.load(Ordering::Acquire);
-            let last = done.saturating_sub(places(to) as u64)..done;
+            let last = done.saturating_sub(slots(to) as u64)..done;
             assert!(!last.is_empty());
             for operation in last {
-                let at = |buffer: &[u8]| operation as usize % places(buffer) * spec.stride();
+                let at = |buffer: &[u8]| operation as usize % slots(buffer) * spec.stride();
                 let (from, to) = (&from[at(from)..][..size], &to[at(to)..][..size]);
                 assert!(from == to, "{spec:?}: operation {operation} of {done}");
             }
@@ -290,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn latency_and_rate_agree_one_at_a_time() {
+    fn mean_latency_matches_the_rate_with_one_in_flight() {
         let outcome = measure(&spec(Direction::Read, 64, 1)).unwrap();
         let per_operation_us = outcome.elapsed.as_secs_f64() * 1e6 / outcome.operations as f64;
         let off = outcome.latencies.mean_us() / per_operation_us;

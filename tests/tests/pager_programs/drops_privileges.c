@@ -1,5 +1,5 @@
-/* A daemon that root starts: its workers give up root's rights, as those of nginx and Apache do, before
- * they need memory. A worker has a child, too. With an argument they change their root directory first. */
+/* A daemon that root starts. Its workers drop root's rights before they need memory, like those of nginx and
+ * Apache. A worker also has a child. With an argument, the workers change their root directory first. */
 #include <grp.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-//! Where an experiment runs: under virtual time, or on this machine.
+//! Testbeds of experiments, and the testbed on this machine.
 
 use std::sync::{Arc, Barrier};
 use std::thread;
@@ -7,41 +7,43 @@ use std::time::{Duration, Instant};
 use fabric::executor::block_on;
 use fabric::soft::SoftNic;
 use pool::scheme::GroupId;
-use pool::{Embedded, Options, Pool, Settings};
+use pool::{EmbeddedNode, Options, Pool, Settings};
 
-use super::load::{self, Dice, Load, Outcome, Thread};
-use super::meeting::{self, Member};
+use super::barrier::{self, BarrierMember};
+use super::load::{self, Load};
+use super::measure::{Outcome, Thread};
 use super::verbs::{self, VerbTimes};
 use crate::Error;
+use crate::rng::Rng;
 
-/// Where an experiment runs.
-pub trait Place {
-    /// Virtual time.
+/// Environment of an experiment: a simulated cluster, or this machine.
+pub trait Testbed {
+    /// True under virtual time.
     fn simulated(&self) -> bool;
     /// Name of the NIC in records.
     fn nic(&self) -> &'static str;
     /// Runs one measurement.
     ///
     /// # Errors
-    /// As what runs.
+    /// Errors of the pool or of the simulation.
     fn run(&self, load: &Load) -> Result<Outcome, Error>;
     /// Times verbs that the memory node's CPU calls, on regions of these sizes.
     ///
     /// # Errors
-    /// As the verbs.
+    /// Errors of the verbs.
     fn verbs(&self, sizes: &[u64], rounds: u32) -> Result<VerbTimes, Error>;
 }
 
-/// A memory node of this machine.
+/// A memory node on this machine.
 pub trait Node: Send {
-    /// Connects to it.
+    /// Connects a client to the node.
     ///
     /// # Errors
-    /// If it does not answer.
+    /// If the node does not answer.
     fn connect(&self, options: Options) -> Result<Pool, Error>;
 }
 
-/// This machine: every thread is one, with a connection of its own to a memory node.
+/// The testbed on this machine: the threads of a load are real threads.
 pub struct Machine<S> {
     start: S,
     nic: &'static str,
@@ -49,7 +51,7 @@ pub struct Machine<S> {
 }
 
 impl<S: Fn(&Settings) -> Result<Box<dyn Node>, Error>> Machine<S> {
-    /// Memory nodes are what `start` starts; `nic` is what they are reached over.
+    /// A testbed whose memory nodes `start` starts. `nic` is the name of the NIC in records.
     pub fn new(nic: &'static str, seed: u64, start: S) -> Self {
         Self { start, nic, seed }
     }
@@ -58,7 +60,7 @@ impl<S: Fn(&Settings) -> Result<Box<dyn Node>, Error>> Machine<S> {
 struct RealThread<'a> {
     pools: &'a [Pool],
     group: GroupId,
-    member: Member,
+    member: BarrierMember,
     epoch: Instant,
 }
 
@@ -73,7 +75,7 @@ impl Thread for RealThread<'_> {
         self.group
     }
 
-    fn member(&self) -> &Member {
+    fn barrier(&self) -> &BarrierMember {
         &self.member
     }
 
@@ -86,7 +88,7 @@ impl Thread for RealThread<'_> {
     }
 
     fn pause_ns(&self, ns: u64) {
-        // A sleep takes 60 us at least on most machines; what is shorter is not worth one.
+        // A sleep takes at least 60 us on most machines, too long for short pauses.
         if ns > 1_000_000 {
             thread::sleep(Duration::from_nanos(ns));
             return;
@@ -98,7 +100,7 @@ impl Thread for RealThread<'_> {
     }
 }
 
-impl<S: Fn(&Settings) -> Result<Box<dyn Node>, Error>> Place for Machine<S> {
+impl<S: Fn(&Settings) -> Result<Box<dyn Node>, Error>> Testbed for Machine<S> {
     fn simulated(&self) -> bool {
         false
     }
@@ -123,17 +125,17 @@ impl<S: Fn(&Settings) -> Result<Box<dyn Node>, Error>> Place for Machine<S> {
         let barrier = Barrier::new(load.threads as usize);
         let epoch = Instant::now();
         let outcomes = thread::scope(|scope| {
-            let start = |(at, member): (u32, Member)| {
+            let start = |(at, member): (u32, BarrierMember)| {
                 let (barrier, each, seed) = (&barrier, load.threads_each(), self.seed);
                 let pools = &pools[(at / each) as usize];
                 let group = GroupId((at % each) as u16);
                 let thread = RealThread { pools, group, member, epoch };
                 scope.spawn(move || {
                     barrier.wait();
-                    load::run(&thread, load, Dice::new(seed, at))
+                    load::run(&thread, load, Rng::new(seed, at))
                 })
             };
-            let members = meeting::of(load.threads);
+            let members = barrier::members(load.threads);
             let threads: Vec<_> = (0..load.threads).zip(members).map(start).collect();
             threads
                 .into_iter()
@@ -154,15 +156,15 @@ impl<S: Fn(&Settings) -> Result<Box<dyn Node>, Error>> Place for Machine<S> {
     }
 }
 
-impl Node for Arc<Embedded> {
+impl Node for Arc<EmbeddedNode> {
     fn connect(&self, options: Options) -> Result<Pool, Error> {
         Ok(Pool::embedded_in(self, options)?)
     }
 }
 
-/// This machine with the memory node in the same process, on the NIC that the threads run themselves.
-pub fn inline(seed: u64) -> impl Place {
+/// The testbed on this machine with the memory node in the same process; the threads run the NIC.
+pub fn inline(seed: u64) -> impl Testbed {
     Machine::new("inline", seed, |settings: &Settings| {
-        Ok(Box::new(Arc::new(Embedded::start(settings)?)) as Box<dyn Node>)
+        Ok(Box::new(Arc::new(EmbeddedNode::start(settings)?)) as Box<dyn Node>)
     })
 }

@@ -1,9 +1,9 @@
-/* What the threads of the pager ask malloc for must not come from the memory that they page: it would be
- * the program's own allocator that they wait for then, and in a process that forks, themselves.
+/* Memory that the pager's threads allocate must not be paged memory. Otherwise they would wait for the program's
+ * allocator, and in a process that forks, for themselves.
  *
- * Compiled twice: as a library that stands before the pager's and notes what other threads than the first
- * are given, and as a program with one thread. What it finds noted, here and in its children, was the
- * pager's. */
+ * Compiled twice: as a library that is loaded before the pager's and records the allocations of all threads but
+ * the first, and as a program with one thread. All recorded allocations, in the program and in its children, are
+ * therefore the pager's. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <stdatomic.h>
@@ -43,7 +43,7 @@ void *memalign(size_t align, size_t size) { NEXT(memalign, align, size); }
 #include "check.h"
 enum { PAGE = 4096, PAGES = 4000 };
 
-/* Is it in memory that the pager serves? Those mappings have the flag "um". */
+/* Is the address in paged memory? Such mappings have the flag "um". */
 static int is_paged(void *block) {
     char line[1024];
     int inside = 0, paged = 0;
@@ -71,7 +71,7 @@ int main(void) {
         pid_t child = fork();
         CHECK(child >= 0);
         if (child == 0) {
-            /* More than a child may have without threads of its own. */
+            /* More memory than a child can have without its own pager threads. */
             for (size_t i = 0; i < PAGES; i++) CHECK(memory[i * (PAGE / 4)]++ == i + 1);
             pid_t grandchild = fork();
             CHECK(grandchild >= 0);

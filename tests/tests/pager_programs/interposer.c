@@ -1,5 +1,5 @@
-/* A program and, with -DBESIDE, a library that is preloaded beside Granary's: it counts calls, and
- * passes them on to the next definition. */
+/* A program and, with -DINTERPOSER, a library that is preloaded together with Granary's. The library counts calls
+ * and forwards them to the next definition. */
 
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#ifdef BESIDE
+#ifdef INTERPOSER
 
 int opened, changed;
 

@@ -1,5 +1,5 @@
-/* The ways to make a process, and what a program may do around them: atfork handlers, a signal handler that
- * forks, many children, setuid, vfork and posix_spawn, limits, an alternate stack in paged memory. */
+/* Different ways to create a process, with atfork handlers, a signal handler that forks, many children, setuid,
+ * vfork and posix_spawn, limits, and an alternate stack in paged memory. */
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -69,7 +69,7 @@ int main(void) {
     if (child == 0) { CHECK(before == 1 && in_parent == 0 && in_child == 1); _exit(9); }
     CHECK(wait_for(child) == 9 && before == 1 && in_parent == 1 && in_child == 0);
 
-    /* Another thread's faults do not stop, and a signal handler forks. */
+    /* A signal handler forks while another thread has page faults. */
     pthread_t threads[3];
     for (size_t t = 0; t < 3; t++) pthread_create(&threads[t], 0, hammer, (void *)(t * 17));
     signal(SIGUSR1, fork_in_handler);
@@ -80,7 +80,7 @@ int main(void) {
     stop = 1;
     for (int t = 0; t < 3; t++) pthread_join(threads[t], 0);
 
-    /* Many at once, most of which touch a few pages, some all. */
+    /* Many children at the same time. Most touch a few pages, some touch all. */
     enum { MANY = 60 };
     pid_t many[MANY];
     for (int c = 0; c < MANY; c++) {
@@ -100,7 +100,7 @@ int main(void) {
     char text[16] = "";
     CHECK(pipe_end && fgets(text, sizeof text, pipe_end) && !strcmp(text, "a\n") && pclose(pipe_end) == 0);
 
-    /* A handler of the program's on a stack in paged memory. */
+    /* A signal handler of the program runs on a stack in paged memory. */
     char *stack = malloc(1 << 20);
     stack_t alternate = {.ss_sp = stack, .ss_size = 1 << 20};
     CHECK(sigaltstack(&alternate, 0) == 0);
@@ -112,7 +112,7 @@ int main(void) {
     }
     CHECK(faults == 6);
 
-    /* Timers and ends of children while system calls wait for paged buffers. */
+    /* Timers expire and children end while system calls wait for paged buffers. */
     struct sigaction timer = {.sa_handler = tick, .sa_flags = SA_RESTART}, chld = {.sa_handler = reap, .sa_flags = SA_RESTART};
     sigaction(SIGALRM, &timer, 0);
     sigaction(SIGCHLD, &chld, 0);
@@ -152,7 +152,7 @@ int main(void) {
     }
     CHECK(wait_for(child) == 3);
 
-    /* Another user: all of libc's threads change theirs. */
+    /* Change of user: libc changes the user of all its threads. */
     if (geteuid() == 0) {
         child = fork();
         if (child == 0) {

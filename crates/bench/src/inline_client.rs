@@ -1,20 +1,22 @@
-//! A compute node's client beside the memory node it is connected to, in one thread: on the inline NIC every operation
-//! is over when its call is, and what the memory node's CPU does is done by who calls its turns.
+//! A FineMem client and its memory node in one thread, on the inline NIC.
+//!
+//! Every operation has completed when its call returns. The work of the memory node's CPU happens
+//! when the caller polls the node.
 
 use fabric::soft::SoftNic;
 use fabric::{Access, CqAttr, Nic, QpAttr, Qpn, QueuePair, Receive};
 use pool::finemem::{Client, Node};
-use pool::protocol::Welcome;
+use pool::protocol::NodeHello;
 use pool::scheme::{ClientScheme, NodeScheme};
-use pool::{Admission, ClientId, Error, Settings};
+use pool::{ConnectRequest, ClientId, Error, Settings};
 
 type Qp = <SoftNic as Nic>::Qp;
 
-/// A client that was admitted.
+/// An admitted client.
 pub struct Connection {
-    /// What allocates and frees.
+    /// Allocates and frees.
     pub client: Client<SoftNic>,
-    /// Its number at the memory node.
+    /// Identifies the client at the memory node.
     pub id: ClientId,
     _lanes: Vec<Qp>,
 }
@@ -22,14 +24,14 @@ pub struct Connection {
 /// Connects client `number` (from 1) to the memory node on this NIC.
 ///
 /// # Errors
-/// What the pool says.
+/// Errors of the pool.
 pub fn connect(
     nic: &SoftNic,
     node: &mut Node<SoftNic>,
     settings: &Settings,
     number: u32,
 ) -> Result<Connection, Error> {
-    let welcome = Welcome::of(settings, node.functions(), 1);
+    let welcome = NodeHello::of(settings, node.functions(), 1);
     let pd = nic.alloc_pd()?;
     let client = Client::new(nic, &pd, &welcome)?;
     let cq = nic.create_cq(CqAttr { entries: 16, ignore_overrun: false })?;
@@ -45,10 +47,10 @@ pub fn connect(
     };
     let lanes = (0..settings.lanes()).map(|_| lane()).collect::<Result<Vec<_>, _>>()?;
     let id = ClientId(number);
-    let request = Admission {
+    let request = ConnectRequest {
         management: client.management().iter().map(|qpn| qpn.raw()).collect(),
         groups: vec![lanes.iter().map(|qp| qp.qpn().raw()).collect()],
-        ..Admission::default()
+        ..ConnectRequest::default()
     };
     let admitted = node.admit(id, &request)?;
     client.admitted(&admitted);

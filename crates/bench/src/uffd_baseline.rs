@@ -1,19 +1,20 @@
-//! Bare userfaultfd: the yardstick of the pager.
+//! Bare userfaultfd: the baseline of the pager.
 //!
-//! A fault with nothing behind it: no page table of ours, no pool, no residency policy. The
-//! handler blocks in read(2) on the faulting thread's own core, which is where it wakes
-//! fastest, and answers with UFFDIO_COPY:
+//! Faults are resolved without a pager: no page table, no pool, no residency policy. The handler
+//! blocks in read(2) on the faulting thread's own core, where it wakes fastest, and resolves the
+//! fault with UFFDIO_COPY:
 //!
 //! ```text
 //!  random       touch a missing page  ─▶  UFFDIO_COPY of that page
-//!  sequential   touch a missing page  ─▶  UFFDIO_COPY of it and the 63 behind it,
-//!                                         MADV_DONTNEED of the oldest 64 above the local bound
+//!  sequential   touch a missing page  ─▶  UFFDIO_COPY of that page and the next 63,
+//!                                         MADV_DONTNEED of the oldest 64 above the local limit
 //! ```
 //!
-//! With random touches the memory is dropped between the rounds, outside the measured time:
-//! what is measured is the fault alone.
+//! With random touches the memory is dropped between the rounds, outside the measured time, so that
+//! only the fault is measured.
 //!
-//! In records it is the scheme [`crate::bare::SCHEME`] on the NIC [`crate::bare::NIC`].
+//! In records the scheme is [`crate::record::BASELINE_SCHEME`] and the NIC
+//! [`crate::record::BASELINE_NIC`].
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -28,10 +29,11 @@ use crate::Error;
 use crate::cores::{self, system};
 use crate::fault::{Outcome, PAGE_BYTES, Pattern, Spec};
 use crate::histogram::Latencies;
+use crate::rng::Rng;
 
-/// Pages of one UFFDIO_COPY with sequential touches.
+/// Pages per UFFDIO_COPY with sequential touches.
 const BATCH_PAGES: usize = 64;
-/// Pages that are touched before the clock counts.
+/// Pages that are touched before the measurement.
 const WARM_UP_PAGES: u64 = 2048;
 
 /// Measures bare userfaultfd.
@@ -45,26 +47,27 @@ pub fn measure(spec: &Spec) -> Result<Outcome, Error> {
     };
     let pages = spec.memory / PAGE_BYTES / batch * batch;
     let local_batches = spec.local / PAGE_BYTES / batch;
-    assert!(local_batches > 0 && pages / batch > local_batches, "nothing is remote: {spec:?}");
+    assert!(local_batches > 0 && pages / batch > local_batches, "all pages are local: {spec:?}");
 
     let uffd = Uffd::open(Features::default())?;
-    // One page more, at the end: a touch of it tells the handler to stop.
+    // One extra page at the end: a touch of that page tells the handler to stop.
     let memory = Mapping::new((pages + 1) * PAGE_BYTES)?;
     let source = Mapping::new(batch * PAGE_BYTES)?;
     source.touch_all();
-    // SAFETY: the mapping is ours and outlives the descriptor's use below; its faults are
-    // resolved by the handler.
+    // SAFETY: the mapping outlives the use of the descriptor below, and the handler resolves its
+    // faults.
     unsafe { uffd.register(memory.start, memory.len) }.map_err(system("register memory"))?;
     let handler = Handler { uffd: &uffd, memory: &memory, source: &source, batch, local_batches };
     let evicts = spec.pattern == Pattern::Sequential;
     let failed = AtomicBool::new(false);
-    // Some core that this thread may use: the one that it is on.
+    // Both threads share the core on which this thread runs.
     let core = rustix::thread::sched_getcpu();
     thread::scope(|scope| {
         let handling = scope.spawn(|| {
             let handled = cores::pin(core).and_then(|()| handler.run(evicts));
             if handled.is_err() {
-                // Whoever waits at a page goes on (with zeros), sees this and stops.
+                // Unregistering resumes the faulting thread with a zero page; that thread then
+                // sees the flag and stops.
                 failed.store(true, Ordering::Release);
                 let _ = uffd.unregister(memory.start, memory.len);
             }
@@ -86,7 +89,7 @@ pub fn measure(spec: &Spec) -> Result<Outcome, Error> {
     })
 }
 
-/// Answers faults.
+/// Resolves faults.
 struct Handler<'a> {
     uffd: &'a Uffd,
     memory: &'a Mapping,
@@ -96,7 +99,7 @@ struct Handler<'a> {
 }
 
 impl Handler<'_> {
-    /// Answers until the last page is touched.
+    /// Resolves faults until the last page is touched.
     fn run(&self, evicts: bool) -> Result<(), Error> {
         let last = self.memory.start + self.memory.len - PAGE_BYTES;
         let batch_bytes = self.batch * PAGE_BYTES;
@@ -124,14 +127,15 @@ impl Handler<'_> {
     }
 
     fn copy(&self, to: usize, bytes: usize) -> Result<(), Error> {
-        // SAFETY: the source has a batch of pages, `to` is a fault's page in the registered
-        // memory, and batches end within it because touches begin at a multiple of a batch.
+        // SAFETY: the source has one batch of pages, and `to` is the page of a fault in the
+        // registered memory. Batches end within that memory, because touches start at a multiple
+        // of the batch size.
         let copied = unsafe { self.uffd.copy(to, self.source.start, bytes, false) };
         copied.map(drop).map_err(system("resolve a fault"))
     }
 }
 
-/// Touches pages and takes the time.
+/// Touches pages and measures the time.
 struct Toucher<'a> {
     memory: &'a Mapping,
     pages: usize,
@@ -141,7 +145,7 @@ struct Toucher<'a> {
 impl Toucher<'_> {
     fn random(&self, duration: Duration) -> Result<Outcome, Error> {
         let mut order: Vec<usize> = (0..self.pages).collect();
-        let mut random = SplitMix::new(0x6772_616e);
+        let mut random = Rng::new(0x6772_616e, 0);
         let mut outcome = Outcome::default();
         let mut warm_up = WARM_UP_PAGES;
         while outcome.elapsed < duration && !self.failed() {
@@ -178,7 +182,7 @@ impl Toucher<'_> {
                 continue;
             }
             touched += 1;
-            // The clock at the end of a batch, where the next touch faults anyway.
+            // Reads the clock only at the end of a batch, before a touch that faults anyway.
             if page % BATCH_PAGES == BATCH_PAGES - 1
                 && (start.elapsed() >= duration || self.failed())
             {
@@ -193,7 +197,7 @@ impl Toucher<'_> {
     }
 }
 
-/// Private anonymous memory of this module's own.
+/// Private anonymous memory.
 struct Mapping {
     start: usize,
     len: usize,
@@ -203,7 +207,7 @@ impl Mapping {
     fn new(len: usize) -> Result<Self, Error> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: without a fixed address no mapping of anybody is replaced.
+        // SAFETY: without a fixed address the call replaces no existing mapping.
         let start =
             unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, protection, flags) };
         let start = start.map_err(|errno| system("map memory")(errno.into()))? as usize;
@@ -212,32 +216,33 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Reads a byte of a page; waits while it is missing.
+    /// Reads a byte of a page; blocks while the page is missing.
     fn touch(&self, page: usize) {
         let address = self.start + page * PAGE_BYTES;
         assert!(page * PAGE_BYTES < self.len, "page {page} is not in the mapping");
-        // SAFETY: within the mapping, which is readable as long as `self` lives; the read is
-        // volatile, and nobody has a reference to this memory.
+        // SAFETY: the address is in the mapping, which is readable as long as `self` lives. The
+        // read is volatile, and no reference to this memory exists.
         unsafe { std::ptr::read_volatile(address as *const u8) };
     }
 
-    /// Writes a byte of each page, so that each is there.
+    /// Writes a byte of each page, so that every page is resident.
     fn touch_all(&self) {
         for address in (self.start..self.start + self.len).step_by(PAGE_BYTES) {
-            // SAFETY: within the mapping, which is writable as long as `self` lives, and
-            // nobody has a reference to this memory.
+            // SAFETY: the address is in the mapping, which is writable as long as `self` lives,
+            // and no reference to this memory exists.
             unsafe { std::ptr::write_volatile(address as *mut u8, 0x5a) };
         }
     }
 
-    /// Drops pages: the next touch faults again.
+    /// Drops pages, so that their next touch faults.
     fn drop_pages(&self, start: usize, len: usize) -> Result<(), Error> {
         self.advise(start, len, Advice::LinuxDontNeed)
     }
 
     fn advise(&self, start: usize, len: usize, advice: Advice) -> Result<(), Error> {
-        assert!(start >= self.start && start + len <= self.start + self.len, "not our memory");
-        // SAFETY: the range is this mapping's, whose content nobody relies on.
+        let end = self.start + self.len;
+        assert!(start >= self.start && start + len <= end, "the range is outside the mapping");
+        // SAFETY: the range is in this mapping, and no code relies on its content.
         unsafe { rustix::mm::madvise(start as *mut c_void, len, advice) }
             .map_err(|errno| system("advise on memory")(errno.into()))
     }
@@ -245,33 +250,9 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, and its borrowers are gone. If it fails, the memory is
-        // leaked, which harms nobody.
+        // SAFETY: this value owns the mapping, and no borrower is left. A failed call would only
+        // leak the memory.
         let _ = unsafe { rustix::mm::munmap(self.start as *mut c_void, self.len) };
-    }
-}
-
-/// SplitMix64 (Steele, Lea, Flood 2014): as random as a shuffle needs, and repeatable.
-pub(crate) struct SplitMix(u64);
-
-impl SplitMix {
-    pub fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    pub fn shuffle<T>(&mut self, items: &mut [T]) {
-        for at in (1..items.len()).rev() {
-            let other = self.next() % (at as u64 + 1);
-            items.swap(at, other as usize);
-        }
     }
 }
 
@@ -299,14 +280,5 @@ mod tests {
                 Pattern::Sequential => assert_eq!(faults, 0),
             }
         }
-    }
-
-    #[test]
-    fn a_shuffle_keeps_all() {
-        let mut items: Vec<usize> = (0..1000).collect();
-        SplitMix::new(1).shuffle(&mut items);
-        assert!(!items.is_sorted());
-        items.sort();
-        assert!(items.iter().copied().eq(0..1000));
     }
 }
