@@ -399,7 +399,8 @@ impl fmt::Display for Summary {
         writeln!(f, "granary: {} paged process(es)", self.processes)?;
         writeln!(
             f,
-            "  faults        {:>12}   {} missing, {} on write-protected pages, {} waited for evictions",
+            "  faults        {:>12}   {} missing, {} on write-protected pages, {} waited for \
+             evictions",
             self.faults(),
             self.get(Faults),
             self.get(WriteFaults),

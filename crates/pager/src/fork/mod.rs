@@ -86,10 +86,10 @@ fn cannot_fork(error: &io::Error) -> ! {
     sys::die(
         EXIT_PAGER,
         &format!(
-            "process {} calls fork, which a paged process can do only with CAP_SYS_PTRACE or on a kernel \
-             with Syscall User Dispatch (Linux 5.11, x86-64; here: {error}), so the process ends now \
-             (status {EXIT_PAGER}); run it as root or with CAP_SYS_PTRACE; vfork and posix_spawn work \
-             without",
+            "process {} calls fork, which a paged process can do only with CAP_SYS_PTRACE or on a \
+             kernel with Syscall User Dispatch (Linux 5.11, x86-64; here: {error}), so the process \
+             ends now (status {EXIT_PAGER}); run it as root or with CAP_SYS_PTRACE; vfork and \
+             posix_spawn work without",
             descriptor::program()
         ),
     )

@@ -144,7 +144,8 @@ fn trace_text(error: &pool::Error) -> String {
         ),
         E::Access { op, status } => format!("{op}: refused by the memory node's NIC: {status}"),
         E::ManagementBroken { attempt, status } => format!(
-            "{attempt}: the management QP broke ({status}); it is re-established by reset and connect"
+            "{attempt}: the management QP broke ({status}); it is re-established by reset and \
+             connect"
         ),
         other => other.to_string(),
     }
