@@ -1,5 +1,5 @@
-//! Memory that the pager does not page: `granary run` reports its amount and kind. Also memory that the
-//! pager must page: small mappings, and those of Ruby's garbage collector.
+//! Memory that the pager does not page: `granary run` reports its amount and kind. Also memory that
+//! the pager must page: small mappings, and those of Ruby's garbage collector.
 
 use granary_tests::pager::{Outcome, assert_same_within, plain};
 use granary_tests::run::{NodeKind, Paged, Site};

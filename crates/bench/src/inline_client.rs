@@ -8,7 +8,7 @@ use fabric::{Access, CqAttr, Nic, QpAttr, Qpn, QueuePair, Receive};
 use pool::finemem::{Client, Node};
 use pool::protocol::NodeHello;
 use pool::scheme::{ClientScheme, NodeScheme};
-use pool::{ConnectRequest, ClientId, Error, Settings};
+use pool::{ClientId, ConnectRequest, Error, Settings};
 
 type Qp = <SoftNic as Nic>::Qp;
 

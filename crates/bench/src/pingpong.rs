@@ -373,9 +373,9 @@ impl Side {
         Op::Send { from }
     }
 
-    /// Posts `count` operations with one doorbell; `posted` is the total afterwards. A list of READs
-    /// has one completion, with id `posted`: a queue executes in order, so the completion of the
-    /// last READ implies all READs before it.
+    /// Posts `count` operations with one doorbell; `posted` is the total afterwards. A list of
+    /// READs has one completion, with id `posted`: a queue executes in order, so the completion of
+    /// the last READ implies all READs before it.
     fn post(&self, count: usize, posted: u64) -> Result<(), Error> {
         let (from, to) = ([self.source()], [self.destination()]);
         let (op, signaled) = match self.task.operation {

@@ -116,7 +116,12 @@ pub fn recovery(chunks: u64, chunk_bytes: u64) -> Result<Recovery, Error> {
 ///
 /// # Errors
 /// Errors of the pool.
-pub fn scan_ns_per_entry(scheme: SchemeKind, chunks: u64, scans: u64, taken: bool) -> Result<f64, Error> {
+pub fn scan_ns_per_entry(
+    scheme: SchemeKind,
+    chunks: u64,
+    scans: u64,
+    taken: bool,
+) -> Result<f64, Error> {
     const CHUNK: u64 = 4096;
     let donate_bytes = chunks * CHUNK;
     let settings = Settings { donate_bytes, chunk_bytes: CHUNK, scheme, ..Settings::default() };

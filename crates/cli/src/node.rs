@@ -8,8 +8,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use bench::size::Size;
 use bench::number::thousands;
+use bench::size::Size;
 use pool::budget::{BudgetStatus, Use};
 use pool::protocol::{Dropped, Status, Trouble};
 use pool::{Address, ControlMode, ControlPlane, Remote, RemoteAddress, SchemeKind, Settings};
@@ -73,8 +73,8 @@ impl NodeProcess {
         Self::spawn(settings, None).context("start a memory node")
     }
 
-    /// As [`NodeProcess::start`], for clients over `nic`. With roce the node listens on the loopback
-    /// interface.
+    /// As [`NodeProcess::start`], for clients over `nic`. With roce the node listens on the
+    /// loopback interface.
     pub fn start_on(settings: &Settings, nic: NicName) -> anyhow::Result<Self> {
         let token = || -> anyhow::Result<NamedTempFile> {
             let mut random = [0; 32];

@@ -3,9 +3,9 @@
 
 use pool::SchemeKind;
 
-use super::results::Results;
 use super::load::{ACCESS_BYTES, Load, Work};
 use super::measure::Outcome;
+use super::results::Results;
 use super::{Extent, Run};
 use crate::Error;
 use crate::record::{Setting, Statistic, Unit};
@@ -146,9 +146,9 @@ pub const ACCESSORS: &[Accessor] = &[
     Accessor { shared: true, ..accessor("onesidedmw (+Sep)", SchemeKind::OneSidedMw) },
 ];
 
-/// Mean pause in microseconds between two accesses of a thread. The paper's threads allocate between
-/// accesses, which takes this long (§6.3). Without a pause 24 threads saturate the link, and the
-/// queueing delay dominates.
+/// Mean pause in microseconds between two accesses of a thread. The paper's threads allocate
+/// between accesses, which takes this long (§6.3). Without a pause 24 threads saturate the link,
+/// and the queueing delay dominates.
 fn pause_us(threads: u32) -> f64 {
     if threads == 1 { 10.7 } else { 22.5 }
 }
@@ -161,9 +161,9 @@ pub fn access_steps(run: &Run<'_>) -> usize {
 /// Each thread reads a page of its own chunk and pauses. Further measurements access a page after
 /// each allocation, and without pauses.
 ///
-/// Without separation, each thread's access QP carries the chain that allocates, and each thread has
-/// a Free QP of its own. With separation (+Sep), all threads share one Alloc and one Free QP, and
-/// each has an access QP of its own.
+/// Without separation, each thread's access QP carries the chain that allocates, and each thread
+/// has a Free QP of its own. With separation (+Sep), all threads share one Alloc and one Free QP,
+/// and each has an access QP of its own.
 ///
 /// # Errors
 /// Errors of the testbed.
@@ -217,7 +217,9 @@ fn access_between_allocations(
         let (statistic, us) = run.typical(&outcome.access);
         let what = format!("{name}, {}: access between allocations, {statistic}", count(threads));
         match (name, threads) {
-            ("odrp", 24) => results.claimed(what, builder.value(statistic, us), "odrp.access.latency"),
+            ("odrp", 24) => {
+                results.claimed(what, builder.value(statistic, us), "odrp.access.latency")
+            }
             _ => results.add(what, builder.value(statistic, us)),
         }
         latencies.push(us);

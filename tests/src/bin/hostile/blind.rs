@@ -118,7 +118,10 @@ pub fn sweep(a: &Arguments) -> Result<Value> {
         ensure!(got == 0, "a READ on lane {at} failed with syndrome {got:#x}");
     }
     let got = me.free_entry(chunk.entry)?;
-    ensure!(got == status::FREED, "the owner's own free gave status {got}: a forged PSN was accepted");
+    ensure!(
+        got == status::FREED,
+        "the owner's own free gave status {got}: a forged PSN was accepted"
+    );
     Ok(json!({ "sent": forger.sent, "ms": took.as_millis() as u64 }))
 }
 

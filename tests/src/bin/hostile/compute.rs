@@ -8,7 +8,7 @@ use granary_tests::control::{Control, RemoteRoute};
 use pool::protocol::{Reply, Request};
 use pool::remote::token::Nonce;
 use pool::remote::{Route, Start};
-use pool::{ConnectRequest, ConnectReply};
+use pool::{ConnectReply, ConnectRequest};
 use rnic::cqe::Cqe;
 use rnic::ids::{Access, Key, Pdn, Qpn};
 use rnic::memory::DmaMemory;

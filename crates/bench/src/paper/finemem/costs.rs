@@ -1,7 +1,7 @@
 //! Costs of FineMem at the memory node, and latency of its steps (FineMem §6.2).
 //!
-//! The simulation gives the memory node's CPU no computing time. Therefore scans and the recovery of
-//! a departed client are measured on a clock only.
+//! The simulation gives the memory node's CPU no computing time. Therefore scans and the recovery
+//! of a departed client are measured on a clock only.
 
 use std::path::PathBuf;
 
@@ -11,8 +11,8 @@ use pool::finemem::layout::Shape;
 use super::microbench::{self, Microbench};
 use crate::Error;
 use crate::paper::experiment::{Canvas, Experiment};
-use crate::paper::results::Results;
 use crate::paper::load::{Load, Work};
+use crate::paper::results::Results;
 use crate::paper::{Extent, Run, count};
 use crate::plot::Bars;
 use crate::record::{Statistic, Unit};
