@@ -63,19 +63,32 @@ pub(crate) struct Shared {
     gate: Gate,
     clock: ThreadClock,
     wakeups: AtomicU64,
-    /// An eventfd that wakes the control thread.
-    wake: OwnedFd,
+    wake: Arc<Wake>,
     failure: Mutex<Option<String>>,
     /// What went wrong without ending the memory node.
     trouble: Mutex<Trouble>,
     host: Host,
     node: MemoryNode<AnyNode<SoftNic>>,
     turner: Turner,
-    /// Requests that wait until there is memory.
-    awaiting: AtomicUsize,
     /// See [`Watch::fail`].
     #[cfg(test)]
     adds_to_fail: Arc<std::sync::atomic::AtomicU32>,
+}
+
+/// Wakes the control thread, also from the thread `granary-turn`, which owns nothing else of the
+/// service: a thread that owned all of [`Shared`] could be the one to end it, and would join itself.
+pub(crate) struct Wake {
+    /// The control thread's epoll instance has it.
+    eventfd: OwnedFd,
+    /// Requests that wait until there is memory.
+    awaiting: AtomicUsize,
+}
+
+impl Wake {
+    fn wake(&self) {
+        // It does not block; if its counter is full, the thread is woken already.
+        let _ = rustix::io::write(&self.eventfd, &1u64.to_ne_bytes());
+    }
 }
 
 impl Service {
@@ -101,37 +114,34 @@ impl Service {
         };
         let settings = Settings { paced: true, ..settings.clone() };
         let node = MemoryNode::new(AnyNode::new(&nic, &settings)?, settings);
-        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+        let eventfd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| Error::System { attempt: "making an eventfd".into(), source: e.into() })?;
+        let wake = Arc::new(Wake { eventfd, awaiting: AtomicUsize::new(0) });
         let watch = Watch::new().map_err(|e| Error::System {
             attempt: "making the memory node's epoll instance".into(),
             source: e.into(),
         })?;
         #[cfg(test)]
         let adds_to_fail = watch.fail.clone();
-        let ears = Ears::new(watch, &wake, listener, remote)?;
+        let ears = Ears::new(watch, &wake.eventfd, listener, remote)?;
         let turner = Turner::start(&node)?;
         let shared = Arc::new(Shared {
             stop: AtomicBool::new(false),
             gate: Gate::default(),
             clock: ThreadClock::default(),
             wakeups: AtomicU64::new(0),
-            wake,
+            wake: wake.clone(),
             failure: Mutex::new(None),
             trouble: Mutex::default(),
             host,
             node: node.clone(),
             turner,
-            awaiting: AtomicUsize::new(0),
             #[cfg(test)]
             adds_to_fail,
         });
-        let weak = Arc::downgrade(&shared);
         node.on_turn(move || {
-            if let Some(shared) = weak.upgrade()
-                && shared.awaiting.load(Ordering::SeqCst) > 0
-            {
-                shared.wake();
+            if wake.awaiting.load(Ordering::SeqCst) > 0 {
+                wake.wake();
             }
         });
         let thread = thread::Builder::new()
@@ -188,7 +198,7 @@ impl Service {
     /// node's CPU until [`Service::resume`]. The NIC goes on.
     pub fn pause(&self) {
         self.shared.gate.close();
-        self.shared.wake();
+        self.shared.wake.wake();
         self.shared.gate.wait_closed();
         self.shared.turner.pause();
     }
@@ -207,7 +217,7 @@ impl Service {
     fn end(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
         self.shared.gate.open();
-        self.shared.wake();
+        self.shared.wake.wake();
         if let Some(thread) = self.thread.take() {
             // A panic of that thread was reported on stderr; there is nothing to add.
             let _ = thread.join();
@@ -222,11 +232,6 @@ impl Drop for Service {
 }
 
 impl Shared {
-    fn wake(&self) {
-        // It does not block; if its counter is full, the thread is woken already.
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
-    }
-
     fn status(&self) -> Result<Status, Error> {
         let nic = self.host.stats().map_err(nic_gone)?;
         let control = self.clock.read() + self.turner.cpu_time();

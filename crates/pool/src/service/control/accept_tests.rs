@@ -22,7 +22,7 @@ fn with_control(clients_max: u32, test: impl FnOnce(&mut Control<'_>)) {
     let remote = Listen::to_all("127.0.0.1:0".parse().unwrap());
     let (remote, _wire) = RemoteListener::bind(&remote).unwrap();
     let watch = Watch::new().unwrap();
-    let ears = Ears::new(watch, &service.shared.wake, listener, Some(remote)).unwrap();
+    let ears = Ears::new(watch, &service.shared.wake.eventfd, listener, Some(remote)).unwrap();
     test(&mut Control::new(&service.shared, ears));
 }
 

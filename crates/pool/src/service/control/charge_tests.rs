@@ -18,7 +18,8 @@ fn with_connection(test: impl FnOnce(&mut Control<'_>, ConnectionId, TcpStream))
     let settings = Settings { donate_bytes: 1 << 20, ..Settings::default() };
     let service = Service::start(&settings, &Endpoint::Fresh).unwrap();
     let listener = Listener::bind(&Endpoint::Fresh).unwrap();
-    let ears = Ears::new(Watch::new().unwrap(), &service.shared.wake, listener, None).unwrap();
+    let ears =
+        Ears::new(Watch::new().unwrap(), &service.shared.wake.eventfd, listener, None).unwrap();
     let mut control = Control::new(&service.shared, ears);
     let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
     let peer = TcpStream::connect(tcp.local_addr().unwrap()).unwrap();

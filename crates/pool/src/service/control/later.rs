@@ -20,12 +20,12 @@ impl Control<'_> {
         };
         session.deferred.push(Deferred { id, what });
         // Before the look of this round: a turn after that look then wakes this thread.
-        self.shared.awaiting.fetch_add(1, Ordering::SeqCst);
+        self.shared.wake.awaiting.fetch_add(1, Ordering::SeqCst);
     }
 
     /// Answers the requests for which the memory node has come far enough.
     pub(super) fn answer_deferred(&mut self) {
-        if self.shared.awaiting.load(Ordering::SeqCst) == 0 {
+        if self.shared.wake.awaiting.load(Ordering::SeqCst) == 0 {
             return;
         }
         let waiting: Vec<ConnectionId> = self
@@ -61,7 +61,7 @@ impl Control<'_> {
                     Err(e) => Err(e),
                 },
             };
-            self.shared.awaiting.fetch_sub(1, Ordering::SeqCst);
+            self.shared.wake.awaiting.fetch_sub(1, Ordering::SeqCst);
             alive &= match reply {
                 Ok(reply) => connection.reply(deferred.id, reply),
                 Err(e) => connection.refuse(deferred.id, &e),
@@ -87,13 +87,13 @@ impl Control<'_> {
         let deadline = Instant::now() + Duration::from_millis(ms).min(AWAIT_MAX);
         session.awaiting.push(Await { id, deadline });
         // Before the look that follows: a turn after that look then wakes this thread.
-        self.shared.awaiting.fetch_add(1, Ordering::SeqCst);
+        self.shared.wake.awaiting.fetch_add(1, Ordering::SeqCst);
         Ok(())
     }
 
     /// Answers the requests for which there is memory, or whose time is over.
     pub(super) fn answer_awaits(&mut self) {
-        if self.shared.awaiting.load(Ordering::SeqCst) == 0 {
+        if self.shared.wake.awaiting.load(Ordering::SeqCst) == 0 {
             return;
         }
         let waiting: VecDeque<ConnectionId> = self
@@ -121,7 +121,7 @@ impl Control<'_> {
             .drain(..)
             .partition(|a| !matches!(available, Ok(false)) || a.deadline <= now);
         session.awaiting = rest;
-        self.shared.awaiting.fetch_sub(ready.len(), Ordering::SeqCst);
+        self.shared.wake.awaiting.fetch_sub(ready.len(), Ordering::SeqCst);
         ready.into_iter().all(|a| match &available {
             Ok(available) => connection.reply(a.id, Reply::Memory { available: *available }),
             Err(e) => connection.refuse(a.id, e),
@@ -129,7 +129,7 @@ impl Control<'_> {
     }
 
     pub(super) fn next_await(&mut self) -> Option<Instant> {
-        if self.shared.awaiting.load(Ordering::SeqCst) == 0 {
+        if self.shared.wake.awaiting.load(Ordering::SeqCst) == 0 {
             return None;
         }
         let deadlines = self

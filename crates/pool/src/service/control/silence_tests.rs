@@ -17,7 +17,8 @@ fn with_control(test: impl FnOnce(&mut Control<'_>)) {
     let settings = Settings { donate_bytes: 1 << 20, silence: SILENCE, ..Settings::default() };
     let service = Service::start(&settings, &Endpoint::Fresh).unwrap();
     let listener = Listener::bind(&Endpoint::Fresh).unwrap();
-    let ears = Ears::new(Watch::new().unwrap(), &service.shared.wake, listener, None).unwrap();
+    let ears =
+        Ears::new(Watch::new().unwrap(), &service.shared.wake.eventfd, listener, None).unwrap();
     test(&mut Control::new(&service.shared, ears));
 }
 
