@@ -42,13 +42,13 @@ fn memory_by_raw_system_calls_is_said() {
 
 #[test]
 fn memory_at_fixed_addresses_is_said() {
-    is_said("fixed", "in mappings by raw system calls or at fixed addresses");
+    is_said("fixed", "in mappings by raw system calls, at fixed addresses or too large");
 }
 
 /// The kernel has more address space than the region.
 #[test]
 fn a_reservation_that_the_region_has_no_room_for_is_the_kernels() {
-    is_said("vast", "in mappings by raw system calls or at fixed addresses");
+    is_said("vast", "in mappings by raw system calls, at fixed addresses or too large");
 }
 
 #[test]
