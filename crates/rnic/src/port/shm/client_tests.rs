@@ -95,6 +95,30 @@ fn only_memory_within_a_shared_piece_can_be_described() {
     }
 }
 
+/// Otherwise the host keeps its mapping, and an address that is used again names the old memory.
+#[test]
+fn memory_that_a_client_drops_is_removed_from_the_host() {
+    let (opened, host) = open(welcome(1), 1);
+    let f = opened.unwrap();
+    let hosting = std::thread::spawn(move || {
+        let mut answer = |answer: Response| {
+            let asked = socket::receive(&host).unwrap().unwrap();
+            socket::send(&host, &serde_json::to_vec(&answer).unwrap(), &[]).unwrap();
+            serde_json::from_slice::<Request>(&asked.bytes).unwrap()
+        };
+        [answer(Response::Memory(7)), answer(Response::Reply(Reply::Done))]
+    });
+    let memory = f.alloc_dma(4096).unwrap();
+    assert_eq!(f.0.memories.lock().len(), 1);
+    drop(memory);
+    assert_eq!(f.0.memories.lock().len(), 0);
+    // Without a request the host would wait: its socket closes.
+    drop(f);
+    let [added, removed] = hosting.join().unwrap();
+    assert!(matches!(added, Request::AddMemory { bytes: 4096 }));
+    assert!(matches!(removed, Request::RemoveMemory { memory: 7 }));
+}
+
 #[test]
 fn a_client_offers_its_cpu_where_the_nic_runs() {
     let (opened, _host) = open(welcome(1), 1);
