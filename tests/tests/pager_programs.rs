@@ -308,6 +308,19 @@ mod allocators {
         check(&site("tcmalloc"), 2000, source, &["-l:libtcmalloc_minimal.so.4"], &[]);
     }
 
+    /// A decoder's frames, for example: what one thread allocates another one frees.
+    #[test]
+    fn blocks_freed_by_another_thread_are_used_again() {
+        let site = site("handover");
+        let source = include_str!("pager_programs/handover.c");
+        let program = site.scratch.compile("program", source);
+        let program = program.to_str().unwrap();
+        let (plain, paged) = (plain(program, &[]), site.run(program, &[]));
+        assert_same(&plain, &paged.outcome, LOCAL);
+        // Of two blocks of 1 MiB at a time, and of what the allocator rounds them up to.
+        assert!(paged.count("chunks_peak") <= 16, "{}", paged.stats);
+    }
+
     #[test]
     fn program_break_is_paged() {
         check(&site("break"), 2000, include_str!("pager_programs/brk.c"), &[], &[]);
