@@ -104,12 +104,20 @@ benchmarks:
 	$(GRANARY) bench paper finemem --out $(OUT)
 
 .PHONY: lint
-lint: toolchain ## Check formatting, clippy warnings and licences of dependencies
+lint: toolchain ## Check formatting, clippy and rustdoc warnings, and dependencies (cargo-deny)
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
-	@if command -v cargo-deny >/dev/null; then \
-	    $(CARGO) deny check bans licenses sources; \
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps
+	@if ! command -v cargo-deny >/dev/null; then \
+	    echo "lint: cargo-deny is not installed, dependencies are not checked" \
+	        "(cargo install --locked cargo-deny)"; \
+	elif $(CARGO) deny fetch db 2>/dev/null; then \
+	    $(CARGO) deny check; \
 	else \
-	    echo "lint: cargo-deny is not installed, licences are not checked" \
-	        "(cargo install cargo-deny)"; \
+	    echo "lint: the advisory database cannot be fetched, advisories are not checked"; \
+	    $(CARGO) deny check bans licenses sources; \
 	fi
+
+.PHONY: tidy
+tidy: toolchain ## Check wording, line lengths and links (docs/style.md)
+	$(CARGO) test -p granary-tidy

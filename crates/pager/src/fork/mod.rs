@@ -1,7 +1,7 @@
 //! Forked children: how a child gets the pages of its parent, and its promotion to a pager of its
 //! own.
 //!
-//! The kernel copies resident pages to the child. The parent's *page server* ([`page_server`]), a
+//! The kernel copies resident pages to the child. The parent's *page server* (`page_server`), a
 //! process that outlives the parent, serves the other pages:
 //!
 //! ```text
@@ -27,7 +27,7 @@
 //!
 //! With UFFD_FEATURE_EVENT_FORK, which needs CAP_SYS_PTRACE, the kernel reports the fork and makes
 //! the descriptor of the child's faults. Otherwise the child opens a descriptor itself, before any
-//! other code runs in it ([`child_setup`]), and sends it to the page server.
+//! other code runs in it (`child_setup`), and sends it to the page server.
 //!
 //! The snapshot is exact although the handler continues to serve faults. Before the fork, the
 //! evictor writes back all staged pages and freezes all slots. Until the snapshot is taken, every

@@ -2,12 +2,12 @@
 //! hold.
 //!
 //! A seed determines the whole run: the size of the world, the clients and their programs
-//! ([`scenario`]), and which faults occur when ([`drive`]). After every step the [`oracle`] checks
+//! (`scenario`), and which faults occur when (`drive`). After every step the `oracle` checks
 //! the invariants.
 //!
-//! - [`honest`]: clients that follow the protocol, with the pool's own client code.
-//! - [`hostile`]: clients that violate the protocol, with raw verbs.
-//! - [`node_view`]: the memory node's allocation state, in one form for all schemes.
+//! - `honest`: clients that follow the protocol, with the pool's own client code.
+//! - `hostile`: clients that violate the protocol, with raw verbs.
+//! - `node_view`: the memory node's allocation state, in one form for all schemes.
 
 mod case;
 mod drive;
