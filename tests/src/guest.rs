@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 
-use crate::impaired_link::{LinkEnd, ImpairedLink, Impairment, in_namespace, open_device};
 use crate::hosts::{V4, V6, ip};
+use crate::impaired_link::{ImpairedLink, Impairment, LinkEnd, in_namespace, open_device};
 use crate::needs;
 
 /// Time limit of the guest's boot and of each answer. Long, because the guest is emulated and the

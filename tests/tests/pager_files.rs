@@ -72,7 +72,10 @@ fn overflow_file_is_encrypted() {
     let mut bytes = vec![0; len as usize];
     filled.file.read_exact_at(&mut bytes, 0).unwrap();
     let secret = b"a secret of the program's";
-    assert!(!bytes.windows(secret.len()).any(|part| part == secret), "the file contains plain text");
+    assert!(
+        !bytes.windows(secret.len()).any(|part| part == secret),
+        "the file contains plain text"
+    );
     let (status, stdout, stderr) = filled.check_memory();
     assert_eq!((status, &*stdout), (Some(0), "as expected\n"), "{stderr}");
 }

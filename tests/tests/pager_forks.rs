@@ -5,11 +5,10 @@
 //!
 //! Unmodified programs run with a memory node. C programs that check themselves cover rare cases.
 
-use granary_tests::needs;
 use granary_tests::node::{MemoryNode, full};
-use granary_tests::over_each_node;
 use granary_tests::pager::{Scratch, assert_same, forks_are_reported, paged, plain};
 use granary_tests::run::{NodeKind, Site};
+use granary_tests::{needs, over_each_node};
 use pager::config::EXIT_PAGER;
 
 const MIB: u64 = 1 << 20;
@@ -115,7 +114,8 @@ fn workers_without_root_page_to_the_private_node() {
         return needs::skip("only root can change its user");
     }
     let site = Site::new(NodeKind::Private, "drops_privileges", 12 * MIB, "1GiB");
-    let program = site.scratch.compile("drops_privileges", include_str!("pager_programs/drops_privileges.c"));
+    let program =
+        site.scratch.compile("drops_privileges", include_str!("pager_programs/drops_privileges.c"));
     compare(&site, program.to_str().unwrap(), &[]);
 }
 

@@ -95,7 +95,10 @@ fn debugger_reads_paged_memory_by_calls() {
     let calls = plain.contains("called: 11\n");
     if !calls {
         assert!(plain.contains("Couldn't write extended state status"), "{plain}");
-        let _ = writeln!(std::io::stderr(), "this gdb cannot call functions on this CPU: the calls are left out");
+        let _ = writeln!(
+            std::io::stderr(),
+            "this gdb cannot call functions on this CPU: the calls are left out"
+        );
     }
     let paged = format!("env {}", variables().join(" "));
     let text = aborting.debugged(&paged, &["bt", look, call, look]);

@@ -31,7 +31,8 @@ impl Node {
             .context("starting granary serve")?;
         let mut ready = String::new();
         BufReader::new(child.stdout.take().expect("piped")).read_line(&mut ready)?;
-        let ready: Value = serde_json::from_str(&ready).context("parsing granary serve's output")?;
+        let ready: Value =
+            serde_json::from_str(&ready).context("parsing granary serve's output")?;
         let address = |key: &str| -> Result<Address> {
             let text = ready[key].as_str().context("an address")?;
             text.parse().map_err(anyhow::Error::msg)

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use granary_tests::hosts::{Hosts, V4};
 use granary_tests::node::{MemoryNode, full};
-use pool::{Address, Error, NodeIndex, Options, PlacedGrant, Placement, MultiPool};
+use pool::{Address, Error, MultiPool, NodeIndex, Options, PlacedGrant, Placement};
 
 const SMALL: [&str; 4] = ["--memory", "256KiB", "--chunk", "4KiB"];
 /// Limit of an allocation's latency when the other host vanishes: the timeouts of the NIC and of the

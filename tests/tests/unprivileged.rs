@@ -203,7 +203,9 @@ fn redis_of_a_user_saves_in_the_background() {
 
 #[test]
 fn process_family_of_a_user_keeps_its_page_contents() {
-    let Some(scratch) = scratch_for("process_family_of_a_user_keeps_its_page_contents") else { return };
+    let Some(scratch) = scratch_for("process_family_of_a_user_keeps_its_page_contents") else {
+        return;
+    };
     let family = scratch.compile("family", include_str!("pager_programs/family.c"));
     let seeds = if full() { 40 } else { 4 };
     let family = family.to_str().unwrap();
@@ -253,8 +255,11 @@ fn child_without_userfaultfd_ends_with_a_message() {
 fn raw_fork_of_a_user_has_no_memory() {
     let Some(scratch) = scratch_for("raw_fork_of_a_user_has_no_memory") else { return };
     let program = scratch.compile("raw", include_str!("pager_programs/raw.c"));
-    let script =
-        format!("{}nobody ./granary run --local 4MiB -- {}", open_device(), program.to_str().unwrap());
+    let script = format!(
+        "{}nobody ./granary run --local 4MiB -- {}",
+        open_device(),
+        program.to_str().unwrap()
+    );
     let output = run(&scratch, &script);
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{stderr}");

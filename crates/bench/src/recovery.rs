@@ -4,10 +4,10 @@
 
 use std::time::{Duration, Instant};
 
-use fabric::soft::SoftNic;
 use pool::finemem::{Node, ReleaseTimes};
 use pool::scheme::{ClientScheme, NodeScheme};
 use pool::{Error, GroupId, SchemeKind, Settings};
+use rnic::nic::SoftNic;
 
 use crate::inline_client::{self, Connection};
 
@@ -77,7 +77,7 @@ pub fn recovery(chunks: u64, chunk_bytes: u64) -> Result<Recovery, Error> {
     let mut node = Node::new(&nic, &settings)?;
     let Connection { client, id, .. } = &inline_client::connect(&nic, &mut node, &settings, 1)?;
     for _ in 0..chunks {
-        fabric::executor::block_on(client.allocate(GroupId(0)))?;
+        verbs::executor::block_on(client.allocate(GroupId(0)))?;
     }
     // Writes all pages, as a client would have; clearing untouched pages would be cheaper.
     let memory = node.allocation_view().memory();
@@ -116,7 +116,12 @@ pub fn recovery(chunks: u64, chunk_bytes: u64) -> Result<Recovery, Error> {
 ///
 /// # Errors
 /// Errors of the pool.
-pub fn scan_ns_per_entry(scheme: SchemeKind, chunks: u64, scans: u64, taken: bool) -> Result<f64, Error> {
+pub fn scan_ns_per_entry(
+    scheme: SchemeKind,
+    chunks: u64,
+    scans: u64,
+    taken: bool,
+) -> Result<f64, Error> {
     const CHUNK: u64 = 4096;
     let donate_bytes = chunks * CHUNK;
     let settings = Settings { donate_bytes, chunk_bytes: CHUNK, scheme, ..Settings::default() };
@@ -124,7 +129,7 @@ pub fn scan_ns_per_entry(scheme: SchemeKind, chunks: u64, scans: u64, taken: boo
     let mut node = Node::new(&nic, &settings)?;
     let Connection { client, .. } = &inline_client::connect(&nic, &mut node, &settings, 1)?;
     for _ in 0..if taken { chunks } else { 0 } {
-        fabric::executor::block_on(client.allocate(GroupId(0)))?;
+        verbs::executor::block_on(client.allocate(GroupId(0)))?;
     }
     let before = node.release_times();
     let scanned = |node: &Node<SoftNic>| {

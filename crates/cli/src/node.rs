@@ -8,8 +8,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use bench::size::Size;
 use bench::number::thousands;
+use bench::size::Size;
 use pool::budget::{BudgetStatus, Use};
 use pool::protocol::{Dropped, Status, Trouble};
 use pool::{Address, ControlMode, ControlPlane, Remote, RemoteAddress, SchemeKind, Settings};

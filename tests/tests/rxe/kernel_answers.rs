@@ -1,7 +1,7 @@
 //! The kernel is the responder, this NIC the requester.
 
 use anyhow::{Result, ensure};
-use fabric::{Data, Key, MemoryRegion, Op, Remote, Status};
+use verbs::{Data, Key, MemoryRegion, Op, Remote, Status};
 
 use crate::bench::{ALL, BUFFER, Bench, How, LOCAL, Link, READ, SUCCESS};
 use crate::{sizes, unaligned};
@@ -68,7 +68,10 @@ pub fn read(bench: &mut Bench, how: How) -> Result<()> {
         let around = link.bytes(to + len, 16);
         link.ok(Op::Read { from: link.there(from), to: &[link.mr.sge(to, len as u32)] })?;
         link.check(to, len, seed)?;
-        ensure!(link.bytes(to + len, 16) == around, "{len} bytes: memory beyond the range has changed");
+        ensure!(
+            link.bytes(to + len, 16) == around,
+            "{len} bytes: memory beyond the range has changed"
+        );
     }
     bench.unlink(link)
 }

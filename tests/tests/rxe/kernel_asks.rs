@@ -1,7 +1,7 @@
 //! The kernel is the requester, this NIC the responder.
 
 use anyhow::{Result, ensure};
-use fabric::{
+use verbs::{
     Access, Bind, Key, MemoryRegion, MemoryWindow, MwKind, Nic, Op, QpState, QueuePair, WcOpcode,
 };
 
@@ -45,7 +45,10 @@ pub fn write(bench: &mut Bench, how: How) -> Result<()> {
             ensure!(c.bytes as usize == len, "{c:?} of {len} bytes");
         }
         link.check(to, len, seed)?;
-        ensure!(link.bytes(to + len, 16) == around, "{len} bytes: memory beyond the range has changed");
+        ensure!(
+            link.bytes(to + len, 16) == around,
+            "{len} bytes: memory beyond the range has changed"
+        );
     }
     bench.unlink(link)
 }

@@ -2,8 +2,8 @@
 
 use pool::SchemeKind;
 
-use super::results::Results;
 use super::load::{Load, Work};
+use super::results::Results;
 use super::{Extent, Run};
 use crate::Error;
 use crate::record::Unit;

@@ -3,9 +3,9 @@
 
 use pool::SchemeKind;
 
-use super::results::Results;
 use super::load::{ACCESS_BYTES, Load, Work};
 use super::measure::Outcome;
+use super::results::Results;
 use super::{Extent, Run};
 use crate::Error;
 use crate::record::{Setting, Statistic, Unit};
@@ -217,7 +217,9 @@ fn access_between_allocations(
         let (statistic, us) = run.typical(&outcome.access);
         let what = format!("{name}, {}: access between allocations, {statistic}", count(threads));
         match (name, threads) {
-            ("odrp", 24) => results.claimed(what, builder.value(statistic, us), "odrp.access.latency"),
+            ("odrp", 24) => {
+                results.claimed(what, builder.value(statistic, us), "odrp.access.latency")
+            }
             _ => results.add(what, builder.value(statistic, us)),
         }
         latencies.push(us);

@@ -4,8 +4,8 @@
 
 use pool::SchemeKind;
 
-use super::results::Results;
 use super::load::{ACCESS_BYTES, Load, Work};
+use super::results::Results;
 use super::{Extent, Run};
 use crate::Error;
 use crate::record::{Statistic, Unit};

@@ -361,8 +361,7 @@ fn conclude(
         .map(Cell::number),
     );
     let count = thousands(allocate.count());
-    report
-        .table(&format!("Allocation and free of one chunk ({count} repetitions)"), &table)?;
+    report.table(&format!("Allocation and free of one chunk ({count} repetitions)"), &table)?;
 
     report.say("")?;
     for Comparison { workload, corpus, output, .. } in comparisons {

@@ -6,8 +6,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use bench::size::Size;
 use bench::number::thousands;
+use bench::size::Size;
 use pool::{
     Address, Budget, ControlMode, Endpoint, Listen, SchemeKind, Service, Settings, Token, protocol,
 };
@@ -296,11 +296,9 @@ fn listen_address(text: &str) -> Result<SocketAddr, String> {
     match (text.parse(), bare.parse::<IpAddr>()) {
         (Ok(address), _) => Ok(address),
         (_, Ok(ip)) => Ok(SocketAddr::new(ip, pool::remote::address::PORT)),
-        _ => {
-            Err("expected an IP address of this host and optionally a port: 10.0.0.2:4791, \
+        _ => Err("expected an IP address of this host and optionally a port: 10.0.0.2:4791, \
                  [fd00::2]:4791"
-                .into())
-        }
+            .into()),
     }
 }
 

@@ -9,19 +9,18 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use granary_tests::control::Control;
-use pool::finemem::header::{Header, User};
 use pool::finemem::block::Block;
+use pool::finemem::header::{Header, User};
 use pool::finemem::layout::{Shape, Word};
 use pool::finemem::log::{Capability, FullLog};
 use pool::finemem::tree::{Taken, Tree, Verbs};
 use pool::protocol::{Reply, Request};
 use pool::scheme::Metadata;
-use pool::{ConnectRequest, ConnectReply};
-use rnic::cqe::Syndrome;
-use rnic::ids::{Access, Key, Qpn};
-use rnic::memory::DmaMemory;
-use rnic::wqe::{Builder, Sge};
+use pool::{ConnectReply, ConnectRequest};
 use serde_json::{Value, json};
+use verbs::cqe::Syndrome;
+use verbs::wqe::{Builder, Sge};
+use verbs::{Access, DmaMemory, Key, Qpn};
 
 use crate::compute::{LONG, remote};
 use crate::nic::Nic;
@@ -84,7 +83,7 @@ impl Service {
         Sge { addr: self.local.addr() + at as u64, len, lkey: self.lkey }
     }
 
-    fn at(&self, word: Word) -> rnic::wqe::Remote {
+    fn at(&self, word: Word) -> verbs::wqe::Remote {
         remote(self.metadata.addr + 8 * word.0 as u64, self.metadata.rkey)
     }
 
@@ -163,7 +162,10 @@ impl Service {
     fn free(&self, taken: &Taken) -> Result<()> {
         let (at, key) = (self.capability(taken.block), taken.capability.main);
         let (open, shut) = (Capability::open(key), Capability::quarantined(key));
-        ensure!(self.swap(at, open.to_word(), shut.to_word())?, "the attacker does not own its block");
+        ensure!(
+            self.swap(at, open.to_word(), shut.to_word())?,
+            "the attacker does not own its block"
+        );
         Ok(())
     }
 
@@ -306,7 +308,10 @@ pub fn beyond(a: &Arguments) -> Result<Value> {
     let tree = Tree::new(me.shape, me.user);
     let taken = me.take(&tree, 0)?;
     let addr = me.addr(taken.block);
-    ensure!(me.touch(0, addr, taken.capability.main.0, 0)? == 0, "a normal access failed after the attack");
+    ensure!(
+        me.touch(0, addr, taken.capability.main.0, 0)? == 0,
+        "a normal access failed after the attack"
+    );
     me.free(&taken)?;
     Ok(json!({ "refused": refused }))
 }

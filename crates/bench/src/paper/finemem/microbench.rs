@@ -7,10 +7,10 @@ use pool::SchemeKind;
 use crate::Error;
 use crate::paper::churn::{Churn, Delays};
 use crate::paper::experiment::{Canvas, Experiment};
-use crate::paper::results::Results;
 use crate::paper::load::{Load, Work};
 use crate::paper::measure::Outcome;
 use crate::paper::picture::{Series, lines};
+use crate::paper::results::Results;
 use crate::paper::{Extent, Run, count};
 use crate::plot::Axis;
 use crate::record::{Setting, Statistic, Unit};
@@ -319,13 +319,7 @@ fn against_sizes(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
 }
 
 /// Adds the latencies of one measurement.
-pub fn add(
-    run: &Run<'_>,
-    results: &mut Results,
-    setting: &Setting,
-    what: &str,
-    outcome: &Outcome,
-) {
+pub fn add(run: &Run<'_>, results: &mut Results, setting: &Setting, what: &str, outcome: &Outcome) {
     let name = setting.get("scheme").map(ToString::to_string).unwrap_or_default();
     for (metric, verb, latencies) in [
         ("alloc_latency_us", "allocation", &outcome.allocate),

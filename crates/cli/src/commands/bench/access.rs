@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use anyhow::bail;
 use bench::access::{self, Direction, Outcome, Spec};
-use bench::size::Size;
 use bench::record::{BASELINE_NIC, BASELINE_SCHEME};
+use bench::size::Size;
 use bench::{handoff, pool_access};
 use pool::{Address, EmbeddedNode, Pool};
 
