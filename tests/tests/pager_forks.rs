@@ -6,11 +6,10 @@
 //!
 //! Unmodified programs run with a memory node. C programs that check themselves cover rare cases.
 
-use granary_tests::needs;
 use granary_tests::node::{MemoryNode, full};
-use granary_tests::over_each_node;
 use granary_tests::pager::{Scratch, assert_same, forks_are_reported, paged, plain};
 use granary_tests::run::{NodeKind, Site};
+use granary_tests::{needs, over_each_node};
 use pager::config::EXIT_PAGER;
 
 const MIB: u64 = 1 << 20;

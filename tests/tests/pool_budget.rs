@@ -8,13 +8,13 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use fabric::PeerAddress;
-use fabric::soft::SoftNic;
 use granary_tests::scene::{Programs, Scene};
 use pool::budget::BudgetStatus;
 use pool::client::control::{ControlPlane, SocketControl};
 use pool::protocol::{NodeHello, Status};
 use pool::{ConnectReply, ConnectRequest, Error, Grant, GroupId, Lane, Options, Pool};
+use rnic::nic::SoftNic;
+use verbs::PeerAddress;
 
 const PROGRAMS: Programs =
     Programs { hostile: env!("CARGO_BIN_EXE_hostile"), victim: env!("CARGO_BIN_EXE_victim") };

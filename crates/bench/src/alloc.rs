@@ -22,10 +22,10 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use fabric::Nic;
 use pool::odrp::PAGE_BYTES;
 use pool::{ControlMode, Grant, Pool, SchemeKind, Settings};
 use serde::{Deserialize, Serialize};
+use verbs::Nic;
 
 use crate::Error;
 use crate::claims::Claims;

@@ -28,13 +28,13 @@ use std::net::{SocketAddr, UdpSocket};
 use std::path::Path;
 use std::time::Duration;
 
-use fabric::soft::{SoftCq, SoftMr, SoftNic, SoftPd, SoftQp};
-use fabric::{
+use rnic::nic::{SoftCq, SoftMr, SoftNic, SoftPd, SoftQp};
+use serde::{Deserialize, Serialize};
+use verbs::{
     Access, Backoff, Completion, CompletionKind, CompletionQueue, CqAttr, Data, Key, MemoryRegion,
     Nic, Op, PairSecret, PathMtu, PeerAddress, QpAttr, QpChange, Qpn, QueuePair, Receive,
     ReceiveAttr, ReceiveRequest, Remote, RemotePeer, SecretSide as End, Sge, Status, WorkRequest,
 };
-use serde::{Deserialize, Serialize};
 
 use crate::Error;
 use crate::access::{Meter, Outcome};

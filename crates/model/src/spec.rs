@@ -17,8 +17,8 @@
 //!   releaser:     pushes the entry, owes a permit, gives the permit
 //! ```
 
-use fabric::Qpn;
 use pool::onesidedmw::layout::Shape;
+use verbs::Qpn;
 
 /// Maximum number of chunks of a world.
 pub const CHUNKS: usize = 4;

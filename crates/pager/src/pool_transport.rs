@@ -16,11 +16,11 @@
 use std::sync::RwLock;
 use std::time::{Duration, Instant};
 
-use fabric::soft::SoftNic;
 use pool::{
     Address, Batch, Buffer, Grant, Lane as PoolLane, MultiPool, NodeIndex, Options, PlacedGrant,
     Placement, Pool, Transfer,
 };
+use rnic::nic::SoftNic;
 
 use crate::Error;
 use crate::sys::PAGE_BYTES;

@@ -16,10 +16,10 @@ use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use fabric::executor::block_on;
-use fabric::soft::SoftNic;
-use fabric::{Nic, Status};
 use parking_lot::{Mutex, RwLock};
+use rnic::nic::SoftNic;
+use verbs::executor::block_on;
+use verbs::{Nic, Status};
 
 use crate::scheme::Grant;
 use crate::{Address, Error, Options, Pool};

@@ -20,8 +20,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use fabric::Qpn;
 use parking_lot::{Condvar, Mutex};
+use verbs::Qpn;
 
 use crate::Error;
 use crate::cpu::ThreadClock;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use fabric::direct::DirectNic;
-use fabric::{Nic, PeerAddress, Qpn};
+use verbs::direct::DirectNic;
+use verbs::{Nic, PeerAddress, Qpn};
 
 use crate::protocol::NodeHello;
 use crate::remote::Start;

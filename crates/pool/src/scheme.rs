@@ -11,9 +11,9 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fabric::{Key, PeerAddress, Qpn};
 use rnic::port::shm::Secret;
 use serde::{Deserialize, Serialize};
+use verbs::{Key, PeerAddress, Qpn};
 
 use crate::Error;
 use crate::budget::BudgetStatus;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-use rnic::verbs::Limits;
+use rnic::limits::Limits;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;

@@ -6,10 +6,10 @@ mod common;
 use std::sync::Arc;
 
 use common::{CHUNK, check_whole};
-use fabric::Key;
 use pool::finemem::block::Block;
 use pool::finemem::layout::Shape;
 use pool::{EmbeddedNode, Error, Grant, GroupId, Options, Pool, SchemeKind, Settings};
+use verbs::Key;
 
 fn settings(chunks: u64) -> Settings {
     common::settings(SchemeKind::FineMem, chunks)

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use fabric::DmaMemory;
 use pool::{Error, Grant, GroupId, Options, Pool};
+use verbs::DmaMemory;
 
 /// Bytes at the start and the end of a chunk that are checked and written.
 const PROBE_BYTES: usize = 64;

@@ -61,7 +61,7 @@ pub fn chunks(bench: &mut Bench, how: How) -> Result<()> {
     let admission = ConnectRequest {
         management: vec![qpn(bench, &management)? as u32],
         groups: vec![vec![qpn(bench, &access)? as u32]],
-        start: Start::Psn(rnic::ids::Psn::new(psn)),
+        start: Start::Psn(verbs::Psn::new(psn)),
         route: Some(route),
         ..ConnectRequest::default()
     };

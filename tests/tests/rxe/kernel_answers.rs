@@ -1,7 +1,7 @@
 //! The kernel is the responder, this NIC the requester.
 
 use anyhow::{Result, ensure};
-use fabric::{Data, Key, MemoryRegion, Op, Remote, Status};
+use verbs::{Data, Key, MemoryRegion, Op, Remote, Status};
 
 use crate::bench::{ALL, BUFFER, Bench, How, LOCAL, Link, READ, SUCCESS};
 use crate::{sizes, unaligned};

@@ -1,7 +1,7 @@
 //! The kernel is the requester, this NIC the responder.
 
 use anyhow::{Result, ensure};
-use fabric::{
+use verbs::{
     Access, Bind, Key, MemoryRegion, MemoryWindow, MwKind, Nic, Op, QpState, QueuePair, WcOpcode,
 };
 

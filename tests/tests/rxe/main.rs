@@ -17,11 +17,11 @@ mod mixed;
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use fabric::PathMtu;
 use granary_tests::guest::Guest;
 use granary_tests::impaired_link::Impairment;
 use granary_tests::needs;
 use granary_tests::node::full;
+use verbs::PathMtu;
 
 use bench::{Bench, How};
 

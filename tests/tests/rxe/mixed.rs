@@ -5,8 +5,8 @@
 //! their posting.
 
 use anyhow::{Context, Result, ensure};
-use fabric::{Completion, CompletionKind, Data, MemoryRegion, Op, QueuePair, Sge, WorkRequest};
 use granary_tests::guest::{hash, pattern};
+use verbs::{Completion, CompletionKind, Data, MemoryRegion, Op, QueuePair, Sge, WorkRequest};
 
 use crate::bench::{Bench, How, LOCAL, Link, SUCCESS};
 

@@ -30,7 +30,7 @@ pub mod scalability;
 pub mod simulated;
 pub mod testbed;
 pub mod traces;
-pub mod verbs;
+pub mod verb_times;
 
 #[cfg(test)]
 mod tests;

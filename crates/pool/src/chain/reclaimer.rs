@@ -7,9 +7,9 @@
 
 use std::collections::VecDeque;
 
-use fabric::direct::{DirectNic, Managed};
-use fabric::wqe::Umr;
-use fabric::{
+use verbs::direct::{DirectNic, Managed};
+use verbs::wqe::Umr;
+use verbs::{
     Access, Completion, Key, MemoryRegion, Op, QpAttr, Qpn, QueuePair, Receive, Remote, Sge,
     Status, WorkRequest,
 };

@@ -1,7 +1,7 @@
 //! READ, WRITE, CAS and FAA on the chunk of a grant.
 
-use fabric::executor::block_on;
-use fabric::{Nic, Remote};
+use verbs::executor::block_on;
+use verbs::{Nic, Remote};
 
 use super::access_qp::Work;
 use super::buffer::BOUNCE_MAX;

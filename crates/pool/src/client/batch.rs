@@ -1,6 +1,6 @@
 //! Batches of transfers between chunks and registered memory, with one doorbell per QP.
 
-use fabric::{Completion, Nic, Status};
+use verbs::{Completion, Nic, Status};
 
 use super::access_qp::{AccessQpIndex, Posted, Work};
 use super::operation::HeldMemory;

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use fabric::{Access, DmaMemory, Key, MemoryRegion, Nic, Sge};
 use parking_lot::Mutex;
+use verbs::{Access, DmaMemory, Key, MemoryRegion, Nic, Sge};
 
 use super::Transfer;
 use crate::Error;

@@ -5,10 +5,10 @@ use std::path::Path;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use fabric::soft::SoftNic;
-use fabric::{PeerAddress, Qpn};
 use parking_lot::{Condvar, Mutex};
+use rnic::nic::SoftNic;
 use rnic::port::shm::Secret;
+use verbs::{PeerAddress, Qpn};
 
 use crate::Error;
 use crate::protocol::{self, NodeHello, Numbered, Opening, Reply, Request, Status, VERSION};

@@ -5,7 +5,7 @@
 //!   use these QPs, regardless of the calling thread.
 //! - Ranges are checked before an operation is posted. The NIC checks them again.
 //! - Every operation exists as a future and as a blocking call. Blocking calls spin briefly, then
-//!   sleep; futures that run under [`fabric::executor::block_on`] must not make them.
+//!   sleep; futures that run under [`verbs::executor::block_on`] must not make them.
 
 mod access;
 mod access_qp;
@@ -24,10 +24,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-use fabric::executor::block_on;
-use fabric::soft::SoftNic;
-use fabric::{Access, Error as VerbsError, MemoryRegion, Nic};
 use parking_lot::Mutex;
+use rnic::nic::SoftNic;
+use verbs::executor::block_on;
+use verbs::{Access, Error as VerbsError, MemoryRegion, Nic};
 
 pub use batch::{Batch, Transfer};
 pub use buffer::Buffer;

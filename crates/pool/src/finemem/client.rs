@@ -9,12 +9,12 @@ use std::collections::HashMap;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use fabric::completion::{Completer, Pending};
-use fabric::{
+use parking_lot::Mutex;
+use verbs::completion::{Completer, Pending};
+use verbs::{
     Access, Completion, CqAttr, Key, MemoryRegion, Nic, Op, PeerAddress, QpAttr, QpChange, QpState,
     Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Remote, Status, WorkRequest,
 };
-use parking_lot::Mutex;
 
 use super::effort::{AttemptCost, EffortCounts};
 use super::header::User;

@@ -11,7 +11,7 @@
 //! A key is looked up in the function of the QP that presents it, so each client has access QPs to
 //! every function.
 
-use fabric::{
+use verbs::{
     Access, CqAttr, DeviceInfo, DmaMemory, Nic, PeerAddress, QpAttr, QpChange, QueuePair, Receive,
 };
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fabric::{Access, Caps, CqAttr, DmaMemory, MemoryRegion, Nic, QpState, QueuePair};
+use verbs::{Access, Caps, CqAttr, DmaMemory, MemoryRegion, Nic, QpState, QueuePair};
 
 use super::allocation_view::{AllocationView, ClientsByUser};
 use super::function::{self, Function};
@@ -405,7 +405,7 @@ fn check_caps(caps: &Caps, settings: &Settings) -> Result<(), Error> {
     if windows && caps.big_endian_atomics && caps.global_atomics {
         return Ok(());
     }
-    Err(fabric::Error::Unsupported {
+    Err(verbs::Error::Unsupported {
         attempt: format!("serving with scheme {}", settings.scheme),
         why: format!(
             "the NIC must have windows of types 1 and 2B, and big-endian atomics that are atomic \

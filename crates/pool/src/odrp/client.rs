@@ -13,12 +13,12 @@
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
-use fabric::completion::Completer;
-use fabric::{
+use parking_lot::Mutex;
+use verbs::completion::Completer;
+use verbs::{
     Access, CqAttr, MemoryRegion, Nic, Op, PeerAddress, QpAttr, QpChange, QpState, Qpn, QueuePair,
     Receive, ReceiveAttr, ReceiveRequest, Remote, Status, WorkRequest,
 };
-use parking_lot::Mutex;
 
 use super::table::PAGES_MAX;
 use super::{PAGE_BYTES, PageOp, READ_BYTES, REPLY_BYTES, REQUEST_BYTES, status};

@@ -5,8 +5,8 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use fabric::direct::{DirectNic, DirectQp};
-use fabric::{
+use verbs::direct::{DirectNic, DirectQp};
+use verbs::{
     Access, Caps, Completion, CompletionQueue, CqAttr, Cqn, DmaMemory, MemoryRegion, PeerAddress,
     QpAttr, QpChange, Qpn, QueuePair, Receive, ReceiveAttr, Remote, Status,
 };
@@ -90,7 +90,7 @@ impl<N: DirectNic> Node<N> {
         let (pushes, sink) = (nic.create_cq(counter.clone())?, nic.create_cq(counter)?);
         let slots = ReceiveAttr { entries: shape.slots(), max_sges: 1 };
         let push_queue = nic.create_srq(&metadata, slots)?;
-        let push_record = fabric::direct::DirectReceive::record(&push_queue);
+        let push_record = verbs::direct::DirectReceive::record(&push_queue);
         let push_record = nic.reg_mr(&metadata, &push_record, Access::REMOTE_ATOMIC)?;
         push_queue::fill(&memory, &push_queue);
         let pds = (&data, &metadata);
@@ -213,7 +213,7 @@ impl<N: DirectNic> Node<N> {
                 .collect::<Result<_, _>>()?,
             bulletin: Remote {
                 addr: request.bulletin_addr,
-                rkey: fabric::Key(request.bulletin_rkey),
+                rkey: verbs::Key(request.bulletin_rkey),
             },
             stage: Stage::Closed,
             notify: false,
@@ -601,7 +601,7 @@ pub(super) fn check_caps(caps: &Caps) -> Result<(), Error> {
     if caps.chains && caps.big_endian_atomics {
         return Ok(());
     }
-    Err(fabric::Error::Unsupported {
+    Err(verbs::Error::Unsupported {
         attempt: "serving with scheme odrp".into(),
         why: format!(
             "the NIC must have WAIT and SEND_EN, and big-endian atomics; {} has chains: {}, \

@@ -1,6 +1,6 @@
 //! Enforces budgets in this scheme (OneSidedMW §4.4); [`crate::budget`] has the rules.
 
-use fabric::direct::DirectNic;
+use verbs::direct::DirectNic;
 
 use super::connection::{Connection, Management};
 use super::node::Node;

@@ -10,13 +10,13 @@ use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use fabric::completion::{Completer, Pending};
-use fabric::{
+use parking_lot::Mutex;
+use verbs::completion::{Completer, Pending};
+use verbs::{
     Access, CompletionQueue, CqAttr, Error as VerbsError, Key, MemoryRegion, Nic, Op, PeerAddress,
     QpAttr, QpChange, QpState, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Status,
     WorkRequest,
 };
-use parking_lot::Mutex;
 
 use super::layout::{reply, status};
 use crate::Error;

@@ -9,12 +9,10 @@
 
 use std::time::Duration;
 
-use fabric::direct::{DirectNic, DirectQp};
-use fabric::wqe::Builder;
-use fabric::{
-    Access, MemoryRegion, PeerAddress, QpAttr, QpChange, Qpn, QueuePair, Receive, Remote,
-};
 use rnic::bucket::TokenBucket;
+use verbs::direct::{DirectNic, DirectQp};
+use verbs::wqe::Builder;
+use verbs::{Access, MemoryRegion, PeerAddress, QpAttr, QpChange, Qpn, QueuePair, Receive, Remote};
 
 use super::node::Node;
 use super::program::{REPLY_BLOCKS, Wiring};
@@ -26,7 +24,7 @@ use crate::chain::queues::{ChainQueues, QueueParams};
 use crate::scheme::{ClientId, ConnectRequest};
 
 /// Access QPs by group and lane, each with the client's QP that it is connected to.
-pub(super) type AccessQps<N> = Vec<Vec<(<N as fabric::Nic>::Qp, PeerAddress)>>;
+pub(super) type AccessQps<N> = Vec<Vec<(<N as verbs::Nic>::Qp, PeerAddress)>>;
 
 /// Queues and management state of one client.
 pub(super) struct Connection<N: DirectNic> {
@@ -132,7 +130,7 @@ impl<N: DirectNic> Node<N> {
                 .collect(),
         };
         let bulletin =
-            Remote { addr: request.bulletin_addr, rkey: fabric::Key(request.bulletin_rkey) };
+            Remote { addr: request.bulletin_addr, rkey: verbs::Key(request.bulletin_rkey) };
         let management = Management::Closed;
         let meter = Meter::new(&self.settings.budget);
         Ok(Connection {

@@ -9,8 +9,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
-use fabric::direct::{DirectNic, DirectReceive};
-use fabric::{
+use verbs::direct::{DirectNic, DirectReceive};
+use verbs::{
     Access, Completion, CompletionQueue, CqAttr, Key, MemoryRegion, MemoryWindow, Qpn, QueuePair,
     ReceiveAttr, Status,
 };
@@ -107,7 +107,7 @@ impl<N: DirectNic> Node<N> {
         settings.validate()?;
         let caps = nic.caps();
         if !caps.chains || !caps.windows || !caps.big_endian_atomics {
-            return Err(fabric::Error::Unsupported {
+            return Err(verbs::Error::Unsupported {
                 attempt: "serving with scheme onesidedmw".into(),
                 why: format!(
                     "the NIC must have WAIT and SEND_EN, type-2B windows and big-endian atomics; \

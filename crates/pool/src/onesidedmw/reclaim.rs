@@ -6,8 +6,8 @@
 //!   push to the queue
 //! ```
 
-use fabric::direct::DirectNic;
-use fabric::{QpChange, QueuePair};
+use verbs::direct::DirectNic;
+use verbs::{QpChange, QueuePair};
 
 use super::connection::Connection;
 use super::node::Node;

@@ -10,9 +10,9 @@
 //! then compute the secrets; a third party that cannot read it knows none of them. The compute node
 //! draws a salt at admission and each time it re-establishes QPs.
 
-use fabric::{PairSecret, SecretSide as End};
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
+use verbs::{PairSecret, SecretSide as End};
 
 use super::route::Start;
 use super::token::{Nonce, Nonces, Side, Token};

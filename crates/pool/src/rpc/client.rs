@@ -6,12 +6,12 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use fabric::completion::Completer;
-use fabric::{
+use parking_lot::Mutex;
+use verbs::completion::Completer;
+use verbs::{
     Access, CqAttr, MemoryRegion, Nic, Op, PeerAddress, QpAttr, QpChange, Qpn, QueuePair, Receive,
     ReceiveAttr, ReceiveRequest, Status, WorkRequest,
 };
-use parking_lot::Mutex;
 
 use super::blocks::Blocks;
 use super::{Ask, Outcome, REPLY_BYTES, Reply, Request};

@@ -79,7 +79,7 @@ pub use node::Node;
 pub use table::ChunkState;
 pub use view::AllocationView;
 
-use fabric::Key;
+use verbs::Key;
 
 use crate::scheme::MAX_GROUP;
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use fabric::{
+use verbs::{
     Completion, CompletionQueue, Error as VerbsError, Key, MemoryRegion, Nic, Op, PeerAddress,
     QpChange, QueuePair, ReceiveRequest, Remote, Status, WorkRequest,
 };

@@ -13,7 +13,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use fabric::{Key, Nic};
+use verbs::{Key, Nic};
 
 use super::blocks::{Blocks, Free};
 use super::regions::Regions;
@@ -350,7 +350,7 @@ impl<N: Nic> Table<N> {
 mod tests {
     use super::*;
     use crate::rpc::regions::Regions;
-    use fabric::soft::SoftNic;
+    use rnic::nic::SoftNic;
 
     /// One core closes blocks that are set aside for a compute node while another core retires that
     /// node.

@@ -37,8 +37,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use fabric::soft::SoftNic;
 use parking_lot::Mutex;
+use rnic::nic::SoftNic;
 use rnic::port::shm::Host;
 use rustix::event::EventfdFlags;
 

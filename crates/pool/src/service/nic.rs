@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use fabric::soft::SoftNic;
+use rnic::nic::SoftNic;
 use rnic::port::shm::socket::{self, PeerSocket};
 use rnic::port::shm::{Host, Session, SessionLimits};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -162,7 +162,7 @@ fn serve_session(host: &Host, peer: PeerSocket) {
 
 #[cfg(test)]
 mod tests {
-    use fabric::Nic;
+    use verbs::Nic;
 
     use super::*;
 

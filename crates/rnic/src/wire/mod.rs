@@ -21,16 +21,14 @@ mod outbox;
 pub mod packet;
 mod peer;
 pub(crate) mod piggyback;
-mod psn;
 pub(crate) mod requester;
 pub(crate) mod responder;
 mod stats;
 
-pub use mac::{PairSecret, Side};
 pub(crate) use outbox::{ALIGNED, Ending, LONG_BURST};
 pub use outbox::{Burst, Envelope, Outbox, Outgoing};
 pub use packet::{Malformed, Packet};
-pub use peer::{PathMtu, PeerAddress, RemotePeer};
+pub use peer::{check_peer, fitting_mtu};
 pub use stats::WireStats;
 
 /// The UDP port of RoCEv2, assigned by IANA.

@@ -1,7 +1,7 @@
 //! Tests of the requester without packets: sequence numbers, windows, timers.
 
 use super::*;
-use crate::ids::Qpn;
+use verbs::Qpn;
 
 const MTU: u32 = 1024;
 

@@ -17,9 +17,8 @@ use std::collections::VecDeque;
 
 use super::guess_limiter::PsnFit;
 use super::packet::{Nak, Syndrome};
-use super::peer::RemotePeer;
-use crate::ids::Psn;
-use crate::wqe::Remote;
+use verbs::wqe::Remote;
+use verbs::{Psn, RemotePeer};
 
 /// Maximum packets of a READ.
 pub(crate) const READ_PACKETS_MAX: u32 = 1 << 22;

@@ -9,9 +9,9 @@ use std::pin::Pin;
 use std::task::Poll;
 use std::time::Duration;
 
-use fabric::Status;
 use pool::scheme::{Grant, GroupId, Lane};
 use pool::{Error, Options, Pool, Transfer};
+use verbs::Status;
 
 use super::Context;
 use super::invariant::Invariant;

@@ -6,12 +6,12 @@ use std::os::fd::AsRawFd;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use rnic::ids::{Key, Psn, Qpn};
 use rnic::wire::Packet;
 use rnic::wire::icrc::{Route, RouteIcrc};
 use rnic::wire::packet::{Body, Notice, PACKET_MAX, Part};
-use rnic::wqe::Remote;
 use serde_json::{Value, json};
+use verbs::wqe::Remote;
+use verbs::{Key, Psn, Qpn};
 
 use crate::compute::{Compute, status};
 use crate::{Arguments, Random};

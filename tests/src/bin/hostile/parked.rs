@@ -11,13 +11,12 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use rnic::ids::{Access, Key};
-use rnic::memory::DmaMemory;
 use rnic::port::ARMED;
 use rnic::port::control::Verb;
-use rnic::wqe::{Remote, Sge, WQEBB};
 use rustix::thread::futex;
 use serde_json::{Value, json};
+use verbs::wqe::{Remote, Sge, WQEBB};
+use verbs::{Access, DmaMemory, Key};
 
 use crate::Arguments;
 use crate::nic::{Nic, part};
@@ -59,7 +58,7 @@ pub fn threads(a: &Arguments) -> Result<Value> {
         nic.verb(Verb::EnableSend { qpn: qp.qpn, limit: BLOCKS as u16 })?;
     }
     a.wait()?;
-    let executed = rings.iter().map(|qp| Ok(nic.query(qp.qpn)?.executed));
+    let executed = rings.iter().map(|qp| Ok(nic.query(qp.qpn)?.progress.executed));
     Ok(json!({ "executed": executed.sum::<Result<u64>>()? }))
 }
 

@@ -17,11 +17,10 @@ use pool::finemem::tree::{Taken, Tree, Verbs};
 use pool::protocol::{Reply, Request};
 use pool::scheme::Metadata;
 use pool::{ConnectReply, ConnectRequest};
-use rnic::cqe::Syndrome;
-use rnic::ids::{Access, Key, Qpn};
-use rnic::memory::DmaMemory;
-use rnic::wqe::{Builder, Sge};
 use serde_json::{Value, json};
+use verbs::cqe::Syndrome;
+use verbs::wqe::{Builder, Sge};
+use verbs::{Access, DmaMemory, Key, Qpn};
 
 use crate::compute::{LONG, remote};
 use crate::nic::Nic;
@@ -84,7 +83,7 @@ impl Service {
         Sge { addr: self.local.addr() + at as u64, len, lkey: self.lkey }
     }
 
-    fn at(&self, word: Word) -> rnic::wqe::Remote {
+    fn at(&self, word: Word) -> verbs::wqe::Remote {
         remote(self.metadata.addr + 8 * word.0 as u64, self.metadata.rkey)
     }
 

@@ -6,14 +6,12 @@
 //! each on a separate connection, because a wrong tag breaks the connection.
 
 use anyhow::{Context, Result, bail, ensure};
-use rnic::cqe::Syndrome;
-use rnic::ids::{Access, Key, Qpn};
-use rnic::memory::DmaMemory;
 use rnic::port::control::{QpVerb, ReceiveVerb, Reply, Verb};
-use rnic::verbs::{MwKind, QpChange};
-use rnic::wqe::{Sge, Umr};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use verbs::cqe::Syndrome;
+use verbs::wqe::{Sge, Umr};
+use verbs::{Access, DmaMemory, Key, MwKind, QpChange, Qpn};
 
 use crate::compute::{LONG, remote};
 use crate::nic::Nic;

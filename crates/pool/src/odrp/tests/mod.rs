@@ -7,13 +7,14 @@ mod reconnect;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use fabric::soft::SoftNic;
-use fabric::{MemoryRegion, Nic, Op, QpState, Qpn, QueuePair, ReceiveRequest, Status, WorkRequest};
+use rnic::nic::SoftNic;
+use verbs::{
+    DmaMemory, MemoryRegion, Nic, Op, QpState, Qpn, QueuePair, ReceiveRequest, Status, WorkRequest,
+};
 
-use fabric::DmaMemory;
+use rnic::limits::Limits;
 use rnic::port::Function;
 use rnic::port::inline::InlineNic;
-use rnic::verbs::Limits;
 
 use self::raw_client::{REPLY, RawClient};
 use super::*;
@@ -411,7 +412,7 @@ fn free_that_waits_for_a_stuck_read_loses_no_page() {
                 assert_eq!(node.status().unwrap().free, 2, "after {steps} steps");
             } else {
                 for qp in [&a.reads, &a.qp] {
-                    qp.modify(fabric::QpChange::Reset).unwrap();
+                    qp.modify(verbs::QpChange::Reset).unwrap();
                 }
                 let peers = loop {
                     match node.reset_management(a.id).unwrap() {

@@ -1,7 +1,7 @@
 //! Tests of the required NIC capabilities, and of the initial state of re-established QPs.
 
-use fabric::soft::SoftNic;
-use fabric::{PathMtu, Psn, Qpn};
+use rnic::nic::SoftNic;
+use verbs::{PathMtu, Psn, Qpn};
 
 use super::*;
 use crate::remote::{RoceEnd, Route};

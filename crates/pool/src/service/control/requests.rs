@@ -1,7 +1,7 @@
 //! Handling of greetings, openings, and requests of compute nodes.
 
-use fabric::Qpn;
 use rnic::port::shm::{Session, SessionLimits};
+use verbs::Qpn;
 
 use super::{AWAITS_MAX, Control, protocol_error, refused};
 use crate::Error;

@@ -40,7 +40,7 @@
 //! with the value it saw last; the lower half is an index that the engine bounds by the ring.
 
 use super::super::events::EventWord;
-use crate::memory::DmaMemory;
+use verbs::DmaMemory;
 
 /// The NIC polls.
 pub(super) const AWAKE: u32 = 0;

@@ -24,7 +24,7 @@ use rustix::io::Errno;
 use rustix::mm::Advice;
 
 use super::super::error::Error;
-use crate::memory::DmaMemory;
+use verbs::DmaMemory;
 
 /// `f_type` of the file system of ordinary shared memory (`TMPFS_MAGIC`). Huge pages have another
 /// file system, and an access to them can fail when no huge page is left.

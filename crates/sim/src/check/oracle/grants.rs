@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use fabric::Key;
 use pool::scheme::Grant;
+use verbs::Key;
 
 use super::{ClientIndex, FRESH, Holding, Named, Oracle};
 use crate::check::invariant::Invariant;

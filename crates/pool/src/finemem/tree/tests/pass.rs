@@ -13,7 +13,7 @@ use super::explore::{Explored, Held, explore_all, full};
 use super::world::{Stepped, Task, window};
 use super::*;
 use crate::finemem::log::{Capability, FullLog};
-use fabric::Key;
+use verbs::Key;
 
 /// The allocations of a client, and the number of verbs after which it crashes.
 #[derive(Clone, Copy)]

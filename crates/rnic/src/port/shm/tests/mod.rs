@@ -13,11 +13,10 @@ use super::{Attached, Host, Session, SessionLimits, socket};
 
 mod load;
 mod memory;
-use crate::cqe::CqReader;
-use crate::ids::{Access, Key, KeyIndex, Qpn};
-use crate::memory::DmaMemory;
-use crate::verbs::{AsyncEvent, Limits, QpChange};
-use crate::wqe::Builder;
+use crate::limits::Limits;
+use verbs::cqe::CqReader;
+use verbs::wqe::Builder;
+use verbs::{Access, AsyncEvent, DmaMemory, Key, KeyIndex, QpChange, Qpn};
 
 fn host() -> Host {
     Host::start(Limits::default()).unwrap()
@@ -116,7 +115,7 @@ fn malformed_requests_are_rejected() {
     assert!(matches!(ask(&mut s, r#"{"add_memory":{"bytes":4096}}"#, fds).0, Response::Memory(0)));
     for (offset, bytes) in [(0, 4097), (4096, 1), (u64::MAX, 2), (1, u64::MAX)] {
         let verb = Verb::RegMr {
-            pd: crate::ids::Pdn::new(0),
+            pd: verbs::Pdn::new(0),
             memory: Span { memory: 0, offset, bytes },
             iova: 0,
             access: Access::LOCAL_ALL,
