@@ -29,7 +29,7 @@ const FRESH: Duration = Duration::from_millis(500);
 
 /// Time for which a memory node stays silent after a timeout. Longer than its control connection
 /// takes to detect that the host is unreachable.
-const SILENCE: Duration = Duration::from_secs(10);
+const SILENCE: Duration = Duration::from_secs(15);
 
 /// Policy that selects the memory node of an allocation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
