@@ -47,6 +47,7 @@ mod seal;
 pub mod slots;
 mod spawn;
 pub mod staging;
+pub mod metrics;
 pub mod stats;
 pub mod store;
 pub mod streams;

@@ -16,6 +16,7 @@ mod guard;
 pub mod ids;
 mod key_namespaces;
 pub mod memory;
+pub mod metrics;
 #[cfg(test)]
 #[path = "../../../tests/src/needs.rs"]
 mod needs;

@@ -38,6 +38,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use fabric::soft::SoftNic;
+use metrics::Samples;
 use parking_lot::Mutex;
 use rnic::port::shm::Host;
 use rustix::event::EventfdFlags;
@@ -238,8 +239,11 @@ impl Shared {
         let (unretired, why) = self.node.unretired();
         let trouble = self.trouble.lock().clone();
         let trouble = Trouble { unretired, last: why.or(trouble.last.clone()), ..trouble };
+        let mut samples = Samples::default();
+        rnic::metrics::sample(&nic, &mut samples);
         Ok(Status {
             trouble,
+            metrics: samples.numbers(),
             uptime_ms: self.node.uptime().as_millis() as u64,
             control_cpu_ns: control.as_nanos() as u64,
             control_wakeups: wakeups,
