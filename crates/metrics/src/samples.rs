@@ -99,6 +99,11 @@ impl Samples {
         self.0.push(Sample { metric, label, value });
     }
 
+    /// Adds the samples of another report.
+    pub fn extend(&mut self, others: Self) {
+        self.0.extend(others.0);
+    }
+
     /// All samples.
     pub fn iter(&self) -> impl Iterator<Item = &Sample> {
         self.0.iter()

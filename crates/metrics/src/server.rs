@@ -227,10 +227,7 @@ impl Connection {
     }
 
     /// Reads or writes as much as is possible now. The connection is closed at an error.
-    fn serve(
-        &mut self,
-        page: &mut Page<impl FnMut() -> Result<String, String>>,
-    ) -> io::Result<()> {
+    fn serve(&mut self, page: &mut Page<impl FnMut() -> Result<String, String>>) -> io::Result<()> {
         if self.answer.is_none() && !self.read()? {
             return Ok(());
         }
@@ -289,10 +286,7 @@ fn parse(request: &[u8]) -> Result<Parsed, httparse::Error> {
     })
 }
 
-fn respond(
-    request: &[u8],
-    page: &mut Page<impl FnMut() -> Result<String, String>>,
-) -> Vec<u8> {
+fn respond(request: &[u8], page: &mut Page<impl FnMut() -> Result<String, String>>) -> Vec<u8> {
     match parse(request) {
         Ok(Parsed::Page) => page.answer(),
         Ok(Parsed::Other) => answer("404 Not Found", TEXT, "only GET /metrics is served\n"),

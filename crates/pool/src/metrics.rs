@@ -1,7 +1,7 @@
 //! Metrics of a memory node: the declarations of the numbers in [`Status`] and its parts.
 //!
 //! The fields have names of their own in JSON. The counters of the NIC travel by their full names in
-//! [`Status::metrics`], so that a counter that the NIC declares needs no field here.
+//! [`Status::nic_counters`], so that a counter that the NIC declares needs no field here.
 
 use metrics::{Declared, Metric, Samples, Unit, counter, declare, gauge};
 
@@ -27,7 +27,7 @@ declare! {
         nic_cpu_ns: counter("nic_cpu", "CPU time of the NIC thread, which plays the hardware.")
             .in_unit(Unit::Nanoseconds),
         nic_wakeups: counter("nic_sleeps", "Times that the NIC thread went to sleep."),
-    } except { node, nic_wqes, nic, trouble, dropped, metrics }
+    } except { node, nic_wqes, nic, trouble, dropped, nic_counters }
 }
 
 declare! {
@@ -89,7 +89,7 @@ impl Status {
         }
         self.trouble.sample(&mut samples);
         for declared in rnic::metrics::METRICS {
-            samples.add_numbers(declared, &self.metrics);
+            samples.add_numbers(declared, &self.nic_counters);
         }
         samples
     }

@@ -287,7 +287,7 @@ pub struct Status {
     pub dropped: Dropped,
     /// Counters of the NIC by their full names: see [`Status::samples`].
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub metrics: BTreeMap<String, u64>,
+    pub nic_counters: BTreeMap<String, u64>,
 }
 
 /// Packets from other hosts that the NIC dropped, by reason.
