@@ -388,6 +388,12 @@ impl Summary {
         0.0
     }
 
+    /// Returns the largest value, in nanoseconds, and the count of each bucket of fault times.
+    pub(crate) fn fault_buckets(&self) -> impl Iterator<Item = (u64, u64)> {
+        let hits = self.words[COUNTERS..].iter().enumerate();
+        hits.map(|(index, hits)| (bucket_top(index), *hits))
+    }
+
     /// Returns the peak of bytes held in the pool, as whole chunks.
     pub fn remote_bytes_peak(&self) -> u64 {
         self.get(Counter::PoolChunksPeak) * self.get(Counter::ChunkBytes)

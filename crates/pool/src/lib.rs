@@ -27,6 +27,7 @@ mod cpu;
 mod credits;
 mod error;
 pub mod finemem;
+pub mod metrics;
 mod multi;
 mod node;
 pub mod odrp;

@@ -22,6 +22,8 @@
 //! - A message that cannot be decoded is answered with `error` and never ends the process that
 //!   reads it. Unknown fields are ignored; an unknown version is refused, and the reply names it.
 
+use std::collections::BTreeMap;
+
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -283,6 +285,9 @@ pub struct Status {
     /// Packets from other hosts that the NIC dropped.
     #[serde(default)]
     pub dropped: Dropped,
+    /// Counters of the NIC by their full names: see [`Status::samples`].
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub nic_counters: BTreeMap<String, u64>,
 }
 
 /// Packets from other hosts that the NIC dropped, by reason.

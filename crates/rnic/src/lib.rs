@@ -14,6 +14,7 @@ pub mod error;
 mod guard;
 mod key_namespaces;
 pub mod limits;
+pub mod metrics;
 #[cfg(test)]
 #[path = "../../../tests/src/needs.rs"]
 mod needs;

@@ -8,14 +8,15 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use bench::number::thousands;
 use bench::size::Size;
-use pool::{
-    Address, Budget, ControlMode, Endpoint, Listen, SchemeKind, Service, Settings, Token, protocol,
-};
+use metrics::server::Server;
+use pool::{Address, Budget, ControlMode, Endpoint, Listen, SchemeKind, Service, Settings, Token};
 use serde::Serialize;
 
 use crate::UsageError;
 use crate::file_descriptors;
+use crate::log::{Log, LogLevel};
 use crate::memory::{DonationCheck, HostMemory};
+use crate::metrics_page::MetricsPage;
 use crate::node::{self, Ready};
 use crate::options::{Donation, Output, PoolAddress};
 use crate::signals::Signals;
@@ -145,6 +146,12 @@ pub struct Serve {
     silence_ms: u64,
 
     #[command(flatten)]
+    metrics: MetricsPage,
+
+    #[command(flatten)]
+    log: Log,
+
+    #[command(flatten)]
     output: Output,
 }
 
@@ -155,18 +162,21 @@ Examples:
   granary run --pool shm:/run/granary.sock --local 64MiB -- python3 train.py
   granary serve --memory 64GiB --listen 10.0.0.2 --token-file /etc/granary.token
   granary serve --budget-chunks 512 --budget-requests-per-s 100000
+  granary serve --memory 4GiB --metrics 9464 --log info
   granary serve --scheme rpc-mw-2 --control polling --json";
 
 /// Final JSON line: the memory node's counters.
 #[derive(Serialize)]
-struct Stopped<'a> {
+struct Stopped {
     event: &'static str,
     #[serde(flatten)]
-    status: &'a protocol::Status,
+    status: node::StatusReport,
 }
 
 impl Serve {
     pub fn run(self) -> anyhow::Result<ExitCode> {
+        // The command that starts a private memory node passes its own level.
+        self.log.start(if self.private { LogLevel::Error } else { LogLevel::Warn });
         let settings = self.settings()?;
         self.check_memory()?;
         let endpoint = self.endpoint()?;
@@ -179,8 +189,12 @@ impl Serve {
         let listen = self.listen()?;
         file_descriptors::raise_limit_for(settings.clients_max);
         let service = Service::start_with(&settings, &endpoint, listen.as_ref())?;
+        let status = service.status_source();
+        let metrics = self.metrics.start(move || Ok(status()?.samples()))?;
         let pool = PoolAddress::Node(Address::Shm(service.path().to_owned()));
-        let ready = Ready::new(&settings, &pool, service.address());
+        let metrics_url = metrics.as_ref().map(Server::url);
+        let ready =
+            Ready { metrics: metrics_url, ..Ready::new(&settings, &pool, service.address()) };
         report.print(match self.output.json {
             true => serde_json::to_string(&ready)?,
             false => describe_ready(&ready),
@@ -191,10 +205,14 @@ impl Serve {
                 bail!("serve at {}: {why}; restart granary serve", service.path().display());
             }
         }
+        drop(metrics);
         let status = service.status()?;
         service.stop();
         report.print(match self.output.json {
-            true => serde_json::to_string(&Stopped { event: "stopped", status: &status })?,
+            true => {
+                let status = node::StatusReport::new(status);
+                serde_json::to_string(&Stopped { event: "stopped", status })?
+            }
             false => format!("\nstopped\n{}", node::describe(&status)),
         })?;
         Ok(ExitCode::SUCCESS)
@@ -315,10 +333,11 @@ fn listen_address(text: &str) -> Result<SocketAddr, String> {
 fn describe_ready(ready: &Ready) -> String {
     let Ready { pool, scheme, control, group_size, credits, .. } = ready;
     let remote = ready.remote.as_ref().map_or(String::new(), |r| format!("\nremote    {r}"));
+    let metrics = ready.metrics.as_ref().map_or(String::new(), |url| format!("\nmetrics   {url}"));
     let waits = if scheme.needs_cpu() { format!(", control {control}") } else { String::new() };
     format!(
         "serving {} in {} chunks of {}\n\
-         pool      {pool}{remote}\n\
+         pool      {pool}{remote}{metrics}\n\
          scheme    {scheme}{waits}, groups of {group_size} windows, {credits} credits\n\
          to use    granary run --pool {pool} --local 256MiB -- PROGRAM\n\
          to watch  granary status --pool {pool}\n\

@@ -26,6 +26,7 @@ mod connection;
 mod connection_limits;
 mod control;
 mod nic;
+mod refusals;
 #[cfg(test)]
 mod tests;
 
@@ -37,6 +38,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use metrics::Samples;
 use parking_lot::Mutex;
 use rnic::nic::SoftNic;
 use rnic::port::shm::Host;
@@ -116,6 +118,16 @@ impl Service {
         };
         let settings = Settings { paced: true, ..settings.clone() };
         let node = MemoryNode::new(AnyNode::new(&nic, &settings)?, settings);
+        let (budget, scheme) = (&node.settings().budget, node.settings().scheme);
+        tracing::info!(
+            socket = %path.display(),
+            address = address.map(tracing::field::display),
+            %scheme,
+            chunks = node.settings().chunks(),
+            budget_requests_per_s = budget.requests_per_s,
+            budget_chunks = budget.chunks,
+            "memory node starts"
+        );
         let eventfd =
             rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(
                 |e| Error::System { attempt: "creating an eventfd".into(), source: e.into() },
@@ -155,6 +167,7 @@ impl Service {
                 move || {
                     shared.clock.adopt();
                     if let Err(e) = control::run(&shared, sockets) {
+                        tracing::error!(why = e.to_string(), "control thread ended");
                         *shared.failure.lock() = Some(e.to_string());
                     }
                     shared.clock.retire();
@@ -186,6 +199,13 @@ impl Service {
     /// The memory node's state, as compute nodes can also query it.
     pub fn status(&self) -> Result<Status, Error> {
         self.shared.status()
+    }
+
+    /// A source of [`Service::status`] for another thread. It keeps the state of the service alive:
+    /// drop it before the service.
+    pub fn status_source(&self) -> impl Fn() -> Result<Status, Error> + Send + use<> {
+        let shared = self.shared.clone();
+        move || shared.status()
     }
 
     /// CPU time of the control threads, which is the memory node's CPU time.
@@ -243,8 +263,11 @@ impl Shared {
         let (unretired, why) = self.node.unretired();
         let trouble = self.trouble.lock().clone();
         let trouble = Trouble { unretired, last: why.or(trouble.last.clone()), ..trouble };
+        let mut samples = Samples::default();
+        rnic::metrics::sample(&nic, &mut samples);
         Ok(Status {
             trouble,
+            nic_counters: samples.numbers(),
             uptime_ms: self.node.uptime().as_millis() as u64,
             control_cpu_ns: control.as_nanos() as u64,
             control_wakeups: wakeups,

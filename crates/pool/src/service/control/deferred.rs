@@ -69,7 +69,10 @@ impl Control<'_> {
             self.shared.wake.awaiting.fetch_sub(1, Ordering::SeqCst);
             alive &= match reply {
                 Ok(reply) => connection.reply(deferred.id, reply),
-                Err(e) => connection.refuse(deferred.id, &e),
+                Err(e) => {
+                    self.refusals.request(id, connection, &e, self.started.elapsed());
+                    connection.refuse(deferred.id, &e)
+                }
             };
         }
         alive

@@ -55,6 +55,7 @@ impl Control<'_> {
                 connection.send(answer, Vec::new())
             }
             Err(e) => {
+                self.refusals.request(id, connection, &e, self.started.elapsed());
                 connection.refuse(0, &e);
                 false
             }
@@ -71,6 +72,7 @@ impl Control<'_> {
         let opening = match protocol::decode::<Opening>("reading an opening", bytes) {
             Ok(opening) => opening,
             Err(e) => {
+                self.refusals.request(id, connection, &e, self.started.elapsed());
                 connection.refuse(0, &e);
                 return false;
             }
@@ -94,12 +96,15 @@ impl Control<'_> {
             // instead.
             _ if is_full => {
                 let why = "it has reached its limit of connections".into();
-                connection.refuse(0, &Error::Full { attempt: "opening a connection".into(), why });
+                let error = Error::Full { attempt: "opening a connection".into(), why };
+                self.refusals.request(id, connection, &error, self.started.elapsed());
+                connection.refuse(0, &error);
                 return false;
             }
             "nic" if ends.is_none() => {
                 let session = Session::new(&self.shared.host, limits);
                 connection.role = Role::Nic(Box::new(session));
+                tracing::debug!(connection = id.0, peer = %connection.identity, "NIC session opened");
                 return true;
             }
             "nic" => "only processes of its own host can attach to the NIC".into(),
@@ -121,7 +126,9 @@ impl Control<'_> {
             ),
             other => format!("there is no service `{other}`; use `nic` or `pool`"),
         };
-        connection.refuse(0, &protocol_error(why));
+        let error = protocol_error(why);
+        self.refusals.request(id, connection, &error, self.started.elapsed());
+        connection.refuse(0, &error);
         false
     }
 
@@ -163,7 +170,7 @@ impl Control<'_> {
                     .map(|peer| Reply::Access { peer })
             }
             Request::Audit => node.audit().map(|()| Reply::Done),
-            Request::Goodbye => match self.leave(from) {
+            Request::Goodbye => match self.leave(from, "goodbye") {
                 None => Ok(Reply::Done),
                 Some(client) => {
                     self.defer(from, id, DeferredOp::Goodbye(client));
@@ -174,7 +181,10 @@ impl Control<'_> {
         let Some(connection) = self.connections.get_mut(&from) else { return false };
         match reply {
             Ok(reply) => connection.reply(id, reply),
-            Err(e) => connection.refuse(id, &e),
+            Err(e) => {
+                self.refusals.request(from, connection, &e, self.started.elapsed());
+                connection.refuse(id, &e)
+            }
         }
     }
 
@@ -220,6 +230,8 @@ impl Control<'_> {
         self.slots.take(ClientId(admitted.client), holder);
         session.client = Some(ClientId(admitted.client));
         session.nic = nic;
+        let (client, groups) = (admitted.client, request.groups.len());
+        tracing::info!(client, peer = %holder.identity, groups, "client admitted");
         Ok(admitted)
     }
 
