@@ -43,7 +43,8 @@ impl Page {
         Self::parse(&body)
     }
 
-    /// Parses a page in the OpenMetrics text format. Each sample must follow the type of its metric.
+    /// Parses a page in the OpenMetrics text format. Each sample must follow the type of its
+    /// metric.
     fn parse(text: &str) -> Result<Self> {
         ensure!(text.ends_with("# EOF\n"), "the page does not end with EOF");
         let (mut values, mut names) = (BTreeMap::new(), BTreeSet::new());

@@ -170,7 +170,10 @@ pub trait Declared {
 /// ```
 #[macro_export]
 macro_rules! declare {
-    ($owner:ty { $($field:ident: $metric:expr),* $(,)? } $(except { $($other:ident),* $(,)? })?) => {
+    (
+        $owner:ty { $($field:ident: $metric:expr),* $(,)? }
+        $(except { $($other:ident),* $(,)? })?
+    ) => {
         impl $crate::Declared for $owner {
             const METRICS: &'static [$crate::Metric] = &[$($metric),*];
 
