@@ -30,6 +30,24 @@ toolchain:
 build: toolchain ## Build the granary command and its preload library, optimised
 	$(CARGO) build --release $(PRODUCTS)
 
+# Where `make install` puts files. DESTDIR is a folder in front of it, for packages.
+PREFIX ?= /usr/local
+
+# Needs `make build` before it, and does not build: `sudo make install` must not compile as root.
+.PHONY: install
+install: PRODUCT_DIRECTORY = $(dir $(GRANARY))
+install: SHARE = $(DESTDIR)$(PREFIX)/share
+install: ## Install the command, completions and manual pages below PREFIX (/usr/local)
+	@test -x $(GRANARY) || { echo "make: no $(GRANARY); run make build" >&2; exit 1; }
+	install -D $(GRANARY) $(DESTDIR)$(PREFIX)/bin/granary
+	install -D -m 644 $(PRODUCT_DIRECTORY)libgranary_preload.so $(DESTDIR)$(PREFIX)/lib/libgranary_preload.so
+	mkdir -p $(SHARE)/bash-completion/completions $(SHARE)/zsh/site-functions \
+	    $(SHARE)/fish/vendor_completions.d
+	$(GRANARY) completions bash > $(SHARE)/bash-completion/completions/granary
+	$(GRANARY) completions zsh > $(SHARE)/zsh/site-functions/_granary
+	$(GRANARY) completions fish > $(SHARE)/fish/vendor_completions.d/granary.fish
+	$(GRANARY) man $(SHARE)/man/man1
+
 .PHONY: quickstart
 quickstart: build ## Run real programs with most of their memory in a pool
 	$(GRANARY) quickstart
