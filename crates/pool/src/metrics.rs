@@ -1,7 +1,7 @@
 //! Metrics of a memory node: the declarations of the numbers in [`Status`] and its parts.
 //!
-//! The fields have names of their own in JSON. The counters of the NIC travel by their full names in
-//! [`Status::nic_counters`], so that a counter that the NIC declares needs no field here.
+//! The fields have names of their own in JSON. The counters of the NIC travel by their full names
+//! in [`Status::nic_counters`], so that a counter that the NIC declares needs no field here.
 
 use metrics::{Declared, Metric, Samples, Unit, counter, declare, gauge};
 
