@@ -9,8 +9,8 @@ use metrics::server::{self, Server};
 /// The option `--metrics`.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct MetricsPage {
-    /// Serve metrics in the OpenMetrics format, at http://ADDRESS:PORT/metrics. A port alone is one
-    /// of the loopback interface. Everybody who reaches the address may read them
+    /// Serve metrics in the OpenMetrics format, at http://ADDRESS:PORT/metrics. A port alone
+    /// means the loopback interface. Every user and host that reaches the address may read them
     #[arg(long, value_name = "[ADDRESS:]PORT", value_parser = server::parse_address)]
     metrics: Option<SocketAddr>,
 }

@@ -3,7 +3,7 @@
 //! ```text
 //!  struct with counters ── declare! ──> METRICS (the declarations)
 //!        │                                  │
-//!        └──────── sample() ──> Samples ────┴──> lines of text, JSON, OpenMetrics page ──> server
+//!        └──────── sample() ──> Samples ────┴──> text, JSON, OpenMetrics page ──> server
 //! ```
 //!
 //! The storage of the values stays with their owners: plain words that one thread writes, or words

@@ -37,8 +37,7 @@ const HEADERS: usize = 64;
 const CONTENT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 const TEXT: &str = "text/plain; charset=utf-8";
 
-/// Parses `PORT`, `ADDRESS:PORT` or `[ADDRESS]:PORT`. A port alone is one of the loopback
-/// interface.
+/// Parses `PORT`, `ADDRESS:PORT` or `[ADDRESS]:PORT`. A port alone means the loopback interface.
 ///
 /// # Errors
 /// A description of the accepted values.

@@ -34,28 +34,23 @@ rows! {
     PagesOut: counter("pager_pages_out", "Pages written to slots."),
     PagesEvicted: counter("pager_pages_evicted", "Pages evicted."),
     PagesCleanEvicted: counter("pager_pages_evicted_clean", "Pages evicted without a write."),
-    PagesZeroEvicted: counter("pager_pages_evicted_zero", "Pages evicted all zero, without a \
-                                                           slot."),
+    PagesZeroEvicted: counter("pager_pages_evicted_zero", "Zero pages evicted, without a slot."),
     FaultsStalled: counter("pager_faults_stalled", "Faults that waited for the evictor."),
     PoolChunks: gauge("pager_pool_chunks", "Chunks held in the pool."),
     PoolChunksPeak: gauge("pager_pool_chunks_peak", "Peak of the chunks held in the pool."),
     OverflowChunks: gauge("pager_overflow_chunks", "Chunks held in the overflow file."),
-    OverflowChunksPeak: gauge("pager_overflow_chunks_peak", "Peak of the chunks in the overflow \
-        file."),
+    OverflowChunksPeak: gauge("pager_overflow_chunks_peak", "Peak of the chunks in that file."),
     ResidentPages: gauge("pager_resident_pages", "Paged pages that are resident."),
     ResidentPagesPeak: gauge("pager_resident_pages_peak", "Peak of the resident pages."),
     ChunkBytes: bytes(gauge("pager_chunk", "Length of a chunk.")),
     AllocationsByNic: counter("pager_allocations_nic", "Chunks that the NIC allocated."),
-    AllocationsByCpu: counter("pager_allocations_cpu", "Chunks that the memory node's CPU \
-                                                        allocated."),
+    AllocationsByCpu: counter("pager_allocations_cpu", "Chunks that a memory node's CPU allocated."),
     FaultNs: histogram("pager_fault_time", "Time to serve a fault, in the handler.")
         .in_unit(Unit::Nanoseconds),
     PagesToChildren: counter("pager_pages_to_children", "Pages served to forked children."),
-    UnpagedBytes: bytes(gauge("pager_unpaged", "Resident memory that is not paged, last \
-                                                measured.")),
+    UnpagedBytes: bytes(gauge("pager_unpaged", "Resident memory that is not paged.")),
     UnpagedBytesPeak: bytes(gauge("pager_unpaged_peak", "Peak of the memory that is not paged.")),
-    UnpagedMapped: bytes(gauge("pager_unpaged_mapped", "At the peak: mappings by raw system \
-                                                        calls.")),
+    UnpagedMapped: bytes(gauge("pager_unpaged_mapped", "At the peak: mappings by system calls.")),
     UnpagedHeap: bytes(gauge("pager_unpaged_heap", "At the peak: the brk heap.")),
     UnpagedFiles: bytes(gauge("pager_unpaged_files", "At the peak: private mappings of files.")),
     UnpagedStacks: bytes(gauge("pager_unpaged_stacks", "At the peak: stacks.")),
@@ -106,7 +101,7 @@ mod tests {
     fn samples_have_all_counters_and_fault_times() {
         let stats = Stats::private().unwrap();
         stats.add(Counter::PagesOut, 7);
-        [500, 1_500, 1_600, 2_000_000_000].into_iter().for_each(|ns| stats.record_fault(ns));
+        [500, 1_500, 1_600, 2_000_000_000].map(|ns| stats.record_fault(ns));
         let samples = stats.snapshot().samples();
         assert_eq!(samples.iter().count(), declared().count());
         let text = samples.lines().join("\n");

@@ -111,8 +111,8 @@ declare! {
 /// The declarations of all counters that [`sample`] reports.
 pub const METRICS: [&[Metric]; 3] = [Stats::METRICS, WireStats::METRICS, HostStats::METRICS];
 
-/// Adds the counters of a NIC to a report. CPU time and sleeps are left out: the memory node
-/// reports them with its own.
+/// Adds the counters of a NIC to a report, without CPU time and sleeps, which the memory node
+/// reports with its own.
 pub fn sample(stats: &HostStats, to: &mut Samples) {
     stats.engine.sample(to);
     stats.wire.sample(to);

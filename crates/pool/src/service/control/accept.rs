@@ -96,9 +96,11 @@ impl Control<'_> {
         let id = ConnectionId(self.next);
         self.next += 1;
         if let Err(e) = self.epoll.add(&connection, id.0) {
-            let mut trouble = self.shared.trouble.lock();
-            trouble.connections += 1;
-            trouble.last = Some(format!("watching a new connection: {e}"));
+            {
+                let mut trouble = self.shared.trouble.lock();
+                trouble.connections += 1;
+                trouble.last = Some(format!("watching a new connection: {e}"));
+            }
             self.refusals.connection(connection.identity, &e.to_string(), self.started.elapsed());
             return;
         }

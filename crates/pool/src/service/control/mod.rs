@@ -367,8 +367,8 @@ impl<'a> Control<'a> {
         };
         for id in linked.into_iter().chain([id]) {
             if let Some(connection) = self.connections.remove(&id) {
-                tracing::debug!(connection = id.0, peer = %connection.identity, "connection \
-                    closed");
+                let peer = connection.identity;
+                tracing::debug!(connection = id.0, %peer, "connection closed");
                 self.epoll.remove(&connection);
                 if let Some(until) = connection.deadline {
                     self.silent.remove(&(until, id));

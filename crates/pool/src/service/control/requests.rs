@@ -104,8 +104,8 @@ impl Control<'_> {
             "nic" if ends.is_none() => {
                 let session = Session::new(&self.shared.host, limits);
                 connection.role = Role::Nic(Box::new(session));
-                tracing::debug!(connection = id.0, peer = %connection.identity, "NIC session \
-                    opened");
+                let peer = connection.identity;
+                tracing::debug!(connection = id.0, %peer, "NIC session opened");
                 return true;
             }
             "nic" => "only processes of its own host can attach to the NIC".into(),
