@@ -44,7 +44,8 @@ rows! {
     ResidentPagesPeak: gauge("pager_resident_pages_peak", "Peak of the resident pages."),
     ChunkBytes: bytes(gauge("pager_chunk", "Length of a chunk.")),
     AllocationsByNic: counter("pager_allocations_nic", "Chunks that the NIC allocated."),
-    AllocationsByCpu: counter("pager_allocations_cpu", "Chunks that a memory node's CPU allocated."),
+    AllocationsByCpu: counter("pager_allocations_cpu", "Chunks that a memory node's CPU \
+                                                        allocated."),
     FaultNs: histogram("pager_fault_time", "Time to serve a fault, in the handler.")
         .in_unit(Unit::Nanoseconds),
     PagesToChildren: counter("pager_pages_to_children", "Pages served to forked children."),
