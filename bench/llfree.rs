@@ -75,7 +75,10 @@ impl<F: Fn(usize, usize) -> llfree::Request + Sync> Allocator for Peer<'_, F> {
     }
 
     fn put(&self, frame: FrameId, order: u32) {
-        self.all.put(frame, (self.request)(order as usize, self.thread)).expect("the frame is allocated");
+        self.all.put(frame, (self.request)(order as usize, self.thread)).expect(
+            "the frame is \
+            allocated",
+        );
     }
 }
 
@@ -175,9 +178,13 @@ fn main() {
                         let frames = chunks as usize;
                         let size = LLFree::metadata_size(&classing, frames);
                         let meta = MetaData::alloc(&size);
-                        let all = LLFree::new(frames, Init::FreeAll, &classing, meta).expect("LLFree");
+                        let all =
+                            LLFree::new(frames, Init::FreeAll, &classing, meta).expect("LLFree");
                         let peer = |thread| Peer { all: &all, thread, request: &request };
-                        print("llfree", measure(&(0..threads).map(peer).collect::<Vec<_>>(), order, count));
+                        print(
+                            "llfree",
+                            measure(&(0..threads).map(peer).collect::<Vec<_>>(), order, count),
+                        );
                     },
                     &|| {
                         let shape = Shape { chunks, chunk_bytes: CHUNK };
@@ -186,7 +193,10 @@ fn main() {
                             let user = User::new(thread as u16 + 1).expect("a user");
                             Local { words: &words, tree: Tree::new(shape, user), user }
                         };
-                        print("tree", measure(&(0..threads).map(local).collect::<Vec<_>>(), order, count));
+                        print(
+                            "tree",
+                            measure(&(0..threads).map(local).collect::<Vec<_>>(), order, count),
+                        );
                     },
                     &|| {
                         let settings = Settings {
@@ -195,7 +205,10 @@ fn main() {
                             scheme: SchemeKind::FineMem,
                             ..Settings::default()
                         };
-                        let node = pool::EmbeddedNode::start(&settings).expect("an embedded memory node");
+                        let node = pool::EmbeddedNode::start(&settings).expect(
+                            "an embedded memory \
+                            node",
+                        );
                         let node = std::sync::Arc::new(node);
                         let connect = |_| {
                             let pool = Pool::embedded_in(&node, pool::Options::default());

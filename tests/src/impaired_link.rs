@@ -104,7 +104,8 @@ pub fn open_device(namespace: &str, device: &'static str, frames: bool) -> Resul
     })
 }
 
-/// Runs a closure in a network namespace; sockets and devices that it creates stay in the namespace.
+/// Runs a closure in a network namespace; sockets and devices that it creates stay in the
+/// namespace.
 pub fn in_namespace<T: Send + 'static>(
     namespace: &str,
     what: impl FnOnce() -> Result<T> + Send + 'static,

@@ -112,7 +112,7 @@ fn too_few_windows_are_refused_with_numbers() -> Result<()> {
         .output()?;
     let error = String::from_utf8_lossy(&out.stderr);
     ensure!(!out.status.success(), "one window per function must not be enough");
-    let numbers = ["96 chunks need 190 memory windows", "128 functions of 257", "128 in all"];
+    let numbers = ["96 chunks need 190 memory windows", "128 functions of 257", "128 in total"];
     ensure!(numbers.iter().all(|n| error.contains(n)), "{error}");
     Ok(())
 }

@@ -35,8 +35,8 @@ fn installed(scratch: &Scratch) {
     fs::set_permissions(&directory, fs::Permissions::from_mode(0o1777)).unwrap();
 }
 
-/// Runs a shell script in a mount namespace of its own. In the script, `nobody COMMAND` runs a command
-/// without any privilege, and `./granary` is the command under test.
+/// Runs a shell script in a mount namespace of its own. In the script, `nobody COMMAND` runs a
+/// command without any privilege, and `./granary` is the command under test.
 fn run(scratch: &Scratch, script: &str) -> Output {
     let here = scratch.0.to_str().unwrap();
     let script = format!(
@@ -74,8 +74,8 @@ fn refused_userfaultfd_error_names_the_remedy() {
     installed(&scratch);
     // Hides the device file behind a file that the user may not open, without changing it.
     let script = format!(
-        "touch closed; chmod 600 closed; if [ -e {DEVICE} ]; then mount --bind closed {DEVICE}; fi\n\
-         nobody ./granary run --local 16MiB -- sh -c 'echo it ran'"
+        "touch closed; chmod 600 closed; if [ -e {DEVICE} ]; then mount --bind closed {DEVICE}; \
+         fi\n nobody ./granary run --local 16MiB -- sh -c 'echo it ran'"
     );
     let output = run(&scratch, &script);
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -104,8 +104,8 @@ fn user_with_the_device_file_pages_like_root() {
          nobody test -w {DEVICE}\n\
          nobody awk 'BEGIN {{ for (i = 0; i < 150000; i++) print i * 7919 % 1000003 }}' > numbers\n\
          sort -n -S 100M numbers > plain\n\
-         nobody ./granary run --local 4MiB --stats-json tmp/stats -- sort -n -S 100M numbers > paged\n\
-         cmp plain paged"
+         nobody ./granary run --local 4MiB --stats-json tmp/stats -- sort -n -S 100M numbers > \
+         paged\n cmp plain paged"
     );
     let output = run(&scratch, &script);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -140,18 +140,19 @@ fn scratch_for(test: &str) -> Option<Scratch> {
 /// Shell commands that make the device file accessible to all users, in this script only.
 fn open_device() -> String {
     format!(
-        "if [ -e {DEVICE} ]; then cp -a {DEVICE} device; chmod 666 device; mount --bind device {DEVICE}; fi\n"
+        "if [ -e {DEVICE} ]; then cp -a {DEVICE} device; chmod 666 device; mount --bind device \
+         {DEVICE}; fi\n"
     )
 }
 
-/// Runs a command as nobody, first without the pager and then paged, and compares the outputs and the
-/// limit of local memory. `$d` is an empty directory.
+/// Runs a command as nobody, first without the pager and then paged, and compares the outputs and
+/// the limit of local memory. `$d` is an empty directory.
 fn same_paged(scratch: &Scratch, local_mib: u64, command: &str) {
     let script = format!(
         "{}d=$PWD/tmp/d; export d\n\
          nobody mkdir $d; nobody sh -c '{command}' > plain; rm -rf $d; nobody mkdir $d\n\
-         nobody ./granary run --local {local_mib}MiB --stats-json tmp/stats -- sh -c '{command}' > paged\n\
-         cmp plain paged; test -s plain",
+         nobody ./granary run --local {local_mib}MiB --stats-json tmp/stats -- sh -c '{command}' > \
+         paged\n cmp plain paged; test -s plain",
         open_device()
     );
     let output = run(scratch, &script);
@@ -171,8 +172,8 @@ fn share(scratch: &Scratch, name: &str, text: &str) -> String {
     path.to_str().unwrap().into()
 }
 
-/// The kernel reports forks only to processes with CAP_SYS_PTRACE; the pager must follow forks without
-/// these reports.
+/// The kernel reports forks only to processes with CAP_SYS_PTRACE; the pager must follow forks
+/// without these reports.
 #[test]
 fn a_shell_script_of_a_user() {
     let Some(scratch) = scratch_for("a_shell_script_of_a_user") else { return };
@@ -249,8 +250,8 @@ fn child_without_userfaultfd_ends_with_a_message() {
     assert_eq!(stderr.lines().count(), 1, "{stderr}");
 }
 
-/// A child by a raw system call has none of the parent's paged memory; accesses fail and do not read
-/// zeros.
+/// A child by a raw system call has none of the parent's paged memory; accesses fail and do not
+/// read zeros.
 #[test]
 fn raw_fork_of_a_user_has_no_memory() {
     let Some(scratch) = scratch_for("raw_fork_of_a_user_has_no_memory") else { return };

@@ -225,7 +225,8 @@ pub fn warm_up<N: Nic>(pool: &Pool<N>) -> Result<(), pool::Error> {
     (0..WARM_UP_ROUNDS).try_for_each(|_| pool.free_blocking(allocate(pool, None)?))
 }
 
-/// Allocates `bytes`, or a chunk if `None`. In scheme odrp also writes the page, which allocates it.
+/// Allocates `bytes`, or a chunk if `None`. In scheme odrp also writes the page, which allocates
+/// it.
 fn allocate<N: Nic>(pool: &Pool<N>, bytes: Option<u64>) -> Result<Grant, pool::Error> {
     let until = Instant::now() + OUT_OF_MEMORY_TIMEOUT;
     let grant = loop {

@@ -73,8 +73,8 @@ impl NodeProcess {
         Self::spawn(settings, None).context("start a memory node")
     }
 
-    /// As [`NodeProcess::start`], for clients over `nic`. With roce the node listens on the loopback
-    /// interface.
+    /// As [`NodeProcess::start`], for clients over `nic`. With roce the node listens on the
+    /// loopback interface.
     pub fn start_on(settings: &Settings, nic: NicName) -> anyhow::Result<Self> {
         let token = || -> anyhow::Result<NamedTempFile> {
             let mut random = [0; 32];

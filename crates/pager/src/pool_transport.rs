@@ -64,8 +64,8 @@ impl PoolTransport {
                 name: "GRANARY_POOL",
                 value: Address::write_list(nodes),
                 why: format!(
-                    "the memory node's chunks have {chunk} bytes, less than a page ({PAGE_BYTES}); start \
-                     it with `granary serve --chunk 4KiB` or more (best: 1MiB)"
+                    "the memory node's chunks have {chunk} bytes, less than a page ({PAGE_BYTES}); \
+                     start it with `granary serve --chunk 4KiB` or more (best: 1MiB)"
                 ),
             });
         }

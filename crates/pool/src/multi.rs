@@ -56,6 +56,21 @@ pub struct PlacedGrant {
 }
 
 /// Connections to several memory nodes. Any number of threads can use it.
+///
+/// ```
+/// use pool::{MultiPool, Placement, Pool, Settings};
+///
+/// let settings = Settings { donate_bytes: 8 << 20, ..Settings::default() };
+/// let nodes = vec![Pool::embedded(settings.clone())?, Pool::embedded(settings)?];
+/// let pool = MultiPool::over(nodes, Placement::RoundRobin)?;
+///
+/// let (first, second) = (pool.allocate_blocking()?, pool.allocate_blocking()?);
+/// assert_ne!(first.node, second.node);
+/// pool.write_blocking(&first, 0, b"hello")?;
+/// pool.free_blocking(first)?;
+/// pool.free_blocking(second)?;
+/// # Ok::<(), pool::Error>(())
+/// ```
 pub struct MultiPool<N: Nic = SoftNic> {
     nodes: Vec<Node<N>>,
     placement: Placement,

@@ -154,6 +154,20 @@ pub(crate) struct ConnectionEpoch {
 /// The right to use a chunk: its address and one key per access QP of a group.
 ///
 /// A grant is a value, not a handle: dropping it does not free the chunk.
+///
+/// ```
+/// # let settings = pool::Settings { donate_bytes: 8 << 20, ..pool::Settings::default() };
+/// # let pool = pool::Pool::embedded(settings)?;
+/// let grant = pool.allocate_blocking()?;
+/// assert_eq!(grant.len, pool.chunk_bytes());
+/// assert_eq!(grant.keys().len(), usize::from(pool.lanes()));
+///
+/// // After the free, the keys of every copy are dead.
+/// pool.free_blocking(grant)?;
+/// let refused = pool.write_blocking(&grant, 0, b"late");
+/// assert!(matches!(refused, Err(pool::Error::Access { .. })));
+/// # Ok::<(), pool::Error>(())
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Grant {
     /// Address of the chunk at the memory node.

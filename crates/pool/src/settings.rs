@@ -14,6 +14,23 @@ use crate::odrp::PAGE_BYTES;
 use crate::scheme::MAX_GROUP;
 
 /// Settings of a memory node.
+///
+/// ```
+/// use pool::{SchemeKind, Settings};
+///
+/// let settings = Settings {
+///     donate_bytes: 8 << 20,
+///     chunk_bytes: 4 << 10,
+///     scheme: SchemeKind::FineMem,
+///     ..Settings::default()
+/// };
+/// settings.validate()?;
+/// assert_eq!(settings.chunks(), 2048);
+///
+/// let error = Settings { chunk_bytes: 3000, ..settings }.validate().unwrap_err();
+/// assert!(error.to_string().contains("chunk_bytes"));
+/// # Ok::<(), pool::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
     /// Bytes to donate; rounded down to whole chunks.

@@ -43,7 +43,8 @@ pub enum Error {
     Unknown(Object),
     /// The object belongs to another function.
     #[error(
-        "{object} belongs to another function than {caller:?}; name an object of the calling function"
+        "{object} belongs to another function than {caller:?}; name an object of the calling \
+         function"
     )]
     Foreign {
         /// The named object.

@@ -185,8 +185,8 @@ impl Bench {
         Ok(wc.status)
     }
 
-    /// Ends a connection. No window of the guest may be bound to it, because the guest's kernel waits
-    /// for the unbinding.
+    /// Ends a connection. No window of the guest may be bound to it, because the guest's kernel
+    /// waits for the unbinding.
     pub fn unlink(&mut self, link: Link) -> Result<()> {
         self.guest.ask(&format!("destroy {}", link.slot))?;
         self.guest.ask(&format!("dereg {}", link.slot))?;

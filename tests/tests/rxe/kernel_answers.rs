@@ -113,7 +113,8 @@ fn window(
     Ok(key)
 }
 
-/// This NIC uses a window of the kernel: within its range and access rights, until its invalidation.
+/// This NIC uses a window of the kernel: within its range and access rights, until its
+/// invalidation.
 ///
 /// Accesses beyond the range are not tested, because rxe checks the range of the region only.
 pub fn their_window(bench: &mut Bench, how: How) -> Result<()> {
@@ -145,8 +146,8 @@ pub fn their_window(bench: &mut Bench, how: How) -> Result<()> {
     bench.unlink(link)
 }
 
-/// Executes a request that the kernel must refuse. The kernel sends a single NAK and then has its QP
-/// in state Error. If the NAK is lost, no further answer comes, and the retries are exhausted.
+/// Executes a request that the kernel must refuse. The kernel sends a single NAK and then has its
+/// QP in state Error. If the NAK is lost, no further answer comes, and the retries are exhausted.
 fn refused(bench: &Bench, link: &Link, op: Op<'_>) -> Result<()> {
     let lost = || bench.guest.link.counts().lost;
     let before = lost();

@@ -115,7 +115,8 @@ fn through(bind: &Bind, offset: u64) -> String {
     format!("{} {}", bind.addr + offset, bind.new_key().0)
 }
 
-/// The kernel uses a window of this NIC: within its range and access rights, until its invalidation.
+/// The kernel uses a window of this NIC: within its range and access rights, until its
+/// invalidation.
 pub fn our_window(bench: &mut Bench, how: How) -> Result<()> {
     let link = bench.link(how)?;
     let bind = window(&link, 1003, 5000, Access::REMOTE_ALL)?;

@@ -120,8 +120,8 @@ impl Run {
             && is_much_unpaged(unpaged.bytes(), self.local.bytes())
         {
             eprintln!(
-                "granary: {unpaged}; this memory is in addition to --local {}. See docs/user/running-programs.md, \
-                 \"Memory that is not paged\"",
+                "granary: {unpaged}; this memory is in addition to --local {}. See \
+                 docs/user/running-programs.md, \"Memory that is not paged\"",
                 self.local
             );
         }

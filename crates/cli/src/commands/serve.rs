@@ -65,11 +65,11 @@ pub struct Serve {
     #[arg(long, hide = true, conflicts_with = "socket")]
     private: bool,
 
-    /// Allocation scheme: onesidedmw (the NIC allocates) or finemem (the compute node allocates with
-    /// one-sided operations). For comparison: odrp (the NIC allocates pages at their first access);
-    /// rpc-mw-2, fine-mr, static-mr, ondemand-rpc (the memory node's CPU allocates on request); and,
-    /// unsafe, finemem-paper (finemem as published), premmap-onesided (the compute node allocates
-    /// from an array), rpc-mw-1, premmap-rpc. See docs/user/choosing.md
+    /// Allocation scheme: onesidedmw (the NIC allocates) or finemem (the compute node allocates
+    /// with one-sided operations). For comparison: odrp (the NIC allocates pages at their first
+    /// access); rpc-mw-2, fine-mr, static-mr, ondemand-rpc (the memory node's CPU allocates on
+    /// request); and, unsafe, finemem-paper (finemem as published), premmap-onesided (the compute
+    /// node allocates from an array), rpc-mw-1, premmap-rpc. See docs/user/choosing.md
     #[arg(long, default_value_t)]
     scheme: SchemeKind,
 
@@ -102,7 +102,8 @@ pub struct Serve {
     nic_windows: Option<u32>,
 
     /// Memory at the start of the donated memory that stays resident when its chunks are free, so
-    /// that their next use is fast. Memory of other chunks returns to the system when they are freed
+    /// that their next use is fast. Memory of other chunks returns to the system when they are
+    /// freed
     #[arg(long, value_name = "SIZE", default_value_t = Size(Settings::default().keep_resident_bytes))]
     keep_resident: Size,
 

@@ -51,6 +51,17 @@ use crate::wakeup::cores;
 use crate::{Error, Remote, Settings};
 
 /// Options of a compute node's connection.
+///
+/// ```
+/// use pool::{EmbeddedNode, Options, Pool, Settings};
+///
+/// let settings = Settings { donate_bytes: 8 << 20, ..Settings::default() };
+/// let node = EmbeddedNode::start(&settings)?;
+/// let options = Options { groups: Some(1), ..Options::default() };
+/// let pool = Pool::embedded_in(&node.into(), options)?;
+/// assert_eq!(pool.groups(), 1);
+/// # Ok::<(), pool::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
     /// Number of QP groups; by default one per core.
@@ -68,6 +79,19 @@ impl Default for Options {
 
 /// A connection to a memory node; any number of threads can use it. Clones share the connection;
 /// dropping the last clone releases everything.
+///
+/// ```
+/// use pool::{Pool, Settings};
+///
+/// let pool = Pool::embedded(Settings { donate_bytes: 8 << 20, ..Settings::default() })?;
+/// let grant = pool.allocate_blocking()?;
+/// pool.write_blocking(&grant, 0, &1u64.to_be_bytes())?;
+/// assert_eq!(pool.compare_and_swap_blocking(&grant, 0, 1, 2)?, 1);
+/// assert_eq!(pool.fetch_and_add_blocking(&grant, 0, 5)?, 2);
+/// pool.free_blocking(grant)?;
+/// assert_eq!(pool.stats().frees, 1);
+/// # Ok::<(), pool::Error>(())
+/// ```
 pub struct Pool<N: Nic = SoftNic> {
     inner: Arc<Inner<N>>,
 }

@@ -32,6 +32,16 @@ const SCAN: u64 = 1 << 13;
 /// Maximum number of WQEs that a stopping worker flushes, per instance.
 const FLUSHED: u32 = 32;
 
+/// Requests in flight, if all compute nodes use all of their credits.
+pub(super) fn in_flight_max(settings: &Settings) -> u32 {
+    settings.clients_max * settings.credits
+}
+
+/// Entries of the CQ of faults: all workers may stop at once. The NIC's limit bounds them.
+pub(super) fn faults_max(settings: &Settings) -> u32 {
+    (in_flight_max(settings) * FLUSHED + 1024).min(1 << 21)
+}
+
 /// The scheme's memory-node side on the NIC `N`.
 pub struct Node<N: DirectNic> {
     nic: N,
@@ -67,15 +77,14 @@ impl<N: DirectNic> Node<N> {
             chunks: settings.chunks() as u32,
             chunk_bytes: settings.chunk_bytes,
             group: 0,
-            in_flight: settings.clients_max * settings.credits,
+            in_flight: in_flight_max(&settings),
         };
         let (data, metadata) = (nic.alloc_pd()?, nic.alloc_pd()?);
         let memory = Memory::new(&nic, shape, &data, &metadata, &[], settings.kept_bytes())?;
         table::write_images(&memory);
         let steps = table::new_steps(&nic, &metadata, chain::ALLOCATE, chain::FREE)?;
         let counter = CqAttr { entries: 64, ignore_overrun: true };
-        let flushes = settings.clients_max * settings.credits * FLUSHED;
-        let entries = (flushes + 1024).min(1 << 21);
+        let entries = faults_max(&settings);
         let faults = nic.create_cq(CqAttr { entries, ignore_overrun: false })?;
         let events = Arc::new(CqEvents::new(&nic, &data, &faults)?);
         let (pushes, sink) = (nic.create_cq(counter.clone())?, nic.create_cq(counter)?);

@@ -19,7 +19,7 @@
 //!
 //! If #2 or #3 fails, nothing has been changed: the entry does not exist, or the sender does not
 //! own it. The worker is then in the error state. The memory node's CPU answers the requests in
-//! flight and rewrites the chain ([`super::repair`]).
+//! flight and rewrites the chain (`repair`).
 
 use verbs::wqe::{Umr, offset};
 use verbs::{DmaMemory, Key, MemoryRegion, Nic, Remote, Sge};

@@ -80,7 +80,8 @@ pub fn cases<B: Bench>() -> Vec<Case<B>> {
                 "test_mr.DmaBufTestCase",
                 "test_mr.test_reg_mrex_inval_params",
             ],
-            "only memory from alloc_dma can be registered: no device memory, dma-buf or extended registration",
+            "only memory from alloc_dma can be registered: no device memory, dma-buf or extended \
+             registration",
         ),
         never(
             "regions.relaxed_ordering",

@@ -213,7 +213,7 @@ impl<N: Nic> End<N> {
         next(&self.cq)
     }
 
-    /// Asserts that nothing completes within [`SHORT`].
+    /// Asserts that nothing completes within `SHORT`.
     #[track_caller]
     pub fn nothing(&self) {
         let mut out = [Completion::EMPTY];

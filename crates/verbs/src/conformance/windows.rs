@@ -82,7 +82,8 @@ pub fn cases<B: Bench>() -> Vec<Case<B>> {
         never(
             "windows.bind_right_of_a_region",
             &[],
-            "regions have no bind right (IBV_ACCESS_MW_BIND): the owner of the PD decides by posting the bind",
+            "regions have no bind right (IBV_ACCESS_MW_BIND): the owner of the PD decides by \
+             posting the bind",
         ),
     ]
 }

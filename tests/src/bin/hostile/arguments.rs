@@ -10,8 +10,8 @@ use verbs::{Access, Key, QpState, Qpn};
 use crate::compute::{Answer, Compute, LONG, SHORT, SLOT, chunk, qpn_bytes, remote, status};
 use crate::{Arguments, Random};
 
-/// Allocates for QPs that are not its own access QPs. The attacker gains no access, and can free the
-/// chunk as usual (§4.4: "only makes the CN itself unable to access the allocated memory").
+/// Allocates for QPs that are not its own access QPs. The attacker gains no access, and can free
+/// the chunk as usual (§4.4: "only makes the CN itself unable to access the allocated memory").
 pub fn wrong_qpn(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     a.ready()?;
@@ -223,8 +223,8 @@ pub fn never_poll(a: &Arguments) -> Result<Value> {
     Ok(json!({}))
 }
 
-/// Re-establishes its management connection repeatedly with requests in flight. The memory node must
-/// not rewrite a chain before a running instance has finished; otherwise a chunk is lost.
+/// Re-establishes its management connection repeatedly with requests in flight. The memory node
+/// must not rewrite a chain before a running instance has finished; otherwise a chunk is lost.
 pub fn reset_storm(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     a.ready()?;

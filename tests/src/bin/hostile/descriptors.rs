@@ -132,8 +132,8 @@ fn nic_socket(a: &Arguments) -> Result<OwnedFd> {
     Ok(control.as_fd().try_clone_to_owned()?)
 }
 
-/// Tries to remove memory while the NIC accesses it. The NIC's process has sealed the memory, so the
-/// kernel refuses.
+/// Tries to remove memory while the NIC accesses it. The NIC's process has sealed the memory, so
+/// the kernel refuses.
 pub fn shrink(a: &Arguments) -> Result<Value> {
     let nic = Nic::open(&a.socket)?;
     let pd = nic.pd()?;

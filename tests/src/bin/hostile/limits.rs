@@ -16,7 +16,8 @@ use crate::compute::Compute;
 use crate::nic::{Nic, part};
 use crate::queue::{Qp, Shape};
 
-/// Allocates every chunk, keeps requesting more for a while, and holds all chunks until it is killed.
+/// Allocates every chunk, keeps requesting more for a while, and holds all chunks until it is
+/// killed.
 pub fn hoard(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     a.ready()?;

@@ -1,9 +1,9 @@
 //! Random contents in all shared memory.
 //!
 //! Send rings, receive rings, records, CQ rings, doorbells and the words of the doorbell page are
-//! repeatedly filled with random bytes while the NIC reads them. Besides pure noise there are almost
-//! valid WQEs, which pass more of the NIC's checks. Broken QPs are reset and reused. The QPs are the
-//! attacker's own and those that are connected to the memory node.
+//! repeatedly filled with random bytes while the NIC reads them. Besides pure noise there are
+//! almost valid WQEs, which pass more of the NIC's checks. Broken QPs are reset and reused. The QPs
+//! are the attacker's own and those that are connected to the memory node.
 
 use std::sync::atomic::Ordering;
 use std::time::Instant;

@@ -1,11 +1,12 @@
-//! Attack on the kernel's futex hash: many threads are parked in the hash bucket of CQs' records, and
-//! the kernel walks the bucket at each wake-up of the CQs.
+//! Attack on the kernel's futex hash: many threads are parked in the hash bucket of CQs' records,
+//! and the kernel walks the bucket at each wake-up of the CQs.
 //!
 //! ```text
 //! ring of each CQ | WRITE: armed = 1 | NOP, signaled | ... | FAA: index of SEND_EN | SEND_EN |  (repeats)
 //! ```
 //!
-//! The ring makes the NIC arm each CQ and complete on it endlessly, without CPU time of the attacker.
+//! The ring makes the NIC arm each CQ and complete on it endlessly, without CPU time of the
+//! attacker.
 
 use std::time::Instant;
 
@@ -33,8 +34,8 @@ const APART: usize = 64;
 /// Bytes of a parked thread's stack.
 const STACK: usize = 16 << 10;
 
-/// Parks `--count` threads, creates CQs in their bucket, and prints a report. Then the NIC wakes the
-/// CQs as often as possible, from one line on standard input to the next.
+/// Parks `--count` threads, creates CQs in their bucket, and prints a report. Then the NIC wakes
+/// the CQs as often as possible, from one line on standard input to the next.
 pub fn threads(a: &Arguments) -> Result<Value> {
     let nic = Nic::open(&a.socket)?;
     let pd = nic.pd()?;
@@ -97,8 +98,8 @@ fn park(records: &DmaMemory, count: u64) -> Result<()> {
     Ok(())
 }
 
-/// The records, apart from the first, with the slowest wake-ups. If threads are parked, these records
-/// are in the threads' bucket.
+/// The records, apart from the first, with the slowest wake-ups. If threads are parked, these
+/// records are in the threads' bucket.
 fn slowest(records: &DmaMemory, parked: u64) -> Vec<usize> {
     if parked == 0 {
         return (1..=CQS).collect();

@@ -12,8 +12,8 @@ use crate::compute::{Compute, LONG};
 use crate::nic::{Nic, part};
 use crate::queue::{Qp, Shape};
 
-/// Object numbers below this limit are tried. The lowest numbers belong to the memory node, the next
-/// to victims that were admitted before the attack.
+/// Object numbers below this limit are tried. The lowest numbers belong to the memory node, the
+/// next to victims that were admitted before the attack.
 const NUMBERS: u32 = 160;
 
 /// A QP that is connected to itself and is re-established after every error.

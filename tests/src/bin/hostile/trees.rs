@@ -1,5 +1,5 @@
-//! Attacks on scheme `finemem`, in which compute nodes change the memory node's metadata with READ and
-//! CAS. The attacker uses access QPs only, or a management QP without following the protocol.
+//! Attacks on scheme `finemem`, in which compute nodes change the memory node's metadata with READ
+//! and CAS. The attacker uses access QPs only, or a management QP without following the protocol.
 
 use std::future::Future;
 use std::pin::pin;
@@ -212,8 +212,8 @@ fn now<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
 
 const REFUSED: u8 = Syndrome::RemoteAccess as u8;
 
-/// With access QPs only: tries all tags of the victims' keys, of the windows of larger blocks at the
-/// same address, and of the metadata's key.
+/// With access QPs only: tries all tags of the victims' keys, of the windows of larger blocks at
+/// the same address, and of the metadata's key.
 pub fn guess(a: &Arguments) -> Result<Value> {
     let mut me = Service::join(a)?;
     a.ready()?;
@@ -297,7 +297,8 @@ pub fn beyond(a: &Arguments) -> Result<Value> {
             refused += 1;
         }
     }
-    // The victims' keys on the management QP, which is in another protection domain than the memory.
+    // The victims' keys on the management QP, which is in another protection domain than the
+    // memory.
     for chunk in &a.of {
         let got = me.manage(|b| _ = b.rdma_read(remote(chunk.addr, chunk.keys[0]), &[word]))?;
         ensure!(got == REFUSED, "another's key: {got:#x}");
@@ -316,8 +317,8 @@ pub fn beyond(a: &Arguments) -> Result<Value> {
     Ok(json!({ "refused": refused }))
 }
 
-/// CASes two headers continuously. The successful CASes change only retry bits, so other clients see
-/// an unexpected word but no change of the tree.
+/// CASes two headers continuously. The successful CASes change only retry bits, so other clients
+/// see an unexpected word but no change of the tree.
 pub fn storm(a: &Arguments) -> Result<Value> {
     let me = Service::join(a)?;
     a.ready()?;

@@ -1,9 +1,9 @@
 //! The weakness of type-1 windows (OneSidedMW §2.3), which type-2 windows do not have.
 //!
-//! A server grants one window of each type, as a memory node of the RPC-MW baselines does. The server
-//! is attached to the NIC and has one protection domain and a QP for each client connection. A client
-//! is either the owner of the windows or an attacker. The attacker tries all 256 tags, each on a
-//! separate connection, because a wrong tag breaks the connection.
+//! A server grants one window of each type, as a memory node of the RPC-MW baselines does. The
+//! server is attached to the NIC and has one protection domain and a QP for each client connection.
+//! A client is either the owner of the windows or an attacker. The attacker tries all 256 tags,
+//! each on a separate connection, because a wrong tag breaks the connection.
 
 use anyhow::{Context, Result, bail, ensure};
 use rnic::port::control::{QpVerb, ReceiveVerb, Reply, Verb};

@@ -17,7 +17,8 @@ use crate::size::Size;
 /// Figure 14.
 pub const TRACES_REPLAYED: Experiment = Experiment {
     name: "traces",
-    title: "Requests of mixed sizes from traces (§6.3, figures 13 and 14); each thread frees its oldest block when it holds 4 MiB",
+    title: "Requests of mixed sizes from traces (§6.3, figures 13 and 14); each thread frees its \
+            oldest block when it holds 4 MiB",
     claims: &[],
     steps: |run| contenders(run).count() * traces(run).len(),
     run: replay,

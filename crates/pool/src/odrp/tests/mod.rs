@@ -40,6 +40,15 @@ fn start(pages: u64) -> (SoftNic, Node<SoftNic>) {
     (nic, node)
 }
 
+#[test]
+fn queues_have_room_for_all_credits_of_all_compute_nodes() {
+    let settings = Settings { clients_max: 50, credits: 16, ..settings(4) };
+    assert_eq!(super::node::in_flight_max(&settings), 800);
+    assert_eq!(super::node::faults_max(&settings), 800 * 32 + 1024);
+    let node = Node::new(SoftNic::inline(), settings).unwrap();
+    assert_eq!(node.memory().shape.in_flight, 800);
+}
+
 fn retire(node: &mut Node<SoftNic>, client: ClientId) {
     node.retire(client).unwrap();
     while !node.is_retired(client) {

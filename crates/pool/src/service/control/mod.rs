@@ -124,7 +124,7 @@ impl<'a> Control<'a> {
                     LISTENER => self.accept()?,
                     REMOTE_LISTENER => self.accept_remote()?,
                     WAKE => {
-                        let _ = rustix::io::read(&self.shared.wake, &mut [0; 8]);
+                        let _ = rustix::io::read(&self.shared.wake.eventfd, &mut [0; 8]);
                     }
                     id => self.serve_connection(ConnectionId(id), event.flags),
                 }
@@ -314,7 +314,7 @@ impl<'a> Control<'a> {
         session.awaiting.clear();
         session.deferred.clear();
         session.nic = None;
-        self.shared.awaiting.fetch_sub(waiting, Ordering::SeqCst);
+        self.shared.wake.awaiting.fetch_sub(waiting, Ordering::SeqCst);
         let client = session.client.take()?;
         self.shared.node.retire(client);
         Some(client)

@@ -96,7 +96,7 @@ impl Session {
     }
 
     /// Whether all these QPs belong to the session's function. Waits for the NIC thread, once for
-    /// each [`QUERIES`] QPs.
+    /// each `QUERIES` QPs.
     pub fn owns_all(&self, qpns: &[Qpn]) -> Result<bool, Error> {
         let Some(function) = &self.function else { return Ok(false) };
         let id = function.id;

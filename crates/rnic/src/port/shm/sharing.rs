@@ -99,7 +99,8 @@ pub(super) fn adopt(fd: &OwnedFd, bytes: u64) -> Result<DmaMemory, Error> {
         .map_err(Error::system("searching for holes in shared memory"))?;
     if hole < bytes {
         return Err(refused_owned(format!(
-            "the shared memory has no page at {hole}: write or populate every page before sharing it"
+            "the shared memory has no page at {hole}: write or populate every page before sharing \
+             it"
         )));
     }
     Ok(memory)

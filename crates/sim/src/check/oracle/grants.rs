@@ -153,7 +153,10 @@ impl Oracle {
             let name = self.name(client);
             self.wrong(
                 Invariant::Releases,
-                format!("{name} got the reply that chunk {entry} is free, but its key still opens the chunk"),
+                format!(
+                    "{name} got the reply that chunk {entry} is free, but its key still opens \
+                         the chunk"
+                ),
             );
         }
     }

@@ -81,7 +81,7 @@ fn client(
     })
 }
 
-/// The memory node's work until nothing is left to do.
+/// Does the memory node's pending work, until there is none.
 fn pass(shape: Shape, dead: Vec<User>, anew: bool) -> Task {
     Task::new(move |verbs: Stepped| async move {
         let tree = Tree::new(shape, User::NOBODY);
