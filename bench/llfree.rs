@@ -1,11 +1,12 @@
-//! The program of `bench/llfree`: compares allocations of FineMem's tree and of LLFree in one process.
+//! The program of `bench/llfree`: compares allocations of FineMem's tree and of LLFree in one
+//! process.
 //!
 //! Prints a line for each measurement of each round: `allocator operation order threads ns`.
 //!
 //! - `llfree`: get and put by threads that each have a reservation.
 //! - `tree`: the tree of scheme finemem in this process's memory. A verb is an atomic instruction.
-//! - `embedded`: scheme finemem in an embedded pool. Verbs are work requests, which the inline NIC executes on the
-//!   caller's thread. Another thread ends the quarantine of a freed block.
+//! - `embedded`: scheme finemem in an embedded pool. Verbs are work requests, which the inline NIC
+//!   executes on the caller's thread. Another thread ends the quarantine of a freed block.
 
 use std::convert::Infallible;
 use std::future::Future;

@@ -224,9 +224,9 @@ impl Pager {
         const MADV_POPULATE_WRITE: i32 = 23;
         let paged = self.region.clip(address, len);
         // Advice that the pager does not know may drop pages without the pager's knowledge, as
-        // MADV_GUARD_INSTALL (Linux 6.13) does. Programs handle EINVAL, because older kernels return
-        // it too. MADV_WIPEONFORK is refused because the child would still receive pages that are
-        // not resident.
+        // MADV_GUARD_INSTALL (Linux 6.13) does. Programs handle EINVAL, because older kernels
+        // return it too. MADV_WIPEONFORK is refused because the child would still receive pages
+        // that are not resident.
         let is_known = matches!(
             advice,
             libc::MADV_NORMAL

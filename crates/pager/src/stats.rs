@@ -439,7 +439,8 @@ impl fmt::Display for Summary {
         )?;
         writeln!(
             f,
-            "  not paged     {:>8.1} MiB   at most, beside paged memory{peaks}; {:.1} MiB at the end",
+            "  not paged     {:>8.1} MiB   at most, beside paged memory{peaks}; {:.1} MiB at the \
+             end",
             mib(self.get(UnpagedBytesPeak)),
             mib(self.get(UnpagedBytes))
         )?;

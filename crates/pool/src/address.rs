@@ -127,8 +127,8 @@ impl FromStr for Address {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        const KNOWN: &str = "a pool is shm:PATH, where PATH is the socket that granary serve prints, or \
-                             roce://HOST:PORT, where granary serve --listen runs";
+        const KNOWN: &str = "a pool is shm:PATH, where PATH is the socket that granary serve \
+                             prints, or roce://HOST:PORT, where granary serve --listen runs";
         if text.starts_with(RemoteAddress::SCHEME) {
             return Remote::from_str(text).map(Self::Roce);
         }

@@ -147,7 +147,8 @@ impl<N: Nic> MultiPool<N> {
         }
         if let Some(other) = pools.iter().map(Pool::chunk_bytes).find(|b| *b != chunk_bytes) {
             return Err(wrong(format!(
-                "their chunk sizes differ ({chunk_bytes} and {other} bytes); serve all with the same --chunk"
+                "their chunk sizes differ ({chunk_bytes} and {other} bytes); serve all with the \
+                 same --chunk"
             )));
         }
         let member = |pool: Pool<N>| Node {

@@ -10,7 +10,7 @@
 //!   {"id":2,"request":"await_memory",..}     ->
 //!   {"id":3,"request":"status"}              ->
 //!                                            <-        {"id":3,"reply":"status",..}
-//!                                            <-        {"id":2,"reply":"memory",..}   (once a chunk is free)
+//!                (once a chunk is free)      <-        {"id":2,"reply":"memory",..}
 //!   {"id":4,"request":"goodbye"}             ->        revokes its keys, reclaims its chunks
 //! ```
 //!
@@ -443,7 +443,8 @@ mod tests {
             byte in any::<u8>(),
             group in any::<u16>(),
         ) {
-            let message = Numbered { id: 1, body: Request::ResetAccess { group, lane: 0, salt: None } };
+            let body = Request::ResetAccess { group, lane: 0, salt: None };
+            let message = Numbered { id: 1, body };
             let mut bytes = encode("test", &message).unwrap();
             let at = at % bytes.len();
             bytes[at] = byte;

@@ -89,7 +89,8 @@ impl ConnectRequest {
     }
 }
 
-/// The memory node's answer to a [`ConnectRequest`]: the peers of the listed QPs, in the same order.
+/// The memory node's answer to a [`ConnectRequest`]: the peers of the listed QPs, in the same
+/// order.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConnectReply {
     /// The compute node's number.
@@ -320,8 +321,8 @@ pub trait NodeScheme: Send {
     /// takes the memory node's sides through Reset and connects them again. Grants that could not
     /// be delivered are taken back.
     ///
-    /// Returns their numbers in the order of [`ConnectReply::management`]. Returns `None` while the NIC
-    /// still executes requests of that connection: the caller asks again after a call of
+    /// Returns their numbers in the order of [`ConnectReply::management`]. Returns `None` while the
+    /// NIC still executes requests of that connection: the caller asks again after a call of
     /// [`NodeScheme::poll`].
     fn reset_management(&mut self, client: ClientId) -> Result<Option<Vec<u32>>, Error>;
 
@@ -419,8 +420,8 @@ pub(crate) fn too_large(bytes: u64, most: u64, has_sizes: bool) -> Error {
     let why = match has_sizes {
         true => format!("the largest block of this pool has {most}; allocate several"),
         false => format!(
-            "this pool's scheme has chunks of {most} bytes only; serve with larger ones (--chunk), or with \
-             scheme finemem"
+            "this pool's scheme has chunks of {most} bytes only; serve with larger ones (--chunk), \
+             or with scheme finemem"
         ),
     };
     Error::Setting { setting: "bytes", value: bytes.to_string(), why }

@@ -194,9 +194,9 @@ impl Settings {
             "donate_bytes",
             self.donate_bytes,
             format!(
-                "that is {} chunks of {chunk} bytes, and a table has at most {}; choose larger chunks",
+                "that is {} chunks of {chunk} bytes, and a table has at most {chunks_max}; choose \
+                 larger chunks",
                 self.chunks(),
-                chunks_max
             ),
         )?;
         require(
@@ -337,8 +337,8 @@ pub enum SchemeKind {
     /// guess keys.
     #[serde(rename = "premmap-rpc")]
     PremmapRpc,
-    /// RPC to the memory node's CPU, which registers a memory region for each allocation of any size
-    /// (FineMem §6.1): `fine-mr` with several sizes.
+    /// RPC to the memory node's CPU, which registers a memory region for each allocation of any
+    /// size (FineMem §6.1): `fine-mr` with several sizes.
     #[serde(rename = "ondemand-rpc")]
     OnDemandRpc,
     /// The compute node allocates with READ and CAS on a bitmap tree in the memory node. A freed
@@ -391,8 +391,8 @@ impl SchemeKind {
     pub const fn unsafe_because(self) -> Option<&'static str> {
         match self {
             SchemeKind::FineMemPaper => Some(
-                "a freed block is reused while its last owner's key is still valid, and is not cleared; \
-                 keys have 8 secret bits and can be guessed",
+                "a freed block is reused while its last owner's key is still valid, and is not \
+                 cleared; keys have 8 secret bits and can be guessed",
             ),
             SchemeKind::RpcMw1 | SchemeKind::PremmapOneSided | SchemeKind::PremmapRpc => {
                 Some("keys have 8 secret bits and can be guessed")

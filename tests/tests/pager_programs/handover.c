@@ -1,4 +1,5 @@
-/* One thread allocates blocks and fills them, another one checks and frees them: never more than two at a time. */
+/* One thread allocates blocks and fills them, another one checks and frees them: never more than
+ * two at a time. */
 #include <semaphore.h>
 #include <pthread.h>
 #include <stdlib.h>
@@ -25,7 +26,9 @@ int main(void) {
     CHECK(!pthread_create(&consumer, NULL, consume, NULL));
     for (int i = 0; i < BLOCKS; i++) {
         CHECK(!sem_wait(&empty));
-        unsigned char *block = blocks[i % 2] = i % 3 == 0 ? malloc(BYTES) : i % 3 == 1 ? calloc(1, BYTES) : realloc(NULL, BYTES);
+        unsigned char *block = blocks[i % 2] = i % 3 == 0 ? malloc(BYTES)
+            : i % 3 == 1 ? calloc(1, BYTES)
+            : realloc(NULL, BYTES);
         CHECK(block);
         for (int at = 0; at < BYTES; at += 4096) block[at] = (unsigned char)(i + at / 4096);
         CHECK(!sem_post(&filled));

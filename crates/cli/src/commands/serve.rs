@@ -104,7 +104,11 @@ pub struct Serve {
     /// Memory at the start of the donated memory that stays resident when its chunks are free, so
     /// that their next use is fast. Memory of other chunks returns to the system when they are
     /// freed
-    #[arg(long, value_name = "SIZE", default_value_t = Size(Settings::default().keep_resident_bytes))]
+    #[arg(
+        long,
+        value_name = "SIZE",
+        default_value_t = Size(Settings::default().keep_resident_bytes),
+    )]
     keep_resident: Size,
 
     /// Requests of one kind that a client may have in flight: a power of two
@@ -133,7 +137,11 @@ pub struct Serve {
     overcommit: bool,
 
     /// Milliseconds after which a silent connection that has not completed its handshake is closed
-    #[arg(long, value_name = "MS", default_value_t = Settings::default().silence.as_millis() as u64)]
+    #[arg(
+        long,
+        value_name = "MS",
+        default_value_t = Settings::default().silence.as_millis() as u64,
+    )]
     silence_ms: u64,
 
     #[command(flatten)]

@@ -67,7 +67,7 @@ const COLLECT_FROM: usize = 64 << 10;
 ///
 /// mimalloc 2 collects them only in every hundredth allocation beyond its fast path. A thread whose
 /// blocks of 1 MiB are freed by another thread, such as a video decoder, would have a hundred of
-/// them. Small blocks are left to mimalloc. Costs one load if there is nothing to free.
+/// them. mimalloc alone handles small blocks. Costs one load if there is nothing to free.
 fn collect_freed(size: usize) {
     if size >= COLLECT_FROM {
         // SAFETY: the calling thread's own heap, which `mi_heap_get_default` initialises.

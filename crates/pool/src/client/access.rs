@@ -304,7 +304,8 @@ fn whole_page(op: &'static str, offset: u64, len: usize) -> Result<(), Error> {
         setting: "offset",
         value: offset.to_string(),
         why: format!(
-            "{len} bytes requested: this scheme supports only a {op} of {PAGE_BYTES} bytes at offset 0"
+            "{len} bytes requested: this scheme supports only a {op} of {PAGE_BYTES} bytes at \
+             offset 0"
         ),
     })
 }

@@ -205,8 +205,8 @@ impl<N: Nic> Inner<N> {
         Err(Error::OverBudget {
             attempt: "allocating a chunk".into(),
             why: format!(
-                "this compute node holds {held} chunks and its budget is {budget}: free some, or have the \
-                 operator raise --budget-chunks"
+                "this compute node holds {held} chunks and its budget is {budget}: free some, or \
+                 have the operator raise --budget-chunks"
             ),
             retry_after: Duration::ZERO,
         })

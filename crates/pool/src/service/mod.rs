@@ -17,8 +17,8 @@
 //! - A compute node is identified by its pool connection and by the NIC session that owns its QPs.
 //!   When either closes, the service first revokes its keys and reclaims its chunks, then ends its
 //!   NIC session.
-//! - Requests of each process are rate-limited (`client_limits.rs`) by delaying reads; no request is
-//!   refused for that reason.
+//! - Requests of each process are rate-limited (`client_limits.rs`) by delaying reads; no request
+//!   is refused for that reason.
 //! - The control thread sleeps unless a process connects, sends a request or leaves.
 
 mod client_limits;

@@ -5,7 +5,8 @@
 //!                                                               └─> Requester: responses
 //!   outbox  ──> Outbox::seal (the port) ──> datagram
 //!     ^
-//!     └── Packet::encode_headers <── engine, in the QP's quantum <── Requester::next, Responder::output
+//!     └── Packet::encode_headers <── engine, in the QP's quantum <──┬── Requester::next
+//!                                                                   └── Responder::output
 //! ```
 //!
 //! This module uses no sockets, threads, clocks, memory or keys. Packets are the payload of UDP

@@ -6,8 +6,8 @@
 //!                 │                 │    again    │             │
 //!                 +── go back ──────+ (next = una): NAK, gap in responses, timeout
 //!
-//!   requests   [ WRITE 3 packets ][ READ 9 ][ local: no packets ][ SEND 1 ]     a ring, oldest first
-//!   reads              [ READ 4..8 ][ 8..12 ]                                   segments outstanding
+//!   requests   [ WRITE 3 packets ][ READ 9 ][ local: no packets ][ SEND 1 ]   a ring, oldest first
+//!   reads              [ READ 4..8 ][ 8..12 ]                                 segments outstanding
 //! ```
 //!
 //! `una` is the oldest unacknowledged PSN, `high` the first PSN that was never sent.

@@ -316,7 +316,8 @@ impl Slab {
 ///
 /// ```text
 /// bytes (32) | immediate data, or the invalidated key (32)
-/// 0 (16) | vendor error (8) | 0 | opcode (4) | invalidated, imm, receive (3) | syndrome (8) | QPN (24)
+/// 0 (16) | vendor error (8) | 0 | opcode (4) | flags: invalidated, imm, receive (3)
+///        | syndrome (8) | QPN (24)
 /// ```
 fn pack(c: &Completion) -> [u64; 2] {
     let flag = |set: bool, bit: u32| (set as u64) << bit;

@@ -2,7 +2,8 @@
 //! and the kernel walks the bucket at each wake-up of the CQs.
 //!
 //! ```text
-//! ring of each CQ | WRITE: armed = 1 | NOP, signaled | ... | FAA: index of SEND_EN | SEND_EN |  (repeats)
+//! ring, for each CQ:  | WRITE: armed = 1 | NOP, signaled |
+//! then:               | FAA: index of SEND_EN | SEND_EN |      (repeats)
 //! ```
 //!
 //! The ring makes the NIC arm each CQ and complete on it endlessly, without CPU time of the

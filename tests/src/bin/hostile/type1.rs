@@ -23,9 +23,9 @@ const TRIES: usize = 256;
 /// Bytes of a window.
 const BYTES: usize = 4096;
 /// The owner's data in its windows.
-const SECRET: &[u8; 17] = b"nobody else knows";
+const SECRET: &[u8; 17] = b"data of the owner";
 /// Data that the attacker writes to an opened window.
-const MARK: &[u8; 17] = b"who else was here";
+const MARK: &[u8; 17] = b"attacker was here";
 
 const _: () = assert!(MARK.len() == SECRET.len());
 

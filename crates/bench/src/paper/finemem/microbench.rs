@@ -71,7 +71,7 @@ pub const SIZES: Experiment = Experiment {
     draw: draw_sizes,
 };
 
-/// Who allocates.
+/// An allocator that the figure compares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Contender {
     /// Name in tables and pictures.

@@ -37,7 +37,8 @@ impl Control<'_> {
         let greeted = protocol::decode::<Greeting>("reading a greeting", bytes).and_then(|theirs| {
             if theirs.granary != token::VERSION {
                 let why = format!(
-                    "greeting version {} is not supported, only {}; use the same release on both sides",
+                    "greeting version {} is not supported, only {}; use the same release on both \
+                     sides",
                     theirs.granary,
                     token::VERSION
                 );

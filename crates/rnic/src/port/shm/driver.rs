@@ -6,11 +6,11 @@
 //! saves two thread switches for each message.
 //!
 //! ```text
-//!               a caller waits                          no round for a while,
-//!   NIC thread ────────────────────────> callers ──────  or a caller sleeps ─────────────> NIC thread
-//!     │ no work                             ^
-//!     v                                     │ a caller writes a doorbell or waits
-//!   asleep ─────────────────────────────────┘
+//!               a caller waits                    no round for a while,
+//!   NIC thread ───────────────────> callers ─────  or a caller sleeps ────────> NIC thread
+//!     │ no work                        ^
+//!     v                                │ a caller writes a doorbell or waits
+//!   asleep ────────────────────────────┘
 //! ```
 //!
 //! - The holder of the lock runs the engine. The NIC thread releases the lock only while it sleeps.

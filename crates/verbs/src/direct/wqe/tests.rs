@@ -96,7 +96,8 @@ proptest! {
         prop_assert_eq!(decode(&ctrl, &bytes).unwrap(), want);
         b.fetch_add(at, swap, old);
         let (ctrl, bytes) = decoded(&b);
-        prop_assert_eq!(decode(&ctrl, &bytes).unwrap(), Wqe::FetchAdd { at, add: swap, boundary: 0, old });
+        let want = Wqe::FetchAdd { at, add: swap, boundary: 0, old };
+        prop_assert_eq!(decode(&ctrl, &bytes).unwrap(), want);
     }
 
     #[test]
@@ -115,7 +116,9 @@ proptest! {
     }
 
     #[test]
-    fn arbitrary_bytes_decode_or_are_rejected(bytes in proptest::collection::vec(any::<u8>(), 1024)) {
+    fn arbitrary_bytes_decode_or_are_rejected(
+        bytes in proptest::collection::vec(any::<u8>(), 1024),
+    ) {
         let ctrl = Control::from_bytes(bytes[..16].try_into().unwrap());
         if let Ok(Wqe::Send { from, .. } | Wqe::Write { from, .. }) = decode(&ctrl, &bytes) {
             from.total_len();

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! +0    control: opcode 0x25; at +12 the key to change, whose tag must be the current one
-//! +16   UMR control (48 B):  +16 flags   +20 KLM octowords (2)   +22 offset (2)   +24 mkey mask (8)
+//! +16   UMR control (48 B):  +16 flags   +20 KLM octowords (2)  +22 offset (2)  +24 mkey mask (8)
 //! +64   mkey context (64 B): +64 free (bit 6)    +66 access   +68 QPN (3) +71 tag
 //!                            +76 flags and PD (4)   +80 start (8)   +88 length (8)
 //! +128  KLM (16 B, padded to 64; absent when the window is freed):
