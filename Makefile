@@ -85,14 +85,14 @@ miri: export PROPTEST_CASES = 8
 # Without authenticated packets: a library in C and assembly computes their tags.
 miri: toolchain ## Run unsafe code under Miri, about an hour (needs: rustup +nightly component add miri)
 	$(CARGO) +nightly miri test --target-dir target/miri \
-	    -p granary-rnic --lib -- engine:: wqe:: cqe:: dma:: queue:: table:: protection:: \
+	    -p granary-rnic --lib -- engine:: dma:: queue:: table:: protection:: \
 	    --skip chain_serves --skip tests::model --skip tests::fairness \
 	    --skip wire::forged --skip authenticated
 	# With the CPU features that the checksums of payloads need.
 	RUSTFLAGS=-Ctarget-feature=+avx2,+pclmulqdq,+vpclmulqdq $(CARGO) +nightly miri test --target-dir target/miri \
 	    -p granary-rnic --lib -- crc:: wire::icrc:: wire::outbox::
 	$(CARGO) +nightly miri test --target-dir target/miri \
-	    -p granary-fabric --lib -- completion::slab
+	    -p granary-verbs --lib -- completion::slab direct:: psn::
 
 .PHONY: tsan
 tsan: toolchain ## Run tests with threads under ThreadSanitizer (needs: rustup +nightly component add rust-src)

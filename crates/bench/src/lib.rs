@@ -98,7 +98,7 @@ pub enum Error {
     Pool(#[from] pool::Error),
     /// The NIC failed in an experiment.
     #[error(transparent)]
-    Fabric(#[from] verbs::Error),
+    Verbs(#[from] verbs::Error),
     /// The simulation failed.
     #[error(transparent)]
     Simulation(#[from] sim::Error),

@@ -77,8 +77,9 @@ fn endless_request_is_refused() {
     let (server, _) = start();
     let mut stream = connect(&server);
     let mut sent = 0;
-    while sent < 1 << 20 {
-        match stream.write(&[b'A'; 1 << 10]) {
+    // Far more than the socket buffers of both ends hold.
+    while sent < 1 << 26 {
+        match stream.write(&[b'A'; 1 << 14]) {
             Ok(bytes) => sent += bytes,
             Err(_) => return,
         }

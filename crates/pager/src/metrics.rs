@@ -102,7 +102,7 @@ mod tests {
     fn samples_have_all_counters_and_fault_times() {
         let stats = Stats::private().unwrap();
         stats.add(Counter::PagesOut, 7);
-        [500, 1_500, 1_600, 2_000_000_000].map(|ns| stats.record_fault(ns));
+        [500, 1_500, 1_600, 2_000_000_000].into_iter().for_each(|ns| stats.record_fault(ns));
         let samples = stats.snapshot().samples();
         assert_eq!(samples.iter().count(), declared().count());
         let text = samples.lines().join("\n");

@@ -220,7 +220,8 @@ fn bucket_top(index: usize) -> u64 {
     }
     let exponent = index / 8 + 2;
     let sub = (index % 8) as u64;
-    (1u64 << exponent) + ((sub + 1) << (exponent - 3)) - 1
+    // In this order the sum of the last bucket does not overflow.
+    (1u64 << exponent) - 1 + ((sub + 1) << (exponent - 3))
 }
 
 /// Sums of the counters of one or more processes.

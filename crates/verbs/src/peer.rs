@@ -214,6 +214,10 @@ mod tests {
         )
     }
 
+    fn secret(authenticated: bool) -> PairSecret {
+        PairSecret { bytes: [7; PairSecret::BYTES], side: SecretSide::Asked, authenticated }
+    }
+
     #[test]
     fn peer_address_round_trips_through_json() {
         for address in [PeerAddress::from(peer()), PeerAddress::from(Qpn::new(77))] {
@@ -228,5 +232,39 @@ mod tests {
     fn peer_address_returns_its_qp_number() {
         assert_eq!(PeerAddress::from(peer()).qpn(), Qpn::new(0x123));
         assert_eq!(PeerAddress::from(Qpn::new(77)).qpn(), Qpn::new(77));
+    }
+
+    #[test]
+    fn peer_sends_from_its_address_and_from_its_port_if_fixed() {
+        let mut peer = peer();
+        let other_port = "10.0.0.2:5000".parse().unwrap();
+        let other_host = "10.0.0.3:4791".parse().unwrap();
+        assert!(peer.sends_from(peer.address) && peer.sends_from(other_port));
+        assert!(!peer.sends_from(other_host));
+        peer.fixed_port = true;
+        assert!(peer.sends_from(peer.address));
+        assert!(!peer.sends_from(other_port) && !peer.sends_from(other_host));
+    }
+
+    #[test]
+    fn secret_says_whether_packets_are_authenticated() {
+        let mut peer = peer();
+        assert!(!peer.is_authenticated());
+        for authenticated in [false, true] {
+            peer.secret = Some(secret(authenticated));
+            assert_eq!(peer.is_authenticated(), authenticated);
+        }
+    }
+
+    #[test]
+    fn debug_output_hides_the_secret() {
+        let text = format!("{:?}", secret(true));
+        assert_eq!(text, "PairSecret(Asked, authenticated: true)");
+    }
+
+    #[test]
+    fn path_mtu_has_its_length_in_json() {
+        assert_eq!(PathMtu::ALL.map(PathMtu::bytes), [256, 512, 1024, 2048, 4096]);
+        assert_eq!(PathMtu::ALL.map(u16::from), [256, 512, 1024, 2048, 4096]);
     }
 }

@@ -25,7 +25,8 @@ pub struct RefusalLog {
 impl RefusalLog {
     /// A log that allows a full burst.
     pub fn new() -> Self {
-        Self { bucket: TokenBucket::new(BURST, EACH, Duration::ZERO), left_out: 0 }
+        // The bucket lends one token more than it holds.
+        Self { bucket: TokenBucket::new(BURST - 1, EACH, Duration::ZERO), left_out: 0 }
     }
 
     /// Logs a connection that is closed without a reply.

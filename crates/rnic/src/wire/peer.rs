@@ -87,6 +87,5 @@ mod tests {
         assert_eq!(fitting_mtu(9000), Some(PathMtu::Mtu4096));
         assert_eq!(fitting_mtu(65536), Some(PathMtu::Mtu4096));
         assert_eq!(fitting_mtu(300), None);
-        assert_eq!(PathMtu::ALL.map(PathMtu::bytes), [256, 512, 1024, 2048, 4096]);
     }
 }

@@ -67,8 +67,10 @@ impl KeyInfo {
         Key::new(index, self.tag)
     }
 
-    /// Returns the QP that a bound type-2 window names. `None` for a free window, a type-1 window,
-    /// a region, and a window bound to QP 0xffffff, which is no QP.
+    /// Returns the QP that a bound type-2 window names.
+    ///
+    /// `None` for a free window, a type-1 window, a region, and a window bound to QP 0xffffff,
+    /// which is no QP.
     pub fn bound_to(&self) -> Option<Qpn> {
         (self.qpn != Qpn::NONE).then_some(self.qpn)
     }
