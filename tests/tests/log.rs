@@ -27,7 +27,7 @@ impl Node {
         let scratch = Scratch::new(name);
         let mut command = Command::new(granary());
         command.args(["serve", "--json", "--memory", "4MiB", "--chunk", "16KiB"]);
-        command.args(["--budget-chunks", "8", "--budget-interval-ms", "10"]).args(log);
+        command.args(["--budget-requests-per-s", "100", "--budget-interval-ms", "10"]).args(log);
         command.arg("--socket").arg(scratch.0.join("pool.sock"));
         command.env_remove("GRANARY_LOG").stdout(Stdio::piped());
         let mut child = command.stderr(File::create(scratch.0.join("log"))?).spawn()?;
@@ -80,27 +80,24 @@ impl Drop for Node {
 #[test]
 fn log_names_admitted_refused_and_departed_clients() -> Result<()> {
     let node = Node::start("log-info", &["--log", "info"])?;
-    node.wait_for(&[" INFO ", "memory node starts", "budget_chunks=8"])?;
+    node.wait_for(&[" INFO ", "memory node starts", "budget_requests_per_s=100"])?;
     let peer = format!("peer=process:{}", std::process::id());
     let pool = Pool::connect(node.socket(), Options { groups: Some(1), ..Options::default() })?;
     node.wait_for(&[" INFO ", "client admitted", "client=1", &peer])?;
     let begin = Instant::now();
-    let mut held = Vec::new();
     let error = loop {
-        match pool.allocate_blocking() {
-            Ok(grant) => held.push(grant),
-            Err(error) => break error,
+        if let Err(error) = pool.allocate_blocking().and_then(|grant| pool.free_blocking(grant)) {
+            break error;
         }
         ensure!(begin.elapsed() < TIMEOUT, "the budget has no effect");
-        thread::sleep(Duration::from_millis(5));
     };
     let Error::OverBudget { .. } = error else { bail!("{error}") };
-    node.wait_for(&[" WARN ", "client suspended", "client=1", "its budget is 8"])?;
-    node.wait_for(&[" WARN ", "request refused", "client=1", &peer, "its budget is 8"])?;
+    node.wait_for(&[" WARN ", "client suspended", "client=1", "its budget is 100"])?;
+    node.wait_for(&[" WARN ", "request refused", "client=1", &peer, "its budget is 100"])?;
     node.ask_for_unknown_service()?;
     // The text of the peer cannot begin a line of its own.
     node.wait_for(&[" WARN ", "request refused", &peer, r"there is no service `no\nsuch`"])?;
-    drop((held, pool));
+    drop(pool);
     node.wait_for(&[" INFO ", "client departed", "client=1", &peer])?;
     node.wait_for(&[" INFO ", "client reclaimed", "client=1"])?;
     for line in node.lines()? {

@@ -115,7 +115,8 @@ fn page_of_a_run_has_pager_and_private_node() -> Result<()> {
         "--metrics",
         &port.to_string(),
         "--",
-        "python3",
+        // The one in the path may be a script that starts other processes.
+        "/usr/bin/python3",
         "-c",
     ]);
     command.arg(script).stdin(Stdio::piped()).stderr(Stdio::piped());
