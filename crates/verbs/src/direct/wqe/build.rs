@@ -6,8 +6,8 @@ use crate::{Cqn, Key, Qpn};
 /// Encodes one WQE at a time into its own buffer.
 ///
 /// ```
-/// use crate::ids::{Key, Qpn};
-/// use crate::wqe::{Builder, Remote, Sge};
+/// use verbs::wqe::{Builder, Remote, Sge};
+/// use verbs::{Key, Qpn};
 ///
 /// let mut b = Builder::new(Qpn::new(0x11), 0);
 /// let from = Sge { addr: 0x1000, len: 64, lkey: Key(0x100) };
