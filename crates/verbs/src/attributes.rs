@@ -70,15 +70,15 @@ pub enum QpChange {
     /// To Error, from any state.
     Error,
     /// Sets the peer's access rights from now on (`IBV_QP_ACCESS_FLAGS`). Allowed in Init, RTR and
-    /// RTS; the state stays. Needs [`Feature::ModifyAccess`].
+    /// RTS; the state stays. Needs [`Feature::ModifyAccess`](crate::Feature::ModifyAccess).
     Access {
         /// The rights.
         access: Access,
     },
-    /// Sets the tag that is compared with the words that guard windows ([`Guards`]).
+    /// Sets the tag that is compared with the words that guard windows ([`Guards`](crate::Guards)).
     ///
     /// The tag is 0 until set. Allowed in any state, and the state stays; a reset keeps the tag.
-    /// Needs [`Feature::GuardedWindows`].
+    /// Needs [`Feature::GuardedWindows`](crate::Feature::GuardedWindows).
     Tag {
         /// The tag.
         tag: u64,

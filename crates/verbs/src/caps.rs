@@ -42,10 +42,10 @@ pub enum Feature {
     Type1Windows,
     /// Type-2 windows, each bound to one queue pair (2B).
     Type2Windows,
-    /// Type-1 windows that only QPs admitted by a word of memory can use ([`Guards`]). Software
-    /// NICs only.
+    /// Type-1 windows that only QPs admitted by a word of memory can use
+    /// ([`Guards`](crate::Guards)). Software NICs only.
     GuardedWindows,
-    /// Regions can be changed ([`Nic::rereg_mr`]).
+    /// Regions can be changed ([`Nic::rereg_mr`](crate::Nic::rereg_mr)).
     Rereg,
     /// Regions and windows whose first byte has address 0.
     ZeroBased,
@@ -53,15 +53,15 @@ pub enum Feature {
     AsyncEvents,
     /// An SRQ's limit can be armed.
     SrqLimit,
-    /// [`CompletionQueue::wait_solicited`] distinguishes solicited completions from unsolicited
-    /// ones.
+    /// [`CompletionQueue::wait_solicited`](crate::CompletionQueue::wait_solicited) distinguishes
+    /// solicited completions from unsolicited ones.
     SolicitedEvents,
     /// Masked CAS and FAA.
     MaskedAtomics,
     /// The access rights of a QP can be changed while it is connected.
     ModifyAccess,
     /// A CQ that overruns stops taking completions and reports the overrun, unless
-    /// [`CqAttr::ignore_overrun`] is set.
+    /// [`CqAttr::ignore_overrun`](crate::CqAttr::ignore_overrun) is set.
     CqOverrun,
     /// Registering a region that peers may write fails unless local writes are allowed too.
     RemoteNeedsLocalWrite,

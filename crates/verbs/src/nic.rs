@@ -119,7 +119,7 @@ pub trait Nic: Clone + Send + Sync + 'static {
     /// Changes a region (`ibv_rereg_mr`). The region gets a new key; the old key is dead.
     ///
     /// Fails while windows are bound to the region or other handles to it exist. After any failure
-    /// the region is deregistered. Needs [`Feature::Rereg`].
+    /// the region is deregistered. Needs [`Feature::Rereg`](crate::Feature::Rereg).
     fn rereg_mr(&self, mr: Self::Mr, change: Rereg<'_, Self>) -> Result<Self::Mr, Error>;
 
     /// Allocates a type-2 memory window, unbound.
@@ -138,7 +138,7 @@ pub trait Nic: Clone + Send + Sync + 'static {
     fn alloc_type1_mws(&self, pd: &Self::Pd, count: usize) -> Result<Vec<Self::Mw>, Error>;
 
     /// Allocates unbound type-1 windows, each guarded by one word of memory. Needs
-    /// [`Feature::GuardedWindows`].
+    /// [`Feature::GuardedWindows`](crate::Feature::GuardedWindows).
     fn alloc_guarded_mws(
         &self,
         _pd: &Self::Pd,
@@ -267,7 +267,8 @@ pub trait ReceiveQueue: Clone + Send + Sync + 'static {
     /// Arms the SRQ limit once (`IBV_SRQ_LIMIT`).
     ///
     /// The NIC raises [`AsyncEvent::SrqLimit`](crate::AsyncEvent::SrqLimit) when a message leaves
-    /// fewer than `limit` receives or finds none. 0 disarms the limit. Needs [`Feature::SrqLimit`].
+    /// fewer than `limit` receives or finds none. 0 disarms the limit. Needs
+    /// [`Feature::SrqLimit`](crate::Feature::SrqLimit).
     fn set_limit(&self, limit: u32) -> Result<(), Error>;
 
     /// Queries the NIC about the queue (`ibv_query_srq`).
@@ -375,7 +376,8 @@ pub trait CompletionQueue: Clone + Send + Sync + 'static {
     /// (`ibv_req_notify_cq` with `solicited_only`).
     ///
     /// If any completion can be polled already, the call returns at once. Needs
-    /// [`Feature::SolicitedEvents`]; without it any completion ends the sleep.
+    /// [`Feature::SolicitedEvents`](crate::Feature::SolicitedEvents); without it any completion
+    /// ends the sleep.
     fn wait_solicited(&self, timeout: Duration) -> Result<bool, Error> {
         self.wait(timeout)
     }
