@@ -12,8 +12,8 @@ use crate::scheme::{
     CasStats, ClientId, ClientScheme, ConnectReply, ConnectRequest, CpuEvents, Grant, GroupId,
     Lane, NodeScheme, NodeStatus, QpSet, WhenIdle, Worker,
 };
-use crate::settings::{SchemeKind, Settings};
-use crate::{Error, finemem, odrp, onesidedmw, rpc};
+use crate::settings::Settings;
+use crate::{Error, finemem, odrp, onesidedmw, rpc, schemes};
 
 /// The memory node's side of any scheme.
 #[non_exhaustive]
@@ -32,21 +32,14 @@ impl<N: DirectNic> AnyNode<N> {
     /// Creates the scheme that `settings` select, on `nic`.
     pub fn new(nic: &N, settings: &Settings) -> Result<Self, Error> {
         Ok(match settings.scheme {
-            SchemeKind::OneSidedMw => {
+            schemes::ONESIDEDMW => {
                 Self::OneSidedMw(Box::new(onesidedmw::Node::new(nic.clone(), settings.clone())?))
             }
-            SchemeKind::FineMem | SchemeKind::FineMemPaper | SchemeKind::PremmapOneSided => {
+            schemes::FINEMEM | schemes::FINEMEM_PAPER | schemes::PREMMAP_ONESIDED => {
                 Self::FineMem(Box::new(finemem::Node::new(nic, settings)?))
             }
-            SchemeKind::Odrp => {
-                Self::Odrp(Box::new(odrp::Node::new(nic.clone(), settings.clone())?))
-            }
-            SchemeKind::RpcMw2
-            | SchemeKind::RpcMw1
-            | SchemeKind::FineMr
-            | SchemeKind::StaticMr
-            | SchemeKind::PremmapRpc
-            | SchemeKind::OnDemandRpc => Self::Rpc(Box::new(rpc::Node::new(nic, settings)?)),
+            schemes::ODRP => Self::Odrp(Box::new(odrp::Node::new(nic.clone(), settings.clone())?)),
+            _ => Self::Rpc(Box::new(rpc::Node::new(nic, settings)?)),
         })
     }
 }
@@ -148,18 +141,13 @@ pub enum AnyClient<N: Nic> {
 impl<N: Nic> AnyClient<N> {
     /// Creates the client of the scheme that `welcome` selects, on `nic`.
     pub fn new(nic: &N, pd: &N::Pd, welcome: &NodeHello) -> Result<Self, Error> {
-        Ok(match welcome.scheme {
-            SchemeKind::OneSidedMw => Self::OneSidedMw(onesidedmw::Client::new(nic, pd, welcome)?),
-            SchemeKind::FineMem | SchemeKind::FineMemPaper | SchemeKind::PremmapOneSided => {
+        Ok(match schemes::find(&welcome.scheme)? {
+            schemes::ONESIDEDMW => Self::OneSidedMw(onesidedmw::Client::new(nic, pd, welcome)?),
+            schemes::FINEMEM | schemes::FINEMEM_PAPER | schemes::PREMMAP_ONESIDED => {
                 Self::FineMem(finemem::Client::new(nic, pd, welcome)?)
             }
-            SchemeKind::Odrp => Self::Odrp(odrp::Client::new(nic, pd, welcome)?),
-            SchemeKind::RpcMw2
-            | SchemeKind::RpcMw1
-            | SchemeKind::FineMr
-            | SchemeKind::StaticMr
-            | SchemeKind::PremmapRpc
-            | SchemeKind::OnDemandRpc => Self::Rpc(rpc::Client::new(nic, pd, welcome)?),
+            schemes::ODRP => Self::Odrp(odrp::Client::new(nic, pd, welcome)?),
+            _ => Self::Rpc(rpc::Client::new(nic, pd, welcome)?),
         })
     }
 }

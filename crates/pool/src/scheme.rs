@@ -412,6 +412,14 @@ pub(crate) fn too_large(bytes: u64, most: u64, has_sizes: bool) -> Error {
     Error::Setting { setting: "bytes", value: bytes.to_string(), why }
 }
 
+/// The error for a memory node whose scheme this client does not have.
+pub(crate) fn unknown(name: &str) -> Error {
+    Error::Protocol {
+        attempt: "connecting to a memory node".into(),
+        why: format!("its scheme {name} is unknown here: use the same version of granary"),
+    }
+}
+
 /// The compute node's side of a scheme.
 ///
 /// A client is connected in three steps, because the QPs of either side need the numbers of their

@@ -9,7 +9,7 @@ use anyhow::Context;
 use bench::size::Size;
 use pager::config::Config;
 use pool::protocol::Status;
-use pool::{Address, SchemeKind, Settings};
+use pool::{Address, Scheme, Settings, schemes};
 
 use crate::nic::NicProcess;
 use crate::node::{self, NodeProcess};
@@ -36,8 +36,8 @@ pub struct Run {
     pool: Option<PoolAddress>,
 
     /// Allocation scheme of the private memory node, as in granary serve
-    #[arg(long, value_name = "SCHEME", default_value_t = SchemeKind::OneSidedMw)]
-    scheme: SchemeKind,
+    #[arg(long, value_name = "SCHEME", default_value_t = schemes::ONESIDEDMW, value_parser = schemes::find)]
+    scheme: Scheme,
 
     #[command(flatten)]
     token: TokenFile,

@@ -6,10 +6,11 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use bench::size::Size;
 use bench::number::thousands;
+use bench::size::Size;
 use pool::{
-    Address, Budget, ControlMode, Endpoint, Listen, SchemeKind, Service, Settings, Token, protocol,
+    Address, Budget, ControlMode, Endpoint, Listen, Scheme, Service, Settings, Token, protocol,
+    schemes,
 };
 use serde::Serialize;
 
@@ -70,8 +71,8 @@ pub struct Serve {
     /// rpc-mw-2, fine-mr, static-mr, ondemand-rpc (the memory node's CPU allocates on request); and,
     /// unsafe, finemem-paper (finemem as published), premmap-onesided (the compute node allocates
     /// from an array), rpc-mw-1, premmap-rpc. See docs/user/choosing.md
-    #[arg(long, default_value_t)]
-    scheme: SchemeKind,
+    #[arg(long, default_value_t = schemes::ONESIDEDMW, value_parser = schemes::find)]
+    scheme: Scheme,
 
     /// How the control thread waits for requests in RPC schemes: event or polling
     #[arg(long, default_value_t)]
@@ -296,11 +297,9 @@ fn listen_address(text: &str) -> Result<SocketAddr, String> {
     match (text.parse(), bare.parse::<IpAddr>()) {
         (Ok(address), _) => Ok(address),
         (_, Ok(ip)) => Ok(SocketAddr::new(ip, pool::remote::address::PORT)),
-        _ => {
-            Err("expected an IP address of this host and optionally a port: 10.0.0.2:4791, \
+        _ => Err("expected an IP address of this host and optionally a port: 10.0.0.2:4791, \
                  [fd00::2]:4791"
-                .into())
-        }
+            .into()),
     }
 }
 
@@ -308,7 +307,11 @@ fn listen_address(text: &str) -> Result<SocketAddr, String> {
 fn describe_ready(ready: &Ready) -> String {
     let Ready { pool, scheme, control, group_size, credits, .. } = ready;
     let remote = ready.remote.as_ref().map_or(String::new(), |r| format!("\nremote    {r}"));
-    let waits = if scheme.needs_cpu() { format!(", control {control}") } else { String::new() };
+    let waits = if schemes::find(&scheme).is_ok_and(|scheme| scheme.needs_cpu()) {
+        format!(", control {control}")
+    } else {
+        String::new()
+    };
     format!(
         "serving {} in {} chunks of {}\n\
          pool      {pool}{remote}\n\

@@ -198,7 +198,7 @@ impl<N: Nic> Inner<N> {
             None => Ok(()),
             Some(_) => Err(Error::Setting {
                 setting: "scheme",
-                value: self.welcome.scheme.name().into(),
+                value: self.welcome.scheme.clone(),
                 why: format!(
                     "it has no one-sided {op}; read and write whole pages with `read` and `write`"
                 ),

@@ -19,13 +19,14 @@ use crate::protocol::NodeHello;
 use crate::registry::AnyClient;
 use crate::remote::route::sibling_peer;
 use crate::scheme::{ClientScheme, ConnectReply, ConnectionEpoch, Grant, GroupId};
-use crate::{Error, Remote};
+use crate::{Error, Remote, Scheme};
 
 /// State that all clones of a [`Pool`](super::Pool) share.
 pub(super) struct Inner<N: Nic> {
     pub(super) nic: N,
     pub(super) pd: N::Pd,
     pub(super) scheme: AnyClient<N>,
+    pub(super) info: Scheme,
     pub(super) groups: Vec<Group<N>>,
     pub(super) bounce: Arc<Bounce<N>>,
     pub(super) bulletin: N::Mr,

@@ -48,7 +48,7 @@ use crate::scheme::{
     bulletin,
 };
 use crate::wakeup::cores;
-use crate::{Error, Remote, Settings};
+use crate::{Error, Remote, Scheme, Settings, schemes};
 
 /// Options of a compute node's connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -203,6 +203,7 @@ impl<N: Nic> Pool<N> {
         let groups = (0..groups)
             .map(|g| Group::new(&nic, &pd, GroupId(g), lanes, options.send_blocks, receives))
             .collect::<Result<Vec<_>, _>>()?;
+        let info = schemes::find(&welcome.scheme)?;
         let scheme = AnyClient::new(&nic, &pd, &welcome)?;
         let lent = |g: &Group<N>| (g.qps[0].qp().clone(), g.completer.clone());
         scheme.share_access_qps(&nic, &pd, welcome.credits, groups.iter().map(lent).collect())?;
@@ -227,6 +228,7 @@ impl<N: Nic> Pool<N> {
             groups,
             bulletin,
             seen_empty: AtomicU32::new(0),
+            info,
             connection: ConnectionEpoch { incarnation: welcome.incarnation, client: terms.client },
             terms,
             welcome,
@@ -274,6 +276,11 @@ impl<N: Nic> Pool<N> {
         &self.inner.welcome
     }
 
+    /// The memory node's scheme.
+    pub fn scheme(&self) -> Scheme {
+        self.inner.info
+    }
+
     /// The NIC that this pool uses.
     pub fn nic(&self) -> &N {
         &self.inner.nic
@@ -311,7 +318,7 @@ impl<N: Nic> Pool<N> {
 
     /// Allocates at least `bytes` for the current core's group, like [`Pool::allocate`]; the grant
     /// has the actual length. Schemes with sizes
-    /// ([`SchemeKind::has_sizes`](crate::SchemeKind::has_sizes)) have blocks of a power of two of
+    /// ([`Scheme::has_sizes`](crate::Scheme::has_sizes)) have blocks of a power of two of
     /// chunks, up to the pool's size and 2 GiB. Other schemes return an error if `bytes` exceeds a
     /// chunk.
     pub async fn allocate_bytes(&self, bytes: u64) -> Result<Grant, Error> {

@@ -24,12 +24,12 @@ use super::map::Map;
 use super::release::Release;
 use super::tree::{BATCH, Verbs};
 use crate::Error;
+use crate::Scheme;
 use crate::credits::{Credit, Credits};
 use crate::protocol::NodeHello;
 use crate::scheme::{
     CasStats, ClientScheme, ConnectReply, Grant, GroupId, MAX_GROUP, WhenIdle, too_large,
 };
-use crate::settings::SchemeKind;
 
 /// Bytes for the results of the verbs of a request in flight.
 const SLOT_BYTES: usize = 8 * BATCH;
@@ -49,7 +49,7 @@ pub struct Client<N: Nic> {
     answers: N::Mr,
     credits: Credits,
     in_flight: u32,
-    scheme: SchemeKind,
+    scheme: Scheme,
     chunk_bytes: u64,
     contention_control: bool,
     /// Functions of the memory node's NIC that have windows.
@@ -81,6 +81,7 @@ struct Terms {
 impl<N: Nic> Client<N> {
     /// Creates the management QP.
     pub fn new(nic: &N, pd: &N::Pd, welcome: &NodeHello) -> Result<Self, Error> {
+        let scheme = super::find(&welcome.scheme)?;
         let credits = welcome.credits;
         let blocks = (credits * BLOCKS).next_power_of_two().max(16);
         let cq = nic.create_cq(CqAttr { entries: 2 * blocks, ignore_overrun: false })?;
@@ -102,7 +103,7 @@ impl<N: Nic> Client<N> {
             answers: local(8)?,
             credits: Credits::new(credits),
             in_flight: credits,
-            scheme: welcome.scheme,
+            scheme,
             chunk_bytes: welcome.chunk_bytes,
             contention_control: welcome.contention_control,
             functions: welcome.functions,
@@ -112,7 +113,7 @@ impl<N: Nic> Client<N> {
             open: AtomicBool::new(false),
             admitted: OnceLock::new(),
             held: Mutex::default(),
-            release: Release::of(welcome.scheme),
+            release: Release::of(scheme),
             in_doubt: AtomicBool::new(false),
             effort: EffortCounts::default(),
         })

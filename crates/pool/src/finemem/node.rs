@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fabric::{Access, Caps, CqAttr, DmaMemory, MemoryRegion, Nic, QpState, QueuePair};
+use fabric::{Access, CqAttr, DmaMemory, MemoryRegion, Nic, QpState, QueuePair};
 
 use super::allocation_view::{AllocationView, ClientsByUser};
 use super::function::{self, Function};
@@ -57,7 +57,7 @@ impl<N: Nic> Node<N> {
     /// Donates memory according to `settings`, with a window bound for every block.
     pub fn new(nic: &N, settings: &Settings) -> Result<Self, Error> {
         settings.validate()?;
-        check_caps(&nic.caps(), settings)?;
+        settings.scheme.check_caps(&nic.caps())?;
         let shape = Shape { chunks: settings.chunks() as u32, chunk_bytes: settings.chunk_bytes };
         let functions = function::needed(nic, shape, settings)?;
         let metadata_pd = nic.alloc_pd()?;
@@ -298,7 +298,7 @@ impl<N: Nic> NodeScheme for Node<N> {
         let leaving = self.peers.values().filter(|p| p.leaving.is_some()).count() as u64;
         let scan = &self.scan;
         Ok(NodeStatus {
-            scheme: self.settings.scheme.name().into(),
+            scheme: self.settings.scheme.name.into(),
             chunk_bytes: self.settings.chunk_bytes,
             functions: self.functions(),
             chunks: self.shape.chunks as u64,
@@ -397,28 +397,6 @@ impl<N: Nic> Node<N> {
         gone.iter().for_each(|client| _ = peers.remove(client));
         Ok(any)
     }
-}
-
-/// Returns an error if the NIC lacks a capability that the schemes need.
-fn check_caps(caps: &Caps, settings: &Settings) -> Result<(), Error> {
-    let windows = caps.type1_windows && caps.windows;
-    if windows && caps.big_endian_atomics && caps.global_atomics {
-        return Ok(());
-    }
-    Err(fabric::Error::Unsupported {
-        attempt: format!("serving with scheme {}", settings.scheme),
-        why: format!(
-            "the NIC must have windows of types 1 and 2B, and big-endian atomics that are atomic \
-             with respect to the CPU; {} has type 1: {}, type 2B: {}, big-endian atomics: {}, \
-             atomic to the CPU: {}",
-            caps.name,
-            caps.type1_windows,
-            caps.windows,
-            caps.big_endian_atomics,
-            caps.global_atomics
-        ),
-    }
-    .into())
 }
 
 const NOT_ADMITTED: &str = "the client is not admitted";

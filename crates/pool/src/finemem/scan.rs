@@ -476,14 +476,14 @@ mod tests {
 
     use super::*;
     use crate::scheme::NodeScheme;
-    use crate::{SchemeKind, Settings};
+    use crate::{Settings, schemes};
 
     #[test]
     fn scans_take_a_seventh_of_a_core_without_requests() {
         let settings = Settings {
             donate_bytes: 1 << 20,
             chunk_bytes: 4096,
-            scheme: SchemeKind::FineMem,
+            scheme: schemes::FINEMEM,
             ..Settings::default()
         };
         let mut node = Node::new(&SoftNic::inline(), &settings).expect("a memory node");

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use fabric::direct::{DirectNic, DirectQp};
 use fabric::{
-    Access, Caps, Completion, CompletionQueue, CqAttr, Cqn, DmaMemory, MemoryRegion, PeerAddress,
-    QpAttr, QpChange, Qpn, QueuePair, Receive, ReceiveAttr, Remote, Status,
+    Access, Completion, CompletionQueue, CqAttr, Cqn, DmaMemory, MemoryRegion, PeerAddress, QpAttr,
+    QpChange, Qpn, QueuePair, Receive, ReceiveAttr, Remote, Status,
 };
 
 use super::chain::{self, Reads, Tables};
@@ -62,7 +62,7 @@ impl<N: DirectNic> Node<N> {
     /// Allocates the memory and initializes the tables and the free queue.
     pub fn new(nic: N, settings: Settings) -> Result<Self, Error> {
         settings.validate()?;
-        check_caps(&nic.caps())?;
+        settings.scheme.check_caps(&nic.caps())?;
         let shape = Shape {
             chunks: settings.chunks() as u32,
             chunk_bytes: settings.chunk_bytes,
@@ -528,7 +528,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         let reclaimed = self.reclaimer.released.min(self.frees);
         let leaving = self.clients.values().filter(|c| c.stage.is_gone()).count() as u64;
         Ok(NodeStatus {
-            scheme: self.settings.scheme.name().into(),
+            scheme: self.settings.scheme.name.into(),
             chunk_bytes: self.settings.chunk_bytes,
             functions: 0,
             chunks,
@@ -585,20 +585,4 @@ impl<N: DirectNic> NodeScheme for Node<N> {
             Some(page) => Err(broken(format!("page {page} is lost: neither free nor mapped"))),
         }
     }
-}
-
-/// Returns an error if the NIC lacks a capability that the scheme needs.
-pub(super) fn check_caps(caps: &Caps) -> Result<(), Error> {
-    if caps.chains && caps.big_endian_atomics {
-        return Ok(());
-    }
-    Err(fabric::Error::Unsupported {
-        attempt: "serving with scheme odrp".into(),
-        why: format!(
-            "the NIC must have WAIT and SEND_EN, and big-endian atomics; {} has chains: {}, \
-             big-endian atomics: {}",
-            caps.name, caps.chains, caps.big_endian_atomics
-        ),
-    }
-    .into())
 }

@@ -105,18 +105,7 @@ impl<N: DirectNic> Node<N> {
     /// Allocates the memory and the windows, and initializes the table and the free queue.
     pub fn new(nic: N, settings: Settings) -> Result<Self, Error> {
         settings.validate()?;
-        let caps = nic.caps();
-        if !caps.chains || !caps.windows || !caps.big_endian_atomics {
-            return Err(fabric::Error::Unsupported {
-                attempt: "serving with scheme onesidedmw".into(),
-                why: format!(
-                    "the NIC must have WAIT and SEND_EN, type-2B windows and big-endian atomics; \
-                     {} has chains: {}, windows: {}, big-endian atomics: {}",
-                    caps.name, caps.chains, caps.windows, caps.big_endian_atomics
-                ),
-            }
-            .into());
-        }
+        settings.scheme.check_caps(&nic.caps())?;
         let shape = shape(&settings);
         let (data, metadata) = (nic.alloc_pd()?, nic.alloc_pd()?);
         let windows = nic.alloc_mws(&data, shape.chunks as usize * shape.group)?;
@@ -405,7 +394,7 @@ impl<N: DirectNic> NodeScheme for Node<N> {
         let returned = self.counted.frees;
         let reclaimed = self.reclaimer.released.min(returned);
         Ok(NodeStatus {
-            scheme: "onesidedmw".into(),
+            scheme: self.settings.scheme.name.into(),
             chunk_bytes: self.settings.chunk_bytes,
             functions: 0,
             chunks,

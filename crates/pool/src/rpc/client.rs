@@ -60,7 +60,7 @@ impl<N: Nic> Client<N> {
             blocks: Blocks::new(
                 welcome.chunks as u32,
                 welcome.chunk_bytes,
-                welcome.scheme.has_sizes(),
+                super::find(&welcome.scheme)?.has_sizes(),
             ),
             lanes: welcome.group_size as usize - 1,
             broken: AtomicBool::new(false),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fabric::{
-    Access, Caps, CqAttr, Key, MemoryRegion, Nic, QpAttr, QpChange, QpState, QueuePair, Receive,
+    Access, CqAttr, Key, MemoryRegion, Nic, QpAttr, QpChange, QpState, QueuePair, Receive,
     ReceiveAttr, Remote,
 };
 use parking_lot::{Mutex, MutexGuard};
@@ -17,14 +17,14 @@ use super::table::{Protection, Table};
 use super::view::AllocationView;
 use super::windows::{Type1, Type2};
 use super::worker::{BIND_BLOCKS, Core, Handle, Shared, State};
-use super::{REPLY_BYTES, REQUEST_BYTES};
+use super::{Opening, REQUEST_BYTES};
 use crate::Error;
 use crate::remote::route::{Start, with_start};
 use crate::scheme::{
     ClientId, ConnectReply, ConnectRequest, CpuEvents, GroupId, Lane, NodeScheme, NodeStatus,
     QpSet, Worker,
 };
-use crate::settings::{SchemeKind, Settings};
+use crate::settings::Settings;
 
 /// Send blocks of a management QP per request in flight: the reply, a bulletin "empty" before it,
 /// and a bulletin "available" after it.
@@ -41,46 +41,33 @@ impl<N: Nic> Node<N> {
     /// Donates memory according to `settings`.
     pub fn new(nic: &N, settings: &Settings) -> Result<Self, Error> {
         settings.validate()?;
-        let (scheme, caps) = (settings.scheme, nic.caps());
-        if let Some(missing) = missing(scheme, &caps) {
-            return Err(Error::Setting {
-                setting: "scheme",
-                value: scheme.name().into(),
-                why: format!("the NIC {} lacks {missing}", caps.name),
-            });
-        }
+        let opening = Opening::of(settings.scheme)?;
+        settings.scheme.check_caps(&nic.caps())?;
         let blocks = Blocks::of(settings);
         let lanes = settings.lanes() as usize;
         let pd = nic.alloc_pd()?;
         let (bytes, unit) = (settings.chunks() * settings.chunk_bytes, settings.chunk_bytes);
         let memory = nic.alloc_thin(bytes as usize, unit as usize, settings.kept_bytes())?;
         let memory = nic.reg_mr(&pd, &memory, Access::LOCAL_ALL)?;
-        let protection = match scheme {
-            SchemeKind::RpcMw2 => Protection::Type2(Type2::new(nic, &pd, &memory, blocks, lanes)?),
-            SchemeKind::RpcMw1 | SchemeKind::PremmapRpc => {
-                let ahead = scheme == SchemeKind::PremmapRpc;
+        let protection = match opening {
+            Opening::Bind => Protection::Type2(Type2::new(nic, &pd, &memory, blocks, lanes)?),
+            Opening::Rebind | Opening::BindAhead => {
+                let ahead = opening == Opening::BindAhead;
                 Protection::Type1(Type1::new(nic, &pd, &memory, blocks, ahead)?)
             }
-            SchemeKind::FineMr | SchemeKind::StaticMr | SchemeKind::OnDemandRpc => {
+            Opening::Register | Opening::RegisterAhead => {
                 Protection::Regions(Regions::new(blocks.count()))
-            }
-            other => {
-                return Err(Error::Setting {
-                    setting: "scheme",
-                    value: other.name().into(),
-                    why: "it does not allocate by RPC".into(),
-                });
             }
         };
         let cores = settings.cores.min(settings.clients_max) as usize;
         let base = memory.memory().addr();
         let table = Table::new(protection, lanes, base, blocks, cores);
         let cores = (0..cores)
-            .map(|index| Core::new(nic, &pd, settings, index))
+            .map(|index| Core::new(nic, &pd, (settings, opening), index))
             .collect::<Result<Vec<_>, _>>()?;
         let (nic, settings, table) = (nic.clone(), settings.clone(), Mutex::new(table));
-        let shared = Arc::new(Shared { nic, settings, pd, memory, blocks, table, cores });
-        if scheme == SchemeKind::PremmapRpc {
+        let shared = Arc::new(Shared { nic, settings, opening, pd, memory, blocks, table, cores });
+        if opening == Opening::BindAhead {
             shared.cores[0].state.lock().bind_ahead(&shared)?;
         }
         Ok(Self { shared, core_by_client: BTreeMap::new() })
@@ -140,11 +127,9 @@ impl<N: Nic> Node<N> {
                 settings.group_size
             )));
         }
-        let pd = match settings.scheme {
-            SchemeKind::FineMr | SchemeKind::StaticMr | SchemeKind::OnDemandRpc => {
-                nic.alloc_pd()?
-            }
-            _ => self.shared.pd.clone(),
+        let pd = match self.shared.opening.is_region() {
+            true => nic.alloc_pd()?,
+            false => self.shared.pd.clone(),
         };
         let blocks = (credits * ANSWER_BLOCKS).next_power_of_two();
         let replies = nic.create_cq(CqAttr { entries: blocks, ignore_overrun: false })?;
@@ -329,7 +314,7 @@ impl<N: Nic> NodeScheme for Node<N> {
     fn status(&mut self) -> Result<NodeStatus, Error> {
         let settings = &self.shared.settings;
         let mut status = NodeStatus {
-            scheme: settings.scheme.name().into(),
+            scheme: settings.scheme.name.into(),
             chunk_bytes: settings.chunk_bytes,
             ..NodeStatus::default()
         };
@@ -367,18 +352,6 @@ impl<N: Nic> CpuEvents for AllCores<N> {
 
     fn wake(&self) {
         self.0.cores.iter().for_each(|core| core.events.wake());
-    }
-}
-
-/// The capability that the NIC lacks for `scheme`, if any.
-fn missing(scheme: SchemeKind, caps: &Caps) -> Option<&'static str> {
-    match scheme {
-        SchemeKind::RpcMw2 if !caps.windows => Some("type-2 windows"),
-        SchemeKind::RpcMw1 | SchemeKind::PremmapRpc if !caps.type1_windows => {
-            Some("type-1 windows")
-        }
-        _ if (caps.max_inline as usize) < REPLY_BYTES => Some("enough inline data"),
-        _ => None,
     }
 }
 

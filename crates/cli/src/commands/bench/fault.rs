@@ -4,8 +4,8 @@ use std::process::{Command, ExitCode};
 
 use anyhow::Context;
 use bench::fault::{self, Outcome, PAGE_BYTES, Pattern, Spec};
-use bench::size::Size;
 use bench::record::{BASELINE_NIC, BASELINE_SCHEME};
+use bench::size::Size;
 use bench::uffd_baseline;
 use pool::Settings;
 
@@ -96,7 +96,7 @@ impl Fault {
                 paged: Some(self.start_paged(&store)?),
             },
             FaultHandler {
-                scheme: settings.scheme.name(),
+                scheme: settings.scheme.name,
                 nic: "shm",
                 paged: Some(self.start_paged(&pool)?),
             },

@@ -2,15 +2,15 @@
 
 use fabric::soft::SoftNic;
 use fabric::{
-    Completion, CompletionQueue, Key, Op, PathMtu, Psn, QpAttr, QpChange, Qpn, Receive, Remote,
-    Status, WorkRequest,
+    Caps, Completion, CompletionQueue, Key, Op, PathMtu, Psn, QpAttr, QpChange, Qpn, Receive,
+    Remote, Status, WorkRequest,
 };
 
 use super::*;
-use crate::SchemeKind;
 use crate::finemem::tree::Tree;
 use crate::finemem::words;
 use crate::remote::{RoceEnd, Route};
+use crate::schemes;
 
 type Qp = <SoftNic as Nic>::Qp;
 
@@ -20,7 +20,7 @@ fn settings() -> Settings {
     Settings {
         donate_bytes: CHUNKS * 4096,
         chunk_bytes: 4096,
-        scheme: SchemeKind::FineMem,
+        scheme: schemes::FINEMEM,
         ..Settings::default()
     }
 }
@@ -91,15 +91,15 @@ impl Bed {
 #[test]
 fn nic_that_lacks_a_capability_is_rejected_by_name() {
     let caps = SoftNic::inline().caps();
-    assert!(check_caps(&caps, &settings()).is_ok());
+    assert!(settings().scheme.check_caps(&caps).is_ok());
     let lacking = [
-        (Caps { type1_windows: false, ..caps.clone() }, "type 1: false"),
-        (Caps { windows: false, ..caps.clone() }, "type 2B: false"),
-        (Caps { big_endian_atomics: false, ..caps.clone() }, "big-endian atomics: false"),
-        (Caps { global_atomics: false, ..caps.clone() }, "atomic to the CPU: false"),
+        (Caps { type1_windows: false, ..caps.clone() }, "type-1 windows"),
+        (Caps { windows: false, ..caps.clone() }, "type-2B windows"),
+        (Caps { big_endian_atomics: false, ..caps.clone() }, "big-endian atomics"),
+        (Caps { global_atomics: false, ..caps.clone() }, "with respect to the CPU"),
     ];
     for (caps, named) in lacking {
-        let why = check_caps(&caps, &settings()).unwrap_err().to_string();
+        let why = settings().scheme.check_caps(&caps).unwrap_err().to_string();
         assert!(why.contains(named), "{why}");
     }
 }

@@ -6,6 +6,7 @@
 use fabric::{Key, MemoryRegion, Op, Qpn, Remote};
 use pool::client::control::ControlPlane;
 use pool::finemem::Client;
+use pool::info::Isolation;
 use pool::scheme::{ClientScheme, ConnectReply, Grant, GroupId};
 
 use super::{Hostile, SCRATCH};
@@ -27,7 +28,7 @@ pub(super) fn start(service: &Service, terms: &ConnectReply) -> Option<()> {
 impl Hostile {
     pub(super) fn round_on_trees(&mut self) {
         // Guarded windows, which check the log, withstand even a client with the right key.
-        let withstands = self.scheme.is_guarded();
+        let withstands = self.scheme.isolation == Isolation::GuardedWindows;
         match self.random.below(16) {
             0..=2 => self.allocate(&[]),
             3 if withstands => self.steal(),
