@@ -8,7 +8,7 @@ use fabric::{Access, CqAttr, Nic, QpAttr, Qpn, QueuePair, Receive};
 use pool::finemem::{Client, Node};
 use pool::protocol::NodeHello;
 use pool::scheme::{ClientScheme, NodeScheme};
-use pool::{ConnectRequest, ClientId, Error, Settings};
+use pool::{ClientId, ConnectRequest, Error, Settings};
 
 type Qp = <SoftNic as Nic>::Qp;
 
@@ -53,7 +53,7 @@ pub fn connect(
         ..ConnectRequest::default()
     };
     let admitted = node.admit(id, &request)?;
-    client.admitted(&admitted);
+    client.accept(&admitted)?;
     let peers: Vec<_> = admitted.management.iter().map(|qpn| Qpn::new(*qpn).into()).collect();
     client.connect(&peers)?;
     Ok(Connection { client, id, _lanes: lanes })

@@ -23,6 +23,7 @@ mod address;
 pub mod budget;
 pub mod chain;
 pub mod client;
+pub mod client_table;
 mod cpu;
 mod credits;
 mod error;
@@ -35,6 +36,7 @@ pub mod onesidedmw;
 pub mod protocol;
 mod registry;
 pub mod remote;
+pub mod request_queue;
 pub mod rpc;
 pub mod scheme;
 pub mod schemes;
@@ -51,7 +53,7 @@ pub use error::Error;
 pub use info::{Scheme, SchemeInfo};
 pub use multi::{MultiPool, NodeIndex, PlacedGrant, Placement};
 pub use node::{MemoryNode, NodeThreads};
-pub use registry::{AnyClient, AnyNode};
+pub use registry::AnyNode;
 pub use remote::{Listen, RemoteAddress, Token};
 pub use scheme::{
     CasStats, ClientId, ConnectReply, ConnectRequest, Grant, GroupId, Lane, NodeStatus,

@@ -181,7 +181,7 @@ impl<N: Nic> Node<N> {
             let n = self.requests.poll(&mut some);
             for c in some[..n].iter().filter(|c| c.kind == CompletionKind::Receive) {
                 let mut peers = self.peers.values_mut();
-                let peer = peers.find(|p| p.management.qpn() == c.qpn && p.leaving.is_none());
+                let peer = peers.find(|p| p.management.qp.qpn() == c.qpn && p.leaving.is_none());
                 let Some(peer) = peer.filter(|_| c.status == Status::Success) else { continue };
                 let order = peer.wanted_order(c.id as u32);
                 // A request whose wait was aborted in the meantime has already been answered.

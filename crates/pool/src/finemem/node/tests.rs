@@ -164,11 +164,11 @@ fn remote_qp_restarts_at_the_last_announced_psn() {
     let route = Route::between(ip(1), end, ip(2), end);
     let at = |psn| route.peer(Qpn::new(7), Start::Psn(Psn::new(psn)));
     let peer = bed.node.peers.get_mut(&bed.id).unwrap();
-    peer.management_peer = at(1);
-    peer.groups[0].iter_mut().for_each(|(_, lane)| *lane = at(1));
+    peer.management.peer = at(1);
+    peer.access.0[0].iter_mut().for_each(|lane| lane.peer = at(1));
     let begin = |bed: &Bed| {
         let peer = &bed.node.peers[&bed.id];
-        [peer.management_peer, peer.groups[0][0].1, peer.groups[0][1].1]
+        [peer.management.peer, peer.access.0[0][0].peer, peer.access.0[0][1].peer]
     };
     bed.node.set_start(bed.id, QpSet::Access(GroupId(0), Lane(1)), Start::Psn(Psn::new(2)));
     assert_eq!(begin(&bed), [at(1), at(1), at(2)]);

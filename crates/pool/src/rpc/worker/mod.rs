@@ -7,7 +7,7 @@
 mod background;
 mod binds;
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use fabric::{
@@ -23,6 +23,7 @@ use super::peer::Peer;
 use super::table::{Protection, Table};
 use super::{Ask, Outcome, REQUEST_BYTES, Reply, Request};
 use crate::Error;
+use crate::client_table::ClientTable;
 use crate::scheme::{ClientId, CpuEvents, GroupId, Lane, MAX_GROUP, Worker};
 use crate::settings::Settings;
 use crate::wakeup::CqEvents;
@@ -64,7 +65,7 @@ pub(super) struct State<N: Nic> {
     pub binds: N::Cq,
     /// QP to which binds of type-1 windows are posted.
     binder: Option<N::Qp>,
-    pub peers: BTreeMap<ClientId, Peer<N>>,
+    pub peers: ClientTable<Peer<N>>,
     pub by_management: HashMap<Qpn, ClientId>,
     /// Compute nodes that may have too few chunks set aside.
     short: VecDeque<ClientId>,
@@ -198,7 +199,7 @@ impl<N: Nic> Core<N> {
             arrived: vec![Completion::EMPTY; BATCH],
             binds,
             binder,
-            peers: BTreeMap::new(),
+            peers: ClientTable::default(),
             by_management: HashMap::new(),
             short: VecDeque::new(),
             serial: 1,
@@ -265,7 +266,7 @@ impl<N: Nic> State<N> {
         peer.inbox.memory().read(slot as usize * REQUEST_BYTES, &mut bytes);
         let (number, ask) = Request::parse(&bytes);
         let whole = c.bytes as usize == REQUEST_BYTES;
-        let groups = peer.groups.len();
+        let groups = peer.access.0.len();
         let step = match ask.filter(|_| whole) {
             Some(Ask::Allocate { group, order })
                 if (group as usize) < groups && order as u32 <= shared.blocks.order_max() =>
@@ -362,7 +363,7 @@ impl<N: Nic> State<N> {
         let group = table.group_of(entry);
         match &mut table.protection {
             Protection::Type2(windows) => {
-                let paths = &self.peers[&client].groups[group.0 as usize];
+                let paths = &self.peers[&client].access.0[group.0 as usize];
                 for (lane, path) in paths.iter().enumerate() {
                     let lane = Lane(lane as u8);
                     let umr = windows.bind(entry, lane, path.qp.qpn());

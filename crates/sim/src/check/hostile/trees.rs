@@ -20,7 +20,7 @@ pub(super) type Service = Box<Client<SimNic>>;
 
 /// Passes the memory node's admission to the service, and connects the service.
 pub(super) fn start(service: &Service, terms: &ConnectReply) -> Option<()> {
-    service.admitted(terms);
+    service.accept(terms).ok()?;
     let peers: Vec<_> = terms.management.iter().map(|q| Qpn::new(*q).into()).collect();
     service.connect(&peers).ok()
 }
@@ -87,7 +87,7 @@ impl Hostile {
         let connected = again.and_then(|peers| service.connect(&peers));
         self.out |= connected.is_err();
         if !self.out {
-            let _ = fiber::block_on(service.recall());
+            let _ = fiber::block_on(service.settle());
         }
     }
 
