@@ -164,7 +164,7 @@ impl<C: ClientEntry> ClientTable<C> {
         } else if client.0 == 0 || self.contains_key(&client) {
             format!("client {} is already connected", client.0)
         } else if qps != management {
-            format!("the request must name {management} management QPs, but names {qps}")
+            format!("the scheme has {management} management QPs, but the request names {qps}")
         } else if !(1..=settings.groups_max as usize).contains(&groups.len()) {
             format!(
                 "the request must name 1 to {} QP groups, but names {}",

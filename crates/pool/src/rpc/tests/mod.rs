@@ -389,12 +389,12 @@ fn invalid_admissions_are_refused() {
             ..ConnectRequest::default()
         };
         for (request, expected) in [
-            (admission(vec![], vec![lanes.clone()]), "one management QP"),
-            (admission(vec![qpn; 2], vec![lanes.clone()]), "one management QP"),
+            (admission(vec![], vec![lanes.clone()]), "1 management QPs"),
+            (admission(vec![qpn; 2], vec![lanes.clone()]), "1 management QPs"),
             (admission(vec![qpn], vec![]), "QP groups"),
             (admission(vec![qpn], vec![lanes.clone(); 65]), "QP groups"),
-            (admission(vec![qpn], vec![vec![qpn]]), "a QP group of 1"),
-            (admission(vec![qpn], vec![vec![qpn; 3]]), "a QP group of 3"),
+            (admission(vec![qpn], vec![vec![qpn]]), "but one has 1"),
+            (admission(vec![qpn], vec![vec![qpn; 3]]), "but one has 3"),
         ] {
             let e = node.admit(ClientId(2), &request).unwrap_err().to_string();
             assert!(e.contains(expected), "{e}");
