@@ -30,6 +30,24 @@ toolchain:
 build: toolchain ## Build the granary command and its preload library, optimised
 	$(CARGO) build --release $(PRODUCTS)
 
+# Where `make install` puts files. DESTDIR is a folder in front of it, for packages.
+PREFIX ?= /usr/local
+
+# Needs `make build` before it, and does not build: `sudo make install` must not compile as root.
+.PHONY: install
+install: PRODUCT_DIRECTORY = $(dir $(GRANARY))
+install: SHARE = $(DESTDIR)$(PREFIX)/share
+install: ## Install the command, completions and manual pages below PREFIX (/usr/local)
+	@test -x $(GRANARY) || { echo "make: no $(GRANARY); run make build" >&2; exit 1; }
+	install -D $(GRANARY) $(DESTDIR)$(PREFIX)/bin/granary
+	install -D -m 644 $(PRODUCT_DIRECTORY)libgranary_preload.so $(DESTDIR)$(PREFIX)/lib/libgranary_preload.so
+	mkdir -p $(SHARE)/bash-completion/completions $(SHARE)/zsh/site-functions \
+	    $(SHARE)/fish/vendor_completions.d
+	$(GRANARY) completions bash > $(SHARE)/bash-completion/completions/granary
+	$(GRANARY) completions zsh > $(SHARE)/zsh/site-functions/_granary
+	$(GRANARY) completions fish > $(SHARE)/fish/vendor_completions.d/granary.fish
+	$(GRANARY) man $(SHARE)/man/man1
+
 .PHONY: quickstart
 quickstart: build ## Run real programs with most of their memory in a pool
 	$(GRANARY) quickstart
@@ -67,14 +85,14 @@ miri: export PROPTEST_CASES = 8
 # Without authenticated packets: a library in C and assembly computes their tags.
 miri: toolchain ## Run unsafe code under Miri, about an hour (needs: rustup +nightly component add miri)
 	$(CARGO) +nightly miri test --target-dir target/miri \
-	    -p granary-rnic --lib -- engine:: wqe:: cqe:: dma:: queue:: table:: protection:: \
+	    -p granary-rnic --lib -- engine:: dma:: queue:: table:: protection:: \
 	    --skip chain_serves --skip tests::model --skip tests::fairness \
 	    --skip wire::forged --skip authenticated
 	# With the CPU features that the checksums of payloads need.
 	RUSTFLAGS=-Ctarget-feature=+avx2,+pclmulqdq,+vpclmulqdq $(CARGO) +nightly miri test --target-dir target/miri \
 	    -p granary-rnic --lib -- crc:: wire::icrc:: wire::outbox::
 	$(CARGO) +nightly miri test --target-dir target/miri \
-	    -p granary-fabric --lib -- completion::slab
+	    -p granary-verbs --lib -- completion::slab direct:: psn::
 
 .PHONY: tsan
 tsan: toolchain ## Run tests with threads under ThreadSanitizer (needs: rustup +nightly component add rust-src)
@@ -104,12 +122,20 @@ benchmarks:
 	$(GRANARY) bench paper finemem --out $(OUT)
 
 .PHONY: lint
-lint: toolchain ## Check formatting, clippy warnings and licences of dependencies
+lint: toolchain ## Check formatting, clippy and rustdoc warnings, and dependencies (cargo-deny)
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
-	@if command -v cargo-deny >/dev/null; then \
-	    $(CARGO) deny check bans licenses sources; \
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps
+	@if ! command -v cargo-deny >/dev/null; then \
+	    echo "lint: cargo-deny is not installed, dependencies are not checked" \
+	        "(cargo install --locked cargo-deny)"; \
+	elif $(CARGO) deny fetch db 2>/dev/null; then \
+	    $(CARGO) deny check; \
 	else \
-	    echo "lint: cargo-deny is not installed, licences are not checked" \
-	        "(cargo install cargo-deny)"; \
+	    echo "lint: the advisory database cannot be fetched, advisories are not checked"; \
+	    $(CARGO) deny check bans licenses sources; \
 	fi
+
+.PHONY: tidy
+tidy: toolchain ## Check wording, line lengths and links (docs/style.md)
+	$(CARGO) test -p granary-tidy

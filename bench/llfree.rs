@@ -1,11 +1,12 @@
-//! The program of `bench/llfree`: compares allocations of FineMem's tree and of LLFree in one process.
+//! The program of `bench/llfree`: compares allocations of FineMem's tree and of LLFree in one
+//! process.
 //!
 //! Prints a line for each measurement of each round: `allocator operation order threads ns`.
 //!
 //! - `llfree`: get and put by threads that each have a reservation.
 //! - `tree`: the tree of scheme finemem in this process's memory. A verb is an atomic instruction.
-//! - `embedded`: scheme finemem in an embedded pool. Verbs are work requests, which the inline NIC executes on the
-//!   caller's thread. Another thread ends the quarantine of a freed block.
+//! - `embedded`: scheme finemem in an embedded pool. Verbs are work requests, which the inline NIC
+//!   executes on the caller's thread. Another thread ends the quarantine of a freed block.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -75,7 +76,10 @@ impl<F: Fn(usize, usize) -> llfree::Request + Sync> Allocator for Peer<'_, F> {
     }
 
     fn put(&self, frame: FrameId, order: u32) {
-        self.all.put(frame, (self.request)(order as usize, self.thread)).expect("the frame is allocated");
+        self.all.put(frame, (self.request)(order as usize, self.thread)).expect(
+            "the frame is \
+            allocated",
+        );
     }
 }
 
@@ -175,9 +179,13 @@ fn main() {
                         let frames = chunks as usize;
                         let size = LLFree::metadata_size(&classing, frames);
                         let meta = MetaData::alloc(&size);
-                        let all = LLFree::new(frames, Init::FreeAll, &classing, meta).expect("LLFree");
+                        let all =
+                            LLFree::new(frames, Init::FreeAll, &classing, meta).expect("LLFree");
                         let peer = |thread| Peer { all: &all, thread, request: &request };
-                        print("llfree", measure(&(0..threads).map(peer).collect::<Vec<_>>(), order, count));
+                        print(
+                            "llfree",
+                            measure(&(0..threads).map(peer).collect::<Vec<_>>(), order, count),
+                        );
                     },
                     &|| {
                         let shape = Shape { chunks, chunk_bytes: CHUNK };
@@ -186,7 +194,10 @@ fn main() {
                             let user = User::new(thread as u16 + 1).expect("a user");
                             Local { words: &words, tree: Tree::new(shape, user), user }
                         };
-                        print("tree", measure(&(0..threads).map(local).collect::<Vec<_>>(), order, count));
+                        print(
+                            "tree",
+                            measure(&(0..threads).map(local).collect::<Vec<_>>(), order, count),
+                        );
                     },
                     &|| {
                         let settings = Settings {
@@ -195,7 +206,10 @@ fn main() {
                             scheme: schemes::FINEMEM,
                             ..Settings::default()
                         };
-                        let node = pool::EmbeddedNode::start(&settings).expect("an embedded memory node");
+                        let node = pool::EmbeddedNode::start(&settings).expect(
+                            "an embedded memory \
+                            node",
+                        );
                         let node = std::sync::Arc::new(node);
                         let connect = |_| {
                             let pool = Pool::embedded_in(&node, pool::Options::default());

@@ -2,14 +2,12 @@
 //! function, beside an honest function.
 
 use rnic::Engine;
-use rnic::cqe::{CqReader, clear};
-use rnic::ids::{Access, Cqn, FunctionId, Key, Pdn, Qpn};
-use rnic::memory::DmaMemory;
-use rnic::verbs::{
-    CqSpec, FunctionLimits, Limits, MwKind, QpChange, QpSpec, QpState, Recv, RecvSpec, SendSpec,
-};
-use rnic::wqe::umr::Umr;
-use rnic::wqe::{Builder, MAX_BYTES, Remote, Sge};
+use rnic::limits::{FunctionLimits, Limits};
+use rnic::spec::{CqSpec, QpSpec, Recv, RecvSpec, SendSpec};
+use verbs::cqe::{CqReader, clear};
+use verbs::wqe::umr::Umr;
+use verbs::wqe::{Builder, MAX_BYTES, Remote, Sge};
+use verbs::{Access, Cqn, DmaMemory, FunctionId, Key, MwKind, Pdn, QpChange, QpState, Qpn};
 
 use crate::Input;
 
@@ -390,7 +388,7 @@ impl World {
     fn check(&mut self) {
         for queue in &self.honest {
             let info = self.engine.query_qp(queue.function, queue.qpn).expect("a QP");
-            assert_eq!(info.state, QpState::ReadyToSend);
+            assert_eq!(info.info.state, QpState::ReadyToSend);
         }
         let same = |memory: &DmaMemory, at: usize, len: usize, value: u8| {
             let mut bytes = vec![0; len];

@@ -10,8 +10,8 @@ use pool::protocol::{Numbered, Opening, encode};
 use pool::remote::RoceEnd;
 use pool::remote::token::Nonce;
 use pool::{Address, ControlPlane, Endpoint, Listen, Service, Settings};
-use rnic::wire::PathMtu;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use verbs::PathMtu;
 
 use crate::Input;
 use crate::service::request;

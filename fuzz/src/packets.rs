@@ -7,18 +7,19 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use rnic::Engine;
-use rnic::cqe::{CqReader, clear};
-use rnic::ids::{Access, FunctionId, Key, Psn, Qpn};
-use rnic::memory::DmaMemory;
-use rnic::verbs::{
-    CqSpec, Limits, QpChange, QpSpec, QpState, Recv, RecvSpec, SendSpec, WireLimits,
-};
-use rnic::wire::mac::{Sealer, TRAILER};
+use rnic::limits::{Limits, WireLimits};
+use rnic::spec::{CqSpec, QpSpec, Recv, RecvSpec, SendSpec};
+use rnic::wire::mac::{self, Sealer, TRAILER};
 use rnic::wire::packet::{
     Aeth, AtomicOp, Body, ICRC, Nak, Notice, PACKET_MAX, Part, Reth, Syndrome,
 };
-use rnic::wire::{Outgoing, Packet, PairSecret, PathMtu, RemotePeer, Side, UDP_PORT};
-use rnic::wqe::{Builder, Remote, Sge};
+use rnic::wire::{Outgoing, Packet, UDP_PORT};
+use verbs::cqe::{CqReader, clear};
+use verbs::wqe::{Builder, Remote, Sge};
+use verbs::{
+    Access, DmaMemory, FunctionId, Key, PairSecret, PathMtu, Psn, QpChange, QpState, Qpn,
+    RemotePeer, SecretSide,
+};
 
 use crate::Input;
 
@@ -107,7 +108,7 @@ impl World {
         let shared =
             |side| authenticated.then_some(PairSecret { bytes: [1; 32], side, authenticated });
         let start = Psn::new(0xff_fff0);
-        let (asking, asked) = (shared(Side::Asking), shared(Side::Asked));
+        let (asking, asked) = (shared(SecretSide::Asking), shared(SecretSide::Asked));
         connect(&mut nic, &honest[0], (HERE, FRIEND), honest[1].qpn, (start, asking));
         connect(&mut friend, &honest[1], (FRIEND, HERE), honest[0].qpn, (start, asked));
         let pd = nic.alloc_pd(PF).expect("a PD");
@@ -139,14 +140,14 @@ impl World {
         let theirs = Qpn::new(0x77);
         let (bytes, authenticated) = ([self.connections; 32], self.authenticated);
         let shared = |side| PairSecret { bytes, side, authenticated };
-        let ours = authenticated.then(|| shared(Side::Asked));
+        let ours = authenticated.then(|| shared(SecretSide::Asked));
         self.psn = Psn::new(0xff_fff0);
         let start = (self.psn, ours);
         connect(&mut self.nic, &self.victim, (HERE, HOSTILE), theirs, start);
         if authenticated {
-            let hostile = shared(Side::Asking);
-            self.sealer = hostile.sealer(theirs, self.victim.qpn);
-            self.psn = hostile.first_psn(theirs, self.victim.qpn);
+            let hostile = shared(SecretSide::Asking);
+            self.sealer = mac::sealer(&hostile, theirs, self.victim.qpn);
+            self.psn = mac::first_psn(&hostile, theirs, self.victim.qpn);
         }
     }
 
@@ -365,7 +366,7 @@ impl World {
         let mut secret = [0; REGION];
         self.secret.read(0, &mut secret);
         assert!(secret == [0x5e; REGION], "memory without a published key has changed");
-        let state = self.nic.query_qp(PF, self.honest[0].qpn).expect("the honest QP").state;
+        let state = self.nic.query_qp(PF, self.honest[0].qpn).expect("the honest QP").info.state;
         assert_eq!(state, QpState::ReadyToSend);
         for _ in 0..1000 {
             match self.nic.next_timeout() {

@@ -4,13 +4,12 @@
 use std::os::fd::OwnedFd;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use rnic::ids::{Access, Key, KeyIndex, Pdn};
-use rnic::memory::DmaMemory;
+use rnic::limits::{FunctionLimits, Limits};
 use rnic::port::control::{QpVerb, ReceiveRing, ReceiveVerb, Reply, SendRing, Verb};
 use rnic::port::shm::protocol::{MESSAGE_MAX, Request, Response, Span, VERSION};
 use rnic::port::shm::{Host, Session, SessionLimits, raw};
-use rnic::verbs::{FunctionLimits, Limits, MwKind, QpChange};
 use rustix::fs::{MemfdFlags, SealFlags};
+use verbs::{Access, DmaMemory, Key, KeyIndex, MwKind, Pdn, QpChange};
 
 use crate::Input;
 
@@ -206,7 +205,7 @@ fn verb(input: &mut Input<'_>) -> Verb<Span> {
             privileged: n[1] & 8 == 8,
         }),
         15 => {
-            let peer: rnic::ids::Qpn = n[1].into();
+            let peer: verbs::Qpn = n[1].into();
             let changes = [
                 QpChange::Reset,
                 QpChange::Init,

@@ -1,7 +1,7 @@
 //! Decoding of WQEs.
 
-use rnic::wqe::umr::Umr;
-use rnic::wqe::{Builder, Control, MAX_BYTES, SEGMENT, Sges, Wqe, decode};
+use verbs::wqe::umr::Umr;
+use verbs::wqe::{Builder, Control, MAX_BYTES, SEGMENT, Sges, Wqe, decode};
 
 /// Decodes `bytes` as the engine does: the part that the control segment specifies.
 pub fn run(bytes: &[u8]) {
@@ -47,6 +47,6 @@ fn list(sges: Sges<'_>, named: usize) {
     }
     for sge in sges.iter() {
         assert_ne!(sge.len, 0);
-        assert_eq!(rnic::wqe::Sge::from_bytes(&sge.to_bytes()), sge);
+        assert_eq!(verbs::wqe::Sge::from_bytes(&sge.to_bytes()), sge);
     }
 }

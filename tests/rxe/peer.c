@@ -1,10 +1,10 @@
 /*
- * The program in the guest. It uses libibverbs over the kernel's soft-RoCE, and receives commands over a serial
- * line. It acts as client and as responder. Each line is one verb, or fills or checks memory. The reply is one
- * line: "ok ...", "bad ..." (unexpected content), or "error ...".
+ * The program in the guest. It uses libibverbs over the kernel's soft-RoCE, and receives commands
+ * over a serial line. It acts as client and as responder. Each line is one verb, or fills or checks
+ * memory. The reply is one line: "ok ...", "bad ..." (unexpected content), or "error ...".
  *
- * There is one device, one protection domain and one buffer. Work requests and regions use offsets in the buffer.
- * Numbers are decimal or begin with 0x.
+ * There is one device, one protection domain and one buffer. Work requests and regions use offsets
+ * in the buffer. Numbers are decimal or begin with 0x.
  */
 #include <arpa/inet.h>
 #include <errno.h>
@@ -82,7 +82,7 @@ static uint8_t *range(int at)
 	exit(2);
 }
 
-/* --- memory --------------------------------------------------------------------------------------- */
+/* --- memory ----------------------------------------------------------------------------------- */
 
 /* Byte `at` of the pattern of a seed, as in the test (tests/src/guest.rs). */
 static uint8_t pattern(uint64_t seed, uint64_t at)
@@ -126,7 +126,8 @@ static void hash(void)
 	answer("ok %" PRIu64, h);
 }
 
-/* put OFFSET VALUE, get OFFSET: a word of 8 bytes in this CPU's byte order, which rxe's atomics use. */
+/* put OFFSET VALUE, get OFFSET: a word of 8 bytes in this CPU's byte order, which rxe's atomics
+ * use. */
 static void put(void)
 {
 	*(volatile uint64_t *)(buffer + number(1) % BUFFER / 8 * 8) = number(2);
@@ -138,7 +139,7 @@ static void get(void)
 	answer("ok %" PRIu64, *(volatile uint64_t *)(buffer + number(1) % BUFFER / 8 * 8));
 }
 
-/* --- objects -------------------------------------------------------------------------------------- */
+/* --- objects ---------------------------------------------------------------------------------- */
 
 /* mr SLOT OFFSET LENGTH ACCESS: address, rkey. */
 static void reg_mr(void)
@@ -226,8 +227,8 @@ static int gid_index(const union ibv_gid *gid)
 }
 
 /*
- * up SLOT QPN SQ_PSN RQ_PSN MTU TIMEOUT RETRY_CNT RNR_RETRY OURS THEIRS: Reset to RTS; MTU in bytes, the two
- * addresses as IPv6 (::ffff:1.2.3.4).
+ * up SLOT QPN SQ_PSN RQ_PSN MTU TIMEOUT RETRY_CNT RNR_RETRY OURS THEIRS: Reset to RTS; MTU in
+ * bytes, the two addresses as IPv6 (::ffff:1.2.3.4).
  */
 static void connect_qp(void)
 {
@@ -252,7 +253,8 @@ static void connect_qp(void)
 		.port_num = 1,
 		.qp_access_flags = IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC,
 	};
-	int error = ibv_modify_qp(qp, &init, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
+	int error = ibv_modify_qp(qp, &init, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT |
+		IBV_QP_ACCESS_FLAGS);
 	if (error) {
 		done("Reset to Init", error);
 		return;
@@ -270,8 +272,8 @@ static void connect_qp(void)
 		.ah_attr = { .is_global = 1, .port_num = 1,
 			     .grh = { .dgid = theirs, .sgid_index = index, .hop_limit = 64 } },
 	};
-	error = ibv_modify_qp(qp, &rtr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
-				      IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
+	error = ibv_modify_qp(qp, &rtr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
+				      IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
 	if (error) {
 		done("Init to RTR", error);
 		return;
@@ -284,11 +286,12 @@ static void connect_qp(void)
 		.rnr_retry = number(8),
 		.max_rd_atomic = 16,
 	};
-	done("RTR to RTS", ibv_modify_qp(qp, &rts, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT |
-						   IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC));
+	done("RTR to RTS", ibv_modify_qp(qp, &rts, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT |
+						   IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
+						   IBV_QP_MAX_QP_RD_ATOMIC));
 }
 
-/* --- work ----------------------------------------------------------------------------------------- */
+/* --- work ------------------------------------------------------------------------------------- */
 
 /* recv SLOT ID OFFSET LENGTH */
 static void post_recv(void)
@@ -355,7 +358,8 @@ static void post_atomic(void)
 	post(&wr);
 }
 
-/* bind SLOT ID WINDOW REGION OFFSET LENGTH ACCESS RKEY: the rights of the region must include ACCESS. */
+/* bind SLOT ID WINDOW REGION OFFSET LENGTH ACCESS RKEY: the rights of the region must include
+ * ACCESS. */
 static void post_bind(void)
 {
 	struct ibv_send_wr wr = { .opcode = IBV_WR_BIND_MW };
@@ -368,14 +372,16 @@ static void post_bind(void)
 	post(&wr);
 }
 
-/* inv SLOT ID RKEY: LOCAL_INV. The window must be bound: for an unbound one, this kernel crashes. */
+/* inv SLOT ID RKEY: LOCAL_INV. The window must be bound: for an unbound one, this kernel
+ * crashes. */
 static void post_inv(void)
 {
 	struct ibv_send_wr wr = { .opcode = IBV_WR_LOCAL_INV, .invalidate_rkey = number(3) };
 	post(&wr);
 }
 
-/* wait SLOT: the next completion: id, status, opcode, bytes, flags, immediate data, name of the status. */
+/* wait SLOT: the next completion: id, status, opcode, bytes, flags, immediate data, name of the
+ * status. */
 static void wait_completion(void)
 {
 	struct ibv_cq *cq = cqs[slot(1)];
@@ -394,8 +400,8 @@ static void wait_completion(void)
 		return;
 	}
 	uint32_t imm = wc.wc_flags & IBV_WC_WITH_IMM ? ntohl(wc.imm_data) : 0;
-	answer("ok %" PRIu64 " %d %d %u %u %u %s", wc.wr_id, wc.status, wc.opcode, wc.byte_len, wc.wc_flags, imm,
-	       ibv_wc_status_str(wc.status));
+	answer("ok %" PRIu64 " %d %d %u %u %u %s", wc.wr_id, wc.status, wc.opcode, wc.byte_len,
+	       wc.wc_flags, imm, ibv_wc_status_str(wc.status));
 }
 
 /* reset MARK: destroys all objects, windows first, because the kernel waits for bound windows. */

@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 
-use crate::impaired_link::{LinkEnd, ImpairedLink, Impairment, in_namespace, open_device};
 use crate::hosts::{V4, V6, ip};
+use crate::impaired_link::{ImpairedLink, Impairment, LinkEnd, in_namespace, open_device};
 use crate::needs;
 
 /// Time limit of the guest's boot and of each answer. Long, because the guest is emulated and the
@@ -52,7 +52,8 @@ impl Guest {
         }
         ensure!(
             Path::new("/dev/net/tun").exists(),
-            "/dev/net/tun is missing: load the kernel module tun, or pass the device to this container"
+            "/dev/net/tun is missing: load the kernel module tun, or pass the device to this \
+             container"
         );
         let image = image()?;
         let name = format!("granary-rxe-{}", std::process::id());
@@ -141,8 +142,8 @@ impl Guest {
         }
     }
 
-    /// Shuts the guest down and checks on its console that it did not crash; qemu's exit status does
-    /// not show a crash.
+    /// Shuts the guest down and checks on its console that it did not crash; qemu's exit status
+    /// does not show a crash.
     pub fn end(mut self) -> Result<()> {
         self.ask("bye")?;
         let start = Instant::now();
@@ -231,8 +232,8 @@ fn start(image: &Path, directory: &Path) -> Result<Child> {
         path("cable.sock"),
     );
     // `tsc=reliable` disables the guest's clock watchdog, which the tests do not need. On a busy
-    // machine a guest once panicked in `sched_clock_cpu`, where the kernel patches its code when the
-    // watchdog finds the clock unstable. The watchdog is the suspected cause, without proof.
+    // machine a guest once panicked in `sched_clock_cpu`, where the kernel patches its code when
+    // the watchdog finds the clock unstable. The watchdog is the suspected cause, without proof.
     let words = format!(
         "console=ttyS0 quiet loglevel=4 panic=-1 mitigations=off audit=0 random.trust_cpu=on \
          tsc=reliable v4={}/24 v6={}/64 mtu={MTU}",

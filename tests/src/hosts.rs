@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use anyhow::{Context, Result, ensure};
 
 pub use crate::impaired_link::Impairment;
-use crate::impaired_link::{LinkEnd, ImpairedLink, in_namespace, open_device};
+use crate::impaired_link::{ImpairedLink, LinkEnd, in_namespace, open_device};
 use crate::needs;
 
 /// Name of the network device at both ends of the link.
@@ -100,7 +100,8 @@ impl Drop for Hosts {
 
 /// Runs the command `ip`.
 pub(crate) fn ip(arguments: &[&str]) -> Result<()> {
-    let out = Command::new("ip").args(arguments).output().context("running ip (Debian: iproute2)")?;
+    let out =
+        Command::new("ip").args(arguments).output().context("running ip (Debian: iproute2)")?;
     let error = String::from_utf8_lossy(&out.stderr);
     ensure!(out.status.success(), "ip {}: {}", arguments.join(" "), error.trim());
     Ok(())

@@ -48,7 +48,8 @@ pub enum LinkEnd {
 impl LinkEnd {
     /// The end at a virtual machine's card: the machine sends to `here` and receives at `card`.
     pub fn machine(here: &Path, card: &Path) -> Result<Self> {
-        let socket = UnixDatagram::bind(here).context("binding the socket of the machine's card")?;
+        let socket =
+            UnixDatagram::bind(here).context("binding the socket of the machine's card")?;
         // If qemu does not read in time, the packet is lost.
         socket.set_write_timeout(Some(Duration::from_secs(1)))?;
         Ok(LinkEnd::Machine { socket, card: card.into() })
@@ -103,7 +104,8 @@ pub fn open_device(namespace: &str, device: &'static str, frames: bool) -> Resul
     })
 }
 
-/// Runs a closure in a network namespace; sockets and devices that it creates stay in the namespace.
+/// Runs a closure in a network namespace; sockets and devices that it creates stay in the
+/// namespace.
 pub fn in_namespace<T: Send + 'static>(
     namespace: &str,
     what: impl FnOnce() -> Result<T> + Send + 'static,

@@ -10,4 +10,5 @@ pub mod node;
 pub mod pager;
 pub mod run;
 pub mod scene;
+pub mod scrape;
 pub mod thread;

@@ -17,6 +17,8 @@ pub struct MemoryNode {
     directory: PathBuf,
     /// Path of the Unix socket for clients on the same host.
     pub socket: PathBuf,
+    /// The start-up message.
+    pub ready: Value,
 }
 
 /// The token of memory nodes that serve other hosts.
@@ -28,8 +30,8 @@ impl MemoryNode {
         let directory = std::env::temp_dir().join(format!("granary-{name}-{}", std::process::id()));
         std::fs::create_dir_all(&directory)?;
         let socket = directory.join("pool.sock");
-        let child = serve(&socket, arguments)?;
-        Ok(Self { child, directory, socket })
+        let (child, ready) = serve(&socket, arguments)?;
+        Ok(Self { child, directory, socket, ready })
     }
 
     /// Starts a memory node in a PID namespace of its own, in which outside processes have no
@@ -45,8 +47,8 @@ impl MemoryNode {
         let mut command = Command::new("unshare");
         command.args(["--pid", "--fork", "--kill-child"]).arg(granary());
         command.args(["serve", "--json", "--socket"]).arg(&socket).args(arguments);
-        let child = start_and_wait_ready(&mut command)?;
-        Ok(Some(Self { child, directory, socket }))
+        let (child, ready) = start_and_wait_ready(&mut command)?;
+        Ok(Some(Self { child, directory, socket, ready }))
     }
 
     /// Starts one on host 0 that serves other hosts too, at the address and port `listen`.
@@ -59,8 +61,9 @@ impl MemoryNode {
         let mut command = hosts.command(0, granary());
         command.args(["serve", "--json", "--listen", listen, "--token-file"]).arg(&token);
         let socket = directory.join("pool.sock");
-        let child = start_and_wait_ready(command.arg("--socket").arg(&socket).args(arguments))?;
-        Ok(Self { child, directory, socket })
+        let command = command.arg("--socket").arg(&socket).args(arguments);
+        let (child, ready) = start_and_wait_ready(command)?;
+        Ok(Self { child, directory, socket, ready })
     }
 
     /// Path of the token file for clients on other hosts.
@@ -76,7 +79,7 @@ impl MemoryNode {
 
     /// Starts the node again at the same path after it was killed.
     pub fn restart(&mut self, arguments: &[&str]) -> Result<()> {
-        self.child = serve(&self.socket, arguments)?;
+        (self.child, self.ready) = serve(&self.socket, arguments)?;
         Ok(())
     }
 
@@ -114,18 +117,18 @@ impl MemoryNode {
 }
 
 /// Starts `granary serve` and waits until it is ready.
-fn serve(socket: &Path, arguments: &[&str]) -> Result<Child> {
+fn serve(socket: &Path, arguments: &[&str]) -> Result<(Child, Value)> {
     let mut command = Command::new(granary());
     command.args(["serve", "--json", "--socket"]).arg(socket).args(arguments);
     start_and_wait_ready(&mut command)
 }
 
-fn start_and_wait_ready(command: &mut Command) -> Result<Child> {
+fn start_and_wait_ready(command: &mut Command) -> Result<(Child, Value)> {
     let mut child = command.stdout(Stdio::piped()).spawn().context("starting granary serve")?;
     let mut ready = String::new();
     BufReader::new(child.stdout.take().expect("piped")).read_line(&mut ready)?;
     ensure!(!ready.is_empty(), "granary serve ended before it was ready");
-    Ok(child)
+    Ok((child, serde_json::from_str(&ready).context("parsing the start-up message")?))
 }
 
 impl Drop for MemoryNode {

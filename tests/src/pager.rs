@@ -25,8 +25,8 @@ pub struct Outcome {
     pub code: i32,
     /// Peak resident memory (VmHWM) in bytes.
     pub resident_bytes: u64,
-    /// The pager's counters; empty for a run without the pager, and for `granary run`, which reports
-    /// its own.
+    /// The pager's counters; empty for a run without the pager, and for `granary run`, which
+    /// reports its own.
     pub summary: Summary,
 }
 

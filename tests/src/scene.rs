@@ -113,8 +113,8 @@ impl Process {
         serde_json::from_str(&line).with_context(|| format!("{} printed {line}", self.name))
     }
 
-    /// Waits until the process has ended, with success. Fails after a timeout; the process is killed
-    /// then.
+    /// Waits until the process has ended, with success. Fails after a timeout; the process is
+    /// killed then.
     pub fn end(mut self) -> Result<()> {
         self.input.take();
         let deadline = Instant::now() + TIMEOUT;
@@ -231,8 +231,8 @@ impl Scene {
         Process::start_by(hosts.command(1, program), program, &arguments, nic)
     }
 
-    /// Starts an attacker and waits until it has attached. The attacker then waits for a line on its
-    /// standard input.
+    /// Starts an attacker and waits until it has attached. The attacker then waits for a line on
+    /// its standard input.
     pub fn hostile(&self, attack: &str, more: &[&str]) -> Result<Process> {
         let mut attacker = self.process(self.programs.hostile, Some(attack), more)?;
         let ready = attacker.line()?;
@@ -255,8 +255,8 @@ impl Scene {
         self.victims.iter_mut().map(Process::report).collect()
     }
 
-    /// Repeats [`Scene::mark`] until every victim has completed a round. An error after a minute. On
-    /// a busy machine a victim may not be scheduled during an attack of a few milliseconds.
+    /// Repeats [`Scene::mark`] until every victim has completed a round. An error after a minute.
+    /// On a busy machine a victim may not be scheduled during an attack of a few milliseconds.
     pub fn victims_worked(&mut self) -> Result<()> {
         let deadline = Instant::now() + TIMEOUT;
         let mut rounds = vec![0; self.victims.len()];

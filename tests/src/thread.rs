@@ -54,8 +54,8 @@ impl Thread {
     }
 }
 
-/// A stopped thread. Must be dropped in the thread that stopped it, because ptrace binds a tracee to
-/// the tracing thread.
+/// A stopped thread. Must be dropped in the thread that stopped it, because ptrace binds a tracee
+/// to the tracing thread.
 pub struct Stopped(Thread);
 
 impl Drop for Stopped {

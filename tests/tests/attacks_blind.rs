@@ -27,8 +27,8 @@ fn dropped(scene: &Scene, why: &str) -> Result<u64> {
     status["dropped"][why].as_u64().with_context(|| format!("no count of {why} in {status}"))
 }
 
-/// Forged requests to free a chunk, with all PSNs, to both management QPs, from the IP address of the
-/// chunk's owner.
+/// Forged requests to free a chunk, with all PSNs, to both management QPs, from the IP address of
+/// the chunk's owner.
 #[test]
 fn forged_frees_with_all_psns_have_no_effect() -> Result<()> {
     for more in [&[][..], &["--no-packet-authentication"]] {

@@ -123,8 +123,8 @@ fn released_key_is_revoked() -> Result<()> {
     Ok(())
 }
 
-/// The attacker allocates all chunks. The victims' allocations fail with `OutOfMemory`, their chunks
-/// stay intact, and after the attacker's death they can allocate again.
+/// The attacker allocates all chunks. The victims' allocations fail with `OutOfMemory`, their
+/// chunks stay intact, and after the attacker's death they can allocate again.
 #[test]
 fn empty_pool_is_reported_and_recovers() -> Result<()> {
     let may = ["--may-be-empty", "--allocate-every", "1"];

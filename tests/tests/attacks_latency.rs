@@ -1,14 +1,14 @@
-//! Effect of an attacker on a victim's latency: the 99th percentile of the victim's operations during
-//! an attack, divided by that with a baseline neighbour. The two are measured in alternating windows
-//! of one run. The test prints medians over the windows, so that a window in which the scheduler puts
-//! two threads on one core does not spoil the result.
+//! Effect of an attacker on a victim's latency: the 99th percentile of the victim's operations
+//! during an attack, divided by that with a baseline neighbour. The two are measured in alternating
+//! windows of one run. The test prints medians over the windows, so that a window in which the
+//! scheduler puts two threads on one core does not spoil the result.
 //!
-//! On a machine with two cores any process that uses CPU time slows the other processes, and a process
-//! that wakes up often interrupts them. Therefore there are three baselines. Attackers that need no
-//! CPU (they give the NIC endless work and sleep) are compared with a neighbour that is attached and
-//! sleeps. Attackers that need CPU are compared with a normal neighbour that READs from its own
-//! chunk, one READ at a time, and spins. Attackers that wait for answers are compared with a normal
-//! neighbour that sleeps between its READs.
+//! On a machine with two cores any process that uses CPU time slows the other processes, and a
+//! process that wakes up often interrupts them. Therefore there are three baselines. Attackers that
+//! need no CPU (they give the NIC endless work and sleep) are compared with a neighbour that is
+//! attached and sleeps. Attackers that need CPU are compared with a normal neighbour that READs
+//! from its own chunk, one READ at a time, and spins. Attackers that wait for answers are compared
+//! with a normal neighbour that sleeps between its READs.
 
 use anyhow::{Context, Result, ensure};
 use bench::histogram::Latencies;
@@ -97,8 +97,8 @@ fn victim_latency_under_each_kind_of_load() -> Result<()> {
         baselines.push((baseline, process));
     }
     println!(
-        "P99 of a victim's operations in us, with a baseline neighbour -> with an attacker (ratio of \
-         two consecutive windows); medians of {rounds} alternating windows of {length:?} each"
+        "P99 of a victim's operations in us, with a baseline neighbour -> with an attacker (ratio \
+         of two consecutive windows); medians of {rounds} alternating windows of {length:?} each"
     );
     println!(
         "baselines: asleep: attached without work; busy: READs one at a time and spins; napping: \
@@ -144,8 +144,8 @@ struct Progress {
     wqes: f64,
 }
 
-/// Runs a window in which the NIC continuously wakes CQs, with `count` threads parked in the CQs' hash
-/// bucket.
+/// Runs a window in which the NIC continuously wakes CQs, with `count` threads parked in the CQs'
+/// hash bucket.
 fn with_parked_threads(scene: &mut Scene, count: usize, length: Duration) -> Result<Progress> {
     let nic = Thread::find(scene.node.pid(), "granary-nic")?;
     let mut attacker = scene.hostile("parked", &["--count", &count.to_string()])?;
@@ -168,7 +168,8 @@ fn with_parked_threads(scene: &mut Scene, count: usize, length: Duration) -> Res
 
 /// A client parks threads in the hash bucket of its CQs' records, which the kernel walks at each
 /// wake-up. The NIC thread must not execute these wake-ups. The test compares the NIC thread's WQEs
-/// per second of its CPU time, which do not depend on other processes. It prints the victim's rounds.
+/// per second of its CPU time, which do not depend on other processes. It prints the victim's
+/// rounds.
 #[test]
 fn parked_threads_do_not_slow_the_nic_thread() -> Result<()> {
     let (length, rounds, counts): (_, _, &[usize]) = match full() {
@@ -190,7 +191,8 @@ fn parked_threads_do_not_slow_the_nic_thread() -> Result<()> {
         let (rounds, wqes) = ratios.into_iter().unzip();
         let (rounds, wqes) = (median(rounds), median(wqes));
         println!(
-            "{count} parked threads over none: ratio of victim's rounds {rounds:.2}, of WQEs {wqes:.2}"
+            "{count} parked threads over none: ratio of victim's rounds {rounds:.2}, of WQEs \
+             {wqes:.2}"
         );
         ensure!(wqes > 0.4, "with {count} parked threads the NIC does {wqes:.2} of its work");
     }

@@ -1,6 +1,6 @@
-//! Attacks through a function of the NIC: foreign objects, windows, limits, file descriptors, noise,
-//! the control socket. Each attacker is a separate process; victims work at the same time and must not
-//! be affected.
+//! Attacks through a function of the NIC: foreign objects, windows, limits, file descriptors,
+//! noise, the control socket. Each attacker is a separate process; victims work at the same time
+//! and must not be affected.
 
 use anyhow::{Context, Result, ensure};
 use granary_tests::node::full;
@@ -35,8 +35,8 @@ fn attack(name: &str, more: &[&str]) -> Result<Value> {
     Ok(report)
 }
 
-/// Runs an attack that allocates a resource, reports, and keeps the resource until the next command.
-/// Meanwhile the victims work, and a new client gets the resources that it needs.
+/// Runs an attack that allocates a resource, reports, and keeps the resource until the next
+/// command. Meanwhile the victims work, and a new client gets the resources that it needs.
 fn hold(name: &str, more: &[&str]) -> Result<Value> {
     let mut scene = scene(name)?;
     let mut attacker = scene.hostile(name, more)?;

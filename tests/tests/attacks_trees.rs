@@ -1,6 +1,6 @@
-//! Hostile compute nodes against scheme `finemem`, each a separate process that posts its own verbs.
-//! Some attacks are refused by a guard, a window or the NIC, and must not affect victims. Other
-//! attacks cannot be refused, because compute nodes change the metadata themselves.
+//! Hostile compute nodes against scheme `finemem`, each a separate process that posts its own
+//! verbs. Some attacks are refused by a guard, a window or the NIC, and must not affect victims.
+//! Other attacks cannot be refused, because compute nodes change the metadata themselves.
 
 use std::sync::mpsc::channel;
 use std::time::Duration;

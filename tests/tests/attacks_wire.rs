@@ -1,6 +1,7 @@
-//! The attacks on the pool (`attacks_chunks.rs`) from another host, over RoCEv2. The link loses, duplicates and
-//! reorders packets, and victims run on the same host. The attacker can use its NIC but cannot change it, like a tenant.
-//! Tokens do not stop an attacker who forges packets on the wire (docs/user/security.md).
+//! The attacks on the pool (`attacks_chunks.rs`) from another host, over RoCEv2. The link loses,
+//! duplicates and reorders packets, and victims run on the same host. The attacker can use its NIC
+//! but cannot change it, like a tenant. Tokens do not stop an attacker who forges packets on the
+//! wire (docs/user/security.md).
 //!
 //! The tests need network namespaces; they are skipped if this user may not create any.
 
@@ -26,8 +27,8 @@ fn scene(name: &str, victim: &[&str]) -> Result<Option<Scene>> {
     Scene::start_between(hosts, &name, PROGRAMS, &SMALL, &[victim]).map(Some)
 }
 
-/// Runs an attack on the victim's chunks and returns its report. `counts`: the value of `--count` in
-/// short runs, and in full runs.
+/// Runs an attack on the victim's chunks and returns its report. `counts`: the value of `--count`
+/// in short runs, and in full runs.
 fn attack(name: &str, counts: [&str; 2]) -> Result<Option<Value>> {
     let Some(mut scene) = scene(name, &CALM)? else { return Ok(None) };
     let of = scene.held[0].to_string();
@@ -117,8 +118,8 @@ fn chunks_of_a_killed_client_are_cleared() -> Result<()> {
     scene.end().map(drop)
 }
 
-/// A client repeatedly re-establishes its management connection with requests and retransmissions in
-/// flight.
+/// A client repeatedly re-establishes its management connection with requests and retransmissions
+/// in flight.
 #[test]
 fn resets_with_requests_in_flight_lose_no_chunk() -> Result<()> {
     let Some(mut scene) = scene("reset-storm", &MAY_BE_EMPTY)? else { return Ok(()) };

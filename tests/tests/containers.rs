@@ -52,8 +52,8 @@ fn qps_of_another_process_are_not_admitted_in_a_pid_namespace() -> Result<()> {
     attached.end()
 }
 
-/// A process without a process id opens as many connections as one process may have. Another process
-/// without a process id can still connect.
+/// A process without a process id opens as many connections as one process may have. Another
+/// process without a process id can still connect.
 #[test]
 fn connection_limit_is_per_process_outside_a_pid_namespace() -> Result<()> {
     let Some(node) = MemoryNode::start_contained("contained-crowd", &SMALL)? else {

@@ -1,5 +1,5 @@
-//! Programs that open files with `O_DIRECT`: data that a device writes into a page is not lost, even
-//! while pages are evicted.
+//! Programs that open files with `O_DIRECT`: data that a device writes into a page is not lost,
+//! even while pages are evicted.
 
 use granary_tests::needs;
 use granary_tests::pager::{Scratch, paged, plain};

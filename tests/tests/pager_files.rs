@@ -1,5 +1,5 @@
-//! Files of the pager: the overflow file, which is encrypted and authenticated, and the limit of file
-//! sizes (`ulimit -f`), under which a program runs or ends with a message.
+//! Files of the pager: the overflow file, which is encrypted and authenticated, and the limit of
+//! file sizes (`ulimit -f`), under which a program runs or ends with a message.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -42,7 +42,8 @@ impl Filled {
         Self { child, file, _scratch: scratch }
     }
 
-    /// Lets the program check its memory; returns its exit code, standard output and standard error.
+    /// Lets the program check its memory; returns its exit code, standard output and standard
+    /// error.
     fn check_memory(mut self) -> (Option<i32>, String, String) {
         self.child.stdin.take().unwrap().write_all(b"\n").unwrap();
         let output = self.child.wait_with_output().unwrap();
@@ -72,7 +73,10 @@ fn overflow_file_is_encrypted() {
     let mut bytes = vec![0; len as usize];
     filled.file.read_exact_at(&mut bytes, 0).unwrap();
     let secret = b"a secret of the program's";
-    assert!(!bytes.windows(secret.len()).any(|part| part == secret), "the file contains plain text");
+    assert!(
+        !bytes.windows(secret.len()).any(|part| part == secret),
+        "the file contains plain text"
+    );
     let (status, stdout, stderr) = filled.check_memory();
     assert_eq!((status, &*stdout), (Some(0), "as expected\n"), "{stderr}");
 }

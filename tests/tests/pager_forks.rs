@@ -1,15 +1,15 @@
-//! Programs that fork, under the pager. Every process sees the memory that POSIX specifies, within its
-//! own limit, even if other processes of the family end.
+//! Programs that fork, under the pager. Every process sees the memory that POSIX specifies, within
+//! its own limit, even if other processes of the family end.
 //!
-//! With `GRANARY_TEST_UNPRIVILEGED=1` the tests run without reports of forks from the kernel (`pager::fork::child_setup`).
+//! With `GRANARY_TEST_UNPRIVILEGED=1` the tests run without reports of forks from the kernel
+//! (`pager::fork::child_setup`).
 //!
 //! Unmodified programs run with a memory node. C programs that check themselves cover rare cases.
 
-use granary_tests::needs;
 use granary_tests::node::{MemoryNode, full};
-use granary_tests::over_each_node;
 use granary_tests::pager::{Scratch, assert_same, forks_are_reported, paged, plain};
 use granary_tests::run::{NodeKind, Site};
+use granary_tests::{needs, over_each_node};
 use pager::config::EXIT_PAGER;
 
 const MIB: u64 = 1 << 20;
@@ -115,7 +115,8 @@ fn workers_without_root_page_to_the_private_node() {
         return needs::skip("only root can change its user");
     }
     let site = Site::new(NodeKind::Private, "drops_privileges", 12 * MIB, "1GiB");
-    let program = site.scratch.compile("drops_privileges", include_str!("pager_programs/drops_privileges.c"));
+    let program =
+        site.scratch.compile("drops_privileges", include_str!("pager_programs/drops_privileges.c"));
     compare(&site, program.to_str().unwrap(), &[]);
 }
 
@@ -124,8 +125,8 @@ fn two_hundred_sequential_children_are_paged() {
     self_checking("many", include_str!("pager_programs/many.c"), &[&["200"]]);
 }
 
-/// The kernel refuses to write-protect pages while it reports a fork, and the pager's fork hook does
-/// not run before a fork by a raw system call.
+/// The kernel refuses to write-protect pages while it reports a fork, and the pager's fork hook
+/// does not run before a fork by a raw system call.
 #[test]
 fn pages_are_evicted_in_the_middle_of_forks() {
     let forks = if full() { "1000" } else { "60" };
@@ -158,9 +159,9 @@ fn too_small_limits_are_named() {
     }
 }
 
-/// A pager thread that uses the program's allocator would own a heap there. When the thread ends in a
-/// fork, another thread takes over the heap, and the next pager thread could wait for pages that it
-/// must bring in itself.
+/// A pager thread that uses the program's allocator would own a heap there. When the thread ends in
+/// a fork, another thread takes over the heap, and the next pager thread could wait for pages that
+/// it must bring in itself.
 #[test]
 fn pager_threads_allocate_no_paged_memory() {
     let scratch = Scratch::new("forks-inside");
@@ -184,8 +185,8 @@ fn pager_threads_allocate_no_paged_memory() {
 }
 
 /// During a fork libc touches streams, the name service and thread-specific data, and runs fork
-/// handlers of a library that is initialised before the pager's. All of that memory is paged out, and
-/// the local memory is full.
+/// handlers of a library that is initialised before the pager's. All of that memory is paged out,
+/// and the local memory is full.
 #[test]
 fn libc_state_touched_during_a_fork_is_available() {
     let scratch = Scratch::new("forks-streams");
@@ -213,7 +214,8 @@ fn all_ways_to_create_a_process_are_paged() {
     self_checking("process_creation", include_str!("pager_programs/process_creation.c"), &[&[]]);
 }
 
-/// The keeper's process is killed while it waits: another one takes its place, and no child notices.
+/// The keeper's process is killed while it waits: another one takes its place, and no child
+/// notices.
 #[test]
 fn children_survive_when_their_keeper_is_killed() {
     self_checking(
@@ -223,8 +225,8 @@ fn children_survive_when_their_keeper_is_killed() {
     );
 }
 
-/// The keeper is killed repeatedly at any time. While it works it may hold locks of the parent; then
-/// the parent ends with a message. No process hangs, and no process sees wrong data.
+/// The keeper is killed repeatedly at any time. While it works it may hold locks of the parent;
+/// then the parent ends with a message. No process hangs, and no process sees wrong data.
 #[test]
 fn keeper_killed_at_any_moment_causes_no_hang_or_data_loss() {
     let scratch = Scratch::new("forks-storm");

@@ -1,5 +1,5 @@
-//! Programs that are traced, debugged or dumped while their memory is paged: no process hangs, and the
-//! result is that of a run without the pager.
+//! Programs that are traced, debugged or dumped while their memory is paged: no process hangs, and
+//! the result is that of a run without the pager.
 
 use std::fs;
 use std::io::Write;
@@ -80,9 +80,9 @@ fn traced_processes_have_the_same_output() {
 /// gdb stops all threads, the pager's included, and then cannot read memory that is not resident. A
 /// function that gdb calls in the program can read it, because all threads run during the call.
 ///
-/// A gdb that is older than the CPU cannot call functions in any program: version 13 has no room for
-/// the registers of a CPU with AMX. The run without the pager detects this, and the test then leaves
-/// out the calls.
+/// A gdb that is older than the CPU cannot call functions in any program: version 13 has no room
+/// for the registers of a CPU with AMX. The run without the pager detects this, and the test then
+/// leaves out the calls.
 #[test]
 fn debugger_reads_paged_memory_by_calls() {
     let aborting = Aborting::new("gdb");
@@ -95,7 +95,10 @@ fn debugger_reads_paged_memory_by_calls() {
     let calls = plain.contains("called: 11\n");
     if !calls {
         assert!(plain.contains("Couldn't write extended state status"), "{plain}");
-        let _ = writeln!(std::io::stderr(), "this gdb cannot call functions on this CPU: the calls are left out");
+        let _ = writeln!(
+            std::io::stderr(),
+            "this gdb cannot call functions on this CPU: the calls are left out"
+        );
     }
     let paged = format!("env {}", variables().join(" "));
     let text = aborting.debugged(&paged, &["bt", look, call, look]);

@@ -2,8 +2,8 @@
 //! their limit of local memory.
 //!
 //! Most tests use the built `granary run`, with a private memory node and with a running one. Some
-//! tests use the diagnostic pool, an unnamed file in the program's own process: for the library with
-//! debug assertions, for a pool that fails after an exact number of transfers, and for forks.
+//! tests use the diagnostic pool, an unnamed file in the program's own process: for the library
+//! with debug assertions, for a pool that fails after an exact number of transfers, and for forks.
 
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -169,8 +169,9 @@ fn python_with_threads_and_subprocesses(node: NodeKind) {
     assert!(paged.count("processes") >= 3, "child processes are not paged: {}", paged.stats);
 }
 
-/// The compiler's text segment is larger than other programs' memory. Therefore the limit is `--local`
-/// plus the resident memory of a compilation of a single function, during which few pages move.
+/// The compiler's text segment is larger than other programs' memory. Therefore the limit is
+/// `--local` plus the resident memory of a compilation of a single function, during which few pages
+/// move.
 fn gcc_compiles_a_real_file(node: NodeKind) {
     let site = Site::new(node, "gcc", size(6, 16) * MIB, "1GiB");
     let source = |name: &str, functions| {
@@ -225,8 +226,8 @@ fn mappings_are_changed_as_the_kernel_would(node: NodeKind) {
     self_checking(node, "mappings", include_str!("pager_programs/mappings.c"), "data");
 }
 
-/// Runs a C program that checks itself. `argument` is a number, or the name of a file in the scratch
-/// directory.
+/// Runs a C program that checks itself. `argument` is a number, or the name of a file in the
+/// scratch directory.
 fn self_checking(node: NodeKind, name: &str, source: &str, argument: &str) {
     let site = Site::new(node, name, 12 * MIB, "1GiB");
     let program = site.scratch.compile(name, source);
@@ -307,6 +308,19 @@ mod allocators {
         check(&site("tcmalloc"), 2000, source, &["-l:libtcmalloc_minimal.so.4"], &[]);
     }
 
+    /// A decoder's frames, for example: what one thread allocates another one frees.
+    #[test]
+    fn blocks_freed_by_another_thread_are_used_again() {
+        let site = site("handover");
+        let source = include_str!("pager_programs/handover.c");
+        let program = site.scratch.compile("program", source);
+        let program = program.to_str().unwrap();
+        let (plain, paged) = (plain(program, &[]), site.run(program, &[]));
+        assert_same(&plain, &paged.outcome, LOCAL);
+        // Of two blocks of 1 MiB at a time, and of what the allocator rounds them up to.
+        assert!(paged.count("chunks_peak") <= 16, "{}", paged.stats);
+    }
+
     #[test]
     fn program_break_is_paged() {
         check(&site("break"), 2000, include_str!("pager_programs/brk.c"), &[], &[]);
@@ -326,8 +340,8 @@ mod allocators {
         assert_eq!((code, &stdout[..]), (0, &b"done\n"[..]), "{stderr}");
     }
 
-    /// PHP opens its extensions with RTLD_DEEPBIND and has its own allocator over mmap. Its just-in-time
-    /// compiler has a large shared mapping that is written and executed.
+    /// PHP opens its extensions with RTLD_DEEPBIND and has its own allocator over mmap. Its
+    /// just-in-time compiler has a large shared mapping that is written and executed.
     #[test]
     fn php_with_extensions_and_a_just_in_time_compiler() {
         let site = site("php");

@@ -1,19 +1,20 @@
-//! Budgets of a running `granary serve` (OneSidedMW §4.4). A client over its budget loses its management
-//! connection, and its requests fail with the name of the budget. Other clients are not affected.
+//! Budgets of a running `granary serve` (OneSidedMW §4.4). A client over its budget loses its
+//! management connection, and its requests fail with the name of the budget. Other clients are not
+//! affected.
 //!
-//! The client over its budget is this process. The victims are separate processes and stay within the
-//! budgets on any machine.
+//! The client over its budget is this process. The victims are separate processes and stay within
+//! the budgets on any machine.
 
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use fabric::PeerAddress;
-use fabric::soft::SoftNic;
 use granary_tests::scene::{Programs, Scene};
 use pool::budget::BudgetStatus;
 use pool::client::control::{ControlPlane, SocketControl};
-use pool::protocol::{Status, NodeHello};
-use pool::{ConnectRequest, ConnectReply, Error, Grant, GroupId, Lane, Options, Pool};
+use pool::protocol::{NodeHello, Status};
+use pool::{ConnectReply, ConnectRequest, Error, Grant, GroupId, Lane, Options, Pool};
+use rnic::nic::SoftNic;
+use verbs::PeerAddress;
 
 const PROGRAMS: Programs =
     Programs { hostile: env!("CARGO_BIN_EXE_hostile"), victim: env!("CARGO_BIN_EXE_victim") };
@@ -25,8 +26,8 @@ const CHUNKS: u64 = 8;
 /// Arguments of a victim. It makes at most 500 rounds per second, with an allocation and a free in
 /// every fifth round, which is half of the request budget, and it holds at most five chunks.
 const VICTIM: &[&str] = &["--hold", "4", "--pause-us", "2000", "--allocate-every", "5"];
-/// Time after which a client over its budget must be suspended: two budget checks, and a reserve for
-/// busy machines.
+/// Time after which a client over its budget must be suspended: two budget checks, and a reserve
+/// for busy machines.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 fn scene(name: &str, budget: &[&str]) -> Result<Scene> {
@@ -145,7 +146,7 @@ fn only_the_client_over_its_chunk_budget_is_suspended() -> Result<()> {
     let kept =
         (0..CHUNKS).map(|mark| allocate_marked(&normal, mark)).collect::<Result<Vec<_>, _>>()?;
     let error = normal.allocate_blocking().expect_err("one chunk over the budget");
-    let error_parts = ["may hold 8", "--budget-chunks", "stay usable"];
+    let error_parts = ["budget is 8", "--budget-chunks", "stay usable"];
     ensure!(check_over_budget(&error, &error_parts)?.is_zero(), "{error}");
     // A client that does not know the budget.
     let nic = SoftNic::attach(&scene.node.socket)?;

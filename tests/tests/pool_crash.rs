@@ -1,6 +1,6 @@
 //! Clients are repeatedly killed at random times under load. Each time all of their chunks are
-//! reclaimed, and the surviving clients lose nothing. The tests cover scheme onesidedmw, in which the
-//! memory node's NIC allocates, and scheme finemem, in which the compute nodes allocate.
+//! reclaimed, and the surviving clients lose nothing. The tests cover scheme onesidedmw, in which
+//! the memory node's NIC allocates, and scheme finemem, in which the compute nodes allocate.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -107,8 +107,8 @@ fn pattern(grant: &Grant) -> [u8; 4096] {
     text
 }
 
-/// Waits until all killed clients are reclaimed, the audit succeeds, and every chunk is free or held
-/// by a surviving client. Returns the elapsed time.
+/// Waits until all killed clients are reclaimed, the audit succeeds, and every chunk is free or
+/// held by a surviving client. Returns the elapsed time.
 fn check_all_chunks_free(living: &[Living], held: u64) -> Result<Duration> {
     let start = Instant::now();
     loop {

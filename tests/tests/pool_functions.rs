@@ -31,7 +31,8 @@ impl Node {
             .context("starting granary serve")?;
         let mut ready = String::new();
         BufReader::new(child.stdout.take().expect("piped")).read_line(&mut ready)?;
-        let ready: Value = serde_json::from_str(&ready).context("parsing granary serve's output")?;
+        let ready: Value =
+            serde_json::from_str(&ready).context("parsing granary serve's output")?;
         let address = |key: &str| -> Result<Address> {
             let text = ready[key].as_str().context("an address")?;
             text.parse().map_err(anyhow::Error::msg)
@@ -111,7 +112,7 @@ fn too_few_windows_are_refused_with_numbers() -> Result<()> {
         .output()?;
     let error = String::from_utf8_lossy(&out.stderr);
     ensure!(!out.status.success(), "one window per function must not be enough");
-    let numbers = ["96 chunks need 190 memory windows", "128 functions of 257", "128 in all"];
+    let numbers = ["96 chunks need 190 memory windows", "128 functions of 257", "128 in total"];
     ensure!(numbers.iter().all(|n| error.contains(n)), "{error}");
     Ok(())
 }

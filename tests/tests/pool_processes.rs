@@ -18,8 +18,8 @@ fn number(report: &Value, name: &str) -> u64 {
 }
 
 /// Two processes with two threads each use up to four chunks per thread of a pool of twelve, so the
-/// pool is empty most of the time. No chunk ever has two owners, shows old contents or changes while
-/// it is held, and all chunks are free at the end.
+/// pool is empty most of the time. No chunk ever has two owners, shows old contents or changes
+/// while it is held, and all chunks are free at the end.
 #[test]
 fn chunks_are_exclusive_while_the_pool_is_near_empty() -> Result<()> {
     let node = MemoryNode::start("exclusive", &["--memory", "48KiB", "--chunk", "4KiB"])?;

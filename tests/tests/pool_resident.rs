@@ -1,4 +1,5 @@
-//! Resident memory of a memory node: in every scheme, pages of released chunks return to the kernel.
+//! Resident memory of a memory node: in every scheme, pages of released chunks return to the
+//! kernel.
 
 use std::collections::VecDeque;
 use std::thread;
@@ -110,8 +111,8 @@ impl Served {
     }
 }
 
-/// Allocates, writes and frees until each chunk was used twice: first with few chunks held at a time,
-/// then with all chunks held at once. Checks the resident memory in between.
+/// Allocates, writes and frees until each chunk was used twice: first with few chunks held at a
+/// time, then with all chunks held at once. Checks the resident memory in between.
 fn keeps_its_bound(scheme: Scheme, kept: u64, arguments: &[&str]) -> Result<()> {
     let served = Served::start(scheme, kept, arguments)?;
     let mut bytes = vec![0; served.chunk];

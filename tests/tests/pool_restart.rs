@@ -110,8 +110,8 @@ fn uses_of_gone(pool: &Pool, grant: &Grant) -> Vec<Result<(), Error>> {
     ]
 }
 
-/// A client that reconnects to a running memory node is a new client to the node. Its old chunks are
-/// reclaimed, and its old grants are stale.
+/// A client that reconnects to a running memory node is a new client to the node. Its old chunks
+/// are reclaimed, and its old grants are stale.
 #[test]
 fn grants_from_before_a_reconnection_are_refused() -> Result<()> {
     let node = MemoryNode::start("reconnect", &SETTINGS)?;

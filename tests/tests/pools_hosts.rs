@@ -1,5 +1,5 @@
-//! Several memory nodes, one of them on a host that vanishes: its connections stay open, but no packet
-//! arrives any more.
+//! Several memory nodes, one of them on a host that vanishes: its connections stay open, but no
+//! packet arrives any more.
 //!
 //! Runs with `GRANARY_TEST_FULL=1` only, because the timeouts of NIC and kernel take 20 s in total.
 
@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use granary_tests::hosts::{Hosts, V4};
 use granary_tests::node::{MemoryNode, full};
-use pool::{Address, Error, NodeIndex, Options, PlacedGrant, Placement, MultiPool};
+use pool::{Address, Error, MultiPool, NodeIndex, Options, PlacedGrant, Placement};
 
 const SMALL: [&str; 4] = ["--memory", "256KiB", "--chunk", "4KiB"];
-/// Limit of an allocation's latency when the other host vanishes: the timeouts of the NIC and of the
-/// control connection, and a reserve.
+/// Limit of an allocation's latency when the other host vanishes: the timeouts of the NIC and of
+/// the control connection, and a reserve.
 const STALL: Duration = Duration::from_secs(30);
 
 /// Allocates, writes, reads back and frees on any memory node that answers; returns the longest

@@ -140,7 +140,8 @@ fn three_hundred_processes_of_one_program_are_served() -> Result<()> {
     run_many(&[], 300, true)
 }
 
-/// The shell and seven children reach the client limit; the other children wait until some have ended.
+/// The shell and seven children reach the client limit; the other children wait until some have
+/// ended.
 #[test]
 fn processes_beyond_the_client_limit_wait() -> Result<()> {
     let node = MemoryNode::start("places", &["--memory", "64MiB", "--clients", "8"])?;

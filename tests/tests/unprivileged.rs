@@ -35,12 +35,12 @@ fn installed(scratch: &Scratch) {
     fs::set_permissions(&directory, fs::Permissions::from_mode(0o1777)).unwrap();
 }
 
-/// Runs a shell script in a mount namespace of its own. In the script, `nobody COMMAND` runs a command
-/// without any privilege, and `./granary` is the command under test.
+/// Runs a shell script in a mount namespace of its own. In the script, `as_user COMMAND` runs a
+/// command without any privilege, and `./granary` is the command under test.
 fn run(scratch: &Scratch, script: &str) -> Output {
     let here = scratch.0.to_str().unwrap();
     let script = format!(
-        "nobody() {{ setpriv --reuid 65534 --regid 65534 --clear-groups --inh-caps=-all \
+        "as_user() {{ setpriv --reuid 65534 --regid 65534 --clear-groups --inh-caps=-all \
          --bounding-set=-all --no-new-privs \"$@\"; }}\ncd {here}\n{script}"
     );
     Command::new("unshare")
@@ -57,7 +57,7 @@ fn obstacle(scratch: &Scratch) -> Option<String> {
     if !is_root() {
         return Some("only root can drop privileges".into());
     }
-    let tried = run(scratch, "nobody true");
+    let tried = run(scratch, "as_user true");
     (!tried.status.success()).then(|| String::from_utf8_lossy(&tried.stderr).into_owned())
 }
 
@@ -74,8 +74,8 @@ fn refused_userfaultfd_error_names_the_remedy() {
     installed(&scratch);
     // Hides the device file behind a file that the user may not open, without changing it.
     let script = format!(
-        "touch closed; chmod 600 closed; if [ -e {DEVICE} ]; then mount --bind closed {DEVICE}; fi\n\
-         nobody ./granary run --local 16MiB -- sh -c 'echo it ran'"
+        "touch closed; chmod 600 closed; if [ -e {DEVICE} ]; then mount --bind closed {DEVICE}; \
+         fi\n as_user ./granary run --local 16MiB -- sh -c 'echo it ran'"
     );
     let output = run(&scratch, &script);
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -101,11 +101,12 @@ fn user_with_the_device_file_pages_like_root() {
     // A copy of the device file with other permissions, visible to this test only.
     let script = format!(
         "cp -a {DEVICE} device; chmod 666 device; mount --bind device {DEVICE}\n\
-         nobody test -w {DEVICE}\n\
-         nobody awk 'BEGIN {{ for (i = 0; i < 150000; i++) print i * 7919 % 1000003 }}' > numbers\n\
+         as_user test -w {DEVICE}\n\
+         as_user awk 'BEGIN {{ for (i = 0; i < 150000; i++) print i * 7919 % 1000003 }}' > \
+         numbers\n\
          sort -n -S 100M numbers > plain\n\
-         nobody ./granary run --local 4MiB --stats-json tmp/stats -- sort -n -S 100M numbers > paged\n\
-         cmp plain paged"
+         as_user ./granary run --local 4MiB --stats-json tmp/stats -- sort -n -S 100M numbers > \
+         paged\n cmp plain paged"
     );
     let output = run(&scratch, &script);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -116,7 +117,7 @@ fn user_with_the_device_file_pages_like_root() {
     assert!(count("local_peak_bytes") < (4 << 20) + pager::CONSTANT_BYTES, "{stats}");
 }
 
-/// A scratch directory in which `nobody` may run paged programs; `None` if the test is skipped.
+/// A scratch directory in which `as_user` may run paged programs; `None` if the test is skipped.
 fn scratch_for(test: &str) -> Option<Scratch> {
     // Truncated, because the path of a socket in the directory must not be too long.
     let scratch = Scratch::new(&format!("user-{}", &test[..test.len().min(24)]));
@@ -140,18 +141,19 @@ fn scratch_for(test: &str) -> Option<Scratch> {
 /// Shell commands that make the device file accessible to all users, in this script only.
 fn open_device() -> String {
     format!(
-        "if [ -e {DEVICE} ]; then cp -a {DEVICE} device; chmod 666 device; mount --bind device {DEVICE}; fi\n"
+        "if [ -e {DEVICE} ]; then cp -a {DEVICE} device; chmod 666 device; mount --bind device \
+         {DEVICE}; fi\n"
     )
 }
 
-/// Runs a command as nobody, first without the pager and then paged, and compares the outputs and the
-/// limit of local memory. `$d` is an empty directory.
+/// Runs a command as an unprivileged user, first without the pager and then paged, and compares the
+/// outputs and the limit of local memory. `$d` is an empty directory.
 fn same_paged(scratch: &Scratch, local_mib: u64, command: &str) {
     let script = format!(
         "{}d=$PWD/tmp/d; export d\n\
-         nobody mkdir $d; nobody sh -c '{command}' > plain; rm -rf $d; nobody mkdir $d\n\
-         nobody ./granary run --local {local_mib}MiB --stats-json tmp/stats -- sh -c '{command}' > paged\n\
-         cmp plain paged; test -s plain",
+         as_user mkdir $d; as_user sh -c '{command}' > plain; rm -rf $d; as_user mkdir $d\n\
+         as_user ./granary run --local {local_mib}MiB --stats-json tmp/stats -- \
+         sh -c '{command}' > paged\n cmp plain paged; test -s plain",
         open_device()
     );
     let output = run(scratch, &script);
@@ -171,8 +173,8 @@ fn share(scratch: &Scratch, name: &str, text: &str) -> String {
     path.to_str().unwrap().into()
 }
 
-/// The kernel reports forks only to processes with CAP_SYS_PTRACE; the pager must follow forks without
-/// these reports.
+/// The kernel reports forks only to processes with CAP_SYS_PTRACE; the pager must follow forks
+/// without these reports.
 #[test]
 fn a_shell_script_of_a_user() {
     let Some(scratch) = scratch_for("a_shell_script_of_a_user") else { return };
@@ -203,7 +205,9 @@ fn redis_of_a_user_saves_in_the_background() {
 
 #[test]
 fn process_family_of_a_user_keeps_its_page_contents() {
-    let Some(scratch) = scratch_for("process_family_of_a_user_keeps_its_page_contents") else { return };
+    let Some(scratch) = scratch_for("process_family_of_a_user_keeps_its_page_contents") else {
+        return;
+    };
     let family = scratch.compile("family", include_str!("pager_programs/family.c"));
     let seeds = if full() { 40 } else { 4 };
     let family = family.to_str().unwrap();
@@ -235,7 +239,7 @@ fn child_without_userfaultfd_ends_with_a_message() {
         "{}mkfifo go; exec 3<>go; touch out\n\
          {{ for i in $(seq 3000); do if grep -q ready out; then break; fi; sleep 0.01; done\n\
          chmod 600 {DEVICE}; echo >&3; }} &\n\
-         nobody ./granary run --local 4MiB -- python3 {program} <&3 > out; cat out",
+         as_user ./granary run --local 4MiB -- python3 {program} <&3 > out; cat out",
         open_device()
     );
     let output = run(&scratch, &script);
@@ -247,14 +251,17 @@ fn child_without_userfaultfd_ends_with_a_message() {
     assert_eq!(stderr.lines().count(), 1, "{stderr}");
 }
 
-/// A child by a raw system call has none of the parent's paged memory; accesses fail and do not read
-/// zeros.
+/// A child by a raw system call has none of the parent's paged memory; accesses fail and do not
+/// read zeros.
 #[test]
 fn raw_fork_of_a_user_has_no_memory() {
     let Some(scratch) = scratch_for("raw_fork_of_a_user_has_no_memory") else { return };
     let program = scratch.compile("raw", include_str!("pager_programs/raw.c"));
-    let script =
-        format!("{}nobody ./granary run --local 4MiB -- {}", open_device(), program.to_str().unwrap());
+    let script = format!(
+        "{}as_user ./granary run --local 4MiB -- {}",
+        open_device(),
+        program.to_str().unwrap()
+    );
     let output = run(&scratch, &script);
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{stderr}");

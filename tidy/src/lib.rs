@@ -1,4 +1,4 @@
-//! Reads the files of the tree for the checks in `tests/tidy.rs`: lines, comments and prose of pages.
+//! Reads the files of the tree for the checks in `tests/tidy.rs`: lines, comments, pages.
 //!
 //! The checks enforce `docs/style.md`. There is no list of exceptions: a rule that does not fit a
 //! kind of line (a table row, a code block) leaves out the kind, not the place.
@@ -43,7 +43,7 @@ impl File {
         Finding { file: self.path.clone(), line: line + 1, why: why.into() }
     }
 
-    /// The lines of prose with their numbers from 0: comments of code, or a page outside of its code
+    /// The lines of prose with their numbers from 0: comments of code, or a page without its code
     /// blocks.
     pub fn prose(&self) -> Vec<(usize, &str)> {
         if self.is("md") { self.page() } else { self.comments() }
@@ -85,7 +85,7 @@ pub fn root() -> PathBuf {
     own.parent().expect("this package lies in the tree").to_path_buf()
 }
 
-/// All text files that somebody wrote: build outputs, hidden folders and lock files are left out.
+/// All text files of the tree, without build outputs, hidden folders and lock files.
 ///
 /// # Panics
 /// If the tree cannot be read.

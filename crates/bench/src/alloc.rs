@@ -22,11 +22,11 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use fabric::Nic;
 use pool::info::AccessKind;
 use pool::odrp::PAGE_BYTES;
 use pool::{ControlMode, Grant, Pool, Scheme, Settings, schemes};
 use serde::{Deserialize, Serialize};
+use verbs::Nic;
 
 use crate::Error;
 use crate::claims::Claims;
@@ -226,7 +226,8 @@ pub fn warm_up<N: Nic>(pool: &Pool<N>) -> Result<(), pool::Error> {
     (0..WARM_UP_ROUNDS).try_for_each(|_| pool.free_blocking(allocate(pool, None)?))
 }
 
-/// Allocates `bytes`, or a chunk if `None`. In scheme odrp also writes the page, which allocates it.
+/// Allocates `bytes`, or a chunk if `None`. In scheme odrp also writes the page, which allocates
+/// it.
 fn allocate<N: Nic>(pool: &Pool<N>, bytes: Option<u64>) -> Result<Grant, pool::Error> {
     let until = Instant::now() + OUT_OF_MEMORY_TIMEOUT;
     let grant = loop {

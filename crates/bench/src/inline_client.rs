@@ -3,12 +3,12 @@
 //! Every operation has completed when its call returns. The work of the memory node's CPU happens
 //! when the caller polls the node.
 
-use fabric::soft::SoftNic;
-use fabric::{Access, CqAttr, Nic, QpAttr, Qpn, QueuePair, Receive};
 use pool::finemem::{Client, Node};
 use pool::protocol::NodeHello;
 use pool::scheme::{ClientScheme, NodeScheme};
 use pool::{ClientId, ConnectRequest, Error, Settings};
+use rnic::nic::SoftNic;
+use verbs::{Access, CqAttr, Nic, QpAttr, Qpn, QueuePair, Receive};
 
 type Qp = <SoftNic as Nic>::Qp;
 

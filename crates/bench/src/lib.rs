@@ -88,7 +88,7 @@ pub enum Error {
         /// The attempt, as a verb phrase.
         what: &'static str,
         /// Status of the completion.
-        status: fabric::Status,
+        status: verbs::Status,
     },
     /// A memory node that an experiment needs did not start.
     #[error("cannot start a memory node: {0}")]
@@ -98,7 +98,7 @@ pub enum Error {
     Pool(#[from] pool::Error),
     /// The NIC failed in an experiment.
     #[error(transparent)]
-    Fabric(#[from] fabric::Error),
+    Verbs(#[from] verbs::Error),
     /// The simulation failed.
     #[error(transparent)]
     Simulation(#[from] sim::Error),

@@ -10,7 +10,7 @@
 //!
 //! - With one message in flight, latency is half of a round trip. Each side sends when the other
 //!   side's message has arrived. It does not wait for its own send completions, except that at most
-//!   [`OWN_OUTSTANDING`] may be outstanding. Messages that fit into a WQE are posted inline.
+//!   `OWN_OUTSTANDING` may be outstanding. Messages that fit into a WQE are posted inline.
 //! - With more in flight, rate and bandwidth count the initiator's completions. A completion means
 //!   that the message is in the receiver's memory.
 //! - All messages use one buffer on each side, and receives are posted before the first message.
@@ -28,13 +28,13 @@ use std::net::{SocketAddr, UdpSocket};
 use std::path::Path;
 use std::time::Duration;
 
-use fabric::soft::{SoftCq, SoftMr, SoftNic, SoftPd, SoftQp};
-use fabric::{
+use rnic::nic::{SoftCq, SoftMr, SoftNic, SoftPd, SoftQp};
+use serde::{Deserialize, Serialize};
+use verbs::{
     Access, Backoff, Completion, CompletionKind, CompletionQueue, CqAttr, Data, Key, MemoryRegion,
     Nic, Op, PairSecret, PathMtu, PeerAddress, QpAttr, QpChange, Qpn, QueuePair, Receive,
     ReceiveAttr, ReceiveRequest, Remote, RemotePeer, SecretSide as End, Sge, Status, WorkRequest,
 };
-use serde::{Deserialize, Serialize};
 
 use crate::Error;
 use crate::access::{Meter, Outcome};
@@ -373,9 +373,9 @@ impl Side {
         Op::Send { from }
     }
 
-    /// Posts `count` operations with one doorbell; `posted` is the total afterwards. A list of READs
-    /// has one completion, with id `posted`: a queue executes in order, so the completion of the
-    /// last READ implies all READs before it.
+    /// Posts `count` operations with one doorbell; `posted` is the total afterwards. A list of
+    /// READs has one completion, with id `posted`: a queue executes in order, so the completion of
+    /// the last READ implies all READs before it.
     fn post(&self, count: usize, posted: u64) -> Result<(), Error> {
         let (from, to) = ([self.source()], [self.destination()]);
         let (op, signaled) = match self.task.operation {
@@ -411,7 +411,7 @@ impl Side {
 }
 
 /// State of one side of a ping-pong: a side sends when a message has arrived and fewer than
-/// [`OWN_OUTSTANDING`] of its own messages are outstanding.
+/// `OWN_OUTSTANDING` of its own messages are outstanding.
 #[derive(Default)]
 struct Alternation {
     outstanding: u32,

@@ -11,8 +11,8 @@
 
 use std::collections::VecDeque;
 
-use fabric::Nic;
 use pool::{Buffer, Error, Grant, Lane, Operation, Options, Pool, Settings, Transfer};
+use verbs::Nic;
 
 use crate::access::{Direction, Meter, Outcome, Spec};
 

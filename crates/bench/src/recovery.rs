@@ -4,10 +4,10 @@
 
 use std::time::{Duration, Instant};
 
-use fabric::soft::SoftNic;
 use pool::finemem::{Node, ReleaseTimes};
 use pool::scheme::{ClientScheme, NodeScheme};
 use pool::{Error, GroupId, Scheme, Settings, schemes};
+use rnic::nic::SoftNic;
 
 use crate::inline_client::{self, Connection};
 
@@ -77,7 +77,7 @@ pub fn recovery(chunks: u64, chunk_bytes: u64) -> Result<Recovery, Error> {
     let mut node = Node::new(&nic, &settings)?;
     let Connection { client, id, .. } = &inline_client::connect(&nic, &mut node, &settings, 1)?;
     for _ in 0..chunks {
-        fabric::executor::block_on(client.allocate(GroupId(0)))?;
+        verbs::executor::block_on(client.allocate(GroupId(0)))?;
     }
     // Writes all pages, as a client would have; clearing untouched pages would be cheaper.
     let memory = node.allocation_view().memory();
@@ -129,7 +129,7 @@ pub fn scan_ns_per_entry(
     let mut node = Node::new(&nic, &settings)?;
     let Connection { client, .. } = &inline_client::connect(&nic, &mut node, &settings, 1)?;
     for _ in 0..if taken { chunks } else { 0 } {
-        fabric::executor::block_on(client.allocate(GroupId(0)))?;
+        verbs::executor::block_on(client.allocate(GroupId(0)))?;
     }
     let before = node.release_times();
     let scanned = |node: &Node<SoftNic>| {

@@ -1,11 +1,11 @@
 //! Number of allocations until a 7-bit timestamp of FineMem's headers wraps around (FineMem §6.2,
 //! recovery capability). The result is a count and independent of any clock.
 
-use fabric::executor::block_on;
-use fabric::soft::SoftNic;
 use pool::finemem::Node;
 use pool::scheme::{ClientScheme, Grant, NodeScheme};
 use pool::{Error, GroupId, Scheme, Settings};
+use rnic::nic::SoftNic;
+use verbs::executor::block_on;
 
 use crate::inline_client::{self, Connection};
 use crate::rng::Rng;

@@ -74,7 +74,9 @@ impl ChildProcess {
             bail!("the process ended with {}; see its messages above", self.child.wait()?);
         }
         serde_json::from_str(&line).with_context(|| {
-            format!("unexpected message {line:?}; use the same version of granary for all processes")
+            format!(
+                "unexpected message {line:?}; use the same version of granary for all processes"
+            )
         })
     }
 }

@@ -7,11 +7,16 @@
 //! Exit codes: 0 success; 1 failure, with one line on standard error that names the attempt, the
 //! cause and the remedy; 2 wrong command line. `granary run` exits with the program's own status.
 
+// Documentation comments are help texts, whose square brackets are not links.
+#![allow(rustdoc::broken_intra_doc_links)]
+
 mod child;
 mod commands;
 mod corpus;
 mod file_descriptors;
+mod log;
 mod memory;
+mod metrics_page;
 mod nic;
 mod node;
 mod options;

@@ -9,6 +9,7 @@ use pool::{Address, LocalNic, Remote};
 use serde::{Deserialize, Serialize};
 
 use crate::child::ChildProcess;
+use crate::log::LogLevel;
 
 /// Start-up message of `granary nic`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -33,14 +34,14 @@ pub struct NicProcess {
 
 impl NicProcess {
     /// Starts a NIC for programs that use the memory node `remote`, and waits until it is ready.
-    pub fn start(remote: &Remote) -> anyhow::Result<Self> {
-        Self::spawn(remote).context("start a NIC for the program")
+    pub fn start(remote: &Remote, log: LogLevel) -> anyhow::Result<Self> {
+        Self::spawn(remote, log).context("start a NIC for the program")
     }
 
-    fn spawn(remote: &Remote) -> anyhow::Result<Self> {
+    fn spawn(remote: &Remote, log: LogLevel) -> anyhow::Result<Self> {
         let granary = std::env::current_exe().context("find the path of this program")?;
         let mut command = Command::new(granary);
-        command.args(["nic", "--local", &local_address(remote)?]);
+        command.args(["nic", "--local", &local_address(remote)?, "--log", log.name()]);
         let mut child = ChildProcess::spawn_server(&mut command)?;
         let Ready { socket, port } = child.read_line()?;
         let nic = Some(LocalNic { socket, port });

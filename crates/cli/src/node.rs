@@ -1,5 +1,6 @@
 //! Memory nodes as separate processes: a private node for one command, and the status of any node.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::net::SocketAddr;
@@ -10,6 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use bench::number::thousands;
 use bench::size::Size;
+use metrics::Samples;
 use pool::budget::{BudgetStatus, Use};
 use pool::protocol::{Dropped, Status, Trouble};
 use pool::{Address, ControlMode, ControlPlane, Remote, RemoteAddress, Scheme, Settings, schemes};
@@ -17,6 +19,7 @@ use serde::{Deserialize, Serialize};
 use tempfile::NamedTempFile;
 
 use crate::child::ChildProcess;
+use crate::log::LogLevel;
 use crate::options::{NicName, PoolAddress};
 
 /// Start-up message of `granary serve --json`; `event` is `ready`.
@@ -28,6 +31,9 @@ pub struct Ready {
     /// The node's address for `--pool` on other hosts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remote: Option<String>,
+    /// URL of the node's metrics.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub metrics: Option<String>,
     pub pid: u32,
     pub donated_bytes: u64,
     pub chunk_bytes: u64,
@@ -45,6 +51,7 @@ impl Ready {
             event: "ready".into(),
             pool: pool.to_string(),
             remote: remote.map(|address| RemoteAddress::from(address).to_string()),
+            metrics: None,
             pid: std::process::id(),
             donated_bytes: settings.chunks() * settings.chunk_bytes,
             chunk_bytes: settings.chunk_bytes,
@@ -70,11 +77,16 @@ pub struct NodeProcess {
 impl NodeProcess {
     /// Starts `granary serve` and waits until it is ready.
     pub fn start(settings: &Settings) -> anyhow::Result<Self> {
-        Self::spawn(settings, None).context("start a memory node")
+        Self::start_logging(settings, None)
     }
 
-    /// As [`NodeProcess::start`], for clients over `nic`. With roce the node listens on the loopback
-    /// interface.
+    /// As [`NodeProcess::start`], with a level of the node's log.
+    pub fn start_logging(settings: &Settings, log: Option<LogLevel>) -> anyhow::Result<Self> {
+        Self::spawn(settings, None, log).context("start a memory node")
+    }
+
+    /// As [`NodeProcess::start`], for clients over `nic`. With roce the node listens on the
+    /// loopback interface.
     pub fn start_on(settings: &Settings, nic: NicName) -> anyhow::Result<Self> {
         let token = || -> anyhow::Result<NamedTempFile> {
             let mut random = [0; 32];
@@ -84,15 +96,22 @@ impl NodeProcess {
             Ok(file)
         };
         let token = (nic == NicName::Roce).then(token).transpose().context("write a token file")?;
-        Self::spawn(settings, token).context("start a memory node")
+        Self::spawn(settings, token, None).context("start a memory node")
     }
 
-    fn spawn(settings: &Settings, token: Option<NamedTempFile>) -> anyhow::Result<Self> {
+    fn spawn(
+        settings: &Settings,
+        token: Option<NamedTempFile>,
+        log: Option<LogLevel>,
+    ) -> anyhow::Result<Self> {
         let granary = std::env::current_exe().context("find the path of this program")?;
         let mut command = Command::new(granary);
         // Overcommit, because the node's memory takes the place of this command's own memory; no
         // other user depends on it.
         command.args(["serve", "--json", "--private", "--overcommit"]).args(arguments(settings));
+        if let Some(level) = log {
+            command.args(["--log", level.name()]);
+        }
         if let Some(token) = &token {
             command.args(["--listen", "127.0.0.1:0", "--token-file"]).arg(token.path());
         }
@@ -182,7 +201,25 @@ impl CpuTimes {
     }
 }
 
-/// Formats the status of a memory node as lines of text.
+/// The status of a memory node as JSON: its fields, and all metrics by their full names.
+#[derive(Serialize)]
+pub struct StatusReport {
+    #[serde(flatten)]
+    status: Status,
+    metrics: Samples,
+}
+
+impl StatusReport {
+    /// The report of a status.
+    pub fn new(status: Status) -> Self {
+        let metrics = status.samples();
+        // These are among the metrics.
+        Self { status: Status { nic_counters: BTreeMap::new(), ..status }, metrics }
+    }
+}
+
+/// Formats the status of a memory node as lines of text: a summary, and all metrics that are not
+/// zero.
 pub fn describe(status: &Status) -> String {
     let Status { node, .. } = status;
     let seconds = |ns: u64| Duration::from_nanos(ns).as_secs_f64();
@@ -243,7 +280,9 @@ pub fn describe(status: &Status) -> String {
         lines.extend(budget.most.iter().map(|client| ("", usage(client))));
     }
     let line = |(name, value): &(&str, String)| format!("{name:<12} {value}");
-    lines.iter().map(line).collect::<Vec<_>>().join("\n")
+    let metrics = status.samples().lines().join("\n");
+    let summary = lines.iter().map(line).collect::<Vec<_>>().join("\n");
+    format!("{summary}\n\n{metrics}")
 }
 
 /// Dropped packets from other hosts by reason; `None` without any.

@@ -197,8 +197,7 @@ impl Donation {
     pub fn check(&self, command: &'static str) -> Result<(), UsageError> {
         let (memory, chunk) = (self.memory.bytes(), self.chunk.bytes());
         if !chunk.is_power_of_two() || !CHUNK_BYTES.contains(&chunk) {
-            let text =
-                format!("--chunk {}: must be a power of two from 512 to 1GiB", self.chunk);
+            let text = format!("--chunk {}: must be a power of two from 512 to 1GiB", self.chunk);
             return Err(UsageError(text, command));
         }
         if memory < chunk || !memory.is_multiple_of(chunk) {

@@ -30,8 +30,8 @@ impl Signals {
         }
     }
 
-    /// Waits for one of the signals. False after the timeout, or if a signal handler interrupted the
-    /// wait.
+    /// Waits for one of the signals. False after the timeout, or if a signal handler interrupted
+    /// the wait.
     ///
     /// # Errors
     /// As `sigtimedwait`.

@@ -3,8 +3,8 @@
 
 use std::fmt;
 
-use bench::size::Size;
 use bench::number::thousands;
+use bench::size::Size;
 use pager::stats::{Counter, Summary};
 use pool::protocol::Status;
 use serde::{Deserialize, Serialize};

@@ -33,7 +33,10 @@ fn wrong_command_line_exits_with_2_and_a_reason() {
         (&["bench", "access", "--in-flight", "0"], "--in-flight 0: must be 1 to"),
         (&["bench", "access", "--seconds", "0"], "more than 0"),
         (&["bench", "paper"], "required arguments"),
-        (&["bench", "paper", "onesidedmw", "--experiment", "x"], "must be one of allocation, access"),
+        (
+            &["bench", "paper", "onesidedmw", "--experiment", "x"],
+            "must be one of allocation, access",
+        ),
     ] {
         let output = run(arguments);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {}", stderr(&output));

@@ -232,7 +232,7 @@ fn place(heap: usize, zone: ZoneKind) -> (usize, usize) {
 const RESERVED: usize = 2 * TABLE_ALIGN + (256 << 20);
 
 /// Allocates DMA memory from the calling thread's arena, for [`rnic::port::inline::Provider`].
-pub fn dma(bytes: usize) -> rnic::memory::DmaMemory {
+pub fn dma(bytes: usize) -> verbs::DmaMemory {
     let here = THREAD_ARENA.get();
     assert!(here.heap != 0, "DMA memory is asked for outside an arena");
     let base = if bytes > TABLE_ALIGN {
@@ -252,7 +252,7 @@ pub fn dma(bytes: usize) -> rnic::memory::DmaMemory {
     };
     assert!(!base.is_null(), "the arena is full");
     // SAFETY: the arena stays mapped while its world is used, and only the world uses this memory.
-    unsafe { rnic::memory::DmaMemory::from_raw(base, bytes, std::sync::Arc::new(())) }
+    unsafe { verbs::DmaMemory::from_raw(base, bytes, std::sync::Arc::new(())) }
 }
 
 /// Runs `f`, with its DMA allocations excluded from digests. For memory whose content follows from

@@ -4,18 +4,18 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use fabric::soft::{SoftCq, SoftMr, SoftNic, SoftQp};
-use fabric::{
+use pool::onesidedmw::Node;
+use pool::onesidedmw::layout::{reply, status};
+use pool::scheme::{ClientId, ConnectRequest, NodeScheme};
+use rnic::limits::FunctionLimits;
+use rnic::nic::{SoftCq, SoftMr, SoftNic, SoftQp};
+use rnic::port::Function;
+use rnic::port::inline::{InlineFunction, InlineNic};
+use verbs::{
     Access, Completion, CompletionKind, CompletionQueue, CqAttr, Key, MemoryRegion, Nic,
     Op as Verb, QpAttr, QpChange, QpState, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest,
     Remote, Status, WorkRequest,
 };
-use pool::onesidedmw::Node;
-use pool::onesidedmw::layout::{reply, status};
-use pool::scheme::{ClientId, ConnectRequest, NodeScheme};
-use rnic::port::Function;
-use rnic::port::inline::{InlineFunction, InlineNic};
-use rnic::verbs::FunctionLimits;
 
 use crate::arena;
 use crate::config::{Op, WrongQp};

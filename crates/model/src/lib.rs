@@ -4,10 +4,10 @@
 //! node's CPU can take their steps.
 //!
 //! ```text
-//!  explore ── actions, act, undo ────> world ── step(qpn) ──> rnic::Engine, the product's
-//!     │                                  │  └── one verb ───> cpu: pool::onesidedmw::Node, the product's
-//!     │ digest, undo                     └── post, crash ───> client: raw verbs, also invalid requests
-//!   arena (all bytes of a world)         spec: the changes that a step may make
+//!  explore ── actions, act, undo ──> world ── step(qpn) ──> rnic::Engine, unchanged
+//!     │                                │  └── one verb ───> cpu: pool::onesidedmw::Node, unchanged
+//!     │ digest, undo                   └── post, crash ───> client: raw verbs, also invalid ones
+//!   arena (all bytes of a world)       spec: the changes that a step may make
 //! ```
 //!
 //! - module [`config`]: the explored configurations.

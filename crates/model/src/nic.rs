@@ -6,9 +6,9 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use fabric::interposed::{Call, Hooks, InterposedCq, InterposedNic};
-use fabric::soft::SoftNic;
-use fabric::{Cqn, DmaMemory, Error, Qpn};
+use rnic::nic::SoftNic;
+use rnic::nic::interposed::{Call, Hooks, InterposedCq, InterposedNic};
+use verbs::{Cqn, DmaMemory, Error, Qpn};
 
 use crate::{arena, schedule};
 

@@ -8,8 +8,8 @@ use std::hint::black_box;
 use std::ptr;
 
 use corosensei::Yielder;
-use fabric::Cqn;
 use pool::scheme::ClientId;
+use verbs::Cqn;
 
 /// A task of the CPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

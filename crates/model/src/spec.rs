@@ -5,20 +5,20 @@
 //! use the chains' code: it knows only the rules below.
 //!
 //! ```text
-//!            alloc worker of c             ... writes owner_id          free worker of c
-//!            swaps the slot                with every window bound      unbinds the guard
-//!   Free ----------------------> Taken(c) ------------------> Owned(c) -----------------> Releasing
-//!    ^                                                           |     the CPU, c has crashed  |
-//!    |                                                           +---------------------------->|
-//!    +---- the same releaser pushes it: windows dead, chunk zero, owner 0 ---------------------+
+//!          alloc worker of c            ... writes owner_id         free worker of c
+//!          swaps the slot               with every window bound     unbinds the guard
+//!   Free --------------------> Taken(c) ------------------> Owned(c) ----------------> Releasing
+//!    ^                                                         |    the CPU, c has crashed  |
+//!    |                                                         +--------------------------->|
+//!    +---- the same releaser pushes it: windows dead, chunk zero, owner 0 ------------------+
 //!
-//!   alloc worker: None --takes a permit----> Permit --advances head--> Ticket(slot) --swaps--> None
+//!   alloc worker: None --takes a permit--> Permit --advances head--> Ticket(slot) --swaps--> None
 //!                      \--takes a missing one--> Overdraft --gives it back--> None
 //!   releaser:     pushes the entry, owes a permit, gives the permit
 //! ```
 
-use fabric::Qpn;
 use pool::onesidedmw::layout::Shape;
+use verbs::Qpn;
 
 /// Maximum number of chunks of a world.
 pub const CHUNKS: usize = 4;

@@ -10,17 +10,17 @@ mod words;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-use fabric::soft::SoftNic;
-use fabric::{CompletionQueue, DmaMemory, Key, MemoryRegion, Qpn, QueuePair};
 use pool::Settings;
 use pool::onesidedmw::Node;
 use pool::onesidedmw::layout::{Memory, status};
 use pool::scheme::NodeScheme;
-use rnic::ids::Cqn;
+use rnic::limits::Limits;
+use rnic::nic::SoftNic;
 use rnic::port::Function;
 use rnic::port::control::{Reply, Verb as Control};
 use rnic::port::inline::{InlineFunction, InlineNic};
-use rnic::verbs::{Limits, QpInfo};
+use rnic::spec::QpDescription;
+use verbs::{CompletionQueue, Cqn, DmaMemory, Key, MemoryRegion, Qpn, QueuePair};
 
 use crate::arena::{self, Arena};
 use crate::client::{Client, Grant, Outcome, wrong_qpn};
@@ -260,17 +260,17 @@ impl World {
     }
 
     fn is_local(&self, qpn: Qpn) -> bool {
-        use fabric::wqe::{WQEBB, opcode};
+        use verbs::wqe::{WQEBB, opcode};
         let Some((c, ring)) = self.worker_ring(qpn) else { return false };
         let client = &self.clients[c as usize];
         if client.crashes || client.breaks || !client.alive {
             return false;
         }
         let Some(info) = query(&self.physical, qpn) else { return false };
-        if info.state != rnic::verbs::QpState::ReadyToSend {
+        if info.info.state != verbs::QpState::ReadyToSend {
             return false;
         }
-        let at = info.send_consumer as usize * WQEBB % ring.len();
+        let at = info.progress.send_consumer as usize * WQEBB % ring.len();
         let mut wqe = [0; WQEBB];
         ring.read(at, &mut wqe[..WQEBB.min(ring.len() - at)]);
         let be64 = |at: usize| u64::from_be_bytes(wqe[at..at + 8].try_into().expect("8 bytes"));
@@ -453,8 +453,9 @@ impl World {
         }
         for (f, qpn) in &self.qps {
             if let Some(i) = query(f, *qpn) {
-                (i.state as u8, i.peer, i.send_consumer, i.send_limit).hash(h);
-                (i.recv_consumer, i.recv_limit).hash(h);
+                (i.info.state as u8, i.info.peer, i.progress.send_consumer, i.progress.send_limit)
+                    .hash(h);
+                (i.progress.recv_consumer, i.progress.recv_limit).hash(h);
             } else {
                 h.write_u8(0xff);
             }
@@ -503,7 +504,7 @@ impl World {
     }
 }
 
-fn query(f: &InlineFunction, qpn: Qpn) -> Option<QpInfo> {
+fn query(f: &InlineFunction, qpn: Qpn) -> Option<QpDescription> {
     match f.execute(Control::QueryQp { qpn }) {
         Ok(Reply::QpInfo(info)) => Some(info),
         _ => None,

@@ -158,12 +158,14 @@ fn main() {
     let [bare_random, random, bare_run, run, random_free, run_free, write_run, write_random] =
         times.map(median);
     println!(
-        "random read      bare {bare_random:.2} us, ours {random:.2} us ({:.2}x); not pinned {random_free:.2} us ({:.2}x)",
+        "random read      bare {bare_random:.2} us, ours {random:.2} us ({:.2}x); not pinned \
+         {random_free:.2} us ({:.2}x)",
         random / bare_random,
         random_free / bare_random
     );
     println!(
-        "sequential read  bare {bare_run:.2} us, ours {run:.2} us ({:.2}x); not pinned {run_free:.2} us ({:.2}x)",
+        "sequential read  bare {bare_run:.2} us, ours {run:.2} us ({:.2}x); not pinned \
+         {run_free:.2} us ({:.2}x)",
         run / bare_run,
         run_free / bare_run
     );

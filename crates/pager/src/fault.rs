@@ -1,7 +1,7 @@
 //! The fault path: from a userfaultfd event to a mapped page.
 //!
 //! One handler thread serves all faults, on the core where they occur. At intervals it checks on
-//! which core the faulting thread last ran, and moves there ([`CpuAffinity`]). A wake-up on the
+//! which core the faulting thread last ran, and moves there (`CpuAffinity`). A wake-up on the
 //! same core costs a fraction of a wake-up on another core, above all in a virtual machine. For the
 //! same reason there is only one handler: each fault would wake all handlers.
 //!
@@ -12,7 +12,7 @@
 //!
 //! Read-ahead: [`crate::streams`] records for each thread the page at which each of its runs of
 //! consecutive faults would continue. A run that continues is served in growing batches, up to
-//! [`READ_FRAMES`] pages.
+//! `READ_FRAMES` pages.
 
 use std::io;
 use std::sync::atomic::Ordering;

@@ -36,6 +36,7 @@ pub mod evict;
 pub mod fault;
 pub mod fork;
 pub mod mapping;
+pub mod metrics;
 mod node_sockets;
 pub mod page_table;
 mod pager;
@@ -93,8 +94,8 @@ pub enum Error {
     UserfaultfdApi(io::Error),
     /// `GRANARY_LOCAL` is below [`config::LOCAL_BYTES_MIN`] or does not fit the staging area.
     #[error(
-        "--local {bytes} bytes is too small: use at least 4 MiB, of which 1 MiB is the staging area; \
-         the rest must hold all pages that one system call over many buffers needs"
+        "--local {bytes} bytes is too small: use at least 4 MiB, of which 1 MiB is the staging \
+         area; the rest must hold all pages that one system call over many buffers needs"
     )]
     LocalTooSmall {
         /// The requested bound.
@@ -113,9 +114,9 @@ pub enum Error {
     /// `RLIMIT_FSIZE` is smaller than the files that the process shares with the NIC, or the
     /// counters' file.
     #[error(
-        "cannot create the memory shared with the memory node, or the counters' file: both count as \
-         files, and RLIMIT_FSIZE limits files of this process to {limit_bytes} bytes; raise ulimit -f \
-         (best: unlimited) before the paged program starts"
+        "cannot create the memory shared with the memory node, or the counters' file: both count \
+         as files, and RLIMIT_FSIZE limits files of this process to {limit_bytes} bytes; raise \
+         ulimit -f (best: unlimited) before the paged program starts"
     )]
     FileSizeLimit {
         /// The limit, in bytes.

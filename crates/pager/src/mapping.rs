@@ -220,12 +220,45 @@ impl Pager {
         const MADV_COLD: i32 = 20;
         const MADV_PAGEOUT: i32 = 21;
         const MADV_DONTNEED_LOCKED: i32 = 24;
-        const MADV_COLLAPSE: i32 = 25;
+        const MADV_POPULATE_READ: i32 = 22;
+        const MADV_POPULATE_WRITE: i32 = 23;
+        let paged = self.region.clip(address, len);
+        // Advice that the pager does not know may drop pages without the pager's knowledge, as
+        // MADV_GUARD_INSTALL (Linux 6.13) does. Programs handle EINVAL, because older kernels
+        // return it too. MADV_WIPEONFORK is refused because the child would still receive pages
+        // that are not resident.
+        let is_known = matches!(
+            advice,
+            libc::MADV_NORMAL
+                ..=libc::MADV_DONTNEED
+                    | libc::MADV_FREE
+                    | libc::MADV_DONTFORK
+                    | libc::MADV_DOFORK
+                    | libc::MADV_MERGEABLE
+                    | libc::MADV_UNMERGEABLE
+                    | libc::MADV_HUGEPAGE
+                    | libc::MADV_NOHUGEPAGE
+                    | libc::MADV_DONTDUMP
+                    | libc::MADV_DODUMP
+                    | libc::MADV_KEEPONFORK
+                    | MADV_COLD
+                    | MADV_PAGEOUT
+                    | MADV_POPULATE_READ
+                    | MADV_POPULATE_WRITE
+                    | MADV_DONTNEED_LOCKED
+        );
+        if let Some(range) = paged.clone().filter(|_| !is_known) {
+            let _blocked = SignalsBlocked::new();
+            let foreign = self.space()?.foreign.overlap(range.clone());
+            if foreign.iter().map(|part| part.len()).sum::<usize>() < range.len() {
+                return Err(libc::EINVAL);
+            }
+        }
         for (start, len) in self.outside(address, len) {
             // SAFETY: the program's own request.
             unsafe { sys::madvise(start, len, advice) }.map_err(errno)?;
         }
-        let Some(range) = self.region.clip(address, len) else { return Ok(()) };
+        let Some(range) = paged else { return Ok(()) };
         match advice {
             libc::MADV_DONTNEED | libc::MADV_FREE | MADV_DONTNEED_LOCKED => {
                 let _blocked = SignalsBlocked::new();
@@ -249,9 +282,6 @@ impl Pager {
             | libc::MADV_UNMERGEABLE
             | MADV_COLD
             | MADV_PAGEOUT => Ok(()),
-            // WIPEONFORK is refused because the child would still receive pages that are not
-            // resident. Programs handle EINVAL, because older kernels return it too.
-            MADV_COLLAPSE | libc::MADV_WIPEONFORK => Err(libc::EINVAL),
             libc::MADV_DONTFORK | libc::MADV_DOFORK => {
                 let _blocked = SignalsBlocked::new();
                 let mut space = self.space()?;
@@ -265,7 +295,7 @@ impl Pager {
             }
             other => {
                 let start = self.region.address(PageId(range.start));
-                // SAFETY: the program's own request; such advice drops nothing.
+                // SAFETY: the program's own request; other known advice drops nothing.
                 unsafe { sys::madvise(start, range.len() << PAGE_SHIFT, other) }.map_err(errno)
             }
         }

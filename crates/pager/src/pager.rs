@@ -64,8 +64,8 @@ pub fn set_current(pager: &'static Arc<Pager>) {
 }
 
 /// Attempted operation in the error that a limit of the address space causes.
-const ADDRESS_SPACE: &str = "reserve address space (RLIMIT_AS and RLIMIT_DATA, ulimit -v and -d, must \
-                             be unlimited before a paged program starts)";
+const ADDRESS_SPACE: &str = "reserve address space (RLIMIT_AS and RLIMIT_DATA, ulimit -v and -d, \
+                             must be unlimited before a paged program starts)";
 
 /// Resources from which a pager is assembled.
 pub(crate) struct PagerParts {
@@ -473,8 +473,8 @@ impl Pager {
                 Err(error) => sys::die(
                     EXIT_PAGER,
                     &format!(
-                        "the pool is full, and the overflow file in {} cannot be created ({error}): set \
-                         GRANARY_OVERFLOW_DIR to a writable directory",
+                        "the pool is full, and the overflow file in {} cannot be created \
+                         ({error}): set GRANARY_OVERFLOW_DIR to a writable directory",
                         self.overflow_directory.display()
                     ),
                 ),
@@ -497,8 +497,8 @@ impl Pager {
         sys::die(
             EXIT_PAGER,
             &format!(
-                "the pool is full, and the overflow file in {} cannot grow ({error}): {why}, or give the \
-                 pool more memory; process {} ends now (status {EXIT_PAGER})",
+                "the pool is full, and the overflow file in {} cannot grow ({error}): {why}, or \
+                 give the pool more memory; process {} ends now (status {EXIT_PAGER})",
                 self.overflow_directory.display(),
                 descriptor::program()
             ),

@@ -16,11 +16,11 @@
 use std::sync::RwLock;
 use std::time::{Duration, Instant};
 
-use fabric::soft::SoftNic;
 use pool::{
     Address, Batch, Buffer, Grant, Lane as PoolLane, MultiPool, NodeIndex, Options, PlacedGrant,
     Placement, Pool, Transfer,
 };
+use rnic::nic::SoftNic;
 
 use crate::Error;
 use crate::sys::PAGE_BYTES;
@@ -64,8 +64,8 @@ impl PoolTransport {
                 name: "GRANARY_POOL",
                 value: Address::write_list(nodes),
                 why: format!(
-                    "the memory node's chunks have {chunk} bytes, less than a page ({PAGE_BYTES}); start \
-                     it with `granary serve --chunk 4KiB` or more (best: 1MiB)"
+                    "the memory node's chunks have {chunk} bytes, less than a page ({PAGE_BYTES}); \
+                     start it with `granary serve --chunk 4KiB` or more (best: 1MiB)"
                 ),
             });
         }

@@ -263,7 +263,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_range_set_is_a_set(steps in prop::collection::vec((any::<bool>(), 0u32..64, 0u32..20), 0..60)) {
+        fn a_range_set_is_a_set(
+            steps in prop::collection::vec((any::<bool>(), 0u32..64, 0u32..20), 0..60),
+        ) {
             let mut set = RangeSet::default();
             let mut model = [false; 100];
             for (add, start, len) in steps {

@@ -43,11 +43,20 @@ impl Ended {
 /// # Errors
 /// Failures to start the program. A failure of the program itself is reported in [`Ended::status`].
 pub fn run(config: &Config, program: &OsStr, arguments: &[OsString]) -> Result<Ended, Error> {
+    run_in(&RunDirectory::create()?, config, program, arguments)
+}
+
+/// As [`run`], with a directory of the caller for the counters.
+pub fn run_in(
+    directory: &RunDirectory,
+    config: &Config,
+    program: &OsStr,
+    arguments: &[OsString],
+) -> Result<Ended, Error> {
     config.check()?;
     let library = find_library()?;
     check_program(program)?;
     drop(Uffd::open(Features::default())?);
-    let directory = RunDirectory::create()?;
     let config = Config { run_directory: Some(directory.0.clone()), ..config.clone() };
     let mut command = Command::new(program);
     command.args(arguments).envs(config.to_environment());
@@ -69,11 +78,19 @@ fn preload(library: &Path, before: Option<OsString>) -> OsString {
     value
 }
 
-/// A temporary directory that is removed when the value is dropped.
-struct RunDirectory(PathBuf);
+/// A temporary directory for the counters of a program's processes, which is removed when the value
+/// is dropped.
+#[derive(Debug)]
+pub struct RunDirectory(PathBuf);
 
 impl RunDirectory {
-    fn create() -> Result<Self, Error> {
+    /// Returns the path, for [`Summary::read`] while the program runs.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// Creates the directory.
+    pub fn create() -> Result<Self, Error> {
         let parent = std::env::temp_dir();
         let failed = |source| Error::System {
             what: format!("make a directory in {}", parent.display()),

@@ -220,7 +220,8 @@ fn bucket_top(index: usize) -> u64 {
     }
     let exponent = index / 8 + 2;
     let sub = (index % 8) as u64;
-    (1u64 << exponent) + ((sub + 1) << (exponent - 3)) - 1
+    // In this order the sum of the last bucket does not overflow.
+    (1u64 << exponent) - 1 + ((sub + 1) << (exponent - 3))
 }
 
 /// Sums of the counters of one or more processes.
@@ -276,7 +277,10 @@ impl fmt::Display for Unpaged {
             usage.bytes() as f64 / MIB
         )?;
         let mut kinds = [
-            (usage.mapped, "in mappings by raw system calls or at fixed addresses"),
+            (
+                usage.mapped,
+                "in mappings by raw system calls, at fixed addresses or too large for the region",
+            ),
             (usage.heap, "in the brk heap"),
             (usage.files, "in .data, .bss and other private mappings of files"),
             (usage.stacks, "in stacks"),
@@ -385,6 +389,12 @@ impl Summary {
         0.0
     }
 
+    /// Returns the largest value, in nanoseconds, and the count of each bucket of fault times.
+    pub(crate) fn fault_buckets(&self) -> impl Iterator<Item = (u64, u64)> {
+        let hits = self.words[COUNTERS..].iter().enumerate();
+        hits.map(|(index, hits)| (bucket_top(index), *hits))
+    }
+
     /// Returns the peak of bytes held in the pool, as whole chunks.
     pub fn remote_bytes_peak(&self) -> u64 {
         self.get(Counter::PoolChunksPeak) * self.get(Counter::ChunkBytes)
@@ -399,7 +409,8 @@ impl fmt::Display for Summary {
         writeln!(f, "granary: {} paged process(es)", self.processes)?;
         writeln!(
             f,
-            "  faults        {:>12}   {} missing, {} on write-protected pages, {} waited for evictions",
+            "  faults        {:>12}   {} missing, {} on write-protected pages, {} waited for \
+             evictions",
             self.faults(),
             self.get(Faults),
             self.get(WriteFaults),
@@ -426,14 +437,17 @@ impl fmt::Display for Summary {
             self.get(PagesCleanEvicted),
             self.get(PagesZeroEvicted)
         )?;
+        // The peaks of several processes need not have been at one time.
+        let peaks = if self.processes > 1 { ", the processes' peaks added up" } else { "" };
         writeln!(
             f,
-            "  bytes local   {:>8.1} MiB   at most, of paged memory",
+            "  bytes local   {:>8.1} MiB   at most, of paged memory{peaks}",
             mib(self.get(ResidentPagesPeak) * sys::PAGE_BYTES as u64)
         )?;
         writeln!(
             f,
-            "  not paged     {:>8.1} MiB   at most, beside paged memory; {:.1} MiB at the end",
+            "  not paged     {:>8.1} MiB   at most, beside paged memory{peaks}; {:.1} MiB at the \
+             end",
             mib(self.get(UnpagedBytesPeak)),
             mib(self.get(UnpagedBytes))
         )?;
@@ -501,7 +515,10 @@ mod tests {
         assert!((sum.fault_us_mean() - 103.0 / 3.0).abs() < 0.01);
         assert!((2.0..2.3).contains(&sum.fault_us(0.5)), "{}", sum.fault_us(0.5));
         assert!((100.0..113.0).contains(&sum.fault_us(0.99)));
-        assert!(sum.to_string().contains("by the memory node's CPU"));
+        let text = sum.to_string();
+        assert!(text.contains("by the memory node's CPU"), "{text}");
+        assert!(text.contains("of paged memory, the processes' peaks added up"), "{text}");
+        assert!(!stats.snapshot().to_string().contains("added up"));
         assert_eq!(sum.get(Counter::UnpagedBytesPeak), 16 << 20, "the sum of both processes");
         assert_eq!(sum.get(Counter::UnpagedBytes), 4 << 20);
         let largest = sum.largest_unpaged().unwrap();

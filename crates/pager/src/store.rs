@@ -2,7 +2,7 @@
 //! `memory:`.
 //!
 //! A [`FileStore`] reads and writes runs of frames at offsets of a file. Pages in a file on disk
-//! are sealed ([`crate::seal`]), so only this process can read them. [`FileTransport`] is a
+//! are sealed (`seal`), so only this process can read them. [`FileTransport`] is a
 //! transport over one file: chunks are consecutive stretches of the file, and freeing a chunk
 //! punches a hole. These transports are for diagnosis (to tell problems of the pool from problems
 //! of the pager), for machines with a fast local disk, and for tests. `GRANARY_POOL` names them:

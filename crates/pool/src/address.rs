@@ -9,6 +9,18 @@ use crate::remote::{RemoteAddress, Token};
 use crate::{Error, Options, Pool};
 
 /// Address of a memory node, with the token and NIC needed to reach it.
+///
+/// ```
+/// use pool::Address;
+///
+/// let local: Address = "shm:/run/granary.sock".parse()?;
+/// assert_eq!(local, Address::Shm("/run/granary.sock".into()));
+///
+/// let remote: Address = "roce://memory-1;token=/etc/granary.token".parse()?;
+/// assert_eq!(remote.to_string(), "roce://memory-1:4791;token=/etc/granary.token");
+/// // remote.connect(Options::default()) connects to the memory node.
+/// # Ok::<(), String>(())
+/// ```
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Address {
     /// `shm:PATH`: the control socket of a memory node on this host.
@@ -115,8 +127,8 @@ impl FromStr for Address {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        const KNOWN: &str = "a pool is shm:PATH, where PATH is the socket that granary serve prints, or \
-                             roce://HOST:PORT, where granary serve --listen runs";
+        const KNOWN: &str = "a pool is shm:PATH, where PATH is the socket that granary serve \
+                             prints, or roce://HOST:PORT, where granary serve --listen runs";
         if text.starts_with(RemoteAddress::SCHEME) {
             return Remote::from_str(text).map(Self::Roce);
         }

@@ -93,7 +93,7 @@ const FORGIVEN: Duration = Duration::from_secs(60);
 /// Reciprocal of the share of time that the CPU may spend on counting owners.
 const COUNTING: u32 = 20;
 
-/// The CPU's record of one compute node's usage. Times are those of [`fabric::Nic::now`].
+/// The CPU's record of one compute node's usage. Times are those of [`verbs::Nic::now`].
 #[derive(Debug)]
 pub(crate) struct Meter {
     allocations: u32,

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
 
-use fabric::{Nic, PeerAddress, QpChange, QpState, QueuePair};
+use verbs::{Nic, PeerAddress, QpChange, QpState, QueuePair};
 
 use crate::Error;
 use crate::remote::Start;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use fabric::Status;
+use verbs::Status;
 
 /// An error of the pool.
 #[derive(Debug, thiserror::Error)]
@@ -142,7 +142,7 @@ pub enum Error {
     },
     /// A verb failed.
     #[error(transparent)]
-    Verbs(fabric::Error),
+    Verbs(verbs::Error),
     /// A system call failed.
     #[error("{attempt}: {source}")]
     System {
@@ -153,11 +153,11 @@ pub enum Error {
     },
 }
 
-impl From<fabric::Error> for Error {
-    fn from(e: fabric::Error) -> Self {
+impl From<verbs::Error> for Error {
+    fn from(e: verbs::Error) -> Self {
         match e {
             // The NIC of a memory node runs in the memory node's process, so both exit together.
-            fabric::Error::Gone { attempt, why } => Error::Gone { attempt, why },
+            verbs::Error::Gone { attempt, why } => Error::Gone { attempt, why },
             e => Error::Verbs(e),
         }
     }

@@ -3,8 +3,8 @@
 use std::fmt;
 use std::hash::{Hash, Hasher};
 
-use fabric::Caps;
 use serde::{Serialize, Serializer};
+use verbs::Caps;
 
 /// Description of an allocation scheme.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -150,7 +150,7 @@ impl SchemeInfo {
     /// Returns an error if a NIC with `caps` lacks a capability that the scheme needs.
     pub fn check_caps(&self, caps: &Caps) -> Result<(), crate::Error> {
         let Some(missing) = self.missing(caps) else { return Ok(()) };
-        Err(fabric::Error::Unsupported {
+        Err(verbs::Error::Unsupported {
             attempt: format!("serving with scheme {self}"),
             why: format!("the NIC {} lacks {missing}", caps.name),
         }

@@ -2,8 +2,8 @@
 //! one-sided operations.
 //!
 //! [`scheme`] defines the interface of an allocation scheme on both sides; each scheme has a module
-//! of its own. Only the service depends on a particular NIC: all other code is written against
-//! `fabric`'s verbs.
+//! of its own. Only the service depends on a particular NIC: all other code is written against the
+//! verbs.
 //!
 //! ```
 //! use pool::{Pool, Settings};
@@ -29,6 +29,7 @@ mod credits;
 mod error;
 pub mod finemem;
 pub mod info;
+pub mod metrics;
 mod multi;
 mod node;
 pub mod odrp;

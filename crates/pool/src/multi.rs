@@ -16,10 +16,10 @@ use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use fabric::executor::block_on;
-use fabric::soft::SoftNic;
-use fabric::{Nic, Status};
 use parking_lot::{Mutex, RwLock};
+use rnic::nic::SoftNic;
+use verbs::executor::block_on;
+use verbs::{Nic, Status};
 
 use crate::scheme::Grant;
 use crate::{Address, Error, Options, Pool};
@@ -29,7 +29,7 @@ const FRESH: Duration = Duration::from_millis(500);
 
 /// Time for which a memory node stays silent after a timeout. Longer than its control connection
 /// takes to detect that the host is unreachable.
-const SILENCE: Duration = Duration::from_secs(10);
+const SILENCE: Duration = Duration::from_secs(15);
 
 /// Policy that selects the memory node of an allocation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -56,6 +56,21 @@ pub struct PlacedGrant {
 }
 
 /// Connections to several memory nodes. Any number of threads can use it.
+///
+/// ```
+/// use pool::{MultiPool, Placement, Pool, Settings};
+///
+/// let settings = Settings { donate_bytes: 8 << 20, ..Settings::default() };
+/// let nodes = vec![Pool::embedded(settings.clone())?, Pool::embedded(settings)?];
+/// let pool = MultiPool::over(nodes, Placement::RoundRobin)?;
+///
+/// let (first, second) = (pool.allocate_blocking()?, pool.allocate_blocking()?);
+/// assert_ne!(first.node, second.node);
+/// pool.write_blocking(&first, 0, b"hello")?;
+/// pool.free_blocking(first)?;
+/// pool.free_blocking(second)?;
+/// # Ok::<(), pool::Error>(())
+/// ```
 pub struct MultiPool<N: Nic = SoftNic> {
     nodes: Vec<Node<N>>,
     placement: Placement,
@@ -132,7 +147,8 @@ impl<N: Nic> MultiPool<N> {
         }
         if let Some(other) = pools.iter().map(Pool::chunk_bytes).find(|b| *b != chunk_bytes) {
             return Err(wrong(format!(
-                "their chunk sizes differ ({chunk_bytes} and {other} bytes); serve all with the same --chunk"
+                "their chunk sizes differ ({chunk_bytes} and {other} bytes); serve all with the \
+                 same --chunk"
             )));
         }
         let member = |pool: Pool<N>| Node {

@@ -20,8 +20,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use fabric::Qpn;
 use parking_lot::{Condvar, Mutex};
+use verbs::Qpn;
 
 use crate::Error;
 use crate::cpu::ThreadClock;
@@ -282,7 +282,13 @@ impl<S: NodeScheme> MemoryNode<S> {
     fn forget_retired(&self, core: &mut Core<S>) {
         if !core.leaving.is_empty() {
             let scheme = &core.scheme;
-            core.leaving.retain(|client| !scheme.is_retired(*client));
+            core.leaving.retain(|client| {
+                let is_retired = scheme.is_retired(*client);
+                if is_retired {
+                    tracing::info!(client = client.0, "client reclaimed");
+                }
+                !is_retired
+            });
             let left = !core.leaving.is_empty();
             self.inner.any_leaving.store(left, Ordering::Release);
         }
@@ -345,7 +351,13 @@ impl<S: NodeScheme> Core<S> {
             Ok(()) => drop(self.unretired.remove(&client)),
             Err(e) => {
                 let why = format!("retiring compute node {}: {e}", client.0);
-                self.unretired.insert(client, why);
+                if self.unretired.insert(client, why).is_none() {
+                    tracing::warn!(
+                        client = client.0,
+                        why = e.to_string(),
+                        "client keeps its chunks"
+                    );
+                }
             }
         }
         result
@@ -479,6 +491,7 @@ impl NodeThread {
         let thread = thread::Builder::new().name("granary-turn".into()).spawn(move || {
             its_shared.clock.adopt();
             if let Err(e) = run_polls(&node, poll, &*its_events, &its_shared) {
+                tracing::error!(why = e.to_string(), "control thread ended");
                 *its_shared.failure.lock() = Some(e.to_string());
             }
             its_shared.clock.retire();

@@ -10,7 +10,7 @@
 //!   {"id":2,"request":"await_memory",..}     ->
 //!   {"id":3,"request":"status"}              ->
 //!                                            <-        {"id":3,"reply":"status",..}
-//!                                            <-        {"id":2,"reply":"memory",..}   (once a chunk is free)
+//!                (once a chunk is free)      <-        {"id":2,"reply":"memory",..}
 //!   {"id":4,"request":"goodbye"}             ->        revokes its keys, reclaims its chunks
 //! ```
 //!
@@ -21,6 +21,8 @@
 //! - A reply carries the `id` of its request. Replies may arrive in another order than requests.
 //! - A message that cannot be decoded is answered with `error` and never ends the process that
 //!   reads it. Unknown fields are ignored; an unknown version is refused, and the reply names it.
+
+use std::collections::BTreeMap;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -283,6 +285,9 @@ pub struct Status {
     /// Packets from other hosts that the NIC dropped.
     #[serde(default)]
     pub dropped: Dropped,
+    /// Counters of the NIC by their full names: see [`Status::samples`].
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub nic_counters: BTreeMap<String, u64>,
 }
 
 /// Packets from other hosts that the NIC dropped, by reason.
@@ -443,7 +448,8 @@ mod tests {
             byte in any::<u8>(),
             group in any::<u16>(),
         ) {
-            let message = Numbered { id: 1, body: Request::ResetAccess { group, lane: 0, salt: None } };
+            let body = Request::ResetAccess { group, lane: 0, salt: None };
+            let message = Numbered { id: 1, body };
             let mut bytes = encode("test", &message).unwrap();
             let at = at % bytes.len();
             bytes[at] = byte;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use fabric::Nic;
-use fabric::direct::DirectNic;
+use verbs::Nic;
+use verbs::direct::DirectNic;
 
 use crate::protocol::NodeHello;
 use crate::remote::Start;

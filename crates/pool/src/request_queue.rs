@@ -7,13 +7,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::Duration;
 
-use fabric::completion::{Completer, Pending};
-use fabric::{
+use parking_lot::Mutex;
+use verbs::completion::{Completer, Pending};
+use verbs::{
     Access, Completion, CompletionQueue, CqAttr, Error as VerbsError, Nic, Op, PeerAddress, QpAttr,
     QpChange, QpState, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Sge, Status,
     WorkRequest,
 };
-use parking_lot::Mutex;
 
 use crate::Error;
 use crate::credits::{Credits, Take};

@@ -12,9 +12,9 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fabric::{Key, PeerAddress, Qpn};
 use rnic::port::shm::Secret;
 use serde::{Deserialize, Serialize};
+use verbs::{Key, PeerAddress, Qpn};
 
 use crate::Error;
 use crate::budget::BudgetStatus;
@@ -91,7 +91,8 @@ impl ConnectRequest {
     }
 }
 
-/// The memory node's answer to a [`ConnectRequest`]: the peers of the listed QPs, in the same order.
+/// The memory node's answer to a [`ConnectRequest`]: the peers of the listed QPs, in the same
+/// order.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConnectReply {
     /// The compute node's number.
@@ -156,6 +157,20 @@ pub(crate) struct ConnectionEpoch {
 /// The right to use a chunk: its address and one key per access QP of a group.
 ///
 /// A grant is a value, not a handle: dropping it does not free the chunk.
+///
+/// ```
+/// # let settings = pool::Settings { donate_bytes: 8 << 20, ..pool::Settings::default() };
+/// # let pool = pool::Pool::embedded(settings)?;
+/// let grant = pool.allocate_blocking()?;
+/// assert_eq!(grant.len, pool.chunk_bytes());
+/// assert_eq!(grant.keys().len(), usize::from(pool.lanes()));
+///
+/// // After the free, the keys of every copy are dead.
+/// pool.free_blocking(grant)?;
+/// let refused = pool.write_blocking(&grant, 0, b"late");
+/// assert!(matches!(refused, Err(pool::Error::Access { .. })));
+/// # Ok::<(), pool::Error>(())
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Grant {
     /// Address of the chunk at the memory node.
@@ -335,8 +350,8 @@ pub trait NodeScheme: Send {
     /// takes the memory node's sides through Reset and connects them again. Grants that could not
     /// be delivered are taken back.
     ///
-    /// Returns their numbers in the order of [`ConnectReply::management`]. Returns `None` while the NIC
-    /// still executes requests of that connection: the caller asks again after a call of
+    /// Returns their numbers in the order of [`ConnectReply::management`]. Returns `None` while the
+    /// NIC still executes requests of that connection: the caller asks again after a call of
     /// [`NodeScheme::poll`].
     fn reset_management(&mut self, client: ClientId) -> Result<Option<Vec<u32>>, Error>;
 
@@ -442,8 +457,8 @@ pub(crate) fn too_large(bytes: u64, most: u64, has_sizes: bool) -> Error {
     let why = match has_sizes {
         true => format!("the largest block of this pool has {most}; allocate several"),
         false => format!(
-            "this pool's scheme has chunks of {most} bytes only; serve with larger ones (--chunk), or with \
-             scheme finemem"
+            "this pool's scheme has chunks of {most} bytes only; serve with larger ones (--chunk), \
+             or with scheme finemem"
         ),
     };
     Error::Setting { setting: "bytes", value: bytes.to_string(), why }

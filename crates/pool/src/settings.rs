@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-use rnic::verbs::Limits;
+use rnic::limits::Limits;
 use serde::{Deserialize, Serialize};
 
 use crate::budget::Budget;
@@ -14,6 +14,23 @@ use crate::scheme::MAX_GROUP;
 use crate::{Error, schemes};
 
 /// Settings of a memory node.
+///
+/// ```
+/// use pool::{Settings, schemes};
+///
+/// let settings = Settings {
+///     donate_bytes: 8 << 20,
+///     chunk_bytes: 4 << 10,
+///     scheme: schemes::FINEMEM,
+///     ..Settings::default()
+/// };
+/// settings.validate()?;
+/// assert_eq!(settings.chunks(), 2048);
+///
+/// let error = Settings { chunk_bytes: 3000, ..settings }.validate().unwrap_err();
+/// assert!(error.to_string().contains("chunk_bytes"));
+/// # Ok::<(), pool::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
     /// Bytes to donate; rounded down to whole chunks.
@@ -172,9 +189,9 @@ impl Settings {
             "donate_bytes",
             self.donate_bytes,
             format!(
-                "that is {} chunks of {chunk} bytes, and a table has at most {}; choose larger chunks",
+                "that is {} chunks of {chunk} bytes, and a table has at most {chunks_max}; choose \
+                 larger chunks",
                 self.chunks(),
-                chunks_max
             ),
         )?;
         require(

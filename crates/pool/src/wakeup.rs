@@ -3,7 +3,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use fabric::{
+use verbs::{
     Access, Backoff, Completion, CompletionQueue, Error as VerbsError, Nic, Op, QpAttr, QueuePair,
     Receive, WorkRequest,
 };
@@ -12,7 +12,7 @@ use crate::Error;
 use crate::scheme::CpuEvents;
 
 /// A CQ as a [`CpuEvents`] source. A wake-up is a NOP that completes into the same CQ as a
-/// completion of kind [`fabric::CompletionKind::Send`]; the code that polls the CQ ignores it.
+/// completion of kind [`verbs::CompletionKind::Send`]; the code that polls the CQ ignores it.
 pub struct CqEvents<N: Nic> {
     cq: N::Cq,
     bell: N::Qp,

@@ -6,10 +6,10 @@ mod common;
 use std::sync::Arc;
 
 use common::{CHUNK, check_whole};
-use fabric::Key;
 use pool::finemem::block::Block;
 use pool::finemem::layout::Shape;
 use pool::{EmbeddedNode, Error, Grant, GroupId, Options, Pool, Scheme, Settings, schemes};
+use verbs::Key;
 
 fn settings(chunks: u64) -> Settings {
     common::settings(schemes::FINEMEM, chunks)
@@ -188,10 +188,8 @@ fn more_blocks_than_windows_are_refused_at_the_start() {
         let says = refused.to_string();
         let needs = format!("{windows} memory windows");
         assert!(says.contains(&needs) && says.contains("larger chunks"), "{says}");
-        assert!(
-            says.contains("128 functions of 12 each") && says.contains("1024 in all"),
-            "{says}"
-        );
+        assert!(says.contains("128 functions of 12 windows each"), "{says}");
+        assert!(says.contains("1024 in total"), "{says}");
     }
     // With as many windows as the compute nodes take, none is left for blocks.
     let settings = Settings { nic_windows: Some(4), ..settings(1) };

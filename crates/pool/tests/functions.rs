@@ -7,12 +7,12 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use common::{CHUNK, check_whole, over_functions, settings};
-use fabric::Key;
 use pool::finemem::layout::{Functions, Shape};
 use pool::{
     Address, EmbeddedNode, Endpoint, Error, Grant, GroupId, Lane, Listen, MultiPool, Options,
     Placement, Pool, Remote, Scheme, Service, Settings, Transfer, schemes,
 };
+use verbs::Key;
 
 fn by_cas() -> impl Iterator<Item = Scheme> {
     schemes::ALL.iter().copied().filter(|scheme| scheme.is_by_cas())

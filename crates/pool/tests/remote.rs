@@ -4,8 +4,8 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use fabric::Key;
 use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
+use verbs::Key;
 
 use pool::budget::Budget;
 use pool::protocol::{self, Opening};

@@ -6,14 +6,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use fabric::PeerAddress;
-use fabric::soft::SoftNic;
 use parking_lot::Mutex;
 use pool::protocol::{NodeHello, Status};
 use pool::{
     AnyNode, ClientId, ConnectReply, ConnectRequest, ControlPlane, Error, GroupId, Lane,
     MemoryNode, Options, Pool, Settings, schemes,
 };
+use rnic::nic::SoftNic;
+use verbs::PeerAddress;
 
 /// A memory node whose CPU is idle, with a control plane that reports this when asked.
 struct Mute {

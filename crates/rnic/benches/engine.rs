@@ -5,12 +5,12 @@
 //! with the quartiles. On a busy machine, compare only lines of the same run.
 
 use rnic::Engine;
-use rnic::ids::{Access, FunctionId, Key, Qpn};
-use rnic::memory::DmaMemory;
-use rnic::verbs::*;
-use rnic::wqe::{Builder, Remote, Sge, Umr};
+use rnic::limits::Limits;
+use rnic::spec::*;
 use std::hint::black_box;
 use std::time::Instant;
+use verbs::wqe::{Builder, Remote, Sge, Umr};
+use verbs::{Access, DmaMemory, FunctionId, Key, MwKind, QpChange, QpState, Qpn};
 
 const PF: FunctionId = FunctionId::PHYSICAL;
 const BLOCKS: u32 = 1024;
@@ -28,7 +28,7 @@ struct Bench {
     received: u32,
     limit: u16,
     peer: Qpn,
-    peer_pd: rnic::ids::Pdn,
+    peer_pd: verbs::Pdn,
     /// Words that guard windows.
     words: (DmaMemory, Key),
     /// A QP of the peer's PD that binds windows: its number, its ring, and its producer index.
@@ -163,7 +163,7 @@ impl Bench {
                 t.elapsed().as_nanos() as f64 / (laps * n) as f64
             })
             .collect();
-        let state = self.e.query_qp(PF, self.qpn).unwrap().state;
+        let state = self.e.query_qp(PF, self.qpn).unwrap().info.state;
         assert_eq!(state, QpState::ReadyToSend, "{name} failed");
         ns.sort_by(f64::total_cmp);
         let at = |q: f64| ns[((ns.len() - 1) as f64 * q) as usize];
@@ -225,7 +225,7 @@ impl Bench {
             (0..10).for_each(|_| self.lap(0));
             ns[round % 2].push(t.elapsed().as_nanos() as f64 / (10 * n) as f64);
         }
-        let state = self.e.query_qp(PF, self.qpn).unwrap().state;
+        let state = self.e.query_qp(PF, self.qpn).unwrap().info.state;
         assert_eq!(state, QpState::ReadyToSend, "{name} failed");
         let mut ratios: Vec<f64> = ns[1].iter().zip(&ns[0]).map(|(b, a)| b / a).collect();
         let at = |v: &mut Vec<f64>, q: f64| {

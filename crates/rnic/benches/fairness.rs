@@ -11,11 +11,11 @@
 //! The engine is polled as in the `shm` port, with 64 WQEs for each poll. Only the polls are timed.
 
 use rnic::Engine;
-use rnic::ids::{Access, FunctionId, Qpn};
-use rnic::memory::DmaMemory;
-use rnic::verbs::*;
-use rnic::wqe::{Builder, Remote, Sge};
+use rnic::limits::{FunctionLimits, Limits};
+use rnic::spec::*;
 use std::time::{Duration, Instant};
+use verbs::wqe::{Builder, Remote, Sge};
+use verbs::{Access, DmaMemory, FunctionId, QpChange, QpState, Qpn};
 
 const BLOCKS: u16 = 1024;
 const BUDGET: usize = 64;
@@ -104,15 +104,15 @@ impl Client {
 }
 
 impl Sender {
-    fn info(&self, e: &Engine) -> QpInfo {
+    fn info(&self, e: &Engine) -> QpDescription {
         let info = e.query_qp(self.function, self.qpn).unwrap();
-        assert_eq!(info.state, QpState::ReadyToSend);
+        assert_eq!(info.info.state, QpState::ReadyToSend);
         info
     }
 
     /// Enables a whole ring of WQEs.
     fn refill(&mut self, e: &mut Engine) {
-        self.limit = self.info(e).send_consumer.wrapping_add(BLOCKS);
+        self.limit = self.info(e).progress.send_consumer.wrapping_add(BLOCKS);
         e.enable_send(self.function, self.qpn, self.limit).unwrap();
     }
 
@@ -161,11 +161,11 @@ impl Bed {
             for _ in 0..i % 7 {
                 self.poll();
             }
-            let before = victim.qps[0].info(&self.e).executed;
+            let before = victim.qps[0].info(&self.e).progress.executed;
             // The engine sees a doorbell that is written during a poll after that poll.
             let mut time = self.poll();
             victim.qps[0].post(&mut self.e);
-            while victim.qps[0].info(&self.e).executed == before {
+            while victim.qps[0].info(&self.e).progress.executed == before {
                 time += self.poll();
             }
             times.push(time.as_nanos());
@@ -185,7 +185,7 @@ impl Bed {
                 spent += self.poll();
             }
         }
-        victim.qps[0].info(&self.e).executed as f64 / spent.as_secs_f64()
+        victim.qps[0].info(&self.e).progress.executed as f64 / spent.as_secs_f64()
     }
 }
 

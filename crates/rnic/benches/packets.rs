@@ -18,12 +18,15 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use rnic::Engine;
-use rnic::ids::{Access, FunctionId, Key, Qpn};
-use rnic::memory::DmaMemory;
-use rnic::verbs::*;
+use rnic::limits::{Limits, WireLimits};
+use rnic::spec::*;
+use rnic::wire::UDP_PORT;
 use rnic::wire::icrc::{Route, RouteIcrc};
-use rnic::wire::{PairSecret, PathMtu, RemotePeer, Side, UDP_PORT};
-use rnic::wqe::{Builder, Remote, Sge};
+use verbs::wqe::{Builder, Remote, Sge};
+use verbs::{
+    Access, DmaMemory, FunctionId, Key, PairSecret, PathMtu, QpChange, QpState, Qpn, RemotePeer,
+    SecretSide,
+};
 
 const PF: FunctionId = FunctionId::PHYSICAL;
 const MESSAGE: usize = 1 << 20;
@@ -89,7 +92,7 @@ impl End {
         Self { e, qpn, ring, record, memory: (data, key), producer: 0, received: 0, address }
     }
 
-    fn connect(&mut self, qpn: Qpn, address: SocketAddr, mtu: PathMtu, side: Option<Side>) {
+    fn connect(&mut self, qpn: Qpn, address: SocketAddr, mtu: PathMtu, side: Option<SecretSide>) {
         let secret = side.map(|side| PairSecret { bytes: [1; 32], side, authenticated: true });
         let peer = RemotePeer { mtu, secret, ..RemotePeer::new(address, self.address.ip(), qpn) };
         let peer = peer.into();
@@ -169,8 +172,8 @@ fn measure(
     let [mut a, mut b] = [1, 2].map(End::new);
     let ends = [(a.qpn, a.address), (b.qpn, b.address)];
     let side = |side| authenticated.then_some(side);
-    a.connect(ends[1].0, ends[1].1, mtu, side(Side::Asking));
-    b.connect(ends[0].0, ends[0].1, mtu, side(Side::Asked));
+    a.connect(ends[1].0, ends[1].1, mtu, side(SecretSide::Asking));
+    b.connect(ends[0].0, ends[0].1, mtu, side(SecretSide::Asked));
     let mut measured = Vec::new();
     for now in 0..rounds as u64 {
         // Each direction has its own counters; one of them is reported.
@@ -190,7 +193,7 @@ fn measure(
         measured.push(if direction == Direction::Request { there } else { back });
     }
     for end in [&mut a, &mut b] {
-        let state = end.e.query_qp(PF, end.qpn).unwrap().state;
+        let state = end.e.query_qp(PF, end.qpn).unwrap().info.state;
         assert_eq!(state, QpState::ReadyToSend, "{name} failed");
     }
     let median = |stage: fn(&Stages) -> Duration| {

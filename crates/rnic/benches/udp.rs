@@ -5,12 +5,12 @@
 //!
 //! ```text
 //!  one way    half of the round-trip time of one datagram
-//!  stream     bursts of 15 datagrams of 4 KiB (UDP GSO, UDP GRO). Each burst is acknowledged by a datagram,
-//!             and four bursts are in flight: the minimum for a reliable protocol
+//!  stream     bursts of 15 datagrams of 4 KiB (UDP GSO, UDP GRO). Each burst is acknowledged by a
+//!             datagram, and four bursts are in flight: the minimum for a reliable protocol
 //!  + CRC      both ends also compute the CRC-32 of each packet
-//!  + copy     both ends also copy each packet, before sending and after receiving. The ICRC requires these
-//!             copies: data must not change after its ICRC was computed, and must not reach its destination
-//!             before its ICRC was checked
+//!  + copy     both ends also copy each packet, before sending and after receiving. The ICRC
+//!             requires these copies: data must not change after its ICRC was computed, and must
+//!             not reach its destination before its ICRC was checked
 //! ```
 
 use std::net::UdpSocket;

@@ -13,9 +13,10 @@
 //! the last bytes, with acquire ordering, therefore sees the rest.
 
 use crate::crc::Sum;
-use crate::memory::{DmaMemory, PrefetchFor, is_in_zeros, prefetch};
 use std::ptr;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, compiler_fence, fence};
+use verbs::memory::{is_in_zeros, prefetch};
+use verbs::{DmaMemory, PrefetchFor};
 
 /// A checked range of memory. The module documentation states what keeps it valid.
 #[derive(Clone, Copy, Debug)]
@@ -322,7 +323,7 @@ pub(crate) struct SpanList {
 
 impl SpanList {
     /// Maximum number of spans: the segments of the longest WQE.
-    pub const MAX: usize = crate::wqe::MAX_BYTES / crate::wqe::SEGMENT;
+    pub const MAX: usize = verbs::wqe::MAX_BYTES / verbs::wqe::SEGMENT;
 
     pub fn new() -> Self {
         Self { spans: [Span::EMPTY; Self::MAX], count: 0, total: 0 }

@@ -1,10 +1,9 @@
 //! Errors of control verbs.
 //!
-//! Failed work requests produce completions with a [`crate::cqe::Syndrome`], not these errors.
+//! Failed work requests produce completions with a [`verbs::cqe::Syndrome`], not these errors.
 
-use crate::ids::{Cqn, FunctionId, KeyIndex, Pdn, Qpn, Srqn};
-use crate::verbs::{QpChange, QpState};
 use std::fmt;
+use verbs::{Cqn, FunctionId, KeyIndex, Pdn, QpChange, QpState, Qpn, Srqn};
 
 /// An object of the NIC, as an error names it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -44,7 +43,8 @@ pub enum Error {
     Unknown(Object),
     /// The object belongs to another function.
     #[error(
-        "{object} belongs to another function than {caller:?}; name an object of the calling function"
+        "{object} belongs to another function than {caller:?}; name an object of the calling \
+         function"
     )]
     Foreign {
         /// The named object.

@@ -25,7 +25,7 @@
 use std::sync::atomic::Ordering;
 
 use crate::dma::Span;
-use crate::ids::KeyIndex;
+use verbs::KeyIndex;
 
 /// A window's guard.
 #[derive(Clone, Copy, Debug)]

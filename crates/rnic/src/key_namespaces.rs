@@ -19,8 +19,8 @@
 
 use std::ops::{Index, IndexMut};
 
-use crate::ids::Qpn;
 use crate::protection::{KeyRange, KeyTable};
+use verbs::Qpn;
 
 /// Number of a key namespace.
 pub(crate) type Namespace = u32;
@@ -102,13 +102,12 @@ impl IndexMut<Namespace> for KeyNamespaces {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ids::FunctionId;
-    use crate::verbs::MwKind;
+    use verbs::{FunctionId, MwKind};
 
     #[test]
     fn reused_namespace_starts_empty() {
         let mut namespaces = KeyNamespaces::new(4);
-        let (pd, f) = (crate::ids::Pdn::new(16), FunctionId(1));
+        let (pd, f) = (verbs::Pdn::new(16), FunctionId(1));
         let a = namespaces.add();
         let b = namespaces.add();
         assert_eq!((a, b), (1, 2));

@@ -7,24 +7,23 @@
 //! processes attach; the port `roce` adds RoCEv2 packets over UDP.
 
 pub mod bucket;
-pub mod cqe;
 mod crc;
 mod dma;
 pub mod engine;
 pub mod error;
 mod guard;
-pub mod ids;
 mod key_namespaces;
-pub mod memory;
+pub mod limits;
+pub mod metrics;
 #[cfg(test)]
 #[path = "../../../tests/src/needs.rs"]
 mod needs;
+pub mod nic;
 pub mod port;
 pub mod protection;
+pub mod spec;
 mod table;
-pub mod verbs;
 pub mod wire;
-pub mod wqe;
 
 pub use engine::Engine;
 pub use error::Error;

@@ -21,11 +21,11 @@
 use crate::dma::Span;
 use crate::error::{Error, Object};
 use crate::guard::{Guard, Guards};
-use crate::ids::{Access, FunctionId, Key, KeyIndex, Pdn, Qpn};
-use crate::memory::DmaMemory;
-use crate::verbs::{GuardSpec, KeyInfo, KeyKind, MwKind, RegionChange};
-use crate::wqe::umr::{self, Umr, UmrFlags};
+use crate::spec::{GuardSpec, RegionChange};
 use std::collections::VecDeque;
+use verbs::direct::{KeyInfo, KeyKind};
+use verbs::wqe::umr::{self, Umr, UmrFlags};
+use verbs::{Access, DmaMemory, FunctionId, Key, KeyIndex, MwKind, Pdn, Qpn};
 
 /// Reason why a key did not allow an access or an operation. The value is the CQE's vendor error.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, thiserror::Error)]

@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::engine::tests::bed::{ALL, memory};
-use crate::wqe::umr::{MASK_LEN, MASK_START};
+use verbs::wqe::umr::{MASK_LEN, MASK_START};
 
 const F: FunctionId = FunctionId::PHYSICAL;
 const PD: Pdn = Pdn::new(3);

@@ -78,8 +78,8 @@ fn run(name: &str, reads: u32, rounds: u32) {
     let counters = cluster.sim.counters();
     let operations = (CLIENTS * rounds * (2 + reads)) as f64;
     println!(
-        "{name}, {CLIENTS} clients x {rounds}: made in {:.2} s; {operations} operations, {} verbs, {} \
-         events in {took:.2} s: {:.2} M verbs/s, {:.0} operations/s; {:.1} MB resident",
+        "{name}, {CLIENTS} clients x {rounds}: made in {:.2} s; {operations} operations, {} verbs, \
+         {} events in {took:.2} s: {:.2} M verbs/s, {:.0} operations/s; {:.1} MB resident",
         made.as_secs_f64(),
         counters.verbs,
         counters.events,

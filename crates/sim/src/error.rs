@@ -31,7 +31,7 @@ pub enum Error {
     /// The pool's own error.
     #[error(transparent)]
     Pool(#[from] pool::Error),
-    /// The fabric's own error.
+    /// An error of the verbs.
     #[error(transparent)]
-    Fabric(#[from] fabric::Error),
+    Verbs(#[from] verbs::Error),
 }

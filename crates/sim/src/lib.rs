@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   fibers: client threads, the memory node's cores        (fiber.rs)
-//!      │ verbs (fabric::interposed)                        (nic.rs)
+//!      │ verbs (rnic::nic::interposed)                        (nic.rs)
 //!      ▼
 //!   one engine, stepped WQE by WQE <── events in time order  (world.rs)
 //!      timing of a WQE: units, PCIe, link, CPU             (timing.rs, resource.rs, params.rs)

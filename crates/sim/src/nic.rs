@@ -1,14 +1,14 @@
-//! The NIC of a program in the simulation: the verbs of `fabric`, with virtual time.
+//! The NIC of a program in the simulation: the traits of `verbs`, with virtual time.
 
 use std::sync::Arc;
 use std::task::Waker;
 use std::time::Duration;
 
-use fabric::interposed::{Call, Hooks, InterposedNic};
-use fabric::soft::SoftNic;
-use fabric::{Completion, CompletionKind, Cqn, DmaMemory, Error, Qpn};
+use rnic::nic::SoftNic;
+use rnic::nic::interposed::{Call, Hooks, InterposedNic};
 use rnic::port::Function;
 use rnic::port::inline::InlineFunction;
+use verbs::{Completion, CompletionKind, Cqn, DmaMemory, Error, Qpn};
 
 use crate::fiber;
 use crate::ids::NodeId;

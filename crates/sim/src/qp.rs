@@ -1,7 +1,7 @@
 //! State of queue pairs in the world, and the record of a step.
 
 use rnic::engine::{Next, StepOutcome, Target};
-use rnic::ids::{Cqn, FunctionId, Qpn};
+use verbs::{Cqn, FunctionId, Qpn};
 
 use crate::ids::NodeId;
 use crate::time::Time;

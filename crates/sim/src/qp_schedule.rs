@@ -10,8 +10,8 @@
 use std::fmt::Write as _;
 
 use rnic::engine::{Next, NextKind, StepOutcome};
-use rnic::ids::{Cqn, Qpn};
 use rnic::port::inline::InlineNic;
+use verbs::{Cqn, Qpn};
 
 use crate::ids::NodeId;
 use crate::net::TRIES;

@@ -5,7 +5,7 @@ use std::collections::{BinaryHeap, VecDeque};
 use std::sync::Arc;
 use std::task::Waker;
 
-use rnic::ids::{Cqn, Qpn};
+use verbs::{Cqn, Qpn};
 
 use crate::fiber::FiberId;
 use crate::ids::NodeId;

@@ -17,7 +17,7 @@ use crate::params::Params;
 use crate::resource::{Pipe, Servers};
 use crate::time::Time;
 use rnic::engine::{Next, NextKind};
-use rnic::ids::Qpn;
+use verbs::Qpn;
 
 /// Bytes of a packet besides its payload: of a request without data or an acknowledgement.
 const HEADER: u64 = 64;

@@ -7,9 +7,9 @@ use std::task::{Wake, Waker};
 use corosensei::stack::DefaultStack;
 use parking_lot::Mutex;
 use rnic::engine::Reachability;
-use rnic::memory::DmaMemory;
+use rnic::limits::Limits;
 use rnic::port::inline::InlineNic;
-use rnic::verbs::Limits;
+use verbs::DmaMemory;
 
 use crate::Error;
 use crate::fiber::{self, Fiber, FiberId, Suspension};

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use fabric::conformance::{self, Bench};
 use parking_lot::Mutex;
 use pool::Settings;
 use rnic::port::inline::InlineFunction;
 use sim::{Cluster, ClusterSpec, NodeId, Params, SimNic, Time};
+use verbs::conformance::{self, Bench};
 
 struct Simulated {
     client: SimNic,

@@ -48,9 +48,9 @@ fn traces_match_recorded_digests() {
     let first = differ.first().map(|(a, b)| format!("was {a:?}, is {b:?}"));
     assert!(
         golden == now,
-        "{} of {} traces differ, the first: {first:?}. Look at it with `granary sim check --scheme CASE \
-         --seed N --trace`, and if the change was meant, renew the file: GRANARY_GOLDEN=renew cargo test -p \
-         granary-sim --test golden",
+        "{} of {} traces differ, the first: {first:?}. Look at it with `granary sim check --scheme \
+         CASE --seed N --trace`, and if the change was meant, renew the file: GRANARY_GOLDEN=renew \
+         cargo test -p granary-sim --test golden",
         differ.len(),
         golden.lines().count(),
     );

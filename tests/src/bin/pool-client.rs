@@ -1,8 +1,8 @@
 //! A compute node for whole-system tests: allocates, checks, writes, reads back, checks and frees.
 //!
-//! The program connects, prints `ready` and waits for a line on standard input. Then it runs, prints
-//! its counters as one JSON object, and waits for the end of standard input before it disconnects, so
-//! that a test can stop parts of the memory node while clients run.
+//! The program connects, prints `ready` and waits for a line on standard input. Then it runs,
+//! prints its counters as one JSON object, and waits for the end of standard input before it
+//! disconnects, so that a test can stop parts of the memory node while clients run.
 
 use std::io::BufRead;
 use std::path::PathBuf;
@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use fabric::DmaMemory;
 use pool::{Error, Grant, GroupId, Options, Pool};
+use verbs::DmaMemory;
 
 /// Bytes at the start and the end of a chunk that are checked and written.
 const PROBE_BYTES: usize = 64;

@@ -86,12 +86,14 @@ fn work(pool: &Pool, group: GroupId, keys_die_late: bool, mut random: u64) -> Re
 /// refused without further effects.
 fn refused(pool: &Pool, freed: &Grant, keys_die_late: bool) -> Result<()> {
     let access = pool.read_blocking(freed, 0, &mut [0; 64]);
-    // In schemes with a quarantine, the key of a freed chunk is revoked before the chunk is allocated
-    // again. Until then an access still succeeds, and reads the last owner's data or zeros.
+    // In schemes with a quarantine, the key of a freed chunk is revoked before the chunk is
+    // allocated again. Until then an access still succeeds, and reads the last owner's data or
+    // zeros.
     let quarantined = access.is_ok() && keys_die_late;
     let refused = matches!(access, Err(Error::Access { .. }));
     ensure!(refused || quarantined, "the key of a freed chunk is still valid: {access:?}");
-    // An invalid entry, because the freed chunk may already belong to another thread of this client.
+    // An invalid entry, because the freed chunk may already belong to another thread of this
+    // client.
     let beyond = Grant::new(freed.addr, freed.len, 0xff_fff0, freed.group, freed.keys());
     let free = pool.free_blocking(beyond);
     ensure!(matches!(free, Err(Error::NotYours { .. })), "an invalid free was accepted: {free:?}");

@@ -1,10 +1,10 @@
-//! A compute node that works normally during attacks: it allocates, writes, reads back, executes CAS
-//! and FAA, and frees. It checks every byte and records the latency of every operation.
+//! A compute node that works normally during attacks: it allocates, writes, reads back, executes
+//! CAS and FAA, and frees. It checks every byte and records the latency of every operation.
 //!
-//! The program prints `ready`, then one line with the chunks that it holds until its end. Commands on
-//! standard input: `go` starts the work; `mark` prints the counts and latencies since the last `mark`
-//! (one JSON object); `stop` checks all data, frees all chunks and prints a last report. Any fault
-//! ends the program with an error.
+//! The program prints `ready`, then one line with the chunks that it holds until its end. Commands
+//! on standard input: `go` starts the work; `mark` prints the counts and latencies since the last
+//! `mark` (one JSON object); `stop` checks all data, frees all chunks and prints a last report. Any
+//! fault ends the program with an error.
 
 use std::io::BufRead;
 use std::path::PathBuf;
@@ -139,7 +139,8 @@ impl Victim {
         Ok(())
     }
 
-    /// Offset and length of a random piece of a chunk after its words; sometimes at the chunk's end.
+    /// Offset and length of a random piece of a chunk after its words; sometimes at the chunk's
+    /// end.
     fn piece(&mut self, len: usize) -> (usize, usize) {
         let random = self.next() as usize;
         let bytes = 1 + random % PIECE.min(len - WORDS);

@@ -1,7 +1,6 @@
-/* Daemons: the parent ends at once, by exit, by daemon(3), or by SIGKILL while its child needs its pages. The
- * last process checks all pages. The results go to a pipe of the first process's parent.
- *     daemon double|libc|killed
- */
+/* Daemons: the parent ends at once, by exit, by daemon(3), or by SIGKILL while its child needs its
+ * pages. The last process checks all pages. The results go to a pipe of the first process's parent.
+ * Usage: daemon double|libc|killed */
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -42,7 +41,8 @@ int main(int argc, char **argv) {
         if (fork()) _exit(0);
         look("grandchild");
     } else {
-        /* The process in the middle is killed after its child has started to read. The child continues after that. */
+        /* The process in the middle is killed after its child has started to read. The child
+         * continues after that. */
         pid_t middle = fork();
         if (middle == 0) {
             pid_t middle_pid = getpid();

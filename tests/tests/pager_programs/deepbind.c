@@ -1,9 +1,9 @@
 /* A program and, with -DPLUGIN, a shared object that the program opens with RTLD_DEEPBIND.
  *
- * Such an object looks names up in its own dependencies before it asks the program: its malloc, free, mmap
- * and munmap are those of the C library, not those of a preloaded library. The program and the object exchange
- * memory in both directions, like PHP and its extensions. The program also gets the functions from the handle
- * of the C library, like Python's ctypes. */
+ * Such an object looks names up in its own dependencies before it asks the program: its malloc,
+ * free, mmap and munmap are those of the C library, not those of a preloaded library. The program
+ * and the object exchange memory in both directions, like PHP and its extensions. The program also
+ * gets the functions from the handle of the C library, like Python's ctypes. */
 
 #include <dlfcn.h>
 #include <malloc.h>

@@ -1,5 +1,6 @@
-/* A daemon that root starts. Its workers drop root's rights before they need memory, like those of nginx and
- * Apache. A worker also has a child. With an argument, the workers change their root directory first. */
+/* A daemon that root starts. Its workers drop root's rights before they need memory, like those of
+ * nginx and Apache. A worker also has a child. With an argument, the workers change their root
+ * directory first. */
 #include <grp.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,7 +1,8 @@
-/* A program and, with -DLIBRARY, a library that it is linked to. They allocate very early and very late:
- * - in the resolver of an IFUNC of the library, which the dynamic linker calls before it relocates the
- *   preloaded libraries, and in a resolver of the program, which it calls after that. Both also map memory and
- *   read a file, with functions that a preloaded library may define;
+/* A program and, with -DLIBRARY, a library that it is linked to. They allocate very early and very
+ * late:
+ * - in the resolver of an IFUNC of the library, which the dynamic linker calls before it relocates
+ *   the preloaded libraries, and in a resolver of the program, which it calls after that. Both also
+ *   map memory and read a file, with functions that a preloaded library may define;
  * - in a constructor of the library, which runs before those of preloaded libraries;
  * - in destructors of a thread's variables, and in a destructor of the library. */
 
@@ -104,7 +105,8 @@ static struct early *(*volatile pointer)(void) = indirect;
 
 static pthread_key_t key;
 
-/* Runs again, with the block of the previous round, until the C library stops calling destructors. */
+/* Runs again, with the block of the previous round, until the C library stops calling
+ * destructors. */
 static void of_thread(void *block) {
     CHECK(strcmp(block, "of a thread") == 0);
     block = realloc(block, 50000);

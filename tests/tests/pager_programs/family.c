@@ -1,8 +1,7 @@
-/* A family of processes. Each starts with the memory of its parent at the fork, then writes, drops, maps, moves
- * and forks as a seed determines, and checks every page. Some end before their children. The last one prints
- * the result.
- *     family SEED PAGES STEPS DEPTH
- */
+/* A family of processes. Each starts with the memory of its parent at the fork, then writes, drops,
+ * maps, moves and forks as a seed determines, and checks every page. Some end before their
+ * children. The last one prints the result.
+ * Usage: family SEED PAGES STEPS DEPTH */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -43,8 +42,8 @@ static void check(uint32_t page) {
     for (int i = 0; i < WORDS; i += 1 + draw(64)) {
         uint64_t expected = version[page] ? word(page, version[page], i) : 0;
         if (at[i] != expected) {
-            fprintf(stderr, "process %d: page %u (version %u) word %d is %lx, not %lx\n", getpid(), page,
-                    version[page], i, at[i], expected);
+            fprintf(stderr, "process %d: page %u (version %u) word %d is %lx, not %lx\n",
+                    getpid(), page, version[page], i, at[i], expected);
             all->bad++;
             abort();
         }
@@ -82,7 +81,8 @@ static _Noreturn void live(uint32_t steps, uint32_t depth) {
                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != at) abort();
             } else {
                 /* To another address and back. */
-                void *away = mremap(at, (size_t)run * PAGE, (size_t)run * PAGE + (64 << 10), MREMAP_MAYMOVE);
+                void *away = mremap(at, (size_t)run * PAGE, (size_t)run * PAGE + (64 << 10),
+                    MREMAP_MAYMOVE);
                 /* The kernel moves only one of its mappings per call. */
                 if (away == MAP_FAILED) continue;
                 /* If there was free space after the memory, it has grown at its old address. */
@@ -109,7 +109,10 @@ static _Noreturn void live(uint32_t steps, uint32_t depth) {
     if (with_thread) { stop = 1; pthread_join(looker, 0); }
     check_all();
     if (draw(2))
-        while (count) { int status; if (waitpid(children[--count], &status, 0) < 0 || status) all->bad++; }
+        while (count) {
+            int status;
+            if (waitpid(children[--count], &status, 0) < 0 || status) all->bad++;
+        }
     if (--all->alive == 0) printf("%d processes, %d bad\n", all->processes, all->bad);
     fflush(stdout);
     _exit(0);
@@ -121,7 +124,8 @@ int main(int argc, char **argv) {
     pages = atoi(argv[2]);
     depth_most = atoi(argv[4]);
     all = mmap(0, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    memory = mmap(0, (size_t)pages * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    memory = mmap(0, (size_t)pages * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
+        0);
     if (pages > MOST || all == MAP_FAILED || memory == MAP_FAILED) return 2;
     all->alive = all->processes = 1;
     live(atoi(argv[3]), 0);

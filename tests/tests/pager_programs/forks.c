@@ -1,4 +1,5 @@
-/* Children see memory as it was at the fork while the parent changes it. They also call fork and exec. */
+/* Children see memory as it was at the fork while the parent changes it. They also call fork and
+ * exec. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,7 +30,8 @@ int main(void) {
             char byte;
             CHECK(read(go[0], &byte, 1) == 1);
             for (size_t i = c; i < PAGES; i += PAGES / CHILD_PAGES) CHECK(*word(i) == i + 1);
-            /* Memory that a child drops reads as zero in the child, and is unchanged in other processes. */
+            /* Memory that a child drops reads as zero in the child, and is unchanged in other
+             * processes. */
             CHECK(!madvise(word(4096), 16 * PAGE, MADV_DONTNEED));
             CHECK(*word(4100) == 0);
             pid_t grandchild = fork();

@@ -1,6 +1,7 @@
-/* Fills 24 MiB with lines of text that contain their position. With a size as argument, it first sets that limit
- * of file sizes. The limit also applies to the program: if it writes beyond it, it gets the signal once, and EFBIG.
- * With the argument "waits" it reports when all memory is filled, and checks the memory after a line of input. */
+/* Fills 24 MiB with lines of text that contain their position. With a size as argument, it first
+ * sets that limit of file sizes. The limit also applies to the program: if it writes beyond it, it
+ * gets the signal once, and EFBIG. With the argument "waits" it reports when all memory is filled,
+ * and checks the memory after a line of input. */
 #include <errno.h>
 #include <signal.h>
 #include <stdio.h>
@@ -15,7 +16,9 @@ static volatile sig_atomic_t signals;
 static void on_signal(int number) { signals += number == SIGXFSZ; }
 static char *memory;
 
-static void line(char *at, int number) { snprintf(at, LINE, "a secret of the program's, line %d", number); }
+static void line(char *at, int number) {
+    snprintf(at, LINE, "a secret of the program's, line %d", number);
+}
 static void fill(void) { for (int i = 0; i < LINES; i++) line(memory + (size_t)i * LINE, i); }
 static void look(void) {
     for (int i = 0; i < LINES; i++) {

@@ -1,5 +1,6 @@
-/* Fills memory that is larger than the limit, reports it, and then checks and changes the memory for ever. Every
-   page contains its number and the round of the last write, at its start and end. */
+/* Fills memory that is larger than the limit, reports it, and then checks and changes the memory
+ * for ever. Every page contains its number and the round of the last write, at its start and
+ * end. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -15,7 +16,8 @@ static void put(unsigned long page, unsigned long round) {
 static void check(unsigned long page, unsigned long round) {
     unsigned long *words = memory + page * WORDS, expected = round << 32 | page;
     if (words[0] != expected || words[WORDS - 1] != expected) {
-        printf("page %lu is wrong: %lx and %lx, not %lx\n", page, words[0], words[WORDS - 1], expected);
+        printf("page %lu is wrong: %lx and %lx, not %lx\n", page, words[0], words[WORDS - 1],
+            expected);
         exit(1);
     }
 }
@@ -27,7 +29,8 @@ int main(void) {
     puts("filled");
     fflush(stdout);
     for (unsigned long round = 1;; round++) {
-        /* The step is odd: it visits every page once, in an order that read-ahead does not recognise. */
+        /* The step is odd: it visits every page once, in an order that read-ahead does not
+         * recognise. */
         for (unsigned long step = 0; step < PAGES; step++) {
             unsigned long page = step * 4099 % PAGES;
             check(page, round);

@@ -1,5 +1,5 @@
-/* A program and, with -DINTERPOSER, a library that is preloaded together with Granary's. The library counts calls
- * and forwards them to the next definition. */
+/* A program and, with -DINTERPOSER, a library that is preloaded together with Granary's. The
+ * library counts calls and forwards them to the next definition. */
 
 #include <dlfcn.h>
 #include <fcntl.h>

@@ -1,4 +1,5 @@
-/* A program that is linked with a shared libjemalloc and mixes its functions with malloc and free. */
+/* A program that is linked with a shared libjemalloc and mixes its functions with malloc and
+ * free. */
 
 #include <stdint.h>
 #include <stdio.h>

@@ -1,5 +1,6 @@
-/* Kills the process that keeps the pages of forked children, at several moments. Children and parent continue with
- * correct data, or end with the pager's status. No process hangs. Without the pager, there is no process to kill. */
+/* Kills the process that keeps the pages of forked children, at several moments. Children and
+ * parent continue with correct data, or end with the pager's status. No process hangs. Without the
+ * pager, there is no process to kill. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -19,7 +20,9 @@ enum { PAGE = 4096, PAGES = 5000, ENDED_BY_PAGER = 118, PATIENCE_S = 60 };
 static unsigned *memory;
 static int is_paged;
 
-static void look(unsigned from, unsigned to) { for (unsigned i = from; i < to; i++) CHECK(memory[i * (PAGE / 4)] == i + 1); }
+static void look(unsigned from, unsigned to) {
+    for (unsigned i = from; i < to; i++) CHECK(memory[i * (PAGE / 4)] == i + 1);
+}
 
 /* The keeper of `parent`, or 0. */
 static pid_t keeper_of(pid_t parent) {
@@ -33,7 +36,8 @@ static pid_t keeper_of(pid_t parent) {
         int pid, above;
         char name[32], state;
         if (!stat) continue;
-        if (fgets(line, sizeof line, stat) && sscanf(line, "%d (%31[^)]) %c %d", &pid, name, &state, &above) == 4
+        if (fgets(line, sizeof line, stat)
+            && sscanf(line, "%d (%31[^)]) %c %d", &pid, name, &state, &above) == 4
             && above == parent && !strcmp(name, "granary-keeper") && state != 'Z') found = pid;
         fclose(stat);
     }
@@ -53,8 +57,8 @@ static int waits(pid_t process) {
     return call == SYS_poll;
 }
 
-/* Kills the keeper while it waits, and waits for its end. The keeper gets its name when it starts to work. The
- * child that it served runs before the keeper waits again. */
+/* Kills the keeper while it waits, and waits for its end. The keeper gets its name when it starts
+ * to work. The child that it served runs before the keeper waits again. */
 static void kill_keeper(pid_t parent) {
     if (!is_paged) return;
     pid_t keeper;

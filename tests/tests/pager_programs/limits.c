@@ -1,6 +1,6 @@
-/* A program sets resource limits on itself while its memory is paged. Its memory stays correct, and requests beyond
- * the limits fail with ENOMEM. A child that needs its own pager under such a limit may end with a message, but
- * never has wrong data. */
+/* A program sets resource limits on itself while its memory is paged. Its memory stays correct, and
+ * requests beyond the limits fail with ENOMEM. A child that needs its own pager under such a limit
+ * may end with a message, but never has wrong data. */
 #include <errno.h>
 #include <signal.h>
 #include <stdio.h>
@@ -14,7 +14,9 @@
 #include "check.h"
 enum { PAGE = 4096, PAGES = 5000, MIB = 1 << 20 };
 static unsigned *memory;
-static void look(void) { for (size_t i = 0; i < PAGES; i++) CHECK(memory[i * (PAGE / 4)] == i + 1); }
+static void look(void) {
+    for (size_t i = 0; i < PAGES; i++) CHECK(memory[i * (PAGE / 4)] == i + 1);
+}
 static int wait_for(pid_t child) {
     int status;
     CHECK(child > 0 && waitpid(child, &status, 0) == child);
@@ -28,7 +30,8 @@ static void allocate(size_t size) {
     size_t got = 0, most = 16 * MIB / size < MOST ? 16 * MIB / size : MOST;
     for (; got < most; got++) {
         errno = 0;
-        unsigned char *block = got % 2 ? malloc(size) : mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        unsigned char *block = got % 2 ? malloc(size)
+            : mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (!block || block == MAP_FAILED) { CHECK(errno == ENOMEM); break; }
         memset(block, (int)got + 1, size);
         all[got] = block;
@@ -53,7 +56,9 @@ int main(int count, char **arguments) {
     memory = malloc((size_t)PAGES * PAGE);
     for (size_t i = 0; i < PAGES; i++) memory[i * (PAGE / 4)] = i + 1;
     const char *name = arguments[1];
-    int which = !strcmp(name, "as") ? RLIMIT_AS : !strcmp(name, "data") ? RLIMIT_DATA : RLIMIT_NPROC;
+    int which = !strcmp(name, "as") ? RLIMIT_AS
+        : !strcmp(name, "data") ? RLIMIT_DATA
+        : RLIMIT_NPROC;
     int early = getenv("GRANARY_LOCAL") ? 118 : 7;
     rlim_t limits[] = {0, which == RLIMIT_NPROC ? 1 : 16 * MIB};
     for (int i = 0; i < 4; i++) {

@@ -17,16 +17,19 @@ int main(int count, char **arguments) {
         pid_t child = fork();
         CHECK(child >= 0);
         if (child == 0) {
-            for (unsigned i = c; i < PAGES; i += MOST) CHECK(memory[i * (PAGE / 4)] == i + (i < c ? 1000000 : 0));
+            for (unsigned i = c; i < PAGES; i += MOST)
+                CHECK(memory[i * (PAGE / 4)] == i + (i < c ? 1000000 : 0));
             memory[c * (PAGE / 4)] = 0;
             _exit(c % 200);
         }
         /* The child must not see this change. */
         memory[c * (PAGE / 4)] += 1000000;
         int status;
-        CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == (int)(c % 200));
+        CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status)
+            && WEXITSTATUS(status) == (int)(c % 200));
     }
-    for (unsigned i = 0; i < PAGES; i++) CHECK(memory[i * (PAGE / 4)] == i + (i < children ? 1000000 : 0));
+    for (unsigned i = 0; i < PAGES; i++)
+        CHECK(memory[i * (PAGE / 4)] == i + (i < children ? 1000000 : 0));
     puts("as expected");
     return 0;
 }

@@ -7,7 +7,8 @@
 enum { PAGE = 4096, PAGES = 8192 };
 
 int main(void) {
-    unsigned char *memory = mmap(0, PAGES * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    unsigned char *memory = mmap(0, PAGES * PAGE, PROT_READ | PROT_WRITE,
+        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     memset(memory, 1, PAGES * PAGE);
     int alive[2];
     char byte;

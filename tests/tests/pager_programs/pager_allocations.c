@@ -1,9 +1,9 @@
-/* Memory that the pager's threads allocate must not be paged memory. Otherwise they would wait for the program's
- * allocator, and in a process that forks, for themselves.
+/* Memory that the pager's threads allocate must not be paged memory. Otherwise they would wait for
+ * the program's allocator, and in a process that forks, for themselves.
  *
- * Compiled twice: as a library that is loaded before the pager's and records the allocations of all threads but
- * the first, and as a program with one thread. All recorded allocations, in the program and in its children, are
- * therefore the pager's. */
+ * Compiled twice: as a library that is loaded before the pager's and records the allocations of all
+ * threads but the first, and as a program with one thread. All recorded allocations, in the program
+ * and in its children, are therefore the pager's. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <stdatomic.h>
@@ -53,7 +53,10 @@ static int is_paged(void *block) {
         unsigned long from, to;
         if (sscanf(line, "%lx-%lx ", &from, &to) == 2 && strchr(line, '-') < strchr(line, ' '))
             inside = from <= (unsigned long)block && (unsigned long)block < to;
-        else if (inside && !strncmp(line, "VmFlags:", 8)) { paged = strstr(line, " um") != 0; break; }
+        else if (inside && !strncmp(line, "VmFlags:", 8)) {
+            paged = strstr(line, " um") != 0;
+            break;
+        }
     }
     fclose(maps);
     return paged;

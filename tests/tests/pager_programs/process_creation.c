@@ -1,5 +1,5 @@
-/* Different ways to create a process, with atfork handlers, a signal handler that forks, many children, setuid,
- * vfork and posix_spawn, limits, and an alternate stack in paged memory. */
+/* Different ways to create a process, with atfork handlers, a signal handler that forks, many
+ * children, setuid, vfork and posix_spawn, limits, and an alternate stack in paged memory. */
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -86,7 +86,12 @@ int main(void) {
     for (int c = 0; c < MANY; c++) {
         many[c] = fork();
         CHECK(many[c] >= 0);
-        if (many[c] == 0) { look(c % 20 ? 501 : 1); *word(c) = 0; CHECK(*word(c + 1) == c + 2u); _exit(c); }
+        if (many[c] == 0) {
+            look(c % 20 ? 501 : 1);
+            *word(c) = 0;
+            CHECK(*word(c + 1) == c + 2u);
+            _exit(c);
+        }
     }
     for (int c = 0; c < MANY; c++) CHECK(wait_for(many[c]) == c);
     look(1);
@@ -98,7 +103,8 @@ int main(void) {
     CHECK(posix_spawnp(&child, "sh", 0, 0, arguments, environ) == 0 && wait_for(child) == 5);
     FILE *pipe_end = popen("echo $(echo a | cat)", "r");
     char text[16] = "";
-    CHECK(pipe_end && fgets(text, sizeof text, pipe_end) && !strcmp(text, "a\n") && pclose(pipe_end) == 0);
+    CHECK(pipe_end && fgets(text, sizeof text, pipe_end) && !strcmp(text, "a\n")
+        && pclose(pipe_end) == 0);
 
     /* A signal handler of the program runs on a stack in paged memory. */
     char *stack = malloc(1 << 20);
@@ -113,7 +119,8 @@ int main(void) {
     CHECK(faults == 6);
 
     /* Timers expire and children end while system calls wait for paged buffers. */
-    struct sigaction timer = {.sa_handler = tick, .sa_flags = SA_RESTART}, chld = {.sa_handler = reap, .sa_flags = SA_RESTART};
+    struct sigaction timer = {.sa_handler = tick, .sa_flags = SA_RESTART},
+        chld = {.sa_handler = reap, .sa_flags = SA_RESTART};
     sigaction(SIGALRM, &timer, 0);
     sigaction(SIGCHLD, &chld, 0);
     struct itimerval often = {{0, 3000}, {0, 3000}}, never = {{0, 0}, {0, 0}};

@@ -1,5 +1,5 @@
-/* The region in children where the kernel reports no forks. Children of fork(3) have all of it, except for the parts
- * with MADV_DONTFORK. Children of a raw system call have none of it. */
+/* The region in children where the kernel reports no forks. Children of fork(3) have all of it,
+ * except for the parts with MADV_DONTFORK. Children of a raw system call have none of it. */
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -36,13 +36,16 @@ int main(void) {
     CHECK(memory != MAP_FAILED);
     all();
     void *part = memory + 1000 * (PAGE / 4);
-    for (unsigned page = 0; page < PAGES; page += 999) CHECK(raw(page) == -SIGSEGV && forked(page) == 3);
+    for (unsigned page = 0; page < PAGES; page += 999)
+        CHECK(raw(page) == -SIGSEGV && forked(page) == 3);
     CHECK(!madvise(part, 100 * PAGE, MADV_DONTFORK));
-    CHECK(forked(999) == 3 && forked(1000) == -SIGSEGV && forked(1099) == -SIGSEGV && forked(1100) == 3);
+    CHECK(forked(999) == 3 && forked(1000) == -SIGSEGV && forked(1099) == -SIGSEGV
+        && forked(1100) == 3);
     CHECK(!madvise(part, 50 * PAGE, MADV_DOFORK));
     CHECK(forked(1049) == 3 && forked(1050) == -SIGSEGV && raw(1049) == -SIGSEGV);
     /* A later mapping at this address is inherited. */
-    CHECK(mmap(part, 100 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == part);
+    CHECK(mmap(part, 100 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED,
+        -1, 0) == part);
     all();
     CHECK(forked(1060) == 3);
     /* Refused: the child would have to see zeros, but paged-out pages would keep their content. */

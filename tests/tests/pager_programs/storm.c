@@ -1,5 +1,5 @@
-/* One thread creates children, by fork(3) or by the raw system call, while another thread writes more pages than the
- * limit allows. Pages are therefore evicted during forks. */
+/* One thread creates children, by fork(3) or by the raw system call, while another thread writes
+ * more pages than the limit allows. Pages are therefore evicted during forks. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>

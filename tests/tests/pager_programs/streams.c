@@ -1,8 +1,10 @@
-/* Data that libc and other libraries access in a child before the pager's atfork handler runs: streams (their locks are
- * reset), the state of the name service, thread-specific data, and handlers that were registered earlier. All of it is
- * in paged memory, and most of it is not resident.
+/* Data that libc and other libraries access in a child before the pager's atfork handler runs:
+ * streams (their locks are reset), the state of the name service, thread-specific data, and
+ * handlers that were registered earlier. All of it is in paged memory, and most of it is not
+ * resident.
  *
- * Compiled twice: as a library that is initialised before the pager's and has handlers, and as a program. */
+ * Compiled twice: as a library that is initialised before the pager's and has handlers, and as a
+ * program. */
 #include <errno.h>
 #include <pthread.h>
 #include <pwd.h>
@@ -27,7 +29,9 @@ static void look(int which) {
 static void before(void) { look(0); }
 static void in_parent(void) { look(1); }
 static void in_child(void) { look(2); }
-__attribute__((constructor)) static void first(void) { pthread_atfork(before, in_parent, in_child); }
+__attribute__((constructor)) static void first(void) {
+    pthread_atfork(before, in_parent, in_child);
+}
 #else
 extern unsigned *watched;
 extern int calls[3];
@@ -46,7 +50,8 @@ static void *other(void *nothing) {
 int main(int count, char **arguments) {
     CHECK(count == 2);
     int forks = atoi(arguments[1]);
-    unsigned *memory = mmap(0, (PAGES + 100) * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    unsigned *memory = mmap(0, (PAGES + 100) * PAGE, PROT_READ | PROT_WRITE,
+        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(memory != MAP_FAILED && getpwnam("root"));
     FILE *streams[STREAMS];
     char *between[STREAMS], line[64];
@@ -78,7 +83,8 @@ int main(int count, char **arguments) {
                 for (int i = 0; i < 5000; i += 499) CHECK(between[s][i] == s);
             }
             CHECK(getpwnam("root"));
-            for (size_t i = f % 5; i < PAGES; i += f % 10 ? 97 : 1) CHECK(memory[i * (PAGE / 4)] == i + 1);
+            for (size_t i = f % 5; i < PAGES; i += f % 10 ? 97 : 1)
+                CHECK(memory[i * (PAGE / 4)] == i + 1);
             if (&calls) CHECK(calls[0] == f + 1 && calls[1] == f && calls[2] == 1);
             _exit(7);
         }

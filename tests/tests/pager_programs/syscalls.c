@@ -29,7 +29,8 @@ int main(int argc, char **argv) {
     CHECK(lseek(fd, 0, SEEK_SET) == 0 && readv(fd, parts, 64) == SIZE);
     for (int i = 0; i < 64; i++) CHECK(!memcmp(parts[i].iov_base, a + i * (SIZE / 64), SIZE / 64));
     /* A read into untouched memory, with a path and a structure in paged memory. */
-    unsigned char *fresh = mmap(0, SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    unsigned char *fresh = mmap(0, SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
+        0);
     CHECK(pread(fd, fresh, SIZE, 0) == SIZE && !memcmp(fresh, a, SIZE));
     char *path = malloc(4096);
     struct stat *status = malloc(sizeof *status);

@@ -1,5 +1,6 @@
-/* A program that is linked with a shared libtcmalloc and mixes its functions with malloc and free. It calls the
- * operators `new` and `delete` by their mangled C++ names. Their memory is tcmalloc's own, below the program break. */
+/* A program that is linked with a shared libtcmalloc and mixes its functions with malloc and free.
+ * It calls the operators `new` and `delete` by their mangled C++ names. Their memory is tcmalloc's
+ * own, below the program break. */
 
 #include <pthread.h>
 #include <stdint.h>
@@ -82,7 +83,8 @@ int main(void) {
         release(at, blocks[at]);
     }
     for (int at = 0; at < SMALL; at++) {
-        for (int byte = 0; byte < 16 + at % 300; byte++) CHECK(small[at][byte] == (unsigned char)at);
+        for (int byte = 0; byte < 16 + at % 300; byte++)
+            CHECK(small[at][byte] == (unsigned char)at);
         _ZdlPv(small[at]);
     }
     CHECK(MallocExtension_VerifyAllMemory());

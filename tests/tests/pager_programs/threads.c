@@ -1,5 +1,5 @@
-/* Four threads write and check random pages of a mapping that is larger than the limit. argv[1] is the number of
-   visits of each thread (default: 30000). */
+/* Four threads write and check random pages of a mapping that is larger than the limit. argv[1] is
+ * the number of visits of each thread (default: 30000). */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -35,7 +35,8 @@ int main(int argc, char **argv) {
     memory = mmap(0, PAGES * 4096L, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(memory != MAP_FAILED);
     pthread_t threads[THREADS];
-    for (long id = 0; id < THREADS; id++) CHECK(!pthread_create(&threads[id], 0, worker, (void *)id));
+    for (long id = 0; id < THREADS; id++)
+        CHECK(!pthread_create(&threads[id], 0, worker, (void *)id));
     unsigned long sum = 0;
     for (int id = 0; id < THREADS; id++) {
         void *part;

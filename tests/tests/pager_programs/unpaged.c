@@ -1,5 +1,5 @@
-/* Touches a given number of MiB of one kind of memory, writes a line, and ends. The kinds include memory that the
- * pager does not see and memory that it must see. */
+/* Touches a given number of MiB of one kind of memory, writes a line, and ends. The kinds include
+ * memory that the pager does not see and memory that it must see. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -27,7 +27,8 @@ static char *map(size_t len, int prot, int flags, int fd) {
     return at;
 }
 static char *raw(void) {
-    char *at = (char *)syscall(SYS_mmap, 0, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    char *at = (char *)syscall(SYS_mmap, 0, bytes, PROT_READ | PROT_WRITE,
+        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(at != MAP_FAILED);
     return at;
 }
@@ -38,7 +39,8 @@ static void *on_stack(void *none) {
     puts("stack");
     exit(none != 0);
 }
-/* Like the garbage collector of Ruby 3.1: maps twice the size and unmaps all but an aligned part. */
+/* Like the garbage collector of Ruby 3.1: maps twice the size and unmaps all but an aligned
+ * part. */
 static char *aligned(size_t size) {
     char *at = map(2 * size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
     char *part = (char *)(((size_t)at + size) & ~(size - 1));
@@ -52,10 +54,12 @@ static void in_parts(size_t size, char *(*get)(size_t)) {
     for (size_t i = 0; i < count; i++) { all[i] = get(size); memset(all[i], (int)i, size); }
     for (size_t i = 0; i < count; i++) CHECK(all[i][0] == (char)i && all[i][size - 1] == (char)i);
     for (size_t i = 0; i < count; i += 2) CHECK(!munmap(all[i], size));
-    for (size_t i = 1; i < count; i += 2) CHECK(all[i][0] == (char)i && all[i][size - 1] == (char)i);
+    for (size_t i = 1; i < count; i += 2)
+        CHECK(all[i][0] == (char)i && all[i][size - 1] == (char)i);
 }
-/* Like setproctitle of Redis, PostgreSQL and others: the C library's variable for the program's name points
- * to the heap. Unpaged memory grows, and the pager looks for it while the page with the name is not resident. */
+/* Like setproctitle of Redis, PostgreSQL and others: the C library's variable for the program's
+ * name points to the heap. Unpaged memory grows, and the pager looks for it while the page with the
+ * name is not resident. */
 static void renamed(void) {
     char *page = aligned_alloc(PAGE, PAGE), *heap = malloc(bytes);
     CHECK(page && heap);
@@ -69,21 +73,29 @@ static void renamed(void) {
         CHECK(page[PAGE - 1] == 'x' && !strcmp(page, "renamed"));
     }
 }
-static char *small(size_t size) { return map(size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1); }
+static char *small(size_t size) {
+    return map(size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+}
 
 int main(int count, char **arguments) {
     CHECK(count == 3);
     const char *kind = arguments[1];
     bytes = (size_t)atoi(arguments[2]) * MIB;
     if (!strcmp(kind, "raw")) touch(raw(), bytes);
-    else if (!strcmp(kind, "brk")) { char *at = sbrk((long)bytes); CHECK(at != (char *)-1); touch(at, bytes); }
+    else if (!strcmp(kind, "brk")) {
+        char *at = sbrk((long)bytes);
+        CHECK(at != (char *)-1);
+        touch(at, bytes);
+    }
     else if (!strcmp(kind, "bss")) { CHECK(bytes <= sizeof bss); touch(bss, bytes); }
     else if (!strcmp(kind, "stack")) {
         pthread_attr_t attributes;
         pthread_t thread;
-        CHECK(!pthread_attr_init(&attributes) && !pthread_attr_setstacksize(&attributes, bytes + MIB));
+        CHECK(!pthread_attr_init(&attributes)
+            && !pthread_attr_setstacksize(&attributes, bytes + MIB));
         CHECK(!pthread_create(&thread, &attributes, on_stack, 0) && !pthread_join(thread, 0));
-    } else if (!strcmp(kind, "shared")) touch(map(bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1), bytes);
+    } else if (!strcmp(kind, "shared"))
+        touch(map(bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1), bytes);
     else if (!strcmp(kind, "memfd")) {
         int fd = memfd_create("unpaged", 0);
         CHECK(fd >= 0 && !ftruncate(fd, (long)bytes));
@@ -94,14 +106,16 @@ int main(int count, char **arguments) {
         CHECK(fd >= 0 && !unlink(name) && !ftruncate(fd, (long)bytes));
         touch(map(bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd), bytes);
     } else if (!strcmp(kind, "fixed")) {
-        char *at = mmap((void *)0x100000000000, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+        char *at = mmap((void *)0x100000000000, bytes, PROT_READ | PROT_WRITE,
+            MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
         CHECK(at == (char *)0x100000000000);
         touch(at, bytes);
     } else if (!strcmp(kind, "vast")) {
         /* Like MariaDB, which reserves memory for its buffer pool and uses a part of it. */
         size_t reserved = (size_t)8 << 40;
         char *at = map(reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1);
-        CHECK(mmap(at, bytes / 2, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == at);
+        CHECK(mmap(at, bytes / 2, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED,
+            -1, 0) == at);
         CHECK(!mprotect(at + bytes / 2, bytes - bytes / 2, PROT_READ | PROT_WRITE));
         touch(at, bytes);
         CHECK(!munmap(at + bytes, reserved - bytes));
@@ -119,7 +133,8 @@ int main(int count, char **arguments) {
     else if (!strcmp(kind, "reserved")) {
         char *at = map(4 * bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1);
         CHECK(!mprotect(at, bytes / 2, PROT_READ | PROT_WRITE));
-        CHECK(mmap(at + bytes / 2, bytes / 2, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == at + bytes / 2);
+        CHECK(mmap(at + bytes / 2, bytes / 2, PROT_READ | PROT_WRITE,
+            MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == at + bytes / 2);
         touch(at, bytes);
     } else return 2;
     printf("%s\n", kind);

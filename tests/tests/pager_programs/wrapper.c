@@ -1,5 +1,5 @@
-/* A program with its own malloc, linked statically. It calls that of the C library by its other names. Its
- * allocator passes blocks that are not its own to __libc_free. */
+/* A program with its own malloc, linked statically. It calls that of the C library by its other
+ * names. Its allocator passes blocks that are not its own to __libc_free. */
 
 #include <errno.h>
 #include <stdint.h>
@@ -84,7 +84,8 @@ int main(void) {
         else
             __libc_free(blocks[at]);
     }
-    char *aligned = __libc_memalign(4096, 100), *page = __libc_valloc(5), *pages = __libc_pvalloc(5);
+    char *aligned = __libc_memalign(4096, 100), *page = __libc_valloc(5),
+        *pages = __libc_pvalloc(5);
     CHECK((uintptr_t)aligned % 4096 == 0 && (uintptr_t)page % 4096 == 0);
     CHECK((uintptr_t)pages % 4096 == 0);
     memset(pages, 1, 4096);

@@ -4,13 +4,13 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use fabric::soft::{SoftCq, SoftMr, SoftNic, SoftPd, SoftQp};
-use fabric::{
+use granary_tests::guest::{Guest, pattern};
+use granary_tests::hosts::{V4, V6};
+use rnic::nic::{SoftCq, SoftMr, SoftNic, SoftPd, SoftQp};
+use verbs::{
     Access, Completion, CompletionQueue, CqAttr, MemoryRegion, Nic, Op, PathMtu, Psn, QpAttr, Qpn,
     QueuePair, Receive, ReceiveAttr, ReceiveRequest, RemotePeer, Sge, Status, WorkRequest,
 };
-use granary_tests::guest::{Guest, pattern};
-use granary_tests::hosts::{V4, V6};
 
 /// Bytes of each end's memory: one half for remote access, one half for local work requests.
 pub const BUFFER: usize = 4 << 20;
@@ -185,8 +185,8 @@ impl Bench {
         Ok(wc.status)
     }
 
-    /// Ends a connection. No window of the guest may be bound to it, because the guest's kernel waits
-    /// for the unbinding.
+    /// Ends a connection. No window of the guest may be bound to it, because the guest's kernel
+    /// waits for the unbinding.
     pub fn unlink(&mut self, link: Link) -> Result<()> {
         self.guest.ask(&format!("destroy {}", link.slot))?;
         self.guest.ask(&format!("dereg {}", link.slot))?;
@@ -321,7 +321,7 @@ impl Link {
     }
 
     /// An address and rkey in the guest's memory.
-    pub fn there(&self, offset: usize) -> fabric::Remote {
-        fabric::Remote { addr: self.theirs.0 + offset as u64, rkey: fabric::Key(self.theirs.1) }
+    pub fn there(&self, offset: usize) -> verbs::Remote {
+        verbs::Remote { addr: self.theirs.0 + offset as u64, rkey: verbs::Key(self.theirs.1) }
     }
 }

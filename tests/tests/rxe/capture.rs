@@ -1,5 +1,5 @@
-//! Checks of captured packets: the ICRC of each packet by our code and by scapy, and the dissection by
-//! tshark.
+//! Checks of captured packets: the ICRC of each packet by our code and by scapy, and the dissection
+//! by tshark.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
@@ -74,7 +74,8 @@ pub fn check(frames: &[(usize, Vec<u8>)]) -> Result<()> {
     }
     let count = |end: usize| found.iter().filter(|(e, _)| *e == end).count();
     println!(
-        "        {} packets of this NIC, {} of the kernel with {} identifications; {} and {} opcodes",
+        "        {} packets of this NIC, {} of the kernel with {} identifications; {} and {} \
+         opcodes",
         count(0),
         count(1),
         identifications.len(),

@@ -1,5 +1,5 @@
-//! Allocates, uses and frees memory of scheme `finemem` from the guest with READ, WRITE and CAS only.
-//! A compute node needs no more than docs/internals/finemem.md. This file builds the words
+//! Allocates, uses and frees memory of scheme `finemem` from the guest with READ, WRITE and CAS
+//! only. A compute node needs no more than docs/internals/finemem.md. This file builds the words
 //! from that page, without the code of the allocator.
 //!
 //! The pool has fewer chunks than a span, so its only span is in use from the start.
@@ -41,8 +41,8 @@ struct Chunk {
     key: u32,
 }
 
-/// Allocates, uses and frees chunks. The key of a freed chunk is revoked, and its memory is zero at the
-/// next allocation.
+/// Allocates, uses and frees chunks. The key of a freed chunk is revoked, and its memory is zero at
+/// the next allocation.
 pub fn chunks(bench: &mut Bench, how: How) -> Result<()> {
     let settings = Settings {
         scheme: schemes::FINEMEM,
@@ -61,7 +61,7 @@ pub fn chunks(bench: &mut Bench, how: How) -> Result<()> {
     let admission = ConnectRequest {
         management: vec![qpn(bench, &management)? as u32],
         groups: vec![vec![qpn(bench, &access)? as u32]],
-        start: Start::Psn(rnic::ids::Psn::new(psn)),
+        start: Start::Psn(verbs::Psn::new(psn)),
         route: Some(route),
         ..ConnectRequest::default()
     };
@@ -167,8 +167,8 @@ impl ComputeNode<'_> {
             if index == 32 {
                 return Ok(None);
             }
-            // The last client that changed the header may not have flushed its log (user, timestamp,
-            // size, taken).
+            // The last client that changed the header may not have flushed its log (user,
+            // timestamp, size, taken).
             self.flush(header)?;
             let timestamp = ((header >> 15) + 1) & 0x7f;
             let taken = (header >> 32 | 1 << index) << 32 // the bitmap

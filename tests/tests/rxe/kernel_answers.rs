@@ -1,7 +1,7 @@
 //! The kernel is the responder, this NIC the requester.
 
 use anyhow::{Result, ensure};
-use fabric::{Data, Key, MemoryRegion, Op, Remote, Status};
+use verbs::{Data, Key, MemoryRegion, Op, Remote, Status};
 
 use crate::bench::{ALL, BUFFER, Bench, How, LOCAL, Link, READ, SUCCESS};
 use crate::{sizes, unaligned};
@@ -68,7 +68,10 @@ pub fn read(bench: &mut Bench, how: How) -> Result<()> {
         let around = link.bytes(to + len, 16);
         link.ok(Op::Read { from: link.there(from), to: &[link.mr.sge(to, len as u32)] })?;
         link.check(to, len, seed)?;
-        ensure!(link.bytes(to + len, 16) == around, "{len} bytes: memory beyond the range has changed");
+        ensure!(
+            link.bytes(to + len, 16) == around,
+            "{len} bytes: memory beyond the range has changed"
+        );
     }
     bench.unlink(link)
 }
@@ -110,7 +113,8 @@ fn window(
     Ok(key)
 }
 
-/// This NIC uses a window of the kernel: within its range and access rights, until its invalidation.
+/// This NIC uses a window of the kernel: within its range and access rights, until its
+/// invalidation.
 ///
 /// Accesses beyond the range are not tested, because rxe checks the range of the region only.
 pub fn their_window(bench: &mut Bench, how: How) -> Result<()> {
@@ -142,8 +146,8 @@ pub fn their_window(bench: &mut Bench, how: How) -> Result<()> {
     bench.unlink(link)
 }
 
-/// Executes a request that the kernel must refuse. The kernel sends a single NAK and then has its QP
-/// in state Error. If the NAK is lost, no further answer comes, and the retries are exhausted.
+/// Executes a request that the kernel must refuse. The kernel sends a single NAK and then has its
+/// QP in state Error. If the NAK is lost, no further answer comes, and the retries are exhausted.
 fn refused(bench: &Bench, link: &Link, op: Op<'_>) -> Result<()> {
     let lost = || bench.guest.link.counts().lost;
     let before = lost();

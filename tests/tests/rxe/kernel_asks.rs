@@ -1,7 +1,7 @@
 //! The kernel is the requester, this NIC the responder.
 
 use anyhow::{Result, ensure};
-use fabric::{
+use verbs::{
     Access, Bind, Key, MemoryRegion, MemoryWindow, MwKind, Nic, Op, QpState, QueuePair, WcOpcode,
 };
 
@@ -45,7 +45,10 @@ pub fn write(bench: &mut Bench, how: How) -> Result<()> {
             ensure!(c.bytes as usize == len, "{c:?} of {len} bytes");
         }
         link.check(to, len, seed)?;
-        ensure!(link.bytes(to + len, 16) == around, "{len} bytes: memory beyond the range has changed");
+        ensure!(
+            link.bytes(to + len, 16) == around,
+            "{len} bytes: memory beyond the range has changed"
+        );
     }
     bench.unlink(link)
 }
@@ -112,7 +115,8 @@ fn through(bind: &Bind, offset: u64) -> String {
     format!("{} {}", bind.addr + offset, bind.new_key().0)
 }
 
-/// The kernel uses a window of this NIC: within its range and access rights, until its invalidation.
+/// The kernel uses a window of this NIC: within its range and access rights, until its
+/// invalidation.
 pub fn our_window(bench: &mut Bench, how: How) -> Result<()> {
     let link = bench.link(how)?;
     let bind = window(&link, 1003, 5000, Access::REMOTE_ALL)?;

@@ -1,7 +1,9 @@
 //! Interoperability of our RoCEv2 with the kernel's soft-RoCE (rdma_rxe), in both roles.
 //!
-//! A Debian kernel boots in qemu. A program that uses only libibverbs (`tests/rxe/peer.c`) drives its rxe device.
-//! A NIC of this process is connected to it by a link that can lose, duplicate and delay packets. See docs/internals/roce.md for the tests and for the differences between rxe and the specification.
+//! A Debian kernel boots in qemu. A program that uses only libibverbs (`tests/rxe/peer.c`) drives
+//! its rxe device. A NIC of this process is connected to it by a link that can lose, duplicate and
+//! delay packets. See docs/internals/roce.md for the tests and for the differences between rxe and
+//! the specification.
 //!
 //! The test takes minutes and runs with `GRANARY_TEST_FULL=1` only.
 
@@ -15,11 +17,11 @@ mod mixed;
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use fabric::PathMtu;
-use granary_tests::impaired_link::Impairment;
 use granary_tests::guest::Guest;
+use granary_tests::impaired_link::Impairment;
 use granary_tests::needs;
 use granary_tests::node::full;
+use verbs::PathMtu;
 
 use bench::{Bench, How};
 
@@ -49,7 +51,8 @@ const SIZES: [usize; 22] = [
     1 << 20,
 ];
 
-/// The sizes of a case. With the smallest MTU the longest sizes, thousands of packets, are left out.
+/// The sizes of a case. With the smallest MTU the longest sizes, thousands of packets, are left
+/// out.
 fn sizes(how: How) -> impl Iterator<Item = usize> {
     SIZES.into_iter().filter(move |len| how.mtu > PathMtu::Mtu256 || *len < 1 << 19)
 }

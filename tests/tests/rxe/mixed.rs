@@ -1,12 +1,12 @@
 //! Thousands of operations of all kinds, up to sixteen in flight, checked against a model.
 //!
-//! The responder's first megabyte is divided into sixteen slots, one per operation of a round, so that
-//! concurrent operations do not touch the same bytes. SENDs consume receives in the order of their
-//! posting.
+//! The responder's first megabyte is divided into sixteen slots, one per operation of a round, so
+//! that concurrent operations do not touch the same bytes. SENDs consume receives in the order of
+//! their posting.
 
 use anyhow::{Context, Result, ensure};
-use fabric::{Completion, CompletionKind, Data, MemoryRegion, Op, QueuePair, Sge, WorkRequest};
 use granary_tests::guest::{hash, pattern};
+use verbs::{Completion, CompletionKind, Data, MemoryRegion, Op, QueuePair, Sge, WorkRequest};
 
 use crate::bench::{Bench, How, LOCAL, Link, SUCCESS};
 
@@ -139,7 +139,8 @@ fn takes_receive(step: &Step) -> bool {
     step.kind == Kind::Send || step.imm.is_some()
 }
 
-/// Offset of a slot's local buffer: source or result at the requester, received data at the responder.
+/// Offset of a slot's local buffer: source or result at the requester, received data at the
+/// responder.
 fn local(slot: usize) -> usize {
     LOCAL + slot * SLOT
 }
@@ -235,8 +236,8 @@ fn kernel_round(bench: &mut Bench, link: &Link, steps: &[Step], found: &[Found])
 pub fn kernel_answers(bench: &mut Bench, how: How, count: usize, seed: u64) -> Result<()> {
     let link = bench.link(how)?;
     let mut model = Model::new(seed, false);
-    // No empty READs and WRITEs: rxe does not answer a retransmitted READ of zero bytes, and after a
-    // READ or WRITE of zero bytes it refuses retransmitted READs.
+    // No empty READs and WRITEs: rxe does not answer a retransmitted READ of zero bytes, and after
+    // a READ or WRITE of zero bytes it refuses retransmitted READs.
     model.min_len = 1;
     bench.fill(0, ROUND * SLOT, 0)?;
     for round in 0..count.div_ceil(ROUND) {

@@ -75,7 +75,7 @@ mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
     use std::thread;
 
-    use fabric::executor::block_on;
+    use verbs::executor::block_on;
 
     use super::*;
 

@@ -146,9 +146,9 @@ pub const ACCESSORS: &[Accessor] = &[
     Accessor { shared: true, ..accessor("onesidedmw (+Sep)", schemes::ONESIDEDMW) },
 ];
 
-/// Mean pause in microseconds between two accesses of a thread. The paper's threads allocate between
-/// accesses, which takes this long (§6.3). Without a pause 24 threads saturate the link, and the
-/// queueing delay dominates.
+/// Mean pause in microseconds between two accesses of a thread. The paper's threads allocate
+/// between accesses, which takes this long (§6.3). Without a pause 24 threads saturate the link,
+/// and the queueing delay dominates.
 fn pause_us(threads: u32) -> f64 {
     if threads == 1 { 10.7 } else { 22.5 }
 }
@@ -161,9 +161,9 @@ pub fn access_steps(run: &Run<'_>) -> usize {
 /// Each thread reads a page of its own chunk and pauses. Further measurements access a page after
 /// each allocation, and without pauses.
 ///
-/// Without separation, each thread's access QP carries the chain that allocates, and each thread has
-/// a Free QP of its own. With separation (+Sep), all threads share one Alloc and one Free QP, and
-/// each has an access QP of its own.
+/// Without separation, each thread's access QP carries the chain that allocates, and each thread
+/// has a Free QP of its own. With separation (+Sep), all threads share one Alloc and one Free QP,
+/// and each has an access QP of its own.
 ///
 /// # Errors
 /// Errors of the testbed.

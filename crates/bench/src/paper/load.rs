@@ -50,8 +50,8 @@ pub struct Load {
     pub cores: u32,
     /// Compute nodes.
     pub compute_nodes: u16,
-    /// Memory nodes; each thread is connected to all of them. [`Work::Churn`] uses them round-robin;
-    /// other work uses the first.
+    /// Memory nodes; each thread is connected to all of them. [`Work::Churn`] uses them
+    /// round-robin; other work uses the first.
     pub memory_nodes: u16,
     /// Threads, spread over the compute nodes.
     pub threads: u32,

@@ -2,9 +2,9 @@
 
 use std::future::Future;
 
-use fabric::Nic;
 use pool::Pool;
 use pool::scheme::GroupId;
+use verbs::Nic;
 
 use super::barrier::BarrierMember;
 use crate::histogram::Latencies;

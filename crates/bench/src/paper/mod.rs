@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   onesidedmw.rs, finemem/   the lists of experiments (experiment.rs) and the claims they cover
-//!      │ loads                  (latency.rs, chain_queues.rs, registration.rs, scalability.rs, ...)
+//!      │ loads                  (latency.rs, chain_queues.rs, registration.rs, ...)
 //!      ▼
 //!   Testbed ── simulated.rs: a model of the paper's cluster under virtual time
 //!       └── testbed.rs: this machine, with threads and a memory node's process
@@ -30,7 +30,7 @@ pub mod scalability;
 pub mod simulated;
 pub mod testbed;
 pub mod traces;
-pub mod verbs;
+pub mod verb_times;
 
 #[cfg(test)]
 mod tests;

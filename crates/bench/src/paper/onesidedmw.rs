@@ -9,7 +9,8 @@ use super::{chain_queues, latency, picture, registration, scalability};
 pub static PAPER: Paper = Paper {
     name: "onesidedmw",
     title: "OneSidedMW (NSDI'26)",
-    cluster: "the paper's cluster (ConnectX-5, one memory node, up to 6 compute nodes) under virtual time",
+    cluster: "the paper's cluster (ConnectX-5, one memory node, up to 6 compute nodes) under \
+              virtual time",
     params: Params::connectx5,
     experiments: &[ALLOCATION, ACCESS, CHAIN_QUEUES, registration::EXPERIMENT, SCALABILITY],
     note,

@@ -7,7 +7,7 @@
 
 use super::experiment::Experiment;
 use super::results::Results;
-use super::verbs::Region;
+use super::verb_times::Region;
 use super::{Extent, Run, picture};
 use crate::Error;
 use crate::histogram::Latencies;

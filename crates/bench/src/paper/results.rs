@@ -275,7 +275,9 @@ mod tests {
 
     #[test]
     fn claim_with_fitted_workload_is_not_in_the_summary() {
-        for (params, kind) in [(Some(Params::connectx6()), Provenance::Fitted), (None, Provenance::Measured)] {
+        for (params, kind) in
+            [(Some(Params::connectx6()), Provenance::Fitted), (None, Provenance::Measured)]
+        {
             let mut results = Results::new("crowd", params.as_ref());
             let record = results.record(&Setting::new(), "cas", Unit::Count).mean(45.0);
             results.fitted("CASes", record, "premmap.cas.mean");

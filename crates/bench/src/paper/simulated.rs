@@ -12,7 +12,7 @@ use super::barrier::{self, BarrierMember};
 use super::load::{self, Load, Work};
 use super::measure::{Outcome, Thread};
 use super::testbed::Testbed;
-use super::verbs::{self, VerbTimes};
+use super::verb_times::{self, VerbTimes};
 use crate::Error;
 use crate::rng::Rng;
 
@@ -140,7 +140,7 @@ impl Testbed for SimulatedCluster {
         let written = times.clone();
         let fiber = cluster.sim.spawn("the memory node's CPU", Time::ZERO, move || {
             let now = || nic.hooks().now().as_ns();
-            *written.borrow_mut() = Some(verbs::measure(&nic, &sizes, rounds, now));
+            *written.borrow_mut() = Some(verb_times::measure(&nic, &sizes, rounds, now));
         });
         cluster.sim.run_to_end(&[fiber])?;
         times.take().expect("the fiber has ended")

@@ -4,15 +4,15 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use fabric::executor::block_on;
-use fabric::soft::SoftNic;
 use pool::scheme::GroupId;
 use pool::{EmbeddedNode, Options, Pool, Settings};
+use rnic::nic::SoftNic;
+use verbs::executor::block_on;
 
 use super::barrier::{self, BarrierMember};
 use super::load::{self, Load};
 use super::measure::{Outcome, Thread};
-use super::verbs::{self, VerbTimes};
+use super::verb_times::{self, VerbTimes};
 use crate::Error;
 use crate::rng::Rng;
 
@@ -152,7 +152,7 @@ impl<S: Fn(&Settings) -> Result<Box<dyn Node>, Error>> Testbed for Machine<S> {
         let node = (self.start)(&settings)?;
         let pool = node.connect(Options { groups: Some(1), ..Options::default() })?;
         let epoch = Instant::now();
-        verbs::measure(pool.nic(), sizes, rounds, || epoch.elapsed().as_nanos() as u64)
+        verb_times::measure(pool.nic(), sizes, rounds, || epoch.elapsed().as_nanos() as u64)
     }
 }
 

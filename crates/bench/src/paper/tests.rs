@@ -3,10 +3,10 @@
 use pool::{Endpoint, Options, Pool, Service, Settings};
 
 use super::experiment::{Experiment, Paper};
-use super::results::{ClaimSummary, Provenance, ResultRow, Results};
 use super::onesidedmw::{ACCESS, ALLOCATION, CHAIN_QUEUES, PAPER, SCALABILITY};
-use super::testbed::{Machine, Node, Testbed, inline};
+use super::results::{ClaimSummary, Provenance, ResultRow, Results};
 use super::simulated::SimulatedCluster;
+use super::testbed::{Machine, Node, Testbed, inline};
 use super::{Extent, Run, finemem, registration};
 use crate::Error;
 use crate::progress::Progress;
@@ -136,9 +136,8 @@ fn all_experiments_run_on_this_machine() {
         let results = quick(&testbed, None, experiment);
         assert!(!results.rows.is_empty());
         assert!(results.records().all(|r| !r.simulated));
-        let measured = |row: &ResultRow| {
-            matches!(row.kind, Provenance::Measured | Provenance::NoClaim)
-        };
+        let measured =
+            |row: &ResultRow| matches!(row.kind, Provenance::Measured | Provenance::NoClaim);
         assert!(results.rows.iter().all(measured));
         let directory = tempfile::tempdir().unwrap();
         let files = experiment.draw(&results, "measured", directory.path(), "paper").unwrap();

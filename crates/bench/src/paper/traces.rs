@@ -1,9 +1,9 @@
 //! Traces of allocations of mixed sizes, and their replay (FineMem §6.3, figures 13 and 14).
 //!
-//! The traces were published with FineMem. They are the requests of four allocators to the operating
-//! system under programs of mimalloc-bench; `crates/bench/traces` has the files and their licence.
-//! The traces contain allocations only, so the replay needs a rule for frees: a thread holds at most
-//! [`HELD_BYTES`], and frees its oldest blocks until the next block fits.
+//! The traces were published with FineMem. They are the requests of four allocators to the
+//! operating system under programs of mimalloc-bench; `crates/bench/traces` has the files and their
+//! licence. The traces contain allocations only, so the replay needs a rule for frees: a thread
+//! holds at most [`HELD_BYTES`], and frees its oldest blocks until the next block fits.
 //!
 //! Each thread replays consecutive requests, starting at a random position of the trace (the paper
 //! uses a separate trace for each node). No request is issued before its time in the trace.
@@ -110,8 +110,9 @@ pub struct Replay {
 }
 
 impl Replay {
-    /// Bytes that a memory node donates for `threads` threads: several times the held bytes. A block
-    /// of 2 MiB needs an empty section, and with mixed sizes a nearly full pool has few of them.
+    /// Bytes that a memory node donates for `threads` threads: several times the held bytes. A
+    /// block of 2 MiB needs an empty section, and with mixed sizes a nearly full pool has few of
+    /// them.
     pub fn donated(&self, threads: u32) -> u64 {
         donated(SPARE * u64::from(threads) * HELD_BYTES)
     }

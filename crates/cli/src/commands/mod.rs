@@ -1,6 +1,8 @@
 //! The subcommands, one file each.
 
 mod bench;
+mod completions;
+mod man;
 mod nic;
 mod quickstart;
 mod run;
@@ -22,6 +24,8 @@ pub enum Command {
     Bench(bench::Bench),
     #[command(subcommand)]
     Sim(sim::Sim),
+    Completions(completions::Completions),
+    Man(man::Manual),
     #[command(hide = true)]
     Nic(nic::Nic),
     #[command(subcommand, hide = true)]
@@ -38,6 +42,8 @@ impl Command {
             Self::Status(status) => status.run(),
             Self::Bench(bench) => bench.run(),
             Self::Sim(sim) => sim.run(),
+            Self::Completions(completions) => completions.run(),
+            Self::Man(manual) => manual.run(),
             Self::Nic(nic) => nic.run(),
             Self::Worker(worker) => worker.run(),
         }

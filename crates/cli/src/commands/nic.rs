@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::Context;
 use pool::{LocalNic, NicService};
 
+use crate::log::{Log, LogLevel};
 use crate::nic::Ready;
 use crate::options::Output;
 use crate::signals::Signals;
@@ -23,6 +24,9 @@ pub struct Nic {
     local: IpAddr,
 
     #[command(flatten)]
+    log: Log,
+
+    #[command(flatten)]
     output: Output,
 }
 
@@ -35,6 +39,7 @@ Examples:
 
 impl Nic {
     pub fn run(self) -> anyhow::Result<ExitCode> {
+        self.log.start(LogLevel::Warn);
         let mut report = self.output.report();
         // Block the signals before the NIC starts threads, so that no NIC thread receives one.
         let signals = Signals::to_stop().context("wait for signals")?;
@@ -42,6 +47,7 @@ impl Nic {
         let socket = UdpSocket::bind((self.local, 0)).with_context(open)?;
         let port = socket.local_addr().with_context(open)?.port();
         let service = NicService::start(socket)?;
+        tracing::info!(socket = %service.path().display(), port, "NIC is ready");
         let nic = LocalNic { socket: service.path().to_owned(), port };
         report.print(serde_json::to_string(&Ready::new(&nic))?)?;
         while !signals.wait(SIGNAL_TIMEOUT).context("wait for signals")? {}

@@ -8,9 +8,13 @@ use std::process::ExitCode;
 use anyhow::Context;
 use bench::size::Size;
 use pager::config::Config;
+use pager::run::RunDirectory;
+use pager::stats::Summary;
 use pool::protocol::Status;
 use pool::{Address, Scheme, Settings, schemes};
 
+use crate::log::{Log, LogLevel};
+use crate::metrics_page::MetricsPage;
 use crate::nic::NicProcess;
 use crate::node::{self, NodeProcess};
 use crate::options::{Donation, PoolAddress, TokenFile};
@@ -36,7 +40,12 @@ pub struct Run {
     pool: Option<PoolAddress>,
 
     /// Allocation scheme of the private memory node, as in granary serve
-    #[arg(long, value_name = "SCHEME", default_value_t = schemes::ONESIDEDMW, value_parser = schemes::find)]
+    #[arg(
+        long,
+        value_name = "SCHEME",
+        default_value_t = schemes::ONESIDEDMW,
+        value_parser = schemes::find
+    )]
     scheme: Scheme,
 
     #[command(flatten)]
@@ -52,6 +61,12 @@ pub struct Run {
     /// Write paging statistics to a file, as one JSON object, when the program ends
     #[arg(long, value_name = "FILE")]
     stats_json: Option<PathBuf>,
+
+    #[command(flatten)]
+    metrics: MetricsPage,
+
+    #[command(flatten)]
+    log: Log,
 
     /// Program to run, and its arguments
     #[arg(required = true, last = true, value_name = "PROGRAM")]
@@ -74,6 +89,7 @@ Examples:
 impl Run {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         self.donation.check("run")?;
+        let log = self.log.start(LogLevel::Error);
         let (program, arguments) = self.program.split_first().expect("clap requires a program");
         let private = match &self.pool {
             Some(_) => None,
@@ -84,7 +100,7 @@ impl Run {
                     ..self.donation.settings()
                 };
                 node::warn_if_unsafe(settings.scheme);
-                Some(NodeProcess::start(&settings)?)
+                Some(NodeProcess::start_logging(&settings, Some(log))?)
             }
         };
         let token = self.token.token_file.as_deref();
@@ -105,7 +121,7 @@ impl Run {
                 for node in nodes {
                     addresses.push(match node {
                         Address::Roce(remote) => {
-                            nics.push(NicProcess::start(remote)?);
+                            nics.push(NicProcess::start(remote, log)?);
                             nics.last().expect("pushed above").address().clone()
                         }
                         other => other.clone(),
@@ -115,13 +131,24 @@ impl Run {
             }
         };
         let config = Config::new(self.local.bytes(), pool_address);
-        let ended = pager::run::run(&config, program, arguments)?;
+        let directory = RunDirectory::create()?;
+        let (counters, node) =
+            (directory.path().to_owned(), private.as_ref().map(NodeProcess::address));
+        let metrics = self.metrics.start(move || {
+            let mut samples = Summary::read(&counters)?.samples();
+            if let Some(node) = &node {
+                samples.extend(node::status(node)?.samples());
+            }
+            Ok(samples)
+        })?;
+        let ended = pager::run::run_in(&directory, &config, program, arguments)?;
+        drop(metrics);
         if let Some(unpaged) = ended.summary.largest_unpaged()
             && is_much_unpaged(unpaged.bytes(), self.local.bytes())
         {
             eprintln!(
-                "granary: {unpaged}; this memory is in addition to --local {}. See docs/user/running-programs.md, \
-                 \"Memory that is not paged\"",
+                "granary: {unpaged}; this memory is in addition to --local {}. See \
+                 docs/user/running-programs.md, \"Memory that is not paged\"",
                 self.local
             );
         }
@@ -134,7 +161,7 @@ impl Run {
         Ok(ExitCode::from(u8::try_from(ended.code()).unwrap_or(u8::MAX)))
     }
 
-    fn print(&self, paged: &pager::stats::Summary, summary: &RunSummary) -> anyhow::Result<()> {
+    fn print(&self, paged: &Summary, summary: &RunSummary) -> anyhow::Result<()> {
         if self.stats {
             eprintln!("{paged}\n{summary}");
         }

@@ -8,15 +8,17 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use bench::number::thousands;
 use bench::size::Size;
+use metrics::server::Server;
 use pool::{
-    Address, Budget, ControlMode, Endpoint, Listen, Scheme, Service, Settings, Token, protocol,
-    schemes,
+    Address, Budget, ControlMode, Endpoint, Listen, Scheme, Service, Settings, Token, schemes,
 };
 use serde::Serialize;
 
 use crate::UsageError;
 use crate::file_descriptors;
+use crate::log::{Log, LogLevel};
 use crate::memory::{DonationCheck, HostMemory};
+use crate::metrics_page::MetricsPage;
 use crate::node::{self, Ready};
 use crate::options::{Donation, Output, PoolAddress};
 use crate::signals::Signals;
@@ -66,11 +68,11 @@ pub struct Serve {
     #[arg(long, hide = true, conflicts_with = "socket")]
     private: bool,
 
-    /// Allocation scheme: onesidedmw (the NIC allocates) or finemem (the compute node allocates with
-    /// one-sided operations). For comparison: odrp (the NIC allocates pages at their first access);
-    /// rpc-mw-2, fine-mr, static-mr, ondemand-rpc (the memory node's CPU allocates on request); and,
-    /// unsafe, finemem-paper (finemem as published), premmap-onesided (the compute node allocates
-    /// from an array), rpc-mw-1, premmap-rpc. See docs/user/choosing.md
+    /// Allocation scheme: onesidedmw (the NIC allocates) or finemem (the compute node allocates
+    /// with one-sided operations). For comparison: odrp (the NIC allocates pages at their first
+    /// access); rpc-mw-2, fine-mr, static-mr, ondemand-rpc (the memory node's CPU allocates on
+    /// request); and, unsafe, finemem-paper (finemem as published), premmap-onesided (the compute
+    /// node allocates from an array), rpc-mw-1, premmap-rpc. See docs/user/choosing.md
     #[arg(long, default_value_t = schemes::ONESIDEDMW, value_parser = schemes::find)]
     scheme: Scheme,
 
@@ -103,8 +105,13 @@ pub struct Serve {
     nic_windows: Option<u32>,
 
     /// Memory at the start of the donated memory that stays resident when its chunks are free, so
-    /// that their next use is fast. Memory of other chunks returns to the system when they are freed
-    #[arg(long, value_name = "SIZE", default_value_t = Size(Settings::default().keep_resident_bytes))]
+    /// that their next use is fast. Memory of other chunks returns to the system when they are
+    /// freed
+    #[arg(
+        long,
+        value_name = "SIZE",
+        default_value_t = Size(Settings::default().keep_resident_bytes),
+    )]
     keep_resident: Size,
 
     /// Requests of one kind that a client may have in flight: a power of two
@@ -133,8 +140,18 @@ pub struct Serve {
     overcommit: bool,
 
     /// Milliseconds after which a silent connection that has not completed its handshake is closed
-    #[arg(long, value_name = "MS", default_value_t = Settings::default().silence.as_millis() as u64)]
+    #[arg(
+        long,
+        value_name = "MS",
+        default_value_t = Settings::default().silence.as_millis() as u64,
+    )]
     silence_ms: u64,
+
+    #[command(flatten)]
+    metrics: MetricsPage,
+
+    #[command(flatten)]
+    log: Log,
 
     #[command(flatten)]
     output: Output,
@@ -147,18 +164,21 @@ Examples:
   granary run --pool shm:/run/granary.sock --local 64MiB -- python3 train.py
   granary serve --memory 64GiB --listen 10.0.0.2 --token-file /etc/granary.token
   granary serve --budget-chunks 512 --budget-requests-per-s 100000
+  granary serve --memory 4GiB --metrics 9464 --log info
   granary serve --scheme rpc-mw-2 --control polling --json";
 
 /// Final JSON line: the memory node's counters.
 #[derive(Serialize)]
-struct Stopped<'a> {
+struct Stopped {
     event: &'static str,
     #[serde(flatten)]
-    status: &'a protocol::Status,
+    status: node::StatusReport,
 }
 
 impl Serve {
     pub fn run(self) -> anyhow::Result<ExitCode> {
+        // The command that starts a private memory node passes its own level.
+        self.log.start(if self.private { LogLevel::Error } else { LogLevel::Warn });
         let settings = self.settings()?;
         self.check_memory()?;
         let endpoint = self.endpoint()?;
@@ -171,8 +191,12 @@ impl Serve {
         let listen = self.listen()?;
         file_descriptors::raise_limit_for(settings.clients_max);
         let service = Service::start_with(&settings, &endpoint, listen.as_ref())?;
+        let status = service.status_source();
+        let metrics = self.metrics.start(move || Ok(status()?.samples()))?;
         let pool = PoolAddress::Node(Address::Shm(service.path().to_owned()));
-        let ready = Ready::new(&settings, &pool, service.address());
+        let metrics_url = metrics.as_ref().map(Server::url);
+        let ready =
+            Ready { metrics: metrics_url, ..Ready::new(&settings, &pool, service.address()) };
         report.print(match self.output.json {
             true => serde_json::to_string(&ready)?,
             false => describe_ready(&ready),
@@ -183,10 +207,14 @@ impl Serve {
                 bail!("serve at {}: {why}; restart granary serve", service.path().display());
             }
         }
+        drop(metrics);
         let status = service.status()?;
         service.stop();
         report.print(match self.output.json {
-            true => serde_json::to_string(&Stopped { event: "stopped", status: &status })?,
+            true => {
+                let status = node::StatusReport::new(status);
+                serde_json::to_string(&Stopped { event: "stopped", status })?
+            }
             false => format!("\nstopped\n{}", node::describe(&status)),
         })?;
         Ok(ExitCode::SUCCESS)
@@ -307,6 +335,7 @@ fn listen_address(text: &str) -> Result<SocketAddr, String> {
 fn describe_ready(ready: &Ready) -> String {
     let Ready { pool, scheme, control, group_size, credits, .. } = ready;
     let remote = ready.remote.as_ref().map_or(String::new(), |r| format!("\nremote    {r}"));
+    let metrics = ready.metrics.as_ref().map_or(String::new(), |url| format!("\nmetrics   {url}"));
     let waits = if schemes::find(&scheme).is_ok_and(|scheme| scheme.needs_cpu()) {
         format!(", control {control}")
     } else {
@@ -314,7 +343,7 @@ fn describe_ready(ready: &Ready) -> String {
     };
     format!(
         "serving {} in {} chunks of {}\n\
-         pool      {pool}{remote}\n\
+         pool      {pool}{remote}{metrics}\n\
          scheme    {scheme}{waits}, groups of {group_size} windows, {credits} credits\n\
          to use    granary run --pool {pool} --local 256MiB -- PROGRAM\n\
          to watch  granary status --pool {pool}\n\

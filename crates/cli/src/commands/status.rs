@@ -8,7 +8,8 @@ use crate::options::{Output, PoolAddress, TokenFile};
 /// Show the state and the counters of a memory node
 ///
 /// Prints free and held chunks, clients, allocations and frees, and the CPU time of the NIC thread,
-/// which stands in for the hardware, and of the control CPU.
+/// which stands in for the hardware, and of the control CPU; then all metrics that are not zero, by
+/// their names on the page of granary serve --metrics.
 #[derive(clap::Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct Status {
@@ -34,7 +35,7 @@ impl Status {
         let pool = self.pool.with_token(self.token.token_file.as_deref(), "status")?;
         let status = node::status(pool.node("status")?)?;
         let text = match self.output.json {
-            true => serde_json::to_string(&status)?,
+            true => serde_json::to_string(&node::StatusReport::new(status))?,
             false => format!("{:<12} {}\n{}", "pool", pool, node::describe(&status)),
         };
         self.output.report().print(text)?;

@@ -34,8 +34,8 @@ impl World {
                 Actor::FreeWorker(c) => !self.clients[*c as usize].honest,
                 _ => continue,
             };
-            let state = query(&self.physical, *qpn).map(|i| i.state);
-            if !may_break && state == Some(rnic::verbs::QpState::Error) {
+            let state = query(&self.physical, *qpn).map(|i| i.info.state);
+            if !may_break && state == Some(verbs::QpState::Error) {
                 return Err(format!("the {name} of {actor:?} is in the error state"));
             }
         }

@@ -32,7 +32,7 @@ impl World {
         );
         let mut what = String::new();
         if let (Some((_, ring)), Some(info)) = (self.worker_ring(qpn), query(&self.physical, qpn)) {
-            let at = info.send_consumer as usize * 64 % ring.len();
+            let at = info.progress.send_consumer as usize * 64 % ring.len();
             let mut ctrl = [0; 4];
             ring.read(at, &mut ctrl);
             what = format!(": {} at block {}", opcode_name(ctrl[3]), at / 64);
@@ -57,7 +57,7 @@ impl World {
 }
 
 fn opcode_name(opcode: u8) -> &'static str {
-    use fabric::wqe::opcode as o;
+    use verbs::wqe::opcode as o;
     match opcode {
         o::NOP => "NOP",
         o::WAIT => "WAIT",

@@ -1,5 +1,5 @@
-/* Thread-local variables of the initial-exec model. With the general-dynamic model, a thread's first
- * access may allocate, and the allocator itself reads these variables. */
+/* Thread-local variables of the initial-exec model. With the general-dynamic model, a thread's
+ * first access may allocate, and the allocator itself reads these variables. */
 
 /* Nesting depth of the thread's calls inside the library. */
 static __thread int depth __attribute__((tls_model("initial-exec")));

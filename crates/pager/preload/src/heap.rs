@@ -27,8 +27,9 @@ static USED: AtomicUsize = AtomicUsize::new(0);
 /// Ends the process because the heap cannot be reserved. The message is a constant, because the
 /// heap is locked and formatting allocates.
 fn no_room() -> ! {
-    const TEXT: &str = "granary: cannot reserve 4 GiB of address space for the pager: RLIMIT_AS and \
-                        RLIMIT_DATA (ulimit -v and -d) must be unlimited before a paged program starts\n";
+    const TEXT: &str = "granary: cannot reserve 4 GiB of address space for the pager: RLIMIT_AS \
+                        and RLIMIT_DATA (ulimit -v and -d) must be unlimited before a paged \
+                        program starts\n";
     loop {
         // SAFETY: the text is valid for the read; exit_group does not return.
         unsafe {
@@ -107,8 +108,8 @@ pub fn renew_in_child() {
     if next == GENERATIONS {
         sys::die(
             pager::config::EXIT_PAGER,
-            "cannot continue after 1023 nested forks without exec: each forked child needs a heap of its \
-             own, and there are no more; the process ends now",
+            "cannot continue after 1023 nested forks without exec: each forked child needs a heap \
+             of its own, and there are no more; the process ends now",
         );
     }
     INHERITED.store(USED.load(Ordering::Acquire), Ordering::Release);

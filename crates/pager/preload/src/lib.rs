@@ -55,8 +55,8 @@ extern "C" fn construct(_: c_int, _: *const *const c_char, environment: *const *
     let _guard = reentrancy::ReentrancyGuard::new();
     if let Err(error) = redirect::redirect() {
         sys::say(&format!(
-            "cannot change the C library's symbol table: {error}; a library that the program opens with \
-             RTLD_DEEPBIND may abort the program with \"invalid pointer\""
+            "cannot change the C library's symbol table: {error}; a library that the program opens \
+             with RTLD_DEEPBIND may abort the program with \"invalid pointer\""
         ));
     }
     let get = |name: &str| {

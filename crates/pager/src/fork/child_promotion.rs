@@ -80,8 +80,8 @@ impl Pager {
             sys::die(
                 EXIT_PAGER,
                 &format!(
-                    "cannot give the forked process {} a pager of its own: {error}; the process ends now \
-                     (status {EXIT_PAGER})",
+                    "cannot give the forked process {} a pager of its own: {error}; the process \
+                     ends now (status {EXIT_PAGER})",
                     std::process::id()
                 ),
             )

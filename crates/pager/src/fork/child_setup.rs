@@ -130,8 +130,8 @@ impl ChildSetup {
         let mut text = Text::default();
         let _ = writeln!(
             text,
-            "granary: a forked process cannot {step} (error {error}), so it ends now (status {EXIT_PAGER}): \
-             otherwise it could read wrong data"
+            "granary: a forked process cannot {step} (error {error}), so it ends now (status \
+             {EXIT_PAGER}): otherwise it could read wrong data"
         );
         loop {
             // SAFETY: the text is valid for the read; exit_group does not return.

@@ -1,7 +1,7 @@
 //! Forked children: how a child gets the pages of its parent, and its promotion to a pager of its
 //! own.
 //!
-//! The kernel copies resident pages to the child. The parent's *page server* ([`page_server`]), a
+//! The kernel copies resident pages to the child. The parent's *page server* (`page_server`), a
 //! process that outlives the parent, serves the other pages:
 //!
 //! ```text
@@ -27,7 +27,7 @@
 //!
 //! With UFFD_FEATURE_EVENT_FORK, which needs CAP_SYS_PTRACE, the kernel reports the fork and makes
 //! the descriptor of the child's faults. Otherwise the child opens a descriptor itself, before any
-//! other code runs in it ([`child_setup`]), and sends it to the page server.
+//! other code runs in it (`child_setup`), and sends it to the page server.
 //!
 //! The snapshot is exact although the handler continues to serve faults. Before the fork, the
 //! evictor writes back all staged pages and freezes all slots. Until the snapshot is taken, every
@@ -86,10 +86,10 @@ fn cannot_fork(error: &io::Error) -> ! {
     sys::die(
         EXIT_PAGER,
         &format!(
-            "process {} calls fork, which a paged process can do only with CAP_SYS_PTRACE or on a kernel \
-             with Syscall User Dispatch (Linux 5.11, x86-64; here: {error}), so the process ends now \
-             (status {EXIT_PAGER}); run it as root or with CAP_SYS_PTRACE; vfork and posix_spawn work \
-             without",
+            "process {} calls fork, which a paged process can do only with CAP_SYS_PTRACE or on a \
+             kernel with Syscall User Dispatch (Linux 5.11, x86-64; here: {error}), so the process \
+             ends now (status {EXIT_PAGER}); run it as root or with CAP_SYS_PTRACE; vfork and \
+             posix_spawn work without",
             descriptor::program()
         ),
     )

@@ -67,8 +67,8 @@ fn run_server_thread(pager: &Arc<Pager>, inbox: RawFd) {
     let mut server = PageServer::new(pager, inbox);
     // Formatted in advance: a killed page server may have held the lock of the heap.
     let killed = format!(
-        "granary-keeper, which holds the pages of the forked children of process {}, was killed during a \
-         transfer and may have held locks, so the process ends now (status {EXIT_PAGER})",
+        "granary-keeper, which holds the pages of the forked children of process {}, was killed \
+         during a transfer and may have held locks, so the process ends now (status {EXIT_PAGER})",
         crate::descriptor::program()
     );
     set_page_server();
@@ -134,8 +134,8 @@ extern "C" fn watchdog(_: libc::c_int) {
     if channel::has_hung_up(EXIT_SOCKET.load(Ordering::Acquire), 0) {
         sys::die(
             EXIT_PAGER,
-            "a paged process was killed during a transfer, so the pages of its forked children can no \
-             longer be read",
+            "a paged process was killed during a transfer, so the pages of its forked children can \
+             no longer be read",
         );
     }
     // SAFETY: async-signal-safe.
@@ -410,8 +410,8 @@ impl<'a> PageServer<'a> {
             }
         } else if child.pages_served >= pager.limit {
             sys::say(&format!(
-                "a process that process {} made by a raw system call needs more memory than its bound \
-                 (--local), so it ends now; a process made by fork() has no such limit",
+                "a process that process {} made by a raw system call needs more memory than its \
+                 bound (--local), so it ends now; a process made by fork() has no such limit",
                 crate::descriptor::program()
             ));
             // SAFETY: a thread of the child, as reported by the kernel.

@@ -148,8 +148,8 @@ pub(super) fn server_lost() -> ! {
     sys::die(
         EXIT_PAGER,
         &format!(
-            "granary-keeper, which held pages of the forked process {}, was killed, so the process ends \
-             now (status {EXIT_PAGER})",
+            "granary-keeper, which held pages of the forked process {}, was killed, so the process \
+             ends now (status {EXIT_PAGER})",
             descriptor::program()
         ),
     )

@@ -1,8 +1,8 @@
 //! Broadcasts to clients that the memory is exhausted, and that it is available again (OneSidedMW
 //! §4.3).
 
-use fabric::direct::DirectNic;
-use fabric::{Completion, CompletionQueue, CqAttr, Op, QueuePair, Remote, WorkRequest};
+use verbs::direct::DirectNic;
+use verbs::{Completion, CompletionQueue, CqAttr, Op, QueuePair, Remote, WorkRequest};
 
 use crate::Error;
 use crate::scheme::bulletin;

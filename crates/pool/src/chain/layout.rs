@@ -34,8 +34,8 @@
 //!   rows 1 to N: "take a slot"; all other rows: "return the permit and answer EMPTY"
 //! ```
 
-use fabric::wqe::opcode;
-use fabric::{Access, DmaMemory, Key, MemoryRegion, Nic};
+use verbs::wqe::opcode;
+use verbs::{Access, DmaMemory, Key, MemoryRegion, Nic};
 
 use crate::Error;
 use crate::scheme::MAX_GROUP;

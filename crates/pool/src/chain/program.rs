@@ -15,9 +15,9 @@
 //! is in the same slot of the reply ring. Therefore a broken chain can be rewritten for the next
 //! requests without touching the connection to the client.
 
-use fabric::direct::Ring;
-use fabric::wqe::{Builder, WQEBB, offset};
-use fabric::{Key, Qpn, Remote, Sge};
+use verbs::direct::Ring;
+use verbs::wqe::{Builder, WQEBB, offset};
+use verbs::{Key, Qpn, Remote, Sge};
 
 /// The bit width at which an index wraps around.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -207,7 +207,7 @@ pub struct Wiring {
     /// Key of the front ring, for atomics through the loopback peer.
     pub front_rkey: Key,
     /// The CQ that counts received requests.
-    pub recv_cq: fabric::Cqn,
+    pub recv_cq: verbs::Cqn,
     /// Staging memory: 64 bytes per slot, then the 8 bytes of `owner_id`.
     pub staging: Sge,
     /// Destination of unused results.

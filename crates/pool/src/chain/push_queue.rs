@@ -1,7 +1,7 @@
 //! Pushes to the free queue: a SEND into a shared receive queue whose order defines the tail.
 
-use fabric::direct::{DirectNic, DirectReceive};
-use fabric::{MemoryRegion, Nic, Remote};
+use verbs::direct::{DirectNic, DirectReceive};
+use verbs::{MemoryRegion, Nic, Remote};
 
 use super::layout::{self, AVAIL, Memory};
 use super::program::{Program, Wrap};

@@ -1,9 +1,9 @@
 //! The memory node's queues for one request kind of one client: the front QP, which faces the
 //! client, and the loopback pair whose worker executes the chain.
 
-use fabric::direct::{DirectNic, DirectQp, Managed};
-use fabric::wqe::{WQEBB, offset, opcode};
-use fabric::{
+use verbs::direct::{DirectNic, DirectQp, Managed};
+use verbs::wqe::{WQEBB, offset, opcode};
+use verbs::{
     Access, CompletionQueue, CqAttr, MemoryRegion, PeerAddress, QpAttr, QpState, QueuePair,
     Receive, ReceiveAttr, Sge,
 };

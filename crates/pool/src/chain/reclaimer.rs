@@ -3,13 +3,13 @@
 //! The CPU posts the free chain's work on a loopback QP pair of its own. It never blocks on that
 //! work: a call posts a batch and returns, and the batch's completion triggers the next call.
 //! Because of this, neither other clients nor the lock over the memory node wait while many or
-//! large chunks are cleared. The NIC has at most two batches, each of at most [`CLEAR_BYTES`].
+//! large chunks are cleared. The NIC has at most two batches, each of at most `CLEAR_BYTES`.
 
 use std::collections::VecDeque;
 
-use fabric::direct::{DirectNic, Managed};
-use fabric::wqe::Umr;
-use fabric::{
+use verbs::direct::{DirectNic, Managed};
+use verbs::wqe::Umr;
+use verbs::{
     Access, Completion, Key, MemoryRegion, Op, QpAttr, Qpn, QueuePair, Receive, Remote, Sge,
     Status, WorkRequest,
 };

@@ -1,7 +1,7 @@
 //! READ, WRITE, CAS and FAA on the chunk of a grant.
 
-use fabric::executor::block_on;
-use fabric::{Nic, Remote};
+use verbs::executor::block_on;
+use verbs::{Nic, Remote};
 
 use super::access_qp::Work;
 use super::buffer::BOUNCE_MAX;
@@ -219,7 +219,8 @@ impl<N: Nic> Inner<N> {
             setting: "offset",
             value: offset.to_string(),
             why: format!(
-                "{len} bytes requested: this scheme supports only a {op} of {page} bytes at offset 0"
+                "{len} bytes requested: this scheme supports only a {op} of {page} bytes at \
+                 offset 0"
             ),
         })
     }

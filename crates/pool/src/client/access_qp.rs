@@ -21,12 +21,12 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-use fabric::completion::{Completer, Pending};
-use fabric::{
+use parking_lot::RwLock;
+use verbs::completion::{Completer, Pending};
+use verbs::{
     Access, CompletionQueue, CqAttr, Error as VerbsError, Nic, Op, PeerAddress, QpAttr, QpChange,
     Qpn, QueuePair, Receive, ReceiveAttr, Remote, Sge, WorkRequest,
 };
-use parking_lot::RwLock;
 
 use super::control::ControlPlane;
 use crate::Error;

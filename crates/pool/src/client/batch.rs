@@ -1,6 +1,6 @@
 //! Batches of transfers between chunks and registered memory, with one doorbell per QP.
 
-use fabric::{Completion, Nic, Status};
+use verbs::{Completion, Nic, Status};
 
 use super::access_qp::{AccessQpIndex, Posted, Work};
 use super::operation::HeldMemory;
@@ -98,6 +98,26 @@ impl<N: Nic> Pool<N> {
 
 /// Transfers in flight that were posted together. Dropping it abandons them, see
 /// [`Operation`](super::Operation).
+///
+/// ```
+/// use pool::{Lane, Transfer};
+///
+/// # let settings = pool::Settings { donate_bytes: 8 << 20, ..pool::Settings::default() };
+/// # let pool = pool::Pool::embedded(settings)?;
+/// let grants = [pool.allocate_blocking()?, pool.allocate_blocking()?];
+/// let buffer = pool.buffer(8192)?;
+/// let pieces = [0, 1].map(|i| Transfer {
+///     grant: &grants[i],
+///     offset: 0,
+///     buffer_offset: i * 4096,
+///     len: 4096,
+/// });
+/// let batch = pool.start_read_batch(&pieces, &buffer, Lane(0))?;
+/// // Other work of this thread.
+/// batch.wait()?;
+/// assert_eq!(pool.stats().bytes_read, 8192);
+/// # Ok::<(), pool::Error>(())
+/// ```
 #[must_use = "an abandoned transfer may still move bytes"]
 pub struct Batch<'a, N: Nic> {
     pool: &'a Inner<N>,

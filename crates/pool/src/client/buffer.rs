@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use fabric::{Access, DmaMemory, Key, MemoryRegion, Nic, Sge};
 use parking_lot::Mutex;
+use verbs::{Access, DmaMemory, Key, MemoryRegion, Nic, Sge};
 
 use super::Transfer;
 use crate::Error;
@@ -13,6 +13,24 @@ use crate::scheme::ConnectionEpoch;
 ///
 /// Clones share the memory. Because the NIC accesses it concurrently while an operation is in
 /// flight, it is read and written by copying, never through references.
+///
+/// ```
+/// use pool::{Lane, Transfer};
+///
+/// # let settings = pool::Settings { donate_bytes: 8 << 20, ..pool::Settings::default() };
+/// # let pool = pool::Pool::embedded(settings)?;
+/// let grant = pool.allocate_blocking()?;
+/// let buffer = pool.buffer(4096)?;
+/// buffer.memory().write(0, b"hello");
+/// let transfer = Transfer { grant: &grant, offset: 64, buffer_offset: 0, len: 5 };
+/// pool.write_from(&transfer, &buffer, Lane(0))?.wait()?;
+///
+/// let mut text = [0; 5];
+/// pool.read_blocking(&grant, 64, &mut text)?;
+/// assert_eq!(&text, b"hello");
+/// # pool.free_blocking(grant)?;
+/// # Ok::<(), pool::Error>(())
+/// ```
 pub struct Buffer<N: Nic> {
     mr: N::Mr,
     /// The connection on whose NIC it is registered.

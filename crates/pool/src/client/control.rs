@@ -5,10 +5,10 @@ use std::path::Path;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use fabric::soft::SoftNic;
-use fabric::{PeerAddress, Qpn};
 use parking_lot::{Condvar, Mutex};
+use rnic::nic::SoftNic;
 use rnic::port::shm::Secret;
+use verbs::{PeerAddress, Qpn};
 
 use crate::Error;
 use crate::protocol::{self, NodeHello, Numbered, Opening, Reply, Request, Status, VERSION};
@@ -155,7 +155,8 @@ impl SocketControl {
         let server = Side::server(welcome.authenticated);
         if token.is_some_and(|token| !token.is_proved(server, &nonces, proof)) {
             return refused(
-                "it has not proved that it has the token: this address belongs to another memory node",
+                "it has not proved that it has the token: this address belongs to another memory \
+                 node",
             );
         }
         let Some(there) = welcome.roce else {
@@ -400,12 +401,13 @@ fn greet(link: &Link, token: Option<&Token>) -> Result<Nonces, Error> {
         }
         (token::VERSION, true, false) => "it asks for a token: give the token file".into(),
         (token::VERSION, false, true) => {
-            "it asks for no token, but a token was given: this address belongs to another memory node, or it was \
-             started without one"
+            "it asks for no token, but a token was given: this address belongs to another memory \
+             node, or it was started without one"
                 .into()
         }
         (version, ..) => {
-            format!("it uses version {version} of the greeting, this program version {}", token::VERSION)
+            let ours = token::VERSION;
+            format!("it uses version {version} of the greeting, this program version {ours}")
         }
     };
     Err(Error::Refused { attempt: GREETING.into(), why })
@@ -419,7 +421,8 @@ fn open(link: &Link, opening: &Opening) -> Result<NodeHello, Error> {
         Reply::Welcome(welcome) => Err(Error::Refused {
             attempt: GREETING.into(),
             why: format!(
-                "it uses protocol version {}, this program version {VERSION}; use the same release on both sides",
+                "it uses protocol version {}, this program version {VERSION}; use the same \
+                 release on both sides",
                 welcome.version
             ),
         }),

@@ -9,8 +9,8 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::thread;
 
-use fabric::CompletionQueue;
-use fabric::executor::block_on;
+use verbs::CompletionQueue;
+use verbs::executor::block_on;
 
 /// A future that, once polled, always runs to completion. `undo` receives the result if the future
 /// was dropped.
@@ -65,7 +65,7 @@ impl<T: Send + 'static> Drop for Detached<T> {
 
 #[cfg(test)]
 mod tests {
-    use fabric::soft::SoftCq;
+    use rnic::nic::SoftCq;
     use std::future::{pending, ready};
     use std::sync::mpsc;
     use std::task::Waker;

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use fabric::PeerAddress;
-use fabric::soft::SoftNic;
 use parking_lot::{Condvar, Mutex};
+use rnic::nic::SoftNic;
+use verbs::PeerAddress;
 
 use super::control::ControlPlane;
 use crate::node::{MemoryNode, NodeThreads};

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-use fabric::{MemoryRegion, Nic, QpChange, Qpn, QueuePair};
 use parking_lot::Mutex;
+use verbs::{MemoryRegion, Nic, QpChange, Qpn, QueuePair};
 
 use super::Options;
 use super::access_qp::{AccessQp, AccessQpIndex, Group, Posted, Work};
@@ -67,7 +67,7 @@ pub(super) enum Origin {
 /// Maximum number of attempts to find the result of a failed request.
 const RECALLS: u32 = 4;
 
-/// Idle periods of [`Completer::IDLE`](fabric::completion::Completer::IDLE) without a completion
+/// Idle periods of [`Completer::IDLE`](verbs::completion::Completer::IDLE) without a completion
 /// after which the memory node is asked whether it still answers.
 const IDLE_PERIODS: u32 = 10;
 
@@ -206,8 +206,8 @@ impl<N: Nic> Inner<N> {
         Err(Error::OverBudget {
             attempt: "allocating a chunk".into(),
             why: format!(
-                "this compute node holds {held} chunks and its budget is {budget}: free some, or have the \
-                 operator raise --budget-chunks"
+                "this compute node holds {held} chunks and its budget is {budget}: free some, or \
+                 have the operator raise --budget-chunks"
             ),
             retry_after: Duration::ZERO,
         })
@@ -299,7 +299,7 @@ impl<N: Nic> Inner<N> {
         works: &[Work<'_>],
     ) -> Result<Posted<N>, Error> {
         match self.group(group).post(index, works) {
-            Err(Error::Verbs(fabric::Error::NotReady { .. })) => {
+            Err(Error::Verbs(verbs::Error::NotReady { .. })) => {
                 let access_qp = self.group(group).access_qp(index);
                 let epoch = *access_qp.epoch().read();
                 self.recover(access_qp, epoch)?;

@@ -5,7 +5,7 @@
 //!   use these QPs, regardless of the calling thread.
 //! - Ranges are checked before an operation is posted. The NIC checks them again.
 //! - Every operation exists as a future and as a blocking call. Blocking calls spin briefly, then
-//!   sleep; futures that run under [`fabric::executor::block_on`] must not make them.
+//!   sleep; futures that run under [`verbs::executor::block_on`] must not make them.
 
 mod access;
 mod access_qp;
@@ -24,10 +24,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-use fabric::executor::block_on;
-use fabric::soft::SoftNic;
-use fabric::{Access, Error as VerbsError, MemoryRegion, Nic};
 use parking_lot::Mutex;
+use rnic::nic::SoftNic;
+use verbs::executor::block_on;
+use verbs::{Access, Error as VerbsError, MemoryRegion, Nic};
 
 pub use batch::{Batch, Transfer};
 pub use buffer::Buffer;
@@ -50,6 +50,17 @@ use crate::wakeup::cores;
 use crate::{Error, Remote, Scheme, Settings, schemes};
 
 /// Options of a compute node's connection.
+///
+/// ```
+/// use pool::{EmbeddedNode, Options, Pool, Settings};
+///
+/// let settings = Settings { donate_bytes: 8 << 20, ..Settings::default() };
+/// let node = EmbeddedNode::start(&settings)?;
+/// let options = Options { groups: Some(1), ..Options::default() };
+/// let pool = Pool::embedded_in(&node.into(), options)?;
+/// assert_eq!(pool.groups(), 1);
+/// # Ok::<(), pool::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
     /// Number of QP groups; by default one per core.
@@ -67,6 +78,19 @@ impl Default for Options {
 
 /// A connection to a memory node; any number of threads can use it. Clones share the connection;
 /// dropping the last clone releases everything.
+///
+/// ```
+/// use pool::{Pool, Settings};
+///
+/// let pool = Pool::embedded(Settings { donate_bytes: 8 << 20, ..Settings::default() })?;
+/// let grant = pool.allocate_blocking()?;
+/// pool.write_blocking(&grant, 0, &1u64.to_be_bytes())?;
+/// assert_eq!(pool.compare_and_swap_blocking(&grant, 0, 1, 2)?, 1);
+/// assert_eq!(pool.fetch_and_add_blocking(&grant, 0, 5)?, 2);
+/// pool.free_blocking(grant)?;
+/// assert_eq!(pool.stats().frees, 1);
+/// # Ok::<(), pool::Error>(())
+/// ```
 pub struct Pool<N: Nic = SoftNic> {
     inner: Arc<Inner<N>>,
 }

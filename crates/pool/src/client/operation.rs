@@ -5,7 +5,7 @@ use std::pin::Pin;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 
-use fabric::{Completion, Nic, Status};
+use verbs::{Completion, Nic, Status};
 
 use super::Inner;
 use super::access_qp::{AccessQpIndex, Group, Posted, Work};

@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use fabric::DmaMemory;
 use parking_lot::Mutex;
+use verbs::DmaMemory;
 
 use super::array::Taker;
 use super::block::{Block, Layer, SECTION, SECTION_ORDER};

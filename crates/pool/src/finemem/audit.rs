@@ -1,6 +1,6 @@
 //! Consistency check of tree, logs and keys. No request may be in flight.
 
-use fabric::Nic;
+use verbs::Nic;
 
 use super::array::Taker;
 use super::block::{Block, SECTION};

@@ -9,8 +9,8 @@ use std::collections::HashMap;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use fabric::{Access, Key, MemoryRegion, Nic, Op, Remote, WorkRequest};
 use parking_lot::Mutex;
+use verbs::{Access, Key, MemoryRegion, Nic, Op, Remote, WorkRequest};
 
 use super::effort::{AttemptCost, EffortCounts};
 use super::header::User;
@@ -438,9 +438,9 @@ impl<N: Nic> ClientScheme for Client<N> {
             if let Some(grant) = self.try_allocate(attempt, group, order).await? {
                 return Ok(grant);
             }
-            // Blocks in quarantine may satisfy the request once the scan has ended, but other clients
-            // may take them first and free them again. So the client also retries if a block was free
-            // when the scan ended.
+            // Blocks in quarantine may satisfy the request once the scan has ended, but other
+            // clients may take them first and free them again. So the client also retries if a
+            // block was free when the scan ended.
             for _ in 0..SCAN_REQUESTS_MAX {
                 let (ended, free) = self.request_scan(attempt, order).await?;
                 if let Some(grant) = self.try_allocate(attempt, group, order).await? {

@@ -11,7 +11,7 @@
 //! A key is looked up in the function of the QP that presents it, so each client has access QPs to
 //! every function.
 
-use fabric::{Access, CqAttr, DeviceInfo, DmaMemory, Nic, QpAttr, QpChange, QueuePair, Receive};
+use verbs::{Access, CqAttr, DeviceInfo, DmaMemory, Nic, QpAttr, QpChange, QueuePair, Receive};
 
 use super::header::User;
 use super::layout::Shape;
@@ -70,8 +70,8 @@ impl<N: Nic> Function<N> {
         Ok(Self { nic, pd, memory, metadata, binder, binds })
     }
 
-    /// Creates a QP, to be connected, that serves a client's accesses to this function's windows. Guards compare
-    /// `user`.
+    /// Creates a QP, to be connected, that serves a client's accesses to this function's windows.
+    /// Guards compare `user`.
     pub fn create_access_qp(&self, user: Option<User>) -> Result<N::Qp, Error> {
         let attr = QpAttr {
             // The QP neither sends nor receives, so nothing completes in this CQ.

@@ -8,8 +8,8 @@
 
 use std::ops::Range;
 
-use fabric::wqe::Umr;
-use fabric::{
+use verbs::wqe::Umr;
+use verbs::{
     Access, Feature, Guards, Key, MemoryRegion, MemoryWindow, Nic, Op, QueuePair, Status,
     WorkRequest,
 };

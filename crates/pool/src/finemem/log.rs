@@ -18,7 +18,7 @@
 //! in finemem-paper (key, backup key); after a free (the former backup key, 0), until regeneration
 //! ```
 
-use fabric::Key;
+use verbs::Key;
 
 use super::block::{Block, Layer, SECTION_ORDER, SPAN_ORDER};
 use super::header::{PARTS_ORDER_MAX, Record, Timestamp, User};

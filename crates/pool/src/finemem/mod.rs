@@ -10,7 +10,7 @@
 //!                                         scan (CPU): rebind, clear, new key, clear bits
 //! ```
 //!
-//! - Scheme `premmap-onesided` is the same with a free array in place of the tree ([`array`]).
+//! - Scheme `premmap-onesided` is the same with a free array in place of the tree ([`mod@array`]).
 //! - [`header`], [`log`] and [`layout`] define the words; [`tree`] has the operations on them.
 //! - The metadata is accessible to each client's management QP through a type-2 window that is
 //!   bound to that QP. A process that has only access QPs cannot reach the metadata, whatever key

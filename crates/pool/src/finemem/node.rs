@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use fabric::{Access, CqAttr, DmaMemory, MemoryRegion, Nic, QueuePair};
+use verbs::{Access, CqAttr, DmaMemory, MemoryRegion, Nic, QueuePair};
 
 use super::allocation_view::{AllocationView, ClientsByUser};
 use super::function::{self, Function};

@@ -1,7 +1,7 @@
 //! The memory node's state for one client.
 
-use fabric::wqe::Umr;
-use fabric::{
+use verbs::wqe::Umr;
+use verbs::{
     Access, Completion, CompletionQueue, CqAttr, Key, MemoryRegion, MemoryWindow, Nic, Op, QpAttr,
     QpChange, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Status, WorkRequest,
 };

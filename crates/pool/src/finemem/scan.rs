@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Duration;
 
-use fabric::{Completion, CompletionKind, CompletionQueue, Key, Nic, QueuePair, Status, Zeros};
+use verbs::{Completion, CompletionKind, CompletionQueue, Key, Nic, QueuePair, Status, Zeros};
 
 use super::block::{Block, Layer, SECTION};
 use super::header::{CHUNKS, Header, User};
@@ -472,7 +472,7 @@ impl<N: Nic> Node<N> {
 
 #[cfg(test)]
 mod tests {
-    use fabric::soft::SoftNic;
+    use rnic::nic::SoftNic;
 
     use super::*;
     use crate::scheme::NodeScheme;

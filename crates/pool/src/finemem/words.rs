@@ -9,7 +9,7 @@ use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll, Waker};
 
-use fabric::{DmaMemory, PrefetchFor};
+use verbs::{DmaMemory, PrefetchFor};
 
 use super::layout::Word;
 use super::tree::Verbs;

@@ -25,7 +25,7 @@ impl NodeScheme for Stubborn {
     fn retire(&mut self, client: ClientId) -> Result<(), Error> {
         if self.refusals > 0 {
             self.refusals -= 1;
-            let verb = fabric::Error::Refused { verb: "modify_qp", why: "injected".into() };
+            let verb = verbs::Error::Refused { verb: "modify_qp", why: "injected".into() };
             return Err(verb.into());
         }
         self.here.remove(&client);

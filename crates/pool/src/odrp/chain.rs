@@ -39,8 +39,8 @@
 //! client breaks the QP of its reads or writes. The chain then holds an unmapped page
 //! ([`held_page`]).
 
-use fabric::wqe::{WQEBB, offset};
-use fabric::{Cqn, DmaMemory, MemoryRegion, Nic, Remote};
+use verbs::wqe::{WQEBB, offset};
+use verbs::{Cqn, DmaMemory, MemoryRegion, Nic, Remote};
 
 use super::read_chain::BEGUN;
 use super::table::{Gate, ROW_BYTES, image};
@@ -345,7 +345,7 @@ fn settle(program: &mut Program, w: &Wiring, at: u32, (from, delta, answers): (R
 /// Writes the answer of `slot`; `first_use` is the number of the first request that uses the slot.
 fn write_answer<N: Nic>(memory: &Memory<N>, w: &Wiring, slot: u32, first_use: u32) {
     w.write_front(slot, 0, |b| {
-        let page = fabric::Sge { addr: 0, len: PAGE_BYTES as u32, lkey: memory.chunks.key() };
+        let page = verbs::Sge { addr: 0, len: PAGE_BYTES as u32, lkey: memory.chunks.key() };
         b.rdma_write_imm(Remote::default(), &[page], crate::chain::REPLY_IMM);
     });
     w.write_front(slot, 1, |b| {

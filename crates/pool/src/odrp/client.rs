@@ -12,8 +12,8 @@
 
 use std::sync::Arc;
 
-use fabric::{Access as Rights, MemoryRegion, Nic, Remote};
 use parking_lot::Mutex;
+use verbs::{Access as Rights, MemoryRegion, Nic, Remote};
 
 use super::table::PAGES_MAX;
 use super::{PAGE_BYTES, PageOp, READ_BYTES, REPLY_BYTES, REQUEST_BYTES, status};

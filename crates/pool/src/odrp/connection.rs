@@ -1,8 +1,8 @@
 //! The memory node's state for one client, with the stages of closing and reclaiming it.
 
-use fabric::direct::{DirectNic, DirectQp};
-use fabric::wqe::Builder;
-use fabric::{MemoryRegion, QpChange, QueuePair, Remote};
+use verbs::direct::{DirectNic, DirectQp};
+use verbs::wqe::Builder;
+use verbs::{MemoryRegion, QpChange, QueuePair, Remote};
 
 use super::{REPLY_BYTES, chain};
 use crate::Error;

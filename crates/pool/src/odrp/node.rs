@@ -5,8 +5,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use fabric::direct::{DirectNic, DirectQp};
-use fabric::{
+use verbs::direct::{DirectNic, DirectQp};
+use verbs::{
     Access, Completion, CompletionQueue, CqAttr, Cqn, DmaMemory, MemoryRegion, QpAttr, QpChange,
     Qpn, QueuePair, Receive, ReceiveAttr, Remote, Status,
 };
@@ -32,6 +32,16 @@ use crate::{Error, Settings};
 const SCAN: u64 = 1 << 13;
 /// Maximum number of WQEs that a stopping worker flushes, per instance.
 const FLUSHED: u32 = 32;
+
+/// Requests in flight, if all compute nodes use all of their credits.
+pub(super) fn in_flight_max(settings: &Settings) -> u32 {
+    settings.clients_max * settings.credits
+}
+
+/// Entries of the CQ of faults: all workers may stop at once. The NIC's limit bounds them.
+pub(super) fn faults_max(settings: &Settings) -> u32 {
+    (in_flight_max(settings) * FLUSHED + 1024).min(1 << 21)
+}
 
 /// The scheme's memory-node side on the NIC `N`.
 pub struct Node<N: DirectNic> {
@@ -68,21 +78,20 @@ impl<N: DirectNic> Node<N> {
             chunks: settings.chunks() as u32,
             chunk_bytes: settings.chunk_bytes,
             group: 0,
-            in_flight: settings.clients_max * settings.credits,
+            in_flight: in_flight_max(&settings),
         };
         let (data, metadata) = (nic.alloc_pd()?, nic.alloc_pd()?);
         let memory = Memory::new(&nic, shape, &data, &metadata, &[], settings.kept_bytes())?;
         table::write_images(&memory);
         let steps = table::new_steps(&nic, &metadata, chain::ALLOCATE, chain::FREE)?;
         let counter = CqAttr { entries: 64, ignore_overrun: true };
-        let flushes = settings.clients_max * settings.credits * FLUSHED;
-        let entries = (flushes + 1024).min(1 << 21);
+        let entries = faults_max(&settings);
         let faults = nic.create_cq(CqAttr { entries, ignore_overrun: false })?;
         let events = Arc::new(CqEvents::new(&nic, &data, &faults)?);
         let (pushes, sink) = (nic.create_cq(counter.clone())?, nic.create_cq(counter)?);
         let slots = ReceiveAttr { entries: shape.slots(), max_sges: 1 };
         let push_queue = nic.create_srq(&metadata, slots)?;
-        let push_record = fabric::direct::DirectReceive::record(&push_queue);
+        let push_record = verbs::direct::DirectReceive::record(&push_queue);
         let push_record = nic.reg_mr(&metadata, &push_record, Access::REMOTE_ATOMIC)?;
         push_queue::fill(&memory, &push_queue);
         let pds = (&data, &metadata);
@@ -196,7 +205,7 @@ impl<N: DirectNic> Node<N> {
             access: AccessQps::new(request, access)?,
             bulletin: Remote {
                 addr: request.bulletin_addr,
-                rkey: fabric::Key(request.bulletin_rkey),
+                rkey: verbs::Key(request.bulletin_rkey),
             },
             stage: Stage::Closed,
             notify: false,

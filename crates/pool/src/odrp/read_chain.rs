@@ -28,8 +28,8 @@
 //! unfinished reads. The overwritten arguments can still name only pages of its own table and
 //! addresses in its own memory.
 
-use fabric::wqe::{WQEBB, offset};
-use fabric::{Cqn, MemoryRegion, Nic, Remote};
+use verbs::wqe::{WQEBB, offset};
+use verbs::{Cqn, MemoryRegion, Nic, Remote};
 
 use super::PAGE_BYTES;
 use crate::chain::layout::Memory;
@@ -114,7 +114,7 @@ fn write_instance<N: Nic>(
     }
 
     w.write_front(slot, 0, |b| {
-        let page = fabric::Sge { addr: 0, len: PAGE_BYTES as u32, lkey: memory.chunks.key() };
+        let page = verbs::Sge { addr: 0, len: PAGE_BYTES as u32, lkey: memory.chunks.key() };
         b.rdma_write_imm(Remote::default(), &[page], crate::chain::REPLY_IMM).signaled();
     });
     let mut arguments = Scatter::default();

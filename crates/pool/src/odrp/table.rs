@@ -19,9 +19,9 @@
 //! A gate is the first WQE of a part. An open gate executes the first step of the part. A closed
 //! gate is a NOP as large as the part, so the whole part is skipped.
 
-use fabric::direct::DirectNic;
-use fabric::wqe::opcode;
-use fabric::{Access, DmaMemory, MemoryRegion};
+use verbs::direct::DirectNic;
+use verbs::wqe::opcode;
+use verbs::{Access, DmaMemory, MemoryRegion};
 
 use super::{PageOp, status};
 use crate::Error;

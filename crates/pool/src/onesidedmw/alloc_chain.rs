@@ -19,9 +19,9 @@
 //! A WQE is fetched only after all earlier WQEs of its queue have taken effect, and each WQE is
 //! patched only by earlier WQEs.
 
-use fabric::direct::Ring;
-use fabric::wqe::{Umr, WQEBB, offset, opcode, umr};
-use fabric::{Access, Key, MemoryRegion, Nic, Qpn, Remote, Sge};
+use verbs::direct::Ring;
+use verbs::wqe::{Umr, WQEBB, offset, opcode, umr};
+use verbs::{Access, Key, MemoryRegion, Nic, Qpn, Remote, Sge};
 
 use super::layout::{self, AVAIL, DUMP_BYTES, Memory, entry, reply};
 use super::program::{Program, Scatter, Wiring, write_chain};

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use fabric::direct::DirectNic;
+use verbs::direct::DirectNic;
 
 use super::node::Node;
 use crate::Error;
@@ -57,16 +57,17 @@ pub fn check<N: DirectNic>(node: &Node<N>) -> Result<(), Error> {
         for key in memory.window_keys(i) {
             // The table's tag is the tag of the next bind; a bound window already has it.
             let info = node.nic.query_key(key)?;
-            if info.is_bound() != (owner != 0) {
+            if info.bound != (owner != 0) {
                 return Err(broken(format!(
                     "chunk {i} has owner {owner}, but its window {key} has {} bytes, bound to {:?}",
-                    info.len, info.bound_to
+                    info.len,
+                    info.bound_to()
                 )));
             }
-            if info.key != key {
+            let now = info.key(key.index());
+            if now != key {
                 return Err(broken(format!(
-                    "chunk {i}: the table has key {key}, but the NIC has {}",
-                    info.key
+                    "chunk {i}: the table has key {key}, but the NIC has {now}"
                 )));
             }
         }

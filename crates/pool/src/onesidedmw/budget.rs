@@ -1,6 +1,6 @@
 //! Enforces budgets in this scheme (OneSidedMW §4.4); [`crate::budget`] has the rules.
 
-use fabric::direct::DirectNic;
+use verbs::direct::DirectNic;
 
 use super::connection::{Connection, Management};
 use super::node::Node;
@@ -40,6 +40,7 @@ impl<N: DirectNic> Node<N> {
         let any = !over.is_empty();
         for (client, why) in over {
             let Some(mut c) = self.clients.remove(&client) else { continue };
+            tracing::warn!(client = client.0, why, "client suspended");
             c.meter.suspend(&budget, why, now);
             c.notify = true;
             let closed = self.close(client, &mut c);

@@ -8,7 +8,7 @@
 
 use std::sync::OnceLock;
 
-use fabric::{Access, Key, MemoryRegion, Nic, Qpn};
+use verbs::{Access, Key, MemoryRegion, Nic, Qpn};
 
 use super::layout::{reply, status};
 use crate::Error;

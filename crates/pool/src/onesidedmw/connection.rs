@@ -9,12 +9,10 @@
 
 use std::time::Duration;
 
-use fabric::direct::{DirectNic, DirectQp};
-use fabric::wqe::Builder;
-use fabric::{
-    Access, MemoryRegion, PeerAddress, QpAttr, QpChange, Qpn, QueuePair, Receive, Remote,
-};
 use rnic::bucket::TokenBucket;
+use verbs::direct::{DirectNic, DirectQp};
+use verbs::wqe::Builder;
+use verbs::{Access, MemoryRegion, PeerAddress, QpAttr, QpChange, Qpn, QueuePair, Receive, Remote};
 
 use super::node::Node;
 use super::program::{REPLY_BLOCKS, Wiring};
@@ -158,7 +156,7 @@ impl<N: DirectNic> Node<N> {
                 .into(),
         };
         let bulletin =
-            Remote { addr: request.bulletin_addr, rkey: fabric::Key(request.bulletin_rkey) };
+            Remote { addr: request.bulletin_addr, rkey: verbs::Key(request.bulletin_rkey) };
         let management = Management::Closed;
         let meter = Meter::new(&self.settings.budget);
         Ok(Connection {

@@ -19,10 +19,10 @@
 //!
 //! If #2 or #3 fails, nothing has been changed: the entry does not exist, or the sender does not
 //! own it. The worker is then in the error state. The memory node's CPU answers the requests in
-//! flight and rewrites the chain ([`super::repair`]).
+//! flight and rewrites the chain (`repair`).
 
-use fabric::wqe::{Umr, offset};
-use fabric::{DmaMemory, Key, MemoryRegion, Nic, Remote, Sge};
+use verbs::wqe::{Umr, offset};
+use verbs::{DmaMemory, Key, MemoryRegion, Nic, Remote, Sge};
 
 use super::layout::{self, DUMP_BYTES, Memory, entry, reply, tag_offset};
 use crate::chain::in_flight::InFlight;

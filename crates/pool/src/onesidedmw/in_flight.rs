@@ -9,9 +9,9 @@
 //! ([`InFlight`](crate::chain::in_flight::InFlight)), and a grant whose reply was not delivered has
 //! an owner that does not know of the grant ([`undelivered`]).
 
-use fabric::MemoryRegion;
-use fabric::direct::{DirectNic, DirectQp};
-use fabric::wqe::WQEBB;
+use verbs::MemoryRegion;
+use verbs::direct::{DirectNic, DirectQp};
+use verbs::wqe::WQEBB;
 
 use super::alloc_chain;
 use super::layout::{Memory, reply, status};

@@ -9,8 +9,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
-use fabric::direct::{DirectNic, DirectReceive};
-use fabric::{
+use verbs::direct::{DirectNic, DirectReceive};
+use verbs::{
     Access, Completion, CompletionQueue, CqAttr, Key, MemoryRegion, MemoryWindow, Qpn, QueuePair,
     ReceiveAttr, Status,
 };

@@ -6,8 +6,8 @@
 //!   push to the queue
 //! ```
 
-use fabric::QueuePair;
-use fabric::direct::DirectNic;
+use verbs::QueuePair;
+use verbs::direct::DirectNic;
 
 use super::connection::Connection;
 use super::node::Node;

@@ -11,8 +11,8 @@
 
 use std::time::Duration;
 
-use fabric::direct::{DirectNic, DirectQp};
-use fabric::{MemoryRegion, QpState, QueuePair};
+use verbs::direct::{DirectNic, DirectQp};
+use verbs::{MemoryRegion, QpState, QueuePair};
 
 use super::connection::{Connection, Management};
 use super::in_flight::undelivered;
@@ -203,7 +203,7 @@ impl<N: DirectNic> Node<N> {
         let guard_of = c.free.worker.qpn();
         while let Some(&entry) = c.reclaiming.last() {
             let guard = self.memory.window_keys(entry).next().expect("a group has a guard");
-            if self.nic.query_key(guard)?.bound_to == Some(guard_of) {
+            if self.nic.query_key(guard)?.bound_to() == Some(guard_of) {
                 return Ok(true);
             }
             c.reclaiming.pop();
@@ -257,8 +257,8 @@ impl<N: DirectNic> Node<N> {
     fn prepare_release(&self, i: u32) -> Result<(), Error> {
         self.memory.disown(i);
         for (j, key) in self.memory.window_keys(i).enumerate() {
-            let now = self.nic.query_key(key)?.key;
-            self.memory.set_tag(i, j, now.tag());
+            let tag = self.nic.query_key(key)?.tag;
+            self.memory.set_tag(i, j, tag);
         }
         Ok(())
     }

@@ -100,6 +100,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     use super::*;
+    use proptest::collection::vec;
     use proptest::prelude::*;
 
     fn read_all(inbox: &mut Inbox, from: &UnixStream) -> Vec<Read> {
@@ -168,8 +169,8 @@ mod tests {
     proptest! {
         #[test]
         fn messages_arrive_in_any_fragmentation(
-            messages in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 1..300), 0..6),
-            cuts in proptest::collection::vec(1usize..64, 1..20),
+            messages in vec(vec(any::<u8>(), 1..300), 0..6),
+            cuts in vec(1usize..64, 1..20),
         ) {
             let (mut a, b) = UnixStream::pair().unwrap();
             let bytes: Vec<u8> = messages.iter().flat_map(|m| frame(m)).collect();

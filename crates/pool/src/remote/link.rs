@@ -94,7 +94,8 @@ impl Link {
                 Ok(Read::Part) | Err(Errno::WOULDBLOCK | Errno::INTR) => Ok(None),
                 Ok(Read::End) => Err(CLOSED.into()),
                 Ok(Read::Invalid(len)) => Err(format!(
-                    "invalid message length {len}: the peer is not a memory node, or has another version"
+                    "invalid message length {len}: the peer is not a memory node, or has another \
+                     version"
                 )),
                 Err(e) => Err(format!("reading the memory node's answer: {e}")),
             },

@@ -3,9 +3,9 @@
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
 
-use fabric::{PairSecret, PathMtu, PeerAddress, Psn, Qpn, RemotePeer};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
+use verbs::{PairSecret, PathMtu, PeerAddress, Psn, Qpn, RemotePeer};
 
 /// UDP port and MTU of the NIC at one end of a control connection. Its IP address is that of the
 /// connection, so that neither end can direct packets to a third party.
@@ -25,7 +25,7 @@ impl RoceEnd {
             Ok(bytes) => bytes,
             Err(_) => rustix::net::sockopt::ipv6_mtu(&stream)?,
         };
-        let mtu = PathMtu::fitting(bytes).ok_or(Errno::MSGSIZE)?;
+        let mtu = rnic::wire::fitting_mtu(bytes).ok_or(Errno::MSGSIZE)?;
         Ok(Self { port, mtu })
     }
 }
@@ -126,12 +126,15 @@ mod tests {
             PeerAddress::Local(_) => panic!("a route leads to another host"),
         };
         let plain = peer(Start::Psn(Psn::new(9)));
-        assert_eq!(plain.check(), Ok(()));
+        assert_eq!(rnic::wire::check_peer(&plain), Ok(()));
         assert_eq!((plain.local, plain.sq_psn), (route.local, plain.rq_psn));
         assert!(!plain.fixed_port, "other NICs use varying ports");
-        let side = fabric::SecretSide::Asking;
+        let side = verbs::SecretSide::Asking;
         let secret = PairSecret { bytes: [1; 32], side, authenticated: true };
         let ours = peer(Start::Secret(secret));
-        assert_eq!((ours.check(), ours.secret, ours.fixed_port), (Ok(()), Some(secret), true));
+        assert_eq!(
+            (rnic::wire::check_peer(&ours), ours.secret, ours.fixed_port),
+            (Ok(()), Some(secret), true)
+        );
     }
 }

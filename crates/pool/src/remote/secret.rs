@@ -1,18 +1,18 @@
 //! Secrets for the QPs of two hosts, derived from their control connection.
 //!
 //! ```text
-//! secret of the connection   = HMAC-SHA256(token, "granary packets 1" S C)      S, C: the nonces
-//! secret of QPs              = HMAC-SHA256(that, "granary QPs 1" salt)          salt: 32 random bytes
-//! key, first PSN of each way = HMAC-SHA256(that, way, QP numbers)               see rnic::wire::mac
+//! secret of the connection   = HMAC-SHA256(token, "granary packets 1" S C)   S, C: the nonces
+//! secret of QPs              = HMAC-SHA256(that, "granary QPs 1" salt)       salt: 32 random bytes
+//! key, first PSN of each way = HMAC-SHA256(that, way, QP numbers)            see rnic::wire::mac
 //! ```
 //!
 //! Without a token the first HMAC key is empty. A third party that reads the control connection can
 //! then compute the secrets; a third party that cannot read it knows none of them. The compute node
 //! draws a salt at admission and each time it re-establishes QPs.
 
-use fabric::{PairSecret, SecretSide as End};
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
+use verbs::{PairSecret, SecretSide as End};
 
 use super::route::Start;
 use super::token::{Nonce, Nonces, Side, Token};

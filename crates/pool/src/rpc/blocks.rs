@@ -201,11 +201,15 @@ mod tests {
         #[test]
         fn free_halves_merge_into_their_block(
             chunks in 1u32..1500,
-            steps in prop::collection::vec((any::<bool>(), 0u32..10, any::<prop::sample::Index>()), 1..200),
+            steps in prop::collection::vec(
+                (any::<bool>(), 0u32..10, any::<prop::sample::Index>()),
+                1..200,
+            ),
         ) {
             let blocks = Blocks::new(chunks, 4096, true);
             let mut free = Free::all(blocks);
-            let whole: Vec<_> = { let mut all: Vec<_> = free.entries().collect(); all.sort_unstable(); all };
+            let mut whole: Vec<_> = free.entries().collect();
+            whole.sort_unstable();
             let mut taken = vec![false; chunks as usize];
             let mut held = Vec::new();
             for (take, order, which) in steps {

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use fabric::{Access, MemoryRegion, Nic};
+use verbs::{Access, MemoryRegion, Nic};
 
 use super::blocks::Blocks;
 use super::{Ask, Outcome, REPLY_BYTES, Reply, Request};
@@ -62,10 +62,13 @@ impl<N: Nic> Client<N> {
             Outcome::Done => Ok(reply),
             Outcome::Empty | Outcome::NoBlock => Err(Error::OutOfMemory { bytes: wanted }),
             Outcome::NotYours => Err(Error::NotYours { entry: reply.entry }),
-            Outcome::BadRequest => Err(wrong("the memory node could not decode the request".into())),
+            Outcome::BadRequest => {
+                Err(wrong("the memory node could not decode the request".into()))
+            }
             Outcome::Failed => Err(Error::Refused {
                 attempt: attempt.into(),
-                why: "the memory node's NIC could not bind the windows; check that the access QPs are connected"
+                why: "the memory node's NIC could not bind the windows; check that the access QPs \
+                      are connected"
                     .into(),
             }),
         }

@@ -30,13 +30,13 @@
 //! **MRs** belong to a PD: their key is valid on every QP of it. Therefore each compute node has a
 //! PD of its own, with its QPs and the MRs of its chunks. (The published forms share one PD and
 //! never invalidate a key of Static-MR; their strong isolation holds only for a chunk that never
-//! changes its owner.) `static-mr` registers up to [`regions::AHEAD`] chunks in advance in each
+//! changes its owner.) `static-mr` registers up to `regions::AHEAD` chunks in advance in each
 //! compute node's PD: when it is admitted, and when the CPU is idle. An allocation takes one of
 //! these. A free deregisters the MR, as in the other schemes. When no chunk is free, a chunk that
 //! is registered in advance for one compute node is allocated to another.
 //!
 //! **Sizes.** `premmap-rpc` and `ondemand-rpc` have blocks of every power of two of chunks
-//! ([`blocks`]); the other schemes have chunks only.
+//! (`blocks`); the other schemes have chunks only.
 //!
 //! **`premmap-rpc`** binds a window over every block in advance, so that an allocation only selects
 //! a block. The published form ("memory is premapped") has one region and one key, which stays
@@ -44,7 +44,7 @@
 //! dead, and the next key is valid.
 //!
 //! The CPU may have several cores ([`crate::Settings::cores`]). Each core has a CQ for requests and
-//! serves a part of the compute nodes; all cores share one [`table::Table`].
+//! serves a part of the compute nodes; all cores share one `table::Table`.
 //!
 //! ```text
 //! request (16 B)                       reply (64 B)
@@ -79,7 +79,7 @@ pub use node::Node;
 pub use table::ChunkState;
 pub use view::AllocationView;
 
-use fabric::Key;
+use verbs::Key;
 
 use crate::Error;
 use crate::info::{AccessKind, Allocator, Isolation, Need, ReleaseTime, Scheme, SchemeInfo, Sizes};

@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use fabric::{
+use parking_lot::{Mutex, MutexGuard};
+use verbs::{
     Access, CqAttr, Key, MemoryRegion, Nic, QpAttr, QpChange, QueuePair, Receive, ReceiveAttr,
     Remote,
 };
-use parking_lot::{Mutex, MutexGuard};
 
 use super::blocks::Blocks;
 use super::peer::Peer;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use fabric::{
+use verbs::{
     Completion, CompletionQueue, Error as VerbsError, Key, MemoryRegion, Nic, Op, QpChange,
     QueuePair, ReceiveRequest, Remote, Status, WorkRequest,
 };
@@ -93,7 +93,7 @@ impl<N: Nic> Peer<N> {
         }
     }
 
-    /// Writes "empty" to the bulletin, unless it says so already.
+    /// Writes "empty" to the bulletin, unless the bulletin has that state already.
     pub fn announce_empty(&mut self) {
         if !self.announced_empty && !self.broken {
             self.announced_empty = true;

@@ -1,7 +1,7 @@
 //! Memory regions as the mechanism that opens chunks: one region per allocated chunk, in the PD of
 //! its owner.
 
-use fabric::{Key, MemoryRegion, Nic};
+use verbs::{Key, MemoryRegion, Nic};
 
 /// Chunks that `static-mr` registers in advance per compute node: one to be allocated, and one for
 /// the time in which the next is registered.

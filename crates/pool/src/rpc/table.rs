@@ -4,7 +4,8 @@
 //! entry: a block of the donated memory, in most schemes a chunk (see `blocks`)
 //!
 //! free ──take──> owned ──start_free──> leaving ──release──> free
-//!   └─set aside for a compute node <──> (open for its owner: before its allocation, or after its free)
+//!   └─set aside for a compute node <──> (open for its owner: before its allocation, or after
+//!                                        its free)
 //! ```
 //!
 //! Invariants: each chunk lies in exactly one block that is free or owned. A free block is closed
@@ -13,7 +14,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use fabric::{Key, Nic};
+use verbs::{Key, Nic};
 
 use super::blocks::{Blocks, Free};
 use super::regions::Regions;
@@ -152,7 +153,8 @@ impl<N: Nic> Table<N> {
         Some(entry)
     }
 
-    /// Begins to free a block. False if the compute node does not own it or its free has with_start.
+    /// Begins to free a block. False if the compute node does not own the block, or if its free has
+    /// begun already.
     pub fn start_free(&mut self, entry: u32, client: ClientId) -> bool {
         match self.entries.get_mut(entry as usize) {
             Some(e) if e.owner == Owner::Client(client) && e.state == State::Owned => {
@@ -350,7 +352,7 @@ impl<N: Nic> Table<N> {
 mod tests {
     use super::*;
     use crate::rpc::regions::Regions;
-    use fabric::soft::SoftNic;
+    use rnic::nic::SoftNic;
 
     /// One core closes blocks that are set aside for a compute node while another core retires that
     /// node.

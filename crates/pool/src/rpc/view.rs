@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use fabric::{DmaMemory, MemoryRegion, Nic};
+use verbs::{DmaMemory, MemoryRegion, Nic};
 
 use super::table::ChunkState;
 use super::worker::Shared;

@@ -1,8 +1,8 @@
 //! Memory windows as the mechanism that opens chunks: a type-2 window per lane, or one type-1
 //! window.
 
-use fabric::wqe::Umr;
-use fabric::{Access, Key, MemoryRegion, MemoryWindow, Nic, Qpn};
+use verbs::wqe::Umr;
+use verbs::{Access, Key, MemoryRegion, MemoryWindow, Nic, Qpn};
 
 use super::blocks::Blocks;
 use crate::Error;

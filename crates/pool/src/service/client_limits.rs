@@ -8,6 +8,7 @@
 //! `OPENING_EACH`; further connections start without credit.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::net::IpAddr;
 use std::time::Duration;
 
@@ -35,6 +36,17 @@ pub enum PeerIdentity {
     Process(Peer),
     /// Another host, by its address, because its processes cannot be told apart.
     Host(IpAddr),
+}
+
+impl fmt::Display for PeerIdentity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Process(Peer::Process(pid)) => write!(f, "process:{pid}"),
+            Self::Process(Peer::Outside(inode)) => write!(f, "pidfd:{inode}"),
+            Self::Process(Peer::User(user)) => write!(f, "user:{user}"),
+            Self::Host(address) => write!(f, "host:{address}"),
+        }
+    }
 }
 
 /// The token buckets of all processes that are connected or were recently. Times are relative to

@@ -17,8 +17,8 @@
 //! - A compute node is identified by its pool connection and by the NIC session that owns its QPs.
 //!   When either closes, the service first revokes its keys and reclaims its chunks, then ends its
 //!   NIC session.
-//! - Requests of each process are rate-limited (`client_limits.rs`) by delaying reads; no request is
-//!   refused for that reason.
+//! - Requests of each process are rate-limited (`client_limits.rs`) by delaying reads; no request
+//!   is refused for that reason.
 //! - The control thread sleeps unless a process connects, sends a request or leaves.
 
 mod client_limits;
@@ -26,6 +26,7 @@ mod connection;
 mod connection_limits;
 mod control;
 mod nic;
+mod refusals;
 #[cfg(test)]
 mod tests;
 
@@ -37,8 +38,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use fabric::soft::SoftNic;
+use metrics::Samples;
 use parking_lot::Mutex;
+use rnic::nic::SoftNic;
 use rnic::port::shm::Host;
 use rustix::event::EventfdFlags;
 
@@ -65,19 +67,32 @@ pub(crate) struct Shared {
     gate: PauseGate,
     clock: ThreadClock,
     wakeups: AtomicU64,
-    /// An eventfd that wakes the control thread.
-    wake: OwnedFd,
+    wake: Arc<Wake>,
     failure: Mutex<Option<String>>,
     /// Errors that did not stop the memory node.
     trouble: Mutex<Trouble>,
     host: Host,
     node: MemoryNode<AnyNode<SoftNic>>,
     node_threads: NodeThreads,
-    /// Number of requests that wait for the memory node.
-    awaiting: AtomicUsize,
     /// See [`Epoll::fail`].
     #[cfg(test)]
     adds_to_fail: Arc<std::sync::atomic::AtomicU32>,
+}
+
+/// Wakes the control thread, also from the thread `granary-turn`, which owns nothing else of the
+/// service. If that thread owned [`Shared`], it could drop the last reference and join itself.
+pub(crate) struct Wake {
+    /// Registered with the control thread's epoll instance.
+    eventfd: OwnedFd,
+    /// Number of requests that wait for the memory node.
+    awaiting: AtomicUsize,
+}
+
+impl Wake {
+    fn wake(&self) {
+        // Never blocks. If the counter is full, the thread is awake already.
+        let _ = rustix::io::write(&self.eventfd, &1u64.to_ne_bytes());
+    }
 }
 
 impl Service {
@@ -103,39 +118,46 @@ impl Service {
         };
         let settings = Settings { paced: true, ..settings.clone() };
         let node = MemoryNode::new(AnyNode::new(&nic, &settings)?, settings);
-        let wake =
+        let (budget, scheme) = (&node.settings().budget, node.settings().scheme);
+        tracing::info!(
+            socket = %path.display(),
+            address = address.map(tracing::field::display),
+            %scheme,
+            chunks = node.settings().chunks(),
+            budget_requests_per_s = budget.requests_per_s,
+            budget_chunks = budget.chunks,
+            "memory node starts"
+        );
+        let eventfd =
             rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(
                 |e| Error::System { attempt: "creating an eventfd".into(), source: e.into() },
             )?;
+        let wake = Arc::new(Wake { eventfd, awaiting: AtomicUsize::new(0) });
         let epoll = Epoll::new().map_err(|e| Error::System {
             attempt: "creating the memory node's epoll instance".into(),
             source: e.into(),
         })?;
         #[cfg(test)]
         let adds_to_fail = epoll.fail.clone();
-        let sockets = ControlSockets::new(epoll, &wake, listener, remote)?;
+        let sockets = ControlSockets::new(epoll, &wake.eventfd, listener, remote)?;
         let node_threads = NodeThreads::start(&node)?;
         let shared = Arc::new(Shared {
             stop: AtomicBool::new(false),
             gate: PauseGate::default(),
             clock: ThreadClock::default(),
             wakeups: AtomicU64::new(0),
-            wake,
+            wake: wake.clone(),
             failure: Mutex::new(None),
             trouble: Mutex::default(),
             host,
             node: node.clone(),
             node_threads,
-            awaiting: AtomicUsize::new(0),
             #[cfg(test)]
             adds_to_fail,
         });
-        let weak = Arc::downgrade(&shared);
         node.on_poll(move || {
-            if let Some(shared) = weak.upgrade()
-                && shared.awaiting.load(Ordering::SeqCst) > 0
-            {
-                shared.wake();
+            if wake.awaiting.load(Ordering::SeqCst) > 0 {
+                wake.wake();
             }
         });
         let thread = thread::Builder::new()
@@ -145,6 +167,7 @@ impl Service {
                 move || {
                     shared.clock.adopt();
                     if let Err(e) = control::run(&shared, sockets) {
+                        tracing::error!(why = e.to_string(), "control thread ended");
                         *shared.failure.lock() = Some(e.to_string());
                     }
                     shared.clock.retire();
@@ -178,6 +201,13 @@ impl Service {
         self.shared.status()
     }
 
+    /// A source of [`Service::status`] for another thread. It keeps the state of the service alive:
+    /// drop it before the service.
+    pub fn status_source(&self) -> impl Fn() -> Result<Status, Error> + Send + use<> {
+        let shared = self.shared.clone();
+        move || shared.status()
+    }
+
     /// CPU time of the control threads, which is the memory node's CPU time.
     pub fn control_cpu(&self) -> Duration {
         self.shared.clock.read() + self.shared.node_threads.cpu_time()
@@ -192,7 +222,7 @@ impl Service {
     /// until [`Service::resume`]; the NIC continues.
     pub fn pause(&self) {
         self.shared.gate.close();
-        self.shared.wake();
+        self.shared.wake.wake();
         self.shared.gate.wait_closed();
         self.shared.node_threads.pause();
     }
@@ -211,7 +241,7 @@ impl Service {
     fn end(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
         self.shared.gate.open();
-        self.shared.wake();
+        self.shared.wake.wake();
         if let Some(thread) = self.thread.take() {
             // A panic of that thread is reported on stderr already.
             let _ = thread.join();
@@ -226,11 +256,6 @@ impl Drop for Service {
 }
 
 impl Shared {
-    fn wake(&self) {
-        // The write does not block. If the counter is at its maximum, a wake-up is pending already.
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
-    }
-
     fn status(&self) -> Result<Status, Error> {
         let nic = self.host.stats().map_err(nic_gone)?;
         let control = self.clock.read() + self.node_threads.cpu_time();
@@ -238,8 +263,11 @@ impl Shared {
         let (unretired, why) = self.node.unretired();
         let trouble = self.trouble.lock().clone();
         let trouble = Trouble { unretired, last: why.or(trouble.last.clone()), ..trouble };
+        let mut samples = Samples::default();
+        rnic::metrics::sample(&nic, &mut samples);
         Ok(Status {
             trouble,
+            nic_counters: samples.numbers(),
             uptime_ms: self.node.uptime().as_millis() as u64,
             control_cpu_ns: control.as_nanos() as u64,
             control_wakeups: wakeups,

@@ -18,12 +18,13 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use fabric::soft::SoftNic;
+use rnic::nic::SoftNic;
 use rnic::port::shm::socket::{self, PeerSocket};
-use rnic::port::shm::{Host, Session, SessionLimits};
+use rnic::port::shm::{Host, Peer, Session, SessionLimits};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
+use super::client_limits::PeerIdentity;
 use crate::Error;
 use crate::protocol::{self, Opening};
 use crate::socket::{Endpoint, Listener};
@@ -94,6 +95,7 @@ impl Drop for NicService {
 fn accept(host: &Host, listener: &Listener, stop: &OwnedFd) {
     let mut is_full = false;
     loop {
+        let was_full = is_full;
         let mut fds = [PollFd::new(stop, PollFlags::IN), PollFd::new(listener, PollFlags::IN)];
         // If accepting fails, the listener stays readable. Polling it would keep this thread from
         // sleeping.
@@ -120,11 +122,22 @@ fn accept(host: &Host, listener: &Listener, stop: &OwnedFd) {
             // No descriptor or memory is available: connections stay in the backlog.
             Err(_) => true,
         };
+        if is_full && !was_full {
+            tracing::warn!("no descriptor, memory or thread for a connection: it is tried again");
+        }
     }
 }
 
 /// Serves one attached process until its connection ends.
 fn serve_session(host: &Host, peer: PeerSocket) {
+    let process = PeerIdentity::Process(Peer::of(&peer));
+    tracing::debug!(peer = %process, "connection accepted");
+    let why = run_session(host, peer);
+    tracing::debug!(peer = %process, why, "connection closed");
+}
+
+/// Answers the requests of a process until its connection ends. Returns the reason for the end.
+fn run_session(host: &Host, peer: PeerSocket) -> &'static str {
     let mut limits = SessionLimits::default();
     limits.function.remote_peers = REMOTE_PEERS;
     let mut session = None;
@@ -132,12 +145,12 @@ fn serve_session(host: &Host, peer: PeerSocket) {
         let mut fds = [PollFd::new(&peer, PollFlags::IN)];
         match poll(&mut fds, None) {
             Ok(_) | Err(Errno::INTR) => {}
-            Err(_) => return,
+            Err(_) => return "waiting for a request failed",
         }
         let packet = match socket::receive(&peer) {
             Ok(Some(packet)) => packet,
             Err(Errno::WOULDBLOCK) => continue,
-            Ok(None) | Err(_) => return,
+            Ok(None) | Err(_) => return "the process closed it",
         };
         let Some(session) = &mut session else {
             let opening = protocol::decode::<Opening>("reading an opening", &packet.bytes);
@@ -147,7 +160,7 @@ fn serve_session(host: &Host, peer: PeerSocket) {
                     continue;
                 }
                 // Any other opening is an error: this socket serves only the NIC.
-                _ => return,
+                _ => return "it does not ask for the service `nic`",
             }
         };
         let (reply, descriptors) = session.handle(&packet.bytes, packet.descriptors);
@@ -155,14 +168,14 @@ fn serve_session(host: &Host, peer: PeerSocket) {
         // The socket's buffer has room for the reply, because the process sends one request at a
         // time.
         if socket::send(&peer, &reply, &descriptors).is_err() {
-            return;
+            return "the process does not read its replies";
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use fabric::Nic;
+    use verbs::Nic;
 
     use super::*;
 

@@ -41,6 +41,13 @@ fn failing_epoll_add_closes_one_connection() {
     assert!(trouble.last.is_some_and(|why| why.contains("No space left")));
 }
 
+/// The thread `granary-turn` would join itself if it ended the service.
+#[test]
+fn only_the_service_and_its_control_thread_can_end_the_service() {
+    let service = Service::start(&settings(), &Endpoint::Fresh).unwrap();
+    assert_eq!((Arc::strong_count(&service.shared), Arc::weak_count(&service.shared)), (2, 0));
+}
+
 #[test]
 fn cpu_time_includes_both_control_threads() {
     let service = Service::start(&settings(), &Endpoint::Fresh).unwrap();

@@ -6,9 +6,9 @@ use std::task::Poll;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use fabric::executor::block_on;
-use fabric::{Key, Status};
 use pool::{Error, Grant, GroupId, Lane, Options, Pool, Transfer};
+use verbs::executor::block_on;
+use verbs::{Key, Status};
 
 use crate::Setup;
 use crate::place::Node;

@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use fabric::executor::block_on;
 use pool::{Error, Grant, GroupId, Lane, Pool, Transfer, schemes};
+use verbs::executor::block_on;
 
 use crate::place::{How, Node, Place};
 

@@ -7,14 +7,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use fabric::soft::SoftNic;
-use fabric::{Access, CqAttr, Nic, QpAttr, QueuePair, Receive};
 use pool::protocol::{MAX_BYTES, Numbered, Reply, Request};
 use pool::{
     Budget, ConnectRequest, Endpoint, Error, GroupId, Options, Pool, Service, Settings, schemes,
 };
+use rnic::nic::SoftNic;
 use rnic::port::shm::Secret;
 use rnic::port::shm::socket::{receive, send};
+use verbs::{Access, CqAttr, Nic, QpAttr, QueuePair, Receive};
 
 mod place;
 mod silence;

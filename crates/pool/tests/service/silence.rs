@@ -5,12 +5,12 @@ use std::os::unix::fs::symlink;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use fabric::Nic;
-use fabric::soft::SoftNic;
 use pool::protocol::{Numbered, Opening, Reply, Request};
 use pool::{Endpoint, Options, Pool, Service, Settings, schemes};
+use rnic::nic::SoftNic;
 use rnic::port::shm::socket::{receive, send};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use verbs::Nic;
 
 use crate::place::{Raw, check_whole, connect, service, settings};
 

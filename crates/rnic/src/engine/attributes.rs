@@ -1,14 +1,16 @@
 //! Control verbs that change and describe objects.
 
-use super::{Core, Engine};
+use super::{Core, Engine, RDMA_BYTES_MAX};
 use crate::engine::qp::Peer;
+use crate::engine::queue::{CQ_ENTRIES_MAX, RECV_ENTRIES_WIDE_MAX, SEND_BLOCKS_MAX};
 use crate::error::{Error, Object};
-use crate::ids::{Access, Cqn, FunctionId, Key, KeyIndex, Qpn, Srqn};
-use crate::memory::DmaMemory;
-use crate::verbs::{
-    AsyncEvent, DeviceInfo, Event, KeyInfo, QpChange, QpInfo, QpState, RegionChange, SrqInfo,
+use crate::spec::{Event, QpDescription, RegionChange};
+use verbs::direct::{KeyInfo, Progress};
+use verbs::wqe::MAX_SEGMENTS;
+use verbs::{
+    Access, AsyncEvent, Cqn, DeviceInfo, DmaMemory, FunctionId, Key, KeyIndex, PeerAddress,
+    QpChange, QpInfo, QpState, Qpn, SrqInfo, Srqn,
 };
-use crate::wire::PeerAddress;
 
 impl Engine {
     // --- the function --------------------------------------------------------------------------
@@ -17,7 +19,7 @@ impl Engine {
     pub fn query_device(&self, f: FunctionId) -> Result<DeviceInfo, Error> {
         let core = &self.core;
         let own = core.functions.get(&f).ok_or(Error::Unknown(Object::Function(f)))?.limits.clone();
-        let (nic, caps) = (&core.limits, self.caps());
+        let nic = &core.limits;
         Ok(DeviceInfo {
             pds: own.pds.min(nic.pds),
             qps: own.qps.min(nic.qps),
@@ -28,12 +30,12 @@ impl Engine {
             functions: own.functions.min(nic.owner_functions.saturating_sub(1)) + 1,
             registered_bytes: own.registered_bytes,
             ring_bytes: own.ring_bytes,
-            send_blocks: caps.send_blocks_max,
-            recv_entries: caps.recv_entries_wide_max,
-            cq_entries: caps.cq_entries_max,
-            sges: caps.rdma_sges_max,
-            rdma_bytes: caps.rdma_bytes_max,
-            send_bytes: caps.send_bytes_max,
+            send_blocks: SEND_BLOCKS_MAX,
+            recv_entries: RECV_ENTRIES_WIDE_MAX,
+            cq_entries: CQ_ENTRIES_MAX,
+            sges: MAX_SEGMENTS as u32 - 2,
+            rdma_bytes: RDMA_BYTES_MAX,
+            send_bytes: nic.send_bytes_max,
         })
     }
 
@@ -139,23 +141,27 @@ impl Engine {
     }
 
     /// Describes a QP.
-    pub fn query_qp(&self, f: FunctionId, qpn: Qpn) -> Result<QpInfo, Error> {
+    pub fn query_qp(&self, f: FunctionId, qpn: Qpn) -> Result<QpDescription, Error> {
         let qp = self.core.qp(f, qpn)?;
         let recv = qp.recv.and_then(|n| self.core.recvs.get(n));
-        Ok(QpInfo {
-            state: qp.state,
-            peer: match qp.peer {
-                Peer::None => Qpn::NONE,
-                Peer::Local(qpn) | Peer::Remote(qpn) => qpn,
+        Ok(QpDescription {
+            info: QpInfo {
+                state: qp.state,
+                peer: match qp.peer {
+                    Peer::None => Qpn::NONE,
+                    Peer::Local(qpn) | Peer::Remote(qpn) => qpn,
+                },
+                access: qp.access,
+                send_blocks: qp.send.as_ref().map_or(0, |s| s.blocks()),
+                recv_entries: recv.filter(|_| !qp.recv_shared).map_or(0, |r| r.entries()),
             },
-            send_consumer: qp.send.as_ref().map_or(0, |s| s.consumer),
-            send_limit: qp.send.as_ref().map_or(0, |s| s.limit),
-            recv_consumer: recv.map_or(0, |r| r.consumer),
-            recv_limit: recv.map_or(0, |r| r.limit()),
-            executed: qp.executed,
-            access: qp.access,
-            send_blocks: qp.send.as_ref().map_or(0, |s| s.blocks()),
-            recv_entries: recv.filter(|_| !qp.recv_shared).map_or(0, |r| r.entries()),
+            progress: Progress {
+                send_consumer: qp.send.as_ref().map_or(0, |s| s.consumer),
+                send_limit: qp.send.as_ref().map_or(0, |s| s.limit),
+                recv_consumer: recv.map_or(0, |r| r.consumer),
+                recv_limit: recv.map_or(0, |r| r.limit()),
+                executed: qp.executed,
+            },
         })
     }
 }

@@ -10,11 +10,11 @@ use super::{Core, Engine, Function, Pd};
 use crate::engine::qp::{Peer, Qp};
 use crate::engine::queue::{CompletionQueue, RecvQueue, SendQueue};
 use crate::error::{Error, Object};
-use crate::ids::{Access, Cqn, FunctionId, Key, Pdn, Qpn, Srqn};
 use crate::key_namespaces::{KeyNamespaces, Namespace};
-use crate::memory::DmaMemory;
-use crate::verbs::{CqSpec, FunctionLimits, GuardSpec, MwKind, QpSpec, QpState, Recv, RecvSpec};
+use crate::limits::FunctionLimits;
+use crate::spec::{CqSpec, GuardSpec, QpSpec, Recv, RecvSpec};
 use std::collections::HashSet;
+use verbs::{Access, Cqn, DmaMemory, FunctionId, Key, MwKind, Pdn, QpState, Qpn, Srqn};
 
 impl Engine {
     // --- functions -----------------------------------------------------------------------------
@@ -189,7 +189,7 @@ impl Engine {
 
     // --- completion queues ---------------------------------------------------------------------
 
-    /// Creates a CQ. Its owner has filled the ring with invalid entries ([`crate::cqe::clear`]):
+    /// Creates a CQ. Its owner has filled the ring with invalid entries ([`verbs::cqe::clear`]):
     /// the NIC does not access the ring before the first completion, so the cost does not depend on
     /// its size.
     pub fn create_cq(&mut self, f: FunctionId, spec: CqSpec) -> Result<Cqn, Error> {

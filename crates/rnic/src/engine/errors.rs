@@ -1,9 +1,9 @@
 //! The error state of QPs: transitions to it, their events, and the flush of outstanding work.
 
 use super::Core;
-use crate::cqe::{self, Cqe, Syndrome};
-use crate::ids::Qpn;
-use crate::verbs::{AsyncEvent, Event, QpState};
+use crate::spec::Event;
+use verbs::cqe::{self, Cqe, Syndrome};
+use verbs::{AsyncEvent, QpState, Qpn};
 
 impl Core {
     /// Moves a QP to Error. With a syndrome (one of its own WQEs failed), an event is raised for

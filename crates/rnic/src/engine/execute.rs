@@ -6,12 +6,11 @@
 use super::Core;
 use super::local_wqe::{Fault, LocalWqe};
 use super::respond::{Delivery, Message, RemoteAccess};
-use crate::cqe::Syndrome;
 use crate::dma::{Span, copy_lists};
 use crate::engine::queue::Waiting;
-use crate::ids::Access;
-use crate::verbs::QpState;
-use crate::wqe::{Control, Remote, Sge, Sges, Umr, Wqe, decode};
+use verbs::cqe::Syndrome;
+use verbs::wqe::{Control, Remote, Sge, Sges, Umr, Wqe, decode};
+use verbs::{Access, QpState};
 
 /// Progress of a WQE.
 pub(super) enum Progress {

@@ -6,11 +6,10 @@
 use super::Core;
 use crate::engine::qp::Peer;
 use crate::engine::queue::Fetched;
-use crate::ids::{Access, FunctionId, Key, Qpn};
 use crate::key_namespaces::KeyNamespaces;
 use crate::protection::KeyRange;
-use crate::verbs::QpState;
-use crate::wqe::{Sges, Wqe, decode};
+use verbs::wqe::{Sges, Wqe, decode};
+use verbs::{Access, FunctionId, Key, QpState, Qpn};
 
 /// The memory of the peer that the next WQE of a QP accesses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -1,11 +1,11 @@
 //! The WQE in execution: its QP's attributes, and the cause of its failure.
 
 use super::qp::{Peer, Qp};
-use crate::cqe::Syndrome;
-use crate::ids::{Cqn, FunctionId, Pdn, Qpn};
 use crate::key_namespaces::Namespace;
 use crate::protection::{ExecutingQp, Refusal};
-use crate::wqe::{Control, SE_SOLICITED};
+use verbs::cqe::Syndrome;
+use verbs::wqe::{Control, SE_SOLICITED};
+use verbs::{Cqn, FunctionId, Pdn, Qpn};
 
 /// The QP whose WQE is executed, with the attributes that the execution needs.
 #[derive(Clone, Copy)]

@@ -48,24 +48,19 @@ pub(crate) mod tests;
 
 use crate::dma::SpanList;
 use crate::engine::qp::Qp;
-use crate::engine::queue::{
-    CQ_ENTRIES_MAX, CompletionQueue, Fetched, RECV_ENTRIES_MAX, RECV_ENTRIES_WIDE_MAX,
-    RECV_STRIDE_MAX, RecvQueue, SEND_BLOCKS_MAX,
-};
-use crate::ids::{Cqn, FunctionId, KeyIndex, Qpn};
+use crate::engine::queue::{CompletionQueue, Fetched, RECV_STRIDE_MAX, RecvQueue};
 use crate::key_namespaces::{KeyNamespaces, Namespace};
+use crate::limits::{FunctionLimits, Limits};
+use crate::spec::{Event, Stats};
 use crate::table::Table;
-use crate::verbs::{
-    AsyncEvent, AtomicOrder, AtomicScope, Caps, Event, FunctionLimits, Limits, Stats,
-};
 use crate::wire::{Outbox, WireStats};
-use crate::wqe::MAX_SEGMENTS;
 pub use inspect::{Reachability, Target};
 pub use remote::AckDelay;
 use scheduler::Scheduler;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 pub use stepped::{Next, NextKind, StepOutcome};
+use verbs::{AsyncEvent, Cqn, FunctionId, KeyIndex, Qpn};
 
 /// Maximum length in bytes of a READ or WRITE (IBTA vol. 1, §9.7).
 const RDMA_BYTES_MAX: u64 = 1 << 31;
@@ -177,27 +172,6 @@ impl Engine {
             limits,
         };
         Self { core, wqe: Box::new(Fetched::new()) }
-    }
-
-    /// Returns the capabilities of this NIC.
-    pub fn caps(&self) -> Caps {
-        Caps {
-            atomic_order: AtomicOrder::BigEndian,
-            atomic_scope: AtomicScope::Global,
-            managed_queues: true,
-            mw_type2: true,
-            mw_type1: true,
-            mw_guarded: true,
-            send_blocks_max: SEND_BLOCKS_MAX,
-            recv_entries_max: RECV_ENTRIES_MAX,
-            recv_entries_wide_max: RECV_ENTRIES_WIDE_MAX,
-            recv_stride_max: RECV_STRIDE_MAX,
-            cq_entries_max: CQ_ENTRIES_MAX,
-            rdma_sges_max: MAX_SEGMENTS as u32 - 2,
-            rdma_bytes_max: RDMA_BYTES_MAX,
-            send_bytes_max: self.core.limits.send_bytes_max,
-            keys_max: self.core.limits.keys,
-        }
     }
 
     /// Handles a send doorbell: the unmanaged send queue of `qpn` has WQEs up to building-block

@@ -15,13 +15,14 @@ use super::execute::Progress;
 use super::local_wqe::{Fault, LocalWqe};
 use super::qp_list::InList;
 use super::{Core, EMPTY_QUANTUM_WORK, WQE_WORK};
-use crate::cqe::{self, Cqe, Syndrome};
 use crate::engine::qp::Qp;
 use crate::engine::queue::Fetched;
-use crate::ids::{Cqn, Qpn, Srqn};
-use crate::verbs::{AsyncEvent, Event, Limits, QpState};
-use crate::wqe::Control;
+use crate::limits::Limits;
+use crate::spec::Event;
 use std::sync::atomic::{Ordering, fence};
+use verbs::cqe::{self, Cqe, Syndrome};
+use verbs::wqe::Control;
+use verbs::{AsyncEvent, Cqn, QpState, Qpn, Srqn};
 
 /// Outcome of a step of a QP.
 pub(super) enum Step {

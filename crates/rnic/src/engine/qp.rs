@@ -15,9 +15,8 @@ use super::qp_list::{InList, Linked, Links};
 use super::queue::{Fetched, SendQueue};
 use super::remote::connection::Connection;
 use crate::error::Error;
-use crate::ids::{Access, Cqn, FunctionId, Pdn, Qpn};
 use crate::key_namespaces::Namespace;
-use crate::verbs::{QpChange, QpState};
+use verbs::{Access, Cqn, FunctionId, Pdn, QpChange, QpState, Qpn};
 
 /// The peer of a QP.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

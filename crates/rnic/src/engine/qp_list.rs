@@ -4,8 +4,8 @@
 //! and allocate no memory. Otherwise a function with many QPs could slow down the WQEs of other
 //! functions. A QP is in at most one list.
 
-use crate::ids::{Cqn, Qpn};
 use crate::table::Table;
+use verbs::{Cqn, Qpn};
 
 /// A table entry that can be in a list.
 pub(crate) trait Linked {

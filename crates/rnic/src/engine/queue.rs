@@ -5,14 +5,13 @@
 //! records) are taken modulo the ring, so that a wrong value harms only the owner.
 
 use super::qp_list::QpList;
-use crate::cqe::{self, Cqe};
 use crate::dma::Span;
 use crate::error::Error;
-use crate::ids::{Cqn, FunctionId, Pdn};
-use crate::memory::{DmaMemory, PrefetchFor};
-use crate::verbs::{CqSpec, RecvSpec, SendSpec};
-use crate::wqe::{Control, SEGMENT, WQEBB};
+use crate::spec::{CqSpec, RecvSpec, SendSpec};
 use std::sync::atomic::Ordering;
+use verbs::cqe::{self, Cqe};
+use verbs::wqe::{Control, SEGMENT, WQEBB};
+use verbs::{Cqn, DmaMemory, FunctionId, Pdn, PrefetchFor};
 
 /// Maximum building blocks of a send ring: half the range of its 16-bit index.
 pub(crate) const SEND_BLOCKS_MAX: u32 = 1 << 15;
@@ -32,12 +31,12 @@ pub(crate) const COUNT_MASK: u32 = 0xff_ffff;
 
 /// A fetched WQE: copied out of the ring once, as a whole.
 pub(crate) struct Fetched {
-    bytes: [u8; crate::wqe::MAX_BYTES],
+    bytes: [u8; verbs::wqe::MAX_BYTES],
 }
 
 impl Fetched {
     pub fn new() -> Self {
-        Self { bytes: [0; crate::wqe::MAX_BYTES] }
+        Self { bytes: [0; verbs::wqe::MAX_BYTES] }
     }
 
     #[inline]
@@ -360,7 +359,7 @@ impl CompletionQueue {
         }
         let at = (self.count & (self.entries - 1)) as u64 * cqe::CQE as u64;
         let owner = (self.count / self.entries) & 1;
-        cqe.store(self.ring.part(at, cqe::CQE as u64), owner as u8);
+        store(cqe, self.ring.part(at, cqe::CQE as u64), owner as u8);
         let ahead =
             (self.count.wrapping_add(PREFETCH_AHEAD) & (self.entries - 1)) as u64 * cqe::CQE as u64;
         self.ring.prefetch(ahead, PrefetchFor::Write);
@@ -437,4 +436,14 @@ fn check_memory(
         return Err(Error::Argument { what, value: memory.addr(), must });
     }
     Ok(())
+}
+
+/// Stores an entry in a CQ's ring. The word that makes the entry valid is stored last.
+#[inline]
+fn store(cqe: &Cqe, entry: Span, owner: u8) {
+    let [a, b, c, last] = cqe.words(owner);
+    entry.store_be64(32, a, Ordering::Relaxed);
+    entry.store_be64(40, b, Ordering::Relaxed);
+    entry.store_be64(48, c, Ordering::Relaxed);
+    entry.store_be64(56, last, Ordering::Release);
 }

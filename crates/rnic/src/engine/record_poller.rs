@@ -6,8 +6,7 @@
 //! of polled queues does not change the cost of a `poll`.
 
 use super::Core;
-use crate::ids::Qpn;
-use crate::verbs::QpState;
+use verbs::{QpState, Qpn};
 
 /// Minimum and maximum interval between two polling rounds over unchanged receive records, while
 /// nothing else makes the NIC run. The interval doubles after each round.

@@ -5,14 +5,14 @@
 
 use super::Core;
 use super::local_wqe::{Fault, LocalWqe};
-use crate::cqe::{self, Cqe, Syndrome};
 use crate::dma::{Span, copy_lists};
 use crate::engine::qp::{Peer, Qp};
 use crate::engine::queue::Waiting;
-use crate::ids::{Access, Cqn, Key, Pdn, Qpn};
 use crate::key_namespaces::Namespace;
 use crate::protection::{AccessingQp, ExecutingQp, Refusal};
-use crate::wqe::{INVALID_LKEY, SEGMENT, Sge};
+use verbs::cqe::{self, Cqe, Syndrome};
+use verbs::wqe::{INVALID_LKEY, SEGMENT, Sge};
+use verbs::{Access, Cqn, Key, Pdn, Qpn};
 
 /// The QP that responds to a requester, in a state to respond.
 #[derive(Clone, Copy)]
@@ -108,7 +108,7 @@ impl Core {
     pub fn admit(
         &mut self,
         to: &RemoteAccess,
-        at: crate::wqe::Remote,
+        at: verbs::wqe::Remote,
         len: u64,
         need: Access,
     ) -> Result<Span, Fault> {
@@ -120,7 +120,7 @@ impl Core {
     pub fn check(
         &self,
         to: &RemoteAccess,
-        at: crate::wqe::Remote,
+        at: verbs::wqe::Remote,
         len: u64,
         need: Access,
     ) -> Result<Span, Refusal> {

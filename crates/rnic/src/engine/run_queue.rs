@@ -7,7 +7,7 @@ use super::Core;
 use super::qp::Peer;
 use super::qp_list::{InList, QpList};
 use super::queue::Waiting;
-use crate::ids::{Cqn, Qpn};
+use verbs::{Cqn, Qpn};
 
 impl Core {
     /// Appends a QP that is in no list to its function's ready QPs.

@@ -22,7 +22,7 @@
 //! excess of the first.
 
 use super::qp_list::QpList;
-use crate::verbs::Limits;
+use crate::limits::Limits;
 use std::collections::VecDeque;
 
 /// The scheduler's state of one function.

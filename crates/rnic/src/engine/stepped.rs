@@ -9,9 +9,8 @@ use super::Core;
 use super::qp_list::InList;
 use crate::engine::qp::{Peer, Qp};
 use crate::engine::queue::Fetched;
-use crate::ids::{Cqn, Qpn};
-use crate::verbs::QpState;
-use crate::wqe::{Wqe, decode};
+use verbs::wqe::{Wqe, decode};
+use verbs::{Cqn, QpState, Qpn};
 
 /// The next operation of a QP. The QP's owner may still change the ring before the operation is
 /// executed.
@@ -159,7 +158,7 @@ impl Core {
             _ => (send.fetch(wqe), 0),
         };
         let slice = |bytes: u64| (bytes - done.min(bytes)).min(self.slice);
-        let is_inline = |sges: &crate::wqe::Sges<'_>| matches!(sges, crate::wqe::Sges::Inline(_));
+        let is_inline = |sges: &verbs::wqe::Sges<'_>| matches!(sges, verbs::wqe::Sges::Inline(_));
         let kind = match decode(&ctrl, wqe.bytes()) {
             Err(_) | Ok(Wqe::Nop) => NextKind::Nop,
             Ok(Wqe::Send { from, .. }) => {
@@ -230,7 +229,7 @@ impl Core {
         self.leave(qpn);
         let stepped = match self.execute(&me, &ctrl, wqe.bytes(), 0) {
             Ok(Progress::Done(_) | Progress::Part(_)) => {
-                self.fail(qpn, &ctrl, crate::cqe::Syndrome::RetryExceeded.into());
+                self.fail(qpn, &ctrl, verbs::cqe::Syndrome::RetryExceeded.into());
                 StepOutcome::Failed
             }
             Ok(Progress::Blocked { on, .. }) => {
@@ -259,7 +258,7 @@ impl Core {
         let Some(send) = send else { return StepOutcome::Nothing };
         let ctrl = send.fetch(wqe);
         self.leave(qpn);
-        self.fail(qpn, &ctrl, crate::cqe::Syndrome::RetryExceeded.into());
+        self.fail(qpn, &ctrl, verbs::cqe::Syndrome::RetryExceeded.into());
         self.report_completed(completed);
         StepOutcome::Failed
     }

@@ -8,11 +8,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::engine::Engine;
 use crate::error::Error;
-use crate::ids::{Access, Cqn, FunctionId, Key, KeyIndex, Pdn, Qpn, Srqn};
-use crate::memory::DmaMemory;
-use crate::verbs::{
-    AsyncEvent, CqSpec, DeviceInfo, GuardSpec, KeyInfo, MwKind, QpChange, QpInfo, QpSpec, Recv,
-    RecvSpec, RegionChange, SendSpec, SrqInfo,
+use crate::spec::{
+    CqSpec, GuardSpec, QpDescription, QpSpec, Recv, RecvSpec, RegionChange, SendSpec,
+};
+use verbs::direct::KeyInfo;
+use verbs::{
+    Access, Cqn, DeviceInfo, DmaMemory, Events, FunctionId, Key, KeyIndex, MwKind, Pdn, QpChange,
+    Qpn, SrqInfo, Srqn,
 };
 
 /// Maximum windows that one [`Verb::AllocMws`] allocates, so that their keys fit one message.
@@ -270,7 +272,7 @@ pub enum Reply {
     /// The protection table's entry for a key.
     KeyInfo(KeyInfo),
     /// The state of a queue pair.
-    QpInfo(QpInfo),
+    QpInfo(QpDescription),
     /// The state of a shared receive queue.
     SrqInfo(SrqInfo),
     /// The limits and capabilities of the function.
@@ -279,16 +281,6 @@ pub enum Reply {
     Events(Events),
     /// A count.
     Count(u32),
-}
-
-/// Asynchronous events of a function, oldest first.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Events {
-    /// The events.
-    pub events: Vec<AsyncEvent>,
-    /// Number of older events that were dropped since the previous reply because the queue was
-    /// full.
-    pub lost: u32,
 }
 
 impl Verb<DmaMemory> {
@@ -505,7 +497,7 @@ impl<M> QpVerb<M> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::verbs::Limits;
+    use crate::limits::Limits;
 
     #[test]
     fn verb_rejects_more_windows_than_fit_a_message() {

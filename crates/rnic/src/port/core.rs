@@ -12,9 +12,9 @@ use super::events::{EventQueues, EventWord};
 use super::sleeper::{Environment, Sleeper};
 use super::wakes::Wakes;
 use crate::engine::Engine;
-use crate::ids::{Cqn, FunctionId};
-use crate::memory::DmaMemory;
-use crate::verbs::{Event, Limits};
+use crate::limits::Limits;
+use crate::spec::Event;
+use verbs::{Cqn, DmaMemory, FunctionId};
 
 /// Offset, in a CQ's record, of the armed word: non-zero while a thread sleeps on the CQ.
 pub const ARMED: usize = 4;

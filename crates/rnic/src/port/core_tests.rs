@@ -2,7 +2,7 @@ use std::sync::atomic::Ordering;
 
 use super::super::test_queue::TestQueue;
 use super::*;
-use crate::verbs::AsyncEvent;
+use verbs::AsyncEvent;
 
 const F: FunctionId = FunctionId::PHYSICAL;
 
@@ -57,7 +57,7 @@ fn destroyed_srq_has_no_events() {
 #[test]
 fn removed_function_leaves_no_state() {
     let (mut core, other) = with_queue();
-    let f = core.engine.add_function(crate::verbs::FunctionLimits::default()).unwrap();
+    let f = core.engine.add_function(crate::limits::FunctionLimits::default()).unwrap();
     let q = TestQueue::new(|verb| core.execute(f, verb).unwrap());
     core.events.push(f, AsyncEvent::LastWqeReached { qpn: q.qpn });
     let sleeper = core.sleepers[&q.cqn].clone();

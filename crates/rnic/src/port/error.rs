@@ -23,8 +23,8 @@ pub enum Error {
     },
     /// Memory that a NIC in another process cannot access.
     #[error(
-        "{len} bytes at {addr:#x} were not allocated by this function's `alloc_dma`: the NIC cannot \
-         access them"
+        "{len} bytes at {addr:#x} were not allocated by this function's `alloc_dma`: the NIC \
+         cannot access them"
     )]
     NotDma {
         /// First address.

@@ -19,12 +19,10 @@ use std::time::Duration;
 
 use rustix::thread::futex;
 
-use super::control::{EVENTS_MAX, Events, Verb};
+use super::control::{EVENTS_MAX, Verb};
 use super::handshake;
 use super::sleeper::Sleeper;
-use crate::ids::FunctionId;
-use crate::memory::DmaMemory;
-use crate::verbs::AsyncEvent;
+use verbs::{AsyncEvent, DmaMemory, Events, FunctionId};
 
 /// Maximum queued events of a function. A further event drops the oldest.
 const QUEUE_MAX: usize = 1024;
@@ -132,9 +130,9 @@ impl EventQueues {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ids::{Cqn, Qpn, Srqn};
     use crate::port::sleeper::Environment;
     use crate::port::wakes::Wakes;
+    use verbs::{Cqn, Qpn, Srqn};
 
     fn event(n: u32) -> AsyncEvent {
         AsyncEvent::LastWqeReached { qpn: Qpn::new(n) }
@@ -169,7 +167,7 @@ mod tests {
     fn destroying_an_object_removes_only_its_own_events() {
         let f = FunctionId::PHYSICAL;
         let (qpn, cqn, srqn) = (Qpn::new(1), Cqn::new(1), Srqn::new(1));
-        let syndrome = crate::cqe::Syndrome::LocalProtection;
+        let syndrome = verbs::cqe::Syndrome::LocalProtection;
         let failed = |qpn| AsyncEvent::QpError { qpn, syndrome, by_peer: false };
         let events = [
             event(1),

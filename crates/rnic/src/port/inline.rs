@@ -15,9 +15,9 @@ use super::core::Core;
 use super::error::Error;
 use super::events::EventWord;
 use crate::engine::Engine;
-use crate::ids::{FunctionId, Qpn};
-use crate::memory::DmaMemory;
-use crate::verbs::{Caps, FunctionLimits, Limits, Stats};
+use crate::limits::{FunctionLimits, Limits};
+use crate::spec::Stats;
+use verbs::{DmaMemory, FunctionId, Qpn};
 
 /// WQEs that the engine executes between two deliveries of its events.
 const BUDGET: usize = 256;
@@ -97,11 +97,6 @@ impl InlineNic {
     fn owned(self: &Arc<Self>, id: FunctionId) -> InlineFunction {
         let owned = Arc::new(Removal { nic: self.clone(), id });
         InlineFunction { nic: self.clone(), id, _owned: Some(owned) }
-    }
-
-    /// The capabilities of the engine.
-    pub fn caps(&self) -> Caps {
-        self.core.lock().engine.caps()
     }
 
     /// The engine's counters.

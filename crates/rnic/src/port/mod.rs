@@ -33,8 +33,7 @@ pub use events::EventWord;
 use self::control::{Reply, Verb};
 use self::inline::InlineFunction;
 use self::shm::{Attached, LocalFunction, MappedDoorbell};
-use crate::ids::Qpn;
-use crate::memory::DmaMemory;
+use verbs::{DmaMemory, Qpn};
 
 /// A process's handle on a NIC.
 #[derive(Clone)]
@@ -236,15 +235,6 @@ impl Doorbell {
             doorbell.reset();
         }
     }
-}
-
-/// Whether this process may run on one CPU only. A thread that spins there takes the CPU from the
-/// thread that it waits for.
-///
-/// The affinity mask of the main thread counts, because other threads may be pinned.
-pub fn has_one_cpu() -> bool {
-    let main = rustix::process::getpid();
-    rustix::thread::sched_getaffinity(Some(main)).is_ok_and(|set| set.count() == 1)
 }
 
 #[cfg(test)]

@@ -7,8 +7,7 @@ use std::time::Duration;
 use rustix::thread::futex;
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::ids::FunctionId;
-use crate::memory::DmaMemory;
+use verbs::{DmaMemory, FunctionId};
 
 /// Maximum threads that one wake-up wakes. Usually one thread sleeps on a CQ; thousands of sleeping
 /// threads must not keep the NIC thread busy.

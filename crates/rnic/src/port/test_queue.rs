@@ -1,11 +1,9 @@
 //! A queue pair for the tests of the ports, created with verbs that every port supports.
 
 use super::control::{QpVerb, ReceiveRing, ReceiveVerb, Reply, SendRing, Verb};
-use crate::cqe::CqReader;
-use crate::ids::{Access, Cqn, Qpn};
-use crate::memory::DmaMemory;
-use crate::verbs::QpChange;
-use crate::wqe::Builder;
+use verbs::cqe::CqReader;
+use verbs::wqe::Builder;
+use verbs::{Access, Cqn, DmaMemory, QpChange, Qpn};
 
 /// A QP that is connected to itself, with a CQ and a receive ring for four empty receives.
 pub struct TestQueue {
@@ -42,7 +40,7 @@ impl TestQueue {
         for entry in 0..4 {
             receives.write(entry * 16 + 4, &[0, 0, 1, 0]);
         }
-        crate::cqe::clear(&cq, 64);
+        verbs::cqe::clear(&cq, 64);
         let verb = Verb::CreateCq {
             ring: cq.clone(),
             entries: 64,

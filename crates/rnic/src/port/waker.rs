@@ -20,7 +20,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::error::Error;
 use super::sleeper::{Environment, SLOW, Sleeper};
-use crate::ids::FunctionId;
+use verbs::FunctionId;
 
 /// After a slow wake-up, slow functions pause for this multiple of its duration.
 const PAUSE_FACTOR: u64 = 9;
@@ -237,7 +237,7 @@ mod tests {
 
     use super::super::wakes::Wakes;
     use super::*;
-    use crate::memory::DmaMemory;
+    use verbs::DmaMemory;
 
     const F: FunctionId = FunctionId(1);
 

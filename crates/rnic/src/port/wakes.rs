@@ -29,8 +29,7 @@ use std::time::Duration;
 
 use super::sleeper::{Environment, Probation, Sleeper};
 use super::waker::WakerQueue;
-use crate::ids::FunctionId;
-use crate::memory::DmaMemory;
+use verbs::{DmaMemory, FunctionId};
 
 /// Maximum wake-ups of one [`Wakes::run`]; further ones wait for the next call. Because system
 /// calls are the most expensive work that a client can cause in the NIC thread.

@@ -1,11 +1,12 @@
 //! Congestion window and retransmission timer of a connection.
 //!
 //! ```text
-//! window (packets)        grows by one for each acknowledged packet up to the slow-start threshold, then
-//!                         by one for each window. A loss halves the window; a timeout sets it to two
+//! window (packets)        grows by one for each acknowledged packet up to the slow-start
+//!                         threshold, then by one for each window. A loss halves the window; a
+//!                         timeout sets it to two
 //! ACK requests            four in each window, and in the last packet of a message
-//! retransmission timeout  round-trip time plus four times its deviation; doubled after each timeout,
-//!                         never longer than the local ACK timeout
+//! retransmission timeout  round-trip time plus four times its deviation; doubled after each
+//!                         timeout, never longer than the local ACK timeout
 //! ```
 //!
 //! A connection fails by the local ACK timeout and the retry count alone (IBTA vol. 1, §9.7.6.1.3):

@@ -17,7 +17,7 @@
 use std::time::Duration;
 
 use crate::bucket::TokenBucket;
-use crate::ids::Psn;
+use verbs::Psn;
 
 /// Capacity of the bucket: guesses at once.
 const BURST: u32 = 256;

@@ -16,15 +16,11 @@
 //! [`PairSecret`] is the secret of two QPs. Keys and first PSNs of both directions are derived from
 //! it (HMAC-SHA256), so that no other QP, and not the other direction, has the same ones.
 
-use std::fmt;
-
 use aws_lc_rs::aead::{AES_128_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 use aws_lc_rs::constant_time::verify_slices_are_equal;
 use hmac::{Hmac, KeyInit, Mac};
-use serde::{Deserialize, Serialize};
 use sha2::Sha256;
-
-use crate::ids::{Psn, Qpn};
+use verbs::{PairSecret, Psn, Qpn, SecretSide};
 
 /// Bytes of the counter.
 const COUNTER: usize = 8;
@@ -34,8 +30,6 @@ const NONCE: usize = 12;
 const TAG: usize = 12;
 /// Bytes after the padding of an authenticated packet.
 pub const TRAILER: usize = COUNTER + TAG;
-/// Bytes of a secret.
-pub const SECRET: usize = 32;
 
 /// Maximum distance of a packet's counter behind the highest counter that was received.
 ///
@@ -47,71 +41,38 @@ const BEHIND_MAX: u64 = 2048;
 
 const LABEL: &[u8] = b"granary RoCEv2 direction 1";
 
-/// The end of a connection that a NIC is. It distinguishes the two directions even if both QPs have
-/// the same number.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Side {
-    /// The end that requested the connection.
-    Asking,
-    /// The end that accepted the connection.
-    Asked,
+/// The sealer of packets from the QP `here` to the QP `there`, for programs that build packets
+/// themselves. `None` if the packets are not authenticated.
+pub fn sealer(secret: &PairSecret, here: Qpn, there: Qpn) -> Option<Sealer> {
+    let (out, _) = directions(secret, here, there).keys?;
+    Some(Sealer::new(out, 0))
 }
 
-/// The shared secret of the two ends of a connection.
-#[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct PairSecret {
-    /// The secret bytes: the same at both ends, and new for each connection of the two QPs.
-    pub bytes: [u8; SECRET],
-    /// This end of the connection.
-    pub side: Side,
-    /// Packets are authenticated in both directions. If false, packets have an ICRC, and only the
-    /// first PSNs are derived from the secret.
-    pub authenticated: bool,
+/// The first PSN of packets from the QP `here` to the QP `there`, for the same programs.
+pub fn first_psn(secret: &PairSecret, here: Qpn, there: Qpn) -> Psn {
+    directions(secret, here, there).out_psn
 }
 
-impl fmt::Debug for PairSecret {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { side, authenticated, .. } = self;
-        write!(f, "PairSecret({side:?}, authenticated: {authenticated})")
-    }
+/// Keys and first PSNs of the connection between the QP `here` and the QP `there`.
+pub(crate) fn directions(secret: &PairSecret, here: Qpn, there: Qpn) -> Directions {
+    let asking = secret.side == SecretSide::Asking;
+    let (out_key, out_psn) = direction(secret, asking, here, there);
+    let (in_key, in_psn) = direction(secret, !asking, there, here);
+    let keys = secret.authenticated.then(|| (Key::new(&out_key), Key::new(&in_key)));
+    Directions { out_psn, in_psn, keys }
 }
 
-impl PairSecret {
-    /// The sealer of packets from the QP `here` to the QP `there`, for programs that build packets
-    /// themselves. `None` if the packets are not authenticated.
-    pub fn sealer(&self, here: Qpn, there: Qpn) -> Option<Sealer> {
-        let (out, _) = self.directions(here, there).keys?;
-        Some(Sealer::new(out, 0))
-    }
-
-    /// The first PSN of packets from the QP `here` to the QP `there`, for the same programs.
-    pub fn first_psn(&self, here: Qpn, there: Qpn) -> Psn {
-        self.directions(here, there).out_psn
-    }
-
-    /// Keys and first PSNs of the connection between the QP `here` and the QP `there`.
-    pub(crate) fn directions(&self, here: Qpn, there: Qpn) -> Directions {
-        let asking = self.side == Side::Asking;
-        let (out_key, out_psn) = self.direction(asking, here, there);
-        let (in_key, in_psn) = self.direction(!asking, there, here);
-        let keys = self.authenticated.then(|| (Key::new(&out_key), Key::new(&in_key)));
-        Directions { out_psn, in_psn, keys }
-    }
-
-    fn direction(&self, from_asking: bool, from: Qpn, to: Qpn) -> ([u8; 16], Psn) {
-        let mut mac =
-            Hmac::<Sha256>::new_from_slice(&self.bytes).expect("HMAC takes keys of any length");
-        mac.update(LABEL);
-        mac.update(&[from_asking as u8]);
-        mac.update(&from.raw().to_be_bytes());
-        mac.update(&to.raw().to_be_bytes());
-        let bytes: [u8; 32] = mac.finalize().into_bytes().into();
-        let (key, rest) = bytes.split_first_chunk().expect("32 bytes are more than 16");
-        let [a, b, c, d] = *rest.first_chunk().expect("16 bytes are more than 4");
-        (*key, Psn::new(u32::from_be_bytes([a, b, c, d])))
-    }
+fn direction(secret: &PairSecret, from_asking: bool, from: Qpn, to: Qpn) -> ([u8; 16], Psn) {
+    let mut mac =
+        Hmac::<Sha256>::new_from_slice(&secret.bytes).expect("HMAC takes keys of any length");
+    mac.update(LABEL);
+    mac.update(&[from_asking as u8]);
+    mac.update(&from.raw().to_be_bytes());
+    mac.update(&to.raw().to_be_bytes());
+    let bytes: [u8; 32] = mac.finalize().into_bytes().into();
+    let (key, rest) = bytes.split_first_chunk().expect("32 bytes are more than 16");
+    let [a, b, c, d] = *rest.first_chunk().expect("16 bytes are more than 4");
+    (*key, Psn::new(u32::from_be_bytes([a, b, c, d])))
 }
 
 /// Keys and first PSNs of a connection's two directions.
@@ -223,14 +184,17 @@ impl Opener {
 mod tests {
     use super::*;
 
-    fn secret(side: Side) -> PairSecret {
-        PairSecret { bytes: [7; SECRET], side, authenticated: true }
+    fn secret(side: SecretSide) -> PairSecret {
+        PairSecret { bytes: [7; PairSecret::BYTES], side, authenticated: true }
     }
 
     /// The two ends of a connection between the QPs 0x11 and 0x22.
     fn ends() -> [Directions; 2] {
         let (a, b) = (Qpn::new(0x11), Qpn::new(0x22));
-        [secret(Side::Asking).directions(a, b), secret(Side::Asked).directions(b, a)]
+        [
+            directions(&secret(SecretSide::Asking), a, b),
+            directions(&secret(SecretSide::Asked), b, a),
+        ]
     }
 
     fn pair() -> (Sealer, Opener) {
@@ -244,16 +208,16 @@ mod tests {
     fn sealer_has_key_and_psn_of_its_direction() {
         let (a, b) = (Qpn::new(0x11), Qpn::new(0x22));
         let [one, other] = ends();
-        let (asking, asked) = (secret(Side::Asking), secret(Side::Asked));
-        assert_eq!(asking.first_psn(a, b), one.out_psn);
-        assert_eq!(asked.first_psn(b, a), other.out_psn);
+        let (asking, asked) = (secret(SecretSide::Asking), secret(SecretSide::Asked));
+        assert_eq!(first_psn(&asking, a, b), one.out_psn);
+        assert_eq!(first_psn(&asked, b, a), other.out_psn);
         assert_ne!(one.out_psn, other.out_psn);
         let mut packet = vec![7; 40 + TRAILER];
-        asking.sealer(a, b).unwrap().seal(&mut packet);
+        sealer(&asking, a, b).unwrap().seal(&mut packet);
         let (_, into) = other.keys.unwrap();
         assert!(Opener::new(into).check(&packet).is_ok());
         let plain = PairSecret { authenticated: false, ..asking };
-        assert!(plain.sealer(a, b).is_none());
+        assert!(sealer(&plain, a, b).is_none());
     }
 
     #[test]
@@ -278,17 +242,18 @@ mod tests {
             assert_eq!(keys(from).0, keys(to).1);
             assert_ne!(keys(from).0, keys(from).1);
         }
-        let elsewhere = secret(Side::Asking).directions(Qpn::new(0x11), Qpn::new(0x23));
+        let elsewhere = directions(&secret(SecretSide::Asking), Qpn::new(0x11), Qpn::new(0x23));
         assert_ne!(one.out_psn, elsewhere.out_psn);
-        let plain = PairSecret { authenticated: false, ..secret(Side::Asking) };
-        let plain = plain.directions(Qpn::new(0x11), Qpn::new(0x22));
+        let plain = PairSecret { authenticated: false, ..secret(SecretSide::Asking) };
+        let plain = directions(&plain, Qpn::new(0x11), Qpn::new(0x22));
         assert!(plain.keys.is_none() && plain.out_psn == one.out_psn);
     }
 
     #[test]
     fn equal_qp_numbers_have_distinct_directions() {
         let n = Qpn::new(0x11);
-        let [one, other] = [Side::Asking, Side::Asked].map(|side| secret(side).directions(n, n));
+        let [one, other] =
+            [SecretSide::Asking, SecretSide::Asked].map(|side| directions(&secret(side), n, n));
         assert_ne!(one.out_psn, one.in_psn);
         assert_eq!((one.out_psn, one.in_psn), (other.in_psn, other.out_psn));
     }
@@ -333,11 +298,5 @@ mod tests {
         sealer.seal(&mut b);
         assert_ne!(a[12..], b[12..], "a retransmission has a new counter");
         assert_eq!(sealer.last(), 2);
-    }
-
-    #[test]
-    fn debug_output_hides_the_secret() {
-        let text = format!("{:?}", secret(Side::Asked));
-        assert_eq!(text, "PairSecret(Asked, authenticated: true)");
     }
 }

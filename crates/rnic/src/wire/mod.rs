@@ -5,7 +5,8 @@
 //!                                                               └─> Requester: responses
 //!   outbox  ──> Outbox::seal (the port) ──> datagram
 //!     ^
-//!     └── Packet::encode_headers <── engine, in the QP's quantum <── Requester::next, Responder::output
+//!     └── Packet::encode_headers <── engine, in the QP's quantum <──┬── Requester::next
+//!                                                                   └── Responder::output
 //! ```
 //!
 //! This module uses no sockets, threads, clocks, memory or keys. Packets are the payload of UDP
@@ -21,16 +22,14 @@ mod outbox;
 pub mod packet;
 mod peer;
 pub(crate) mod piggyback;
-mod psn;
 pub(crate) mod requester;
 pub(crate) mod responder;
 mod stats;
 
-pub use mac::{PairSecret, Side};
 pub(crate) use outbox::{ALIGNED, Ending, LONG_BURST};
 pub use outbox::{Burst, Envelope, Outbox, Outgoing};
 pub use packet::{Malformed, Packet};
-pub use peer::{PathMtu, PeerAddress, RemotePeer};
+pub use peer::{check_peer, fitting_mtu};
 pub use stats::WireStats;
 
 /// The UDP port of RoCEv2, assigned by IANA.

@@ -20,8 +20,8 @@
 //! byte twice.
 
 use super::mac;
-use crate::ids::{Key, Psn, Qpn};
-use crate::wqe::Remote;
+use verbs::wqe::Remote;
+use verbs::{Key, Psn, Qpn};
 
 /// Bytes of the base transport header.
 pub const BTH: usize = 12;

@@ -111,7 +111,9 @@ proptest! {
     }
 
     #[test]
-    fn arbitrary_bytes_parse_or_are_rejected(mut bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+    fn arbitrary_bytes_parse_or_are_rejected(
+        mut bytes in prop::collection::vec(any::<u8>(), 0..200),
+    ) {
         if let Some(code) = bytes.first_mut() {
             *code &= 0x1f;
         }

@@ -1,208 +1,49 @@
-//! Description of the peer of a connection, as an argument of `modify_qp`.
+//! Limits of a connection to a QP of another NIC.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 
-use serde::{Deserialize, Serialize};
+use verbs::{PathMtu, RemotePeer};
 
-use super::mac::PairSecret;
+use super::packet;
 use crate::error::Error;
-use crate::ids::{Psn, Qpn};
 
-/// The QP to which a QP is connected.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum PeerAddress {
-    /// A QP of this NIC.
-    Local(Qpn),
-    /// A QP of another NIC, over RoCEv2.
-    Remote(RemotePeer),
+/// Checks that all attributes of `peer` are within the limits of a connection.
+pub fn check_peer(peer: &RemotePeer) -> Result<(), Error> {
+    let within = |what, value: u8, from: u8, to: u8, must| {
+        let value = value as u64;
+        let inside = (from as u64..=to as u64).contains(&value);
+        if inside { Ok(()) } else { Err(Error::Argument { what, value, must }) }
+    };
+    within("the local ACK timeout of a connection", peer.timeout, 1, 31, "1 to 31")?;
+    within("the retry count of a connection", peer.retry_cnt, 0, 7, "0 to 7")?;
+    within("the RNR retry count of a connection", peer.rnr_retry, 0, 7, "0 to 7")?;
+    within("the RNR timer code of a connection", peer.min_rnr_timer, 0, 31, "0 to 31")?;
+    let max = RemotePeer::RD_ATOMIC_MAX;
+    within("max_rd_atomic", peer.max_rd_atomic, 1, max, "1 to 16")?;
+    within("max_dest_rd_atomic", peer.max_dest_rd_atomic, 1, max, "1 to 16")?;
+    let ip = peer.address.ip();
+    let is_no_host = |ip: IpAddr| ip.is_unspecified() || ip.is_multicast();
+    if is_no_host(ip) || is_no_host(peer.local) || peer.address.port() == 0 {
+        return Err(Error::Address { address: peer.address, local: peer.local });
+    }
+    if ip.is_ipv4() != peer.local.is_ipv4() {
+        return Err(Error::Address { address: peer.address, local: peer.local });
+    }
+    Ok(())
 }
 
-impl From<Qpn> for PeerAddress {
-    fn from(qpn: Qpn) -> Self {
-        PeerAddress::Local(qpn)
-    }
-}
-
-impl From<RemotePeer> for PeerAddress {
-    fn from(peer: RemotePeer) -> Self {
-        PeerAddress::Remote(peer)
-    }
-}
-
-impl PeerAddress {
-    /// The QP number of the peer.
-    pub fn qpn(&self) -> Qpn {
-        match self {
-            PeerAddress::Local(qpn) => *qpn,
-            PeerAddress::Remote(peer) => peer.qpn,
-        }
-    }
-}
-
-/// A QP of another NIC, with the connection attributes that `ibv_modify_qp` takes for RTR and RTS.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct RemotePeer {
-    /// IP address and UDP port of the peer; the port is usually [`super::UDP_PORT`]. Packets from
-    /// another IP address are dropped.
-    pub address: SocketAddr,
-    /// The peer sends from the port of `address`: packets from another port are dropped. Granary's
-    /// NICs send from the port on which they receive; Linux's soft-RoCE and hardware vary the
-    /// source port.
-    #[serde(default)]
-    pub fixed_port: bool,
-    /// The IP address of this end: the source of sent packets and the destination of received
-    /// packets.
-    pub local: IpAddr,
-    /// The peer's QP number.
-    pub qpn: Qpn,
-    /// Maximum payload of a packet, the same at both ends.
-    pub mtu: PathMtu,
-    /// PSN of the first request that this end sends. Should be random. Not used if there is a
-    /// secret.
-    pub sq_psn: Psn,
-    /// PSN of the first request of the peer: the peer's `sq_psn`. Not used if there is a secret.
-    pub rq_psn: Psn,
-    /// The shared secret, from which the first PSNs and the keys of both directions are derived.
-    /// `None` if the peer does not support secrets (Linux's soft-RoCE, hardware).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub secret: Option<PairSecret>,
-    /// Code of the local ACK timeout, 1 to 31: 4.096 us times two to this power (IBTA vol. 1,
-    /// §9.7.6.1.3). Round-trip measurements make retransmissions earlier, never later.
-    pub timeout: u8,
-    /// Number of retries, 0 to 7. The connection fails if the peer acknowledges nothing for
-    /// `retry_cnt + 1` local ACK timeouts.
-    pub retry_cnt: u8,
-    /// Number of times that a request is retransmitted after RNR NAKs in succession, 0 to 6; 7 for
-    /// no limit.
-    pub rnr_retry: u8,
-    /// Code of the delay in RNR NAKs that this end sends, 0 to 31 (IBTA vol. 1, §9.7.5.2.8).
-    pub min_rnr_timer: u8,
-    /// Maximum outstanding READs and atomics of this end, 1 to 16.
-    pub max_rd_atomic: u8,
-    /// Maximum outstanding READs and atomics of the peer, 1 to 16. A further one is an invalid
-    /// request.
-    pub max_dest_rd_atomic: u8,
-}
-
-impl RemotePeer {
-    /// Maximum of `max_rd_atomic` and `max_dest_rd_atomic`.
-    pub const RD_ATOMIC_MAX: u8 = 16;
-
-    /// A peer with values for a local network: a local ACK timeout of 67 ms, seven retries,
-    /// unlimited RNR retries, 16 READs and atomics in each direction, an MTU of 1024, PSNs from 0.
-    pub fn new(address: SocketAddr, local: IpAddr, qpn: Qpn) -> Self {
-        Self {
-            address,
-            fixed_port: false,
-            local,
-            qpn,
-            mtu: PathMtu::Mtu1024,
-            sq_psn: Psn::new(0),
-            rq_psn: Psn::new(0),
-            secret: None,
-            timeout: 14,
-            retry_cnt: 7,
-            rnr_retry: 7,
-            min_rnr_timer: 1,
-            max_rd_atomic: Self::RD_ATOMIC_MAX,
-            max_dest_rd_atomic: Self::RD_ATOMIC_MAX,
-        }
-    }
-
-    /// Whether `source` is an address from which this peer sends.
-    #[inline]
-    pub(crate) fn sends_from(&self, source: SocketAddr) -> bool {
-        let address = self.address;
-        address.ip() == source.ip() && (!self.fixed_port || address.port() == source.port())
-    }
-
-    /// Whether packets of the connection have authentication tags.
-    pub(crate) fn is_authenticated(&self) -> bool {
-        self.secret.is_some_and(|secret| secret.authenticated)
-    }
-
-    /// Checks that all attributes are within the limits of a connection.
-    pub fn check(&self) -> Result<(), Error> {
-        let within = |what, value: u8, from: u8, to: u8, must| {
-            let value = value as u64;
-            let inside = (from as u64..=to as u64).contains(&value);
-            if inside { Ok(()) } else { Err(Error::Argument { what, value, must }) }
-        };
-        within("the local ACK timeout of a connection", self.timeout, 1, 31, "1 to 31")?;
-        within("the retry count of a connection", self.retry_cnt, 0, 7, "0 to 7")?;
-        within("the RNR retry count of a connection", self.rnr_retry, 0, 7, "0 to 7")?;
-        within("the RNR timer code of a connection", self.min_rnr_timer, 0, 31, "0 to 31")?;
-        let max = Self::RD_ATOMIC_MAX;
-        within("max_rd_atomic", self.max_rd_atomic, 1, max, "1 to 16")?;
-        within("max_dest_rd_atomic", self.max_dest_rd_atomic, 1, max, "1 to 16")?;
-        let ip = self.address.ip();
-        let is_no_host = |ip: IpAddr| ip.is_unspecified() || ip.is_multicast();
-        if is_no_host(ip) || is_no_host(self.local) || self.address.port() == 0 {
-            return Err(Error::Address { address: self.address, local: self.local });
-        }
-        if ip.is_ipv4() != self.local.is_ipv4() {
-            return Err(Error::Address { address: self.address, local: self.local });
-        }
-        Ok(())
-    }
-}
-
-/// Path MTU: the maximum payload of a packet.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
-#[serde(into = "u16", try_from = "u16")]
-pub enum PathMtu {
-    /// 256 bytes.
-    Mtu256,
-    /// 512 bytes.
-    Mtu512,
-    /// 1024 bytes: fits Ethernet's 1500.
-    Mtu1024,
-    /// 2048 bytes.
-    Mtu2048,
-    /// 4096 bytes.
-    Mtu4096,
-}
-
-impl PathMtu {
-    /// All path MTUs, in ascending order.
-    pub const ALL: [PathMtu; 5] =
-        [PathMtu::Mtu256, PathMtu::Mtu512, PathMtu::Mtu1024, PathMtu::Mtu2048, PathMtu::Mtu4096];
-
-    /// The payload in bytes.
-    #[inline]
-    pub const fn bytes(self) -> u32 {
-        256 << self as u32
-    }
-
-    /// The largest path MTU whose packets, with all headers, fit IP packets of `bytes`, if any
-    /// does.
-    pub fn fitting(bytes: u32) -> Option<Self> {
-        // IPv6, UDP, the longest sequence of transport headers, padding and the longest trailer.
-        let around = 40 + 8 + super::packet::HEADERS_MAX as u32 + super::packet::TRAILER_MAX as u32;
-        Self::ALL.into_iter().rev().find(|mtu| mtu.bytes() + around <= bytes)
-    }
-}
-
-impl From<PathMtu> for u16 {
-    fn from(mtu: PathMtu) -> u16 {
-        mtu.bytes() as u16
-    }
-}
-
-impl TryFrom<u16> for PathMtu {
-    type Error = &'static str;
-
-    fn try_from(bytes: u16) -> Result<Self, Self::Error> {
-        let found = Self::ALL.into_iter().find(|mtu| mtu.bytes() == bytes as u32);
-        found.ok_or("a path MTU is 256, 512, 1024, 2048 or 4096 bytes")
-    }
+/// Returns the largest path MTU whose packets, with all headers, fit IP packets of `bytes`, if any
+/// does.
+pub fn fitting_mtu(bytes: u32) -> Option<PathMtu> {
+    // IPv6, UDP, the longest sequence of transport headers, padding and the longest trailer.
+    let around = 40 + 8 + packet::HEADERS_MAX as u32 + packet::TRAILER_MAX as u32;
+    PathMtu::ALL.into_iter().rev().find(|mtu| mtu.bytes() + around <= bytes)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use verbs::Qpn;
 
     fn peer() -> RemotePeer {
         RemotePeer::new(
@@ -214,7 +55,7 @@ mod tests {
 
     #[test]
     fn check_rejects_invalid_attributes() {
-        assert_eq!(peer().check(), Ok(()));
+        assert_eq!(check_peer(&peer()), Ok(()));
         let wrong: [fn(&mut RemotePeer); 10] = [
             |p| p.timeout = 0,
             |p| p.timeout = 32,
@@ -230,38 +71,21 @@ mod tests {
         for (i, spoil) in wrong.into_iter().enumerate() {
             let mut p = peer();
             spoil(&mut p);
-            assert!(p.check().is_err(), "{i}");
+            assert!(check_peer(&p).is_err(), "{i}");
         }
-    }
-
-    #[test]
-    fn peer_address_round_trips_through_json() {
-        for address in [PeerAddress::from(peer()), PeerAddress::from(Qpn::new(77))] {
-            let text = serde_json::to_string(&address).unwrap();
-            assert_eq!(serde_json::from_str::<PeerAddress>(&text).unwrap(), address, "{text}");
-        }
-        let odd = serde_json::to_string(&peer()).unwrap().replace("1024", "1000");
-        assert!(serde_json::from_str::<RemotePeer>(&odd).is_err());
-    }
-
-    #[test]
-    fn peer_address_returns_its_qp_number() {
-        assert_eq!(PeerAddress::from(peer()).qpn(), Qpn::new(0x123));
-        assert_eq!(PeerAddress::from(Qpn::new(77)).qpn(), Qpn::new(77));
     }
 
     #[test]
     fn path_mtu_leaves_room_for_headers() {
         // IPv6, UDP, BTH, RETH and immediate or the atomic header, pad, counter and tag.
-        let around = 40 + 8 + super::super::packet::HEADERS_MAX as u32 + 3 + 20;
+        let around = 40 + 8 + packet::HEADERS_MAX as u32 + 3 + 20;
         for mtu in PathMtu::ALL {
-            assert_eq!(PathMtu::fitting(mtu.bytes() + around), Some(mtu));
-            assert!(PathMtu::fitting(mtu.bytes() + around - 1) < Some(mtu));
+            assert_eq!(fitting_mtu(mtu.bytes() + around), Some(mtu));
+            assert!(fitting_mtu(mtu.bytes() + around - 1) < Some(mtu));
         }
-        assert_eq!(PathMtu::fitting(1500), Some(PathMtu::Mtu1024));
-        assert_eq!(PathMtu::fitting(9000), Some(PathMtu::Mtu4096));
-        assert_eq!(PathMtu::fitting(65536), Some(PathMtu::Mtu4096));
-        assert_eq!(PathMtu::fitting(300), None);
-        assert_eq!(PathMtu::ALL.map(PathMtu::bytes), [256, 512, 1024, 2048, 4096]);
+        assert_eq!(fitting_mtu(1500), Some(PathMtu::Mtu1024));
+        assert_eq!(fitting_mtu(9000), Some(PathMtu::Mtu4096));
+        assert_eq!(fitting_mtu(65536), Some(PathMtu::Mtu4096));
+        assert_eq!(fitting_mtu(300), None);
     }
 }

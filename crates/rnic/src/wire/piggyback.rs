@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   peer ──SEND──> this side      a message and a request of this side: one exchange.
-//!        <──SEND──                After a few exchanges in succession ACKs are delayed and leave with
-//!        ──SEND──> ...            one of the next requests of this side
+//!        <──SEND──                After a few exchanges in succession ACKs are delayed and leave
+//!        ──SEND──> ...            with one of the next requests of this side
 //! ```
 //!
 //! A separate ACK costs both sides a system call in addition to the messages themselves. But an ACK

@@ -6,8 +6,8 @@
 //!                 │                 │    again    │             │
 //!                 +── go back ──────+ (next = una): NAK, gap in responses, timeout
 //!
-//!   requests   [ WRITE 3 packets ][ READ 9 ][ local: no packets ][ SEND 1 ]     a ring, oldest first
-//!   reads              [ READ 4..8 ][ 8..12 ]                                   segments outstanding
+//!   requests   [ WRITE 3 packets ][ READ 9 ][ local: no packets ][ SEND 1 ]   a ring, oldest first
+//!   reads              [ READ 4..8 ][ 8..12 ]                                 segments outstanding
 //! ```
 //!
 //! `una` is the oldest unacknowledged PSN, `high` the first PSN that was never sent.
@@ -24,10 +24,9 @@ use super::congestion::{CongestionControl, rnr_ns, timeout_ns};
 use super::guess_limiter::PsnFit;
 use super::outbox::LONG_BURST;
 use super::packet::Nak;
-use super::peer::RemotePeer;
-use crate::cqe::Syndrome;
-use crate::ids::Psn;
-use crate::wqe::WQEBB;
+use verbs::cqe::Syndrome;
+use verbs::wqe::WQEBB;
+use verbs::{Psn, RemotePeer};
 
 /// Maximum PSNs assigned beyond the oldest unacknowledged PSN: a quarter of the PSN space. One
 /// request may exceed it.

@@ -1,7 +1,7 @@
 //! Tests of the requester without packets: sequence numbers, windows, timers.
 
 use super::*;
-use crate::ids::Qpn;
+use verbs::Qpn;
 
 const MTU: u32 = 1024;
 
@@ -148,9 +148,8 @@ fn read_segments_keep_their_borders_when_repeated() {
     // The initial window has 32 packets.
     assert_eq!(send(&mut r, 0), [(0, 32)]);
     for psn in 0..5 {
-        assert!(
-            matches!(r.response(Psn::new(psn)), Response::Next { request: 0, packet } if packet == psn)
-        );
+        let response = r.response(Psn::new(psn));
+        assert!(matches!(response, Response::Next { request: 0, packet } if packet == psn));
         r.on_response(Psn::new(psn), 1);
     }
     assert_eq!(r.response(Psn::new(3)), Response::Stray);

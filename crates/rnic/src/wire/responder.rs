@@ -1,10 +1,10 @@
 //! The responder half of a connection: classifies requests, and queues the responses.
 //!
 //! ```text
-//!                    before `expected`: a duplicate        `expected`            after it: a gap
-//!   SEND, WRITE      acknowledged again, dropped           executed              dropped, one
-//!   READ             read again, from its PSN on           executed, queued      NAK for `expected`
-//!   atomic           its result again, from `results`      executed, kept
+//!                before `expected`: a duplicate      `expected`          after it: a gap
+//!   SEND, WRITE  acknowledged again, dropped         executed            dropped, one
+//!   READ         read again, from its PSN on         executed, queued    NAK for `expected`
+//!   atomic       its result again, from `results`    executed, kept
 //!
 //!   outputs   [ READ 17.. ][ atomic 21 ] then the reply: ACK, NAK or RNR NAK for the last request
 //! ```
@@ -17,9 +17,8 @@ use std::collections::VecDeque;
 
 use super::guess_limiter::PsnFit;
 use super::packet::{Nak, Syndrome};
-use super::peer::RemotePeer;
-use crate::ids::Psn;
-use crate::wqe::Remote;
+use verbs::wqe::Remote;
+use verbs::{Psn, RemotePeer};
 
 /// Maximum packets of a READ.
 pub(crate) const READ_PACKETS_MAX: u32 = 1 << 22;

@@ -1,7 +1,7 @@
 //! Tests of the responder without packets: duplicates, gaps, the order of responses.
 
 use super::*;
-use crate::ids::{Key, Qpn};
+use verbs::{Key, Qpn};
 
 fn responder(psn: u32) -> Responder {
     let mut peer =

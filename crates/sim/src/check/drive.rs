@@ -406,8 +406,8 @@ impl<'a> World<'a> {
         let status = status.map_err(|e| broken(Invariant::GoesOn, e))?;
         if status.free != status.chunks || status.clients + status.leaving > 0 {
             let why = format!(
-                "after all clients have departed, {} of {} chunks are free; {} clients are connected, {} \
-                 leaving",
+                "after all clients have departed, {} of {} chunks are free; {} clients are \
+                 connected, {} leaving",
                 status.free, status.chunks, status.clients, status.leaving
             );
             return Err(broken(Invariant::Forgotten, why));

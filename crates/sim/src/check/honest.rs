@@ -9,9 +9,9 @@ use std::pin::Pin;
 use std::task::Poll;
 use std::time::Duration;
 
-use fabric::Status;
 use pool::scheme::{Grant, GroupId, Lane};
 use pool::{Error, Options, Pool, Transfer};
+use verbs::Status;
 
 use super::Context;
 use super::invariant::Invariant;
@@ -378,9 +378,13 @@ impl Honest {
                 if was != old {
                     self.cx.with_oracle(|o| {
                         let name = o.name(self.cx.client);
-                        o.wrong(Invariant::Contents, format!(
-                            "{name} {what} at byte {from} of chunk {entry}: the old value is {was:#x}, not {old:#x}"
-                        ));
+                        o.wrong(
+                            Invariant::Contents,
+                            format!(
+                                "{name} {what} at byte {from} of chunk {entry}: the old value is \
+                             {was:#x}, not {old:#x}"
+                            ),
+                        );
                     });
                 }
             }

@@ -2,12 +2,12 @@
 //! hold.
 //!
 //! A seed determines the whole run: the size of the world, the clients and their programs
-//! ([`scenario`]), and which faults occur when ([`drive`]). After every step the [`oracle`] checks
+//! (`scenario`), and which faults occur when (`drive`). After every step the `oracle` checks
 //! the invariants.
 //!
-//! - [`honest`]: clients that follow the protocol, with the pool's own client code.
-//! - [`hostile`]: clients that violate the protocol, with raw verbs.
-//! - [`node_view`]: the memory node's allocation state, in one form for all schemes.
+//! - `honest`: clients that follow the protocol, with the pool's own client code.
+//! - `hostile`: clients that violate the protocol, with raw verbs.
+//! - `node_view`: the memory node's allocation state, in one form for all schemes.
 
 mod case;
 mod drive;
@@ -144,7 +144,8 @@ fn trace_text(error: &pool::Error) -> String {
         ),
         E::Access { op, status } => format!("{op}: refused by the memory node's NIC: {status}"),
         E::ManagementBroken { attempt, status } => format!(
-            "{attempt}: the management QP broke ({status}); it is re-established by reset and connect"
+            "{attempt}: the management QP broke ({status}); it is re-established by reset and \
+             connect"
         ),
         other => other.to_string(),
     }

@@ -1,12 +1,10 @@
 //! The memory node's allocation state, in one form for all schemes.
 
-use fabric::{DmaMemory, MemoryRegion};
-use pool::AnyNode;
-use pool::finemem;
 use pool::odrp::table::page_of;
 use pool::onesidedmw::layout::Memory;
-use pool::rpc;
 use pool::scheme::ClientId;
+use pool::{AnyNode, finemem, rpc};
+use verbs::{DmaMemory, MemoryRegion};
 
 use crate::nic::SimNic;
 

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use fabric::PeerAddress;
 use parking_lot::Mutex;
 use pool::client::control::ControlPlane;
 use pool::protocol::{NodeHello, Status};
 use pool::scheme::{ClientId, ConnectReply, ConnectRequest, GroupId, Lane, NodeScheme};
+use verbs::PeerAddress;
 
 use super::Link;
 use super::cpu::{Core, NodeCpu};

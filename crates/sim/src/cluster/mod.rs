@@ -9,8 +9,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use parking_lot::Mutex;
 use pool::scheme::ClientId;
 use pool::{AnyNode, Options, Pool, Settings};
+use rnic::limits::FunctionLimits;
 use rnic::port::inline::InlineFunction;
-use rnic::verbs::FunctionLimits;
 
 pub use control::SimControl;
 use cpu::NodeCpu;

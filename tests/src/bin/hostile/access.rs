@@ -1,10 +1,10 @@
 //! Attacks on chunks: victims' keys, out-of-bounds ranges, revoked keys, remaining data.
 
 use anyhow::{Context, Result, bail, ensure};
-use rnic::cqe::Syndrome;
-use rnic::ids::Access;
-use rnic::wqe::{Builder, Sge};
 use serde_json::{Value, json};
+use verbs::Access;
+use verbs::cqe::Syndrome;
+use verbs::wqe::{Builder, Sge};
 
 use crate::compute::{Chunk, Compute, LONG, remote, status};
 use crate::{Arguments, Random};
@@ -125,7 +125,7 @@ pub fn borders(a: &Arguments) -> Result<Value> {
 const LONG_SGE: usize = 36 << 20;
 
 /// A list of SGEs of `len` bytes in total, all in the same memory.
-fn long_sges(memory: &rnic::memory::DmaMemory, lkey: rnic::ids::Key, len: u64) -> Vec<Sge> {
+fn long_sges(memory: &verbs::DmaMemory, lkey: verbs::Key, len: u64) -> Vec<Sge> {
     let mut left = len;
     let mut list = Vec::new();
     while left > 0 {

@@ -1,18 +1,17 @@
 //! Attacks with the contents of requests: QP numbers, reply addresses, lengths, number of requests.
 
 use anyhow::{Context, Result, bail, ensure};
-use rnic::cqe::Syndrome;
-use rnic::ids::{Access, Key, Qpn};
 use rnic::port::control::Verb;
-use rnic::verbs::QpState;
-use rnic::wqe::Builder;
 use serde_json::{Value, json};
+use verbs::cqe::Syndrome;
+use verbs::wqe::Builder;
+use verbs::{Access, Key, QpState, Qpn};
 
 use crate::compute::{Answer, Compute, LONG, SHORT, SLOT, chunk, qpn_bytes, remote, status};
 use crate::{Arguments, Random};
 
-/// Allocates for QPs that are not its own access QPs. The attacker gains no access, and can free the
-/// chunk as usual (§4.4: "only makes the CN itself unable to access the allocated memory").
+/// Allocates for QPs that are not its own access QPs. The attacker gains no access, and can free
+/// the chunk as usual (§4.4: "only makes the CN itself unable to access the allocated memory").
 pub fn wrong_qpn(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     a.ready()?;
@@ -199,7 +198,7 @@ pub fn never_poll(a: &Arguments) -> Result<Value> {
     let chunk = me.allocate()?;
     // The CQ of an access QP has 256 entries and is never polled.
     let (nic, qp) = (&me.nic, &mut me.access[0]);
-    let to = rnic::wqe::Sge { addr: me.local.addr(), len: 8, lkey: me.lkey };
+    let to = verbs::wqe::Sge { addr: me.local.addr(), len: 8, lkey: me.lkey };
     for _ in 0..40 {
         for _ in 0..16 {
             qp.put(|b| _ = b.rdma_read(remote(chunk.addr, chunk.keys[0]), &[to]).signaled());
@@ -224,8 +223,8 @@ pub fn never_poll(a: &Arguments) -> Result<Value> {
     Ok(json!({}))
 }
 
-/// Re-establishes its management connection repeatedly with requests in flight. The memory node must
-/// not rewrite a chain before a running instance has finished; otherwise a chunk is lost.
+/// Re-establishes its management connection repeatedly with requests in flight. The memory node
+/// must not rewrite a chain before a running instance has finished; otherwise a chunk is lost.
 pub fn reset_storm(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     a.ready()?;

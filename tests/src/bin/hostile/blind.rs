@@ -6,12 +6,12 @@ use std::os::fd::AsRawFd;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use rnic::ids::{Key, Psn, Qpn};
 use rnic::wire::Packet;
 use rnic::wire::icrc::{Route, RouteIcrc};
 use rnic::wire::packet::{Body, Notice, PACKET_MAX, Part};
-use rnic::wqe::Remote;
 use serde_json::{Value, json};
+use verbs::wqe::Remote;
+use verbs::{Key, Psn, Qpn};
 
 use crate::compute::{Compute, status};
 use crate::{Arguments, Random};
@@ -118,7 +118,10 @@ pub fn sweep(a: &Arguments) -> Result<Value> {
         ensure!(got == 0, "a READ on lane {at} failed with syndrome {got:#x}");
     }
     let got = me.free_entry(chunk.entry)?;
-    ensure!(got == status::FREED, "the owner's own free gave status {got}: a forged PSN was accepted");
+    ensure!(
+        got == status::FREED,
+        "the owner's own free gave status {got}: a forged PSN was accepted"
+    );
     Ok(json!({ "sent": forger.sent, "ms": took.as_millis() as u64 }))
 }
 

@@ -3,16 +3,14 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use fabric::PeerAddress;
 use granary_tests::control::{Control, RemoteRoute};
 use pool::protocol::{Reply, Request};
 use pool::remote::token::Nonce;
 use pool::remote::{Route, Start};
-use pool::{ConnectRequest, ConnectReply};
-use rnic::cqe::Cqe;
-use rnic::ids::{Access, Key, Pdn, Qpn};
-use rnic::memory::DmaMemory;
-use rnic::wqe::{Remote, Sge};
+use pool::{ConnectReply, ConnectRequest};
+use verbs::cqe::Cqe;
+use verbs::wqe::{Remote, Sge};
+use verbs::{Access, DmaMemory, Key, Pdn, PeerAddress, Qpn};
 
 use crate::Arguments;
 use crate::nic::Nic;
@@ -282,7 +280,7 @@ impl Compute {
     pub fn access(
         &mut self,
         lane: usize,
-        build: impl FnOnce(&mut rnic::wqe::Builder),
+        build: impl FnOnce(&mut verbs::wqe::Builder),
     ) -> Result<u8> {
         let qp = &mut self.access[lane];
         qp.post(&self.nic, |b| {

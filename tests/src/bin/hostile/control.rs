@@ -69,15 +69,19 @@ pub fn garbage(a: &Arguments) -> Result<Value> {
 /// A valid message with up to two wrong bytes.
 fn mutated(random: &mut Random) -> Vec<u8> {
     let messages: [&[u8]; 9] = [
-        br#"{"id":1,"request":"admit","management":[1,2],"groups":[[3,4]],"bulletin_addr":0,"bulletin_rkey":0}"#,
+        br#"{"id":1,"request":"admit","management":[1,2],"groups":[[3,4]],
+            "bulletin_addr":0,"bulletin_rkey":0}"#,
         br#"{"id":2,"request":"await_memory","timeout_ms":18446744073709551615}"#,
         br#"{"id":3,"request":"reset_access","group":65535,"lane":255}"#,
         br#"{"id":4,"request":"reset_management"}"#,
         br#"{"id":5,"request":"goodbye"}"#,
         br#"{"add_memory":{"bytes":4096}}"#,
         br#"{"remove_memory":{"memory":0}}"#,
-        br#"{"verb":{"reg_mr":{"pd":0,"memory":{"memory":0,"offset":18446744073709551615,"bytes":2},"iova":0,"access":255}}}"#,
-        br#"{"verb":{"create_cq":{"ring":{"memory":0,"offset":0,"bytes":4096},"entries":4294967295,"record":{"memory":0,"offset":1,"bytes":8},"ignore_overrun":false}}}"#,
+        br#"{"verb":{"reg_mr":{"pd":0,"iova":0,"access":255,
+            "memory":{"memory":0,"offset":18446744073709551615,"bytes":2}}}}"#,
+        br#"{"verb":{"create_cq":{"ring":{"memory":0,"offset":0,"bytes":4096},
+            "entries":4294967295,"record":{"memory":0,"offset":1,"bytes":8},
+            "ignore_overrun":false}}}"#,
     ];
     let mut bytes = messages[random.below(messages.len() as u64) as usize].to_vec();
     for _ in 0..random.below(3) {

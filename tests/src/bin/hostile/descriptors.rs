@@ -5,11 +5,11 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use anyhow::{Context, Result, bail, ensure};
 use granary_tests::control::Control;
-use rnic::ids::Access;
 use rnic::port::control::{Reply, Verb};
 use rnic::port::shm::protocol::{Request, Response, SERVICE, Span, VERSION};
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
 use serde_json::{Value, json};
+use verbs::Access;
 
 use crate::Arguments;
 use crate::compute::{LONG, remote};
@@ -132,13 +132,13 @@ fn nic_socket(a: &Arguments) -> Result<OwnedFd> {
     Ok(control.as_fd().try_clone_to_owned()?)
 }
 
-/// Tries to remove memory while the NIC accesses it. The NIC's process has sealed the memory, so the
-/// kernel refuses.
+/// Tries to remove memory while the NIC accesses it. The NIC's process has sealed the memory, so
+/// the kernel refuses.
 pub fn shrink(a: &Arguments) -> Result<Value> {
     let nic = Nic::open(&a.socket)?;
     let pd = nic.pd()?;
     let fd = filled_memfd(MIB, SealFlags::empty())?;
-    let memory = rnic::memory::DmaMemory::map_shared(&fd, 0, MIB as usize)?;
+    let memory = verbs::DmaMemory::map_shared(&fd, 0, MIB as usize)?;
     let number = nic.add_memory(&fd, MIB)?;
     let start = memory.addr();
     let access = Access::LOCAL_ALL | Access::REMOTE_ALL;
@@ -153,7 +153,7 @@ pub fn shrink(a: &Arguments) -> Result<Value> {
     qp.connect(&nic, qp.qpn)?;
     a.ready()?;
     let half = MIB as u32 / 2;
-    let from = rnic::wqe::Sge { addr: start, len: half, lkey: key };
+    let from = verbs::wqe::Sge { addr: start, len: half, lkey: key };
     let to = remote(start + half as u64, key.0);
     let mut refused = 0;
     let rounds = a.count.max(1);

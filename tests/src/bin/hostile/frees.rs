@@ -95,8 +95,8 @@ pub fn unknown(a: &Arguments) -> Result<Value> {
     Ok(json!({ "refused": refused }))
 }
 
-/// Many compute nodes send a free that stops their chain at the same time. Each stop flushes a whole
-/// lap of WQEs into the single CQ that notifies the memory node's CPU.
+/// Many compute nodes send a free that stops their chain at the same time. Each stop flushes a
+/// whole lap of WQEs into the single CQ that notifies the memory node's CPU.
 pub fn all_stop_at_once(a: &Arguments) -> Result<Value> {
     let mut nodes = Vec::new();
     while (nodes.len() as u64) < a.count {

@@ -7,17 +7,17 @@ use anyhow::{Context, Result, bail, ensure};
 use granary_tests::control::Control;
 use pool::ConnectRequest;
 use pool::protocol::{Reply, Request};
-use rnic::ids::Access;
 use rnic::port::control::{MWS_MAX, QpVerb, ReceiveRing, ReceiveVerb, SendRing, Verb};
-use rnic::verbs::MwKind;
 use serde_json::{Value, json};
+use verbs::{Access, MwKind};
 
 use crate::Arguments;
 use crate::compute::Compute;
 use crate::nic::{Nic, part};
 use crate::queue::{Qp, Shape};
 
-/// Allocates every chunk, keeps requesting more for a while, and holds all chunks until it is killed.
+/// Allocates every chunk, keeps requesting more for a while, and holds all chunks until it is
+/// killed.
 pub fn hoard(a: &Arguments) -> Result<Value> {
     let mut me = Compute::join(a)?;
     a.ready()?;
@@ -50,7 +50,7 @@ pub fn objects(a: &Arguments) -> Result<Value> {
         stride: 16,
         record: part(&memory, 4096, 8),
     };
-    let many = |verb: &dyn Fn() -> Verb<rnic::memory::DmaMemory>| -> Result<(u64, String)> {
+    let many = |verb: &dyn Fn() -> Verb<verbs::DmaMemory>| -> Result<(u64, String)> {
         for made in 0..200_000 {
             if let Err(e) = nic.verb(verb()) {
                 return Ok((made, e.to_string()));

@@ -15,13 +15,11 @@ use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use rnic::ids::{Access, Key};
-use rnic::memory::DmaMemory;
 use rnic::port::control::{MWS_MAX, Reply, Verb};
 use rnic::port::shm::raw;
-use rnic::verbs::{MwKind, QpChange};
-use rnic::wqe::{Builder, Remote, Sge, Umr, UmrFlags, WQEBB};
 use serde_json::{Value, json};
+use verbs::wqe::{Builder, Remote, Sge, Umr, UmrFlags, WQEBB};
+use verbs::{Access, DmaMemory, Key, MwKind, QpChange};
 
 use crate::Arguments;
 use crate::compute::{Answer, Compute, LONG, SLOT, qpn_bytes, remote};
@@ -307,7 +305,7 @@ impl Load for Endless {
         }
         sleep_until_off(commands)?;
         for qp in &self.rings {
-            me.nic.expect_state(qp.qpn, rnic::verbs::QpState::ReadyToSend)?;
+            me.nic.expect_state(qp.qpn, verbs::QpState::ReadyToSend)?;
             me.nic.verb(Verb::ModifyQp { qpn: qp.qpn, change: QpChange::Reset })?;
         }
         Ok(())
@@ -329,7 +327,7 @@ impl Waiters {
         // Makes every NOP signaled.
         for block in 0..BLOCKS as usize - 2 {
             let at = busy.send_at() + block * WQEBB + 11;
-            busy.memory.write(at, &[rnic::wqe::CE_SIGNALED]);
+            busy.memory.write(at, &[verbs::wqe::CE_SIGNALED]);
         }
         let waiting = (0..500)
             .map(|_| {

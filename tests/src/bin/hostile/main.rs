@@ -1,12 +1,13 @@
-//! A hostile compute node. The program implements the attach and control protocols itself, writes its
-//! own WQEs, and has one subcommand for each attack.
+//! A hostile compute node. The program implements the attach and control protocols itself, writes
+//! its own WQEs, and has one subcommand for each attack.
 //!
-//! `hostile ATTACK --socket PATH [--of CHUNKS] [--seed N] [--count N] [--ms N]`. If the memory node is
-//! on another host, `--pool ADDRESS` replaces `--socket`; the address includes the attacker's NIC.
-//! The program attaches, prints `ready`, waits for a line on standard input, attacks, and prints its
-//! results as one JSON object. It ends with an error if the memory node granted something that it
-//! must refuse. An attack with several phases prints a report after each phase and waits for a line
-//! before the next.
+//! `hostile ATTACK --socket PATH [--of CHUNKS] [--seed N] [--count N] [--ms
+//! N]`. If the memory node is on another host, `--pool
+//! ADDRESS` replaces `--socket`; the address includes the attacker's NIC. The program attaches,
+//! prints `ready`, waits for a line on standard input, attacks, and prints its results as one JSON
+//! object. It ends with an error if the memory node granted something that it must refuse. An
+//! attack with several phases prints a report after each phase and waits for a line before the
+//! next.
 
 mod access;
 mod arguments;

@@ -5,13 +5,12 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use rnic::ids::{Access, Key, Pdn, Qpn};
-use rnic::memory::DmaMemory;
 use rnic::port::control::{Reply, Verb};
 use rnic::port::shm::protocol::{Request, Response};
 use rnic::port::shm::{Attached, Secret, raw, socket};
-use rnic::verbs::{MwKind, QpInfo, QpState};
+use rnic::spec::QpDescription;
 use rustix::fs::{MemfdFlags, SealFlags};
+use verbs::{Access, DmaMemory, Key, MwKind, Pdn, QpState, Qpn};
 
 /// A function of the NIC.
 pub struct Nic {
@@ -107,7 +106,7 @@ impl Nic {
     }
 
     /// Queries a QP.
-    pub fn query(&self, qpn: Qpn) -> Result<QpInfo> {
+    pub fn query(&self, qpn: Qpn) -> Result<QpDescription> {
         match self.verb(Verb::QueryQp { qpn })? {
             Reply::QpInfo(info) => Ok(info),
             other => bail!("{other:?}"),
@@ -116,7 +115,7 @@ impl Nic {
 
     /// Fails unless the QP is in this state.
     pub fn expect_state(&self, qpn: Qpn, state: QpState) -> Result<()> {
-        let got = self.query(qpn)?.state;
+        let got = self.query(qpn)?.info.state;
         ensure!(got == state, "QP {qpn} is in {got:?} and not in {state:?}");
         Ok(())
     }

@@ -1,20 +1,19 @@
 //! Random contents in all shared memory.
 //!
 //! Send rings, receive rings, records, CQ rings, doorbells and the words of the doorbell page are
-//! repeatedly filled with random bytes while the NIC reads them. Besides pure noise there are almost
-//! valid WQEs, which pass more of the NIC's checks. Broken QPs are reset and reused. The QPs are the
-//! attacker's own and those that are connected to the memory node.
+//! repeatedly filled with random bytes while the NIC reads them. Besides pure noise there are
+//! almost valid WQEs, which pass more of the NIC's checks. Broken QPs are reset and reused. The QPs
+//! are the attacker's own and those that are connected to the memory node.
 
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
 use pool::protocol::Request;
-use rnic::ids::{Access, Cqn, Key, Qpn};
 use rnic::port::control::Verb;
-use rnic::verbs::{MwKind, QpState};
-use rnic::wqe::{Builder, Remote, Sge, Umr, UmrFlags, WQEBB};
 use serde_json::{Value, json};
+use verbs::wqe::{Builder, Remote, Sge, Umr, UmrFlags, WQEBB};
+use verbs::{Access, Cqn, Key, MwKind, QpState, Qpn};
 
 use crate::compute::Compute;
 use crate::queue::{Qp, Shape};
@@ -193,7 +192,7 @@ impl Noise {
         let mut resets = 0;
         let numbers: Vec<Qpn> = own.iter().map(|q| q.qpn).collect();
         for (i, qp) in own.iter_mut().enumerate() {
-            if me.nic.query(qp.qpn)?.state != QpState::ReadyToSend {
+            if me.nic.query(qp.qpn)?.info.state != QpState::ReadyToSend {
                 qp.reset(&me.nic)?;
                 qp.connect(&me.nic, numbers[peers[i]])?;
                 resets += 1;
@@ -204,7 +203,7 @@ impl Noise {
             }
         }
         for lane in 0..me.access.len() {
-            if me.nic.query(me.access[lane].qpn)?.state != QpState::ReadyToSend {
+            if me.nic.query(me.access[lane].qpn)?.info.state != QpState::ReadyToSend {
                 me.access[lane].reset(&me.nic)?;
                 let salt = me.draw_start()?;
                 me.control.ask(Request::ResetAccess { group: 0, lane: lane as u8, salt })?;
@@ -212,7 +211,8 @@ impl Noise {
                 resets += 1;
             }
         }
-        let broken = |qpn| -> Result<bool> { Ok(me.nic.query(qpn)?.state != QpState::ReadyToSend) };
+        let broken =
+            |qpn| -> Result<bool> { Ok(me.nic.query(qpn)?.info.state != QpState::ReadyToSend) };
         if broken(me.alloc.qp.qpn)? || broken(me.free.qp.qpn)? {
             for m in [&mut me.alloc, &mut me.free] {
                 m.qp.reset(&me.nic)?;

@@ -1,22 +1,23 @@
-//! Attack on the kernel's futex hash: many threads are parked in the hash bucket of CQs' records, and
-//! the kernel walks the bucket at each wake-up of the CQs.
+//! Attack on the kernel's futex hash: many threads are parked in the hash bucket of CQs' records,
+//! and the kernel walks the bucket at each wake-up of the CQs.
 //!
 //! ```text
-//! ring of each CQ | WRITE: armed = 1 | NOP, signaled | ... | FAA: index of SEND_EN | SEND_EN |  (repeats)
+//! ring, for each CQ:  | WRITE: armed = 1 | NOP, signaled |
+//! then:               | FAA: index of SEND_EN | SEND_EN |      (repeats)
 //! ```
 //!
-//! The ring makes the NIC arm each CQ and complete on it endlessly, without CPU time of the attacker.
+//! The ring makes the NIC arm each CQ and complete on it endlessly, without CPU time of the
+//! attacker.
 
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use rnic::ids::{Access, Key};
-use rnic::memory::DmaMemory;
 use rnic::port::ARMED;
 use rnic::port::control::Verb;
-use rnic::wqe::{Remote, Sge, WQEBB};
 use rustix::thread::futex;
 use serde_json::{Value, json};
+use verbs::wqe::{Remote, Sge, WQEBB};
+use verbs::{Access, DmaMemory, Key};
 
 use crate::Arguments;
 use crate::nic::{Nic, part};
@@ -34,8 +35,8 @@ const APART: usize = 64;
 /// Bytes of a parked thread's stack.
 const STACK: usize = 16 << 10;
 
-/// Parks `--count` threads, creates CQs in their bucket, and prints a report. Then the NIC wakes the
-/// CQs as often as possible, from one line on standard input to the next.
+/// Parks `--count` threads, creates CQs in their bucket, and prints a report. Then the NIC wakes
+/// the CQs as often as possible, from one line on standard input to the next.
 pub fn threads(a: &Arguments) -> Result<Value> {
     let nic = Nic::open(&a.socket)?;
     let pd = nic.pd()?;
@@ -58,7 +59,7 @@ pub fn threads(a: &Arguments) -> Result<Value> {
         nic.verb(Verb::EnableSend { qpn: qp.qpn, limit: BLOCKS as u16 })?;
     }
     a.wait()?;
-    let executed = rings.iter().map(|qp| Ok(nic.query(qp.qpn)?.executed));
+    let executed = rings.iter().map(|qp| Ok(nic.query(qp.qpn)?.progress.executed));
     Ok(json!({ "executed": executed.sum::<Result<u64>>()? }))
 }
 
@@ -98,8 +99,8 @@ fn park(records: &DmaMemory, count: u64) -> Result<()> {
     Ok(())
 }
 
-/// The records, apart from the first, with the slowest wake-ups. If threads are parked, these records
-/// are in the threads' bucket.
+/// The records, apart from the first, with the slowest wake-ups. If threads are parked, these
+/// records are in the threads' bucket.
 fn slowest(records: &DmaMemory, parked: u64) -> Vec<usize> {
     if parked == 0 {
         return (1..=CQS).collect();

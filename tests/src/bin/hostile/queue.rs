@@ -7,13 +7,10 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use fabric::PeerAddress;
-use rnic::cqe::{CQE, CqReader, Cqe, OWNER, offset, opcode};
-use rnic::ids::{Access, Cqn, Pdn, Qpn};
-use rnic::memory::DmaMemory;
 use rnic::port::control::{QpVerb, ReceiveRing, ReceiveVerb, Reply, SendRing, Verb};
-use rnic::verbs::QpChange;
-use rnic::wqe::{Builder, WQEBB};
+use verbs::cqe::{CQE, CqReader, Cqe, OWNER, offset, opcode};
+use verbs::wqe::{Builder, WQEBB};
+use verbs::{Access, Cqn, DmaMemory, Pdn, PeerAddress, QpChange, Qpn};
 
 use crate::nic::{Nic, part};
 

@@ -1,20 +1,19 @@
 //! Attacks on other clients' objects: with WQEs that name the objects, and with control verbs.
 
 use anyhow::{Context, Result, ensure};
-use rnic::cqe::Syndrome;
-use rnic::ids::{Access, Cqn, Key, KeyIndex, Pdn, Qpn, Srqn};
 use rnic::port::control::{QpVerb, ReceiveVerb, SendRing, Verb};
-use rnic::verbs::{MwKind, QpChange};
-use rnic::wqe::{Builder, Umr, UmrFlags};
 use serde_json::{Value, json};
+use verbs::cqe::Syndrome;
+use verbs::wqe::{Builder, Umr, UmrFlags};
+use verbs::{Access, Cqn, Key, KeyIndex, MwKind, Pdn, QpChange, Qpn, Srqn};
 
 use crate::Arguments;
 use crate::compute::{Compute, LONG};
 use crate::nic::{Nic, part};
 use crate::queue::{Qp, Shape};
 
-/// Object numbers below this limit are tried. The lowest numbers belong to the memory node, the next
-/// to victims that were admitted before the attack.
+/// Object numbers below this limit are tried. The lowest numbers belong to the memory node, the
+/// next to victims that were admitted before the attack.
 const NUMBERS: u32 = 160;
 
 /// A QP that is connected to itself and is re-established after every error.
@@ -216,10 +215,10 @@ pub fn verbs(a: &Arguments) -> Result<Value> {
 fn make_qp(
     pd: Pdn,
     cqn: Cqn,
-    receive: ReceiveVerb<rnic::memory::DmaMemory>,
+    receive: ReceiveVerb<verbs::DmaMemory>,
     privileged: bool,
     memory_of: &Qp,
-) -> Verb<rnic::memory::DmaMemory> {
+) -> Verb<verbs::DmaMemory> {
     let ring = part(&memory_of.memory, memory_of.send_at(), 4096);
     Verb::CreateQp(QpVerb {
         pd,
@@ -241,7 +240,7 @@ pub fn connect(a: &Arguments) -> Result<Value> {
     let mut qp = Qp::new(nic, pd, shape)?;
     let local = nic.memory(8192)?;
     let lkey = nic.register(pd, &local, Access::LOCAL_ALL)?;
-    let sge = rnic::wqe::Sge { addr: local.addr(), len: 8, lkey };
+    let sge = verbs::wqe::Sge { addr: local.addr(), len: 8, lkey };
     a.ready()?;
     let mut tried = 0;
     let own: Vec<Qpn> =

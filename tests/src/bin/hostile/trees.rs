@@ -1,5 +1,5 @@
-//! Attacks on scheme `finemem`, in which compute nodes change the memory node's metadata with READ and
-//! CAS. The attacker uses access QPs only, or a management QP without following the protocol.
+//! Attacks on scheme `finemem`, in which compute nodes change the memory node's metadata with READ
+//! and CAS. The attacker uses access QPs only, or a management QP without following the protocol.
 
 use std::future::Future;
 use std::pin::pin;
@@ -9,19 +9,18 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use granary_tests::control::Control;
-use pool::finemem::header::{Header, User};
 use pool::finemem::block::Block;
+use pool::finemem::header::{Header, User};
 use pool::finemem::layout::{Shape, Word};
 use pool::finemem::log::{Capability, FullLog};
 use pool::finemem::tree::{Taken, Tree, Verbs};
 use pool::protocol::{Reply, Request};
 use pool::scheme::Metadata;
-use pool::{ConnectRequest, ConnectReply};
-use rnic::cqe::Syndrome;
-use rnic::ids::{Access, Key, Qpn};
-use rnic::memory::DmaMemory;
-use rnic::wqe::{Builder, Sge};
+use pool::{ConnectReply, ConnectRequest};
 use serde_json::{Value, json};
+use verbs::cqe::Syndrome;
+use verbs::wqe::{Builder, Sge};
+use verbs::{Access, DmaMemory, Key, Qpn};
 
 use crate::compute::{LONG, remote};
 use crate::nic::Nic;
@@ -84,7 +83,7 @@ impl Service {
         Sge { addr: self.local.addr() + at as u64, len, lkey: self.lkey }
     }
 
-    fn at(&self, word: Word) -> rnic::wqe::Remote {
+    fn at(&self, word: Word) -> verbs::wqe::Remote {
         remote(self.metadata.addr + 8 * word.0 as u64, self.metadata.rkey)
     }
 
@@ -163,7 +162,10 @@ impl Service {
     fn free(&self, taken: &Taken) -> Result<()> {
         let (at, key) = (self.capability(taken.block), taken.capability.main);
         let (open, shut) = (Capability::open(key), Capability::quarantined(key));
-        ensure!(self.swap(at, open.to_word(), shut.to_word())?, "the attacker does not own its block");
+        ensure!(
+            self.swap(at, open.to_word(), shut.to_word())?,
+            "the attacker does not own its block"
+        );
         Ok(())
     }
 
@@ -210,8 +212,8 @@ fn now<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
 
 const REFUSED: u8 = Syndrome::RemoteAccess as u8;
 
-/// With access QPs only: tries all tags of the victims' keys, of the windows of larger blocks at the
-/// same address, and of the metadata's key.
+/// With access QPs only: tries all tags of the victims' keys, of the windows of larger blocks at
+/// the same address, and of the metadata's key.
 pub fn guess(a: &Arguments) -> Result<Value> {
     let mut me = Service::join(a)?;
     a.ready()?;
@@ -295,7 +297,8 @@ pub fn beyond(a: &Arguments) -> Result<Value> {
             refused += 1;
         }
     }
-    // The victims' keys on the management QP, which is in another protection domain than the memory.
+    // The victims' keys on the management QP, which is in another protection domain than the
+    // memory.
     for chunk in &a.of {
         let got = me.manage(|b| _ = b.rdma_read(remote(chunk.addr, chunk.keys[0]), &[word]))?;
         ensure!(got == REFUSED, "another's key: {got:#x}");
@@ -306,13 +309,16 @@ pub fn beyond(a: &Arguments) -> Result<Value> {
     let tree = Tree::new(me.shape, me.user);
     let taken = me.take(&tree, 0)?;
     let addr = me.addr(taken.block);
-    ensure!(me.touch(0, addr, taken.capability.main.0, 0)? == 0, "a normal access failed after the attack");
+    ensure!(
+        me.touch(0, addr, taken.capability.main.0, 0)? == 0,
+        "a normal access failed after the attack"
+    );
     me.free(&taken)?;
     Ok(json!({ "refused": refused }))
 }
 
-/// CASes two headers continuously. The successful CASes change only retry bits, so other clients see
-/// an unexpected word but no change of the tree.
+/// CASes two headers continuously. The successful CASes change only retry bits, so other clients
+/// see an unexpected word but no change of the tree.
 pub fn storm(a: &Arguments) -> Result<Value> {
     let me = Service::join(a)?;
     a.ready()?;

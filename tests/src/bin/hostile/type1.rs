@@ -1,19 +1,17 @@
 //! The weakness of type-1 windows (OneSidedMW §2.3), which type-2 windows do not have.
 //!
-//! A server grants one window of each type, as a memory node of the RPC-MW baselines does. The server
-//! is attached to the NIC and has one protection domain and a QP for each client connection. A client
-//! is either the owner of the windows or an attacker. The attacker tries all 256 tags, each on a
-//! separate connection, because a wrong tag breaks the connection.
+//! A server grants one window of each type, as a memory node of the RPC-MW baselines does. The
+//! server is attached to the NIC and has one protection domain and a QP for each client connection.
+//! A client is either the owner of the windows or an attacker. The attacker tries all 256 tags,
+//! each on a separate connection, because a wrong tag breaks the connection.
 
 use anyhow::{Context, Result, bail, ensure};
-use rnic::cqe::Syndrome;
-use rnic::ids::{Access, Key, Qpn};
-use rnic::memory::DmaMemory;
 use rnic::port::control::{QpVerb, ReceiveVerb, Reply, Verb};
-use rnic::verbs::{MwKind, QpChange};
-use rnic::wqe::{Sge, Umr};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use verbs::cqe::Syndrome;
+use verbs::wqe::{Sge, Umr};
+use verbs::{Access, DmaMemory, Key, MwKind, QpChange, Qpn};
 
 use crate::compute::{LONG, remote};
 use crate::nic::Nic;
@@ -25,9 +23,9 @@ const TRIES: usize = 256;
 /// Bytes of a window.
 const BYTES: usize = 4096;
 /// The owner's data in its windows.
-const SECRET: &[u8; 17] = b"nobody else knows";
+const SECRET: &[u8; 17] = b"data of the owner";
 /// Data that the attacker writes to an opened window.
-const MARK: &[u8; 17] = b"who else was here";
+const MARK: &[u8; 17] = b"attacker was here";
 
 const _: () = assert!(MARK.len() == SECRET.len());
 

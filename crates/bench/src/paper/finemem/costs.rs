@@ -1,7 +1,7 @@
 //! Costs of FineMem at the memory node, and latency of its steps (FineMem §6.2).
 //!
-//! The simulation gives the memory node's CPU no computing time. Therefore scans and the recovery of
-//! a departed client are measured on a clock only.
+//! The simulation gives the memory node's CPU no computing time. Therefore scans and the recovery
+//! of a departed client are measured on a clock only.
 
 use std::path::PathBuf;
 

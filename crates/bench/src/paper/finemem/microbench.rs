@@ -71,7 +71,7 @@ pub const SIZES: Experiment = Experiment {
     draw: draw_sizes,
 };
 
-/// Who allocates.
+/// An allocator that the figure compares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Contender {
     /// Name in tables and pictures.
@@ -91,8 +91,8 @@ impl Contender {
     }
 
     /// This contender under the conditions of the paper's tables with many threads, if simulated:
-    /// allocations go through a service, the benchmark has think time, and an array is CASed word by
-    /// word. Parameters that the paper does not state are fitted: see [`Delays::FINEMEM`] and
+    /// allocations go through a service, the benchmark has think time, and an array is CASed word
+    /// by word. Parameters that the paper does not state are fitted: see [`Delays::FINEMEM`] and
     /// [`pool::Settings::contention_control`].
     pub fn as_published(&self, run: &Run<'_>) -> Self {
         if !run.testbed.simulated() {

@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use super::microbench::{NODES, contenders};
 use crate::Error;
 use crate::paper::experiment::{Canvas, Experiment};
-use crate::paper::results::Results;
 use crate::paper::load::{Load, Work};
+use crate::paper::results::Results;
 use crate::paper::traces::{HELD_BYTES, Replay, TRACES, Trace};
 use crate::paper::{Extent, Run};
 use crate::plot::Bars;
@@ -17,7 +17,8 @@ use crate::size::Size;
 /// Figure 14.
 pub const TRACES_REPLAYED: Experiment = Experiment {
     name: "traces",
-    title: "Requests of mixed sizes from traces (§6.3, figures 13 and 14); each thread frees its oldest block when it holds 4 MiB",
+    title: "Requests of mixed sizes from traces (§6.3, figures 13 and 14); each thread frees its \
+            oldest block when it holds 4 MiB",
     claims: &[],
     steps: |run| contenders(run).count() * traces(run).len(),
     run: replay,
@@ -118,7 +119,8 @@ fn draw(results: &Results, canvas: &Canvas<'_>) -> Result<Vec<PathBuf>, Error> {
         files.extend(bars.write(canvas.directory, &canvas.file(rest))?);
     }
     let labels = ["4 KiB", "8 to 32 KiB", "64 KiB to 1 MiB", "2 MiB"];
-    let mut bars = Bars::new("Request sizes of the traces (figure 13)", "share of requests", labels);
+    let mut bars =
+        Bars::new("Request sizes of the traces (figure 13)", "share of requests", labels);
     for name in &names {
         let share = |from: u64, to: u64| -> f64 {
             let within = |s: &Setting| {

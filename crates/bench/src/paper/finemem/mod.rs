@@ -15,7 +15,8 @@ use super::registration;
 pub static PAPER: Paper = Paper {
     name: "finemem",
     title: "FineMem (OSDI'25)",
-    cluster: "the paper's cluster (ConnectX-6, one memory node, 16 compute nodes) under virtual time",
+    cluster: "the paper's cluster (ConnectX-6, one memory node, 16 compute nodes) under virtual \
+              time",
     params: Params::connectx6,
     experiments: &[
         registration::EXPERIMENT,

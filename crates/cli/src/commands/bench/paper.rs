@@ -226,9 +226,11 @@ impl Paper {
 
     fn print_list(&self) -> anyhow::Result<ExitCode> {
         if self.output.json {
-            return Err(
-                UsageError("--list has no JSON form: leave out --json".into(), "bench paper").into()
-            );
+            return Err(UsageError(
+                "--list has no JSON form: leave out --json".into(),
+                "bench paper",
+            )
+            .into());
         }
         let papers = match self.paper {
             Some(name) => vec![name.paper()],

@@ -1,7 +1,7 @@
 //! Requests of a client to the memory node's CPU, and background work that is aborted or fails.
 
-use fabric::soft::SoftNic;
-use fabric::{
+use rnic::nic::SoftNic;
+use verbs::{
     Caps, Completion, CompletionQueue, Key, Op, PathMtu, Psn, QpAttr, QpChange, Qpn, Receive,
     Remote, Status, WorkRequest,
 };

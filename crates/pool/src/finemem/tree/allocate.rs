@@ -116,7 +116,7 @@ fn spread_after(header: Header, before: Spread, failures: u32) -> Spread {
 
 impl Tree {
     /// Allocates a block of 2^`order` chunks; `None` if there is none. On return this user owns the
-    /// block, and the full log says so.
+    /// block, and the full log records that.
     ///
     /// # Errors
     /// Errors of the verbs. A block, or parts of one, may have been taken; the logs show which.

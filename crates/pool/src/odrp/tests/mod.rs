@@ -7,13 +7,14 @@ mod reconnect;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use fabric::soft::SoftNic;
-use fabric::{MemoryRegion, Nic, Op, QpState, Qpn, QueuePair, ReceiveRequest, Status, WorkRequest};
+use rnic::nic::SoftNic;
+use verbs::{
+    DmaMemory, MemoryRegion, Nic, Op, QpState, Qpn, QueuePair, ReceiveRequest, Status, WorkRequest,
+};
 
-use fabric::DmaMemory;
+use rnic::limits::Limits;
 use rnic::port::Function;
 use rnic::port::inline::InlineNic;
-use rnic::verbs::Limits;
 
 use self::raw_client::{REPLY, RawClient};
 use super::*;
@@ -37,6 +38,15 @@ fn start(pages: u64) -> (SoftNic, Node<SoftNic>) {
     let nic = SoftNic::inline();
     let node = Node::new(nic.clone(), settings(pages)).unwrap();
     (nic, node)
+}
+
+#[test]
+fn queues_have_room_for_all_credits_of_all_compute_nodes() {
+    let settings = Settings { clients_max: 50, credits: 16, ..settings(4) };
+    assert_eq!(super::node::in_flight_max(&settings), 800);
+    assert_eq!(super::node::faults_max(&settings), 800 * 32 + 1024);
+    let node = Node::new(SoftNic::inline(), settings).unwrap();
+    assert_eq!(node.memory().shape.in_flight, 800);
 }
 
 fn retire(node: &mut Node<SoftNic>, client: ClientId) {
@@ -402,7 +412,7 @@ fn free_that_waits_for_a_stuck_read_loses_no_page() {
                 assert_eq!(node.status().unwrap().free, 2, "after {steps} steps");
             } else {
                 for qp in [&a.reads, &a.qp] {
-                    qp.modify(fabric::QpChange::Reset).unwrap();
+                    qp.modify(verbs::QpChange::Reset).unwrap();
                 }
                 let peers = loop {
                     match node.reset_management(a.id).unwrap() {

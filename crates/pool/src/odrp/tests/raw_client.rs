@@ -1,7 +1,7 @@
 //! A client that posts raw requests.
 
-use fabric::soft::SoftNic;
-use fabric::{
+use rnic::nic::SoftNic;
+use verbs::{
     Access, Completion, CompletionQueue, CqAttr, MemoryRegion, Nic, Op, QpAttr, Qpn, QueuePair,
     Receive, ReceiveAttr, ReceiveRequest, Status, WorkRequest,
 };
@@ -145,7 +145,7 @@ impl RawClient {
     /// Re-establishes the connection.
     pub fn reset(&self, node: &mut Node<SoftNic>) {
         for qp in [&self.reads, &self.qp] {
-            qp.modify(fabric::QpChange::Reset).unwrap();
+            qp.modify(verbs::QpChange::Reset).unwrap();
         }
         let peers = loop {
             match node.reset_management(self.id).unwrap() {

@@ -1,6 +1,6 @@
 //! Required capabilities of the NIC, the tables shown to checkers, and re-established connections.
 
-use fabric::{Caps, PathMtu, Psn};
+use verbs::{Caps, PathMtu, Psn};
 
 use super::*;
 use crate::remote::{RoceEnd, Route, Start};

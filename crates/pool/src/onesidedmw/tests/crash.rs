@@ -1,11 +1,11 @@
 //! A client dies, or loses its management QPs, at every step of its chains: the NIC executes WQE by
 //! WQE and stops after k of them, for every k. The pool must be consistent in the end.
 
-use fabric::DmaMemory;
+use rnic::limits::{FunctionLimits, Limits};
 use rnic::port::Function;
 use rnic::port::control::Verb;
 use rnic::port::inline::{InlineFunction, InlineNic};
-use rnic::verbs::{FunctionLimits, Limits};
+use verbs::DmaMemory;
 
 use super::super::connection::Management;
 use super::*;
@@ -148,7 +148,7 @@ impl Scene {
 
     /// Stops a worker of `a` where it is.
     fn stop(&self, index: usize) {
-        let change = rnic::verbs::QpChange::Error;
+        let change = verbs::QpChange::Error;
         let verb = Verb::ModifyQp { qpn: self.worker(index), change };
         self.stepper.nic.physical().execute(verb).unwrap();
     }

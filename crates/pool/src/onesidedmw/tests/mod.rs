@@ -4,8 +4,8 @@ use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use fabric::soft::SoftNic;
-use fabric::{
+use rnic::nic::SoftNic;
+use verbs::{
     Access, Completion, CompletionQueue, CqAttr, Key, MemoryRegion, Nic, Op, QpAttr, QpChange,
     QpState, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Remote, Status, WorkRequest,
 };

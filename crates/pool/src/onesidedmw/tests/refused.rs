@@ -3,9 +3,9 @@
 
 use std::time::Duration;
 
-use fabric::direct::DirectQp;
-use fabric::wqe::WQEBB;
-use fabric::wqe::offset::REMOTE_ADDR;
+use verbs::direct::DirectQp;
+use verbs::wqe::WQEBB;
+use verbs::wqe::offset::REMOTE_ADDR;
 
 use super::super::program::REPLY_BLOCKS;
 use super::*;

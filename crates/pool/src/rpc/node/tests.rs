@@ -1,7 +1,7 @@
 //! Tests of the required NIC capabilities, and of the initial state of re-established QPs.
 
-use fabric::soft::SoftNic;
-use fabric::{Caps, PathMtu, Psn, Qpn};
+use rnic::nic::SoftNic;
+use verbs::{Caps, PathMtu, Psn, Qpn};
 
 use super::super::REPLY_BYTES;
 use super::*;

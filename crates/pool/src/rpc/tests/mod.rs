@@ -1,8 +1,8 @@
 //! Tests of the CPU against compute nodes that violate the protocol. Their requests are posted by
 //! hand on the inline NIC, and the test's thread is the memory node's CPU.
 
-use fabric::soft::SoftNic;
-use fabric::{
+use rnic::nic::SoftNic;
+use verbs::{
     Access, Completion, CompletionQueue, CqAttr, MemoryRegion, Nic, Op, QpAttr, QpState, Qpn,
     QueuePair, Receive, ReceiveAttr, ReceiveRequest, Status, WorkRequest,
 };
@@ -141,7 +141,7 @@ impl Hand {
 
     /// Reads the first 8 bytes of a granted chunk.
     fn read(&self, granted: &Reply) -> Status {
-        let from = fabric::Remote { addr: granted.addr, rkey: granted.keys[0] };
+        let from = verbs::Remote { addr: granted.addr, rkey: granted.keys[0] };
         let to = [self.memory.sge(1024, 8)];
         let op = Op::Read { from, to: &to };
         self.access.post_send(&[WorkRequest { id: 3, op, signaled: true }]).unwrap();
@@ -202,7 +202,7 @@ fn oversized_message_breaks_only_its_senders_management_qp() {
         assert_eq!(bad.read(&granted), Status::Success);
         for _ in 0..10 {
             bad.send(&[1; REQUEST_BYTES + 1]);
-            bad.qp.modify(fabric::QpChange::Reset).unwrap();
+            bad.qp.modify(verbs::QpChange::Reset).unwrap();
             let peers = node.reset_management(bad.id).unwrap();
             bad.qp.connect(Qpn::new(peers.expect("nothing is in flight")[0])).unwrap();
             bad.completions();
@@ -273,7 +273,7 @@ fn undelivered_grants_are_taken_back() {
         }
         while node.poll().unwrap() {}
         assert_eq!(node.status().unwrap().free, 4);
-        hand.qp.modify(fabric::QpChange::Reset).unwrap();
+        hand.qp.modify(verbs::QpChange::Reset).unwrap();
         let peers = node.reset_management(hand.id).unwrap();
         hand.qp.connect(Qpn::new(peers.expect("nothing is in flight")[0])).unwrap();
         hand.completions();

@@ -1,12 +1,12 @@
 //! Tests of the mechanisms that open chunks: rebound type-1 windows, regions, and regions
 //! registered in advance; and of several cores that share the table.
 
-use fabric::direct::DirectNic;
-use fabric::{Key, Nic};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
+use verbs::direct::DirectNic;
+use verbs::{Key, Nic};
 
 use super::*;
 
@@ -70,7 +70,7 @@ fn chunk_set_aside_is_closed_and_cleared_for_other_clients() {
     let from = [a.memory.sge(1024, 8)];
     a.memory.memory().write(1024, b"leftover");
     for g in &granted {
-        let to = fabric::Remote { addr: g.addr, rkey: g.keys[0] };
+        let to = verbs::Remote { addr: g.addr, rkey: g.keys[0] };
         let op = Op::Write { to, from: &from };
         a.access.post_send(&[WorkRequest { id: 3, op, signaled: true }]).unwrap();
         assert_eq!(a.completions()[0].status, Status::Success);
@@ -136,7 +136,7 @@ fn region_lives_as_long_as_its_grant() {
     for _ in 0..100 {
         let granted = hand.allocate(&mut node);
         let key = granted.keys[0];
-        assert_eq!(nic.query_key(key).unwrap().key, key);
+        assert_eq!(nic.query_key(key).unwrap().tag, key.tag());
         assert_eq!(hand.read(&granted), Status::Success);
         let free = Ask::Free { entry: granted.entry };
         assert_eq!(hand.ask(&mut node, free).outcome, Outcome::Done);

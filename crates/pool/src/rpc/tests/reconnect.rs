@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::*;
 
 fn make_anew(node: &mut Node<SoftNic>, hand: &Hand) {
-    hand.qp.modify(fabric::QpChange::Reset).unwrap();
+    hand.qp.modify(verbs::QpChange::Reset).unwrap();
     let peers = node.reset_management(hand.id).unwrap();
     hand.qp.connect(Qpn::new(peers.expect("nothing is in flight")[0])).unwrap();
     hand.completions();

@@ -2,7 +2,7 @@
 //! compute nodes, opens chunks in advance, closes chunks that are set aside when memory is short,
 //! and announces "available".
 
-use fabric::Nic;
+use verbs::Nic;
 
 use super::super::Opening;
 use super::{BATCH, Shared, State};

@@ -1,7 +1,7 @@
 //! Binds and unbinds: posted with one doorbell per QP, then awaited.
 
-use fabric::wqe::Umr;
-use fabric::{Nic, Op, QueuePair, Status, WorkRequest};
+use verbs::wqe::Umr;
+use verbs::{Nic, Op, QueuePair, Status, WorkRequest};
 
 use super::State;
 use crate::Error;

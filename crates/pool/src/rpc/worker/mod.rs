@@ -10,11 +10,11 @@ mod binds;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use fabric::{
+use parking_lot::Mutex;
+use verbs::{
     Access, Completion, CompletionKind, CompletionQueue, CqAttr, MemoryRegion, Nic, QpAttr, Qpn,
     QueuePair, Receive, Status, Zeros,
 };
-use parking_lot::Mutex;
 
 use self::binds::WindowOp;
 use super::Opening;

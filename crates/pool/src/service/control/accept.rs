@@ -26,6 +26,8 @@ impl Control<'_> {
                 if self.has_room_for(identity) {
                     let credit = self.credit(identity);
                     self.add(Connection::local(fd, credit));
+                } else {
+                    self.refuse_connection(identity, "the limit of connections is reached");
                 }
                 Ok(())
             }
@@ -54,10 +56,18 @@ impl Control<'_> {
         match connection_limits::admit_unproved(address, Instant::now(), self.unproved()) {
             UnprovedDecision::Kept => {}
             UnprovedDecision::InPlaceOf(old) => self.close(old),
-            UnprovedDecision::Refused => return,
+            UnprovedDecision::Refused => {
+                let why = "the limit of connections without proof of the token is reached";
+                self.refuse_connection(connection.identity, why);
+                return;
+            }
         }
         connection.credit = self.credit(connection.identity);
         self.add(connection);
+    }
+
+    fn refuse_connection(&mut self, identity: PeerIdentity, why: &str) {
+        self.refusals.connection(identity, why, self.started.elapsed());
     }
 
     /// TCP connections that have not proved the token.
@@ -86,11 +96,15 @@ impl Control<'_> {
         let id = ConnectionId(self.next);
         self.next += 1;
         if let Err(e) = self.epoll.add(&connection, id.0) {
-            let mut trouble = self.shared.trouble.lock();
-            trouble.connections += 1;
-            trouble.last = Some(format!("watching a new connection: {e}"));
+            {
+                let mut trouble = self.shared.trouble.lock();
+                trouble.connections += 1;
+                trouble.last = Some(format!("watching a new connection: {e}"));
+            }
+            self.refusals.connection(connection.identity, &e.to_string(), self.started.elapsed());
             return;
         }
+        tracing::debug!(connection = id.0, peer = %connection.identity, "connection accepted");
         self.connections.insert(id, connection);
         self.update_deadline(id);
     }
@@ -103,6 +117,7 @@ impl Control<'_> {
             trouble.accepts += 1;
             trouble.last = Some(format!("accepting a connection: {why}"));
         }
+        self.refusals.accept_failed(&why.to_string(), self.started.elapsed());
         self.accept_again = Some(Instant::now() + AGAIN);
         self.watch_listeners(EventFlags::empty())
     }

@@ -23,7 +23,8 @@ fn with_control(clients_max: u32, test: impl FnOnce(&mut Control<'_>)) {
     let remote = Listen::to_all("127.0.0.1:0".parse().unwrap());
     let (remote, _wire) = RemoteListener::bind(&remote).unwrap();
     let epoll = Epoll::new().unwrap();
-    let sockets = ControlSockets::new(epoll, &service.shared.wake, listener, Some(remote)).unwrap();
+    let sockets =
+        ControlSockets::new(epoll, &service.shared.wake.eventfd, listener, Some(remote)).unwrap();
     test(&mut Control::new(&service.shared, sockets));
 }
 

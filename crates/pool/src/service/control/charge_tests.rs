@@ -19,7 +19,8 @@ fn with_connection(test: impl FnOnce(&mut Control<'_>, ConnectionId, TcpStream))
     let service = Service::start(&settings, &Endpoint::Fresh).unwrap();
     let listener = Listener::bind(&Endpoint::Fresh).unwrap();
     let sockets =
-        ControlSockets::new(Epoll::new().unwrap(), &service.shared.wake, listener, None).unwrap();
+        ControlSockets::new(Epoll::new().unwrap(), &service.shared.wake.eventfd, listener, None)
+            .unwrap();
     let mut control = Control::new(&service.shared, sockets);
     let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
     let peer = TcpStream::connect(tcp.local_addr().unwrap()).unwrap();

@@ -21,12 +21,12 @@ impl Control<'_> {
         session.deferred.push(Deferred { id, what });
         // Incremented before this round checks the condition: a poll after that check then wakes
         // this thread.
-        self.shared.awaiting.fetch_add(1, Ordering::SeqCst);
+        self.shared.wake.awaiting.fetch_add(1, Ordering::SeqCst);
     }
 
     /// Answers the deferred requests whose condition holds.
     pub(super) fn answer_deferred(&mut self) {
-        if self.shared.awaiting.load(Ordering::SeqCst) == 0 {
+        if self.shared.wake.awaiting.load(Ordering::SeqCst) == 0 {
             return;
         }
         let waiting: Vec<ConnectionId> = self
@@ -66,10 +66,13 @@ impl Control<'_> {
                     }
                 }
             };
-            self.shared.awaiting.fetch_sub(1, Ordering::SeqCst);
+            self.shared.wake.awaiting.fetch_sub(1, Ordering::SeqCst);
             alive &= match reply {
                 Ok(reply) => connection.reply(deferred.id, reply),
-                Err(e) => connection.refuse(deferred.id, &e),
+                Err(e) => {
+                    self.refusals.request(id, connection, &e, self.started.elapsed());
+                    connection.refuse(deferred.id, &e)
+                }
             };
         }
         alive
@@ -93,13 +96,13 @@ impl Control<'_> {
         session.awaiting.push(MemoryWait { id, deadline });
         // Incremented before the next check of the condition: a poll after that check then wakes
         // this thread.
-        self.shared.awaiting.fetch_add(1, Ordering::SeqCst);
+        self.shared.wake.awaiting.fetch_add(1, Ordering::SeqCst);
         Ok(())
     }
 
     /// Answers the requests for memory if a chunk is free or the timeout has passed.
     pub(super) fn answer_awaits(&mut self) {
-        if self.shared.awaiting.load(Ordering::SeqCst) == 0 {
+        if self.shared.wake.awaiting.load(Ordering::SeqCst) == 0 {
             return;
         }
         let waiting: VecDeque<ConnectionId> = self
@@ -127,7 +130,7 @@ impl Control<'_> {
             .drain(..)
             .partition(|a| !matches!(available, Ok(false)) || a.deadline <= now);
         session.awaiting = rest;
-        self.shared.awaiting.fetch_sub(ready.len(), Ordering::SeqCst);
+        self.shared.wake.awaiting.fetch_sub(ready.len(), Ordering::SeqCst);
         ready.into_iter().all(|a| match &available {
             Ok(available) => connection.reply(a.id, Reply::Memory { available: *available }),
             Err(e) => connection.refuse(a.id, e),
@@ -135,7 +138,7 @@ impl Control<'_> {
     }
 
     pub(super) fn next_await(&mut self) -> Option<Instant> {
-        if self.shared.awaiting.load(Ordering::SeqCst) == 0 {
+        if self.shared.wake.awaiting.load(Ordering::SeqCst) == 0 {
             return None;
         }
         let deadlines = self

@@ -20,6 +20,7 @@ use super::Shared;
 use super::client_limits::ClientLimits;
 use super::connection::{Connection, ConnectionId, Input, Role};
 use super::connection_limits::ClientSlots;
+use super::refusals::RefusalLog;
 use crate::Error;
 use crate::protocol::{self, Numbered, Request};
 use crate::remote::RemoteListener;
@@ -80,6 +81,7 @@ struct Control<'a> {
     slots: ClientSlots,
     started: Instant,
     limits: ClientLimits,
+    refusals: RefusalLog,
     /// Connections that are not read because their process has no tokens.
     paused: Vec<ConnectionId>,
     /// Time at which the listeners are watched again, after a lack of descriptors or memory.
@@ -101,6 +103,7 @@ impl<'a> Control<'a> {
             slots: ClientSlots::new(settings.clients_max as usize, settings.shares_places),
             started: Instant::now(),
             limits: ClientLimits::new(shared.node.client_qps()),
+            refusals: RefusalLog::new(),
             paused: Vec::new(),
             accept_again: None,
         }
@@ -124,7 +127,7 @@ impl<'a> Control<'a> {
                     LISTENER => self.accept()?,
                     REMOTE_LISTENER => self.accept_remote()?,
                     WAKE => {
-                        let _ = rustix::io::read(&self.shared.wake, &mut [0; 8]);
+                        let _ = rustix::io::read(&self.shared.wake.eventfd, &mut [0; 8]);
                     }
                     id => self.serve_connection(ConnectionId(id), event.flags),
                 }
@@ -173,7 +176,11 @@ impl<'a> Control<'a> {
                 connection.last_request.max(last_verb.unwrap_or(connection.last_request));
             match connection.is_settled() || connection.last_request + silence > Instant::now() {
                 true => self.update_deadline(id),
-                false => self.close(id),
+                false => {
+                    let peer = connection.identity;
+                    tracing::info!(connection = id.0, %peer, "connection is idle: closing it");
+                    self.close(id);
+                }
             }
         }
     }
@@ -206,7 +213,9 @@ impl<'a> Control<'a> {
                 Input::TooLong => {
                     let why = format!("a message has at most {} bytes", protocol::MAX_BYTES);
                     let goes_on = !connection.is_new() && !connection.is_stream();
-                    connection.refuse(0, &protocol_error(why)) && goes_on
+                    let error = protocol_error(why);
+                    self.refusals.request(id, connection, &error, self.started.elapsed());
+                    connection.refuse(0, &error) && goes_on
                 }
                 Input::Nothing => !hung_up,
                 Input::End => false,
@@ -281,7 +290,10 @@ impl<'a> Control<'a> {
                 connection.last_request = Instant::now();
                 match protocol::decode::<Numbered<Request>>("reading a request", &bytes) {
                     Ok(request) => self.request(id, request.id, request.body),
-                    Err(e) => connection.refuse(protocol::id_of(&bytes), &e),
+                    Err(e) => {
+                        self.refusals.request(id, connection, &e, self.started.elapsed());
+                        connection.refuse(protocol::id_of(&bytes), &e)
+                    }
                 }
             }
         }
@@ -308,14 +320,17 @@ impl<'a> Control<'a> {
 
     /// Retires the compute node of a connection, if there is one: revokes its keys; later polls of
     /// the memory node reclaim its chunks.
-    fn leave(&mut self, id: ConnectionId) -> Option<ClientId> {
-        let session = self.connections.get_mut(&id).and_then(Connection::pool)?;
+    fn leave(&mut self, id: ConnectionId, cause: &'static str) -> Option<ClientId> {
+        let connection = self.connections.get_mut(&id)?;
+        let peer = connection.identity;
+        let session = connection.pool()?;
         let waiting = session.awaiting.len() + session.deferred.len();
         session.awaiting.clear();
         session.deferred.clear();
         session.nic = None;
-        self.shared.awaiting.fetch_sub(waiting, Ordering::SeqCst);
+        self.shared.wake.awaiting.fetch_sub(waiting, Ordering::SeqCst);
         let client = session.client.take()?;
+        tracing::info!(client = client.0, %peer, cause, "client departed");
         self.shared.node.retire(client);
         Some(client)
     }
@@ -335,7 +350,7 @@ impl<'a> Control<'a> {
                     })
                     .collect();
                 for other in &on_it {
-                    self.leave(*other);
+                    self.leave(*other, "its NIC session ended");
                 }
                 on_it
             }
@@ -343,7 +358,7 @@ impl<'a> Control<'a> {
             // too.
             Role::Pool(session) => {
                 let nic = session.nic;
-                self.leave(id);
+                self.leave(id, "its connection ended");
                 let others = self.connections.iter_mut().any(|(other, c)| {
                     *other != id && nic.is_some() && c.pool().is_some_and(|p| p.nic == nic)
                 });
@@ -352,6 +367,8 @@ impl<'a> Control<'a> {
         };
         for id in linked.into_iter().chain([id]) {
             if let Some(connection) = self.connections.remove(&id) {
+                let peer = connection.identity;
+                tracing::debug!(connection = id.0, %peer, "connection closed");
                 self.epoll.remove(&connection);
                 if let Some(until) = connection.deadline {
                     self.silent.remove(&(until, id));

@@ -1,7 +1,7 @@
 //! Handling of greetings, openings, and requests of compute nodes.
 
-use fabric::Qpn;
 use rnic::port::shm::{Session, SessionLimits};
+use verbs::Qpn;
 
 use super::{AWAITS_MAX, Control, protocol_error, refused};
 use crate::Error;
@@ -37,7 +37,8 @@ impl Control<'_> {
         let greeted = protocol::decode::<Greeting>("reading a greeting", bytes).and_then(|theirs| {
             if theirs.granary != token::VERSION {
                 let why = format!(
-                    "greeting version {} is not supported, only {}; use the same release on both sides",
+                    "greeting version {} is not supported, only {}; use the same release on both \
+                     sides",
                     theirs.granary,
                     token::VERSION
                 );
@@ -54,6 +55,7 @@ impl Control<'_> {
                 connection.send(answer, Vec::new())
             }
             Err(e) => {
+                self.refusals.request(id, connection, &e, self.started.elapsed());
                 connection.refuse(0, &e);
                 false
             }
@@ -70,6 +72,7 @@ impl Control<'_> {
         let opening = match protocol::decode::<Opening>("reading an opening", bytes) {
             Ok(opening) => opening,
             Err(e) => {
+                self.refusals.request(id, connection, &e, self.started.elapsed());
                 connection.refuse(0, &e);
                 return false;
             }
@@ -93,12 +96,16 @@ impl Control<'_> {
             // instead.
             _ if is_full => {
                 let why = "it has reached its limit of connections".into();
-                connection.refuse(0, &Error::Full { attempt: "opening a connection".into(), why });
+                let error = Error::Full { attempt: "opening a connection".into(), why };
+                self.refusals.request(id, connection, &error, self.started.elapsed());
+                connection.refuse(0, &error);
                 return false;
             }
             "nic" if ends.is_none() => {
                 let session = Session::new(&self.shared.host, limits);
                 connection.role = Role::Nic(Box::new(session));
+                let peer = connection.identity;
+                tracing::debug!(connection = id.0, %peer, "NIC session opened");
                 return true;
             }
             "nic" => "only processes of its own host can attach to the NIC".into(),
@@ -120,7 +127,9 @@ impl Control<'_> {
             ),
             other => format!("there is no service `{other}`; use `nic` or `pool`"),
         };
-        connection.refuse(0, &protocol_error(why));
+        let error = protocol_error(why);
+        self.refusals.request(id, connection, &error, self.started.elapsed());
+        connection.refuse(0, &error);
         false
     }
 
@@ -162,7 +171,7 @@ impl Control<'_> {
                     .map(|peer| Reply::Access { peer })
             }
             Request::Audit => node.audit().map(|()| Reply::Done),
-            Request::Goodbye => match self.leave(from) {
+            Request::Goodbye => match self.leave(from, "goodbye") {
                 None => Ok(Reply::Done),
                 Some(client) => {
                     self.defer(from, id, DeferredOp::Goodbye(client));
@@ -173,7 +182,10 @@ impl Control<'_> {
         let Some(connection) = self.connections.get_mut(&from) else { return false };
         match reply {
             Ok(reply) => connection.reply(id, reply),
-            Err(e) => connection.refuse(id, &e),
+            Err(e) => {
+                self.refusals.request(from, connection, &e, self.started.elapsed());
+                connection.refuse(id, &e)
+            }
         }
     }
 
@@ -219,6 +231,8 @@ impl Control<'_> {
         self.slots.take(ClientId(admitted.client), holder);
         session.client = Some(ClientId(admitted.client));
         session.nic = nic;
+        let (client, groups) = (admitted.client, request.groups.len());
+        tracing::info!(client, peer = %holder.identity, groups, "client admitted");
         Ok(admitted)
     }
 

@@ -18,7 +18,8 @@ fn with_control(test: impl FnOnce(&mut Control<'_>)) {
     let service = Service::start(&settings, &Endpoint::Fresh).unwrap();
     let listener = Listener::bind(&Endpoint::Fresh).unwrap();
     let sockets =
-        ControlSockets::new(Epoll::new().unwrap(), &service.shared.wake, listener, None).unwrap();
+        ControlSockets::new(Epoll::new().unwrap(), &service.shared.wake.eventfd, listener, None)
+            .unwrap();
     test(&mut Control::new(&service.shared, sockets));
 }
 

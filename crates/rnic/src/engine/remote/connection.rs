@@ -1,12 +1,12 @@
 //! The state of a connection to a QP of another NIC.
 
-use crate::verbs::QpState;
+use crate::wire::Envelope;
 use crate::wire::guess_limiter::GuessLimiter;
 use crate::wire::mac::{Opener, Sealer};
 use crate::wire::piggyback::PiggybackState;
 use crate::wire::requester::Requester;
 use crate::wire::responder::Responder;
-use crate::wire::{Envelope, RemotePeer};
+use verbs::{QpState, RemotePeer};
 
 /// Building blocks of the longest WQE.
 pub(super) const LONGEST_BLOCKS: u32 = 16;

@@ -2,15 +2,15 @@
 //! request.
 
 use super::{Connection, FetchGate, decode_kept};
-use crate::cqe::Syndrome;
 use crate::engine::execute::Progress;
 use crate::engine::local_wqe::{Fault, LocalWqe};
 use crate::engine::poll::Step;
 use crate::engine::queue::{Fetched, Waiting};
 use crate::engine::{Core, RDMA_BYTES_MAX, WQE_WORK};
-use crate::ids::{Access, Qpn};
 use crate::wire::requester::{Kind, Request, SPAN_MAX};
-use crate::wqe::{Control, FENCE_MASK, Sge, WQEBB, Wqe};
+use verbs::cqe::Syndrome;
+use verbs::wqe::{Control, FENCE_MASK, Sge, WQEBB, Wqe};
+use verbs::{Access, Qpn};
 
 /// Result of fetching a WQE.
 enum FetchOutcome {

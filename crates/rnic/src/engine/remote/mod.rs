@@ -26,23 +26,23 @@ mod transmit;
 use super::Core;
 use super::poll::Step;
 use super::qp_list::InList;
-use crate::cqe::{self, Cqe, Syndrome};
 use crate::engine::qp::{Peer, Qp};
 use crate::engine::queue::Fetched;
 use crate::error::Error;
-use crate::ids::{FunctionId, Qpn};
-use crate::verbs::{QpState, WireLimits};
+use crate::limits::WireLimits;
 use crate::wire::guess_limiter::GuessLimiter;
-use crate::wire::mac::{Opener, Sealer};
+use crate::wire::mac::{Opener, Sealer, directions};
 use crate::wire::piggyback::PiggybackState;
 use crate::wire::requester::{Request, Requester, Retired};
 use crate::wire::responder::Responder;
-use crate::wire::{Outbox, RemotePeer, WireStats};
-use crate::wqe::{Control, DecodeError, Wqe, decode};
+use crate::wire::{Outbox, WireStats, check_peer};
 pub use connection::AckDelay;
 use connection::{Connection, FetchGate, Keys, LONGEST_BLOCKS, PacketAuth};
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::net::SocketAddr;
+use verbs::cqe::{self, Cqe, Syndrome};
+use verbs::wqe::{Control, DecodeError, Wqe, decode};
+use verbs::{FunctionId, QpState, Qpn, RemotePeer};
 
 /// Maximum number of WQEs to fetch while an acknowledgement is pending. The acknowledgement is sent
 /// behind their packets, in the same system call; being shorter, it can end a segmented send.
@@ -105,7 +105,7 @@ impl RemoteState {
     fn derive_keys(&self, peer: &mut RemotePeer, qpn: Qpn, now_ns: u64) -> PacketAuth {
         let guesses = || PacketAuth::Psn(GuessLimiter::new(now_ns));
         let Some(secret) = peer.secret else { return guesses() };
-        let directions = secret.directions(qpn, peer.qpn);
+        let directions = directions(&secret, qpn, peer.qpn);
         (peer.sq_psn, peer.rq_psn) = (directions.out_psn, directions.in_psn);
         let Some((out, into)) = directions.keys else { return guesses() };
         let keys = Keys { sealer: Sealer::new(out, self.last_counter), opener: Opener::new(into) };
@@ -123,7 +123,7 @@ impl Core {
 
     /// Connects a QP in Init to a QP of another NIC.
     pub fn connect(&mut self, f: FunctionId, qpn: Qpn, mut peer: RemotePeer) -> Result<(), Error> {
-        peer.check()?;
+        check_peer(&peer)?;
         let limits = self.limits.wire.as_ref().ok_or(Error::NoWire { qpn })?;
         let end = (peer.address, peer.qpn);
         let taken = self.wire.unkeyed_peers.get(&end).filter(|_| !peer.is_authenticated());
@@ -134,7 +134,7 @@ impl Core {
         let stride = qp.recv.and_then(|n| self.recvs.get(n)).map_or(0, |r| r.stride());
         let blocks = limits.blocks.max(LONGEST_BLOCKS);
         let requests = limits.requests.max(1);
-        let bytes = blocks as u64 * crate::wqe::WQEBB as u64
+        let bytes = blocks as u64 * verbs::wqe::WQEBB as u64
             + requests as u64 * size_of::<Request>() as u64
             + size_of::<Connection>() as u64
             + if peer.is_authenticated() { size_of::<Keys>() as u64 } else { 0 }

@@ -14,21 +14,20 @@
 
 use super::transmit::nak_of;
 use super::{Connection, PacketAuth, RemoteState, decode_kept};
-use crate::cqe::Syndrome;
 use crate::dma::{Span, copy_lists};
 use crate::engine::local_wqe::{Fault, LocalWqe};
 use crate::engine::queue::Fetched;
 use crate::engine::respond::{self, Delivery};
 use crate::engine::{Core, RDMA_BYTES_MAX, WQE_WORK};
-use crate::ids::{Access, Qpn};
-use crate::verbs::QpState;
 use crate::wire::guess_limiter::PsnFit;
 use crate::wire::mac::{self, Refused};
 use crate::wire::packet::{self, AtomicOp, Body, ICRC, Malformed, Notice, Packet, Part, Reth};
 use crate::wire::requester::Response;
 use crate::wire::responder::{Answer, Arrival, Message, READ_PACKETS_MAX};
-use crate::wqe::{Remote, Wqe};
 use std::net::{IpAddr, SocketAddr};
+use verbs::cqe::Syndrome;
+use verbs::wqe::{Remote, Wqe};
+use verbs::{Access, QpState, Qpn};
 
 /// Minimum number of outstanding bytes, if known, for `expects_more_packets`: two bursts.
 const AMID_BYTES: u32 = 120 << 10;

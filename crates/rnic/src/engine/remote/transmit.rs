@@ -1,20 +1,19 @@
 //! Outgoing packets: requests of fetched WQEs, and responses to the peer's requests.
 
 use super::{Connection, decode_kept};
-use crate::cqe::Syndrome;
 use crate::crc::Sum;
 use crate::dma::{Span, copy_out};
 use crate::engine::local_wqe::{Fault, LocalWqe};
 use crate::engine::queue::Fetched;
-use crate::engine::respond;
-use crate::engine::{Core, WQE_WORK};
-use crate::ids::{Access, Psn, Qpn};
+use crate::engine::{Core, WQE_WORK, respond};
 use crate::wire::mac::{self, Sealer};
 use crate::wire::packet::{self, Aeth, AtomicOp, Body, Nak, Notice, Packet, Part, Reth};
 use crate::wire::requester::{Kind, Plan, Request};
 use crate::wire::responder::Output;
 use crate::wire::{Ending, Envelope, LONG_BURST, Outbox};
-use crate::wqe::{Remote, Wqe};
+use verbs::cqe::Syndrome;
+use verbs::wqe::{Remote, Wqe};
+use verbs::{Access, Psn, Qpn};
 
 /// Maximum number of packets per step.
 const STEP_PACKETS: u32 = LONG_BURST;

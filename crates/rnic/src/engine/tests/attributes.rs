@@ -1,14 +1,12 @@
 //! Changing and describing existing objects, and asynchronous events.
 
 use super::*;
-use crate::cqe::Syndrome;
 use crate::error::Error;
-use crate::ids::{Access, Key, Pdn, Srqn};
-use crate::memory::DmaMemory;
-use crate::verbs::{
-    AsyncEvent, Event, FunctionLimits, MwKind, QpChange, QpState, RecvSpec, RegionChange,
-};
-use crate::wqe::{Remote, SE_SOLICITED, Umr};
+use crate::limits::FunctionLimits;
+use crate::spec::{Event, RecvSpec, RegionChange};
+use verbs::cqe::Syndrome;
+use verbs::wqe::{Remote, SE_SOLICITED, Umr};
+use verbs::{Access, AsyncEvent, DmaMemory, Key, MwKind, Pdn, QpChange, QpState, Srqn};
 
 fn tell(event: AsyncEvent) -> Event {
     Event::Async { function: PF, event }
@@ -130,9 +128,9 @@ fn rights_of_a_qp_can_change() {
     let access = |access| QpChange::Access { access };
     bed.e.modify_qp(PF, b.qpn, access(Access::REMOTE_READ)).unwrap();
     let info = bed.e.query_qp(PF, b.qpn).unwrap();
-    assert_eq!((info.state, info.access), (QpState::ReadyToSend, Access::REMOTE_READ));
-    assert_eq!((info.send_blocks, info.recv_entries), (64, 16));
-    let read = |w: &mut crate::wqe::Builder| _ = w.rdma_read(there.remote(0), &[here.sge(0, 8)]);
+    assert_eq!((info.info.state, info.info.access), (QpState::ReadyToSend, Access::REMOTE_READ));
+    assert_eq!((info.info.send_blocks, info.info.recv_entries), (64, 16));
+    let read = |w: &mut verbs::wqe::Builder| _ = w.rdma_read(there.remote(0), &[here.sge(0, 8)]);
     assert_eq!(bed.execute(&mut a, read).error, None);
     bed.e.modify_qp(PF, b.qpn, access(Access::REMOTE_WRITE)).unwrap();
     assert_error(&bed.execute(&mut a, read), Syndrome::RemoteAccess);

@@ -1,15 +1,28 @@
 //! Test bed: an engine with a function, memory, and QPs with helpers for posting.
 
-use crate::cqe::{CqReader, Cqe};
 use crate::engine::Engine;
-use crate::ids::{Access, Cqn, FunctionId, Key, Pdn, Qpn};
-use crate::memory::DmaMemory;
-use crate::verbs::*;
-use crate::wqe::{Builder, Remote, Sge};
+use crate::limits::*;
+use crate::spec::*;
 use std::sync::Arc;
+use verbs::cqe::{CqReader, Cqe};
+use verbs::wqe::{Builder, Remote, Sge};
+use verbs::{Access, Cqn, DmaMemory, FunctionId, Key, Pdn, QpChange, QpState, Qpn};
 
 /// The physical function.
 pub const PF: FunctionId = FunctionId::PHYSICAL;
+
+/// Bytes of a range whose pages are mapped: pages in RAM, and pages that were only read, for which
+/// the kernel maps its shared zero page.
+pub fn mapped(memory: &DmaMemory) -> usize {
+    use std::os::unix::fs::FileExt;
+    const PRESENT: u64 = 1 << 63;
+    let page = rustix::param::page_size();
+    let mut entries = vec![0; memory.len() / page * 8];
+    let pagemap = std::fs::File::open("/proc/self/pagemap").unwrap();
+    pagemap.read_exact_at(&mut entries, memory.addr() / page as u64 * 8).unwrap();
+    let present = |entry: &&[u8; 8]| u64::from_ne_bytes(**entry) & PRESENT != 0;
+    entries.as_chunks().0.iter().filter(present).count() * page
+}
 
 /// Allocates `len` zeroed bytes, page-aligned, on the heap instead of in a mapping, so that Miri
 /// can run the test.
@@ -75,7 +88,7 @@ pub struct Shape {
     pub cq_entries: u32,
     pub ignore_overrun: bool,
     pub initial_count: u32,
-    pub srq: Option<crate::ids::Srqn>,
+    pub srq: Option<verbs::Srqn>,
 }
 
 pub struct Bed {
@@ -116,7 +129,7 @@ impl Bed {
     pub fn cq(&mut self, s: &Shape) -> Cq {
         let (ring, record) = (memory(s.cq_entries as usize * 64), memory(8));
         record.store_be32(0, s.initial_count);
-        crate::cqe::clear(&ring, s.cq_entries);
+        verbs::cqe::clear(&ring, s.cq_entries);
         let cqn = self
             .e
             .create_cq(
@@ -263,7 +276,7 @@ impl Bed {
     }
 
     pub fn state(&self, q: &TestQp) -> QpState {
-        self.e.query_qp(q.function, q.qpn).unwrap().state
+        self.e.query_qp(q.function, q.qpn).unwrap().info.state
     }
 
     pub fn events(&mut self) -> Vec<Event> {
@@ -304,9 +317,9 @@ impl Mr {
 
 /// Asserts that a completion is an error with this syndrome.
 #[track_caller]
-pub fn assert_error(cqe: &Cqe, syndrome: crate::cqe::Syndrome) {
+pub fn assert_error(cqe: &Cqe, syndrome: verbs::cqe::Syndrome) {
     let error = cqe.error.unwrap_or_else(|| panic!("{cqe:?} is not an error"));
-    assert_eq!(crate::cqe::Syndrome::from_value(error.syndrome), Some(syndrome), "{cqe:?}");
+    assert_eq!(verbs::cqe::Syndrome::from_value(error.syndrome), Some(syndrome), "{cqe:?}");
 }
 
 /// Rights of a region for local and remote access.

@@ -2,9 +2,9 @@
 //! small chain that serves requests and re-arms itself across every wrap-around of its indices.
 
 use super::*;
-use crate::ids::{Access, Pdn};
-use crate::verbs::{FunctionLimits, Limits, QpChange, QpState};
-use crate::wqe::{Builder, Remote, offset, opcode};
+use crate::limits::{FunctionLimits, Limits};
+use verbs::wqe::{Builder, Remote, offset, opcode};
+use verbs::{Access, Pdn, QpChange, QpState};
 
 /// Registers the send ring of `q` as a region of `pd`.
 fn ring_mr(bed: &mut Bed, q: &TestQp, pd: Pdn, access: Access) -> Mr {
@@ -85,7 +85,7 @@ fn destroying_a_cq_fails_its_waiters() {
     bed.e.destroy_cq(PF, cq.cqn).unwrap();
     bed.run();
     let cqe = a.send_cq.reader.poll().unwrap();
-    assert_error(&cqe, crate::cqe::Syndrome::LocalQpOperation);
+    assert_error(&cqe, verbs::cqe::Syndrome::LocalQpOperation);
 }
 
 #[test]
@@ -110,12 +110,15 @@ fn managed_queue_executes_up_to_the_send_en_limit() {
     bed.execute(&mut boss, |w| _ = w.send_enable(target, 3));
     assert!(m.send_cq.reader.poll().is_some());
     let info = bed.e.query_qp(PF, m.qpn).unwrap();
-    assert_eq!((info.send_consumer, info.send_limit, info.executed), (3, 3, 3));
+    assert_eq!(
+        (info.progress.send_consumer, info.progress.send_limit, info.progress.executed),
+        (3, 3, 3)
+    );
     // A QP in Reset ignores SEND_EN: a late one must not start WQEs that are written after the
     // reset.
     bed.e.modify_qp(PF, m.qpn, QpChange::Reset).unwrap();
     bed.execute(&mut boss, |w| _ = w.send_enable(target, 3));
-    assert_eq!(bed.e.query_qp(PF, m.qpn).unwrap().send_limit, 0);
+    assert_eq!(bed.e.query_qp(PF, m.qpn).unwrap().progress.send_limit, 0);
     bed.connect_to(&m, m_peer.qpn);
     assert_eq!(bed.run(), 0);
     // The CPU may set the limit in any state, at set-up.
@@ -215,7 +218,7 @@ fn self_enabling_and_waiting_qps_stay_in_their_lists() {
     bed.execute(&mut c, |w| _ = w.nop());
     assert!(a.send_cq.reader.poll().is_some());
     assert!(other.send_cq.reader.poll().is_some(), "the waiter behind it is not lost");
-    assert_eq!(bed.e.query_qp(PF, a.qpn).unwrap().executed, 4);
+    assert_eq!(bed.e.query_qp(PF, a.qpn).unwrap().progress.executed, 4);
 }
 
 /// A service without a CPU. A request contains an addend and the address of the response. The chain
@@ -362,7 +365,7 @@ fn chain_serves_clients_across_every_wrap_without_a_cpu() {
     let per_lap = 6 * R as u64 + 3;
     let worker = bed.e.query_qp(PF, s.worker.qpn).unwrap();
     assert_eq!(
-        worker.executed,
+        worker.progress.executed,
         requests / R as u64 * per_lap,
         "the worker waits at its first WAIT"
     );

@@ -1,10 +1,11 @@
 //! Control verbs: rejected arguments, limits, and removal of functions.
 
 use super::*;
-use crate::cqe::Syndrome;
 use crate::error::Error;
-use crate::ids::{Access, FunctionId, Key};
-use crate::verbs::{FunctionLimits, Limits, MwKind, QpChange, QpState, SendSpec};
+use crate::limits::{FunctionLimits, Limits};
+use crate::spec::SendSpec;
+use verbs::cqe::Syndrome;
+use verbs::{Access, FunctionId, Key, MwKind, QpChange, QpState};
 
 #[test]
 fn peers_of_a_removed_function_fail_at_their_next_request() {
@@ -19,7 +20,7 @@ fn peers_of_a_removed_function_fail_at_their_next_request() {
     let theirs = bed.mr(f, pd, 64, ALL);
     let mw = bed.e.alloc_mw(f, pd, MwKind::Type2).unwrap();
     let mut boss = client2;
-    let bind = crate::wqe::Umr::bind(
+    let bind = verbs::wqe::Umr::bind(
         mw,
         1,
         boss.qpn,
@@ -71,7 +72,7 @@ fn verbs_reject_invalid_arguments() {
     assert!(matches!(bed.e.dereg_mr(PF, mw), Err(Error::Unknown(_))));
     assert!(matches!(bed.e.dereg_mr(PF, Key(m.key.0 ^ 1)), Err(Error::Unknown(_))));
     // Objects in use.
-    let bind = crate::wqe::Umr::bind(mw, 9, a.qpn, Access::REMOTE_READ, m.key, m.mem.addr(), 64);
+    let bind = verbs::wqe::Umr::bind(mw, 9, a.qpn, Access::REMOTE_READ, m.key, m.mem.addr(), 64);
     assert_eq!(bed.execute(&mut a, |w| _ = w.umr(&bind)).error, None);
     assert!(matches!(bed.e.dereg_mr(PF, m.key), Err(Error::InUse { users: 1, .. })));
     assert!(matches!(bed.e.dealloc_pd(PF, a.pd), Err(Error::InUse { users: 3, .. })));
@@ -91,10 +92,10 @@ fn verbs_reject_invalid_arguments() {
     let (ring, mut shape) = (memory(4096), bed.shape(f, pd));
     shape.privileged = true;
     let cq = bed.cq(&shape);
-    let spec = |blocks, ring, privileged| crate::verbs::QpSpec {
+    let spec = |blocks, ring, privileged| crate::spec::QpSpec {
         pd,
         send: Some(SendSpec { ring, blocks, managed: false }),
-        recv: crate::verbs::Recv::None,
+        recv: crate::spec::Recv::None,
         send_cq: cq.cqn,
         recv_cq: cq.cqn,
         access: Access::NONE,
@@ -144,10 +145,10 @@ fn function_limits_are_enforced() {
     bed.e.reg_mr(f, pd, mem.clone(), mem.addr(), ALL).unwrap();
     let shape = bed.shape(f, pd);
     let cq = bed.cq(&shape);
-    let spec = crate::verbs::QpSpec {
+    let spec = crate::spec::QpSpec {
         pd,
         send: None,
-        recv: crate::verbs::Recv::None,
+        recv: crate::spec::Recv::None,
         send_cq: cq.cqn,
         recv_cq: cq.cqn,
         access: Access::NONE,
@@ -162,7 +163,7 @@ fn function_limits_are_enforced() {
 
 #[test]
 fn ring_bytes_of_a_function_are_limited_and_released() {
-    use crate::verbs::{CqSpec, QpSpec, Recv, RecvSpec};
+    use crate::spec::{CqSpec, QpSpec, Recv, RecvSpec};
     let mut bed = Bed::new();
     // Enough for a CQ of 64 entries, one send ring of 32 blocks and one receive ring of 32 entries
     // of 64 bytes.

@@ -1,11 +1,10 @@
 //! READ, WRITE, atomics and SEND: data movement and completions.
 
 use super::*;
-use crate::cqe::{self, Syndrome};
-use crate::ids::{Access, Key};
-use crate::memory::DmaMemory;
-use crate::verbs::Limits;
-use crate::wqe::{SE_SOLICITED, Sge, opcode};
+use crate::limits::Limits;
+use verbs::cqe::{self, Syndrome};
+use verbs::wqe::{SE_SOLICITED, Sge, opcode};
+use verbs::{Access, DmaMemory, Key};
 
 #[test]
 fn write_gathers_and_completes() {
@@ -27,7 +26,7 @@ fn write_gathers_and_completes() {
     });
     assert_eq!(to.bytes(299, 102), [&[0u8][..], &[7; 100], &[0]].concat());
     assert_eq!((cqe.byte_count, cqe.wqe_counter), (100, 2), "the first WQE took two blocks");
-    assert_eq!(bed.e.query_qp(PF, a.qpn).unwrap().executed, 2);
+    assert_eq!(bed.e.query_qp(PF, a.qpn).unwrap().progress.executed, 2);
     let s = bed.e.stats();
     assert_eq!((s.wqes[8], s.bytes, s.completions, s.wqes_total()), (2, 113, 2, 2));
 }
@@ -45,7 +44,7 @@ fn unsignaled_wqe_writes_no_completion() {
         w.nop_filling(15);
     });
     assert_eq!(cqe.wqe_counter, 1);
-    assert_eq!(bed.e.query_qp(PF, a.qpn).unwrap().send_consumer, 16);
+    assert_eq!(bed.e.query_qp(PF, a.qpn).unwrap().progress.send_consumer, 16);
 }
 
 #[test]
@@ -96,7 +95,7 @@ fn overlapping_transfers_are_memmoves() {
 fn zero_key_gives_no_access() {
     let mut bed = Bed::new();
     let (mut a, b) = bed.pair();
-    let nowhere = crate::wqe::Remote { addr: 1, rkey: Key(0xdead_beef) };
+    let nowhere = verbs::wqe::Remote { addr: 1, rkey: Key(0xdead_beef) };
     for list in [&[][..], &[Sge::default()]] {
         assert_eq!(bed.execute(&mut a, |w| _ = w.rdma_write(nowhere, list)).error, None);
         assert_eq!(bed.execute(&mut a, |w| _ = w.rdma_read(nowhere, list)).error, None);
@@ -159,7 +158,7 @@ fn send_scatters_into_the_next_receive() {
     let from = bed.mr(PF, a.pd, 256, Access::NONE);
     let to = bed.mr(PF, b.pd, 256, Access::LOCAL_WRITE);
     from.mem.write(0, b"abcdefghijkl");
-    let end = Sge { addr: 0, len: 0, lkey: crate::wqe::INVALID_LKEY };
+    let end = Sge { addr: 0, len: 0, lkey: verbs::wqe::INVALID_LKEY };
     bed.post_recv(&mut b, &[to.sge(10, 3), to.sge(20, 100), end, to.sge(0, 200)]);
     bed.post_recv(&mut b, &[to.sge(128, 64)]);
     let cqe = bed.execute(&mut a, |w| _ = w.send(&[from.sge(0, 2), from.sge(2, 10)]));
@@ -193,7 +192,7 @@ fn write_with_immediate_consumes_a_receive_but_not_its_sges() {
     let from = bed.mr(PF, a.pd, 64, Access::NONE);
     let to = bed.mr(PF, b.pd, 64, ALL);
     from.mem.write(0, b"data");
-    let write_imm = |w: &mut crate::wqe::Builder| {
+    let write_imm = |w: &mut verbs::wqe::Builder| {
         w.rdma_write(to.remote(8), &[from.sge(0, 4)]);
     };
     // The builder lacks this operation: patch opcode and immediate.
@@ -270,7 +269,7 @@ fn write_of_zeros_over_thin_memory_discards_its_pages() {
         });
         assert_eq!((cqe.error, cqe.byte_count), (None, bytes as u32));
         // Count before reading the pages, because a read maps the kernel's zero page.
-        assert_eq!(crate::memory::mapped(&to.mem), left, "{bytes} bytes at {from}");
+        assert_eq!(mapped(&to.mem), left, "{bytes} bytes at {from}");
         let is_right = |(i, byte): (usize, &u8)| (*byte == 0) == (from..from + bytes).contains(&i);
         assert!(to.bytes(0, len).iter().enumerate().all(is_right), "{bytes} bytes at {from}");
     }
@@ -278,7 +277,7 @@ fn write_of_zeros_over_thin_memory_discards_its_pages() {
     let own = bed.mr(PF, a.pd, 2 * PAGE, Access::NONE);
     to.mem.write(0, &vec![0xa5; len]);
     bed.execute(&mut a, |w| _ = w.rdma_write(to.remote(16 * PAGE), &[own.sge(0, 2 * PAGE)]));
-    assert_eq!(crate::memory::mapped(&to.mem), len);
+    assert_eq!(mapped(&to.mem), len);
     assert_eq!(to.bytes(16 * PAGE, 2 * PAGE), vec![0; 2 * PAGE]);
 }
 

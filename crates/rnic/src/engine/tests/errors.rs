@@ -1,11 +1,12 @@
 //! Errors: the QPs that fail, and the state that does not change.
 
 use super::*;
-use crate::cqe::{self, Syndrome};
-use crate::ids::{Access, Cqn, Key, Qpn};
+use crate::limits::{FunctionLimits, Limits};
 use crate::protection::Refusal;
-use crate::verbs::{AsyncEvent, Event, FunctionLimits, Limits, MwKind, QpChange, QpState};
-use crate::wqe::{Builder, Remote, Sge};
+use crate::spec::Event;
+use verbs::cqe::{self, Syndrome};
+use verbs::wqe::{Builder, Remote, Sge};
+use verbs::{Access, AsyncEvent, Cqn, Key, MwKind, QpChange, QpState, Qpn};
 
 /// Two connected QPs with a region at each end.
 struct Pair {
@@ -209,7 +210,7 @@ fn invalid_wqes_fail_locally() {
         let at = p.bed.write_wqe(&mut p.a, |w| _ = w.nop_filling(2));
         p.a.ring.write(at + 3, &[opcode]);
         p.a.ring.write(at + 7, &[ds]);
-        p.a.ring.write(at + 32, &(crate::wqe::INLINE | inline).to_be_bytes());
+        p.a.ring.write(at + 32, &(verbs::wqe::INLINE | inline).to_be_bytes());
         p.bed.e.doorbell(p.a.qpn, p.a.producer);
         p.bed.run();
         assert_error(&p.a.send_cq.reader.poll().unwrap(), operation);
@@ -271,7 +272,7 @@ fn control_operations_are_limited_to_their_function() {
         assert_error(&cqe, Syndrome::LocalQpOperation);
     }
     let info = bed.e.query_qp(PF, theirs.qpn).unwrap();
-    assert_eq!((info.send_limit, info.recv_limit), (0, 0));
+    assert_eq!((info.progress.send_limit, info.progress.recv_limit), (0, 0));
 }
 
 #[test]

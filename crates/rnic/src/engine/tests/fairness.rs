@@ -1,8 +1,8 @@
 //! Fairness between functions and QPs, counted in WQEs and bytes, without a clock.
 
 use super::*;
-use crate::ids::FunctionId;
-use crate::verbs::{FunctionLimits, Limits, QpState};
+use crate::limits::{FunctionLimits, Limits};
+use verbs::{FunctionId, QpState};
 
 /// A function with QPs that always have work.
 struct Client {
@@ -39,14 +39,14 @@ impl Client {
     fn refill(&self, bed: &mut Bed) {
         for q in &self.qps {
             let info = bed.e.query_qp(self.function, q.qpn).unwrap();
-            assert_eq!(info.state, QpState::ReadyToSend);
-            let limit = info.send_consumer.wrapping_add(q.blocks as u16);
+            assert_eq!(info.info.state, QpState::ReadyToSend);
+            let limit = info.progress.send_consumer.wrapping_add(q.blocks as u16);
             bed.e.enable_send(self.function, q.qpn, limit).unwrap();
         }
     }
 
     fn executed(&self, bed: &Bed) -> Vec<u64> {
-        let of = |q: &TestQp| bed.e.query_qp(self.function, q.qpn).unwrap().executed;
+        let of = |q: &TestQp| bed.e.query_qp(self.function, q.qpn).unwrap().progress.executed;
         self.qps.iter().map(of).collect()
     }
 
@@ -103,10 +103,12 @@ fn bytes_count_as_well_as_wqes() {
 fn polls_for_one(bed: &mut Bed, client: &Client, floods: &[&Client]) -> usize {
     let q = &client.qps[0];
     let info = bed.e.query_qp(client.function, q.qpn).unwrap();
-    bed.e.enable_send(client.function, q.qpn, info.send_consumer.wrapping_add(1)).unwrap();
+    bed.e.enable_send(client.function, q.qpn, info.progress.send_consumer.wrapping_add(1)).unwrap();
     for polls in 1.. {
         run(bed, floods, 1);
-        if bed.e.query_qp(client.function, q.qpn).unwrap().executed > info.executed {
+        if bed.e.query_qp(client.function, q.qpn).unwrap().progress.executed
+            > info.progress.executed
+        {
             return polls;
         }
     }
@@ -244,7 +246,7 @@ fn wqe_waits_at_most_one_quantum_of_each_function() {
         }
         let before = bed.e.stats().bytes;
         bed.e.enable_send(f, q.qpn, i + 1).unwrap();
-        while bed.e.query_qp(f, q.qpn).unwrap().executed == i as u64 {
+        while bed.e.query_qp(f, q.qpn).unwrap().progress.executed == i as u64 {
             assert!(bed.e.poll(0, 64) > 0);
         }
         let moved = bed.e.stats().bytes - before;
@@ -294,7 +296,7 @@ fn waking_many_waiters_costs_one_step() {
     bed.post(&mut sender, |w| _ = w.send(&[]));
     bed.e.poll(0, 1);
     bed.e.destroy_qp(f, waiting.remove(100).qpn).unwrap();
-    bed.e.modify_qp(f, waiting[0].qpn, crate::verbs::QpChange::Error).unwrap();
+    bed.e.modify_qp(f, waiting[0].qpn, verbs::QpChange::Error).unwrap();
     bed.run();
     // Two of the 150 QPs were destroyed, and one was flushed.
     assert_eq!(ends(&mut waiting), 148);

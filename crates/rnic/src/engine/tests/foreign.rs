@@ -2,12 +2,14 @@
 //! end with an error of the attacker's QP and change nothing else.
 
 use super::*;
-use crate::cqe::{Cqe, Syndrome};
-use crate::ids::{Access, Cqn, FunctionId, Key, Pdn, Qpn};
+use crate::limits::FunctionLimits;
 use crate::protection::Refusal;
-use crate::verbs::{FunctionLimits, KeyInfo, MwKind, QpInfo, QpState};
-use crate::wqe::umr::{Klm, Umr, UmrFlags};
-use crate::wqe::{Builder, Remote, Sge};
+use crate::spec::QpDescription;
+use verbs::cqe::{Cqe, Syndrome};
+use verbs::direct::KeyInfo;
+use verbs::wqe::umr::{Klm, Umr, UmrFlags};
+use verbs::wqe::{Builder, Remote, Sge};
+use verbs::{Access, Cqn, FunctionId, Key, MwKind, Pdn, QpState, Qpn};
 
 /// An attacker with two connected QPs, and a victim with one object of each kind.
 struct Scene {
@@ -30,7 +32,7 @@ struct Scene {
 /// State that no attack may change.
 #[derive(PartialEq, Debug)]
 struct State {
-    qps: [QpInfo; 2],
+    qps: [QpDescription; 2],
     keys: Vec<KeyInfo>,
     counts: Vec<u32>,
     bytes: Vec<u8>,
@@ -113,7 +115,7 @@ impl Scene {
         self.failed(&cqe, syndrome, why);
         assert_eq!(self.state(), before);
         for q in [&mut self.attacker, &mut self.other_end] {
-            self.bed.e.modify_qp(q.function, q.qpn, crate::verbs::QpChange::Reset).unwrap();
+            self.bed.e.modify_qp(q.function, q.qpn, verbs::QpChange::Reset).unwrap();
             (q.producer, q.recv_producer) = (0, 0);
             q.recv_record.store_be32(0, 0);
             while q.send_cq.reader.poll().is_some() || q.recv_cq.reader.poll().is_some() {}
@@ -218,10 +220,10 @@ fn unprivileged_bind_to_another_qp_is_rejected() {
     // A client's function cannot create a privileged QP.
     let pd = s.attacker.pd;
     let cq = s.attacker.send_cq.cqn;
-    let spec = crate::verbs::QpSpec {
+    let spec = crate::spec::QpSpec {
         pd,
         send: None,
-        recv: crate::verbs::Recv::None,
+        recv: crate::spec::Recv::None,
         send_cq: cq,
         recv_cq: cq,
         access: Access::NONE,
@@ -230,12 +232,12 @@ fn unprivileged_bind_to_another_qp_is_rejected() {
     let f = s.attacker.function;
     assert!(matches!(s.bed.e.create_qp(f, spec.clone()), Err(crate::Error::NotPermitted { .. })));
     // Nor a QP in the victim's PD, or with the victim's CQs.
-    let plain = crate::verbs::QpSpec { privileged: false, ..spec };
+    let plain = crate::spec::QpSpec { privileged: false, ..spec };
     let foreign = |r| assert!(matches!(r, Err(crate::Error::Foreign { .. })), "{r:?}");
-    foreign(s.bed.e.create_qp(f, crate::verbs::QpSpec { pd: s.pd, ..plain.clone() }));
+    foreign(s.bed.e.create_qp(f, crate::spec::QpSpec { pd: s.pd, ..plain.clone() }));
     let theirs = s.qp.send_cq.cqn;
-    foreign(s.bed.e.create_qp(f, crate::verbs::QpSpec { send_cq: theirs, ..plain.clone() }));
-    foreign(s.bed.e.create_qp(f, crate::verbs::QpSpec { recv_cq: theirs, ..plain }));
+    foreign(s.bed.e.create_qp(f, crate::spec::QpSpec { send_cq: theirs, ..plain.clone() }));
+    foreign(s.bed.e.create_qp(f, crate::spec::QpSpec { recv_cq: theirs, ..plain }));
     s.victim_works();
 }
 
@@ -291,7 +293,7 @@ fn requests_to_a_qp_with_another_peer_fail() {
     let mut s = scene();
     for peer in [s.qp.qpn, s.peer.qpn] {
         let a = s.attacker.qpn;
-        s.bed.e.modify_qp(s.attacker.function, a, crate::verbs::QpChange::Reset).unwrap();
+        s.bed.e.modify_qp(s.attacker.function, a, verbs::QpChange::Reset).unwrap();
         s.attacker.producer = 0;
         s.bed.connect_to(&s.attacker, peer);
         let (at, own) = (s.mr.remote(0), s.own.sge(0, 8));
@@ -306,7 +308,7 @@ fn reused_qp_number_is_not_connected_to_the_old_peer() {
     let (a, b) = bed.pair();
     bed.e.destroy_qp(PF, a.qpn).unwrap();
     // If a later QP gets the number of `a`, `b` is no longer connected to that number.
-    assert_eq!(bed.e.query_qp(PF, b.qpn).unwrap().peer, Qpn::NONE);
+    assert_eq!(bed.e.query_qp(PF, b.qpn).unwrap().info.peer, Qpn::NONE);
     let mut b = b;
     assert_error(&bed.execute(&mut b, |w| _ = w.send(&[])), Syndrome::RetryExceeded);
 }
@@ -346,7 +348,7 @@ fn failed_message_to_a_managed_queue_counts_no_request() {
         let told = if bad_key { Syndrome::RemoteOperation } else { Syndrome::RemoteInvalidRequest };
         assert_error(&cqe, told);
         assert_eq!(bed.e.cq_count(PF, cqn).unwrap(), 1, "the CQ counts one request");
-        assert_eq!(bed.e.query_qp(PF, front.qpn).unwrap().recv_consumer, 1);
+        assert_eq!(bed.e.query_qp(PF, front.qpn).unwrap().progress.recv_consumer, 1);
         assert_eq!(bed.state(&front), QpState::Error);
         assert!(worker.send_cq.reader.poll().is_none(), "the chain must not start");
         assert_eq!(bed.state(&worker), QpState::ReadyToSend);
@@ -364,7 +366,7 @@ fn zero_length_write_imm_needs_the_write_right() {
     bed.e.enable_recv(PF, front.qpn, 4).unwrap();
     for op in 0..3 {
         let mut client = bed.qp(&client_shape);
-        let _ = bed.e.modify_qp(PF, front.qpn, crate::verbs::QpChange::Reset);
+        let _ = bed.e.modify_qp(PF, front.qpn, verbs::QpChange::Reset);
         bed.connect(&client, &front);
         bed.e.enable_recv(PF, front.qpn, 4).unwrap();
         let cqe = bed.execute(&mut client, |w| {

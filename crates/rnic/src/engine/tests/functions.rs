@@ -1,11 +1,12 @@
 //! Functions that the NIC's owner opens: separate key namespaces, and limits per function.
 
 use super::*;
-use crate::cqe::Syndrome;
 use crate::error::{Error, Object};
-use crate::ids::{Access, FunctionId, Key, Pdn};
-use crate::verbs::{FunctionLimits, Limits, MwKind, QpState, RegionChange};
-use crate::wqe::{Remote, Umr};
+use crate::limits::{FunctionLimits, Limits};
+use crate::spec::RegionChange;
+use verbs::cqe::Syndrome;
+use verbs::wqe::{Remote, Umr};
+use verbs::{Access, FunctionId, Key, MwKind, Pdn, QpState};
 
 /// A function with a region over the same memory as all other functions, a type-1 window over the
 /// whole region, and a QP that responds to a client.
@@ -20,7 +21,7 @@ struct Side {
 
 struct Sides {
     bed: Bed,
-    memory: crate::memory::DmaMemory,
+    memory: verbs::DmaMemory,
     scratch: Mr,
     sides: Vec<Side>,
 }
@@ -66,7 +67,7 @@ impl Sides {
         assert_eq!(error.syndrome, Syndrome::RemoteAccess as u8);
         for q in [&mut side.qp, &mut side.client] {
             assert_eq!(bed.state(q), QpState::Error);
-            bed.e.modify_qp(q.function, q.qpn, crate::verbs::QpChange::Reset).unwrap();
+            bed.e.modify_qp(q.function, q.qpn, verbs::QpChange::Reset).unwrap();
             q.producer = 0;
             while q.send_cq.reader.poll().is_some() {}
         }
@@ -131,11 +132,11 @@ fn opened_functions_are_limited_and_lose_their_keys_on_removal() {
         bed.e.alloc_mw(f, pd, MwKind::Type2).unwrap();
         bed.e.dereg_mr(f, mr.key).unwrap();
     }
-    let old = bed.e.query_key(a, crate::ids::KeyIndex::new(4)).unwrap();
+    let old = bed.e.query_key(a, verbs::KeyIndex::new(4)).unwrap();
     bed.e.remove_function(a);
-    assert!(bed.e.query_key(a, crate::ids::KeyIndex::new(4)).is_err());
+    assert!(bed.e.query_key(a, verbs::KeyIndex::new(4)).is_err());
     let again = bed.e.open_function(PF).unwrap();
-    let nothing = bed.e.query_key(again, crate::ids::KeyIndex::new(4));
+    let nothing = bed.e.query_key(again, verbs::KeyIndex::new(4));
     assert!(matches!(nothing, Err(Error::Unknown(_))), "{old:?}, then {nothing:?}");
     limited(bed.e.open_function(PF).map(drop));
 }

@@ -2,12 +2,14 @@
 
 use super::windows::{Windows, windows_of};
 use super::*;
-use crate::cqe::Syndrome;
 use crate::error::{Error, Object};
-use crate::ids::{Access, FunctionId, Key};
-use crate::verbs::{FunctionLimits, GuardSpec, KeyKind, Limits, MwKind, QpChange};
-use crate::wqe::umr::Umr;
-use crate::wqe::{Remote, Sge};
+use crate::limits::{FunctionLimits, Limits};
+use crate::spec::GuardSpec;
+use verbs::cqe::Syndrome;
+use verbs::direct::KeyKind;
+use verbs::wqe::umr::Umr;
+use verbs::wqe::{Remote, Sge};
+use verbs::{Access, FunctionId, Key, MwKind, QpChange};
 
 /// Mask and value of the guard.
 const MASK: u64 = 0xffff;
@@ -73,7 +75,7 @@ fn guarded_window_admits_while_its_word_matches() {
     assert!(g.opens());
     // The guard word is checked for every kind of access.
     let (at, to) = (Remote { addr: g.t.start(), rkey: g.t.key() }, g.t.scratch.sge(0, 8));
-    type Fill = fn(&mut crate::wqe::Builder, Remote, Sge);
+    type Fill = fn(&mut verbs::wqe::Builder, Remote, Sge);
     let all: [Fill; 3] = [
         |w, at, sge| _ = w.rdma_read(at, &[sge]),
         |w, at, sge| _ = w.rdma_write(at, &[sge]),
@@ -156,7 +158,7 @@ fn region_outlives_its_guard_words() {
     };
     assert_eq!(e.query_key(PF, g.words.key.index()).unwrap().windows, 1);
     in_use(e.dereg_mr(PF, g.words.key));
-    in_use(e.rereg_mr(PF, g.words.key, crate::verbs::RegionChange::default()).map(drop));
+    in_use(e.rereg_mr(PF, g.words.key, crate::spec::RegionChange::default()).map(drop));
     // An unbound window keeps its guard.
     g.t.umr(&Umr::unbind(g.t.key(), false));
     in_use(g.t.bed.e.dereg_mr(PF, g.words.key));

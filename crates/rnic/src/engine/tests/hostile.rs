@@ -3,12 +3,12 @@
 //! must not change.
 
 use super::*;
-use crate::cqe::CQE;
-use crate::ids::{Access, Cqn, Qpn};
-use crate::verbs::{FunctionLimits, Limits, MwKind, QpChange, QpState};
-use crate::wqe::umr::Umr;
-use crate::wqe::{Builder, MAX_BYTES, Remote, Sge};
+use crate::limits::{FunctionLimits, Limits};
 use proptest::prelude::*;
+use verbs::cqe::CQE;
+use verbs::wqe::umr::Umr;
+use verbs::wqe::{Builder, MAX_BYTES, Remote, Sge};
+use verbs::{Access, Cqn, MwKind, QpChange, QpState, Qpn};
 
 /// Byte offsets in a WQE, and the values to store there.
 type Spoil = Vec<(u16, u8)>;
@@ -45,7 +45,7 @@ fn round() -> impl Strategy<Value = Round> {
         })
 }
 
-fn build(b: &mut Builder, op: u8, n: [u32; 6], keys: &[crate::ids::Key], m: &Mr, qpns: &[Qpn]) {
+fn build(b: &mut Builder, op: u8, n: [u32; 6], keys: &[verbs::Key], m: &Mr, qpns: &[Qpn]) {
     let key = |i: u32| keys[i as usize % keys.len()];
     let qpn = |i: u32| qpns.get(i as usize % 8).copied().unwrap_or(Qpn::new(i));
     let addr = m.mem.addr().wrapping_add(n[0] as u64 * 16).wrapping_sub(64);
@@ -76,7 +76,7 @@ struct Hostile {
     bed: Bed,
     /// QPs of the hostile function: connected to the server, connected to each other, and managed.
     qps: Vec<TestQp>,
-    keys: Vec<crate::ids::Key>,
+    keys: Vec<verbs::Key>,
     mr: Mr,
     /// Memory of the server: one region is granted to the hostile function, one is not.
     granted: Mr,
@@ -228,8 +228,8 @@ proptest! {
     fn arbitrary_completions_decode(bytes in proptest::array::uniform32(any::<u8>())) {
         let mut entry = [0; CQE];
         entry[32..].copy_from_slice(&bytes);
-        let cqe = crate::cqe::Cqe::from_bytes(&entry);
-        let again = crate::cqe::Cqe::from_bytes(&cqe.to_bytes(bytes[31]));
+        let cqe = verbs::cqe::Cqe::from_bytes(&entry);
+        let again = verbs::cqe::Cqe::from_bytes(&cqe.to_bytes(bytes[31]));
         prop_assert_eq!(cqe, again);
     }
 }

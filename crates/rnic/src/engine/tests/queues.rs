@@ -2,10 +2,10 @@
 //! queues.
 
 use super::*;
-use crate::cqe::{CqReader, Cqe, Syndrome};
-use crate::ids::{Access, Srqn};
-use crate::verbs::{AsyncEvent, Event, QpState, RecvSpec};
-use crate::wqe::Sge;
+use crate::spec::{Event, RecvSpec};
+use verbs::cqe::{CqReader, Cqe, Syndrome};
+use verbs::wqe::Sge;
+use verbs::{Access, AsyncEvent, QpState, Srqn};
 
 #[test]
 fn completions_wrap_the_ring_and_the_24_bit_index() {
@@ -156,7 +156,7 @@ fn recv_en_wakes_a_waiting_sender() {
     bed.execute(&mut b, |w| _ = w.receive_enable(target, 2));
     assert!(a.send_cq.reader.poll().is_some());
     let info = bed.e.query_qp(PF, b.qpn).unwrap();
-    assert_eq!((info.recv_consumer, info.recv_limit), (2, 2));
+    assert_eq!((info.progress.recv_consumer, info.progress.recv_limit), (2, 2));
 }
 
 #[test]
@@ -178,7 +178,7 @@ fn waiting_sender_can_be_reset_destroyed_or_disconnected() {
         };
         let expect_lost = match what {
             0 => {
-                bed.e.modify_qp(PF, second.0.qpn, crate::verbs::QpChange::Reset).unwrap();
+                bed.e.modify_qp(PF, second.0.qpn, verbs::QpChange::Reset).unwrap();
                 false
             }
             1 => {
@@ -186,7 +186,7 @@ fn waiting_sender_can_be_reset_destroyed_or_disconnected() {
                 false
             }
             2 => {
-                bed.e.modify_qp(PF, second.0.qpn, crate::verbs::QpChange::Error).unwrap();
+                bed.e.modify_qp(PF, second.0.qpn, verbs::QpChange::Error).unwrap();
                 bed.run();
                 assert_error(&second.0.send_cq.reader.poll().unwrap(), Syndrome::Flushed);
                 false
@@ -196,7 +196,7 @@ fn waiting_sender_can_be_reset_destroyed_or_disconnected() {
                 true
             }
             _ => {
-                bed.e.modify_qp(PF, second.1.qpn, crate::verbs::QpChange::Error).unwrap();
+                bed.e.modify_qp(PF, second.1.qpn, verbs::QpChange::Error).unwrap();
                 true
             }
         };
@@ -219,10 +219,10 @@ fn waiting_sender_can_be_reset_destroyed_or_disconnected() {
 
 /// A shared receive queue.
 struct Shared {
-    pd: crate::ids::Pdn,
+    pd: verbs::Pdn,
     srqn: Srqn,
-    ring: crate::memory::DmaMemory,
-    record: crate::memory::DmaMemory,
+    ring: verbs::DmaMemory,
+    record: verbs::DmaMemory,
     entries: u32,
 }
 
@@ -292,7 +292,7 @@ fn senders_share_a_receive_queue_in_the_order_of_their_sends() {
     assert_eq!((cqe.srqn, cqe.wqe_counter, cqe.qpn), (srq.srqn, 0, a_peer.qpn));
     assert_eq!(b_peer.recv_cq.reader.poll().unwrap().wqe_counter, 1);
     // A QP in Error does not change the shared queue.
-    bed.e.modify_qp(PF, a_peer.qpn, crate::verbs::QpChange::Error).unwrap();
+    bed.e.modify_qp(PF, a_peer.qpn, verbs::QpChange::Error).unwrap();
     srq.post(1, |_| Vec::new());
     bed.run();
     while let Some(cqe) = a_peer.recv_cq.reader.poll() {
@@ -315,7 +315,7 @@ fn receive_indices_wrap_at_16_and_at_32_bits() {
         let (mut a, mut peer) = srq.pair(&mut bed);
         for i in 0..12u64 {
             assert_eq!(
-                bed.e.query_qp(PF, peer.qpn).unwrap().recv_limit & 0xf,
+                bed.e.query_qp(PF, peer.qpn).unwrap().progress.recv_limit & 0xf,
                 (10 + i as u32) & 0xf
             );
             srq.post(1, |_| vec![slots.sge(8, 8)]);
@@ -374,7 +374,7 @@ fn full_ring_of_maximum_size_executes() {
     let shape = Shape { blocks: 32768, managed: true, ..bed.shape(PF, pd) };
     let (a, b) = (bed.qp(&shape), bed.qp(&shape));
     bed.connect(&a, &b);
-    let blank = crate::wqe::Builder::new(a.qpn, 0);
+    let blank = verbs::wqe::Builder::new(a.qpn, 0);
     for i in 0..32768 {
         a.ring.write(i * 64, blank.bytes());
     }
@@ -391,7 +391,7 @@ fn full_ring_of_maximum_size_executes() {
 fn cq_reader_sees_only_complete_entries() {
     let (ring, record) = (memory(256), memory(8));
     let mut bed = Bed::new();
-    let spec = crate::verbs::CqSpec {
+    let spec = crate::spec::CqSpec {
         ring: ring.clone(),
         entries: 4,
         record: record.clone(),
@@ -400,7 +400,7 @@ fn cq_reader_sees_only_complete_entries() {
     };
     // Independent of the previous contents of the ring.
     ring.write(0, &[0x20; 256]);
-    crate::cqe::clear(&ring, 4);
+    verbs::cqe::clear(&ring, 4);
     bed.e.create_cq(PF, spec).unwrap();
     let mut reader = CqReader::new(ring, 4, record, 0);
     assert_eq!(reader.poll(), None);

@@ -1,8 +1,8 @@
 //! A caller that selects the QP of each step.
 
 use super::*;
-use crate::cqe::Syndrome;
-use crate::verbs::QpState;
+use verbs::QpState;
+use verbs::cqe::Syndrome;
 
 #[test]
 fn caller_selects_the_qp_and_each_step_is_one_wqe() {
@@ -44,7 +44,7 @@ fn waiting_qp_is_ready_once_its_condition_holds() {
     assert_eq!(b.recv_cq.reader.poll().unwrap().byte_count, 8);
     // A QP in Error flushes one WQE per step.
     for _ in 0..2 {
-        bed.post(&mut a, |w| _ = w.rdma_write(crate::wqe::Remote::default(), &[source.sge(0, 8)]));
+        bed.post(&mut a, |w| _ = w.rdma_write(verbs::wqe::Remote::default(), &[source.sge(0, 8)]));
     }
     assert!(bed.e.step(a.qpn, 0));
     assert_eq!(bed.state(&a), QpState::Error);

@@ -1,12 +1,12 @@
 //! Windows: bind, unbind, invalidate, and the conditions under which each is rejected.
 
 use super::*;
-use crate::cqe::Syndrome;
-use crate::ids::{Access, Key, Pdn, Qpn};
 use crate::protection::Refusal;
-use crate::verbs::{KeyInfo, KeyKind, MwKind, QpState};
-use crate::wqe::umr::{self, Umr, UmrFlags};
-use crate::wqe::{Builder, Remote, Sge};
+use verbs::cqe::Syndrome;
+use verbs::direct::{KeyInfo, KeyKind};
+use verbs::wqe::umr::{self, Umr, UmrFlags};
+use verbs::wqe::{Builder, Remote, Sge};
+use verbs::{Access, Key, MwKind, Pdn, QpState, Qpn};
 
 /// A region with a window, and two QPs of one PD. `a` may bind windows to other QPs if
 /// `privileged`.
@@ -78,7 +78,7 @@ impl Windows {
 
     pub fn recover(&mut self) {
         for q in [&mut self.a, &mut self.peer] {
-            self.bed.e.modify_qp(PF, q.qpn, crate::verbs::QpChange::Reset).unwrap();
+            self.bed.e.modify_qp(PF, q.qpn, verbs::QpChange::Reset).unwrap();
             q.producer = 0;
             while q.send_cq.reader.poll().is_some() {}
         }
@@ -230,7 +230,7 @@ fn send_with_invalidate_frees_the_receivers_window() {
     let start = t.start();
     let send_invalidate = |t: &mut Windows, key: Key| {
         let at = t.bed.write_wqe(&mut t.peer, |w| _ = w.send(&[]).signaled());
-        t.peer.ring.write(at + 3, &[crate::wqe::opcode::SEND_INVAL]);
+        t.peer.ring.write(at + 3, &[verbs::wqe::opcode::SEND_INVAL]);
         t.peer.ring.write(at + 12, &key.0.to_be_bytes());
         t.bed.e.doorbell(t.peer.qpn, t.peer.producer);
         t.bed.run();
@@ -239,7 +239,7 @@ fn send_with_invalidate_frees_the_receivers_window() {
     t.bed.post_recv(&mut t.a, &[]);
     assert_eq!(send_invalidate(&mut t, key).error, None);
     let cqe = t.a.recv_cq.reader.poll().unwrap();
-    assert_eq!((cqe.opcode, cqe.imm), (crate::cqe::opcode::RESP_SEND_INV, key.0));
+    assert_eq!((cqe.opcode, cqe.imm), (verbs::cqe::opcode::RESP_SEND_INV, key.0));
     assert!(!t.info().bound);
     assert!(!t.reads(key, start));
     // A key that the receiver may not invalidate ends the connection and consumes no receive.

@@ -1,8 +1,10 @@
 //! Batched datagram I/O: recvmmsg and sendmmsg, with UDP GRO and GSO.
 //!
 //! ```text
-//!  receive   slots of 64 KiB   |A A A A a|B|A A|...    UDP GRO: a slot holds datagrams of one sender, all of
-//!  send      bursts            |A A A A a|B|...        the same length except the last. UDP GSO: likewise
+//!  receive   slots of 64 KiB   |A A A A a|B|A A|...    UDP GRO: a slot holds datagrams of one
+//!                                                      sender, all of the same length except the
+//!                                                      last
+//!  send      bursts            |A A A A a|B|...        UDP GSO: likewise
 //! ```
 //!
 //! All system calls of the port that take pointers to structures are in this file.

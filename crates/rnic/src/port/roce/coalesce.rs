@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   sender    ──burst──burst──burst──burst──burst──burst──burst──
-//!   receiver  read burst read burst read empty ........ read burst read burst read burst read empty ....
+//!   receiver  read burst read burst read empty ........ read burst read burst read empty ....
 //!                                              pause of one burst time, once
 //! ```
 //!

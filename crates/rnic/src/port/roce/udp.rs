@@ -188,9 +188,9 @@ mod tests {
     use super::super::batch::PACKETS_MAX;
     use super::*;
     use crate::engine::tests::bed::{Bed, TestQp};
-    use crate::ids::{Access, FunctionId};
-    use crate::verbs::{Limits, QpChange, WireLimits};
-    use crate::wire::{Ending, Envelope, RemotePeer};
+    use crate::limits::{Limits, WireLimits};
+    use crate::wire::{Ending, Envelope};
+    use verbs::{Access, FunctionId, QpChange, RemotePeer};
 
     fn wire(address: &str) -> RoceSocket {
         RoceSocket::new(UdpSocket::bind(address).expect("a socket")).expect("a wire")

@@ -19,7 +19,7 @@ use super::page::{ASLEEP_RNR, GONE, SLEEPING, doorbells_in, page_bytes};
 use super::protocol::{Request, Response, SERVICE, Secret, Span, VERSION};
 use super::sharing;
 use super::socket::{self, Packet};
-use crate::memory::DmaMemory;
+use verbs::DmaMemory;
 
 /// Time without a response after which the host is considered dead.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);

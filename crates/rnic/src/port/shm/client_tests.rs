@@ -95,6 +95,30 @@ fn describe_accepts_only_memory_within_a_shared_piece() {
     }
 }
 
+/// Otherwise the host keeps its mapping, and an address that is used again names the old memory.
+#[test]
+fn memory_that_a_client_drops_is_removed_from_the_host() {
+    let (opened, host) = open(welcome(1), 1);
+    let f = opened.unwrap();
+    let hosting = std::thread::spawn(move || {
+        let answer = |answer: Response| {
+            let asked = socket::receive(&host).unwrap().unwrap();
+            socket::send(&host, &serde_json::to_vec(&answer).unwrap(), &[]).unwrap();
+            serde_json::from_slice::<Request>(&asked.bytes).unwrap()
+        };
+        [answer(Response::Memory(7)), answer(Response::Reply(Reply::Done))]
+    });
+    let memory = f.alloc_dma(4096).unwrap();
+    assert_eq!(f.0.memories.lock().len(), 1);
+    drop(memory);
+    assert_eq!(f.0.memories.lock().len(), 0);
+    // Without a request the host would wait: its socket closes.
+    drop(f);
+    let [added, removed] = hosting.join().unwrap();
+    assert!(matches!(added, Request::AddMemory { bytes: 4096 }));
+    assert!(matches!(removed, Request::RemoveMemory { memory: 7 }));
+}
+
 #[test]
 fn client_yields_its_cpu_only_on_the_nics_cpu() {
     let (opened, _host) = open(welcome(1), 1);

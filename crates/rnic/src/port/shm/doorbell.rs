@@ -8,7 +8,7 @@ use super::super::events::EventWord;
 use super::super::handshake::must_wake_nic;
 use super::driver::EngineDriver;
 use super::page::{ASLEEP, DOORBELLS, SLEEPING, WAITER, WHERE, event_word, this_cpu};
-use crate::memory::DmaMemory;
+use verbs::DmaMemory;
 
 /// A client's view of its function's doorbell page, with the eventfd that wakes the NIC.
 pub(super) struct DoorbellPage {

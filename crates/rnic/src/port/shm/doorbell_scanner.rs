@@ -17,8 +17,7 @@ use std::time::Duration;
 
 use super::page::{DOORBELLS, WAITER};
 use crate::engine::Engine;
-use crate::ids::{FunctionId, Qpn};
-use crate::memory::DmaMemory;
+use verbs::{DmaMemory, FunctionId, Qpn};
 
 /// Maximum doorbells of a function that one scan reads. A client with many doorbells that keeps
 /// their cache lines busy by writing them delays its own doorbells, not those of other clients.
@@ -206,7 +205,7 @@ impl YieldBackoff {
 mod tests {
     use super::*;
     use crate::engine::tests::bed::Bed;
-    use crate::verbs::{FunctionLimits, Limits};
+    use crate::limits::{FunctionLimits, Limits};
 
     fn nic(doorbells: u32) -> (Engine, DoorbellScanner) {
         let mut engine = Engine::new(Limits::default());

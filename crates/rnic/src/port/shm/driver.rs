@@ -6,11 +6,11 @@
 //! saves two thread switches for each message.
 //!
 //! ```text
-//!               a caller waits                          no round for a while,
-//!   NIC thread ────────────────────────> callers ──────  or a caller sleeps ─────────────> NIC thread
-//!     │ no work                             ^
-//!     v                                     │ a caller writes a doorbell or waits
-//!   asleep ─────────────────────────────────┘
+//!               a caller waits                    no round for a while,
+//!   NIC thread ───────────────────> callers ─────  or a caller sleeps ────────> NIC thread
+//!     │ no work                        ^
+//!     v                                │ a caller writes a doorbell or waits
+//!   asleep ────────────────────────────┘
 //! ```
 //!
 //! - The holder of the lock runs the engine. The NIC thread releases the lock only while it sleeps.
@@ -38,11 +38,11 @@ use rustix::mm::Advice;
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
 
 use super::super::error::Error;
-use super::super::has_one_cpu;
 use super::nic_thread::{
     NicThread, ROUNDS_PER_CLOCK, RoundResult, SLEEP_AFTER, SPIN, Shared, timespec, watch,
 };
-use crate::memory::DmaMemory;
+use units::cpus::has_one_cpu;
+use verbs::DmaMemory;
 
 /// Time without a caller's round after which the NIC thread takes the engine back.
 const ABSENT: Duration = Duration::from_micros(200);

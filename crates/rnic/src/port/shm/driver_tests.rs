@@ -10,8 +10,8 @@ use super::super::doorbell::DoorbellPage;
 use super::super::nic_thread::eventfd;
 use super::super::page::{ASLEEP, AWAKE, DOORBELLS, SLEEPING, page_bytes};
 use super::*;
-use crate::ids::FunctionId;
-use crate::verbs::Limits;
+use crate::limits::Limits;
+use verbs::FunctionId;
 
 /// A NIC without a NIC thread, with one queue pair.
 pub(in super::super) struct Bench {

@@ -24,10 +24,10 @@ use super::doorbell::{DoorbellPage, MappedDoorbell};
 use super::driver::EngineDriver;
 use super::nic_thread::{NicThread, Shared, eventfd, watch};
 use super::page::{ASLEEP_RNR, doorbells_in, page_bytes};
-use crate::ids::FunctionId;
-use crate::memory::DmaMemory;
-use crate::verbs::{Caps, FunctionLimits, Limits, Stats, WireLimits};
+use crate::limits::{FunctionLimits, Limits, WireLimits};
+use crate::spec::Stats;
 use crate::wire::WireStats;
+use verbs::{DmaMemory, FunctionId};
 
 /// Doorbells of the physical function: one for each queue pair with an unmanaged send queue.
 const PHYSICAL_DOORBELLS: u32 = 16 << 10;
@@ -242,11 +242,6 @@ impl Host {
             *waker = Some(started);
         }
         Ok(())
-    }
-
-    /// The capabilities of the engine.
-    pub fn caps(&self) -> Result<Caps, Error> {
-        self.call(|nic| nic.core.engine.caps())
     }
 
     /// The present counters of the NIC.

@@ -27,9 +27,8 @@ use super::super::roce::RoceSocket;
 use super::doorbell_scanner::DoorbellScanner;
 use super::page::{ASLEEP, ASLEEP_RNR, AWAKE, GONE, SLEEPING, WHERE, event_word, this_cpu};
 use crate::engine::AckDelay;
-use crate::ids::FunctionId;
-use crate::memory::DmaMemory;
-use crate::verbs::{Limits, QpChange};
+use crate::limits::Limits;
+use verbs::{DmaMemory, FunctionId, QpChange};
 
 /// WQEs that the engine executes between two doorbell scans.
 const BUDGET: usize = 64;

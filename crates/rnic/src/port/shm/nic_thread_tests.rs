@@ -150,7 +150,7 @@ fn destroyed_queue_pairs_free_their_doorbells() {
 fn yield_requests_are_seen_on_the_nics_cpu() {
     let (mut nic, page) = nic(None);
     let other = DmaMemory::anonymous(page_bytes(1)).unwrap();
-    let f = nic.core.engine.add_function(crate::verbs::FunctionLimits::default()).unwrap();
+    let f = nic.core.engine.add_function(crate::limits::FunctionLimits::default()).unwrap();
     nic.add_doorbells(f, other.clone(), 1);
     on_one_cpu(|cpu| {
         let here = cpu + 1;

@@ -1,13 +1,13 @@
 //! The doorbell page of a function: layout and handshakes.
 //!
 //! ```text
-//! +0    sleeping (u32): written by the NIC. 0 awake, 1 asleep, 2 asleep and woken by posted receives,
-//!       3 ended
+//! +0    sleeping (u32): written by the NIC. 0 awake, 1 asleep, 2 asleep and woken by posted
+//!       receives, 3 ended
 //! +4    where (u32): written by the NIC: the number of its CPU, plus 1
 //! +64   waiter (u32): written by the client: the number of a CPU, plus 1, on which a thread of the
 //!       client waits for the NIC (a yield request)
-//! +68   events (u32): the client stores 1 before it waits for asynchronous events; the NIC swaps it to
-//!       0 and wakes the client
+//! +68   events (u32): the client stores 1 before it waits for asynchronous events; the NIC swaps
+//!       it to 0 and wakes the client
 //! +128  doorbell 0 (u32) | doorbell 1 | ... 16 per cache line: written by the client
 //!
 //! doorbell:  31          16 15           0
@@ -40,7 +40,7 @@
 //! with the value it saw last; the lower half is an index that the engine bounds by the ring.
 
 use super::super::events::EventWord;
-use crate::memory::DmaMemory;
+use verbs::DmaMemory;
 
 /// The NIC polls.
 pub(super) const AWAKE: u32 = 0;

@@ -16,9 +16,8 @@ use super::nic_thread::NicThread;
 use super::protocol::{MESSAGE_MAX, Request, Response, Secret, Span, VERSION};
 use super::socket::close_deferred;
 use super::{page, sharing};
-use crate::ids::Qpn;
-use crate::memory::DmaMemory;
-use crate::verbs::FunctionLimits;
+use crate::limits::FunctionLimits;
+use verbs::{DmaMemory, Qpn};
 
 /// Maximum bytes of an error text, which may quote the client's request.
 const WHY_MAX: usize = 1024;
@@ -97,7 +96,7 @@ impl Session {
     }
 
     /// Whether all these QPs belong to the session's function. Waits for the NIC thread, once for
-    /// each [`QUERIES`] QPs.
+    /// each `QUERIES` QPs.
     pub fn owns_all(&self, qpns: &[Qpn]) -> Result<bool, Error> {
         let Some(function) = &self.function else { return Ok(false) };
         let id = function.id;

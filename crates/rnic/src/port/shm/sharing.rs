@@ -24,7 +24,7 @@ use rustix::io::Errno;
 use rustix::mm::Advice;
 
 use super::super::error::Error;
-use crate::memory::DmaMemory;
+use verbs::DmaMemory;
 
 /// `f_type` of the file system of ordinary shared memory (`TMPFS_MAGIC`). Huge pages have another
 /// file system, and an access to them can fail when no huge page is left.
@@ -99,7 +99,8 @@ pub(super) fn adopt(fd: &OwnedFd, bytes: u64) -> Result<DmaMemory, Error> {
         .map_err(Error::system("searching for holes in shared memory"))?;
     if hole < bytes {
         return Err(refused_owned(format!(
-            "the shared memory has no page at {hole}: write or populate every page before sharing it"
+            "the shared memory has no page at {hole}: write or populate every page before sharing \
+             it"
         )));
     }
     Ok(memory)

@@ -1,6 +1,6 @@
 //! Misuse of keys: the client's former keys, keys of other clients, and guessed keys.
 
-use fabric::{Key, MemoryRegion, Op, Remote};
+use verbs::{Key, MemoryRegion, Op, Remote};
 
 use super::{Hostile, SCRATCH, to};
 

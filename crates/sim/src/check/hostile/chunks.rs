@@ -1,8 +1,8 @@
 //! Misuse of requests: for foreign chunks, for former chunks, and malformed requests.
 
-use fabric::{Key, MemoryRegion, Op, Qpn, Remote};
 use pool::onesidedmw::layout::{reply, status};
 use pool::scheme::{Grant, GroupId};
+use verbs::{Key, MemoryRegion, Op, Qpn, Remote};
 
 use super::{Hostile, to};
 use crate::check::invariant::Invariant;

@@ -14,16 +14,16 @@ mod trees;
 
 use std::time::Duration;
 
-use fabric::interposed::{InterposedCq, InterposedMr, InterposedQp};
-use fabric::soft::SoftPd;
-use fabric::{
-    Access, Completion, CompletionKind, CompletionQueue, CqAttr, MemoryRegion, Nic, Op, QpAttr,
-    QpChange, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Remote, Status, WorkRequest,
-};
 use pool::Scheme;
 use pool::client::control::ControlPlane;
 use pool::odrp::PAGE_BYTES;
 use pool::scheme::{ClientScheme, ConnectReply, ConnectRequest, Grant, GroupId, Lane};
+use rnic::nic::SoftPd;
+use rnic::nic::interposed::{InterposedCq, InterposedMr, InterposedQp};
+use verbs::{
+    Access, Completion, CompletionKind, CompletionQueue, CqAttr, MemoryRegion, Nic, Op, QpAttr,
+    QpChange, Qpn, QueuePair, Receive, ReceiveAttr, ReceiveRequest, Remote, Status, WorkRequest,
+};
 
 use super::Context;
 use super::scenario::{End, Role};

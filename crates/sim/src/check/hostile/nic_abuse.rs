@@ -1,9 +1,9 @@
 //! Misuse of the NIC: binding windows, and waiting for and enabling queues, in ways reserved to
 //! their owners.
 
-use fabric::direct::{DirectNic, DirectQp, Managed};
-use fabric::wqe::{Builder, Umr};
-use fabric::{
+use verbs::direct::{DirectNic, DirectQp, Managed};
+use verbs::wqe::{Builder, Umr};
+use verbs::{
     Access, CompletionKind, CompletionQueue, CqAttr, Cqn, Key, MemoryRegion, MemoryWindow, Nic, Op,
     QpAttr, QpState, Qpn, QueuePair, Receive, Remote, Status,
 };
@@ -165,7 +165,7 @@ impl Hostile {
             return;
         }
         if self.next(&side.cq, CompletionKind::Send).is_none()
-            && side.cq.poll(&mut [fabric::Completion::EMPTY]) == 0
+            && side.cq.poll(&mut [verbs::Completion::EMPTY]) == 0
         {
             let name = self.cx.with_oracle(|o| o.name(self.cx.client).to_owned());
             let why = format!(

@@ -1,8 +1,8 @@
 //! Hostile clients with access by pages: requests for any page number, over both queues at once,
 //! with addresses that cannot be read or written.
 
-use fabric::{Key, MemoryRegion, Remote};
 use pool::odrp::{PAGE_BYTES, PageOp, REPLY_BYTES, status};
+use verbs::{Key, MemoryRegion, Remote};
 
 use super::{Hostile, PAGE};
 use crate::check::invariant::Invariant;

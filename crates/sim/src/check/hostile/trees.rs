@@ -3,11 +3,11 @@
 //! A trusted service that follows the protocol has the management QP; the hostile client has access
 //! QPs only, as in FineMem (§4.3).
 
-use fabric::{Key, MemoryRegion, Op, Qpn, Remote};
 use pool::client::control::ControlPlane;
 use pool::finemem::Client;
 use pool::info::Isolation;
 use pool::scheme::{ClientScheme, ConnectReply, Grant, GroupId};
+use verbs::{Key, MemoryRegion, Op, Qpn, Remote};
 
 use super::{Hostile, SCRATCH};
 use crate::check::invariant::Invariant;

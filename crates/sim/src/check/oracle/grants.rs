@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use fabric::Key;
 use pool::scheme::Grant;
+use verbs::Key;
 
 use super::{ClientIndex, FRESH, Holding, Named, Oracle};
 use crate::check::invariant::Invariant;
@@ -153,7 +153,10 @@ impl Oracle {
             let name = self.name(client);
             self.wrong(
                 Invariant::Releases,
-                format!("{name} got the reply that chunk {entry} is free, but its key still opens the chunk"),
+                format!(
+                    "{name} got the reply that chunk {entry} is free, but its key still opens \
+                         the chunk"
+                ),
             );
         }
     }

@@ -17,11 +17,10 @@ mod steps;
 use std::collections::HashSet;
 use std::fmt::Write as _;
 
-use fabric::{DmaMemory, Key};
 use pool::finemem::layout::Shape;
 use pool::scheme::ClientId;
 use rnic::engine::Reachability;
-use rnic::ids::FunctionId;
+use verbs::{DmaMemory, FunctionId, Key};
 
 use super::case::Case;
 use super::invariant::{Invariant, Violation};

@@ -2,7 +2,7 @@
 //! that the page tables map.
 
 use rnic::engine::{NextKind, Reachability, StepOutcome, Target};
-use rnic::ids::Access;
+use verbs::Access;
 
 use super::steps::Originator;
 use super::{ClientIndex, Oracle};

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use rnic::engine::{NextKind, Reachability, StepOutcome, Target};
-use rnic::ids::{Access, FunctionId};
+use verbs::{Access, FunctionId};
 
 use super::{ClientIndex, FRESH, Holding, Named, Oracle};
 use crate::check::invariant::Invariant;

@@ -13,7 +13,7 @@ use super::explore::{Explored, Held, explore_all, full};
 use super::world::{Stepped, Task, window};
 use super::*;
 use crate::finemem::log::{Capability, FullLog};
-use fabric::Key;
+use verbs::Key;
 
 /// The allocations of a client, and the number of verbs after which it crashes.
 #[derive(Clone, Copy)]
@@ -81,7 +81,7 @@ fn client(
     })
 }
 
-/// The memory node's work until nothing is left to do.
+/// Does the memory node's pending work, until there is none.
 fn pass(shape: Shape, dead: Vec<User>, anew: bool) -> Task {
     Task::new(move |verbs: Stepped| async move {
         let tree = Tree::new(shape, User::NOBODY);

@@ -59,7 +59,7 @@ impl Memory {
             let mut words = memory.words.lock();
             words.resize((shape.words() + shape.entries()) as usize, 0);
             for entry in 0..shape.entries() {
-                let key = fabric::Key((1 + entry) << 8 | 1);
+                let key = verbs::Key((1 + entry) << 8 | 1);
                 words[shape.capability(entry).0 as usize] = Capability::open(key).to_word();
                 words[window(shape, entry).0 as usize] = key.0 as u64;
             }
@@ -72,8 +72,8 @@ impl Memory {
     }
 
     /// The current key of a block's window.
-    pub fn window(&self, entry: u32) -> fabric::Key {
-        fabric::Key(self.words.lock()[window(self.shape, entry).0 as usize] as u32)
+    pub fn window(&self, entry: u32) -> verbs::Key {
+        verbs::Key(self.words.lock()[window(self.shape, entry).0 as usize] as u32)
     }
 
     pub fn capability(&self, entry: u32) -> Capability {

@@ -5,14 +5,13 @@
 mod ops;
 
 use super::*;
-use crate::cqe::Syndrome;
-use crate::ids::{Access, FunctionId, Key, Pdn, Qpn};
-use crate::memory::DmaMemory;
-use crate::verbs::{FunctionLimits, Limits, MwKind, QpChange, QpState};
-use crate::wqe::umr::{Umr, UmrFlags};
-use crate::wqe::{Builder, Remote, Sge};
+use crate::limits::{FunctionLimits, Limits};
 use ops::{Kind, Name, Op, op};
 use proptest::prelude::*;
+use verbs::cqe::Syndrome;
+use verbs::wqe::umr::{Umr, UmrFlags};
+use verbs::wqe::{Builder, Remote, Sge};
+use verbs::{Access, DmaMemory, FunctionId, Key, MwKind, Pdn, QpChange, QpState, Qpn};
 
 /// Bytes of memory of the server, and of each client.
 const SERVER: usize = 2048;
@@ -188,7 +187,7 @@ impl World {
         }
     }
 
-    fn execute_by(&mut self, by: usize, fill: impl FnOnce(&mut Builder)) -> crate::cqe::Cqe {
+    fn execute_by(&mut self, by: usize, fill: impl FnOnce(&mut Builder)) -> verbs::cqe::Cqe {
         let q = if by == 0 { &mut self.worker } else { &mut self.lanes[by - 1].server };
         self.bed.execute(q, fill)
     }
@@ -479,7 +478,7 @@ impl World {
     }
 
     /// Compares a completion with the expected outcome; reconnects after an error.
-    fn ended(&mut self, cqe: &crate::cqe::Cqe, expected: Expected, by: usize, remote: bool) {
+    fn ended(&mut self, cqe: &verbs::cqe::Cqe, expected: Expected, by: usize, remote: bool) {
         let got = match cqe.error {
             None => Ok(()),
             Some(e) => Err(Syndrome::from_value(e.syndrome).unwrap()),

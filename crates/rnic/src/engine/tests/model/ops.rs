@@ -97,7 +97,10 @@ pub fn op() -> impl Strategy<Value = Op> {
                 Op::Register { at, len: (len * 64).min(SERVER - at), access, meta }
             }),
         1 => (0..8usize).prop_map(|region| Op::Deregister { region }),
-        6 => (window(), 0..8usize, lane.clone(), by.clone(), 0..36usize, 0..12usize, access(), any::<bool>())
+        6 => (
+            window(), 0..8usize, lane.clone(), by.clone(), 0..36usize, 0..12usize, access(),
+            any::<bool>(),
+        )
             .prop_map(|(window, region, to, by, at, len, access, check)| {
                 Op::Bind { window, region, to, by, at: at * 60, len: len * 50, access, check }
             }),

@@ -2,13 +2,13 @@
 
 use super::injected::{MTU, World};
 use super::*;
-use crate::cqe::Syndrome;
 use crate::engine::remote::connection::Connection;
-use crate::ids::FunctionId;
-use crate::verbs::FunctionLimits;
+use crate::limits::FunctionLimits;
 use crate::wire::packet::{Aeth, Body, Malformed, Part, Reth, Syndrome as Says, opcode};
 use crate::wire::requester::Request;
-use crate::wqe::opcode as wqe_opcode;
+use verbs::FunctionId;
+use verbs::cqe::Syndrome;
+use verbs::wqe::opcode as wqe_opcode;
 
 const WQE: u64 = crate::engine::WQE_WORK;
 
@@ -112,7 +112,7 @@ fn work_of_a_write_counts_segments_packets_and_bytes() {
     assert_eq!((near.bytes, far.bytes), (len as u64, len as u64));
     assert_eq!(near.wqes[wqe_opcode::RDMA_WRITE as usize], 1);
     assert_eq!(near.wqes_total(), 1);
-    assert_eq!(net.beds[0].e.query_qp(PF, a.qpn).unwrap().executed, 1);
+    assert_eq!(net.beds[0].e.query_qp(PF, a.qpn).unwrap().progress.executed, 1);
     let (near, far) = (net.beds[0].e.wire_stats(), net.beds[1].e.wire_stats());
     assert_eq!((near.packets_out, far.packets_in), (3, 3));
     assert_eq!((far.packets_out, near.packets_in), (1, 1));
@@ -126,7 +126,7 @@ fn malformed_packets_are_counted_by_reason() {
         let body = Body::Write { part: Part::Only, reth, imm: None };
         let packet = crate::wire::Packet {
             qpn: w.far.qpn,
-            psn: crate::ids::Psn::new(w.psn),
+            psn: verbs::Psn::new(w.psn),
             ack_request: true,
             solicited: false,
             body,
@@ -201,7 +201,7 @@ fn out_of_order_requests_and_naks_are_counted() {
     for n in 1..=3 {
         let [mut a, b] = net.pair(&Link::default());
         let mine = net.beds[0].mr(PF, a.pd, 4096, ALL);
-        let to = crate::wqe::Remote { addr: 0, rkey: Default::default() };
+        let to = verbs::wqe::Remote { addr: 0, rkey: Default::default() };
         let cqe = net.execute(0, &mut a, |w| _ = w.rdma_write(to, &[mine.sge(0, 8)]));
         assert_error(&cqe, Syndrome::RemoteAccess);
         assert_eq!(net.beds[0].e.wire_stats().naks_in, n);
@@ -223,7 +223,7 @@ fn mismatched_results_are_counted_and_dropped() {
     });
     net.turn(0);
     let aeth = Aeth { syndrome: Says::Ack(31), msn: 1 };
-    let psn = crate::ids::Psn::new(Link::default().psn[0]);
+    let psn = verbs::Psn::new(Link::default().psn[0]);
     let from = address(1, net.v6);
     let wrong = [
         (Body::AtomicAcknowledge { aeth, old: 7 }, 0),
@@ -308,7 +308,7 @@ fn long_response_expects_packets_until_two_bursts_remain() {
     let (mut amid, shift) = (Vec::new(), 200u32);
     for (_, mut bytes) in answers.take(90) {
         let psn = u32::from_be_bytes([0, bytes[9], bytes[10], bytes[11]]);
-        let later = crate::ids::Psn::new(psn).plus(shift).raw().to_be_bytes();
+        let later = verbs::Psn::new(psn).plus(shift).raw().to_be_bytes();
         bytes[9..12].copy_from_slice(&later[1..]);
         net.drop_in(0, std::net::SocketAddr::new(address(1, net.v6), PORT), &bytes);
         amid.push(net.beds[0].e.expects_more_packets());

@@ -1,11 +1,10 @@
 //! Data movement of every operation, at every path MTU.
 
 use super::*;
-use crate::cqe::{self, Syndrome};
-use crate::ids::{Access, Key};
-use crate::verbs::QpState;
-use crate::wire::PathMtu;
-use crate::wqe::{SE_SOLICITED, Umr, opcode};
+use crate::limits::Limits;
+use verbs::cqe::{self, Syndrome};
+use verbs::wqe::{SE_SOLICITED, Umr, opcode};
+use verbs::{Access, Key, PathMtu, QpState};
 
 /// Lengths around multiples of the packet length.
 fn lengths(mtu: usize) -> Vec<usize> {
@@ -88,7 +87,7 @@ fn sends_of_all_lengths_and_kinds_arrive() {
 fn send_to_another_nic_may_exceed_the_local_limit() {
     let mut net = Net::new(7);
     let [mut a, mut b] = net.pair(&Link { mtu: PathMtu::Mtu4096, ..Link::default() });
-    let len = 5 * net.beds[0].e.caps().send_bytes_max as usize + 3;
+    let len = 5 * Limits::default().send_bytes_max as usize + 3;
     let mine = net.beds[0].mr(PF, a.pd, 1 << 20, ALL);
     let theirs = net.beds[1].mr(PF, b.pd, 1 << 20, ALL);
     let data = pattern(len, 3);
@@ -160,7 +159,7 @@ fn remote_window_admits_its_qp_until_invalidated() {
         Key::new(key.index(), tag)
     };
     let key = bind(&mut net, &mut b, window, 1);
-    let at = crate::wqe::Remote { addr: region.mem.addr(), rkey: key };
+    let at = verbs::wqe::Remote { addr: region.mem.addr(), rkey: key };
     mine.mem.write(0, &pattern(3000, 5));
     let cqe = net.execute(0, &mut a, |w| {
         w.rdma_write(at, &[mine.sge(0, 3000)]);
@@ -179,7 +178,7 @@ fn remote_window_admits_its_qp_until_invalidated() {
     let cqe = b.recv_cq.reader.poll().unwrap();
     assert_eq!((cqe.opcode, cqe.imm), (cqe::opcode::RESP_SEND_INV, key.0));
     let key = bind(&mut net, &mut b, key, 2);
-    let at = crate::wqe::Remote { addr: region.mem.addr(), rkey: key };
+    let at = verbs::wqe::Remote { addr: region.mem.addr(), rkey: key };
     // The owner invalidates the window between two requests.
     assert_eq!(net.execute(0, &mut a, |w| _ = w.rdma_read(at, &[mine.sge(0, 8)])).error, None);
     assert_eq!(net.execute(1, &mut b, |w| _ = w.local_invalidate(key)).error, None);

@@ -3,11 +3,10 @@
 use super::errors::{packet, world};
 use super::*;
 use crate::error::Error;
-use crate::verbs::QpState;
 use crate::wire::mac::TRAILER;
-use crate::wire::packet::Syndrome as Says;
-use crate::wire::packet::{Aeth, Body, ICRC, Nak, Notice, Part, Reth};
+use crate::wire::packet::{Aeth, Body, ICRC, Nak, Notice, Part, Reth, Syndrome as Says};
 use std::net::SocketAddr;
+use verbs::QpState;
 
 /// Encodes a WRITE of four bytes to the start of `mr`.
 fn evil(q: &TestQp, psn: u32, mr: &Mr) -> Vec<u8> {

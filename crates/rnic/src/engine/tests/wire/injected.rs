@@ -2,13 +2,14 @@
 //! responses.
 
 use super::*;
-use crate::cqe::{self, Syndrome};
-use crate::ids::{Access, Key, Psn};
-use crate::verbs::{KeyInfo, QpState};
 use crate::wire::Packet;
-use crate::wire::packet::Syndrome as Says;
-use crate::wire::packet::{Aeth, AtomicOp, Body, Nak, Notice, PACKET_MAX, Part, Reth};
-use crate::wqe::umr::Umr;
+use crate::wire::packet::{
+    Aeth, AtomicOp, Body, Nak, Notice, PACKET_MAX, Part, Reth, Syndrome as Says,
+};
+use verbs::cqe::{self, Syndrome};
+use verbs::direct::KeyInfo;
+use verbs::wqe::umr::Umr;
+use verbs::{Access, Key, Psn, QpState};
 
 /// Payload bytes of a full packet.
 pub const MTU: usize = 1024;
@@ -24,7 +25,7 @@ pub struct World {
     /// Whether requests ask for an acknowledgement.
     pub asks: bool,
     /// Ring and record of the far end's shared receive queue, if it has one.
-    shared: Option<[crate::memory::DmaMemory; 2]>,
+    shared: Option<[verbs::DmaMemory; 2]>,
     _near: TestQp,
 }
 
@@ -39,7 +40,7 @@ impl World {
         let pd = net.beds[1].pd(PF);
         let queue = shared.then(|| [memory(16 * STRIDE as usize), memory(8)]);
         let srqn = queue.as_ref().map(|[ring, record]| {
-            let spec = crate::verbs::RecvSpec {
+            let spec = crate::spec::RecvSpec {
                 ring: ring.clone(),
                 entries: 16,
                 stride: STRIDE,

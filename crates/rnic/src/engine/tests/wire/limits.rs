@@ -2,13 +2,12 @@
 
 use super::injected::{MTU, World, ack};
 use super::*;
-use crate::cqe::Syndrome;
-use crate::ids::{Access, Key, Psn};
-use crate::verbs::QpState;
+use crate::wire::Packet;
 use crate::wire::packet::{Aeth, AtomicOp, Body, Nak, Notice, Part, Reth, Syndrome as Says};
-use crate::wire::{Packet, PathMtu};
-use crate::wqe::umr::{Umr, UmrFlags};
-use crate::wqe::{Remote, SE_SOLICITED, Sge};
+use verbs::cqe::Syndrome;
+use verbs::wqe::umr::{Umr, UmrFlags};
+use verbs::wqe::{Remote, SE_SOLICITED, Sge};
+use verbs::{Access, Key, PathMtu, Psn, QpState};
 
 /// Maximum length of a message.
 const LONGEST: u32 = 1 << 31;

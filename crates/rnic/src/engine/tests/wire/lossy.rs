@@ -4,10 +4,9 @@
 //! each atomic, the next message, and the contents of memory at the end.
 
 use super::*;
-use crate::cqe;
-use crate::wire::PathMtu;
-use crate::wqe::Sge;
 use std::collections::VecDeque;
+use verbs::wqe::Sge;
+use verbs::{PathMtu, cqe};
 
 const SLOT: usize = 8 << 10;
 const SLOTS: usize = 8;
@@ -259,7 +258,7 @@ impl Run {
         }
         let me = &mut self.ends[end];
         let bed = &mut self.net.beds[end];
-        let used = bed.e.query_qp(PF, me.qp.qpn).unwrap().recv_consumer;
+        let used = bed.e.query_qp(PF, me.qp.qpn).unwrap().progress.recv_consumer;
         let some = 1 + self.net.random.below(4) as u32;
         for _ in 0..some {
             if me.qp.recv_producer.wrapping_sub(used) & 0xffff >= DEPTH as u32 {

@@ -13,7 +13,6 @@ mod tools;
 mod turns;
 
 use super::*;
-use crate::ids::Qpn;
-use crate::verbs::QpChange;
-use crate::wqe::Builder;
 use net::*;
+use verbs::wqe::Builder;
+use verbs::{QpChange, Qpn};

@@ -1,13 +1,12 @@
 //! A network in virtual time, with a test bed at each end.
 
 use super::*;
-use crate::ids::Psn;
-use crate::verbs::{Limits, WireLimits};
+use crate::limits::{Limits, WireLimits};
+use crate::wire::Outgoing;
 use crate::wire::icrc::{self, Route};
-use crate::wire::mac::SECRET;
-use crate::wire::{Outgoing, PairSecret, PathMtu, RemotePeer, Side};
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
+use verbs::{PairSecret, PathMtu, Psn, RemotePeer, SecretSide};
 
 /// Faults of the network, each as a rate per 10,000 packets.
 #[derive(Clone, Copy, Default, Debug)]
@@ -73,7 +72,7 @@ pub struct Link {
     pub rnr_retry: u8,
     pub min_rnr_timer: u8,
     /// The secret of both ends, and whether packets have tags.
-    pub secret: Option<([u8; SECRET], bool)>,
+    pub secret: Option<([u8; PairSecret::BYTES], bool)>,
     /// Each end accepts packets only from its peer's port.
     pub fixed_port: bool,
 }
@@ -97,7 +96,11 @@ impl Default for Link {
 impl Link {
     /// A connection whose packets have tags.
     pub fn authenticated() -> Self {
-        Self { secret: Some(([0x5e; SECRET], true)), fixed_port: true, ..Self::default() }
+        Self {
+            secret: Some(([0x5e; PairSecret::BYTES], true)),
+            fixed_port: true,
+            ..Self::default()
+        }
     }
 }
 
@@ -138,7 +141,7 @@ impl Net {
     pub fn peer(&self, end: usize, of: Qpn, link: &Link) -> RemotePeer {
         let port = if link.fixed_port { PORT } else { crate::wire::UDP_PORT };
         let to = SocketAddr::new(address(1 - end, self.v6), port);
-        let side = if end == 0 { Side::Asking } else { Side::Asked };
+        let side = if end == 0 { SecretSide::Asking } else { SecretSide::Asked };
         let secret =
             link.secret.map(|(bytes, authenticated)| PairSecret { bytes, side, authenticated });
         RemotePeer {
@@ -310,7 +313,7 @@ impl Net {
         end: usize,
         q: &mut TestQp,
         fill: impl FnOnce(&mut Builder),
-    ) -> crate::cqe::Cqe {
+    ) -> verbs::cqe::Cqe {
         self.beds[end].post(q, |b| {
             fill(b);
             b.signaled();

@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::engine::AckDelay;
-use crate::ids::Access;
-use crate::wqe::{FM_FENCE, opcode};
+use verbs::Access;
+use verbs::wqe::{FM_FENCE, opcode};
 
 #[test]
 fn local_operations_complete_in_order_with_remote_ones() {
@@ -26,7 +26,7 @@ fn local_operations_complete_in_order_with_remote_ones() {
     }
     net.turn(0);
     assert_eq!(a.send_cq.reader.poll(), None, "the NOP completes after the earlier WQEs");
-    assert_eq!(net.beds[0].e.query_qp(PF, a.qpn).unwrap().send_consumer, a.producer);
+    assert_eq!(net.beds[0].e.query_qp(PF, a.qpn).unwrap().progress.send_consumer, a.producer);
     net.run();
     let seen: Vec<u8> =
         std::iter::from_fn(|| a.send_cq.reader.poll()).map(|c| c.wqe_opcode).collect();
@@ -52,7 +52,7 @@ fn fence_waits_for_reads_and_invalidation_for_all_requests() {
     let window = net.beds[0].e.alloc_mw(PF, a.pd, Default::default()).unwrap();
     net.beds[0].post(&mut a, |w| _ = w.rdma_write(theirs.remote(0), &[mine.sge(0, 8)]));
     let umr =
-        crate::wqe::Umr::bind(window, 9, a.qpn, Access::REMOTE_READ, mine.key, mine.mem.addr(), 64);
+        verbs::wqe::Umr::bind(window, 9, a.qpn, Access::REMOTE_READ, mine.key, mine.mem.addr(), 64);
     net.beds[0].post(&mut a, |w| _ = w.umr(&umr).signaled());
     net.turn(0);
     assert!(!net.beds[0].e.query_key(PF, window.index()).unwrap().bound);
@@ -110,7 +110,7 @@ fn messages_of_two_peers_fill_one_shared_queue() {
     net.faults.delays = 3000;
     let pd = net.beds[1].pd(PF);
     let (ring, record) = (memory(16 * 64), memory(8));
-    let spec = crate::verbs::RecvSpec {
+    let spec = crate::spec::RecvSpec {
         ring: ring.clone(),
         entries: 16,
         stride: 64,

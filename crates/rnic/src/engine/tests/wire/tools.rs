@@ -5,13 +5,13 @@
 
 use super::lossy::Run;
 use super::*;
-use crate::ids::{Key, Psn};
 use crate::needs::skip;
 use crate::wire::icrc::{self, Route};
 use crate::wire::packet::{Body, Notice, PACKET_MAX, Part, opcode};
-use crate::wire::{Packet, PathMtu, UDP_PORT};
+use crate::wire::{Packet, UDP_PORT};
 use std::net::{IpAddr, SocketAddr};
 use std::process::{Command, Output};
+use verbs::{Key, PathMtu, Psn};
 
 /// Protocols that tshark would guess in payloads.
 const GUESSES: &str = include_str!("../../../../tests/tshark-guesses.txt");

@@ -1,10 +1,10 @@
 //! Scheduling of a connected QP: events that make it ready, and its timer.
 
 use super::*;
-use crate::cqe::Syndrome;
 use crate::wire::Outgoing;
 use crate::wire::icrc::{self, Route};
 use std::net::SocketAddr;
+use verbs::cqe::Syndrome;
 
 /// Creates two connected QPs, and a region of one page at each end.
 fn world() -> (Net, [TestQp; 2], [Mr; 2]) {

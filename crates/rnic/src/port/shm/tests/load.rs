@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::super::{LocalFunction, MappedDoorbell};
 use super::*;
-use crate::ids::{Cqn, Qpn};
+use verbs::{Cqn, Qpn};
 
 /// A QP that is connected to itself, with a CQ.
 struct Queue {
@@ -87,7 +87,7 @@ impl Queue {
 #[test]
 fn every_doorbell_of_many_is_seen() {
     let host = host();
-    let f = host.function(crate::verbs::FunctionLimits::default()).unwrap();
+    let f = host.function(crate::limits::FunctionLimits::default()).unwrap();
     let mut queues = queues(&f, 300);
     for round in 0..50 {
         // Read before the work, because the NIC may be asleep again before `wait` returns.
@@ -113,7 +113,7 @@ fn every_doorbell_of_many_is_seen() {
 #[test]
 fn send_blocked_as_the_nic_sleeps_gets_its_receive() {
     let host = host();
-    let f = host.function(crate::verbs::FunctionLimits::default()).unwrap();
+    let f = host.function(crate::limits::FunctionLimits::default()).unwrap();
     let mut q = queues(&f, 1).remove(0);
     let mut wqe = Builder::new(q.qpn, 0);
     wqe.send_inline(&[]).signaled();
@@ -139,7 +139,7 @@ fn send_blocked_as_the_nic_sleeps_gets_its_receive() {
 fn all_sleeping_threads_are_woken_in_rounds() {
     use rustix::thread::futex;
     let host = host();
-    let f = host.function(crate::verbs::FunctionLimits::default()).unwrap();
+    let f = host.function(crate::limits::FunctionLimits::default()).unwrap();
     let mut queues = queues(&f, 40);
     let sleepers: Vec<_> = queues
         .iter()

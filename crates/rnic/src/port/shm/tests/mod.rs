@@ -13,11 +13,10 @@ use super::{Attached, Host, Session, SessionLimits, socket};
 
 mod load;
 mod memory;
-use crate::cqe::CqReader;
-use crate::ids::{Access, Key, KeyIndex, Qpn};
-use crate::memory::DmaMemory;
-use crate::verbs::{AsyncEvent, Limits, QpChange};
-use crate::wqe::Builder;
+use crate::limits::Limits;
+use verbs::cqe::CqReader;
+use verbs::wqe::Builder;
+use verbs::{Access, AsyncEvent, DmaMemory, Key, KeyIndex, QpChange, Qpn};
 
 fn host() -> Host {
     Host::start(Limits::default()).unwrap()
@@ -109,14 +108,15 @@ fn malformed_requests_are_rejected() {
     refused(&mut s, r#"{"remove_memory":{"memory":5}}"#, Vec::new(), "not shared");
     let span = r#"{"memory":0,"offset":0,"bytes":64}"#;
     let cq = format!(
-        r#"{{"verb":{{"create_cq":{{"ring":{span},"entries":1,"record":{span},"ignore_overrun":false}}}}}}"#
+        r#"{{"verb":{{"create_cq":{{"ring":{span},"entries":1,"record":{span},
+           "ignore_overrun":false}}}}}}"#
     );
     refused(&mut s, &cq, Vec::new(), "not shared");
     let fds = vec![whole(4096)];
     assert!(matches!(ask(&mut s, r#"{"add_memory":{"bytes":4096}}"#, fds).0, Response::Memory(0)));
     for (offset, bytes) in [(0, 4097), (4096, 1), (u64::MAX, 2), (1, u64::MAX)] {
         let verb = Verb::RegMr {
-            pd: crate::ids::Pdn::new(0),
+            pd: verbs::Pdn::new(0),
             memory: Span { memory: 0, offset, bytes },
             iova: 0,
             access: Access::LOCAL_ALL,
@@ -217,7 +217,9 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
     #[test]
-    fn arbitrary_bytes_are_rejected_as_requests(request in proptest::collection::vec(any::<u8>(), 0..200)) {
+    fn arbitrary_bytes_are_rejected_as_requests(
+        request in proptest::collection::vec(any::<u8>(), 0..200),
+    ) {
         let host = host();
         let mut s = opened(&host);
         let (reply, _) = s.handle(&request, Vec::new());
@@ -424,15 +426,16 @@ fn session_owns_exactly_the_qps_that_it_can_query() {
     let cq = asked(
         &mut s,
         &format!(
-            r#"{{"verb":{{"create_cq":{{"ring":{},"entries":64,"record":{},"ignore_overrun":false}}}}}}"#,
+            r#"{{"verb":{{"create_cq":{{"ring":{},"entries":64,"record":{},
+               "ignore_overrun":false}}}}}}"#,
             span(0, 4096),
             span(4096, 8),
         ),
     );
     let cq = number(cq, "/reply/cq");
     let qp = format!(
-        r#"{{"verb":{{"create_qp":{{"pd":{pd},"send":{{"ring":{},"blocks":1,"managed":true}},"receive":"none",
-           "send_cq":{cq},"recv_cq":{cq},"access":0,"privileged":false}}}}}}"#,
+        r#"{{"verb":{{"create_qp":{{"pd":{pd},"send":{{"ring":{},"blocks":1,"managed":true}},
+           "receive":"none","send_cq":{cq},"recv_cq":{cq},"access":0,"privileged":false}}}}}}"#,
         span(8192, 64),
     );
     let qpns: Vec<Qpn> =

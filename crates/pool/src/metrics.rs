@@ -1,0 +1,102 @@
+//! Metrics of a memory node: the declarations of the numbers in [`Status`] and its parts.
+//!
+//! The fields have names of their own in JSON. The counters of the NIC travel by their full names
+//! in [`Status::nic_counters`], so that a counter that the NIC declares needs no field here.
+
+use metrics::{Declared, Metric, Samples, Unit, counter, declare, gauge};
+
+use crate::budget::BudgetStatus;
+use crate::protocol::{Status, Trouble};
+use crate::scheme::NodeStatus;
+
+declare! {
+    Status {
+        donated_bytes: gauge("pool_donated", "Memory donated to the pool.").in_unit(Unit::Bytes),
+        held_bytes: gauge("pool_held", "Memory of chunks that are not free.").in_unit(Unit::Bytes),
+        kept_bytes: gauge("pool_kept", "Upper limit of free memory that stays resident.")
+            .in_unit(Unit::Bytes),
+        resident_bytes: gauge(
+            "node_resident",
+            "Resident memory of the memory node's process, without memory shared by clients."
+        )
+        .in_unit(Unit::Bytes),
+        uptime_ms: gauge("node_uptime", "Time since the start.").in_unit(Unit::Milliseconds),
+        control_cpu_ns: counter("node_control_cpu", "CPU time of the control threads.")
+            .in_unit(Unit::Nanoseconds),
+        control_wakeups: counter("node_control_wakeups", "Wake-ups of the control threads."),
+        nic_cpu_ns: counter("nic_cpu", "CPU time of the NIC thread, which plays the hardware.")
+            .in_unit(Unit::Nanoseconds),
+        nic_wakeups: counter("nic_sleeps", "Times that the NIC thread went to sleep."),
+    } except { node, nic_wqes, nic, trouble, dropped, nic_counters }
+}
+
+declare! {
+    NodeStatus {
+        chunk_bytes: gauge("pool_chunk", "Length of a chunk.").in_unit(Unit::Bytes),
+        functions: gauge(
+            "pool_functions",
+            "Functions of the NIC that contain windows; 0 in a scheme that supports only one."
+        ),
+        chunks: gauge("pool_chunks", "Chunks of the pool."),
+        free: gauge("pool_chunks_free", "Chunks that are free."),
+        clients: gauge("pool_clients", "Clients that are connected."),
+        leaving: gauge("pool_clients_leaving", "Departed clients under reclamation."),
+        allocations_nic: counter("pool_allocations_nic", "Allocations that the NIC executed."),
+        allocations_cpu: counter(
+            "pool_allocations_cpu",
+            "Allocations that the memory node's CPU executed."
+        ),
+        frees_nic: counter("pool_frees_nic", "Frees that the NIC executed."),
+        frees_cpu: counter("pool_frees_cpu", "Frees that the memory node's CPU executed."),
+        refused: counter("pool_refused", "Refused requests on management QPs."),
+    } except { scheme, budget }
+}
+
+declare! {
+    BudgetStatus {
+        requests_per_s: gauge(
+            "budget_requests",
+            "Requests per second that a client may make, if limited."
+        ),
+        chunks: gauge("budget_chunks", "Chunks that a client may hold, if limited."),
+        ended: counter("budget_suspensions", "Suspensions of clients over a budget."),
+        suspended: gauge("budget_suspended", "Clients that are suspended now."),
+    } except { interval_ms, most }
+}
+
+declare! {
+    Trouble {
+        connections: counter(
+            "node_connections_failed",
+            "Connections closed because a system call for them failed."
+        ),
+        accepts: counter("node_accepts_failed", "Failed attempts to accept a connection."),
+        unretired: gauge(
+            "pool_clients_unretired",
+            "Departed clients whose keys the NIC did not revoke yet."
+        ),
+    } except { last }
+}
+
+impl Status {
+    /// The values of all metrics of a memory node.
+    pub fn samples(&self) -> Samples {
+        let mut samples = Samples::default();
+        self.sample(&mut samples);
+        self.node.sample(&mut samples);
+        if let Some(budget) = &self.node.budget {
+            budget.sample(&mut samples);
+        }
+        self.trouble.sample(&mut samples);
+        for declared in rnic::metrics::METRICS {
+            samples.add_numbers(declared, &self.nic_counters);
+        }
+        samples
+    }
+}
+
+/// The declarations of all metrics of a memory node.
+pub fn declared() -> impl Iterator<Item = &'static Metric> {
+    let own = [Status::METRICS, NodeStatus::METRICS, BudgetStatus::METRICS, Trouble::METRICS];
+    own.into_iter().chain(rnic::metrics::METRICS).flatten()
+}

@@ -1,0 +1,3 @@
+//! Quantities that several crates use. This crate depends on no other crate of Granary.
+
+pub mod cpus;

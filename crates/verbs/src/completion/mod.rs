@@ -1,0 +1,357 @@
+//! Futures on completions.
+//!
+//! A [`Completer`] owns a CQ. Every work request that completes there is submitted through the
+//! completer and gets a slot and a [`Pending`]. A `Pending` is a future; a thread can also
+//! [`Completer::wait`] for it. Any thread that polls the CQ puts the completions into their slots
+//! and wakes the waiters of those slots. The completer needs no thread of its own while the waiters
+//! are threads or futures under [`block_on`](crate::executor::block_on). For futures under other
+//! executors it starts a driver thread, which polls while no other thread does.
+//!
+//! ```text
+//! submit ──claim slot──> post_send(id = slot) ──> NIC ──> CQ ──poll──> slot ──> Pending
+//! ```
+//!
+//! Dropping a `Pending` early abandons the operation but does not cancel it: the NIC still reads or
+//! writes the buffers of the work request. The buffers must stay registered until the completion
+//! has arrived or the queue pair is in the error state or reset. The slot stays reserved until
+//! then.
+
+pub(crate) mod reactor;
+mod slab;
+mod sleep;
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+use std::task::{Context, Poll, Waker};
+use std::thread::Thread;
+use std::time::Duration;
+
+use reactor::{Reactor, ThreadWaker};
+use slab::{Filled, Slab, SlotId};
+use sleep::Sleepers;
+
+use crate::backoff::Backoff;
+use crate::{Completion, CompletionQueue, Error};
+
+/// Maximum number of completions taken by one poll.
+const BATCH: usize = 16;
+
+/// A CQ whose completions are handed to the waiters of their operations.
+pub struct Completer<C: CompletionQueue>(Arc<Inner<C>>);
+
+struct Inner<C> {
+    cq: C,
+    slab: Slab,
+    sleepers: Sleepers,
+    /// Number of slots with a waker.
+    watched: AtomicUsize,
+    /// Why the NIC is considered gone.
+    gone: OnceLock<String>,
+    /// The driver thread, which polls for futures under other executors.
+    driver: OnceLock<Thread>,
+    /// See [`Completer::when_idle`].
+    idle: OnceLock<WhenIdle>,
+}
+
+/// A callback that runs while no completion arrives.
+pub type WhenIdle = Arc<dyn Fn() + Send + Sync>;
+
+/// A posted operation.
+///
+/// It ends with its completion, whose status may be an error of the operation, or with
+/// [`Error::Gone`] if the NIC is gone.
+#[must_use = "an operation that is dropped may still move data"]
+pub struct Pending<C: CompletionQueue> {
+    completer: Arc<Inner<C>>,
+    /// `None` once the completion has been taken.
+    slot: Option<SlotId>,
+}
+
+impl<C: CompletionQueue> Clone for Completer<C> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
+    }
+}
+
+impl<C: CompletionQueue> Completer<C> {
+    /// Takes ownership of `cq`: from now on only the completer may poll it.
+    pub fn new(cq: C) -> Self {
+        Self(Arc::new(Inner {
+            cq,
+            slab: Slab::new(),
+            sleepers: Sleepers::default(),
+            watched: AtomicUsize::new(0),
+            gone: OnceLock::new(),
+            driver: OnceLock::new(),
+            idle: OnceLock::new(),
+        }))
+    }
+
+    /// Returns the CQ, for creating queue pairs.
+    pub fn cq(&self) -> &C {
+        &self.0.cq
+    }
+
+    /// Posts an operation with `post`.
+    ///
+    /// `post` posts one or several work requests that complete to this CQ. All carry the given id,
+    /// and the last one is signaled. The operation ends with its first completion: the last
+    /// request's, or that of the first request that failed.
+    #[inline]
+    pub fn submit(&self, post: impl FnOnce(u64) -> Result<(), Error>) -> Result<Pending<C>, Error> {
+        self.0.check_gone()?;
+        let slot = self.0.slab.claim().ok_or_else(|| Error::BadRequest {
+            what: "too many operations are in flight; wait for their completions first".to_string(),
+        })?;
+        match post(slot.0) {
+            Ok(()) => Ok(Pending { completer: self.0.clone(), slot: Some(slot) }),
+            Err(e) => {
+                self.0.slab.unclaim(slot);
+                Err(e)
+            }
+        }
+    }
+
+    /// Waits for an operation: polls for a while, then sleeps until the completion has arrived.
+    #[inline]
+    pub fn wait(&self, mut pending: Pending<C>) -> Result<Completion, Error> {
+        assert!(
+            Arc::ptr_eq(&self.0, &pending.completer),
+            "the operation belongs to another completer"
+        );
+        let mut backoff = Backoff::on::<C>();
+        loop {
+            if let Some(completion) = pending.take() {
+                return Ok(completion);
+            }
+            if self.0.poll() > 0 || self.0.cq.offer_cpu() && self.0.poll() > 0 {
+                continue;
+            }
+            if !backoff.snooze() {
+                return self.wait_asleep(pending);
+            }
+        }
+    }
+
+    #[cold]
+    fn wait_asleep(&self, mut pending: Pending<C>) -> Result<Completion, Error> {
+        let inner = &self.0;
+        let slot = pending.slot.expect("a pending operation");
+        if C::VIRTUAL {
+            return self.wait_virtually(pending);
+        }
+        let waker = Waker::from(ThreadWaker::current());
+        if inner.watch(slot, &waker) {
+            let done = || inner.slab.is_done(slot) || inner.gone.get().is_some();
+            inner.clone().sleep_until(&done)?;
+        }
+        match pending.take() {
+            Some(completion) => Ok(completion),
+            None => inner.check_gone().and(Err(Error::Gone {
+                attempt: "waiting for a completion".to_string(),
+                why: "no reason is known".to_string(),
+            })),
+        }
+    }
+
+    fn wait_virtually(&self, mut pending: Pending<C>) -> Result<Completion, Error> {
+        loop {
+            if let Some(completion) = pending.take() {
+                return Ok(completion);
+            }
+            if self.0.poll() == 0 {
+                self.0.cq.wait_unless(Duration::MAX, &|| false)?;
+            }
+        }
+    }
+
+    /// Sets a callback that runs about every [`Completer::IDLE`] while a thread sleeps and no
+    /// completion arrives.
+    ///
+    /// For callers whose completions depend on more than the NIC. The callback must not block,
+    /// because it runs on a thread that polls for all waiters. Only the first callback is kept.
+    /// With virtual time it never runs.
+    pub fn when_idle(&self, callback: WhenIdle) {
+        let _ = self.0.idle.set(callback);
+    }
+
+    /// Time without a completion before the callback of [`Completer::when_idle`] runs.
+    pub const IDLE: Duration = sleep::SLEEP_MAX;
+
+    /// Polls once on behalf of all waiters and returns the number of completions.
+    #[inline]
+    pub fn poll(&self) -> usize {
+        self.0.poll()
+    }
+}
+
+impl<C: CompletionQueue> Inner<C> {
+    #[inline]
+    fn check_gone(&self) -> Result<(), Error> {
+        match self.gone.get() {
+            None => Ok(()),
+            Some(why) => {
+                Err(Error::Gone { attempt: "an operation on a NIC".to_string(), why: why.clone() })
+            }
+        }
+    }
+
+    #[inline]
+    fn poll(&self) -> usize {
+        let mut batch = [Completion::EMPTY; BATCH];
+        let count = self.cq.poll(&mut batch);
+        for completion in &batch[..count] {
+            if let Filled::Watched(waker) = self.slab.fill(SlotId(completion.id), completion) {
+                self.watched.fetch_sub(1, Ordering::SeqCst);
+                if let Some(waker) = waker {
+                    waker.wake();
+                }
+            }
+        }
+        count
+    }
+
+    /// Registers a waker. Returns false if the completion has already arrived.
+    fn watch(&self, slot: SlotId, waker: &Waker) -> bool {
+        // Counted before the slot is watched, so that the counter is never too low.
+        self.watched.fetch_add(1, Ordering::SeqCst);
+        let (waits, newly) = self.slab.watch(slot, waker);
+        if !newly {
+            self.watched.fetch_sub(1, Ordering::SeqCst);
+        }
+        waits
+    }
+
+    /// Marks the NIC as gone and wakes all waiters.
+    fn mark_gone(&self, why: &Error) {
+        let why = match why {
+            Error::Gone { why, .. } => why.clone(),
+            e => e.to_string(),
+        };
+        if self.gone.set(why).is_ok() {
+            self.slab.wake_all();
+        }
+    }
+}
+
+impl<C: CompletionQueue> Reactor for Inner<C> {
+    fn poll(&self) -> usize {
+        Inner::poll(self)
+    }
+
+    fn offer_cpu(&self) -> bool {
+        self.cq.offer_cpu()
+    }
+
+    fn is_watched(&self) -> bool {
+        self.watched.load(Ordering::SeqCst) > 0
+    }
+
+    fn wait(&self, timeout: Duration, done: &dyn Fn() -> bool) -> Result<(), Error> {
+        self.cq.wait_unless(timeout, done).map(drop).inspect_err(|e| self.mark_gone(e))
+    }
+
+    fn idle(&self) {
+        if let Some(callback) = self.idle.get() {
+            callback();
+        }
+    }
+
+    fn wake_leader(&self) {
+        self.cq.wake();
+    }
+
+    fn sleep_until(self: Arc<Self>, done: &dyn Fn() -> bool) -> Result<(), Error> {
+        let reactor: Arc<dyn Reactor> = self.clone();
+        self.sleepers.sleep_until(&reactor, done)
+    }
+
+    fn ensure_driver(self: Arc<Self>) {
+        let driver = self.driver.get_or_init(|| {
+            let completer = Arc::downgrade(&self);
+            std::thread::Builder::new()
+                .name("granary-cq".to_string())
+                .spawn(move || drive(&completer))
+                .expect("starting a thread that polls completions")
+                .thread()
+                .clone()
+        });
+        driver.unpark();
+    }
+}
+
+impl<C> Drop for Inner<C> {
+    fn drop(&mut self) {
+        if let Some(driver) = self.driver.get() {
+            driver.unpark();
+        }
+    }
+}
+
+/// Polls while futures wait.
+fn drive<C: CompletionQueue>(completer: &Weak<Inner<C>>) {
+    while let Some(inner) = completer.upgrade() {
+        let idle = |i: &Inner<C>| i.watched.load(Ordering::SeqCst) == 0 || i.gone.get().is_some();
+        if idle(&inner) {
+            drop(inner);
+            // Unparked when a future is added and when the completer is dropped.
+            std::thread::park();
+        } else {
+            // If the NIC is gone, the futures report the error.
+            let _ = inner.clone().sleep_until(&|| idle(&inner));
+        }
+    }
+}
+
+impl<C: CompletionQueue> Pending<C> {
+    /// Takes the completion if it has been polled.
+    #[inline]
+    fn take(&mut self) -> Option<Completion> {
+        let completion = self.completer.slab.take(self.slot?)?;
+        self.slot = None;
+        Some(completion)
+    }
+
+    /// Waits for the operation: see [`Completer::wait`].
+    #[inline]
+    pub fn wait(self) -> Result<Completion, Error> {
+        Completer(self.completer.clone()).wait(self)
+    }
+}
+
+impl<C: CompletionQueue> Future for Pending<C> {
+    type Output = Result<Completion, Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let slot = self.slot.expect("a future that has ended is not polled again");
+        self.completer.poll();
+        if let Some(completion) = self.take() {
+            return Poll::Ready(Ok(completion));
+        }
+        if !self.completer.watch(slot, cx.waker()) {
+            let completion = self.take().expect("a completion that is there");
+            return Poll::Ready(Ok(completion));
+        }
+        if let Err(e) = self.completer.check_gone() {
+            return Poll::Ready(Err(e));
+        }
+        if C::VIRTUAL {
+            self.completer.cq.leave_waker(cx.waker());
+        } else {
+            reactor::drive(self.completer.clone());
+        }
+        Poll::Pending
+    }
+}
+
+impl<C: CompletionQueue> Drop for Pending<C> {
+    fn drop(&mut self) {
+        if let Some(slot) = self.slot
+            && self.completer.slab.abandon(slot)
+        {
+            self.completer.watched.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+}
