@@ -12,8 +12,8 @@ use fabric::soft::SoftNic;
 use granary_tests::scene::{Programs, Scene};
 use pool::budget::BudgetStatus;
 use pool::client::control::{ControlPlane, SocketControl};
-use pool::protocol::{Status, NodeHello};
-use pool::{ConnectRequest, ConnectReply, Error, Grant, GroupId, Lane, Options, Pool};
+use pool::protocol::{NodeHello, Status};
+use pool::{ConnectReply, ConnectRequest, Error, Grant, GroupId, Lane, Options, Pool};
 
 const PROGRAMS: Programs =
     Programs { hostile: env!("CARGO_BIN_EXE_hostile"), victim: env!("CARGO_BIN_EXE_victim") };
@@ -190,7 +190,8 @@ impl Unaware {
     fn connect(scene: &Scene, nic: &SoftNic) -> Result<Self> {
         let control = SocketControl::connect(&scene.node.socket)?.with_nic(nic);
         let mut welcome = control.welcome().clone();
-        ensure!(welcome.budget_chunks.take() == Some(CHUNKS), "the welcome has no chunk budget");
+        let told = welcome.terms.remove("budget_chunks");
+        ensure!(told == Some(CHUNKS.into()), "the welcome has no chunk budget");
         Ok(Self { control, welcome })
     }
 }

@@ -12,7 +12,9 @@ use bench::number::thousands;
 use bench::size::Size;
 use pool::budget::{BudgetStatus, Use};
 use pool::protocol::{Dropped, Status, Trouble};
-use pool::{Address, ControlMode, ControlPlane, Remote, RemoteAddress, Scheme, Settings, schemes};
+use pool::{
+    Address, ControlMode, ControlPlane, Remote, RemoteAddress, Scheme, Settings, rpc, schemes,
+};
 use serde::{Deserialize, Serialize};
 use tempfile::NamedTempFile;
 
@@ -50,7 +52,7 @@ impl Ready {
             chunk_bytes: settings.chunk_bytes,
             chunks: settings.chunks(),
             scheme: settings.scheme.name.into(),
-            control: settings.control,
+            control: rpc::Options::of(settings).map(|own| own.control).unwrap_or_default(),
             group_size: settings.group_size,
             credits: settings.credits,
         }
@@ -138,14 +140,18 @@ fn arguments(settings: &Settings) -> Vec<String> {
         ("--group-size", settings.group_size.to_string()),
         ("--credits", settings.credits.to_string()),
         ("--scheme", settings.scheme.to_string()),
-        ("--control", settings.control.to_string()),
-        ("--cores", settings.cores.to_string()),
         ("--keep-resident", settings.keep_resident_bytes.to_string()),
     ]
     .into_iter()
     .flat_map(|(name, value)| [name.to_owned(), value])
-    .chain((!settings.separation).then(|| "--no-separation".to_owned()))
-    .chain((!settings.contention_control).then(|| "--no-contention-control".to_owned()))
+    .chain(settings.options.iter().filter_map(|(name, value)| match (value.as_bool(), value) {
+        (Some(true), _) => None,
+        (Some(false), _) => Some(format!("--no-{}", name.replace('_', "-"))),
+        (None, value) => {
+            let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            Some(format!("--{name}={text}"))
+        }
+    }))
     .chain(settings.nic_windows.map(|windows| format!("--nic-windows={windows}")))
     .chain((clients > usual).then(|| format!("--clients={clients}")))
     .collect()

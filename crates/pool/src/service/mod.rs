@@ -49,7 +49,7 @@ use crate::node::{MemoryNode, NodeThreads, PauseGate};
 use crate::protocol::{Dropped, Status, Trouble};
 use crate::remote::{Listen, RemoteListener};
 use crate::socket::{Endpoint, Listener};
-use crate::{AnyNode, Error, Settings};
+use crate::{Error, Settings, schemes};
 
 /// A running memory node; dropping it stops it.
 pub struct Service {
@@ -71,7 +71,7 @@ pub(crate) struct Shared {
     /// Errors that did not stop the memory node.
     trouble: Mutex<Trouble>,
     host: Host,
-    node: MemoryNode<AnyNode<SoftNic>>,
+    node: MemoryNode,
     node_threads: NodeThreads,
     /// Number of requests that wait for the memory node.
     awaiting: AtomicUsize,
@@ -102,7 +102,7 @@ impl Service {
             Some(wire) => SoftNic::host_over_with(wire, settings.nic_limits())?,
         };
         let settings = Settings { paced: true, ..settings.clone() };
-        let node = MemoryNode::new(AnyNode::new(&nic, &settings)?, settings);
+        let node = MemoryNode::new(schemes::nodes().node(&nic, &settings)?, settings);
         let wake =
             rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(
                 |e| Error::System { attempt: "creating an eventfd".into(), source: e.into() },
@@ -169,7 +169,7 @@ impl Service {
     }
 
     /// The memory node.
-    pub fn node(&self) -> &MemoryNode<AnyNode<SoftNic>> {
+    pub fn node(&self) -> &MemoryNode {
         &self.shared.node
     }
 

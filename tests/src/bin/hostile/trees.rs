@@ -9,14 +9,14 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use granary_tests::control::Control;
-use pool::finemem::header::{Header, User};
+use pool::finemem::Metadata;
 use pool::finemem::block::Block;
+use pool::finemem::header::{Header, User};
 use pool::finemem::layout::{Shape, Word};
 use pool::finemem::log::{Capability, FullLog};
 use pool::finemem::tree::{Taken, Tree, Verbs};
 use pool::protocol::{Reply, Request};
-use pool::scheme::Metadata;
-use pool::{ConnectRequest, ConnectReply};
+use pool::{ConnectReply, ConnectRequest};
 use rnic::cqe::Syndrome;
 use rnic::ids::{Access, Key, Qpn};
 use rnic::memory::DmaMemory;
@@ -69,7 +69,7 @@ impl Service {
             Reply::Admitted(terms) => terms,
             other => bail!("not admitted: {other:?}"),
         };
-        let metadata = terms.metadata.context("a scheme without metadata")?;
+        let metadata = Metadata::of(&terms).context("a scheme without metadata")?;
         let shape = Shape { chunks: metadata.chunks, chunk_bytes: terms.chunk_bytes };
         let user = User::new(metadata.user).context("a number of a user")?;
         management.connect(&nic, Qpn::new(terms.management[0]))?;
@@ -163,7 +163,10 @@ impl Service {
     fn free(&self, taken: &Taken) -> Result<()> {
         let (at, key) = (self.capability(taken.block), taken.capability.main);
         let (open, shut) = (Capability::open(key), Capability::quarantined(key));
-        ensure!(self.swap(at, open.to_word(), shut.to_word())?, "the attacker does not own its block");
+        ensure!(
+            self.swap(at, open.to_word(), shut.to_word())?,
+            "the attacker does not own its block"
+        );
         Ok(())
     }
 
@@ -306,7 +309,10 @@ pub fn beyond(a: &Arguments) -> Result<Value> {
     let tree = Tree::new(me.shape, me.user);
     let taken = me.take(&tree, 0)?;
     let addr = me.addr(taken.block);
-    ensure!(me.touch(0, addr, taken.capability.main.0, 0)? == 0, "a normal access failed after the attack");
+    ensure!(
+        me.touch(0, addr, taken.capability.main.0, 0)? == 0,
+        "a normal access failed after the attack"
+    );
     me.free(&taken)?;
     Ok(json!({ "refused": refused }))
 }
