@@ -103,7 +103,9 @@ pub trait Nic: Clone + Send + Sync + 'static {
     fn alloc_pd(&self) -> Result<Self::Pd, Error>;
 
     /// Registers `memory`, all or a slice of an allocation of [`Nic::alloc_dma`].
-    fn reg_mr(&self, pd: &Self::Pd, memory: &DmaMemory, access: Access) -> Result<Self::Mr, Error>;
+    fn reg_mr(&self, pd: &Self::Pd, memory: &DmaMemory, access: Access) -> Result<Self::Mr, Error> {
+        self.reg_mr_iova(pd, memory, memory.addr(), access)
+    }
 
     /// Like [`Nic::reg_mr`], but the first byte has the address `iova` in work requests. `iova`
     /// must equal the memory's address modulo 8. 0 makes a zero-based region

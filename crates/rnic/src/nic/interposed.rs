@@ -251,10 +251,6 @@ impl<H: Hooks> Nic for InterposedNic<H> {
         self.hooks.making(false, || self.inner.alloc_pd())
     }
 
-    fn reg_mr(&self, pd: &SoftPd, memory: &DmaMemory, access: Access) -> Result<Self::Mr, Error> {
-        self.reg_mr_iova(pd, memory, memory.addr(), access)
-    }
-
     fn reg_mr_iova(
         &self,
         pd: &SoftPd,

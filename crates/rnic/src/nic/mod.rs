@@ -242,10 +242,6 @@ impl Nic for SoftNic {
         }
     }
 
-    fn reg_mr(&self, pd: &SoftPd, memory: &DmaMemory, access: Access) -> Result<SoftMr, Error> {
-        self.reg_mr_iova(pd, memory, memory.addr(), access)
-    }
-
     fn reg_mr_iova(
         &self,
         pd: &SoftPd,
