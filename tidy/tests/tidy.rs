@@ -43,7 +43,7 @@ const PHRASES: [(&str, &str); 8] = [
         r"(?x)\b(be\ it|for\ want\ of|of\ its\ own\ accord|in\ its\ turn|comes?\ by|gives\ up|
           given\ up|left\ to|minds|looks\ after|sees\ to)\b",
     ),
-    ("unfinished", r"\b(TODO|FIXME|XXX)\b"),
+    ("unfinished", r"\b(T[O]DO|F[I]XME|X[X]X)\b"),
 ];
 
 #[test]
