@@ -57,6 +57,8 @@ pub struct RequestQueue<N: Nic> {
     order: Mutex<()>,
     /// False while the QP is in Reset, where requests would never complete. Changes under `order`.
     open: AtomicBool,
+    /// A request has seen that its answer is lost, since the last connect.
+    lost: AtomicBool,
 }
 
 type Posted<N> = Pending<<N as Nic>::Cq>;
@@ -87,7 +89,8 @@ impl<N: Nic> RequestQueue<N> {
 
     fn with((qp, completer): SharedQp<N>, credits: u32, shared: bool) -> Self {
         let (credits, order) = (Credits::new(credits), Mutex::new(()));
-        Self { qp, completer, shared, credits, order, open: AtomicBool::new(false) }
+        let (open, lost) = (AtomicBool::new(false), AtomicBool::new(false));
+        Self { qp, completer, shared, credits, order, open, lost }
     }
 
     /// Takes a slot for a request; waits until one is free.
@@ -98,8 +101,23 @@ impl<N: Nic> RequestQueue<N> {
     /// Sends a request and waits for its answer, which is written to `to`. The caller holds a slot.
     ///
     /// # Errors
-    /// [`Error::ManagementBroken`] if the request or its answer was lost.
+    /// [`Error::ManagementBroken`] if the answer was lost.
     pub async fn ask(&self, attempt: &str, request: &[u8], to: &[Sge]) -> Result<(), Error> {
+        // A received answer means that the request was executed, whatever the completion of the
+        // SEND says.
+        match self.exchange(attempt, request, to).await? {
+            (Status::Success, _) => Ok(()),
+            (status, Status::Success) | (_, status) => Err(broken(attempt, status)),
+        }
+    }
+
+    /// Like [`RequestQueue::ask`], but returns the status of the answer and of the SEND.
+    pub async fn exchange(
+        &self,
+        attempt: &str,
+        request: &[u8],
+        to: &[Sge],
+    ) -> Result<(Status, Status), Error> {
         let (answered, sent) = loop {
             match self.post_request(attempt, request, to) {
                 Err(Error::Verbs(VerbsError::QueueFull { .. })) if self.shared => {
@@ -109,18 +127,12 @@ impl<N: Nic> RequestQueue<N> {
             }
         };
         let (answered, sent) = (answered.await?, sent.await?);
-        // A received answer means that the request was executed, whatever the completion of the
-        // SEND says.
         if answered.status != Status::Success {
-            let status = match sent.status {
-                Status::Success => answered.status,
-                status => status,
-            };
-            return Err(broken(attempt, status));
+            self.lost.store(true, Ordering::Release);
         }
         // The answer was written before its completion, which was polled above.
         fence(Ordering::Acquire);
-        Ok(())
+        Ok((answered.status, sent.status))
     }
 
     /// Posts work requests of which only the last one is signaled, and waits for its completion.
@@ -196,6 +208,10 @@ pub trait ManagementQp {
     /// True while the QP is in Reset.
     fn is_closed(&self) -> bool;
 
+    /// True if a request has seen, since the last connect, that its answer is lost. The request may
+    /// be one of an earlier connection, which was flushed.
+    fn has_lost_answers(&self) -> bool;
+
     /// Takes the QP to Reset.
     fn reset(&self) -> Result<(), Error>;
 
@@ -227,6 +243,10 @@ impl<N: Nic> ManagementQp for RequestQueue<N> {
         !self.open.load(Ordering::Acquire)
     }
 
+    fn has_lost_answers(&self) -> bool {
+        self.lost.load(Ordering::Acquire)
+    }
+
     fn reset(&self) -> Result<(), Error> {
         let _order = self.order.lock();
         self.open.store(false, Ordering::Release);
@@ -242,6 +262,7 @@ impl<N: Nic> ManagementQp for RequestQueue<N> {
         if let Some(peer) = peer {
             self.qp.connect(peer)?;
         }
+        self.lost.store(false, Ordering::Release);
         self.open.store(true, Ordering::Release);
         Ok(())
     }

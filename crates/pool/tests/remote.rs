@@ -164,7 +164,7 @@ fn refused_access_breaks_nothing_else() {
 fn broken_access_qps_are_reestablished_in_every_scheme() {
     // A scheme with access by pages has no keys.
     for scheme in schemes::ALL.iter().filter(|scheme| **scheme != schemes::ODRP) {
-        let (_service, remote) = serve_by(*scheme, "127.0.0.1:0");
+        let (_service, remote) = serve_by(scheme, "127.0.0.1:0");
         let pool = Pool::connect_remote(&remote, options()).unwrap();
         let grant = pool.allocate_blocking().unwrap();
         let wrong: Vec<Key> = grant.keys().iter().map(|key| Key(key.0 ^ 0x55)).collect();

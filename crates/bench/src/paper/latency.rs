@@ -174,7 +174,7 @@ pub fn access(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
             let work = Work::Access { pause_us: pause_us(threads) };
             let rounds = run.rounds(2 * ROUNDS);
             let (shared, separation) = (*shared, *separation);
-            let load = Load { threads, shared, separation, ..Load::new(*scheme, work, rounds) };
+            let load = Load { threads, shared, separation, ..Load::new(scheme, work, rounds) };
             let outcome = run.load(&format!("{name}, {threads} threads"), &load)?;
             let setting = run.setting(name).with("threads", u64::from(threads));
             let builder = results.record(&setting, "access_latency_us", Unit::Us);

@@ -82,7 +82,7 @@ pub fn run(run: &Run<'_>, results: &mut Results) -> Result<(), Error> {
                 cores: *cores,
                 compute_nodes: NODES,
                 threads: clients,
-                ..Load::new(*scheme, Work::AllocateFree, run.rounds(rounds))
+                ..Load::new(scheme, Work::AllocateFree, run.rounds(rounds))
             };
             let outcome = run.load(&format!("{name}, {clients} clients"), &load)?;
             let setting = run.setting(name).clients(clients.into());

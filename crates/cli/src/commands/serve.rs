@@ -336,7 +336,7 @@ fn describe_ready(ready: &Ready) -> String {
     let Ready { pool, scheme, control, group_size, credits, .. } = ready;
     let remote = ready.remote.as_ref().map_or(String::new(), |r| format!("\nremote    {r}"));
     let metrics = ready.metrics.as_ref().map_or(String::new(), |url| format!("\nmetrics   {url}"));
-    let waits = if schemes::find(&scheme).is_ok_and(|scheme| scheme.needs_cpu()) {
+    let waits = if schemes::find(scheme).is_ok_and(|scheme| scheme.needs_cpu()) {
         format!(", control {control}")
     } else {
         String::new()

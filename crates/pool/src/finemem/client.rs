@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
-use verbs::{Access, Key, MemoryRegion, Nic, Op, Remote, WorkRequest};
+use verbs::{Access, Key, MemoryRegion, Nic, Op, Remote, Status, WorkRequest};
 
 use super::effort::{AttemptCost, EffortCounts};
 use super::header::User;
@@ -137,7 +137,11 @@ impl<N: Nic> Client<N> {
         _: &Credit<'_>,
     ) -> Result<(u32, u32), Error> {
         let to = self.answers.sge(0, 8);
-        self.queue.ask(attempt, &u64::from(order).to_be_bytes(), &[to]).await?;
+        let request = u64::from(order).to_be_bytes();
+        let (answered, sent) = self.queue.exchange(attempt, &request, &[to]).await?;
+        if let Some(status) = [answered, sent].into_iter().find(|s| *s != Status::Success) {
+            return Err(Error::ManagementBroken { attempt: attempt.into(), status });
+        }
         let answer = self.answers.memory().load_be64(0);
         Ok(((answer >> 32) as u32, answer as u32))
     }

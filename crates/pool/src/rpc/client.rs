@@ -106,6 +106,11 @@ impl<N: Nic> ClientScheme for Client<N> {
         })
     }
 
+    /// Re-establishes the QP only after a request has failed, also a request that was flushed.
+    fn is_broken(&self) -> bool {
+        self.queue.has_lost_answers()
+    }
+
     fn each_queue(&self, each: &mut dyn FnMut(&dyn ManagementQp)) {
         each(&self.queue);
     }

@@ -313,7 +313,7 @@ fn rpcs_need_the_cpu_of_the_memory_node() {
 #[test]
 fn idle_service_sleeps() {
     for scheme in schemes::ALL {
-        let service = service(*scheme);
+        let service = service(scheme);
         let pool = connect(&service);
         let grant = pool.allocate_blocking().unwrap();
         let (start, before) = (Instant::now(), service.status().unwrap());
@@ -337,7 +337,7 @@ fn idle_service_sleeps() {
 #[test]
 fn stop_notifies_clients_and_removes_the_socket() {
     for scheme in schemes::ALL {
-        let service = service(*scheme);
+        let service = service(scheme);
         let path = service.path().to_path_buf();
         let pool = connect(&service);
         let grant = pool.allocate_blocking().unwrap();
@@ -387,7 +387,7 @@ fn work_until_killed() {
 #[test]
 fn chunks_of_a_killed_process_are_reclaimed() {
     for scheme in schemes::ALL {
-        let service = service(*scheme);
+        let service = service(scheme);
         let survivor = connect(&service);
         // The published form does not clear.
         let clears = scheme.clears();
