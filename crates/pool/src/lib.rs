@@ -20,10 +20,12 @@
 //! ```
 
 mod address;
+pub mod blocks;
 pub mod budget;
 pub mod chain;
 pub mod client;
 pub mod client_table;
+pub mod conformance;
 mod cpu;
 mod credits;
 mod error;
@@ -34,8 +36,9 @@ mod multi;
 mod node;
 pub mod odrp;
 pub mod onesidedmw;
+pub mod options;
 pub mod protocol;
-mod registry;
+pub mod registry;
 pub mod remote;
 pub mod request_queue;
 pub mod rpc;
@@ -44,7 +47,7 @@ pub mod schemes;
 mod service;
 mod settings;
 mod socket;
-mod wakeup;
+pub mod wakeup;
 
 pub use address::{Address, LocalNic, Remote};
 pub use budget::Budget;
@@ -54,11 +57,11 @@ pub use error::Error;
 pub use info::{Scheme, SchemeInfo};
 pub use multi::{MultiPool, NodeIndex, PlacedGrant, Placement};
 pub use node::{MemoryNode, NodeThreads};
-pub use registry::AnyNode;
 pub use remote::{Listen, RemoteAddress, Token};
+pub use rpc::ControlMode;
 pub use scheme::{
     CasStats, ClientId, ConnectReply, ConnectRequest, Grant, GroupId, Lane, NodeStatus,
 };
 pub use service::{NicService, Service};
-pub use settings::{ControlMode, Settings};
+pub use settings::Settings;
 pub use socket::Endpoint;

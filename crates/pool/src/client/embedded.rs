@@ -10,14 +10,16 @@ use verbs::PeerAddress;
 use super::control::ControlPlane;
 use crate::node::{MemoryNode, NodeThreads};
 use crate::protocol::{NodeHello, Status};
+use crate::registry::{ClientRegistry, NodeRegistry};
 use crate::scheme::{ClientId, ConnectReply, ConnectRequest, GroupId, Lane};
-use crate::{AnyNode, Error, Settings};
+use crate::{Error, Settings, schemes};
 
 /// A memory node in this process. Its NIC runs on the callers' threads: no socket and no NIC
 /// thread.
 pub struct EmbeddedNode {
     nic: SoftNic,
-    node: MemoryNode<AnyNode<SoftNic>>,
+    clients: ClientRegistry<SoftNic>,
+    node: MemoryNode,
     node_threads: NodeThreads,
     /// Number of polls that did work; a change wakes threads that wait for memory.
     polls: Arc<(Mutex<u64>, Condvar)>,
@@ -26,8 +28,18 @@ pub struct EmbeddedNode {
 impl EmbeddedNode {
     /// Starts the memory node.
     pub fn start(settings: &Settings) -> Result<Self, Error> {
+        Self::start_with(settings, &schemes::nodes(), schemes::clients())
+    }
+
+    /// Starts the memory node with one of the schemes in `nodes`. Its compute nodes have the
+    /// schemes in `clients`.
+    pub fn start_with(
+        settings: &Settings,
+        nodes: &NodeRegistry<SoftNic>,
+        clients: ClientRegistry<SoftNic>,
+    ) -> Result<Self, Error> {
         let nic = SoftNic::inline_with(settings.nic_limits());
-        let node = MemoryNode::new(AnyNode::new(&nic, settings)?, settings.clone());
+        let node = MemoryNode::new(nodes.node(&nic, settings)?, settings.clone());
         let polls = Arc::new((Mutex::new(0), Condvar::new()));
         let turned = polls.clone();
         node.on_poll(move || {
@@ -35,7 +47,7 @@ impl EmbeddedNode {
             turned.1.notify_all();
         });
         let node_threads = NodeThreads::start(&node)?;
-        Ok(Self { nic, node, node_threads, polls })
+        Ok(Self { nic, clients, node, node_threads, polls })
     }
 
     /// The memory node's NIC.
@@ -43,8 +55,13 @@ impl EmbeddedNode {
         &self.nic
     }
 
+    /// The schemes of the compute nodes.
+    pub(super) fn clients(&self) -> &ClientRegistry<SoftNic> {
+        &self.clients
+    }
+
     /// The memory node.
-    pub fn node(&self) -> &MemoryNode<AnyNode<SoftNic>> {
+    pub fn node(&self) -> &MemoryNode {
         &self.node
     }
 

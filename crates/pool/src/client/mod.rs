@@ -41,7 +41,7 @@ use self::detached::Detached;
 use self::embedded::LocalControl;
 use self::inner::{Inner, Origin};
 use crate::protocol::{NodeHello, Status};
-use crate::registry;
+use crate::registry::{ClientParts, ClientRegistry};
 use crate::remote::RoceEnd;
 use crate::scheme::{
     CasStats, ConnectRequest, ConnectionEpoch, Grant, GroupId, QPS_MAX, WhenIdle, bulletin,
@@ -138,7 +138,7 @@ impl Pool<SoftNic> {
     pub fn embedded_in(embedded: &Arc<EmbeddedNode>, options: Options) -> Result<Self, Error> {
         let control = Box::new(LocalControl::new(embedded.clone()));
         let origin = Origin::Embedded(embedded.clone());
-        Self::from(embedded.nic().clone(), control, options, origin)
+        Self::from(embedded.nic().clone(), control, options, (origin, embedded.clients()))
     }
 
     /// Connects to the memory node that serves the socket at `path`.
@@ -150,7 +150,7 @@ impl Pool<SoftNic> {
             let nic = attach(path)?;
             let control = Box::new(control.with_nic(&nic));
             let origin = Origin::Socket(path.to_path_buf());
-            Self::from(nic, control, options.clone(), origin)
+            Self::from(nic, control, options.clone(), (origin, &schemes::clients()))
         })
     }
 
@@ -181,7 +181,12 @@ impl Pool<SoftNic> {
             RoceEnd::of(link, port).map(Some).map_err(|e| system(e.into()))
         })?;
         let nic = nic.expect("opened while it connected");
-        Self::from(nic, Box::new(control), options, Origin::Remote(to.clone()))
+        Self::from(
+            nic,
+            Box::new(control),
+            options,
+            (Origin::Remote(to.clone()), &schemes::clients()),
+        )
     }
 
     /// Connects again to the memory node of this pool, with the same options. For use after
@@ -208,28 +213,40 @@ impl Pool<SoftNic> {
 impl<N: Nic> Pool<N> {
     /// Connects over `nic` to the memory node that `control` is connected to.
     pub fn over(nic: N, control: Box<dyn ControlPlane>, options: Options) -> Result<Self, Error> {
-        Self::from(nic, control, options, Origin::Given)
+        Self::over_with(nic, control, options, &schemes::clients())
+    }
+
+    /// Like [`Pool::over`], with the schemes in `clients`.
+    pub fn over_with(
+        nic: N,
+        control: Box<dyn ControlPlane>,
+        options: Options,
+        clients: &ClientRegistry<N>,
+    ) -> Result<Self, Error> {
+        Self::from(nic, control, options, (Origin::Given, clients))
     }
 
     fn from(
         nic: N,
         control: Box<dyn ControlPlane>,
         options: Options,
-        origin: Origin,
+        (origin, clients): (Origin, &ClientRegistry<N>),
     ) -> Result<Self, Error> {
         let welcome = control.welcome().clone();
         let groups = checked_groups(&options, &welcome)?;
         let pd = nic.alloc_pd()?;
         let lanes = checked_lanes(&welcome)?;
-        // Without separation, replies to allocations arrive on the access QPs.
-        let receives = if welcome.separation { 0 } else { welcome.credits };
+        let (info, family) = clients.known(&welcome.scheme)?;
+        let receives = family.access_receives(&welcome);
         let groups = (0..groups)
             .map(|g| Group::new(&nic, &pd, GroupId(g), lanes, options.send_blocks, receives))
             .collect::<Result<Vec<_>, _>>()?;
-        let info = schemes::find(&welcome.scheme)?;
         let first = |g: &Group<N>| (g.qps[0].qp().clone(), g.completer.clone());
         let access: Vec<_> = groups.iter().map(first).collect();
-        let scheme = registry::client(&nic, &pd, &welcome, &access)?;
+        let parts = ClientParts { nic: &nic, pd: &pd, hello: &welcome, access: &access };
+        let scheme = family.client(&parts)?;
+        let mut shared = false;
+        scheme.each_queue(&mut |queue| shared |= queue.is_shared());
         let page_bytes = match scheme.access() {
             crate::scheme::Access::OneSided => None,
             crate::scheme::Access::Paged(pages) => Some(pages.page_bytes()),
@@ -257,12 +274,12 @@ impl<N: Nic> Pool<N> {
             seen_empty: AtomicU32::new(0),
             info,
             page_bytes,
+            shared,
             connection: ConnectionEpoch { incarnation: welcome.incarnation, client: terms.client },
             terms,
             welcome,
             options,
             origin,
-            held: AtomicU64::new(0),
             repair: Mutex::default(),
             probe: Mutex::default(),
             abandoned: Mutex::new(Vec::new()),

@@ -3,17 +3,15 @@
 use std::ops::Range;
 
 use super::header::{CHUNK_ORDER_MAX, CHUNKS, PARTS_ORDER_MAX, SPAN_ORDER_MAX, SPANS};
+pub use crate::blocks::{BLOCK_BYTES_MAX, Block, ORDERS};
 
-/// Number of orders.
-pub const ORDERS: u32 = SECTION_ORDER + PARTS_ORDER_MAX + 1;
 /// Chunks of a section.
 pub const SECTION: u32 = CHUNKS * SPANS;
 /// The order of a span.
 pub const SPAN_ORDER: u32 = CHUNK_ORDER_MAX + 1;
 /// The order of a section.
 pub const SECTION_ORDER: u32 = SPAN_ORDER + SPAN_ORDER_MAX;
-/// Maximum bytes of a block: the largest length of a window.
-pub const BLOCK_BYTES_MAX: u64 = 1 << 31;
+const _: () = assert!(ORDERS == SECTION_ORDER + PARTS_ORDER_MAX + 1);
 const _: () = assert!(1 << SPAN_ORDER == CHUNKS && 1 << SECTION_ORDER == SECTION);
 
 /// The kind of header that a log record comes from.
@@ -26,21 +24,7 @@ pub enum Layer {
     Section,
 }
 
-/// A block: an aligned run of 2^order chunks.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct Block {
-    /// The block's first chunk.
-    pub chunk: u32,
-    /// Logarithm of the block's length in chunks.
-    pub order: u32,
-}
-
 impl Block {
-    /// The block's chunks.
-    pub fn chunks(self) -> Range<u32> {
-        self.chunk..self.chunk + (1 << self.order)
-    }
-
     /// Sections of the block, if it has several.
     pub fn parts(self) -> Option<Range<u32>> {
         let first = self.chunk / SECTION;

@@ -18,8 +18,9 @@
 
 use std::ops::Range;
 
-use super::block::{BLOCK_BYTES_MAX, Block, ORDERS, SECTION, SECTION_ORDER, SPAN_ORDER};
+use super::block::{SECTION, SECTION_ORDER, SPAN_ORDER};
 use super::header::SPANS;
+pub use crate::blocks::Shape;
 
 /// Index of a word in the metadata.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -55,15 +56,6 @@ impl Functions {
     }
 }
 
-/// Size of a tree.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Shape {
-    /// Chunks.
-    pub chunks: u32,
-    /// Bytes of a chunk.
-    pub chunk_bytes: u64,
-}
-
 impl Shape {
     /// Sections; the last section may be incomplete.
     pub fn sections(self) -> u32 {
@@ -73,26 +65,6 @@ impl Shape {
     /// Spans that have a header.
     pub fn spans(self) -> u32 {
         self.sections() * SPANS
-    }
-
-    /// Blocks of an order that lie completely within the pool.
-    pub fn blocks(self, order: u32) -> u32 {
-        if self.block_bytes(order) > BLOCK_BYTES_MAX { 0 } else { self.chunks >> order }
-    }
-
-    /// Bytes of a block.
-    pub fn block_bytes(self, order: u32) -> u64 {
-        self.chunk_bytes << order
-    }
-
-    /// The order of the largest block.
-    pub fn order_max(self) -> u32 {
-        (0..ORDERS).rev().find(|order| self.blocks(*order) > 0).unwrap_or(0)
-    }
-
-    /// The order of the smallest block of at least `bytes`; `None` if no block is as large.
-    pub fn order_for(self, bytes: u64) -> Option<u32> {
-        (0..=self.order_max()).find(|order| self.block_bytes(*order) >= bytes)
     }
 
     /// A section's header.
@@ -112,39 +84,6 @@ impl Shape {
 
     fn capabilities(self) -> u32 {
         self.sections() + self.spans() + self.chunks
-    }
-
-    /// Entries of the capability table.
-    pub fn entries(self) -> u32 {
-        (0..ORDERS).map(|order| self.blocks(order)).sum()
-    }
-
-    /// The entry of a block.
-    pub fn entry(self, block: Block) -> u32 {
-        (0..block.order).map(|order| self.blocks(order)).sum::<u32>() + (block.chunk >> block.order)
-    }
-
-    /// The block of an entry; `None` if the entry is beyond the table.
-    pub fn block(self, entry: u32) -> Option<Block> {
-        let mut left = entry;
-        for order in 0..ORDERS {
-            let blocks = self.blocks(order);
-            if left < blocks {
-                return Some(Block { chunk: left << order, order });
-            }
-            left -= blocks;
-        }
-        None
-    }
-
-    /// Splits `range` by the order of the blocks. Yields each order, its first entry, and the
-    /// entries of that order within the range.
-    pub fn by_order(self, range: Range<u32>) -> impl Iterator<Item = (u32, u32, Range<u32>)> {
-        (0..ORDERS).scan(0, move |next, order| {
-            let base = *next;
-            *next += self.blocks(order);
-            Some((order, base, range.start.max(base)..range.end.min(*next)))
-        })
     }
 
     /// The headers that show whether any of these blocks of one order is taken; never more headers
@@ -176,7 +115,7 @@ impl Shape {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::finemem::block::Layer;
+    use crate::finemem::block::{BLOCK_BYTES_MAX, Block, Layer};
     use crate::finemem::header::{CHUNKS, Record};
     use crate::finemem::log::FullLog;
     use proptest::prelude::*;

@@ -51,7 +51,7 @@ use crate::node::{MemoryNode, NodeThreads, PauseGate};
 use crate::protocol::{Dropped, Status, Trouble};
 use crate::remote::{Listen, RemoteListener};
 use crate::socket::{Endpoint, Listener};
-use crate::{AnyNode, Error, Settings};
+use crate::{Error, Settings, schemes};
 
 /// A running memory node; dropping it stops it.
 pub struct Service {
@@ -72,7 +72,7 @@ pub(crate) struct Shared {
     /// Errors that did not stop the memory node.
     trouble: Mutex<Trouble>,
     host: Host,
-    node: MemoryNode<AnyNode<SoftNic>>,
+    node: MemoryNode,
     node_threads: NodeThreads,
     /// See [`Epoll::fail`].
     #[cfg(test)]
@@ -117,12 +117,12 @@ impl Service {
             Some(wire) => SoftNic::host_over_with(wire, settings.nic_limits())?,
         };
         let settings = Settings { paced: true, ..settings.clone() };
-        let node = MemoryNode::new(AnyNode::new(&nic, &settings)?, settings);
-        let (budget, scheme) = (&node.settings().budget, node.settings().scheme);
+        let node = MemoryNode::new(schemes::nodes().node(&nic, &settings)?, settings);
+        let budget = node.status()?.budget.unwrap_or_default();
         tracing::info!(
             socket = %path.display(),
             address = address.map(tracing::field::display),
-            %scheme,
+            scheme = %node.settings().scheme,
             chunks = node.settings().chunks(),
             budget_requests_per_s = budget.requests_per_s,
             budget_chunks = budget.chunks,
@@ -192,7 +192,7 @@ impl Service {
     }
 
     /// The memory node.
-    pub fn node(&self) -> &MemoryNode<AnyNode<SoftNic>> {
+    pub fn node(&self) -> &MemoryNode {
         &self.shared.node
     }
 

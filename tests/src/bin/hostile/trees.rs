@@ -9,13 +9,13 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use granary_tests::control::Control;
+use pool::finemem::Metadata;
 use pool::finemem::block::Block;
 use pool::finemem::header::{Header, User};
 use pool::finemem::layout::{Shape, Word};
 use pool::finemem::log::{Capability, FullLog};
 use pool::finemem::tree::{Taken, Tree, Verbs};
 use pool::protocol::{Reply, Request};
-use pool::scheme::Metadata;
 use pool::{ConnectReply, ConnectRequest};
 use serde_json::{Value, json};
 use verbs::cqe::Syndrome;
@@ -68,7 +68,7 @@ impl Service {
             Reply::Admitted(terms) => terms,
             other => bail!("not admitted: {other:?}"),
         };
-        let metadata = terms.metadata.context("a scheme without metadata")?;
+        let metadata = Metadata::of(&terms).context("a scheme without metadata")?;
         let shape = Shape { chunks: metadata.chunks, chunk_bytes: terms.chunk_bytes };
         let user = User::new(metadata.user).context("a number of a user")?;
         management.connect(&nic, Qpn::new(terms.management[0]))?;
