@@ -360,8 +360,8 @@ pub trait NodeScheme: Any + Send {
     /// re-establish them at any moment.
     fn set_start(&mut self, client: ClientId, part: QpSet, start: Start);
 
-    /// Event source and workers that execute the scheme's work on the memory node. Called once, when
-    /// the node starts.
+    /// Event source and workers that execute the scheme's work on the memory node. Called once,
+    /// when the node starts.
     fn cpu(&mut self) -> Cpu {
         Cpu::default()
     }

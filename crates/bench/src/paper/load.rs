@@ -61,7 +61,7 @@ pub struct Load {
     pub shared: bool,
     /// See [`Settings::separation`].
     pub separation: bool,
-    /// See [`Settings::contention_control`].
+    /// See [`pool::finemem::Options::contention_control`].
     pub contention_control: bool,
     /// Additional idle connections.
     pub idle: u32,

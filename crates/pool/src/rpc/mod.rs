@@ -43,7 +43,7 @@
 //! valid for ever. Here a free rebinds the block's window before it is answered: the old key is
 //! dead, and the next key is valid.
 //!
-//! The CPU may have several cores ([`crate::Settings::cores`]). Each core has a CQ for requests and
+//! The CPU may have several cores ([`Options::cores`]). Each core has a CQ for requests and
 //! serves a part of the compute nodes; all cores share one `table::Table`.
 //!
 //! ```text
