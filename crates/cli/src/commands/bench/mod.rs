@@ -9,12 +9,11 @@ mod pingpong;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::thread;
 use std::time::Duration;
 
-use bench::progress::Progress;
-use bench::report::Report;
-use bench::table::Table;
+use bench_report::progress::Progress;
+use bench_report::report::Report;
+use bench_report::table::Table;
 
 use crate::options::{Output, Pictures, seconds};
 
@@ -118,7 +117,7 @@ impl BenchOutput {
 /// Starts the report of an experiment, with a warning if the machine is busy.
 fn begin(output: &Output) -> Result<Report, bench::Error> {
     let mut report = output.report();
-    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let cores = units::cpus::cores();
     let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let load = load.split(' ').next().and_then(|load| load.parse::<f64>().ok());
     if let Some(load) = load.filter(|load| *load > cores as f64 / 2.0) {

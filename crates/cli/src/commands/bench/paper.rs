@@ -5,15 +5,15 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
-use bench::claims::Claims;
 use bench::paper::experiment::{self, Experiment};
 use bench::paper::results::{ClaimSummary, Results};
 use bench::paper::simulated::SimulatedCluster;
 use bench::paper::testbed::{Machine, Node, Testbed};
 use bench::paper::{Extent, Run, finemem, onesidedmw};
-use bench::record::Record;
-use bench::report::Report;
-use bench::table::{Cell, Table};
+use bench_report::claims::Claims;
+use bench_report::record::Record;
+use bench_report::report::Report;
+use bench_report::table::{Cell, Table};
 use clap::ValueEnum as _;
 use pool::{Options, Pool, Settings};
 
@@ -181,7 +181,7 @@ impl Paper {
     ) -> anyhow::Result<Vec<(&'static Experiment, Results)>> {
         let extent = if self.quick { Extent::Quick } else { Extent::Full };
         let run_one = |experiment: &Experiment| {
-            let silent = bench::progress::Progress::Silent.bar("", 0);
+            let silent = bench_report::progress::Progress::Silent.bar("", 0);
             let steps = (experiment.steps)(&Run { testbed, extent, bar: &silent });
             let bar = self.output.progress().bar(experiment.name, steps as u64);
             let results = experiment.run(&Run { testbed, extent, bar: &bar }, params);

@@ -6,8 +6,8 @@ use std::process::{Command, ExitCode};
 use anyhow::Context;
 use bench::access::Outcome;
 use bench::pingpong::{self, Operation, PeerInfo, Task};
-use bench::size::Size;
 use pool::Settings;
+use units::Size;
 
 use super::{Rounds, begin, conclude};
 use crate::UsageError;
