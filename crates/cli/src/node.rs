@@ -9,14 +9,14 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use bench::number::thousands;
-use bench::size::Size;
 use metrics::Samples;
 use pool::budget::{BudgetStatus, Use};
 use pool::protocol::{Dropped, Status, Trouble};
 use pool::{Address, ControlMode, ControlPlane, Remote, RemoteAddress, SchemeKind, Settings};
 use serde::{Deserialize, Serialize};
 use tempfile::NamedTempFile;
+use units::Size;
+use units::number::thousands;
 
 use crate::child::ChildProcess;
 use crate::log::LogLevel;

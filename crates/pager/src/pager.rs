@@ -205,7 +205,7 @@ impl Pager {
             let bytes = memory.frames as usize * PAGE_BYTES;
             sys::madvise(memory.base as usize, bytes, libc::MADV_DONTFORK)
         };
-        let evicts_inline = sys::cores() <= 2;
+        let evicts_inline = units::cpus::cores() <= 2;
         let reserved = READ_FRAMES + CHILD_FRAMES + INHERIT_FRAMES;
         let frames_bytes = u64::from(memory.frames) * PAGE_BYTES as u64;
         if memory.frames < reserved + 64 || frames_bytes * 2 > config.local_bytes {

@@ -32,7 +32,7 @@ use crate::scheme::{
     QpSet, Worker,
 };
 use crate::settings::{ControlMode, SchemeKind, Settings};
-use crate::wakeup::cores;
+use units::cpus::cores;
 
 /// A memory node. Clones share its state.
 pub struct MemoryNode<S: NodeScheme> {

@@ -215,14 +215,10 @@ mod tests {
         assert_eq!((t.get(first), t.get(again)), (None, Some(&again)));
     }
 
-    /// SplitMix64 of a counter.
     fn random() -> u32 {
-        use std::sync::atomic::{AtomicU64, Ordering};
-        static COUNT: AtomicU64 = AtomicU64::new(0);
-        let mut z = COUNT.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed);
-        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ z >> 31) as u32
+        use std::sync::Mutex;
+        static RANDOM: Mutex<units::Random> = Mutex::new(units::Random::new(0));
+        RANDOM.lock().unwrap().bits() as u32
     }
 
     #[test]

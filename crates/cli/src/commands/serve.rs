@@ -6,11 +6,11 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use bench::number::thousands;
-use bench::size::Size;
 use metrics::server::Server;
 use pool::{Address, Budget, ControlMode, Endpoint, Listen, SchemeKind, Service, Settings, Token};
 use serde::Serialize;
+use units::Size;
+use units::number::thousands;
 
 use crate::UsageError;
 use crate::file_descriptors;

@@ -47,8 +47,8 @@ use crate::scheme::{
     CasStats, ClientScheme, ConnectRequest, ConnectionEpoch, Grant, GroupId, QPS_MAX, WhenIdle,
     bulletin,
 };
-use crate::wakeup::cores;
 use crate::{Error, Remote, Settings};
+use units::cpus::cores;
 
 /// Options of a compute node's connection.
 ///

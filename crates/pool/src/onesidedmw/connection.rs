@@ -9,7 +9,7 @@
 
 use std::time::Duration;
 
-use rnic::bucket::TokenBucket;
+use units::TokenBucket;
 use verbs::direct::{DirectNic, DirectQp};
 use verbs::wqe::Builder;
 use verbs::{Access, MemoryRegion, PeerAddress, QpAttr, QpChange, Qpn, QueuePair, Receive, Remote};

@@ -12,8 +12,8 @@ use std::fmt;
 use std::net::IpAddr;
 use std::time::Duration;
 
-use rnic::bucket::TokenBucket;
 use rnic::port::shm::Peer;
+use units::TokenBucket;
 
 use crate::protocol::Request;
 

@@ -32,7 +32,7 @@ pub(super) enum Progress {
 const DISCARDED_SLICES: u64 = 4;
 
 /// Smallest page size in bytes. Shorter zeros discard no page.
-const PAGE: u64 = 4096;
+const PAGE: u64 = units::PAGE_BYTES as u64;
 
 impl Core {
     /// Executes a fetched WQE from byte `done`. Always inlined: otherwise a NOP takes 50% longer.

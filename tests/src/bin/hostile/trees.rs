@@ -25,7 +25,9 @@ use verbs::{Access, DmaMemory, Key, Qpn};
 use crate::compute::{LONG, remote};
 use crate::nic::Nic;
 use crate::queue::{Qp, Shape as QpShape};
-use crate::{Arguments, Random};
+use units::Random;
+
+use crate::Arguments;
 
 /// A hand-made allocation service of a compute node, with access QPs.
 struct Service {
@@ -392,7 +394,7 @@ pub fn nonsense(a: &Arguments) -> Result<Value> {
         let at = Word(random.below(me.shape.words() as u64) as u32);
         let word = me.load(at)?;
         let new = match random.below(4) {
-            0 => random.draw(),
+            0 => random.bits(),
             1 => word ^ 1 << random.below(64),
             2 => 0,
             // Turns an open capability into a quarantined one, or swaps the halves of a log.
